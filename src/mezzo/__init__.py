@@ -1,0 +1,1 @@
+"""mezzo: automatic mixed precision for PyTorch."""

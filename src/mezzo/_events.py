@@ -1,0 +1,104 @@
+"""What happened, as values: mechanisms emit events, reports consume them, and neither knows the other.
+
+Emitting costs nothing when nobody listens: a mechanism asks `listening()` before it builds a record.
+
+>>> with listen() as heard:
+...     emit(PolicyDowngraded("bfloat16", "float32", "cpu", "no kernels"))
+>>> heard[0].used
+'float32'
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """Something that happened. Every record is frozen and made of plain data, so that it can be stored and shown anywhere."""
+
+
+@dataclass(frozen=True, slots=True)
+class HardwareDetected(Event):
+    """A device was asked what it can do."""
+
+    device: str
+    name: str
+    fast: tuple[str, ...]
+    """The 16-bit dtypes that the device computes natively."""
+
+
+@dataclass(frozen=True, slots=True)
+class PolicyResolved(Event):
+    """A policy met a device: `dtype="auto"` and the like became facts."""
+
+    policy: str
+    device: str
+    dtype: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class PolicyDowngraded(Event):
+    """The device lacks what the policy asked for, and something else is used."""
+
+    asked: str
+    used: str
+    device: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class CastSteered(Event):
+    """An op ran in a precision that the policy chose, not torch's own lists."""
+
+    op: str
+    rule: str
+    dtype: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class OpFellBack(Event):
+    """An op has no 16-bit kernel on the device and ran in float32 instead of failing."""
+
+    op: str
+    device: str
+    asked: str
+    reason: str
+
+
+Sink = Callable[[Event], None]
+
+_lock = threading.Lock()
+_sinks: tuple[Sink, ...] = ()
+
+
+def listening() -> bool:
+    """Whether anybody wants events; false is the common case and decides that no record is built."""
+    return bool(_sinks)
+
+
+def emit(event: Event) -> None:
+    """Hand an event to everybody who listens."""
+    for sink in _sinks:
+        sink(event)
+
+
+@contextmanager
+def listen(sink: Sink | None = None) -> Iterator[list[Event]]:
+    """Receive the events of the whole process while the block runs; without a sink of your own they collect in the list."""
+    global _sinks
+    heard: list[Event] = []
+    # A fresh object a region: the same function may listen twice, and each leaves alone.
+    own: Sink = lambda event: (sink or heard.append)(event)
+    with _lock:
+        _sinks = (*_sinks, own)
+    try:
+        yield heard
+    finally:
+        with _lock:
+            _sinks = tuple(one for one in _sinks if one is not own)

@@ -1,0 +1,81 @@
+"""The words a policy is made of: rules, levels, and entries that carry their reason."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+from typing import Self
+
+from mezzo._errors import PolicyError, choices, nearest
+
+
+class _Word(Enum):
+    """A closed set whose members are read from their spelling."""
+
+    @classmethod
+    def parse(cls, word: str | Self) -> Self:
+        """Read a member from its spelling, or say what is allowed."""
+        if isinstance(word, cls):
+            return word
+        for member in cls:
+            if member.value == word:
+                return member
+        raise PolicyError(cls._unknown(word))
+
+    @classmethod
+    def _unknown(cls, word: object) -> str:
+        known = [str(member.value) for member in cls]
+        return f"Unknown {cls.__name__.lower()} {word!r}. {choices(known)}{nearest(str(word), known)}"
+
+
+class Rule(_Word):
+    """What happens to the floating-point inputs of an op. Few rules cover every system; they differ only in tables."""
+
+    HALF = "half"
+    """Cast to the policy's 16-bit dtype."""
+    FULL = "full"
+    """Cast to float32."""
+    PROMOTE = "promote"
+    """Cast to the widest dtype among the inputs."""
+    KEEP = "keep"
+    """Leave the inputs alone."""
+    REFUSE = "refuse"
+    """Raise, and say what to call instead."""
+
+
+class Level(_Word):
+    """How far a policy goes."""
+
+    O0 = "O0"
+    """Everything float32."""
+    O1 = "O1"
+    """float32 parameters; op lists decide."""
+    O2 = "O2"
+    """16-bit parameters with masters; everything 16-bit but a short list."""
+    O3 = "O3"
+    """16-bit parameters without masters; everything 16-bit."""
+    OD = "OD"
+    """float32 parameters; only what is listed half is 16-bit, everything else float32."""
+
+    @classmethod
+    def _unknown(cls, word: object) -> str:
+        hint = " The first character is the letter O, not a zero." if str(word).startswith("0") else ""
+        return super()._unknown(word) + hint
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One line of an op list: the rule, and why."""
+
+    rule: Rule
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Conditional:
+    """An op that runs in float32 only when an argument has one of these values."""
+
+    op: str
+    argument: str
+    values: tuple[str | int | float | bool | None, ...]
+    reason: str = "asked for by the user"
