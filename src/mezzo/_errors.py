@@ -31,7 +31,11 @@ class UnsupportedError(MezzoError, RuntimeError):
 
 
 def choices(allowed: Iterable[str]) -> str:
-    """Spell out a closed set: ``Choose one of: O0, O1, O2.``"""
+    """Spell out a closed set.
+
+    >>> choices(["O0", "O1"])
+    'Choose one of: O0, O1.'
+    """
     return f"Choose one of: {', '.join(allowed)}."
 
 
@@ -43,3 +47,13 @@ def nearest(word: str, known: Iterable[str]) -> str:
     """
     matches = get_close_matches(word, list(known), n=3, cutoff=0.6)
     return f" Did you mean {' or '.join(repr(match) for match in matches)}?" if matches else ""
+
+
+def unknown(what: str, word: object, known: Iterable[str]) -> str:
+    """Say that a word is not known, which are, and which are close.
+
+    >>> unknown("level", "O9", ["O1", "O2"])
+    "Unknown level 'O9'. Choose one of: O1, O2. Did you mean 'O2' or 'O1'?"
+    """
+    listed = list(known)
+    return f"Unknown {what} {word!r}. {choices(listed)}{nearest(str(word), listed)}"

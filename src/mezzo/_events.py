@@ -83,7 +83,7 @@ def listening() -> bool:
 
 
 def emit(event: Event) -> None:
-    """Hand an event to everybody who listens."""
+    """Hand an event to everybody who listens. What a listener raises reaches the caller: a report that breaks is not hidden."""
     for sink in _sinks:
         sink(event)
 
@@ -93,8 +93,12 @@ def listen(sink: Sink | None = None) -> Iterator[list[Event]]:
     """Receive the events of the whole process while the block runs; without a sink of your own they collect in the list."""
     global _sinks
     heard: list[Event] = []
-    # A fresh object a region: the same function may listen twice, and each leaves alone.
-    own: Sink = lambda event: (sink or heard.append)(event)
+    receive = sink or heard.append
+
+    # A fresh object for each region: the same function may listen twice, and each leaves alone.
+    def own(event: Event) -> None:
+        receive(event)
+
     with _lock:
         _sinks = (*_sinks, own)
     try:

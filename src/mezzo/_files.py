@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import os
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from secrets import token_hex
 from typing import BinaryIO
 
 
@@ -16,18 +16,22 @@ def atomic_writer(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
 
     The bytes go to a neighbour first, are flushed to the disk and renamed over the target: a kill in the middle leaves the old file as it was.
     """
-    target = Path(path)
-    handle, temporary = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.", suffix=".part")
+    # A link is followed, as open() does: the rename would replace the link itself.
+    target = Path(path).resolve()
+    if not target.parent.is_dir():
+        raise FileNotFoundError(f"Cannot write {os.fspath(path)!r}: there is no directory {os.fspath(target.parent)!r}. Make it first.")
+    temporary = target.with_name(f".{target.name}.{token_hex(8)}.part")
     try:
-        with os.fdopen(handle, "wb") as file:
+        # A plain open, and not mkstemp, whose files only their owner can read: a saved file has the mode that the user's umask gives.
+        with temporary.open("xb") as file:
             yield file
             file.flush()
             os.fsync(file.fileno())
-        # mkstemp makes files that only their owner can read; a saved file should have the mode that open() gives.
-        os.chmod(temporary, 0o666 & ~_umask())
-        os.replace(temporary, target)
+        if target.exists():
+            temporary.chmod(target.stat().st_mode)
+        temporary.replace(target)
     except BaseException:
-        Path(temporary).unlink(missing_ok=True)
+        temporary.unlink(missing_ok=True)
         raise
 
 
@@ -35,9 +39,3 @@ def write_text(path: str | os.PathLike[str], text: str) -> None:
     """Write a text file whole or not at all."""
     with atomic_writer(path) as file:
         file.write(text.encode())
-
-
-def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask

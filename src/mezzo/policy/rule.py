@@ -6,10 +6,10 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Self
 
-from mezzo._errors import PolicyError, choices, nearest
+from mezzo._errors import PolicyError, unknown
 
 
-class _Word(Enum):
+class Word(Enum):
     """A closed set whose members are read from their spelling."""
 
     @classmethod
@@ -24,11 +24,13 @@ class _Word(Enum):
 
     @classmethod
     def _unknown(cls, word: object) -> str:
-        known = [str(member.value) for member in cls]
-        return f"Unknown {cls.__name__.lower()} {word!r}. {choices(known)}{nearest(str(word), known)}"
+        return unknown(cls.__name__.lower(), word, (str(member.value) for member in cls))
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}.{self.name}"
 
 
-class Rule(_Word):
+class Rule(Word):
     """What happens to the floating-point inputs of an op. Few rules cover every system; they differ only in tables."""
 
     HALF = "half"
@@ -43,7 +45,7 @@ class Rule(_Word):
     """Raise, and say what to call instead."""
 
 
-class Level(_Word):
+class Level(Word):
     """How far a policy goes."""
 
     O0 = "O0"
@@ -71,6 +73,9 @@ class Entry:
     reason: str
 
 
+BY_USER = "listed for these values by the user"
+
+
 @dataclass(frozen=True, slots=True)
 class Conditional:
     """An op that runs in float32 only when an argument has one of these values."""
@@ -78,4 +83,4 @@ class Conditional:
     op: str
     argument: str
     values: tuple[str | int | float | bool | None, ...]
-    reason: str = "asked for by the user"
+    reason: str = BY_USER

@@ -1,0 +1,40 @@
+"""The one place where a tensor changes dtype."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from mezzo._dtypes import CASTABLE_DTYPES
+
+Cast = Callable[[torch.Tensor], torch.Tensor]
+
+
+def is_castable(value: object, device: str) -> bool:
+    """Whether a policy for a device type may cast this: a float32, float16 or bfloat16 tensor that lives there."""
+    return isinstance(value, torch.Tensor) and value.dtype in CASTABLE_DTYPES and value.device.type == device
+
+
+def map_tensors(value: Any, change: Cast) -> Any:
+    """Rebuild a nested container with every tensor changed; what holds no tensor comes back as it was.
+
+    >>> map_tensors({"x": [torch.ones(1)], "n": 3}, torch.neg)
+    {'x': [tensor([-1.])], 'n': 3}
+    """
+    if isinstance(value, torch.Tensor):
+        return change(value)
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*(map_tensors(item, change) for item in value))
+    if isinstance(value, list | tuple):
+        changed = [map_tensors(item, change) for item in value]
+        return value if all(new is old for new, old in zip(changed, value, strict=True)) else type(value)(changed)
+    if isinstance(value, Mapping) and type(value) in (dict,):
+        return {key: map_tensors(item, change) for key, item in value.items()}
+    return value
+
+
+def cast_all(value: Any, dtype: torch.dtype, device: str) -> Any:
+    """Cast every castable tensor of a nested container; everything else is left alone."""
+    return map_tensors(value, lambda tensor: tensor.to(dtype) if is_castable(tensor, device) else tensor)

@@ -1,0 +1,1 @@
+"""Collectors: they watch tensors go by and give plain data."""

@@ -1,0 +1,120 @@
+"""`mezzo.autocast`: torch's call shape and shorter ones, as context manager, decorator and switch."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from types import TracebackType
+from typing import Any, ParamSpec, Self, TypeVar
+
+import torch
+from torch import nn
+
+from mezzo._errors import MezzoError, PolicyError
+from mezzo.eager.decorate import around
+from mezzo.eager.modules import Binding, plan_modules
+from mezzo.eager.region import Region, enter, inside
+from mezzo.eager.settle import Words, region_of, settle
+from mezzo.policy.policy import Policy
+from mezzo.policy.rule import Level, Rule
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+class autocast:  # noqa: N801 - torch's spelling
+    """Run what is inside in the precision that a policy says.
+
+    torch's call shape, or a policy: a level, a `Policy`, a TOML file, and overrides of the policy's fields.
+
+    >>> import mezzo
+    >>> with mezzo.autocast("cpu", dtype=torch.bfloat16):
+    ...     torch.mm(torch.ones(2, 2), torch.ones(2, 2)).dtype
+    torch.bfloat16
+    >>> with mezzo.autocast("O1", device_type="cpu", dtype="bfloat16", half={"add"}):
+    ...     (torch.ones(2) + torch.ones(2)).dtype
+    torch.bfloat16
+    """
+
+    def __init__(
+        self,
+        policy_or_device: Words = None,
+        /,
+        dtype: torch.dtype | str | None = None,
+        enabled: bool = True,  # noqa: FBT001, FBT002 - torch's call shape
+        cache_enabled: bool | None = None,  # noqa: FBT001
+        *,
+        device_type: str | torch.device | None = None,
+        policy: Words = None,
+        model: nn.Module | None = None,
+        **overrides: Any,
+    ) -> None:
+        if torch.compiler.is_dynamo_compiling():
+            region, binding = Region.decode(_settled_code(policy_or_device, dtype, enabled, cache_enabled, device_type, policy, overrides)), None
+        else:
+            region, settled = settle(policy_or_device, dtype, enabled, cache_enabled, device_type, policy, overrides)
+            binding = _bind(settled, region, model)
+        self._region = region
+        self._binding = binding
+        self._inside = inside(region)
+
+    def __enter__(self) -> Self:
+        if self._binding is not None:
+            self._binding.apply()
+        self._inside.__enter__()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._inside.__exit__(kind, error, trace)
+        if self._binding is not None:
+            self._binding.undo()
+
+    def __call__(self, function: Callable[P, R]) -> Callable[P, R]:
+        """Decorate a function, a generator function or a coroutine function: every call runs in the region."""
+        return around(self._region, self._binding, function)
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _settled_code(*words: Any) -> str:
+    """`settle` as a constant of compiled code: the words of a call inside a compiled function are constants there too."""
+    region, policy = settle(*words)
+    if policy.modules:
+        raise PolicyError("Module rules are bound outside compiled code: enter the region around the compiled function, not inside it.")
+    return region.encode()
+
+
+def _bind(policy: Policy, region: Region, model: nn.Module | None) -> Binding | None:
+    if not policy.modules or not region.enabled:
+        return None
+    if model is None:
+        names = ", ".join(repr(selector.text) for selector, _ in policy.modules)
+        raise PolicyError(f"The policy has module rules ({names}) and needs the model they speak of: autocast(policy, model=model).")
+    dtype = torch.get_autocast_dtype(region.device) if region.dtype is None else region.dtype
+    off = Region(region.device, False, region.dtype, region.cache_enabled)  # noqa: FBT003
+    half = region_of(Policy(Level.O3, dtype, on_unsupported=policy.on_unsupported), region.device)
+    return Binding(plan_modules(model, policy), {Rule.HALF: half, Rule.FULL: off, Rule.KEEP: off}, dtype)
+
+
+_switch = threading.local()
+
+
+def enable(policy: Words = None, **words: Any) -> None:
+    """Switch a policy on for the rest of this thread, without a region; `disable` switches it off, another `enable` replaces it.
+
+    >>> enable("cpu", dtype="bfloat16")
+    >>> torch.mm(torch.ones(1, 1), torch.ones(1, 1)).dtype
+    torch.bfloat16
+    >>> disable()
+    """
+    region = autocast(policy, **words)
+    disable()
+    region.__enter__()
+    _switch.region = region
+
+
+def disable() -> None:
+    """Switch off what `enable` switched on in this thread; nothing happens where nothing is on."""
+    region: autocast | None = getattr(_switch, "region", None)
+    if region is not None:
+        _switch.region = None
+        region.__exit__(None, None, None)

@@ -1,0 +1,105 @@
+"""Python functions of torch that are made of several ops: which ops are inside, and how to run them so that each is seen.
+
+Under a TorchFunctionMode such a function arrives as one call, and the ops inside escape. Its body, run with the question
+"does anybody override this?" answered no, makes its inner calls one by one, and the mode sees each.
+"""
+
+from __future__ import annotations
+
+import dis
+import inspect
+from functools import cache
+from types import FunctionType
+from typing import Any, cast
+
+from mezzo.eager import bodies
+from mezzo.policy.names import canonical
+from mezzo.policy.registry import Function, registry
+
+_OPERATORS = {"+": "add", "-": "sub", "*": "mul", "/": "div", "//": "floor_divide", "%": "remainder", "**": "pow", "@": "matmul"}
+_UNARY = {"UNARY_NEGATIVE": "neg"}
+_QUESTIONS = ("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic")
+_DEPTH = 3
+
+
+@cache
+def ops_inside(function: Function) -> frozenset[str]:
+    """Name every op that a Python function may call, read from its bytecode: too many rather than too few.
+
+    Comparisons are left out: in torch's functions they compare sizes, and their results carry no precision.
+
+    >>> import torch.nn.functional as F
+    >>> sorted(ops_inside(F.softsign))
+    ['abs', 'add', 'div', 'softsign']
+    """
+    return frozenset(_read(function, _DEPTH)) if has_body(function) else frozenset()
+
+
+def has_body(function: Function) -> bool:
+    """Whether a function is written in Python, and not a builtin or a thin wrapper around one."""
+    return isinstance(function, FunctionType) and isinstance(inspect.unwrap(function), FunctionType)
+
+
+@cache
+def body(function: Function) -> Function:
+    """A copy of a composite that no longer asks whether somebody overrides it, so that its inner calls can be seen."""
+    inner = _unwrapped(function)
+    copy = FunctionType(inner.__code__, _globals_of(inner), inner.__name__, inner.__defaults__, inner.__closure__)
+    copy.__kwdefaults__ = inner.__kwdefaults__
+    setattr(bodies, body_name(function), copy)
+    return copy
+
+
+def body_name(function: Function) -> str:
+    """The name under which compiled code finds the body."""
+    return f"{function.__module__}.{function.__qualname__}.{id(function)}".replace(".", "_").replace("<", "").replace(">", "")
+
+
+def _globals_of(function: FunctionType) -> dict[str, Any]:
+    scope = dict(function.__globals__)
+    scope.update({question: _never for question in _QUESTIONS if question in scope})
+    # With a __name__ dynamo would guard on the real module's globals, which say something else.
+    scope.pop("__name__", None)
+    return scope
+
+
+def _never(*_: object) -> bool:
+    return False
+
+
+def _unwrapped(function: Function) -> FunctionType:
+    # Tensor's Python methods ask in a wrapper around them.
+    return cast("FunctionType", inspect.unwrap(function))
+
+
+def _read(function: FunctionType, depth: int) -> set[str]:
+    inner = _unwrapped(function)
+    found: set[str] = set()
+    for instruction in dis.get_instructions(inner):
+        found |= _op_of(instruction)
+    if depth:
+        for callee in _callees(inner):
+            found |= _read(callee, depth - 1)
+    return {name for name in found if name in registry()}
+
+
+def _callees(function: FunctionType) -> list[FunctionType]:
+    named = [function.__globals__.get(name) for name in function.__code__.co_names]
+    # boolean_dispatch keeps the two functions it chooses between in its closure.
+    enclosed = [cell.cell_contents for cell in function.__closure__ or ()]
+    return [callee for callee in (*named, *enclosed) if isinstance(callee, FunctionType) and callee is not function and has_body(callee) and _is_made_of_ops(callee)]
+
+
+def _is_made_of_ops(function: FunctionType) -> bool:
+    module = function.__module__ or ""
+    return module.startswith("torch") and not module.startswith(("torch.overrides", "torch._jit_internal", "torch._utils"))
+
+
+def _op_of(instruction: dis.Instruction) -> set[str]:
+    if instruction.opname == "BINARY_OP":
+        return {_OPERATORS.get(instruction.argrepr.removesuffix("="), "")}
+    if instruction.opname in _UNARY:
+        return {_UNARY[instruction.opname]}
+    if instruction.opname in ("LOAD_GLOBAL", "LOAD_ATTR", "LOAD_METHOD", "LOAD_NAME") and isinstance(instruction.argval, str):
+        return {canonical(instruction.argval)}
+    return set()

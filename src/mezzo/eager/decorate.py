@@ -1,0 +1,80 @@
+"""A region around every call of a function, of whatever kind the function is."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Generator
+from contextlib import contextmanager, nullcontext
+from functools import wraps
+from types import coroutine
+from typing import Any, ParamSpec, TypeVar, cast
+
+from mezzo.eager.modules import Binding
+from mezzo.eager.region import Region, inside
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def around(region: Region, binding: Binding | None, function: Callable[P, R]) -> Callable[P, R]:
+    """Wrap a function so that its body runs in the region.
+
+    A generator or a coroutine is left and entered again at every suspension: what happens in between is not its business.
+    """
+    if not callable(function):
+        raise TypeError(f"autocast(...) as a decorator goes over a function, got {function!r}. As a context it is `with mezzo.autocast(...):`.")
+    if inspect.isgeneratorfunction(function):
+
+        @wraps(function)
+        def generator(*args: P.args, **kwargs: P.kwargs) -> Any:
+            return _resumed(region, binding, cast("Generator[Any, Any, Any]", function(*args, **kwargs)))
+
+        return cast("Callable[P, R]", generator)
+    if inspect.iscoroutinefunction(function):
+
+        @wraps(function)
+        async def asynchronous(*args: P.args, **kwargs: P.kwargs) -> Any:
+            return await coroutine(_resumed)(region, binding, cast("Any", function(*args, **kwargs)))
+
+        return cast("Callable[P, R]", asynchronous)
+
+    @wraps(function)
+    def decorated(*args: P.args, **kwargs: P.kwargs) -> R:
+        if binding is None:
+            # Without a second context, which dynamo would have to trace too.
+            with inside(region):
+                return function(*args, **kwargs)
+        with _bound(binding), inside(region):
+            return function(*args, **kwargs)
+
+    return decorated
+
+
+@contextmanager
+def _bound(binding: Binding) -> Generator[None]:
+    binding.apply()
+    try:
+        yield
+    finally:
+        binding.undo()
+
+
+def _resumed(region: Region, binding: Binding | None, suspended: Generator[Any, Any, Any]) -> Generator[Any, Any, Any]:
+    """Drive a generator or coroutine, in the region only while it runs."""
+    resume: Callable[[], Any] = lambda: suspended.send(None)
+    while True:
+        with nullcontext() if binding is None else _bound(binding), inside(region):
+            try:
+                given = resume()
+            except StopIteration as stop:
+                return stop.value
+        try:
+            sent = yield given
+        except GeneratorExit:
+            with inside(region):
+                suspended.close()
+            raise
+        except BaseException as error:  # noqa: BLE001 - whatever is thrown in belongs to the wrapped generator
+            resume = lambda error=error: suspended.throw(error)  # type: ignore[misc]
+        else:
+            resume = lambda sent=sent: suspended.send(sent)  # type: ignore[misc]

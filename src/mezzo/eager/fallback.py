@@ -1,0 +1,28 @@
+"""An op without a 16-bit kernel runs in float32 instead of failing in the middle of a step."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from mezzo import _events
+from mezzo._casting import cast_all
+from mezzo._dtypes import HALF_DTYPES, dtype_name
+from mezzo.policy import kernels
+from mezzo.policy.registry import Function
+
+_NO_KERNEL = ("not implemented for 'Half'", "not implemented for 'BFloat16'", "Unsupported dtype Half", "Unsupported dtype BFloat16", "Low precision dtypes not supported")
+
+
+def run_or_fall_back(func: Function, op: str, dtype: torch.dtype | None, device: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Call, and call again in float32 when the device has no kernel for the 16-bit dtype."""
+    try:
+        return func(*args, **kwargs) if kwargs else func(*args)
+    except (RuntimeError, NotImplementedError) as error:
+        if dtype not in HALF_DTYPES or not any(text in str(error) for text in _NO_KERNEL):
+            raise
+        kernels.learn(op, dtype, device)
+        if _events.listening():
+            _events.emit(_events.OpFellBack(op, device, dtype_name(dtype), str(error).splitlines()[0]))
+        return func(*cast_all(args, torch.float32, device), **cast_all(kwargs, torch.float32, device))

@@ -1,0 +1,141 @@
+"""From a policy to what eager execution must do: a table from the functions that a mode sees to actions. What torch does itself is not in it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+from types import MappingProxyType
+from typing import Any
+
+import torch
+
+from mezzo.eager.composites import body, has_body, ops_inside
+from mezzo.policy.decide import effective, entry_of
+from mezzo.policy.policy import Policy
+from mezzo.policy.preset import OpLists
+from mezzo.policy.registry import Function, Op, aten_overloads, parameters, registry
+from mezzo.policy.rule import Entry, Rule
+from mezzo.policy.torch_lists import native
+
+Value = str | int | float | bool | None
+
+
+@dataclass(frozen=True, slots=True)
+class Action:
+    """What happens when one function is called in a region."""
+
+    op: str
+    rule: Rule
+    reason: str
+    quiet: bool = True
+    """Run with torch's own autocast off, since it would cast again inside."""
+    exempt: tuple[tuple[int, str], ...] = ()
+    """Arguments that are left alone, by position and name."""
+    conditions: tuple[tuple[int, str, tuple[Value, ...]], ...] = ()
+    """Arguments whose values make the op run in float32, by position and name."""
+    takes_dtype: bool = False
+    """The caller may name the dtype of the result, which then stands."""
+    in_place: tuple[int, str] | None = None
+    """Where the argument stands that asks to write into the input."""
+    opens: bool = False
+    """A composite: run its body, so that the ops inside are seen."""
+    weights: bool = False
+    """torch casts the activations itself; only the weights come from the cache."""
+    cached: bool = False
+    """Take the copies of weights from the region's cache."""
+
+
+Table = MappingProxyType[Function, Action]
+
+EMPTY: Table = MappingProxyType({})
+
+_BACKWARD: tuple[Function, ...] = (torch.Tensor.backward, torch.autograd.backward, torch.autograd.grad)
+
+
+def plan(policy: Policy, dtype: torch.dtype, device: str, *, versioned: bool, alone: bool = False) -> Table:
+    """Lay out every steered function. `alone` leaves nothing to torch's own lists, for where those are not heard (torch.export)."""
+    lists = effective(policy, dtype, device)
+    theirs = {} if alone else native(device)
+    actions: dict[Function, Action] = {}
+    for op in registry():
+        entry = entry_of(lists, op.name, dtype, device)
+        for function in op.functions:
+            action = _action(op, function, entry, lists, theirs, versioned=versioned)
+            if action is not None:
+                actions[function] = action
+    steered = frozenset(action.op for action in actions.values())
+    actions |= _openings(lists, steered, actions)
+    if actions:
+        # Backward runs in the precision that forward saved; torch's own lists know nothing of this policy.
+        actions |= {function: Action("backward", Rule.KEEP, "gradients are computed in the precision of forward") for function in _BACKWARD}
+    return MappingProxyType(actions)
+
+
+def _action(op: Op, function: Function, entry: Entry, lists: OpLists, theirs: Any, *, versioned: bool) -> Action | None:
+    if _writes_in_place(function) and entry.rule is not Rule.REFUSE:
+        return None
+    if has_body(function) and op.name not in lists.entries and not ops_inside(function) <= {op.name}:
+        return None
+    exempt = _places(function, lists.exempt.get(op.name, ()))
+    conditions = tuple((*_place(function, one.argument), one.values) for one in lists.conditional if one.op == op.name)
+    torchs = theirs[op.name].rule if op.name in theirs else Rule.KEEP
+    if entry.rule is torchs and not exempt and not conditions:
+        return Action(op.name, entry.rule, entry.reason, quiet=False, weights=True, cached=True) if versioned and entry.rule is Rule.HALF else None
+    if _has_nothing_to_cast(op, entry.rule) and not conditions and torchs is Rule.KEEP:
+        return None
+    quiet = _may_cast_inside(op, function)
+    in_place = _place(function, "inplace") if "inplace" in parameters(function) else None
+    return Action(op.name, entry.rule, entry.reason, quiet, exempt, conditions, "dtype" in parameters(function), in_place, cached=versioned)
+
+
+def _openings(lists: OpLists, steered: frozenset[str], known: dict[Function, Action]) -> dict[Function, Action]:
+    found: dict[Function, Action] = {}
+    for op in registry():
+        for function in op.functions:
+            if has_body(function) and function not in known and op.name not in lists.entries and ops_inside(function) & steered:
+                body(function)  # made now, so that compiled code finds it
+                found[function] = Action(op.name, Rule.KEEP, "made of several ops, each with its own rule", opens=True)
+    return found
+
+
+def _writes_in_place(function: Function) -> bool:
+    name = getattr(function, "__name__", "")
+    return (name.endswith("_") and not name.endswith("__")) or (name.startswith("__i") and name not in ("__invert__", "__iter__", "__init__"))
+
+
+def _has_nothing_to_cast(op: Op, rule: Rule) -> bool:
+    """KEEP never casts, and an op with one tensor has no widest input."""
+    return rule is Rule.KEEP or (rule is Rule.PROMOTE and op.name in _single_tensor_ops())
+
+
+def _may_cast_inside(op: Op, function: Function) -> bool:
+    """Whether torch's own autocast would act within the call: it lists the op, or the op is made of others."""
+    return has_body(function) or op.entry is not None or op.name in _composite_ops() or any(op.name in native(device) for device in ("cpu", "cuda"))
+
+
+@cache
+def _composite_ops() -> frozenset[str]:
+    """The ops that C++ makes of others: torch's autocast acts on those inside."""
+    has = torch._C._dispatch_has_kernel_for_dispatch_key
+    made = ((name, f"aten::{base}.{overload}".rstrip(".")) for name, overloads in aten_overloads().items() for base, overload in overloads)
+    return frozenset(name for name, qualified in made if has(qualified, "CompositeImplicitAutograd"))
+
+
+@cache
+def _single_tensor_ops() -> frozenset[str]:
+    """The ops that take one tensor, however they are called."""
+    return frozenset(name for name, overloads in aten_overloads().items() if all(_tensors(base, overload) <= 1 for base, overload in overloads))
+
+
+def _tensors(base: str, overload: str) -> float:
+    kinds = [str(argument.type) for argument in torch._C._get_schema(f"aten::{base}", overload).arguments if not argument.is_out]
+    return float("inf") if any("List[" in kind and "Tensor" in kind for kind in kinds) else sum("Tensor" in kind for kind in kinds)
+
+
+def _places(function: Function, names: tuple[str, ...]) -> tuple[tuple[int, str], ...]:
+    return tuple(_place(function, name) for name in names if name in parameters(function))
+
+
+def _place(function: Function, name: str) -> tuple[int, str]:
+    known = parameters(function)
+    return (known.index(name) if name in known else -1, name)

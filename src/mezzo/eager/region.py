@@ -1,0 +1,239 @@
+"""Entering and leaving a region: torch's own autocast state, and the steering mode where the policy is not torch's own.
+
+What torch gets wrong is put right here, at no cost while nothing is wrong: another 16-bit dtype inside a region or in another thread, and an
+optimizer step inside a region, would all be served stale copies from torch's weight cache.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import wraps
+from typing import Any, ParamSpec, Self, TypeVar
+
+import torch
+from torch.amp.autocast_mode import _enter_autocast, _exit_autocast
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from mezzo._dtypes import dtype_name
+from mezzo.eager.cache import CacheInfo, WeightCache
+from mezzo.eager.steering import Steering, steering_of
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+@dataclass(frozen=True, slots=True)
+class Region:
+    """What a region does, settled: a plain value that can be entered any number of times, in any thread."""
+
+    device: str
+    enabled: bool
+    dtype: torch.dtype | None
+    """None takes the dtype that torch has for the device at that moment."""
+    cache_enabled: bool | None
+    """Whether torch's own weight cache is used; None leaves it as it is."""
+    key: str = ""
+    """Names the steering table; empty where torch's own lists are the policy."""
+
+    def encode(self) -> str:
+        """The region as one string: the only kind of value that compiled code can take over without guards on it."""
+        return _SEPARATOR.join([self.device, str(self.enabled), "" if self.dtype is None else dtype_name(self.dtype), self.key])
+
+    @classmethod
+    def decode(cls, code: str) -> Self:
+        """Read `encode`'s string, in words that dynamo can trace."""
+        device, enabled, dtype, key = code.split(_SEPARATOR)
+        return cls(device, enabled == "True", getattr(torch, dtype) if dtype else None, False, key)  # noqa: FBT003
+
+
+_SEPARATOR = "\x1f"
+
+
+@dataclass(frozen=True, slots=True)
+class Entered:
+    """What to put back."""
+
+    region: Region
+    enabled: bool
+    dtype: torch.dtype
+    cache_enabled: bool
+    steering: Steering | None
+    pushed: bool
+    key: str
+
+
+_open: dict[int, list[Region]] = {}
+"""The regions that each thread has entered, innermost last."""
+
+
+def enter(region: Region) -> Entered:
+    """Make a region the current one of this thread."""
+    device = region.device
+    before = torch.get_autocast_dtype(device)
+    dtype = before if region.dtype is None else region.dtype
+    thread = threading.get_ident()
+    cached = torch.is_autocast_cache_enabled()
+    steering, pushed, key = _steer(region)
+    entered = Entered(region, torch.is_autocast_enabled(device), before, cached, steering, pushed, key)
+    if torch.autocast_increment_nesting() > 1 and dtype is not before:
+        # torch's cache is keyed on the weight alone and would serve the outer region's dtype.
+        torch.clear_autocast_cache()
+    torch.set_autocast_enabled(device, region.enabled)
+    torch.set_autocast_dtype(device, dtype)
+    wanted = cached if region.cache_enabled is None else region.cache_enabled
+    torch.set_autocast_cache_enabled(wanted and not _another_dtype_elsewhere(thread, dtype))
+    _open.setdefault(thread, []).append(region)
+    return entered
+
+
+def leave(entered: Entered) -> None:
+    """Put everything back as it was before `enter`."""
+    device = entered.region.device
+    thread = threading.get_ident()
+    stack = _open.get(thread, [])
+    if stack:
+        stack.pop()
+    if not stack:
+        _open.pop(thread, None)
+    if torch.autocast_decrement_nesting() == 0 or torch.get_autocast_dtype(device) is not entered.dtype:
+        torch.clear_autocast_cache()
+    torch.set_autocast_enabled(device, entered.enabled)
+    torch.set_autocast_dtype(device, entered.dtype)
+    torch.set_autocast_cache_enabled(entered.cache_enabled)
+    if entered.steering is not None:
+        _unsteer(entered.steering, entered.key, pushed=entered.pushed)
+
+
+def _steer(region: Region) -> tuple[Steering | None, bool, str]:
+    steering = steering_of(region.device)
+    if steering is None:
+        if not region.key:
+            return None, False, ""
+        steering = Steering(region.device, region.key)
+        steering.__enter__()
+        return steering, True, ""
+    before = steering.key
+    steering.key = region.key
+    return steering, False, before
+
+
+def _unsteer(steering: Steering, key: str, *, pushed: bool) -> None:
+    if pushed:
+        steering.__exit__(None, None, None)
+    else:
+        steering.key = key
+
+
+def _another_dtype_elsewhere(thread: int, dtype: torch.dtype) -> bool:
+    """Whether another thread computes in the other 16-bit dtype: torch's cache is one for all threads and does not tell dtypes apart."""
+    if len(_open) <= (thread in _open):
+        return False
+    return any(stack[-1].dtype is not dtype for other, stack in list(_open.items()) if other != thread and stack and stack[-1].enabled)
+
+
+@dataclass(slots=True)
+class Traced:
+    """A region inside compiled code: dynamo records torch's own enter and exit calls in the graph, and the mode in its stack."""
+
+    native: Any
+    steering: Steering | None
+    pushed: bool
+    key: str
+
+
+def enter_traced(region: Region) -> Traced:
+    """`enter` in words that dynamo can trace."""
+    steering, pushed, key = _steer(region)
+    dtype = torch.get_autocast_dtype(region.device) if region.dtype is None else region.dtype
+    # Without torch's cache: compiled code shares casts by itself, and the cache's defects stay out.
+    return Traced(_enter_autocast(region.device, dtype, region.enabled, False), steering, pushed, key)  # noqa: FBT003
+
+
+def leave_traced(traced: Traced) -> None:
+    """`leave` in words that dynamo can trace."""
+    _exit_autocast(traced.native)
+    if traced.steering is not None:
+        _unsteer(traced.steering, traced.key, pushed=traced.pushed)
+
+
+def current_regions() -> tuple[Region, ...]:
+    """The regions of this thread that are in force: for each device type the innermost."""
+    innermost = {region.device: region for region in _open.get(threading.get_ident(), ())}
+    return tuple(innermost.values())
+
+
+class inside:  # noqa: N801 - reads as a phrase: `with inside(region):`
+    """Regions as a context: entered in order, left in reverse, any number of times, in eager and in compiled code."""
+
+    def __init__(self, *regions: Region) -> None:
+        self._regions = regions
+        self._records: list[Entered | Traced] = []
+
+    def __enter__(self) -> None:
+        for region in self._regions:
+            self._records.append(enter_traced(region) if torch.compiler.is_dynamo_compiling() else enter(region))
+
+    def __exit__(self, *_: object) -> None:
+        for _region in self._regions:
+            record = self._records.pop()
+            if isinstance(record, Traced):
+                leave_traced(record)
+            else:
+                leave(record)
+
+
+def carry(function: Callable[P, R]) -> Callable[P, R]:
+    """Bind a function to the precision that is in force here, whatever thread or moment it is called in.
+
+    Autocast state belongs to a thread: a worker starts without it. A carried function takes it along.
+
+    >>> from concurrent.futures import ThreadPoolExecutor
+    >>> import mezzo
+    >>> with mezzo.autocast("cpu", dtype="bfloat16"), ThreadPoolExecutor() as pool:
+    ...     pool.submit(mezzo.carry(lambda: torch.mm(torch.ones(1, 1), torch.ones(1, 1)).dtype)).result()
+    torch.bfloat16
+    """
+    regions = current_regions()
+
+    @wraps(function)
+    def carried(*args: P.args, **kwargs: P.kwargs) -> R:
+        with inside(*regions):
+            return function(*args, **kwargs)
+
+    return carried
+
+
+def invalidate() -> None:
+    """Forget every 16-bit copy of a weight, in torch's cache and in this thread's own.
+
+    Needed after a change that torch does not count: `p.data.add_(1)`, or a write from outside torch. Optimizer steps and in-place ops are noticed by themselves.
+    """
+    torch.clear_autocast_cache()
+    for cache in _caches():
+        cache.clear()
+
+
+def cache_info() -> CacheInfo:
+    """What this thread's weight cache holds, and how often it served.
+
+    >>> cache_info()
+    CacheInfo(size=0, bytes=0, hits=0, misses=0)
+    """
+    infos = [cache.info() for cache in _caches()]
+    return CacheInfo(*(sum(getattr(info, name) for info in infos) for name in ("size", "bytes", "hits", "misses")))
+
+
+def _caches() -> list[WeightCache]:
+    modes = torch.overrides._get_current_function_mode_stack()
+    return [mode.cache for mode in modes if isinstance(mode, Steering)]
+
+
+def _after_optimizer_step(*_: object) -> None:
+    # Fused optimizers do not move a weight's version, and torch's own cache never looks at it.
+    if _open:
+        invalidate()
+
+
+register_optimizer_step_post_hook(_after_optimizer_step)

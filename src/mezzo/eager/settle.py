@@ -1,0 +1,175 @@
+"""From the words of a call to a region: which device, which policy, which dtype, and whether torch's own lists suffice."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from functools import cache, lru_cache
+from typing import Any
+
+import torch
+
+from mezzo._dtypes import HALF_DTYPES, dtype_name
+from mezzo._errors import PolicyError, UnsupportedError, unknown
+from mezzo._hardware import hardware
+from mezzo.eager.plan import plan
+from mezzo.eager.region import Region
+from mezzo.eager.tables import publish
+from mezzo.policy.policy import Cache, Policy
+from mezzo.policy.registry import registry
+from mezzo.policy.resolve import resolve
+from mezzo.policy.rule import Level, Rule
+
+Words = Policy | str | os.PathLike[str] | Level | torch.device | None
+"""What the first argument of an entry point may be: a policy, a level, a policy file, or a device."""
+
+_LEVELS = frozenset(level.value for level in Level)
+
+
+def settle(
+    first: Words,
+    dtype: torch.dtype | str | None,
+    enabled: bool,  # noqa: FBT001
+    cache_enabled: bool | None,  # noqa: FBT001
+    device_type: str | torch.device | None,
+    policy: Words,
+    overrides: dict[str, Any],
+) -> tuple[Region, Policy]:
+    """Read a call of `autocast`; the same words give the same region, and cost a look-up the second time."""
+    hashable = tuple(sorted((name, frozenset(value) if isinstance(value, set) else value) for name, value in overrides.items()))
+    try:
+        return _settled(first, dtype, enabled, cache_enabled, device_type, policy, hashable, registry_generation())
+    except TypeError as error:
+        if "unhashable" not in str(error):
+            raise
+    return _settle(first, dtype, enabled, cache_enabled, device_type, policy, overrides)
+
+
+def registry_generation() -> int:
+    """Which ops are known decides what a policy means, so that regions settled before a registration are settled again."""
+    return registry().generation
+
+
+@lru_cache(maxsize=256)
+def _settled(
+    first: Words,
+    dtype: torch.dtype | str | None,
+    enabled: bool,  # noqa: FBT001
+    cache_enabled: bool | None,  # noqa: FBT001
+    device_type: str | torch.device | None,
+    policy: Words,
+    overrides: tuple[tuple[str, Any], ...],
+    _generation: int,
+) -> tuple[Region, Policy]:
+    return _settle(first, dtype, enabled, cache_enabled, device_type, policy, dict(overrides))
+
+
+def _settle(
+    first: Words,
+    dtype: torch.dtype | str | None,
+    enabled: bool,  # noqa: FBT001
+    cache_enabled: bool | None,  # noqa: FBT001
+    device_type: str | torch.device | None,
+    policy: Words,
+    overrides: dict[str, Any],
+) -> tuple[Region, Policy]:
+    first_device, first_policy = _read_first(first)
+    device = _device(first_device, device_type)
+    words = _one_policy(first_policy, policy)
+    if words is None and not overrides:
+        return _torch_shape(device, dtype, first_device is not None or device_type is not None, enabled, cache_enabled)
+    read = Policy.of(words, **overrides, **({} if dtype is None else {"dtype": dtype}))  # type: ignore[arg-type]
+    return region_of(read, device, enabled=enabled, cache_enabled=cache_enabled), read
+
+
+def _torch_shape(device: str, dtype: torch.dtype | str | None, named: bool, enabled: bool, cache_enabled: bool | None) -> tuple[Region, Policy]:  # noqa: FBT001
+    """torch's own words mean what they mean there: no dtype is the one that torch has for the device, float32 switches off with a warning."""
+    if not torch.amp.is_autocast_available(device):
+        raise UnsupportedError(f"torch has no autocast for device type {device!r}. Choose one that it has, such as 'cuda' or 'cpu'.")
+    if isinstance(dtype, torch.dtype) and dtype not in HALF_DTYPES:
+        if device != "cuda" and enabled:
+            warnings.warn(f"autocast on {device} computes in float16 or bfloat16, not {dtype_name(dtype)}: it is disabled here.", UserWarning, stacklevel=2)
+        return Region(device, enabled and device == "cuda", dtype, cache_enabled), Policy()
+    policy = Policy(dtype="auto" if dtype is None else dtype)
+    region = region_of(policy, device, enabled=enabled, cache_enabled=cache_enabled)
+    if dtype is None and named:
+        # As in torch: the dtype that is set for the device, which an outer region may have changed.
+        region = Region(device, region.enabled, None, cache_enabled)
+    return region, policy
+
+
+def region_of(policy: Policy, device: str, *, enabled: bool = True, cache_enabled: bool | None = None, alone: bool = False) -> Region:
+    """Settle a policy on a device."""
+    if not enabled:
+        return Region(device, False, policy.dtype, cache_enabled)  # noqa: FBT003
+    dtype = resolve(policy, hardware(device)).dtype
+    if dtype is None:
+        return Region(device, False, None, cache_enabled)  # noqa: FBT003
+    off = policy.cache is Cache.OFF or cache_enabled is False
+    versioned = not off and (policy.cache is Cache.VERSIONED or (policy.cache is Cache.AUTO and not is_torchs_own(policy, device)))
+    if is_torchs_own(policy, device) and not versioned and not alone:
+        return Region(device, True, dtype, False if off else cache_enabled)  # noqa: FBT003
+    return Region(device, True, dtype, False if off else cache_enabled, _key(policy, device, dtype, versioned, alone, registry().generation))  # noqa: FBT003
+
+
+@cache
+def _key(policy: Policy, device: str, dtype: torch.dtype, versioned: bool, alone: bool, generation: int) -> str:  # noqa: FBT001
+    key = f"{device}/{dtype_name(dtype)}/{'versioned' if versioned else 'plain'}/{'alone' if alone else 'beside'}/{generation}/{policy!r}"
+    publish(key, plan(policy, dtype, device, versioned=versioned, alone=alone))
+    return key
+
+
+@cache
+def _own_words(policy: Policy) -> bool:
+    said = (policy.exempt, policy.conditional, policy.unlisted, *(policy.listed(rule) for rule in Rule))
+    return any(bool(word) for word in said)
+
+
+def is_torchs_own(policy: Policy, device: str) -> bool:
+    """Whether torch's C++ lists carry the policy out as it is, at no cost."""
+    foreign = any(op.entry is not None and op.functions for op in registry()) if registry().generation else False
+    return policy.level is Level.O1 and policy.preset in ("torch", f"torch-{device}") and not _own_words(policy) and not foreign
+
+
+def _read_first(word: Words) -> tuple[str | None, Words]:
+    if isinstance(word, torch.device):
+        return word.type, None
+    if not isinstance(word, str) or isinstance(word, Policy):
+        return None, word
+    if word in _LEVELS or word.endswith(".toml"):
+        return None, word
+    device = _device_type(word)
+    if device is not None:
+        return device, None
+    raise PolicyError(
+        f"autocast({word!r}): that is neither a device type such as 'cuda' or 'cpu', nor a level ({', '.join(sorted(_LEVELS))}), nor a .toml policy file."
+        + (" The level starts with the letter O, not a zero." if word[:1] == "0" else "")
+    )
+
+
+def _device_type(word: str) -> str | None:
+    try:
+        return torch.device(word).type
+    except RuntimeError:
+        return None
+
+
+def _device(first: str | None, device_type: str | torch.device | None) -> str:
+    if first is not None and device_type is not None:
+        raise PolicyError(f"The device was given twice: {first!r} and device_type={device_type!r}. Give it once.")
+    if first is not None:
+        return first
+    if device_type is None:
+        return hardware().device
+    if isinstance(device_type, torch.device):
+        return device_type.type
+    named = _device_type(device_type) if isinstance(device_type, str) else None
+    if named is None:
+        raise PolicyError(unknown("device type", device_type, ("cuda", "cpu", "xpu", "mps")))
+    return named
+
+
+def _one_policy(first: Words, policy: Words) -> Words:
+    if first is not None and policy is not None:
+        raise PolicyError(f"The policy was given twice: {first!r} and policy={policy!r}. Give it once.")
+    return first if first is not None else policy

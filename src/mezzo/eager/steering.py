@@ -1,0 +1,150 @@
+"""The mode that steers: it sees every torch function, and acts on those that the policy wants otherwise than torch's own lists.
+
+One mode a thread and device type stands on torch's mode stack while any steered region is open; entering another region only changes its key.
+A key names a table. In compiled code the key is what dynamo guards on: another policy is another key, and the code is compiled anew.
+"""
+
+from __future__ import annotations
+
+from functools import reduce
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from mezzo import _events
+from mezzo._casting import is_castable
+from mezzo._dtypes import dtype_name
+from mezzo._errors import RefusedOpError
+from mezzo.eager import tables, tracing
+from mezzo.eager.cache import WeightCache, is_weight
+from mezzo.eager.composites import body
+from mezzo.eager.fallback import run_or_fall_back
+from mezzo.eager.plan import Action
+from mezzo.eager.tables import TABLES, refused
+from mezzo.policy import kernels
+from mezzo.policy.registry import Function
+from mezzo.policy.rule import Rule
+
+Args = tuple[Any, ...]
+Kwargs = dict[str, Any]
+
+
+class Steering(TorchFunctionMode):
+    """Acts on the functions of one table, for tensors of one device type."""
+
+    def __init__(self, device: str, key: str) -> None:
+        super().__init__()
+        self.device = device
+        self.key = key
+        self.cache = WeightCache()
+
+    def __torch_function__(self, func: Function, types: Any, args: Args = (), kwargs: Kwargs | None = None) -> Any:  # noqa: ARG002
+        if torch.compiler.is_dynamo_compiling():
+            return self._trace(func, args, kwargs or {})
+        action = TABLES[self.key].get(func)
+        # torch's own state says whether casting is on: a disabled region inside switches this off too.
+        if action is None or not torch.is_autocast_enabled(self.device):
+            return func(*args, **kwargs) if kwargs else func(*args)
+        return self._steer(func, action, args, kwargs or {})
+
+    def _trace(self, func: Function, args: Args, kwargs: Kwargs) -> Any:
+        rule = tables.rule_of(self.key, func)
+        if rule is None or not torch.is_autocast_enabled(self.device):
+            return func(*args, **kwargs)
+        if rule == "open":
+            with self:
+                return tracing.body(self.key, func)(*args, **kwargs)
+        return tracing.trace(self.key, self.device, rule, func, args, kwargs)
+
+    def _steer(self, func: Function, action: Action, args: Args, kwargs: Kwargs) -> Any:
+        if action.opens:
+            with self:
+                return body(func)(*args, **kwargs)
+        rule = _rule_for(action, args, kwargs)
+        if rule is None:
+            return func(*args, **kwargs)
+        dtype = self._dtype(rule, action, args, kwargs)
+        if dtype is not None:
+            args, kwargs = self._cast(action, dtype, args, kwargs)
+        return self._run(func, action, dtype, args, kwargs)
+
+    def _dtype(self, rule: Rule, action: Action, args: Args, kwargs: Kwargs) -> torch.dtype | None:
+        """What the inputs are cast to; None leaves them."""
+        if rule is Rule.HALF:
+            half = torch.get_autocast_dtype(self.device)
+            return torch.float32 if kernels.was_learnt(action.op, half, self.device) else half
+        if rule is Rule.FULL:
+            return torch.float32
+        if rule is Rule.KEEP:
+            return None
+        dtypes = [tensor.dtype for tensor in _castables(action, self.device, args, kwargs)]
+        if rule is Rule.REFUSE and dtypes:
+            raise RefusedOpError(refused(action))
+        return reduce(torch.promote_types, dtypes) if dtypes else None
+
+    def _cast(self, action: Action, dtype: torch.dtype, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
+        if action.exempt:
+            places, names = [place for place, _ in action.exempt], [name for _, name in action.exempt]
+            positional = tuple([value if place in places else self._change(value, action, dtype) for place, value in enumerate(args)])
+            return positional, {name: value if name in names else self._change(value, action, dtype) for name, value in kwargs.items()}
+        positional = tuple([self._change(value, action, dtype) for value in args])
+        return positional, {name: self._change(value, action, dtype) for name, value in kwargs.items()} if kwargs else kwargs
+
+    def _change(self, value: Any, action: Action, dtype: torch.dtype) -> Any:
+        if isinstance(value, torch.Tensor):
+            if value.dtype is dtype or not is_castable(value, self.device):
+                return value
+            if action.cached and is_weight(value):
+                return self.cache.get(value, dtype)
+            return value if action.weights else value.to(dtype)
+        if type(value) in (list, tuple):
+            return type(value)([self._change(item, action, dtype) for item in value])
+        return value
+
+    def _run(self, func: Function, action: Action, dtype: torch.dtype | None, args: Args, kwargs: Kwargs) -> Any:
+        if _events.listening() and not action.weights:
+            _events.emit(_events.CastSteered(action.op, action.rule.value, "as given" if dtype is None else dtype_name(dtype), action.reason))
+        if not action.quiet:
+            return run_or_fall_back(func, action.op, dtype, self.device, args, kwargs)
+        torch.set_autocast_enabled(self.device, False)
+        try:
+            return run_or_fall_back(func, action.op, dtype, self.device, args, kwargs)
+        finally:
+            torch.set_autocast_enabled(self.device, True)
+
+
+def _rule_for(action: Action, args: Args, kwargs: Kwargs) -> Rule | None:
+    """The rule for this very call; None when the call says itself what it wants: an explicit dtype, a given output, a write into its input."""
+    if action.rule is Rule.REFUSE:
+        return action.rule
+    if kwargs.get("out") is not None or (action.in_place is not None and _argument(action.in_place[0], action.in_place[1], args, kwargs)):
+        return None
+    if action.takes_dtype and (kwargs.get("dtype") is not None or any(isinstance(value, torch.dtype) for value in args)):
+        return None
+    for place, name, values in action.conditions:
+        if _argument(place, name, args, kwargs) in values:
+            return Rule.FULL
+    return action.rule
+
+
+def _argument(place: int, name: str, args: Args, kwargs: Kwargs) -> Any:
+    if name in kwargs:
+        return kwargs[name]
+    return args[place] if 0 <= place < len(args) else None
+
+
+def _castables(action: Action, device: str, args: Args, kwargs: Kwargs) -> list[torch.Tensor]:
+    places, names = [place for place, _ in action.exempt], [name for _, name in action.exempt]
+    values = [value for place, value in enumerate(args) if place not in places] + [value for name, value in kwargs.items() if name not in names]
+    flat = [item for value in values for item in (value if isinstance(value, list | tuple) else (value,))]
+    return [item for item in flat if is_castable(item, device)]
+
+
+def steering_of(device: str) -> Steering | None:
+    """The mode that steers a device type on this thread. The stack is asked through torch's own calls, which dynamo knows."""
+    for index in range(torch._C._len_torch_function_stack()):
+        mode = torch._C._get_function_stack_at(index)
+        if isinstance(mode, Steering) and mode.device == device:
+            return mode
+    return None

@@ -1,0 +1,92 @@
+"""The tables by their keys, and the questions that compiled code asks of them.
+
+Dynamo takes an answer as a constant of the code it compiles; it guards on the key, and what a key names never changes. Answers are strings and booleans:
+anything else would carry guards of its own.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from mezzo.eager.composites import body_name
+from mezzo.eager.plan import EMPTY, Action, Table
+from mezzo.policy import kernels
+from mezzo.policy.registry import Function
+
+TABLES: dict[str, Table] = {"": EMPTY}
+
+
+def publish(key: str, table: Table) -> None:
+    """Make a table known under the key that modes and compiled code name it by."""
+    TABLES[key] = table
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def rule_of(key: str, function: Function) -> str | None:
+    """The rule for a function, `"open"` for a composite that is opened, None for what torch does by itself."""
+    action = TABLES[key].get(function)
+    if action is None or action.weights:
+        return None
+    return "open" if action.opens else action.rule.value
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def body_of(key: str, function: Function) -> str:
+    """The name under which a composite's body lies in `bodies`."""
+    return body_name(function)
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def refusal(key: str, function: Function) -> str:
+    """What to say when a refused op is called."""
+    return refused(TABLES[key][function])
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def is_quiet(key: str, function: Function) -> bool:
+    """Whether torch's own autocast is off while the function runs."""
+    return TABLES[key][function].quiet
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def is_exempt(key: str, function: Function, argument: int | str) -> bool:
+    """Whether an argument, by position or name, is left alone."""
+    return any(argument in place for place in TABLES[key][function].exempt)
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def has_conditions(key: str, function: Function) -> bool:
+    """Whether an argument's value can make the op run in float32."""
+    return bool(TABLES[key][function].conditions)
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def is_condition(key: str, function: Function, argument: int | str, value: Any) -> bool:
+    """Whether an argument has a value for which the op runs in float32."""
+    return any(argument in (place, name) and value in values for place, name, values in TABLES[key][function].conditions)
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def takes_dtype(key: str, function: Function) -> bool:
+    """Whether the caller may name the dtype of the result."""
+    return TABLES[key][function].takes_dtype
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def asks_in_place(key: str, function: Function, argument: int | str) -> bool:
+    """Whether an argument is the one that asks to write into the input."""
+    place = TABLES[key][function].in_place
+    return place is not None and argument in place
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def lacks_kernel(key: str, function: Function, dtype: torch.dtype, device: str) -> bool:
+    """Whether a call has shown that the op has no 16-bit kernel."""
+    return kernels.was_learnt(TABLES[key][function].op, dtype, device)
+
+
+def refused(action: Action) -> str:
+    """The message of a refusal: which op, and what to do."""
+    return f"The policy refuses {action.op}: it {action.reason}."

@@ -1,0 +1,84 @@
+"""Steering inside compiled code: the same decisions as in eager, in words that dynamo can trace, and without a cache, since compiled code shares casts by itself."""
+
+from __future__ import annotations
+
+from functools import reduce
+from typing import Any
+
+import torch
+from torch.amp.autocast_mode import _enter_autocast, _exit_autocast
+
+from mezzo._casting import is_castable
+from mezzo._errors import RefusedOpError
+from mezzo.eager import bodies, tables
+from mezzo.policy.registry import Function
+
+Args = tuple[Any, ...]
+Kwargs = dict[str, Any]
+
+
+def trace(key: str, device: str, rule: str, func: Function, args: Args, kwargs: Kwargs) -> Any:
+    """Carry out one action."""
+    if _says_itself(key, func, args, kwargs):
+        return func(*args, **kwargs)
+    if tables.has_conditions(key, func) and _condition(key, func, args, kwargs):
+        rule = "full"
+    dtype = _dtype(key, device, rule, func, args, kwargs)
+    if dtype is not None:
+        args = tuple([value if tables.is_exempt(key, func, place) else _change(value, device, dtype) for place, value in enumerate(args)])
+        kwargs = {name: value if tables.is_exempt(key, func, name) else _change(value, device, dtype) for name, value in kwargs.items()}
+    if not tables.is_quiet(key, func):
+        return func(*args, **kwargs)
+    # Dynamo records this pair in the graph; the setters it would not.
+    off = _enter_autocast(device, torch.get_autocast_dtype(device), False, False)  # noqa: FBT003
+    try:
+        return func(*args, **kwargs)
+    finally:
+        _exit_autocast(off)
+
+
+def body(key: str, func: Function) -> Function:
+    """The body of a composite, reached through the module that holds it."""
+    found: Function = getattr(bodies, tables.body_of(key, func))
+    return found
+
+
+def _says_itself(key: str, func: Function, args: Args, kwargs: Kwargs) -> bool:
+    if kwargs.get("out") is not None:
+        return True
+    if tables.takes_dtype(key, func) and (kwargs.get("dtype") is not None or any([isinstance(value, torch.dtype) for value in args])):
+        return True
+    asked = [value for place, value in enumerate(args) if isinstance(value, bool) and tables.asks_in_place(key, func, place)]
+    asked += [value for name, value in kwargs.items() if isinstance(value, bool) and tables.asks_in_place(key, func, name)]
+    return any(asked)
+
+
+def _condition(key: str, func: Function, args: Args, kwargs: Kwargs) -> bool:
+    plain = [(place, value) for place, value in enumerate(args) if not isinstance(value, torch.Tensor | list | tuple)]
+    plain += [(name, value) for name, value in kwargs.items() if not isinstance(value, torch.Tensor | list | tuple)]
+    return any([tables.is_condition(key, func, argument, value) for argument, value in plain])
+
+
+def _dtype(key: str, device: str, rule: str, func: Function, args: Args, kwargs: Kwargs) -> torch.dtype | None:
+    if rule == "half":
+        half = torch.get_autocast_dtype(device)
+        return torch.float32 if tables.lacks_kernel(key, func, half, device) else half
+    if rule == "full":
+        return torch.float32
+    if rule == "keep":
+        return None
+    values = [value for place, value in enumerate(args) if not tables.is_exempt(key, func, place)]
+    values += [value for name, value in kwargs.items() if not tables.is_exempt(key, func, name)]
+    flat = [item for value in values for item in (value if isinstance(value, list | tuple) else [value])]
+    dtypes = [item.dtype for item in flat if is_castable(item, device)]
+    if rule == "refuse" and dtypes:
+        raise RefusedOpError(tables.refusal(key, func))
+    return reduce(torch.promote_types, dtypes) if dtypes else None
+
+
+def _change(value: Any, device: str, dtype: torch.dtype) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.to(dtype) if is_castable(value, device) else value
+    if type(value) in (list, tuple):
+        return type(value)([_change(item, device, dtype) for item in value])
+    return value

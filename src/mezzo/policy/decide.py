@@ -1,0 +1,93 @@
+"""What a policy decides for one op, and why."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import lru_cache, reduce
+from typing import Any
+
+import torch
+
+from mezzo._dtypes import CASTABLE_DTYPES, dtype_name
+from mezzo.policy.catalog import op_lists
+from mezzo.policy.kernels import lacks_kernel
+from mezzo.policy.policy import Policy
+from mezzo.policy.preset import OpLists
+from mezzo.policy.registry import registry
+from mezzo.policy.rule import Entry, Rule
+
+_USER = {
+    Rule.HALF: "listed half by the user",
+    Rule.FULL: "listed full by the user",
+    Rule.PROMOTE: "listed promote by the user",
+    Rule.KEEP: "listed keep by the user",
+    Rule.REFUSE: "listed refuse by the user",
+}
+
+
+@dataclass(frozen=True)
+class Decision:
+    """The precision an op runs in, and the reason."""
+
+    op: str
+    rule: Rule
+    dtype: torch.dtype | None
+    """What it computes in; None when the op is refused."""
+    reason: str
+
+    def __str__(self) -> str:
+        ran = f"runs in {dtype_name(self.dtype)}" if self.dtype is not None else "is refused"
+        return f"{self.op} {ran}: {self.reason}."
+
+
+def effective(policy: Policy, dtype: torch.dtype, device: str) -> OpLists:
+    """The policy's preset with the policy's own words on top, for a 16-bit dtype on a device."""
+    return _effective(policy, dtype, device, registry().generation)
+
+
+@lru_cache(maxsize=64)
+def _effective(policy: Policy, dtype: torch.dtype, device: str, _generation: int) -> OpLists:
+    base = op_lists(policy.preset, policy.level, dtype, device)
+    entries = {op.name: op.entry for op in registry() if op.entry is not None} | dict(base.entries)
+    entries |= {name: Entry(rule, _USER[rule]) for rule in Rule for name in policy.listed(rule)}
+    entries = {name: _with_kernel(name, entry, dtype, device) for name, entry in entries.items()}
+    unlisted = base.unlisted if policy.unlisted is None else Entry(policy.unlisted, f"in no list: the policy says {policy.unlisted.value} for those")
+    return OpLists(entries, unlisted, dict(base.exempt) | dict(policy.exempt), base.conditional + policy.conditional)
+
+
+def _with_kernel(name: str, entry: Entry, dtype: torch.dtype, device: str) -> Entry:
+    if entry.rule not in (Rule.FULL, Rule.REFUSE) and lacks_kernel(name, dtype, device):
+        return Entry(Rule.FULL, f"{entry.reason}, but it has no {dtype_name(dtype)} kernel on {device}")
+    return entry
+
+
+def entry_of(lists: OpLists, name: str, dtype: torch.dtype, device: str) -> Entry:
+    """The entry of an op, listed or not."""
+    return lists.entries.get(name) or _with_kernel(name, lists.unlisted, dtype, device)
+
+
+def explain(
+    policy: Policy, op: str, inputs: Iterable[torch.dtype], *, dtype: torch.dtype, device: str, arguments: Mapping[str, Any] | None = None
+) -> Decision:
+    """Decide one call: the rule, the dtype it computes in and why, as eager and graph both carry it out."""
+    name = registry().parse(op)
+    lists = effective(policy, dtype, device)
+    entry = entry_of(lists, name, dtype, device)
+    for condition in lists.conditional:
+        if condition.op == name and arguments and condition.argument in arguments and arguments[condition.argument] in condition.values:
+            entry = Entry(Rule.FULL, f"{condition.argument}={arguments[condition.argument]!r}: {condition.reason}")
+    return Decision(name, entry.rule, computed_in(entry.rule, inputs, dtype), entry.reason)
+
+
+def computed_in(rule: Rule, inputs: Iterable[torch.dtype], half: torch.dtype) -> torch.dtype | None:
+    """The dtype an op computes in under a rule, given the dtypes of its floating-point inputs."""
+    given = list(inputs)
+    castable = [dtype for dtype in given if dtype in CASTABLE_DTYPES]
+    if rule is Rule.REFUSE:
+        return None
+    if rule is Rule.HALF and castable == given:
+        return half
+    if rule is Rule.FULL and castable == given:
+        return torch.float32
+    return reduce(torch.promote_types, given) if given else None

@@ -1,0 +1,224 @@
+"""The value that drives everything: which op, module and parameter runs in which precision, and why."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, fields, replace
+from enum import Enum
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+
+from mezzo._dtypes import HALF_DTYPES, dtype_name, parse_dtype
+from mezzo._errors import PolicyError, unknown
+from mezzo.policy import catalog, toml, words
+from mezzo.policy.rule import BY_USER, Conditional, Level, Rule, Word
+from mezzo.policy.selector import NORMS, Selector
+
+Names = Collection[str] | str
+"""Op names as a user writes them."""
+
+
+class Master(Word):
+    """Where the exact weights live while the parameters are 16-bit."""
+
+    AUTO = "auto"
+    """What the level says: float32 masters at O2, none at O3."""
+    FLOAT32 = "float32"
+    """A float32 copy of every 16-bit parameter."""
+    SPLIT = "split"
+    """A bfloat16 parameter and a 16-bit remainder, together an exact float32."""
+    KAHAN = "kahan"
+    """A 16-bit parameter and a 16-bit compensation of what rounding lost."""
+    STOCHASTIC = "stochastic"
+    """No master: updates are rounded at random, right on average."""
+    NONE = "none"
+    """No master: small updates are lost."""
+
+
+class Cache(Word):
+    """How a region remembers the 16-bit copies of float32 weights."""
+
+    AUTO = "auto"
+    """mezzo's own where the policy is steered, torch's where torch's lists do the work."""
+    VERSIONED = "versioned"
+    """mezzo's own: notices in-place changes, serves frozen weights and inference."""
+    TORCH = "torch"
+    """torch's own."""
+    OFF = "off"
+    """None: every use casts again."""
+
+
+class OnUnsupported(Word):
+    """What to do when the device lacks what the policy asks for."""
+
+    ERROR = "error"
+    WARN = "warn"
+    IGNORE = "ignore"
+
+
+@dataclass(frozen=True)
+class _Fields:
+    level: Level
+    """How far the policy goes."""
+    dtype: torch.dtype | None
+    """The 16-bit dtype; None is `"auto"`, decided by the hardware."""
+    preset: str
+    """Whose op lists are the ground: torch's, or another system's."""
+    half: frozenset[str]
+    """Ops that run in the 16-bit dtype, on top of the preset's."""
+    full: frozenset[str]
+    """Ops that run in float32."""
+    promote: frozenset[str]
+    """Ops that run in the widest dtype of their inputs."""
+    keep: frozenset[str]
+    """Ops whose inputs are left alone."""
+    refuse: frozenset[str]
+    """Ops that raise."""
+    unlisted: Rule | None
+    """The rule for ops in no list; None leaves it to the preset."""
+    exempt: tuple[tuple[str, tuple[str, ...]], ...]
+    """Arguments that are neither looked at nor cast, by op."""
+    conditional: tuple[Conditional, ...]
+    """Ops that run in float32 for some values of an argument."""
+    modules: tuple[tuple[Selector, Rule], ...]
+    """Rules for whole modules."""
+    keep_full: tuple[Selector, ...]
+    """Modules whose parameters stay float32 at O2."""
+    master: Master
+    """Where exact weights live at O2."""
+    grad_dtype: torch.dtype | None
+    """The dtype gradients accumulate in; None is the parameter's own."""
+    cache: Cache
+    """How 16-bit copies of weights are remembered."""
+    on_unsupported: OnUnsupported
+    """What to do on a device that lacks the dtype."""
+
+
+class Policy(_Fields):
+    """Which op, module and parameter runs in which precision: frozen, hashable, equal by value, saved as TOML.
+
+    >>> policy = Policy("O1", dtype="float16", full={"softmax"}, modules={"head": "half"})
+    >>> policy
+    Policy('O1', dtype='float16', full={'softmax'}, modules={'head': 'half'})
+    >>> policy == eval(repr(policy))
+    True
+    """
+
+    def __init__(
+        self,
+        level: str | Level = Level.O1,
+        dtype: str | torch.dtype | None = "auto",
+        *,
+        preset: str = "torch",
+        half: Names = (),
+        full: Names = (),
+        promote: Names = (),
+        keep: Names = (),
+        refuse: Names = (),
+        unlisted: str | Rule | None = None,
+        exempt: Mapping[str, Names] | tuple[Any, ...] = (),
+        conditional: Collection[words.ConditionalWords] = (),
+        modules: Mapping[str | type, str | Rule] | tuple[Any, ...] = (),
+        keep_full: Collection[str | type | Selector] | str | type = NORMS,
+        master: str | Master | None = Master.AUTO,
+        grad_dtype: str | torch.dtype | None = None,
+        cache: str | Cache = Cache.AUTO,
+        on_unsupported: str | OnUnsupported = OnUnsupported.WARN,
+    ) -> None:
+        super().__init__(
+            level=Level.parse(level),
+            dtype=None if dtype in ("auto", None) else parse_dtype(dtype),
+            preset=catalog.parse(preset),
+            half=words.op_names("half", half),
+            full=words.op_names("full", full),
+            promote=words.op_names("promote", promote),
+            keep=words.op_names("keep", keep),
+            refuse=words.op_names("refuse", refuse),
+            unlisted=None if unlisted is None else Rule.parse(unlisted),
+            exempt=words.exemptions(exempt),
+            conditional=words.conditionals(conditional),
+            modules=words.module_rules(modules),
+            keep_full=words.selectors(keep_full),
+            master=Master.NONE if master is None else Master.parse(master),
+            grad_dtype=None if grad_dtype is None else parse_dtype(grad_dtype, allowed=(*HALF_DTYPES, torch.float32), what="grad_dtype"),
+            cache=Cache.parse(cache),
+            on_unsupported=OnUnsupported.parse(on_unsupported),
+        )
+        words.refuse_overlaps({rule.value: self.listed(rule) for rule in Rule})
+        catalog.check(self.preset, self.level)
+
+    @classmethod
+    def of(cls, policy: Policy | str | os.PathLike[str] | Level | None = None, **overrides: Any) -> Policy:
+        """Read a policy from what every entry point takes: a `Policy`, a level, a TOML file, and overrides of fields.
+
+        >>> Policy.of("O2", dtype="bfloat16")
+        Policy('O2', dtype='bfloat16')
+        """
+        _refuse_unknown_fields(overrides)
+        if isinstance(policy, Policy):
+            return replace(policy, **overrides) if overrides else policy
+        if isinstance(policy, os.PathLike) or (isinstance(policy, str) and Path(policy).suffix == ".toml"):
+            loaded = cls.load(policy)
+            return replace(loaded, **overrides) if overrides else loaded
+        if policy is None:
+            return cls(**overrides)
+        if isinstance(policy, str | Level):
+            return cls(policy, **overrides)
+        raise PolicyError(f"A policy is a level such as 'O1', a mezzo.Policy, or a .toml file, got {policy!r}.")
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> Policy:
+        """Read a policy from a TOML file."""
+        return cls(**toml.load(path))
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the policy to a TOML file that `load` reads back equal."""
+        toml.save(path, self.words())
+
+    def listed(self, rule: Rule) -> frozenset[str]:
+        """The ops that this policy itself puts under a rule."""
+        names: frozenset[str] = getattr(self, rule.value)
+        return names
+
+    def words(self) -> dict[str, Any]:
+        """The fields that differ from a plain `Policy(level)`, in the words its constructor takes: plain strings, lists and tables."""
+        plain = Policy(self.level)
+        told = {field.name: _say(getattr(self, field.name)) for field in fields(self) if getattr(self, field.name) != getattr(plain, field.name)}
+        return {"level": self.level.value} | told
+
+    def __repr__(self) -> str:
+        spoken = dict(self.words())
+        level = spoken.pop("level")
+        parts = [repr(level), *(f"{name}={words.spell(name, value)}" for name, value in spoken.items())]
+        return f"Policy({', '.join(parts)})"
+
+
+def _refuse_unknown_fields(overrides: Mapping[str, Any]) -> None:
+    known = [field.name for field in fields(_Fields)]
+    for word in overrides:
+        if word not in known:
+            raise PolicyError(unknown("policy field", word, known))
+
+
+def _say(value: Any) -> Any:
+    """A field in plain words: what TOML can hold and the constructor reads back."""
+    match value:
+        case Enum():
+            return value.value
+        case torch.dtype():
+            return dtype_name(value)
+        case Selector():
+            return value.text
+        case Conditional():
+            spoken = [value.op, value.argument, list(value.values)]
+            return spoken if value.reason == BY_USER else [*spoken, value.reason]
+        case frozenset():
+            return sorted(value)
+        case tuple() if value and all(isinstance(pair, tuple) and len(pair) == 2 for pair in value):
+            return {_say(key): _say(item) for key, item in value}
+        case tuple():
+            return [_say(item) for item in value]
+    return value

@@ -1,0 +1,112 @@
+"""MegEngine (rules read at 01040cf): the dtype rules that ``megengine.amp.autocast`` switches on, one a kind of op.
+
+What a table of ops cannot say, and how it shows:
+
+- Batch norm raises its parameters to float32 there; here they are left as they are, which is float32 unless the model was cast.
+- Softmax, pooling, resizing, losses and the rest have no rule: they run in the dtype they are given.
+- Assigning into a tensor casts the value to the tensor's dtype, as torch's own indexing does.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+
+import torch
+
+from mezzo.policy.preset import OpLists
+from mezzo.policy.presets._tables import joined, name_map, require_level, translate
+from mezzo.policy.rule import Entry, Level, Rule
+
+LEVELS = (Level.O1,)
+"""MegEngine has no levels: its one way of working keeps float32 parameters, as O1 does."""
+
+# Elementwise modes are written in capitals there, kinds of op in camel case.
+NAMES = name_map(
+    known={
+        "Convolution": "conv1d conv2d",
+        "ConvolutionBackwardData": "conv_transpose2d",
+        "Convolution3D": "conv3d",
+        "Convolution3DBackwardData": "conv_transpose3d",
+        "MatrixMul": "matmul mm mv linear",
+        "BatchedMatrixMul": "bmm",
+        "BatchNorm": "batch_norm",
+        "LayerNorm": "layer_norm",
+        "GroupNorm": "group_norm",
+        "Concat": "cat",
+        "Stack": "stack",
+        "Where": "where",
+        "Reduce.MEAN": "mean",
+        "TRUE_DIV": "div",
+        "EXP": "exp",
+        "POW": "pow",
+        "LOG": "log",
+        "EXPM1": "expm1",
+        "LOG1P": "log1p",
+        "ACOS": "acos",
+        "ASIN": "asin",
+        "ATAN2": "atan2",
+        "COS": "cos",
+        "SIN": "sin",
+        "LOG_SUM_EXP": "logaddexp",
+        "TAN": "tan",
+        "ASINH": "asinh",
+        "ACOSH": "acosh",
+        "ATANH": "atanh",
+        "SINH": "sinh",
+        "COSH": "cosh",
+        "SOFTPLUS": "softplus",
+        "HSIGMOID": "hardsigmoid",
+        "LOGSIGMOID": "log_sigmoid",
+        "SQRT": "sqrt",
+        "ADD": "add",
+        "SUB": "sub",
+        "MUL": "mul",
+        "MAX": "maximum",
+        "MIN": "minimum",
+        "MOD": "remainder",
+        "FLOOR_DIV": "floor_divide",
+        "EQ": "eq",
+        "NEQ": "ne",
+        "LT": "lt gt",
+        "LEQ": "le ge",
+    },
+    unknown={
+        "a convolution whose kernel differs from place to place; torch has none": "GroupLocal",
+        "assigns into a tensor, and torch's own indexing casts the value already": "SetSubtensor IndexingSetMultiAxisVec",
+    },
+)
+
+_HALF = {
+    "a convolution: fast in 16 bits, accumulated in float32": "Convolution ConvolutionBackwardData",
+    "a matrix product: fast in 16 bits, accumulated in float32": "MatrixMul BatchedMatrixMul",
+    "its kernel takes a 16-bit input and keeps parameters and statistics in float32": "BatchNorm",
+}
+
+_FULL = {
+    "means and variances over many values: their error is in every output": "LayerNorm GroupNorm",
+    "adds up many values: a 16-bit sum stops growing, a float16 one overflows": "Reduce.MEAN",
+    "grows exponentially: float16 overflows past 65504": "EXP EXPM1 SINH COSH SOFTPLUS LOG_SUM_EXP",
+    "a logarithm: infinite at zero, to which small float16 values are rounded": "LOG LOG1P LOGSIGMOID",
+    "a power or a quotient: small and large inputs leave the range of float16": "POW TRUE_DIV SQRT",
+    "its result hangs on digits of the angle that 16 bits do not hold": "SIN COS TAN ASIN ACOS ATAN2",
+    "steep near the edge of its domain, or a logarithm of nearly equal numbers": "ASINH ACOSH ATANH",
+    "divides after clamping: MegEngine counts it among the quotients": "HSIGMOID",
+}
+
+_PROMOTE = {
+    "elementwise: the widest input decides": "ADD SUB MUL MAX MIN MOD FLOOR_DIV EQ NEQ LT LEQ",
+    "copies its inputs into one tensor: the widest decides": "Concat Stack Where GroupLocal",
+    "a convolution for which MegEngine has no 16-bit rule": "Convolution3D Convolution3DBackwardData",
+}
+
+_EXEMPT = {"batch_norm": ("running_mean", "running_var", "weight", "bias")}
+
+_UNLISTED = Entry(Rule.KEEP, "MegEngine has no rule for it: runs in the dtype it is given")
+
+
+@cache
+def lists(level: Level, dtype: torch.dtype) -> OpLists:  # noqa: ARG001 - MegEngine has one set of rules for both dtypes
+    """MegEngine's dtype rules, in our names."""
+    require_level("megengine", level, LEVELS)
+    entries = joined(translate(Rule.HALF, _HALF, NAMES), translate(Rule.FULL, _FULL, NAMES), translate(Rule.PROMOTE, _PROMOTE, NAMES))
+    return OpLists(entries=entries, unlisted=_UNLISTED, exempt=_EXEMPT)

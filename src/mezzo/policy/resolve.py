@@ -1,0 +1,66 @@
+"""Where a policy meets a device: `auto` becomes a dtype, and what the device lacks is said once."""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import dataclass
+
+import torch
+
+from mezzo import _events
+from mezzo._dtypes import dtype_name
+from mezzo._errors import UnsupportedError
+from mezzo._hardware import Hardware
+from mezzo.policy.policy import OnUnsupported, Policy
+from mezzo.policy.rule import Level
+
+_warned: set[str] = set()
+
+
+@dataclass(frozen=True)
+class Resolved:
+    """What a policy comes to on a device."""
+
+    dtype: torch.dtype | None
+    """The 16-bit dtype to compute in; None runs everything in float32."""
+    reason: str
+
+
+def resolve(policy: Policy, hardware: Hardware) -> Resolved:
+    """Choose the 16-bit dtype for a device, or do what the policy says when the device lacks it.
+
+    >>> from mezzo._hardware import hardware
+    >>> resolve(Policy("O1", "bfloat16"), hardware("cpu")).dtype
+    torch.bfloat16
+    """
+    resolved = _choose(policy, hardware)
+    if resolved.dtype is None and policy.level is not Level.O0:
+        _downgrade(policy, hardware, resolved.reason)
+    if _events.listening():
+        dtype = "float32" if resolved.dtype is None else dtype_name(resolved.dtype)
+        _events.emit(_events.PolicyResolved(repr(policy), hardware.device, dtype, resolved.reason))
+    return resolved
+
+
+def _choose(policy: Policy, hardware: Hardware) -> Resolved:
+    if policy.level is Level.O0:
+        return Resolved(None, "level O0 runs everything in float32")
+    if policy.dtype is None:
+        best = hardware.best
+        return Resolved(best.dtype, best.reason) if best else Resolved(None, f"{hardware.name} supports no 16-bit dtype: {hardware.float16.reason}")
+    support = hardware.support(policy.dtype)
+    return Resolved(policy.dtype if support.supported else None, support.reason)
+
+
+def _downgrade(policy: Policy, hardware: Hardware, reason: str) -> None:
+    asked = "a 16-bit dtype" if policy.dtype is None else dtype_name(policy.dtype)
+    instead = [dtype_name(dtype) for dtype in (torch.float16, torch.bfloat16) if hardware.support(dtype).supported]
+    remedy = f"Use dtype={instead[0]!r}" if instead else "Use another device, or level O0"
+    message = f"{hardware.name} ({hardware.device}) cannot compute in {asked}: {reason}. {remedy}"
+    if policy.on_unsupported is OnUnsupported.ERROR:
+        raise UnsupportedError(f"{message}; or on_unsupported='warn' to run in float32.")
+    if _events.listening():
+        _events.emit(_events.PolicyDowngraded(asked, "float32", hardware.device, reason))
+    if policy.on_unsupported is OnUnsupported.WARN and message not in _warned:
+        _warned.add(message)
+        warnings.warn(f"{message}. Running in float32.", UserWarning, stacklevel=2)

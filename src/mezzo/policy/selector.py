@@ -1,0 +1,66 @@
+"""Which modules are meant: by a glob on the qualified name, or by type."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Self
+
+from torch import nn
+
+from mezzo._errors import PolicyError
+
+_TYPE = "type:"
+
+NORMS: tuple[type[nn.Module], ...] = (
+    nn.modules.batchnorm._NormBase,
+    nn.LayerNorm,
+    nn.GroupNorm,
+    nn.RMSNorm,
+    nn.LocalResponseNorm,
+    nn.CrossMapLRN2d,
+)
+"""The normalisation layers, batch and instance norm of every dimension included: what `keep_full` keeps in float32 by default."""
+
+
+@dataclass(frozen=True, order=True)
+class Selector:
+    """A glob on a module's qualified name (`encoder.*.norm`; a star also crosses dots) or a type with its subclasses (`type:torch.nn….LayerNorm`).
+
+    A type is kept by name, so that reading a policy file imports nothing.
+    """
+
+    text: str
+
+    @classmethod
+    def parse(cls, word: str | type | Self) -> Self:
+        """Read a selector from a glob, a module class or a `type:` name.
+
+        >>> Selector.parse(nn.LayerNorm)
+        Selector(text='type:torch.nn.modules.normalization.LayerNorm')
+        """
+        if isinstance(word, cls):
+            return word
+        if isinstance(word, type) and issubclass(word, nn.Module):
+            return cls(_TYPE + _path(word))
+        if isinstance(word, str) and word.removeprefix(_TYPE):
+            return cls(word)
+        raise PolicyError(f"A module is named by a glob on its qualified name ('encoder.*.norm') or by its class (nn.LayerNorm), got {word!r}.")
+
+    @property
+    def rank(self) -> int:
+        """How specific: an exact name beats a glob, a glob beats a type."""
+        if self.text.startswith(_TYPE):
+            return 0
+        return 1 if any(sign in self.text for sign in "*?[") else 2
+
+    def matches(self, name: str, module: nn.Module) -> bool:
+        """Whether a module under its qualified name is meant."""
+        if not self.text.startswith(_TYPE):
+            return fnmatchcase(name, self.text)
+        wanted = self.text.removeprefix(_TYPE)
+        return any(wanted in (_path(base), base.__qualname__) for base in type(module).__mro__)
+
+
+def _path(kind: type) -> str:
+    return f"{kind.__module__}.{kind.__qualname__}"
