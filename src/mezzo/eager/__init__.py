@@ -1,0 +1,5 @@
+"""Eager execution under a policy."""
+
+from mezzo.eager.hooks import install
+
+install()

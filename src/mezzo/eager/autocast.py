@@ -9,6 +9,7 @@ from typing import Any, ParamSpec, Self, TypeVar
 
 import torch
 from torch import nn
+from torch.compiler import is_dynamo_compiling
 
 from mezzo._errors import MezzoError, PolicyError
 from mezzo.eager.decorate import around
@@ -49,7 +50,7 @@ class autocast:  # noqa: N801 - torch's spelling
         model: nn.Module | None = None,
         **overrides: Any,
     ) -> None:
-        if torch.compiler.is_dynamo_compiling():
+        if is_dynamo_compiling():
             region, binding = Region.decode(_settled_code(policy_or_device, dtype, enabled, cache_enabled, device_type, policy, overrides)), None
         else:
             region, settled = settle(policy_or_device, dtype, enabled, cache_enabled, device_type, policy, overrides)

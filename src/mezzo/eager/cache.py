@@ -49,6 +49,8 @@ class WeightCache:
         """The weight in another dtype, cast once for as long as nobody changes it."""
         # A copy made without recording gradients would cut them off later, and an inference tensor may not be recorded at all.
         key = (id(weight), dtype, torch.is_grad_enabled(), torch.is_inference_mode_enabled())
+        if torch._C._functorch.is_functorch_wrapped_tensor(weight):
+            return weight.to(dtype)
         copy = self._copies.get(key)
         if copy is not None and copy.weight() is weight and copy.version == weight._version and copy.pointer == weight.data_ptr():
             self._hits += 1
@@ -94,7 +96,8 @@ def _orphan_references() -> int:
 
 
 def is_weight(value: torch.Tensor) -> bool:
-    """Whether a tensor is worth remembering: a float32 parameter, frozen or not, or a leaf that gradients are wanted for. A view may change under our eyes."""
-    if value.dtype is not torch.float32 or value.is_inference():
-        return False
-    return isinstance(value, torch.nn.Parameter) or (value.requires_grad and value.is_leaf and not value._is_view())
+    """Whether a tensor is worth remembering: a parameter, frozen or not, or a leaf that gradients are wanted for. A view may change under our eyes."""
+    if type(value) is torch.nn.Parameter:
+        return not value.is_inference()
+    # Subclasses (a tracer's fake tensors among them) have ideas of their own about where their data is.
+    return type(value) is torch.Tensor and value.requires_grad and value.is_leaf and not value._is_view()

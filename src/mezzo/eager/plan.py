@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from functools import cache
-from types import MappingProxyType
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import cache, cached_property
 from typing import Any
 
 import torch
 
 from mezzo.eager.composites import body, has_body, ops_inside
+from mezzo.eager.higher_order import operators
 from mezzo.policy.decide import effective, entry_of
 from mezzo.policy.policy import Policy
 from mezzo.policy.preset import OpLists
@@ -20,7 +21,7 @@ from mezzo.policy.torch_lists import native
 Value = str | int | float | bool | None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Action:
     """What happens when one function is called in a region."""
 
@@ -39,15 +40,22 @@ class Action:
     """Where the argument stands that asks to write into the input."""
     opens: bool = False
     """A composite: run its body, so that the ops inside are seen."""
+    bodies: str = ""
+    """The name of an operator that takes functions, which are then steered inside."""
     weights: bool = False
     """torch casts the activations itself; only the weights come from the cache."""
     cached: bool = False
     """Take the copies of weights from the region's cache."""
 
+    @cached_property
+    def plain(self) -> bool:
+        """Whether no argument of a call can change the rule."""
+        return not (self.conditions or self.takes_dtype or self.in_place)
 
-Table = MappingProxyType[Function, Action]
 
-EMPTY: Table = MappingProxyType({})
+Table = Mapping[Function, Action]
+
+EMPTY: Table = {}
 
 _BACKWARD: tuple[Function, ...] = (torch.Tensor.backward, torch.autograd.backward, torch.autograd.grad)
 
@@ -62,13 +70,14 @@ def plan(policy: Policy, dtype: torch.dtype, device: str, *, versioned: bool, al
         for function in op.functions:
             action = _action(op, function, entry, lists, theirs, versioned=versioned)
             if action is not None:
-                actions[function] = action
+                actions[function] = replace(action, quiet=False) if alone else action
     steered = frozenset(action.op for action in actions.values())
     actions |= _openings(lists, steered, actions)
     if actions:
         # Backward runs in the precision that forward saved; torch's own lists know nothing of this policy.
+        actions |= {function: Action(name, Rule.KEEP, "its functions are steered inside", bodies=name) for function, name in operators().items()}
         actions |= {function: Action("backward", Rule.KEEP, "gradients are computed in the precision of forward") for function in _BACKWARD}
-    return MappingProxyType(actions)
+    return actions
 
 
 def _action(op: Op, function: Function, entry: Entry, lists: OpLists, theirs: Any, *, versioned: bool) -> Action | None:

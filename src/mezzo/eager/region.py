@@ -10,10 +10,11 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import wraps
-from typing import Any, ParamSpec, Self, TypeVar
+from typing import Any, NamedTuple, ParamSpec, Self, TypeVar
 
 import torch
 from torch.amp.autocast_mode import _enter_autocast, _exit_autocast
+from torch.compiler import is_dynamo_compiling
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from mezzo._dtypes import dtype_name
@@ -51,8 +52,7 @@ class Region:
 _SEPARATOR = "\x1f"
 
 
-@dataclass(frozen=True, slots=True)
-class Entered:
+class Entered(NamedTuple):
     """What to put back."""
 
     region: Region
@@ -73,18 +73,22 @@ def enter(region: Region) -> Entered:
     device = region.device
     before = torch.get_autocast_dtype(device)
     dtype = before if region.dtype is None else region.dtype
-    thread = threading.get_ident()
     cached = torch.is_autocast_cache_enabled()
-    steering, pushed, key = _steer(region)
-    entered = Entered(region, torch.is_autocast_enabled(device), before, cached, steering, pushed, key)
+    steered = _steer(region) if region.key or torch._C._len_torch_function_stack() else _NOT_STEERED
+    entered = Entered(region, torch.is_autocast_enabled(device), before, cached, *steered)
     if torch.autocast_increment_nesting() > 1 and dtype is not before:
         # torch's cache is keyed on the weight alone and would serve the outer region's dtype.
         torch.clear_autocast_cache()
     torch.set_autocast_enabled(device, region.enabled)
     torch.set_autocast_dtype(device, dtype)
     wanted = cached if region.cache_enabled is None else region.cache_enabled
-    torch.set_autocast_cache_enabled(wanted and not _another_dtype_elsewhere(thread, dtype))
-    _open.setdefault(thread, []).append(region)
+    thread = threading.get_ident()
+    torch.set_autocast_cache_enabled(wanted and not (_open and _another_dtype_elsewhere(thread, dtype)))
+    mine = _open.get(thread)
+    if mine is None:
+        _open[thread] = [region]
+    else:
+        mine.append(region)
     return entered
 
 
@@ -92,11 +96,11 @@ def leave(entered: Entered) -> None:
     """Put everything back as it was before `enter`."""
     device = entered.region.device
     thread = threading.get_ident()
-    stack = _open.get(thread, [])
-    if stack:
-        stack.pop()
-    if not stack:
-        _open.pop(thread, None)
+    mine = _open.get(thread)
+    if mine:
+        mine.pop()
+        if not mine:
+            del _open[thread]
     if torch.autocast_decrement_nesting() == 0 or torch.get_autocast_dtype(device) is not entered.dtype:
         torch.clear_autocast_cache()
     torch.set_autocast_enabled(device, entered.enabled)
@@ -106,11 +110,14 @@ def leave(entered: Entered) -> None:
         _unsteer(entered.steering, entered.key, pushed=entered.pushed)
 
 
+_NOT_STEERED: tuple[None, bool, str] = (None, False, "")
+
+
 def _steer(region: Region) -> tuple[Steering | None, bool, str]:
     steering = steering_of(region.device)
     if steering is None:
         if not region.key:
-            return None, False, ""
+            return _NOT_STEERED
         steering = Steering(region.device, region.key)
         steering.__enter__()
         return steering, True, ""
@@ -173,7 +180,7 @@ class inside:  # noqa: N801 - reads as a phrase: `with inside(region):`
 
     def __enter__(self) -> None:
         for region in self._regions:
-            self._records.append(enter_traced(region) if torch.compiler.is_dynamo_compiling() else enter(region))
+            self._records.append(enter_traced(region) if is_dynamo_compiling() else enter(region))
 
     def __exit__(self, *_: object) -> None:
         for _region in self._regions:

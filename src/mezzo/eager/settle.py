@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import warnings
+from dataclasses import replace
 from functools import cache, lru_cache
 from typing import Any
 
@@ -36,18 +37,13 @@ def settle(
     overrides: dict[str, Any],
 ) -> tuple[Region, Policy]:
     """Read a call of `autocast`; the same words give the same region, and cost a look-up the second time."""
-    hashable = tuple(sorted((name, frozenset(value) if isinstance(value, set) else value) for name, value in overrides.items()))
+    hashable = tuple([(name, frozenset(value) if isinstance(value, set) else value) for name, value in overrides.items()]) if overrides else ()
     try:
-        return _settled(first, dtype, enabled, cache_enabled, device_type, policy, hashable, registry_generation())
+        return _settled(first, dtype, enabled, cache_enabled, device_type, policy, hashable, registry().generation)
     except TypeError as error:
         if "unhashable" not in str(error):
             raise
     return _settle(first, dtype, enabled, cache_enabled, device_type, policy, overrides)
-
-
-def registry_generation() -> int:
-    """Which ops are known decides what a policy means, so that regions settled before a registration are settled again."""
-    return registry().generation
 
 
 @lru_cache(maxsize=256)
@@ -98,7 +94,7 @@ def _torch_shape(device: str, dtype: torch.dtype | str | None, named: bool, enab
     return region, policy
 
 
-def region_of(policy: Policy, device: str, *, enabled: bool = True, cache_enabled: bool | None = None, alone: bool = False) -> Region:
+def region_of(policy: Policy, device: str, *, enabled: bool = True, cache_enabled: bool | None = None, by_mode: bool = False) -> Region:
     """Settle a policy on a device."""
     if not enabled:
         return Region(device, False, policy.dtype, cache_enabled)  # noqa: FBT003
@@ -107,16 +103,27 @@ def region_of(policy: Policy, device: str, *, enabled: bool = True, cache_enable
         return Region(device, False, None, cache_enabled)  # noqa: FBT003
     off = policy.cache is Cache.OFF or cache_enabled is False
     versioned = not off and (policy.cache is Cache.VERSIONED or (policy.cache is Cache.AUTO and not is_torchs_own(policy, device)))
-    if is_torchs_own(policy, device) and not versioned and not alone:
+    if is_torchs_own(policy, device) and not versioned and not by_mode:
         return Region(device, True, dtype, False if off else cache_enabled)  # noqa: FBT003
-    return Region(device, True, dtype, False if off else cache_enabled, _key(policy, device, dtype, versioned, alone, registry().generation))  # noqa: FBT003
+    return Region(device, True, dtype, False if off else cache_enabled, _key(policy, device, dtype, versioned, by_mode, registry().generation))  # noqa: FBT003
 
 
 @cache
 def _key(policy: Policy, device: str, dtype: torch.dtype, versioned: bool, alone: bool, generation: int) -> str:  # noqa: FBT001
     key = f"{device}/{dtype_name(dtype)}/{'versioned' if versioned else 'plain'}/{'alone' if alone else 'beside'}/{generation}/{policy!r}"
     publish(key, plan(policy, dtype, device, versioned=versioned, alone=alone))
+    _policies[key] = policy
     return key
+
+
+_policies: dict[str, Policy] = {}
+
+
+def alone(region: Region) -> Region:
+    """The same region carried out by the mode alone, for where torch's own autocast is not heard."""
+    dtype = torch.get_autocast_dtype(region.device) if region.dtype is None else region.dtype
+    policy = replace(_policies.get(region.key, Policy()), dtype=dtype, cache=Cache.OFF)
+    return region_of(policy, region.device, by_mode=True)
 
 
 @cache

@@ -10,16 +10,18 @@ from functools import reduce
 from typing import Any
 
 import torch
+from torch.compiler import is_dynamo_compiling
 from torch.overrides import TorchFunctionMode
 
 from mezzo import _events
 from mezzo._casting import is_castable
-from mezzo._dtypes import dtype_name
+from mezzo._dtypes import CASTABLE_DTYPES, dtype_name
 from mezzo._errors import RefusedOpError
 from mezzo.eager import tables, tracing
 from mezzo.eager.cache import WeightCache, is_weight
 from mezzo.eager.composites import body
 from mezzo.eager.fallback import run_or_fall_back
+from mezzo.eager.higher_order import wrapped
 from mezzo.eager.plan import Action
 from mezzo.eager.tables import TABLES, refused
 from mezzo.policy import kernels
@@ -40,13 +42,13 @@ class Steering(TorchFunctionMode):
         self.cache = WeightCache()
 
     def __torch_function__(self, func: Function, types: Any, args: Args = (), kwargs: Kwargs | None = None) -> Any:  # noqa: ARG002
-        if torch.compiler.is_dynamo_compiling():
+        if is_dynamo_compiling():
             return self._trace(func, args, kwargs or {})
         action = TABLES[self.key].get(func)
         # torch's own state says whether casting is on: a disabled region inside switches this off too.
         if action is None or not torch.is_autocast_enabled(self.device):
             return func(*args, **kwargs) if kwargs else func(*args)
-        return self._steer(func, action, args, kwargs or {})
+        return self.steer(func, action, args, kwargs or {})
 
     def _trace(self, func: Function, args: Args, kwargs: Kwargs) -> Any:
         rule = tables.rule_of(self.key, func)
@@ -55,19 +57,32 @@ class Steering(TorchFunctionMode):
         if rule == "open":
             with self:
                 return tracing.body(self.key, func)(*args, **kwargs)
+        if rule == "bodies":
+            return func(*wrapped(self, tables.operator_of(self.key, func), args), **kwargs)
         return tracing.trace(self.key, self.device, rule, func, args, kwargs)
 
-    def _steer(self, func: Function, action: Action, args: Args, kwargs: Kwargs) -> Any:
+    def steer(self, func: Function, action: Action, args: Args, kwargs: Kwargs) -> Any:
+        """Carry out one action."""
         if action.opens:
             with self:
                 return body(func)(*args, **kwargs)
-        rule = _rule_for(action, args, kwargs)
+        if action.bodies:
+            return func(*wrapped(self, action.bodies, args), **kwargs)
+        rule = action.rule if action.plain and not kwargs else _rule_for(action, args, kwargs)
         if rule is None:
             return func(*args, **kwargs)
         dtype = self._dtype(rule, action, args, kwargs)
         if dtype is not None:
             args, kwargs = self._cast(action, dtype, args, kwargs)
-        return self._run(func, action, dtype, args, kwargs)
+        if _events.listening() and not action.weights:
+            _events.emit(_events.CastSteered(action.op, rule.value, "as given" if dtype is None else dtype_name(dtype), action.reason))
+        if not action.quiet:
+            return run_or_fall_back(func, action.op, dtype, self.device, args, kwargs)
+        torch.set_autocast_enabled(self.device, False)
+        try:
+            return run_or_fall_back(func, action.op, dtype, self.device, args, kwargs)
+        finally:
+            torch.set_autocast_enabled(self.device, True)
 
     def _dtype(self, rule: Rule, action: Action, args: Args, kwargs: Kwargs) -> torch.dtype | None:
         """What the inputs are cast to; None leaves them."""
@@ -86,32 +101,21 @@ class Steering(TorchFunctionMode):
     def _cast(self, action: Action, dtype: torch.dtype, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
         if action.exempt:
             places, names = [place for place, _ in action.exempt], [name for _, name in action.exempt]
-            positional = tuple([value if place in places else self._change(value, action, dtype) for place, value in enumerate(args)])
-            return positional, {name: value if name in names else self._change(value, action, dtype) for name, value in kwargs.items()}
-        positional = tuple([self._change(value, action, dtype) for value in args])
-        return positional, {name: self._change(value, action, dtype) for name, value in kwargs.items()} if kwargs else kwargs
+            positional = [value if place in places else self._change(value, action, dtype) for place, value in enumerate(args)]
+            return tuple(positional), {name: value if name in names else self._change(value, action, dtype) for name, value in kwargs.items()}
+        positional = [self._change(value, action, dtype) for value in args]
+        return tuple(positional), {name: self._change(value, action, dtype) for name, value in kwargs.items()} if kwargs else kwargs
 
     def _change(self, value: Any, action: Action, dtype: torch.dtype) -> Any:
-        if isinstance(value, torch.Tensor):
-            if value.dtype is dtype or not is_castable(value, self.device):
-                return value
-            if action.cached and is_weight(value):
-                return self.cache.get(value, dtype)
-            return value if action.weights else value.to(dtype)
-        if type(value) in (list, tuple):
-            return type(value)([self._change(item, action, dtype) for item in value])
-        return value
-
-    def _run(self, func: Function, action: Action, dtype: torch.dtype | None, args: Args, kwargs: Kwargs) -> Any:
-        if _events.listening() and not action.weights:
-            _events.emit(_events.CastSteered(action.op, action.rule.value, "as given" if dtype is None else dtype_name(dtype), action.reason))
-        if not action.quiet:
-            return run_or_fall_back(func, action.op, dtype, self.device, args, kwargs)
-        torch.set_autocast_enabled(self.device, False)
-        try:
-            return run_or_fall_back(func, action.op, dtype, self.device, args, kwargs)
-        finally:
-            torch.set_autocast_enabled(self.device, True)
+        # The hot path of a steered op: the questions are asked in the order of what they cost.
+        if not isinstance(value, torch.Tensor):
+            return type(value)([self._change(item, action, dtype) for item in value]) if type(value) in (list, tuple) else value
+        given = value.dtype
+        if given is dtype or given not in CASTABLE_DTYPES or value.device.type != self.device:
+            return value
+        if action.cached and given is torch.float32 and is_weight(value):
+            return self.cache.get(value, dtype)
+        return value if action.weights else value.to(dtype)
 
 
 def _rule_for(action: Action, args: Args, kwargs: Kwargs) -> Rule | None:

@@ -25,11 +25,19 @@ def publish(key: str, table: Table) -> None:
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def rule_of(key: str, function: Function) -> str | None:
-    """The rule for a function, `"open"` for a composite that is opened, None for what torch does by itself."""
+    """The rule for a function; `"open"` for a composite that is opened, `"bodies"` where functions are steered inside, None for what torch does by itself."""
     action = TABLES[key].get(function)
     if action is None or action.weights:
         return None
+    if action.bodies:
+        return "bodies"
     return "open" if action.opens else action.rule.value
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def operator_of(key: str, function: Function) -> str:
+    """The name of an operator that takes functions."""
+    return TABLES[key][function].bodies
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]

@@ -1,0 +1,52 @@
+# `make demo` and `make test` do everything on a fresh machine, set-up included. PYTHON=python3.12 chooses another interpreter.
+
+PYTHON ?= python3
+VENV   := .venv
+BIN    := $(VENV)/bin
+PIP    := $(BIN)/python -m pip --disable-pip-version-check install --progress-bar off -c constraints.txt
+
+# One thread a process: two test workers with two threads each would fight over two cores.
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test install lint types layers unit format bench clean
+
+help: ## Show what can be made.
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+demo: $(VENV)/.demo ## Train on handwritten digits in float32 and mixed precision, and compare.
+	$(BIN)/python examples/digits.py
+
+test: lint types layers unit ## Install and check everything: lint, types, layers, tests.
+
+install: $(VENV)/.dev ## Make the environment that development needs.
+
+lint: $(VENV)/.dev ## Check style and formatting.
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: $(VENV)/.dev ## Check the types of src.
+	$(BIN)/mypy
+
+layers: $(VENV)/.dev ## Check that imports point down only.
+	$(BIN)/lint-imports --no-logo
+
+unit: $(VENV)/.dev ## Run the tests on two processes, with coverage.
+	$(PYTEST) -n 2 --cov=mezzo --cov-report=term
+
+format: $(VENV)/.dev ## Format, and fix what ruff can fix.
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+bench: $(VENV)/.dev ## Run every benchmark.
+	@for file in benchmarks/*.py; do echo "== $$file"; $(BIN)/python $$file || exit 1; done
+
+clean: ## Remove the environment and everything that tools leave behind.
+	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis .coverage .coverage.* htmlcov build dist
+	find src tests examples -name __pycache__ -prune -exec rm -rf {} +
+
+# The stamps make a second run instant. They are written last: an interrupted install starts again.
+$(VENV)/.demo $(VENV)/.dev: $(VENV)/.%: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(PIP) -e '.[$*]'
+	touch $@

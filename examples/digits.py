@@ -1,0 +1,179 @@
+"""Train a small CNN on handwritten digits, once in float32 and once in mixed precision, and say which one pays on this machine.
+
+The data are the 1,797 scanned digits that come with scikit-learn: nothing is downloaded.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+
+import torch
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
+from sklearn.datasets import load_digits
+from sklearn.model_selection import train_test_split
+from torch import Tensor, nn
+
+import mezzo
+from mezzo._observe.dtypes import DtypeCounts, count_dtypes
+
+EPOCHS = 6
+BATCH = 64
+SHOWN_OPS = {
+    "conv2d": ("convolution",),
+    "batch_norm": ("native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm"),
+    "linear": ("addmm",),
+    "log_softmax": ("_log_softmax",),
+    "nll_loss": ("nll_loss_forward",),
+    "casts": ("_to_copy",),
+}
+"""The ops that the table shows, and the names that they have inside torch."""
+
+Region = Callable[[], AbstractContextManager[object]]
+"""Makes the context that the forward pass and the loss run in."""
+
+
+@dataclass(frozen=True)
+class Digits:
+    """Images and labels on the device."""
+
+    train_images: Tensor
+    train_labels: Tensor
+    test_images: Tensor
+    test_labels: Tensor
+
+    @classmethod
+    def load(cls, device: str) -> Digits:
+        """Scale the pixels to 0…1 and keep a quarter for the test."""
+        images, labels = load_digits(return_X_y=True)
+        parts = train_test_split(images, labels, test_size=0.25, random_state=0, stratify=labels)
+        train_images, test_images = (torch.tensor(part, dtype=torch.float32, device=device).reshape(-1, 1, 8, 8) / 16 for part in parts[:2])
+        train_labels, test_labels = (torch.tensor(part, dtype=torch.int64, device=device) for part in parts[2:])
+        return cls(train_images, train_labels, test_images, test_labels)
+
+
+@dataclass(frozen=True)
+class Result:
+    """What one training run gave."""
+
+    precision: str
+    loss: float
+    accuracy: float
+    seconds: float
+    ops: DtypeCounts
+
+
+def make_model() -> nn.Module:
+    """Two convolutions with batch norm, two linear layers: 99 % on this data in a few epochs."""
+    return nn.Sequential(
+        nn.Conv2d(1, 16, 3, padding=1),
+        nn.BatchNorm2d(16),
+        nn.ReLU(),
+        nn.Conv2d(16, 32, 3, padding=1),
+        nn.BatchNorm2d(32),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
+        nn.Flatten(),
+        nn.Linear(32 * 4 * 4, 128),
+        nn.ReLU(),
+        nn.Linear(128, 10),
+    )
+
+
+def train(precision: str, region: Region, digits: Digits, device: str, progress: Progress) -> Result:
+    """Train from the same start in one precision."""
+    torch.manual_seed(0)
+    model = make_model().to(device)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
+    loss_of = nn.CrossEntropyLoss()
+    bar = progress.add_task(precision, total=EPOCHS * len(digits.train_labels))
+
+    # The first step runs under the counter, and warms the device up before the clock starts: counting costs time.
+    with count_dtypes() as ops, region():
+        loss = loss_of(model(digits.train_images[:BATCH]), digits.train_labels[:BATCH])
+    loss.backward()
+
+    started = time.perf_counter()
+    for _ in range(EPOCHS):
+        for batch in torch.randperm(len(digits.train_labels), device=device).split(BATCH):
+            optimizer.zero_grad()
+            with region():
+                loss = loss_of(model(digits.train_images[batch]), digits.train_labels[batch])
+            loss.backward()
+            optimizer.step()
+            progress.advance(bar, len(batch))
+    final_loss = loss.item()  # waits for the device, so that the clock below is honest
+    seconds = time.perf_counter() - started
+    return Result(precision, final_loss, accuracy(model, region, digits), seconds, ops)
+
+
+@torch.no_grad()
+def accuracy(model: nn.Module, region: Region, digits: Digits) -> float:
+    """The share of test digits that the model reads right."""
+    model.eval()
+    with region():
+        guessed = model(digits.test_images).argmax(dim=1)
+    return (guessed == digits.test_labels).float().mean().item()
+
+
+def show(results: list[Result], console: Console) -> None:
+    """Print a column for each run."""
+    table = Table(title="Handwritten digits, one CNN, two precisions")
+    table.add_column("")
+    for result in results:
+        table.add_column(result.precision, justify="right")
+    table.add_row("final loss", *(f"{result.loss:.4f}" for result in results))
+    table.add_row("test accuracy", *(f"{result.accuracy:.1%}" for result in results))
+    table.add_row("training time", *(f"{result.seconds:.1f} s" for result in results), end_section=True)
+    for op, inner in SHOWN_OPS.items():
+        table.add_row(op, *(ran_in(result.ops, inner) for result in results))
+    console.print(table)
+
+
+def ran_in(ops: DtypeCounts, inner: tuple[str, ...]) -> str:
+    """How often an op ran, in each dtype: `2 × bfloat16`."""
+    return ", ".join(f"{row.calls} × {row.dtype}" for row in ops.rows() if row.op in inner) or "none"
+
+
+def verdict(full: Result, mixed: Result, hardware: mezzo.Hardware) -> str:
+    """Say in plain words what the hardware promises and what the clock says."""
+    support = hardware.support(mixed.precision)
+    ratio = full.seconds / mixed.seconds
+    measured = f"{ratio:.1f} × faster" if ratio >= 1 else f"{1 / ratio:.1f} × slower"
+    lines = [
+        f"{mixed.precision} is {support.word} on this device ({hardware.name}): {support.reason}.",
+        f"Measured: mixed precision was {measured} than float32, and accuracy moved by {mixed.accuracy - full.accuracy:+.1%}.",
+    ]
+    if support.fast and ratio < 1:
+        lines.append("The model is so small that launching ops costs more than computing them; 16 bits pay on larger ones.")
+    if not support.fast:
+        lines.append("Train in float32 here, and in mixed precision on a device that computes it natively.")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    """Train twice, print the table and the verdict."""
+    console = Console()
+    hardware = mezzo.hardware()
+    console.print(f"{hardware}\n", highlight=False, soft_wrap=True)
+    if hardware.best is None:
+        console.print("There is no 16-bit dtype to compare with on this device.")
+        return
+    dtype = hardware.best.dtype
+    digits = Digits.load(hardware.device)
+    runs: dict[str, Region] = {
+        "float32": nullcontext,
+        str(dtype).removeprefix("torch."): lambda: mezzo.autocast(hardware.device, dtype=dtype),
+    }
+    with Progress(console=console) as progress:
+        results = [train(precision, region, digits, hardware.device, progress) for precision, region in runs.items()]
+    show(results, console)
+    console.print(verdict(results[0], results[1], hardware), highlight=False, soft_wrap=True)
+
+
+if __name__ == "__main__":
+    main()

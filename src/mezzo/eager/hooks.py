@@ -1,0 +1,115 @@
+"""Where torch drops a region without asking: checkpointing, torch.export and TorchScript. Each is hooked so that the precision is carried along or refused.
+
+Installed once, when `mezzo.eager` is imported; outside mezzo's regions the hooks hand straight through.
+"""
+
+from __future__ import annotations
+
+import importlib.abc
+import importlib.machinery
+import importlib.util
+import sys
+from collections.abc import Callable, Sequence
+from functools import wraps
+from types import ModuleType
+from typing import Any
+
+import torch
+import torch.utils.checkpoint as torch_checkpoint
+from torch.compiler import is_dynamo_compiling
+
+from mezzo._errors import UnsupportedError
+from mezzo.eager.region import carry, current_regions, inside
+from mezzo.eager.settle import alone
+
+_EXPORT = "torch.export._trace"
+
+
+def install() -> None:
+    """Hook what torch would run in another precision."""
+    _hook_checkpoint()
+    _hook_script()
+    if _EXPORT in sys.modules:
+        _hook_export(sys.modules[_EXPORT])
+    else:
+        sys.meta_path.insert(0, _OnImport())
+
+
+def _is_steered() -> bool:
+    return any(region.key for region in current_regions())
+
+
+def _hook_checkpoint() -> None:
+    """torch replays its own autocast state when it recomputes; a steered region is carried by the function itself."""
+    generator, function = torch_checkpoint._checkpoint_without_reentrant_generator, torch_checkpoint.CheckpointFunction
+
+    @wraps(generator)
+    def carrying(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        return generator(carry(fn) if not is_dynamo_compiling() and _is_steered() else fn, *args, **kwargs)
+
+    class CheckpointFunction(function):  # type: ignore[valid-type,misc]
+        @classmethod
+        def apply(cls, fn: Callable[..., Any], *args: Any) -> Any:
+            return function.apply(carry(fn) if _is_steered() else fn, *args)
+
+    torch_checkpoint._checkpoint_without_reentrant_generator = carrying
+    torch_checkpoint.CheckpointFunction = CheckpointFunction
+
+
+def _hook_script() -> None:
+    """TorchScript's interpreter knows torch's own lists only."""
+    for kind in (torch.jit.ScriptFunction, torch._C.ScriptMethod):
+        setattr(kind, "__call__", _refusing(kind.__call__))
+
+
+def _refusing(call: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(call)
+    def checked(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if _is_steered() and torch.is_autocast_enabled(current_regions()[-1].device):
+            raise UnsupportedError(
+                f"{self.name!r} is TorchScript, whose interpreter applies torch's own op lists and would ignore this policy. "
+                "Use the module it was scripted from, or a policy without entries of its own around it."
+            )
+        return call(self, *args, **kwargs)
+
+    return checked
+
+
+class _OnImport(importlib.abc.MetaPathFinder):
+    """Hooks torch.export when it is loaded, since loading it for the hook's sake would cost every user a second."""
+
+    def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> importlib.machinery.ModuleSpec | None:
+        if name != _EXPORT:
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec(name)
+        if spec is None or spec.loader is None:
+            return None
+        spec.loader = _Hooking(spec.loader)
+        return spec
+
+
+class _Hooking(importlib.abc.Loader):
+    def __init__(self, loader: Any) -> None:
+        self._loader = loader
+
+    def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType | None:
+        made: ModuleType | None = self._loader.create_module(spec)
+        return made
+
+    def exec_module(self, module: ModuleType) -> None:
+        self._loader.exec_module(module)
+        _hook_export(module)
+
+
+def _hook_export(module: ModuleType) -> None:
+    """torch.export ignores the autocast state around it; casts made by a mode survive. So the whole policy is given to the mode while it exports."""
+    export = module._export
+
+    @wraps(export)
+    def keeping(*args: Any, **kwargs: Any) -> Any:
+        regions = tuple(alone(region) for region in current_regions() if region.enabled)
+        with inside(*regions):
+            return export(*args, **kwargs)
+
+    module._export = keeping  # type: ignore[attr-defined]

@@ -1,0 +1,113 @@
+"""The preset's tables predict what PaddlePaddle itself decided, op by op, on every recorded row.
+
+Pure: nothing runs. `tests/eager/test_paddle_oracle.py` runs the ops.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from mezzo.policy.preset import OpLists
+from mezzo.policy.presets import paddle
+from mezzo.policy.rule import Entry, Level, Rule
+
+DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
+
+VARIANTS = (
+    *("OD", "OD_white", "OD_black", "O1", "O1_white", "O1_black", "O1_nopromote", "O2", "O2_white", "O2_black"),
+    *("O2_nopromote", "O2_nopromote_white", "O2_nopromote_black"),
+)
+
+# What flows into each op where Paddle makes one function of several: a digit is an input of the row, #n the result of its n-th op,
+# f a tensor that Paddle casts to float32 itself, ~ one that it casts to the first input's dtype, ^ the same but to float32 instead of
+# float16, and nothing an op on integers.
+WIRING = {
+    "linear_bias": "0 1, #0 2",
+    "softmax_dtype_f32": "f",
+    "outer": "0, 1, #0 #1",
+    "cross_entropy": ", , , 0, #3",
+    "cross_entropy_soft": "0 1, #0",
+    "mse_loss": "0 1, #0, #1",
+    "l1_loss": "0 1, #0, #1",
+    "smooth_l1_loss": "0 1, #0",
+    "bce_with_logits": "0 1, #0",
+    "normalize": "0, #0 ~, 0 #1",
+    "var": "0, 0 #0, #1, #2, 0, ^, , ^, #7, #7 #8, #9, , ^ #9",
+    "std": "0, 0 #0, #1, #2, 0, ^, , ^, #7, #7 #8, #9, , ^ #9, ~",
+    "increment_inplace_add": "0",
+}
+
+# The kernel's own doing: its output is float32 whatever dtype it ran in.
+FLOAT32_KERNELS = {("softmax_with_cross_entropy", "bf16")}
+
+# In a list of Paddle's, but without a counterpart here: nothing to compare.
+NO_COUNTERPART = {"log_loss": paddle.NAMES.unknown["log_loss"]}
+
+
+def lists_of(variant: str, listed: str, half: str) -> tuple[OpLists, dict[str, Rule]]:
+    """The lists of a recorded variant, and the rule of a custom-listed op that has no counterpart here."""
+    level, *words = variant.split("_")
+    lists = paddle.lists(Level(level), DTYPES[half])
+    if level == "O2" and "nopromote" in words:  # elsewhere Paddle ignores use_promote
+        lists = replace(lists, unlisted=Entry(Rule.HALF, "use_promote=False"))
+    custom = Rule.HALF if "white" in words else Rule.FULL if "black" in words else None
+    if custom is None:
+        return lists, {}
+    ours = paddle.NAMES.known.get(listed, ())
+    moved = {name: Entry(custom, "custom list") for name in ours}
+    return replace(lists, entries={**lists.entries, **moved}), {} if ours else {listed: custom}
+
+
+def decide(theirs: str, operands: str, lists: OpLists, custom: dict[str, Rule]) -> str:
+    """The dtype that the tables give one of Paddle's ops, on operands of these dtypes."""
+    ours = paddle.NAMES.known.get(theirs, ())
+    rules = {lists.entries.get(name, lists.unlisted).rule for name in ours} or {custom.get(theirs, lists.unlisted.rule)}
+    assert len(rules) == 1, f"{theirs} translates to {ours}, which disagree"
+    match rules.pop():
+        case Rule.HALF:
+            return "h"
+        case Rule.FULL:
+            return "f"
+    seen = operands[:1] if any(name in lists.exempt for name in ours) else operands
+    return "f" if "f" in seen else "h"
+
+
+def predict(row, variant: str) -> str:
+    lists, custom = lists_of(variant, row.listed, row.half)
+    wires = [wire.split() for wire in WIRING[row.op].split(",")] if row.op in WIRING else [[*map(str, range(len(row.inputs)))]]
+    decisions, results = "", ""
+    for theirs, wire in zip(row.ops, wires, strict=True):
+        values = {"f": "f", "~": row.inputs[0], "^": "f" if row.half == "fp16" else row.inputs[0]}
+        values |= {str(n): dtype for n, dtype in enumerate(row.inputs)} | {f"#{n}": dtype for n, dtype in enumerate(results)}
+        operands = "".join(values[source] for source in wire)
+        decisions += decide(theirs, operands, lists, custom)
+        results += "f" if (theirs, row.half) in FLOAT32_KERNELS else decisions[-1]
+    return decisions
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_the_tables_predict_every_decision_paddle_made(variant, paddle_rows):
+    wrong = [
+        (row.op, row.half, row.inputs, row.results[variant][1], predicted)
+        for row in paddle_rows
+        if variant in row.results and row.ops and row.op not in NO_COUNTERPART and (predicted := predict(row, variant)) != row.results[variant][1]
+    ]
+    assert not wrong
+
+
+def test_every_variant_of_the_recording_is_compared(paddle_rows):
+    assert {variant for row in paddle_rows for variant in row.results} == {*VARIANTS, "none", "O0"}
+
+
+def test_rows_compared_are_many(paddle_rows):
+    compared = sum(len(row.results.keys() - {"none", "O0"}) for row in paddle_rows if row.ops and row.op not in NO_COUNTERPART)
+    assert compared > 5000
+
+
+def test_nothing_is_cast_without_a_region_or_at_o0(paddle_rows):
+    for row in paddle_rows:
+        for variant in ("none", "O0"):
+            assert row.results.get(variant, ("", ""))[1] == ""

@@ -1,0 +1,102 @@
+"""Files that are there whole or not at all."""
+
+import subprocess
+import sys
+
+import pytest
+
+from mezzo._files import atomic_writer, write_text
+
+
+def names(folder):
+    return sorted(path.name for path in folder.iterdir())
+
+
+def write_half(path, error):
+    with atomic_writer(path) as file:
+        file.write(b"half of the ")
+        raise error
+
+
+def test_text_is_written_as_utf8(tmp_path):
+    write_text(tmp_path / "policy.toml", "größer als 65504 → inf\n")
+    assert (tmp_path / "policy.toml").read_text(encoding="utf-8") == "größer als 65504 → inf\n"
+
+
+def test_a_path_may_be_a_string(tmp_path):
+    write_text(str(tmp_path / "a.txt"), "a")
+    assert names(tmp_path) == ["a.txt"]
+
+
+def test_the_name_does_not_exist_before_the_file_is_whole(tmp_path):
+    target = tmp_path / "model.bin"
+    with atomic_writer(target) as file:
+        file.write(b"bytes")
+        assert not target.exists()
+    assert target.read_bytes() == b"bytes"
+
+
+@pytest.mark.parametrize("error", [ValueError("bad"), KeyboardInterrupt()], ids=["error", "interrupt"])
+def test_a_write_that_fails_leaves_the_old_file_whole_and_nothing_beside_it(tmp_path, error):
+    target = tmp_path / "policy.toml"
+    target.write_text("old")
+    with pytest.raises(type(error)):
+        write_half(target, error)
+    assert target.read_text() == "old"
+    assert names(tmp_path) == ["policy.toml"]
+
+
+def test_a_first_write_that_fails_leaves_nothing(tmp_path):
+    with pytest.raises(ValueError, match="bad"):
+        write_half(tmp_path / "new", ValueError("bad"))
+    assert names(tmp_path) == []
+
+
+def test_a_process_that_dies_in_the_middle_leaves_the_old_file_whole(tmp_path):
+    target = tmp_path / "policy.toml"
+    target.write_text("old")
+    program = f"import os; from mezzo._files import atomic_writer\nwith atomic_writer({str(target)!r}) as file: file.write(b'new'); file.flush(); os._exit(9)"
+    assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 9
+    assert target.read_text() == "old"
+
+
+def test_a_new_file_has_the_mode_that_open_would_give(tmp_path):
+    (tmp_path / "plain").write_text("x")
+    write_text(tmp_path / "atomic", "x")
+    assert (tmp_path / "atomic").stat().st_mode == (tmp_path / "plain").stat().st_mode
+
+
+def test_a_private_file_stays_private_when_it_is_written_again(tmp_path):
+    target = tmp_path / "private"
+    target.touch(mode=0o600)
+    write_text(target, "new")
+    assert target.stat().st_mode & 0o777 == 0o600
+
+
+def test_a_link_is_followed_and_stays_a_link(tmp_path):
+    (tmp_path / "real").write_text("old")
+    link = tmp_path / "link"
+    link.symlink_to(tmp_path / "real")
+    write_text(link, "new")
+    assert link.is_symlink()
+    assert (tmp_path / "real").read_text() == "new"
+
+
+def test_a_missing_directory_is_named(tmp_path):
+    with pytest.raises(FileNotFoundError, match=r"there is no directory '.*missing'. Make it first"):
+        write_text(tmp_path / "missing" / "file", "x")
+
+
+def test_two_writers_of_one_name_do_not_mix(tmp_path):
+    target = tmp_path / "shared"
+    with atomic_writer(target) as first, atomic_writer(target) as second:
+        first.write(b"first")
+        second.write(b"second")
+    assert target.read_bytes() == b"first"
+    assert names(tmp_path) == ["shared"]
+
+
+def test_a_relative_path_is_written_where_the_process_is(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    write_text("here", "x")
+    assert names(tmp_path) == ["here"]
