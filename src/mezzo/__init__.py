@@ -3,6 +3,27 @@
 from mezzo._errors import MezzoError, PolicyError, RefusedOpError, UnsupportedError
 from mezzo._hardware import Hardware, hardware
 from mezzo.eager.autocast import autocast, disable, enable
+from mezzo.eager.custom import register_op
 from mezzo.eager.region import cache_info, carry, invalidate
+from mezzo.policy.listing import ops
 from mezzo.policy.policy import Policy
 from mezzo.policy.selector import NORMS
+
+__all__ = [
+    "NORMS",
+    "Hardware",
+    "MezzoError",
+    "Policy",
+    "PolicyError",
+    "RefusedOpError",
+    "UnsupportedError",
+    "autocast",
+    "cache_info",
+    "carry",
+    "disable",
+    "enable",
+    "hardware",
+    "invalidate",
+    "ops",
+    "register_op",
+]

@@ -52,8 +52,8 @@ def nearest(word: str, known: Iterable[str]) -> str:
 def unknown(what: str, word: object, known: Iterable[str]) -> str:
     """Say that a word is not known, which are, and which are close.
 
-    >>> unknown("level", "O9", ["O1", "O2"])
-    "Unknown level 'O9'. Choose one of: O1, O2. Did you mean 'O2' or 'O1'?"
+    >>> unknown("preset", "padle", ["torch", "paddle"])
+    "Unknown preset 'padle'. Choose one of: torch, paddle. Did you mean 'paddle'?"
     """
     listed = list(known)
     return f"Unknown {what} {word!r}. {choices(listed)}{nearest(str(word), listed)}"

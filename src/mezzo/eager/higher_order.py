@@ -1,11 +1,11 @@
-"""Operators that take functions (torch.cond, loops, checkpointing in compiled code): a mode sees one call, and what runs inside escapes it.
+"""Operators that take functions: torch.cond, loops, checkpointing in compiled code. A mode sees one call, and what runs inside escapes it.
 
-So the functions are wrapped to enter the mode again. Listed one by one; an operator that is not listed keeps its functions as they are.
+Checkpointing's function is wrapped to enter the mode again, which dynamo allows there. In the others it does not (they may change nothing outside), so
+that a steered region around them is refused, rather than run in another precision.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -13,46 +13,41 @@ from torch.overrides import TorchFunctionMode
 
 from mezzo.policy.registry import Function
 
-BODIES: Mapping[str, int | None] = {
-    "cond": None,
-    "while_loop": None,
-    "map": None,
-    "map_impl": None,
-    "scan": None,
-    "associative_scan": None,
-    "wrap": None,
-    "wrap_with_set_grad_enabled": None,
-    "wrap_activation_checkpoint": None,
-    "tag_activation_checkpoint": None,
-    "invoke_subgraph": None,
-    # forward is steered as in eager; backward, the second function, never is
-    "autograd_function_apply": 1,
-}
-"""Name → how many of the functions among its arguments are wrapped; None wraps all."""
+CARRIED = frozenset({"tag_activation_checkpoint", "wrap_activation_checkpoint"})
+"""Operators whose function is steered inside."""
+
+REFUSED = frozenset({"cond", "while_loop", "map", "map_impl", "scan", "associative_scan"})
+"""Operators whose functions cannot be steered."""
 
 
 def operators() -> dict[Function, str]:
     """The listed operators that this torch has."""
     known = torch._ops._higher_order_ops
-    return {known[name]: name for name in BODIES if name in known}
+    return {known[name]: name for name in CARRIED | REFUSED if name in known}
 
 
-def wrapped(mode: TorchFunctionMode, name: str, args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """The arguments with their functions wrapped."""
-    left = len(args) if BODIES[name] is None else BODIES[name]
-    changed = []
-    for value in args:
-        if left and callable(value) and not isinstance(value, torch.Tensor):
-            left -= 1
-            changed.append(_within(mode, value))
-        else:
-            changed.append(value)
-    return tuple(changed)
+def refusal() -> str:
+    """Why a steered region cannot reach into an operator, and what to do."""
+    return (
+        "it runs its functions where a policy with entries of its own cannot reach them. Put `with torch.autocast(device, enabled=False):` around it "
+        "and cast its inputs, or use a policy that is torch's own lists there"
+    )
 
 
-def _within(mode: TorchFunctionMode, function: Function) -> Function:
+def within(mode: TorchFunctionMode, function: Function) -> Function:
+    """A function that runs under the mode."""
+
     def body(*args: Any, **kwargs: Any) -> Any:
         with mode:
             return function(*args, **kwargs)
 
     return body
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def permit_mode_changes(permitted: bool) -> bool:  # noqa: FBT001
+    """Let a checkpointed function enter a mode while dynamo traces it: torch's own switch for side effects that need no replay, as a balanced enter and exit."""
+    config = torch._dynamo.config
+    before: bool = config.skip_fwd_side_effects_in_bwd_under_checkpoint
+    config.skip_fwd_side_effects_in_bwd_under_checkpoint = permitted
+    return before

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from mezzo.eager.composites import body, has_body, ops_inside
-from mezzo.eager.higher_order import operators
+from mezzo.eager.higher_order import CARRIED, operators, refusal
 from mezzo.policy.decide import effective, entry_of
 from mezzo.policy.policy import Policy
 from mezzo.policy.preset import OpLists
@@ -31,7 +31,7 @@ class Action:
     quiet: bool = True
     """Run with torch's own autocast off, since it would cast again inside."""
     exempt: tuple[tuple[int, str], ...] = ()
-    """Arguments that are left alone, by position and name."""
+    """Arguments that do not decide and are never cast down, by position and name."""
     conditions: tuple[tuple[int, str, tuple[Value, ...]], ...] = ()
     """Arguments whose values make the op run in float32, by position and name."""
     takes_dtype: bool = False
@@ -40,8 +40,8 @@ class Action:
     """Where the argument stands that asks to write into the input."""
     opens: bool = False
     """A composite: run its body, so that the ops inside are seen."""
-    bodies: str = ""
-    """The name of an operator that takes functions, which are then steered inside."""
+    carried: bool = False
+    """An operator that takes a function, which is steered inside."""
     weights: bool = False
     """torch casts the activations itself; only the weights come from the cache."""
     cached: bool = False
@@ -68,26 +68,26 @@ def plan(policy: Policy, dtype: torch.dtype, device: str, *, versioned: bool, al
     for op in registry():
         entry = entry_of(lists, op.name, dtype, device)
         for function in op.functions:
-            action = _action(op, function, entry, lists, theirs, versioned=versioned)
+            action = _action(op, function, entry, lists, theirs, device, versioned=versioned)
             if action is not None:
                 actions[function] = replace(action, quiet=False) if alone else action
     steered = frozenset(action.op for action in actions.values())
     actions |= _openings(lists, steered, actions)
     if actions:
         # Backward runs in the precision that forward saved; torch's own lists know nothing of this policy.
-        actions |= {function: Action(name, Rule.KEEP, "its functions are steered inside", bodies=name) for function, name in operators().items()}
+        actions |= {function: _operator(name) for function, name in operators().items()}
         actions |= {function: Action("backward", Rule.KEEP, "gradients are computed in the precision of forward") for function in _BACKWARD}
     return actions
 
 
-def _action(op: Op, function: Function, entry: Entry, lists: OpLists, theirs: Any, *, versioned: bool) -> Action | None:
+def _action(op: Op, function: Function, entry: Entry, lists: OpLists, theirs: Mapping[str, Entry], device: str, *, versioned: bool) -> Action | None:
     if _writes_in_place(function) and entry.rule is not Rule.REFUSE:
         return None
     if has_body(function) and op.name not in lists.entries and not ops_inside(function) <= {op.name}:
         return None
     exempt = _places(function, lists.exempt.get(op.name, ()))
     conditions = tuple((*_place(function, one.argument), one.values) for one in lists.conditional if one.op == op.name)
-    torchs = theirs[op.name].rule if op.name in theirs else Rule.KEEP
+    torchs = theirs[op.name].rule if op.name in theirs and _is_cast_by_torch(function, device) else Rule.KEEP
     if entry.rule is torchs and not exempt and not conditions:
         return Action(op.name, entry.rule, entry.reason, quiet=False, weights=True, cached=True) if versioned and entry.rule is Rule.HALF else None
     if _has_nothing_to_cast(op, entry.rule) and not conditions and torchs is Rule.KEEP:
@@ -95,6 +95,12 @@ def _action(op: Op, function: Function, entry: Entry, lists: OpLists, theirs: An
     quiet = _may_cast_inside(op, function)
     in_place = _place(function, "inplace") if "inplace" in parameters(function) else None
     return Action(op.name, entry.rule, entry.reason, quiet, exempt, conditions, "dtype" in parameters(function), in_place, cached=versioned)
+
+
+def _operator(name: str) -> Action:
+    if name in CARRIED:
+        return Action(name, Rule.KEEP, "its function is steered inside", carried=True)
+    return Action(name, Rule.REFUSE, refusal())
 
 
 def _openings(lists: OpLists, steered: frozenset[str], known: dict[Function, Action]) -> dict[Function, Action]:
@@ -120,6 +126,31 @@ def _has_nothing_to_cast(op: Op, rule: Rule) -> bool:
 def _may_cast_inside(op: Op, function: Function) -> bool:
     """Whether torch's own autocast would act within the call: it lists the op, or the op is made of others."""
     return has_body(function) or op.entry is not None or op.name in _composite_ops() or any(op.name in native(device) for device in ("cpu", "cuda"))
+
+
+def _is_cast_by_torch(function: Function, device: str) -> bool:
+    """Whether torch's autocast has a kernel for every way to call a function. Its lists name overloads, and on a CPU some are missing (`_convolution`)."""
+    base = getattr(function, "__name__", "")
+    overloads = _functional_overloads().get(base)
+    if overloads is None or has_body(function):
+        return True
+    return overloads <= _registered(device)
+
+
+@cache
+def _registered(device: str) -> frozenset[str]:
+    key = {"cpu": "AutocastCPU", "cuda": "AutocastCUDA", "xpu": "AutocastXPU", "mps": "AutocastMPS"}.get(device, "AutocastPrivateUse1")
+    return frozenset(torch._C._dispatch_get_registrations_for_dispatch_key(key))
+
+
+@cache
+def _functional_overloads() -> Mapping[str, frozenset[str]]:
+    found: dict[str, set[str]] = {}
+    for base, overload in (pair for pairs in aten_overloads().values() for pair in pairs):
+        schema = torch._C._get_schema(f"aten::{base}", overload)
+        if not any(argument.is_out for argument in schema.arguments) and "Dimname" not in str(schema):
+            found.setdefault(base, set()).add(f"aten::{base}.{overload}".rstrip("."))
+    return {base: frozenset(overloads) for base, overloads in found.items()}
 
 
 @cache

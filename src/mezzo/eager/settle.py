@@ -9,6 +9,7 @@ from functools import cache, lru_cache
 from typing import Any
 
 import torch
+from torch._ops import OpOverload
 
 from mezzo._dtypes import HALF_DTYPES, dtype_name
 from mezzo._errors import PolicyError, UnsupportedError, unknown
@@ -16,10 +17,10 @@ from mezzo._hardware import hardware
 from mezzo.eager.plan import plan
 from mezzo.eager.region import Region
 from mezzo.eager.tables import publish
-from mezzo.policy.policy import Cache, Policy
+from mezzo.policy.policy import Policy
 from mezzo.policy.registry import registry
 from mezzo.policy.resolve import resolve
-from mezzo.policy.rule import Level, Rule
+from mezzo.policy.rule import Cache, Level, Rule
 
 Words = Policy | str | os.PathLike[str] | Level | torch.device | None
 """What the first argument of an entry point may be: a policy, a level, a policy file, or a device."""
@@ -134,7 +135,7 @@ def _own_words(policy: Policy) -> bool:
 
 def is_torchs_own(policy: Policy, device: str) -> bool:
     """Whether torch's C++ lists carry the policy out as it is, at no cost."""
-    foreign = any(op.entry is not None and op.functions for op in registry()) if registry().generation else False
+    foreign = registry().generation > 0 and any(isinstance(function, OpOverload) for op in registry() if op.entry for function in op.functions)
     return policy.level is Level.O1 and policy.preset in ("torch", f"torch-{device}") and not _own_words(policy) and not foreign
 
 

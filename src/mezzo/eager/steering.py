@@ -21,7 +21,7 @@ from mezzo.eager import tables, tracing
 from mezzo.eager.cache import WeightCache, is_weight
 from mezzo.eager.composites import body
 from mezzo.eager.fallback import run_or_fall_back
-from mezzo.eager.higher_order import wrapped
+from mezzo.eager.higher_order import permit_mode_changes, within
 from mezzo.eager.plan import Action
 from mezzo.eager.tables import TABLES, refused
 from mezzo.policy import kernels
@@ -57,17 +57,26 @@ class Steering(TorchFunctionMode):
         if rule == "open":
             with self:
                 return tracing.body(self.key, func)(*args, **kwargs)
-        if rule == "bodies":
-            return func(*wrapped(self, tables.operator_of(self.key, func), args), **kwargs)
+        if rule == "carried":
+            return self._trace_carried(func, args, kwargs)
         return tracing.trace(self.key, self.device, rule, func, args, kwargs)
+
+    def _trace_carried(self, func: Function, args: Args, kwargs: Kwargs) -> Any:
+        before = permit_mode_changes(True)  # noqa: FBT003
+        # Looked up anew: dynamo asks for the permission when it first sees the operator.
+        operator = getattr(torch.ops.higher_order, tables.operator_of(self.key, func))
+        try:
+            return operator(within(self, args[0]), *args[1:], **kwargs)
+        finally:
+            permit_mode_changes(before)
 
     def steer(self, func: Function, action: Action, args: Args, kwargs: Kwargs) -> Any:
         """Carry out one action."""
         if action.opens:
             with self:
                 return body(func)(*args, **kwargs)
-        if action.bodies:
-            return func(*wrapped(self, action.bodies, args), **kwargs)
+        if action.carried:
+            return func(within(self, args[0]), *args[1:], **kwargs)
         rule = action.rule if action.plain and not kwargs else _rule_for(action, args, kwargs)
         if rule is None:
             return func(*args, **kwargs)
@@ -99,7 +108,7 @@ class Steering(TorchFunctionMode):
         return reduce(torch.promote_types, dtypes) if dtypes else None
 
     def _cast(self, action: Action, dtype: torch.dtype, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
-        if action.exempt:
+        if action.exempt and dtype is not torch.float32:
             places, names = [place for place, _ in action.exempt], [name for _, name in action.exempt]
             positional = [value if place in places else self._change(value, action, dtype) for place, value in enumerate(args)]
             return tuple(positional), {name: value if name in names else self._change(value, action, dtype) for name, value in kwargs.items()}

@@ -25,19 +25,19 @@ def publish(key: str, table: Table) -> None:
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def rule_of(key: str, function: Function) -> str | None:
-    """The rule for a function; `"open"` for a composite that is opened, `"bodies"` where functions are steered inside, None for what torch does by itself."""
+    """The rule for a function; `"open"` for a composite that is opened, `"carried"` where a function is steered inside, None for what torch does by itself."""
     action = TABLES[key].get(function)
     if action is None or action.weights:
         return None
-    if action.bodies:
-        return "bodies"
+    if action.carried:
+        return "carried"
     return "open" if action.opens else action.rule.value
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def operator_of(key: str, function: Function) -> str:
-    """The name of an operator that takes functions."""
-    return TABLES[key][function].bodies
+    """The name of an operator that takes a function."""
+    return TABLES[key][function].op
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
@@ -97,4 +97,4 @@ def lacks_kernel(key: str, function: Function, dtype: torch.dtype, device: str) 
 
 def refused(action: Action) -> str:
     """The message of a refusal: which op, and what to do."""
-    return f"The policy refuses {action.op}: it {action.reason}."
+    return f"The policy refuses {action.op}: {action.reason}."

@@ -24,7 +24,10 @@ def trace(key: str, device: str, rule: str, func: Function, args: Args, kwargs: 
     if tables.has_conditions(key, func) and _condition(key, func, args, kwargs):
         rule = "full"
     dtype = _dtype(key, device, rule, func, args, kwargs)
-    if dtype is not None:
+    if dtype is torch.float32:
+        args = tuple([_change(value, device, dtype) for value in args])
+        kwargs = {name: _change(value, device, dtype) for name, value in kwargs.items()}
+    elif dtype is not None:
         args = tuple([value if tables.is_exempt(key, func, place) else _change(value, device, dtype) for place, value in enumerate(args)])
         kwargs = {name: value if tables.is_exempt(key, func, name) else _change(value, device, dtype) for name, value in kwargs.items()}
     if not tables.is_quiet(key, func):

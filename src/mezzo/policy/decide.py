@@ -5,17 +5,19 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache, reduce
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from mezzo._dtypes import CASTABLE_DTYPES, dtype_name
 from mezzo.policy.catalog import op_lists
 from mezzo.policy.kernels import lacks_kernel
-from mezzo.policy.policy import Policy
 from mezzo.policy.preset import OpLists
 from mezzo.policy.registry import registry
 from mezzo.policy.rule import Entry, Rule
+
+if TYPE_CHECKING:
+    from mezzo.policy.policy import Policy
 
 _USER = {
     Rule.HALF: "listed half by the user",
@@ -51,6 +53,7 @@ def _effective(policy: Policy, dtype: torch.dtype, device: str, _generation: int
     base = op_lists(policy.preset, policy.level, dtype, device)
     entries = {op.name: op.entry for op in registry() if op.entry is not None} | dict(base.entries)
     entries |= {name: Entry(rule, _USER[rule]) for rule in Rule for name in policy.listed(rule)}
+    entries |= _made_of(policy, entries)
     entries = {name: _with_kernel(name, entry, dtype, device) for name, entry in entries.items()}
     unlisted = base.unlisted if policy.unlisted is None else Entry(policy.unlisted, f"in no list: the policy says {policy.unlisted.value} for those")
     return OpLists(entries, unlisted, dict(base.exempt) | dict(policy.exempt), base.conditional + policy.conditional)
@@ -60,6 +63,30 @@ def _with_kernel(name: str, entry: Entry, dtype: torch.dtype, device: str) -> En
     if entry.rule not in (Rule.FULL, Rule.REFUSE) and lacks_kernel(name, dtype, device):
         return Entry(Rule.FULL, f"{entry.reason}, but it has no {dtype_name(dtype)} kernel on {device}")
     return entry
+
+
+MADE_OF: Mapping[str, tuple[str, ...]] = {
+    "einsum": ("bmm",),
+    "tensordot": ("mm",),
+    "chain_matmul": ("mm",),
+    "linalg_multi_dot": ("mm",),
+    "inner": ("matmul",),
+    "lstm": ("linear",),
+    "gru": ("linear",),
+    "rnn_tanh": ("linear",),
+    "rnn_relu": ("linear",),
+    "lstm_cell": ("linear",),
+    "gru_cell": ("linear",),
+    "rnn_tanh_cell": ("linear",),
+    "rnn_relu_cell": ("linear",),
+}
+"""Ops that C++ makes of others, where no mode sees them: in no list themselves, they follow what the user says of their parts."""
+
+
+def _made_of(policy: Policy, entries: Mapping[str, Entry]) -> dict[str, Entry]:
+    listed = {name: rule for rule in (Rule.HALF, Rule.FULL, Rule.KEEP) for name in policy.listed(rule)}
+    following = {whole: part for whole, parts in MADE_OF.items() if whole not in entries for part in parts if part in listed}
+    return {whole: Entry(listed[part], f"computed by {part}, which is {_USER[listed[part]]}") for whole, part in following.items()}
 
 
 def entry_of(lists: OpLists, name: str, dtype: torch.dtype, device: str) -> Entry:
@@ -78,6 +105,11 @@ def explain(
         if condition.op == name and arguments and condition.argument in arguments and arguments[condition.argument] in condition.values:
             entry = Entry(Rule.FULL, f"{condition.argument}={arguments[condition.argument]!r}: {condition.reason}")
     return Decision(name, entry.rule, computed_in(entry.rule, inputs, dtype), entry.reason)
+
+
+def without_casts(op: str, inputs: Iterable[torch.dtype], reason: str) -> Decision:
+    """The decision where a policy casts nothing."""
+    return Decision(registry().parse(op), Rule.KEEP, computed_in(Rule.KEEP, inputs, torch.float32), reason)
 
 
 def computed_in(rule: Rule, inputs: Iterable[torch.dtype], half: torch.dtype) -> torch.dtype | None:

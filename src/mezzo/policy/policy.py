@@ -13,50 +13,15 @@ import torch
 
 from mezzo._dtypes import HALF_DTYPES, dtype_name, parse_dtype
 from mezzo._errors import PolicyError, unknown
-from mezzo.policy import catalog, toml, words
-from mezzo.policy.rule import BY_USER, Conditional, Level, Rule, Word
+from mezzo._hardware import hardware
+from mezzo.policy import catalog, decide, toml, words
+from mezzo.policy.diff import PolicyDiff, diff
+from mezzo.policy.resolve import resolve
+from mezzo.policy.rule import BY_USER, Cache, Conditional, Level, Master, OnUnsupported, Rule
 from mezzo.policy.selector import NORMS, Selector
 
 Names = Collection[str] | str
 """Op names as a user writes them."""
-
-
-class Master(Word):
-    """Where the exact weights live while the parameters are 16-bit."""
-
-    AUTO = "auto"
-    """What the level says: float32 masters at O2, none at O3."""
-    FLOAT32 = "float32"
-    """A float32 copy of every 16-bit parameter."""
-    SPLIT = "split"
-    """A bfloat16 parameter and a 16-bit remainder, together an exact float32."""
-    KAHAN = "kahan"
-    """A 16-bit parameter and a 16-bit compensation of what rounding lost."""
-    STOCHASTIC = "stochastic"
-    """No master: updates are rounded at random, right on average."""
-    NONE = "none"
-    """No master: small updates are lost."""
-
-
-class Cache(Word):
-    """How a region remembers the 16-bit copies of float32 weights."""
-
-    AUTO = "auto"
-    """mezzo's own where the policy is steered, torch's where torch's lists do the work."""
-    VERSIONED = "versioned"
-    """mezzo's own: notices in-place changes, serves frozen weights and inference."""
-    TORCH = "torch"
-    """torch's own."""
-    OFF = "off"
-    """None: every use casts again."""
-
-
-class OnUnsupported(Word):
-    """What to do when the device lacks what the policy asks for."""
-
-    ERROR = "error"
-    WARN = "warn"
-    IGNORE = "ignore"
 
 
 @dataclass(frozen=True)
@@ -80,7 +45,7 @@ class _Fields:
     unlisted: Rule | None
     """The rule for ops in no list; None leaves it to the preset."""
     exempt: tuple[tuple[str, tuple[str, ...]], ...]
-    """Arguments that are neither looked at nor cast, by op."""
+    """Arguments that do not decide and are never cast down, by op: a norm's parameters and statistics."""
     conditional: tuple[Conditional, ...]
     """Ops that run in float32 for some values of an argument."""
     modules: tuple[tuple[Selector, Rule], ...]
@@ -172,7 +137,9 @@ class Policy(_Fields):
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Policy:
         """Read a policy from a TOML file."""
-        return cls(**toml.load(path))
+        words = toml.load(path)
+        _refuse_unknown_fields(words)
+        return cls(**words)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the policy to a TOML file that `load` reads back equal."""
@@ -183,11 +150,46 @@ class Policy(_Fields):
         names: frozenset[str] = getattr(self, rule.value)
         return names
 
+    def explain(self, op: str, *inputs: torch.dtype, device: str | None = None, **arguments: Any) -> decide.Decision:
+        """Say in which dtype an op runs for inputs of these dtypes on a device, and why.
+
+        >>> print(Policy("O1", "float16", preset="torch-cuda").explain("softmax", torch.float16))
+        softmax runs in float32: sums exponentials: float16 overflows past 65504.
+        """
+        found = hardware(device)
+        dtype = resolve(self, found).dtype
+        if dtype is None:
+            return decide.without_casts(op, inputs, f"nothing is cast: {resolve(self, found).reason}")
+        return decide.explain(self, op, inputs, dtype=dtype, device=found.device, arguments=arguments)
+
+    def diff(self, other: Policy, device: str | None = None) -> PolicyDiff:
+        """What another policy says otherwise: the fields, and the ops that end up under another rule on a device.
+
+        >>> print(Policy("O1").diff(Policy("O1", full={"linear"}, keep={"conv1d"}), device="cpu"))
+        full: [] → ['linear']
+        keep: [] → ['conv1d']
+        op conv1d: half → keep
+        op gru: keep → full
+        op gru_cell: keep → full
+        op linear: half → full
+        op lstm: keep → full
+        op lstm_cell: keep → full
+        op rnn_relu: keep → full
+        op rnn_relu_cell: keep → full
+        op rnn_tanh: keep → full
+        op rnn_tanh_cell: keep → full
+        """
+        return diff(self, other, hardware(device).device)
+
     def words(self) -> dict[str, Any]:
         """The fields that differ from a plain `Policy(level)`, in the words its constructor takes: plain strings, lists and tables."""
         plain = Policy(self.level)
-        told = {field.name: _say(getattr(self, field.name)) for field in fields(self) if getattr(self, field.name) != getattr(plain, field.name)}
+        told = {field.name: self.say(field.name) for field in fields(self) if getattr(self, field.name) != getattr(plain, field.name)}
         return {"level": self.level.value} | told
+
+    def say(self, field: str) -> Any:
+        """One field in plain words."""
+        return _say(getattr(self, field))
 
     def __repr__(self) -> str:
         spoken = dict(self.words())

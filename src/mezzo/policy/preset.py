@@ -17,7 +17,7 @@ class OpLists:
     unlisted: Entry
     """The rule for ops in no list."""
     exempt: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    """Op name → names of the arguments that are neither looked at nor cast."""
+    """Op name → names of the arguments that do not decide and are never cast down: a norm's parameters and statistics."""
     conditional: tuple[Conditional, ...] = ()
     """Ops that are float32 only for some values of an argument."""
 

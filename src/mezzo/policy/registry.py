@@ -19,7 +19,7 @@ from torch._ops import OpOverload, OpOverloadPacket
 
 from mezzo._errors import PolicyError, nearest
 from mezzo.policy.names import canonical, is_op
-from mezzo.policy.rule import Entry, Rule
+from mezzo.policy.rule import Entry
 
 Function = Callable[..., Any]
 
@@ -198,8 +198,3 @@ def _is_tensor_op(name: str, functions: list[Function]) -> bool:
 @cache
 def _overridable() -> frozenset[Function]:
     return frozenset(function for functions in torch.overrides.get_overridable_functions().values() for function in functions)
-
-
-def user_entry(rule: Rule | str, name: str) -> Entry:
-    """The entry of a registered op."""
-    return Entry(Rule.parse(rule), f"registered as {name!r} by the user")

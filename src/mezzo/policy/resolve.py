@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -11,8 +12,10 @@ from mezzo import _events
 from mezzo._dtypes import dtype_name
 from mezzo._errors import UnsupportedError
 from mezzo._hardware import Hardware
-from mezzo.policy.policy import OnUnsupported, Policy
-from mezzo.policy.rule import Level
+from mezzo.policy.rule import Level, OnUnsupported
+
+if TYPE_CHECKING:
+    from mezzo.policy.policy import Policy
 
 _warned: set[str] = set()
 
@@ -29,7 +32,7 @@ class Resolved:
 def resolve(policy: Policy, hardware: Hardware) -> Resolved:
     """Choose the 16-bit dtype for a device, or do what the policy says when the device lacks it.
 
-    >>> from mezzo._hardware import hardware
+    >>> from mezzo import Policy, hardware
     >>> resolve(Policy("O1", "bfloat16"), hardware("cpu")).dtype
     torch.bfloat16
     """

@@ -65,6 +65,44 @@ class Level(Word):
         return super()._unknown(word) + hint
 
 
+class Master(Word):
+    """Where the exact weights live while the parameters are 16-bit."""
+
+    AUTO = "auto"
+    """What the level says: float32 masters at O2, none at O3."""
+    FLOAT32 = "float32"
+    """A float32 copy of every 16-bit parameter."""
+    SPLIT = "split"
+    """A bfloat16 parameter and a 16-bit remainder, together an exact float32."""
+    KAHAN = "kahan"
+    """A 16-bit parameter and a 16-bit compensation of what rounding lost."""
+    STOCHASTIC = "stochastic"
+    """No master: updates are rounded at random, right on average."""
+    NONE = "none"
+    """No master: small updates are lost."""
+
+
+class Cache(Word):
+    """How a region remembers the 16-bit copies of float32 weights."""
+
+    AUTO = "auto"
+    """mezzo's own where the policy is steered, torch's where torch's lists do the work."""
+    VERSIONED = "versioned"
+    """mezzo's own: notices in-place changes, serves frozen weights and inference."""
+    TORCH = "torch"
+    """torch's own."""
+    OFF = "off"
+    """None: every use casts again."""
+
+
+class OnUnsupported(Word):
+    """What to do when the device lacks what the policy asks for."""
+
+    ERROR = "error"
+    WARN = "warn"
+    IGNORE = "ignore"
+
+
 @dataclass(frozen=True, slots=True)
 class Entry:
     """One line of an op list: the rule, and why."""

@@ -1,0 +1,87 @@
+"""Ops of the user's own: a function or a custom operator gets a name and a rule, and policies can speak of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import wraps
+from typing import Any, ParamSpec, TypeVar, overload
+
+import torch
+from torch._ops import OpOverload, OpOverloadPacket
+from torch.library import CustomOpDef
+from torch.utils._pytree import tree_leaves
+
+from mezzo._errors import PolicyError
+from mezzo.eager.plan import Action
+from mezzo.eager.steering import Steering, steering_of
+from mezzo.eager.tables import TABLES
+from mezzo.policy.names import canonical
+from mezzo.policy.registry import registry
+from mezzo.policy.rule import Entry, Rule
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+@overload
+def register_op(function: Callable[P, R], name: str | None = None, rule: str | Rule = Rule.KEEP) -> Callable[P, R]: ...
+@overload
+def register_op(function: str | None = None, name: str | None = None, rule: str | Rule = Rule.KEEP) -> Callable[[Callable[P, R]], Callable[P, R]]: ...
+def register_op(function: Any = None, name: str | None = None, rule: str | Rule = Rule.KEEP) -> Any:
+    """Give a function or a custom operator a name and a rule.
+
+    Inside a region its inputs are cast as the rule says, and its body runs without further casts. A policy that lists the name overrides the rule.
+    Use what comes back: it is the function that knows of regions. A custom operator comes back as it is.
+
+    >>> @register_op("scaled_add", rule="full")
+    ... def scaled_add(x, y):
+    ...     return x + 2 * y
+    """
+    if function is None or isinstance(function, str):
+        return lambda decorated: register_op(decorated, function or name, rule)
+    if not callable(function):
+        raise PolicyError(f"register_op takes a function or a custom operator, got {function!r}.")
+    chosen = _name(function, name)
+    entry = Entry(Rule.parse(rule), "registered by the user")
+    if isinstance(function, CustomOpDef | OpOverload | OpOverloadPacket):
+        registry().register(chosen, _spellings(function), entry)
+        return function
+    wrapper = _aware(chosen, function)
+    registry().register(chosen, (wrapper,), entry)
+    return wrapper
+
+
+def _name(function: Any, name: str | None) -> str:
+    chosen = name or canonical(getattr(function, "__name__", "") or getattr(function, "_name", ""))
+    if not chosen or not isinstance(chosen, str):
+        raise PolicyError(f"{function!r} needs a name that policies can call it by: register_op(function, name=...).")
+    return chosen
+
+
+def _spellings(operator: CustomOpDef | OpOverload[..., Any] | OpOverloadPacket[..., Any]) -> tuple[Any, ...]:
+    overload = operator._opoverload if isinstance(operator, CustomOpDef) else operator
+    packet = overload.overloadpacket if isinstance(overload, OpOverload) else overload
+    return (packet, *(getattr(packet, name) for name in packet.overloads()))
+
+
+def _aware(name: str, function: Callable[P, R]) -> Callable[P, R]:
+    """A function that asks for the region it is called in. It needs no mode, so that default regions stay free of one."""
+
+    @wraps(function)
+    def aware(*args: P.args, **kwargs: P.kwargs) -> R:
+        device = next((leaf.device.type for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)), None)
+        if device is None or not torch.amp.is_autocast_available(device) or not torch.is_autocast_enabled(device):
+            return function(*args, **kwargs)
+        steering = steering_of(device)
+        action = TABLES[steering.key].get(aware) if steering is not None and steering.key else _default(name)
+        if action is None:
+            return function(*args, **kwargs)
+        result: R = (steering or Steering(device, "")).steer(function, action, args, kwargs)
+        return result
+
+    return aware
+
+
+def _default(name: str) -> Action | None:
+    entry = registry()[name].entry
+    return None if entry is None or entry.rule is Rule.KEEP else Action(name, entry.rule, entry.reason)

@@ -1,0 +1,69 @@
+"""The known ops as a table: name, rule, reason, and where a 16-bit kernel is missing."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, overload
+
+import torch
+
+from mezzo._hardware import hardware
+from mezzo.policy import kernels
+from mezzo.policy.decide import effective, entry_of
+from mezzo.policy.policy import Policy
+from mezzo.policy.registry import registry
+from mezzo.policy.resolve import resolve
+
+
+@dataclass(frozen=True)
+class OpInfo:
+    """One known op."""
+
+    name: str
+    rule: str
+    reason: str
+    no_kernel: tuple[tuple[str, str], ...]
+    """The (device, dtype) pairs for which torch has no kernel: there it runs in float32."""
+
+
+class OpTable(Sequence[OpInfo]):
+    """The known ops in order of their names; printed, it is a table."""
+
+    def __init__(self, rows: Sequence[OpInfo]) -> None:
+        self._rows = tuple(rows)
+
+    @overload
+    def __getitem__(self, index: int) -> OpInfo: ...
+    @overload
+    def __getitem__(self, index: slice) -> OpTable: ...
+    def __getitem__(self, index: int | slice) -> OpInfo | OpTable:
+        return OpTable(self._rows[index]) if isinstance(index, slice) else self._rows[index]
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __iter__(self) -> Iterator[OpInfo]:
+        return iter(self._rows)
+
+    def __str__(self) -> str:
+        width = max((len(row.name) for row in self._rows), default=0)
+        return "\n".join(f"{row.name:{width}}  {row.rule:7}  {row.reason}{_where(row)}" for row in self._rows)
+
+
+def ops(policy: Policy | str | os.PathLike[str] | None = None, *, device: str | None = None, **overrides: Any) -> OpTable:
+    """List every op that mezzo knows, with the rule that a policy has for it on a device, and why.
+
+    >>> next(op for op in ops(device="cpu") if op.name == "linear").rule
+    'half'
+    """
+    read, found = Policy.of(policy, **overrides), hardware(device)
+    dtype = resolve(read, found).dtype or torch.float16
+    lists = effective(read, dtype, found.device)
+    entries = {op.name: entry_of(lists, op.name, dtype, found.device) for op in registry()}
+    return OpTable([OpInfo(name, entry.rule.value, entry.reason, kernels.missing(name)) for name, entry in sorted(entries.items())])
+
+
+def _where(row: OpInfo) -> str:
+    return f" (no kernel: {', '.join(f'{dtype} on {device}' for device, dtype in row.no_kernel)})" if row.no_kernel else ""
