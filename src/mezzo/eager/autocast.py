@@ -14,7 +14,7 @@ from torch.compiler import is_dynamo_compiling
 from mezzo._errors import MezzoError, PolicyError
 from mezzo.eager.decorate import around
 from mezzo.eager.modules import Binding, plan_modules
-from mezzo.eager.region import Region, enter, inside
+from mezzo.eager.region import Entered, Region, Traced, enter, enter_traced, leave, leave_traced
 from mezzo.eager.settle import Words, region_of, settle
 from mezzo.policy.policy import Policy
 from mezzo.policy.rule import Level, Rule
@@ -54,19 +54,23 @@ class autocast:  # noqa: N801 - torch's spelling
             region, binding = Region.decode(_settled_code(policy_or_device, dtype, enabled, cache_enabled, device_type, policy, overrides)), None
         else:
             region, settled = settle(policy_or_device, dtype, enabled, cache_enabled, device_type, policy, overrides)
-            binding = _bind(settled, region, model)
+            binding = _bind(settled, region, model) if settled.modules else None
         self._region = region
         self._binding = binding
-        self._inside = inside(region)
+        self._entered: list[Entered | Traced] = []
 
     def __enter__(self) -> Self:
         if self._binding is not None:
             self._binding.apply()
-        self._inside.__enter__()
+        self._entered.append(enter_traced(self._region) if is_dynamo_compiling() else enter(self._region))
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self._inside.__exit__(kind, error, trace)
+        entered = self._entered.pop()
+        if isinstance(entered, Traced):
+            leave_traced(entered)
+        else:
+            leave(entered)
         if self._binding is not None:
             self._binding.undo()
 
@@ -85,7 +89,7 @@ def _settled_code(*words: Any) -> str:
 
 
 def _bind(policy: Policy, region: Region, model: nn.Module | None) -> Binding | None:
-    if not policy.modules or not region.enabled:
+    if not region.enabled:
         return None
     if model is None:
         names = ", ".join(repr(selector.text) for selector, _ in policy.modules)

@@ -13,6 +13,8 @@ from functools import cache
 
 import torch
 
+from mezzo._casting import cast
+
 _FIRST_SWEEP = 64
 
 
@@ -50,17 +52,17 @@ class WeightCache:
         # A copy made without recording gradients would cut them off later, and an inference tensor may not be recorded at all.
         key = (id(weight), dtype, torch.is_grad_enabled(), torch.is_inference_mode_enabled())
         if torch._C._functorch.is_functorch_wrapped_tensor(weight):
-            return weight.to(dtype)
+            return cast(weight, dtype)
         copy = self._copies.get(key)
         if copy is not None and copy.weight() is weight and copy.version == weight._version and copy.pointer == weight.data_ptr():
             self._hits += 1
             return copy.tensor
         self._misses += 1
-        cast = weight.to(dtype)
-        self._copies[key] = _Copy(weakref.ref(weight, lambda _: self._copies.pop(key, None)), weight.data_ptr(), weight._version, cast)
+        copied = cast(weight, dtype)
+        self._copies[key] = _Copy(weakref.ref(weight, lambda _: self._copies.pop(key, None)), weight.data_ptr(), weight._version, copied)
         if len(self._copies) >= self._sweep_at:
             self._sweep()
-        return cast
+        return copied
 
     def info(self) -> CacheInfo:
         """What is held now; copies of weights that nobody owns any more are dropped first."""
@@ -87,11 +89,11 @@ def _orphan_references() -> int:
     """How many references are counted for a weight that only its own cast keeps alive: torch's versions differ, so it is tried."""
     weight = torch.nn.Parameter(torch.zeros(1))
     seen = weakref.ref(weight)
-    cast = weight.to(torch.bfloat16)
+    copy = cast(weight, torch.bfloat16)
     del weight
     orphan = seen()
     count = sys.getrefcount(orphan) if orphan is not None else 0
-    del orphan, cast
+    del orphan, copy
     return count
 
 

@@ -15,14 +15,11 @@ from mezzo.policy.registry import Function
 _NO_KERNEL = ("not implemented for 'Half'", "not implemented for 'BFloat16'", "Unsupported dtype Half", "Unsupported dtype BFloat16", "Low precision dtypes not supported")
 
 
-def run_or_fall_back(func: Function, op: str, dtype: torch.dtype | None, device: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Call, and call again in float32 when the device has no kernel for the 16-bit dtype."""
-    try:
-        return func(*args, **kwargs) if kwargs else func(*args)
-    except (RuntimeError, NotImplementedError) as error:
-        if dtype not in HALF_DTYPES or not any(text in str(error) for text in _NO_KERNEL):
-            raise
-        kernels.learn(op, dtype, device)
-        if _events.listening():
-            _events.emit(_events.OpFellBack(op, device, dtype_name(dtype), str(error).splitlines()[0]))
-        return func(*cast_all(args, torch.float32, device), **cast_all(kwargs, torch.float32, device))
+def fall_back(error: Exception, func: Function, op: str, dtype: torch.dtype | None, device: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Call again in float32 when the device has no kernel for the 16-bit dtype; any other error is raised again."""
+    if dtype not in HALF_DTYPES or not any(text in str(error) for text in _NO_KERNEL):
+        raise error
+    kernels.learn(op, dtype, device)
+    if _events.listening():
+        _events.emit(_events.OpFellBack(op, device, dtype_name(dtype), str(error).splitlines()[0]))
+    return func(*cast_all(args, torch.float32, device), **cast_all(kwargs, torch.float32, device))

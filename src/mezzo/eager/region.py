@@ -10,7 +10,7 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import wraps
-from typing import Any, NamedTuple, ParamSpec, Self, TypeVar
+from typing import Any, ParamSpec, Self, TypeVar
 
 import torch
 from torch.amp.autocast_mode import _enter_autocast, _exit_autocast
@@ -52,16 +52,9 @@ class Region:
 _SEPARATOR = "\x1f"
 
 
-class Entered(NamedTuple):
-    """What to put back."""
-
-    region: Region
-    enabled: bool
-    dtype: torch.dtype
-    cache_enabled: bool
-    steering: Steering | None
-    pushed: bool
-    key: str
+Entered = tuple[Region, bool, torch.dtype | None, bool, Steering | None, bool, str]
+"""What to put back: the region, whether autocast was on, the dtype if it changed, torch's cache, the steering mode, whether it was pushed, its key.
+A bare tuple, since a region is entered at every step and a record of names costs a tenth of it."""
 
 
 _open: dict[int, list[Region]] = {}
@@ -70,44 +63,51 @@ _open: dict[int, list[Region]] = {}
 
 def enter(region: Region) -> Entered:
     """Make a region the current one of this thread."""
-    device = region.device
+    device, dtype = region.device, region.dtype
     before = torch.get_autocast_dtype(device)
-    dtype = before if region.dtype is None else region.dtype
+    changed = None if dtype is None or dtype is before else before
     cached = torch.is_autocast_cache_enabled()
     steered = _steer(region) if region.key or torch._C._len_torch_function_stack() else _NOT_STEERED
-    entered = Entered(region, torch.is_autocast_enabled(device), before, cached, *steered)
-    if torch.autocast_increment_nesting() > 1 and dtype is not before:
-        # torch's cache is keyed on the weight alone and would serve the outer region's dtype.
-        torch.clear_autocast_cache()
+    entered = (region, torch.is_autocast_enabled(device), changed, cached, *steered)
+    nesting = torch.autocast_increment_nesting()
+    if changed is not None:
+        torch.set_autocast_dtype(device, dtype)
+        if nesting > 1:
+            # torch's cache is keyed on the weight alone and would serve the outer region's dtype.
+            torch.clear_autocast_cache()
     torch.set_autocast_enabled(device, region.enabled)
-    torch.set_autocast_dtype(device, dtype)
-    wanted = cached if region.cache_enabled is None else region.cache_enabled
+    _remember(region, cached=cached, dtype=dtype or before)
+    return entered
+
+
+def leave(entered: Entered) -> None:
+    """Put everything back as it was before `enter`."""
+    region, enabled, changed, cached, steering, pushed, key = entered
+    mine = _open.get(threading.get_ident())
+    if mine:
+        mine.pop()
+        if not mine:
+            del _open[threading.get_ident()]
+    if torch.autocast_decrement_nesting() == 0 or changed is not None:
+        torch.clear_autocast_cache()
+    torch.set_autocast_enabled(region.device, enabled)
+    if changed is not None:
+        torch.set_autocast_dtype(region.device, changed)
+    torch.set_autocast_cache_enabled(cached)
+    if steering is not None:
+        _unsteer(steering, key, pushed=pushed)
+
+
+def _remember(region: Region, *, cached: bool, dtype: torch.dtype) -> None:
+    """Note the region under its thread, and use torch's cache only where no other thread would be served the wrong dtype from it."""
     thread = threading.get_ident()
+    wanted = cached if region.cache_enabled is None else region.cache_enabled
     torch.set_autocast_cache_enabled(wanted and not (_open and _another_dtype_elsewhere(thread, dtype)))
     mine = _open.get(thread)
     if mine is None:
         _open[thread] = [region]
     else:
         mine.append(region)
-    return entered
-
-
-def leave(entered: Entered) -> None:
-    """Put everything back as it was before `enter`."""
-    device = entered.region.device
-    thread = threading.get_ident()
-    mine = _open.get(thread)
-    if mine:
-        mine.pop()
-        if not mine:
-            del _open[thread]
-    if torch.autocast_decrement_nesting() == 0 or torch.get_autocast_dtype(device) is not entered.dtype:
-        torch.clear_autocast_cache()
-    torch.set_autocast_enabled(device, entered.enabled)
-    torch.set_autocast_dtype(device, entered.dtype)
-    torch.set_autocast_cache_enabled(entered.cache_enabled)
-    if entered.steering is not None:
-        _unsteer(entered.steering, entered.key, pushed=entered.pushed)
 
 
 _NOT_STEERED: tuple[None, bool, str] = (None, False, "")

@@ -14,13 +14,13 @@ from torch.compiler import is_dynamo_compiling
 from torch.overrides import TorchFunctionMode
 
 from mezzo import _events
-from mezzo._casting import is_castable
+from mezzo._casting import cast, is_castable, on_device
 from mezzo._dtypes import CASTABLE_DTYPES, dtype_name
 from mezzo._errors import RefusedOpError
 from mezzo.eager import tables, tracing
 from mezzo.eager.cache import WeightCache, is_weight
 from mezzo.eager.composites import body
-from mezzo.eager.fallback import run_or_fall_back
+from mezzo.eager.fallback import fall_back
 from mezzo.eager.higher_order import permit_mode_changes, within
 from mezzo.eager.plan import Action
 from mezzo.eager.tables import TABLES, refused
@@ -31,6 +31,9 @@ from mezzo.policy.rule import Rule
 Args = tuple[Any, ...]
 Kwargs = dict[str, Any]
 
+# Looking a member up on its enum costs as much as the rest of the question.
+_HALF = Rule.HALF
+
 
 class Steering(TorchFunctionMode):
     """Acts on the functions of one table, for tensors of one device type."""
@@ -40,6 +43,7 @@ class Steering(TorchFunctionMode):
         self.device = device
         self.key = key
         self.cache = WeightCache()
+        self._is_here = on_device(device)
 
     def __torch_function__(self, func: Function, types: Any, args: Args = (), kwargs: Kwargs | None = None) -> Any:  # noqa: ARG002
         if is_dynamo_compiling():
@@ -85,17 +89,19 @@ class Steering(TorchFunctionMode):
             args, kwargs = self._cast(action, dtype, args, kwargs)
         if _events.listening() and not action.weights:
             _events.emit(_events.CastSteered(action.op, rule.value, "as given" if dtype is None else dtype_name(dtype), action.reason))
-        if not action.quiet:
-            return run_or_fall_back(func, action.op, dtype, self.device, args, kwargs)
-        torch.set_autocast_enabled(self.device, False)
+        if action.quiet:
+            torch.set_autocast_enabled(self.device, False)
         try:
-            return run_or_fall_back(func, action.op, dtype, self.device, args, kwargs)
+            return func(*args, **kwargs) if kwargs else func(*args)
+        except (RuntimeError, NotImplementedError) as error:
+            return fall_back(error, func, action.op, dtype, self.device, args, kwargs)
         finally:
-            torch.set_autocast_enabled(self.device, True)
+            if action.quiet:
+                torch.set_autocast_enabled(self.device, True)
 
     def _dtype(self, rule: Rule, action: Action, args: Args, kwargs: Kwargs) -> torch.dtype | None:
         """What the inputs are cast to; None leaves them."""
-        if rule is Rule.HALF:
+        if rule is _HALF:
             half = torch.get_autocast_dtype(self.device)
             return torch.float32 if kernels.was_learnt(action.op, half, self.device) else half
         if rule is Rule.FULL:
@@ -113,18 +119,18 @@ class Steering(TorchFunctionMode):
             positional = [value if place in places else self._change(value, action, dtype) for place, value in enumerate(args)]
             return tuple(positional), {name: value if name in names else self._change(value, action, dtype) for name, value in kwargs.items()}
         positional = [self._change(value, action, dtype) for value in args]
-        return tuple(positional), {name: self._change(value, action, dtype) for name, value in kwargs.items()} if kwargs else kwargs
+        return (*positional,), {name: self._change(value, action, dtype) for name, value in kwargs.items()} if kwargs else kwargs
 
     def _change(self, value: Any, action: Action, dtype: torch.dtype) -> Any:
         # The hot path of a steered op: the questions are asked in the order of what they cost.
         if not isinstance(value, torch.Tensor):
             return type(value)([self._change(item, action, dtype) for item in value]) if type(value) in (list, tuple) else value
         given = value.dtype
-        if given is dtype or given not in CASTABLE_DTYPES or value.device.type != self.device:
+        if given is dtype or given not in CASTABLE_DTYPES or not self._is_here(value):
             return value
-        if action.cached and given is torch.float32 and is_weight(value):
+        if given is torch.float32 and action.cached and (value.requires_grad or type(value) is torch.nn.Parameter) and is_weight(value):
             return self.cache.get(value, dtype)
-        return value if action.weights else value.to(dtype)
+        return value if action.weights else cast(value, dtype)
 
 
 def _rule_for(action: Action, args: Args, kwargs: Kwargs) -> Rule | None:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.amp.autocast_mode import _enter_autocast, _exit_autocast
 
-from mezzo._casting import is_castable
+from mezzo._casting import cast, is_castable
 from mezzo._errors import RefusedOpError
 from mezzo.eager import bodies, tables
 from mezzo.policy.registry import Function
@@ -81,7 +81,7 @@ def _dtype(key: str, device: str, rule: str, func: Function, args: Args, kwargs:
 
 def _change(value: Any, device: str, dtype: torch.dtype) -> Any:
     if isinstance(value, torch.Tensor):
-        return value.to(dtype) if is_castable(value, device) else value
+        return cast(value, dtype) if is_castable(value, device) else value
     if type(value) in (list, tuple):
         return type(value)([_change(item, device, dtype) for item in value])
     return value
