@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from operator import attrgetter
 from typing import Any
 
@@ -43,7 +43,7 @@ def map_tensors(value: Any, change: Cast) -> Any:
     if isinstance(value, list | tuple):
         changed = [map_tensors(item, change) for item in value]
         return value if all(new is old for new, old in zip(changed, value, strict=True)) else type(value)(changed)
-    if isinstance(value, Mapping) and type(value) in (dict,):
+    if type(value) is dict:
         return {key: map_tensors(item, change) for key, item in value.items()}
     return value
 

@@ -124,9 +124,12 @@ def test_binary_cross_entropy_is_refused_by_the_cuda_preset_with_the_remedy() ->
 
 
 def test_every_op_that_torch_casts_is_in_our_copy_of_its_lists() -> None:
+    from mezzo.policy import kernels
     from mezzo.policy.names import canonical
     from mezzo.policy.torch_lists import native
 
     for device, key in (("cpu", "AutocastCPU"), ("cuda", "AutocastCUDA")):
         registered = torch._C._dispatch_get_registrations_for_dispatch_key(key)
-        assert {canonical(name.partition("::")[2].partition(".")[0]) for name in registered if name.startswith("aten::")} == set(native(device))
+        cast = {canonical(name.partition("::")[2].partition(".")[0]) for name in registered if name.startswith("aten::")}
+        # mezzo itself adds the ops that have no 16-bit kernel
+        assert cast - kernels.known(device) == set(native(device)) - kernels.known(device)

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.compiler import is_dynamo_compiling
 
-from mezzo._errors import MezzoError, PolicyError
+from mezzo._errors import PolicyError
 from mezzo.eager.decorate import around
 from mezzo.eager.modules import Binding, plan_modules
 from mezzo.eager.region import Entered, Region, Traced, enter, enter_traced, leave, leave_traced
@@ -53,7 +53,8 @@ class autocast:  # noqa: N801 - torch's spelling
         if is_dynamo_compiling():
             region, binding = Region.decode(_settled_code(policy_or_device, dtype, enabled, cache_enabled, device_type, policy, overrides)), None
         else:
-            region, settled = settle(policy_or_device, dtype, enabled, cache_enabled, device_type, policy, overrides)
+            words = (policy_or_device, dtype, enabled, cache_enabled, device_type, policy, _frozen(overrides) if overrides else ())
+            region, settled = settle(words)
             binding = _bind(settled, region, model) if settled.modules else None
         self._region = region
         self._binding = binding
@@ -82,10 +83,15 @@ class autocast:  # noqa: N801 - torch's spelling
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _settled_code(*words: Any) -> str:
     """`settle` as a constant of compiled code: the words of a call inside a compiled function are constants there too."""
-    region, policy = settle(*words)
+    region, policy = settle((*words[:-1], _frozen(words[-1])))
     if policy.modules:
         raise PolicyError("Module rules are bound outside compiled code: enter the region around the compiled function, not inside it.")
     return region.encode()
+
+
+def _frozen(overrides: dict[str, Any]) -> tuple[tuple[str, Any], ...]:
+    """Overrides as a key: sets of op names, the usual case, are made hashable."""
+    return tuple([(name, frozenset(value) if isinstance(value, set) else value) for name, value in overrides.items()])
 
 
 def _bind(policy: Policy, region: Region, model: nn.Module | None) -> Binding | None:
@@ -95,7 +101,7 @@ def _bind(policy: Policy, region: Region, model: nn.Module | None) -> Binding | 
         names = ", ".join(repr(selector.text) for selector, _ in policy.modules)
         raise PolicyError(f"The policy has module rules ({names}) and needs the model they speak of: autocast(policy, model=model).")
     dtype = torch.get_autocast_dtype(region.device) if region.dtype is None else region.dtype
-    off = Region(region.device, False, region.dtype, region.cache_enabled)  # noqa: FBT003
+    off = Region(region.device, False, region.dtype, region.cache_enabled)
     half = region_of(Policy(Level.O3, dtype, on_unsupported=policy.on_unsupported), region.device)
     return Binding(plan_modules(model, policy), {Rule.HALF: half, Rule.FULL: off, Rule.KEEP: off}, dtype)
 

@@ -32,7 +32,7 @@ def ops_inside(function: Function) -> frozenset[str]:
     >>> sorted(ops_inside(F.softsign))
     ['abs', 'add', 'div', 'softsign']
     """
-    return frozenset(_read(function, _DEPTH)) if has_body(function) else frozenset()
+    return frozenset(_read(cast("FunctionType", function), _DEPTH)) if has_body(function) else frozenset()
 
 
 def has_body(function: Function) -> bool:
@@ -87,7 +87,9 @@ def _callees(function: FunctionType) -> list[FunctionType]:
     named = [function.__globals__.get(name) for name in function.__code__.co_names]
     # boolean_dispatch keeps the two functions it chooses between in its closure.
     enclosed = [cell.cell_contents for cell in function.__closure__ or ()]
-    return [callee for callee in (*named, *enclosed) if isinstance(callee, FunctionType) and callee is not function and has_body(callee) and _is_made_of_ops(callee)]
+    return [
+        callee for callee in (*named, *enclosed) if isinstance(callee, FunctionType) and callee is not function and has_body(callee) and _is_made_of_ops(callee)
+    ]
 
 
 def _is_made_of_ops(function: FunctionType) -> bool:

@@ -7,8 +7,8 @@ from functools import wraps
 from typing import Any, ParamSpec, TypeVar, overload
 
 import torch
+from torch._library.custom_ops import CustomOpDef
 from torch._ops import OpOverload, OpOverloadPacket
-from torch.library import CustomOpDef
 from torch.utils._pytree import tree_leaves
 
 from mezzo._errors import PolicyError

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Generator
 from contextlib import contextmanager, nullcontext
-from functools import wraps
+from functools import partial, wraps
 from types import coroutine
 from typing import Any, ParamSpec, TypeVar, cast
 
@@ -27,7 +27,7 @@ def around(region: Region, binding: Binding | None, function: Callable[P, R]) ->
 
         @wraps(function)
         def generator(*args: P.args, **kwargs: P.kwargs) -> Any:
-            return _resumed(region, binding, cast("Generator[Any, Any, Any]", function(*args, **kwargs)))
+            return _resumed(region, binding, function(*args, **kwargs))
 
         return cast("Callable[P, R]", generator)
     if inspect.iscoroutinefunction(function):
@@ -61,7 +61,7 @@ def _bound(binding: Binding) -> Generator[None]:
 
 def _resumed(region: Region, binding: Binding | None, suspended: Generator[Any, Any, Any]) -> Generator[Any, Any, Any]:
     """Drive a generator or coroutine, in the region only while it runs."""
-    resume: Callable[[], Any] = lambda: suspended.send(None)
+    resume = partial(suspended.send, None)
     while True:
         with nullcontext() if binding is None else _bound(binding), inside(region):
             try:
@@ -75,6 +75,6 @@ def _resumed(region: Region, binding: Binding | None, suspended: Generator[Any, 
                 suspended.close()
             raise
         except BaseException as error:  # noqa: BLE001 - whatever is thrown in belongs to the wrapped generator
-            resume = lambda error=error: suspended.throw(error)  # type: ignore[misc]
+            resume = partial(suspended.throw, error)
         else:
-            resume = lambda sent=sent: suspended.send(sent)  # type: ignore[misc]
+            resume = partial(suspended.send, sent)

@@ -53,13 +53,13 @@ def _hook_checkpoint() -> None:
             return function.apply(carry(fn) if _is_steered() else fn, *args)
 
     torch_checkpoint._checkpoint_without_reentrant_generator = carrying
-    torch_checkpoint.CheckpointFunction = CheckpointFunction
+    torch_checkpoint.CheckpointFunction = CheckpointFunction  # type: ignore[misc]
 
 
 def _hook_script() -> None:
     """TorchScript's interpreter knows torch's own lists only."""
     for kind in (torch.jit.ScriptFunction, torch._C.ScriptMethod):
-        setattr(kind, "__call__", _refusing(kind.__call__))
+        kind.__call__ = _refusing(kind.__call__)  # type: ignore[method-assign]
 
 
 def _refusing(call: Callable[..., Any]) -> Callable[..., Any]:
@@ -78,7 +78,7 @@ def _refusing(call: Callable[..., Any]) -> Callable[..., Any]:
 class _OnImport(importlib.abc.MetaPathFinder):
     """Hooks torch.export when it is loaded, since loading it for the hook's sake would cost every user a second."""
 
-    def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> importlib.machinery.ModuleSpec | None:
+    def find_spec(self, name: str, _path: Sequence[str] | None, _target: ModuleType | None = None) -> importlib.machinery.ModuleSpec | None:
         if name != _EXPORT:
             return None
         sys.meta_path.remove(self)

@@ -20,6 +20,8 @@ from mezzo.eager.region import Region, inside
 from mezzo.policy.policy import Policy
 from mezzo.policy.rule import Rule
 
+_SHOWN = 20
+
 
 @dataclass(frozen=True)
 class Ruled:
@@ -40,8 +42,10 @@ def plan_modules(model: nn.Module, policy: Policy) -> tuple[Ruled, ...]:
         matched = [name for name, module in modules.items() if selector.matches(name, module)]
         if not matched:
             known = [name for name in modules if name]
-            raise PolicyError(f"The module rule {selector.text!r} matches nothing in {type(model).__name__}.{nearest(selector.text, known)} "
-                              f"Its modules: {', '.join(known[:20])}{', …' if len(known) > 20 else ''}.")
+            raise PolicyError(
+                f"The module rule {selector.text!r} matches nothing in {type(model).__name__}.{nearest(selector.text, known)} "
+                f"Its modules: {', '.join(known[:_SHOWN])}{', …' if len(known) > _SHOWN else ''}."
+            )
         chosen |= {name: (selector.rank, rule) for name in matched if chosen.get(name, (-1, rule))[0] <= selector.rank}
     return tuple(Ruled(name, modules[name], rule) for name, (_, rule) in chosen.items())
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
-from typing import Any
 
 import torch
 
@@ -14,9 +13,9 @@ from mezzo.eager.higher_order import CARRIED, operators, refusal
 from mezzo.policy.decide import effective, entry_of
 from mezzo.policy.policy import Policy
 from mezzo.policy.preset import OpLists
-from mezzo.policy.registry import Function, Op, aten_overloads, parameters, registry
+from mezzo.policy.registry import Function, Op, aten_overloads, functional_overloads, parameters, registry
 from mezzo.policy.rule import Entry, Rule
-from mezzo.policy.torch_lists import native
+from mezzo.policy.torch_lists import AUTOCAST_KEYS, native
 
 Value = str | int | float | bool | None
 
@@ -130,27 +129,13 @@ def _may_cast_inside(op: Op, function: Function) -> bool:
 
 def _is_cast_by_torch(function: Function, device: str) -> bool:
     """Whether torch's autocast has a kernel for every way to call a function. Its lists name overloads, and on a CPU some are missing (`_convolution`)."""
-    base = getattr(function, "__name__", "")
-    overloads = _functional_overloads().get(base)
-    if overloads is None or has_body(function):
-        return True
+    overloads = frozenset() if has_body(function) else functional_overloads(getattr(function, "__name__", ""))
     return overloads <= _registered(device)
 
 
 @cache
 def _registered(device: str) -> frozenset[str]:
-    key = {"cpu": "AutocastCPU", "cuda": "AutocastCUDA", "xpu": "AutocastXPU", "mps": "AutocastMPS"}.get(device, "AutocastPrivateUse1")
-    return frozenset(torch._C._dispatch_get_registrations_for_dispatch_key(key))
-
-
-@cache
-def _functional_overloads() -> Mapping[str, frozenset[str]]:
-    found: dict[str, set[str]] = {}
-    for base, overload in (pair for pairs in aten_overloads().values() for pair in pairs):
-        schema = torch._C._get_schema(f"aten::{base}", overload)
-        if not any(argument.is_out for argument in schema.arguments) and "Dimname" not in str(schema):
-            found.setdefault(base, set()).add(f"aten::{base}.{overload}".rstrip("."))
-    return {base: frozenset(overloads) for base, overloads in found.items()}
+    return frozenset(torch._C._dispatch_get_registrations_for_dispatch_key(AUTOCAST_KEYS.get(device, "AutocastPrivateUse1")))
 
 
 @cache

@@ -46,7 +46,7 @@ class Region:
     def decode(cls, code: str) -> Self:
         """Read `encode`'s string, in words that dynamo can trace."""
         device, enabled, dtype, key = code.split(_SEPARATOR)
-        return cls(device, enabled == "True", getattr(torch, dtype) if dtype else None, False, key)  # noqa: FBT003
+        return cls(device, enabled == "True", getattr(torch, dtype) if dtype else None, False, key)
 
 
 _SEPARATOR = "\x1f"
@@ -70,7 +70,7 @@ def enter(region: Region) -> Entered:
     steered = _steer(region) if region.key or torch._C._len_torch_function_stack() else _NOT_STEERED
     entered = (region, torch.is_autocast_enabled(device), changed, cached, *steered)
     nesting = torch.autocast_increment_nesting()
-    if changed is not None:
+    if dtype is not None and changed is not None:
         torch.set_autocast_dtype(device, dtype)
         if nesting > 1:
             # torch's cache is keyed on the weight alone and would serve the outer region's dtype.
@@ -119,7 +119,7 @@ def _steer(region: Region) -> tuple[Steering | None, bool, str]:
         if not region.key:
             return _NOT_STEERED
         steering = Steering(region.device, region.key)
-        steering.__enter__()
+        steering.__enter__()  # type: ignore[no-untyped-call]
         return steering, True, ""
     before = steering.key
     steering.key = region.key
@@ -128,7 +128,7 @@ def _steer(region: Region) -> tuple[Steering | None, bool, str]:
 
 def _unsteer(steering: Steering, key: str, *, pushed: bool) -> None:
     if pushed:
-        steering.__exit__(None, None, None)
+        steering.__exit__(None, None, None)  # type: ignore[no-untyped-call]
     else:
         steering.key = key
 
@@ -155,7 +155,7 @@ def enter_traced(region: Region) -> Traced:
     steering, pushed, key = _steer(region)
     dtype = torch.get_autocast_dtype(region.device) if region.dtype is None else region.dtype
     # Without torch's cache: compiled code shares casts by itself, and the cache's defects stay out.
-    return Traced(_enter_autocast(region.device, dtype, region.enabled, False), steering, pushed, key)  # noqa: FBT003
+    return Traced(_enter_autocast(region.device, dtype, region.enabled, False), steering, pushed, key)
 
 
 def leave_traced(traced: Traced) -> None:

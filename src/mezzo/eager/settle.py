@@ -6,7 +6,7 @@ import os
 import warnings
 from dataclasses import replace
 from functools import cache, lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch._ops import OpOverload
@@ -14,6 +14,7 @@ from torch._ops import OpOverload
 from mezzo._dtypes import HALF_DTYPES, dtype_name
 from mezzo._errors import PolicyError, UnsupportedError, unknown
 from mezzo._hardware import hardware
+from mezzo.eager.fallback import complete_torch_lists
 from mezzo.eager.plan import plan
 from mezzo.eager.region import Region
 from mezzo.eager.tables import publish
@@ -28,85 +29,74 @@ Words = Policy | str | os.PathLike[str] | Level | torch.device | None
 _LEVELS = frozenset(level.value for level in Level)
 
 
-def settle(
-    first: Words,
-    dtype: torch.dtype | str | None,
-    enabled: bool,  # noqa: FBT001
-    cache_enabled: bool | None,  # noqa: FBT001
-    device_type: str | torch.device | None,
-    policy: Words,
-    overrides: dict[str, Any],
-) -> tuple[Region, Policy]:
-    """Read a call of `autocast`; the same words give the same region, and cost a look-up the second time."""
-    hashable = tuple([(name, frozenset(value) if isinstance(value, set) else value) for name, value in overrides.items()]) if overrides else ()
+class Call(NamedTuple):
+    """The words of a call of `autocast`."""
+
+    first: Words
+    """torch's `device_type`, or a policy."""
+    dtype: torch.dtype | str | None
+    enabled: bool
+    cache_enabled: bool | None
+    device_type: str | torch.device | None
+    policy: Words
+    overrides: tuple[tuple[str, Any], ...]
+    """Fields of the policy, and what they are set to."""
+
+
+def settle(words: tuple[Any, ...]) -> tuple[Region, Policy]:
+    """Read a call, given as the bare tuple of a `Call`; the same words give the same region, and cost a look-up the second time."""
     try:
-        return _settled(first, dtype, enabled, cache_enabled, device_type, policy, hashable, registry().generation)
+        return _settled(words, registry().generation)
     except TypeError as error:
         if "unhashable" not in str(error):
             raise
-    return _settle(first, dtype, enabled, cache_enabled, device_type, policy, overrides)
+    return _settle(Call(*words))
 
 
 @lru_cache(maxsize=256)
-def _settled(
-    first: Words,
-    dtype: torch.dtype | str | None,
-    enabled: bool,  # noqa: FBT001
-    cache_enabled: bool | None,  # noqa: FBT001
-    device_type: str | torch.device | None,
-    policy: Words,
-    overrides: tuple[tuple[str, Any], ...],
-    _generation: int,
-) -> tuple[Region, Policy]:
-    return _settle(first, dtype, enabled, cache_enabled, device_type, policy, dict(overrides))
+def _settled(words: tuple[Any, ...], _generation: int) -> tuple[Region, Policy]:
+    return _settle(Call(*words))
 
 
-def _settle(
-    first: Words,
-    dtype: torch.dtype | str | None,
-    enabled: bool,  # noqa: FBT001
-    cache_enabled: bool | None,  # noqa: FBT001
-    device_type: str | torch.device | None,
-    policy: Words,
-    overrides: dict[str, Any],
-) -> tuple[Region, Policy]:
-    first_device, first_policy = _read_first(first)
-    device = _device(first_device, device_type)
-    words = _one_policy(first_policy, policy)
-    if words is None and not overrides:
-        return _torch_shape(device, dtype, first_device is not None or device_type is not None, enabled, cache_enabled)
-    read = Policy.of(words, **overrides, **({} if dtype is None else {"dtype": dtype}))  # type: ignore[arg-type]
-    return region_of(read, device, enabled=enabled, cache_enabled=cache_enabled), read
+def _settle(call: Call) -> tuple[Region, Policy]:
+    first_device, first_policy = _read_first(call.first)
+    device = _device(first_device, call.device_type)
+    words = _one_policy(first_policy, call.policy)
+    if words is None and not call.overrides:
+        return _torch_shape(device, call, named=first_device is not None or call.device_type is not None)
+    dtype = {} if call.dtype is None else {"dtype": call.dtype}
+    policy = Policy.of(words, **dict(call.overrides), **dtype)
+    return region_of(policy, device, enabled=call.enabled, cache_enabled=call.cache_enabled), policy
 
 
-def _torch_shape(device: str, dtype: torch.dtype | str | None, named: bool, enabled: bool, cache_enabled: bool | None) -> tuple[Region, Policy]:  # noqa: FBT001
+def _torch_shape(device: str, call: Call, *, named: bool) -> tuple[Region, Policy]:
     """torch's own words mean what they mean there: no dtype is the one that torch has for the device, float32 switches off with a warning."""
+    dtype, enabled = call.dtype, call.enabled
     if not torch.amp.is_autocast_available(device):
         raise UnsupportedError(f"torch has no autocast for device type {device!r}. Choose one that it has, such as 'cuda' or 'cpu'.")
     if isinstance(dtype, torch.dtype) and dtype not in HALF_DTYPES:
         if device != "cuda" and enabled:
             warnings.warn(f"autocast on {device} computes in float16 or bfloat16, not {dtype_name(dtype)}: it is disabled here.", UserWarning, stacklevel=2)
-        return Region(device, enabled and device == "cuda", dtype, cache_enabled), Policy()
+        return Region(device, enabled and device == "cuda", dtype, call.cache_enabled), Policy()
     policy = Policy(dtype="auto" if dtype is None else dtype)
-    region = region_of(policy, device, enabled=enabled, cache_enabled=cache_enabled)
-    if dtype is None and named:
-        # As in torch: the dtype that is set for the device, which an outer region may have changed.
-        region = Region(device, region.enabled, None, cache_enabled)
-    return region, policy
+    region = region_of(policy, device, enabled=enabled, cache_enabled=call.cache_enabled)
+    # As in torch: no dtype is the one that is set for the device, which an outer region may have changed.
+    return replace(region, dtype=None) if dtype is None and named else region, policy
 
 
 def region_of(policy: Policy, device: str, *, enabled: bool = True, cache_enabled: bool | None = None, by_mode: bool = False) -> Region:
     """Settle a policy on a device."""
     if not enabled:
-        return Region(device, False, policy.dtype, cache_enabled)  # noqa: FBT003
+        return Region(device, False, policy.dtype, cache_enabled)
     dtype = resolve(policy, hardware(device)).dtype
     if dtype is None:
-        return Region(device, False, None, cache_enabled)  # noqa: FBT003
+        return Region(device, False, None, cache_enabled)
+    complete_torch_lists(device)
     off = policy.cache is Cache.OFF or cache_enabled is False
     versioned = not off and (policy.cache is Cache.VERSIONED or (policy.cache is Cache.AUTO and not is_torchs_own(policy, device)))
     if is_torchs_own(policy, device) and not versioned and not by_mode:
-        return Region(device, True, dtype, False if off else cache_enabled)  # noqa: FBT003
-    return Region(device, True, dtype, False if off else cache_enabled, _key(policy, device, dtype, versioned, by_mode, registry().generation))  # noqa: FBT003
+        return Region(device, True, dtype, False if off else cache_enabled)
+    return Region(device, True, dtype, False if off else cache_enabled, _key(policy, device, dtype, versioned, by_mode, registry().generation))
 
 
 @cache

@@ -45,7 +45,7 @@ class Steering(TorchFunctionMode):
         self.cache = WeightCache()
         self._is_here = on_device(device)
 
-    def __torch_function__(self, func: Function, types: Any, args: Args = (), kwargs: Kwargs | None = None) -> Any:  # noqa: ARG002
+    def __torch_function__(self, func: Function, types: Any, args: Args = (), kwargs: Kwargs | None = None) -> Any:
         if is_dynamo_compiling():
             return self._trace(func, args, kwargs or {})
         action = TABLES[self.key].get(func)
@@ -60,13 +60,13 @@ class Steering(TorchFunctionMode):
             return func(*args, **kwargs)
         if rule == "open":
             with self:
-                return tracing.body(self.key, func)(*args, **kwargs)
+                return tracing.body(func)(*args, **kwargs)
         if rule == "carried":
             return self._trace_carried(func, args, kwargs)
         return tracing.trace(self.key, self.device, rule, func, args, kwargs)
 
     def _trace_carried(self, func: Function, args: Args, kwargs: Kwargs) -> Any:
-        before = permit_mode_changes(True)  # noqa: FBT003
+        before = permit_mode_changes(True)
         # Looked up anew: dynamo asks for the permission when it first sees the operator.
         operator = getattr(torch.ops.higher_order, tables.operator_of(self.key, func))
         try:

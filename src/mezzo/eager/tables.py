@@ -41,7 +41,7 @@ def operator_of(key: str, function: Function) -> str:
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-def body_of(key: str, function: Function) -> str:
+def body_of(function: Function) -> str:
     """The name under which a composite's body lies in `bodies`."""
     return body_name(function)
 

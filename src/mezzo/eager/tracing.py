@@ -33,23 +33,23 @@ def trace(key: str, device: str, rule: str, func: Function, args: Args, kwargs: 
     if not tables.is_quiet(key, func):
         return func(*args, **kwargs)
     # Dynamo records this pair in the graph; the setters it would not.
-    off = _enter_autocast(device, torch.get_autocast_dtype(device), False, False)  # noqa: FBT003
+    off = _enter_autocast(device, torch.get_autocast_dtype(device), False, False)
     try:
         return func(*args, **kwargs)
     finally:
         _exit_autocast(off)
 
 
-def body(key: str, func: Function) -> Function:
+def body(func: Function) -> Function:
     """The body of a composite, reached through the module that holds it."""
-    found: Function = getattr(bodies, tables.body_of(key, func))
+    found: Function = getattr(bodies, tables.body_of(func))
     return found
 
 
 def _says_itself(key: str, func: Function, args: Args, kwargs: Kwargs) -> bool:
     if kwargs.get("out") is not None:
         return True
-    if tables.takes_dtype(key, func) and (kwargs.get("dtype") is not None or any([isinstance(value, torch.dtype) for value in args])):
+    if tables.takes_dtype(key, func) and (kwargs.get("dtype") is not None or any(isinstance(value, torch.dtype) for value in args)):
         return True
     asked = [value for place, value in enumerate(args) if isinstance(value, bool) and tables.asks_in_place(key, func, place)]
     asked += [value for name, value in kwargs.items() if isinstance(value, bool) and tables.asks_in_place(key, func, name)]
@@ -57,9 +57,9 @@ def _says_itself(key: str, func: Function, args: Args, kwargs: Kwargs) -> bool:
 
 
 def _condition(key: str, func: Function, args: Args, kwargs: Kwargs) -> bool:
-    plain = [(place, value) for place, value in enumerate(args) if not isinstance(value, torch.Tensor | list | tuple)]
+    plain: list[tuple[int | str, Any]] = [(place, value) for place, value in enumerate(args) if not isinstance(value, torch.Tensor | list | tuple)]
     plain += [(name, value) for name, value in kwargs.items() if not isinstance(value, torch.Tensor | list | tuple)]
-    return any([tables.is_condition(key, func, argument, value) for argument, value in plain])
+    return any(tables.is_condition(key, func, argument, value) for argument, value in plain)
 
 
 def _dtype(key: str, device: str, rule: str, func: Function, args: Args, kwargs: Kwargs) -> torch.dtype | None:

@@ -94,9 +94,7 @@ def entry_of(lists: OpLists, name: str, dtype: torch.dtype, device: str) -> Entr
     return lists.entries.get(name) or _with_kernel(name, lists.unlisted, dtype, device)
 
 
-def explain(
-    policy: Policy, op: str, inputs: Iterable[torch.dtype], *, dtype: torch.dtype, device: str, arguments: Mapping[str, Any] | None = None
-) -> Decision:
+def explain(policy: Policy, op: str, inputs: Iterable[torch.dtype], *, dtype: torch.dtype, device: str, arguments: Mapping[str, Any] | None = None) -> Decision:
     """Decide one call: the rule, the dtype it computes in and why, as eager and graph both carry it out."""
     name = registry().parse(op)
     lists = effective(policy, dtype, device)

@@ -23,6 +23,12 @@ def lacks_kernel(op: str, dtype: torch.dtype, device: str) -> bool:
     return key in _learnt or op in _known().get(device, {}).get(key[1], frozenset())
 
 
+def known(device: str) -> frozenset[str]:
+    """The ops that are known ahead to have no kernel for either 16-bit dtype on a device."""
+    tables = list(_known().get(device, {}).values())
+    return frozenset.intersection(*tables) if tables else frozenset()
+
+
 def was_learnt(op: str, dtype: torch.dtype, device: str) -> bool:
     """Whether a failed call has shown that an op has no kernel."""
     return bool(_learnt) and (op, dtype_name(dtype), device) in _learnt

@@ -156,7 +156,23 @@ def canonical(word: str) -> str:
 
 
 # Questions about a tensor, and machinery that torch keeps in the same namespaces.
-_NOT_OP_PREFIXES = ("is_", "get_", "sym_", "nested_", "fbgemm_", "quantized_", "q_", "cudnn_", "miopen_", "mkldnn_re", "choose_", "empty_", "autocast_", "clear_", "to_")
+_NOT_OP_PREFIXES = (
+    "is_",
+    "get_",
+    "sym_",
+    "nested_",
+    "fbgemm_",
+    "quantized_",
+    "q_",
+    "cudnn_",
+    "miopen_",
+    "mkldnn_re",
+    "choose_",
+    "empty_",
+    "autocast_",
+    "clear_",
+    "to_",
+)
 
 
 def is_op(name: str) -> bool:

@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, fields, replace
 from enum import Enum
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import torch
 
@@ -219,8 +219,12 @@ def _say(value: Any) -> Any:
             return spoken if value.reason == BY_USER else [*spoken, value.reason]
         case frozenset():
             return sorted(value)
-        case tuple() if value and all(isinstance(pair, tuple) and len(pair) == 2 for pair in value):
+        case tuple() if value and all(_is_pair(item) for item in value):
             return {_say(key): _say(item) for key, item in value}
         case tuple():
             return [_say(item) for item in value]
     return value
+
+
+def _is_pair(value: object) -> bool:
+    return isinstance(value, tuple) and len(value) == len(("key", "value"))

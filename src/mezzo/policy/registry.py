@@ -172,6 +172,25 @@ def aten_overloads() -> dict[str, tuple[tuple[str, str], ...]]:
     return {name: tuple(sorted(overloads)) for name, overloads in found.items()}
 
 
+@cache
+def _functional() -> dict[str, frozenset[str]]:
+    found: dict[str, set[str]] = {}
+    for base, overload in (pair for pairs in aten_overloads().values() for pair in pairs):
+        schema = torch._C._get_schema(f"aten::{base}", overload)
+        if not any(argument.is_out for argument in schema.arguments) and "Dimname" not in str(schema) and not base.endswith("_"):
+            found.setdefault(base, set()).add(f"aten::{base}.{overload}".rstrip("."))
+    return {base: frozenset(overloads) for base, overloads in found.items()}
+
+
+def functional_overloads(base: str) -> frozenset[str]:
+    """The dispatcher's names for the ways to call an ATen function that returns its result; empty for what ATen does not know.
+
+    >>> sorted(functional_overloads("softmax"))
+    ['aten::softmax.int']
+    """
+    return _functional().get(base, frozenset())
+
+
 def _torch_functions() -> dict[str, list[Function]]:
     found: dict[str, list[Function]] = {}
     for namespace, prefix in _NAMESPACES:
@@ -180,13 +199,13 @@ def _torch_functions() -> dict[str, list[Function]]:
             name = canonical(prefix + word if not word.startswith(prefix) else word)
             if not callable(function) or isinstance(function, type | ModuleType) or word in _HELPERS or not is_op(name):
                 continue
-            if name in _PRIVATE_OPS or _is_public(word, function):
+            if name in _PRIVATE_OPS or _is_public(word):
                 found.setdefault(name, []).append(function)
     private: dict[str, list[Function]] = {name: [] for name in _PRIVATE_OPS if name in aten_overloads()}
     return private | {name: list(dict.fromkeys(functions)) for name, functions in found.items() if _is_tensor_op(name, functions)}
 
 
-def _is_public(word: str, function: Function) -> bool:
+def _is_public(word: str) -> bool:
     return not word.startswith("_") or canonical(word) != word.strip("_") or hasattr(torch.Tensor, word)
 
 

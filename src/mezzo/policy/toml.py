@@ -31,7 +31,7 @@ def load(path: str | os.PathLike[str]) -> dict[str, Any]:
     except FileNotFoundError as error:
         raise PolicyError(f"There is no policy file at {os.fspath(path)!r}. Write one with `policy.save(path)`.") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise PolicyError(f"{os.fspath(path)!r} is not valid TOML: {error}. A policy file holds lines such as level = \"O1\" and full = [\"softmax\"].") from error
+        raise PolicyError(f'{os.fspath(path)!r} is not valid TOML: {error}. A policy file holds lines such as level = "O1" and full = ["softmax"].') from error
     return {name: _plain(value) for name, value in words.items()}
 
 

@@ -46,14 +46,18 @@ _CUDA: Groups = (
     (
         Rule.FULL,
         _LOSSES,
-        "poisson_nll_loss cosine_embedding_loss nll_loss hinge_embedding_loss kl_div l1_loss smooth_l1_loss huber_loss mse_loss margin_ranking_loss "
-        "multilabel_margin_loss soft_margin_loss triplet_margin_loss multi_margin_loss binary_cross_entropy_with_logits",
+        (
+            "poisson_nll_loss cosine_embedding_loss nll_loss hinge_embedding_loss kl_div l1_loss smooth_l1_loss huber_loss mse_loss margin_ranking_loss "
+            "multilabel_margin_loss soft_margin_loss triplet_margin_loss multi_margin_loss binary_cross_entropy_with_logits"
+        ),
     ),
     (
         Rule.FULL,
         _RESAMPLES,
-        "upsample_nearest1d upsample_nearest_exact1d upsample_nearest2d upsample_nearest_exact2d upsample_nearest3d upsample_nearest_exact3d "
-        "upsample_linear1d upsample_bilinear2d upsample_bilinear2d_aa upsample_trilinear3d upsample_bicubic2d upsample_bicubic2d_aa",
+        (
+            "upsample_nearest1d upsample_nearest_exact1d upsample_nearest2d upsample_nearest_exact2d upsample_nearest3d upsample_nearest_exact3d "
+            "upsample_linear1d upsample_bilinear2d upsample_bilinear2d_aa upsample_trilinear3d upsample_bicubic2d upsample_bicubic2d_aa"
+        ),
     ),
     (Rule.PROMOTE, _WIDEST, "addcdiv addcmul atan2 bilinear cross dot vdot grid_sample index_put tensordot scatter_add"),
     (Rule.REFUSE, _UNSAFE, "binary_cross_entropy"),
@@ -71,9 +75,11 @@ _CPU: Groups = (
     (
         Rule.FULL,
         _LOSSES,
-        "binary_cross_entropy binary_cross_entropy_with_logits cosine_embedding_loss cross_entropy ctc_loss hinge_embedding_loss huber_loss kl_div l1_loss "
-        "margin_ranking_loss mse_loss multi_margin_loss multilabel_margin_loss nll_loss poisson_nll_loss smooth_l1_loss soft_margin_loss "
-        "triplet_margin_loss",
+        (
+            "binary_cross_entropy binary_cross_entropy_with_logits cosine_embedding_loss cross_entropy ctc_loss hinge_embedding_loss huber_loss kl_div l1_loss "
+            "margin_ranking_loss mse_loss multi_margin_loss multilabel_margin_loss nll_loss poisson_nll_loss smooth_l1_loss soft_margin_loss "
+            "triplet_margin_loss"
+        ),
     ),
     (Rule.FULL, _RESAMPLES, "grid_sample"),
     (Rule.FULL, _DISTANCES, "cdist"),
@@ -86,15 +92,19 @@ _CPU: Groups = (
     (
         Rule.FULL,
         "factorises or inverts a matrix: " + _NO_KERNEL,
-        "cholesky cholesky_inverse cholesky_solve geqrf lu_with_info lu_solve linalg_householder_product ormqr pinverse qr svd triangular_solve linalg_cholesky "
-        "linalg_cond linalg_eig linalg_eigh linalg_eigvals linalg_eigvalsh linalg_inv linalg_lstsq linalg_matrix_rank linalg_qr linalg_solve linalg_svd "
-        "linalg_svdvals linalg_tensorinv linalg_tensorsolve",
+        (
+            "cholesky cholesky_inverse cholesky_solve geqrf lu_with_info lu_solve linalg_householder_product ormqr pinverse qr svd triangular_solve linalg_cholesky "
+            "linalg_cond linalg_eig linalg_eigh linalg_eigvals linalg_eigvalsh linalg_inv linalg_lstsq linalg_matrix_rank linalg_qr linalg_solve linalg_svd "
+            "linalg_svdvals linalg_tensorinv linalg_tensorsolve"
+        ),
     ),
     (
         Rule.FULL,
         _NO_KERNEL,
-        "adaptive_avg_pool3d adaptive_max_pool3d avg_pool3d max_pool3d max_unpool2d max_unpool3d fractional_max_pool2d fractional_max_pool3d "
-        "fake_quantize_per_tensor_affine polar view_as_complex reflection_pad1d reflection_pad2d replication_pad1d replication_pad2d replication_pad3d",
+        (
+            "adaptive_avg_pool3d adaptive_max_pool3d avg_pool3d max_pool3d max_unpool2d max_unpool3d fractional_max_pool2d fractional_max_pool3d "
+            "fake_quantize_per_tensor_affine polar view_as_complex reflection_pad1d reflection_pad2d replication_pad1d replication_pad2d replication_pad3d"
+        ),
     ),
     (Rule.PROMOTE, _WIDEST, "stack cat index_copy"),
 )
@@ -115,9 +125,11 @@ _O2_FULL: Groups = (
     (
         Rule.FULL,
         _LOSSES,
-        "cross_entropy nll_loss mse_loss l1_loss smooth_l1_loss huber_loss kl_div poisson_nll_loss gaussian_nll_loss binary_cross_entropy "
-        "binary_cross_entropy_with_logits cosine_embedding_loss hinge_embedding_loss margin_ranking_loss multilabel_margin_loss "
-        "multilabel_soft_margin_loss soft_margin_loss triplet_margin_loss triplet_margin_with_distance_loss multi_margin_loss ctc_loss",
+        (
+            "cross_entropy nll_loss mse_loss l1_loss smooth_l1_loss huber_loss kl_div poisson_nll_loss gaussian_nll_loss binary_cross_entropy "
+            "binary_cross_entropy_with_logits cosine_embedding_loss hinge_embedding_loss margin_ranking_loss multilabel_margin_loss "
+            "multilabel_soft_margin_loss soft_margin_loss triplet_margin_loss triplet_margin_with_distance_loss multi_margin_loss ctc_loss"
+        ),
     ),
 )
 
@@ -130,6 +142,16 @@ _STATISTICS = {"batch_norm": ("weight", "bias", "running_mean", "running_var"), 
 
 DEVICES: Mapping[str, Groups] = {"cuda": _CUDA, "cpu": _CPU}
 """The lists by the device they are torch's own for."""
+
+
+AUTOCAST_KEYS: Mapping[str, str] = {
+    "cpu": "AutocastCPU",
+    "cuda": "AutocastCUDA",
+    "xpu": "AutocastXPU",
+    "mps": "AutocastMPS",
+    "privateuseone": "AutocastPrivateUse1",
+}
+"""The dispatch keys under which torch's autocast kernels stand, by device type."""
 
 
 @cache
