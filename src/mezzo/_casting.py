@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from operator import attrgetter
+from collections.abc import Callable, Mapping
+from operator import attrgetter, methodcaller
 from typing import Any
 
 import torch
@@ -17,6 +17,10 @@ def cast(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Change a tensor's dtype; autograd sees it."""
     # By keyword: torch's parser takes 2.1 µs this way and 3.1 by position, where it first tries to read a device.
     return tensor.to(dtype=dtype)
+
+
+CASTS: Mapping[torch.dtype, Cast] = {dtype: methodcaller("to", dtype=dtype) for dtype in CASTABLE_DTYPES}
+"""`cast` for where it runs at every op: without a Python frame of its own, which costs another 0.3 µs."""
 
 
 def on_device(device: str) -> Callable[[torch.Tensor], bool]:

@@ -65,7 +65,7 @@ def _settle(call: Call) -> tuple[Region, Policy]:
     if words is None and not call.overrides:
         return _torch_shape(device, call, named=first_device is not None or call.device_type is not None)
     dtype = {} if call.dtype is None else {"dtype": call.dtype}
-    policy = Policy.of(words, **dict(call.overrides), **dtype)
+    policy = Policy.of(words, **dict(call.overrides), **dtype)  # type: ignore[arg-type]
     return region_of(policy, device, enabled=call.enabled, cache_enabled=call.cache_enabled), policy
 
 

@@ -10,11 +10,13 @@ from functools import reduce
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.compiler import is_dynamo_compiling
+from torch.nn import Parameter
 from torch.overrides import TorchFunctionMode
 
 from mezzo import _events
-from mezzo._casting import cast, is_castable, on_device
+from mezzo._casting import CASTS, is_castable, on_device
 from mezzo._dtypes import CASTABLE_DTYPES, dtype_name
 from mezzo._errors import RefusedOpError
 from mezzo.eager import tables, tracing
@@ -32,7 +34,7 @@ Args = tuple[Any, ...]
 Kwargs = dict[str, Any]
 
 # Looking a member up on its enum costs as much as the rest of the question.
-_HALF = Rule.HALF
+_HALF, _FULL = Rule.HALF, Rule.FULL
 
 
 class Steering(TorchFunctionMode):
@@ -84,11 +86,17 @@ class Steering(TorchFunctionMode):
         rule = action.rule if action.plain and not kwargs else _rule_for(action, args, kwargs)
         if rule is None:
             return func(*args, **kwargs)
-        dtype = self._dtype(rule, action, args, kwargs)
+        if rule is _HALF:
+            dtype: torch.dtype | None = self._half(action)
+        else:
+            dtype = torch.float32 if rule is _FULL else self._widest(rule, action, args, kwargs)
         if dtype is not None:
             args, kwargs = self._cast(action, dtype, args, kwargs)
         if _events.listening() and not action.weights:
             _events.emit(_events.CastSteered(action.op, rule.value, "as given" if dtype is None else dtype_name(dtype), action.reason))
+        return self._run(func, action, dtype, args, kwargs)
+
+    def _run(self, func: Function, action: Action, dtype: torch.dtype | None, args: Args, kwargs: Kwargs) -> Any:
         if action.quiet:
             torch.set_autocast_enabled(self.device, False)
         try:
@@ -99,13 +107,12 @@ class Steering(TorchFunctionMode):
             if action.quiet:
                 torch.set_autocast_enabled(self.device, True)
 
-    def _dtype(self, rule: Rule, action: Action, args: Args, kwargs: Kwargs) -> torch.dtype | None:
-        """What the inputs are cast to; None leaves them."""
-        if rule is _HALF:
-            half = torch.get_autocast_dtype(self.device)
-            return torch.float32 if kernels.was_learnt(action.op, half, self.device) else half
-        if rule is Rule.FULL:
-            return torch.float32
+    def _half(self, action: Action) -> torch.dtype:
+        half = torch.get_autocast_dtype(self.device)
+        return torch.float32 if kernels.was_learnt(action.op, half, self.device) else half
+
+    def _widest(self, rule: Rule, action: Action, args: Args, kwargs: Kwargs) -> torch.dtype | None:
+        """What the inputs of an op are promoted to; None leaves them."""
         if rule is Rule.KEEP:
             return None
         dtypes = [tensor.dtype for tensor in _castables(action, self.device, args, kwargs)]
@@ -117,20 +124,20 @@ class Steering(TorchFunctionMode):
         if action.exempt and dtype is not torch.float32:
             places, names = [place for place, _ in action.exempt], [name for _, name in action.exempt]
             positional = [value if place in places else self._change(value, action, dtype) for place, value in enumerate(args)]
-            return tuple(positional), {name: value if name in names else self._change(value, action, dtype) for name, value in kwargs.items()}
+            return (*positional,), {name: value if name in names else self._change(value, action, dtype) for name, value in kwargs.items()}
         positional = [self._change(value, action, dtype) for value in args]
         return (*positional,), {name: self._change(value, action, dtype) for name, value in kwargs.items()} if kwargs else kwargs
 
     def _change(self, value: Any, action: Action, dtype: torch.dtype) -> Any:
         # The hot path of a steered op: the questions are asked in the order of what they cost.
-        if not isinstance(value, torch.Tensor):
+        if not isinstance(value, Tensor):
             return type(value)([self._change(item, action, dtype) for item in value]) if type(value) in (list, tuple) else value
         given = value.dtype
         if given is dtype or given not in CASTABLE_DTYPES or not self._is_here(value):
             return value
-        if given is torch.float32 and action.cached and (value.requires_grad or type(value) is torch.nn.Parameter) and is_weight(value):
+        if action.cached and (value.requires_grad or type(value) is Parameter) and given is torch.float32 and is_weight(value):
             return self.cache.get(value, dtype)
-        return value if action.weights else cast(value, dtype)
+        return value if action.weights else CASTS[dtype](value)
 
 
 def _rule_for(action: Action, args: Args, kwargs: Kwargs) -> Rule | None:
