@@ -38,8 +38,9 @@ format: $(VENV)/.dev ## Format, and fix what ruff can fix.
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-bench: $(VENV)/.dev ## Run every benchmark.
-	@for file in benchmarks/*.py; do echo "== $$file"; $(BIN)/python $$file || exit 1; done
+bench: $(VENV)/.dev ## Run every benchmark, and write the README's tables anew.
+	$(BIN)/python benchmarks/autocast.py
+	$(BIN)/python benchmarks/tables.py
 
 clean: ## Remove the environment and everything that tools leave behind.
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis .coverage .coverage.* htmlcov build dist

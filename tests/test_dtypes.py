@@ -45,3 +45,13 @@ def test_a_wide_dtype_is_refused_where_only_half_is_allowed():
 
 def test_dtypes_that_carry_an_intention_are_not_castable():
     assert CASTABLE_DTYPES.isdisjoint({torch.float64, torch.complex64, torch.float8_e5m2, torch.int64, torch.bool})
+
+
+def test_what_the_caller_reads_itself_is_named_among_the_choices():
+    with pytest.raises(PolicyError, match=r"Choose one of: auto, float16, bfloat16\. Did you mean 'auto'\?$"):
+        parse_dtype("atuo", beside=("auto",))
+
+
+def test_a_dtype_that_is_known_but_not_allowed_is_not_taken_for_a_misspelling():
+    with pytest.raises(PolicyError, match=r"Choose one of: float16, bfloat16\.$"):
+        parse_dtype("float32")

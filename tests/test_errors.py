@@ -30,3 +30,15 @@ def test_several_neighbours_are_joined():
 
 def test_a_word_with_no_neighbour_adds_nothing_to_the_message():
     assert nearest("zzz", ["softmax", "add"]) == ""
+
+
+def test_a_neighbour_is_found_whatever_the_case():
+    assert nearest("o1", ["O1", "OD"]) == " Did you mean 'O1'?"
+
+
+def test_what_contains_the_word_is_named_before_what_is_only_a_little_like_it():
+    assert nearest("attention", ["flatten", "head_attention"]) == " Did you mean 'head_attention' or 'flatten'?"
+
+
+def test_a_word_of_two_letters_is_not_looked_for_inside_others():
+    assert nearest("ad", ["gradient", "adaptive"]) == ""

@@ -1,6 +1,6 @@
 """mezzo: automatic mixed precision for PyTorch."""
 
-from mezzo._errors import MezzoError, PolicyError, RefusedOpError, UnsupportedError
+from mezzo._errors import MezzoError, PolicyError, RefusedOpError, ScalerError, UnsupportedError
 from mezzo._hardware import Hardware, hardware
 from mezzo.eager.autocast import autocast, disable, enable
 from mezzo.eager.custom import register_op
@@ -16,6 +16,7 @@ __all__ = [
     "Policy",
     "PolicyError",
     "RefusedOpError",
+    "ScalerError",
     "UnsupportedError",
     "autocast",
     "cache_info",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from copy import copy
 from operator import attrgetter, methodcaller
 from typing import Any
 
@@ -35,21 +36,33 @@ def is_castable(value: object, device: str) -> bool:
 
 
 def map_tensors(value: Any, change: Cast) -> Any:
-    """Rebuild a nested container with every tensor changed; what holds no tensor comes back as it was.
+    """Rebuild a nested container with every tensor changed; what holds no changed tensor comes back as it was, the same object.
 
     >>> map_tensors({"x": [torch.ones(1)], "n": 3}, torch.neg)
     {'x': [tensor([-1.])], 'n': 3}
     """
     if isinstance(value, torch.Tensor):
         return change(value)
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(map_tensors(item, change) for item in value))
     if isinstance(value, list | tuple):
         changed = [map_tensors(item, change) for item in value]
-        return value if all(new is old for new, old in zip(changed, value, strict=True)) else type(value)(changed)
-    if type(value) is dict:
-        return {key: map_tensors(item, change) for key, item in value.items()}
+        if all(new is old for new, old in zip(changed, value, strict=True)):
+            return value
+        return type(value)(*changed) if hasattr(value, "_fields") else type(value)(changed)
+    if isinstance(value, dict):
+        return _map_dict(value, change)
     return value
+
+
+def _map_dict(value: dict[Any, Any], change: Cast) -> dict[Any, Any]:
+    changed = {key: map_tensors(item, change) for key, item in value.items()}
+    if all(changed[key] is item for key, item in value.items()):
+        return value
+    if type(value) is dict:
+        return changed
+    # A subclass keeps what else it carries: a default factory, the attributes of a model's output.
+    rebuilt = copy(value)
+    rebuilt.update(changed)
+    return rebuilt
 
 
 def cast_all(value: Any, dtype: torch.dtype, device: str) -> Any:

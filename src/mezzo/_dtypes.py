@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from mezzo._errors import PolicyError, choices
+from mezzo._errors import PolicyError, choices, nearest
 
 HALF_DTYPES: tuple[torch.dtype, ...] = (torch.float16, torch.bfloat16)
 """The 16-bit types a policy can compute in."""
@@ -33,8 +33,8 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def parse_dtype(word: str | torch.dtype, *, allowed: tuple[torch.dtype, ...] = HALF_DTYPES, what: str = "dtype") -> torch.dtype:
-    """Read a dtype from a name or a torch dtype, and refuse what is not allowed.
+def parse_dtype(word: str | torch.dtype, *, allowed: tuple[torch.dtype, ...] = HALF_DTYPES, what: str = "dtype", beside: tuple[str, ...] = ()) -> torch.dtype:
+    """Read a dtype from a name or a torch dtype, and refuse what is not allowed; `beside` names what the caller reads itself, such as `auto`.
 
     >>> parse_dtype("bf16")
     torch.bfloat16
@@ -43,4 +43,6 @@ def parse_dtype(word: str | torch.dtype, *, allowed: tuple[torch.dtype, ...] = H
     if dtype in allowed:
         return dtype
     shown = repr(word) if isinstance(word, str) else str(word)
-    raise PolicyError(f"{what}={shown} is not a dtype that can be used here. {choices(dtype_name(one) for one in allowed)}")
+    known = [*beside, *(dtype_name(one) for one in allowed)]
+    meant = nearest(word, known) if isinstance(word, str) and dtype is None else ""
+    raise PolicyError(f"{what}={shown} is not a dtype that can be used here. {choices(known)}{meant}")

@@ -3,6 +3,7 @@
     MezzoError
     ├── PolicyError (ValueError)         the words of a policy: an unknown op, level or dtype, lists that overlap
     ├── RefusedOpError (RuntimeError)    an op that the policy bans was called
+    ├── ScalerError (RuntimeError)       gradient scaling was called out of order, or found nothing to scale
     └── UnsupportedError (RuntimeError)  what was asked for cannot be done here: hardware, torch or a mechanism lacks it
 
 A message says what was passed, what is allowed and what to do.
@@ -11,7 +12,12 @@ A message says what was passed, what is allowed and what to do.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from difflib import get_close_matches
+from difflib import SequenceMatcher, get_close_matches
+
+_SUGGESTED = 3
+_ALMOST_THE_SAME = 0.8
+_TELLING = 3
+"""How many letters a word needs before what contains it is worth naming."""
 
 
 class MezzoError(Exception):
@@ -24,6 +30,10 @@ class PolicyError(MezzoError, ValueError):
 
 class RefusedOpError(MezzoError, RuntimeError):
     """An op was called that the policy bans; the message says what to call instead."""
+
+
+class ScalerError(MezzoError, RuntimeError):
+    """Gradient scaling was called out of order, or found nothing to work on; the message says what to call when."""
 
 
 class UnsupportedError(MezzoError, RuntimeError):
@@ -40,12 +50,19 @@ def choices(allowed: Iterable[str]) -> str:
 
 
 def nearest(word: str, known: Iterable[str]) -> str:
-    """Name the close matches of a misspelt word, or nothing when none is close.
+    """Name the close matches of a misspelt word, or nothing when none is close: first what reads almost the same, then what contains it.
 
     >>> nearest("sofmax", ["softmax", "add"])
     " Did you mean 'softmax'?"
+    >>> nearest("attention", ["flatten", "scaled_dot_product_attention"])
+    " Did you mean 'scaled_dot_product_attention' or 'flatten'?"
     """
-    matches = get_close_matches(word, list(known), n=3, cutoff=0.6)
+    spelled = {one.lower(): one for one in known}
+    wanted = word.lower()
+    close = get_close_matches(wanted, spelled, n=_SUGGESTED, cutoff=0.6)
+    almost = [one for one in close if SequenceMatcher(a=one, b=wanted).ratio() >= _ALMOST_THE_SAME]
+    longer = sorted((one for one in spelled if wanted in one), key=len) if len(wanted) >= _TELLING else []
+    matches = [spelled[one] for one in dict.fromkeys((*almost, *longer, *close))][:_SUGGESTED]
     return f" Did you mean {' or '.join(repr(match) for match in matches)}?" if matches else ""
 
 

@@ -71,6 +71,15 @@ class OpFellBack(Event):
     reason: str
 
 
+@dataclass(frozen=True, slots=True)
+class ScaleCollapsed(Event):
+    """The loss scale reached its floor, or too many steps in a row were skipped."""
+
+    scale: float
+    skipped_in_a_row: int
+    message: str
+
+
 Sink = Callable[[Event], None]
 
 _lock = threading.Lock()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from threading import get_ident
 from types import TracebackType
 from typing import Any, ParamSpec, Self, TypeVar
 
@@ -12,15 +13,20 @@ from torch import nn
 from torch.compiler import is_dynamo_compiling
 
 from mezzo._errors import PolicyError
+from mezzo.eager.constant import constant
 from mezzo.eager.decorate import around
 from mezzo.eager.modules import Binding, plan_modules
-from mezzo.eager.region import Entered, Region, Traced, enter, enter_traced, leave, leave_traced
+from mezzo.eager.region import Region, enter, enter_traced, leave, leave_traced
 from mezzo.eager.settle import Words, region_of, settle
 from mezzo.policy.policy import Policy
 from mezzo.policy.rule import Level, Rule
 
 P = ParamSpec("P")
 R = TypeVar("R")
+
+
+_TRACED = 0
+"""Stands for the thread in compiled code, which has none."""
 
 
 class autocast:  # noqa: N801 - torch's spelling
@@ -52,35 +58,56 @@ class autocast:  # noqa: N801 - torch's spelling
     ) -> None:
         if is_dynamo_compiling():
             region, binding = Region.decode(_settled_code(policy_or_device, dtype, enabled, cache_enabled, device_type, policy, overrides)), None
+            settled = None
         else:
             words = (policy_or_device, dtype, enabled, cache_enabled, device_type, policy, _frozen(overrides) if overrides else ())
             region, settled = settle(words)
             binding = _bind(settled, region, model) if settled.modules else None
         self._region = region
         self._binding = binding
-        self._entered: list[Entered | Traced] = []
+        self._policy = settled
+        self._model = model
+        self._entered: dict[int, list[Any]] = {}
 
     def __enter__(self) -> Self:
         if self._binding is not None:
             self._binding.apply()
-        self._entered.append(enter_traced(self._region) if is_dynamo_compiling() else enter(self._region))
+        entered = enter_traced(self._region) if is_dynamo_compiling() else enter(self._region)
+        # By thread: one instance may be open in several, and each puts back its own.
+        thread = _TRACED if is_dynamo_compiling() else get_ident()
+        if thread in self._entered:
+            self._entered[thread].append(entered)
+        else:
+            self._entered[thread] = [entered]
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        entered = self._entered.pop()
-        if isinstance(entered, Traced):
-            leave_traced(entered)
+        if is_dynamo_compiling():
+            leave_traced(self._entered[_TRACED].pop())
         else:
-            leave(entered)
+            leave(self._entered[get_ident()].pop())
         if self._binding is not None:
             self._binding.undo()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Copy and pickle what the region was made of: the table that carries it out lives in one process."""
+        return _made_again, (self._region, self._policy, self._model)
 
     def __call__(self, function: Callable[P, R]) -> Callable[P, R]:
         """Decorate a function, a generator function or a coroutine function: every call runs in the region."""
         return around(self._region, self._binding, function)
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _made_again(region: Region, policy: Policy, model: nn.Module | None) -> autocast:
+    again = autocast.__new__(autocast)
+    if region.key:
+        region = region_of(policy, region.device, cache_enabled=region.cache_enabled)
+    again._region, again._policy, again._model, again._entered = region, policy, model, {}
+    again._binding = _bind(policy, region, model) if policy.modules else None
+    return again
+
+
+@constant
 def _settled_code(*words: Any) -> str:
     """`settle` as a constant of compiled code: the words of a call inside a compiled function are constants there too."""
     region, policy = settle((*words[:-1], _frozen(words[-1])))

@@ -42,15 +42,15 @@ class WeightCache:
     """The copies of one thread's outermost region."""
 
     def __init__(self) -> None:
-        self._copies: dict[tuple[int, torch.dtype, bool, bool], _Copy] = {}
+        self._copies: dict[tuple[int, torch.dtype, bool, bool, bool], _Copy] = {}
         self._hits = 0
         self._misses = 0
         self._sweep_at = _FIRST_SWEEP
 
     def get(self, weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """The weight in another dtype, cast once for as long as nobody changes it."""
-        # A copy made without recording gradients would cut them off later, and an inference tensor may not be recorded at all.
-        key = (id(weight), dtype, torch.is_grad_enabled(), torch.is_inference_mode_enabled())
+        # A copy made without recording gradients would cut them off later, as would one of a weight that was frozen then; an inference tensor may not be recorded.
+        key = (id(weight), dtype, weight.requires_grad, torch.is_grad_enabled(), torch.is_inference_mode_enabled())
         if torch._C._functorch.is_functorch_wrapped_tensor(weight):
             return cast(weight, dtype)
         copy = self._copies.get(key)
@@ -78,7 +78,7 @@ class WeightCache:
         """Drop the copies of dead weights. A copy that records gradients keeps its weight alive through autograd, so a dead one is told by who refers to it."""
         for key, copy in list(self._copies.items()):
             weight = copy.weight()
-            if weight is None or sys.getrefcount(weight) <= _orphan_references():
+            if weight is None or (copy.tensor.requires_grad and sys.getrefcount(weight) <= _orphan_references()):
                 self._copies.pop(key, None)
             del weight
         self._sweep_at = max(_FIRST_SWEEP, 2 * len(self._copies))
@@ -98,8 +98,9 @@ def _orphan_references() -> int:
 
 
 def is_weight(value: torch.Tensor) -> bool:
-    """Whether a tensor is worth remembering: a parameter, frozen or not, or a leaf that gradients are wanted for. A view may change under our eyes."""
-    if type(value) is torch.nn.Parameter:
-        return not value.is_inference()
-    # Subclasses (a tracer's fake tensors among them) have ideas of their own about where their data is.
-    return type(value) is torch.Tensor and value.requires_grad and value.is_leaf and not value._is_view()
+    """Whether a tensor is worth remembering: a parameter, frozen or not.
+
+    No other leaf is: it may be an activation (reentrant checkpointing detaches its inputs), whose gradients would be summed in 16 bits if its uses shared a cast.
+    """
+    # Not a subclass: those (a tracer's fake tensors among them) have ideas of their own about where their data is.
+    return type(value) is torch.nn.Parameter and not value.is_inference()

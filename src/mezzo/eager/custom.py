@@ -9,12 +9,14 @@ from typing import Any, ParamSpec, TypeVar, overload
 import torch
 from torch._library.custom_ops import CustomOpDef
 from torch._ops import OpOverload, OpOverloadPacket
+from torch.compiler import is_dynamo_compiling
 from torch.utils._pytree import tree_leaves
 
 from mezzo._errors import PolicyError
 from mezzo.eager.plan import Action
 from mezzo.eager.steering import Steering, steering_of
-from mezzo.eager.tables import TABLES
+from mezzo.eager.tables import TABLES, publish, rule_of
+from mezzo.eager.tracing import trace
 from mezzo.policy.names import canonical
 from mezzo.policy.registry import registry
 from mezzo.policy.rule import Entry, Rule
@@ -48,6 +50,7 @@ def register_op(function: Any = None, name: str | None = None, rule: str | Rule 
         return function
     wrapper = _aware(chosen, function)
     registry().register(chosen, (wrapper,), entry)
+    publish(_own_table(chosen), {} if entry.rule is Rule.KEEP else {wrapper: Action(chosen, entry.rule, entry.reason)})
     return wrapper
 
 
@@ -67,21 +70,29 @@ def _spellings(operator: CustomOpDef | OpOverload[..., Any] | OpOverloadPacket[.
 def _aware(name: str, function: Callable[P, R]) -> Callable[P, R]:
     """A function that asks for the region it is called in. It needs no mode, so that default regions stay free of one."""
 
+    alone = _own_table(name)
+
     @wraps(function)
     def aware(*args: P.args, **kwargs: P.kwargs) -> R:
         device = next((leaf.device.type for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)), None)
         if device is None or not torch.amp.is_autocast_available(device) or not torch.is_autocast_enabled(device):
             return function(*args, **kwargs)
         steering = steering_of(device)
-        action = TABLES[steering.key].get(aware) if steering is not None and steering.key else _default(name)
+        key = steering.key if steering is not None and steering.key else alone
+        result: R
+        if is_dynamo_compiling():
+            rule = rule_of(key, aware)
+            result = function(*args, **kwargs) if rule is None else trace(key, device, rule, aware, args, kwargs, function)
+            return result
+        action = TABLES[key].get(aware)
         if action is None:
             return function(*args, **kwargs)
-        result: R = (steering or Steering(device, "")).steer(function, action, args, kwargs)
+        result = (steering or Steering(device, "")).steer(function, action, args, kwargs)
         return result
 
     return aware
 
 
-def _default(name: str) -> Action | None:
-    entry = registry()[name].entry
-    return None if entry is None or entry.rule is Rule.KEEP else Action(name, entry.rule, entry.reason)
+def _own_table(name: str) -> str:
+    """The key of the table that holds for an op where torch's own lists are the policy."""
+    return f"registered/{name}"

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Generator
-from contextlib import contextmanager, nullcontext
+from collections.abc import AsyncGenerator, Callable, Generator
+from contextlib import aclosing, contextmanager, nullcontext
 from functools import partial, wraps
 from types import coroutine
 from typing import Any, ParamSpec, TypeVar, cast
@@ -27,7 +27,7 @@ def around(region: Region, binding: Binding | None, function: Callable[P, R]) ->
 
         @wraps(function)
         def generator(*args: P.args, **kwargs: P.kwargs) -> Any:
-            return _resumed(region, binding, function(*args, **kwargs))
+            return (yield from _resumed(region, binding, function(*args, **kwargs)))
 
         return cast("Callable[P, R]", generator)
     if inspect.iscoroutinefunction(function):
@@ -37,6 +37,15 @@ def around(region: Region, binding: Binding | None, function: Callable[P, R]) ->
             return await coroutine(_resumed)(region, binding, cast("Any", function(*args, **kwargs)))
 
         return cast("Callable[P, R]", asynchronous)
+    if inspect.isasyncgenfunction(function):
+
+        @wraps(function)
+        async def stream(*args: P.args, **kwargs: P.kwargs) -> Any:
+            async with aclosing(_streamed(region, binding, cast("Any", function(*args, **kwargs)))) as items:
+                async for item in items:
+                    yield item
+
+        return cast("Callable[P, R]", stream)
 
     @wraps(function)
     def decorated(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -78,3 +87,17 @@ def _resumed(region: Region, binding: Binding | None, suspended: Generator[Any, 
             resume = partial(suspended.throw, error)
         else:
             resume = partial(suspended.send, sent)
+
+
+async def _streamed(region: Region, binding: Binding | None, source: AsyncGenerator[Any, Any]) -> AsyncGenerator[Any, Any]:
+    """Drive an asynchronous generator, in the region only while it runs. It is iterated, not spoken to: `asend` and `athrow` do not reach it."""
+    drive = coroutine(_resumed)
+    try:
+        while True:
+            try:
+                item = await drive(region, binding, cast("Any", source.__anext__().__await__()))
+            except StopAsyncIteration:
+                return
+            yield item
+    finally:
+        await drive(region, binding, cast("Any", source.aclose().__await__()))

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
+from mezzo.eager.constant import constant
 from mezzo.policy.registry import Function
 
 CARRIED = frozenset({"tag_activation_checkpoint", "wrap_activation_checkpoint"})
@@ -44,7 +45,7 @@ def within(mode: TorchFunctionMode, function: Function) -> Function:
     return body
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+@constant
 def permit_mode_changes(permitted: bool) -> bool:  # noqa: FBT001
     """Let a checkpointed function enter a mode while dynamo traces it: torch's own switch for side effects that need no replay, as a balanced enter and exit."""
     config = torch._dynamo.config

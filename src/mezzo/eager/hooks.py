@@ -19,6 +19,7 @@ import torch.utils.checkpoint as torch_checkpoint
 from torch.compiler import is_dynamo_compiling
 
 from mezzo._errors import UnsupportedError
+from mezzo.eager import region
 from mezzo.eager.region import carry, current_regions, inside
 from mezzo.eager.settle import alone
 
@@ -27,6 +28,7 @@ _EXPORT = "torch.export._trace"
 
 def install() -> None:
     """Hook what torch would run in another precision."""
+    region.by_mode_alone = alone
     _hook_checkpoint()
     _hook_script()
     if _EXPORT in sys.modules:
@@ -36,7 +38,7 @@ def install() -> None:
 
 
 def _is_steered() -> bool:
-    return any(region.key for region in current_regions())
+    return any(region.key and region.enabled for region in current_regions())
 
 
 def _hook_checkpoint() -> None:
@@ -65,7 +67,7 @@ def _hook_script() -> None:
 def _refusing(call: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(call)
     def checked(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if _is_steered() and torch.is_autocast_enabled(current_regions()[-1].device):
+        if _is_steered():
             raise UnsupportedError(
                 f"{self.name!r} is TorchScript, whose interpreter applies torch's own op lists and would ignore this policy. "
                 "Use the module it was scripted from, or a policy without entries of its own around it."

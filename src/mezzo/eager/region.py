@@ -11,13 +11,15 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import wraps
 from typing import Any, ParamSpec, Self, TypeVar
+from weakref import WeakValueDictionary
 
 import torch
 from torch.amp.autocast_mode import _enter_autocast, _exit_autocast
-from torch.compiler import is_dynamo_compiling
+from torch.compiler import is_dynamo_compiling, is_exporting
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from mezzo._dtypes import dtype_name
+from mezzo._errors import UnsupportedError
 from mezzo.eager.cache import CacheInfo, WeightCache
 from mezzo.eager.steering import Steering, steering_of
 
@@ -52,13 +54,25 @@ class Region:
 _SEPARATOR = "\x1f"
 
 
-Entered = tuple[Region, bool, torch.dtype | None, bool, Steering | None, bool, str]
-"""What to put back: the region, whether autocast was on, the dtype if it changed, torch's cache, the steering mode, whether it was pushed, its key.
-A bare tuple, since a region is entered at every step and a record of names costs a tenth of it."""
+Entered = list[Any]
+"""What to put back: the region, whether autocast was on, the dtype if it changed, torch's cache, the steering mode, whether it was pushed, its key, and the
+dtype it computes in. A bare list, since a region is entered at every step and a record of names costs a tenth of it."""
 
 
-_open: dict[int, list[Region]] = {}
-"""The regions that each thread has entered, innermost last."""
+class _Stack(list[Entered]):
+    """The regions that a thread has entered, innermost last."""
+
+
+class _Mine(threading.local):
+    def __init__(self) -> None:
+        self.stack = _Stack()
+        _stacks[threading.get_ident()] = self.stack
+
+
+_stacks: WeakValueDictionary[int, _Stack] = WeakValueDictionary()
+"""Every thread's regions. A thread that ends inside a region takes them along: its number will be another's."""
+
+_mine = _Mine()
 
 
 def enter(region: Region) -> Entered:
@@ -68,7 +82,7 @@ def enter(region: Region) -> Entered:
     changed = None if dtype is None or dtype is before else before
     cached = torch.is_autocast_cache_enabled()
     steered = _steer(region) if region.key or torch._C._len_torch_function_stack() else _NOT_STEERED
-    entered = (region, torch.is_autocast_enabled(device), changed, cached, *steered)
+    entered = [region, torch.is_autocast_enabled(device), changed, cached, *steered, dtype or before]
     nesting = torch.autocast_increment_nesting()
     if dtype is not None and changed is not None:
         torch.set_autocast_dtype(device, dtype)
@@ -76,20 +90,24 @@ def enter(region: Region) -> Entered:
             # torch's cache is keyed on the weight alone and would serve the outer region's dtype.
             torch.clear_autocast_cache()
     torch.set_autocast_enabled(device, region.enabled)
-    _remember(region, cached=cached, dtype=dtype or before)
+    # First known to the others, then looking at them: of two that enter at once, at least one sees the other.
+    _mine.stack.append(entered)
+    wanted = cached if region.cache_enabled is None else region.cache_enabled
+    torch.set_autocast_cache_enabled(wanted and not (len(_stacks) > 1 and _another_dtype_elsewhere(dtype or before)))
     return entered
 
 
 def leave(entered: Entered) -> None:
     """Put everything back as it was before `enter`."""
-    region, enabled, changed, cached, steering, pushed, key = entered
-    mine = _open.get(threading.get_ident())
-    if mine:
-        mine.pop()
-        if not mine:
-            del _open[threading.get_ident()]
+    region, enabled, changed, cached, steering, pushed, key, _ = entered
+    stack = _mine.stack
     if torch.autocast_decrement_nesting() == 0 or changed is not None:
         torch.clear_autocast_cache()
+    if stack and stack[-1] is not entered:
+        _bequeath(stack, entered)
+        return
+    if stack:
+        stack.pop()
     torch.set_autocast_enabled(region.device, enabled)
     if changed is not None:
         torch.set_autocast_dtype(region.device, changed)
@@ -98,22 +116,32 @@ def leave(entered: Entered) -> None:
         _unsteer(steering, key, pushed=pushed)
 
 
-def _remember(region: Region, *, cached: bool, dtype: torch.dtype) -> None:
-    """Note the region under its thread, and use torch's cache only where no other thread would be served the wrong dtype from it."""
-    thread = threading.get_ident()
-    wanted = cached if region.cache_enabled is None else region.cache_enabled
-    torch.set_autocast_cache_enabled(wanted and not (_open and _another_dtype_elsewhere(thread, dtype)))
-    mine = _open.get(thread)
-    if mine is None:
-        _open[thread] = [region]
-    else:
-        mine.append(region)
+def _bequeath(stack: _Stack, entered: Entered) -> None:
+    """Leave a region that is not the innermost (a suspended generator's, or one that `enable` was called in): the next one puts back what it would have."""
+    place = next(index for index, one in enumerate(stack) if one is entered)
+    del stack[place]
+    _, enabled, changed, cached, steering, pushed, key, _ = entered
+    stack[place][_CACHED] = cached
+    heir = next((one for one in stack[place:] if one[0].device == entered[0].device), None)
+    if heir is not None:
+        kept = heir[_CHANGED] if changed is None else changed
+        mode = [steering, pushed, key] if steering is not None else heir[_STEERING : _KEY + 1]
+        heir[_ENABLED:-1] = [enabled, kept, heir[_CACHED], *mode]
+
+
+_ENABLED, _CHANGED, _CACHED, _STEERING, _PUSHED, _KEY = range(1, 7)
 
 
 _NOT_STEERED: tuple[None, bool, str] = (None, False, "")
 
 
+by_mode_alone: Callable[[Region], Region] = lambda region: region  # noqa: E731 - replaced when the hooks are installed
+"""Turns a region into one that leaves nothing to torch's own lists, which torch.export does not hear."""
+
+
 def _steer(region: Region) -> tuple[Steering | None, bool, str]:
+    if region.enabled and is_exporting():
+        region = by_mode_alone(region)
     steering = steering_of(region.device)
     if steering is None:
         if not region.key:
@@ -133,11 +161,10 @@ def _unsteer(steering: Steering, key: str, *, pushed: bool) -> None:
         steering.key = key
 
 
-def _another_dtype_elsewhere(thread: int, dtype: torch.dtype) -> bool:
-    """Whether another thread computes in the other 16-bit dtype: torch's cache is one for all threads and does not tell dtypes apart."""
-    if len(_open) <= (thread in _open):
-        return False
-    return any(stack[-1].dtype is not dtype for other, stack in list(_open.items()) if other != thread and stack and stack[-1].enabled)
+def _another_dtype_elsewhere(dtype: torch.dtype) -> bool:
+    """Whether another thread has a region of the other 16-bit dtype, if only one to come back to: torch's cache is one for all and does not tell dtypes apart."""
+    others = [stack for stack in _stacks.values() if stack is not _mine.stack]
+    return any(one[0].enabled and one[-1] is not dtype for stack in others for one in list(stack))
 
 
 @dataclass(slots=True)
@@ -152,6 +179,8 @@ class Traced:
 
 def enter_traced(region: Region) -> Traced:
     """`enter` in words that dynamo can trace."""
+    if is_exporting():
+        raise UnsupportedError("torch.export(strict=True) drops a mezzo region inside the model. Export with strict=False, or put the region around the export.")
     steering, pushed, key = _steer(region)
     dtype = torch.get_autocast_dtype(region.device) if region.dtype is None else region.dtype
     # Without torch's cache: compiled code shares casts by itself, and the cache's defects stay out.
@@ -166,9 +195,18 @@ def leave_traced(traced: Traced) -> None:
 
 
 def current_regions() -> tuple[Region, ...]:
-    """The regions of this thread that are in force: for each device type the innermost."""
-    innermost = {region.device: region for region in _open.get(threading.get_ident(), ())}
-    return tuple(innermost.values())
+    """The regions of this thread that are in force, for each device type the innermost, as torch's own regions inside them have left them."""
+    innermost = {entered[0].device: entered[0] for entered in _mine.stack}
+    return tuple(
+        Region(device, torch.is_autocast_enabled(device), torch.get_autocast_dtype(device), region.cache_enabled, region.key)
+        for device, region in innermost.items()
+    )
+
+
+def innermost_region() -> Region | None:
+    """The region that this thread entered last."""
+    stack = _mine.stack
+    return stack[-1][0] if stack else None
 
 
 class inside:  # noqa: N801 - reads as a phrase: `with inside(region):`
@@ -239,7 +277,7 @@ def _caches() -> list[WeightCache]:
 
 def _after_optimizer_step(*_: object) -> None:
     # Fused optimizers do not move a weight's version, and torch's own cache never looks at it.
-    if _open:
+    if any(_stacks.values()):
         invalidate()
 
 

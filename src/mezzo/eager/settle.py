@@ -45,12 +45,23 @@ class Call(NamedTuple):
 
 def settle(words: tuple[Any, ...]) -> tuple[Region, Policy]:
     """Read a call, given as the bare tuple of a `Call`; the same words give the same region, and cost a look-up the second time."""
+    if _files and (_is_file(words[0]) or _is_file(words[5])):
+        # A file may say something else the next time.
+        return _settle(Call(*words))
     try:
         return _settled(words, registry().generation)
     except TypeError as error:
         if "unhashable" not in str(error):
             raise
     return _settle(Call(*words))
+
+
+_files: set[str] = set()
+"""The policy files that were read: whoever uses none need not be asked for one at every region."""
+
+
+def _is_file(word: Words) -> bool:
+    return word.endswith(".toml") if type(word) is str else isinstance(word, os.PathLike)
 
 
 @lru_cache(maxsize=256)
@@ -62,6 +73,8 @@ def _settle(call: Call) -> tuple[Region, Policy]:
     first_device, first_policy = _read_first(call.first)
     device = _device(first_device, call.device_type)
     words = _one_policy(first_policy, call.policy)
+    if _is_file(words):
+        _files.add(str(words))
     if words is None and not call.overrides:
         return _torch_shape(device, call, named=first_device is not None or call.device_type is not None)
     dtype = {} if call.dtype is None else {"dtype": call.dtype}
@@ -96,7 +109,9 @@ def region_of(policy: Policy, device: str, *, enabled: bool = True, cache_enable
     versioned = not off and (policy.cache is Cache.VERSIONED or (policy.cache is Cache.AUTO and not is_torchs_own(policy, device)))
     if is_torchs_own(policy, device) and not versioned and not by_mode:
         return Region(device, True, dtype, False if off else cache_enabled)
-    return Region(device, True, dtype, False if off else cache_enabled, _key(policy, device, dtype, versioned, by_mode, registry().generation))
+    # Beside mezzo's own cache torch's has nothing to do but to go stale.
+    beside = False if off or versioned else cache_enabled
+    return Region(device, True, dtype, beside, _key(policy, device, dtype, versioned, by_mode, registry().generation))
 
 
 @cache

@@ -135,7 +135,7 @@ class Steering(TorchFunctionMode):
         given = value.dtype
         if given is dtype or given not in CASTABLE_DTYPES or not self._is_here(value):
             return value
-        if action.cached and (value.requires_grad or type(value) is Parameter) and given is torch.float32 and is_weight(value):
+        if action.cached and type(value) is Parameter and given is torch.float32 and is_weight(value):
             return self.cache.get(value, dtype)
         return value if action.weights else CASTS[dtype](value)
 

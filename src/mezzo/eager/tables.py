@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from mezzo.eager.composites import body_name
+from mezzo.eager.constant import constant
 from mezzo.eager.plan import EMPTY, Action, Table
 from mezzo.policy import kernels
 from mezzo.policy.registry import Function
@@ -23,7 +24,7 @@ def publish(key: str, table: Table) -> None:
     TABLES[key] = table
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+@constant
 def rule_of(key: str, function: Function) -> str | None:
     """The rule for a function; `"open"` for a composite that is opened, `"carried"` where a function is steered inside, None for what torch does by itself."""
     action = TABLES[key].get(function)
@@ -34,62 +35,62 @@ def rule_of(key: str, function: Function) -> str | None:
     return "open" if action.opens else action.rule.value
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+@constant
 def operator_of(key: str, function: Function) -> str:
     """The name of an operator that takes a function."""
     return TABLES[key][function].op
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+@constant
 def body_of(function: Function) -> str:
     """The name under which a composite's body lies in `bodies`."""
     return body_name(function)
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+@constant
 def refusal(key: str, function: Function) -> str:
     """What to say when a refused op is called."""
     return refused(TABLES[key][function])
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+@constant
 def is_quiet(key: str, function: Function) -> bool:
     """Whether torch's own autocast is off while the function runs."""
     return TABLES[key][function].quiet
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+@constant
 def is_exempt(key: str, function: Function, argument: int | str) -> bool:
     """Whether an argument, by position or name, is left alone."""
     return any(argument in place for place in TABLES[key][function].exempt)
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+@constant
 def has_conditions(key: str, function: Function) -> bool:
     """Whether an argument's value can make the op run in float32."""
     return bool(TABLES[key][function].conditions)
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+@constant
 def is_condition(key: str, function: Function, argument: int | str, value: Any) -> bool:
     """Whether an argument has a value for which the op runs in float32."""
     return any(argument in (place, name) and value in values for place, name, values in TABLES[key][function].conditions)
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+@constant
 def takes_dtype(key: str, function: Function) -> bool:
     """Whether the caller may name the dtype of the result."""
     return TABLES[key][function].takes_dtype
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+@constant
 def asks_in_place(key: str, function: Function, argument: int | str) -> bool:
     """Whether an argument is the one that asks to write into the input."""
     place = TABLES[key][function].in_place
     return place is not None and argument in place
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+@constant
 def lacks_kernel(key: str, function: Function, dtype: torch.dtype, device: str) -> bool:
     """Whether a call has shown that the op has no 16-bit kernel."""
     return kernels.was_learnt(TABLES[key][function].op, dtype, device)

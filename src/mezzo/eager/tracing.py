@@ -17,10 +17,11 @@ Args = tuple[Any, ...]
 Kwargs = dict[str, Any]
 
 
-def trace(key: str, device: str, rule: str, func: Function, args: Args, kwargs: Kwargs) -> Any:
-    """Carry out one action."""
+def trace(key: str, device: str, rule: str, func: Function, args: Args, kwargs: Kwargs, inner: Function | None = None) -> Any:
+    """Carry out one action; `inner` is what to call where that is not the function that the table knows."""
+    call = func if inner is None else inner
     if _says_itself(key, func, args, kwargs):
-        return func(*args, **kwargs)
+        return call(*args, **kwargs)
     if tables.has_conditions(key, func) and _condition(key, func, args, kwargs):
         rule = "full"
     dtype = _dtype(key, device, rule, func, args, kwargs)
@@ -31,11 +32,11 @@ def trace(key: str, device: str, rule: str, func: Function, args: Args, kwargs: 
         args = tuple([value if tables.is_exempt(key, func, place) else _change(value, device, dtype) for place, value in enumerate(args)])
         kwargs = {name: value if tables.is_exempt(key, func, name) else _change(value, device, dtype) for name, value in kwargs.items()}
     if not tables.is_quiet(key, func):
-        return func(*args, **kwargs)
+        return call(*args, **kwargs)
     # Dynamo records this pair in the graph; the setters it would not.
     off = _enter_autocast(device, torch.get_autocast_dtype(device), False, False)
     try:
-        return func(*args, **kwargs)
+        return call(*args, **kwargs)
     finally:
         _exit_autocast(off)
 

@@ -10,11 +10,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from mezzo._dtypes import CASTABLE_DTYPES, dtype_name
+from mezzo._errors import PolicyError
 from mezzo.policy.catalog import op_lists
 from mezzo.policy.kernels import lacks_kernel
 from mezzo.policy.preset import OpLists
 from mezzo.policy.registry import registry
-from mezzo.policy.rule import Entry, Rule
+from mezzo.policy.rule import Entry, Level, Rule
+from mezzo.policy.words import argument
 
 if TYPE_CHECKING:
     from mezzo.policy.policy import Policy
@@ -94,30 +96,62 @@ def entry_of(lists: OpLists, name: str, dtype: torch.dtype, device: str) -> Entr
     return lists.entries.get(name) or _with_kernel(name, lists.unlisted, dtype, device)
 
 
-def explain(policy: Policy, op: str, inputs: Iterable[torch.dtype], *, dtype: torch.dtype, device: str, arguments: Mapping[str, Any] | None = None) -> Decision:
+def all_entries(policy: Policy, dtype: torch.dtype, device: str) -> dict[str, Entry]:
+    """The entry of every known op, in order of their names."""
+    names = sorted(registry().names)
+    if policy.level is Level.O0:
+        # Whatever else the policy says, and whichever kernels are missing.
+        return dict.fromkeys(names, op_lists(policy.preset, policy.level, dtype, device).unlisted)
+    lists = effective(policy, dtype, device)
+    return {name: entry_of(lists, name, dtype, device) for name in names}
+
+
+def explain(
+    policy: Policy, op: str, inputs: Iterable[torch.dtype | str], *, dtype: torch.dtype, device: str, arguments: Mapping[str, Any] | None = None
+) -> Decision:
     """Decide one call: the rule, the dtype it computes in and why, as eager and graph both carry it out."""
-    name = registry().parse(op)
+    name, given = registry().parse(op), _read_inputs(inputs)
+    for word in arguments or ():
+        argument(name, word)
     lists = effective(policy, dtype, device)
     entry = entry_of(lists, name, dtype, device)
     for condition in lists.conditional:
         if condition.op == name and arguments and condition.argument in arguments and arguments[condition.argument] in condition.values:
             entry = Entry(Rule.FULL, f"{condition.argument}={arguments[condition.argument]!r}: {condition.reason}")
-    return Decision(name, entry.rule, computed_in(entry.rule, inputs, dtype), entry.reason)
+    untouched = [one for one in given if one not in CASTABLE_DTYPES]
+    reason = f"{dtype_name(untouched[0])} inputs are never cast" if untouched and entry.rule in (Rule.HALF, Rule.FULL) else entry.reason
+    return Decision(name, entry.rule, _computed_in(entry.rule, given, dtype), reason)
 
 
-def without_casts(op: str, inputs: Iterable[torch.dtype], reason: str) -> Decision:
+def without_casts(op: str, inputs: Iterable[torch.dtype | str], reason: str) -> Decision:
     """The decision where a policy casts nothing."""
-    return Decision(registry().parse(op), Rule.KEEP, computed_in(Rule.KEEP, inputs, torch.float32), reason)
+    return Decision(registry().parse(op), Rule.KEEP, _widest(_read_inputs(inputs)), reason)
 
 
-def computed_in(rule: Rule, inputs: Iterable[torch.dtype], half: torch.dtype) -> torch.dtype | None:
-    """The dtype an op computes in under a rule, given the dtypes of its floating-point inputs."""
-    given = list(inputs)
-    castable = [dtype for dtype in given if dtype in CASTABLE_DTYPES]
+def _read_inputs(inputs: Iterable[torch.dtype | str]) -> list[torch.dtype]:
+    """The dtypes that decide: integers beside floating-point inputs do not, and where nothing is said it is float32."""
+    read = [_read_input(word) for word in inputs]
+    return [dtype for dtype in read if dtype.is_floating_point or dtype.is_complex] or read or [torch.float32]
+
+
+def _read_input(word: torch.dtype | str) -> torch.dtype:
+    read: object = getattr(torch, word.removeprefix("torch."), None) if isinstance(word, str) else word
+    if not isinstance(read, torch.dtype):
+        raise PolicyError(f"The inputs of an op are told by their dtypes, such as torch.float32 or 'float32', got {word!r}.")
+    return read
+
+
+def _computed_in(rule: Rule, given: list[torch.dtype], half: torch.dtype) -> torch.dtype | None:
     if rule is Rule.REFUSE:
         return None
-    if rule is Rule.HALF and castable == given:
-        return half
-    if rule is Rule.FULL and castable == given:
-        return torch.float32
-    return reduce(torch.promote_types, given) if given else None
+    if rule in (Rule.HALF, Rule.FULL) and CASTABLE_DTYPES.issuperset(given):
+        return half if rule is Rule.HALF else torch.float32
+    return _widest(given)
+
+
+def _widest(dtypes: list[torch.dtype]) -> torch.dtype:
+    try:
+        return reduce(torch.promote_types, dtypes)
+    except RuntimeError:
+        # float8 promotes with nothing.
+        return max(dtypes, key=lambda dtype: dtype.itemsize)

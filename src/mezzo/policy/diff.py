@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from mezzo.policy.decide import effective, entry_of
-from mezzo.policy.registry import registry
+from mezzo._hardware import Hardware
+from mezzo.policy.decide import all_entries
+from mezzo.policy.resolve import choose
 
 if TYPE_CHECKING:
     from mezzo.policy.policy import Policy
@@ -32,14 +33,13 @@ class PolicyDiff:
         return "\n".join(said + ruled) or "no difference"
 
 
-def diff(one: Policy, other: Policy, device: str) -> PolicyDiff:
+def diff(one: Policy, other: Policy, hardware: Hardware) -> PolicyDiff:
     """Compare two policies field by field, and op by op on a device."""
     said = [(field.name, one.say(field.name), other.say(field.name)) for field in fields(one) if getattr(one, field.name) != getattr(other, field.name)]
-    rules, others = _rules(one, device), _rules(other, device)
+    rules, others = _rules(one, hardware), _rules(other, hardware)
     return PolicyDiff(tuple(said), tuple((name, rules[name], others[name]) for name in sorted(rules) if rules[name] != others[name]))
 
 
-def _rules(policy: Policy, device: str) -> dict[str, str]:
-    dtype = policy.dtype or torch.float16
-    lists = effective(policy, dtype, device)
-    return {op.name: entry_of(lists, op.name, dtype, device).rule.value for op in registry()}
+def _rules(policy: Policy, hardware: Hardware) -> dict[str, str]:
+    dtype = choose(policy, hardware).dtype or policy.dtype or torch.float16
+    return {name: entry.rule.value for name, entry in all_entries(policy, dtype, hardware.device).items()}

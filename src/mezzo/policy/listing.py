@@ -11,10 +11,9 @@ import torch
 
 from mezzo._hardware import hardware
 from mezzo.policy import kernels
-from mezzo.policy.decide import effective, entry_of
+from mezzo.policy.decide import all_entries
 from mezzo.policy.policy import Policy
-from mezzo.policy.registry import registry
-from mezzo.policy.resolve import resolve
+from mezzo.policy.resolve import choose
 
 
 @dataclass(frozen=True)
@@ -59,10 +58,10 @@ def ops(policy: Policy | str | os.PathLike[str] | None = None, *, device: str | 
     'half'
     """
     read, found = Policy.of(policy, **overrides), hardware(device)
-    dtype = resolve(read, found).dtype or torch.float16
-    lists = effective(read, dtype, found.device)
-    entries = {op.name: entry_of(lists, op.name, dtype, found.device) for op in registry()}
-    return OpTable([OpInfo(name, entry.rule.value, entry.reason, kernels.missing(name)) for name, entry in sorted(entries.items())])
+    # A device that is not here is asked about its lists all the same.
+    dtype = choose(read, found).dtype or read.dtype or torch.float16
+    entries = all_entries(read, dtype, found.device)
+    return OpTable([OpInfo(name, entry.rule.value, entry.reason, kernels.missing(name)) for name, entry in entries.items()])
 
 
 def _where(row: OpInfo) -> str:

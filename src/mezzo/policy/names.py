@@ -58,6 +58,8 @@ ALIASES: Mapping[str, str] = _aliases(
         "neg": "negative",
         "sub": "subtract",
         "trunc": "fix",
+        "trapezoid": "trapz",
+        "vstack": "row_stack",
         "transpose": "swapaxes swapdims",
         # the public function's name for what ATen calls otherwise
         "batch_norm": "native_batch_norm native_batch_norm_legit native_batch_norm_legit_no_training batch_norm_impl_index "
@@ -71,7 +73,7 @@ ALIASES: Mapping[str, str] = _aliases(
         "layer_norm": "native_layer_norm",
         "nll_loss": "nll_loss2d nll_loss_nd nll_loss_forward nll_loss2d_forward",
         "rms_norm": "fused_rms_norm",
-        "scaled_dot_product_attention": "scaled_dot_product_attention_math scaled_dot_product_flash_attention "
+        "scaled_dot_product_attention": "sdpa scaled_dot_product_attention_math scaled_dot_product_flash_attention "
         "scaled_dot_product_efficient_attention scaled_dot_product_cudnn_attention scaled_dot_product_flash_attention_for_cpu "
         "scaled_dot_product_fused_attention_overrideable scaled_dot_product_attention_math_for_mps",
         "adaptive_max_pool1d": "adaptive_max_pool1d_with_indices",
@@ -87,6 +89,8 @@ ALIASES: Mapping[str, str] = _aliases(
         "embedding_bag": "embedding_bag_forward_only",
         # torch.special's names for plain ops; the rest keep their prefix
         "i0": "special_i0",
+        "igamma": "special_gammainc",
+        "igammac": "special_gammaincc",
         "digamma": "special_digamma special_psi",
         "erf": "special_erf",
         "erfc": "special_erfc",
@@ -118,6 +122,11 @@ ALIASES: Mapping[str, str] = _aliases(
         "linalg_multi_dot": "multi_dot",
         "outer": "ger",
         "bilinear": "trilinear",
+        "linalg_matrix_exp": "matrix_exp",
+        # one builtin under several names: torch.dsmm == torch.mm
+        "mm": "dsmm spmm",
+        "hspmm": "hsmm",
+        "sspaddmm": "saddmm",
     }
 )
 

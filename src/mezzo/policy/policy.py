@@ -16,7 +16,8 @@ from mezzo._errors import PolicyError, unknown
 from mezzo._hardware import hardware
 from mezzo.policy import catalog, decide, toml, words
 from mezzo.policy.diff import PolicyDiff, diff
-from mezzo.policy.resolve import resolve
+from mezzo.policy.registry import registry
+from mezzo.policy.resolve import choose
 from mezzo.policy.rule import BY_USER, Cache, Conditional, Level, Master, OnUnsupported, Rule
 from mezzo.policy.selector import NORMS, Selector
 
@@ -62,6 +63,8 @@ class _Fields:
     """What to do on a device that lacks the dtype."""
 
 
+# A dataclass itself too: of a frozen base alone, Python freezes the fields and lets a misspelt one be set.
+@dataclass(frozen=True, init=False, repr=False)
 class Policy(_Fields):
     """Which op, module and parameter runs in which precision: frozen, hashable, equal by value, saved as TOML.
 
@@ -95,7 +98,7 @@ class Policy(_Fields):
     ) -> None:
         super().__init__(
             level=Level.parse(level),
-            dtype=None if dtype in ("auto", None) else parse_dtype(dtype),
+            dtype=None if dtype in ("auto", None) else parse_dtype(dtype, beside=("auto",)),
             preset=catalog.parse(preset),
             half=words.op_names("half", half),
             full=words.op_names("full", full),
@@ -131,15 +134,18 @@ class Policy(_Fields):
         if policy is None:
             return cls(**overrides)
         if isinstance(policy, str | Level):
-            return cls(policy, **overrides)
+            return cls(**{"level": _one_level(policy, overrides), **overrides})
         raise PolicyError(f"A policy is a level such as 'O1', a mezzo.Policy, or a .toml file, got {policy!r}.")
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Policy:
         """Read a policy from a TOML file."""
         words = toml.load(path)
-        _refuse_unknown_fields(words)
-        return cls(**words)
+        try:
+            _refuse_unknown_fields(words)
+            return cls(**words)
+        except PolicyError as error:
+            raise PolicyError(f"In {os.fspath(path)!r}: {error}") from error
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the policy to a TOML file that `load` reads back equal."""
@@ -150,19 +156,21 @@ class Policy(_Fields):
         names: frozenset[str] = getattr(self, rule.value)
         return names
 
-    def explain(self, op: str, *inputs: torch.dtype, device: str | None = None, **arguments: Any) -> decide.Decision:
-        """Say in which dtype an op runs for inputs of these dtypes on a device, and why.
+    def explain(self, op: str, *inputs: torch.dtype | str, device: str | None = None, **arguments: Any) -> decide.Decision:
+        """Say in which dtype an op runs for inputs of these dtypes (float32 where none is given) and these arguments on a device, and why.
 
         >>> print(Policy("O1", "float16", preset="torch-cuda").explain("softmax", torch.float16))
         softmax runs in float32: sums exponentials: float16 overflows past 65504.
         """
         found = hardware(device)
-        dtype = resolve(self, found).dtype
-        if dtype is None:
-            return decide.without_casts(op, inputs, f"nothing is cast: {resolve(self, found).reason}")
-        return decide.explain(self, op, inputs, dtype=dtype, device=found.device, arguments=arguments)
+        chosen = choose(self, found)
+        if chosen.dtype is None and self.level is not Level.O0 and self.on_unsupported is OnUnsupported.ERROR:
+            return decide.Decision(registry().parse(op), Rule.REFUSE, None, f"on_unsupported='error', and {chosen.reason}")
+        if chosen.dtype is None:
+            return decide.without_casts(op, inputs, f"nothing is cast: {chosen.reason}")
+        return decide.explain(self, op, inputs, dtype=chosen.dtype, device=found.device, arguments=arguments)
 
-    def diff(self, other: Policy, device: str | None = None) -> PolicyDiff:
+    def diff(self, other: Policy | str | os.PathLike[str] | Level, device: str | None = None) -> PolicyDiff:
         """What another policy says otherwise: the fields, and the ops that end up under another rule on a device.
 
         >>> print(Policy("O1").diff(Policy("O1", full={"linear"}, keep={"conv1d"}), device="cpu"))
@@ -179,7 +187,7 @@ class Policy(_Fields):
         op rnn_tanh: keep → full
         op rnn_tanh_cell: keep → full
         """
-        return diff(self, other, hardware(device).device)
+        return diff(self, Policy.of(other), hardware(device))
 
     def words(self) -> dict[str, Any]:
         """The fields that differ from a plain `Policy(level)`, in the words its constructor takes: plain strings, lists and tables."""
@@ -203,6 +211,14 @@ def _refuse_unknown_fields(overrides: Mapping[str, Any]) -> None:
     for word in overrides:
         if word not in known:
             raise PolicyError(unknown("policy field", word, known))
+
+
+def _one_level(level: str | Level, overrides: Mapping[str, Any]) -> str | Level:
+    if "level" in overrides:
+        raise PolicyError(f"The level was given twice: {level!r} and level={overrides['level']!r}. Give it once.")
+    if level in catalog.NAMES:
+        raise PolicyError(f"{level!r} is a preset, not a level. Write preset={level!r}, with a level if it is not O1.")
+    return level
 
 
 def _say(value: Any) -> Any:

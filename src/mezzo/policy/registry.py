@@ -7,6 +7,8 @@
 from __future__ import annotations
 
 import inspect
+import re
+import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import cache
@@ -18,7 +20,7 @@ import torch.nn.functional as F
 from torch._ops import OpOverload, OpOverloadPacket
 
 from mezzo._errors import PolicyError, nearest
-from mezzo.policy.names import canonical, is_op
+from mezzo.policy.names import DUNDERS, NOT_OPS, canonical, is_op
 from mezzo.policy.rule import Entry
 
 Function = Callable[..., Any]
@@ -66,6 +68,7 @@ class Registry:
         self._names: dict[Function, str] = {function: op.name for op in self._ops.values() for function in op.functions}
         self.generation = 0
         """Grows with every registration, so that what was computed from the registry knows when it is stale."""
+        self._lock = threading.Lock()
 
     def __iter__(self) -> Iterator[Op]:
         return iter(self._ops.values())
@@ -84,15 +87,21 @@ class Registry:
     def parse(self, word: str) -> str:
         """Read an op's name from any of its spellings, or say which are close.
 
-        >>> registry().parse("true_divide")
-        'div'
+        >>> registry().parse("true_divide"), registry().parse("F.softmax"), registry().parse("aten::softmax.int")
+        ('div', 'softmax', 'softmax')
         """
         if not isinstance(word, str):
-            raise PolicyError(f"An op is named by a string such as 'softmax', got {word!r}. `mezzo.ops()` lists them.")
-        name = word if word in self._ops else canonical(word)
+            raise PolicyError(f"An op is named by a string such as {self._called(word)!r}, got {word!r}. `mezzo.ops()` lists them.")
+        bare = _bare(word)
+        name = word if word in self._ops else canonical(bare)
         if name in self._ops:
             return name
-        raise PolicyError(f"Unknown op {word!r}.{nearest(word, self._ops)} `mezzo.ops()` lists the known ones, `mezzo.register_op` adds your own.")
+        if name in NOT_OPS:
+            raise PolicyError(f"No rule applies to {word!r}: it carries, describes, makes or converts a tensor. `mezzo.ops()` lists the ops that have one.")
+        raise PolicyError(f"Unknown op {word!r}.{nearest(bare, self._ops)} `mezzo.ops()` lists the known ones, `mezzo.register_op` adds your own.")
+
+    def _called(self, function: Any) -> str:
+        return (callable(function) and self.name_of(function)) or "softmax"
 
     def name_of(self, function: Function) -> str | None:
         """Name the op behind a Python function, a method or an ATen overload; nothing when no rule applies to it."""
@@ -118,24 +127,40 @@ class Registry:
 
     def register(self, name: str, functions: tuple[Function, ...], entry: Entry) -> None:
         """Add an op of the user's own; the same name again replaces it, a torch op's name is refused."""
-        if name in self._ops and self._ops[name].entry is None:
-            raise PolicyError(f"{name!r} is an op of torch's and cannot be registered again. Choose another name, or list it in a policy to change its rule.")
-        self._names = {function: known for function, known in self._names.items() if known != name} | dict.fromkeys(functions, name)
-        self._ops = self._ops | {name: Op(name, functions, entry)}
-        self.generation += 1
+        for word in (name, canonical(name)):
+            if word in self._ops and self._ops[word].entry is None:
+                also = "" if word == name else f" ({word!r} here)"
+                raise PolicyError(
+                    f"{name!r}{also} is an op of torch's and cannot be registered again. Choose another name, or list it in a policy to change its rule."
+                )
+        with self._lock:
+            self._names = {function: known for function, known in self._names.items() if known != name} | dict.fromkeys(functions, name)
+            self._ops = self._ops | {name: Op(name, functions, entry)}
+            self.generation += 1
 
     def unregister(self, name: str) -> None:
         """Forget an op of the user's own."""
         if name not in self._ops or self._ops[name].entry is None:
             raise PolicyError(f"{name!r} was not registered with mezzo.register_op, so it cannot be removed.")
-        self._names = {function: known for function, known in self._names.items() if known != name}
-        self._ops = {known: op for known, op in self._ops.items() if known != name}
-        self.generation += 1
+        with self._lock:
+            self._names = {function: known for function, known in self._names.items() if known != name}
+            self._ops = {known: op for known, op in self._ops.items() if known != name}
+            self.generation += 1
+
+
+_making = threading.Lock()
 
 
 @cache
 def registry() -> Registry:
     """The registry of this process, made when it is first asked for."""
+    # Two threads that ask first at once would each make one, and what is registered in the other would be lost.
+    with _making:
+        return _made()
+
+
+@cache
+def _made() -> Registry:
     return Registry()
 
 
@@ -146,17 +171,24 @@ def parameters(function: Function) -> tuple[str, ...]:
     >>> parameters(torch.softmax)
     ('self', 'dim', 'dtype')
     """
-    try:
-        return tuple(inspect.signature(function).parameters)
-    except (ValueError, TypeError):
-        pass
-    schemas = [function._schema] if isinstance(function, OpOverload) else _schemas(getattr(function, "__name__", ""))
+    if isinstance(function, OpOverloadPacket):
+        schemas = [schema for schema in function._schemas.values() if schema is not None]
+    elif isinstance(function, OpOverload):
+        schemas = [function._schema]
+    else:
+        try:
+            return tuple(inspect.signature(function).parameters)
+        except (ValueError, TypeError):
+            schemas = _schemas(getattr(function, "__name__", ""))
     longest = max(schemas, key=lambda schema: len(schema.arguments), default=None)
-    return tuple(argument.name for argument in longest.arguments) if longest is not None else ()
+    return tuple(argument.name for argument in longest.arguments if not argument.is_out) if longest is not None else ()
 
 
 def _schemas(base: str) -> list[Any]:
-    named = [torch._C._get_schema(f"aten::{base}", overload) for known, overload in aten_overloads().get(canonical(base), ()) if known == base]
+    overloads = aten_overloads().get(canonical(base), ())
+    # An operator's dunder has no schema of its own and takes the arguments of its op.
+    bases = {base} if base in dict(overloads) else {canonical(base)}
+    named = [torch._C._get_schema(f"aten::{known}", overload) for known, overload in overloads if known in bases]
     return [schema for schema in named if not any(argument.is_out for argument in schema.arguments) and "Dimname" not in str(schema)]
 
 
@@ -205,7 +237,23 @@ def _torch_functions() -> dict[str, list[Function]]:
     return private | {name: list(dict.fromkeys(functions)) for name, functions in found.items() if _is_tensor_op(name, functions)}
 
 
+_PATH = re.compile(r"(?:torch\.)?(?:(?:nn\.)?functional\.|F\.|Tensor\.)?((?:linalg|fft|special)\.)?(\w+)")
+_ATEN = re.compile(r"(?:torch\.ops\.)?aten(?:::|\.)(\w+)(?:\.\w+)?")
+
+
+def _bare(word: str) -> str:
+    """What an op is called in the paths that people paste: `torch.nn.functional.softmax`, `torch.linalg.qr`, `aten.softmax.int`."""
+    if aten := _ATEN.fullmatch(word):
+        return aten[1]
+    if path := _PATH.fullmatch(word):
+        return (path[1] or "").replace(".", "_") + path[2]
+    return word
+
+
 def _is_public(word: str) -> bool:
+    if word.startswith("__"):
+        # What Python asks of a tensor (`__nonzero__`, `__index__`, `__complex__`) is no op, though an op has the bare name.
+        return word in DUNDERS
     return not word.startswith("_") or canonical(word) != word.strip("_") or hasattr(torch.Tensor, word)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import warnings
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -36,7 +37,7 @@ def resolve(policy: Policy, hardware: Hardware) -> Resolved:
     >>> resolve(Policy("O1", "bfloat16"), hardware("cpu")).dtype
     torch.bfloat16
     """
-    resolved = _choose(policy, hardware)
+    resolved = choose(policy, hardware)
     if resolved.dtype is None and policy.level is not Level.O0:
         _downgrade(policy, hardware, resolved.reason)
     if _events.listening():
@@ -45,12 +46,13 @@ def resolve(policy: Policy, hardware: Hardware) -> Resolved:
     return resolved
 
 
-def _choose(policy: Policy, hardware: Hardware) -> Resolved:
+def choose(policy: Policy, hardware: Hardware) -> Resolved:
+    """What `resolve` comes to, for who only asks: nothing is raised, warned or emitted."""
     if policy.level is Level.O0:
         return Resolved(None, "level O0 runs everything in float32")
     if policy.dtype is None:
         best = hardware.best
-        return Resolved(best.dtype, best.reason) if best else Resolved(None, f"{hardware.name} supports no 16-bit dtype: {hardware.float16.reason}")
+        return Resolved(best.dtype, best.reason) if best else Resolved(None, hardware.float16.reason)
     support = hardware.support(policy.dtype)
     return Resolved(policy.dtype if support.supported else None, support.reason)
 
@@ -66,4 +68,12 @@ def _downgrade(policy: Policy, hardware: Hardware, reason: str) -> None:
         _events.emit(_events.PolicyDowngraded(asked, "float32", hardware.device, reason))
     if policy.on_unsupported is OnUnsupported.WARN and message not in _warned:
         _warned.add(message)
-        warnings.warn(f"{message}. Running in float32.", UserWarning, stacklevel=2)
+        warnings.warn(f"{message}. Running in float32.", UserWarning, stacklevel=_levels_up())
+
+
+def _levels_up() -> int:
+    """How far up the stack the user's code is, from where it is asked."""
+    frame, levels = sys._getframe(1), 1
+    while frame.f_back is not None and frame.f_globals["__name__"].partition(".")[0] == __name__.partition(".")[0]:
+        frame, levels = frame.f_back, levels + 1
+    return levels

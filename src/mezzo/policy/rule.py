@@ -24,7 +24,12 @@ class Word(Enum):
 
     @classmethod
     def _unknown(cls, word: object) -> str:
-        return unknown(cls.__name__.lower(), word, (str(member.value) for member in cls))
+        return unknown(cls._said(), word, (str(member.value) for member in cls))
+
+    @classmethod
+    def _said(cls) -> str:
+        """What the set is called in a message: the name of the field."""
+        return cls.__name__.lower()
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}.{self.name}"
@@ -99,8 +104,15 @@ class OnUnsupported(Word):
     """What to do when the device lacks what the policy asks for."""
 
     ERROR = "error"
+    """Raise."""
     WARN = "warn"
+    """Warn once, then run in float32."""
     IGNORE = "ignore"
+    """Run in float32."""
+
+    @classmethod
+    def _said(cls) -> str:
+        return "on_unsupported"
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Self
@@ -25,7 +26,7 @@ NORMS: tuple[type[nn.Module], ...] = (
 
 @dataclass(frozen=True, order=True)
 class Selector:
-    """A glob on a module's qualified name (`encoder.*.norm`; a star also crosses dots) or a type with its subclasses (`type:torch.nn….LayerNorm`).
+    """A glob on a module's qualified name (`encoder.*.norm`; a star also crosses dots, and the model itself is `""`) or a type with its subclasses (`type:torch.nn….LayerNorm`).
 
     A type is kept by name, so that reading a policy file imports nothing.
     """
@@ -43,7 +44,7 @@ class Selector:
             return word
         if isinstance(word, type) and issubclass(word, nn.Module):
             return cls(_TYPE + _path(word))
-        if isinstance(word, str) and word.removeprefix(_TYPE):
+        if isinstance(word, str) and word != _TYPE:
             return cls(word)
         raise PolicyError(f"A module is named by a glob on its qualified name ('encoder.*.norm') or by its class (nn.LayerNorm), got {word!r}.")
 
@@ -59,7 +60,14 @@ class Selector:
         if not self.text.startswith(_TYPE):
             return fnmatchcase(name, self.text)
         wanted = self.text.removeprefix(_TYPE)
-        return any(wanted in (_path(base), base.__qualname__) for base in type(module).__mro__)
+        public = _imported(wanted)
+        return any(base is public or wanted in (_path(base), base.__qualname__) for base in type(module).__mro__)
+
+
+def _imported(path: str) -> object:
+    """The class that people import from a path (torch.nn.LayerNorm), though it is defined elsewhere; looked for in what is imported already."""
+    module, _, name = path.rpartition(".")
+    return getattr(sys.modules.get(module), name, None)
 
 
 def _path(kind: type) -> str:

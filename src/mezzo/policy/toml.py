@@ -6,6 +6,7 @@ import json
 import os
 import tomllib
 from collections.abc import Mapping
+from math import isinf
 from pathlib import Path
 from typing import Any
 
@@ -20,16 +21,19 @@ def save(path: str | os.PathLike[str], words: Mapping[str, Any]) -> None:
     lines = [f"{name} = {_value(value)}" for name, value in words.items() if not isinstance(value, Mapping)]
     for name, table in words.items():
         if isinstance(table, Mapping):
-            lines += ["", f"[{name}]", *(f"{json.dumps(key)} = {_value(value)}" for key, value in table.items())]
+            lines += ["", f"[{name}]", *(f"{_json(key)} = {_value(value)}" for key, value in table.items())]
     write_text(path, _HEADER + "\n".join(lines) + "\n")
 
 
 def load(path: str | os.PathLike[str]) -> dict[str, Any]:
     """Read a policy's words, or say what is wrong with the file."""
     try:
-        words = tomllib.loads(Path(path).read_text())
+        # utf-8-sig: some editors put a byte order mark before the text.
+        words = tomllib.loads(Path(path).read_text(encoding="utf-8-sig"))
     except FileNotFoundError as error:
         raise PolicyError(f"There is no policy file at {os.fspath(path)!r}. Write one with `policy.save(path)`.") from error
+    except OSError as error:
+        raise PolicyError(f"The policy file {os.fspath(path)!r} cannot be read: {error.strerror}.") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise PolicyError(f'{os.fspath(path)!r} is not valid TOML: {error}. A policy file holds lines such as level = "O1" and full = ["softmax"].') from error
     return {name: _plain(value) for name, value in words.items()}
@@ -42,8 +46,14 @@ def _value(value: Any) -> str:
             return "{}"
         case list():
             return "[" + ", ".join(_value(item) for item in value) + "]"
-    # A JSON string, number or boolean is the same text in TOML.
-    return json.dumps(value)
+        case float() if isinf(value):
+            return str(value)
+    return _json(value)
+
+
+def _json(value: Any) -> str:
+    """A string, number or boolean, which is the same text in JSON and in TOML; but TOML takes no halves of a surrogate pair, and no bare DEL."""
+    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
 def _plain(value: Any) -> Any:

@@ -113,7 +113,9 @@ _UNLISTED = Entry(Rule.KEEP, "in no list: it follows its inputs, and torch's ker
 
 _VIEWS = (
     "view view_as reshape reshape_as expand expand_as permute transpose t squeeze unsqueeze select narrow split split_with_sizes chunk unbind "
-    "flatten unflatten diagonal movedim as_strided adjoint real imag ravel tensor_split unfold broadcast_to broadcast_tensors index"
+    "flatten unflatten diagonal movedim as_strided adjoint real imag ravel tensor_split unfold broadcast_to broadcast_tensors index "
+    "hsplit vsplit dsplit positive conj resolve_conj resolve_neg view_as_real view_as_complex slice_inverse coalesce "
+    "crow_indices col_indices ccol_indices row_indices"
 )
 
 _O2_FULL: Groups = (
@@ -135,7 +137,7 @@ _O2_FULL: Groups = (
 
 _KEPT: Groups = (
     (Rule.KEEP, "a view: it shares its input's memory, which a cast would break", _VIEWS),
-    (Rule.KEEP, "makes a tensor like its input", "empty_like zeros_like ones_like full_like rand_like randn_like randint_like"),
+    (Rule.KEEP, "makes a tensor like its input", "zeros_like ones_like full_like rand_like randn_like randint_like"),
 )
 
 _STATISTICS = {"batch_norm": ("weight", "bias", "running_mean", "running_var"), "instance_norm": ("weight", "bias", "running_mean", "running_var")}

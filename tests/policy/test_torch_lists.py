@@ -1,0 +1,110 @@
+"""torch's own lists, and mezzo's for the levels that torch does not have."""
+
+import pytest
+import torch
+
+from mezzo.policy.names import canonical
+from mezzo.policy.registry import registry
+from mezzo.policy.rule import Level, Rule
+from mezzo.policy.torch_lists import AUTOCAST_KEYS, DEVICES, lists, native
+
+EVERY = [(level, device) for level in Level for device in ("cpu", "cuda", "xpu", "npu")]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_the_lists_name_just_the_ops_that_torch_has_an_autocast_kernel_for(device):
+    registered = torch._C._dispatch_get_registrations_for_dispatch_key(AUTOCAST_KEYS[device])
+    theirs = {canonical(name.removeprefix("aten::").partition(".")[0]) for name in registered if name.startswith("aten::")}
+    assert native(device).keys() == theirs
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_no_op_stands_in_two_groups(device):
+    named = [name for _, _, names in DEVICES[device] for name in names.split()]
+    assert len(named) == len(set(named))
+
+
+@pytest.mark.parametrize(("level", "device"), EVERY)
+def test_every_entry_names_an_op_and_has_a_reason(level, device):
+    found = lists(level, device)
+    assert (found.entries.keys() | found.exempt.keys()) - registry().names == set()
+    assert all(entry.reason for entry in (*found.entries.values(), found.unlisted))
+
+
+@pytest.mark.parametrize(
+    ("op", "cuda", "cpu"),
+    [
+        ("softmax", Rule.FULL, None),
+        ("layer_norm", Rule.FULL, None),
+        ("exp", Rule.FULL, None),
+        ("sum", Rule.FULL, None),
+        ("linear", Rule.HALF, Rule.HALF),
+        ("matmul", Rule.HALF, Rule.HALF),
+        ("conv2d", Rule.HALF, Rule.HALF),
+        ("scaled_dot_product_attention", Rule.HALF, Rule.HALF),
+        ("einsum", Rule.HALF, None),
+        ("lstm_cell", Rule.HALF, None),
+        ("mse_loss", Rule.FULL, Rule.FULL),
+        ("cross_entropy", None, Rule.FULL),
+        ("cat", None, Rule.PROMOTE),
+        ("addcmul", Rule.PROMOTE, None),
+        ("grid_sample", Rule.PROMOTE, Rule.FULL),
+        ("linalg_qr", None, Rule.FULL),
+        ("binary_cross_entropy", Rule.REFUSE, Rule.FULL),
+        ("relu", None, None),
+        ("add", None, None),
+    ],
+)
+def test_torch_differs_between_cuda_and_the_cpu_where_it_does(op, cuda, cpu):
+    for device, rule in (("cuda", cuda), ("cpu", cpu)):
+        entry = lists(Level.O1, device).entries.get(op)
+        assert (entry and entry.rule) is rule
+
+
+def test_the_refusal_names_what_to_call_instead():
+    assert "use binary_cross_entropy_with_logits" in native("cuda")["binary_cross_entropy"].reason
+
+
+@pytest.mark.parametrize("device", ["xpu", "mps", "npu", "privateuseone"])
+def test_an_accelerator_without_a_list_of_its_own_has_that_of_cuda(device):
+    assert native(device) == native("cuda")
+
+
+def test_od_keeps_what_is_half_and_runs_the_rest_in_float32():
+    found = lists(Level.OD, "cuda")
+    assert found.unlisted.rule is Rule.FULL
+    assert {entry.rule for entry in found.entries.values()} == {Rule.HALF, Rule.REFUSE}
+    assert found.entries.keys() >= {"linear", "conv2d", "binary_cross_entropy"}
+
+
+@pytest.mark.parametrize("level", [Level.O2, Level.O3])
+def test_o2_and_o3_run_everything_in_16_bits_but_views_and_what_has_no_kernel(level):
+    found = lists(level, "cpu")
+    assert found.unlisted.rule is Rule.HALF
+    assert found.entries["view"].rule is Rule.KEEP
+    assert found.entries["linalg_qr"].rule is Rule.FULL
+    assert found.exempt["batch_norm"] == ("weight", "bias", "running_mean", "running_var")
+
+
+@pytest.mark.parametrize("level", [Level.O2, Level.O3])
+def test_no_level_casts_what_shares_memory_with_its_input(level):
+    def is_view(overload):
+        return any(result.alias_info is not None and not result.alias_info.is_write for result in overload._schema.returns)
+
+    views = {op.name for op in registry() if any(is_view(overload) for overload in registry().overloads(op.name))}
+    assert {name for name in views if lists(level, "cuda").entries.get(name, lists(level, "cuda").unlisted).rule is not Rule.KEEP} == set()
+
+
+def test_o2_keeps_in_float32_what_needs_the_range_and_o3_nothing():
+    for op in ("softmax", "layer_norm", "exp", "sum", "mean", "cross_entropy", "cosine_similarity"):
+        assert lists(Level.O2, "cuda").entries[op].rule is Rule.FULL
+        assert op not in lists(Level.O3, "cuda").entries
+
+
+def test_o0_lists_nothing():
+    assert (lists(Level.O0, "cuda").entries, lists(Level.O0, "cuda").unlisted.rule) == ({}, Rule.KEEP)
+
+
+def test_lists_are_made_once():
+    assert lists(Level.O1, "cuda") is lists(Level.O1, "cuda")
+    assert native("cpu") is native("cpu")

@@ -1,0 +1,14 @@
+"""Devices that are not there."""
+
+from __future__ import annotations
+
+from mezzo._hardware import Hardware, Support
+
+NATIVE = Support(supported=True, fast=True, reason="it has instructions for it")
+SLOW = Support(supported=True, fast=False, reason="torch emulates it")
+NONE = Support(supported=False, fast=False, reason="it has no kernels for it")
+
+
+def device(float16: Support = NATIVE, bfloat16: Support = NATIVE, *, kind: str = "cuda", name: str = "Fake 100") -> Hardware:
+    """A device with these abilities."""
+    return Hardware(kind, name, "1.0", float16=float16, bfloat16=bfloat16)

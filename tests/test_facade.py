@@ -1,0 +1,75 @@
+"""What `import mezzo` gives, and what it costs."""
+
+import json
+import subprocess
+import sys
+from types import ModuleType
+
+import pytest
+
+import mezzo
+
+# Runs in a fresh interpreter; what is set to None there cannot be imported.
+PROBE = """
+import json, sys, warnings
+warnings.simplefilter("error")
+for name in ("rich", "sklearn", "numpy", "scipy", "lightning", "hypothesis", "pytest"):
+    sys.modules[name] = None
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # torch warns that NumPy is missing
+    import torch
+before = set(sys.modules)
+import mezzo
+after = sorted(name for name in set(sys.modules) - before if sys.modules[name] is not None)
+from mezzo import _hardware
+from mezzo.policy import decide, registry, torch_lists
+caches = (registry.registry, registry._made, registry.aten_overloads, registry._functional, _hardware._detect, decide._effective, torch_lists.native)
+made = [cache.__qualname__ for cache in caches if cache.cache_info().currsize]
+print(json.dumps({"imported": after, "made": made, "cuda": torch.cuda.is_initialized()}))
+"""
+
+
+@pytest.fixture(scope="module")
+def fresh():
+    """What a fresh interpreter finds after `import mezzo`, with nothing installed but torch."""
+    ran = subprocess.run([sys.executable, "-c", PROBE], capture_output=True, text=True, check=False)
+    assert ran.returncode == 0, ran.stderr
+    assert ran.stderr == ""
+    return json.loads(ran.stdout)
+
+
+def test_all_is_what_the_package_exposes():
+    exposed = {name for name, value in vars(mezzo).items() if not name.startswith("_") and not isinstance(value, ModuleType)}
+    assert set(mezzo.__all__) == exposed
+
+
+def test_all_names_nothing_twice_and_is_sorted():
+    # ruff's order: constants, classes, functions.
+    assert len(set(mezzo.__all__)) == len(mezzo.__all__)
+    assert mezzo.__all__ == sorted(mezzo.__all__, key=lambda name: (not name.isupper(), not name[0].isupper(), name))
+
+
+@pytest.mark.parametrize("name", mezzo.__all__)
+def test_everything_public_is_documented(name):
+    assert getattr(mezzo, name).__doc__
+
+
+def test_every_error_that_is_raised_is_public():
+    from mezzo import _errors
+
+    raised = {name for name, value in vars(_errors).items() if isinstance(value, type) and issubclass(value, Exception)}
+    assert raised <= set(mezzo.__all__)
+
+
+def test_importing_mezzo_needs_torch_alone_and_warns_of_nothing(fresh):
+    assert "mezzo.policy.policy" in fresh["imported"]
+
+
+def test_importing_mezzo_asks_no_hardware_and_builds_no_registry(fresh):
+    assert fresh["made"] == []
+    assert not fresh["cuda"]
+
+
+def test_importing_mezzo_does_not_import_the_compiler(fresh):
+    heavy = ("torch._dynamo", "torch._inductor", "torch._functorch.aot_autograd", "torch.onnx", "torch.distributed.fsdp", "sympy")
+    assert [name for name in fresh["imported"] if name in heavy] == []
