@@ -20,8 +20,14 @@ README = (ROOT / "README.md").read_text()
 
 def test_the_session_in_the_readme_runs_as_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    session = "\n".join(line for line in README.splitlines() if line.startswith(">>>") or line.startswith("softmax runs"))
-    test = doctest.DocTestParser().get_doctest(session.replace('>>> mezzo.autocast("policy.toml")', '>>> _ = mezzo.autocast("policy.toml", device_type="cpu")'), {"torch": torch, "mezzo": mezzo}, "README", None, 0)
+    session = "\n".join(line for line in README.splitlines() if line.startswith((">>>", "softmax runs")))
+    test = doctest.DocTestParser().get_doctest(
+        session.replace('>>> mezzo.autocast("policy.toml")', '>>> _ = mezzo.autocast("policy.toml", device_type="cpu")'),
+        {"torch": torch, "mezzo": mezzo},
+        "README",
+        None,
+        0,
+    )
     assert test.examples
     assert doctest.DocTestRunner().run(test).failed == 0
 

@@ -19,7 +19,7 @@ def test_a_member_is_read_from_its_spelling_and_from_itself(word, member):
 
 
 @pytest.mark.parametrize(("word", "member"), MEMBERS, ids=str)
-def test_a_member_prints_as_what_can_be_pasted_back(word, member):  # noqa: ARG001 - the pairs are those of the test above
+def test_a_member_prints_as_what_can_be_pasted_back(word, member):
     assert eval(repr(member), vars(rule)) is member
 
 

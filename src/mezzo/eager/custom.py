@@ -69,7 +69,6 @@ def _spellings(operator: CustomOpDef | OpOverload[..., Any] | OpOverloadPacket[.
 
 def _aware(name: str, function: Callable[P, R]) -> Callable[P, R]:
     """A function that asks for the region it is called in. It needs no mode, so that default regions stay free of one."""
-
     alone = _own_table(name)
 
     @wraps(function)

@@ -30,22 +30,8 @@ def around(region: Region, binding: Binding | None, function: Callable[P, R]) ->
             return (yield from _resumed(region, binding, function(*args, **kwargs)))
 
         return cast("Callable[P, R]", generator)
-    if inspect.iscoroutinefunction(function):
-
-        @wraps(function)
-        async def asynchronous(*args: P.args, **kwargs: P.kwargs) -> Any:
-            return await coroutine(_resumed)(region, binding, cast("Any", function(*args, **kwargs)))
-
-        return cast("Callable[P, R]", asynchronous)
-    if inspect.isasyncgenfunction(function):
-
-        @wraps(function)
-        async def stream(*args: P.args, **kwargs: P.kwargs) -> Any:
-            async with aclosing(_streamed(region, binding, cast("Any", function(*args, **kwargs)))) as items:
-                async for item in items:
-                    yield item
-
-        return cast("Callable[P, R]", stream)
+    if inspect.iscoroutinefunction(function) or inspect.isasyncgenfunction(function):
+        return _around_asynchronous(region, binding, function)
 
     @wraps(function)
     def decorated(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -57,6 +43,24 @@ def around(region: Region, binding: Binding | None, function: Callable[P, R]) ->
             return function(*args, **kwargs)
 
     return decorated
+
+
+def _around_asynchronous(region: Region, binding: Binding | None, function: Callable[P, Any]) -> Callable[P, Any]:
+    if inspect.iscoroutinefunction(function):
+
+        @wraps(function)
+        async def asynchronous(*args: P.args, **kwargs: P.kwargs) -> Any:
+            return await coroutine(_resumed)(region, binding, cast("Any", function(*args, **kwargs)))
+
+        return asynchronous
+
+    @wraps(function)
+    async def stream(*args: P.args, **kwargs: P.kwargs) -> Any:
+        async with aclosing(_streamed(region, binding, function(*args, **kwargs))) as items:
+            async for item in items:
+                yield item
+
+    return stream
 
 
 @contextmanager

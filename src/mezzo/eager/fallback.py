@@ -16,6 +16,7 @@ from torch.library import Library
 from mezzo import _events
 from mezzo._casting import cast_all, is_castable
 from mezzo._dtypes import HALF_DTYPES, dtype_name
+from mezzo._hardware import hardware
 from mezzo.policy import kernels
 from mezzo.policy.registry import Function, functional_overloads
 from mezzo.policy.torch_lists import AUTOCAST_KEYS, native
@@ -26,6 +27,7 @@ _NO_KERNEL = (
     "Unsupported dtype Half",
     "Unsupported dtype BFloat16",
     "Low precision dtypes not supported",
+    "could not create a primitive descriptor",
 )
 
 
@@ -43,7 +45,7 @@ def fall_back(error: Exception, func: Function, op: str, dtype: torch.dtype | No
 def complete_torch_lists(device: str) -> Library | None:
     """Give the ops that lack a 16-bit kernel on a device an autocast kernel that casts to float32. Kept for the life of the process."""
     key = AUTOCAST_KEYS.get(device)
-    lacking = sorted(kernels.known(device) - set(native(device)))
+    lacking = sorted((kernels.known(device) | _lacking_here(device)) - set(native(device)))
     if key is None or not lacking:
         return None
     library = Library("aten", "IMPL")
@@ -52,6 +54,11 @@ def complete_torch_lists(device: str) -> Library | None:
         for qualified in functional_overloads(op) - registered:
             library.impl(qualified.removeprefix("aten::"), _in_float32(op, qualified, device, key), key)
     return library
+
+
+def _lacking_here(device: str) -> frozenset[str]:
+    """Ops whose 16-bit kernel this very device lacks: oneDNN's LSTM, which torch's autocast calls on a CPU, fails without native instructions."""
+    return frozenset({"lstm"}) if device == "cpu" and not hardware(device).bfloat16.fast else frozenset()
 
 
 def _in_float32(op: str, qualified: str, device: str, key: str) -> Function:

@@ -38,7 +38,7 @@ def install() -> None:
 
 
 def _is_steered() -> bool:
-    return any(region.key and region.enabled for region in current_regions())
+    return any(one.key and one.enabled for one in current_regions())
 
 
 def _hook_checkpoint() -> None:
@@ -110,8 +110,12 @@ def _hook_export(module: ModuleType) -> None:
 
     @wraps(export)
     def keeping(*args: Any, **kwargs: Any) -> Any:
-        regions = tuple(alone(region) for region in current_regions() if region.enabled)
-        with inside(*regions):
-            return export(*args, **kwargs)
+        regions = tuple(alone(one) for one in current_regions() if one.enabled)
+        before, region.exporting = region.exporting, True
+        try:
+            with inside(*regions):
+                return export(*args, **kwargs)
+        finally:
+            region.exporting = before
 
     module._export = keeping  # type: ignore[attr-defined]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
@@ -31,8 +32,8 @@ class Action:
     """Run with torch's own autocast off, since it would cast again inside."""
     exempt: tuple[tuple[int, str], ...] = ()
     """Arguments that do not decide and are never cast down, by position and name."""
-    conditions: tuple[tuple[int, str, tuple[Value, ...]], ...] = ()
-    """Arguments whose values make the op run in float32, by position and name."""
+    conditions: tuple[tuple[int, str, tuple[Value, ...], bool], ...] = ()
+    """Arguments whose values make the op run in float32, by position and name, and whether the value that holds where it is left out is one of them."""
     takes_dtype: bool = False
     """The caller may name the dtype of the result, which then stands."""
     in_place: tuple[int, str] | None = None
@@ -85,7 +86,9 @@ def _action(op: Op, function: Function, entry: Entry, lists: OpLists, theirs: Ma
     if has_body(function) and op.name not in lists.entries and not ops_inside(function) <= {op.name}:
         return None
     exempt = _places(function, lists.exempt.get(op.name, ()))
-    conditions = tuple((*_place(function, one.argument), one.values) for one in lists.conditional if one.op == op.name)
+    conditions = tuple(
+        (*_place(function, one.argument), one.values, _default_of(function, one.argument) in one.values) for one in lists.conditional if one.op == op.name
+    )
     torchs = theirs[op.name].rule if op.name in theirs and _is_cast_by_torch(function, device) else Rule.KEEP
     if entry.rule is torchs and not exempt and not conditions:
         return Action(op.name, entry.rule, entry.reason, quiet=False, weights=True, cached=True) if versioned and entry.rule is Rule.HALF else None
@@ -164,3 +167,13 @@ def _places(function: Function, names: tuple[str, ...]) -> tuple[tuple[int, str]
 def _place(function: Function, name: str) -> tuple[int, str]:
     known = parameters(function)
     return (known.index(name) if name in known else -1, name)
+
+
+def _default_of(function: Function, name: str) -> object:
+    """What an argument is when a call leaves it out."""
+    try:
+        known: object = inspect.signature(function).parameters[name].default
+    except (ValueError, TypeError, KeyError):
+        schemas = (torch._C._get_schema(*qualified.partition(".")[::2]) for qualified in functional_overloads(getattr(function, "__name__", "")))
+        known = next((one.default_value for schema in schemas for one in schema.arguments if one.name == name), None)
+    return known

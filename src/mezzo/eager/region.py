@@ -7,15 +7,15 @@ optimizer step inside a region, would all be served stale copies from torch's we
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import wraps
 from typing import Any, ParamSpec, Self, TypeVar
 from weakref import WeakValueDictionary
 
 import torch
-from torch.amp.autocast_mode import _enter_autocast, _exit_autocast
-from torch.compiler import is_dynamo_compiling, is_exporting
+from torch.compiler import is_dynamo_compiling
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from mezzo._dtypes import dtype_name
@@ -135,12 +135,15 @@ _ENABLED, _CHANGED, _CACHED, _STEERING, _PUSHED, _KEY = range(1, 7)
 _NOT_STEERED: tuple[None, bool, str] = (None, False, "")
 
 
+exporting = False
+"""Whether torch.export is at work. torch's own question, `torch.compiler.is_exporting`, says yes to every compilation in torch 2.11."""
+
 by_mode_alone: Callable[[Region], Region] = lambda region: region  # noqa: E731 - replaced when the hooks are installed
 """Turns a region into one that leaves nothing to torch's own lists, which torch.export does not hear."""
 
 
 def _steer(region: Region) -> tuple[Steering | None, bool, str]:
-    if region.enabled and is_exporting():
+    if exporting and region.enabled:
         region = by_mode_alone(region)
     steering = steering_of(region.device)
     if steering is None:
@@ -177,19 +180,32 @@ class Traced:
     key: str
 
 
+@contextmanager
+def _native(device: str, dtype: torch.dtype, enabled: bool) -> Iterator[None]:  # noqa: FBT001
+    """torch's own region in the one shape that dynamo traces in every version since 2.11: a `with` inside a generator.
+
+    Without torch's cache: compiled code shares casts by itself, and the cache's defects stay out.
+    """
+    with torch.autocast(device, dtype=dtype, enabled=enabled, cache_enabled=False):
+        yield
+
+
 def enter_traced(region: Region) -> Traced:
     """`enter` in words that dynamo can trace."""
-    if is_exporting():
-        raise UnsupportedError("torch.export(strict=True) drops a mezzo region inside the model. Export with strict=False, or put the region around the export.")
+    if exporting:
+        raise UnsupportedError(
+            "torch.export(strict=True) drops a mezzo region inside the model. Export with strict=False, or put the region around the export."
+        )
     steering, pushed, key = _steer(region)
     dtype = torch.get_autocast_dtype(region.device) if region.dtype is None else region.dtype
-    # Without torch's cache: compiled code shares casts by itself, and the cache's defects stay out.
-    return Traced(_enter_autocast(region.device, dtype, region.enabled, False), steering, pushed, key)
+    native = _native(region.device, dtype, region.enabled)
+    native.__enter__()
+    return Traced(native, steering, pushed, key)
 
 
 def leave_traced(traced: Traced) -> None:
     """`leave` in words that dynamo can trace."""
-    _exit_autocast(traced.native)
+    traced.native.__exit__(None, None, None)
     if traced.steering is not None:
         _unsteer(traced.steering, traced.key, pushed=traced.pushed)
 

@@ -35,6 +35,8 @@ Kwargs = dict[str, Any]
 
 # Looking a member up on its enum costs as much as the rest of the question.
 _HALF, _FULL = Rule.HALF, Rule.FULL
+# So does looking a function up on torch, three times an op.
+_is_enabled, _set_enabled, _get_dtype = torch.is_autocast_enabled, torch.set_autocast_enabled, torch.get_autocast_dtype
 
 
 class Steering(TorchFunctionMode):
@@ -52,14 +54,15 @@ class Steering(TorchFunctionMode):
             return self._trace(func, args, kwargs or {})
         action = TABLES[self.key].get(func)
         # torch's own state says whether casting is on: a disabled region inside switches this off too.
-        if action is None or not torch.is_autocast_enabled(self.device):
+        if action is None or not _is_enabled(self.device):
             return func(*args, **kwargs) if kwargs else func(*args)
         return self.steer(func, action, args, kwargs or {})
 
     def _trace(self, func: Function, args: Args, kwargs: Kwargs) -> Any:
         rule = tables.rule_of(self.key, func)
         if rule is None or not torch.is_autocast_enabled(self.device):
-            return func(*args, **kwargs)
+            # Called as a method: dynamo does not trace the `super()` inside this one.
+            return args[0].unflatten(*args[1:], **kwargs) if func is Tensor.unflatten else func(*args, **kwargs)
         if rule == "open":
             with self:
                 return tracing.body(func)(*args, **kwargs)
@@ -98,17 +101,17 @@ class Steering(TorchFunctionMode):
 
     def _run(self, func: Function, action: Action, dtype: torch.dtype | None, args: Args, kwargs: Kwargs) -> Any:
         if action.quiet:
-            torch.set_autocast_enabled(self.device, False)
+            _set_enabled(self.device, False)
         try:
             return func(*args, **kwargs) if kwargs else func(*args)
         except (RuntimeError, NotImplementedError) as error:
             return fall_back(error, func, action.op, dtype, self.device, args, kwargs)
         finally:
             if action.quiet:
-                torch.set_autocast_enabled(self.device, True)
+                _set_enabled(self.device, True)
 
     def _half(self, action: Action) -> torch.dtype:
-        half = torch.get_autocast_dtype(self.device)
+        half = _get_dtype(self.device)
         return torch.float32 if kernels.was_learnt(action.op, half, self.device) else half
 
     def _widest(self, rule: Rule, action: Action, args: Args, kwargs: Kwargs) -> torch.dtype | None:
@@ -148,8 +151,10 @@ def _rule_for(action: Action, args: Args, kwargs: Kwargs) -> Rule | None:
         return None
     if action.takes_dtype and (kwargs.get("dtype") is not None or any(isinstance(value, torch.dtype) for value in args)):
         return None
-    for place, name, values in action.conditions:
-        if _argument(place, name, args, kwargs) in values:
+    for place, name, values, by_default in action.conditions:
+        given = name in kwargs or 0 <= place < len(args)
+        value = _argument(place, name, args, kwargs)
+        if (given and not isinstance(value, Tensor) and value in values) or (by_default and not given):
             return Rule.FULL
     return action.rule
 

@@ -74,7 +74,14 @@ def has_conditions(key: str, function: Function) -> bool:
 @constant
 def is_condition(key: str, function: Function, argument: int | str, value: Any) -> bool:
     """Whether an argument has a value for which the op runs in float32."""
-    return any(argument in (place, name) and value in values for place, name, values in TABLES[key][function].conditions)
+    return any(argument in (place, name) and value in values for place, name, values, _ in TABLES[key][function].conditions)
+
+
+@constant
+def is_condition_by_default(key: str, function: Function, positional: int, named: str) -> bool:
+    """Whether an argument that a call leaves out has a value, by default, for which the op runs in float32. `named` is the names it gives, with spaces."""
+    left_out = [by_default for place, name, _, by_default in TABLES[key][function].conditions if not (0 <= place < positional or name in named.split())]
+    return any(left_out)
 
 
 @constant

@@ -6,7 +6,6 @@ from functools import reduce
 from typing import Any
 
 import torch
-from torch.amp.autocast_mode import _enter_autocast, _exit_autocast
 
 from mezzo._casting import cast, is_castable
 from mezzo._errors import RefusedOpError
@@ -33,12 +32,8 @@ def trace(key: str, device: str, rule: str, func: Function, args: Args, kwargs: 
         kwargs = {name: value if tables.is_exempt(key, func, name) else _change(value, device, dtype) for name, value in kwargs.items()}
     if not tables.is_quiet(key, func):
         return call(*args, **kwargs)
-    # Dynamo records this pair in the graph; the setters it would not.
-    off = _enter_autocast(device, torch.get_autocast_dtype(device), False, False)
-    try:
+    with torch.autocast(device, dtype=torch.get_autocast_dtype(device), enabled=False, cache_enabled=False):
         return call(*args, **kwargs)
-    finally:
-        _exit_autocast(off)
 
 
 def body(func: Function) -> Function:
@@ -60,7 +55,8 @@ def _says_itself(key: str, func: Function, args: Args, kwargs: Kwargs) -> bool:
 def _condition(key: str, func: Function, args: Args, kwargs: Kwargs) -> bool:
     plain: list[tuple[int | str, Any]] = [(place, value) for place, value in enumerate(args) if not isinstance(value, torch.Tensor | list | tuple)]
     plain += [(name, value) for name, value in kwargs.items() if not isinstance(value, torch.Tensor | list | tuple)]
-    return any(tables.is_condition(key, func, argument, value) for argument, value in plain)
+    given = [tables.is_condition(key, func, argument, value) for argument, value in plain]
+    return any(given) or tables.is_condition_by_default(key, func, len(args), " ".join(kwargs))
 
 
 def _dtype(key: str, device: str, rule: str, func: Function, args: Args, kwargs: Kwargs) -> torch.dtype | None:

@@ -113,7 +113,7 @@ _UNLISTED = Entry(Rule.KEEP, "in no list: it follows its inputs, and torch's ker
 
 _VIEWS = (
     "view view_as reshape reshape_as expand expand_as permute transpose t squeeze unsqueeze select narrow split split_with_sizes chunk unbind "
-    "flatten unflatten diagonal movedim as_strided adjoint real imag ravel tensor_split unfold broadcast_to broadcast_tensors index "
+    "flatten unflatten diagonal movedim atleast_1d atleast_2d atleast_3d as_strided adjoint real imag ravel tensor_split unfold broadcast_to broadcast_tensors index "
     "hsplit vsplit dsplit positive conj resolve_conj resolve_neg view_as_real view_as_complex slice_inverse coalesce "
     "crow_indices col_indices ccol_indices row_indices"
 )

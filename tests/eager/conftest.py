@@ -1,0 +1,49 @@
+"""What every test of eager execution starts from and must leave behind: no region open, no mode, torch's own defaults."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from mezzo.policy import kernels
+from mezzo.policy.registry import registry
+
+
+def state() -> tuple[object, ...]:
+    """Everything that a region may change."""
+    devices = ("cpu", "cuda")
+    return (
+        tuple(torch.is_autocast_enabled(device) for device in devices),
+        tuple(torch.get_autocast_dtype(device) for device in devices),
+        torch.is_autocast_cache_enabled(),
+        torch._C._len_torch_function_stack(),
+    )
+
+
+@pytest.fixture(autouse=True)
+def _nothing_is_left_behind() -> Iterator[None]:
+    before = state()
+    yield
+    assert state() == before
+
+
+@pytest.fixture
+def _fresh_compiler() -> Iterator[None]:
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+@pytest.fixture
+def _forgets_what_it_learns(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernels, "_learnt", set())
+
+
+@pytest.fixture
+def _forgets_registered_ops() -> Iterator[None]:
+    before = {op.name for op in registry()}
+    yield
+    for name in {op.name for op in registry()} - before:
+        registry().unregister(name)

@@ -1,0 +1,86 @@
+"""The questions that compiled code asks of a table, answered in strings and booleans."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+from mezzo.eager import tables
+from mezzo.eager.plan import Action
+from mezzo.eager.settle import region_of
+from mezzo.policy.policy import Policy
+from mezzo.policy.rule import Rule
+
+KEY = region_of(
+    Policy(
+        "O1",
+        "bfloat16",
+        half={"softmax", "relu", "batch_norm"},
+        full={"mm"},
+        refuse={"exp"},
+        exempt={"batch_norm": ["weight"]},
+        conditional=[("softmax", "dim", [-1]), ("gelu", "approximate", ["none"])],
+    ),
+    "cpu",
+).key
+
+
+def test_a_functions_rule_is_a_word() -> None:
+    assert tables.rule_of(KEY, torch.softmax) == "half"
+    assert tables.rule_of(KEY, torch.mm) == "full"
+    assert tables.rule_of(KEY, torch.exp) == "refuse"
+    assert tables.rule_of(KEY, F.gumbel_softmax) == "open"
+    assert tables.rule_of(KEY, torch.ops.higher_order.tag_activation_checkpoint) == "carried"
+    assert tables.rule_of(KEY, torch.sin) is None
+    assert tables.rule_of("", torch.softmax) is None
+
+
+def test_weights_that_come_from_the_cache_are_no_matter_of_compiled_code() -> None:
+    key = region_of(Policy("O1", "bfloat16", cache="versioned"), "cpu").key
+    assert tables.TABLES[key][F.linear].weights
+    assert tables.rule_of(key, F.linear) is None
+
+
+def test_arguments_are_told_by_position_and_name() -> None:
+    assert tables.is_exempt(KEY, F.batch_norm, 3)
+    assert tables.is_exempt(KEY, F.batch_norm, "weight")
+    assert not tables.is_exempt(KEY, F.batch_norm, 0)
+    assert not tables.is_exempt(KEY, F.batch_norm, "bias")
+    assert tables.asks_in_place(KEY, F.relu, "inplace")
+    assert tables.asks_in_place(KEY, F.relu, 1)
+    assert not tables.asks_in_place(KEY, torch.relu, 1)
+
+
+def test_conditions_are_told_by_position_name_value_and_default() -> None:
+    assert tables.has_conditions(KEY, torch.softmax)
+    assert not tables.has_conditions(KEY, torch.mm)
+    assert tables.is_condition(KEY, torch.softmax, 1, -1)
+    assert tables.is_condition(KEY, torch.softmax, "dim", -1)
+    assert not tables.is_condition(KEY, torch.softmax, 1, 0)
+    assert not tables.is_condition(KEY, torch.softmax, "dtype", -1)
+    assert tables.is_condition_by_default(KEY, F.gelu, 1, "")
+    assert not tables.is_condition_by_default(KEY, F.gelu, 1, "approximate")
+    assert not tables.is_condition_by_default(KEY, torch.softmax, 1, "")
+
+
+def test_the_rest_are_facts_of_the_action() -> None:
+    assert tables.takes_dtype(KEY, torch.softmax)
+    assert not tables.takes_dtype(KEY, torch.mm)
+    assert tables.is_quiet(KEY, torch.mm)
+    assert "exp" in tables.refusal(KEY, torch.exp)
+    assert tables.operator_of(KEY, torch.ops.higher_order.cond) == "cond"
+    assert not tables.lacks_kernel(KEY, torch.softmax, torch.bfloat16, "cpu")
+    assert isinstance(tables.body_of(F.gumbel_softmax), str)
+
+
+def test_a_published_table_is_found_by_its_key() -> None:
+    made = {torch.add: Action("add", Rule.FULL, "why")}
+    tables.publish("tests/published", made)
+    try:
+        assert tables.rule_of("tests/published", torch.add) == "full"
+    finally:
+        del tables.TABLES["tests/published"]
+
+
+def test_a_refusal_names_the_op_and_the_reason() -> None:
+    assert tables.refused(Action("exp", Rule.REFUSE, "it overflows")) == "The policy refuses exp: it overflows."
