@@ -85,6 +85,7 @@ def test_tensors_on_the_cpu_are_left_alone_by_a_cuda_region() -> None:
         assert (x.cuda() + x.cuda()).dtype is torch.bfloat16
 
 
+@pytest.mark.filterwarnings("ignore")  # torch warns of its own modules while inductor imports them
 @pytest.mark.parametrize("where", ["around", "inside"])
 def test_compiled_code_runs_as_eager_does_under_a_custom_policy(where: str) -> None:
     class Model(nn.Module):

@@ -6,7 +6,8 @@ A key names a table. In compiled code the key is what dynamo guards on: another 
 
 from __future__ import annotations
 
-from functools import reduce
+from collections.abc import Callable
+from functools import cached_property, reduce
 from typing import Any
 
 import torch
@@ -46,8 +47,16 @@ class Steering(TorchFunctionMode):
         super().__init__()
         self.device = device
         self.key = key
-        self.cache = WeightCache()
-        self._is_here = on_device(device)
+
+    # Both made when eager first asks: compiled code never does, and would guard on all that they are made of.
+    @cached_property
+    def cache(self) -> WeightCache:
+        """The 16-bit copies of weights, for as long as the outermost steered region lasts."""
+        return WeightCache()
+
+    @cached_property
+    def _is_here(self) -> Callable[[Tensor], bool]:
+        return on_device(self.device)
 
     def __torch_function__(self, func: Function, types: Any, args: Args = (), kwargs: Kwargs | None = None) -> Any:
         if is_dynamo_compiling():
