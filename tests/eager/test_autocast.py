@@ -141,7 +141,6 @@ def test_every_level_is_entered_by_its_name(level: str) -> None:
         ({"args": ("cpu",), "half": {"add"}, "full": {"add"}}, "both"),
         ({"args": ("cpu",), "dtype": "float64"}, "float64"),
         ({"args": (3,)}, "got 3"),
-        ({"args": (), "device_type": "cqu"}, "cqu"),
     ],
     ids=str,
 )
@@ -149,6 +148,11 @@ def test_words_that_make_no_sense_are_refused_when_the_region_is_made(words: dic
     keywords = dict(words)
     with pytest.raises(mezzo.PolicyError, match=message):
         mezzo.autocast(*keywords.pop("args"), **keywords)
+
+
+def test_an_unknown_device_is_refused_in_the_words_that_torch_has_for_it() -> None:
+    with pytest.raises(RuntimeError, match="Invalid device string: 'cqu'"):
+        mezzo.autocast(device_type="cqu")
 
 
 def test_a_device_without_autocast_is_refused() -> None:

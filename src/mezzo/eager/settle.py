@@ -12,7 +12,7 @@ import torch
 from torch._ops import OpOverload
 
 from mezzo._dtypes import HALF_DTYPES, dtype_name
-from mezzo._errors import PolicyError, UnsupportedError, unknown
+from mezzo._errors import PolicyError, UnsupportedError
 from mezzo._hardware import hardware
 from mezzo.eager.fallback import complete_torch_lists
 from mezzo.eager.plan import plan
@@ -178,7 +178,8 @@ def _device(first: str | None, device_type: str | torch.device | None) -> str:
         return device_type.type
     named = _device_type(device_type) if isinstance(device_type, str) else None
     if named is None:
-        raise PolicyError(unknown("device type", device_type, ("cuda", "cpu", "xpu", "mps")))
+        # torch raises a RuntimeError with these words, and code that was written for it may wait for that.
+        raise UnsupportedError(f"Invalid device string: {device_type!r}. A device type is one that torch knows, such as 'cuda', 'cpu', 'xpu' or 'mps'.")
     return named
 
 
