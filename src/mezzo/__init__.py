@@ -8,14 +8,19 @@ from mezzo.eager.region import cache_info, carry, invalidate
 from mezzo.policy.listing import ops
 from mezzo.policy.policy import Policy
 from mezzo.policy.selector import NORMS
+from mezzo.scaling.scaler import GradScaler
+from mezzo.scaling.state import ScaleRule, ScaleState
 
 __all__ = [
     "NORMS",
+    "GradScaler",
     "Hardware",
     "MezzoError",
     "Policy",
     "PolicyError",
     "RefusedOpError",
+    "ScaleRule",
+    "ScaleState",
     "ScalerError",
     "UnsupportedError",
     "autocast",

@@ -80,6 +80,30 @@ class ScaleCollapsed(Event):
     message: str
 
 
+@dataclass(frozen=True, slots=True)
+class ScalingNeedless(Event):
+    """A loss is scaled whose dtype does not need it."""
+
+    dtype: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class StepMasked(Event):
+    """An optimizer skips on the device by a masked update, which costs memory for its duration."""
+
+    optimizer: str
+    copied_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class StepDecidedOnHost(Event):
+    """A step that was to be skipped on the device was decided by reading its flag instead."""
+
+    optimizer: str
+    reason: str
+
+
 Sink = Callable[[Event], None]
 
 _lock = threading.Lock()

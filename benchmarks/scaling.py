@@ -1,0 +1,128 @@
+"""What gradient scaling costs beside a plain optimizer step, against torch's scaler in the same run.
+
+On a CPU: 400 parameters with fresh gradients; the overhead is the time with a scaler minus the time without. On CUDA: a whole step of a small network with a fused
+optimizer, where torch's scaler waits for nothing either.
+
+    python benchmarks/scaling.py --device cpu
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+from measure import Row, store, take_turns
+from torch import nn
+
+import mezzo
+
+PARAMETERS = 400
+SHAPES = {"32x32": (32, 32), "16 elements": (16,)}
+OPTIMIZERS: dict[str, Callable[[Iterable[torch.Tensor]], torch.optim.Optimizer]] = {
+    "SGD foreach": lambda parameters: torch.optim.SGD(parameters, lr=1e-6, foreach=True),
+    "AdamW fused": lambda parameters: torch.optim.AdamW(parameters, lr=1e-6, fused=True),
+}
+
+
+class Training:
+    """One optimizer over many small parameters. The gradients are made anew for each step, as a backward pass makes them."""
+
+    def __init__(self, optimizer: Callable[[Iterable[torch.Tensor]], torch.optim.Optimizer], shape: tuple[int, ...]) -> None:
+        torch.manual_seed(0)
+        self.parameters = [nn.Parameter(torch.randn(shape)) for _ in range(PARAMETERS)]
+        self.source = [torch.randn(shape) for _ in range(PARAMETERS)]
+        self.optimizer = optimizer(self.parameters)
+        self.loss = torch.ones((), requires_grad=True)
+
+    def fresh(self) -> None:
+        """New gradients."""
+        for parameter, gradient in zip(self.parameters, torch._foreach_mul(self.source, 1.0), strict=True):
+            parameter.grad = gradient
+
+    def step(self, scaler: Any) -> None:
+        """One step, with a scaler or without."""
+        if scaler is None:
+            self.loss.backward()
+            self.optimizer.step()
+            return
+        scaler.scale(self.loss).backward()
+        scaler.step(self.optimizer)
+        scaler.update()
+
+
+def turns(training: Training, scalers: Mapping[str, Any], rounds: int) -> dict[str, list[float]]:
+    """Times of a step in microseconds. As `take_turns`, but on the same tensors, and making the gradients is not timed: it costs more than what is compared."""
+    samples: dict[str, list[float]] = {name: [] for name in scalers}
+    for round_number in range(rounds + 5):
+        for name, scaler in scalers.items():
+            training.fresh()
+            begin = time.perf_counter()
+            training.step(scaler)
+            if round_number >= 5:
+                samples[name].append((time.perf_counter() - begin) * 1e6)
+    return samples
+
+
+def overhead(samples: Mapping[str, list[float]], name: str) -> float:
+    """Median of what a scaler adds to the plain step of the same round."""
+    return statistics.median(scaled - plain for scaled, plain in zip(samples[name], samples["plain"], strict=True))
+
+
+def cpu_rows(rounds: int) -> list[Row]:
+    """The overhead of scaling on a CPU as a share of torch's."""
+    rows = []
+    for name, optimizer in OPTIMIZERS.items():
+        for size, shape in SHAPES.items():
+            samples = turns(Training(optimizer, shape), {"plain": None, "torch": torch.amp.GradScaler("cpu"), "mezzo": mezzo.GradScaler("cpu")}, rounds)
+            times = {who: statistics.median(values) for who, values in samples.items()}
+            share = overhead(samples, "mezzo") / overhead(samples, "torch")
+            rows.append(Row(f"overhead, {PARAMETERS} parameters of {size}, {name}", times, share, "×", 0.5))
+    return rows
+
+
+class Network:
+    """The step of a small network in float16 with fused SGD."""
+
+    def __init__(self, scaler: Any) -> None:
+        torch.manual_seed(0)
+        self.model = nn.Sequential(nn.Linear(256, 128), nn.ReLU(), nn.Linear(128, 10)).cuda()
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=1e-3, fused=True)
+        self.inputs, self.targets = torch.randn(128, 256, device="cuda"), torch.randint(10, (128,), device="cuda")
+        self.scaler = scaler
+
+    def step(self) -> None:
+        """One step."""
+        with torch.autocast("cuda", dtype=torch.float16):
+            loss = nn.functional.cross_entropy(self.model(self.inputs), self.targets)
+        self.optimizer.zero_grad()
+        self.scaler.scale(loss).backward()
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+
+
+def cuda_rows(rounds: int) -> list[Row]:
+    """The whole step on a GPU."""
+    times = take_turns(
+        {"torch": Network(torch.amp.GradScaler("cuda")).step, "mezzo": Network(mezzo.GradScaler("cuda")).step}, calls=50, rounds=rounds, device="cuda"
+    )
+    return [Row("step, MLP 256-128-10, float16, SGD fused", times, times["mezzo"] / times["torch"], "×", 1.0)]
+
+
+def main() -> None:
+    """Measure, print and store."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=["cpu", "cuda"])
+    parser.add_argument("--rounds", type=int, default=401)
+    options = parser.parse_args()
+    rows = cpu_rows(options.rounds) if options.device == "cpu" else cuda_rows(options.rounds)
+    for row in rows:
+        print(row)
+    print(f"stored in {store('scaling', rows, options.device)}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""Gradient scaling: the scale as a value, on a device, and the scaler that moves it."""

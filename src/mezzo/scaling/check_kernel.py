@@ -1,0 +1,60 @@
+"""The Triton side of `kernels.py`: imported only where it is used, since Triton is optional."""
+
+from __future__ import annotations
+
+import triton  # type: ignore[import-untyped]
+import triton.language as tl  # type: ignore[import-untyped]
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _finish(values, destination, factor, mask, dtype: tl.constexpr, write: tl.constexpr, masked: tl.constexpr):  # type: ignore[no-untyped-def] # noqa: ANN001, ANN202
+    """Multiply, write back, and tell whether a result is not finite."""
+    if write:
+        wide = tl.float64 if dtype == tl.float64 else tl.float32
+        # The result is judged, not the input: a factor above 1 can carry a finite float16 past its largest value.
+        values = tl.where(factor == 1.0, values, (values.to(wide) * factor.to(wide)).to(dtype))
+        if masked:
+            tl.store(destination, values, mask=mask)
+        else:
+            tl.store(destination, values)
+    # NaN compares false as well. tl.float32 holds every 16-bit value.
+    finite = tl.abs(values if dtype == tl.float64 else values.to(tl.float32)) < float("inf")
+    return tl.max((finite == 0).to(tl.int32), axis=0)
+
+
+# Not specialized: a launch through the compiled kernel then fits any addresses and counts.
+@triton.jit(do_not_specialize=["tensors", "chunks", "count", "factor", "found", "flags"])  # type: ignore[untyped-decorator]
+def check_kernel(  # type: ignore[no-untyped-def] # noqa: ANN201
+    tensors,  # noqa: ANN001 - int64 [3, count]: address, number of elements, place in `flags`
+    chunks,  # noqa: ANN001 - int32 [2, programs]: tensor, chunk of that tensor
+    count,  # noqa: ANN001
+    factor,  # noqa: ANN001
+    found,  # noqa: ANN001
+    flags,  # noqa: ANN001
+    dtype: tl.constexpr,
+    chunk: tl.constexpr,
+    write: tl.constexpr,
+    flagged: tl.constexpr,
+):
+    """One program looks at one chunk of one tensor."""
+    program = tl.program_id(0)
+    tensor = tl.load(chunks + program)
+    # 64 bits: a tensor may have more than 2^31 elements.
+    start = tl.load(chunks + tl.num_programs(0) + program).to(tl.int64) * chunk
+    address = tl.load(tensors + tensor)
+    left = tl.load(tensors + count + tensor) - start
+    scale = tl.load(factor) if write else 1.0
+    base = address.to(tl.pointer_type(dtype)) + start
+    within = tl.arange(0, chunk)
+    if (left >= chunk) & (address % 16 == 0):
+        # Without a mask and with the alignment told, loads and stores are 16 bytes wide.
+        aligned = tl.multiple_of(base, 16) + within
+        bad = _finish(tl.load(aligned), aligned, scale, within, dtype, write, False)
+    else:
+        mask = within < left
+        bad = _finish(tl.load(base + within, mask=mask, other=0.0), base + within, scale, mask, dtype, write, True)
+    if bad != 0:
+        # Every program that comes here writes the same value: no atomics needed.
+        tl.store(found, 1.0)
+        if flagged:
+            tl.store(flags + tl.load(tensors + 2 * count + tensor), 1)

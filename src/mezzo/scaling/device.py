@@ -1,0 +1,199 @@
+"""A scale that lives on a device: the same transitions as `next_state`, carried out without asking the device anything.
+
+On a CPU there is nothing to wait for, so the value itself is kept and only mirrored. Elsewhere a handful of kernels on single numbers do it.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Protocol
+
+import torch
+
+from mezzo._errors import ScalerError
+from mezzo.scaling import copies
+from mezzo.scaling.state import LARGEST, ScaleRule, ScaleState, is_scale, next_state
+
+
+class Scale(Protocol):
+    """The scale of one loss, with its growth tracker and counters."""
+
+    scale: torch.Tensor
+    """The scale, on its device."""
+
+    @property
+    def growth_tracker(self) -> torch.Tensor:
+        """Good steps in a row, on the device."""
+
+    def read(self) -> ScaleState:
+        """The state as a value; this may wait for the device."""
+
+    def load(self, state: ScaleState) -> None:
+        """Take over a state; the tensors stay the same objects, for captured programs hold them."""
+
+    def advance(self, found: torch.Tensor, rule: ScaleRule) -> None:
+        """Take the step into account whose flag this is: 0 for finite gradients, 1 otherwise."""
+
+    def set(self, scale: float | torch.Tensor, rule: ScaleRule) -> None:
+        """Set the scale by hand, within the floor and the ceiling."""
+
+    def inverse(self) -> torch.Tensor:
+        """What gradients are multiplied by: rounded once from float64, since some devices divide float32 less exactly."""
+
+
+def scale_on(device: torch.device, state: ScaleState) -> Scale:
+    """A scale on a device."""
+    return DeviceScale(state, device) if copies.waits(device) else HostScale(state)
+
+
+class HostScale:
+    """A scale on a CPU: the value is the truth, and the tensors show it."""
+
+    def __init__(self, state: ScaleState) -> None:
+        self._state = state
+        self.scale = torch.tensor(state.scale, dtype=torch.float32)
+        self._tracker: torch.Tensor | None = None
+        self._inverse = (0.0, self.scale)
+
+    @property
+    def growth_tracker(self) -> torch.Tensor:
+        """Good steps in a row; a tensor is made, and kept up, only for whoever asks."""
+        if self._tracker is None:
+            self._tracker = torch.tensor(self._state.good_in_a_row, dtype=torch.int32)
+        return self._tracker
+
+    @property
+    def latest(self) -> ScaleState:
+        """The state as of the last transition."""
+        return self._state
+
+    def read(self) -> ScaleState:
+        """The state; whoever wrote to the tensors is heard."""
+        state, scale = self._state, self.scale.item()
+        good = state.good_in_a_row if self._tracker is None else int(self._tracker.item())
+        if scale != state.scale or good != state.good_in_a_row:
+            self._state = state = replace(state, scale=scale, good_in_a_row=good)
+        return state
+
+    def load(self, state: ScaleState) -> None:
+        """Take over a state."""
+        self._show(state)
+
+    def advance(self, found: torch.Tensor, rule: ScaleRule) -> None:
+        """Advance the value."""
+        self._show(next_state(self.read(), rule, found_nonfinite=bool(found)))
+
+    def set(self, scale: float | torch.Tensor, rule: ScaleRule) -> None:
+        """Set the scale by hand."""
+        value = float(scale)
+        if not is_scale(value):
+            raise ScalerError(f"update(new_scale={value!r}): a scale is a positive finite number, such as 65536.0.")
+        self._show(replace(self.read(), scale=rule.clamp(value)))
+
+    def inverse(self) -> torch.Tensor:
+        """One over the scale, kept while the scale stays."""
+        scale = self.scale.item()
+        if self._inverse[0] != scale:
+            self._inverse = (scale, torch.tensor(1.0 / scale, dtype=torch.float32))
+        return self._inverse[1]
+
+    def _show(self, state: ScaleState) -> None:
+        if state.scale != self._state.scale:
+            self.scale.fill_(state.scale)
+        if self._tracker is not None:
+            self._tracker.fill_(state.good_in_a_row)
+        self._state = state
+
+
+class DeviceScale:
+    """A scale elsewhere: the scale, its growth tracker and its counters are tensors of one element each, and nothing is read."""
+
+    def __init__(self, state: ScaleState, device: torch.device) -> None:
+        # One buffer, so that one copy brings everything. float32 counts exactly to 2**24.
+        self.shown = torch.zeros(4, dtype=torch.float32, device=device)
+        """Scale, skipped steps, skipped steps in a row, bad steps that count."""
+        self.scale, self.skipped, self.skipped_in_a_row, self._bad = self.shown.unbind()
+        self._skips = self.shown[1:3]
+        self._tracker = torch.zeros((), dtype=torch.int32, device=device)
+        self.steps = 0
+        """How many steps were counted: the host knows that without asking."""
+        self._interval = 0
+        self._bounded_from = 0
+        """Until so many steps are counted the scale cannot reach its bounds, as far as the host knows, and one launch a step is saved."""
+        self._bounded_by: ScaleRule | None = None
+        self.load(state)
+
+    @property
+    def growth_tracker(self) -> torch.Tensor:
+        """Good steps in a row, on the device."""
+        return self._tracker
+
+    def load(self, state: ScaleState) -> None:
+        """Take over a state."""
+        self.shown.copy_(torch.tensor([state.scale, state.skipped, state.skipped_in_a_row, state.bad_counted], dtype=torch.float32))
+        self._tracker.fill_(state.good_in_a_row)
+        self.steps = state.good + state.skipped
+        self._interval = self._bounded_from = 0
+        self._set_at = self.steps
+
+    def was(self, scale: float, step: int, rule: ScaleRule) -> None:
+        """Learn what the scale was at an earlier step: from there on it needs so many bad steps to come near its floor."""
+        if rule.max_scale == LARGEST and rule.backoff_factor > 0.0 and scale > rule.min_scale and step > self._set_at:
+            self._bounded_from = step + int(math.log(rule.min_scale / scale) / math.log(rule.backoff_factor))
+            self._bounded_by = rule
+
+    def read(self) -> ScaleState:
+        """The state as a value; this waits for the device."""
+        scale, skipped, in_a_row, bad = self.shown.tolist()
+        return ScaleState(scale, int(self._tracker.item()), int(bad), self.steps - int(skipped), int(skipped), int(in_a_row))
+
+    def advance(self, found: torch.Tensor, rule: ScaleRule) -> None:
+        """Take the step into account whose flag this is: 0 for finite gradients, 1 otherwise."""
+        warm = self.steps >= rule.warmup
+        self.steps += 1
+        self._skips.add_(found)
+        self.skipped_in_a_row.mul_(found)
+        if rule.dynamic and warm:
+            self._change(found, rule)
+
+    def set(self, scale: float | torch.Tensor, rule: ScaleRule) -> None:
+        """Set the scale by hand, within the floor and the ceiling. What a tensor holds is not looked at: NaN becomes the floor."""
+        self._bounded_from, self._set_at = 0, self.steps
+        if isinstance(scale, torch.Tensor):
+            given = scale.detach().reshape(()).to(self.scale.device, non_blocking=True)
+            self.scale.copy_(given.nan_to_num(nan=rule.min_scale).clamp(rule.min_scale, rule.max_scale))
+        elif is_scale(scale):
+            self.scale.fill_(rule.clamp(scale))
+        else:
+            raise ScalerError(f"update(new_scale={scale!r}): a scale is a positive finite number, such as 65536.0.")
+
+    def inverse(self) -> torch.Tensor:
+        """One over the scale."""
+        return self.scale.reciprocal() if self.scale.device.type == "mps" else self.scale.double().reciprocal_().float()
+
+    def _change(self, found: torch.Tensor, rule: ScaleRule) -> None:
+        if rule.backoff_every != 1 or rule.growth_interval == 0:
+            self._change_by_hand(found != 0, rule)
+        else:
+            if rule.growth_interval != self._interval:
+                # torch's kernel compares with ==: a tracker that is past a shortened interval would never meet it.
+                self._tracker.clamp_(max=rule.growth_interval - 1)
+                self._interval = rule.growth_interval
+            # One kernel of torch's own is the whole rule but for the bounds.
+            torch._amp_update_scale_(self.scale, self._tracker, found, rule.growth_factor, rule.backoff_factor, rule.growth_interval)
+        if self.steps >= self._bounded_from or rule is not self._bounded_by:
+            self.scale.clamp_(rule.min_scale, rule.max_scale)
+
+    def _change_by_hand(self, bad: torch.Tensor, rule: ScaleRule) -> None:
+        never, good_before = torch.zeros_like(bad), self._tracker
+        counted = torch.where(bad, self._bad + 1, torch.zeros_like(self._bad) if rule.consecutive else self._bad)
+        back = bad & (counted >= rule.backoff_every) if rule.backoff_every else never
+        good = torch.where(bad, torch.zeros_like(good_before), good_before + 1)
+        grow = (good >= rule.growth_interval) & ~bad if rule.growth_interval else never
+        # In float64, as the value does: one rounding at the end.
+        wide = self.scale if self.scale.device.type == "mps" else self.scale.double()
+        changed = torch.where(back, wide * rule.backoff_factor, torch.where(grow, wide * rule.growth_factor, wide)).float()
+        self.scale.copy_(torch.where(changed.isfinite(), changed, self.scale))
+        self._tracker.copy_(torch.where(grow, torch.zeros_like(good), good))
+        self._bad.copy_(torch.where(back, torch.zeros_like(counted), counted))

@@ -1,0 +1,180 @@
+"""A schedule that does not advance on a skipped step, without asking the device which steps were skipped.
+
+The learning rates of the coming good steps (and momenta or betas, where the scheduler cycles them) lie in a table on the device, and each step looks its own up
+by the device's count of good steps. The host learns that count a few steps late, from copies that it never waits for, and fills the table in time. The user's
+scheduler object stays behind, and is stepped when somebody reads it.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.optim import lr_scheduler
+
+from mezzo._errors import UnsupportedError
+from mezzo.scaling import copies
+from mezzo.scaling.lookahead import Lookahead, Row, counters, flat, refuse, scheduled_keys, spread
+from mezzo.scaling.reading import keep_up, let_go, plainly
+
+_FUSED = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW)
+_CAPTURABLE = (torch.optim.Adam, torch.optim.AdamW)
+"""The optimizers of torch that take a learning rate from a CUDA device and never read it (seen on 2.11). None takes betas or a momentum so (2.11, 2.13)."""
+
+
+class DeviceSchedule:
+    """The coming values of a scheduler as a table on a device; `good` good steps are behind it when it is made.
+
+    >>> optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1.0)
+    >>> scheduler = lr_scheduler.ExponentialLR(optimizer, gamma=0.5)
+    >>> schedule = DeviceSchedule(optimizer, scheduler, "cpu")
+    >>> with schedule.applied(torch.tensor(2)):
+    ...     optimizer.param_groups[0]["lr"]
+    0.25
+    >>> optimizer.param_groups[0]["lr"]
+    1.0
+    >>> schedule.reconcile(2)
+    >>> scheduler.get_last_lr()
+    [0.25]
+    """
+
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, scheduler: lr_scheduler.LRScheduler, device: torch.device | str, length: int = 256, *, good: int = 0
+    ) -> None:
+        refuse(optimizer, scheduler)
+        if length < 1:
+            raise UnsupportedError(f"length={length}: a table of the coming steps has at least one.")
+        self._optimizer = optimizer
+        self._scheduler = scheduler
+        self._device = torch.device(device)
+        # Where there is nothing to wait for, floats do, and every optimizer takes them.
+        self._on_host = not copies.waits(self._device)
+        self._keys = scheduled_keys(scheduler)
+        if not self._on_host:
+            _refuse_host_reads(optimizer, self._keys)
+        self._length = length
+        # float32 is what torch's fused kernels read.
+        self._table = torch.empty((0, 0), dtype=torch.float32, device=self._device)
+        self._base = torch.empty((), dtype=torch.int64, device=self._device)
+        self._restart(good)
+
+    # -- at every step -----------------------------------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def applied(self, good: torch.Tensor) -> Iterator[None]:
+        """Put the values of this step into the optimizer's groups while it steps. `good`, on the device, counts the good steps before this one."""
+        if self._seen != (now := self._look()):
+            self._heed(int(good), *now)
+        numbers: Iterator[Any] = iter(self._on_host_at(int(good)) if self._on_host else self._on_device_at(good))
+        groups = self._optimizer.param_groups
+        spread(numbers, groups, self._keys)
+        try:
+            # A hook of the optimizer that reads the scheduler must not step it on these tensors.
+            with plainly(self._scheduler):
+                yield
+        finally:
+            spread(iter(self._seen[1]), groups, self._keys)
+
+    def reconcile(self, good: int) -> None:
+        """Step the real scheduler as often as good steps happened since the last time, so that it and the groups show what is true."""
+        with plainly(self._scheduler), warnings.catch_warnings():
+            # The count says that the optimizer has stepped; torch looks for calls of a wrapper, and warns without.
+            warnings.filterwarnings("ignore", message=".*`optimizer.step\\(\\)`")
+            for _ in range(good - self._reconciled):
+                self._scheduler.step()
+                self._reconciled += 1
+        self._seen = self._look()
+
+    def reconcile_when_read(self, count: Callable[[], int]) -> None:
+        """Let the scheduler catch up by itself whenever its rates, its state or its epoch are read. `count` gives the good steps, and may wait for them."""
+        keep_up(self._scheduler, lambda: self.reconcile(count()))
+
+    def release(self, good: int) -> None:
+        """Give the scheduler back to whoever steps it by hand."""
+        self.reconcile(good)
+        let_go(self._scheduler)
+
+    # -- inside ------------------------------------------------------------------------------------------------------------------------------------
+
+    def _restart(self, good: int) -> None:
+        """Begin anew from what the scheduler and the groups are now."""
+        with plainly(self._scheduler):
+            self._ahead = Lookahead(self._optimizer, self._scheduler, self._keys, good)
+        self._reconciled = self._known = good
+        self._seen = self._look()
+        # Calls since the count was as known, and how many of them when the copy on its way was made.
+        self._calls = self._asked = 0
+        self._copy: copies.Copy | None = None
+        self._fill(self._length)
+
+    def _look(self) -> tuple[tuple[Any, ...], Row]:
+        return counters(self._scheduler), flat(self._optimizer.param_groups, self._keys)
+
+    def _heed(self, good: int, counted: tuple[Any, ...], numbers: Row) -> None:
+        """Go on from what somebody changed by hand; to know at which step that was is worth one wait."""
+        if counted == self._seen[0]:
+            # A rate was set: what the scheduler had yet to do came before.
+            groups, before = self._optimizer.param_groups, self._seen[1]
+            spread(iter(before), groups, self._keys)
+            self.reconcile(good)
+            spread(iter([due if new == old else new for old, new, due in zip(before, numbers, self._seen[1], strict=True)]), groups, self._keys)
+        self._restart(good)
+
+    def _on_host_at(self, good: int) -> Row:
+        self._ahead.extend(good, good + 1)
+        self._ahead.refuse_beyond_end(good)
+        return self._ahead.row(good)
+
+    def _on_device_at(self, good: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        self._prepare(good)
+        place = (good - self._base).clamp_(0, len(self._table) - 1)
+        return self._table.index_select(0, place.reshape(1))[0].unbind()
+
+    def _prepare(self, good: torch.Tensor) -> None:
+        """See to it that the table holds this step, wherever the device is."""
+        if self._copy is not None and self._copy.arrived():
+            self._known, self._copy = int(self._copy.values()[0]), None
+            self._calls -= self._asked
+            self._ahead.refuse_beyond_end(self._known)
+        # Every call since was one good step at most.
+        reach, size = self._known + self._calls, len(self._table)
+        if self._copy is None and reach - self._filled >= size // 4:
+            self._copy, self._asked = copies.Copy(good.reshape(1)), self._calls
+        if reach - self._filled >= size // 2:
+            # A host that is far ahead gets a longer table: better than to wait for the count.
+            while reach - self._known >= size // 2:
+                size *= 2
+            self._fill(size)
+        self._calls += 1
+
+    def _fill(self, size: int) -> None:
+        """Fill the table from the last known step on: in place where it fits, so that a captured step finds it where it was."""
+        self._filled = self._known
+        self._ahead.extend(self._known, self._known + size)
+        rows = torch.tensor([self._ahead.row(self._known + step) for step in range(size)], dtype=self._table.dtype)
+        if rows.shape != self._table.shape:
+            self._table = torch.empty_like(rows, device=self._device)
+        # Pinned memory is fresh each time: torch keeps it until the copy is done, but cannot keep anybody from writing to it too early.
+        self._table.copy_(rows.pin_memory() if self._table.is_cuda else rows, non_blocking=True)
+        self._base.fill_(self._known)
+
+
+def _refuse_host_reads(optimizer: torch.optim.Optimizer, keys: tuple[str, ...]) -> None:
+    if getattr(optimizer, "_step_supports_amp_scaling", False) and not isinstance(optimizer, _FUSED):
+        # Another optimizer that skips by itself: what it needs it reads on the device.
+        return
+    name, by_hand = type(optimizer).__name__, "Or step the scheduler yourself: `if not result.skipped: scheduler.step()`, which waits once a step."
+    if len(keys) > 1:
+        raise UnsupportedError(
+            f"The scheduler cycles {keys[1]}, which torch's {name} reads on the host: every step would wait for the device. Pass cycle_momentum=False to it. {by_hand}"
+        )
+    for group in optimizer.param_groups:
+        fused, capturable = isinstance(optimizer, _FUSED) and group.get("fused"), isinstance(optimizer, _CAPTURABLE) and group.get("capturable")
+        if not (fused or capturable):
+            raise UnsupportedError(
+                f"{name} as it is set up reads its learning rate on the host: every step would wait for the device. "
+                f"Use a fused optimizer ({', '.join(kind.__name__ for kind in _FUSED)}, with fused=True). {by_hand}"
+            )

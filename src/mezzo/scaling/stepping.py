@@ -1,0 +1,113 @@
+"""The ways to step an optimizer: by torch's own protocol, which skips on the device, and with a schedule that waits for nobody."""
+
+from __future__ import annotations
+
+import inspect
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch.optim.lr_scheduler import LRScheduler
+
+from mezzo._errors import ScalerError
+from mezzo.scaling import copies
+
+if TYPE_CHECKING:
+    from mezzo.scaling.schedule import DeviceSchedule
+
+Optimizer = torch.optim.Optimizer
+
+
+def refuse_closures(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    """Refuse a closure however it is passed."""
+    passed = kwargs.get("closure") if "closure" in kwargs else next((argument for argument in args if callable(argument)), None)
+    if passed is not None:
+        raise ScalerError(
+            f"step() takes no closure, got {passed!r}: it would compute new gradients that nobody unscales or checks. Compute the loss and its gradients first, then step."
+        )
+
+
+def skips_by_itself(optimizer: Optimizer) -> bool:
+    """Whether an optimizer takes part in torch's protocol. On a CPU there is nothing to wait for, and torch's fused steps are faster without it."""
+    if not getattr(optimizer, "_step_supports_amp_scaling", False):
+        return False
+    if not type(optimizer).__module__.startswith("torch.optim"):
+        return True
+    first = next((parameter for group in optimizer.param_groups for parameter in group["params"]), None)
+    return first is None or copies.waits(first.device)
+
+
+def takes_the_scaler(optimizer: Optimizer) -> bool:
+    """Whether an optimizer asks for the scaler itself, an older form of the protocol that torch is giving up."""
+    step = optimizer.step
+    taken = _takes_the_scaler(getattr(step, "__func__", step))
+    if taken:
+        # Seen from the line that called the scaler's step().
+        warnings.warn(
+            f"{type(optimizer).__name__}.step(grad_scaler=...) is an old form of torch's protocol. Read self.grad_scale and self.found_inf instead.",
+            FutureWarning,
+            stacklevel=4,
+        )
+    return taken
+
+
+@lru_cache(maxsize=64)
+def _takes_the_scaler(step: Any) -> bool:
+    # Kept, because asking for a signature costs 20 µs, which torch's scaler pays on every step.
+    return "grad_scaler" in inspect.signature(step).parameters
+
+
+@contextmanager
+def told(optimizer: Any, scale: torch.Tensor, found: torch.Tensor, *, unscaled: bool) -> Iterator[None]:
+    """Let an optimizer know the scale of its gradients and whether they are finite, as torch's protocol has it."""
+    before = getattr(optimizer, "grad_scale", None)
+    optimizer.grad_scale = before if unscaled else (scale if before is None else scale * before)
+    optimizer.found_inf = found
+    try:
+        yield
+    finally:
+        del optimizer.grad_scale, optimizer.found_inf
+
+
+@dataclass(slots=True)
+class _Running:
+    scheduler: LRScheduler
+    schedule: DeviceSchedule
+    good: torch.Tensor
+    """Good steps of the optimizer since, on the device."""
+
+
+class Schedules:
+    """The schedules that run on a device, for each optimizer that was stepped with a scheduler."""
+
+    def __init__(self) -> None:
+        self._running: WeakKeyDictionary[Optimizer, _Running] = WeakKeyDictionary()
+
+    @contextmanager
+    def applied(self, optimizer: Optimizer, scheduler: LRScheduler, found: torch.Tensor) -> Iterator[None]:
+        """Step with the values that the scheduler has for this step; what the flag says decides on the device whether it advances."""
+        running = self._running.get(optimizer)
+        if running is None or running.scheduler is not scheduler:
+            running = self._running[optimizer] = _start(optimizer, scheduler, found.device)
+        with running.schedule.applied(running.good):
+            yield
+        running.good.add_(found == 0)
+
+    def reconcile(self) -> None:
+        """Let the scheduler objects catch up with the device; this waits for it."""
+        for running in self._running.values():
+            running.schedule.reconcile(int(running.good))
+
+
+def _start(optimizer: Optimizer, scheduler: LRScheduler, device: torch.device) -> _Running:
+    from mezzo.scaling.schedule import DeviceSchedule  # noqa: PLC0415 - most never pass a scheduler
+
+    good = torch.zeros((), dtype=torch.int64, device=device)
+    schedule = DeviceSchedule(optimizer, scheduler, device)
+    schedule.reconcile_when_read(lambda: int(good))
+    return _Running(scheduler, schedule, good)

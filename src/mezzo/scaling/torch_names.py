@@ -1,0 +1,101 @@
+"""The names inside torch's scaler that its optimizers, its users and its tests touch."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+
+from mezzo.scaling.gradients import Flags, check_sorted
+from mezzo.scaling.record import Record
+from mezzo.scaling.scales import Scales
+
+Optimizer = torch.optim.Optimizer
+
+
+class TorchNames:
+    """What torch's scaler has beneath its public methods, on mezzo's scales and records."""
+
+    _scales: Scales
+    _records: dict[int, Record]
+
+    def _check(self, optimizer: Optimizer, record: Record, index: int, factor: torch.Tensor | None) -> None:
+        raise NotImplementedError
+
+    def _record(self, optimizer: Optimizer) -> Record:
+        record = self._records.get(id(optimizer))
+        if record is None:
+            record = self._records[id(optimizer)] = Record()
+        return record
+
+    def _check_inf_per_device(self, optimizer: Optimizer) -> Flags:
+        record = self._record(optimizer)
+        record.found.pop(0, None)
+        self._check(optimizer, record, 0, None)
+        return record.flags(0)
+
+    def _found_inf_per_device(self, optimizer: Optimizer) -> Flags:
+        return self._record(optimizer).flags(0)
+
+    def _unscale_grads_(self, optimizer: Optimizer, inv_scale: torch.Tensor, found_inf: torch.Tensor, allow_fp16: bool) -> Flags:  # noqa: ARG002, FBT001
+        flags: Flags = {found_inf.device: found_inf}
+        check_sorted(optimizer, inv_scale, flags)
+        return flags
+
+    def _lazy_init_scale_growth_tracker(self, dev: torch.device) -> None:
+        self._scales.make(torch.device(dev), 0)
+
+    def _get_scale_async(self) -> torch.Tensor | None:
+        return self._scale
+
+    def _get_growth_tracker(self) -> int:
+        return self._scales.state(0).good_in_a_row
+
+    @property
+    def _scale(self) -> torch.Tensor | None:
+        scale = self._scales.made[0]
+        return None if scale is None else scale.scale
+
+    @property
+    def _growth_tracker(self) -> torch.Tensor | None:
+        scale = self._scales.made[0]
+        return None if scale is None else scale.growth_tracker
+
+    @property
+    def _init_scale(self) -> float:
+        return self._scales.initial[0].scale
+
+    @property
+    def _init_growth_tracker(self) -> int:
+        return self._scales.initial[0].good_in_a_row
+
+    @_init_growth_tracker.setter
+    def _init_growth_tracker(self, value: int) -> None:
+        first, *others = self._scales.initial
+        self._scales.initial = [replace(first, good_in_a_row=value), *others]
+
+    # -- what the rule says ----------------------------------------------------------------------------------------------------------------------
+
+    def get_growth_factor(self) -> float:
+        """What the scale is multiplied by when it grows."""
+        return self._scales.rule.growth_factor
+
+    def set_growth_factor(self, new_factor: float) -> None:
+        """Set what the scale is multiplied by when it grows."""
+        self._scales.rule = replace(self._scales.rule, growth_factor=new_factor)
+
+    def get_backoff_factor(self) -> float:
+        """What the scale is multiplied by when it backs off."""
+        return self._scales.rule.backoff_factor
+
+    def set_backoff_factor(self, new_factor: float) -> None:
+        """Set what the scale is multiplied by when it backs off."""
+        self._scales.rule = replace(self._scales.rule, backoff_factor=new_factor)
+
+    def get_growth_interval(self) -> int:
+        """How many good steps in a row make the scale grow."""
+        return self._scales.rule.growth_interval
+
+    def set_growth_interval(self, new_interval: int) -> None:
+        """Set how many good steps in a row make the scale grow."""
+        self._scales.rule = replace(self._scales.rule, growth_interval=new_interval)

@@ -1,0 +1,125 @@
+"""The kernel that checks and unscales, on a CPU: Triton interprets it. `test_kernels.py` runs these in a process of their own."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from support.kernel_cases import DTYPES, FACTORS, bits, fresh_seed, gradients, raised, same, spoil, unscaled
+
+from mezzo.scaling import kernels
+
+# NumPy, which stands in for the GPU, warns where a GPU gives an infinity.
+pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning", "ignore:invalid value encountered:RuntimeWarning")
+
+
+@pytest.fixture(autouse=True)
+def on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernels, "has_kernel", lambda _: True)
+
+
+def agrees(got: torch.Tensor, wanted: torch.Tensor) -> bool:
+    """Equal, but for bfloat16: the interpreter cuts off what a GPU rounds and errs on subnormals. The GPU's own rounding is tested in tests/gpu."""
+    if got.dtype is not torch.bfloat16:
+        return same(got, wanted)
+    return torch.allclose(got.float(), wanted.float(), rtol=2.0**-7, atol=2.0**-124, equal_nan=True)
+
+
+@pytest.mark.parametrize("factor", FACTORS)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_gradients_and_flags_equal_the_float64_reference(dtype: torch.dtype, factor: float) -> None:
+    generator = torch.Generator().manual_seed(seed := fresh_seed())
+    tensors = gradients(dtype, "cpu", generator)
+    expected = spoil(tensors, generator)
+    wanted = [unscaled(tensor, factor) for tensor in tensors]
+    found, flags = raised("cpu", len(tensors))
+    kernels.check_and_unscale(tensors, torch.tensor(factor), found, flags)
+    assert flags.tolist() == expected, seed
+    assert found.item() == float(any(expected)), seed
+    assert [place for place, (got, want) in enumerate(zip(tensors, wanted, strict=True)) if not agrees(got, want)] == [], seed
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_checking_writes_nothing_and_neither_does_a_factor_of_one(dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(seed := fresh_seed())
+    tensors = gradients(dtype, "cpu", generator)
+    expected = spoil(tensors, generator)
+    before = [bits(tensor).clone() for tensor in tensors]
+    for unscale in (False, True):
+        found, flags = raised("cpu", len(tensors))
+        if unscale:
+            kernels.check_and_unscale(tensors, torch.tensor(1.0), found, flags)
+        else:
+            kernels.check(tensors, found, flags)
+        assert (flags.tolist(), found.item()) == (expected, float(any(expected))), seed
+        assert all(torch.equal(bits(tensor), old) for tensor, old in zip(tensors, before, strict=True)), seed
+
+
+def test_flags_are_raised_and_never_lowered() -> None:
+    found, flags = torch.ones(()), torch.tensor([1, 0], dtype=torch.int32)
+    kernels.check_and_unscale([torch.ones(3), torch.ones(3)], torch.tensor(0.5), found, flags)
+    assert (found.item(), flags.tolist()) == (1.0, [1, 0])
+
+
+def test_flags_of_single_gradients_need_not_be_asked_for() -> None:
+    found = torch.zeros(())
+    kernels.check_and_unscale([torch.ones(3), torch.full((2,), torch.nan)], torch.tensor(0.5), found)
+    assert found.item() == 1.0
+
+
+def test_a_product_that_overflows_is_found_though_its_factors_are_finite() -> None:
+    found, flags = raised("cpu", 1)
+    kernels.check_and_unscale([torch.full((5,), 60000.0, dtype=torch.float16)], torch.tensor(2.0), found, flags)
+    assert (found.item(), flags.tolist()) == (1.0, [1])
+
+
+def test_a_bad_element_beyond_the_end_of_a_gradient_is_not_seen() -> None:
+    storage = torch.full((100,), torch.nan)
+    storage[10:43] = 1.0
+    found, flags = raised("cpu", 1)
+    kernels.check_and_unscale([storage[10:43]], torch.tensor(0.5), found, flags)
+    assert (found.item(), flags.tolist()) == (0.0, [0])
+    assert storage[10:43].eq(0.5).all()
+    assert storage[:10].isnan().all()
+    assert storage[43:].isnan().all()
+
+
+def test_many_tiny_gradients_take_one_launch() -> None:
+    tensors = [torch.full((1 + place % 7,), 2.0) for place in range(300)]
+    tensors[222][0] = torch.inf
+    found, flags = raised("cpu", len(tensors))
+    kernels.check_and_unscale(tensors, torch.tensor(0.5), found, flags)
+    assert flags.nonzero().flatten().tolist() == [222]
+    assert all(tensor[-1] == 1.0 for tensor in tensors if tensor.numel() > 1)
+
+
+def test_only_empty_gradients_need_no_launch() -> None:
+    found, flags = raised("cpu", 2)
+    kernels.check_and_unscale([torch.empty(0), torch.empty(3, 0)], torch.tensor(0.5), found, flags)
+    assert (found.item(), flags.tolist()) == (0.0, [0, 0])
+
+
+def test_autograd_is_told_of_the_write_and_of_nothing_else() -> None:
+    gradient = torch.ones(3)
+    found, flags = raised("cpu", 1)
+    before = gradient._version
+    kernels.check([gradient], found, flags)
+    assert gradient._version == before
+    kernels.check_and_unscale([gradient], torch.tensor(0.5), found, flags)
+    assert gradient._version > before
+
+
+def test_a_table_is_kept_while_addresses_and_sizes_stay() -> None:
+    found, flags = raised("cpu", 2)
+    storage = [torch.ones(64), torch.ones(64)]
+    kernels._tables.clear()
+    for _ in range(3):
+        kernels.check(storage, found, flags)
+    assert len(kernels._tables) == 1
+    storage[1][40] = torch.nan
+    kernels.check([storage[0], storage[1][:32]], found, flags)
+    assert found.item() == 0.0
+    kernels.check(storage, found, flags)
+    assert flags.tolist() == [0, 1]
+    for size in range(1, 40):
+        kernels.check([storage[0][:size]], found, flags)
+    assert len(kernels._tables) <= kernels._TABLES_KEPT

@@ -1,0 +1,147 @@
+"""The scale on a device does what the value does, and hears whoever writes to its tensors."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mezzo import ScalerError, ScaleRule, ScaleState
+from mezzo.scaling import copies
+from mezzo.scaling.device import DeviceScale, HostScale, scale_on
+from mezzo.scaling.state import next_state
+
+CPU = torch.device("cpu")
+RULES = [
+    ScaleRule(growth_interval=3),
+    ScaleRule(growth_interval=1, max_scale=2.0**20),
+    ScaleRule(growth_factor=1.1, backoff_factor=0.9, growth_interval=2),
+    ScaleRule(growth_interval=4, backoff_every=2),
+    ScaleRule(growth_interval=4, backoff_every=3, consecutive=False),
+    ScaleRule(growth_factor=1.7, backoff_factor=0.3, growth_interval=2, backoff_every=2, min_scale=1.0),
+    ScaleRule(growth_interval=0),
+    ScaleRule(backoff_every=0, growth_interval=5),
+    ScaleRule(dynamic=False),
+    ScaleRule(growth_interval=2, warmup=7),
+    ScaleRule(growth_factor=1e30, growth_interval=1, backoff_every=2),
+]
+
+
+def flag(is_bad: bool) -> torch.Tensor:
+    return torch.tensor(float(is_bad))
+
+
+@pytest.mark.parametrize("kind", ["host", "device"])
+@pytest.mark.parametrize("rule", RULES, ids=range(len(RULES)))
+def test_every_transition_is_that_of_the_value(rule: ScaleRule, kind: str):
+    steps = random.Random(0)
+    state = ScaleState(rule.clamp(2.0**10))
+    scale = HostScale(state) if kind == "host" else DeviceScale(state, CPU)
+    for step in range(400):
+        is_bad = steps.random() < (0.7 if step // 50 % 2 else 0.1)
+        scale.advance(flag(is_bad), rule)
+        state = next_state(state, rule, found_nonfinite=is_bad)
+        assert scale.read() == state, step
+        assert (scale.scale.item(), scale.growth_tracker.item()) == (state.scale, state.good_in_a_row)
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.lists(st.booleans(), min_size=50, max_size=50), st.integers(1, 4), st.integers(0, 4), st.booleans())
+def test_random_steps_on_a_device_agree_with_the_value(steps: list[bool], interval: int, backoff_every: int, consecutive: bool):
+    rule = ScaleRule(growth_interval=interval, backoff_every=backoff_every, consecutive=consecutive, min_scale=2.0**-3, max_scale=2.0**9)
+    state = ScaleState(1.0)
+    scale = DeviceScale(state, CPU)
+    for is_bad in steps:
+        scale.advance(flag(is_bad), rule)
+        state = next_state(state, rule, found_nonfinite=is_bad)
+    assert scale.read() == state
+
+
+@pytest.mark.parametrize("kind", [HostScale, lambda state: DeviceScale(state, CPU)], ids=["host", "device"])
+def test_a_shortened_interval_that_the_tracker_is_past_is_still_met(kind):
+    scale = kind(ScaleState(8.0, good_in_a_row=5))
+    scale.advance(flag(False), ScaleRule(growth_interval=3))
+    assert scale.read().scale == 16.0
+
+
+@pytest.mark.parametrize("kind", [HostScale, lambda state: DeviceScale(state, CPU)], ids=["host", "device"])
+def test_a_scale_set_by_hand_stays_within_its_bounds(kind):
+    scale, rule = kind(ScaleState(8.0)), ScaleRule(min_scale=1.0, max_scale=64.0)
+    for given_scale, kept in [(32.0, 32.0), (1e9, 64.0), (1e-9, 1.0), (torch.tensor([2.0]), 2.0), (torch.tensor(1e30), 64.0)]:
+        scale.set(given_scale, rule)
+        assert scale.read().scale == kept
+    for refused in (0.0, -1.0, float("nan"), float("inf")):
+        with pytest.raises(ScalerError, match="positive finite"):
+            scale.set(refused, rule)
+    assert scale.read().scale == 64.0
+
+
+def test_a_nan_in_a_tensor_that_nobody_may_read_becomes_the_floor():
+    scale = DeviceScale(ScaleState(8.0), CPU)
+    scale.set(torch.tensor(float("nan")), ScaleRule(min_scale=0.5))
+    assert scale.read().scale == 0.5
+
+
+@pytest.mark.parametrize("kind", [HostScale, lambda state: DeviceScale(state, CPU)], ids=["host", "device"])
+def test_loading_fills_the_tensors_that_others_hold(kind):
+    scale = kind(ScaleState(8.0))
+    held, tracker = scale.scale, scale.growth_tracker
+    scale.load(ScaleState(2.0, 3, 1, 10, 4, 1))
+    assert (held.item(), tracker.item()) == (2.0, 3)
+    assert scale.scale is held
+    assert scale.read() == ScaleState(2.0, 3, 1, 10, 4, 1)
+
+
+def test_whoever_writes_to_the_tensors_is_heard():
+    scale = HostScale(ScaleState(8.0))
+    scale.scale.fill_(4.0)
+    scale.growth_tracker.fill_(1)
+    scale.advance(flag(False), ScaleRule(growth_interval=2))
+    assert scale.read().scale == 8.0
+    assert scale.inverse().item() == 0.125
+    scale.scale.fill_(16.0)
+    assert scale.inverse().item() == 0.0625
+
+
+@pytest.mark.parametrize("value", [3.0, 65536.0, 1e-7, 0.1])
+def test_the_inverse_is_rounded_once_from_float64(value: float):
+    exact = torch.tensor(value, dtype=torch.float32)
+    wanted = (1.0 / exact.double()).float()
+    for scale in (HostScale(ScaleState(exact.item())), DeviceScale(ScaleState(exact.item()), CPU)):
+        assert torch.equal(scale.inverse(), wanted)
+
+
+def test_a_cpu_keeps_the_value_and_a_device_that_makes_the_host_wait_keeps_tensors(monkeypatch: pytest.MonkeyPatch):
+    assert isinstance(scale_on(CPU, ScaleState()), HostScale)
+    monkeypatch.setattr(copies, "waits", lambda _: True)
+    assert isinstance(scale_on(CPU, ScaleState()), DeviceScale)
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.lists(st.booleans(), min_size=60, max_size=60), st.integers(1, 9))
+def test_what_the_host_learns_late_saves_bounding_and_changes_no_transition(steps: list[bool], every: int):
+    rule = ScaleRule(growth_interval=2, min_scale=2.0**-3)
+    state = ScaleState(8.0)
+    scale = DeviceScale(state, CPU)
+    for step, is_bad in enumerate(steps):
+        scale.advance(flag(is_bad), rule)
+        state = next_state(state, rule, found_nonfinite=is_bad)
+        assert scale.read() == state
+        if step % every == 0:
+            late = (state.scale, scale.steps)
+        if step % every == every // 2:
+            scale.was(*late, rule)
+
+
+def test_a_scale_set_by_hand_forgets_what_was_learnt_late():
+    scale, rule = DeviceScale(ScaleState(2.0**16), CPU), ScaleRule(min_scale=1.0)
+    scale.advance(flag(False), rule)
+    scale.was(2.0**16, 1, rule)
+    assert scale._bounded_from == 17
+    scale.set(1.0, rule)
+    scale.was(2.0**16, 1, rule)
+    scale.advance(flag(True), rule)
+    assert scale.read().scale == 1.0

@@ -1,0 +1,195 @@
+"""Gradients of every kind are checked and unscaled in place."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from mezzo import ScalerError
+from mezzo.scaling import kernels
+from mezzo.scaling.culprit import Flagged, Names
+from mezzo.scaling.gradients import Checker, check_sorted, first_nonfinite, parameters
+
+pytestmark = pytest.mark.filterwarnings("ignore:Sparse")  # torch says once that such layouts are in beta, and are not validated
+
+QUARTER = torch.tensor(0.25)
+REALS = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
+
+
+def with_gradients(*gradients: torch.Tensor | None) -> torch.optim.Optimizer:
+    held = []
+    for gradient in gradients:
+        parameter = nn.Parameter(torch.zeros(2) if gradient is None else torch.zeros(gradient.shape, dtype=gradient.dtype))
+        parameter.grad = gradient
+        held.append(parameter)
+    return torch.optim.SGD(held, lr=0.1)
+
+
+def run(optimizer: torch.optim.Optimizer, way: str, factor: torch.Tensor = QUARTER) -> float:
+    flags: dict[torch.device, torch.Tensor] = {}
+    if way == "checker":
+        Checker().check(optimizer, factor, flags)
+    else:
+        check_sorted(optimizer, factor, flags)
+    return flags[torch.device("cpu")].item()
+
+
+@pytest.fixture(params=["checker", "sorted"])
+def way(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.mark.parametrize("dtype", [*REALS, torch.complex64, torch.complex128])
+def test_every_dtype_is_unscaled_in_place(dtype: torch.dtype, way: str):
+    gradient = torch.full((2, 3), 4.0, dtype=dtype)
+    assert run(with_gradients(gradient), way) == 0
+    assert torch.equal(gradient, torch.ones(2, 3, dtype=dtype))
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("dtype", [*REALS, torch.complex64])
+def test_one_bad_value_raises_the_flag(dtype: torch.dtype, bad: float, way: str):
+    gradient = torch.ones(5, 7, dtype=dtype)
+    gradient[4, 6] = bad
+    assert run(with_gradients(torch.ones(3), gradient), way) == 1
+
+
+def test_a_bad_imaginary_part_raises_the_flag(way: str):
+    assert run(with_gradients(torch.tensor([complex(1.0, math.inf)])), way) == 1
+
+
+@pytest.mark.parametrize(
+    "view",
+    [lambda g: g.t(), lambda g: g[:, :3], lambda g: g[::2], lambda g: g.to(memory_format=torch.contiguous_format)[1:, 1:], lambda g: g[0]],
+    ids=["transposed", "columns", "every other row", "corner", "row"],
+)
+def test_views_and_gaps_are_unscaled_and_what_lies_between_is_left_alone(view, way: str):
+    base = torch.full((6, 6), 4.0)
+    parameter = nn.Parameter(torch.zeros_like(view(base)))
+    parameter.grad = view(base)
+    optimizer = torch.optim.SGD([parameter], lr=0.1)
+    assert run(optimizer, way) == 0
+    wanted = torch.full((6, 6), 4.0)
+    view(wanted).fill_(1.0)
+    assert torch.equal(base, wanted)
+
+
+def test_channels_last_gradients_are_unscaled(way: str):
+    gradient = torch.full((2, 3, 4, 4), 4.0).to(memory_format=torch.channels_last)
+    assert run(with_gradients(gradient), way) == 0
+    assert torch.equal(gradient, torch.ones_like(gradient))
+
+
+@pytest.mark.parametrize("dtype", REALS)
+@pytest.mark.parametrize("coalesced", [True, False])
+def test_sparse_gradients_are_unscaled_coalesced_or_not(dtype: torch.dtype, coalesced: bool, way: str):
+    gradient = torch.sparse_coo_tensor(torch.tensor([[0, 2, 2]]), torch.tensor([4.0, 4.0, 8.0], dtype=dtype), (3,))
+    optimizer = with_gradients(gradient.coalesce() if coalesced else gradient, torch.full((2,), 4.0))
+    assert run(optimizer, way) == 0
+    sparse, dense = (parameter.grad for parameter in parameters(optimizer))
+    assert torch.equal(sparse.to_dense(), torch.tensor([1.0, 0.0, 3.0], dtype=dtype))
+    assert torch.equal(dense, torch.ones(2))
+
+
+def test_sparse_values_that_overflow_only_together_are_seen(way: str):
+    gradient = torch.sparse_coo_tensor(torch.tensor([[1, 1]]), torch.tensor([60000.0, 60000.0], dtype=torch.float16), (3,))
+    assert gradient._values().isfinite().all()
+    assert run(with_gradients(gradient), way) == 1
+
+
+def test_a_perfect_storm_of_kinds_in_one_optimizer_is_unscaled_once_each(way: str):
+    kinds = [torch.full((3,), 4.0, dtype=dtype) for dtype in (*REALS, torch.complex64)]
+    kinds += [torch.full((4, 4), 4.0).t(), torch.full((3,), 4.0).to_sparse(), torch.zeros(0), torch.tensor(4.0)]
+    optimizer = with_gradients(*kinds, None)
+    assert run(optimizer, way) == 0
+    for parameter in parameters(optimizer)[:-1]:
+        dense = parameter.grad.to_dense()
+        assert torch.equal(dense, torch.ones_like(dense))
+
+
+def test_a_bad_gradient_anywhere_in_the_storm_is_found(way: str):
+    for place in range(4):
+        kinds = [torch.ones(3), torch.ones(3, dtype=torch.float16), torch.ones(3).to_sparse(), torch.ones(3, dtype=torch.complex64)]
+        kinds[place] = kinds[place] * math.inf
+        assert run(with_gradients(*kinds), way) == 1
+
+
+def test_a_flag_that_is_up_stays_up():
+    checker, flags = Checker(), {torch.device("cpu"): torch.tensor(1.0)}
+    checker.check(with_gradients(torch.ones(2)), QUARTER, flags)
+    assert flags[torch.device("cpu")].item() == 1
+
+
+def test_no_gradients_raise_no_flag_and_leave_none():
+    flags: dict[torch.device, torch.Tensor] = {}
+    Checker().check(with_gradients(None), QUARTER, flags)
+    check_sorted(with_gradients(None), QUARTER, flags)
+    assert flags == {}
+
+
+def test_kinds_that_appear_later_are_noticed():
+    checker, optimizer = Checker(), with_gradients(torch.full((2,), 4.0), None)
+    first, second = parameters(optimizer)
+    checker.check(optimizer, QUARTER, {})
+    second.grad = torch.full((2,), 4.0).to_sparse()
+    first.grad = None
+    checker.check(optimizer, QUARTER, {})
+    assert torch.equal(second.grad.to_dense(), torch.ones(2))
+    optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(2, dtype=torch.complex64))]})
+    parameters(optimizer)[2].grad = torch.full((2,), 4.0, dtype=torch.complex64)
+    checker.check(optimizer, QUARTER, {})
+    assert torch.equal(parameters(optimizer)[2].grad, torch.ones(2, dtype=torch.complex64))
+
+
+@pytest.mark.parametrize("small", [True, False])
+def test_only_checked_gradients_keep_their_values_and_name_their_owner(small: bool, monkeypatch: pytest.MonkeyPatch):
+    if not small:
+        monkeypatch.setattr("mezzo.scaling.gradients._SMALL", 0)
+        monkeypatch.setattr("mezzo.scaling.kernels.has_kernel", lambda _: True)
+        monkeypatch.setattr("mezzo.scaling.kernels._run", kernels._run_in_torch)
+    optimizer = with_gradients(torch.tensor([1.0, 2.0**-149]), torch.ones(2, dtype=torch.float16), torch.tensor([0.0, math.inf], dtype=torch.float16))
+    culprit, flags = Flagged(Names(), optimizer), {}
+    check_sorted(optimizer, None, flags, culprit)
+    held = [parameter.grad for parameter in parameters(optimizer)]
+    optimizer.zero_grad()
+    assert flags[torch.device("cpu")].item() == 1
+    assert torch.equal(held[0], torch.tensor([1.0, 2.0**-149]))
+    assert culprit.name() == culprit.told(culprit.fetch()) == "parameter 2"
+
+
+def test_a_pass_that_unscales_raises_a_flag_for_each_gradient(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("mezzo.scaling.kernels.has_kernel", lambda _: True)
+    monkeypatch.setattr("mezzo.scaling.kernels._run", kernels._run_in_torch)
+    optimizer = with_gradients(torch.full((2,), 4.0), torch.tensor([math.nan, 4.0]), torch.full((2,), 4.0, dtype=torch.float64))
+    culprit, flags = Flagged(Names(), optimizer), {}
+    check_sorted(optimizer, QUARTER, flags, culprit)
+    assert flags[torch.device("cpu")].item() == 1
+    assert flags[torch.device("cpu")].dtype is torch.float32
+    assert parameters(optimizer)[0].grad.tolist() == [1.0, 1.0]
+    parameters(optimizer)[0].grad.fill_(math.nan)
+    assert culprit.name() == "parameter 1"
+
+
+def test_checking_without_a_factor_writes_nothing():
+    gradient = torch.tensor([1.0, math.inf])
+    flags: dict[torch.device, torch.Tensor] = {}
+    version = gradient._version
+    check_sorted(with_gradients(gradient), None, flags)
+    assert flags[torch.device("cpu")].item() == 1
+    assert gradient._version == version
+
+
+def test_a_dtype_that_cannot_be_unscaled_is_refused_with_the_remedy():
+    parameter = nn.Parameter(torch.zeros(2, dtype=torch.float8_e4m3fn))
+    parameter.grad = torch.ones(2).to(torch.float8_e4m3fn)
+    with pytest.raises(ScalerError, match=r"float8_e4m3fn.*parameter\.grad\.float\(\)"):
+        Checker().check(torch.optim.SGD([parameter], lr=0.1), QUARTER, {})
+
+
+def test_the_first_nonfinite_parameter_is_found_in_any_layout():
+    optimizer = with_gradients(None, torch.ones(2), torch.tensor([1.0, math.nan]).to_sparse(), torch.tensor([math.inf]))
+    assert first_nonfinite(parameters(optimizer)) is parameters(optimizer)[2]
+    assert first_nonfinite(parameters(optimizer)[:2]) is None

@@ -1,0 +1,169 @@
+"""Checking and unscaling many gradients in one pass."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from support.kernel_cases import DTYPES, FACTORS, fresh_seed, gradients, raised, same, spoil, unscaled
+
+from mezzo._errors import UnsupportedError
+from mezzo.scaling import kernels
+
+
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs Triton")
+def test_the_kernel_does_in_tritons_interpreter_what_it_should() -> None:
+    """Whether Triton interprets is settled when it is imported, so that a process of its own has to."""
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", str(Path(__file__).with_name("kernels_interpreted.py"))]
+    done = subprocess.run(command, env=os.environ | {"TRITON_INTERPRET": "1"}, capture_output=True, text=True, check=False, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_a_cuda_device_without_triton_has_no_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "mezzo.scaling.check_kernel", None)
+    kernels._kernel.cache_clear()
+    assert not kernels.has_kernel(torch.device("cuda"))
+    kernels._kernel.cache_clear()
+
+
+class Recorder:
+    """Stands in for a kernel: notes what is launched, and what was compiled by the first launch."""
+
+    def __init__(self) -> None:
+        self.launches: list[tuple[str, int, int]] = []
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., Recorder]:
+        return lambda *arguments: self._note(len(grid), grid[0], arguments[2])
+
+    def _note(self, sides: int, programs: int, count: int) -> Recorder:
+        self.launches.append(("compiled" if sides == 3 else "first", programs, count))
+        return self
+
+
+@pytest.fixture
+def recorder(monkeypatch: pytest.MonkeyPatch) -> Recorder:
+    made = Recorder()
+    monkeypatch.setattr(kernels, "has_kernel", lambda _: True)
+    monkeypatch.setattr(kernels, "_kernel", lambda: made)
+    monkeypatch.setattr(kernels, "_triton_dtype", str)
+    monkeypatch.setattr(kernels, "_compiled", {})
+    monkeypatch.setattr(kernels, "_tables", {})
+    return made
+
+
+def test_one_launch_covers_all_dense_gradients_and_torch_the_others(recorder: Recorder) -> None:
+    tensors = [torch.ones(kernels.CHUNK + 1), torch.ones(3, 4).T, torch.ones(0), torch.full((6,), torch.nan)[::2]]
+    found, flags = raised("cpu", len(tensors))
+    for _ in range(2):
+        kernels.check_and_unscale(tensors, torch.tensor(0.5), found, flags)
+    assert recorder.launches == [("first", 3, 3), ("compiled", 3, 3)]
+    assert len(kernels._tables) == 1
+    assert (found.item(), flags.tolist()) == (1.0, [0, 0, 0, 1])
+
+
+def test_a_table_is_made_anew_when_a_gradient_moves_or_changes_its_size(recorder: Recorder) -> None:
+    storage, other = torch.ones(8), torch.ones(8)
+    for tensor in (storage, storage, storage[:4], other, storage):
+        kernels.check([tensor], torch.zeros(()))
+    assert len(recorder.launches) == 5
+    assert len(kernels._tables) == 3
+    for size in range(50):
+        kernels.check([torch.ones(64)[:size]], torch.zeros(()))
+    assert len(kernels._tables) == kernels._TABLES_KEPT
+
+
+def test_nothing_is_launched_for_strided_or_empty_gradients_alone(recorder: Recorder) -> None:
+    found = torch.zeros(())
+    kernels.check([torch.ones(6)[::2]], found)
+    kernels.check([torch.ones(0)], found)
+    assert recorder.launches == []
+
+
+@pytest.mark.parametrize("factor", FACTORS)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_torch_alone_gives_the_same_gradients_and_flags(dtype: torch.dtype, factor: float) -> None:
+    generator = torch.Generator().manual_seed(seed := fresh_seed())
+    tensors = gradients(dtype, "cpu", generator)
+    expected = spoil(tensors, generator)
+    wanted = [unscaled(tensor, factor) for tensor in tensors]
+    found, flags = raised("cpu", len(tensors))
+    kernels.check_and_unscale(tensors, torch.tensor(factor), found, flags)
+    assert (flags.tolist(), found.item()) == (expected, float(any(expected))), seed
+    assert [place for place, (got, want) in enumerate(zip(tensors, wanted, strict=True)) if not same(got, want)] == [], seed
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_torch_alone_checks_without_writing(dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(seed := fresh_seed())
+    tensors = gradients(dtype, "cpu", generator)
+    expected = spoil(tensors, generator)
+    before, versions = [tensor.clone() for tensor in tensors], [tensor._version for tensor in tensors]
+    found, flags = raised("cpu", len(tensors))
+    kernels.check(tensors, found, flags)
+    assert (flags.tolist(), found.item()) == (expected, float(any(expected))), seed
+    assert all(map(same, tensors, before)), seed
+    assert [tensor._version for tensor in tensors] == versions
+
+
+def test_torch_alone_raises_the_flag_of_all_without_those_of_each() -> None:
+    for spoiled, raises in ((1.0, 0.0), (torch.nan, 1.0)):
+        found = torch.zeros(())
+        kernels.check([torch.ones(3), torch.tensor(spoiled)], found)
+        assert found.item() == raises
+        found = torch.zeros(())
+        kernels.check_and_unscale([torch.ones(3), torch.tensor(spoiled)], torch.tensor(0.5), found)
+        assert found.item() == raises
+
+
+def test_bfloat16_is_multiplied_in_float32_where_torch_has_no_kernel() -> None:
+    tensors = [torch.randn(100).bfloat16(), torch.randn(10, 10).bfloat16()[:, ::3]]
+    wanted = [unscaled(tensor, 1.0 / 3.0) for tensor in tensors]
+    kernels._multiply(tensors, torch.tensor(1.0 / 3.0))
+    assert all(map(torch.equal, tensors, wanted))
+
+
+def test_no_gradients_raise_no_flag() -> None:
+    found = torch.zeros(())
+    kernels.check_and_unscale([], torch.tensor(0.5), found)
+    assert found.item() == 0.0
+
+
+def test_gradients_of_whole_numbers_are_refused() -> None:
+    with pytest.raises(UnsupportedError, match="int64"):
+        kernels.check([torch.ones(3, dtype=torch.int64)], torch.zeros(()))
+
+
+@pytest.mark.parametrize(
+    ("tensor", "dense"),
+    [
+        (torch.ones(()), True),
+        (torch.ones(3, 0), True),
+        (torch.ones(3, 4).T, True),
+        (torch.ones(2, 3, 4, 5).to(memory_format=torch.channels_last), True),
+        (torch.ones(4, 1, 6).transpose(0, 2), True),
+        (torch.ones(10)[3:7], True),
+        (torch.ones(10)[::2], False),
+        (torch.ones(4, 4)[:, :2], False),
+        (torch.ones(4, 4)[:2].T, True),
+        (torch.ones(1).expand(5), False),
+        (torch.ones(3, 1).expand(3, 3), False),
+        (torch.ones(5).as_strided((3, 3), (1, 1)), False),
+    ],
+)
+def test_dense_is_what_fills_its_memory_once(tensor: torch.Tensor, dense: bool) -> None:
+    assert kernels.is_dense(tensor) is dense
+
+
+@pytest.mark.parametrize("chunk", [4, 16])
+def test_a_table_has_each_chunk_of_each_gradient_once(chunk: int) -> None:
+    tensors = [torch.ones(size) for size in (5, 0, 16, 1, 33)]
+    table = kernels.make_table(tensors, [4, 3, 2, 1, 0], chunk)
+    assert table.tensors.tolist() == [[tensor.data_ptr() for tensor in tensors], [5, 0, 16, 1, 33], [4, 3, 2, 1, 0]]
+    wanted = [(place, part) for place, tensor in enumerate(tensors) for part in range(-(-tensor.numel() // chunk))]
+    assert list(zip(*table.chunks.tolist(), strict=True)) == wanted

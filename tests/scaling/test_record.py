@@ -1,0 +1,36 @@
+"""Flags of an optimizer: kept by loss and device, combined into one."""
+
+from __future__ import annotations
+
+import torch
+
+from mezzo.scaling.record import Record, combine, meeting_place
+from mezzo.scaling.words import Stage
+
+CPU = torch.device("cpu")
+
+
+def test_flags_are_kept_for_each_loss():
+    record = Record()
+    record.flags(0)[CPU] = torch.tensor(0.0)
+    record.flags(1)[CPU] = torch.tensor(1.0)
+    assert record.flags(0)[CPU].item() == 0
+    assert [flag.item() for flag in record.all_flags()] == [0.0, 1.0]
+    assert record.stage is Stage.READY
+
+
+def test_a_single_flag_is_itself():
+    flag = torch.tensor(1.0)
+    assert combine([flag], CPU) is flag
+
+
+def test_combined_flags_are_raised_if_one_is_and_stay_one():
+    flags = [torch.tensor(0.0), torch.tensor([1.0]), torch.tensor(1.0)]
+    assert combine(flags, CPU).item() == 1.0
+    assert combine(flags[:1] * 2, CPU).item() == 0.0
+    assert combine(flags, CPU).shape == ()
+
+
+def test_flags_meet_off_the_cpu_where_one_is():
+    assert meeting_place([torch.tensor(0.0), torch.tensor(0.0, device="meta")]) == torch.device("meta")
+    assert meeting_place([torch.tensor(0.0)]) == CPU

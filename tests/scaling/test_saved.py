@@ -1,0 +1,64 @@
+"""Saved states are read whole or not at all, from mezzo's scaler and from torch's."""
+
+from __future__ import annotations
+
+import io
+
+import pytest
+import torch
+
+from mezzo import PolicyError, ScalerError, ScaleRule, ScaleState
+from mezzo.scaling.saved import from_dict, to_dict
+
+RULE = ScaleRule(3.0, 0.25, 7, 2, False, 0.5, 2.0**20, False, 9)
+STATES = [ScaleState(8.0, 1, 2, 3, 4, 5), ScaleState(16.0, 6, 7, 8, 9, 10)]
+TORCH = {"scale": 8.0, "growth_factor": 3.0, "backoff_factor": 0.25, "growth_interval": 7, "_growth_tracker": 4}
+
+
+def test_every_field_survives_a_round_trip():
+    assert from_dict(to_dict(STATES, RULE), ScaleRule(), 2) == (STATES, RULE)
+
+
+def test_a_saved_file_is_plain_data():
+    file = io.BytesIO()
+    torch.save(to_dict(STATES, RULE), file)
+    file.seek(0)
+    assert from_dict(torch.load(file, weights_only=True), ScaleRule(), 2) == (STATES, RULE)
+
+
+def test_torchs_entries_come_first_and_mean_what_torch_means():
+    assert list(to_dict(STATES, RULE))[:5] == list(TORCH)
+    states, rule = from_dict(TORCH, ScaleRule(backoff_every=4), 2)
+    assert states == [ScaleState(8.0, 4)] * 2
+    assert (rule.growth_factor, rule.backoff_factor, rule.growth_interval, rule.backoff_every) == (3.0, 0.25, 7, 4)
+
+
+def test_a_saved_scale_out_of_bounds_is_brought_within_them():
+    assert from_dict(TORCH | {"scale": 2.0**-80}, ScaleRule(), 1)[0][0].scale == 2.0**-24
+    assert from_dict(TORCH | {"scale": 2.0**30}, ScaleRule(max_scale=2.0**24), 1)[0][0].scale == 2.0**24
+
+
+def test_what_a_later_version_added_is_ignored():
+    entries = to_dict(STATES[:1], RULE)
+    entries["mezzo_rule"]["mood"] = entries["mezzo_states"][0]["mood"] = 1
+    assert from_dict(entries, ScaleRule(), 1) == (STATES[:1], RULE)
+
+
+@pytest.mark.parametrize("scale", [0.0, -1.0, float("inf"), float("nan")])
+def test_a_scale_that_no_gradient_survives_is_refused(scale: float):
+    entries = to_dict(STATES[:1], RULE)
+    entries["mezzo_states"][0]["scale"] = scale
+    for broken in (TORCH | {"scale": scale}, entries):
+        with pytest.raises(ScalerError, match="Start again"):
+            from_dict(broken, ScaleRule(), 1)
+
+
+def test_other_files_are_refused_with_the_reason():
+    with pytest.raises(ScalerError, match="not enabled"):
+        from_dict({}, ScaleRule(), 1)
+    with pytest.raises(ScalerError, match="growth_factor, backoff_factor"):
+        from_dict({"scale": 1.0}, ScaleRule(), 1)
+    with pytest.raises(ScalerError, match=r"2 losses, this scaler 1.*losses=2"):
+        from_dict(to_dict(STATES, RULE), ScaleRule(), 1)
+    with pytest.raises(PolicyError, match="growth_factor"):
+        from_dict(TORCH | {"growth_factor": 0.5}, ScaleRule(), 1)

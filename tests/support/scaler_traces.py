@@ -1,0 +1,59 @@
+"""Traces of PaddlePaddle's scaler, and small training set-ups that the scaling tests share."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from mezzo.scaling.state import LARGEST, SMALLEST, ScaleRule, ScaleState, float32
+
+_DATA = Path(__file__).parent.parent / "data" / "paddle-scaler.json"
+
+
+@dataclass(frozen=True)
+class Trace:
+    """One run of 200 steps."""
+
+    config: dict[str, Any]
+    mode: str
+    reload_at: int | None
+    kinds: str
+    """A letter a step: `.` finite gradients, N NaN, I inf, J -inf."""
+    after: list[tuple[float, int, int]]
+    """Scale, good steps in a row and bad steps in a row after each step."""
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """The configuration as keywords of `mezzo.GradScaler`; Paddle's factors are float32 and its scale has no bounds."""
+        get = self.config.get
+        return {
+            "init_scale": float(get("init_loss_scaling", 65536.0)),
+            "growth_factor": float32(get("incr_ratio", 2.0)),
+            "backoff_factor": float32(get("decr_ratio", 0.5)),
+            "growth_interval": get("incr_every_n_steps", 2000),
+            "backoff_every": get("decr_every_n_nan_or_inf", 1),
+            "dynamic": get("use_dynamic_loss_scaling", True),
+            "min_scale": SMALLEST,
+            "max_scale": LARGEST,
+        }
+
+    def rule_and_state(self) -> tuple[ScaleRule, ScaleState]:
+        """The same as values."""
+        settings = self.settings
+        return ScaleRule(**{name: value for name, value in settings.items() if name != "init_scale"}), ScaleState(settings["init_scale"])
+
+
+def traces() -> list[Trace]:
+    """All of them."""
+    return [_trace(entry) for entry in json.loads(_DATA.read_text())["traces"]]
+
+
+def _trace(entry: dict[str, Any]) -> Trace:
+    kinds = "".join(kind * int(count or 1) for kind, count in re.findall(r"([.NIJ])(\d*)", entry["kinds"]))
+    scales = itertools.chain.from_iterable([scale] * count for scale, count in entry["scales"])
+    after = zip(scales, map(int, entry["good"].split()), map(int, entry["bad"].split()), strict=True)
+    return Trace(entry["config"], entry["mode"], entry["reload_at"], kinds, list(after))
