@@ -121,7 +121,7 @@ def main() -> None:
     rows = cpu_rows(options.rounds) if options.device == "cpu" else cuda_rows(options.rounds)
     for row in rows:
         print(row)
-    print(f"stored in {store('scaling', rows, options.device)}")
+    print(f"stored in {store('scaling', rows, options.device).name}")
 
 
 if __name__ == "__main__":

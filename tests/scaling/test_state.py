@@ -59,14 +59,16 @@ class Model:
             if adapting:
                 self.streak, self.strikes = 0, self.strikes + 1
                 if self.strikes == rule.backoff_every or (rule.backoff_every and self.strikes > rule.backoff_every):
-                    self.scale, self.strikes = self.rounded(self.scale * rule.backoff_factor), 0
+                    self.scale = self.rounded(self.scale * rule.backoff_factor)
+                    # DeepSpeed's patience is used up until the scale grows; Paddle's begins again.
+                    self.strikes = 0 if rule.consecutive else self.strikes - 1
         else:
             self.good, self.row = self.good + 1, 0
             if adapting:
                 self.streak += 1
                 self.strikes *= not rule.consecutive
                 if rule.growth_interval and self.streak >= rule.growth_interval:
-                    self.scale, self.streak = self.rounded(self.scale * rule.growth_factor), 0
+                    self.scale, self.streak, self.strikes = self.rounded(self.scale * rule.growth_factor), 0, 0
 
     def rounded(self, scale: float) -> float:
         try:
@@ -115,6 +117,16 @@ def test_backoff_waits_for_so_many_bad_steps_in_a_row():
 def test_bad_steps_that_need_not_be_consecutive_are_counted_through_good_ones():
     rule = ScaleRule(backoff_every=2, consecutive=False)
     assert bad(good(bad(ScaleState(8.0), rule), rule), rule).scale == 4.0
+
+
+def test_patience_that_good_steps_do_not_restore_is_restored_by_growth_as_in_deepspeed():
+    rule = ScaleRule(backoff_every=2, consecutive=False, growth_interval=3)
+    used_up = bad(ScaleState(64.0), rule, 2)
+    assert used_up.scale == 32.0
+    assert bad(good(used_up, rule), rule).scale == 16.0
+    grown = good(used_up, rule, 3)
+    assert grown.scale == 64.0
+    assert bad(grown, rule).scale == 64.0
 
 
 def test_the_scale_stands_still_while_it_warms_up_but_steps_are_counted():

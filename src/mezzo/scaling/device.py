@@ -196,4 +196,5 @@ class DeviceScale:
         changed = torch.where(back, wide * rule.backoff_factor, torch.where(grow, wide * rule.growth_factor, wide)).float()
         self.scale.copy_(torch.where(changed.isfinite(), changed, self.scale))
         self._tracker.copy_(torch.where(grow, torch.zeros_like(good), good))
-        self._bad.copy_(torch.where(back, torch.zeros_like(counted), counted))
+        after_back = torch.full_like(counted, 0 if rule.consecutive else max(rule.backoff_every - 1, 0))
+        self._bad.copy_(torch.where(back, after_back, torch.where(grow, torch.zeros_like(counted), counted)))

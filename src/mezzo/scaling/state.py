@@ -34,7 +34,7 @@ class ScaleRule:
     backoff_every: int = 1
     """Bad steps before the scale backs off; 0 never backs off."""
     consecutive: bool = True
-    """Whether a good step forgets the bad ones before it (Paddle), or not (DeepSpeed)."""
+    """Whether a good step forgets the bad ones before it (Paddle). If not (DeepSpeed), they count until the scale grows, and every one beyond backs off."""
     min_scale: float = 2.0**-24
     """The scale never falls below."""
     max_scale: float = LARGEST
@@ -110,7 +110,7 @@ def _after_bad(state: ScaleState, rule: ScaleRule) -> tuple[float, int, int]:
     bad = state.bad_counted + 1
     if rule.backoff_every == 0 or bad < rule.backoff_every:
         return state.scale, 0, bad
-    return rule.clamp(state.scale * rule.backoff_factor), 0, 0
+    return rule.clamp(state.scale * rule.backoff_factor), 0, 0 if rule.consecutive else rule.backoff_every - 1
 
 
 def _after_good(state: ScaleState, rule: ScaleRule) -> tuple[float, int, int]:
@@ -119,7 +119,7 @@ def _after_good(state: ScaleState, rule: ScaleRule) -> tuple[float, int, int]:
         return state.scale, good, bad
     grown = float32(state.scale * rule.growth_factor)
     # Growth past the largest float32 is dropped, as torch's kernel drops it.
-    return rule.clamp(grown if math.isfinite(grown) else state.scale), 0, bad
+    return rule.clamp(grown if math.isfinite(grown) else state.scale), 0, 0
 
 
 def float32(value: float) -> float:
