@@ -116,7 +116,7 @@ def regions(device: str) -> list[Row]:
 
         return run
 
-    times = take_turns({"torch.autocast": visit(torch.autocast), "mezzo.autocast": visit(mezzo.autocast)}, calls=500)
+    times = take_turns({"torch.autocast": visit(torch.autocast), "mezzo.autocast": visit(mezzo.autocast)}, calls=500, rounds=121)
     return [Row("make, enter and leave a region", times, times["mezzo.autocast"], "µs", 6.0)]
 
 
@@ -148,7 +148,9 @@ def steered(device: str) -> list[Row]:
         def run(function: Any = function, value: torch.Tensor = value) -> None:
             function(value, value)
 
-        times = take_turns({"bare mode": within(BareMode(function, dtype), run), "custom policy": within(mezzo.autocast(device, **custom), run)}, calls=5)
+        times = take_turns(
+            {"bare mode": within(BareMode(function, dtype), run), "custom policy": within(mezzo.autocast(device, **custom), run)}, calls=5, rounds=121
+        )
         times = {name: time / 200 for name, time in times.items()}
         rows.append(Row(name, times, times["custom policy"] / times["bare mode"], "×", 1.3))
     return rows
