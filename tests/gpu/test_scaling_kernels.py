@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from support.kernel_cases import DTYPES, FACTORS, bits, fresh_seed, gradients, raised, same, spoil, unscaled
+from support.kernel_cases import DTYPES, FACTORS, bits, check_against_reference, fresh_seed, gradients, raised, spoil
 
 from mezzo.scaling import kernels
 
@@ -32,15 +32,7 @@ def test_the_kernel_is_there() -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_gradients_and_flags_equal_the_float64_reference(dtype: torch.dtype, factor: float) -> None:
     for _ in range(5):
-        generator = torch.Generator().manual_seed(seed := fresh_seed())
-        tensors = gradients(dtype, "cuda", generator)
-        expected = spoil(tensors, generator)
-        wanted = [unscaled(tensor, factor) for tensor in tensors]
-        found, flags = raised("cuda", len(tensors))
-        kernels.check_and_unscale(tensors, torch.tensor(factor, device="cuda"), found, flags)
-        assert flags.tolist() == expected, seed
-        assert found.item() == float(any(expected)), seed
-        assert [place for place, (got, want) in enumerate(zip(tensors, wanted, strict=True)) if not same(got, want)] == [], seed
+        check_against_reference(dtype, "cuda", factor)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

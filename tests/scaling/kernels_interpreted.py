@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from support.kernel_cases import DTYPES, FACTORS, bits, fresh_seed, gradients, raised, same, spoil, unscaled
+from support.kernel_cases import DTYPES, FACTORS, bits, check_against_reference, fresh_seed, gradients, raised, same, spoil
 
 from mezzo.scaling import kernels
 
@@ -27,15 +27,7 @@ def agrees(got: torch.Tensor, wanted: torch.Tensor) -> bool:
 @pytest.mark.parametrize("factor", FACTORS)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_gradients_and_flags_equal_the_float64_reference(dtype: torch.dtype, factor: float) -> None:
-    generator = torch.Generator().manual_seed(seed := fresh_seed())
-    tensors = gradients(dtype, "cpu", generator)
-    expected = spoil(tensors, generator)
-    wanted = [unscaled(tensor, factor) for tensor in tensors]
-    found, flags = raised("cpu", len(tensors))
-    kernels.check_and_unscale(tensors, torch.tensor(factor), found, flags)
-    assert flags.tolist() == expected, seed
-    assert found.item() == float(any(expected)), seed
-    assert [place for place, (got, want) in enumerate(zip(tensors, wanted, strict=True)) if not agrees(got, want)] == [], seed
+    check_against_reference(dtype, "cpu", factor, agrees)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.kernel_cases import DTYPES, FACTORS, fresh_seed, gradients, raised, same, spoil, unscaled
+from support.kernel_cases import DTYPES, FACTORS, check_against_reference, fresh_seed, gradients, raised, same, spoil, unscaled
 
 from mezzo._errors import UnsupportedError
 from mezzo.scaling import kernels
@@ -88,14 +88,7 @@ def test_nothing_is_launched_for_strided_or_empty_gradients_alone(recorder: Reco
 @pytest.mark.parametrize("factor", FACTORS)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_torch_alone_gives_the_same_gradients_and_flags(dtype: torch.dtype, factor: float) -> None:
-    generator = torch.Generator().manual_seed(seed := fresh_seed())
-    tensors = gradients(dtype, "cpu", generator)
-    expected = spoil(tensors, generator)
-    wanted = [unscaled(tensor, factor) for tensor in tensors]
-    found, flags = raised("cpu", len(tensors))
-    kernels.check_and_unscale(tensors, torch.tensor(factor), found, flags)
-    assert (flags.tolist(), found.item()) == (expected, float(any(expected))), seed
-    assert [place for place, (got, want) in enumerate(zip(tensors, wanted, strict=True)) if not same(got, want)] == [], seed
+    check_against_reference(dtype, "cpu", factor)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

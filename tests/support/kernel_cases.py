@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 from mezzo.scaling import kernels
@@ -73,3 +75,16 @@ def same(got: torch.Tensor, wanted: torch.Tensor) -> bool:
 def bits(tensor: torch.Tensor) -> torch.Tensor:
     """The bits of a tensor, the payload of NaN included."""
     return tensor.contiguous().view({2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()])
+
+
+def check_against_reference(dtype: torch.dtype, device: str, factor: float, agree: Callable[[torch.Tensor, torch.Tensor], bool] = same) -> None:
+    """Unscale fresh gradients, some of them spoilt, and compare every value and every flag with the float64 reference."""
+    generator = torch.Generator().manual_seed(seed := fresh_seed())
+    tensors = gradients(dtype, device, generator)
+    expected = spoil(tensors, generator)
+    wanted = [unscaled(tensor, factor) for tensor in tensors]
+    found, flags = raised(device, len(tensors))
+    kernels.check_and_unscale(tensors, torch.tensor(factor, device=device), found, flags)
+    assert flags.tolist() == expected, seed
+    assert found.item() == float(any(expected)), seed
+    assert [place for place, (got, want) in enumerate(zip(tensors, wanted, strict=True)) if not agree(got, want)] == [], seed

@@ -16,7 +16,7 @@ from mezzo._errors import PolicyError
 from mezzo.eager.constant import constant
 from mezzo.eager.decorate import around
 from mezzo.eager.modules import Binding, plan_modules
-from mezzo.eager.region import Region, enter, enter_traced, leave, leave_traced
+from mezzo.eager.region import Entered, Region, Traced, enter, enter_traced, leave, leave_traced
 from mezzo.eager.settle import Words, region_of, settle
 from mezzo.policy.policy import Policy
 from mezzo.policy.rule import Level, Rule
@@ -72,9 +72,12 @@ class autocast:  # noqa: N801 - torch's spelling
     def __enter__(self) -> Self:
         if self._binding is not None:
             self._binding.apply()
-        entered = enter_traced(self._region) if is_dynamo_compiling() else enter(self._region)
         # By thread: one instance may be open in several, and each puts back its own.
-        thread = _TRACED if is_dynamo_compiling() else get_ident()
+        entered: Entered | Traced
+        if is_dynamo_compiling():
+            thread, entered = _TRACED, enter_traced(self._region)
+        else:
+            thread, entered = get_ident(), enter(self._region)
         if thread in self._entered:
             self._entered[thread].append(entered)
         else:
@@ -127,7 +130,7 @@ def _bind(policy: Policy, region: Region, model: nn.Module | None) -> Binding | 
     if model is None:
         names = ", ".join(repr(selector.text) for selector, _ in policy.modules)
         raise PolicyError(f"The policy has module rules ({names}) and needs the model they speak of: autocast(policy, model=model).")
-    dtype = torch.get_autocast_dtype(region.device) if region.dtype is None else region.dtype
+    dtype = region.computes_in
     off = Region(region.device, False, region.dtype, region.cache_enabled)
     half = region_of(Policy(Level.O3, dtype, on_unsupported=policy.on_unsupported), region.device)
     return Binding(plan_modules(model, policy), {Rule.HALF: half, Rule.FULL: off, Rule.KEEP: off}, dtype)

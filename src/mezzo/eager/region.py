@@ -40,6 +40,11 @@ class Region:
     key: str = ""
     """Names the steering table; empty where torch's own lists are the policy."""
 
+    @property
+    def computes_in(self) -> torch.dtype:
+        """The dtype, which may be the one that torch has for the device just now."""
+        return torch.get_autocast_dtype(self.device) if self.dtype is None else self.dtype
+
     def encode(self) -> str:
         """The region as one string: the only kind of value that compiled code can take over without guards on it."""
         return _SEPARATOR.join([self.device, str(self.enabled), "" if self.dtype is None else dtype_name(self.dtype), self.key])
@@ -197,8 +202,7 @@ def enter_traced(region: Region) -> Traced:
             "torch.export(strict=True) drops a mezzo region inside the model. Export with strict=False, or put the region around the export."
         )
     steering, pushed, key = _steer(region)
-    dtype = torch.get_autocast_dtype(region.device) if region.dtype is None else region.dtype
-    native = _native(region.device, dtype, region.enabled)
+    native = _native(region.device, region.computes_in, region.enabled)
     native.__enter__()
     return Traced(native, steering, pushed, key)
 

@@ -127,8 +127,7 @@ _policies: dict[str, Policy] = {}
 
 def alone(region: Region) -> Region:
     """The same region carried out by the mode alone, for where torch's own autocast is not heard."""
-    dtype = torch.get_autocast_dtype(region.device) if region.dtype is None else region.dtype
-    policy = replace(_policies.get(region.key, Policy()), dtype=dtype, cache=Cache.OFF)
+    policy = replace(_policies.get(region.key, Policy()), dtype=region.computes_in, cache=Cache.OFF)
     return region_of(policy, region.device, by_mode=True)
 
 

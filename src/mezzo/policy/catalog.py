@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Protocol
 
 import torch
 
@@ -12,14 +11,6 @@ from mezzo.policy import torch_lists
 from mezzo.policy.preset import OpLists
 from mezzo.policy.presets import PRESETS
 from mezzo.policy.rule import Level
-
-
-class System(Protocol):
-    """Another system: a module of `policy.presets`."""
-
-    def lists(self, level: Level, dtype: torch.dtype) -> OpLists:
-        """The op lists of a level for a 16-bit dtype."""
-
 
 _TORCH: Mapping[str, str | None] = {"torch": None, "torch-cuda": "cuda", "torch-cpu": "cpu"}
 

@@ -29,6 +29,15 @@ _WIDEST = "its kernel takes one dtype only, so the widest input decides"
 _NO_KERNEL = "torch has no 16-bit kernel for it on a CPU"
 _UNSAFE = "takes logarithms of probabilities that float16 rounds to 0 or 1: use binary_cross_entropy_with_logits, which fuses the sigmoid and is safe"
 
+_DELICATE: Groups = (
+    (Rule.FULL, _RANGE, "acos asin cosh erfinv exp expm1 log log10 log2 log1p reciprocal rsqrt sinh tan pow softplus"),
+    (Rule.FULL, _NORMS, "layer_norm rms_norm group_norm"),
+    (Rule.FULL, _SUMS, "frobenius_norm nuclear_norm norm linalg_vector_norm linalg_matrix_norm prod cumprod cumsum sum"),
+    (Rule.FULL, _EXPONENTIALS, "softmax log_softmax logsumexp"),
+    (Rule.FULL, _DISTANCES, "cosine_similarity dist pdist cdist"),
+)
+"""What needs float32 wherever it runs: torch's CUDA list and our short list for O2 agree on it."""
+
 _CUDA: Groups = (
     (Rule.HALF, _CONVOLUTIONS, "convolution conv1d conv2d conv3d conv_tbc conv_transpose1d conv_transpose2d conv_transpose3d"),
     (
@@ -38,11 +47,8 @@ _CUDA: Groups = (
     ),
     (Rule.HALF, _CELLS, "thnn_fused_lstm_cell thnn_fused_gru_cell lstm_cell gru_cell rnn_tanh_cell rnn_relu_cell"),
     (Rule.HALF, "one multiplication an element", "prelu"),
-    (Rule.FULL, _RANGE, "acos asin cosh erfinv exp expm1 log log10 log2 log1p reciprocal rsqrt sinh tan pow softplus"),
-    (Rule.FULL, _NORMS, "layer_norm rms_norm group_norm"),
-    (Rule.FULL, _SUMS, "frobenius_norm nuclear_norm norm linalg_vector_norm linalg_matrix_norm prod cumprod cumsum sum renorm"),
-    (Rule.FULL, _EXPONENTIALS, "softmax log_softmax logsumexp"),
-    (Rule.FULL, _DISTANCES, "cosine_similarity dist pdist cdist"),
+    *_DELICATE,
+    (Rule.FULL, _SUMS, "renorm"),
     (
         Rule.FULL,
         _LOSSES,
@@ -119,11 +125,8 @@ _VIEWS = (
 )
 
 _O2_FULL: Groups = (
-    (Rule.FULL, _RANGE, "acos asin cosh erfinv exp expm1 log log10 log2 log1p reciprocal rsqrt sinh tan pow softplus"),
-    (Rule.FULL, _NORMS, "layer_norm rms_norm group_norm"),
-    (Rule.FULL, _SUMS, "frobenius_norm nuclear_norm norm linalg_vector_norm linalg_matrix_norm prod cumprod cumsum sum mean var std var_mean std_mean"),
-    (Rule.FULL, _EXPONENTIALS, "softmax log_softmax logsumexp"),
-    (Rule.FULL, _DISTANCES, "cosine_similarity dist pdist cdist"),
+    *_DELICATE,
+    (Rule.FULL, _SUMS, "mean var std var_mean std_mean"),
     (
         Rule.FULL,
         _LOSSES,
