@@ -266,3 +266,41 @@ def test_the_cache_on_disk_never_serves_another_policy(tmp_path: Path) -> None:
         assert done.returncode == 0, done.stderr
         found.append(done.stdout.strip())
     assert found == ["['torch.bfloat16', 'torch.bfloat16']", "['torch.float32', 'torch.float32']"]
+
+
+@pytest.mark.parametrize("where", ["around", "inside"])
+def test_compiled_code_holds_the_same_ops_as_casts_by_hand(where: str) -> None:
+    from collections import Counter
+
+    from torch._dynamo.backends.common import aot_autograd
+
+    seen: list[Counter[str]] = []
+
+    def count(graph: torch.fx.GraphModule, _inputs: object) -> object:
+        seen.append(Counter(str(node.target) for node in graph.graph.nodes if node.op == "call_function"))
+        return graph.forward
+
+    def plain(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(torch.nn.functional.linear(x, w) + x)
+
+    def by_hand(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        hidden = torch.nn.functional.linear(x.to(torch.bfloat16), w.to(torch.bfloat16))
+        return torch.tanh(hidden + x.to(torch.bfloat16))
+
+    region = {"dtype": torch.bfloat16, "half": {"add", "linear"}}
+
+    def inside(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        with mezzo.autocast("cpu", **region):
+            return plain(x, w)
+
+    backend = aot_autograd(fw_compiler=count)
+    x, w = torch.randn(4, 4), torch.randn(4, 4)
+    with torch.no_grad():
+        torch.compile(by_hand, backend=backend, fullgraph=True)(x, w)
+        if where == "inside":
+            torch.compile(inside, backend=backend, fullgraph=True)(x, w)
+        else:
+            with mezzo.autocast("cpu", **region):
+                torch.compile(plain, backend=backend, fullgraph=True)(x, w)
+    assert seen[0] == seen[1]
+    assert seen[0]["aten._to_copy.default"] == 3
