@@ -19,6 +19,7 @@ from measure import Row, store, take_turns
 from torch import nn
 
 import mezzo
+from mezzo.scaling import kernels
 
 PARAMETERS = 400
 SHAPES = {"32x32": (32, 32), "16 elements": (16,)}
@@ -105,11 +106,28 @@ class Network:
 
 
 def cuda_rows(rounds: int) -> list[Row]:
-    """The whole step on a GPU."""
+    """The whole step on a GPU, and the pass over many gradients alone."""
     times = take_turns(
         {"torch": Network(torch.amp.GradScaler("cuda")).step, "mezzo": Network(mezzo.GradScaler("cuda")).step}, calls=50, rounds=rounds, device="cuda"
     )
-    return [Row("step, MLP 256-128-10, float16, SGD fused", times, times["mezzo"] / times["torch"], "×", 1.0)]
+    return [Row("step, MLP 256-128-10, float16, SGD fused", times, times["mezzo"] / times["torch"], "×", 1.0), _pass_row()]
+
+
+def _pass_row() -> Row:
+    """Check and unscale half a billion float16 gradients, with a flag for each on mezzo's side, beside a copy that moves the same bytes."""
+    many = [torch.ones(5_000_000, dtype=torch.float16, device="cuda") for _ in range(100)]
+    flat, other = torch.ones(2, 500_000_000, dtype=torch.float16, device="cuda")
+    factor, found, flags = torch.ones((), device="cuda"), torch.zeros((), device="cuda"), torch.zeros(100, dtype=torch.int32, device="cuda")
+    times = take_turns(
+        {
+            "torch": lambda: torch._amp_foreach_non_finite_check_and_unscale_(many, found, factor),
+            "mezzo": lambda: kernels.check_and_unscale(many, factor, found, flags),
+            "copy": lambda: flat.copy_(other),
+        },
+        calls=10,
+        device="cuda",
+    )
+    return Row("check and unscale, 500M float16", times, times["mezzo"] / times["torch"], "×", 1.0)
 
 
 def main() -> None:

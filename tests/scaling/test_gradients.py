@@ -193,3 +193,45 @@ def test_the_first_nonfinite_parameter_is_found_in_any_layout():
     optimizer = with_gradients(None, torch.ones(2), torch.tensor([1.0, math.nan]).to_sparse(), torch.tensor([math.inf]))
     assert first_nonfinite(parameters(optimizer)) is parameters(optimizer)[2]
     assert first_nonfinite(parameters(optimizer)[:2]) is None
+
+
+def test_a_checker_tells_what_its_flag_says():
+    checker = Checker()
+    assert checker.check(with_gradients(torch.ones(2)), QUARTER, {}) is False
+    assert checker.check(with_gradients(torch.tensor([math.inf])), QUARTER, {}) is True
+    assert checker.check(with_gradients(None), QUARTER, {}) is None
+
+
+def test_a_flag_serves_again_only_when_it_is_down_and_was_taken_back():
+    checker = Checker()
+
+    def flag_after(gradient: torch.Tensor) -> torch.Tensor:
+        flags: dict[torch.device, torch.Tensor] = {}
+        checker.check(with_gradients(gradient), QUARTER, flags)
+        return flags[torch.device("cpu")]
+
+    first, second = flag_after(torch.ones(2)), flag_after(torch.ones(2))
+    assert first is not second
+    checker.take_back()
+    again = [flag_after(torch.ones(2)), flag_after(torch.tensor([math.nan]))]
+    assert {id(flag) for flag in again} == {id(first), id(second)}
+    checker.take_back()
+    assert flag_after(torch.ones(2)).item() == 0.0
+
+
+def test_a_flag_raised_by_a_later_check_of_the_same_loss_never_serves_again():
+    checker, flags = Checker(), {}
+    for gradient in (torch.ones(2), torch.tensor([math.inf])):
+        checker.check(with_gradients(gradient), QUARTER, flags)
+    checker.take_back()
+    after: dict[torch.device, torch.Tensor] = {}
+    assert checker.check(with_gradients(torch.ones(2)), QUARTER, after) is False
+
+
+def test_a_flag_raised_by_a_gradient_of_another_kind_never_serves_again():
+    checker, flags = Checker(), {}
+    checker.check(with_gradients(torch.ones(2)), QUARTER, flags)
+    checker.check(with_gradients(torch.tensor([complex(math.nan, 0.0)])), QUARTER, flags)
+    assert flags[torch.device("cpu")].item() == 1.0
+    checker.take_back()
+    assert checker.check(with_gradients(torch.ones(2)), QUARTER, {}) is False

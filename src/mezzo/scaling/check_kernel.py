@@ -25,7 +25,7 @@ def _finish(values, destination, factor, mask, dtype: tl.constexpr, write: tl.co
 # Not specialized: a launch through the compiled kernel then fits any addresses and counts.
 @triton.jit(do_not_specialize=["tensors", "chunks", "count", "factor", "found", "flags"])  # type: ignore[untyped-decorator]
 def check_kernel(  # type: ignore[no-untyped-def] # noqa: ANN201
-    tensors,  # noqa: ANN001 - int64 [3, count]: address, number of elements, place in `flags`
+    tensors,  # noqa: ANN001 - int64 [2, count]: address, number of elements
     chunks,  # noqa: ANN001 - int32 [2, programs]: tensor, chunk of that tensor
     count,  # noqa: ANN001
     factor,  # noqa: ANN001
@@ -57,4 +57,4 @@ def check_kernel(  # type: ignore[no-untyped-def] # noqa: ANN201
         # Every program that comes here writes the same value: no atomics needed.
         tl.store(found, 1.0)
         if flagged:
-            tl.store(flags + tl.load(tensors + 2 * count + tensor), 1)
+            tl.store(flags + tensor, 1)

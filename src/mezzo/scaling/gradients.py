@@ -35,27 +35,45 @@ class Checker:
     def __init__(self) -> None:
         self._plain: WeakKeyDictionary[torch.optim.Optimizer, int] = WeakKeyDictionary()
         """How many gradients an optimizer had when their dtypes were last looked at and all were plain."""
+        self._spare: list[torch.Tensor] = []
+        """Flags that are down and that nobody holds: a new one costs 10 µs, or 4 % of the kernel."""
+        self._lent: list[torch.Tensor] = []
+        """Flags of this iteration that are down so far."""
 
-    def check(self, optimizer: torch.optim.Optimizer, factor: torch.Tensor, flags: Flags) -> None:
-        """Multiply every gradient by `factor` and raise the flag where one is not finite."""
+    def check(self, optimizer: torch.optim.Optimizer, factor: torch.Tensor, flags: Flags) -> bool | None:
+        """Multiply every gradient by `factor`, raise the flag where one is not finite, and say whether it is raised; None where only the flags know."""
         found = [gradient for group in optimizer.param_groups for parameter in group["params"] if (gradient := parameter.grad) is not None]
         if not found:
-            return
+            return None
         if not self._are_plain(optimizer, found):
-            check_sorted(optimizer, factor, flags)
-            return
+            self._check_sorted(optimizer, factor, flags)
+            return None
         flag = flags.get(_CPU)
         if flag is None:
-            flag = torch.zeros(())
+            flag = self._spare.pop() if self._spare else torch.zeros(())
+            self._lent.append(flag)
         try:
             torch._amp_foreach_non_finite_check_and_unscale_(found, flag, factor)
         except (NotImplementedError, RuntimeError):
             # Sparse gradients and those of another device are refused before anything is written: torch chooses the kernel by all of them.
             if all(gradient.layout is torch.strided and gradient.is_cpu for gradient in found):
                 raise
-            check_sorted(optimizer, factor, flags)
-        else:
-            flags[_CPU] = flag
+            self._check_sorted(optimizer, factor, flags)
+            return None
+        flags[_CPU] = flag
+        bad = bool(flag)
+        if bad:
+            self._lent.clear()
+        return bad if len(flags) == 1 else None
+
+    def take_back(self) -> None:
+        """Nobody holds the flags of this iteration any longer: those that stayed down serve again."""
+        self._spare.extend(self._lent)
+        self._lent.clear()
+
+    def _check_sorted(self, optimizer: torch.optim.Optimizer, factor: torch.Tensor, flags: Flags) -> None:
+        self._lent.clear()
+        check_sorted(optimizer, factor, flags)
 
     def _are_plain(self, optimizer: torch.optim.Optimizer, found: list[torch.Tensor]) -> bool:
         if self._plain.get(optimizer) == len(found):

@@ -33,7 +33,7 @@ class Table:
     """Where the gradients of one launch lie."""
 
     tensors: torch.Tensor
-    """int64 [3, gradients]: address, number of elements, place among the flags."""
+    """int64 [2, gradients]: address and number of elements."""
     chunks: torch.Tensor
     """int32 [2, programs]: which gradient a program looks at, and which of its chunks."""
     staged: tuple[torch.Tensor, torch.Tensor]
@@ -53,12 +53,12 @@ def check(gradients: Sequence[torch.Tensor], found: torch.Tensor, flags: torch.T
     _run(gradients, None, found, flags)
 
 
-def make_table(gradients: Sequence[torch.Tensor], places: Sequence[int], chunk: int) -> Table:
+def make_table(gradients: Sequence[torch.Tensor], chunk: int) -> Table:
     """Lay out dense gradients of one dtype and device for one launch."""
     sizes = [gradient.numel() for gradient in gradients]
     pinned = gradients[0].is_cuda
     # A fresh buffer each time: torch frees pinned memory only when its copies are done, but knows nothing of a buffer that is written again too early.
-    tensors = _stage(torch.tensor([[gradient.data_ptr() for gradient in gradients], sizes, list(places)], dtype=torch.int64), pinned=pinned)
+    tensors = _stage(torch.tensor([[gradient.data_ptr() for gradient in gradients], sizes], dtype=torch.int64), pinned=pinned)
     counts = (tensors[1] + (chunk - 1)) // chunk
     owner = torch.repeat_interleave(torch.arange(len(sizes)), counts)
     within = torch.arange(len(owner)) - (counts.cumsum(0) - counts)[owner]
@@ -111,13 +111,15 @@ def _run(gradients: Sequence[torch.Tensor], factor: torch.Tensor | None, found: 
     if not has_kernel(first.device):
         _run_in_torch(gradients, factor, found, flags)
     elif all(map(torch.Tensor.is_contiguous, gradients)):
-        _run_in_triton(gradients, None, factor, found, flags)
+        _run_in_triton(gradients, factor, found, flags)
     else:
-        places = [place for place, gradient in enumerate(gradients) if is_dense(gradient)]
-        for place in sorted(set(range(len(gradients))).difference(places)):
-            _run_in_torch([gradients[place]], factor, found, None if flags is None else flags[place : place + 1])
-        if places:
-            _run_in_triton([gradients[place] for place in places], places, factor, found, flags)
+        # The kernel sees memory, not strides. What is strided goes through it as a copy, so that all gradients are treated alike to the last bit of a NaN.
+        dense = [gradient if is_dense(gradient) else gradient.contiguous() for gradient in gradients]
+        _run_in_triton(dense, factor, found, flags)
+        if factor is not None:
+            for gradient, copy in zip(gradients, dense, strict=True):
+                if copy is not gradient:
+                    gradient.copy_(copy)
 
 
 # -- Triton ----------------------------------------------------------------------------------------------------------------------------------------
@@ -129,32 +131,30 @@ _compiled: dict[Any, Any] = {}
 """Kernels as the first launch compiled them: called directly, they spare the host Triton's look-up at every launch."""
 
 
-def _run_in_triton(
-    gradients: Sequence[torch.Tensor], places: Sequence[int] | None, factor: torch.Tensor | None, found: torch.Tensor, flags: torch.Tensor | None
-) -> None:
+def _run_in_triton(gradients: Sequence[torch.Tensor], factor: torch.Tensor | None, found: torch.Tensor, flags: torch.Tensor | None) -> None:
     device = gradients[0].device
     chunk = CHECK_CHUNK if factor is None else CHUNK
     # Triton launches on the current device, whatever device its arguments are on.
     elsewhere = device.type == "cuda" and device.index != torch.cuda.current_device()
     with torch.cuda.device(device) if elsewhere else nullcontext():
-        launch(_table(gradients, places, chunk), gradients[0].dtype, factor, found, flags, chunk)
+        launch(_table(gradients, chunk), gradients[0].dtype, factor, found, flags, chunk)
     if factor is not None:
         # Autograd sees what torch's ops write; of this it is told.
         torch.autograd.graph.increment_version(gradients)
 
 
-def _table(gradients: Sequence[torch.Tensor], places: Sequence[int] | None, chunk: int) -> Table:
+def _table(gradients: Sequence[torch.Tensor], chunk: int) -> Table:
     """The table of these gradients, made anew only when an address or a size differs."""
     device = gradients[0].device
     on_cuda = device.type == "cuda"
     # Its copy is ordered before the launch only on the stream that made it.
     stream = torch._C._cuda_getCurrentRawStream(device.index) if on_cuda else None
     addresses, sizes = tuple(map(torch.Tensor.data_ptr, gradients)), tuple(map(torch.Tensor.numel, gradients))
-    key = (device.index, stream, chunk, places and tuple(places), addresses, sizes)
+    key = (device.index, stream, chunk, addresses, sizes)
     table = _tables.get(key)
     known = table is not None
     if table is None:
-        table = make_table(gradients, places or range(len(gradients)), chunk)
+        table = make_table(gradients, chunk)
     if on_cuda and torch.cuda.is_current_stream_capturing():
         _captured.append(table)
     elif not known:

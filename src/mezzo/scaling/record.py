@@ -19,10 +19,15 @@ class Record:
     """What was done with the optimizer so far."""
     found: dict[int, Flags] = field(default_factory=dict)
     """Index of the loss → flags."""
-    bad: bool | None = None
-    """Whether a gradient was not finite, where the host knows without waiting."""
+    told: list[bool | None] = field(default_factory=list)
+    """What each check told the host: whether a gradient was not finite, or None where only the flags know."""
     culprit: Culprit = NOBODY
     """Who can name the first bad parameter."""
+
+    @property
+    def bad(self) -> bool | None:
+        """Whether a gradient was not finite, where the host knows without waiting."""
+        return None if not self.told or None in self.told else True in self.told
 
     def flags(self, index: int) -> Flags:
         """The flags of one loss, to be raised."""

@@ -15,7 +15,7 @@ from mezzo import _events
 from mezzo._errors import ScalerError
 from mezzo.scaling import gradients, masked, saved, stepping
 from mezzo.scaling.backward import backward_apart
-from mezzo.scaling.culprit import Culprit, Flagged, Known, Names
+from mezzo.scaling.culprit import NOBODY, Culprit, Flagged, Known, Names
 from mezzo.scaling.device import HostScale
 from mezzo.scaling.needless import say_if_needless
 from mezzo.scaling.record import Record, combine, meeting_place
@@ -28,8 +28,6 @@ from mezzo.scaling.words import OnCollapse, Skip, Stage
 
 Optimizer = torch.optim.Optimizer
 
-_CPU = torch.device("cpu")
-_CPU_ALONE = {_CPU}
 _ENABLED_PLACE = 5
 """Where `enabled` stands among torch's positional arguments."""
 
@@ -150,7 +148,8 @@ class GradScaler(TorchNames):
             stepping.refuse_closures(args, kwargs)
         self._scales.require("step()")
         record = self._record(optimizer)
-        self._refuse(record, (Stage.STEPPED,), "step()")
+        if record.stage is Stage.STEPPED:
+            self._refuse(record, (Stage.STEPPED,), "step()")
         if stepping.skips_by_itself(optimizer):
             result = self._step_by_protocol(optimizer, record, scheduler, args, kwargs)
         else:
@@ -163,11 +162,15 @@ class GradScaler(TorchNames):
             self._refuse_mixed_scales("step()")
             self._check(optimizer, record, 0, self._scales.of(0).inverse())
             record.stage = Stage.UNSCALED
-        flags = self._flags_of(record)
-        found = combine(flags, meeting_place(flags))
-        if self._settings.skip is Skip.MASKED and self._can_mask(optimizer):
-            return self._step_masked(optimizer, record, scheduler, found, args, kwargs)
-        if bool(found) if record.bad is None else record.bad:
+        bad = record.bad
+        # What the host knows already is not asked of the flags again.
+        if bad is None or self._settings.skip is Skip.MASKED:
+            flags = self._flags_of(record)
+            found = combine(flags, meeting_place(flags))
+            if self._settings.skip is Skip.MASKED and self._can_mask(optimizer):
+                return self._step_masked(optimizer, record, scheduler, found, args, kwargs)
+            bad = bool(found)
+        if bad:
             return StepResult.known(None, skipped=True, culprit=self._blame(optimizer, record))
         value = optimizer.step(*args, **kwargs)
         if scheduler is not None:
@@ -214,16 +217,23 @@ class GradScaler(TorchNames):
             self._scales.set(new_scale)
         else:
             self._advance()
+        self._checker.take_back()
         self._records.clear()
 
     def _advance(self) -> None:
         recorded = False
         for index in range(len(self._scales)):
-            records = [record for record in self._records.values() if record.found.get(index)]
-            if records:
+            flags: list[torch.Tensor] = []
+            culprit: Culprit = NOBODY
+            for record in self._records.values():
+                found = record.found.get(index)
+                if found:
+                    flags.extend(found.values())
+                    if culprit is NOBODY or not culprit.suspects():
+                        culprit = record.culprit
+            if flags:
                 recorded = True
-                flags = [flag for record in records for flag in record.found[index].values()]
-                self._scales.advance(index, flags, next((record.culprit for record in records if record.culprit.suspects()), records[0].culprit))
+                self._scales.advance(index, flags, culprit)
         if not recorded:
             raise ScalerError(
                 "update() found no gradients that were checked since the last one. Call scaler.step(optimizer) or scaler.unscale_(optimizer) before it, "
@@ -282,11 +292,10 @@ class GradScaler(TorchNames):
         """Check the gradients of an optimizer, and multiply them by a factor if there is one."""
         flags = record.flags(index)
         if factor is not None and isinstance(self._scales.of(index), HostScale):
-            self._checker.check(optimizer, factor, flags)
-            if flags.keys() == _CPU_ALONE:
-                record.bad = bool(flags[_CPU]) or bool(record.bad)
-                if record.bad:
-                    record.culprit = self._blame(optimizer, record)
+            bad = self._checker.check(optimizer, factor, flags)
+            record.told.append(bad)
+            if bad:
+                record.culprit = self._blame(optimizer, record)
         else:
             culprit = record.culprit if isinstance(record.culprit, Flagged) else Flagged(self._names, optimizer)
             gradients.check_sorted(optimizer, factor, flags, culprit)
@@ -298,7 +307,7 @@ class GradScaler(TorchNames):
         """One flag for all devices, reduced once; a process without gradients takes part, or the others would wait for it."""
         found = combine(list(flags.values()), meeting_place(list(flags.values()))).clone() if flags else torch.zeros((), device=device)
         reduce_flag(found)
-        record.bad = None
+        record.told.append(None)
         flags.clear()
         flags[found.device] = found.clamp_(max=1.0)
 
