@@ -77,9 +77,8 @@ def test_a_table_is_made_anew_when_a_gradient_moves_or_changes_its_size(recorder
     assert len(kernels._tables) == kernels._TABLES_KEPT
 
 
-def test_nothing_is_launched_for_strided_or_empty_gradients_alone(recorder: Recorder) -> None:
+def test_nothing_is_launched_for_empty_gradients_alone(recorder: Recorder) -> None:
     found = torch.zeros(())
-    kernels.check([torch.ones(6)[::2]], found)
     kernels.check([torch.ones(0)], found)
     assert recorder.launches == []
 
