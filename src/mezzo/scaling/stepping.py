@@ -36,6 +36,8 @@ def skips_by_itself(optimizer: Optimizer) -> bool:
     """Whether an optimizer takes part in torch's protocol. On a CPU there is nothing to wait for, and torch's fused steps are faster without it."""
     if not getattr(optimizer, "_step_supports_amp_scaling", False):
         return False
+    if getattr(optimizer, "_skips_by_itself", False):
+        return True
     if not type(optimizer).__module__.startswith("torch.optim"):
         return True
     first = next((parameter for group in optimizer.param_groups for parameter in group["params"]), None)

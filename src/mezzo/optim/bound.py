@@ -1,0 +1,152 @@
+"""A step bound to the user's own optimizer: its parameters are 16-bit, its arithmetic is not.
+
+The optimizer stays the object it was, with its groups, hooks, schedulers and state. Only what its `step` does is replaced: by the fused pass where there is one,
+else by the optimizer's own step over float32 stand-ins.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import MethodType
+from typing import Any
+
+import torch
+
+from mezzo._casting import cast
+from mezzo._errors import UnsupportedError
+from mezzo.optim.kinds import Draw
+from mezzo.optim.masters import Masters
+from mezzo.policy.rule import Master
+
+Optimizer = torch.optim.Optimizer
+Parameter = torch.nn.Parameter
+
+_ONCE = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad)
+"""These call a closure once, before anything else."""
+
+_PROTOCOL = ("_step_supports_amp_scaling", "_skips_by_itself")
+
+
+class Bound:
+    """An optimizer whose step runs over exact weights."""
+
+    def __init__(self, optimizer: Optimizer, masters: Masters, *, clip_norm: float | None = None) -> None:
+        self.optimizer, self.masters, self.clip_norm = optimizer, masters, clip_norm
+        self.grad_norm: torch.Tensor | None = None
+        """The norm of all gradients at the last step, unscaled and before clipping; only with `clip_norm`."""
+        self.active = True
+        self._own_step = _without_hooks(type(optimizer).step)
+        self._replaced = {name: optimizer.__dict__[name] for name in ("step", *_PROTOCOL) if name in optimizer.__dict__}
+        self._hooked = Optimizer.profile_hook_step(self._called)
+        self._hooked.hooked = True  # type: ignore[attr-defined]
+        # A bound method: a scheduler that is made later wraps the function in it.
+        optimizer.step = MethodType(self._hooked, optimizer)  # type: ignore[method-assign]
+        # torch's protocol: a scaler tells the optimizer the scale and the flag. And ours, which holds on a CPU too: 16-bit gradients are not unscaled in place.
+        optimizer._step_supports_amp_scaling = optimizer._skips_by_itself = True  # type: ignore[attr-defined]
+
+    def unbind(self) -> None:
+        """Let the optimizer's own step run again. A wrapper that somebody put around ours meanwhile stays, and reaches it too."""
+        self.active = False
+        current = self.optimizer.__dict__.get("step")
+        if getattr(current, "__func__", None) is self._hooked:
+            del self.optimizer.step
+        for name in _PROTOCOL:
+            self.optimizer.__dict__.pop(name, None)
+        for name, value in self._replaced.items():
+            self.optimizer.__dict__.setdefault(name, value)
+
+    def _called(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> Any:
+        # What a scheduler made earlier wrapped around the old step would have noted.
+        optimizer._opt_called = True  # type: ignore[attr-defined]
+        if not self.active:
+            return self._own_step(optimizer) if closure is None else self._own_step(optimizer, closure)
+        loss = None if closure is None else self._once(closure)
+        found = getattr(optimizer, "found_inf", None)
+        with torch.no_grad():
+            self.step(getattr(optimizer, "grad_scale", None), found)
+        return loss
+
+    def _once(self, closure: Callable[[], Any]) -> Any:
+        if type(self.optimizer) not in _ONCE:
+            raise UnsupportedError(
+                f"{type(self.optimizer).__name__}.step(closure) over 16-bit parameters would evaluate the closure while the exact weights are elsewhere. "
+                "Compute the loss and its gradients first, then call step()."
+            )
+        with torch.enable_grad():
+            return closure()
+
+    def step(self, scale: torch.Tensor | None, found: torch.Tensor | None) -> None:
+        """Update from gradients that are `scale` times too large, unless `found` says that they are not finite: the optimizer's own step over stand-ins."""
+        if found is not None and bool(found):
+            return
+        with self._stand_ins(self._factor(scale)) as stand_ins:
+            self._own_step(self.optimizer)
+        for place, (parameter, stand_in) in enumerate(stand_ins):
+            if parameter in self.masters and stand_in.grad is not None:
+                self.masters.write(parameter, stand_in.detach(), self._draw(parameter, place))
+
+    def _draw(self, parameter: torch.Tensor, place: int) -> Draw | None:
+        if self.masters.kind.master is not Master.STOCHASTIC:
+            return None
+        state = self.optimizer.state[parameter]
+        state["draws"] = state.get("draws", 0) + 1
+        return Draw(self.masters.seed, place, state["draws"])
+
+    def _factor(self, scale: torch.Tensor | None) -> torch.Tensor | None:
+        # Rounded once from float64, as the scaler's own inverse.
+        return None if scale is None else scale.double().reciprocal().float()
+
+    @contextmanager
+    def _stand_ins(self, factor: torch.Tensor | None) -> Iterator[list[tuple[torch.Tensor, Parameter]]]:
+        """Float32 parameters in the place of the 16-bit ones, with gradients as the optimizer expects them, for as long as its own step runs."""
+        optimizer, pairs = self.optimizer, []
+        groups = [(group, group["params"]) for group in optimizer.param_groups]
+        for _, parameters in groups:
+            pairs += [(parameter, self._stand_in(parameter, factor)) for parameter in parameters]
+        self._clip([stand_in for _, stand_in in pairs])
+        there, back = dict(pairs), {stand_in: parameter for parameter, stand_in in pairs}
+        told: dict[str, Any] = {name: optimizer.__dict__[name] for name in ("grad_scale", "found_inf") if name in optimizer.__dict__}
+        # The gradients of the stand-ins are unscaled and checked: torch's fused steps are not to do it again.
+        optimizer.__dict__.update(dict.fromkeys(told))
+        for group, parameters in groups:
+            group["params"] = [there[parameter] for parameter in parameters]
+        _rename(optimizer, there)
+        try:
+            yield pairs
+        finally:
+            for group, parameters in groups:
+                group["params"] = parameters
+            _rename(optimizer, back)
+            optimizer.__dict__.update(told)
+
+    def _stand_in(self, parameter: torch.Tensor, factor: torch.Tensor | None) -> Parameter:
+        # Without a master an alias: what the step writes to it, it writes to the parameter.
+        value = self.masters.read(parameter) if parameter in self.masters and parameter.grad is not None else parameter.detach()
+        stand_in = Parameter(value, requires_grad=parameter.requires_grad)
+        gradient = parameter.grad
+        if gradient is not None:
+            stand_in.grad_dtype = None
+            wide = cast(gradient, value.dtype)
+            stand_in.grad = wide if factor is None else wide * factor.to(wide.device)
+        return stand_in
+
+    def _clip(self, stand_ins: list[Parameter]) -> None:
+        if self.clip_norm is not None:
+            gradients = [stand_in.grad for stand_in in stand_ins if stand_in.grad is not None]
+            self.grad_norm = torch.nn.utils.get_total_norm(gradients)
+            torch.nn.utils.clip_grads_with_norm_(stand_ins, self.clip_norm, self.grad_norm)
+
+
+def _rename(optimizer: Optimizer, names: dict[Any, Any]) -> None:
+    """State under other tensors."""
+    state: defaultdict[Any, Any] = defaultdict(dict)
+    state.update({names.get(key, key): value for key, value in optimizer.state.items()})
+    optimizer.state = state
+
+
+def _without_hooks(step: Any) -> Callable[..., Any]:
+    """An optimizer class's step as it was written: torch wraps it so that hooks run, and ours runs them already."""
+    function: Callable[..., Any] = step.__wrapped__ if getattr(step, "hooked", False) else step
+    return function

@@ -1,0 +1,189 @@
+"""The ways to keep what a 16-bit parameter has lost: each turns an exact value into a parameter and what lies beside it, and back.
+
+Plain functions of tensors, in torch's ops: the reference for the kernels, and what runs where there are none.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from mezzo._casting import cast
+from mezzo._errors import PolicyError
+from mezzo.optim.philox import philox
+from mezzo.policy.rule import Master
+
+_NAN_BITS = 0x7FC00000
+
+
+@dataclass(frozen=True)
+class Draw:
+    """Which random numbers a rounding takes: the same draw gives the same bits, whatever the device."""
+
+    seed: int
+    """The run's."""
+    place: int
+    """The parameter's place in its optimizer."""
+    step: torch.Tensor | int
+    """How many steps were made."""
+
+
+class Kind(Protocol):
+    """One way to keep exact weights."""
+
+    @property
+    def master(self) -> Master:
+        """Its name."""
+
+    @property
+    def saved_as(self) -> str | None:
+        """What lies beside a parameter is called so in an optimizer's state; None where nothing does."""
+
+    @property
+    def exact(self) -> bool:
+        """Whether the weights are exact float32 values."""
+
+    def beside_dtype(self, half: torch.dtype) -> torch.dtype | None:
+        """The dtype of what lies beside a parameter."""
+
+    def part(self, value: torch.Tensor, half: torch.dtype, draw: Draw | None = None) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """A float32 value as a 16-bit parameter and what lies beside it."""
+
+    def join(self, parameter: torch.Tensor, beside: torch.Tensor | None) -> torch.Tensor:
+        """The float32 value of a parameter; always a tensor of its own."""
+
+
+class Float32:
+    """A float32 copy. Where the parameter is not what the copy rounds to, somebody else wrote it, and the parameter holds."""
+
+    master, saved_as, exact = Master.FLOAT32, "master", True
+
+    def beside_dtype(self, half: torch.dtype) -> torch.dtype | None:  # noqa: ARG002
+        """Float32."""
+        return torch.float32
+
+    def part(self, value: torch.Tensor, half: torch.dtype, draw: Draw | None = None) -> tuple[torch.Tensor, torch.Tensor | None]:  # noqa: ARG002
+        """Round to nearest, ties to even; the value beside it."""
+        return cast(value, half), value.clone()
+
+    def join(self, parameter: torch.Tensor, beside: torch.Tensor | None) -> torch.Tensor:
+        """The copy, or the parameter where the copy is not its."""
+        if beside is None:
+            return _own(parameter)
+        same = cast(beside, parameter.dtype).view(torch.int16) == parameter.view(torch.int16)
+        return torch.where(same, beside, cast(parameter, torch.float32))
+
+
+class Split:
+    """A bfloat16 parameter and a signed 16-bit remainder: together the bits of a float32.
+
+    Half-way cases round away from zero. Truncation would bias every weight towards zero, and ties to even leave no room for the remainder in 16 bits.
+    """
+
+    master, saved_as, exact = Master.SPLIT, "remainder", True
+
+    def beside_dtype(self, half: torch.dtype) -> torch.dtype | None:  # noqa: ARG002
+        """int16."""
+        return torch.int16
+
+    def part(self, value: torch.Tensor, half: torch.dtype, draw: Draw | None = None) -> tuple[torch.Tensor, torch.Tensor | None]:  # noqa: ARG002
+        """The nearest bfloat16, and what is missing in units of the last place of float32."""
+        if half is not torch.bfloat16:
+            raise PolicyError("master='split' needs bfloat16 parameters, got float16. Use master='float32', or dtype='bfloat16'.")
+        # A GPU's NaN has every bit set and would wrap around to zero.
+        bits = torch.where(value.isnan(), _NAN_BITS, value.view(torch.int32))
+        upper = (bits + 0x8000) >> 16
+        return upper.to(torch.int16).view(torch.bfloat16), (bits - (upper << 16)).to(torch.int16)
+
+    def join(self, parameter: torch.Tensor, beside: torch.Tensor | None) -> torch.Tensor:
+        """The bits added up."""
+        if beside is None:
+            return _own(parameter)
+        upper = parameter.view(torch.int16).to(torch.int32) << 16
+        return (upper + beside.to(torch.int32)).view(torch.float32)
+
+
+class Kahan:
+    """A 16-bit parameter and a 16-bit compensation of what rounding lost: nearly exact."""
+
+    master, saved_as, exact = Master.KAHAN, "compensation", False
+
+    def beside_dtype(self, half: torch.dtype) -> torch.dtype | None:
+        """As the parameter's."""
+        return half
+
+    def part(self, value: torch.Tensor, half: torch.dtype, draw: Draw | None = None) -> tuple[torch.Tensor, torch.Tensor | None]:  # noqa: ARG002
+        """Rounded, and the error rounded."""
+        parameter = cast(value, half)
+        return parameter, cast(value - cast(parameter, torch.float32), half)
+
+    def join(self, parameter: torch.Tensor, beside: torch.Tensor | None) -> torch.Tensor:
+        """Their sum."""
+        value = _own(parameter)
+        return value if beside is None else value.add_(cast(beside, torch.float32))
+
+
+class Stochastic:
+    """Nothing beside the parameter: an update rounds up or down at random, so that it is right on average."""
+
+    master, saved_as, exact = Master.STOCHASTIC, None, False
+
+    def beside_dtype(self, half: torch.dtype) -> torch.dtype | None:  # noqa: ARG002
+        """Nothing."""
+        return None
+
+    def part(self, value: torch.Tensor, half: torch.dtype, draw: Draw | None = None) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Rounded at random, or to nearest where there is nothing to draw."""
+        return (cast(value, half) if draw is None else round_at_random(value, half, draw)), None
+
+    def join(self, parameter: torch.Tensor, beside: torch.Tensor | None) -> torch.Tensor:  # noqa: ARG002
+        """The parameter's value."""
+        return _own(parameter)
+
+
+class NoMaster:
+    """Nothing beside the parameter: what rounds away is lost."""
+
+    master, saved_as, exact = Master.NONE, None, False
+
+    def beside_dtype(self, half: torch.dtype) -> torch.dtype | None:  # noqa: ARG002
+        """Nothing."""
+        return None
+
+    def part(self, value: torch.Tensor, half: torch.dtype, draw: Draw | None = None) -> tuple[torch.Tensor, torch.Tensor | None]:  # noqa: ARG002
+        """Rounded to nearest."""
+        return cast(value, half), None
+
+    def join(self, parameter: torch.Tensor, beside: torch.Tensor | None) -> torch.Tensor:  # noqa: ARG002
+        """The parameter's value."""
+        return _own(parameter)
+
+
+KINDS: dict[Master, Kind] = {kind.master: kind for kind in (Float32(), Split(), Kahan(), Stochastic(), NoMaster())}
+"""Every way, by its name."""
+
+
+def round_at_random(value: torch.Tensor, half: torch.dtype, draw: Draw) -> torch.Tensor:
+    """Round to one of the two neighbours, to the nearer one more often: the mean of many is the value.
+
+    >>> value = torch.full((10_000,), 1.0 + 2.0**-9)
+    >>> drawn = round_at_random(value, torch.bfloat16, Draw(seed=1, place=0, step=0))
+    >>> sorted(set(drawn.tolist())), abs(drawn.double().mean().item() - value[0].item()) < 1e-4
+    ([1.0, 1.0078125], True)
+    """
+    words = philox(draw.seed, value.numel(), draw.place, draw.step, value.device).view(value.shape)
+    lost = (1 << (16 if half is torch.bfloat16 else 13)) - 1
+    bits = value.contiguous().view(torch.int32)
+    rounded = ((bits + (words & lost).to(torch.int32)) & ~lost).view(torch.float32)
+    if half is torch.float16:
+        # Below its normal range float16 has equal steps of 2^-24.
+        steps = (value * 2.0**24 + (words & lost).to(torch.float32) * 2.0**-13).floor()
+        rounded = torch.where(value.abs() < 2.0**-14, steps * 2.0**-24, rounded)
+    # What is not finite has nothing to draw.
+    return cast(torch.where(value.isfinite(), rounded, value), half)
+
+
+def _own(parameter: torch.Tensor) -> torch.Tensor:
+    return parameter.to(dtype=torch.float32, copy=True)
