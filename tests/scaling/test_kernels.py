@@ -51,7 +51,7 @@ def recorder(monkeypatch: pytest.MonkeyPatch) -> Recorder:
     made = Recorder()
     monkeypatch.setattr(kernels, "has_kernel", lambda _: True)
     monkeypatch.setattr(kernels, "_kernel", lambda: made)
-    monkeypatch.setattr(kernels, "_triton_dtype", str)
+    monkeypatch.setattr(kernels, "triton_dtype", str)
     monkeypatch.setattr(kernels, "_compiled", {})
     monkeypatch.setattr(kernels, "_tables", {})
     return made

@@ -23,10 +23,7 @@ from mezzo.policy.rule import Master
 Optimizer = torch.optim.Optimizer
 Parameter = torch.nn.Parameter
 
-_ONCE = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad)
-"""These call a closure once, before anything else."""
-
-_PROTOCOL = ("_step_supports_amp_scaling", "_skips_by_itself")
+_PROTOCOL = ("_step_supports_amp_scaling", "_skips_by_itself", "_widen_gradients")
 
 
 class Bound:
@@ -41,10 +38,14 @@ class Bound:
         self._replaced = {name: optimizer.__dict__[name] for name in ("step", *_PROTOCOL) if name in optimizer.__dict__}
         self._hooked = Optimizer.profile_hook_step(self._called)
         self._hooked.hooked = True  # type: ignore[attr-defined]
+        if hasattr(self._replaced.get("step"), "_wrapped_by_lr_sched"):
+            # A scheduler made earlier looks for its mark, and warns where it is gone.
+            self._hooked._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
         # A bound method: a scheduler that is made later wraps the function in it.
         optimizer.step = MethodType(self._hooked, optimizer)  # type: ignore[method-assign]
         # torch's protocol: a scaler tells the optimizer the scale and the flag. And ours, which holds on a CPU too: 16-bit gradients are not unscaled in place.
         optimizer._step_supports_amp_scaling = optimizer._skips_by_itself = True  # type: ignore[attr-defined]
+        optimizer._widen_gradients = self._widen_gradients  # type: ignore[attr-defined]
 
     def unbind(self) -> None:
         """Let the optimizer's own step run again. A wrapper that somebody put around ours meanwhile stays, and reaches it too."""
@@ -69,7 +70,7 @@ class Bound:
         return loss
 
     def _once(self, closure: Callable[[], Any]) -> Any:
-        if type(self.optimizer) not in _ONCE:
+        if not _calls_once(self.optimizer):
             raise UnsupportedError(
                 f"{type(self.optimizer).__name__}.step(closure) over 16-bit parameters would evaluate the closure while the exact weights are elsewhere. "
                 "Compute the loss and its gradients first, then call step()."
@@ -86,6 +87,14 @@ class Bound:
         for place, (parameter, stand_in) in enumerate(stand_ins):
             if parameter in self.masters and stand_in.grad is not None:
                 self.masters.write(parameter, stand_in.detach(), self._draw(parameter, place))
+
+    def _widen_gradients(self) -> None:
+        """Turn 16-bit gradients into float32 ones, for whoever is going to unscale them in place."""
+        for parameter in self.masters:
+            if parameter.grad is not None and parameter.grad.dtype is not torch.float32:
+                gradient = parameter.grad
+                parameter.grad_dtype = None
+                parameter.grad = cast(gradient, torch.float32)
 
     def _draw(self, parameter: torch.Tensor, place: int) -> Draw | None:
         if self.masters.kind.master is not Master.STOCHASTIC:
@@ -128,7 +137,8 @@ class Bound:
         gradient = parameter.grad
         if gradient is not None:
             stand_in.grad_dtype = None
-            wide = cast(gradient, value.dtype)
+            # Clipping writes to the stand-in's gradient, which is not to be the parameter's own.
+            wide = gradient.to(dtype=value.dtype, copy=self.clip_norm is not None)
             stand_in.grad = wide if factor is None else wide * factor.to(wide.device)
         return stand_in
 
@@ -144,6 +154,11 @@ def _rename(optimizer: Optimizer, names: dict[Any, Any]) -> None:
     state: defaultdict[Any, Any] = defaultdict(dict)
     state.update({names.get(key, key): value for key, value in optimizer.state.items()})
     optimizer.state = state
+
+
+def _calls_once(optimizer: Optimizer) -> bool:
+    """Whether a step calls its closure once, before anything else. torch's do, but for LBFGS, and so do mezzo's; of others nothing is known."""
+    return type(optimizer).__module__.startswith(("torch.optim.", "mezzo.optim.")) and not isinstance(optimizer, torch.optim.LBFGS)
 
 
 def _without_hooks(step: Any) -> Callable[..., Any]:

@@ -14,6 +14,7 @@ from mezzo._casting import cast
 from mezzo._errors import PolicyError
 from mezzo.optim.philox import philox
 from mezzo.policy.rule import Master
+from mezzo.scaling.kernels import is_dense
 
 _NAN_BITS = 0x7FC00000
 
@@ -173,9 +174,11 @@ def round_at_random(value: torch.Tensor, half: torch.dtype, draw: Draw) -> torch
     >>> sorted(set(drawn.tolist())), abs(drawn.double().mean().item() - value[0].item()) < 1e-4
     ([1.0, 1.0078125], True)
     """
-    words = philox(draw.seed, value.numel(), draw.place, draw.step, value.device).view(value.shape)
+    words = philox(draw.seed, value.numel(), draw.place, draw.step, value.device)
+    # An element's number is its place in memory, which is all that a kernel sees.
+    words = words.as_strided(value.shape, value.stride()) if is_dense(value) else words.view(value.shape)
     lost = (1 << (16 if half is torch.bfloat16 else 13)) - 1
-    bits = value.contiguous().view(torch.int32)
+    bits = value.view(torch.int32)
     rounded = ((bits + (words & lost).to(torch.int32)) & ~lost).view(torch.float32)
     if half is torch.float16:
         # Below its normal range float16 has equal steps of 2^-24.

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from operator import attrgetter
 
 import torch
 
@@ -10,6 +11,8 @@ from mezzo.optim.kinds import KINDS, Draw, Kind
 from mezzo.policy.rule import Master
 
 Parameter = torch.nn.Parameter
+
+_VERSION = attrgetter("_version")
 
 
 class Masters:
@@ -60,7 +63,8 @@ class Masters:
     def read(self, parameter: torch.Tensor) -> torch.Tensor:
         """The float32 value of a parameter, exact as far as its kind is; a tensor of its own."""
         self.follow(parameter)
-        return self.kind.join(parameter.detach(), self._beside[parameter])
+        # Ops between tensors forget the strides of dimensions of size 1, by which torch tells channels_last.
+        return _laid_out_as(parameter, self.kind.join(parameter.detach(), self._beside[parameter]))
 
     def write(self, parameter: torch.Tensor, value: torch.Tensor, draw: Draw | None = None) -> None:
         """Set the float32 value of a parameter: both it and what lies beside it, in place."""
@@ -86,10 +90,12 @@ class Masters:
         self._note(parameter)
         return True
 
-    def noted(self, parameters: list[torch.Tensor]) -> None:
-        """Somebody wrote these parameters together with what lies beside them."""
-        for parameter in parameters:
-            self._note(parameter)
+    def noted(self, parameters: Sequence[torch.Tensor]) -> list[int]:
+        """Somebody wrote these parameters together with what lies beside them; their versions."""
+        versions = list(map(_VERSION, parameters))
+        self._seen.update(zip(parameters, versions, strict=True))
+        self._trusted.difference_update(parameters)
+        return versions
 
     def load(self, parameter: torch.Tensor, beside: torch.Tensor) -> None:
         """Take over what lay beside a parameter when it was saved. The parameter may be loaded before or after."""

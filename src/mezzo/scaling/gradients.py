@@ -90,7 +90,7 @@ def check_sorted(optimizer: torch.optim.Optimizer, factor: torch.Tensor | None, 
     Whose gradients are to blame is noted where that costs no pass of its own. Gradients that are only checked are about to be used by the optimizer, which
     leaves bad ones alone: small ones are held as they are.
     """
-    for gradients, owners in _sorted(optimizer):
+    for gradients, owners in sorted_gradients(optimizer):
         device, single = gradients[0].device, None
         small = factor is None and culprit is not None and sum(map(torch.Tensor.numel, gradients)) <= _SMALL
         if culprit is not None and not small and kernels.has_kernel(device):
@@ -121,7 +121,7 @@ def _room_for_flags(device: torch.device, count: int, flags: Flags) -> torch.Ten
     return room[:count]
 
 
-def _sorted(optimizer: torch.optim.Optimizer) -> Iterable[tuple[list[torch.Tensor], list[torch.Tensor]]]:
+def sorted_gradients(optimizer: torch.optim.Optimizer) -> Iterable[tuple[list[torch.Tensor], list[torch.Tensor]]]:
     """Gradients and their owners, in lists of one device and dtype each."""
     owners = [parameter for group in optimizer.param_groups for parameter in group["params"] if parameter.grad is not None]
     found = list(map(_GRADIENT, owners))

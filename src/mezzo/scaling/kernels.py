@@ -7,7 +7,7 @@ for, cost a second pass. Nothing here reads from the device. Flags are raised, n
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -45,30 +45,48 @@ def check_and_unscale(gradients: Sequence[torch.Tensor], factor: torch.Tensor, f
 
     `factor` and `found` are float32 tensors of one element, `flags` is int32 with one element a gradient. A factor of 1 changes nothing, bit for bit.
     """
-    _run(gradients, factor, found, flags)
+    _run(gradients, factor, found, flags, write=True)
 
 
 def check(gradients: Sequence[torch.Tensor], found: torch.Tensor, flags: torch.Tensor | None = None) -> None:
     """Raise `found` and `flags` where a gradient is not finite, and write to none."""
-    _run(gradients, None, found, flags)
+    _run(gradients, None, found, flags, write=False)
+
+
+def check_and_sum(gradients: Sequence[torch.Tensor], factor: torch.Tensor, found: torch.Tensor, flags: torch.Tensor | None = None) -> torch.Tensor:
+    """`check`, and the sum of squares of all gradients times `factor`, in float64: their norm comes with the same pass."""
+    squares = _run(gradients, factor, found, flags, write=False)
+    return squares.sum(dtype=torch.float64)
 
 
 def make_table(gradients: Sequence[torch.Tensor], chunk: int) -> Table:
     """Lay out dense gradients of one dtype and device for one launch."""
     sizes = [gradient.numel() for gradient in gradients]
-    pinned = gradients[0].is_cuda
-    # A fresh buffer each time: torch frees pinned memory only when its copies are done, but knows nothing of a buffer that is written again too early.
-    tensors = _stage(torch.tensor([[gradient.data_ptr() for gradient in gradients], sizes], dtype=torch.int64), pinned=pinned)
-    counts = (tensors[1] + (chunk - 1)) // chunk
+    device = gradients[0].device
+    tensors, staged = staged_on(device, torch.tensor([[gradient.data_ptr() for gradient in gradients], sizes], dtype=torch.int64))
+    chunks, staged_chunks = staged_on(device, chunks_of(sizes, chunk))
+    return Table(tensors, chunks, (staged, staged_chunks))
+
+
+def chunks_of(sizes: Sequence[int], chunk: int) -> torch.Tensor:
+    """Which tensor a program looks at and which of its chunks, int32 [2, programs].
+
+    >>> chunks_of([5, 0, 8], chunk=4).tolist()
+    [[0, 0, 2, 2], [0, 1, 0, 1]]
+    """
+    counts = (torch.tensor(sizes, dtype=torch.int64) + (chunk - 1)) // chunk
     owner = torch.repeat_interleave(torch.arange(len(sizes)), counts)
     within = torch.arange(len(owner)) - (counts.cumsum(0) - counts)[owner]
-    chunks = _stage(torch.stack([owner, within]).to(torch.int32), pinned=pinned)
-    device = gradients[0].device
-    return Table(tensors.to(device, non_blocking=True), chunks.to(device, non_blocking=True), (tensors, chunks))
+    return torch.stack([owner, within]).to(torch.int32)
 
 
-def _stage(table: torch.Tensor, *, pinned: bool) -> torch.Tensor:
-    return table.pin_memory() if pinned else table
+def staged_on(device: torch.device, table: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """A table on a device without waiting for it, and what it was copied from.
+
+    A fresh buffer each time: torch frees pinned memory only when its copies are done, but knows nothing of a buffer that is written again too early.
+    """
+    staged = table.pin_memory() if device.type == "cuda" else table
+    return staged.to(device, non_blocking=True), staged
 
 
 def is_dense(tensor: torch.Tensor) -> bool:
@@ -102,24 +120,25 @@ def _kernel() -> Any:
     return check_kernel
 
 
-def _run(gradients: Sequence[torch.Tensor], factor: torch.Tensor | None, found: torch.Tensor, flags: torch.Tensor | None) -> None:
+def _run(gradients: Sequence[torch.Tensor], factor: torch.Tensor | None, found: torch.Tensor, flags: torch.Tensor | None, *, write: bool) -> torch.Tensor:
+    """Check, and multiply or add up; the sums of squares come back, for each program or gradient, if there is a factor and nothing is written."""
     if not gradients:
-        return
+        return found.new_zeros(0)
     first = gradients[0]
     if first.dtype not in _DTYPES:
         raise UnsupportedError(f"Gradients of {dtype_name(first.dtype)} cannot be checked. Cast them to float32, or view complex ones as real.")
     if not has_kernel(first.device):
-        _run_in_torch(gradients, factor, found, flags)
-    elif all(map(torch.Tensor.is_contiguous, gradients)):
-        _run_in_triton(gradients, factor, found, flags)
-    else:
-        # The kernel sees memory, not strides. What is strided goes through it as a copy, so that all gradients are treated alike to the last bit of a NaN.
-        dense = [gradient if is_dense(gradient) else gradient.contiguous() for gradient in gradients]
-        _run_in_triton(dense, factor, found, flags)
-        if factor is not None:
-            for gradient, copy in zip(gradients, dense, strict=True):
-                if copy is not gradient:
-                    gradient.copy_(copy)
+        return _run_in_torch(gradients, factor, found, flags, write=write)
+    if all(map(torch.Tensor.is_contiguous, gradients)):
+        return _run_in_triton(gradients, factor, found, flags, write=write)
+    # The kernel sees memory, not strides. What is strided goes through it as a copy, so that all gradients are treated alike to the last bit of a NaN.
+    dense = [gradient if is_dense(gradient) else gradient.contiguous() for gradient in gradients]
+    squares = _run_in_triton(dense, factor, found, flags, write=write)
+    if write:
+        for gradient, copy in zip(gradients, dense, strict=True):
+            if copy is not gradient:
+                gradient.copy_(copy)
+    return squares
 
 
 # -- Triton ----------------------------------------------------------------------------------------------------------------------------------------
@@ -127,20 +146,25 @@ def _run(gradients: Sequence[torch.Tensor], factor: torch.Tensor | None, found: 
 _tables: dict[Any, Table] = {}
 _captured: list[Table] = []
 """Tables that a CUDA graph reads at every replay: nobody knows when the last one is."""
-_compiled: dict[Any, Any] = {}
-"""Kernels as the first launch compiled them: called directly, they spare the host Triton's look-up at every launch."""
 
 
-def _run_in_triton(gradients: Sequence[torch.Tensor], factor: torch.Tensor | None, found: torch.Tensor, flags: torch.Tensor | None) -> None:
+def _run_in_triton(
+    gradients: Sequence[torch.Tensor], factor: torch.Tensor | None, found: torch.Tensor, flags: torch.Tensor | None, *, write: bool
+) -> torch.Tensor:
     device = gradients[0].device
-    chunk = CHECK_CHUNK if factor is None else CHUNK
-    # Triton launches on the current device, whatever device its arguments are on.
-    elsewhere = device.type == "cuda" and device.index != torch.cuda.current_device()
-    with torch.cuda.device(device) if elsewhere else nullcontext():
-        launch(_table(gradients, chunk), gradients[0].dtype, factor, found, flags, chunk)
-    if factor is not None:
+    chunk = CHUNK if write else CHECK_CHUNK
+    with on(device):
+        squares = launch(_table(gradients, chunk), gradients[0].dtype, factor, found, flags, chunk, write=write)
+    if write:
         # Autograd sees what torch's ops write; of this it is told.
         torch.autograd.graph.increment_version(gradients)
+    return squares
+
+
+def on(device: torch.device) -> AbstractContextManager[object]:
+    """Triton launches on the current device, whatever device its arguments are on."""
+    elsewhere = device.type == "cuda" and device.index != torch.cuda.current_device()
+    return torch.cuda.device(device) if elsewhere else nullcontext()
 
 
 def _table(gradients: Sequence[torch.Tensor], chunk: int) -> Table:
@@ -164,24 +188,37 @@ def _table(gradients: Sequence[torch.Tensor], chunk: int) -> Table:
     return table
 
 
-def launch(table: Table, dtype: torch.dtype, factor: torch.Tensor | None, found: torch.Tensor, flags: torch.Tensor | None, chunk: int) -> None:
+def launch(
+    table: Table, dtype: torch.dtype, factor: torch.Tensor | None, found: torch.Tensor, flags: torch.Tensor | None, chunk: int, *, write: bool
+) -> torch.Tensor:
     """Run the kernel over a table that was made with this chunk, on the current device."""
     programs = table.chunks.shape[1]
-    if programs == 0:
-        return
-    numbers = (table.tensors, table.chunks, table.tensors.shape[1], found if factor is None else factor, found, found if flags is None else flags)
-    constants = (_triton_dtype(dtype), chunk, factor is not None, flags is not None)
-    key = (found.device.index, *constants)
+    summed = factor is not None and not write
+    squares = torch.empty(programs if summed else 0, dtype=torch.float32, device=found.device)
+    if programs:
+        numbers = (table.tensors, table.chunks, table.tensors.shape[1], found if factor is None else factor, found, found if flags is None else flags, squares)
+        run_kernel(_kernel(), programs, numbers, (triton_dtype(dtype), chunk, write, flags is not None, summed), found.device)
+    return squares
+
+
+_compiled: dict[Any, Any] = {}
+"""Kernels as the first launch compiled them: called directly, they spare the host Triton's look-up at every launch."""
+
+
+def run_kernel(kernel: Any, programs: int, numbers: tuple[Any, ...], constants: tuple[Any, ...], device: torch.device) -> None:
+    """Launch a kernel that specializes on none of its numbers."""
+    key = (kernel, device.index, *constants)
     compiled = _compiled.get(key)
     if compiled is None:
         # In the interpreter nothing is compiled, and this gives None.
-        _compiled[key] = _kernel()[(programs,)](*numbers, *constants)
+        _compiled[key] = kernel[(programs,)](*numbers, *constants)
     else:
         compiled[(programs, 1, 1)](*numbers, *constants)
 
 
 @cache
-def _triton_dtype(dtype: torch.dtype) -> Any:
+def triton_dtype(dtype: torch.dtype) -> Any:
+    """Triton's name for a dtype."""
     import triton.language as tl  # type: ignore[import-untyped] # noqa: PLC0415 - as above
 
     return {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16, torch.float32: tl.float32, torch.float64: tl.float64}[dtype]
@@ -190,14 +227,16 @@ def _triton_dtype(dtype: torch.dtype) -> Any:
 # -- torch -----------------------------------------------------------------------------------------------------------------------------------------
 
 
-def _run_in_torch(gradients: Sequence[torch.Tensor], factor: torch.Tensor | None, found: torch.Tensor, flags: torch.Tensor | None) -> None:
-    if factor is not None:
+def _run_in_torch(
+    gradients: Sequence[torch.Tensor], factor: torch.Tensor | None, found: torch.Tensor, flags: torch.Tensor | None, *, write: bool
+) -> torch.Tensor:
+    if write and factor is not None:
         if gradients[0].is_cuda and gradients[0].dtype is torch.bfloat16:
             _multiply(gradients, factor)
         else:
             torch._amp_foreach_non_finite_check_and_unscale_(list(gradients), found, factor)
             if flags is None:
-                return
+                return found.new_zeros(0)
     # An empty gradient has no largest magnitude.
     filled = [gradient if gradient.numel() else gradient.new_zeros(()) for gradient in gradients]
     # The largest magnitude is NaN or infinite where an element is.
@@ -205,6 +244,9 @@ def _run_in_torch(gradients: Sequence[torch.Tensor], factor: torch.Tensor | None
     torch.maximum(found, bad.any(), out=found)
     if flags is not None:
         flags.logical_or_(bad)
+    if write or factor is None:
+        return found.new_zeros(0)
+    return torch.stack(torch._foreach_norm(filled, ord=2, dtype=torch.float32)).mul_(factor).square_()
 
 
 def _multiply(gradients: Sequence[torch.Tensor], factor: torch.Tensor) -> None:

@@ -291,6 +291,9 @@ class GradScaler(TorchNames):
     def _check(self, optimizer: Optimizer, record: Record, index: int, factor: torch.Tensor | None) -> None:
         """Check the gradients of an optimizer, and multiply them by a factor if there is one."""
         flags = record.flags(index)
+        if factor is not None and (widen := getattr(optimizer, "_widen_gradients", None)) is not None:
+            # Unscaled in float16, small gradients would be gone: what scaling is for.
+            widen()
         if factor is not None and isinstance(self._scales.of(index), HostScale):
             bad = self._checker.check(optimizer, factor, flags)
             record.told.append(bad)
@@ -298,7 +301,9 @@ class GradScaler(TorchNames):
                 record.culprit = self._blame(optimizer, record)
         else:
             culprit = record.culprit if isinstance(record.culprit, Flagged) else Flagged(self._names, optimizer)
-            gradients.check_sorted(optimizer, factor, flags, culprit)
+            own_check = getattr(optimizer, "_check_gradients", None) if factor is None else None
+            if own_check is None or not own_check(self._scales.of(index).inverse(), flags, culprit):
+                gradients.check_sorted(optimizer, factor, flags, culprit)
             record.culprit = culprit
         if self._settings.reduce_flag is not None:
             self._reduce(self._settings.reduce_flag, record, flags, self._scales.of(index).scale.device)

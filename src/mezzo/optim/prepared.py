@@ -1,0 +1,139 @@
+"""What the fused step works out once for a set of parameters with gradients: tables of addresses, by launch.
+
+From step to step the same set comes back, with gradients elsewhere. Whether it does is asked in loops that run in C: for 150 parameters a loop in Python would take
+longer than the GPU takes for the update.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from operator import attrgetter, is_, itemgetter
+from typing import Any
+
+import torch
+
+from mezzo.optim.slots import Slot
+from mezzo.scaling import kernels
+
+_DTYPE, _LAYOUT, VERSION = attrgetter("dtype"), attrgetter("layout"), attrgetter("_version")
+_COEFFICIENTS = 11
+_TABLES_KEPT = 16
+"""Addresses repeat: torch's allocator gives the gradients of a step the blocks of an earlier one."""
+
+
+@dataclass(frozen=True)
+class Launch:
+    """Parameters of one dtype, kind of master, gradient dtype and variant, with what the kernel must know of them."""
+
+    parameter_dtype: torch.dtype
+    gradient_dtype: torch.dtype
+    variant: bool
+    """Which of the algorithm's two forms."""
+    count: int
+    """How many parameters."""
+    chosen: Callable[[Sequence[int]], tuple[int, ...]]
+    """Picks its own among what is listed for all parameters."""
+    addresses: torch.Tensor
+    """int64 [7, parameters]: parameter, beside, three states, number of elements, first program."""
+    chunks: torch.Tensor
+    """int32 [2, programs]."""
+    places: torch.Tensor
+    """int32 [2, parameters]: place among the counters, group."""
+    coefficients: torch.Tensor
+    """float32 [11, parameters]: written before every update."""
+
+
+@dataclass
+class Prepared:
+    """Parameters with gradients, and the launches that update them."""
+
+    slots: list[Slot]
+    launches: tuple[Launch, ...]
+    state: Any
+    """The optimizer's state, whose tensors are in the tables; a loaded one is another object."""
+    generation: int
+    """Of what lies beside the parameters."""
+    variants: tuple[bool, ...]
+    """Of each group: momentum that is switched on needs a buffer."""
+    dtypes: list[torch.dtype]
+    """Of the gradients."""
+    versions: list[int] = field(default_factory=list)
+    """Of the parameters after the last step: who else wrote one has moved it."""
+
+    def __post_init__(self) -> None:
+        self.parameters = [slot.parameter for slot in self.slots]
+        self._strides = [parameter.stride() for parameter in self.parameters]
+        self._at = [slot.address for slot in self.slots]
+        entries = [(self.state[slot.parameter], name, tensor) for slot in self.slots for name, tensor in (*slot.states, *slot.counters)]
+        self._dicts, self._names, self._tensors = ([entry[row] for entry in entries] for row in range(3))
+        self._tables: dict[tuple[int, ...], list[torch.Tensor]] = {}
+
+    def fits(self, parameters: list[torch.Tensor], gradients: list[torch.Tensor], state: Any, generation: int, variants: tuple[bool, ...]) -> bool:
+        """Whether these parameters and gradients are those that tables were made for, and lie where they lay."""
+        return (
+            len(parameters) == len(self.parameters)
+            and all(map(is_, parameters, self.parameters))
+            and state is self.state
+            and generation == self.generation
+            and variants == self.variants
+            and list(map(_DTYPE, gradients)) == self.dtypes
+            and set(map(_LAYOUT, gradients)) == {torch.strided}
+            and list(map(torch.Tensor.data_ptr, parameters)) == self._at
+            and all(map(is_, map(dict.get, self._dicts, self._names), self._tensors))
+        )
+
+    def laid_out(self, gradients: list[torch.Tensor]) -> list[torch.Tensor]:
+        """Gradients with the strides of their parameters, for the kernel sees memory alone."""
+        if list(map(torch.Tensor.stride, gradients)) == self._strides:
+            return gradients
+        return [
+            gradient if gradient.stride() == parameter.stride() else torch.empty_like(parameter, dtype=gradient.dtype).copy_(gradient)
+            for parameter, gradient in zip(self.parameters, gradients, strict=True)
+        ]
+
+    def gradients_on(self, device: torch.device, gradients: list[torch.Tensor]) -> list[torch.Tensor]:
+        """The addresses of gradients, a table for each launch."""
+        key = tuple(map(torch.Tensor.data_ptr, gradients))
+        tables = self._tables.get(key)
+        if tables is None:
+            if len(self._tables) >= _TABLES_KEPT:
+                del self._tables[next(iter(self._tables))]
+            tables = [kernels.staged_on(device, torch.tensor(launch.chosen(key), dtype=torch.int64))[0] for launch in self.launches]
+            self._tables[key] = tables
+        return tables
+
+
+def make_launches(slots: Sequence[Slot], dtypes: Sequence[torch.dtype], variants: Sequence[bool], chunk: int) -> tuple[Launch, ...]:
+    """Sort parameters into launches. Groups with other hyper-parameters share one; what needs other code does not."""
+    sorted_: dict[tuple[torch.dtype, torch.dtype, bool], list[int]] = {}
+    for place, (slot, dtype) in enumerate(zip(slots, dtypes, strict=True)):
+        sorted_.setdefault((slot.parameter.dtype, dtype, variants[slot.group]), []).append(place)
+    return tuple(_make_launch(kind, places, [slots[place] for place in places], chunk) for kind, places in sorted_.items())
+
+
+def _make_launch(kind: tuple[torch.dtype, torch.dtype, bool], places: Sequence[int], slots: Sequence[Slot], chunk: int) -> Launch:
+    device = slots[0].parameter.device
+    sizes = [slot.parameter.numel() for slot in slots]
+    firsts = torch.tensor([0, *(-(-size // chunk) for size in sizes)], dtype=torch.int64).cumsum(0).tolist()
+    rows = [_row(slot, first) for slot, first in zip(slots, firsts, strict=False)]
+    return Launch(
+        *kind,
+        len(slots),
+        # Of one place itemgetter would give the bare item.
+        itemgetter(*places) if len(places) > 1 else lambda listed: (listed[places[0]],),
+        _on(device, torch.tensor(rows, dtype=torch.int64).T.contiguous()),
+        _on(device, kernels.chunks_of(sizes, chunk)),
+        _on(device, torch.tensor([[slot.place for slot in slots], [slot.group for slot in slots]], dtype=torch.int32)),
+        torch.zeros(_COEFFICIENTS, len(slots), dtype=torch.float32, device=device),
+    )
+
+
+def _row(slot: Slot, first_program: int) -> Iterable[int]:
+    states = [tensor.data_ptr() for _, tensor in slot.states]
+    beside = 0 if slot.beside is None else slot.beside.data_ptr()
+    return [slot.parameter.data_ptr(), beside, *states, *[0] * (3 - len(states)), slot.parameter.numel(), first_program]
+
+
+def _on(device: torch.device, table: torch.Tensor) -> torch.Tensor:
+    return kernels.staged_on(device, table)[0]

@@ -1,0 +1,184 @@
+"""The fused step on a CPU: Triton interprets it. `test_fused.py` runs these in a process of their own."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from support import step_cases
+from support.kernel_cases import fresh_seed
+
+import mezzo
+from mezzo.scaling import kernels
+
+# NumPy, which stands in for the GPU, warns where a GPU goes on.
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
+
+
+@pytest.fixture(autouse=True)
+def on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernels, "has_kernel", lambda _: True)
+
+
+PAIRS = [(kind, half) for kind in step_cases.KINDS for half in step_cases.HALVES if step_cases.fits(kind, half)]
+# Every optimizer, every kind of master: the product of both is run on a GPU.
+CASES = [(name, *pair) for name in step_cases.OPTIMIZERS for pair in (PAIRS if name == "AdamW" else [("split", torch.bfloat16)])]
+
+
+@pytest.mark.parametrize(("name", "kind", "half"), CASES)
+def test_weights_and_states_equal_the_float64_reference(name: str, kind: str, half: torch.dtype) -> None:
+    step_cases.check_against_reference(name, kind, half, "cpu", fresh_seed() % 2**31)
+
+
+@pytest.mark.parametrize(("kind", "half"), [pair for pair in PAIRS if pair[0] != "stochastic"])
+def test_parameters_are_rounded_masters(kind: str, half: torch.dtype) -> None:
+    step_cases.check_that_parameters_are_rounded_masters("SGD", kind, half, "cpu", fresh_seed() % 2**31)
+
+
+@pytest.mark.parametrize(("name", "kind", "half"), [("LAMB", "stochastic", torch.bfloat16), ("SGD momentum", "stochastic", torch.float16)])
+def test_the_fused_step_agrees_with_the_optimizers_own(name: str, kind: str, half: torch.dtype) -> None:
+    step_cases.check_against_the_optimizers_own_step(name, kind, half, "cpu", fresh_seed() % 2**31)
+
+
+def small(kind: str = "float32", **options: object) -> step_cases.Training:
+    return step_cases.training("AdamW", kind, torch.bfloat16, "cpu", seed=fresh_seed() % 2**31, **options)
+
+
+def test_a_write_past_the_version_counter_is_followed_where_it_covers_a_block() -> None:
+    trained = small()
+    trained.gradients()
+    trained.step()
+    written = next(parameter for parameter in trained.masters if parameter.numel() > step_cases.CHUNK)
+    averaged = torch.randn(written.shape).bfloat16()
+    written.data.copy_(averaged)
+    for parameter in trained.parameters:
+        parameter.grad.zero_()
+    for group in trained.optimizer.param_groups:
+        group["lr"] = 0.0
+    trained.step()
+    assert torch.equal(written, averaged)
+    followed = trained.masters.read(written)
+    assert torch.equal(followed.bfloat16(), averaged)
+    # By value: where the old master rounds to what was written, it may stay.
+    assert (followed == averaged.float()).float().mean() > 0.95
+
+
+@pytest.mark.parametrize("kind", ["float32", "split", "kahan"])
+def test_a_write_that_torch_counts_is_followed_element_by_element(kind: str) -> None:
+    trained = small(kind)
+    for group in trained.optimizer.param_groups:
+        group.update(lr=0.0)
+    trained.gradients()
+    trained.step()
+    written = next(parameter for parameter in trained.masters if parameter.numel() > step_cases.CHUNK)
+    before = trained.masters.read(written)
+    with torch.no_grad():
+        written[0, 5] = 42.0
+    trained.step()
+    after = trained.masters.read(written)
+    assert after[0, 5].item() == 42.0
+    before[0, 5] = 42.0
+    # A split or compensated weight knows only that it was written, not where: the others keep what the parameter shows.
+    assert torch.equal(after, before if kind == "float32" else before.bfloat16().float()) or step_cases.close(after, before.double(), 2.0**-8)
+
+
+def test_a_scaler_steps_and_clips_in_two_passes() -> None:
+    trained = small(clip_norm=0.5)
+    scaler = mezzo.GradScaler("cpu", init_scale=64.0)
+    scaler.scale(torch.ones((), requires_grad=True)).backward()
+    trained.gradients(64.0)
+    values, _, norm = step_cases.wanted(trained, 1, 64.0, 0.5)
+    result = scaler.step(trained.optimizer)
+    scaler.update()
+    assert not result.skipped
+    assert abs(trained.bound.grad_norm.item() - norm) <= 1e-5 * norm
+    assert all(step_cases.close(got, value) for got, value in zip(trained.exact(), values, strict=True))
+
+
+def test_a_scaler_names_the_parameter_that_spoiled_a_clipped_step() -> None:
+    trained = small(clip_norm=0.5)
+    scaler = mezzo.GradScaler("cpu", init_scale=64.0)
+    scaler.scale(torch.ones((), requires_grad=True)).backward()
+    trained.gradients(64.0)
+    before = trained.exact()
+    trained.parameters[3].grad[-1] = torch.inf
+    result = scaler.step(trained.optimizer)
+    scaler.update()
+    assert result.skipped
+    assert result.first_nonfinite == "parameter 3"
+    assert all(map(torch.equal, trained.exact(), before))
+
+
+def test_gradients_that_move_and_parameters_without_one_are_followed() -> None:
+    trained = small()
+    for missing in (None, 2, 5, None):
+        trained.gradients()
+        if missing is not None:
+            trained.parameters[missing].grad = None
+        held = trained.exact()
+        steps = [int(trained.optimizer.state[parameter].get("step", 0)) for parameter in trained.parameters]
+        trained.step()
+        for place, (parameter, before, after) in enumerate(zip(trained.parameters, held, trained.exact(), strict=True)):
+            moved = place != missing
+            assert int(trained.optimizer.state[parameter].get("step", 0)) == steps[place] + moved
+            assert parameter.numel() == 0 or torch.equal(before, after) is not moved
+
+
+def test_momentum_that_is_switched_on_later_starts_then() -> None:
+    trained = step_cases.training("SGD", "float32", torch.bfloat16, "cpu", seed=3)
+    trained.gradients()
+    trained.step()
+    for group in trained.optimizer.param_groups:
+        group["momentum"] = 0.9
+    for steps in (1, 2):
+        trained.gradients()
+        values, _, _ = step_cases.wanted(trained, steps, 1.0, None)
+        trained.step()
+        assert all(step_cases.close(got, value) for got, value in zip(trained.exact(), values, strict=True))
+
+
+def test_a_replaced_state_is_used() -> None:
+    trained = small()
+    trained.gradients()
+    trained.step()
+    for parameter in trained.parameters:
+        state = trained.optimizer.state[parameter]
+        trained.optimizer.state[parameter] = {name: tensor.clone().zero_() for name, tensor in state.items()}
+    values, _, _ = step_cases.wanted(trained, 1, 1.0, None)
+    trained.step()
+    assert all(step_cases.close(got, value) for got, value in zip(trained.exact(), values, strict=True))
+
+
+def test_gradients_of_other_strides_are_laid_out_as_their_parameters() -> None:
+    trained = small()
+    trained.gradients()
+    for parameter in trained.parameters:
+        if parameter.dim() == 2:
+            parameter.grad = parameter.grad.T.contiguous().T
+    values, _, _ = step_cases.wanted(trained, 1, 1.0, None)
+    trained.step()
+    assert all(step_cases.close(got, value) for got, value in zip(trained.exact(), values, strict=True))
+
+
+def test_a_learning_rate_in_a_tensor_and_one_that_changes_are_read() -> None:
+    trained = small()
+    for steps, rate in ((1, 0.5), (2, torch.tensor(0.25)), (3, torch.tensor(0.125)), (4, 0.01)):
+        for group in trained.optimizer.param_groups:
+            group["lr"] = rate
+        trained.gradients()
+        values, _, _ = step_cases.wanted(trained, steps, 1.0, None)
+        trained.step()
+        assert all(step_cases.close(got, value) for got, value in zip(trained.exact(), values, strict=True))
+
+
+def test_the_same_seed_draws_the_same_roundings_and_another_step_others() -> None:
+    runs = []
+    for _ in range(2):
+        trained = step_cases.training("SGD", "stochastic", torch.bfloat16, "cpu", seed=11)
+        shown = []
+        for _ in range(2):
+            trained.gradients()
+            trained.step()
+            shown.append(torch.cat([parameter.detach().flatten().float() for parameter in trained.parameters]))
+        runs.append(shown)
+    assert torch.equal(runs[0][0], runs[1][0])
+    assert torch.equal(runs[0][1], runs[1][1])

@@ -1,0 +1,44 @@
+"""The fused step where there is no GPU: interpreted in a process of its own, and out of the way everywhere else."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from support import step_cases
+
+from mezzo.optim.fused import FusedBound
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs Triton")
+def test_the_kernels_do_in_tritons_interpreter_what_they_should() -> None:
+    """Whether Triton interprets is settled when it is imported, so that a process of its own has to."""
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", str(Path(__file__).with_name("fused_interpreted.py"))]
+    done = subprocess.run(command, env=os.environ | {"TRITON_INTERPRET": "1"}, capture_output=True, text=True, check=False, timeout=600)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("name", step_cases.OPTIMIZERS)
+def test_on_a_cpu_the_optimizers_own_step_runs(name: str) -> None:
+    trained = step_cases.training(name, "split", torch.bfloat16, "cpu", seed=5, clip_norm=2.0)
+    assert isinstance(trained.bound, FusedBound)
+    for steps in (1, 2):
+        trained.gradients(8.0)
+        values, _, _ = step_cases.wanted(trained, steps, 8.0, 2.0)
+        trained.step(8.0, found=False)
+        assert all(step_cases.close(got, value) for got, value in zip(trained.exact(), values, strict=True))
+
+
+def test_unbinding_leaves_steps_where_the_optimizers_own_wants_them() -> None:
+    trained = step_cases.training("AdamW", "split", torch.bfloat16, "cpu", seed=5)
+    trained.gradients()
+    trained.step()
+    trained.bound.unbind()
+    assert {trained.optimizer.state[parameter]["step"].device.type for parameter in trained.parameters} == {"cpu"}
+    assert not hasattr(trained.optimizer, "_check_gradients")

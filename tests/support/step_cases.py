@@ -1,0 +1,241 @@
+"""Steps of every fused optimizer, and what must come out, computed in float64: the same in Triton's interpreter and on a GPU."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from mezzo.optim.bind import bind
+from mezzo.optim.bound import Bound
+from mezzo.optim.fused import BLOCK, CHUNK, FusedBound
+from mezzo.optim.lamb import LAMB
+from mezzo.optim.lion import Lion
+from mezzo.optim.masters import Masters
+
+OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
+    "SGD": (torch.optim.SGD, {"lr": 0.1, "weight_decay": 0.01}),
+    "SGD momentum": (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9, "dampening": 0.3, "weight_decay": 0.01}),
+    "SGD nesterov": (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9, "nesterov": True, "maximize": True}),
+    "Adam": (torch.optim.Adam, {"lr": 0.01, "weight_decay": 0.1}),
+    "Adam amsgrad": (torch.optim.Adam, {"lr": 0.01, "betas": (0.5, 0.6), "amsgrad": True, "maximize": True}),
+    "AdamW": (torch.optim.AdamW, {"lr": 0.01, "weight_decay": 0.1}),
+    "Adagrad": (torch.optim.Adagrad, {"lr": 0.01, "lr_decay": 0.1, "weight_decay": 0.1, "initial_accumulator_value": 0.2}),
+    "Lion": (Lion, {"lr": 0.01, "weight_decay": 0.1}),
+    "LAMB": (LAMB, {"lr": 0.01, "weight_decay": 0.1}),
+}
+KINDS = ["float32", "split", "kahan", "stochastic", "none"]
+HALVES = [torch.bfloat16, torch.float16]
+SIZES = [(0,), (), (17,), (BLOCK,), (BLOCK + 1,), (CHUNK - 1,), (3, CHUNK // 2 + 3)]
+
+
+def fits(kind: str, half: torch.dtype) -> bool:
+    """Whether there is such a master."""
+    return kind != "split" or half is torch.bfloat16
+
+
+@dataclass
+class Training:
+    """Parameters of every size and layout, most of them 16-bit, in two groups with other hyper-parameters, bound."""
+
+    optimizer: torch.optim.Optimizer
+    masters: Masters
+    bound: Bound
+    generator: torch.Generator
+    parameters: list[nn.Parameter] = field(default_factory=list)
+
+    def gradients(self, scale: float = 1.0, *, wide: bool = False) -> None:
+        """Fresh gradients, `scale` times too large, as backward leaves them: in the parameter's dtype unless they accumulate in float32."""
+        for parameter in self.parameters:
+            drawn = torch.randn(parameter.shape, generator=self.generator) * torch.rand((), generator=self.generator).mul(-6).exp2() * scale
+            parameter.grad_dtype = None
+            parameter.grad = drawn.to(parameter.device, torch.float32 if wide else parameter.dtype)
+
+    def exact(self) -> list[torch.Tensor]:
+        """The exact weights."""
+        return [self.masters.read(parameter) if parameter in self.masters else parameter.detach().clone() for parameter in self.parameters]
+
+    def step(self, scale: float | None = None, *, found: bool | None = None) -> None:
+        """One step, told what a scaler would tell."""
+        device = self.parameters[0].device
+        if scale is not None:
+            self.optimizer.grad_scale = torch.tensor(scale, device=device)
+        if found is not None:
+            self.optimizer.found_inf = torch.tensor(float(found), device=device)
+        self.optimizer.step()
+        self.optimizer.__dict__.pop("grad_scale", None)
+        self.optimizer.__dict__.pop("found_inf", None)
+
+
+def training(name: str, kind: str, half: torch.dtype, device: str, *, seed: int, clip_norm: float | None = None, fused: bool = True) -> Training:
+    """A training that begins as the seed says."""
+    generator = torch.Generator().manual_seed(seed)
+    cls, options = OPTIMIZERS[name]
+
+    def fresh(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator).to(device)
+
+    held = [nn.Parameter(fresh(*size)) for size in SIZES]
+    held += [nn.Parameter(fresh(7, 9).T), nn.Parameter(fresh(2, 3, 5, 7).to(memory_format=torch.channels_last)), nn.Parameter(fresh(101)[1:])]
+    plain = [nn.Parameter(fresh(33)), nn.Parameter(fresh(CHUNK + 5))]
+    optimizer = cls([{"params": held[::2] + plain[:1]}, {"params": held[1::2] + plain[1:], "lr": 0.03, "weight_decay": 0.0}], **options)
+    masters = Masters(kind, seed=seed)
+    for parameter in held:
+        masters.adopt(parameter, half)
+    bound = (bind if fused else Bound)(optimizer, masters, clip_norm=clip_norm)
+    assert isinstance(bound, FusedBound) is fused
+    return Training(optimizer, masters, bound, generator, [parameter for group in optimizer.param_groups for parameter in group["params"]])
+
+
+# -- the reference: one step in float64 ------------------------------------------------------------------------------------------------------------------
+
+State = dict[str, torch.Tensor]
+
+
+def _sgd(value: torch.Tensor, gradient: torch.Tensor, state: State, group: dict[str, Any], step: int) -> torch.Tensor:
+    gradient = gradient + group["weight_decay"] * value
+    if group["momentum"]:
+        buffer = gradient if step == 1 else group["momentum"] * state["momentum_buffer"] + (1 - group["dampening"]) * gradient
+        state["momentum_buffer"] = buffer
+        gradient = gradient + group["momentum"] * buffer if group["nesterov"] else buffer
+    return value - group["lr"] * gradient
+
+
+def _moments(gradient: torch.Tensor, state: State, group: dict[str, Any], step: int) -> tuple[torch.Tensor, torch.Tensor]:
+    first, second = group["betas"]
+    state["exp_avg"] = first * state["exp_avg"] + (1 - first) * gradient
+    state["exp_avg_sq"] = second * state["exp_avg_sq"] + (1 - second) * gradient**2
+    square = state["exp_avg_sq"]
+    if group.get("amsgrad"):
+        square = state["max_exp_avg_sq"] = torch.maximum(state["max_exp_avg_sq"], square)
+    return state["exp_avg"] / (1 - first**step), (square / (1 - second**step)).sqrt() + group["eps"]
+
+
+def _adam(value: torch.Tensor, gradient: torch.Tensor, state: State, group: dict[str, Any], step: int) -> torch.Tensor:
+    if group["decoupled_weight_decay"]:
+        value = value * (1 - group["lr"] * group["weight_decay"])
+    else:
+        gradient = gradient + group["weight_decay"] * value
+    mean, root = _moments(gradient, state, group, step)
+    return value - group["lr"] * mean / root
+
+
+def _adagrad(value: torch.Tensor, gradient: torch.Tensor, state: State, group: dict[str, Any], step: int) -> torch.Tensor:
+    gradient = gradient + group["weight_decay"] * value
+    state["sum"] = state["sum"] + gradient**2
+    return value - group["lr"] / (1 + (step - 1) * group["lr_decay"]) * gradient / (state["sum"].sqrt() + group["eps"])
+
+
+def _lion(value: torch.Tensor, gradient: torch.Tensor, state: State, group: dict[str, Any], step: int) -> torch.Tensor:
+    first, second = group["betas"]
+    sign = (first * state["exp_avg"] + (1 - first) * gradient).sign()
+    state["exp_avg"] = second * state["exp_avg"] + (1 - second) * gradient
+    return value * (1 - group["lr"] * group["weight_decay"]) - group["lr"] * sign
+
+
+def _lamb(value: torch.Tensor, gradient: torch.Tensor, state: State, group: dict[str, Any], step: int) -> torch.Tensor:
+    mean, root = _moments(gradient, state, group, step)
+    direction = mean / root + group["weight_decay"] * value
+    weight, length = value.norm(), direction.norm()
+    trust = weight / length if weight > 0 and length > 0 else 1.0
+    return value - group["lr"] * trust * direction
+
+
+REFERENCES: dict[type[torch.optim.Optimizer], Callable[..., torch.Tensor]] = {
+    torch.optim.SGD: _sgd,
+    torch.optim.Adam: _adam,
+    torch.optim.AdamW: _adam,
+    torch.optim.Adagrad: _adagrad,
+    Lion: _lion,
+    LAMB: _lamb,
+}
+
+
+def wanted(trained: Training, steps: int, scale: float, clip_norm: float | None) -> tuple[list[torch.Tensor], list[State], float]:
+    """Weights, states and the gradients' norm after the step that comes, from the values as they are now."""
+    gradients = {parameter: parameter.grad.double() / scale for parameter in trained.parameters if parameter.grad is not None}
+    norm = math.sqrt(sum(gradient.square().sum().item() for gradient in gradients.values()))
+    share = 1.0 if clip_norm is None else min(1.0, clip_norm / (norm + 1e-6))
+    values, states = [], []
+    for group, parameter, value in zip(_groups(trained.optimizer), trained.parameters, trained.exact(), strict=True):
+        gradient = gradients[parameter] * share * (-1.0 if group["maximize"] else 1.0)
+        state = {name: tensor.double() for name, tensor in trained.optimizer.state[parameter].items() if name not in ("step", "draws")}
+        initial = group.get("initial_accumulator_value", 0.0)
+        for name in ("momentum_buffer", "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "sum"):
+            state.setdefault(name, torch.full_like(gradient, initial))
+        values.append(REFERENCES[type(trained.optimizer)](value.double(), gradient, state, group, steps))
+        states.append(state)
+    return values, states, norm
+
+
+def _groups(optimizer: torch.optim.Optimizer) -> Iterator[dict[str, Any]]:
+    for group in optimizer.param_groups:
+        for _ in group["params"]:
+            yield group
+
+
+def close(got: torch.Tensor, reference: torch.Tensor, tolerance: float = 2e-6) -> bool:
+    """Equal to float32's precision, relative to the largest value."""
+    if got.numel() == 0:
+        return True
+    return bool((got.double() - reference).abs().max() <= tolerance * (reference.abs().max() + 1e-3))
+
+
+def check_against_reference(name: str, kind: str, half: torch.dtype, device: str, seed: int) -> None:
+    """Some steps, one of them skipped, some clipped: every exact weight and every state is what float64 arithmetic makes of the values before."""
+    clip_norm = 2.0
+    trained = training(name, kind, half, device, seed=seed, clip_norm=clip_norm)
+    done = 0
+    for scale, skipped, wide in ((8.0, True, False), (8.0, False, False), (0.5, False, True)):
+        trained.gradients(scale, wide=wide)
+        before = trained.exact()
+        values, states, norm = wanted(trained, done + 1, scale, clip_norm)
+        trained.step(scale, found=skipped)
+        if skipped:
+            assert all(map(torch.equal, trained.exact(), before)), seed
+            continue
+        done += 1
+        assert abs(trained.bound.grad_norm.item() - norm) <= 2e-6 * norm, seed
+        lost = {"kahan": 2.0**-16, "stochastic": 2.0**-7, "none": 2.0**-8}.get(kind, 0.0) * (1 if half is torch.bfloat16 else 2.0**-3)
+        for parameter, got, value, state in zip(trained.parameters, trained.exact(), values, states, strict=True):
+            assert close(got, value, 2e-6 + (lost if parameter in trained.masters else 0.0)), (seed, name, kind, parameter.shape)
+            for key, tensor in trained.optimizer.state[parameter].items():
+                if key not in ("step", "draws"):
+                    assert close(tensor, state[key]), (seed, name, key, parameter.shape)
+
+
+def check_that_parameters_are_rounded_masters(name: str, kind: str, half: torch.dtype, device: str, seed: int) -> None:
+    """After a step each parameter is what its master rounds to, bit for bit, and what lies beside it is what that leaves."""
+    trained = training(name, kind, half, device, seed=seed)
+    for _ in range(2):
+        trained.gradients()
+        trained.step()
+    for parameter in trained.masters:
+        exact = trained.masters.read(parameter)
+        rounded, beside = trained.masters.kind.part(exact, half)
+        if kind == "kahan":
+            # A compensation that was rounded up to half a step makes a tie, and the parameter is one of the two nearest.
+            assert torch.equal((rounded.double() - exact).abs(), (parameter.detach().double() - exact).abs()), seed
+            continue
+        assert torch.equal(rounded, parameter), seed
+        if beside is not None:
+            assert torch.equal(beside, trained.masters.beside(parameter)), seed
+
+
+def check_against_the_optimizers_own_step(name: str, kind: str, half: torch.dtype, device: str, seed: int) -> None:
+    """The fused step and the optimizer's own over stand-ins agree; drawn roundings are the same draws."""
+    both = [training(name, kind, half, device, seed=seed, fused=fused) for fused in (True, False)]
+    for scale in (8.0, 2.0, 4.0):
+        for trained in both:
+            trained.gradients(scale)
+            trained.step(scale, found=False)
+    for ours, theirs in zip(both[0].exact(), both[1].exact(), strict=True):
+        if ours.numel() and kind in ("stochastic", "none"):
+            # Where both results lie beside a step of the 16-bit dtype, a last bit of float32 decides.
+            assert (ours != theirs).float().mean() <= max(0.01, 1.0 / ours.numel()) or close(ours, theirs.double()), seed
+        else:
+            assert close(ours, theirs.double(), 2e-6 + (2.0**-16 if kind == "kahan" else 0.0)), (seed, name, kind, ours.shape)
