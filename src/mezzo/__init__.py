@@ -1,6 +1,6 @@
 """mezzo: automatic mixed precision for PyTorch."""
 
-from mezzo._errors import MezzoError, PolicyError, RefusedOpError, ScalerError, UnsupportedError
+from mezzo._errors import CheckpointError, MezzoError, PolicyError, RefusedOpError, ScalerError, UnsupportedError
 from mezzo._hardware import Hardware, hardware
 from mezzo.eager.autocast import autocast, disable, enable
 from mezzo.eager.custom import register_op
@@ -8,14 +8,19 @@ from mezzo.eager.region import cache_info, carry, invalidate
 from mezzo.policy.listing import ops
 from mezzo.policy.policy import Policy
 from mezzo.policy.selector import NORMS
+from mezzo.prepare.checkpoint import load_checkpoint, save_checkpoint
+from mezzo.prepare.decorate import decorate, undecorate
+from mezzo.prepare.plan import Plan, plan
 from mezzo.scaling.scaler import GradScaler
 from mezzo.scaling.state import ScaleRule, ScaleState
 
 __all__ = [
     "NORMS",
+    "CheckpointError",
     "GradScaler",
     "Hardware",
     "MezzoError",
+    "Plan",
     "Policy",
     "PolicyError",
     "RefusedOpError",
@@ -26,10 +31,15 @@ __all__ = [
     "autocast",
     "cache_info",
     "carry",
+    "decorate",
     "disable",
     "enable",
     "hardware",
     "invalidate",
+    "load_checkpoint",
     "ops",
+    "plan",
     "register_op",
+    "save_checkpoint",
+    "undecorate",
 ]

@@ -1,6 +1,7 @@
 """Every exception that mezzo raises, and how its messages are made.
 
     MezzoError
+    ├── CheckpointError (RuntimeError)   a file is no checkpoint, or not one of this model and optimizer
     ├── PolicyError (ValueError)         the words of a policy: an unknown op, level or dtype, lists that overlap
     ├── RefusedOpError (RuntimeError)    an op that the policy bans was called
     ├── ScalerError (RuntimeError)       gradient scaling was called out of order, or found nothing to scale
@@ -22,6 +23,10 @@ _TELLING = 3
 
 class MezzoError(Exception):
     """The root of everything mezzo raises on purpose."""
+
+
+class CheckpointError(MezzoError, RuntimeError):
+    """A file is no checkpoint, lacks a part, or belongs to another model: raised before anything is changed."""
 
 
 class PolicyError(MezzoError, ValueError):

@@ -62,7 +62,7 @@ class autocast:  # noqa: N801 - torch's spelling
         else:
             words = (policy_or_device, dtype, enabled, cache_enabled, device_type, policy, _frozen(overrides) if overrides else ())
             region, settled = settle(words)
-            binding = _bind(settled, region, model) if settled.modules else None
+            binding = bind_modules(settled, region, model) if settled.modules else None
         self._region = region
         self._binding = binding
         self._policy = settled
@@ -106,7 +106,7 @@ def _made_again(region: Region, policy: Policy, model: nn.Module | None) -> auto
     if region.key:
         region = region_of(policy, region.device, cache_enabled=region.cache_enabled)
     again._region, again._policy, again._model, again._entered = region, policy, model, {}
-    again._binding = _bind(policy, region, model) if policy.modules else None
+    again._binding = bind_modules(policy, region, model) if policy.modules else None
     return again
 
 
@@ -124,7 +124,8 @@ def _frozen(overrides: dict[str, Any]) -> tuple[tuple[str, Any], ...]:
     return tuple([(name, frozenset(value) if isinstance(value, set) else value) for name, value in overrides.items()])
 
 
-def _bind(policy: Policy, region: Region, model: nn.Module | None) -> Binding | None:
+def bind_modules(policy: Policy, region: Region, model: nn.Module | None) -> Binding | None:
+    """The module rules of a policy on a model, ready to be applied; None where the region is off."""
     if not region.enabled:
         return None
     if model is None:

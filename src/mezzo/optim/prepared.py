@@ -17,6 +17,7 @@ from mezzo.optim.slots import Slot
 from mezzo.scaling import kernels
 
 _DTYPE, _LAYOUT, VERSION = attrgetter("dtype"), attrgetter("layout"), attrgetter("_version")
+_held: Callable[[Any, Any], Any] = dict.get
 _COEFFICIENTS = 11
 _TABLES_KEPT = 16
 """Addresses repeat: torch's allocator gives the gradients of a step the blocks of an earlier one."""
@@ -65,7 +66,9 @@ class Prepared:
         self.parameters = [slot.parameter for slot in self.slots]
         self._strides = [parameter.stride() for parameter in self.parameters]
         self._at = [slot.address for slot in self.slots]
-        entries = [(self.state[slot.parameter], name, tensor) for slot in self.slots for name, tensor in (*slot.states, *slot.counters)]
+        entries: list[tuple[Any, Any, Any]] = [
+            (self.state[slot.parameter], name, tensor) for slot in self.slots for name, tensor in (*slot.states, *slot.counters)
+        ]
         self._dicts, self._names, self._tensors = ([entry[row] for entry in entries] for row in range(3))
         self._tables: dict[tuple[int, ...], list[torch.Tensor]] = {}
 
@@ -80,7 +83,7 @@ class Prepared:
             and list(map(_DTYPE, gradients)) == self.dtypes
             and set(map(_LAYOUT, gradients)) == {torch.strided}
             and list(map(torch.Tensor.data_ptr, parameters)) == self._at
-            and all(map(is_, map(dict.get, self._dicts, self._names), self._tensors))
+            and all(map(is_, map(_held, self._dicts, self._names), self._tensors))
         )
 
     def laid_out(self, gradients: list[torch.Tensor]) -> list[torch.Tensor]:

@@ -126,14 +126,17 @@ def sorted_gradients(optimizer: torch.optim.Optimizer) -> Iterable[tuple[list[to
     owners = [parameter for group in optimizer.param_groups for parameter in group["params"] if parameter.grad is not None]
     found = list(map(_GRADIENT, owners))
     # Asked of all at once, the questions cost a third of what they cost in a loop, and mostly have one answer.
-    dtypes, layouts, devices = set(map(_DTYPE, found)), set(map(_LAYOUT, found)), set(map(_DEVICE, found))
-    if layouts == {torch.strided} and len(dtypes) == len(devices) == 1 and dtypes <= _CHECKED:
-        return [(found, owners)]
+    dtypes, layouts, devices = list(map(_DTYPE, found)), set(map(_LAYOUT, found)), list(map(_DEVICE, found))
+    if layouts == {torch.strided} and _CHECKED.issuperset(dtypes):
+        if len(set(dtypes)) == len(set(devices)) == 1:
+            return [(found, owners)]
+    else:
+        found = [_plain(owner, gradient) for owner, gradient in zip(owners, found, strict=True)]
+        dtypes, devices = list(map(_DTYPE, found)), list(map(_DEVICE, found))
     grouped: dict[tuple[torch.device, torch.dtype], tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
-    for owner, gradient in zip(owners, found, strict=True):
-        plain = _plain(owner, gradient)
-        gradients, theirs = grouped.setdefault((plain.device, plain.dtype), ([], []))
-        gradients.append(plain)
+    for owner, gradient, device, dtype in zip(owners, found, devices, dtypes, strict=True):
+        gradients, theirs = grouped.setdefault((device, dtype), ([], []))
+        gradients.append(gradient)
         theirs.append(owner)
     return grouped.values()
 

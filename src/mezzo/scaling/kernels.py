@@ -59,13 +59,14 @@ def check_and_sum(gradients: Sequence[torch.Tensor], factor: torch.Tensor, found
     return squares.sum(dtype=torch.float64)
 
 
-def make_table(gradients: Sequence[torch.Tensor], chunk: int) -> Table:
-    """Lay out dense gradients of one dtype and device for one launch."""
+def make_table(gradients: Sequence[torch.Tensor], chunk: int, chunks: tuple[torch.Tensor, torch.Tensor] | None = None) -> Table:
+    """Lay out dense gradients of one dtype and device for one launch; what depends on their sizes alone may be there already."""
     sizes = [gradient.numel() for gradient in gradients]
     device = gradients[0].device
     tensors, staged = staged_on(device, torch.tensor([[gradient.data_ptr() for gradient in gradients], sizes], dtype=torch.int64))
-    chunks, staged_chunks = staged_on(device, chunks_of(sizes, chunk))
-    return Table(tensors, chunks, (staged, staged_chunks))
+    if chunks is None:
+        chunks = staged_on(device, chunks_of(sizes, chunk))
+    return Table(tensors, chunks[0], (staged, chunks[1]))
 
 
 def chunks_of(sizes: Sequence[int], chunk: int) -> torch.Tensor:
@@ -144,6 +145,7 @@ def _run(gradients: Sequence[torch.Tensor], factor: torch.Tensor | None, found: 
 # -- Triton ----------------------------------------------------------------------------------------------------------------------------------------
 
 _tables: dict[Any, Table] = {}
+_chunks: dict[Any, tuple[torch.Tensor, torch.Tensor]] = {}
 _captured: list[Table] = []
 """Tables that a CUDA graph reads at every replay: nobody knows when the last one is."""
 
@@ -174,18 +176,28 @@ def _table(gradients: Sequence[torch.Tensor], chunk: int) -> Table:
     # Its copy is ordered before the launch only on the stream that made it.
     stream = torch._C._cuda_getCurrentRawStream(device.index) if on_cuda else None
     addresses, sizes = tuple(map(torch.Tensor.data_ptr, gradients)), tuple(map(torch.Tensor.numel, gradients))
-    key = (device.index, stream, chunk, addresses, sizes)
-    table = _tables.get(key)
-    known = table is not None
-    if table is None:
-        table = make_table(gradients, chunk)
-    if on_cuda and torch.cuda.is_current_stream_capturing():
+    laid = (device.index, stream, chunk, sizes)
+    table = _tables.get((laid, addresses))
+    capturing = on_cuda and torch.cuda.is_current_stream_capturing()
+    if table is not None:
+        if capturing:
+            _captured.append(table)
+        return table
+    # Gradients move from step to step and keep their sizes.
+    table = make_table(gradients, chunk, _chunks.get(laid))
+    if capturing:
+        # What a captured copy fills, nobody else may use: it is empty until the first replay.
         _captured.append(table)
-    elif not known:
-        if len(_tables) >= _TABLES_KEPT:
-            del _tables[next(iter(_tables))]
-        _tables[key] = table
+    else:
+        _keep(_tables, (laid, addresses), table)
+        _keep(_chunks, laid, (table.chunks, table.staged[1]))
     return table
+
+
+def _keep(tables: dict[Any, Any], key: Any, table: Any) -> None:
+    if key not in tables and len(tables) >= _TABLES_KEPT:
+        del tables[next(iter(tables))]
+    tables[key] = table
 
 
 def launch(

@@ -1,0 +1,64 @@
+"""What `decorate` did to models and optimizers, known by each of them for as long as it lasts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from contextlib import ExitStack
+from functools import partial
+from typing import Any
+
+from torch import nn
+
+from mezzo.prepare.given import Optimizer
+from mezzo.prepare.plan import Plan
+from mezzo.prepare.weights import Weights
+
+_MARK = "_mezzo_decoration"
+
+
+class Decoration:
+    """Models and optimizers that were decorated together, and the way back."""
+
+    def __init__(self, plan: Plan, models: tuple[nn.Module, ...], optimizers: tuple[Optimizer, ...], weights: Weights) -> None:
+        self.plan, self.models, self.optimizers, self.weights = plan, models, optimizers, weights
+        self.steps = ExitStack()
+        """Takes off what was put on, the last first."""
+
+    def undo(self) -> None:
+        """Put everything back, with the current exact values."""
+        self.steps.close()
+        self.weights.release()
+        flatten_rnns(self.models)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """A copy of a model, pickled or deep, is a model of its own: it does not belong to this."""
+        return _nothing, ()
+
+
+def _nothing() -> None:
+    return None
+
+
+def both(models: Iterable[nn.Module], optimizers: Iterable[Optimizer]) -> tuple[nn.Module | Optimizer, ...]:
+    """All that is decorated together."""
+    return (*models, *optimizers)
+
+
+def decoration_of(one: nn.Module | Optimizer) -> Decoration | None:
+    """What a model or an optimizer was decorated with."""
+    found: Decoration | None = one.__dict__.get(_MARK)
+    return found
+
+
+def mark(one: nn.Module | Optimizer, decoration: Decoration) -> Callable[[], None]:
+    """Note on a model or an optimizer what it was decorated with; what comes back takes the note off."""
+    one.__dict__[_MARK] = decoration
+    return partial(one.__dict__.pop, _MARK, None)
+
+
+def flatten_rnns(models: tuple[nn.Module, ...]) -> None:
+    """Let cuDNN have the weights of recurrent layers in one piece again, after they moved."""
+    for model in models:
+        for module in model.modules():
+            if isinstance(module, nn.RNNBase):
+                module.flatten_parameters()

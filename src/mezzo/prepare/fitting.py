@@ -1,0 +1,83 @@
+"""Whether the parts of a checkpoint fit what they are to be loaded into: asked before anything is changed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from mezzo._errors import CheckpointError
+from mezzo.optim.saved import refuse_misfits
+
+_SHOWN = 5
+
+
+Pairs = dict[str, list[tuple[Any, Any]]]
+"""By the name of a part: what to load into, and the state that was saved."""
+
+
+def pairs(path: str, parts: dict[str, Any], asked: dict[str, tuple[Any, ...]]) -> Pairs:
+    """Each thing beside its saved state; a file without a part that is asked for, or with another number of them, is refused."""
+    for name, wanted in asked.items():
+        saved = parts[name]
+        if wanted and saved is None:
+            there = ", ".join(one for one in asked if parts[one] is not None) or "none of them"
+            raise CheckpointError(f"{path!r} has no {name}. It has: {there}. Leave {name}= out, or save it with the next checkpoint.")
+        if wanted and len(saved) != len(wanted):
+            raise CheckpointError(f"{path!r} has {len(saved)} of {name}, got {len(wanted)} to load into. Pass as many as were saved, in the same order.")
+    return {name: list(zip(wanted, parts[name] or (), strict=False)) for name, wanted in asked.items()}
+
+
+def check(found: Pairs, *, strict: bool) -> None:
+    """Refuse what does not fit."""
+    for model, state in found["model"]:
+        refuse_other_model(model, state, strict=strict)
+    for optimizer, state in found["optimizer"]:
+        refuse_other_optimizer(optimizer, state)
+    for scheduler, state in found["scheduler"]:
+        refuse_other_scheduler(scheduler, state)
+
+
+def refuse_other_model(model: nn.Module, state: dict[str, Any], *, strict: bool) -> None:
+    """Refuse the state of a model with other names or shapes."""
+    own = model.state_dict()
+    missing, unexpected = [name for name in own if name not in state], [name for name in state if name not in own]
+    if strict and (missing or unexpected):
+        raise CheckpointError(
+            f"The checkpoint is of another model than this {type(model).__name__}: {_few('it lacks', missing)}{_few('it also has', unexpected)}"
+            "Build the model that was saved, or pass strict=False to load what both have."
+        )
+    for name in own:
+        if name in state and isinstance(own[name], torch.Tensor) and own[name].shape != state[name].shape:
+            raise CheckpointError(
+                f"{name!r} has shape {tuple(state[name].shape)} in the checkpoint and {tuple(own[name].shape)} in this {type(model).__name__}. "
+                "Build the model that was saved."
+            )
+
+
+def refuse_other_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
+    """Refuse the state of an optimizer over other parameters."""
+    own, saved = ([len(group["params"]) for group in groups] for groups in (optimizer.param_groups, state["param_groups"]))
+    if own != saved:
+        raise CheckpointError(
+            f"The checkpoint's optimizer has groups of {saved} parameters, this {type(optimizer).__name__} has {own}. Make it over the same groups as the saved one."
+        )
+    refuse_misfits(optimizer, state)
+
+
+def refuse_other_scheduler(scheduler: Any, state: dict[str, Any]) -> None:
+    """Refuse the state of a scheduler of another kind."""
+    own = scheduler.state_dict()
+    if own.keys() != state.keys():
+        raise CheckpointError(
+            f"The checkpoint's scheduler is not a {type(scheduler).__name__}: {_few('it lacks', [name for name in own if name not in state])}"
+            f"{_few('it also has', [name for name in state if name not in own])}Make the scheduler that was saved."
+        )
+
+
+def _few(what: str, names: list[str]) -> str:
+    if not names:
+        return ""
+    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return f"{what} {', '.join(repr(name) for name in names[:_SHOWN])}{more}. "

@@ -1,0 +1,135 @@
+"""Decorated models on a CUDA device: exact masters, recurrent layers, and runs that resume to the bit."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+import mezzo
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+
+DEVICE = "cuda"
+OPTIMIZERS = {
+    "SGD": lambda parameters: torch.optim.SGD(parameters, lr=0.05, momentum=0.9),
+    "AdamW": lambda parameters: torch.optim.AdamW(parameters, lr=0.01),
+    "RMSprop": lambda parameters: torch.optim.RMSprop(parameters, lr=0.01),
+}
+CASES = [("bfloat16", kind) for kind in ("float32", "split", "kahan", "stochastic", "none")] + [
+    ("float16", kind) for kind in ("float32", "kahan", "stochastic")
+]
+
+
+@pytest.fixture(autouse=True)
+def _deterministic(monkeypatch):
+    monkeypatch.setattr(torch.backends.cudnn, "deterministic", True)
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.conv = nn.Conv1d(8, 16, 3, padding=1)
+        self.batch = nn.BatchNorm1d(16)
+        self.rnn = nn.GRU(16, 16, batch_first=True)
+        self.drop = nn.Dropout(0.1)
+        self.out = nn.Linear(16, 4)
+
+    def forward(self, x):
+        hidden, _ = self.rnn(self.batch(self.conv(x)).transpose(1, 2))
+        return self.out(self.drop(hidden[:, -1]))
+
+
+class Run:
+    def __init__(self, optimizer, dtype, kind, seed=0, **words):
+        torch.manual_seed(seed)
+        self.model = Net().to(DEVICE)
+        self.optimizer = OPTIMIZERS[optimizer](self.model.parameters())
+        self.scaler = mezzo.GradScaler(DEVICE, init_scale=2.0**8, enabled=dtype == "float16")
+        mezzo.decorate(self.model, self.optimizer, dtype=dtype, master=kind, **words)
+
+    @property
+    def parts(self):
+        return self.model, self.optimizer, self.scaler
+
+    def train(self, steps):
+        for _ in range(steps):
+            loss = self.model(torch.randn(32, 8, 12, device=DEVICE)).float().square().mean()
+            self.optimizer.zero_grad()
+            self.scaler.scale(loss).backward()
+            self.scaler.step(self.optimizer)
+            self.scaler.update()
+
+    def state(self):
+        return copy.deepcopy([one.state_dict() for one in self.parts])
+
+
+def assert_equal(one, other):
+    if isinstance(one, torch.Tensor):
+        assert one.dtype is other.dtype
+        assert torch.equal(one.cpu(), other.cpu())
+    elif isinstance(one, dict):
+        assert one.keys() == other.keys()
+        for key in one:
+            assert_equal(one[key], other[key])
+    elif isinstance(one, list | tuple):
+        for first, second in zip(one, other, strict=True):
+            assert_equal(first, second)
+    else:
+        assert one == other
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize(("dtype", "kind"), CASES)
+def test_a_run_resumes_to_the_bit(tmp_path, optimizer, dtype, kind):
+    run = Run(optimizer, dtype, kind)
+    run.train(4)
+    mezzo.save_checkpoint(tmp_path / "run.pt", *run.parts)
+    run.train(4)
+    again = Run(optimizer, dtype, kind, seed=7)
+    again.train(1)
+    mezzo.load_checkpoint(tmp_path / "run.pt", *again.parts)
+    again.train(4)
+    assert_equal(run.state(), again.state())
+
+
+@pytest.mark.parametrize("model_first", [True, False])
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("kind", ["float32", "split", "kahan", "stochastic"])
+def test_plain_state_dicts_resume_to_the_bit_in_either_order(kind, optimizer, model_first):
+    run = Run(optimizer, "bfloat16", kind)
+    run.train(3)
+    weights, state = copy.deepcopy((run.model.state_dict(), run.optimizer.state_dict()))
+    torch.manual_seed(1)
+    run.train(3)
+    again = Run(optimizer, "bfloat16", kind, seed=7)
+    if model_first:
+        again.model.load_state_dict(weights)
+    again.optimizer.load_state_dict(state)
+    if not model_first:
+        again.model.load_state_dict(weights)
+    torch.manual_seed(1)
+    again.train(3)
+    assert_equal(run.state(), again.state())
+
+
+@pytest.mark.parametrize("kind", ["float32", "split"])
+def test_undecorating_untrained_restores_every_bit(kind):
+    torch.manual_seed(0)
+    model = Net().to(DEVICE)
+    before = copy.deepcopy(model.state_dict())
+    optimizer = OPTIMIZERS["AdamW"](model.parameters())
+    mezzo.decorate(model, optimizer, dtype="bfloat16", master=kind)
+    assert model.rnn.weight_ih_l0.dtype is torch.bfloat16
+    mezzo.undecorate(model)
+    assert_equal(dict(before), dict(model.state_dict()))
+    model(torch.randn(2, 8, 12, device=DEVICE)).sum().backward()
+    optimizer.step()
+
+
+def test_moving_a_decorated_model_to_another_device_is_refused():
+    model = Run("SGD", "bfloat16", "float32").model
+    with pytest.raises(mezzo.UnsupportedError, match="First move, then decorate"):
+        model.to("meta")

@@ -1,0 +1,249 @@
+"""An optimizer's own state_dict carries what lies beside its parameters, and comes back to the bit."""
+
+import copy
+import io
+from contextlib import ExitStack
+
+import pytest
+import torch
+from torch import nn
+
+import mezzo
+from mezzo.optim.saved import MASTERS
+
+KINDS = ("float32", "split", "kahan", "stochastic", "none")
+OPTIMIZERS = {
+    "SGD": lambda parameters: torch.optim.SGD(parameters, lr=0.05),
+    "momentum": lambda parameters: torch.optim.SGD(parameters, lr=0.05, momentum=0.9),
+    "AdamW": lambda parameters: torch.optim.AdamW(parameters, lr=0.01),
+    "RMSprop": lambda parameters: torch.optim.RMSprop(parameters, lr=0.01, momentum=0.5),
+}
+
+
+def net():
+    return nn.Sequential(nn.Linear(6, 8), nn.LayerNorm(8), nn.Tanh(), nn.Linear(8, 3))
+
+
+def plain(optimizer="AdamW", seed=0):
+    torch.manual_seed(seed)
+    model = net()
+    return model, OPTIMIZERS[optimizer](model.parameters())
+
+
+def made(optimizer="AdamW", seed=0, **words):
+    model, chosen = plain(optimizer, seed)
+    return mezzo.decorate(model, chosen, **{"dtype": "bfloat16", **words})
+
+
+def train(model, optimizer, steps, start=0, scaler=None):
+    for step in range(start, start + steps):
+        x = torch.randn(16, 6, generator=torch.Generator().manual_seed(step))
+        loss = model(x).float().square().mean()
+        optimizer.zero_grad()
+        if scaler is None:
+            loss.backward()
+            optimizer.step()
+        else:
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+
+
+def through_a_file(state):
+    file = io.BytesIO()
+    torch.save(state, file)
+    file.seek(0)
+    return torch.load(file, weights_only=True)
+
+
+def exact(model, optimizer):
+    """Everything that a run goes on from."""
+    weights = {name: value.clone() for name, value in model.state_dict().items()}
+    return weights, copy.deepcopy(optimizer.state_dict())
+
+
+def assert_equal(one, other):
+    if isinstance(one, torch.Tensor):
+        assert one.dtype is other.dtype
+        assert torch.equal(one, other)
+    elif isinstance(one, dict):
+        assert one.keys() == other.keys()
+        for key in one:
+            assert_equal(one[key], other[key])
+    elif isinstance(one, list | tuple):
+        assert len(one) == len(other)
+        for first, second in zip(one, other, strict=True):
+            assert_equal(first, second)
+    else:
+        assert one == other
+
+
+@pytest.mark.parametrize("carried", [copy.deepcopy, through_a_file])
+@pytest.mark.parametrize("model_first", [True, False])
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_run_resumes_to_the_bit_in_either_order(kind, optimizer, model_first, carried):
+    model, stepped = made(optimizer, master=kind)
+    train(model, stepped, 4)
+    weights, state = carried(model.state_dict()), carried(stepped.state_dict())
+    train(model, stepped, 3, start=4)
+
+    again, other = made(optimizer, seed=7, master=kind)
+    train(again, other, 2)
+    if model_first:
+        again.load_state_dict(weights)
+    other.load_state_dict(state)
+    if not model_first:
+        again.load_state_dict(weights)
+    train(again, other, 3, start=4)
+    assert_equal(exact(model, stepped), exact(again, other))
+
+
+@pytest.mark.parametrize("kind", ["float32", "kahan", "stochastic", "none"])
+@pytest.mark.parametrize("model_first", [True, False])
+def test_float16_with_a_scaler_resumes_to_the_bit(kind, model_first):
+    model, optimizer = made(dtype="float16", master=kind)
+    scaler = mezzo.GradScaler("cpu", init_scale=2.0**12, growth_interval=3)
+    train(model, optimizer, 4, scaler=scaler)
+    saved = copy.deepcopy((model.state_dict(), optimizer.state_dict(), scaler.state_dict()))
+    train(model, optimizer, 4, start=4, scaler=scaler)
+
+    again, other = made(dtype="float16", master=kind, seed=3)
+    second = mezzo.GradScaler("cpu")
+    second.load_state_dict(saved[2])
+    if model_first:
+        again.load_state_dict(saved[0])
+    other.load_state_dict(saved[1])
+    if not model_first:
+        again.load_state_dict(saved[0])
+    train(again, other, 4, start=4, scaler=second)
+    assert_equal(exact(model, optimizer), exact(again, other))
+    assert second.state_dict() == scaler.state_dict()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("model_first", [True, False])
+def test_a_run_that_was_saved_before_its_first_step_starts_to_the_bit(kind, model_first):
+    model, optimizer = made(master=kind)
+    weights, state = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+    train(model, optimizer, 2)
+    again, other = made(master=kind, seed=5)
+    if model_first:
+        again.load_state_dict(weights)
+    other.load_state_dict(state)
+    if not model_first:
+        again.load_state_dict(weights)
+    train(again, other, 2)
+    assert_equal(exact(model, optimizer), exact(again, other))
+
+
+@pytest.mark.parametrize(("kind", "dtype"), [("float32", torch.float32), ("split", torch.int16), ("kahan", torch.bfloat16)])
+def test_what_lies_beside_each_parameter_is_saved_by_its_number(kind, dtype):
+    _, optimizer = made(master=kind)
+    held = optimizer.state_dict()[MASTERS]
+    assert held["kind"] == kind
+    # Of two linear layers; the norm between them is float32 itself.
+    assert list(held["beside"]) == [0, 1, 4, 5]
+    assert {value.dtype for value in held["beside"].values()} == {dtype}
+
+
+def test_a_parameter_that_others_wrote_is_saved_as_it_is():
+    model, optimizer = made(master="split")
+    with torch.no_grad():
+        model[0].weight.fill_(0.5)
+    assert not optimizer.state_dict()[MASTERS]["beside"][0].any()
+
+
+def test_float32_state_survives_beside_16_bit_parameters():
+    model, optimizer = made()
+    train(model, optimizer, 3)
+    state = copy.deepcopy(optimizer.state_dict())
+    assert state["state"][0]["exp_avg"].dtype is torch.float32
+    optimizer.load_state_dict(copy.deepcopy(state))
+    assert_equal(optimizer.state_dict(), state)
+
+
+def test_what_is_loaded_does_not_alias_the_state_that_came():
+    model, optimizer = made()
+    train(model, optimizer, 2)
+    came = copy.deepcopy(optimizer.state_dict())
+    kept = copy.deepcopy(came)
+    optimizer.load_state_dict(came)
+    train(model, optimizer, 2)
+    assert_equal([came["state"][0]["exp_avg"], came[MASTERS]], [kept["state"][0]["exp_avg"], kept[MASTERS]])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_a_plain_state_is_taken_exactly_and_masters_stay(kind, optimizer):
+    model, stepped = plain(optimizer)
+    train(model, stepped, 3)
+    decorated, other = made(optimizer, seed=2, master=kind)
+    before = copy.deepcopy(other.state_dict()[MASTERS])
+    other.load_state_dict(copy.deepcopy(stepped.state_dict()))
+    assert_equal({**stepped.state_dict(), MASTERS: before}, other.state_dict())
+    train(decorated, other, 2)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("steps", [0, 3])
+def test_a_plain_optimizer_takes_the_state_and_trains_on(kind, optimizer, steps):
+    model, stepped = made(optimizer, master=kind)
+    train(model, stepped, steps)
+    other_model, other = plain(optimizer, seed=3)
+    other.load_state_dict(through_a_file(stepped.state_dict()))
+    train(other_model, other, 3)
+    assert MASTERS not in other.state_dict()
+
+
+@pytest.mark.parametrize("kind", ["split", "kahan"])
+def test_float32_masters_can_be_kept_in_another_way_from_then_on(kind):
+    model, optimizer = made(master="float32")
+    train(model, optimizer, 3)
+    other_model, other = made(master=kind, seed=4)
+    other_model.load_state_dict(model.state_dict())
+    other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    mezzo.undecorate(model)
+    mezzo.undecorate(other_model)
+    tolerance = 0 if kind == "split" else 2.0**-15
+    torch.testing.assert_close(other_model[0].weight, model[0].weight, rtol=tolerance, atol=0)
+
+
+def test_masters_of_another_kind_that_cannot_be_taken_are_said():
+    _, optimizer = made(master="split")
+    _, other = made(master="float32")
+    with pytest.warns(UserWarning, match="saved with master='split', this optimizer keeps master='float32'") as caught:
+        other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    assert caught[0].filename == __file__
+
+
+def test_a_state_of_another_model_is_refused_before_anything_changes():
+    model, optimizer = made(master="split")
+    train(model, optimizer, 1)
+    before = copy.deepcopy(optimizer.state_dict())
+    wrong = copy.deepcopy(before)
+    wrong[MASTERS]["beside"][0] = torch.zeros(2, 2, dtype=torch.int16)
+    with pytest.raises(mezzo.PolicyError, match=r"shape \(2, 2\) where this optimizer has one of shape \(8, 6\)"):
+        optimizer.load_state_dict(wrong)
+    wrong[MASTERS] = {"kind": "halved", "beside": {}}
+    with pytest.raises(mezzo.PolicyError, match="halved"):
+        optimizer.load_state_dict(wrong)
+    assert_equal(optimizer.state_dict(), before)
+
+
+def test_nested_state_is_put_back_where_torch_rounded_it():
+    from mezzo.optim.masters import Masters
+    from mezzo.optim.saved import install
+
+    weight = nn.Parameter(torch.ones(2))
+    masters = Masters("float32")
+    masters.adopt(weight, torch.bfloat16)
+    optimizer = torch.optim.SGD([weight], lr=0.1)
+    third = torch.full((2,), 1 / 3)
+    optimizer.state[weight] = {"deep": {"list": [third, (third, 3)]}, "step": torch.tensor(3.0)}
+    with ExitStack() as undo:
+        install(optimizer, masters, undo)
+        optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+        assert_equal(dict(optimizer.state[weight]), {"deep": {"list": [third, (third, 3)]}, "step": torch.tensor(3.0)})
+    assert MASTERS not in optimizer.state_dict()

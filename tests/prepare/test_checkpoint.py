@@ -1,0 +1,297 @@
+"""A checkpoint holds a whole run, is there whole or not at all, and moves between levels with its exact state."""
+
+import copy
+import random
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import mezzo
+from mezzo.optim.saved import MASTERS
+
+KINDS = ("float32", "split", "kahan", "stochastic", "none")
+
+
+def net():
+    return nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Dropout(0.25), nn.Linear(8, 3))
+
+
+class Run:
+    """What a user has in hand."""
+
+    def __init__(self, seed=0, dtype="bfloat16", level="O2", **words):
+        torch.manual_seed(seed)
+        self.model = net()
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.01)
+        self.scheduler = torch.optim.lr_scheduler.StepLR(self.optimizer, 2, gamma=0.7)
+        self.scaler = mezzo.GradScaler("cpu", init_scale=2.0**8, growth_interval=3, enabled=dtype == "float16")
+        if level is not None:
+            mezzo.decorate(self.model, self.optimizer, level, dtype=dtype, **words)
+
+    @property
+    def parts(self):
+        return self.model, self.optimizer, self.scaler, self.scheduler
+
+    def train(self, steps):
+        for _ in range(steps):
+            # Data, dropout and the loss's weight come from the three generators.
+            x = torch.randn(16, 6) * random.random() + float(np.random.rand())  # noqa: NPY002
+            loss = self.model(x).float().square().mean()
+            self.optimizer.zero_grad()
+            self.scaler.scale(loss).backward()
+            self.scaler.step(self.optimizer)
+            self.scaler.update()
+            self.scheduler.step()
+
+    def state(self):
+        return copy.deepcopy([one.state_dict() for one in self.parts])
+
+
+def assert_equal(one, other):
+    if isinstance(one, torch.Tensor):
+        assert one.dtype is other.dtype
+        assert torch.equal(one, other)
+    elif isinstance(one, dict):
+        assert one.keys() == other.keys()
+        for key in one:
+            assert_equal(one[key], other[key])
+    elif isinstance(one, list | tuple):
+        assert len(one) == len(other)
+        for first, second in zip(one, other, strict=True):
+            assert_equal(first, second)
+    else:
+        assert one == other
+
+
+@pytest.fixture
+def path(tmp_path):
+    return tmp_path / "run.pt"
+
+
+@pytest.mark.parametrize(("dtype", "kind"), [("bfloat16", kind) for kind in KINDS] + [("float16", kind) for kind in KINDS if kind != "split"])
+def test_a_run_resumes_to_the_bit(path, dtype, kind):
+    run = Run(dtype=dtype, master=kind)
+    run.train(4)
+    mezzo.save_checkpoint(path, *run.parts, epoch=3)
+    run.train(4)
+
+    again = Run(seed=9, dtype=dtype, master=kind)
+    again.train(1)
+    assert mezzo.load_checkpoint(path, *again.parts) == {"epoch": 3}
+    again.train(4)
+    assert_equal(run.state(), again.state())
+
+
+@pytest.mark.parametrize("kind", ["float32", "split"])
+def test_a_checkpoint_moves_from_o2_to_float32_and_back_exactly(path, kind):
+    run = Run(master=kind)
+    run.train(4)
+    mezzo.save_checkpoint(path, *run.parts)
+    plain = Run(seed=5, level=None)
+    mezzo.load_checkpoint(path, *plain.parts)
+    back = path.with_name("back.pt")
+    mezzo.save_checkpoint(back, *plain.parts)
+    again = Run(seed=6, master=kind)
+    mezzo.load_checkpoint(back, *again.parts)
+    mezzo.undecorate(run.model)
+    mezzo.undecorate(again.model)
+    assert_equal(run.state(), plain.state())
+    assert_equal(run.state(), again.state())
+
+
+def test_a_float32_run_goes_on_at_o2_from_its_exact_state(path):
+    plain = Run(level=None)
+    plain.train(4)
+    mezzo.save_checkpoint(path, *plain.parts)
+    for kind in ("float32", "split"):
+        run = Run(seed=4, master=kind)
+        mezzo.load_checkpoint(path, *run.parts)
+        mezzo.undecorate(run.model)
+        assert_equal(plain.state(), run.state())
+
+
+def test_a_checkpoint_moves_between_kinds_of_masters(path):
+    run = Run(master="split")
+    run.train(3)
+    mezzo.save_checkpoint(path, *run.parts)
+    other = Run(seed=2, master="float32")
+    mezzo.load_checkpoint(path, *other.parts)
+    mezzo.undecorate(run.model)
+    mezzo.undecorate(other.model)
+    assert_equal(run.state(), other.state())
+
+
+def test_exact_weights_are_in_the_file_once(path):
+    run = Run(master="float32")
+    mezzo.save_checkpoint(path, run.model, run.optimizer)
+    content = torch.load(path, weights_only=True)
+    assert content["model"][0]["0.weight"].dtype is torch.float32
+    assert MASTERS not in content["optimizer"][0]
+    mezzo.save_checkpoint(path, optimizer=run.optimizer)
+    assert MASTERS in torch.load(path, weights_only=True)["optimizer"][0]
+
+
+def test_tied_weights_are_in_the_file_once(path):
+    model = nn.Sequential(nn.Linear(256, 256, bias=False), nn.Linear(256, 256, bias=False))
+    model[1].weight = model[0].weight
+    mezzo.decorate(model, torch.optim.SGD(model.parameters(), lr=0.1), dtype="bfloat16")
+    mezzo.save_checkpoint(path, model)
+    assert path.stat().st_size < 1.5 * 4 * 256 * 256
+
+
+def test_every_generator_goes_on_where_it_was(path):
+    mezzo.save_checkpoint(path)
+    expected = torch.rand(3), random.random(), np.random.rand(3).tolist(), random.gauss(0, 1)  # noqa: NPY002
+    mezzo.load_checkpoint(path)
+    drawn = torch.rand(3), random.random(), np.random.rand(3).tolist(), random.gauss(0, 1)  # noqa: NPY002
+    assert_equal(expected, drawn)
+
+
+def test_lists_are_saved_and_loaded_in_order(path):
+    first, second = Run(seed=1), Run(seed=2)
+    lists = [first.model, second.model], [first.optimizer, second.optimizer], None, [first.scheduler, second.scheduler]
+    first.train(1)
+    mezzo.save_checkpoint(path, *lists)
+    before = first.state(), second.state()
+    first.train(2)
+    second.train(2)
+    mezzo.load_checkpoint(path, *lists)
+    assert_equal(before, (first.state(), second.state()))
+
+
+def test_what_is_wrapped_and_what_is_bare_read_one_another(path):
+    run = Run()
+    mezzo.save_checkpoint(path, nn.DataParallel(run.model))
+    bare = Run(seed=3)
+    mezzo.load_checkpoint(path, bare.model)
+    assert_equal(run.model.state_dict(), bare.model.state_dict())
+    mezzo.load_checkpoint(path, nn.DataParallel(bare.model))
+
+
+def test_a_model_whose_part_is_decorated_is_saved_exactly(path):
+    run = Run(master="split")
+    mezzo.save_checkpoint(path, nn.Sequential(run.model))
+    saved = torch.load(path, weights_only=True)["model"][0]
+    mezzo.undecorate(run.model)
+    assert_equal(dict(nn.Sequential(run.model).state_dict()), dict(saved))
+
+
+def test_extra_values_come_back(path):
+    extra = {"epoch": 3, "best": 0.5, "names": ["a", ("b", None)], "table": {"x": torch.ones(2)}}
+    mezzo.save_checkpoint(path, **extra)
+    assert_equal(mezzo.load_checkpoint(path), extra)
+
+
+def test_what_could_not_be_read_again_is_refused_and_the_old_file_stays(path):
+    mezzo.save_checkpoint(path, epoch=1)
+    with pytest.raises(mezzo.CheckpointError, match="'extra' holds something"):
+        mezzo.save_checkpoint(path, epoch=2, args=Run)
+    with pytest.raises(mezzo.CheckpointError, match="'extra' holds something"):
+        mezzo.save_checkpoint(path, epoch=2, function=lambda: None)
+    assert mezzo.load_checkpoint(path) == {"epoch": 1}
+
+
+KILLED = """
+import sys, time, torch, mezzo
+from torch import nn
+from mezzo.prepare import checkpoint
+
+whole = torch.save
+def half(content, file):
+    import io
+    if file.__class__ is io.BytesIO:
+        return whole(content, file)
+    buffer = io.BytesIO()
+    whole(content, buffer)
+    file.write(buffer.getvalue()[: buffer.tell() // 2])
+    file.flush()
+    print("half way", flush=True)
+    time.sleep(60)
+
+checkpoint.torch.save = half
+mezzo.save_checkpoint(sys.argv[1], nn.Linear(64, 64), epoch=2)
+"""
+
+
+def test_a_kill_in_the_middle_of_saving_leaves_the_old_file(path):
+    model = nn.Linear(64, 64)
+    mezzo.save_checkpoint(path, model, epoch=1)
+    before = path.read_bytes()
+    with subprocess.Popen([sys.executable, "-c", KILLED, str(path)], stdout=subprocess.PIPE, text=True) as child:
+        assert child.stdout.readline() == "half way\n"
+        child.kill()
+    assert path.read_bytes() == before
+    assert mezzo.load_checkpoint(path, model) == {"epoch": 1}
+
+
+# -- what is refused: nothing is changed -------------------------------------------------------------------------------------------------------------
+
+
+def wider():
+    return nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Dropout(0.25), nn.Linear(8, 4))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda run: setattr(run, "model", nn.Sequential(nn.Linear(6, 8))), "of another model than this Sequential: it also has '1.weight'"),
+        (lambda run: setattr(run, "model", nn.Sequential(*net(), nn.Linear(1, 1))), "it lacks '4.weight', '4.bias'"),
+        (lambda run: setattr(run, "model", wider()), r"'3.weight' has shape \(3, 8\) in the checkpoint and \(4, 8\)"),
+        (lambda run: setattr(run, "optimizer", torch.optim.SGD([nn.Parameter(torch.ones(1))])), r"groups of \[6\] parameters, this SGD has \[1\]"),
+        (lambda run: setattr(run, "scheduler", torch.optim.lr_scheduler.ExponentialLR(run.optimizer, 0.5)), "not a ExponentialLR.*'step_size'"),
+        (lambda run: setattr(run, "scheduler", [run.scheduler, run.scheduler]), "has 1 of scheduler, got 2"),
+        (lambda run: setattr(run, "scaler", mezzo.GradScaler("cpu")), "saved from a scaler that was not enabled"),
+    ],
+)
+def test_what_does_not_fit_is_refused_and_nothing_is_changed(path, change, message):
+    saved = Run()
+    saved.train(1)
+    mezzo.save_checkpoint(path, *saved.parts)
+    run = Run(seed=3)
+    run.train(2)
+    parts = run.parts
+    change(run)
+    before, generator = [copy.deepcopy(one.state_dict()) for one in parts], torch.get_rng_state()
+    with pytest.raises((mezzo.CheckpointError, mezzo.ScalerError), match=message):
+        mezzo.load_checkpoint(path, *run.parts)
+    assert_equal(before, [one.state_dict() for one in parts])
+    assert torch.equal(generator, torch.get_rng_state())
+
+
+def test_a_part_that_is_not_in_the_file_is_named(path):
+    run = Run()
+    mezzo.save_checkpoint(path, run.model, run.optimizer)
+    with pytest.raises(mezzo.CheckpointError, match=r"has no scaler\. It has: model, optimizer"):
+        mezzo.load_checkpoint(path, run.model, scaler=run.scaler)
+
+
+def test_without_strict_what_both_have_is_loaded(path):
+    one, other = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), nn.Sequential(nn.Linear(2, 2))
+    mezzo.save_checkpoint(path, one)
+    mezzo.load_checkpoint(path, other, strict=False)
+    assert torch.equal(one[0].weight, other[0].weight)
+
+
+def test_other_files_are_told_from_checkpoints(path):
+    path.write_bytes(b"nothing of the kind")
+    with pytest.raises(mezzo.CheckpointError, match="no mezzo checkpoint, or is damaged"):
+        mezzo.load_checkpoint(path)
+    torch.save(nn.Linear(1, 1).state_dict(), path)
+    with pytest.raises(mezzo.CheckpointError, match=r"not written by mezzo\.save_checkpoint"):
+        mezzo.load_checkpoint(path)
+    torch.save({"format": "mezzo checkpoint", "version": 99}, path)
+    with pytest.raises(mezzo.CheckpointError, match="version 99, and this mezzo reads up to 1"):
+        mezzo.load_checkpoint(path)
+    with pytest.raises(FileNotFoundError):
+        mezzo.load_checkpoint(path.with_name("nowhere.pt"))
+
+
+def test_a_damaged_checkpoint_is_refused(path):
+    mezzo.save_checkpoint(path, nn.Linear(8, 8))
+    path.write_bytes(path.read_bytes()[:-100])
+    with pytest.raises(mezzo.CheckpointError, match="damaged"):
+        mezzo.load_checkpoint(path)

@@ -1,0 +1,267 @@
+"""What goes in is cast, what happens inside runs in the policy's region, and what comes out may be cast back."""
+
+import copy
+from collections import OrderedDict
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import pytest
+import torch
+from torch import nn
+
+import mezzo
+
+
+class Seen(nn.Module):
+    """Notes the dtypes that it is called with, and of what it computes."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.norm = nn.LayerNorm(4)
+
+    def forward(self, x, *more, **named):
+        self.given = x, more, named
+        self.linear_out = self.linear(x["x"] if isinstance(x, dict) else x)
+        self.norm_out = self.norm(self.linear_out)
+        return {"out": self.norm_out, "more": [self.linear_out, 3], "ids": torch.arange(2)}
+
+
+def decorated(level="O2", **words):
+    model = Seen()
+    return mezzo.decorate(model, torch.optim.SGD(model.parameters(), lr=0.1), level, **{"dtype": "bfloat16", **words})[0]
+
+
+X = torch.ones(2, 4)
+
+
+class Pair(NamedTuple):
+    one: torch.Tensor
+    other: torch.Tensor
+
+
+@dataclass
+class Holder:
+    value: torch.Tensor
+
+
+@pytest.mark.parametrize("level", ["O2", "O3"])
+def test_floating_inputs_are_cast_however_nested(level):
+    model = decorated(level)
+    holder = Holder(X)
+    model({"x": X, "ids": torch.arange(3)}, [X.half(), (X.double(), "word")], pair=Pair(X, X.bool()), flag=True, holder=holder)
+    first, more, named = model.given
+    assert first["x"].dtype is torch.bfloat16
+    assert first["ids"].dtype is torch.int64
+    assert more[0][0].dtype is torch.bfloat16
+    assert more[0][1][0].dtype is torch.float64
+    assert more[0][1][1] == "word"
+    assert isinstance(named["pair"], Pair)
+    assert [one.dtype for one in named["pair"]] == [torch.bfloat16, torch.bool]
+    assert named["flag"] is True
+    assert named["holder"] is holder
+
+
+def test_at_o1_inputs_are_left_to_the_ops():
+    model = decorated("O1")
+    model(X, [X], key=X)
+    first, more, named = model.given
+    assert first is X
+    assert more[0][0] is X
+    assert named["key"] is X
+    assert model.linear_out.dtype is torch.bfloat16
+
+
+def test_at_o0_an_autocast_around_does_not_reach_inside():
+    model = decorated("O0")
+    with torch.autocast("cpu", torch.bfloat16):
+        model(X)
+    assert model.linear_out.dtype is torch.float32
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+@pytest.mark.parametrize(
+    "around",
+    [
+        lambda: torch.autocast("cpu", torch.bfloat16),
+        lambda: torch.autocast("cpu", torch.float16),
+        lambda: torch.autocast("cpu", enabled=False),
+        lambda: mezzo.autocast("cpu", dtype="float16"),
+        lambda: mezzo.autocast("cpu", enabled=False),
+        lambda: mezzo.autocast("O2", device_type="cpu", dtype="float16"),
+    ],
+    ids=["torch", "torch float16", "torch off", "mezzo", "mezzo off", "mezzo O2"],
+)
+def test_an_autocast_around_does_no_harm(level, around):
+    model = decorated(level).eval()
+    alone = model(X)
+    with around():
+        inside = model(X)
+    assert inside["out"].dtype is alone["out"].dtype
+    assert torch.equal(inside["out"], alone["out"])
+
+
+def test_the_state_around_is_restored_when_the_model_raises():
+    model = decorated()
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+        model(torch.ones(2, 3))
+    assert not torch.is_autocast_enabled("cpu")
+    assert torch.mm(X, X.t()).dtype is torch.float32
+
+
+@pytest.mark.parametrize("output", ["float32", "float16"])
+def test_outputs_are_cast_however_nested(output):
+    result = decorated(output_dtype=output)(X)
+    assert result["out"].dtype is result["more"][0].dtype is getattr(torch, output)
+    assert result["more"][1] == 3
+    assert result["ids"].dtype is torch.int64
+
+
+def test_outputs_are_left_alone_without_a_word():
+    assert decorated()(X)["more"][0].dtype is torch.bfloat16
+
+
+def test_a_model_output_keeps_its_class():
+    class Output(OrderedDict):
+        def __getattr__(self, name):
+            return self[name]
+
+    class Model(nn.Linear):
+        def forward(self, x):
+            return Output(logits=super().forward(x))
+
+    model = Model(4, 4)
+    mezzo.decorate(model.eval(), dtype="bfloat16", output_dtype="float32")
+    result = model(X)
+    assert type(result) is Output
+    assert result.logits.dtype is torch.float32
+
+
+def test_gradients_flow_through_the_casts():
+    model = decorated(output_dtype="float32")
+    x = X.clone().requires_grad_()
+    model(x)["out"].sum().backward()
+    assert x.grad.dtype is torch.float32
+    assert model.linear.weight.grad.dtype is torch.bfloat16
+    assert model.norm.weight.grad.dtype is torch.float32
+
+
+def test_a_norm_in_float32_computes_in_float32():
+    class Norm(nn.LayerNorm):
+        pass
+
+    model = nn.Sequential(Norm(256))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    mezzo.decorate(model, optimizer, dtype="bfloat16")
+    assert model[0].weight.dtype is torch.float32
+    x = torch.randn(8, 256).bfloat16()
+    expected = nn.functional.layer_norm(x.float(), (256,))
+    # Rounded once at the end, not in between.
+    assert (model(x).float() - expected).abs().max() <= 2.0**-7 * expected.abs().max()
+
+
+def test_the_ops_of_the_policy_hold_inside():
+    model = decorated(full={"linear"})
+    model(X)
+    assert model.linear_out.dtype is torch.float32
+
+
+@pytest.mark.parametrize("level", ["O1", "O2", "O3"])
+def test_rules_for_modules_hold_inside_and_go_with_the_decoration(level):
+    model = decorated(level, modules={"linear": "full"})
+    model(X)
+    assert model.linear.weight.dtype is torch.float32
+    assert model.linear_out.dtype is torch.float32
+    assert "forward" in model.linear.__dict__
+    mezzo.undecorate(model)
+    assert "forward" not in model.linear.__dict__
+    assert "forward" not in model.__dict__
+
+
+def test_a_rule_for_the_model_itself_lies_behind_the_door():
+    model = decorated(modules={"": "full"}, output_dtype="float16")
+    result = model(X)
+    assert model.linear_out.dtype is torch.float32
+    assert result["out"].dtype is torch.float16
+    mezzo.undecorate(model)
+    assert "forward" not in model.__dict__
+
+
+def test_module_rules_of_an_autocast_around_reach_into_the_model_and_leave_the_door():
+    model = decorated(output_dtype="float16")
+    with mezzo.autocast("O1", device_type="cpu", dtype="bfloat16", modules={"": "keep"}, model=model):
+        assert model(X)["out"].dtype is torch.float16
+    assert model(X)["out"].dtype is torch.float16
+
+
+def test_a_forward_that_somebody_replaced_before_runs_behind_the_door_and_comes_back():
+    model = nn.Linear(4, 4)
+    own = model.forward
+    replaced = lambda x: own(x) + 1  # noqa: E731
+    model.forward = replaced
+    mezzo.decorate(model.eval(), dtype="bfloat16")
+    plain = nn.functional.linear(X.bfloat16(), model.weight, model.bias)
+    assert torch.equal(model(X), plain + 1)
+    mezzo.undecorate(model)
+    assert model.forward is replaced
+
+
+def test_a_deep_copy_goes_through_a_door_of_its_own():
+    model = decorated()
+    copied = copy.deepcopy(model)
+    copied(X)
+    assert copied.linear_out.dtype is torch.bfloat16
+    assert not hasattr(model, "linear_out")
+
+
+def test_hooks_of_the_model_run_around_the_door():
+    model = decorated(output_dtype="float32")
+    seen = []
+    model.register_forward_pre_hook(lambda module, args: seen.append(args[0].dtype))
+    model.register_forward_hook(lambda module, args, result: seen.append(result["out"].dtype))
+    model(X)
+    assert seen == [torch.float32, torch.float32]
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+@pytest.mark.parametrize("words", [{}, {"full": {"linear"}}, {"modules": {"0": "full"}}], ids=str)
+def test_compiled_whole_it_computes_the_same(level, words):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4), nn.Linear(4, 4))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    mezzo.decorate(model, optimizer, level, dtype="bfloat16", output_dtype="float32", **words)
+    eager = model(X)
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    result = compiled(X)
+    assert result.dtype is torch.float32
+    torch.testing.assert_close(result, eager, rtol=0.02, atol=0.02)
+    result.sum().backward()
+    assert model[2].weight.grad is not None
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_a_checkpointed_part_is_recomputed_in_the_same_precision(reentrant):
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.part = nn.Linear(4, 4)
+            self.seen = []
+
+        def run(self, x):
+            result = self.part(x)
+            self.seen.append(result.dtype)
+            return result.sin().sin()
+
+        def forward(self, x):
+            return torch.utils.checkpoint.checkpoint(self.run, x, use_reentrant=reentrant)
+
+    model = Net()
+    mezzo.decorate(model, torch.optim.SGD(model.parameters(), lr=0.1), "O1", dtype="bfloat16")
+    model(X.clone().requires_grad_()).sum().backward()
+    assert model.seen == [torch.bfloat16, torch.bfloat16]
+
+
+def test_a_decorated_copy_has_one_door_not_two():
+    copied = copy.deepcopy(decorated(output_dtype="float16"))
+    mezzo.decorate(copied, torch.optim.SGD(copied.parameters(), lr=0.1), dtype="bfloat16")
+    assert copied(X)["more"][0].dtype is torch.bfloat16

@@ -1,0 +1,154 @@
+"""Exact weights come out of `state_dict` where asked for, and whatever is loaded sets the masters."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+import mezzo
+
+EXACT = ("float32", "split")
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(4, 8), nn.LayerNorm(8))
+        self.head = nn.Linear(8, 4)
+        self.scale = nn.Parameter(torch.rand(4) + 1 / 3)
+        self.register_buffer("shift", torch.rand(4) + 1 / 3)
+        self.register_buffer("hidden", torch.rand(4), persistent=False)
+
+    def forward(self, x):
+        return self.head(self.body(x)) * self.scale + self.shift + self.hidden
+
+
+def made(seed=0, **words):
+    torch.manual_seed(seed)
+    model = Net()
+    original = copy.deepcopy(model.state_dict())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    mezzo.decorate(model, optimizer, **{"dtype": "bfloat16", **words})
+    return model, optimizer, original
+
+
+def exact(model):
+    """The weights behind a model."""
+    mezzo.undecorate(model)
+    return copy.deepcopy(model.state_dict())
+
+
+def same(one, other):
+    return one.keys() == other.keys() and all(one[name].dtype is other[name].dtype and torch.equal(one[name], other[name]) for name in one)
+
+
+def test_without_save_dtype_a_state_is_as_torch_gives_it():
+    model, *_ = made()
+    state = model.state_dict()
+    assert state["head.weight"].dtype is state["shift"].dtype is torch.bfloat16
+    assert state["head.weight"].data_ptr() == model.head.weight.data_ptr()
+
+
+@pytest.mark.parametrize("kind", EXACT)
+def test_exact_weights_are_saved_for_the_model_its_parts_and_under_a_prefix(kind):
+    model, _, original = made(master=kind, save_dtype="float32")
+    assert same(model.state_dict(), original)
+    assert same(model.body.state_dict(), {name.removeprefix("body."): value for name, value in original.items() if name.startswith("body.")})
+    assert same(model.state_dict(prefix="net."), {f"net.{name}": value for name, value in original.items()})
+    assert same(nn.Sequential(model).state_dict(), {f"0.{name}": value for name, value in original.items()})
+
+
+def test_what_is_saved_is_a_copy_that_later_steps_leave_alone():
+    model, optimizer, original = made(save_dtype="float32")
+    state = model.state_dict()
+    model(torch.ones(1, 4)).sum().backward()
+    optimizer.step()
+    assert torch.equal(state["head.weight"], original["head.weight"])
+    assert not torch.equal(model.state_dict()["head.weight"], original["head.weight"])
+
+
+def test_who_asks_for_variables_gets_the_parameters():
+    model, *_ = made(save_dtype="float32")
+    assert model.state_dict(keep_vars=True)["head.weight"] is model.head.weight
+
+
+@pytest.mark.parametrize("kind", EXACT)
+@pytest.mark.parametrize("assign", [False, True])
+def test_float32_weights_that_are_loaded_are_the_masters_to_the_bit(kind, assign):
+    model, optimizer, _ = made(master=kind)
+    parameters = dict(model.named_parameters())
+    _, _, other = made(seed=1)
+    model.load_state_dict(copy.deepcopy(other), assign=assign)
+    assert all(parameter is parameters[name] for name, parameter in model.named_parameters())
+    assert torch.equal(model.head.weight, other["head.weight"].bfloat16()) or kind == "split"
+    assert optimizer.param_groups[0]["params"] == list(parameters.values())
+    assert same(exact(model), other)
+
+
+@pytest.mark.parametrize("kind", [*EXACT, "kahan"])
+def test_float32_weights_of_a_part_are_loaded_too(kind):
+    model, _, original = made(master=kind)
+    value = torch.full((4, 8), 1 / 3)
+    model.head.load_state_dict({"weight": value, "bias": torch.zeros(4)})
+    tolerance = 2.0**-15 if kind == "kahan" else 0.0
+    loaded = exact(model)
+    torch.testing.assert_close(loaded["head.weight"], value, rtol=tolerance, atol=0)
+    torch.testing.assert_close(loaded["body.0.weight"], original["body.0.weight"], rtol=0, atol=0 if kind != "kahan" else 2.0**-15)
+
+
+@pytest.mark.parametrize("kind", EXACT)
+def test_16_bit_weights_that_are_loaded_are_the_masters(kind):
+    model, *_ = made(master=kind)
+    other, *_ = made(seed=1)
+    state = copy.deepcopy(other.state_dict())
+    model.load_state_dict(state)
+    assert same(exact(model), {name: value.float() for name, value in state.items()})
+
+
+def test_weights_of_the_other_16_bit_type_are_not_rounded_twice():
+    model, *_ = made()
+    _, _, other = made(seed=1)
+    halves = {name: value.half() for name, value in other.items()}
+    model.load_state_dict(halves)
+    loaded = exact(model)
+    assert torch.equal(loaded["head.weight"], halves["head.weight"].float())
+
+
+@pytest.mark.parametrize("kind", EXACT)
+def test_weights_in_another_order_of_memory_are_loaded(kind):
+    model, *_ = made(master=kind)
+    value = torch.rand(8, 4).t() + 1 / 3
+    state = {**model.state_dict(), "head.weight": value}
+    model.load_state_dict(state)
+    assert torch.equal(exact(model)["head.weight"], value)
+
+
+def test_a_load_that_fails_leaves_no_weights_waiting():
+    model, _, original = made()
+    wrong = {**made(seed=1)[2], "head.weight": torch.zeros(3, 3)}
+    with pytest.raises(RuntimeError, match="size mismatch"):
+        model.load_state_dict(wrong)
+    model.load_state_dict({name: value.bfloat16() for name, value in original.items()})
+    assert torch.equal(exact(model)["scale"], original["scale"].bfloat16().float())
+
+
+def test_frozen_weights_are_saved_as_the_16_bit_values_they_are():
+    torch.manual_seed(0)
+    model = Net()
+    model.head.requires_grad_(requires_grad=False)
+    original = copy.deepcopy(model.state_dict())
+    mezzo.decorate(model, torch.optim.SGD(model.parameters(), lr=0.1), dtype="bfloat16", save_dtype="float32")
+    state = model.state_dict()
+    assert torch.equal(state["head.weight"], original["head.weight"].bfloat16().float())
+    assert torch.equal(state["body.0.weight"], original["body.0.weight"])
+
+
+def test_tied_weights_are_saved_and_loaded_under_both_names():
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    model[1].weight = model[0].weight
+    original = copy.deepcopy(model.state_dict())
+    mezzo.decorate(model, torch.optim.SGD(model.parameters(), lr=0.1), dtype="bfloat16", master="split", save_dtype="float32")
+    assert same(model.state_dict(), original)
+    model.load_state_dict({name: value + 1 / 3 for name, value in original.items()})
+    assert torch.equal(model.state_dict()["1.weight"], original["0.weight"] + 1 / 3)
