@@ -173,7 +173,7 @@ def wide_rows(rounds: int) -> list[Row]:
     """A whole step of the wide network."""
     sgd = lambda parameters, **words: torch.optim.SGD(parameters, lr=1e-4, **words)  # noqa: E731
     contestants = {AMP: Wide(amp(sgd)).step, O2: Wide(o2(sgd)).step, PRODUCTS: products(), COPY: copy_of(12 * 9 * 8192 * 8193)}
-    times = take_turns(contestants, calls=5, rounds=rounds, device="cuda")
+    times = take_turns(contestants, calls=10, rounds=rounds, device="cuda")
     contestants.clear()
     _clear()
     floor = times[PRODUCTS] + times[COPY]
@@ -187,7 +187,7 @@ def text_rows(rounds: int) -> list[Row]:
     """A whole step of GPT-2."""
     adamw = lambda parameters, **words: torch.optim.AdamW(parameters, lr=1e-4, **words)  # noqa: E731
     contestants = {AMP: Text(amp(adamw)).step, O2: Text(o2(adamw)).step}
-    times = take_turns(contestants, calls=5, rounds=rounds, device="cuda")
+    times = take_turns(contestants, calls=10, rounds=rounds, device="cuda")
     contestants.clear()
     _clear()
     return [Row("step, GPT-2 124M, 8 × 1024, float16, AdamW", times, times[O2] / times[AMP], "×", 0.88)]

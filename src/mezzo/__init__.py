@@ -5,6 +5,9 @@ from mezzo._hardware import Hardware, hardware
 from mezzo.eager.autocast import autocast, disable, enable
 from mezzo.eager.custom import register_op
 from mezzo.eager.region import cache_info, carry, invalidate
+from mezzo.optim.bound import grad_norm
+from mezzo.optim.lamb import LAMB
+from mezzo.optim.lion import Lion
 from mezzo.policy.listing import ops
 from mezzo.policy.policy import Policy
 from mezzo.policy.selector import NORMS
@@ -15,10 +18,12 @@ from mezzo.scaling.scaler import GradScaler
 from mezzo.scaling.state import ScaleRule, ScaleState
 
 __all__ = [
+    "LAMB",
     "NORMS",
     "CheckpointError",
     "GradScaler",
     "Hardware",
+    "Lion",
     "MezzoError",
     "Plan",
     "Policy",
@@ -34,6 +39,7 @@ __all__ = [
     "decorate",
     "disable",
     "enable",
+    "grad_norm",
     "hardware",
     "invalidate",
     "load_checkpoint",

@@ -23,7 +23,7 @@ from mezzo.policy.rule import Master
 Optimizer = torch.optim.Optimizer
 Parameter = torch.nn.Parameter
 
-_PROTOCOL = ("_step_supports_amp_scaling", "_skips_by_itself", "_widen_gradients")
+_PROTOCOL = ("_step_supports_amp_scaling", "_skips_by_itself", "_widen_gradients", "_bound")
 
 
 class Bound:
@@ -46,6 +46,7 @@ class Bound:
         # torch's protocol: a scaler tells the optimizer the scale and the flag. And ours, which holds on a CPU too: 16-bit gradients are not unscaled in place.
         optimizer._step_supports_amp_scaling = optimizer._skips_by_itself = True  # type: ignore[attr-defined]
         optimizer._widen_gradients = self._widen_gradients  # type: ignore[attr-defined]
+        optimizer._bound = self  # type: ignore[attr-defined]
 
     def unbind(self) -> None:
         """Let the optimizer's own step run again. A wrapper that somebody put around ours meanwhile stays, and reaches it too."""
@@ -147,6 +148,29 @@ class Bound:
             gradients = [stand_in.grad for stand_in in stand_ins if stand_in.grad is not None]
             self.grad_norm = torch.nn.utils.get_total_norm(gradients)
             torch.nn.utils.clip_grads_with_norm_(stand_ins, self.clip_norm, self.grad_norm)
+
+
+def grad_norm(optimizer: Optimizer) -> torch.Tensor:
+    """The norm of all gradients at an optimizer's last step, unscaled and before clipping, on its device: reading it waits, keeping it does not.
+
+    >>> import mezzo
+    >>> model = torch.nn.Linear(2, 1, bias=False)
+    >>> model, optimizer = mezzo.decorate(model, torch.optim.SGD(model.parameters(), lr=0.1), dtype="bfloat16", clip_norm=1.0)
+    >>> model(torch.tensor([[3.0, 4.0]])).sum().backward()
+    >>> optimizer.step()
+    >>> grad_norm(optimizer)
+    tensor(5.)
+    """
+    bound = getattr(optimizer, "_bound", None)
+    if bound is None or bound.clip_norm is None:
+        raise UnsupportedError(
+            f"This {type(optimizer).__name__} takes no norm, for it does not clip. Use mezzo.decorate(model, optimizer, ..., clip_norm=1.0), "
+            "or torch.nn.utils.get_total_norm of unscaled gradients."
+        )
+    if bound.grad_norm is None:
+        raise UnsupportedError("There is no norm before the first step. Call optimizer.step() first.")
+    norm: torch.Tensor = bound.grad_norm
+    return norm
 
 
 def _rename(optimizer: Optimizer, names: dict[Any, Any]) -> None:

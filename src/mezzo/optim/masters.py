@@ -33,9 +33,10 @@ class Masters:
         self.generation = 0
         """Counts what replaced a tensor that lies beside a parameter: tables of addresses are good for one generation."""
         self._beside: dict[torch.Tensor, torch.Tensor | None] = {}
-        self._seen: dict[torch.Tensor, int] = {}
+        # By `id`: to hash a tensor is a call into Python, which for 150 parameters takes 100 µs a step.
+        self._seen: dict[int, int] = {}
         """Parameter → the version at which what lies beside it was its."""
-        self._trusted: set[torch.Tensor] = set()
+        self._trusted: set[int] = set()
         """Parameters whose neighbour was just loaded: the parameter itself may be loaded before it or after it."""
 
     def __contains__(self, parameter: torch.Tensor) -> bool:
@@ -56,8 +57,8 @@ class Masters:
     def release(self, parameter: Parameter) -> None:
         """Give a parameter its exact float32 value back, and forget it."""
         parameter.data = self.read(parameter)
-        del self._beside[parameter], self._seen[parameter]
-        self._trusted.discard(parameter)
+        del self._beside[parameter], self._seen[id(parameter)]
+        self._trusted.discard(id(parameter))
         self.generation += 1
 
     def read(self, parameter: torch.Tensor) -> torch.Tensor:
@@ -82,10 +83,10 @@ class Masters:
 
     def follow(self, parameter: torch.Tensor) -> bool:
         """Where others wrote a parameter, drop what lay beside the old value; say whether they did. A float32 master compares values, and is left to that."""
-        if parameter._version == self._seen[parameter]:
+        if parameter._version == self._seen[id(parameter)]:
             return False
         beside = self._beside[parameter]
-        if beside is not None and parameter not in self._trusted and self.kind.master is not Master.FLOAT32:
+        if beside is not None and id(parameter) not in self._trusted and self.kind.master is not Master.FLOAT32:
             beside.zero_()
         self._note(parameter)
         return True
@@ -93,8 +94,9 @@ class Masters:
     def noted(self, parameters: Sequence[torch.Tensor]) -> list[int]:
         """Somebody wrote these parameters together with what lies beside them; their versions."""
         versions = list(map(_VERSION, parameters))
-        self._seen.update(zip(parameters, versions, strict=True))
-        self._trusted.difference_update(parameters)
+        self._seen.update(zip(map(id, parameters), versions, strict=True))
+        if self._trusted:
+            self._trusted.difference_update(map(id, parameters))
         return versions
 
     def load(self, parameter: torch.Tensor, beside: torch.Tensor) -> None:
@@ -102,12 +104,12 @@ class Masters:
         held = self._beside[parameter]
         if held is not None:
             held.copy_(beside)
-            self._trusted.add(parameter)
-            self._seen[parameter] = parameter._version
+            self._trusted.add(id(parameter))
+            self._seen[id(parameter)] = parameter._version
 
     def _note(self, parameter: torch.Tensor) -> None:
-        self._seen[parameter] = parameter._version
-        self._trusted.discard(parameter)
+        self._seen[id(parameter)] = parameter._version
+        self._trusted.discard(id(parameter))
 
 
 def _laid_out_as(old: torch.Tensor, new: torch.Tensor) -> torch.Tensor:

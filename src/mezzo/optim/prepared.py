@@ -33,7 +33,7 @@ class Launch:
     """Which of the algorithm's two forms."""
     count: int
     """How many parameters."""
-    chosen: Callable[[Sequence[int]], tuple[int, ...]]
+    chosen: Callable[[Sequence[Any]], tuple[Any, ...]]
     """Picks its own among what is listed for all parameters."""
     addresses: torch.Tensor
     """int64 [7, parameters]: parameter, beside, three states, number of elements, first program."""

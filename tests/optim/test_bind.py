@@ -1,0 +1,26 @@
+"""Which step an optimizer gets."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from mezzo.optim.algorithms import ALGORITHMS
+from mezzo.optim.bind import bind
+from mezzo.optim.bound import Bound
+from mezzo.optim.fused import FusedBound
+from mezzo.optim.masters import Masters
+
+
+class Careful(torch.optim.SGD):
+    """A subclass that may do something else in its step."""
+
+
+@pytest.mark.parametrize("kind", ALGORITHMS, ids=lambda kind: kind.__name__)
+def test_known_optimizers_get_the_fused_step(kind: type[torch.optim.Optimizer]) -> None:
+    assert type(bind(kind([torch.nn.Parameter(torch.ones(2))], lr=0.1), Masters())) is FusedBound
+
+
+@pytest.mark.parametrize("kind", [torch.optim.RMSprop, torch.optim.NAdam, Careful], ids=lambda kind: kind.__name__)
+def test_others_and_subclasses_get_their_own_over_stand_ins(kind: type[torch.optim.Optimizer]) -> None:
+    assert type(bind(kind([torch.nn.Parameter(torch.ones(2))], lr=0.1), Masters())) is Bound
