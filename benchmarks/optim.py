@@ -155,16 +155,21 @@ def o2(optimizer: Callable[..., torch.optim.Optimizer]) -> Callable[[nn.Module],
 
 
 def products() -> Step:
-    """The matrix products of a step of the wide network alone: 9 forward, 9 for the weights, 8 for the inputs."""
-    inputs, weight = torch.randn(2048, 8192, device="cuda").half(), (torch.randn(8192, 8192, device="cuda") / 90).half()
-    outputs, other = torch.empty_like(inputs), torch.empty_like(weight)
+    """The matrix products of a step of the wide network alone, over tensors as many and as large as the network's: 9 forward, 9 for the weights, 8 for the inputs."""
+    weights = [layer.weight.detach().half() for layer in nn.Sequential(*(nn.Linear(8192, 8192, bias=False) for _ in range(9))).cuda()]
+    gradients = [torch.empty_like(weight) for weight in weights]
+    activations = [torch.randn(2048, 8192, device="cuda").half() for _ in range(10)]
+    flowing = [torch.randn(2048, 8192, device="cuda").half() for _ in range(2)]
 
     def run() -> None:
-        for _ in range(9):
-            torch.mm(inputs, weight.T, out=outputs)
-            torch.mm(inputs.T, outputs, out=other)
-        for _ in range(8):
-            torch.mm(outputs, weight, out=inputs)
+        for layer, weight in enumerate(weights):
+            torch.mm(activations[layer], weight.T, out=activations[layer + 1])
+        for layer in reversed(range(9)):
+            torch.mm(flowing[layer % 2].T, activations[layer], out=gradients[layer])
+            if layer:
+                torch.mm(flowing[layer % 2], weights[layer], out=flowing[(layer + 1) % 2])
+        # Or they would fade to zero from run to run, and products of zeros take less power and time.
+        flowing[0].copy_(activations[0])
 
     return run
 
@@ -217,6 +222,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=15)
     options = parser.parse_args()
+    if not torch.cuda.is_available():
+        print("16-bit parameters are measured on a GPU, and there is none.")
+        return
     rows = wide_rows(options.rounds) + text_rows(options.rounds)
     rows += phase_rows("124M", gpt_shapes(768, 12), options.rounds) + phase_rows("1B", gpt_shapes(1536, 34), options.rounds)
     rows.append(memory_row())

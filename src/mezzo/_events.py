@@ -104,6 +104,38 @@ class StepDecidedOnHost(Event):
     reason: str
 
 
+@dataclass(frozen=True, slots=True)
+class StepCaptured(Event):
+    """A whole step became one program that the device replays."""
+
+    shapes: str
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class StepNotCaptured(Event):
+    """A step runs eagerly that was to be captured."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class LayoutChosen(Event):
+    """A convolutional model was given a memory layout, or left in its own."""
+
+    channels_last: bool
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class LossNotFinite(Event):
+    """A loss was NaN or infinite; it was seen a few steps late."""
+
+    loss: float
+    skipped: bool
+    """Whether a scaler looks at the gradients and skips such steps."""
+
+
 Sink = Callable[[Event], None]
 
 _lock = threading.Lock()

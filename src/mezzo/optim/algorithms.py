@@ -41,10 +41,15 @@ def _adam(group: Group) -> tuple[Number, ...]:
     return (group["weight_decay"], *group["betas"], group["eps"], float(bool(group.get("decoupled_weight_decay"))))
 
 
+def _has_momentum(group: Group) -> bool:
+    """Asked of a number alone: a scheduled momentum is a tensor, and to read it would wait for the device."""
+    return isinstance(group["momentum"], torch.Tensor) or bool(group["momentum"])
+
+
 _SGD = Algorithm(
     "SGD",
-    states=lambda group: ("momentum_buffer",) if group["momentum"] else (),
-    variant=lambda group: bool(group["momentum"]),
+    states=lambda group: ("momentum_buffer",) if _has_momentum(group) else (),
+    variant=lambda group: _has_momentum(group),
     hyper=lambda group: (group["weight_decay"], group["momentum"], 1.0 - group["dampening"], 0.0, float(group["nesterov"])),
     counts=False,
 )

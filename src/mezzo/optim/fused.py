@@ -42,12 +42,15 @@ class FusedBound(Bound):
         self._hyper: tuple[Any, torch.Tensor | None] = (None, None)
         self._squares: torch.Tensor | None = None
         self._gathered: tuple[Prepared, list[torch.Tensor]] | None = None
+        # Scheduled values may be tensors: nothing here reads them on the host.
+        optimizer._reads_on_device = True  # type: ignore[attr-defined]
         if clip_norm is not None:
             optimizer._check_gradients = self.check  # type: ignore[attr-defined]
 
     def unbind(self) -> None:
         """As `Bound`; counters go back to where the optimizer's own step wants them."""
-        self.optimizer.__dict__.pop("_check_gradients", None)
+        for name in ("_check_gradients", "_reads_on_device"):
+            self.optimizer.__dict__.pop(name, None)
         for group in self.optimizer.param_groups:
             if not (group.get("fused") or group.get("capturable")):
                 for parameter in group["params"]:
@@ -95,6 +98,24 @@ class FusedBound(Bound):
         # torch's caches of weights and autograd see what torch's ops write; of this they are told.
         torch.autograd.graph.increment_version(prepared.parameters)
         prepared.versions = self.masters.noted(prepared.parameters)
+
+    # -- replaying -------------------------------------------------------------------------------------------------------------------------------
+
+    def before_replay(self) -> None:
+        """What the host does before a captured step runs again: hyper-parameters go to the device, and masters follow parameters that others wrote."""
+        if self._prepared is not None:
+            self._hyper_on(self._slots.counters.device)
+            if list(map(VERSION, self._prepared.parameters)) != self._prepared.versions:
+                self._follow(self._prepared)
+
+    def captured(self) -> tuple[Any, ...]:
+        """What a captured step reads and so must be kept for as long as it is replayed."""
+        return self._prepared, self._hyper[1], self._slots.counters
+
+    def ground(self) -> tuple[Any, ...]:
+        """What a captured step stands on: where this is another, it is captured anew."""
+        groups = self.optimizer.param_groups
+        return self.masters.generation, len(groups), tuple([self._algorithm.variant(group) for group in groups]), self._hyper[1] is None
 
     # -- gathering -------------------------------------------------------------------------------------------------------------------------------
 
@@ -153,14 +174,21 @@ class FusedBound(Bound):
         numbers = [(*self._algorithm.numbers(group), self.clip_norm or 0.0) for group in self.optimizer.param_groups]
         said = tuple(tuple(0.0 if isinstance(number, torch.Tensor) else float(number) for number in group) for group in numbers)
         held, hyper = self._hyper
-        if hyper is None or held != said:
-            hyper, _ = kernels.staged_on(device, torch.tensor(said, dtype=torch.float64).T.contiguous())
+        # A captured copy would bring back the values of its own day at every replay: `before_replay` sees to what has changed.
+        if hyper is None or (held != said and not (device.type == "cuda" and torch.cuda.is_current_stream_capturing())):
+            hyper = self._written(hyper, device, torch.tensor(said, dtype=torch.float64).T.contiguous())
             self._hyper = (said, hyper)
         for place, group in enumerate(numbers):
             for row, number in enumerate(group):
                 if isinstance(number, torch.Tensor):
                     hyper[row, place].copy_(number, non_blocking=True)
         return hyper
+
+    def _written(self, hyper: torch.Tensor | None, device: torch.device, table: torch.Tensor) -> torch.Tensor:
+        """A table on the device, in the place of the old one where it fits: captured steps read it there."""
+        if hyper is None or hyper.shape != table.shape or hyper.device != device:
+            return kernels.staged_on(device, table)[0]
+        return hyper.copy_(table.pin_memory() if device.type == "cuda" else table, non_blocking=True)
 
     def _run(
         self, launch: Launch, gradients: torch.Tensor, hyper: torch.Tensor, scale: torch.Tensor | None, found: torch.Tensor | None, squares: torch.Tensor | None

@@ -71,6 +71,8 @@ class Prepared:
         ]
         self._dicts, self._names, self._tensors = ([entry[row] for entry in entries] for row in range(3))
         self._tables: dict[tuple[int, ...], list[torch.Tensor]] = {}
+        self._captured: list[Any] = []
+        """What CUDA graphs read at every replay."""
 
     def fits(self, parameters: list[torch.Tensor], gradients: list[torch.Tensor], state: Any, generation: int, variants: tuple[bool, ...]) -> bool:
         """Whether these parameters and gradients are those that tables were made for, and lie where they lay."""
@@ -98,6 +100,11 @@ class Prepared:
     def gradients_on(self, device: torch.device, gradients: list[torch.Tensor]) -> list[torch.Tensor]:
         """The addresses of gradients, a table for each launch."""
         key = tuple(map(torch.Tensor.data_ptr, gradients))
+        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            # What a captured copy fills, nobody else may use: it is empty until the first replay, and read again at every one.
+            staged = [kernels.staged_on(device, torch.tensor(launch.chosen(key), dtype=torch.int64)) for launch in self.launches]
+            self._captured.append(staged)
+            return [table for table, _ in staged]
         tables = self._tables.get(key)
         if tables is None:
             if len(self._tables) >= _TABLES_KEPT:

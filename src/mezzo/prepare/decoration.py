@@ -7,6 +7,7 @@ from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
+import torch
 from torch import nn
 
 from mezzo.prepare.given import Optimizer
@@ -58,7 +59,14 @@ def mark(one: nn.Module | Optimizer, decoration: Decoration) -> Callable[[], Non
 
 def flatten_rnns(models: tuple[nn.Module, ...]) -> None:
     """Let cuDNN have the weights of recurrent layers in one piece again, after they moved."""
-    for model in models:
-        for module in model.modules():
-            if isinstance(module, nn.RNNBase):
-                module.flatten_parameters()
+    taken = torch.backends.cudnn.CUDNN_TENSOR_DTYPES
+    # torch's list of what cuDNN takes leaves bfloat16 out, which cuDNN's recurrent layers take; unflattened they would copy their weights at every call.
+    added = {torch.bfloat16} - taken
+    taken |= added
+    try:
+        for model in models:
+            for module in model.modules():
+                if isinstance(module, nn.RNNBase):
+                    module.flatten_parameters()
+    finally:
+        taken -= added

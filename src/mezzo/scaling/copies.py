@@ -10,6 +10,11 @@ def waits(device: torch.device) -> bool:
     return device.type != "cpu"
 
 
+def capturing(device: torch.device) -> bool:
+    """Whether work for this device is being captured: it does not run now, but at every replay."""
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
 class Copy:
     """One copy under way to the host."""
 

@@ -150,12 +150,13 @@ class DeviceScale:
 
     def advance(self, found: torch.Tensor, rule: ScaleRule) -> None:
         """Take the step into account whose flag this is: 0 for finite gradients, 1 otherwise."""
-        warm = self.steps >= rule.warmup
-        self.steps += 1
+        warm, captured = self.steps >= rule.warmup, copies.capturing(self.scale.device)
+        # What is captured runs at its replays, and is counted there.
+        self.steps += not captured
         self._skips.add_(found)
         self.skipped_in_a_row.mul_(found)
         if rule.dynamic and warm:
-            self._change(found, rule)
+            self._change(found, rule, bounded=captured or self.steps >= self._bounded_from or rule is not self._bounded_by)
 
     def set(self, scale: float | torch.Tensor, rule: ScaleRule) -> None:
         """Set the scale by hand, within the floor and the ceiling. What a tensor holds is not looked at: NaN becomes the floor."""
@@ -172,7 +173,7 @@ class DeviceScale:
         """One over the scale."""
         return self.scale.reciprocal() if self.scale.device.type == "mps" else self.scale.double().reciprocal_().float()
 
-    def _change(self, found: torch.Tensor, rule: ScaleRule) -> None:
+    def _change(self, found: torch.Tensor, rule: ScaleRule, *, bounded: bool) -> None:
         if rule.backoff_every != 1 or rule.growth_interval == 0:
             self._change_by_hand(found != 0, rule)
         else:
@@ -182,7 +183,7 @@ class DeviceScale:
                 self._interval = rule.growth_interval
             # One kernel of torch's own is the whole rule but for the bounds.
             torch._amp_update_scale_(self.scale, self._tracker, found, rule.growth_factor, rule.backoff_factor, rule.growth_interval)
-        if self.steps >= self._bounded_from or rule is not self._bounded_by:
+        if bounded:
             self.scale.clamp_(rule.min_scale, rule.max_scale)
 
     def _change_by_hand(self, bad: torch.Tensor, rule: ScaleRule) -> None:

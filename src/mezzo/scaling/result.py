@@ -36,6 +36,11 @@ class StepResult:
         return result
 
     @property
+    def found(self) -> torch.Tensor | None:
+        """The flag on the device, where the host does not know it: 0 after a good step, else 1."""
+        return self._found
+
+    @property
     def skipped(self) -> bool:
         """Whether the gradients were not finite and the parameters were left alone."""
         if self._skipped is None:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import torch
 
 from mezzo._errors import PolicyError, ScalerError
-from mezzo.scaling.culprit import Culprit
-from mezzo.scaling.device import Scale, scale_on
+from mezzo.scaling import copies
+from mezzo.scaling.culprit import NOBODY, Culprit
+from mezzo.scaling.device import DeviceScale, Scale, scale_on
 from mezzo.scaling.record import combine
 from mezzo.scaling.state import ScaleRule, ScaleState, float32, is_scale
 from mezzo.scaling.watch import Watcher
@@ -53,7 +54,15 @@ class Scales:
         """Adapt the scale of a loss to the flags of its gradients."""
         scale = self.of(index)
         scale.advance(combine(flags, scale.scale.device), self.rule)
-        self._watchers[index].look(scale, self.rule, culprit)
+        if not copies.capturing(scale.scale.device):
+            self._watchers[index].look(scale, self.rule, culprit)
+
+    def replayed(self) -> None:
+        """Count a captured step that ran again on the host, which it did not reach."""
+        for scale, watcher in zip(self.made, self._watchers, strict=True):
+            if isinstance(scale, DeviceScale):
+                scale.steps += 1
+                watcher.look(scale, self.rule, NOBODY)
 
     def set(self, new_scale: float | torch.Tensor) -> None:
         """Set every scale by hand, within the floor and the ceiling."""

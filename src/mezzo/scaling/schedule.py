@@ -66,8 +66,8 @@ class DeviceSchedule:
     @contextmanager
     def applied(self, good: torch.Tensor) -> Iterator[None]:
         """Put the values of this step into the optimizer's groups while it steps. `good`, on the device, counts the good steps before this one."""
-        if self._seen != (now := self._look()):
-            self._heed(int(good), *now)
+        if not copies.capturing(self._device):
+            self.before_replay(good)
         numbers: Iterator[Any] = iter(self._on_host_at(int(good)) if self._on_host else self._on_device_at(good))
         groups = self._optimizer.param_groups
         spread(numbers, groups, self._keys)
@@ -77,6 +77,14 @@ class DeviceSchedule:
                 yield
         finally:
             spread(iter(self._seen[1]), groups, self._keys)
+
+    def before_replay(self, good: torch.Tensor) -> torch.Tensor:
+        """What the host does before a step, or before one that was captured runs again; the table that it reads."""
+        if self._seen != (now := self._look()):
+            self._heed(int(good), *now)
+        if not self._on_host:
+            self._prepare(good)
+        return self._table
 
     def reconcile(self, good: int) -> None:
         """Step the real scheduler as often as good steps happened since the last time, so that it and the groups show what is true."""
@@ -129,7 +137,6 @@ class DeviceSchedule:
         return self._ahead.row(good)
 
     def _on_device_at(self, good: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        self._prepare(good)
         place = (good - self._base).clamp_(0, len(self._table) - 1)
         return self._table.index_select(0, place.reshape(1))[0].unbind()
 
@@ -163,6 +170,9 @@ class DeviceSchedule:
 
 
 def _refuse_host_reads(optimizer: torch.optim.Optimizer, keys: tuple[str, ...]) -> None:
+    if getattr(optimizer, "_reads_on_device", False):
+        # mezzo's fused step takes all that a scheduler changes from the device.
+        return
     if getattr(optimizer, "_step_supports_amp_scaling", False) and not isinstance(optimizer, _FUSED):
         # Another optimizer that skips by itself: what it needs it reads on the device.
         return

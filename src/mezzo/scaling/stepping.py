@@ -100,6 +100,10 @@ class Schedules:
             yield
         running.good.add_(found == 0)
 
+    def before_replay(self) -> tuple[int, ...]:
+        """What the host does before a captured step runs again; where the tables lie that it reads."""
+        return tuple([running.schedule.before_replay(running.good).data_ptr() for running in self._running.values()])
+
     def reconcile(self) -> None:
         """Let the scheduler objects catch up with the device; this waits for it."""
         for running in self._running.values():
