@@ -1,0 +1,50 @@
+"""Triton's own Philox beside ours, on a CPU. `test_philox.py` runs this in a process of its own."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from support.kernel_cases import fresh_seed
+
+from mezzo.optim.philox import philox
+
+triton = pytest.importorskip("triton")
+tl = pytest.importorskip("triton.language")
+
+# NumPy, which stands in for the GPU, warns where words wrap around.
+pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning")
+
+
+@triton.jit
+def _words(to, seed, place, step, block: tl.constexpr):
+    element = tl.arange(0, block)
+    nothing = element * 0
+    word, _, _, _ = tl.philox(seed, element, nothing, nothing + place, nothing + step)
+    tl.store(to + element, word.to(tl.int32, bitcast=True))
+
+
+@triton.jit
+def _integers(to, seed, block: tl.constexpr):
+    element = tl.arange(0, block)
+    tl.store(to + element, tl.randint(seed, element).to(tl.int32, bitcast=True))
+
+
+def unsigned(words: torch.Tensor) -> torch.Tensor:
+    return words.to(torch.int64) & 0xFFFFFFFF
+
+
+def test_words_of_a_place_and_a_step_are_equal() -> None:
+    generator = torch.Generator().manual_seed(told := fresh_seed())
+    for _ in range(5):
+        place, step = torch.randint(2**31, (2,), generator=generator).tolist()
+        seed = int(torch.randint(2**62, (), generator=generator))
+        got = torch.zeros(1024, dtype=torch.int32)
+        _words[(1,)](got, seed, place, step, 1024)
+        assert torch.equal(unsigned(got), philox(seed, 1024, place, step, torch.device("cpu"))), told
+
+
+def test_tritons_randint_is_the_stream_of_place_and_step_zero() -> None:
+    seed = int(torch.randint(2**62, (), generator=torch.Generator().manual_seed(told := fresh_seed())))
+    got = torch.zeros(1024, dtype=torch.int32)
+    _integers[(1,)](got, seed, 1024)
+    assert torch.equal(unsigned(got), philox(seed, 1024, 0, 0, torch.device("cpu"))), told
