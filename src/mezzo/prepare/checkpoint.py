@@ -88,7 +88,8 @@ def _read(path: Place) -> dict[str, Any]:
         try:
             content = torch.load(file, map_location="cpu", weights_only=True)
         except Exception as error:
-            raise CheckpointError(f"{name!r} is no mezzo checkpoint, or is damaged: {error}") from error
+            # Without torch's own words, which advise to load without safeguards; they are the cause and are shown above.
+            raise CheckpointError(f"{name!r} is no mezzo checkpoint, or is damaged: torch cannot read it. Pass a file that save_checkpoint wrote.") from error
     if not isinstance(content, dict) or content.get("format") != _FORMAT:
         raise CheckpointError(f"{name!r} was not written by mezzo.save_checkpoint. Read it with torch.load, and load its parts with their load_state_dict.")
     if content["version"] > _VERSION:
