@@ -642,3 +642,15 @@ def test_an_optimizer_can_be_bound_again():
     twins.give()
     twins.step()
     assert twins.are_equal(), twins.seed
+
+
+def test_a_deep_copy_that_would_train_without_exact_weights_is_refused():
+    weight = nn.Parameter(torch.ones(2))
+    optimizer, masters = torch.optim.SGD([weight], lr=0.1), Masters("split")
+    masters.adopt(weight, torch.bfloat16)
+    bound = Bound(optimizer, masters)
+    with pytest.raises(mezzo.UnsupportedError, match=r"Copy optimizer.state_dict\(\)"):
+        copy.deepcopy(optimizer)
+    assert copy.deepcopy(optimizer.state_dict())["param_groups"]
+    bound.unbind()
+    assert type(copy.deepcopy(optimizer)) is torch.optim.SGD

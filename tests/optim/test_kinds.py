@@ -324,3 +324,15 @@ def test_stochastic_adds_up_updates_that_rounding_to_nearest_would_lose():
         lost, _ = NoMaster().part(NoMaster().join(lost, None) + update, torch.bfloat16)
     assert parameter.double().mean().item() == pytest.approx(1.0 + 400 * update, rel=2e-3), seed
     assert lost.double().mean().item() == 1.0
+
+
+@pytest.mark.parametrize("half", [torch.bfloat16, torch.float16], ids=str)
+def test_a_compensation_of_a_parameter_that_was_overwritten_is_dropped(half: torch.dtype):
+    exact = torch.randn(10_000)
+    parameter, compensation = KINDS[Master.KAHAN].part(exact, half)
+    pruned = parameter * (torch.arange(10_000) % 2)
+    joined = KINDS[Master.KAHAN].join(pruned, compensation)
+    # What a parameter of zero may have lost is at most half a step of the smallest number.
+    assert joined[::2].abs().max() <= torch.finfo(half).smallest_normal * torch.finfo(half).eps
+    assert torch.equal(joined[1::2], KINDS[Master.KAHAN].join(parameter, compensation)[1::2])
+    assert (joined[1::2] - exact[1::2]).abs().max() < (parameter.float() - exact).abs().max()

@@ -23,7 +23,7 @@ from mezzo.policy.rule import Master
 Optimizer = torch.optim.Optimizer
 Parameter = torch.nn.Parameter
 
-_PROTOCOL = ("_step_supports_amp_scaling", "_skips_by_itself", "_widen_gradients", "_bound")
+_PROTOCOL = ("_step_supports_amp_scaling", "_skips_by_itself", "_widen_gradients", "_bound", "__deepcopy__")
 
 
 class Bound:
@@ -47,6 +47,7 @@ class Bound:
         optimizer._step_supports_amp_scaling = optimizer._skips_by_itself = True  # type: ignore[attr-defined]
         optimizer._widen_gradients = self._widen_gradients  # type: ignore[attr-defined]
         optimizer._bound = self  # type: ignore[attr-defined]
+        optimizer.__deepcopy__ = _refuse_copy  # type: ignore[attr-defined]
 
     def unbind(self) -> None:
         """Let the optimizer's own step run again. A wrapper that somebody put around ours meanwhile stays, and reaches it too."""
@@ -148,6 +149,12 @@ class Bound:
             gradients = [stand_in.grad for stand_in in stand_ins if stand_in.grad is not None]
             self.grad_norm = torch.nn.utils.get_total_norm(gradients)
             torch.nn.utils.clip_grads_with_norm_(stand_ins, self.clip_norm, self.grad_norm)
+
+
+def _refuse_copy(_: object) -> None:
+    raise UnsupportedError(
+        "A decorated optimizer steps over exact weights, which a deep copy of it would train without. Copy optimizer.state_dict(), or call mezzo.undecorate first."
+    )
 
 
 def grad_norm(optimizer: Optimizer) -> torch.Tensor:

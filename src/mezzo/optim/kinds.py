@@ -121,9 +121,14 @@ class Kahan:
         return parameter, cast(value - cast(parameter, torch.float32), half)
 
     def join(self, parameter: torch.Tensor, beside: torch.Tensor | None) -> torch.Tensor:
-        """Their sum."""
+        """Their sum, or the parameter where the compensation is too large to be its: somebody wrote it (`p.data.mul_(mask)`) past torch's version counter."""
         value = _own(parameter)
-        return value if beside is None else value.add_(cast(beside, torch.float32))
+        if beside is None:
+            return value
+        lost = cast(beside, torch.float32)
+        # Half of it, for a compensation that was rounded may lie on the tie between two parameters.
+        own = cast(value + lost * 0.5, parameter.dtype) == parameter
+        return torch.where(own, value + lost, value)
 
 
 class Stochastic:

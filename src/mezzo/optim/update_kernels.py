@@ -104,7 +104,9 @@ def _read_weight(parameter, beside, start, left, within, mask, kind: tl.constexp
         return ((bits.to(tl.int32) << 16) + remainder).to(tl.float32, bitcast=True)
     value = _widen(bits, bfloat16)
     if kind == KAHAN:
-        value += _widen(_load(beside, start, within, mask, tl.int16, whole), bfloat16)
+        lost = _widen(_load(beside, start, within, mask, tl.int16, whole), bfloat16)
+        # A compensation that is too large to be the parameter's is that of another, which somebody overwrote.
+        value = tl.where(_round(value + lost * 0.5, bfloat16) == bits, value + lost, value)
     return value
 
 
