@@ -49,7 +49,7 @@ def _has_momentum(group: Group) -> bool:
 _SGD = Algorithm(
     "SGD",
     states=lambda group: ("momentum_buffer",) if _has_momentum(group) else (),
-    variant=lambda group: _has_momentum(group),
+    variant=_has_momentum,
     hyper=lambda group: (group["weight_decay"], group["momentum"], 1.0 - group["dampening"], 0.0, float(group["nesterov"])),
     counts=False,
 )
