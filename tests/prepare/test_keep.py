@@ -56,7 +56,6 @@ def under(*prefixes):
         ("*", ALL),
         ([*mezzo.NORMS, "second.1"], NORMS | under("second.1")),
     ],
-
 )
 def test_words_replace_the_default_and_keep_subtrees(words, expected):
     assert kept(model(), words) == expected
@@ -107,7 +106,6 @@ def test_reasons_name_what_kept():
         ([nn.Linear(1, 1)], "a Linear that is no part of the model"),
         (3, "3"),
     ],
-
 )
 def test_what_matches_nothing_is_refused(words, message):
     with pytest.raises(mezzo.PolicyError) as caught:
