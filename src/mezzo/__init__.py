@@ -16,11 +16,16 @@ from mezzo.prepare.decorate import decorate, undecorate
 from mezzo.prepare.plan import Plan, plan
 from mezzo.scaling.scaler import GradScaler
 from mezzo.scaling.state import ScaleRule, ScaleState
+from mezzo.step.evaluate import EvalStep
+from mezzo.step.free import train_step
+from mezzo.step.layout import channels_last
+from mezzo.step.train import TrainStep
 
 __all__ = [
     "LAMB",
     "NORMS",
     "CheckpointError",
+    "EvalStep",
     "GradScaler",
     "Hardware",
     "Lion",
@@ -32,10 +37,12 @@ __all__ = [
     "ScaleRule",
     "ScaleState",
     "ScalerError",
+    "TrainStep",
     "UnsupportedError",
     "autocast",
     "cache_info",
     "carry",
+    "channels_last",
     "decorate",
     "disable",
     "enable",
@@ -47,5 +54,6 @@ __all__ = [
     "plan",
     "register_op",
     "save_checkpoint",
+    "train_step",
     "undecorate",
 ]

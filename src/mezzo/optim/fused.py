@@ -18,7 +18,7 @@ from mezzo.optim.masters import Masters
 from mezzo.optim.prepared import VERSION, Launch, Prepared, make_launches
 from mezzo.optim.slots import Slots
 from mezzo.policy.rule import Master
-from mezzo.scaling import kernels
+from mezzo.scaling import copies, kernels
 from mezzo.scaling.culprit import Flagged
 from mezzo.scaling.gradients import Flags
 
@@ -41,6 +41,9 @@ class FusedBound(Bound):
         self._prepared: Prepared | None = None
         self._hyper: tuple[Any, torch.Tensor | None] = (None, None)
         self._squares: torch.Tensor | None = None
+        self._told: list[list[Any]] | None = None
+        """What the groups held when a replayed step was last prepared for; None where the device may have been told something else since."""
+        self._seen: tuple[list[list[Any]], tuple[bool, ...]] = ([], ())
         self._gathered: tuple[Prepared, list[torch.Tensor]] | None = None
         # Scheduled values may be tensors: nothing here reads them on the host.
         optimizer._reads_on_device = True  # type: ignore[attr-defined]
@@ -101,21 +104,38 @@ class FusedBound(Bound):
 
     # -- replaying -------------------------------------------------------------------------------------------------------------------------------
 
-    def before_replay(self) -> None:
+    def before_replay(self, prepared: Prepared) -> None:
         """What the host does before a captured step runs again: hyper-parameters go to the device, and masters follow parameters that others wrote."""
-        if self._prepared is not None:
+        # Groups are compared as they are: where nothing has changed, every value is the same object.
+        groups = [list(group.values()) for group in self.optimizer.param_groups]
+        if groups != self._told:
             self._hyper_on(self._slots.counters.device)
-            if list(map(VERSION, self._prepared.parameters)) != self._prepared.versions:
-                self._follow(self._prepared)
+            tensors = any(isinstance(value, torch.Tensor) for group in groups for value in group)
+            # What a tensor holds may change unseen.
+            self._told = None if tensors else groups
+        if list(map(VERSION, prepared.parameters)) != prepared.versions:
+            self._follow(prepared)
 
-    def captured(self) -> tuple[Any, ...]:
-        """What a captured step reads and so must be kept for as long as it is replayed."""
-        return self._prepared, self._hyper[1], self._slots.counters
+    def captured(self) -> tuple[Prepared | None, Any]:
+        """The tables that a step captured just now reads, and what else must be kept for as long as it is replayed."""
+        return self._prepared, (self._hyper[1], self._slots.counters)
 
     def ground(self) -> tuple[Any, ...]:
         """What a captured step stands on: where this is another, it is captured anew."""
-        groups = self.optimizer.param_groups
-        return self.masters.generation, len(groups), tuple([self._algorithm.variant(group) for group in groups]), self._hyper[1] is None
+        groups = [list(group.values()) for group in self.optimizer.param_groups]
+        if groups != self._seen[0]:
+            self._seen = groups, tuple([self._algorithm.variant(group) for group in self.optimizer.param_groups])
+        return id(self.optimizer.state), self.masters.generation, self._seen[1]
+
+    def before_capture(self) -> None:
+        """Make room for what a capture must not allocate."""
+        if self._prepared is not None:
+            self._prepared.reserve()
+
+    def after_capture(self) -> None:
+        """Fill it: addresses of gradients in a graph's memory are known by now, and stay."""
+        if self._prepared is not None:
+            self._prepared.settle()
 
     # -- gathering -------------------------------------------------------------------------------------------------------------------------------
 
@@ -175,9 +195,9 @@ class FusedBound(Bound):
         said = tuple(tuple(0.0 if isinstance(number, torch.Tensor) else float(number) for number in group) for group in numbers)
         held, hyper = self._hyper
         # A captured copy would bring back the values of its own day at every replay: `before_replay` sees to what has changed.
-        if hyper is None or (held != said and not (device.type == "cuda" and torch.cuda.is_current_stream_capturing())):
+        if hyper is None or (held != said and not copies.capturing(device)):
             hyper = self._written(hyper, device, torch.tensor(said, dtype=torch.float64).T.contiguous())
-            self._hyper = (said, hyper)
+            self._hyper, self._told = (said, hyper), None
         for place, group in enumerate(numbers):
             for row, number in enumerate(group):
                 if isinstance(number, torch.Tensor):

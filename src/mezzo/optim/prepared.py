@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from mezzo.optim.slots import Slot
-from mezzo.scaling import kernels
+from mezzo.scaling import copies, kernels
 
 _DTYPE, _LAYOUT, VERSION = attrgetter("dtype"), attrgetter("layout"), attrgetter("_version")
 _held: Callable[[Any, Any], Any] = dict.get
@@ -71,6 +71,10 @@ class Prepared:
         ]
         self._dicts, self._names, self._tensors = ([entry[row] for entry in entries] for row in range(3))
         self._tables: dict[tuple[int, ...], list[torch.Tensor]] = {}
+        self._room: list[torch.Tensor] = []
+        """Tables for the capture to come, or that one has just used. Not in the graph's memory, which others write before."""
+        self._key: tuple[int, ...] = ()
+        """The addresses that belong into them."""
         self._captured: list[Any] = []
         """What CUDA graphs read at every replay."""
 
@@ -100,11 +104,8 @@ class Prepared:
     def gradients_on(self, device: torch.device, gradients: list[torch.Tensor]) -> list[torch.Tensor]:
         """The addresses of gradients, a table for each launch."""
         key = tuple(map(torch.Tensor.data_ptr, gradients))
-        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-            # What a captured copy fills, nobody else may use: it is empty until the first replay, and read again at every one.
-            staged = [kernels.staged_on(device, torch.tensor(launch.chosen(key), dtype=torch.int64)) for launch in self.launches]
-            self._captured.append(staged)
-            return [table for table, _ in staged]
+        if copies.capturing(device):
+            return self._captured_tables(device, key)
         tables = self._tables.get(key)
         if tables is None:
             if len(self._tables) >= _TABLES_KEPT:
@@ -112,6 +113,29 @@ class Prepared:
             tables = [kernels.staged_on(device, torch.tensor(launch.chosen(key), dtype=torch.int64))[0] for launch in self.launches]
             self._tables[key] = tables
         return tables
+
+    def _captured_tables(self, device: torch.device, key: tuple[int, ...]) -> list[torch.Tensor]:
+        """Tables for a graph, which nobody else may use: they are empty until it runs, or until `settle`."""
+        if self._room:
+            self._key = key
+            return self._room
+        # Somebody captures by hand: the copies run at every replay, and read what they were made from.
+        staged = [kernels.staged_on(device, torch.tensor(launch.chosen(key), dtype=torch.int64)) for launch in self.launches]
+        self._captured.append(staged)
+        return [table for table, _ in staged]
+
+    def reserve(self) -> None:
+        """Make tables for a capture."""
+        self._room, self._key = [torch.empty(launch.count, dtype=torch.int64, device=launch.addresses.device) for launch in self.launches], ()
+
+    def settle(self) -> None:
+        """Fill the tables of the capture that has just ended, and keep them."""
+        if self._key:
+            for launch, table in zip(self.launches, self._room, strict=True):
+                addresses = torch.tensor(launch.chosen(self._key), dtype=torch.int64)
+                table.copy_(addresses.pin_memory() if table.is_cuda else addresses, non_blocking=True)
+            self._captured.append(self._room)
+        self._room, self._key = [], ()
 
 
 def make_launches(slots: Sequence[Slot], dtypes: Sequence[torch.dtype], variants: Sequence[bool], chunk: int) -> tuple[Launch, ...]:

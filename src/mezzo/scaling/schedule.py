@@ -78,13 +78,17 @@ class DeviceSchedule:
         finally:
             spread(iter(self._seen[1]), groups, self._keys)
 
-    def before_replay(self, good: torch.Tensor) -> torch.Tensor:
-        """What the host does before a step, or before one that was captured runs again; the table that it reads."""
+    @property
+    def address(self) -> int:
+        """Where the table lies."""
+        return self._table.data_ptr()
+
+    def before_replay(self, good: torch.Tensor) -> None:
+        """What the host does before a step, or before one that was captured runs again."""
         if self._seen != (now := self._look()):
             self._heed(int(good), *now)
         if not self._on_host:
             self._prepare(good)
-        return self._table
 
     def reconcile(self, good: int) -> None:
         """Step the real scheduler as often as good steps happened since the last time, so that it and the groups show what is true."""

@@ -102,7 +102,16 @@ class Schedules:
 
     def before_replay(self) -> tuple[int, ...]:
         """What the host does before a captured step runs again; where the tables lie that it reads."""
-        return tuple([running.schedule.before_replay(running.good).data_ptr() for running in self._running.values()])
+        # Asked at every step, and mostly there is none.
+        if not self._running:
+            return ()
+        for running in self._running.values():
+            running.schedule.before_replay(running.good)
+        return self.tables()
+
+    def tables(self) -> tuple[int, ...]:
+        """Where the tables of coming values lie."""
+        return tuple([running.schedule.address for running in self._running.values()])
 
     def reconcile(self) -> None:
         """Let the scheduler objects catch up with the device; this waits for it."""

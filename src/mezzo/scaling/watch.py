@@ -14,7 +14,7 @@ from mezzo.scaling.device import DeviceScale, HostScale, Scale
 from mezzo.scaling.state import ScaleRule
 from mezzo.scaling.words import OnCollapse
 
-_EVERY = 8
+EVERY = 8
 """So many updates apart a device is looked at: a copy costs 100 µs of the host's time beside an H200, a whole small step 1500."""
 _IN_FLIGHT = 8
 """More copies are not started while so many are under way."""
@@ -58,10 +58,16 @@ class Watcher:
         if isinstance(scale, HostScale):
             self._look_near(scale, rule, culprit)
         elif isinstance(scale, DeviceScale):
-            if scale.steps % min(_EVERY, self._patience) == 0 and len(self._flying) < _IN_FLIGHT:
+            if scale.steps % min(EVERY, self._patience) == 0 and len(self._flying) < _IN_FLIGHT:
                 self._flying.append((scale.steps, Copy(scale.shown), rule, culprit))
             if self._flying or self._pending is not None:
                 self._judge_what_arrived(scale)
+
+    def hear(self, glance: Glance) -> None:
+        """Judge what somebody else has copied."""
+        if glance.skipped_in_a_row or self._spoken:
+            self._judge(glance)
+            self._speak()
 
     def _look_near(self, scale: HostScale, rule: ScaleRule, culprit: Culprit) -> None:
         state = scale.latest

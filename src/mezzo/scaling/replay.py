@@ -1,0 +1,60 @@
+"""What a captured step needs of a scaler: its device work is in the program, its host work comes before and after each replay."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from mezzo.scaling.device import DeviceScale
+from mezzo.scaling.scaler import GradScaler
+from mezzo.scaling.state import ScaleRule, ScaleState
+
+
+def before(scaler: GradScaler) -> tuple[int, ...]:
+    """The host's part before a step runs again; where the tables of its schedules lie, which a captured step has to find there."""
+    return scaler._schedules.before_replay()
+
+
+def after(scaler: GradScaler, shown: Callable[[], tuple[float, int]]) -> None:
+    """The host's part afterwards: the step is counted, and a scale that collapses is noticed, by what `shown` gives of the scale and the skips in a row."""
+    scaler._scales.replayed(shown)
+
+
+def refusal(scaler: GradScaler) -> str | None:
+    """Why steps of this scaler cannot be captured, if they cannot."""
+    if scaler._settings.reduce_flag is not None:
+        return "the scaler's reduce_flag talks to other processes"
+    return f"the scaler has {len(scaler._scales)} scales" if len(scaler._scales) > 1 else None
+
+
+def is_warm(scaler: GradScaler) -> bool:
+    """Whether the scale adapts already: during a rule's warm-up another program would run."""
+    made = scaler._scales.made[0]
+    return isinstance(made, DeviceScale) and made.steps >= scaler._scales.rule.warmup
+
+
+def shown(scaler: GradScaler) -> torch.Tensor | None:
+    """Scale, skipped steps, skipped steps in a row and counted bad steps on a device; None on a CPU."""
+    made = scaler._scales.made[0]
+    return made.shown if isinstance(made, DeviceScale) else None
+
+
+def state(scaler: GradScaler) -> ScaleState:
+    """The scale and its counters, without schedulers that catch up; elsewhere than on a CPU this waits."""
+    return scaler._scales.state(0)
+
+
+def rule(scaler: GradScaler) -> ScaleRule:
+    """The rule that holds: its numbers are part of a captured step."""
+    return scaler._scales.rule
+
+
+def tables(scaler: GradScaler) -> tuple[int, ...]:
+    """Where the tables of its schedules lie."""
+    return scaler._schedules.tables()
+
+
+def forget(scaler: GradScaler) -> None:
+    """Drop what was noted since the last update: the step that it belongs to did not happen."""
+    scaler._records.clear()

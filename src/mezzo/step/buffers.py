@@ -1,0 +1,108 @@
+"""Buffers that a forward pass writes, such as the statistics of batch norm: a skipped step puts them back, on the device and by its flag."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable, Sequence
+from operator import attrgetter
+
+import torch
+from torch import nn
+
+_TRAINING, _REQUIRES_GRAD = attrgetter("training"), attrgetter("requires_grad")
+
+
+class Kept:
+    """Buffers of one dtype and device, with room for their values before a step. One piece of memory, so that a handful of launches serve all of them."""
+
+    def __init__(self, buffers: Sequence[torch.Tensor]) -> None:
+        self._buffers = list(buffers)
+        self._sizes = [buffer.numel() for buffer in buffers]
+        self._before = torch.empty(sum(self._sizes), dtype=buffers[0].dtype, device=buffers[0].device)
+        self._parts = self._split(self._before)
+
+    def save(self) -> None:
+        """Note the values."""
+        torch._foreach_copy_(self._parts, self._buffers)
+
+    def restore(self, bad: torch.Tensor) -> None:
+        """Put the noted values back where `bad`, on the device, is not 0. Chosen and not blended: what is put back may replace a NaN."""
+        now = torch.cat([buffer.reshape(-1) for buffer in self._buffers])
+        torch._foreach_copy_(self._buffers, self._split(torch.where(bad.to(now.device) != 0, self._before, now)))
+
+    def put_back(self) -> None:
+        """The same where the host knows that the step was bad."""
+        torch._foreach_copy_(self._buffers, self._parts)
+
+    def saved(self) -> Iterable[tuple[torch.Tensor, torch.Tensor]]:
+        """Each buffer with its noted values."""
+        return zip(self._buffers, self._parts, strict=True)
+
+    def changed(self) -> list[torch.Tensor]:
+        """The buffers that are not as they were; this waits for the device."""
+        return [buffer for buffer, before in zip(self._buffers, self._parts, strict=True) if not torch.equal(buffer, before)]
+
+    def _split(self, flat: torch.Tensor) -> list[torch.Tensor]:
+        parts = flat.split(self._sizes)
+        return [part.view(buffer.shape) for part, buffer in zip(parts, self._buffers, strict=True)]
+
+
+class Buffers:
+    """The buffers of models that a forward pass writes. Which ones is learned by looking, once for each combination of training and evaluation modes."""
+
+    def __init__(self, models: Iterable[nn.Module]) -> None:
+        self._all = list(dict.fromkeys(buffer for model in models for buffer in model.buffers()))
+        self._known: dict[Hashable, list[Kept]] = {}
+        self._now: list[Kept] = []
+        self._learning: Hashable | None = None
+
+    def learned(self, mode: Hashable) -> bool:
+        """Whether it is known what a forward pass writes in this mode."""
+        return not self._all or mode in self._known
+
+    def save(self, mode: Hashable) -> None:
+        """Note the values before a step."""
+        if self._all:
+            self._learning = None if mode in self._known else mode
+            self._now = self._known.get(mode) or ([] if mode in self._known else _kept(self._all))
+            for kept in self._now:
+                kept.save()
+
+    def look(self) -> None:
+        """After a forward pass in a new mode: see what it wrote."""
+        if self._learning is not None:
+            self._known[self._learning] = _kept([buffer for kept in self._now for buffer in kept.changed()])
+            self._learning = None
+
+    def saved(self) -> list[torch.Tensor | None]:
+        """The noted values, for a state that is saved in the middle of an update; None for buffers that nothing writes."""
+        noted = {buffer: before.clone() for kept in self._now for buffer, before in kept.saved()}
+        return [noted.get(buffer) for buffer in self._all]
+
+    def load(self, values: list[torch.Tensor | None]) -> None:
+        """Take noted values over."""
+        pairs = [(buffer, value) for buffer, value in zip(self._all, values, strict=True) if value is not None]
+        before = dict(pairs)
+        self._now = _kept([buffer for buffer, _ in pairs])
+        for kept in self._now:
+            for buffer, part in kept.saved():
+                part.copy_(before[buffer])
+
+    def restore(self, bad: torch.Tensor | bool) -> None:  # noqa: FBT001 - the flag itself, known to the host or not
+        """Put the noted values back if the step was bad."""
+        for kept in self._now:
+            if isinstance(bad, torch.Tensor):
+                kept.restore(bad)
+            elif bad:
+                kept.put_back()
+
+
+def mode_of(modules: Sequence[nn.Module], parameters: Sequence[nn.Parameter]) -> tuple[tuple[bool, ...], tuple[bool, ...]]:
+    """What a step may depend on beside its inputs: the modes of modules, and which parameters are trained."""
+    return tuple(map(_TRAINING, modules)), tuple(map(_REQUIRES_GRAD, parameters))
+
+
+def _kept(buffers: Sequence[torch.Tensor]) -> list[Kept]:
+    sorted_: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
+    for buffer in buffers:
+        sorted_.setdefault((buffer.dtype, buffer.device), []).append(buffer)
+    return [Kept(group) for group in sorted_.values()]

@@ -1,0 +1,77 @@
+"""The inputs of a step: what tells one kind from another, and the buffers that a captured step reads them from."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from typing import Any
+
+import torch
+
+from mezzo._casting import map_tensors
+
+_IMAGES = 4
+"""Dimensions of a batch of images, which may have their channels last."""
+
+
+class Unkeyed(Exception):  # noqa: N818 - it is no error: it says that inputs cannot be told apart
+    """Something among the inputs is neither a tensor nor a plain value."""
+
+
+def signature(value: Any, leaves: list[torch.Tensor]) -> Hashable:
+    """What a captured step depends on: the nesting, shapes, dtypes, devices and layouts, and every value that is no tensor. Tensors are added to `leaves` in order.
+
+    >>> leaves = []
+    >>> signature((torch.ones(2, 3), 7), leaves) == signature([torch.zeros(2, 3), 7], []), len(leaves)
+    (False, 1)
+    """
+    if isinstance(value, torch.Tensor):
+        leaves.append(value)
+        return value.shape, value.dtype, value.is_cuda, value.dim() == _IMAGES and _is_channels_last(value)
+    if isinstance(value, list | tuple):
+        return type(value), tuple([signature(item, leaves) for item in value])
+    if isinstance(value, dict):
+        return type(value), tuple([(key, signature(item, leaves)) for key, item in value.items()])
+    try:
+        hash(value)
+    except TypeError:
+        raise Unkeyed(type(value).__name__) from None
+    # 1, 1.0 and True are equal and yet not the same.
+    return type(value), value
+
+
+def said(leaves: Sequence[torch.Tensor]) -> str:
+    """The shapes of inputs, for a message."""
+    return ", ".join(f"{tuple(leaf.shape)} {str(leaf.dtype).removeprefix('torch.')}" for leaf in leaves) or "no tensors"
+
+
+def placed(value: Any, device: torch.device, *, channels_last: bool = False) -> Any:
+    """Inputs on the device of the model; images get their channels last if the model has."""
+
+    def place(tensor: torch.Tensor) -> torch.Tensor:
+        if channels_last and tensor.dim() == _IMAGES and tensor.is_floating_point():
+            return tensor.to(device, non_blocking=True, memory_format=torch.channels_last)
+        return tensor if tensor.device == device else tensor.to(device, non_blocking=True)
+
+    return map_tensors(value, place)
+
+
+def buffers_for(value: Any) -> tuple[Any, list[torch.Tensor]]:
+    """The same nesting around buffers of one's own, and these in the order of `signature`."""
+    made: list[torch.Tensor] = []
+
+    def make(tensor: torch.Tensor) -> torch.Tensor:
+        made.append(torch.empty_like(tensor, requires_grad=False).copy_(tensor.detach()))
+        return made[-1]
+
+    return map_tensors(value, make), made
+
+
+def copies(value: Any) -> Any:
+    """Outputs that are the user's own: nobody writes to them again."""
+    if isinstance(value, torch.Tensor) and not value.requires_grad:
+        return value.clone()
+    return map_tensors(value, lambda tensor: tensor.detach().clone())
+
+
+def _is_channels_last(tensor: torch.Tensor) -> bool:
+    return not tensor.is_contiguous() and tensor.is_contiguous(memory_format=torch.channels_last)

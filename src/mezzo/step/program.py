@@ -1,0 +1,77 @@
+"""One captured program: its buffers, its graph, and what it needs to be kept."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from mezzo import _events
+from mezzo._casting import map_tensors
+from mezzo.step.inputs import buffers_for, copies, said
+
+
+@dataclass(frozen=True, eq=False)
+class Program:
+    """A step that was captured for one kind of inputs."""
+
+    graph: torch.cuda.CUDAGraph
+    inputs: list[torch.Tensor]
+    """Where it reads its inputs."""
+    returned: Any
+    """Where it writes what the body returns."""
+
+    def replay(self, leaves: list[torch.Tensor]) -> Any:
+        """Run it on other inputs; what comes back is the caller's own."""
+        if leaves:
+            torch._foreach_copy_(self.inputs, leaves, non_blocking=True)
+        self.graph.replay()
+        return copies(self.returned)
+
+
+@dataclass(frozen=True, eq=False)
+class Studio:
+    """Where programs of one step are captured: a stream on which it also warms up, and memory that the programs share and nobody else uses."""
+
+    device: torch.device
+    stream: torch.cuda.Stream
+    pool: Any
+
+    @classmethod
+    def on(cls, device: torch.device) -> Studio:
+        """Make one."""
+        return cls(device, torch.cuda.Stream(device), torch.cuda.graph_pool_handle())
+
+    def emptied(self) -> Studio:
+        """The same with other memory: torch takes none again whose programs are gone."""
+        return replace(self, pool=torch.cuda.graph_pool_handle())
+
+    def aside(self, run: Callable[[], Any]) -> Any:
+        """Run something on the stream, in order with the current one."""
+        current = torch.cuda.current_stream(self.device)
+        self.stream.wait_stream(current)
+        try:
+            with torch.cuda.stream(self.stream):
+                return run()
+        finally:
+            current.wait_stream(self.stream)
+
+    def capture(self, run: Callable[[Any], Any], values: Any) -> Program:
+        """Capture a function of nested inputs. Where that fails, the random generator is as it was: torch leaves it in the middle of a capture."""
+        begin = time.perf_counter()
+        held, inputs = buffers_for(values)
+        graph, generator = torch.cuda.CUDAGraph(), torch.cuda.default_generators[self.device.index or 0]
+        safe = generator.clone_state()
+        try:
+            # Pinned memory may be asked for meanwhile, here and in other threads, such as a loader's. What waits for the stream fails in every mode.
+            with torch.cuda.graph(graph, pool=self.pool, stream=self.stream, capture_error_mode="relaxed"):
+                returned = map_tensors(run(held), torch.Tensor.detach)
+        except BaseException:
+            generator.graphsafe_set_state(safe)
+            raise
+        if _events.listening():
+            _events.emit(_events.StepCaptured(said(inputs), time.perf_counter() - begin))
+        return Program(graph, inputs, returned)

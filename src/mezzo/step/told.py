@@ -1,0 +1,86 @@
+"""What a step tells: loss, scale and skips, from copies that the device makes on its own time into memory that the host may read at any moment."""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import dataclass
+from math import isfinite
+
+import torch
+
+from mezzo import _events
+from mezzo.scaling import replay
+from mezzo.scaling.scaler import GradScaler
+
+_SKIPPED = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Told:
+    """What is known of the last step that a device has finished: on a CPU that is the last one."""
+
+    loss: float
+    """Its loss; 0 before the first."""
+    skipped: bool
+    """Whether the last update was skipped."""
+    scale: float
+    """The loss scale after it; 1 without a scaler."""
+    skips: int
+    """Updates that were skipped so far."""
+
+
+class Board:
+    """Where a step's numbers are written to. Pinned memory: a captured step copies to it, and nobody waits."""
+
+    def __init__(self, device: torch.device, scaler: GradScaler | None) -> None:
+        self._on_device, self._scaler = device.type == "cuda", scaler
+        self._values = torch.tensor([0.0, 0.0, 1.0 if scaler is None else scaler.get_scale(), 0.0, 0.0], pin_memory=self._on_device)
+        self._spoken = False
+
+    def read(self) -> Told:
+        """The numbers as they have arrived."""
+        loss, skipped, scale, skips, _ = self._values.tolist()
+        return Told(loss, bool(skipped), scale, int(skips))
+
+    def scale_and_skips(self) -> tuple[float, int]:
+        """The scale, and the skips in a row, as they have arrived."""
+        _, _, scale, _, in_a_row = self._values.tolist()
+        return scale, int(in_a_row)
+
+    def write(self, loss: torch.Tensor | None, bad: torch.Tensor | bool | None) -> None:  # noqa: FBT001 - the flag itself, known to the host or not
+        """Let the numbers of a step arrive. `bad` is None where nothing was updated."""
+        if loss is not None and (bad is None or not self._on_device):
+            self._values[:1].copy_(loss.detach().reshape(1), non_blocking=True)
+        if bad is None:
+            return
+        shown = None if self._scaler is None else replay.shown(self._scaler)
+        if shown is not None and isinstance(bad, torch.Tensor):
+            numbers = [bad.reshape(1).to(shown), shown[:3]]
+            if loss is None:
+                self._values[_SKIPPED:].copy_(torch.cat(numbers), non_blocking=True)
+            else:
+                self._values.copy_(torch.cat([loss.detach().reshape(1).to(shown), *numbers]), non_blocking=True)
+        else:
+            self._write_on_host(loss, bad=bool(bad))
+
+    def _write_on_host(self, loss: torch.Tensor | None, *, bad: bool) -> None:
+        if loss is not None and self._on_device:
+            self._values[:1].copy_(loss.detach().reshape(1), non_blocking=True)
+        if self._scaler is not None:
+            state = replay.state(self._scaler)
+            self._values[_SKIPPED:] = torch.tensor([float(bad), state.scale, float(state.skipped), float(state.skipped_in_a_row)])
+
+    def speak(self) -> None:
+        """Say once that a loss is not finite, as soon as that is known."""
+        if self._spoken or isfinite(loss := self._values.tolist()[0]):
+            return
+        self._spoken = True
+        if _events.listening():
+            _events.emit(_events.LossNotFinite(loss, skipped=self._scaler is not None))
+        if self._scaler is None:
+            warnings.warn(
+                f"The loss is {loss}, and nothing skips such steps: the parameters take it over. Look for a division or logarithm near zero, or a learning rate "
+                "that is too high; scaler=mezzo.GradScaler() skips steps whose gradients are not finite.",
+                UserWarning,
+                stacklevel=4,
+            )

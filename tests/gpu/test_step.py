@@ -1,0 +1,378 @@
+"""Captured steps on a CUDA device: the same numbers as eager ones, and nobody waits."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from support.step_models import INF, Made, batches, boosted, copied, in_steps, same, weights
+from torch import nn
+from torch.nn import functional as F
+from torch.optim import lr_scheduler
+
+import mezzo
+from mezzo import _events
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+
+LEVELS = [("O1", "bfloat16"), ("O1", "float16"), ("O2", "bfloat16"), ("O2", "float16")]
+OVERFLOWS = (0, 7, 8)
+STEPS = 60
+SCHEDULES = {
+    "cosine": lambda optimizer: lr_scheduler.CosineAnnealingLR(optimizer, 100),
+    "one cycle": lambda optimizer: lr_scheduler.OneCycleLR(optimizer, 0.05, total_steps=300),
+}
+
+
+@pytest.fixture(autouse=True)
+def _deterministic(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.backends.cudnn, "deterministic", True)
+
+
+@contextmanager
+def no_host_reads() -> Iterator[None]:
+    torch.cuda.synchronize()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that the mode is a prototype
+        torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def both(name: str, level: str, dtype: str, count: int = STEPS, optimizer: str = "SGD", **words: Any) -> tuple[Any, Any]:
+    """The same run captured and eager: losses, weights and step of each."""
+    runs = []
+    overflows = OVERFLOWS if dtype == "float16" else ()
+    for capture in (True, False):
+        made = Made(name, optimizer, "cuda")
+        losses, step = in_steps(made, batches(name, count, overflows, "cuda"), level, dtype, capture=capture, **words)
+        runs.append((losses, weights(made.model), step))
+    return tuple(runs)
+
+
+def assert_alike(one: list[float], other: list[float], tolerance: float = 0.0) -> None:
+    first, second = torch.tensor(one), torch.tensor(other)
+    assert torch.allclose(first, second, rtol=tolerance, atol=tolerance, equal_nan=True), (first - second).abs().nan_to_num(0.0).max()
+
+
+@pytest.mark.parametrize("name", ["mlp", "cnn", "transformer"])
+@pytest.mark.parametrize(("level", "dtype"), LEVELS)
+def test_captured_steps_equal_eager_ones(name: str, level: str, dtype: str) -> None:
+    (captured, theirs, step), (eager, ours, _) = both(name, level, dtype, 200)
+    assert step.captured
+    # Backward of embeddings and of attention adds up by atomics.
+    assert_alike(captured, eager, 0.0 if name == "mlp" else 2e-2)
+    if name == "mlp":
+        assert same(theirs, ours)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize(("level", "dtype"), LEVELS)
+@pytest.mark.parametrize("optimizer", ["SGD", "AdamW"])
+def test_schedules_advance_with_good_steps_only(level: str, dtype: str, schedule: str, optimizer: str) -> None:
+    (captured, theirs, step), (eager, ours, _) = both("mlp", level, dtype, 200, optimizer, schedule=SCHEDULES[schedule])
+    assert step.captured
+    assert_alike(captured, eager)
+    assert same(theirs, ours)
+
+
+@pytest.mark.parametrize(("level", "dtype"), LEVELS)
+def test_three_calls_make_one_captured_update(level: str, dtype: str) -> None:
+    (captured, theirs, step), (eager, ours, _) = both("mlp", level, dtype, accumulate=3, clip_norm=1.0)
+    assert step.captured
+    assert_alike(captured, eager)
+    assert same(theirs, ours)
+
+
+def test_flush_after_captured_calls_updates_from_what_came() -> None:
+    runs = []
+    for capture in (True, False):
+        made = Made("mlp", device="cuda")
+        _, step = in_steps(made, batches("mlp", 31, device="cuda"), "O2", "bfloat16", capture=capture, accumulate=3)
+        step.flush()
+        for x, y in batches("mlp", 6, device="cuda"):
+            step(x, y)
+        runs.append(weights(made.model))
+    assert same(*runs)
+
+
+@pytest.mark.parametrize("clip_norm", [None, 1.0])
+def test_replays_read_nothing_from_the_device(clip_norm: float | None) -> None:
+    made = Made("cnn", device="cuda")
+    _, step = in_steps(made, batches("cnn", 8, device="cuda"), "O2", "float16", clip_norm=clip_norm, schedule=SCHEDULES["cosine"])
+    assert step.captured
+    data = [(x, (y[0], y[1])) for x, y in batches("cnn", 40, device="cuda")]
+    pinned = [(x.cpu().pin_memory(), tuple(one.cpu().pin_memory() for one in y)) for x, y in data]
+    for x, y in pinned[:4]:
+        step(x, y)
+    with no_host_reads():
+        for x, y in data + pinned:
+            step(x, y)
+            step.loss, step.skipped, step.scale  # noqa: B018 - reading is what is tested
+
+
+def test_skips_leave_no_trace_and_are_told() -> None:
+    made = Made("cnn", device="cuda")
+    _, step = in_steps(made, batches("cnn", 8, device="cuda"), "O1", "float16")
+    before, state = weights(made.model), copied(made.optimizer.state_dict())
+    (x, (target, boost)), *_ = batches("cnn", 1, device="cuda")
+    step(torch.full_like(x, INF), (target, boost))
+    torch.cuda.synchronize()
+    assert step.skipped
+    assert step.told.skips == 1
+    assert step.scale == 2.0**15
+    assert same(weights(made.model), before)
+    assert same(made.optimizer.state_dict(), state)
+    step(x, (target, boost))
+    torch.cuda.synchronize()
+    assert not step.skipped
+    assert step.scaler is not None
+    assert step.scaler.state().good == 9
+
+
+def test_batch_norm_statistics_advance_and_dropout_draws_anew() -> None:
+    made = Made("cnn", device="cuda")
+    _, step = in_steps(made, batches("cnn", 8, device="cuda"), "O1", "bfloat16")
+    for group in made.optimizer.param_groups:
+        group["lr"] = 0.0
+    (x, y), *_ = batches("cnn", 1, device="cuda")
+    losses = {float(step(x, y)) for _ in range(8)}
+    assert len(losses) > 1
+    assert int(made.model.norm.num_batches_tracked) == 16
+
+
+def test_changed_hyper_parameters_take_effect_at_the_next_step() -> None:
+    runs = []
+    for capture in (True, False):
+        made = Made("mlp", device="cuda")
+        _, step = in_steps(made, batches("mlp", 8, device="cuda"), "O2", "float16", capture=capture)
+        for change in ({"lr": 0.5}, {"momentum": 0.1}, {"weight_decay": 0.3}, {"lr": 0.0}, {"nesterov": True, "lr": 0.1}):
+            made.optimizer.param_groups[0].update(change)
+            for x, y in batches("mlp", 2, device="cuda"):
+                step(x, y)
+        runs.append(weights(made.model))
+    assert same(*runs)
+
+
+def test_train_eval_and_frozen_parameters_take_effect_at_the_next_step() -> None:
+    runs = []
+    for capture in (True, False):
+        made = Made("cnn", device="cuda")
+        made.model.drop.p = 0.0
+        _, step = in_steps(made, batches("cnn", 8, device="cuda"), "O1", "bfloat16", capture=capture)
+        told = []
+        for change in (nn.Module.eval, nn.Module.train, lambda model: model.conv.requires_grad_(requires_grad=False)):
+            change(made.model)
+            told += [float(step(x, y)) for x, y in batches("cnn", 6, device="cuda")]
+        runs.append((told, made.model.conv.weight.detach().clone()))
+    assert_alike(runs[0][0], runs[1][0], 2e-2)
+
+
+def test_new_shapes_are_captured_up_to_a_limit_that_is_told() -> None:
+    made = Made("mlp", device="cuda")
+    _, step = in_steps(made, batches("mlp", 5, device="cuda"), "O1", "bfloat16")
+    sizes = list(range(9, 16))
+    with _events.listen() as heard:
+        for size in sizes:
+            for x, y in batches("mlp", 3, device="cuda", size=size):
+                step(x, y)
+    assert sum(isinstance(event, _events.StepCaptured) for event in heard) == len(sizes)
+    (x, y), *_ = batches("mlp", 1, device="cuda", size=16)
+    with pytest.warns(UserWarning, match=r"\(16, 8\) float32"):
+        step(x, y)
+    step(x, y)
+
+
+def test_results_are_the_same_over_changing_shapes() -> None:
+    runs = []
+    for capture in (True, False):
+        made = Made("mlp", "AdamW", "cuda")
+        _, step = in_steps(made, batches("mlp", 6, device="cuda"), "O2", "float16", capture=capture)
+        for _ in range(3):
+            for size in (4, 8, 6):
+                for x, y in batches("mlp", 3, device="cuda", size=size):
+                    step(x, y)
+        runs.append(weights(made.model))
+    assert same(*runs)
+
+
+class Reads(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.out = nn.Linear(8, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        outputs = self.out(x)
+        if outputs.abs().sum().item() < 0:
+            outputs = -outputs
+        return outputs
+
+
+def test_a_host_read_is_named_by_its_line_and_runs_eagerly() -> None:
+    model = Reads().cuda()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    step = mezzo.TrainStep(model, boosted, optimizer, dtype="float16")
+    with pytest.warns(UserWarning, match=r"outputs\.abs\(\)\.sum\(\)\.item\(\) < 0"), _events.listen() as heard:
+        losses = [float(step(x, y)) for x, y in batches("mlp", 40, device="cuda")]
+    assert not step.captured
+    assert "test_step.py" in (step.reason or "")
+    assert sum(isinstance(event, _events.StepNotCaptured) for event in heard) == 1
+    assert losses[-1] == losses[-1]
+
+
+def test_a_failed_capture_leaves_the_random_numbers_and_the_run_intact(monkeypatch: pytest.MonkeyPatch) -> None:
+    runs = []
+    for fails in (True, False):
+        made = Made("mlp", device="cuda")
+        model = nn.Sequential(made.model, nn.Dropout(0.3))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+
+        def loss(outputs: torch.Tensor, target: torch.Tensor, boost: torch.Tensor, fails: bool = fails) -> torch.Tensor:
+            if fails and torch.cuda.is_current_stream_capturing():
+                raise RuntimeError("not this one")
+            return boosted(outputs, target, boost)
+
+        step = mezzo.TrainStep(model, loss, optimizer, dtype="float16", capture="auto" if fails else False)
+        torch.manual_seed(3)
+        with warnings.catch_warnings(record=True) as heard:
+            warnings.simplefilter("always")
+            losses = [float(step(x, y)) for x, y in batches("mlp", 12, device="cuda")]
+        assert any("not this one" in str(one.message) for one in heard) is fails
+        runs.append(losses)
+    assert_alike(*runs)
+
+
+def test_optimizers_without_a_fused_step_run_eagerly_and_say_so() -> None:
+    made = Made("mlp", device="cuda")
+    optimizer = torch.optim.RMSprop(made.model.parameters(), lr=0.01)
+    with pytest.warns(UserWarning, match="RMSprop has no fused step"):
+        step = mezzo.TrainStep(made.model, boosted, optimizer, dtype="float16")
+    for x, y in batches("mlp", 5, device="cuda"):
+        step(x, y)
+    assert not step.captured
+
+
+def test_a_captured_run_resumes_to_the_bit() -> None:
+    data = list(batches("cnn", 24, OVERFLOWS, "cuda"))
+    schedule = SCHEDULES["cosine"]
+    made, again = Made("cnn", "AdamW", "cuda"), Made("cnn", "AdamW", "cuda")
+    _, step = in_steps(made, iter(data[:13]), "O2", "float16", accumulate=2, schedule=schedule)
+    state = copied(step.state_dict())
+    expected = [float(step(x, y)) for x, y in data[13:]]
+    _, resumed = in_steps(again, iter(data[:5]), "O2", "float16", accumulate=2, schedule=schedule)
+    resumed.load_state_dict(state)
+    assert_alike([float(resumed(x, y)) for x, y in data[13:]], expected, 1e-3)
+
+
+def test_a_loaded_optimizer_state_is_captured_anew() -> None:
+    runs = []
+    for capture in (True, False):
+        made = Made("mlp", "AdamW", "cuda")
+        _, step = in_steps(made, batches("mlp", 8, device="cuda"), "O2", "bfloat16", capture=capture)
+        state = copied((made.model.state_dict(), made.optimizer.state_dict()))
+        for x, y in batches("mlp", 8, device="cuda"):
+            step(x, y)
+        made.model.load_state_dict(state[0])
+        made.optimizer.load_state_dict(state[1])
+        for x, y in batches("mlp", 8, device="cuda"):
+            step(x, y)
+        runs.append(weights(made.model))
+    assert same(*runs)
+
+
+def test_weights_that_others_write_are_followed() -> None:
+    runs = []
+    for capture in (True, False):
+        made = Made("mlp", device="cuda")
+        _, step = in_steps(made, batches("mlp", 8, device="cuda"), "O2", "bfloat16", capture=capture)
+        with torch.no_grad():
+            for parameter in made.model.parameters():
+                parameter.clamp_(-0.05, 0.05)
+        for x, y in batches("mlp", 4, device="cuda"):
+            step(x, y)
+        runs.append(weights(made.model))
+    assert same(*runs)
+
+
+def test_a_gan_is_captured() -> None:
+    runs = []
+    for capture in (True, False):
+        torch.manual_seed(0)
+        generator, critic = nn.Linear(4, 8).cuda(), nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 1)).cuda()
+        of_generator, of_critic = (torch.optim.Adam(model.parameters(), lr=0.01) for model in (generator, critic))
+
+        @mezzo.train_step(models=[generator, critic], optimizers=[of_generator, of_critic], policy="O1", dtype="float16", capture=capture)
+        def step(update, real, noise, generator=generator, critic=critic, of_generator=of_generator, of_critic=of_critic):
+            fake = generator(noise)
+            loss_critic = F.softplus(critic(fake.detach())).mean() + F.softplus(-critic(real)).mean()
+            update(loss_critic, of_critic)
+            loss = F.softplus(-critic(fake)).mean()
+            update(loss, of_generator)
+            return loss, {"critic": loss_critic}
+
+        torch.manual_seed(1)
+        runs.append(
+            [
+                [float(loss), float(more["critic"])]
+                for loss, more in (step(torch.randn(16, 8, device="cuda"), torch.randn(16, 4, device="cuda")) for _ in range(30))
+            ]
+        )
+        assert step.captured is capture
+    assert_alike(*runs)
+
+
+def test_evaluation_is_captured_and_sees_new_weights() -> None:
+    made = Made("cnn", device="cuda")
+    _, step = in_steps(made, batches("cnn", 6, device="cuda"), "O2", "bfloat16")
+    evaluate = mezzo.EvalStep(made.model)
+    (x, y), *_ = batches("cnn", 1, device="cuda")
+    for _ in range(5):
+        outputs = evaluate(x)
+    kept = outputs.clone()
+    assert evaluate.captured
+    for _ in range(3):
+        step(x, y)
+    after = evaluate(x)
+    assert torch.equal(outputs, kept)
+    assert not torch.equal(after, kept)
+    assert made.model.training
+    made.model.eval()
+    with torch.no_grad():
+        assert torch.equal(made.model(x), after)
+
+
+def test_channels_last_is_measured_and_told() -> None:
+    made = Made("cnn", device="cuda")
+    step = mezzo.TrainStep(made.model, boosted, made.optimizer, "O2", dtype="float16")
+    with _events.listen() as heard:
+        for x, y in batches("cnn", 8, device="cuda"):
+            step(x, y)
+    told = [event for event in heard if isinstance(event, _events.LayoutChosen)]
+    assert len(told) == 1
+    assert told[0].reason == step.channels_last_reason
+    assert "ms with channels last" in step.channels_last_reason
+    assert step.captured
+
+
+def test_channels_last_on_request_trains_alike() -> None:
+    losses = [in_steps(Made("cnn", device="cuda"), batches("cnn", 12, device="cuda"), "O2", "float16", channels_last=last)[0] for last in (True, False)]
+    assert_alike(*losses, 2e-2)
+
+
+def test_another_captured_program_beside_is_not_disturbed() -> None:
+    source = torch.arange(1024.0, device="cuda")
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        doubled = source * 2
+    _, step = in_steps(Made("mlp", device="cuda"), batches("mlp", 8, device="cuda"), "O1", "bfloat16")
+    graph.replay()
+    for x, y in batches("mlp", 4, device="cuda"):
+        step(x, y)
+    assert step.captured
+    assert torch.equal(doubled, source * 2)
