@@ -52,6 +52,8 @@ class HostScale:
 
     def __init__(self, state: ScaleState) -> None:
         self._state = state
+        self._quiet = 0
+        """Good steps since then that changed nothing but the counts: a value for each would take a third of an update."""
         self.scale = torch.tensor(state.scale, dtype=torch.float32)
         self._tracker: torch.Tensor | None = None
         self._inverse = (0.0, self.scale)
@@ -60,17 +62,25 @@ class HostScale:
     def growth_tracker(self) -> torch.Tensor:
         """Good steps in a row; a tensor is made, and kept up, only for whoever asks."""
         if self._tracker is None:
-            self._tracker = torch.tensor(self._state.good_in_a_row, dtype=torch.int32)
+            self._tracker = torch.tensor(self.latest.good_in_a_row, dtype=torch.int32)
         return self._tracker
 
     @property
     def latest(self) -> ScaleState:
         """The state as of the last transition."""
+        if self._quiet:
+            state, quiet, self._quiet = self._state, self._quiet, 0
+            self._state = replace(state, good_in_a_row=state.good_in_a_row + quiet, good=state.good + quiet)
         return self._state
+
+    @property
+    def troubled(self) -> bool:
+        """Whether the last step was skipped."""
+        return self._state.skipped_in_a_row > 0
 
     def read(self) -> ScaleState:
         """The state; whoever wrote to the tensors is heard."""
-        state, scale = self._state, self.scale.item()
+        state, scale = self.latest, self.scale.item()
         good = state.good_in_a_row if self._tracker is None else int(self._tracker.item())
         if scale != state.scale or good != state.good_in_a_row:
             self._state = state = replace(state, scale=scale, good_in_a_row=good)
@@ -82,7 +92,17 @@ class HostScale:
 
     def advance(self, found: torch.Tensor, rule: ScaleRule) -> None:
         """Advance the value."""
-        self._show(next_state(self.read(), rule, found_nonfinite=bool(found)))
+        bad = bool(found)
+        if bad or not self._is_quiet(rule):
+            self._show(next_state(self.read(), rule, found_nonfinite=bad))
+        else:
+            self._quiet += 1
+
+    def _is_quiet(self, rule: ScaleRule) -> bool:
+        """Whether a good step is one more among others, and nothing else."""
+        state = self._state
+        plain = self._tracker is None and rule.dynamic and not rule.warmup and not state.bad_counted and not state.skipped_in_a_row
+        return plain and state.good_in_a_row + self._quiet + 1 < rule.growth_interval and self.scale.item() == state.scale
 
     def set(self, scale: float | torch.Tensor, rule: ScaleRule) -> None:
         """Set the scale by hand."""

@@ -70,8 +70,8 @@ class Watcher:
             self._speak()
 
     def _look_near(self, scale: HostScale, rule: ScaleRule, culprit: Culprit) -> None:
-        state = scale.latest
-        if state.skipped_in_a_row or self._spoken:
+        if scale.troubled or self._spoken:
+            state = scale.latest
             self._judge(Glance(state.good + state.skipped, state.scale, state.skipped_in_a_row, rule, culprit))
             self._speak()
 
