@@ -145,3 +145,27 @@ def test_a_scale_set_by_hand_forgets_what_was_learnt_late():
     scale.was(2.0**16, 1, rule)
     scale.advance(flag(True), rule)
     assert scale.read().scale == 1.0
+
+
+def test_quiet_good_steps_are_counted_and_a_loaded_state_forgets_them():
+    scale, rule = HostScale(ScaleState(8.0, good_in_a_row=1)), ScaleRule(growth_interval=5)
+    for _ in range(3):
+        scale.advance(flag(False), rule)
+    assert scale.read() == ScaleState(8.0, good_in_a_row=4, good=3)
+    scale.advance(flag(False), rule)
+    assert scale.read() == ScaleState(16.0, good_in_a_row=0, good=4)
+    for _ in range(2):
+        scale.advance(flag(False), rule)
+    scale.load(ScaleState(4.0))
+    assert scale.read() == ScaleState(4.0)
+
+
+def test_a_scale_written_between_quiet_steps_is_heard():
+    scale, rule = HostScale(ScaleState(8.0)), ScaleRule()
+    scale.advance(flag(False), rule)
+    scale.scale.fill_(2.0)
+    scale.advance(flag(False), rule)
+    assert scale.read() == ScaleState(2.0, good_in_a_row=2, good=2)
+    scale.growth_tracker.fill_(7)
+    scale.advance(flag(False), rule)
+    assert scale.read() == ScaleState(2.0, good_in_a_row=8, good=3)

@@ -123,7 +123,7 @@ class HostScale:
             self.scale.fill_(state.scale)
         if self._tracker is not None:
             self._tracker.fill_(state.good_in_a_row)
-        self._state = state
+        self._state, self._quiet = state, 0
 
 
 class DeviceScale:
