@@ -20,7 +20,7 @@ def table(benchmark: str) -> str:
         rows = [next((row for row in record["rows"] if row["name"] == name), None) for record in records]
         said = next(row for row in rows if row)
         cells = [f"{row['value']:.2f} {row['unit']}" if row else "–" for row in rows]
-        lines.append("| " + " | ".join([name, f"{said['bar']:g} {said['unit']}", *cells]) + " |")
+        lines.append("| " + " | ".join([name, f"{said['bar']:.3g} {said['unit']}", *cells]) + " |")
     return "\n".join(lines)
 
 

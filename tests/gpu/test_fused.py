@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import gc
-import warnings
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -20,16 +18,6 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 
 PAIRS = [(kind, half) for kind in step_cases.KINDS for half in step_cases.HALVES if step_cases.fits(kind, half)]
 CASES = [(name, *pair) for name in step_cases.OPTIMIZERS for pair in PAIRS]
-
-
-@pytest.fixture
-def no_host_reads() -> Iterator[None]:
-    torch.cuda.synchronize()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that the mode is a prototype
-        torch.cuda.set_sync_debug_mode("error")
-    yield
-    torch.cuda.set_sync_debug_mode("default")
 
 
 @pytest.mark.parametrize(("name", "kind", "half"), CASES)
@@ -138,12 +126,15 @@ def test_parameter_master_and_adam_state_take_twelve_bytes() -> None:
     for parameter in parameters:
         masters.adopt(parameter, torch.bfloat16)
         parameter.grad = torch.zeros_like(parameter)
-    bind(optimizer, masters)
+    bound = bind(optimizer, masters)
     optimizer.step()
     optimizer.zero_grad()
+    # Tables of addresses are none of the three.
+    bound._prepared = None
     gc.collect()
     held = torch.cuda.memory_allocated()
     count = 16 * 2**20
-    del parameters, optimizer, masters, parameter
+    del parameters, optimizer, masters, parameter, bound
     gc.collect()
-    assert (held - torch.cuda.memory_allocated()) / count <= 12.01
+    # What is left beside them are counters: a KiB or two for all.
+    assert (held - torch.cuda.memory_allocated()) / count <= 12.001

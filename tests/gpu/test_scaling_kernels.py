@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Iterator
-
 import pytest
 import torch
 from support.kernel_cases import DTYPES, FACTORS, bits, check_against_reference, fresh_seed, gradients, raised, spoil
@@ -12,16 +9,6 @@ from support.kernel_cases import DTYPES, FACTORS, bits, check_against_reference,
 from mezzo.scaling import kernels
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
-
-
-@pytest.fixture
-def no_host_reads() -> Iterator[None]:
-    torch.cuda.synchronize()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that the mode is a prototype
-        torch.cuda.set_sync_debug_mode("error")
-    yield
-    torch.cuda.set_sync_debug_mode("default")
 
 
 def test_the_kernel_is_there() -> None:

@@ -1,14 +1,9 @@
-"""Rules for whole modules: what a rule matches is found first, then each matching instance's `forward` is replaced, and put back when the binding ends.
-
-Hooks would be simpler, but compiled code ignores those added later and breaks on those that enter contexts.
-"""
+"""Rules for whole modules: what a rule matches is found first, then each matching instance's `forward` is replaced, and put back when the binding ends."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import partial
-from types import MethodType
 from typing import Any
 
 import torch
@@ -17,6 +12,7 @@ from torch.compiler import is_dynamo_compiling
 
 from mezzo._casting import cast_all
 from mezzo._errors import PolicyError, UnsupportedError, nearest
+from mezzo.eager.forward import Forward, replace_forward
 from mezzo.eager.region import Region, innermost_region, inside
 from mezzo.policy.policy import Policy
 from mezzo.policy.rule import Rule
@@ -87,27 +83,16 @@ class Binding:
         return not torch.is_autocast_enabled(device) and not any(innermost_region() is region for region in self._regions.values())
 
     def _replace_forward(self, module: nn.Module, region: Region, dtype: torch.dtype | None) -> Callable[[], None]:
-        own = module.__dict__.get("forward")
+        def make(function: Forward, bound: bool) -> Forward:  # noqa: FBT001
+            def forward(self_: nn.Module, *args: Any, **kwargs: Any) -> Any:
+                if not self.active or (not is_dynamo_compiling() and self.is_switched_off(region.device)):
+                    return function(*args, **kwargs) if bound else function(self_, *args, **kwargs)
+                if dtype is not None:
+                    args, kwargs = cast_all(args, dtype, region.device), cast_all(kwargs, dtype, region.device)
+                with inside(region):
+                    return function(*args, **kwargs) if bound else function(self_, *args, **kwargs)
+
+            return forward
+
         # The rules of another binding around this one give way: of nested regions the inner speaks.
-        function = getattr(own, "mezzo_original", own) or type(module).forward
-        bound = own is not None and function is not type(module).forward
-
-        def forward(self_: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            if not self.active or (not is_dynamo_compiling() and self.is_switched_off(region.device)):
-                return function(*args, **kwargs) if bound else function(self_, *args, **kwargs)
-            if dtype is not None:
-                args, kwargs = cast_all(args, dtype, region.device), cast_all(kwargs, dtype, region.device)
-            with inside(region):
-                return function(*args, **kwargs) if bound else function(self_, *args, **kwargs)
-
-        forward.mezzo_original = function  # type: ignore[attr-defined]
-        # A bound method, so that a deep copy of the model gets one bound to the copy.
-        module.__dict__["forward"] = MethodType(forward, module)
-        return partial(_put_back, module, own)
-
-
-def _put_back(module: nn.Module, own: Any) -> None:
-    if own is None:
-        module.__dict__.pop("forward", None)
-    else:
-        module.__dict__["forward"] = own
+        return replace_forward(module, "mezzo_original", make)

@@ -14,9 +14,3 @@ def bind(optimizer: torch.optim.Optimizer, masters: Masters, *, clip_norm: float
     """Let an optimizer's `step` run over exact weights."""
     kind = FusedBound if type(optimizer) in ALGORITHMS else Bound
     return kind(optimizer, masters, clip_norm=clip_norm)
-
-
-def bound_of(optimizer: torch.optim.Optimizer) -> Bound | None:
-    """What an optimizer's step was bound to."""
-    widen = optimizer.__dict__.get("_widen_gradients")
-    return None if widen is None else widen.__self__

@@ -19,15 +19,21 @@ from mezzo._errors import UnsupportedError
 from mezzo.optim.kinds import Draw
 from mezzo.optim.masters import Masters
 from mezzo.policy.rule import Master
+from mezzo.scaling.binding import binding_of
+from mezzo.scaling.culprit import Flagged
+from mezzo.scaling.gradients import Flags
 
 Optimizer = torch.optim.Optimizer
 Parameter = torch.nn.Parameter
 
-_PROTOCOL = ("_step_supports_amp_scaling", "_skips_by_itself", "_widen_gradients", "_bound", "__deepcopy__")
+_PROTOCOL = ("_step_supports_amp_scaling", "_bound", "__deepcopy__")
 
 
 class Bound:
     """An optimizer whose step runs over exact weights."""
+
+    reads_on_device = False
+    """Whether scheduled values may be tensors, for nothing reads them on the host."""
 
     def __init__(self, optimizer: Optimizer, masters: Masters, *, clip_norm: float | None = None) -> None:
         self.optimizer, self.masters, self.clip_norm = optimizer, masters, clip_norm
@@ -43,9 +49,8 @@ class Bound:
             self._hooked._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
         # A bound method: a scheduler that is made later wraps the function in it.
         optimizer.step = MethodType(self._hooked, optimizer)  # type: ignore[method-assign]
-        # torch's protocol: a scaler tells the optimizer the scale and the flag. And ours, which holds on a CPU too: 16-bit gradients are not unscaled in place.
-        optimizer._step_supports_amp_scaling = optimizer._skips_by_itself = True  # type: ignore[attr-defined]
-        optimizer._widen_gradients = self._widen_gradients  # type: ignore[attr-defined]
+        # torch's protocol, by which a scaler tells the optimizer the scale and the flag; and ours, which holds on a CPU too.
+        optimizer._step_supports_amp_scaling = True  # type: ignore[attr-defined]
         optimizer._bound = self  # type: ignore[attr-defined]
         optimizer.__deepcopy__ = _refuse_copy  # type: ignore[attr-defined]
 
@@ -90,8 +95,12 @@ class Bound:
             if parameter in self.masters and stand_in.grad is not None:
                 self.masters.write(parameter, stand_in.detach(), self._draw(parameter, place))
 
-    def _widen_gradients(self) -> None:
-        """Turn 16-bit gradients into float32 ones, for whoever is going to unscale them in place."""
+    def check(self, inverse: Callable[[], torch.Tensor], flags: Flags, culprit: Flagged) -> bool:  # noqa: ARG002
+        """Nothing to add to the scaler's own check."""
+        return False
+
+    def widen_gradients(self) -> None:
+        """Turn 16-bit gradients into float32 ones, for whoever is going to unscale them in place: in float16 small ones would be gone."""
         for parameter in self.masters:
             if parameter.grad is not None and parameter.grad.dtype is not torch.float32:
                 gradient = parameter.grad
@@ -151,6 +160,12 @@ class Bound:
             torch.nn.utils.clip_grads_with_norm_(stand_ins, self.clip_norm, self.grad_norm)
 
 
+def bound_of(optimizer: Optimizer) -> Bound | None:
+    """What an optimizer's step was bound to."""
+    bound = binding_of(optimizer)
+    return bound if isinstance(bound, Bound) else None
+
+
 def _refuse_copy(_: object) -> None:
     raise UnsupportedError(
         "A decorated optimizer steps over exact weights, which a deep copy of it would train without. Copy optimizer.state_dict(), or call mezzo.undecorate first."
@@ -168,7 +183,7 @@ def grad_norm(optimizer: Optimizer) -> torch.Tensor:
     >>> grad_norm(optimizer)
     tensor(5.)
     """
-    bound = getattr(optimizer, "_bound", None)
+    bound = bound_of(optimizer)
     if bound is None or bound.clip_norm is None:
         raise UnsupportedError(
             f"This {type(optimizer).__name__} takes no norm, for it does not clip. Use mezzo.decorate(model, optimizer, ..., clip_norm=1.0), "
@@ -176,8 +191,7 @@ def grad_norm(optimizer: Optimizer) -> torch.Tensor:
         )
     if bound.grad_norm is None:
         raise UnsupportedError("There is no norm before the first step. Call optimizer.step() first.")
-    norm: torch.Tensor = bound.grad_norm
-    return norm
+    return bound.grad_norm
 
 
 def _rename(optimizer: Optimizer, names: dict[Any, Any]) -> None:

@@ -5,6 +5,7 @@ Hyper-parameters, step counts, scale, norm and skip are read on the device: the 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache
 from operator import attrgetter
 from types import SimpleNamespace
@@ -14,8 +15,8 @@ import torch
 
 from mezzo.optim.algorithms import ALGORITHMS
 from mezzo.optim.bound import Bound, Optimizer
-from mezzo.optim.masters import Masters
-from mezzo.optim.prepared import VERSION, Launch, Prepared, make_launches
+from mezzo.optim.masters import VERSION, Masters
+from mezzo.optim.prepared import Launch, Prepared, make_launches
 from mezzo.optim.slots import Slots
 from mezzo.policy.rule import Master
 from mezzo.scaling import copies, kernels
@@ -34,6 +35,8 @@ _GRADIENTS = frozenset({torch.float16, torch.bfloat16, torch.float32})
 class FusedBound(Bound):
     """A bound optimizer that Triton steps on CUDA, and its own step everywhere else."""
 
+    reads_on_device = True
+
     def __init__(self, optimizer: Optimizer, masters: Masters, *, clip_norm: float | None = None) -> None:
         super().__init__(optimizer, masters, clip_norm=clip_norm)
         self._algorithm = ALGORITHMS[type(optimizer)]
@@ -45,15 +48,9 @@ class FusedBound(Bound):
         """What the groups held when a replayed step was last prepared for; None where the device may have been told something else since."""
         self._seen: tuple[list[list[Any]], tuple[bool, ...]] = ([], ())
         self._gathered: tuple[Prepared, list[torch.Tensor]] | None = None
-        # Scheduled values may be tensors: nothing here reads them on the host.
-        optimizer._reads_on_device = True  # type: ignore[attr-defined]
-        if clip_norm is not None:
-            optimizer._check_gradients = self.check  # type: ignore[attr-defined]
 
     def unbind(self) -> None:
         """As `Bound`; counters go back to where the optimizer's own step wants them."""
-        for name in ("_check_gradients", "_reads_on_device"):
-            self.optimizer.__dict__.pop(name, None)
         for group in self.optimizer.param_groups:
             if not (group.get("fused") or group.get("capturable")):
                 for parameter in group["params"]:
@@ -62,20 +59,21 @@ class FusedBound(Bound):
                         self.optimizer.state[parameter]["step"] = step.cpu()
         super().unbind()
 
-    def check(self, inverse: torch.Tensor, flags: Flags, culprit: Flagged) -> bool:
-        """The scaler's check with the norm in the same pass; false where there is no kernel for it."""
-        self._gathered = gathered = self._gather()
+    def check(self, inverse: Callable[[], torch.Tensor], flags: Flags, culprit: Flagged) -> bool:
+        """The scaler's check with the norm in the same pass; false where no norm is wanted, or there is no kernel for it."""
+        self._gathered = gathered = None if self.clip_norm is None else self._gather()
         if gathered is None:
             return False
         prepared, gradients = gathered
         device = gradients[0].device
         if device not in flags:
             flags[device] = torch.zeros((), device=device)
-        self._squares = None
+        sums, factor = [], inverse()
         for launch in prepared.launches:
             single = torch.zeros(launch.count, dtype=torch.int32, device=device)
-            self._add(kernels.check_and_sum(launch.chosen(gradients), inverse, flags[device], single))
+            sums.append(kernels.check_and_sum(launch.chosen(gradients), factor, flags[device], single))
             culprit.add(single, launch.chosen(prepared.parameters))
+        self._squares = sum(sums[1:], sums[0])
         return True
 
     def step(self, scale: torch.Tensor | None, found: torch.Tensor | None) -> None:
@@ -176,16 +174,13 @@ class FusedBound(Bound):
 
     # -- norms -----------------------------------------------------------------------------------------------------------------------------------
 
-    def _add(self, squares: torch.Tensor) -> None:
-        self._squares = squares if self._squares is None else self._squares + squares
-
     def _sum(self, prepared: Prepared, gradients: list[torch.Tensor], scale: torch.Tensor | None) -> torch.Tensor:
         """The sum of squares where no scaler has asked for a check before."""
         device = gradients[0].device
-        inverse = torch.ones((), device=device) if scale is None else scale.double().reciprocal().float()
-        unread = torch.zeros((), device=device)
+        factor, unread = self._factor(scale), torch.zeros((), device=device)
+        inverse = torch.ones((), device=device) if factor is None else factor
         sums = [kernels.check_and_sum(launch.chosen(gradients), inverse, unread) for launch in prepared.launches]
-        return torch.stack(sums).sum()
+        return sum(sums[1:], sums[0])
 
     # -- launching -------------------------------------------------------------------------------------------------------------------------------
 
@@ -207,8 +202,8 @@ class FusedBound(Bound):
     def _written(self, hyper: torch.Tensor | None, device: torch.device, table: torch.Tensor) -> torch.Tensor:
         """A table on the device, in the place of the old one where it fits: captured steps read it there."""
         if hyper is None or hyper.shape != table.shape or hyper.device != device:
-            return kernels.staged_on(device, table)[0]
-        return hyper.copy_(table.pin_memory() if device.type == "cuda" else table, non_blocking=True)
+            return kernels.table_on(device, table)
+        return hyper.copy_(kernels.pinned_for(device, table), non_blocking=True)
 
     def _run(
         self, launch: Launch, gradients: torch.Tensor, hyper: torch.Tensor, scale: torch.Tensor | None, found: torch.Tensor | None, squares: torch.Tensor | None

@@ -12,7 +12,7 @@ from mezzo.policy.rule import Master
 
 Parameter = torch.nn.Parameter
 
-_VERSION = attrgetter("_version")
+VERSION = attrgetter("_version")
 
 
 class Masters:
@@ -93,7 +93,7 @@ class Masters:
 
     def noted(self, parameters: Sequence[torch.Tensor]) -> list[int]:
         """Somebody wrote these parameters together with what lies beside them; their versions."""
-        versions = list(map(_VERSION, parameters))
+        versions = list(map(VERSION, parameters))
         self._seen.update(zip(map(id, parameters), versions, strict=True))
         if self._trusted:
             self._trusted.difference_update(map(id, parameters))

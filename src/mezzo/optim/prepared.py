@@ -16,11 +16,9 @@ import torch
 from mezzo.optim.slots import Slot
 from mezzo.scaling import copies, kernels
 
-_DTYPE, _LAYOUT, VERSION = attrgetter("dtype"), attrgetter("layout"), attrgetter("_version")
+_DTYPE, _LAYOUT = attrgetter("dtype"), attrgetter("layout")
 _held: Callable[[Any, Any], Any] = dict.get
 _COEFFICIENTS = 11
-_TABLES_KEPT = 16
-"""Addresses repeat: torch's allocator gives the gradients of a step the blocks of an earlier one."""
 
 
 @dataclass(frozen=True)
@@ -108,10 +106,8 @@ class Prepared:
             return self._captured_tables(device, key)
         tables = self._tables.get(key)
         if tables is None:
-            if len(self._tables) >= _TABLES_KEPT:
-                del self._tables[next(iter(self._tables))]
-            tables = [kernels.staged_on(device, torch.tensor(launch.chosen(key), dtype=torch.int64))[0] for launch in self.launches]
-            self._tables[key] = tables
+            tables = [kernels.table_on(device, torch.tensor(launch.chosen(key), dtype=torch.int64)) for launch in self.launches]
+            kernels.keep(self._tables, key, tables)
         return tables
 
     def _captured_tables(self, device: torch.device, key: tuple[int, ...]) -> list[torch.Tensor]:
@@ -133,7 +129,7 @@ class Prepared:
         if self._key:
             for launch, table in zip(self.launches, self._room, strict=True):
                 addresses = torch.tensor(launch.chosen(self._key), dtype=torch.int64)
-                table.copy_(addresses.pin_memory() if table.is_cuda else addresses, non_blocking=True)
+                table.copy_(kernels.pinned_for(table.device, addresses), non_blocking=True)
             self._captured.append(self._room)
         self._room, self._key = [], ()
 
@@ -156,9 +152,9 @@ def _make_launch(kind: tuple[torch.dtype, torch.dtype, bool], places: Sequence[i
         len(slots),
         # Of one place itemgetter would give the bare item.
         itemgetter(*places) if len(places) > 1 else lambda listed: (listed[places[0]],),
-        _on(device, torch.tensor(rows, dtype=torch.int64).T.contiguous()),
-        _on(device, kernels.chunks_of(sizes, chunk)),
-        _on(device, torch.tensor([[slot.place for slot in slots], [slot.group for slot in slots]], dtype=torch.int32)),
+        kernels.table_on(device, torch.tensor(rows, dtype=torch.int64).T.contiguous()),
+        kernels.table_on(device, kernels.chunks_of(sizes, chunk)),
+        kernels.table_on(device, torch.tensor([[slot.place for slot in slots], [slot.group for slot in slots]], dtype=torch.int32)),
         torch.zeros(_COEFFICIENTS, len(slots), dtype=torch.float32, device=device),
     )
 
@@ -167,7 +163,3 @@ def _row(slot: Slot, first_program: int) -> Iterable[int]:
     states = [tensor.data_ptr() for _, tensor in slot.states]
     beside = 0 if slot.beside is None else slot.beside.data_ptr()
     return [slot.parameter.data_ptr(), beside, *states, *[0] * (3 - len(states)), slot.parameter.numel(), first_program]
-
-
-def _on(device: torch.device, table: torch.Tensor) -> torch.Tensor:
-    return kernels.staged_on(device, table)[0]

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
-from types import MethodType
 from typing import Any
 
 import torch
 from torch import nn
 
 from mezzo._casting import cast_all
+from mezzo.eager.forward import Forward, replace_forward
 from mezzo.eager.region import Region, inside
 
 
@@ -28,31 +27,18 @@ class Door:
 
 
 def hang(door: Door, model: nn.Module) -> Callable[[], None]:
-    """Replace the forward of a model; what comes back takes the door out again.
-
-    Hooks would be simpler, but compiled code ignores those added later and breaks on those that enter contexts.
-    """
-    own = model.__dict__.get("forward")
-    # A deep copy of a decorated model has a door already: a new one takes its place.
-    function = getattr(own, "mezzo_behind", own) or type(model).forward
-    bound = own is not None and function is not type(model).forward
+    """Replace the forward of a model; what comes back takes the door out again."""
     region, inputs, outputs = door.region, door.inputs, door.outputs
 
-    def forward(self_: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        if inputs is not None:
-            args, kwargs = cast_all(args, inputs, region.device), cast_all(kwargs, inputs, region.device)
-        with inside(region):
-            result = function(*args, **kwargs) if bound else function(self_, *args, **kwargs)
-        return result if outputs is None else cast_all(result, outputs, region.device)
+    def make(function: Forward, bound: bool) -> Forward:  # noqa: FBT001
+        def forward(self_: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            if inputs is not None:
+                args, kwargs = cast_all(args, inputs, region.device), cast_all(kwargs, inputs, region.device)
+            with inside(region):
+                result = function(*args, **kwargs) if bound else function(self_, *args, **kwargs)
+            return result if outputs is None else cast_all(result, outputs, region.device)
 
-    forward.mezzo_behind = function  # type: ignore[attr-defined]
-    # A bound method, so that a deep copy of the model gets one bound to the copy.
-    model.__dict__["forward"] = MethodType(forward, model)
-    return partial(_put_back, model, own)
+        return forward
 
-
-def _put_back(model: nn.Module, own: Any) -> None:
-    if own is None:
-        model.__dict__.pop("forward", None)
-    else:
-        model.__dict__["forward"] = own
+    # A deep copy of a decorated model has a door already: a new one takes its place.
+    return replace_forward(model, "mezzo_behind", make)

@@ -21,7 +21,6 @@ _CPU = torch.device("cpu")
 _GRADIENT, _DTYPE, _LAYOUT, _DEVICE = (attrgetter(name) for name in ("grad", "dtype", "layout", "device"))
 _SMALL = 2**20
 """Up to so many elements gradients are checked fastest by torch's own kernel, which also writes them (80 µs a step less on an H200), and may be held for a name."""
-_CHECKED = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
 
 
 def parameters(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
@@ -78,7 +77,7 @@ class Checker:
     def _are_plain(self, optimizer: torch.optim.Optimizer, found: list[torch.Tensor]) -> bool:
         if self._plain.get(optimizer) == len(found):
             return True
-        plain = _CHECKED.issuperset(map(_DTYPE, found))
+        plain = kernels.DTYPES.issuperset(map(_DTYPE, found))
         if plain:
             self._plain[optimizer] = len(found)
         return plain
@@ -127,7 +126,7 @@ def sorted_gradients(optimizer: torch.optim.Optimizer) -> Iterable[tuple[list[to
     found = list(map(_GRADIENT, owners))
     # Asked of all at once, the questions cost a third of what they cost in a loop, and mostly have one answer.
     dtypes, layouts, devices = list(map(_DTYPE, found)), set(map(_LAYOUT, found)), list(map(_DEVICE, found))
-    if layouts == {torch.strided} and _CHECKED.issuperset(dtypes):
+    if layouts == {torch.strided} and kernels.DTYPES.issuperset(dtypes):
         if len(set(dtypes)) == len(set(devices)) == 1:
             return [(found, owners)]
     else:
@@ -150,7 +149,7 @@ def _plain(parameter: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
         gradient = gradient._values()
     if gradient.is_complex():
         gradient = torch.view_as_real(gradient)
-    if gradient.layout is torch.strided and gradient.dtype in _CHECKED:
+    if gradient.layout is torch.strided and gradient.dtype in kernels.DTYPES:
         return gradient
     raise ScalerError(
         f"A gradient of dtype {dtype_name(gradient.dtype)} and layout {gradient.layout} cannot be unscaled: gradients are float16, bfloat16, float32, float64 or "

@@ -25,7 +25,7 @@ CHECK_CHUNK = 4096
 _TABLES_KEPT = 16
 """Addresses repeat: torch's allocator gives the gradients of a step the blocks of an earlier one."""
 
-_DTYPES = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
+DTYPES = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
 
 
 @dataclass(frozen=True)
@@ -82,12 +82,22 @@ def chunks_of(sizes: Sequence[int], chunk: int) -> torch.Tensor:
 
 
 def staged_on(device: torch.device, table: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """A table on a device without waiting for it, and what it was copied from.
+    """A table on a device without waiting for it, and what it was copied from."""
+    staged = pinned_for(device, table)
+    return staged.to(device, non_blocking=True), staged
+
+
+def table_on(device: torch.device, table: torch.Tensor) -> torch.Tensor:
+    """The same where no captured copy will read it again."""
+    return staged_on(device, table)[0]
+
+
+def pinned_for(device: torch.device, table: torch.Tensor) -> torch.Tensor:
+    """A table in memory from which a device copies without anybody waiting.
 
     A fresh buffer each time: torch frees pinned memory only when its copies are done, but knows nothing of a buffer that is written again too early.
     """
-    staged = table.pin_memory() if device.type == "cuda" else table
-    return staged.to(device, non_blocking=True), staged
+    return table.pin_memory() if device.type == "cuda" else table
 
 
 def is_dense(tensor: torch.Tensor) -> bool:
@@ -126,7 +136,7 @@ def _run(gradients: Sequence[torch.Tensor], factor: torch.Tensor | None, found: 
     if not gradients:
         return found.new_zeros(0)
     first = gradients[0]
-    if first.dtype not in _DTYPES:
+    if first.dtype not in DTYPES:
         raise UnsupportedError(f"Gradients of {dtype_name(first.dtype)} cannot be checked. Cast them to float32, or view complex ones as real.")
     if not has_kernel(first.device):
         return _run_in_torch(gradients, factor, found, flags, write=write)
@@ -189,12 +199,13 @@ def _table(gradients: Sequence[torch.Tensor], chunk: int) -> Table:
         # What a captured copy fills, nobody else may use: it is empty until the first replay.
         _captured.append(table)
     else:
-        _keep(_tables, (laid, addresses), table)
-        _keep(_chunks, laid, (table.chunks, table.staged[1]))
+        keep(_tables, (laid, addresses), table)
+        keep(_chunks, laid, (table.chunks, table.staged[1]))
     return table
 
 
-def _keep(tables: dict[Any, Any], key: Any, table: Any) -> None:
+def keep(tables: dict[Any, Any], key: Any, table: Any) -> None:
+    """Keep a table among the last few."""
     if key not in tables and len(tables) >= _TABLES_KEPT:
         del tables[next(iter(tables))]
     tables[key] = table

@@ -15,6 +15,7 @@ from mezzo import _events
 from mezzo._errors import ScalerError
 from mezzo.scaling import gradients, masked, saved, stepping
 from mezzo.scaling.backward import backward_apart
+from mezzo.scaling.binding import binding_of
 from mezzo.scaling.culprit import NOBODY, Culprit, Flagged, Known, Names
 from mezzo.scaling.device import HostScale
 from mezzo.scaling.needless import say_if_needless
@@ -291,9 +292,9 @@ class GradScaler(TorchNames):
     def _check(self, optimizer: Optimizer, record: Record, index: int, factor: torch.Tensor | None) -> None:
         """Check the gradients of an optimizer, and multiply them by a factor if there is one."""
         flags = record.flags(index)
-        if factor is not None and (widen := getattr(optimizer, "_widen_gradients", None)) is not None:
-            # Unscaled in float16, small gradients would be gone: what scaling is for.
-            widen()
+        bound = binding_of(optimizer)
+        if bound is not None and factor is not None:
+            bound.widen_gradients()
         if factor is not None and isinstance(self._scales.of(index), HostScale):
             bad = self._checker.check(optimizer, factor, flags)
             record.told.append(bad)
@@ -301,8 +302,7 @@ class GradScaler(TorchNames):
                 record.culprit = self._blame(optimizer, record)
         else:
             culprit = record.culprit if isinstance(record.culprit, Flagged) else Flagged(self._names, optimizer)
-            own_check = getattr(optimizer, "_check_gradients", None) if factor is None else None
-            if own_check is None or not own_check(self._scales.of(index).inverse(), flags, culprit):
+            if bound is None or factor is not None or not bound.check(self._scales.of(index).inverse, flags, culprit):
                 gradients.check_sorted(optimizer, factor, flags, culprit)
             record.culprit = culprit
         if self._settings.reduce_flag is not None:

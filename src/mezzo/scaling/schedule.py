@@ -16,7 +16,8 @@ import torch
 from torch.optim import lr_scheduler
 
 from mezzo._errors import UnsupportedError
-from mezzo.scaling import copies
+from mezzo.scaling import copies, kernels
+from mezzo.scaling.binding import binding_of
 from mezzo.scaling.lookahead import Lookahead, Row, counters, flat, refuse, scheduled_keys, spread
 from mezzo.scaling.reading import keep_up, let_go, plainly
 
@@ -168,14 +169,13 @@ class DeviceSchedule:
         rows = torch.tensor([self._ahead.row(self._known + step) for step in range(size)], dtype=self._table.dtype)
         if rows.shape != self._table.shape:
             self._table = torch.empty_like(rows, device=self._device)
-        # Pinned memory is fresh each time: torch keeps it until the copy is done, but cannot keep anybody from writing to it too early.
-        self._table.copy_(rows.pin_memory() if self._table.is_cuda else rows, non_blocking=True)
+        self._table.copy_(kernels.pinned_for(self._table.device, rows), non_blocking=True)
         self._base.fill_(self._known)
 
 
 def _refuse_host_reads(optimizer: torch.optim.Optimizer, keys: tuple[str, ...]) -> None:
-    if getattr(optimizer, "_reads_on_device", False):
-        # mezzo's fused step takes all that a scheduler changes from the device.
+    bound = binding_of(optimizer)
+    if bound is not None and bound.reads_on_device:
         return
     if getattr(optimizer, "_step_supports_amp_scaling", False) and not isinstance(optimizer, _FUSED):
         # Another optimizer that skips by itself: what it needs it reads on the device.

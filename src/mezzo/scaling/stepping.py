@@ -16,6 +16,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from mezzo._errors import ScalerError
 from mezzo.scaling import copies
+from mezzo.scaling.binding import binding_of
 
 if TYPE_CHECKING:
     from mezzo.scaling.schedule import DeviceSchedule
@@ -36,9 +37,7 @@ def skips_by_itself(optimizer: Optimizer) -> bool:
     """Whether an optimizer takes part in torch's protocol. On a CPU there is nothing to wait for, and torch's fused steps are faster without it."""
     if not getattr(optimizer, "_step_supports_amp_scaling", False):
         return False
-    if getattr(optimizer, "_skips_by_itself", False):
-        return True
-    if not type(optimizer).__module__.startswith("torch.optim"):
+    if binding_of(optimizer) is not None or not type(optimizer).__module__.startswith("torch.optim"):
         return True
     first = next((parameter for group in optimizer.param_groups for parameter in group["params"]), None)
     return first is None or copies.waits(first.device)

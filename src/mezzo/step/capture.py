@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from mezzo.eager.region import innermost_region, invalidate
-from mezzo.optim.bind import bound_of
+from mezzo.optim.bound import bound_of
 from mezzo.optim.fused import FusedBound
 from mezzo.optim.prepared import Prepared
 from mezzo.scaling import replay

@@ -14,7 +14,8 @@ from mezzo._errors import PolicyError
 from mezzo.eager.region import Region
 from mezzo.eager.settle import region_of
 from mezzo.optim.algorithms import ALGORITHMS
-from mezzo.optim.bind import bind, bound_of
+from mezzo.optim.bind import bind
+from mezzo.optim.bound import bound_of
 from mezzo.optim.masters import Masters
 from mezzo.policy.policy import Policy
 from mezzo.policy.rule import Level, Master

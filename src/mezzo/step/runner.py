@@ -9,7 +9,7 @@ import torch
 
 from mezzo import _events
 from mezzo._errors import UnsupportedError
-from mezzo.optim.bind import bound_of
+from mezzo.optim.bound import bound_of
 from mezzo.optim.fused import FusedBound
 from mezzo.scaling import kernels, replay
 from mezzo.step.buffers import mode_of
