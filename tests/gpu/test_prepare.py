@@ -6,6 +6,7 @@ import copy
 
 import pytest
 import torch
+from support.states import assert_equal
 from torch import nn
 
 import mezzo
@@ -64,21 +65,6 @@ class Run:
 
     def state(self):
         return copy.deepcopy([one.state_dict() for one in self.parts])
-
-
-def assert_equal(one, other):
-    if isinstance(one, torch.Tensor):
-        assert one.dtype is other.dtype
-        assert torch.equal(one.cpu(), other.cpu())
-    elif isinstance(one, dict):
-        assert one.keys() == other.keys()
-        for key in one:
-            assert_equal(one[key], other[key])
-    elif isinstance(one, list | tuple):
-        for first, second in zip(one, other, strict=True):
-            assert_equal(first, second)
-    else:
-        assert one == other
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)

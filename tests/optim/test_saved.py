@@ -6,6 +6,7 @@ from contextlib import ExitStack
 
 import pytest
 import torch
+from support.states import assert_equal
 from torch import nn
 
 import mezzo
@@ -60,22 +61,6 @@ def exact(model, optimizer):
     """Everything that a run goes on from."""
     weights = {name: value.clone() for name, value in model.state_dict().items()}
     return weights, copy.deepcopy(optimizer.state_dict())
-
-
-def assert_equal(one, other):
-    if isinstance(one, torch.Tensor):
-        assert one.dtype is other.dtype
-        assert torch.equal(one, other)
-    elif isinstance(one, dict):
-        assert one.keys() == other.keys()
-        for key in one:
-            assert_equal(one[key], other[key])
-    elif isinstance(one, list | tuple):
-        assert len(one) == len(other)
-        for first, second in zip(one, other, strict=True):
-            assert_equal(first, second)
-    else:
-        assert one == other
 
 
 @pytest.mark.parametrize("carried", [copy.deepcopy, through_a_file])

@@ -8,6 +8,7 @@ import sys
 import numpy as np
 import pytest
 import torch
+from support.states import assert_equal
 from torch import nn
 
 import mezzo
@@ -49,22 +50,6 @@ class Run:
 
     def state(self):
         return copy.deepcopy([one.state_dict() for one in self.parts])
-
-
-def assert_equal(one, other):
-    if isinstance(one, torch.Tensor):
-        assert one.dtype is other.dtype
-        assert torch.equal(one, other)
-    elif isinstance(one, dict):
-        assert one.keys() == other.keys()
-        for key in one:
-            assert_equal(one[key], other[key])
-    elif isinstance(one, list | tuple):
-        assert len(one) == len(other)
-        for first, second in zip(one, other, strict=True):
-            assert_equal(first, second)
-    else:
-        assert one == other
 
 
 @pytest.fixture

@@ -15,6 +15,7 @@ import torch
 from mezzo._errors import PolicyError
 from mezzo.optim.masters import Masters
 from mezzo.policy.rule import Master
+from mezzo.scaling.gradients import parameters
 
 Optimizer = torch.optim.Optimizer
 State = dict[str, Any]
@@ -98,14 +99,13 @@ def _exactly(loaded: Any, came: Any) -> Any:
 
 def _numbered(optimizer: Optimizer) -> dict[int, torch.Tensor]:
     """An optimizer's parameters by the numbers that torch saves them under."""
-    return dict(enumerate(parameter for group in optimizer.param_groups for parameter in group["params"]))
+    return dict(enumerate(parameters(optimizer)))
 
 
 def _numbers(optimizer: Optimizer, state: State) -> dict[Any, torch.Tensor]:
     """An optimizer's parameters by the numbers of a saved state; as far as they go, for torch itself refuses other groups."""
     saved = [number for group in state["param_groups"] for number in group["params"]]
-    own = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    return dict(zip(saved, own, strict=False))
+    return dict(zip(saved, parameters(optimizer), strict=False))
 
 
 def refuse_misfits(optimizer: Optimizer, state: State) -> None:

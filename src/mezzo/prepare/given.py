@@ -12,6 +12,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from mezzo._errors import PolicyError, UnsupportedError
+from mezzo.scaling.gradients import parameters
 
 Optimizer = torch.optim.Optimizer
 Models = nn.Module | Sequence[Any]
@@ -128,13 +129,13 @@ def _refuse_strangers(given: Given) -> None:
     owned = {id(parameter) for model in given.models for parameter in model.parameters()}
     taken: dict[int, Optimizer] = {}
     for optimizer in given.optimizers:
-        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        strange = [parameter for parameter in parameters if id(parameter) not in owned]
+        own = parameters(optimizer)
+        strange = [parameter for parameter in own if id(parameter) not in owned]
         if strange:
             raise PolicyError(
-                f"{type(optimizer).__name__} has {len(parameters)} parameters, of which {len(strange)} are not the model's (the first of shape "
+                f"{type(optimizer).__name__} has {len(own)} parameters, of which {len(strange)} are not the model's (the first of shape "
                 f"{tuple(strange[0].shape)}). Pass every model that it updates: decorate([model, other], optimizer)."
             )
-        for parameter in parameters:
+        for parameter in own:
             if taken.setdefault(id(parameter), optimizer) is not optimizer:
                 raise PolicyError("A parameter is in two of the optimizers, and its exact weight can follow only one. Give each parameter to one optimizer.")

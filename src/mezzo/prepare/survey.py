@@ -13,6 +13,7 @@ from mezzo.policy.rule import Level, Master
 from mezzo.prepare.given import Given, Optimizer
 from mezzo.prepare.keep import Keep
 from mezzo.prepare.row import Row
+from mezzo.scaling.gradients import parameters
 
 
 @dataclass(frozen=True, eq=False)
@@ -96,7 +97,7 @@ _BESIDE = {
 
 def survey(given: Given, keep: Keep) -> tuple[Found, ...]:
     """Find every floating-point or complex tensor of the models; one that lies in several places is kept if any of them keeps it."""
-    owners = {id(one): optimizer for optimizer in given.optimizers for group in optimizer.param_groups for one in group["params"]}
+    owners = {id(one): optimizer for optimizer in given.optimizers for one in parameters(optimizer)}
     places: dict[int, list[tuple[str, str]]] = {}
     tensors: dict[int, tuple[torch.Tensor, bool]] = {}
     for index, model in enumerate(given.models):

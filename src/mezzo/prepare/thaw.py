@@ -9,6 +9,7 @@ import torch
 from mezzo.optim.masters import Masters
 from mezzo.prepare.given import Optimizer
 from mezzo.prepare.weights import Weights
+from mezzo.scaling.gradients import parameters
 
 
 def watch(optimizer: Optimizer, masters: Masters, weights: Weights, undo: ExitStack) -> None:
@@ -30,4 +31,4 @@ def watch(optimizer: Optimizer, masters: Masters, weights: Weights, undo: ExitSt
 
 
 def _frozen(optimizer: Optimizer, masters: Masters, weights: Weights) -> list[torch.Tensor]:
-    return [one for group in optimizer.param_groups for one in group["params"] if one in weights and one not in masters]
+    return [one for one in parameters(optimizer) if one in weights and one not in masters]
