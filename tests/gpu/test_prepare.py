@@ -25,8 +25,9 @@ CASES = [("bfloat16", kind) for kind in ("float32", "split", "kahan", "stochasti
 
 
 @pytest.fixture(autouse=True)
-def _deterministic(monkeypatch):
-    monkeypatch.setattr(torch.backends.cudnn, "deterministic", True)
+def _deterministic():
+    with torch.backends.cudnn.flags(deterministic=True):
+        yield
 
 
 class Net(nn.Module):

@@ -29,8 +29,9 @@ SCHEDULES = {
 
 
 @pytest.fixture(autouse=True)
-def _deterministic(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.backends.cudnn, "deterministic", True)
+def _deterministic() -> Iterator[None]:
+    with torch.backends.cudnn.flags(deterministic=True):
+        yield
 
 
 @contextmanager

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 import torch
 from support.kernel_cases import DTYPES, FACTORS, bits, check_against_reference, fresh_seed, gradients, raised, same, spoil
 
+from mezzo import ScaleRule, ScaleState
 from mezzo.scaling import kernels
+from mezzo.scaling.device import DeviceScale
+from mezzo.scaling.state import next_state
 
 # NumPy, which stands in for the GPU, warns where a GPU gives an infinity.
 pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning", "ignore:invalid value encountered:RuntimeWarning")
@@ -115,3 +120,43 @@ def test_a_table_is_kept_while_addresses_and_sizes_stay() -> None:
     for size in range(1, 40):
         kernels.check([storage[0][:size]], found, flags)
     assert len(kernels._tables) <= kernels._TABLES_KEPT
+
+
+RULES = [
+    ScaleRule(growth_interval=3),
+    ScaleRule(growth_interval=1, max_scale=2.0**20),
+    ScaleRule(growth_factor=1.1, backoff_factor=0.9, growth_interval=2),
+    ScaleRule(growth_interval=4, backoff_every=2),
+    ScaleRule(growth_interval=4, backoff_every=3, consecutive=False),
+    ScaleRule(growth_factor=1.7, backoff_factor=0.3, growth_interval=2, backoff_every=2, min_scale=1.0),
+    ScaleRule(growth_interval=0),
+    ScaleRule(backoff_every=0, growth_interval=5),
+    ScaleRule(dynamic=False),
+    ScaleRule(growth_interval=2, warmup=7),
+    ScaleRule(growth_factor=1e30, growth_interval=1, backoff_every=2),
+]
+
+
+@pytest.mark.parametrize("rule", RULES, ids=range(len(RULES)))
+def test_the_scale_changes_in_one_launch_as_the_value_does(rule: ScaleRule, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(DeviceScale, "_change", lambda *_, **__: pytest.fail("torch's kernels were asked"))
+    steps = random.Random(0)
+    state = ScaleState(rule.clamp(2.0**10))
+    scale = DeviceScale(state, torch.device("cpu"))
+    for step in range(200):
+        is_bad = steps.random() < (0.7 if step // 50 % 2 else 0.1)
+        scale.advance(torch.tensor(float(is_bad)), rule)
+        state = next_state(state, rule, found_nonfinite=is_bad)
+        assert scale.read() == state, step
+
+
+def test_sums_of_squares_are_those_of_gradients_divided_by_the_scale() -> None:
+    generator = torch.Generator().manual_seed(seed := fresh_seed())
+    tensors = [torch.randn(size, generator=generator).half() for size in (1, 700, 5000)]
+    found, scale = torch.zeros(()), torch.tensor(1024.0 * 3.0)
+    table = kernels.make_table(tensors, kernels.CHUNK)
+    squares = kernels.launch(table, torch.float16, scale, found, None, kernels.CHUNK, inverse=True)
+    wanted = sum((tensor.double() / scale.double()).square().sum() for tensor in tensors)
+    assert squares.shape == (1 + 1 + 3,), seed
+    assert torch.allclose(squares.double().sum(), wanted, rtol=1e-6), seed
+    assert found.item() == 0.0

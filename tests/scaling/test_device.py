@@ -120,33 +120,6 @@ def test_a_cpu_keeps_the_value_and_a_device_that_makes_the_host_wait_keeps_tenso
     assert isinstance(scale_on(CPU, ScaleState()), DeviceScale)
 
 
-@settings(max_examples=40, deadline=None)
-@given(st.lists(st.booleans(), min_size=60, max_size=60), st.integers(1, 9))
-def test_what_the_host_learns_late_saves_bounding_and_changes_no_transition(steps: list[bool], every: int):
-    rule = ScaleRule(growth_interval=2, min_scale=2.0**-3)
-    state = ScaleState(8.0)
-    scale = DeviceScale(state, CPU)
-    for step, is_bad in enumerate(steps):
-        scale.advance(flag(is_bad), rule)
-        state = next_state(state, rule, found_nonfinite=is_bad)
-        assert scale.read() == state
-        if step % every == 0:
-            late = (state.scale, scale.steps)
-        if step % every == every // 2:
-            scale.was(*late, rule)
-
-
-def test_a_scale_set_by_hand_forgets_what_was_learnt_late():
-    scale, rule = DeviceScale(ScaleState(2.0**16), CPU), ScaleRule(min_scale=1.0)
-    scale.advance(flag(False), rule)
-    scale.was(2.0**16, 1, rule)
-    assert scale._bounded_from == 17
-    scale.set(1.0, rule)
-    scale.was(2.0**16, 1, rule)
-    scale.advance(flag(True), rule)
-    assert scale.read().scale == 1.0
-
-
 def test_quiet_good_steps_are_counted_and_a_loaded_state_forgets_them():
     scale, rule = HostScale(ScaleState(8.0, good_in_a_row=1)), ScaleRule(growth_interval=5)
     for _ in range(3):

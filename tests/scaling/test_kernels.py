@@ -39,7 +39,7 @@ class Recorder:
         self.launches: list[tuple[str, int, int]] = []
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., Recorder]:
-        return lambda *arguments: self._note(len(grid), grid[0], arguments[2])
+        return lambda *arguments: self._note(len(grid), grid[0], len(arguments[0]))
 
     def _note(self, sides: int, programs: int, count: int) -> Recorder:
         self.launches.append(("compiled" if sides == 3 else "first", programs, count))
@@ -155,6 +155,6 @@ def test_dense_is_what_fills_its_memory_once(tensor: torch.Tensor, dense: bool) 
 def test_a_table_has_each_chunk_of_each_gradient_once(chunk: int) -> None:
     tensors = [torch.ones(size) for size in (5, 0, 16, 1, 33)]
     table = kernels.make_table(tensors, chunk)
-    assert table.tensors.tolist() == [[tensor.data_ptr() for tensor in tensors], [5, 0, 16, 1, 33]]
+    assert (table.addresses.tolist(), table.sizes.tolist()) == ([tensor.data_ptr() for tensor in tensors], [5, 0, 16, 1, 33])
     wanted = [(place, part) for place, tensor in enumerate(tensors) for part in range(-(-tensor.numel() // chunk))]
     assert list(zip(*table.chunks.tolist(), strict=True)) == wanted

@@ -37,8 +37,7 @@ class Bound:
 
     def __init__(self, optimizer: Optimizer, masters: Masters, *, clip_norm: float | None = None) -> None:
         self.optimizer, self.masters, self.clip_norm = optimizer, masters, clip_norm
-        self.grad_norm: torch.Tensor | None = None
-        """The norm of all gradients at the last step, unscaled and before clipping; only with `clip_norm`."""
+        self._norm: torch.Tensor | None = None
         self.active = True
         self._own_step = _without_hooks(type(optimizer).step)
         self._replaced = {name: optimizer.__dict__[name] for name in ("step", *_PROTOCOL) if name in optimizer.__dict__}
@@ -53,6 +52,11 @@ class Bound:
         optimizer._step_supports_amp_scaling = True  # type: ignore[attr-defined]
         optimizer._bound = self  # type: ignore[attr-defined]
         optimizer.__deepcopy__ = _refuse_copy  # type: ignore[attr-defined]
+
+    @property
+    def grad_norm(self) -> torch.Tensor | None:
+        """The norm of all gradients at the last step, unscaled and before clipping; only with `clip_norm`."""
+        return self._norm
 
     def unbind(self) -> None:
         """Let the optimizer's own step run again. A wrapper that somebody put around ours meanwhile stays, and reaches it too."""
@@ -95,7 +99,7 @@ class Bound:
             if parameter in self.masters and stand_in.grad is not None:
                 self.masters.write(parameter, stand_in.detach(), self._draw(parameter, place))
 
-    def check(self, inverse: Callable[[], torch.Tensor], flags: Flags, culprit: Flagged) -> bool:  # noqa: ARG002
+    def check(self, scale: torch.Tensor, flags: Flags, culprit: Flagged) -> bool:  # noqa: ARG002
         """Nothing to add to the scaler's own check."""
         return False
 
@@ -156,8 +160,8 @@ class Bound:
     def _clip(self, stand_ins: list[Parameter]) -> None:
         if self.clip_norm is not None:
             gradients = [stand_in.grad for stand_in in stand_ins if stand_in.grad is not None]
-            self.grad_norm = torch.nn.utils.get_total_norm(gradients)
-            torch.nn.utils.clip_grads_with_norm_(stand_ins, self.clip_norm, self.grad_norm)
+            self._norm = torch.nn.utils.get_total_norm(gradients)
+            torch.nn.utils.clip_grads_with_norm_(stand_ins, self.clip_norm, self._norm)
 
 
 def bound_of(optimizer: Optimizer) -> Bound | None:
@@ -189,9 +193,10 @@ def grad_norm(optimizer: Optimizer) -> torch.Tensor:
             f"This {type(optimizer).__name__} takes no norm, for it does not clip. Use mezzo.decorate(model, optimizer, ..., clip_norm=1.0), "
             "or torch.nn.utils.get_total_norm of unscaled gradients."
         )
-    if bound.grad_norm is None:
+    norm = bound.grad_norm
+    if norm is None:
         raise UnsupportedError("There is no norm before the first step. Call optimizer.step() first.")
-    return bound.grad_norm
+    return norm
 
 
 def _rename(optimizer: Optimizer, names: dict[Any, Any]) -> None:

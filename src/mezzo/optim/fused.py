@@ -5,7 +5,7 @@ Hyper-parameters, step counts, scale, norm and skip are read on the device: the 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from dataclasses import dataclass
 from functools import cache
 from operator import attrgetter
 from types import SimpleNamespace
@@ -21,7 +21,7 @@ from mezzo.optim.slots import Slots
 from mezzo.policy.rule import Master
 from mezzo.scaling import copies, kernels
 from mezzo.scaling.culprit import Flagged
-from mezzo.scaling.gradients import Flags
+from mezzo.scaling.gradients import Flags, room_for_flags
 
 BLOCK = 512
 """Elements that a program updates at a time. A billion parameters of AdamW take 7.1, 7.1 and 7.7 ms with 512, 1024 and 2048 on an H200, where a copy of as many bytes takes 7.4."""
@@ -43,11 +43,12 @@ class FusedBound(Bound):
         self._slots = Slots(optimizer, masters, self._algorithm)
         self._prepared: Prepared | None = None
         self._hyper: tuple[Any, torch.Tensor | None] = (None, None)
-        self._squares: torch.Tensor | None = None
+        self._summed: torch.Tensor | None = None
+        """The sum of squares of all gradients, unscaled, float64; only with `clip_norm`."""
         self._told: list[list[Any]] | None = None
         """What the groups held when a replayed step was last prepared for; None where the device may have been told something else since."""
         self._seen: tuple[list[list[Any]], tuple[bool, ...]] = ([], ())
-        self._gathered: tuple[Prepared, list[torch.Tensor]] | None = None
+        self._gathered: Gathered | None = None
 
     def unbind(self) -> None:
         """As `Bound`; counters go back to where the optimizer's own step wants them."""
@@ -59,43 +60,42 @@ class FusedBound(Bound):
                         self.optimizer.state[parameter]["step"] = step.cpu()
         super().unbind()
 
-    def check(self, inverse: Callable[[], torch.Tensor], flags: Flags, culprit: Flagged) -> bool:
-        """The scaler's check with the norm in the same pass; false where no norm is wanted, or there is no kernel for it."""
-        self._gathered = gathered = None if self.clip_norm is None else self._gather()
+    @property
+    def grad_norm(self) -> torch.Tensor | None:
+        """As `Bound`; computed for whoever asks, since most steps are not asked."""
+        return self._norm if self._summed is None else self._summed.sqrt().float()
+
+    def check(self, scale: torch.Tensor, flags: Flags, culprit: Flagged) -> bool:
+        """The scaler's check over this step's own tables, with the norm in the same pass where one is wanted; false where there is no kernel for it."""
+        self._gathered = gathered = self._gather()
         if gathered is None:
             return False
-        prepared, gradients = gathered
-        device = gradients[0].device
-        if device not in flags:
-            flags[device] = torch.zeros((), device=device)
-        sums, factor = [], inverse()
-        for launch in prepared.launches:
-            single = torch.zeros(launch.count, dtype=torch.int32, device=device)
-            sums.append(kernels.check_and_sum(launch.chosen(gradients), factor, flags[device], single))
-            culprit.add(single, launch.chosen(prepared.parameters))
-        self._squares = sum(sums[1:], sums[0])
+        prepared, device = gathered.prepared, gathered.device
+        single = room_for_flags(device, len(prepared.parameters), flags)
+        with kernels.on(device):
+            self._summed = self._look(gathered, None if self.clip_norm is None else scale, flags[device], single)
+        for launch, raised in zip(prepared.launches, single.split([launch.count for launch in prepared.launches]), strict=True):
+            culprit.add(raised, launch.chosen(prepared.parameters))
         return True
 
     def step(self, scale: torch.Tensor | None, found: torch.Tensor | None) -> None:
         """Update from gradients that are `scale` times too large, unless `found` says that they are not finite."""
-        gathered, squares, self._gathered, self._squares = self._gathered, self._squares, None, None
+        gathered, self._gathered = self._gathered, None
         # What a scaler's check has gathered just before is good for the step that it asks for, unless something came between.
-        if gathered is None or found is None or gathered[1][0] is not gathered[0].parameters[0].grad:
-            gathered, squares = self._gather(), None
+        checked = gathered is not None and found is not None and gathered.stands()
+        if not checked:
+            gathered = self._gather()
         if gathered is None:
+            self._summed = None
             super().step(scale, found)
             return
-        prepared, gradients = gathered
-        device = gradients[0].device
+        prepared, device = gathered.prepared, gathered.device
         with kernels.on(device):
-            if self.clip_norm is not None:
-                squares = self._sum(prepared, gradients, scale) if squares is None else squares
-                self.grad_norm = squares.sqrt().float()
-            # Held until everything is launched: some may be copies, whose memory nobody may have before.
-            laid_out = prepared.laid_out(gradients)
+            if self.clip_norm is not None and not checked:
+                self._summed = self._look(gathered, _one(device) if scale is None else scale, torch.zeros((), device=device), None)
             hyper = self._hyper_on(device)
-            for launch, addresses in zip(prepared.launches, prepared.gradients_on(device, laid_out), strict=True):
-                self._run(launch, addresses, hyper, scale, found, squares)
+            for launch, addresses in zip(prepared.launches, gathered.addresses, strict=True):
+                self._run(launch, addresses, hyper, scale, found)
         # torch's caches of weights and autograd see what torch's ops write; of this they are told.
         torch.autograd.graph.increment_version(prepared.parameters)
         prepared.versions = self.masters.noted(prepared.parameters)
@@ -103,10 +103,12 @@ class FusedBound(Bound):
     # -- replaying -------------------------------------------------------------------------------------------------------------------------------
 
     def before_replay(self, prepared: Prepared) -> None:
-        """What the host does before a captured step runs again: hyper-parameters go to the device, and masters follow parameters that others wrote."""
-        # Groups are compared as they are: where nothing has changed, every value is the same object.
-        groups = [list(group.values()) for group in self.optimizer.param_groups]
-        if groups != self._told:
+        """What the host does before a captured step runs again: hyper-parameters go to the device, and masters follow parameters that others wrote.
+
+        Whoever calls this has just asked for the `ground`.
+        """
+        groups = self._seen[0]
+        if self._told is not groups:
             self._hyper_on(self._slots.counters.device)
             tensors = any(isinstance(value, torch.Tensor) for group in groups for value in group)
             # What a tensor holds may change unseen.
@@ -120,6 +122,7 @@ class FusedBound(Bound):
 
     def ground(self) -> tuple[Any, ...]:
         """What a captured step stands on: where this is another, it is captured anew."""
+        # Groups are compared as they are: where nothing has changed, every value is the same object.
         groups = [list(group.values()) for group in self.optimizer.param_groups]
         if groups != self._seen[0]:
             self._seen = groups, tuple([self._algorithm.variant(group) for group in self.optimizer.param_groups])
@@ -137,19 +140,18 @@ class FusedBound(Bound):
 
     # -- gathering -------------------------------------------------------------------------------------------------------------------------------
 
-    def _gather(self) -> tuple[Prepared, list[torch.Tensor]] | None:
+    def _gather(self) -> Gathered | None:
         """What to launch for the gradients that are there; None where the kernels cannot take them."""
         groups = self.optimizer.param_groups
         parameters = [parameter for group in groups for parameter in group["params"] if parameter.grad is not None]
         gradients = list(map(_GRADIENT, parameters))
         variants = tuple([self._algorithm.variant(group) for group in groups])
         prepared = self._prepared
-        if prepared is not None and prepared.fits(parameters, gradients, self.optimizer.state, self.masters.generation, variants):
-            if list(map(VERSION, parameters)) != prepared.versions:
-                self._follow(prepared)
-            return prepared, gradients
-        self._prepared = prepared = self._prepare(parameters, gradients, variants)
-        return None if prepared is None else (prepared, gradients)
+        if prepared is None or not prepared.fits(parameters, gradients, self.optimizer.state, self.masters.generation, variants):
+            self._prepared = prepared = self._prepare(parameters, gradients, variants)
+        elif list(map(VERSION, parameters)) != prepared.versions:
+            self._follow(prepared)
+        return None if prepared is None else Gathered.of(prepared, gradients)
 
     def _prepare(self, parameters: list[torch.Tensor], gradients: list[torch.Tensor], variants: tuple[bool, ...]) -> Prepared | None:
         devices = {gradient.device for gradient in gradients}
@@ -172,15 +174,17 @@ class FusedBound(Bound):
                 self.masters.write(parameter, self.masters.read(parameter))
         prepared.versions = list(map(VERSION, prepared.parameters))
 
-    # -- norms -----------------------------------------------------------------------------------------------------------------------------------
+    # -- looking ---------------------------------------------------------------------------------------------------------------------------------
 
-    def _sum(self, prepared: Prepared, gradients: list[torch.Tensor], scale: torch.Tensor | None) -> torch.Tensor:
-        """The sum of squares where no scaler has asked for a check before."""
-        device = gradients[0].device
-        factor, unread = self._factor(scale), torch.zeros((), device=device)
-        inverse = torch.ones((), device=device) if factor is None else factor
-        sums = [kernels.check_and_sum(launch.chosen(gradients), inverse, unread) for launch in prepared.launches]
-        return sum(sums[1:], sums[0])
+    def _look(self, gathered: Gathered, scale: torch.Tensor | None, found: torch.Tensor, single: torch.Tensor | None) -> torch.Tensor | None:
+        """Raise flags where gradients are not finite; with a scale, the sum of squares of the unscaled ones as well, in float64."""
+        launches = gathered.prepared.launches
+        flags = [None] * len(launches) if single is None else single.split([launch.count for launch in launches])
+        squares = [
+            kernels.launch(kernels.Table(addresses, launch.sizes, launch.chunks), launch.gradient_dtype, scale, found, raised, CHUNK, inverse=scale is not None)
+            for launch, addresses, raised in zip(launches, gathered.addresses, flags, strict=True)
+        ]
+        return None if scale is None else (squares[0] if len(squares) == 1 else torch.cat(squares)).sum(dtype=torch.float64)
 
     # -- launching -------------------------------------------------------------------------------------------------------------------------------
 
@@ -205,10 +209,9 @@ class FusedBound(Bound):
             return kernels.table_on(device, table)
         return hyper.copy_(kernels.pinned_for(device, table), non_blocking=True)
 
-    def _run(
-        self, launch: Launch, gradients: torch.Tensor, hyper: torch.Tensor, scale: torch.Tensor | None, found: torch.Tensor | None, squares: torch.Tensor | None
-    ) -> None:
+    def _run(self, launch: Launch, gradients: torch.Tensor, hyper: torch.Tensor, scale: torch.Tensor | None, found: torch.Tensor | None) -> None:
         own, device, count, counters = _own(), gradients.device, launch.count, self._slots.counters
+        squares = None if self.clip_norm is None else self._summed
         # Stands where a kernel does not look.
         nothing = launch.coefficients
         flag = nothing if found is None else found
@@ -238,6 +241,38 @@ class FusedBound(Bound):
         kernels.run_kernel(own.lamb_kernel, programs, (*numbers, partials, count), (*constants, False), device)
         kernels.run_kernel(own.trust_kernel, count, (launch.addresses, launch.coefficients, partials, count, programs), (CHUNK, 1024), device)
         kernels.run_kernel(own.lamb_kernel, programs, (*numbers, partials, count), (*constants, True), device)
+
+
+@dataclass(frozen=True)
+class Gathered:
+    """The gradients of a step, where the kernels find them."""
+
+    prepared: Prepared
+    gradients: list[torch.Tensor]
+    laid_out: list[torch.Tensor]
+    """The same with the strides of their parameters; held until everything is launched, for some may be copies, whose memory nobody may have before."""
+    addresses: list[torch.Tensor]
+    """A table for each launch."""
+
+    @classmethod
+    def of(cls, prepared: Prepared, gradients: list[torch.Tensor]) -> Gathered:
+        """Lay gradients out."""
+        laid_out = prepared.laid_out(gradients)
+        return cls(prepared, gradients, laid_out, prepared.gradients_on(gradients[0].device, laid_out))
+
+    @property
+    def device(self) -> torch.device:
+        """Where they are."""
+        return self.gradients[0].device
+
+    def stands(self) -> bool:
+        """Whether these are the gradients still, as far as can be told at once: a copy may be older than what it was made from."""
+        return self.laid_out is self.gradients and self.gradients[0] is self.prepared.parameters[0].grad
+
+
+@cache
+def _one(device: torch.device) -> torch.Tensor:
+    return torch.ones((), device=device)
 
 
 @cache

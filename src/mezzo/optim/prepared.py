@@ -19,6 +19,8 @@ from mezzo.scaling import copies, kernels
 _DTYPE, _LAYOUT = attrgetter("dtype"), attrgetter("layout")
 _held: Callable[[Any, Any], Any] = dict.get
 _COEFFICIENTS = 11
+_SIZES = 5
+"""The row of numbers of elements."""
 
 
 @dataclass(frozen=True)
@@ -35,6 +37,8 @@ class Launch:
     """Picks its own among what is listed for all parameters."""
     addresses: torch.Tensor
     """int64 [7, parameters]: parameter, beside, three states, number of elements, first program."""
+    sizes: torch.Tensor
+    """Numbers of elements, a row of `addresses`."""
     chunks: torch.Tensor
     """int32 [2, programs]."""
     places: torch.Tensor
@@ -147,12 +151,14 @@ def _make_launch(kind: tuple[torch.dtype, torch.dtype, bool], places: Sequence[i
     sizes = [slot.parameter.numel() for slot in slots]
     firsts = torch.tensor([0, *(-(-size // chunk) for size in sizes)], dtype=torch.int64).cumsum(0).tolist()
     rows = [_row(slot, first) for slot, first in zip(slots, firsts, strict=False)]
+    addresses = kernels.table_on(device, torch.tensor(rows, dtype=torch.int64).T.contiguous())
     return Launch(
         *kind,
         len(slots),
         # Of one place itemgetter would give the bare item.
         itemgetter(*places) if len(places) > 1 else lambda listed: (listed[places[0]],),
-        kernels.table_on(device, torch.tensor(rows, dtype=torch.int64).T.contiguous()),
+        addresses,
+        addresses[_SIZES],
         kernels.table_on(device, kernels.chunks_of(sizes, chunk)),
         kernels.table_on(device, torch.tensor([[slot.place for slot in slots], [slot.group for slot in slots]], dtype=torch.int32)),
         torch.zeros(_COEFFICIENTS, len(slots), dtype=torch.float32, device=device),

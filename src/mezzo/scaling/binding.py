@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Protocol
 
 import torch
@@ -17,8 +16,8 @@ class BoundStep(Protocol):
     reads_on_device: bool
     """Whether scheduled values may be tensors, for nothing reads them on the host."""
 
-    def check(self, inverse: Callable[[], torch.Tensor], flags: Flags, culprit: Flagged) -> bool:
-        """Check the gradients in a way of one's own, `inverse` times as large; false where there is none."""
+    def check(self, scale: torch.Tensor, flags: Flags, culprit: Flagged) -> bool:
+        """Check the gradients, which are `scale` times too large, in a way of one's own; false where there is none."""
 
     def widen_gradients(self) -> None:
         """Turn 16-bit gradients into float32 ones, for whoever is going to unscale them in place: in float16 small ones would be gone."""

@@ -28,12 +28,12 @@ def _finish(values, destination, factor, mask, dtype: tl.constexpr, write: tl.co
 
 
 # Not specialized: a launch through the compiled kernel then fits any addresses and counts.
-@triton.jit(do_not_specialize=["tensors", "chunks", "count", "factor", "found", "flags", "squares"])  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=["addresses", "sizes", "chunks", "factor", "found", "flags", "squares"])  # type: ignore[untyped-decorator]
 def check_kernel(  # type: ignore[no-untyped-def] # noqa: ANN201
-    tensors,  # noqa: ANN001 - int64 [2, count]: address, number of elements
+    addresses,  # noqa: ANN001 - int64 [tensors]
+    sizes,  # noqa: ANN001 - int64 [tensors]: numbers of elements
     chunks,  # noqa: ANN001 - int32 [2, programs]: tensor, chunk of that tensor
-    count,  # noqa: ANN001
-    factor,  # noqa: ANN001
+    factor,  # noqa: ANN001 - float32; what it is divided by with `inverse`
     found,  # noqa: ANN001
     flags,  # noqa: ANN001
     squares,  # noqa: ANN001 - float32 [programs]
@@ -42,15 +42,19 @@ def check_kernel(  # type: ignore[no-untyped-def] # noqa: ANN201
     write: tl.constexpr,
     flagged: tl.constexpr,
     summed: tl.constexpr,
+    inverse: tl.constexpr,
 ):
     """One program looks at one chunk of one tensor."""
     program = tl.program_id(0)
     tensor = tl.load(chunks + program)
     # 64 bits: a tensor may have more than 2^31 elements.
     start = tl.load(chunks + tl.num_programs(0) + program).to(tl.int64) * chunk
-    address = tl.load(tensors + tensor)
-    left = tl.load(tensors + count + tensor) - start
+    address = tl.load(addresses + tensor)
+    left = tl.load(sizes + tensor) - start
     scale = tl.load(factor) if write or summed else 1.0
+    if inverse:
+        # Rounded once from float64, as the scaler's own inverse.
+        scale = (1.0 / tl.load(factor).to(tl.float64)).to(tl.float32)
     base = address.to(tl.pointer_type(dtype)) + start
     within = tl.arange(0, chunk)
     if (left >= chunk) & (address % 16 == 0):

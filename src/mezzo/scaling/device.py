@@ -1,19 +1,18 @@
 """A scale that lives on a device: the same transitions as `next_state`, carried out without asking the device anything.
 
-On a CPU there is nothing to wait for, so the value itself is kept and only mirrored. Elsewhere a handful of kernels on single numbers do it.
+On a CPU there is nothing to wait for, so the value itself is kept and only mirrored. Elsewhere one kernel of our own does it, or a handful of torch's.
 """
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 from typing import Protocol
 
 import torch
 
 from mezzo._errors import ScalerError
-from mezzo.scaling import copies
-from mezzo.scaling.state import LARGEST, ScaleRule, ScaleState, is_scale, next_state
+from mezzo.scaling import copies, kernels
+from mezzo.scaling.state import ScaleRule, ScaleState, is_scale, next_state
 
 
 class Scale(Protocol):
@@ -138,10 +137,10 @@ class DeviceScale:
         self._tracker = torch.zeros((), dtype=torch.int32, device=device)
         self.steps = 0
         """How many steps were counted: the host knows that without asking."""
+        self._in_one_launch = kernels.has_kernel(device)
+        self._rule: tuple[ScaleRule, torch.Tensor] | None = None
+        """The numbers of the last rule as the kernel reads them; held, because captured steps read them too."""
         self._interval = 0
-        self._bounded_from = 0
-        """Until so many steps are counted the scale cannot reach its bounds, as far as the host knows, and one launch a step is saved."""
-        self._bounded_by: ScaleRule | None = None
         self.load(state)
 
     @property
@@ -154,14 +153,7 @@ class DeviceScale:
         self.shown.copy_(torch.tensor([state.scale, state.skipped, state.skipped_in_a_row, state.bad_counted], dtype=torch.float32))
         self._tracker.fill_(state.good_in_a_row)
         self.steps = state.good + state.skipped
-        self._interval = self._bounded_from = 0
-        self._set_at = self.steps
-
-    def was(self, scale: float, step: int, rule: ScaleRule) -> None:
-        """Learn what the scale was at an earlier step: from there on it needs so many bad steps to come near its floor."""
-        if rule.max_scale == LARGEST and rule.backoff_factor > 0.0 and scale > rule.min_scale and step > self._set_at:
-            self._bounded_from = step + int(math.log(rule.min_scale / scale) / math.log(rule.backoff_factor))
-            self._bounded_by = rule
+        self._interval = 0
 
     def read(self) -> ScaleState:
         """The state as a value; this waits for the device."""
@@ -170,17 +162,19 @@ class DeviceScale:
 
     def advance(self, found: torch.Tensor, rule: ScaleRule) -> None:
         """Take the step into account whose flag this is: 0 for finite gradients, 1 otherwise."""
-        warm, captured = self.steps >= rule.warmup, copies.capturing(self.scale.device)
+        changes = rule.dynamic and self.steps >= rule.warmup
         # What is captured runs at its replays, and is counted there.
-        self.steps += not captured
+        self.steps += not copies.capturing(self.scale.device)
+        if self._in_one_launch:
+            self._advance_in_one_launch(found, rule, changes=changes)
+            return
         self._skips.add_(found)
         self.skipped_in_a_row.mul_(found)
-        if rule.dynamic and warm:
-            self._change(found, rule, bounded=captured or self.steps >= self._bounded_from or rule is not self._bounded_by)
+        if changes:
+            self._change(found, rule)
 
     def set(self, scale: float | torch.Tensor, rule: ScaleRule) -> None:
         """Set the scale by hand, within the floor and the ceiling. What a tensor holds is not looked at: NaN becomes the floor."""
-        self._bounded_from, self._set_at = 0, self.steps
         if isinstance(scale, torch.Tensor):
             given = scale.detach().reshape(()).to(self.scale.device, non_blocking=True)
             self.scale.copy_(given.nan_to_num(nan=rule.min_scale).clamp(rule.min_scale, rule.max_scale))
@@ -193,7 +187,17 @@ class DeviceScale:
         """One over the scale."""
         return self.scale.reciprocal() if self.scale.device.type == "mps" else self.scale.double().reciprocal_().float()
 
-    def _change(self, found: torch.Tensor, rule: ScaleRule, *, bounded: bool) -> None:
+    def _advance_in_one_launch(self, found: torch.Tensor, rule: ScaleRule, *, changes: bool) -> None:
+        from mezzo.scaling.scale_kernel import advance_kernel  # noqa: PLC0415 - Triton is optional, and takes a while to import
+
+        device = self.scale.device
+        if self._rule is None or self._rule[0] is not rule:
+            numbers = (rule.growth_factor, rule.backoff_factor, rule.min_scale, rule.max_scale, rule.growth_interval, rule.backoff_every, rule.consecutive)
+            self._rule = rule, kernels.table_on(device, torch.tensor(numbers, dtype=torch.float64))
+        with kernels.on(device):
+            kernels.run_kernel(advance_kernel, 1, (self.shown, self._tracker, found, self._rule[1]), (changes,), device)
+
+    def _change(self, found: torch.Tensor, rule: ScaleRule) -> None:
         if rule.backoff_every != 1 or rule.growth_interval == 0:
             self._change_by_hand(found != 0, rule)
         else:
@@ -203,8 +207,7 @@ class DeviceScale:
                 self._interval = rule.growth_interval
             # One kernel of torch's own is the whole rule but for the bounds.
             torch._amp_update_scale_(self.scale, self._tracker, found, rule.growth_factor, rule.backoff_factor, rule.growth_interval)
-        if bounded:
-            self.scale.clamp_(rule.min_scale, rule.max_scale)
+        self.scale.clamp_(rule.min_scale, rule.max_scale)
 
     def _change_by_hand(self, bad: torch.Tensor, rule: ScaleRule) -> None:
         never, good_before = torch.zeros_like(bad), self._tracker

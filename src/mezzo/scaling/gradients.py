@@ -93,7 +93,7 @@ def check_sorted(optimizer: torch.optim.Optimizer, factor: torch.Tensor | None, 
         device, single = gradients[0].device, None
         small = factor is None and culprit is not None and sum(map(torch.Tensor.numel, gradients)) <= _SMALL
         if culprit is not None and not small and kernels.has_kernel(device):
-            single = _room_for_flags(device, len(gradients), flags)
+            single = room_for_flags(device, len(gradients), flags)
             culprit.add(single, owners)
         elif device not in flags:
             flags[device] = torch.zeros((), device=device)
@@ -111,7 +111,7 @@ def _one(device: torch.device) -> torch.Tensor:
     return torch.ones((), device=device)
 
 
-def _room_for_flags(device: torch.device, count: int, flags: Flags) -> torch.Tensor:
+def room_for_flags(device: torch.device, count: int, flags: Flags) -> torch.Tensor:
     """A flag for each gradient, and in the same memory one for all of them if there is none yet: on a small model a second launch is felt."""
     if device in flags:
         return torch.zeros(count, dtype=torch.int32, device=device)

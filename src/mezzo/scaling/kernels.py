@@ -32,11 +32,13 @@ DTYPES = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64}
 class Table:
     """Where the gradients of one launch lie."""
 
-    tensors: torch.Tensor
-    """int64 [2, gradients]: address and number of elements."""
+    addresses: torch.Tensor
+    """int64 [gradients]."""
+    sizes: torch.Tensor
+    """int64 [gradients]: numbers of elements."""
     chunks: torch.Tensor
     """int32 [2, programs]: which gradient a program looks at, and which of its chunks."""
-    staged: tuple[torch.Tensor, torch.Tensor]
+    staged: tuple[torch.Tensor, ...] = ()
     """What was copied to the device, kept because a captured copy reads it at every replay."""
 
 
@@ -45,18 +47,12 @@ def check_and_unscale(gradients: Sequence[torch.Tensor], factor: torch.Tensor, f
 
     `factor` and `found` are float32 tensors of one element, `flags` is int32 with one element a gradient. A factor of 1 changes nothing, bit for bit.
     """
-    _run(gradients, factor, found, flags, write=True)
+    _run(gradients, factor, found, flags)
 
 
 def check(gradients: Sequence[torch.Tensor], found: torch.Tensor, flags: torch.Tensor | None = None) -> None:
     """Raise `found` and `flags` where a gradient is not finite, and write to none."""
-    _run(gradients, None, found, flags, write=False)
-
-
-def check_and_sum(gradients: Sequence[torch.Tensor], factor: torch.Tensor, found: torch.Tensor, flags: torch.Tensor | None = None) -> torch.Tensor:
-    """`check`, and the sum of squares of all gradients times `factor`, in float64: their norm comes with the same pass."""
-    squares = _run(gradients, factor, found, flags, write=False)
-    return squares.sum(dtype=torch.float64)
+    _run(gradients, None, found, flags)
 
 
 def make_table(gradients: Sequence[torch.Tensor], chunk: int, chunks: tuple[torch.Tensor, torch.Tensor] | None = None) -> Table:
@@ -66,7 +62,7 @@ def make_table(gradients: Sequence[torch.Tensor], chunk: int, chunks: tuple[torc
     tensors, staged = staged_on(device, torch.tensor([[gradient.data_ptr() for gradient in gradients], sizes], dtype=torch.int64))
     if chunks is None:
         chunks = staged_on(device, chunks_of(sizes, chunk))
-    return Table(tensors, chunks[0], (staged, chunks[1]))
+    return Table(tensors[0], tensors[1], chunks[0], (staged, chunks[1]))
 
 
 def chunks_of(sizes: Sequence[int], chunk: int) -> torch.Tensor:
@@ -131,25 +127,24 @@ def _kernel() -> Any:
     return check_kernel
 
 
-def _run(gradients: Sequence[torch.Tensor], factor: torch.Tensor | None, found: torch.Tensor, flags: torch.Tensor | None, *, write: bool) -> torch.Tensor:
-    """Check, and multiply or add up; the sums of squares come back, for each program or gradient, if there is a factor and nothing is written."""
+def _run(gradients: Sequence[torch.Tensor], factor: torch.Tensor | None, found: torch.Tensor, flags: torch.Tensor | None) -> None:
+    """Check, and multiply if there is a factor."""
     if not gradients:
-        return found.new_zeros(0)
+        return
     first = gradients[0]
     if first.dtype not in DTYPES:
         raise UnsupportedError(f"Gradients of {dtype_name(first.dtype)} cannot be checked. Cast them to float32, or view complex ones as real.")
     if not has_kernel(first.device):
-        return _run_in_torch(gradients, factor, found, flags, write=write)
-    if all(map(torch.Tensor.is_contiguous, gradients)):
-        return _run_in_triton(gradients, factor, found, flags, write=write)
+        _run_in_torch(gradients, factor, found, flags)
+        return
     # The kernel sees memory, not strides. What is strided goes through it as a copy, so that all gradients are treated alike to the last bit of a NaN.
-    dense = [gradient if is_dense(gradient) else gradient.contiguous() for gradient in gradients]
-    squares = _run_in_triton(dense, factor, found, flags, write=write)
-    if write:
+    alike = all(map(torch.Tensor.is_contiguous, gradients))
+    dense = gradients if alike else [gradient if is_dense(gradient) else gradient.contiguous() for gradient in gradients]
+    _run_in_triton(dense, factor, found, flags)
+    if factor is not None:
         for gradient, copy in zip(gradients, dense, strict=True):
             if copy is not gradient:
                 gradient.copy_(copy)
-    return squares
 
 
 # -- Triton ----------------------------------------------------------------------------------------------------------------------------------------
@@ -160,17 +155,14 @@ _captured: list[Table] = []
 """Tables that a CUDA graph reads at every replay: nobody knows when the last one is."""
 
 
-def _run_in_triton(
-    gradients: Sequence[torch.Tensor], factor: torch.Tensor | None, found: torch.Tensor, flags: torch.Tensor | None, *, write: bool
-) -> torch.Tensor:
-    device = gradients[0].device
+def _run_in_triton(gradients: Sequence[torch.Tensor], factor: torch.Tensor | None, found: torch.Tensor, flags: torch.Tensor | None) -> None:
+    device, write = gradients[0].device, factor is not None
     chunk = CHUNK if write else CHECK_CHUNK
     with on(device):
-        squares = launch(_table(gradients, chunk), gradients[0].dtype, factor, found, flags, chunk, write=write)
+        launch(_table(gradients, chunk), gradients[0].dtype, factor, found, flags, chunk, write=write)
     if write:
         # Autograd sees what torch's ops write; of this it is told.
         torch.autograd.graph.increment_version(gradients)
-    return squares
 
 
 def on(device: torch.device) -> AbstractContextManager[object]:
@@ -212,15 +204,26 @@ def keep(tables: dict[Any, Any], key: Any, table: Any) -> None:
 
 
 def launch(
-    table: Table, dtype: torch.dtype, factor: torch.Tensor | None, found: torch.Tensor, flags: torch.Tensor | None, chunk: int, *, write: bool
+    table: Table,
+    dtype: torch.dtype,
+    factor: torch.Tensor | None,
+    found: torch.Tensor,
+    flags: torch.Tensor | None,
+    chunk: int,
+    *,
+    write: bool = False,
+    inverse: bool = False,
 ) -> torch.Tensor:
-    """Run the kernel over a table that was made with this chunk, on the current device."""
+    """Run the kernel over a table that was made with this chunk, on the current device; with `inverse` the factor is one over what is given.
+
+    With a factor and without writing, the sums of squares of the gradients times the factor come back, one a program.
+    """
     programs = table.chunks.shape[1]
     summed = factor is not None and not write
-    squares = torch.empty(programs if summed else 0, dtype=torch.float32, device=found.device)
+    squares = torch.empty(programs, dtype=torch.float32, device=found.device) if summed else found
     if programs:
-        numbers = (table.tensors, table.chunks, table.tensors.shape[1], found if factor is None else factor, found, found if flags is None else flags, squares)
-        run_kernel(_kernel(), programs, numbers, (triton_dtype(dtype), chunk, write, flags is not None, summed), found.device)
+        numbers = (table.addresses, table.sizes, table.chunks, found if factor is None else factor, found, found if flags is None else flags, squares)
+        run_kernel(_kernel(), programs, numbers, (triton_dtype(dtype), chunk, write, flags is not None, summed, inverse), found.device)
     return squares
 
 
@@ -250,16 +253,14 @@ def triton_dtype(dtype: torch.dtype) -> Any:
 # -- torch -----------------------------------------------------------------------------------------------------------------------------------------
 
 
-def _run_in_torch(
-    gradients: Sequence[torch.Tensor], factor: torch.Tensor | None, found: torch.Tensor, flags: torch.Tensor | None, *, write: bool
-) -> torch.Tensor:
-    if write and factor is not None:
+def _run_in_torch(gradients: Sequence[torch.Tensor], factor: torch.Tensor | None, found: torch.Tensor, flags: torch.Tensor | None) -> None:
+    if factor is not None:
         if gradients[0].is_cuda and gradients[0].dtype is torch.bfloat16:
             _multiply(gradients, factor)
         else:
             torch._amp_foreach_non_finite_check_and_unscale_(list(gradients), found, factor)
             if flags is None:
-                return found.new_zeros(0)
+                return
     # An empty gradient has no largest magnitude.
     filled = [gradient if gradient.numel() else gradient.new_zeros(()) for gradient in gradients]
     # The largest magnitude is NaN or infinite where an element is.
@@ -267,9 +268,6 @@ def _run_in_torch(
     torch.maximum(found, bad.any(), out=found)
     if flags is not None:
         flags.logical_or_(bad)
-    if write or factor is None:
-        return found.new_zeros(0)
-    return torch.stack(torch._foreach_norm(filled, ord=2, dtype=torch.float32)).mul_(factor).square_()
 
 
 def _multiply(gradients: Sequence[torch.Tensor], factor: torch.Tensor) -> None:

@@ -1,4 +1,4 @@
-"""What a captured step needs of a scaler: its device work is in the program, its host work comes before and after each replay."""
+"""What a step needs of a scaler: its device work goes into a captured program, its host work comes before and after each replay."""
 
 from __future__ import annotations
 
@@ -19,6 +19,11 @@ def before(scaler: GradScaler) -> tuple[int, ...]:
 def after(scaler: GradScaler, shown: Callable[[], tuple[float, int]]) -> None:
     """The host's part afterwards: the step is counted, and a scale that collapses is noticed, by what `shown` gives of the scale and the skips in a row."""
     scaler._scales.replayed(shown)
+
+
+def seed(scaler: GradScaler, loss: torch.Tensor) -> torch.Tensor:
+    """What backward of a loss starts from so that its gradients are scaled: the scale itself, without a product before and its derivative after."""
+    return scaler._scale_for(loss, 0).to(loss.dtype).reshape(loss.shape)
 
 
 def refusal(scaler: GradScaler) -> str | None:

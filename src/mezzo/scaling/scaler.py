@@ -302,7 +302,7 @@ class GradScaler(TorchNames):
                 record.culprit = self._blame(optimizer, record)
         else:
             culprit = record.culprit if isinstance(record.culprit, Flagged) else Flagged(self._names, optimizer)
-            if bound is None or factor is not None or not bound.check(self._scales.of(index).inverse, flags, culprit):
+            if bound is None or factor is not None or not bound.check(self._scales.of(index).scale, flags, culprit):
                 gradients.check_sorted(optimizer, factor, flags, culprit)
             record.culprit = culprit
         if self._settings.reduce_flag is not None:

@@ -61,7 +61,7 @@ class Watcher:
             if scale.steps % min(EVERY, self._patience) == 0 and len(self._flying) < _IN_FLIGHT:
                 self._flying.append((scale.steps, Copy(scale.shown), rule, culprit))
             if self._flying or self._pending is not None:
-                self._judge_what_arrived(scale)
+                self._judge_what_arrived()
 
     def hear(self, glance: Glance) -> None:
         """Judge what somebody else has copied."""
@@ -75,12 +75,11 @@ class Watcher:
             self._judge(Glance(state.good + state.skipped, state.scale, state.skipped_in_a_row, rule, culprit))
             self._speak()
 
-    def _judge_what_arrived(self, seen: DeviceScale) -> None:
+    def _judge_what_arrived(self) -> None:
         self._speak()
         while self._flying and self._flying[0][1].arrived():
             step, copy, rule, culprit = self._flying.popleft()
             scale, _, in_a_row, _ = copy.values()
-            seen.was(scale, step, rule)
             self._judge(Glance(step, scale, int(in_a_row), rule, culprit))
 
     def _judge(self, glance: Glance) -> None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from mezzo import _events
 from mezzo.eager.region import innermost_region, invalidate
 from mezzo.optim.bound import bound_of
 from mezzo.optim.fused import FusedBound
@@ -16,7 +18,7 @@ from mezzo.scaling import replay
 from mezzo.step.buffers import mode_of
 from mezzo.step.engine import Engine, Phase
 from mezzo.step.hostreads import watching
-from mezzo.step.inputs import Unkeyed, copies, signature
+from mezzo.step.inputs import Unkeyed, copies, said, signature
 from mezzo.step.program import Program, Studio
 from mezzo.step.runner import first_words, say_full, say_not_captured
 from mezzo.step.words import Capture
@@ -180,11 +182,14 @@ class CapturingRunner:
             # From elsewhere, torch would cast before it copies, and wait.
             placed = engine.entering(placed)
         tables = () if scaler is None else replay.tables(scaler)
+        begin = time.perf_counter()
         for bound in self._bounds:
             bound.before_capture()
         program = self._studio.capture(lambda held: engine.run(held[0], held[1], phase, mode), placed)
         for bound in self._bounds:
             bound.after_capture()
+        if _events.listening():
+            _events.emit(_events.StepCaptured(said(program.inputs), time.perf_counter() - begin))
         found = [(bound, bound.captured()) for bound in self._bounds]
         bounds = tuple((bound, prepared) for bound, (prepared, _) in found if prepared is not None)
         return Captured(program, bounds, tables, tuple(kept for _, (_, kept) in found))

@@ -13,12 +13,14 @@ from torch import nn
 from mezzo._errors import PolicyError
 from mezzo._hardware import hardware
 from mezzo.prepare.decoration import decoration_of
+from mezzo.step.hostreads import watching
+from mezzo.step.program import Studio
 from mezzo.step.words import Layout
 
 ThingT = TypeVar("ThingT", nn.Module, torch.Tensor)
 
 _IMAGES = 4
-_WARM, _TIMED = 2, 3
+_WARM, _TIMED = 2, 5
 _WORTH = 0.98
 """Faster by less is not told from noise, and the model stays as it is."""
 
@@ -66,33 +68,59 @@ def decide(model: nn.Module, asked: Layout) -> Choice:
     return Choice(channels_last=None, reason="not measured yet")
 
 
-def measure(model: nn.Module, run: Callable[[nn.Module, bool], torch.Tensor]) -> Choice:
-    """Time forward and backward of copies of a model in both layouts; `run` gives the loss of a model. The random generators are as they were."""
-    state = torch.cuda.get_rng_state()
+def measure(model: nn.Module, run: Callable[[nn.Module, bool], torch.Tensor], *, captured: bool) -> Choice:
+    """Time forward and backward of copies of a model in both layouts, as the step is going to run; `run` gives the loss of a model.
+
+    Small models keep the host busier than the device: run eagerly, both layouts take the same time and the captured step is left with the slower one.
+    The random generators are as they were.
+    """
+    device = next(model.parameters()).device
+    state = torch.cuda.get_rng_state(device)
     try:
-        plain, last = (_time(model, run, last=last) for last in (False, True))
+        plain, last = (_time(_laid_out(model, last=last), run, Studio.on(device), last=last, captured=captured) for last in (False, True))
     finally:
-        torch.cuda.set_rng_state(state)
+        torch.cuda.set_rng_state(state, device)
     faster = last < _WORTH * plain
     return Choice(channels_last=faster, reason=f"forward and backward take {last:.2f} ms with channels last, {plain:.2f} ms without")
 
 
-def _time(model: nn.Module, run: Callable[[nn.Module, bool], torch.Tensor], *, last: bool) -> float:
-    """Milliseconds of the fastest of a few runs."""
+def _laid_out(model: nn.Module, *, last: bool) -> nn.Module:
     copied = copy.deepcopy(model)
     for parameter in copied.parameters():
         if last and parameter.dim() == _IMAGES:
             parameter.data = parameter.data.contiguous(memory_format=torch.channels_last)
+    return copied
+
+
+def _time(model: nn.Module, run: Callable[[nn.Module, bool], torch.Tensor], studio: Studio, *, last: bool, captured: bool) -> float:
+    """Milliseconds of the fastest of a few runs."""
+
+    def once(_: Any = None) -> None:
+        run(model, last).backward()
+        model.zero_grad(set_to_none=True)
+
+    for _ in range(_WARM):
+        studio.aside(once)
+    with watching() as reads:
+        studio.aside(once)
+    # What cannot be captured is timed as it will run then: eagerly.
+    timed: Callable[[], object] = (captured and not reads and _replay_of(studio, once)) or once
     times: list[float] = []
-    for turn in range(_WARM + _TIMED):
+    for _ in range(_TIMED):
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         begin.record()
-        run(copied, last).backward()
+        timed()
         end.record()
         end.synchronize()
-        if turn >= _WARM:
-            times.append(begin.elapsed_time(end))
+        times.append(begin.elapsed_time(end))
     return min(times)
+
+
+def _replay_of(studio: Studio, once: Callable[[Any], None]) -> Callable[[], object] | None:
+    try:
+        return studio.capture(once, ()).graph.replay
+    except RuntimeError:
+        return None
 
 
 def _has_channels_last(weight: Any) -> bool:

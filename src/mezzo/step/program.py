@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
-from mezzo import _events
 from mezzo._casting import map_tensors
-from mezzo.step.inputs import buffers_for, copies, said
+from mezzo.step.inputs import buffers_for, copies
 
 
 @dataclass(frozen=True, eq=False)
@@ -26,8 +24,9 @@ class Program:
 
     def replay(self, leaves: list[torch.Tensor]) -> Any:
         """Run it on other inputs; what comes back is the caller's own."""
-        if leaves:
-            torch._foreach_copy_(self.inputs, leaves, non_blocking=True)
+        # One by one: inputs differ in dtype and size, and for such torch's list of copies is a slower loop.
+        for buffer, leaf in zip(self.inputs, leaves, strict=True):
+            buffer.copy_(leaf, non_blocking=True)
         self.graph.replay()
         return copies(self.returned)
 
@@ -61,7 +60,6 @@ class Studio:
 
     def capture(self, run: Callable[[Any], Any], values: Any) -> Program:
         """Capture a function of nested inputs. Where that fails, the random generator is as it was: torch leaves it in the middle of a capture."""
-        begin = time.perf_counter()
         held, inputs = buffers_for(values)
         graph, generator = torch.cuda.CUDAGraph(), torch.cuda.default_generators[self.device.index or 0]
         safe = generator.clone_state()
@@ -72,6 +70,4 @@ class Studio:
         except BaseException:
             generator.graphsafe_set_state(safe)
             raise
-        if _events.listening():
-            _events.emit(_events.StepCaptured(said(inputs), time.perf_counter() - begin))
         return Program(graph, inputs, returned)

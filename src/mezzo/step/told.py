@@ -9,7 +9,7 @@ from math import isfinite
 import torch
 
 from mezzo import _events
-from mezzo.scaling import replay
+from mezzo.scaling import kernels, replay
 from mezzo.scaling.scaler import GradScaler
 
 _SKIPPED = 1
@@ -55,13 +55,22 @@ class Board:
             return
         shown = None if self._scaler is None else replay.shown(self._scaler)
         if shown is not None and isinstance(bad, torch.Tensor):
-            numbers = [bad.reshape(1).to(shown), shown[:3]]
-            if loss is None:
-                self._values[_SKIPPED:].copy_(torch.cat(numbers), non_blocking=True)
-            else:
-                self._values.copy_(torch.cat([loss.detach().reshape(1).to(shown), *numbers]), non_blocking=True)
+            self._write_on_device(loss, bad.reshape(()).to(shown), shown)
         else:
             self._write_on_host(loss, bad=bool(bad))
+
+    def _write_on_device(self, loss: torch.Tensor | None, bad: torch.Tensor, shown: torch.Tensor) -> None:
+        if kernels.has_kernel(shown.device) and (loss is None or loss.dtype in kernels.DTYPES):
+            # One launch that writes to the host's memory: putting the numbers together and copying them takes 5 µs of a captured step on an H200.
+            from mezzo.step.board_kernel import board_kernel  # noqa: PLC0415 - Triton is optional, and takes a while to import
+
+            numbers = (self._values, bad if loss is None else loss.detach(), bad, shown)
+            constants = (kernels.triton_dtype(torch.float32 if loss is None else loss.dtype), loss is not None)
+            with kernels.on(shown.device):
+                kernels.run_kernel(board_kernel, 1, numbers, constants, shown.device)
+            return
+        first = [] if loss is None else [loss.detach().reshape(1).to(shown)]
+        self._values[_SKIPPED - len(first) :].copy_(torch.cat([*first, bad.reshape(1), shown[:3]]), non_blocking=True)
 
     def _write_on_host(self, loss: torch.Tensor | None, *, bad: bool) -> None:
         if loss is not None and self._on_device:

@@ -108,13 +108,13 @@ class TrainStep(Step):
 
     def _measure_layout(self, arguments: tuple[Any, ...]) -> None:
         """Decide by the first batch, before anything was trained."""
-        device, region = self._parts.device, self._parts.region
+        region, inputs = self._parts.region, [placed(arguments, self._parts.device, channels_last=last) for last in (False, True)]
 
         def run(model: nn.Module, last: bool) -> torch.Tensor:  # noqa: FBT001
             with inside(region):
-                return self._loss(model, *placed(arguments, device, channels_last=last))
+                return self._loss(model, *inputs[last])
 
-        self._layout = layout.measure(self.model, run)
+        self._layout = layout.measure(self.model, run, captured=self._capture is not Capture.OFF and self._runner.reason is None)
         if self._layout.channels_last:
             self._rebuild(self._converted())
         self._tell_layout()

@@ -12,6 +12,7 @@ import torch
 from mezzo._errors import ScalerError
 from mezzo.eager.region import Region, inside
 from mezzo.prepare.given import Optimizer
+from mezzo.scaling import replay
 from mezzo.scaling.gradients import parameters
 from mezzo.scaling.result import StepResult
 from mezzo.step.parts import Parts
@@ -52,7 +53,12 @@ class Turn:
         part = loss if self._factor == 1.0 else loss * self._factor
         scaler = self._parts.scaler
         with inside(_off(self._parts.region)):
-            _backward(part if scaler is None else scaler.scale(part), *arguments, **words)
+            if scaler is None:
+                _backward(part, *arguments, **words)
+            elif arguments or words.get("gradient") is not None:
+                _backward(scaler.scale(part), *arguments, **words)
+            else:
+                _backward(part, **words | {"gradient": replay.seed(scaler, part)})
 
     def step(self, optimizer: Optimizer) -> None:
         """Step an optimizer, unless its gradients are not finite."""
