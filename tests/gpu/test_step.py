@@ -366,6 +366,20 @@ def test_channels_last_on_request_trains_alike() -> None:
     assert_alike(*losses, 2e-2)
 
 
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_a_compiled_convolutional_model_is_captured_and_trains_alike(level: str) -> None:
+    """What is compiled in the warm-up must serve the capture: inputs that enter in another dtype would be compiled for in the middle of it."""
+    torch._dynamo.reset()
+    runs = []
+    for compiled in (True, False):
+        made = Made("cnn", device="cuda")
+        made.model.drop.p = 0.0  # compiled code draws other numbers
+        losses, step = in_steps(made, batches("cnn", 12, device="cuda"), level, "float16", compile=compiled, channels_last=True)
+        assert step.captured, step.reason
+        runs.append(losses)
+    assert_alike(*runs, 2e-2)
+
+
 def test_another_captured_program_beside_is_not_disturbed() -> None:
     source = torch.arange(1024.0, device="cuda")
     graph = torch.cuda.CUDAGraph()

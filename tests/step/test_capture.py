@@ -95,6 +95,14 @@ def test_three_real_steps_warm_up_and_then_one_program_is_replayed(studio):
     assert same(weights(made.model), weights(other.model))
 
 
+def test_warm_ups_run_on_inputs_as_the_program_holds_them(studio, monkeypatch):
+    step = step_of(Made("mlp"), policy="O2")
+    seen, run_one = [], step._engine.run
+    monkeypatch.setattr(step._engine, "run", lambda arguments, *rest: (seen.append(arguments[0].dtype), run_one(arguments, *rest))[1])
+    run(step, 5)
+    assert seen == [torch.bfloat16] * 5
+
+
 def test_a_new_shape_is_captured_after_two_steps(studio):
     step = step_of(Made("mlp"))
     run(step, 5)

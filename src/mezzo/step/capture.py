@@ -137,7 +137,7 @@ class CapturingRunner:
             # Where something is yet to be learned the host looks at the device itself, and nobody else can be watched for it.
             known = self._engine.buffers.learned(mode)
             self._warm[key] = done + known
-            return self._warm_up(values, phase, mode, watched=known and done + 1 >= needed)
+            return self._warm_up(self._placed(values, leaves), phase, mode, watched=known and done + 1 >= needed)
         try:
             self._programs[key] = captured = self._captured(values, leaves, phase, mode)
             self._warm_modes.add(self._mode[1])
@@ -148,9 +148,15 @@ class CapturingRunner:
         returned = self._replay(captured, leaves, phase)
         return returned[0] if returned is not None else self._eagerly(values, phase, mode)
 
-    def _warm_up(self, values: tuple[Any, ...], phase: Phase, mode: Hashable, *, watched: bool) -> Any:
+    def _placed(self, values: tuple[Any, ...], leaves: list[torch.Tensor]) -> tuple[Any, Any]:
+        """Inputs as a captured step holds them; a warm-up runs on the same, or code compiled in it would have to be compiled again while it is captured."""
+        placed = self._engine.place(values)
+        # From elsewhere, torch would cast before it copies, and wait.
+        return self._engine.entering(placed) if all(leaf.device == self._engine.parts.device for leaf in leaves) else placed
+
+    def _warm_up(self, placed: tuple[Any, Any], phase: Phase, mode: Hashable, *, watched: bool) -> Any:
         """A real step, on the stream of the captures."""
-        run = lambda: self._eagerly(values, phase, mode)  # noqa: E731
+        run = lambda: copies(self._engine.run(*placed, phase, mode))  # noqa: E731
         if not watched:
             return self._studio.aside(run)
         with watching() as found:
@@ -177,10 +183,7 @@ class CapturingRunner:
         engine, scaler = self._engine, self._engine.parts.scaler
         if not engine.static:
             engine.clear()
-        placed = engine.place(values)
-        if all(leaf.device == engine.parts.device for leaf in leaves):
-            # From elsewhere, torch would cast before it copies, and wait.
-            placed = engine.entering(placed)
+        placed = self._placed(values, leaves)
         tables = () if scaler is None else replay.tables(scaler)
         begin = time.perf_counter()
         for bound in self._bounds:

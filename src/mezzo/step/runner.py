@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import traceback
 import warnings
 from typing import Any, Protocol
 
@@ -14,6 +15,7 @@ from mezzo.optim.fused import FusedBound
 from mezzo.scaling import kernels, replay
 from mezzo.step.buffers import mode_of
 from mezzo.step.engine import Engine, Phase
+from mezzo.step.hostreads import users_line
 from mezzo.step.inputs import copies, said
 from mezzo.step.parts import Parts
 from mezzo.step.words import Capture
@@ -92,10 +94,11 @@ def runner_for(engine: Engine, capture: Capture) -> Runner:
 
 
 def first_words(error: BaseException) -> str:
-    """What went wrong first: the end of a capture that failed raises too."""
+    """What went wrong first, and in which line: the end of a capture that failed raises too."""
     while error.__context__ is not None:
         error = error.__context__
-    return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+    stack = traceback.extract_tb(error.__traceback__)
+    return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}" + (f", in {users_line(stack)}" if stack else "")
 
 
 def say_not_captured(reason: str, capture: Capture, *, quietly: bool = False) -> None:
