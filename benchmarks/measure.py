@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -55,10 +56,14 @@ def take_turns(contestants: Mapping[str, Contestant], *, calls: int, rounds: int
 
 
 def store(benchmark: str, rows: list[Row], device: str) -> Path:
-    """Write the rows beside the machine's name and torch's version."""
+    """Write the rows beside the machine's name and torch's version. Other rows of the same machine and torch stay: a benchmark may be run in parts."""
     machine = mezzo.hardware(device).name
     path = RESULTS / f"{benchmark}-{re.sub(r'[^a-z0-9]+', '-', machine.lower()).strip('-')}.json"
-    record = {"machine": machine, "torch": torch.__version__, "python": platform.python_version(), "rows": [asdict(row) for row in rows]}
+    record: dict[str, Any] = {"machine": machine, "torch": torch.__version__, "python": platform.python_version(), "rows": []}
+    if path.exists() and (old := json.loads(path.read_text())) | {"rows": []} == record:
+        record = old
+    kept = {row["name"]: row for row in record["rows"]}
+    record["rows"] = list((kept | {row.name: asdict(row) for row in rows}).values())
     RESULTS.mkdir(exist_ok=True)
     path.write_text(json.dumps(record, indent=1) + "\n")
     return path

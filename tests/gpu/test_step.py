@@ -366,6 +366,7 @@ def test_channels_last_on_request_trains_alike() -> None:
     assert_alike(*losses, 2e-2)
 
 
+@pytest.mark.filterwarnings("ignore")  # torch warns of its own modules while inductor imports them
 @pytest.mark.parametrize("level", ["O1", "O2"])
 def test_a_compiled_convolutional_model_is_captured_and_trains_alike(level: str) -> None:
     """What is compiled in the warm-up must serve the capture: inputs that enter in another dtype would be compiled for in the middle of it."""

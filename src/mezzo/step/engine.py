@@ -16,6 +16,7 @@ from mezzo.scaling.gradients import parameters
 from mezzo.step.buffers import Buffers
 from mezzo.step.inputs import placed
 from mezzo.step.parts import Parts
+from mezzo.step.tallies import Tallies
 from mezzo.step.told import Board
 from mezzo.step.turn import Turn, refuse_other_steps, scaled_backward
 from mezzo.step.words import Reduction
@@ -59,6 +60,7 @@ class Engine:
         self.channels_last = False
         """Whether the model has its channels last, and images are to have them too."""
         self.buffers = Buffers(parts.models if parts.scaler is not None else ())
+        self._tallies = Tallies(parts.models)
         self.board = Board(parts.device, parts.scaler)
         self.seen: Callable[[], Hashable] = tuple
         """Values beside the inputs that a body sees, and that a captured one would not see change."""
@@ -120,6 +122,7 @@ class Engine:
                 around.enter_context(scaled_backward(turn))
                 for optimizer in self.parts.optimizers:
                     around.callback(optimizer.register_step_pre_hook(refuse_other_steps).remove)
+            around.enter_context(self._tallies.counting())
             around.enter_context(inside(self.parts.region))
             around.enter_context(torch.enable_grad() if not torch.is_grad_enabled() else nullcontext())
             returned = self._body(*handed, **words)
