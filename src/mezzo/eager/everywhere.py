@@ -40,9 +40,9 @@ class everywhere:  # noqa: N801 - reads as a phrase, as `autocast` does
             one.__enter__()
         return self
 
-    def __exit__(self, *error: Any) -> None:
+    def __exit__(self, *error: object) -> None:
         for one in reversed(self._each):
-            one.__exit__(*error)
+            one.__exit__(*error)  # type: ignore[arg-type]
 
     def __call__(self, function: Callable[P, R]) -> Callable[P, R]:
         """Decorate a function, a generator function or a coroutine function: every call runs in the region."""

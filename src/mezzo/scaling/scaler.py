@@ -57,6 +57,9 @@ class GradScaler(TorchNames):
     >>> scaler.update()
     """
 
+    advises = True
+    """Whether it says that a loss computed in bfloat16 needs no scaling."""
+
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
         """A scaler that is not enabled is another object, which does nothing and costs nothing."""
         enabled = kwargs.get("enabled", args[_ENABLED_PLACE] if len(args) > _ENABLED_PLACE else True)
@@ -286,7 +289,8 @@ class GradScaler(TorchNames):
         scale = made[index] if 0 <= index < len(made) else None
         if scale is None:
             scale = self._scales.make(output.device, index)
-            say_if_needless(output)
+            if self.advises:
+                say_if_needless(output)
         return scale.scale if scale.scale.device == output.device else scale.scale.to(output.device, non_blocking=output.device.type != "cpu")
 
     def _check(self, optimizer: Optimizer, record: Record, index: int, factor: torch.Tensor | None) -> None:
