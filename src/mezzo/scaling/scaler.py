@@ -109,10 +109,14 @@ class GradScaler(TorchNames):
 
     def scale(self, outputs: Any, index: int = 0) -> Any:
         """Multiply a loss, or losses in a nested iterable, by the scale; `index` chooses among the scales of a scaler with several losses."""
+        return self._scaled(outputs, index)
+
+    def _scaled(self, outputs: Any, index: int) -> Any:
         if isinstance(outputs, torch.Tensor):
             return outputs * self._scale_for(outputs, index)
         if isinstance(outputs, Iterable) and not isinstance(outputs, str | bytes | Mapping):
-            scaled = (self.scale(output, index) for output in outputs)
+            # Not by `scale`, which a subclass may have replaced by one that counts its calls.
+            scaled = (self._scaled(output, index) for output in outputs)
             if isinstance(outputs, tuple) and hasattr(outputs, "_fields"):
                 return type(outputs)(*scaled)
             return type(outputs)(scaled) if isinstance(outputs, list | tuple) else scaled
@@ -200,8 +204,9 @@ class GradScaler(TorchNames):
         """Let the optimizer skip by itself: it reads the scale and the flag on the device."""
         if stepping.takes_the_scaler(optimizer):
             value = optimizer.step(*args, **kwargs, grad_scaler=self)  # type: ignore[call-overload]
-            flags = self._flags_of(record)
-            return StepResult(value, combine(flags, meeting_place(flags)), record.culprit)
+            # Whether it checked its gradients is its own affair.
+            flags = record.all_flags()
+            return StepResult(value, combine(flags, meeting_place(flags)) if flags else None, record.culprit)
         unscaled = record.stage is Stage.UNSCALED
         if not unscaled:
             self._refuse_mixed_scales("step()")
