@@ -12,6 +12,9 @@ import mezzo
 from mezzo.scaling.saved import to_dict
 from mezzo.scaling.state import LARGEST, SMALLEST, ScaleRule, ScaleState, float32
 
+_PATIENCE = 1000
+"""Skipped steps in a row before it is said that something else is wrong. Paddle never says so: a program that it let run for long runs here too."""
+
 
 @dataclass(frozen=True)
 class Told:
@@ -51,7 +54,7 @@ class Told:
 
     def make(self, *, enabled: bool = True) -> mezzo.GradScaler:
         """A scaler that does as told."""
-        scaler = mezzo.GradScaler(init_scale=self.init_loss_scaling, enabled=enabled)
+        scaler = mezzo.GradScaler(init_scale=self.init_loss_scaling, enabled=enabled, patience=_PATIENCE)
         # Of a loss computed in bfloat16 the dialect speaks itself.
         scaler.advises = False
         self.apply(scaler, ScaleState(float32(self.init_loss_scaling)))
