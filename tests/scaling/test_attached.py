@@ -1,11 +1,13 @@
+import gc
 import math
+from weakref import ref
 
 import pytest
 import torch
 from torch import nn
 
 from mezzo import GradScaler, ScalerError
-from mezzo.scaling.attached import Attached
+from mezzo.scaling.attached import Attached, attached_to
 
 
 @pytest.fixture
@@ -48,6 +50,7 @@ def test_gradients_unscaled_by_hand_are_not_unscaled_again(weight, optimizer):
     step = attached(optimizer)
     step.scale(weight.sum() * 0.25).backward()
     step.unscale()
+    step.unscale()
     assert weight.grad.item() == 0.25
     optimizer.step()
     assert weight.item() == 0.75
@@ -75,7 +78,9 @@ def test_a_detached_optimizer_steps_by_itself(weight, optimizer):
     own = optimizer.step.__func__
     step = attached(optimizer)
     step.scale(weight.sum()).backward()
+    assert attached_to(optimizer) is step
     step.detach()
+    assert attached_to(optimizer) is None
     assert optimizer.step.__func__ is own
     optimizer.step()
     assert weight.item() == -7.0
@@ -88,6 +93,15 @@ def test_a_scheduler_made_in_between_survives_detaching(weight, optimizer):
     weight.sum().backward()
     optimizer.step()
     assert weight.item() == 0.0
+
+
+def test_an_attached_optimizer_is_freed_with_its_owner(weight):
+    optimizer = torch.optim.SGD([weight], lr=1.0)
+    attached(optimizer)
+    gone = ref(optimizer)
+    del optimizer
+    gc.collect()
+    assert gone() is None
 
 
 def test_closures_are_refused_as_the_scaler_refuses_them(weight, optimizer):

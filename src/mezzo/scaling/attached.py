@@ -12,6 +12,8 @@ from mezzo.scaling.scaler import GradScaler
 
 Optimizer = torch.optim.Optimizer
 
+_MARK = "_mezzo_attached"
+
 
 class Attached:
     """Steps an optimizer through a scaler once a loss was scaled: unscaled, checked, skipped where bad, and the scale adapted. Other steps are its own.
@@ -29,7 +31,7 @@ class Attached:
         self.optimizer, self.scaler = optimizer, scaler
         self.last: StepResult | None = None
         """What became of the last step that ran through the scaler."""
-        self._scaled = self._stepping = False
+        self._scaled = self._unscaled = self._stepping = False
         self._own = optimizer.step
 
         def step(_optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
@@ -37,6 +39,7 @@ class Attached:
 
         # A method of the optimizer, for a scheduler that is made later wraps the function in it. torch's hooks run once, in the own step.
         self._bound = optimizer.step = MethodType(step, optimizer)  # type: ignore[method-assign]
+        optimizer.__dict__[_MARK] = self
 
     def scale(self, losses: Any) -> Any:
         """Scale losses: the next step is the scaler's."""
@@ -44,13 +47,16 @@ class Attached:
         return self.scaler.scale(losses)
 
     def unscale(self) -> None:
-        """Unscale the gradients in place and check them, for whoever looks at them before the step."""
-        if self._scaled:
+        """Unscale the gradients in place and check them, for whoever looks at them before the step; once, however often it is asked."""
+        if self._scaled and not self._unscaled:
             self.scaler.unscale_(self.optimizer)
+            self._unscaled = True
 
     def detach(self) -> None:
         """Let the optimizer's own step run again; a wrapper that somebody put around ours meanwhile stays, and reaches it too."""
         self._scaled = False
+        if self.optimizer.__dict__.get(_MARK) is self:
+            del self.optimizer.__dict__[_MARK]
         if self.optimizer.__dict__.get("step") is self._bound:
             self.optimizer.step = self._own  # type: ignore[method-assign]
 
@@ -62,6 +68,12 @@ class Attached:
             self.last = self.scaler.step(self.optimizer, *args, **kwargs)
         finally:
             self._stepping = False
-        self._scaled = False
+        self._scaled = self._unscaled = False
         self.scaler.update()
         return self.last.value
+
+
+def attached_to(optimizer: Optimizer) -> Attached | None:
+    """What steps an optimizer through a scaler; None where it steps by itself."""
+    found: Attached | None = optimizer.__dict__.get(_MARK)
+    return found
