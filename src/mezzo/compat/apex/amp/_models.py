@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from typing import Any, cast
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
@@ -22,14 +21,26 @@ from mezzo.scaling.gradients import parameters
 Optimizer = torch.optim.Optimizer
 _BatchNorm = nn.modules.batchnorm._BatchNorm
 
-_undo: WeakKeyDictionary[nn.Module, list[Callable[[], None]]] = WeakKeyDictionary()
-"""What takes off what an earlier `initialize` has put on a model."""
+_MARK = "_amp_undo"
+
+
+class _Undo(list[Callable[[], None]]):
+    """What takes off what an earlier `initialize` has put on a model. It lies on the model, so that nothing else keeps that alive."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """A copy of the model has nothing of the original's to take off."""
+        return _Undo, ()
+
+
+def _undo(model: nn.Module) -> _Undo:
+    found: _Undo = model.__dict__.setdefault(_MARK, _Undo())
+    return found
 
 
 def release(models: list[nn.Module]) -> None:
     """Make models as they were before an earlier `initialize`, with their current exact weights."""
     for model in models:
-        for undo in reversed(_undo.pop(model, [])):
+        for undo in reversed(model.__dict__.pop(_MARK, ())):
             undo()
         for part in model.modules():
             decoration = decoration_of(part)
@@ -74,9 +85,9 @@ def _convert(models: list[nn.Module], optimizers: list[Optimizer], properties: P
         save_dtype="float32" if masters else None,
     )
     for model in models:
-        _undo.setdefault(model, []).extend(cast_custom_batches(model, dtype, outputs))
+        _undo(model).extend(cast_custom_batches(model, dtype, outputs))
         if not masters:
-            _undo[model].extend(_save_in_float32(model))
+            _undo(model).append(_save_in_float32(model))
 
 
 def _strangers(models: list[nn.Module], optimizers: list[Optimizer]) -> Iterator[nn.Parameter]:
@@ -89,10 +100,10 @@ def _open(models: list[nn.Module], inputs: torch.dtype | None, outputs: torch.dt
     """Cast what goes in and comes out, and nothing else: inside, a region goes on as it is."""
     for model in models:
         hung = door.hang(door.Door(Region(device_of([model]), False, None, None), inputs, outputs, yields=True), model)
-        _undo.setdefault(model, []).append(hung)
+        _undo(model).append(hung)
 
 
-def _save_in_float32(model: nn.Module) -> Iterator[Callable[[], None]]:
+def _save_in_float32(model: nn.Module) -> Callable[[], None]:
     """Let `state_dict` give float32 where there are no exact weights to give."""
 
     def hook(_module: nn.Module, state: dict[str, Any], _prefix: str, _metadata: Any) -> None:
@@ -100,4 +111,5 @@ def _save_in_float32(model: nn.Module) -> Iterator[Callable[[], None]]:
             if isinstance(value, torch.Tensor) and value.dtype in HALF_DTYPES:
                 state[name] = value.float()
 
-    yield model.register_state_dict_post_hook(hook).remove
+    remove: Callable[[], None] = model.register_state_dict_post_hook(hook).remove
+    return remove

@@ -71,6 +71,7 @@ class LossScaler:
         """Adapt the scale to the flags of one backward pass, and say whether a gradient was not finite; this waits for the device."""
         if not flags:
             return False
+        self._scales.make(flags[0].device, 0)
         self._scales.advance(0, flags, NOBODY)
         return any(bool(flag) for flag in flags)
 

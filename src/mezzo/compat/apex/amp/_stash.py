@@ -67,6 +67,8 @@ def attach(optimizer: torch.optim.Optimizer, *, masters: bool) -> None:
         if reasons:
             for reason in reasons:
                 maybe_print(str(reason))
+            # A scheduler would take a skipped first step for a missing one.
+            optimizer._opt_called = True  # type: ignore[attr-defined]
             return None
         with disable_casts():
             return own()
