@@ -74,6 +74,16 @@ def test_a_scheduler_made_later_counts_the_steps(weight, optimizer, recwarn):
     assert not recwarn.list
 
 
+def test_a_scheduler_made_earlier_counts_skipped_steps_too(weight, optimizer, recwarn):
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+    step = attached(optimizer)
+    step.scale(weight.sum() * math.nan).backward()
+    optimizer.step()
+    scheduler.step()
+    assert optimizer.param_groups[0]["lr"] == 0.5
+    assert not recwarn.list
+
+
 def test_a_detached_optimizer_steps_by_itself(weight, optimizer):
     own = optimizer.step.__func__
     step = attached(optimizer)

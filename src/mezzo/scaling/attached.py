@@ -37,6 +37,9 @@ class Attached:
         def step(_optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
             return self._step(args, kwargs)
 
+        if hasattr(self._own, "_wrapped_by_lr_sched"):
+            # A scheduler made earlier looks for its mark, and warns where it is gone.
+            step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
         # A method of the optimizer, for a scheduler that is made later wraps the function in it. torch's hooks run once, in the own step.
         self._bound = optimizer.step = MethodType(step, optimizer)  # type: ignore[method-assign]
         optimizer.__dict__[_MARK] = self
@@ -63,6 +66,8 @@ class Attached:
     def _step(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self._stepping or not self._scaled:
             return self._own(*args, **kwargs)
+        # A scheduler asks whether the optimizer was stepped, and a skipped step counts.
+        self.optimizer._opt_called = True  # type: ignore[attr-defined]
         self._stepping = True
         try:
             self.last = self.scaler.step(self.optimizer, *args, **kwargs)
