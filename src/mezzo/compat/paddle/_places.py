@@ -89,7 +89,9 @@ def set_device(device: str) -> Place:
     if chosen != torch.get_default_device():
         torch.set_default_device(chosen)
     _set = chosen
-    return Place(chosen)
+    if chosen.type == "cpu":
+        return CPUPlace()
+    return CUDAPlace(chosen.index or 0) if chosen.type == "cuda" else Place(chosen)
 
 
 def get_device() -> str:

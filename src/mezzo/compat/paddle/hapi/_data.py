@@ -3,13 +3,26 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Sampler
 
 from mezzo._casting import map_tensors
+
+
+class Shuffled(Sampler[int]):
+    """The places of a data set, in another order every time: on the CPU, whatever device is the default, where torch's own sampler fails."""
+
+    def __init__(self, count: int) -> None:
+        self._count = count
+
+    def __iter__(self) -> Iterator[int]:
+        yield from torch.randperm(self._count, device="cpu").tolist()
+
+    def __len__(self) -> int:
+        return self._count
 
 
 def loader_of(data: Any, *, batch_size: int, shuffle: bool = False, drop_last: bool = False, num_workers: int = 0) -> Iterable[Any]:
@@ -18,9 +31,7 @@ def loader_of(data: Any, *, batch_size: int, shuffle: bool = False, drop_last: b
         if not isinstance(data, Iterable):
             raise TypeError(f"The data should be a torch Dataset or DataLoader, or batches to go through, got {type(data).__name__}.")
         return data
-    # On the CPU whatever device is the default: torch shuffles there.
-    with torch.device("cpu"):
-        return DataLoader(data, batch_size=batch_size, shuffle=shuffle, drop_last=drop_last, num_workers=num_workers, generator=torch.Generator("cpu"))
+    return DataLoader(data, batch_size=batch_size, sampler=Shuffled(len(data)) if shuffle else None, drop_last=drop_last, num_workers=num_workers)
 
 
 def inputs_taken(forward: Callable[..., Any]) -> int:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from mezzo.compat.paddle._places import device_of
-from mezzo.compat.paddle.static._program import UNKNOWN_SIZE, Program, Variable, default_main_program
+from mezzo.compat.paddle.static._program import UNKNOWN_SIZES, Program, Variable, default_main_program, shown_shape
 from mezzo.compat.paddle.static._replay import evaluating, plainly, replay
 
 
@@ -93,9 +93,9 @@ def _closing(program: Program) -> Any:
 
 def _fitting(name: str, value: torch.Tensor, wanted: Variable) -> torch.Tensor:
     sizes = list(wanted.shape)
-    if value.dim() != len(sizes) or any(size not in (UNKNOWN_SIZE, got) for size, got in zip(sizes, value.shape, strict=True)):
-        shown = [-1 if size == UNKNOWN_SIZE else size for size in sizes]
-        raise ValueError(f"The fed Variable {name!r} should have dimensions = {len(sizes)}, shape = {shown}, but received fed shape {list(value.shape)}.")
+    if value.dim() != len(sizes) or any(size != got and size not in UNKNOWN_SIZES for size, got in zip(sizes, value.shape, strict=True)):
+        shown = f"dimensions = {len(sizes)}, shape = {shown_shape(wanted)}"
+        raise ValueError(f"The fed Variable {name!r} should have {shown}, but received fed shape {list(value.shape)}.")
     if value.is_floating_point() is not wanted.dtype.is_floating_point:
         raise ValueError(f"The data type of fed Variable {name!r} must be {wanted.dtype}, but received {value.dtype}.")
     # A 16-bit feed stays what it is, as Paddle's guide has it for pure 16-bit programs; everything else becomes what was declared.

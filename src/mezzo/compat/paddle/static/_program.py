@@ -16,8 +16,8 @@ import torch
 
 from mezzo._casting import map_tensors
 
-UNKNOWN_SIZE = 9973
-"""Stands for a size that is not known before the program runs, such as a batch's: a number that no layer has."""
+UNKNOWN_SIZES = (9973, 9967, 9949, 9941, 9931)
+"""Stand for sizes that are not known before the program runs, one for each dimension: primes, so that a size made of one is recognised."""
 
 _device = torch.Tensor.device.__get__
 
@@ -117,20 +117,22 @@ class Variable(torch.Tensor):
         return made
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        shape = [-1 if size == UNKNOWN_SIZE else size for size in self.shape]
-        return f"var {self.name} : shape{shape}, dtype {str(self.dtype).removeprefix('torch.')}"
+        return f"var {self.name} : shape{shown_shape(self)}, dtype {str(self.dtype).removeprefix('torch.')}"
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Note a call, and say what its result looks like."""
         kwargs = kwargs or {}
-        if func is _device:
+        # Not `is`: torch makes the wrapper anew at every look.
+        if func == _device:
             # Whoever makes a tensor beside this one makes it where the program will run.
             return torch.get_default_device()
+        given = _tensors((args, kwargs))
+        _refuse_unknown_constants(given)
         with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
             shown = func(*map_tensors(args, _seen), **map_tensors(kwargs, _seen))
         outputs: list[Variable] = []
-        program = next(one.program for one in _tensors((args, kwargs)) if isinstance(one, Variable))
+        program = next(one.program for one in given if isinstance(one, Variable))
 
         def wrap(meta: torch.Tensor) -> torch.Tensor:
             outputs.append(cls.of(meta, program, program.fresh_name(str(getattr(func, "__name__", "op")).strip("_"))))
@@ -138,7 +140,7 @@ class Variable(torch.Tensor):
 
         result = map_tensors(shown, wrap)
         if outputs or func is torch.Tensor.__setitem__:
-            program.nodes.append(Node(func, _with_open_sizes(args), _with_open_sizes(kwargs), tuple(outputs), _state.guards > 0))
+            program.nodes.append(Node(func, args, kwargs, tuple(outputs), _state.guards > 0))
         return result
 
 
@@ -157,13 +159,18 @@ def _tensors(value: Any) -> list[torch.Tensor]:
     return found
 
 
-def _with_open_sizes(value: Any) -> Any:
-    """Arguments with -1 for a size that was read from a variable and is not known yet."""
-    if isinstance(value, list | tuple) and not hasattr(value, "_fields"):
-        return type(value)([_with_open_sizes(item) for item in value])
-    if isinstance(value, dict):
-        return {name: _with_open_sizes(item) for name, item in value.items()}
-    return -1 if type(value) is int and value == UNKNOWN_SIZE else value
+def shown_shape(variable: Variable) -> list[int]:
+    """A shape as Paddle shows it: -1 for a size that is not known."""
+    return [-1 if size in UNKNOWN_SIZES else size for size in variable.shape]
+
+
+def _refuse_unknown_constants(given: Iterable[torch.Tensor]) -> None:
+    for one in given:
+        if not isinstance(one, Variable) and any(size in UNKNOWN_SIZES for size in one.shape):
+            raise ValueError(
+                f"A tensor of shape {tuple(one.shape)} was made from a size that is not known before the program runs. "
+                "Make it from a variable (torch.zeros_like), or declare the size: static.data(name, [32, ...])."
+            )
 
 
 class _State(threading.local):
@@ -230,7 +237,7 @@ def data(name: str, shape: Any, dtype: str | torch.dtype | None = None, lod_leve
     if not isinstance(chosen, torch.dtype):
         raise TypeError(f"The data type of {name!r} is {dtype!r}. Use one such as 'float32', 'float16', 'int64' or 'bool'.")
     program = default_main_program()
-    sizes = [UNKNOWN_SIZE if size in (None, -1) else int(size) for size in shape]
+    sizes = [UNKNOWN_SIZES[place] if size in (None, -1) else int(size) for place, size in enumerate(shape)]
     made = Variable.of(torch.empty(sizes, dtype=chosen, device="meta"), program, name)
     program.feeds[name] = made
     return made
