@@ -4,12 +4,14 @@ import torch
 from mezzo import Policy
 from mezzo.compat.oneflow.nn.config import GraphConfig
 
+ENDS = {"cross_entropy", "nll_loss", "log_softmax", "mean", "sum"}
+
 
 @pytest.mark.parametrize(
     ("words", "policy"),
     [
-        ({}, Policy("O1", "float16", preset="oneflow")),
-        ({"mode": True, "dtype": torch.bfloat16}, Policy("O1", "bfloat16", preset="oneflow")),
+        ({}, Policy("O1", "float16", preset="oneflow", full=ENDS)),
+        ({"mode": True, "dtype": torch.bfloat16}, Policy("O1", "bfloat16", preset="oneflow", full=ENDS)),
         ({"mode": False}, Policy("O0")),
     ],
     ids=["plain", "bfloat16", "off"],

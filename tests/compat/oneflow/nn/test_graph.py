@@ -87,6 +87,30 @@ def test_a_scaler_skips_a_bad_step_backs_off_and_grows_after_good_ones():
     assert (graph.mezzo_step.skipped, graph.mezzo_step.scale) == (False, 64.0)
 
 
+@pytest.mark.parametrize("reduce", [lambda out: nn.functional.cross_entropy(out, torch.zeros(16, dtype=torch.int64)), torch.mean], ids=["loss", "mean"])
+def test_what_ends_a_graph_is_float32_so_that_the_first_scale_fits(reduce):
+    model, seen = make_model(), []
+
+    class Reduced(Graph):
+        def __init__(self):
+            super().__init__()
+            self.model = model
+            self.add_optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+            self.config.enable_amp(True)
+            self.set_grad_scaler(amp.GradScaler())
+
+        def build(self, x):
+            out = self.model(x)
+            loss = reduce(out) / 64
+            seen.append((out.dtype, loss.dtype))
+            loss.backward()
+
+    graph = Reduced()
+    graph(X)
+    assert seen == [(torch.float16, torch.float32)]
+    assert (graph.mezzo_step.skipped, graph.mezzo_step.scale) == (False, 65536.0)
+
+
 def test_the_scale_does_not_fall_below_one():
     graph = Training(make_model(), scaler=amp.GradScaler(init_scale=2.0))
     with pytest.warns(UserWarning, match="floor of 1"):

@@ -16,13 +16,18 @@ _NEEDLESS = (
 """Hints to OneFlow's compiler: a step is fused and captured here without them."""
 
 
+_ENDS = frozenset({"cross_entropy", "nll_loss", "log_softmax", "mean", "sum"})
+"""What stands at the end of a graph. OneFlow's pass lets an op that follows be 16-bit only where another listed op comes after it: losses are float32, and so is
+the gradient that a scale of 2^16 begins with."""
+
+
 class GraphConfig:
     """The settings of a graph. `enable_amp` decides; hints to OneFlow's compiler are taken and have nothing to do.
 
     >>> config = GraphConfig()
     >>> config.enable_amp(True, dtype=torch.bfloat16)
     >>> config.policy()
-    Policy('O1', dtype='bfloat16', preset='oneflow')
+    Policy('O1', dtype='bfloat16', preset='oneflow', full={'cross_entropy', 'log_softmax', 'mean', 'nll_loss', 'sum'})
     """
 
     def __init__(self) -> None:
@@ -43,7 +48,7 @@ class GraphConfig:
 
     def policy(self) -> Policy:
         """The settings as a policy."""
-        return Policy("O0") if self._amp is None else Policy("O1", self._amp, preset="oneflow")
+        return Policy("O0") if self._amp is None else Policy("O1", self._amp, preset="oneflow", full=_ENDS)
 
     def __getattr__(self, name: str) -> Any:
         if name in _NEEDLESS:
