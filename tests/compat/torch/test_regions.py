@@ -9,7 +9,8 @@ import torch
 from support.torch_cases import CANNOT_RUN, cpu_cases
 from torch import nn
 from torch.testing._internal import autocast_test_lists as torch_lists
-from torch.utils.checkpoint import checkpoint
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
 import mezzo
 
@@ -226,9 +227,14 @@ def test_checkpointing_recomputes_in_the_same_dtype(reentrant):
         out = checkpoint(block, x, use_reentrant=reentrant)
     out.float().sum().backward()
     assert seen == [torch.bfloat16, torch.bfloat16]
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2), nn.Linear(2, 2))
+    with torch.autocast("cpu"):
+        sequential = checkpoint_sequential(model, 2, torch.rand(2, 2, requires_grad=True), use_reentrant=reentrant)
+    assert sequential.dtype is torch.bfloat16
+    sequential.sum().backward()
 
 
-# -- compiled ------------------------------------------------------------------------------------------------------------------------------------
+# -- compiled, exported, scripted ----------------------------------------------------------------------------------------------------------------
 
 
 def inside(x):
@@ -269,6 +275,18 @@ def test_a_region_around_and_an_instance_inside_a_compiled_function():
     assert around(ones()).dtype is torch.float32
 
 
+def test_a_subclass_inside_a_compiled_function():
+    class Mine(torch.autocast):
+        pass
+
+    def run(x):
+        with Mine("cpu", dtype=torch.float16):
+            return torch.mm(x, x)
+
+    torch._dynamo.reset()
+    assert torch.compile(run, backend="eager", fullgraph=True)(ones()).dtype is torch.float16
+
+
 def test_a_compiled_function_that_was_decorated():
     torch._dynamo.reset()
 
@@ -277,6 +295,122 @@ def test_a_compiled_function_that_was_decorated():
         return torch.mm(x, x)
 
     assert torch.compile(decorated, backend="eager", fullgraph=True)(ones()).dtype is torch.float16
+
+
+def test_a_graph_break_inside_a_region_goes_on_inside_it():
+    def broken(x):
+        with torch.autocast("cpu"):
+            before = torch.mm(x, x)
+            torch._dynamo.graph_break()
+            after = torch.mm(x, x)
+        return before.dtype, after.dtype, torch.mm(x, x).dtype
+
+    torch._dynamo.reset()
+    assert torch.compile(broken, backend="eager")(ones()) == (torch.bfloat16, torch.bfloat16, torch.float32)
+
+
+class Inside(nn.Module):
+    def forward(self, x):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return torch.mm(x, x)
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_a_region_inside_an_exported_model(strict):
+    torch._dynamo.reset()
+    exported = torch.export.export(Inside(), (ones(),), strict=strict)
+    assert exported.module()(ones()).dtype is torch.bfloat16
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
+@pytest.mark.parametrize(("function", "dtype"), [(inside, torch.float16), (old_name, torch.bfloat16)], ids=["new", "old"])
+def test_a_region_inside_a_script(function, dtype):
+    assert torch.jit.script(function)(ones()).dtype is dtype
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
+def test_a_script_and_a_trace_inside_a_region():
+    model = nn.Linear(2, 2)
+    with torch.autocast("cpu", cache_enabled=False):
+        assert torch.jit.script(model)(ones()).dtype is torch.bfloat16
+        traced = torch.jit.trace(model, ones())
+    assert traced(ones()).dtype is torch.bfloat16
+
+
+def test_a_class_equals_the_one_it_stands_for_and_its_subclasses_only_themselves():
+    own = torch.amp.autocast_mode.autocast
+    mine = type("mine", (torch.autocast,), {})
+    assert torch.autocast == own
+    assert torch.autocast is not own
+    assert {own: 1}[torch.autocast] == 1
+    assert mine != own
+    assert mine == mine  # noqa: PLR0124 - that is the question
+    assert len({mine, torch.autocast, torch.cpu.amp.autocast}) == 3
+
+
+# -- the cache -----------------------------------------------------------------------------------------------------------------------------------
+
+
+class Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, weight):
+        ctx.save_for_backward(x, weight)
+        return nn.functional.linear(x, weight)
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, weight = ctx.saved_tensors
+        with torch.autocast("cpu"):
+            return torch.matmul(grad, weight), torch.matmul(x.t(), grad).t()
+
+
+class CountsCasts(TorchDispatchMode):
+    """Counts how often a weight is cast, while nobody clears the cache."""
+
+    def __init__(self, weight, monkeypatch):
+        super().__init__()
+        self.weight, self.count = weight, 0
+        monkeypatch.setattr(torch, "clear_autocast_cache", lambda: None)
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += func is torch.ops.aten._to_copy.default and args[0] is self.weight
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(("listed", "casts"), [(False, 1), (True, 2)])
+def test_the_cache_is_torchs_and_lasts_into_backward(listed, casts, monkeypatch):
+    weight = nn.Parameter(torch.randn(4, 3))
+    if listed:
+        # A tensor that CUDA graphs hold is not to be cached.
+        torch._C._set_cached_tensors_enabled(True)
+        torch._C._add_cached_tensor(weight)
+    try:
+        with CountsCasts(weight, monkeypatch) as counting:
+            with torch.autocast("cpu"):
+                loss = Linear.apply(torch.randn(2, 3), weight).sum()
+            loss.backward()
+        assert counting.count == casts
+    finally:
+        if listed:
+            torch._C._remove_cached_tensor(weight)
+        torch._C._set_cached_tensors_enabled(False)
+        monkeypatch.undo()
+        torch.clear_autocast_cache()
+
+
+@pytest.mark.parametrize("quiet", [torch.no_grad, torch.inference_mode])
+def test_what_was_cast_without_gradients_gets_them_afterwards(quiet):
+    model = nn.Linear(2, 2)
+    with torch.autocast("cpu"):
+        for _ in range(2):
+            with quiet():
+                assert not model(ones()).requires_grad
+            out = model(ones())
+            assert out.requires_grad
+            out.mean().backward()
+    assert model.weight.grad is not None
+    with torch.inference_mode(), torch.autocast("cpu"):
+        assert model(ones()).dtype is torch.bfloat16
 
 
 # -- functions of the user's own -----------------------------------------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+from functools import wraps
 from types import ModuleType, TracebackType
 from typing import Any
 
@@ -21,6 +22,17 @@ _OURS: dict[str, dict[str, Any]] = {
     "cuda": {"autocast": _regions.cuda_autocast, "GradScaler": _scaler.CudaGradScaler},
     "cpu": {"autocast": _regions.cpu_autocast, "GradScaler": _scaler.CpuGradScaler},
 }
+
+
+def _compile_torchs_own(compile_class: Any) -> Any:
+    """TorchScript compiles the source of a class that it meets: of ours, the source of the class that it stands for."""
+
+    @wraps(compile_class)
+    def compile_in_its_place(kind: Any, location: Any) -> Any:
+        return compile_class(getattr(kind, "stands_for", None) or kind, location)
+
+    return compile_in_its_place
+
 
 _replaced: list[tuple[ModuleType, str, Any, Any]] = []
 """Module, name, what torch has there, what mezzo put there."""
@@ -61,6 +73,8 @@ def install() -> Installed:
             for name, ours in _OURS[family].items():
                 if name in vars(module):
                     _replaced.append((module, name, vars(module)[name], ours))
+    script = importlib.import_module("torch.jit._script")
+    _replaced.append((script, "_recursive_compile_class", script._recursive_compile_class, _compile_torchs_own(script._recursive_compile_class)))
     for module, name, _, ours in _replaced:
         setattr(module, name, ours)
     return Installed(first=True)

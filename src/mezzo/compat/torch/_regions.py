@@ -19,11 +19,40 @@ from mezzo.eager.constant import constant
 P = ParamSpec("P")
 R = TypeVar("R")
 
+
+class StandsFor(type):
+    """The class of classes that compilers take for torch's own: they ask whether a class is *equal* to one of torch's, and then put torch's own region in the graph.
+
+    So what is compiled, exported or scripted is exactly what it would be without mezzo; op lists are the same in both.
+    """
+
+    stands_for: type | None
+    _jit_override_qualname: str
+
+    def __new__(cls, name: str, bases: tuple[type, ...], namespace: dict[str, Any], stands_for: type | None = None) -> Any:
+        """A class, and which of torch's it stands for. Its subclasses stand for themselves."""
+        made = super().__new__(cls, name, bases, namespace)
+        made.stands_for = stands_for
+        if stands_for is not None:
+            # What TorchScript looks a class up by.
+            made._jit_override_qualname = torch._jit_internal._qualified_name(stands_for)
+        return made
+
+    def __eq__(cls, other: object) -> bool:
+        return cls is other or (cls.stands_for is not None and cls.stands_for is other)
+
+    def __hash__(cls) -> int:
+        return type.__hash__(cls if cls.stands_for is None else cls.stands_for)
+
+    def __init__(cls, name: str, bases: tuple[type, ...], namespace: dict[str, Any], **_: Any) -> None:
+        super().__init__(name, bases, namespace)
+
+
 _ELSEWHERE = "_entered"
 """What belongs to one process: a copy starts without it."""
 
 
-class autocast(mezzos, torchs_own):  # noqa: N801 - torch's spelling
+class autocast(mezzos, torchs_own, metaclass=StandsFor, stands_for=torchs_own):  # noqa: N801 - torch's spelling
     """`torch.autocast`: the same arguments, strictness and attributes.
 
     >>> with autocast("cpu", dtype=torch.bfloat16):
@@ -72,7 +101,7 @@ def _again(kind: type[autocast], attributes: dict[str, Any]) -> autocast:
     return made
 
 
-class cuda_autocast(autocast):  # noqa: N801 - stands for torch.cuda.amp.autocast
+class cuda_autocast(autocast, stands_for=torch.cuda.amp.autocast):  # noqa: N801 - stands for torch.cuda.amp.autocast
     """`torch.cuda.amp.autocast`, which torch is giving up."""
 
     def __init__(self, enabled: bool = True, dtype: torch.dtype = torch.float16, cache_enabled: bool = True) -> None:  # noqa: FBT001, FBT002
@@ -80,7 +109,7 @@ class cuda_autocast(autocast):  # noqa: N801 - stands for torch.cuda.amp.autocas
         super().__init__("cuda", enabled=enabled, dtype=dtype, cache_enabled=cache_enabled)
 
 
-class cpu_autocast(autocast):  # noqa: N801 - stands for torch.cpu.amp.autocast
+class cpu_autocast(autocast, stands_for=torch.cpu.amp.autocast):  # noqa: N801 - stands for torch.cpu.amp.autocast
     """`torch.cpu.amp.autocast`, which torch is giving up."""
 
     def __init__(self, enabled: bool = True, dtype: torch.dtype = torch.bfloat16, cache_enabled: bool = True) -> None:  # noqa: FBT001, FBT002

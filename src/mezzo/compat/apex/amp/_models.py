@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from mezzo._dtypes import HALF_DTYPES
+from mezzo.compat.apex._masters import keep_masters
 from mezzo.compat.apex.amp._batches import cast_custom_batches
 from mezzo.compat.apex.amp._properties import Properties
 from mezzo.compat.apex.amp._stash import attach
@@ -58,6 +59,8 @@ def prepare(models: list[nn.Module], optimizers: list[Optimizer], properties: Pr
     elif outputs is not None:
         _open(models, None, outputs)
     for optimizer in optimizers:
+        if properties.master_weights and dtype not in HALF_DTYPES:
+            keep_masters(optimizer)
         attach(optimizer, masters=bool(properties.master_weights))
 
 

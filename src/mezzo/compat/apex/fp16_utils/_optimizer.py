@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import ExitStack
 from typing import Any, NoReturn
 
 import torch
 
 from mezzo._dtypes import HALF_DTYPES
+from mezzo.compat.apex._masters import keep_masters
 from mezzo.compat.apex.amp._amp_state import master_params
 from mezzo.compat.apex.amp._scaler import LossScaler
-from mezzo.optim import saved
-from mezzo.optim.bind import bind
-from mezzo.optim.masters import Masters
 from mezzo.scaling.backward import apart
 from mezzo.scaling.gradients import parameters
 from mezzo.scaling.state import LARGEST
@@ -44,22 +41,18 @@ class FP16_Optimizer:  # noqa: N801 - Apex's spelling
         words: dict[str, Any] = _DYNAMIC | (dynamic_loss_args or {})
         scale = "dynamic" if dynamic_loss_scale else float(static_loss_scale)
         self.loss_scaler = LossScaler(scale, **words, min_loss_scale=1.0, max_loss_scale=LARGEST)
-        self._masters, self._undo = Masters(), ExitStack()
         self._scaled = False
         """Whether gradients wait for `update_master_grads`."""
-        self._adopt()
-        bind(init_optimizer, self._masters)
-        saved.install(init_optimizer, self._masters, self._undo)
+        self._tell()
+        self._masters = keep_masters(init_optimizer)
 
-    def _adopt(self) -> None:
+    def _tell(self) -> None:
         for number, group in enumerate(self.optimizer.param_groups):
             self.maybe_print(f"FP16_Optimizer processing param group {number}:")
             for parameter in group["params"]:
                 if parameter.dtype not in (*HALF_DTYPES, torch.float32):
                     raise TypeError(f"Wrapped parameters must be float16, bfloat16 or float32, got {parameter.type()} of shape {tuple(parameter.shape)}.")
                 self.maybe_print(f"FP16_Optimizer received {parameter.type()} with {parameter.size()}")
-                if parameter.requires_grad and parameter.dtype in HALF_DTYPES:
-                    self._masters.adopt(parameter, parameter.dtype)
 
     def maybe_print(self, message: str) -> None:
         """Print if the constructor was told to be verbose."""
