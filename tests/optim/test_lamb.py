@@ -120,3 +120,18 @@ def test_a_step_count_that_was_saved_as_a_number_is_read():
 def test_an_eps_below_zero_is_refused():
     with pytest.raises(ValueError, match=r"LAMB got eps=-1\.0: it must be at least 0"):
         LAMB([nn.Parameter(torch.ones(1))], eps=-1.0)
+
+
+def test_a_variant_may_say_how_long_its_steps_are_and_what_corrects_its_moments():
+    class Plain(LAMB):
+        def corrections(self, group, steps):
+            return [1.0] * len(steps), [1.0] * len(steps)
+
+        def ratios(self, group, parameters, directions):
+            return torch.ones(len(parameters))
+
+    weight = torch.nn.Parameter(torch.tensor([2.0]))
+    weight.grad = torch.tensor([1.0])
+    Plain([weight], lr=0.1, betas=(0.9, 0.99), eps=0.0, weight_decay=0.0).step()
+    # Moments 0.1 and 0.01: a direction of 0.1 / sqrt(0.01).
+    torch.testing.assert_close(weight.data, torch.tensor([1.9]))

@@ -2,6 +2,7 @@
 
 import copy
 from collections import OrderedDict
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -265,3 +266,32 @@ def test_a_decorated_copy_has_one_door_not_two():
     copied = copy.deepcopy(decorated(output_dtype="float16"))
     mezzo.decorate(copied, torch.optim.SGD(copied.parameters(), lr=0.1), dtype="bfloat16")
     assert copied(X)["more"][0].dtype is torch.bfloat16
+
+
+def test_a_model_that_yields_runs_as_the_region_around_it_says():
+    model = decorated(yields=True)
+    with mezzo.autocast("O1", device_type="cpu", dtype="bfloat16", full={"linear"}):
+        out = model(X)
+    assert model.given[0].dtype is torch.float32
+    assert model.linear_out.dtype is out["more"][0].dtype is torch.float32
+
+
+@pytest.mark.parametrize("around", [None, {"enabled": False}], ids=["nothing", "switched off"])
+def test_a_model_that_yields_runs_by_its_own_policy_where_nothing_is_on_around_it(around):
+    model = decorated(yields=True)
+    with nullcontext() if around is None else mezzo.autocast("cpu", dtype=torch.bfloat16, **around):
+        model(X)
+    assert model.given[0].dtype is model.linear_out.dtype is torch.bfloat16
+
+
+def test_a_model_that_yields_still_casts_its_output():
+    model = decorated(yields=True, output_dtype="float32")
+    with mezzo.autocast("cpu", dtype=torch.bfloat16):
+        assert model(X)["more"][0].dtype is torch.float32
+
+
+def test_a_plan_says_that_the_model_yields():
+    model = Seen()
+    said = "an autocast region around the model goes before its own policy"
+    assert said in str(mezzo.plan(model, None, "O2", dtype="bfloat16", yields=True))
+    assert said not in str(mezzo.plan(model, None, "O2", dtype="bfloat16"))

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from mezzo.scaling.backward import backward_apart
+from mezzo.scaling.backward import apart, backward_apart
 
 
 def sgd(*parameters: nn.Parameter) -> torch.optim.Optimizer:
@@ -70,3 +70,14 @@ def test_frozen_parameters_are_left_out():
     with backward_apart(parameter.sum(), [sgd(parameter, frozen)]):
         pass
     assert frozen.grad is None
+
+
+def test_any_backward_may_run_apart():
+    parameter = nn.Parameter(torch.ones(2))
+    parameter.grad = old = torch.full((2,), 10.0)
+    with apart([sgd(parameter)]) as tensors:
+        assert [tensor is parameter for tensor in tensors] == [True]
+        (parameter * 3).sum().backward()
+        (parameter * 3).sum().backward()
+    assert parameter.grad is old
+    assert old.tolist() == [16.0, 16.0]

@@ -11,7 +11,7 @@ from torch import nn
 from mezzo import ScalerError
 from mezzo.scaling import kernels
 from mezzo.scaling.culprit import Flagged, Names
-from mezzo.scaling.gradients import Checker, check_sorted, first_nonfinite, parameters
+from mezzo.scaling.gradients import Checker, check_sorted, first_nonfinite, parameters, unscale_tensors
 
 pytestmark = pytest.mark.filterwarnings("ignore:Sparse")  # torch says once that such layouts are in beta, and are not validated
 
@@ -235,3 +235,19 @@ def test_a_flag_raised_by_a_gradient_of_another_kind_never_serves_again():
     assert flags[torch.device("cpu")].item() == 1.0
     checker.take_back()
     assert checker.check(with_gradients(torch.ones(2)), QUARTER, {}) is False
+
+
+@pytest.mark.parametrize("bad", [False, True], ids=["finite", "nonfinite"])
+def test_tensors_of_several_kinds_are_unscaled_without_an_optimizer(bad):
+    tensors = [torch.ones(2, dtype=dtype, requires_grad=True) for dtype in REALS]
+    for tensor in tensors:
+        tensor.grad = torch.full_like(tensor, 16.0)
+    if bad:
+        tensors[1].grad[0] = math.nan
+
+    assert unscale_tensors([*tensors, torch.ones(1, requires_grad=True)], 4.0) is bad
+    assert all(tensor.grad[1].item() == 4.0 for tensor in tensors)
+
+
+def test_no_gradient_at_all_is_a_good_one():
+    assert unscale_tensors([torch.ones(1, requires_grad=True)], 3.0) is False

@@ -576,3 +576,19 @@ def test_a_saved_scale_that_no_gradient_survives_is_refused_and_nothing_changes(
     with pytest.raises(ScalerError, match="saved scale"):
         scaler.load_state_dict({**broken, "growth_interval": 5})
     assert (scaler.get_scale(), scaler.get_growth_interval()) == (8.0, 2000)
+
+
+def test_a_subclass_whose_scale_takes_outputs_alone_scales_nested_ones():
+    class Mine(GradScaler):
+        def scale(self, outputs):
+            return super().scale(outputs)
+
+    assert Mine(init_scale=2.0).scale([torch.ones(()), (torch.ones(()),)]) == [2.0, (2.0,)]
+
+
+def test_a_scaler_that_gives_no_advice_says_nothing_of_bfloat16(monkeypatch):
+    class Silent(GradScaler):
+        advises = False
+
+    monkeypatch.setattr("mezzo.scaling.needless._said", False)
+    Silent().scale(torch.ones(2, requires_grad=True).bfloat16().sum())

@@ -164,6 +164,21 @@ def test_an_optimizer_that_asks_for_the_scaler_gets_it_and_a_warning(net):
     assert not result.skipped
 
 
+def test_an_optimizer_that_takes_the_scaler_need_not_check_its_gradients():
+    class Careless(torch.optim.SGD):
+        _step_supports_amp_scaling = True
+
+        def step(self, closure=None, *, grad_scaler=None):
+            return "stepped"
+
+    weight = nn.Parameter(torch.ones(1))
+    optimizer, scaler = Careless([weight], lr=0.1), mezzo.GradScaler()
+    scaler.scale(weight.sum()).backward()
+    with pytest.warns(FutureWarning, match="grad_scaler"):
+        result = scaler.step(optimizer)
+    assert (result.value, result.skipped) == ("stepped", False)
+
+
 @pytest.mark.parametrize(("args", "kwargs"), [((print,), {}), ((), {"closure": print}), ((1, print), {})])
 def test_a_closure_is_found_however_it_is_passed(args, kwargs):
     with pytest.raises(mezzo.ScalerError, match="closure"):

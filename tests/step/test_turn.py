@@ -7,13 +7,14 @@ import torch
 from support.step_models import Made
 
 import mezzo
+from mezzo.eager.region import inside
 from mezzo.step.parts import Asked, gather
 from mezzo.step.turn import Turn, refuse_other_steps, scaled_backward
 
 
-def turn_of(dtype="float16", factor=1.0):
+def turn_of(dtype="float16", factor=1.0, **words):
     made = Made("mlp")
-    parts = gather(made.model, made.optimizer, Asked("O1", None, {"dtype": dtype}), None, None)
+    parts = gather(made.model, made.optimizer, Asked("O1", None, {"dtype": dtype} | words), None, None)
     return Turn(parts, factor=factor, updates=True), made
 
 
@@ -30,6 +31,21 @@ def test_backward_runs_outside_the_region():
     with mezzo.autocast("O1", device_type="cpu", dtype="bfloat16"):
         turn.backward(made.model.layers[2].bias.sum())
     assert seen == [False]
+
+
+@pytest.mark.parametrize("handed", [False, True], ids=["by the body", "by update"])
+def test_a_loss_is_scaled_once_under_a_policy_that_is_steered_by_a_mode(handed):
+    turn, made = turn_of(preset="oneflow")
+    bias = made.model.layers[2].bias
+    seen = []
+    bias.register_hook(lambda gradient: seen.append(gradient[0].item()))
+    with inside(turn._parts.region), scaled_backward(turn):
+        loss = bias.sum()
+        if handed:
+            turn(loss, made.optimizer)
+        else:
+            loss.backward()
+    assert seen == [2.0**16]
 
 
 def test_only_what_has_gradients_is_stepped():

@@ -20,6 +20,7 @@ class Trace:
 
     config: dict[str, Any]
     mode: str
+    optimizer: str
     reload_at: int | None
     kinds: str
     """A letter a step: `.` finite gradients, N NaN, I inf, J -inf."""
@@ -56,4 +57,4 @@ def _trace(entry: dict[str, Any]) -> Trace:
     kinds = "".join(kind * int(count or 1) for kind, count in re.findall(r"([.NIJ])(\d*)", entry["kinds"]))
     scales = itertools.chain.from_iterable([scale] * count for scale, count in entry["scales"])
     after = zip(scales, map(int, entry["good"].split()), map(int, entry["bad"].split()), strict=True)
-    return Trace(entry["config"], entry["mode"], entry["reload_at"], kinds, list(after))
+    return Trace(entry["config"], entry["mode"], entry["optimizer"], entry["reload_at"], kinds, list(after))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from threading import get_ident
 from types import TracebackType
 from typing import Any, ParamSpec, Self, TypeVar
@@ -148,15 +149,24 @@ def enable(policy: Words = None, **words: Any) -> None:
     torch.bfloat16
     >>> disable()
     """
-    region = autocast(policy, **words)
+    switch_to(autocast(policy, **words))
+
+
+def switch_to(region: AbstractContextManager[Any]) -> None:
+    """Stay in a region for the rest of this thread, in place of the one that was switched on before."""
     disable()
     region.__enter__()
     _switch.region = region
 
 
+def switched_to() -> AbstractContextManager[Any] | None:
+    """The region that this thread was switched to."""
+    return getattr(_switch, "region", None)
+
+
 def disable() -> None:
     """Switch off what `enable` switched on in this thread; nothing happens where nothing is on."""
-    region: autocast | None = getattr(_switch, "region", None)
+    region = switched_to()
     if region is not None:
         _switch.region = None
         region.__exit__(None, None, None)

@@ -15,6 +15,7 @@ from typing import Any, ParamSpec, Self, TypeVar
 from weakref import WeakValueDictionary
 
 import torch
+from torch.amp.autocast_mode import autocast as torchs_own
 from torch.compiler import is_dynamo_compiling
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
@@ -191,7 +192,8 @@ def _native(device: str, dtype: torch.dtype, enabled: bool) -> Iterator[None]:  
 
     Without torch's cache: compiled code shares casts by itself, and the cache's defects stay out.
     """
-    with torch.autocast(device, dtype=dtype, enabled=enabled, cache_enabled=False):
+    # Not by the name `torch.autocast`, under which others may have put something else.
+    with torchs_own(device, dtype=dtype, enabled=enabled, cache_enabled=False):
         yield
 
 

@@ -6,6 +6,7 @@ from functools import reduce
 from typing import Any
 
 import torch
+from torch.amp.autocast_mode import autocast as torchs_own
 
 from mezzo._casting import cast, is_castable
 from mezzo._errors import RefusedOpError
@@ -32,7 +33,7 @@ def trace(key: str, device: str, rule: str, func: Function, args: Args, kwargs: 
         kwargs = {name: value if tables.is_exempt(key, func, name) else _change(value, device, dtype) for name, value in kwargs.items()}
     if not tables.is_quiet(key, func):
         return call(*args, **kwargs)
-    with torch.autocast(device, dtype=torch.get_autocast_dtype(device), enabled=False, cache_enabled=False):
+    with torchs_own(device, dtype=torch.get_autocast_dtype(device), enabled=False, cache_enabled=False):
         return call(*args, **kwargs)
 
 

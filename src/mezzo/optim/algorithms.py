@@ -84,3 +84,17 @@ ALGORITHMS: dict[type[torch.optim.Optimizer], Algorithm] = {
     LAMB: _LAMB,
 }
 """The optimizers with a fused step. By exact type: a subclass may do something else."""
+
+
+def kind_of(optimizer: torch.optim.Optimizer) -> type[torch.optim.Optimizer]:
+    """Whose step an optimizer has: its own class's, or that which a subclass that only renames names in `steps_as`.
+
+    >>> class Renamed(torch.optim.SGD):
+    ...     steps_as = torch.optim.SGD
+    >>> kind_of(Renamed([torch.nn.Parameter(torch.ones(1))], lr=0.1)).__name__
+    'SGD'
+    """
+    kind = type(optimizer)
+    # Its own word alone: what inherits from it may do something else again.
+    named: type[torch.optim.Optimizer] = vars(kind).get("steps_as", kind)
+    return named

@@ -39,7 +39,7 @@ class Bound:
         self.optimizer, self.masters, self.clip_norm = optimizer, masters, clip_norm
         self._norm: torch.Tensor | None = None
         self.active = True
-        self._own_step = _without_hooks(type(optimizer).step)
+        self._own_step = without_hooks(type(optimizer).step)
         self._replaced = {name: optimizer.__dict__[name] for name in ("step", *_PROTOCOL) if name in optimizer.__dict__}
         self._hooked = Optimizer.profile_hook_step(self._called)
         self._hooked.hooked = True  # type: ignore[attr-defined]
@@ -211,7 +211,7 @@ def _calls_once(optimizer: Optimizer) -> bool:
     return type(optimizer).__module__.startswith(("torch.optim.", "mezzo.optim.")) and not isinstance(optimizer, torch.optim.LBFGS)
 
 
-def _without_hooks(step: Any) -> Callable[..., Any]:
+def without_hooks(step: Any) -> Callable[..., Any]:
     """An optimizer class's step as it was written: torch wraps it so that hooks run, and ours runs them already."""
     function: Callable[..., Any] = step.__wrapped__ if getattr(step, "hooked", False) else step
     return function

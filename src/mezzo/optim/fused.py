@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from mezzo.optim.algorithms import ALGORITHMS
+from mezzo.optim.algorithms import ALGORITHMS, kind_of
 from mezzo.optim.bound import Bound, Optimizer
 from mezzo.optim.masters import VERSION, Masters
 from mezzo.optim.prepared import Launch, Prepared, make_launches
@@ -39,7 +39,7 @@ class FusedBound(Bound):
 
     def __init__(self, optimizer: Optimizer, masters: Masters, *, clip_norm: float | None = None) -> None:
         super().__init__(optimizer, masters, clip_norm=clip_norm)
-        self._algorithm = ALGORITHMS[type(optimizer)]
+        self._algorithm = ALGORITHMS[kind_of(optimizer)]
         self._slots = Slots(optimizer, masters, self._algorithm)
         self._prepared: Prepared | None = None
         self._hyper: tuple[Any, torch.Tensor | None] = (None, None)

@@ -60,22 +60,31 @@ class LAMB(OwnOptimizer):
         torch._foreach_lerp_(moments, gradients, 1 - beta1)
         torch._foreach_mul_(squares, beta2)
         torch._foreach_addcmul_(squares, gradients, gradients, value=1 - beta2)
-        directions = _directions(group, steps, moments, squares)
+        directions = _directions(group, moments, squares, self.corrections(group, steps))
         if group["weight_decay"] != 0:
             torch._foreach_add_(directions, parameters, alpha=group["weight_decay"])
-        sizes = _trust(parameters, directions) * rate(group, parameters[0].device)
+        sizes = self.ratios(group, parameters, directions) * rate(group, parameters[0].device)
         torch._foreach_mul_(directions, list(sizes.unbind()))
         torch._foreach_sub_(parameters, directions)
 
+    def corrections(self, group: Group, steps: Tensors) -> tuple[list[float], list[float]]:
+        """What each parameter's first and second moment are divided by, for they started at zero."""
+        # In float64: 1 - 0.999 ** t in float32 is off by 6e-5 at the first steps.
+        counts = [step.item() for step in steps]
+        first, second = ([1 - beta**count for count in counts] for beta in group["betas"])
+        return first, second
 
-def _directions(group: Group, steps: Tensors, moments: Tensors, squares: Tensors) -> Tensors:
-    # Corrections in float64: 1 - 0.999 ** t in float32 is off by 6e-5 at the first steps.
-    counts = [step.item() for step in steps]
-    corrections = [[1 - beta**count for count in counts] for beta in group["betas"]]
-    widths = list(torch._foreach_div(squares, corrections[1]))
+    def ratios(self, group: Group, parameters: Tensors, directions: Tensors) -> torch.Tensor:  # noqa: ARG002 - a variant may decide by the group
+        """How long each parameter's step is, as a multiple of its direction."""
+        return _trust(parameters, directions)
+
+
+def _directions(group: Group, moments: Tensors, squares: Tensors, corrections: tuple[list[float], list[float]]) -> Tensors:
+    first, second = corrections
+    widths = list(torch._foreach_div(squares, second))
     torch._foreach_sqrt_(widths)
     torch._foreach_add_(widths, group["eps"])
-    directions = list(torch._foreach_div(moments, corrections[0]))
+    directions = list(torch._foreach_div(moments, first))
     torch._foreach_div_(directions, widths)
     return directions
 

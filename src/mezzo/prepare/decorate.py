@@ -36,6 +36,7 @@ def decorate(
     output_dtype: Dtype = None,
     save_dtype: Dtype = None,
     seed: int = 0,
+    yields: bool = False,
     **overrides: Any,
 ) -> ModelT: ...
 @overload
@@ -48,6 +49,7 @@ def decorate(
     output_dtype: Dtype = None,
     save_dtype: Dtype = None,
     seed: int = 0,
+    yields: bool = False,
     **overrides: Any,
 ) -> tuple[ModelT, OptimizerT]: ...
 def decorate(
@@ -59,11 +61,13 @@ def decorate(
     output_dtype: Dtype = None,
     save_dtype: Dtype = None,
     seed: int = 0,
+    yields: bool = False,
     **overrides: Any,
 ) -> Any:
     """Make a model and its optimizer ready for a policy, whole or not at all: both stay the objects they were, and so do the parameters.
 
-    `mezzo.plan` with the same arguments says what will happen; `mezzo.undecorate` puts everything back.
+    `mezzo.plan` with the same arguments says what will happen; `mezzo.undecorate` puts everything back. Inside an `autocast` that is on, a model with
+    `yields=True` runs as that says, and by its own policy everywhere else.
 
     >>> import mezzo, torch
     >>> model = nn.Linear(4, 2)
@@ -75,7 +79,7 @@ def decorate(
     (torch.bfloat16, torch.float32)
     """
     _refuse_twice(model, optimizer)
-    job = study(model, optimizer, policy, clip_norm=clip_norm, output_dtype=output_dtype, save_dtype=save_dtype, seed=seed, **overrides)
+    job = study(model, optimizer, policy, clip_norm=clip_norm, output_dtype=output_dtype, save_dtype=save_dtype, seed=seed, yields=yields, **overrides)
     _warn_of_lost_updates(job)
     _apply(job)
     return model if optimizer is None else (model, optimizer)
@@ -161,7 +165,7 @@ def _open(job: Job, model: nn.Module, weights: Weights, undo: ExitStack) -> None
         binding.apply()
         undo.callback(binding.undo)
     inputs = plan.dtype if plan.converts else None
-    undo.callback(door.hang(door.Door(region, inputs, plan.output_dtype), model))
+    undo.callback(door.hang(door.Door(region, inputs, plan.output_dtype, plan.yields), model))
     undo.callback(guard(model, converted=plan.converts))
     weight_hooks.install(model, weights, undo, save_exact=plan.save_dtype is not None)
 

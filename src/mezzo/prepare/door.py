@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,17 +25,20 @@ class Door:
     """What floating-point inputs are cast to; None leaves them to the region's ops."""
     outputs: torch.dtype | None
     """What outputs are cast to; None leaves them."""
+    yields: bool = False
+    """Whether the door stands open inside a region that is on already: nothing is cast, and that region goes on."""
 
 
 def hang(door: Door, model: nn.Module) -> Callable[[], None]:
     """Replace the forward of a model; what comes back takes the door out again."""
-    region, inputs, outputs = door.region, door.inputs, door.outputs
+    region, inputs, outputs, yields = door.region, door.inputs, door.outputs, door.yields
 
     def make(function: Forward, bound: bool) -> Forward:  # noqa: FBT001
         def forward(self_: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            if inputs is not None:
+            outer = yields and torch.is_autocast_enabled(region.device)
+            if inputs is not None and not outer:
                 args, kwargs = cast_all(args, inputs, region.device), cast_all(kwargs, inputs, region.device)
-            with inside(region):
+            with nullcontext() if outer else inside(region):
                 result = function(*args, **kwargs) if bound else function(self_, *args, **kwargs)
             return result if outputs is None else cast_all(result, outputs, region.device)
 

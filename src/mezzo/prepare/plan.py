@@ -56,6 +56,8 @@ class Plan:
     """Every floating-point parameter and buffer, tied ones once."""
     aligned: tuple[str, ...] = ()
     """Linear layers that compute more outputs than they give, in words."""
+    yields: bool = False
+    """Whether an enclosing region that is on goes before the model's own."""
 
     @property
     def converts(self) -> bool:
@@ -96,7 +98,9 @@ class Plan:
             "state_dict() gives weights in": self.save_dtype,
         }
         lines = [f"{what} {dtype_name(dtype)}" for what, dtype in said.items() if dtype is not None]
-        return [*lines, *([] if self.clip_norm is None else [f"gradients are clipped to a norm of {self.clip_norm:g}"]), *self.aligned]
+        said_so = [f"gradients are clipped to a norm of {self.clip_norm:g}"] if self.clip_norm is not None else []
+        said_so += ["an autocast region around the model goes before its own policy"] if self.yields else []
+        return [*lines, *said_so, *self.aligned]
 
 
 @dataclass(frozen=True, eq=False)
@@ -119,6 +123,7 @@ def plan(
     output_dtype: Dtype = None,
     save_dtype: Dtype = None,
     seed: int = 0,
+    yields: bool = False,
     **overrides: Any,
 ) -> Plan:
     """Say what `decorate` would do with the same arguments; nothing is changed.
@@ -133,7 +138,7 @@ def plan(
     1.weight: float32: LayerNorm is a normalisation layer
     1.bias: float32: LayerNorm is a normalisation layer
     """
-    return study(model, optimizer, policy, clip_norm=clip_norm, output_dtype=output_dtype, save_dtype=save_dtype, seed=seed, **overrides).plan
+    return study(model, optimizer, policy, clip_norm=clip_norm, output_dtype=output_dtype, save_dtype=save_dtype, seed=seed, yields=yields, **overrides).plan
 
 
 def study(
@@ -145,6 +150,7 @@ def study(
     output_dtype: Dtype,
     save_dtype: Dtype,
     seed: int,
+    yields: bool,
     **overrides: Any,
 ) -> Job:
     """Plan, and keep hold of the tensors that the plan speaks of. Every refusal is raised here, before anything changes."""
@@ -168,6 +174,7 @@ def study(
         seed=seed,
         rows=tuple(planned.row for planned in tensors),
         aligned=tuple(map(str, aligned)),
+        yields=yields,
     )
     return Job(made, given, tensors, aligned)
 

@@ -15,20 +15,27 @@ Kept = list[tuple[torch.Tensor, torch.Tensor | None]]
 
 
 @contextmanager
-def backward_apart(loss: torch.Tensor, optimizers: Sequence[torch.optim.Optimizer], **kwargs: Any) -> Iterator[Sequence[torch.optim.Optimizer]]:
-    """Run backward while the parameters of some optimizers hold no other gradients; afterwards the old ones are added. Nothing is lost if it fails."""
+def apart(optimizers: Sequence[torch.optim.Optimizer]) -> Iterator[list[torch.Tensor]]:
+    """Let the parameters of some optimizers hold no gradients but new ones; afterwards the old ones are added. Nothing is lost if the body fails."""
     unique = {id(parameter): parameter for optimizer in optimizers for parameter in parameters(optimizer) if parameter.requires_grad}
     kept: Kept = [(parameter, parameter.grad) for parameter in unique.values()]
     for parameter, _ in kept:
         parameter.grad = None
     try:
-        loss.backward(**({"inputs": list(unique.values())} | kwargs))
-        yield optimizers
+        yield list(unique.values())
     except BaseException:
         for parameter, old in kept:
             parameter.grad = old
         raise
     _add(kept)
+
+
+@contextmanager
+def backward_apart(loss: torch.Tensor, optimizers: Sequence[torch.optim.Optimizer], **kwargs: Any) -> Iterator[Sequence[torch.optim.Optimizer]]:
+    """Run backward while the parameters of some optimizers hold no other gradients."""
+    with apart(optimizers) as tensors:
+        loss.backward(**({"inputs": tensors} | kwargs))
+        yield optimizers
 
 
 @torch.no_grad()

@@ -122,7 +122,11 @@ def room_for_flags(device: torch.device, count: int, flags: Flags) -> torch.Tens
 
 def sorted_gradients(optimizer: torch.optim.Optimizer) -> Iterable[tuple[list[torch.Tensor], list[torch.Tensor]]]:
     """Gradients and their owners, in lists of one device and dtype each."""
-    owners = [parameter for group in optimizer.param_groups for parameter in group["params"] if parameter.grad is not None]
+    return grouped([parameter for group in optimizer.param_groups for parameter in group["params"] if parameter.grad is not None])
+
+
+def grouped(owners: list[torch.Tensor]) -> Iterable[tuple[list[torch.Tensor], list[torch.Tensor]]]:
+    """The same for tensors that all have gradients, whoever owns them."""
     found = list(map(_GRADIENT, owners))
     # Asked of all at once, the questions cost a third of what they cost in a loop, and mostly have one answer.
     dtypes, layouts, devices = list(map(_DTYPE, found)), set(map(_LAYOUT, found)), list(map(_DEVICE, found))
@@ -132,12 +136,30 @@ def sorted_gradients(optimizer: torch.optim.Optimizer) -> Iterable[tuple[list[to
     else:
         found = [_plain(owner, gradient) for owner, gradient in zip(owners, found, strict=True)]
         dtypes, devices = list(map(_DTYPE, found)), list(map(_DEVICE, found))
-    grouped: dict[tuple[torch.device, torch.dtype], tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
+    kinds: dict[tuple[torch.device, torch.dtype], tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
     for owner, gradient, device, dtype in zip(owners, found, devices, dtypes, strict=True):
-        gradients, theirs = grouped.setdefault((device, dtype), ([], []))
+        gradients, theirs = kinds.setdefault((device, dtype), ([], []))
         gradients.append(gradient)
         theirs.append(owner)
-    return grouped.values()
+    return kinds.values()
+
+
+def unscale_tensors(tensors: Iterable[torch.Tensor], scale: float) -> bool:
+    """Divide the gradients of tensors that no optimizer speaks for by a scale, in place, and say whether one is not finite; this waits for the device.
+
+    >>> weight = torch.ones(2, requires_grad=True)
+    >>> weight.grad = torch.tensor([8.0, float("inf")])
+    >>> unscale_tensors([weight], 4.0), weight.grad
+    (True, tensor([2., inf]))
+    """
+    flags: Flags = {}
+    # Divided in float64 and rounded once: a scale need not be a power of two.
+    factor = torch.tensor(1.0 / scale, dtype=torch.float32)
+    for gradients, _ in grouped([tensor for tensor in tensors if tensor.grad is not None]):
+        device = gradients[0].device
+        flag = flags.setdefault(device, torch.zeros((), device=device))
+        kernels.check_and_unscale(gradients, factor.to(device), flag)
+    return any(bool(flag) for flag in flags.values())
 
 
 def _plain(parameter: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:

@@ -27,7 +27,7 @@ def say_if_needless(loss: torch.Tensor) -> None:
         warnings.warn(
             f"This loss was computed in bfloat16, which needs no gradient scaling: {_REASON}. GradScaler(enabled=False) saves its cost.",
             UserWarning,
-            stacklevel=4,
+            stacklevel=5,
         )
 
 

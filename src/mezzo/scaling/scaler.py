@@ -57,6 +57,9 @@ class GradScaler(TorchNames):
     >>> scaler.update()
     """
 
+    advises = True
+    """Whether it says that a loss computed in bfloat16 needs no scaling."""
+
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
         """A scaler that is not enabled is another object, which does nothing and costs nothing."""
         enabled = kwargs.get("enabled", args[_ENABLED_PLACE] if len(args) > _ENABLED_PLACE else True)
@@ -106,10 +109,14 @@ class GradScaler(TorchNames):
 
     def scale(self, outputs: Any, index: int = 0) -> Any:
         """Multiply a loss, or losses in a nested iterable, by the scale; `index` chooses among the scales of a scaler with several losses."""
+        return self._scaled(outputs, index)
+
+    def _scaled(self, outputs: Any, index: int) -> Any:
         if isinstance(outputs, torch.Tensor):
             return outputs * self._scale_for(outputs, index)
         if isinstance(outputs, Iterable) and not isinstance(outputs, str | bytes | Mapping):
-            scaled = (self.scale(output, index) for output in outputs)
+            # Not by `scale`, which a subclass may have replaced by one that counts its calls.
+            scaled = (self._scaled(output, index) for output in outputs)
             if isinstance(outputs, tuple) and hasattr(outputs, "_fields"):
                 return type(outputs)(*scaled)
             return type(outputs)(scaled) if isinstance(outputs, list | tuple) else scaled
@@ -197,8 +204,9 @@ class GradScaler(TorchNames):
         """Let the optimizer skip by itself: it reads the scale and the flag on the device."""
         if stepping.takes_the_scaler(optimizer):
             value = optimizer.step(*args, **kwargs, grad_scaler=self)  # type: ignore[call-overload]
-            flags = self._flags_of(record)
-            return StepResult(value, combine(flags, meeting_place(flags)), record.culprit)
+            # Whether it checked its gradients is its own affair.
+            flags = record.all_flags()
+            return StepResult(value, combine(flags, meeting_place(flags)) if flags else None, record.culprit)
         unscaled = record.stage is Stage.UNSCALED
         if not unscaled:
             self._refuse_mixed_scales("step()")
@@ -286,7 +294,8 @@ class GradScaler(TorchNames):
         scale = made[index] if 0 <= index < len(made) else None
         if scale is None:
             scale = self._scales.make(output.device, index)
-            say_if_needless(output)
+            if self.advises:
+                say_if_needless(output)
         return scale.scale if scale.scale.device == output.device else scale.scale.to(output.device, non_blocking=output.device.type != "cpu")
 
     def _check(self, optimizer: Optimizer, record: Record, index: int, factor: torch.Tensor | None) -> None:

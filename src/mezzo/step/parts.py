@@ -13,7 +13,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from mezzo._errors import PolicyError
 from mezzo.eager.region import Region
 from mezzo.eager.settle import region_of
-from mezzo.optim.algorithms import ALGORITHMS
+from mezzo.optim.algorithms import ALGORITHMS, kind_of
 from mezzo.optim.bind import bind
 from mezzo.optim.bound import bound_of
 from mezzo.optim.masters import Masters
@@ -117,7 +117,7 @@ def _agree(found: Decoration, models: tuple[nn.Module, ...], optimizers: tuple[O
 def _let_skip_by_themselves(optimizers: tuple[Optimizer, ...]) -> None:
     """At O1 an optimizer is as it was: the fused step lets it skip, count and read its rates on the device, as a captured step must."""
     for optimizer in optimizers:
-        if bound_of(optimizer) is None and type(optimizer) in ALGORITHMS:
+        if bound_of(optimizer) is None and kind_of(optimizer) in ALGORITHMS:
             bind(optimizer, Masters(Master.NONE))
 
 

@@ -28,6 +28,8 @@ class Turn:
         self._parts, self._factor, self._updates = parts, factor, updates
         self.loss: torch.Tensor | None = None
         """The last loss whose gradients were computed."""
+        self.running = False
+        """Whether gradients are being computed right now."""
         self.results: dict[Optimizer, StepResult | None] = {}
         """What came of the optimizers that were stepped; None where nobody looked at gradients."""
 
@@ -52,13 +54,17 @@ class Turn:
         self.loss = loss
         part = loss if self._factor == 1.0 else loss * self._factor
         scaler = self._parts.scaler
-        with inside(_off(self._parts.region)):
-            if scaler is None:
-                _backward(part, *arguments, **words)
-            elif arguments or words.get("gradient") is not None:
-                _backward(scaler.scale(part), *arguments, **words)
-            else:
-                _backward(part, **words | {"gradient": replay.seed(scaler, part)})
+        self.running = True
+        try:
+            with inside(_off(self._parts.region)):
+                if scaler is None:
+                    _backward(part, *arguments, **words)
+                elif arguments or words.get("gradient") is not None:
+                    _backward(scaler.scale(part), *arguments, **words)
+                else:
+                    _backward(part, **words | {"gradient": replay.seed(scaler, part)})
+        finally:
+            self.running = False
 
     def step(self, optimizer: Optimizer) -> None:
         """Step an optimizer, unless its gradients are not finite."""
@@ -123,10 +129,11 @@ def scaled_backward(turn: Turn) -> Iterator[None]:
     thread = get_ident()
 
     def backward(self: torch.Tensor, *arguments: Any, **words: Any) -> None:
-        if get_ident() == thread:
-            turn.backward(self, *arguments, **words)
-        else:
+        if get_ident() != thread or turn.running:
+            # Under a mode torch calls `Tensor.backward` once more by its name, from within itself: the loss is scaled already.
             _backward(self, *arguments, **words)
+        else:
+            turn.backward(self, *arguments, **words)
 
     torch.Tensor.backward = backward  # type: ignore[method-assign]
     try:

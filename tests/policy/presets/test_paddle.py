@@ -81,3 +81,8 @@ def test_names_that_match_no_op_of_paddle_and_mean_no_op_here_are_left_out(syste
     dead = system_lists["paddle"]["match_no_op"].split()
     assert [name for name in dead if name in paddle.NAMES.unknown] == ["hsigmoid_loss", "pnorm"]
     assert rule("linalg_vector_norm", Level.O1) is Rule.PROMOTE
+
+
+@pytest.mark.parametrize(("theirs", "ours"), [("clip", {"clamp"}), ("swish", {"silu"}), ("take_along_axis", {"gather", "take_along_dim"}), ("flip", {"flip"})])
+def test_ops_that_no_list_has_may_be_named_too(theirs, ours):
+    assert set(paddle.NAMES.known[theirs]) == ours

@@ -73,14 +73,31 @@ _UNLISTED = Entry(Rule.KEEP, "in none of MXNet's lists: runs in the dtype it is 
 _EXEMPT = {"batch_norm": ("running_mean", "running_var", "weight", "bias")}
 
 
+def listed_as(rule: str, dtype: torch.dtype) -> list[str]:
+    """MXNet's own names for the ops under a rule, in its order.
+
+    >>> listed_as("half", torch.bfloat16)
+    ['Convolution', 'Deconvolution', 'FullyConnected']
+    """
+    return [theirs for line in _FACTS["lists"][dtype_name(dtype)][rule] for theirs in line.split()]
+
+
+def conditional_ops(dtype: torch.dtype) -> list[str]:
+    """The ops here that are float32 because of a parameter's value there.
+
+    >>> conditional_ops(torch.bfloat16)
+    ['selu']
+    """
+    return " ".join(_FACTS["conditional"][dtype_name(dtype)].values()).split()
+
+
 @cache
 def lists(level: Level, dtype: torch.dtype) -> OpLists:
     """MXNet's op lists for a 16-bit dtype, in our names."""
     require_level("mxnet", level, LEVELS)
-    rules = {theirs: Rule(rule) for rule, lines in _FACTS["lists"][dtype_name(dtype)].items() for line in lines for theirs in line.split()}
+    rules = {theirs: Rule(rule) for rule in _FACTS["lists"][dtype_name(dtype)] for theirs in listed_as(rule, dtype)}
     entries = {ours: entry for ours, theirs in _FACTS["names"].items() if (entry := _entry(ours, theirs.split(), rules))}
-    conditional = " ".join(_FACTS["conditional"][dtype_name(dtype)].values()).split()
-    return OpLists(entries | {op: _because(Rule.FULL, op) for op in conditional}, _UNLISTED, _EXEMPT)
+    return OpLists(entries | {op: _because(Rule.FULL, op) for op in conditional_ops(dtype)}, _UNLISTED, _EXEMPT)
 
 
 def _entry(ours: str, theirs: list[str], rules: Mapping[str, Rule]) -> Entry | None:

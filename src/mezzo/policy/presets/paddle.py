@@ -119,6 +119,29 @@ NAMES = name_map(
         "where_index": "nonzero",
         "bilinear_tensor_product": "bilinear",
         "sync_batch_norm": "batch_norm",
+        "clip": "clamp",
+        "elementwise_pow": "pow",
+        "cross": "cross",
+        "eigh": "linalg_eigh",
+        "i0e": "special_i0e",
+        "index_sample": "gather",
+        "inverse": "linalg_inv",
+        "cholesky": "cholesky linalg_cholesky",
+        "lstsq": "linalg_lstsq",
+        "matrix_power": "linalg_matrix_power",
+        "max_pool3d_with_index": "max_pool3d",
+        "multi_dot": "linalg_multi_dot",
+        "pad3d": "pad",
+        "qr": "linalg_qr",
+        "rnn": "lstm gru rnn_tanh rnn_relu",
+        "slice": "narrow select",
+        "solve": "linalg_solve",
+        "svd": "svd linalg_svd",
+        "swish": "silu",
+        "take_along_axis": "gather take_along_dim",
+        "thresholded_relu": "threshold",
+        "triangular_solve": "triangular_solve linalg_solve_triangular",
+        "unstack": "unbind",
     },
     unknown={
         "fuses several ops that torch calls one by one": "fused_attention fused_feedforward fused_rotary_position_embedding",
@@ -147,6 +170,8 @@ NAMES = name_map(
         " abs acosh addmm asinh atan atan2 batch_norm bmm ceil celu cos dot dropout elu erf floor gelu"
         " instance_norm leaky_relu lerp log1p logsumexp logit mish mv pixel_shuffle prelu relu relu6 rms_norm roll round selu sigmoid"
         " sign silu sin softshrink softsign sort split sqrt stack tanh trace tril triu unbind unfold where"
+        " affine_grid angle argsort channel_shuffle cholesky_solve cummax cummin digamma flip fold i0 index_add index_select isclose kron kthvalue lgamma"
+        " logcumsumexp masked_fill masked_select median mode nanmedian pixel_unshuffle repeat_interleave rrelu trunc"
     ),
 )
 

@@ -1,0 +1,97 @@
+"""O0 to O3 as Apex has them: a table of properties, and what may be overridden in it."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import torch
+
+from mezzo._errors import choices
+from mezzo.compat.apex.amp._amp_state import warn_or_err
+
+
+@dataclass(frozen=True)
+class Properties:
+    """What a level comes to."""
+
+    enabled: bool = False
+    """Whether amp does anything."""
+    opt_level: str | None = None
+    cast_model_type: torch.dtype | bool | None = None
+    """What parameters and inputs are cast to; None and False leave them."""
+    patch_torch_functions: bool = False
+    """Whether ops are cast by Apex's lists, inside the models and outside."""
+    keep_batchnorm_fp32: bool | None = None
+    """Whether batch norms stay float32 where parameters are cast."""
+    master_weights: bool | None = None
+    """Whether 16-bit parameters have float32 masters."""
+    loss_scale: float | str = 1.0
+    """A number, or "dynamic"."""
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """All of them by name."""
+        return asdict(self)
+
+
+@dataclass(frozen=True)
+class OptLevel:
+    """A level, and what it is for."""
+
+    brief: str
+    properties: Properties
+
+
+OPT_LEVELS = {
+    "O3": OptLevel("O3:  Everything float16, no masters.", Properties(True, "O3", torch.float16, False, False, False, 1.0)),
+    "O2": OptLevel(
+        "O2:  float16 parameters with float32 masters; batch norms stay float32.", Properties(True, "O2", torch.float16, False, True, True, "dynamic")
+    ),
+    "O1": OptLevel("O1:  float32 parameters; ops are cast by lists.", Properties(True, "O1", None, True, None, None, "dynamic")),
+    "O0": OptLevel("O0:  Everything float32.", Properties(True, "O0", torch.float32, False, None, False, 1.0)),
+}
+
+
+def level_of(opt_level: object) -> OptLevel:
+    """A level by its name."""
+    level = OPT_LEVELS.get(opt_level) if isinstance(opt_level, str) else None
+    if level is None:
+        raise RuntimeError(
+            f"Unexpected optimization level {opt_level}. {choices(repr(name) for name in reversed(OPT_LEVELS))} The prefix is the letter O, not the number zero."
+        )
+    return level
+
+
+def overridden(level: Properties, **given: Any) -> Properties:
+    """A level with what the user says otherwise, as far as both go together; None says nothing."""
+    said = {name: value for name, value in given.items() if value is not None}
+    if level.opt_level == "O1":
+        _refuse_at_o1(said)
+    elif said.get("patch_torch_functions"):
+        warn_or_err(f"patch_torch_functions=True belongs to opt_level='O1', got it with {level.opt_level!r}. Choose opt_level='O1', or leave it out.")
+    if "keep_batchnorm_fp32" in said:
+        said["keep_batchnorm_fp32"] = _flag(said["keep_batchnorm_fp32"])
+    if said.get("loss_scale", "dynamic") != "dynamic":
+        said["loss_scale"] = float(said["loss_scale"])
+    return replace(level, **said)
+
+
+def _refuse_at_o1(said: dict[str, Any]) -> None:
+    cast = said.get("cast_model_type")
+    if cast not in (None, False, torch.float32):
+        warn_or_err(
+            f"With opt_level='O1' parameters stay FP32 and casts are inserted around ops, so cast_model_type={cast} makes no sense. Use opt_level='O2' or 'O3'."
+        )
+    if "keep_batchnorm_fp32" in said:
+        warn_or_err(f"With opt_level='O1' batch norms run in FP32 anyway: keep_batchnorm_fp32 should be None, got {said['keep_batchnorm_fp32']!r}.")
+    if "master_weights" in said:
+        warn_or_err(f"It doesn't make sense to use master_weights with O1, whose parameters are FP32 themselves: got {said['master_weights']!r}. Leave it out.")
+
+
+def _flag(word: object) -> bool:
+    if word in (True, False):
+        return bool(word)
+    if word in ("True", "False"):
+        return word == "True"
+    raise AssertionError(f"keep_batchnorm_fp32 must be a boolean, the string 'True' or 'False', or None, got {word!r}.")

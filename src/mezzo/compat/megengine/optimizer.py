@@ -1,0 +1,96 @@
+"""`megengine.optimizer`: torch's optimizers under MegEngine's names and defaults, with calls that chain: `opt.step().clear_grad()`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, Self
+
+import torch
+from torch.optim.optimizer import ParamsT
+
+import mezzo
+from mezzo.optim.bound import without_hooks
+
+__all__ = ["LAMB", "SGD", "Adadelta", "Adagrad", "Adam", "AdamW", "Optimizer", "clip_grad_norm", "clip_grad_value"]
+
+Optimizer = torch.optim.Optimizer
+
+
+class _Chained(torch.optim.Optimizer):
+    def step(self, closure: Any = None) -> Any:
+        """Update the parameters that have gradients, and give the optimizer."""
+        # torch runs an optimizer's hooks around this step; around the inner one they would run again.
+        without_hooks(super().step.__func__)(self, closure)  # type: ignore[attr-defined]
+        return self
+
+    def clear_grad(self) -> Self:
+        """Forget the gradients."""
+        self.zero_grad(set_to_none=True)
+        return self
+
+
+class SGD(_Chained, torch.optim.SGD):
+    """Stochastic gradient descent.
+
+    >>> weight = torch.nn.Parameter(torch.ones(1))
+    >>> weight.grad = torch.ones(1)
+    >>> SGD([weight], lr=0.5).step().clear_grad() is not None, weight.item(), weight.grad
+    (True, 0.5, None)
+    """
+
+    def __init__(self, params: ParamsT, lr: float, momentum: float = 0.0, nesterov: bool = False, weight_decay: float = 0.0) -> None:  # noqa: FBT001, FBT002
+        super().__init__(params, lr, momentum=momentum, nesterov=nesterov, weight_decay=weight_decay)
+
+
+class Adam(_Chained, torch.optim.Adam):
+    """Adam, its weight decay added to the gradient."""
+
+    def __init__(self, params: ParamsT, lr: float, betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8, weight_decay: float = 0.0) -> None:
+        super().__init__(params, lr, betas, eps, weight_decay)
+
+
+class AdamW(_Chained, torch.optim.AdamW):
+    """Adam, its weight decay apart from the gradient."""
+
+    def __init__(self, params: ParamsT, lr: float, betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8, weight_decay: float = 1e-2) -> None:
+        super().__init__(params, lr, betas, eps, weight_decay)
+
+
+class Adagrad(_Chained, torch.optim.Adagrad):
+    """Adagrad."""
+
+    def __init__(self, params: ParamsT, lr: float = 1e-2, lr_decay: float = 0.0, eps: float = 1e-10, weight_decay: float = 0.0) -> None:
+        super().__init__(params, lr, lr_decay, weight_decay, eps=eps)
+
+
+class Adadelta(_Chained, torch.optim.Adadelta):
+    """Adadelta."""
+
+    def __init__(self, params: ParamsT, lr: float = 1.0, rho: float = 0.9, eps: float = 1e-6, weight_decay: float = 0.0) -> None:
+        super().__init__(params, lr, rho, eps, weight_decay)
+
+
+class LAMB(_Chained, mezzo.LAMB):
+    """LAMB, with bias correction."""
+
+    def __init__(self, params: ParamsT, lr: float, betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8, weight_decay: float = 0.0) -> None:
+        super().__init__(params, lr, betas, eps, weight_decay)
+
+
+def clip_grad_norm(tensors: torch.Tensor | Iterable[torch.Tensor], max_norm: float, ord: float = 2.0) -> torch.Tensor:  # noqa: A002 - MegEngine's word
+    """Shorten all gradients together to a norm, and give the one they had.
+
+    >>> weight = torch.nn.Parameter(torch.zeros(2))
+    >>> weight.grad = torch.tensor([3.0, 4.0])
+    >>> clip_grad_norm([weight], 1.0)
+    tensor(5.)
+    """
+    return torch.nn.utils.clip_grad_norm_(tensors, max_norm, ord)
+
+
+@torch.no_grad()
+def clip_grad_value(tensors: torch.Tensor | Iterable[torch.Tensor], lower: float, upper: float) -> None:
+    """Keep every element of the gradients between two bounds."""
+    for one in [tensors] if isinstance(tensors, torch.Tensor) else tensors:
+        if one.grad is not None:
+            one.grad.clamp_(lower, upper)

@@ -1,0 +1,10 @@
+"""MXNet's mixed precision on torch: `amp`, a gluon-shaped `Trainer`, `autograd`, and the output layers that make their own gradients.
+
+>>> from mezzo.compat.mxnet import amp, gluon
+>>> amp.list_lp16_ops("bfloat16")
+['Convolution', 'Deconvolution', 'FullyConnected']
+"""
+
+from mezzo.compat.mxnet import amp, autograd, contrib, gluon, nd
+
+__all__ = ["amp", "autograd", "contrib", "gluon", "nd"]

@@ -1,0 +1,28 @@
+"""`mxnet.amp`: process-wide mixed precision, dynamic loss scaling, and conversion for inference."""
+
+from mezzo.compat.mxnet.amp.lists import (
+    list_conditional_fp32_ops,
+    list_fp32_ops,
+    list_loss_output_functions,
+    list_lp16_fp32_ops,
+    list_lp16_ops,
+    list_lp16_use_fp32_params,
+    list_widest_type_cast,
+)
+from mezzo.compat.mxnet.amp.scaling import init_trainer, scale_loss, unscale
+from mezzo.compat.mxnet.amp.switch import init, uninit
+
+__all__ = [
+    "init",
+    "init_trainer",
+    "list_conditional_fp32_ops",
+    "list_fp32_ops",
+    "list_loss_output_functions",
+    "list_lp16_fp32_ops",
+    "list_lp16_ops",
+    "list_lp16_use_fp32_params",
+    "list_widest_type_cast",
+    "scale_loss",
+    "uninit",
+    "unscale",
+]

@@ -1,0 +1,19 @@
+"""OneFlow's mixed precision on torch: `nn.Graph`, `amp` and `autocast`. Every other name is torch's of the same name: `flow.randn`, `flow.optim`, `flow.int64`.
+
+>>> import mezzo.compat.oneflow as flow
+>>> flow.ones(2, 1, dtype=flow.int64).shape
+torch.Size([2, 1])
+"""
+
+from typing import Any
+
+import torch
+
+from mezzo.compat.oneflow import amp, nn
+from mezzo.compat.oneflow.amp import autocast
+
+__all__ = ["amp", "autocast", "nn"]
+
+
+def __getattr__(name: str) -> Any:
+    return getattr(torch, name)

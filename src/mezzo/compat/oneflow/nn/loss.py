@@ -1,0 +1,20 @@
+"""`oneflow.nn.CrossEntropyLoss`."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from mezzo.compat.oneflow.nn.functional import cross_entropy
+
+
+class CrossEntropyLoss(nn.CrossEntropyLoss):
+    """torch's, for targets of shape (N, 1) too.
+
+    >>> CrossEntropyLoss()(torch.zeros(2, 4), torch.ones(2, 1, dtype=torch.int64)).shape
+    torch.Size([])
+    """
+
+    def forward(self, input: torch.Tensor, target: torch.Tensor) -> torch.Tensor:  # noqa: A002 - torch's word
+        """The loss."""
+        return cross_entropy(input, target, weight=self.weight, ignore_index=self.ignore_index, reduction=self.reduction, label_smoothing=self.label_smoothing)

@@ -1,0 +1,113 @@
+"""Adam and its relatives, in Paddle's words."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+import mezzo
+from mezzo.compat.paddle.optimizer._base import Decay, Optimizer, Parameters, decay_of, parameters_of, rate_of
+
+
+class Adam(Optimizer, torch.optim.Adam):
+    """Adam; `weight_decay` is added to the gradient, as in Paddle."""
+
+    steps_as = torch.optim.Adam
+
+    def __init__(
+        self,
+        learning_rate: float = 0.001,
+        beta1: float = 0.9,
+        beta2: float = 0.999,
+        epsilon: float = 1e-8,
+        parameters: Parameters = None,
+        weight_decay: Decay = None,
+        grad_clip: Any = None,
+        lazy_mode: bool = False,  # noqa: FBT001, FBT002, ARG002 - for sparse gradients, which torch has another optimizer for
+        multi_precision: bool = False,  # noqa: FBT001, FBT002
+        use_multi_tensor: bool = False,  # noqa: FBT001, FBT002, ARG002 - torch always does
+        amsgrad: bool = False,  # noqa: FBT001, FBT002
+        name: str | None = None,  # noqa: ARG002
+    ) -> None:
+        words: dict[str, Any] = {"betas": (beta1, beta2), "eps": epsilon, "weight_decay": decay_of(weight_decay), "amsgrad": amsgrad}
+        super().__init__(parameters_of(parameters, learning_rate), lr=rate_of(learning_rate), **words)
+        self._equip(grad_clip, multi_precision=multi_precision)
+
+
+class AdamW(Optimizer, torch.optim.AdamW):
+    """Adam with decoupled weight decay."""
+
+    steps_as = torch.optim.AdamW
+
+    def __init__(
+        self,
+        learning_rate: float = 0.001,
+        beta1: float = 0.9,
+        beta2: float = 0.999,
+        epsilon: float = 1e-8,
+        parameters: Parameters = None,
+        weight_decay: Decay = 0.01,
+        lr_ratio: Callable[[Any], float] | None = None,
+        apply_decay_param_fun: Callable[[str], bool] | None = None,
+        grad_clip: Any = None,
+        lazy_mode: bool = False,  # noqa: FBT001, FBT002, ARG002 - as at Adam
+        multi_precision: bool = False,  # noqa: FBT001, FBT002
+        amsgrad: bool = False,  # noqa: FBT001, FBT002
+        name: str | None = None,  # noqa: ARG002
+    ) -> None:
+        if lr_ratio is not None or apply_decay_param_fun is not None:
+            raise ValueError(
+                "lr_ratio and apply_decay_param_fun go by Paddle's parameter names. Pass groups: parameters=[{'params': ..., 'weight_decay': 0.0}]."
+            )
+        words: dict[str, Any] = {"betas": (beta1, beta2), "eps": epsilon, "weight_decay": decay_of(weight_decay), "amsgrad": amsgrad}
+        super().__init__(parameters_of(parameters, learning_rate), lr=rate_of(learning_rate), **words)
+        self._equip(grad_clip, multi_precision=multi_precision)
+
+
+class Lamb(Optimizer, mezzo.LAMB):
+    """LAMB, whose steps are a fraction of each parameter's norm."""
+
+    steps_as = mezzo.LAMB
+
+    def __init__(
+        self,
+        learning_rate: float = 0.001,
+        lamb_weight_decay: float = 0.01,
+        beta1: float = 0.9,
+        beta2: float = 0.999,
+        epsilon: float = 1e-6,
+        parameters: Parameters = None,
+        grad_clip: Any = None,
+        exclude_from_weight_decay_fn: Callable[[Any], bool] | None = None,
+        multi_precision: bool = False,  # noqa: FBT001, FBT002 - Paddle's call shape
+        always_adapt: bool = False,  # noqa: FBT001, FBT002, ARG002 - mezzo's adapts where there are norms to adapt to
+        name: str | None = None,  # noqa: ARG002
+    ) -> None:
+        given = parameters_of(parameters, learning_rate)
+        if exclude_from_weight_decay_fn is not None:
+            excluded = [one for one in given if exclude_from_weight_decay_fn(one)]
+            rest = [one for one in given if not any(one is other for other in excluded)]
+            given = [{"params": params, **words} for params, words in ((rest, {}), (excluded, {"weight_decay": 0.0})) if params]
+        super().__init__(given, lr=rate_of(learning_rate), betas=(beta1, beta2), eps=epsilon, weight_decay=decay_of(lamb_weight_decay))
+        self._equip(grad_clip, multi_precision=multi_precision)
+
+
+class Adamax(Optimizer, torch.optim.Adamax):
+    """Adam by the largest gradient."""
+
+    def __init__(
+        self,
+        learning_rate: float = 0.001,
+        beta1: float = 0.9,
+        beta2: float = 0.999,
+        epsilon: float = 1e-8,
+        parameters: Parameters = None,
+        weight_decay: Decay = None,
+        grad_clip: Any = None,
+        name: str | None = None,  # noqa: ARG002
+    ) -> None:
+        words: dict[str, Any] = {"betas": (beta1, beta2), "eps": epsilon, "weight_decay": decay_of(weight_decay)}
+        super().__init__(parameters_of(parameters, learning_rate), lr=rate_of(learning_rate), **words)
+        self._equip(grad_clip)

@@ -1,0 +1,21 @@
+"""`paddle.static`: programs that are written first and run afterwards, carried out by `mezzo.train_step`."""
+
+from mezzo.compat.paddle._places import CPUPlace, CUDAPlace
+from mezzo.compat.paddle.static import amp
+from mezzo.compat.paddle.static._executor import Executor, Scope, global_scope
+from mezzo.compat.paddle.static._program import Program, Variable, data, default_main_program, default_startup_program, program_guard
+
+__all__ = [
+    "CPUPlace",
+    "CUDAPlace",
+    "Executor",
+    "Program",
+    "Scope",
+    "Variable",
+    "amp",
+    "data",
+    "default_main_program",
+    "default_startup_program",
+    "global_scope",
+    "program_guard",
+]

@@ -1,0 +1,158 @@
+"""`paddle.static.amp`: mixed precision of static programs, in both generations' words."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import torch
+
+from mezzo.compat.paddle.amp._scaler_state import Told
+from mezzo.compat.paddle.static._closing import Closing, close
+from mezzo.compat.paddle.static._lists import AutoMixedPrecisionLists, CustomOpLists
+from mezzo.compat.paddle.static._precision import Precision
+from mezzo.compat.paddle.static._program import Program, fp16_guard
+
+__all__ = ["AutoMixedPrecisionLists", "CustomOpLists", "OptimizerWithMixedPrecision", "decorate", "fp16_guard"]
+
+_OLD = {"use_pure_fp16", "use_fp16_guard", "use_bf16"}
+"""Words of the older signature alone."""
+_NEW = {"level", "dtype", "master_weight", "master_grad", "use_amp_guard", "use_promote"}
+"""Words of the newer one alone."""
+_THIRD = 2
+"""The place of the argument by whose type the signatures are told apart: a level, or a scale."""
+
+
+def decorate(optimizer: torch.optim.Optimizer, amp_lists: AutoMixedPrecisionLists | None = None, *args: Any, **kwargs: Any) -> OptimizerWithMixedPrecision:
+    """Let an optimizer train static programs in mixed precision; its `minimize` closes a program.
+
+    Two signatures, as in Paddle 3, told apart by their words:
+
+    - `level="O1"`, `dtype`, `master_weight`, `master_grad`, `init_loss_scaling=2**16`, `incr_every_n_steps=2000`, `decr_every_n_nan_or_inf=1`, `incr_ratio=2`,
+      `decr_ratio=0.5`, `use_dynamic_loss_scaling`, `use_amp_guard`, `use_promote`: masters are kept at O2 unless `master_weight=False`.
+    - `init_loss_scaling=2**15`, `incr_every_n_steps=1000`, `decr_every_n_nan_or_inf=2`, `incr_ratio=2`, `decr_ratio=0.8`, `use_dynamic_loss_scaling=True`,
+      `use_pure_fp16`, `use_fp16_guard`, `use_bf16`: masters are kept where the optimizer was made with `multi_precision=True`.
+
+    The scale stays at 1 or above. bfloat16 is not scaled.
+    """
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise TypeError(f"optimizer should be an optimizer, got {type(optimizer).__name__}.")
+    positional_scale = bool(args) and isinstance(args[0], int | float)
+    old, new = _OLD & kwargs.keys(), _NEW & kwargs.keys()
+    if (old or positional_scale) and new:
+        raise TypeError(
+            f"decorate() has two signatures, and these words are of both: {', '.join(sorted(old)) or 'a scale as third argument'} with {', '.join(sorted(new))}."
+        )
+    read = _older if old or positional_scale else _newer
+    return OptimizerWithMixedPrecision(optimizer, read(optimizer, amp_lists or AutoMixedPrecisionLists(), *args, **kwargs))
+
+
+def _older(
+    optimizer: Any,
+    lists: AutoMixedPrecisionLists,
+    init_loss_scaling: float = 2.0**15,
+    incr_every_n_steps: int = 1000,
+    decr_every_n_nan_or_inf: int = 2,
+    incr_ratio: float = 2.0,
+    decr_ratio: float = 0.8,
+    use_dynamic_loss_scaling: bool = True,  # noqa: FBT001, FBT002 - Paddle's call shape
+    use_pure_fp16: bool = False,  # noqa: FBT001, FBT002
+    use_fp16_guard: bool | None = None,  # noqa: FBT001
+    use_bf16: bool = False,  # noqa: FBT001, FBT002
+) -> Precision:
+    ratios = (incr_ratio, decr_ratio, incr_every_n_steps, decr_every_n_nan_or_inf)
+    return Precision(
+        level="O2" if use_pure_fp16 else "O1",
+        dtype="bfloat16" if use_bf16 else "float16",
+        **lists.custom,
+        guarded=use_pure_fp16 and (use_fp16_guard is None or use_fp16_guard),
+        masters=bool(getattr(optimizer, "_multi_precision", False)),
+        scaling=_scaling("bfloat16" if use_bf16 else "float16", init_loss_scaling, ratios, use_dynamic_loss_scaling),
+    )
+
+
+def _newer(
+    optimizer: Any,  # noqa: ARG001 - it has no say in the newer signature
+    lists: AutoMixedPrecisionLists,
+    level: str = "O1",
+    dtype: str = "float16",
+    master_weight: bool | None = None,  # noqa: FBT001 - Paddle's call shape
+    master_grad: bool = False,  # noqa: FBT001, FBT002
+    init_loss_scaling: float = 2.0**16,
+    incr_every_n_steps: int = 2000,
+    decr_every_n_nan_or_inf: int = 1,
+    incr_ratio: float = 2.0,
+    decr_ratio: float = 0.5,
+    use_dynamic_loss_scaling: bool | None = None,  # noqa: FBT001
+    use_amp_guard: bool = False,  # noqa: FBT001, FBT002
+    use_promote: bool = False,  # noqa: FBT001, FBT002
+) -> Precision:
+    if level not in ("O0", "OD", "O1", "O2"):
+        raise ValueError(f"level should be O0, OD, O1 or O2. It is {level!r}.")
+    if dtype not in ("float16", "bfloat16"):
+        raise ValueError(f"If enable AMP, dtype should be 'float16' or 'bfloat16'. It is {dtype!r}.")
+    if level == "O0":
+        return Precision()
+    ratios = (incr_ratio, decr_ratio, incr_every_n_steps, decr_every_n_nan_or_inf)
+    return Precision(
+        level=level,
+        dtype=dtype,
+        **lists.custom,
+        guarded=use_amp_guard and level == "O2",
+        promote=use_promote,
+        masters=master_weight is not False,
+        master_grad=master_grad,
+        scaling=_scaling(dtype, init_loss_scaling, ratios, use_dynamic_loss_scaling),
+    )
+
+
+def _scaling(dtype: str, scale: float, ratios: tuple[float, float, int, int], dynamic: bool | None) -> Told | None:  # noqa: FBT001
+    if dtype == "bfloat16":
+        if dynamic:
+            warnings.warn("Dynamic loss scaling for bfloat16 amp training is disabled: it has the range of float32.", UserWarning, stacklevel=4)
+        return None
+    incr_ratio, decr_ratio, incr_every, decr_every = ratios
+    return Told(float(scale), incr_ratio, decr_ratio, incr_every, decr_every, dynamic is None or bool(dynamic), min_scale=1.0)
+
+
+class OptimizerWithMixedPrecision:
+    """An optimizer for static programs: `minimize` closes a program, `amp_init` makes its parameters 16-bit."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, precision: Precision) -> None:
+        self._optimizer, self._precision = optimizer, precision
+        self._closing: Closing | None = None
+
+    def minimize(self, loss: Any, startup_program: Any = None, parameter_list: Any = None, no_grad_set: Any = None) -> tuple[Any, Any]:  # noqa: ARG002
+        """Close the program of a loss: every run trains from then on."""
+        if isinstance(loss, torch.Tensor) and not hasattr(loss, "program"):
+            raise TypeError("minimize() takes the loss of a static program, got a tensor with values. Eagerly use amp.auto_cast and amp.GradScaler.")
+        self._closing = close(loss, self._optimizer, self._precision)
+        return [], []
+
+    def amp_init(
+        self,
+        place: Any,  # noqa: ARG002 - parameters go where the executor runs
+        scope: Any = None,  # noqa: ARG002 - and live in the model
+        test_program: Program | None = None,
+        use_fp16_test: bool = False,  # noqa: FBT001, FBT002, ARG002 - a test runs in the precision of training
+        rewrite_master_weight: bool = False,  # noqa: FBT001, FBT002, ARG002 - masters start from the float32 values
+    ) -> None:
+        """Make the parameters 16-bit at O2. The first run does it too, where this is not called."""
+        closing = self._closed()
+        if test_program is not None:
+            test_program.closing = closing
+        closing.prepare()
+
+    def get_loss_scaling(self) -> float:
+        """The scale now; 1 where losses are not scaled."""
+        scaler = self._closed().scaler
+        return 1.0 if scaler is None else scaler.get_scale()
+
+    def _closed(self) -> Closing:
+        if self._closing is None:
+            raise AssertionError("Please call the minimize method first.")
+        return self._closing
+
+    def __getattr__(self, name: str) -> Any:
+        """Everything else is the optimizer's."""
+        return getattr(self.__dict__["_optimizer"], name)

@@ -1,0 +1,83 @@
+"""The casts of O1: on, off, and Apex's older way to switch them."""
+
+import pytest
+import torch
+from torch import nn
+
+from mezzo.compat.apex import amp
+
+
+def product():
+    return torch.mm(torch.ones(2, 2), torch.ones(2, 2)).dtype
+
+
+def initialize():
+    model = nn.Linear(2, 2)
+    return amp.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), opt_level="O1", verbosity=0)
+
+
+def test_casts_can_be_switched_off_for_a_while():
+    model, _ = initialize()
+    with amp.disable_casts():
+        assert product() is torch.float32
+        assert model(torch.ones(1, 2)).dtype is torch.float32
+        with amp.disable_casts():
+            pass
+        assert product() is torch.float32
+    assert product() is torch.float16
+
+
+def test_casts_come_back_when_the_body_raises():
+    initialize()
+    with pytest.raises(KeyError), amp.disable_casts():
+        raise KeyError
+    assert product() is torch.float16
+
+
+def test_without_casts_there_is_nothing_to_switch_off():
+    with amp.disable_casts():
+        assert product() is torch.float32
+
+
+def test_a_handle_switches_them_off_for_good():
+    initialize()
+    handle = amp._amp_state.handle
+    assert handle.is_active()
+    handle._deactivate()
+    assert not handle.is_active()
+    assert product() is torch.float32
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_init_casts_without_a_model(dtype):
+    handle = amp.init(enabled=True, patch_type=dtype)
+    assert product() is dtype
+    low, full = torch.ones(2, dtype=dtype), torch.ones(2)
+    assert torch.cat([low, full]).dtype is torch.float32
+    assert torch.cat([low, low]).dtype is dtype
+    assert torch.atan2(low, full).dtype is torch.float32
+    handle._deactivate()
+    assert product() is torch.float32
+
+
+def test_init_may_do_nothing():
+    handle = amp.init(enabled=False)
+    assert not handle.is_active()
+    assert product() is torch.float32
+    with handle._disable_casts():
+        handle._deactivate()
+
+
+def test_what_is_banned_may_be_allowed():
+    probabilities, targets = torch.tensor([0.5]).half(), torch.tensor([1.0]).half()
+    amp.init()
+    with pytest.raises(RuntimeError, match="binary_cross_entropy_with_logits"):
+        nn.functional.binary_cross_entropy(probabilities, targets)
+    amp.init(allow_banned=True)
+    nn.functional.binary_cross_entropy(probabilities, targets)
+
+
+@pytest.mark.parametrize("call", ["scale_loss", "wrap_optimizer"])
+def test_the_oldest_way_is_refused_as_apex_does(call):
+    with pytest.raises(RuntimeError, match="old Amp API is no longer supported"):
+        getattr(amp.init(), call)(None, None)

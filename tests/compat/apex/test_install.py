@@ -1,0 +1,79 @@
+"""`import apex` without Apex."""
+
+import importlib
+import subprocess
+import sys
+
+import pytest
+
+import mezzo.compat.apex
+from mezzo.compat.apex import install, is_installed, uninstall
+
+
+@pytest.fixture(autouse=True)
+def taken_off():
+    yield
+    uninstall()
+    assert "apex" not in sys.modules
+
+
+def test_apexs_imports_find_mezzos_dialect():
+    install()
+    from apex import amp
+    from apex.amp import _amp_state
+    from apex.fp16_utils import FP16_Optimizer
+    from apex.optimizers import FusedAdam, FusedLAMB, FusedSGD
+    from apex.parallel import DistributedDataParallel
+
+    assert amp is mezzo.compat.apex.amp
+    assert _amp_state is amp._amp_state
+    assert {kind.__module__.partition(".optimizers")[0] for kind in (FusedAdam, FusedLAMB, FusedSGD)} == {"mezzo.compat.apex"}
+    assert FP16_Optimizer is mezzo.compat.apex.fp16_utils.FP16_Optimizer
+    assert DistributedDataParallel is mezzo.compat.apex.parallel.DistributedDataParallel
+
+
+def test_a_second_install_and_a_second_uninstall_change_nothing():
+    install()
+    install()
+    assert is_installed()
+    uninstall()
+    uninstall()
+    assert not is_installed()
+    with pytest.raises(ModuleNotFoundError):
+        importlib.import_module("apex")
+
+
+def test_where_apex_is_installed_it_is_refused(tmp_path, monkeypatch):
+    (tmp_path / "apex").mkdir()
+    (tmp_path / "apex" / "__init__.py").write_text("")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(RuntimeError, match=r"package named apex is installed here .*from mezzo\.compat\.apex import amp"):
+        install()
+    importlib.import_module("apex")
+    with pytest.raises(RuntimeError, match="package named apex is installed"):
+        install()
+    del sys.modules["apex"]
+
+
+PROGRAM = """
+import mezzo.compat.apex
+mezzo.compat.apex.install()
+
+import torch
+from apex import amp
+from apex.optimizers import FusedSGD
+
+model = torch.nn.Linear(4, 2)
+optimizer = FusedSGD(model.parameters(), lr=0.1)
+model, optimizer = amp.initialize(model, optimizer, opt_level="O2")
+loss = model(torch.ones(3, 4)).square().mean() / 64
+with amp.scale_loss(loss, optimizer) as scaled_loss:
+    scaled_loss.backward()
+optimizer.step()
+"""
+
+
+def test_an_unchanged_program_runs():
+    ran = subprocess.run([sys.executable, "-W", "error", "-c", PROGRAM], capture_output=True, text=True, check=False)
+    assert ran.returncode == 0, ran.stderr
+    assert ran.stdout.startswith("Selected optimization level O2")

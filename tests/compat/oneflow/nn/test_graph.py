@@ -1,0 +1,274 @@
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from mezzo.compat.oneflow import amp
+from mezzo.compat.oneflow.nn import Graph
+
+
+def make_model():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
+
+
+class Training(Graph):
+    def __init__(self, model, optimizer=None, *, mode=True, dtype=torch.float16, scaler=None, lr_sch=None):
+        super().__init__()
+        self.model = model
+        self.add_optimizer(optimizer or torch.optim.SGD(model.parameters(), lr=0.1), lr_sch=lr_sch)
+        self.config.enable_amp(mode, dtype=dtype)
+        self.seen = []
+        if scaler is not None:
+            self.set_grad_scaler(scaler)
+
+    def build(self, x, factor=None):
+        out = self.model(x)
+        self.seen.append(out.dtype)
+        loss = out.float().square().mean() * (1.0 if factor is None else factor)
+        loss.backward()
+        return {"out": out, "loss": loss}
+
+
+class Evaluation(Graph):
+    def __init__(self, model, **amp_words):
+        super().__init__()
+        self.model = model
+        self.seen = []
+        if amp_words:
+            self.config.enable_amp(**amp_words)
+
+    def build(self, x):
+        out = self.model(x)
+        self.seen.append((out.dtype, out.requires_grad, self.model.training))
+        return out
+
+
+X = torch.randn(16, 4, generator=torch.Generator().manual_seed(1))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_a_graph_trains_in_16_bits_and_gives_float32(dtype):
+    graph = Training(make_model(), dtype=dtype)
+    results = [graph(X) for _ in range(10)]
+    assert set(graph.seen) == {dtype}
+    assert results[0]["out"].dtype is torch.float32
+    assert results[-1]["loss"] < 0.5 * results[0]["loss"]
+    assert all(parameter.dtype is torch.float32 and parameter.grad is None for parameter in graph.model.parameters())
+
+
+def test_without_amp_the_graph_is_a_float32_training_step():
+    graph, plain = Training(make_model(), mode=False), make_model()
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
+    for _ in range(3):
+        graph(X)
+        plain(X).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert set(graph.seen) == {torch.float32}
+    assert all(torch.equal(one, other) for one, other in zip(graph.model.parameters(), plain.parameters(), strict=True))
+
+
+def test_nothing_is_scaled_unless_it_is_asked_for():
+    graph = Training(make_model())
+    graph(X)
+    assert (graph.mezzo_step.scaler, graph.mezzo_step.scale) == (None, 1.0)
+
+
+def test_a_scaler_skips_a_bad_step_backs_off_and_grows_after_good_ones():
+    graph = Training(make_model(), scaler=amp.GradScaler(init_scale=64.0, growth_interval=2))
+    before = [parameter.detach().clone() for parameter in graph.model.parameters()]
+    graph(X, torch.tensor(math.inf))
+    assert (graph.mezzo_step.skipped, graph.mezzo_step.scale) == (True, 32.0)
+    assert all(torch.equal(one, other) for one, other in zip(graph.model.parameters(), before, strict=True))
+    graph(X)
+    graph(X)
+    assert (graph.mezzo_step.skipped, graph.mezzo_step.scale) == (False, 64.0)
+
+
+@pytest.mark.parametrize("reduce", [lambda out: nn.functional.cross_entropy(out, torch.zeros(16, dtype=torch.int64)), torch.mean], ids=["loss", "mean"])
+def test_what_ends_a_graph_is_float32_so_that_the_first_scale_fits(reduce):
+    model, seen = make_model(), []
+
+    class Reduced(Graph):
+        def __init__(self):
+            super().__init__()
+            self.model = model
+            self.add_optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+            self.config.enable_amp(True)
+            self.set_grad_scaler(amp.GradScaler())
+
+        def build(self, x):
+            out = self.model(x)
+            loss = reduce(out) / 64
+            seen.append((out.dtype, loss.dtype))
+            loss.backward()
+
+    graph = Reduced()
+    graph(X)
+    assert seen == [(torch.float16, torch.float32)]
+    assert (graph.mezzo_step.skipped, graph.mezzo_step.scale) == (False, 65536.0)
+
+
+def test_the_scale_does_not_fall_below_one():
+    graph = Training(make_model(), scaler=amp.GradScaler(init_scale=2.0))
+    with pytest.warns(UserWarning, match="floor of 1"):
+        graph(X, torch.tensor(math.nan))
+    graph(X, torch.tensor(math.nan))
+    assert graph.mezzo_step.scale == 1.0
+
+
+def test_a_static_scale_stays_and_updates_are_those_without_one():
+    graph, other = Training(make_model(), scaler=amp.StaticGradScaler(128.0)), Training(make_model())
+    for one in (graph, other):
+        one(X)
+    assert graph.mezzo_step.scale == 128.0
+    for ours, plain in zip(graph.model.parameters(), other.model.parameters(), strict=True):
+        assert torch.allclose(ours, plain, rtol=1e-3, atol=1e-5)
+
+
+def test_a_scheduler_advances_with_every_step():
+    model = make_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    graph = Training(model, optimizer, lr_sch=torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5))
+    graph(X)
+    graph(X)
+    assert optimizer.param_groups[0]["lr"] == pytest.approx(0.025)
+
+
+def test_two_optimizers_are_stepped_by_one_graph():
+    model, head = make_model(), nn.Linear(2, 1)
+
+    class Both(Graph):
+        def __init__(self):
+            super().__init__()
+            self.model, self.head = model, head
+            for one in (model, head):
+                self.add_optimizer(torch.optim.SGD(one.parameters(), lr=0.1))
+            self.config.enable_amp()
+
+        def build(self, x):
+            loss = self.head(self.model(x)).float().square().mean()
+            loss.backward()
+            return loss
+
+    before = [parameter.detach().clone() for parameter in (*model.parameters(), *head.parameters())]
+    Both()(X)
+    assert all(not torch.equal(one, old) for one, old in zip((*model.parameters(), *head.parameters()), before, strict=True))
+
+
+def test_graphs_share_a_model_and_an_optimizer_which_stay_as_they_are():
+    model = make_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    first, second = Training(model, optimizer, dtype=torch.bfloat16), Training(model, optimizer, scaler=amp.GradScaler())
+    evaluation = Evaluation(model, dtype=torch.bfloat16)
+    for _ in range(2):
+        first(X)
+        second(X)
+        evaluation(X)
+    assert (set(first.seen), set(second.seen)) == ({torch.bfloat16}, {torch.float16})
+    assert model(X).dtype is torch.float32
+
+
+@pytest.mark.parametrize(("words", "dtype"), [({"mode": True}, torch.float16), ({}, torch.float32)], ids=["amp", "plain"])
+def test_a_graph_without_an_optimizer_evaluates(words, dtype):
+    model = nn.Sequential(make_model(), nn.Dropout(0.5))
+    graph = Evaluation(model, **words)
+    out = graph(X)
+    assert graph.seen == [(dtype, False, False)]
+    assert model.training
+    assert out.dtype is torch.float32
+    assert torch.allclose(out, model.eval()(X), atol=1e-2)
+    assert (graph.training, graph.is_compiled) == (False, True)
+
+
+def test_a_graph_without_parameters_computes():
+    class Product(Graph):
+        def __init__(self):
+            super().__init__()
+            self.config.enable_amp(True)
+
+        def build(self, x):
+            product = x @ x.T
+            return product, product.dtype is torch.float16
+
+    out, half = Product()(X)
+    assert (out.dtype, half) == (torch.float32, True)
+
+
+def test_a_saved_graph_goes_on_to_the_bit():
+    straight = Training(make_model(), scaler=amp.GradScaler(init_scale=64.0, growth_interval=3))
+    halfway = Training(make_model(), scaler=amp.GradScaler(init_scale=64.0, growth_interval=3))
+    for graph in (straight, halfway):
+        graph(X)
+        graph(X)
+    resumed = Training(make_model(), scaler=amp.GradScaler())
+    resumed.load_state_dict(halfway.state_dict())
+    straight(X)
+    resumed(X)
+    assert resumed.mezzo_step.scale == straight.mezzo_step.scale == 128.0
+    assert all(torch.equal(one, other) for one, other in zip(straight.model.parameters(), resumed.model.parameters(), strict=True))
+
+
+def test_a_state_of_other_parts_is_refused_unless_that_is_meant():
+    graph, evaluation = Training(make_model()), Evaluation(make_model())
+    with pytest.raises(RuntimeError, match=r"\['model'\], the graph has \['model', 'optimizer.0'\]"):
+        graph.load_state_dict(evaluation.state_dict())
+    evaluation.load_state_dict(graph.state_dict(), strict=False)
+
+
+def test_names_are_numbered_by_class():
+    one, other = Evaluation(make_model()), Evaluation(make_model())
+    assert one.name.rpartition("_")[0] == "Evaluation"
+    assert int(other.name.rpartition("_")[2]) == int(one.name.rpartition("_")[2]) + 1
+
+
+def test_a_graph_without_build_is_refused_as_there():
+    with pytest.raises(NotImplementedError, match=r"nn.Graph.build\(\) method must be overridden when subclassing the nn.Graph"):
+        Graph()(X)
+
+
+def test_what_is_no_optimizer_scheduler_or_scaler_is_refused_as_there():
+    model = make_model()
+    one, other = (torch.optim.SGD(model.parameters(), lr=0.1) for _ in range(2))
+    graph = Evaluation(model)
+    with pytest.raises(AssertionError, match="must be an instance of Optimizer, got Linear"):
+        graph.add_optimizer(nn.Linear(1, 1))
+    with pytest.raises(AssertionError, match="must be the same optimizer"):
+        graph.add_optimizer(one, lr_sch=torch.optim.lr_scheduler.StepLR(other, 1))
+    with pytest.raises(AssertionError, match="must be an LRScheduler, got float"):
+        graph.add_optimizer(one, lr_sch=0.1)
+    with pytest.raises(AssertionError, match=r"amp.StaticGradScaler, got GradScaler"):
+        graph.set_grad_scaler(torch.amp.GradScaler("cpu"))
+
+
+def test_what_comes_after_the_first_call_is_refused():
+    graph = Evaluation(make_model())
+    graph(X)
+    with pytest.raises(RuntimeError, match="after the graph's first call"):
+        graph.set_grad_scaler(amp.GradScaler())
+
+
+def test_modules_need_the_base_class_first():
+    class Early(Graph):
+        def __init__(self):
+            self.model = make_model()
+
+    with pytest.raises(AttributeError, match=r"before super\(\).__init__\(\) was called"):
+        Early()
+
+
+def test_an_optimizer_without_modules_says_where_they_belong():
+    model = make_model()
+
+    class Hidden(Graph):
+        def __init__(self):
+            super().__init__()
+            self.add_optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+
+        def build(self, x):
+            return model(x)
+
+    with pytest.raises(ValueError, match="Set the modules as attributes"):
+        Hidden()(X)

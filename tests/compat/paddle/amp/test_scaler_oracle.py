@@ -1,0 +1,48 @@
+"""Every trace of PaddlePaddle's scaler, in its own words: the scale and both counters after each of 200 steps, and which steps were skipped."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from support.scaler_traces import Trace, traces
+
+from mezzo.compat import paddle
+
+TRACES = traces()
+GRADIENTS = {".": 1.0, "N": float("nan"), "I": float("inf"), "J": float("-inf")}
+OPTIMIZERS = {"SGD": paddle.optimizer.SGD, "AdamW": paddle.optimizer.AdamW, "Lamb": paddle.optimizer.Lamb}
+
+
+def step(trace: Trace, scaler: paddle.amp.GradScaler, optimizer: torch.optim.Optimizer, loss: torch.Tensor) -> None:
+    """One iteration in the order that the trace was recorded in."""
+    scaler.scale(loss).backward()
+    if trace.mode.startswith("unscale"):
+        scaler.unscale_(optimizer)
+    if trace.mode.endswith("minimize"):
+        scaler.minimize(optimizer, loss)
+    else:
+        scaler.step(optimizer)
+        scaler.update()
+    optimizer.clear_grad()
+
+
+@pytest.mark.parametrize("trace", TRACES, ids=[f"{number}-{trace.mode}-{trace.optimizer}" for number, trace in enumerate(TRACES)])
+def test_a_trace_is_reproduced_through_paddles_names(trace: Trace):
+    scaler, weight = paddle.amp.GradScaler(**trace.config), torch.nn.Parameter(torch.ones(2))
+    optimizer = OPTIMIZERS[trace.optimizer](learning_rate=1e-3, parameters=[weight])
+    for number, (kind, expected) in enumerate(zip(trace.kinds, trace.after, strict=True)):
+        if number == trace.reload_at:
+            saved = scaler.state_dict()
+            scaler = paddle.amp.GradScaler()
+            scaler.load_state_dict(saved)
+        before = weight.detach().clone()
+        step(trace, scaler, optimizer, (weight * torch.tensor([GRADIENTS[kind], 1.0])).sum())
+        state = scaler.state_dict()
+        assert (state["scale"].item(), state["incr_count"], state["decr_count"]) == expected
+        assert torch.equal(weight, before) is (kind != ".")
+
+
+def test_all_traces_are_run():
+    assert len(TRACES) == 47
+    assert {trace.mode for trace in TRACES} == {"step_update", "unscale_step_update", "minimize", "unscale_minimize"}
+    assert {trace.optimizer for trace in TRACES} == set(OPTIMIZERS)

@@ -1,0 +1,102 @@
+"""What every optimizer of Paddle's has beside torch's."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from mezzo.compat import paddle
+
+
+@pytest.fixture
+def weight():
+    return nn.Parameter(torch.ones(2))
+
+
+@pytest.fixture
+def optimizer(weight):
+    return paddle.optimizer.SGD(learning_rate=0.5, parameters=[weight])
+
+
+@pytest.mark.parametrize(("words", "gradient"), [({}, [0.0, 0.0]), ({"set_to_zero": True}, [0.0, 0.0]), ({"set_to_zero": False}, None)], ids=str)
+def test_clear_grad(words, gradient, weight, optimizer):
+    weight.sum().backward()
+    optimizer.clear_grad(**words)
+    assert (weight.grad if weight.grad is None else weight.grad.tolist()) == gradient
+
+
+def test_minimize_steps_from_the_gradients_that_are_there(weight, optimizer):
+    loss = weight.sum()
+    loss.backward()
+    _, pairs = optimizer.minimize(loss)
+    assert weight.tolist() == [0.5, 0.5]
+    assert [gradient.tolist() for _, gradient in pairs] == [[1.0, 1.0]]
+
+
+def test_minimize_takes_a_loss(optimizer):
+    with pytest.raises(AssertionError, match="The loss should be a Tensor, got float"):
+        optimizer.minimize(0.5)
+
+
+def test_the_rate_can_be_read_and_set(optimizer):
+    assert optimizer.get_lr() == 0.5
+    optimizer.set_lr(0.25)
+    assert (optimizer.get_lr(), optimizer.param_groups[0]["lr"]) == (0.25, 0.25)
+    with pytest.raises(TypeError, match=r"The type of 'value' in optimizer.set_lr must be float, but received str"):
+        optimizer.set_lr("0.1")
+
+
+def test_torchs_schedulers_drive_the_rate(optimizer, weight):
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.1)
+    weight.sum().backward()
+    optimizer.step()
+    scheduler.step()
+    assert optimizer.get_lr() == pytest.approx(0.05)
+
+
+def test_a_groups_rate_is_a_multiple_of_the_optimizers():
+    one, other = nn.Parameter(torch.ones(1)), nn.Parameter(torch.ones(1))
+    groups = [{"params": [one]}, {"params": [other], "learning_rate": 0.1, "weight_decay": 0.25, "beta1": 0.5, "epsilon": 1e-3}]
+    optimizer = paddle.optimizer.Adam(learning_rate=2.0, parameters=groups)
+    second = optimizer.param_groups[1]
+    assert [group["lr"] for group in optimizer.param_groups] == [2.0, 0.2]
+    assert (second["weight_decay"], second["betas"], second["eps"]) == (0.25, (0.5, 0.999), 1e-3)
+    optimizer.set_lr(1.0)
+    assert [group["lr"] for group in optimizer.param_groups] == [1.0, 0.1]
+    assert optimizer.get_lr() == 1.0
+
+
+class L2Decay:
+    coeff = 0.125
+
+
+def test_a_decay_is_a_number_or_has_one(weight):
+    assert paddle.optimizer.SGD(learning_rate=0.1, parameters=[weight], weight_decay=L2Decay()).param_groups[0]["weight_decay"] == 0.125
+
+
+@pytest.mark.parametrize(
+    ("words", "error", "message"),
+    [
+        ({"parameters": None}, AttributeError, "parameters argument given to the Optimizer should not be None"),
+        (
+            {"parameters": torch.ones(1)},
+            TypeError,
+            "`parameters` argument given to the optimizer should be an iterable of Tensors, but got argument type is `Tensor`",
+        ),
+        ({"parameters": 3}, TypeError, "but got argument type is `int`"),
+        ({"parameters": [{"params": [torch.ones(1)], "colour": 3}]}, ValueError, "has colour, which no optimizer here knows"),
+        ({"learning_rate": "fast"}, TypeError, r"learning rate should be float, got str here.*torch.optim.lr_scheduler"),
+        ({"weight_decay": "much"}, TypeError, "weight_decay should be float, int or a regularizer with a coefficient, but received str"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else None,
+)
+def test_what_is_refused(words, error, message, weight):
+    with pytest.raises(error, match=message):
+        paddle.optimizer.SGD(**{"learning_rate": 0.1, "parameters": [weight], **words})
+
+
+def test_a_state_is_torchs(optimizer, weight):
+    other = paddle.optimizer.SGD(learning_rate=0.1, parameters=[weight])
+    other.set_state_dict(optimizer.state_dict())
+    assert other.get_lr() == 0.5

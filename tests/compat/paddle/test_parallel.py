@@ -1,0 +1,54 @@
+"""`DataParallel`: on one process the model itself."""
+
+from __future__ import annotations
+
+import contextlib
+
+import pytest
+import torch
+from torch import distributed, nn
+
+from mezzo.compat import paddle
+
+
+@pytest.fixture
+def alone(tmp_path):
+    distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    yield
+    distributed.destroy_process_group()
+
+
+def test_parameters_states_and_outputs_are_the_models_own():
+    model = nn.Linear(2, 1)
+    wrapped = paddle.DataParallel(model)
+    x = torch.ones(3, 2)
+    assert torch.equal(wrapped(x), model(x))
+    assert list(wrapped.state_dict()) == ["weight", "bias"]
+    assert all(one is other for one, other in zip(wrapped.parameters(), model.parameters(), strict=True))
+    wrapped.set_state_dict({"weight": torch.zeros(1, 2), "bias": torch.zeros(1)})
+    assert not wrapped(x).any()
+
+
+def test_losses_and_gradients_are_left_alone():
+    wrapped, loss = paddle.DataParallel(nn.Linear(2, 1)), torch.tensor(2.0)
+    assert wrapped.scale_loss(loss) is loss
+    assert wrapped.apply_collective_grads() is None
+    assert isinstance(wrapped.no_sync(), contextlib.nullcontext)
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_group_of_one_is_no_group():
+    wrapped = paddle.DataParallel(nn.Linear(2, 1))
+    wrapped(torch.ones(1, 2)).sum().backward()
+    assert isinstance(wrapped.no_sync(), contextlib.nullcontext)
+
+
+def test_a_decorated_model_trains_through_it():
+    model = nn.Linear(4, 1)
+    optimizer = paddle.optimizer.SGD(learning_rate=0.1, parameters=model.parameters())
+    model, optimizer = paddle.amp.decorate(models=model, optimizers=optimizer, level="O2", dtype="bfloat16")
+    wrapped, before = paddle.DataParallel(model), model.weight.detach().clone()
+    with paddle.amp.auto_cast(level="O2", dtype="bfloat16"):
+        wrapped(torch.ones(2, 4)).square().mean().backward()
+    optimizer.step()
+    assert not torch.equal(model.weight, before)
