@@ -19,7 +19,7 @@ from mezzo.compat.paddle.amp._words import custom_lists
         ({"dtype": "fp16"}, ValueError, "dtype should be 'float16' or 'bfloat16'"),
         ({"dtype": torch.float64}, ValueError, "It is 'float64'"),
         ({"dtype": None}, AttributeError, "It should be the string 'float16' or 'bfloat16'"),
-        ({"custom_white_list": {"a", "b"}, "custom_black_list": {"b"}}, ValueError, "Custom white list overlap custom black list: b"),
+        ({"custom_white_list": ["a", "b"], "custom_black_list": {"b"}}, ValueError, "Custom white list overlap custom black list: b"),
         ({"enable": False, "custom_white_list": {"b"}, "custom_black_list": {"b"}}, ValueError, "Custom white list overlap custom black list"),
         ({"custom_white_list": "conv2d"}, TypeError, r"should be a set of op names: custom_white_list=\{'conv2d'\}"),
     ],
