@@ -36,7 +36,13 @@ def test_o0_does_not_look_at_lists():
 
 
 def test_an_op_that_both_lists_reach_by_different_names_is_full():
-    assert custom_lists({"mul"}, {"matmul_v2"}) == {"half": frozenset(), "full": frozenset({"matmul", "mm", "inner"})}
+    assert custom_lists({"mul"}, {"matmul_v2"}) == {"half": frozenset(), "full": frozenset({"matmul", "mm", "inner", "linear"})}
+
+
+@pytest.mark.parametrize("name", ["matmul", "matmul_v2"])
+def test_who_keeps_matmul_in_float32_keeps_linear_layers_there_too(name):
+    assert "linear" in custom_lists((), {name})["full"]
+    assert custom_lists({"linear_v2"}, {name})["half"] == {"linear"}
 
 
 @pytest.mark.parametrize(

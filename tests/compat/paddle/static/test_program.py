@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+from mezzo.compat import paddle
 from mezzo.compat.paddle import static
 from mezzo.compat.paddle.static._program import UNKNOWN_SIZES, Variable
 
@@ -71,6 +72,12 @@ def test_a_write_in_place_is_needed_with_what_it_writes_to(program):
     y.mul_(2)
     y[0] = 5.0
     assert [node.name for node in program.needed_for([y])] == ["add", "mul_", "__setitem__"]
+
+
+def test_auto_cast_around_a_program_that_is_written_is_refused():
+    x = static.data("x", [1, 2])
+    with paddle.amp.auto_cast(), pytest.raises(RuntimeError, match=r"amp.auto_cast is around a static program.*static.amp.decorate"):
+        nn.Linear(2, 2)(x)
 
 
 def test_a_variable_has_no_value():

@@ -14,6 +14,7 @@ from mezzo.policy.presets import paddle
 
 DTYPES = ("float16", "bfloat16")
 LEVELS = ("O0", "OD", "O1", "O2")
+_PRODUCTS, _LAYER = {"matmul", "matmul_v2"}, "linear_v2"
 
 Names = Iterable[str] | None
 
@@ -41,10 +42,15 @@ def half_of(dtype: Any, *, needed: bool) -> str | None:
 
 
 def custom_lists(white: Names, black: Names) -> dict[str, Any]:
-    """Custom lists in Paddle's op names as fields of a policy. A name may stand for several ops here; what both lists reach is float32, as there."""
+    """Custom lists in Paddle's op names as fields of a policy. A name may stand for several ops here; what both lists reach is float32, as there.
+
+    A linear layer is a matmul and an addition in Paddle's guide, and one op in its builds for CUDA: who keeps matmul in float32 keeps layers there, too.
+    """
     whites, blacks = _names("custom_white_list", white), _names("custom_black_list", black)
     if both := whites & blacks:
         raise ValueError(f"Custom white list overlap custom black list: {', '.join(sorted(both))}. An op can be in one of them.")
+    if blacks & _PRODUCTS and _LAYER not in whites:
+        blacks |= {_LAYER}
     half, full = _translated(whites), _translated(blacks)
     return {"half": half - full, "full": full}
 

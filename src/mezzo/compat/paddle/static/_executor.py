@@ -92,7 +92,7 @@ def _closing(program: Program) -> Any:
 
 
 def _fitting(name: str, value: torch.Tensor, wanted: Variable) -> torch.Tensor:
-    sizes = list(wanted.shape)
+    sizes = wanted.sizes
     if value.dim() != len(sizes) or any(size != got and size not in UNKNOWN_SIZES for size, got in zip(sizes, value.shape, strict=True)):
         shown = f"dimensions = {len(sizes)}, shape = {shown_shape(wanted)}"
         raise ValueError(f"The fed Variable {name!r} should have {shown}, but received fed shape {list(value.shape)}.")

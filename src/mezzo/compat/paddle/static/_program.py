@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from mezzo._casting import map_tensors
+from mezzo.eager.region import innermost_region
 
 UNKNOWN_SIZES = (9973, 9967, 9949, 9941, 9931)
 """Stand for sizes that are not known before the program runs, one for each dimension: primes, so that a size made of one is recognised."""
@@ -105,6 +106,8 @@ class Variable(torch.Tensor):
     """A tensor without values: part of a program."""
 
     program: Program
+    sizes: tuple[int, ...]
+    """Its shape, without a question to torch."""
     # torch has a property of this name, which nobody uses.
     name: str = ""
 
@@ -112,7 +115,7 @@ class Variable(torch.Tensor):
     def of(cls, meta: torch.Tensor, program: Program, name: str) -> Variable:
         """Make one that looks like a tensor of the meta device."""
         made: Variable = meta.detach().as_subclass(cls)
-        made.program = program
+        made.program, made.sizes = program, tuple(meta.shape)
         program.name(made, name)
         return made
 
@@ -140,6 +143,7 @@ class Variable(torch.Tensor):
 
         result = map_tensors(shown, wrap)
         if outputs or func is torch.Tensor.__setitem__:
+            _refuse_regions()
             program.nodes.append(Node(func, args, kwargs, tuple(outputs), _state.guards > 0))
         return result
 
@@ -161,7 +165,16 @@ def _tensors(value: Any) -> list[torch.Tensor]:
 
 def shown_shape(variable: Variable) -> list[int]:
     """A shape as Paddle shows it: -1 for a size that is not known."""
-    return [-1 if size in UNKNOWN_SIZES else size for size in variable.shape]
+    return [-1 if size in UNKNOWN_SIZES else size for size in variable.sizes]
+
+
+def _refuse_regions() -> None:
+    region = innermost_region()
+    if region is not None and region.enabled:
+        raise RuntimeError(
+            "amp.auto_cast is around a static program that is being written, and would not be there when it runs. "
+            "Take it away: static.amp.decorate(optimizer, ...) says in which precision a program runs."
+        )
 
 
 def _refuse_unknown_constants(given: Iterable[torch.Tensor]) -> None:
