@@ -33,7 +33,7 @@ def one_of(*allowed: str) -> Rule:
 
     def check(text: str) -> None:
         if text not in allowed:
-            raise CheckpointError(f"it says {text[:200]!r} where only {', '.join(map(repr, allowed))} can stand")
+            raise CheckpointError(f"it says {text[:200]!r} where only {', '.join(map(repr, allowed)) or 'tensors and numbers'} can stand")
 
     return check
 
@@ -60,6 +60,7 @@ _RULES: Mapping[str, Rule] = {
     "NamedArgument.name": grammar.argument_name,
     "Argument.as_string": grammar.free_text,
     "Argument.as_strings": grammar.free_text,
+    "Graph.outputs>Argument.as_string": one_of(),
     "SymExpr.expr_str": grammar.expression,
     "ExportedProgram.guards_code": grammar.guard,
     "ExportedProgram.range_constraints[]": grammar.symbol_range,

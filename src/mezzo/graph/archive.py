@@ -8,7 +8,6 @@ import re
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any, BinaryIO
 from zipfile import ZIP_DEFLATED, ZIP_STORED, ZipFile, ZipInfo
 
@@ -25,10 +24,10 @@ _CHUNK = 2**24
 
 
 class ArchiveWriter:
-    """Writes parts into an open file, one after the other."""
+    """Writes parts, one after the other."""
 
-    def __init__(self, file: BinaryIO) -> None:
-        self._zip = ZipFile(file, "w", ZIP_STORED)
+    def __init__(self, archive: ZipFile) -> None:
+        self._zip = archive
 
     def json(self, name: str, value: object) -> None:
         """Write plain values."""
@@ -41,10 +40,6 @@ class ArchiveWriter:
         with self._zip.open(ZipInfo(name), "w", force_zip64=len(content) >= 2**31) as stream:
             for start in range(0, len(content), _CHUNK):
                 stream.write(content[start : start + _CHUNK])
-
-    def close(self) -> None:
-        """Write the table of contents, without which nothing can be read."""
-        self._zip.close()
 
 
 class ArchiveReader:
@@ -86,9 +81,16 @@ class ArchiveReader:
 
 
 @contextmanager
-def reading(path: str | os.PathLike[str]) -> Iterator[ArchiveReader]:
-    """Open an archive; what is no archive raises an error of `zipfile`, what is a strange one `CheckpointError`."""
-    with Path(path).open("rb") as file, ZipFile(file) as archive:
+def writing(file: BinaryIO) -> Iterator[ArchiveWriter]:
+    """Write an archive into an open file. The table of contents, without which nothing can be read, comes last."""
+    with ZipFile(file, "w", ZIP_STORED) as archive:
+        yield ArchiveWriter(archive)
+
+
+@contextmanager
+def reading(file: BinaryIO) -> Iterator[ArchiveReader]:
+    """Read an archive from an open file; what is no archive raises whatever `zipfile` finds, what is a strange one `CheckpointError`."""
+    with ZipFile(file) as archive:
         yield ArchiveReader(archive, os.fstat(file.fileno()).st_size)
 
 

@@ -9,16 +9,17 @@ import sys
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
+from typing import Any, BinaryIO
 
 import torch
 from torch._export.serde import schema, serialize
 from torch.export import ExportedProgram
 
-from mezzo._errors import CheckpointError, UnsupportedError
+from mezzo._errors import CheckpointError, UnsupportedError, choices
 from mezzo._files import atomic_writer
 from mezzo.graph.admit import admit, without_notes
-from mezzo.graph.archive import ArchiveReader, ArchiveWriter, reading
+from mezzo.graph.archive import ArchiveReader, reading, writing
 from mezzo.graph.examples import zeros_like_inputs
 from mezzo.graph.tensors import TensorReader, TensorWriter, part
 
@@ -52,8 +53,7 @@ def save(path: Place, artefact: Artefact) -> None:
     """Write programs to one file, whole or not at all. Weights that several names or programs share are written once; example inputs are not written."""
     tensors = TensorWriter()
     programs = [_described(stored, tensors) for stored in artefact.programs]
-    with atomic_writer(path) as file:
-        archive = ArchiveWriter(file)
+    with atomic_writer(path) as file, writing(file) as archive:
         for place, (stored, (graph, _)) in enumerate(zip(artefact.programs, programs, strict=True)):
             archive.json(_graph_part(place), graph)
             archive.json(_plan_part(place), stored.plan)
@@ -67,7 +67,6 @@ def save(path: Place, artefact: Artefact) -> None:
             "tensors": tensors.write(archive),
         }
         archive.json(_CONTENTS, contents)
-        archive.close()
 
 
 def load(path: Place, *, device: str | torch.device | None = None, custom_ops: Collection[str] = ()) -> Artefact:
@@ -75,13 +74,18 @@ def load(path: Place, *, device: str | torch.device | None = None, custom_ops: C
 
     `device` puts everything there instead of where it was saved from. Custom ops run only if `custom_ops` names their namespace: the file chooses their arguments.
     """
-    name, target = os.fspath(path), None if device is None else torch.device(device)
+    # Opened here, so that a file that is not there is told from one that cannot be read.
+    with Path(path).open("rb") as file:
+        return _read(file, os.fspath(path), None if device is None else torch.device(device), custom_ops)
+
+
+def _read(file: BinaryIO, name: str, device: torch.device | None, custom_ops: Collection[str]) -> Artefact:
     try:
-        with reading(path) as archive:
+        with reading(file) as archive:
             contents = _contents(archive)
-            _require_device(contents, target)
-            return _artefact(archive, contents, target, custom_ops)
-    except (OSError, UnsupportedError):
+            _require_device(contents, device)
+            return _artefact(archive, contents, device, custom_ops)
+    except UnsupportedError:
         raise
     except CheckpointError as error:
         raise CheckpointError(f"{name!r} cannot be loaded: {error}. Nothing of it was run.") from error.__cause__
@@ -159,10 +163,13 @@ def _check_fit(exported: ExportedProgram, tensors: dict[str, torch.Tensor]) -> N
 
 
 def _require_device(contents: dict[str, Any], device: torch.device | None) -> None:
-    for wanted in {record["device"] for record in contents["tensors"]} if device is None else {str(device)}:
-        here = torch.accelerator.current_accelerator(check_available=True)
-        if torch.device(wanted).type not in {"cpu", None if here is None else here.type}:
-            raise UnsupportedError(f"The program was saved from {wanted!r}, and there is no such device here. Load it with device='cpu'.")
+    here = torch.accelerator.current_accelerator(check_available=True)
+    known = {"cpu", "meta"} if here is None else {"cpu", "meta", here.type}
+    if device is not None and device.type not in known:
+        raise UnsupportedError(f"There is no device {str(device)!r} here. {choices(sorted(known))}")
+    for saved_from in {record["device"] for record in contents["tensors"]} if device is None else ():
+        if torch.device(saved_from).type not in known:
+            raise UnsupportedError(f"The program was saved from {saved_from!r}, and there is no such device here. Load it with device='cpu'.")
 
 
 def _moved(graph: Any, device: torch.device | None) -> Any:
