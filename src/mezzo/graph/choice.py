@@ -88,7 +88,7 @@ class Choice:
     def _output_wants(self, node: Node, read: Read) -> torch.dtype | None:
         # One value may be returned twice, in the one dtype that it had.
         told = zip(output_values(node), node.meta.get(OUTPUTS, ()), strict=False)
-        return next((dtype for value, dtype in told if value is read.node and dtype is not None), values(read.node)[0].dtype)
+        return next((dtype for value, dtype in told if value is read.node), values(read.node)[0].dtype)
 
     def demands(self, node: Node) -> set[torch.dtype]:
         """The dtypes in which a value is read."""

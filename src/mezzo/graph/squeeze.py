@@ -12,7 +12,7 @@ from mezzo.graph.nodes import Role, op_name, values
 from mezzo.graph.pins import FOLLOWS, FREE, Pin
 from mezzo.graph.traits import EXACT, PROMOTING
 
-_SHARE = 0.52
+_SHARE = 0.54
 """How much of the float32 weights' size may be stored; half is what 16 bits need, the rest is for norms and small tables."""
 
 

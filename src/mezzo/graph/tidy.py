@@ -105,13 +105,12 @@ def _say_dtypes(module: GraphModule) -> None:
 def _write_elsewhere(module: GraphModule) -> None:
     """Replace `relu_` by `relu` where the tensor has no other name: no view of it, no buffer, no input."""
     sets = alias_sets(module.graph)
-    for node in list(module.graph.nodes):
-        functional = _functional(node)
-        if functional is None or not isinstance(target := node.args[0], Node):
-            continue
-        if _is_private(sets[node]):
-            target.replace_all_uses_with(node, lambda user, node=node: _is_after(user, node))  # type: ignore[misc]
-            node.target = functional
+    # Found before any is replaced: what a memory's other names do tells whether it is private.
+    private = [(node, found) for node in module.graph.nodes if (found := _functional(node)) is not None and _is_private(sets[node])]
+    for node, functional in private:
+        target: Node = node.args[0]
+        target.replace_all_uses_with(node, lambda user, node=node: _is_after(user, node))  # type: ignore[misc]
+        node.target = functional
 
 
 def _is_private(names: list[Node]) -> bool:
