@@ -220,7 +220,7 @@ def test_a_number_among_the_outputs_is_refused_by_name(tmp_path):
         def forward(self, x):
             return {"y": x + 1, "answer": 42}
 
-    with pytest.raises(UnsupportedError, match="The model returns 42 as output answer, and an ONNX graph returns tensors"):
+    with pytest.raises(UnsupportedError, match="The model returns 42 as 'answer', and an ONNX graph returns tensors"):
         module.export(export(Number(), (torch.ones(1),)), tmp_path / "model.onnx")
 
 

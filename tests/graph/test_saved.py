@@ -67,7 +67,7 @@ def test_ranges_names_and_source_lines_come_back(program, file):
     names = [[node.name for node in one.graph.nodes if node.op != "get_attr"] for one in (program, loaded)]
     assert names[0] == names[1]
     node = next(node for node in loaded.graph.nodes if node.name == "embedding")
-    assert re.fullmatch(r'File ".*sparse.py", line \d+, in forward', node.meta["stack_trace"])
+    assert re.fullmatch(r'File ".*saved_programs.py", line \d+, in forward', node.meta["stack_trace"])
     assert next(reversed(node.meta["nn_module_stack"].values()))[0] == "embed"
 
 

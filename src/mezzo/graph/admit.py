@@ -18,6 +18,7 @@ from torch._export.serde.union import _Union
 
 from mezzo._errors import CheckpointError
 from mezzo.graph import grammar, targets
+from mezzo.graph.origin import own_frame
 
 Rule = Callable[[str], None]
 
@@ -91,9 +92,9 @@ def without_notes(program: Any) -> Any:
 def _notes(metadata: dict[str, str]) -> dict[str, str]:
     kept = {name: metadata[name] for name in _METADATA if name in metadata}
     if "stack_trace" in kept:
-        # Without the source text: a saved file should not tell more of its maker than it must.
-        lines = [line.strip() for line in kept["stack_trace"].splitlines() if line.strip().startswith('File "')]
-        kept["stack_trace"] = lines[-1].replace("\\", "/") if lines else ""
+        # The place without the source text: a saved file should not tell more of its maker than it must.
+        frame = own_frame(kept["stack_trace"])
+        kept["stack_trace"] = frame[0].replace("\\", "/") if frame else ""
     return kept
 
 

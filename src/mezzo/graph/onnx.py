@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import re
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -18,6 +17,7 @@ from torch.utils import _pytree as pytree
 
 from mezzo._errors import UnsupportedError
 from mezzo._files import atomic_writer
+from mezzo.graph.leaves import named_leaves
 
 Place = str | os.PathLike[str]
 
@@ -65,17 +65,13 @@ def output_names(exported: ExportedProgram) -> list[str]:
 
     None has no name, for ONNX has no None. A number that does not depend on the inputs is refused.
     """
-    values = exported.graph_signature.user_outputs
-    leaves = pytree.tree_leaves_with_path(pytree.tree_unflatten(values, exported.call_spec.out_spec), is_leaf=lambda one: one is None)
+    values = pytree.tree_unflatten(exported.graph_signature.user_outputs, exported.call_spec.out_spec)
     names = []
-    for path, value in leaves:
-        words = re.sub(r"\W+", "_", pytree.keystr(path)).strip("_")
+    for name, value in named_leaves(values):
         if isinstance(value, str):
-            names.append("output" if not words else f"output_{words}" if words[0].isdigit() else words)
+            names.append(name)
         elif value is not None:
-            raise UnsupportedError(
-                f"The model returns {value!r} as output {words or 'alone'}, and an ONNX graph returns tensors. Leave it out before you convert."
-            )
+            raise UnsupportedError(f"The model returns {value!r} as {name!r}, and an ONNX graph returns tensors. Leave it out before you convert.")
     return names
 
 
