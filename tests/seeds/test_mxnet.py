@@ -47,7 +47,9 @@ class Detector(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.backbone = nn.Sequential(nn.Conv2d(3, 8, 3, stride=2, padding=1), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 16, 3, stride=2, padding=1), nn.ReLU())
+        self.backbone = nn.Sequential(
+            nn.Conv2d(3, 8, 3, stride=2, padding=1), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 16, 3, stride=2, padding=1), nn.ReLU()
+        )
         self.classes, self.boxes = nn.Conv2d(16, CLASSES, 1), nn.Conv2d(16, 4, 1)
 
     def forward(self, x):
@@ -226,7 +228,9 @@ def test_the_limit_to_one_trainer_is_gone():
 
     amp.init()
     nets = [nn.Linear(4, 2) for _ in range(2)]
-    trainers = [gluon.Trainer(dict(net.named_parameters()), "sgd", {"learning_rate": 0.5}, update_on_kvstore=on) for net, on in zip(nets, (True, False), strict=True)]
+    trainers = [
+        gluon.Trainer(dict(net.named_parameters()), "sgd", {"learning_rate": 0.5}, update_on_kvstore=on) for net, on in zip(nets, (True, False), strict=True)
+    ]
     for trainer in trainers:
         amp.init_trainer(trainer)
     x, label = torch.rand(8, 4) / 16, torch.tensor([0, 1] * 4)
