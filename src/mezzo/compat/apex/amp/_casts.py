@@ -11,7 +11,7 @@ import torch
 from mezzo.compat.apex.amp._amp_state import _amp_state
 from mezzo.eager.autocast import autocast, disable, switch_to, switched_to
 from mezzo.eager.region import Region, inside
-from mezzo.policy.registry import registry
+from mezzo.eager.steering import Steering, steering_of
 from mezzo.policy.rule import Rule
 
 registered: dict[str, Rule] = {}
@@ -24,14 +24,10 @@ class Handle:
     def __init__(self, device: str, dtype: torch.dtype = torch.float16, *, verbose: bool = False, keep: frozenset[str] = frozenset()) -> None:
         self.device, self.dtype, self.verbose, self._keep = device, dtype, verbose, keep
         self._active = True
-        self._switch()
-
-    def _switch(self) -> None:
         listed: dict[str, Any] = {}
         for name, rule in registered.items():
             listed.setdefault(rule.value, set()).add(name)
         listed.setdefault(Rule.KEEP.value, set()).update(self._keep - registered.keys())
-        self._generation = registry().generation
         self._region = autocast(preset="apex", device_type=self.device, dtype=self.dtype, **listed)
         switch_to(self._region)
 
@@ -39,10 +35,10 @@ class Handle:
         """Whether ops are cast just now."""
         return self._active and switched_to() is self._region
 
-    def refresh(self) -> None:
-        """Take functions in that were registered since."""
-        if self.is_active() and self._generation != registry().generation:
-            self._switch()
+    @property
+    def steering(self) -> Steering:
+        """What casts the inputs of functions under a rule."""
+        return steering_of(self.device) or Steering(self.device, "")
 
     @contextmanager
     def _disable_casts(self) -> Iterator[None]:
