@@ -78,6 +78,15 @@ def test_a_block_is_converted_at_its_first_call_by_default(net):
     assert dtypes(converted.converted.plan)["linear"] == "float16"
 
 
+def test_conditions_hold_in_a_conversion():
+    squashed = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4), nn.Softmax(-1)).eval()
+    words = {"fp32_ops": [], "conditional_fp32_ops": [("Activation", "act_type", ["tanh"]), ("softmax", "axis", ["-1"])]}
+    converted = amp.convert_hybrid_block(squashed, torch.ones(2, 4), "float16", **words)
+    assert {row.op: row.dtype for row in converted.converted.plan if row.op in ("tanh", "softmax")} == {"tanh": "float32", "softmax": "float32"}
+    free = amp.convert_hybrid_block(squashed, torch.ones(2, 4), "float16", fp32_ops=[], conditional_fp32_ops=[("softmax", "axis", ["0"])])
+    assert "float32" not in {row.dtype for row in free.converted.plan if row.op == "tanh"}
+
+
 def test_a_conversion_is_its_own_while_training_is_switched_on(net):
     converted = amp.convert_hybrid_block(net, X, "float16", ["Convolution"], ["FullyConnected", "softmax"])
     expected, plan = converted(X), str(converted.converted.plan)
