@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import warnings
+import logging
 from collections.abc import Iterable
 from typing import Any
 
@@ -41,8 +41,8 @@ def half_of(dtype: Any, *, needed: bool) -> str | None:
     return None
 
 
-def custom_lists(white: Names, black: Names) -> dict[str, Any]:
-    """Custom lists in Paddle's op names as fields of a policy. A name may stand for several ops here; what both lists reach is float32, as there.
+def custom_lists(white: Names, black: Names) -> tuple[frozenset[str], frozenset[str]]:
+    """The ops that custom lists in Paddle's names turn half and full. A name may stand for several ops here; what both lists reach is float32, as there.
 
     A linear layer is a matmul and an addition in Paddle's guide, and one op in its builds for CUDA: who keeps matmul in float32 keeps layers there, too.
     """
@@ -52,7 +52,7 @@ def custom_lists(white: Names, black: Names) -> dict[str, Any]:
     if blacks & _PRODUCTS and _LAYER not in whites:
         blacks |= {_LAYER}
     half, full = _translated(whites), _translated(blacks)
-    return {"half": half - full, "full": full}
+    return half - full, full
 
 
 def _names(what: str, names: Names) -> frozenset[str]:
@@ -64,14 +64,16 @@ def _names(what: str, names: Names) -> frozenset[str]:
 
 def _translated(names: frozenset[str]) -> frozenset[str]:
     known = paddle.NAMES.known
-    for name in sorted(names - known.keys()):
-        # Paddle accepts any word and does nothing with those that it does not know.
-        warnings.warn(f"{name!r} in a custom list has no effect: {_why_not(name)}.", UserWarning, stacklevel=_TO_THE_CALLER)
+    for name in names - known.keys() - _said:
+        # In the log and once: Paddle accepts any word, does nothing with those that it does not know, and says so nowhere.
+        _said.add(name)
+        _LOG.warning("%r in a custom list has no effect: %s.", name, _why_not(name))
     return frozenset(ours for name in names for ours in known.get(name, ()))
 
 
-_TO_THE_CALLER = 4
-"""From a warning about a name up to the line that has the list."""
+_LOG = logging.getLogger("mezzo.compat.paddle")
+_said: set[str] = set()
+"""Names that were told already."""
 
 
 def _why_not(name: str) -> str:

@@ -64,7 +64,8 @@ def _older(
     return Precision(
         level="O2" if use_pure_fp16 else "O1",
         dtype="bfloat16" if use_bf16 else "float16",
-        **lists.custom,
+        half=lists.half,
+        full=lists.full,
         guarded=use_pure_fp16 and (use_fp16_guard is None or use_fp16_guard),
         masters=bool(getattr(optimizer, "_multi_precision", False)),
         scaling=_scaling("bfloat16" if use_bf16 else "float16", init_loss_scaling, ratios, use_dynamic_loss_scaling),
@@ -97,7 +98,8 @@ def _newer(
     return Precision(
         level=level,
         dtype=dtype,
-        **lists.custom,
+        half=lists.half,
+        full=lists.full,
         guarded=use_amp_guard and level == "O2",
         promote=use_promote,
         masters=master_weight is not False,
