@@ -10,7 +10,7 @@ import torch
 
 from mezzo.compat.apex.amp._amp_state import _amp_state
 from mezzo.eager.autocast import autocast, disable, switch_to, switched_to
-from mezzo.eager.region import Region, inside
+from mezzo.eager.region import Region, inside, invalidate
 from mezzo.eager.steering import Steering, steering_of
 from mezzo.policy.rule import Rule
 
@@ -56,7 +56,9 @@ class Handle:
             _amp_state.handle = None
 
     def _clear_cache(self) -> None:
-        """Apex drops its copies of weights after each backward pass; here a copy knows when it is stale."""
+        """Forget the copies of weights. They know when they are stale, but for writes to `p.data`, which torch does not count."""
+        if self.is_active():
+            invalidate()
 
     def wrap_optimizer(self, *_: object, **__: object) -> Any:
         """Apex's API before `initialize`."""
