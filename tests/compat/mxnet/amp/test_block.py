@@ -3,7 +3,8 @@ import torch
 from torch import nn
 
 from mezzo import Policy
-from mezzo.compat.mxnet.amp.block import Block, Loaded, Wishes, file_name
+from mezzo.compat.mxnet.amp.block import Block, Loaded, file_name
+from mezzo.compat.mxnet.amp.wishes import Wishes
 
 X = torch.randn(2, 4, generator=torch.Generator().manual_seed(0))
 

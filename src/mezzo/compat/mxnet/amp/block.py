@@ -5,8 +5,6 @@ from __future__ import annotations
 import copy
 import logging
 import os
-from collections.abc import Mapping
-from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
@@ -16,37 +14,13 @@ from torch import nn
 from torch.utils._pytree import tree_map
 
 from mezzo._errors import ConversionError, UnsupportedError
+from mezzo.compat.mxnet.amp.wishes import Wishes, expected
 from mezzo.eager.everywhere import everywhere
 from mezzo.graph.convert import convert
 from mezzo.graph.converted import Converted
 from mezzo.policy.policy import Policy
-from mezzo.policy.rule import Rule
 
 _log = logging.getLogger()
-
-_OPS: Mapping[type[nn.Module], str] = {
-    nn.Linear: "linear",
-    nn.Conv1d: "conv1d",
-    nn.Conv2d: "conv2d",
-    nn.Conv3d: "conv3d",
-    nn.ConvTranspose1d: "conv_transpose1d",
-    nn.ConvTranspose2d: "conv_transpose2d",
-    nn.ConvTranspose3d: "conv_transpose3d",
-    nn.LSTM: "lstm",
-    nn.GRU: "gru",
-}
-"""The op whose list decides over a module's parameters, as far as that can be said before an example was seen."""
-
-
-@dataclass(frozen=True)
-class Wishes:
-    """How a network is to be converted."""
-
-    policy: Policy
-    excluded: list[str] = field(default_factory=list)
-    """Modules, or nodes of the graph, that stay float32."""
-    cast_params: bool = False
-    """Whether parameters are stored in 16 bits, and not cast at every call."""
 
 
 class Block:
@@ -62,11 +36,6 @@ class Block:
         self._converted: Converted | None = None
 
     @property
-    def _device(self) -> str:
-        first = next(self._network.parameters(), None)
-        return "cpu" if first is None else first.device.type
-
-    @property
     def converted(self) -> Converted | None:
         """What `mezzo.convert` made of the examples so far: its `plan` and `casts`. None before the first."""
         return self._converted
@@ -76,7 +45,7 @@ class Block:
         """Parameters and buffers by name, in the dtypes in which they are stored."""
         if self._converted is not None:
             return dict(self._converted.artefact.programs[0].exported.state_dict)
-        return {name: _as(value, dtype) for name, value, dtype in self._expected()}
+        return expected(self._network, self._wishes)
 
     def collect_params(self) -> dict[str, torch.Tensor]:
         """`params`, by gluon's name."""
@@ -138,22 +107,6 @@ class Block:
         with _nothing_else():
             return _convert(self._network, examples, policy=self._wishes.policy, exclude=excluded, cast_params=self._wishes.cast_params)
 
-    def _expected(self) -> list[tuple[str, torch.Tensor, torch.dtype]]:
-        """What becomes of parameters, by the lists alone."""
-        half = {
-            name
-            for path, module in self._network.named_modules()
-            if self._wishes.cast_params and self._is_half(path, module)
-            for name in (f"{path}.{own}" if path else own for own, _ in module.named_parameters(recurse=False))
-        }
-        dtype = self._wishes.policy.dtype or torch.float16
-        return [(name, value, dtype if name in half and value.dtype is torch.float32 else value.dtype) for name, value in self._network.state_dict().items()]
-
-    def _is_half(self, path: str, module: nn.Module) -> bool:
-        op = _OPS.get(type(module))
-        excluded = any(fnmatchcase(path, name) or path.startswith(f"{name}.") for name in self._wishes.excluded)
-        return op is not None and not excluded and self._wishes.policy.explain(op, device=self._device).rule is Rule.HALF
-
 
 class Loaded:
     """A network from a file: it runs for the sizes it was saved with."""
@@ -199,7 +152,3 @@ def file_name(prefix: str | os.PathLike[str], epoch: int) -> str:
     'model-0003.pt2'
     """
     return f"{Path(prefix)}-{epoch:04d}.pt2"
-
-
-def _as(value: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    return value.detach().to(dtype)

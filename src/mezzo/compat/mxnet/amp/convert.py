@@ -10,11 +10,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from mezzo.compat.mxnet.amp.block import Block, Wishes
+from mezzo.compat.mxnet.amp.block import Block
 from mezzo.compat.mxnet.amp.checks import check_lists, check_names
 from mezzo.compat.mxnet.amp.lists import read_dtype
 from mezzo.compat.mxnet.amp.switch import PRESET
 from mezzo.compat.mxnet.amp.translate import overrides
+from mezzo.compat.mxnet.amp.wishes import Wishes
 from mezzo.compat.mxnet.mod import BucketingModule
 from mezzo.policy.policy import Policy
 
