@@ -44,6 +44,26 @@ class Fixed(nn.Linear):
         return super().forward(x.reshape(2, 4))
 
 
+class Recurrent(nn.Module):
+    """A network that torch exports for any batch, and that then takes one size alone."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding, self.rnn, self.head = nn.Embedding(10, 4), nn.LSTM(4, 4, batch_first=True), nn.Linear(4, 2)
+
+    def forward(self, words):
+        return self.head(self.rnn(self.embedding(words))[0].mean(1))
+
+
+def test_a_network_that_only_seems_to_take_any_batch_is_converted_for_each():
+    torch.manual_seed(0)
+    network = Recurrent().eval()
+    block = Block(network, Wishes(Policy("O1", "float16", preset="mxnet")))
+    for shape in ((3, 5), (2, 5), (3, 5), (2, 6)):
+        words = torch.randint(10, shape)
+        assert torch.allclose(block(words), network(words), atol=1e-2)
+
+
 def test_a_network_for_one_size_is_converted_for_that():
     block = Block(Fixed(4, 2), Wishes(Policy("O1", "float16", preset="mxnet")))
     assert block(X).shape == (2, 2)

@@ -36,3 +36,11 @@ def test_what_is_expected_is_what_a_conversion_stores():
     before = {name: value.dtype for name, value in block.params.items()}
     block(torch.ones(1, 3, 4, 4))
     assert {name: value.dtype for name, value in block.params.items()} == before
+
+
+def test_the_products_of_attention_are_expected_in_16_bits_too():
+    attention = nn.TransformerEncoderLayer(4, 2, 8)
+    names = {
+        name for name, value in expected(attention, Wishes(Policy("O1", "float16", preset="mxnet"), cast_params=True)).items() if value.dtype is torch.float16
+    }
+    assert names == {name for name, _ in attention.named_parameters() if "norm" not in name}

@@ -18,7 +18,6 @@ from mezzo.compat.mxnet.amp.wishes import Wishes, expected
 from mezzo.eager.everywhere import everywhere
 from mezzo.graph.convert import convert
 from mezzo.graph.converted import Converted
-from mezzo.policy.policy import Policy
 
 _log = logging.getLogger()
 
@@ -34,6 +33,7 @@ class Block:
         self._network, self._wishes = copy.deepcopy(network).eval().to(device), wishes
         self._examples: list[tuple[Any, ...]] = []
         self._converted: Converted | None = None
+        self._any_batch = True
 
     @property
     def converted(self) -> Converted | None:
@@ -58,6 +58,11 @@ class Block:
                 return _run(self._converted, args)
             except ConversionError:
                 pass
+            except AssertionError:
+                # A network that torch took for one of any batch, and that found out when it ran.
+                if not self._any_batch:
+                    raise
+                self._any_batch = False
         return _run(self.prepare(*args), args)
 
     forward = __call__
@@ -75,7 +80,7 @@ class Block:
             raise UnsupportedError("A network without an example has no graph to save yet. Call it once on inputs of its size, or pass data_example.")
         if remove_amp_cast:
             with _nothing_else():
-                _convert(self._network, self._examples, policy=Policy("O0")).save(path)
+                _convert(self._network, self._examples, {"policy": "O0"}, any_batch=self._any_batch).save(path)
         else:
             self._converted.save(path)
 
@@ -105,7 +110,8 @@ class Block:
 
     def _once(self, examples: list[tuple[Any, ...]], excluded: list[str]) -> Converted:
         with _nothing_else():
-            return _convert(self._network, examples, policy=self._wishes.policy, exclude=excluded, cast_params=self._wishes.cast_params)
+            words = {"policy": self._wishes.policy, "exclude": excluded, "cast_params": self._wishes.cast_params}
+            return _convert(self._network, examples, words, any_batch=self._any_batch)
 
 
 class Loaded:
@@ -126,8 +132,10 @@ class Loaded:
     forward = __call__
 
 
-def _convert(network: nn.Module, examples: list[tuple[Any, ...]], **words: Any) -> Converted:
+def _convert(network: nn.Module, examples: list[tuple[Any, ...]], words: dict[str, Any], *, any_batch: bool) -> Converted:
     """Convert for a batch of any size, or for the examples' own where that cannot be."""
+    if not any_batch:
+        return convert(network, examples, **words)
     batched = tree_map(lambda value: {0: torch.export.Dim.AUTO} if isinstance(value, torch.Tensor) and value.dim() else None, examples[0])
     try:
         return convert(network, examples, dynamic_shapes=batched, **words)

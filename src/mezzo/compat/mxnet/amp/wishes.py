@@ -23,6 +23,7 @@ _OPS: Mapping[type[nn.Module], str] = {
     nn.ConvTranspose3d: "conv_transpose3d",
     nn.LSTM: "lstm",
     nn.GRU: "gru",
+    nn.MultiheadAttention: "linear",
 }
 """The op whose list decides over a module's parameters, as far as that can be said before an example was seen."""
 
@@ -58,7 +59,7 @@ def expected(network: nn.Module, wishes: Wishes) -> dict[str, torch.Tensor]:
 
 
 def _is_half(wishes: Wishes, path: str, module: nn.Module) -> bool:
-    op = _OPS.get(type(module))
+    op = next((op for kind, op in _OPS.items() if isinstance(module, kind)), None)
     if op is None or any(fnmatchcase(path, name) or path.startswith(f"{name}.") for name in wishes.excluded):
         return False
     device = next((one.device.type for one in module.parameters()), "cpu")
