@@ -36,7 +36,7 @@ def scale_loss(
         yield loss
         return
     scaler, chosen = _scaler(loss_id), [optimizers] if isinstance(optimizers, Optimizer) else list(optimizers)
-    if not _amp_state.opt_properties.master_weights and not scaler.dynamic and scaler.loss_scale() == 1.0:
+    if scaler.is_idle and not _amp_state.opt_properties.master_weights:
         yield loss.float()
     elif delay_unscale:
         yield _left_scaled(scaler, chosen, loss)

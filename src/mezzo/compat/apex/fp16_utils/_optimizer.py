@@ -106,7 +106,9 @@ class FP16_Optimizer:  # noqa: N801 - Apex's spelling
             raise TypeError("Using step with a closure is currently not compatible with dynamic loss scaling. Call backward(loss) first, then step().")
         loss = None if closure is None else closure()
         self.update_master_grads()
-        before, bad, self.overflow = self.loss_scale, self.overflow, False
+        bad, self.overflow = self.overflow, False
+        # Read only now, for that waits for the device.
+        before = self.loss_scale if bad else None
         self.loss_scaler.update_scale([torch.tensor(float(bad))])
         if bad:
             self.maybe_print(f"OVERFLOW! Skipping step. Attempted loss scale: {before}, reducing to {self.loss_scale}")
