@@ -8,8 +8,9 @@ from typing import Any
 import torch
 
 from mezzo.compat.paddle._places import device_of
-from mezzo.compat.paddle.static._program import UNKNOWN_SIZES, Program, Variable, default_main_program, shown_shape
+from mezzo.compat.paddle.static._program import UNKNOWN_SIZES, Program, Variable, shown_shape
 from mezzo.compat.paddle.static._replay import evaluating, plainly, replay
+from mezzo.compat.paddle.static._writing import default_main_program
 
 
 class Scope:

@@ -144,7 +144,7 @@ class Variable(torch.Tensor):
         result = map_tensors(shown, wrap)
         if outputs or func is torch.Tensor.__setitem__:
             _refuse_regions()
-            program.nodes.append(Node(func, args, kwargs, tuple(outputs), _state.guards > 0))
+            program.nodes.append(Node(func, args, kwargs, tuple(outputs), _guards.depth > 0))
         return result
 
 
@@ -186,90 +186,20 @@ def _refuse_unknown_constants(given: Iterable[torch.Tensor]) -> None:
             )
 
 
-class _State(threading.local):
-    """The programs that are being written in this thread."""
+class _Guards(threading.local):
+    """How many guards this thread is inside of."""
 
-    def __init__(self) -> None:
-        self.main, self.startup, self.guards, self.static = [Program()], [Program()], 0, False
-
-
-_state = _State()
+    depth = 0
 
 
-def default_main_program() -> Program:
-    """The program that is being written.
-
-    >>> program = Program()
-    >>> with program_guard(program):
-    ...     default_main_program() is program
-    True
-    """
-    return _state.main[-1]
-
-
-def default_startup_program() -> Program:
-    """The program that makes parameters ready. torch's layers are ready when they are made: running it does nothing."""
-    return _state.startup[-1]
-
-
-@contextmanager
-def program_guard(main_program: Program, startup_program: Program | None = None) -> Iterator[None]:
-    """Write another program for a while."""
-    for one in (main_program, startup_program):
-        if one is not None and not isinstance(one, Program):
-            raise TypeError(f"The type of programs in program_guard must be Program, but received {type(one).__name__}.")
-    _state.main.append(main_program)
-    _state.startup.append(startup_program or _state.startup[-1])
-    try:
-        yield
-    finally:
-        _state.main.pop()
-        _state.startup.pop()
+_guards = _Guards()
 
 
 @contextmanager
 def fp16_guard() -> Iterator[None]:
     """Mark what is said inside as 16-bit, for `static.amp.decorate(use_pure_fp16=True, use_fp16_guard=True)`: all else stays float32."""
-    _state.guards += 1
+    _guards.depth += 1
     try:
         yield
     finally:
-        _state.guards -= 1
-
-
-def data(name: str, shape: Any, dtype: str | torch.dtype | None = None, lod_level: int = 0) -> Variable:  # noqa: ARG001 - Paddle's call shape
-    """A variable that is fed. A size of -1 or None is known when the program runs.
-
-    >>> with program_guard(Program()):
-    ...     data("x", [None, 784], "float32")
-    var x : shape[-1, 784], dtype float32
-    """
-    if not isinstance(name, str):
-        raise TypeError(f"The type of 'name' in data must be str, but received {type(name).__name__}.")
-    chosen = dtype if isinstance(dtype, torch.dtype) else getattr(torch, dtype or "float32", None)
-    if not isinstance(chosen, torch.dtype):
-        raise TypeError(f"The data type of {name!r} is {dtype!r}. Use one such as 'float32', 'float16', 'int64' or 'bool'.")
-    program = default_main_program()
-    sizes = [UNKNOWN_SIZES[place] if size in (None, -1) else int(size) for place, size in enumerate(shape)]
-    made = Variable.of(torch.empty(sizes, dtype=chosen, device="meta"), program, name)
-    program.feeds[name] = made
-    return made
-
-
-def enable_static() -> None:
-    """Say that programs are written from now on. A program is written by calling layers with `static.data`, with or without this."""
-    _state.static = True
-
-
-def disable_static() -> None:
-    """Say that no programs are written any more."""
-    _state.static = False
-
-
-def in_dynamic_mode() -> bool:
-    """Whether `enable_static` was not called.
-
-    >>> in_dynamic_mode()
-    True
-    """
-    return not _state.static
+        _guards.depth -= 1

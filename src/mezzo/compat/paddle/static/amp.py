@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from mezzo.compat.paddle._places import device_of
 from mezzo.compat.paddle.amp._scaler_state import Told
 from mezzo.compat.paddle.static._closing import Closing, close
 from mezzo.compat.paddle.static._lists import AutoMixedPrecisionLists, CustomOpLists
@@ -19,8 +20,6 @@ _OLD = {"use_pure_fp16", "use_fp16_guard", "use_bf16"}
 """Words of the older signature alone."""
 _NEW = {"level", "dtype", "master_weight", "master_grad", "use_amp_guard", "use_promote"}
 """Words of the newer one alone."""
-_THIRD = 2
-"""The place of the argument by whose type the signatures are told apart: a level, or a scale."""
 
 
 def decorate(optimizer: torch.optim.Optimizer, amp_lists: AutoMixedPrecisionLists | None = None, *args: Any, **kwargs: Any) -> OptimizerWithMixedPrecision:
@@ -133,16 +132,17 @@ class OptimizerWithMixedPrecision:
 
     def amp_init(
         self,
-        place: Any,  # noqa: ARG002 - parameters go where the executor runs
-        scope: Any = None,  # noqa: ARG002 - and live in the model
+        place: Any,
+        scope: Any = None,  # noqa: ARG002 - parameters live in the model
         test_program: Program | None = None,
         use_fp16_test: bool = False,  # noqa: FBT001, FBT002, ARG002 - a test runs in the precision of training
         rewrite_master_weight: bool = False,  # noqa: FBT001, FBT002, ARG002 - masters start from the float32 values
     ) -> None:
-        """Make the parameters 16-bit at O2. The first run does it too, where this is not called."""
+        """Bring the parameters to a place, and make them 16-bit at O2. The first run does both too, where this is not called."""
         closing = self._closed()
         if test_program is not None:
             test_program.closing = closing
+        closing.move(device_of(place))
         closing.prepare()
 
     def get_loss_scaling(self) -> float:
