@@ -124,13 +124,3 @@ def test_another_fetch_goes_on_with_the_same_training(exe, program):
     assert other < one
     assert both == pytest.approx(other * other)
     assert optimizer.state[model.weight]["step"] == 2
-
-
-def test_parameters_and_statistics_go_to_the_executors_device_as_the_objects_they_are(program):
-    model = nn.BatchNorm1d(4)
-    paddle.optimizer.SGD(learning_rate=0.1, parameters=model.parameters()).minimize(model(static.data("x", [2, 4])).mean())
-    weight, mean = model.weight, model.running_mean
-    program.closing.move(torch.device("meta"))
-    assert model.weight is weight
-    assert weight.is_meta
-    assert mean.is_meta
