@@ -65,6 +65,16 @@ def test_cuda_without_a_device_warns_and_is_off():
         assert not torch.is_autocast_enabled("cuda")
 
 
+@pytest.mark.parametrize("device", ["xpu", "mps", "hpu"])
+def test_other_devices_are_as_torch_has_them(device):
+    found, expected = [], []
+    for kind, told in ((torch.autocast, found), (torch.amp.autocast_mode.autocast, expected)):
+        with kind(device):
+            told += [torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)]
+    assert found == expected == [True, expected[1]]
+    assert not torch.is_autocast_enabled(device)
+
+
 def test_a_thing_that_cannot_be_called_cannot_be_decorated():
     with pytest.raises(TypeError, match=r"requires a callable, but got int"):
         torch.autocast("cpu")(3)
