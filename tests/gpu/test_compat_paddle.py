@@ -10,7 +10,7 @@ from torch import nn
 from mezzo.compat import paddle
 from mezzo.compat.paddle import static
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
 
 @pytest.mark.parametrize(
