@@ -133,7 +133,7 @@ def test_the_state_is_put_back_when_the_body_raises():
 
 @pytest.mark.parametrize("half", [torch.bfloat16, torch.float16], ids=str)
 def test_torchs_own_check_of_every_op_in_its_lists(half):
-    # torch's helper says `torch.amp.autocast`, and compares dtypes and bits.
+    # torch's own method says `torch.amp.autocast`, and compares dtypes and bits.
     check = torch_lists.TestAutocast("_run_autocast_outofplace")
     cases = [case for case in cpu_cases(half) if case[0] not in CANNOT_RUN]
     for op, args, kwargs, kind, out, module in cases:
