@@ -79,5 +79,5 @@ def test_what_is_banned_may_be_allowed():
 
 @pytest.mark.parametrize("call", ["scale_loss", "wrap_optimizer"])
 def test_the_oldest_way_is_refused_as_apex_does(call):
-    with pytest.raises(RuntimeError, match="old Amp API is no longer supported"):
+    with pytest.raises(RuntimeError, match=r"API before amp\.initialize"):
         getattr(amp.init(), call)(None, None)

@@ -209,6 +209,12 @@ def test_loss_scales(word, scale):
     assert amp.state_dict() == {"loss_scaler0": {"loss_scale": scale, "unskipped": 0}}
 
 
+@pytest.mark.parametrize("losses", [0, -1, 1.5])
+def test_a_number_of_losses_that_is_none_is_a_value_error(losses):
+    with pytest.raises(ValueError, match="1 or more"):
+        amp.initialize(*make(), num_losses=losses, verbosity=0)
+
+
 def test_a_scale_is_never_above_its_ceiling_nor_below_its_floor():
     model, optimizer = make()
     with pytest.warns(UserWarning, match="floor"):

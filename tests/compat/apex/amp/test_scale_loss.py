@@ -271,14 +271,14 @@ def test_a_loss_that_was_not_announced_is_an_index_error(index):
 
 def test_a_closure_with_masters_is_a_runtime_error():
     (model,), (optimizer,) = make(1.0)
-    with pytest.raises(RuntimeError, match="does not support closure"):
+    with pytest.raises(RuntimeError, match="does not support closures"):
         optimizer.step(lambda: model(X))
 
 
 def test_a_closure_on_a_skipped_step_is_a_runtime_error():
     (model,), (optimizer,) = make(1.0, level="O1")
     backward(model(X * INF), optimizer)
-    with pytest.raises(RuntimeError, match="does not support closure"):
+    with pytest.raises(RuntimeError, match="does not support closures"):
         optimizer.step(lambda: model(X))
 
 

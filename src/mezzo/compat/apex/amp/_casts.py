@@ -89,7 +89,8 @@ class NoOpHandle(Handle):
 
 def _refuse_old_api() -> None:
     raise RuntimeError(
-        "The old Amp API is no longer supported. Use model, optimizer = amp.initialize(model, optimizer, opt_level=...) and amp.scale_loss(...)."
+        "This belongs to amp's API before amp.initialize, which Apex gave up as well. "
+        "Use model, optimizer = amp.initialize(model, optimizer, opt_level=...) and amp.scale_loss(...)."
     )
 
 

@@ -30,7 +30,8 @@ def scale_loss(
     """
     if not hasattr(_amp_state, "opt_properties"):
         raise RuntimeError(
-            "Invoked 'with amp.scale_loss`, but internal Amp state has not been initialized. Call model, optimizer = amp.initialize(model, optimizer, opt_level=...) first."
+            "amp.scale_loss was called, but amp has not been initialized, so there is no loss scale. "
+            "Call model, optimizer = amp.initialize(model, optimizer, opt_level=...) first."
         )
     if not _amp_state.opt_properties.enabled:
         yield loss
