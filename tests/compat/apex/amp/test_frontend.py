@@ -118,7 +118,7 @@ def test_every_level_trains_as_float32_does(level):
 
 
 def test_o1_casts_outside_the_model_too():
-    amp.initialize(*make(), opt_level="O1", verbosity=0)
+    _kept = amp.initialize(*make(), opt_level="O1", verbosity=0)
     a = torch.ones(2, 2)
     assert torch.mm(a, a).dtype is torch.float16
     assert torch.softmax(a.half(), 0).dtype is torch.float32
@@ -245,11 +245,11 @@ def test_a_model_may_go_through_again_with_a_new_optimizer(levels):
 
 def test_the_last_call_says_which_casts_hold():
     a = torch.ones(2, 2)
-    amp.initialize(*make(), opt_level="O1", verbosity=0)
-    amp.initialize(*make(), opt_level="O2", verbosity=0)
+    _kept = amp.initialize(*make(), opt_level="O1", verbosity=0)
+    _kept = amp.initialize(*make(), opt_level="O2", verbosity=0)
     assert torch.mm(a, a).dtype is torch.float32
-    amp.initialize(*make(), opt_level="O1", verbosity=0)
-    amp.initialize(*make(), opt_level="O1", verbosity=0)
+    _kept = amp.initialize(*make(), opt_level="O1", verbosity=0)
+    _kept = amp.initialize(*make(), opt_level="O1", verbosity=0)
     assert torch.mm(a, a).dtype is torch.float16
     amp.initialize(make()[0], enabled=False)
     assert torch.mm(a, a).dtype is torch.float32

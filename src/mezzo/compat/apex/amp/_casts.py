@@ -1,16 +1,18 @@
-"""The casts of O1, which Apex switches on for the whole process: here a region that this thread stays in."""
+"""The casts of O1, which Apex switches on for the whole process and for ever: here a region that this thread stays in while its models live."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
+from weakref import finalize
 
 import torch
+from torch import nn
 
 from mezzo.compat.apex.amp._amp_state import _amp_state
 from mezzo.eager.autocast import autocast, disable, switch_to, switched_to
-from mezzo.eager.region import Region, inside, invalidate
+from mezzo.eager.region import Region, innermost_region, inside, invalidate
 from mezzo.eager.steering import Steering, steering_of
 from mezzo.policy.rule import Rule
 
@@ -34,6 +36,19 @@ class Handle:
     def is_active(self) -> bool:
         """Whether ops are cast just now."""
         return self._active and switched_to() is self._region
+
+    def last_as_long_as(self, models: Sequence[nn.Module]) -> None:
+        """Switch the casts off when the last of the models is gone: nobody is left to ask for them."""
+        self._living = len(models)
+        for model in models:
+            finalize(model, self._one_is_gone).atexit = False
+
+    def _one_is_gone(self) -> None:
+        self._living -= 1
+        # Python may clean up at any moment: in the middle of an op, or of a region inside, things are left as they are.
+        undisturbed = innermost_region() is self._region._region and steering_of(self.device) is not None
+        if not self._living and self.is_active() and undisturbed:
+            self._deactivate()
 
     @property
     def steering(self) -> Steering:

@@ -72,6 +72,7 @@ def _set_up(models: Any, optimizers: Any, properties: Properties, outputs: torch
     _models.prepare(several, stepping, properties, outputs)
     if properties.patch_torch_functions:
         _amp_state.handle = Handle(_models.device_of(several), verbose=_amp_state.verbosity > 1)
+        _amp_state.handle.last_as_long_as(several)
 
 
 def _tell(level: OptLevel, properties: Properties) -> None:
