@@ -197,7 +197,16 @@ _guards = _Guards()
 
 @contextmanager
 def fp16_guard() -> Iterator[None]:
-    """Mark what is said inside as 16-bit, for `static.amp.decorate(use_pure_fp16=True, use_fp16_guard=True)`: all else stays float32."""
+    """Mark what is said inside as 16-bit, for `static.amp.decorate(use_pure_fp16=True, use_fp16_guard=True)`: all else stays float32.
+
+    >>> program = Program()
+    >>> x = Variable.of(torch.empty(2, device="meta"), program, "x")
+    >>> with fp16_guard():
+    ...     y = x + 1
+    >>> z = y + 1
+    >>> [node.guarded for node in program.nodes]
+    [True, False]
+    """
     _guards.depth += 1
     try:
         yield

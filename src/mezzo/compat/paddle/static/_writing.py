@@ -40,7 +40,14 @@ def default_startup_program() -> Program:
 
 @contextmanager
 def program_guard(main_program: Program, startup_program: Program | None = None) -> Iterator[None]:
-    """Write another program for a while."""
+    """Write another program for a while.
+
+    >>> main = Program()
+    >>> with program_guard(main):
+    ...     _ = data("x", [1]) + 1
+    >>> [node.name for node in main.nodes]
+    ['add']
+    """
     for one in (main_program, startup_program):
         if one is not None and not isinstance(one, Program):
             raise TypeError(f"The type of programs in program_guard must be Program, but received {type(one).__name__}.")

@@ -33,6 +33,16 @@ def decorate(optimizer: torch.optim.Optimizer, amp_lists: AutoMixedPrecisionList
       `use_pure_fp16`, `use_fp16_guard`, `use_bf16`: masters are kept where the optimizer was made with `multi_precision=True`.
 
     The scale stays at 1 or above. bfloat16 is not scaled.
+
+    >>> from mezzo.compat import paddle
+    >>> model, program = torch.nn.Linear(2, 1), paddle.static.Program()
+    >>> with paddle.static.program_guard(program):
+    ...     loss = model(paddle.static.data("x", [-1, 2])).square().mean()
+    ...     optimizer = decorate(paddle.optimizer.SGD(learning_rate=0.1, parameters=model.parameters()), init_loss_scaling=128.0, use_dynamic_loss_scaling=True)
+    ...     _ = optimizer.minimize(loss)
+    >>> losses = paddle.static.Executor(paddle.CPUPlace()).run(program, feed={"x": [[1.0, 2.0]]}, fetch_list=[loss])
+    >>> losses[0].dtype, optimizer.get_loss_scaling()
+    (dtype('float32'), 128.0)
     """
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise TypeError(f"optimizer should be an optimizer, got {type(optimizer).__name__}.")
