@@ -1,10 +1,12 @@
 """mezzo: automatic mixed precision for PyTorch."""
 
-from mezzo._errors import CheckpointError, MezzoError, PolicyError, RefusedOpError, ScalerError, UnsupportedError
+from mezzo._errors import CheckpointError, ConversionError, MezzoError, PolicyError, RefusedOpError, ScalerError, UnsupportedError
 from mezzo._hardware import Hardware, hardware
 from mezzo.eager.autocast import autocast, disable, enable
 from mezzo.eager.custom import register_op
 from mezzo.eager.region import cache_info, carry, invalidate
+from mezzo.graph.convert import convert
+from mezzo.graph.converted import Converted
 from mezzo.optim.bound import grad_norm
 from mezzo.optim.lamb import LAMB
 from mezzo.optim.lion import Lion
@@ -25,6 +27,8 @@ __all__ = [
     "LAMB",
     "NORMS",
     "CheckpointError",
+    "ConversionError",
+    "Converted",
     "EvalStep",
     "GradScaler",
     "Hardware",
@@ -43,6 +47,7 @@ __all__ = [
     "cache_info",
     "carry",
     "channels_last",
+    "convert",
     "decorate",
     "disable",
     "enable",

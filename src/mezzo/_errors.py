@@ -2,6 +2,7 @@
 
     MezzoError
     ├── CheckpointError (RuntimeError)   a file is no checkpoint, or not one of this model and optimizer
+    ├── ConversionError (RuntimeError)   a model cannot be exported, or a converted one is called with what it was not made for
     ├── PolicyError (ValueError)         the words of a policy: an unknown op, level or dtype, lists that overlap
     ├── RefusedOpError (RuntimeError)    an op that the policy bans was called
     ├── ScalerError (RuntimeError)       gradient scaling was called out of order, or found nothing to scale
@@ -27,6 +28,10 @@ class MezzoError(Exception):
 
 class CheckpointError(MezzoError, RuntimeError):
     """A file is no checkpoint, lacks a part, or belongs to another model: raised before anything is changed."""
+
+
+class ConversionError(MezzoError, RuntimeError):
+    """A model cannot be exported, its example inputs do not fit, or a converted program is called with inputs that it was not made for."""
 
 
 class PolicyError(MezzoError, ValueError):

@@ -128,6 +128,18 @@ class LayoutChosen(Event):
 
 
 @dataclass(frozen=True, slots=True)
+class GraphConverted(Event):
+    """A model was converted for inference."""
+
+    model: str
+    dtype: str
+    casts_before: int
+    """What torch.autocast would cast in one call."""
+    casts_after: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
 class LossNotFinite(Event):
     """A loss was NaN or infinite; it was seen a few steps late."""
 

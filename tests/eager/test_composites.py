@@ -172,3 +172,27 @@ def test_a_composite_that_branches_on_values_is_compiled_in_pieces() -> None:
 def test_a_composite_that_branches_on_values_is_steered_in_eager() -> None:
     with region(half={"log", "sub", "add", "mul"}):
         assert F.gaussian_nll_loss(X, X * 0.5, X.abs() + 1).dtype is HALF
+
+
+VOLUME = torch.linspace(-1, 1, 64).reshape(1, 1, 4, 4, 4)
+CHOSEN = {
+    "max_pool3d": lambda x: F.max_pool3d(x, 2),
+    "max_pool3d with indices": lambda x: first(F.max_pool3d(x, 2, return_indices=True)),
+    "adaptive_max_pool3d": lambda x: F.adaptive_max_pool3d(x, 2),
+    "adaptive_max_pool2d": lambda x: F.adaptive_max_pool2d(x[0], 2),
+}
+
+
+@pytest.mark.parametrize("call", CHOSEN.values(), ids=CHOSEN.keys())
+def test_a_function_that_chooses_between_two_by_a_flag_is_opened_once(call: Any) -> None:
+    """It is in no list, and ops in no list run in float32: its body is run, and must not come back to it."""
+    with region(preset="paddle", unlisted="full"):
+        assert call(VOLUME.to(HALF)).dtype is FULL
+
+
+@pytest.mark.parametrize("name", ["max_pool3d", "max_pool3d with indices"])  # the others ask for sizes in words that dynamo does not trace
+def test_it_is_opened_in_compiled_code_too(name: str) -> None:
+    torch._dynamo.reset()
+    with region(preset="paddle", unlisted="full"):
+        expected = CHOSEN[name](VOLUME.to(HALF))
+        assert torch.equal(torch.compile(CHOSEN[name], backend="eager", fullgraph=True)(VOLUME.to(HALF)), expected)

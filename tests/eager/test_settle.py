@@ -123,3 +123,12 @@ def test_a_region_for_export_takes_the_dtype_in_force() -> None:
     region, _ = settled("cpu")
     with mezzo.autocast("cpu", dtype=torch.float16):
         assert alone(region).dtype is torch.float16
+
+
+def test_a_policy_that_leaves_every_op_alone_needs_no_region() -> None:
+    # Apex casts the model at O2 and patches nothing: a region would only look at every op.
+    plain = Policy("O2", "float16", preset="apex")
+    assert not region_of(plain, "cpu").enabled
+    assert region_of(Policy("O2", "float16", preset="apex", full={"softmax"}), "cpu").enabled
+    assert region_of(Policy("O1", "float16", preset="apex"), "cpu").enabled
+    assert region_of(Policy("O2", "float16"), "cpu").enabled

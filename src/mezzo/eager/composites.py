@@ -12,6 +12,8 @@ from functools import cache
 from types import FunctionType
 from typing import Any, cast
 
+from torch._jit_internal import boolean_dispatched
+
 from mezzo.eager import bodies
 from mezzo.policy.names import canonical
 from mezzo.policy.registry import Function, registry
@@ -44,15 +46,36 @@ def has_body(function: Function) -> bool:
 def body(function: Function) -> Function:
     """A copy of a composite that no longer asks whether somebody overrides it, so that its inner calls can be seen."""
     inner = _unwrapped(function)
-    copy = FunctionType(inner.__code__, _globals_of(inner), inner.__name__, inner.__defaults__, inner.__closure__)
-    copy.__kwdefaults__ = inner.__kwdefaults__
-    setattr(bodies, body_name(function), copy)
+    made = _choice(inner) if inner in boolean_dispatched else _copy(inner)
+    setattr(bodies, body_name(function), made)
+    return made
+
+
+def _copy(function: FunctionType) -> Function:
+    copy = FunctionType(function.__code__, _globals_of(function), function.__name__, function.__defaults__, function.__closure__)
+    copy.__kwdefaults__ = function.__kwdefaults__
     return copy
 
 
 def body_name(function: Function) -> str:
     """The name under which compiled code finds the body."""
     return f"{function.__module__}.{function.__qualname__}.{id(function)}".replace(".", "_").replace("<", "").replace(">", "")
+
+
+def _choice(function: FunctionType) -> Function:
+    """What chooses between two functions by a flag, with the bodies of these: they ask in its name, and would come back to it for ever.
+
+    Written anew, for dynamo does not trace torch's own.
+    """
+    choice: dict[str, Any] = boolean_dispatched[function]
+    name, place, default = choice["arg_name"], choice["index"], choice["default"]
+    chosen, other = body(choice["if_true"]), body(choice["if_false"])
+
+    def choose(*args: Any, **kwargs: Any) -> Any:
+        flag = kwargs[name] if name in kwargs else args[place] if place < len(args) else default
+        return chosen(*args, **kwargs) if flag else other(*args, **kwargs)
+
+    return choose
 
 
 def _globals_of(function: FunctionType) -> dict[str, Any]:

@@ -18,6 +18,7 @@ from mezzo.eager.fallback import complete_torch_lists
 from mezzo.eager.plan import plan
 from mezzo.eager.region import Region
 from mezzo.eager.tables import publish
+from mezzo.policy.decide import effective
 from mezzo.policy.policy import Policy
 from mezzo.policy.registry import registry
 from mezzo.policy.resolve import resolve
@@ -104,6 +105,9 @@ def region_of(policy: Policy, device: str, *, enabled: bool = True, cache_enable
     dtype = resolve(policy, hardware(device)).dtype
     if dtype is None:
         return Region(device, False, None, cache_enabled)
+    if _leaves_all_alone(policy, dtype, device, registry().generation):
+        # Apex's O2 and O3, for instance: an op runs in what it is given, and no mode need look at it.
+        return Region(device, False, dtype, cache_enabled)
     complete_torch_lists(device)
     off = policy.cache is Cache.OFF or cache_enabled is False
     versioned = not off and (policy.cache is Cache.VERSIONED or (policy.cache is Cache.AUTO and not is_torchs_own(policy, device)))
@@ -112,6 +116,13 @@ def region_of(policy: Policy, device: str, *, enabled: bool = True, cache_enable
     # Beside mezzo's own cache torch's has nothing to do but to go stale.
     beside = False if off or versioned else cache_enabled
     return Region(device, True, dtype, beside, _key(policy, device, dtype, versioned, by_mode, registry().generation))
+
+
+@cache
+def _leaves_all_alone(policy: Policy, dtype: torch.dtype, device: str, _generation: int) -> bool:
+    lists = effective(policy, dtype, device)
+    listed = any(entry.rule is not Rule.KEEP for entry in (lists.unlisted, *lists.entries.values()))
+    return not (listed or lists.conditional or policy.modules)
 
 
 @cache

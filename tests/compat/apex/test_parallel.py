@@ -34,7 +34,7 @@ def test_a_model_is_wrapped_after_initialize_and_trains(group, level):
 
 
 def test_a_wrapped_model_is_refused_by_initialize(group):
-    with pytest.raises(RuntimeError, match=r"instance of torch.nn.parallel.DistributedDataParallel.*AFTER"):
+    with pytest.raises(RuntimeError, match=r"torch\.nn\.parallel\.DistributedDataParallel.*AFTER"):
         amp.initialize(parallel.DistributedDataParallel(nn.Linear(1, 1)), verbosity=0)
 
 

@@ -36,6 +36,20 @@ def test_softmax_normalizes_by_samples_and_leaves_ignored_ones_out(normalization
     assert torch.allclose(gradient, 3.0 * expected / divisor, atol=1e-6)
 
 
+def test_softmax_smooths_labels_over_the_other_classes():
+    _, gradient = gradient_of(nd.SoftmaxOutput, LOGITS, LABELS, smooth_alpha=0.2)
+    target = torch.full((2, 3), 0.1)
+    target[0, 2] = target[1, 1] = 0.8
+    assert torch.allclose(gradient, torchs(lambda x: F.cross_entropy(x, target, reduction="sum"), LOGITS), atol=1e-6)
+
+
+def test_the_incoming_gradient_counts_if_it_is_to():
+    given = LOGITS.clone().requires_grad_()
+    incoming = torch.tensor([[1.0, 2.0, 3.0], [0.0, 0.0, 5.0]])
+    nd.SoftmaxOutput(given, LABELS, out_grad=True).backward(incoming)
+    assert torch.allclose(given.grad, gradient_of(nd.SoftmaxOutput, LOGITS, LABELS)[1] * incoming)
+
+
 def test_softmax_over_the_channels_of_images():
     images, labels = torch.randn(2, 3, 4, 4), torch.randint(3, (2, 4, 4))
     out, gradient = gradient_of(nd.SoftmaxOutput, images, labels.float(), multi_output=True)

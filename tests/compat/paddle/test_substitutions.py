@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from mezzo.compat import paddle
+from mezzo.compat.paddle._substitutions import SUBSTITUTIONS
 
 
 @pytest.mark.parametrize(
@@ -28,3 +31,8 @@ def test_a_missing_name_says_what_to_use(ask, remedy):
 def test_every_public_name_is_there(module):
     assert [name for name in module.__all__ if not hasattr(module, name)] == []
     assert not hasattr(module, "__nothing__")
+
+
+def test_the_page_has_every_substitution():
+    page = (Path(__file__).parents[3] / "docs" / "coming-from" / "paddle.md").read_text()
+    assert [call for call, torchs in SUBSTITUTIONS.items() if f"| `{call}` | {torchs} |" not in page] == []

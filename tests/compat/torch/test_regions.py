@@ -65,6 +65,16 @@ def test_cuda_without_a_device_warns_and_is_off():
         assert not torch.is_autocast_enabled("cuda")
 
 
+@pytest.mark.parametrize("device", ["xpu", "mps", "hpu"])
+def test_other_devices_are_as_torch_has_them(device):
+    found, expected = [], []
+    for kind, told in ((torch.autocast, found), (torch.amp.autocast_mode.autocast, expected)):
+        with kind(device):
+            told += [torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)]
+    assert found == expected == [True, expected[1]]
+    assert not torch.is_autocast_enabled(device)
+
+
 def test_a_thing_that_cannot_be_called_cannot_be_decorated():
     with pytest.raises(TypeError, match=r"requires a callable, but got int"):
         torch.autocast("cpu")(3)
@@ -123,7 +133,7 @@ def test_the_state_is_put_back_when_the_body_raises():
 
 @pytest.mark.parametrize("half", [torch.bfloat16, torch.float16], ids=str)
 def test_torchs_own_check_of_every_op_in_its_lists(half):
-    # torch's helper says `torch.amp.autocast`, and compares dtypes and bits.
+    # torch's own method says `torch.amp.autocast`, and compares dtypes and bits.
     check = torch_lists.TestAutocast("_run_autocast_outofplace")
     cases = [case for case in cpu_cases(half) if case[0] not in CANNOT_RUN]
     for op, args, kwargs, kind, out, module in cases:

@@ -1,6 +1,7 @@
 """What torch's own suite asks of GradScaler, asked of `torch.amp.GradScaler` while mezzo is installed."""
 
 import copy
+import inspect
 import pickle
 from itertools import chain
 
@@ -512,3 +513,11 @@ def test_optimizers_are_told_as_torch_tells_them():
     scaler.step(two)
     scaler.update()
     assert not hasattr(two, "grad_scale")
+
+
+def test_signatures_are_torchs():
+    for ours, theirs in ((torch.amp.GradScaler, torch.amp.grad_scaler.GradScaler), (torch.autocast, torch.amp.autocast_mode.autocast)):
+        found, expected = inspect.signature(ours), inspect.signature(theirs)
+        assert [(one.name, one.default, one.kind) for one in found.parameters.values()] == [
+            (one.name, one.default, one.kind) for one in expected.parameters.values()
+        ]

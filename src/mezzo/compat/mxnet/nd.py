@@ -26,8 +26,12 @@ def SoftmaxOutput(  # noqa: N802 - MXNet's spelling
     use_ignore: bool = False,  # noqa: FBT001, FBT002
     preserve_shape: bool = False,  # noqa: FBT001, FBT002
     normalization: str = "null",
+    out_grad: bool = False,  # noqa: FBT001, FBT002
+    smooth_alpha: float = 0.0,
 ) -> torch.Tensor:
     """Probabilities; backward is that of their cross entropy with the classes, summed (`null`), or divided by the samples (`batch`, `valid` without ignored ones).
+
+    `out_grad=True` multiplies it by the incoming gradient after all, `smooth_alpha` is what the other classes get together.
 
     >>> logits = torch.zeros(1, 2, requires_grad=True)
     >>> SoftmaxOutput(logits, torch.tensor([1.0])).sum().backward()
@@ -44,13 +48,14 @@ def SoftmaxOutput(  # noqa: N802 - MXNet's spelling
 
     def gradient() -> torch.Tensor:
         kept = classes != int(ignore_label) if use_ignore else torch.ones_like(classes, dtype=torch.bool)
-        hot = torch.zeros_like(probabilities).scatter_(axis, (classes * kept).unsqueeze(axis), 1.0)
+        others = smooth_alpha / max(probabilities.shape[axis] - 1, 1)
+        hot = torch.full_like(probabilities, others).scatter_(axis, (classes * kept).unsqueeze(axis), 1.0 - smooth_alpha)
         gradient = (probabilities - hot) * kept.unsqueeze(axis) * grad_scale
         if normalization != "null":
             gradient = gradient / (len(data) if normalization == "batch" else kept.sum().clamp(min=1))
         return gradient.reshape(wide.shape)
 
-    return output_with_gradient(wide, probabilities.reshape(wide.shape), gradient)
+    return output_with_gradient(wide, probabilities.reshape(wide.shape), gradient, times_incoming=out_grad)
 
 
 def LinearRegressionOutput(data: torch.Tensor, label: torch.Tensor, grad_scale: float = 1.0) -> torch.Tensor:  # noqa: N802 - MXNet's spelling

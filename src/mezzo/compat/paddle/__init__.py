@@ -10,7 +10,7 @@ from mezzo.compat.paddle._places import CPUPlace, CUDAPlace, XPUPlace, get_devic
 from mezzo.compat.paddle._substitutions import refuse
 from mezzo.compat.paddle.hapi import Model
 from mezzo.compat.paddle.parallel import DataParallel
-from mezzo.compat.paddle.static._program import disable_static, enable_static, in_dynamic_mode
+from mezzo.compat.paddle.static._writing import disable_static, enable_static, in_dynamic_mode
 
 __all__ = [
     "CPUPlace",

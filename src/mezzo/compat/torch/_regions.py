@@ -15,6 +15,7 @@ from torch.compiler import is_dynamo_compiling
 
 from mezzo.eager.autocast import autocast as mezzos
 from mezzo.eager.constant import constant
+from mezzo.eager.region import Region
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -48,6 +49,8 @@ class StandsFor(type):
         super().__init__(name, bases, namespace)
 
 
+_KNOWN = ("cpu", "cuda")
+
 _ELSEWHERE = "_entered"
 """What belongs to one process: a copy starts without it."""
 
@@ -75,7 +78,11 @@ class autocast(mezzos, torchs_own, metaclass=StandsFor, stands_for=torchs_own): 
             mezzos.__init__(self, device_type, dtype, _is_on(device_type, enabled), cache_enabled)
             return
         torchs_own.__init__(self, device_type, dtype, enabled, cache_enabled)
-        mezzos.__init__(self, device_type, self.fast_dtype, self._enabled, self._cache_enabled)
+        # Of other devices torch alone knows what they compute in: there the region is switched off, and then told to be as torch says.
+        known = device_type in _KNOWN
+        mezzos.__init__(self, device_type, self.fast_dtype, self._enabled and known, self._cache_enabled)
+        if not known:
+            self._region = Region(self.device, self._enabled, self.fast_dtype, self._cache_enabled)
 
     def __call__(self, function: Callable[P, R]) -> Callable[P, R]:
         """Decorate a function; a generator or a coroutine function too, which torch leaves outside."""

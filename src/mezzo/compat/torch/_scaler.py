@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from typing import Any, Self
+from typing import Any
 
 import torch
 from torch.amp.grad_scaler import GradScaler as torchs_own  # noqa: N813 - said as what it is
@@ -31,10 +31,6 @@ class GradScaler(PrivateNames, torchs_own):  # type: ignore[misc]
     """
 
     advises = False
-
-    def __new__(cls, *_: Any, **__: Any) -> Self:
-        """A disabled one is of the same class, as in torch: whoever derives from it sees `_enabled`."""
-        return object.__new__(cls)
 
     def __init__(
         self,

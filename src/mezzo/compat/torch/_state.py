@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, MutableMapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch.amp.grad_scaler import OptState
@@ -58,6 +58,10 @@ class OptimizerStates(MutableMapping[Any, dict[str, Any]]):
 
 class PrivateNames(MezzoScaler):
     """The private attributes of torch's scaler."""
+
+    def __new__(cls, *_: Any, **__: Any) -> Self:
+        """A disabled one is of the same class, as in torch: whoever derives from it sees `_enabled`."""
+        return object.__new__(cls)
 
     @property
     def _per_optimizer_states(self) -> OptimizerStates:

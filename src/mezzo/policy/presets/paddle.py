@@ -114,7 +114,7 @@ NAMES = name_map(
         "tile": "tile repeat",
         "top_k": "topk",
         "top_k_v2": "topk",
-        "transpose2": "permute transpose",
+        "transpose2": "permute transpose t",
         "unsqueeze2": "unsqueeze",
         "where_index": "nonzero",
         "bilinear_tensor_product": "bilinear",

@@ -1,5 +1,7 @@
 """Batches in classes of the user's own."""
 
+import copy
+
 import torch
 from torch import nn
 
@@ -35,3 +37,11 @@ def test_it_is_no_longer_cast_once_the_model_is_released():
     amp.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), opt_level="O1", verbosity=0)
     assert not model._forward_pre_hooks
     assert not model._forward_hooks
+
+
+def test_a_model_that_casts_batches_is_copied_with_that():
+    model = nn.Linear(2, 2)
+    amp.initialize(model, opt_level="O3", verbosity=0)
+    again = copy.deepcopy(model)
+    assert again(torch.ones(1, 2)).dtype is torch.float32
+    assert all(value.dtype is torch.float32 for value in again.state_dict().values())

@@ -118,7 +118,7 @@ def test_every_level_trains_as_float32_does(level):
 
 
 def test_o1_casts_outside_the_model_too():
-    amp.initialize(*make(), opt_level="O1", verbosity=0)
+    _kept = amp.initialize(*make(), opt_level="O1", verbosity=0)
     a = torch.ones(2, 2)
     assert torch.mm(a, a).dtype is torch.float16
     assert torch.softmax(a.half(), 0).dtype is torch.float32
@@ -209,6 +209,12 @@ def test_loss_scales(word, scale):
     assert amp.state_dict() == {"loss_scaler0": {"loss_scale": scale, "unskipped": 0}}
 
 
+@pytest.mark.parametrize("losses", [0, -1, 1.5])
+def test_a_number_of_losses_that_is_none_is_a_value_error(losses):
+    with pytest.raises(ValueError, match="1 or more"):
+        amp.initialize(*make(), num_losses=losses, verbosity=0)
+
+
 def test_a_scale_is_never_above_its_ceiling_nor_below_its_floor():
     model, optimizer = make()
     with pytest.warns(UserWarning, match="floor"):
@@ -239,11 +245,11 @@ def test_a_model_may_go_through_again_with_a_new_optimizer(levels):
 
 def test_the_last_call_says_which_casts_hold():
     a = torch.ones(2, 2)
-    amp.initialize(*make(), opt_level="O1", verbosity=0)
-    amp.initialize(*make(), opt_level="O2", verbosity=0)
+    _kept = amp.initialize(*make(), opt_level="O1", verbosity=0)
+    _kept = amp.initialize(*make(), opt_level="O2", verbosity=0)
     assert torch.mm(a, a).dtype is torch.float32
-    amp.initialize(*make(), opt_level="O1", verbosity=0)
-    amp.initialize(*make(), opt_level="O1", verbosity=0)
+    _kept = amp.initialize(*make(), opt_level="O1", verbosity=0)
+    _kept = amp.initialize(*make(), opt_level="O1", verbosity=0)
     assert torch.mm(a, a).dtype is torch.float16
     amp.initialize(make()[0], enabled=False)
     assert torch.mm(a, a).dtype is torch.float32
@@ -313,20 +319,27 @@ def test_a_state_dict_is_float32_at_every_level(level):
     assert {value.dtype for name, value in model.state_dict().items() if "num_batches" not in name} == {torch.float32}
 
 
+@pytest.mark.parametrize("initialized", ["before", "after"])
+@pytest.mark.parametrize("resumed", LEVELS)
 @pytest.mark.parametrize("level", LEVELS)
-def test_training_resumes_without_a_spike(level):
+def test_training_resumes_without_a_spike(level, resumed, initialized):
     model, optimizer = make()
     amp.initialize(model, optimizer, opt_level=level, verbosity=0)
     train(model, optimizer, 3)
     saved = copy.deepcopy({"model": model.state_dict(), "optimizer": optimizer.state_dict(), "amp": amp.state_dict()})
     went_on = train(model, optimizer, 3)
-    resumed, of_resumed = make(seed=1)
-    amp.initialize(resumed, of_resumed, opt_level=level, verbosity=0)
-    resumed.load_state_dict(saved["model"])
-    of_resumed.load_state_dict(saved["optimizer"])
-    amp.load_state_dict(saved["amp"])
-    assert amp.state_dict() == saved["amp"]
-    assert train(resumed, of_resumed, 3) == went_on
+    again, of_again = make(seed=1)
+    if initialized == "before":
+        amp.initialize(again, of_again, opt_level=resumed, verbosity=0)
+    again.load_state_dict(saved["model"])
+    of_again.load_state_dict(saved["optimizer"])
+    if initialized == "after":
+        amp.initialize(again, of_again, opt_level=resumed, verbosity=0)
+    if resumed == level:
+        amp.load_state_dict(saved["amp"])
+        assert amp.state_dict() == saved["amp"]
+    # To the bit at the same level; O3 saves what its 16-bit weights are.
+    assert train(again, of_again, 3) == (went_on if resumed == level else pytest.approx(went_on, abs=0.02))
 
 
 def test_masters_start_from_the_exact_float32_values():

@@ -29,10 +29,10 @@ A, HALF = torch.ones(2), torch.ones(2, dtype=torch.float16)
 @pytest.mark.parametrize("first", [True, False])
 def test_a_decorated_function_gets_its_inputs_cast(decorate, found, first):
     if not first:
-        initialize()
+        _kept = initialize()
     function = decorate(dtypes)
     if first:
-        initialize()
+        _kept = initialize()
     assert function(A, HALF) == [found, found]
     assert function.__doc__ == "Words."
 
@@ -42,7 +42,7 @@ def test_a_decorated_function_gets_its_inputs_cast(decorate, found, first):
 def test_at_other_levels_it_is_left_alone(decorate, level):
     function = decorate(dtypes)
     assert function(A, HALF) == [torch.float32, torch.float16]
-    initialize(level)
+    _kept = initialize(level)
     assert function(A, HALF) == [torch.float32, torch.float16]
 
 
@@ -62,13 +62,13 @@ def test_inside_a_model_at_o2_too():
 
 def test_without_casts_it_is_left_alone():
     function = amp.half_function(dtypes)
-    initialize()
+    _kept = initialize()
     with amp.disable_casts():
         assert function(A) == [torch.float32]
 
 
 def test_a_float_function_is_float32_throughout():
-    initialize()
+    _kept = initialize()
     product = amp.float_function(lambda a: torch.mm(a, a))
     assert product(torch.ones(2, 2, dtype=torch.float16)).dtype is torch.float32
 
@@ -83,7 +83,7 @@ def test_an_autograd_function_is_decorated_by_its_apply():
         def backward(ctx, grad):
             return grad * 2
 
-    initialize()
+    _kept = initialize()
     x = torch.ones(2, requires_grad=True)
     out = amp.half_function(Double.apply)(x)
     assert out.dtype is torch.float16
@@ -98,7 +98,7 @@ def test_an_autograd_function_is_decorated_by_its_apply():
 def test_a_function_of_a_module_is_registered_by_name(register, found):
     module = types.SimpleNamespace(dtypes=dtypes)
     register(module, "dtypes")
-    initialize()
+    _kept = initialize()
     assert module.dtypes(A, HALF) == [found, found]
 
 
@@ -107,7 +107,7 @@ def test_functions_of_torch_change_their_list_and_stay_in_their_place():
     amp.register_half_function(torch, "relu")
     amp.register_float_function(torch, "mm")
     amp.register_half_function(torch, "einsum")
-    initialize()
+    _kept = initialize()
     a = torch.ones(2, 2)
     assert (torch.relu(a).dtype, torch.mm(a, a).dtype, torch.einsum("ij,jk->ik", a, a).dtype) == (torch.float16, torch.float32, torch.float16)
     assert torch.einsum is einsum

@@ -43,8 +43,8 @@ def test_an_unknown_level_is_a_runtime_error_that_names_the_letter(word):
         ("O1", {"cast_model_type": torch.float16}, "cast_model_type"),
         ("O1", {"keep_batchnorm_fp32": True}, "keep_batchnorm_fp32 should be None"),
         ("O1", {"keep_batchnorm_fp32": "False"}, "keep_batchnorm_fp32 should be None"),
-        ("O1", {"master_weights": True}, "doesn't make sense to use master_weights with O1"),
-        ("O1", {"master_weights": False}, "doesn't make sense to use master_weights with O1"),
+        ("O1", {"master_weights": True}, "makes no sense with opt_level='O1', whose parameters are FP32"),
+        ("O1", {"master_weights": False}, "makes no sense with opt_level='O1', whose parameters are FP32"),
         ("O0", {"patch_torch_functions": True}, "belongs to opt_level='O1'"),
         ("O2", {"patch_torch_functions": True}, "belongs to opt_level='O1'"),
         ("O3", {"patch_torch_functions": True}, "belongs to opt_level='O1'"),
@@ -70,12 +70,16 @@ def test_flags_may_be_strings(word, flag):
 
 
 def test_another_string_is_an_assertion_error():
-    with pytest.raises(AssertionError, match="must be a boolean, the string 'True' or 'False', or None, got 'yes'"):
+    with pytest.raises(AssertionError, match="keep_batchnorm_fp32='yes': it is True, False, the string 'True' or 'False', or None"):
         overridden(OPT_LEVELS["O2"].properties, keep_batchnorm_fp32="yes")
 
 
 @pytest.mark.parametrize(("word", "scale"), [("dynamic", "dynamic"), ("128", 128.0), (4, 4.0)])
 def test_scales_are_numbers_or_dynamic(word, scale):
     assert overridden(OPT_LEVELS["O0"].properties, loss_scale=word).loss_scale == scale
-    with pytest.raises(ValueError, match="nonsense"):
-        overridden(OPT_LEVELS["O0"].properties, loss_scale="nonsense")
+
+
+@pytest.mark.parametrize("word", ["nonsense", -1, 0.0, float("inf"), "nan", [1]], ids=str)
+def test_what_is_no_scale_is_a_value_error(word):
+    with pytest.raises(ValueError, match=r"it is a positive number, a string of one such as '128\.0', or 'dynamic'"):
+        overridden(OPT_LEVELS["O0"].properties, loss_scale=word)

@@ -271,14 +271,14 @@ def test_a_loss_that_was_not_announced_is_an_index_error(index):
 
 def test_a_closure_with_masters_is_a_runtime_error():
     (model,), (optimizer,) = make(1.0)
-    with pytest.raises(RuntimeError, match="does not support closure"):
+    with pytest.raises(RuntimeError, match="does not support closures"):
         optimizer.step(lambda: model(X))
 
 
 def test_a_closure_on_a_skipped_step_is_a_runtime_error():
     (model,), (optimizer,) = make(1.0, level="O1")
     backward(model(X * INF), optimizer)
-    with pytest.raises(RuntimeError, match="does not support closure"):
+    with pytest.raises(RuntimeError, match="does not support closures"):
         optimizer.step(lambda: model(X))
 
 
@@ -293,3 +293,30 @@ def test_a_closure_at_o1_is_called():
 
     assert optimizer.step(closure).item() == 3.0
     assert model.weight.tolist() == [0.75, 1.75]
+
+
+def test_writes_that_torch_does_not_count_are_seen_after_a_backward_pass():
+    model = nn.Linear(2, 1, bias=False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    amp.initialize(model, optimizer, opt_level="O1", verbosity=0)
+    backward(model(torch.ones(1, 2)).sum(), optimizer)
+    model.weight.data.fill_(2.0)
+    assert model(torch.ones(1, 2)).item() == 4.0
+
+
+def test_products_accumulate_at_o1():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(2, 4), nn.Linear(4, 1))
+    plain = [parameter.detach().clone().requires_grad_() for parameter in model.parameters()]
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    amp.initialize(model, optimizer, opt_level="O1", verbosity=0, loss_scale=16.0)
+    for factor in (1.0, 2.0, 3.0):
+        backward(model(torch.ones(1, 2) * factor).float().sum(), optimizer)
+    with amp.disable_casts():
+        total = sum(
+            torch.func.functional_call(model, dict(zip(dict(model.named_parameters()), plain, strict=True)), torch.ones(1, 2) * factor).sum()
+            for factor in (1.0, 2.0, 3.0)
+        )
+        expected = torch.autograd.grad(total, plain)
+    for parameter, gradient in zip(model.parameters(), expected, strict=True):
+        torch.testing.assert_close(parameter.grad, gradient, rtol=5e-3, atol=5e-3)

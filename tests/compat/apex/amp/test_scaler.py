@@ -60,3 +60,12 @@ def test_a_scale_and_its_count_may_be_set():
 def test_a_scale_that_is_none_is_refused(scale):
     with pytest.raises(ValueError, match="scale"):
         LossScaler(scale)
+
+
+def test_a_scale_is_idle_where_it_is_one_for_good():
+    assert LossScaler(1.0).is_idle
+    assert not LossScaler(2.0).is_idle
+    assert not LossScaler("dynamic", init_scale=1.0).is_idle
+    scaler = LossScaler(2.0)
+    scaler._loss_scale = 1.0
+    assert scaler.is_idle

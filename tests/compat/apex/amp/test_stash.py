@@ -60,7 +60,7 @@ def test_a_step_runs_without_casts():
 
 def test_an_optimizer_goes_through_once():
     model, optimizer, _ = make()
-    with pytest.raises(RuntimeError, match=r"only be passed through amp\.initialize once"):
+    with pytest.raises(RuntimeError, match=r"goes through amp\.initialize once"):
         amp.initialize(model, optimizer, verbosity=0)
 
 

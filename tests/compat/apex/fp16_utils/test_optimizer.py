@@ -109,7 +109,7 @@ def test_a_closure_computes_the_gradients():
 
 def test_a_closure_with_a_dynamic_scale_is_a_type_error():
     _, optimizer = make(dynamic_loss_scale=True)
-    with pytest.raises(TypeError, match="not compatible with dynamic loss scaling"):
+    with pytest.raises(TypeError, match="does not go with dynamic loss scaling"):
         optimizer.step(lambda: None)
 
 

@@ -119,8 +119,17 @@ def test_decorating_anew_gives_the_new_dtype_throughout(first, second):
     assert model[0].weight.dtype is model[2].bias.dtype is getattr(torch, second)
 
 
-def test_decorating_anew_without_the_optimizer_is_refused():
+def test_decorating_anew_without_naming_the_optimizer_keeps_its_masters():
     model, optimizer = pair()
+    exact = model[0].weight.detach().clone()
+    paddle.amp.decorate(model, optimizer, level="O2")
+    paddle.amp.decorate(model, level="O2", dtype="bfloat16")
+    assert torch.equal(mezzo.undecorate(model)[0].weight, exact)
+
+
+def test_decorating_anew_without_an_optimizer_of_torchs_is_refused():
+    model, _ = pair()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     paddle.amp.decorate(model, optimizer, level="O2")
     with pytest.raises(ValueError, match=r"decorated already.*undecorate"):
         paddle.amp.decorate(model, level="O2")

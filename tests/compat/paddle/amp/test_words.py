@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from mezzo.compat import paddle
+from mezzo.compat.paddle.amp import _words
 from mezzo.compat.paddle.amp._words import custom_lists
 
 
@@ -36,7 +37,13 @@ def test_o0_does_not_look_at_lists():
 
 
 def test_an_op_that_both_lists_reach_by_different_names_is_full():
-    assert custom_lists({"mul"}, {"matmul_v2"}) == {"half": frozenset(), "full": frozenset({"matmul", "mm", "inner"})}
+    assert custom_lists({"mul"}, {"matmul_v2"}) == (set(), {"matmul", "mm", "inner", "linear"})
+
+
+@pytest.mark.parametrize("name", ["matmul", "matmul_v2"])
+def test_who_keeps_matmul_in_float32_keeps_linear_layers_there_too(name):
+    assert "linear" in custom_lists((), {name})[1]
+    assert custom_lists({"linear_v2"}, {name})[0] == {"linear"}
 
 
 @pytest.mark.parametrize(
@@ -46,7 +53,9 @@ def test_an_op_that_both_lists_reach_by_different_names_is_full():
         ("pnorm", "Paddle's pnorm matches no op of Paddle: the real name is p_norm"),
     ],
 )
-def test_a_name_that_reaches_nothing_is_told_at_the_line_that_says_it(name, why):
-    with pytest.warns(UserWarning, match=f"'{name}' in a custom list has no effect: {why}") as told:
-        paddle.amp.auto_cast(custom_black_list={name})
-    assert told[0].filename == __file__
+def test_a_name_that_reaches_nothing_is_told_once_in_the_log(name, why, monkeypatch, caplog):
+    monkeypatch.setattr(_words, "_said", set())
+    for _ in range(2):
+        paddle.amp.auto_cast(custom_black_list={name, "exp"})
+    (told,) = caplog.messages
+    assert f"'{name}' in a custom list has no effect: {why}" in told

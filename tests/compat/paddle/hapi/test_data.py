@@ -38,9 +38,9 @@ def test_what_cannot_be_gone_through_is_refused():
         loader_of(3, batch_size=1)
 
 
-def test_as_many_values_go_in_as_forward_takes():
+def test_as_many_values_go_in_as_forward_needs():
     class Two(nn.Module):
-        def forward(self, one, other):
+        def forward(self, one, other, mask=None):
             return one + other
 
     assert inputs_taken(Two().forward) == 2

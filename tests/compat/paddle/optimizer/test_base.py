@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from mezzo.compat import paddle
+from mezzo.compat.paddle.optimizer._base import stepping
 
 
 @pytest.fixture
@@ -94,6 +95,48 @@ def test_a_decay_is_a_number_or_has_one(weight):
 def test_what_is_refused(words, error, message, weight):
     with pytest.raises(error, match=message):
         paddle.optimizer.SGD(**{"learning_rate": 0.1, "parameters": [weight], **words})
+
+
+@pytest.mark.parametrize("order", ["before", "after", "named"])
+@pytest.mark.parametrize("kind", [paddle.optimizer.Adam, paddle.optimizer.Momentum], ids=lambda kind: kind.__name__)
+def test_16_bit_parameters_are_stepped_in_float32_whenever_the_optimizer_is_made(kind, order):
+    """torch's Adam over float16 parameters divides by a square that is 0, and by an epsilon that is 0."""
+    torch.manual_seed(0)
+    model = nn.Linear(4, 4)
+    optimizer = kind(learning_rate=0.01, parameters=model.parameters()) if order != "after" else None
+    paddle.amp.decorate(model, optimizer if order == "named" else None, level="O2", master_weight=False)
+    optimizer = optimizer or kind(learning_rate=0.01, parameters=model.parameters())
+    scaler = paddle.amp.GradScaler(init_loss_scaling=8.0)
+    for _ in range(3):
+        with paddle.amp.auto_cast(level="O2"):
+            loss = 1e-3 * model(torch.ones(1, 4)).square().mean()
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.clear_grad()
+    assert model.weight.isfinite().all()
+    assert {value.dtype for value in optimizer.state[model.weight].values() if value.dim()} == {torch.float32}
+
+
+def test_multi_precision_keeps_masters_of_parameters_that_come_in_16_bits():
+    weights = {wanted: nn.Parameter(torch.ones(1, dtype=torch.float16)) for wanted in (True, False)}
+    for multi_precision, weight in weights.items():
+        optimizer = paddle.optimizer.SGD(learning_rate=1e-4, parameters=[weight], multi_precision=multi_precision)
+        for _ in range(20):
+            weight.grad = torch.ones(1, dtype=torch.float16)
+            optimizer.step()
+    assert weights[False].item() == 1.0
+    assert weights[True].item() == pytest.approx(0.998, abs=5e-4)
+
+
+def test_models_find_the_last_optimizers_that_step_them_alone():
+    one, other = nn.Linear(1, 1), nn.Linear(1, 1)
+    replaced = paddle.optimizer.SGD(learning_rate=0.1, parameters=one.parameters())
+    last = paddle.optimizer.SGD(learning_rate=0.1, parameters=one.parameters())
+    both = paddle.optimizer.SGD(learning_rate=0.1, parameters=[*one.parameters(), *other.parameters()])
+    assert stepping([one]) == [last]
+    assert stepping([one, other]) == [both]
+    assert replaced is not last
 
 
 def test_a_state_is_torchs(optimizer, weight):

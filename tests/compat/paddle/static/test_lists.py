@@ -14,7 +14,7 @@ def test_custom_names_move_between_the_lists():
     assert not lists.white_list & lists.black_list
     assert "elementwise_add" not in lists.gray_list
     assert "relu" in lists.gray_list
-    assert lists.custom["half"] >= {"softmax", "add"}
+    assert lists.half >= {"softmax", "add"}
 
 
 def test_both_names_are_one():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,14 +13,17 @@ from torch.utils._pytree import tree_map
 
 def cast_custom_batches(model: nn.Module, inputs: torch.dtype, outputs: torch.dtype) -> tuple[Callable[[], None], ...]:
     """Let a model cast custom batches on the way in and out by their own `to(dtype)`; what comes back takes that off again."""
+    # Functions of this module, so that the model can be pickled.
+    before = model.register_forward_pre_hook(partial(_before, inputs), with_kwargs=True)
+    return before.remove, model.register_forward_hook(partial(_after, outputs)).remove
 
-    def before(_model: nn.Module, args: Any, kwargs: Any) -> Any:
-        return _cast((args, kwargs), inputs)
 
-    def after(_model: nn.Module, _args: Any, result: Any) -> Any:
-        return _cast(result, outputs)
+def _before(dtype: torch.dtype, _model: nn.Module, args: Any, kwargs: Any) -> Any:
+    return _cast((args, kwargs), dtype)
 
-    return model.register_forward_pre_hook(before, with_kwargs=True).remove, model.register_forward_hook(after).remove
+
+def _after(dtype: torch.dtype, _model: nn.Module, _args: Any, result: Any) -> Any:
+    return _cast(result, dtype)
 
 
 def _cast(values: Any, dtype: torch.dtype) -> Any:

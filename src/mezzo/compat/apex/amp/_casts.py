@@ -1,17 +1,19 @@
-"""The casts of O1, which Apex switches on for the whole process: here a region that this thread stays in."""
+"""The casts of O1, which Apex switches on for the whole process and for ever: here a region that this thread stays in while its models live."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
+from weakref import finalize
 
 import torch
+from torch import nn
 
 from mezzo.compat.apex.amp._amp_state import _amp_state
 from mezzo.eager.autocast import autocast, disable, switch_to, switched_to
-from mezzo.eager.region import Region, inside
-from mezzo.policy.registry import registry
+from mezzo.eager.region import Region, innermost_region, inside, invalidate
+from mezzo.eager.steering import Steering, steering_of
 from mezzo.policy.rule import Rule
 
 registered: dict[str, Rule] = {}
@@ -24,14 +26,10 @@ class Handle:
     def __init__(self, device: str, dtype: torch.dtype = torch.float16, *, verbose: bool = False, keep: frozenset[str] = frozenset()) -> None:
         self.device, self.dtype, self.verbose, self._keep = device, dtype, verbose, keep
         self._active = True
-        self._switch()
-
-    def _switch(self) -> None:
         listed: dict[str, Any] = {}
         for name, rule in registered.items():
             listed.setdefault(rule.value, set()).add(name)
         listed.setdefault(Rule.KEEP.value, set()).update(self._keep - registered.keys())
-        self._generation = registry().generation
         self._region = autocast(preset="apex", device_type=self.device, dtype=self.dtype, **listed)
         switch_to(self._region)
 
@@ -39,10 +37,23 @@ class Handle:
         """Whether ops are cast just now."""
         return self._active and switched_to() is self._region
 
-    def refresh(self) -> None:
-        """Take functions in that were registered since."""
-        if self.is_active() and self._generation != registry().generation:
-            self._switch()
+    def last_as_long_as(self, models: Sequence[nn.Module]) -> None:
+        """Switch the casts off when the last of the models is gone: nobody is left to ask for them."""
+        self._living = len(models)
+        for model in models:
+            finalize(model, self._one_is_gone).atexit = False
+
+    def _one_is_gone(self) -> None:
+        self._living -= 1
+        # Python may clean up at any moment: in the middle of an op, or of a region inside, things are left as they are.
+        undisturbed = innermost_region() is self._region._region and steering_of(self.device) is not None
+        if not self._living and self.is_active() and undisturbed:
+            self._deactivate()
+
+    @property
+    def steering(self) -> Steering:
+        """What casts the inputs of functions under a rule."""
+        return steering_of(self.device) or Steering(self.device, "")
 
     @contextmanager
     def _disable_casts(self) -> Iterator[None]:
@@ -60,7 +71,9 @@ class Handle:
             _amp_state.handle = None
 
     def _clear_cache(self) -> None:
-        """Apex drops its copies of weights after each backward pass; here a copy knows when it is stale."""
+        """Forget the copies of weights. They know when they are stale, but for writes to `p.data`, which torch does not count."""
+        if self.is_active():
+            invalidate()
 
     def wrap_optimizer(self, *_: object, **__: object) -> Any:
         """Apex's API before `initialize`."""
@@ -91,7 +104,8 @@ class NoOpHandle(Handle):
 
 def _refuse_old_api() -> None:
     raise RuntimeError(
-        "The old Amp API is no longer supported. Use model, optimizer = amp.initialize(model, optimizer, opt_level=...) and amp.scale_loss(...)."
+        "This belongs to amp's API before amp.initialize, which Apex gave up as well. "
+        "Use model, optimizer = amp.initialize(model, optimizer, opt_level=...) and amp.scale_loss(...)."
     )
 
 

@@ -21,7 +21,7 @@ def models_of(models: Any) -> list[nn.Module]:
         return [models]
     if isinstance(models, list) and all(isinstance(model, nn.Module) for model in models):
         return models
-    raise TypeError(f"models must be either a single model or a list of models, got {_kinds(models)}.")
+    raise TypeError(f"models should be a model or a list of models, got {_kinds(models)}.")
 
 
 def optimizers_of(optimizers: Any) -> list[Optimizer]:
@@ -30,11 +30,11 @@ def optimizers_of(optimizers: Any) -> list[Optimizer]:
     for optimizer in several:
         if type(optimizer).__name__ == "FP16_Optimizer":
             raise RuntimeError(
-                "An incoming optimizer is an instance of FP16_Optimizer, which keeps masters and a scale of its own. Pass the plain optimizer: amp.initialize does both."
+                "optimizers has an FP16_Optimizer, which keeps masters and a scale of its own. Pass the plain optimizer: amp.initialize does both."
             )
     if all(isinstance(optimizer, Optimizer) for optimizer in several):
         return several
-    raise TypeError(f"optimizers must be either a single optimizer or a list of optimizers, got {_kinds(optimizers)}.")
+    raise TypeError(f"optimizers should be an optimizer, a list of optimizers or None, got {_kinds(optimizers)}.")
 
 
 def _kinds(given: Any) -> str:
@@ -46,15 +46,14 @@ def refuse_wrapped(models: list[nn.Module]) -> None:
     for model in models:
         if isinstance(model, _WRAPPERS):
             raise RuntimeError(  # noqa: TRY004 - Apex's type
-                f"Incoming model is an instance of torch.nn.parallel.{type(model).__name__}. Parallel wrappers should only be applied to the model(s) AFTER "
-                "they were returned from amp.initialize."
+                f"models has a torch.nn.parallel.{type(model).__name__}, which holds on to the parameters as they are. Wrap a model AFTER amp.initialize has returned it."
             )
 
 
 def refuse_known(optimizers: list[Optimizer]) -> None:
     """Refuse optimizers that went through `initialize` before."""
     if any(hasattr(optimizer, "_amp_stash") for optimizer in optimizers):
-        raise RuntimeError("A given optimizer should only be passed through amp.initialize once. Make a new one for another initialize.")
+        raise RuntimeError("An optimizer goes through amp.initialize once, and one of these did before. Make a new one for another initialize.")
 
 
 def refuse_half(models: list[nn.Module]) -> None:
@@ -66,6 +65,6 @@ def refuse_half(models: list[nn.Module]) -> None:
             for name, tensor in tensors:
                 if tensor.dtype in _HALF:
                     warn_or_err(
-                        f"Found {what} {name} with type {tensor.type()}, expected torch.float32. When using amp.initialize, you do not need to call .half() on your "
-                        "model before passing it, no matter what optimization level you choose."
+                        f"Found {what} {name} with type {tensor.type()}, expected float32: amp.initialize casts whatever the level asks for. "
+                        "Leave .half() out, or call .float() on the model first."
                     )

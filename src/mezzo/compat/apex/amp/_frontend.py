@@ -45,6 +45,8 @@ def initialize(
         _amp_state.opt_properties, _amp_state.loss_scalers = Properties(), []
         return models if optimizers is None else (models, optimizers)
     level = level_of(opt_level)
+    if not isinstance(num_losses, int) or num_losses < 1:
+        raise ValueError(f"num_losses={num_losses!r}: it is the number of losses, 1 or more.")
     properties = overridden(
         level.properties,
         cast_model_type=cast_model_type,
@@ -70,12 +72,13 @@ def _set_up(models: Any, optimizers: Any, properties: Properties, outputs: torch
     _models.prepare(several, stepping, properties, outputs)
     if properties.patch_torch_functions:
         _amp_state.handle = Handle(_models.device_of(several), verbose=_amp_state.verbosity > 1)
+        _amp_state.handle.last_as_long_as(several)
 
 
 def _tell(level: OptLevel, properties: Properties) -> None:
     maybe_print(f"Selected optimization level {level.brief}\n\nDefaults for this optimization level are:", True)
     maybe_print(_listed(level.properties), True)
-    maybe_print("Processing user overrides (additional kwargs that are not None)...\nAfter processing overrides, optimization options are:", True)
+    maybe_print("After processing overrides, optimization options are:", True)
     maybe_print(_listed(properties), True)
 
 

@@ -4,19 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import wraps
-from itertools import count
 from typing import Any, ParamSpec, TypeVar
 
 from mezzo.compat.apex.amp._amp_state import _amp_state
 from mezzo.compat.apex.amp._casts import registered
-from mezzo.eager.custom import register_op
+from mezzo.eager.plan import Action
 from mezzo.policy.registry import registry
 from mezzo.policy.rule import Rule
 
 P = ParamSpec("P")
 R = TypeVar("R")
-
-_numbers = count()
 
 
 def half_function(fn: Callable[P, R]) -> Callable[P, R]:
@@ -51,7 +48,7 @@ def register_promote_function(module: Any, name: str) -> None:
 
 def _under(rule: Rule, function: Callable[P, R]) -> Callable[P, R]:
     name = getattr(function, "__name__", type(function).__name__)
-    aware = register_op(function, name=f"amp_{next(_numbers)}_{rule.value}_{name}", rule=rule)
+    action = Action(name, rule, "put under this rule by the user")
 
     @wraps(function)
     def wrapped(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -59,8 +56,8 @@ def _under(rule: Rule, function: Callable[P, R]) -> Callable[P, R]:
         # At the other levels Apex leaves such functions alone.
         if handle is None or not handle.is_active():
             return function(*args, **kwargs)
-        handle.refresh()
-        return aware(*args, **kwargs)
+        result: R = handle.steering.steer(function, action, args, kwargs)
+        return result
 
     return wrapped
 

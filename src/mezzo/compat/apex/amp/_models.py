@@ -90,7 +90,7 @@ def _convert(models: list[nn.Module], optimizers: list[Optimizer], properties: P
     for model in models:
         _undo(model).extend(cast_custom_batches(model, dtype, outputs))
         if not masters:
-            _undo(model).append(_save_in_float32(model))
+            _undo(model).append(model.register_state_dict_post_hook(_save_in_float32).remove)
 
 
 def _strangers(models: list[nn.Module], optimizers: list[Optimizer]) -> Iterator[nn.Parameter]:
@@ -106,13 +106,8 @@ def _open(models: list[nn.Module], inputs: torch.dtype | None, outputs: torch.dt
         _undo(model).append(hung)
 
 
-def _save_in_float32(model: nn.Module) -> Callable[[], None]:
+def _save_in_float32(_module: nn.Module, state: dict[str, Any], _prefix: str, _metadata: Any) -> None:
     """Let `state_dict` give float32 where there are no exact weights to give."""
-
-    def hook(_module: nn.Module, state: dict[str, Any], _prefix: str, _metadata: Any) -> None:
-        for name, value in state.items():
-            if isinstance(value, torch.Tensor) and value.dtype in HALF_DTYPES:
-                state[name] = value.float()
-
-    remove: Callable[[], None] = model.register_state_dict_post_hook(hook).remove
-    return remove
+    for name, value in state.items():
+        if isinstance(value, torch.Tensor) and value.dtype in HALF_DTYPES:
+            state[name] = value.float()

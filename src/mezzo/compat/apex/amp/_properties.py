@@ -9,6 +9,7 @@ import torch
 
 from mezzo._errors import choices
 from mezzo.compat.apex.amp._amp_state import warn_or_err
+from mezzo.scaling.state import is_scale
 
 
 @dataclass(frozen=True)
@@ -72,8 +73,8 @@ def overridden(level: Properties, **given: Any) -> Properties:
         warn_or_err(f"patch_torch_functions=True belongs to opt_level='O1', got it with {level.opt_level!r}. Choose opt_level='O1', or leave it out.")
     if "keep_batchnorm_fp32" in said:
         said["keep_batchnorm_fp32"] = _flag(said["keep_batchnorm_fp32"])
-    if said.get("loss_scale", "dynamic") != "dynamic":
-        said["loss_scale"] = float(said["loss_scale"])
+    if "loss_scale" in said:
+        said["loss_scale"] = _scale(said["loss_scale"])
     return replace(level, **said)
 
 
@@ -86,7 +87,17 @@ def _refuse_at_o1(said: dict[str, Any]) -> None:
     if "keep_batchnorm_fp32" in said:
         warn_or_err(f"With opt_level='O1' batch norms run in FP32 anyway: keep_batchnorm_fp32 should be None, got {said['keep_batchnorm_fp32']!r}.")
     if "master_weights" in said:
-        warn_or_err(f"It doesn't make sense to use master_weights with O1, whose parameters are FP32 themselves: got {said['master_weights']!r}. Leave it out.")
+        warn_or_err(f"master_weights={said['master_weights']!r} makes no sense with opt_level='O1', whose parameters are FP32 themselves. Leave it out.")
+
+
+def _scale(word: Any) -> float | str:
+    try:
+        scale = word if word == "dynamic" else float(word)
+    except (TypeError, ValueError):
+        scale = 0.0
+    if isinstance(scale, str) or is_scale(scale):
+        return scale
+    raise ValueError(f"loss_scale={word!r}: it is a positive number, a string of one such as '128.0', or 'dynamic'.")
 
 
 def _flag(word: object) -> bool:
@@ -94,4 +105,4 @@ def _flag(word: object) -> bool:
         return bool(word)
     if word in ("True", "False"):
         return word == "True"
-    raise AssertionError(f"keep_batchnorm_fp32 must be a boolean, the string 'True' or 'False', or None, got {word!r}.")
+    raise AssertionError(f"keep_batchnorm_fp32={word!r}: it is True, False, the string 'True' or 'False', or None.")

@@ -30,33 +30,52 @@ def scale_loss(
     """
     if not hasattr(_amp_state, "opt_properties"):
         raise RuntimeError(
-            "Invoked 'with amp.scale_loss`, but internal Amp state has not been initialized. Call model, optimizer = amp.initialize(model, optimizer, opt_level=...) first."
+            "amp.scale_loss was called, but amp has not been initialized, so there is no loss scale. "
+            "Call model, optimizer = amp.initialize(model, optimizer, opt_level=...) first."
         )
     if not _amp_state.opt_properties.enabled:
         yield loss
         return
     scaler, chosen = _scaler(loss_id), [optimizers] if isinstance(optimizers, Optimizer) else list(optimizers)
-    if not _amp_state.opt_properties.master_weights and not scaler.dynamic and scaler.loss_scale() == 1.0:
+    if scaler.is_idle and not _amp_state.opt_properties.master_weights:
         yield loss.float()
-        return
-    stashes = {optimizer: stash_of(optimizer) for optimizer in chosen}
-    fresh = [optimizer for optimizer, stash in stashes.items() if not stash.params_have_scaled_gradients]
+    elif delay_unscale:
+        yield _left_scaled(scaler, chosen, loss)
+    else:
+        with _unscaled_after(scaler, chosen, loss) as (scaled, flags):
+            yield scaled
+        _judge(chosen, Check(loss_id, scaler, flags), delayed=delay_overflow_check)
+    if _amp_state.handle is not None:
+        _amp_state.handle._clear_cache()
+
+
+def _left_scaled(scaler: LossScaler, optimizers: list[Optimizer], loss: torch.Tensor) -> torch.Tensor:
+    """Scaled gradients are going to be added to what is there, which is therefore scaled too."""
     scaled = scaler.scale(loss)
-    if delay_unscale:
-        for optimizer in fresh:
+    for optimizer in optimizers:
+        stash = stash_of(optimizer)
+        if not stash.params_have_scaled_gradients:
             scaler.scale_up(optimizer)
-            stashes[optimizer].params_have_scaled_gradients = True
-        yield scaled
-        return
-    with apart(fresh):
-        yield scaled
-        flags = [scaler.unscale(optimizer) for optimizer in chosen]
-    # The pass is good or bad as a whole, for all of its optimizers.
-    check = Check(loss_id, scaler, [flag for some in flags for flag in some])
-    for stash in stashes.values():
-        stash.params_have_scaled_gradients = False
-        if delay_overflow_check or check.bad:
-            stash.checks.append(check)
+            stash.params_have_scaled_gradients = True
+    return scaled
+
+
+@contextmanager
+def _unscaled_after(scaler: LossScaler, optimizers: list[Optimizer], loss: torch.Tensor) -> Iterator[tuple[torch.Tensor, list[torch.Tensor]]]:
+    """The scaled loss, and a list that holds the flags of its gradients at the end. Gradients that are there and unscaled are kept apart meanwhile."""
+    flags: list[torch.Tensor] = []
+    with apart([optimizer for optimizer in optimizers if not stash_of(optimizer).params_have_scaled_gradients]):
+        yield scaler.scale(loss), flags
+        for optimizer in optimizers:
+            flags += scaler.unscale(optimizer)
+            stash_of(optimizer).params_have_scaled_gradients = False
+
+
+def _judge(optimizers: list[Optimizer], check: Check, *, delayed: bool) -> None:
+    """Tell the optimizers of a backward pass whether it was bad. It is good or bad as a whole, for all of them."""
+    if delayed or check.bad:
+        for optimizer in optimizers:
+            stash_of(optimizer).checks.append(check)
 
 
 def _scaler(loss_id: int) -> LossScaler:

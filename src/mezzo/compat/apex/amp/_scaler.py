@@ -41,10 +41,17 @@ class LossScaler:
             rule = ScaleRule(dynamic=False)
         start = init_scale if self.dynamic else float(loss_scale)
         self._scales = Scales(rule, first_states(rule, start, 1), [Watcher(_PATIENCE, OnCollapse.WARN)])
+        self._set = start
+        """The scale that was set last: a static one stays there, and is known without asking the device."""
 
     def loss_scale(self) -> float:
         """The scale; this waits for the device."""
         return self._loss_scale
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether it multiplies by one, and always will."""
+        return not self.dynamic and self._set == 1.0
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
         """A loss in float32, so many times as large."""
@@ -81,7 +88,8 @@ class LossScaler:
 
     @_loss_scale.setter
     def _loss_scale(self, scale: float) -> None:
-        self._scales.load([replace(self._scales.state(0), scale=self._scales.rule.clamp(float(scale)))], self._scales.rule)
+        self._set = self._scales.rule.clamp(float(scale))
+        self._scales.load([replace(self._scales.state(0), scale=self._set)], self._scales.rule)
 
     @property
     def _unskipped(self) -> int:

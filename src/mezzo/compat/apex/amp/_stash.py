@@ -55,14 +55,16 @@ class AmpStash:
 def attach(optimizer: torch.optim.Optimizer, *, masters: bool) -> None:
     """Let an optimizer's step be skipped where `scale_loss` found gradients that are not finite, and run without the casts of O1."""
     if hasattr(optimizer, "_amp_stash"):
-        raise RuntimeError("A given optimizer should only be passed through amp.initialize once. Make a new one for another initialize.")
+        raise RuntimeError("An optimizer goes through amp.initialize once, and this one did before. Make a new one for another initialize.")
     stash, own = AmpStash(masters=masters), optimizer.step
 
     def step(_self: torch.optim.Optimizer, closure: Callable[[], Any] | None = None) -> Any:
         reasons = stash.take()
         if closure is not None:
             if masters or reasons:
-                raise RuntimeError("Currently, Amp does not support closure use with optimizers. Compute the loss and its gradients first, then call step().")
+                raise RuntimeError(
+                    "amp does not support closures with master weights, nor on a step that is to be skipped. Compute the loss and its gradients first, then call step()."
+                )
             return own(closure)
         if reasons:
             for reason in reasons:

@@ -103,10 +103,12 @@ class FP16_Optimizer:  # noqa: N801 - Apex's spelling
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Step the masters unless the gradients are not finite, and adapt the scale. A closure calls this optimizer's `backward`."""
         if closure is not None and self.dynamic_loss_scale:
-            raise TypeError("Using step with a closure is currently not compatible with dynamic loss scaling. Call backward(loss) first, then step().")
+            raise TypeError("step(closure) does not go with dynamic loss scaling, which must see the gradients first. Call backward(loss), then step().")
         loss = None if closure is None else closure()
         self.update_master_grads()
-        before, bad, self.overflow = self.loss_scale, self.overflow, False
+        bad, self.overflow = self.overflow, False
+        # Read only now, for that waits for the device.
+        before = self.loss_scale if bad else None
         self.loss_scaler.update_scale([torch.tensor(float(bad))])
         if bad:
             self.maybe_print(f"OVERFLOW! Skipping step. Attempted loss scale: {before}, reducing to {self.loss_scale}")
@@ -137,10 +139,10 @@ class FP16_Optimizer:  # noqa: N801 - Apex's spelling
             self._masters.write(parameter, value.to(parameter.device))
 
     def __getstate__(self) -> NoReturn:
-        raise RuntimeError("FP16_Optimizer should be serialized using state_dict().")
+        raise RuntimeError("An FP16_Optimizer is not pickled. Save its state_dict() instead.")
 
     def __setstate__(self, _state: dict[str, Any]) -> NoReturn:
-        raise RuntimeError("FP16_Optimizer should be deserialized using load_state_dict().")
+        raise RuntimeError("An FP16_Optimizer is not unpickled. Make one, and call its load_state_dict().")
 
     # -- what is the optimizer's or the scaler's -------------------------------------------------------------------------------------------------
 

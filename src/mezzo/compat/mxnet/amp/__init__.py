@@ -1,5 +1,6 @@
 """`mxnet.amp`: process-wide mixed precision, dynamic loss scaling, and conversion for inference."""
 
+from mezzo.compat.mxnet.amp.convert import convert_bucketing_module, convert_hybrid_block, convert_model
 from mezzo.compat.mxnet.amp.lists import (
     list_conditional_fp32_ops,
     list_fp32_ops,
@@ -13,6 +14,9 @@ from mezzo.compat.mxnet.amp.scaling import init_trainer, scale_loss, unscale
 from mezzo.compat.mxnet.amp.switch import init, uninit
 
 __all__ = [
+    "convert_bucketing_module",
+    "convert_hybrid_block",
+    "convert_model",
     "init",
     "init_trainer",
     "list_conditional_fp32_ops",

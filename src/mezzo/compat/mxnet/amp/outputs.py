@@ -17,26 +17,32 @@ class _Output(torch.autograd.Function):
     """An output with a gradient of its own."""
 
     @staticmethod
-    def forward(ctx: Any, data: torch.Tensor, output: torch.Tensor, gradient: Gradient) -> torch.Tensor:  # noqa: ARG004 - autograd ties the input to the output
+    def forward(
+        ctx: Any,
+        data: torch.Tensor,  # noqa: ARG004 - autograd ties the input to the output
+        output: torch.Tensor,
+        gradient: Gradient,
+        times_incoming: bool,  # noqa: FBT001 - apply() takes arguments by position
+    ) -> torch.Tensor:
         """The output as it is."""
-        ctx.gradient, ctx.loss_scale = gradient, 1.0
+        ctx.gradient, ctx.loss_scale, ctx.times_incoming = gradient, 1.0, times_incoming
         return output.clone()
 
     @staticmethod
-    def backward(ctx: Any, *_: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        """The layer's own gradient, times the scale."""
-        return ctx.gradient() * ctx.loss_scale, None, None
+    def backward(ctx: Any, *incoming: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
+        """The layer's own gradient, times the scale: an incoming one that counts has it already."""
+        return ctx.gradient() * (incoming[0] if ctx.times_incoming else ctx.loss_scale), None, None, None
 
 
 _made = False
 """Whether there ever was such an output: most never make one, and no graph need be searched for it."""
 
 
-def output_with_gradient(data: torch.Tensor, output: torch.Tensor, gradient: Gradient) -> torch.Tensor:
-    """An output whose input gets this gradient, whatever comes in."""
+def output_with_gradient(data: torch.Tensor, output: torch.Tensor, gradient: Gradient, *, times_incoming: bool = False) -> torch.Tensor:
+    """An output whose input gets this gradient, whatever comes in unless that is to count."""
     global _made
     _made = True
-    made: torch.Tensor = _Output.apply(data, output, gradient)  # type: ignore[no-untyped-call]
+    made: torch.Tensor = _Output.apply(data, output, gradient, times_incoming)  # type: ignore[no-untyped-call]
     return made
 
 

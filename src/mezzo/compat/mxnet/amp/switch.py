@@ -73,7 +73,7 @@ def init(
 
 
 def uninit() -> None:
-    """Switch off what `init` switched on, trainers included; nothing happens where nothing is on."""
+    """Switch off what `init` switched on in this thread, trainers included; nothing happens where nothing is on."""
     global _now
     before, _now = _now, None
     if before is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import lru_cache
 from typing import Any, ParamSpec, Self, TypeVar
 
 import torch
@@ -10,6 +11,7 @@ import torch
 from mezzo.compat.paddle.amp import _words
 from mezzo.eager.everywhere import everywhere
 from mezzo.eager.region import innermost_region
+from mezzo.policy.registry import registry
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -21,7 +23,7 @@ class auto_cast:  # noqa: N801 - Paddle's spelling
     `O1` and `O2` run ops of the white list in 16 bits and of the black list in float32, and every other one in float32 as soon as one input is; the black list
     of `O2` is short, and `use_promote=False` turns its other ops 16-bit. `OD` runs the white list in 16 bits and all else in float32, `O0` everything.
 
-    It differs from Paddle's where that surprises: words are checked here and not at `with`; a CPU computes in 16 bits too; names that reach no op are told;
+    It differs from Paddle's where that surprises: words are checked here and not at `with`; a CPU computes in 16 bits too; names that reach no op are told in the log;
     lists belong to this thread; a float16 tensor is not recast under bfloat16; a weight is cast once, not at every use.
 
     >>> import torch
@@ -47,7 +49,7 @@ class auto_cast:  # noqa: N801 - Paddle's spelling
             lists = _words.custom_lists(custom_white_list, custom_black_list)
             # Without promotion every op that is not black is 16-bit. Elsewhere Paddle takes the word and does nothing with it.
             unlisted = "half" if level == "O2" and not use_promote else None
-            self._region = everywhere(level, enabled=bool(enable), preset="paddle", dtype=half or "float16", unlisted=unlisted, **lists)
+            self._region = _region(level, half or "float16", unlisted, *lists, enabled=bool(enable), generation=registry().generation)
 
     def __enter__(self) -> Self:
         self._region.__enter__()
@@ -59,6 +61,12 @@ class auto_cast:  # noqa: N801 - Paddle's spelling
     def __call__(self, function: Callable[P, R]) -> Callable[P, R]:
         """Decorate a function, a generator function or a coroutine function: every call runs in the region."""
         return self._region(function)
+
+
+@lru_cache(maxsize=256)
+def _region(level: str, dtype: str, unlisted: str | None, half: frozenset[str], full: frozenset[str], *, enabled: bool, generation: int) -> everywhere:  # noqa: ARG001
+    """A region of these words; the same words give the same one, for a program says them at every step. An op that is registered meanwhile makes others of them."""
+    return everywhere(level, enabled=enabled, preset="paddle", dtype=dtype, unlisted=unlisted, half=half, full=full)
 
 
 amp_guard = auto_cast

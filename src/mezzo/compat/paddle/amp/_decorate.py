@@ -12,7 +12,10 @@ from mezzo._casting import cast
 from mezzo.compat.paddle._clip import norm_for_all
 from mezzo.compat.paddle.amp import _excluded
 from mezzo.compat.paddle.amp._words import DTYPES
+from mezzo.compat.paddle.optimizer._base import stepping
 from mezzo.compat.paddle.parallel import DataParallel
+from mezzo.optim.bound import bound_of
+from mezzo.policy.rule import Master
 from mezzo.prepare.decoration import decoration_of
 
 _SAVED = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32, "float64": torch.float64}
@@ -32,7 +35,8 @@ def decorate(
     """Make parameters and buffers 16-bit at `O2`, in place; at `O1` nothing is done. What was passed comes back in the same shape.
 
     Batch norms stay float32, layer and instance norms beside float16 only, and so does what `excluded_layers` has. With optimizers, float32 masters are kept
-    unless `master_weight=False`; without any there are none, and small updates are lost. Inside `auto_cast` a decorated model runs as that says.
+    unless `master_weight=False`; without any there are none, and small updates are lost. Optimizers compute in float32, named or not. Inside `auto_cast` a
+    decorated model runs as that says.
 
     It differs from Paddle's where that surprises: everything is checked before anything changes; a CPU is decorated too, and a model outside of `auto_cast` runs
     at its level by itself; masters start from the original float32 values; `master_grad` holds for these models alone and needs no `auto_cast`; decorating
@@ -47,30 +51,28 @@ def decorate(
     if dtype not in DTYPES:
         raise ValueError(f"dtype only support float16 or bfloat16. It is {dtype!r}.")
     if level == "O2":
-        several, stepping = _models(models), _optimizers(optimizers)
-        saved = _save_dtype(save_dtype)
-        _refresh(several, stepping)
-        _convert(several, stepping, dtype, master_weight is not False, master_grad, excluded_layers)
+        several, given, saved = _models(models), _optimizers(optimizers), _save_dtype(save_dtype)
+        words: dict[str, Any] = {"dtype": dtype, "keep_full": _excluded.kept(several, dtype, excluded_layers)}
+        # Who steps these models and was not named computes in float32, as every optimizer of Paddle's, and keeps the masters that it has.
+        named = given or stepping(several)
+        words["master"] = "float32" if (master_weight is not False if given else any(map(_has_masters, named))) else None
+        words |= {"grad_dtype": "float32"} if master_grad else {}
+        _convert(several, named, words)
         if saved is not None:
             for model in several:
                 _save_as(model, saved)
     return models if optimizers is None else (models, optimizers)
 
 
-def _convert(models: list[nn.Module], optimizers: list[Any], dtype: str, masters: bool, master_grad: bool, excluded: Any) -> None:  # noqa: FBT001
-    words: dict[str, Any] = {"grad_dtype": "float32"} if master_grad else {}
-    mezzo.decorate(
-        models,
-        optimizers or None,
-        "O2",
-        preset="paddle",
-        dtype=dtype,
-        keep_full=_excluded.kept(models, dtype, excluded),
-        master="float32" if masters and optimizers else None,
-        clip_norm=norm_for_all(optimizers) if optimizers else None,
-        yields=True,
-        **words,
-    )
+def _convert(models: list[nn.Module], optimizers: list[Any], words: dict[str, Any]) -> None:
+    _refresh(models, optimizers)
+    for optimizer in optimizers:
+        bound = bound_of(optimizer)
+        if bound is not None and decoration_of(optimizer) is None:
+            # It was made for parameters that were 16-bit already.
+            bound.unbind()
+    clip_norm = norm_for_all(optimizers) if optimizers else None
+    mezzo.decorate(models, optimizers or None, "O2", preset="paddle", clip_norm=clip_norm, yields=True, **words)
 
 
 def _models(models: Any) -> list[nn.Module]:
@@ -111,6 +113,11 @@ def _refresh(models: list[nn.Module], optimizers: list[torch.optim.Optimizer]) -
     for found in {decoration for one in models if (decoration := decoration_of(one)) is not None}:
         if all(any(one is given for given in optimizers) for one in found.optimizers) and all(any(one is given for given in models) for one in found.models):
             found.undo()
+
+
+def _has_masters(optimizer: torch.optim.Optimizer) -> bool:
+    found = decoration_of(optimizer)
+    return found is not None and found.plan.master is Master.FLOAT32
 
 
 def _save_as(model: nn.Module, dtype: torch.dtype) -> None:

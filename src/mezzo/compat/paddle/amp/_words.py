@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import warnings
+import logging
 from collections.abc import Iterable
 from typing import Any
 
@@ -14,6 +14,7 @@ from mezzo.policy.presets import paddle
 
 DTYPES = ("float16", "bfloat16")
 LEVELS = ("O0", "OD", "O1", "O2")
+_PRODUCTS, _LAYER = {"matmul", "matmul_v2"}, "linear_v2"
 
 Names = Iterable[str] | None
 
@@ -40,13 +41,18 @@ def half_of(dtype: Any, *, needed: bool) -> str | None:
     return None
 
 
-def custom_lists(white: Names, black: Names) -> dict[str, Any]:
-    """Custom lists in Paddle's op names as fields of a policy. A name may stand for several ops here; what both lists reach is float32, as there."""
+def custom_lists(white: Names, black: Names) -> tuple[frozenset[str], frozenset[str]]:
+    """The ops that custom lists in Paddle's names turn half and full. A name may stand for several ops here; what both lists reach is float32, as there.
+
+    A linear layer is a matmul and an addition in Paddle's guide, and one op in its builds for CUDA: who keeps matmul in float32 keeps layers there, too.
+    """
     whites, blacks = _names("custom_white_list", white), _names("custom_black_list", black)
     if both := whites & blacks:
         raise ValueError(f"Custom white list overlap custom black list: {', '.join(sorted(both))}. An op can be in one of them.")
+    if blacks & _PRODUCTS and _LAYER not in whites:
+        blacks |= {_LAYER}
     half, full = _translated(whites), _translated(blacks)
-    return {"half": half - full, "full": full}
+    return half - full, full
 
 
 def _names(what: str, names: Names) -> frozenset[str]:
@@ -58,14 +64,16 @@ def _names(what: str, names: Names) -> frozenset[str]:
 
 def _translated(names: frozenset[str]) -> frozenset[str]:
     known = paddle.NAMES.known
-    for name in sorted(names - known.keys()):
-        # Paddle accepts any word and does nothing with those that it does not know.
-        warnings.warn(f"{name!r} in a custom list has no effect: {_why_not(name)}.", UserWarning, stacklevel=_TO_THE_CALLER)
+    for name in names - known.keys() - _said:
+        # In the log and once: Paddle accepts any word, does nothing with those that it does not know, and says so nowhere.
+        _said.add(name)
+        _LOG.warning("%r in a custom list has no effect: %s.", name, _why_not(name))
     return frozenset(ours for name in names for ours in known.get(name, ()))
 
 
-_TO_THE_CALLER = 4
-"""From a warning about a name up to the line that has the list."""
+_LOG = logging.getLogger("mezzo.compat.paddle")
+_said: set[str] = set()
+"""Names that were told already."""
 
 
 def _why_not(name: str) -> str:

@@ -35,13 +35,13 @@ def loader_of(data: Any, *, batch_size: int, shuffle: bool = False, drop_last: b
 
 
 def inputs_taken(forward: Callable[..., Any]) -> int:
-    """How many values of a batch go into a network: as many as its forward has parameters; the rest are labels.
+    """How many values of a batch go into a network: as many as its forward needs; the rest are labels. Others are said: `Model(network, inputs=[...])`.
 
     >>> inputs_taken(torch.nn.Sequential().forward)
     1
     """
-    kinds = [parameter.kind for parameter in inspect.signature(forward).parameters.values()]
-    return sum(kind in (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD) for kind in kinds) or 1
+    needed = [parameter for parameter in inspect.signature(forward).parameters.values() if parameter.default is inspect.Parameter.empty]
+    return sum(one.kind in (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD) for one in needed) or 1
 
 
 def listed(values: Any) -> list[Any]:

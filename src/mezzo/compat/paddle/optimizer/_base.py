@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable
 from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
 
-from mezzo.compat.paddle._clip import Clip, clip_before_step
+from mezzo._dtypes import HALF_DTYPES
+from mezzo.compat.paddle._clip import Clip, clip_before_step, norm_for_all
 from mezzo.compat.paddle.static._closing import close
 from mezzo.compat.paddle.static._precision import Precision
 from mezzo.compat.paddle.static._program import Variable
+from mezzo.optim.halves import step_halves
+from mezzo.policy.rule import Master
+from mezzo.scaling.gradients import parameters
 
 Parameters = Iterable[Any] | None
 Decay = Any
@@ -33,11 +39,13 @@ class Optimizer(torch.optim.Optimizer):
             raise TypeError(
                 f"'grad_clip' should be an instance of GradientClipBase's derived class, got {grad_clip!r}. Use nn.ClipGradByGlobalNorm(clip_norm=1.0)."
             )
-        self._grad_clip = grad_clip
-        # A word for `static.amp.decorate`; eagerly it is `amp.decorate` that keeps masters.
-        self._multi_precision = bool(multi_precision)
+        self._grad_clip, self._multi_precision = grad_clip, bool(multi_precision)
         if grad_clip is not None:
             self.register_step_pre_hook(clip_before_step)
+        if any(one.dtype in HALF_DTYPES for one in parameters(self)):
+            # Paddle's optimizers compute in float32 whatever they step, and keep masters where they are told to.
+            step_halves(self, Master.FLOAT32 if multi_precision else Master.NONE, clip_norm=norm_for_all([self]))
+        _made[next(_numbers)] = self
 
     def clear_grad(self, set_to_zero: bool = True) -> None:  # noqa: FBT001, FBT002 - Paddle's call shape
         """Forget the gradients: zeros by default, as in Paddle; `set_to_zero=False` gives their memory back."""
@@ -77,6 +85,23 @@ class Optimizer(torch.optim.Optimizer):
         self.load_state_dict(state_dict)
 
 
+def stepping(models: Iterable[torch.nn.Module]) -> list[Optimizer]:
+    """The optimizers that step parameters of models and no others, and were not named with them; of two for the same parameters the later one."""
+    free = {id(one) for model in models for one in model.parameters()}
+    found = []
+    for optimizer in reversed(list(_made.values())):
+        own = {id(one) for one in parameters(optimizer)}
+        if own <= free:
+            free -= own
+            found.append(optimizer)
+    return found
+
+
+_made: WeakValueDictionary[int, Optimizer] = WeakValueDictionary()
+"""Every optimizer that is still there, in the order they were made."""
+_numbers = itertools.count()
+
+
 def rate_of(learning_rate: Any) -> float:
     """A learning rate; Paddle's schedulers are torch's here."""
     if isinstance(learning_rate, bool) or not isinstance(learning_rate, int | float):
@@ -87,16 +112,16 @@ def rate_of(learning_rate: Any) -> float:
     return float(learning_rate)
 
 
-def parameters_of(parameters: Parameters, learning_rate: Any) -> Any:
+def parameters_of(given: Parameters, learning_rate: Any) -> Any:
     """Parameters as torch's optimizers take them; a group's learning rate is a multiple of the optimizer's, as in Paddle."""
-    if parameters is None:
+    if given is None:
         raise AttributeError("parameters argument given to the Optimizer should not be None. Pass parameters=model.parameters(), in static programs too.")
-    if isinstance(parameters, torch.Tensor) or not isinstance(parameters, Iterable):
+    if isinstance(given, torch.Tensor) or not isinstance(given, Iterable):
         raise TypeError(
-            f"`parameters` argument given to the optimizer should be an iterable of Tensors, but got argument type is `{type(parameters).__name__}`. "
+            f"`parameters` argument given to the optimizer should be an iterable of Tensors, but got argument type is `{type(given).__name__}`. "
             "Pass model.parameters(), or a list."
         )
-    several = list(parameters)
+    several = list(given)
     return [_group(one, rate_of(learning_rate)) for one in several] if any(isinstance(one, dict) for one in several) else several
 
 

@@ -13,8 +13,9 @@ import mezzo
 from mezzo._casting import cast_all
 from mezzo.compat.paddle._clip import clip_of, norm_for_all
 from mezzo.compat.paddle.static._precision import Precision
-from mezzo.compat.paddle.static._program import Node, Program, Variable, default_main_program
+from mezzo.compat.paddle.static._program import Node, Program, Variable
 from mezzo.compat.paddle.static._replay import Around, evaluating, plainly, replay
+from mezzo.compat.paddle.static._writing import default_main_program
 from mezzo.eager.region import Region, inside
 from mezzo.eager.settle import region_of
 from mezzo.step.free import FreeStep
@@ -65,11 +66,14 @@ class Closing:
         """The values of variables in the precision of training, without training."""
         self.prepare()
         with torch.no_grad(), inside(self._region()):
-            return self._run(program, feeds, wanted, evaluating if program.for_test else plainly)
+            return self._run(program, program.needed_for(wanted), feeds, wanted, evaluating if program.for_test else plainly)
 
     def _made(self, wanted: Sequence[Variable], *, capture: bool = False) -> FreeStep:
+        computed = [self.loss, *wanted]
+        nodes = self.program.needed_for(computed)
+
         def body(feeds: dict[str, torch.Tensor]) -> tuple[torch.Tensor, ...]:
-            loss, *fetched = self._run(self.program, feeds, [self.loss, *wanted], plainly)
+            loss, *fetched = self._run(self.program, nodes, feeds, computed, plainly)
             loss.backward()
             return tuple(fetched)
 
@@ -77,14 +81,14 @@ class Closing:
         scaler: Any = self.scaler if self.scaler is not None else False
         return mezzo.train_step(models=self._held, optimizers=self.optimizer, scaler=scaler, capture="auto" if capture else False, **words)(body)
 
-    def _run(self, program: Program, feeds: dict[str, torch.Tensor], wanted: Sequence[Variable], around: Around) -> list[torch.Tensor]:
+    def _run(self, program: Program, nodes: Sequence[Node], feeds: dict[str, torch.Tensor], wanted: Sequence[Variable], around: Around) -> list[torch.Tensor]:
         dtype = self.precision.fed
         if dtype is not None:
             feeds = cast_all(feeds, dtype, self.device.type)
         if self.precision.guarded:
             around = _outside_in_float32(around, self._region(enabled=False), self.device.type)
         given = {program.feeds[name]: value for name, value in feeds.items()}
-        return replay(program.needed_for(wanted), given, wanted, around)
+        return replay(nodes, given, wanted, around)
 
     def _region(self, *, enabled: bool = True) -> Region:
         return region_of(self.precision.policy, self.device.type, enabled=enabled)

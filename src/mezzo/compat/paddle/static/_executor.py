@@ -8,8 +8,9 @@ from typing import Any
 import torch
 
 from mezzo.compat.paddle._places import device_of
-from mezzo.compat.paddle.static._program import UNKNOWN_SIZES, Program, Variable, default_main_program, shown_shape
+from mezzo.compat.paddle.static._program import UNKNOWN_SIZES, Program, Variable, shown_shape
 from mezzo.compat.paddle.static._replay import evaluating, plainly, replay
+from mezzo.compat.paddle.static._writing import default_main_program
 
 
 class Scope:
@@ -92,7 +93,7 @@ def _closing(program: Program) -> Any:
 
 
 def _fitting(name: str, value: torch.Tensor, wanted: Variable) -> torch.Tensor:
-    sizes = list(wanted.shape)
+    sizes = wanted.sizes
     if value.dim() != len(sizes) or any(size != got and size not in UNKNOWN_SIZES for size, got in zip(sizes, value.shape, strict=True)):
         shown = f"dimensions = {len(sizes)}, shape = {shown_shape(wanted)}"
         raise ValueError(f"The fed Variable {name!r} should have {shown}, but received fed shape {list(value.shape)}.")

@@ -30,7 +30,7 @@ class AutoMixedPrecisionLists:
         if dtype not in ("float16", "bfloat16"):
             raise ValueError(f"The dtype of the lists should be 'float16' or 'bfloat16', got {dtype!r}.")
         self.amp_dtype = dtype
-        self.custom = custom_lists(white, black)
+        self.half, self.full = custom_lists(white, black)
         """The same in mezzo's words."""
         self.white_list = (_listed(Rule.HALF) - black) | white
         self.black_list = (_listed(Rule.FULL) - white) | black

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -47,19 +48,8 @@ class Precision:
 
     @property
     def policy(self) -> mezzo.Policy:
-        """The same in mezzo's words. In no list means float32 at O1 and 16-bit at O2, unless ops promote."""
-        if self.level == "O0":
-            return mezzo.Policy("O0")
-        words: dict[str, Any] = {"half": self.half, "full": self.full, "master": "float32" if self.masters else None}
-        if self.master_grad:
-            words["grad_dtype"] = "float32"
-        if not self.promote and self.level == "O1":
-            listed = paddle.lists(Level.O1, torch.float16).entries.keys() | self.half | self.full
-            gray = {ours for name in GRAY.split() for ours in paddle.NAMES.known[name]}
-            words |= {"unlisted": "full", "promote": gray - listed}
-        elif not self.promote and self.level == "O2":
-            words["unlisted"] = "half"
-        return mezzo.Policy(self.level, self.dtype, preset="paddle", keep_full=(), **words)
+        """The same in mezzo's words."""
+        return _policy(self)
 
     @property
     def fed(self) -> torch.dtype | None:
@@ -73,6 +63,23 @@ class Precision:
             if node.name in _KEPT_BY or (self.guarded and not node.guarded) or _is_full(policy, node.function):
                 found += [one for one in node.tensors() if not isinstance(one, Variable)]
         return found
+
+
+@cache
+def _policy(told: Precision) -> mezzo.Policy:
+    """In no list means float32 at O1 and 16-bit at O2, unless ops promote."""
+    if told.level == "O0":
+        return mezzo.Policy("O0")
+    words: dict[str, Any] = {"half": told.half, "full": told.full, "master": "float32" if told.masters else None}
+    if told.master_grad:
+        words["grad_dtype"] = "float32"
+    if not told.promote and told.level == "O1":
+        listed = paddle.lists(Level.O1, torch.float16).entries.keys() | told.half | told.full
+        gray = {ours for name in GRAY.split() for ours in paddle.NAMES.known[name]}
+        words |= {"unlisted": "full", "promote": gray - listed}
+    elif not told.promote and told.level == "O2":
+        words["unlisted"] = "half"
+    return mezzo.Policy(told.level, told.dtype, preset="paddle", keep_full=(), **words)
 
 
 def _is_full(policy: mezzo.Policy, function: Any) -> bool:

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from mezzo._casting import map_tensors
+from mezzo.eager.region import innermost_region
 
 UNKNOWN_SIZES = (9973, 9967, 9949, 9941, 9931)
 """Stand for sizes that are not known before the program runs, one for each dimension: primes, so that a size made of one is recognised."""
@@ -105,6 +106,8 @@ class Variable(torch.Tensor):
     """A tensor without values: part of a program."""
 
     program: Program
+    sizes: tuple[int, ...]
+    """Its shape, without a question to torch."""
     # torch has a property of this name, which nobody uses.
     name: str = ""
 
@@ -112,7 +115,7 @@ class Variable(torch.Tensor):
     def of(cls, meta: torch.Tensor, program: Program, name: str) -> Variable:
         """Make one that looks like a tensor of the meta device."""
         made: Variable = meta.detach().as_subclass(cls)
-        made.program = program
+        made.program, made.sizes = program, tuple(meta.shape)
         program.name(made, name)
         return made
 
@@ -140,7 +143,8 @@ class Variable(torch.Tensor):
 
         result = map_tensors(shown, wrap)
         if outputs or func is torch.Tensor.__setitem__:
-            program.nodes.append(Node(func, args, kwargs, tuple(outputs), _state.guards > 0))
+            _refuse_regions()
+            program.nodes.append(Node(func, args, kwargs, tuple(outputs), _guards.depth > 0))
         return result
 
 
@@ -161,7 +165,16 @@ def _tensors(value: Any) -> list[torch.Tensor]:
 
 def shown_shape(variable: Variable) -> list[int]:
     """A shape as Paddle shows it: -1 for a size that is not known."""
-    return [-1 if size in UNKNOWN_SIZES else size for size in variable.shape]
+    return [-1 if size in UNKNOWN_SIZES else size for size in variable.sizes]
+
+
+def _refuse_regions() -> None:
+    region = innermost_region()
+    if region is not None and region.enabled:
+        raise RuntimeError(
+            "amp.auto_cast is around a static program that is being written, and would not be there when it runs. "
+            "Take it away: static.amp.decorate(optimizer, ...) says in which precision a program runs."
+        )
 
 
 def _refuse_unknown_constants(given: Iterable[torch.Tensor]) -> None:
@@ -173,90 +186,29 @@ def _refuse_unknown_constants(given: Iterable[torch.Tensor]) -> None:
             )
 
 
-class _State(threading.local):
-    """The programs that are being written in this thread."""
+class _Guards(threading.local):
+    """How many guards this thread is inside of."""
 
-    def __init__(self) -> None:
-        self.main, self.startup, self.guards, self.static = [Program()], [Program()], 0, False
-
-
-_state = _State()
+    depth = 0
 
 
-def default_main_program() -> Program:
-    """The program that is being written.
-
-    >>> program = Program()
-    >>> with program_guard(program):
-    ...     default_main_program() is program
-    True
-    """
-    return _state.main[-1]
-
-
-def default_startup_program() -> Program:
-    """The program that makes parameters ready. torch's layers are ready when they are made: running it does nothing."""
-    return _state.startup[-1]
-
-
-@contextmanager
-def program_guard(main_program: Program, startup_program: Program | None = None) -> Iterator[None]:
-    """Write another program for a while."""
-    for one in (main_program, startup_program):
-        if one is not None and not isinstance(one, Program):
-            raise TypeError(f"The type of programs in program_guard must be Program, but received {type(one).__name__}.")
-    _state.main.append(main_program)
-    _state.startup.append(startup_program or _state.startup[-1])
-    try:
-        yield
-    finally:
-        _state.main.pop()
-        _state.startup.pop()
+_guards = _Guards()
 
 
 @contextmanager
 def fp16_guard() -> Iterator[None]:
-    """Mark what is said inside as 16-bit, for `static.amp.decorate(use_pure_fp16=True, use_fp16_guard=True)`: all else stays float32."""
-    _state.guards += 1
+    """Mark what is said inside as 16-bit, for `static.amp.decorate(use_pure_fp16=True, use_fp16_guard=True)`: all else stays float32.
+
+    >>> program = Program()
+    >>> x = Variable.of(torch.empty(2, device="meta"), program, "x")
+    >>> with fp16_guard():
+    ...     y = x + 1
+    >>> z = y + 1
+    >>> [node.guarded for node in program.nodes]
+    [True, False]
+    """
+    _guards.depth += 1
     try:
         yield
     finally:
-        _state.guards -= 1
-
-
-def data(name: str, shape: Any, dtype: str | torch.dtype | None = None, lod_level: int = 0) -> Variable:  # noqa: ARG001 - Paddle's call shape
-    """A variable that is fed. A size of -1 or None is known when the program runs.
-
-    >>> with program_guard(Program()):
-    ...     data("x", [None, 784], "float32")
-    var x : shape[-1, 784], dtype float32
-    """
-    if not isinstance(name, str):
-        raise TypeError(f"The type of 'name' in data must be str, but received {type(name).__name__}.")
-    chosen = dtype if isinstance(dtype, torch.dtype) else getattr(torch, dtype or "float32", None)
-    if not isinstance(chosen, torch.dtype):
-        raise TypeError(f"The data type of {name!r} is {dtype!r}. Use one such as 'float32', 'float16', 'int64' or 'bool'.")
-    program = default_main_program()
-    sizes = [UNKNOWN_SIZES[place] if size in (None, -1) else int(size) for place, size in enumerate(shape)]
-    made = Variable.of(torch.empty(sizes, dtype=chosen, device="meta"), program, name)
-    program.feeds[name] = made
-    return made
-
-
-def enable_static() -> None:
-    """Say that programs are written from now on. A program is written by calling layers with `static.data`, with or without this."""
-    _state.static = True
-
-
-def disable_static() -> None:
-    """Say that no programs are written any more."""
-    _state.static = False
-
-
-def in_dynamic_mode() -> bool:
-    """Whether `enable_static` was not called.
-
-    >>> in_dynamic_mode()
-    True
-    """
-    return not _state.static
+        _guards.depth -= 1

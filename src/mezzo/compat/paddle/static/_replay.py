@@ -38,7 +38,7 @@ def evaluating(node: Node, given: tuple[Any, Any]) -> Any:
 def replay(nodes: Sequence[Node], feeds: Mapping[Variable, torch.Tensor], wanted: Iterable[Variable], around: Around = plainly) -> list[torch.Tensor]:
     """The values of variables."""
     values = {id(variable): value for variable, value in feeds.items()}
-    sizes = {size: found for variable, value in feeds.items() for size, found in zip(variable.shape, value.shape, strict=True) if size in UNKNOWN_SIZES}
+    sizes = {size: found for variable, value in feeds.items() for size, found in zip(variable.sizes, value.shape, strict=True) if size in UNKNOWN_SIZES}
 
     def value_of(tensor: torch.Tensor) -> torch.Tensor:
         if not isinstance(tensor, Variable):

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from mezzo.compat.paddle._places import device_of
 from mezzo.compat.paddle.amp._scaler_state import Told
 from mezzo.compat.paddle.static._closing import Closing, close
 from mezzo.compat.paddle.static._lists import AutoMixedPrecisionLists, CustomOpLists
@@ -19,8 +20,6 @@ _OLD = {"use_pure_fp16", "use_fp16_guard", "use_bf16"}
 """Words of the older signature alone."""
 _NEW = {"level", "dtype", "master_weight", "master_grad", "use_amp_guard", "use_promote"}
 """Words of the newer one alone."""
-_THIRD = 2
-"""The place of the argument by whose type the signatures are told apart: a level, or a scale."""
 
 
 def decorate(optimizer: torch.optim.Optimizer, amp_lists: AutoMixedPrecisionLists | None = None, *args: Any, **kwargs: Any) -> OptimizerWithMixedPrecision:
@@ -34,6 +33,16 @@ def decorate(optimizer: torch.optim.Optimizer, amp_lists: AutoMixedPrecisionList
       `use_pure_fp16`, `use_fp16_guard`, `use_bf16`: masters are kept where the optimizer was made with `multi_precision=True`.
 
     The scale stays at 1 or above. bfloat16 is not scaled.
+
+    >>> from mezzo.compat import paddle
+    >>> model, program = torch.nn.Linear(2, 1), paddle.static.Program()
+    >>> with paddle.static.program_guard(program):
+    ...     loss = model(paddle.static.data("x", [-1, 2])).square().mean()
+    ...     optimizer = decorate(paddle.optimizer.SGD(learning_rate=0.1, parameters=model.parameters()), init_loss_scaling=128.0, use_dynamic_loss_scaling=True)
+    ...     _ = optimizer.minimize(loss)
+    >>> losses = paddle.static.Executor(paddle.CPUPlace()).run(program, feed={"x": [[1.0, 2.0]]}, fetch_list=[loss])
+    >>> losses[0].dtype, optimizer.get_loss_scaling()
+    (dtype('float32'), 128.0)
     """
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise TypeError(f"optimizer should be an optimizer, got {type(optimizer).__name__}.")
@@ -64,7 +73,8 @@ def _older(
     return Precision(
         level="O2" if use_pure_fp16 else "O1",
         dtype="bfloat16" if use_bf16 else "float16",
-        **lists.custom,
+        half=lists.half,
+        full=lists.full,
         guarded=use_pure_fp16 and (use_fp16_guard is None or use_fp16_guard),
         masters=bool(getattr(optimizer, "_multi_precision", False)),
         scaling=_scaling("bfloat16" if use_bf16 else "float16", init_loss_scaling, ratios, use_dynamic_loss_scaling),
@@ -97,7 +107,8 @@ def _newer(
     return Precision(
         level=level,
         dtype=dtype,
-        **lists.custom,
+        half=lists.half,
+        full=lists.full,
         guarded=use_amp_guard and level == "O2",
         promote=use_promote,
         masters=master_weight is not False,
@@ -131,16 +142,17 @@ class OptimizerWithMixedPrecision:
 
     def amp_init(
         self,
-        place: Any,  # noqa: ARG002 - parameters go where the executor runs
-        scope: Any = None,  # noqa: ARG002 - and live in the model
+        place: Any,
+        scope: Any = None,  # noqa: ARG002 - parameters live in the model
         test_program: Program | None = None,
         use_fp16_test: bool = False,  # noqa: FBT001, FBT002, ARG002 - a test runs in the precision of training
         rewrite_master_weight: bool = False,  # noqa: FBT001, FBT002, ARG002 - masters start from the float32 values
     ) -> None:
-        """Make the parameters 16-bit at O2. The first run does it too, where this is not called."""
+        """Bring the parameters to a place, and make them 16-bit at O2. The first run does both too, where this is not called."""
         closing = self._closed()
         if test_program is not None:
             test_program.closing = closing
+        closing.move(device_of(place))
         closing.prepare()
 
     def get_loss_scaling(self) -> float:

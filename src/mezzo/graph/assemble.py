@@ -1,0 +1,94 @@
+"""From an exported model to a converted program: tidied, planned, applied, verified."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Mapping
+
+from torch import nn
+from torch.export import ExportedProgram
+from torch.export.graph_signature import ConstantArgument, ExportGraphSignature, OutputSpec, TensorArgument
+from torch.fx import GraphModule, Node
+
+from mezzo._casting import map_tensors
+from mezzo.graph.apply import apply_plan
+from mezzo.graph.choice import output_values
+from mezzo.graph.counting import casts_after, casts_before
+from mezzo.graph.lists import Words, check_words
+from mezzo.graph.nodes import values
+from mezzo.graph.plan import Casts, GraphPlan
+from mezzo.graph.program import Program
+from mezzo.graph.rows import rows
+from mezzo.graph.sections import plan_sections
+from mezzo.graph.tidy import tidy
+from mezzo.graph.verify import verify
+from mezzo.graph.weights import Pool, Stored, store, weight_nodes
+
+
+def assemble(exported: ExportedProgram, said: Words, modules: Mapping[str, nn.Module], pool: Pool) -> Program:
+    """Convert one exported model; the export itself stays as it is."""
+    module = copied(exported.graph_module)
+    tidy(module, said.dtype, said.device)
+    check_words(said, list(_nodes(module)), list(_names(module)))
+    sections = plan_sections(module, weight_nodes(exported, module, said.dtype), said, modules)
+    before, told = casts_before(sections, said), rows(sections)
+    for section in sections[1:]:
+        apply_plan(section.module, section.planned, {})
+    stored = store(exported, module, sections[0].planned.choice, pool)
+    apply_plan(module, sections[0].planned, stored.variants)
+    verify(module)
+    return Program(_program(exported, module, stored), GraphPlan(told, Casts(before, casts_after(module))))
+
+
+def copied(module: GraphModule) -> GraphModule:
+    """A copy of a graph and its bodies in which every node keeps its name: torch renames those that Python has a word for, such as `input`."""
+    made = copy.deepcopy(module)
+    for one, other in zip(module.modules(), made.modules(), strict=True):
+        if isinstance(one, GraphModule) and isinstance(other, GraphModule):
+            for node, twin in zip(one.graph.nodes, other.graph.nodes, strict=True):
+                twin.name = node.name
+    return made
+
+
+def _program(exported: ExportedProgram, module: GraphModule, stored: Stored) -> ExportedProgram:
+    signature = ExportGraphSignature(stored.signature.input_specs, _output_specs(module, stored.signature))
+    return ExportedProgram(
+        root=module,
+        graph=module.graph,
+        graph_signature=signature,
+        state_dict=stored.state,
+        range_constraints=exported.range_constraints,
+        module_call_graph=exported.module_call_graph,
+        example_inputs=_examples(exported, module),
+        constants=stored.constants,
+        verifiers=exported.verifiers,
+    )
+
+
+def _output_specs(module: GraphModule, signature: ExportGraphSignature) -> list[OutputSpec]:
+    """The outputs under the names that they have now: a cast has one of its own."""
+    found = []
+    for value, spec in zip(output_values(module.graph.output_node()), signature.output_specs, strict=True):
+        named = isinstance(value, Node) and not isinstance(spec.arg, ConstantArgument)
+        found.append(OutputSpec(spec.kind, type(spec.arg)(name=value.name) if named else spec.arg, spec.target))
+    return found
+
+
+def _examples(exported: ExportedProgram, module: GraphModule) -> object:
+    """The example inputs in the dtypes that the graph takes."""
+    inputs = {spec.arg.name for spec in exported.graph_signature.input_specs if spec.target is None and isinstance(spec.arg, TensorArgument)}
+    taken = [values(node)[0].dtype for node in module.graph.find_nodes(op="placeholder") if node.name in inputs and values(node)]
+    wanted = iter(taken)
+    return map_tensors(exported.example_inputs, lambda one: one.to(dtype=next(wanted)) if one.is_floating_point() else one)
+
+
+def _nodes(module: GraphModule) -> Iterator[Node]:
+    for inner in module.modules():
+        if isinstance(inner, GraphModule):
+            yield from inner.graph.nodes
+
+
+def _names(module: GraphModule) -> Iterator[str]:
+    for path, inner in module.named_modules():
+        if isinstance(inner, GraphModule):
+            yield from (f"{path}.{node.name}" if path else node.name for node in inner.graph.nodes)

@@ -1,0 +1,153 @@
+"""A converted model: called like the model, printed, saved and moved."""
+
+from __future__ import annotations
+
+import copy
+import os
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.export import ExportedProgram
+
+from mezzo._errors import ConversionError
+from mezzo.graph.fitting import Fit, fit
+from mezzo.graph.plan import Casts, GraphPlan
+from mezzo.graph.program import Program
+
+Place = str | os.PathLike[str]
+
+
+@dataclass(frozen=True)
+class Artefact:
+    """What a converted model is made of."""
+
+    programs: tuple[Program, ...]
+    """One for each example, in their order; they share weights."""
+    options: Mapping[str, Any]
+    """How it was converted, as plain data."""
+    references: tuple[ExportedProgram, ...] = ()
+    """The float32 programs, as long as the conversion that made them lives; a loaded file has none."""
+
+
+class Converted:
+    """A model converted for inference: call it like the model.
+
+    >>> import mezzo
+    >>> converted = mezzo.convert(nn.Linear(4, 2), (torch.ones(1, 4),), dtype="bfloat16")
+    >>> converted(torch.ones(1, 4)).dtype, converted.casts.after.count
+    (torch.float32, 2)
+    """
+
+    def __init__(self, artefact: Artefact) -> None:
+        self.artefact = artefact
+        self._fits: tuple[Fit, ...] = tuple(fit(program.exported) for program in artefact.programs)
+        self._modules: tuple[nn.Module, ...] = tuple(program.exported.module() for program in artefact.programs)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the program that was made for inputs of these sizes."""
+        place, args, kwargs = self._chosen(args, kwargs)
+        with torch.no_grad():
+            return self._modules[place](*args, **kwargs)
+
+    def _chosen(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int, tuple[Any, ...], dict[str, Any]]:
+        for place, one in enumerate(self._fits):
+            taken = one.take(args, kwargs)
+            if taken is not None:
+                return place, *taken
+        made = "; ".join(str(one) for one in self._fits)
+        raise ConversionError(
+            f"No program was converted for these inputs: {self._fits[0].told(args, kwargs)}. There is: {made}. "
+            "Convert with dynamic_shapes=, or with a list of example inputs, one for each size."
+        )
+
+    @property
+    def plan(self) -> GraphPlan:
+        """What was decided for each node, and why; of several programs, the first's. `plans` holds all."""
+        return self.plans[0]
+
+    @property
+    def plans(self) -> tuple[GraphPlan, ...]:
+        """The plan of each program."""
+        return tuple(program.plan for program in self.artefact.programs)
+
+    @property
+    def casts(self) -> Casts:
+        """How many casts there are and how many bytes they move, under torch.autocast and now."""
+        return self.plan.casts
+
+    @property
+    def module(self) -> nn.Module:
+        """The first program as a module, for torch.compile and the like."""
+        return self._modules[0]
+
+    def save(self, path: Place) -> None:
+        """Write everything to one file, whole or not at all."""
+        from mezzo.graph import saved  # noqa: PLC0415
+
+        programs = tuple(saved.Stored(program.exported, program.plan.to_dict()) for program in self.artefact.programs)
+        saved.save(path, saved.Artefact(programs, dict(self.artefact.options)))
+
+    @classmethod
+    def load(cls, path: Place, *, device: str | torch.device | None = None, custom_ops: Collection[str] = ()) -> Converted:
+        """Read a file that `save` wrote. Nothing in it is run: one that is damaged, or not ours, is refused."""
+        from mezzo.graph import saved  # noqa: PLC0415
+
+        found = saved.load(path, device=device, custom_ops=custom_ops)
+        programs = tuple(Program(one.exported, GraphPlan.from_dict(one.plan)) for one in found.programs)
+        return cls(Artefact(programs, found.options))
+
+    def export_onnx(self, path: Place) -> None:
+        """Write the program as ONNX, with the same dtypes."""
+        from mezzo.graph import onnx  # noqa: PLC0415
+
+        onnx.export(self.artefact.programs[0].exported, path)
+
+    def compare(self, *args: Any, against: nn.Module | None = None, **kwargs: Any) -> Any:
+        """How far the outputs are from float32, and which nodes lose most. A loaded program has no float32 one: give the model as `against`."""
+        from mezzo.graph import compare  # noqa: PLC0415
+
+        place, args, kwargs = self._chosen(args, kwargs)
+        references = self.artefact.references
+        reference = references[place] if references else None
+        if against is None and reference is None:
+            raise ConversionError("A loaded program has no float32 one to compare with. Pass the model: converted.compare(x, against=model).")
+        return compare.compare(against if against is not None else reference, self.artefact.programs[place].exported, args, kwargs)
+
+    def to(self, device: str | torch.device) -> Converted:
+        """The same programs on another device; this one stays where it is."""
+        memo: dict[int, torch.Tensor] = {}
+        programs = tuple(Program(_moved(program.exported, device, memo), program.plan) for program in self.artefact.programs)
+        references = tuple(_moved(one, device, memo) for one in self.artefact.references)
+        return Converted(Artefact(programs, self.artefact.options, references))
+
+    def __repr__(self) -> str:
+        return f"Converted({len(self.artefact.programs)} program{'s' * (len(self.artefact.programs) > 1)}, {self.casts})"
+
+
+def _moved(exported: ExportedProgram, device: str | torch.device, memo: dict[int, torch.Tensor]) -> ExportedProgram:
+    def move(value: Any) -> Any:
+        if not isinstance(value, torch.Tensor):
+            return value
+        if id(value) not in memo:
+            moved = value.detach().to(device)
+            memo[id(value)] = nn.Parameter(moved, requires_grad=value.requires_grad) if isinstance(value, nn.Parameter) else moved
+        return memo[id(value)]
+
+    module = copy.deepcopy(exported.graph_module)
+    moved = ExportedProgram(
+        root=module,
+        graph=module.graph,
+        graph_signature=exported.graph_signature,
+        state_dict={name: move(value) for name, value in exported.state_dict.items()},
+        range_constraints=exported.range_constraints,
+        module_call_graph=exported.module_call_graph,
+        example_inputs=exported.example_inputs,
+        constants={name: move(value) for name, value in exported.constants.items()},
+        verifiers=exported.verifiers,
+    )
+    from torch.export.passes import move_to_device_pass  # noqa: PLC0415
+
+    return move_to_device_pass(moved, device)

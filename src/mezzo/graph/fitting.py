@@ -1,0 +1,84 @@
+"""Which inputs a program was made for."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.export import ExportedProgram
+from torch.export.graph_signature import InputKind, TensorArgument
+from torch.utils import _pytree as pytree
+
+from mezzo._casting import cast
+from mezzo._dtypes import CASTABLE_DTYPES, dtype_name
+
+Call = tuple[tuple[Any, ...], dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class Taken:
+    """One tensor that a program takes."""
+
+    sizes: tuple[int | None, ...]
+    """Its sizes; None where it may change."""
+    dtype: torch.dtype
+
+    def fits(self, value: Any) -> bool:
+        """Whether a value can be this input."""
+        return (
+            isinstance(value, torch.Tensor)
+            and len(value.shape) == len(self.sizes)
+            and all(wanted is None or size == wanted for size, wanted in zip(value.shape, self.sizes, strict=True))
+        )
+
+    def __str__(self) -> str:
+        return f"{dtype_name(self.dtype)}[{', '.join('any' if size is None else str(size) for size in self.sizes)}]"
+
+
+@dataclass(frozen=True)
+class Fit:
+    """The inputs that a program takes."""
+
+    tensors: tuple[Taken | None, ...]
+    """One for each leaf of the inputs; None for what is no tensor."""
+    leaves: int
+
+    def take(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call | None:
+        """The inputs in the dtypes that the program takes, or None where their sizes are others."""
+        given = pytree.tree_leaves((args, kwargs))
+        if len(given) != len(self.tensors):
+            # torch itself says best what a call lacks.
+            return (args, kwargs) if self.leaves == 1 else None
+        if not all(wanted is None or wanted.fits(value) for wanted, value in zip(self.tensors, given, strict=True)):
+            return None
+        if all(wanted is None or wanted.dtype is value.dtype for wanted, value in zip(self.tensors, given, strict=True)):
+            return args, kwargs
+        changed = [_in_dtype(value, wanted) for wanted, value in zip(self.tensors, given, strict=True)]
+        found: Call = pytree.tree_unflatten(changed, pytree.tree_structure((args, kwargs)))
+        return found
+
+    def told(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
+        """What was passed."""
+        return ", ".join(str(Taken(tuple(one.shape), one.dtype)) if isinstance(one, torch.Tensor) else repr(one) for one in pytree.tree_leaves((args, kwargs)))
+
+    def __str__(self) -> str:
+        return ", ".join(str(one) if one is not None else "…" for one in self.tensors)
+
+
+def fit(exported: ExportedProgram) -> Fit:
+    """Read what a program takes."""
+    nodes = {node.name: node.meta["val"] for node in exported.graph.find_nodes(op="placeholder")}
+    specs = [spec.arg for spec in exported.graph_signature.input_specs if spec.kind is InputKind.USER_INPUT]
+    taken = tuple(_taken(nodes[arg.name]) if isinstance(arg, TensorArgument) else None for arg in specs)
+    return Fit(taken, len(taken))
+
+
+def _taken(value: Any) -> Taken | None:
+    if not isinstance(value, torch.Tensor):
+        return None
+    return Taken(tuple(int(size) if isinstance(size, int) else None for size in value.shape), value.dtype)
+
+
+def _in_dtype(value: Any, wanted: Taken | None) -> Any:
+    return cast(value, wanted.dtype) if wanted is not None and value.dtype in CASTABLE_DTYPES and wanted.dtype in CASTABLE_DTYPES else value

@@ -1,0 +1,79 @@
+"""A plan's rows, told for people: which node, where it comes from, its dtype and why."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+import torch
+from torch.fx import Node
+
+from mezzo._dtypes import dtype_name
+from mezzo.graph.lists import module_paths
+from mezzo.graph.nodes import Role, op_name, values
+from mezzo.graph.plan import GraphRow
+from mezzo.graph.planning import Planned
+from mezzo.graph.sections import Section
+
+_FRAME = re.compile(r'File "([^"]+)", line (\d+)')
+
+
+def rows(sections: Iterable[Section]) -> tuple[GraphRow, ...]:
+    """One row for each node that a dtype was decided for or kept."""
+    return tuple(row for section in sections for row in _section_rows(section))
+
+
+def _section_rows(section: Section) -> Iterator[GraphRow]:
+    planned = section.planned
+    for node, role in planned.choice.roles.items():
+        if role in (Role.SILENT, Role.ELEMENT, Role.OUTPUT):
+            continue
+        dtype, reason = _decided(node, role, planned)
+        kind = op_name(node) or role.value if role is Role.OP else str(node.target) if role is Role.FIXED else role.value
+        yield GraphRow(section.prefix + node.name, kind, _module(node), _source(node), dtype, reason)
+
+
+def _decided(node: Node, role: Role, planned: Planned) -> tuple[str, str]:
+    choice = planned.choice
+    match role:
+        case Role.WEIGHT:
+            stored = choice.stored(node)
+            told = "stored for those who read it" if len(stored) == 1 else "stored twice: its readers disagree"
+            return " + ".join(map(dtype_name, stored)), told
+        case Role.INPUT:
+            return dtype_name(choice.made(node)), "written by the graph" if node in planned.written else "an input"
+        case Role.CAST:
+            return _made(node, planned), "the model's own cast"
+        case Role.FILL:
+            return _made(node, planned), "made in the dtype that it is read in"
+    pin = planned.pins[node]
+    if pin.half is not None:
+        return _computed(node, planned), pin.reason
+    lowered = choice.halves.get(node)
+    return _computed(node, planned), "in no list: 16 bits here cast the fewest bytes" if lowered else "in no list: float32 here casts the fewest bytes"
+
+
+def _made(node: Node, planned: Planned) -> str:
+    made = values(node)
+    return dtype_name(planned.choice.made(node)) if made else str(node.meta["val"].dtype).removeprefix("torch.")
+
+
+def _computed(node: Node, planned: Planned) -> str:
+    made = values(node)
+    if planned.choice.roles[node] is Role.OP and (not made or made[0].dtype is torch.float32):
+        return dtype_name(planned.choice.half if planned.choice.halves.get(node) else torch.float32)
+    return dtype_name(made[0].dtype) if made else "–"
+
+
+def _module(node: Node) -> str:
+    paths = module_paths(node)
+    return paths[-1] if paths else ""
+
+
+def _source(node: Node) -> str:
+    """The line of the model that called an op: the last one that is not torch's."""
+    frames = [(path, line) for path, line in _FRAME.findall(node.meta.get("stack_trace") or "") if not path.startswith("<")]
+    torch_home = str(Path(torch.__file__).parent)
+    own = [frame for frame in frames if not frame[0].startswith(torch_home)] or frames
+    return f"{Path(own[-1][0]).name}:{own[-1][1]}" if own else ""

@@ -1,0 +1,216 @@
+"""Converted programs in one file, which never runs code: weights as raw bytes, graphs as plain values that are admitted before torch reads them."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import sys
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import torch
+from torch._export.serde import schema, serialize
+from torch.export import ExportedProgram
+
+from mezzo._errors import CheckpointError, UnsupportedError, choices
+from mezzo._files import atomic_writer
+from mezzo.graph.admit import admit, without_notes
+from mezzo.graph.archive import ArchiveReader, reading, writing
+from mezzo.graph.examples import zeros_like_inputs
+from mezzo.graph.tensors import TensorReader, TensorWriter, part
+
+Place = str | os.PathLike[str]
+
+_FORMAT, _VERSION = "mezzo converted program", 1
+_CONTENTS = "contents.json"
+
+
+@dataclass(frozen=True)
+class Stored:
+    """One program as it goes into a file and comes back."""
+
+    exported: ExportedProgram
+    """The converted graph and its weights."""
+    plan: dict[str, Any]
+    """Its plan as plain values."""
+
+
+@dataclass(frozen=True)
+class Artefact:
+    """What a file holds."""
+
+    programs: tuple[Stored, ...]
+    """One for each example size; they share weights."""
+    options: dict[str, Any]
+    """How they were converted, as plain values."""
+
+
+def save(path: Place, artefact: Artefact) -> None:
+    """Write programs to one file, whole or not at all. Weights that several names or programs share are written once; example inputs are not written."""
+    tensors = TensorWriter()
+    programs = [_described(stored, tensors) for stored in artefact.programs]
+    with atomic_writer(path) as file, writing(file) as archive:
+        for place, (stored, (graph, _)) in enumerate(zip(artefact.programs, programs, strict=True)):
+            archive.json(_graph_part(place), graph)
+            archive.json(_plan_part(place), stored.plan)
+        contents = {
+            "format": _FORMAT,
+            "version": _VERSION,
+            "torch": torch.__version__,
+            "byteorder": sys.byteorder,
+            "options": artefact.options,
+            "programs": [names for _, names in programs],
+            "tensors": tensors.write(archive),
+        }
+        archive.json(_CONTENTS, contents)
+
+
+def load(path: Place, *, device: str | torch.device | None = None, custom_ops: Collection[str] = ()) -> Artefact:
+    """Read programs that `save` wrote, or refuse the file without having run anything from it.
+
+    `device` puts everything there instead of where it was saved from. Custom ops run only if `custom_ops` names their namespace: the file chooses their arguments.
+    """
+    # Opened here, so that a file that is not there is told from one that cannot be read.
+    with Path(path).open("rb") as file:
+        return _read(file, os.fspath(path), None if device is None else torch.device(device), custom_ops)
+
+
+def _read(file: BinaryIO, name: str, device: torch.device | None, custom_ops: Collection[str]) -> Artefact:
+    try:
+        with reading(file) as archive:
+            contents = _contents(archive)
+            _require_device(contents, device)
+            return _artefact(archive, contents, device, custom_ops)
+    except UnsupportedError:
+        raise
+    except CheckpointError as error:
+        raise CheckpointError(f"{name!r} cannot be loaded: {error}. Nothing of it was run.") from error.__cause__
+    except Exception as error:
+        raise CheckpointError(f"{name!r} is no converted program, or is damaged: {_first_line(error)}. Pass a file that Converted.save wrote.") from error
+
+
+def _described(stored: Stored, tensors: TensorWriter) -> tuple[Any, dict[str, Any]]:
+    """A program as plain values, and the names of its tensors. What could be written but not be read again is refused here."""
+    exported = stored.exported
+    names = {"state": tensors.add(exported.state_dict), "constants": tensors.add(exported.constants)}
+    try:
+        with _quiet():
+            artifact = serialize.serialize(exported, serialize_state_dict=False, serialize_constants=False, serialize_example_inputs=False)
+        graph = without_notes(json.loads(artifact.exported_program))
+        admit(graph, _namespaces(exported))
+    except CheckpointError as error:
+        raise UnsupportedError(f"The program cannot be saved: {error}.") from error
+    except Exception as error:
+        raise UnsupportedError(f"The program cannot be saved: torch cannot write it as plain values. {_first_line(error)}") from error
+    return graph, names
+
+
+def _contents(archive: ArchiveReader) -> dict[str, Any]:
+    if _CONTENTS not in archive.names:
+        raise CheckpointError("it was not written by Converted.save")
+    contents = archive.json(_CONTENTS)
+    if not isinstance(contents, dict) or contents.get("format") != _FORMAT:
+        raise CheckpointError("it was not written by Converted.save")
+    if contents["version"] > _VERSION:
+        raise CheckpointError(f"it has version {contents['version']}, and this mezzo reads up to {_VERSION}; load it with a newer mezzo")
+    if contents["byteorder"] != sys.byteorder:
+        raise CheckpointError(f"it was saved on a {contents['byteorder']}-endian machine, and this one is {sys.byteorder}-endian")
+    places = range(len(contents["programs"]))
+    known = {_CONTENTS, *map(_graph_part, places), *map(_plan_part, places), *map(part, range(len(contents["tensors"])))}
+    if odd := archive.names ^ known:
+        raise CheckpointError(f"the part {min(odd)!r} is there without reason, or missing")
+    return contents
+
+
+def _artefact(archive: ArchiveReader, contents: dict[str, Any], device: torch.device | None, custom_ops: Collection[str]) -> Artefact:
+    graphs = [archive.json(_graph_part(place)) for place in range(len(contents["programs"]))]
+    for graph in graphs:
+        admit(graph, custom_ops)
+    tensors = TensorReader(archive, contents["tensors"], device)
+    programs = []
+    for place, (graph, names) in enumerate(zip(graphs, contents["programs"], strict=True)):
+        exported = _program(_moved(graph, device), tensors.named(names["state"]), tensors.named(names["constants"]), contents["torch"])
+        programs.append(Stored(exported, archive.json(_plan_part(place))))
+    return Artefact(tuple(programs), contents["options"])
+
+
+def _program(graph: Any, state: dict[str, torch.Tensor], constants: dict[str, torch.Tensor], written_by: str) -> ExportedProgram:
+    """Have torch rebuild an admitted graph around tensors that are already there: it is given nothing to unpickle."""
+    version = graph["schema_version"]["major"]
+    if version != schema.SCHEMA_VERSION[0]:
+        raise CheckpointError(f"its graph was written by torch {written_by}, which this torch {torch.__version__} does not read; convert the model again")
+    with _quiet():
+        parsed = serialize._dict_to_dataclass(schema.ExportedProgram, graph)
+        exported = serialize.ExportedProgramDeserializer().deserialize(parsed, state, constants)
+    _check_fit(exported, {**constants, **state})
+    exported._example_inputs = zeros_like_inputs(exported)
+    return exported
+
+
+def _check_fit(exported: ExportedProgram, tensors: dict[str, torch.Tensor]) -> None:
+    nodes = {node.name: node.meta["val"] for node in exported.graph.find_nodes(op="placeholder")}
+    for spec in exported.graph_signature.input_specs:
+        if spec.target is not None:
+            expected, found = nodes[spec.arg.name], tensors[spec.target]
+            if (found.dtype, found.shape) != (expected.dtype, expected.shape):
+                raise CheckpointError(
+                    f"its tensor {spec.target!r} is {found.dtype} {tuple(found.shape)}, and the graph has {expected.dtype} {tuple(expected.shape)}"
+                )
+
+
+def _require_device(contents: dict[str, Any], device: torch.device | None) -> None:
+    here = torch.accelerator.current_accelerator(check_available=True)
+    known = {"cpu", "meta"} if here is None else {"cpu", "meta", here.type}
+    if device is not None and device.type not in known:
+        raise UnsupportedError(f"There is no device {str(device)!r} here. {choices(sorted(known))}")
+    for saved_from in {record["device"] for record in contents["tensors"]} if device is None else ():
+        if torch.device(saved_from).type not in known:
+            raise UnsupportedError(f"The program was saved from {saved_from!r}, and there is no such device here. Load it with device='cpu'.")
+
+
+def _moved(graph: Any, device: torch.device | None) -> Any:
+    """The graph with every device replaced."""
+    if device is None:
+        return graph
+    if isinstance(graph, list):
+        return [_moved(one, device) for one in graph]
+    if not isinstance(graph, dict):
+        return graph
+    placed = {"type": device.type, "index": device.index}
+    return {name: placed if name in {"device", "as_device"} else _moved(value, device) for name, value in graph.items()}
+
+
+def _namespaces(exported: ExportedProgram) -> set[str]:
+    """The namespaces of the ops that a program calls, bodies included."""
+    modules = [one for one in exported.graph_module.modules() if isinstance(one, torch.fx.GraphModule)]
+    return {node.target.namespace for one in modules for node in one.graph.nodes if isinstance(node.target, torch._ops.OpOverload)}
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """torch logs what it is unsure of, and answers it right."""
+    logger = serialize.log
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
+
+
+def _first_line(error: BaseException) -> str:
+    """What went wrong in a line; torch tells it at the end of a long message."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return (lines[-1] if lines else type(error).__name__)[:300].rstrip(".")
+
+
+def _graph_part(place: int) -> str:
+    return f"programs/{place}/graph.json"
+
+
+def _plan_part(place: int) -> str:
+    return f"programs/{place}/plan.json"

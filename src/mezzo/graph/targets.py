@@ -1,0 +1,72 @@
+"""Which functions a saved graph may call.
+
+torch's loader resolves any dotted name below `torch`, `math` and `operator`, and calls it when the program runs: `torch.hub.load` would do. Here a name is an op of
+the dispatcher, a function of sizes, or a body that torch's control flow runs.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection
+from functools import cache
+
+import torch
+
+from mezzo._errors import CheckpointError
+
+_OP = re.compile(r"torch\.ops\.([A-Za-z0-9_]+)\.([A-Za-z0-9_]+)\.([A-Za-z0-9_]+)")
+
+_SIZES = frozenset(
+    [f"_operator.{name}" for name in "eq ne le ge lt gt neg pos mul add sub floordiv mod pow truediv and_ or_ lshift rshift".split()]
+    + [f"torch.sym_{name}" for name in "not int float ite max min sum".split()]
+    + ["math.trunc", "torch._sym_sqrt"]
+)
+"""Functions of sizes, which know no tensors."""
+
+_BODIES = frozenset(
+    f"torch.ops.higher_order.{name}" for name in "cond while_loop scan associative_scan map_impl wrap_with_autocast wrap_with_set_grad_enabled".split()
+)
+"""Control flow and regions: each runs graphs of the same file. Others load libraries (`aoti_call_delegate`) or call Python objects."""
+
+_WORDS = frozenset(
+    "UPLO activation algorithm api_name approximate assert_msg driver equation indexing interpolation mode norm ord p pad_mode padding padding_side reduce "
+    "rounding_mode side".split()
+)
+"""Arguments that choose a variant of an op. Any other text is refused: `from_file` and `save` take the name of a file."""
+
+_UNCHECKED = re.compile(r"aten::_unsafe_(masked_)?index")
+"""Ops that read and write without looking where."""
+
+
+def check(name: str, custom_ops: Collection[str]) -> None:
+    """Refuse a function that is not on the lists. Ops outside `aten` run only if the caller names their namespace."""
+    if name in _SIZES or name in _BODIES:
+        return
+    match = _OP.fullmatch(name)
+    if match is None:
+        raise CheckpointError(f"it calls {name[:200]!r}, which is no op")
+    namespace, op, overload = match.groups()
+    qualified = f"{namespace}::{op}" if overload == "default" else f"{namespace}::{op}.{overload}"
+    if namespace != "aten" and namespace not in custom_ops:
+        raise CheckpointError(f"it calls the custom op {qualified}. If you trust the file, name the op's namespace: custom_ops=({namespace!r},)")
+    if qualified not in _registered():
+        # Asked again, for the user may have imported the op since.
+        _registered.cache_clear()
+        if qualified not in _registered():
+            raise CheckpointError(f"it calls the op {qualified}, which is not registered here. Import the module that defines it first")
+    if namespace == "aten":
+        _check_aten(qualified, torch._C._get_schema(f"aten::{op}", "" if overload == "default" else overload))
+
+
+def _check_aten(qualified: str, schema: torch.FunctionSchema) -> None:
+    if _UNCHECKED.match(qualified):
+        raise CheckpointError(f"it calls {qualified}, which reads or writes without looking where")
+    words = [argument.name for argument in schema.arguments if "str" in str(argument.type) and argument.name not in _WORDS]
+    if words:
+        raise CheckpointError(f"it calls {qualified} with a {words[0]}, which a saved program has no use for")
+
+
+@cache
+def _registered() -> frozenset[str]:
+    # The dispatcher's ops alone: `torch.ops.aten` also gives the built-in functions of TorchScript, which write files among other things.
+    return frozenset(torch._C._dispatch_get_all_op_names())

@@ -1,0 +1,114 @@
+"""Tensors as raw bytes and plain descriptions, each stored once however many names it has."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from mezzo._dtypes import dtype_name
+from mezzo._errors import CheckpointError, UnsupportedError
+from mezzo.graph.archive import ArchiveReader, ArchiveWriter
+
+_DTYPES = {
+    dtype_name(dtype): dtype
+    for dtype in (
+        *(torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex32, torch.complex64, torch.complex128),
+        *(torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz, torch.float8_e8m0fnu),
+        *(torch.bool, torch.uint8, torch.int8, torch.uint16, torch.int16, torch.uint32, torch.int32, torch.uint64, torch.int64),
+    )
+}
+
+Names = Mapping[str, torch.Tensor]
+Entries = dict[str, dict[str, Any]]
+
+
+class TensorWriter:
+    """Collects tensors by name, and writes each piece of memory once."""
+
+    def __init__(self) -> None:
+        self._places: dict[tuple[object, ...], int] = {}
+        self._tensors: list[torch.Tensor] = []
+
+    def add(self, tensors: Names) -> Entries:
+        """Describe tensors: which stored one each name means, and whether it is a parameter."""
+        entries: Entries = {}
+        for name, tensor in tensors.items():
+            _refuse_unwritable(name, tensor)
+            entries[name] = {"tensor": self._place(tensor), "parameter": isinstance(tensor, nn.Parameter), "requires_grad": tensor.requires_grad}
+        return entries
+
+    def write(self, archive: ArchiveWriter) -> list[dict[str, Any]]:
+        """Write what was collected, and give its descriptions in order."""
+        for place, tensor in enumerate(self._tensors):
+            # The span, and not the elements: strides are kept whatever they are, and every stored weight is dense anyway.
+            span = tensor.detach().resolve_conj().resolve_neg().as_strided((_span(tensor.shape, tensor.stride()),), (1,), tensor.storage_offset()).cpu()
+            archive.raw(part(place), _bytes(span))
+        return [{"dtype": dtype_name(one.dtype), "shape": list(one.shape), "stride": list(one.stride()), "device": str(one.device)} for one in self._tensors]
+
+    def _place(self, tensor: torch.Tensor) -> int:
+        key = (tensor.device, tensor.dtype, tensor.untyped_storage().data_ptr(), tensor.storage_offset(), tensor.shape, tensor.stride())
+        if key not in self._places:
+            self._places[key] = len(self._tensors)
+            self._tensors.append(tensor)
+        return self._places[key]
+
+
+class TensorReader:
+    """Gives tensors by name; names that meant one tensor mean one again, in every program of the file."""
+
+    def __init__(self, archive: ArchiveReader, records: list[dict[str, Any]], device: torch.device | None) -> None:
+        self._tensors = [_read(archive, place, record, device) for place, record in enumerate(records)]
+        self._parameters: dict[tuple[int, bool], nn.Parameter] = {}
+
+    def named(self, entries: Entries) -> dict[str, torch.Tensor]:
+        """The tensors of some entries."""
+        return {name: self._one(entry["tensor"], parameter=entry["parameter"], requires_grad=entry["requires_grad"]) for name, entry in entries.items()}
+
+    def _one(self, place: int, *, parameter: bool, requires_grad: bool) -> torch.Tensor:
+        tensor = self._tensors[place]
+        if not parameter:
+            return tensor
+        if (place, requires_grad) not in self._parameters:
+            self._parameters[place, requires_grad] = nn.Parameter(tensor, requires_grad=requires_grad)
+        return self._parameters[place, requires_grad]
+
+
+def part(place: int) -> str:
+    """The name of a stored tensor's part of the file."""
+    return f"tensors/{place}"
+
+
+def _read(archive: ArchiveReader, place: int, record: dict[str, Any], device: torch.device | None) -> torch.Tensor:
+    dtype, shape, stride = _DTYPES[record["dtype"]], record["shape"], record["stride"]
+    content = archive.raw(part(place))
+    if len(shape) != len(stride) or min([0, *shape, *stride]) < 0 or len(content) != _span(shape, stride) * dtype.itemsize:
+        raise CheckpointError(f"its tensor {place} has {len(content)} bytes, which is not what shape {shape} with strides {stride} takes")
+    target = device or torch.device(record["device"])
+    if not content:
+        return torch.empty_strided(shape, stride, dtype=dtype, device=target)
+    flat = torch.frombuffer(content, dtype=torch.uint8)
+    # A bool is 0 or 1, and nothing else: kernels rely on it. The copy gives the alignment that torch's own memory has, on which results may depend.
+    flat = flat.ne(0) if dtype == torch.bool else flat.clone().view(dtype)
+    return flat.as_strided(shape, stride).to(target)
+
+
+def _span(shape: torch.Size | list[int], stride: tuple[int, ...] | list[int]) -> int:
+    """How many elements lie from the first to the last, between ones included."""
+    return 0 if 0 in shape else 1 + sum((size - 1) * step for size, step in zip(shape, stride, strict=True))
+
+
+def _bytes(span: torch.Tensor) -> memoryview:
+    """The memory itself, which lives as long as the tensor; without numpy, which torch does not require."""
+    count = span.numel() * span.element_size()
+    return memoryview((ctypes.c_char * count).from_address(span.data_ptr())).cast("B") if count else memoryview(b"")
+
+
+def _refuse_unwritable(name: str, tensor: object) -> None:
+    kinds = (torch.Tensor, nn.Parameter, nn.Buffer)
+    if type(tensor) not in kinds or not isinstance(tensor, torch.Tensor) or tensor.layout != torch.strided or dtype_name(tensor.dtype) not in _DTYPES:
+        what = f"a {type(tensor).__name__}" if not isinstance(tensor, torch.Tensor) else f"a {type(tensor).__name__} of {tensor.dtype} and {tensor.layout}"
+        raise UnsupportedError(f"{name!r} is {what}, which cannot be saved. A program holds plain dense tensors: replace it before you convert.")

@@ -1,0 +1,72 @@
+"""A graph's ops run on tensors without data, to learn the dtypes that torch itself gives their results."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch._ops import OpOverload
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.fx import GraphModule, Node
+from torch.fx.node import map_arg
+from torch.utils import _pytree as pytree
+
+
+def fake_mode(module: GraphModule) -> FakeTensorMode | None:
+    """The mode that a graph's example values belong to."""
+    for node in module.graph.nodes:
+        for one in pytree.tree_leaves(node.meta.get("val")):
+            if isinstance(one, FakeTensor):
+                return one.fake_mode
+    return None
+
+
+def run(node: Node, mode: FakeTensorMode) -> Any:
+    """Run one op on its inputs' example values."""
+    args, kwargs = map_arg((node.args, node.kwargs), lambda one: one.meta["val"])
+    target: Callable[..., Any] = node.target  # type: ignore[assignment]
+    # Ops whose result's size depends on numbers invent a new symbol each time: only the dtype is wanted here.
+    quiet: AbstractContextManager[Any] = mode.shape_env.ignore_fresh_unbacked_symbols() if mode.shape_env is not None else nullcontext()
+    with mode, quiet, torch.no_grad():
+        return target(*args, **kwargs)
+
+
+def with_dtypes(example: Any, dtypes: list[torch.dtype], mode: FakeTensorMode) -> Any:
+    """An example value with the dtypes of its tensors replaced, its sizes and strides kept."""
+    leaves, spec = pytree.tree_flatten(example)
+    wanted = iter(dtypes)
+    changed = [_with_dtype(one, next(wanted), mode) if isinstance(one, torch.Tensor) else one for one in leaves]
+    return pytree.tree_unflatten(changed, spec)
+
+
+def dtypes_of(example: Any) -> list[torch.dtype]:
+    """The dtypes of the tensors in an example value, in order."""
+    return [one.dtype for one in pytree.tree_leaves(example) if isinstance(one, torch.Tensor)]
+
+
+def retype(module: GraphModule) -> None:
+    """Give every node the dtype that its op has on the dtypes before it."""
+    mode = fake_mode(module)
+    if mode is None:
+        return
+    for node in module.graph.nodes:
+        if node.op == "call_function" and node.meta.get("val") is not None and isinstance(node.target, OpOverload | type(len)):
+            set_dtypes(node, dtypes_of(run(node, mode)), mode)
+
+
+def set_dtypes(node: Node, dtypes: list[torch.dtype], mode: FakeTensorMode) -> None:
+    """Note the dtypes of a node's results."""
+    example = node.meta["val"]
+    if dtypes_of(example) != dtypes:
+        node.meta["val"] = with_dtypes(example, dtypes, mode)
+        # What torch noted beside it holds the old dtype.
+        node.meta.pop("tensor_meta", None)
+
+
+def _with_dtype(example: torch.Tensor, dtype: torch.dtype, mode: FakeTensorMode) -> torch.Tensor:
+    if example.dtype is dtype:
+        return example
+    with mode:
+        return torch.empty_strided(example.shape, example.stride(), dtype=dtype, device=example.device)

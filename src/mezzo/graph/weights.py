@@ -1,0 +1,107 @@
+"""Weights as they are stored: in the dtype that they are read in, twice where readers disagree, and apart from the model that they came from."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.export import ExportedProgram
+from torch.export.graph_signature import ExportGraphSignature, InputKind, InputSpec, TensorArgument
+from torch.fx import GraphModule, Node
+
+from mezzo._casting import cast
+from mezzo._dtypes import dtype_name
+from mezzo.graph.choice import Choice
+from mezzo.graph.nodes import Role
+from mezzo.graph.typing_run import fake_mode, set_dtypes
+
+_STORED = (InputKind.PARAMETER, InputKind.BUFFER, InputKind.CONSTANT_TENSOR)
+
+
+@dataclass
+class Pool:
+    """Copies of a model's tensors, one for each dtype: programs of several sizes share them, and so do tied weights."""
+
+    copies: dict[tuple[int, torch.dtype], torch.Tensor] = field(default_factory=dict)
+    originals: list[torch.Tensor] = field(default_factory=list)
+    """Kept, so that no other tensor gets the identity of one that is gone."""
+
+    def take(self, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """The copy of a tensor in a dtype; a parameter stays one, and wants no gradient."""
+        key = id(tensor), dtype
+        if key not in self.copies:
+            self.originals.append(tensor)
+            with torch.no_grad():
+                copied = cast(tensor.detach(), dtype) if tensor.dtype is not dtype else tensor.detach().clone()
+            self.copies[key] = nn.Parameter(copied, requires_grad=False) if isinstance(tensor, nn.Parameter) else copied
+        return self.copies[key]
+
+
+@dataclass(frozen=True)
+class Stored:
+    """The tensors of a program, and how its graph takes them."""
+
+    signature: ExportGraphSignature
+    state: dict[str, Any]
+    """Parameters and persistent buffers by name."""
+    constants: dict[str, Any]
+    """Other tensors and objects by name."""
+    variants: Mapping[tuple[Node, torch.dtype], Node]
+    """The second placeholder of each weight that is stored twice."""
+
+
+def weight_nodes(exported: ExportedProgram, module: GraphModule, half: torch.dtype) -> dict[Node, str]:
+    """The placeholders of stored tensors, each with what forbids 16 bits, or nothing."""
+    placeholders = {node.name: node for node in module.graph.find_nodes(op="placeholder")}
+    specs = [spec for spec in exported.graph_signature.input_specs if spec.kind in _STORED and spec.target is not None]
+    return {placeholders[spec.arg.name]: _fault(str(spec.target), _tensor(exported, str(spec.target)), half) for spec in specs}
+
+
+def store(exported: ExportedProgram, module: GraphModule, choice: Choice, pool: Pool) -> Stored:
+    """Choose the copies that a program stores, and give its graph a second placeholder where a weight is stored twice."""
+    placeholders = {node.name: node for node in module.graph.find_nodes(op="placeholder")}
+    state: dict[str, Any] = {}
+    constants: dict[str, Any] = {name: value for name, value in exported.constants.items() if not isinstance(value, torch.Tensor)}
+    specs: list[InputSpec] = []
+    variants: dict[tuple[Node, torch.dtype], Node] = {}
+    for spec in exported.graph_signature.input_specs:
+        specs.append(spec)
+        if spec.kind not in _STORED or spec.target is None:
+            continue
+        node, tensor = placeholders[spec.arg.name], _tensor(exported, spec.target)
+        place = state if spec.target in exported.state_dict else constants
+        dtypes = choice.stored(node) if choice.roles[node] is Role.WEIGHT else (tensor.dtype,)
+        place[spec.target] = pool.take(tensor, dtypes[0])
+        for dtype in dtypes[1:]:
+            name, target = f"{node.name}_{dtype_name(dtype)}", f"{spec.target}_{dtype_name(dtype)}"
+            variants[node, dtype] = _second(module, node, name, dtype)
+            place[target] = pool.take(tensor, dtype)
+            specs.append(InputSpec(spec.kind, TensorArgument(name=variants[node, dtype].name), target, spec.persistent))
+    return Stored(ExportGraphSignature(specs, exported.graph_signature.output_specs), state, constants, variants)
+
+
+def _tensor(exported: ExportedProgram, name: str) -> torch.Tensor:
+    found: torch.Tensor = exported.state_dict[name] if name in exported.state_dict else exported.constants[name]
+    return found
+
+
+def _fault(name: str, tensor: torch.Tensor, half: torch.dtype) -> str:
+    if tensor.dtype is not torch.float32 or not tensor.numel() or tensor.is_meta:
+        return ""
+    limit = torch.finfo(half).max
+    with torch.no_grad():
+        finite = tensor.detach().abs().nan_to_num(nan=0.0, posinf=0.0)
+        return f"{name!r} holds numbers beyond the range of {dtype_name(half)}" if bool(finite.max() > limit) else ""
+
+
+def _second(module: GraphModule, node: Node, name: str, dtype: torch.dtype) -> Node:
+    with module.graph.inserting_after(node):
+        made = module.graph.placeholder(name)
+    made.meta = dict(node.meta)
+    mode = fake_mode(module)
+    if mode is not None:
+        set_dtypes(made, [dtype], mode)
+    return made

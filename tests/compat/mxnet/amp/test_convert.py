@@ -1,0 +1,130 @@
+import pytest
+import torch
+from torch import nn
+
+from mezzo.compat.mxnet import amp, mod
+
+X = torch.randn(2, 3, 8, 8, generator=torch.Generator().manual_seed(0))
+
+
+@pytest.fixture
+def net():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 5), nn.Softmax(-1)).eval()
+
+
+def parts(net):
+    return dict(net.named_parameters()), dict(net.named_buffers())
+
+
+def dtypes(plan):
+    return {row.op: row.dtype for row in plan if row.op in ("conv2d", "linear", "softmax")}
+
+
+def test_a_model_gives_itself_and_its_parameters_back(net):
+    converted, args, aux = amp.convert_model(net, *parts(net))
+    assert torch.allclose(converted(X), net(X), atol=1e-2)
+    assert dtypes(converted.converted.plan) == {"conv2d": "float16", "linear": "float16", "softmax": "float32"}
+    assert {value.dtype for value in args.values()} == {torch.float32}
+    assert (args.keys(), aux.keys()) == tuple(one.keys() for one in parts(net))
+
+
+def test_the_parameters_that_are_given_are_the_ones_that_run(net):
+    args, aux = parts(net)
+    zeros = {name: torch.zeros_like(value) for name, value in args.items()}
+    converted, stored, _ = amp.convert_model(net, zeros, aux)
+    assert torch.allclose(converted(X), torch.full((2, 5), 0.2), atol=1e-3)
+    assert not stored["0.weight"].any()
+    assert net[0].weight.any()
+
+
+def test_lists_and_stored_parameters_are_the_documents(net):
+    words = {"target_dtype_ops": ["Convolution"], "fp32_ops": ["SoftmaxOutput", "FullyConnected"], "cast_optional_params": True}
+    converted, args, _ = amp.convert_model(net, *parts(net), **words)
+    for stored in (args, converted.params):
+        assert (stored["0.weight"].dtype, stored["5.bias"].dtype) == (torch.float16, torch.float32)
+        converted(X)
+    assert dtypes(converted.converted.plan) == {"conv2d": "float16", "linear": "float32", "softmax": "float32"}
+
+
+def test_both_generations_of_convert_model_are_read(net):
+    old, _, _ = amp.convert_model(net, *parts(net), "bfloat16", None, None, None, ["5"], True, data_example=X)
+    new, args, _ = amp.convert_model(net, *parts(net), {"data": "float32"}, "bfloat16", None, None, None, ["5"], True, data_example=X)
+    named, _, _ = amp.convert_model(
+        net, *parts(net), input_dtypes={"data": "float32"}, target_dtype="bfloat16", excluded_sym_names=["5"], cast_params_offline=True, data_example=[X]
+    )
+    for one in (old, new, named):
+        planned = dtypes(one.converted.plan)
+        assert (planned["conv2d"], planned["linear"]) == ("bfloat16", "float32")
+        assert one.params["0.weight"].dtype is torch.bfloat16
+    assert args["5.weight"].dtype is torch.float32
+
+
+def test_both_generations_of_convert_hybrid_block_are_read(net):
+    old = amp.convert_hybrid_block(net, "bfloat16", None, None, None, ["5"], "cpu", True)
+    assert old.converted is None
+    new = amp.convert_hybrid_block(net, X, "bfloat16", None, None, None, ["5"], "cpu", True)
+    assert new.converted is not None
+    several = amp.convert_hybrid_block(net, [X], target_dtype="bfloat16", excluded_sym_names=["5"], device="cpu", cast_params_offline=True)
+    assert torch.equal(old.forward(X), new(X))
+    assert torch.equal(several(X), new(X))
+    assert new.params["0.weight"].dtype is torch.bfloat16
+
+
+def test_a_block_is_converted_at_its_first_call_by_default(net):
+    converted = amp.convert_hybrid_block(net)
+    assert converted.converted is None
+    assert converted.forward(X).dtype is torch.float32
+    assert dtypes(converted.converted.plan)["linear"] == "float16"
+
+
+def test_conditions_hold_in_a_conversion():
+    squashed = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4), nn.Softmax(-1)).eval()
+    words = {"fp32_ops": [], "conditional_fp32_ops": [("Activation", "act_type", ["tanh"]), ("softmax", "axis", ["-1"])]}
+    converted = amp.convert_hybrid_block(squashed, torch.ones(2, 4), "float16", **words)
+    assert {row.op: row.dtype for row in converted.converted.plan if row.op in ("tanh", "softmax")} == {"tanh": "float32", "softmax": "float32"}
+    free = amp.convert_hybrid_block(squashed, torch.ones(2, 4), "float16", fp32_ops=[], conditional_fp32_ops=[("softmax", "axis", ["0"])])
+    assert "float32" not in {row.dtype for row in free.converted.plan if row.op == "tanh"}
+
+
+def test_a_conversion_is_its_own_while_training_is_switched_on(net):
+    converted = amp.convert_hybrid_block(net, X, "float16", ["Convolution"], ["FullyConnected", "softmax"])
+    expected, plan = converted(X), str(converted.converted.plan)
+    amp.init()
+    assert torch.equal(converted(X), expected)
+    again = amp.convert_hybrid_block(net, X, "float16", ["Convolution"], ["FullyConnected", "softmax"])
+    assert str(again.converted.plan) == plan
+    assert torch.equal(again(X), expected)
+
+
+def test_buckets_are_converted_each_for_its_size(net):
+    module = mod.BucketingModule(lambda key: (net, ["data"], ["softmax_label"]), default_bucket_key=8)
+    expected = module.forward(X)
+    converted = amp.convert_bucketing_module(module, cast_optional_params=True)
+    assert torch.allclose(converted.forward(X), expected, atol=1e-2)
+    assert converted.forward(X[:, :, :6, :6], bucket_key=6).shape == (2, 5)
+    assert converted.buckets[8] is converted.buckets[6]
+    assert converted.buckets[8].params["0.weight"].dtype is torch.float16
+    assert list(module.buckets) == [8]
+
+
+def test_bad_calls_are_refused_as_there(net):
+    args, aux = parts(net)
+    with pytest.raises(AssertionError, match=r"First argument to convert_model should be Symbol: here a torch.nn.Module, got str"):
+        amp.convert_model("model", args, aux)
+    with pytest.raises(AssertionError, match="Second argument to convert_model should be a dict of name to ndarray, got list"):
+        amp.convert_model(net, list(args), aux)
+    with pytest.raises(AssertionError, match="Third argument to convert_model"):
+        amp.convert_model(net, args, None)
+    with pytest.raises(AssertionError, match="block input should be a HybridBlock"):
+        amp.convert_hybrid_block(args)
+    with pytest.raises(AssertionError, match="Only target_dtype float16 and bfloat16 are supported currently, got 'float32'"):
+        amp.convert_hybrid_block(net, "float32")
+    with pytest.raises(AssertionError, match="module should be instance of bucketing module, got Sequential"):
+        amp.convert_bucketing_module(net)
+    with pytest.raises(AssertionError, match="Bucketing Module should not be empty"):
+        amp.convert_bucketing_module(mod.BucketingModule(lambda _: net))
+    with pytest.raises(AssertionError, match=r"no parameters or buffers \['conv0_weight'\]"):
+        amp.convert_model(net, {"conv0_weight": torch.ones(1)}, aux)
+    with pytest.raises(TypeError, match="target_precision_ops"):
+        amp.convert_hybrid_block(net, target_precision_ops=["Convolution"])

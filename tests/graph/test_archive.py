@@ -1,0 +1,117 @@
+"""Parts of a file are read as they were written, or not at all."""
+
+import zlib
+from io import BytesIO
+from zipfile import ZIP_BZIP2, ZIP_DEFLATED, BadZipFile, ZipFile, ZipInfo
+
+import pytest
+
+from mezzo import CheckpointError
+from mezzo.graph.archive import reading, writing
+
+
+@pytest.fixture
+def path(tmp_path):
+    return tmp_path / "archive"
+
+
+def write(path):
+    with path.open("wb") as file, writing(file) as archive:
+        archive.json("plan.json", {"rows": [1, 2.5, None, "½"]})
+        archive.raw("tensors/0", memoryview(bytes(range(256)) * 10))
+        archive.raw("tensors/1", memoryview(b""))
+
+
+def read(path, name):
+    with path.open("rb") as file, reading(file) as archive:
+        return archive.raw(name)
+
+
+def test_parts_come_back(path):
+    write(path)
+    with path.open("rb") as file, reading(file) as archive:
+        assert archive.names == {"plan.json", "tensors/0", "tensors/1"}
+        assert archive.json("plan.json") == {"rows": [1, 2.5, None, "½"]}
+        assert archive.raw("tensors/0") == bytes(range(256)) * 10
+        assert archive.raw("tensors/1") == b""
+
+
+def test_equal_parts_make_equal_files(path, tmp_path):
+    write(path)
+    write(tmp_path / "other")
+    assert path.read_bytes() == (tmp_path / "other").read_bytes()
+
+
+def test_a_number_that_json_does_not_know_is_not_written(path):
+    with pytest.raises(ValueError, match="not JSON compliant"), path.open("wb") as file, writing(file) as archive:
+        archive.json("plan.json", float("nan"))
+
+
+def test_a_changed_byte_is_noticed(path):
+    write(path)
+    content = path.read_bytes()
+    place = content.index(bytes(range(256)))
+    path.write_bytes(content[:place] + b"\xff" + content[place + 1 :])
+    with pytest.raises(BadZipFile, match="Bad CRC-32"):
+        read(path, "tensors/0")
+
+
+def test_a_part_that_is_not_there_is_named(path):
+    write(path)
+    with pytest.raises(CheckpointError, match="it has no part named 'tensors/2'"):
+        read(path, "tensors/2")
+
+
+@pytest.mark.filterwarnings("ignore:Duplicate name")
+def test_two_parts_of_one_name_are_refused(path):
+    with ZipFile(path, "w") as archive:
+        archive.writestr("a", b"1")
+        archive.writestr("a", b"2")
+    with pytest.raises(CheckpointError, match="it has two parts named 'a'"):
+        read(path, "a")
+
+
+@pytest.mark.parametrize("name", ["", "A", "../a", "/a", "a/", "a//b", "a.py", "a\\b", "ä"])
+def test_other_names_are_refused(path, name):
+    with ZipFile(path, "w") as archive:
+        archive.writestr(ZipInfo(name), b"1")
+    with pytest.raises(CheckpointError, match="odd name"):
+        read(path, name)
+
+
+def test_other_ways_of_packing_are_refused(path):
+    with ZipFile(path, "w") as archive:
+        archive.writestr("a", b"1", ZIP_BZIP2)
+    with pytest.raises(CheckpointError, match="packed in a way that is never written"):
+        read(path, "a")
+
+
+def test_what_grows_beyond_reason_is_refused(path):
+    with ZipFile(path, "w") as archive:
+        archive.writestr("a", bytes(10_000_000), ZIP_DEFLATED)
+    with pytest.raises(CheckpointError, match=r"'a' would grow from \d+ to 10000000 bytes"):
+        read(path, "a")
+
+
+def test_what_packs_well_within_reason_is_read(path):
+    content = (b"add add_1 linear float16 " * 4) * 400
+    assert len(content) / len(zlib.compress(content)) > 100
+    with ZipFile(path, "w") as archive:
+        archive.writestr("a", content, ZIP_DEFLATED)
+    assert read(path, "a") == content
+
+
+def test_parts_that_share_their_bytes_are_refused(path):
+    """A hundred entries of the table that all point to one part: a small file that unpacks to a hundred times its size."""
+    buffer = BytesIO()
+    with ZipFile(buffer, "w") as archive:
+        archive.writestr("a", bytes(1000))
+        first = archive.infolist()[0]
+        for number in range(100):
+            entry = ZipInfo(f"a{number}")
+            entry.file_size = entry.compress_size = first.file_size
+            entry.CRC, entry.header_offset = first.CRC, first.header_offset
+            archive.filelist.append(entry)
+    path.write_bytes(buffer.getvalue())
+    with pytest.raises(CheckpointError, match="its parts overlap"):
+        read(path, "a0")
