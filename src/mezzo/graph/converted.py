@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import os
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
@@ -15,7 +14,7 @@ from torch.export import ExportedProgram
 from mezzo._errors import ConversionError
 from mezzo.graph.fitting import Fit, fit
 from mezzo.graph.plan import Casts, GraphPlan
-from mezzo.graph.program import Program
+from mezzo.graph.program import Program, copied
 
 Place = str | os.PathLike[str]
 
@@ -49,8 +48,14 @@ class Converted:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the program that was made for inputs of these sizes."""
         place, args, kwargs = self._chosen(args, kwargs)
-        with torch.no_grad():
-            return self._modules[place](*args, **kwargs)
+        try:
+            with torch.no_grad():
+                return self._modules[place](*args, **kwargs)
+        except AssertionError as error:
+            # torch says so where an input breaks what it assumed while it traced.
+            raise ConversionError(
+                f"The inputs are not what the program was converted for: {error}. Convert with examples or dynamic_shapes= that allow them."
+            ) from error
 
     def _chosen(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int, tuple[Any, ...], dict[str, Any]]:
         for place, one in enumerate(self._fits):
@@ -136,7 +141,7 @@ def _moved(exported: ExportedProgram, device: str | torch.device, memo: dict[int
             memo[id(value)] = nn.Parameter(moved, requires_grad=value.requires_grad) if isinstance(value, nn.Parameter) else moved
         return memo[id(value)]
 
-    module = copy.deepcopy(exported.graph_module)
+    module = copied(exported.graph_module)
     moved = ExportedProgram(
         root=module,
         graph=module.graph,

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.export import ExportedProgram
+from torch.fx.traceback import preserve_node_meta
 
 from mezzo._errors import ConversionError
 from mezzo._events import Event
@@ -28,7 +29,7 @@ Kwargs = Mapping[str, Any]
 def export(model: nn.Module, args: Args, kwargs: Kwargs, dynamic_shapes: Any) -> ExportedProgram:
     """Export a model as it is, undecomposed: in its own mode, outside of any region around the call."""
     _check_fit(model, args, kwargs)
-    with _undecorated(model), _plainly(model):
+    with _undecorated(model), _plainly(model), preserve_node_meta():
         try:
             return torch.export.export(model, args, dict(kwargs), dynamic_shapes=dynamic_shapes, strict=False)
         except Exception as error:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
@@ -57,7 +57,8 @@ def is_float(value: Any) -> bool:
 def values(node: Node) -> list[torch.Tensor]:
     """The floating-point tensors that a node makes."""
     made = node.meta.get("val")
-    return [one for one in (made if isinstance(made, list | tuple) else [made]) if is_float(one)]
+    several: Iterable[Any] = made if isinstance(made, list | tuple) else [made]
+    return [one for one in several if is_float(one)]
 
 
 def bound(node: Node) -> Iterator[tuple[str, Any]]:

@@ -46,6 +46,8 @@ def pin(node: Node, name: str, role: Role, said: Words, modules: Mapping[str, nn
 
 def _by_words(node: Node, name: str, said: Words) -> Pin | None:
     op = op_name(node) or ""
+    if said.idle:
+        return Pin(False, said.idle)
     if pattern := exclusion(said, node, name):
         return Pin(False, f"excluded by {pattern!r}")
     if node.meta.get(REGION) == "off":

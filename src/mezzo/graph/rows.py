@@ -30,7 +30,7 @@ def _section_rows(section: Section) -> Iterator[GraphRow]:
         if role in (Role.SILENT, Role.ELEMENT, Role.OUTPUT):
             continue
         dtype, reason = _decided(node, role, planned)
-        kind = op_name(node) or role.value if role is Role.OP else str(node.target) if role is Role.FIXED else role.value
+        kind = "weight" if node in planned.stored else (op_name(node) or str(node.target)) if role in (Role.OP, Role.FIXED) else role.value
         yield GraphRow(section.prefix + node.name, kind, _module(node), _source(node), dtype, reason)
 
 
@@ -42,7 +42,8 @@ def _decided(node: Node, role: Role, planned: Planned) -> tuple[str, str]:
             told = "stored for those who read it" if len(stored) == 1 else "stored twice: its readers disagree"
             return " + ".join(map(dtype_name, stored)), told
         case Role.INPUT:
-            return dtype_name(choice.made(node)), "written by the graph" if node in planned.written else "an input"
+            told = "written by the graph" if node in planned.written else "stored as the model has it" if node in planned.stored else "an input"
+            return dtype_name(choice.made(node)), told
         case Role.CAST:
             return _made(node, planned), "the model's own cast"
         case Role.FILL:
