@@ -237,7 +237,7 @@ def test_a_pickle_that_torch_runs_is_refused_and_not_run(hide, tmp_path, ran):
     assert not ran()
 
 
-@pytest.mark.parametrize("part", ["tensors/0", "programs/0/plan.json", "programs/0/graph.json", "contents.json"])
+@pytest.mark.parametrize("part", ["tensors", "programs/0/plan.json", "programs/0/graph.json", "contents.json"])
 def test_a_pickle_in_place_of_a_part_is_refused_and_not_run(part, tmp_path, ran):
     pickle.loads(pickle.dumps(Payload()))
     assert ran()
@@ -248,7 +248,7 @@ def test_a_pickle_in_place_of_a_part_is_refused_and_not_run(part, tmp_path, ran)
     assert not ran()
 
 
-@pytest.mark.parametrize("name", ["../../escaped", "/etc/escaped", "tensors/../../escaped", "C:\\escaped", "tensors/2", "sample_inputs.pt"])
+@pytest.mark.parametrize("name", ["../../escaped", "/etc/escaped", "tensors/../../escaped", "C:\\escaped", "tensors/0", "sample_inputs.pt"])
 def test_parts_with_other_names_are_refused_and_never_written_to_disk(name, tmp_path):
     (tmp_path / "inner").mkdir()
     file = save(tmp_path / "inner" / "model", linear())

@@ -351,8 +351,8 @@ def test_a_weight_that_does_not_fit_its_graph_is_refused(tmp_path):
 
 def test_a_missing_part_is_named(tmp_path):
     file = save(tmp_path / "model", linear())
-    write_parts(file, {name: content for name, content in parts(file).items() if name != "tensors/1"})
-    with pytest.raises(CheckpointError, match="'tensors/1' is there without reason, or missing"):
+    write_parts(file, {name: content for name, content in parts(file).items() if name != "tensors"})
+    with pytest.raises(CheckpointError, match="'tensors' is there without reason, or missing"):
         saved.load(file)
 
 

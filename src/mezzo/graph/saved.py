@@ -21,7 +21,7 @@ from mezzo._files import atomic_writer
 from mezzo.graph.admit import admit, without_notes
 from mezzo.graph.archive import ArchiveReader, reading, writing
 from mezzo.graph.examples import zeros_like_inputs
-from mezzo.graph.tensors import TensorReader, TensorWriter, part
+from mezzo.graph.tensors import PART, TensorReader, TensorWriter
 
 Place = str | os.PathLike[str]
 
@@ -120,7 +120,7 @@ def _contents(archive: ArchiveReader) -> dict[str, Any]:
     if contents["byteorder"] != sys.byteorder:
         raise CheckpointError(f"it was saved on a {contents['byteorder']}-endian machine, and this one is {sys.byteorder}-endian")
     places = range(len(contents["programs"]))
-    known = {_CONTENTS, *map(_graph_part, places), *map(_plan_part, places), *map(part, range(len(contents["tensors"])))}
+    known = {_CONTENTS, *map(_graph_part, places), *map(_plan_part, places), PART}
     if odd := archive.names ^ known:
         raise CheckpointError(f"the part {min(odd)!r} is there without reason, or missing")
     return contents
