@@ -48,7 +48,8 @@ def export(exported: ExportedProgram, path: Place, *, opset: int | None = None) 
         opset = _BFLOAT16_OPSET
     names = output_names(exported)
     program = _translated(exported, opset)
-    _name_outputs(program.model.graph, program.model, names)
+    _tidy(program.model)
+    _name_outputs(program.model, names)
     _warn_of_state(program)
     large = sum(tensor.nbytes for tensor in exported.state_dict.values()) > _LARGEST
     if large:
@@ -85,20 +86,45 @@ def _package() -> Any:
 
 
 def _translated(exported: ExportedProgram, opset: int | None) -> Any:
+    from mezzo.graph.onnx_ops import TRANSLATIONS  # noqa: PLC0415
+
     try:
         with _quiet(), torch.no_grad():
-            # Without onnxscript's optimizer: it folds a float32 batch norm into a float16 convolution, whose weights are float32 then, and writes a second
-            # copy of a tied weight that is read transposed. Runtimes fold constants themselves when they load a file.
-            return torch.onnx.export(exported, (), None, dynamo=True, optimize=False, verbose=False, opset_version=opset, external_data=False)
+            return torch.onnx.export(
+                exported,
+                (),
+                None,
+                dynamo=True,
+                optimize=False,
+                verbose=False,
+                opset_version=opset,
+                external_data=False,
+                custom_translation_table=TRANSLATIONS,
+            )
     except torch.onnx.errors.OnnxExporterError as error:
         raise UnsupportedError(f"The program cannot be written as ONNX: {_deepest(error)}. Save it with Converted.save, or replace the op.") from error
 
 
-def _name_outputs(graph: Any, model: Any, names: list[str]) -> None:
+def _tidy(model: Any) -> None:
+    """Compute what depends on constants alone, and turn sequences into splits: they take no bfloat16.
+
+    Not with all of onnxscript's optimizer: it folds a float32 batch norm into a float16 convolution, whose weights are float32 then, and writes a second copy of
+    a tied weight that is read transposed. What reads a weight stays as it is; runtimes fold it when they load the file.
+    """
+    from onnx_ir.passes.common import RemoveUnusedNodesPass  # noqa: PLC0415
+    from onnxscript.optimizer import fold_constants  # noqa: PLC0415
+
+    weights = set(model.graph.initializers.values())
+    fold_constants(model, should_fold=lambda node: False if any(value in weights for value in node.inputs) else None)
+    RemoveUnusedNodesPass()(model)
+
+
+def _name_outputs(model: Any, names: list[str]) -> None:
     """Name the outputs. ONNX names values of every kind alike: one whose name is taken gets `_out` behind it."""
     from onnx_ir.passes.common import OutputFixPass  # noqa: PLC0415
 
     # The pass puts a copy behind an output that is an input, a weight or another output, and renames the input.
+    graph = model.graph
     inputs = [one.name for one in graph.inputs]
     OutputFixPass()(model)
     taken = {*inputs, *graph.initializers, *(value.name for node in graph.all_nodes() for value in node.outputs)}
@@ -134,8 +160,7 @@ def _warn_of_state(program: Any) -> None:
     changed = sorted(set(program.exported_program.graph_signature.buffers_to_mutate.values()))
     if changed:
         warnings.warn(
-            f"The program changes {', '.join(changed)} when it runs, and an ONNX file keeps no state: there they stay as they are now, and batch norm reads its "
-            "stored statistics. Convert the model in eval mode.",
+            f"The program changes {', '.join(changed)} when it runs, and an ONNX file keeps no state: there they stay as they are now.",
             stacklevel=4,
         )
 
