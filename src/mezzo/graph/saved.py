@@ -6,6 +6,7 @@ import json
 import logging
 import os
 import sys
+import warnings
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -143,7 +144,9 @@ def _program(graph: Any, state: dict[str, torch.Tensor], constants: dict[str, to
     version = graph["schema_version"]["major"]
     if version != schema.SCHEMA_VERSION[0]:
         raise CheckpointError(f"its graph was written by torch {written_by}, which this torch {torch.__version__} does not read; convert the model again")
-    with _quiet():
+    with _quiet(), warnings.catch_warnings():
+        # torch goes on with a graph whose code it could not make; nothing that was saved is one.
+        warnings.filterwarnings("error", "Unable to execute the generated python source code")
         parsed = serialize._dict_to_dataclass(schema.ExportedProgram, graph)
         exported = serialize.ExportedProgramDeserializer().deserialize(parsed, state, constants)
     _check_fit(exported, {**constants, **state})
