@@ -128,27 +128,27 @@ def _contents(archive: ArchiveReader) -> dict[str, Any]:
 
 
 def _artefact(archive: ArchiveReader, contents: dict[str, Any], device: torch.device | None, custom_ops: Collection[str]) -> Artefact:
-    graphs = [archive.json(_graph_part(place)) for place in range(len(contents["programs"]))]
-    for graph in graphs:
-        admit(graph, custom_ops)
+    graphs = [_graph(archive.json(_graph_part(place)), contents["torch"], device, custom_ops) for place in range(len(contents["programs"]))]
     tensors = TensorReader(archive, contents["tensors"], device)
     programs = []
     for place, (graph, names) in enumerate(zip(graphs, contents["programs"], strict=True)):
-        exported = _program(_moved(graph, device), tensors.named(names["state"]), tensors.named(names["constants"]), contents["torch"])
+        exported = _program(graph, tensors.named(names["state"]), tensors.named(names["constants"]))
         programs.append(Stored(exported, archive.json(_plan_part(place))))
     return Artefact(tuple(programs), contents["options"])
 
 
-def _program(graph: Any, state: dict[str, torch.Tensor], constants: dict[str, torch.Tensor], written_by: str) -> ExportedProgram:
-    """Have torch rebuild an admitted graph around tensors that are already there: it is given nothing to unpickle."""
-    version = graph["schema_version"]["major"]
-    if version != schema.SCHEMA_VERSION[0]:
+def _graph(plain: Any, written_by: str, device: torch.device | None, custom_ops: Collection[str]) -> schema.ExportedProgram:
+    if plain["schema_version"]["major"] != schema.SCHEMA_VERSION[0]:
         raise CheckpointError(f"its graph was written by torch {written_by}, which this torch {torch.__version__} does not read; convert the model again")
+    return admit(_moved(plain, device), custom_ops)
+
+
+def _program(graph: schema.ExportedProgram, state: dict[str, torch.Tensor], constants: dict[str, torch.Tensor]) -> ExportedProgram:
+    """Have torch rebuild an admitted graph around tensors that are already there: it is given nothing to unpickle."""
     with _quiet(), warnings.catch_warnings():
         # torch goes on with a graph whose code it could not make; nothing that was saved is one.
         warnings.filterwarnings("error", "Unable to execute the generated python source code")
-        parsed = serialize._dict_to_dataclass(schema.ExportedProgram, graph)
-        exported = serialize.ExportedProgramDeserializer().deserialize(parsed, state, constants)
+        exported = serialize.ExportedProgramDeserializer().deserialize(graph, state, constants)
     _check_fit(exported, {**constants, **state})
     exported._example_inputs = zeros_like_inputs(exported)
     return exported
