@@ -116,10 +116,10 @@ class Converted:
 
         place, args, kwargs = self._chosen(args, kwargs)
         references = self.artefact.references
-        reference = references[place] if references else None
-        if against is None and reference is None:
+        reference = against if against is not None else references[place] if references else None
+        if reference is None:
             raise ConversionError("A loaded program has no float32 one to compare with. Pass the model: converted.compare(x, against=model).")
-        return compare.compare(against if against is not None else reference, self.artefact.programs[place].exported, args, kwargs)
+        return compare.compare(reference, self.artefact.programs[place].exported, args, kwargs)
 
     def to(self, device: str | torch.device) -> Converted:
         """The same programs on another device; this one stays where it is."""

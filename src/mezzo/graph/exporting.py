@@ -88,8 +88,9 @@ def _plainly(model: nn.Module) -> Iterator[None]:
                 # torch.export drops a region around it; the policy speaks instead.
                 stack.enter_context(torch.autocast(device, enabled=False))
             stack.enter_context(warnings.catch_warnings())
-            # A recurrent layer sets the list of its own weights while it runs.
-            warnings.filterwarnings("ignore", message=r"(?s).*were assigned during export", category=UserWarning)
+            # A recurrent layer sets the list of its own weights while it runs; torch looks for gradients where there are none when it traces a branch.
+            for message in (r"(?s).*were assigned during export", r"The \.grad attribute of a Tensor that is not a leaf"):
+                warnings.filterwarnings("ignore", message=message, category=UserWarning)
             yield
     finally:
         torch.backends.mha.set_fastpath_enabled(fast)

@@ -40,7 +40,7 @@ def survey(module: GraphModule, prefix: str, weights: Mapping[Node, str], said: 
     touched = written(module.graph)
     roles = {node: _role(node, weights, touched, said.dtype) for node in module.graph.nodes}
     listed = {node: pin(node, prefix + node.name, one, said, modules) for node, one in roles.items()}
-    listed = {node: _fixed(node, roles[node], touched, said) or _overflow(node, roles, found, weights) or found for node, found in listed.items()}
+    listed = {node: _fixed(node, roles[node], touched) or _overflow(node, roles, found, weights) or found for node, found in listed.items()}
     as_autocast = follow(roles, lambda node: listed[node].half, said.dtype)
     return Survey(roles, _followed(roles, listed, as_autocast, said), touched)
 
@@ -56,7 +56,7 @@ def _role(node: Node, weights: Collection[Node], touched: Collection[Node], half
     return Role.FIXED if found in (Role.OP, Role.FILL) and node.meta.get(REGION) == "kept" else found
 
 
-def _fixed(node: Node, found: Role, touched: Collection[Node], said: Words) -> Pin | None:
+def _fixed(node: Node, found: Role, touched: Collection[Node]) -> Pin | None:
     """Why a node keeps the dtypes that it was exported with."""
     if found is not Role.FIXED:
         return None
