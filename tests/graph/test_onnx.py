@@ -260,12 +260,29 @@ def test_a_graph_that_onnx_refuses_is_not_written(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_weight_that_changed_its_dtype_is_noticed():
+    exported = export(nn.Linear(2, 2).bfloat16(), (torch.ones(1, 2).bfloat16(),))
+    program = module._translated(exported, None)
+    module._check_weights(program.model, exported)
+    exported.state_dict["weight"] = exported.state_dict["weight"].half()
+    with pytest.raises(UnsupportedError, match=r"the weight 'weight' as BFLOAT16, and the program has torch.float16"):
+        module._check_weights(program.model, exported)
+
+
 def test_large_weights_lie_beside_the_graph(tmp_path, monkeypatch):
     monkeypatch.setattr(module, "_LARGEST", 0)
     program, x = converted("mlp", "float16")
     program.export_onnx(tmp_path / "model.onnx")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["model.onnx", "model.onnx.data"]
     assert_runs_like(program, tmp_path / "model.onnx", x)
+
+
+def test_large_weights_are_checked_too_and_nothing_is_left_of_what_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(module, "_LARGEST", 0)
+    program, _ = converted("convolutions", "bfloat16")
+    with pytest.raises(UnsupportedError, match="ONNX itself refuses"):
+        module.export(program.artefact.programs[0].exported, tmp_path / "model.onnx", opset=20)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_several_programs_make_a_file_each(tmp_path):
