@@ -77,3 +77,12 @@ def test_a_decorated_float32_model_is_exported_without_its_region_and_keeps_it()
     assert names(exported.graph_module) == ["aten.linear.default"]
     assert model.__dict__["forward"] is door
     assert model(X).dtype is torch.bfloat16
+
+
+def test_an_output_that_is_no_container_of_tensors_is_refused_with_what_to_do():
+    class Box:
+        def __init__(self, value):
+            self.value = value
+
+    with pytest.raises(mezzo.ConversionError, match="leave other objects out"):
+        export(Calls(lambda _, x: Box(x)), (X,), {}, None)

@@ -31,6 +31,7 @@ def test_weights_have_rows_with_what_they_are_stored_in():
     model = Calls(lambda self, x: (self.head(x), self.head.weight.exp()), head=nn.Linear(4, 4))
     plan = mezzo.convert(model, (X,), dtype=HALF).plan
     weight = plan.row("p_head_weight")
+    assert weight.where == "head.weight"
     assert (weight.op, weight.dtype) == ("weight", "float32 + bfloat16")
     assert plan.row("p_head_bias").dtype == "bfloat16"
 
@@ -39,3 +40,8 @@ def test_a_model_of_another_dtype_is_said_to_be_left_alone():
     plan = mezzo.convert(nn.Linear(4, 4).double(), (X.double(),), dtype=HALF).plan
     assert (plan.row("linear").dtype, plan.row("linear").reason) == ("float64", "already float64: left alone")
     assert plan.row("p_weight").reason == "stored as the model has it"
+
+
+def test_what_computes_comes_before_what_is_stored():
+    kinds = [row.op == "weight" for row in mezzo.convert(Head(), (X,), dtype=HALF).plan]
+    assert kinds == sorted(kinds)

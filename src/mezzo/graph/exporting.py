@@ -133,4 +133,6 @@ def _remedy(error: Exception) -> str:
         return "The graph cannot branch on a tensor's numbers: use torch.cond or torch.where there, or take that part out of the model."
     if any(word in text for word in ("Constraints violated", "dynamic_shapes", "specialized")):
         return "Correct dynamic_shapes=, which says what sizes may change; torch's own message below says how."
+    if "not a known type" in text or "register a pytree" in text:
+        return "A graph takes and gives tensors in tuples, lists and dicts: leave other objects out (for a model of transformers: use_cache=False)."
     return "`torch.export.export(model, args)` shows the same; change that line, or convert the modules around it."
