@@ -1,3 +1,4 @@
+import pytest
 import torch
 import torch.nn.functional as F
 from support.graphs import graph, node, words
@@ -59,3 +60,10 @@ def test_a_dtype_in_the_call_stands():
 def test_nothing_is_lowered_where_nothing_is_to_be():
     assert _pin(F.relu, "relu", words(idle="level O0")).reason == "level O0"
     assert _pin(F.relu, "relu", words(), Role.FIXED) is FREE
+
+
+def test_an_op_that_the_policy_refuses_is_refused_and_one_that_only_torch_refuses_runs_in_float32():
+    with pytest.raises(mezzo.RefusedOpError, match="The policy refuses gelu, which the graph calls at gelu"):
+        _pin(F.gelu, "gelu", words(mezzo.Policy("O1", "bfloat16", refuse={"gelu"})))
+    policy = mezzo.Policy("O1", "bfloat16", preset="torch-cuda")
+    assert _pin(lambda x: F.binary_cross_entropy(x.sigmoid(), x.sigmoid()), "binary_cross_entropy", words(policy)).half is False

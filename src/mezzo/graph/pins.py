@@ -10,6 +10,7 @@ from torch import nn
 from torch.fx import Node
 
 from mezzo._dtypes import dtype_name
+from mezzo._errors import RefusedOpError
 from mezzo.graph.lists import Words, condition, exclusion, misfit, module_rule
 from mezzo.graph.nodes import Role, op_name, said_dtype, values
 from mezzo.graph.tidy import REGION
@@ -71,6 +72,8 @@ def _by_policy(node: Node, said: Words, modules: Mapping[str, nn.Module]) -> Pin
     if why := condition(said.lists.conditional, op, node):
         return Pin(False, why)
     entry = said.entry(op)
+    if op in said.policy.refuse:
+        raise RefusedOpError(f"The policy refuses {op}, which the graph calls at {node.name}. Take the op out of the model, or of refuse=.")
     if entry.rule in (Rule.HALF, Rule.FULL, Rule.REFUSE):
         return Pin(entry.rule is Rule.HALF, entry.reason)
     if op not in said.lists.entries and op in DELICATE:
