@@ -43,6 +43,7 @@ bench: $(VENV)/.dev ## Run every benchmark, and write the README's tables anew.
 	$(BIN)/python benchmarks/scaling.py
 	$(BIN)/python benchmarks/optim.py
 	$(BIN)/python benchmarks/step.py
+	$(BIN)/python benchmarks/convert.py
 	$(BIN)/python benchmarks/tables.py
 
 clean: ## Remove the environment and everything that tools leave behind.

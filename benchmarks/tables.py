@@ -19,7 +19,7 @@ def table(benchmark: str) -> str:
     for name in names:
         rows = [next((row for row in record["rows"] if row["name"] == name), None) for record in records]
         said = next(row for row in rows if row)
-        cells = [f"{row['value']:.2f} {row['unit']}" if row else "–" for row in rows]
+        cells = [f"{row['value']:.3g} {row['unit']}" if row else "–" for row in rows]
         lines.append("| " + " | ".join([name, f"{said['bar']:.3g} {said['unit']}", *cells]) + " |")
     return "\n".join(lines)
 

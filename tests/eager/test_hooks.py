@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
 import mezzo
+from mezzo.eager.region import NOTE
 
 HALF = torch.bfloat16
 WORDS = {"default": {}, "half add": {"half": {"add"}}, "full linear": {"full": {"linear"}}, "O2": {"policy": "O2"}}
@@ -139,6 +140,29 @@ def test_export_in_a_switched_off_region_stays_in_float32(off: Any) -> None:
     with region(half={"add"}), off():
         program = torch.export.export(Small(), (torch.randn(2, 4),), strict=False)
     assert {one.dtype for one in program.module()(torch.randn(2, 4))} == {torch.float32}
+
+
+class Regions(nn.Module):
+    """A region in forward that lists an op, one that is switched off, and an op outside both."""
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        with mezzo.autocast("cpu", dtype="bfloat16", full={"mm"}):
+            full, half = torch.mm(x, y), torch.bmm(x[None], y[None])
+        with mezzo.autocast("cpu", enabled=False):
+            off = torch.mm(x, y)
+        return full, half, off, torch.mm(x, y)
+
+
+def test_a_region_inside_an_exported_model_is_carried_out_and_noted() -> None:
+    with torch.fx.traceback.preserve_node_meta():
+        program = torch.export.export(Regions(), (torch.randn(2, 2), torch.randn(2, 2)), strict=False)
+    assert [one.dtype for one in program.module()(torch.randn(2, 2), torch.randn(2, 2))] == [torch.float32, torch.bfloat16, torch.float32, torch.float32]
+    noted = [
+        bool((node.meta.get("custom") or {}).get(NOTE))
+        for node in program.graph.nodes
+        if node.target in (torch.ops.aten.mm.default, torch.ops.aten.bmm.default)
+    ]
+    assert noted == [True, True, True, False]
 
 
 def test_export_outside_any_region_is_untouched() -> None:

@@ -73,6 +73,13 @@ def test_the_rest_are_facts_of_the_action() -> None:
     assert isinstance(tables.body_of(F.gumbel_softmax), str)
 
 
+def test_a_table_that_leaves_nothing_to_torch_keeps_no_region_in_the_graph_of_an_export() -> None:
+    key = f"test{tables.ALONE}"
+    tables.publish(key, {torch.mm: Action("mm", Rule.FULL, "why")})
+    assert tables.TABLES[key][torch.mm].quiet
+    assert not tables.is_quiet(key, torch.mm)
+
+
 def test_a_published_table_is_found_by_its_key() -> None:
     made = {torch.add: Action("add", Rule.FULL, "why")}
     tables.publish("tests/published", made)

@@ -18,22 +18,22 @@ def path(tmp_path):
 def write(path):
     with path.open("wb") as file, writing(file) as archive:
         archive.json("plan.json", {"rows": [1, 2.5, None, "½"]})
-        archive.raw("tensors/0", memoryview(bytes(range(256)) * 10))
-        archive.raw("tensors/1", memoryview(b""))
+        archive.raw("tensors", [memoryview(bytes(range(256)) * 10), memoryview(b""), memoryview(b"end")])
+        archive.raw("nothing", [])
 
 
-def read(path, name):
+def read(path, name, *sizes):
     with path.open("rb") as file, reading(file) as archive:
-        return archive.raw(name)
+        return list(archive.raw(name, sizes))
 
 
 def test_parts_come_back(path):
     write(path)
     with path.open("rb") as file, reading(file) as archive:
-        assert archive.names == {"plan.json", "tensors/0", "tensors/1"}
+        assert archive.names == {"plan.json", "tensors", "nothing"}
         assert archive.json("plan.json") == {"rows": [1, 2.5, None, "½"]}
-        assert archive.raw("tensors/0") == bytes(range(256)) * 10
-        assert archive.raw("tensors/1") == b""
+    assert read(path, "tensors", 2560, 0, 3) == [bytes(range(256)) * 10, b"", b"end"]
+    assert read(path, "nothing") == []
 
 
 def test_equal_parts_make_equal_files(path, tmp_path):
@@ -53,13 +53,20 @@ def test_a_changed_byte_is_noticed(path):
     place = content.index(bytes(range(256)))
     path.write_bytes(content[:place] + b"\xff" + content[place + 1 :])
     with pytest.raises(BadZipFile, match="Bad CRC-32"):
-        read(path, "tensors/0")
+        read(path, "tensors", 2560, 3)
+
+
+@pytest.mark.parametrize("sizes", [(), (2560,), (2563, 1), (2**60,)], ids=["none", "fewer", "more", "huge"])
+def test_pieces_that_do_not_make_the_whole_are_refused_before_anything_is_read(path, sizes):
+    write(path)
+    with pytest.raises(CheckpointError, match=r"its part 'tensors' has 2563 bytes, and \d+ were expected"):
+        read(path, "tensors", *sizes)
 
 
 def test_a_part_that_is_not_there_is_named(path):
     write(path)
-    with pytest.raises(CheckpointError, match="it has no part named 'tensors/2'"):
-        read(path, "tensors/2")
+    with pytest.raises(CheckpointError, match="it has no part named 'weights'"):
+        read(path, "weights")
 
 
 @pytest.mark.filterwarnings("ignore:Duplicate name")
@@ -98,7 +105,7 @@ def test_what_packs_well_within_reason_is_read(path):
     assert len(content) / len(zlib.compress(content)) > 100
     with ZipFile(path, "w") as archive:
         archive.writestr("a", content, ZIP_DEFLATED)
-    assert read(path, "a") == content
+    assert read(path, "a", len(content)) == [content]
 
 
 def test_parts_that_share_their_bytes_are_refused(path):

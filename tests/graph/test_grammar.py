@@ -155,6 +155,7 @@ def spec(kind, context, *children):
     "tree",
     [
         spec("tests.graph.Nobody", "null"),
+        spec("NO_SERIALIZED_TYPE_NAME_FOUND", "null"),
         spec(None, "null"),
         spec("builtins.dict", json.dumps([{"__enum__": True, "fqn": "os:x", "name": "y"}])),
         spec("builtins.dict", json.dumps(['a"b'])),

@@ -3,7 +3,6 @@
 import logging
 import sys
 from collections import Counter
-from functools import cache
 
 import onnx
 import onnxruntime
@@ -12,25 +11,16 @@ import torch
 import torch.nn.functional as F
 from support.saved_programs import export
 from torch import nn
-from torch.onnx._internal.exporter._registration import ONNXRegistry
 from torch.utils import _pytree as pytree
 
 import mezzo
 from mezzo import UnsupportedError
 from mezzo.graph import onnx as module
 
+pytestmark = pytest.mark.usefixtures("one_registry")
+
 HALF = {"float16": onnx.TensorProto.FLOAT16, "bfloat16": onnx.TensorProto.BFLOAT16}
 FLOATS = {onnx.TensorProto.FLOAT, *HALF.values()}
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_registry():
-    """torch makes its table of translations anew for each file, which takes two seconds."""
-    with pytest.MonkeyPatch.context() as patch:
-        original = ONNXRegistry.from_torchlib.__func__
-        made = cache(lambda opset_version: original(ONNXRegistry, opset_version))
-        patch.setattr(ONNXRegistry, "from_torchlib", staticmethod(lambda opset_version: made(opset_version)))
-        yield
 
 
 class Attention(nn.Module):
@@ -169,6 +159,27 @@ def test_dynamic_sizes_stay_dynamic(tmp_path):
         assert_runs_like(program, tmp_path / "model.onnx", x)
 
 
+def test_shapes_are_computed_and_layers_are_not_merged(tmp_path):
+    program, _ = converted("convolutions", "float16")
+    assert Counter(node.op_type for node in written(program, tmp_path / "model.onnx").graph.node) == Counter(
+        ["Cast", "Conv", "BatchNormalization", "Relu", "MaxPool", "ReduceMean", "Reshape", "Gemm", "Cast"]
+    )
+
+
+def test_splits_of_bfloat16_are_written_as_such(tmp_path):
+    class Split(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(8, 12)
+
+        def forward(self, x):
+            left, right = self.layer(x).split(6, dim=-1)
+            return left * right
+
+    model = written(mezzo.convert(Split(), (torch.randn(2, 8),), dtype="bfloat16"), tmp_path / "model.onnx")
+    assert "Split" in {node.op_type for node in model.graph.node}
+
+
 def test_weights_that_were_kept_float32_stay_so(tmp_path):
     program = mezzo.convert(nn.Linear(8, 8), (torch.randn(2, 8),), dtype="float16", cast_params=False)
     model = written(program, tmp_path / "model.onnx")
@@ -236,7 +247,9 @@ def test_an_op_without_counterpart_is_named_and_nothing_is_written(tmp_path):
 
 def test_state_that_onnx_cannot_keep_is_told(tmp_path):
     exported = export(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)), (torch.randn(3, 4),))
-    with pytest.warns(UserWarning, match=r"The program changes 1.num_batches_tracked, 1.running_mean, 1.running_var when it runs"):
+    with pytest.warns(
+        UserWarning, match=r"The program changes 1.num_batches_tracked, 1.running_mean, 1.running_var when it runs, and an ONNX file keeps no state"
+    ):
         module.export(exported, tmp_path / "model.onnx")
 
 
@@ -247,12 +260,29 @@ def test_a_graph_that_onnx_refuses_is_not_written(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_weight_that_changed_its_dtype_is_noticed():
+    exported = export(nn.Linear(2, 2).bfloat16(), (torch.ones(1, 2).bfloat16(),))
+    program = module._translated(exported, None)
+    module._check_weights(program.model, exported)
+    exported.state_dict["weight"] = exported.state_dict["weight"].half()
+    with pytest.raises(UnsupportedError, match=r"the weight 'weight' as BFLOAT16, and the program has torch.float16"):
+        module._check_weights(program.model, exported)
+
+
 def test_large_weights_lie_beside_the_graph(tmp_path, monkeypatch):
     monkeypatch.setattr(module, "_LARGEST", 0)
     program, x = converted("mlp", "float16")
     program.export_onnx(tmp_path / "model.onnx")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["model.onnx", "model.onnx.data"]
     assert_runs_like(program, tmp_path / "model.onnx", x)
+
+
+def test_large_weights_are_checked_too_and_nothing_is_left_of_what_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(module, "_LARGEST", 0)
+    program, _ = converted("convolutions", "bfloat16")
+    with pytest.raises(UnsupportedError, match="ONNX itself refuses"):
+        module.export(program.artefact.programs[0].exported, tmp_path / "model.onnx", opset=20)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_several_programs_make_a_file_each(tmp_path):

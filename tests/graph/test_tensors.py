@@ -80,7 +80,7 @@ def test_a_bool_is_zero_or_one_whatever_the_file_says(path):
 def test_a_description_that_does_not_fit_the_bytes_is_refused(path, change):
     entries, records = written(path, {"a": torch.ones(4)})
     records[0].update(change)
-    with pytest.raises(CheckpointError, match="its tensor 0 has 16 bytes"):
+    with pytest.raises(CheckpointError, match=r"'tensors' has 16 bytes, and \d+ were expected|it has a tensor of shape"):
         read(path, entries, records)
 
 

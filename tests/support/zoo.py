@@ -231,14 +231,14 @@ def _statistics(model: nn.Module) -> nn.Module:
 ZOO: dict[str, Callable[[], Animal]] = {
     "mlp": lambda: Animal(MLP().eval(), (torch.randn(4, 64),)),
     "resnet50": lambda: Animal(_statistics(ResNet50()).eval(), (torch.randn(2, 3, 32, 32),)),
-    "mobilenet": lambda: Animal(_statistics(MobileNet()).eval(), (torch.randn(2, 3, 32, 32),)),
+    "mobilenet": lambda: Animal(_statistics(MobileNet(64)).eval(), (torch.randn(2, 3, 16, 16),)),
     "unet": lambda: Animal(_statistics(UNet()).eval(), (torch.randn(2, 3, 32, 32),)),
     "bert": lambda: Animal(BERT().eval(), (torch.randint(0, 100, (2, 16)), torch.tensor([[1] * 16, [1] * 9 + [0] * 7]))),
     "gpt": lambda: Animal(GPT().eval(), (torch.randint(0, 100, (2, 16)),)),
-    "gpt-tied": lambda: Animal(GPT(layers=4, tied=True).eval(), (torch.randint(0, 100, (2, 16)),)),
+    "gpt-tied": lambda: Animal(GPT(layers=4, vocabulary=40, tied=True).eval(), (torch.randint(0, 40, (2, 16)),)),
     "vit": lambda: Animal(ViT().eval(), (torch.randn(2, 3, 32, 32),)),
     "lstm": lambda: Animal(LSTMTagger().eval(), (torch.randn(2, 12, 64),)),
-    "conv-training": lambda: Animal(_statistics(MobileNet()).train(), (torch.randn(4, 3, 32, 32),)),
+    "conv-training": lambda: Animal(_statistics(MobileNet(64)).train(), (torch.randn(4, 3, 16, 16),)),
     "branching": lambda: Animal(Branching().eval(), (torch.randn(4, 64),)),
 }
 """The animals by name, each made anew."""

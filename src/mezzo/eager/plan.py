@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache, cached_property
 
 import torch
@@ -70,7 +70,7 @@ def plan(policy: Policy, dtype: torch.dtype, device: str, *, versioned: bool, al
         for function in op.functions:
             action = _action(op, function, entry, lists, theirs, device, versioned=versioned)
             if action is not None:
-                actions[function] = replace(action, quiet=False) if alone else action
+                actions[function] = action
     steered = frozenset(action.op for action in actions.values())
     actions |= _openings(lists, steered, actions)
     if actions:

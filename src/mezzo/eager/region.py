@@ -17,6 +17,7 @@ from weakref import WeakValueDictionary
 import torch
 from torch.amp.autocast_mode import autocast as torchs_own
 from torch.compiler import is_dynamo_compiling
+from torch.fx import traceback
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from mezzo._dtypes import dtype_name
@@ -100,6 +101,10 @@ def enter(region: Region) -> Entered:
     _mine.stack.append(entered)
     wanted = cached if region.cache_enabled is None else region.cache_enabled
     torch.set_autocast_cache_enabled(wanted and not (len(_stacks) > 1 and _another_dtype_elsewhere(dtype or before)))
+    if exporting:
+        # Through its module: torch replaces the table when it starts to trace.
+        _notes.append(traceback.current_meta.get("custom"))
+        traceback.current_meta["custom"] = {**(traceback.current_meta.get("custom") or {}), NOTE: True}
     return entered
 
 
@@ -107,6 +112,8 @@ def leave(entered: Entered) -> None:
     """Put everything back as it was before `enter`."""
     region, enabled, changed, cached, steering, pushed, key, _ = entered
     stack = _mine.stack
+    if exporting and _notes:
+        traceback.current_meta["custom"] = _notes.pop() or {}
     if torch.autocast_decrement_nesting() == 0 or changed is not None:
         torch.clear_autocast_cache()
     if stack and stack[-1] is not entered:
@@ -143,6 +150,12 @@ _NOT_STEERED: tuple[None, bool, str] = (None, False, "")
 
 exporting = False
 """Whether torch.export is at work. torch's own question, `torch.compiler.is_exporting`, says yes to every compilation in torch 2.11."""
+
+NOTE = "mezzo_region"
+"""What torch.export notes on every node inside a region, for who converts the graph: its precision is settled. Nobody else would know that a region was there."""
+
+_notes: list[Any] = []
+"""The notes that were in force before each region that an export has entered."""
 
 by_mode_alone: Callable[[Region], Region] = lambda region: region  # noqa: E731 - replaced when the hooks are installed
 """Turns a region into one that leaves nothing to torch's own lists, which torch.export does not hear."""

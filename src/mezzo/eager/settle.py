@@ -17,7 +17,7 @@ from mezzo._hardware import hardware
 from mezzo.eager.fallback import complete_torch_lists
 from mezzo.eager.plan import plan
 from mezzo.eager.region import Region
-from mezzo.eager.tables import publish
+from mezzo.eager.tables import ALONE, publish
 from mezzo.policy.decide import effective
 from mezzo.policy.policy import Policy
 from mezzo.policy.registry import registry
@@ -127,7 +127,7 @@ def _leaves_all_alone(policy: Policy, dtype: torch.dtype, device: str, _generati
 
 @cache
 def _key(policy: Policy, device: str, dtype: torch.dtype, versioned: bool, alone: bool, generation: int) -> str:  # noqa: FBT001
-    key = f"{device}/{dtype_name(dtype)}/{'versioned' if versioned else 'plain'}/{'alone' if alone else 'beside'}/{generation}/{policy!r}"
+    key = f"{device}/{dtype_name(dtype)}/{'versioned' if versioned else 'plain'}{ALONE if alone else '/beside/'}{generation}/{policy!r}"
     publish(key, plan(policy, dtype, device, versioned=versioned, alone=alone))
     _policies[key] = policy
     return key

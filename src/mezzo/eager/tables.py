@@ -18,6 +18,9 @@ from mezzo.policy.registry import Function
 
 TABLES: dict[str, Table] = {"": EMPTY}
 
+ALONE = "/alone/"
+"""Stands in the keys of tables that leave nothing to torch's own lists."""
+
 
 def publish(key: str, table: Table) -> None:
     """Make a table known under the key that modes and compiled code name it by."""
@@ -56,7 +59,8 @@ def refusal(key: str, function: Function) -> str:
 @constant
 def is_quiet(key: str, function: Function) -> bool:
     """Whether torch's own autocast is off while the function runs."""
-    return TABLES[key][function].quiet
+    # An export that dynamo traces hears no torch region, and would keep the one that silences it as a part of the graph.
+    return TABLES[key][function].quiet and ALONE not in key
 
 
 @constant

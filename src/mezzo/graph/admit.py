@@ -1,4 +1,4 @@
-"""Admit a saved graph, or refuse it: before torch reads one, every value has the type that torch's schema gives it, and every string the rule of its field.
+"""Admit a saved graph, or refuse it: what torch gets has in every field the type that its schema says, and in every string what the field's rule allows.
 
 A string whose field has no rule is refused, so that what a later torch adds to its schema is closed until somebody has looked at it.
 """
@@ -74,10 +74,13 @@ _RULES: Mapping[str, Rule] = {
 }
 
 
-def admit(program: object, custom_ops: Collection[str] = ()) -> None:
-    """Refuse the plain values of a saved program unless nothing in them can run as code."""
+def admit(program: object, custom_ops: Collection[str] = ()) -> schema.ExportedProgram:
+    """Read a saved program from plain values, or refuse it: nothing in what is returned can run as code."""
     called = partial(targets.check, custom_ops=custom_ops)
-    _admit(program, schema.ExportedProgram, "ExportedProgram", {**_RULES, "Node.target": called, "Argument.as_operator": called})
+    admitted: schema.ExportedProgram = _admit(
+        program, schema.ExportedProgram, "ExportedProgram", {**_RULES, "Node.target": called, "Argument.as_operator": called}
+    )
+    return admitted
 
 
 def without_notes(program: Any) -> Any:
@@ -98,54 +101,55 @@ def _notes(metadata: dict[str, str]) -> dict[str, str]:
     return kept
 
 
-def _admit(value: object, kind: Any, field: str, rules: Mapping[str, Rule]) -> None:
+def _admit(value: Any, kind: Any, field: str, rules: Mapping[str, Rule]) -> Any:
     origin, arguments = typing.get_origin(kind), typing.get_args(kind)
     if origin in {typing.Union, types.UnionType}:
-        if value is not None:
-            _admit(value, arguments[0], field, rules)
-    elif origin is list:
-        for one in _typed(value, list, field):
-            _admit(one, arguments[0], field, rules)
-    elif origin is dict:
-        for name, one in _typed(value, dict, field).items():
-            _rule(f"{field}[]", rules)(name)
-            _admit(one, arguments[1], field, rules)
-    elif dataclasses.is_dataclass(kind):
-        _admit_fields(_typed(value, dict, field), kind, field, rules)
-    elif kind is str:
-        _rule(field, rules)(_typed(value, str, field))
-    else:
-        _admit_number(value, kind, field)
+        return None if value is None else _admit(value, arguments[0], field, rules)
+    if origin is list:
+        return [_admit(one, arguments[0], field, rules) for one in _typed(value, list, field)]
+    if origin is dict:
+        return {_text(name, f"{field}[]", rules): _admit(one, arguments[1], field, rules) for name, one in _typed(value, dict, field).items()}
+    if dataclasses.is_dataclass(kind):
+        return _admit_fields(_typed(value, dict, field), kind, field, rules)
+    if kind is str:
+        return _text(value, field, rules)
+    return _number(value, kind, field)
 
 
-def _admit_fields(value: dict[str, object], kind: Any, field: str, rules: Mapping[str, Rule]) -> None:
+def _admit_fields(value: dict[str, Any], kind: Any, field: str, rules: Mapping[str, Rule]) -> Any:
     hints = _hints(kind)
     if unknown := value.keys() - hints.keys():
         raise CheckpointError(f"{field} has {min(unknown)!r}, which this torch does not know")
-    if issubclass(kind, _Union) and len(value) != 1:
+    is_union = issubclass(kind, _Union)
+    if is_union and len(value) != 1:
         raise CheckpointError(f"{field} is {len(value)} things at once")
+    fields = {}
     for name, one in value.items():
         own = f"{kind.__name__}.{name}"
-        _admit(one, hints[name], f"{field}>{own}" if f"{field}>{own}" in rules else own, rules)
+        fields[name] = _admit(one, hints[name], f"{field}>{own}" if f"{field}>{own}" in rules else own, rules)
+    return kind.create(**fields) if is_union else kind(**fields)
 
 
-def _admit_number(value: object, kind: Any, field: str) -> None:
+def _number(value: Any, kind: Any, field: str) -> Any:
     if isinstance(kind, type) and issubclass(kind, IntEnum):
         fits = type(value) is int and value in kind.__members__.values()
     elif kind is float:
         fits = value in _FLOATS if isinstance(value, str) else type(value) in {int, float}
     elif kind is int:
-        fits = isinstance(value, int) and type(value) is int and abs(value) <= _WIDEST
+        fits = type(value) is int and abs(value) <= _WIDEST
     else:
         fits = kind is bool and type(value) is bool
     if not fits:
         raise CheckpointError(f"{field} is {str(value)[:200]!r}, which is no {kind.__name__}")
+    return float(value) if kind is float else value
 
 
-def _rule(field: str, rules: Mapping[str, Rule]) -> Rule:
+def _text(value: Any, field: str, rules: Mapping[str, Rule]) -> str:
     if field not in rules:
         raise CheckpointError(f"it has {field}, which a saved program never has")
-    return rules[field]
+    text: str = _typed(value, str, field)
+    rules[field](text)
+    return text
 
 
 def _typed(value: Any, kind: type, field: str) -> Any:

@@ -6,9 +6,9 @@ import json
 import os
 import re
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, BinaryIO
+from typing import IO, Any, BinaryIO
 from zipfile import ZIP_DEFLATED, ZIP_STORED, ZipFile, ZipInfo
 
 from mezzo._errors import CheckpointError
@@ -35,11 +35,13 @@ class ArchiveWriter:
         text = json.dumps(value, allow_nan=False, separators=(",", ":"))
         self._zip.writestr(ZipInfo(name), text.encode(), ZIP_DEFLATED)
 
-    def raw(self, name: str, content: memoryview) -> None:
-        """Write bytes as they are."""
-        with self._zip.open(ZipInfo(name), "w", force_zip64=len(content) >= 2**31) as stream:
-            for start in range(0, len(content), _CHUNK):
-                stream.write(content[start : start + _CHUNK])
+    def raw(self, name: str, pieces: Iterable[memoryview]) -> None:
+        """Write bytes as they are, one piece behind the other."""
+        # Told beforehand that it may be large: the header comes before the first byte.
+        with self._zip.open(ZipInfo(name), "w", force_zip64=True) as stream:
+            for piece in pieces:
+                for start in range(0, len(piece), _CHUNK):
+                    stream.write(piece[start : start + _CHUNK])
 
 
 class ArchiveReader:
@@ -64,20 +66,35 @@ class ArchiveReader:
 
     def json(self, name: str) -> Any:
         """Plain values."""
-        return json.loads(self.raw(name))
+        [content] = self.raw(name, [self._part(name).file_size])
+        return json.loads(content)
 
-    def raw(self, name: str) -> bytearray:
-        """Bytes, in memory of their own."""
+    def raw(self, name: str, sizes: Sequence[int]) -> Iterator[bytearray]:
+        """Bytes in pieces of these sizes, each in memory of its own. The checksum is known to be right when the last has come."""
+        part = self._part(name)
+        if sum(sizes) != part.file_size:
+            raise CheckpointError(f"its part {name!r} has {part.file_size} bytes, and {sum(sizes)} were expected")
+        with self._zip.open(part) as stream:
+            for size in sizes:
+                yield _read(stream, size)
+            # One byte more than there is: zipfile looks at the checksum when it meets the end.
+            if stream.read(1):
+                raise CheckpointError(f"its part {name!r} goes on behind its end")
+
+    def _part(self, name: str) -> ZipInfo:
         if name not in self._parts:
             raise CheckpointError(f"it has no part named {name!r}")
-        content, done = bytearray(self._parts[name].file_size), 0
-        with self._zip.open(self._parts[name]) as stream:
-            while chunk := stream.read(_CHUNK):
-                content[done : done + len(chunk)] = chunk
-                done += len(chunk)
-        if done != len(content):
-            raise CheckpointError(f"its part {name!r} ends too early")
-        return content
+        return self._parts[name]
+
+
+def _read(stream: IO[bytes], size: int) -> bytearray:
+    content, done = bytearray(size), 0
+    while chunk := stream.read(min(_CHUNK, size - done)):
+        content[done : done + len(chunk)] = chunk
+        done += len(chunk)
+    if done != size:
+        raise CheckpointError("it ends too early")
+    return content
 
 
 @contextmanager

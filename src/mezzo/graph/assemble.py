@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterator, Mapping
+from typing import Any
 
 from torch import nn
 from torch.export import ExportedProgram
-from torch.export.graph_signature import ConstantArgument, ExportGraphSignature, OutputSpec, TensorArgument
+from torch.export.graph_signature import ExportGraphSignature, OutputSpec, TensorArgument
 from torch.fx import GraphModule, Node
 
 from mezzo._casting import map_tensors
@@ -17,7 +17,7 @@ from mezzo.graph.counting import casts_after, casts_before
 from mezzo.graph.lists import Words, check_words
 from mezzo.graph.nodes import values
 from mezzo.graph.plan import Casts, GraphPlan
-from mezzo.graph.program import Program
+from mezzo.graph.program import Program, copied
 from mezzo.graph.rows import rows
 from mezzo.graph.sections import plan_sections
 from mezzo.graph.tidy import tidy
@@ -40,16 +40,6 @@ def assemble(exported: ExportedProgram, said: Words, modules: Mapping[str, nn.Mo
     return Program(_program(exported, module, stored), GraphPlan(told, Casts(before, casts_after(module))))
 
 
-def copied(module: GraphModule) -> GraphModule:
-    """A copy of a graph and its bodies in which every node keeps its name: torch renames those that Python has a word for, such as `input`."""
-    made = copy.deepcopy(module)
-    for one, other in zip(module.modules(), made.modules(), strict=True):
-        if isinstance(one, GraphModule) and isinstance(other, GraphModule):
-            for node, twin in zip(one.graph.nodes, other.graph.nodes, strict=True):
-                twin.name = node.name
-    return made
-
-
 def _program(exported: ExportedProgram, module: GraphModule, stored: Stored) -> ExportedProgram:
     signature = ExportGraphSignature(stored.signature.input_specs, _output_specs(module, stored.signature))
     return ExportedProgram(
@@ -69,12 +59,12 @@ def _output_specs(module: GraphModule, signature: ExportGraphSignature) -> list[
     """The outputs under the names that they have now: a cast has one of its own."""
     found = []
     for value, spec in zip(output_values(module.graph.output_node()), signature.output_specs, strict=True):
-        named = isinstance(value, Node) and not isinstance(spec.arg, ConstantArgument)
-        found.append(OutputSpec(spec.kind, type(spec.arg)(name=value.name) if named else spec.arg, spec.target))
+        arg = TensorArgument(name=value.name) if isinstance(value, Node) and isinstance(spec.arg, TensorArgument) else spec.arg
+        found.append(OutputSpec(spec.kind, arg, spec.target))
     return found
 
 
-def _examples(exported: ExportedProgram, module: GraphModule) -> object:
+def _examples(exported: ExportedProgram, module: GraphModule) -> Any:
     """The example inputs in the dtypes that the graph takes."""
     inputs = {spec.arg.name for spec in exported.graph_signature.input_specs if spec.target is None and isinstance(spec.arg, TensorArgument)}
     taken = [values(node)[0].dtype for node in module.graph.find_nodes(op="placeholder") if node.name in inputs and values(node)]

@@ -57,6 +57,9 @@ class Choice:
                 return self._op_wants(node, read)
             case Role.FIXED:
                 return self.lent.get((node, read.node), values(read.node)[0].dtype)
+            case Role.CAST if self.cast_params and self.roles[read.node] is Role.WEIGHT and values(node):
+                # A weight that the model casts itself is stored that way.
+                return values(node)[0].dtype if values(node)[0].dtype in (torch.float32, self.half) else None
             case Role.OUTPUT if self.keep_io:
                 return self._output_wants(node, read)
         return None

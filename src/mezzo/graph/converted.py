@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import os
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
@@ -15,7 +14,7 @@ from torch.export import ExportedProgram
 from mezzo._errors import ConversionError
 from mezzo.graph.fitting import Fit, fit
 from mezzo.graph.plan import Casts, GraphPlan
-from mezzo.graph.program import Program
+from mezzo.graph.program import Program, copied
 
 Place = str | os.PathLike[str]
 
@@ -49,8 +48,14 @@ class Converted:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the program that was made for inputs of these sizes."""
         place, args, kwargs = self._chosen(args, kwargs)
-        with torch.no_grad():
-            return self._modules[place](*args, **kwargs)
+        try:
+            with torch.no_grad():
+                return self._modules[place](*args, **kwargs)
+        except AssertionError as error:
+            # torch says so where an input breaks what it assumed while it traced.
+            raise ConversionError(
+                f"The inputs are not what the program was converted for: {error}. Convert with examples or dynamic_shapes= that allow them."
+            ) from error
 
     def _chosen(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int, tuple[Any, ...], dict[str, Any]]:
         for place, one in enumerate(self._fits):
@@ -111,10 +116,10 @@ class Converted:
 
         place, args, kwargs = self._chosen(args, kwargs)
         references = self.artefact.references
-        reference = references[place] if references else None
-        if against is None and reference is None:
+        reference = against if against is not None else references[place] if references else None
+        if reference is None:
             raise ConversionError("A loaded program has no float32 one to compare with. Pass the model: converted.compare(x, against=model).")
-        return compare.compare(against if against is not None else reference, self.artefact.programs[place].exported, args, kwargs)
+        return compare.compare(reference, self.artefact.programs[place].exported, args, kwargs)
 
     def to(self, device: str | torch.device) -> Converted:
         """The same programs on another device; this one stays where it is."""
@@ -136,7 +141,7 @@ def _moved(exported: ExportedProgram, device: str | torch.device, memo: dict[int
             memo[id(value)] = nn.Parameter(moved, requires_grad=value.requires_grad) if isinstance(value, nn.Parameter) else moved
         return memo[id(value)]
 
-    module = copy.deepcopy(exported.graph_module)
+    module = copied(exported.graph_module)
     moved = ExportedProgram(
         root=module,
         graph=module.graph,

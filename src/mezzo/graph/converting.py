@@ -51,20 +51,19 @@ def _said(
     cost: Cost | None,
 ) -> Words:
     halves, fulls, conditions = read_lists(half, full, conditional)
-    left_out = read_exclude(exclude)
-    dtype = resolve(policy, hardware(device)).dtype
+    resolved = resolve(policy, hardware(device))
     return Words(
         policy,
-        dtype or torch.bfloat16,
+        resolved.dtype or torch.bfloat16,
         device,
         half=halves,
         full=fulls,
         conditional=conditions,
-        # Nothing is lowered where the device has no 16-bit dtype, or the level wants none: `resolve` has said why.
-        exclude=left_out if dtype is not None else ("*",),
+        exclude=read_exclude(exclude),
         cast_params=cast_params,
         keep_io=keep_io,
         cost=cost or bytes_moved,
+        idle=resolved.reason if resolved.dtype is None else "",
     )
 
 

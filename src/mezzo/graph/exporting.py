@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.export import ExportedProgram
+from torch.fx.traceback import preserve_node_meta
 
 from mezzo._errors import ConversionError
 from mezzo._events import Event
@@ -28,7 +29,7 @@ Kwargs = Mapping[str, Any]
 def export(model: nn.Module, args: Args, kwargs: Kwargs, dynamic_shapes: Any) -> ExportedProgram:
     """Export a model as it is, undecomposed: in its own mode, outside of any region around the call."""
     _check_fit(model, args, kwargs)
-    with _undecorated(model), _plainly(model):
+    with _undecorated(model), _plainly(model), preserve_node_meta():
         try:
             return torch.export.export(model, args, dict(kwargs), dynamic_shapes=dynamic_shapes, strict=False)
         except Exception as error:
@@ -87,8 +88,9 @@ def _plainly(model: nn.Module) -> Iterator[None]:
                 # torch.export drops a region around it; the policy speaks instead.
                 stack.enter_context(torch.autocast(device, enabled=False))
             stack.enter_context(warnings.catch_warnings())
-            # A recurrent layer sets the list of its own weights while it runs.
-            warnings.filterwarnings("ignore", message=r"(?s).*were assigned during export", category=UserWarning)
+            # A recurrent layer sets the list of its own weights while it runs; torch looks for gradients where there are none when it traces a branch.
+            for message in (r"(?s).*were assigned during export", r"The \.grad attribute of a Tensor that is not a leaf"):
+                warnings.filterwarnings("ignore", message=message, category=UserWarning)
             yield
     finally:
         torch.backends.mha.set_fastpath_enabled(fast)
@@ -131,4 +133,6 @@ def _remedy(error: Exception) -> str:
         return "The graph cannot branch on a tensor's numbers: use torch.cond or torch.where there, or take that part out of the model."
     if any(word in text for word in ("Constraints violated", "dynamic_shapes", "specialized")):
         return "Correct dynamic_shapes=, which says what sizes may change; torch's own message below says how."
+    if "not a known type" in text or "register a pytree" in text:
+        return "A graph takes and gives tensors in tuples, lists and dicts: leave other objects out (for a model of transformers: use_cache=False)."
     return "`torch.export.export(model, args)` shows the same; change that line, or convert the modules around it."

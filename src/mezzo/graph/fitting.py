@@ -42,14 +42,12 @@ class Fit:
 
     tensors: tuple[Taken | None, ...]
     """One for each leaf of the inputs; None for what is no tensor."""
-    leaves: int
 
     def take(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call | None:
         """The inputs in the dtypes that the program takes, or None where their sizes are others."""
         given = pytree.tree_leaves((args, kwargs))
         if len(given) != len(self.tensors):
-            # torch itself says best what a call lacks.
-            return (args, kwargs) if self.leaves == 1 else None
+            return None
         if not all(wanted is None or wanted.fits(value) for wanted, value in zip(self.tensors, given, strict=True)):
             return None
         if all(wanted is None or wanted.dtype is value.dtype for wanted, value in zip(self.tensors, given, strict=True)):
@@ -60,7 +58,10 @@ class Fit:
 
     def told(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
         """What was passed."""
-        return ", ".join(str(Taken(tuple(one.shape), one.dtype)) if isinstance(one, torch.Tensor) else repr(one) for one in pytree.tree_leaves((args, kwargs)))
+        return (
+            ", ".join(str(Taken(tuple(one.shape), one.dtype)) if isinstance(one, torch.Tensor) else repr(one) for one in pytree.tree_leaves((args, kwargs)))
+            or "nothing"
+        )
 
     def __str__(self) -> str:
         return ", ".join(str(one) if one is not None else "…" for one in self.tensors)
@@ -71,7 +72,7 @@ def fit(exported: ExportedProgram) -> Fit:
     nodes = {node.name: node.meta["val"] for node in exported.graph.find_nodes(op="placeholder")}
     specs = [spec.arg for spec in exported.graph_signature.input_specs if spec.kind is InputKind.USER_INPUT]
     taken = tuple(_taken(nodes[arg.name]) if isinstance(arg, TensorArgument) else None for arg in specs)
-    return Fit(taken, len(taken))
+    return Fit(taken)
 
 
 def _taken(value: Any) -> Taken | None:

@@ -231,7 +231,8 @@ def _tree(spec: Any, depth: int) -> None:
         _require(spec["context"] is None and not spec["children_spec"], "a structure has a leaf with children", spec)
         return
     known = pytree.SERIALIZED_TYPE_TO_PYTHON_TYPE
-    _require(isinstance(kind, str) and kind in known, "a structure has a class that is not registered with torch's pytree; import what defines it first", kind)
+    named = isinstance(kind, str) and kind in known and kind != pytree.NO_SERIALIZED_TYPE_NAME_FOUND
+    _require(named, "a structure has a class that is not registered with torch's pytree; import what defines it first", kind)
     _require(_is_context(kind, pytree.SUPPORTED_SERIALIZED_TYPES[known[kind]], spec["context"]), "a structure says something odd about its class", spec)
     for child in spec["children_spec"]:
         _tree(child, depth - 1)

@@ -53,6 +53,8 @@ class Words:
     """Whether inputs and outputs keep the dtypes of the model."""
     cost: Cost = bytes_moved
     """The price of a cast."""
+    idle: str = ""
+    """Why nothing is lowered at all, if nothing is."""
 
     @property
     def lists(self) -> OpLists:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from enum import Enum
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -57,7 +58,8 @@ def is_float(value: Any) -> bool:
 def values(node: Node) -> list[torch.Tensor]:
     """The floating-point tensors that a node makes."""
     made = node.meta.get("val")
-    return [one for one in (made if isinstance(made, list | tuple) else [made]) if is_float(one)]
+    several: Iterable[Any] = made if isinstance(made, list | tuple) else [made]
+    return [one for one in several if is_float(one)]
 
 
 def bound(node: Node) -> Iterator[tuple[str, Any]]:
@@ -98,11 +100,13 @@ def base(node: Node) -> str:
 
 def op_name(node: Node) -> str | None:
     """The name under which policies know a node's op."""
-    if not isinstance(node.target, OpOverload):
-        return None
-    if node.target.namespace == "aten" and base(node) in STRUCTURAL:
-        return base(node)
-    return registry().name_of(node.target)
+    return _op_name(node.target, registry().generation) if isinstance(node.target, OpOverload) else None
+
+
+@lru_cache(maxsize=4096)
+def _op_name(target: OpOverload[..., Any], _generation: int) -> str | None:
+    bare = canonical(target._schema.name.partition("::")[2])
+    return bare if target.namespace == "aten" and bare in STRUCTURAL else registry().name_of(target)
 
 
 def role(node: Node, half: torch.dtype) -> Role:

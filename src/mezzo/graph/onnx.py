@@ -25,6 +25,8 @@ _BFLOAT16_OPSET = 22
 """The first in which convolutions, pooling and recurrent layers take bfloat16."""
 _LARGEST = 2**31 - 2**24
 """Bytes of weights that one protobuf message holds, with room for the graph."""
+_NAMES = {torch.float16: "FLOAT16", torch.bfloat16: "BFLOAT16", torch.float32: "FLOAT", torch.float64: "DOUBLE"}
+"""What ONNX calls the dtypes of weights."""
 _LOGGERS = ("torch.onnx._internal.exporter", "onnxscript", "onnx_ir")
 
 
@@ -48,14 +50,15 @@ def export(exported: ExportedProgram, path: Place, *, opset: int | None = None) 
         opset = _BFLOAT16_OPSET
     names = output_names(exported)
     program = _translated(exported, opset)
-    _name_outputs(program.model.graph, program.model, names)
+    _tidy(program.model)
+    _name_outputs(program.model, names)
     _warn_of_state(program)
-    large = sum(tensor.nbytes for tensor in exported.state_dict.values()) > _LARGEST
-    if large:
-        _write_large(program, Path(path))
+    _check_weights(program.model, exported)
+    if sum(tensor.nbytes for tensor in exported.state_dict.values()) > _LARGEST:
+        _write_large(onnx, program, Path(path))
         return
     proto = program.model_proto
-    _check(onnx, proto, exported)
+    _check(onnx, proto)
     with atomic_writer(path) as file:
         file.write(proto.SerializeToString())
 
@@ -85,20 +88,45 @@ def _package() -> Any:
 
 
 def _translated(exported: ExportedProgram, opset: int | None) -> Any:
+    from mezzo.graph.onnx_ops import TRANSLATIONS  # noqa: PLC0415
+
     try:
         with _quiet(), torch.no_grad():
-            # Without onnxscript's optimizer: it folds a float32 batch norm into a float16 convolution, whose weights are float32 then, and writes a second
-            # copy of a tied weight that is read transposed. Runtimes fold constants themselves when they load a file.
-            return torch.onnx.export(exported, (), None, dynamo=True, optimize=False, verbose=False, opset_version=opset, external_data=False)
+            return torch.onnx.export(
+                exported,
+                (),
+                None,
+                dynamo=True,
+                optimize=False,
+                verbose=False,
+                opset_version=opset,
+                external_data=False,
+                custom_translation_table=TRANSLATIONS,
+            )
     except torch.onnx.errors.OnnxExporterError as error:
         raise UnsupportedError(f"The program cannot be written as ONNX: {_deepest(error)}. Save it with Converted.save, or replace the op.") from error
 
 
-def _name_outputs(graph: Any, model: Any, names: list[str]) -> None:
+def _tidy(model: Any) -> None:
+    """Compute what depends on constants alone, and turn sequences into splits: they take no bfloat16.
+
+    Not with all of onnxscript's optimizer: it folds a float32 batch norm into a float16 convolution, whose weights are float32 then, and writes a second copy of
+    a tied weight that is read transposed. What reads a weight stays as it is; runtimes fold it when they load the file.
+    """
+    from onnx_ir.passes.common import RemoveUnusedNodesPass  # noqa: PLC0415
+    from onnxscript.optimizer import fold_constants  # noqa: PLC0415
+
+    weights = set(model.graph.initializers.values())
+    fold_constants(model, should_fold=lambda node: False if any(value in weights for value in node.inputs) else None)
+    RemoveUnusedNodesPass()(model)
+
+
+def _name_outputs(model: Any, names: list[str]) -> None:
     """Name the outputs. ONNX names values of every kind alike: one whose name is taken gets `_out` behind it."""
     from onnx_ir.passes.common import OutputFixPass  # noqa: PLC0415
 
     # The pass puts a copy behind an output that is an input, a weight or another output, and renames the input.
+    graph = model.graph
     inputs = [one.name for one in graph.inputs]
     OutputFixPass()(model)
     taken = {*inputs, *graph.initializers, *(value.name for node in graph.all_nodes() for value in node.outputs)}
@@ -111,22 +139,20 @@ def _name_outputs(graph: Any, model: Any, names: list[str]) -> None:
         value.name = name
 
 
-def _check(onnx: Any, proto: Any, exported: ExportedProgram) -> None:
-    """Have ONNX infer every type, and see that each weight has kept its own."""
+def _check(onnx: Any, model: Any) -> None:
+    """Have ONNX infer every type of a graph, or of a file."""
     try:
-        onnx.checker.check_model(proto, full_check=True)
+        onnx.checker.check_model(model, full_check=True)
     except (onnx.checker.ValidationError, onnx.shape_inference.InferenceError) as error:
         raise UnsupportedError(f"torch wrote an ONNX graph that ONNX itself refuses: {_line(str(error))}. Try another opset=.") from error
-    written = {one.name: onnx.TensorProto.DataType.Name(one.data_type) for one in proto.graph.initializer}
+
+
+def _check_weights(model: Any, exported: ExportedProgram) -> None:
+    """See that each weight that is still there under its name has kept its dtype."""
     for name, tensor in exported.state_dict.items():
-        expected = onnx.TensorProto.DataType.Name(_elements(onnx)[tensor.dtype]) if tensor.dtype in _elements(onnx) else written.get(name)
-        if name in written and written[name] != expected:
-            raise UnsupportedError(f"torch wrote {name!r} as {written[name]}, and the program has {expected}. Tell the makers of mezzo.")
-
-
-def _elements(onnx: Any) -> dict[torch.dtype, int]:
-    kinds = onnx.TensorProto
-    return {torch.float16: kinds.FLOAT16, torch.bfloat16: kinds.BFLOAT16, torch.float32: kinds.FLOAT, torch.float64: kinds.DOUBLE}
+        written = model.graph.initializers.get(name)
+        if written is not None and tensor.dtype in _NAMES and written.dtype.name != _NAMES[tensor.dtype]:
+            raise UnsupportedError(f"torch wrote the weight {name!r} as {written.dtype}, and the program has {tensor.dtype}. Save it with Converted.save.")
 
 
 def _warn_of_state(program: Any) -> None:
@@ -134,17 +160,17 @@ def _warn_of_state(program: Any) -> None:
     changed = sorted(set(program.exported_program.graph_signature.buffers_to_mutate.values()))
     if changed:
         warnings.warn(
-            f"The program changes {', '.join(changed)} when it runs, and an ONNX file keeps no state: there they stay as they are now, and batch norm reads its "
-            "stored statistics. Convert the model in eval mode.",
+            f"The program changes {', '.join(changed)} when it runs, and an ONNX file keeps no state: there they stay as they are now.",
             stacklevel=4,
         )
 
 
-def _write_large(program: Any, path: Path) -> None:
+def _write_large(onnx: Any, program: Any, path: Path) -> None:
     """Weights beside the graph. Both are whole before either has its name, and the graph comes last."""
     target = path.resolve()
     with TemporaryDirectory(prefix=f".{target.name}.", dir=target.parent) as folder:
         program.save(Path(folder) / target.name, external_data=True)
+        _check(onnx, str(Path(folder) / target.name))
         for part in sorted(Path(folder).iterdir(), key=lambda one: one.name == target.name):
             part.replace(target.parent / part.name)
 

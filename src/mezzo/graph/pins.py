@@ -10,6 +10,7 @@ from torch import nn
 from torch.fx import Node
 
 from mezzo._dtypes import dtype_name
+from mezzo._errors import RefusedOpError
 from mezzo.graph.lists import Words, condition, exclusion, misfit, module_rule
 from mezzo.graph.nodes import Role, op_name, said_dtype, values
 from mezzo.graph.tidy import REGION
@@ -46,6 +47,8 @@ def pin(node: Node, name: str, role: Role, said: Words, modules: Mapping[str, nn
 
 def _by_words(node: Node, name: str, said: Words) -> Pin | None:
     op = op_name(node) or ""
+    if said.idle:
+        return Pin(False, said.idle)
     if pattern := exclusion(said, node, name):
         return Pin(False, f"excluded by {pattern!r}")
     if node.meta.get(REGION) == "off":
@@ -69,6 +72,8 @@ def _by_policy(node: Node, said: Words, modules: Mapping[str, nn.Module]) -> Pin
     if why := condition(said.lists.conditional, op, node):
         return Pin(False, why)
     entry = said.entry(op)
+    if op in said.policy.refuse:
+        raise RefusedOpError(f"The policy refuses {op}, which the graph calls at {node.name}. Take the op out of the model, or of refuse=.")
     if entry.rule in (Rule.HALF, Rule.FULL, Rule.REFUSE):
         return Pin(entry.rule is Rule.HALF, entry.reason)
     if op not in said.lists.entries and op in DELICATE:

@@ -20,7 +20,7 @@ class GraphRow:
     op: str
     """The op's name, or what else the node is: weight, input, cast."""
     module: str
-    """The path of the module that called it; empty for the model itself."""
+    """The path of the module that called it, or a weight's own name; empty for the model itself."""
     source: str
     """The file and line that called it."""
     dtype: str

@@ -37,6 +37,8 @@ class Planned:
     """What was settled ahead, and why."""
     written: frozenset[Node]
     """Nodes whose memory the graph writes."""
+    stored: frozenset[Node]
+    """Placeholders of tensors that the program stores."""
 
 
 def plan_graph(module: GraphModule, prefix: str, weights: Mapping[Node, str], said: Words, modules: Mapping[str, nn.Module], lent: Lent) -> Planned:
@@ -44,12 +46,12 @@ def plan_graph(module: GraphModule, prefix: str, weights: Mapping[Node, str], sa
     known = survey(module, prefix, weights, said, modules)
     choice = _cut(known, known.pins, said, lent)
     # A body borrows its weights: the graph around it stores them.
-    if said.cast_params and not prefix:
+    if said.cast_params and not prefix and not said.idle:
         squeezed, pins = squeeze(choice, known.pins)
         if squeezed:
             choice = replace(_cut(known, pins, said, lent), squeezed=squeezed)
-            return Planned(choice, pins, known.written)
-    return Planned(choice, known.pins, known.written)
+            return Planned(choice, pins, known.written, frozenset(weights))
+    return Planned(choice, known.pins, known.written, frozenset(weights))
 
 
 def _cut(known: Survey, pins: Mapping[Node, Pin], said: Words, lent: Lent) -> Choice:

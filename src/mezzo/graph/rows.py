@@ -15,13 +15,16 @@ from mezzo.graph.nodes import Role, op_name, values
 from mezzo.graph.plan import GraphRow
 from mezzo.graph.planning import Planned
 from mezzo.graph.sections import Section
+from mezzo.graph.weights import NAME
 
+_WEIGHT = "weight"
 _FRAME = re.compile(r'File "([^"]+)", line (\d+)')
 
 
 def rows(sections: Iterable[Section]) -> tuple[GraphRow, ...]:
-    """One row for each node that a dtype was decided for or kept."""
-    return tuple(row for section in sections for row in _section_rows(section))
+    """One row for each node that a dtype was decided for or kept: what computes first, then what is stored."""
+    found = [row for section in sections for row in _section_rows(section)]
+    return tuple(sorted(found, key=lambda row: row.op == _WEIGHT))
 
 
 def _section_rows(section: Section) -> Iterator[GraphRow]:
@@ -30,7 +33,7 @@ def _section_rows(section: Section) -> Iterator[GraphRow]:
         if role in (Role.SILENT, Role.ELEMENT, Role.OUTPUT):
             continue
         dtype, reason = _decided(node, role, planned)
-        kind = op_name(node) or role.value if role is Role.OP else str(node.target) if role is Role.FIXED else role.value
+        kind = _WEIGHT if node in planned.stored else (op_name(node) or str(node.target)) if role in (Role.OP, Role.FIXED) else role.value
         yield GraphRow(section.prefix + node.name, kind, _module(node), _source(node), dtype, reason)
 
 
@@ -42,7 +45,8 @@ def _decided(node: Node, role: Role, planned: Planned) -> tuple[str, str]:
             told = "stored for those who read it" if len(stored) == 1 else "stored twice: its readers disagree"
             return " + ".join(map(dtype_name, stored)), told
         case Role.INPUT:
-            return dtype_name(choice.made(node)), "written by the graph" if node in planned.written else "an input"
+            told = "written by the graph" if node in planned.written else "stored as the model has it" if node in planned.stored else "an input"
+            return dtype_name(choice.made(node)), told
         case Role.CAST:
             return _made(node, planned), "the model's own cast"
         case Role.FILL:
@@ -68,7 +72,7 @@ def _computed(node: Node, planned: Planned) -> str:
 
 def _module(node: Node) -> str:
     paths = module_paths(node)
-    return paths[-1] if paths else ""
+    return paths[-1] if paths else str(node.meta.get(NAME, ""))
 
 
 def _source(node: Node) -> str:

@@ -6,6 +6,7 @@ import json
 import logging
 import os
 import sys
+import warnings
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -21,7 +22,7 @@ from mezzo._files import atomic_writer
 from mezzo.graph.admit import admit, without_notes
 from mezzo.graph.archive import ArchiveReader, reading, writing
 from mezzo.graph.examples import zeros_like_inputs
-from mezzo.graph.tensors import TensorReader, TensorWriter, part
+from mezzo.graph.tensors import PART, TensorReader, TensorWriter
 
 Place = str | os.PathLike[str]
 
@@ -120,32 +121,34 @@ def _contents(archive: ArchiveReader) -> dict[str, Any]:
     if contents["byteorder"] != sys.byteorder:
         raise CheckpointError(f"it was saved on a {contents['byteorder']}-endian machine, and this one is {sys.byteorder}-endian")
     places = range(len(contents["programs"]))
-    known = {_CONTENTS, *map(_graph_part, places), *map(_plan_part, places), *map(part, range(len(contents["tensors"])))}
+    known = {_CONTENTS, *map(_graph_part, places), *map(_plan_part, places), PART}
     if odd := archive.names ^ known:
         raise CheckpointError(f"the part {min(odd)!r} is there without reason, or missing")
     return contents
 
 
 def _artefact(archive: ArchiveReader, contents: dict[str, Any], device: torch.device | None, custom_ops: Collection[str]) -> Artefact:
-    graphs = [archive.json(_graph_part(place)) for place in range(len(contents["programs"]))]
-    for graph in graphs:
-        admit(graph, custom_ops)
+    graphs = [_graph(archive.json(_graph_part(place)), contents["torch"], device, custom_ops) for place in range(len(contents["programs"]))]
     tensors = TensorReader(archive, contents["tensors"], device)
     programs = []
     for place, (graph, names) in enumerate(zip(graphs, contents["programs"], strict=True)):
-        exported = _program(_moved(graph, device), tensors.named(names["state"]), tensors.named(names["constants"]), contents["torch"])
+        exported = _program(graph, tensors.named(names["state"]), tensors.named(names["constants"]))
         programs.append(Stored(exported, archive.json(_plan_part(place))))
     return Artefact(tuple(programs), contents["options"])
 
 
-def _program(graph: Any, state: dict[str, torch.Tensor], constants: dict[str, torch.Tensor], written_by: str) -> ExportedProgram:
-    """Have torch rebuild an admitted graph around tensors that are already there: it is given nothing to unpickle."""
-    version = graph["schema_version"]["major"]
-    if version != schema.SCHEMA_VERSION[0]:
+def _graph(plain: Any, written_by: str, device: torch.device | None, custom_ops: Collection[str]) -> schema.ExportedProgram:
+    if plain["schema_version"]["major"] != schema.SCHEMA_VERSION[0]:
         raise CheckpointError(f"its graph was written by torch {written_by}, which this torch {torch.__version__} does not read; convert the model again")
-    with _quiet():
-        parsed = serialize._dict_to_dataclass(schema.ExportedProgram, graph)
-        exported = serialize.ExportedProgramDeserializer().deserialize(parsed, state, constants)
+    return admit(_moved(plain, device), custom_ops)
+
+
+def _program(graph: schema.ExportedProgram, state: dict[str, torch.Tensor], constants: dict[str, torch.Tensor]) -> ExportedProgram:
+    """Have torch rebuild an admitted graph around tensors that are already there: it is given nothing to unpickle."""
+    with _quiet(), warnings.catch_warnings():
+        # torch goes on with a graph whose code it could not make; nothing that was saved is one.
+        warnings.filterwarnings("error", "Unable to execute the generated python source code")
+        exported = serialize.ExportedProgramDeserializer().deserialize(graph, state, constants)
     _check_fit(exported, {**constants, **state})
     exported._example_inputs = zeros_like_inputs(exported)
     return exported

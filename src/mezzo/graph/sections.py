@@ -119,7 +119,7 @@ class _Operator:
         half, weights = self.said.dtype, self._weights()
         operands = {place: one for place, one in enumerate(self._operands()[0]) if place not in weights and _is_full(one)}
         handed = {place for place, one in operands.items() if self.around.choice.made(one) is half}
-        kept = [body.graph.output_node().meta[OUTPUTS] for _, body in bodies(self.module, self.node)][0]
+        kept = next(body.graph.output_node().meta[OUTPUTS] for _, body in bodies(self.module, self.node))
         self._agree(handed, (None,) * len(kept))
         drafts = self._bodies()
         taken = {place for place in operands if (read := self._demanded(drafts, place)) == {half} or (place in handed and read != {torch.float32})}

@@ -7,15 +7,17 @@ from dataclasses import dataclass
 
 import torch
 from torch import nn
+from torch._ops import HigherOrderOperator
 from torch.fx import GraphModule, Node
 
 from mezzo._dtypes import dtype_name
 from mezzo.graph.aliases import written
 from mezzo.graph.follow import follow
 from mezzo.graph.lists import Words
-from mezzo.graph.nodes import Role, deciding, is_foreign, op_name, role, said_dtype, values
+from mezzo.graph.nodes import Role, base, deciding, op_name, role, said_dtype, values
 from mezzo.graph.pins import FOLLOWS, FREE, Pin, pin
-from mezzo.graph.traits import EXACT
+from mezzo.graph.tidy import REGION
+from mezzo.graph.traits import CASTS, EXACT
 
 
 @dataclass(frozen=True)
@@ -38,7 +40,7 @@ def survey(module: GraphModule, prefix: str, weights: Mapping[Node, str], said: 
     touched = written(module.graph)
     roles = {node: _role(node, weights, touched, said.dtype) for node in module.graph.nodes}
     listed = {node: pin(node, prefix + node.name, one, said, modules) for node, one in roles.items()}
-    listed = {node: _fixed(node, roles[node], touched, said) or _overflow(node, roles, found, weights) or found for node, found in listed.items()}
+    listed = {node: _fixed(node, roles[node], touched) or _overflow(node, roles, found, weights) or found for node, found in listed.items()}
     as_autocast = follow(roles, lambda node: listed[node].half, said.dtype)
     return Survey(roles, _followed(roles, listed, as_autocast, said), touched)
 
@@ -49,18 +51,26 @@ def _role(node: Node, weights: Collection[Node], touched: Collection[Node], half
             return Role.SILENT
         return Role.WEIGHT if node in weights and node not in touched and values(node)[0].dtype is torch.float32 else Role.INPUT
     found = role(node, half)
-    return Role.FIXED if found in (Role.OP, Role.CAST, Role.FILL) and node in touched else found
+    if found in (Role.OP, Role.CAST, Role.FILL) and node in touched:
+        return Role.FIXED
+    return Role.FIXED if found in (Role.OP, Role.FILL) and node.meta.get(REGION) == "kept" else found
 
 
-def _fixed(node: Node, found: Role, touched: Collection[Node], said: Words) -> Pin | None:
+def _fixed(node: Node, found: Role, touched: Collection[Node]) -> Pin | None:
     """Why a node keeps the dtypes that it was exported with."""
     if found is not Role.FIXED:
         return None
     if node in touched:
         return Pin(False, "its memory is written in place, so it keeps its dtype")
-    if is_foreign(node, said.dtype) and values(node):
-        return Pin(False, f"already {dtype_name(values(node)[0].dtype)}: left alone")
-    return Pin(False, "not an op that mezzo knows: it keeps its dtypes" if op_name(node) is None else "keeps its dtypes")
+    if node.meta.get(REGION) == "kept":
+        return Pin(False, "in a mezzo region of the model, which has settled its dtype")
+    if base(node) in CASTS:
+        return Pin(False, "the model's own cast")
+    if isinstance(node.target, HigherOrderOperator):
+        return Pin(False, "calls bodies that have rows of their own, or that are left alone")
+    if op_name(node) is None:
+        return Pin(False, "not an op that mezzo knows: it keeps its dtypes")
+    return Pin(False, f"already {dtype_name(values(node)[0].dtype)}: left alone" if values(node) else "left alone")
 
 
 def _overflow(node: Node, roles: Mapping[Node, Role], found: Pin, weights: Mapping[Node, str]) -> Pin | None:
@@ -78,7 +88,7 @@ def _followed(roles: Mapping[Node, Role], listed: Mapping[Node, Pin], as_autocas
     """
     settled = dict(listed)
     rounded: dict[Node, bool] = {}
-    for node, found in reversed(roles.items()):
+    for node, found in reversed(list(roles.items())):
         rounded[node] = bool(node.users) and all(_rounds(user, node, roles, settled, rounded) for user in node.users)
         open_ended = found in (Role.OP, Role.FILL) or (found is Role.INPUT and not said.keep_io and node.op == "placeholder")
         if not open_ended or listed[node].half is not None or (as_autocast[node] and found is Role.OP):

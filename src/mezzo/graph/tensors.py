@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -21,6 +21,9 @@ _DTYPES = {
         *(torch.bool, torch.uint8, torch.int8, torch.uint16, torch.int16, torch.uint32, torch.int32, torch.uint64, torch.int64),
     )
 }
+
+PART = "tensors"
+"""The part of the file that holds their bytes, in order."""
 
 Names = Mapping[str, torch.Tensor]
 Entries = dict[str, dict[str, Any]]
@@ -43,17 +46,21 @@ class TensorWriter:
 
     def write(self, archive: ArchiveWriter) -> list[dict[str, Any]]:
         """Write what was collected, and give its descriptions in order."""
-        for place, tensor in enumerate(self._tensors):
-            # The span, and not the elements: strides are kept whatever they are, and every stored weight is dense anyway.
-            span = tensor.detach().resolve_conj().resolve_neg().as_strided((_span(tensor.shape, tensor.stride()),), (1,), tensor.storage_offset()).cpu()
-            archive.raw(part(place), _bytes(span))
+        archive.raw(PART, self._pieces())
         return [{"dtype": dtype_name(one.dtype), "shape": list(one.shape), "stride": list(one.stride()), "device": str(one.device)} for one in self._tensors]
+
+    def _pieces(self) -> Iterator[memoryview]:
+        for tensor in self._tensors:
+            # From the first element to the last, and what lies between: strides are kept so, whatever they are; a stored weight is dense anyway.
+            span = tensor.as_strided((_span(tensor.shape, tensor.stride()),), (1,)).cpu()
+            # Held here while its bytes are written.
+            yield _bytes(span)
 
     def _place(self, tensor: torch.Tensor) -> int:
         key = (tensor.device, tensor.dtype, tensor.untyped_storage().data_ptr(), tensor.storage_offset(), tensor.shape, tensor.stride())
         if key not in self._places:
             self._places[key] = len(self._tensors)
-            self._tensors.append(tensor)
+            self._tensors.append(tensor.detach().resolve_conj().resolve_neg())
         return self._places[key]
 
 
@@ -61,7 +68,8 @@ class TensorReader:
     """Gives tensors by name; names that meant one tensor mean one again, in every program of the file."""
 
     def __init__(self, archive: ArchiveReader, records: list[dict[str, Any]], device: torch.device | None) -> None:
-        self._tensors = [_read(archive, place, record, device) for place, record in enumerate(records)]
+        pieces = archive.raw(PART, [_size(record) for record in records])
+        self._tensors = [_tensor(piece, record, device) for piece, record in zip(pieces, records, strict=True)]
         self._parameters: dict[tuple[int, bool], nn.Parameter] = {}
 
     def named(self, entries: Entries) -> dict[str, torch.Tensor]:
@@ -77,17 +85,16 @@ class TensorReader:
         return self._parameters[place, requires_grad]
 
 
-def part(place: int) -> str:
-    """The name of a stored tensor's part of the file."""
-    return f"tensors/{place}"
+def _size(record: dict[str, Any]) -> int:
+    """How many bytes a described tensor takes."""
+    shape, stride = record["shape"], record["stride"]
+    if len(shape) != len(stride) or min([0, *shape, *stride]) < 0:
+        raise CheckpointError(f"it has a tensor of shape {shape} with strides {stride}")
+    return _span(shape, stride) * _DTYPES[record["dtype"]].itemsize
 
 
-def _read(archive: ArchiveReader, place: int, record: dict[str, Any], device: torch.device | None) -> torch.Tensor:
-    dtype, shape, stride = _DTYPES[record["dtype"]], record["shape"], record["stride"]
-    content = archive.raw(part(place))
-    if len(shape) != len(stride) or min([0, *shape, *stride]) < 0 or len(content) != _span(shape, stride) * dtype.itemsize:
-        raise CheckpointError(f"its tensor {place} has {len(content)} bytes, which is not what shape {shape} with strides {stride} takes")
-    target = device or torch.device(record["device"])
+def _tensor(content: bytearray, record: dict[str, Any], device: torch.device | None) -> torch.Tensor:
+    dtype, shape, stride, target = _DTYPES[record["dtype"]], record["shape"], record["stride"], device or torch.device(record["device"])
     if not content:
         return torch.empty_strided(shape, stride, dtype=dtype, device=target)
     flat = torch.frombuffer(content, dtype=torch.uint8)
@@ -96,15 +103,15 @@ def _read(archive: ArchiveReader, place: int, record: dict[str, Any], device: to
     return flat.as_strided(shape, stride).to(target)
 
 
-def _span(shape: torch.Size | list[int], stride: tuple[int, ...] | list[int]) -> int:
+def _span(shape: Sequence[int], stride: Sequence[int]) -> int:
     """How many elements lie from the first to the last, between ones included."""
     return 0 if 0 in shape else 1 + sum((size - 1) * step for size, step in zip(shape, stride, strict=True))
 
 
 def _bytes(span: torch.Tensor) -> memoryview:
-    """The memory itself, which lives as long as the tensor; without numpy, which torch does not require."""
+    """The bytes themselves, without numpy, which torch does not require."""
     count = span.numel() * span.element_size()
-    return memoryview((ctypes.c_char * count).from_address(span.data_ptr())).cast("B") if count else memoryview(b"")
+    return memoryview((ctypes.c_ubyte * count).from_address(span.data_ptr())).cast("B") if count else memoryview(b"")
 
 
 def _refuse_unwritable(name: str, tensor: object) -> None:

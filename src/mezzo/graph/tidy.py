@@ -17,7 +17,10 @@ from mezzo.graph.typing_run import retype
 from mezzo.graph.verify import note_mixed
 
 REGION = "mezzo_region"
-"""In a node's meta: whether a region of the user's around it switches autocast on or off."""
+"""In a node's meta: whether a region of the user's around it switches autocast on or off, or is one of mezzo's, which has settled its dtypes."""
+
+_NOTE = "mezzo_region"
+"""What mezzo's regions have torch.export note."""
 
 _GRAD, _AUTOCAST = torch.ops.higher_order.wrap_with_set_grad_enabled, torch.ops.higher_order.wrap_with_autocast
 
@@ -27,6 +30,7 @@ def tidy(module: GraphModule, half: torch.dtype, device: str) -> None:
     for node in list(module.graph.nodes):
         if node.op == "get_attr" and isinstance(inner := getattr(module, str(node.target), None), GraphModule):
             tidy(inner, half, device)
+    _read_notes(module)
     _note_outputs(module)
     opened = [_open(module, node, half, device) for node in list(module.graph.nodes) if node.target in (_GRAD, _AUTOCAST)]
     _drop_checks(module)
@@ -36,6 +40,13 @@ def tidy(module: GraphModule, half: torch.dtype, device: str) -> None:
         retype(module)
     note_mixed(module)
     module.recompile()
+
+
+def _read_notes(module: GraphModule) -> None:
+    for node in module.graph.nodes:
+        # Whatever else is noted was for the tracer, and cannot be saved.
+        if (node.meta.pop("custom", None) or {}).get(_NOTE):
+            node.meta[REGION] = "kept"
 
 
 def _note_outputs(module: GraphModule) -> None:

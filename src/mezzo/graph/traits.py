@@ -50,9 +50,6 @@ CASTS: frozenset[str] = frozenset("to to_copy type_as float double half bfloat16
 FILLS: frozenset[str] = frozenset("zeros ones full scalar_tensor new_zeros new_ones new_full".split())
 """Ops that make a tensor of one number: made in 16 bits as well as in float32, if the number fits."""
 
-GATHERS: frozenset[str] = frozenset({"embedding", "index_select", "index", "gather", "embedding_bag"})
-"""Ops that read few rows of a table."""
-
 MIXED_PARAMETERS: Mapping[str, frozenset[str]] = {name: frozenset(arguments) for name, arguments in lists(Level.O2, "cuda").exempt.items()}
 """Arguments that stay float32 beside a 16-bit input, which the kernels of CPUs and GPUs take: a batch norm's parameters and statistics."""
 

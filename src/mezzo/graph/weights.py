@@ -18,6 +18,9 @@ from mezzo.graph.choice import Choice
 from mezzo.graph.nodes import Role
 from mezzo.graph.typing_run import fake_mode, set_dtypes
 
+NAME = "mezzo_name"
+"""In a placeholder's meta: the name of the tensor that the model has for it."""
+
 _STORED = (InputKind.PARAMETER, InputKind.BUFFER, InputKind.CONSTANT_TENSOR)
 
 
@@ -54,10 +57,15 @@ class Stored:
 
 
 def weight_nodes(exported: ExportedProgram, module: GraphModule, half: torch.dtype) -> dict[Node, str]:
-    """The placeholders of stored tensors, each with what forbids 16 bits, or nothing."""
+    """The placeholders of stored tensors, each with what forbids 16 bits, or nothing; the tensors' names are noted on them."""
     placeholders = {node.name: node for node in module.graph.find_nodes(op="placeholder")}
-    specs = [spec for spec in exported.graph_signature.input_specs if spec.kind in _STORED and spec.target is not None]
-    return {placeholders[spec.arg.name]: _fault(str(spec.target), _tensor(exported, str(spec.target)), half) for spec in specs}
+    found = {}
+    for spec in exported.graph_signature.input_specs:
+        if spec.kind in _STORED and spec.target is not None:
+            node = placeholders[spec.arg.name]
+            node.meta[NAME] = spec.target
+            found[node] = _fault(spec.target, _tensor(exported, spec.target), half)
+    return found
 
 
 def store(exported: ExportedProgram, module: GraphModule, choice: Choice, pool: Pool) -> Stored:

@@ -1,0 +1,64 @@
+"""Conversion on CUDA: torch's lists for GPUs, kernels that take what the verifier lets pass, and programs that move."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from support.graphs import relative_error, tensors
+from support.zoo import ZOO, Animal
+
+import mezzo
+
+DTYPES = pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=["float16", "bfloat16"])
+
+
+def _animal(name: str) -> Animal:
+    torch.manual_seed(0)
+    made = ZOO[name]()
+    return Animal(made.model.cuda(), tuple(one.cuda() for one in made.args))
+
+
+@DTYPES
+@pytest.mark.parametrize("name", ZOO)
+@pytest.mark.filterwarnings("ignore:The .grad attribute", "ignore:RNN module weights")
+def test_the_zoo_is_no_less_exact_than_autocast_with_half_its_casts(name: str, dtype: torch.dtype) -> None:
+    animal = _animal(name)
+    converted = mezzo.convert(animal.model, animal.args, dtype=dtype)
+    assert 2 * converted.casts.after.count <= converted.casts.before.count
+    with torch.no_grad():
+        expected = copy.deepcopy(animal.model)(*animal.args)
+        with torch.autocast("cuda", dtype=dtype):
+            theirs = relative_error(copy.deepcopy(animal.model)(*animal.args), expected)
+    # cuDNN and cuBLAS choose their algorithms by shape and layout: the same precision, not the same bits.
+    assert relative_error(converted(*animal.args), expected) <= 1.1 * theirs
+
+
+@DTYPES
+def test_a_program_that_was_converted_on_a_cpu_moves_to_the_gpu_and_back(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    animal = ZOO["vit"]()
+    converted = mezzo.convert(animal.model, animal.args, dtype=dtype)
+    moved = converted.to("cuda")
+    found = moved(*(one.cuda() for one in animal.args))
+    assert found.is_cuda
+    assert relative_error(found.cpu(), converted(*animal.args)) < 0.05
+    assert torch.equal(moved.to("cpu")(*animal.args), converted(*animal.args))
+
+
+def test_a_file_saved_from_the_gpu_is_loaded_there_and_on_a_cpu(tmp_path) -> None:
+    animal = _animal("gpt")
+    converted = mezzo.convert(animal.model, animal.args, dtype="float16")
+    converted.save(tmp_path / "model.pt2")
+    assert torch.equal(mezzo.Converted.load(tmp_path / "model.pt2")(*animal.args), converted(*animal.args))
+    on_cpu = mezzo.Converted.load(tmp_path / "model.pt2", device="cpu")
+    assert {one.device.type for one in tensors(on_cpu(*(one.cpu() for one in animal.args)))} == {"cpu"}
+
+
+def test_a_converted_model_compiles_whole() -> None:
+    animal = _animal("bert")
+    converted = mezzo.convert(animal.model, animal.args, dtype="bfloat16")
+    compiled = torch.compile(converted.module, fullgraph=True)
+    with torch.no_grad():
+        assert relative_error(compiled(*animal.args), converted(*animal.args)) < 0.05

@@ -1,0 +1,46 @@
+import torch
+import torch.nn.functional as F
+from support.graphs import HALF, Calls, names, node, planned
+from torch import nn
+
+from mezzo.graph.apply import apply_plan
+
+X = torch.randn(2, 4)
+
+
+def _applied(model, *args):
+    module, plan = planned(model, *args)
+    apply_plan(module, plan, {})
+    return module
+
+
+def test_a_value_is_cast_once_for_all_who_read_it():
+    module = _applied(Calls(lambda self, x: self.first(x) @ self.second(x).t(), first=nn.Linear(4, 4), second=nn.Linear(4, 4)), X)
+    assert names(module).count("aten.to.dtype") == 2
+    assert node(module, "args_0_bfloat16").args == (node(module, "args_0"), HALF)
+
+
+def test_what_is_written_between_two_reads_is_cast_for_each():
+    def function(self, x):
+        made = torch.zeros(2, 4)
+        view = made.view(8)
+        before = self.first(made)
+        view += 1
+        return before, self.first(made)
+
+    module = _applied(Calls(function, first=nn.Linear(4, 4)), X)
+    casts = [one for one in module.graph.nodes if one.target is torch.ops.aten.to.dtype and one.args[0].name == "zeros"]
+    assert len(casts) == 2
+
+
+def test_example_values_are_brought_up_to_date():
+    module = _applied(Calls(lambda self, x: F.relu(self.first(x)).chunk(2, -1)[0], first=nn.Linear(4, 4)), X)
+    assert node(module, "relu").meta["val"].dtype is HALF
+    assert [one.dtype for one in node(module, "chunk").meta["val"]] == [HALF, HALF]
+    assert node(module, "p_first_weight").meta["val"].dtype is HALF
+    assert node(module, "args_0").meta["val"].dtype is torch.float32
+
+
+def test_a_tensor_of_one_number_is_made_in_its_dtype():
+    module = _applied(Calls(lambda self, x: self.first(torch.zeros(2, 4)), first=nn.Linear(4, 4)), X)
+    assert node(module, "zeros").kwargs["dtype"] is HALF

@@ -1,0 +1,81 @@
+import pytest
+import torch
+from support.graphs import HALF, tensors
+from support.zoo import ZOO
+from torch import nn
+
+import mezzo
+
+X = torch.randn(2, 4)
+
+
+def _converted(**words):
+    return mezzo.convert(nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4)), (X,), dtype=HALF, **words)
+
+
+def test_it_is_called_without_gradients():
+    assert not _converted()(X).requires_grad
+
+
+def test_inputs_of_other_sizes_are_refused():
+    with pytest.raises(mezzo.ConversionError, match=r"No program was converted for these inputs: float32\[3, 4\]"):
+        _converted()(torch.randn(3, 4))
+    with pytest.raises(mezzo.ConversionError, match="nothing"):
+        _converted()()
+
+
+def test_a_file_gives_equal_outputs_plan_and_casts(tmp_path):
+    converted = _converted()
+    converted.save(tmp_path / "model.pt2")
+    loaded = mezzo.Converted.load(tmp_path / "model.pt2")
+    assert torch.equal(loaded(X), converted(X))
+    assert loaded.plan == converted.plan
+    assert loaded.casts == converted.casts
+    assert loaded.artefact.options == converted.artefact.options
+
+
+def test_several_programs_go_into_one_file(tmp_path):
+    model = nn.Linear(4, 4)
+    converted = mezzo.convert(model, [(X,), (X[:1],)], dtype=HALF)
+    converted.save(tmp_path / "model.pt2")
+    loaded = mezzo.Converted.load(tmp_path / "model.pt2")
+    assert torch.equal(loaded(X), converted(X))
+    assert torch.equal(loaded(X[:1]), converted(X[:1]))
+
+
+def test_a_fresh_conversion_is_compared_with_float32_and_a_loaded_one_needs_the_model(tmp_path):
+    model = nn.Linear(4, 4)
+    converted = mezzo.convert(model, (X,), dtype=HALF)
+    assert str(converted.compare(X))
+    converted.save(tmp_path / "model.pt2")
+    loaded = mezzo.Converted.load(tmp_path / "model.pt2")
+    with pytest.raises(mezzo.ConversionError, match="against=model"):
+        loaded.compare(X)
+    assert str(loaded.compare(X, against=model))
+
+
+def test_moved_to_another_device_everything_moves_and_this_one_stays():
+    converted = _converted()
+    moved = converted.to("meta")
+    assert {tensor.device.type for tensor in moved.artefact.programs[0].exported.state_dict.values()} == {"meta"}
+    assert moved(X.to("meta")).device.type == "meta"
+    assert converted(X).device.type == "cpu"
+
+
+def test_it_compiles_whole():
+    converted = _converted()
+    for target in (converted, converted.module):
+        compiled = torch.compile(target, backend="eager", fullgraph=True)
+        assert torch.equal(compiled(X), converted(X))
+
+
+def test_it_prints_its_programs_and_casts():
+    assert repr(_converted()).startswith("Converted(1 program, ")
+
+
+def test_branches_survive_a_file(tmp_path):
+    animal = ZOO["branching"]()
+    converted = mezzo.convert(animal.model, animal.args, dtype=HALF)
+    converted.save(tmp_path / "model.pt2")
+    loaded = mezzo.Converted.load(tmp_path / "model.pt2")
+    assert all(map(torch.equal, tensors(loaded(*animal.args)), tensors(converted(*animal.args))))

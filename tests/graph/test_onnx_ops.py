@@ -1,0 +1,28 @@
+"""Translations of our own give what torch computes."""
+
+import onnxruntime
+import pytest
+import torch
+from support.saved_programs import export
+from torch import nn
+
+from mezzo.graph import onnx
+
+pytestmark = pytest.mark.usefixtures("one_registry")
+
+
+@pytest.mark.filterwarnings("ignore:The program changes")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize(
+    ("norm", "shape"),
+    [(nn.BatchNorm2d(3), (4, 3, 5, 5)), (nn.BatchNorm1d(3, affine=False), (6, 3)), (nn.BatchNorm1d(3, track_running_stats=False), (4, 3, 5))],
+    ids=["images", "plain", "untracked"],
+)
+def test_batch_norm_in_training_uses_the_statistics_of_the_batch(norm, shape, dtype, tmp_path):
+    torch.manual_seed(0)
+    x = (3 + 2 * torch.randn(shape)).to(dtype)
+    onnx.export(export(norm.train(), (x,)), tmp_path / "model.onnx")
+    [found] = onnxruntime.InferenceSession(tmp_path / "model.onnx", providers=["CPUExecutionProvider"]).run(None, {"input": x.numpy()})
+    expected = norm(x).detach()
+    assert expected.abs().mean() > 0.1
+    torch.testing.assert_close(torch.from_numpy(found), expected)

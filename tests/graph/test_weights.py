@@ -1,0 +1,66 @@
+import torch
+from support.graphs import HALF, Calls
+from torch import nn
+
+import mezzo
+from mezzo.graph.weights import Pool
+
+X = torch.randn(2, 4)
+
+
+def _state(model, *args, **words):
+    return mezzo.convert(model, args, dtype=HALF, **words).artefact.programs[0].exported.state_dict
+
+
+def test_weights_are_stored_in_the_dtype_that_they_are_read_in():
+    model = nn.Sequential(nn.Conv1d(4, 4, 1), nn.BatchNorm1d(4), nn.Conv1d(4, 2, 1)).eval()
+    state = _state(model, torch.randn(2, 4, 3))
+    assert {name: tensor.dtype for name, tensor in state.items() if name.startswith(("0", "2"))} == dict.fromkeys(
+        ["0.weight", "0.bias", "2.weight", "2.bias"], HALF
+    )
+    assert {tensor.dtype for name, tensor in state.items() if name.startswith("1") and tensor.is_floating_point()} == {torch.float32}
+    assert torch.equal(state["0.weight"], model[0].weight.to(HALF))
+
+
+def test_a_weight_that_is_read_in_both_is_stored_in_both():
+    state = _state(Calls(lambda self, x: (self.linear(x), self.linear.weight.exp()), linear=nn.Linear(4, 4)), X)
+    assert (state["linear.weight"].dtype, state["linear.weight_bfloat16"].dtype) == (torch.float32, HALF)
+
+
+def test_weights_can_be_kept_in_float32():
+    assert {tensor.dtype for tensor in _state(nn.Linear(4, 4), X, cast_params=False).values()} == {torch.float32}
+
+
+def test_the_program_is_independent_of_the_model():
+    model = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4))
+    converted = mezzo.convert(model, (X,), dtype=HALF)
+    before = converted(X)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+    assert torch.equal(converted(X), before)
+
+
+def test_the_program_writes_its_own_buffers():
+    model = nn.BatchNorm1d(4).train()
+    converted = mezzo.convert(model, (X,), dtype=HALF)
+    converted(X)
+    assert int(model.num_batches_tracked) == 0
+    assert int(converted.artefact.programs[0].exported.state_dict["num_batches_tracked"]) == 1
+
+
+def test_copies_are_shared_by_tensor_and_dtype():
+    pool, tensor = Pool(), nn.Parameter(X)
+    half = pool.take(tensor, HALF)
+    assert pool.take(tensor, HALF) is half
+    assert isinstance(half, nn.Parameter)
+    assert not half.requires_grad
+    assert pool.take(tensor, torch.float32).data_ptr() != tensor.data_ptr()
+
+
+def test_a_weight_that_the_model_casts_itself_is_stored_so():
+    model = Calls(lambda self, x: torch.nn.functional.linear(x.to(HALF), self.linear.weight.to(HALF)), linear=nn.Linear(4, 4, bias=False))
+    converted = mezzo.convert(model, (X,), dtype=HALF)
+    assert converted.artefact.programs[0].exported.state_dict["linear.weight"].dtype is HALF
+    assert converted.casts.after.count == 1
+    assert torch.equal(converted(X), model(X))

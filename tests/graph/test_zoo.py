@@ -1,0 +1,69 @@
+"""Every kind of model that people deploy, small and with random weights: no less exact than torch.autocast, far fewer casts, half the size, and the same from a file."""
+
+import copy
+
+import pytest
+import torch
+from support.graphs import relative_error, tensors
+from support.transformers import HUGGING_FACE
+from support.zoo import ZOO
+
+import mezzo
+
+DTYPES = pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=["float16", "bfloat16"])
+pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute")
+
+_NO_AUTOCAST = {"lstm"}
+"""Where torch.autocast itself fails on CPUs whose vector units lack 16-bit arithmetic."""
+
+_ROUNDED_TABLE = 1.1
+"""How much more error is allowed where the table of embeddings is most of the weights, and half the size is only to be had by rounding it."""
+
+
+def _errors(animal, converted, dtype):
+    """The errors of a converted model and of torch.autocast, against float32; each runs on a copy, since some write buffers."""
+    with torch.no_grad():
+        expected = copy.deepcopy(animal.model)(*animal.args)
+        with torch.autocast("cpu", dtype=dtype):
+            theirs = relative_error(copy.deepcopy(animal.model)(*animal.args), expected)
+    return relative_error(converted(*animal.args), expected), theirs
+
+
+def _stored(converted):
+    exported = converted.artefact.programs[0].exported
+    return sum(one.nbytes for one in {id(one): one for one in (*exported.state_dict.values(), *exported.constants.values())}.values())
+
+
+def _check(animal, dtype, path, slack=1.0, *, compared=True):
+    converted = mezzo.convert(animal.model, animal.args, dtype=dtype)
+    assert 2 * converted.casts.after.count <= converted.casts.before.count
+    assert converted.casts.after.bytes < converted.casts.before.bytes
+    full = sum(one.nbytes for one in {one.data_ptr(): one for one in (*animal.model.parameters(), *animal.model.buffers())}.values())
+    assert _stored(converted) <= 0.55 * full
+    if compared:
+        ours, theirs = _errors(animal, converted, dtype)
+        assert ours <= theirs * slack
+    converted.save(path)
+    loaded = mezzo.Converted.load(path)
+    assert all(map(torch.equal, tensors(loaded(*animal.args)), tensors(converted(*animal.args))))
+    return converted
+
+
+@DTYPES
+@pytest.mark.parametrize("name", ZOO)
+def test_the_zoo(name, dtype, tmp_path):
+    torch.manual_seed(0)
+    _check(ZOO[name](), dtype, tmp_path / "model.pt2", compared=name not in _NO_AUTOCAST)
+
+
+def test_a_language_model_of_twelve_layers_has_at_most_thirty_casts(tmp_path):
+    animal = ZOO["gpt"]()
+    casts = mezzo.convert(animal.model, animal.args, dtype="bfloat16").casts
+    assert (casts.before.count, casts.after.count) == (122, 26)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", HUGGING_FACE)
+def test_models_of_transformers(name, tmp_path):
+    torch.manual_seed(0)
+    _check(HUGGING_FACE[name](), torch.bfloat16, tmp_path / "model.pt2", slack=_ROUNDED_TABLE)

@@ -1,0 +1,74 @@
+"""Small graphs for the tests of the converter."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.fx import GraphModule, Node
+from torch.utils import _pytree as pytree
+
+from mezzo.graph.exporting import export
+from mezzo.graph.lists import Words
+from mezzo.graph.planning import Planned
+from mezzo.graph.sections import plan_sections
+from mezzo.graph.tidy import tidy
+from mezzo.graph.weights import weight_nodes
+from mezzo.policy.policy import Policy
+
+HALF = torch.bfloat16
+
+
+class Calls(nn.Module):
+    """A function as a module, with the modules it calls."""
+
+    def __init__(self, function: Callable[..., Any], **modules: nn.Module) -> None:
+        super().__init__()
+        self.function = function
+        for name, module in modules.items():
+            self.add_module(name, module)
+
+    def forward(self, *args: Any) -> Any:
+        return self.function(self, *args)
+
+
+def words(policy: Policy | None = None, **said: Any) -> Words:
+    return Words(policy or Policy("O1", "bfloat16"), said.pop("dtype", HALF), "cpu", **said)
+
+
+def graph(model: nn.Module | Callable[..., Any], *args: Any, tidied: bool = True, half: torch.dtype = HALF) -> GraphModule:
+    """The graph of a model, or of a function of tensors."""
+    module = model if isinstance(model, nn.Module) else Calls(lambda _, *given: model(*given))
+    found: GraphModule = export(module, args, {}, None).graph_module
+    if tidied:
+        tidy(found, half, "cpu")
+    return found
+
+
+def planned(model: nn.Module, *args: Any, said: Words | None = None) -> tuple[GraphModule, Planned]:
+    """A model's tidied graph, and its plan."""
+    said = said or words()
+    exported = export(model, args, {}, None)
+    tidy(exported.graph_module, said.dtype, "cpu")
+    sections = plan_sections(exported.graph_module, weight_nodes(exported, exported.graph_module, said.dtype), said, dict(model.named_modules()))
+    return exported.graph_module, sections[0].planned
+
+
+def node(module: GraphModule, name: str) -> Node:
+    return next(one for one in module.graph.nodes if one.name == name)
+
+
+def names(module: GraphModule) -> list[str]:
+    return [str(one.target) for one in module.graph.nodes if one.op == "call_function"]
+
+
+def tensors(value: Any) -> list[torch.Tensor]:
+    return [one for one in pytree.tree_leaves(value) if isinstance(one, torch.Tensor)]
+
+
+def relative_error(found: Any, expected: Any) -> float:
+    """The largest relative error among the outputs."""
+    pairs = [(one.detach().double(), other.detach().double()) for one, other in zip(tensors(found), tensors(expected), strict=True)]
+    return max(float((one - other).norm() / other.norm().clamp(min=1e-12)) for one, other in pairs)

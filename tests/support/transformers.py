@@ -1,0 +1,53 @@
+"""Tiny models of Hugging Face's transformers, made from configurations with random weights: nothing is downloaded."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from support.zoo import Animal
+
+_WORDS = 64
+
+
+def _tokens() -> torch.Tensor:
+    return torch.randint(3, _WORDS, (2, 12))
+
+
+def _made(kind: str, configuration: str, args: tuple[Any, ...], **sizes: Any) -> Animal:
+    import transformers
+
+    config = getattr(transformers, configuration)(**sizes)
+    return Animal(getattr(transformers, kind)(config).eval(), args)
+
+
+_SIZES = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 128}
+_SPECIAL = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "use_cache": False}
+
+HUGGING_FACE: dict[str, Callable[[], Animal]] = (
+    {
+        "bert": lambda: _made(
+            "BertModel", "BertConfig", (_tokens(), torch.ones(2, 12, dtype=torch.long)), vocab_size=_WORDS, max_position_embeddings=32, **_SIZES
+        ),
+        "gpt2": lambda: _made("GPT2LMHeadModel", "GPT2Config", (_tokens(),), vocab_size=_WORDS, n_embd=64, n_layer=2, n_head=4, n_positions=32, **_SPECIAL),
+        "llama": lambda: _made("LlamaForCausalLM", "LlamaConfig", (_tokens(),), vocab_size=_WORDS, num_key_value_heads=2, **_SIZES, **_SPECIAL),
+        "vit": lambda: _made("ViTForImageClassification", "ViTConfig", (torch.randn(2, 3, 32, 32),), image_size=32, patch_size=8, **_SIZES),
+        "t5": lambda: _made(
+            "T5ForConditionalGeneration",
+            "T5Config",
+            (_tokens(), torch.ones(2, 12, dtype=torch.long), _tokens()),
+            vocab_size=_WORDS,
+            d_model=64,
+            d_kv=16,
+            d_ff=128,
+            num_layers=2,
+            num_heads=4,
+            use_cache=False,
+        ),
+    }
+    if importlib.util.find_spec("transformers")
+    else {}
+)
+"""The models by name, if the library is there."""
