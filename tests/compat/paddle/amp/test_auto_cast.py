@@ -105,3 +105,30 @@ def test_the_state_can_be_asked_for():
         assert (paddle.amp.is_autocast_enabled(), paddle.amp.get_autocast_dtype()) == (True, "bfloat16")
     with paddle.amp.autocast("gpu", enabled=False):
         assert not paddle.amp.is_autocast_enabled()
+
+
+@pytest.mark.parametrize(
+    ("words", "matmul", "add"),
+    [
+        ({"custom_white_list": {"elementwise_add"}}, torch.float16, torch.float16),
+        ({"custom_black_list": {"matmul_v2"}, "dtype": "bfloat16"}, torch.float32, torch.float32),
+        ({"level": "O2", "use_promote": False}, torch.float16, torch.float16),
+        ({"level": "O0"}, torch.float32, torch.float32),
+    ],
+    ids=str,
+)
+def test_inside_a_compiled_function_it_is_as_outside(words, matmul, add):
+    torch._dynamo.reset()
+
+    def run(x):
+        with paddle.amp.auto_cast(**words):
+            return x @ x, x + x
+
+    for function in (run, torch.compile(run, backend="eager", fullgraph=True)):
+        assert [one.dtype for one in function(ONES)] == [matmul, add]
+
+
+def test_the_same_words_make_one_region():
+    one, other = (paddle.amp.auto_cast(custom_white_list=names)._region for names in ({"elementwise_add"}, ["elementwise_add"]))
+    assert one is other
+    assert one is not paddle.amp.auto_cast()._region

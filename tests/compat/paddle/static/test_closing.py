@@ -47,8 +47,8 @@ def test_a_function_that_builds_the_loss_is_a_program(exe, program):
 
     paddle.optimizer.SGD(learning_rate=0.1, parameters=model.parameters()).minimize(loss)
     feed = {"data": X, "label": np.zeros((2, 1), dtype=np.float32)}
-    (first,), (second,) = (exe.run(program, feed=feed, fetch_list=[word]) for word in (loss, "loss"))
-    assert second < first
+    (first,), (second,), (third,) = (exe.run(program, feed=feed, fetch_list=[word]) for word in (loss, "loss", loss.name))
+    assert third < second < first
 
 
 def test_a_function_that_takes_what_is_not_fed_is_refused():

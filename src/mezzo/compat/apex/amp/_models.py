@@ -9,11 +9,11 @@ import torch
 from torch import nn
 
 from mezzo._dtypes import HALF_DTYPES
-from mezzo.compat.apex._masters import keep_masters
 from mezzo.compat.apex.amp._batches import cast_custom_batches
 from mezzo.compat.apex.amp._properties import Properties
 from mezzo.compat.apex.amp._stash import attach
 from mezzo.eager.region import Region
+from mezzo.optim.halves import step_halves
 from mezzo.prepare import door
 from mezzo.prepare.decorate import decorate
 from mezzo.prepare.decoration import decoration_of
@@ -60,7 +60,7 @@ def prepare(models: list[nn.Module], optimizers: list[Optimizer], properties: Pr
         _open(models, None, outputs)
     for optimizer in optimizers:
         if properties.master_weights and dtype not in HALF_DTYPES:
-            keep_masters(optimizer)
+            step_halves(optimizer)
         attach(optimizer, masters=bool(properties.master_weights))
 
 

@@ -8,9 +8,9 @@ from typing import Any, NoReturn
 import torch
 
 from mezzo._dtypes import HALF_DTYPES
-from mezzo.compat.apex._masters import keep_masters
 from mezzo.compat.apex.amp._amp_state import master_params
 from mezzo.compat.apex.amp._scaler import LossScaler
+from mezzo.optim.halves import step_halves
 from mezzo.scaling.backward import apart
 from mezzo.scaling.gradients import parameters
 from mezzo.scaling.state import LARGEST
@@ -44,7 +44,7 @@ class FP16_Optimizer:  # noqa: N801 - Apex's spelling
         self._scaled = False
         """Whether gradients wait for `update_master_grads`."""
         self._tell()
-        self._masters = keep_masters(init_optimizer)
+        self._masters = step_halves(init_optimizer)
 
     def _tell(self) -> None:
         for number, group in enumerate(self.optimizer.param_groups):

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import lru_cache
-from typing import Any, ParamSpec, Self, TypeVar
+from typing import Any, NamedTuple, ParamSpec, Self, TypeVar
 
 import torch
+from torch.compiler import is_dynamo_compiling
 
 from mezzo.compat.paddle.amp import _words
+from mezzo.eager.constant import constant
 from mezzo.eager.everywhere import everywhere
 from mezzo.eager.region import innermost_region
 from mezzo.policy.registry import registry
@@ -41,15 +43,11 @@ class auto_cast:  # noqa: N801 - Paddle's spelling
         dtype: str | torch.dtype = "float16",
         use_promote: bool = True,  # noqa: FBT001, FBT002
     ) -> None:
-        level = _words.level_of(level)
-        half = _words.half_of(dtype, needed=enable)
-        if level == "O0":
-            self._region = everywhere("O0", enabled=False)
+        words = (enable, custom_white_list, custom_black_list, level, dtype, use_promote)
+        if is_dynamo_compiling():
+            self._region = everywhere(**_decoded(_settled_code(*words)))
         else:
-            lists = _words.custom_lists(custom_white_list, custom_black_list)
-            # Without promotion every op that is not black is 16-bit. Elsewhere Paddle takes the word and does nothing with it.
-            unlisted = "half" if level == "O2" and not use_promote else None
-            self._region = _region(level, half or "float16", unlisted, *lists, enabled=bool(enable), generation=registry().generation)
+            self._region = _region(*_settled(*words), generation=registry().generation)
 
     def __enter__(self) -> Self:
         self._region.__enter__()
@@ -63,10 +61,48 @@ class auto_cast:  # noqa: N801 - Paddle's spelling
         return self._region(function)
 
 
+class _Settled(NamedTuple):
+    """What the words of a call come to."""
+
+    enabled: bool
+    level: str
+    dtype: str
+    unlisted: str | None
+    half: frozenset[str]
+    full: frozenset[str]
+
+
+def _settled(enable: bool, white: _words.Names, black: _words.Names, level: str, dtype: str | torch.dtype, use_promote: bool) -> _Settled:  # noqa: FBT001
+    level = _words.level_of(level)
+    half = _words.half_of(dtype, needed=enable) or "float16"
+    if level == "O0":
+        return _Settled(False, "O0", half, None, frozenset(), frozenset())
+    # Without promotion every op that is not black is 16-bit. Elsewhere Paddle takes the word and does nothing with it.
+    unlisted = "half" if level == "O2" and not use_promote else None
+    return _Settled(bool(enable), level, half, unlisted, *_words.custom_lists(white, black))
+
+
 @lru_cache(maxsize=256)
-def _region(level: str, dtype: str, unlisted: str | None, half: frozenset[str], full: frozenset[str], *, enabled: bool, generation: int) -> everywhere:  # noqa: ARG001
-    """A region of these words; the same words give the same one, for a program says them at every step. An op that is registered meanwhile makes others of them."""
-    return everywhere(level, enabled=enabled, preset="paddle", dtype=dtype, unlisted=unlisted, half=half, full=full)
+def _region(*settled: Any, generation: int) -> everywhere:  # noqa: ARG001 - an op that is registered meanwhile makes other regions of the same words
+    """A region; the same words give the same one, for a program says them at every step."""
+    return everywhere(**_words_of(_Settled(*settled)))
+
+
+def _words_of(settled: _Settled) -> dict[str, Any]:
+    lists = {"preset": "paddle", "unlisted": settled.unlisted, "half": settled.half, "full": settled.full} if settled.level != "O0" else {}
+    return {"policy": settled.level, "enabled": settled.enabled, "dtype": settled.dtype, **lists}
+
+
+@constant
+def _settled_code(*words: Any) -> str:
+    """`_settled` as a constant of compiled code."""
+    enabled, level, dtype, unlisted, half, full = _settled(*words)
+    return "/".join((str(int(enabled)), level, dtype, unlisted or "", " ".join(sorted(half)), " ".join(sorted(full))))
+
+
+def _decoded(code: str) -> dict[str, Any]:
+    enabled, level, dtype, unlisted, half, full = code.split("/")
+    return _words_of(_Settled(enabled == "1", level, dtype, unlisted or None, tuple(half.split()), tuple(full.split())))  # type: ignore[arg-type]
 
 
 amp_guard = auto_cast

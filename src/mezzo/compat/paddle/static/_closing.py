@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -147,6 +148,9 @@ def _built(function: Callable[..., Any]) -> Variable:
     if not isinstance(loss, Variable):
         raise TypeError(f"The function gave {type(loss).__name__}, not a loss computed from what is fed.")
     program.name(loss, getattr(function, "__name__", "loss"))
+    with suppress(AttributeError):
+        # So that `fetch_list=[loss.name]` may stay as it is; a method, say, takes no attributes.
+        function.name = loss.name  # type: ignore[attr-defined]
     return loss
 
 

@@ -1,13 +1,10 @@
-"""Masters of parameters that come in 16 bits, under amp and under nothing."""
-
-import copy
+"""Parameters that come in 16 bits, and groups that are added later: amp casts no model then, and keeps masters all the same."""
 
 import pytest
 import torch
 from torch import nn
 
 from mezzo.compat.apex import amp
-from mezzo.compat.apex._masters import keep_masters
 
 X = torch.ones(2)
 
@@ -74,19 +71,3 @@ def test_a_group_is_added_while_amp_casts_no_model(level, accumulate, zero):
         clear()
     for found, expected in zip((*one.parameters(), *two.parameters()), in_float32(accumulate), strict=True):
         torch.testing.assert_close(found.float(), expected.float(), rtol=2e-3, atol=2e-3)
-
-
-def test_masters_are_saved_with_the_optimizer():
-    weight = nn.Parameter(torch.tensor([2.0]).half())
-    optimizer = torch.optim.SGD([weight], lr=2.0**-14)
-    masters = keep_masters(optimizer)
-    for _ in range(3):
-        weight.grad = torch.ones(1).half()
-        optimizer.step()
-    assert masters.read(weight).item() == 2.0 - 3 * 2.0**-14
-    saved = copy.deepcopy(optimizer.state_dict())
-    other = nn.Parameter(torch.tensor([2.0]).half())
-    resumed = torch.optim.SGD([other], lr=2.0**-14)
-    again = keep_masters(resumed)
-    resumed.load_state_dict(saved)
-    assert again.read(other).item() == 2.0 - 3 * 2.0**-14
