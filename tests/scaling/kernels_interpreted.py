@@ -7,6 +7,7 @@ import random
 import pytest
 import torch
 from support.kernel_cases import DTYPES, FACTORS, bits, check_against_reference, fresh_seed, gradients, raised, same, spoil
+from support.scale_rules import RULES
 
 from mezzo import ScaleRule, ScaleState
 from mezzo.scaling import kernels
@@ -120,21 +121,6 @@ def test_a_table_is_kept_while_addresses_and_sizes_stay() -> None:
     for size in range(1, 40):
         kernels.check([storage[0][:size]], found, flags)
     assert len(kernels._tables) <= kernels._TABLES_KEPT
-
-
-RULES = [
-    ScaleRule(growth_interval=3),
-    ScaleRule(growth_interval=1, max_scale=2.0**20),
-    ScaleRule(growth_factor=1.1, backoff_factor=0.9, growth_interval=2),
-    ScaleRule(growth_interval=4, backoff_every=2),
-    ScaleRule(growth_interval=4, backoff_every=3, consecutive=False),
-    ScaleRule(growth_factor=1.7, backoff_factor=0.3, growth_interval=2, backoff_every=2, min_scale=1.0),
-    ScaleRule(growth_interval=0),
-    ScaleRule(backoff_every=0, growth_interval=5),
-    ScaleRule(dynamic=False),
-    ScaleRule(growth_interval=2, warmup=7),
-    ScaleRule(growth_factor=1e30, growth_interval=1, backoff_every=2),
-]
 
 
 @pytest.mark.parametrize("rule", RULES, ids=range(len(RULES)))

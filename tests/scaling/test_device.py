@@ -8,6 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.scale_rules import RULES
 
 from mezzo import ScalerError, ScaleRule, ScaleState
 from mezzo.scaling import copies
@@ -15,19 +16,6 @@ from mezzo.scaling.device import DeviceScale, HostScale, scale_on
 from mezzo.scaling.state import next_state
 
 CPU = torch.device("cpu")
-RULES = [
-    ScaleRule(growth_interval=3),
-    ScaleRule(growth_interval=1, max_scale=2.0**20),
-    ScaleRule(growth_factor=1.1, backoff_factor=0.9, growth_interval=2),
-    ScaleRule(growth_interval=4, backoff_every=2),
-    ScaleRule(growth_interval=4, backoff_every=3, consecutive=False),
-    ScaleRule(growth_factor=1.7, backoff_factor=0.3, growth_interval=2, backoff_every=2, min_scale=1.0),
-    ScaleRule(growth_interval=0),
-    ScaleRule(backoff_every=0, growth_interval=5),
-    ScaleRule(dynamic=False),
-    ScaleRule(growth_interval=2, warmup=7),
-    ScaleRule(growth_factor=1e30, growth_interval=1, backoff_every=2),
-]
 
 
 def flag(is_bad: bool) -> torch.Tensor:
