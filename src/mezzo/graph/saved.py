@@ -4,6 +4,8 @@
     programs/0/graph.json    a graph in torch's schema, without notes that could name Python objects
     programs/0/plan.json     its plan
     tensors                  the bytes of all tensors, in order, each once
+
+Example inputs are not in it: they may be private, and zeros of their sizes serve as well.
 """
 
 from __future__ import annotations
