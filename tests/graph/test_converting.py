@@ -14,7 +14,7 @@ def test_a_list_of_examples_gives_programs_that_share_their_weights():
     converted = mezzo.convert(model, [(torch.randn(size, 4),) for size in (1, 3, 5)], dtype=HALF)
     for size in (1, 3, 5):
         x = torch.randn(size, 4)
-        assert relative_error(converted(x), model(x)) < 0.02
+        assert relative_error(converted(x), model(x)) < 0.05
     weights = {id(program.exported.state_dict["0.weight"]) for program in converted.artefact.programs}
     assert len(weights) == 1
     with pytest.raises(mezzo.ConversionError, match=r"float32\[4, 4\]\. There is: float32\[1, 4\]; float32\[3, 4\]; float32\[5, 4\]"):

@@ -23,7 +23,7 @@ def test_a_weight_norm_is_stored_as_its_product():
     state = {**converted.artefact.programs[0].exported.state_dict, **converted.artefact.programs[0].exported.constants}
     assert sorted((tuple(one.shape), one.dtype) for one in state.values()) == [((8,), HALF), ((8, 4), HALF)]
     assert converted.casts.after.count == 2
-    assert relative_error(converted(X), model(X)) < 0.02
+    assert relative_error(converted(X), model(X)) < 0.05
 
 
 def test_a_chain_of_computations_is_one_tensor():
