@@ -51,6 +51,13 @@ def test_level_o0_lowers_nothing_and_says_so():
     assert converted.artefact.programs[0].exported.state_dict["weight"].dtype is torch.float32
 
 
+def test_level_o0_keeps_what_nobody_reads_too():
+    model = nn.Sequential(nn.Linear(4, 4), nn.Identity())
+    model.unread = nn.Parameter(torch.ones(2))
+    state = mezzo.convert(model, (X,), policy="O0").artefact.programs[0].exported.state_dict
+    assert {one.dtype for one in state.values()} == {torch.float32}
+
+
 def test_the_words_of_a_conversion_are_kept_as_plain_data():
     options = mezzo.convert(nn.Linear(4, 4), (X,), dtype=HALF, full={"linear"}, exclude="linear", keep_io=False).artefact.options
     assert options["policy"] == {"level": "O1", "dtype": "bfloat16"}

@@ -66,3 +66,17 @@ def test_weights_that_are_kept_are_computed_with_at_each_call():
     model = nn.utils.parametrizations.weight_norm(nn.Linear(4, 8)).eval()
     state = mezzo.convert(model, (X,), dtype=HALF, cast_params=False).artefact.programs[0].exported.state_dict
     assert len(state) == 3
+
+
+def test_a_name_that_is_taken_is_not_taken_twice():
+    class Named(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.exp = torch.randn(4)
+            self.bias = nn.Parameter(torch.randn(4))
+
+        def forward(self, x):
+            return x + self.exp + self.bias.exp()
+
+    model = Named()
+    assert torch.equal(mezzo.convert(model, (X,), dtype=HALF)(X), model(X))

@@ -32,8 +32,7 @@ def fold(exported: ExportedProgram, module: GraphModule) -> ExportedProgram:
     constants, specs = dict(exported.constants), list(exported.graph_signature.input_specs)
     place = sum(spec.kind is not InputKind.USER_INPUT for spec in specs)
     for node, value in folded.items():
-        name = f"c_{node.name}"
-        _replace(module, node, name, specs[place - 1].arg.name if place else None)
+        name = _replace(module, node, specs[place - 1].arg.name if place else None)
         constants[f"folded_{node.name}"] = value
         specs.insert(place, InputSpec(InputKind.CONSTANT_TENSOR, TensorArgument(name=name), f"folded_{node.name}"))
         place += 1
@@ -84,13 +83,15 @@ def _is_worth(node: Node, known: Mapping[Node, Any]) -> bool:
     return computed and size <= sum(known[one].numel() for one in behind)
 
 
-def _replace(module: GraphModule, node: Node, name: str, after: str | None) -> None:
+def _replace(module: GraphModule, node: Node, after: str | None) -> str:
+    """Put a placeholder in a node's place, and give its name."""
     placeholders = {one.name: one for one in module.graph.find_nodes(op="placeholder")}
     where = module.graph.inserting_after(placeholders[after]) if after in placeholders else module.graph.inserting_before(next(iter(module.graph.nodes)))
     with where:
-        made = module.graph.placeholder(name)
-    made.meta = {"val": node.meta["val"]}
+        made = module.graph.placeholder(f"c_{node.name}")
+    made.target, made.meta = made.name, {"val": node.meta["val"]}
     node.replace_all_uses_with(made)
+    return made.name
 
 
 def _sweep(module: GraphModule, known: Mapping[Node, Any]) -> None:

@@ -111,7 +111,7 @@ def _fault(name: str, tensor: torch.Tensor, half: torch.dtype) -> str:
 def _second(module: GraphModule, node: Node, name: str, dtype: torch.dtype) -> Node:
     with module.graph.inserting_after(node):
         made = module.graph.placeholder(name)
-    made.meta = dict(node.meta)
+    made.target, made.meta = made.name, dict(node.meta)
     mode = fake_mode(module)
     if mode is not None:
         set_dtypes(made, [dtype], mode)
