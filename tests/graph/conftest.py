@@ -3,6 +3,7 @@
 from functools import cache
 
 import pytest
+import torch
 
 
 @pytest.fixture(scope="session")
@@ -15,3 +16,9 @@ def one_registry():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ONNXRegistry, "from_torchlib", staticmethod(made))
         yield
+
+
+@pytest.fixture(autouse=True)
+def _seeded():
+    """The same weights whichever tests run before."""
+    torch.manual_seed(0)

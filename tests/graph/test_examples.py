@@ -31,3 +31,14 @@ def test_a_program_without_inputs_has_none():
             return torch.ones(2)
 
     assert zeros_like_inputs(export(Constant(), ())) == ((), {})
+
+
+def test_inputs_whose_size_nobody_knows_have_no_stand_in():
+    class Sparse(nn.Module):
+        def forward(self, x):
+            return x.nonzero() + 1
+
+    exported = export(Sparse(), (torch.ones(3),))
+    nodes = {node.name: node for node in exported.graph.nodes}
+    nodes["x"].meta["val"] = nodes["nonzero"].meta["val"]
+    assert zeros_like_inputs(exported) is None

@@ -34,3 +34,16 @@ def test_inputs_of_another_float_dtype_are_cast():
 def test_what_was_passed_is_told():
     assert Fit(()).told((X, 3), {"a": "b"}) == "float32[2, 4], 3, 'b'"
     assert Fit(()).told((), {}) == "nothing"
+
+
+def test_keywords_may_come_in_any_order():
+    class Two(nn.Module):
+        def forward(self, *, first, second):
+            return first.sum() - second.sum()
+
+    exported = export(Two(), (), {"first": X, "second": X[0]}, None)
+    one = fit(exported)
+    assert one.keywords == ("first", "second")
+    _, kwargs = one.take((), {"second": X[0], "first": X})
+    assert list(kwargs) == ["first", "second"]
+    assert one.take((), {"second": X, "first": X[0]}) is None

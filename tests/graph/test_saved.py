@@ -277,6 +277,18 @@ def test_what_cannot_be_read_again_is_not_written(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+def test_what_torch_cannot_write_is_told_in_a_line(tmp_path):
+    class Unregistered(NamedTuple):
+        value: torch.Tensor
+
+    class Model(nn.Module):
+        def forward(self, x):
+            return Unregistered(x + 1)
+
+    with pytest.raises(UnsupportedError, match=r"The program cannot be saved: torch cannot write it as plain values. .*Unregistered.*register"):
+        save(tmp_path / "model", export(Model(), (ONE,)))
+
+
 def test_a_text_among_the_outputs_is_not_written(tmp_path):
     class Talking(nn.Module):
         def forward(self, x):

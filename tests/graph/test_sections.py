@@ -27,7 +27,7 @@ def test_branches_take_and_give_16_bits_where_all_of_them_do():
     model, converted = _converted(function, before=nn.Linear(4, 4), left=nn.Linear(4, 4), right=nn.Linear(4, 4), after=nn.Linear(4, 4))
     # One for the input, one for the sum that decides, one for the output.
     assert converted.casts.after.count == 3
-    assert relative_error(converted(X), model(X)) < 0.02
+    assert relative_error(converted(X), model(X)) < 0.05
     assert {tensor.dtype for tensor in converted.artefact.programs[0].exported.state_dict.values()} == {HALF}
 
 
@@ -37,7 +37,7 @@ def test_a_branch_that_gives_float32_has_the_others_do_so():
 
     model, converted = _converted(function, left=nn.Linear(4, 4))
     for sign in (1, -1):
-        assert relative_error(converted(sign * X.abs()), model(sign * X.abs())) < 0.02
+        assert relative_error(converted(sign * X.abs()), model(sign * X.abs())) < 0.05
 
 
 def test_bodies_have_rows_under_their_own_names():
@@ -60,7 +60,7 @@ def test_branches_inside_branches():
         lambda self, x: torch.cond(x.sum() > 0, lambda y: inner(self, y), lambda y: self.left(y), (x,)), left=nn.Linear(4, 4), right=nn.Linear(4, 4)
     )
     for sign in (1, -1):
-        assert relative_error(converted(sign * X.abs()), model(sign * X.abs())) < 0.02
+        assert relative_error(converted(sign * X.abs()), model(sign * X.abs())) < 0.05
 
 
 def test_a_loop_keeps_what_it_hands_on_and_borrows_16_bit_weights():
@@ -68,5 +68,5 @@ def test_a_loop_keeps_what_it_hands_on_and_borrows_16_bit_weights():
         return while_loop(lambda i, y: i < 3, lambda i, y: (i + 1, torch.tanh(self.body(y))), (torch.tensor(0), self.first(x)))[1]
 
     model, converted = _converted(function, first=nn.Linear(4, 4), body=nn.Linear(4, 4))
-    assert relative_error(converted(X), model(X)) < 0.03
+    assert relative_error(converted(X), model(X)) < 0.05
     assert converted.artefact.programs[0].exported.state_dict["body.weight"].dtype is HALF

@@ -35,3 +35,8 @@ def test_a_tied_table_is_stored_once_where_twice_would_be_too_large():
 
 def test_weights_that_are_kept_are_not_squeezed():
     assert _table(4096, cast_params=False) == (torch.float32,)
+
+
+def test_a_weight_that_is_only_added_is_not_rounded():
+    module, plan = planned(Calls(lambda self, x: x + self.norm.weight + self.norm.bias, norm=nn.LayerNorm(8)), torch.randn(2, 8))
+    assert plan.choice.stored(next(one for one in module.graph.nodes if one.name.endswith("bias"))) == (torch.float32,)

@@ -1,3 +1,4 @@
+import pytest
 import torch
 from support.graphs import HALF, Calls
 from torch import nn
@@ -23,7 +24,7 @@ def test_weights_are_stored_in_the_dtype_that_they_are_read_in():
 
 
 def test_a_weight_that_is_read_in_both_is_stored_in_both():
-    state = _state(Calls(lambda self, x: (self.linear(x), self.linear.weight.exp()), linear=nn.Linear(4, 4)), X)
+    state = _state(Calls(lambda self, x: (self.linear(x), torch.cdist(x, self.linear.weight)), linear=nn.Linear(4, 4)), X)
     assert (state["linear.weight"].dtype, state["linear.weight_bfloat16"].dtype) == (torch.float32, HALF)
 
 
@@ -64,3 +65,11 @@ def test_a_weight_that_the_model_casts_itself_is_stored_so():
     assert converted.artefact.programs[0].exported.state_dict["linear.weight"].dtype is HALF
     assert converted.casts.after.count == 1
     assert torch.equal(converted(X), model(X))
+
+
+@pytest.mark.parametrize(("value", "fits"), [(1e5, False), (6e4, True), (float("inf"), True), (float("nan"), True)])
+def test_only_finite_numbers_beyond_the_range_forbid_16_bits(value, fits):
+    model = nn.Linear(4, 4)
+    with torch.no_grad():
+        model.weight[0, 0] = value
+    assert mezzo.convert(model, (X,), dtype="float16").plan.row("linear").dtype == ("float16" if fits else "float32")

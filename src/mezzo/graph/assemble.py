@@ -14,6 +14,7 @@ from mezzo._casting import map_tensors
 from mezzo.graph.apply import apply_plan
 from mezzo.graph.choice import output_values
 from mezzo.graph.counting import casts_after, casts_before
+from mezzo.graph.fold import fold
 from mezzo.graph.lists import Words, check_words
 from mezzo.graph.nodes import values
 from mezzo.graph.plan import Casts, GraphPlan
@@ -30,6 +31,7 @@ def assemble(exported: ExportedProgram, said: Words, modules: Mapping[str, nn.Mo
     module = copied(exported.graph_module)
     tidy(module, said.dtype, said.device)
     check_words(said, list(_nodes(module)), list(_names(module)))
+    exported = fold(exported, module) if said.cast_params and not said.idle else exported
     sections = plan_sections(module, weight_nodes(exported, module, said.dtype), said, modules)
     before, told = casts_before(sections, said), rows(sections)
     for section in sections[1:]:

@@ -11,7 +11,7 @@ from torch.fx import Node
 from torch.utils import _pytree as pytree
 
 from mezzo.graph.nodes import Read, Role, deciding, op_name, reads, said_dtype, values
-from mezzo.graph.traits import MIXED_PARAMETERS, PROMOTING
+from mezzo.graph.traits import LOOKED_AT, MIXED_PARAMETERS, PROMOTING
 
 OUTPUTS = "mezzo_outputs"
 """In the meta of a graph's output: the dtypes that the model gave."""
@@ -66,7 +66,7 @@ class Choice:
 
     def _op_wants(self, node: Node, read: Read) -> torch.dtype | None:
         op = op_name(node) or ""
-        if said_dtype(node) is not None:
+        if said_dtype(node) is not None or read.argument in LOOKED_AT.get(op, ()):
             return None
         if read.argument in MIXED_PARAMETERS.get(op, ()):
             return values(read.node)[0].dtype

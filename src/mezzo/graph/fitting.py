@@ -42,9 +42,13 @@ class Fit:
 
     tensors: tuple[Taken | None, ...]
     """One for each leaf of the inputs; None for what is no tensor."""
+    keywords: tuple[str, ...] = ()
+    """The keyword arguments, in the order of the example."""
 
     def take(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call | None:
         """The inputs in the dtypes that the program takes, or None where their sizes are others."""
+        if len(self.keywords) > 1:
+            kwargs = {name: kwargs[name] for name in (*self.keywords, *kwargs) if name in kwargs}
         given = pytree.tree_leaves((args, kwargs))
         if len(given) != len(self.tensors):
             return None
@@ -72,7 +76,8 @@ def fit(exported: ExportedProgram) -> Fit:
     nodes = {node.name: node.meta["val"] for node in exported.graph.find_nodes(op="placeholder")}
     specs = [spec.arg for spec in exported.graph_signature.input_specs if spec.kind is InputKind.USER_INPUT]
     taken = tuple(_taken(nodes[arg.name]) if isinstance(arg, TensorArgument) else None for arg in specs)
-    return Fit(taken)
+    _, keywords = pytree.tree_unflatten(range(len(taken)), exported.call_spec.in_spec)
+    return Fit(taken, tuple(keywords))
 
 
 def _taken(value: Any) -> Taken | None:

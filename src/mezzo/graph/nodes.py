@@ -13,7 +13,7 @@ import torch
 from torch._ops import HigherOrderOperator, OpOverload
 from torch.fx import Node
 
-from mezzo.graph.traits import CASTS, FILLS, LOOKS, MIXED_PARAMETERS, STRUCTURAL
+from mezzo.graph.traits import CASTS, FILLS, LOOKED_AT, LOOKS, MIXED_PARAMETERS, STRUCTURAL
 from mezzo.policy.names import canonical
 from mezzo.policy.registry import registry
 
@@ -90,7 +90,8 @@ def nodes_in(value: Any) -> Iterator[Node]:
 
 def reads(node: Node) -> list[Read]:
     """The floating-point tensors that a node reads."""
-    return [Read(name, one) for name, value in bound(node) for one in nodes_in(value) if values(one)]
+    looked_at = LOOKED_AT.get(base(node), ())
+    return [Read(name, one) for name, value in bound(node) if name not in looked_at for one in nodes_in(value) if values(one)]
 
 
 def base(node: Node) -> str:

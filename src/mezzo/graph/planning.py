@@ -62,7 +62,7 @@ def _cut(known: Survey, pins: Mapping[Node, Pin], said: Words, lent: Lent) -> Ch
     chosen = cheapest(found, pinned)
     # An op that nobody who matters reads, or that reads only weights, is in no value: 16 bits, as ties go.
     halves = {node: half if half is not None else chosen.get(node, True) for node, half in settled.items()}
-    return Choice(known.roles, halves, said.dtype, said.keep_io, said.cast_params, lent=lent)
+    return Choice(known.roles, halves, said.dtype, said.keep_io, said.cast_params and not said.idle, lent=lent)
 
 
 def _settled(node: Node, role: Role, pin: Pin, said: Words) -> bool | None:

@@ -1,4 +1,12 @@
-"""Converted programs in one file, which never runs code: weights as raw bytes, graphs as plain values that are admitted before torch reads them."""
+"""Converted programs in one file, which never runs code: weights as raw bytes, graphs as plain values that are admitted before torch reads them.
+
+    contents.json            format, versions, options, and for each program which tensor each of its names means
+    programs/0/graph.json    a graph in torch's schema, without notes that could name Python objects
+    programs/0/plan.json     its plan
+    tensors                  the bytes of all tensors, in order, each once
+
+Example inputs are not in it: they may be private, and zeros of their sizes serve as well.
+"""
 
 from __future__ import annotations
 

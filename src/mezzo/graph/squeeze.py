@@ -37,8 +37,11 @@ def squeeze(choice: Choice, pins: Mapping[Node, Pin]) -> tuple[frozenset[Node], 
 
 
 def _can(node: Node, pins: Mapping[Node, Pin]) -> bool:
-    """Whether everybody who reads a weight takes it rounded: by moving its rows, by promoting, or by running in 16 bits anyhow."""
-    return all(pins[user].half is True or (_moves(user) and _is_open(pins[user])) or op_name(user) in PROMOTING for user in node.users)
+    """Whether everybody who reads a weight takes it rounded: by moving its rows, by running in 16 bits anyhow, or beside such a reader by promoting."""
+    rounding = [pins[user].half is True or (_moves(user) and _is_open(pins[user])) for user in node.users]
+    promoting = [op_name(user) in PROMOTING for user in node.users]
+    # What is only added or multiplied is small, and rounding it would be felt where nothing else is rounded.
+    return any(rounding) and all(one or other for one, other in zip(rounding, promoting, strict=True))
 
 
 def _moves(user: Node) -> bool:

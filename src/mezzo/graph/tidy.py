@@ -6,6 +6,7 @@ import operator
 from typing import Any
 
 import torch
+import torch._higher_order_ops.wrap
 from torch._ops import OpOverload
 from torch.fx import GraphModule, Node
 from torch.fx.node import map_arg

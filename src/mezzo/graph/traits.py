@@ -44,6 +44,9 @@ STRUCTURAL: frozenset[str] = frozenset(
 LOOKS: frozenset[str] = frozenset("sym_size size sym_stride stride sym_numel numel sym_storage_offset storage_offset dim is_floating_point is_complex".split())
 """Ops that read a tensor's shape, never its numbers."""
 
+LOOKED_AT: Mapping[str, frozenset[str]] = dict.fromkeys(("expand_as", "view_as", "reshape_as"), frozenset({"other"}))
+"""Arguments of other ops of which only the shape is read."""
+
 CASTS: frozenset[str] = frozenset("to to_copy type_as float double half bfloat16".split())
 """The user's own conversions."""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from math import isfinite
 from typing import Any
 
 import torch
@@ -99,16 +100,18 @@ def _tensor(exported: ExportedProgram, name: str) -> torch.Tensor:
 def _fault(name: str, tensor: torch.Tensor, half: torch.dtype) -> str:
     if tensor.dtype is not torch.float32 or not tensor.numel() or tensor.is_meta:
         return ""
-    limit = torch.finfo(half).max
     with torch.no_grad():
-        finite = tensor.detach().abs().nan_to_num(nan=0.0, posinf=0.0)
-        return f"{name!r} holds numbers beyond the range of {dtype_name(half)}" if bool(finite.max() > limit) else ""
+        low, high = torch.aminmax(tensor.detach())
+        largest = float(torch.maximum(high, -low))
+        if not isfinite(largest):
+            largest = float(tensor.detach().abs().nan_to_num(nan=0.0, posinf=0.0).max())
+    return f"{name!r} holds numbers beyond the range of {dtype_name(half)}" if largest > torch.finfo(half).max else ""
 
 
 def _second(module: GraphModule, node: Node, name: str, dtype: torch.dtype) -> Node:
     with module.graph.inserting_after(node):
         made = module.graph.placeholder(name)
-    made.meta = dict(node.meta)
+    made.target, made.meta = made.name, dict(node.meta)
     mode = fake_mode(module)
     if mode is not None:
         set_dtypes(made, [dtype], mode)

@@ -1,0 +1,82 @@
+import torch
+import torch.nn.functional as F
+from support.graphs import HALF, Calls, names, relative_error
+from torch import nn
+
+import mezzo
+from mezzo.graph.exporting import export
+from mezzo.graph.fold import fold
+from mezzo.graph.program import copied
+
+X = torch.randn(2, 4)
+
+
+def _folded(function, *args, **modules):
+    exported = export(Calls(function, **modules), args or (X,), {}, None)
+    module = copied(exported.graph_module)
+    return exported, fold(exported, module), module
+
+
+def test_a_weight_norm_is_stored_as_its_product():
+    model = nn.utils.parametrizations.weight_norm(nn.Linear(4, 8)).eval()
+    converted = mezzo.convert(model, (X,), dtype=HALF)
+    state = {**converted.artefact.programs[0].exported.state_dict, **converted.artefact.programs[0].exported.constants}
+    assert sorted((tuple(one.shape), one.dtype) for one in state.values()) == [((8,), HALF), ((8, 4), HALF)]
+    assert converted.casts.after.count == 2
+    assert relative_error(converted(X), model(X)) < 0.05
+
+
+def test_a_chain_of_computations_is_one_tensor():
+    _, folded, module = _folded(lambda self, x: x * (self.linear.weight.exp() + 1).log().sum(0), linear=nn.Linear(4, 4, bias=False))
+    assert names(module) == ["aten.mul.Tensor"]
+    assert list(folded.constants) == ["folded_sum_1"]
+    assert not folded.state_dict
+
+
+def test_a_weight_that_is_read_elsewhere_stays():
+    _, folded, _ = _folded(lambda self, x: F.linear(x, self.linear.weight) * self.linear.weight.exp().sum(), linear=nn.Linear(4, 4, bias=False))
+    assert list(folded.state_dict) == ["linear.weight"]
+
+
+def test_the_export_itself_stays_as_it_is():
+    exported, folded, _ = _folded(lambda self, x: x + self.linear.bias.exp(), linear=nn.Linear(4, 4))
+    assert folded is not exported
+    assert "aten.exp.default" in names(exported.graph_module)
+    assert set(exported.state_dict) == {"linear.weight", "linear.bias"}
+
+
+def test_views_and_random_numbers_are_left():
+    for function in (lambda self, x: x + self.linear.weight.t(), lambda self, x: x + torch.rand_like(self.linear.bias)):
+        exported, folded, _ = _folded(function, torch.randn(4, 4), linear=nn.Linear(4, 4))
+        assert folded is exported
+
+
+def test_what_would_grow_is_left():
+    exported, folded, _ = _folded(lambda self, x: x + torch.outer(self.linear.bias, self.linear.bias), torch.randn(4, 4), linear=nn.Linear(4, 4))
+    assert folded is exported
+
+
+def test_a_buffer_that_the_graph_writes_is_no_constant():
+    _, folded, module = _folded(lambda self, x: x + self.norm.running_mean.add_(1).exp(), norm=nn.BatchNorm1d(4))
+    assert "aten.exp.default" in names(module)
+    assert "norm.running_mean" in folded.state_dict
+
+
+def test_weights_that_are_kept_are_computed_with_at_each_call():
+    model = nn.utils.parametrizations.weight_norm(nn.Linear(4, 8)).eval()
+    state = mezzo.convert(model, (X,), dtype=HALF, cast_params=False).artefact.programs[0].exported.state_dict
+    assert len(state) == 3
+
+
+def test_a_name_that_is_taken_is_not_taken_twice():
+    class Named(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.exp = torch.randn(4)
+            self.bias = nn.Parameter(torch.randn(4))
+
+        def forward(self, x):
+            return x + self.exp + self.bias.exp()
+
+    model = Named()
+    assert torch.equal(mezzo.convert(model, (X,), dtype=HALF)(X), model(X))
