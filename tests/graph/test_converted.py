@@ -5,6 +5,7 @@ from support.zoo import ZOO
 from torch import nn
 
 import mezzo
+from mezzo.graph.plan import GraphPlan
 
 X = torch.randn(2, 4)
 
@@ -79,3 +80,19 @@ def test_branches_survive_a_file(tmp_path):
     converted.save(tmp_path / "model.pt2")
     loaded = mezzo.Converted.load(tmp_path / "model.pt2")
     assert all(map(torch.equal, tensors(loaded(*animal.args)), tensors(converted(*animal.args))))
+
+
+def test_programs_for_several_sizes_become_an_onnx_file_each(tmp_path):
+    pytest.importorskip("onnx")
+    converted = mezzo.convert(nn.Linear(4, 2), [(torch.ones(1, 4),), (torch.ones(3, 4),)], dtype="float16")
+    assert [path.name for path in converted.export_onnx(tmp_path / "model.onnx")] == ["model.0.onnx", "model.1.onnx"]
+    alone = mezzo.convert(nn.Linear(4, 2), (torch.ones(1, 4),), dtype="float16")
+    assert alone.export_onnx(tmp_path / "model.onnx") == (tmp_path / "model.onnx",)
+
+
+def test_a_plan_that_is_none_is_told_with_its_file(tmp_path, monkeypatch):
+    path = tmp_path / "model.mezzo"
+    monkeypatch.setattr(GraphPlan, "to_dict", lambda _: {"rows": 7})
+    mezzo.convert(nn.Linear(4, 2), (torch.ones(1, 4),), dtype="float16").save(path)
+    with pytest.raises(mezzo.CheckpointError, match=r"model\.mezzo' is no converted program, or is damaged: This is not the plan"):
+        mezzo.Converted.load(path)

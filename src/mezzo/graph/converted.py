@@ -5,13 +5,14 @@ from __future__ import annotations
 import os
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 from torch.export import ExportedProgram
 
-from mezzo._errors import ConversionError
+from mezzo._errors import CheckpointError, ConversionError
 from mezzo.graph.fitting import Fit, fit
 from mezzo.graph.plan import Casts, GraphPlan
 from mezzo.graph.program import Program, copied
@@ -103,14 +104,17 @@ class Converted:
         from mezzo.graph import saved  # noqa: PLC0415
 
         found = saved.load(path, device=device, custom_ops=custom_ops)
-        programs = tuple(Program(one.exported, GraphPlan.from_dict(one.plan)) for one in found.programs)
+        try:
+            programs = tuple(Program(one.exported, GraphPlan.from_dict(one.plan)) for one in found.programs)
+        except CheckpointError as error:
+            raise CheckpointError(f"{os.fspath(path)!r} is no converted program, or is damaged: {error}") from error
         return cls(Artefact(programs, found.options))
 
-    def export_onnx(self, path: Place) -> None:
-        """Write the program as ONNX, with the same dtypes."""
+    def export_onnx(self, path: Place) -> tuple[Path, ...]:
+        """Write the program as ONNX, with the same dtypes; several programs become a file each, numbered. The files are given back."""
         from mezzo.graph import onnx  # noqa: PLC0415
 
-        onnx.export(self.artefact.programs[0].exported, path)
+        return onnx.export_each([program.exported for program in self.artefact.programs], path)
 
     def compare(self, *args: Any, against: nn.Module | None = None, **kwargs: Any) -> Any:
         """How far the outputs are from float32, and which nodes lose most. A loaded program has no float32 one: give the model as `against`."""

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Iterator
-from pathlib import Path
 
 import torch
 from torch.fx import Node
@@ -12,13 +10,13 @@ from torch.fx import Node
 from mezzo._dtypes import dtype_name
 from mezzo.graph.lists import module_paths
 from mezzo.graph.nodes import Role, op_name, values
+from mezzo.graph.origin import source_line
 from mezzo.graph.plan import GraphRow
 from mezzo.graph.planning import Planned
 from mezzo.graph.sections import Section
 from mezzo.graph.weights import NAME
 
 _WEIGHT = "weight"
-_FRAME = re.compile(r'File "([^"]+)", line (\d+)')
 
 
 def rows(sections: Iterable[Section]) -> tuple[GraphRow, ...]:
@@ -34,7 +32,7 @@ def _section_rows(section: Section) -> Iterator[GraphRow]:
             continue
         dtype, reason = _decided(node, role, planned)
         kind = _WEIGHT if node in planned.stored else (op_name(node) or str(node.target)) if role in (Role.OP, Role.FIXED) else role.value
-        yield GraphRow(section.prefix + node.name, kind, _module(node), _source(node), dtype, reason)
+        yield GraphRow(section.prefix + node.name, kind, _module(node), source_line(node), dtype, reason)
 
 
 def _decided(node: Node, role: Role, planned: Planned) -> tuple[str, str]:
@@ -73,11 +71,3 @@ def _computed(node: Node, planned: Planned) -> str:
 def _module(node: Node) -> str:
     paths = module_paths(node)
     return paths[-1] if paths else str(node.meta.get(NAME, ""))
-
-
-def _source(node: Node) -> str:
-    """The line of the model that called an op: the last one that is not torch's."""
-    frames = [(path, line) for path, line in _FRAME.findall(node.meta.get("stack_trace") or "") if not path.startswith("<")]
-    torch_home = str(Path(torch.__file__).parent)
-    own = [frame for frame in frames if not frame[0].startswith(torch_home)] or frames
-    return f"{Path(own[-1][0]).name}:{own[-1][1]}" if own else ""
