@@ -56,13 +56,12 @@ class Block:
         if self._converted is not None:
             try:
                 return _run(self._converted, args)
-            except ConversionError:
-                pass
-            except AssertionError:
-                # A network that torch took for one of any batch, and that found out when it ran.
-                if not self._any_batch:
-                    raise
-                self._any_batch = False
+            except ConversionError as error:
+                if isinstance(error.__cause__, AssertionError):
+                    # A network that torch took for one of any batch, and that found out when it ran.
+                    if not self._any_batch:
+                        raise
+                    self._any_batch = False
         return _run(self.prepare(*args), args)
 
     forward = __call__
