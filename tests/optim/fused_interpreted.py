@@ -161,7 +161,8 @@ def test_gradients_of_other_strides_are_laid_out_as_their_parameters() -> None:
 
 def test_a_learning_rate_in_a_tensor_and_one_that_changes_are_read() -> None:
     trained = small()
-    for steps, rate in ((1, 0.5), (2, torch.tensor(0.25)), (3, torch.tensor(0.125)), (4, 0.01)):
+    # A step of a weight's own length cancels it, and what float32 leaves is then no longer exact to the bound: with rates from 0.5 on in 17 of 1,000 draws.
+    for steps, rate in ((1, 0.05), (2, torch.tensor(0.025)), (3, torch.tensor(0.0125)), (4, 0.01)):
         for group in trained.optimizer.param_groups:
             group["lr"] = rate
         trained.gradients()
