@@ -2,27 +2,21 @@
 
 from __future__ import annotations
 
-import importlib.util
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 from support import step_cases
+from support.interpreted import needs_triton, run_interpreted
 
 from mezzo.optim.fused import FusedBound
 from mezzo.scaling.binding import binding_of
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs Triton")
+@needs_triton
 def test_the_kernels_do_in_tritons_interpreter_what_they_should() -> None:
-    """Whether Triton interprets is settled when it is imported, so that a process of its own has to."""
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", str(Path(__file__).with_name("fused_interpreted.py"))]
-    done = subprocess.run(command, env=os.environ | {"TRITON_INTERPRET": "1"}, capture_output=True, text=True, check=False, timeout=600)
-    assert done.returncode == 0, done.stdout + done.stderr
+    run_interpreted(Path(__file__).with_name("fused_interpreted.py"))
 
 
 @pytest.mark.parametrize("name", step_cases.OPTIMIZERS)

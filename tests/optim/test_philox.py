@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import importlib.util
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
+from support.interpreted import needs_triton, run_interpreted
 from support.kernel_cases import fresh_seed
 from support.philox_words import reference_word, reference_words
 
@@ -86,9 +83,6 @@ def test_nothing_is_drawn_for_an_empty_tensor():
     assert philox(0, 0, 0, 0, CPU).shape == (0,)
 
 
-@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs Triton")
+@needs_triton
 def test_tritons_generator_gives_the_same_words():
-    """Whether Triton interprets is settled when it is imported, so that a process of its own has to."""
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", str(Path(__file__).with_name("philox_interpreted.py"))]
-    done = subprocess.run(command, env=os.environ | {"TRITON_INTERPRET": "1"}, capture_output=True, text=True, check=False, timeout=300)
-    assert done.returncode == 0, done.stdout + done.stderr
+    run_interpreted(Path(__file__).with_name("philox_interpreted.py"))

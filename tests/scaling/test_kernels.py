@@ -2,27 +2,22 @@
 
 from __future__ import annotations
 
-import importlib.util
-import os
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
+from support.interpreted import needs_triton, run_interpreted
 from support.kernel_cases import DTYPES, FACTORS, check_against_reference, fresh_seed, gradients, raised, same, spoil, unscaled
 
 from mezzo._errors import UnsupportedError
 from mezzo.scaling import kernels
 
 
-@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs Triton")
+@needs_triton
 def test_the_kernel_does_in_tritons_interpreter_what_it_should() -> None:
-    """Whether Triton interprets is settled when it is imported, so that a process of its own has to."""
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", str(Path(__file__).with_name("kernels_interpreted.py"))]
-    done = subprocess.run(command, env=os.environ | {"TRITON_INTERPRET": "1"}, capture_output=True, text=True, check=False, timeout=300)
-    assert done.returncode == 0, done.stdout + done.stderr
+    run_interpreted(Path(__file__).with_name("kernels_interpreted.py"))
 
 
 def test_a_cuda_device_without_triton_has_no_kernel(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import importlib.util
-import os
-import subprocess
-import sys
 import warnings
 from pathlib import Path
 
 import pytest
 import torch
+from support.interpreted import needs_triton, run_interpreted
 
 import mezzo
 from mezzo.step.told import Board, Told
@@ -18,12 +15,9 @@ from mezzo.step.told import Board, Told
 CPU = torch.device("cpu")
 
 
-@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs Triton")
+@needs_triton
 def test_the_kernel_does_in_tritons_interpreter_what_it_should() -> None:
-    """Whether Triton interprets is settled when it is imported, so that a process of its own has to."""
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", str(Path(__file__).with_name("board_interpreted.py"))]
-    done = subprocess.run(command, env=os.environ | {"TRITON_INTERPRET": "1"}, capture_output=True, text=True, check=False, timeout=300)
-    assert done.returncode == 0, done.stdout + done.stderr
+    run_interpreted(Path(__file__).with_name("board_interpreted.py"))
 
 
 def test_before_the_first_step_only_the_scale_is_known():

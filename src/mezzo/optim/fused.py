@@ -5,6 +5,7 @@ Hyper-parameters, step counts, scale, norm and skip are read on the device: the 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from operator import attrgetter
@@ -21,7 +22,7 @@ from mezzo.optim.slots import Slots
 from mezzo.policy.rule import Master
 from mezzo.scaling import copies, kernels
 from mezzo.scaling.culprit import Flagged
-from mezzo.scaling.gradients import Flags, room_for_flags
+from mezzo.scaling.gradients import Flags, one_on, room_for_flags
 
 BLOCK = 512
 """Elements that a program updates at a time. A billion parameters of AdamW take 7.1, 7.1 and 7.7 ms with 512, 1024 and 2048 on an H200, where a copy of as many bytes takes 7.4."""
@@ -71,10 +72,10 @@ class FusedBound(Bound):
         if gathered is None:
             return False
         prepared, device = gathered.prepared, gathered.device
-        single = room_for_flags(device, len(prepared.parameters), flags)
+        single = room_for_flags(device, len(prepared.parameters), flags).split([launch.count for launch in prepared.launches])
         with kernels.on(device):
             self._summed = self._look(gathered, None if self.clip_norm is None else scale, flags[device], single)
-        for launch, raised in zip(prepared.launches, single.split([launch.count for launch in prepared.launches]), strict=True):
+        for launch, raised in zip(prepared.launches, single, strict=True):
             culprit.add(raised, launch.chosen(prepared.parameters))
         return True
 
@@ -92,7 +93,8 @@ class FusedBound(Bound):
         prepared, device = gathered.prepared, gathered.device
         with kernels.on(device):
             if self.clip_norm is not None and not checked:
-                self._summed = self._look(gathered, _one(device) if scale is None else scale, torch.zeros((), device=device), None)
+                unflagged = [None] * len(prepared.launches)
+                self._summed = self._look(gathered, one_on(device) if scale is None else scale, torch.zeros((), device=device), unflagged)
             hyper = self._hyper_on(device)
             for launch, addresses in zip(prepared.launches, gathered.addresses, strict=True):
                 self._run(launch, addresses, hyper, scale, found)
@@ -176,13 +178,11 @@ class FusedBound(Bound):
 
     # -- looking ---------------------------------------------------------------------------------------------------------------------------------
 
-    def _look(self, gathered: Gathered, scale: torch.Tensor | None, found: torch.Tensor, single: torch.Tensor | None) -> torch.Tensor | None:
-        """Raise flags where gradients are not finite; with a scale, the sum of squares of the unscaled ones as well, in float64."""
-        launches = gathered.prepared.launches
-        flags = [None] * len(launches) if single is None else single.split([launch.count for launch in launches])
+    def _look(self, gathered: Gathered, scale: torch.Tensor | None, found: torch.Tensor, single: Sequence[torch.Tensor | None]) -> torch.Tensor | None:
+        """Raise flags where gradients are not finite, those of each launch among them; with a scale, the sum of squares of the unscaled ones too, in float64."""
         squares = [
             kernels.launch(kernels.Table(addresses, launch.sizes, launch.chunks), launch.gradient_dtype, scale, found, raised, CHUNK, inverse=scale is not None)
-            for launch, addresses, raised in zip(launches, gathered.addresses, flags, strict=True)
+            for launch, addresses, raised in zip(gathered.prepared.launches, gathered.addresses, single, strict=True)
         ]
         return None if scale is None else (squares[0] if len(squares) == 1 else torch.cat(squares)).sum(dtype=torch.float64)
 
@@ -268,11 +268,6 @@ class Gathered:
     def stands(self) -> bool:
         """Whether these are the gradients still, as far as can be told at once: a copy may be older than what it was made from."""
         return self.laid_out is self.gradients and self.gradients[0] is self.prepared.parameters[0].grad
-
-
-@cache
-def _one(device: torch.device) -> torch.Tensor:
-    return torch.ones((), device=device)
 
 
 @cache

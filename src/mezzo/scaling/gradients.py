@@ -98,7 +98,7 @@ def check_sorted(optimizer: torch.optim.Optimizer, factor: torch.Tensor | None, 
         elif device not in flags:
             flags[device] = torch.zeros((), device=device)
         if culprit is not None and small:
-            torch._amp_foreach_non_finite_check_and_unscale_(gradients, flags[device], _one(device))
+            torch._amp_foreach_non_finite_check_and_unscale_(gradients, flags[device], one_on(device))
             culprit.hold(gradients, owners)
         elif factor is None:
             kernels.check(gradients, flags[device], single)
@@ -107,7 +107,8 @@ def check_sorted(optimizer: torch.optim.Optimizer, factor: torch.Tensor | None, 
 
 
 @cache
-def _one(device: torch.device) -> torch.Tensor:
+def one_on(device: torch.device) -> torch.Tensor:
+    """The factor that changes nothing, made once."""
     return torch.ones((), device=device)
 
 

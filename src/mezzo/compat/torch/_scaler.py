@@ -139,8 +139,10 @@ def _refuse_factors(growth: float, backoff: float) -> None:
         raise TorchValueError(f"The backoff factor must be < 1.0, got {backoff!r}.")
 
 
-class CudaGradScaler(GradScaler):
-    """`torch.cuda.amp.GradScaler`, which torch is giving up."""
+class _OldGradScaler(GradScaler):
+    """A scaler whose name says its device, which torch is giving up."""
+
+    _of: str
 
     def __init__(
         self,
@@ -150,20 +152,17 @@ class CudaGradScaler(GradScaler):
         growth_interval: int = 2000,
         enabled: bool = True,  # noqa: FBT001, FBT002 - torch's call shape
     ) -> None:
-        warn_of_old("GradScaler", "cuda")
-        super().__init__("cuda", init_scale, growth_factor, backoff_factor, growth_interval, enabled)
+        warn_of_old("GradScaler", self._of)
+        super().__init__(self._of, init_scale, growth_factor, backoff_factor, growth_interval, enabled)
 
 
-class CpuGradScaler(GradScaler):
-    """`torch.cpu.amp.GradScaler`, which torch is giving up."""
+class CudaGradScaler(_OldGradScaler):
+    """`torch.cuda.amp.GradScaler`."""
 
-    def __init__(
-        self,
-        init_scale: float = 2.0**16,
-        growth_factor: float = 2.0,
-        backoff_factor: float = 0.5,
-        growth_interval: int = 2000,
-        enabled: bool = True,  # noqa: FBT001, FBT002 - torch's call shape
-    ) -> None:
-        warn_of_old("GradScaler", "cpu")
-        super().__init__("cpu", init_scale, growth_factor, backoff_factor, growth_interval, enabled)
+    _of = "cuda"
+
+
+class CpuGradScaler(_OldGradScaler):
+    """`torch.cpu.amp.GradScaler`."""
+
+    _of = "cpu"
