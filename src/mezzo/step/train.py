@@ -70,7 +70,7 @@ class TrainStep(Step):
         if wanted is Layout.ON:
             layout.channels_last(model)
         self.model, self.optimizer, self.loss_fn = model, optimizer, loss_fn
-        self._called: Any = torch.compile(model) if compile else model
+        self._called: Any = _compiled(model) if compile else model
         capture = Capture.parse(capture)  # type: ignore[arg-type]
         super().__init__(gather(model, optimizer, self._asked, scaler, scheduler), self._body, rules, capture)
         self._engine.seen, self._engine.first_enters = values_seen(loss_fn), True
@@ -133,6 +133,12 @@ class TrainStep(Step):
     def _tell_layout(self) -> None:
         if _events.listening():
             _events.emit(_events.LayoutChosen(bool(self._layout.channels_last), self._layout.reason))
+
+
+def _compiled(model: nn.Module) -> Any:
+    from mezzo.step.compiled import compiled  # noqa: PLC0415 - Inductor takes a while to import
+
+    return compiled(model)
 
 
 def count_of(accumulate: int) -> int:

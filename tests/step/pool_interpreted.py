@@ -1,0 +1,129 @@
+"""Max pooling on a CPU: Triton interprets its kernels. `test_pool.py` runs these in a process of their own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import fx, nn
+from torch._inductor import config
+from torch._inductor.custom_graph_pass import CustomGraphPass
+from torch.nn import functional as F
+
+from mezzo.step import compiled, pool
+
+WINDOWS = {
+    "3 by 2": ((3, 3), (2, 2), (1, 1)),
+    "2 by 2": ((2, 2), (2, 2), (0, 0)),
+    "overlapping thrice": ((5, 3), (2, 1), (2, 1)),
+    "gaps": ((2, 2), (3, 4), (0, 1)),
+    "one row": ((1, 7), (1, 3), (0, 3)),
+}
+CASES = [(torch.float32, (2, 8, 9, 12)), (torch.float16, (1, 3, 7, 5)), (torch.bfloat16, (1, 40, 6, 33))]
+
+
+def _with_gradient(function: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The output, and the gradient of the input for a gradient of the output that is always the same."""
+    leaf = x.clone(memory_format=torch.channels_last).requires_grad_()
+    out = function(leaf)
+    given = torch.randn(out.shape, generator=torch.Generator().manual_seed(1)).to(torch.bfloat16)
+    return out, torch.autograd.grad(out, leaf, given.to(out))[0]
+
+
+@pytest.mark.parametrize("window", WINDOWS.values(), ids=WINDOWS)
+@pytest.mark.parametrize(("dtype", "shape"), CASES, ids=str)
+def test_values_and_gradients_are_those_of_torch(dtype, shape, window, monkeypatch):
+    torch.manual_seed(0)
+    # Several programs for a row, and for its channels.
+    monkeypatch.setattr(pool, "_VALUES", 128)
+    monkeypatch.setattr(pool, "_CHANNELS", 16)
+    # Few values, so that windows have several of the same.
+    x = torch.randint(-3, 4, shape).to(dtype)
+    ours, gradient = _with_gradient(lambda one: pool.max_pool2d(one, *window)[0], x)
+    assert torch.equal(ours, F.max_pool2d(x, *window))
+    assert ours.is_contiguous(memory_format=torch.channels_last)
+    # Sums are rounded to the dtype once: the gradients of a window's values may be of any sign and size.
+    _, exact = _with_gradient(lambda one: F.max_pool2d(one, *window), x.double())
+    torch.testing.assert_close(gradient.double(), exact, rtol=torch.finfo(dtype).eps, atol=1e-6)
+
+
+@pytest.mark.parametrize("odd", [float("nan"), float("-inf"), float("inf")])
+def test_values_that_are_not_finite_win_and_lose_as_with_torch(odd):
+    torch.manual_seed(0)
+    x = torch.randn(2, 8, 6, 6)
+    x[:, ::2, :4] = odd
+    x[torch.rand(x.shape) < 0.2] = odd
+    window = WINDOWS["3 by 2"]
+    ours, gradient = _with_gradient(lambda one: pool.max_pool2d(one, *window)[0], x)
+    theirs, expected = _with_gradient(lambda one: F.max_pool2d(one, *window), x)
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=0, equal_nan=True)
+    torch.testing.assert_close(gradient, expected)
+
+
+def test_nothing_of_a_batch_is_read_or_written_beyond_it():
+    x = torch.randn(1, 5, 4, 4)
+    assert pool.max_pool2d(x[:0], (2, 2), (2, 2), (0, 0))[0].shape == (0, 5, 2, 2)
+    torch.library.opcheck(pool.max_pool2d, (x.contiguous(memory_format=torch.channels_last).requires_grad_(), (3, 3), (2, 2), (1, 1)))
+
+
+class CountingPass(CustomGraphPass):
+    """Counts its graphs."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def __call__(self, _: fx.Graph) -> None:
+        """Count one."""
+        self.calls += 1
+
+    def uuid(self) -> None:
+        """Nothing is kept."""
+
+
+class Net(nn.Module):
+    """Pooling of every kind: two that are done by ours, and four that are not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.pool, self.last = nn.Conv2d(3, 8, 3, padding=1), nn.MaxPool2d(3, stride=2, padding=1), nn.Linear(8, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Two numbers an image."""
+        x = torch.max_pool2d(self.pool(self.first(x)), 2)
+        x = F.max_pool2d(F.max_pool2d(x, 2, 1, dilation=2), kernel_size=(2, 2), stride=1, ceil_mode=True)
+        x = F.max_pool2d(x, 2, 1, return_indices=True)[0]
+        return self.last(F.max_pool2d(x.contiguous(), 1).amax((2, 3)))
+
+
+def _only_the_pass(module: fx.GraphModule, _: Any) -> Any:
+    compiled.Substitutes("cpu")(module.graph)
+    module.recompile()
+    return module.forward
+
+
+def test_what_a_model_calls_is_replaced_where_channels_are_last(monkeypatch):
+    torch.manual_seed(0)
+    net = Net().to(memory_format=torch.channels_last)
+    x = torch.randn(1, 3, 24, 24).contiguous(memory_format=torch.channels_last)
+    net(x).square().sum().backward()
+    expected = [parameter.grad.clone() for parameter in net.parameters()]
+    net.zero_grad()
+    launched = []
+    monkeypatch.setattr(pool, "_grid", lambda out, *apart, grid=pool._grid: launched.append(tuple(out.shape)) or grid(out, *apart))
+    torch.compile(net, backend=_only_the_pass, fullgraph=True)(x).square().sum().backward()
+    assert launched == [(1, 8, 12, 12), (1, 8, 6, 6), (1, 8, 12, 12), (1, 8, 24, 24)]
+    for parameter, gradient in zip(net.parameters(), expected, strict=True):
+        torch.testing.assert_close(parameter.grad, gradient)
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated")
+@pytest.mark.parametrize("theirs", [None, CountingPass()], ids=["ours", "theirs"])
+def test_inductor_gets_the_pass_unless_the_user_gave_it_one(theirs, monkeypatch):
+    monkeypatch.setattr(compiled, "has_kernel", lambda _: True)
+    ours = CountingPass()
+    monkeypatch.setattr(compiled, "Substitutes", lambda _: ours)
+    with config.patch(pre_grad_custom_pass=theirs):
+        compiled.compiled(nn.Linear(2, 2))(torch.ones(1, 2))
+    assert (ours.calls, getattr(theirs, "calls", 0)) == ((0, 1) if theirs else (1, 0))
