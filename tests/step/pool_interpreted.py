@@ -8,8 +8,6 @@ from typing import Any
 import pytest
 import torch
 from torch import fx, nn
-from torch._inductor import config
-from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch.nn import functional as F
 
 from mezzo.step import compiled, pool
@@ -68,20 +66,6 @@ def test_nothing_of_a_batch_is_read_or_written_beyond_it():
     torch.library.opcheck(pool.max_pool2d, (x.contiguous(memory_format=torch.channels_last).requires_grad_(), (3, 3), (2, 2), (1, 1)))
 
 
-class CountingPass(CustomGraphPass):
-    """Counts its graphs."""
-
-    def __init__(self) -> None:
-        self.calls = 0
-
-    def __call__(self, _: fx.Graph) -> None:
-        """Count one."""
-        self.calls += 1
-
-    def uuid(self) -> None:
-        """Nothing is kept."""
-
-
 class Net(nn.Module):
     """Pooling of every kind: two that are done by ours, and four that are not."""
 
@@ -116,14 +100,3 @@ def test_what_a_model_calls_is_replaced_where_channels_are_last(monkeypatch):
     assert launched == [(1, 8, 12, 12), (1, 8, 6, 6), (1, 8, 12, 12), (1, 8, 24, 24)]
     for parameter, gradient in zip(net.parameters(), expected, strict=True):
         torch.testing.assert_close(parameter.grad, gradient)
-
-
-@pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated")
-@pytest.mark.parametrize("theirs", [None, CountingPass()], ids=["ours", "theirs"])
-def test_inductor_gets_the_pass_unless_the_user_gave_it_one(theirs, monkeypatch):
-    monkeypatch.setattr(compiled, "has_kernel", lambda _: True)
-    ours = CountingPass()
-    monkeypatch.setattr(compiled, "Substitutes", lambda _: ours)
-    with config.patch(pre_grad_custom_pass=theirs):
-        compiled.compiled(nn.Linear(2, 2))(torch.ones(1, 2))
-    assert (ours.calls, getattr(theirs, "calls", 0)) == ((0, 1) if theirs else (1, 0))
