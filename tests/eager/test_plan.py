@@ -64,6 +64,14 @@ def test_exemptions_and_conditions_are_laid_out_by_position_and_name() -> None:
     assert found[torch.softmax].conditions == ((1, "dim", (-1, 3), False),)
 
 
+@pytest.mark.parametrize(("device", "widens"), [("cpu", False), ("cuda", True), ("xpu", True)])
+def test_norms_that_are_told_not_to_cast_their_parameters_widen_where_the_kernel_takes_no_mix(device: str, widens: bool) -> None:
+    policy = Policy(preset="paddle", level="O2", dtype="float16")
+    found = plan(policy, torch.float16, device, versioned=False)
+    assert found[F.layer_norm].widens is widens
+    assert not found[F.batch_norm].widens
+
+
 def test_a_condition_knows_whether_an_arguments_default_fulfils_it() -> None:
     found = table(conditional=[("gelu", "approximate", ["none"]), ("layer_norm", "eps", [1e-5])])
     assert found[F.gelu].conditions[0][-1]

@@ -12,6 +12,7 @@ import torch
 from mezzo.eager.composites import body, has_body, ops_inside
 from mezzo.eager.higher_order import CARRIED, operators, refusal
 from mezzo.policy.decide import effective, entry_of
+from mezzo.policy.kernels import needs_one_dtype
 from mezzo.policy.policy import Policy
 from mezzo.policy.preset import OpLists
 from mezzo.policy.registry import Function, Op, aten_overloads, functional_overloads, parameters, registry
@@ -32,6 +33,8 @@ class Action:
     """Run with torch's own autocast off, since it would cast again inside."""
     exempt: tuple[tuple[int, str], ...] = ()
     """Arguments that do not decide and are never cast down, by position and name."""
+    widens: bool = False
+    """The device's kernel refuses a float32 exempt argument beside 16-bit inputs: the op is then computed in float32, and gives its result in 16 bits."""
     conditions: tuple[tuple[int, str, tuple[Value, ...], bool], ...] = ()
     """Arguments whose values make the op run in float32, by position and name, and whether the value that holds where it is left out is one of them."""
     takes_dtype: bool = False
@@ -96,7 +99,8 @@ def _action(op: Op, function: Function, entry: Entry, lists: OpLists, theirs: Ma
         return None
     quiet = _may_cast_inside(op, function)
     in_place = _place(function, "inplace") if "inplace" in parameters(function) else None
-    return Action(op.name, entry.rule, entry.reason, quiet, exempt, conditions, "dtype" in parameters(function), in_place, cached=versioned)
+    widens = bool(exempt) and needs_one_dtype(op.name, device)
+    return Action(op.name, entry.rule, entry.reason, quiet, exempt, widens, conditions, "dtype" in parameters(function), in_place, cached=versioned)
 
 
 def _operator(name: str) -> Action:

@@ -70,6 +70,12 @@ def is_exempt(key: str, function: Function, argument: int | str) -> bool:
 
 
 @constant
+def widens(key: str, function: Function) -> bool:
+    """Whether the op is computed in float32 where an argument that is left alone is float32 beside 16-bit inputs."""
+    return TABLES[key][function].widens
+
+
+@constant
 def has_conditions(key: str, function: Function) -> bool:
     """Whether an argument's value can make the op run in float32."""
     return bool(TABLES[key][function].conditions)

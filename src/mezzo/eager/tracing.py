@@ -31,10 +31,25 @@ def trace(key: str, device: str, rule: str, func: Function, args: Args, kwargs: 
     elif dtype is not None:
         args = tuple([value if tables.is_exempt(key, func, place) else _change(value, device, dtype) for place, value in enumerate(args)])
         kwargs = {name: value if tables.is_exempt(key, func, name) else _change(value, device, dtype) for name, value in kwargs.items()}
+        if tables.widens(key, func) and _has_wide(key, device, func, args, kwargs):
+            args = tuple([_change(value, device, torch.float32) for value in args])
+            kwargs = {name: _change(value, device, torch.float32) for name, value in kwargs.items()}
+            return cast(_call(key, device, func, call, args, kwargs), dtype)
+    return _call(key, device, func, call, args, kwargs)
+
+
+def _call(key: str, device: str, func: Function, call: Function, args: Args, kwargs: Kwargs) -> Any:
     if not tables.is_quiet(key, func):
         return call(*args, **kwargs)
     with torchs_own(device, dtype=torch.get_autocast_dtype(device), enabled=False, cache_enabled=False):
         return call(*args, **kwargs)
+
+
+def _has_wide(key: str, device: str, func: Function, args: Args, kwargs: Kwargs) -> bool:
+    exempt = [value for place, value in enumerate(args) if tables.is_exempt(key, func, place)]
+    exempt += [value for name, value in kwargs.items() if tables.is_exempt(key, func, name)]
+    wide = [value for value in exempt if is_castable(value, device) and value.dtype is torch.float32]
+    return len(wide) > 0
 
 
 def body(func: Function) -> Function:
