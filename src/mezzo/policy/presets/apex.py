@@ -11,7 +11,7 @@ from functools import cache
 import torch
 
 from mezzo.policy.preset import OpLists
-from mezzo.policy.presets._tables import joined, name_map, require_level, translate
+from mezzo.policy.presets._tables import completed, joined, name_map, require_level, translate
 from mezzo.policy.rule import Entry, Level, Rule
 
 LEVELS = (Level.O1, Level.O2, Level.O3)
@@ -117,4 +117,4 @@ def lists(level: Level, dtype: torch.dtype) -> OpLists:  # noqa: ARG001 - Apex k
         translate(Rule.PROMOTE, _PROMOTE, NAMES),
         translate(Rule.REFUSE, _REFUSE, NAMES),
     )
-    return OpLists(entries=entries, unlisted=_UNLISTED)
+    return OpLists(entries=completed(entries), unlisted=_UNLISTED)
