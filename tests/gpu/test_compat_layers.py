@@ -26,8 +26,6 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
     # torch's word on float32 weights beside a 16-bit input, where a system leaves RMSNorm as it is given
     pytest.mark.filterwarnings("ignore:Mismatch dtype between input and weight"),
-    # 16-bit copies of a recurrent layer's weights lie apart from each other; only torch's own autocast lays them side by side
-    pytest.mark.filterwarnings("ignore:RNN module weights are not part of single contiguous chunk"),
 ]
 
 DEVICE, STEPS, WIDTH = "cuda", 10, 16

@@ -60,6 +60,10 @@ Table = Mapping[Function, Action]
 
 EMPTY: Table = {}
 
+_BY_CUDNN = frozenset({"lstm", "gru", "rnn_tanh", "rnn_relu"})
+"""On CUDA torch's autocast casts inside of these, and lays the 16-bit weights side by side as cuDNN wants them (ATen/cudnn/AutocastRNN.cpp): copies of ours would lie
+apart, and be compacted at every call with a warning."""
+
 _BACKWARD: tuple[Function, ...] = (torch.Tensor.backward, torch.autograd.backward, torch.autograd.grad)
 
 
@@ -87,6 +91,8 @@ def _action(op: Op, function: Function, entry: Entry, lists: OpLists, theirs: Ma
     if _writes_in_place(function) and entry.rule is not Rule.REFUSE:
         return None
     if has_body(function) and op.name not in lists.entries and not ops_inside(function) <= {op.name}:
+        return None
+    if device == "cuda" and theirs and op.name in _BY_CUDNN and entry.rule is Rule.HALF:
         return None
     exempt = _places(function, lists.exempt.get(op.name, ()))
     conditions = tuple(
