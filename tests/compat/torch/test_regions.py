@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
 import mezzo
+from mezzo.compat import torch as dialect
 
 
 def ones():
@@ -330,6 +331,22 @@ def test_a_region_inside_an_exported_model(strict):
     torch._dynamo.reset()
     exported = torch.export.export(Inside(), (ones(),), strict=strict)
     assert exported.module()(ones()).dtype is torch.bfloat16
+    dialect.uninstall()
+    torch._dynamo.reset()
+    assert [str(node.target) for node in exported.graph.nodes] == [
+        str(node.target) for node in torch.export.export(Inside(), (ones(),), strict=strict).graph.nodes
+    ]
+
+
+def test_an_exported_region_is_put_back_when_the_body_raises():
+    class Raising(nn.Module):
+        def forward(self, x):
+            with torch.autocast("cpu"):
+                raise ValueError(f"no {x.dtype}")
+
+    with pytest.raises(ValueError, match=r"no torch\.float32"):
+        torch.export.export(Raising(), (ones(),), strict=False)
+    assert not torch.is_autocast_enabled("cpu")
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")

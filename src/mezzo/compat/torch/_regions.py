@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
-from typing import Any, ParamSpec, TypeVar
+from types import TracebackType
+from typing import Any, ParamSpec, Self, TypeVar
 
 import torch
 from torch.amp.autocast_mode import autocast as torchs_own
 from torch.compiler import is_dynamo_compiling
 
+from mezzo.eager import region
 from mezzo.eager.autocast import autocast as mezzos
 from mezzo.eager.constant import constant
 from mezzo.eager.region import Region
@@ -83,6 +85,18 @@ class autocast(mezzos, torchs_own, metaclass=StandsFor, stands_for=torchs_own): 
         mezzos.__init__(self, device_type, self.fast_dtype, self._enabled and known, self._cache_enabled)
         if not known:
             self._region = Region(self.device, self._enabled, self.fast_dtype, self._cache_enabled)
+
+    def __enter__(self) -> Self:
+        if not is_dynamo_compiling() and region.exporting:
+            torchs_own.__enter__(self)
+            return self
+        return super().__enter__()
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if not is_dynamo_compiling() and region.exporting:
+            torchs_own.__exit__(self, kind, error, trace)
+        else:
+            super().__exit__(kind, error, trace)
 
     def __call__(self, function: Callable[P, R]) -> Callable[P, R]:
         """Decorate a function; a generator or a coroutine function too, which torch leaves outside."""
