@@ -76,3 +76,12 @@ def test_a_group_that_is_added_later_has_masters(words):
         optimizer.step()
     # Each update is a quarter of what 16 bits can tell beside 1.
     assert late.bias.item() == 1.0 - 2.0**-10
+
+
+@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3"])
+def test_a_whole_model_goes_into_a_file(level, tmp_path):
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)).eval()
+    model, _ = amp.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), opt_level=level, verbosity=0)
+    torch.save(model, tmp_path / "model.pt")
+    loaded = torch.load(tmp_path / "model.pt", weights_only=False)
+    assert torch.equal(loaded(torch.ones(2, 4)), model(torch.ones(2, 4)))
