@@ -152,6 +152,16 @@ def test_a_decorated_function_runs_inside():
     assert run.__doc__ == "Words."
 
 
+@pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
+def test_a_decorated_function_is_refused_by_torchscript_as_torchs_is():
+    @torch.autocast("cpu")
+    def function(x):
+        return torch.mm(x, x)
+
+    with pytest.raises(RuntimeError, match=r"@autocast\(\) decorator is not supported in script mode"):
+        torch.jit.script(function)
+
+
 def test_a_module_whose_forward_is_decorated():
     class Net(nn.Module):
         @torch.amp.autocast("cpu", dtype=torch.bfloat16)

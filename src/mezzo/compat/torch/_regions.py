@@ -104,7 +104,10 @@ class autocast(mezzos, torchs_own, metaclass=StandsFor, stands_for=torchs_own): 
             raise TypeError(
                 f"autocast()(func) requires a callable, but got {type(function).__name__}. As a context manager it is `with torch.autocast(device_type=...):`."
             )
-        return super().__call__(function)
+        decorated = super().__call__(function)
+        # What torch.jit.script asks of a function, under the very name; written in full it would get this class's own.
+        setattr(decorated, "__script_unsupported", "@autocast() decorator is not supported in script mode")
+        return decorated
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Copied and pickled by its attributes, as torch's: those of subclasses too."""
