@@ -72,11 +72,12 @@ def test_norms_that_are_told_not_to_cast_their_parameters_widen_where_the_kernel
     assert not found[F.batch_norm].widens
 
 
-def test_recurrent_layers_are_torchs_own_on_cuda_where_they_are_16_bit() -> None:
+def test_recurrent_layers_are_torchs_own_on_cuda_where_they_are_float16() -> None:
     half, full = Policy(preset="apex", dtype="float16"), Policy(preset="apex", dtype="float16", full={"lstm"})
     assert torch.lstm in plan(half, torch.float16, "cpu", versioned=True)
     assert torch.lstm not in plan(half, torch.float16, "cuda", versioned=True)
     assert torch.lstm in plan(half, torch.float16, "cuda", versioned=False, alone=True)
+    assert torch.lstm in plan(Policy(preset="apex", dtype="bfloat16"), torch.bfloat16, "cuda", versioned=True)
     assert plan(full, torch.float16, "cuda", versioned=True)[torch.lstm].rule is Rule.FULL
 
 

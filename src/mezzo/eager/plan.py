@@ -61,8 +61,8 @@ Table = Mapping[Function, Action]
 EMPTY: Table = {}
 
 _BY_CUDNN = frozenset({"lstm", "gru", "rnn_tanh", "rnn_relu"})
-"""On CUDA torch's autocast casts inside of these, and lays the 16-bit weights side by side as cuDNN wants them (ATen/cudnn/AutocastRNN.cpp): copies of ours would lie
-apart, and be compacted at every call with a warning."""
+"""On CUDA torch's autocast casts inside of these, to float16 whatever its dtype is, and lays the weights side by side as cuDNN wants them
+(ATen/cudnn/AutocastRNN.cpp): copies of ours lie apart, and are compacted at every call with a warning."""
 
 _BACKWARD: tuple[Function, ...] = (torch.Tensor.backward, torch.autograd.backward, torch.autograd.grad)
 
@@ -71,9 +71,12 @@ def plan(policy: Policy, dtype: torch.dtype, device: str, *, versioned: bool, al
     """Lay out every steered function. `alone` leaves nothing to torch's own lists, for where those are not heard (torch.export)."""
     lists = effective(policy, dtype, device)
     theirs = {} if alone else native(device)
+    left = _BY_CUDNN if device == "cuda" and dtype is torch.float16 and not alone else frozenset()
     actions: dict[Function, Action] = {}
     for op in registry():
         entry = entry_of(lists, op.name, dtype, device)
+        if op.name in left and entry.rule is Rule.HALF:
+            continue
         for function in op.functions:
             action = _action(op, function, entry, lists, theirs, device, versioned=versioned)
             if action is not None:
@@ -91,8 +94,6 @@ def _action(op: Op, function: Function, entry: Entry, lists: OpLists, theirs: Ma
     if _writes_in_place(function) and entry.rule is not Rule.REFUSE:
         return None
     if has_body(function) and op.name not in lists.entries and not ops_inside(function) <= {op.name}:
-        return None
-    if device == "cuda" and theirs and op.name in _BY_CUDNN and entry.rule is Rule.HALF:
         return None
     exempt = _places(function, lists.exempt.get(op.name, ()))
     conditions = tuple(
