@@ -35,6 +35,8 @@ class Action:
     """Arguments that do not decide and are never cast down, by position and name."""
     widens: bool = False
     """The device's kernel refuses a float32 exempt argument beside 16-bit inputs: the op is then computed in float32, and gives its result in 16 bits."""
+    halves_alone: bool = False
+    """Refused with 16-bit inputs alone."""
     conditions: tuple[tuple[int, str, tuple[Value, ...], bool], ...] = ()
     """Arguments whose values make the op run in float32, by position and name, and whether the value that holds where it is left out is one of them."""
     takes_dtype: bool = False
@@ -107,7 +109,10 @@ def _action(op: Op, function: Function, entry: Entry, lists: OpLists, theirs: Ma
     quiet = _may_cast_inside(op, function)
     in_place = _place(function, "inplace") if "inplace" in parameters(function) else None
     widens = bool(exempt) and needs_one_dtype(op.name, device)
-    return Action(op.name, entry.rule, entry.reason, quiet, exempt, widens, conditions, "dtype" in parameters(function), in_place, cached=versioned)
+    halves_alone = op.name in lists.refused_halves
+    return Action(
+        op.name, entry.rule, entry.reason, quiet, exempt, widens, halves_alone, conditions, "dtype" in parameters(function), in_place, cached=versioned
+    )
 
 
 def _operator(name: str) -> Action:

@@ -131,7 +131,7 @@ class Steering(TorchFunctionMode):
         if rule is Rule.KEEP:
             return None
         dtypes = [tensor.dtype for tensor in _castables(action, self.device, args, kwargs)]
-        if rule is Rule.REFUSE and dtypes:
+        if rule is Rule.REFUSE and (any(one in HALF_DTYPES for one in dtypes) if action.halves_alone else dtypes):
             raise RefusedOpError(refused(action))
         return reduce(torch.promote_types, dtypes) if dtypes else None
 

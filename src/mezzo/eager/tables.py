@@ -57,6 +57,12 @@ def refusal(key: str, function: Function) -> str:
 
 
 @constant
+def refuses_halves_alone(key: str, function: Function) -> bool:
+    """Whether a refused op may be called with float32."""
+    return TABLES[key][function].halves_alone
+
+
+@constant
 def is_quiet(key: str, function: Function) -> bool:
     """Whether torch's own autocast is off while the function runs."""
     # An export that dynamo traces hears no torch region, and would keep the one that silences it as a part of the graph.

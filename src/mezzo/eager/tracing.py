@@ -9,6 +9,7 @@ import torch
 from torch.amp.autocast_mode import autocast as torchs_own
 
 from mezzo._casting import cast, is_castable
+from mezzo._dtypes import HALF_DTYPES
 from mezzo._errors import RefusedOpError
 from mezzo.eager import bodies, tables
 from mezzo.policy.registry import Function
@@ -87,7 +88,8 @@ def _dtype(key: str, device: str, rule: str, func: Function, args: Args, kwargs:
     values += [value for name, value in kwargs.items() if not tables.is_exempt(key, func, name)]
     flat = [item for value in values for item in (value if isinstance(value, list | tuple) else [value])]
     dtypes = [item.dtype for item in flat if is_castable(item, device)]
-    if rule == "refuse" and dtypes:
+    refused = [one for one in dtypes if one in HALF_DTYPES] if rule == "refuse" and tables.refuses_halves_alone(key, func) else dtypes
+    if rule == "refuse" and refused:
         raise RefusedOpError(tables.refusal(key, func))
     return reduce(torch.promote_types, dtypes) if dtypes else None
 
