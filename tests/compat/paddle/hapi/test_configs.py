@@ -57,5 +57,5 @@ def test_o2_clips_by_norms_alone(words):
 
 
 def test_what_is_neither_a_level_nor_a_dict_is_refused():
-    with pytest.raises(TypeError, match="amp_configs=3 is int.*a dict with a 'level'"):
+    with pytest.raises(TypeError, match=r"amp_configs=3 is int.*a dict with a 'level'"):
         read(3, None)
