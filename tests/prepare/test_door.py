@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 import mezzo
+from mezzo.prepare import door
 
 
 class Seen(nn.Module):
@@ -367,3 +368,24 @@ def test_nothing_stays_on_a_model_that_is_undecorated():
     model = Seen()
     before = set(model.__dict__)
     assert set(mezzo.undecorate(mezzo.decorate(model, None, "O3", dtype="bfloat16")).__dict__) == before
+
+
+def test_a_file_is_read_where_the_device_is_missing(monkeypatch):
+    model = decorated(half={"tanh"})
+    saved = pickle.dumps(model)
+
+    def missing(*_, **__):
+        raise mezzo.UnsupportedError("no such device")
+
+    monkeypatch.setattr(door, "region_of", missing)
+    loaded = pickle.loads(saved).float()
+    monkeypatch.undo()
+    assert loaded.linear.weight.dtype is torch.float32
+    assert not loaded.forward.mezzo_door.region.enabled
+
+
+def test_a_file_keeps_the_dtype_that_was_chosen_by_the_hardware():
+    model = Seen()
+    mezzo.decorate(model, None, "O3", dtype="auto", half={"tanh"})
+    chosen = model.linear.weight.dtype
+    assert saved_and_loaded(model).forward.mezzo_door.region.dtype is chosen

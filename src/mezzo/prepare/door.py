@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import nullcontext
 from copy import deepcopy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MethodType
 from typing import Any
 
@@ -42,7 +42,15 @@ class Door:
 
 
 def _made_again(region: Region, policy: Policy | None, *words: Any) -> Door:
-    return Door(region if policy is None else region_of(policy, region.device, cache_enabled=region.cache_enabled), *words)
+    if policy is None:
+        return Door(region, *words)
+    try:
+        # In the dtype that was chosen where the model was decorated: its weights have it.
+        again = region_of(replace(policy, dtype=region.dtype), region.device, cache_enabled=region.cache_enabled)
+    except UnsupportedError:
+        # A file is also read where there is no such device; who goes on there casts the model first.
+        again = Region(region.device, False, region.dtype, region.cache_enabled)
+    return Door(again, *words)
 
 
 def hang(door: Door, model: nn.Module) -> Callable[[], None]:
