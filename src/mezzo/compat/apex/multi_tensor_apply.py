@@ -22,7 +22,7 @@ class MultiTensorApply:
     def __init__(self, chunk_size: int) -> None:
         self.chunk_size = chunk_size
 
-    def __call__(self, op: object, noop_flag_buffer: object, tensor_lists: object, *args: object) -> NoReturn:
+    def __call__(self, *_: object) -> NoReturn:
         """Refuse: what Apex's kernels do is done by torch's `_foreach` functions, and by mezzo's fused steps."""
         raise UnsupportedError(
             "Apex's multi-tensor kernels are not available here. Use torch's _foreach functions (torch._foreach_mul_, torch._foreach_norm), or an optimizer's own step."
