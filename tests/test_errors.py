@@ -5,7 +5,9 @@ import pytest
 from mezzo._errors import MezzoError, PolicyError, RefusedOpError, UnsupportedError, choices, nearest
 
 
-@pytest.mark.parametrize(("error", "builtin"), [(PolicyError, ValueError), (RefusedOpError, RuntimeError), (UnsupportedError, RuntimeError)])
+@pytest.mark.parametrize(
+    ("error", "builtin"), [(PolicyError, ValueError), (RefusedOpError, RuntimeError), (RefusedOpError, NotImplementedError), (UnsupportedError, RuntimeError)]
+)
 def test_an_error_can_be_caught_as_ours_and_as_pythons(error, builtin):
     for caught in (MezzoError, builtin):
         with pytest.raises(caught, match="why"):

@@ -1,12 +1,12 @@
 """Every exception that mezzo raises, and how its messages are made.
 
     MezzoError
-    ├── CheckpointError (RuntimeError)   a file is no checkpoint, or not one of this model and optimizer
-    ├── ConversionError (RuntimeError)   a model cannot be exported, or a converted one is called with what it was not made for
-    ├── PolicyError (ValueError)         the words of a policy: an unknown op, level or dtype, lists that overlap
-    ├── RefusedOpError (RuntimeError)    an op that the policy bans was called
-    ├── ScalerError (RuntimeError)       gradient scaling was called out of order, or found nothing to scale
-    └── UnsupportedError (RuntimeError)  what was asked for cannot be done here: hardware, torch or a mechanism lacks it
+    ├── CheckpointError (RuntimeError)        a file is no checkpoint, or not one of this model and optimizer
+    ├── ConversionError (RuntimeError)        a model cannot be exported, or a converted one is called with what it was not made for
+    ├── PolicyError (ValueError)              the words of a policy: an unknown op, level or dtype, lists that overlap
+    ├── RefusedOpError (NotImplementedError)  an op that the policy bans was called
+    ├── ScalerError (RuntimeError)            gradient scaling was called out of order, or found nothing to scale
+    └── UnsupportedError (RuntimeError)       what was asked for cannot be done here: hardware, torch or a mechanism lacks it
 
 A message says what was passed, what is allowed and what to do.
 """
@@ -38,8 +38,8 @@ class PolicyError(MezzoError, ValueError):
     """The words of a policy make no sense: raised when a policy is made or bound, never in the middle of training."""
 
 
-class RefusedOpError(MezzoError, RuntimeError):
-    """An op was called that the policy bans; the message says what to call instead."""
+class RefusedOpError(MezzoError, NotImplementedError):
+    """An op was called that the policy bans; the message says what to call instead. Apex's type for it, which is a RuntimeError too, as torch's."""
 
 
 class ScalerError(MezzoError, RuntimeError):

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from mezzo.eager import settle
 from mezzo.policy import kernels
 from mezzo.policy.registry import registry
 
@@ -47,3 +50,25 @@ def _forgets_registered_ops() -> Iterator[None]:
     yield
     for name in {op.name for op in registry()} - before:
         registry().unregister(name)
+
+
+class OneDtype(TorchDispatchMode):
+    """A device whose norms read input and parameters as one dtype, as CUDA's do."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = {value.dtype for value in args if isinstance(value, torch.Tensor)}
+        if func in (torch.ops.aten.native_layer_norm.default, torch.ops.aten.native_group_norm.default) and len(given) > 1:
+            raise RuntimeError("expected scalar type Half but found Float")
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.fixture
+def one_dtype(monkeypatch: pytest.MonkeyPatch) -> Iterator[OneDtype]:
+    """A CPU whose norms take no mix, and which is known for it; the kernels refuse inside of what is given."""
+    caches = (settle._key, settle._settled)
+    for cache in caches:
+        cache.cache_clear()
+    monkeypatch.setattr(kernels, "_MIXED", {})
+    yield OneDtype()
+    for cache in caches:
+        cache.cache_clear()

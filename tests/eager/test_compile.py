@@ -208,6 +208,29 @@ def test_a_call_is_decided_as_in_eager(call: Any, words: dict[str, Any]) -> None
     assert torch.equal(found, expected)
 
 
+def test_a_norm_whose_kernel_takes_no_mix_is_computed_in_float32_in_compiled_code(one_dtype: Any) -> None:
+    seen: set[torch.dtype] = set()
+
+    def backend(graph: torch.fx.GraphModule, _inputs: Any) -> Any:
+        norm = next(node for node in graph.graph.nodes if node.target is nn.functional.layer_norm)
+        seen.update(node.meta["example_value"].dtype for node in norm.all_input_nodes)
+        return graph
+
+    def run(x: Tensor, weight: Tensor) -> Tensor:
+        return nn.functional.layer_norm(x, (2,), weight, bias=weight)
+
+    found = []
+    for call in (run, torch.compile(run, backend=backend, fullgraph=True)):
+        x, weight = X.to(HALF).requires_grad_(), torch.tensor([0.3, 0.7], requires_grad=True)
+        with region(promote={"layer_norm"}, exempt={"layer_norm": ["weight", "bias"]}):
+            result = call(x, weight)
+        result.sum().backward()
+        found.append((result.detach(), x.grad, weight.grad))
+    assert seen == {FULL}
+    assert [one.dtype for one in found[1]] == [HALF, HALF, FULL]
+    assert all(map(torch.equal, *found))
+
+
 def test_a_refused_op_is_refused_in_compiled_code() -> None:
     with region(refuse={"exp"}), pytest.raises(Exception, match="refuses exp"):
         torch.compile(torch.exp, backend="eager", fullgraph=True)(X)

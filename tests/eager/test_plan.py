@@ -64,6 +64,23 @@ def test_exemptions_and_conditions_are_laid_out_by_position_and_name() -> None:
     assert found[torch.softmax].conditions == ((1, "dim", (-1, 3), False),)
 
 
+@pytest.mark.parametrize(("device", "widens"), [("cpu", False), ("cuda", True), ("xpu", True)])
+def test_norms_that_are_told_not_to_cast_their_parameters_widen_where_the_kernel_takes_no_mix(device: str, widens: bool) -> None:
+    policy = Policy(preset="paddle", level="O2", dtype="float16")
+    found = plan(policy, torch.float16, device, versioned=False)
+    assert found[F.layer_norm].widens is widens
+    assert not found[F.batch_norm].widens
+
+
+def test_recurrent_layers_are_torchs_own_on_cuda_where_they_are_float16() -> None:
+    half, full = Policy(preset="apex", dtype="float16"), Policy(preset="apex", dtype="float16", full={"lstm"})
+    assert torch.lstm in plan(half, torch.float16, "cpu", versioned=True)
+    assert torch.lstm not in plan(half, torch.float16, "cuda", versioned=True)
+    assert torch.lstm in plan(half, torch.float16, "cuda", versioned=False, alone=True)
+    assert torch.lstm in plan(Policy(preset="apex", dtype="bfloat16"), torch.bfloat16, "cuda", versioned=True)
+    assert plan(full, torch.float16, "cuda", versioned=True)[torch.lstm].rule is Rule.FULL
+
+
 def test_a_condition_knows_whether_an_arguments_default_fulfils_it() -> None:
     found = table(conditional=[("gelu", "approximate", ["none"]), ("layer_norm", "eps", [1e-5])])
     assert found[F.gelu].conditions[0][-1]

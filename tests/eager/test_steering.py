@@ -100,6 +100,43 @@ def test_an_exempt_argument_is_cast_up_all_the_same() -> None:
         assert F.layer_norm(x, (3,), weight, weight).dtype is FULL
 
 
+NORMS = {
+    "layer_norm": (lambda x, weight, bias: F.layer_norm(x, (4,), weight, bias), "half"),
+    "layer_norm by name": (lambda x, weight, bias: F.layer_norm(x, (4,), weight=weight, bias=bias), "promote"),
+    "torch.layer_norm": (lambda x, weight, bias: torch.layer_norm(x, (4,), weight, bias), "half"),
+    "group_norm": (lambda x, weight, bias: F.group_norm(x, 2, weight, bias), "half"),
+}
+
+
+@pytest.mark.parametrize(("call", "rule"), NORMS.values(), ids=NORMS.keys())
+def test_float32_parameters_beside_a_16_bit_input_give_a_16_bit_result_where_the_kernel_takes_no_mix(call: Any, rule: str, one_dtype: Any) -> None:
+    x = torch.randn(3, 4).to(HALF).requires_grad_()
+    weight, bias = torch.randn(4, requires_grad=True), torch.randn(4, requires_grad=True)
+    exempt = {"layer_norm": ["weight", "bias"], "group_norm": ["weight", "bias"]}
+    with pytest.raises(RuntimeError, match="expected scalar type"), one_dtype:
+        call(x, weight, bias)
+    with one_dtype, region(**{rule: {"layer_norm", "group_norm"}}, exempt=exempt):
+        result = call(x, weight, bias)
+        result.sum().backward()
+    assert torch.equal(result, call(x.float(), weight, bias).to(HALF))
+    assert (result.dtype, x.grad.dtype, weight.grad.dtype, bias.grad.dtype) == (HALF, HALF, FULL, FULL)
+
+
+def test_16_bit_parameters_are_no_mix(one_dtype: Any) -> None:
+    seen: list[torch.dtype] = []
+
+    class Spy(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if func is torch.ops.aten.native_layer_norm.default:
+                seen.append(args[0].dtype)
+            return func(*args, **(kwargs or {}))
+
+    x, weight = torch.randn(3, 4, dtype=HALF), torch.ones(4, dtype=HALF)
+    with Spy(), one_dtype, region(promote={"layer_norm"}, exempt={"layer_norm": ["weight", "bias"]}):
+        F.layer_norm(x, (4,), weight, weight)
+    assert seen == [HALF]
+
+
 def test_batch_norm_keeps_its_statistics_in_float32_at_o2() -> None:
     norm = nn.BatchNorm1d(3)
     with region(policy="O2"):

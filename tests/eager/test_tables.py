@@ -51,6 +51,18 @@ def test_arguments_are_told_by_position_and_name() -> None:
     assert not tables.asks_in_place(KEY, torch.relu, 1)
 
 
+def test_whether_an_op_widens_is_told(one_dtype: object) -> None:
+    key = region_of(Policy("O1", "bfloat16", half={"layer_norm", "batch_norm"}, exempt={"layer_norm": ["weight"], "batch_norm": ["weight"]}), "cpu").key
+    assert tables.widens(key, F.layer_norm)
+    assert not tables.widens(key, F.batch_norm)
+
+
+def test_whether_a_refused_op_may_be_called_with_float32_is_told() -> None:
+    apexs = region_of(Policy("O1", "float16", preset="apex"), "cpu").key
+    assert tables.refuses_halves_alone(apexs, F.binary_cross_entropy)
+    assert not tables.refuses_halves_alone(KEY, torch.exp)
+
+
 def test_conditions_are_told_by_position_name_value_and_default() -> None:
     assert tables.has_conditions(KEY, torch.softmax)
     assert not tables.has_conditions(KEY, torch.mm)

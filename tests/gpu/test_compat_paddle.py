@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import nn
 
+import mezzo
 from mezzo.compat import paddle
 from mezzo.compat.paddle import static
 
@@ -51,3 +52,22 @@ def test_eager_training_at_o2():
         losses.append(loss.item())
     assert losses[-1] < losses[0]
     assert scaler.state_dict()["incr_count"] == 10
+
+
+NORMS = {"layer_norm": lambda: nn.LayerNorm(64), "batch_norm": lambda: nn.BatchNorm1d(64), "group_norm": lambda: nn.GroupNorm(4, 64)}
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated:DeprecationWarning")  # what inductor imports
+@pytest.mark.parametrize("backend", [None, "aot_eager", "inductor"])
+@pytest.mark.parametrize("norm", NORMS)
+def test_a_norm_keeps_float32_parameters_beside_a_float16_input(norm, backend):
+    torch.manual_seed(0)
+    module, x = NORMS[norm]().cuda(), torch.randn(32, 64, device="cuda", dtype=torch.float16, requires_grad=True)
+    torch._dynamo.reset()
+    run = module if backend is None else torch.compile(module, backend=backend)
+    exempt = {op: ["weight", "bias"] for op in ("layer_norm", "group_norm")}
+    with mezzo.autocast("O2", device_type="cuda", preset="paddle", dtype="float16", exempt=exempt):
+        result = run(x)
+    result.float().square().sum().backward()
+    assert (result.dtype, x.grad.dtype, module.weight.grad.dtype, module.bias.grad.dtype) == (torch.float16, torch.float16, torch.float32, torch.float32)
+    assert torch.allclose(result.float(), NORMS[norm]().cuda()(x.detach().float()), atol=2e-3)

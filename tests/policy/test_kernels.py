@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 
 from mezzo.policy import kernels
-from mezzo.policy.kernels import known, lacks_kernel, learn, missing, was_learnt
+from mezzo.policy.kernels import known, lacks_kernel, learn, missing, needs_one_dtype, was_learnt
 from mezzo.policy.registry import registry
 
 F16, BF16 = torch.float16, torch.bfloat16
@@ -79,3 +79,36 @@ def test_missing_lists_both_in_order():
     assert missing("linalg_qr") == tuple(sorted(missing("linalg_qr")))
     assert {("cpu", "bfloat16"), ("cpu", "float16"), ("xpu", "float16")} <= set(missing("linalg_qr"))
     assert missing("relu") == ()
+
+
+NORMS = {
+    "layer_norm": lambda x, weight: F.layer_norm(x, (4,), weight, weight),
+    # Over positions too: where there is one only, CUDA's forward takes the mix and its backward does not.
+    "group_norm": lambda x, weight: F.group_norm(x[:, :, None].repeat(1, 1, 2), 2, weight, weight),
+    "batch_norm": lambda x, weight: F.batch_norm(x, None, None, weight, weight, training=True),
+    "instance_norm": lambda x, weight: F.instance_norm(x[:, :, None].repeat(1, 1, 2), None, None, weight, weight),
+}
+
+
+@pytest.mark.parametrize("op", NORMS)
+@pytest.mark.parametrize("dtype", [F16, BF16])
+def test_a_cpus_norms_take_float32_parameters_beside_a_16_bit_input(op, dtype):
+    assert not needs_one_dtype(op, "cpu")
+    assert NORMS[op](torch.randn(3, 4, dtype=dtype), torch.ones(4)).dtype is dtype
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("op", NORMS)
+@pytest.mark.parametrize("dtype", [F16, BF16])
+def test_which_of_cudas_norms_take_float32_parameters_beside_a_16_bit_input(op, dtype):
+    x, weight = torch.randn(3, 4, dtype=dtype, device="cuda"), torch.ones(4, device="cuda")
+    if needs_one_dtype(op, "cuda"):
+        with pytest.raises(RuntimeError, match="expected scalar type"):
+            NORMS[op](x, weight)
+    else:
+        assert NORMS[op](x, weight).dtype is dtype
+
+
+def test_other_devices_are_taken_for_cudas_kin():
+    assert {op for op in NORMS if needs_one_dtype(op, "xpu")} == {"layer_norm", "group_norm"}

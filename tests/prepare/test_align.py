@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 
 import pytest
 import torch
@@ -65,3 +66,11 @@ def test_the_undo_gives_the_layers_own_forward_back() -> None:
     assert "forward" in layer.__dict__
     undo()
     assert "forward" not in layer.__dict__
+
+
+def test_a_layer_that_computes_more_goes_into_a_file_as_a_plain_one() -> None:
+    layer = nn.Linear(16, 3)
+    align.apply(align.Aligned("head", layer))
+    loaded = pickle.loads(pickle.dumps(layer))
+    assert torch.allclose(loaded(torch.ones(2, 16)), layer(torch.ones(2, 16)))
+    assert loaded.forward.__func__ is nn.Linear.forward

@@ -1,6 +1,10 @@
 """What goes in is cast, what happens inside runs in the policy's region, and what comes out may be cast back."""
 
 import copy
+import io
+import pickle
+import subprocess
+import sys
 from collections import OrderedDict
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -11,6 +15,7 @@ import torch
 from torch import nn
 
 import mezzo
+from mezzo.prepare import door
 
 
 class Seen(nn.Module):
@@ -295,3 +300,92 @@ def test_a_plan_says_that_the_model_yields():
     said = "an autocast region around the model goes before its own policy"
     assert said in str(mezzo.plan(model, None, "O2", dtype="bfloat16", yields=True))
     assert said not in str(mezzo.plan(model, None, "O2", dtype="bfloat16"))
+
+
+def saved_and_loaded(model):
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+POLICIES = {
+    "O1": {"level": "O1"},
+    "O2": {},
+    "O2 steered": {"preset": "paddle", "half": {"add"}},
+    "O2 exact": {"save_dtype": "float32", "output_dtype": "float32"},
+    "O3": {"level": "O3"},
+}
+
+
+@pytest.mark.parametrize("words", POLICIES.values(), ids=POLICIES)
+@pytest.mark.parametrize(
+    "copied", [saved_and_loaded, copy.deepcopy, lambda model: pickle.loads(pickle.dumps(copy.deepcopy(model)))], ids=["file", "deep", "both"]
+)
+def test_a_whole_model_is_copied_and_saved_as_a_model_of_its_own(copied, words):
+    model = decorated(**words)
+    found = copied(model)
+    expected, given = model(X), found(X)
+    assert torch.equal(given["out"], expected["out"])
+    assert (given["out"].dtype, found.linear.weight.dtype) == (expected["out"].dtype, model.linear.weight.dtype)
+    found.linear.weight.data.zero_()
+    assert model.linear.weight.any()
+    # It belongs to no masters: it may be loaded, moved, saved once more and decorated anew.
+    found.load_state_dict(model.state_dict())
+    assert torch.equal(saved_and_loaded(found)(X)["out"], expected["out"])
+    assert mezzo.decorate(found.float(), None, "O3", dtype="float16")(X)["out"].dtype is torch.float16
+
+
+def test_a_decorated_part_is_saved_with_the_whole():
+    whole = nn.Sequential(nn.Identity(), decorated())
+    assert saved_and_loaded(whole)(X)["out"].dtype is whole(X)["out"].dtype
+
+
+def test_a_file_is_read_in_another_process(tmp_path):
+    model = nn.Linear(4, 4)
+    mezzo.decorate(model, torch.optim.SGD(model.parameters(), lr=0.1), "O2", dtype="bfloat16", half={"tanh"})
+    torch.save(model, tmp_path / "model.pt")
+    program = f"import torch; print(torch.load({str(tmp_path / 'model.pt')!r}, weights_only=False)(torch.ones(1, 4)).dtype)"
+    assert subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout == "torch.bfloat16\n"
+
+
+def test_a_forward_of_the_models_own_goes_with_it():
+    model = decorated()
+    mezzo.undecorate(model)
+    model.forward = nn.functional.relu
+    mezzo.decorate(model, None, "O3", dtype="bfloat16")
+    assert torch.equal(saved_and_loaded(model)(X - 2), torch.zeros(2, 4, dtype=torch.bfloat16))
+
+
+def test_module_rules_do_not_go_into_a_file():
+    model = decorated(modules={"linear": "full"})
+    assert torch.equal(copy.deepcopy(model)(X)["out"], model(X)["out"])
+    with pytest.raises(mezzo.UnsupportedError, match=r"rules for modules \(linear\).*state_dict\(\), or mezzo\.undecorate"):
+        pickle.dumps(model)
+
+
+def test_nothing_stays_on_a_model_that_is_undecorated():
+    model = Seen()
+    before = set(model.__dict__)
+    assert set(mezzo.undecorate(mezzo.decorate(model, None, "O3", dtype="bfloat16")).__dict__) == before
+
+
+def test_a_file_is_read_where_the_device_is_missing(monkeypatch):
+    model = decorated(half={"tanh"})
+    saved = pickle.dumps(model)
+
+    def missing(*_, **__):
+        raise mezzo.UnsupportedError("no such device")
+
+    monkeypatch.setattr(door, "region_of", missing)
+    loaded = pickle.loads(saved).float()
+    monkeypatch.undo()
+    assert loaded.linear.weight.dtype is torch.float32
+    assert not loaded.forward.mezzo_door.region.enabled
+
+
+def test_a_file_keeps_the_dtype_that_was_chosen_by_the_hardware():
+    model = Seen()
+    mezzo.decorate(model, None, "O3", dtype="auto", half={"tanh"})
+    chosen = model.linear.weight.dtype
+    assert saved_and_loaded(model).forward.mezzo_door.region.dtype is chosen

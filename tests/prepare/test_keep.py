@@ -122,3 +122,12 @@ def test_what_the_policy_runs_in_float32_is_kept_whole():
     rows = mezzo.plan(model(), dtype="bfloat16", keep_full=(), modules={"second": "full", "first.linear": "half"}).rows
     assert {row.name for row in rows if row.after is torch.float32} == under("second")
     assert {row.reason for row in rows if row.name == "second.1.weight"} == {"modules= runs this Sequential in float32"}
+
+
+def test_by_apexs_lists_only_batch_norms_stay_float32():
+    net = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.LayerNorm(4), nn.GroupNorm(2, 4))
+    rows = mezzo.plan(net, policy="O2", preset="apex", dtype="float16").rows
+    assert {row.name.partition(".")[0] for row in rows if row.after is torch.float32} == {"1"}
+    assert {row.name.partition(".")[0] for row in mezzo.plan(net, policy="O2", preset="apex", keep_full=nn.LayerNorm).rows if row.after is torch.float32} == {
+        "2"
+    }

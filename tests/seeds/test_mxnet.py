@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from mezzo.compat.mxnet import autograd, gluon, model
+from mezzo.compat.mxnet import autograd, gluon, io, mod, model
 from mezzo.compat.mxnet.contrib import amp
 
 CLASSES, BOXES = 4, 16
@@ -185,6 +185,13 @@ def load_checkpoint():
     return sym, dict(sym.named_parameters()), dict(sym.named_buffers())
 
 
+def bound(sym, arg_params, aux_params):
+    module = mod.Module(sym, data_names=["data"], label_names=["softmax_label"], context="cpu")
+    module.bind(data_shapes=[["data", (1, 3, 16, 16)]], label_shapes=[["softmax_label", (1,)]])
+    module.set_params(arg_params, aux_params)
+    return module
+
+
 def test_a_block_and_a_symbol_are_converted_for_inference():
     block = Classifier()
     converted_model = amp.convert_hybrid_block(block)
@@ -194,7 +201,9 @@ def test_a_block_and_a_symbol_are_converted_for_inference():
 
     sym, arg_params, aux_params = load_checkpoint()
     result_sym, result_arg_params, result_aux_params = amp.convert_model(sym, arg_params, aux_params)
-    assert torch.allclose(result_sym(IMAGES), sym(IMAGES), atol=1e-3)
+    module = bound(result_sym, result_arg_params, result_aux_params)
+    module.forward(io.DataBatch(data=[IMAGES], label=[torch.ones(1)]))
+    assert torch.allclose(module.get_outputs()[0], sym(IMAGES), atol=1e-3)
     assert result_sym.converted.casts.after.count > 0
     assert (result_arg_params.keys(), result_aux_params.keys()) == (arg_params.keys(), aux_params.keys())
 
@@ -209,15 +218,17 @@ def test_lists_and_stored_parameters_are_customized_and_saved_with_their_casts(t
         fp32_ops=["SoftmaxOutput", "FullyConnected"],
         cast_optional_params=True,
     )
-    result = result_sym(IMAGES)
+    module = bound(result_sym, result_arg_params, result_aux_params)
+    module.forward(io.DataBatch(data=[IMAGES], label=[torch.ones(1)]))
+    result = module.get_outputs()[0]
     assert torch.allclose(result, sym(IMAGES), atol=1e-3)
     # Parameters of convolutions are in float16, those of the full layer stay in float32.
-    assert result_arg_params["conv0.weight"].dtype is torch.float16
-    assert result_arg_params["fc1.bias"].dtype is torch.float32
+    assert module._arg_params["conv0.weight"].dtype is torch.float16
+    assert module._arg_params["fc1.bias"].dtype is torch.float32
     assert {value.dtype for value in result_aux_params.values() if value.is_floating_point()} == {torch.float32}
 
     prefix = tmp_path / "amp_tutorial_model"
-    result_sym.save_checkpoint(prefix, 0, remove_amp_cast=False)
+    module.save_checkpoint(prefix, 0, remove_amp_cast=False)
     loaded, loaded_arg_params, _ = model.load_checkpoint(prefix, 0)
     assert torch.equal(loaded(IMAGES), result)
     assert loaded_arg_params["conv0.weight"].dtype is torch.float16

@@ -12,6 +12,7 @@ import torch
 from mezzo.eager.composites import body, has_body, ops_inside
 from mezzo.eager.higher_order import CARRIED, operators, refusal
 from mezzo.policy.decide import effective, entry_of
+from mezzo.policy.kernels import needs_one_dtype
 from mezzo.policy.policy import Policy
 from mezzo.policy.preset import OpLists
 from mezzo.policy.registry import Function, Op, aten_overloads, functional_overloads, parameters, registry
@@ -32,6 +33,10 @@ class Action:
     """Run with torch's own autocast off, since it would cast again inside."""
     exempt: tuple[tuple[int, str], ...] = ()
     """Arguments that do not decide and are never cast down, by position and name."""
+    widens: bool = False
+    """The device's kernel refuses a float32 exempt argument beside 16-bit inputs: the op is then computed in float32, and gives its result in 16 bits."""
+    halves_alone: bool = False
+    """Refused with 16-bit inputs alone."""
     conditions: tuple[tuple[int, str, tuple[Value, ...], bool], ...] = ()
     """Arguments whose values make the op run in float32, by position and name, and whether the value that holds where it is left out is one of them."""
     takes_dtype: bool = False
@@ -57,6 +62,10 @@ Table = Mapping[Function, Action]
 
 EMPTY: Table = {}
 
+_BY_CUDNN = frozenset({"lstm", "gru", "rnn_tanh", "rnn_relu"})
+"""On CUDA torch's autocast casts inside of these, to float16 whatever its dtype is, and lays the weights side by side as cuDNN wants them
+(ATen/cudnn/AutocastRNN.cpp): copies of ours lie apart, and are compacted at every call with a warning."""
+
 _BACKWARD: tuple[Function, ...] = (torch.Tensor.backward, torch.autograd.backward, torch.autograd.grad)
 
 
@@ -64,9 +73,12 @@ def plan(policy: Policy, dtype: torch.dtype, device: str, *, versioned: bool, al
     """Lay out every steered function. `alone` leaves nothing to torch's own lists, for where those are not heard (torch.export)."""
     lists = effective(policy, dtype, device)
     theirs = {} if alone else native(device)
+    left = _BY_CUDNN if device == "cuda" and dtype is torch.float16 and not alone else frozenset()
     actions: dict[Function, Action] = {}
     for op in registry():
         entry = entry_of(lists, op.name, dtype, device)
+        if op.name in left and entry.rule is Rule.HALF:
+            continue
         for function in op.functions:
             action = _action(op, function, entry, lists, theirs, device, versioned=versioned)
             if action is not None:
@@ -96,7 +108,11 @@ def _action(op: Op, function: Function, entry: Entry, lists: OpLists, theirs: Ma
         return None
     quiet = _may_cast_inside(op, function)
     in_place = _place(function, "inplace") if "inplace" in parameters(function) else None
-    return Action(op.name, entry.rule, entry.reason, quiet, exempt, conditions, "dtype" in parameters(function), in_place, cached=versioned)
+    widens = bool(exempt) and needs_one_dtype(op.name, device)
+    halves_alone = op.name in lists.refused_halves
+    return Action(
+        op.name, entry.rule, entry.reason, quiet, exempt, widens, halves_alone, conditions, "dtype" in parameters(function), in_place, cached=versioned
+    )
 
 
 def _operator(name: str) -> Action:

@@ -136,6 +136,11 @@ def _key(policy: Policy, device: str, dtype: torch.dtype, versioned: bool, alone
 _policies: dict[str, Policy] = {}
 
 
+def policy_of(region: Region) -> Policy | None:
+    """The policy that a steered region carries out; None where torch's own lists do."""
+    return _policies.get(region.key)
+
+
 def alone(region: Region) -> Region:
     """The same region carried out by the mode alone, for where torch's own autocast is not heard."""
     policy = replace(_policies.get(region.key, Policy()), dtype=region.computes_in, cache=Cache.OFF)

@@ -17,8 +17,8 @@ from torch.nn import Parameter
 from torch.overrides import TorchFunctionMode
 
 from mezzo import _events
-from mezzo._casting import CASTS, is_castable, on_device
-from mezzo._dtypes import CASTABLE_DTYPES, dtype_name
+from mezzo._casting import CASTS, cast_all, is_castable, on_device
+from mezzo._dtypes import CASTABLE_DTYPES, HALF_DTYPES, dtype_name
 from mezzo._errors import RefusedOpError
 from mezzo.eager import tables, tracing
 from mezzo.eager.cache import WeightCache, is_weight
@@ -106,6 +106,9 @@ class Steering(TorchFunctionMode):
             args, kwargs = self._cast(action, dtype, args, kwargs)
         if _events.listening() and not action.weights:
             _events.emit(_events.CastSteered(action.op, rule.value, "as given" if dtype is None else dtype_name(dtype), action.reason))
+        if action.widens and dtype in HALF_DTYPES and _has_wide(action, self.device, args, kwargs):
+            args, kwargs = cast_all(args, torch.float32, self.device), cast_all(kwargs, torch.float32, self.device)
+            return CASTS[dtype](self._run(func, action, torch.float32, args, kwargs))
         return self._run(func, action, dtype, args, kwargs)
 
     def _run(self, func: Function, action: Action, dtype: torch.dtype | None, args: Args, kwargs: Kwargs) -> Any:
@@ -128,7 +131,7 @@ class Steering(TorchFunctionMode):
         if rule is Rule.KEEP:
             return None
         dtypes = [tensor.dtype for tensor in _castables(action, self.device, args, kwargs)]
-        if rule is Rule.REFUSE and dtypes:
+        if rule is Rule.REFUSE and (any(one in HALF_DTYPES for one in dtypes) if action.halves_alone else dtypes):
             raise RefusedOpError(refused(action))
         return reduce(torch.promote_types, dtypes) if dtypes else None
 
@@ -179,6 +182,12 @@ def _castables(action: Action, device: str, args: Args, kwargs: Kwargs) -> list[
     values = [value for place, value in enumerate(args) if place not in places] + [value for name, value in kwargs.items() if name not in names]
     flat = [item for value in values for item in (value if isinstance(value, list | tuple) else (value,))]
     return [item for item in flat if is_castable(item, device)]
+
+
+def _has_wide(action: Action, device: str, args: Args, kwargs: Kwargs) -> bool:
+    """Whether one of the arguments that are never cast down is float32."""
+    given = (_argument(place, name, args, kwargs) for place, name in action.exempt)
+    return any(is_castable(value, device) and value.dtype is torch.float32 for value in given)
 
 
 def steering_of(device: str) -> Steering | None:

@@ -57,6 +57,12 @@ def refusal(key: str, function: Function) -> str:
 
 
 @constant
+def refuses_halves_alone(key: str, function: Function) -> bool:
+    """Whether a refused op may be called with float32."""
+    return TABLES[key][function].halves_alone
+
+
+@constant
 def is_quiet(key: str, function: Function) -> bool:
     """Whether torch's own autocast is off while the function runs."""
     # An export that dynamo traces hears no torch region, and would keep the one that silences it as a part of the graph.
@@ -67,6 +73,12 @@ def is_quiet(key: str, function: Function) -> bool:
 def is_exempt(key: str, function: Function, argument: int | str) -> bool:
     """Whether an argument, by position or name, is left alone."""
     return any(argument in place for place in TABLES[key][function].exempt)
+
+
+@constant
+def widens(key: str, function: Function) -> bool:
+    """Whether the op is computed in float32 where an argument that is left alone is float32 beside 16-bit inputs."""
+    return TABLES[key][function].widens
 
 
 @constant

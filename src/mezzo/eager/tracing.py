@@ -9,6 +9,7 @@ import torch
 from torch.amp.autocast_mode import autocast as torchs_own
 
 from mezzo._casting import cast, is_castable
+from mezzo._dtypes import HALF_DTYPES
 from mezzo._errors import RefusedOpError
 from mezzo.eager import bodies, tables
 from mezzo.policy.registry import Function
@@ -31,10 +32,25 @@ def trace(key: str, device: str, rule: str, func: Function, args: Args, kwargs: 
     elif dtype is not None:
         args = tuple([value if tables.is_exempt(key, func, place) else _change(value, device, dtype) for place, value in enumerate(args)])
         kwargs = {name: value if tables.is_exempt(key, func, name) else _change(value, device, dtype) for name, value in kwargs.items()}
+        if tables.widens(key, func) and _has_wide(key, device, func, args, kwargs):
+            args = tuple([_change(value, device, torch.float32) for value in args])
+            kwargs = {name: _change(value, device, torch.float32) for name, value in kwargs.items()}
+            return cast(_call(key, device, func, call, args, kwargs), dtype)
+    return _call(key, device, func, call, args, kwargs)
+
+
+def _call(key: str, device: str, func: Function, call: Function, args: Args, kwargs: Kwargs) -> Any:
     if not tables.is_quiet(key, func):
         return call(*args, **kwargs)
     with torchs_own(device, dtype=torch.get_autocast_dtype(device), enabled=False, cache_enabled=False):
         return call(*args, **kwargs)
+
+
+def _has_wide(key: str, device: str, func: Function, args: Args, kwargs: Kwargs) -> bool:
+    exempt = [value for place, value in enumerate(args) if tables.is_exempt(key, func, place)]
+    exempt += [value for name, value in kwargs.items() if tables.is_exempt(key, func, name)]
+    wide = [value for value in exempt if is_castable(value, device) and value.dtype is torch.float32]
+    return len(wide) > 0
 
 
 def body(func: Function) -> Function:
@@ -72,7 +88,8 @@ def _dtype(key: str, device: str, rule: str, func: Function, args: Args, kwargs:
     values += [value for name, value in kwargs.items() if not tables.is_exempt(key, func, name)]
     flat = [item for value in values for item in (value if isinstance(value, list | tuple) else [value])]
     dtypes = [item.dtype for item in flat if is_castable(item, device)]
-    if rule == "refuse" and dtypes:
+    refused = [one for one in dtypes if one in HALF_DTYPES] if rule == "refuse" and tables.refuses_halves_alone(key, func) else dtypes
+    if rule == "refuse" and refused:
         raise RefusedOpError(tables.refusal(key, func))
     return reduce(torch.promote_types, dtypes) if dtypes else None
 

@@ -28,14 +28,15 @@ def step_halves(optimizer: torch.optim.Optimizer, master: Master = Master.FLOAT3
     (0.89990234375, torch.float32)
     """
     masters = Masters(master)
-    _adopt(optimizer, masters)
+    adopt_halves(optimizer, masters)
     bind(optimizer, masters, clip_norm=clip_norm)
     saved.install(optimizer, masters, ExitStack())
-    optimizer.register_step_pre_hook(lambda *_: _adopt(optimizer, masters))
+    optimizer.register_step_pre_hook(lambda *_: adopt_halves(optimizer, masters))
     return masters
 
 
-def _adopt(optimizer: torch.optim.Optimizer, masters: Masters) -> None:
+def adopt_halves(optimizer: torch.optim.Optimizer, masters: Masters) -> None:
+    """Keep masters of an optimizer's 16-bit parameters that have none, starting from the values that they have."""
     for parameter in parameters(optimizer):
         if parameter.requires_grad and parameter.dtype in HALF_DTYPES and parameter not in masters:
             masters.adopt(typed("Parameter", parameter), parameter.dtype)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from mezzo._dtypes import CASTABLE_DTYPES, dtype_name
+from mezzo._dtypes import CASTABLE_DTYPES, HALF_DTYPES, dtype_name
 from mezzo._errors import PolicyError
 from mezzo.policy.catalog import op_lists
 from mezzo.policy.kernels import lacks_kernel
@@ -58,7 +58,8 @@ def _effective(policy: Policy, dtype: torch.dtype, device: str, _generation: int
     entries |= _made_of(policy, entries)
     entries = {name: _with_kernel(name, entry, dtype, device) for name, entry in entries.items()}
     unlisted = base.unlisted if policy.unlisted is None else Entry(policy.unlisted, f"in no list: the policy says {policy.unlisted.value} for those")
-    return OpLists(entries, unlisted, dict(base.exempt) | dict(policy.exempt), base.conditional + policy.conditional)
+    halves = base.refused_halves - policy.listed(Rule.REFUSE)
+    return OpLists(entries, unlisted, dict(base.exempt) | dict(policy.exempt), base.conditional + policy.conditional, halves)
 
 
 def _with_kernel(name: str, entry: Entry, dtype: torch.dtype, device: str) -> Entry:
@@ -110,7 +111,8 @@ def explain(
     policy: Policy, op: str, inputs: Iterable[torch.dtype | str], *, dtype: torch.dtype, device: str, arguments: Mapping[str, Any] | None = None
 ) -> Decision:
     """Decide one call: the rule, the dtype it computes in and why, as eager and graph both carry it out."""
-    name, given = registry().parse(op), _read_inputs(inputs)
+    said = list(inputs)
+    name, given = registry().parse(op), _read_inputs(said)
     for word in arguments or ():
         argument(name, word)
     lists = effective(policy, dtype, device)
@@ -118,6 +120,8 @@ def explain(
     for condition in lists.conditional:
         if condition.op == name and arguments and condition.argument in arguments and arguments[condition.argument] in condition.values:
             entry = Entry(Rule.FULL, f"{condition.argument}={arguments[condition.argument]!r}: {condition.reason}")
+    if entry.rule is Rule.REFUSE and name in lists.refused_halves and said and not any(one in HALF_DTYPES for one in given):
+        entry = Entry(Rule.KEEP, "refused with 16-bit inputs alone")
     untouched = [one for one in given if one not in CASTABLE_DTYPES]
     reason = f"{dtype_name(untouched[0])} inputs are never cast" if untouched and entry.rule in (Rule.HALF, Rule.FULL) else entry.reason
     return Decision(name, entry.rule, _computed_in(entry.rule, given, dtype), reason)

@@ -1,8 +1,12 @@
-"""Which ops have no 16-bit kernel on a device: known ahead from torch's own tables of tested dtypes, and learnt when a call fails."""
+"""Which ops have no 16-bit kernel on a device: known ahead from torch's own tables of tested dtypes, and learnt when a call fails.
+
+And which have one that takes no float32 parameters beside a 16-bit input.
+"""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from functools import cache
 from importlib.resources import files
 
@@ -11,6 +15,22 @@ import torch
 from mezzo._dtypes import dtype_name
 
 _learnt: set[tuple[str, str, str]] = set()
+
+_ONE_DTYPE = frozenset({"layer_norm", "group_norm"})
+"""Norms whose kernels read input and parameters as one dtype: ATen/native/cuda/layer_norm_kernel.cu and group_norm_kernel.cu. Batch norm's take the mix wherever
+they run, instance norm is made of it, and rms_norm is then made of ops that promote."""
+
+_MIXED: Mapping[str, frozenset[str]] = {"cpu": _ONE_DTYPE}
+"""Of these the ones that take the mix after all, by device: ATen/native/cpu/layer_norm_kernel.cpp and group_norm_kernel.cpp."""
+
+
+def needs_one_dtype(op: str, device: str) -> bool:
+    """Whether an op's kernel on a device refuses float32 parameters beside a 16-bit input.
+
+    >>> needs_one_dtype("layer_norm", "cuda"), needs_one_dtype("layer_norm", "cpu"), needs_one_dtype("batch_norm", "cuda")
+    (True, False, False)
+    """
+    return op in _ONE_DTYPE - _MIXED.get(device, frozenset())
 
 
 def lacks_kernel(op: str, dtype: torch.dtype, device: str) -> bool:

@@ -20,6 +20,8 @@ class OpLists:
     """Op name → names of the arguments that do not decide and are never cast down: a norm's parameters and statistics."""
     conditional: tuple[Conditional, ...] = ()
     """Ops that are float32 only for some values of an argument."""
+    refused_halves: frozenset[str] = frozenset()
+    """Of the refused ops those that are refused with 16-bit inputs alone: who casts to float32 may call them."""
 
 
 @dataclass(frozen=True)

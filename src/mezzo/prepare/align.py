@@ -62,3 +62,7 @@ def _forward(module: nn.Linear, inputs: torch.Tensor) -> torch.Tensor:
     bias = None if module.bias is None else F.pad(module.bias, (0, missing))
     # Contiguous, as any linear layer's outputs: whoever calls `view` on them need not know.
     return F.linear(inputs, weight, bias)[..., : module.out_features].contiguous()
+
+
+# A method is pickled by its name: what comes out of a file has the forward of its class, which gives the same.
+_forward.__name__ = "forward"

@@ -1,18 +1,26 @@
-"""The door of a decorated model: what goes in is cast, what happens inside runs in the policy's region, and what comes out may be cast back."""
+"""The door of a decorated model: what goes in is cast, what happens inside runs in the policy's region, and what comes out may be cast back.
+
+A model with a door can be pickled whole, by `torch.save(model)` say. What comes back is a model of its own with the same door, as a deep copy is: without masters.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass
+from copy import deepcopy
+from dataclasses import dataclass, replace
+from types import MethodType
 from typing import Any
 
 import torch
 from torch import nn
 
 from mezzo._casting import cast_all
+from mezzo._errors import UnsupportedError
 from mezzo.eager.forward import Forward, replace_forward
 from mezzo.eager.region import Region, inside
+from mezzo.eager.settle import policy_of, region_of
+from mezzo.policy.policy import Policy
 
 
 @dataclass(frozen=True)
@@ -27,6 +35,22 @@ class Door:
     """What outputs are cast to; None leaves them."""
     yields: bool = False
     """Whether the door stands open inside a region that is on already: nothing is cast, and that region goes on."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Copied and pickled with the policy of its region: the table that carries that out lives in one process."""
+        return _made_again, (self.region, policy_of(self.region), self.inputs, self.outputs, self.yields)
+
+
+def _made_again(region: Region, policy: Policy | None, *words: Any) -> Door:
+    if policy is None:
+        return Door(region, *words)
+    try:
+        # In the dtype that was chosen where the model was decorated: its weights have it.
+        again = region_of(replace(policy, dtype=region.dtype), region.device, cache_enabled=region.cache_enabled)
+    except UnsupportedError:
+        # A file is also read where there is no such device; who goes on there casts the model first.
+        again = Region(region.device, False, region.dtype, region.cache_enabled)
+    return Door(again, *words)
 
 
 def hang(door: Door, model: nn.Module) -> Callable[[], None]:
@@ -45,4 +69,64 @@ def hang(door: Door, model: nn.Module) -> Callable[[], None]:
         return forward
 
     # A deep copy of a decorated model has a door already: a new one takes its place.
-    return replace_forward(model, "mezzo_behind", make)
+    put_back = replace_forward(model, _BEHIND, make)
+    hung: Any = model.__dict__["forward"]
+    hung.__func__.mezzo_door = door
+    model.__dict__[_REDUCE] = MethodType(_reduced, model)
+
+    def take_out() -> None:
+        put_back()
+        model.__dict__.pop(_REDUCE, None)
+
+    return take_out
+
+
+_BEHIND, _RULED = "mezzo_behind", "mezzo_original"
+"""The marks of forwards that a door and a module rule have replaced."""
+
+_REDUCE = "__reduce_ex__"
+
+_STAYS = (_REDUCE, "_apply", "_mezzo_decoration")
+"""What belongs to the original alone."""
+
+
+def _reduced(model: nn.Module, protocol: Any) -> tuple[Any, ...]:
+    """What pickle and copy take a model for: itself, with a forward that can be made anew."""
+    made: Any = type(model).__reduce_ex__(model, protocol)
+    state = made[2]
+    if not isinstance(state, dict) or not hasattr(state.get("forward"), "mezzo_door"):
+        return tuple(made)
+    kept = {name: value for name, value in state.items() if name not in _STAYS}
+    return (*made[:2], kept | {"forward": _Hung(model, state["forward"])}, *made[3:])
+
+
+class _Hung:
+    """The forward of a model with a door, on its way into a file; a shallow copy calls it."""
+
+    def __init__(self, model: nn.Module, forward: Any) -> None:
+        self._model, self._forward = model, forward
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._forward(*args, **kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        copied = deepcopy(self._model, memo)
+        copied.__dict__[_REDUCE] = MethodType(_reduced, copied)
+        return MethodType(self._forward.__func__, copied)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        ruled = [name for name, part in self._model.named_modules() if hasattr(part.__dict__.get("forward"), _RULED)]
+        if ruled:
+            raise UnsupportedError(
+                f"The model has rules for modules ({', '.join(ruled)}), which do not go into a pickle. Save its state_dict(), or mezzo.undecorate(model) first."
+            )
+        own = getattr(self._forward, _BEHIND)
+        return _hung_again, (self._model, self._forward.mezzo_door, None if own is type(self._model).forward else own)
+
+
+def _hung_again(model: nn.Module, door: Door, own: Any) -> Any:
+    # The model is only just made and has no state yet: nothing but its class is asked.
+    if own is not None:
+        model.__dict__["forward"] = own
+    hang(door, model)
+    return model.__dict__["forward"]

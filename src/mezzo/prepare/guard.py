@@ -19,13 +19,13 @@ Function = Callable[[torch.Tensor], torch.Tensor]
 def guard(model: nn.Module, *, converted: bool) -> Callable[[], None]:
     """Refuse another device type, and where parameters are 16-bit every other device and dtype; what comes back takes the guard off."""
 
-    def apply(self_: nn.Module, function: Function, *args: Any, **kwargs: Any) -> Any:
+    def _apply(self_: nn.Module, function: Function, *args: Any, **kwargs: Any) -> Any:
         # A deep copy has no masters, and goes where it likes.
         if decoration_of(self_) is not None:
             _refuse_moves(self_, function, converted=converted)
         return type(self_)._apply(self_, function, *args, **kwargs)
 
-    model.__dict__["_apply"] = MethodType(apply, model)
+    model.__dict__["_apply"] = MethodType(_apply, model)
     return partial(model.__dict__.pop, "_apply", None)
 
 

@@ -18,6 +18,7 @@ from mezzo.policy.selector import NORMS, Selector
 
 _SHOWN = 20
 _DEFAULT = frozenset(Selector.parse(kind) for kind in NORMS)
+_BATCH_NORMS = (Selector.parse(nn.modules.batchnorm._BatchNorm),)
 _TYPE_RANK = 0
 
 
@@ -56,7 +57,7 @@ class Keep:
             if not any(instance is module for model in models for module in model.modules()):
                 raise PolicyError(f"keep_full has a {type(instance).__name__} that is no part of the model. Pass one of its modules: keep_full=[model.head].")
         for selector in self.selectors:
-            if selector not in _DEFAULT and not any(_matches_anything(selector, model) for model in models):
+            if selector not in (*_DEFAULT, *_BATCH_NORMS) and not any(_matches_anything(selector, model) for model in models):
                 names = [name for model in models for name in _module_names(model)]
                 known = [*names, *(name for model in models for name in _tensor_names(model))]
                 raise PolicyError(
@@ -76,12 +77,19 @@ def read(policy: Any, overrides: dict[str, Any], models: tuple[nn.Module, ...]) 
         plain, full = (Policy.of(policy, **{**overrides, "keep_full": kept}) for kept in (others, (*others, *named)))
     else:
         plain = full = Policy.of(policy, **overrides)
-    if full.level is Level.O3 and "keep_full" not in overrides and set(full.keep_full) == _DEFAULT:
-        # O3 is 16-bit throughout, unless somebody says otherwise.
-        plain = full = replace(full, keep_full=())
+    if "keep_full" not in overrides and set(full.keep_full) == _DEFAULT:
+        plain = full = replace(full, keep_full=_by_default(full))
     keep = Keep(plain.keep_full, instances, _in_float32(full, models))
     keep.refuse_idle(models)
     return full, keep
+
+
+def _by_default(policy: Policy) -> tuple[Selector, ...]:
+    """What stays float32 where nobody says otherwise: the norms at O2, nothing at O3."""
+    if policy.level is Level.O3:
+        return ()
+    # Apex casts no op inside a 16-bit model, and only batch norm's kernels take float32 parameters beside a 16-bit input wherever they run.
+    return _BATCH_NORMS if policy.level is Level.O2 and policy.preset == "apex" else policy.keep_full
 
 
 def _in_float32(policy: Policy, models: tuple[nn.Module, ...]) -> tuple[nn.Module, ...]:
@@ -93,7 +101,7 @@ def _names_of(instance: nn.Module, models: tuple[nn.Module, ...]) -> list[str]:
 
 
 def _said(selector: Selector, module: nn.Module) -> str:
-    if selector in _DEFAULT:
+    if selector in (*_DEFAULT, *_BATCH_NORMS):
         return f"{type(module).__name__} is a normalisation layer"
     return f"keep_full has {type(module).__name__ if selector.rank == _TYPE_RANK else repr(selector.text)}"
 

@@ -1,7 +1,4 @@
-"""`state_dict` and `load_state_dict` of a decorated model: exact float32 weights come out where asked for, and go in whenever they come.
-
-Functions, not objects: a deep copy of the model keeps them, finds none of its own tensors among the weights, and is loaded and saved as any 16-bit model.
-"""
+"""`state_dict` and `load_state_dict` of a decorated model: exact float32 weights come out where asked for, and go in whenever they come."""
 
 from __future__ import annotations
 
@@ -19,10 +16,10 @@ def install(model: nn.Module, weights: Weights, undo: ExitStack, *, save_exact: 
     """Hook every module of a model; the stack gets what takes the hooks off."""
     for module in model.modules():
         stash: dict[torch.Tensor, torch.Tensor] = {}
-        undo.callback(module.register_load_state_dict_pre_hook(_before_load(weights, stash)).remove)
-        undo.callback(module.register_load_state_dict_post_hook(_after_load(weights, stash)).remove)
+        undo.callback(module.register_load_state_dict_pre_hook(_BeforeLoad(weights, stash)).remove)
+        undo.callback(module.register_load_state_dict_post_hook(_AfterLoad(weights, stash)).remove)
         if save_exact:
-            undo.callback(module.register_state_dict_post_hook(_after_save(weights)).remove)
+            undo.callback(module.register_state_dict_post_hook(_AfterSave(weights)).remove)
 
 
 def exact_state_dict(model: nn.Module, weights: Collection[Weights]) -> dict[str, Any]:
@@ -44,36 +41,52 @@ def _own(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
         yield from ((name, tensor) for name, tensor in tensors.items() if tensor is not None)
 
 
-def _after_save(weights: Weights) -> Any:
-    def hook(module: nn.Module, state: dict[str, Any], prefix: str, _metadata: Any) -> None:
+class _Hook:
+    """A hook of the model that was decorated. A copy of that, deep or pickled, is a 16-bit model as any other: its hooks have nothing to do."""
+
+    def __call__(self, *_: Any) -> None:
+        """Do nothing."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _Hook, ()
+
+
+class _AfterSave(_Hook):
+    def __init__(self, weights: Weights) -> None:
+        self._weights = weights
+
+    def __call__(self, module: nn.Module, state: dict[str, Any], prefix: str, _metadata: Any) -> None:
+        """Put exact weights into a state."""
         for name, tensor in _own(module):
             key = prefix + name
             # With keep_vars=True the caller wants the parameters themselves.
-            if key in state and tensor in weights and state[key] is not tensor:
-                state[key] = weights.read(tensor)
-
-    return hook
+            if key in state and tensor in self._weights and state[key] is not tensor:
+                state[key] = self._weights.read(tensor)
 
 
-def _before_load(weights: Weights, stash: dict[torch.Tensor, torch.Tensor]) -> Any:
-    def hook(module: nn.Module, state: dict[str, Any], prefix: str, metadata: dict[str, Any], *_: Any) -> None:
+class _BeforeLoad(_Hook):
+    def __init__(self, weights: Weights, stash: dict[torch.Tensor, torch.Tensor]) -> None:
+        self._weights, self._stash = weights, stash
+
+    def __call__(self, module: nn.Module, state: dict[str, Any], prefix: str, metadata: dict[str, Any], *_: Any) -> None:
+        """Remember what torch is going to round."""
         # assign=True would put other objects in the parameters' place, and the optimizer would go on with the old ones: the values are copied instead.
         if metadata.get("assign_to_params_buffers"):
             metadata["assign_to_params_buffers"] = False
-        stash.clear()
+        self._stash.clear()
         for name, tensor in _own(module):
             value = state.get(prefix + name)
-            if tensor in weights and isinstance(value, torch.Tensor) and value.dtype is not tensor.dtype and value.shape == tensor.shape:
-                stash[tensor] = value
-
-    return hook
+            if tensor in self._weights and isinstance(value, torch.Tensor) and value.dtype is not tensor.dtype and value.shape == tensor.shape:
+                self._stash[tensor] = value
 
 
-def _after_load(weights: Weights, stash: dict[torch.Tensor, torch.Tensor]) -> Any:
-    def hook(_module: nn.Module, _keys: Any) -> None:
+class _AfterLoad(_Hook):
+    def __init__(self, weights: Weights, stash: dict[torch.Tensor, torch.Tensor]) -> None:
+        self._weights, self._stash = weights, stash
+
+    def __call__(self, _module: nn.Module, _keys: Any) -> None:
+        """Set the exact weights."""
         # What torch has copied is rounded; here is what came.
-        for tensor, value in stash.items():
-            weights.write(tensor, value.detach().to(tensor.device, torch.float32))
-        stash.clear()
-
-    return hook
+        for tensor, value in self._stash.items():
+            self._weights.write(tensor, value.detach().to(tensor.device, torch.float32))
+        self._stash.clear()

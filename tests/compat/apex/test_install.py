@@ -22,12 +22,16 @@ def test_apexs_imports_find_mezzos_dialect():
     from apex import amp
     from apex.amp import _amp_state
     from apex.fp16_utils import FP16_Optimizer
+    from apex.multi_tensor_apply import multi_tensor_applier
+    from apex.normalization import FusedLayerNorm
     from apex.optimizers import FusedAdam, FusedLAMB, FusedSGD
     from apex.parallel import DistributedDataParallel
 
     assert amp is mezzo.compat.apex.amp
     assert _amp_state is amp._amp_state
     assert {kind.__module__.partition(".optimizers")[0] for kind in (FusedAdam, FusedLAMB, FusedSGD)} == {"mezzo.compat.apex"}
+    assert not multi_tensor_applier.available
+    assert FusedLayerNorm is mezzo.compat.apex.normalization.FusedLayerNorm
     assert FP16_Optimizer is mezzo.compat.apex.fp16_utils.FP16_Optimizer
     assert DistributedDataParallel is mezzo.compat.apex.parallel.DistributedDataParallel
 

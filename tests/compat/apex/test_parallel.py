@@ -5,6 +5,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from mezzo import UnsupportedError
 from mezzo.compat.apex import amp, parallel
 
 
@@ -46,3 +47,9 @@ def test_sums_instead_of_means_are_refused():
 def test_batch_norms_are_made_synchronous():
     model = parallel.convert_syncbn_model(nn.Sequential(nn.BatchNorm2d(2)))
     assert isinstance(model[0], parallel.SyncBatchNorm)
+
+
+@pytest.mark.parametrize("name", ["LARC", "Reducer"])
+def test_what_is_not_there_says_so(name):
+    with pytest.raises(UnsupportedError, match=f"{name} is not available here. (Use|Wrap)"):
+        getattr(parallel, name)(nn.Linear(1, 1))

@@ -92,3 +92,12 @@ def test_16_bit_data_are_raised_to_float32_and_get_16_bit_gradients():
 def test_an_unknown_normalization_is_refused():
     with pytest.raises(ValueError, match=r"normalization='mean'. Choose one of: null, batch, valid"):
         nd.SoftmaxOutput(LOGITS, LABELS, normalization="mean")
+
+
+@pytest.mark.parametrize("layer", nd.__all__)
+def test_a_layer_may_be_named(layer):
+    made = getattr(nd, layer)
+    assert torch.equal(
+        made(data=torch.zeros(2, 2), label=torch.zeros(2, 2)[:, 0] if "Softmax" in layer else torch.zeros(2, 2), name="out"),
+        made(torch.zeros(2, 2), torch.zeros(2) if "Softmax" in layer else torch.zeros(2, 2)),
+    )

@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
 import mezzo
+from mezzo.compat import torch as dialect
 
 
 def ones():
@@ -149,6 +150,16 @@ def test_a_decorated_function_runs_inside():
 
     assert run() is torch.float16
     assert run.__doc__ == "Words."
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
+def test_a_decorated_function_is_refused_by_torchscript_as_torchs_is():
+    @torch.autocast("cpu")
+    def function(x):
+        return torch.mm(x, x)
+
+    with pytest.raises(RuntimeError, match=r"@autocast\(\) decorator is not supported in script mode"):
+        torch.jit.script(function)
 
 
 def test_a_module_whose_forward_is_decorated():
@@ -330,6 +341,22 @@ def test_a_region_inside_an_exported_model(strict):
     torch._dynamo.reset()
     exported = torch.export.export(Inside(), (ones(),), strict=strict)
     assert exported.module()(ones()).dtype is torch.bfloat16
+    dialect.uninstall()
+    torch._dynamo.reset()
+    assert [str(node.target) for node in exported.graph.nodes] == [
+        str(node.target) for node in torch.export.export(Inside(), (ones(),), strict=strict).graph.nodes
+    ]
+
+
+def test_an_exported_region_is_put_back_when_the_body_raises():
+    class Raising(nn.Module):
+        def forward(self, x):
+            with torch.autocast("cpu"):
+                raise ValueError(f"no {x.dtype}")
+
+    with pytest.raises(ValueError, match=r"no torch\.float32"):
+        torch.export.export(Raising(), (ones(),), strict=False)
+    assert not torch.is_autocast_enabled("cpu")
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")

@@ -521,3 +521,18 @@ def test_signatures_are_torchs():
         assert [(one.name, one.default, one.kind) for one in found.parameters.values()] == [
             (one.name, one.default, one.kind) for one in expected.parameters.values()
         ]
+
+
+def test_a_scaler_that_torch_derived_from_its_own_is_one():
+    class Sharded(torch.amp.grad_scaler.GradScaler):
+        pass
+
+    class Own(torch.amp.GradScaler):
+        pass
+
+    assert isinstance(Sharded("cpu"), torch.amp.GradScaler)
+    assert issubclass(Sharded, torch.amp.GradScaler)
+    assert not isinstance(Sharded("cpu"), torch.cpu.amp.GradScaler)
+    assert not isinstance(Sharded("cpu"), Own)
+    assert isinstance(Own("cpu"), torch.amp.GradScaler)
+    assert not isinstance(3, torch.amp.GradScaler)

@@ -3,7 +3,9 @@ from __future__ import annotations
 import pytest
 import torch
 
+from mezzo.policy.policy import Policy
 from mezzo.policy.presets import apex
+from mezzo.policy.presets._tables import WIDEST
 from mezzo.policy.rule import Level, Rule
 
 LISTS = apex.lists(Level.O1, torch.float16)
@@ -27,7 +29,7 @@ def test_every_patched_function_is_translated_and_has_the_rule_of_its_list(syste
 
 def test_nothing_else_is_listed(system_lists):
     listed = {ours for names in system_lists["apex"].values() for theirs in names.split() for ours in apex.NAMES.known.get(theirs, ())}
-    assert LISTS.entries.keys() == listed
+    assert {op for op, entry in LISTS.entries.items() if entry is not WIDEST} == listed
 
 
 def test_moving_to_the_cpu_has_no_counterpart():
@@ -45,3 +47,12 @@ def test_levels_that_cast_the_model_patch_nothing(level):
     lists = apex.lists(level, torch.float16)
     assert not lists.entries
     assert lists.unlisted.rule is Rule.KEEP
+
+
+def test_binary_cross_entropy_is_refused_16_bit_inputs_alone():
+    policy = Policy(preset="apex", dtype="float16")
+    assert policy.explain("binary_cross_entropy", "float16", "float32", device="cpu").rule is Rule.REFUSE
+    assert policy.explain("binary_cross_entropy", "float32", "float32", device="cpu").dtype is torch.float32
+    assert policy.explain("binary_cross_entropy", device="cpu").rule is Rule.REFUSE
+    strict = Policy(preset="apex", dtype="float16", refuse={"binary_cross_entropy"})
+    assert strict.explain("binary_cross_entropy", "float32", device="cpu").rule is Rule.REFUSE

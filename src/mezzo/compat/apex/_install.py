@@ -10,7 +10,7 @@ from types import ModuleType
 from mezzo._errors import UnsupportedError
 
 _OURS = "mezzo.compat.apex"
-_PARTS = ("", ".amp", ".amp._amp_state", ".fp16_utils", ".optimizers", ".parallel")
+_PARTS = ("", ".amp", ".amp._amp_state", ".fp16_utils", ".multi_tensor_apply", ".normalization", ".optimizers", ".parallel")
 """What Apex's users import."""
 
 

@@ -8,7 +8,9 @@ import torch
 from torch import nn
 from torch.nn import SyncBatchNorm
 
-__all__ = ["DistributedDataParallel", "SyncBatchNorm", "convert_syncbn_model"]
+from mezzo._errors import UnsupportedError
+
+__all__ = ["LARC", "DistributedDataParallel", "Reducer", "SyncBatchNorm", "convert_syncbn_model"]
 
 _TUNING = (
     "message_size delay_allreduce shared_param allreduce_trigger_params retain_allreduce_buffers allreduce_always_fp32 num_allreduce_streams "
@@ -33,3 +35,18 @@ def convert_syncbn_model(module: nn.Module, process_group: Any = None, channel_l
     """A model whose batch norms share their statistics between processes."""
     converted: nn.Module = torch.nn.SyncBatchNorm.convert_sync_batchnorm(module, process_group)
     return converted
+
+
+class LARC:
+    """Not there: neither torch nor mezzo adapts the rate layer by layer but in LAMB."""
+
+    remedy = "Use mezzo.LAMB, whose rates adapt layer by layer too, or a schedule that warms up."
+
+    def __init__(self, *_: object, **__: object) -> None:
+        raise UnsupportedError(f"{type(self).__name__} is not available here. {self.remedy}")
+
+
+class Reducer(LARC):
+    """Not there: torch's wrapper reduces by itself."""
+
+    remedy = "Wrap the model in DistributedDataParallel, or call torch.distributed.all_reduce on the gradients."

@@ -5,6 +5,6 @@
 ['Convolution', 'Deconvolution', 'FullyConnected']
 """
 
-from mezzo.compat.mxnet import amp, autograd, contrib, gluon, mod, model, nd
+from mezzo.compat.mxnet import amp, autograd, contrib, gluon, io, mod, model, nd
 
-__all__ = ["amp", "autograd", "contrib", "gluon", "mod", "model", "nd"]
+__all__ = ["amp", "autograd", "contrib", "gluon", "io", "mod", "model", "nd"]

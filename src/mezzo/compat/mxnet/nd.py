@@ -28,6 +28,7 @@ def SoftmaxOutput(  # noqa: N802 - MXNet's spelling
     normalization: str = "null",
     out_grad: bool = False,  # noqa: FBT001, FBT002
     smooth_alpha: float = 0.0,
+    name: str | None = None,  # noqa: ARG001 - what a symbol is called there
 ) -> torch.Tensor:
     """Probabilities; backward is that of their cross entropy with the classes, summed (`null`), or divided by the samples (`batch`, `valid` without ignored ones).
 
@@ -58,17 +59,17 @@ def SoftmaxOutput(  # noqa: N802 - MXNet's spelling
     return output_with_gradient(wide, probabilities.reshape(wide.shape), gradient, times_incoming=out_grad)
 
 
-def LinearRegressionOutput(data: torch.Tensor, label: torch.Tensor, grad_scale: float = 1.0) -> torch.Tensor:  # noqa: N802 - MXNet's spelling
+def LinearRegressionOutput(data: torch.Tensor, label: torch.Tensor, grad_scale: float = 1.0, name: str | None = None) -> torch.Tensor:  # noqa: ARG001, N802 - MXNet's spelling
     """The data themselves; backward is that of half their squared distance from the labels."""
     return _regression(data, label, grad_scale, lambda wide: wide, lambda difference: difference)
 
 
-def LogisticRegressionOutput(data: torch.Tensor, label: torch.Tensor, grad_scale: float = 1.0) -> torch.Tensor:  # noqa: N802 - MXNet's spelling
+def LogisticRegressionOutput(data: torch.Tensor, label: torch.Tensor, grad_scale: float = 1.0, name: str | None = None) -> torch.Tensor:  # noqa: ARG001, N802 - MXNet's spelling
     """The sigmoid; backward is that of its binary cross entropy with the labels."""
     return _regression(data, label, grad_scale, torch.sigmoid, lambda difference: difference)
 
 
-def MAERegressionOutput(data: torch.Tensor, label: torch.Tensor, grad_scale: float = 1.0) -> torch.Tensor:  # noqa: N802 - MXNet's spelling
+def MAERegressionOutput(data: torch.Tensor, label: torch.Tensor, grad_scale: float = 1.0, name: str | None = None) -> torch.Tensor:  # noqa: ARG001, N802 - MXNet's spelling
     """The data themselves; backward is that of their absolute distance from the labels."""
     return _regression(data, label, grad_scale, lambda wide: wide, torch.sign)
 

@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
-from typing import Any, ParamSpec, TypeVar
+from types import TracebackType
+from typing import Any, ParamSpec, Self, TypeVar
 
 import torch
 from torch.amp.autocast_mode import autocast as torchs_own
 from torch.compiler import is_dynamo_compiling
 
+from mezzo.eager import region
 from mezzo.eager.autocast import autocast as mezzos
 from mezzo.eager.constant import constant
 from mezzo.eager.region import Region
@@ -84,13 +86,28 @@ class autocast(mezzos, torchs_own, metaclass=StandsFor, stands_for=torchs_own): 
         if not known:
             self._region = Region(self.device, self._enabled, self.fast_dtype, self._cache_enabled)
 
+    def __enter__(self) -> Self:
+        if not is_dynamo_compiling() and region.exporting:
+            torchs_own.__enter__(self)
+            return self
+        return super().__enter__()
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if not is_dynamo_compiling() and region.exporting:
+            torchs_own.__exit__(self, kind, error, trace)
+        else:
+            super().__exit__(kind, error, trace)
+
     def __call__(self, function: Callable[P, R]) -> Callable[P, R]:
         """Decorate a function; a generator or a coroutine function too, which torch leaves outside."""
         if not callable(function):
             raise TypeError(
                 f"autocast()(func) requires a callable, but got {type(function).__name__}. As a context manager it is `with torch.autocast(device_type=...):`."
             )
-        return super().__call__(function)
+        decorated = super().__call__(function)
+        # What torch.jit.script asks of a function, under the very name; written in full it would get this class's own.
+        setattr(decorated, "__script_unsupported", "@autocast() decorator is not supported in script mode")
+        return decorated
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Copied and pickled by its attributes, as torch's: those of subclasses too."""

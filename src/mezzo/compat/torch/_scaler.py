@@ -20,7 +20,28 @@ Optimizer = torch.optim.Optimizer
 _FIX = "This may indicate your script did not use scaler.scale(loss or outputs) earlier in the iteration."
 
 
-class GradScaler(PrivateNames, torchs_own):  # type: ignore[misc]
+class _StandsFor(type):
+    """The class of scalers that stand for one of torch's: instances of classes that torch derives from its own, as FSDP's, are theirs too."""
+
+    stands_for: type | None
+
+    def __new__(cls, name: str, bases: tuple[type, ...], namespace: dict[str, Any], stands_for: type | None = None) -> Any:
+        """A class, and which of torch's it stands for. Its subclasses stand for themselves."""
+        made = super().__new__(cls, name, bases, namespace)
+        made.stands_for = stands_for
+        return made
+
+    def __init__(cls, name: str, bases: tuple[type, ...], namespace: dict[str, Any], **_: Any) -> None:
+        super().__init__(name, bases, namespace)
+
+    def __instancecheck__(cls, instance: object) -> bool:
+        return super().__instancecheck__(instance) or (cls.stands_for is not None and isinstance(instance, cls.stands_for))
+
+    def __subclasscheck__(cls, subclass: type) -> bool:
+        return super().__subclasscheck__(subclass) or (cls.stands_for is not None and issubclass(subclass, cls.stands_for))
+
+
+class GradScaler(PrivateNames, torchs_own, metaclass=_StandsFor, stands_for=torchs_own):  # type: ignore[misc]
     """`torch.amp.GradScaler`: the same arguments, defaults, return values and errors, on mezzo's scales.
 
     >>> scaler = GradScaler("cpu", init_scale=4.0)
@@ -156,13 +177,13 @@ class _OldGradScaler(GradScaler):
         super().__init__(self._of, init_scale, growth_factor, backoff_factor, growth_interval, enabled)
 
 
-class CudaGradScaler(_OldGradScaler):
+class CudaGradScaler(_OldGradScaler, stands_for=torch.cuda.amp.GradScaler):
     """`torch.cuda.amp.GradScaler`."""
 
     _of = "cuda"
 
 
-class CpuGradScaler(_OldGradScaler):
+class CpuGradScaler(_OldGradScaler, stands_for=torch.cpu.amp.GradScaler):
     """`torch.cpu.amp.GradScaler`."""
 
     _of = "cpu"

@@ -45,6 +45,27 @@ def joined(*tables: Mapping[str, Entry]) -> dict[str, Entry]:
     return result
 
 
+_ONE_DTYPE = (
+    "bilinear conv_transpose1d cross dot embedding_bag grid_sample index_add index_copy index_put lerp masked_scatter prelu scaled_dot_product_attention scatter"
+    " scatter_add vdot"
+)
+"""Ops whose kernels in torch take one dtype only."""
+
+WIDEST = Entry(Rule.PROMOTE, "no rule says otherwise, and torch's kernel takes one dtype only: the widest input decides")
+
+
+def completed(entries: Mapping[str, Entry]) -> dict[str, Entry]:
+    """The entries of a system that leaves other ops as they are, and the ops that torch would then refuse where dtypes meet.
+
+    Attention with float32 rotary positions is such a place: the values are 16-bit, queries and keys are not.
+
+    >>> completed({})["scaled_dot_product_attention"].rule
+    Rule.PROMOTE
+    """
+    widest = dict.fromkeys(_ONE_DTYPE.split(), WIDEST)
+    return widest | {name: entry for name, entry in entries.items() if entry.rule is not Rule.KEEP or name not in widest}
+
+
 def require_level(system: str, level: Level, known: Iterable[Level]) -> None:
     """Refuse a level that the system does not have."""
     known = tuple(known)

@@ -11,7 +11,7 @@ from functools import cache
 import torch
 
 from mezzo.policy.preset import OpLists
-from mezzo.policy.presets._tables import joined, name_map, require_level, translate
+from mezzo.policy.presets._tables import completed, joined, name_map, require_level, translate
 from mezzo.policy.rule import Entry, Level, Rule
 
 LEVELS = (Level.O1, Level.O2, Level.O3)
@@ -99,7 +99,9 @@ _PROMOTE = {
 }
 
 _REFUSE = {
-    "takes the logarithm of a probability that 16 bits round to 0 or 1; use binary_cross_entropy_with_logits": "binary_cross_entropy",
+    "takes the logarithm of a probability that 16 bits round to 0 or 1; use binary_cross_entropy_with_logits, or cast the probabilities to float32 first": (
+        "binary_cross_entropy"
+    ),
 }
 
 _UNLISTED = Entry(Rule.KEEP, "Apex does not patch it: runs in the dtype it is given")
@@ -117,4 +119,4 @@ def lists(level: Level, dtype: torch.dtype) -> OpLists:  # noqa: ARG001 - Apex k
         translate(Rule.PROMOTE, _PROMOTE, NAMES),
         translate(Rule.REFUSE, _REFUSE, NAMES),
     )
-    return OpLists(entries=entries, unlisted=_UNLISTED)
+    return OpLists(entries=completed(entries), unlisted=_UNLISTED, refused_halves=frozenset({"binary_cross_entropy"}))

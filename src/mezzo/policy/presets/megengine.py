@@ -14,7 +14,7 @@ from functools import cache
 import torch
 
 from mezzo.policy.preset import OpLists
-from mezzo.policy.presets._tables import joined, name_map, require_level, translate
+from mezzo.policy.presets._tables import completed, joined, name_map, require_level, translate
 from mezzo.policy.rule import Entry, Level, Rule
 
 LEVELS = (Level.O1,)
@@ -24,7 +24,7 @@ LEVELS = (Level.O1,)
 NAMES = name_map(
     known={
         "Convolution": "conv1d conv2d",
-        "ConvolutionBackwardData": "conv_transpose2d",
+        "ConvolutionBackwardData": "conv_transpose1d conv_transpose2d",
         "Convolution3D": "conv3d",
         "Convolution3DBackwardData": "conv_transpose3d",
         "MatrixMul": "matmul mm mv linear",
@@ -109,4 +109,4 @@ def lists(level: Level, dtype: torch.dtype) -> OpLists:  # noqa: ARG001 - MegEng
     """MegEngine's dtype rules, in our names."""
     require_level("megengine", level, LEVELS)
     entries = joined(translate(Rule.HALF, _HALF, NAMES), translate(Rule.FULL, _FULL, NAMES), translate(Rule.PROMOTE, _PROMOTE, NAMES))
-    return OpLists(entries=entries, unlisted=_UNLISTED, exempt=_EXEMPT)
+    return OpLists(entries=completed(entries), unlisted=_UNLISTED, exempt=_EXEMPT)

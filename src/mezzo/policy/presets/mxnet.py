@@ -20,7 +20,7 @@ import torch
 
 from mezzo._dtypes import dtype_name
 from mezzo.policy.preset import OpLists, OpNames
-from mezzo.policy.presets._tables import require_level
+from mezzo.policy.presets._tables import completed, require_level
 from mezzo.policy.rule import Entry, Level, Rule
 
 LEVELS = (Level.O1,)
@@ -97,7 +97,7 @@ def lists(level: Level, dtype: torch.dtype) -> OpLists:
     require_level("mxnet", level, LEVELS)
     rules = {theirs: Rule(rule) for rule in _FACTS["lists"][dtype_name(dtype)] for theirs in listed_as(rule, dtype)}
     entries = {ours: entry for ours, theirs in _FACTS["names"].items() if (entry := _entry(ours, theirs.split(), rules))}
-    return OpLists(entries | {op: _because(Rule.FULL, op) for op in conditional_ops(dtype)}, _UNLISTED, _EXEMPT)
+    return OpLists(completed(entries) | {op: _because(Rule.FULL, op) for op in conditional_ops(dtype)}, _UNLISTED, _EXEMPT)
 
 
 def _entry(ours: str, theirs: list[str], rules: Mapping[str, Rule]) -> Entry | None:

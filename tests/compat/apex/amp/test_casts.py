@@ -108,3 +108,18 @@ def test_what_is_banned_may_be_allowed():
 def test_the_oldest_way_is_refused_as_apex_does(call):
     with pytest.raises(RuntimeError, match=r"API before amp\.initialize"):
         getattr(amp.init(), call)(None, None)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_binary_cross_entropy_is_refused_16_bit_inputs_and_takes_float32_as_there(compiled):
+    model = amp.initialize(nn.Linear(4, 1), opt_level="O1", verbosity=0)
+
+    def loss(probabilities):
+        return nn.functional.binary_cross_entropy(probabilities, torch.ones(2, 1))
+
+    call = torch.compile(loss, backend="eager", fullgraph=True) if compiled else loss
+    probabilities = torch.sigmoid(model(torch.ones(2, 4))).detach()
+    assert probabilities.dtype is torch.float16
+    assert call(probabilities.float()).dtype is torch.float32
+    with pytest.raises(Exception if compiled else NotImplementedError, match="binary_cross_entropy_with_logits, or cast the probabilities to float32 first"):
+        call(probabilities)

@@ -1,5 +1,6 @@
 """What becomes of models: inputs of all shapes, parts without parameters, release."""
 
+import pytest
 import torch
 from torch import nn
 
@@ -58,3 +59,29 @@ def test_shared_parameters_stay_shared():
     amp.initialize(model, sgd(model), opt_level="O2", verbosity=0)
     assert model[0].weight is model[1].weight
     assert model[0].weight.dtype is torch.float16
+
+
+@pytest.mark.parametrize("words", [{}, {"cast_model_type": False}], ids=["cast", "as it comes"])
+def test_a_group_that_is_added_later_has_masters(words):
+    model, late = nn.Linear(4, 1), nn.Linear(4, 1).half()
+    model, optimizer = amp.initialize(model, torch.optim.SGD(model.parameters(), lr=2.0**-10), opt_level="O2", loss_scale=1.0, verbosity=0, **words)
+    optimizer.add_param_group({"params": late.parameters()})
+    assert {one.dtype for one in amp.master_params(optimizer)} == {torch.float32}
+    start, x = late.bias.detach().clone().fill_(1.0), torch.ones(1, 4)
+    late.bias.data.copy_(start)
+    for _ in range(4):
+        optimizer.zero_grad()
+        with amp.scale_loss((model(x).float() + late(x.half()).float()).sum() / 4, optimizer) as scaled:
+            scaled.backward()
+        optimizer.step()
+    # Each update is a quarter of what 16 bits can tell beside 1.
+    assert late.bias.item() == 1.0 - 2.0**-10
+
+
+@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3"])
+def test_a_whole_model_goes_into_a_file(level, tmp_path):
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)).eval()
+    model, _ = amp.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), opt_level=level, verbosity=0)
+    torch.save(model, tmp_path / "model.pt")
+    loaded = torch.load(tmp_path / "model.pt", weights_only=False)
+    assert torch.equal(loaded(torch.ones(2, 4)), model(torch.ones(2, 4)))

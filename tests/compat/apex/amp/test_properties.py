@@ -83,3 +83,9 @@ def test_scales_are_numbers_or_dynamic(word, scale):
 def test_what_is_no_scale_is_a_value_error(word):
     with pytest.raises(ValueError, match=r"it is a positive number, a string of one such as '128\.0', or 'dynamic'"):
         overridden(OPT_LEVELS["O0"].properties, loss_scale=word)
+
+
+@pytest.mark.parametrize("word", ["half", torch.float64, torch.int8, True])
+def test_a_model_is_cast_to_a_dtype_that_amp_knows(word):
+    with pytest.raises(ValueError, match=r"cast_model_type=.*torch\.float16, torch\.bfloat16, torch\.float32, or False"):
+        overridden(OPT_LEVELS["O2"].properties, cast_model_type=word)

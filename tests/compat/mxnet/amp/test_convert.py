@@ -128,3 +128,16 @@ def test_bad_calls_are_refused_as_there(net):
         amp.convert_model(net, {"conv0_weight": torch.ones(1)}, aux)
     with pytest.raises(TypeError, match="target_precision_ops"):
         amp.convert_hybrid_block(net, target_precision_ops=["Convolution"])
+
+
+@pytest.mark.parametrize(
+    ("words", "named", "said"),
+    [
+        ((), {"foo": 1}, r"convert_model\(\) got an unexpected keyword argument 'foo'.*target_dtype"),
+        (("float16",), {"target_dtype": "float16"}, r"convert_model\(\) got 'target_dtype' twice"),
+        ((None,) * 9, {}, r"convert_model\(\) got 2 arguments too many"),
+    ],
+)
+def test_words_that_are_none_are_refused_in_the_calls_name(net, words, named, said):
+    with pytest.raises(TypeError, match=said):
+        amp.convert_model(net, *parts(net), *words, **named)

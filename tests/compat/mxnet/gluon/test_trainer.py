@@ -113,3 +113,13 @@ def test_what_is_no_list_or_dict_is_refused_as_there(given):
 def test_a_list_of_something_else_is_refused_as_there():
     with pytest.raises(ValueError, match="got list of <class 'str'>"):
         gluon.Trainer(["weight"], "sgd")
+
+
+@pytest.mark.parametrize("scaled", [False, True])
+def test_bounds_without_a_gradient_bound_nothing(weight, scaled):
+    trainer = gluon.Trainer([weight], "sgd", {"learning_rate": 1.0, "clip_gradient": 0.25}, update_on_kvstore=False)
+    if scaled:
+        amp.init()
+        amp.init_trainer(trainer)
+    trainer.update(1, ignore_stale_grad=True)
+    assert weight.tolist() == [1.0, 1.0]

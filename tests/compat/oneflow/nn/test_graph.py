@@ -246,8 +246,14 @@ def test_what_is_no_optimizer_scheduler_or_scaler_is_refused_as_there():
 def test_what_comes_after_the_first_call_is_refused():
     graph = Evaluation(make_model())
     graph(X)
-    with pytest.raises(RuntimeError, match="after the graph's first call"):
-        graph.set_grad_scaler(amp.GradScaler())
+    model = make_model()
+    for late in (
+        lambda: graph.set_grad_scaler(amp.GradScaler()),
+        lambda: graph.add_optimizer(torch.optim.SGD(model.parameters(), lr=0.1)),
+        lambda: graph.config.enable_amp(True),
+    ):
+        with pytest.raises(RuntimeError, match="after the graph's first call"):
+            late()
 
 
 def test_modules_need_the_base_class_first():

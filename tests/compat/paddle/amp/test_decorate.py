@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pickle
+
 import pytest
 import torch
 from torch import nn
@@ -164,3 +166,10 @@ def test_what_is_refused_changes_nothing(words, error, message):
     with pytest.raises(error, match=message):
         paddle.amp.decorate(**{"models": model, "optimizers": optimizer, "level": "O2", **words})
     assert model[0].weight.dtype is torch.float32
+
+
+def test_a_whole_model_goes_into_a_file_with_the_dtype_that_it_saves():
+    model = paddle.amp.decorate(models=nn.Linear(2, 2), level="O2", save_dtype="float32")
+    loaded = pickle.loads(pickle.dumps(model))
+    assert (loaded.weight.dtype, loaded.state_dict()["weight"].dtype) == (torch.float16, torch.float32)
+    assert torch.equal(loaded(torch.ones(1, 2)), model(torch.ones(1, 2)))

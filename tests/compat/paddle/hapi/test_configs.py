@@ -54,3 +54,8 @@ def test_o2_clips_by_norms_alone(words):
     assert read(words, optimizer(paddle.nn.ClipGradByNorm(1.0))).level == "O2"
     with pytest.raises(AssertionError, match="Only ClipGradByNorm and ClipGradByGlobalNorm are supported in amp training with level=O2"):
         read(words, optimizer(paddle.nn.ClipGradByValue(1.0)))
+
+
+def test_what_is_neither_a_level_nor_a_dict_is_refused():
+    with pytest.raises(TypeError, match=r"amp_configs=3 is int.*a dict with a 'level'"):
+        read(3, None)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from types import MethodType
 from typing import Any, cast
 
 import torch
@@ -13,7 +14,8 @@ from mezzo.compat.apex.amp._batches import cast_custom_batches
 from mezzo.compat.apex.amp._properties import Properties
 from mezzo.compat.apex.amp._stash import attach
 from mezzo.eager.region import Region
-from mezzo.optim.halves import step_halves
+from mezzo.optim.bound import bound_of
+from mezzo.optim.halves import adopt_halves, step_halves
 from mezzo.prepare import door
 from mezzo.prepare.decorate import decorate
 from mezzo.prepare.decoration import decoration_of
@@ -61,7 +63,21 @@ def prepare(models: list[nn.Module], optimizers: list[Optimizer], properties: Pr
     for optimizer in optimizers:
         if properties.master_weights and dtype not in HALF_DTYPES:
             step_halves(optimizer)
+        if properties.master_weights:
+            _follow_groups(optimizer)
         attach(optimizer, masters=bool(properties.master_weights))
+
+
+def _follow_groups(optimizer: Optimizer) -> None:
+    """Let 16-bit parameters of groups that are added later have masters at once, as the others have."""
+    own, bound = optimizer.add_param_group, bound_of(optimizer)
+
+    def add_param_group(_self: Optimizer, param_group: dict[str, Any]) -> None:
+        own(param_group)
+        if bound is not None:
+            adopt_halves(optimizer, bound.masters)
+
+    optimizer.add_param_group = MethodType(add_param_group, optimizer)  # type: ignore[method-assign]
 
 
 def device_of(models: list[nn.Module]) -> str:

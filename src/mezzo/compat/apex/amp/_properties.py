@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from mezzo._dtypes import HALF_DTYPES
 from mezzo._errors import choices
 from mezzo.compat.apex.amp._amp_state import warn_or_err
 from mezzo.scaling.state import is_scale
@@ -71,11 +72,18 @@ def overridden(level: Properties, **given: Any) -> Properties:
         _refuse_at_o1(said)
     elif said.get("patch_torch_functions"):
         warn_or_err(f"patch_torch_functions=True belongs to opt_level='O1', got it with {level.opt_level!r}. Choose opt_level='O1', or leave it out.")
+    if "cast_model_type" in said:
+        _refuse_dtype(said["cast_model_type"])
     if "keep_batchnorm_fp32" in said:
         said["keep_batchnorm_fp32"] = _flag(said["keep_batchnorm_fp32"])
     if "loss_scale" in said:
         said["loss_scale"] = _scale(said["loss_scale"])
     return replace(level, **said)
+
+
+def _refuse_dtype(word: Any) -> None:
+    if word is not False and word not in (*HALF_DTYPES, torch.float32):
+        raise ValueError(f"cast_model_type={word!r}: it is torch.float16, torch.bfloat16, torch.float32, or False to cast nothing.")
 
 
 def _refuse_at_o1(said: dict[str, Any]) -> None:

@@ -18,13 +18,18 @@ class tofp16(nn.Module):  # noqa: N801 - Apex's spelling
         return input.half()
 
 
+def convert_module(module: nn.Module, dtype: torch.dtype) -> None:
+    """Cast a module's own parameters and buffers in place, not those of its parts."""
+    for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
+        if tensor.is_floating_point():
+            tensor.data = tensor.data.to(dtype)
+
+
 def convert_network(network: nn.Module, dtype: torch.dtype) -> nn.Module:
     """Cast a model's parameters and buffers in place, but for batch norms with weights of their own."""
     for module in network.modules():
         if not (isinstance(module, _BatchNorm) and module.affine):
-            for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
-                if tensor.is_floating_point():
-                    tensor.data = tensor.data.to(dtype)
+            convert_module(module, dtype)
         if isinstance(module, nn.RNNBase):
             module.flatten_parameters()
     return network

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
@@ -43,6 +43,19 @@ class _Words:
         return Wishes(policy, check_names(self.excluded_sym_names), self.cast_optional_params or self.cast_params_offline)
 
 
+def _read(call: str, words: tuple[Any, ...], named: dict[str, Any]) -> Wishes:
+    """What a call asks for. What it has beyond its words is refused in its own name."""
+    known = [field.name for field in fields(_Words)]
+    strange = sorted(named.keys() - set(known))
+    twice = sorted(set(known[: len(words)]) & named.keys())
+    if strange or twice or len(words) > len(known):
+        problem = (
+            f"an unexpected keyword argument {strange[0]!r}" if strange else f"{twice[0]!r} twice" if twice else f"{len(words) - len(known)} arguments too many"
+        )
+        raise TypeError(f"{call}() got {problem}. After the network it takes: {', '.join(known)}.")
+    return _Words(*words, **named).wishes()
+
+
 def convert_model(
     sym: nn.Module, arg_params: Params, aux_params: Params, *words: Any, data_example: Any = None, **named: Any
 ) -> tuple[Block, dict[str, torch.Tensor], dict[str, torch.Tensor]]:
@@ -65,7 +78,7 @@ def convert_model(
     if words and isinstance(words[0], Mapping):
         words = words[1:]
     named.pop("input_dtypes", None)
-    block = Block(_with(sym, {**arg_params, **aux_params}), _Words(*words, **named).wishes())
+    block = Block(_with(sym, {**arg_params, **aux_params}), _read("convert_model", words, named))
     _prepare(block, data_example)
     stored = block.params
     return block, {name: stored[name] for name in arg_params}, {name: stored[name] for name in aux_params}
@@ -89,7 +102,7 @@ def convert_hybrid_block(block: nn.Module, *words: Any, data_example: Any = None
     if after:
         named["cast_optional_params"] = after[0]
     where = place[0] if place else device if device is not None else ctx
-    made = Block(block, _Words(*before, **named).wishes(), device=where)
+    made = Block(block, _read("convert_hybrid_block", before, named), device=where)
     _prepare(made, data_example)
     return made
 
@@ -104,7 +117,7 @@ def convert_bucketing_module(bucketing_mod: BucketingModule, *words: Any, **name
         raise AssertionError(f"module should be instance of bucketing module, got {type(bucketing_mod).__name__}.")  # noqa: TRY004
     if not bucketing_mod.buckets:
         raise AssertionError("Bucketing Module should not be empty. Run it on a batch, or call switch_bucket(key), before it is converted.")
-    wishes = _Words(*words, **named).wishes()
+    wishes = _read("convert_bucketing_module", words, named)
     made: dict[nn.Module, Block] = {}
 
     def converted(network: nn.Module) -> Block:

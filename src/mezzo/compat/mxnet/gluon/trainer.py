@@ -108,7 +108,9 @@ class Trainer:
         if self._clip is not None and attached is not None:
             # What is bounded must be the true gradient.
             attached.unscale()
-        if gradients and self._scale != batch_size:
+        if not gradients:
+            return
+        if self._scale != batch_size:
             torch._foreach_mul_(gradients, self._scale / batch_size)
         if self._clip is not None:
             torch._foreach_clamp_min_(gradients, -self._clip)

@@ -32,6 +32,11 @@ class GraphConfig:
 
     def __init__(self) -> None:
         self._amp: torch.dtype | None = None
+        self._settled = False
+
+    def settle(self) -> None:
+        """Nothing is set from now on: the graph was made ready with what there is."""
+        self._settled = True
 
     def enable_amp(self, mode: bool = True, *, dtype: torch.dtype = torch.float16) -> None:  # noqa: FBT001, FBT002 - OneFlow's call shape
         """Run the graph in mixed precision, or not. Said before the first call of the graph."""
@@ -39,6 +44,8 @@ class GraphConfig:
             raise AssertionError(f"enable_amp(mode) takes True or False, got {mode!r}.")
         if dtype not in HALF_DTYPES:
             raise AssertionError(f"enable_amp(dtype=...) takes float16 or bfloat16, got {dtype!r}.")
+        if self._settled:
+            raise RuntimeError("config.enable_amp() came after the graph's first call, which made it ready. Call it in __init__.")
         self._amp = dtype if mode else None
 
     @property

@@ -90,6 +90,7 @@ class Graph:
         """Run the graph; the first call makes it ready."""
         if self._program is None:
             self._program = program_of(self._parts(), self._blocks)
+            self.config.settle()
         return self._program.run(*args, **kwargs)
 
     def _parts(self) -> Training | Evaluation:

@@ -17,6 +17,7 @@ from mezzo.compat.paddle.parallel import DataParallel
 from mezzo.optim.bound import bound_of
 from mezzo.policy.rule import Master
 from mezzo.prepare.decoration import decoration_of
+from mezzo.prepare.weights import Weights
 
 _SAVED = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32, "float64": torch.float64}
 _WRAPPERS = (DataParallel, nn.DataParallel, nn.parallel.DistributedDataParallel)
@@ -123,14 +124,23 @@ def _has_masters(optimizer: torch.optim.Optimizer) -> bool:
 def _save_as(model: nn.Module, dtype: torch.dtype) -> None:
     """Let `state_dict` give every floating-point entry in a dtype, as exact as there is one; the parameters stay as they are."""
     found = decoration_of(model)
+    handle = model.register_state_dict_post_hook(_Saved(dtype, None if found is None else found.weights))
+    if found is not None:
+        found.steps.callback(handle.remove)
 
-    def hook(module: nn.Module, state: dict[str, Any], prefix: str, _metadata: Any) -> None:
+
+class _Saved:
+    """A hook that gives a state in a dtype. Copies of the model keep it, and have no exact weights."""
+
+    def __init__(self, dtype: torch.dtype, weights: Weights | None = None) -> None:
+        self._dtype, self._weights = dtype, weights
+
+    def __call__(self, module: nn.Module, state: dict[str, Any], prefix: str, _metadata: Any) -> None:
         for name, tensor in (*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)):
             key = prefix + name
             # With keep_vars=True the caller wants the parameters themselves.
             if key in state and state[key].is_floating_point() and state[key] is not tensor:
-                state[key] = cast(found.weights.read(tensor) if found is not None and tensor in found.weights else state[key], dtype)
+                state[key] = cast(self._weights.read(tensor) if self._weights is not None and tensor in self._weights else state[key], self._dtype)
 
-    handle = model.register_state_dict_post_hook(hook)
-    if found is not None:
-        found.steps.callback(handle.remove)
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _Saved, (self._dtype,)

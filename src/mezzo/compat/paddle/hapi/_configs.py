@@ -33,6 +33,8 @@ def read(words: Any, optimizer: Any) -> AmpConfigs:
             raise ValueError(f"The level of amp_configs should be 'O0', 'O1' or 'O2'. It is {words!r}.")
         _refuse_clipping(words, optimizer)
         return AmpConfigs(words)
+    if not isinstance(words, dict):
+        raise TypeError(f"amp_configs={words!r} is {type(words).__name__}. It should be 'O0', 'O1' or 'O2', or a dict with a 'level'.")
     level = words.get("level", "O1")
     if level not in _LEVELS:
         raise ValueError(f"amp_configs['level'] should be 'O0', 'O1' or 'O2'. It is {level!r}.")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from inspect import signature
 from typing import Any
 
 import torch
@@ -53,7 +54,12 @@ def decorate(optimizer: torch.optim.Optimizer, amp_lists: AutoMixedPrecisionList
             f"decorate() has two signatures, and these words are of both: {', '.join(sorted(old)) or 'a scale as third argument'} with {', '.join(sorted(new))}."
         )
     read = _older if old or positional_scale else _newer
-    return OptimizerWithMixedPrecision(optimizer, read(optimizer, amp_lists or AutoMixedPrecisionLists(), *args, **kwargs))
+    given = (optimizer, amp_lists or AutoMixedPrecisionLists(), *args)
+    try:
+        signature(read).bind(*given, **kwargs)
+    except TypeError as error:
+        raise TypeError(f"decorate() {error}. After the lists this signature takes: {', '.join(list(signature(read).parameters)[2:])}.") from None
+    return OptimizerWithMixedPrecision(optimizer, read(*given, **kwargs))
 
 
 def _older(
