@@ -10,6 +10,7 @@ Example inputs are not in it: they may be private, and zeros of their sizes serv
 
 from __future__ import annotations
 
+import copy
 import json
 import logging
 import os
@@ -22,6 +23,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 import torch
+from torch import nn
 from torch._export.serde import schema, serialize
 from torch.export import ExportedProgram
 
@@ -108,7 +110,7 @@ def _described(stored: Stored, tensors: TensorWriter) -> tuple[Any, dict[str, An
     names = {"state": tensors.add(exported.state_dict), "constants": tensors.add(exported.constants)}
     try:
         with _quiet():
-            artifact = serialize.serialize(exported, serialize_state_dict=False, serialize_constants=False, serialize_example_inputs=False)
+            artifact = serialize.serialize(_without_numbers(exported))
         graph = without_notes(json.loads(artifact.exported_program))
         admit(graph, _namespaces(exported))
     except CheckpointError as error:
@@ -116,6 +118,21 @@ def _described(stored: Stored, tensors: TensorWriter) -> tuple[Any, dict[str, An
     except Exception as error:
         raise UnsupportedError(f"The program cannot be saved: torch cannot write it as plain values. {_first_line(error)}") from error
     return graph, names
+
+
+def _without_numbers(exported: ExportedProgram) -> ExportedProgram:
+    """The same graph around tensors without data: torch pickles whatever a program holds, some versions unasked, and here numbers are written elsewhere."""
+    bare = copy.copy(exported)
+    bare._state_dict = {name: _bare(value) for name, value in exported.state_dict.items()}
+    bare._constants = {name: _bare(value) for name, value in exported.constants.items()}
+    bare._example_inputs = None
+    return bare
+
+
+def _bare(tensor: Any) -> torch.Tensor:
+    empty = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+    # torch looks whether a parameter is one.
+    return nn.Parameter(empty, requires_grad=False) if isinstance(tensor, nn.Parameter) else empty
 
 
 def _contents(archive: ArchiveReader) -> dict[str, Any]:
