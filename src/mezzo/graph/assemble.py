@@ -20,7 +20,8 @@ from mezzo.graph.nodes import values
 from mezzo.graph.plan import Casts, GraphPlan
 from mezzo.graph.program import Program, copied
 from mezzo.graph.rows import rows
-from mezzo.graph.sections import plan_sections
+from mezzo.graph.sections import Section, plan_sections
+from mezzo.graph.tables import fix, tables
 from mezzo.graph.tidy import tidy
 from mezzo.graph.verify import verify
 from mezzo.graph.weights import Pool, Stored, store, weight_nodes
@@ -28,11 +29,7 @@ from mezzo.graph.weights import Pool, Stored, store, weight_nodes
 
 def assemble(exported: ExportedProgram, said: Words, modules: Mapping[str, nn.Module], pool: Pool) -> Program:
     """Convert one exported model; the export itself stays as it is."""
-    module = copied(exported.graph_module)
-    tidy(module, said.dtype, said.device)
-    check_words(said, list(_nodes(module)), list(_names(module)))
-    exported = fold(exported, module) if said.cast_params and not said.idle else exported
-    sections = plan_sections(module, weight_nodes(exported, module, said.dtype), said, modules)
+    exported, module, sections = _planned(exported, said, modules, pool)
     before, told = casts_before(sections, said), rows(sections)
     for section in sections[1:]:
         apply_plan(section.module, section.planned, {})
@@ -40,6 +37,22 @@ def assemble(exported: ExportedProgram, said: Words, modules: Mapping[str, nn.Mo
     apply_plan(module, sections[0].planned, stored.variants)
     verify(module)
     return Program(_program(exported, module, stored), GraphPlan(told, Casts(before, casts_after(module))))
+
+
+def _planned(exported: ExportedProgram, said: Words, modules: Mapping[str, nn.Module], pool: Pool) -> tuple[ExportedProgram, GraphModule, list[Section]]:
+    """The graph made ready, and its plan: made again where tables are found that fixed point stores better than what the plan has for them."""
+    fixed: frozenset[str] = frozenset()
+    while True:
+        module = copied(exported.graph_module)
+        tidy(module, said.dtype, said.device)
+        check_words(said, list(_nodes(module)), list(_names(module)))
+        ready = fold(exported, module) if said.cast_params and not said.idle else exported
+        ready = fix(ready, module, fixed, pool)
+        sections = plan_sections(module, weight_nodes(ready, module, said.dtype), said, modules)
+        found = tables(ready, sections[0].planned)
+        if not found:
+            return ready, module, sections
+        fixed |= found
 
 
 def _program(exported: ExportedProgram, module: GraphModule, stored: Stored) -> ExportedProgram:

@@ -17,6 +17,9 @@ from mezzo.graph.traits import CASTS, FILLS, LOOKED_AT, LOOKS, MIXED_PARAMETERS,
 from mezzo.policy.names import canonical
 from mezzo.policy.registry import registry
 
+TABLE = "mezzo_table"
+"""In a node's meta: that it holds or reads a table of embeddings in fixed point."""
+
 
 class Role(Enum):
     """What a node is to the plan."""

@@ -14,7 +14,7 @@ from mezzo._dtypes import dtype_name
 from mezzo.graph.aliases import written
 from mezzo.graph.follow import follow
 from mezzo.graph.lists import Words
-from mezzo.graph.nodes import Role, base, deciding, op_name, role, said_dtype, values
+from mezzo.graph.nodes import TABLE, Role, base, deciding, op_name, role, said_dtype, values
 from mezzo.graph.pins import FOLLOWS, FREE, Pin, pin
 from mezzo.graph.tidy import REGION
 from mezzo.graph.traits import CASTS, EXACT
@@ -53,7 +53,7 @@ def _role(node: Node, weights: Collection[Node], touched: Collection[Node], half
     found = role(node, half)
     if found in (Role.OP, Role.CAST, Role.FILL) and node in touched:
         return Role.FIXED
-    return Role.FIXED if found in (Role.OP, Role.FILL) and node.meta.get(REGION) == "kept" else found
+    return Role.FIXED if found in (Role.OP, Role.FILL) and (node.meta.get(REGION) == "kept" or TABLE in node.meta) else found
 
 
 def _fixed(node: Node, found: Role, touched: Collection[Node]) -> Pin | None:
@@ -64,6 +64,8 @@ def _fixed(node: Node, found: Role, touched: Collection[Node]) -> Pin | None:
         return Pin(False, "its memory is written in place, so it keeps its dtype")
     if node.meta.get(REGION) == "kept":
         return Pin(False, "in a mezzo region of the model, which has settled its dtype")
+    if TABLE in node.meta:
+        return Pin(False, "rows of a table that is stored in 16-bit fixed point to keep the file small")
     if base(node) in CASTS:
         return Pin(False, "the model's own cast")
     if isinstance(node.target, HigherOrderOperator):
