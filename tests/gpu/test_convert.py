@@ -38,6 +38,18 @@ def test_the_zoo_is_no_less_exact_than_autocast_with_half_its_casts(name: str, d
 
 
 @DTYPES
+def test_a_recurrent_layer_runs_in_float16_as_under_autocast_on_weights_in_one_piece(dtype: torch.dtype, tmp_path) -> None:
+    # torch warns where it has to copy weights together, and here warnings are errors; autocast casts for cuDNN to float16 whatever its region says.
+    animal = _animal("lstm")
+    converted = mezzo.convert(animal.model, animal.args, dtype=dtype)
+    assert converted.plan.row("lstm").dtype == "float16"
+    converted.save(tmp_path / "model.pt2")
+    found = converted(*animal.args)
+    for other in (mezzo.Converted.load(tmp_path / "model.pt2"), converted.to("cpu").to("cuda")):
+        assert relative_error(other(*animal.args), found) < 1e-3
+
+
+@DTYPES
 def test_a_program_that_was_converted_on_a_cpu_moves_to_the_gpu_and_back(dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     animal = ZOO["vit"]()

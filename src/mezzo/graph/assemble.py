@@ -17,8 +17,9 @@ from mezzo.graph.counting import casts_after, casts_before
 from mezzo.graph.fold import fold
 from mezzo.graph.lists import Words, check_words
 from mezzo.graph.nodes import values
-from mezzo.graph.plan import Casts, GraphPlan
+from mezzo.graph.plan import CastBytes, Casts, GraphPlan
 from mezzo.graph.program import Program, copied
+from mezzo.graph.recurrent import layers, narrow
 from mezzo.graph.rows import rows
 from mezzo.graph.sections import Section, plan_sections
 from mezzo.graph.tables import fix, tables
@@ -29,8 +30,8 @@ from mezzo.graph.weights import Pool, Stored, store, weight_nodes
 
 def assemble(exported: ExportedProgram, said: Words, modules: Mapping[str, nn.Module], pool: Pool) -> Program:
     """Convert one exported model; the export itself stays as it is."""
-    exported, module, sections = _planned(exported, said, modules, pool)
-    before, told = casts_before(sections, said), rows(sections)
+    exported, module, sections, before = _planned(exported, said, modules, pool)
+    told = rows(sections)
     for section in sections[1:]:
         apply_plan(section.module, section.planned, {})
     stored = store(exported, module, sections[0].planned.choice, pool)
@@ -39,20 +40,25 @@ def assemble(exported: ExportedProgram, said: Words, modules: Mapping[str, nn.Mo
     return Program(_program(exported, module, stored), GraphPlan(told, Casts(before, casts_after(module))))
 
 
-def _planned(exported: ExportedProgram, said: Words, modules: Mapping[str, nn.Module], pool: Pool) -> tuple[ExportedProgram, GraphModule, list[Section]]:
-    """The graph made ready, and its plan: made again where tables are found that fixed point stores better than what the plan has for them."""
-    fixed: frozenset[str] = frozenset()
+def _planned(
+    exported: ExportedProgram, said: Words, modules: Mapping[str, nn.Module], pool: Pool
+) -> tuple[ExportedProgram, GraphModule, list[Section], CastBytes]:
+    """The graph made ready, and its plan: made again where it has tables that fixed point stores better, or layers that torch.autocast runs otherwise."""
+    fixed, narrowed = frozenset[str](), frozenset[str]()
+    before: CastBytes | None = None
     while True:
         module = copied(exported.graph_module)
         tidy(module, said.dtype, said.device)
         check_words(said, list(_nodes(module)), list(_names(module)))
         ready = fold(exported, module) if said.cast_params and not said.idle else exported
-        ready = fix(ready, module, fixed, pool)
+        ready = narrow(fix(ready, module, fixed, pool), module, narrowed, pool, store=said.cast_params)
         sections = plan_sections(module, weight_nodes(ready, module, said.dtype), said, modules)
-        found = tables(ready, sections[0].planned)
-        if not found:
-            return ready, module, sections
-        fixed |= found
+        # Counted on the model's own graph: what is rewritten below is nothing that torch.autocast would see.
+        before = casts_before(sections, said) if before is None else before
+        found, others = tables(ready, sections[0].planned), layers(ready, sections[0].planned, said)
+        if not found and not others:
+            return ready, module, sections, before
+        fixed, narrowed = fixed | found, narrowed | others
 
 
 def _program(exported: ExportedProgram, module: GraphModule, stored: Stored) -> ExportedProgram:

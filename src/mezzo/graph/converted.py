@@ -14,6 +14,7 @@ from torch.export import ExportedProgram
 
 from mezzo._errors import CheckpointError, ConversionError
 from mezzo.graph.fitting import Fit, fit
+from mezzo.graph.flat import flatten
 from mezzo.graph.plan import Casts, GraphPlan
 from mezzo.graph.program import Program, copied
 
@@ -140,6 +141,7 @@ class Converted:
 
 def _runnable(exported: ExportedProgram) -> nn.Module:
     """A program as a module. Where torch has put its guards into the graph, its look at the inputs' structure is left out: `Fit` has looked already."""
+    flatten(exported)
     module = exported.module()
     if hasattr(module, "_guards_fn"):
         # 9.1 ms against 8.4 for a call of a six-layer encoder of width 64 on a CPU.

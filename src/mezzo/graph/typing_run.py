@@ -13,6 +13,11 @@ from torch.fx import GraphModule, Node
 from torch.fx.node import map_arg
 from torch.utils import _pytree as pytree
 
+from mezzo._dtypes import dtype_name
+
+ORIGIN = ("nn_module_stack", "stack_trace", "torch_fn")
+"""What a node's meta tells of where it comes from."""
+
 
 def fake_mode(module: GraphModule) -> FakeTensorMode | None:
     """The mode that a graph's example values belong to."""
@@ -63,6 +68,18 @@ def set_dtypes(node: Node, dtypes: list[torch.dtype], mode: FakeTensorMode) -> N
         node.meta["val"] = with_dtypes(example, dtypes, mode)
         # What torch noted beside it holds the old dtype.
         node.meta.pop("tensor_meta", None)
+
+
+def insert_cast(module: GraphModule, value: Node, dtype: torch.dtype, before: Node, like: Node) -> Node:
+    """Put a cast of a value before a node, noted to come from where another one does."""
+    with module.graph.inserting_before(before):
+        cast = module.graph.create_node("call_function", torch.ops.aten.to.dtype, (value, dtype), name=f"{value.name}_{dtype_name(dtype)}")
+    cast.meta = {key: like.meta[key] for key in ORIGIN if key in like.meta}
+    cast.meta["val"] = value.meta["val"]
+    mode = fake_mode(module)
+    if mode is not None:
+        set_dtypes(cast, [dtype], mode)
+    return cast
 
 
 def _with_dtype(example: torch.Tensor, dtype: torch.dtype, mode: FakeTensorMode) -> torch.Tensor:
