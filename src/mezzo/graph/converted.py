@@ -13,6 +13,7 @@ from torch import nn
 from torch.export import ExportedProgram
 
 from mezzo._errors import CheckpointError, ConversionError
+from mezzo.graph.devices import device_here
 from mezzo.graph.fitting import Fit, fit
 from mezzo.graph.flat import flatten
 from mezzo.graph.plan import Casts, GraphPlan
@@ -130,7 +131,7 @@ class Converted:
 
     def to(self, device: str | torch.device) -> Converted:
         """The same programs on another device; this one stays where it is."""
-        memo: dict[int, torch.Tensor] = {}
+        device, memo = device_here(device), dict[int, torch.Tensor]()
         programs = tuple(Program(_moved(program.exported, device, memo), program.plan) for program in self.artefact.programs)
         references = tuple(_moved(one, device, memo) for one in self.artefact.references)
         return Converted(Artefact(programs, self.artefact.options, references))

@@ -48,8 +48,11 @@ def unwrapped(model: Any) -> nn.Module:
 
 
 def _check_fit(model: nn.Module, args: Args, kwargs: Kwargs) -> None:
-    if not isinstance(args, tuple | list):
-        raise ConversionError(f"The example inputs are a tuple of the model's arguments, got {type(args).__name__}. Write convert(model, (x,)).")
+    if not isinstance(args, tuple):
+        several = " A list holds several examples, each of them a tuple: [(x,), (y,)]." if isinstance(args, list) else ""
+        raise ConversionError(f"The example inputs are a tuple of the model's arguments, got {type(args).__name__}. Write convert(model, (x,)).{several}")
+    if not isinstance(kwargs, Mapping):
+        raise ConversionError(f"kwargs= is a mapping of the model's keyword arguments, got {type(kwargs).__name__}. Write kwargs={{'mask': mask}}.")
     signature = inspect.signature(model.forward)
     try:
         signature.bind(*args, **kwargs)
@@ -131,7 +134,7 @@ def _remedy(error: Exception) -> str:
     text = f"{type(error).__name__} {error}"
     if any(word in text for word in ("data-dependent", "GuardOnDataDependent", "Dynamic control flow", "bool() on")):
         return "The graph cannot branch on a tensor's numbers: use torch.cond or torch.where there, or take that part out of the model."
-    if any(word in text for word in ("Constraints violated", "dynamic_shapes", "specialized")):
+    if any(word in text for word in ("Constraints violated", "ConstraintViolation", "dynamic_shapes", "specialized")):
         return "Correct dynamic_shapes=, which says what sizes may change; torch's own message below says how."
     if "not a known type" in text or "register a pytree" in text:
         return "A graph takes and gives tensors in tuples, lists and dicts: leave other objects out (for a model of transformers: use_cache=False)."

@@ -27,10 +27,11 @@ from torch import nn
 from torch._export.serde import schema, serialize
 from torch.export import ExportedProgram
 
-from mezzo._errors import CheckpointError, UnsupportedError, choices
+from mezzo._errors import CheckpointError, UnsupportedError
 from mezzo._files import atomic_writer
 from mezzo.graph.admit import admit, without_notes
 from mezzo.graph.archive import ArchiveReader, reading, writing
+from mezzo.graph.devices import device_here, devices_here
 from mezzo.graph.examples import zeros_like_inputs
 from mezzo.graph.tensors import PART, TensorReader, TensorWriter
 
@@ -87,7 +88,7 @@ def load(path: Place, *, device: str | torch.device | None = None, custom_ops: C
     """
     # Opened here, so that a file that is not there is told from one that cannot be read.
     with Path(path).open("rb") as file:
-        return _read(file, os.fspath(path), None if device is None else torch.device(device), custom_ops)
+        return _read(file, os.fspath(path), None if device is None else device_here(device), custom_ops)
 
 
 def _read(file: BinaryIO, name: str, device: torch.device | None, custom_ops: Collection[str]) -> Artefact:
@@ -191,12 +192,8 @@ def _check_fit(exported: ExportedProgram, tensors: dict[str, torch.Tensor]) -> N
 
 
 def _require_device(contents: dict[str, Any], device: torch.device | None) -> None:
-    here = torch.accelerator.current_accelerator(check_available=True)
-    known = {"cpu", "meta"} if here is None else {"cpu", "meta", here.type}
-    if device is not None and device.type not in known:
-        raise UnsupportedError(f"There is no device {str(device)!r} here. {choices(sorted(known))}")
     for saved_from in {record["device"] for record in contents["tensors"]} if device is None else ():
-        if torch.device(saved_from).type not in known:
+        if torch.device(saved_from).type not in devices_here():
             raise UnsupportedError(f"The program was saved from {saved_from!r}, and there is no such device here. Load it with device='cpu'.")
 
 
