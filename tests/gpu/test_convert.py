@@ -7,7 +7,7 @@ import copy
 import pytest
 import torch
 from support.graphs import relative_error, tensors
-from support.zoo import ZOO, Animal
+from support.zoo import BERT, ZOO, Animal
 
 import mezzo
 
@@ -35,6 +35,20 @@ def test_the_zoo_is_no_less_exact_than_autocast_with_half_its_casts(name: str, d
             theirs = relative_error(copy.deepcopy(animal.model)(*animal.args), expected)
     # cuDNN and cuBLAS choose their algorithms by shape and layout: the same precision, not the same bits.
     assert relative_error(converted(*animal.args), expected) <= 1.1 * theirs
+
+
+@DTYPES
+def test_a_table_in_fixed_point_gives_rows_that_are_no_less_exact_than_autocast_s(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    model, args = BERT(vocabulary=4000).eval().cuda(), (torch.randint(0, 4000, (2, 16)).cuda(), torch.ones(2, 16, dtype=torch.long).cuda())
+    converted = mezzo.convert(model, args, dtype=dtype)
+    assert converted.plan.row("p_tokens_weight").dtype == "int16"
+    with torch.no_grad():
+        expected = model(*args)["hidden"]
+        with torch.autocast("cuda", dtype=dtype):
+            theirs = relative_error(model(*args)["hidden"], expected)
+    # A tenth for cuBLAS, which chooses its algorithms by layout. The logits are six numbers, whose error is chance.
+    assert relative_error(converted(*args)["hidden"], expected) <= 1.1 * theirs
 
 
 @DTYPES

@@ -81,15 +81,13 @@ def fit(exported: ExportedProgram) -> Fit:
     nodes = {node.name: node.meta["val"] for node in exported.graph.find_nodes(op="placeholder")}
     specs = [spec.arg for spec in exported.graph_signature.input_specs if spec.kind is InputKind.USER_INPUT]
     taken = tuple(_taken(nodes[arg.name]) if isinstance(arg, TensorArgument) else None for arg in specs)
-    _, keywords = pytree.tree_unflatten(range(len(taken)), exported.call_spec.in_spec)
-    structure = exported.call_spec.in_spec
-    positional, named = structure.children()
-    mapped = _has_mapping(positional) or any(_has_mapping(one) for one in named.children())
-    return Fit(taken, tuple(keywords), structure if mapped else None)
+    args, kwargs = pytree.tree_unflatten(range(len(taken)), exported.call_spec.in_spec)
+    mapped = any(_has_mapping(one) for one in (*args, *kwargs.values()))
+    return Fit(taken, tuple(kwargs), exported.call_spec.in_spec if mapped else None)
 
 
-def _has_mapping(structure: pytree.TreeSpec) -> bool:
-    return structure.type is dict or any(_has_mapping(one) for one in structure.children())
+def _has_mapping(value: Any) -> bool:
+    return isinstance(value, dict) or (isinstance(value, list | tuple) and any(_has_mapping(one) for one in value))
 
 
 def _in_order(inputs: Any, structure: pytree.TreeSpec) -> list[Any] | None:
