@@ -41,6 +41,10 @@ def test_wrong_dynamic_shapes_are_said_to_be():
         export(nn.Linear(4, 4), (X,), {}, {"y": {0: torch.export.Dim("batch")}})
     with pytest.raises(mezzo.ConversionError, match=r"2 not in range \[5, 9\]. Correct dynamic_shapes="):
         export(nn.Linear(4, 4), (X,), {}, ({0: torch.export.Dim("batch", min=5, max=9)},))
+    with pytest.raises(
+        mezzo.ConversionError, match=r"You marked length as dynamic but your code specialized it to be a constant \(5\)\. Correct .* a list of example"
+    ):
+        export(nn.LSTM(4, 4, batch_first=True), (torch.randn(2, 5, 4),), {}, {"input": {1: torch.export.Dim("length")}})
 
 
 def test_what_wraps_a_model_is_taken_off():

@@ -164,4 +164,7 @@ def _moved(exported: ExportedProgram, device: str | torch.device, memo: dict[int
     )
     from torch.export.passes import move_to_device_pass  # noqa: PLC0415
 
-    return move_to_device_pass(moved, device)
+    moved = move_to_device_pass(moved, device)
+    # A program that was loaded has its guards from the file: its graph alone does not tell them.
+    moved._guards_code = exported._guards_code
+    return moved

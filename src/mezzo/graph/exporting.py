@@ -127,7 +127,9 @@ def _users_line(error: BaseException) -> str:
 
 def _short(error: BaseException) -> str:
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return f"{type(error).__name__}: {lines[0] if lines else ''}".rstrip(".: ") + "."
+    # Of sizes that were to change and cannot, torch tells which and why in a list.
+    told = [line.removeprefix("- ").partition(". ")[0] for line in lines if line.startswith("- ")] if "Constraints violated" in str(error) else lines[:1]
+    return f"{type(error).__name__}: {'; '.join(told)}".rstrip(".: ") + "."
 
 
 def _remedy(error: Exception) -> str:
@@ -135,7 +137,7 @@ def _remedy(error: Exception) -> str:
     if any(word in text for word in ("data-dependent", "GuardOnDataDependent", "Dynamic control flow", "bool() on")):
         return "The graph cannot branch on a tensor's numbers: use torch.cond or torch.where there, or take that part out of the model."
     if any(word in text for word in ("Constraints violated", "ConstraintViolation", "dynamic_shapes", "specialized")):
-        return "Correct dynamic_shapes=, which says what sizes may change; torch's own message below says how."
+        return "Correct dynamic_shapes=, which says what sizes may change, or convert with a list of example inputs, one for each size."
     if "not a known type" in text or "register a pytree" in text:
         return "A graph takes and gives tensors in tuples, lists and dicts: leave other objects out (for a model of transformers: use_cache=False)."
     return "`torch.export.export(model, args)` shows the same; change that line, or convert the modules around it."
