@@ -17,7 +17,6 @@ from mezzo.graph.devices import device_here
 from mezzo.graph.fitting import Fit, fit
 from mezzo.graph.plan import Casts, GraphPlan
 from mezzo.graph.program import Program, copied
-from mezzo.graph.running import Runner
 
 Place = str | os.PathLike[str]
 
@@ -44,9 +43,12 @@ class Converted:
     """
 
     def __init__(self, artefact: Artefact) -> None:
+        # Here, and not above: what runs a graph knows every op, and importing mezzo builds no table of them.
+        from mezzo.graph.running import Runner  # noqa: PLC0415
+
         self.artefact = artefact
         self._fits: tuple[Fit, ...] = tuple(fit(program.exported) for program in artefact.programs)
-        self._runners: tuple[Runner, ...] = tuple(Runner(program.exported) for program in artefact.programs)
+        self._runners = tuple(Runner(program.exported) for program in artefact.programs)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the program that was made for inputs of these sizes."""
