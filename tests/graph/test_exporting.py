@@ -1,3 +1,4 @@
+import logging
 import warnings
 
 import pytest
@@ -34,6 +35,12 @@ def test_example_inputs_that_the_model_does_not_take_are_refused():
         export(nn.Linear(4, 4), [X], {}, None)
     with pytest.raises(mezzo.ConversionError, match=r"kwargs= is a mapping .* got int"):
         export(nn.Linear(4, 4), (X,), 3, None)
+
+
+def test_what_went_wrong_is_said_in_the_error_alone(caplog):
+    with pytest.raises(mezzo.ConversionError):
+        export(nn.Linear(3, 4), (X,), {}, None)
+    assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
 
 
 def test_wrong_dynamic_shapes_are_said_to_be():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import logging
 import traceback
 import warnings
 from collections.abc import Iterator, Mapping
@@ -18,9 +19,12 @@ from torch.fx.traceback import preserve_node_meta
 
 from mezzo._errors import ConversionError
 from mezzo._events import Event
+from mezzo.graph.quiet import quiet
 
 _BEHIND = "mezzo_behind"
 """What a decorated model's forward calls the one behind it."""
+
+_LOGGERS = ("torch._subclasses.fake_tensor", "torch.fx.experimental.symbolic_shapes")
 
 Args = tuple[Any, ...]
 Kwargs = Mapping[str, Any]
@@ -29,7 +33,8 @@ Kwargs = Mapping[str, Any]
 def export(model: nn.Module, args: Args, kwargs: Kwargs, dynamic_shapes: Any) -> ExportedProgram:
     """Export a model as it is, undecomposed: in its own mode, outside of any region around the call."""
     _check_fit(model, args, kwargs)
-    with _undecorated(model), _plainly(model), preserve_node_meta():
+    # What cannot be traced is told once, in the error.
+    with _undecorated(model), _plainly(model), preserve_node_meta(), quiet(*_LOGGERS, below=logging.CRITICAL):
         try:
             return torch.export.export(model, args, dict(kwargs), dynamic_shapes=dynamic_shapes, strict=False)
         except Exception as error:

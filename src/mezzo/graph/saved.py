@@ -12,12 +12,10 @@ from __future__ import annotations
 
 import copy
 import json
-import logging
 import os
 import sys
 import warnings
-from collections.abc import Collection, Iterator
-from contextlib import contextmanager
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -33,6 +31,7 @@ from mezzo.graph.admit import admit, without_notes
 from mezzo.graph.archive import ArchiveReader, reading, writing
 from mezzo.graph.devices import device_here, devices_here
 from mezzo.graph.examples import zeros_like_inputs
+from mezzo.graph.quiet import quiet
 from mezzo.graph.tensors import PART, TensorReader, TensorWriter
 
 Place = str | os.PathLike[str]
@@ -110,7 +109,7 @@ def _described(stored: Stored, tensors: TensorWriter) -> tuple[Any, dict[str, An
     exported = stored.exported
     names = {"state": tensors.add(exported.state_dict), "constants": tensors.add(exported.constants)}
     try:
-        with _quiet():
+        with quiet(serialize.__name__):
             artifact = serialize.serialize(_without_numbers(exported))
         graph = without_notes(json.loads(artifact.exported_program))
         admit(graph, _namespaces(exported))
@@ -171,7 +170,7 @@ def _graph(plain: Any, written_by: str, device: torch.device | None, custom_ops:
 
 def _program(graph: schema.ExportedProgram, state: dict[str, torch.Tensor], constants: dict[str, torch.Tensor]) -> ExportedProgram:
     """Have torch rebuild an admitted graph around tensors that are already there: it is given nothing to unpickle."""
-    with _quiet(), warnings.catch_warnings():
+    with quiet(serialize.__name__), warnings.catch_warnings():
         # torch goes on with a graph whose code it could not make; nothing that was saved is one.
         warnings.filterwarnings("error", "Unable to execute the generated python source code")
         exported = serialize.ExportedProgramDeserializer().deserialize(graph, state, constants)
@@ -213,18 +212,6 @@ def _namespaces(exported: ExportedProgram) -> set[str]:
     """The namespaces of the ops that a program calls, bodies included."""
     modules = [one for one in exported.graph_module.modules() if isinstance(one, torch.fx.GraphModule)]
     return {node.target.namespace for one in modules for node in one.graph.nodes if isinstance(node.target, torch._ops.OpOverload)}
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """torch logs what it is unsure of, and answers it right."""
-    logger = serialize.log
-    level = logger.level
-    logger.setLevel(logging.ERROR)
-    try:
-        yield
-    finally:
-        logger.setLevel(level)
 
 
 def _first_line(error: BaseException) -> str:
