@@ -7,7 +7,7 @@ import copy
 import pytest
 import torch
 from support.graphs import relative_error, tensors
-from support.zoo import ZOO, Animal
+from support.zoo import BERT, ZOO, Animal
 
 import mezzo
 
@@ -35,6 +35,32 @@ def test_the_zoo_is_no_less_exact_than_autocast_with_half_its_casts(name: str, d
             theirs = relative_error(copy.deepcopy(animal.model)(*animal.args), expected)
     # cuDNN and cuBLAS choose their algorithms by shape and layout: the same precision, not the same bits.
     assert relative_error(converted(*animal.args), expected) <= 1.1 * theirs
+
+
+@DTYPES
+def test_a_table_in_fixed_point_gives_rows_that_are_no_less_exact_than_autocast_s(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    model, args = BERT(vocabulary=4000).eval().cuda(), (torch.randint(0, 4000, (2, 16)).cuda(), torch.ones(2, 16, dtype=torch.long).cuda())
+    converted = mezzo.convert(model, args, dtype=dtype)
+    assert converted.plan.row("p_tokens_weight").dtype == "int16"
+    with torch.no_grad():
+        expected = model(*args)["hidden"]
+        with torch.autocast("cuda", dtype=dtype):
+            theirs = relative_error(model(*args)["hidden"], expected)
+    # A tenth for cuBLAS, which chooses its algorithms by layout. The logits are six numbers, whose error is chance.
+    assert relative_error(converted(*args)["hidden"], expected) <= 1.1 * theirs
+
+
+@DTYPES
+def test_a_recurrent_layer_runs_in_float16_as_under_autocast_on_weights_in_one_piece(dtype: torch.dtype, tmp_path) -> None:
+    # torch warns where it has to copy weights together, and here warnings are errors; autocast casts for cuDNN to float16 whatever its region says.
+    animal = _animal("lstm")
+    converted = mezzo.convert(animal.model, animal.args, dtype=dtype)
+    assert converted.plan.row("lstm").dtype == "float16"
+    converted.save(tmp_path / "model.pt2")
+    found = converted(*animal.args)
+    for other in (mezzo.Converted.load(tmp_path / "model.pt2"), converted.to("cpu").to("cuda")):
+        assert relative_error(other(*animal.args), found) < 1e-3
 
 
 @DTYPES

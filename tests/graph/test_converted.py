@@ -1,7 +1,7 @@
 import pytest
 import torch
 from support.graphs import HALF, tensors
-from support.zoo import ZOO
+from support.zoo import ZOO, LSTMTagger
 from torch import nn
 
 import mezzo
@@ -96,3 +96,26 @@ def test_a_plan_that_is_none_is_told_with_its_file(tmp_path, monkeypatch):
     mezzo.convert(nn.Linear(4, 2), (torch.ones(1, 4),), dtype="float16").save(path)
     with pytest.raises(mezzo.CheckpointError, match=r"model\.mezzo' is no converted program, or is damaged: This is not the plan"):
         mezzo.Converted.load(path)
+
+
+def test_a_recurrent_layer_takes_batches_of_every_size(tmp_path):
+    model = LSTMTagger().eval()
+    converted = mezzo.convert(model, (torch.randn(2, 3, 64),), dtype=HALF, dynamic_shapes=({0: torch.export.Dim("batch", max=9)},))
+    converted.save(tmp_path / "model")
+    for size in (1, 5):
+        x = torch.randn(size, 3, 64)
+        assert all(map(torch.equal, converted(x), mezzo.Converted.load(tmp_path / "model")(x)))
+
+
+def test_what_a_program_asks_of_sizes_is_asked_after_a_file_and_a_move(tmp_path):
+    class Pairs(nn.Linear):
+        def forward(self, x):
+            return super().forward(x).reshape(-1, 2, 4).sum(1) if x.shape[0] % 2 == 0 else super().forward(x)
+
+    converted = mezzo.convert(Pairs(4, 4), (torch.ones(6, 4),), dtype=HALF, dynamic_shapes=({0: torch.export.Dim.DYNAMIC},))
+    converted.save(tmp_path / "model")
+    loaded = mezzo.Converted.load(tmp_path / "model")
+    for one in (converted, loaded, converted.to("cpu"), loaded.to("cpu")):
+        assert one(torch.ones(8, 4)).shape == (4, 4)
+        with pytest.raises(mezzo.ConversionError, match="not what the program was converted for"):
+            one(torch.ones(7, 4))

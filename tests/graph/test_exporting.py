@@ -1,3 +1,4 @@
+import logging
 import warnings
 
 import pytest
@@ -30,11 +31,27 @@ def test_example_inputs_that_the_model_does_not_take_are_refused():
         export(nn.Linear(4, 4), (X, X), {}, None)
     with pytest.raises(mezzo.ConversionError, match=r"got Tensor. Write convert\(model, \(x,\)\)"):
         export(nn.Linear(4, 4), X, {}, None)
+    with pytest.raises(mezzo.ConversionError, match=r"got list. .* each of them a tuple"):
+        export(nn.Linear(4, 4), [X], {}, None)
+    with pytest.raises(mezzo.ConversionError, match=r"kwargs= is a mapping .* got int"):
+        export(nn.Linear(4, 4), (X,), 3, None)
+
+
+def test_what_went_wrong_is_said_in_the_error_alone(caplog):
+    with pytest.raises(mezzo.ConversionError):
+        export(nn.Linear(3, 4), (X,), {}, None)
+    assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
 
 
 def test_wrong_dynamic_shapes_are_said_to_be():
     with pytest.raises(mezzo.ConversionError, match="Correct dynamic_shapes="):
         export(nn.Linear(4, 4), (X,), {}, {"y": {0: torch.export.Dim("batch")}})
+    with pytest.raises(mezzo.ConversionError, match=r"2 not in range \[5, 9\]. Correct dynamic_shapes="):
+        export(nn.Linear(4, 4), (X,), {}, ({0: torch.export.Dim("batch", min=5, max=9)},))
+    with pytest.raises(
+        mezzo.ConversionError, match=r"You marked length as dynamic but your code specialized it to be a constant \(5\)\. Correct .* a list of example"
+    ):
+        export(nn.LSTM(4, 4, batch_first=True), (torch.randn(2, 5, 4),), {}, {"input": {1: torch.export.Dim("length")}})
 
 
 def test_what_wraps_a_model_is_taken_off():

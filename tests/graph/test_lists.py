@@ -72,3 +72,9 @@ def test_numbers_in_a_call_have_to_fit():
     assert misfit(node(module, "add"), torch.float16) == "1e-12 is too small for float16"
     for fine in ("masked_fill_1", "layer_norm", "expand"):
         assert misfit(node(module, fine), torch.float16) is None
+
+
+@pytest.mark.parametrize("price", [-1, float("inf"), float("nan"), "dear", None], ids=str)
+def test_a_price_is_a_finite_number(price):
+    with pytest.raises(mezzo.PolicyError, match=r"cost= gave .* from float32 to bfloat16. A price is a finite number"):
+        words(cost=lambda *_: price).price(8, torch.float32, torch.bfloat16)

@@ -221,6 +221,26 @@ def test_example_inputs_are_not_in_the_file(tmp_path):
     assert keywords == {}
 
 
+def test_torch_is_asked_in_words_that_every_version_knows_and_given_no_numbers_to_pickle(tmp_path, monkeypatch):
+    whole, given = saved.serialize.serialize, []
+
+    # The arguments of torch 2.11, which pickles all that a program holds, into memory.
+    def older(exported_program, opset_version=None, pickle_protocol=2):
+        given.append(whole(exported_program, opset_version, pickle_protocol))
+        return given[-1]
+
+    monkeypatch.setattr(saved.serialize, "serialize", older)
+    model = nn.Sequential(nn.Linear(256, 256), nn.BatchNorm1d(256)).eval()
+    model[0].scale = torch.randn(256, 256)
+    model[0].register_forward_pre_hook(lambda module, args: (args[0] @ module.scale,))
+    x = torch.randn(1024, 256)
+    program = export(model, (x,))
+    loaded = one(save(tmp_path / "model", program))
+    assert torch.equal(loaded.module()(x), program.module()(x))
+    [artefact] = given
+    assert max(map(len, (artefact.state_dict, artefact.constants, artefact.example_inputs))) < 10_000
+
+
 def test_everything_can_be_put_on_another_device(file):
     loaded = one(file, device="meta")
     assert {tensor.device.type for tensor in (*loaded.state_dict.values(), *loaded.constants.values())} == {"meta"}

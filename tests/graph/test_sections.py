@@ -63,10 +63,45 @@ def test_branches_inside_branches():
         assert relative_error(converted(sign * X.abs()), model(sign * X.abs())) < 0.05
 
 
-def test_a_loop_keeps_what_it_hands_on_and_borrows_16_bit_weights():
+def _turns(body, *carried):
+    return while_loop(lambda i, *_: i < 3, lambda i, *values: (i + 1, *body(*values)), (torch.tensor(0), *carried))[1:]
+
+
+def test_a_loop_hands_on_16_bits_and_borrows_16_bit_weights():
+    model, converted = _converted(
+        lambda self, x: self.last(_turns(lambda y: (torch.tanh(self.body(y)),), self.first(x))[0]),
+        first=nn.Linear(4, 4),
+        body=nn.Linear(4, 4),
+        last=nn.Linear(4, 4),
+    )
+    assert relative_error(converted(X), model(X)) < 0.05
+    # One for the input and one for the output.
+    assert converted.casts.after.count == 2
+    assert converted.artefact.programs[0].exported.state_dict["body.weight"].dtype is HALF
+
+
+def test_a_loop_hands_on_float32_where_a_turn_makes_it_or_the_model_passes_it():
     def function(self, x):
-        return while_loop(lambda i, y: i < 3, lambda i, y: (i + 1, torch.tanh(self.body(y))), (torch.tensor(0), self.first(x)))[1]
+        return _turns(lambda y, total, kept: (self.body(y), total + y.sum(), self.body(kept)), self.first(x), torch.zeros(()), x)
 
     model, converted = _converted(function, first=nn.Linear(4, 4), body=nn.Linear(4, 4))
+    assert all(relative_error(found, expected) < 0.05 for found, expected in zip(converted(X), model(X), strict=True))
+    body = converted.artefact.programs[0].exported.graph_module.while_loop_body_graph_0
+    assert [one.meta["val"].dtype for one in body.graph.find_nodes(op="placeholder")][:4] == [torch.int64, HALF, torch.float32, torch.float32]
+
+
+def test_a_loop_without_a_turn_gives_what_it_was_passed():
+    _, converted = _converted(lambda self, x: while_loop(lambda i, y: i < 0, lambda i, y: (i + 1, self.body(y)), (torch.tensor(0), x))[1], body=nn.Linear(4, 4))
+    assert torch.equal(converted(X), X)
+
+
+def test_bodies_of_bodies_take_what_the_ones_around_them_hand_on():
+    def turn(self, y):
+        return (torch.cond(y[0, 0] > 0, lambda z: self.left(z), lambda z: F.relu(self.right(z)), (y,)),)
+
+    layers = {name: nn.Linear(4, 4) for name in ("first", "left", "right", "last")}
+    model, converted = _converted(lambda self, x: self.last(_turns(lambda y: turn(self, y), self.first(x))[0]), **layers)
     assert relative_error(converted(X), model(X)) < 0.05
-    assert converted.artefact.programs[0].exported.state_dict["body.weight"].dtype is HALF
+    inner = converted.artefact.programs[0].exported.graph_module.while_loop_body_graph_0.true_graph_0
+    assert HALF in {one.meta["val"].dtype for one in inner.graph.find_nodes(op="placeholder")}
+    assert converted.casts.after.count == 2

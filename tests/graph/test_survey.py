@@ -1,3 +1,4 @@
+import pytest
 import torch
 import torch.nn.functional as F
 from support.graphs import Calls, node, planned, words
@@ -32,6 +33,12 @@ def test_an_exact_op_that_somebody_reads_unrounded_is_not():
     plan, named = _survey(lambda self, x: (self.first(F.relu(x)), F.relu(x).sum()), first=nn.Linear(4, 4))
     assert plan.pins[named("relu")] is FREE
     assert plan.pins[named("relu_1")] is FOLLOWS
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float16], ids=["float64", "float16"])
+def test_a_cast_of_the_model_to_another_dtype_than_the_program_s_reads_unrounded(dtype):
+    plan, named = _survey(lambda self, x: (self.first(y := F.relu(x)), y.to(dtype)), first=nn.Linear(4, 4))
+    assert plan.pins[named("relu")] is FOLLOWS
 
 
 def test_weights_inputs_and_written_buffers_are_told_apart():

@@ -6,27 +6,33 @@ import pytest
 import torch
 from support.graphs import relative_error, tensors
 from support.transformers import HUGGING_FACE
-from support.zoo import ZOO
+from support.zoo import ZOO, LSTMTagger
 
 import mezzo
 
 DTYPES = pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=["float16", "bfloat16"])
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute")
 
-_NO_AUTOCAST = {"lstm"}
-"""Where torch.autocast itself fails on CPUs whose vector units lack 16-bit arithmetic."""
-
-_ROUNDED_TABLE = 1.1
-"""How much more error is allowed where the table of embeddings is most of the weights, and half the size is only to be had by rounding it."""
+_TIED_TABLE = 1.05
+"""How much more error is allowed in models of transformers: a table that is tied to the head is stored once, in 16 bits, and torch.autocast reads its rows in float32."""
 
 
 def _errors(animal, converted, dtype):
-    """The errors of a converted model and of torch.autocast, against float32; each runs on a copy, since some write buffers."""
+    """The errors of a converted model and of torch.autocast, output by output, against float32; each runs on a copy, since some write buffers."""
     with torch.no_grad():
-        expected = copy.deepcopy(animal.model)(*animal.args)
-        with torch.autocast("cpu", dtype=dtype):
-            theirs = relative_error(copy.deepcopy(animal.model)(*animal.args), expected)
-    return relative_error(converted(*animal.args), expected), theirs
+        expected = tensors(copy.deepcopy(animal.model)(*animal.args))
+        theirs = tensors(_in_16_bits(animal, dtype))
+    ours = tensors(converted(*animal.args))
+    return [(relative_error(one, expected[place]), relative_error(theirs[place], expected[place])) for place, one in enumerate(ours)]
+
+
+def _in_16_bits(animal, dtype):
+    if isinstance(animal.model, LSTMTagger):
+        # oneDNN's recurrent layers, which autocast calls, need a CPU with 16-bit arithmetic; elsewhere they fail, or run in float32 once mezzo's own autocast has
+        # stood in for them. The same layers in 16 bits are what autocast asks for.
+        return copy.deepcopy(animal.model).to(dtype)(*(one.to(dtype) for one in animal.args))
+    with torch.autocast("cpu", dtype=dtype):
+        return copy.deepcopy(animal.model)(*animal.args)
 
 
 def _stored(converted):
@@ -34,15 +40,14 @@ def _stored(converted):
     return sum(one.nbytes for one in {id(one): one for one in (*exported.state_dict.values(), *exported.constants.values())}.values())
 
 
-def _check(animal, dtype, path, slack=1.0, *, compared=True):
+def _check(animal, dtype, path, slack=1.0):
     converted = mezzo.convert(animal.model, animal.args, dtype=dtype)
     assert 2 * converted.casts.after.count <= converted.casts.before.count
     assert converted.casts.after.bytes < converted.casts.before.bytes
     full = sum(one.nbytes for one in {one.data_ptr(): one for one in (*animal.model.parameters(), *animal.model.buffers())}.values())
     assert _stored(converted) <= 0.55 * full
-    if compared:
-        ours, theirs = _errors(animal, converted, dtype)
-        assert ours <= theirs * slack
+    worse = [pair for pair in _errors(animal, converted, dtype) if pair[0] > slack * pair[1]]
+    assert not worse
     converted.save(path)
     loaded = mezzo.Converted.load(path)
     assert all(map(torch.equal, tensors(loaded(*animal.args)), tensors(converted(*animal.args))))
@@ -53,7 +58,7 @@ def _check(animal, dtype, path, slack=1.0, *, compared=True):
 @pytest.mark.parametrize("name", ZOO)
 def test_the_zoo(name, dtype, tmp_path):
     torch.manual_seed(0)
-    _check(ZOO[name](), dtype, tmp_path / "model.pt2", compared=name not in _NO_AUTOCAST)
+    _check(ZOO[name](), dtype, tmp_path / "model.pt2")
 
 
 def test_a_language_model_of_twelve_layers_has_at_most_thirty_casts(tmp_path):
@@ -66,4 +71,4 @@ def test_a_language_model_of_twelve_layers_has_at_most_thirty_casts(tmp_path):
 @pytest.mark.parametrize("name", HUGGING_FACE)
 def test_models_of_transformers(name, tmp_path):
     torch.manual_seed(0)
-    _check(HUGGING_FACE[name](), torch.bfloat16, tmp_path / "model.pt2", slack=_ROUNDED_TABLE)
+    _check(HUGGING_FACE[name](), torch.bfloat16, tmp_path / "model.pt2", slack=_TIED_TABLE)

@@ -195,6 +195,44 @@ class ViT(nn.Module):
         return self.head(self.norm(x)[:, 0])
 
 
+class Window(nn.Module):
+    """Attention inside windows that are shifted from layer to layer, with a learnt bias for each distance."""
+
+    def __init__(self, width: int, heads: int, size: int, shift: int) -> None:
+        super().__init__()
+        self.heads, self.size, self.shift = heads, size, shift
+        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
+        self.bias = nn.Parameter(torch.randn((2 * size - 1) ** 2, heads) * 0.02)
+        places = torch.cartesian_prod(torch.arange(size), torch.arange(size))
+        apart = places[:, None] - places[None] + size - 1
+        self.register_buffer("distances", (apart[..., 0] * (2 * size - 1) + apart[..., 1]).flatten())
+
+    def forward(self, x):
+        batch, height, width, channels = x.shape
+        size, across, down = self.size, width // self.size, height // self.size
+        y = torch.roll(self.norm1(x), (-self.shift, -self.shift), (1, 2))
+        y = y.view(batch, down, size, across, size, channels).permute(0, 1, 3, 2, 4, 5).reshape(-1, size * size, channels)
+        q, k, v = self.qkv(y).view(-1, size * size, 3, self.heads, channels // self.heads).permute(2, 0, 3, 1, 4).unbind(0)
+        scores = (q * (channels // self.heads) ** -0.5) @ k.transpose(-2, -1) + self.bias[self.distances].view(size**2, size**2, -1).permute(2, 0, 1)
+        y = self.out((scores.softmax(-1) @ v).transpose(1, 2).reshape(-1, size * size, channels))
+        y = y.view(batch, down, across, size, size, channels).permute(0, 1, 3, 2, 4, 5).reshape(x.shape)
+        x = x + torch.roll(y, (self.shift, self.shift), (1, 2))
+        return x + self.mlp(self.norm2(x))
+
+
+class Swin(nn.Module):
+    def __init__(self, width: int = 64, layers: int = 4) -> None:
+        super().__init__()
+        self.patches = nn.Conv2d(3, width, 4, 4)
+        self.blocks = nn.Sequential(*(Window(width, 4, 4, 2 * (place % 2)) for place in range(layers)))
+        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, 10)
+
+    def forward(self, x):
+        return self.head(self.norm(self.blocks(self.patches(x).permute(0, 2, 3, 1))).mean((1, 2)))
+
+
 class LSTMTagger(nn.Module):
     def __init__(self, width: int = 64) -> None:
         super().__init__()
@@ -237,6 +275,7 @@ ZOO: dict[str, Callable[[], Animal]] = {
     "gpt": lambda: Animal(GPT().eval(), (torch.randint(0, 100, (2, 16)),)),
     "gpt-tied": lambda: Animal(GPT(layers=4, vocabulary=40, tied=True).eval(), (torch.randint(0, 40, (2, 16)),)),
     "vit": lambda: Animal(ViT().eval(), (torch.randn(2, 3, 32, 32),)),
+    "swin": lambda: Animal(Swin().eval(), (torch.randn(2, 3, 32, 32),)),
     "lstm": lambda: Animal(LSTMTagger().eval(), (torch.randn(2, 12, 64),)),
     "conv-training": lambda: Animal(_statistics(MobileNet(64)).train(), (torch.randn(4, 3, 16, 16),)),
     "branching": lambda: Animal(Branching().eval(), (torch.randn(4, 64),)),

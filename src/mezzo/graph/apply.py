@@ -9,10 +9,9 @@ import torch
 from torch._ops import OpOverload
 from torch.fx import GraphModule, Node
 
-from mezzo._dtypes import dtype_name
 from mezzo.graph.nodes import Read, Role, values
 from mezzo.graph.planning import Planned
-from mezzo.graph.typing_run import dtypes_of, fake_mode, set_dtypes
+from mezzo.graph.typing_run import dtypes_of, fake_mode, insert_cast, set_dtypes
 
 Variants = Mapping[tuple[Node, torch.dtype], Node]
 """Weights that are stored twice: the placeholder of each dtype."""
@@ -33,8 +32,7 @@ class _Reader:
     """Gives every read the dtype that it wants."""
 
     def __init__(self, module: GraphModule, planned: Planned, known: dict[tuple[Node, torch.dtype], Node], made: Mapping[Node, torch.dtype]) -> None:
-        self._graph, self._planned, self._known, self._made = module.graph, planned, known, made
-        self._mode = fake_mode(module)
+        self._module, self._planned, self._known, self._made = module, planned, known, made
 
     def rewrite(self, node: Node) -> None:
         """Cast a node's inputs as the plan says."""
@@ -61,19 +59,10 @@ class _Reader:
             return read.node
         if read.node in self._planned.written:
             # Its numbers change between two reads: each casts anew.
-            return self._cast(read.node, wanted, node)
+            return insert_cast(self._module, read.node, wanted, node, node)
         if (read.node, wanted) not in self._known:
-            self._known[read.node, wanted] = self._cast(read.node, wanted, node)
+            self._known[read.node, wanted] = insert_cast(self._module, read.node, wanted, node, node)
         return self._known[read.node, wanted]
-
-    def _cast(self, value: Node, dtype: torch.dtype, before: Node) -> Node:
-        with self._graph.inserting_before(before):
-            cast = self._graph.create_node("call_function", torch.ops.aten.to.dtype, (value, dtype), name=f"{value.name}_{dtype_name(dtype)}")
-        cast.meta = {key: before.meta[key] for key in ("nn_module_stack", "stack_trace", "torch_fn") if key in before.meta}
-        cast.meta["val"] = value.meta["val"]
-        if self._mode is not None:
-            set_dtypes(cast, [dtype], self._mode)
-        return cast
 
 
 def _refresh(module: GraphModule, planned: Planned, made: Mapping[Node, torch.dtype]) -> None:

@@ -13,6 +13,7 @@ from torch import nn
 from torch.export import ExportedProgram
 
 from mezzo._errors import CheckpointError, ConversionError
+from mezzo.graph.devices import device_here
 from mezzo.graph.fitting import Fit, fit
 from mezzo.graph.plan import Casts, GraphPlan
 from mezzo.graph.program import Program, copied
@@ -42,16 +43,19 @@ class Converted:
     """
 
     def __init__(self, artefact: Artefact) -> None:
+        # Here, and not above: what runs a graph knows every op, and importing mezzo builds no table of them.
+        from mezzo.graph.running import Runner  # noqa: PLC0415
+
         self.artefact = artefact
         self._fits: tuple[Fit, ...] = tuple(fit(program.exported) for program in artefact.programs)
-        self._modules: tuple[nn.Module, ...] = tuple(_runnable(program.exported) for program in artefact.programs)
+        self._runners = tuple(Runner(program.exported) for program in artefact.programs)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the program that was made for inputs of these sizes."""
         place, args, kwargs = self._chosen(args, kwargs)
         try:
             with torch.no_grad():
-                return self._modules[place](*args, **kwargs)
+                return self._runners[place](args, kwargs)
         except AssertionError as error:
             # torch says so where an input breaks what it assumed while it traced; what the model itself asserts is its own affair.
             if not str(error).startswith(("Guard failed", "Expected input")):
@@ -89,7 +93,8 @@ class Converted:
     @property
     def module(self) -> nn.Module:
         """The first program as a module, for torch.compile and the like."""
-        return self._modules[0]
+        module: nn.Module = self._runners[0].module
+        return module
 
     def save(self, path: Place) -> None:
         """Write everything to one file, whole or not at all."""
@@ -129,22 +134,13 @@ class Converted:
 
     def to(self, device: str | torch.device) -> Converted:
         """The same programs on another device; this one stays where it is."""
-        memo: dict[int, torch.Tensor] = {}
+        device, memo = device_here(device), dict[int, torch.Tensor]()
         programs = tuple(Program(_moved(program.exported, device, memo), program.plan) for program in self.artefact.programs)
         references = tuple(_moved(one, device, memo) for one in self.artefact.references)
         return Converted(Artefact(programs, self.artefact.options, references))
 
     def __repr__(self) -> str:
         return f"Converted({len(self.artefact.programs)} program{'s' * (len(self.artefact.programs) > 1)}, {self.casts})"
-
-
-def _runnable(exported: ExportedProgram) -> nn.Module:
-    """A program as a module. Where torch has put its guards into the graph, its look at the inputs' structure is left out: `Fit` has looked already."""
-    module = exported.module()
-    if hasattr(module, "_guards_fn"):
-        # 9.1 ms against 8.4 for a call of a six-layer encoder of width 64 on a CPU.
-        module.validate_inputs = False  # type: ignore[assignment]
-    return module
 
 
 def _moved(exported: ExportedProgram, device: str | torch.device, memo: dict[int, torch.Tensor]) -> ExportedProgram:
@@ -170,4 +166,7 @@ def _moved(exported: ExportedProgram, device: str | torch.device, memo: dict[int
     )
     from torch.export.passes import move_to_device_pass  # noqa: PLC0415
 
-    return move_to_device_pass(moved, device)
+    moved = move_to_device_pass(moved, device)
+    # A program that was loaded has its guards from the file: its graph alone does not tell them.
+    moved._guards_code = exported._guards_code
+    return moved

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import logging
 import traceback
 import warnings
 from collections.abc import Iterator, Mapping
@@ -18,9 +19,12 @@ from torch.fx.traceback import preserve_node_meta
 
 from mezzo._errors import ConversionError
 from mezzo._events import Event
+from mezzo.graph.quiet import quiet
 
 _BEHIND = "mezzo_behind"
 """What a decorated model's forward calls the one behind it."""
+
+_LOGGERS = ("torch._subclasses.fake_tensor", "torch.fx.experimental.symbolic_shapes")
 
 Args = tuple[Any, ...]
 Kwargs = Mapping[str, Any]
@@ -29,7 +33,8 @@ Kwargs = Mapping[str, Any]
 def export(model: nn.Module, args: Args, kwargs: Kwargs, dynamic_shapes: Any) -> ExportedProgram:
     """Export a model as it is, undecomposed: in its own mode, outside of any region around the call."""
     _check_fit(model, args, kwargs)
-    with _undecorated(model), _plainly(model), preserve_node_meta():
+    # What cannot be traced is told once, in the error.
+    with _undecorated(model), _plainly(model), preserve_node_meta(), quiet(*_LOGGERS, below=logging.CRITICAL):
         try:
             return torch.export.export(model, args, dict(kwargs), dynamic_shapes=dynamic_shapes, strict=False)
         except Exception as error:
@@ -48,8 +53,11 @@ def unwrapped(model: Any) -> nn.Module:
 
 
 def _check_fit(model: nn.Module, args: Args, kwargs: Kwargs) -> None:
-    if not isinstance(args, tuple | list):
-        raise ConversionError(f"The example inputs are a tuple of the model's arguments, got {type(args).__name__}. Write convert(model, (x,)).")
+    if not isinstance(args, tuple):
+        several = " A list holds several examples, each of them a tuple: [(x,), (y,)]." if isinstance(args, list) else ""
+        raise ConversionError(f"The example inputs are a tuple of the model's arguments, got {type(args).__name__}. Write convert(model, (x,)).{several}")
+    if not isinstance(kwargs, Mapping):
+        raise ConversionError(f"kwargs= is a mapping of the model's keyword arguments, got {type(kwargs).__name__}. Write kwargs={{'mask': mask}}.")
     signature = inspect.signature(model.forward)
     try:
         signature.bind(*args, **kwargs)
@@ -124,15 +132,17 @@ def _users_line(error: BaseException) -> str:
 
 def _short(error: BaseException) -> str:
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return f"{type(error).__name__}: {lines[0] if lines else ''}".rstrip(".: ") + "."
+    # Of sizes that were to change and cannot, torch tells which and why in a list.
+    told = [line.removeprefix("- ").partition(". ")[0] for line in lines if line.startswith("- ")] if "Constraints violated" in str(error) else lines[:1]
+    return f"{type(error).__name__}: {'; '.join(told)}".rstrip(".: ") + "."
 
 
 def _remedy(error: Exception) -> str:
     text = f"{type(error).__name__} {error}"
     if any(word in text for word in ("data-dependent", "GuardOnDataDependent", "Dynamic control flow", "bool() on")):
         return "The graph cannot branch on a tensor's numbers: use torch.cond or torch.where there, or take that part out of the model."
-    if any(word in text for word in ("Constraints violated", "dynamic_shapes", "specialized")):
-        return "Correct dynamic_shapes=, which says what sizes may change; torch's own message below says how."
+    if any(word in text for word in ("Constraints violated", "ConstraintViolation", "dynamic_shapes", "specialized")):
+        return "Correct dynamic_shapes=, which says what sizes may change, or convert with a list of example inputs, one for each size."
     if "not a known type" in text or "register a pytree" in text:
         return "A graph takes and gives tensors in tuples, lists and dicts: leave other objects out (for a model of transformers: use_cache=False)."
     return "`torch.export.export(model, args)` shows the same; change that line, or convert the modules around it."

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind, TensorArgument
+from torch.fx._pytree import tree_flatten_spec
 from torch.utils import _pytree as pytree
 
 from mezzo._casting import cast
@@ -44,6 +45,8 @@ class Fit:
     """One for each leaf of the inputs; None for what is no tensor."""
     keywords: tuple[str, ...] = ()
     """The keyword arguments, in the order of the example."""
+    structure: pytree.TreeSpec | None = None
+    """How the inputs are nested, where mappings are among them: their entries may come in another order than in the example."""
 
     def take(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call | None:
         """The inputs in the dtypes that the program takes, or None where their sizes are others."""
@@ -52,12 +55,14 @@ class Fit:
         given = pytree.tree_leaves((args, kwargs))
         if len(given) != len(self.tensors):
             return None
+        if self.structure is not None:
+            given = _in_order((args, kwargs), self.structure) or given
         if not all(wanted is None or wanted.fits(value) for wanted, value in zip(self.tensors, given, strict=True)):
             return None
         if all(wanted is None or wanted.dtype is value.dtype for wanted, value in zip(self.tensors, given, strict=True)):
             return args, kwargs
         changed = [_in_dtype(value, wanted) for wanted, value in zip(self.tensors, given, strict=True)]
-        found: Call = pytree.tree_unflatten(changed, pytree.tree_structure((args, kwargs)))
+        found: Call = pytree.tree_unflatten(changed, self.structure or pytree.tree_structure((args, kwargs)))
         return found
 
     def told(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
@@ -76,8 +81,21 @@ def fit(exported: ExportedProgram) -> Fit:
     nodes = {node.name: node.meta["val"] for node in exported.graph.find_nodes(op="placeholder")}
     specs = [spec.arg for spec in exported.graph_signature.input_specs if spec.kind is InputKind.USER_INPUT]
     taken = tuple(_taken(nodes[arg.name]) if isinstance(arg, TensorArgument) else None for arg in specs)
-    _, keywords = pytree.tree_unflatten(range(len(taken)), exported.call_spec.in_spec)
-    return Fit(taken, tuple(keywords))
+    args, kwargs = pytree.tree_unflatten(range(len(taken)), exported.call_spec.in_spec)
+    mapped = any(_has_mapping(one) for one in (*args, *kwargs.values()))
+    return Fit(taken, tuple(kwargs), exported.call_spec.in_spec if mapped else None)
+
+
+def _has_mapping(value: Any) -> bool:
+    return isinstance(value, dict) or (isinstance(value, list | tuple) and any(_has_mapping(one) for one in value))
+
+
+def _in_order(inputs: Any, structure: pytree.TreeSpec) -> list[Any] | None:
+    """The leaves in the order of the example; None where the inputs are nested otherwise."""
+    try:
+        return tree_flatten_spec(inputs, structure)
+    except (KeyError, IndexError, TypeError, RuntimeError):
+        return None
 
 
 def _taken(value: Any) -> Taken | None:

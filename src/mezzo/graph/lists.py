@@ -56,6 +56,15 @@ class Words:
     idle: str = ""
     """Why nothing is lowered at all, if nothing is."""
 
+    def price(self, count: int, source: torch.dtype, target: torch.dtype) -> float:
+        """What a cast costs, or an error if `cost` gives nothing that can be a price."""
+        found = self.cost(count, source, target)
+        if not isinstance(found, int | float) or not 0 <= found < float("inf"):
+            raise PolicyError(
+                f"cost= gave {found!r} for a cast of {count} bytes from {dtype_name(source)} to {dtype_name(target)}. A price is a finite number, at least 0."
+            )
+        return found
+
     @property
     def lists(self) -> OpLists:
         """The policy's op lists on the device."""

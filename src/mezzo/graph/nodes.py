@@ -17,6 +17,18 @@ from mezzo.graph.traits import CASTS, FILLS, LOOKED_AT, LOOKS, MIXED_PARAMETERS,
 from mezzo.policy.names import canonical
 from mezzo.policy.registry import registry
 
+REWRITTEN = "mezzo_rewritten"
+"""In a node's meta: that it stands for another, as `Rewritten` tells, and keeps the dtypes that it has."""
+
+
+@dataclass(frozen=True)
+class Rewritten:
+    """What a node was put in place of."""
+
+    op: str
+    """The op that the model called."""
+    reason: str
+
 
 class Role(Enum):
     """What a node is to the plan."""

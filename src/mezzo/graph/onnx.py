@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import warnings
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -18,6 +16,7 @@ from torch.utils import _pytree as pytree
 from mezzo._errors import UnsupportedError
 from mezzo._files import atomic_writer
 from mezzo.graph.leaves import named_leaves
+from mezzo.graph.quiet import quiet
 
 Place = str | os.PathLike[str]
 
@@ -91,7 +90,8 @@ def _translated(exported: ExportedProgram, opset: int | None) -> Any:
     from mezzo.graph.onnx_ops import TRANSLATIONS  # noqa: PLC0415
 
     try:
-        with _quiet(), torch.no_grad():
+        # It warns and logs about packages that are not here and ways it uses itself.
+        with quiet(*_LOGGERS), warnings.catch_warnings(action="ignore"), torch.no_grad():
             return torch.onnx.export(
                 exported,
                 (),
@@ -179,22 +179,6 @@ def _dtypes(exported: ExportedProgram) -> set[torch.dtype]:
     modules = [one for one in exported.graph_module.modules() if isinstance(one, torch.fx.GraphModule)]
     found = [value for one in modules for node in one.graph.nodes for value in pytree.tree_leaves(node.meta.get("val"))]
     return {value.dtype for value in found if isinstance(value, torch.Tensor)}
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """torch's exporter warns and logs about packages that are not here and ways it uses itself."""
-    loggers = [logging.getLogger(name) for name in _LOGGERS]
-    levels = [logger.level for logger in loggers]
-    for logger in loggers:
-        logger.setLevel(logging.ERROR)
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        for logger, level in zip(loggers, levels, strict=True):
-            logger.setLevel(level)
 
 
 def _deepest(error: BaseException) -> str:

@@ -24,19 +24,57 @@ def training_batch_norm(
     eps: float,
 ) -> tuple[Any, ...]:
     """Batch norm with the statistics of the batch, computed in float32 as torch does; torch's own translation reads the stored ones, as in eval mode."""
-    wide = op.Cast(input, to=DataType.FLOAT) if input.dtype in {DataType.FLOAT16, DataType.BFLOAT16} else input
-    rank = len(input.shape)
-    axes, channels = op.Constant(value_ints=[0, *range(2, rank)]), op.Constant(value_ints=[1, -1] + [1] * (rank - 2))
+    axes = op.Constant(value_ints=[0, *range(2, len(input.shape))])
+    mean, variance = _statistics(_wide(input), axes)
+    result = _normalized(input, mean, variance, weight, bias, eps)
+    return result, op.Squeeze(mean, axes), op.Squeeze(variance, axes), op.Identity(running_mean), op.Identity(running_var)
+
+
+def instance_norm(
+    input: Any,  # noqa: A002
+    weight: Any = None,
+    bias: Any = None,
+    running_mean: Any = None,
+    running_var: Any = None,
+    use_input_stats: bool = True,  # noqa: FBT001, FBT002
+    momentum: float = 0.1,  # noqa: ARG001
+    eps: float = 1e-5,
+    cudnn_enabled: bool = False,  # noqa: ARG001, FBT001, FBT002
+) -> Any:
+    """Instance norm computed in float32 as torch does: ONNX has no operator for 16-bit numbers with float32 parameters."""
+    if use_input_stats:
+        mean, variance = _statistics(_wide(input), op.Constant(value_ints=[*range(2, len(input.shape))]))
+    else:
+        mean, variance = (op.Reshape(one, _channels(input)) for one in (running_mean, running_var))
+    return _normalized(input, mean, variance, weight, bias, eps)
+
+
+def _wide(value: Any) -> Any:
+    return op.Cast(value, to=DataType.FLOAT) if value.dtype in {DataType.FLOAT16, DataType.BFLOAT16} else value
+
+
+def _channels(value: Any) -> Any:
+    return op.Constant(value_ints=[1, -1] + [1] * (len(value.shape) - 2))
+
+
+def _statistics(wide: Any, axes: Any) -> tuple[Any, Any]:
     mean = op.ReduceMean(wide, axes, keepdims=1)
     centered = op.Sub(wide, mean)
-    variance = op.ReduceMean(op.Mul(centered, centered), axes, keepdims=1)
-    result = op.Div(centered, op.Sqrt(op.Add(variance, op.CastLike(op.Constant(value_float=eps), wide))))
+    return mean, op.ReduceMean(op.Mul(centered, centered), axes, keepdims=1)
+
+
+def _normalized(value: Any, mean: Any, variance: Any, weight: Any, bias: Any, eps: float) -> Any:
+    wide = _wide(value)
+    result = op.Div(op.Sub(wide, mean), op.Sqrt(op.Add(variance, op.CastLike(op.Constant(value_float=eps), wide))))
     if weight is not None:
-        result = op.Mul(result, op.CastLike(op.Reshape(weight, channels), wide))
+        result = op.Mul(result, op.CastLike(op.Reshape(weight, _channels(value)), wide))
     if bias is not None:
-        result = op.Add(result, op.CastLike(op.Reshape(bias, channels), wide))
-    return op.CastLike(result, input), op.Squeeze(mean, axes), op.Squeeze(variance, axes), op.Identity(running_mean), op.Identity(running_var)
+        result = op.Add(result, op.CastLike(op.Reshape(bias, _channels(value)), wide))
+    return op.CastLike(result, value)
 
 
-TRANSLATIONS: dict[Callable[..., Any], Callable[..., Any]] = {torch.ops.aten._native_batch_norm_legit_functional.default: training_batch_norm}
+TRANSLATIONS: dict[Callable[..., Any], Callable[..., Any]] = {
+    torch.ops.aten._native_batch_norm_legit_functional.default: training_batch_norm,
+    torch.ops.aten.instance_norm.default: instance_norm,
+}
 """What to translate instead of torch."""

@@ -86,7 +86,7 @@ def _values(roles: Mapping[Node, Role], settled: Mapping[Node, bool | None], sai
                     (promoting if promotes else strict).append(reader)
         if strict or promoting:
             count = moved_bytes(made, torch.float32, said.dtype)
-            up, down = said.cost(count, said.dtype, torch.float32), said.cost(count, torch.float32, said.dtype)
+            up, down = said.price(count, said.dtype, torch.float32), said.price(count, torch.float32, said.dtype)
             yield Value(maker(node), tuple(strict), up, down, promoting=tuple(promoting))
 
 

@@ -9,7 +9,7 @@ from torch.fx import Node
 
 from mezzo._dtypes import dtype_name
 from mezzo.graph.lists import module_paths
-from mezzo.graph.nodes import Role, op_name, values
+from mezzo.graph.nodes import REWRITTEN, Role, op_name, values
 from mezzo.graph.origin import source_line
 from mezzo.graph.plan import GraphRow
 from mezzo.graph.planning import Planned
@@ -28,11 +28,18 @@ def rows(sections: Iterable[Section]) -> tuple[GraphRow, ...]:
 def _section_rows(section: Section) -> Iterator[GraphRow]:
     planned = section.planned
     for node, role in planned.choice.roles.items():
+        if REWRITTEN in node.meta and node in planned.stored and role is Role.SILENT:
+            yield GraphRow(section.prefix + node.name, _WEIGHT, _module(node), source_line(node), _made(node, planned), node.meta[REWRITTEN].reason)
         if role in (Role.SILENT, Role.ELEMENT, Role.OUTPUT):
             continue
         dtype, reason = _decided(node, role, planned)
-        kind = _WEIGHT if node in planned.stored else (op_name(node) or str(node.target)) if role in (Role.OP, Role.FIXED) else role.value
+        reason = node.meta[REWRITTEN].reason if REWRITTEN in node.meta else reason
+        kind = _WEIGHT if node in planned.stored else _op(node) if role in (Role.OP, Role.FIXED) else role.value
         yield GraphRow(section.prefix + node.name, kind, _module(node), source_line(node), dtype, reason)
+
+
+def _op(node: Node) -> str:
+    return node.meta[REWRITTEN].op if REWRITTEN in node.meta else op_name(node) or str(node.target)
 
 
 def _decided(node: Node, role: Role, planned: Planned) -> tuple[str, str]:

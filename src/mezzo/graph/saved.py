@@ -10,26 +10,28 @@ Example inputs are not in it: they may be private, and zeros of their sizes serv
 
 from __future__ import annotations
 
+import copy
 import json
-import logging
 import os
 import sys
 import warnings
-from collections.abc import Collection, Iterator
-from contextlib import contextmanager
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import torch
+from torch import nn
 from torch._export.serde import schema, serialize
 from torch.export import ExportedProgram
 
-from mezzo._errors import CheckpointError, UnsupportedError, choices
+from mezzo._errors import CheckpointError, UnsupportedError
 from mezzo._files import atomic_writer
 from mezzo.graph.admit import admit, without_notes
 from mezzo.graph.archive import ArchiveReader, reading, writing
+from mezzo.graph.devices import device_here, devices_here
 from mezzo.graph.examples import zeros_like_inputs
+from mezzo.graph.quiet import quiet
 from mezzo.graph.tensors import PART, TensorReader, TensorWriter
 
 Place = str | os.PathLike[str]
@@ -85,7 +87,7 @@ def load(path: Place, *, device: str | torch.device | None = None, custom_ops: C
     """
     # Opened here, so that a file that is not there is told from one that cannot be read.
     with Path(path).open("rb") as file:
-        return _read(file, os.fspath(path), None if device is None else torch.device(device), custom_ops)
+        return _read(file, os.fspath(path), None if device is None else device_here(device), custom_ops)
 
 
 def _read(file: BinaryIO, name: str, device: torch.device | None, custom_ops: Collection[str]) -> Artefact:
@@ -107,8 +109,8 @@ def _described(stored: Stored, tensors: TensorWriter) -> tuple[Any, dict[str, An
     exported = stored.exported
     names = {"state": tensors.add(exported.state_dict), "constants": tensors.add(exported.constants)}
     try:
-        with _quiet():
-            artifact = serialize.serialize(exported, serialize_state_dict=False, serialize_constants=False, serialize_example_inputs=False)
+        with quiet(serialize.__name__):
+            artifact = serialize.serialize(_without_numbers(exported))
         graph = without_notes(json.loads(artifact.exported_program))
         admit(graph, _namespaces(exported))
     except CheckpointError as error:
@@ -116,6 +118,21 @@ def _described(stored: Stored, tensors: TensorWriter) -> tuple[Any, dict[str, An
     except Exception as error:
         raise UnsupportedError(f"The program cannot be saved: torch cannot write it as plain values. {_first_line(error)}") from error
     return graph, names
+
+
+def _without_numbers(exported: ExportedProgram) -> ExportedProgram:
+    """The same graph around tensors without data: torch pickles whatever a program holds, some versions unasked, and here numbers are written elsewhere."""
+    bare = copy.copy(exported)
+    bare._state_dict = {name: _bare(value) for name, value in exported.state_dict.items()}
+    bare._constants = {name: _bare(value) for name, value in exported.constants.items()}
+    bare._example_inputs = None
+    return bare
+
+
+def _bare(tensor: Any) -> torch.Tensor:
+    empty = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+    # torch looks whether a parameter is one.
+    return nn.Parameter(empty, requires_grad=False) if isinstance(tensor, nn.Parameter) else empty
 
 
 def _contents(archive: ArchiveReader) -> dict[str, Any]:
@@ -153,7 +170,7 @@ def _graph(plain: Any, written_by: str, device: torch.device | None, custom_ops:
 
 def _program(graph: schema.ExportedProgram, state: dict[str, torch.Tensor], constants: dict[str, torch.Tensor]) -> ExportedProgram:
     """Have torch rebuild an admitted graph around tensors that are already there: it is given nothing to unpickle."""
-    with _quiet(), warnings.catch_warnings():
+    with quiet(serialize.__name__), warnings.catch_warnings():
         # torch goes on with a graph whose code it could not make; nothing that was saved is one.
         warnings.filterwarnings("error", "Unable to execute the generated python source code")
         exported = serialize.ExportedProgramDeserializer().deserialize(graph, state, constants)
@@ -174,12 +191,8 @@ def _check_fit(exported: ExportedProgram, tensors: dict[str, torch.Tensor]) -> N
 
 
 def _require_device(contents: dict[str, Any], device: torch.device | None) -> None:
-    here = torch.accelerator.current_accelerator(check_available=True)
-    known = {"cpu", "meta"} if here is None else {"cpu", "meta", here.type}
-    if device is not None and device.type not in known:
-        raise UnsupportedError(f"There is no device {str(device)!r} here. {choices(sorted(known))}")
     for saved_from in {record["device"] for record in contents["tensors"]} if device is None else ():
-        if torch.device(saved_from).type not in known:
+        if torch.device(saved_from).type not in devices_here():
             raise UnsupportedError(f"The program was saved from {saved_from!r}, and there is no such device here. Load it with device='cpu'.")
 
 
@@ -199,18 +212,6 @@ def _namespaces(exported: ExportedProgram) -> set[str]:
     """The namespaces of the ops that a program calls, bodies included."""
     modules = [one for one in exported.graph_module.modules() if isinstance(one, torch.fx.GraphModule)]
     return {node.target.namespace for one in modules for node in one.graph.nodes if isinstance(node.target, torch._ops.OpOverload)}
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """torch logs what it is unsure of, and answers it right."""
-    logger = serialize.log
-    level = logger.level
-    logger.setLevel(logging.ERROR)
-    try:
-        yield
-    finally:
-        logger.setLevel(level)
 
 
 def _first_line(error: BaseException) -> str:

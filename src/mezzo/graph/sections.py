@@ -20,6 +20,9 @@ from mezzo.graph.typing_run import dtypes_of, fake_mode, set_dtypes
 _PLANNED = frozenset("cond while_loop map map_impl scan associative_scan tag_activation_checkpoint wrap_activation_checkpoint".split())
 """Operators whose bodies are planned; others keep theirs as they are."""
 
+_GIVEN = "mezzo_given"
+"""In the meta of a body's output: the dtypes that it gave in the model."""
+
 
 @dataclass(frozen=True)
 class Section:
@@ -72,10 +75,13 @@ class _Operator:
 
     def planned(self) -> tuple[list[Section], Lent]:
         """The plans of the bodies, and the dtypes in which they take what is handed to them."""
-        if self.node.target.name() == "cond":  # type: ignore[union-attr]
-            sections, lent = self._planned_branches()
-        else:
-            sections, lent = self._bodies(), {}
+        match self.node.target.name():  # type: ignore[union-attr]
+            case "cond":
+                sections, lent = self._planned_branches()
+            case "while_loop":
+                sections, lent = self._planned_loop()
+            case _:
+                sections, lent = self._bodies(), {}
         borrowed = {place: one for place, one in self._weights().items() if self._demanded(sections, place) == {self.said.dtype}}
         lent |= {(self.node, one): self.said.dtype for one in borrowed.values()}
         return [one for found in sections for one in _borrowing(found, borrowed)], lent
@@ -119,30 +125,66 @@ class _Operator:
         half, weights = self.said.dtype, self._weights()
         operands = {place: one for place, one in enumerate(self._operands()[0]) if place not in weights and _is_full(one)}
         handed = {place for place, one in operands.items() if self.around.choice.made(one) is half}
-        kept = next(body.graph.output_node().meta[OUTPUTS] for _, body in bodies(self.module, self.node))
+        kept = next(_kept(body) for _, body in bodies(self.module, self.node))
         self._agree(handed, (None,) * len(kept))
         drafts = self._bodies()
         taken = {place for place in operands if (read := self._demanded(drafts, place)) == {half} or (place in handed and read != {torch.float32})}
         given = [half if dtype is torch.float32 and all(_gives(draft[0], place) is half for draft in drafts) else dtype for place, dtype in enumerate(kept)]
         self._agree(taken, given)
-        mode = fake_mode(self.module)
-        if mode is not None:
-            _retype_results(self.node, given, self.said.dtype, mode)
+        self._retype(given)
         return self._bodies(), {(self.node, operands[place]): half for place in taken}
 
-    def _agree(self, taken: Collection[int], given: Collection[torch.dtype | None]) -> None:
-        """Note in the bodies what they take in 16 bits and what they are to give."""
+    def _planned_loop(self) -> tuple[list[list[Section]], dict[tuple[Node, Node], torch.dtype]]:
+        """A loop hands on in 16 bits what comes in 16 bits, is read so by somebody, and is made so again by each turn: nothing is rounded that was not."""
+        half, (operands, carried) = self.said.dtype, self._operands()
+        [*_, (_, body)] = bodies(self.module, self.node)
+        kept = _kept(body)
+        handed = {place for place, one in enumerate(operands[:carried]) if _is_full(one) and self.around.choice.made(one) is half}
+        if not all(isinstance(one, Node) and isinstance(one.meta.get("val"), torch.Tensor) for one in operands[:carried]):
+            return self._bodies(), {}
+        while True:
+            self._agree(handed, [None if place in handed else dtype for place, dtype in enumerate(kept)], of=body)
+            drafts = self._bodies()
+            lasting = {place for place in handed if self._demanded(drafts, place) != {torch.float32} and _gives(drafts[-1][0], place) is half}
+            if lasting == handed:
+                break
+            handed = lasting
+        given = [half if place in handed else dtype for place, dtype in enumerate(kept)]
+        self._agree(handed, given, of=body)
+        self._retype(given)
+        return self._bodies(), {(self.node, operands[place]): half for place in handed}
+
+    def _retype(self, given: Collection[torch.dtype | None]) -> None:
+        mode = fake_mode(self.module)
+        if mode is not None:
+            _retype_results(self.node, given, mode)
+
+    def _agree(self, taken: Collection[int], given: Collection[torch.dtype | None], *, of: GraphModule | None = None) -> None:
+        """Note in the bodies what they take in 16 bits and what they are to give; `of` names the one that gives, where another only judges."""
         operands = self._operands()[0]
         for _, body in bodies(self.module, self.node):
             mode = fake_mode(body)
-            body.graph.output_node().meta[OUTPUTS] = tuple(given)
+            if of is None or body is of:
+                body.graph.output_node().meta[OUTPUTS] = tuple(given)
             for place, placeholder in enumerate(body.graph.find_nodes(op="placeholder")):
-                if mode is not None and _is_full(operands[place]):
-                    set_dtypes(placeholder, [self.said.dtype if place in taken else torch.float32], mode)
+                if mode is not None and (_is_full(operands[place]) or _is_half(operands[place], self.said.dtype)):
+                    half = place in taken or not _is_full(operands[place])
+                    set_dtypes(placeholder, [self.said.dtype if half else torch.float32], mode)
 
 
 def _is_full(value: Any) -> bool:
     return isinstance(value, Node) and isinstance(value.meta.get("val"), torch.Tensor) and value.meta["val"].dtype is torch.float32
+
+
+def _is_half(value: Any, half: torch.dtype) -> bool:
+    return isinstance(value, Node) and isinstance(value.meta.get("val"), torch.Tensor) and value.meta["val"].dtype is half
+
+
+def _kept(body: GraphModule) -> tuple[torch.dtype | None, ...]:
+    """The dtypes that a body gave in the model, whatever was agreed on since: a body in a body is planned anew for each draft around it."""
+    noted: dict[str, Any] = body.graph.output_node().meta
+    kept: tuple[torch.dtype | None, ...] = noted.setdefault(_GIVEN, noted[OUTPUTS])
+    return kept
 
 
 def _gives(section: Section, place: int) -> torch.dtype | None:
@@ -150,8 +192,8 @@ def _gives(section: Section, place: int) -> torch.dtype | None:
     return section.planned.choice.made(value) if isinstance(value, Node) and values(value) else None
 
 
-def _retype_results(node: Node, given: Collection[torch.dtype | None], half: torch.dtype, mode: Any) -> None:
-    told = [half if dtype is half else found for dtype, found in zip(given, dtypes_of(node.meta["val"]), strict=True)]
+def _retype_results(node: Node, given: Collection[torch.dtype | None], mode: Any) -> None:
+    told = [found if dtype is None else dtype for dtype, found in zip(given, dtypes_of(node.meta["val"]), strict=True)]
     set_dtypes(node, told, mode)
     for user in node.users:
         if isinstance(user.meta.get("val"), torch.Tensor) and isinstance(place := user.args[1], int):

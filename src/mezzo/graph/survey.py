@@ -14,7 +14,7 @@ from mezzo._dtypes import dtype_name
 from mezzo.graph.aliases import written
 from mezzo.graph.follow import follow
 from mezzo.graph.lists import Words
-from mezzo.graph.nodes import Role, base, deciding, op_name, role, said_dtype, values
+from mezzo.graph.nodes import REWRITTEN, Role, base, deciding, op_name, role, said_dtype, values
 from mezzo.graph.pins import FOLLOWS, FREE, Pin, pin
 from mezzo.graph.tidy import REGION
 from mezzo.graph.traits import CASTS, EXACT
@@ -53,7 +53,7 @@ def _role(node: Node, weights: Collection[Node], touched: Collection[Node], half
     found = role(node, half)
     if found in (Role.OP, Role.CAST, Role.FILL) and node in touched:
         return Role.FIXED
-    return Role.FIXED if found in (Role.OP, Role.FILL) and node.meta.get(REGION) == "kept" else found
+    return Role.FIXED if found in (Role.OP, Role.FILL) and (node.meta.get(REGION) == "kept" or REWRITTEN in node.meta) else found
 
 
 def _fixed(node: Node, found: Role, touched: Collection[Node]) -> Pin | None:
@@ -64,6 +64,8 @@ def _fixed(node: Node, found: Role, touched: Collection[Node]) -> Pin | None:
         return Pin(False, "its memory is written in place, so it keeps its dtype")
     if node.meta.get(REGION) == "kept":
         return Pin(False, "in a mezzo region of the model, which has settled its dtype")
+    if REWRITTEN in node.meta:
+        return Pin(False, node.meta[REWRITTEN].reason)
     if base(node) in CASTS:
         return Pin(False, "the model's own cast")
     if isinstance(node.target, HigherOrderOperator):
@@ -89,7 +91,7 @@ def _followed(roles: Mapping[Node, Role], listed: Mapping[Node, Pin], as_autocas
     settled = dict(listed)
     rounded: dict[Node, bool] = {}
     for node, found in reversed(list(roles.items())):
-        rounded[node] = bool(node.users) and all(_rounds(user, node, roles, settled, rounded) for user in node.users)
+        rounded[node] = bool(node.users) and all(_rounds(user, node, roles, settled, rounded, said.dtype) for user in node.users)
         open_ended = found in (Role.OP, Role.FILL) or (found is Role.INPUT and not said.keep_io and node.op == "placeholder")
         if not open_ended or listed[node].half is not None or (as_autocast[node] and found is Role.OP):
             continue
@@ -99,14 +101,14 @@ def _followed(roles: Mapping[Node, Role], listed: Mapping[Node, Pin], as_autocas
     return settled
 
 
-def _rounds(user: Node, node: Node, roles: Mapping[Node, Role], settled: Mapping[Node, Pin], rounded: Mapping[Node, bool]) -> bool:
+def _rounds(user: Node, node: Node, roles: Mapping[Node, Role], settled: Mapping[Node, Pin], rounded: Mapping[Node, bool], half: torch.dtype) -> bool:
     match roles[user]:
         case Role.SILENT:
             return True
         case Role.ELEMENT:
             return rounded[user]
         case Role.CAST:
-            return values(user)[0].dtype is not torch.float32 if values(user) else False
+            return bool(values(user)) and values(user)[0].dtype is half
         case Role.OP:
             if said_dtype(user) is not None or all(read.node is not node for read in deciding(user)):
                 return False

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -12,6 +12,11 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx import GraphModule, Node
 from torch.fx.node import map_arg
 from torch.utils import _pytree as pytree
+
+from mezzo._dtypes import dtype_name
+
+ORIGIN = ("nn_module_stack", "stack_trace", "torch_fn")
+"""What a node's meta tells of where it comes from."""
 
 
 def fake_mode(module: GraphModule) -> FakeTensorMode | None:
@@ -27,9 +32,7 @@ def run(node: Node, mode: FakeTensorMode) -> Any:
     """Run one op on its inputs' example values."""
     args, kwargs = map_arg((node.args, node.kwargs), lambda one: one.meta["val"])
     target: Callable[..., Any] = node.target  # type: ignore[assignment]
-    # Ops whose result's size depends on numbers invent a new symbol each time: only the dtype is wanted here.
-    quiet: AbstractContextManager[Any] = mode.shape_env.ignore_fresh_unbacked_symbols() if mode.shape_env is not None else nullcontext()
-    with mode, quiet, torch.no_grad():
+    with mode, _unnoticed(mode), torch.no_grad():
         return target(*args, **kwargs)
 
 
@@ -65,8 +68,30 @@ def set_dtypes(node: Node, dtypes: list[torch.dtype], mode: FakeTensorMode) -> N
         node.meta.pop("tensor_meta", None)
 
 
+def insert_cast(module: GraphModule, value: Node, dtype: torch.dtype, before: Node, like: Node) -> Node:
+    """Put a cast of a value before a node, noted to come from where another one does."""
+    with module.graph.inserting_before(before):
+        cast = module.graph.create_node("call_function", torch.ops.aten.to.dtype, (value, dtype), name=f"{value.name}_{dtype_name(dtype)}")
+    cast.meta = {key: like.meta[key] for key in ORIGIN if key in like.meta}
+    cast.meta["val"] = value.meta["val"]
+    mode = fake_mode(module)
+    if mode is not None:
+        set_dtypes(cast, [dtype], mode)
+    return cast
+
+
 def _with_dtype(example: torch.Tensor, dtype: torch.dtype, mode: FakeTensorMode) -> torch.Tensor:
     if example.dtype is dtype:
         return example
-    with mode:
+    with mode, _unnoticed(mode):
         return torch.empty_strided(example.shape, example.stride(), dtype=dtype, device=example.device)
+
+
+@contextmanager
+def _unnoticed(mode: FakeTensorMode) -> Iterator[None]:
+    """Only dtypes are wanted: what an op asks of dynamic sizes is no condition on the program, and sizes that depend on numbers are no new symbols."""
+    if mode.shape_env is None:
+        yield
+        return
+    with mode.shape_env.suppress_guards(), mode.shape_env.ignore_fresh_unbacked_symbols():
+        yield

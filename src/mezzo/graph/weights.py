@@ -22,6 +22,7 @@ from mezzo.graph.typing_run import fake_mode, set_dtypes
 NAME = "mezzo_name"
 """In a placeholder's meta: the name of the tensor that the model has for it."""
 
+_LARGEST = torch.iinfo(torch.int16).max
 _STORED = (InputKind.PARAMETER, InputKind.BUFFER, InputKind.CONSTANT_TENSOR)
 
 
@@ -30,6 +31,8 @@ class Pool:
     """Copies of a model's tensors, one for each dtype: programs of several sizes share them, and so do tied weights."""
 
     copies: dict[tuple[int, torch.dtype], torch.Tensor] = field(default_factory=dict)
+    fixed: dict[int, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
+    """Tables in fixed point: whole numbers, and a scale for each row."""
     originals: list[torch.Tensor] = field(default_factory=list)
     """Kept, so that no other tensor gets the identity of one that is gone."""
 
@@ -42,6 +45,21 @@ class Pool:
                 copied = cast(tensor.detach(), dtype) if tensor.dtype is not dtype else tensor.detach().clone()
             self.copies[key] = nn.Parameter(copied, requires_grad=False) if isinstance(tensor, nn.Parameter) else copied
         return self.copies[key]
+
+    def fix(self, table: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """A table as whole numbers and a scale for each row, of which it is the product.
+
+        >>> numbers, scale = Pool().fix(torch.tensor([[0.5, -1.0], [0.0, 0.0]]))
+        >>> numbers.tolist(), (numbers * scale).round(decimals=4).tolist()
+        ([[16384, -32767], [0, 0]], [[0.5, -1.0], [0.0, 0.0]])
+        """
+        if id(table) not in self.fixed:
+            self.originals.append(table)
+            with torch.no_grad():
+                scale = table.detach().abs().amax(-1, keepdim=True) / _LARGEST
+                numbers = table.detach() / torch.where(scale > 0, scale, 1.0)
+            self.fixed[id(table)] = numbers.round().to(torch.int16), scale
+        return self.fixed[id(table)]
 
 
 @dataclass(frozen=True)
