@@ -84,6 +84,7 @@ def test_a_file_saved_from_the_gpu_is_loaded_there_and_on_a_cpu(tmp_path) -> Non
     assert {one.device.type for one in tensors(on_cpu(*(one.cpu() for one in animal.args)))} == {"cpu"}
 
 
+@pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated")
 def test_a_converted_model_compiles_whole() -> None:
     animal = _animal("bert")
     converted = mezzo.convert(animal.model, animal.args, dtype="bfloat16")

@@ -63,6 +63,15 @@ def test_moved_to_another_device_everything_moves_and_this_one_stays():
     assert converted(X).device.type == "cpu"
 
 
+def test_what_a_graph_makes_itself_is_made_on_the_other_device():
+    class Placed(nn.Module):
+        def forward(self, x):
+            return x + torch.arange(4) + torch.zeros(4, device=x.device)
+
+    moved = mezzo.convert(nn.Sequential(nn.Linear(4, 4), Placed()), (X,), dtype=HALF).to("meta")
+    assert moved(X.to("meta")).device.type == "meta"
+
+
 def test_it_compiles_whole():
     converted = _converted()
     for target in (converted, converted.module):

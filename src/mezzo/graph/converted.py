@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.export import ExportedProgram
+from torch.fx import GraphModule
 
 from mezzo._errors import CheckpointError, ConversionError
 from mezzo.graph.devices import device_here
@@ -167,6 +168,10 @@ def _moved(exported: ExportedProgram, device: str | torch.device, memo: dict[int
     from torch.export.passes import move_to_device_pass  # noqa: PLC0415
 
     moved = move_to_device_pass(moved, device)
+    for part in moved.graph_module.modules():
+        if isinstance(part, GraphModule):
+            # torch changes the devices that a graph names, and leaves its code as it was.
+            part.recompile()
     # A program that was loaded has its guards from the file: its graph alone does not tell them.
     moved._guards_code = exported._guards_code
     return moved

@@ -1,6 +1,6 @@
 """A model compiled by torch for a training step, with what Inductor is slow at done here.
 
-Of a compiled ResNet-50's step on an H200 (batch 128, 224², 18.7 ms) Inductor's max pooling takes 0.91 ms, where its bytes take 0.13: it goes by 64-bit places in
+Of a compiled ResNet-50's step on an H200 (batch 128, 224², 18.7 ms) Inductor's max pooling takes 0.91 ms, ours 0.27 and its bytes 0.13: it goes by 64-bit places in
 the whole image. In torch 2.13 it adds up with atomics besides, in an order that is another each time.
 """
 
