@@ -100,3 +100,11 @@ def test_what_a_model_calls_is_replaced_where_channels_are_last(monkeypatch):
     assert launched == [(1, 8, 12, 12), (1, 8, 6, 6), (1, 8, 12, 12), (1, 8, 24, 24)]
     for parameter, gradient in zip(net.parameters(), expected, strict=True):
         torch.testing.assert_close(parameter.grad, gradient)
+
+
+def test_sizes_may_change_from_call_to_call():
+    net = nn.Sequential(nn.Conv2d(3, 8, 1), nn.MaxPool2d(2)).to(memory_format=torch.channels_last)
+    called = torch.compile(net, backend=_only_the_pass, dynamic=True, fullgraph=True)
+    for size in ((1, 3, 4, 6), (2, 3, 6, 5)):
+        x = torch.randn(size).contiguous(memory_format=torch.channels_last)
+        assert torch.equal(called(x), net(x))
