@@ -12,7 +12,7 @@ import torch
 from mezzo.eager.composites import body, has_body, ops_inside
 from mezzo.eager.higher_order import CARRIED, operators, refusal
 from mezzo.policy.decide import effective, entry_of
-from mezzo.policy.kernels import needs_one_dtype
+from mezzo.policy.kernels import RECURRENT, needs_one_dtype
 from mezzo.policy.policy import Policy
 from mezzo.policy.preset import OpLists
 from mezzo.policy.registry import Function, Op, aten_overloads, functional_overloads, parameters, registry
@@ -62,10 +62,6 @@ Table = Mapping[Function, Action]
 
 EMPTY: Table = {}
 
-_BY_CUDNN = frozenset({"lstm", "gru", "rnn_tanh", "rnn_relu"})
-"""On CUDA torch's autocast casts inside of these, to float16 whatever its dtype is, and lays the weights side by side as cuDNN wants them
-(ATen/cudnn/AutocastRNN.cpp): copies of ours lie apart, and are compacted at every call with a warning."""
-
 _BACKWARD: tuple[Function, ...] = (torch.Tensor.backward, torch.autograd.backward, torch.autograd.grad)
 
 
@@ -73,7 +69,8 @@ def plan(policy: Policy, dtype: torch.dtype, device: str, *, versioned: bool, al
     """Lay out every steered function. `alone` leaves nothing to torch's own lists, for where those are not heard (torch.export)."""
     lists = effective(policy, dtype, device)
     theirs = {} if alone else native(device)
-    left = _BY_CUDNN if device == "cuda" and dtype is torch.float16 and not alone else frozenset()
+    # torch's own casts are left to these: copies of ours would lie apart, and be compacted at every call with a warning.
+    left = RECURRENT if device == "cuda" and dtype is torch.float16 and not alone else frozenset()
     actions: dict[Function, Action] = {}
     for op in registry():
         entry = entry_of(lists, op.name, dtype, device)

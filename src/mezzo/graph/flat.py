@@ -10,8 +10,8 @@ from torch.export import ExportedProgram
 from torch.fx import Node
 
 from mezzo.graph.nodes import base, bound, nodes_in
+from mezzo.policy.kernels import RECURRENT
 
-_MODES = {"lstm": "LSTM", "gru": "GRU", "rnn_tanh": "RNN_TANH", "rnn_relu": "RNN_RELU"}
 _GATES = {"lstm": 4, "gru": 3}
 
 
@@ -19,7 +19,7 @@ def flatten(exported: ExportedProgram) -> None:
     """Lay the weights of each recurrent layer on a GPU into one piece, in place: what `nn.LSTM.flatten_parameters` does for a module."""
     tensors = {spec.arg.name: exported.state_dict.get(spec.target) for spec in exported.graph_signature.input_specs if spec.target is not None}
     for node in exported.graph.nodes:
-        if base(node) in _MODES:
+        if base(node) in RECURRENT:
             weights: list[Any] = [tensors.get(one.name) for one in nodes_in(dict(bound(node))["params"])]
             if weights and _is_taken(weights):
                 with torch.cuda.device_of(weights[0]), torch.no_grad():
@@ -32,7 +32,7 @@ def _described(node: Node, weights: list[Any]) -> tuple[Any, ...]:
     each = len(weights) // (said["num_layers"] * (2 if said["bidirectional"] else 1))
     projection = weights[each - 1].shape[0] if each > (4 if said["has_biases"] else 2) else 0
     hidden, inputs = weights[0].shape[0] // _GATES.get(op, 1), weights[0].shape[1]
-    mode = torch.backends.cudnn.rnn.get_cudnn_mode(_MODES[op])
+    mode = torch.backends.cudnn.rnn.get_cudnn_mode(op.upper())
     # A packed sequence has no batch dimension to come first.
     return each, inputs, mode, hidden, projection, said["num_layers"], said.get("batch_first", False), said["bidirectional"]
 

@@ -1,7 +1,7 @@
 """Recurrent layers of a bfloat16 program on CUDA: in float16, as torch.autocast runs them.
 
-torch's autocast casts what goes into a recurrent layer of cuDNN to float16 whatever dtype its region has (aten/src/ATen/cudnn/AutocastRNN.cpp): in bfloat16 the same
-layer is less exact, and cuDNN takes it only since 9.13. The layer is rewritten as if the model itself cast to float16 before it and to float32 behind it.
+torch's autocast casts what goes into them to float16 whatever dtype its region has (`policy.kernels.RECURRENT`): in bfloat16 the same layer is less exact, and cuDNN
+takes it only since 9.13. The layer is rewritten as if the model itself cast to float16 before it and to float32 behind it.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from mezzo.graph.nodes import REWRITTEN, Rewritten, Role, base, reads, values
 from mezzo.graph.planning import Planned
 from mezzo.graph.traits import FILLS
 from mezzo.graph.typing_run import dtypes_of, fake_mode, insert_cast, set_dtypes
-from mezzo.graph.weights import NAME, Pool
+from mezzo.graph.weights import NAME, Pool, exceeds
+from mezzo.policy.kernels import RECURRENT
 
-_LAYERS = frozenset({"lstm", "gru", "rnn_tanh", "rnn_relu"})
 _NARROW = torch.float16
 _REASON = "torch.autocast runs cuDNN's recurrent layers in float16"
 
@@ -31,9 +31,9 @@ def layers(exported: ExportedProgram, planned: Planned, said: Words) -> frozense
         return frozenset()
     choice = planned.choice
     open_ended = [
-        node for node, role in choice.roles.items() if role is Role.OP and base(node) in _LAYERS and choice.halves[node] and base(node) not in said.half
+        node for node, role in choice.roles.items() if role is Role.OP and base(node) in RECURRENT and choice.halves[node] and base(node) not in said.half
     ]
-    return frozenset(node.name for node in open_ended if all(_fits(tensor) for tensor in _tensors(exported, node)))
+    return frozenset(node.name for node in open_ended if not any(exceeds(tensor, _NARROW) for tensor in _tensors(exported, node)))
 
 
 def narrow(exported: ExportedProgram, module: GraphModule, names: Collection[str], pool: Pool, *, store: bool) -> ExportedProgram:
@@ -62,11 +62,6 @@ def _tensors(exported: ExportedProgram, node: Node) -> Iterator[torch.Tensor]:
             yield exported.state_dict[name]
 
 
-def _fits(tensor: torch.Tensor) -> bool:
-    """Whether float16 holds a weight: its range is narrower."""
-    return tensor.is_meta or not tensor.numel() or float(tensor.detach().abs().max()) <= torch.finfo(_NARROW).max
-
-
 def _store(module: GraphModule, value: Node, name: str | None, state: dict[str, torch.Tensor], pool: Pool) -> None:
     """Make a weight, or a state of zeros, float16."""
     if name is None:
@@ -74,16 +69,13 @@ def _store(module: GraphModule, value: Node, name: str | None, state: dict[str, 
     else:
         state[name] = pool.take(state[name], _NARROW)
     value.meta[REWRITTEN] = Rewritten(base(value), _REASON)
-    mode = fake_mode(module)
-    if mode is not None:
-        set_dtypes(value, [_NARROW], mode)
+    set_dtypes(value, [_NARROW], fake_mode(module))
 
 
 def _narrow_results(module: GraphModule, node: Node) -> None:
     mode = fake_mode(module)
     for one in (node, *node.users):
-        if mode is not None:
-            set_dtypes(one, [_NARROW if dtype is torch.float32 else dtype for dtype in dtypes_of(one.meta["val"])], mode)
+        set_dtypes(one, [_NARROW if dtype is torch.float32 else dtype for dtype in dtypes_of(one.meta["val"])], mode)
     for element in [one for one in node.users if one.users]:
         wide = _cast(module, element, torch.float32, element.next)
         element.replace_all_uses_with(wide, lambda user, wide=wide: user is not wide)  # type: ignore[misc]

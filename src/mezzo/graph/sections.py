@@ -123,7 +123,7 @@ class _Operator:
     def _planned_branches(self) -> tuple[list[list[Section]], dict[tuple[Node, Node], torch.dtype]]:
         """Branches take in 16 bits what all of them read so, and give in 16 bits what all of them make so: nothing is rounded that was not."""
         half, weights = self.said.dtype, self._weights()
-        operands = {place: one for place, one in enumerate(self._operands()[0]) if place not in weights and _is_full(one)}
+        operands = {place: one for place, one in enumerate(self._operands()[0]) if place not in weights and _is(one, torch.float32)}
         handed = {place for place, one in operands.items() if self.around.choice.made(one) is half}
         kept = next(_kept(body) for _, body in bodies(self.module, self.node))
         self._agree(handed, (None,) * len(kept))
@@ -139,7 +139,7 @@ class _Operator:
         half, (operands, carried) = self.said.dtype, self._operands()
         [*_, (_, body)] = bodies(self.module, self.node)
         kept = _kept(body)
-        handed = {place for place, one in enumerate(operands[:carried]) if _is_full(one) and self.around.choice.made(one) is half}
+        handed = {place for place, one in enumerate(operands[:carried]) if _is(one, torch.float32) and self.around.choice.made(one) is half}
         if not all(isinstance(one, Node) and isinstance(one.meta.get("val"), torch.Tensor) for one in operands[:carried]):
             return self._bodies(), {}
         while True:
@@ -167,17 +167,13 @@ class _Operator:
             if of is None or body is of:
                 body.graph.output_node().meta[OUTPUTS] = tuple(given)
             for place, placeholder in enumerate(body.graph.find_nodes(op="placeholder")):
-                if mode is not None and (_is_full(operands[place]) or _is_half(operands[place], self.said.dtype)):
-                    half = place in taken or not _is_full(operands[place])
+                if mode is not None and (_is(operands[place], torch.float32) or _is(operands[place], self.said.dtype)):
+                    half = place in taken or not _is(operands[place], torch.float32)
                     set_dtypes(placeholder, [self.said.dtype if half else torch.float32], mode)
 
 
-def _is_full(value: Any) -> bool:
-    return isinstance(value, Node) and isinstance(value.meta.get("val"), torch.Tensor) and value.meta["val"].dtype is torch.float32
-
-
-def _is_half(value: Any, half: torch.dtype) -> bool:
-    return isinstance(value, Node) and isinstance(value.meta.get("val"), torch.Tensor) and value.meta["val"].dtype is half
+def _is(value: Any, dtype: torch.dtype) -> bool:
+    return isinstance(value, Node) and isinstance(value.meta.get("val"), torch.Tensor) and value.meta["val"].dtype is dtype
 
 
 def _kept(body: GraphModule) -> tuple[torch.dtype | None, ...]:

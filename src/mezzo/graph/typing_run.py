@@ -59,10 +59,10 @@ def retype(module: GraphModule) -> None:
             set_dtypes(node, dtypes_of(run(node, mode)), mode)
 
 
-def set_dtypes(node: Node, dtypes: list[torch.dtype], mode: FakeTensorMode) -> None:
-    """Note the dtypes of a node's results."""
+def set_dtypes(node: Node, dtypes: list[torch.dtype], mode: FakeTensorMode | None) -> None:
+    """Note the dtypes of a node's results, in a graph that has examples of them."""
     example = node.meta["val"]
-    if dtypes_of(example) != dtypes:
+    if mode is not None and dtypes_of(example) != dtypes:
         node.meta["val"] = with_dtypes(example, dtypes, mode)
         # What torch noted beside it holds the old dtype.
         node.meta.pop("tensor_meta", None)
@@ -74,9 +74,7 @@ def insert_cast(module: GraphModule, value: Node, dtype: torch.dtype, before: No
         cast = module.graph.create_node("call_function", torch.ops.aten.to.dtype, (value, dtype), name=f"{value.name}_{dtype_name(dtype)}")
     cast.meta = {key: like.meta[key] for key in ORIGIN if key in like.meta}
     cast.meta["val"] = value.meta["val"]
-    mode = fake_mode(module)
-    if mode is not None:
-        set_dtypes(cast, [dtype], mode)
+    set_dtypes(cast, [dtype], fake_mode(module))
     return cast
 
 

@@ -83,7 +83,8 @@ def weight_nodes(exported: ExportedProgram, module: GraphModule, half: torch.dty
         if spec.kind in _STORED and spec.target is not None:
             node = placeholders[spec.arg.name]
             node.meta[NAME] = spec.target
-            found[node] = _fault(spec.target, _tensor(exported, spec.target), half)
+            beyond = exceeds(_tensor(exported, spec.target), half)
+            found[node] = f"{spec.target!r} holds numbers beyond the range of {dtype_name(half)}" if beyond else ""
     return found
 
 
@@ -115,22 +116,25 @@ def _tensor(exported: ExportedProgram, name: str) -> torch.Tensor:
     return found
 
 
-def _fault(name: str, tensor: torch.Tensor, half: torch.dtype) -> str:
+def exceeds(tensor: torch.Tensor, dtype: torch.dtype) -> bool:
+    """Whether a float32 tensor holds finite numbers beyond the range of a dtype.
+
+    >>> exceeds(torch.tensor([1e5, torch.inf]), torch.float16), exceeds(torch.tensor([1.0, torch.inf]), torch.float16)
+    (True, False)
+    """
     if tensor.dtype is not torch.float32 or not tensor.numel() or tensor.is_meta:
-        return ""
+        return False
     with torch.no_grad():
         low, high = torch.aminmax(tensor.detach())
         largest = float(torch.maximum(high, -low))
         if not isfinite(largest):
             largest = float(tensor.detach().abs().nan_to_num(nan=0.0, posinf=0.0).max())
-    return f"{name!r} holds numbers beyond the range of {dtype_name(half)}" if largest > torch.finfo(half).max else ""
+    return largest > torch.finfo(dtype).max
 
 
 def _second(module: GraphModule, node: Node, name: str, dtype: torch.dtype) -> Node:
     with module.graph.inserting_after(node):
         made = module.graph.placeholder(name)
     made.target, made.meta = made.name, dict(node.meta)
-    mode = fake_mode(module)
-    if mode is not None:
-        set_dtypes(made, [dtype], mode)
+    set_dtypes(made, [dtype], fake_mode(module))
     return made

@@ -16,6 +16,10 @@ from mezzo._dtypes import dtype_name
 
 _learnt: set[tuple[str, str, str]] = set()
 
+RECURRENT = frozenset({"lstm", "gru", "rnn_tanh", "rnn_relu"})
+"""Layers that cuDNN computes. On CUDA torch's autocast casts inside of them, to float16 whatever its dtype is, and lays the weights side by side as cuDNN wants
+them (ATen/cudnn/AutocastRNN.cpp)."""
+
 _ONE_DTYPE = frozenset({"layer_norm", "group_norm"})
 """Norms whose kernels read input and parameters as one dtype: ATen/native/cuda/layer_norm_kernel.cu and group_norm_kernel.cu. Batch norm's take the mix wherever
 they run, instance norm is made of it, and rms_norm is then made of ops that promote."""

@@ -20,11 +20,10 @@ from torch.nn import functional as F
 
 from mezzo.scaling.kernels import has_kernel
 from mezzo.step import pool
+from mezzo.step.inputs import IMAGES, is_channels_last
 
 _POOLS = (F.max_pool2d, torch.max_pool2d)
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
-_IMAGES = 4
-"""Dimensions of a batch of images."""
 _PLACES = 127
 """The largest window whose places an int8 can tell."""
 
@@ -46,10 +45,10 @@ class Substitutes(CustomGraphPass):
     def __call__(self, graph: fx.Graph) -> None:
         """Replace such calls."""
         for node in graph.nodes:
-            asked = _asked(*node.args, **node.kwargs) if node.op == "call_function" and node.target in _POOLS else None
-            if asked is not None and self._fits(asked.x):
+            pooling = _pooling(*node.args, **node.kwargs) if node.op == "call_function" and node.target in _POOLS else None
+            if pooling is not None and self._fits(pooling.x):
                 with graph.inserting_before(node):
-                    both = graph.call_function(torch.ops.mezzo.max_pool2d.default, (asked.x, asked.kernel, asked.stride, asked.padding))
+                    both = graph.call_function(torch.ops.mezzo.max_pool2d.default, (pooling.x, pooling.kernel, pooling.stride, pooling.padding))
                     largest = graph.call_function(getitem, (both, 0))
                 largest.meta = dict(node.meta)
                 node.replace_all_uses_with(largest)
@@ -61,14 +60,13 @@ class Substitutes(CustomGraphPass):
 
     def _fits(self, x: fx.Node) -> bool:
         value = x.meta.get("example_value")
-        if not isinstance(value, FakeTensor) or value.device.type != self.device or value.dim() != _IMAGES or value.dtype not in _DTYPES:
+        if not isinstance(value, FakeTensor) or value.device.type != self.device or value.dtype not in _DTYPES:
             return False
-        # What is contiguous both ways has one channel or one pixel, and nothing to gain.
-        return value.is_contiguous(memory_format=torch.channels_last) and not value.is_contiguous()
+        return value.dim() == IMAGES and is_channels_last(value)
 
 
 @dataclass(frozen=True)
-class Asked:
+class Pooling:
     """What a max pooling was asked for."""
 
     x: fx.Node
@@ -81,7 +79,7 @@ class Asked:
     """On either side."""
 
 
-def _asked(
+def _pooling(
     input: fx.Node,  # noqa: A002
     kernel_size: Any,
     stride: Any = None,
@@ -89,12 +87,12 @@ def _asked(
     dilation: Any = 1,
     ceil_mode: bool = False,  # noqa: FBT001, FBT002
     return_indices: bool = False,  # noqa: FBT001, FBT002
-) -> Asked | None:
+) -> Pooling | None:
     """The call in one form, or None if it is of no kind that is done here."""
     kernel, steps, pads = _pair(kernel_size), _pair(stride or kernel_size), _pair(padding)
     if ceil_mode or return_indices or _pair(dilation) != (1, 1) or kernel is None or steps is None or pads is None or prod(kernel) > _PLACES:
         return None
-    return Asked(input, kernel, steps, pads)
+    return Pooling(input, kernel, steps, pads)
 
 
 def _pair(value: Any) -> tuple[int, int] | None:

@@ -9,7 +9,7 @@ import torch
 
 from mezzo._casting import map_tensors
 
-_IMAGES = 4
+IMAGES = 4
 """Dimensions of a batch of images, which may have their channels last."""
 
 
@@ -26,7 +26,7 @@ def signature(value: Any, leaves: list[torch.Tensor]) -> Hashable:
     """
     if isinstance(value, torch.Tensor):
         leaves.append(value)
-        return value.shape, value.dtype, value.is_cuda, value.dim() == _IMAGES and _is_channels_last(value)
+        return value.shape, value.dtype, value.is_cuda, value.dim() == IMAGES and is_channels_last(value)
     if isinstance(value, list | tuple):
         return type(value), tuple([signature(item, leaves) for item in value])
     if isinstance(value, dict):
@@ -48,7 +48,7 @@ def placed(value: Any, device: torch.device, *, channels_last: bool = False) -> 
     """Inputs on the device of the model; images get their channels last if the model has."""
 
     def place(tensor: torch.Tensor) -> torch.Tensor:
-        if channels_last and tensor.dim() == _IMAGES and tensor.is_floating_point():
+        if channels_last and tensor.dim() == IMAGES and tensor.is_floating_point():
             return tensor.to(device, non_blocking=True, memory_format=torch.channels_last)
         return tensor if tensor.device == device else tensor.to(device, non_blocking=True)
 
@@ -73,5 +73,6 @@ def copies(value: Any) -> Any:
     return map_tensors(value, lambda tensor: tensor.detach().clone())
 
 
-def _is_channels_last(tensor: torch.Tensor) -> bool:
+def is_channels_last(tensor: torch.Tensor) -> bool:
+    """Whether images have their channels last; with one channel or one pixel, either layout is both, and counts as neither."""
     return not tensor.is_contiguous() and tensor.is_contiguous(memory_format=torch.channels_last)

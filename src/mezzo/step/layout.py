@@ -14,12 +14,12 @@ from mezzo._errors import PolicyError
 from mezzo._hardware import hardware
 from mezzo.prepare.decoration import decoration_of
 from mezzo.step.hostreads import watching
+from mezzo.step.inputs import IMAGES
 from mezzo.step.program import Studio
 from mezzo.step.words import Layout
 
 ThingT = TypeVar("ThingT", nn.Module, torch.Tensor)
 
-_IMAGES = 4
 _WARM, _TIMED = 2, 5
 _WORTH = 0.98
 """Faster by less is not told from noise, and the model stays as it is."""
@@ -35,7 +35,7 @@ def channels_last(thing: ThingT) -> ThingT:
         if decoration_of(thing) is not None:
             raise PolicyError("Exact weights and states have the layout that the parameters had when they were decorated. First channels_last, then decorate.")
         return thing.to(memory_format=torch.channels_last)  # type: ignore[call-overload, no-any-return]
-    if thing.dim() != _IMAGES:
+    if thing.dim() != IMAGES:
         raise PolicyError(f"channels_last takes a batch of images with 4 dimensions, got shape {tuple(thing.shape)}.")
     return thing.contiguous(memory_format=torch.channels_last)
 
@@ -87,7 +87,7 @@ def measure(model: nn.Module, run: Callable[[nn.Module, bool], torch.Tensor], *,
 def _laid_out(model: nn.Module, *, last: bool) -> nn.Module:
     copied = copy.deepcopy(model)
     for parameter in copied.parameters():
-        if last and parameter.dim() == _IMAGES:
+        if last and parameter.dim() == IMAGES:
             parameter.data = parameter.data.contiguous(memory_format=torch.channels_last)
     return copied
 

@@ -81,17 +81,10 @@ def _last(tensor: torch.Tensor) -> torch.Tensor:
 
 def _grid(out: torch.Tensor, apart: int = 1) -> tuple[tuple[int, int, int], tuple[int, int]]:
     """Programs for rows of pixels, for columns of a row and for channels, and how many columns, so far apart, and channels one has."""
+    from triton import next_power_of_2  # type: ignore[import-untyped] # noqa: PLC0415 - as above
+
     images, channels, rows, columns = out.shape
     together = -(-columns // apart)
-    per_pixel = min(_CHANNELS, _power(channels))
-    pixels = min(_VALUES // per_pixel, _power(together))
+    per_pixel = min(_CHANNELS, next_power_of_2(channels))
+    pixels = min(_VALUES // per_pixel, next_power_of_2(together))
     return (images * rows, -(-together // pixels) * apart, -(-channels // per_pixel)), (pixels, per_pixel)
-
-
-def _power(number: int) -> int:
-    """The power of two that is at least so large.
-
-    >>> [_power(number) for number in (1, 3, 64, 65)]
-    [1, 4, 64, 128]
-    """
-    return 1 << (number - 1).bit_length()

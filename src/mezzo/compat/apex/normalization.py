@@ -8,34 +8,29 @@ from torch import nn
 __all__ = ["FusedLayerNorm", "FusedRMSNorm", "MixedFusedLayerNorm", "MixedFusedRMSNorm"]
 
 
-class FusedLayerNorm(nn.LayerNorm):
+class _Norm:
+    """Apex's arguments before torch's norm."""
+
+    def __init__(
+        self,
+        normalized_shape: int | list[int] | torch.Size,
+        eps: float = 1e-5,
+        elementwise_affine: bool = True,  # noqa: FBT001, FBT002 - Apex's call shape
+        memory_efficient: bool = False,  # noqa: ARG002, FBT001, FBT002
+    ) -> None:
+        super().__init__(normalized_shape, eps, elementwise_affine)  # type: ignore[call-arg]
+
+
+class FusedLayerNorm(_Norm, nn.LayerNorm):
     """`torch.nn.LayerNorm` with Apex's arguments; `memory_efficient` has no effect.
 
     >>> FusedLayerNorm(4)
     FusedLayerNorm((4,), eps=1e-05, elementwise_affine=True, bias=True)
     """
 
-    def __init__(
-        self,
-        normalized_shape: int | list[int] | torch.Size,
-        eps: float = 1e-5,
-        elementwise_affine: bool = True,  # noqa: FBT001, FBT002 - Apex's call shape
-        memory_efficient: bool = False,  # noqa: ARG002, FBT001, FBT002
-    ) -> None:
-        super().__init__(normalized_shape, eps, elementwise_affine)
 
-
-class FusedRMSNorm(nn.RMSNorm):
+class FusedRMSNorm(_Norm, nn.RMSNorm):
     """`torch.nn.RMSNorm` with Apex's arguments; `memory_efficient` has no effect."""
-
-    def __init__(
-        self,
-        normalized_shape: int | list[int] | torch.Size,
-        eps: float = 1e-5,
-        elementwise_affine: bool = True,  # noqa: FBT001, FBT002 - Apex's call shape
-        memory_efficient: bool = False,  # noqa: ARG002, FBT001, FBT002
-    ) -> None:
-        super().__init__(normalized_shape, eps, elementwise_affine)
 
 
 MixedFusedLayerNorm, MixedFusedRMSNorm = FusedLayerNorm, FusedRMSNorm
