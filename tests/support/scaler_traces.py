@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,8 @@ class Trace:
     """A letter a step: `.` finite gradients, N NaN, I inf, J -inf."""
     after: list[tuple[float, int, int]]
     """Scale, good steps in a row and bad steps in a row after each step."""
+    unscaled: list[float]
+    """What became of a finite gradient of 1 at each step."""
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -55,6 +58,9 @@ def traces() -> list[Trace]:
 
 def _trace(entry: dict[str, Any]) -> Trace:
     kinds = "".join(kind * int(count or 1) for kind, count in re.findall(r"([.NIJ])(\d*)", entry["kinds"]))
-    scales = itertools.chain.from_iterable([scale] * count for scale, count in entry["scales"])
-    after = zip(scales, map(int, entry["good"].split()), map(int, entry["bad"].split()), strict=True)
-    return Trace(entry["config"], entry["mode"], entry["optimizer"], entry["reload_at"], kinds, list(after))
+    after = zip(_spread(entry["scales"]), map(int, entry["good"].split()), map(int, entry["bad"].split()), strict=True)
+    return Trace(entry["config"], entry["mode"], entry["optimizer"], entry["reload_at"], kinds, list(after), list(_spread(entry["unscaled"])))
+
+
+def _spread(runs: list[tuple[float, int]]) -> Iterable[float]:
+    return itertools.chain.from_iterable([value] * count for value, count in runs)

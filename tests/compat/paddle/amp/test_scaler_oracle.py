@@ -1,4 +1,7 @@
-"""Every trace of PaddlePaddle's scaler, in its own words: the scale and both counters after each of 200 steps, and which steps were skipped."""
+"""Every trace of PaddlePaddle's scaler, in its own words: the scale and both counters after each of 200 steps, which steps were skipped, and unscaled gradients.
+
+One difference is deliberate: Paddle's kernel writes zeros over all gradients of a skipped step, and here they stay, so that one can look at what was bad.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,7 @@ OPTIMIZERS = {"SGD": paddle.optimizer.SGD, "AdamW": paddle.optimizer.AdamW, "Lam
 
 
 def step(trace: Trace, scaler: paddle.amp.GradScaler, optimizer: torch.optim.Optimizer, loss: torch.Tensor) -> None:
-    """One iteration in the order that the trace was recorded in."""
+    """One iteration in the order that the trace was recorded in, but for the gradients, which are left to be looked at."""
     scaler.scale(loss).backward()
     if trace.mode.startswith("unscale"):
         scaler.unscale_(optimizer)
@@ -23,14 +26,13 @@ def step(trace: Trace, scaler: paddle.amp.GradScaler, optimizer: torch.optim.Opt
     else:
         scaler.step(optimizer)
         scaler.update()
-    optimizer.clear_grad()
 
 
 @pytest.mark.parametrize("trace", TRACES, ids=[f"{number}-{trace.mode}-{trace.optimizer}" for number, trace in enumerate(TRACES)])
 def test_a_trace_is_reproduced_through_paddles_names(trace: Trace):
     scaler, weight = paddle.amp.GradScaler(**trace.config), torch.nn.Parameter(torch.ones(2))
     optimizer = OPTIMIZERS[trace.optimizer](learning_rate=1e-3, parameters=[weight])
-    for number, (kind, expected) in enumerate(zip(trace.kinds, trace.after, strict=True)):
+    for number, (kind, expected, unscaled) in enumerate(zip(trace.kinds, trace.after, trace.unscaled, strict=True)):
         if number == trace.reload_at:
             saved = scaler.state_dict()
             scaler = paddle.amp.GradScaler()
@@ -40,6 +42,13 @@ def test_a_trace_is_reproduced_through_paddles_names(trace: Trace):
         state = scaler.state_dict()
         assert (state["scale"].item(), state["incr_count"], state["decr_count"]) == expected
         assert torch.equal(weight, before) is (kind != ".")
+        if kind == ".":
+            assert weight.grad.tolist() == [unscaled] * 2
+        else:
+            assert unscaled == 0.0
+            assert not weight.grad[0].isfinite()
+            assert weight.grad[1].item() == pytest.approx(1.0, rel=1e-6)
+        optimizer.clear_grad()
 
 
 def test_all_traces_are_run():
