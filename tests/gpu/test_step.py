@@ -392,3 +392,23 @@ def test_another_captured_program_beside_is_not_disturbed() -> None:
         step(x, y)
     assert step.captured
     assert torch.equal(doubled, source * 2)
+
+
+def test_workspaces_that_others_clear_are_not_those_of_a_captured_step() -> None:
+    """cuBLAS adds the parts of a long sum up in a workspace, which torch.compile frees when it captures: a replay must not write to it then."""
+    torch.manual_seed(0)
+    model = nn.Linear(16384, 64, device="cuda")
+    step = mezzo.TrainStep(model, F.mse_loss, torch.optim.SGD(model.parameters(), lr=0.0), "O2", dtype="bfloat16")
+    x, y = torch.randn(64, 16384, device="cuda"), torch.randn(64, 64, device="cuda")
+    losses = [step(x, y) for _ in range(6)]
+    assert step.captured
+    torch._C._cuda_clearCublasWorkspaces()
+    taken = []
+    for stream in (torch.cuda.current_stream(), step._runner._studio.stream):
+        with torch.cuda.stream(stream):
+            taken += [torch.full((size << 20,), 7, dtype=torch.uint8, device="cuda") for size in (32, 32, 8, 8, 1)]
+    torch.cuda.synchronize()
+    losses += [step(x, y) for _ in range(3)]
+    torch.cuda.synchronize()
+    assert all(bool((one == 7).all()) for one in taken)
+    assert len({float(loss) for loss in losses}) == 1

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -65,9 +66,23 @@ class Studio:
         safe = generator.clone_state()
         try:
             # Pinned memory may be asked for meanwhile, here and in other threads, such as a loader's. What waits for the stream fails in every mode.
-            with torch.cuda.graph(graph, pool=self.pool, stream=self.stream, capture_error_mode="relaxed"):
+            with _own_workspaces(), torch.cuda.graph(graph, pool=self.pool, stream=self.stream, capture_error_mode="relaxed"):
                 returned = map_tensors(run(held), torch.Tensor.detach)
         except BaseException:
             generator.graphsafe_set_state(safe)
             raise
         return Program(graph, inputs, returned)
+
+
+@contextmanager
+def _own_workspaces() -> Iterator[None]:
+    """Let cuBLAS ask for workspaces in the program's own memory.
+
+    It keeps one for each stream, and a captured product goes on using the one it had. That of the warm-up is anybody's to free, and torch.compile does so
+    whenever it captures.
+    """
+    torch._C._cuda_clearCublasWorkspaces()
+    try:
+        yield
+    finally:
+        torch._C._cuda_clearCublasWorkspaces()
