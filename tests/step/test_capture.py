@@ -50,7 +50,7 @@ class PretendedStudio:
         except KeyError:
             torch.ones(2).view(3)
 
-    def capture(self, run, values):
+    def capture(self, run, values, leaves, kept):
         if self.fails:
             self.fail()
         held, inputs = buffers_for(values)

@@ -247,7 +247,7 @@ def triton_dtype(dtype: torch.dtype) -> Any:
     """Triton's name for a dtype."""
     import triton.language as tl  # type: ignore[import-untyped] # noqa: PLC0415 - as above
 
-    return {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16, torch.float32: tl.float32, torch.float64: tl.float64}[dtype]
+    return getattr(tl, dtype_name(dtype))
 
 
 # -- torch -----------------------------------------------------------------------------------------------------------------------------------------

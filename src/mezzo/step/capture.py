@@ -188,7 +188,7 @@ class CapturingRunner:
         begin = time.perf_counter()
         for bound in self._bounds:
             bound.before_capture()
-        program = self._studio.capture(lambda held: engine.run(held[0], held[1], phase, mode), placed)
+        program = self._studio.capture(lambda held: engine.run(held[0], held[1], phase, mode), placed, leaves, engine.board.memory)
         for bound in self._bounds:
             bound.after_capture()
         if _events.listening():

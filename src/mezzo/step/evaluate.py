@@ -86,7 +86,7 @@ class EvalStep:
                 self._give_up(f"the host reads from the device in {found[0]}")
             return returned
         try:
-            self._programs[key] = program = studio.capture(self._run, placed(values, self._device))
+            self._programs[key] = program = studio.capture(self._run, placed(values, self._device), leaves)
         except Exception as error:  # noqa: BLE001 - whatever a model does that cannot be captured: it is told, and the call runs eagerly
             self._give_up(first_words(error))
             return self._eagerly(values)

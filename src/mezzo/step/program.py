@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -10,7 +10,9 @@ from typing import Any
 import torch
 
 from mezzo._casting import map_tensors
+from mezzo.scaling.kernels import has_kernel
 from mezzo.step.inputs import buffers_for, copies
+from mezzo.step.mail import Mail
 
 
 @dataclass(frozen=True, eq=False)
@@ -22,14 +24,20 @@ class Program:
     """Where it reads its inputs."""
     returned: Any
     """Where it writes what the body returns."""
+    mail: Mail | None = None
+    """How it learns where its inputs are; without, they are copied before it runs."""
 
     def replay(self, leaves: list[torch.Tensor]) -> Any:
         """Run it on other inputs; what comes back is the caller's own."""
-        # One by one: inputs differ in dtype and size, and for such torch's list of copies is a slower loop.
-        for buffer, leaf in zip(self.inputs, leaves, strict=True):
-            buffer.copy_(leaf, non_blocking=True)
+        loss = None
+        if self.mail is not None:
+            loss = self.mail.write(leaves)
+        else:
+            # One by one: inputs differ in dtype and size, and for such torch's list of copies is a slower loop.
+            for buffer, leaf in zip(self.inputs, leaves, strict=True):
+                buffer.copy_(leaf, non_blocking=True)
         self.graph.replay()
-        return copies(self.returned)
+        return copies(self.returned) if loss is None else loss
 
 
 @dataclass(frozen=True, eq=False)
@@ -59,19 +67,25 @@ class Studio:
         finally:
             current.wait_stream(self.stream)
 
-    def capture(self, run: Callable[[Any], Any], values: Any) -> Program:
-        """Capture a function of nested inputs. Where that fails, the random generator is as it was: torch leaves it in the middle of a capture."""
+    def capture(self, run: Callable[[Any], Any], values: Any, leaves: Sequence[torch.Tensor] = (), kept: object = None) -> Program:
+        """Capture a function of nested inputs, whose tensors come as `leaves` from the caller. `kept` is what it writes to of the host's memory.
+
+        Where that fails, the random generator is as it was: torch leaves it in the middle of a capture.
+        """
         held, inputs = buffers_for(values)
+        mail = Mail(self.device, leaves, inputs, kept) if leaves and has_kernel(self.device) else None
+        if mail is not None:
+            mail.rehearse(leaves)
         graph, generator = torch.cuda.CUDAGraph(), torch.cuda.default_generators[self.device.index or 0]
         safe = generator.clone_state()
         try:
             # Pinned memory may be asked for meanwhile, here and in other threads, such as a loader's. What waits for the stream fails in every mode.
             with _own_workspaces(), torch.cuda.graph(graph, pool=self.pool, stream=self.stream, capture_error_mode="relaxed"):
-                returned = map_tensors(run(held), torch.Tensor.detach)
+                returned = map_tensors(run(held) if mail is None else mail.around(run, held), torch.Tensor.detach)
         except BaseException:
             generator.graphsafe_set_state(safe)
             raise
-        return Program(graph, inputs, returned)
+        return Program(graph, inputs, returned, mail)
 
 
 @contextmanager

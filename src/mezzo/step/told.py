@@ -34,23 +34,24 @@ class Board:
 
     def __init__(self, device: torch.device, scaler: GradScaler | None) -> None:
         self._on_device, self._scaler = device.type == "cuda", scaler
-        self._values = torch.tensor([0.0, 0.0, 1.0 if scaler is None else scaler.get_scale(), 0.0, 0.0], pin_memory=self._on_device)
+        self.memory = torch.tensor([0.0, 0.0, 1.0 if scaler is None else scaler.get_scale(), 0.0, 0.0], pin_memory=self._on_device)
+        """Loss, whether it was skipped, scale, skipped updates, and skipped ones in a row."""
         self._spoken = False
 
     def read(self) -> Told:
         """The numbers as they have arrived."""
-        loss, skipped, scale, skips, _ = self._values.tolist()
+        loss, skipped, scale, skips, _ = self.memory.tolist()
         return Told(loss, bool(skipped), scale, int(skips))
 
     def scale_and_skips(self) -> tuple[float, int]:
         """The scale, and the skips in a row, as they have arrived."""
-        _, _, scale, _, in_a_row = self._values.tolist()
+        _, _, scale, _, in_a_row = self.memory.tolist()
         return scale, int(in_a_row)
 
     def write(self, loss: torch.Tensor | None, bad: torch.Tensor | bool | None) -> None:  # noqa: FBT001 - the flag itself, known to the host or not
         """Let the numbers of a step arrive. `bad` is None where nothing was updated."""
         if loss is not None and (bad is None or not self._on_device):
-            self._values[:1].copy_(loss.detach().reshape(1), non_blocking=True)
+            self.memory[:1].copy_(loss.detach().reshape(1), non_blocking=True)
         if bad is None:
             return
         shown = None if self._scaler is None else replay.shown(self._scaler)
@@ -64,24 +65,24 @@ class Board:
             # One launch that writes to the host's memory: putting the numbers together and copying them takes 5 µs of a captured step on an H200.
             from mezzo.step.board_kernel import board_kernel  # noqa: PLC0415 - Triton is optional, and takes a while to import
 
-            numbers = (self._values, bad if loss is None else loss.detach(), bad, shown)
+            numbers = (self.memory, bad if loss is None else loss.detach(), bad, shown)
             constants = (kernels.triton_dtype(torch.float32 if loss is None else loss.dtype), loss is not None)
             with kernels.on(shown.device):
                 kernels.run_kernel(board_kernel, 1, numbers, constants, shown.device)
             return
         first = [] if loss is None else [loss.detach().reshape(1).to(shown)]
-        self._values[_SKIPPED - len(first) :].copy_(torch.cat([*first, bad.reshape(1), shown[:3]]), non_blocking=True)
+        self.memory[_SKIPPED - len(first) :].copy_(torch.cat([*first, bad.reshape(1), shown[:3]]), non_blocking=True)
 
     def _write_on_host(self, loss: torch.Tensor | None, *, bad: bool) -> None:
         if loss is not None and self._on_device:
-            self._values[:1].copy_(loss.detach().reshape(1), non_blocking=True)
+            self.memory[:1].copy_(loss.detach().reshape(1), non_blocking=True)
         if self._scaler is not None:
             state = replay.state(self._scaler)
-            self._values[_SKIPPED:] = torch.tensor([float(bad), state.scale, float(state.skipped), float(state.skipped_in_a_row)])
+            self.memory[_SKIPPED:] = torch.tensor([float(bad), state.scale, float(state.skipped), float(state.skipped_in_a_row)])
 
     def speak(self) -> None:
         """Say once that a loss is not finite, as soon as that is known."""
-        if self._spoken or isfinite(loss := self._values.tolist()[0]):
+        if self._spoken or isfinite(loss := self.memory.tolist()[0]):
             return
         self._spoken = True
         if _events.listening():
