@@ -33,6 +33,32 @@ def test_what_is_written_between_two_reads_is_cast_for_each():
     assert len(casts) == 2
 
 
+def test_what_the_model_widens_is_read_as_it_was_by_those_who_would_cast_it_back():
+    def function(self, x):
+        wide = self.first(x).float()
+        return self.first(wide), wide.softmax(-1), self.first(self.first(x).float())
+
+    module = _applied(Calls(function, first=nn.Linear(4, 4)), X)
+    first, second, third, last = (one for one in module.graph.nodes if one.target is torch.ops.aten.linear.default)
+    assert second.args[0] is first
+    # Who wants it wide still has it, and what nobody wants is gone.
+    assert node(module, "softmax").args[0].args[:2] == (first, torch.float32)
+    assert last.args[0] is third
+    assert names(module).count("aten.to.dtype") == 1 + 1 + 2
+
+
+def test_what_the_model_widens_and_then_writes_is_cast():
+    def function(self, x):
+        wide = self.first(x).float()
+        view = wide.view(8)
+        view += 1
+        return self.first(wide)
+
+    module = _applied(Calls(function, first=nn.Linear(4, 4)), X)
+    second = [one for one in module.graph.nodes if one.target is torch.ops.aten.linear.default][1]
+    assert second.args[0].target is torch.ops.aten.to.dtype
+
+
 def test_example_values_are_brought_up_to_date():
     module = _applied(Calls(lambda self, x: F.relu(self.first(x)).chunk(2, -1)[0], first=nn.Linear(4, 4)), X)
     assert node(module, "relu").meta["val"].dtype is HALF

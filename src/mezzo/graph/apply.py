@@ -13,6 +13,9 @@ from mezzo.graph.nodes import Read, Role, values
 from mezzo.graph.planning import Planned
 from mezzo.graph.typing_run import dtypes_of, fake_mode, insert_cast, set_dtypes
 
+_TO = 2
+"""Arguments of a cast that does nothing else: what it reads, and the dtype."""
+
 Variants = Mapping[tuple[Node, torch.dtype], Node]
 """Weights that are stored twice: the placeholder of each dtype."""
 
@@ -24,6 +27,9 @@ def apply_plan(module: GraphModule, planned: Planned, variants: Variants) -> Non
     for node in list(planned.choice.roles):
         reader.rewrite(node)
     _refresh(module, planned, made)
+    for node in sorted(reader.passed_over, reverse=True):
+        if not node.users:
+            module.graph.erase_node(node)
     module.graph.lint()
     module.recompile()
 
@@ -33,6 +39,8 @@ class _Reader:
 
     def __init__(self, module: GraphModule, planned: Planned, known: dict[tuple[Node, torch.dtype], Node], made: Mapping[Node, torch.dtype]) -> None:
         self._module, self._planned, self._known, self._made = module, planned, known, made
+        self.passed_over: dict[Node, None] = {}
+        """The model's own casts whose results somebody would have cast back."""
 
     def rewrite(self, node: Node) -> None:
         """Cast a node's inputs as the plan says."""
@@ -57,12 +65,22 @@ class _Reader:
         wanted = self._planned.choice.wants(node, read)
         if wanted is None or not isinstance(read.node.meta["val"], torch.Tensor) or wanted is self._made[read.node]:
             return read.node
+        if (source := self._widened(read.node)) is not None and self._made[source] is wanted:
+            self.passed_over[read.node] = None
+            return source
         if read.node in self._planned.written:
             # Its numbers change between two reads: each casts anew.
             return insert_cast(self._module, read.node, wanted, node, node)
         if (read.node, wanted) not in self._known:
             self._known[read.node, wanted] = insert_cast(self._module, read.node, wanted, node, node)
         return self._known[read.node, wanted]
+
+    def _widened(self, node: Node) -> Node | None:
+        """What the model itself casts to a wider dtype here: cast back, it would be the same to the bit."""
+        if node.target is not torch.ops.aten.to.dtype or len(node.args) != _TO or node.kwargs or not self._planned.written.isdisjoint({node, node.args[0]}):
+            return None
+        source: Any = node.args[0]
+        return source if source in self._made and self._made[source].itemsize < self._made[node].itemsize else None
 
 
 def _refresh(module: GraphModule, planned: Planned, made: Mapping[Node, torch.dtype]) -> None:
