@@ -6,6 +6,7 @@ both can reach: where the inputs are, and where the loss is to go. The program r
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from ctypes import c_int64
 from dataclasses import dataclass
@@ -88,8 +89,8 @@ class Mail:
         self._nothing = torch.zeros((), device=device)
         self._sends = True
         """Whether the program has a loss to send."""
-        self._losses: list[torch.Tensor] = []
-        self._stream: int | None = None
+        self._losses: defaultdict[int, list[torch.Tensor]] = defaultdict(list)
+        """Where losses can go, for each stream: memory is handed on in the order of the stream that it was asked for on."""
         self._brought: list[torch.Tensor] = []
         """Copies of inputs that could not be read as they are, until the next letter."""
 
@@ -123,14 +124,12 @@ class Mail:
         return loss
 
     def _loss(self) -> torch.Tensor:
-        # Memory is handed on in the order of the stream that it was asked for on.
-        stream = torch._C._cuda_getCurrentRawStream(self._index) if self._index >= 0 else None
-        if not self._losses or stream != self._stream:
-            self._stream = stream
+        losses = self._losses[torch._C._cuda_getCurrentRawStream(self._index) if self._index >= 0 else -1]
+        if not losses:
             page = torch.empty(_LOSSES, _ALIGNED // torch.float32.itemsize, device=self._device)
             # Neighbours in memory, and else strangers: no views, and each with a version of its own.
-            self._losses = [one.data for one in page[:, 0].unbind()]
-        return self._losses.pop()
+            losses += [one.data for one in page[:, 0].unbind()]
+        return losses.pop()
 
     # -- on the device ---------------------------------------------------------------------------------------------------------------------------------
 
