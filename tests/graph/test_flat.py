@@ -30,7 +30,9 @@ def told(monkeypatch):
 @pytest.mark.parametrize("name", LAYERS)
 def test_a_layer_is_described_as_torch_s_own_module_describes_it(name, told):
     layer = LAYERS[name]()
-    converted = mezzo.convert(Calls(lambda self, x: self.layer(x)[0], layer=layer), (torch.randn(3, 5, 6),), dtype="bfloat16")
+    # Said, for on a CPU a GRU would read its weights in float32.
+    half = ["gru"] if isinstance(layer, nn.GRU) else ()
+    converted = mezzo.convert(Calls(lambda self, x: self.layer(x)[0], layer=layer), (torch.randn(3, 5, 6),), dtype="bfloat16", half=half)
     [(weights, each, inputs, mode, hidden, projection, layers, batch_first, bidirectional)] = told
     assert [one.shape for one in weights] == [one.shape for one in layer._flat_weights]
     assert {id(one) for one in weights} <= {id(one) for one in converted.artefact.programs[0].exported.state_dict.values()}
@@ -39,7 +41,7 @@ def test_a_layer_is_described_as_torch_s_own_module_describes_it(name, told):
 
 
 def test_it_is_done_again_for_a_program_that_is_moved_or_loaded(told, tmp_path):
-    converted = mezzo.convert(Calls(lambda self, x: self.layer(x)[0], layer=LAYERS["gru"]()), (torch.randn(3, 5, 6),), dtype="bfloat16")
+    converted = mezzo.convert(Calls(lambda self, x: self.layer(x)[0], layer=LAYERS["lstm"]()), (torch.randn(3, 5, 6),), dtype="bfloat16")
     converted.to("cpu")
     converted.save(tmp_path / "model")
     mezzo.Converted.load(tmp_path / "model")

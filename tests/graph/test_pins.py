@@ -1,11 +1,14 @@
+from dataclasses import replace
+
 import pytest
 import torch
 import torch.nn.functional as F
-from support.graphs import graph, node, words
+from support.graphs import Calls, graph, node, words
+from torch import nn
 
 import mezzo
 from mezzo.graph.nodes import Role
-from mezzo.graph.pins import FREE, pin
+from mezzo.graph.pins import CARRIES, FREE, pin
 from mezzo.policy.rule import Conditional
 
 X = torch.randn(2, 4)
@@ -45,6 +48,15 @@ def test_an_op_made_of_others_follows_them():
     found = _pin(lambda x: torch.einsum("ij,kj->ik", x, x), "einsum", words())
     assert found.half is True
     assert found.reason.startswith("computed by bmm")
+
+
+def test_a_layer_that_carries_a_state_does_so_in_float32_on_a_cpu_unless_it_is_listed():
+    model = Calls(lambda self, x: self.layer(x)[0], layer=nn.GRU(4, 4))
+    found = node(graph(model, X), "gru")
+    policy = mezzo.Policy("O1", "bfloat16", half={"gru"})
+    pins = [pin(found, "gru", Role.OP, said, {}) for said in (words(), words(half=frozenset({"gru"})), words(policy), replace(words(), device="cuda"))]
+    assert pins[0] is CARRIES
+    assert [one.half for one in pins[1:]] == [True, True, True]
 
 
 def test_an_op_without_a_kernel_stays_float32_whoever_lists_it():

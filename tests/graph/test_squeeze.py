@@ -40,3 +40,9 @@ def test_weights_that_are_kept_are_not_squeezed():
 def test_a_weight_that_is_only_added_is_not_rounded():
     module, plan = planned(Calls(lambda self, x: x + self.norm.weight + self.norm.bias, norm=nn.LayerNorm(8)), torch.randn(2, 8))
     assert plan.choice.stored(next(one for one in module.graph.nodes if one.name.endswith("bias"))) == (torch.float32,)
+
+
+def test_matrices_of_a_layer_that_carries_its_state_in_float32_are_rounded_and_vectors_are_not():
+    module, plan = planned(Calls(lambda self, x: self.layer(x)[0], layer=nn.GRU(16, 64)), torch.randn(2, 16))
+    stored = {len(one.meta["val"].shape): plan.choice.stored(one) for one in module.graph.find_nodes(op="placeholder") if "layer" in one.name}
+    assert stored == {2: (HALF,), 1: (torch.float32,)}

@@ -4,9 +4,10 @@ import copy
 
 import pytest
 import torch
-from support.graphs import relative_error, tensors
+from support.graphs import Calls, relative_error, tensors
 from support.transformers import HUGGING_FACE
-from support.zoo import ZOO, LSTMTagger
+from support.zoo import ZOO, Animal, LSTMTagger
+from torch import nn
 
 import mezzo
 
@@ -65,6 +66,31 @@ def test_a_language_model_of_twelve_layers_has_at_most_thirty_casts(tmp_path):
     animal = ZOO["gpt"]()
     casts = mezzo.convert(animal.model, animal.args, dtype="bfloat16").casts
     assert (casts.before.count, casts.after.count) == (122, 26)
+
+
+def _unrolled(self, x):
+    state = self.cell(x[0])
+    for one in x[1:]:
+        state = self.cell(one, state)
+    return self.head(state[0] if isinstance(state, tuple) else state)
+
+
+CARRYING = {
+    "gru": lambda: Calls(lambda self, x: self.head(self.layer(x)[0]), layer=nn.GRU(32, 64, 2, bidirectional=True), head=nn.Linear(128, 10)),
+    "gru_cell": lambda: Calls(_unrolled, cell=nn.GRUCell(32, 64), head=nn.Linear(64, 10)),
+    "lstm_cell": lambda: Calls(_unrolled, cell=nn.LSTMCell(32, 64), head=nn.Linear(64, 10)),
+}
+
+
+@DTYPES
+@pytest.mark.parametrize("name", CARRYING)
+def test_layers_that_carry_a_state(name, dtype):
+    torch.manual_seed(0)
+    animal = Animal(CARRYING[name]().eval(), (torch.randn(8, 4, 32),))
+    converted = mezzo.convert(animal.model, animal.args, dtype=dtype)
+    assert 2 * converted.casts.after.count <= converted.casts.before.count
+    assert _stored(converted) <= 0.55 * sum(one.nbytes for one in animal.model.parameters())
+    assert all(ours < theirs for ours, theirs in _errors(animal, converted, dtype))
 
 
 @pytest.mark.slow

@@ -134,7 +134,7 @@ class Converted:
         return compare.compare(reference, self.artefact.programs[place].exported, args, kwargs)
 
     def to(self, device: str | torch.device) -> Converted:
-        """The same programs on another device; this one stays where it is."""
+        """The same programs on another device; this one stays where it is. The plan is still the one for the device of the conversion: best convert where you deploy."""
         device, memo = device_here(device), dict[int, torch.Tensor]()
         programs = tuple(Program(_moved(program.exported, device, memo), program.plan) for program in self.artefact.programs)
         references = tuple(_moved(one, device, memo) for one in self.artefact.references)

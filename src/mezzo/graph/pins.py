@@ -14,9 +14,9 @@ from mezzo._errors import RefusedOpError
 from mezzo.graph.lists import Words, condition, exclusion, misfit, module_rule
 from mezzo.graph.nodes import Role, op_name, said_dtype, values
 from mezzo.graph.tidy import REGION
-from mezzo.graph.traits import DELICATE, STRUCTURAL
+from mezzo.graph.traits import CARRYING, DELICATE, STRUCTURAL
 from mezzo.policy.kernels import lacks_kernel
-from mezzo.policy.rule import Rule
+from mezzo.policy.rule import Level, Rule
 
 
 @dataclass(frozen=True)
@@ -33,6 +33,10 @@ FREE = Pin(None, "in no list")
 
 FOLLOWS = Pin(False, "reads float32, as under torch.autocast")
 """Not for the cut: it would be less precise than under torch.autocast."""
+
+
+CARRIES = Pin(False, "carries a state from step to step, in float32 as under torch.autocast")
+"""Its weights may be rounded: torch.autocast rounds them too."""
 
 
 def pin(node: Node, name: str, role: Role, said: Words, modules: Mapping[str, nn.Module]) -> Pin:
@@ -74,6 +78,8 @@ def _by_policy(node: Node, said: Words, modules: Mapping[str, nn.Module]) -> Pin
     entry = said.entry(op)
     if op in said.policy.refuse:
         raise RefusedOpError(f"The policy refuses {op}, which the graph calls at {node.name}. Take the op out of the model, or of refuse=.")
+    if entry.rule is Rule.HALF and op in CARRYING and said.device == "cpu" and said.policy.level is not Level.O3 and op not in said.policy.listed(Rule.HALF):
+        return CARRIES
     if entry.rule in (Rule.HALF, Rule.FULL, Rule.REFUSE):
         return Pin(entry.rule is Rule.HALF, entry.reason)
     if op not in said.lists.entries and op in DELICATE:

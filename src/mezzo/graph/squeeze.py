@@ -9,7 +9,7 @@ from torch.fx import Node
 
 from mezzo.graph.choice import Choice
 from mezzo.graph.nodes import Role, op_name, values
-from mezzo.graph.pins import FOLLOWS, FREE, Pin
+from mezzo.graph.pins import CARRIES, FOLLOWS, FREE, Pin
 from mezzo.graph.traits import EXACT, PROMOTING
 
 _SHARE = 0.54
@@ -38,7 +38,7 @@ def squeeze(choice: Choice, pins: Mapping[Node, Pin]) -> tuple[frozenset[Node], 
 
 def _can(node: Node, pins: Mapping[Node, Pin]) -> bool:
     """Whether everybody who reads a weight takes it rounded: by moving its rows, by running in 16 bits anyhow, or beside such a reader by promoting."""
-    rounding = [pins[user].half is True or (_moves(user) and _is_open(pins[user])) for user in node.users]
+    rounding = [pins[user].half is True or pins[user] == CARRIES or (_moves(user) and _is_open(pins[user])) for user in node.users]
     promoting = [op_name(user) in PROMOTING for user in node.users]
     # What is only added or multiplied is small, and rounding it would be felt where nothing else is rounded.
     return any(rounding) and all(one or other for one, other in zip(rounding, promoting, strict=True))

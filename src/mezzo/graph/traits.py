@@ -59,6 +59,10 @@ MIXED_PARAMETERS: Mapping[str, frozenset[str]] = {name: frozenset(arguments) for
 STATISTICS: frozenset[str] = frozenset({"running_mean", "running_var"})
 """Arguments that a norm in training writes, though its schema does not say so."""
 
+CARRYING: frozenset[str] = frozenset({"gru", "gru_cell", "lstm_cell"})
+"""Layers whose kernels carry a state from step to step in the dtype of their weights. On a CPU torch.autocast casts around the products inside, and the state stays
+float32."""
+
 ALIASING: frozenset[str] = frozenset({"dropout", "feature_dropout", "alpha_dropout", "feature_alpha_dropout"})
 """Ops that may give back their input itself, though their schema does not say so."""
 
