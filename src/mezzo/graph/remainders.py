@@ -1,0 +1,67 @@
+"""Tables of numbers in 16 bits and a few more: the first 16 as other ops can read them, the others packed into bytes beside them.
+
+A table that only gives rows is best kept as whole numbers with a scale for each row: their spacing is even, as the numbers' is nearly. One that others read too is
+rounded to the 16-bit dtype of these, and its remainders are factors: what rounding loses is a share of each number.
+"""
+
+from __future__ import annotations
+
+import torch
+
+BITS = (8, 4, 2, 1)
+"""How many further bits a number can have: those that fill bytes."""
+_LARGEST = 32639
+"""Of the whole numbers: what an int16 holds, with room for a scale that bfloat16 rounds down."""
+_REACH = 0.75
+"""How far factors go, of the most that rounding can change a number by: nearly all lie closer, and with one or two bits the finer steps gain more than the others lose."""
+
+
+def fixed_point(table: torch.Tensor, bits: int = 0) -> tuple[torch.Tensor, ...]:
+    """A table as whole numbers, a scale for each row and, where there are further bits, levels: it is (numbers + levels / 2 ** bits) * scale.
+
+    >>> numbers, scale, levels = fixed_point(torch.tensor([[0.3, -1.0], [0.0, 0.0]]), 8)
+    >>> ((numbers + levels / 256) * scale).round(decimals=6).tolist()
+    [[0.30000001192092896, -1.0], [0.0, 0.0]]
+    """
+    scale = (table.abs().amax(-1, keepdim=True) / _LARGEST).to(torch.bfloat16)
+    finest = (table / torch.where(scale > 0, scale, 1.0) * 2**bits).round_()
+    limits = torch.iinfo(torch.int16)
+    numbers = finest.div(2**bits).floor_().clamp_(limits.min, limits.max)
+    parts = numbers.to(torch.int16), scale
+    return (*parts, pack(finest.sub_(numbers, alpha=2**bits), bits)) if bits else parts
+
+
+def factors(table: torch.Tensor, rounded: torch.Tensor, bits: int) -> torch.Tensor:
+    """What rounding a table lost, as packed levels: it is nearly rounded * (levels * step + start), with these two from `grid`.
+
+    >>> table = torch.tensor([[1.001, -3.14159]])
+    >>> rounded, (step, start) = table.bfloat16(), grid(torch.bfloat16, 8)
+    >>> rounded.tolist(), (rounded * (factors(table, rounded, 8) * step + start)).round(decimals=4).tolist()
+    ([[1.0, -3.140625]], [[1.0010000467300415, -3.1415998935699463]])
+    """
+    step, start = grid(rounded.dtype, bits)
+    # Beside an infinite number or a zero there is nothing to tell: neither changes by a factor.
+    change = ((table - rounded) / rounded).nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
+    return pack(change.sub_(start - 1.0).div_(step).round_(), bits)
+
+
+def grid(dtype: torch.dtype, bits: int) -> tuple[float, float]:
+    """The step from level to level, and the factor of the first: they lie evenly around 1.
+
+    >>> grid(torch.bfloat16, 1)
+    (0.0029296875, 0.99853515625)
+    """
+    width = _REACH * torch.finfo(dtype).eps
+    step = width / 2**bits
+    return step, 1.0 - width / 2 + step / 2
+
+
+def pack(levels: torch.Tensor, bits: int) -> torch.Tensor:
+    """Levels of a few bits each as bytes: the first byte of a row holds its first level, and those that lie a row's bytes further each.
+
+    >>> pack(torch.tensor([[1, 2, 3, 4]]), 4).tolist()
+    [[49, 66]]
+    """
+    whole = levels.clamp(0, 2**bits - 1).to(torch.uint8).unflatten(-1, (8 // bits, -1))
+    shifts = torch.arange(0, 8, bits, dtype=torch.uint8, device=levels.device)
+    return torch.sum(whole << shifts[:, None], -2, dtype=torch.uint8)
