@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import torch
 from torch.fx import Node
 
-from mezzo.graph.budget import left, stored_bytes
+from mezzo.graph.budget import excess, stored_bytes
 from mezzo.graph.choice import Choice
 from mezzo.graph.nodes import Role, op_name, values
 from mezzo.graph.pins import FOLLOWS, FREE, Pin
@@ -20,14 +20,14 @@ def squeeze(choice: Choice, pins: Mapping[Node, Pin]) -> tuple[frozenset[Node], 
     A table of embeddings is the common one: rounding its rows loses less than the layers after it, and float32 rows would make the file twice as large.
     """
     weights = [node for node, role in choice.roles.items() if role is Role.WEIGHT and node.users]
-    spare, needed = left(choice), {node: stored_bytes(choice, node) for node in weights}
+    too_much, needed = excess(choice), {node: stored_bytes(choice, node) for node in weights}
     squeezed: list[Node] = []
     for node in sorted(weights, key=needed.__getitem__, reverse=True):
-        if spare >= 0:
+        if too_much <= 0:
             break
         if torch.float32 in choice.stored(node) and _can(node, pins):
             squeezed.append(node)
-            spare += needed[node] - values(node)[0].numel() * choice.half.itemsize
+            too_much -= needed[node] - values(node)[0].numel() * choice.half.itemsize
     changed = {user: Pin(True, "reads a weight that is stored in 16 bits to keep the file small") for node in squeezed for user in node.users if _moves(user)}
     return frozenset(squeezed), dict(pins) | changed
 

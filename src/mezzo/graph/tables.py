@@ -17,7 +17,7 @@ from torch.export import ExportedProgram
 from torch.export.graph_signature import ExportGraphSignature, InputKind, InputSpec, TensorArgument
 from torch.fx import GraphModule, Node
 
-from mezzo.graph.budget import REPLACED, left
+from mezzo.graph.budget import REPLACED, room
 from mezzo.graph.nodes import REWRITTEN, Rewritten, bound, reads, values
 from mezzo.graph.planning import Planned
 from mezzo.graph.remainders import BITS, grid
@@ -30,6 +30,7 @@ _REASONS = {
 }
 _ROWS = torch.ops.aten.embedding.default
 _DIMENSIONS = 2
+_BYTE = 8
 _NARROWEST = 32
 """Numbers in a row, for which its scale takes no more than a 64th of what the row takes in float32."""
 
@@ -50,9 +51,9 @@ def tables(exported: ExportedProgram, planned: Planned) -> dict[str, Table]:
     found = {node: exported.state_dict[name] for node in choice.roles if node in choice.squeezed and (name := node.meta[NAME]) in exported.state_dict}
     found = {node: table for node, table in found.items() if _is_table(table) and any(_gives_rows(user, node) for user in node.users)}
     fixed = {node for node, table in found.items() if all(_gives_rows(user, node) for user in node.users) and _fits(table)}
-    room = left(choice) - sum(found[node].shape[0] * torch.bfloat16.itemsize for node in fixed)
+    free = room(choice) - sum(found[node].shape[0] * torch.bfloat16.itemsize for node in fixed)
     sizes = [(table.numel(), table.shape[1]) for table in found.values()]
-    able = (bits for bits in BITS if sum(count * bits / 8 for count, _ in sizes) <= room and not any(width * bits % 8 for _, width in sizes))
+    able = (bits for bits in BITS if sum(count * bits / _BYTE for count, _ in sizes) <= free and not any(width * bits % _BYTE for _, width in sizes))
     bits = next(able, 0)
     return {node.meta[NAME]: Table(None if node in fixed else choice.half, bits) for node in found if bits or node in fixed}
 
@@ -144,17 +145,24 @@ def _rewrite(before: _Before, table: Table, parts: Mapping[str, Node]) -> None:
     indices = dict(bound(reader))["indices"]
     numbers, *others = (before(suffix.removeprefix("_") or "numbers", _ROWS, part, indices) for suffix, part in parts.items())
     step, start = (2.0**-table.bits, numbers) if table.half is None else grid(table.half, table.bits)
-    total = numbers
     if table.bits:
-        total = before("total", aten.add.Tensor, before("lost", aten.mul.Tensor, _levels(before, others[-1], table.bits), step), start)
+        lost = before("lost", aten.mul.Tensor, _full(before, _levels(before, others[-1], table.bits)), step)
+        total = before("total", aten.add.Tensor, lost, start)
+    else:
+        total = _full(before, numbers)
     reader.target, reader.args, reader.kwargs = aten.mul.Tensor, (total, others[0] if table.half is None else numbers), {}
     before.note(reader)
 
 
 def _levels(before: _Before, packed: Node, bits: int) -> Node:
+    """What `mezzo.graph.remainders.pack` put into bytes."""
     aten = torch.ops.aten
-    if bits < 8:
-        shifted = [packed, *(before("shifted", aten.bitwise_right_shift.Tensor_Scalar, packed, shift) for shift in range(bits, 8, bits))]
-        packed = before("levels", aten.bitwise_and.Scalar, before("joined", aten.cat.default, shifted, -1), 2**bits - 1)
-    # Said, for by itself a product with a number takes the default dtype.
-    return before("whole", aten.to.dtype, packed, torch.float32)
+    if bits == _BYTE:
+        return packed
+    shifted = [packed, *(before("shifted", aten.bitwise_right_shift.Tensor_Scalar, packed, shift) for shift in range(bits, _BYTE, bits))]
+    return before("levels", aten.bitwise_and.Scalar, before("joined", aten.cat.default, shifted, -1), 2**bits - 1)
+
+
+def _full(before: _Before, numbers: Node) -> Node:
+    # Said, for by itself a product takes the default dtype, or that of the scale.
+    return before("full", torch.ops.aten.to.dtype, numbers, torch.float32)
