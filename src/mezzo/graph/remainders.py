@@ -1,7 +1,7 @@
 """Tables of numbers in 16 bits and a few more: the first 16 as other ops can read them, the others packed into bytes beside them.
 
-A table that only gives rows is best kept as whole numbers with a scale for each row: their spacing is even, as the numbers' is nearly. One that others read too is
-rounded to the 16-bit dtype of these, and its remainders are factors: what rounding loses is a share of each number.
+A table that only gives rows is best kept as whole numbers with a scale for each row: they lie as evenly as the numbers of a row nearly do. One that others read too
+is rounded to the 16-bit dtype of these, and its remainders are factors: what rounding loses is a share of each number.
 """
 
 from __future__ import annotations
@@ -10,23 +10,22 @@ import torch
 
 BITS = (8, 4, 2, 1)
 """How many further bits a number can have: those that fill bytes."""
-_LARGEST = 32639
-"""Of the whole numbers: what an int16 holds, with room for a scale that bfloat16 rounds down."""
+LARGEST = torch.iinfo(torch.int16).max
+"""The whole number for the largest number of a row."""
 _REACH = 0.75
 """How far factors go, of the most that rounding can change a number by: nearly all lie closer, and with one or two bits the finer steps gain more than the others lose."""
 
 
-def fixed_point(table: torch.Tensor, bits: int = 0) -> tuple[torch.Tensor, ...]:
-    """A table as whole numbers, a scale for each row and, where there are further bits, levels: it is (numbers + levels / 2 ** bits) * scale.
+def fixed_point(table: torch.Tensor, dtype: torch.dtype, bits: int = 0) -> tuple[torch.Tensor, ...]:
+    """A table as whole numbers, a scale for each row and, where there are further bits, levels: it is (numbers + levels / 2 ** bits) / LARGEST * scale.
 
-    >>> numbers, scale, levels = fixed_point(torch.tensor([[0.3, -1.0], [0.0, 0.0]]), 8)
-    >>> ((numbers + levels / 256) * scale).round(decimals=6).tolist()
-    [[0.30000001192092896, -1.0], [0.0, 0.0]]
+    >>> numbers, scale, levels = fixed_point(torch.tensor([[0.3, -1.0], [0.0, 0.0]]), torch.float16, 8)
+    >>> numbers.tolist(), ((numbers + levels / 256) / LARGEST * scale).round(decimals=6).tolist()
+    ([[9830, -32767], [0, 0]], [[0.30000001192092896, -1.0], [0.0, 0.0]])
     """
-    scale = (table.abs().amax(-1, keepdim=True) / _LARGEST).to(torch.bfloat16)
-    finest = (table / torch.where(scale > 0, scale, 1.0) * 2**bits).round_()
-    limits = torch.iinfo(torch.int16)
-    numbers = finest.div(2**bits).floor_().clamp_(limits.min, limits.max)
+    scale = _rounded_up(table.abs().amax(-1, keepdim=True), dtype)
+    finest = (table / torch.where(scale > 0, scale, 1.0) * (LARGEST * 2**bits)).round_()
+    numbers = finest.div(2**bits).floor_()
     parts = numbers.to(torch.int16), scale
     return (*parts, pack(finest.sub_(numbers, alpha=2**bits), bits)) if bits else parts
 
@@ -65,3 +64,10 @@ def pack(levels: torch.Tensor, bits: int) -> torch.Tensor:
     whole = levels.clamp(0, 2**bits - 1).to(torch.uint8).unflatten(-1, (8 // bits, -1))
     shifts = torch.arange(0, 8, bits, dtype=torch.uint8, device=levels.device)
     return torch.sum(whole << shifts[:, None], -2, dtype=torch.uint8)
+
+
+def _rounded_up(largest: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Numbers that are not negative in a 16-bit dtype, none of them less than it was."""
+    nearest = largest.to(dtype)
+    bits = nearest.view(torch.int16)
+    return torch.where(nearest < largest, bits + 1, bits).view(dtype)

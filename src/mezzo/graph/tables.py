@@ -20,7 +20,7 @@ from torch.fx import GraphModule, Node
 from mezzo.graph.budget import REPLACED, room
 from mezzo.graph.nodes import REWRITTEN, Rewritten, bound, reads, values
 from mezzo.graph.planning import Planned
-from mezzo.graph.remainders import BITS, grid
+from mezzo.graph.remainders import BITS, LARGEST, grid
 from mezzo.graph.typing_run import ORIGIN, fake_mode, run
 from mezzo.graph.weights import NAME, Pool
 
@@ -39,10 +39,12 @@ _NARROWEST = 32
 class Table:
     """How a table is stored."""
 
-    half: torch.dtype | None
-    """The 16-bit dtype in which others read it whole; None for fixed point."""
+    dtype: torch.dtype
+    """The 16-bit dtype of the program: that of its scales, or of the table itself."""
     bits: int
     """Further bits of each number."""
+    fixed: bool
+    """Whether it is in fixed point; else others read it whole."""
 
 
 def tables(exported: ExportedProgram, planned: Planned) -> dict[str, Table]:
@@ -51,11 +53,11 @@ def tables(exported: ExportedProgram, planned: Planned) -> dict[str, Table]:
     found = {node: exported.state_dict[name] for node in choice.roles if node in choice.squeezed and (name := node.meta[NAME]) in exported.state_dict}
     found = {node: table for node, table in found.items() if _is_table(table) and any(_gives_rows(user, node) for user in node.users)}
     fixed = {node for node, table in found.items() if all(_gives_rows(user, node) for user in node.users) and _fits(table)}
-    free = room(choice) - sum(found[node].shape[0] * torch.bfloat16.itemsize for node in fixed)
+    free = room(choice) - sum(found[node].shape[0] * choice.half.itemsize for node in fixed)
     sizes = [(table.numel(), table.shape[1]) for table in found.values()]
     able = (bits for bits in BITS if sum(count * bits / _BYTE for count, _ in sizes) <= free and not any(width * bits % _BYTE for _, width in sizes))
     bits = next(able, 0)
-    return {node.meta[NAME]: Table(None if node in fixed else choice.half, bits) for node in found if bits or node in fixed}
+    return {node.meta[NAME]: Table(choice.half, bits, node in fixed) for node in found if bits or node in fixed}
 
 
 def split(exported: ExportedProgram, module: GraphModule, named: Mapping[str, Table], pool: Pool) -> ExportedProgram:
@@ -70,16 +72,16 @@ def split(exported: ExportedProgram, module: GraphModule, named: Mapping[str, Ta
             specs.append(spec)
             continue
         table, node = named[spec.target], placeholders[spec.arg.name]
-        tensors = dict(zip(_suffixes(table), pool.parts(state[spec.target], table.bits, table.half), strict=True))
+        tensors = dict(zip(_suffixes(table), pool.parts(state[spec.target], table.dtype, table.bits, fixed=table.fixed), strict=True))
         parts = _placeholders(module, node, tensors)
         for user in [one for one in node.users if _gives_rows(one, node)]:
-            _rewrite(_Before(module, user, _REASONS[table.half is None]), table, parts)
+            _rewrite(_Before(module, user, table), parts)
         for suffix, part in parts.items():
             state[spec.target + suffix] = tensors[suffix]
             # torch lets no whole numbers be a parameter that moves to another device.
-            kind, persistent = (InputKind.BUFFER, True) if suffix or table.half is None else (spec.kind, spec.persistent)
+            kind, persistent = (InputKind.BUFFER, True) if suffix or table.fixed else (spec.kind, spec.persistent)
             specs.append(InputSpec(kind, TensorArgument(name=part.name), spec.target + suffix, persistent))
-            part.meta[REWRITTEN] = Rewritten("embedding", _REASONS[table.half is None])
+            part.meta[REWRITTEN] = Rewritten("embedding", _REASONS[table.fixed])
     changed = copy.copy(exported)
     changed._state_dict, changed._graph_signature = state, ExportGraphSignature(specs, exported.graph_signature.output_specs)
     return changed
@@ -99,7 +101,7 @@ def _gives_rows(user: Node, table: Node) -> bool:
 
 def _suffixes(table: Table) -> list[str]:
     """What stands behind a table's name in those of its parts."""
-    return ["", *(["_scale"] if table.half is None else []), *(["_bits"] if table.bits else [])]
+    return ["", *(["_scale"] if table.fixed else []), *(["_bits"] if table.bits else [])]
 
 
 def _placeholders(module: GraphModule, table: Node, tensors: Mapping[str, torch.Tensor]) -> dict[str, Node]:
@@ -124,43 +126,39 @@ class _Before:
 
     module: GraphModule
     reader: Node
-    reason: str
+    table: Table
 
     def __call__(self, word: str, target: Any, *args: Any) -> Node:
         with self.module.graph.inserting_before(self.reader):
             made = self.module.graph.create_node("call_function", target, args, name=f"{self.reader.name}_{word}")
-        made.meta = {key: self.reader.meta[key] for key in ORIGIN if key in self.reader.meta}
-        self.note(made)
+        made.meta = {key: self.reader.meta[key] for key in ORIGIN if key in self.reader.meta} | {REWRITTEN: Rewritten("", _REASONS[self.table.fixed])}
         if (mode := fake_mode(self.module)) is not None:
             made.meta["val"] = run(made, mode)
         return made
 
-    def note(self, node: Node) -> None:
-        node.meta[REWRITTEN] = Rewritten("embedding", self.reason)
 
-
-def _rewrite(before: _Before, table: Table, parts: Mapping[str, Node]) -> None:
-    """Have a node that reads rows compute them: (numbers + levels * step) * scale in fixed point, else numbers * (start + levels * step)."""
-    aten, reader = torch.ops.aten, before.reader
+def _rewrite(before: _Before, parts: Mapping[str, Node]) -> None:
+    """Have a node that reads rows compute them: (numbers + levels * step) / largest * scale in fixed point, else rounded * (levels * step + start)."""
+    aten, reader, table = torch.ops.aten, before.reader, before.table
     indices = dict(bound(reader))["indices"]
-    numbers, *others = (before(suffix.removeprefix("_") or "numbers", _ROWS, part, indices) for suffix, part in parts.items())
-    step, start = (2.0**-table.bits, numbers) if table.half is None else grid(table.half, table.bits)
+    rows = {suffix: before(suffix.removeprefix("_") or "numbers", _ROWS, part, indices) for suffix, part in parts.items()}
+    step, start = (2.0**-table.bits, rows[""]) if table.fixed else grid(table.dtype, table.bits)
     if table.bits:
-        lost = before("lost", aten.mul.Tensor, _full(before, _levels(before, others[-1], table.bits)), step)
-        total = before("total", aten.add.Tensor, lost, start)
+        whole = before("whole", aten.add.Tensor, before("lost", aten.mul.Tensor, _levels(before, rows["_bits"], table.bits), step), start)
     else:
-        total = _full(before, numbers)
-    reader.target, reader.args, reader.kwargs = aten.mul.Tensor, (total, others[0] if table.half is None else numbers), {}
-    before.note(reader)
+        whole = _full(before, rows[""])
+    args = (before("share", aten.mul.Tensor, whole, 1 / LARGEST), rows["_scale"]) if table.fixed else (rows[""], whole)
+    reader.target, reader.args, reader.kwargs = aten.mul.Tensor, args, {}
+    reader.meta[REWRITTEN] = Rewritten("embedding", _REASONS[table.fixed])
 
 
 def _levels(before: _Before, packed: Node, bits: int) -> Node:
-    """What `mezzo.graph.remainders.pack` put into bytes."""
-    aten = torch.ops.aten
+    """What `mezzo.graph.remainders.pack` put into bytes. By float32 arithmetic: not every runtime that reads ONNX shifts bytes."""
+    aten, full = torch.ops.aten, _full(before, packed)
     if bits == _BYTE:
-        return packed
-    shifted = [packed, *(before("shifted", aten.bitwise_right_shift.Tensor_Scalar, packed, shift) for shift in range(bits, _BYTE, bits))]
-    return before("levels", aten.bitwise_and.Scalar, before("joined", aten.cat.default, shifted, -1), 2**bits - 1)
+        return full
+    shifted = [full, *(before("shifted", aten.mul.Tensor, full, 2.0**-shift) for shift in range(bits, _BYTE, bits))]
+    return before("levels", aten.fmod.Scalar, before("floor", aten.floor.default, before("joined", aten.cat.default, shifted, -1)), 2**bits)
 
 
 def _full(before: _Before, numbers: Node) -> Node:

@@ -31,7 +31,7 @@ class Pool:
     """Copies of a model's tensors, one for each dtype: programs of several sizes share them, and so do tied weights."""
 
     copies: dict[tuple[int, torch.dtype], torch.Tensor] = field(default_factory=dict)
-    split: dict[tuple[int, int, torch.dtype | None], tuple[torch.Tensor, ...]] = field(default_factory=dict)
+    split: dict[tuple[int, torch.dtype, int, bool], tuple[torch.Tensor, ...]] = field(default_factory=dict)
     """Tables in parts, as `mezzo.graph.remainders` makes them."""
     originals: list[torch.Tensor] = field(default_factory=list)
     """Kept, so that no other tensor gets the identity of one that is gone."""
@@ -46,14 +46,16 @@ class Pool:
             self.copies[key] = nn.Parameter(copied, requires_grad=False) if isinstance(tensor, nn.Parameter) else copied
         return self.copies[key]
 
-    def parts(self, table: torch.Tensor, bits: int, half: torch.dtype | None = None) -> tuple[torch.Tensor, ...]:
-        """A table in 16 bits and further ones: in fixed point, or rounded to a dtype."""
-        key = id(table), bits, half
+    def parts(self, table: torch.Tensor, dtype: torch.dtype, bits: int, *, fixed: bool) -> tuple[torch.Tensor, ...]:
+        """A table in 16 bits and further ones: in fixed point with scales of a dtype, or rounded to the dtype."""
+        key = id(table), dtype, bits, fixed
         if key not in self.split:
             self.originals.append(table)
-            full = table.detach()
-            rounded = None if half is None else self.take(table, half)
-            self.split[key] = fixed_point(full, bits) if rounded is None else (rounded, factors(full, rounded, bits))
+            if fixed:
+                self.split[key] = fixed_point(table.detach(), dtype, bits)
+            else:
+                rounded = self.take(table, dtype)
+                self.split[key] = rounded, factors(table.detach(), rounded, bits)
         return self.split[key]
 
 
