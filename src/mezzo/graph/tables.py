@@ -1,8 +1,8 @@
 """Tables of embeddings in little more than 16 bits: half the size of float32, and closer to it than either 16-bit float.
 
 torch.autocast reads rows in float32 and adds them to what runs through the whole model; rounded to bfloat16 they can be the largest error there is. Whole numbers
-beside one scale for each row lose a fiftieth of that: for numbers as a table has them 2e-5 of their size, against 1e-3 in bfloat16 and 1.4e-4 in float16. As many
-further bits as the file has room for halve what is lost, each of them, for these tables and for one that is tied to the head and stored as the head reads it.
+beside one scale for each row lose a fiftieth of that: for numbers as a table has them 2e-5 of their size, against 1e-3 in bfloat16 and 1.4e-4 in float16. A
+further part of each number, as fine as the file has room for, holds what is lost of them and of a table that is tied to the head and stored as the head reads it.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Mapping
 from dataclasses import dataclass
+from math import ceil
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ from torch.fx import GraphModule, Node
 from mezzo.graph.budget import REPLACED, room
 from mezzo.graph.nodes import REWRITTEN, Rewritten, bound, reads, values
 from mezzo.graph.planning import Planned
-from mezzo.graph.remainders import BITS, LARGEST, grid
+from mezzo.graph.remainders import LARGEST, PER_BYTE, grid
 from mezzo.graph.typing_run import ORIGIN, fake_mode, run
 from mezzo.graph.weights import NAME, Pool
 
@@ -30,7 +31,6 @@ _REASONS = {
 }
 _ROWS = torch.ops.aten.embedding.default
 _DIMENSIONS = 2
-_BYTE = 8
 _NARROWEST = 32
 """Numbers in a row, for which its scale takes no more than a 64th of what the row takes in float32."""
 
@@ -41,23 +41,22 @@ class Table:
 
     dtype: torch.dtype
     """The 16-bit dtype of the program: that of its scales, or of the table itself."""
-    bits: int
-    """Further bits of each number."""
+    levels: int
+    """How finely each number is told beyond its 16 bits; 1 for no further."""
     fixed: bool
     """Whether it is in fixed point; else others read it whole."""
 
 
 def tables(exported: ExportedProgram, planned: Planned) -> dict[str, Table]:
-    """The weights that a plan rounds to keep the file small and that give rows, by name; what is rounded for others too is left if there is no room for more bits."""
+    """The weights that a plan rounds to keep the file small and that give rows, by name; what is rounded for others too is left if there is no room for more."""
     choice = planned.choice
     found = {node: exported.state_dict[name] for node in choice.roles if node in choice.squeezed and (name := node.meta[NAME]) in exported.state_dict}
     found = {node: table for node, table in found.items() if _is_table(table) and any(_gives_rows(user, node) for user in node.users)}
     fixed = {node for node, table in found.items() if all(_gives_rows(user, node) for user in node.users) and _fits(table)}
     free = room(choice) - sum(found[node].shape[0] * choice.half.itemsize for node in fixed)
-    sizes = [(table.numel(), table.shape[1]) for table in found.values()]
-    able = (bits for bits in BITS if sum(count * bits / _BYTE for count, _ in sizes) <= free and not any(width * bits % _BYTE for _, width in sizes))
-    bits = next(able, 0)
-    return {node.meta[NAME]: Table(choice.half, bits, node in fixed) for node in found if bits or node in fixed}
+    able = (levels for levels, count in PER_BYTE.items() if sum(one.shape[0] * ceil(one.shape[1] / count) for one in found.values()) <= free)
+    levels = next(able, 1)
+    return {node.meta[NAME]: Table(choice.half, levels, node in fixed) for node in found if levels > 1 or node in fixed}
 
 
 def split(exported: ExportedProgram, module: GraphModule, named: Mapping[str, Table], pool: Pool) -> ExportedProgram:
@@ -72,7 +71,7 @@ def split(exported: ExportedProgram, module: GraphModule, named: Mapping[str, Ta
             specs.append(spec)
             continue
         table, node = named[spec.target], placeholders[spec.arg.name]
-        tensors = dict(zip(_suffixes(table), pool.parts(state[spec.target], table.dtype, table.bits, fixed=table.fixed), strict=True))
+        tensors = dict(zip(_suffixes(table), pool.parts(state[spec.target], table.dtype, table.levels, fixed=table.fixed), strict=True))
         parts = _placeholders(module, node, tensors)
         for user in [one for one in node.users if _gives_rows(one, node)]:
             _rewrite(_Before(module, user, table), parts)
@@ -101,7 +100,7 @@ def _gives_rows(user: Node, table: Node) -> bool:
 
 def _suffixes(table: Table) -> list[str]:
     """What stands behind a table's name in those of its parts."""
-    return ["", *(["_scale"] if table.fixed else []), *(["_bits"] if table.bits else [])]
+    return ["", *(["_scale"] if table.fixed else []), *(["_rest"] if table.levels > 1 else [])]
 
 
 def _placeholders(module: GraphModule, table: Node, tensors: Mapping[str, torch.Tensor]) -> dict[str, Node]:
@@ -138,13 +137,14 @@ class _Before:
 
 
 def _rewrite(before: _Before, parts: Mapping[str, Node]) -> None:
-    """Have a node that reads rows compute them: (numbers + levels * step) / largest * scale in fixed point, else rounded * (levels * step + start)."""
+    """Have a node that reads rows compute them: (numbers + level / levels) / largest * scale in fixed point, else rounded * (level * step + start)."""
     aten, reader, table = torch.ops.aten, before.reader, before.table
     indices = dict(bound(reader))["indices"]
     rows = {suffix: before(suffix.removeprefix("_") or "numbers", _ROWS, part, indices) for suffix, part in parts.items()}
-    step, start = (2.0**-table.bits, rows[""]) if table.fixed else grid(table.dtype, table.bits)
-    if table.bits:
-        whole = before("whole", aten.add.Tensor, before("lost", aten.mul.Tensor, _levels(before, rows["_bits"], table.bits), step), start)
+    step, start = (1 / table.levels, rows[""]) if table.fixed else grid(table.dtype, table.levels)
+    if table.levels > 1:
+        level = _level(before, rows["_rest"], reader.meta["val"].shape[-1])
+        whole = before("whole", aten.add.Tensor, before("lost", aten.mul.Tensor, level, step), start)
     else:
         whole = _full(before, rows[""])
     args = (before("share", aten.mul.Tensor, whole, 1 / LARGEST), rows["_scale"]) if table.fixed else (rows[""], whole)
@@ -152,13 +152,16 @@ def _rewrite(before: _Before, parts: Mapping[str, Node]) -> None:
     reader.meta[REWRITTEN] = Rewritten("embedding", _REASONS[table.fixed])
 
 
-def _levels(before: _Before, packed: Node, bits: int) -> Node:
-    """What `mezzo.graph.remainders.pack` put into bytes. By float32 arithmetic: not every runtime that reads ONNX shifts bytes."""
-    aten, full = torch.ops.aten, _full(before, packed)
-    if bits == _BYTE:
-        return full
-    shifted = [full, *(before("shifted", aten.mul.Tensor, full, 2.0**-shift) for shift in range(bits, _BYTE, bits))]
-    return before("levels", aten.fmod.Scalar, before("floor", aten.floor.default, before("joined", aten.cat.default, shifted, -1)), 2**bits)
+def _level(before: _Before, packed: Node, width: int) -> Node:
+    """What `mezzo.graph.remainders.pack` put into bytes. By float32 arithmetic: not every runtime that reads ONNX divides bytes."""
+    aten, levels, level = torch.ops.aten, before.table.levels, _full(before, packed)
+    count = PER_BYTE[levels]
+    if count > 1:
+        # Half of one keeps away from whole numbers, just below which a quotient could be rounded.
+        middle = before("middle", aten.add.Tensor, level, 0.5)
+        shifted = [middle, *(before("shifted", aten.mul.Tensor, middle, float(levels) ** -place) for place in range(1, count))]
+        level = before("level", aten.fmod.Scalar, before("floor", aten.floor.default, before("joined", aten.cat.default, shifted, -1)), levels)
+    return before("filled", aten.slice.Tensor, level, -1, 0, width) if width % count else level
 
 
 def _full(before: _Before, numbers: Node) -> Node:

@@ -46,16 +46,16 @@ class Pool:
             self.copies[key] = nn.Parameter(copied, requires_grad=False) if isinstance(tensor, nn.Parameter) else copied
         return self.copies[key]
 
-    def parts(self, table: torch.Tensor, dtype: torch.dtype, bits: int, *, fixed: bool) -> tuple[torch.Tensor, ...]:
-        """A table in 16 bits and further ones: in fixed point with scales of a dtype, or rounded to the dtype."""
-        key = id(table), dtype, bits, fixed
+    def parts(self, table: torch.Tensor, dtype: torch.dtype, levels: int, *, fixed: bool) -> tuple[torch.Tensor, ...]:
+        """A table in 16 bits and further levels: in fixed point with scales of a dtype, or rounded to the dtype."""
+        key = id(table), dtype, levels, fixed
         if key not in self.split:
             self.originals.append(table)
             if fixed:
-                self.split[key] = fixed_point(table.detach(), dtype, bits)
+                self.split[key] = fixed_point(table.detach(), dtype, levels)
             else:
                 rounded = self.take(table, dtype)
-                self.split[key] = rounded, factors(table.detach(), rounded, bits)
+                self.split[key] = rounded, factors(table.detach(), rounded, levels)
         return self.split[key]
 
 
