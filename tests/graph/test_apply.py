@@ -44,3 +44,30 @@ def test_example_values_are_brought_up_to_date():
 def test_a_tensor_of_one_number_is_made_in_its_dtype():
     module = _applied(Calls(lambda self, x: self.first(torch.zeros(2, 4)), first=nn.Linear(4, 4)), X)
     assert node(module, "zeros").kwargs["dtype"] is HALF
+
+
+def test_what_the_model_widens_is_read_as_it_was_where_16_bits_are_wanted():
+    model = Calls(lambda self, x: self.second(self.first(x).float()), first=nn.Linear(4, 4), second=nn.Linear(4, 4))
+    module = _applied(model, X)
+    first, second = (node(module, name) for name in ("linear", "linear_1"))
+    assert second.args[0] is first
+    assert names(module).count("aten.to.dtype") == 2
+
+
+def test_what_the_model_widens_stays_wide_for_others():
+    model = Calls(lambda self, x: (self.second(wide := self.first(x).float()), wide.exp()), first=nn.Linear(4, 4), second=nn.Linear(4, 4))
+    module = _applied(model, X)
+    assert node(module, "exp").args[0].args[0] is node(module, "linear")
+    assert node(module, "exp").args[0].meta["val"].dtype is torch.float32
+    assert node(module, "linear_1").args[0] is node(module, "linear")
+
+
+def test_what_is_written_after_the_model_widened_it_is_not_read_in_its_place():
+    def function(self, x):
+        narrow = self.first(x)
+        wide = narrow.float()
+        narrow.zero_()
+        return self.second(wide), narrow
+
+    module = _applied(Calls(function, first=nn.Linear(4, 4), second=nn.Linear(4, 4)), X)
+    assert node(module, "linear_1").args[0] is not node(module, "linear")

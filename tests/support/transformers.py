@@ -32,6 +32,19 @@ HUGGING_FACE: dict[str, Callable[[], Animal]] = (
         "bert": lambda: _made("BertModel", "BertConfig", (_tokens(), _HEARD), vocab_size=_WORDS, max_position_embeddings=32, **_SIZES),
         "bert-many-words": lambda: _made("BertModel", "BertConfig", (_tokens(_MANY), _HEARD), vocab_size=_MANY, max_position_embeddings=32, **_SIZES),
         "gpt2": lambda: _made("GPT2LMHeadModel", "GPT2Config", (_tokens(),), vocab_size=_WORDS, n_embd=64, n_layer=2, n_head=4, n_positions=32, **_SPECIAL),
+        "gpt-neo": lambda: _made(
+            "GPTNeoForCausalLM",
+            "GPTNeoConfig",
+            (_tokens(),),
+            vocab_size=_WORDS,
+            hidden_size=64,
+            num_layers=2,
+            num_heads=4,
+            intermediate_size=128,
+            max_position_embeddings=32,
+            attention_types=[[["global", "local"], 1]],
+            **_SPECIAL,
+        ),
         "llama": lambda: _made("LlamaForCausalLM", "LlamaConfig", (_tokens(),), vocab_size=_WORDS, num_key_value_heads=2, **_SIZES, **_SPECIAL),
         "llama-tied": lambda: _made(
             "LlamaForCausalLM", "LlamaConfig", (_tokens(),), vocab_size=_WORDS, num_key_value_heads=2, tie_word_embeddings=True, **_SIZES, **_SPECIAL

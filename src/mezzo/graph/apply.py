@@ -9,7 +9,7 @@ import torch
 from torch._ops import OpOverload
 from torch.fx import GraphModule, Node
 
-from mezzo.graph.nodes import Read, Role, values
+from mezzo.graph.nodes import Read, Role, reads, values
 from mezzo.graph.planning import Planned
 from mezzo.graph.typing_run import dtypes_of, fake_mode, insert_cast, set_dtypes
 
@@ -23,6 +23,8 @@ def apply_plan(module: GraphModule, planned: Planned, variants: Variants) -> Non
     reader = _Reader(module, planned, dict(variants), made)
     for node in list(planned.choice.roles):
         reader.rewrite(node)
+    for node in [one for one in reversed(reader.passed_over) if not one.users]:
+        module.graph.erase_node(node)
     _refresh(module, planned, made)
     module.graph.lint()
     module.recompile()
@@ -33,6 +35,8 @@ class _Reader:
 
     def __init__(self, module: GraphModule, planned: Planned, known: dict[tuple[Node, torch.dtype], Node], made: Mapping[Node, torch.dtype]) -> None:
         self._module, self._planned, self._known, self._made = module, planned, known, made
+        self.passed_over: list[Node] = []
+        """The model's own casts behind which somebody reads what was before them."""
 
     def rewrite(self, node: Node) -> None:
         """Cast a node's inputs as the plan says."""
@@ -60,9 +64,22 @@ class _Reader:
         if read.node in self._planned.written:
             # Its numbers change between two reads: each casts anew.
             return insert_cast(self._module, read.node, wanted, node, node)
+        if (narrow := self._unwidened(read.node, wanted)) is not None:
+            return narrow
         if (read.node, wanted) not in self._known:
             self._known[read.node, wanted] = insert_cast(self._module, read.node, wanted, node, node)
         return self._known[read.node, wanted]
+
+    def _unwidened(self, node: Node, wanted: torch.dtype) -> Node | None:
+        """What the model itself casts to float32, where it is wanted as it was: 16 bits come back from float32 unchanged."""
+        if self._planned.choice.roles[node] is not Role.CAST or self._made[node] is not torch.float32:
+            return None
+        source = next((read.node for read in reads(node)), None)
+        if source is None or source in self._planned.written or self._made.get(source) is not wanted:
+            return None
+        if node not in self.passed_over:
+            self.passed_over.append(node)
+        return source
 
 
 def _refresh(module: GraphModule, planned: Planned, made: Mapping[Node, torch.dtype]) -> None:
