@@ -33,6 +33,8 @@ class Pool:
     copies: dict[tuple[int, torch.dtype], torch.Tensor] = field(default_factory=dict)
     split: dict[tuple[int, torch.dtype, int, bool], tuple[torch.Tensor, ...]] = field(default_factory=dict)
     """Tables in parts, as `mezzo.graph.remainders` makes them."""
+    levels: dict[int, int] = field(default_factory=dict)
+    """How finely each table is told beyond its 16 bits."""
     originals: list[torch.Tensor] = field(default_factory=list)
     """Kept, so that no other tensor gets the identity of one that is gone."""
 
