@@ -7,7 +7,7 @@ import copy
 import pytest
 import torch
 from support.graphs import relative_error, tensors
-from support.zoo import BERT, ZOO, Animal
+from support.zoo import BERT, GPT, ZOO, Animal
 
 import mezzo
 
@@ -49,6 +49,19 @@ def test_a_table_in_fixed_point_gives_rows_that_are_no_less_exact_than_autocast_
             theirs = relative_error(model(*args)["hidden"], expected)
     # A tenth for cuBLAS, which chooses its algorithms by layout. The logits are six numbers, whose error is chance.
     assert relative_error(converted(*args)["hidden"], expected) <= 1.1 * theirs
+
+
+@DTYPES
+def test_a_tied_table_gives_rows_that_are_no_less_exact_than_autocast_s(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    model, tokens = GPT(layers=2, vocabulary=500, tied=True).eval().cuda(), torch.randint(0, 500, (2, 16)).cuda()
+    converted = mezzo.convert(model, (tokens,), dtype=dtype)
+    assert converted.plan.row("p_head_weight_rest").dtype == "uint8"
+    with torch.no_grad():
+        expected = model(tokens)
+        with torch.autocast("cuda", dtype=dtype):
+            theirs = relative_error(model(tokens), expected)
+    assert relative_error(converted(tokens), expected) <= 1.1 * theirs
 
 
 @DTYPES

@@ -70,3 +70,14 @@ def test_example_values_are_brought_up_to_date():
 def test_a_tensor_of_one_number_is_made_in_its_dtype():
     module = _applied(Calls(lambda self, x: self.first(torch.zeros(2, 4)), first=nn.Linear(4, 4)), X)
     assert node(module, "zeros").kwargs["dtype"] is HALF
+
+
+def test_what_is_written_after_the_model_widened_it_is_not_read_in_its_place():
+    def function(self, x):
+        narrow = self.first(x)
+        wide = narrow.float()
+        narrow.zero_()
+        return self.second(wide), narrow
+
+    module = _applied(Calls(function, first=nn.Linear(4, 4), second=nn.Linear(4, 4)), X)
+    assert node(module, "linear_1").args[0] is not node(module, "linear")

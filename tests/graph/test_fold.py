@@ -80,3 +80,37 @@ def test_a_name_that_is_taken_is_not_taken_twice():
 
     model = Named()
     assert torch.equal(mezzo.convert(model, (X,), dtype=HALF)(X), model(X))
+
+
+def test_a_tied_weight_is_stored_under_the_name_that_is_read():
+    class Tied(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.shared, self.linear = nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False)
+            self.linear.weight = self.shared.weight
+
+        def forward(self, x):
+            return self.linear(x)
+
+    exported = export(Tied(), (X,), {}, None)
+    module = copied(exported.graph_module)
+    assert len(exported.state_dict) == 2
+    [name] = fold(exported, module).state_dict
+    assert [node.name for node in module.graph.find_nodes(op="placeholder") if node.users] == [f"p_{name.replace('.', '_')}", "x"]
+
+
+def test_a_weight_that_nobody_reads_keeps_its_name():
+    _, folded, _ = _folded(lambda self, x: x + 1, linear=nn.Linear(4, 4, bias=False))
+    assert list(folded.state_dict) == ["linear.weight"]
+
+
+def test_a_weight_that_is_read_transposed_is_stored_once():
+    for turned in (lambda weight: weight.T, lambda weight: weight.mT, lambda weight: weight.t(), lambda weight: weight.mH):
+        _, folded, _ = _folded(lambda self, x, turned=turned: self.linear(x) @ turned(self.linear.weight), linear=nn.Linear(4, 4, bias=False))
+        assert (list(folded.state_dict), list(folded.constants)) == (["linear.weight"], [])
+
+
+def test_what_is_transposed_by_an_attribute_stays_in_the_dtype_that_it_is_read_in():
+    model = Calls(lambda self, x: self.linear(self.linear(x).mT), linear=nn.Linear(4, 4))
+    converted = mezzo.convert(model, (torch.randn(2, 4, 4),), dtype=HALF)
+    assert converted.casts.after.count == 2

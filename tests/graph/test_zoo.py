@@ -14,8 +14,8 @@ import mezzo
 DTYPES = pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=["float16", "bfloat16"])
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute")
 
-_TIED_TABLE = 1.05
-"""How much more error is allowed in models of transformers: a table that is tied to the head is stored once, in 16 bits, and torch.autocast reads its rows in float32."""
+_TABLES = 1.04
+"""How much more error is allowed in models of transformers: what their tables are stored in is not float32 to the last bit, and where roundings fall is chance."""
 
 
 def _errors(animal, converted, dtype):
@@ -94,7 +94,8 @@ def test_layers_that_carry_a_state(name, dtype):
 
 
 @pytest.mark.slow
+@DTYPES
 @pytest.mark.parametrize("name", HUGGING_FACE)
-def test_models_of_transformers(name, tmp_path):
+def test_models_of_transformers(name, dtype, tmp_path):
     torch.manual_seed(0)
-    _check(HUGGING_FACE[name](), torch.bfloat16, tmp_path / "model.pt2", slack=_TIED_TABLE)
+    _check(HUGGING_FACE[name](), dtype, tmp_path / "model.pt2", slack=_TABLES)

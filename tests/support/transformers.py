@@ -9,11 +9,12 @@ from typing import Any
 import torch
 from support.zoo import Animal
 
-_WORDS = 64
+_WORDS, _MANY = 64, 1000
+_HEARD = torch.ones(2, 12, dtype=torch.long)
 
 
-def _tokens() -> torch.Tensor:
-    return torch.randint(3, _WORDS, (2, 12))
+def _tokens(words: int = _WORDS) -> torch.Tensor:
+    return torch.randint(3, words, (2, 12))
 
 
 def _made(kind: str, configuration: str, args: tuple[Any, ...], **sizes: Any) -> Animal:
@@ -28,16 +29,31 @@ _SPECIAL = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "use_cache"
 
 HUGGING_FACE: dict[str, Callable[[], Animal]] = (
     {
-        "bert": lambda: _made(
-            "BertModel", "BertConfig", (_tokens(), torch.ones(2, 12, dtype=torch.long)), vocab_size=_WORDS, max_position_embeddings=32, **_SIZES
-        ),
+        "bert": lambda: _made("BertModel", "BertConfig", (_tokens(), _HEARD), vocab_size=_WORDS, max_position_embeddings=32, **_SIZES),
+        "bert-many-words": lambda: _made("BertModel", "BertConfig", (_tokens(_MANY), _HEARD), vocab_size=_MANY, max_position_embeddings=32, **_SIZES),
         "gpt2": lambda: _made("GPT2LMHeadModel", "GPT2Config", (_tokens(),), vocab_size=_WORDS, n_embd=64, n_layer=2, n_head=4, n_positions=32, **_SPECIAL),
+        "gpt-neo": lambda: _made(
+            "GPTNeoForCausalLM",
+            "GPTNeoConfig",
+            (_tokens(),),
+            vocab_size=_WORDS,
+            hidden_size=64,
+            num_layers=2,
+            num_heads=4,
+            intermediate_size=128,
+            max_position_embeddings=32,
+            attention_types=[[["global", "local"], 1]],
+            **_SPECIAL,
+        ),
         "llama": lambda: _made("LlamaForCausalLM", "LlamaConfig", (_tokens(),), vocab_size=_WORDS, num_key_value_heads=2, **_SIZES, **_SPECIAL),
+        "llama-tied": lambda: _made(
+            "LlamaForCausalLM", "LlamaConfig", (_tokens(),), vocab_size=_WORDS, num_key_value_heads=2, tie_word_embeddings=True, **_SIZES, **_SPECIAL
+        ),
         "vit": lambda: _made("ViTForImageClassification", "ViTConfig", (torch.randn(2, 3, 32, 32),), image_size=32, patch_size=8, **_SIZES),
         "t5": lambda: _made(
             "T5ForConditionalGeneration",
             "T5Config",
-            (_tokens(), torch.ones(2, 12, dtype=torch.long), _tokens()),
+            (_tokens(), _HEARD, _tokens()),
             vocab_size=_WORDS,
             d_model=64,
             d_kv=16,
@@ -45,6 +61,21 @@ HUGGING_FACE: dict[str, Callable[[], Animal]] = (
             num_layers=2,
             num_heads=4,
             use_cache=False,
+        ),
+        "bart": lambda: _made(
+            "BartModel",
+            "BartConfig",
+            (_tokens(_MANY), _HEARD, _tokens(_MANY)),
+            vocab_size=_MANY,
+            d_model=64,
+            encoder_layers=2,
+            decoder_layers=2,
+            encoder_attention_heads=4,
+            decoder_attention_heads=4,
+            encoder_ffn_dim=128,
+            decoder_ffn_dim=128,
+            max_position_embeddings=32,
+            **_SPECIAL,
         ),
     }
     if importlib.util.find_spec("transformers")

@@ -33,7 +33,7 @@ class ArchiveWriter:
         """Write plain values."""
         # A name alone gives the zip's first date, 1980: equal programs make equal files.
         text = json.dumps(value, allow_nan=False, separators=(",", ":"))
-        self._zip.writestr(ZipInfo(name), text.encode(), ZIP_DEFLATED)
+        self._zip.writestr(ZipInfo(name), text.encode(), ZIP_DEFLATED, compresslevel=9)
 
     def raw(self, name: str, pieces: Iterable[memoryview]) -> None:
         """Write bytes as they are, one piece behind the other."""

@@ -17,12 +17,13 @@ from mezzo.graph.counting import casts_after, casts_before
 from mezzo.graph.fold import fold
 from mezzo.graph.lists import Words, check_words
 from mezzo.graph.nodes import values
+from mezzo.graph.parts import split
 from mezzo.graph.plan import CastBytes, Casts, GraphPlan
 from mezzo.graph.program import Program, copied
 from mezzo.graph.recurrent import layers, narrow
 from mezzo.graph.rows import rows
 from mezzo.graph.sections import Section, plan_sections
-from mezzo.graph.tables import fix, tables
+from mezzo.graph.tables import Table, tables
 from mezzo.graph.tidy import tidy
 from mezzo.graph.verify import verify
 from mezzo.graph.weights import Pool, Stored, store, weight_nodes
@@ -43,22 +44,22 @@ def assemble(exported: ExportedProgram, said: Words, modules: Mapping[str, nn.Mo
 def _planned(
     exported: ExportedProgram, said: Words, modules: Mapping[str, nn.Module], pool: Pool
 ) -> tuple[ExportedProgram, GraphModule, list[Section], CastBytes]:
-    """The graph made ready, and its plan: made again where it has tables that fixed point stores better, or layers that torch.autocast runs otherwise."""
-    fixed, narrowed = frozenset[str](), frozenset[str]()
+    """The graph made ready, and its plan: made again where it has tables that are better stored in parts, or layers that torch.autocast runs otherwise."""
+    tabled, narrowed = dict[str, Table](), frozenset[str]()
     before: CastBytes | None = None
     while True:
         module = copied(exported.graph_module)
         tidy(module, said.dtype, said.device)
         check_words(said, list(_nodes(module)), list(_names(module)))
         ready = fold(exported, module) if said.cast_params and not said.idle else exported
-        ready = narrow(fix(ready, module, fixed, pool), module, narrowed, pool, store=said.cast_params)
+        ready = narrow(split(ready, module, tabled, pool), module, narrowed, pool, store=said.cast_params)
         sections = plan_sections(module, weight_nodes(ready, module, said.dtype), said, modules)
         # Counted on the model's own graph: what is rewritten below is nothing that torch.autocast would see.
         before = casts_before(sections, said) if before is None else before
-        found, others = tables(ready, sections[0].planned), layers(ready, sections[0].planned, said)
+        found, others = tables(ready, sections[0].planned, pool), layers(ready, sections[0].planned, said)
         if not found and not others:
             return ready, module, sections, before
-        fixed, narrowed = fixed | found, narrowed | others
+        tabled, narrowed = tabled | found, narrowed | others
 
 
 def _program(exported: ExportedProgram, module: GraphModule, stored: Stored) -> ExportedProgram:

@@ -23,7 +23,11 @@ _WEIGHTS = (InputKind.PARAMETER, InputKind.BUFFER, InputKind.CONSTANT_TENSOR)
 
 
 def fold(exported: ExportedProgram, module: GraphModule) -> ExportedProgram:
-    """Replace in a graph what only weights decide by a stored tensor; weights that nobody reads any more are left out. The export itself stays as it is."""
+    """Replace in a graph what only weights decide by a stored tensor; weights that nobody reads any more are left out. The export itself stays as it is.
+
+    So are further names of a tensor that is read under one of them: a tied weight's copy in another dtype would be stored for nobody.
+    """
+    exported = _with_one_name_each(exported, module)
     known = _known(exported, module)
     folded = {node: value for node, value in known.items() if node.op == "call_function" and _is_worth(node, known)}
     if not folded:
@@ -41,6 +45,17 @@ def fold(exported: ExportedProgram, module: GraphModule) -> ExportedProgram:
     for name in dropped:
         module.graph.erase_node(next(node for node in module.graph.find_nodes(op="placeholder") if node.name == name))
     return _with(exported, [spec for spec in specs if spec.arg.name not in dropped], constants)
+
+
+def _with_one_name_each(exported: ExportedProgram, module: GraphModule) -> ExportedProgram:
+    tensors = {**exported.constants, **exported.state_dict}
+    specs, nodes = exported.graph_signature.input_specs, {node.name: node for node in module.graph.find_nodes(op="placeholder")}
+    named = {spec.arg.name: tensors[spec.target] for spec in specs if spec.kind in _WEIGHTS and spec.target is not None}
+    read = {id(tensor) for name, tensor in named.items() if nodes[name].users}
+    spare = {name for name, tensor in named.items() if not nodes[name].users and id(tensor) in read}
+    for name in spare:
+        module.graph.erase_node(nodes[name])
+    return _with(exported, [spec for spec in specs if spec.arg.name not in spare], dict(exported.constants)) if spare else exported
 
 
 def _known(exported: ExportedProgram, module: GraphModule) -> dict[Node, Any]:

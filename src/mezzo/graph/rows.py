@@ -30,7 +30,7 @@ def _section_rows(section: Section) -> Iterator[GraphRow]:
     for node, role in planned.choice.roles.items():
         if REWRITTEN in node.meta and node in planned.stored and role is Role.SILENT:
             yield GraphRow(section.prefix + node.name, _WEIGHT, _module(node), source_line(node), _made(node, planned), node.meta[REWRITTEN].reason)
-        if role in (Role.SILENT, Role.ELEMENT, Role.OUTPUT):
+        if role in (Role.SILENT, Role.ELEMENT, Role.OUTPUT) or (REWRITTEN in node.meta and not node.meta[REWRITTEN].op):
             continue
         dtype, reason = _decided(node, role, planned)
         reason = node.meta[REWRITTEN].reason if REWRITTEN in node.meta else reason

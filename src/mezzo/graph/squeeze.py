@@ -7,13 +7,11 @@ from collections.abc import Mapping
 import torch
 from torch.fx import Node
 
+from mezzo.graph.budget import excess, stored_bytes
 from mezzo.graph.choice import Choice
 from mezzo.graph.nodes import Role, op_name, values
 from mezzo.graph.pins import CARRIES, FOLLOWS, FREE, Pin
 from mezzo.graph.traits import EXACT, PROMOTING
-
-_SHARE = 0.54
-"""How much of the float32 weights' size may be stored; half is what 16 bits need, the rest is for norms and small tables."""
 
 
 def squeeze(choice: Choice, pins: Mapping[Node, Pin]) -> tuple[frozenset[Node], dict[Node, Pin]]:
@@ -22,16 +20,14 @@ def squeeze(choice: Choice, pins: Mapping[Node, Pin]) -> tuple[frozenset[Node], 
     A table of embeddings is the common one: rounding its rows loses less than the layers after it, and float32 rows would make the file twice as large.
     """
     weights = [node for node, role in choice.roles.items() if role is Role.WEIGHT and node.users]
-    sizes = {node: values(node)[0].numel() for node in weights}
-    allowed = _SHARE * sum(sizes.values()) * torch.float32.itemsize
-    needed = {node: sizes[node] * sum(dtype.itemsize for dtype in choice.stored(node)) for node in weights}
+    too_much, needed = excess(choice), {node: stored_bytes(choice, node) for node in weights}
     squeezed: list[Node] = []
     for node in sorted(weights, key=needed.__getitem__, reverse=True):
-        if sum(needed.values()) <= allowed:
+        if too_much <= 0:
             break
         if torch.float32 in choice.stored(node) and _can(node, pins):
             squeezed.append(node)
-            needed[node] = sizes[node] * choice.half.itemsize
+            too_much -= needed[node] - values(node)[0].numel() * choice.half.itemsize
     changed = {user: Pin(True, "reads a weight that is stored in 16 bits to keep the file small") for node in squeezed for user in node.users if _moves(user)}
     return frozenset(squeezed), dict(pins) | changed
 

@@ -20,7 +20,7 @@ _MOVES = (
     "expand_copy view_copy repeat repeat_interleave tile flip fliplr flipud roll rot90 tril triu cat stack hstack vstack dstack index_select gather take "
     "take_along_dim embedding masked_fill masked_select where pixel_shuffle pixel_unshuffle channel_shuffle reflection_pad1d reflection_pad2d reflection_pad3d "
     "replication_pad1d replication_pad2d replication_pad3d upsample_nearest1d upsample_nearest2d upsample_nearest3d upsample_nearest_exact1d "
-    "upsample_nearest_exact2d upsample_nearest_exact3d select_scatter slice_scatter diagonal_scatter diag diag_embed block_diag meshgrid im2col col2im to"
+    "upsample_nearest_exact2d upsample_nearest_exact3d select_scatter slice_scatter diagonal_scatter diag diag_embed block_diag meshgrid im2col col2im numpy_T mT matrix_H mH to"
 )
 _MONOTONE = (
     "relu relu6 hardtanh clamp clamp_min clamp_max threshold neg abs sign maximum minimum fmax fmin max_pool1d max_pool2d max_pool3d adaptive_max_pool1d "
@@ -37,7 +37,7 @@ EXACT: frozenset[str] = frozenset((*_MOVES.split(), *_MONOTONE.split())) | VIEWS
 
 STRUCTURAL: frozenset[str] = frozenset(
     "slice contiguous clone detach alias lift lift_fresh lift_fresh_copy unsafe_view unsafe_split unsafe_split_with_sizes unsafe_chunk constant_pad_nd "
-    "expand_copy view_copy im2col col2im".split()
+    "expand_copy view_copy im2col col2im numpy_T mT matrix_H mH".split()
 )
 """Ops that a graph holds and no policy has a rule for: they only move numbers."""
 

@@ -17,12 +17,12 @@ from mezzo._casting import cast
 from mezzo._dtypes import dtype_name
 from mezzo.graph.choice import Choice
 from mezzo.graph.nodes import Role
+from mezzo.graph.remainders import factors, fixed_point
 from mezzo.graph.typing_run import fake_mode, set_dtypes
 
 NAME = "mezzo_name"
 """In a placeholder's meta: the name of the tensor that the model has for it."""
 
-_LARGEST = torch.iinfo(torch.int16).max
 _STORED = (InputKind.PARAMETER, InputKind.BUFFER, InputKind.CONSTANT_TENSOR)
 
 
@@ -31,8 +31,10 @@ class Pool:
     """Copies of a model's tensors, one for each dtype: programs of several sizes share them, and so do tied weights."""
 
     copies: dict[tuple[int, torch.dtype], torch.Tensor] = field(default_factory=dict)
-    fixed: dict[int, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
-    """Tables in fixed point: whole numbers, and a scale for each row."""
+    split: dict[tuple[int, torch.dtype, int, bool], tuple[torch.Tensor, ...]] = field(default_factory=dict)
+    """Tables in parts, as `mezzo.graph.remainders` makes them."""
+    levels: dict[int, int] = field(default_factory=dict)
+    """How finely each table is told beyond its 16 bits."""
     originals: list[torch.Tensor] = field(default_factory=list)
     """Kept, so that no other tensor gets the identity of one that is gone."""
 
@@ -46,20 +48,17 @@ class Pool:
             self.copies[key] = nn.Parameter(copied, requires_grad=False) if isinstance(tensor, nn.Parameter) else copied
         return self.copies[key]
 
-    def fix(self, table: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """A table as whole numbers and a scale for each row, of which it is the product.
-
-        >>> numbers, scale = Pool().fix(torch.tensor([[0.5, -1.0], [0.0, 0.0]]))
-        >>> numbers.tolist(), (numbers * scale).round(decimals=4).tolist()
-        ([[16384, -32767], [0, 0]], [[0.5, -1.0], [0.0, 0.0]])
-        """
-        if id(table) not in self.fixed:
+    def parts(self, table: torch.Tensor, dtype: torch.dtype, levels: int, *, fixed: bool) -> tuple[torch.Tensor, ...]:
+        """A table in 16 bits and further levels: in fixed point with scales of a dtype, or rounded to the dtype."""
+        key = id(table), dtype, levels, fixed
+        if key not in self.split:
             self.originals.append(table)
-            with torch.no_grad():
-                scale = table.detach().abs().amax(-1, keepdim=True) / _LARGEST
-                numbers = table.detach() / torch.where(scale > 0, scale, 1.0)
-            self.fixed[id(table)] = numbers.round().to(torch.int16), scale
-        return self.fixed[id(table)]
+            if fixed:
+                self.split[key] = fixed_point(table.detach(), dtype, levels)
+            else:
+                rounded = self.take(table, dtype)
+                self.split[key] = rounded, factors(table.detach(), rounded, levels)
+        return self.split[key]
 
 
 @dataclass(frozen=True)
