@@ -47,13 +47,59 @@ def test_the_export_itself_stays_as_it_is():
 
 def test_views_and_random_numbers_are_left():
     for function in (lambda self, x: x + self.linear.weight.t(), lambda self, x: x + torch.rand_like(self.linear.bias)):
-        exported, folded, _ = _folded(function, torch.randn(4, 4), linear=nn.Linear(4, 4))
-        assert folded is exported
+        _, folded, _ = _folded(function, torch.randn(4, 4), linear=nn.Linear(4, 4))
+        assert not folded.constants
 
 
 def test_what_would_grow_is_left():
-    exported, folded, _ = _folded(lambda self, x: x + torch.outer(self.linear.bias, self.linear.bias), torch.randn(4, 4), linear=nn.Linear(4, 4))
+    _, folded, _ = _folded(lambda self, x: x + torch.outer(self.linear.bias, self.linear.bias), torch.randn(4, 4), linear=nn.Linear(4, 4))
+    assert not folded.constants
+
+
+def test_what_nothing_is_done_to_is_the_export_itself():
+    exported, folded, _ = _folded(lambda self, x: self.linear(x), linear=nn.Linear(4, 4))
     assert folded is exported
+
+
+class Positions(nn.Module):
+    def __init__(self, kept=False):
+        super().__init__()
+        self.words, self.positions, self.kept = nn.Embedding(20, 8), nn.Embedding(64, 8), kept
+        self.register_buffer("places", torch.arange(64)[None])
+
+    def forward(self, tokens):
+        rows = self.words(tokens) + self.positions(self.places[:, : tokens.shape[1]])
+        return rows @ self.positions.weight.t() if self.kept else rows
+
+
+def test_of_a_table_whose_rows_are_known_these_are_stored():
+    exported = export(Positions(), (torch.randint(0, 20, (2, 5)),), {}, None)
+    module = copied(exported.graph_module)
+    folded = fold(exported, module)
+    assert list(folded.state_dict) == ["words.weight"]
+    assert [tuple(one.shape) for one in folded.constants.values()] == [(1, 5, 8)]
+
+
+def test_rows_at_places_that_are_counted_are_known_too():
+    _, folded, _ = _folded(lambda self, x: x + self.table(torch.arange(2)), table=nn.Embedding(64, 4))
+    assert ([tuple(one.shape) for one in folded.constants.values()], list(folded.state_dict)) == ([(2, 4)], [])
+
+
+def test_rows_of_a_table_that_is_read_otherwise_too_are_not_stored_twice():
+    exported = export(Positions(kept=True), (torch.randint(0, 20, (2, 5)),), {}, None)
+    folded = fold(exported, copied(exported.graph_module))
+    assert "positions.weight" in folded.state_dict
+    assert not folded.constants
+
+
+def test_rows_that_depend_on_a_size_are_read():
+    exported = export(Positions(), (torch.randint(0, 20, (2, 5)),), {}, ({1: torch.export.Dim("length", max=64)},))
+    assert "positions.weight" in fold(exported, copied(exported.graph_module)).state_dict
+
+
+def test_parts_that_are_cut_from_one_weight_are_left_in_it():
+    _, folded, _ = _folded(lambda self, x: sum(F.linear(x, one) for one in self.linear.weight.chunk(4)), linear=nn.Linear(4, 16, bias=False))
+    assert (list(folded.state_dict), list(folded.constants)) == (["linear.weight"], [])
 
 
 def test_a_buffer_that_the_graph_writes_is_no_constant():
@@ -99,9 +145,9 @@ def test_a_tied_weight_is_stored_under_the_name_that_is_read():
     assert [node.name for node in module.graph.find_nodes(op="placeholder") if node.users] == [f"p_{name.replace('.', '_')}", "x"]
 
 
-def test_a_weight_that_nobody_reads_keeps_its_name():
-    _, folded, _ = _folded(lambda self, x: x + 1, linear=nn.Linear(4, 4, bias=False))
-    assert list(folded.state_dict) == ["linear.weight"]
+def test_a_weight_that_nobody_reads_is_left_out():
+    _, folded, _ = _folded(lambda self, x: x + self.linear.bias, linear=nn.Linear(4, 4))
+    assert list(folded.state_dict) == ["linear.bias"]
 
 
 def test_a_weight_that_is_read_transposed_is_stored_once():

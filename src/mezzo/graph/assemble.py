@@ -12,6 +12,7 @@ from torch.fx import GraphModule, Node
 
 from mezzo._casting import map_tensors
 from mezzo.graph.apply import apply_plan
+from mezzo.graph.budget import note_size
 from mezzo.graph.choice import output_values
 from mezzo.graph.counting import casts_after, casts_before
 from mezzo.graph.fold import fold
@@ -49,6 +50,7 @@ def _planned(
     before: CastBytes | None = None
     while True:
         module = copied(exported.graph_module)
+        note_size(module, exported)
         tidy(module, said.dtype, said.device)
         check_words(said, list(_nodes(module)), list(_names(module)))
         ready = fold(exported, module) if said.cast_params and not said.idle else exported

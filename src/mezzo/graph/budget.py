@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import torch
-from torch.fx import Node
+from torch.export import ExportedProgram
+from torch.fx import GraphModule, Node
 
 from mezzo.graph.choice import Choice
 from mezzo.graph.nodes import Role, values
 from mezzo.graph.weights import NAME
 
-REPLACED = "mezzo_replaced"
-"""In the meta of a placeholder that stands for a weight: the bytes that the weight has in float32. What is stored beside it for the same weight has none."""
+BESIDE = "mezzo_beside"
+"""In the meta of a placeholder: it was added for what a rounded table has lost."""
+_SIZE = "mezzo_size"
+"""In the meta of a graph: the bytes of the model's tensors, some of which it may not read any more."""
 
 _TENSORS = 0.54
 """How much of the size of the model's tensors may be stored before tables are rounded."""
@@ -22,16 +25,23 @@ _TENSOR = 280
 """Bytes that `torch.save` writes beside the numbers of each tensor: 250 to 340."""
 
 
+def note_size(module: GraphModule, exported: ExportedProgram) -> None:
+    """Note on a graph how large the model is that it came from."""
+    tensors = [one for one in (*exported.state_dict.values(), *exported.constants.values()) if isinstance(one, torch.Tensor)]
+    module.meta[_SIZE] = sum(one.nbytes for one in {id(one): one for one in tensors}.values())
+
+
 def excess(choice: Choice) -> float:
     """The bytes by which tensors are too large as planned; not above zero where they are small enough."""
     # What is stored beside a rounded table was found room for: no other is rounded for it.
-    return sum(stored_bytes(choice, node) for node in _tensors(choice) if node.meta.get(REPLACED) != 0) - _TENSORS * _full(choice)
+    return sum(stored_bytes(choice, node) for node in _tensors(choice) if BESIDE not in node.meta) - _TENSORS * model_bytes(choice)
 
 
 def room(choice: Choice) -> float:
-    """The bytes for which there is room beside the tensors as planned and the graph: in a file, and without it."""
-    text = _NODE * len(choice.roles) - _FILE * _TENSOR * len(_tensors(choice))
-    return _FILE * _full(choice) - sum(stored_bytes(choice, node) for node in _tensors(choice)) - max(text, 0.0)
+    """The bytes for which there is room beside the tensors as planned and the graph; beside the tensors alone where the graph takes it all anyhow."""
+    tensors = _FILE * model_bytes(choice) - sum(stored_bytes(choice, node) for node in _tensors(choice))
+    text = max(_NODE * len(choice.roles) - _FILE * _TENSOR * len(_tensors(choice)), 0.0)
+    return tensors - text if text < tensors else tensors
 
 
 def stored_bytes(choice: Choice, node: Node) -> int:
@@ -41,10 +51,12 @@ def stored_bytes(choice: Choice, node: Node) -> int:
     return _bytes(node)
 
 
-def _full(choice: Choice) -> int:
+def model_bytes(choice: Choice) -> int:
     """The bytes that the model's tensors have."""
-    weights = {node: values(node)[0].numel() * torch.float32.itemsize for node in _tensors(choice) if choice.roles[node] is Role.WEIGHT}
-    return sum(weights[node] if node in weights else node.meta.get(REPLACED, _bytes(node)) for node in _tensors(choice))
+    module = next(iter(choice.roles)).graph.owning_module
+    if module is not None and _SIZE in module.meta:
+        return int(module.meta[_SIZE])
+    return sum(_bytes(node) for node in _tensors(choice))
 
 
 def _tensors(choice: Choice) -> list[Node]:

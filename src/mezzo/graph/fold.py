@@ -1,9 +1,10 @@
-"""What is computed from weights alone, computed once: a weight norm's product, the exponential of a learnt temperature."""
+"""What weights alone decide, decided once: a weight norm's product, the exponential of a learnt temperature, the first rows of a table of positions."""
 
 from __future__ import annotations
 
 import copy
 import operator
+from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
@@ -21,15 +22,15 @@ from mezzo.graph.traits import EXACT
 
 _WEIGHTS = (InputKind.PARAMETER, InputKind.BUFFER, InputKind.CONSTANT_TENSOR)
 
+_COUNTS = frozenset({"arange"})
+"""What makes places of nothing."""
+
 
 def fold(exported: ExportedProgram, module: GraphModule) -> ExportedProgram:
-    """Replace in a graph what only weights decide by a stored tensor; weights that nobody reads any more are left out. The export itself stays as it is.
-
-    So are further names of a tensor that is read under one of them: a tied weight's copy in another dtype would be stored for nobody.
-    """
-    exported = _with_one_name_each(exported, module)
+    """Replace in a graph what only weights decide by a stored tensor, and leave out weights that nobody reads, or not any more. The export itself stays as it is."""
+    exported = _with_what_is_read(exported, module)
     known = _known(exported, module)
-    folded = {node: value for node, value in known.items() if node.op == "call_function" and _is_worth(node, known)}
+    folded = {node: known[node] for node in _worth(known)}
     if not folded:
         return exported
     read = {node for node in module.graph.find_nodes(op="placeholder") if node.users}
@@ -47,15 +48,12 @@ def fold(exported: ExportedProgram, module: GraphModule) -> ExportedProgram:
     return _with(exported, [spec for spec in specs if spec.arg.name not in dropped], constants)
 
 
-def _with_one_name_each(exported: ExportedProgram, module: GraphModule) -> ExportedProgram:
-    tensors = {**exported.constants, **exported.state_dict}
+def _with_what_is_read(exported: ExportedProgram, module: GraphModule) -> ExportedProgram:
     specs, nodes = exported.graph_signature.input_specs, {node.name: node for node in module.graph.find_nodes(op="placeholder")}
-    named = {spec.arg.name: tensors[spec.target] for spec in specs if spec.kind in _WEIGHTS and spec.target is not None}
-    read = {id(tensor) for name, tensor in named.items() if nodes[name].users}
-    spare = {name for name, tensor in named.items() if not nodes[name].users and id(tensor) in read}
-    for name in spare:
+    unread = {spec.arg.name for spec in specs if spec.kind in _WEIGHTS and not nodes[spec.arg.name].users}
+    for name in unread:
         module.graph.erase_node(nodes[name])
-    return _with(exported, [spec for spec in specs if spec.arg.name not in spare], dict(exported.constants)) if spare else exported
+    return _with(exported, [spec for spec in specs if spec.arg.name not in unread], dict(exported.constants)) if unread else exported
 
 
 def _known(exported: ExportedProgram, module: GraphModule) -> dict[Node, Any]:
@@ -65,7 +63,7 @@ def _known(exported: ExportedProgram, module: GraphModule) -> dict[Node, Any]:
     named = {spec.arg.name: tensors[spec.target] for spec in exported.graph_signature.input_specs if spec.kind in _WEIGHTS and spec.target is not None}
     known: dict[Node, Any] = {node: named[node.name] for node in module.graph.find_nodes(op="placeholder") if node.name in named and node not in touched}
     for node in module.graph.nodes:
-        if node not in touched and _is_pure(node) and node.all_input_nodes and all(one in known for one in node.all_input_nodes):
+        if node not in touched and _is_pure(node) and (node.all_input_nodes or base(node) in _COUNTS) and all(one in known for one in node.all_input_nodes):
             with torch.no_grad():
                 args, kwargs = map_arg((node.args, node.kwargs), known.__getitem__)
                 known[node] = node.target(*args, **kwargs)
@@ -82,20 +80,40 @@ def _is_pure(node: Node) -> bool:
     return node.target.namespace == "aten" and not node.target._schema.is_mutable and torch.Tag.nondeterministic_seeded not in node.target.tags
 
 
-def _is_worth(node: Node, known: Mapping[Node, Any]) -> bool:
-    """Whether a value is read by what is not known, took some computing, and is no larger than the weights behind it."""
-    if not isinstance(known[node], torch.Tensor) or all(user in known for user in node.users):
-        return False
-    behind, computed, waiting = set[Node](), False, [node]
+def _worth(known: Mapping[Node, Any]) -> list[Node]:
+    """The values that others read and that are better stored than the weights behind them: computed and no larger, or at most half of what they make needless."""
+    open_ended = [node for node, value in known.items() if isinstance(value, torch.Tensor) and not all(user in known for user in node.users)]
+    behind = {node: _behind(node) for node in open_ended if node.op == "call_function"}
+    # Several may be cut from one weight, as a joint product's parts are: together they count.
+    largest = {node: max(weights, key=lambda one: int(known[one].nbytes)) for node, (weights, _) in behind.items() if weights}
+    taken = Counter[Node]()
+    for node, weight in largest.items():
+        taken[weight] += _bytes(known[node], known[weight])
+    found = []
+    for node, weight in largest.items():
+        weights, computed = behind[node]
+        frees = 2 * taken[weight] <= known[weight].nbytes and all(user in known for user in weight.users)
+        if frees or (computed and known[node].numel() <= sum(known[one].numel() for one in weights)):
+            found.append(node)
+    return found
+
+
+def _bytes(value: torch.Tensor, weight: torch.Tensor) -> int:
+    """What a value takes, beside a weight that a cast would make no smaller: the dtypes of both are yet to be chosen."""
+    return value.numel() * (weight if weight.is_floating_point() else value).itemsize
+
+
+def _behind(node: Node) -> tuple[set[Node], bool]:
+    """The weights that decide a value, and whether more than moving them does."""
+    weights, computed, waiting = set[Node](), False, [node]
     while waiting:
         one = waiting.pop()
         if one.op == "placeholder":
-            behind.add(one)
+            weights.add(one)
         else:
-            computed = computed or (isinstance(one.target, OpOverload) and base(one) not in EXACT)
+            computed = computed or (isinstance(one.target, OpOverload) and base(one) not in EXACT | _COUNTS)
             waiting += one.all_input_nodes
-    size: int = known[node].numel()
-    return computed and size <= sum(known[one].numel() for one in behind)
+    return weights, computed
 
 
 def _replace(module: GraphModule, node: Node, after: str | None) -> str:

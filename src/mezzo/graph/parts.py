@@ -12,7 +12,7 @@ from torch.export import ExportedProgram
 from torch.export.graph_signature import ExportGraphSignature, InputKind, InputSpec, TensorArgument
 from torch.fx import GraphModule, Node
 
-from mezzo.graph.budget import REPLACED
+from mezzo.graph.budget import BESIDE
 from mezzo.graph.nodes import REWRITTEN, Rewritten, bound, values
 from mezzo.graph.remainders import LARGEST, PER_BYTE, grid
 from mezzo.graph.tables import ROWS, Table, gives_rows
@@ -65,7 +65,8 @@ def _placeholders(module: GraphModule, table: Node, tensors: Mapping[str, torch.
             found[suffix] = module.graph.placeholder(table.name + suffix)
         found[suffix].target, found[suffix].meta = found[suffix].name, dict(table.meta)
     for suffix, node in found.items():
-        node.meta[REPLACED] = 0 if suffix else whole.nbytes
+        if suffix:
+            node.meta[BESIDE] = True
         if mode is not None:
             with mode:
                 node.meta["val"] = torch.empty(tensors[suffix].shape, dtype=tensors[suffix].dtype, device=whole.device)

@@ -7,11 +7,14 @@ from collections.abc import Mapping
 import torch
 from torch.fx import Node
 
-from mezzo.graph.budget import excess, stored_bytes
+from mezzo.graph.budget import excess, model_bytes, stored_bytes
 from mezzo.graph.choice import Choice
 from mezzo.graph.nodes import Role, op_name, values
 from mezzo.graph.pins import CARRIES, FOLLOWS, FREE, Pin
 from mezzo.graph.traits import EXACT, PROMOTING
+
+_LEAST = 0.002
+"""Of the model's size: rounding what spares less is felt sooner than it helps."""
 
 
 def squeeze(choice: Choice, pins: Mapping[Node, Pin]) -> tuple[frozenset[Node], dict[Node, Pin]]:
@@ -25,9 +28,10 @@ def squeeze(choice: Choice, pins: Mapping[Node, Pin]) -> tuple[frozenset[Node], 
     for node in sorted(weights, key=needed.__getitem__, reverse=True):
         if too_much <= 0:
             break
-        if torch.float32 in choice.stored(node) and _can(node, pins):
+        spared = needed[node] - values(node)[0].numel() * choice.half.itemsize
+        if torch.float32 in choice.stored(node) and spared >= _LEAST * model_bytes(choice) and _can(node, pins):
             squeezed.append(node)
-            too_much -= needed[node] - values(node)[0].numel() * choice.half.itemsize
+            too_much -= spared
     changed = {user: Pin(True, "reads a weight that is stored in 16 bits to keep the file small") for node in squeezed for user in node.users if _moves(user)}
     return frozenset(squeezed), dict(pins) | changed
 

@@ -23,8 +23,8 @@ from mezzo.graph.weights import NAME, Pool
 ROWS = torch.ops.aten.embedding.default
 """What gives rows of a table."""
 _DIMENSIONS = 2
-_NARROWEST = 32
-"""Numbers in a row, for which its scale takes no more than a 64th of what the row takes in float32."""
+_NARROWEST = 16
+"""Numbers in a row, for which its scale takes no more than a 32nd of what the row takes in float32."""
 
 
 @dataclass(frozen=True)
