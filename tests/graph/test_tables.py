@@ -208,3 +208,40 @@ def test_programs_of_graphs_that_differ_agree_on_how_exact_a_table_is():
     together = mezzo.convert(model, [(TOKENS[:1],), (TOKENS,)], dtype=HALF)
     first, second = ({id(one) for one in program.exported.state_dict.values()} for program in together.artefact.programs)
     assert first == second
+
+
+class Placed(nn.Module):
+    """Adds a learnt vector to each of many places, some of which may be masked."""
+
+    def __init__(self, masked=False):
+        super().__init__()
+        self.places, self.linear, self.masked = nn.Parameter(torch.randn(1, 300, 32)), nn.Linear(32, 32), masked
+        self.register_buffer("mask", torch.zeros(300, 300).masked_fill_(torch.ones(300, 300).triu(1).bool(), -torch.inf) if masked else torch.zeros(1))
+
+    def forward(self, x):
+        x = x + self.places
+        return (self.linear(x) @ x.mT).float() + self.mask if self.masked else x + self.linear(x) * 1e-4
+
+
+@DTYPES
+def test_what_is_only_added_is_in_fixed_point_too_where_it_is_large(dtype):
+    model, x = Placed().eval(), torch.randn(2, 300, 32)
+    converted = mezzo.convert(model, (x,), dtype=dtype)
+    assert converted.plan.row("p_places").dtype == "int16"
+    assert _stored(converted) < 0.55 * sum(one.nbytes for one in model.parameters())
+    assert relative_error(converted(x), model(x)) < 3e-5
+
+
+def test_what_is_sliced_and_added_is_in_fixed_point_and_dynamic_sizes_read_it():
+    model = Calls(lambda self, x: x + self.table.weight[: x.shape[1]] + self.linear(x) * 1e-4, table=nn.Embedding(300, 32), linear=nn.Linear(32, 32)).eval()
+    x = torch.randn(2, 200, 32)
+    converted = mezzo.convert(model, (x,), dtype=HALF, dynamic_shapes=(({1: torch.export.Dim("length", max=300)},),))
+    assert converted.plan.row("p_table_weight").dtype == "int16"
+    assert all(relative_error(converted(one), model(one)) < 3e-5 for one in (x, x[:, :7]))
+
+
+def test_infinities_that_are_added_stay_float32():
+    model, x = Placed(masked=True).eval(), torch.randn(2, 300, 32)
+    converted = mezzo.convert(model, (x,), dtype=HALF)
+    assert converted.plan.row("b_mask").dtype == "float32"
+    assert torch.equal(converted(x).isinf(), model(x).isinf())

@@ -31,6 +31,12 @@ HUGGING_FACE: dict[str, Callable[[], Animal]] = (
     {
         "bert": lambda: _made("BertModel", "BertConfig", (_tokens(), _HEARD), vocab_size=_WORDS, max_position_embeddings=32, **_SIZES),
         "bert-many-words": lambda: _made("BertModel", "BertConfig", (_tokens(_MANY), _HEARD), vocab_size=_MANY, max_position_embeddings=32, **_SIZES),
+        "bert-narrow": lambda: _made(
+            "BertModel", "BertConfig", (_tokens(), _HEARD), vocab_size=99, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=37
+        ),
+        "vit-many-places": lambda: _made(
+            "ViTForMaskedImageModeling", "ViTConfig", (torch.randn(2, 3, 64, 64),), image_size=64, patch_size=4, encoder_stride=4, **_SIZES
+        ),
         "gpt2": lambda: _made("GPT2LMHeadModel", "GPT2Config", (_tokens(),), vocab_size=_WORDS, n_embd=64, n_layer=2, n_head=4, n_positions=32, **_SPECIAL),
         "gpt-neo": lambda: _made(
             "GPTNeoForCausalLM",

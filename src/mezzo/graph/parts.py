@@ -1,4 +1,4 @@
-"""Tables in parts: the graph reads the rows of each and computes with them what the rows of the table were."""
+"""Tables in parts: the graph reads the rows of each, or all of it, and computes with them what those of the table were."""
 
 from __future__ import annotations
 
@@ -39,8 +39,11 @@ def split(exported: ExportedProgram, module: GraphModule, named: Mapping[str, Ta
         table, node = named[spec.target], placeholders[spec.arg.name]
         tensors = dict(zip(_suffixes(table), pool.parts(state[spec.target], table.dtype, table.levels, fixed=table.fixed), strict=True))
         parts = _placeholders(module, node, tensors)
-        for user in [one for one in node.users if gives_rows(one, node)]:
-            _rewrite(_Before(module, user, table), parts)
+        readers = [one for one in node.users if gives_rows(one, node)]
+        for user in readers:
+            _read_rows(_Before(module, user, table), parts)
+        if not readers:
+            _read_whole(_Before(module, min(node.users), table), node, parts)
         for suffix, part in parts.items():
             state[spec.target + suffix] = tensors[suffix]
             # torch lets no whole numbers be a parameter that moves to another device.
@@ -91,20 +94,33 @@ class _Before:
         return made
 
 
-def _rewrite(before: _Before, parts: Mapping[str, Node]) -> None:
-    """Have a node that reads rows compute them: (numbers + level / levels) / largest * scale in fixed point, else rounded * (level * step + start)."""
-    aten, reader, table = torch.ops.aten, before.reader, before.table
-    indices = dict(bound(reader))["indices"]
+def _read_rows(before: _Before, parts: Mapping[str, Node]) -> None:
+    """Have a node that reads rows compute them."""
+    reader = before.reader
+    indices, width = dict(bound(reader))["indices"], reader.meta["val"].shape[-1]
     rows = {suffix: before(suffix.removeprefix("_") or "numbers", ROWS, part, indices) for suffix, part in parts.items()}
-    step, start = (1 / table.levels, rows[""]) if table.fixed else grid(table.dtype, table.levels)
+    reader.target, reader.args, reader.kwargs = torch.ops.aten.mul.Tensor, _product(before, rows, width), {}
+    reader.meta[REWRITTEN] = Rewritten("embedding", _REASONS[before.table.fixed])
+
+
+def _read_whole(before: _Before, numbers: Node, parts: Mapping[str, Node]) -> None:
+    """Have all who read a tensor read what is computed of its parts."""
+    readers = list(numbers.users)
+    whole = before("whole", torch.ops.aten.mul.Tensor, *_product(before, parts, numbers.meta["val"].shape[-1]))
+    for reader in readers:
+        reader.replace_input_with(numbers, whole)
+
+
+def _product(before: _Before, parts: Mapping[str, Node], width: int) -> tuple[Node, Node]:
+    """What numbers are the product of: (number + level / levels) / largest and scale in fixed point, else rounded and level * step + start."""
+    aten, table = torch.ops.aten, before.table
+    step, start = (1 / table.levels, parts[""]) if table.fixed else grid(table.dtype, table.levels)
     if table.levels > 1:
-        level = _level(before, rows["_rest"], reader.meta["val"].shape[-1])
-        whole = before("whole", aten.add.Tensor, before("lost", aten.mul.Tensor, level, step), start)
+        lost = before("lost", aten.mul.Tensor, _level(before, parts["_rest"], width), step)
+        number = before("number", aten.add.Tensor, lost, start)
     else:
-        whole = _full(before, rows[""])
-    args = (before("share", aten.mul.Tensor, whole, 1 / LARGEST), rows["_scale"]) if table.fixed else (rows[""], whole)
-    reader.target, reader.args, reader.kwargs = aten.mul.Tensor, args, {}
-    reader.meta[REWRITTEN] = Rewritten("embedding", _REASONS[table.fixed])
+        number = _full(before, parts[""])
+    return (before("share", aten.mul.Tensor, number, 1 / LARGEST), parts["_scale"]) if table.fixed else (parts[""], number)
 
 
 def _level(before: _Before, packed: Node, width: int) -> Node:

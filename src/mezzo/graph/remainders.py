@@ -15,8 +15,16 @@ PER_BYTE: Mapping[int, int] = {256: 1, 16: 2, 6: 3, 4: 4, 3: 5, 2: 8}
 """How many levels a further part of a number can have, each with how many such parts a byte holds."""
 LARGEST = torch.iinfo(torch.int16).max
 """The whole number for the largest number of a row."""
+_NARROWEST = 16
+"""Numbers in a row, for which its scale takes no more than a 32nd of what the row takes in float32."""
+_DIMENSIONS = 2
 _REACH = 0.75
 """How far factors go, of the most that rounding can change a number by: nearly all lie closer, and with few levels the finer steps gain more than the others lose."""
+
+
+def fits(table: torch.Tensor) -> bool:
+    """Whether a tensor has rows that fixed point can tell."""
+    return table.dim() >= _DIMENSIONS and table.shape[-1] >= _NARROWEST and not table.is_meta and bool(table.isfinite().all())
 
 
 def fixed_point(table: torch.Tensor, dtype: torch.dtype, levels: int = 1) -> tuple[torch.Tensor, ...]:

@@ -12,6 +12,7 @@ from mezzo.graph.choice import Choice
 from mezzo.graph.nodes import Role, op_name, values
 from mezzo.graph.pins import CARRIES, FOLLOWS, FREE, Pin
 from mezzo.graph.traits import EXACT, PROMOTING
+from mezzo.graph.weights import FITS
 
 _LEAST = 0.002
 """Of the model's size: rounding what spares less is felt sooner than it helps."""
@@ -40,8 +41,8 @@ def _can(node: Node, pins: Mapping[Node, Pin]) -> bool:
     """Whether everybody who reads a weight takes it rounded: by moving its rows, by running in 16 bits anyhow, or beside such a reader by promoting."""
     rounding = [pins[user].half is True or pins[user] == CARRIES or (_moves(user) and _is_open(pins[user])) for user in node.users]
     promoting = [op_name(user) in PROMOTING for user in node.users]
-    # What is only added or multiplied is small, and rounding it would be felt where nothing else is rounded.
-    return any(rounding) and all(one or other for one, other in zip(rounding, promoting, strict=True))
+    # To round what is only added or multiplied would be felt where nothing else is rounded: fixed point has to hold it.
+    return (any(rounding) or node.meta.get(FITS, False)) and all(one or other for one, other in zip(rounding, promoting, strict=True))
 
 
 def _moves(user: Node) -> bool:

@@ -17,14 +17,13 @@ from torch.fx import Node
 from mezzo.graph.budget import room
 from mezzo.graph.nodes import reads
 from mezzo.graph.planning import Planned
-from mezzo.graph.remainders import PER_BYTE
-from mezzo.graph.weights import NAME, Pool
+from mezzo.graph.remainders import PER_BYTE, fits
+from mezzo.graph.weights import FITS, NAME, Pool
 
 ROWS = torch.ops.aten.embedding.default
 """What gives rows of a table."""
 _DIMENSIONS = 2
-_NARROWEST = 16
-"""Numbers in a row, for which its scale takes no more than a 32nd of what the row takes in float32."""
+"""Of a table that gives rows."""
 
 
 @dataclass(frozen=True)
@@ -40,13 +39,13 @@ class Table:
 
 
 def tables(exported: ExportedProgram, planned: Planned, pool: Pool) -> dict[str, Table]:
-    """The weights that a plan rounds to keep the file small and that give rows, by name; what is rounded for others too is left if there is no room for more."""
+    """The weights that a plan rounds to keep the file small and that give rows or are added, by name; what others read too is left if there is no room for more."""
     choice = planned.choice
     found = {node: exported.state_dict[name] for node in choice.roles if node in choice.squeezed and (name := node.meta[NAME]) in exported.state_dict}
-    found = {node: table for node, table in found.items() if _is_table(table) and any(gives_rows(user, node) for user in node.users)}
-    fixed = {node for node, table in found.items() if all(gives_rows(user, node) for user in node.users) and _fits(table)}
-    free = room(choice) - sum(found[node].shape[0] * choice.half.itemsize for node in fixed)
-    able = (levels for levels, count in PER_BYTE.items() if sum(one.shape[0] * ceil(one.shape[1] / count) for one in found.values()) <= free)
+    found = {node: table for node, table in found.items() if node.meta.get(FITS) or (_is_table(table) and any(gives_rows(user, node) for user in node.users))}
+    fixed = {node for node, table in found.items() if node.meta.get(FITS) or (all(gives_rows(user, node) for user in node.users) and fits(table))}
+    free = room(choice) - sum(_rows(found[node]) * choice.half.itemsize for node in fixed)
+    able = (levels for levels, count in PER_BYTE.items() if sum(_rows(one) * ceil(one.shape[-1] / count) for one in found.values()) <= free)
     levels = next(able, 1)
     # Programs of several sizes share their tables, whichever of them has room for more.
     agreed = {node: pool.levels.setdefault(id(table), levels) for node, table in found.items()}
@@ -62,5 +61,5 @@ def _is_table(tensor: torch.Tensor) -> bool:
     return tensor.dim() == _DIMENSIONS and not tensor.is_meta
 
 
-def _fits(table: torch.Tensor) -> bool:
-    return table.shape[1] >= _NARROWEST and bool(table.isfinite().all())
+def _rows(table: torch.Tensor) -> int:
+    return table.numel() // table.shape[-1]

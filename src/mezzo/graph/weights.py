@@ -16,12 +16,16 @@ from torch.fx import GraphModule, Node
 from mezzo._casting import cast
 from mezzo._dtypes import dtype_name
 from mezzo.graph.choice import Choice
-from mezzo.graph.nodes import Role
-from mezzo.graph.remainders import factors, fixed_point
+from mezzo.graph.nodes import Role, op_name
+from mezzo.graph.remainders import factors, fits, fixed_point
+from mezzo.graph.traits import PROMOTING, STRUCTURAL, VIEWS
 from mezzo.graph.typing_run import fake_mode, set_dtypes
 
 NAME = "mezzo_name"
 """In a placeholder's meta: the name of the tensor that the model has for it."""
+
+FITS = "mezzo_fits"
+"""In the meta of a placeholder that is only added or multiplied: whether fixed point can tell its numbers."""
 
 _STORED = (InputKind.PARAMETER, InputKind.BUFFER, InputKind.CONSTANT_TENSOR)
 
@@ -82,9 +86,17 @@ def weight_nodes(exported: ExportedProgram, module: GraphModule, half: torch.dty
         if spec.kind in _STORED and spec.target is not None:
             node = placeholders[spec.arg.name]
             node.meta[NAME] = spec.target
-            beyond = exceeds(_tensor(exported, spec.target), half)
+            tensor = _tensor(exported, spec.target)
+            if tensor.dtype is torch.float32 and _is_added(node):
+                node.meta[FITS] = fits(tensor.detach())
+            beyond = exceeds(tensor, half)
             found[node] = f"{spec.target!r} holds numbers beyond the range of {dtype_name(half)}" if beyond else ""
     return found
+
+
+def _is_added(node: Node) -> bool:
+    """Whether all who read a value, or a part of it, add or multiply it."""
+    return bool(node.users) and all(op_name(user) in PROMOTING or (op_name(user) in VIEWS | STRUCTURAL and _is_added(user)) for user in node.users)
 
 
 def store(exported: ExportedProgram, module: GraphModule, choice: Choice, pool: Pool) -> Stored:
