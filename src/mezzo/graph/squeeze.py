@@ -25,12 +25,12 @@ def squeeze(choice: Choice, pins: Mapping[Node, Pin]) -> tuple[frozenset[Node], 
     """
     weights = [node for node, role in choice.roles.items() if role is Role.WEIGHT and node.users]
     too_much, needed = excess(choice), {node: stored_bytes(choice, node) for node in weights}
-    squeezed: list[Node] = []
+    squeezed, least = list[Node](), _LEAST * model_bytes(choice)
     for node in sorted(weights, key=needed.__getitem__, reverse=True):
         if too_much <= 0:
             break
         spared = needed[node] - values(node)[0].numel() * choice.half.itemsize
-        if torch.float32 in choice.stored(node) and spared >= _LEAST * model_bytes(choice) and _can(node, pins):
+        if torch.float32 in choice.stored(node) and spared >= least and _can(node, pins):
             squeezed.append(node)
             too_much -= spared
     changed = {user: Pin(True, "reads a weight that is stored in 16 bits to keep the file small") for node in squeezed for user in node.users if _moves(user)}
