@@ -145,9 +145,19 @@ def test_a_tied_weight_is_stored_under_the_name_that_is_read():
     assert [node.name for node in module.graph.find_nodes(op="placeholder") if node.users] == [f"p_{name.replace('.', '_')}", "x"]
 
 
-def test_a_weight_that_nobody_reads_is_left_out():
-    _, folded, _ = _folded(lambda self, x: x + self.linear.bias, linear=nn.Linear(4, 4))
-    assert list(folded.state_dict) == ["linear.bias"]
+def test_what_nobody_reads_keeps_its_name_if_the_model_saves_it():
+    class Unread(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("saved", torch.zeros(4))
+            self.register_buffer("made", torch.zeros(4), persistent=False)
+
+        def forward(self, x):
+            return x + 1
+
+    exported = export(Unread(), (X,), {}, None)
+    folded = fold(exported, copied(exported.graph_module))
+    assert (list(folded.state_dict), list(folded.constants)) == (["saved"], [])
 
 
 def test_a_weight_that_is_read_transposed_is_stored_once():

@@ -27,8 +27,8 @@ _COUNTS = frozenset({"arange"})
 
 
 def fold(exported: ExportedProgram, module: GraphModule) -> ExportedProgram:
-    """Replace in a graph what only weights decide by a stored tensor, and leave out weights that nobody reads, or not any more. The export itself stays as it is."""
-    exported = _with_what_is_read(exported, module)
+    """Replace in a graph what only weights decide by a stored tensor; weights that nobody reads any more are left out. The export itself stays as it is."""
+    exported = _without_spares(exported, module)
     known = _known(exported, module)
     folded = {node: known[node] for node in _worth(known)}
     if not folded:
@@ -48,12 +48,17 @@ def fold(exported: ExportedProgram, module: GraphModule) -> ExportedProgram:
     return _with(exported, [spec for spec in specs if spec.arg.name not in dropped], constants)
 
 
-def _with_what_is_read(exported: ExportedProgram, module: GraphModule) -> ExportedProgram:
+def _without_spares(exported: ExportedProgram, module: GraphModule) -> ExportedProgram:
+    """Without further names of a tensor that is read under one of them, and without what nobody reads and the model itself would not save."""
+    tensors = {**exported.constants, **exported.state_dict}
     specs, nodes = exported.graph_signature.input_specs, {node.name: node for node in module.graph.find_nodes(op="placeholder")}
-    unread = {spec.arg.name for spec in specs if spec.kind in _WEIGHTS and not nodes[spec.arg.name].users}
-    for name in unread:
+    named = {spec.arg.name: spec.target for spec in specs if spec.kind in _WEIGHTS and spec.target is not None}
+    read = {id(tensors[target]) for name, target in named.items() if nodes[name].users}
+    unread = {name: target for name, target in named.items() if not nodes[name].users}
+    spare = {name for name, target in unread.items() if target not in exported.state_dict or id(tensors[target]) in read}
+    for name in spare:
         module.graph.erase_node(nodes[name])
-    return _with(exported, [spec for spec in specs if spec.arg.name not in unread], dict(exported.constants)) if unread else exported
+    return _with(exported, [spec for spec in specs if spec.arg.name not in spare], dict(exported.constants)) if spare else exported
 
 
 def _known(exported: ExportedProgram, module: GraphModule) -> dict[Node, Any]:
