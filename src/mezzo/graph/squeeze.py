@@ -42,7 +42,13 @@ def _can(node: Node, pins: Mapping[Node, Pin]) -> bool:
     rounding = [pins[user].half is True or pins[user] == CARRIES or (_moves(user) and _is_open(pins[user])) for user in node.users]
     promoting = [op_name(user) in PROMOTING for user in node.users]
     # To round what is only added or multiplied would be felt where nothing else is rounded: fixed point has to hold it.
-    return (any(rounding) or node.meta.get(FITS, False)) and all(one or other for one, other in zip(rounding, promoting, strict=True))
+    held = node.meta.get(FITS, False) and _is_left_open(node, pins)
+    return (any(rounding) or held) and all(one or other for one, other in zip(rounding, promoting, strict=True))
+
+
+def _is_left_open(node: Node, pins: Mapping[Node, Pin]) -> bool:
+    """Whether nobody said anything of those who add or multiply a weight, or parts of it: who excludes them wants it exact."""
+    return all(_is_open(pins[user]) and (op_name(user) in PROMOTING or _is_left_open(user, pins)) for user in node.users)
 
 
 def _moves(user: Node) -> bool:

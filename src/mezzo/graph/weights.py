@@ -27,6 +27,7 @@ NAME = "mezzo_name"
 FITS = "mezzo_fits"
 """In the meta of a placeholder that is only added or multiplied: whether fixed point can tell its numbers."""
 
+_PARTS = VIEWS | STRUCTURAL
 _STORED = (InputKind.PARAMETER, InputKind.BUFFER, InputKind.CONSTANT_TENSOR)
 
 
@@ -87,7 +88,8 @@ def weight_nodes(exported: ExportedProgram, module: GraphModule, half: torch.dty
             node = placeholders[spec.arg.name]
             node.meta[NAME] = spec.target
             tensor = _tensor(exported, spec.target)
-            if tensor.dtype is torch.float32 and _is_added(node):
+            # What the model does not save, such as positions that it computes, has no place for parts.
+            if tensor.dtype is torch.float32 and spec.target in exported.state_dict and _is_added(node):
                 node.meta[FITS] = fits(tensor.detach())
             beyond = exceeds(tensor, half)
             found[node] = f"{spec.target!r} holds numbers beyond the range of {dtype_name(half)}" if beyond else ""
@@ -96,7 +98,7 @@ def weight_nodes(exported: ExportedProgram, module: GraphModule, half: torch.dty
 
 def _is_added(node: Node) -> bool:
     """Whether all who read a value, or a part of it, add or multiply it."""
-    return bool(node.users) and all(op_name(user) in PROMOTING or (op_name(user) in VIEWS | STRUCTURAL and _is_added(user)) for user in node.users)
+    return bool(node.users) and all(op_name(user) in PROMOTING or (op_name(user) in _PARTS and _is_added(user)) for user in node.users)
 
 
 def store(exported: ExportedProgram, module: GraphModule, choice: Choice, pool: Pool) -> Stored:
