@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_leaves
 
 import mezzo
 from mezzo._casting import map_tensors
+from mezzo._dtypes import HALF_DTYPES
 from mezzo.graph.exporting import export
 from mezzo.graph.lists import Words
 from mezzo.graph.program import copied
@@ -29,7 +30,6 @@ from mezzo.graph.weights import weight_nodes
 sys.path.append(str(Path(__file__).parent.parent / "tests"))
 from support.zoo import Block, ResNet50
 
-_HALVES = (torch.float16, torch.bfloat16)
 SIZES = (1_000, 3_000, 10_000)
 """Nodes of the graphs that are planned."""
 
@@ -99,7 +99,7 @@ def inference() -> list[Row]:
     rows = []
     for name, (made, inputs) in models.items():
         model, args = made.eval().cuda(), map_tensors(inputs, lambda one: one.cuda())
-        for dtype, other in (_HALVES, _HALVES[::-1]):
+        for dtype, other in (HALF_DTYPES, HALF_DTYPES[::-1]):
             converted = mezzo.convert(model, args, dtype=dtype)
             for way, wrap in (("eager", lambda one: one), ("compiled", torch.compile)):
                 contestants = {"torch.autocast": _under_autocast(wrap(model), args, dtype), "converted": _called(wrap(converted), args)}

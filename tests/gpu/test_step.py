@@ -85,7 +85,7 @@ def test_schedules_advance_with_good_steps_only(level: str, dtype: str, schedule
 
 @pytest.mark.parametrize(("level", "dtype"), LEVELS)
 def test_three_calls_make_one_captured_update(level: str, dtype: str) -> None:
-    (captured, theirs, step), (eager, ours, _) = both("mlp", level, dtype, accumulate=3, clip_norm=1.0)
+    (captured, theirs, step), (eager, ours, _) = both("mlp", level, dtype, 201, accumulate=3, clip_norm=1.0)
     assert step.captured
     assert_alike(captured, eager)
     assert same(theirs, ours)

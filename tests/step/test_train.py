@@ -49,13 +49,13 @@ def test_schedules_advance_with_good_steps_only(level, dtype, schedule):
     assert isinstance(made.optimizer.param_groups[0]["lr"], float)
 
 
-@pytest.mark.parametrize("name", ["mlp", "cnn"])
+@pytest.mark.parametrize("name", ["mlp", "cnn", "transformer"])
 @pytest.mark.parametrize(("level", "dtype"), LEVELS)
 def test_three_calls_make_one_update(name, level, dtype):
     hand, made = Made(name), Made(name)
     overflows = OVERFLOWS if dtype == "float16" else ()
-    expected = by_hand(hand, batches(name, 60, overflows), level, dtype, accumulate=3)
-    losses, _ = in_steps(made, batches(name, 60, overflows), level, dtype, accumulate=3)
+    expected = by_hand(hand, batches(name, STEPS + 1, overflows), level, dtype, accumulate=3)
+    losses, _ = in_steps(made, batches(name, STEPS + 1, overflows), level, dtype, accumulate=3)
     assert close(losses, expected)
     assert same(weights(made.model), weights(hand.model))
 

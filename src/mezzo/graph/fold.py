@@ -24,6 +24,8 @@ _WEIGHTS = (InputKind.PARAMETER, InputKind.BUFFER, InputKind.CONSTANT_TENSOR)
 
 _COUNTS = frozenset({"arange"})
 """What makes places of nothing."""
+_EASY = EXACT | _COUNTS
+"""What takes no computing."""
 
 
 def fold(exported: ExportedProgram, module: GraphModule) -> ExportedProgram:
@@ -116,7 +118,7 @@ def _behind(node: Node) -> tuple[set[Node], bool]:
         if one.op == "placeholder":
             weights.add(one)
         else:
-            computed = computed or (isinstance(one.target, OpOverload) and base(one) not in EXACT | _COUNTS)
+            computed = computed or (isinstance(one.target, OpOverload) and base(one) not in _EASY)
             waiting += one.all_input_nodes
     return weights, computed
 

@@ -34,7 +34,6 @@ FREE = Pin(None, "in no list")
 FOLLOWS = Pin(False, "reads float32, as under torch.autocast")
 """Not for the cut: it would be less precise than under torch.autocast."""
 
-
 CARRIES = Pin(False, "carries a state from step to step, in float32 as under torch.autocast")
 """Its weights may be rounded: torch.autocast rounds them too."""
 
@@ -78,13 +77,19 @@ def _by_policy(node: Node, said: Words, modules: Mapping[str, nn.Module]) -> Pin
     entry = said.entry(op)
     if op in said.policy.refuse:
         raise RefusedOpError(f"The policy refuses {op}, which the graph calls at {node.name}. Take the op out of the model, or of refuse=.")
-    if entry.rule is Rule.HALF and op in CARRYING and said.device == "cpu" and said.policy.level is not Level.O3 and op not in said.policy.listed(Rule.HALF):
+    if entry.rule is Rule.HALF and _carries(op, said):
         return CARRIES
     if entry.rule in (Rule.HALF, Rule.FULL, Rule.REFUSE):
         return Pin(entry.rule is Rule.HALF, entry.reason)
     if op not in said.lists.entries and op in DELICATE:
         return Pin(False, DELICATE[op])
     return FREE
+
+
+def _carries(op: str, said: Words) -> bool:
+    """Whether a layer carries a state that torch.autocast would keep in float32, and nobody asks for 16 bits."""
+    asked = said.policy.level is Level.O3 or op in said.policy.listed(Rule.HALF)
+    return op in CARRYING and said.device == "cpu" and not asked
 
 
 def _unfit(node: Node, said: Words) -> str | None:

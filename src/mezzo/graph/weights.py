@@ -28,6 +28,7 @@ FITS = "mezzo_fits"
 """In the meta of a placeholder that is only added or multiplied: whether fixed point can tell its numbers."""
 
 _PARTS = VIEWS | STRUCTURAL
+"""Ops that give a tensor or parts of it."""
 _STORED = (InputKind.PARAMETER, InputKind.BUFFER, InputKind.CONSTANT_TENSOR)
 
 

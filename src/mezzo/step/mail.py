@@ -14,15 +14,19 @@ from typing import Any
 
 import torch
 
+from mezzo._dtypes import HALF_DTYPES
 from mezzo.scaling import kernels
 
 SLOTS = 1024
 """Letters that may lie unread, about as many as launches may wait; whoever is further ahead waits for the device."""
 _LOSSES = 64
+"""Losses whose memory is asked for at once."""
 _ALIGNED = 16
 """Bytes to which all addresses are aligned, so that as many are moved at a time."""
 _CHUNK = 1024
+"""Elements that a program copies."""
 _LARGEST = 2**31 - 1
+"""Elements that a launch can count: it was compiled for a size of 32 bits."""
 _WHOLE = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """What is not cast is copied as whole numbers of its size."""
 
@@ -44,7 +48,7 @@ class _Carried:
         if leaf.dtype is buffer.dtype and not leaf.is_complex() and leaf.itemsize in _WHOLE:
             whole = _WHOLE[leaf.itemsize]
             return cls(buffer.view(whole), whole)
-        return cls(buffer, leaf.dtype) if leaf.dtype is torch.float32 and buffer.dtype in (torch.float16, torch.bfloat16) else None
+        return cls(buffer, leaf.dtype) if leaf.dtype is torch.float32 and buffer.dtype in HALF_DTYPES else None
 
 
 @dataclass(eq=False)
