@@ -32,19 +32,25 @@ class CountingPass(CustomGraphPass):
         """Nothing is kept."""
 
 
-def _calls_after_the_pass(function: Any, x: torch.Tensor) -> list[Any]:
-    """What of a function's calls are ours, arguments included."""
-    found: list[Any] = []
+def _after_the_pass(function: Any, x: torch.Tensor, *, runs: bool = False) -> tuple[list[fx.Node], Any]:
+    """What a function calls then, and what it gives: by those calls, or by its own where the others need a GPU."""
+    found: list[fx.Node] = []
 
     def look(module: fx.GraphModule, _: Any) -> Any:
         graph = fx.Graph()
         graph.output(graph.graph_copy(module.graph, {}))
         compiled.Substitutes("cpu")(graph)
-        found.extend(node.args[1:] for node in graph.nodes if node.target is OURS)
-        return module.forward
+        found.extend(graph.nodes)
+        return fx.GraphModule(module, graph).forward if runs else module.forward
 
-    torch.compile(function, backend=look, fullgraph=True)(x)
-    return found
+    torch._dynamo.reset()
+    return found, torch.compile(function, backend=look, fullgraph=True)(x)
+
+
+def _poolings(function: Any, x: torch.Tensor) -> list[Any]:
+    """Of those that are ours, what they are told."""
+    nodes, _ = _after_the_pass(function, x)
+    return [node.args[1:] for node in nodes if node.target is OURS]
 
 
 REPLACED = {
@@ -68,12 +74,75 @@ LEFT = {
 
 @pytest.mark.parametrize(("function", "expected"), REPLACED.values(), ids=REPLACED)
 def test_max_pooling_is_told_in_one_form(function, expected):
-    assert _calls_after_the_pass(function, LAST) == [expected]
+    assert _poolings(function, LAST) == [expected]
 
 
 @pytest.mark.parametrize("function", LEFT.values(), ids=LEFT)
 def test_what_is_not_done_here_is_left_to_inductor(function):
-    assert _calls_after_the_pass(function, LAST) == []
+    assert _poolings(function, LAST) == []
+
+
+def _conv(channels: int, kernel: int, stride: int, **words: Any) -> nn.Conv2d:
+    torch.manual_seed(0)
+    return nn.Conv2d(channels, 8, kernel, stride, **words).to(memory_format=torch.channels_last)
+
+
+IMAGES = torch.randn(2, 3, 19, 20).contiguous(memory_format=torch.channels_last)
+FORMS = {
+    "patches": (_conv(3, 4, 4, dtype=torch.bfloat16), IMAGES.bfloat16(), [()]),
+    "a stride, without bias": (_conv(3, 3, 2, padding=1, bias=False, dtype=torch.float16), IMAGES.half(), [()]),
+    "four channels": (_conv(3, 7, 2, padding=3, dtype=torch.float16), IMAGES.half(), [((2, 2), (3, 3))]),
+    "reflected": (_conv(3, 3, 2, padding=1, padding_mode="reflect", dtype=torch.float16), IMAGES.half(), [()]),
+}
+AS_THEY_ARE = {
+    "float32": (_conv(3, 4, 4), IMAGES),
+    "channels first": (_conv(3, 4, 4, dtype=torch.float16).to(memory_format=torch.contiguous_format), IMAGES.half().contiguous()),
+    "many channels": (_conv(8, 4, 4, dtype=torch.float16), LAST.half()),
+    "dilation": (_conv(3, 4, 4, dilation=2, dtype=torch.float16), IMAGES.half()),
+    "groups": (nn.Conv2d(3, 9, 4, 4, groups=3, dtype=torch.float16).to(memory_format=torch.channels_last), IMAGES.half()),
+    "padding by name": (_conv(3, 3, 1, padding="same", dtype=torch.float16), IMAGES.half()),
+    "a large kernel in bfloat16": (_conv(3, 9, 2, dtype=torch.bfloat16), IMAGES.bfloat16()),
+    "an image alone": (_conv(3, 4, 4, dtype=torch.float16), IMAGES[0].half()),
+}
+
+
+@pytest.mark.parametrize(("model", "x", "told"), FORMS.values(), ids=FORMS)
+def test_a_first_convolution_takes_another_form_and_gives_the_same(model, x, told):
+    expected = model(x)
+    given = torch.randn_like(expected)
+    wanted = torch.autograd.grad(expected, tuple(model.parameters()), given)
+    nodes, result = _after_the_pass(model, x, runs=True)
+    assert F.pad in {node.target for node in nodes}
+    assert [node.args[3:] for node in nodes if node.target is torch.conv2d] == told
+    assert result.stride() == expected.stride()
+    torch.testing.assert_close(result, expected)
+    torch.testing.assert_close(torch.autograd.grad(result, tuple(model.parameters()), given), wanted)
+
+
+@pytest.mark.parametrize(("model", "x"), AS_THEY_ARE.values(), ids=AS_THEY_ARE)
+def test_other_convolutions_stay_as_they_are(model, x):
+    nodes, result = _after_the_pass(model, x, runs=True)
+    assert [node.target for node in nodes if node.op == "call_function"] == [torch.conv2d]
+    assert torch.equal(result, model(x))
+
+
+def test_under_a_region_the_dtype_of_the_result_counts():
+    model = _conv(3, 4, 4)
+    with torch.autocast("cpu", torch.bfloat16):
+        nodes, result = _after_the_pass(model, IMAGES, runs=True)
+        expected = model(IMAGES)
+    assert F.pad in {node.target for node in nodes}
+    assert result.dtype is torch.bfloat16
+    torch.testing.assert_close(result, expected)
+
+
+def test_a_batch_of_any_size_takes_the_form_too():
+    model = _conv(3, 4, 4, dtype=torch.bfloat16)
+    x = IMAGES.bfloat16()
+    torch._dynamo.maybe_mark_dynamic(x, 0)
+    nodes, result = _after_the_pass(model, x, runs=True)
+    assert F.pad in {node.target for node in nodes}
+    torch.testing.assert_close(result, model(x))
 
 
 def test_another_device_is_left_alone():
