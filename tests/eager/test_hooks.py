@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -182,15 +183,33 @@ def test_torchscript_runs_under_torchs_own_lists(scripted: tuple[Any, Any]) -> N
         assert scripted[0](torch.ones(2, 4)).dtype is HALF
 
 
-def test_torchscript_is_refused_under_a_custom_policy_with_the_remedy(scripted: tuple[Any, Any]) -> None:
+def test_torchscript_is_refused_under_a_custom_policy_with_the_remedy(scripted: tuple[Any, Any], tmp_path: Path) -> None:
     module, function = scripted
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        torch.jit.save(function, str(tmp_path / "function.pt"))
+        loaded = torch.jit.load(str(tmp_path / "function.pt"))
     with region(half={"add"}):
-        for call, x in ((module, torch.ones(2, 4)), (function, torch.ones(2, 2)), (nn.Sequential(module), torch.ones(2, 4))):
+        for call, x in ((module, torch.ones(2, 4)), (loaded, torch.ones(2, 2)), (nn.Sequential(module), torch.ones(2, 4))):
             with pytest.raises(mezzo.UnsupportedError, match="TorchScript"):
                 call(x)
         with torch.autocast("cpu", enabled=False):
             assert module(torch.ones(2, 4)).dtype is torch.float32
         assert torch.is_autocast_enabled("cpu")
+
+
+def added(x: Tensor, by: int = 1) -> Tensor:
+    return x + by
+
+
+def test_a_scripted_function_runs_as_the_python_it_was_made_from_under_a_custom_policy(scripted: tuple[Any, Any]) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        script = torch.jit.script(added)
+    with region(half={"add"}):
+        assert script(torch.ones(2), by=2).dtype is HALF
+        assert scripted[1](torch.ones(2, 2)).dtype is HALF
+    assert script(torch.ones(2), by=2).dtype is torch.float32
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")

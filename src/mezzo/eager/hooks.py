@@ -59,20 +59,23 @@ def _hook_checkpoint() -> None:
 
 
 def _hook_script() -> None:
-    """TorchScript's interpreter knows torch's own lists only."""
+    """TorchScript's interpreter knows torch's own lists only. A function is run as the Python that it was made from, as compiled code does too."""
     for kind in (torch.jit.ScriptFunction, torch._C.ScriptMethod):
-        kind.__call__ = _refusing(kind.__call__)  # type: ignore[method-assign]
+        kind.__call__ = _steered(kind.__call__)  # type: ignore[method-assign]
 
 
-def _refusing(call: Callable[..., Any]) -> Callable[..., Any]:
+def _steered(call: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(call)
     def checked(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if _is_steered():
+        if not _is_steered():
+            return call(self, *args, **kwargs)
+        written = getattr(self, "_torchdynamo_inline", None)
+        if written is None:
             raise UnsupportedError(
                 f"{self.name!r} is TorchScript, whose interpreter applies torch's own op lists and would ignore this policy. "
                 "Use the module it was scripted from, or a policy without entries of its own around it."
             )
-        return call(self, *args, **kwargs)
+        return written(*args, **kwargs)
 
     return checked
 
