@@ -327,3 +327,76 @@ def test_compiled_code_holds_the_same_ops_as_casts_by_hand(where: str) -> None:
                 torch.compile(plain, backend=backend, fullgraph=True)(x, w)
     assert seen[0] == seen[1]
     assert seen[0]["aten._to_copy.default"] == 3
+
+
+# -- Python functions of torch under O2, which steers nearly every op in them ---------------------------------------------------------------------
+
+IMAGES, ROWS, IDS = torch.randn(2, 4, 9, 8), torch.randn(2, 4, 10), torch.arange(12).reshape(3, 4) % 5
+ATTENTION, DECODER = nn.MultiheadAttention(4, 2, batch_first=True), nn.TransformerDecoderLayer(4, 2, 8, dropout=0.0, batch_first=True)
+WHOLE: dict[str, Any] = {
+    "pooled to a number": lambda: nn.functional.adaptive_avg_pool2d(IMAGES, 1),
+    "pooled to a pair": lambda: nn.functional.adaptive_avg_pool2d(IMAGES, (None, 3)),
+    "maxima": lambda: nn.functional.adaptive_max_pool2d(IMAGES, 2),
+    "volumes": lambda: nn.functional.adaptive_avg_pool3d(IMAGES[None], 2),
+    "einsum": lambda: torch.einsum("bchw,bdhw->bcd", IMAGES, IMAGES),
+    "einsum of lists": lambda: torch.einsum(ROWS, [0, 1, 2], ROWS, [0, 1, 3], [2, 3]),
+    "einsum of three": lambda: torch.einsum("bci,bdi,bej->cde", ROWS, ROWS, ROWS),
+    "tensordot": lambda: torch.tensordot(ROWS, ROWS, dims=([0, 1], [0, 1])),
+    "bilinear": lambda: nn.functional.interpolate(IMAGES, scale_factor=2, mode="bilinear"),
+    "nearest": lambda: nn.functional.interpolate(IMAGES, size=5),
+    "area": lambda: nn.functional.interpolate(IMAGES, size=(3, 3), mode="area"),
+    "reflected": lambda: nn.functional.pad(IMAGES, (1, 1, 1, 1), mode="reflect"),
+    "fold": lambda: nn.functional.fold(ROWS[:, :, :9], 4, 2),
+    "spectra": lambda: torch.stft(ROWS[0], 8, window=torch.ones(8), return_complex=True).abs(),
+    "unique": lambda: torch.unique(ROWS[0, 0]),
+    "attention": lambda: ATTENTION(IMAGES[0, :, :, :4], *[IMAGES[0, :, :, :4]] * 2, key_padding_mask=torch.zeros(4, 9, dtype=torch.bool))[0],
+    "a decoder": lambda: DECODER(IMAGES[0, :, :, :4], IMAGES[1, :, :, :4], tgt_key_padding_mask=torch.zeros(4, 9, dtype=torch.bool)),
+}
+
+
+@pytest.mark.parametrize("words", [{"policy": "O2"}, {"half": {"add", "mul", "sub", "neg", "div", "softmax"}}], ids=["O2", "arithmetic"])
+@pytest.mark.parametrize("call", WHOLE.values(), ids=WHOLE)
+def test_functions_of_python_are_compiled_whole_and_steered_as_in_eager(call: Any, words: dict[str, Any]) -> None:
+    torch._dynamo.reset()
+    # Not the eager backend, which runs what dynamo has recorded under the mode once more.
+    compiled = torch.compile(call, backend="aot_eager", fullgraph=True)
+    with region(**words), torch.no_grad():
+        expected, found = call(), compiled()
+    torch.testing.assert_close(found, expected, rtol=2e-2, atol=2e-2)
+
+
+def test_an_opened_function_warns_in_eager_and_is_compiled_whole_all_the_same() -> None:
+    def run() -> Tensor:
+        return nn.functional.affine_grid(ROWS[:, :2, :3], [2, 3, 4, 4])
+
+    with region(policy="O2"):
+        with pytest.warns(UserWarning, match="affine_grid"):
+            expected = run()
+        found = torch.compile(run, backend="aot_eager", fullgraph=True)()
+    torch.testing.assert_close(found, expected, rtol=2e-2, atol=2e-2)
+
+
+def test_a_mask_of_the_wrong_shape_is_refused_as_in_torch() -> None:
+    with region(policy="O2"), pytest.raises(AssertionError, match=r"key_padding_mask.*\(4, 9\).*\(4, 7\)"):
+        ATTENTION(IMAGES[0, :, :, :4], *[IMAGES[0, :, :, :4]] * 2, key_padding_mask=torch.zeros(4, 7, dtype=torch.bool))
+
+
+def test_where_a_graph_breaks_inside_a_region_nothing_of_mezzo_is_compiled_for_itself() -> None:
+    graphs: list[str] = []
+
+    def backend(graph: torch.fx.GraphModule, _inputs: Any) -> Any:
+        graphs.append(graph.code)
+        return graph
+
+    def inner(y: Tensor) -> Tensor:
+        return y @ y
+
+    def run(x: Tensor) -> Tensor:
+        with region(half={"add"}):
+            y = x + 1
+            torch._dynamo.graph_break()
+            return inner(y)
+
+    assert torch.compile(run, backend=backend)(X).dtype is HALF
+    assert len(graphs) == 1, graphs
+    assert "matmul" in graphs[0]

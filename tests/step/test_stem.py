@@ -51,7 +51,6 @@ def test_values_and_gradients_are_those_of_torch(form, image, kernel, stride, pa
         ((64, 4, 3, 3), (1, 1), torch.float16, None),
         ((64, 5, 16, 16), (16, 16), torch.float16, None),
     ],
-    ids=str,
 )
 def test_the_form_goes_by_kernel_and_dtype(weight, stride, dtype, form):
     assert stem.form_of(weight, stride, dtype) is form

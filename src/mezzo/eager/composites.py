@@ -8,11 +8,14 @@ from __future__ import annotations
 
 import dis
 import inspect
+import warnings
 from functools import cache
 from types import FunctionType
 from typing import Any, cast
 
 from torch._jit_internal import boolean_dispatched
+from torch.compiler import is_dynamo_compiling
+from torch.nn import functional as F
 
 from mezzo.eager import bodies
 from mezzo.policy.names import canonical
@@ -21,6 +24,8 @@ from mezzo.policy.registry import Function, registry
 _OPERATORS = {"+": "add", "-": "sub", "*": "mul", "/": "div", "//": "floor_divide", "%": "remainder", "**": "pow", "@": "matmul"}
 _UNARY = {"UNARY_NEGATIVE": "neg"}
 _QUESTIONS = ("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic")
+_AROUND_ONE = ("einsum", "stft", "tensordot")
+"""Functions that check and rearrange what they pass on to one op. The arithmetic in them is about sizes."""
 _DEPTH = 3
 
 
@@ -52,7 +57,11 @@ def body(function: Function) -> Function:
 
 
 def _copy(function: FunctionType) -> Function:
-    copy = FunctionType(function.__code__, _globals_of(function), function.__name__, function.__defaults__, function.__closure__)
+    code = function.__code__
+    if function.__module__ != F.__name__:
+        # Dynamo goes by files, and traces nothing of `torch/functional.py` and others. Elsewhere a traceback is worth more.
+        code = code.replace(co_filename=__file__)
+    copy = FunctionType(code, _globals_of(function), function.__name__, function.__defaults__, function.__closure__)
     copy.__kwdefaults__ = function.__kwdefaults__
     return copy
 
@@ -80,7 +89,7 @@ def _choice(function: FunctionType) -> Function:
 
 def _globals_of(function: FunctionType) -> dict[str, Any]:
     scope = dict(function.__globals__)
-    scope.update({question: _never for question in _QUESTIONS if question in scope})
+    scope.update({name: one for name, one in _INSTEAD.items() if name in scope})
     # With a __name__ dynamo would guard on the real module's globals, which say something else.
     scope.pop("__name__", None)
     return scope
@@ -90,6 +99,25 @@ def _never(*_: object) -> bool:
     return False
 
 
+class _Warnings:
+    """Warns where somebody hears it: dynamo cannot trace a warning."""
+
+    @staticmethod
+    def warn(message: str, category: type[Warning] = UserWarning, stacklevel: int = 1) -> None:
+        if not is_dynamo_compiling():
+            warnings.warn(message, category, stacklevel=stacklevel + 1)
+
+
+def _check_key_padding_mask(mask: Any, length: int, batch: int) -> None:
+    """torch's own check without a message that refers to a tensor, which dynamo cannot trace."""
+    if tuple(mask.shape[:2]) != (batch, length):
+        raise AssertionError(f"Expected key_padding_mask of shape {(batch, length)}, but got {tuple(mask.shape)}")
+
+
+_INSTEAD = dict.fromkeys(_QUESTIONS, _never) | {"warnings": _Warnings, "_check_key_padding_mask": _check_key_padding_mask}
+"""What a body finds by these names."""
+
+
 def _unwrapped(function: Function) -> FunctionType:
     # Tensor's Python methods ask in a wrapper around them.
     return cast("FunctionType", inspect.unwrap(function))
@@ -97,6 +125,8 @@ def _unwrapped(function: Function) -> FunctionType:
 
 def _read(function: FunctionType, depth: int) -> set[str]:
     inner = _unwrapped(function)
+    if inner.__name__ in _AROUND_ONE:
+        return {inner.__name__}
     found: set[str] = set()
     for instruction in dis.get_instructions(inner):
         found |= _op_of(instruction)
@@ -117,7 +147,7 @@ def _callees(function: FunctionType) -> list[FunctionType]:
 
 def _is_made_of_ops(function: FunctionType) -> bool:
     module = function.__module__ or ""
-    return module.startswith("torch") and not module.startswith(("torch.overrides", "torch._jit_internal", "torch._utils"))
+    return module.startswith("torch") and not module.startswith(("torch.overrides", "torch._jit_internal", "torch._utils", "torch.nn.modules.utils"))
 
 
 def _op_of(instruction: dis.Instruction) -> set[str]:

@@ -23,7 +23,9 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from mezzo._dtypes import dtype_name
 from mezzo._errors import UnsupportedError
 from mezzo.eager.cache import CacheInfo, WeightCache
+from mezzo.eager.inlined import inlined
 from mezzo.eager.steering import Steering, steering_of
+from mezzo.eager.tables import announce
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -82,6 +84,7 @@ _stacks: WeakValueDictionary[int, _Stack] = WeakValueDictionary()
 _mine = _Mine()
 
 
+@inlined
 def enter(region: Region) -> Entered:
     """Make a region the current one of this thread."""
     device, dtype = region.device, region.dtype
@@ -108,6 +111,7 @@ def enter(region: Region) -> Entered:
     return entered
 
 
+@inlined
 def leave(entered: Entered) -> None:
     """Put everything back as it was before `enter`."""
     region, enabled, changed, cached, steering, pushed, key, _ = entered
@@ -168,6 +172,7 @@ def _steer(region: Region) -> tuple[Steering | None, bool, str]:
     if steering is None:
         if not region.key:
             return _NOT_STEERED
+        announce()
         steering = Steering(region.device, region.key)
         steering.__enter__()  # type: ignore[no-untyped-call]
         return steering, True, ""
@@ -251,10 +256,12 @@ class inside:  # noqa: N801 - reads as a phrase: `with inside(region):`
         self._regions = regions
         self._records: list[Entered | Traced] = []
 
+    @inlined
     def __enter__(self) -> None:
         for region in self._regions:
             self._records.append(enter_traced(region) if is_dynamo_compiling() else enter(region))
 
+    @inlined
     def __exit__(self, *_: object) -> None:
         for _region in self._regions:
             record = self._records.pop()

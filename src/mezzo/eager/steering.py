@@ -25,6 +25,7 @@ from mezzo.eager.cache import WeightCache, is_weight
 from mezzo.eager.composites import body
 from mezzo.eager.fallback import fall_back
 from mezzo.eager.higher_order import permit_mode_changes, within
+from mezzo.eager.inlined import inlined
 from mezzo.eager.plan import Action
 from mezzo.eager.tables import TABLES, refused
 from mezzo.policy import kernels
@@ -58,6 +59,7 @@ class Steering(TorchFunctionMode):
     def _is_here(self) -> Callable[[Tensor], bool]:
         return on_device(self.device)
 
+    @inlined
     def __torch_function__(self, func: Function, types: Any, args: Args = (), kwargs: Kwargs | None = None) -> Any:
         if is_dynamo_compiling():
             return self._trace(func, args, kwargs or {})

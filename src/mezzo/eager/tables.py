@@ -6,15 +6,16 @@ anything else would carry guards of its own.
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import torch
 
-from mezzo.eager.composites import body_name
+from mezzo.eager.composites import body_name, has_body
 from mezzo.eager.constant import constant
 from mezzo.eager.plan import EMPTY, Action, Table
 from mezzo.policy import kernels
-from mezzo.policy.registry import Function
+from mezzo.policy.registry import Function, registry
 
 TABLES: dict[str, Table] = {"": EMPTY}
 
@@ -28,8 +29,25 @@ def publish(key: str, table: Table) -> None:
 
 
 @constant
+def announce() -> bool:
+    """Let dynamo ask a mode about every function that a table can name, once it is there to be told.
+
+    It asks only about those that torch lists as overridable, and what Python functions call inside `torch._C._nn` is not listed, though a mode hears of it in eager.
+    """
+    dynamo = sys.modules.get("torch._dynamo.variables.torch")
+    if dynamo is not None and not _announced:
+        dynamo.get_overridable_functions().update(function for op in registry() for function in op.functions if not has_body(function))
+        _announced.append(True)
+    return bool(_announced)
+
+
+_announced: list[bool] = []
+
+
+@constant
 def rule_of(key: str, function: Function) -> str | None:
     """The rule for a function; `"open"` for a composite that is opened, `"carried"` where a function is steered inside, None for what torch does by itself."""
+    announce()  # who entered the region before dynamo was imported has told nobody
     action = TABLES[key].get(function)
     if action is None or action.weights:
         return None
