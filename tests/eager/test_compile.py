@@ -349,6 +349,8 @@ WHOLE: dict[str, Any] = {
     "fold": lambda: nn.functional.fold(ROWS[:, :, :9], 4, 2),
     "spectra": lambda: torch.stft(ROWS[0], 8, window=torch.ones(8), return_complex=True).abs(),
     "unique": lambda: torch.unique(ROWS[0, 0]),
+    "unique rows": lambda: torch.unique(ROWS[0], dim=0, return_counts=True)[0],
+    "unique neighbours": lambda: torch.unique_consecutive(ROWS[0, 0]),
     "attention": lambda: ATTENTION(IMAGES[0, :, :, :4], *[IMAGES[0, :, :, :4]] * 2, key_padding_mask=torch.zeros(4, 9, dtype=torch.bool))[0],
     "a decoder": lambda: DECODER(IMAGES[0, :, :, :4], IMAGES[1, :, :, :4], tgt_key_padding_mask=torch.zeros(4, 9, dtype=torch.bool)),
 }

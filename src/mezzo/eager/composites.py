@@ -24,8 +24,8 @@ from mezzo.policy.registry import Function, registry
 _OPERATORS = {"+": "add", "-": "sub", "*": "mul", "/": "div", "//": "floor_divide", "%": "remainder", "**": "pow", "@": "matmul"}
 _UNARY = {"UNARY_NEGATIVE": "neg"}
 _QUESTIONS = ("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic")
-_AROUND_ONE = ("einsum", "stft", "tensordot")
-"""Functions that check and rearrange what they pass on to one op. The arithmetic in them is about sizes."""
+_AROUND_ONE = frozenset({"einsum", "stft", "tensordot", "unique", "unique_consecutive"})
+"""Ops whose Python function checks and rearranges what it passes on. The arithmetic in them is about sizes, and the function inside may ask in their name."""
 _DEPTH = 3
 
 
@@ -45,6 +45,16 @@ def ops_inside(function: Function) -> frozenset[str]:
 def has_body(function: Function) -> bool:
     """Whether a function is written in Python, and not a builtin or a thin wrapper around one."""
     return isinstance(function, FunctionType) and isinstance(inspect.unwrap(function), FunctionType)
+
+
+def can_open(name: str, function: Function) -> bool:
+    """Whether an op's function has a body to look into.
+
+    >>> import torch
+    >>> can_open("normalize", torch.nn.functional.normalize), can_open("einsum", torch.einsum), can_open("add", torch.add)
+    (True, False, False)
+    """
+    return has_body(function) and name not in _AROUND_ONE
 
 
 @cache
@@ -125,8 +135,6 @@ def _unwrapped(function: Function) -> FunctionType:
 
 def _read(function: FunctionType, depth: int) -> set[str]:
     inner = _unwrapped(function)
-    if inner.__name__ in _AROUND_ONE:
-        return {inner.__name__}
     found: set[str] = set()
     for instruction in dis.get_instructions(inner):
         found |= _op_of(instruction)

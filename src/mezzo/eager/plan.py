@@ -9,7 +9,7 @@ from functools import cache, cached_property
 
 import torch
 
-from mezzo.eager.composites import body, has_body, ops_inside
+from mezzo.eager.composites import body, can_open, has_body, ops_inside
 from mezzo.eager.higher_order import CARRIED, operators, refusal
 from mezzo.policy.decide import effective, entry_of
 from mezzo.policy.kernels import RECURRENT, needs_one_dtype
@@ -92,7 +92,7 @@ def plan(policy: Policy, dtype: torch.dtype, device: str, *, versioned: bool, al
 def _action(op: Op, function: Function, entry: Entry, lists: OpLists, theirs: Mapping[str, Entry], device: str, *, versioned: bool) -> Action | None:
     if _writes_in_place(function) and entry.rule is not Rule.REFUSE:
         return None
-    if has_body(function) and op.name not in lists.entries and not ops_inside(function) <= {op.name}:
+    if can_open(op.name, function) and op.name not in lists.entries and not ops_inside(function) <= {op.name}:
         return None
     exempt = _places(function, lists.exempt.get(op.name, ()))
     conditions = tuple(
@@ -122,7 +122,7 @@ def _openings(lists: OpLists, steered: frozenset[str], known: dict[Function, Act
     found: dict[Function, Action] = {}
     for op in registry():
         for function in op.functions:
-            if has_body(function) and function not in known and op.name not in lists.entries and ops_inside(function) & steered:
+            if can_open(op.name, function) and function not in known and op.name not in lists.entries and ops_inside(function) & steered:
                 body(function)  # made now, so that compiled code finds it
                 found[function] = Action(op.name, Rule.KEEP, "made of several ops, each with its own rule", opens=True)
     return found

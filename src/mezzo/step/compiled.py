@@ -59,7 +59,7 @@ class Substitutes(CustomGraphPass):
 
     def _is_images(self, node: fx.Node, dtypes: tuple[torch.dtype, ...]) -> bool:
         value = _value(node)
-        return value is not None and value.device.type == self.device and value.dtype in dtypes and value.dim() == IMAGES and is_channels_last(value)
+        return value is not None and value.device.type == self.device and value.dtype in dtypes and value.dim() == IMAGES and _has_channels_last(value)
 
 
 @dataclass(frozen=True)
@@ -147,6 +147,14 @@ def _convolution(
         return None
     form = stem.form_of(kernel.shape, steps, out.dtype) if all(isinstance(size, int) for size in (*x.shape[1:], *kernel.shape)) else None
     return Convolution(node, (input, weight, bias), (x.shape, kernel.shape), steps, pads, form) if form is not None else None
+
+
+def _has_channels_last(value: FakeTensor) -> bool:
+    _, channels, rows, columns = value.shape
+    if not all(isinstance(size, int) for size in (channels, rows, columns)):
+        return is_channels_last(value)
+    # By strides: of a convolution's result with a batch of any size torch 2.11 says that its channels are not last.
+    return channels > 1 and rows * columns > 1 and value.stride()[1:] == (1, columns * channels, channels)
 
 
 def _value(node: Any) -> FakeTensor | None:
