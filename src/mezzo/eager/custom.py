@@ -13,6 +13,7 @@ from torch.compiler import is_dynamo_compiling
 from torch.utils._pytree import tree_leaves
 
 from mezzo._errors import PolicyError
+from mezzo.eager.constant import constant
 from mezzo.eager.plan import Action
 from mezzo.eager.steering import Steering, steering_of
 from mezzo.eager.tables import TABLES, publish, rule_of
@@ -74,7 +75,7 @@ def _aware(name: str, function: Callable[P, R]) -> Callable[P, R]:
     @wraps(function)
     def aware(*args: P.args, **kwargs: P.kwargs) -> R:
         device = next((leaf.device.type for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)), None)
-        if device is None or not torch.amp.is_autocast_available(device) or not torch.is_autocast_enabled(device):
+        if device is None or not _has_autocast(device) or not torch.is_autocast_enabled(device):
             return function(*args, **kwargs)
         steering = steering_of(device)
         key = steering.key if steering is not None and steering.key else alone
@@ -90,6 +91,11 @@ def _aware(name: str, function: Callable[P, R]) -> Callable[P, R]:
         return result
 
     return aware
+
+
+@constant
+def _has_autocast(device: str) -> bool:
+    return torch.amp.is_autocast_available(device)
 
 
 def _own_table(name: str) -> str:

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch._dispatch.python import enable_python_dispatcher
 from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx import GraphModule, Node
@@ -32,7 +33,8 @@ def run(node: Node, mode: FakeTensorMode) -> Any:
     """Run one op on its inputs' example values."""
     args, kwargs = map_arg((node.args, node.kwargs), lambda one: one.meta["val"])
     target: Callable[..., Any] = node.target  # type: ignore[assignment]
-    with mode, _unnoticed(mode), torch.no_grad():
+    # With torch's Python forms of ops that C++ makes of others: in torch 2.11 the latter ask a tensor of any size for its number of values.
+    with mode, _unnoticed(mode), torch.no_grad(), enable_python_dispatcher():
         return target(*args, **kwargs)
 
 
