@@ -43,7 +43,9 @@ def _is_steered() -> bool:
 
 def _hook_checkpoint() -> None:
     """torch replays its own autocast state when it recomputes; a steered region is carried by the function itself."""
-    generator, function = torch_checkpoint._checkpoint_without_reentrant_generator, torch_checkpoint.CheckpointFunction
+    # Since torch 2.14 the one with `_impl` is called, and the other is there for those who call it themselves.
+    name = next(name for name in ("_checkpoint_without_reentrant_generator_impl", "_checkpoint_without_reentrant_generator") if hasattr(torch_checkpoint, name))
+    generator, function = getattr(torch_checkpoint, name), torch_checkpoint.CheckpointFunction
 
     @wraps(generator)
     def carrying(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -54,7 +56,7 @@ def _hook_checkpoint() -> None:
         def apply(cls, fn: Callable[..., Any], *args: Any) -> Any:
             return function.apply(carry(fn) if _is_steered() else fn, *args)
 
-    torch_checkpoint._checkpoint_without_reentrant_generator = carrying
+    setattr(torch_checkpoint, name, carrying)
     torch_checkpoint.CheckpointFunction = CheckpointFunction  # type: ignore[misc]
 
 
