@@ -148,9 +148,11 @@ def test_a_batch_of_any_size_takes_the_form_too():
 def test_another_device_is_left_alone():
     graph = fx.Graph()
     x = graph.placeholder("x")
-    graph.output(graph.call_function(F.max_pool2d, (x, 2)))
+    pooled = graph.call_function(F.max_pool2d, (x, 2))
+    graph.output(pooled)
     with torch._subclasses.FakeTensorMode():
         x.meta["example_value"] = torch.empty(2, 8, 12, 12, memory_format=torch.channels_last)
+        pooled.meta["example_value"] = torch.empty(2, 8, 6, 6, memory_format=torch.channels_last)
     compiled.Substitutes("cuda")(graph)
     assert not graph.find_nodes(op="call_function", target=OURS)
     compiled.Substitutes("cpu")(graph)

@@ -95,6 +95,7 @@ def _aware(name: str, function: Callable[P, R]) -> Callable[P, R]:
 
 @constant
 def _has_autocast(device: str) -> bool:
+    """torch's question, which dynamo does not trace in torch 2.11."""
     return torch.amp.is_autocast_available(device)
 
 

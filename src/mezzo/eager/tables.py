@@ -7,6 +7,7 @@ anything else would carry guards of its own.
 from __future__ import annotations
 
 import sys
+from functools import cache
 from typing import Any
 
 import torch
@@ -29,19 +30,19 @@ def publish(key: str, table: Table) -> None:
 
 
 @constant
-def announce() -> bool:
+def announce() -> None:
     """Let dynamo ask a mode about every function that a table can name, once it is there to be told.
 
     It asks only about those that torch lists as overridable, and what Python functions call inside `torch._C._nn` is not listed, though a mode hears of it in eager.
     """
     dynamo = sys.modules.get("torch._dynamo.variables.torch")
-    if dynamo is not None and not _announced:
-        dynamo.get_overridable_functions().update(function for op in registry() for function in op.functions if not has_body(function))
-        _announced.append(True)
-    return bool(_announced)
+    if dynamo is not None:
+        _tell(dynamo)
 
 
-_announced: list[bool] = []
+@cache
+def _tell(dynamo: Any) -> None:
+    dynamo.get_overridable_functions().update(function for op in registry() for function in op.functions if not has_body(function))
 
 
 @constant

@@ -24,6 +24,7 @@ from mezzo.step import pool, stem
 from mezzo.step.inputs import IMAGES, is_channels_last
 
 _POOLS = (F.max_pool2d, torch.max_pool2d)
+_DTYPES = (*HALF_DTYPES, torch.float32)
 _PLACES = 127
 """The largest window whose places an int8 can tell."""
 
@@ -45,8 +46,8 @@ class Substitutes(CustomGraphPass):
     def __call__(self, graph: fx.Graph) -> None:
         """Replace such calls."""
         for node in graph.nodes:
-            call = _call(node)
-            if call is not None and self._is_images(call.images, call.dtypes):
+            call = _call(node) if self._gives_images(node) else None
+            if call is not None:
                 with graph.inserting_before(node):
                     made = call.instead(graph)
                 made.meta = dict(node.meta)
@@ -57,16 +58,17 @@ class Substitutes(CustomGraphPass):
         """What a compiled graph owes to this pass."""
         return get_hash_for_files((__file__, pool.__file__, stem.__file__), self.device)
 
-    def _is_images(self, node: fx.Node, dtypes: tuple[torch.dtype, ...]) -> bool:
+    def _gives_images(self, node: fx.Node) -> bool:
+        """Of a call's result, which has the layout that whoever comes next relies on, and the dtype that a region around the model may have cast the inputs to."""
         value = _value(node)
-        return value is not None and value.device.type == self.device and value.dtype in dtypes and value.dim() == IMAGES and _has_channels_last(value)
+        return value is not None and value.device.type == self.device and value.dtype in _DTYPES and value.dim() == IMAGES and _has_channels_last(value)
 
 
 @dataclass(frozen=True)
 class Pooling:
     """A max pooling."""
 
-    images: fx.Node
+    x: fx.Node
     """Its input."""
     kernel: tuple[int, int]
     """Rows and columns of a window."""
@@ -74,11 +76,10 @@ class Pooling:
     """From window to window."""
     padding: tuple[int, int]
     """On either side."""
-    dtypes = (*HALF_DTYPES, torch.float32)
 
     def instead(self, graph: fx.Graph) -> fx.Node:
         """Our op, of whose results the maxima are the first."""
-        both = graph.call_function(torch.ops.mezzo.max_pool2d.default, (self.images, self.kernel, self.stride, self.padding))
+        both = graph.call_function(torch.ops.mezzo.max_pool2d.default, (self.x, self.kernel, self.stride, self.padding))
         return graph.call_function(getitem, (both, 0))
 
 
@@ -86,8 +87,6 @@ class Pooling:
 class Convolution:
     """A convolution of few channels."""
 
-    images: fx.Node
-    """The call itself: what it gives has the dtype in which it computes, where inputs may be cast by a region around the model."""
     operands: tuple[fx.Node, fx.Node, fx.Node | None]
     """Input, weight and bias."""
     shapes: tuple[torch.Size, torch.Size]
@@ -98,7 +97,6 @@ class Convolution:
     """On either side."""
     form: stem.Form
     """How it is computed."""
-    dtypes = HALF_DTYPES
 
     def instead(self, graph: fx.Graph) -> fx.Node:
         """What the form calls."""
@@ -114,7 +112,7 @@ def _call(node: fx.Node) -> Pooling | Convolution | None:
         return None
     if node.target in _POOLS:
         return _pooling(*node.args, **node.kwargs)
-    return _convolution(node, *node.args, **node.kwargs) if node.target is torch.conv2d else None
+    return _convolution(node.meta["example_value"].dtype, *node.args, **node.kwargs) if node.target is torch.conv2d else None
 
 
 def _pooling(
@@ -133,7 +131,7 @@ def _pooling(
 
 
 def _convolution(
-    node: fx.Node,
+    dtype: torch.dtype,
     input: Any,  # noqa: A002
     weight: Any,
     bias: Any = None,
@@ -142,11 +140,11 @@ def _convolution(
     dilation: Any = 1,
     groups: Any = 1,
 ) -> Convolution | None:
-    steps, pads, (x, kernel, out) = _pair(stride), _pair(padding), map(_value, (input, weight, node))
-    if steps is None or pads is None or _pair(dilation) != (1, 1) or groups != 1 or x is None or kernel is None or out is None or x.dim() != IMAGES:
+    steps, pads, x, kernel = _pair(stride), _pair(padding), _value(input), _value(weight)
+    if steps is None or pads is None or _pair(dilation) != (1, 1) or groups != 1 or x is None or kernel is None or x.dim() != IMAGES:
         return None
-    form = stem.form_of(kernel.shape, steps, out.dtype) if all(isinstance(size, int) for size in (*x.shape[1:], *kernel.shape)) else None
-    return Convolution(node, (input, weight, bias), (x.shape, kernel.shape), steps, pads, form) if form is not None else None
+    form = stem.form_of(kernel.shape, steps, dtype) if all(isinstance(size, int) for size in (*x.shape[1:], *kernel.shape)) else None
+    return None if form is None else Convolution((input, weight, bias), (x.shape, kernel.shape), steps, pads, form)
 
 
 def _has_channels_last(value: FakeTensor) -> bool:
