@@ -8,7 +8,9 @@ from support import step_cases
 from support.kernel_cases import fresh_seed
 
 import mezzo
+from mezzo.optim.prepared import Prepared
 from mezzo.scaling import kernels
+from mezzo.scaling.culprit import Flagged, Names
 
 # NumPy, which stands in for the GPU, warns where a GPU goes on.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
@@ -153,7 +155,7 @@ def test_gradients_of_other_strides_are_laid_out_as_their_parameters() -> None:
     trained.gradients()
     for parameter in trained.parameters:
         if parameter.dim() == 2:
-            parameter.grad = parameter.grad.T.contiguous().T
+            parameter.grad = parameter.grad.mT.contiguous().mT
     values, _, _ = step_cases.wanted(trained, 1, 1.0, None)
     trained.step()
     assert all(step_cases.close(got, value) for got, value in zip(trained.exact(), values, strict=True))
@@ -183,3 +185,34 @@ def test_the_same_seed_draws_the_same_roundings_and_another_step_others() -> Non
         runs.append(shown)
     assert torch.equal(runs[0][0], runs[1][0])
     assert torch.equal(runs[0][1], runs[1][1])
+
+
+def with_transposed_gradients(trained: step_cases.Training) -> None:
+    trained.gradients()
+    for parameter in trained.parameters:
+        if parameter.dim() > 1:
+            parameter.grad = parameter.grad.mT.contiguous().mT
+
+
+def test_the_check_and_the_step_read_one_set_of_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
+    trained = small()
+    read = []
+    gradients_on = Prepared.gradients_on
+    monkeypatch.setattr(Prepared, "gradients_on", lambda self, device, gradients: read.append(list(gradients)) or gradients_on(self, device, gradients))
+    with_transposed_gradients(trained)
+    flags: dict[torch.device, torch.Tensor] = {}
+    assert trained.bound.check(torch.ones(()), flags, Flagged(Names(), trained.optimizer))
+    trained.bound.step(torch.ones(()), flags[torch.device("cpu")])
+    assert len(read) == 1
+
+
+def test_a_step_hook_that_replaces_a_gradient_after_the_check_is_heeded() -> None:
+    trained = small()
+    with_transposed_gradients(trained)
+    flags: dict[torch.device, torch.Tensor] = {}
+    trained.bound.check(torch.ones(()), flags, Flagged(Names(), trained.optimizer))
+    before, last = trained.exact(), trained.parameters[-1]
+    last.grad = torch.full_like(last.grad, float("nan"))
+    trained.bound.step(torch.ones(()), flags[torch.device("cpu")])
+    assert trained.exact()[-1].isnan().all()
+    assert not torch.equal(trained.exact()[2], before[2])

@@ -10,6 +10,7 @@ from mezzo.optim.algorithms import ALGORITHMS
 from mezzo.optim.masters import Masters
 from mezzo.optim.prepared import Prepared, make_launches
 from mezzo.optim.slots import Slots
+from mezzo.scaling import copies
 
 CHUNK = 4
 
@@ -100,16 +101,40 @@ def test_what_moved_does_not_fit(case: Case, change) -> None:
     assert not case.fits()
 
 
-def test_gradients_are_laid_out_as_their_parameters_and_copied_only_if_they_are_not() -> None:
-    parameter = nn.Parameter(torch.ones(4, 3).T)
+def prepared_for(parameter: nn.Parameter) -> Prepared:
     optimizer = torch.optim.SGD([parameter], lr=0.1)
     slots = Slots(optimizer, Masters(), ALGORITHMS[torch.optim.SGD]).of([parameter])
-    prepared = Prepared(slots, (), optimizer.state, 0, (False,), [torch.float32])
+    return Prepared(slots, (), optimizer.state, 0, (False,), [torch.float32])
+
+
+def test_a_gradient_with_other_strides_is_replaced_by_a_copy_that_has_its_parameters() -> None:
+    parameter = nn.Parameter(torch.ones(4, 3).T)
+    prepared = prepared_for(parameter)
     same, other = torch.arange(12.0).view(4, 3).T, torch.arange(12.0).view(3, 4)
-    assert prepared.laid_out([same])[0] is same
-    (moved,) = prepared.laid_out([other])
+    assert prepared.lay_out([same])[0] is same
+    parameter.grad = other
+    (moved,) = prepared.lay_out([other])
     assert moved.stride() == parameter.stride()
     assert torch.equal(moved, other)
+    assert moved is parameter.grad
+    assert prepared.lay_out([moved])[0] is moved
+
+
+def test_strides_of_dimensions_of_size_one_need_no_copy() -> None:
+    # A 1 × 1 convolution in channels_last, and the gradient that cuDNN gives it.
+    parameter = nn.Parameter(torch.empty_strided((72, 24, 1, 1), (24, 1, 24, 24)))
+    gradient = torch.empty_strided((72, 24, 1, 1), (24, 1, 1, 1))
+    assert prepared_for(parameter).lay_out([gradient])[0] is gradient
+
+
+def test_two_uses_in_one_capture_have_tables_of_their_own(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    device, moved = torch.device("cpu"), [gradient.clone() for gradient in case.gradients]
+    monkeypatch.setattr(copies, "capturing", lambda _: True)
+    case.prepared.reserve()
+    first, second = case.prepared.gradients_on(device, case.gradients), case.prepared.gradients_on(device, moved)
+    case.prepared.settle()
+    assert [table.tolist() for table in first] == [[gradient.data_ptr() for gradient in case.gradients[:2]], [case.gradients[2].data_ptr()]]
+    assert [table.tolist() for table in second] == [[gradient.data_ptr() for gradient in moved[:2]], [moved[2].data_ptr()]]
 
 
 def test_tables_of_gradients_are_kept_while_addresses_repeat(case: Case) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
-from operator import attrgetter
+from operator import attrgetter, is_
 from types import SimpleNamespace
 from typing import Any
 
@@ -82,7 +82,7 @@ class FusedBound(Bound):
     def step(self, scale: torch.Tensor | None, found: torch.Tensor | None) -> None:
         """Update from gradients that are `scale` times too large, unless `found` says that they are not finite."""
         gathered, self._gathered = self._gathered, None
-        # What a scaler's check has gathered just before is good for the step that it asks for, unless something came between.
+        # The check and the step read one table of one set of gradients, unless a hook between them replaced a gradient.
         checked = gathered is not None and found is not None and gathered.stands()
         if not checked:
             gathered = self._gather()
@@ -249,16 +249,15 @@ class Gathered:
 
     prepared: Prepared
     gradients: list[torch.Tensor]
-    laid_out: list[torch.Tensor]
-    """The same with the strides of their parameters; held until everything is launched, for some may be copies, whose memory nobody may have before."""
+    """The gradients themselves, with the strides of their parameters."""
     addresses: list[torch.Tensor]
     """A table for each launch."""
 
     @classmethod
     def of(cls, prepared: Prepared, gradients: list[torch.Tensor]) -> Gathered:
         """Lay gradients out."""
-        laid_out = prepared.laid_out(gradients)
-        return cls(prepared, gradients, laid_out, prepared.gradients_on(gradients[0].device, laid_out))
+        gradients = prepared.lay_out(gradients)
+        return cls(prepared, gradients, prepared.gradients_on(gradients[0].device, gradients))
 
     @property
     def device(self) -> torch.device:
@@ -266,8 +265,8 @@ class Gathered:
         return self.gradients[0].device
 
     def stands(self) -> bool:
-        """Whether these are the gradients still, as far as can be told at once: a copy may be older than what it was made from."""
-        return self.laid_out is self.gradients and self.gradients[0] is self.prepared.parameters[0].grad
+        """Whether these are still the gradients: a step hook may have replaced one since the check."""
+        return all(map(is_, map(_GRADIENT, self.prepared.parameters), self.gradients))
 
 
 @cache

@@ -16,7 +16,7 @@ import torch
 from mezzo.optim.slots import Slot
 from mezzo.scaling import copies, kernels
 
-_DTYPE, _LAYOUT = attrgetter("dtype"), attrgetter("layout")
+_DTYPE, _GRADIENT, _LAYOUT = attrgetter("dtype"), attrgetter("grad"), attrgetter("layout")
 _held: Callable[[Any, Any], Any] = dict.get
 _COEFFICIENTS = 11
 _SIZES = 5
@@ -67,16 +67,17 @@ class Prepared:
     def __post_init__(self) -> None:
         self.parameters = [slot.parameter for slot in self.slots]
         self._strides = [parameter.stride() for parameter in self.parameters]
+        """Of gradients that need no copy."""
         self._at = [slot.address for slot in self.slots]
         entries: list[tuple[Any, Any, Any]] = [
             (self.state[slot.parameter], name, tensor) for slot in self.slots for name, tensor in (*slot.states, *slot.counters)
         ]
         self._dicts, self._names, self._tensors = ([entry[row] for entry in entries] for row in range(3))
         self._tables: dict[tuple[int, ...], list[torch.Tensor]] = {}
-        self._room: list[torch.Tensor] = []
-        """Tables for the capture to come, or that one has just used. Not in the graph's memory, which others write before."""
-        self._key: tuple[int, ...] = ()
-        """The addresses that belong into them."""
+        self._reserved: list[torch.Tensor] = []
+        """Tables for the next capture, outside the graph's memory pool. Whoever claims them takes them away: two uses cannot share a table."""
+        self._claimed: list[tuple[list[torch.Tensor], tuple[int, ...]]] = []
+        """Tables that the current capture reads, each with the addresses to fill in when it ends."""
         self._captured: list[Any] = []
         """What CUDA graphs read at every replay."""
 
@@ -94,14 +95,21 @@ class Prepared:
             and all(map(is_, map(_held, self._dicts, self._names), self._tensors))
         )
 
-    def laid_out(self, gradients: list[torch.Tensor]) -> list[torch.Tensor]:
-        """Gradients with the strides of their parameters, for the kernel sees memory alone."""
-        if list(map(torch.Tensor.stride, gradients)) == self._strides:
+    def lay_out(self, gradients: list[torch.Tensor]) -> list[torch.Tensor]:
+        """Give gradients the strides of their parameters, since the kernels read memory in order. A gradient that has others is replaced by a copy.
+
+        The copy becomes `parameter.grad`: the check, step hooks and the update all see the same memory.
+        """
+        strides = list(map(torch.Tensor.stride, gradients))
+        if strides == self._strides:
             return gradients
-        return [
-            gradient if gradient.stride() == parameter.stride() else torch.empty_like(parameter, dtype=gradient.dtype).copy_(gradient)
-            for parameter, gradient in zip(self.parameters, gradients, strict=True)
-        ]
+        moved = [(parameter, gradient) for parameter, gradient in zip(self.parameters, gradients, strict=True) if not _same_order(parameter, gradient)]
+        if not moved:
+            self._strides = strides
+            return gradients
+        for parameter, gradient in moved:
+            parameter.grad = torch.empty_like(parameter, dtype=gradient.dtype).copy_(gradient)
+        return list(map(_GRADIENT, self.parameters))
 
     def gradients_on(self, device: torch.device, gradients: list[torch.Tensor]) -> list[torch.Tensor]:
         """The addresses of gradients, a table for each launch."""
@@ -115,27 +123,28 @@ class Prepared:
         return tables
 
     def _captured_tables(self, device: torch.device, key: tuple[int, ...]) -> list[torch.Tensor]:
-        """Tables for a graph, which nobody else may use: they are empty until it runs, or until `settle`."""
-        if self._room:
-            self._key = key
-            return self._room
-        # Somebody captures by hand: the copies run at every replay, and read what they were made from.
+        """Tables for one use in a CUDA graph; their contents are valid from the first replay on."""
+        if self._reserved:
+            tables, self._reserved = self._reserved, []
+            self._claimed.append((tables, key))
+            return tables
+        # A capture by hand, or a second use in one capture: the copies are captured too, and read their pinned source at every replay.
         staged = [kernels.staged_on(device, torch.tensor(launch.chosen(key), dtype=torch.int64)) for launch in self.launches]
         self._captured.append(staged)
         return [table for table, _ in staged]
 
     def reserve(self) -> None:
-        """Make tables for a capture."""
-        self._room, self._key = [torch.empty(launch.count, dtype=torch.int64, device=launch.addresses.device) for launch in self.launches], ()
+        """Allocate tables for a capture."""
+        self._reserved, self._claimed = [torch.empty(launch.count, dtype=torch.int64, device=launch.addresses.device) for launch in self.launches], []
 
     def settle(self) -> None:
-        """Fill the tables of the capture that has just ended, and keep them."""
-        if self._key:
-            for launch, table in zip(self.launches, self._room, strict=True):
-                addresses = torch.tensor(launch.chosen(self._key), dtype=torch.int64)
+        """Fill the tables of the capture that has just ended, and keep them for its replays."""
+        for tables, key in self._claimed:
+            for launch, table in zip(self.launches, tables, strict=True):
+                addresses = torch.tensor(launch.chosen(key), dtype=torch.int64)
                 table.copy_(kernels.pinned_for(table.device, addresses), non_blocking=True)
-            self._captured.append(self._room)
-        self._room, self._key = [], ()
+            self._captured.append(tables)
+        self._reserved, self._claimed = [], []
 
 
 def make_launches(slots: Sequence[Slot], dtypes: Sequence[torch.dtype], variants: Sequence[bool], chunk: int) -> tuple[Launch, ...]:
@@ -163,6 +172,11 @@ def _make_launch(kind: tuple[torch.dtype, torch.dtype, bool], places: Sequence[i
         kernels.table_on(device, torch.tensor([[slot.place for slot in slots], [slot.group for slot in slots]], dtype=torch.int32)),
         torch.zeros(_COEFFICIENTS, len(slots), dtype=torch.float32, device=device),
     )
+
+
+def _same_order(first: torch.Tensor, second: torch.Tensor) -> bool:
+    """Whether two tensors of one shape have their elements in the same order. The stride of a dimension of size 1 says nothing."""
+    return all(size == 1 or one == other for size, one, other in zip(first.shape, first.stride(), second.stride(), strict=True))
 
 
 def _row(slot: Slot, first_program: int) -> Iterable[int]:

@@ -173,7 +173,8 @@ class CapturingRunner:
         if engine.rules.accumulate > 1 and not engine.static:
             if not phase.first or not engine.had:
                 return False
-            engine.static = [torch.zeros_like(gradient) for _, gradient in engine.had]
+            # With the strides of their parameters, which the fused step needs.
+            engine.static = [torch.zeros_like(parameter, dtype=gradient.dtype) for parameter, gradient in engine.had]
             for (parameter, _), gradient in zip(engine.had, engine.static, strict=True):
                 parameter.grad = gradient
             engine.had, engine.wants_gradients = [], False
