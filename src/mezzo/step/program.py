@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -80,7 +82,7 @@ class Studio:
         safe = generator.clone_state()
         try:
             # Pinned memory may be asked for meanwhile, here and in other threads, such as a loader's. What waits for the stream fails in every mode.
-            with _own_workspaces(), torch.cuda.graph(graph, pool=self.pool, stream=self.stream, capture_error_mode="relaxed"):
+            with _own_workspaces(), eager_answers(), torch.cuda.graph(graph, pool=self.pool, stream=self.stream, capture_error_mode="relaxed"):
                 returned = map_tensors(run(held) if mail is None else mail.around(run, held), torch.Tensor.detach)
         except BaseException:
             generator.graphsafe_set_state(safe)
@@ -100,3 +102,35 @@ def _own_workspaces() -> Iterator[None]:
         yield
     finally:
         torch._C._cuda_clearCublasWorkspaces()
+
+
+_is_capturing = torch.cuda.is_current_stream_capturing
+_capturing: list[int] = []
+"""Threads that capture just now."""
+_lock = threading.Lock()
+
+
+@contextmanager
+def eager_answers() -> Iterator[None]:
+    """Let model code of this thread see what it sees in eager mode when it asks whether it is being captured.
+
+    transformers builds masks in a capture that it drops in eager mode, and attention then runs another kernel. torch itself, mezzo and other threads get the
+    true answer. What a model does in eager mode and cannot do in a capture, such as reading from the device, has been found in the warm-up.
+    """
+    with _lock:
+        _capturing.append(threading.get_ident())
+        torch.cuda.is_current_stream_capturing = _answer
+    try:
+        yield
+    finally:
+        with _lock:
+            _capturing.remove(threading.get_ident())
+            if not _capturing:
+                torch.cuda.is_current_stream_capturing = _is_capturing
+
+
+def _answer() -> bool:
+    asking = sys._getframe(1).f_globals.get("__name__", "")
+    if threading.get_ident() in _capturing and asking.partition(".")[0] not in {"torch", "mezzo"}:
+        return False
+    return _is_capturing()
