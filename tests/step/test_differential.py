@@ -1,0 +1,33 @@
+"""TrainStep does what the loop by hand does, on models that people write: the CPU side of the differential harness."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from support.differential import Row, Variant, assert_agree, by_hand, in_steps
+from support.differential_zoo import OWN
+
+VARIANTS = [
+    Variant("O1", "float16", accumulate=3, clip_norm=1.0),
+    Variant("O1", "bfloat16", channels_last=True, optimizer="AdamW"),
+    Variant("O2", "float16", channels_last=True),
+    Variant("O2", "bfloat16", accumulate=3, clip_norm=1.0, optimizer="AdamW"),
+]
+
+
+@pytest.fixture(autouse=True)
+def _without_onednn() -> Iterator[None]:
+    """On CPUs without AMX oneDNN's bfloat16 LSTM of torch 2.13 ends the process with an illegal instruction, in plain torch too."""
+    torch._C._set_mkldnn_enabled(False)
+    yield
+    torch._C._set_mkldnn_enabled(True)
+
+
+@pytest.mark.parametrize("variant", VARIANTS, ids=str)
+@pytest.mark.parametrize("row", OWN, ids=lambda row: row.name)
+def test_a_step_does_what_the_loop_by_hand_does(row: Row, variant: Variant) -> None:
+    step, hand, again = in_steps(row, variant, "cpu", capture=False), by_hand(row, variant, "cpu"), by_hand(row, variant, "cpu")
+    assert assert_agree(step, hand, again).exact
+    assert step.skips >= len(variant.planted)

@@ -1,0 +1,233 @@
+"""A differential harness: train one model twice from the same seed on the same data, in two ways that must agree.
+
+On a GPU the two ways are a captured TrainStep and an eager one (`tests/gpu/test_differential.py`), on a CPU a TrainStep and the loop that a user writes by hand
+(`tests/step/test_differential.py`). Losses, weights, skipped steps and loss scales are compared bit for bit where the kernels are deterministic: the second way runs
+twice, and where it does not repeat itself the comparison allows for a multiple of that difference.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+import mezzo
+
+UPDATES = 8
+OVERFLOWS = (1, 5, 6)
+"""Updates with an infinite loss: one in the warm-up of a capture, two in a row among its replays."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """A model with its data."""
+
+    name: str
+    build: Callable[[], nn.Module]
+    batch: Callable[[torch.Generator], tuple[Any, tuple[torch.Tensor, ...]]]
+    """Make the model's inputs and the loss function's further arguments."""
+    loss: Callable[..., torch.Tensor]
+    """The loss of the model's output and those arguments."""
+
+
+@dataclass(frozen=True)
+class Variant:
+    """A way to train it."""
+
+    level: str
+    dtype: str
+    channels_last: bool = False
+    accumulate: int = 1
+    clip_norm: float | None = None
+    optimizer: str = "SGD"
+    overflows: Sequence[int] = OVERFLOWS
+
+    def __str__(self) -> str:
+        words = [self.level, self.dtype, "channels_last" if self.channels_last else "", f"×{self.accumulate}" if self.accumulate > 1 else ""]
+        return " ".join([*filter(None, words), "clip" if self.clip_norm else "", self.optimizer]).replace("  ", " ")
+
+    @property
+    def planted(self) -> Sequence[int]:
+        """Updates with an overflow: float16 only, since nothing skips them in bfloat16."""
+        return self.overflows if self.dtype == "float16" else ()
+
+
+@dataclass(frozen=True)
+class Trajectory:
+    """What came of a run."""
+
+    losses: torch.Tensor
+    state: dict[str, torch.Tensor]
+    skips: int
+    scale: float
+    captured: bool
+    reason: str | None = None
+
+
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "SGD": lambda parameters: torch.optim.SGD(parameters, lr=0.01, momentum=0.9, weight_decay=1e-4),
+    "AdamW": lambda parameters: torch.optim.AdamW(parameters, lr=1e-3),
+}
+
+
+def made(row: Row, variant: Variant, device: str) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """The model and its optimizer, always from the same seed."""
+    torch.manual_seed(0)
+    model = row.build().to(device).train()
+    return model, OPTIMIZERS[variant.optimizer](model.parameters())
+
+
+def batches(row: Row, variant: Variant, device: str) -> list[tuple[Any, tuple[torch.Tensor, ...]]]:
+    """The data of a run: the last argument of the loss is its factor, infinite where an overflow is planted."""
+    generator, data = torch.Generator().manual_seed(7), []
+    for call in range(UPDATES * variant.accumulate):
+        update, within = divmod(call, variant.accumulate)
+        x, y = row.batch(generator)
+        # In the middle of an accumulation, where there is one.
+        bad = update in variant.planted and within == variant.accumulate // 2
+        data.append((_moved(x, device), (*_moved(y, device), torch.tensor(float("inf") if bad else 1.0, device=device))))
+    return data
+
+
+def _moved(value: Any, device: str) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.to(device)
+    if isinstance(value, dict):
+        return {key: _moved(one, device) for key, one in value.items()}
+    return tuple(_moved(one, device) for one in value)
+
+
+def loss_of(row: Row) -> Callable[..., torch.Tensor]:
+    """The row's loss times its factor."""
+
+    def loss(outputs: Any, *arguments: torch.Tensor) -> torch.Tensor:
+        return row.loss(outputs, *arguments[:-1]) * arguments[-1]
+
+    return loss
+
+
+def in_steps(row: Row, variant: Variant, device: str, *, capture: bool | str) -> Trajectory:
+    """Train with TrainStep."""
+    model, optimizer = made(row, variant, device)
+    data = batches(row, variant, device)
+    step = mezzo.TrainStep(
+        model,
+        loss_of(row),
+        optimizer,
+        variant.level,
+        dtype=variant.dtype,
+        channels_last=variant.channels_last,
+        accumulate=variant.accumulate,
+        clip_norm=variant.clip_norm,
+        capture=capture,
+    )
+    torch.manual_seed(1)
+    losses = [step(x, y) for x, y in data]
+    scaler = step.scaler
+    skips, scale = (0, 1.0) if scaler is None else (scaler.state().skipped, scaler.get_scale())
+    return Trajectory(torch.stack(losses).double().cpu(), _state(model, optimizer), skips, scale, step.captured, step.reason)
+
+
+def by_hand(row: Row, variant: Variant, device: str) -> Trajectory:
+    """Train with the loop that TrainStep stands for."""
+    model, optimizer = made(row, variant, device)
+    data, loss_fn = batches(row, variant, device), loss_of(row)
+    if variant.channels_last:
+        model.to(memory_format=torch.channels_last)
+    model, optimizer = mezzo.decorate(model, optimizer, variant.level, dtype=variant.dtype, clip_norm=variant.clip_norm)
+    scaler = mezzo.GradScaler(device, enabled=variant.dtype == "float16")
+    losses, before, skips = [], [], 0
+    torch.manual_seed(1)
+    for call, (x, y) in enumerate(data):
+        if call % variant.accumulate == 0:
+            before = [buffer.clone() for buffer in model.buffers()]
+        with mezzo.autocast(variant.level, device_type=device, dtype=variant.dtype):
+            loss = loss_fn(model(**x) if isinstance(x, dict) else model(*x) if isinstance(x, tuple) else model(x), *y)
+        scaler.scale(loss / variant.accumulate).backward()
+        losses.append(loss.detach())
+        if (call + 1) % variant.accumulate == 0:
+            result = scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+            skips += result.skipped
+            if result.skipped:
+                for buffer, old in zip(model.buffers(), before, strict=True):
+                    buffer.copy_(old)
+    return Trajectory(torch.stack(losses).double().cpu(), _state(model, optimizer), skips, scaler.get_scale(), captured=False)
+
+
+def _state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
+    """Weights, buffers and the exact weights behind them."""
+    state = {name: tensor.detach().clone() for name, tensor in (*model.named_parameters(), *model.named_buffers())}
+    from mezzo.prepare.checkpoint import _model_state
+
+    return state | {f"exact {name}": value.clone() for name, value in _model_state(model).items()}
+
+
+@dataclass(frozen=True)
+class Difference:
+    """How far two runs are apart: 0 everywhere where they are bit-equal."""
+
+    loss: float
+    weight: float
+    where: str
+    skips: tuple[int, int]
+    scales: tuple[float, float]
+
+    @property
+    def exact(self) -> bool:
+        """Whether the runs are bit-equal."""
+        return self.loss == self.weight == 0.0
+
+
+def difference(one: Trajectory, other: Trajectory) -> Difference:
+    """Compare two runs. Non-finite values must be the same ones."""
+    apart = {name: _apart(value, other.state[name]) for name, value in one.state.items()}
+    where = max(apart, key=lambda name: apart[name])
+    return Difference(_apart(one.losses, other.losses), apart[where], where, (one.skips, other.skips), (one.scale, other.scale))
+
+
+def _apart(one: torch.Tensor, other: torch.Tensor) -> float:
+    """The largest difference, relative to the largest value."""
+    if torch.equal(one, other):
+        return 0.0
+    one, other = one.double(), other.double()
+    finite = one.isfinite()
+    if not torch.equal(finite, other.isfinite()):
+        return float("inf")
+    one, other = one[finite], other[finite]
+    return 0.0 if not len(one) else ((one - other).abs().max() / other.abs().max().clamp_min(1e-12)).item()
+
+
+SLACK = 20.0
+"""How many times the difference of two equal runs another one may be away, where the kernels are not deterministic."""
+
+
+def assert_agree(one: Trajectory, other: Trajectory, again: Trajectory) -> Difference:
+    """Require that a run agrees with another, which was run `again` to see whether it repeats itself."""
+    noise, found = difference(again, other), difference(one, other)
+    assert found.skips[0] == found.skips[1], f"skipped steps: {found.skips}"
+    assert found.scales[0] == found.scales[1], f"loss scales: {found.scales}"
+    assert found.loss <= SLACK * noise.loss, f"losses differ by {found.loss:.2e}; the eager run repeats itself to {noise.loss:.2e}"
+    assert found.weight <= SLACK * noise.weight, f"{found.where} differs by {found.weight:.2e}; the eager run repeats itself to {noise.weight:.2e}"
+    return found
+
+
+@contextmanager
+def deterministic() -> Any:
+    """Ask torch for deterministic kernels where it has them."""
+    before, fill = torch.are_deterministic_algorithms_enabled(), torch.utils.deterministic.fill_uninitialized_memory
+    with warnings.catch_warnings(), torch.backends.cudnn.flags(deterministic=True):
+        warnings.filterwarnings("ignore", message=".*deterministic")
+        torch.use_deterministic_algorithms(True, warn_only=True)
+        torch.utils.deterministic.fill_uninitialized_memory = False
+        try:
+            yield
+        finally:
+            torch.use_deterministic_algorithms(before)
+            torch.utils.deterministic.fill_uninitialized_memory = fill
