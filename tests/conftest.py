@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+# Before torch is imported. Some virtual machines advertise AMX and trap its instructions: oneDNN's bfloat16 kernels would end the process, in plain torch too.
+os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_FP16")
 
 _DATA = Path(__file__).parent / "data"
 
