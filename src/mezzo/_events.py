@@ -120,6 +120,26 @@ class StepNotCaptured(Event):
 
 
 @dataclass(frozen=True, slots=True)
+class UpdatesSkipped(Event):
+    """Several updates in a row were skipped, rightly: a gradient is not finite in eager mode too."""
+
+    in_a_row: int
+    scale: float
+    parameter: str
+    """The first one with a non-finite gradient."""
+
+
+@dataclass(frozen=True, slots=True)
+class CaptureDisagrees(Event):
+    """A captured step skipped an update that the eager one applies, or the other way round; steps run eagerly from then on."""
+
+    skipped: bool
+    """What the captured step did."""
+    parameter: str | None
+    """The first one with a non-finite gradient in eager mode."""
+
+
+@dataclass(frozen=True, slots=True)
 class LayoutChosen(Event):
     """A convolutional model was given a memory layout, or left in its own."""
 

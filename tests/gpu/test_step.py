@@ -412,3 +412,46 @@ def test_workspaces_that_others_clear_are_not_those_of_a_captured_step() -> None
     torch.cuda.synchronize()
     assert all(bool((one == 7).all()) for one in taken)
     assert len({float(loss) for loss in losses}) == 1
+
+
+def test_a_captured_graph_that_skips_wrongly_is_found_out_and_training_goes_on_eagerly() -> None:
+    """A stall that is no overflow, made by giving the loss of the capture alone an infinite factor."""
+    made = Made("cnn", "SGD", "cuda")
+
+    def broken_in_a_capture(outputs: torch.Tensor, target: torch.Tensor, boost: torch.Tensor) -> torch.Tensor:
+        wrong = torch._C._cuda_isCurrentStreamCapturing()
+        return boosted(outputs, target, boost) * (INF if wrong else 1.0)
+
+    step = mezzo.TrainStep(made.model, broken_in_a_capture, made.optimizer, "O2", dtype="float16", channels_last=False)
+
+    def train(count: int) -> None:
+        for x, y in batches("cnn", count, (), "cuda"):
+            step(x, y)
+
+    with pytest.warns(UserWarning, match="error in mezzo"):
+        train(40)
+    assert not step.captured
+    before = weights(made.model)
+    train(3)
+    torch.cuda.synchronize()
+    assert not step.skipped
+    assert not same(before, weights(made.model))
+
+
+def test_a_stall_that_is_an_overflow_names_the_parameter_and_leaves_no_trace() -> None:
+    overflows = range(20, 30)
+    runs = []
+    for capture in (True, False):
+        made = Made("cnn", "SGD", "cuda")
+        with warnings.catch_warnings(record=True) as heard:
+            warnings.simplefilter("always")
+            losses, step = in_steps(made, batches("cnn", STEPS, overflows, "cuda"), "O2", "float16", capture=capture)
+        runs.append((losses, weights(made.model), step, [str(one.message) for one in heard if "updates in a row" in str(one.message)]))
+    (losses, got, step, said), (wanted, expected, plain, silent) = runs
+    assert_alike(losses, wanted)
+    assert same(got, expected)
+    assert step.captured
+    assert step.scaler.get_scale() == plain.scaler.get_scale()
+    assert len(said) == 1
+    assert "the gradient of 'conv.weight' is not finite" in said[0]
+    assert silent == []

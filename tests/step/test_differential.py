@@ -19,7 +19,7 @@ VARIANTS = [
 
 @pytest.fixture(autouse=True)
 def _without_onednn() -> Iterator[None]:
-    """On CPUs without AMX oneDNN's bfloat16 LSTM of torch 2.13 ends the process with an illegal instruction, in plain torch too."""
+    """oneDNN has no 16-bit LSTM on many CPUs, and torch does not fall back to its own."""
     torch._C._set_mkldnn_enabled(False)
     yield
     torch._C._set_mkldnn_enabled(True)

@@ -181,9 +181,10 @@ def _plain(parameter: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
 
 
 def first_nonfinite(tensors: Iterable[torch.Tensor]) -> torch.Tensor | None:
-    """The first parameter whose gradient is not finite. It reads every gradient, so it is asked only about a skipped step."""
-    for parameter in tensors:
-        gradient = parameter.grad
-        if gradient is not None and not bool((gradient._values() if gradient.is_sparse else gradient).isfinite().all()):
-            return parameter
-    return None
+    """Return the first parameter with a non-finite gradient. Reads every gradient, so it is asked only about a skipped step."""
+    return next((one for one in tensors if one.grad is not None and not is_finite(one.grad)), None)
+
+
+def is_finite(gradient: torch.Tensor) -> bool:
+    """Return whether every element is finite. This synchronizes."""
+    return bool((gradient._values() if gradient.is_sparse else gradient).isfinite().all())

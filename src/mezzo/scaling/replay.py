@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import torch
 
+from mezzo.scaling.culprit import Culprit
 from mezzo.scaling.device import DeviceScale
 from mezzo.scaling.scaler import GradScaler
 from mezzo.scaling.state import ScaleRule, ScaleState
@@ -16,9 +17,17 @@ def before(scaler: GradScaler) -> tuple[int, ...]:
     return scaler._schedules.before_replay()
 
 
-def after(scaler: GradScaler, shown: Callable[[], tuple[float, int]]) -> None:
-    """The host's part afterwards: the step is counted, and a scale that collapses is noticed, by what `shown` gives of the scale and the skips in a row."""
-    scaler._scales.replayed(shown)
+def after(scaler: GradScaler, shown: Callable[[], tuple[float, int]], source: Culprit) -> None:
+    """The host's part afterwards: the step is counted, and a scale that collapses is noticed, by what `shown` gives of the scale and the skips in a row.
+
+    `source` is the parameter that had a non-finite gradient last, if that is known.
+    """
+    scaler._scales.replayed(shown, source)
+
+
+def name_of(scaler: GradScaler, parameter: torch.Tensor, optimizer: torch.optim.Optimizer) -> str:
+    """Return what a parameter is called in the scaler's messages."""
+    return scaler._names.of(parameter, optimizer)
 
 
 def seed(scaler: GradScaler, loss: torch.Tensor) -> torch.Tensor:

@@ -8,7 +8,7 @@ import torch
 
 from mezzo._errors import PolicyError, ScalerError
 from mezzo.scaling import copies
-from mezzo.scaling.culprit import NOBODY, Culprit
+from mezzo.scaling.culprit import Culprit
 from mezzo.scaling.device import DeviceScale, Scale, scale_on
 from mezzo.scaling.record import combine
 from mezzo.scaling.state import ScaleRule, ScaleState, float32, is_scale
@@ -59,13 +59,13 @@ class Scales:
         if not copies.capturing(scale.scale.device):
             self._watchers[index].look(scale, self.rule, culprit)
 
-    def replayed(self, shown: Callable[[], tuple[float, int]]) -> None:
+    def replayed(self, shown: Callable[[], tuple[float, int]], source: Culprit) -> None:
         """Count a captured step that ran again on the host, which it did not reach; `shown` gives the scale and the skips in a row that have arrived here."""
         scale = self.made[0]
         if isinstance(scale, DeviceScale):
             scale.steps += 1
             if scale.steps % EVERY == 0:
-                self._watchers[0].hear(Glance(scale.steps, *shown(), self.rule, NOBODY))
+                self._watchers[0].hear(Glance(scale.steps, *shown(), self.rule, source))
 
     def set(self, new_scale: float | torch.Tensor) -> None:
         """Set every scale by hand, within the floor and the ceiling."""

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
+
+import torch
 
 from mezzo.scaling.scaler import GradScaler
 from mezzo.step import saved
@@ -21,6 +24,9 @@ class Step:
         self._engine = Engine(parts, body, rules)
         self._runner: Runner = runner_for(self._engine, capture)
         self._capture = capture
+        scaler = parts.scaler
+        self._watches_scale = scaler is not None and parts.region.computes_in is torch.float16 and scaler.get_scale() >= 1.0
+        """Whether a loss scale below 1 is still to be reported."""
         self._position = 0
         """Calls since the last update."""
         self._updates = 0
@@ -81,7 +87,24 @@ class Step:
         else:
             self._position += 1
         self._engine.board.speak()
+        if self._watches_scale:
+            self._warn_of_a_small_scale()
         return returned
+
+    def _warn_of_a_small_scale(self) -> None:
+        """Warn once when skipped updates have brought the loss scale of a float16 run below 1."""
+        scale, in_a_row = self._engine.board.scale_and_skips()
+        if scale >= 1.0 or not in_a_row:
+            return
+        self._watches_scale = False
+        name = self._runner.first_nonfinite()
+        where = f"; the gradient of {name!r} is not finite" if name else ""
+        warnings.warn(
+            f"The loss scale fell to {scale:g}, below 1{where}. The gradients overflow float16 without any scaling: look for a loss that is summed where it "
+            "should be averaged, or use dtype='bfloat16'.",
+            UserWarning,
+            stacklevel=4,
+        )
 
     def _updated(self) -> None:
         self._updates += 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import warnings
 from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import Any
@@ -20,7 +21,8 @@ from mezzo.step.engine import Engine, Phase
 from mezzo.step.hostreads import watching
 from mezzo.step.inputs import Unkeyed, copies, said, signature
 from mezzo.step.program import Program, Studio
-from mezzo.step.runner import first_words, say_full, say_not_captured
+from mezzo.step.runner import first_nonfinite, first_words, say_full, say_not_captured
+from mezzo.step.stall import StallCheck
 from mezzo.step.words import Capture
 
 KINDS = 8
@@ -60,6 +62,7 @@ class CapturingRunner:
         self._mode: tuple[Hashable, int] = (None, 0)
         self._warm_modes: set[int] = set()
         """Modes in which something was captured: another shape needs less warming up there."""
+        self._stall = StallCheck(engine)
         self._ground: Any = None
         self._full = False
         self.forget()
@@ -82,7 +85,7 @@ class CapturingRunner:
             return self._eagerly(values, phase, mode)
         self._look_at_the_ground()
         captured = self._programs.get((kind, phase))
-        if captured is not None and (returned := self._replay(captured, leaves, phase)) is not None:
+        if captured is not None and (returned := self._replay_checked(captured, values, leaves, phase)) is not None:
             return returned[0]
         return self._learn(values, leaves, kind, phase, mode)
 
@@ -102,7 +105,23 @@ class CapturingRunner:
         self._engine.static = []
         self._engine.wants_gradients = self._engine.rules.accumulate > 1
 
+    def first_nonfinite(self) -> str | None:
+        """Return the name of the parameter with the last non-finite gradient, if it is known. This synchronizes."""
+        return self._stall.source.name() if self._programs else first_nonfinite(self._engine)
+
     # -- replaying -------------------------------------------------------------------------------------------------------------------------------
+
+    def _replay_checked(self, captured: Captured, values: tuple[Any, ...], leaves: list[torch.Tensor], phase: Phase) -> tuple[Any] | None:
+        """Replay; where updates are skipped in a row, compare one with the eager step."""
+        if phase.first and self._stall.is_due(self._engine.board.scale_and_skips()[1]):
+            self._stall.begin()
+        self._stall.compute(values)
+        returned = self._replay(captured, leaves, phase)
+        if phase.last and (wrong := self._stall.judge()) is not None:
+            self.reason = wrong
+            self.forget()
+            warnings.warn(f"The step runs eagerly from here on: {wrong}. One batch was skipped.", UserWarning, stacklevel=5)
+        return returned
 
     def _replay(self, captured: Captured, leaves: list[torch.Tensor], phase: Phase) -> tuple[Any] | None:
         """What a program returns, in a tuple of its own; None where it can no longer run."""
@@ -116,7 +135,7 @@ class CapturingRunner:
         returned = captured.program.replay(leaves)
         if phase.last:
             if scaler is not None:
-                replay.after(scaler, self._engine.board.scale_and_skips)
+                replay.after(scaler, self._engine.board.scale_and_skips, self._stall.source)
             if innermost_region() is not None:
                 # Copies of weights that a region around the loop holds are old now.
                 invalidate()

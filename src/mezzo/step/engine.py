@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterable
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -13,6 +13,7 @@ from mezzo._casting import cast_all
 from mezzo._errors import ScalerError
 from mezzo.eager.region import inside
 from mezzo.scaling.gradients import parameters
+from mezzo.scaling.result import StepResult
 from mezzo.step.buffers import Buffers
 from mezzo.step.inputs import placed
 from mezzo.step.parts import Parts
@@ -64,6 +65,8 @@ class Engine:
         self.board = Board(parts.device, parts.scaler)
         self.seen: Callable[[], Hashable] = tuple
         """Values beside the inputs that a body sees, and that a captured one would not see change."""
+        self.results: Iterable[StepResult | None] = ()
+        """Of the last eager update."""
         self.had: list[tuple[torch.Tensor, torch.Tensor]] = []
         """Parameters with the gradients of the last update, where these are wanted."""
         self.wants_gradients = False
@@ -92,6 +95,10 @@ class Engine:
         bad = self._update(turn) if phase.last else None
         self.board.write(turn.loss, bad)
         return returned
+
+    def compute_gradients(self, arguments: tuple[Any, ...], words: dict[str, Any]) -> None:
+        """Run the body and its scaled backward pass alone: gradients are added to what is there, nothing is updated."""
+        self._compute(Turn(self.parts, factor=self.rules.factor, updates=False), arguments, words)
 
     def flush(self, calls: int) -> None:
         """Update from fewer calls than usual."""
@@ -139,6 +146,7 @@ class Engine:
             every = (one for optimizer in self.parts.optimizers for one in parameters(optimizer))
             self.had = [(one, one.grad) for one in every if one.grad is not None]
         turn.step_rest()
+        self.results = turn.results.values()
         self.clear()
         bad = turn.bad()
         self.buffers.restore(bad)

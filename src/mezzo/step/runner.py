@@ -40,6 +40,9 @@ class Runner(Protocol):
     def forget(self) -> None:
         """Everything that programs stand on may have changed."""
 
+    def first_nonfinite(self) -> str | None:
+        """Return the name of the parameter with the last non-finite gradient, if it is known. This synchronizes."""
+
 
 class EagerRunner:
     """Runs everything as it is written."""
@@ -64,6 +67,16 @@ class EagerRunner:
 
     def forget(self) -> None:
         """Nothing is kept."""
+
+    def first_nonfinite(self) -> str | None:
+        """Return the name of the first parameter with a non-finite gradient in the last update."""
+        return first_nonfinite(self._engine)
+
+
+def first_nonfinite(engine: Engine) -> str | None:
+    """Return the name of the first parameter with a non-finite gradient in the last eager update. This synchronizes."""
+    names = (result.first_nonfinite for result in engine.results if result is not None)
+    return next((name for name in names if name is not None), None)
 
 
 def refusal(parts: Parts) -> str | None:
