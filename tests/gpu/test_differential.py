@@ -55,6 +55,7 @@ def _deterministic() -> Iterator[None]:
         yield
 
 
+@pytest.mark.filterwarnings("ignore:.*updates in a row were skipped")  # planted overflows beside those of a scale that adapts
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")  # DeBERTa is scripted when it is imported
 @pytest.mark.parametrize(("row", "variant"), CASES, ids=[f"{row.name}, {variant}" for row, variant in CASES])
 def test_a_captured_step_does_what_the_eager_one_does(row: Row, variant: Variant, record_property: Record) -> None:

@@ -235,7 +235,7 @@ def test_a_failed_capture_leaves_the_random_numbers_and_the_run_intact(monkeypat
         optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
 
         def loss(outputs: torch.Tensor, target: torch.Tensor, boost: torch.Tensor, fails: bool = fails) -> torch.Tensor:
-            if fails and torch.cuda.is_current_stream_capturing():
+            if fails and torch._C._cuda_isCurrentStreamCapturing():
                 raise RuntimeError("not this one")
             return boosted(outputs, target, boost)
 

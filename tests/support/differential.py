@@ -48,7 +48,7 @@ class Variant:
     overflows: Sequence[int] = OVERFLOWS
 
     def __str__(self) -> str:
-        words = [self.level, self.dtype, "channels_last" if self.channels_last else "", f"×{self.accumulate}" if self.accumulate > 1 else ""]
+        words = [self.level, self.dtype, "channels_last" if self.channels_last else "", f"x{self.accumulate}" if self.accumulate > 1 else ""]
         return " ".join([*filter(None, words), "clip" if self.clip_norm else "", self.optimizer]).replace("  ", " ")
 
     @property

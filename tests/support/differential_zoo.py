@@ -124,7 +124,7 @@ def _classified(outputs: Any, target: torch.Tensor) -> torch.Tensor:
 
 
 # Where features do not divide evenly, the backward pass of adaptive pooling adds up in any order: at 224 pixels AlexNet and VGG repeat themselves.
-_SIZES = {"inception_v3": 160, "googlenet": 96, "maxvit_t": 224, "alexnet": 224, "vgg11_bn": 224, "squeezenet1_0": 96, "squeezenet1_1": 96}
+_SIZES = {"inception_v3": 299, "googlenet": 96, "maxvit_t": 224, "alexnet": 224, "vgg11_bn": 224, "squeezenet1_0": 96, "squeezenet1_1": 96}
 _OPTIONS: dict[str, dict[str, Any]] = {
     "googlenet": {"init_weights": False, "aux_logits": True},
     "inception_v3": {"init_weights": False, "aux_logits": True},
@@ -145,7 +145,7 @@ def vision(name: str, size: int | None = None, batch: int = 8) -> Row:
         return torchvision.models.get_model(name, weights=None, num_classes=CLASSES, **_OPTIONS.get(name, {}))
 
     size = size or _SIZES.get(name, 64)
-    return Row(name if batch == 8 else f"{name} {batch}×{size}²", build, images(size, batch), _classified)
+    return Row(name if batch == 8 else f"{name} {batch}x{size}", build, images(size, batch), _classified)
 
 
 TORCHVISION = [vision(name) for name in _FAMILIES] if importlib.util.find_spec("torchvision") else []
