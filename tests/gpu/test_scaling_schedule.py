@@ -1,4 +1,4 @@
-"""Schedules on a CUDA device: what torch's optimizers read there, and that nobody waits."""
+"""Schedules on a CUDA device: what torch's optimizers read there, that steps do not synchronize, and that reads agree with plain torch."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.schedules import READS, SCHEDULERS, Plain, Scaled, Stepped, assert_read_alike, assert_trained_alike, drive
 from torch.optim import lr_scheduler
 
 from mezzo.scaling.schedule import DeviceSchedule
@@ -85,3 +86,65 @@ def test_a_busy_device_uses_the_rate_of_its_own_count(no_host_reads: Callable[[b
         expected.append(rate)
         rate += step % 3 != 1
     assert torch.stack(seen).tolist() == expected
+
+
+class Fused(Scaled):
+    """Stepped by torch's fused kernel, without momentum: torch's does not start it after a first step that is skipped."""
+
+    momentum = 0.0
+
+    def build(self, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+        return torch.optim.SGD(groups, lr=0.1, momentum=self.momentum, fused=True)
+
+
+class PlainWithoutMomentum(Plain):
+    momentum = 0.0
+
+
+@pytest.mark.parametrize("name", [name for name in SCHEDULERS if name != "OneCycleLR with momentum"])
+def test_any_sequence_through_a_fused_optimizer_agrees_with_plain_torch(name: str) -> None:
+    drive(Fused(SCHEDULERS[name], "cuda"), PlainWithoutMomentum(SCHEDULERS[name]), 0, 60)
+
+
+@pytest.mark.parametrize("capture", [True, False])
+@pytest.mark.parametrize("name", SCHEDULERS)
+def test_any_sequence_through_a_training_step_agrees_with_plain_torch(name: str, capture: bool) -> None:
+    drive(Stepped(SCHEDULERS[name], "cuda", capture=capture), Plain(SCHEDULERS[name]), 1, 60)
+
+
+@pytest.mark.parametrize("name", SCHEDULERS)
+def test_captured_steps_do_not_synchronize_before_or_after_rates_are_read_and_set(name: str, no_host_reads: Callable[[bool], None]) -> None:
+    run, plain = Stepped(SCHEDULERS[name], "cuda", capture=True), Plain(SCHEDULERS[name])
+    for _ in range(8):
+        run.step(bad=False)
+        plain.step(bad=False)
+    assert run.train.captured
+    for read in READS:
+        no_host_reads(True)
+        for bad in (False, True, False, False):
+            run.step(bad=bad)
+        no_host_reads(False)
+        for bad in (False, True, False, False):
+            plain.step(bad=bad)
+        assert_read_alike(run, plain, read)
+        for one in (run, plain):
+            for group in one.optimizer.param_groups:
+                group["lr"] *= 0.7
+    assert run.train.captured
+    assert_trained_alike(run, plain)
+
+
+def test_only_the_first_of_several_reads_synchronizes() -> None:
+    run = Stepped(SCHEDULERS["ChainedScheduler"], "cuda", capture=True)
+    for _ in range(8):
+        run.step(bad=False)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
+            for read in ("scheduler.get_last_lr", "param_groups", "optimizer.state_dict", "scheduler.state_dict"):
+                READS[read](run)
+            run.optimizer.zero_grad()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    assert sum("called a synchronizing CUDA operation" in str(one.message) for one in said) == 1

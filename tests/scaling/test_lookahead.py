@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
+from support.schedules import known
 from torch.optim import lr_scheduler
 
 from mezzo import UnsupportedError
-from mezzo.scaling.lookahead import Lookahead, counters, flat, refuse, scheduled_keys, spread
+from mezzo.scaling.lookahead import Lookahead, check, flat, refuse, scheduled_keys, spread
 
 MAKERS = {
     "step": lambda optimizer: lr_scheduler.StepLR(optimizer, 3),
@@ -34,7 +35,7 @@ def test_the_rows_are_what_the_scheduler_itself_comes_to(name: str) -> None:
     before = flat(optimizer.param_groups, keys)
     ahead.extend(0, 12)
     assert flat(optimizer.param_groups, keys) == before
-    assert counters(scheduler) == counters(made(name)[1])
+    assert known(scheduler.state_dict()) == known(made(name)[1].state_dict())
     for good in range(12):
         assert ahead.row(good) == flat(optimizer.param_groups, keys)
         scheduler.step()
@@ -80,3 +81,32 @@ def test_what_cannot_run_ahead_is_refused_with_the_remedy() -> None:
     scheduler.step = lambda: None
     with pytest.raises(UnsupportedError, match=r"step\(\) of its own"):
         refuse(optimizer, scheduler)
+
+
+class WeightDecay(lr_scheduler.LRScheduler):
+    """Changes more than rates, from its third step on."""
+
+    def get_lr(self) -> list[float]:
+        for group in self.optimizer.param_groups:
+            group["weight_decay"] = 0.0 if self.last_epoch < 3 else 0.1
+        return [group["lr"] for group in self.optimizer.param_groups]
+
+
+class Uncopied:
+    """A rate that cannot be copied."""
+
+    def __call__(self, epoch: int) -> float:
+        return 0.5**epoch
+
+    def __reduce__(self) -> None:
+        raise TypeError("cannot pickle a generator")
+
+
+def test_a_check_finds_what_only_running_ahead_shows() -> None:
+    optimizer, scheduler = made("step")
+    check(optimizer, scheduler)
+    assert (scheduler.last_epoch, optimizer.param_groups[0]["lr"]) == (0, 0.1)
+    with pytest.raises(UnsupportedError, match=r"changes weight_decay.*Do not pass it"):
+        check(optimizer, WeightDecay(optimizer))
+    with pytest.raises(UnsupportedError, match=r"LambdaLR cannot be copied.*Do not pass it"):
+        check(optimizer, lr_scheduler.LambdaLR(optimizer, Uncopied()))

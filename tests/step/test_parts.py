@@ -41,7 +41,7 @@ def test_schedulers_are_kept_by_their_optimizer():
 
 def test_what_is_no_scheduler_is_refused():
     made = Made("mlp")
-    with pytest.raises(mezzo.PolicyError, match="not one of torch"):
+    with pytest.raises(mezzo.UnsupportedError, match="not one of torch"):
         gather(made.model, made.optimizer, Asked(None, None, {}), None, "cosine")
 
 

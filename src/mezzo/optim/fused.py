@@ -23,6 +23,7 @@ from mezzo.policy.rule import Master
 from mezzo.scaling import copies, kernels
 from mezzo.scaling.culprit import Flagged
 from mezzo.scaling.gradients import Flags, one_on, room_for_flags
+from mezzo.scaling.reading import groups_of
 
 BLOCK = 512
 """Elements that a program updates at a time. A billion parameters of AdamW take 7.1, 7.1 and 7.7 ms with 512, 1024 and 2048 on an H200, where a copy of as many bytes takes 7.4."""
@@ -95,7 +96,8 @@ class FusedBound(Bound):
             if self.clip_norm is not None and not checked:
                 unflagged = [None] * len(prepared.launches)
                 self._summed = self._look(gathered, one_on(device) if scale is None else scale, torch.zeros((), device=device), unflagged)
-            hyper = self._hyper_on(device)
+            # Not by `groups_of`: a step that no schedule has prepared, such as a plain optimizer.step(), needs the rates of today.
+            hyper = self._hyper_on(device, self.optimizer.param_groups)
             for launch, addresses in zip(prepared.launches, gathered.addresses, strict=True):
                 self._run(launch, addresses, hyper, scale, found)
         # torch's caches of weights and autograd see what torch's ops write; of this they are told.
@@ -111,7 +113,7 @@ class FusedBound(Bound):
         """
         groups = self._seen[0]
         if self._told is not groups:
-            self._hyper_on(self._slots.counters.device)
+            self._hyper_on(self._slots.counters.device, groups_of(self.optimizer))
             tensors = any(isinstance(value, torch.Tensor) for group in groups for value in group)
             # What a tensor holds may change unseen.
             self._told = None if tensors else groups
@@ -125,9 +127,10 @@ class FusedBound(Bound):
     def ground(self) -> tuple[Any, ...]:
         """What a captured step stands on: where this is another, it is captured anew."""
         # Groups are compared as they are: where nothing has changed, every value is the same object.
-        groups = [list(group.values()) for group in self.optimizer.param_groups]
+        own = groups_of(self.optimizer)
+        groups = [list(group.values()) for group in own]
         if groups != self._seen[0]:
-            self._seen = groups, tuple([self._algorithm.variant(group) for group in self.optimizer.param_groups])
+            self._seen = groups, tuple([self._algorithm.variant(group) for group in own])
         return id(self.optimizer.state), self.masters.generation, self._seen[1]
 
     def before_capture(self) -> None:
@@ -144,7 +147,7 @@ class FusedBound(Bound):
 
     def _gather(self) -> Gathered | None:
         """What to launch for the gradients that are there; None where the kernels cannot take them."""
-        groups = self.optimizer.param_groups
+        groups = groups_of(self.optimizer)
         parameters = [parameter for group in groups for parameter in group["params"] if parameter.grad is not None]
         gradients = list(map(_GRADIENT, parameters))
         variants = tuple([self._algorithm.variant(group) for group in groups])
@@ -188,9 +191,9 @@ class FusedBound(Bound):
 
     # -- launching -------------------------------------------------------------------------------------------------------------------------------
 
-    def _hyper_on(self, device: torch.device) -> torch.Tensor:
+    def _hyper_on(self, device: torch.device, groups: list[dict[str, Any]]) -> torch.Tensor:
         """The hyper-parameters of every group, float64 [8, groups]; copied when one has changed, so that `group["lr"]` stays a float."""
-        numbers = [(*self._algorithm.numbers(group), self.clip_norm or 0.0) for group in self.optimizer.param_groups]
+        numbers = [(*self._algorithm.numbers(group), self.clip_norm or 0.0) for group in groups]
         said = tuple(tuple(0.0 if isinstance(number, torch.Tensor) else float(number) for number in group) for group in numbers)
         held, hyper = self._hyper
         # A captured copy would bring back the values of its own day at every replay: `before_replay` sees to what has changed.

@@ -11,6 +11,7 @@ import torch
 from mezzo.optim.algorithms import Algorithm, Group
 from mezzo.optim.masters import Masters
 from mezzo.policy.rule import Master
+from mezzo.scaling.reading import groups_of
 
 _STEPS, _DRAWS = 0, 1
 
@@ -44,7 +45,7 @@ class Slots:
 
     def of(self, parameters: Sequence[torch.Tensor]) -> list[Slot]:
         """The slots of parameters that have gradients on one device."""
-        groups = self._optimizer.param_groups
+        groups = groups_of(self._optimizer)
         places = [(number, parameter) for number, group in enumerate(groups) for parameter in group["params"]]
         if self.counters.shape[1] < len(places) or self.counters.device != parameters[0].device:
             # States hold their counters, in the old memory as well as in the new.
@@ -53,7 +54,7 @@ class Slots:
         return [self._make(group, place, parameter) for place, (group, parameter) in enumerate(places) if parameter in wanted]
 
     def _make(self, group: int, place: int, parameter: torch.Tensor) -> Slot:
-        options, state = self._optimizer.param_groups[group], self._optimizer.state[parameter]
+        options, state = groups_of(self._optimizer)[group], self._optimizer.state[parameter]
         names = self._algorithm.states(options)
         begun = all(state.get(name) is not None for name in names)
         shown = self._counters(self.counters[:, place], state, begun=begun and bool(names))

@@ -12,6 +12,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from mezzo.scaling import kernels
 from mezzo.scaling.copies import Copy
+from mezzo.scaling.reading import groups_of
 
 
 class Names:
@@ -31,7 +32,7 @@ class Names:
         if watched is not None:
             return str(watched)
         position = 0
-        for group in optimizer.param_groups:
+        for group in groups_of(optimizer):
             for index, one in enumerate(group["params"]):
                 if one is parameter:
                     names = group.get("param_names")

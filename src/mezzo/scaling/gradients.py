@@ -13,6 +13,7 @@ from mezzo._dtypes import dtype_name
 from mezzo._errors import ScalerError
 from mezzo.scaling import kernels
 from mezzo.scaling.culprit import Flagged
+from mezzo.scaling.reading import groups_of
 
 Flags = dict[torch.device, torch.Tensor]
 """Found flags by device: 0 while every gradient there was finite, else 1."""
@@ -25,7 +26,7 @@ _SMALL = 2**20
 
 def parameters(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
     """Every parameter of an optimizer."""
-    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    return [parameter for group in groups_of(optimizer) for parameter in group["params"]]
 
 
 class Checker:
@@ -41,7 +42,7 @@ class Checker:
 
     def check(self, optimizer: torch.optim.Optimizer, factor: torch.Tensor, flags: Flags) -> bool | None:
         """Multiply every gradient by `factor`, raise the flag where one is not finite, and say whether it is raised; None where only the flags know."""
-        found = [gradient for group in optimizer.param_groups for parameter in group["params"] if (gradient := parameter.grad) is not None]
+        found = [gradient for group in groups_of(optimizer) for parameter in group["params"] if (gradient := parameter.grad) is not None]
         if not found:
             return None
         if not self._are_plain(optimizer, found):
@@ -123,7 +124,7 @@ def room_for_flags(device: torch.device, count: int, flags: Flags) -> torch.Tens
 
 def sorted_gradients(optimizer: torch.optim.Optimizer) -> Iterable[tuple[list[torch.Tensor], list[torch.Tensor]]]:
     """Gradients and their owners, in lists of one device and dtype each."""
-    return grouped([parameter for group in optimizer.param_groups for parameter in group["params"] if parameter.grad is not None])
+    return grouped([parameter for group in groups_of(optimizer) for parameter in group["params"] if parameter.grad is not None])
 
 
 def grouped(owners: list[torch.Tensor]) -> Iterable[tuple[list[torch.Tensor], list[torch.Tensor]]]:

@@ -10,6 +10,7 @@ import torch
 from torch.optim import lr_scheduler
 
 from mezzo._errors import UnsupportedError
+from mezzo.scaling.reading import class_of, groups_of
 
 Row = tuple[float, ...]
 """The scheduled numbers of one step: group by group, key by key, pairs like betas spread out."""
@@ -19,7 +20,10 @@ _KNOWN_STEPS = frozenset(
 )
 """Steps known to change nothing but the scheduler and the optimizer's groups."""
 
-_BY_HAND = "Step it yourself, after scaler.step(): `if not result.skipped: scheduler.step(...)`."
+_BY_HAND = "Do not pass it: call its step() yourself, after each epoch or after each training step that was not skipped. The rates that it sets hold from the next step on."
+
+AHEAD = 256
+"""Steps whose values are computed ahead."""
 
 
 class Lookahead:
@@ -30,8 +34,11 @@ class Lookahead:
         self._keys = keys
         self._groups = _StandIn(optimizer)
         self._others = self._unscheduled()
-        # deepcopy meets the optimizer under this name, and takes the stand-in for its copy.
-        self._runner = copy.deepcopy(scheduler, {id(optimizer): self._groups})
+        try:
+            # deepcopy meets the optimizer under this name, and takes the stand-in for its copy.
+            self._runner = copy.deepcopy(scheduler, {id(optimizer): self._groups})
+        except Exception as error:
+            raise UnsupportedError(f"{_name(scheduler)} cannot be copied, which is how its coming values are computed: {error} {_BY_HAND}") from error
         self._rows = [flat(self._groups.param_groups, keys)]
         self._end: Exception | None = None
 
@@ -76,7 +83,7 @@ class _StandIn:
     _opt_called = True  # A scheduler warns of an optimizer that did not step yet.
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-        self.param_groups = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
+        self.param_groups = [{key: value for key, value in group.items() if key != "params"} for group in groups_of(optimizer)]
         self.defaults = optimizer.defaults
 
     def step(self) -> None:
@@ -103,36 +110,38 @@ def spread(numbers: Iterator[Any], groups: Sequence[dict[str, Any]], keys: Seque
 
 def scheduled_keys(scheduler: lr_scheduler.LRScheduler) -> tuple[str, ...]:
     """Which entries of a group a scheduler changes."""
-    cycled = ("betas" if vars(part).get("use_beta1") else "momentum" for part in _parts(scheduler) if vars(part).get("cycle_momentum"))
+    cycled = ("betas" if vars(part).get("use_beta1") else "momentum" for part in parts(scheduler) if vars(part).get("cycle_momentum"))
     return tuple(dict.fromkeys(("lr", *cycled)))
 
 
-def counters(scheduler: lr_scheduler.LRScheduler) -> tuple[Any, ...]:
-    """How far a scheduler and those it is made of have come."""
-    return tuple((vars(part).get("last_epoch"), vars(part).get("_step_count")) for part in _parts(scheduler))
+def check(optimizer: torch.optim.Optimizer, scheduler: lr_scheduler.LRScheduler) -> None:
+    """Raise `UnsupportedError` for a scheduler whose coming values cannot be computed. Neither it nor the optimizer is changed."""
+    refuse(optimizer, scheduler)
+    Lookahead(optimizer, scheduler, scheduled_keys(scheduler), 0).extend(0, AHEAD)
 
 
 def refuse(optimizer: torch.optim.Optimizer, scheduler: lr_scheduler.LRScheduler) -> None:
     """Refuse what cannot run ahead."""
     if not isinstance(scheduler, lr_scheduler.LRScheduler):
-        raise UnsupportedError(f"scheduler={scheduler!r}: it must be one of torch.optim.lr_scheduler. {_BY_HAND}")
-    for part in _parts(scheduler):
+        raise UnsupportedError(f"scheduler={scheduler!r} is not one of torch.optim.lr_scheduler. {_BY_HAND}")
+    for part in parts(scheduler):
         if isinstance(part, lr_scheduler.ReduceLROnPlateau):
-            raise UnsupportedError(f"{_name(part)} decides by a metric, which nobody knows ahead. {_BY_HAND}")
-        if "step" in vars(part) or getattr(type(part), "plain", type(part)).step not in _KNOWN_STEPS:
+            raise UnsupportedError(f"{_name(part)} decides by a metric, so that its coming values are not known. {_BY_HAND}")
+        if "step" in vars(part) or class_of(part).step not in _KNOWN_STEPS:
             raise UnsupportedError(f"{_name(part)} has a step() of its own, which may do more than set rates and so cannot run ahead. {_BY_HAND}")
         if part.optimizer is not optimizer:
             raise UnsupportedError(
                 f"{_name(part)} belongs to another optimizer than the {type(optimizer).__name__} that steps. Pass the two that belong together."
             )
-    if tensors := [key for group in optimizer.param_groups for key in scheduled_keys(scheduler) if isinstance(group[key], torch.Tensor)]:
+    if tensors := [key for group in groups_of(optimizer) for key in scheduled_keys(scheduler) if isinstance(group[key], torch.Tensor)]:
         raise UnsupportedError(f"group[{tensors[0]!r}] is a tensor. Make the optimizer with a float: the schedule brings it to the device.")
 
 
-def _parts(scheduler: lr_scheduler.LRScheduler) -> Iterator[lr_scheduler.LRScheduler]:
+def parts(scheduler: lr_scheduler.LRScheduler) -> Iterator[lr_scheduler.LRScheduler]:
+    """A scheduler and those that it is made of."""
     yield scheduler
     for part in vars(scheduler).get("_schedulers", ()):
-        yield from _parts(part)
+        yield from parts(part)
 
 
 def _name(scheduler: lr_scheduler.LRScheduler) -> str:

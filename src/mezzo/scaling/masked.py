@@ -11,6 +11,7 @@ from torch import optim
 from mezzo._errors import UnsupportedError
 from mezzo.scaling import copies
 from mezzo.scaling.gradients import parameters
+from mezzo.scaling.reading import class_of, groups_of
 
 _STARTS_AT_ZERO = (optim.SGD, optim.Adam, optim.AdamW, optim.Adamax, optim.Adadelta, optim.RMSprop, optim.RAdam)
 """Optimizers whose fresh state is all zeros: a first step that was skipped is undone by zeroing what it made."""
@@ -40,7 +41,7 @@ def copied_bytes(optimizer: optim.Optimizer) -> int:
 
 def can_undo(optimizer: optim.Optimizer) -> bool:
     """Whether a bad step can be undone now: what it would make anew is all zeros, or nothing will be made."""
-    if type(optimizer) in _STARTS_AT_ZERO and not _damps_its_first_momentum(optimizer):
+    if class_of(optimizer) in _STARTS_AT_ZERO and not _damps_its_first_momentum(optimizer):
         return True
     return all(optimizer.state.get(parameter) for parameter in parameters(optimizer) if parameter.grad is not None)
 
@@ -49,7 +50,7 @@ def refuse_host_counters(optimizer: optim.Optimizer) -> None:
     """A step count kept on the host would advance on a skip, and nobody could undo it without asking the device."""
     kind = type(optimizer).__name__
     remedy = "Or leave skip='host', which reads one flag a step."
-    for group in optimizer.param_groups:
+    for group in groups_of(optimizer):
         if group.get("capturable") is False and any(copies.waits(parameter.device) for parameter in group["params"]):
             raise UnsupportedError(f"skip='masked' needs an optimizer that keeps its step count on the device: {kind}(..., capturable=True). {remedy}")
     for entry in optimizer.state.values():
@@ -69,4 +70,4 @@ def _state(optimizer: optim.Optimizer) -> list[torch.Tensor]:
 
 def _damps_its_first_momentum(optimizer: optim.Optimizer) -> bool:
     """SGD starts its momentum from the gradient itself and damps only the later ones: a zeroed start would be damped."""
-    return any(group.get("momentum") and group.get("dampening") for group in optimizer.param_groups)
+    return any(group.get("momentum") and group.get("dampening") for group in groups_of(optimizer))

@@ -150,10 +150,15 @@ class GradScaler(TorchNames):
     def step(self, optimizer: Optimizer, *args: Any, scheduler: LRScheduler | None = None, **kwargs: Any) -> StepResult:
         """Step an optimizer if its gradients are finite, skip it otherwise, and say which without waiting unless it is asked.
 
-        A scheduler that is passed advances only with a good step. Other arguments are the optimizer's.
+        A scheduler that is passed advances only with a good step, and must be one of torch's whose coming values can be computed: not a
+        `ReduceLROnPlateau`. Where only the device knows which steps were good, scheduler and optimizer catch up when `optimizer.param_groups`, a state dict or
+        `get_last_lr()` is read, which waits for the device once; a group that was kept from an earlier read shows an old rate. Other arguments are the
+        optimizer's.
         """
         if args or kwargs:
             stepping.refuse_closures(args, kwargs)
+        if scheduler is not None:
+            self._schedules.accept(optimizer, scheduler)
         self._scales.require("step()")
         record = self._record(optimizer)
         if record.stage is Stage.STEPPED:
@@ -182,7 +187,7 @@ class GradScaler(TorchNames):
             return StepResult.known(None, skipped=True, culprit=self._blame(optimizer, record))
         value = optimizer.step(*args, **kwargs)
         if scheduler is not None:
-            scheduler.step()
+            stepping.advance(optimizer, scheduler)
         return StepResult.known(value, skipped=False)
 
     def _step_masked(
@@ -206,7 +211,10 @@ class GradScaler(TorchNames):
             value = optimizer.step(*args, **kwargs, grad_scaler=self)  # type: ignore[call-overload]
             # Whether it checked its gradients is its own affair.
             flags = record.all_flags()
-            return StepResult(value, combine(flags, meeting_place(flags)) if flags else None, record.culprit)
+            found = combine(flags, meeting_place(flags)) if flags else None
+            if scheduler is not None and (found is None or not bool(found)):
+                stepping.advance(optimizer, scheduler)
+            return StepResult(value, found, record.culprit)
         unscaled = record.stage is Stage.UNSCALED
         if not unscaled:
             self._refuse_mixed_scales("step()")
@@ -378,9 +386,11 @@ class DisabledGradScaler(GradScaler):
 
     def step(self, optimizer: Optimizer, *args: Any, scheduler: LRScheduler | None = None, **kwargs: Any) -> StepResult:
         """The optimizer's own step, closures included, and the scheduler's."""
+        if scheduler is not None:
+            self._schedules.accept(optimizer, scheduler)
         value = optimizer.step(*args, **kwargs)
         if scheduler is not None:
-            scheduler.step()
+            stepping.advance(optimizer, scheduler)
         return StepResult.known(value, skipped=False)
 
     def update(self, new_scale: float | torch.Tensor | None = None) -> None:

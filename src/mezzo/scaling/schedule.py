@@ -2,7 +2,8 @@
 
 The learning rates of the coming good steps (and momenta or betas, where the scheduler cycles them) lie in a table on the device, and each step looks its own up
 by the device's count of good steps. The host learns that count a few steps late, from copies that it never waits for, and fills the table in time. The user's
-scheduler object stays behind, and is stepped when somebody reads it.
+scheduler object and the optimizer's groups stay behind, and catch up when they are read: `optimizer.param_groups`, a state dict, `get_last_lr()`. Only a group
+that was kept from an earlier read (`group = optimizer.param_groups[0]`) is not seen to be read: it shows the rate of the last read of the others.
 """
 
 from __future__ import annotations
@@ -10,7 +11,6 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 from torch.optim import lr_scheduler
@@ -18,8 +18,8 @@ from torch.optim import lr_scheduler
 from mezzo._errors import UnsupportedError
 from mezzo.scaling import copies, kernels
 from mezzo.scaling.binding import binding_of
-from mezzo.scaling.lookahead import Lookahead, Row, counters, flat, refuse, scheduled_keys, spread
-from mezzo.scaling.reading import keep_up, let_go, plainly
+from mezzo.scaling.lookahead import AHEAD, Lookahead, Row, flat, parts, refuse, scheduled_keys, spread
+from mezzo.scaling.reading import groups_of, keep_up, paused
 
 _FUSED = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW)
 _CAPTURABLE = (torch.optim.Adam, torch.optim.AdamW)
@@ -34,7 +34,7 @@ class DeviceSchedule:
     >>> schedule = DeviceSchedule(optimizer, scheduler, "cpu")
     >>> with schedule.applied(torch.tensor(2)):
     ...     optimizer.param_groups[0]["lr"]
-    0.25
+    tensor(0.2500)
     >>> optimizer.param_groups[0]["lr"]
     1.0
     >>> schedule.reconcile(2)
@@ -43,23 +43,27 @@ class DeviceSchedule:
     """
 
     def __init__(
-        self, optimizer: torch.optim.Optimizer, scheduler: lr_scheduler.LRScheduler, device: torch.device | str, length: int = 256, *, good: int = 0
+        self, optimizer: torch.optim.Optimizer, scheduler: lr_scheduler.LRScheduler, device: torch.device | str, length: int = AHEAD, *, good: int = 0
     ) -> None:
         refuse(optimizer, scheduler)
         if length < 1:
             raise UnsupportedError(f"length={length}: a table of the coming steps has at least one.")
+        self.paused = False
         self._optimizer = optimizer
         self._scheduler = scheduler
         self._device = torch.device(device)
-        # Where there is nothing to wait for, floats do, and every optimizer takes them.
-        self._on_host = not copies.waits(self._device)
         self._keys = scheduled_keys(scheduler)
-        if not self._on_host:
+        if copies.waits(self._device):
             _refuse_host_reads(optimizer, self._keys)
         self._length = length
         # float32 is what torch's fused kernels read.
         self._table = torch.empty((0, 0), dtype=torch.float32, device=self._device)
         self._base = torch.empty((), dtype=torch.int64, device=self._device)
+        self._count: Callable[[], int] = lambda: self._reconciled
+        self._pending = False
+        """Whether a step was taken since the scheduler was last stepped."""
+        self._changed = False
+        """Whether the scheduler was changed by hand since."""
         self._restart(good)
 
     # -- at every step -----------------------------------------------------------------------------------------------------------------------------
@@ -69,15 +73,14 @@ class DeviceSchedule:
         """Put the values of this step into the optimizer's groups while it steps. `good`, on the device, counts the good steps before this one."""
         if not copies.capturing(self._device):
             self.before_replay(good)
-        numbers: Iterator[Any] = iter(self._on_host_at(int(good)) if self._on_host else self._on_device_at(good))
-        groups = self._optimizer.param_groups
-        spread(numbers, groups, self._keys)
+        groups, before = groups_of(self._optimizer), self._look()
+        spread(iter(self._on_device_at(good)), groups, self._keys)
         try:
             # A hook of the optimizer that reads the scheduler must not step it on these tensors.
-            with plainly(self._scheduler):
+            with paused(self):
                 yield
         finally:
-            spread(iter(self._seen[1]), groups, self._keys)
+            spread(iter(before), groups, self._keys)
 
     @property
     def address(self) -> int:
@@ -86,60 +89,76 @@ class DeviceSchedule:
 
     def before_replay(self, good: torch.Tensor) -> None:
         """What the host does before a step, or before one that was captured runs again."""
-        if self._seen != (now := self._look()):
-            self._heed(int(good), *now)
-        if not self._on_host:
-            self._prepare(good)
+        if self._changed or self._look() != self._seen:
+            # At which step that was is known, unless a group that was kept from an earlier read was changed: that is worth one wait.
+            self.reconcile(int(good) if self._pending else self._reconciled)
+        self._prepare(good)
+        self._pending = True
+
+    # -- when it is read ---------------------------------------------------------------------------------------------------------------------------
 
     def reconcile(self, good: int) -> None:
         """Step the real scheduler as often as good steps happened since the last time, so that it and the groups show what is true."""
-        with plainly(self._scheduler), warnings.catch_warnings():
-            # The count says that the optimizer has stepped; torch looks for calls of a wrapper, and warns without.
-            warnings.filterwarnings("ignore", message=".*`optimizer.step\\(\\)`")
-            for _ in range(good - self._reconciled):
-                self._scheduler.step()
-                self._reconciled += 1
-        self._seen = self._look()
+        self._pending = False
+        with paused(self):
+            now = self._look()
+            if not self._changed and now == self._seen:
+                self._advance(good)
+                return
+            if len(now) == len(self._seen):
+                # A rate was set by hand: what the scheduler had yet to do came before.
+                groups, before = groups_of(self._optimizer), self._seen
+                spread(iter(before), groups, self._keys)
+                try:
+                    self._advance(good)
+                finally:
+                    spread(iter([due if new == old else new for old, new, due in zip(before, now, self._seen, strict=True)]), groups, self._keys)
+            else:
+                self._advance(good)
+            self._restart(good)
 
     def reconcile_when_read(self, count: Callable[[], int]) -> None:
-        """Let the scheduler catch up by itself whenever its rates, its state or its epoch are read. `count` gives the good steps, and may wait for them."""
-        keep_up(self._scheduler, lambda: self.reconcile(count()))
+        """Let scheduler and groups catch up by themselves whenever they are read. `count` gives the good steps, and may wait for them."""
+        self._count = count
+        keep_up(self._optimizer, parts(self._scheduler), self)
 
-    def release(self, good: int) -> None:
-        """Give the scheduler back to whoever steps it by hand."""
-        self.reconcile(good)
-        let_go(self._scheduler)
+    def catch_up(self) -> None:
+        """Reconcile if a step was taken since the last time; this waits for it."""
+        if self._pending:
+            self.reconcile(self._count())
+
+    def changed(self) -> None:
+        """Begin anew at the next step, since the scheduler was changed by hand."""
+        self._changed = True
 
     # -- inside ------------------------------------------------------------------------------------------------------------------------------------
 
     def _restart(self, good: int) -> None:
         """Begin anew from what the scheduler and the groups are now."""
-        with plainly(self._scheduler):
-            self._ahead = Lookahead(self._optimizer, self._scheduler, self._keys, good)
+        self._ahead = Lookahead(self._optimizer, self._scheduler, self._keys, good)
         self._reconciled = self._known = good
         self._seen = self._look()
+        """What the groups held when the scheduler was last stepped."""
+        self._pending = self._changed = False
         # Calls since the count was as known, and how many of them when the copy on its way was made.
         self._calls = self._asked = 0
         self._copy: copies.Copy | None = None
         self._fill(self._length)
 
-    def _look(self) -> tuple[tuple[Any, ...], Row]:
-        return counters(self._scheduler), flat(self._optimizer.param_groups, self._keys)
+    def _look(self) -> Row:
+        return flat(groups_of(self._optimizer), self._keys)
 
-    def _heed(self, good: int, counted: tuple[Any, ...], numbers: Row) -> None:
-        """Go on from what somebody changed by hand; to know at which step that was is worth one wait."""
-        if counted == self._seen[0]:
-            # A rate was set: what the scheduler had yet to do came before.
-            groups, before = self._optimizer.param_groups, self._seen[1]
-            spread(iter(before), groups, self._keys)
-            self.reconcile(good)
-            spread(iter([due if new == old else new for old, new, due in zip(before, numbers, self._seen[1], strict=True)]), groups, self._keys)
-        self._restart(good)
-
-    def _on_host_at(self, good: int) -> Row:
-        self._ahead.extend(good, good + 1)
-        self._ahead.refuse_beyond_end(good)
-        return self._ahead.row(good)
+    def _advance(self, good: int) -> None:
+        # Noted first: an error of the scheduler is raised once, as by its own step().
+        due, self._reconciled = good - self._reconciled, good
+        try:
+            with warnings.catch_warnings():
+                # The count says that the optimizer has stepped; torch looks for calls of a wrapper, and warns without.
+                warnings.filterwarnings("ignore", message=".*`optimizer.step\\(\\)`")
+                for _ in range(due):
+                    self._scheduler.step()
+        finally:
+            self._seen = self._look()
 
     def _on_device_at(self, good: torch.Tensor) -> tuple[torch.Tensor, ...]:
         place = (good - self._base).clamp_(0, len(self._table) - 1)
@@ -185,7 +204,7 @@ def _refuse_host_reads(optimizer: torch.optim.Optimizer, keys: tuple[str, ...]) 
         raise UnsupportedError(
             f"The scheduler cycles {keys[1]}, which torch's {name} reads on the host: every step would wait for the device. Pass cycle_momentum=False to it. {by_hand}"
         )
-    for group in optimizer.param_groups:
+    for group in groups_of(optimizer):
         fused, capturable = isinstance(optimizer, _FUSED) and group.get("fused"), isinstance(optimizer, _CAPTURABLE) and group.get("capturable")
         if not (fused or capturable):
             raise UnsupportedError(

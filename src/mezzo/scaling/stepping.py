@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
-from weakref import WeakKeyDictionary
+from weakref import WeakSet
 
 import torch
 from torch.optim.lr_scheduler import LRScheduler
@@ -17,6 +17,8 @@ from torch.optim.lr_scheduler import LRScheduler
 from mezzo._errors import ScalerError
 from mezzo.scaling import copies
 from mezzo.scaling.binding import binding_of
+from mezzo.scaling.lookahead import check
+from mezzo.scaling.reading import catch_up, groups_of, is_kept_up, let_go
 
 if TYPE_CHECKING:
     from mezzo.scaling.schedule import DeviceSchedule
@@ -39,7 +41,7 @@ def skips_by_itself(optimizer: Optimizer) -> bool:
         return False
     if binding_of(optimizer) is not None or not type(optimizer).__module__.startswith("torch.optim"):
         return True
-    first = next((parameter for group in optimizer.param_groups for parameter in group["params"]), None)
+    first = next((parameter for group in groups_of(optimizer) for parameter in group["params"]), None)
     return first is None or copies.waits(first.device)
 
 
@@ -87,14 +89,24 @@ class Schedules:
     """The schedules that run on a device, for each optimizer that was stepped with a scheduler."""
 
     def __init__(self) -> None:
-        self._running: WeakKeyDictionary[Optimizer, _Running] = WeakKeyDictionary()
+        self._running: dict[Optimizer, _Running] = {}
+        self._accepted: WeakSet[LRScheduler] = WeakSet()
+
+    def accept(self, optimizer: Optimizer, scheduler: LRScheduler) -> None:
+        """Refuse a scheduler that cannot be stepped with an optimizer, before anything is updated."""
+        if scheduler not in self._accepted or scheduler.optimizer is not optimizer:
+            check(optimizer, scheduler)
+            self._accepted.add(scheduler)
 
     @contextmanager
     def applied(self, optimizer: Optimizer, scheduler: LRScheduler, found: torch.Tensor) -> Iterator[None]:
-        """Step with the values that the scheduler has for this step; what the flag says decides on the device whether it advances."""
-        running = self._running.get(optimizer)
-        if running is None or running.scheduler is not scheduler:
-            running = self._running[optimizer] = _start(optimizer, scheduler, found.device)
+        """Step with the values that the scheduler has for this step; it advances unless the flag says that the step was skipped."""
+        if not _defers(optimizer, found.device):
+            yield
+            if not bool(found):
+                advance(optimizer, scheduler)
+            return
+        running = self._in_charge(optimizer, scheduler, found.device)
         with running.schedule.applied(running.good):
             yield
         running.good.add_(found == 0)
@@ -104,7 +116,8 @@ class Schedules:
         # Asked at every step, and mostly there is none.
         if not self._running:
             return ()
-        for running in self._running.values():
+        for optimizer, last in self._running.items():
+            running = self._in_charge(optimizer, last.scheduler, last.good.device)
             running.schedule.before_replay(running.good)
         return self.tables()
 
@@ -113,14 +126,37 @@ class Schedules:
         return tuple([running.schedule.address for running in self._running.values()])
 
     def reconcile(self) -> None:
-        """Let the scheduler objects catch up with the device; this waits for it."""
-        for running in self._running.values():
-            running.schedule.reconcile(int(running.good))
+        """Let schedulers and optimizers catch up with the device; this waits for it if a step was taken since the last time."""
+        for optimizer in self._running:
+            catch_up(optimizer)
+
+    def _in_charge(self, optimizer: Optimizer, scheduler: LRScheduler, device: torch.device) -> _Running:
+        """What runs this scheduler; begun anew where another scheduler, or another scaler, has stepped the optimizer since."""
+        running = self._running.get(optimizer)
+        if running is None or running.scheduler is not scheduler or not is_kept_up(optimizer, running.schedule):
+            running = self._running[optimizer] = _start(optimizer, scheduler, device)
+        return running
+
+
+def advance(optimizer: Optimizer, scheduler: LRScheduler) -> None:
+    """Step a scheduler after a step that the host knows to be good."""
+    # Another scaler may have stepped it on a device before.
+    let_go(optimizer)
+    scheduler.step()
+
+
+def _defers(optimizer: Optimizer, device: torch.device) -> bool:
+    """Whether only the device knows if a step was skipped."""
+    bound = binding_of(optimizer)
+    # A bound step that reads on the host waits for the flag itself.
+    return copies.waits(device) and (bound is None or bound.reads_on_device)
 
 
 def _start(optimizer: Optimizer, scheduler: LRScheduler, device: torch.device) -> _Running:
     from mezzo.scaling.schedule import DeviceSchedule  # noqa: PLC0415 - most never pass a scheduler
 
+    # What another schedule has yet to do comes first.
+    let_go(optimizer)
     good = torch.zeros((), dtype=torch.int64, device=device)
     schedule = DeviceSchedule(optimizer, scheduler, device)
     schedule.reconcile_when_read(lambda: int(good))

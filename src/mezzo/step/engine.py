@@ -14,6 +14,7 @@ from mezzo._errors import ScalerError
 from mezzo.eager.region import inside
 from mezzo.scaling.gradients import parameters
 from mezzo.scaling.result import StepResult
+from mezzo.scaling.stepping import advance
 from mezzo.step.buffers import Buffers
 from mezzo.step.inputs import placed
 from mezzo.step.parts import Parts
@@ -111,8 +112,8 @@ class Engine:
     def after_update(self) -> None:
         """What the host does after an update: schedulers that no scaler steps."""
         if self.parts.scaler is None:
-            for scheduler in self.parts.schedulers.values():
-                scheduler.step()
+            for optimizer, scheduler in self.parts.schedulers.items():
+                advance(optimizer, scheduler)
 
     def clear(self) -> None:
         """Forget the gradients."""

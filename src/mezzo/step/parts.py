@@ -24,6 +24,7 @@ from mezzo.prepare.decorate import decorate
 from mezzo.prepare.decoration import Decoration, both, decoration_of
 from mezzo.prepare.given import Models, Optimizer, Optimizers, flat, models_of, optimizers_of
 from mezzo.prepare.plan import PolicyWords
+from mezzo.scaling.lookahead import check
 from mezzo.scaling.scaler import DisabledGradScaler, GradScaler
 
 Scaler = GradScaler | bool | None
@@ -66,6 +67,8 @@ def gather(model: Models, optimizer: Optimizers, asked: Asked, scaler: Scaler, s
     models, optimizers = models_of(model), optimizers_of(optimizer)
     if not optimizers:
         raise PolicyError("A training step needs an optimizer. Pass one, or use mezzo.EvalStep for inference.")
+    # First, for a scheduler that is refused must leave model and optimizer as they were.
+    schedulers = _schedulers(scheduler, optimizers)
     found = decoration_of(models[0])
     if found is None:
         asked.prepare(model, optimizer)
@@ -83,7 +86,7 @@ def gather(model: Models, optimizer: Optimizers, asked: Asked, scaler: Scaler, s
         models,
         optimizers,
         made,
-        _schedulers(scheduler, optimizers),
+        schedulers,
         plan.policy,
         region_of(plan.policy, device.type),
         device,
@@ -134,12 +137,18 @@ def _scaler(scaler: Scaler, dtype: torch.dtype | None, level: Level, device: tor
     return scaler
 
 
-def _schedulers(words: Schedulers, optimizers: tuple[Optimizer, ...]) -> dict[Optimizer, LRScheduler]:
+def _schedulers(given: Schedulers, optimizers: tuple[Optimizer, ...]) -> dict[Optimizer, LRScheduler]:
     found: dict[Optimizer, LRScheduler] = {}
-    for one in () if words is None else flat(words):
-        if not isinstance(one, LRScheduler):
-            raise PolicyError(f"scheduler={one!r} is not one of torch.optim.lr_scheduler.")
-        if one.optimizer not in optimizers:
+    for one in () if given is None else flat(given):
+        owner = getattr(one, "optimizer", None)
+        if isinstance(one, LRScheduler) and owner not in optimizers:
             raise PolicyError(f"{type(one).__name__} belongs to another optimizer than the step's. Make it with the optimizer that the step was given.")
+        # Alike with a scaler and without: what is accepted does not depend on the dtype.
+        check(optimizers[0] if owner is None else owner, one)
+        if one.optimizer in found:
+            raise PolicyError(
+                f"Got {type(found[one.optimizer]).__name__} and {type(one).__name__} for the same optimizer. Pass one scheduler for each: "
+                "torch's ChainedScheduler steps several together, SequentialLR one after the other."
+            )
         found[one.optimizer] = one
     return found

@@ -15,12 +15,10 @@ from mezzo.step.parts import Parts
 
 def to_dict(parts: Parts, buffers: Buffers, *, position: int, updates: int) -> dict[str, Any]:
     """The state as nested plain values and tensors."""
-    # First, for a scaler lets schedulers catch up, which changes the groups of their optimizers.
-    scaler = None if parts.scaler is None else parts.scaler.state_dict()
     return {
         "models": [model.state_dict() for model in parts.models],
         "optimizers": [optimizer.state_dict() for optimizer in parts.optimizers],
-        "scaler": scaler,
+        "scaler": None if parts.scaler is None else parts.scaler.state_dict(),
         "schedulers": [scheduler.state_dict() for scheduler in parts.schedulers.values()],
         "gradients": _gradients(parts) if position else None,
         "buffers": buffers.saved() if position else None,
@@ -35,7 +33,6 @@ def load(parts: Parts, buffers: Buffers, state: dict[str, Any], accumulate: int)
     _check(parts, state, accumulate)
     if parts.scaler is not None:
         parts.scaler.load_state_dict(state["scaler"])
-    # Schedulers before optimizers: one that is behind catches up before it is loaded, and changes the groups.
     order: dict[str, tuple[Any, ...]] = {"models": parts.models, "schedulers": tuple(parts.schedulers.values()), "optimizers": parts.optimizers}
     for name, several in order.items():
         for one, saved in zip(several, state[name], strict=True):

@@ -32,6 +32,10 @@ class TrainStep(Step):
     model, a tuple as `y` into the loss; without `y` the loss function gets the model's output alone. A plain pair is decorated as the policy says, a decorated
     one brings its own.
 
+    A scheduler advances after every update that is not skipped. It must be one of torch's whose coming values can be computed, which is checked here: step others,
+    such as `ReduceLROnPlateau`, yourself. Calls never synchronize; reading `optimizer.param_groups`, a state dict or `get_last_lr()` does, once after a call.
+    A group that is kept from an earlier read (`group = optimizer.param_groups[0]`) shows an old rate: read `optimizer.param_groups` again.
+
     A captured program sees new inputs, shapes, modes, rates and other numbers of the optimizer's groups, and plain values that the loss function refers to.
     Other attributes of modules, such as a dropout's `p`, and Python values that a model looks at are those of the capture.
 
