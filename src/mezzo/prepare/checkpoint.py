@@ -43,7 +43,7 @@ def save_checkpoint(
     """
     models, optimizers = _models(model), optimizers_of(optimizer)
     parts = {
-        "model": None if model is None else [_model_state(one) for one in models],
+        "model": None if model is None else [exact_state_dict(one) for one in models],
         "optimizer": None if optimizer is None else [_optimizer_state(one, models) for one in optimizers],
         "scaler": None if scaler is None else [scaler.state_dict()],
         "scheduler": None if scheduler is None else [one.state_dict() for one in flat(scheduler)],
@@ -101,11 +101,6 @@ def _models(words: Models | None) -> tuple[nn.Module, ...]:
     """The models themselves, not what was wrapped around them: a run on one device reads what a run on several wrote."""
     models = () if words is None else models_of(words)
     return tuple(one.module if isinstance(one, DistributedDataParallel | DataParallel) else one for one in models)
-
-
-def _model_state(model: nn.Module) -> dict[str, Any]:
-    found = {decoration for module in model.modules() if (decoration := decoration_of(module)) is not None}
-    return exact_state_dict(model, [decoration.weights for decoration in found])
 
 
 def _optimizer_state(optimizer: Optimizer, models: tuple[nn.Module, ...]) -> dict[str, Any]:
