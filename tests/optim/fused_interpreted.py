@@ -183,3 +183,20 @@ def test_the_same_seed_draws_the_same_roundings_and_another_step_others() -> Non
         runs.append(shown)
     assert torch.equal(runs[0][0], runs[1][0])
     assert torch.equal(runs[0][1], runs[1][1])
+
+
+@pytest.mark.parametrize("kind", ["float32", "split", "kahan"])
+def test_weights_that_were_lent_and_given_back_train_on_to_the_bit(kind: str) -> None:
+    seed, finals = fresh_seed() % 2**31, []
+    for lent in (True, False):
+        trained = step_cases.training("AdamW", kind, torch.bfloat16, "cpu", seed=seed)
+        for _ in range(3):
+            trained.gradients()
+            trained.step()
+            restores = [trained.masters.hold(parameter) for parameter in trained.masters if lent]
+            for parameter in trained.masters if lent else ():
+                trained.masters.write(parameter, torch.randn(parameter.shape))
+            for restore in restores:
+                restore()
+        finals.append([trained.masters.read(parameter) for parameter in trained.masters])
+    assert all(map(torch.equal, *finals))
