@@ -266,6 +266,20 @@ def test_an_average_of_another_model_is_refused_and_nothing_changes(change, mess
     assert_equal(before, run.ema.state_dict())
 
 
+def test_the_averaged_model_alone_is_saved_inside_but_a_run_is_not(tmp_path):
+    run = Run(master="split")
+    run.train(5)
+    path, average = tmp_path / "average.pt", copy.deepcopy(run.ema.state_dict())
+    with run.ema.applied():
+        mezzo.save_checkpoint(path, run.model)
+        with pytest.raises(mezzo.CheckpointError, match="Save the run outside"):
+            mezzo.save_checkpoint(path, run.model, run.optimizer)
+        with pytest.raises(mezzo.CheckpointError, match="Load outside"):
+            mezzo.load_checkpoint(path, run.model)
+    saved = torch.load(path, weights_only=True)["model"][0]
+    assert_equal({name: saved[name] for name in average}, average)
+
+
 # -- the model changes -------------------------------------------------------------------------------------------------------------------------------
 
 
