@@ -15,6 +15,8 @@ from mezzo.policy.policy import Policy
 from mezzo.policy.selector import NORMS
 from mezzo.prepare.checkpoint import load_checkpoint, save_checkpoint
 from mezzo.prepare.decorate import decorate, undecorate
+from mezzo.prepare.ema import EMA
+from mezzo.prepare.master_params import master_params
 from mezzo.prepare.plan import Plan, plan
 from mezzo.scaling.scaler import GradScaler
 from mezzo.scaling.state import ScaleRule, ScaleState
@@ -24,6 +26,7 @@ from mezzo.step.layout import channels_last
 from mezzo.step.train import TrainStep
 
 __all__ = [
+    "EMA",
     "LAMB",
     "NORMS",
     "CheckpointError",
@@ -55,6 +58,7 @@ __all__ = [
     "hardware",
     "invalidate",
     "load_checkpoint",
+    "master_params",
     "ops",
     "plan",
     "register_op",

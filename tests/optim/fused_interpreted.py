@@ -216,3 +216,20 @@ def test_a_step_hook_that_replaces_a_gradient_after_the_check_is_heeded() -> Non
     trained.bound.step(torch.ones(()), flags[torch.device("cpu")])
     assert trained.exact()[-1].isnan().all()
     assert not torch.equal(trained.exact()[2], before[2])
+
+
+@pytest.mark.parametrize("kind", ["float32", "split", "kahan"])
+def test_weights_that_were_lent_and_given_back_train_on_to_the_bit(kind: str) -> None:
+    seed, finals = fresh_seed() % 2**31, []
+    for lent in (True, False):
+        trained = step_cases.training("AdamW", kind, torch.bfloat16, "cpu", seed=seed)
+        for _ in range(3):
+            trained.gradients()
+            trained.step()
+            restores = [trained.masters.hold(parameter) for parameter in trained.masters if lent]
+            for parameter in trained.masters if lent else ():
+                trained.masters.write(parameter, torch.randn(parameter.shape))
+            for restore in restores:
+                restore()
+        finals.append([trained.masters.read(parameter) for parameter in trained.masters])
+    assert all(map(torch.equal, *finals))

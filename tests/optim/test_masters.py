@@ -307,3 +307,61 @@ def test_without_a_neighbour_there_is_nothing_to_load():
     masters, parameter = adopted("none", weight())
     masters.load(parameter, torch.zeros(2, 3, 4, 5))
     assert masters.beside(parameter) is None
+
+
+# -- several at a time, and on loan ----------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "channels last", "transposed"])
+@pytest.mark.parametrize("master", EVERY)
+def test_a_reader_gives_what_reading_one_by_one_gives(master: str, layout: str):
+    generator = torch.Generator().manual_seed(fresh_seed() % 2**31)
+    masters, parameters = Masters(master), [nn.Parameter(LAYOUTS[layout](weight(generator=generator))) for _ in range(3)]
+    for parameter in parameters:
+        masters.adopt(parameter, HALF)
+    read = masters.reader(parameters)
+    for _ in range(2):
+        values = read()
+        assert all(same_bits(value, masters.read(parameter)) for value, parameter in zip(values, parameters, strict=True))
+        assert all((value is masters.beside(parameter)) is (master == "float32") for value, parameter in zip(values, parameters, strict=True))
+        # What others write is followed, also in between.
+        with torch.no_grad():
+            parameters[1][0, 0] = 0.25
+
+
+def test_a_reader_joins_every_bit_pattern_of_split_masters():
+    masters, parameter = adopted("split", torch.cat([edges(), any_bits(10_000, torch.Generator().manual_seed(fresh_seed() % 2**31))]))
+    (value,) = masters.reader([parameter])()
+    assert same_bits(value, masters.read(parameter))
+
+
+def test_a_reader_gives_zero_where_a_mask_was_written_past_the_version_counter():
+    masters, parameter = adopted("split", torch.tensor([1.0 - 2.0**-12, -1.0 + 2.0**-12, 1.0 + 2.0**-12]))
+    read = masters.reader([parameter])
+    read()
+    parameter.data.mul_(torch.tensor([0.0, 0.0, 1.0], dtype=HALF))
+    assert read()[0].tolist() == [0.0, 0.0, 1.0 + 2.0**-12]
+
+
+@pytest.mark.parametrize("master", EVERY)
+def test_the_current_value_is_the_live_master_or_a_copy(master: str):
+    masters, parameter = adopted(master, weight())
+    value = masters.current(parameter)
+    assert same_bits(value, masters.read(parameter))
+    assert (value is masters.beside(parameter)) is (master == "float32")
+    with torch.no_grad():
+        parameter.fill_(0.25)
+    assert bool((masters.current(parameter) == 0.25).all())
+
+
+@pytest.mark.parametrize("master", EVERY)
+def test_what_is_held_comes_back_to_the_bit_and_is_not_taken_for_a_write_of_others(master: str):
+    masters, parameter = adopted(master, weight())
+    beside, before, address = masters.beside(parameter), masters.read(parameter), parameter.data_ptr()
+    restore = masters.hold(parameter)
+    masters.write(parameter, weight())
+    restore()
+    assert not masters.follow(parameter)
+    assert same_bits(masters.read(parameter), before)
+    assert masters.beside(parameter) is beside
+    assert parameter.data_ptr() == address

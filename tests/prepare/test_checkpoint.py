@@ -1,6 +1,7 @@
 """A checkpoint holds a whole run, is there whole or not at all, and moves between levels with its exact state."""
 
 import copy
+import gc
 import random
 import subprocess
 import sys
@@ -165,6 +166,18 @@ def test_a_model_whose_part_is_decorated_is_saved_exactly(path):
     assert_equal(dict(nn.Sequential(run.model).state_dict()), dict(saved))
 
 
+@pytest.mark.parametrize("kind", ["float32", "split"])
+def test_a_part_of_a_decorated_model_is_saved_exactly_and_loaded_back(path, kind):
+    run, other = Run(master=kind), Run(seed=3, master=kind)
+    run.train(2)
+    mezzo.save_checkpoint(path, run.model[0])
+    saved = torch.load(path, weights_only=True)["model"][0]
+    mezzo.load_checkpoint(path, other.model[0])
+    for one in (run, other):
+        mezzo.undecorate(one.model)
+        assert_equal(dict(one.model[0].state_dict()), dict(saved))
+
+
 def test_extra_values_come_back(path):
     extra = {"epoch": 3, "best": 0.5, "names": ["a", ("b", None)], "table": {"x": torch.ones(2)}}
     mezzo.save_checkpoint(path, **extra)
@@ -211,6 +224,135 @@ def test_a_kill_in_the_middle_of_saving_leaves_the_old_file(path):
         child.kill()
     assert path.read_bytes() == before
     assert mezzo.load_checkpoint(path, model) == {"epoch": 1}
+
+
+# -- steps -------------------------------------------------------------------------------------------------------------------------------------------
+
+
+def a_step(seed=0, accumulate=3, dtype="float16", level="O2", width=3, **words):
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Dropout(0.25), nn.Linear(8, width))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, gamma=0.7)
+    # A lambda, which no file can hold.
+    return mezzo.TrainStep(model, lambda x, _: x.float().square().mean(), optimizer, level, dtype=dtype, accumulate=accumulate, scheduler=scheduler, **words)
+
+
+def trained(step, calls):
+    return [float(step(torch.randn(16, 6), torch.zeros(1))) for _ in range(calls)]
+
+
+@pytest.mark.parametrize("words", [{}, {"dtype": "bfloat16", "master": "split"}, {"dtype": "bfloat16", "master": "kahan"}, {"level": "O1"}])
+def test_a_step_is_saved_whole_in_the_middle_of_an_accumulation_and_resumes_to_the_bit(path, words):
+    step, again = a_step(**words), a_step(seed=4, **words)
+    trained(step, 4)
+    mezzo.save_checkpoint(path, step=step, epoch=2)
+    trained(again, 2)
+    assert mezzo.load_checkpoint(path, step=again) == {"epoch": 2}
+    assert again.position == 1
+    resumed = trained(again, 8)
+    mezzo.load_checkpoint(path, step=step)
+    assert trained(step, 8) == resumed
+    assert_equal(step.state_dict(), again.state_dict())
+
+
+def test_a_function_that_is_a_step_is_saved_whole(path):
+    model = nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    @mezzo.train_step(models=model, optimizers=optimizer, policy="O2", dtype="bfloat16", accumulate=2)
+    def step(x):
+        return model(x).square().mean()
+
+    step(torch.ones(2, 4))
+    mezzo.save_checkpoint(path, step=step)
+    step(torch.ones(2, 4))
+    mezzo.load_checkpoint(path, step=step)
+    assert step.position == 1
+
+
+def test_a_step_moves_between_levels_exactly(path):
+    step, plain = a_step(dtype="bfloat16", master="split"), a_step(seed=4, level="O1", dtype="bfloat16")
+    trained(step, 3)
+    mezzo.save_checkpoint(path, step=step)
+    mezzo.load_checkpoint(path, step=plain)
+    assert_equal(dict(mezzo.master_params(step.model)), dict(mezzo.master_params(plain.model)))
+
+
+def test_the_model_of_a_step_is_loaded_alone(path):
+    step = a_step(master="float32")
+    trained(step, 4)
+    mezzo.save_checkpoint(path, step=step)
+    model = net()
+    mezzo.load_checkpoint(path, model)
+    assert_equal({name: value.detach() for name, value in model.named_parameters()}, dict(mezzo.master_params(step.model)))
+    with pytest.raises(mezzo.CheckpointError, match="gradients of 1 calls since the last update"):
+        mezzo.load_checkpoint(path, model, torch.optim.AdamW(model.parameters()))
+
+
+def test_the_parts_of_a_step_are_refused_while_it_accumulates(path):
+    step = a_step()
+    trained(step, 3)
+    mezzo.save_checkpoint(path, step.model, step.optimizer, step.scaler)
+    trained(step, 2)
+    for parts in ((step.model,), (step.model[0],), (nn.Sequential(step.model),), (None, step.optimizer), (step.model, step.optimizer, step.scaler)):
+        with pytest.raises(mezzo.CheckpointError, match=r"gradients of 2 calls since its last update.*save_checkpoint\(path, step=step\)"):
+            mezzo.save_checkpoint(path, *parts)
+        before = copy.deepcopy(step.state_dict())
+        with pytest.raises(mezzo.CheckpointError, match=r"call step\.flush\(\) first"):
+            mezzo.load_checkpoint(path, *parts)
+        assert_equal(before, step.state_dict())
+    step.flush()
+    mezzo.save_checkpoint(path, step.model, step.optimizer, step.scaler)
+    mezzo.load_checkpoint(path, step.model, step.optimizer, step.scaler)
+
+
+def test_parts_are_saved_once_the_step_is_gone(path):
+    step = a_step(capture=False)
+    trained(step, 1)
+    model = step.model
+    del step
+    gc.collect()
+    mezzo.save_checkpoint(path, model)
+
+
+@pytest.mark.parametrize(
+    ("other", "message"),
+    [
+        ({"width": 4}, r"'3.weight' has shape \(3, 8\) in the checkpoint and \(4, 8\)"),
+        ({"accumulate": 1}, "after 1 calls without an update, and this step has accumulate=1"),
+        ({"dtype": "bfloat16"}, "The state has a scaler, and the step has none"),
+    ],
+)
+def test_a_step_that_does_not_fit_is_refused_and_nothing_is_changed(path, other, message):
+    step, unlike = a_step(), a_step(seed=4, **other)
+    trained(step, 4)
+    trained(unlike, 2)
+    mezzo.save_checkpoint(path, step=step)
+    before, generator = copy.deepcopy(unlike.state_dict()), torch.get_rng_state()
+    with pytest.raises(mezzo.CheckpointError, match=message):
+        mezzo.load_checkpoint(path, step=unlike)
+    assert_equal(before, unlike.state_dict())
+    assert torch.equal(generator, torch.get_rng_state())
+
+
+def test_a_step_and_its_parts_are_not_passed_together(path):
+    step = a_step()
+    with pytest.raises(mezzo.CheckpointError, match="Pass the step alone"):
+        mezzo.save_checkpoint(path, step.model, step=step)
+    mezzo.save_checkpoint(path, step=step)
+    with pytest.raises(mezzo.CheckpointError, match="Pass the step alone"):
+        mezzo.load_checkpoint(path, optimizer=step.optimizer, step=step)
+    mezzo.save_checkpoint(path, step.model)
+    with pytest.raises(mezzo.CheckpointError, match=r"has no step\. It has: model"):
+        mezzo.load_checkpoint(path, step=step)
+
+
+def test_a_number_of_steps_is_a_value_like_any_other(path):
+    mezzo.save_checkpoint(path, step=1000)
+    assert mezzo.load_checkpoint(path) == {"step": 1000}
+    with pytest.raises(mezzo.CheckpointError, match="step=1000 is no training step"):
+        mezzo.load_checkpoint(path, step=1000)
 
 
 # -- what is refused: nothing is changed -------------------------------------------------------------------------------------------------------------

@@ -152,3 +152,40 @@ def test_tied_weights_are_saved_and_loaded_under_both_names():
     assert same(model.state_dict(), original)
     model.load_state_dict({name: value + 1 / 3 for name, value in original.items()})
     assert torch.equal(model.state_dict()["1.weight"], original["0.weight"] + 1 / 3)
+
+
+class Tied(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed, self.head = nn.Embedding(8, 4), nn.Linear(4, 8, bias=False)
+        self.head.weight = self.embed.weight
+        self.twice = nn.Sequential(shared := nn.Linear(4, 4), shared)
+
+    def forward(self, x):
+        return self.head(self.twice(self.embed(x)))
+
+
+@pytest.mark.parametrize("kind", EXACT)
+def test_tied_weights_are_one_tensor_in_a_state_and_go_through_safetensors(tmp_path, kind):
+    safetensors = pytest.importorskip("safetensors.torch")
+    model = Tied()
+    original = copy.deepcopy(model.state_dict())
+    mezzo.decorate(model, torch.optim.SGD(model.parameters(), lr=0.1), dtype="bfloat16", master=kind, save_dtype="float32")
+    for again in range(2):
+        state = model.state_dict()
+        assert state["embed.weight"] is state["head.weight"]
+        assert state["twice.0.weight"] is state["twice.1.weight"]
+        assert state["embed.weight"] is not state["twice.0.weight"]
+        assert same(state, original), again
+    safetensors.save_model(model, tmp_path / "model.safetensors")
+    plain = Tied()
+    safetensors.load_model(plain, tmp_path / "model.safetensors")
+    assert same(plain.state_dict(), original)
+
+
+def test_a_state_that_is_still_there_does_not_lend_its_weights_to_the_next_one():
+    model, optimizer, _ = made(save_dtype="float32")
+    first = model.state_dict()
+    model(torch.ones(1, 4)).sum().backward()
+    optimizer.step()
+    assert not torch.equal(model.state_dict()["head.weight"], first["head.weight"])

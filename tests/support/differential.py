@@ -130,7 +130,7 @@ def in_steps(row: Row, variant: Variant, device: str, *, capture: bool | str) ->
     losses = [step(x, y) for x, y in data]
     scaler = step.scaler
     skips, scale = (0, 1.0) if scaler is None else (scaler.state().skipped, scaler.get_scale())
-    return Trajectory(torch.stack(losses).double().cpu(), _state(model, optimizer), skips, scale, step.captured, step.reason)
+    return Trajectory(torch.stack(losses).double().cpu(), _state(model), skips, scale, step.captured, step.reason)
 
 
 def by_hand(row: Row, variant: Variant, device: str) -> Trajectory:
@@ -158,15 +158,13 @@ def by_hand(row: Row, variant: Variant, device: str) -> Trajectory:
             if result.skipped:
                 for buffer, old in zip(model.buffers(), before, strict=True):
                     buffer.copy_(old)
-    return Trajectory(torch.stack(losses).double().cpu(), _state(model, optimizer), skips, scaler.get_scale(), captured=False)
+    return Trajectory(torch.stack(losses).double().cpu(), _state(model), skips, scaler.get_scale(), captured=False)
 
 
-def _state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
+def _state(model: nn.Module) -> dict[str, torch.Tensor]:
     """Weights, buffers and the exact weights behind them."""
     state = {name: tensor.detach().clone() for name, tensor in (*model.named_parameters(), *model.named_buffers())}
-    from mezzo.prepare.checkpoint import _model_state
-
-    return state | {f"exact {name}": value.clone() for name, value in _model_state(model).items()}
+    return state | {f"exact {name}": value.clone() for name, value in mezzo.master_params(model).items()}
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,6 @@ from mezzo.optim.bound import Bound, Optimizer
 from mezzo.optim.masters import VERSION, Masters
 from mezzo.optim.prepared import Launch, Prepared, make_launches
 from mezzo.optim.slots import Slots
-from mezzo.policy.rule import Master
 from mezzo.scaling import copies, kernels
 from mezzo.scaling.culprit import Flagged
 from mezzo.scaling.gradients import Flags, one_on, room_for_flags
@@ -173,10 +172,7 @@ class FusedBound(Bound):
 
     def _follow(self, prepared: Prepared) -> None:
         """Somebody else wrote a parameter: its master follows."""
-        for parameter in prepared.parameters:
-            if parameter in self.masters and self.masters.follow(parameter) and self.masters.kind.master is Master.FLOAT32:
-                # Compared value by value, once; the kernel looks at the first of each block only.
-                self.masters.write(parameter, self.masters.read(parameter))
+        self.masters.refresh([parameter for parameter in prepared.parameters if parameter in self.masters])
         prepared.versions = list(map(VERSION, prepared.parameters))
 
     # -- looking ---------------------------------------------------------------------------------------------------------------------------------

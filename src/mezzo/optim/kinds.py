@@ -171,6 +171,26 @@ KINDS: dict[Master, Kind] = {kind.master: kind for kind in (Float32(), Split(), 
 """Every way, by its name."""
 
 
+def values_of(kind: Kind, parameters: list[torch.Tensor], beside: list[torch.Tensor | None]) -> list[torch.Tensor]:
+    """The float32 values of several parameters, nothing of which was written by others: float32 masters themselves, else copies, split ones in few launches."""
+    known = [one for one in beside if one is not None]
+    if kind.master is Master.FLOAT32:
+        return known
+    if kind.master is not Master.SPLIT:
+        return [kind.join(parameter.detach(), one) for parameter, one in zip(parameters, beside, strict=True)]
+    values, remainders, lowest = ([torch.empty_like(one, dtype=dtype) for one in parameters] for dtype in (torch.float32, torch.int32, torch.int32))
+    # A bfloat16 is the upper half of a float32's bits. One launch casts many tensors, where bit shifts would take several for each.
+    torch._foreach_copy_(values, [parameter.detach() for parameter in parameters])
+    torch._foreach_copy_(remainders, known)
+    # Zero has no negative remainder: this one is of a value that was overwritten (`p.data.mul_(mask)`), and the sum of both would be NaN for ever.
+    signs = torch._foreach_sign(torch._foreach_abs(values))
+    torch._foreach_mul_(signs, -(2.0**15))
+    torch._foreach_copy_(lowest, signs)
+    torch._foreach_maximum_(remainders, lowest)
+    torch._foreach_add_([value.view(torch.int32) for value in values], remainders)
+    return list(values)
+
+
 def round_at_random(value: torch.Tensor, half: torch.dtype, draw: Draw) -> torch.Tensor:
     """Round to one of the two neighbours, to the nearer one more often: the mean of many is the value.
 

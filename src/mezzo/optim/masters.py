@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from operator import attrgetter
 
 import torch
 
-from mezzo.optim.kinds import KINDS, Draw, Kind
+from mezzo.optim.kinds import KINDS, Draw, Kind, values_of
 from mezzo.policy.rule import Master
 
 Parameter = torch.nn.Parameter
@@ -77,6 +77,43 @@ class Masters:
                 held.copy_(beside)
         self._note(parameter)
 
+    def current(self, parameter: torch.Tensor) -> torch.Tensor:
+        """The float32 value of a parameter: the live master where masters are float32 tensors, else a copy."""
+        value, held = self.read(parameter), self._beside[parameter]
+        return held.copy_(value) if held is not None and held.dtype is torch.float32 else value
+
+    def reader(self, parameters: Sequence[torch.Tensor]) -> Callable[[], list[torch.Tensor]]:
+        """A function that gives the float32 values of these parameters in few launches: live masters where they are float32 tensors, else copies.
+
+        It is good for as long as `generation` is the same.
+        """
+        parameters, beside = list(parameters), [self._beside[parameter] for parameter in parameters]
+        versions: list[int] = []
+
+        def read() -> list[torch.Tensor]:
+            if list(map(VERSION, parameters)) != versions:
+                self.refresh(parameters)
+                versions[:] = map(VERSION, parameters)
+            return values_of(self.kind, parameters, beside)
+
+        return read
+
+    def hold(self, parameter: torch.Tensor) -> Callable[[], None]:
+        """Copy a parameter and what lies beside it; what comes back writes both back, to the bit and in place."""
+        self.refresh([parameter])
+        held = self._beside[parameter]
+        value, beside = parameter.detach().clone(), None if held is None else held.clone()
+
+        def restore() -> None:
+            with torch.no_grad():
+                parameter.copy_(value)
+                if held is not None and beside is not None:
+                    held.copy_(beside)
+            # Else the next step would take the parameter for one that others wrote, and drop its remainder.
+            self._note(parameter)
+
+        return restore
+
     def beside(self, parameter: torch.Tensor) -> torch.Tensor | None:
         """What lies beside a parameter."""
         return self._beside[parameter]
@@ -90,6 +127,13 @@ class Masters:
             beside.zero_()
         self._note(parameter)
         return True
+
+    def refresh(self, parameters: Sequence[torch.Tensor]) -> None:
+        """Where others wrote one of these parameters, let its master follow."""
+        for parameter in parameters:
+            if self.follow(parameter) and self.kind.master is Master.FLOAT32:
+                # Compared value by value, once; the kernel looks at the first of each block only.
+                self.write(parameter, self.read(parameter))
 
     def noted(self, parameters: Sequence[torch.Tensor]) -> list[int]:
         """Somebody wrote these parameters together with what lies beside them; their versions."""

@@ -5,11 +5,10 @@ from __future__ import annotations
 import os
 from io import BytesIO
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import nn
-from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from mezzo._casting import map_tensors
 from mezzo._errors import CheckpointError
@@ -17,22 +16,43 @@ from mezzo._files import atomic_writer
 from mezzo.optim.kinds import KINDS
 from mezzo.optim.saved import MASTERS
 from mezzo.prepare import fitting, rng
-from mezzo.prepare.decoration import decoration_of
-from mezzo.prepare.given import Models, Optimizer, Optimizers, flat, models_of, optimizers_of
-from mezzo.prepare.weight_hooks import exact_state_dict
+from mezzo.prepare.decoration import Accumulating, Decoration, decoration_of
+from mezzo.prepare.given import Models, Optimizer, Optimizers, bare, flat, models_of, optimizers_of
+from mezzo.prepare.weight_hooks import decorations_of, exact_state_dict
 
 Place = str | os.PathLike[str]
 
 _FORMAT, _VERSION = "mezzo checkpoint", 1
 
 
+@runtime_checkable
+class Step(Accumulating, Protocol):
+    """A training step of mezzo, as far as a checkpoint knows it."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """All that the step needs to go on."""
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on from a saved state; what does not fit is refused before anything changes."""
+
+
 def save_checkpoint(
-    path: Place, model: Models | None = None, optimizer: Optimizers | None = None, scaler: Any = None, scheduler: Any = None, **extra: Any
+    path: Place,
+    model: Models | None = None,
+    optimizer: Optimizers | None = None,
+    scaler: Any = None,
+    scheduler: Any = None,
+    *,
+    step: Step | Any = None,
+    **extra: Any,
 ) -> None:
     """Save a run: models, optimizers, scaler, schedulers, every random generator, and what else you name.
 
     A kill in the middle leaves the old file as it was. Weights are saved as exact float32 values where masters keep them, so that a checkpoint moves between
     levels.
+
+    A training step is saved whole, with its counters and the gradients that it has accumulated: `save_checkpoint(path, step=step)`, and
+    `load_checkpoint(path, step=step)`. In the middle of an accumulation its parts alone are refused. `step=1000` is a value like any other.
 
     >>> import mezzo, tempfile
     >>> model = nn.Linear(2, 1)
@@ -41,10 +61,20 @@ def save_checkpoint(
     ...     mezzo.load_checkpoint(f"{folder}/run.pt", model)
     {'epoch': 3}
     """
+    if step is not None and not isinstance(step, Step):
+        step, extra = None, {**extra, "step": step}
     models, optimizers = _models(model), optimizers_of(optimizer)
+    _refuse_both(step, (model, optimizer, scaler, scheduler))
+    _refuse_mid_accumulation(models, optimizers, "save_checkpoint(path, step=step) saves the step whole")
+    if any(decoration.lent for decoration in _decorations((), optimizers)):
+        raise CheckpointError(
+            "The optimizer's model holds averaged weights inside `with ema.applied()`, from which a run would not go on. "
+            "Save the run outside of the `with`, or the averaged model alone: save_checkpoint(path, model)."
+        )
     parts = {
-        "model": None if model is None else [_model_state(one) for one in models],
-        "optimizer": None if optimizer is None else [_optimizer_state(one, models) for one in optimizers],
+        "step": None if step is None else step.state_dict(),
+        "model": None if model is None else [exact_state_dict(one) for one in models],
+        "optimizer": None if optimizer is None else [optimizer_state(one, models) for one in optimizers],
         "scaler": None if scaler is None else [scaler.state_dict()],
         "scheduler": None if scheduler is None else [one.state_dict() for one in flat(scheduler)],
         "rng": rng.capture(),
@@ -57,23 +87,38 @@ def save_checkpoint(
 
 
 def load_checkpoint(
-    path: Place, model: Models | None = None, optimizer: Optimizers | None = None, scaler: Any = None, scheduler: Any = None, *, strict: bool = True
+    path: Place,
+    model: Models | None = None,
+    optimizer: Optimizers | None = None,
+    scaler: Any = None,
+    scheduler: Any = None,
+    *,
+    step: Step | None = None,
+    strict: bool = True,
 ) -> dict[str, Any]:
     """Load what `save_checkpoint` saved into what is passed, and the random generators; what else was saved is returned.
 
     Everything is checked first: an error leaves all as it was. With `strict=False` the model may have other parameters than the file, but not other shapes.
+    Of a step that was saved whole, the model can be loaded alone too.
     """
-    parts = _read(path)
+    if step is not None and not isinstance(step, Step):
+        raise CheckpointError(f"step={step!r} is no training step. Pass what mezzo.TrainStep or mezzo.train_step made.")
+    parts, models, optimizers = _read(path), _models(model), optimizers_of(optimizer)
     asked = {
+        "step": () if step is None else (step,),
         "scaler": () if scaler is None else (scaler,),
-        "model": _models(model),
-        "optimizer": optimizers_of(optimizer),
+        "model": models,
+        "optimizer": optimizers,
         "scheduler": () if scheduler is None else tuple(flat(scheduler)),
     }
+    _refuse_both(step, (model, optimizer, scaler, scheduler))
+    _refuse_mid_accumulation(models, optimizers, "call step.flush() first, or load_checkpoint(path, step=step) what was saved so")
+    if any(decoration.lent for decoration in _decorations(models, optimizers)):
+        raise CheckpointError("The model holds averaged weights inside `with ema.applied()`, whose end would undo the loading. Load outside of the `with`.")
     pairs = fitting.pairs(os.fspath(path), parts, asked)
     fitting.check(pairs, strict=strict)
     for name, several in pairs.items():
-        # The scaler comes first: it reads its state whole or not at all, by rules of its own.
+        # The scaler and a step come first: they read their state whole or not at all, by rules of their own.
         for one, state in several:
             one.load_state_dict(state, **({"strict": strict} if name == "model" else {}))
     rng.restore(parts["rng"])
@@ -97,21 +142,35 @@ def _read(path: Place) -> dict[str, Any]:
     return content
 
 
+def _refuse_both(step: Step | None, parts: tuple[Any, ...]) -> None:
+    if step is not None and any(part is not None for part in parts):
+        raise CheckpointError("step= brings its models, optimizers, scaler and schedulers with it. Pass the step alone, or its parts without it.")
+
+
+def _refuse_mid_accumulation(models: tuple[nn.Module, ...], optimizers: tuple[Optimizer, ...], remedy: str) -> None:
+    """Refuse the parts of a training step that has gradients of an unfinished update: parts know nothing of these."""
+    for decoration in _decorations(models, optimizers):
+        for step in decoration.training_steps:
+            if step.position:
+                raise CheckpointError(
+                    f"The model and the optimizer belong to a step that has accumulated the gradients of {step.position} calls since its last update, "
+                    f"which these parts do not hold: {remedy}."
+                )
+
+
+def _decorations(models: tuple[nn.Module, ...], optimizers: tuple[Optimizer, ...]) -> set[Decoration]:
+    found = (decoration_of(one) for one in optimizers)
+    return {*(one for model in models for one in decorations_of(model)), *(one for one in found if one is not None)}
+
+
 def _models(words: Models | None) -> tuple[nn.Module, ...]:
-    """The models themselves, not what was wrapped around them: a run on one device reads what a run on several wrote."""
-    models = () if words is None else models_of(words)
-    return tuple(one.module if isinstance(one, DistributedDataParallel | DataParallel) else one for one in models)
+    return () if words is None else tuple(map(bare, models_of(words)))
 
 
-def _model_state(model: nn.Module) -> dict[str, Any]:
-    found = {decoration for module in model.modules() if (decoration := decoration_of(module)) is not None}
-    return exact_state_dict(model, [decoration.weights for decoration in found])
-
-
-def _optimizer_state(optimizer: Optimizer, models: tuple[nn.Module, ...]) -> dict[str, Any]:
+def optimizer_state(optimizer: Optimizer, models: tuple[nn.Module, ...]) -> dict[str, Any]:
+    """An optimizer's state, without masters whose exact values are in the states of these models: not twice."""
     state, decoration = optimizer.state_dict(), decoration_of(optimizer)
     if decoration is not None and KINDS[decoration.plan.master].exact and all(one in models for one in decoration.models):
-        # The exact weights are in the model's state: not twice.
         state.pop(MASTERS, None)
     return state
 

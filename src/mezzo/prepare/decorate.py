@@ -69,6 +69,8 @@ def decorate(
     `mezzo.plan` with the same arguments says what will happen; `mezzo.undecorate` puts everything back. Inside an `autocast` that is on, a model with
     `yields=True` runs as that says, and by its own policy everywhere else.
 
+    A deep copy of a decorated model is a 16-bit model without masters: average weights with `mezzo.EMA`, and read exact ones with `mezzo.master_params`.
+
     >>> import mezzo, torch
     >>> model = nn.Linear(4, 2)
     >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -131,11 +133,11 @@ def _apply(job: Job) -> None:
         weights = _convert(job, masters, rollback)
         for aligned in job.aligned:
             undo.callback(align.apply(aligned))
+        decoration = Decoration(job.plan, job.given.models, job.given.optimizers, weights)
         for model in job.given.models:
-            _open(job, model, weights, undo)
+            _open(job, model, decoration, undo)
         for optimizer in job.given.optimizers:
             _bind(job, optimizer, masters[optimizer], weights, undo)
-        decoration = Decoration(job.plan, job.given.models, job.given.optimizers, weights)
         for one in both(job.given.models, job.given.optimizers):
             undo.callback(mark(one, decoration))
         decoration.steps = undo.pop_all()
@@ -156,7 +158,7 @@ def _convert(job: Job, masters: dict[Optimizer, Masters], rollback: ExitStack) -
     return weights
 
 
-def _open(job: Job, model: nn.Module, weights: Weights, undo: ExitStack) -> None:
+def _open(job: Job, model: nn.Module, decoration: Decoration, undo: ExitStack) -> None:
     """Let a model run by the policy, and be loaded and saved exactly."""
     plan = job.plan
     region = region_of(plan.policy, plan.device)
@@ -167,7 +169,7 @@ def _open(job: Job, model: nn.Module, weights: Weights, undo: ExitStack) -> None
     inputs = plan.dtype if plan.converts else None
     undo.callback(door.hang(door.Door(region, inputs, plan.output_dtype, plan.yields), model))
     undo.callback(guard(model, converted=plan.converts))
-    weight_hooks.install(model, weights, undo, save_exact=plan.save_dtype is not None)
+    weight_hooks.install(model, decoration, undo, save_exact=plan.save_dtype is not None)
 
 
 def _bind(job: Job, optimizer: Optimizer, masters: Masters, weights: Weights, undo: ExitStack) -> None:

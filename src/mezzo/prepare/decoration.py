@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
+from weakref import WeakSet
 
 import torch
 from torch import nn
@@ -17,6 +18,14 @@ from mezzo.prepare.weights import Weights
 _MARK = "_mezzo_decoration"
 
 
+class Accumulating(Protocol):
+    """A training step that may update after several calls."""
+
+    @property
+    def position(self) -> int:
+        """Calls since the last update."""
+
+
 class Decoration:
     """Models and optimizers that were decorated together, and the way back."""
 
@@ -24,6 +33,10 @@ class Decoration:
         self.plan, self.models, self.optimizers, self.weights = plan, models, optimizers, weights
         self.steps = ExitStack()
         """Takes off what was put on, the last first."""
+        self.training_steps: WeakSet[Accumulating] = WeakSet()
+        """The training steps that were made of these models and optimizers."""
+        self.lent = False
+        """Whether the models hold averaged weights for a while, which must not be trained."""
 
     def undo(self) -> None:
         """Put everything back, with the current exact values."""

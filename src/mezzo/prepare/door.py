@@ -5,6 +5,7 @@ A model with a door can be pickled whole, by `torch.save(model)` say. What comes
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from contextlib import nullcontext
 from copy import deepcopy
@@ -86,7 +87,9 @@ _BEHIND, _RULED = "mezzo_behind", "mezzo_original"
 
 _REDUCE = "__reduce_ex__"
 
-_STAYS = (_REDUCE, "_apply", "_mezzo_decoration")
+_MARK = "_mezzo_decoration"
+
+_STAYS = (_REDUCE, "_apply", _MARK)
 """What belongs to the original alone."""
 
 
@@ -96,8 +99,22 @@ def _reduced(model: nn.Module, protocol: Any) -> tuple[Any, ...]:
     state = made[2]
     if not isinstance(state, dict) or not hasattr(state.get("forward"), "mezzo_door"):
         return tuple(made)
+    if _MARK in state and state["forward"].mezzo_door.inputs is not None:
+        _refuse_averages()
     kept = {name: value for name, value in state.items() if name not in _STAYS}
     return (*made[:2], kept | {"forward": _Hung(model, state["forward"])}, *made[3:])
+
+
+def _refuse_averages() -> None:
+    """Refuse a copy for torch's AveragedModel: an average in 16 bits does not move by the small part of each update that it takes."""
+    frame = sys._getframe()
+    while frame.f_back is not None:
+        frame = frame.f_back
+        if frame.f_globals.get("__name__") == "torch.optim.swa_utils":
+            raise UnsupportedError(
+                "AveragedModel(model) of a decorated model would average rounded weights in 16 bits. Use mezzo.EMA(model, decay=0.999), which averages the float32 "
+                "masters; or make the AveragedModel before mezzo.decorate, and call averaged.update_parameters(mezzo.master_params(model))."
+            )
 
 
 class _Hung:

@@ -19,6 +19,7 @@ Pairs = dict[str, list[tuple[Any, Any]]]
 
 def pairs(path: str, parts: dict[str, Any], asked: dict[str, tuple[Any, ...]]) -> Pairs:
     """Each thing beside its saved state; a file without a part that is asked for, or with another number of them, is refused."""
+    parts = _with_parts_of_step(path, parts, asked)
     for name, wanted in asked.items():
         saved = parts[name]
         if wanted and saved is None:
@@ -27,6 +28,19 @@ def pairs(path: str, parts: dict[str, Any], asked: dict[str, tuple[Any, ...]]) -
         if wanted and len(saved) != len(wanted):
             raise CheckpointError(f"{path!r} has {len(saved)} of {name}, got {len(wanted)} to load into. Pass as many as were saved, in the same order.")
     return {name: list(zip(wanted, parts[name] or (), strict=False)) for name, wanted in asked.items()}
+
+
+def _with_parts_of_step(path: str, parts: dict[str, Any], asked: dict[str, tuple[Any, ...]]) -> dict[str, Any]:
+    """The parts of a file, among them those of a step that was saved whole."""
+    step = parts.get("step")
+    if step is None:
+        return {**parts, "step": None}
+    if step["position"] and asked["optimizer"]:
+        raise CheckpointError(
+            f"{path!r} was saved with the gradients of {step['position']} calls since the last update, which an optimizer does not take. Load it with step=."
+        )
+    scaler = None if step["scaler"] is None else [step["scaler"]]
+    return {**parts, "step": [step], "model": step["models"], "optimizer": step["optimizers"], "scaler": scaler, "scheduler": step["schedulers"] or None}
 
 
 def check(found: Pairs, *, strict: bool) -> None:

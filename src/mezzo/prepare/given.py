@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
 from mezzo._errors import PolicyError, UnsupportedError
@@ -70,6 +71,12 @@ def models_of(words: Any) -> tuple[nn.Module, ...]:
     if not found:
         raise PolicyError(f"model={words!r} holds no model. Pass the model, or a list of models.")
     return found
+
+
+def bare(model: nn.Module) -> nn.Module:
+    """The model itself, not what was wrapped around it: a run on one device reads what a run on several wrote."""
+    wrapped: nn.Module = model.module if isinstance(model, DistributedDataParallel | DataParallel) else model
+    return wrapped
 
 
 def optimizers_of(words: Any) -> tuple[Optimizer, ...]:

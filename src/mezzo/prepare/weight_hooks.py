@@ -2,29 +2,42 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack
 from typing import Any
+from weakref import ref
 
 import torch
 from torch import nn
 
+from mezzo.prepare.decoration import Decoration
 from mezzo.prepare.weights import Weights
 
 
-def install(model: nn.Module, weights: Weights, undo: ExitStack, *, save_exact: bool) -> None:
+def install(model: nn.Module, decoration: Decoration, undo: ExitStack, *, save_exact: bool) -> None:
     """Hook every module of a model; the stack gets what takes the hooks off."""
+    weights = decoration.weights
+    saved: dict[torch.Tensor, tuple[str, ref[torch.Tensor]]] = {}
+    """Weight → the name under which it was last put into a state, and its value there."""
     for module in model.modules():
         stash: dict[torch.Tensor, torch.Tensor] = {}
         undo.callback(module.register_load_state_dict_pre_hook(_BeforeLoad(weights, stash)).remove)
-        undo.callback(module.register_load_state_dict_post_hook(_AfterLoad(weights, stash)).remove)
+        undo.callback(module.register_load_state_dict_post_hook(_AfterLoad(decoration, stash)).remove)
         if save_exact:
-            undo.callback(module.register_state_dict_post_hook(_AfterSave(weights)).remove)
+            undo.callback(module.register_state_dict_post_hook(_AfterSave(weights, saved)).remove)
 
 
-def exact_state_dict(model: nn.Module, weights: Collection[Weights]) -> dict[str, Any]:
+def decorations_of(model: nn.Module) -> list[Decoration]:
+    """Every decoration that tensors of a model belong to: the model's own, those of its parts, and that of a model which it is a part of."""
+    # Only the whole of a decorated model is marked, but every module of it has the hooks.
+    hooks = (hook for module in model.modules() for hook in module._load_state_dict_post_hooks.values())
+    return list(dict.fromkeys(hook.decoration for hook in hooks if isinstance(hook, _AfterLoad)))
+
+
+def exact_state_dict(model: nn.Module) -> dict[str, Any]:
     """A model's state with float32 weights wherever they are exact."""
     state: dict[str, Any] = model.state_dict()
+    weights = [decoration.weights for decoration in decorations_of(model)]
     read: dict[torch.Tensor, torch.Tensor] = {}
     for prefix, module in model.named_modules(remove_duplicate=False):
         for name, tensor in _own(module):
@@ -52,8 +65,8 @@ class _Hook:
 
 
 class _AfterSave(_Hook):
-    def __init__(self, weights: Weights) -> None:
-        self._weights = weights
+    def __init__(self, weights: Weights, saved: dict[torch.Tensor, tuple[str, ref[torch.Tensor]]]) -> None:
+        self._weights, self._saved = weights, saved
 
     def __call__(self, module: nn.Module, state: dict[str, Any], prefix: str, _metadata: Any) -> None:
         """Put exact weights into a state."""
@@ -61,7 +74,17 @@ class _AfterSave(_Hook):
             key = prefix + name
             # With keep_vars=True the caller wants the parameters themselves.
             if key in state and tensor in self._weights and state[key] is not tensor:
-                state[key] = self._weights.read(tensor)
+                exact = self._saved_already(state, tensor)
+                if exact is None:
+                    exact = self._weights.read(tensor)
+                    self._saved[tensor] = key, ref(exact)
+                state[key] = exact
+
+    def _saved_already(self, state: dict[str, Any], tensor: torch.Tensor) -> torch.Tensor | None:
+        """The exact value of a tied weight, where the state has it under another name: safetensors refuses to load copies into a tied model."""
+        name, last = self._saved.get(tensor, ("", None))
+        value = None if last is None else last()
+        return value if state.get(name) is value else None
 
 
 class _BeforeLoad(_Hook):
@@ -81,12 +104,12 @@ class _BeforeLoad(_Hook):
 
 
 class _AfterLoad(_Hook):
-    def __init__(self, weights: Weights, stash: dict[torch.Tensor, torch.Tensor]) -> None:
-        self._weights, self._stash = weights, stash
+    def __init__(self, decoration: Decoration, stash: dict[torch.Tensor, torch.Tensor]) -> None:
+        self.decoration, self._stash = decoration, stash
 
     def __call__(self, _module: nn.Module, _keys: Any) -> None:
         """Set the exact weights."""
         # What torch has copied is rounded; here is what came.
         for tensor, value in self._stash.items():
-            self._weights.write(tensor, value.detach().to(tensor.device, torch.float32))
+            self.decoration.weights.write(tensor, value.detach().to(tensor.device, torch.float32))
         self._stash.clear()

@@ -27,6 +27,10 @@ class Weights:
     def __contains__(self, tensor: torch.Tensor) -> bool:
         return tensor in self._before
 
+    def masters(self, tensor: torch.Tensor) -> Masters:
+        """What keeps the tensor's float32 value."""
+        return self._before[tensor].masters
+
     def is_exact(self, tensor: torch.Tensor) -> bool:
         """Whether the tensor's float32 value is kept exactly."""
         return self._before[tensor].masters.kind.exact

@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 
+from mezzo._errors import UnsupportedError
+from mezzo.prepare.ema import refused_while_lent
 from mezzo.scaling.scaler import GradScaler
 from mezzo.step import saved
 from mezzo.step.engine import Body, Engine, Phase, Rules
@@ -30,6 +32,7 @@ class Step:
         self._position = 0
         """Calls since the last update."""
         self._updates = 0
+        parts.decoration.training_steps.add(self)
         self._phases = [Phase(place == 0, place + 1 == rules.accumulate) for place in range(rules.accumulate)]
 
     # -- asking ----------------------------------------------------------------------------------------------------------------------------------
@@ -60,6 +63,11 @@ class Step:
         return self.told.scale
 
     @property
+    def position(self) -> int:
+        """Calls since the last update: 0 right after one, less than `accumulate`."""
+        return self._position
+
+    @property
     def captured(self) -> bool:
         """Whether steps are replayed as captured programs by now."""
         return self._runner.captured
@@ -74,11 +82,14 @@ class Step:
     def flush(self) -> None:
         """Update from the calls since the last update, if there are any: the last batch of an epoch may be a partial one."""
         if self._position:
+            self._refuse_lent("flush()")
             calls, self._position = self._position, 0
             self._runner.flush(calls)
             self._updated()
 
     def _call(self, arguments: tuple[Any, ...], words: dict[str, Any]) -> Any:
+        if self._parts.decoration.lent:
+            self._refuse_lent("The training step")
         phase = self._phases[self._position]
         returned = self._runner(arguments, words, phase)
         if phase.last:
@@ -106,6 +117,10 @@ class Step:
             stacklevel=4,
         )
 
+    def _refuse_lent(self, what: str) -> None:
+        if self._parts.decoration.lent:
+            raise UnsupportedError(refused_while_lent(what))
+
     def _updated(self) -> None:
         self._updates += 1
         self._engine.after_update()
@@ -114,9 +129,11 @@ class Step:
 
     def state_dict(self) -> dict[str, Any]:
         """All that a run needs to go on to the bit: models, optimizers, scaler, schedulers, gradients so far, counters, random generators."""
+        self._refuse_lent("state_dict() of a step")
         return saved.to_dict(self._parts, self._engine.buffers, position=self._position, updates=self._updates)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go on from a saved state, the random generators included."""
+        self._refuse_lent("load_state_dict() of a step")
         self._position, self._updates = saved.load(self._parts, self._engine.buffers, state_dict, self._engine.rules.accumulate)
         self._runner.forget()

@@ -47,6 +47,8 @@ class Parts:
     """Where the parameters live."""
     enters: torch.dtype | None
     """What the models cast their floating-point inputs to before anything else; None where they leave them."""
+    decoration: Decoration
+    """What the models and optimizers were decorated with."""
 
 
 @dataclass(frozen=True)
@@ -91,6 +93,7 @@ def gather(model: Models, optimizer: Optimizers, asked: Asked, scaler: Scaler, s
         region_of(plan.policy, device.type),
         device,
         plan.dtype if plan.converts else None,
+        decoration,
     )
 
 

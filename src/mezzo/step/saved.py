@@ -7,7 +7,9 @@ from typing import Any
 import torch
 
 from mezzo._errors import CheckpointError
-from mezzo.prepare import rng
+from mezzo.prepare import fitting, rng
+from mezzo.prepare.checkpoint import optimizer_state
+from mezzo.prepare.weight_hooks import exact_state_dict
 from mezzo.scaling.gradients import parameters
 from mezzo.step.buffers import Buffers
 from mezzo.step.parts import Parts
@@ -16,8 +18,8 @@ from mezzo.step.parts import Parts
 def to_dict(parts: Parts, buffers: Buffers, *, position: int, updates: int) -> dict[str, Any]:
     """The state as nested plain values and tensors."""
     return {
-        "models": [model.state_dict() for model in parts.models],
-        "optimizers": [optimizer.state_dict() for optimizer in parts.optimizers],
+        "models": [exact_state_dict(model) for model in parts.models],
+        "optimizers": [optimizer_state(optimizer, parts.models) for optimizer in parts.optimizers],
         "scaler": None if parts.scaler is None else parts.scaler.state_dict(),
         "schedulers": [scheduler.state_dict() for scheduler in parts.schedulers.values()],
         "gradients": _gradients(parts) if position else None,
@@ -57,6 +59,8 @@ def _check(parts: Parts, state: dict[str, Any], accumulate: int) -> None:
         raise CheckpointError(f"The {has} has a scaler, and the {lacks} has none. Make the step with the same dtype and scaler.")
     if state["position"] >= accumulate:
         raise CheckpointError(f"The state was saved after {state['position']} calls without an update, and this step has accumulate={accumulate}.")
+    several = {"model": parts.models, "optimizer": parts.optimizers, "scheduler": tuple(parts.schedulers.values())}
+    fitting.check({name: list(zip(own, state[f"{name}s"], strict=True)) for name, own in several.items()}, strict=True)
 
 
 def _gradients(parts: Parts) -> list[list[torch.Tensor | None]]:
