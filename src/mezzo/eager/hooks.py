@@ -20,7 +20,8 @@ from torch.compiler import is_dynamo_compiling
 
 from mezzo._errors import UnsupportedError
 from mezzo.eager import region
-from mezzo.eager.region import carry, current_regions, inside
+from mezzo.eager.carry import carry
+from mezzo.eager.region import current_regions, inside
 from mezzo.eager.settle import alone
 
 _EXPORT = "torch.export._trace"
@@ -42,19 +43,19 @@ def _is_steered() -> bool:
 
 
 def _hook_checkpoint() -> None:
-    """torch replays its own autocast state when it recomputes; a steered region is carried by the function itself."""
+    """torch restores its own autocast state when it recomputes; a policy's op lists and module rules are carried by the function itself."""
     # Since torch 2.14 the one with `_impl` is called, and the other is there for those who call it themselves.
     name = next(name for name in ("_checkpoint_without_reentrant_generator_impl", "_checkpoint_without_reentrant_generator") if hasattr(torch_checkpoint, name))
     generator, function = getattr(torch_checkpoint, name), torch_checkpoint.CheckpointFunction
 
     @wraps(generator)
     def carrying(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        return generator(carry(fn) if not is_dynamo_compiling() and _is_steered() else fn, *args, **kwargs)
+        return generator(fn if is_dynamo_compiling() or not current_regions() else carry(fn), *args, **kwargs)
 
     class CheckpointFunction(function):  # type: ignore[valid-type,misc]
         @classmethod
         def apply(cls, fn: Callable[..., Any], *args: Any) -> Any:
-            return function.apply(carry(fn) if _is_steered() else fn, *args)
+            return function.apply(carry(fn) if current_regions() else fn, *args)
 
     setattr(torch_checkpoint, name, carrying)
     torch_checkpoint.CheckpointFunction = CheckpointFunction  # type: ignore[misc]
