@@ -1,4 +1,4 @@
-"""Where torch drops a region without asking: checkpointing, torch.export and TorchScript. Each is hooked so that the precision is carried along or refused.
+"""Hooks where torch drops a region, so that the precision is carried along or refused: checkpointing, torch.export, TorchScript, the cache of compiled code.
 
 Installed once, when `mezzo.eager` is imported; outside mezzo's regions the hooks hand straight through.
 """
@@ -24,18 +24,22 @@ from mezzo.eager.carry import carry
 from mezzo.eager.region import current_regions, inside
 from mezzo.eager.settle import alone
 
-_EXPORT = "torch.export._trace"
-
 
 def install() -> None:
     """Hook what torch would run in another precision."""
     region.by_mode_alone = alone
     _hook_checkpoint()
     _hook_script()
-    if _EXPORT in sys.modules:
-        _hook_export(sys.modules[_EXPORT])
+    _when_imported("torch.export._trace", _hook_export)
+    if torch.__version__ < "2.13":  # torch compares versions here, not strings
+        _when_imported("torch._functorch._aot_autograd.autograd_cache", _hook_compile_cache)
+
+
+def _when_imported(name: str, hook: Callable[[ModuleType], None]) -> None:
+    if name in sys.modules:
+        hook(sys.modules[name])
     else:
-        sys.meta_path.insert(0, _OnImport())
+        sys.meta_path.insert(0, _OnImport(name, hook))
 
 
 def _is_steered() -> bool:
@@ -84,22 +88,25 @@ def _steered(call: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class _OnImport(importlib.abc.MetaPathFinder):
-    """Hooks torch.export when it is loaded, since loading it for the hook's sake would cost every user a second."""
+    """Hooks a module of torch when it is imported. Importing torch.export for the hook alone would take a second."""
+
+    def __init__(self, name: str, hook: Callable[[ModuleType], None]) -> None:
+        self._name, self._hook = name, hook
 
     def find_spec(self, name: str, _path: Sequence[str] | None, _target: ModuleType | None = None) -> importlib.machinery.ModuleSpec | None:
-        if name != _EXPORT:
+        if name != self._name:
             return None
         sys.meta_path.remove(self)
         spec = importlib.util.find_spec(name)
         if spec is None or spec.loader is None:
             return None
-        spec.loader = _Hooking(spec.loader)
+        spec.loader = _Hooking(spec.loader, self._hook)
         return spec
 
 
 class _Hooking(importlib.abc.Loader):
-    def __init__(self, loader: Any) -> None:
-        self._loader = loader
+    def __init__(self, loader: Any, hook: Callable[[ModuleType], None]) -> None:
+        self._loader, self._hook = loader, hook
 
     def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType | None:
         made: ModuleType | None = self._loader.create_module(spec)
@@ -107,7 +114,7 @@ class _Hooking(importlib.abc.Loader):
 
     def exec_module(self, module: ModuleType) -> None:
         self._loader.exec_module(module)
-        _hook_export(module)
+        self._hook(module)
 
 
 def _hook_export(module: ModuleType) -> None:
@@ -125,3 +132,21 @@ def _hook_export(module: ModuleType) -> None:
             region.exporting = before
 
     module._export = keeping  # type: ignore[attr-defined]
+
+
+def _hook_compile_cache(module: ModuleType) -> None:
+    """Make the dtype of a region part of the key of torch's cache on disk.
+
+    The key says only whether autocast is on: after bfloat16, a function compiled in a float16 region would be served the code for bfloat16. torch 2.13 has the same cure.
+    """
+    details = module.AOTAutogradCacheDetails
+    make = details.__init__
+
+    @wraps(make)
+    def keyed(self: Any, *args: Any, **kwargs: Any) -> None:
+        make(self, *args, **kwargs)
+        if current_regions():
+            enabled = [device for device in torch._C._autocast_supported_devices() if torch.is_autocast_enabled(device)]
+            self.mezzo_autocast_dtypes = {device: torch.get_autocast_dtype(device) for device in enabled}
+
+    details.__init__ = keyed
