@@ -3,8 +3,9 @@
 from mezzo._errors import CheckpointError, ConversionError, MezzoError, PolicyError, RefusedOpError, ScalerError, UnsupportedError
 from mezzo._hardware import Hardware, hardware
 from mezzo.eager.autocast import autocast, disable, enable
+from mezzo.eager.carry import carry
 from mezzo.eager.custom import register_op
-from mezzo.eager.region import cache_info, carry, invalidate
+from mezzo.eager.region import cache_info, invalidate
 from mezzo.graph.convert import convert
 from mezzo.graph.converted import Converted
 from mezzo.optim.bound import grad_norm

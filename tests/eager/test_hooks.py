@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
 import mezzo
+from mezzo.eager import hooks
 from mezzo.eager.region import NOTE
 
 HALF = torch.bfloat16
@@ -220,3 +222,19 @@ def test_tracing_inside_a_region_keeps_the_casts(words: dict[str, Any]) -> None:
         warnings.simplefilter("ignore")
         traced = torch.jit.trace(lambda x: (x @ x, x + x), x, check_trace=False)
     assert [one.dtype for one in traced(x)] == [HALF, HALF if words else torch.float32]
+
+
+def test_the_dtype_of_a_region_is_part_of_the_key_of_compiled_code_before_torch_2_13() -> None:
+    class Details:
+        def __init__(self, graph: str) -> None:
+            self.graph = graph
+
+    hooks._hook_compile_cache(SimpleNamespace(AOTAutogradCacheDetails=Details))
+    keys = [vars(Details("x"))]
+    for dtype in (torch.bfloat16, torch.float16):
+        with mezzo.autocast("cpu", dtype=dtype):
+            keys.append(vars(Details(graph="x")))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        keys.append(vars(Details("x")))
+    plain = {"graph": "x"}
+    assert keys == [plain, *({**plain, "mezzo_autocast_dtypes": {"cpu": dtype}} for dtype in (torch.bfloat16, torch.float16)), plain]

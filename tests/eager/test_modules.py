@@ -4,11 +4,17 @@ from __future__ import annotations
 
 import copy
 import pickle
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch._dynamo.testing import CompileCounter
 
 import mezzo
 from mezzo.eager.modules import plan_modules
@@ -235,6 +241,183 @@ def test_a_bound_model_is_compiled_whole_and_again_when_unbound() -> None:
     with mezzo.autocast("cpu", dtype=HALF):
         assert compiled(x).dtype is HALF
     assert compiled(x).dtype is torch.float32
+
+
+@pytest.mark.usefixtures("_fresh_compiler")
+def test_entering_equal_rules_anew_costs_no_compilation() -> None:
+    model, x, counter = Model(), torch.randn(2, 4), CompileCounter()
+    compiled = torch.compile(model, backend=counter, fullgraph=True)
+    for _ in range(3):
+        with region(model, {"head": "full"}):
+            compiled(x)
+    assert counter.frame_count == 1
+    with region(model, {"head": "half"}):
+        assert compiled(x).dtype is HALF
+    assert counter.frame_count == 2
+
+
+@pytest.mark.usefixtures("_fresh_compiler")
+def test_compiled_code_follows_the_rules_of_the_thread_that_runs_it(together: Together) -> None:
+    model, x = Model(), torch.randn(2, 4)
+    compiled = torch.compile(model, backend="eager", fullgraph=True)
+
+    def ruled(rule: str, turn: Callable[[], None]) -> list[torch.dtype]:
+        with region(model, {"head": rule}):
+            turn()
+            found = [compiled(x).dtype]
+            turn()
+            found.append(compiled(x).dtype)
+            turn()
+        return found
+
+    def plain(turn: Callable[[], None]) -> list[torch.dtype]:
+        with mezzo.autocast("cpu", dtype=HALF):
+            turn()
+            found = [compiled(x).dtype]
+            turn()
+            found.append(compiled(x).dtype)
+            turn()
+        return found
+
+    full, half, none = together(partial(ruled, "full"), partial(ruled, "half"), plain)
+    assert (full, half, none) == ([torch.float32] * 2, [HALF] * 2, [HALF] * 2)
+    assert compiled(x).dtype is torch.float32
+
+
+# -- threads --------------------------------------------------------------------------------------------------------------------------------------
+
+Together = Callable[..., list[Any]]
+
+
+@pytest.fixture
+def together() -> Together:
+    """Runs functions at once, each in a thread; each is given a barrier, which lets all of them go on when all have come to it."""
+
+    def run(*functions: Callable[[Callable[[], Any]], Any]) -> list[Any]:
+        barrier = threading.Barrier(len(functions), timeout=60)
+        with ThreadPoolExecutor(len(functions)) as pool:
+            return [done.result() for done in [pool.submit(function, barrier.wait) for function in functions]]
+
+    return run
+
+
+def replaced(model: nn.Module) -> list[str]:
+    return [name for name, module in model.named_modules() if "forward" in module.__dict__]
+
+
+def test_threads_follow_their_own_rules_and_leave_those_of_others(together: Together) -> None:
+    model, x = Model(), torch.randn(2, 4)
+
+    def first(turn: Callable[[], Any]) -> list[torch.dtype]:
+        with region(model, {"head": "full"}):
+            turn()  # both are inside
+            found = [model(x).dtype]
+            turn()  # both have run
+        turn()  # this one has left
+        found.append(model(x).dtype)
+        turn()
+        return found
+
+    def second(turn: Callable[[], Any]) -> list[torch.dtype]:
+        with region(model, {"head": "half"}):
+            turn()
+            found = [model(x).dtype]
+            turn()
+            turn()
+            found.append(model(x).dtype)
+        turn()
+        return found
+
+    assert together(first, second) == [[torch.float32, torch.float32], [HALF, HALF]]
+    assert together(second, first) == [[HALF, HALF], [torch.float32, torch.float32]]
+    assert replaced(model) == []
+
+
+@pytest.mark.parametrize("words", [None, {}, {"half": {"add"}}], ids=["no region", "default", "custom"])
+def test_a_thread_without_rules_sees_the_plain_module(words: dict[str, Any] | None, together: Together) -> None:
+    model, x = Model(), torch.randn(2, 4)
+    here = nullcontext() if words is None else mezzo.autocast("cpu", dtype=HALF, **words)
+
+    def ruled(turn: Callable[[], Any]) -> torch.dtype:
+        with region(model, {"head": "full", "blocks.*": "half"}):
+            turn()
+            turn()
+            return model(x).dtype
+
+    def plain(turn: Callable[[], Any]) -> Any:
+        with here:
+            expected = model(x)
+            turn()
+            found = model(x)
+            turn()
+            return found.dtype, torch.equal(found, expected)
+
+    assert together(ruled, plain) == [torch.float32, (torch.float32 if words is None else HALF, True)]
+    assert replaced(model) == []
+
+
+def test_one_region_is_open_in_two_threads_and_holds_until_each_has_left(together: Together) -> None:
+    model, x = Model(), torch.randn(2, 4)
+    shared = region(model, {"head": "full"})
+
+    def leaves_first(turn: Callable[[], Any]) -> None:
+        with shared:
+            turn()
+        turn()
+
+    def leaves_last(turn: Callable[[], Any]) -> torch.dtype:
+        with shared:
+            turn()
+            turn()
+            return model(x).dtype
+
+    assert together(leaves_first, leaves_last)[1] is torch.float32
+    assert replaced(model) == []
+
+
+def test_a_thread_that_ends_inside_a_region_leaves_no_forward_behind() -> None:
+    model = Model()
+    thread = threading.Thread(target=lambda: mezzo.enable("cpu", dtype="bfloat16", modules={"head": "full"}, model=model))
+    thread.start()
+    thread.join()
+    assert replaced(model) == []
+
+
+def test_an_outer_region_left_first_takes_its_rules_alone() -> None:
+    model, x = Model(), torch.randn(2, 4)
+    outer, inner = region(model, {"head": "full", "blocks.0.linear": "full"}), region(model, {"head": "half"})
+    outer.__enter__()
+    inner.__enter__()
+    assert (model(x).dtype, model.blocks[0].linear(x).dtype) == (HALF, torch.float32)
+    outer.__exit__(None, None, None)
+    assert (model(x).dtype, model.blocks[0].linear(x).dtype) == (HALF, HALF)
+    inner.__exit__(None, None, None)
+    assert replaced(model) == []
+
+
+def test_rules_hold_while_a_decorated_generator_is_closed() -> None:
+    model, x, found = Model(), torch.randn(2, 4), []
+
+    @region(model, {"head": "full"})
+    def run() -> Iterator[int]:
+        try:
+            yield 1
+        finally:
+            found.append(model(x).dtype)
+
+    running = run()
+    next(running)
+    running.close()
+    assert found == [torch.float32]
+
+
+def test_an_exported_program_keeps_the_rules() -> None:
+    model, x = Model(), torch.randn(2, 4)
+    with region(model, {"head": "full", "blocks.1": "half"}):
+        expected = model(x)
+        program = torch.export.export(model, (x,), strict=False)
+    assert torch.equal(program.module()(x), expected)
+    assert expected.dtype is torch.float32
 
 
 def test_a_pattern_that_matches_nothing_is_refused_with_close_names() -> None:

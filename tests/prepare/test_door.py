@@ -6,6 +6,7 @@ import pickle
 import subprocess
 import sys
 from collections import OrderedDict
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -13,6 +14,7 @@ from typing import NamedTuple
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import mezzo
 from mezzo.prepare import door
@@ -182,6 +184,51 @@ def test_rules_for_modules_hold_inside_and_go_with_the_decoration(level):
     mezzo.undecorate(model)
     assert "forward" not in model.linear.__dict__
     assert "forward" not in model.__dict__
+
+
+class Checkpointed(nn.Module):
+    """A layer that is checkpointed inside a block."""
+
+    def __init__(self, reentrant):
+        super().__init__()
+        torch.manual_seed(0)
+        self.block = nn.Sequential(nn.Linear(4, 4))
+        self.reentrant = reentrant
+
+    def forward(self, x):
+        return self.block(x) if self.reentrant is None else checkpoint(self.block, x, use_reentrant=self.reentrant)
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+@pytest.mark.parametrize("level", ["O1", "O2", "O3"])
+@pytest.mark.parametrize("modules", [{"0.block": "full"}, {"0": "full", "0.block": "half"}], ids=["one", "nested"])
+def test_checkpointing_recomputes_under_the_rules_for_modules(modules, level, reentrant):
+    results = []
+    for kind in (None, reentrant):
+        model = nn.Sequential(Checkpointed(kind))
+        mezzo.decorate(model, None, level, dtype="bfloat16", modules=modules, master=None)
+        x = X.clone().requires_grad_()
+        (model(x).float() * X).tanh().sum().backward()
+        results.append([x.grad, *(parameter.grad for parameter in model.parameters())])
+    assert all(map(torch.equal, *results))
+
+
+def test_rules_for_modules_hold_in_every_thread_and_those_of_a_region_in_its_own():
+    model = decorated("O1", modules={"linear": "full"})
+
+    def dtype():
+        model(X)
+        return model.linear_out.dtype
+
+    with ThreadPoolExecutor(1) as pool:
+        assert pool.submit(dtype).result() is torch.float32
+        with mezzo.autocast("cpu", dtype="bfloat16", modules={"linear": "half"}, model=model):
+            assert dtype() is torch.bfloat16
+            assert pool.submit(dtype).result() is torch.float32
+        assert dtype() is torch.float32
+        mezzo.undecorate(model)
+        with mezzo.autocast("cpu", dtype="bfloat16"):
+            assert dtype() is torch.bfloat16
 
 
 def test_a_rule_for_the_model_itself_lies_behind_the_door():

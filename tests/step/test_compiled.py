@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import fx, nn
+from torch._dynamo.utils import counters
 from torch._inductor import config
 from torch._inductor.custom_graph_pass import CustomGraphPass
+from torch._inductor.utils import fresh_cache
 from torch.nn import functional as F
 
-from mezzo.step import compiled
+from mezzo.step import compiled, inputs, pool, stem
 
 pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated")
 OURS = torch.ops.mezzo.max_pool2d.default
@@ -159,8 +162,46 @@ def test_another_device_is_left_alone():
     assert len(graph.find_nodes(op="call_function", target=OURS)) == 1
 
 
-def test_code_that_was_compiled_with_another_pass_is_not_taken():
+def test_the_pass_is_another_one_for_another_device():
     assert compiled.Substitutes("cpu").uuid() == compiled.Substitutes("cpu").uuid() != compiled.Substitutes("cuda").uuid()
+
+
+@pytest.mark.parametrize("module", [compiled, pool, stem, inputs], ids=lambda module: module.__name__)
+def test_the_pass_is_another_one_when_its_source_changes(module, monkeypatch, tmp_path):
+    before = compiled.Substitutes("cpu").uuid()
+    changed = tmp_path / "changed.py"
+    changed.write_text(Path(module.__file__).read_text() + "# changed")
+    monkeypatch.setattr(module, "__file__", str(changed))
+    assert compiled.Substitutes("cpu").uuid() != before
+
+
+class AnotherPass(compiled.Substitutes):
+    """A pass with another identity."""
+
+    def uuid(self) -> str:
+        """Identify the pass."""
+        return "another"
+
+
+def test_code_compiled_with_other_passes_is_never_served_from_a_warm_cache(monkeypatch):
+    x, weight = LAST[:, :3].bfloat16().contiguous(memory_format=torch.channels_last), torch.ones(4, 3, 4, 4, dtype=torch.bfloat16)
+    added = [0.0]
+    # The pass shows in the result.
+    monkeypatch.setattr(stem, "form_of", lambda *_: lambda x, weight, bias, _, *words: F.conv2d(x, weight, bias, *words) + added[0])
+    passes = {0.0: None, 1.0: compiled.Substitutes("cpu"), 2.0: AnotherPass("cpu")}
+    plain, hits = F.conv2d(x, weight, None, 4), []
+    with fresh_cache():
+        for _ in range(2):
+            counters.clear()
+            for number, one in passes.items():
+                torch._dynamo.reset()
+                added[0] = number
+                # Without kernels of Inductor's own, which gcc would take seconds for.
+                options = {"fallback_by_default": True} | ({} if one is None else {"pre_grad_custom_pass": one})
+                found = torch.compile(lambda x, w: F.conv2d(x, w, None, 4), fullgraph=True, options=options)(x, weight)
+                torch.testing.assert_close(found, plain + number)
+            hits.append(counters["aot_autograd"]["autograd_cache_hit"])
+    assert hits == [0, len(passes)]
 
 
 @pytest.mark.parametrize("theirs", [None, CountingPass()], ids=["ours", "theirs"])

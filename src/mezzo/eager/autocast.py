@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from threading import get_ident
 from types import TracebackType
 from typing import Any, ParamSpec, Self, TypeVar
@@ -16,7 +17,7 @@ from torch.compiler import is_dynamo_compiling
 from mezzo._errors import PolicyError
 from mezzo.eager.constant import constant
 from mezzo.eager.decorate import around
-from mezzo.eager.modules import Binding, plan_modules
+from mezzo.eager.modules import Binding, Precision, plan_modules
 from mezzo.eager.region import Entered, Region, Traced, enter, enter_traced, leave, leave_traced
 from mezzo.eager.settle import Words, region_of, settle
 from mezzo.policy.policy import Policy
@@ -72,7 +73,7 @@ class autocast:  # noqa: N801 - torch's spelling
 
     def __enter__(self) -> Self:
         if self._binding is not None:
-            self._binding.apply()
+            self._binding.__enter__()
         # By thread: one instance may be open in several, and each puts back its own.
         entered: Entered | Traced
         if is_dynamo_compiling():
@@ -91,7 +92,7 @@ class autocast:  # noqa: N801 - torch's spelling
         else:
             leave(self._entered[get_ident()].pop())
         if self._binding is not None:
-            self._binding.undo()
+            self._binding.__exit__(kind, error, trace)
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Copy and pickle what the region was made of: the table that carries it out lives in one process."""
@@ -133,9 +134,10 @@ def bind_modules(policy: Policy, region: Region, model: nn.Module | None) -> Bin
         names = ", ".join(repr(selector.text) for selector, _ in policy.modules)
         raise PolicyError(f"The policy has module rules ({names}) and needs the model they speak of: autocast(policy, model=model).")
     dtype = region.computes_in
-    off = Region(region.device, False, region.dtype, region.cache_enabled)
-    half = region_of(Policy(Level.O3, dtype, on_unsupported=policy.on_unsupported), region.device)
-    return Binding(plan_modules(model, policy), {Rule.HALF: half, Rule.FULL: off, Rule.KEEP: off}, dtype)
+    off = Region(region.device, False, region.dtype, region.cache_enabled, ruled=True)
+    half = replace(region_of(Policy(Level.O3, dtype, on_unsupported=policy.on_unsupported), region.device), ruled=True)
+    precisions = {Rule.HALF: Precision(half, dtype), Rule.FULL: Precision(off, torch.float32), Rule.KEEP: Precision(off, None)}
+    return Binding((one.module, precisions[one.rule]) for one in plan_modules(model, policy))
 
 
 _switch = threading.local()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import AsyncGenerator, Callable, Generator
-from contextlib import aclosing, contextmanager, nullcontext
+from contextlib import aclosing, nullcontext
 from functools import partial, wraps
 from types import coroutine
 from typing import Any, ParamSpec, TypeVar, cast
@@ -39,7 +39,7 @@ def around(region: Region, binding: Binding | None, function: Callable[P, R]) ->
             # Without a second context, which dynamo would have to trace too.
             with inside(region):
                 return function(*args, **kwargs)
-        with _bound(binding), inside(region):
+        with binding, inside(region):
             return function(*args, **kwargs)
 
     return decorated
@@ -63,20 +63,11 @@ def _around_asynchronous(region: Region, binding: Binding | None, function: Call
     return stream
 
 
-@contextmanager
-def _bound(binding: Binding) -> Generator[None]:
-    binding.apply()
-    try:
-        yield
-    finally:
-        binding.undo()
-
-
 def _resumed(region: Region, binding: Binding | None, suspended: Generator[Any, Any, Any]) -> Generator[Any, Any, Any]:
     """Drive a generator or coroutine, in the region only while it runs."""
     resume = partial(suspended.send, None)
     while True:
-        with nullcontext() if binding is None else _bound(binding), inside(region):
+        with binding or nullcontext(), inside(region):
             try:
                 given = resume()
             except StopIteration as stop:
@@ -84,7 +75,7 @@ def _resumed(region: Region, binding: Binding | None, suspended: Generator[Any, 
         try:
             sent = yield given
         except GeneratorExit:
-            with inside(region):
+            with binding or nullcontext(), inside(region):
                 suspended.close()
             raise
         except BaseException as error:  # noqa: BLE001 - whatever is thrown in belongs to the wrapped generator

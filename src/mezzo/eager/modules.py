@@ -1,10 +1,17 @@
-"""Rules for whole modules: what a rule matches is found first, then each matching instance's `forward` is replaced, and put back when the binding ends."""
+"""Rules for whole modules: which modules of a model have one, and how they run inside a region with such rules.
+
+A module has one `forward` for all threads, and rules belong to the thread that entered their region. So the replaced `forward` stays while any thread needs it, and
+looks up at each call the rule of the thread that it runs in.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
+from weakref import finalize
 
 import torch
 from torch import nn
@@ -44,55 +51,182 @@ def plan_modules(model: nn.Module, policy: Policy) -> tuple[Ruled, ...]:
                 f"Its modules: {', '.join(known[:_SHOWN])}{', …' if len(known) > _SHOWN else ''}."
             )
         for name in matched:
-            # By the module: one that is shared has several names and runs one way.
+            # By the module: one that is shared has several names and runs one precision.
             if modules[name] not in chosen or chosen[modules[name]][0] <= selector.rank:
                 chosen[modules[name]] = selector.rank, Ruled(name, modules[name], rule)
     return tuple(ruled for _, ruled in chosen.values())
 
 
+@dataclass(frozen=True, slots=True)
+class Precision:
+    """How a module runs under a rule."""
+
+    region: Region
+    """The region that its forward runs in."""
+    dtype: torch.dtype | None
+    """What its floating-point arguments are cast to; None leaves them."""
+
+
 class Binding:
-    """Module rules on a model, for as long as a region lasts."""
+    """Module rules on a model: a context in which they hold for the current thread. It can be entered any number of times, in any thread."""
 
-    def __init__(self, ruled: tuple[Ruled, ...], regions: Mapping[Rule, Region], dtype: torch.dtype) -> None:
-        self._ruled = ruled
-        self._regions = regions
-        self._dtypes = {Rule.HALF: dtype, Rule.FULL: torch.float32, Rule.KEEP: None}
-        self._undo: list[Callable[[], None]] = []
-        self._depth = 0
-        self.active = False
-        """Whether the rules hold: a deep copy that was made of the model keeps its forward, and must not follow them for ever."""
+    def __init__(self, precisions: Iterable[tuple[nn.Module, Precision]]) -> None:
+        self._precisions = tuple(precisions)
 
-    def apply(self) -> None:
-        """Replace the forward of every ruled module; entering the same binding again changes nothing."""
-        self._depth += 1
-        if self._depth == 1:
-            self.active = True
-            self._undo = [self._replace_forward(one.module, self._regions[one.rule], self._dtypes[one.rule]) for one in self._ruled]
+    def __enter__(self) -> None:
+        entry = _Entry(self, self._replace_forwards())
+        _thread.entries.append(entry)
+        for forward, precision in entry.precisions.items():
+            forward.here.precision = precision
 
-    def undo(self) -> None:
-        """Put every forward back."""
-        self._depth -= 1
-        if self._depth == 0:
-            self.active = False
-            for undo in reversed(self._undo):
-                undo()
-            self._undo = []
+    def __exit__(self, *_: object) -> None:
+        # Not necessarily the innermost: a suspended generator may be closed late.
+        place = next(place for place in reversed(range(len(_thread.entries))) if _thread.entries[place].binding is self)
+        entry = _thread.entries.pop(place)
+        _follow_innermost(entry.precisions)
+        _put_back(entry.precisions)
 
-    def is_switched_off(self, device: str) -> bool:
-        """Whether a disabled region of the user's is around, and not just the float32 rule of a parent."""
-        return not torch.is_autocast_enabled(device) and not any(innermost_region() is region for region in self._regions.values())
+    def apply_in_all_threads(self) -> Callable[[], None]:
+        """Let the rules hold in every thread that has no other for the same module; call what is returned to end this."""
+        precisions = self._replace_forwards()
+        for forward, precision in precisions.items():
+            forward.everywhere = precision
 
-    def _replace_forward(self, module: nn.Module, region: Region, dtype: torch.dtype | None) -> Callable[[], None]:
-        def make(function: Forward, bound: bool) -> Forward:  # noqa: FBT001
-            def forward(self_: nn.Module, *args: Any, **kwargs: Any) -> Any:
-                if not self.active or (not is_dynamo_compiling() and self.is_switched_off(region.device)):
-                    return function(*args, **kwargs) if bound else function(self_, *args, **kwargs)
-                if dtype is not None:
-                    args, kwargs = cast_all(args, dtype, region.device), cast_all(kwargs, dtype, region.device)
-                with inside(region):
-                    return function(*args, **kwargs) if bound else function(self_, *args, **kwargs)
+        def undo() -> None:
+            for forward in precisions:
+                forward.everywhere = None
+            _put_back(precisions)
 
-            return forward
+        return undo
 
-        # The rules of another binding around this one give way: of nested regions the inner speaks.
-        return replace_forward(module, "mezzo_original", make)
+    def _replace_forwards(self) -> dict[_RuledForward, Precision]:
+        with _lock:
+            return {_RuledForward.of(module): precision for module, precision in self._precisions}
+
+
+class _ThreadPrecision(threading.local):
+    """How one module runs in the current thread. Compiled code guards on what it reads here, so that each thread gets code for its own rules."""
+
+    def __init__(self) -> None:
+        self.precision: Precision | None = None
+
+
+class _RuledForward:
+    """The replaced forward of one module, shared by all bindings that need it."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module: nn.Module | None = module
+        self.users = 0
+        """How often bindings that need it were entered, in all threads."""
+        self.here = _ThreadPrecision()
+        self.everywhere: Precision | None = None
+        """How the module runs in threads that have no rule of their own for it."""
+        self._put_back = replace_forward(module, "mezzo_original", self._make)
+        module.__dict__["forward"].__func__.mezzo_shared = self
+
+    @classmethod
+    def of(cls, module: nn.Module) -> _RuledForward:
+        """Replace the forward of a module, unless it is replaced already."""
+        found: _RuledForward | None = getattr(module.__dict__.get("forward"), "mezzo_shared", None)
+        # A deep copy has the forward of its original.
+        shared = cls(module) if found is None or found.module is not module else found
+        shared.users += 1
+        return shared
+
+    def release(self) -> None:
+        """Put the forward back, unless another region needs it."""
+        self.users -= 1
+        if self.users == 0:
+            self._put_back()
+            # Deep copies of the module keep this object, and would keep the original.
+            self.module = None
+            del self._put_back
+
+    def _make(self, function: Forward, bound: bool) -> Forward:  # noqa: FBT001
+        here, shared = self.here, self
+
+        def forward(self_: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            precision = shared.everywhere if here.precision is None else here.precision
+            if precision is None or (not is_dynamo_compiling() and _is_switched_off(precision.region.device)):
+                return function(*args, **kwargs) if bound else function(self_, *args, **kwargs)
+            if precision.dtype is not None:
+                args, kwargs = cast_all(args, precision.dtype, precision.region.device), cast_all(kwargs, precision.dtype, precision.region.device)
+            with inside(precision.region):
+                return function(*args, **kwargs) if bound else function(self_, *args, **kwargs)
+
+        return forward
+
+
+def _is_switched_off(device: str) -> bool:
+    """Whether a disabled region of the user is around, and not just the float32 rule of a parent."""
+    if torch.is_autocast_enabled(device):
+        return False
+    region = innermost_region(device)
+    return region is None or not region.ruled
+
+
+class _Entry(NamedTuple):
+    """A binding that a thread has entered."""
+
+    binding: Binding
+    precisions: dict[_RuledForward, Precision]
+
+
+class _Thread(threading.local):
+    """The bindings that the current thread has entered, innermost last."""
+
+    def __init__(self) -> None:
+        self.entries: list[_Entry] = []
+        self._alive = _Alive()
+        # A thread may end inside a region, after `mezzo.enable` for instance.
+        finalize(self._alive, _put_back_all, self.entries).atexit = False
+
+
+class _Alive:
+    """Lives as long as its thread."""
+
+
+_lock = threading.RLock()
+"""Held while forwards are replaced and put back."""
+
+
+def _follow_innermost(forwards: Iterable[_RuledForward]) -> None:
+    for forward in forwards:
+        forward.here.precision = next((entry.precisions[forward] for entry in reversed(_thread.entries) if forward in entry.precisions), None)
+
+
+def _put_back(forwards: Iterable[_RuledForward]) -> None:
+    with _lock:
+        for forward in forwards:
+            forward.release()
+
+
+def _put_back_all(entries: list[_Entry]) -> None:
+    for entry in entries:
+        _put_back(entry.precisions)
+
+
+_thread = _Thread()
+
+
+def current_bindings() -> tuple[Binding, ...]:
+    """The bindings that this thread has entered, innermost last."""
+    return tuple(entry.binding for entry in _thread.entries)
+
+
+@contextmanager
+def only(bindings: tuple[Binding, ...]) -> Iterator[None]:
+    """Replace the bindings that this thread has entered by others."""
+    outer = _thread.entries.copy()
+    _thread.entries.clear()
+    for entry in outer:
+        _follow_innermost(entry.precisions)
+    try:
+        with ExitStack() as stack:
+            for binding in bindings:
+                stack.enter_context(binding)
+            yield
+    finally:
+        _thread.entries.extend(outer)
+        for entry in outer:
+            _follow_innermost(entry.precisions)

@@ -10,8 +10,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import wraps
-from typing import Any, ParamSpec, Self, TypeVar
+from typing import Any, Self
 from weakref import WeakValueDictionary
 
 import torch
@@ -27,9 +26,6 @@ from mezzo.eager.inlined import inlined
 from mezzo.eager.steering import Steering, steering_of
 from mezzo.eager.tables import announce
 
-P = ParamSpec("P")
-R = TypeVar("R")
-
 
 @dataclass(frozen=True, slots=True)
 class Region:
@@ -43,6 +39,8 @@ class Region:
     """Whether torch's own weight cache is used; None leaves it as it is."""
     key: str = ""
     """Names the steering table; empty where torch's own lists are the policy."""
+    ruled: bool = False
+    """Whether a module rule entered it. One that is off does not switch off the rules of the modules inside, as a disabled region of the user does."""
 
     @property
     def computes_in(self) -> torch.dtype:
@@ -238,15 +236,14 @@ def current_regions() -> tuple[Region, ...]:
     """The regions of this thread that are in force, for each device type the innermost, as torch's own regions inside them have left them."""
     innermost = {entered[0].device: entered[0] for entered in _mine.stack}
     return tuple(
-        Region(device, torch.is_autocast_enabled(device), torch.get_autocast_dtype(device), region.cache_enabled, region.key)
+        Region(device, torch.is_autocast_enabled(device), torch.get_autocast_dtype(device), region.cache_enabled, region.key, region.ruled)
         for device, region in innermost.items()
     )
 
 
-def innermost_region() -> Region | None:
-    """The region that this thread entered last."""
-    stack = _mine.stack
-    return stack[-1][0] if stack else None
+def innermost_region(device: str | None = None) -> Region | None:
+    """The region that this thread entered last, for any device type or for one."""
+    return next((entered[0] for entered in reversed(_mine.stack) if device is None or entered[0].device == device), None)
 
 
 class inside:  # noqa: N801 - reads as a phrase: `with inside(region):`
@@ -269,27 +266,6 @@ class inside:  # noqa: N801 - reads as a phrase: `with inside(region):`
                 leave_traced(record)
             else:
                 leave(record)
-
-
-def carry(function: Callable[P, R]) -> Callable[P, R]:
-    """Bind a function to the precision that is in force here, whatever thread or moment it is called in.
-
-    Autocast state belongs to a thread: a worker starts without it. A carried function takes it along.
-
-    >>> from concurrent.futures import ThreadPoolExecutor
-    >>> import mezzo
-    >>> with mezzo.autocast("cpu", dtype="bfloat16"), ThreadPoolExecutor() as pool:
-    ...     pool.submit(mezzo.carry(lambda: torch.mm(torch.ones(1, 1), torch.ones(1, 1)).dtype)).result()
-    torch.bfloat16
-    """
-    regions = current_regions()
-
-    @wraps(function)
-    def carried(*args: P.args, **kwargs: P.kwargs) -> R:
-        with inside(*regions):
-            return function(*args, **kwargs)
-
-    return carried
 
 
 def invalidate() -> None:

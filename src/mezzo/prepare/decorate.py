@@ -164,8 +164,7 @@ def _open(job: Job, model: nn.Module, decoration: Decoration, undo: ExitStack) -
     region = region_of(plan.policy, plan.device)
     binding = bind_modules(plan.policy, region, model) if plan.policy.modules else None
     if binding is not None:
-        binding.apply()
-        undo.callback(binding.undo)
+        undo.callback(binding.apply_in_all_threads())
     inputs = plan.dtype if plan.converts else None
     undo.callback(door.hang(door.Door(region, inputs, plan.output_dtype, plan.yields), model))
     undo.callback(guard(model, converted=plan.converts))

@@ -20,7 +20,7 @@ from torch.nn import functional as F
 
 from mezzo._dtypes import HALF_DTYPES
 from mezzo.scaling.kernels import has_kernel
-from mezzo.step import pool, stem
+from mezzo.step import inputs, pool, stem
 from mezzo.step.inputs import IMAGES, is_channels_last
 
 _POOLS = (F.max_pool2d, torch.max_pool2d)
@@ -55,8 +55,8 @@ class Substitutes(CustomGraphPass):
                 graph.erase_node(node)
 
     def uuid(self) -> Any:
-        """What a compiled graph owes to this pass."""
-        return get_hash_for_files((__file__, pool.__file__, stem.__file__), self.device)
+        """Identify the pass in the keys of Inductor's caches: a graph compiled without it, or with another version of it, is never served."""
+        return get_hash_for_files((__file__, pool.__file__, stem.__file__, inputs.__file__), self.device)
 
     def _gives_images(self, node: fx.Node) -> bool:
         """Of a call's result, which has the layout that whoever comes next relies on, and the dtype that a region around the model may have cast the inputs to."""
