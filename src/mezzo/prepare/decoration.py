@@ -26,7 +26,8 @@ class Decoration:
         """Takes off what was put on, the last first."""
 
     def undo(self) -> None:
-        """Put everything back, with the current exact values."""
+        """Put everything back, with the current exact values: whole or not at all."""
+        self.weights.refuse_changed()
         self.steps.close()
         self.weights.release()
         flatten_rnns(self.models)

@@ -9,6 +9,8 @@ from typing import cast as typed
 import torch
 
 from mezzo._casting import cast
+from mezzo._dtypes import dtype_name
+from mezzo._errors import UnsupportedError
 from mezzo.optim.masters import Masters, Parameter
 
 
@@ -16,6 +18,8 @@ from mezzo.optim.masters import Masters, Parameter
 class _Before:
     masters: Masters
     grad_dtype: torch.dtype | None
+    converted: tuple[torch.dtype, torch.device, torch.Size]
+    """What the tensor was made."""
 
 
 class Weights:
@@ -46,12 +50,27 @@ class Weights:
         parameter.grad = None
         masters.adopt(parameter, half)
         _take_gradient(parameter, gradient, grad_dtype)
-        self._before[tensor] = _Before(masters, pinned)
+        self._before[tensor] = _Before(masters, pinned, _looks(tensor))
 
     def hand_over(self, tensor: torch.Tensor, masters: Masters) -> None:
-        """Let other masters keep the exact value from now on, starting from the 16-bit one."""
-        self._before[tensor] = replace(self._before[tensor], masters=masters)
-        masters.adopt(typed("Parameter", tensor), tensor.dtype)
+        """Let other masters keep the exact value from now on."""
+        before, parameter, data, gradient, pinned = self._before[tensor], typed("Parameter", tensor), tensor.data, tensor.grad, tensor.grad_dtype
+        self._before[tensor] = replace(before, masters=masters)
+        parameter.grad = None
+        before.masters.release(parameter)
+        masters.adopt(parameter, data.dtype)
+        # Its memory stays: a captured graph may read it there.
+        _put_back(parameter, data.copy_(parameter.data), gradient, pinned)
+
+    def refuse_changed(self) -> None:
+        """Refuse to go on where a tensor was cast, moved or reshaped since: its master does not fit it."""
+        for tensor, before in self._before.items():
+            if _looks(tensor) != before.converted:
+                dtype, device, _ = before.converted
+                raise UnsupportedError(
+                    f"decorate made a tensor {_words(before.converted)}, and now it is {_words(_looks(tensor))}, which its master does not fit. Nothing was "
+                    f"changed. First make it what it was: parameter.data = parameter.data.to({str(device)!r}, {dtype})."
+                )
 
     def release(self) -> None:
         """Make every tensor float32 again, with its current exact value."""
@@ -61,6 +80,15 @@ class Weights:
             before.masters.release(parameter)
             _take_gradient(parameter, gradient, before.grad_dtype)
         self._before.clear()
+
+
+def _looks(tensor: torch.Tensor) -> tuple[torch.dtype, torch.device, torch.Size]:
+    return tensor.dtype, tensor.device, tensor.shape
+
+
+def _words(looks: tuple[torch.dtype, torch.device, torch.Size]) -> str:
+    dtype, device, shape = looks
+    return f"{dtype_name(dtype)} of shape {tuple(shape)} on {device}"
 
 
 def _take_gradient(parameter: Parameter, gradient: torch.Tensor | None, grad_dtype: torch.dtype | None) -> None:
