@@ -15,13 +15,14 @@ from typing import Any
 import torch
 
 from mezzo._casting import cast
+from mezzo._dtypes import HALF_DTYPES
 from mezzo._errors import UnsupportedError
 from mezzo.optim.kinds import Draw
 from mezzo.optim.masters import Masters
 from mezzo.policy.rule import Master
 from mezzo.scaling.binding import binding_of
 from mezzo.scaling.culprit import Flagged
-from mezzo.scaling.gradients import Flags
+from mezzo.scaling.gradients import Flags, parameters
 
 Optimizer = torch.optim.Optimizer
 Parameter = torch.nn.Parameter
@@ -38,6 +39,8 @@ class Bound:
     def __init__(self, optimizer: Optimizer, masters: Masters, *, clip_norm: float | None = None) -> None:
         self.optimizer, self.masters, self.clip_norm = optimizer, masters, clip_norm
         self._norm: torch.Tensor | None = None
+        self.newcomers: Callable[[list[torch.Tensor]], None] | None = None
+        """Called before a step with 16-bit parameters that have gradients and no master: they joined the optimizer, or are trained, since it was bound."""
         self.active = True
         self._own_step = without_hooks(type(optimizer).step)
         self._replaced = {name: optimizer.__dict__[name] for name in ("step", *_PROTOCOL) if name in optimizer.__dict__}
@@ -93,6 +96,7 @@ class Bound:
         """Update from gradients that are `scale` times too large, unless `found` says that they are not finite: the optimizer's own step over stand-ins."""
         if found is not None and bool(found):
             return
+        self._admit(parameters(self.optimizer))
         with self._stand_ins(self._factor(scale)) as stand_ins:
             self._own_step(self.optimizer)
         for place, (parameter, stand_in) in enumerate(stand_ins):
@@ -105,11 +109,19 @@ class Bound:
 
     def widen_gradients(self) -> None:
         """Turn 16-bit gradients into float32 ones, for whoever is going to unscale them in place: in float16 small ones would be gone."""
+        self._admit(parameters(self.optimizer))
         for parameter in self.masters:
             if parameter.grad is not None and parameter.grad.dtype is not torch.float32:
                 gradient = parameter.grad
                 parameter.grad_dtype = None
                 parameter.grad = cast(gradient, torch.float32)
+
+    def _admit(self, candidates: list[torch.Tensor]) -> None:
+        """Let parameters without a master have one before they are stepped."""
+        if self.newcomers is not None:
+            found = [one for one in candidates if one.grad is not None and one.dtype in HALF_DTYPES and one not in self.masters]
+            if found:
+                self.newcomers(found)
 
     def _draw(self, parameter: torch.Tensor, place: int) -> Draw | None:
         if self.masters.kind.master is not Master.STOCHASTIC:
@@ -125,23 +137,22 @@ class Bound:
     @contextmanager
     def _stand_ins(self, factor: torch.Tensor | None) -> Iterator[list[tuple[torch.Tensor, Parameter]]]:
         """Float32 parameters in the place of the 16-bit ones, with gradients as the optimizer expects them, for as long as its own step runs."""
-        optimizer, pairs = self.optimizer, []
+        optimizer = self.optimizer
         groups = [(group, group["params"]) for group in optimizer.param_groups]
-        for _, parameters in groups:
-            pairs += [(parameter, self._stand_in(parameter, factor)) for parameter in parameters]
+        pairs = [(parameter, self._stand_in(parameter, factor)) for _, own in groups for parameter in own]
         self._clip([stand_in for _, stand_in in pairs])
         there, back = dict(pairs), {stand_in: parameter for parameter, stand_in in pairs}
         told: dict[str, Any] = {name: optimizer.__dict__[name] for name in ("grad_scale", "found_inf") if name in optimizer.__dict__}
         # The gradients of the stand-ins are unscaled and checked: torch's fused steps are not to do it again.
         optimizer.__dict__.update(dict.fromkeys(told))
-        for group, parameters in groups:
-            group["params"] = [there[parameter] for parameter in parameters]
+        for group, own in groups:
+            group["params"] = [there[parameter] for parameter in own]
         _rename(optimizer, there)
         try:
             yield pairs
         finally:
-            for group, parameters in groups:
-                group["params"] = parameters
+            for group, own in groups:
+                group["params"] = own
             _rename(optimizer, back)
             optimizer.__dict__.update(told)
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from typing import ClassVar
 from typing import cast as typed
+from weakref import WeakSet
 
 import torch
 
@@ -25,8 +27,16 @@ class _Before:
 class Weights:
     """Every converted tensor, by itself."""
 
+    _all: ClassVar[WeakSet[Weights]] = WeakSet()
+
     def __init__(self) -> None:
         self._before: dict[torch.Tensor, _Before] = {}
+        self._all.add(self)
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> Weights | None:
+        """The converted tensors that a tensor is among, whichever models they are of."""
+        return next((weights for weights in cls._all if tensor in weights), None)
 
     def __contains__(self, tensor: torch.Tensor) -> bool:
         return tensor in self._before
