@@ -37,7 +37,7 @@ def test_moving_a_decorated_model_is_told_the_right_order_and_changes_nothing(mo
 @pytest.mark.parametrize("move", MOVES.values(), ids=MOVES)
 def test_moving_a_part_is_refused_as_moving_the_whole(move):
     model = made()
-    with pytest.raises(mezzo.UnsupportedError, match="'0.weight' would go from torch.bfloat16 on cpu"):
+    with pytest.raises(mezzo.UnsupportedError, match=r"'0\.weight' would go from torch\.bfloat16 on cpu"):
         move(model[0])
     assert model[0].bfloat16() is model[0]
     assert [parameter.dtype for parameter in mezzo.undecorate(model).parameters()] == [torch.float32] * 4
