@@ -120,3 +120,23 @@ def test_moving_a_decorated_model_to_another_device_is_refused():
     model = Run("SGD", "bfloat16", "float32").model
     with pytest.raises(mezzo.UnsupportedError, match="First move, then decorate"):
         model.to("meta")
+
+
+@pytest.mark.parametrize("kind", ["float32", "split"])
+def test_a_captured_step_trains_a_parameter_that_joins_a_group_in_place(kind):
+    ended = []
+    for capture in ("auto", False):
+        torch.manual_seed(0)
+        model = nn.Linear(16, 16).to(DEVICE)
+        optimizer = torch.optim.SGD([model.bias], lr=1e-4)
+        step = mezzo.TrainStep(model, nn.functional.mse_loss, optimizer, "O2", dtype="bfloat16", master=kind, capture=capture)
+        x = torch.randn(8, 16, device=DEVICE)
+        for count in range(40):
+            if count == 20:
+                optimizer.param_groups[0]["params"].extend([model.weight])
+            step(x, x)
+        mezzo.undecorate(model)
+        ended.append(model.weight.detach().clone())
+    assert torch.equal(*ended)
+    torch.manual_seed(0)
+    assert not torch.equal(ended[0], nn.Linear(16, 16).to(DEVICE).weight)

@@ -233,3 +233,20 @@ def test_weights_that_were_lent_and_given_back_train_on_to_the_bit(kind: str) ->
                 restore()
         finals.append([trained.masters.read(parameter) for parameter in trained.masters])
     assert all(map(torch.equal, *finals))
+
+
+def test_a_parameter_that_joins_a_group_in_place_gets_a_master() -> None:
+    model = torch.nn.Linear(8, 8)
+    torch.nn.init.ones_(model.weight)
+    optimizer = torch.optim.SGD([model.bias], lr=1e-4)
+    mezzo.decorate(model, optimizer, dtype="bfloat16", master="split")
+    grounds = []
+    for count in range(41):
+        if count == 1:
+            optimizer.param_groups[0]["params"].extend([model.weight])
+        # What a captured step looks at before it is replayed.
+        grounds.append(optimizer._bound.ground())
+        model.weight.grad, model.bias.grad = torch.ones_like(model.weight), torch.ones_like(model.bias)
+        optimizer.step()
+    assert grounds[1] != grounds[0]
+    assert mezzo.undecorate(model).weight.mean().item() == pytest.approx(1 - 40e-4, abs=1e-5)

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
+from support.wrappers import Lookahead
 
+import mezzo
+from mezzo.optim.bound import bound_of
 from mezzo.optim.halves import step_halves
 from mezzo.optim.saved import MASTERS
 from mezzo.policy.rule import Master
@@ -48,3 +51,12 @@ def test_a_state_that_is_there_from_the_start_becomes_float32_too() -> None:
     assert optimizer.state[weight]["sum"].dtype is torch.float16
     step_halves(optimizer)
     assert optimizer.state[weight]["sum"].dtype is torch.float32
+
+
+def test_an_optimizer_that_steps_another_one_is_refused_before_anything_changes() -> None:
+    weight = torch.nn.Parameter(torch.ones(1, dtype=torch.float16))
+    optimizer = Lookahead(torch.optim.SGD([weight], lr=0.1))
+    with pytest.raises(mezzo.UnsupportedError, match=r"Lookahead steps another optimizer, \.optimizer \(SGD\)"):
+        step_halves(optimizer)
+    assert bound_of(optimizer) is None
+    assert "step" not in vars(optimizer)

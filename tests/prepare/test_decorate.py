@@ -11,6 +11,7 @@ import mezzo
 from mezzo.optim.masters import Masters
 from mezzo.prepare import decorate as subject
 from mezzo.prepare import door, weight_hooks
+from mezzo.prepare.decoration import decoration_of
 
 KINDS = ("float32", "split", "kahan", "stochastic", "none")
 EXACT = ("float32", "split")
@@ -432,3 +433,18 @@ def test_nothing_is_warned_of_where_nothing_is_trained(ready):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         mezzo.decorate(ready(make()[0]), dtype="bfloat16")
+
+
+def test_undecorating_is_refused_whole_where_a_tensor_no_longer_fits_its_master():
+    model, optimizer = mezzo.decorate(*make(), dtype="bfloat16")
+    train(model, optimizer)
+    exact = weight_hooks.exact_state_dict(model, [decoration_of(model).weights])
+    before, weight = snapshot(model, optimizer), model.rnn.weight_hh_l0
+    weight.data = weight.data.float()
+    with pytest.raises(mezzo.UnsupportedError, match=r"bfloat16 of shape \(24, 8\) on cpu, and now it is float32") as caught:
+        mezzo.undecorate(model)
+    weight.data = weight.data.to("cpu", torch.bfloat16)
+    assert "parameter.data.to('cpu', torch.bfloat16)" in str(caught.value)
+    assert_same(before, snapshot(model, optimizer), memory=False)
+    for name, tensor in mezzo.undecorate(model).state_dict().items():
+        assert torch.equal(tensor, exact[name])

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import io
+from dataclasses import replace
 
 import pytest
 import torch
 
+import mezzo
+import mezzo.compat.torch
 from mezzo import PolicyError, ScalerError, ScaleRule, ScaleState
 from mezzo.scaling.saved import from_dict, to_dict
 
@@ -33,6 +36,29 @@ def test_torchs_entries_come_first_and_mean_what_torch_means():
     assert (rule.growth_factor, rule.backoff_factor, rule.growth_interval, rule.backoff_every) == (3.0, 0.25, 7, 4)
 
 
+def test_edited_torch_entries_win_over_mezzos_own():
+    edited = {"scale": 1024.0, "growth_factor": 5.0, "backoff_factor": 0.125, "growth_interval": 11, "_growth_tracker": 6}
+    states, rule = from_dict(to_dict(STATES, RULE) | edited, ScaleRule(), 2)
+    assert rule == replace(RULE, growth_factor=5.0, backoff_factor=0.125, growth_interval=11)
+    # The public scale is that of the first loss.
+    assert states == [replace(STATES[0], scale=1024.0, good_in_a_row=6), STATES[1]]
+
+
+@pytest.mark.parametrize("kind", [mezzo.GradScaler, mezzo.compat.torch.GradScaler])
+def test_a_scaler_goes_on_from_an_edited_state(kind):
+    state = mezzo.GradScaler("cpu", init_scale=8.0).state_dict()
+    state["scale"], state["growth_interval"] = 1024.0, 1
+    scaler = kind("cpu", init_scale=2.0)
+    scaler.load_state_dict(state)
+    assert scaler.scale(torch.ones(())).item() == 1024.0
+    weight = torch.nn.Parameter(torch.ones(1))
+    optimizer = torch.optim.SGD([weight], lr=0.1)
+    weight.grad = torch.ones(1)
+    scaler.step(optimizer)
+    scaler.update()
+    assert scaler.get_scale() == 2048.0
+
+
 def test_a_saved_scale_out_of_bounds_is_brought_within_them():
     assert from_dict(TORCH | {"scale": 2.0**-80}, ScaleRule(), 1)[0][0].scale == 2.0**-24
     assert from_dict(TORCH | {"scale": 2.0**30}, ScaleRule(max_scale=2.0**24), 1)[0][0].scale == 2.0**24
@@ -46,11 +72,11 @@ def test_what_a_later_version_added_is_ignored():
 
 @pytest.mark.parametrize("scale", [0.0, -1.0, float("inf"), float("nan")])
 def test_a_scale_that_no_gradient_survives_is_refused(scale: float):
-    entries = to_dict(STATES[:1], RULE)
-    entries["mezzo_states"][0]["scale"] = scale
-    for broken in (TORCH | {"scale": scale}, entries):
+    second = to_dict(STATES, RULE)
+    second["mezzo_states"][1]["scale"] = scale
+    for broken, losses in ((TORCH | {"scale": scale}, 1), (to_dict(STATES[:1], RULE) | {"scale": scale}, 1), (second, 2)):
         with pytest.raises(ScalerError, match="Start again"):
-            from_dict(broken, ScaleRule(), 1)
+            from_dict(broken, ScaleRule(), losses)
 
 
 def test_other_files_are_refused_with_the_reason():

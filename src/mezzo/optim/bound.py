@@ -9,19 +9,23 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import wraps
 from types import MethodType
 from typing import Any
 
 import torch
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from mezzo._casting import cast
+from mezzo._dtypes import HALF_DTYPES
 from mezzo._errors import UnsupportedError
+from mezzo.optim.algorithms import kind_of
 from mezzo.optim.kinds import Draw
 from mezzo.optim.masters import Masters
 from mezzo.policy.rule import Master
 from mezzo.scaling.binding import binding_of
 from mezzo.scaling.culprit import Flagged
-from mezzo.scaling.gradients import Flags
+from mezzo.scaling.gradients import Flags, parameters
 
 Optimizer = torch.optim.Optimizer
 Parameter = torch.nn.Parameter
@@ -38,20 +42,23 @@ class Bound:
     def __init__(self, optimizer: Optimizer, masters: Masters, *, clip_norm: float | None = None) -> None:
         self.optimizer, self.masters, self.clip_norm = optimizer, masters, clip_norm
         self._norm: torch.Tensor | None = None
+        self.newcomers: Callable[[list[torch.Tensor]], None] | None = None
+        """Called before a step with 16-bit parameters that have gradients and no master: they joined the optimizer, or are trained, since it was bound."""
         self.active = True
         self._own_step = without_hooks(type(optimizer).step)
         self._replaced = {name: optimizer.__dict__[name] for name in ("step", *_PROTOCOL) if name in optimizer.__dict__}
-        self._hooked = Optimizer.profile_hook_step(self._called)
-        self._hooked.hooked = True  # type: ignore[attr-defined]
+        self._entered = False
+        self._hooked = self._make_step()
         if hasattr(self._replaced.get("step"), "_wrapped_by_lr_sched"):
             # A scheduler made earlier looks for its mark, and warns where it is gone.
-            self._hooked._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
+            self._hooked._wrapped_by_lr_sched = True
         # A bound method: a scheduler that is made later wraps the function in it.
         optimizer.step = MethodType(self._hooked, optimizer)  # type: ignore[method-assign]
         # torch's protocol, by which a scaler tells the optimizer the scale and the flag; and ours, which holds on a CPU too.
         optimizer._step_supports_amp_scaling = True  # type: ignore[attr-defined]
         optimizer._bound = self  # type: ignore[attr-defined]
         optimizer.__deepcopy__ = _refuse_copy  # type: ignore[attr-defined]
+        self._watch = optimizer.register_step_pre_hook(self._refuse_old_step)
 
     @property
     def grad_norm(self) -> torch.Tensor | None:
@@ -61,6 +68,7 @@ class Bound:
     def unbind(self) -> None:
         """Let the optimizer's own step run again. A wrapper that somebody put around ours meanwhile stays, and reaches it too."""
         self.active = False
+        self._watch.remove()
         current = self.optimizer.__dict__.get("step")
         if getattr(current, "__func__", None) is self._hooked:
             del self.optimizer.step
@@ -68,6 +76,29 @@ class Bound:
             self.optimizer.__dict__.pop(name, None)
         for name, value in self._replaced.items():
             self.optimizer.__dict__.setdefault(name, value)
+
+    def _make_step(self) -> Any:
+        """The optimizer's new step: torch's hooks around ours."""
+        hooked = Optimizer.profile_hook_step(self._called)
+
+        @wraps(hooked)
+        def step(*args: Any, **kwargs: Any) -> Any:
+            self._entered = True
+            try:
+                return hooked(*args, **kwargs)
+            finally:
+                self._entered = False
+
+        step.hooked = True  # type: ignore[attr-defined]
+        return step
+
+    def _refuse_old_step(self, optimizer: Optimizer, *_: Any) -> None:
+        """torch runs this before every step: refuse the step of the optimizer's class, called by somebody who took hold of it before it was replaced."""
+        if not self._entered:
+            raise UnsupportedError(
+                f"The own step of this {type(optimizer).__name__} was called, which would update the parameters without their master weights: a wrapper or a "
+                "variable has held it since before mezzo.decorate. First decorate, then wrap."
+            )
 
     def _called(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> Any:
         # What a scheduler made earlier wrapped around the old step would have noted.
@@ -93,7 +124,8 @@ class Bound:
         """Update from gradients that are `scale` times too large, unless `found` says that they are not finite: the optimizer's own step over stand-ins."""
         if found is not None and bool(found):
             return
-        with self._stand_ins(self._factor(scale)) as stand_ins:
+        self._admit(parameters(self.optimizer))
+        with self._stand_ins(self._factor(scale)) as stand_ins, self._alone(stand_ins):
             self._own_step(self.optimizer)
         for place, (parameter, stand_in) in enumerate(stand_ins):
             if parameter in self.masters and stand_in.grad is not None:
@@ -105,11 +137,19 @@ class Bound:
 
     def widen_gradients(self) -> None:
         """Turn 16-bit gradients into float32 ones, for whoever is going to unscale them in place: in float16 small ones would be gone."""
+        self._admit(parameters(self.optimizer))
         for parameter in self.masters:
             if parameter.grad is not None and parameter.grad.dtype is not torch.float32:
                 gradient = parameter.grad
                 parameter.grad_dtype = None
                 parameter.grad = cast(gradient, torch.float32)
+
+    def _admit(self, candidates: list[torch.Tensor]) -> None:
+        """Let parameters without a master have one before they are stepped."""
+        if self.newcomers is not None:
+            found = [one for one in candidates if one.grad is not None and one.dtype in HALF_DTYPES and one not in self.masters]
+            if found:
+                self.newcomers(found)
 
     def _draw(self, parameter: torch.Tensor, place: int) -> Draw | None:
         if self.masters.kind.master is not Master.STOCHASTIC:
@@ -123,25 +163,46 @@ class Bound:
         return None if scale is None else scale.double().reciprocal().float()
 
     @contextmanager
+    def _alone(self, stand_ins: list[tuple[torch.Tensor, Parameter]]) -> Iterator[None]:
+        """Refuse that the optimizer's own step lets another optimizer step the same parameters, or their stand-ins under which that has no state."""
+        if _is_known(self.optimizer):
+            yield
+            return
+        ours = {id(tensor) for pair in stand_ins for tensor in pair}
+
+        def before_step(other: Optimizer, *_: Any) -> None:
+            if other is not self.optimizer and any(id(tensor) in ours for tensor in parameters(other)):
+                raise UnsupportedError(
+                    f"{type(self.optimizer).__name__} steps another optimizer, a {type(other).__name__}, which would update the parameters without their master "
+                    "weights. Pass that one to mezzo.decorate, before it is wrapped."
+                )
+
+        # Heard by every optimizer, for as long as this step runs.
+        handle = register_optimizer_step_pre_hook(before_step)
+        try:
+            yield
+        finally:
+            handle.remove()
+
+    @contextmanager
     def _stand_ins(self, factor: torch.Tensor | None) -> Iterator[list[tuple[torch.Tensor, Parameter]]]:
         """Float32 parameters in the place of the 16-bit ones, with gradients as the optimizer expects them, for as long as its own step runs."""
-        optimizer, pairs = self.optimizer, []
+        optimizer = self.optimizer
         groups = [(group, group["params"]) for group in optimizer.param_groups]
-        for _, parameters in groups:
-            pairs += [(parameter, self._stand_in(parameter, factor)) for parameter in parameters]
+        pairs = [(parameter, self._stand_in(parameter, factor)) for _, own in groups for parameter in own]
         self._clip([stand_in for _, stand_in in pairs])
         there, back = dict(pairs), {stand_in: parameter for parameter, stand_in in pairs}
         told: dict[str, Any] = {name: optimizer.__dict__[name] for name in ("grad_scale", "found_inf") if name in optimizer.__dict__}
         # The gradients of the stand-ins are unscaled and checked: torch's fused steps are not to do it again.
         optimizer.__dict__.update(dict.fromkeys(told))
-        for group, parameters in groups:
-            group["params"] = [there[parameter] for parameter in parameters]
+        for group, own in groups:
+            group["params"] = [there[parameter] for parameter in own]
         _rename(optimizer, there)
         try:
             yield pairs
         finally:
-            for group, parameters in groups:
-                group["params"] = parameters
+            for group, own in groups:
+                group["params"] = own
             _rename(optimizer, back)
             optimizer.__dict__.update(told)
 
@@ -208,7 +269,12 @@ def _rename(optimizer: Optimizer, names: dict[Any, Any]) -> None:
 
 def _calls_once(optimizer: Optimizer) -> bool:
     """Whether a step calls its closure once, before anything else. torch's do, but for LBFGS, and so do mezzo's; of others nothing is known."""
-    return type(optimizer).__module__.startswith(("torch.optim.", "mezzo.optim.")) and not isinstance(optimizer, torch.optim.LBFGS)
+    return _is_known(optimizer) and not isinstance(optimizer, torch.optim.LBFGS)
+
+
+def _is_known(optimizer: Optimizer) -> bool:
+    """Whether an optimizer's step is torch's or mezzo's."""
+    return kind_of(optimizer).__module__.startswith(("torch.optim.", "mezzo.optim."))
 
 
 def without_hooks(step: Any) -> Callable[..., Any]:

@@ -48,7 +48,7 @@ class FusedBound(Bound):
         """The sum of squares of all gradients, unscaled, float64; only with `clip_norm`."""
         self._told: list[list[Any]] | None = None
         """What the groups held when a replayed step was last prepared for; None where the device may have been told something else since."""
-        self._seen: tuple[list[list[Any]], tuple[bool, ...]] = ([], ())
+        self._seen: tuple[list[list[Any]], tuple[tuple[bool, int], ...]] = ([], ())
         self._gathered: Gathered | None = None
 
     def unbind(self) -> None:
@@ -125,11 +125,11 @@ class FusedBound(Bound):
 
     def ground(self) -> tuple[Any, ...]:
         """What a captured step stands on: where this is another, it is captured anew."""
-        # Groups are compared as they are: where nothing has changed, every value is the same object.
+        # Groups are compared as they are: where nothing has changed, every value is the same object. A list of parameters stays that when it grows.
         own = groups_of(self.optimizer)
-        groups = [list(group.values()) for group in own]
+        groups = [[*group.values(), len(group["params"])] for group in own]
         if groups != self._seen[0]:
-            self._seen = groups, tuple([self._algorithm.variant(group) for group in own])
+            self._seen = groups, tuple([(self._algorithm.variant(group), len(group["params"])) for group in own])
         return id(self.optimizer.state), self.masters.generation, self._seen[1]
 
     def before_capture(self) -> None:
@@ -152,6 +152,8 @@ class FusedBound(Bound):
         variants = tuple([self._algorithm.variant(group) for group in groups])
         prepared = self._prepared
         if prepared is None or not prepared.fits(parameters, gradients, self.optimizer.state, self.masters.generation, variants):
+            # Asked only here, for tables fit one list of parameters: who joins it is seen.
+            self._admit(parameters)
             self._prepared = prepared = self._prepare(parameters, gradients, variants)
         elif list(map(VERSION, parameters)) != prepared.versions:
             self._follow(prepared)

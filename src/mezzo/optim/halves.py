@@ -10,7 +10,7 @@ import torch
 from mezzo._casting import cast
 from mezzo._dtypes import HALF_DTYPES
 from mezzo.optim import saved
-from mezzo.optim.bind import bind
+from mezzo.optim.bind import bind, refuse_wrapper
 from mezzo.optim.masters import Masters, Parameter
 from mezzo.policy.rule import Master
 from mezzo.scaling.gradients import parameters
@@ -27,6 +27,7 @@ def step_halves(optimizer: torch.optim.Optimizer, master: Master = Master.FLOAT3
     >>> weight.item(), optimizer.state[weight]["exp_avg_sq"].dtype
     (0.89990234375, torch.float32)
     """
+    refuse_wrapper(optimizer)
     masters = Masters(master)
     adopt_halves(optimizer, masters)
     bind(optimizer, masters, clip_norm=clip_norm)

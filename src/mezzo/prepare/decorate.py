@@ -175,7 +175,8 @@ def _bind(job: Job, optimizer: Optimizer, masters: Masters, weights: Weights, un
     """Let an optimizer step over exact weights; where parameters stay float32 and nothing is clipped, it is left alone."""
     if not job.plan.converts and job.plan.clip_norm is None:
         return
-    undo.callback(bind(optimizer, masters, clip_norm=job.plan.clip_norm).unbind)
+    bound = bind(optimizer, masters, clip_norm=job.plan.clip_norm)
+    undo.callback(bound.unbind)
     if job.plan.converts:
         saved.install(optimizer, masters, undo)
-        thaw.watch(optimizer, masters, weights, undo)
+        thaw.watch(bound, weights, undo)

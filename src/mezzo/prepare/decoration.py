@@ -39,7 +39,8 @@ class Decoration:
         """Whether the models hold averaged weights for a while, which must not be trained."""
 
     def undo(self) -> None:
-        """Put everything back, with the current exact values."""
+        """Put everything back, with the current exact values: whole or not at all."""
+        self.weights.refuse_changed()
         self.steps.close()
         self.weights.release()
         flatten_rnns(self.models)

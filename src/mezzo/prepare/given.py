@@ -29,8 +29,11 @@ _WRAPPERS = {
     "DataParallel": "then DistributedDataParallel(model): DataParallel runs copies of the model that would call the original's forward",
     "FullyShardedDataParallel": _SHARDED,
     "FSDPModule": _SHARDED,
+    "_FabricModule": "then fabric.setup(model, optimizer)",
 }
-"""Classes of torch that take a model's parameters over, and what to do instead."""
+"""Classes of torch and Lightning that take a model over, and what to do instead."""
+_WRITERS = ("torch", "lightning", "lightning_fabric")
+"""Their packages."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -107,12 +110,17 @@ def _original(model: Any) -> Any:
 def _refuse_wrapped(model: nn.Module) -> None:
     for name, module in model.named_modules():
         for base in type(module).__mro__:
-            if base.__name__ in _WRAPPERS and base.__module__.startswith("torch."):
+            if base.__name__ in _WRAPPERS and base.__module__.partition(".")[0] in _WRITERS:
                 where = f"Its part {name!r}" if name else "The model"
                 raise UnsupportedError(
-                    f"{where} is wrapped by {base.__name__} already, which holds on to the parameters as they are. "
+                    f"{where} is wrapped by {base.__name__} already, which holds on to the model as it is. "
                     f"First decorate, then wrap: mezzo.decorate(model, optimizer, ...), {_WRAPPERS[base.__name__]}."
                 )
+        if "_original_forward" in module.__dict__:
+            raise UnsupportedError(
+                f"The forward of {f'the part {name!r}' if name else 'the model'} runs in an autocast region that Accelerate has put into it, where the policy does "
+                "not hold. First decorate, then wrap: mezzo.decorate(model, optimizer, ...), then accelerator.prepare(model, optimizer)."
+            )
 
 
 def _refuse_without_floats(model: nn.Module) -> None:

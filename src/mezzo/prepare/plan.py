@@ -12,6 +12,7 @@ import torch
 from mezzo._dtypes import HALF_DTYPES, dtype_name, parse_dtype
 from mezzo._errors import PolicyError
 from mezzo._hardware import hardware
+from mezzo.optim.bind import refuse_wrapper
 from mezzo.optim.kinds import KINDS
 from mezzo.policy.policy import Policy
 from mezzo.policy.resolve import Resolved, resolve
@@ -158,6 +159,10 @@ def study(
     read, kept = keep.read(policy, overrides, given.models)
     resolved = resolve(read, hardware(given.device))
     half = resolved.dtype if read.level in _CONVERTS else None
+    if half is not None or clip_norm is not None:
+        # Else the optimizer's step is left alone.
+        for one in given.optimizers:
+            refuse_wrapper(one)
     master = _master(read, half, given)
     verdict = Verdict(read.level, half, _why_not(read, resolved), master)
     tensors = tuple(Planned(found, verdict.row(found)) for found in survey(given, kept))

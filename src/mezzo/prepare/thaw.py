@@ -1,4 +1,4 @@
-"""Parameters that nobody trained when they were decorated, and somebody trains later: they get a master with their first gradient."""
+"""Converted parameters that get a gradient in an optimizer later, because they were frozen or were not in it: they get a master with that gradient."""
 
 from __future__ import annotations
 
@@ -6,29 +6,25 @@ from contextlib import ExitStack
 
 import torch
 
-from mezzo.optim.masters import Masters
-from mezzo.prepare.given import Optimizer
+from mezzo._errors import UnsupportedError
+from mezzo.optim.bound import Bound
 from mezzo.prepare.weights import Weights
-from mezzo.scaling.gradients import parameters
 
 
-def watch(optimizer: Optimizer, masters: Masters, weights: Weights, undo: ExitStack) -> None:
-    """Look before each step whether a 16-bit parameter without a master has a gradient; the stack gets what ends the watch."""
-    groups, frozen = len(optimizer.param_groups), _frozen(optimizer, masters, weights)
+def watch(bound: Bound, weights: Weights, undo: ExitStack) -> None:
+    """Give masters to parameters that a bound optimizer meets without one; the stack gets what ends that."""
 
-    def before_step(*_: object) -> None:
-        nonlocal groups, frozen
-        if len(optimizer.param_groups) != groups:
-            groups, frozen = len(optimizer.param_groups), _frozen(optimizer, masters, weights)
-        # Mostly there are none, and a step costs nothing more.
-        if any(one.grad is not None for one in frozen):
-            for parameter in frozen:
-                if parameter.grad is not None:
-                    weights.hand_over(parameter, masters)
-            frozen = _frozen(optimizer, masters, weights)
+    def newcomers(found: list[torch.Tensor]) -> None:
+        for parameter in found:
+            if parameter not in weights and Weights.of(parameter) is not None:
+                raise UnsupportedError(
+                    f"{type(bound.optimizer).__name__} was given a parameter of shape {tuple(parameter.shape)} that another mezzo.decorate has made "
+                    f"{parameter.dtype}, and whose master it does not know. Decorate both models with both optimizers in one call: "
+                    "decorate([model, other], [optimizer, other_optimizer])."
+                )
+        for parameter in found:
+            if parameter in weights:
+                weights.hand_over(parameter, bound.masters)
 
-    undo.callback(optimizer.register_step_pre_hook(before_step).remove)
-
-
-def _frozen(optimizer: Optimizer, masters: Masters, weights: Weights) -> list[torch.Tensor]:
-    return [one for one in parameters(optimizer) if one in weights and one not in masters]
+    bound.newcomers = newcomers
+    undo.callback(setattr, bound, "newcomers", None)

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from typing import ClassVar
 from typing import cast as typed
+from weakref import WeakSet
 
 import torch
 
 from mezzo._casting import cast
+from mezzo._dtypes import dtype_name
+from mezzo._errors import UnsupportedError
 from mezzo.optim.masters import Masters, Parameter
 
 
@@ -16,13 +20,23 @@ from mezzo.optim.masters import Masters, Parameter
 class _Before:
     masters: Masters
     grad_dtype: torch.dtype | None
+    converted: tuple[torch.dtype, torch.device, torch.Size]
+    """What the tensor was made."""
 
 
 class Weights:
     """Every converted tensor, by itself."""
 
+    _all: ClassVar[WeakSet[Weights]] = WeakSet()
+
     def __init__(self) -> None:
         self._before: dict[torch.Tensor, _Before] = {}
+        self._all.add(self)
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> Weights | None:
+        """The converted tensors that a tensor is among, whichever models they are of."""
+        return next((weights for weights in cls._all if tensor in weights), None)
 
     def __contains__(self, tensor: torch.Tensor) -> bool:
         return tensor in self._before
@@ -50,12 +64,27 @@ class Weights:
         parameter.grad = None
         masters.adopt(parameter, half)
         _take_gradient(parameter, gradient, grad_dtype)
-        self._before[tensor] = _Before(masters, pinned)
+        self._before[tensor] = _Before(masters, pinned, _looks(tensor))
 
     def hand_over(self, tensor: torch.Tensor, masters: Masters) -> None:
-        """Let other masters keep the exact value from now on, starting from the 16-bit one."""
-        self._before[tensor] = replace(self._before[tensor], masters=masters)
-        masters.adopt(typed("Parameter", tensor), tensor.dtype)
+        """Let other masters keep the exact value from now on."""
+        before, parameter, data, gradient, pinned = self._before[tensor], typed("Parameter", tensor), tensor.data, tensor.grad, tensor.grad_dtype
+        self._before[tensor] = replace(before, masters=masters)
+        parameter.grad = None
+        before.masters.release(parameter)
+        masters.adopt(parameter, data.dtype)
+        # Its memory stays: a captured graph may read it there.
+        _put_back(parameter, data.copy_(parameter.data), gradient, pinned)
+
+    def refuse_changed(self) -> None:
+        """Refuse to go on where a tensor was cast, moved or reshaped since: its master does not fit it."""
+        for tensor, before in self._before.items():
+            if _looks(tensor) != before.converted:
+                dtype, device, _ = before.converted
+                raise UnsupportedError(
+                    f"decorate made a tensor {_words(before.converted)}, and now it is {_words(_looks(tensor))}, which its master does not fit. Nothing was "
+                    f"changed. First make it what it was: parameter.data = parameter.data.to({str(device)!r}, {dtype})."
+                )
 
     def release(self) -> None:
         """Make every tensor float32 again, with its current exact value."""
@@ -65,6 +94,15 @@ class Weights:
             before.masters.release(parameter)
             _take_gradient(parameter, gradient, before.grad_dtype)
         self._before.clear()
+
+
+def _looks(tensor: torch.Tensor) -> tuple[torch.dtype, torch.device, torch.Size]:
+    return tensor.dtype, tensor.device, tensor.shape
+
+
+def _words(looks: tuple[torch.dtype, torch.device, torch.Size]) -> str:
+    dtype, device, shape = looks
+    return f"{dtype_name(dtype)} of shape {tuple(shape)} on {device}"
 
 
 def _take_gradient(parameter: Parameter, gradient: torch.Tensor | None, grad_dtype: torch.dtype | None) -> None:

@@ -27,19 +27,23 @@ def to_dict(states: list[ScaleState], rule: ScaleRule) -> dict[str, Any]:
 
 
 def from_dict(entries: Mapping[str, Any], rule: ScaleRule, losses: int) -> tuple[list[ScaleState], ScaleRule]:
-    """Read what `to_dict` or torch's scaler wrote, whole or not at all."""
+    """Read what `to_dict` or torch's scaler wrote, whole or not at all.
+
+    torch's five entries are public, and win over mezzo's own where they differ: somebody has edited them. The scale and the growth tracker are those of the
+    first loss.
+    """
     if not entries:
         raise ScalerError("The state is empty: it was saved from a scaler that was not enabled. Leave it out, or save it from an enabled one.")
     missing = [name for name in _TORCH if name not in entries]
     if missing:
         raise ScalerError(f"This is not the state of a scaler: {', '.join(missing)} missing. Pass what scaler.state_dict() returned.")
-    read = replace(rule, growth_factor=entries["growth_factor"], backoff_factor=entries["backoff_factor"], growth_interval=entries["growth_interval"])
-    if _RULE in entries:
-        read = ScaleRule(**_known(ScaleRule, entries[_RULE]))
-    saved = entries.get(_STATES) or [{"scale": entries["scale"], "good_in_a_row": int(entries["_growth_tracker"])}] * losses
+    own = ScaleRule(**_known(ScaleRule, entries[_RULE])) if _RULE in entries else rule
+    read = replace(own, growth_factor=entries["growth_factor"], backoff_factor=entries["backoff_factor"], growth_interval=entries["growth_interval"])
+    public = {"scale": entries["scale"], "good_in_a_row": int(entries["_growth_tracker"])}
+    saved = entries.get(_STATES) or [public] * losses
     if len(saved) != losses:
         raise ScalerError(f"The state has {len(saved)} losses, this scaler {losses}. Make it with GradScaler(losses={len(saved)}).")
-    return [_state(state, read) for state in saved], read
+    return [_state(state, read) for state in ({**saved[0], **public}, *saved[1:])], read
 
 
 def _state(entries: Mapping[str, Any], rule: ScaleRule) -> ScaleState:

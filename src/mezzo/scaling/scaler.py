@@ -26,6 +26,7 @@ from mezzo.scaling.state import LARGEST, ScaleRule, ScaleState
 from mezzo.scaling.torch_names import TorchNames
 from mezzo.scaling.watch import Watcher
 from mezzo.scaling.words import OnCollapse, Skip, Stage
+from mezzo.scaling.wrapped import bindings_of, inner_optimizers
 
 Optimizer = torch.optim.Optimizer
 
@@ -310,8 +311,9 @@ class GradScaler(TorchNames):
         """Check the gradients of an optimizer, and multiply them by a factor if there is one."""
         flags = record.flags(index)
         bound = binding_of(optimizer)
-        if bound is not None and factor is not None:
-            bound.widen_gradients()
+        if factor is not None:
+            for one in bindings_of(optimizer):
+                one.widen_gradients()
         if factor is not None and isinstance(self._scales.of(index), HostScale):
             bad = self._checker.check(optimizer, factor, flags)
             record.told.append(bad)
@@ -362,10 +364,15 @@ class GradScaler(TorchNames):
             )
 
     def _can_mask(self, optimizer: Optimizer) -> bool:
-        if masked.can_undo(optimizer):
+        wraps = inner_optimizers(optimizer)
+        if not wraps and masked.can_undo(optimizer):
             return True
         if _events.listening():
-            reason = "the state that its first step makes does not start at zero, so that step cannot be undone on the device"
+            reason = (
+                f"it steps another optimizer ({', '.join(wraps)}), whose state cannot be undone on the device"
+                if wraps
+                else "the state that its first step makes does not start at zero, so that step cannot be undone on the device"
+            )
             _events.emit(_events.StepDecidedOnHost(type(optimizer).__name__, reason))
         return False
 

@@ -19,6 +19,7 @@ from mezzo.scaling import copies
 from mezzo.scaling.binding import binding_of
 from mezzo.scaling.lookahead import check
 from mezzo.scaling.reading import catch_up, groups_of, is_kept_up, let_go
+from mezzo.scaling.wrapped import inner_optimizers
 
 if TYPE_CHECKING:
     from mezzo.scaling.schedule import DeviceSchedule
@@ -39,8 +40,11 @@ def skips_by_itself(optimizer: Optimizer) -> bool:
     """Whether an optimizer takes part in torch's protocol. On a CPU there is nothing to wait for, and torch's fused steps are faster without it."""
     if not getattr(optimizer, "_step_supports_amp_scaling", False):
         return False
-    if binding_of(optimizer) is not None or not type(optimizer).__module__.startswith("torch.optim"):
+    if binding_of(optimizer) is not None:
         return True
+    if not type(optimizer).__module__.startswith("torch.optim."):
+        # A wrapper shows the attributes of the optimizer that it wraps, which would not be given the scale and the flag.
+        return not inner_optimizers(optimizer)
     first = next((parameter for group in groups_of(optimizer) for parameter in group["params"]), None)
     return first is None or copies.waits(first.device)
 
