@@ -15,7 +15,7 @@ from mezzo._casting import map_tensors
 from mezzo._errors import CheckpointError
 from mezzo._files import atomic_writer
 from mezzo.optim.kinds import KINDS
-from mezzo.optim.saved import MASTERS
+from mezzo.optim.saved import without_masters
 from mezzo.prepare import fitting, rng
 from mezzo.prepare.decoration import decoration_of
 from mezzo.prepare.given import Models, Optimizer, Optimizers, flat, models_of, optimizers_of
@@ -112,7 +112,7 @@ def _optimizer_state(optimizer: Optimizer, models: tuple[nn.Module, ...]) -> dic
     state, decoration = optimizer.state_dict(), decoration_of(optimizer)
     if decoration is not None and KINDS[decoration.plan.master].exact and all(one in models for one in decoration.models):
         # The exact weights are in the model's state: not twice.
-        state.pop(MASTERS, None)
+        return without_masters(state)
     return state
 
 
