@@ -35,6 +35,11 @@ def test_the_fused_step_agrees_with_the_optimizers_own(name: str, kind: str, hal
     step_cases.check_against_the_optimizers_own_step(name, kind, half, "cuda", fresh_seed() % 2**31)
 
 
+@pytest.mark.parametrize(("name", "kind", "half"), [case for case in CASES if case[1] in ("split", "kahan")])
+def test_a_write_through_data_to_a_whole_parameter_drops_what_belonged_to_the_old_value(name: str, kind: str, half: torch.dtype) -> None:
+    step_cases.check_a_write_through_data(name, kind, half, "cuda", fresh_seed() % 2**31)
+
+
 def test_drawn_roundings_are_those_of_the_cpu() -> None:
     shown = []
     for device in ("cuda", "cpu"):

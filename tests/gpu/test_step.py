@@ -137,6 +137,22 @@ def test_skips_leave_no_trace_and_are_told() -> None:
     assert step.scaler.state().good == 9
 
 
+@pytest.mark.parametrize("kind", ["float32", "split", "kahan"])
+def test_a_weight_that_is_filled_through_data_takes_the_next_captured_step_from_there(kind: str) -> None:
+    model = nn.Linear(64, 64, bias=False, device="cuda")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.001)
+    step = mezzo.TrainStep(model, lambda output, _: output.float().mean(), optimizer, "O2", dtype="bfloat16", master=kind)
+    x, y = torch.ones(8, 64, device="cuda"), torch.zeros(8, device="cuda")
+    for _ in range(8):
+        step(x, y)
+    assert step.captured
+    model.weight.data.fill_(2.0)
+    step(x, y)
+    value = mezzo.undecorate(model).weight
+    # The gradient is one over the 64 outputs.
+    torch.testing.assert_close(value, torch.full_like(value, 2.0 - 0.001 / 64), rtol=2.0**-23 if kind != "kahan" else 2.0**-15, atol=0.0)
+
+
 def test_batch_norm_statistics_advance_and_dropout_draws_anew() -> None:
     made = Made("cnn", device="cuda")
     _, step = in_steps(made, batches("cnn", 8, device="cuda"), "O1", "bfloat16")

@@ -64,6 +64,27 @@ def test_a_write_past_the_version_counter_is_followed_where_it_covers_a_block() 
     assert (followed == averaged.float()).float().mean() > 0.95
 
 
+@pytest.mark.parametrize(("kind", "name"), [("split", "AdamW"), ("kahan", "AdamW"), ("split", "LAMB")])
+def test_a_write_through_data_to_a_whole_parameter_drops_what_belonged_to_the_old_value(kind: str, name: str) -> None:
+    step_cases.check_a_write_through_data(name, kind, torch.bfloat16, "cpu", fresh_seed() % 2**31)
+
+
+def test_zeroed_elements_are_zero_though_their_remainder_is_not() -> None:
+    trained = small("split")
+    trained.gradients()
+    trained.step()
+    masked = next(parameter for parameter in trained.masters if parameter.numel() > step_cases.CHUNK)
+    mask = torch.rand(masked.shape) < 0.5
+    before = trained.masters.read(masked)
+    masked.data.mul_(mask)
+    for group in trained.optimizer.param_groups:
+        group["lr"] = 0.0
+    trained.step()
+    after = trained.masters.read(masked)
+    assert torch.equal(after[mask], before[mask])
+    assert (after[~mask].abs() < 2.0**-130).all()
+
+
 @pytest.mark.parametrize("kind", ["float32", "split", "kahan"])
 def test_a_write_that_torch_counts_is_followed_element_by_element(kind: str) -> None:
     trained = small(kind)

@@ -240,17 +240,15 @@ def test_what_is_noted_is_not_taken_for_a_strangers_writing(master: str):
     "write", [lambda parameter, new: parameter.data.copy_(new), lambda parameter, new: setattr(parameter, "data", new)], ids=["written", "set"]
 )
 @pytest.mark.parametrize("master", EVERY)
-def test_data_that_is_written_behind_autograds_back_counts_to_within_its_rounding(master: str, write: Callable[[nn.Parameter, torch.Tensor], object]):
-    """`.data` moves no version. A float32 master compares values; the others keep a neighbour that is at most half a step of what was there."""
+def test_data_that_is_written_behind_autograds_back_counts(master: str, write: Callable[[nn.Parameter, torch.Tensor], object]):
+    """`.data` moves no version. A float32 master compares values, so that one which rounds to what was written stays; the others compare a sample."""
     value = torch.rand(1000, generator=torch.Generator().manual_seed(seed := fresh_seed())) + 1.0
     masters, parameter = adopted(master, value)
     new = (torch.rand(1000) + 1.0).to(HALF)
     write(parameter, new)
     read = masters.read(parameter)
-    if master in {"float32", "stochastic", "none"}:
-        changed = new != value.to(HALF)
-        assert torch.equal(read[changed], new.float()[changed]), seed
-    assert bool(((read - new.float()).abs() <= new.float() * 2.0**-8).all()), seed
+    changed = new != value.to(HALF) if master == "float32" else torch.ones(1000, dtype=torch.bool)
+    assert torch.equal(read[changed], new.float()[changed]), seed
 
 
 # -- loading -------------------------------------------------------------------------------------------------------------------------------------
@@ -263,7 +261,7 @@ def test_a_saved_pair_is_loaded_in_either_order(master: str, order: tuple[str, s
     masters, parameter = adopted(master, weight())
     for part in order:
         if part == "beside":
-            masters.load(parameter, source.beside(saved).clone())
+            masters.load(parameter, source.companion(saved))
         else:
             _load(parameter, saved.detach().clone())
     assert same_bits(masters.read(parameter), source.read(saved))
@@ -277,7 +275,7 @@ FAR = 64.0
 def test_after_loading_others_are_followed_again(master: str):
     source, saved = adopted(master, weight())
     masters, parameter = adopted(master, weight())
-    masters.load(parameter, source.beside(saved).clone())
+    masters.load(parameter, source.companion(saved))
     _load(parameter, saved.detach().clone())
     masters.read(parameter)
     with torch.no_grad():
@@ -288,7 +286,7 @@ def test_after_loading_others_are_followed_again(master: str):
 @pytest.mark.parametrize("master", BESIDE)
 def test_after_a_write_others_are_followed_again_though_only_a_neighbour_was_loaded(master: str):
     masters, parameter = adopted(master, weight())
-    masters.load(parameter, masters.beside(parameter).clone())
+    masters.load(parameter, masters.companion(parameter))
     masters.write(parameter, weight())
     with torch.no_grad():
         parameter.fill_(FAR)
@@ -299,13 +297,14 @@ def test_after_a_write_others_are_followed_again_though_only_a_neighbour_was_loa
 def test_a_neighbour_is_loaded_into_the_memory_it_has(master: str):
     masters, parameter = adopted(master, weight())
     address = masters.beside(parameter).data_ptr()
-    masters.load(parameter, masters.beside(parameter).clone())
+    masters.load(parameter, masters.companion(parameter))
     assert masters.beside(parameter).data_ptr() == address
 
 
 def test_without_a_neighbour_there_is_nothing_to_load():
     masters, parameter = adopted("none", weight())
-    masters.load(parameter, torch.zeros(2, 3, 4, 5))
+    source, saved = adopted("float32", weight())
+    masters.load(parameter, source.companion(saved))
     assert masters.beside(parameter) is None
 
 

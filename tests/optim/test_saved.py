@@ -10,8 +10,10 @@ from support.states import assert_equal
 from torch import nn
 
 import mezzo
+from mezzo.optim.companion import KEYS, MASTER, has_companion, without_companion
 from mezzo.optim.saved import MASTERS
 
+_OURS = KEYS | {"draws"}
 KINDS = ("float32", "split", "kahan", "stochastic", "none")
 OPTIMIZERS = {
     "SGD": lambda parameters: torch.optim.SGD(parameters, lr=0.05),
@@ -124,19 +126,23 @@ def test_a_run_that_was_saved_before_its_first_step_starts_to_the_bit(kind, mode
 
 @pytest.mark.parametrize(("kind", "dtype"), [("float32", torch.float32), ("split", torch.int16), ("kahan", torch.bfloat16)])
 def test_what_lies_beside_each_parameter_is_saved_by_its_number(kind, dtype):
-    _, optimizer = made(master=kind)
-    held = optimizer.state_dict()[MASTERS]
-    assert held["kind"] == kind
-    # Of two linear layers; the norm between them is float32 itself.
-    assert list(held["beside"]) == [0, 1, 4, 5]
-    assert {value.dtype for value in held["beside"].values()} == {dtype}
+    model, optimizer = made(master=kind)
+    waiting = optimizer.state_dict()[MASTERS]
+    train(model, optimizer, 1)
+    state = optimizer.state_dict()
+    begun = {number: held for number, held in state["state"].items() if has_companion(held)}
+    for companions in (waiting, begun):
+        # Of two linear layers; the norm between them is float32 itself.
+        assert list(companions) == [0, 1, 4, 5]
+        assert {held[MASTER].dtype for held in companions.values()} == {dtype}
+    assert MASTERS not in state
 
 
 def test_a_parameter_that_others_wrote_is_saved_as_it_is():
     model, optimizer = made(master="split")
     with torch.no_grad():
         model[0].weight.fill_(0.5)
-    assert not optimizer.state_dict()[MASTERS]["beside"][0].any()
+    assert not optimizer.state_dict()[MASTERS][0][MASTER].any()
 
 
 def test_float32_state_survives_beside_16_bit_parameters():
@@ -155,7 +161,8 @@ def test_what_is_loaded_does_not_alias_the_state_that_came():
     kept = copy.deepcopy(came)
     optimizer.load_state_dict(came)
     train(model, optimizer, 2)
-    assert_equal([came["state"][0]["exp_avg"], came[MASTERS]], [kept["state"][0]["exp_avg"], kept[MASTERS]])
+    for name in ("exp_avg", MASTER):
+        assert_equal(came["state"][0][name], kept["state"][0][name])
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -164,9 +171,13 @@ def test_a_plain_state_is_taken_exactly_and_masters_stay(kind, optimizer):
     model, stepped = plain(optimizer)
     train(model, stepped, 3)
     decorated, other = made(optimizer, seed=2, master=kind)
-    before = copy.deepcopy(other.state_dict()[MASTERS])
+    before = copy.deepcopy(other.state_dict().get(MASTERS, {}))
     other.load_state_dict(copy.deepcopy(stepped.state_dict()))
-    assert_equal({**stepped.state_dict(), MASTERS: before}, other.state_dict())
+    after = other.state_dict()
+    own = {number: {name: value for name, value in held.items() if name not in _OURS} for number, held in after["state"].items()}
+    assert_equal(stepped.state_dict(), {"state": own, "param_groups": after["param_groups"]})
+    kept = after.get(MASTERS) or {number: {name: held[name] for name in KEYS & held.keys()} for number, held in after["state"].items() if number in before}
+    assert_equal(before, kept)
     train(decorated, other, 2)
 
 
@@ -195,10 +206,10 @@ def test_float32_masters_can_be_kept_in_another_way_from_then_on(kind):
     torch.testing.assert_close(other_model[0].weight, model[0].weight, rtol=tolerance, atol=0)
 
 
-def test_masters_of_another_kind_that_cannot_be_taken_are_said():
+def test_masters_that_cannot_be_taken_are_said():
     _, optimizer = made(master="split")
-    _, other = made(master="float32")
-    with pytest.warns(UserWarning, match="saved with master='split', this optimizer keeps master='float32'") as caught:
+    _, other = made(master="float32", dtype="float16")
+    with pytest.warns(UserWarning, match="another kind or dtype, which cannot be turned into master='float32' here") as caught:
         other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
     assert caught[0].filename == __file__
 
@@ -208,12 +219,15 @@ def test_a_state_of_another_model_is_refused_before_anything_changes():
     train(model, optimizer, 1)
     before = copy.deepcopy(optimizer.state_dict())
     wrong = copy.deepcopy(before)
-    wrong[MASTERS]["beside"][0] = torch.zeros(2, 2, dtype=torch.int16)
+    wrong["state"][0][MASTER] = torch.zeros(2, 2, dtype=torch.int16)
     with pytest.raises(mezzo.PolicyError, match=r"shape \(2, 2\) where this optimizer has one of shape \(8, 6\)"):
         optimizer.load_state_dict(wrong)
-    wrong[MASTERS] = {"kind": "halved", "beside": {}}
-    with pytest.raises(mezzo.PolicyError, match="halved"):
+    wrong = copy.deepcopy(before)
+    wrong["state"][0]["mezzo_split_sample"] = torch.zeros(3)
+    with pytest.raises(mezzo.PolicyError, match=r"shape \(3,\)"):
         optimizer.load_state_dict(wrong)
+    with pytest.raises(mezzo.CheckpointError, match="older mezzo"):
+        optimizer.load_state_dict({**before, MASTERS: {"kind": "split", "beside": {}}})
     assert_equal(optimizer.state_dict(), before)
 
 
@@ -230,5 +244,6 @@ def test_nested_state_is_put_back_where_torch_rounded_it():
     with ExitStack() as undo:
         install(optimizer, masters, undo)
         optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-        assert_equal(dict(optimizer.state[weight]), {"deep": {"list": [third, (third, 3)]}, "step": torch.tensor(3.0)})
-    assert MASTERS not in optimizer.state_dict()
+        assert_equal(without_companion(optimizer.state[weight]), {"deep": {"list": [third, (third, 3)]}, "step": torch.tensor(3.0)})
+        assert has_companion(optimizer.state[weight])
+    assert not has_companion(optimizer.state[weight])

@@ -119,6 +119,11 @@ def test_exact_weights_are_in_the_file_once(path):
     assert MASTERS not in content["optimizer"][0]
     mezzo.save_checkpoint(path, optimizer=run.optimizer)
     assert MASTERS in torch.load(path, weights_only=True)["optimizer"][0]
+    run.train(1)
+    mezzo.save_checkpoint(path, run.model, run.optimizer)
+    assert not any("mezzo_master" in held for held in torch.load(path, weights_only=True)["optimizer"][0]["state"].values())
+    mezzo.save_checkpoint(path, optimizer=run.optimizer)
+    assert any("mezzo_master" in held for held in torch.load(path, weights_only=True)["optimizer"][0]["state"].values())
 
 
 def test_tied_weights_are_in_the_file_once(path):

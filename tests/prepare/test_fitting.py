@@ -31,6 +31,6 @@ def test_the_same_model_in_another_dtype_fits():
 def test_masters_of_other_shapes_are_refused():
     model = nn.Linear(2, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    state = {**optimizer.state_dict(), "mezzo_masters": {"kind": "split", "beside": {0: torch.zeros(3, 3, dtype=torch.int16)}}}
+    state = {**optimizer.state_dict(), "mezzo_masters": {0: {"mezzo_master": torch.zeros(3, 3)}}}
     with pytest.raises(mezzo.PolicyError, match=r"master of shape \(3, 3\)"):
         fitting.refuse_other_optimizer(optimizer, state)

@@ -130,6 +130,8 @@ class Bound:
         for place, (parameter, stand_in) in enumerate(stand_ins):
             if parameter in self.masters and stand_in.grad is not None:
                 self.masters.write(parameter, stand_in.detach(), self._draw(parameter, place))
+                # Only now: torch's optimizers take a state that is not empty for one that they have begun.
+                self.masters.show(parameter, self.optimizer.state)
 
     def check(self, scale: torch.Tensor, flags: Flags, culprit: Flagged) -> bool:  # noqa: ARG002
         """Nothing to add to the scaler's own check."""
@@ -155,8 +157,9 @@ class Bound:
         if self.masters.kind.master is not Master.STOCHASTIC:
             return None
         state = self.optimizer.state[parameter]
-        state["draws"] = state.get("draws", 0) + 1
-        return Draw(self.masters.seed, place, state["draws"])
+        # A float32 tensor, as torch's own step counts: what else is in a state, torch.distributed.checkpoint does not gather.
+        state["draws"] = torch.as_tensor(state.get("draws", 0), dtype=torch.float32) + 1
+        return Draw(self.masters.seed, place, state["draws"].long())
 
     def _factor(self, scale: torch.Tensor | None) -> torch.Tensor | None:
         # Rounded once from float64, as the scaler's own inverse.

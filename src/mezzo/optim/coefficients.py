@@ -60,16 +60,33 @@ def _adam(coefficients, count, lane, mask, lr, decay, first_beta, second_beta, e
     _put(coefficients, 9, count, lane, mask, lr)
 
 
+@triton.jit
+def _compare_sample(coefficients, addresses, tensor, count, samples: tl.constexpr):
+    """Write 1 if a parameter still has the values of its sample, else 0: `samples.belongs`."""
+    parameter = tl.load(addresses + tensor).to(tl.pointer_type(tl.int16))
+    left = tl.load(addresses + 5 * count + tensor)
+    sample = tl.load(addresses + 7 * count + tensor).to(tl.pointer_type(tl.int16))
+    lane = tl.arange(0, samples)
+    # 64 bits: a parameter may have more than 2^31 elements.
+    at = lane.to(tl.int64) << tl.load(addresses + 8 * count + tensor)
+    now = tl.load(parameter + at, mask=at < left, other=0)
+    there = (now & 0x7FFF) != 0
+    changed = tl.sum((there & (now != tl.load(sample + lane, mask=at < left, other=0))).to(tl.int32), axis=0)
+    own = (changed == 0) | (2 * changed < tl.sum(there.to(tl.int32), axis=0))
+    tl.store(coefficients + 11 * count + tensor, own.to(tl.float32))
+
+
 # Not specialized: a launch through the compiled kernel then fits any addresses and counts.
-@triton.jit(do_not_specialize=["coefficients", "counters", "places", "hyper", "scale", "found", "squares", "count", "groups", "counters_count"])
+@triton.jit(do_not_specialize=["coefficients", "counters", "places", "hyper", "scale", "found", "squares", "addresses", "count", "groups", "counters_count"])
 def prepare_kernel(
-    coefficients,  # float32 [11, count]: written
+    coefficients,  # float32 [12, count]: written
     counters,  # float32 [2, counters_count]: steps and draws of every parameter; those of this launch go up unless the step is skipped
     places,  # int32 [2, count]: place among the counters, group
     hyper,  # float64 [8, groups]: learning rate, sign, weight decay, four of the algorithm's own, largest norm
     scale,  # float32: gradients are so many times too large
     found,  # float32: 0, or the step is skipped
     squares,  # float64: the sum of squares of the unscaled gradients
+    addresses,  # int64 [9, count], as for the update
     count,
     groups,
     counters_count,
@@ -77,10 +94,28 @@ def prepare_kernel(
     scaled: tl.constexpr,
     skippable: tl.constexpr,
     clipped: tl.constexpr,
+    sampled: tl.constexpr,
     block: tl.constexpr,
+    samples: tl.constexpr,
 ):
-    """Compute the column of coefficients of each parameter, in float64: in float32 Adam's corrections would be off by 7e-5."""
-    lane = tl.program_id(0) * block + tl.arange(0, block)
+    """Compute the column of coefficients of each parameter; programs beyond those compare the sample of one parameter each."""
+    program, columns = tl.program_id(0), (count + block - 1) // block
+    if program < columns:
+        _prepare(
+            coefficients, counters, places, hyper, scale, found, squares, count, groups, counters_count, program,
+            algorithm, scaled, skippable, clipped, block,
+        )  # fmt: skip
+    elif sampled:
+        _compare_sample(coefficients, addresses, program - columns, count, samples)
+
+
+@triton.jit
+def _prepare(
+    coefficients, counters, places, hyper, scale, found, squares, count, groups, counters_count, program,
+    algorithm: tl.constexpr, scaled: tl.constexpr, skippable: tl.constexpr, clipped: tl.constexpr, block: tl.constexpr,
+):  # fmt: skip
+    """The coefficients of a block of parameters, in float64: in float32 Adam's corrections would be off by 7e-5."""
+    lane = program * block + tl.arange(0, block)
     mask = lane < count
     place = tl.load(places + lane, mask=mask, other=0)
     group = tl.load(places + count + lane, mask=mask, other=0)

@@ -18,6 +18,7 @@ from mezzo.optim.algorithms import ALGORITHMS, kind_of
 from mezzo.optim.bound import Bound, Optimizer
 from mezzo.optim.masters import VERSION, Masters
 from mezzo.optim.prepared import Launch, Prepared, make_launches
+from mezzo.optim.samples import SAMPLES
 from mezzo.optim.slots import Slots
 from mezzo.scaling import copies, kernels
 from mezzo.scaling.culprit import Flagged
@@ -174,7 +175,9 @@ class FusedBound(Bound):
 
     def _follow(self, prepared: Prepared) -> None:
         """Somebody else wrote a parameter: its master follows."""
-        self.masters.refresh([parameter for parameter in prepared.parameters if parameter in self.masters])
+        for parameter in prepared.parameters:
+            if parameter in self.masters:
+                self.masters.settle(parameter)
         prepared.versions = list(map(VERSION, prepared.parameters))
 
     # -- looking ---------------------------------------------------------------------------------------------------------------------------------
@@ -217,12 +220,14 @@ class FusedBound(Bound):
         nothing = launch.coefficients
         flag = nothing if found is None else found
         code = getattr(own.coefficients, self._algorithm.code).value
+        sampled = self.masters.kind.sampled and launch.parameter_dtype is not torch.float32
         told = (hyper, nothing if scale is None else scale, flag, nothing if squares is None else squares)
         kernels.run_kernel(
             own.coefficients.prepare_kernel,
-            -(-count // _LANES),
-            (launch.coefficients, counters, launch.places, *told, count, hyper.shape[1], counters.shape[1]),
-            (code, scale is not None, found is not None, squares is not None, _LANES),
+            # A program for the sample of each parameter follows.
+            -(-count // _LANES) + (count if sampled else 0),
+            (launch.coefficients, counters, launch.places, *told, launch.addresses, count, hyper.shape[1], counters.shape[1]),
+            (code, scale is not None, found is not None, squares is not None, sampled, _LANES, SAMPLES),
             device,
         )
         programs = launch.chunks.shape[1]

@@ -39,8 +39,8 @@ class Kind(Protocol):
         """Its name."""
 
     @property
-    def saved_as(self) -> str | None:
-        """What lies beside a parameter is called so in an optimizer's state; None where nothing does."""
+    def sampled(self) -> bool:
+        """Whether the companion tensor does not tell which parameter value it belongs to, so that a sample of the parameter is kept with it."""
 
     @property
     def exact(self) -> bool:
@@ -59,7 +59,7 @@ class Kind(Protocol):
 class Float32:
     """A float32 copy. Where the parameter is not what the copy rounds to, somebody else wrote it, and the parameter holds."""
 
-    master, saved_as, exact = Master.FLOAT32, "master", True
+    master, sampled, exact = Master.FLOAT32, False, True
 
     def beside_dtype(self, half: torch.dtype) -> torch.dtype | None:  # noqa: ARG002
         """Float32."""
@@ -83,7 +83,7 @@ class Split:
     Half-way cases round away from zero. Truncation would bias every weight towards zero, and ties to even leave no room for the remainder in 16 bits.
     """
 
-    master, saved_as, exact = Master.SPLIT, "remainder", True
+    master, sampled, exact = Master.SPLIT, True, True
 
     def beside_dtype(self, half: torch.dtype) -> torch.dtype | None:  # noqa: ARG002
         """int16."""
@@ -102,14 +102,16 @@ class Split:
         """The bits added up."""
         if beside is None:
             return _own(parameter)
-        upper = parameter.view(torch.int16).to(torch.int32) << 16
-        return (upper + beside.to(torch.int32)).view(torch.float32)
+        upper, remainder = parameter.view(torch.int16).to(torch.int32), beside.to(torch.int32)
+        # Zero has no negative remainder: this one is of another value, which was overwritten (`p.data.mul_(mask)`), and zero minus it would be NaN.
+        remainder = torch.where((upper & 0x7FFF) == 0, remainder.clamp(min=0), remainder)
+        return ((upper << 16) + remainder).view(torch.float32)
 
 
 class Kahan:
     """A 16-bit parameter and a 16-bit compensation of what rounding lost: nearly exact."""
 
-    master, saved_as, exact = Master.KAHAN, "compensation", False
+    master, sampled, exact = Master.KAHAN, True, False
 
     def beside_dtype(self, half: torch.dtype) -> torch.dtype | None:
         """As the parameter's."""
@@ -134,7 +136,7 @@ class Kahan:
 class Stochastic:
     """Nothing beside the parameter: an update rounds up or down at random, so that it is right on average."""
 
-    master, saved_as, exact = Master.STOCHASTIC, None, False
+    master, sampled, exact = Master.STOCHASTIC, False, False
 
     def beside_dtype(self, half: torch.dtype) -> torch.dtype | None:  # noqa: ARG002
         """Nothing."""
@@ -152,7 +154,7 @@ class Stochastic:
 class NoMaster:
     """Nothing beside the parameter: what rounds away is lost."""
 
-    master, saved_as, exact = Master.NONE, None, False
+    master, sampled, exact = Master.NONE, False, False
 
     def beside_dtype(self, half: torch.dtype) -> torch.dtype | None:  # noqa: ARG002
         """Nothing."""

@@ -24,7 +24,7 @@ def _moments(
     kind: tl.constexpr, bfloat16: tl.constexpr, gradient_dtype: tl.constexpr, whole: tl.constexpr,
 ):  # fmt: skip
     """Update the moments; give the weights and the direction."""
-    value = _read_weight(parameter, beside, start, left, within, mask, kind, bfloat16, whole)
+    value = _read_weight(parameter, beside, column[11], start, left, within, mask, kind, bfloat16, whole)
     gradient = _load(gradients, start, within, mask, gradient_dtype, whole).to(tl.float32) * column[0]
     mean = _load(first, start, within, mask, tl.float32, whole)
     square = _load(second, start, within, mask, tl.float32, whole)
@@ -37,15 +37,16 @@ def _moments(
 
 @triton.jit
 def _apply(
-    parameter, beside, first, second, start, left, within, mask, column, seed, place, kind: tl.constexpr, bfloat16: tl.constexpr, whole: tl.constexpr,
+    parameter, beside, first, second, sample, spacing, start, left, within, mask, column, seed, place,
+    kind: tl.constexpr, bfloat16: tl.constexpr, whole: tl.constexpr,
 ):  # fmt: skip
-    value = _read_weight(parameter, beside, start, left, within, mask, kind, bfloat16, whole)
+    value = _read_weight(parameter, beside, column[11], start, left, within, mask, kind, bfloat16, whole)
     mean = _load(first, start, within, mask, tl.float32, whole)
     square = _load(second, start, within, mask, tl.float32, whole)
     # The trust ratio took the place of a coefficient that LAMB does not use.
     value -= column[9] * column[1] * _direction(value, mean, square, column)
     word = _word(column[10], seed, place, start, within) if kind == STOCHASTIC else 0
-    _write_weight(parameter, beside, start, within, mask, value, word, kind, bfloat16, whole)
+    _write_weight(parameter, beside, sample, spacing, start, within, mask, value, word, kind, bfloat16, whole)
 
 
 @triton.jit(do_not_specialize=["addresses", "gradients", "chunks", "coefficients", "places", "found", "partials", "seed", "count"])
@@ -62,6 +63,7 @@ def lamb_kernel(
     parameter, beside = tl.load(addresses + tensor), tl.load(addresses + count + tensor)
     first, second = tl.load(addresses + 2 * count + tensor), tl.load(addresses + 3 * count + tensor)
     left = tl.load(addresses + 5 * count + tensor) - start
+    sample, spacing = tl.load(addresses + 7 * count + tensor), tl.load(addresses + 8 * count + tensor)
     gradient, place = tl.load(gradients + tensor), tl.load(places + tensor)
     within = tl.arange(0, chunk)
     mask = within < left
@@ -71,9 +73,9 @@ def lamb_kernel(
     if good:
         if apply:
             if whole:
-                _apply(parameter, beside, first, second, start, left, within, mask, column, seed, place, kind, bfloat16, True)
+                _apply(parameter, beside, first, second, sample, spacing, start, left, within, mask, column, seed, place, kind, bfloat16, True)
             else:
-                _apply(parameter, beside, first, second, start, left, within, mask, column, seed, place, kind, bfloat16, False)
+                _apply(parameter, beside, first, second, sample, spacing, start, left, within, mask, column, seed, place, kind, bfloat16, False)
         else:
             if whole:
                 value, direction = _moments(

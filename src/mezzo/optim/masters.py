@@ -4,21 +4,28 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from operator import attrgetter
+from typing import Any
 
 import torch
 
+from mezzo.optim.companion import Companion
 from mezzo.optim.kinds import KINDS, Draw, Kind, values_of
+from mezzo.optim.samples import sampled, unchanged
 from mezzo.policy.rule import Master
 
 Parameter = torch.nn.Parameter
 
 VERSION = attrgetter("_version")
 
+_UNKNOWN = -1
+"""The version of no tensor."""
+
 
 class Masters:
     """What lies beside each 16-bit parameter, and the float32 value that both make up.
 
     A parameter may be written by others (`clamp_`, `load_state_dict`, a copy of averaged weights): its value then counts, not what lay beside the old one.
+    Split and Kahan masters see a write by the parameter's version, or by its sample where a write through `.data` covers most of the parameter.
 
     >>> weight = torch.nn.Parameter(torch.tensor([1.0, 1.0 + 2.0**-20]))
     >>> masters = Masters("split")
@@ -32,83 +39,89 @@ class Masters:
         self.seed = seed
         self.generation = 0
         """Counts what replaced a tensor that lies beside a parameter: tables of addresses are good for one generation."""
-        self._beside: dict[torch.Tensor, torch.Tensor | None] = {}
+        self._companions: dict[torch.Tensor, Companion | None] = {}
         # By `id`: to hash a tensor is a call into Python, which for 150 parameters takes 100 µs a step.
         self._seen: dict[int, int] = {}
         """Parameter → the version at which what lies beside it was its."""
-        self._trusted: set[int] = set()
-        """Parameters whose neighbour was just loaded: the parameter itself may be loaded before it or after it."""
+        self._loaded: set[int] = set()
+        """Parameters whose companion was loaded and not used yet: the parameter may be loaded before it or after it, and the sample decides."""
+        self._pending: dict[torch.Tensor, Companion] = {}
+        """Companions of another kind that were loaded: they are turned into this kind at the next step, when the parameter is loaded too."""
 
     def __contains__(self, parameter: torch.Tensor) -> bool:
-        return parameter in self._beside
+        return parameter in self._companions
 
     def __iter__(self) -> Iterator[torch.Tensor]:
-        return iter(self._beside)
+        return iter(self._companions)
 
     def adopt(self, parameter: Parameter, half: torch.dtype) -> None:
         """Make a float32 parameter 16-bit, the same object, and keep its exact value."""
         value = parameter.detach()
         rounded, beside = self.kind.part(value.float(), half)
         parameter.data = _laid_out_as(value, rounded)
-        self._beside[parameter] = None if beside is None else _laid_out_as(value, beside)
+        sample = sampled(parameter).clone() if self.kind.sampled else None
+        self._companions[parameter] = None if beside is None else Companion(self.kind, _laid_out_as(value, beside), sample)
         self._note(parameter)
         self.generation += 1
 
     def release(self, parameter: Parameter) -> None:
         """Give a parameter its exact float32 value back, and forget it."""
         parameter.data = self.read(parameter)
-        del self._beside[parameter], self._seen[id(parameter)]
-        self._trusted.discard(id(parameter))
+        self._note(parameter)
+        del self._companions[parameter], self._seen[id(parameter)]
         self.generation += 1
 
     def read(self, parameter: torch.Tensor) -> torch.Tensor:
         """The float32 value of a parameter, exact as far as its kind is; a tensor of its own."""
         self.follow(parameter)
+        companion = self.companion(parameter)
+        value = self.kind.join(parameter.detach(), None) if companion is None else companion.value(parameter)
         # Ops between tensors forget the strides of dimensions of size 1, by which torch tells channels_last.
-        return _laid_out_as(parameter, self.kind.join(parameter.detach(), self._beside[parameter]))
+        return _laid_out_as(parameter, value)
 
     def write(self, parameter: torch.Tensor, value: torch.Tensor, draw: Draw | None = None) -> None:
         """Set the float32 value of a parameter: both it and what lies beside it, in place."""
         rounded, beside = self.kind.part(value, parameter.dtype, draw)
+        companion = self._companions[parameter]
         with torch.no_grad():
             parameter.copy_(rounded)
-            held = self._beside[parameter]
-            if held is not None and beside is not None:
-                held.copy_(beside)
+            if companion is not None and beside is not None:
+                companion.tensor.copy_(beside)
+                _resample(companion, parameter)
         self._note(parameter)
 
     def current(self, parameter: torch.Tensor) -> torch.Tensor:
-        """The float32 value of a parameter: the live master where masters are float32 tensors, else a copy."""
-        value, held = self.read(parameter), self._beside[parameter]
+        """Return the float32 value of a parameter: the live master where masters are float32 tensors, else a copy."""
+        self.settle(parameter)
+        value, held = self.read(parameter), self.beside(parameter)
         return held.copy_(value) if held is not None and held.dtype is torch.float32 else value
 
     def reader(self, parameters: Sequence[torch.Tensor]) -> Callable[[], list[torch.Tensor]]:
-        """A function that gives the float32 values of these parameters in few launches: live masters where they are float32 tensors, else copies.
+        """Return a function that gives the float32 values of these parameters in few launches: live masters where they are float32 tensors, else copies.
 
         It is good for as long as `generation` is the same.
         """
-        parameters, beside = list(parameters), [self._beside[parameter] for parameter in parameters]
+        parameters, beside = list(parameters), [self.beside(parameter) for parameter in parameters]
         versions: list[int] = []
 
         def read() -> list[torch.Tensor]:
             if list(map(VERSION, parameters)) != versions:
-                self.refresh(parameters)
+                for parameter in parameters:
+                    self.settle(parameter)
                 versions[:] = map(VERSION, parameters)
             return values_of(self.kind, parameters, beside)
 
         return read
 
     def hold(self, parameter: torch.Tensor) -> Callable[[], None]:
-        """Copy a parameter and what lies beside it; what comes back writes both back, to the bit and in place."""
-        self.refresh([parameter])
-        held = self._beside[parameter]
-        value, beside = parameter.detach().clone(), None if held is None else held.clone()
+        """Copy a parameter and its companion; call what is returned to write both back, to the bit and in place."""
+        self.settle(parameter)
+        live = [tensor for tensor in (parameter.detach(), self.beside(parameter), self.sample(parameter)) if tensor is not None]
+        before = [tensor.clone() for tensor in live]
 
         def restore() -> None:
-            with torch.no_grad():
-                parameter.copy_(value)
-                if held is not None and beside is not None:
-                    held.copy_(beside)
+            for tensor, value in zip(live, before, strict=True):
+                tensor.copy_(value)
             # Else the next step would take the parameter for one that others wrote, and drop its remainder.
             self._note(parameter)
 
@@ -116,44 +129,81 @@ class Masters:
 
     def beside(self, parameter: torch.Tensor) -> torch.Tensor | None:
         """What lies beside a parameter."""
-        return self._beside[parameter]
+        companion = self._companions[parameter]
+        return None if companion is None else companion.tensor
+
+    def sample(self, parameter: torch.Tensor) -> torch.Tensor | None:
+        """The sample of a parameter, where the kind needs one; the kernel writes it with the parameter."""
+        companion = self._companions[parameter]
+        return None if companion is None else companion.sample
+
+    def companion(self, parameter: torch.Tensor) -> Companion | None:
+        """What the value of a parameter is read from: its companion, or one of another kind that was loaded and not used yet."""
+        return self._pending.get(parameter) or self._companions[parameter]
+
+    def show(self, parameter: torch.Tensor, states: Any) -> None:
+        """Add what a step keeps for a parameter to its state in an optimizer, as live tensors.
+
+        Only after the optimizer's own first step of that parameter: torch's optimizers begin a state that is empty, and no other.
+        """
+        companion = self._companions.get(parameter)
+        if companion is not None:
+            states[parameter].update(companion.entries())
+        elif parameter in self and self.kind.master is Master.STOCHASTIC:
+            states[parameter].setdefault("draws", torch.zeros(()))
 
     def follow(self, parameter: torch.Tensor) -> bool:
         """Where others wrote a parameter, drop what lay beside the old value; say whether they did. A float32 master compares values, and is left to that."""
         if parameter._version == self._seen[id(parameter)]:
             return False
-        beside = self._beside[parameter]
-        if beside is not None and id(parameter) not in self._trusted and self.kind.master is not Master.FLOAT32:
-            beside.zero_()
-        self._note(parameter)
+        companion = self._companions[parameter]
+        if companion is not None and companion.sample is not None and id(parameter) not in self._loaded:
+            # Written back to what it was, as SAM does after its first step, a parameter keeps its companion.
+            companion.tensor.mul_(unchanged(parameter, companion.sample))
+            _resample(companion, parameter)
+        self._seen[id(parameter)] = parameter._version
         return True
 
-    def refresh(self, parameters: Sequence[torch.Tensor]) -> None:
-        """Where others wrote one of these parameters, let its master follow."""
-        for parameter in parameters:
-            if self.follow(parameter) and self.kind.master is Master.FLOAT32:
-                # Compared value by value, once; the kernel looks at the first of each block only.
-                self.write(parameter, self.read(parameter))
+    def settle(self, parameter: torch.Tensor) -> None:
+        """Make a companion ready for a kernel that updates it: follow other writers, and take over what was loaded from another kind."""
+        followed = self.follow(parameter)
+        # A float32 master is compared value by value, once; the kernel looks at the first of each block only.
+        if parameter in self._pending or (followed and self.kind.master is Master.FLOAT32):
+            self.write(parameter, self.read(parameter))
 
     def noted(self, parameters: Sequence[torch.Tensor]) -> list[int]:
         """Somebody wrote these parameters together with what lies beside them; their versions."""
         versions = list(map(VERSION, parameters))
         self._seen.update(zip(map(id, parameters), versions, strict=True))
-        if self._trusted:
-            self._trusted.difference_update(map(id, parameters))
+        if self._loaded:
+            self._loaded.difference_update(map(id, parameters))
         return versions
 
-    def load(self, parameter: torch.Tensor, beside: torch.Tensor) -> None:
-        """Take over what lay beside a parameter when it was saved. The parameter may be loaded before or after."""
-        held = self._beside[parameter]
-        if held is not None:
-            held.copy_(beside)
-            self._trusted.add(id(parameter))
-            self._seen[id(parameter)] = parameter._version
+    def load(self, parameter: torch.Tensor, saved: Companion) -> None:
+        """Take over a companion that was saved, of whatever kind. It counts once the parameter has the value that it belongs to: that may be loaded before or after."""
+        own = self._companions[parameter]
+        if own is None:
+            return
+        if saved.kind is not own.kind:
+            self.generation += 1
+            self._pending[parameter] = Companion(saved.kind, saved.tensor.clone(), None if saved.sample is None else saved.sample.clone())
+            return
+        self._pending.pop(parameter, None)
+        own.tensor.copy_(saved.tensor)
+        if own.sample is not None and saved.sample is not None:
+            own.sample.copy_(saved.sample)
+        self._loaded.add(id(parameter))
+        self._seen[id(parameter)] = _UNKNOWN
 
     def _note(self, parameter: torch.Tensor) -> None:
         self._seen[id(parameter)] = parameter._version
-        self._trusted.discard(id(parameter))
+        self._loaded.discard(id(parameter))
+        self._pending.pop(parameter, None)
+
+
+def _resample(companion: Companion, parameter: torch.Tensor) -> None:
+    if companion.sample is not None:
+        companion.sample.copy_(sampled(parameter))
 
 
 def _laid_out_as(old: torch.Tensor, new: torch.Tensor) -> torch.Tensor:

@@ -13,12 +13,13 @@ from typing import Any
 
 import torch
 
+from mezzo.optim.samples import spacing
 from mezzo.optim.slots import Slot
 from mezzo.scaling import copies, kernels
 
 _DTYPE, _GRADIENT, _LAYOUT = attrgetter("dtype"), attrgetter("grad"), attrgetter("layout")
 _held: Callable[[Any, Any], Any] = dict.get
-_COEFFICIENTS = 11
+_COEFFICIENTS = 12
 _SIZES = 5
 """The row of numbers of elements."""
 
@@ -36,7 +37,7 @@ class Launch:
     chosen: Callable[[Sequence[Any]], tuple[Any, ...]]
     """Picks its own among what is listed for all parameters."""
     addresses: torch.Tensor
-    """int64 [7, parameters]: parameter, beside, three states, number of elements, first program."""
+    """int64 [9, parameters]: parameter, beside, three states, number of elements, first program, sample, its spacing."""
     sizes: torch.Tensor
     """Numbers of elements, a row of `addresses`."""
     chunks: torch.Tensor
@@ -44,7 +45,7 @@ class Launch:
     places: torch.Tensor
     """int32 [2, parameters]: place among the counters, group."""
     coefficients: torch.Tensor
-    """float32 [11, parameters]: written before every update."""
+    """float32 [12, parameters]: written before every update."""
 
 
 @dataclass
@@ -181,5 +182,6 @@ def _same_order(first: torch.Tensor, second: torch.Tensor) -> bool:
 
 def _row(slot: Slot, first_program: int) -> Iterable[int]:
     states = [tensor.data_ptr() for _, tensor in slot.states]
-    beside = 0 if slot.beside is None else slot.beside.data_ptr()
-    return [slot.parameter.data_ptr(), beside, *states, *[0] * (3 - len(states)), slot.parameter.numel(), first_program]
+    beside, sample = (0 if tensor is None else tensor.data_ptr() for tensor in (slot.beside, slot.sample))
+    numel = slot.parameter.numel()
+    return [slot.parameter.data_ptr(), beside, *states, *[0] * (3 - len(states)), numel, first_program, sample, spacing(numel)]

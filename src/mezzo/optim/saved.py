@@ -1,6 +1,9 @@
-"""An optimizer's own `state_dict`, with what lies beside its 16-bit parameters, loaded back to the bit.
+"""An optimizer's own `state_dict`, with the companion tensors of its 16-bit parameters, loaded back to the bit.
 
-torch casts every floating-point state to its parameter's dtype when it is loaded: of float32 moments beside bfloat16 parameters 16 bits would be left.
+Companions are part of each parameter's state, so that they travel wherever the state does: `torch.distributed.checkpoint` keeps nothing else. The tensors are live: a
+step updates them where they are. Two things need care. torch's optimizers begin a state that is empty, and fail on one that holds nothing but a companion, so
+companions of parameters that have not been stepped are saved beside `state`. And torch casts every state to its parameter's dtype when it is loaded: of float32
+moments beside bfloat16 parameters 16 bits would be left.
 """
 
 from __future__ import annotations
@@ -12,26 +15,34 @@ from typing import Any
 
 import torch
 
-from mezzo._errors import PolicyError
+from mezzo._errors import CheckpointError, PolicyError
+from mezzo.optim.companion import KEYS, MASTER, Companion, has_companion, misfit, without_companion
 from mezzo.optim.masters import Masters
-from mezzo.policy.rule import Master
 from mezzo.scaling.gradients import parameters
 
 Optimizer = torch.optim.Optimizer
 State = dict[str, Any]
 
-_NO_MASTERS: State = {"kind": Master.NONE.value, "beside": {}}
-
 MASTERS = "mezzo_masters"
-"""Beside `state` and `param_groups`, where a plain optimizer overlooks it: in a parameter's own state it would stay for ever, and grow stale."""
+"""Beside `state` and `param_groups`: the companions of parameters whose state the optimizer has not begun. A plain optimizer ignores it."""
+
+_OURS = KEYS | {"draws"}
 
 
 def install(optimizer: Optimizer, masters: Masters, undo: ExitStack) -> None:
-    """Hook an optimizer's saving and loading; the stack gets what takes the hooks off."""
+    """Hook an optimizer's saving and loading, and take over the companions that it has loaded before; the stack gets what takes everything off."""
     saving = _Saving(masters)
     undo.callback(optimizer.register_state_dict_post_hook(saving.after_saving).remove)
     undo.callback(optimizer.register_load_state_dict_pre_hook(saving.before_loading).remove)
     undo.callback(optimizer.register_load_state_dict_post_hook(saving.after_loading).remove)
+    undo.callback(_remove_companions, optimizer)
+    _take_over(optimizer, masters)
+
+
+def without_masters(state: State) -> State:
+    """Return an optimizer's saved state without companion tensors."""
+    kept = {name: value for name, value in state.items() if name != MASTERS}
+    return {**kept, "state": {number: without_companion(held) for number, held in state["state"].items()}}
 
 
 class _Saving:
@@ -41,49 +52,82 @@ class _Saving:
         """The state that is being loaded, as it came."""
 
     def after_saving(self, optimizer: Optimizer, state: State) -> None:
-        """Add what lies beside each parameter, by the parameter's number. Live tensors, as torch's own state."""
-        masters, beside = self._masters, {}
-        for number, parameter in _numbered(optimizer).items():
-            if parameter in masters:
-                masters.follow(parameter)
-                held = masters.beside(parameter)
-                if held is not None:
-                    beside[number] = held
-        state[MASTERS] = {"kind": masters.kind.master.value, "beside": beside}
+        """Add the companion of each parameter to its state. Live tensors, as torch's own state."""
+        states, begun, waiting = state["state"], dict(state["state"]), {}
+        for number, parameter in enumerate(parameters(optimizer)):
+            if parameter in self._masters:
+                self._masters.follow(parameter)
+                companion = self._masters.companion(parameter)
+                if companion is not None and states.get(number):
+                    begun[number] = {**without_companion(states[number]), **companion.entries()}
+                elif companion is not None:
+                    waiting[number] = companion.entries()
+        if begun and all(isinstance(held, Mapping) and held.keys() <= _OURS for held in begun.values()):
+            # torch.distributed.checkpoint wants an entry for every parameter or for none, and this optimizer has no state of its own.
+            begun = {number: begun.get(number, {}) for number, _ in enumerate(parameters(optimizer))}
+        state["state"] = begun
+        if waiting:
+            state[MASTERS] = waiting
 
-    def before_loading(self, optimizer: Optimizer, state: State) -> None:
-        """Keep what came; refuse what does not fit before anything changes."""
-        self._came = state
+    def before_loading(self, optimizer: Optimizer, state: State) -> State:
+        """Keep what came; refuse what does not fit before anything changes. torch does not see the companions, which it would round."""
         refuse_misfits(optimizer, state)
+        self._came = state
+        return without_masters(state)
 
     def after_loading(self, optimizer: Optimizer) -> None:
-        """Put back what torch rounded, and what lay beside the parameters."""
+        """Put back what torch rounded, and load the companions."""
         came, self._came = self._came, {}
-        numbers = _numbers(optimizer, came)
-        for number, state in came["state"].items():
-            parameter = numbers.get(number)
-            if parameter is not None and parameter in self._masters:
+        unread = False
+        for number, parameter in _numbers(optimizer, came).items():
+            if parameter not in self._masters:
+                continue
+            state = came["state"].get(number)
+            if state:
                 optimizer.state[parameter] = _exactly(optimizer.state[parameter], state)
-        self._take(came.get(MASTERS, _NO_MASTERS), numbers)
-
-    def _take(self, held: State, numbers: dict[Any, torch.Tensor]) -> None:
-        saved, own = Master.parse(held["kind"]), self._masters.kind
-        both = [(numbers[number], beside) for number, beside in held["beside"].items() if numbers[number] in self._masters]
-        if saved is own.master:
-            for parameter, beside in both:
-                self._masters.load(parameter, beside)
-        elif saved is Master.FLOAT32:
-            # A whole float32 value can be kept in any other way.
-            for parameter, beside in both:
-                self._masters.write(parameter, beside.to(parameter.device))
-        elif both and own.saved_as is not None:
+                self._masters.show(parameter, optimizer.state)
+            held = state if has_companion(state) else came.get(MASTERS, {}).get(number, {})
+            if not has_companion(held):
+                continue
+            companion = Companion.read(held, parameter)
+            if companion is not None:
+                self._masters.load(parameter, companion)
+            unread = unread or (companion is None and self._masters.beside(parameter) is not None)
+        if unread:
             warnings.warn(
-                f"The state was saved with master={saved.value!r}, this optimizer keeps master={own.master.value!r}: its exact weights stay those of the model. "
-                "To take exact weights over, load a mezzo.save_checkpoint, or a model state that was saved with save_dtype='float32'.",
+                f"The state holds master weights of another kind or dtype, which cannot be turned into master={self._masters.kind.master.value!r} here: the masters "
+                "start from the model's weights. To take exact weights over, load a mezzo.save_checkpoint, or a model state that was saved with save_dtype='float32'.",
                 UserWarning,
                 # Seen from the line that called load_state_dict, which torch wraps twice.
-                stacklevel=6,
+                stacklevel=5,
             )
+
+
+def _take_over(optimizer: Optimizer, masters: Masters) -> None:
+    """Use companions that a plain optimizer has loaded, wherever the parameter still has the very value that they belong to."""
+    for parameter in parameters(optimizer):
+        state = optimizer.state.get(parameter)
+        if state and parameter in masters and masters.beside(parameter) is not None:
+            companion = Companion.read(state, parameter)
+            if companion is not None:
+                value = masters.read(parameter)
+                # A 16-bit value in a float32 parameter is what was saved with the companion; any other was trained since.
+                masters.write(parameter, torch.where(value == parameter.detach().float(), companion.value(parameter), value))
+    _remove_companions(optimizer)
+    for parameter in masters:
+        if optimizer.state.get(parameter):
+            masters.show(parameter, optimizer.state)
+
+
+def _remove_companions(optimizer: Optimizer) -> None:
+    for parameter in parameters(optimizer):
+        state = optimizer.state.get(parameter)
+        if state:
+            for key in KEYS & state.keys():
+                del state[key]
+            if not state:
+                # torch.distributed.checkpoint takes an optimizer with any state for one that has begun.
+                del optimizer.state[parameter]
 
 
 def _exactly(loaded: Any, came: Any) -> Any:
@@ -97,11 +141,6 @@ def _exactly(loaded: Any, came: Any) -> Any:
     return loaded
 
 
-def _numbered(optimizer: Optimizer) -> dict[int, torch.Tensor]:
-    """An optimizer's parameters by the numbers that torch saves them under."""
-    return dict(enumerate(parameters(optimizer)))
-
-
 def _numbers(optimizer: Optimizer, state: State) -> dict[Any, torch.Tensor]:
     """An optimizer's parameters by the numbers of a saved state; as far as they go, for torch itself refuses other groups."""
     saved = [number for group in state["param_groups"] for number in group["params"]]
@@ -110,12 +149,19 @@ def _numbers(optimizer: Optimizer, state: State) -> dict[Any, torch.Tensor]:
 
 def refuse_misfits(optimizer: Optimizer, state: State) -> None:
     """Refuse a saved state whose masters are not those of the optimizer's parameters."""
-    held, numbers = state.get(MASTERS, _NO_MASTERS), _numbers(optimizer, state)
-    Master.parse(held["kind"])
-    for number, beside in held["beside"].items():
+    waiting = state.get(MASTERS, {})
+    if not isinstance(waiting, Mapping) or "kind" in waiting:
+        raise CheckpointError(
+            "The optimizer's state was saved by an older mezzo, which kept master weights in another way. Load it there, and save a mezzo.save_checkpoint."
+        )
+    numbers = _numbers(optimizer, state)
+    for number, held in [*state["state"].items(), *waiting.items()]:
+        if not has_companion(held):
+            continue
         parameter = numbers.get(number)
-        if parameter is None or parameter.shape != beside.shape:
+        wrong = held[MASTER] if parameter is None else misfit(held, parameter)
+        if wrong is not None:
             shape = "nothing" if parameter is None else f"one of shape {tuple(parameter.shape)}"
             raise PolicyError(
-                f"The saved state has a master of shape {tuple(beside.shape)} where this optimizer has {shape}. Load the state of an optimizer over the same model."
+                f"The saved state has a master of shape {tuple(wrong.shape)} where this optimizer has {shape}. Load the state of an optimizer over the same model."
             )

@@ -33,6 +33,8 @@ class Slot:
     """Counters that the optimizer's state shows."""
     beside: torch.Tensor | None
     """What lies beside a 16-bit parameter."""
+    sample: torch.Tensor | None
+    """Of the parameter, where what lies beside it needs one."""
 
 
 class Slots:
@@ -60,8 +62,9 @@ class Slots:
         shown = self._counters(self.counters[:, place], state, begun=begun and bool(names))
         for name in names:
             state[name] = self._state(parameter, state.get(name), options)
-        beside = self._masters.beside(parameter) if parameter in self._masters else None
-        return Slot(parameter, group, place, parameter.data_ptr(), tuple((name, state[name]) for name in names), shown, beside)
+        self._masters.show(parameter, self._optimizer.state)
+        beside, sample = (self._masters.beside(parameter), self._masters.sample(parameter)) if parameter in self._masters else (None, None)
+        return Slot(parameter, group, place, parameter.data_ptr(), tuple((name, state[name]) for name in names), shown, beside, sample)
 
     def _state(self, parameter: torch.Tensor, held: torch.Tensor | None, group: Group) -> torch.Tensor:
         """A float32 state with the parameter's layout: what is held already, as long as it is that."""

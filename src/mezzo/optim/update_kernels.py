@@ -83,8 +83,8 @@ def _store(address, start, within, mask, value, dtype: tl.constexpr, whole: tl.c
 
 
 @triton.jit
-def _read_weight(parameter, beside, start, left, within, mask, kind: tl.constexpr, bfloat16: tl.constexpr, whole: tl.constexpr):
-    """The exact weight."""
+def _read_weight(parameter, beside, own, start, left, within, mask, kind: tl.constexpr, bfloat16: tl.constexpr, whole: tl.constexpr):
+    """The exact weight. `own` is 0 where what lies beside the parameter belongs to a value that was overwritten."""
     if kind == PLAIN:
         return _load(parameter, start, within, mask, tl.float32, whole)
     if kind == FLOAT32:
@@ -100,19 +100,29 @@ def _read_weight(parameter, beside, start, left, within, mask, kind: tl.constexp
         return value
     bits = _load(parameter, start, within, mask, tl.int16, whole)
     if kind == SPLIT:
-        remainder = _load(beside, start, within, mask, tl.int16, whole).to(tl.int32)
+        remainder = _load(beside, start, within, mask, tl.int16, whole).to(tl.int32) * own.to(tl.int32)
+        # Zero has no negative remainder, see `kinds.Split`.
+        remainder = tl.where((bits & 0x7FFF) == 0, tl.maximum(remainder, 0), remainder)
         return ((bits.to(tl.int32) << 16) + remainder).to(tl.float32, bitcast=True)
     value = _widen(bits, bfloat16)
     if kind == KAHAN:
-        lost = _widen(_load(beside, start, within, mask, tl.int16, whole), bfloat16)
+        lost = _widen(_load(beside, start, within, mask, tl.int16, whole), bfloat16) * own
         # A compensation that is too large to be the parameter's is that of another, which somebody overwrote.
         value = tl.where(_round(value + lost * 0.5, bfloat16) == bits, value + lost, value)
     return value
 
 
 @triton.jit
-def _write_weight(parameter, beside, start, within, mask, value, word, kind: tl.constexpr, bfloat16: tl.constexpr, whole: tl.constexpr):
-    """The parameter and what lies beside it."""
+def _store_sample(sample, spacing, start, within, mask, bits):
+    """Keep the sampled elements of a block. Blocks start at multiples of their size, so that most blocks of a large parameter hold none."""
+    if ((start >> spacing) << spacing) == start:
+        at = start + within
+        tl.store(sample.to(tl.pointer_type(tl.int16)) + (at >> spacing), bits, mask=mask & (((at >> spacing) << spacing) == at))
+
+
+@triton.jit
+def _write_weight(parameter, beside, sample, spacing, start, within, mask, value, word, kind: tl.constexpr, bfloat16: tl.constexpr, whole: tl.constexpr):
+    """The parameter, what lies beside it, and its sample."""
     if kind == PLAIN:
         _store(parameter, start, within, mask, value, tl.float32, whole)
     elif kind == SPLIT:
@@ -120,6 +130,7 @@ def _write_weight(parameter, beside, start, within, mask, value, word, kind: tl.
         bits = tl.where(value == value, value.to(tl.int32, bitcast=True), 0x7FC00000)
         upper = (bits + 0x8000) >> 16
         _store(parameter, start, within, mask, upper.to(tl.int16), tl.int16, whole)
+        _store_sample(sample, spacing, start, within, mask, upper.to(tl.int16))
         _store(beside, start, within, mask, (bits - (upper << 16)).to(tl.int16), tl.int16, whole)
     elif kind == STOCHASTIC:
         _store(parameter, start, within, mask, _round_at_random(value, word, bfloat16), tl.int16, whole)
@@ -130,6 +141,7 @@ def _write_weight(parameter, beside, start, within, mask, value, word, kind: tl.
             _store(beside, start, within, mask, value, tl.float32, whole)
         if kind == KAHAN:
             _store(beside, start, within, mask, _round(value - _widen(bits, bfloat16), bfloat16), tl.int16, whole)
+            _store_sample(sample, spacing, start, within, mask, bits)
 
 
 # -- updating ------------------------------------------------------------------------------------------------------------------------------------------
@@ -142,6 +154,7 @@ def _column(coefficients, count, tensor):
     return (
         tl.load(at), tl.load(at + count), tl.load(at + 2 * count), tl.load(at + 3 * count), tl.load(at + 4 * count), tl.load(at + 5 * count),
         tl.load(at + 6 * count), tl.load(at + 7 * count), tl.load(at + 8 * count), tl.load(at + 9 * count), tl.load(at + 10 * count),
+        tl.load(at + 11 * count),
     )  # fmt: skip
 
 
@@ -187,17 +200,17 @@ def _descend(value, gradient, column, first, second, third, start, within, mask,
 
 @triton.jit
 def _update(
-    parameter, beside, gradients, first, second, third, start, left, column, seed, place,
+    parameter, beside, gradients, first, second, third, sample, spacing, start, left, column, seed, place,
     algorithm: tl.constexpr, variant: tl.constexpr, kind: tl.constexpr, bfloat16: tl.constexpr, gradient_dtype: tl.constexpr, block: tl.constexpr,
     whole: tl.constexpr,
 ):  # fmt: skip
     within = tl.arange(0, block)
     mask = within < left
-    value = _read_weight(parameter, beside, start, left, within, mask, kind, bfloat16, whole)
+    value = _read_weight(parameter, beside, column[11], start, left, within, mask, kind, bfloat16, whole)
     gradient = _load(gradients, start, within, mask, gradient_dtype, whole).to(tl.float32)
     value = _descend(value, gradient, column, first, second, third, start, within, mask, algorithm, variant, whole)
     word = _word(column[10], seed, place, start, within) if kind == STOCHASTIC else 0
-    _write_weight(parameter, beside, start, within, mask, value, word, kind, bfloat16, whole)
+    _write_weight(parameter, beside, sample, spacing, start, within, mask, value, word, kind, bfloat16, whole)
 
 
 @triton.jit
@@ -211,10 +224,10 @@ def _word(draw, seed, place, start, within):
 
 @triton.jit(do_not_specialize=["addresses", "gradients", "chunks", "coefficients", "places", "found", "seed", "count"])
 def update_kernel(
-    addresses,  # int64 [7, count]: parameter, beside, three states, number of elements, first program
+    addresses,  # int64 [9, count]: parameter, beside, three states, number of elements, first program, sample, its spacing
     gradients,  # int64 [count]
     chunks,  # int32 [2, programs]: parameter, chunk of it
-    coefficients,  # float32 [11, count]
+    coefficients,  # float32 [12, count]
     places,  # int32 [2, count]
     found,  # float32
     seed,  # int64
@@ -236,6 +249,7 @@ def update_kernel(
     parameter, beside = tl.load(addresses + tensor), tl.load(addresses + count + tensor)
     first, second = tl.load(addresses + 2 * count + tensor), tl.load(addresses + 3 * count + tensor)
     third, left = tl.load(addresses + 4 * count + tensor), tl.load(addresses + 5 * count + tensor) - start
+    sample, spacing = tl.load(addresses + 7 * count + tensor), tl.load(addresses + 8 * count + tensor)
     gradient, place = tl.load(gradients + tensor), tl.load(places + tensor)
     column = _column(coefficients, count, tensor)
     good = tl.load(found) == 0.0 if skippable else True
@@ -243,13 +257,13 @@ def update_kernel(
         if (left >= chunk) & ((parameter | beside | gradient | first | second | third) % 16 == 0):
             for at in range(0, chunk, block):
                 _update(
-                    parameter, beside, gradient, first, second, third, start + at, left - at, column, seed, place,
+                    parameter, beside, gradient, first, second, third, sample, spacing, start + at, left - at, column, seed, place,
                     algorithm, variant, kind, bfloat16, gradient_dtype, block, True,
                 )  # fmt: skip
         else:
             for at in range(0, chunk, block):
                 if left > at:
                     _update(
-                        parameter, beside, gradient, first, second, third, start + at, left - at, column, seed, place,
+                        parameter, beside, gradient, first, second, third, sample, spacing, start + at, left - at, column, seed, place,
                         algorithm, variant, kind, bfloat16, gradient_dtype, block, False,
                     )  # fmt: skip

@@ -14,7 +14,7 @@ from mezzo._casting import map_tensors
 from mezzo._errors import CheckpointError
 from mezzo._files import atomic_writer
 from mezzo.optim.kinds import KINDS
-from mezzo.optim.saved import MASTERS
+from mezzo.optim.saved import without_masters
 from mezzo.prepare import fitting, rng
 from mezzo.prepare.decoration import Accumulating, Decoration, decoration_of
 from mezzo.prepare.given import Models, Optimizer, Optimizers, bare, flat, models_of, optimizers_of
@@ -171,7 +171,7 @@ def optimizer_state(optimizer: Optimizer, models: tuple[nn.Module, ...]) -> dict
     """An optimizer's state, without masters whose exact values are in the states of these models: not twice."""
     state, decoration = optimizer.state_dict(), decoration_of(optimizer)
     if decoration is not None and KINDS[decoration.plan.master].exact and all(one in models for one in decoration.models):
-        state.pop(MASTERS, None)
+        return without_masters(state)
     return state
 
 
