@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 
 import pytest
@@ -364,3 +365,18 @@ def test_what_is_held_comes_back_to_the_bit_and_is_not_taken_for_a_write_of_othe
     assert same_bits(masters.read(parameter), before)
     assert masters.beside(parameter) is beside
     assert parameter.data_ptr() == address
+
+
+@pytest.mark.parametrize(("kind", "warns"), [("split", True), ("kahan", True), ("float32", False)])
+def test_writes_between_steps_that_cost_small_updates_are_reported_once(kind, warns):
+    weight = torch.nn.Parameter(torch.ones(300))
+    masters = Masters(kind)
+    masters.adopt(weight, torch.bfloat16)
+    with warnings.catch_warnings(record=True) as heard:
+        warnings.simplefilter("always")
+        for _ in range(5):
+            # As SAM does: a step to another place and back.
+            with torch.no_grad():
+                weight.add_(1.0).sub_(1.0)
+            masters.write(weight, masters.read(weight) + 1e-4)
+    assert [str(one.message).partition(" (clamp_")[0] for one in heard] == ["A parameter of shape (300,) was written 3 times between steps"] * warns

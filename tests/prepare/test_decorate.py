@@ -11,7 +11,6 @@ import mezzo
 from mezzo.optim.masters import Masters
 from mezzo.prepare import decorate as subject
 from mezzo.prepare import door, weight_hooks
-from mezzo.prepare.decoration import decoration_of
 
 KINDS = ("float32", "split", "kahan", "stochastic", "none")
 EXACT = ("float32", "split")
@@ -438,7 +437,7 @@ def test_nothing_is_warned_of_where_nothing_is_trained(ready):
 def test_undecorating_is_refused_whole_where_a_tensor_no_longer_fits_its_master():
     model, optimizer = mezzo.decorate(*make(), dtype="bfloat16")
     train(model, optimizer)
-    exact = weight_hooks.exact_state_dict(model, [decoration_of(model).weights])
+    exact = weight_hooks.exact_state_dict(model)
     before, weight = snapshot(model, optimizer), model.rnn.weight_hh_l0
     weight.data = weight.data.float()
     with pytest.raises(mezzo.UnsupportedError, match=r"bfloat16 of shape \(24, 8\) on cpu, and now it is float32") as caught:

@@ -177,6 +177,7 @@ ACTIONS = [
 ]
 
 
+@pytest.mark.filterwarnings("ignore:A parameter of shape .* was written 3 times")
 @pytest.mark.parametrize("number", range(5))
 @pytest.mark.parametrize("kind", ["float32", "split", "kahan", "none"])
 def test_any_sequence_ends_where_hand_written_masters_end(kind: str, number: int):

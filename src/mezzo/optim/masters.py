@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from operator import attrgetter
 from typing import Any
@@ -10,13 +11,15 @@ import torch
 
 from mezzo.optim.companion import Companion
 from mezzo.optim.kinds import KINDS, Draw, Kind, values_of
-from mezzo.optim.samples import sampled, unchanged
+from mezzo.optim.samples import sampled
 from mezzo.policy.rule import Master
 
 Parameter = torch.nn.Parameter
 
 VERSION = attrgetter("_version")
 
+_REPEATED = 3
+"""Writes by other code to one parameter that are reported."""
 _UNKNOWN = -1
 """The version of no tensor."""
 
@@ -45,6 +48,9 @@ class Masters:
         """Parameter → the version at which what lies beside it was its."""
         self._loaded: set[int] = set()
         """Parameters whose companion was loaded and not used yet: the parameter may be loaded before it or after it, and the sample decides."""
+        self._dropped: dict[int, int] = {}
+        """Parameter → how often other code wrote it, and its companion was dropped."""
+        self._warned = False
         self._pending: dict[torch.Tensor, Companion] = {}
         """Companions of another kind that were loaded: they are turned into this kind at the next step, when the parameter is loaded too."""
 
@@ -157,12 +163,24 @@ class Masters:
         if parameter._version == self._seen[id(parameter)]:
             return False
         companion = self._companions[parameter]
-        if companion is not None and companion.sample is not None and id(parameter) not in self._loaded:
-            # Written back to what it was, as SAM does after its first step, a parameter keeps its companion.
-            companion.tensor.mul_(unchanged(parameter, companion.sample))
-            _resample(companion, parameter)
         self._seen[id(parameter)] = parameter._version
+        if companion is not None and companion.sample is not None and id(parameter) not in self._loaded:
+            companion.tensor.zero_()
+            _resample(companion, parameter)
+            self._warn_of_repeated_writes(parameter)
         return True
+
+    def _warn_of_repeated_writes(self, parameter: torch.Tensor) -> None:
+        """Warn once when other code writes a parameter again and again: each time, what rounding had left of its updates is dropped."""
+        self._dropped[id(parameter)] = self._dropped.get(id(parameter), 0) + 1
+        if self._dropped[id(parameter)] == _REPEATED and not self._warned:
+            self._warned = True
+            warnings.warn(
+                f"A parameter of shape {tuple(parameter.shape)} was written {_REPEATED} times between steps (clamp_, SAM, swapped weights). master={self.kind.master.value!r} "
+                "cannot tell which elements changed, and drops the part of each update that 16 bits do not hold. Use master='float32', which compares values.",
+                UserWarning,
+                stacklevel=2,
+            )
 
     def settle(self, parameter: torch.Tensor) -> None:
         """Make a companion ready for a kernel that updates it: follow other writers, and take over what was loaded from another kind."""

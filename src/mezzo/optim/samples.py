@@ -38,16 +38,6 @@ def sampled(parameter: torch.Tensor) -> torch.Tensor:
     return flat[:: 1 << spacing(flat.numel())]
 
 
-def unchanged(parameter: torch.Tensor, sample: torch.Tensor) -> torch.Tensor:
-    """Return whether every sampled element of a parameter has the bits of its sample, as a bool on its device: no synchronization.
-
-    >>> weight = torch.tensor([1.0, 2.0], dtype=torch.bfloat16)
-    >>> unchanged(weight, weight.clone()).item(), unchanged(weight + 1, weight).item()
-    (True, False)
-    """
-    return (sampled(parameter).view(torch.int16) == sample.view(torch.int16)).all()
-
-
 def belongs(parameter: torch.Tensor, sample: torch.Tensor) -> torch.Tensor:
     """Return whether a parameter still has the values of a sample, as a bool on its device: no synchronization.
 
