@@ -8,15 +8,14 @@ PIP    := $(BIN)/python -m pip --disable-pip-version-check install --progress-ba
 # One thread a process: two test workers with two threads each would fight over two cores.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 
-# Some virtual machines advertise AMX and trap its instructions, which ends torch's bfloat16 kernels on a CPU.
-export ONEDNN_MAX_CPU_ISA ?= AVX512_CORE_FP16
-
 .DEFAULT_GOAL := help
 .PHONY: help demo test install lint types layers unit cover format bench clean
 
 help: ## Show what can be made.
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
+# Some virtual machines advertise AMX and trap its instructions, which ends torch's bfloat16 kernels on a CPU.
+demo: export ONEDNN_MAX_CPU_ISA ?= AVX512_CORE_FP16
 demo: $(VENV)/.demo ## Train on handwritten digits in float32 and mixed precision, and compare.
 	$(BIN)/python examples/digits.py
 

@@ -116,8 +116,9 @@ def test_an_update_reads_nothing_from_the_device(level: str, dtype: str, words: 
         mezzo.master_params(model)
 
 
-@pytest.mark.parametrize("master", ["float32", "split"])
-def test_an_update_is_a_few_launches(master: str) -> None:
+@pytest.mark.filterwarnings("ignore:.*Profiler clears events")
+@pytest.mark.parametrize(("master", "most"), [("float32", 8), ("split", 160)])
+def test_an_update_is_a_few_launches(master: str, most: int) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(16, 16, device="cuda") for _ in range(40)))
     step = mezzo.TrainStep(model, nn.functional.mse_loss, torch.optim.SGD(model.parameters(), lr=0.01), "O2", dtype="bfloat16", master=master)
@@ -130,5 +131,5 @@ def test_an_update_is_a_few_launches(master: str) -> None:
         ema.update()
         torch.cuda.synchronize()
     launched = sum(event.count for event in profiled.key_averages() if event.device_type == torch.autograd.DeviceType.CUDA)
-    # 80 parameters: one by one they would take 80 launches at least.
-    assert 0 < launched <= 40
+    # 80 parameters. torch 2.11 copies between dtypes one by one, and reconstructing split masters one by one would take five launches for each.
+    assert 0 < launched <= most

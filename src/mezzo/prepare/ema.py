@@ -28,7 +28,7 @@ class EMA:
 
     It averages the float32 master weights, never the rounded 16-bit ones; at O1 and for a plain model the float32 parameters. It starts from the weights that
     the model has when it is made. Call `update()` after each optimizer step. A skipped step leaves the weights as they are, and they are averaged once more.
-    With a captured `TrainStep` nothing changes: an update is a few launches and does not synchronize.
+    With a captured `TrainStep` nothing changes: an update does not synchronize. With float32 masters it is a few launches, with split ones about one a parameter.
 
     With `use_buffers=True` floating-point buffers, such as the statistics of batch norm, are averaged too; without, and for other buffers, evaluation uses
     the model's own. It may be made before or after `decorate`. `state_dict()` goes into a checkpoint as any other value.
