@@ -50,3 +50,25 @@ def test_names_of_parameters_are_known_to_the_scaler():
     parts = gather(made.model, made.optimizer, Asked(None, None, {"dtype": "float16"}), None, None)
     parts.scaler.scale(made.model(torch.ones(1, 8)).float().sum() * float("inf")).backward()
     assert parts.scaler.step(made.optimizer).first_nonfinite == "layers.0.weight"
+
+
+@pytest.mark.parametrize(
+    "refused",
+    [
+        lambda made: {"scheduler": lr_scheduler.ReduceLROnPlateau(made.optimizer)},
+        lambda _: {"capture": True},
+        lambda _: {"scaler": torch.amp.GradScaler("cpu")},
+    ],
+    ids=["scheduler", "capture on a CPU", "torch's scaler"],
+)
+def test_a_step_that_cannot_be_made_leaves_the_pair_as_it_was(refused):
+    made = Made("cnn")
+    before = [(id(tensor), tensor.data_ptr(), tensor.stride(), tensor.dtype) for tensor in (*made.model.parameters(), *made.model.buffers())]
+    step, attributes = made.optimizer.step, set(vars(made.optimizer))
+    words = refused(made)
+    with pytest.raises(mezzo.MezzoError):
+        mezzo.TrainStep(made.model, torch.nn.functional.cross_entropy, made.optimizer, "O2", dtype="float16", channels_last=True, **words)
+    assert [(id(tensor), tensor.data_ptr(), tensor.stride(), tensor.dtype) for tensor in (*made.model.parameters(), *made.model.buffers())] == before
+    assert (made.optimizer.step, set(vars(made.optimizer))) == (step, attributes)
+    assert "forward" not in vars(made.model)
+    mezzo.TrainStep(made.model, torch.nn.functional.cross_entropy, made.optimizer, "O2", dtype="float16")

@@ -12,7 +12,7 @@ from mezzo.prepare.given import Models, Optimizers
 from mezzo.prepare.plan import PolicyWords
 from mezzo.step.base import Step
 from mezzo.step.engine import Rules
-from mezzo.step.parts import Asked, Parts, Scaler, Schedulers, gather
+from mezzo.step.parts import Asked, Parts, Scaler, Schedulers, gather, restored_on_error
 from mezzo.step.seen import values_seen
 from mezzo.step.train import count_of
 from mezzo.step.words import Capture, Reduction
@@ -81,8 +81,9 @@ def train_step(
         handed = _takes_update(body)
         if handed and accumulate > 1:
             raise PolicyError(f"A body that takes {HANDLE!r} steps there and then, and accumulate={accumulate} would not. Return the loss instead.")
-        parts = gather(models, optimizers, Asked(policy, clip_norm, overrides), scaler, scheduler)
-        return FreeStep(body, parts, Rules(*rules, free=True, handed=handed), chosen)
+        with restored_on_error(models, optimizers):
+            parts = gather(models, optimizers, Asked(policy, clip_norm, overrides), scaler, scheduler)
+            return FreeStep(body, parts, Rules(*rules, free=True, handed=handed), chosen)
 
     return make
 

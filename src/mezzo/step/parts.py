@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,7 +21,7 @@ from mezzo.optim.masters import Masters
 from mezzo.policy.policy import Policy
 from mezzo.policy.rule import Level, Master
 from mezzo.prepare import keep
-from mezzo.prepare.decorate import decorate
+from mezzo.prepare.decorate import decorate, undecorate
 from mezzo.prepare.decoration import Decoration, both, decoration_of
 from mezzo.prepare.given import Models, Optimizer, Optimizers, flat, models_of, optimizers_of
 from mezzo.prepare.plan import PolicyWords
@@ -95,6 +96,26 @@ def gather(model: Models, optimizer: Optimizers, asked: Asked, scaler: Scaler, s
         plan.dtype if plan.converts else None,
         decoration,
     )
+
+
+@contextmanager
+def restored_on_error(model: Models, optimizer: Optimizers) -> Iterator[None]:
+    """Put a plain pair back as it was, layout included, if a step cannot be made of it."""
+    models, optimizers = models_of(model), optimizers_of(optimizer)
+    plain = all(decoration_of(one) is None for one in models)
+    unbound = [one for one in optimizers if bound_of(one) is None]
+    memory = [(tensor, tensor.data) for one in models for tensor in (*one.parameters(), *one.buffers())] if plain else []
+    try:
+        yield
+    except BaseException:
+        if plain and decoration_of(models[0]) is not None:
+            undecorate(model)
+        for one in unbound:
+            if (bound := bound_of(one)) is not None:
+                bound.unbind()
+        for tensor, data in memory:
+            tensor.data = data
+        raise
 
 
 def _decorated(model: nn.Module) -> Decoration:

@@ -18,7 +18,7 @@ from mezzo.step import layout
 from mezzo.step.base import Step
 from mezzo.step.engine import Rules
 from mezzo.step.inputs import placed
-from mezzo.step.parts import Asked, Parts, Scaler, Schedulers, gather
+from mezzo.step.parts import Asked, Parts, Scaler, Schedulers, gather, restored_on_error
 from mezzo.step.seen import values_seen
 from mezzo.step.words import Capture, Layout, Reduction
 
@@ -70,13 +70,14 @@ class TrainStep(Step):
         rules = Rules(count_of(accumulate), Reduction.parse(accumulate_reduction))
         self._asked, self._words = Asked(policy, clip_norm, overrides), (scaler, scheduler)
         wanted = Layout.parse(channels_last)  # type: ignore[arg-type]
+        capture = Capture.parse(capture)  # type: ignore[arg-type]
         self._layout = layout.decide(model, wanted)
-        if wanted is Layout.ON:
-            layout.channels_last(model)
         self.model, self.optimizer, self.loss_fn = model, optimizer, loss_fn
         self._called: Any = _compiled(model) if compile else model
-        capture = Capture.parse(capture)  # type: ignore[arg-type]
-        super().__init__(gather(model, optimizer, self._asked, scaler, scheduler), self._body, rules, capture)
+        with restored_on_error(model, optimizer):
+            if wanted is Layout.ON:
+                layout.channels_last(model)
+            super().__init__(gather(model, optimizer, self._asked, scaler, scheduler), self._body, rules, capture)
         self._engine.seen, self._engine.first_enters = values_seen(loss_fn), True
         self._engine.channels_last = bool(self._layout.channels_last)
         if self._layout.channels_last is not None:
