@@ -1,7 +1,9 @@
 """`decorate` applies a plan whole or not at all, and `undecorate` puts everything back."""
 
 import copy
+import gc
 import warnings
+import weakref
 
 import pytest
 import torch
@@ -447,3 +449,18 @@ def test_undecorating_is_refused_whole_where_a_tensor_no_longer_fits_its_master(
     assert_same(before, snapshot(model, optimizer), memory=False)
     for name, tensor in mezzo.undecorate(model).state_dict().items():
         assert torch.equal(tensor, exact[name])
+
+
+def test_decorated_pairs_that_were_stepped_and_dropped_are_freed():
+    def used():
+        model = nn.Linear(2, 1)
+        model, optimizer = mezzo.decorate(model, torch.optim.SGD(model.parameters(), lr=0.1), dtype="float16")
+        scaler = mezzo.GradScaler()
+        scaler.scale(model(torch.ones(1, 2)).sum()).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        return weakref.ref(optimizer), weakref.ref(model)
+
+    held = [one for _ in range(5) for one in used()]
+    gc.collect()
+    assert [one for one in held if one() is not None] == []

@@ -7,9 +7,8 @@ import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import TYPE_CHECKING, Any
-from weakref import WeakSet
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from torch.optim.lr_scheduler import LRScheduler
@@ -51,8 +50,10 @@ def skips_by_itself(optimizer: Optimizer) -> bool:
 
 def takes_the_scaler(optimizer: Optimizer) -> bool:
     """Whether an optimizer asks for the scaler itself, an older form of the protocol that torch is giving up."""
-    step = optimizer.step
-    taken = _takes_the_scaler(getattr(step, "__func__", step))
+    step = getattr(optimizer.step, "__func__", optimizer.step)
+    taken = _taking.get(step)
+    if taken is None:
+        taken = _taking[step] = "grad_scaler" in inspect.signature(step).parameters
     if taken:
         # Seen from the line that called the scaler's step().
         warnings.warn(
@@ -63,10 +64,8 @@ def takes_the_scaler(optimizer: Optimizer) -> bool:
     return taken
 
 
-@lru_cache(maxsize=64)
-def _takes_the_scaler(step: Any) -> bool:
-    # Kept, because asking for a signature costs 20 µs, which torch's scaler pays on every step.
-    return "grad_scaler" in inspect.signature(step).parameters
+_taking: WeakKeyDictionary[Any, bool] = WeakKeyDictionary()
+"""Steps, and whether they take the scaler: asking for a signature costs 20 µs. Weak, since the step of a decorated optimizer holds its model and masters."""
 
 
 @contextmanager
