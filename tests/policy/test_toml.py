@@ -158,3 +158,9 @@ def test_a_file_that_cannot_be_written_leaves_the_old_one(tmp_path, monkeypatch)
         Policy("O3").save(path)
     assert Policy.load(path) == Policy("O2")
     assert [found.name for found in tmp_path.iterdir()] == ["policy.toml"]
+
+
+def test_a_file_that_is_nested_too_deeply_is_refused(tmp_path):
+    (tmp_path / "policy.toml").write_text("full = " + "[" * 100_000)
+    with pytest.raises(PolicyError, match="nested too deeply"):
+        Policy.load(tmp_path / "policy.toml")

@@ -34,6 +34,8 @@ def load(path: str | os.PathLike[str]) -> dict[str, Any]:
         raise PolicyError(f"There is no policy file at {os.fspath(path)!r}. Write one with `policy.save(path)`.") from error
     except OSError as error:
         raise PolicyError(f"The policy file {os.fspath(path)!r} cannot be read: {error.strerror}.") from error
+    except RecursionError as error:
+        raise PolicyError(f"{os.fspath(path)!r} is nested too deeply to be read. A policy file has tables and lists of plain values only.") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise PolicyError(f'{os.fspath(path)!r} is not valid TOML: {error}. A policy file holds lines such as level = "O1" and full = ["softmax"].') from error
     return {name: _plain(value) for name, value in words.items()}
