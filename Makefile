@@ -57,6 +57,8 @@ clean: ## Remove the environment and everything that tools leave behind.
 
 # The stamps make a second run instant. They are written last: an interrupted install starts again.
 $(VENV)/.demo $(VENV)/.dev: $(VENV)/.%: pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "mezzo needs Python 3.11 or newer. Choose one: make PYTHON=python3.12 $(MAKECMDGOALS)" >&2; exit 1; }
+	@$(PYTHON) -c 'import ensurepip, venv' || { echo "This Python has no venv. Install it (on Debian: apt install python3-venv), or choose another: make PYTHON=... $(MAKECMDGOALS)" >&2; exit 1; }
 	$(PYTHON) -m venv $(VENV)
 	$(PIP) -e '.[$*]'
 	touch $@
