@@ -1,5 +1,6 @@
 """Files that are there whole or not at all."""
 
+import os
 import subprocess
 import sys
 
@@ -58,6 +59,27 @@ def test_a_process_that_dies_in_the_middle_leaves_the_old_file_whole(tmp_path):
     program = f"import os; from mezzo._files import atomic_writer\nwith atomic_writer({str(target)!r}) as file: file.write(b'new'); file.flush(); os._exit(9)"
     assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 9
     assert target.read_text() == "old"
+    assert len(names(tmp_path)) == 2
+    write_text(target, "new")
+    assert names(tmp_path) == ["policy.toml"]
+
+
+@pytest.mark.parametrize("make", [os.mkfifo, os.mkdir], ids=["fifo", "directory"])
+def test_what_is_no_regular_file_is_refused_and_stays(make, tmp_path):
+    make(tmp_path / "special")
+    with pytest.raises(OSError, match=r"special': it is not a regular file"):
+        write_text(tmp_path / "special", "x")
+    assert names(tmp_path) == ["special"]
+    assert not (tmp_path / "special").is_file()
+
+
+def test_a_neighbour_that_is_still_being_written_is_left_alone(tmp_path):
+    target = tmp_path / "shared"
+    with atomic_writer(target) as first:
+        first.write(b"first")
+        write_text(target, "second")
+        assert len(names(tmp_path)) == 2
+    assert target.read_bytes() == b"first"
 
 
 def test_a_new_file_has_the_mode_that_open_would_give(tmp_path):
