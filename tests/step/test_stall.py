@@ -112,6 +112,26 @@ def test_the_comparison_leaves_no_trace(pretend, accumulate):
     assert step.scaler.get_scale() == plain.scaler.get_scale()
 
 
+@pytest.mark.parametrize("accumulate", [1, 3])
+def test_an_update_that_was_not_replayed_whole_is_not_compared(pretend, monkeypatch, accumulate):
+    _, step = pretend(accumulate=accumulate)
+    overflows, first_good = range(6 * accumulate, 9 * accumulate), 9 * accumulate
+    before, moved = replay.before, []
+
+    def tables_move_once(scaler):
+        if not moved and step._updates == first_good // accumulate:
+            # The schedule's table was made anew: the graph is dropped, and the call runs eagerly.
+            moved.append(scaler)
+            return ("elsewhere",)
+        return before(scaler)
+
+    monkeypatch.setattr(replay, "before", tables_move_once)
+    train(step, "mlp", 12 * accumulate, overflows)
+    assert moved
+    assert step.reason is None
+    assert step.scaler.state().skipped == 3
+
+
 def test_two_skips_in_a_row_are_not_looked_into(pretend, monkeypatch):
     _, step = pretend()
     monkeypatch.setattr(step._engine, "compute_gradients", None)

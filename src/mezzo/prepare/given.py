@@ -32,8 +32,7 @@ _WRAPPERS = {
     "_FabricModule": "then fabric.setup(model, optimizer)",
 }
 """Classes of torch and Lightning that take a model over, and what to do instead."""
-_WRITERS = ("torch", "lightning", "lightning_fabric")
-"""Their packages."""
+_WRAPPING_PACKAGES = ("torch", "lightning", "lightning_fabric")
 
 
 @dataclass(frozen=True, eq=False)
@@ -110,7 +109,7 @@ def _original(model: Any) -> Any:
 def _refuse_wrapped(model: nn.Module) -> None:
     for name, module in model.named_modules():
         for base in type(module).__mro__:
-            if base.__name__ in _WRAPPERS and base.__module__.partition(".")[0] in _WRITERS:
+            if base.__name__ in _WRAPPERS and base.__module__.partition(".")[0] in _WRAPPING_PACKAGES:
                 where = f"Its part {name!r}" if name else "The model"
                 raise UnsupportedError(
                     f"{where} is wrapped by {base.__name__} already, which holds on to the model as it is. "

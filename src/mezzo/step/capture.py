@@ -87,6 +87,7 @@ class CapturingRunner:
         captured = self._programs.get((kind, phase))
         if captured is not None and (returned := self._replay_checked(captured, values, leaves, phase)) is not None:
             return returned[0]
+        self._stall.drop()
         return self._learn(values, leaves, kind, phase, mode)
 
     def flush(self, calls: int) -> None:
@@ -113,11 +114,11 @@ class CapturingRunner:
 
     def _replay_checked(self, captured: Captured, values: tuple[Any, ...], leaves: list[torch.Tensor], phase: Phase) -> tuple[Any] | None:
         """Replay; where updates are skipped in a row, compare one with the eager step."""
-        if phase.first and self._stall.is_due(self._engine.board.scale_and_skips()[1]):
-            self._stall.begin()
+        if phase.first:
+            self._stall.start()
         self._stall.compute(values)
         returned = self._replay(captured, leaves, phase)
-        if phase.last and (wrong := self._stall.judge()) is not None:
+        if returned is not None and phase.last and (wrong := self._stall.judge()) is not None:
             self.reason = wrong
             self.forget()
             warnings.warn(f"The step runs eagerly from here on: {wrong}. One batch was skipped.", UserWarning, stacklevel=5)

@@ -38,16 +38,20 @@ class StallCheck:
         self.source: Culprit = NOBODY
         """The parameter that was found last."""
 
-    def is_due(self, skipped_in_a_row: int) -> bool:
-        """Whether the next update is to be compared. Does not synchronize: on CUDA the count lags a few steps."""
+    def start(self) -> None:
+        """Begin an update: compare it if the last ones were skipped in a row. Does not synchronize: on CUDA the count lags a few steps."""
+        self.drop()
+        if not self._can_compare:
+            return
+        _, skipped_in_a_row = self._engine.board.scale_and_skips()
         if skipped_in_a_row < LIMIT:
             self._judged = False
-            return False
-        return self._can_compare and not self._judged
+        elif not self._judged:
+            self._eager = {parameter: (optimizer, None) for optimizer in self._engine.parts.optimizers for parameter in parameters(optimizer)}
 
-    def begin(self) -> None:
-        """Compare the calls up to the next update."""
-        self._eager = {parameter: (optimizer, None) for optimizer in self._engine.parts.optimizers for parameter in parameters(optimizer)}
+    def drop(self) -> None:
+        """Compare nothing: a call of this update was not replayed."""
+        self._eager = None
 
     def compute(self, values: tuple[Any, ...]) -> None:
         """Add up the gradients of a call eagerly; weights, gradients, buffers and random generators stay as they were."""
