@@ -12,7 +12,8 @@ import torch
 
 import mezzo
 from mezzo import _events
-from mezzo.eager.fallback import complete_torch_lists, fall_back
+from mezzo.eager.fallback import fall_back
+from mezzo.eager.float32_kernels import register_float32_kernels
 from mezzo.policy import kernels
 
 HALF = torch.bfloat16
@@ -107,8 +108,12 @@ def test_only_16_bit_calls_fall_back() -> None:
 
 
 def test_torchs_lists_are_completed_once() -> None:
-    assert complete_torch_lists("cpu") is complete_torch_lists("cpu")
-    assert complete_torch_lists("meta") is None
+    register_float32_kernels("cpu")
+    before = torch._C._dispatch_dump("aten::linalg_det")
+    # Registering a kernel twice warns, and warnings are errors here.
+    register_float32_kernels("cpu")
+    register_float32_kernels("meta")
+    assert torch._C._dispatch_dump("aten::linalg_det") == before
 
 
 def test_float64_and_complex_inputs_stay_what_they_are() -> None:
@@ -140,3 +145,13 @@ def test_a_recurrent_layer_runs_where_the_processor_has_no_16_bit_one() -> None:
 def test_a_recurrent_layer_that_a_policy_makes_half_runs_where_the_processor_has_no_16_bit_one() -> None:
     with mezzo.autocast("cpu", dtype=HALF, half={"lstm"}):
         assert torch.nn.LSTM(4, 4)(torch.ones(1, 3, 4))[0].isfinite().all()
+
+
+@pytest.mark.usefixtures("_fresh_compiler")
+def test_compiled_code_that_enters_the_region_itself_falls_back_too() -> None:
+    @torch.compile(backend="aot_eager", fullgraph=True)
+    def compiled(x: torch.Tensor) -> torch.Tensor:
+        with mezzo.autocast("cpu", dtype=torch.bfloat16):
+            return torch.linalg.det(x)
+
+    assert torch.isfinite(compiled(MATRIX.to(HALF)))

@@ -9,7 +9,7 @@ from support.step_models import Made
 import mezzo
 from mezzo.eager.region import inside
 from mezzo.step.parts import Asked, gather
-from mezzo.step.turn import Turn, refuse_other_steps, scaled_backward
+from mezzo.step.turn import ScaledBackward, Turn, refuse_other_steps
 
 
 def turn_of(dtype="float16", factor=1.0, **words):
@@ -39,7 +39,7 @@ def test_a_loss_is_scaled_once_under_a_policy_that_is_steered_by_a_mode(handed):
     bias = made.model.layers[2].bias
     seen = []
     bias.register_hook(lambda gradient: seen.append(gradient[0].item()))
-    with inside(turn._parts.region), scaled_backward(turn):
+    with inside(turn._parts.region), ScaledBackward(turn):
         loss = bias.sum()
         if handed:
             turn(loss, made.optimizer)
@@ -66,7 +66,7 @@ def test_losses_of_other_threads_are_left_alone():
 
     turn, made = turn_of()
     bias = made.model.layers[2].bias
-    with scaled_backward(turn):
+    with ScaledBackward(turn):
         thread = threading.Thread(target=lambda: bias.sum().backward())
         thread.start()
         thread.join()

@@ -1,6 +1,7 @@
-"""Hooks where torch drops a region, so that the precision is carried along or refused: checkpointing, torch.export, TorchScript, the cache of compiled code.
+"""Everything that mezzo changes in torch for the whole process, in one table, and the hooks among it that carry autocast regions along.
 
-Installed once, when `mezzo.eager` is imported; outside mezzo's regions the hooks hand straight through.
+Outside mezzo's regions, steps and averages each hook passes straight through: code that does not use mezzo gets the results and errors of plain torch, in
+every thread. What the dialects replace (`mezzo.compat.*.install`) is asked for by name, undone by `uninstall`, and is not listed here.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import importlib.machinery
 import importlib.util
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import wraps
 from types import ModuleType
 from typing import Any
@@ -21,8 +23,76 @@ from torch.compiler import is_dynamo_compiling
 from mezzo._errors import UnsupportedError
 from mezzo.eager import region
 from mezzo.eager.carry import carry
-from mezzo.eager.region import current_regions, inside
+from mezzo.eager.region import current_regions, exporting, in_region, inside
 from mezzo.eager.settle import alone
+
+
+@dataclass(frozen=True)
+class Hook:
+    """A change of torch that the whole process can see."""
+
+    target: str
+    """What is changed."""
+    when: str
+    """From when on, or for how long."""
+    why: str
+    """What it is for."""
+    acts: str
+    """Where it acts. Everywhere else it passes straight through."""
+
+
+_IMPORT = "from the import of mezzo on"
+
+HOOKS = (
+    Hook(
+        "torch.utils.checkpoint._checkpoint_without_reentrant_generator",
+        _IMPORT,
+        "a recomputed forward pass runs under the policy of the first one",
+        "calls of torch.utils.checkpoint in a region of this thread",
+    ),
+    Hook("torch.utils.checkpoint.CheckpointFunction", _IMPORT, "the same with use_reentrant=True", "the same"),
+    Hook("torch.jit.ScriptFunction.__call__", _IMPORT, "TorchScript's interpreter ignores policies", "regions with op rules of their own"),
+    Hook("torch._C.ScriptMethod.__call__", _IMPORT, "the same for methods", "the same"),
+    Hook("torch.export._trace._export", "once that module is imported", "torch.export ignores autocast around it", "exports in a region, or of one"),
+    Hook(
+        "torch._functorch._aot_autograd.autograd_cache.AOTAutogradCacheDetails.__init__",
+        "once that module is imported",
+        "the key of torch's cache of compiled code names the region's dtype",
+        "compilation in a region, or of one",
+    ),
+    Hook("sys.meta_path", "until the two modules above are imported", "importing them early would take a second", "their import"),
+    Hook(
+        "autocast kernels of aten ops (torch.library)",
+        "from the first region of a device type on",
+        "an op without a 16-bit kernel computes in float32",
+        "regions: see float32_kernels.py",
+    ),
+    Hook(
+        "torch.optim: a global step post-hook",
+        _IMPORT,
+        "an optimizer step makes the cached 16-bit copies of weights stale",
+        "processes with an open region: torch's cache is one for all threads",
+    ),
+    Hook(
+        "torch._dynamo.variables.torch.get_overridable_functions",
+        "from the first compiled region with op rules of its own on",
+        "dynamo asks function modes about ops of torch._C._nn too, as eager mode does",
+        "compiled code under a function mode",
+    ),
+    Hook(
+        "torch.cuda.is_current_stream_capturing",
+        "during a capture",
+        "model code takes the path that it takes in eager mode",
+        "the capturing thread, for callers outside torch and mezzo",
+    ),
+    Hook(
+        "torch.optim: a global step pre-hook",
+        "during EMA.applied() and the step of a bound optimizer that mezzo does not know",
+        "refuses a step of the same parameters by another optimizer",
+        "optimizers that hold those parameters",
+    ),
+)
+"""Every change, for readers and for the test that looks for others."""
 
 
 def install() -> None:
@@ -31,8 +101,7 @@ def install() -> None:
     _hook_checkpoint()
     _hook_script()
     _when_imported("torch.export._trace", _hook_export)
-    if torch.__version__ < "2.13":  # torch compares versions here, not strings
-        _when_imported("torch._functorch._aot_autograd.autograd_cache", _hook_compile_cache)
+    _when_imported("torch._functorch._aot_autograd.autograd_cache", _hook_compile_cache)
 
 
 def _when_imported(name: str, hook: Callable[[ModuleType], None]) -> None:
@@ -124,20 +193,17 @@ def _hook_export(module: ModuleType) -> None:
     @wraps(export)
     def keeping(*args: Any, **kwargs: Any) -> Any:
         regions = tuple(alone(one) for one in current_regions() if one.enabled)
-        before, region.exporting = region.exporting, True
-        try:
-            with inside(*regions):
-                return export(*args, **kwargs)
-        finally:
-            region.exporting = before
+        with exporting(), inside(*regions):
+            return export(*args, **kwargs)
 
     module._export = keeping  # type: ignore[attr-defined]
 
 
 def _hook_compile_cache(module: ModuleType) -> None:
-    """Make the dtype of a region part of the key of torch's cache on disk.
+    """Make mezzo's regions, with their dtypes, part of the key of torch's cache of compiled code on disk.
 
-    The key says only whether autocast is on: after bfloat16, a function compiled in a float16 region would be served the code for bfloat16. torch 2.13 has the same cure.
+    Before torch 2.13 the key said only whether autocast is on: after bfloat16, a function compiled in a float16 region was served the code for bfloat16. And
+    code in which an op without a 16-bit kernel computes in float32 must not be served to a program without mezzo.
     """
     details = module.AOTAutogradCacheDetails
     make = details.__init__
@@ -145,7 +211,7 @@ def _hook_compile_cache(module: ModuleType) -> None:
     @wraps(make)
     def keyed(self: Any, *args: Any, **kwargs: Any) -> None:
         make(self, *args, **kwargs)
-        if current_regions():
+        if in_region():
             enabled = [device for device in torch._C._autocast_supported_devices() if torch.is_autocast_enabled(device)]
             self.mezzo_autocast_dtypes = {device: torch.get_autocast_dtype(device) for device in enabled}
 

@@ -14,6 +14,7 @@ from typing import Any, Self
 from weakref import WeakValueDictionary
 
 import torch
+from torch._guards import CompileContext, CompileId
 from torch.amp.autocast_mode import autocast as torchs_own
 from torch.compiler import is_dynamo_compiling
 from torch.fx import traceback
@@ -22,6 +23,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from mezzo._dtypes import dtype_name
 from mezzo._errors import UnsupportedError
 from mezzo.eager.cache import CacheInfo, WeightCache
+from mezzo.eager.constant import constant
 from mezzo.eager.inlined import inlined
 from mezzo.eager.steering import Steering, steering_of
 from mezzo.eager.tables import announce
@@ -73,6 +75,9 @@ class _Stack(list[Entered]):
 class _Mine(threading.local):
     def __init__(self) -> None:
         self.stack = _Stack()
+        self.compiled: CompileId | None = None
+        self.exporting = False
+        self.notes: list[Any] = []
         _stacks[threading.get_ident()] = self.stack
 
 
@@ -102,9 +107,9 @@ def enter(region: Region) -> Entered:
     _mine.stack.append(entered)
     wanted = cached if region.cache_enabled is None else region.cache_enabled
     torch.set_autocast_cache_enabled(wanted and not (len(_stacks) > 1 and _another_dtype_elsewhere(dtype or before)))
-    if exporting:
+    if _mine.exporting:
         # Through its module: torch replaces the table when it starts to trace.
-        _notes.append(traceback.current_meta.get("custom"))
+        _mine.notes.append(traceback.current_meta.get("custom"))
         traceback.current_meta["custom"] = {**(traceback.current_meta.get("custom") or {}), NOTE: True}
     return entered
 
@@ -114,8 +119,8 @@ def leave(entered: Entered) -> None:
     """Put everything back as it was before `enter`."""
     region, enabled, changed, cached, steering, pushed, key, _ = entered
     stack = _mine.stack
-    if exporting and _notes:
-        traceback.current_meta["custom"] = _notes.pop() or {}
+    if _mine.exporting and _mine.notes:
+        traceback.current_meta["custom"] = _mine.notes.pop() or {}
     if torch.autocast_decrement_nesting() == 0 or changed is not None:
         torch.clear_autocast_cache()
     if stack and stack[-1] is not entered:
@@ -150,21 +155,31 @@ _ENABLED, _CHANGED, _CACHED, _STEERING, _PUSHED, _KEY = range(1, 7)
 _NOT_STEERED: tuple[None, bool, str] = (None, False, "")
 
 
-exporting = False
-"""Whether torch.export is at work. torch's own question, `torch.compiler.is_exporting`, says yes to every compilation in torch 2.11."""
+@constant
+def is_exporting() -> bool:
+    """Whether torch.export is at work in this thread. torch's own question, `torch.compiler.is_exporting`, says yes to every compilation in torch 2.11."""
+    return _mine.exporting
+
+
+@contextmanager
+def exporting() -> Iterator[None]:
+    """Note that torch.export is at work in this thread."""
+    before, _mine.exporting = _mine.exporting, True
+    try:
+        yield
+    finally:
+        _mine.exporting = before
+
 
 NOTE = "mezzo_region"
 """What torch.export notes on every node inside a region, for who converts the graph: its precision is settled. Nobody else would know that a region was there."""
-
-_notes: list[Any] = []
-"""The notes that were in force before each region that an export has entered."""
 
 by_mode_alone: Callable[[Region], Region] = lambda region: region  # noqa: E731 - replaced when the hooks are installed
 """Turns a region into one that leaves nothing to torch's own lists, which torch.export does not hear."""
 
 
 def _steer(region: Region) -> tuple[Steering | None, bool, str]:
-    if exporting and region.enabled:
+    if is_exporting() and region.enabled:
         region = by_mode_alone(region)
     steering = steering_of(region.device)
     if steering is None:
@@ -215,10 +230,11 @@ def _native(device: str, dtype: torch.dtype, enabled: bool) -> Iterator[None]:  
 
 def enter_traced(region: Region) -> Traced:
     """`enter` in words that dynamo can trace."""
-    if exporting:
+    if is_exporting():
         raise UnsupportedError(
             "torch.export(strict=True) drops a mezzo region inside the model. Export with strict=False, or put the region around the export."
         )
+    _note_compiled()
     steering, pushed, key = _steer(region)
     native = _native(region.device, region.computes_in, region.enabled)
     native.__enter__()
@@ -230,6 +246,19 @@ def leave_traced(traced: Traced) -> None:
     traced.native.__exit__(None, None, None)
     if traced.steering is not None:
         _unsteer(traced.steering, traced.key, pushed=traced.pushed)
+
+
+def in_region() -> bool:
+    """Whether this thread is in a region, or compiles a function that enters one."""
+    if _mine.stack:
+        return True
+    return _mine.compiled is not None and _mine.compiled == CompileContext.current_compile_id()
+
+
+@constant
+def _note_compiled() -> None:
+    """Remember that what this thread compiles enters a region: torch traces it once more after dynamo, when no region is on the stack."""
+    _mine.compiled = CompileContext.current_compile_id()
 
 
 def current_regions() -> tuple[Region, ...]:

@@ -14,7 +14,7 @@ from torch._ops import OpOverload
 from mezzo._dtypes import HALF_DTYPES, dtype_name
 from mezzo._errors import PolicyError, UnsupportedError
 from mezzo._hardware import hardware
-from mezzo.eager.fallback import complete_torch_lists
+from mezzo.eager.float32_kernels import register_float32_kernels
 from mezzo.eager.plan import plan
 from mezzo.eager.region import Region
 from mezzo.eager.tables import ALONE, publish
@@ -108,7 +108,7 @@ def region_of(policy: Policy, device: str, *, enabled: bool = True, cache_enable
     if _leaves_all_alone(policy, dtype, device, registry().generation):
         # Apex's O2 and O3, for instance: an op runs in what it is given, and no mode need look at it.
         return Region(device, False, dtype, cache_enabled)
-    complete_torch_lists(device)
+    register_float32_kernels(device)
     off = policy.cache is Cache.OFF or cache_enabled is False
     versioned = not off and (policy.cache is Cache.VERSIONED or (policy.cache is Cache.AUTO and not is_torchs_own(policy, device)))
     if is_torchs_own(policy, device) and not versioned and not by_mode:

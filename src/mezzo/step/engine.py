@@ -20,7 +20,7 @@ from mezzo.step.inputs import placed
 from mezzo.step.parts import Parts
 from mezzo.step.tallies import Tallies
 from mezzo.step.told import Board
-from mezzo.step.turn import Turn, refuse_other_steps, scaled_backward
+from mezzo.step.turn import ScaledBackward, Turn, refuse_other_steps
 from mezzo.step.words import Reduction
 
 Body = Callable[..., Any]
@@ -127,7 +127,7 @@ class Engine:
         handed = (turn, *arguments) if self.rules.handed else arguments
         with ExitStack() as around:
             if self.rules.free:
-                around.enter_context(scaled_backward(turn))
+                around.enter_context(ScaledBackward(turn))
                 for optimizer in self.parts.optimizers:
                     around.callback(optimizer.register_step_pre_hook(refuse_other_steps).remove)
             around.enter_context(self._tallies.counting())

@@ -87,13 +87,13 @@ class autocast(mezzos, torchs_own, metaclass=StandsFor, stands_for=torchs_own): 
             self._region = Region(self.device, self._enabled, self.fast_dtype, self._cache_enabled)
 
     def __enter__(self) -> Self:
-        if not is_dynamo_compiling() and region.exporting:
+        if not is_dynamo_compiling() and region.is_exporting():
             torchs_own.__enter__(self)
             return self
         return super().__enter__()
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        if not is_dynamo_compiling() and region.exporting:
+        if not is_dynamo_compiling() and region.is_exporting():
             torchs_own.__exit__(self, kind, error, trace)
         else:
             super().__exit__(kind, error, trace)
