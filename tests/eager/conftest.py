@@ -65,7 +65,7 @@ class OneDtype(TorchDispatchMode):
 @pytest.fixture
 def one_dtype(monkeypatch: pytest.MonkeyPatch) -> Iterator[OneDtype]:
     """A CPU whose norms take no mix, and which is known for it; the kernels refuse inside of what is given."""
-    caches = (settle._key, settle._settled)
+    caches = (settle._table, settle._settled)
     for cache in caches:
         cache.cache_clear()
     monkeypatch.setattr(kernels, "_MIXED", {})

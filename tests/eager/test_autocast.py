@@ -7,6 +7,7 @@ import pickle
 import warnings
 from pathlib import Path
 from typing import Any
+from weakref import WeakValueDictionary
 
 import pytest
 import torch
@@ -353,12 +354,13 @@ def test_a_region_is_copied_and_pickled(words: dict[str, Any]) -> None:
 
 def test_a_pickled_custom_region_works_in_a_process_that_has_not_met_its_policy(monkeypatch: pytest.MonkeyPatch) -> None:
     pickled = pickle.dumps(mezzo.autocast("O1", **CUSTOM))
-    settle._key.cache_clear()
+    settle._table.cache_clear()
     monkeypatch.setattr(tables, "TABLES", {"": {}})
+    monkeypatch.setattr(tables.PolicyTable, "_alive", WeakValueDictionary())
     monkeypatch.setattr(steering, "TABLES", tables.TABLES)
     with pickle.loads(pickled):
         assert total() is torch.bfloat16
-    settle._key.cache_clear()
+    settle._table.cache_clear()
 
 
 def test_enable_inside_a_region_outlives_it_and_disable_leaves_nothing_on() -> None:

@@ -11,7 +11,7 @@ from mezzo.eager.settle import region_of
 from mezzo.policy.policy import Policy
 from mezzo.policy.rule import Rule
 
-KEY = region_of(
+REGION = region_of(
     Policy(
         "O1",
         "bfloat16",
@@ -22,7 +22,8 @@ KEY = region_of(
         conditional=[("softmax", "dim", [-1]), ("gelu", "approximate", ["none"])],
     ),
     "cpu",
-).key
+)
+KEY = REGION.key
 
 
 def test_a_functions_rule_is_a_word() -> None:
@@ -36,7 +37,8 @@ def test_a_functions_rule_is_a_word() -> None:
 
 
 def test_weights_that_come_from_the_cache_are_no_matter_of_compiled_code() -> None:
-    key = region_of(Policy("O1", "bfloat16", cache="versioned"), "cpu").key
+    region = region_of(Policy("O1", "bfloat16", cache="versioned"), "cpu")
+    key = region.key
     assert tables.TABLES[key][F.linear].weights
     assert tables.rule_of(key, F.linear) is None
 

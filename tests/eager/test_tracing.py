@@ -21,7 +21,8 @@ X, HALVED = torch.ones(2, 2), torch.ones(2, 2, dtype=HALF)
 
 
 def traced(words: dict[str, Any], function: Any, *args: Any, **kwargs: Any) -> Any:
-    key = region_of(Policy("O1", HALF, **words), "cpu").key
+    region = region_of(Policy("O1", HALF, **words), "cpu")
+    key = region.key
     with torch.autocast("cpu", dtype=HALF):
         return trace(key, "cpu", rule_of(key, function), function, args, kwargs)
 
@@ -67,7 +68,8 @@ def test_an_exempt_argument_is_left_alone() -> None:
 
 
 def test_what_is_called_may_be_another_function_than_the_table_knows() -> None:
-    key = region_of(Policy("O1", HALF, half={"add"}), "cpu").key
+    region = region_of(Policy("O1", HALF, half={"add"}), "cpu")
+    key = region.key
     with torch.autocast("cpu", dtype=HALF):
         assert trace(key, "cpu", "half", torch.add, (X,), {}, lambda x: x.dtype) is HALF
 

@@ -20,6 +20,7 @@ from mezzo.eager.decorate import around
 from mezzo.eager.modules import Binding, Precision, plan_modules
 from mezzo.eager.region import Entered, Region, Traced, enter, enter_traced, leave, leave_traced
 from mezzo.eager.settle import Words, region_of, settle
+from mezzo.eager.tables import PolicyTable
 from mezzo.policy.policy import Policy
 from mezzo.policy.rule import Level, Rule
 
@@ -96,7 +97,7 @@ class autocast:  # noqa: N801 - torch's spelling
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Copy and pickle what the region was made of: the table that carries it out lives in one process."""
-        return _made_again, (self._region, self._policy, self._model)
+        return _made_again, (replace(self._region, owner=None), self._policy, self._model)
 
     def __call__(self, function: Callable[P, R]) -> Callable[P, R]:
         """Decorate a function, a generator function or a coroutine function: every call runs in the region."""
@@ -118,6 +119,8 @@ def _settled_code(*words: Any) -> str:
     region, policy = settle((*words[:-1], _frozen(words[-1])))
     if policy.modules:
         raise PolicyError("Module rules are bound outside compiled code: enter the region around the compiled function, not inside it.")
+    if isinstance(region.owner, PolicyTable):
+        region.owner.keep()
     return region.encode()
 
 

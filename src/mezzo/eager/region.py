@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Self
 from weakref import WeakValueDictionary
 
@@ -41,6 +41,8 @@ class Region:
     """Whether torch's own weight cache is used; None leaves it as it is."""
     key: str = ""
     """Names the steering table; empty where torch's own lists are the policy."""
+    owner: object = field(default=None, compare=False, repr=False)
+    """What keeps that table alive."""
     ruled: bool = False
     """Whether a module rule entered it. One that is off does not switch off the rules of the modules inside, as a disabled region of the user does."""
 
@@ -265,7 +267,7 @@ def current_regions() -> tuple[Region, ...]:
     """The regions of this thread that are in force, for each device type the innermost, as torch's own regions inside them have left them."""
     innermost = {entered[0].device: entered[0] for entered in _mine.stack}
     return tuple(
-        Region(device, torch.is_autocast_enabled(device), torch.get_autocast_dtype(device), region.cache_enabled, region.key, region.ruled)
+        Region(device, torch.is_autocast_enabled(device), torch.get_autocast_dtype(device), region.cache_enabled, region.key, region.owner, region.ruled)
         for device, region in innermost.items()
     )
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import warnings
 from dataclasses import replace
-from functools import cache, lru_cache
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -17,7 +17,7 @@ from mezzo._hardware import hardware
 from mezzo.eager.float32_kernels import register_float32_kernels
 from mezzo.eager.plan import plan
 from mezzo.eager.region import Region
-from mezzo.eager.tables import ALONE, publish
+from mezzo.eager.tables import ALONE, PolicyTable
 from mezzo.policy.decide import effective
 from mezzo.policy.policy import Policy
 from mezzo.policy.registry import registry
@@ -26,6 +26,9 @@ from mezzo.policy.rule import Cache, Level, Rule
 
 Words = Policy | str | os.PathLike[str] | Level | torch.device | None
 """What the first argument of an entry point may be: a policy, a level, a policy file, or a device."""
+
+_KEPT = 64
+"""How many policies, and ways to call for them, are remembered: a table takes about 50 KB, and 40 ms to make."""
 
 _LEVELS = frozenset(level.value for level in Level)
 
@@ -65,7 +68,7 @@ def _is_file(word: Words) -> bool:
     return word.endswith(".toml") if type(word) is str else isinstance(word, os.PathLike)
 
 
-@lru_cache(maxsize=256)
+@lru_cache(maxsize=_KEPT)
 def _settled(words: tuple[Any, ...], _generation: int) -> tuple[Region, Policy]:
     return _settle(Call(*words))
 
@@ -115,39 +118,35 @@ def region_of(policy: Policy, device: str, *, enabled: bool = True, cache_enable
         return Region(device, True, dtype, False if off else cache_enabled)
     # Beside mezzo's own cache torch's has nothing to do but to go stale.
     beside = False if off or versioned else cache_enabled
-    return Region(device, True, dtype, beside, _key(policy, device, dtype, versioned, by_mode, registry().generation))
+    table = _table(policy, device, dtype, versioned, by_mode, registry().generation)
+    return Region(device, True, dtype, beside, table.key, table)
 
 
-@cache
+@lru_cache(maxsize=_KEPT)
 def _leaves_all_alone(policy: Policy, dtype: torch.dtype, device: str, _generation: int) -> bool:
     lists = effective(policy, dtype, device)
     listed = any(entry.rule is not Rule.KEEP for entry in (lists.unlisted, *lists.entries.values()))
     return not (listed or lists.conditional or policy.modules)
 
 
-@cache
-def _key(policy: Policy, device: str, dtype: torch.dtype, versioned: bool, alone: bool, generation: int) -> str:  # noqa: FBT001
+@lru_cache(maxsize=_KEPT)
+def _table(policy: Policy, device: str, dtype: torch.dtype, versioned: bool, alone: bool, generation: int) -> PolicyTable:  # noqa: FBT001
     key = f"{device}/{dtype_name(dtype)}/{'versioned' if versioned else 'plain'}{ALONE if alone else '/beside/'}{generation}/{policy!r}"
-    publish(key, plan(policy, dtype, device, versioned=versioned, alone=alone))
-    _policies[key] = policy
-    return key
-
-
-_policies: dict[str, Policy] = {}
+    return PolicyTable.of(key, policy, lambda: plan(policy, dtype, device, versioned=versioned, alone=alone))
 
 
 def policy_of(region: Region) -> Policy | None:
     """The policy that a steered region carries out; None where torch's own lists do."""
-    return _policies.get(region.key)
+    return region.owner.policy if isinstance(region.owner, PolicyTable) else None
 
 
 def alone(region: Region) -> Region:
     """The same region carried out by the mode alone, for where torch's own autocast is not heard."""
-    policy = replace(_policies.get(region.key, Policy()), dtype=region.computes_in, cache=Cache.OFF)
+    policy = replace(policy_of(region) or Policy(), dtype=region.computes_in, cache=Cache.OFF)
     return region_of(policy, region.device, by_mode=True)
 
 
-@cache
+@lru_cache(maxsize=_KEPT)
 def _own_words(policy: Policy) -> bool:
     said = (policy.exempt, policy.conditional, policy.unlisted, *(policy.listed(rule) for rule in Rule))
     return any(bool(word) for word in said)

@@ -7,8 +7,11 @@ anything else would carry guards of its own.
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from functools import cache
-from typing import Any
+from threading import RLock
+from typing import Any, ClassVar
+from weakref import WeakValueDictionary, finalize
 
 import torch
 
@@ -16,6 +19,7 @@ from mezzo.eager.composites import body_name, has_body
 from mezzo.eager.constant import constant
 from mezzo.eager.plan import EMPTY, Action, Table
 from mezzo.policy import kernels
+from mezzo.policy.policy import Policy
 from mezzo.policy.registry import Function, registry
 
 TABLES: dict[str, Table] = {"": EMPTY}
@@ -24,9 +28,54 @@ ALONE = "/alone/"
 """Stands in the keys of tables that leave nothing to torch's own lists."""
 
 
+_lock = RLock()
+"""Held while tables come and go. Reentrant: a table may be withdrawn by the garbage collector while another is being made."""
+
+
 def publish(key: str, table: Table) -> None:
     """Make a table known under the key that modes and compiled code name it by."""
     TABLES[key] = table
+
+
+class PolicyTable:
+    """A policy's table, published for as long as this object lives: a region holds it.
+
+    Two regions of the same policy share one, and compiled code that was made in one of them serves the other.
+    """
+
+    _alive: ClassVar[WeakValueDictionary[str, PolicyTable]] = WeakValueDictionary()
+
+    def __init__(self, key: str, policy: Policy, table: Table) -> None:
+        self.key, self.policy = key, policy
+        publish(key, table)
+        finalize(self, _withdraw, key, table)
+
+    @classmethod
+    def of(cls, key: str, policy: Policy, make: Callable[[], Table]) -> PolicyTable:
+        """Give the table with this key, which is made if no region has it."""
+        with _lock:
+            found = cls._alive.get(key)
+            if found is None:
+                found = cls._alive[key] = cls(key, policy, make())
+            return found
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> PolicyTable:
+        """Copies of a region share its table."""
+        return self
+
+    def keep(self) -> None:
+        """Keep it for the life of the process: compiled code knows the key alone, and may come back to it at any time."""
+        _kept[self.key] = self
+
+
+_kept: dict[str, PolicyTable] = {}
+
+
+def _withdraw(key: str, table: Table) -> None:
+    with _lock:
+        # The same policy may have been published again meanwhile.
+        if TABLES.get(key) is table:
+            del TABLES[key]
 
 
 @constant

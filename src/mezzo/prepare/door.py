@@ -39,7 +39,7 @@ class Door:
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Copied and pickled with the policy of its region: the table that carries that out lives in one process."""
-        return _made_again, (self.region, policy_of(self.region), self.inputs, self.outputs, self.yields)
+        return _made_again, (replace(self.region, owner=None), policy_of(self.region), self.inputs, self.outputs, self.yields)
 
 
 def _made_again(region: Region, policy: Policy | None, *words: Any) -> Door:

@@ -6,8 +6,9 @@ for, cost a second pass. Nothing here reads from the device. Flags are raised, n
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -152,7 +153,24 @@ def _run(gradients: Sequence[torch.Tensor], factor: torch.Tensor | None, found: 
 _tables: dict[Any, Table] = {}
 _chunks: dict[Any, tuple[torch.Tensor, torch.Tensor]] = {}
 _captured: list[Table] = []
-"""Tables that a CUDA graph reads at every replay: nobody knows when the last one is."""
+"""Tables that a CUDA graph of the user's own reads at every replay: nothing says when the last one is, so they stay."""
+
+
+class _Capture(threading.local):
+    tables: list[Table] | None = None
+
+
+_capture = _Capture()
+
+
+@contextmanager
+def captured_tables() -> Iterator[list[Table]]:
+    """Collect the tables that a capture of this thread reads, for its CUDA graph to keep."""
+    outer, _capture.tables = _capture.tables, []
+    try:
+        yield _capture.tables
+    finally:
+        _capture.tables = outer
 
 
 def _run_in_triton(gradients: Sequence[torch.Tensor], factor: torch.Tensor | None, found: torch.Tensor, flags: torch.Tensor | None) -> None:
@@ -183,17 +201,21 @@ def _table(gradients: Sequence[torch.Tensor], chunk: int) -> Table:
     capturing = on_cuda and torch.cuda.is_current_stream_capturing()
     if table is not None:
         if capturing:
-            _captured.append(table)
+            _keep_captured(table)
         return table
     # Gradients move from step to step and keep their sizes.
     table = make_table(gradients, chunk, _chunks.get(laid))
     if capturing:
         # What a captured copy fills, nobody else may use: it is empty until the first replay.
-        _captured.append(table)
+        _keep_captured(table)
     else:
         keep(_tables, (laid, addresses), table)
         keep(_chunks, laid, (table.chunks, table.staged[1]))
     return table
+
+
+def _keep_captured(table: Table) -> None:
+    (_captured if _capture.tables is None else _capture.tables).append(table)
 
 
 def keep(tables: dict[Any, Any], key: Any, table: Any) -> None:

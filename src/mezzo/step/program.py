@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from mezzo._casting import map_tensors
-from mezzo.scaling.kernels import has_kernel
+from mezzo.scaling.kernels import captured_tables, has_kernel
 from mezzo.step.inputs import buffers_for, copies
 from mezzo.step.mail import Mail
 
@@ -28,6 +28,8 @@ class Program:
     """Where it writes what the body returns."""
     mail: Mail | None = None
     """How it learns where its inputs are; without, they are copied before it runs."""
+    tables: Sequence[Any] = ()
+    """What the gradient check reads at every replay, kept for it."""
 
     def replay(self, leaves: list[torch.Tensor]) -> Any:
         """Run it on other inputs; what comes back is the caller's own."""
@@ -82,12 +84,17 @@ class Studio:
         safe = generator.clone_state()
         try:
             # Pinned memory may be asked for meanwhile, here and in other threads, such as a loader's. What waits for the stream fails in every mode.
-            with _own_workspaces(), eager_answers(), torch.cuda.graph(graph, pool=self.pool, stream=self.stream, capture_error_mode="relaxed"):
+            with (
+                _own_workspaces(),
+                eager_answers(),
+                captured_tables() as tables,
+                torch.cuda.graph(graph, pool=self.pool, stream=self.stream, capture_error_mode="relaxed"),
+            ):
                 returned = map_tensors(run(held) if mail is None else mail.around(run, held), torch.Tensor.detach)
         except BaseException:
             generator.graphsafe_set_state(safe)
             raise
-        return Program(graph, inputs, returned, mail)
+        return Program(graph, inputs, returned, mail, tables)
 
 
 @contextmanager

@@ -82,7 +82,7 @@ def _settled(enable: bool, white: _words.Names, black: _words.Names, level: str,
     return _Settled(bool(enable), level, half, unlisted, *_words.custom_lists(white, black))
 
 
-@lru_cache(maxsize=256)
+@lru_cache(maxsize=64)
 def _region(*settled: Any, generation: int) -> everywhere:  # noqa: ARG001 - an op that is registered meanwhile makes other regions of the same words
     """A region; the same words give the same one, for a program says them at every step."""
     return everywhere(**_words_of(_Settled(*settled)))

@@ -1,0 +1,37 @@
+"""Captured steps that are made and dropped give their memory back."""
+
+from __future__ import annotations
+
+import gc
+
+import pytest
+import torch
+from torch import nn
+
+import mezzo
+from mezzo.scaling import kernels
+
+pytestmark = pytest.mark.gpu
+
+
+def _captured_once(level: str) -> None:
+    model = nn.Sequential(nn.Linear(256, 256), nn.GELU(), nn.Linear(256, 256)).cuda()
+    step = mezzo.TrainStep(model, nn.functional.mse_loss, torch.optim.AdamW(model.parameters()), policy=level, dtype="float16")
+    x = torch.randn(64, 256, device="cuda")
+    for _ in range(6):
+        step(x, x)
+    torch.cuda.synchronize()
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_steps_that_are_made_and_dropped_leave_no_memory_and_no_tables(level: str) -> None:
+    for _ in range(2):
+        _captured_once(level)
+    gc.collect()
+    before, tables = torch.cuda.memory_allocated(), len(kernels._captured)
+    for _ in range(10):
+        _captured_once(level)
+    gc.collect()
+    assert len(kernels._captured) == tables
+    # Tables of the last few gradients are kept, whatever step they were of.
+    assert torch.cuda.memory_allocated() - before < 2**20
