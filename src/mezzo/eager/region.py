@@ -21,6 +21,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from mezzo._dtypes import dtype_name
 from mezzo._errors import UnsupportedError
+from mezzo._torch import function_mode_at, function_mode_count
 from mezzo.eager.cache import CacheInfo, WeightCache
 from mezzo.eager.inlined import inlined
 from mezzo.eager.steering import Steering, steering_of
@@ -89,7 +90,7 @@ def enter(region: Region) -> Entered:
     before = torch.get_autocast_dtype(device)
     changed = None if dtype is None or dtype is before else before
     cached = torch.is_autocast_cache_enabled()
-    steered = _steer(region) if region.key or torch._C._len_torch_function_stack() else _NOT_STEERED
+    steered = _steer(region) if region.key or function_mode_count() else _NOT_STEERED
     entered = [region, torch.is_autocast_enabled(device), changed, cached, *steered, dtype or before]
     nesting = torch.autocast_increment_nesting()
     if dtype is not None and changed is not None:
@@ -289,7 +290,7 @@ def cache_info() -> CacheInfo:
 
 
 def _caches() -> list[WeightCache]:
-    modes = torch.overrides._get_current_function_mode_stack()
+    modes = map(function_mode_at, range(function_mode_count()))
     return [mode.cache for mode in modes if isinstance(mode, Steering)]
 
 

@@ -9,11 +9,11 @@ from functools import cache, lru_cache
 from typing import Any, NamedTuple
 
 import torch
-from torch._ops import OpOverload
 
 from mezzo._dtypes import HALF_DTYPES, dtype_name
 from mezzo._errors import PolicyError, UnsupportedError
 from mezzo._hardware import hardware
+from mezzo._torch import OpOverload, require
 from mezzo.eager.fallback import complete_torch_lists
 from mezzo.eager.plan import plan
 from mezzo.eager.region import Region
@@ -127,6 +127,7 @@ def _leaves_all_alone(policy: Policy, dtype: torch.dtype, device: str, _generati
 
 @cache
 def _key(policy: Policy, device: str, dtype: torch.dtype, versioned: bool, alone: bool, generation: int) -> str:  # noqa: FBT001
+    require("support for policies with rules of their own")
     key = f"{device}/{dtype_name(dtype)}/{'versioned' if versioned else 'plain'}{ALONE if alone else '/beside/'}{generation}/{policy!r}"
     publish(key, plan(policy, dtype, device, versioned=versioned, alone=alone))
     _policies[key] = policy
