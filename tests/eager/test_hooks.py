@@ -224,12 +224,12 @@ def test_tracing_inside_a_region_keeps_the_casts(words: dict[str, Any]) -> None:
     assert [one.dtype for one in traced(x)] == [HALF, HALF if words else torch.float32]
 
 
-def test_the_dtype_of_a_region_is_part_of_the_key_of_compiled_code_before_torch_2_13() -> None:
+def test_the_dtype_of_a_region_is_part_of_the_key_of_compiled_code() -> None:
     class Details:
         def __init__(self, graph: str) -> None:
             self.graph = graph
 
-    hooks._hook_compile_cache(SimpleNamespace(AOTAutogradCacheDetails=Details))
+    hooks._hook_compile_cache(SimpleNamespace(Details=Details), "Details")
     keys = [vars(Details("x"))]
     for dtype in (torch.bfloat16, torch.float16):
         with mezzo.autocast("cpu", dtype=dtype):

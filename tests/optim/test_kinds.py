@@ -317,7 +317,8 @@ def test_stochastic_rounds_to_nearest_where_there_is_nothing_to_draw():
 
 def test_stochastic_adds_up_updates_that_rounding_to_nearest_would_lose():
     seed, update = fresh_seed(), 2.0**-12
-    parameter, lost = torch.ones(1000).bfloat16(), torch.ones(1000).bfloat16()
+    # So many that the mean is 5 standard deviations within what is asked for.
+    parameter, lost = torch.ones(5000).bfloat16(), torch.ones(5000).bfloat16()
     for step in range(400):
         parameter, _ = Stochastic().part(Stochastic().join(parameter, None) + update, torch.bfloat16, Draw(seed, 0, step))
         lost, _ = NoMaster().part(NoMaster().join(lost, None) + update, torch.bfloat16)

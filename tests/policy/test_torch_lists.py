@@ -3,30 +3,44 @@
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
+import support.autocast_rules
 
 from mezzo.policy.names import canonical
 from mezzo.policy.registry import registry
 from mezzo.policy.rule import Level, Rule
-from mezzo.policy.torch_lists import AUTOCAST_KEYS, DEVICES, lists, native
+from mezzo.policy.torch_lists import AUTOCAST_KEYS, DEVICES, is_listed, lists, native
 
 EVERY = [(level, device) for level in Level for device in ("cpu", "cuda", "xpu", "npu")]
 
 
+CUDNN = {"cudnn_rnn"}
+"""An op that cuDNN's layers are made of, and that nobody calls: a build with CUDA has an autocast kernel for it."""
+
+
 @pytest.fixture(scope="module")
-def registrations():
-    """What a torch without mezzo has autocast kernels for: mezzo adds some of its own in a process that uses it."""
-    keys = list(AUTOCAST_KEYS.values())
-    code = f"import json, torch; print(json.dumps({{key: torch._C._dispatch_get_registrations_for_dispatch_key(key) for key in {keys}}}))"
-    return json.loads(subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout)
+def torchs_own():
+    """What autocast does with each op in a process that does not use mezzo."""
+    program = Path(support.autocast_rules.__file__)
+    keys = json.dumps({device: AUTOCAST_KEYS[device] for device in DEVICES})
+    return json.loads(subprocess.run([sys.executable, program, keys], check=True, capture_output=True, text=True).stdout)
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_the_lists_name_just_the_ops_that_torch_has_an_autocast_kernel_for(device, registrations):
-    registered = registrations[AUTOCAST_KEYS[device]]
-    theirs = {canonical(name.removeprefix("aten::").partition(".")[0]) for name in registered if name.startswith("aten::")}
-    assert native(device).keys() == theirs
+def test_the_lists_say_just_what_this_torch_does_with_every_op_that_it_has_an_autocast_kernel_for(device, torchs_own):
+    theirs: dict[str, set[str]] = {}
+    for overload, rule in torchs_own[device].items():
+        theirs.setdefault(canonical(overload.partition(".")[0]), set()).add(rule)
+    ours = {name: {entry.rule.value} for name, entry in native(device).items()}
+    assert ours == {name: rules for name, rules in theirs.items() if name not in CUDNN}
+
+
+def test_the_lists_follow_the_version_of_torch():
+    versions = [f"2.{minor}.0" for minor in range(11, 16)]
+    named = {name: [version for version in versions if is_listed(name, version)] for name in ("rms_norm", "linalg_matrix_sqrth", "qr", "cholesky", "linear")}
+    assert named == {"rms_norm": versions[1:], "linalg_matrix_sqrth": versions[3:], "qr": versions[:3], "cholesky": versions[:3], "linear": versions}
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -6,11 +6,20 @@ import importlib.util
 import os
 import subprocess
 import sys
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import pytest
 
 needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs Triton")
+
+
+def triton_version() -> str:
+    """The version of Triton, which is not imported for it; empty where there is none."""
+    try:
+        return version("triton")
+    except PackageNotFoundError:
+        return ""
 
 
 def run_interpreted(path: Path) -> None:

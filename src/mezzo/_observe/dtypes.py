@@ -9,10 +9,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from mezzo._dtypes import dtype_name
+from mezzo._torch import TorchDispatchMode, pytree
 
 
 @dataclass(frozen=True)
@@ -65,7 +64,7 @@ class _CountingMode(TorchDispatchMode):
 
     def _note(self, op: str, result: Any) -> None:
         # The first one speaks for the op: a norm returns its output before its float32 statistics.
-        for leaf in tree_leaves(result):
+        for leaf in pytree.tree_leaves(result):
             if isinstance(leaf, torch.Tensor) and leaf.is_floating_point():
                 self._counts.add(op, dtype_name(leaf.dtype))
                 return

@@ -14,6 +14,7 @@ from functools import cache
 import torch
 
 from mezzo._casting import cast
+from mezzo._torch import is_functorch_tensor
 
 _FIRST_SWEEP = 64
 
@@ -51,7 +52,7 @@ class WeightCache:
         """The weight in another dtype, cast once for as long as nobody changes it."""
         # A copy made without recording gradients would cut them off later, as would one of a weight that was frozen then; an inference tensor may not be recorded.
         key = (id(weight), dtype, weight.requires_grad, torch.is_grad_enabled(), torch.is_inference_mode_enabled())
-        if torch._C._functorch.is_functorch_wrapped_tensor(weight):
+        if is_functorch_tensor(weight):
             return cast(weight, dtype)
         copy = self._copies.get(key)
         if copy is not None and copy.weight() is weight and copy.version == weight._version and copy.pointer == weight.data_ptr():

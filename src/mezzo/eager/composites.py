@@ -13,10 +13,10 @@ from functools import cache
 from types import FunctionType
 from typing import Any, cast
 
-from torch._jit_internal import boolean_dispatched
 from torch.compiler import is_dynamo_compiling
 from torch.nn import functional as F
 
+from mezzo._torch import boolean_dispatched
 from mezzo.eager import bodies
 from mezzo.policy.names import canonical
 from mezzo.policy.registry import Function, registry

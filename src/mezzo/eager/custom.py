@@ -7,12 +7,11 @@ from functools import wraps
 from typing import Any, ParamSpec, TypeVar, overload
 
 import torch
-from torch._library.custom_ops import CustomOpDef
-from torch._ops import OpOverload, OpOverloadPacket
 from torch.compiler import is_dynamo_compiling
-from torch.utils._pytree import tree_leaves
+from torch.library import CustomOpDef  # type: ignore[attr-defined]  # not in its __all__
 
 from mezzo._errors import PolicyError
+from mezzo._torch import OpOverload, OpOverloadPacket, pytree
 from mezzo.eager.constant import constant
 from mezzo.eager.plan import Action
 from mezzo.eager.steering import Steering, steering_of
@@ -74,7 +73,7 @@ def _aware(name: str, function: Callable[P, R]) -> Callable[P, R]:
 
     @wraps(function)
     def aware(*args: P.args, **kwargs: P.kwargs) -> R:
-        device = next((leaf.device.type for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)), None)
+        device = next((leaf.device.type for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)), None)
         if device is None or not _has_autocast(device) or not torch.is_autocast_enabled(device):
             return function(*args, **kwargs)
         steering = steering_of(device)

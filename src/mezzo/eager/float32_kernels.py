@@ -18,6 +18,7 @@ from mezzo import _events
 from mezzo._casting import cast_all, is_castable
 from mezzo._dtypes import HALF_DTYPES, dtype_name
 from mezzo._hardware import hardware
+from mezzo._torch import DispatchKey, DispatchKeySet, ExcludeDispatchKeyGuard, kernels_of, keys_below, lacks
 from mezzo.eager.region import in_region
 from mezzo.policy import kernels
 from mezzo.policy.registry import Function, functional_overloads
@@ -40,10 +41,10 @@ def register_float32_kernels(device: str) -> None:
 def _registered(device: str) -> Library | None:
     key = AUTOCAST_KEYS.get(device)
     lacking = sorted((kernels.known(device) | _lacking_here(device)) - set(native(device)))
-    if key is None or not lacking:
+    if key is None or not lacking or lacks("float32 fallback"):
         return None
     library = Library("aten", "IMPL")
-    registered = set(torch._C._dispatch_get_registrations_for_dispatch_key(key))
+    registered = set(kernels_of(key))
     for op in lacking:
         for qualified in functional_overloads(op) - registered:
             library.impl(qualified.removeprefix("aten::"), _kernel(op, qualified, device, key), key, with_keyset=True)
@@ -57,8 +58,8 @@ def _lacking_here(device: str) -> frozenset[str]:
 
 def _kernel(op: str, qualified: str, device: str, key: str) -> Function:
     base, _, overload = qualified.removeprefix("aten::").partition(".")
-    autocast = getattr(torch._C.DispatchKey, key)
-    below = torch._C._dispatch_keyset_full_after(autocast)
+    autocast = getattr(DispatchKey, key)
+    below = keys_below(autocast)
 
     def kernel(keyset: Any, *args: Any, **kwargs: Any) -> Any:
         call = getattr(getattr(torch.ops.aten, base), overload or "default")
@@ -66,7 +67,7 @@ def _kernel(op: str, qualified: str, device: str, key: str) -> Function:
             return call.redispatch(keyset & below, *args, **kwargs)
         if _events.listening() and any(is_castable(value, device) and value.dtype in HALF_DTYPES for value in args):
             _events.emit(_events.OpFellBack(op, device, dtype_name(torch.get_autocast_dtype(device)), "it has no 16-bit kernel there"))
-        with torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(autocast)):
+        with ExcludeDispatchKeyGuard(DispatchKeySet(autocast)):
             return call(*cast_all(args, torch.float32, device), **cast_all(kwargs, torch.float32, device))
 
     return kernel

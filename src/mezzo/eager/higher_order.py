@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
+from mezzo import _torch
 from mezzo.eager.constant import constant
 from mezzo.policy.registry import Function
 
@@ -23,8 +24,8 @@ REFUSED = frozenset({"cond", "while_loop", "map", "map_impl", "scan", "associati
 
 def operators() -> dict[Function, str]:
     """The listed operators that this torch has."""
-    known = torch._ops._higher_order_ops
-    return {known[name]: name for name in CARRIED | REFUSED if name in known}
+    known = torch.ops.higher_order
+    return {getattr(known, name): name for name in CARRIED | REFUSED if hasattr(known, name)}
 
 
 def refusal() -> str:
@@ -48,7 +49,9 @@ def within(mode: TorchFunctionMode, function: Function) -> Function:
 @constant
 def permit_mode_changes(permitted: bool) -> bool:  # noqa: FBT001
     """Let a checkpointed function enter a mode while dynamo traces it: torch's own switch for side effects that need no replay, as a balanced enter and exit."""
-    config = torch._dynamo.config
+    config = _torch.dynamo_config
+    if config is None:
+        return permitted
     before: bool = config.skip_fwd_side_effects_in_bwd_under_checkpoint
     config.skip_fwd_side_effects_in_bwd_under_checkpoint = permitted
     return before

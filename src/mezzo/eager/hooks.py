@@ -21,6 +21,7 @@ import torch.utils.checkpoint as torch_checkpoint
 from torch.compiler import is_dynamo_compiling
 
 from mezzo._errors import UnsupportedError
+from mezzo._torch import ScriptMethod, autocast_devices, checkpoint_generator, checkpoint_generator_impl, place
 from mezzo.eager import region
 from mezzo.eager.carry import carry
 from mezzo.eager.region import current_regions, exporting, in_region, inside
@@ -41,21 +42,25 @@ class Hook:
     """Where it acts. Everywhere else it passes straight through."""
 
 
+def _at(private: str) -> str:
+    return ".".join(place(private))
+
+
 _IMPORT = "from the import of mezzo on"
 
 HOOKS = (
     Hook(
-        "torch.utils.checkpoint._checkpoint_without_reentrant_generator",
+        _at("checkpoint_generator"),
         _IMPORT,
         "a recomputed forward pass runs under the policy of the first one",
         "calls of torch.utils.checkpoint in a region of this thread",
     ),
     Hook("torch.utils.checkpoint.CheckpointFunction", _IMPORT, "the same with use_reentrant=True", "the same"),
     Hook("torch.jit.ScriptFunction.__call__", _IMPORT, "TorchScript's interpreter ignores policies", "regions with op rules of their own"),
-    Hook("torch._C.ScriptMethod.__call__", _IMPORT, "the same for methods", "the same"),
-    Hook("torch.export._trace._export", "once that module is imported", "torch.export ignores autocast around it", "exports in a region, or of one"),
+    Hook(_at("ScriptMethod") + ".__call__", _IMPORT, "the same for methods", "the same"),
+    Hook(_at("export"), "once that module is imported", "torch.export ignores autocast around it", "exports in a region, or of one"),
     Hook(
-        "torch._functorch._aot_autograd.autograd_cache.AOTAutogradCacheDetails.__init__",
+        _at("AOTAutogradCacheDetails") + ".__init__",
         "once that module is imported",
         "the key of torch's cache of compiled code names the region's dtype",
         "compilation in a region, or of one",
@@ -74,9 +79,9 @@ HOOKS = (
         "processes with an open region: torch's cache is one for all threads",
     ),
     Hook(
-        "torch._dynamo.variables.torch.get_overridable_functions",
+        _at("dynamo_overridable_functions"),
         "from the first compiled region with op rules of its own on",
-        "dynamo asks function modes about ops of torch._C._nn too, as eager mode does",
+        "dynamo asks function modes about the functions inside torch.nn.functional too, as eager mode does",
         "compiled code under a function mode",
     ),
     Hook(
@@ -96,19 +101,26 @@ HOOKS = (
 
 
 def install() -> None:
-    """Hook what torch would run in another precision."""
+    """Install the hooks that carry regions along; a name that torch does not have leaves out the hook that needs it."""
     region.by_mode_alone = alone
     _hook_checkpoint()
     _hook_script()
-    _when_imported("torch.export._trace", _hook_export)
-    _when_imported("torch._functorch._aot_autograd.autograd_cache", _hook_compile_cache)
+    _when_imported("export", _hook_export)
+    _when_imported("AOTAutogradCacheDetails", _hook_compile_cache)
 
 
-def _when_imported(name: str, hook: Callable[[ModuleType], None]) -> None:
+def _when_imported(private: str, hook: Callable[[ModuleType, str], None]) -> None:
+    """Hook a name of a module that torch imports late: importing torch.export for a hook alone would take a second."""
+    name, attribute = place(private)
+
+    def hook_if_there(module: ModuleType) -> None:
+        if hasattr(module, attribute):
+            hook(module, attribute)
+
     if name in sys.modules:
-        hook(sys.modules[name])
+        hook_if_there(sys.modules[name])
     else:
-        sys.meta_path.insert(0, _OnImport(name, hook))
+        sys.meta_path.insert(0, _OnImport(name, hook_if_there))
 
 
 def _is_steered() -> bool:
@@ -118,10 +130,9 @@ def _is_steered() -> bool:
 def _hook_checkpoint() -> None:
     """torch restores its own autocast state when it recomputes; a policy's op lists and module rules are carried by the function itself."""
     # Since torch 2.14 the one with `_impl` is called, and the other is there for those who call it themselves.
-    name = next(name for name in ("_checkpoint_without_reentrant_generator_impl", "_checkpoint_without_reentrant_generator") if hasattr(torch_checkpoint, name))
-    generator, function = getattr(torch_checkpoint, name), torch_checkpoint.CheckpointFunction
+    private = "checkpoint_generator" if checkpoint_generator_impl is None else "checkpoint_generator_impl"
+    generator, function = checkpoint_generator_impl or checkpoint_generator, torch_checkpoint.CheckpointFunction
 
-    @wraps(generator)
     def carrying(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         return generator(fn if is_dynamo_compiling() or not current_regions() else carry(fn), *args, **kwargs)
 
@@ -130,14 +141,15 @@ def _hook_checkpoint() -> None:
         def apply(cls, fn: Callable[..., Any], *args: Any) -> Any:
             return function.apply(carry(fn) if current_regions() else fn, *args)
 
-    setattr(torch_checkpoint, name, carrying)
+    if generator is not None:
+        setattr(torch_checkpoint, place(private)[1], wraps(generator)(carrying))
     torch_checkpoint.CheckpointFunction = CheckpointFunction  # type: ignore[misc]
 
 
 def _hook_script() -> None:
     """TorchScript's interpreter knows torch's own lists only. A function is run as the Python that it was made from, as compiled code does too."""
-    for kind in (torch.jit.ScriptFunction, torch._C.ScriptMethod):
-        kind.__call__ = _steered(kind.__call__)  # type: ignore[method-assign]
+    for kind in filter(None, (torch.jit.ScriptFunction, ScriptMethod)):
+        kind.__call__ = _steered(kind.__call__)
 
 
 def _steered(call: Callable[..., Any]) -> Callable[..., Any]:
@@ -157,7 +169,7 @@ def _steered(call: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class _OnImport(importlib.abc.MetaPathFinder):
-    """Hooks a module of torch when it is imported. Importing torch.export for the hook alone would take a second."""
+    """Hook a module of torch when it is imported."""
 
     def __init__(self, name: str, hook: Callable[[ModuleType], None]) -> None:
         self._name, self._hook = name, hook
@@ -186,9 +198,9 @@ class _Hooking(importlib.abc.Loader):
         self._hook(module)
 
 
-def _hook_export(module: ModuleType) -> None:
+def _hook_export(module: ModuleType, name: str) -> None:
     """torch.export ignores the autocast state around it; casts made by a mode survive. So the whole policy is given to the mode while it exports."""
-    export = module._export
+    export = getattr(module, name)
 
     @wraps(export)
     def keeping(*args: Any, **kwargs: Any) -> Any:
@@ -196,23 +208,23 @@ def _hook_export(module: ModuleType) -> None:
         with exporting(), inside(*regions):
             return export(*args, **kwargs)
 
-    module._export = keeping  # type: ignore[attr-defined]
+    setattr(module, name, keeping)
 
 
-def _hook_compile_cache(module: ModuleType) -> None:
+def _hook_compile_cache(module: ModuleType, name: str) -> None:
     """Make mezzo's regions, with their dtypes, part of the key of torch's cache of compiled code on disk.
 
     Before torch 2.13 the key said only whether autocast is on: after bfloat16, a function compiled in a float16 region was served the code for bfloat16. And
     code in which an op without a 16-bit kernel computes in float32 must not be served to a program without mezzo.
     """
-    details = module.AOTAutogradCacheDetails
+    details = getattr(module, name)
     make = details.__init__
 
     @wraps(make)
     def keyed(self: Any, *args: Any, **kwargs: Any) -> None:
         make(self, *args, **kwargs)
         if in_region():
-            enabled = [device for device in torch._C._autocast_supported_devices() if torch.is_autocast_enabled(device)]
+            enabled = [device for device in autocast_devices() if torch.is_autocast_enabled(device)]
             self.mezzo_autocast_dtypes = {device: torch.get_autocast_dtype(device) for device in enabled}
 
     details.__init__ = keyed

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, ParamSpec, TypeVar, cast
 
-from torch._C._dynamo import eval_frame
+from mezzo._torch import FrameAction, FrameExecStrategy, set_code_exec_strategy
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -18,7 +18,6 @@ def inlined(function: Callable[P, R]) -> Callable[P, R]:
     What `torch._dynamo.eval_frame.skip_code` does, without importing dynamo for it.
     """
     # torch's own business: where it is no more, everything runs as before, with code compiled that nobody needs.
-    if hasattr(eval_frame, "_FrameExecStrategy"):
-        skip: Any = eval_frame._FrameAction.SKIP
-        eval_frame.set_code_exec_strategy(cast("Any", function).__code__, eval_frame._FrameExecStrategy(skip, skip))
+    if FrameAction and FrameExecStrategy and set_code_exec_strategy:
+        set_code_exec_strategy(cast("Any", function).__code__, FrameExecStrategy(FrameAction.SKIP, FrameAction.SKIP))
     return function

@@ -9,6 +9,7 @@ from functools import cache, cached_property
 
 import torch
 
+from mezzo._torch import get_schema, has_kernel, kernels_of
 from mezzo.eager.composites import body, can_open, has_body, ops_inside
 from mezzo.eager.higher_order import CARRIED, operators, refusal
 from mezzo.policy.decide import effective, entry_of
@@ -151,15 +152,14 @@ def _is_cast_by_torch(function: Function, device: str) -> bool:
 
 @cache
 def _registered(device: str) -> frozenset[str]:
-    return frozenset(torch._C._dispatch_get_registrations_for_dispatch_key(AUTOCAST_KEYS.get(device, "AutocastPrivateUse1")))
+    return frozenset(kernels_of(AUTOCAST_KEYS.get(device, "AutocastPrivateUse1")))
 
 
 @cache
 def _composite_ops() -> frozenset[str]:
     """The ops that C++ makes of others: torch's autocast acts on those inside."""
-    has = torch._C._dispatch_has_kernel_for_dispatch_key
     made = ((name, f"aten::{base}.{overload}".rstrip(".")) for name, overloads in aten_overloads().items() for base, overload in overloads)
-    return frozenset(name for name, qualified in made if has(qualified, "CompositeImplicitAutograd"))
+    return frozenset(name for name, qualified in made if has_kernel(qualified, "CompositeImplicitAutograd"))
 
 
 @cache
@@ -169,7 +169,7 @@ def _single_tensor_ops() -> frozenset[str]:
 
 
 def _tensors(base: str, overload: str) -> float:
-    kinds = [str(argument.type) for argument in torch._C._get_schema(f"aten::{base}", overload).arguments if not argument.is_out]
+    kinds = [str(argument.type) for argument in get_schema(f"aten::{base}", overload).arguments if not argument.is_out]
     return float("inf") if any("List[" in kind and "Tensor" in kind for kind in kinds) else sum("Tensor" in kind for kind in kinds)
 
 
@@ -187,6 +187,6 @@ def _default_of(function: Function, name: str) -> object:
     try:
         known: object = inspect.signature(function).parameters[name].default
     except (ValueError, TypeError, KeyError):
-        schemas = (torch._C._get_schema(*qualified.partition(".")[::2]) for qualified in functional_overloads(getattr(function, "__name__", "")))
+        schemas = (get_schema(*qualified.partition(".")[::2]) for qualified in functional_overloads(getattr(function, "__name__", "")))
         known = next((one.default_value for schema in schemas for one in schema.arguments if one.name == name), None)
     return known

@@ -14,7 +14,6 @@ from typing import Any, Self
 from weakref import WeakValueDictionary
 
 import torch
-from torch._guards import CompileContext, CompileId
 from torch.amp.autocast_mode import autocast as torchs_own
 from torch.compiler import is_dynamo_compiling
 from torch.fx import traceback
@@ -22,6 +21,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from mezzo._dtypes import dtype_name
 from mezzo._errors import UnsupportedError
+from mezzo._torch import CompileContext, function_mode_at, function_mode_count
 from mezzo.eager.cache import CacheInfo, WeightCache
 from mezzo.eager.constant import constant
 from mezzo.eager.inlined import inlined
@@ -77,7 +77,7 @@ class _Stack(list[Entered]):
 class _Mine(threading.local):
     def __init__(self) -> None:
         self.stack = _Stack()
-        self.compiled: CompileId | None = None
+        self.compiled: object = None
         self.exporting = False
         self.notes: list[Any] = []
         _stacks[threading.get_ident()] = self.stack
@@ -96,7 +96,7 @@ def enter(region: Region) -> Entered:
     before = torch.get_autocast_dtype(device)
     changed = None if dtype is None or dtype is before else before
     cached = torch.is_autocast_cache_enabled()
-    steered = _steer(region) if region.key or torch._C._len_torch_function_stack() else _NOT_STEERED
+    steered = _steer(region) if region.key or function_mode_count() else _NOT_STEERED
     entered = [region, torch.is_autocast_enabled(device), changed, cached, *steered, dtype or before]
     nesting = torch.autocast_increment_nesting()
     if dtype is not None and changed is not None:
@@ -254,13 +254,18 @@ def in_region() -> bool:
     """Whether this thread is in a region, or compiles a function that enters one."""
     if _mine.stack:
         return True
-    return _mine.compiled is not None and _mine.compiled == CompileContext.current_compile_id()
+    return _mine.compiled is not None and _mine.compiled == _compile_id()
+
+
+def _compile_id() -> object:
+    """What torch compiles just now, if anything; None too where torch does not say."""
+    return None if CompileContext is None else CompileContext.current_compile_id()
 
 
 @constant
 def _note_compiled() -> None:
     """Remember that what this thread compiles enters a region: torch traces it once more after dynamo, when no region is on the stack."""
-    _mine.compiled = CompileContext.current_compile_id()
+    _mine.compiled = _compile_id()
 
 
 def current_regions() -> tuple[Region, ...]:
@@ -320,7 +325,7 @@ def cache_info() -> CacheInfo:
 
 
 def _caches() -> list[WeightCache]:
-    modes = torch.overrides._get_current_function_mode_stack()
+    modes = map(function_mode_at, range(function_mode_count()))
     return [mode.cache for mode in modes if isinstance(mode, Steering)]
 
 

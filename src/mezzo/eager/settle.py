@@ -9,11 +9,11 @@ from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
-from torch._ops import OpOverload
 
 from mezzo._dtypes import HALF_DTYPES, dtype_name
 from mezzo._errors import PolicyError, UnsupportedError
 from mezzo._hardware import hardware
+from mezzo._torch import OpOverload, require
 from mezzo.eager.float32_kernels import register_float32_kernels
 from mezzo.eager.plan import plan
 from mezzo.eager.region import Region
@@ -131,6 +131,7 @@ def _leaves_all_alone(policy: Policy, dtype: torch.dtype, device: str, _generati
 
 @lru_cache(maxsize=_KEPT)
 def _table(policy: Policy, device: str, dtype: torch.dtype, versioned: bool, alone: bool, generation: int) -> PolicyTable:  # noqa: FBT001
+    require("support for policies with rules of their own")
     key = f"{device}/{dtype_name(dtype)}/{'versioned' if versioned else 'plain'}{ALONE if alone else '/beside/'}{generation}/{policy!r}"
     return PolicyTable.of(key, policy, lambda: plan(policy, dtype, device, versioned=versioned, alone=alone))
 

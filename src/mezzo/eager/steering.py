@@ -20,6 +20,7 @@ from mezzo import _events
 from mezzo._casting import CASTS, cast_all, is_castable, on_device
 from mezzo._dtypes import CASTABLE_DTYPES, HALF_DTYPES, dtype_name
 from mezzo._errors import RefusedOpError
+from mezzo._torch import function_mode_at, function_mode_count
 from mezzo.eager import tables, tracing
 from mezzo.eager.cache import WeightCache, is_weight
 from mezzo.eager.composites import body
@@ -194,8 +195,8 @@ def _has_wide(action: Action, device: str, args: Args, kwargs: Kwargs) -> bool:
 
 def steering_of(device: str) -> Steering | None:
     """The mode that steers a device type on this thread. The stack is asked through torch's own calls, which dynamo knows."""
-    for index in range(torch._C._len_torch_function_stack()):
-        mode = torch._C._get_function_stack_at(index)
+    for index in range(function_mode_count()):
+        mode = function_mode_at(index)
         if isinstance(mode, Steering) and mode.device == device:
             return mode
     return None

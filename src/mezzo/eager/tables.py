@@ -6,7 +6,6 @@ anything else would carry guards of its own.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from functools import cache
 from threading import RLock
@@ -15,6 +14,7 @@ from weakref import WeakValueDictionary, finalize
 
 import torch
 
+from mezzo._torch import loaded
 from mezzo.eager.composites import body_name, has_body
 from mezzo.eager.constant import constant
 from mezzo.eager.plan import EMPTY, Action, Table
@@ -84,14 +84,14 @@ def announce() -> None:
 
     It asks only about those that torch lists as overridable, and what Python functions call inside `torch._C._nn` is not listed, though a mode hears of it in eager.
     """
-    dynamo = sys.modules.get("torch._dynamo.variables.torch")
-    if dynamo is not None:
-        _tell(dynamo)
+    asked = loaded("dynamo_overridable_functions")
+    if asked is not None:
+        _tell(asked)
 
 
 @cache
-def _tell(dynamo: Any) -> None:
-    dynamo.get_overridable_functions().update(function for op in registry() for function in op.functions if not has_body(function))
+def _tell(asked: Function) -> None:
+    asked().update(function for op in registry() for function in op.functions if not has_body(function))
 
 
 @constant

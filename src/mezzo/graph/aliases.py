@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import operator
 
-from torch._ops import OpOverload
 from torch.fx import Graph, Node
 
+from mezzo._torch import OpOverload
 from mezzo.graph.nodes import base, bound, nodes_in
 from mezzo.graph.traits import ALIASING, STATISTICS
 

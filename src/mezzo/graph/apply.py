@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch._ops import OpOverload
 from torch.fx import GraphModule, Node
 
+from mezzo._torch import OpOverload
 from mezzo.graph.nodes import Read, Role, values
 from mezzo.graph.planning import Planned
 from mezzo.graph.typing_run import dtypes_of, fake_mode, insert_cast, set_dtypes

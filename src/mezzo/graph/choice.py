@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 from torch.fx import Node
-from torch.utils import _pytree as pytree
 
+from mezzo._torch import HigherOrderOperator, OpOverload, pytree
 from mezzo.graph.nodes import Read, Role, deciding, op_name, reads, said_dtype, values
 from mezzo.graph.traits import LOOKED_AT, MIXED_PARAMETERS, PROMOTING
 
@@ -116,8 +116,8 @@ def output_values(node: Node) -> list[Any]:
 
 def maker(node: Node) -> Node:
     """The op that made a value: for one result of several, the op before it."""
-    while node.op == "call_function" and not isinstance(node.target, torch._ops.OpOverload) and node.args and isinstance(above := node.args[0], Node):
-        if isinstance(node.target, torch._ops.HigherOrderOperator):
+    while node.op == "call_function" and not isinstance(node.target, OpOverload) and node.args and isinstance(above := node.args[0], Node):
+        if isinstance(node.target, HigherOrderOperator):
             break
         node = above
     return node

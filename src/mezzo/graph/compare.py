@@ -11,10 +11,10 @@ import torch
 from torch import nn
 from torch.export import ExportedProgram
 from torch.fx import Interpreter, Node
-from torch.utils import _pytree as pytree
 
 from mezzo._dtypes import dtype_name
 from mezzo._errors import ConversionError
+from mezzo._torch import OpOverload, pytree
 from mezzo.graph.comparison import Comparison, TensorError
 from mezzo.graph.leaves import named_leaves
 from mezzo.graph.lists import module_paths
@@ -110,7 +110,7 @@ def _computes(node: Node) -> bool:
     """Whether a node makes values: what only looks at those of another has that one's error."""
     if node.target is operator.getitem:
         return _computes(node.all_input_nodes[0])
-    if not isinstance(node.target, torch._ops.OpOverload):
+    if not isinstance(node.target, OpOverload):
         return node.op == "call_function"
     alias = [one.alias_info for one in node.target._schema.returns]
     return not alias or alias[0] is None or alias[0].is_write

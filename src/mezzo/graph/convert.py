@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from mezzo._torch import require
 from mezzo.graph.converted import Converted
 from mezzo.policy.policy import Policy
 from mezzo.policy.rule import Level
@@ -42,6 +43,7 @@ def convert(
     >>> [(row.node, row.dtype) for row in converted.plan if row.op in ("linear", "relu")]
     [('linear', 'bfloat16'), ('relu', 'bfloat16'), ('linear_1', 'float32')]
     """
+    require("conversion")
     # Here, and not above: importing what traces a model would cost every user of mezzo a second.
     from mezzo.graph.converting import convert_examples  # noqa: PLC0415
 

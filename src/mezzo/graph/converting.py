@@ -8,12 +8,12 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils import _pytree as pytree
 
 from mezzo import _events
 from mezzo._dtypes import dtype_name
 from mezzo._errors import ConversionError
 from mezzo._hardware import hardware
+from mezzo._torch import pytree
 from mezzo.graph.assemble import assemble
 from mezzo.graph.converted import Artefact, Converted
 from mezzo.graph.exporting import export, unwrapped

@@ -7,7 +7,8 @@ from typing import Any
 import torch
 from torch.export import ExportedProgram
 from torch.export.graph_signature import ConstantArgument, InputKind
-from torch.utils import _pytree as pytree
+
+from mezzo._torch import pytree
 
 
 def zeros_like_inputs(exported: ExportedProgram) -> tuple[tuple[Any, ...], dict[str, Any]] | None:

@@ -8,11 +8,10 @@ from typing import Any
 import torch
 from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind, TensorArgument
-from torch.fx._pytree import tree_flatten_spec
-from torch.utils import _pytree as pytree
 
 from mezzo._casting import cast
 from mezzo._dtypes import CASTABLE_DTYPES, dtype_name
+from mezzo._torch import pytree, tree_flatten_spec
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]
 
@@ -93,9 +92,10 @@ def _has_mapping(value: Any) -> bool:
 def _in_order(inputs: Any, structure: pytree.TreeSpec) -> list[Any] | None:
     """The leaves in the order of the example; None where the inputs are nested otherwise."""
     try:
-        return tree_flatten_spec(inputs, structure)
+        leaves: list[Any] = tree_flatten_spec(inputs, structure)
     except (KeyError, IndexError, TypeError, RuntimeError):
         return None
+    return leaves
 
 
 def _taken(value: Any) -> Taken | None:

@@ -9,6 +9,7 @@ import torch.backends.cudnn.rnn
 from torch.export import ExportedProgram
 from torch.fx import Node
 
+from mezzo._torch import flatten_cudnn_weights, uses_flat_cudnn_weights
 from mezzo.graph.nodes import base, bound, nodes_in
 from mezzo.policy.kernels import RECURRENT
 
@@ -23,7 +24,7 @@ def flatten(exported: ExportedProgram) -> None:
             weights: list[Any] = [tensors.get(one.name) for one in nodes_in(dict(bound(node))["params"])]
             if weights and _is_taken(weights):
                 with torch.cuda.device_of(weights[0]), torch.no_grad():
-                    torch._cudnn_rnn_flatten_weight(weights, *_described(node, weights))
+                    flatten_cudnn_weights(weights, *_described(node, weights))
 
 
 def _described(node: Node, weights: list[Any]) -> tuple[Any, ...]:
@@ -44,4 +45,4 @@ def _is_taken(weights: list[Any]) -> bool:
         return False
     alike = all(one.dtype is first.dtype and one.device == first.device for one in weights)
     apart = len({one.data_ptr() for one in weights}) == len(weights)
-    return alike and apart and torch.backends.cudnn.is_acceptable(first) and torch._use_cudnn_rnn_flatten_weight()
+    return alike and apart and torch.backends.cudnn.is_acceptable(first) and uses_flat_cudnn_weights()

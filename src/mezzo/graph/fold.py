@@ -9,13 +9,12 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch._ops import OpOverload
 from torch.export import ExportedProgram
 from torch.export.graph_signature import ExportGraphSignature, InputKind, InputSpec, TensorArgument
 from torch.fx import GraphModule, Node
 from torch.fx.node import map_arg
-from torch.utils import _pytree as pytree
 
+from mezzo._torch import OpOverload, pytree
 from mezzo.graph.aliases import written
 from mezzo.graph.nodes import base
 from mezzo.graph.traits import EXACT

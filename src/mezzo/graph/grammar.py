@@ -13,9 +13,8 @@ from collections.abc import Iterator
 from keyword import iskeyword
 from typing import Any
 
-from torch.utils import _pytree as pytree
-
 from mezzo._errors import CheckpointError
+from mezzo._torch import pytree
 
 _LONGEST = 20_000
 _DEEPEST = 60

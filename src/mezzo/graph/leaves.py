@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from torch.utils import _pytree as pytree
+from mezzo._torch import pytree
 
 
 def named_leaves(nested: Any) -> list[tuple[str, Any]]:

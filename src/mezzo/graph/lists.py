@@ -9,11 +9,11 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._ops import OpOverload
 from torch.fx import Node
 
 from mezzo._dtypes import dtype_name
 from mezzo._errors import PolicyError, nearest
+from mezzo._torch import OpOverload
 from mezzo.graph.nodes import bound, op_name
 from mezzo.policy import words
 from mezzo.policy.decide import MADE_OF, effective, entry_of

@@ -10,9 +10,9 @@ from functools import lru_cache
 from typing import Any
 
 import torch
-from torch._ops import HigherOrderOperator, OpOverload
 from torch.fx import Node
 
+from mezzo._torch import HigherOrderOperator, OpOverload
 from mezzo.graph.traits import CASTS, FILLS, LOOKED_AT, LOOKS, MIXED_PARAMETERS, STRUCTURAL
 from mezzo.policy.names import canonical
 from mezzo.policy.registry import registry

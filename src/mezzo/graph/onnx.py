@@ -11,10 +11,10 @@ from typing import Any
 
 import torch
 from torch.export import ExportedProgram
-from torch.utils import _pytree as pytree
 
 from mezzo._errors import UnsupportedError
 from mezzo._files import atomic_writer
+from mezzo._torch import pytree
 from mezzo.graph.leaves import named_leaves
 from mezzo.graph.quiet import quiet
 

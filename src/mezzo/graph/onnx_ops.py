@@ -9,6 +9,8 @@ import torch
 from onnx_ir import DataType
 from onnxscript import opset18
 
+from mezzo._torch import batch_norm_functional
+
 op: Any = opset18
 """The operators. Untyped: onnxscript tells types of tensors that it runs itself, and not of a graph's values."""
 
@@ -74,7 +76,7 @@ def _normalized(value: Any, mean: Any, variance: Any, weight: Any, bias: Any, ep
 
 
 TRANSLATIONS: dict[Callable[..., Any], Callable[..., Any]] = {
-    torch.ops.aten._native_batch_norm_legit_functional.default: training_batch_norm,
+    batch_norm_functional.default: training_batch_norm,
     torch.ops.aten.instance_norm.default: instance_norm,
 }
 """What to translate instead of torch."""

@@ -9,9 +9,8 @@ import torch
 from torch import nn
 from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind, OutputKind
-from torch.fx._pytree import tree_flatten_spec
-from torch.utils import _pytree as pytree
 
+from mezzo._torch import pytree, tree_flatten_spec
 from mezzo.graph.flat import flatten
 
 _STORED = (InputKind.PARAMETER, InputKind.BUFFER, InputKind.CONSTANT_TENSOR)

@@ -22,11 +22,11 @@ from typing import Any, BinaryIO
 
 import torch
 from torch import nn
-from torch._export.serde import schema, serialize
 from torch.export import ExportedProgram
 
 from mezzo._errors import CheckpointError, UnsupportedError
 from mezzo._files import atomic_writer
+from mezzo._torch import OpOverload, require, schema, serialize
 from mezzo.graph.admit import admit, without_notes
 from mezzo.graph.archive import ArchiveReader, reading, writing
 from mezzo.graph.devices import device_here, devices_here
@@ -62,6 +62,7 @@ class Artefact:
 
 def save(path: Place, artefact: Artefact) -> None:
     """Write programs to one file, whole or not at all. Weights that several names or programs share are written once; example inputs are not written."""
+    require("file format of converted programs")
     tensors = TensorWriter()
     programs = [_described(stored, tensors) for stored in artefact.programs]
     with atomic_writer(path) as file, writing(file) as archive:
@@ -85,6 +86,7 @@ def load(path: Place, *, device: str | torch.device | None = None, custom_ops: C
 
     `device` puts everything there instead of where it was saved from. Custom ops run only if `custom_ops` names their namespace: the file chooses their arguments.
     """
+    require("file format of converted programs")
     # Opened here, so that a file that is not there is told from one that cannot be read.
     with Path(path).open("rb") as file:
         return _read(file, os.fspath(path), None if device is None else device_here(device), custom_ops)
@@ -211,7 +213,7 @@ def _moved(graph: Any, device: torch.device | None) -> Any:
 def _namespaces(exported: ExportedProgram) -> set[str]:
     """The namespaces of the ops that a program calls, bodies included."""
     modules = [one for one in exported.graph_module.modules() if isinstance(one, torch.fx.GraphModule)]
-    return {node.target.namespace for one in modules for node in one.graph.nodes if isinstance(node.target, torch._ops.OpOverload)}
+    return {node.target.namespace for one in modules for node in one.graph.nodes if isinstance(node.target, OpOverload)}
 
 
 def _first_line(error: BaseException) -> str:

@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._ops import HigherOrderOperator
 from torch.fx import GraphModule, Node
 
+from mezzo._torch import HigherOrderOperator
 from mezzo.graph.choice import OUTPUTS, output_values
 from mezzo.graph.lists import Words
 from mezzo.graph.nodes import Role, nodes_in, values

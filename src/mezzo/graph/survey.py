@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 import torch
 from torch import nn
-from torch._ops import HigherOrderOperator
 from torch.fx import GraphModule, Node
 
 from mezzo._dtypes import dtype_name
+from mezzo._torch import HigherOrderOperator
 from mezzo.graph.aliases import written
 from mezzo.graph.follow import follow
 from mezzo.graph.lists import Words

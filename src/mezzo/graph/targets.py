@@ -13,6 +13,7 @@ from functools import cache
 import torch
 
 from mezzo._errors import CheckpointError
+from mezzo._torch import all_op_names, get_schema
 
 _OP = re.compile(r"torch\.ops\.([A-Za-z0-9_]+)\.([A-Za-z0-9_]+)\.([A-Za-z0-9_]+)")
 
@@ -55,7 +56,7 @@ def check(name: str, custom_ops: Collection[str]) -> None:
         if qualified not in _registered():
             raise CheckpointError(f"it calls the op {qualified}, which is not registered here. Import the module that defines it first")
     if namespace == "aten":
-        _check_aten(qualified, torch._C._get_schema(f"aten::{op}", "" if overload == "default" else overload))
+        _check_aten(qualified, get_schema(f"aten::{op}", "" if overload == "default" else overload))
 
 
 def _check_aten(qualified: str, schema: torch.FunctionSchema) -> None:
@@ -69,4 +70,4 @@ def _check_aten(qualified: str, schema: torch.FunctionSchema) -> None:
 @cache
 def _registered() -> frozenset[str]:
     # The dispatcher's ops alone: `torch.ops.aten` also gives the built-in functions of TorchScript, which write files among other things.
-    return frozenset(torch._C._dispatch_get_all_op_names())
+    return frozenset(all_op_names())

@@ -6,11 +6,10 @@ import operator
 from typing import Any
 
 import torch
-import torch._higher_order_ops.wrap
-from torch._ops import OpOverload
 from torch.fx import GraphModule, Node
 from torch.fx.node import map_arg
 
+from mezzo._torch import OpOverload, assert_tensor_metadata, wrap_with_autocast
 from mezzo.graph.aliases import alias_sets, writes
 from mezzo.graph.choice import OUTPUTS, output_values
 from mezzo.graph.nodes import base, values
@@ -23,7 +22,7 @@ REGION = "mezzo_region"
 _NOTE = "mezzo_region"
 """What mezzo's regions have torch.export note."""
 
-_GRAD, _AUTOCAST = torch.ops.higher_order.wrap_with_set_grad_enabled, torch.ops.higher_order.wrap_with_autocast
+_GRAD, _AUTOCAST = torch.ops.higher_order.wrap_with_set_grad_enabled, wrap_with_autocast
 
 
 def tidy(module: GraphModule, half: torch.dtype, device: str) -> None:
@@ -102,7 +101,9 @@ def _copied(module: GraphModule, inner: GraphModule, node: Node, known: dict[Nod
 
 def _drop_checks(module: GraphModule) -> None:
     """torch notes the dtype and device that a tensor had before the user converted it; both may change."""
-    for node in module.graph.find_nodes(op="call_function", target=torch.ops.aten._assert_tensor_metadata.default):
+    if assert_tensor_metadata is None:
+        return
+    for node in module.graph.find_nodes(op="call_function", target=assert_tensor_metadata.default):
         module.graph.erase_node(node)
 
 

@@ -7,14 +7,11 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch._dispatch.python import enable_python_dispatcher
-from torch._ops import OpOverload
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx import GraphModule, Node
 from torch.fx.node import map_arg
-from torch.utils import _pytree as pytree
 
 from mezzo._dtypes import dtype_name
+from mezzo._torch import FakeTensor, FakeTensorMode, OpOverload, enable_python_dispatcher, pytree
 
 ORIGIN = ("nn_module_stack", "stack_trace", "torch_fn")
 """What a node's meta tells of where it comes from."""

@@ -8,14 +8,11 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch._higher_order_ops.wrap
-from torch._ops import HigherOrderOperator, OpOverload
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import GraphModule, Node
-from torch.utils import _pytree as pytree
 
 from mezzo._dtypes import dtype_name
 from mezzo._errors import UnsupportedError
+from mezzo._torch import FakeTensorMode, HigherOrderOperator, OpOverload, pytree, wrap_with_autocast
 from mezzo.graph.nodes import base, op_name, reads, values
 from mezzo.graph.traits import CASTS, FILLS, LOOKS, MIXED_PARAMETERS, PROMOTING
 from mezzo.graph.typing_run import dtypes_of, fake_mode, run
@@ -43,7 +40,7 @@ def verify(module: GraphModule) -> None:
             continue
         if isinstance(node.target, HigherOrderOperator):
             # A closed region of another dtype casts by itself, where tensors without data do not show it.
-            if node.target is not torch.ops.higher_order.wrap_with_autocast:
+            if node.target is not wrap_with_autocast:
                 _verify_bodies(module, node)
         elif isinstance(node.target, OpOverload):
             _verify_inputs(node)

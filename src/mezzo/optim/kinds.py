@@ -12,6 +12,7 @@ import torch
 
 from mezzo._casting import cast
 from mezzo._errors import PolicyError
+from mezzo._torch import foreach_abs, foreach_add_, foreach_copy_, foreach_maximum_, foreach_mul_, foreach_sign
 from mezzo.optim.philox import philox
 from mezzo.policy.rule import Master
 from mezzo.scaling.kernels import is_dense
@@ -182,14 +183,14 @@ def values_of(kind: Kind, parameters: list[torch.Tensor], beside: list[torch.Ten
         return [kind.join(parameter.detach(), one) for parameter, one in zip(parameters, beside, strict=True)]
     values, remainders, lowest = ([torch.empty_like(one, dtype=dtype) for one in parameters] for dtype in (torch.float32, torch.int32, torch.int32))
     # A bfloat16 is the upper half of a float32's bits. One launch casts many tensors, where bit shifts would take several for each.
-    torch._foreach_copy_(values, [parameter.detach() for parameter in parameters])
-    torch._foreach_copy_(remainders, known)
+    foreach_copy_(values, [parameter.detach() for parameter in parameters])
+    foreach_copy_(remainders, known)
     # Zero has no negative remainder: this one is of a value that was overwritten (`p.data.mul_(mask)`), and the sum of both would be NaN for ever.
-    signs = torch._foreach_sign(torch._foreach_abs(values))
-    torch._foreach_mul_(signs, -(2.0**15))
-    torch._foreach_copy_(lowest, signs)
-    torch._foreach_maximum_(remainders, lowest)
-    torch._foreach_add_([value.view(torch.int32) for value in values], remainders)
+    signs = foreach_sign(foreach_abs(values))
+    foreach_mul_(signs, -(2.0**15))
+    foreach_copy_(lowest, signs)
+    foreach_maximum_(remainders, lowest)
+    foreach_add_([value.view(torch.int32) for value in values], remainders)
     return list(values)
 
 

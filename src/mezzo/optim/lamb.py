@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch.optim.optimizer import ParamsT
 
+from mezzo._torch import foreach_add_, foreach_addcmul_, foreach_div, foreach_div_, foreach_lerp_, foreach_mul_, foreach_norm, foreach_sqrt_, foreach_sub_
 from mezzo.optim.own import Group, OwnOptimizer, Tensors, rate
 
 
@@ -56,16 +57,16 @@ class LAMB(OwnOptimizer):
         """Adam's direction plus the decay, scaled to the norm of the weights."""
         steps, moments, squares = state
         beta1, beta2 = group["betas"]
-        torch._foreach_add_(steps, 1.0)
-        torch._foreach_lerp_(moments, gradients, 1 - beta1)
-        torch._foreach_mul_(squares, beta2)
-        torch._foreach_addcmul_(squares, gradients, gradients, value=1 - beta2)
+        foreach_add_(steps, 1.0)
+        foreach_lerp_(moments, gradients, 1 - beta1)
+        foreach_mul_(squares, beta2)
+        foreach_addcmul_(squares, gradients, gradients, value=1 - beta2)
         directions = _directions(group, moments, squares, self.corrections(group, steps))
         if group["weight_decay"] != 0:
-            torch._foreach_add_(directions, parameters, alpha=group["weight_decay"])
+            foreach_add_(directions, parameters, alpha=group["weight_decay"])
         sizes = self.ratios(group, parameters, directions) * rate(group, parameters[0].device)
-        torch._foreach_mul_(directions, list(sizes.unbind()))
-        torch._foreach_sub_(parameters, directions)
+        foreach_mul_(directions, list(sizes.unbind()))
+        foreach_sub_(parameters, directions)
 
     def corrections(self, group: Group, steps: Tensors) -> tuple[list[float], list[float]]:
         """What each parameter's first and second moment are divided by, for they started at zero."""
@@ -81,15 +82,15 @@ class LAMB(OwnOptimizer):
 
 def _directions(group: Group, moments: Tensors, squares: Tensors, corrections: tuple[list[float], list[float]]) -> Tensors:
     first, second = corrections
-    widths = list(torch._foreach_div(squares, second))
-    torch._foreach_sqrt_(widths)
-    torch._foreach_add_(widths, group["eps"])
-    directions = list(torch._foreach_div(moments, first))
-    torch._foreach_div_(directions, widths)
+    widths = list(foreach_div(squares, second))
+    foreach_sqrt_(widths)
+    foreach_add_(widths, group["eps"])
+    directions = list(foreach_div(moments, first))
+    foreach_div_(directions, widths)
     return directions
 
 
 def _trust(parameters: Tensors, directions: Tensors) -> torch.Tensor:
     """The norm of each parameter over that of its direction; 1 where either is 0."""
-    weights, lengths = (torch.stack(torch._foreach_norm(tensors)) for tensors in (parameters, directions))
+    weights, lengths = (torch.stack(foreach_norm(tensors)) for tensors in (parameters, directions))
     return torch.where((weights == 0) | (lengths == 0), 1.0, weights / lengths)

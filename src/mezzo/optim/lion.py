@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch.optim.optimizer import ParamsT
 
+from mezzo._torch import foreach_add_, foreach_mul, foreach_mul_, foreach_sign_, foreach_sub_
 from mezzo.optim.own import Group, OwnOptimizer, Tensors, rate
 
 
@@ -38,11 +39,11 @@ class Lion(OwnOptimizer):
         (moments,), (beta1, beta2) = state, group["betas"]
         lr = rate(group, parameters[0].device)
         if group["weight_decay"] != 0:
-            torch._foreach_mul_(parameters, 1 - lr * group["weight_decay"])
-        directions = list(torch._foreach_mul(moments, beta1))
-        torch._foreach_add_(directions, gradients, alpha=1 - beta1)
-        torch._foreach_sign_(directions)
-        torch._foreach_mul_(directions, lr)
-        torch._foreach_sub_(parameters, directions)
-        torch._foreach_mul_(moments, beta2)
-        torch._foreach_add_(moments, gradients, alpha=1 - beta2)
+            foreach_mul_(parameters, 1 - lr * group["weight_decay"])
+        directions = list(foreach_mul(moments, beta1))
+        foreach_add_(directions, gradients, alpha=1 - beta1)
+        foreach_sign_(directions)
+        foreach_mul_(directions, lr)
+        foreach_sub_(parameters, directions)
+        foreach_mul_(moments, beta2)
+        foreach_add_(moments, gradients, alpha=1 - beta2)

@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 import torch
 
 from mezzo._errors import UnsupportedError
+from mezzo._torch import foreach_neg
 
 Group = dict[str, Any]
 Tensors = list[torch.Tensor]
@@ -56,7 +57,7 @@ class OwnOptimizer(torch.optim.Optimizer):
                 loss = closure()
         for group in self.param_groups:
             for parameters, gradients, *state in self._gathered(group):
-                self.update(group, parameters, list(torch._foreach_neg(gradients)) if group["maximize"] else gradients, *state)
+                self.update(group, parameters, list(foreach_neg(gradients)) if group["maximize"] else gradients, *state)
         return loss
 
     def update(self, group: Group, parameters: Tensors, gradients: Tensors, *state: Tensors) -> None:

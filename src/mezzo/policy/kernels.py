@@ -13,6 +13,7 @@ from importlib.resources import files
 import torch
 
 from mezzo._dtypes import dtype_name
+from mezzo.policy.names import is_removed
 
 _learnt: set[tuple[str, str, str]] = set()
 
@@ -75,4 +76,5 @@ def missing(op: str) -> tuple[tuple[str, str], ...]:
 @cache
 def _known() -> dict[str, dict[str, frozenset[str]]]:
     text = files(__package__).joinpath("kernels.json").read_text()
-    return {device: {dtype: frozenset(ops) for dtype, ops in table.items()} for device, table in json.loads(text)["missing"].items()}
+    tables = json.loads(text)["missing"]
+    return {device: {dtype: frozenset(op for op in ops if not is_removed(op)) for dtype, ops in table.items()} for device, table in tables.items()}

@@ -7,6 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+import torch
+from torch.torch_version import TorchVersion
+
 
 def _aliases(table: Mapping[str, str]) -> dict[str, str]:
     return {alias: name for name, aliases in table.items() for alias in aliases.split()}
@@ -150,6 +153,19 @@ NOT_OPS: frozenset[str] = frozenset(
     """.split()
 )
 """What carries, describes, makes or explicitly converts a tensor: no rule ever applies. Writing in place has no rule either, but is told by the call."""
+
+
+_REMOVED: Mapping[str, str] = {"cholesky": "2.14", "qr": "2.14"}
+"""Ops that torch no longer has, by the version that came without them."""
+
+
+def is_removed(name: str, version: str = torch.__version__) -> bool:
+    """Whether a version of torch no longer has an op that earlier ones had.
+
+    >>> is_removed("qr", "2.13.0"), is_removed("qr", "2.14.0")
+    (False, True)
+    """
+    return name in _REMOVED and TorchVersion(version) >= _REMOVED[name]
 
 
 def canonical(word: str) -> str:

@@ -17,9 +17,9 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch._ops import OpOverload, OpOverloadPacket
 
 from mezzo._errors import PolicyError, nearest
+from mezzo._torch import OpOverload, OpOverloadPacket, all_op_names, functions, get_schema, nn_functions
 from mezzo.policy.names import DUNDERS, NOT_OPS, canonical, is_op
 from mezzo.policy.rule import Entry
 
@@ -27,10 +27,10 @@ Function = Callable[..., Any]
 
 _NAMESPACES: tuple[tuple[ModuleType | type, str], ...] = (
     (torch, ""),
-    (torch._C._VariableFunctions, ""),
+    (functions, ""),
     (torch.functional, ""),
     (F, ""),
-    (torch._C._nn, ""),
+    (nn_functions, ""),
     (torch.Tensor, ""),
     (torch.linalg, "linalg_"),
     (torch.fft, "fft_"),
@@ -188,7 +188,7 @@ def _schemas(base: str) -> list[Any]:
     overloads = aten_overloads().get(canonical(base), ())
     # An operator's dunder has no schema of its own and takes the arguments of its op.
     bases = {base} if base in dict(overloads) else {canonical(base)}
-    named = [torch._C._get_schema(f"aten::{known}", overload) for known, overload in overloads if known in bases]
+    named = [get_schema(f"aten::{known}", overload) for known, overload in overloads if known in bases]
     return [schema for schema in named if not any(argument.is_out for argument in schema.arguments) and "Dimname" not in str(schema)]
 
 
@@ -196,7 +196,7 @@ def _schemas(base: str) -> list[Any]:
 def aten_overloads() -> dict[str, tuple[tuple[str, str], ...]]:
     """The (base name, overload name) pairs that torch's dispatcher knows, by op."""
     found: dict[str, list[tuple[str, str]]] = {}
-    for qualified in torch._C._dispatch_get_all_op_names():
+    for qualified in all_op_names():
         namespace, _, rest = qualified.partition("::")
         if namespace == "aten":
             base, _, overload = rest.partition(".")
@@ -208,7 +208,7 @@ def aten_overloads() -> dict[str, tuple[tuple[str, str], ...]]:
 def _functional() -> dict[str, frozenset[str]]:
     found: dict[str, set[str]] = {}
     for base, overload in (pair for pairs in aten_overloads().values() for pair in pairs):
-        schema = torch._C._get_schema(f"aten::{base}", overload)
+        schema = get_schema(f"aten::{base}", overload)
         if not any(argument.is_out for argument in schema.arguments) and "Dimname" not in str(schema) and not base.endswith("_"):
             found.setdefault(base, set()).add(f"aten::{base}.{overload}".rstrip("."))
     return {base: frozenset(overloads) for base, overloads in found.items()}

@@ -10,11 +10,12 @@ from typing import Self
 from torch import nn
 
 from mezzo._errors import PolicyError
+from mezzo._torch import BatchOrInstanceNorm
 
 _TYPE = "type:"
 
 NORMS: tuple[type[nn.Module], ...] = (
-    nn.modules.batchnorm._NormBase,
+    BatchOrInstanceNorm,
     nn.LayerNorm,
     nn.GroupNorm,
     nn.RMSNorm,

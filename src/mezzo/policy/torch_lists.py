@@ -1,6 +1,7 @@
 """torch's own autocast lists as data, one reason beside each group, and mezzo's lists for the levels that torch does not have.
 
-Source: ATen/autocast_mode.h (CUDA) and autocast_mode.cpp (CPU) of torch 2.13. A test asks torch's dispatcher whether every op with an autocast kernel is here.
+Source: ATen/autocast_mode.h (CUDA) and autocast_mode.cpp (CPU) of torch 2.11 to 2.15. A test sends every op that has an autocast kernel through torch's autocast
+and compares what is cast with what is said here.
 """
 
 from __future__ import annotations
@@ -8,7 +9,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from functools import cache
 
+import torch
+from torch.torch_version import TorchVersion
+
 from mezzo._errors import PolicyError, choices
+from mezzo.policy.names import is_removed
 from mezzo.policy.preset import OpLists
 from mezzo.policy.rule import Entry, Level, Rule
 
@@ -49,6 +54,7 @@ _CUDA: Groups = (
     (Rule.HALF, "one multiplication an element", "prelu"),
     *_DELICATE,
     (Rule.FULL, _SUMS, "renorm"),
+    (Rule.FULL, "takes roots of eigenvalues: " + _RANGE, "linalg_matrix_sqrth"),
     (
         Rule.FULL,
         _LOSSES,
@@ -100,8 +106,8 @@ _CPU: Groups = (
         "factorises or inverts a matrix: " + _NO_KERNEL,
         (
             "cholesky cholesky_inverse cholesky_solve geqrf lu_with_info lu_solve linalg_householder_product ormqr pinverse qr svd triangular_solve linalg_cholesky "
-            "linalg_cond linalg_eig linalg_eigh linalg_eigvals linalg_eigvalsh linalg_inv linalg_lstsq linalg_matrix_rank linalg_qr linalg_solve linalg_svd "
-            "linalg_svdvals linalg_tensorinv linalg_tensorsolve"
+            "linalg_cond linalg_eig linalg_eigh linalg_eigvals linalg_eigvalsh linalg_inv linalg_lstsq linalg_matrix_rank linalg_matrix_sqrth linalg_qr "
+            "linalg_solve linalg_svd linalg_svdvals linalg_tensorinv linalg_tensorsolve"
         ),
     ),
     (
@@ -114,6 +120,9 @@ _CPU: Groups = (
     ),
     (Rule.PROMOTE, _WIDEST, "stack cat index_copy"),
 )
+
+_SINCE: Mapping[str, str] = {"rms_norm": "2.12", "linalg_matrix_sqrth": "2.14"}
+"""The version of torch from which on an op is in torch's lists, where that is not 2.11."""
 
 _UNLISTED = Entry(Rule.KEEP, "in no list: it follows its inputs, and torch's kernels promote where dtypes meet")
 
@@ -161,8 +170,17 @@ AUTOCAST_KEYS: Mapping[str, str] = {
 
 @cache
 def native(device: str) -> Mapping[str, Entry]:
-    """torch's own op list for a device; the CUDA one stands for the accelerators whose lists follow it."""
-    return _entries(DEVICES.get(device, _CUDA))
+    """The op list that this version of torch has for a device; the CUDA one stands for the accelerators whose lists follow it."""
+    return {name: entry for name, entry in _entries(DEVICES.get(device, _CUDA)).items() if is_listed(name, torch.__version__)}
+
+
+def is_listed(name: str, version: str) -> bool:
+    """Whether an op that is named here is in the lists of a version of torch.
+
+    >>> is_listed("rms_norm", "2.11.0"), is_listed("rms_norm", "2.12.0"), is_listed("qr", "2.15.0+cu132")
+    (False, True, False)
+    """
+    return TorchVersion(version) >= _SINCE.get(name, "0") and not is_removed(name, version)
 
 
 @cache
@@ -179,16 +197,16 @@ def lists(level: Level, device: str) -> OpLists:
             half = {name: entry for name, entry in native(device).items() if entry.rule in (Rule.HALF, Rule.REFUSE)}
             return OpLists(half, Entry(Rule.FULL, "level OD: what is not listed half runs in float32"))
         case Level.O2:
-            return OpLists(_entries(_KEPT + _O2_FULL + _no_kernels(device)), Entry(Rule.HALF, "level O2: everything 16-bit but a short list"), _STATISTICS)
+            return OpLists(_entries(_KEPT + _O2_FULL) | _no_kernels(device), Entry(Rule.HALF, "level O2: everything 16-bit but a short list"), _STATISTICS)
         case Level.O3:
-            return OpLists(_entries(_KEPT + _no_kernels(device)), Entry(Rule.HALF, "level O3: everything 16-bit"), _STATISTICS)
+            return OpLists(_entries(_KEPT) | _no_kernels(device), Entry(Rule.HALF, "level O3: everything 16-bit"), _STATISTICS)
         case Level.O0:
             return OpLists({}, Entry(Rule.KEEP, "level O0: nothing is cast"))
     raise PolicyError(f"The torch preset has no level {level!r}. {choices(one.value for one in Level)}")
 
 
-def _no_kernels(device: str) -> Groups:
-    return tuple(group for group in DEVICES.get(device, ()) if _NO_KERNEL in group[1])
+def _no_kernels(device: str) -> dict[str, Entry]:
+    return {name: entry for name, entry in native(device).items() if _NO_KERNEL in entry.reason}
 
 
 def _entries(groups: Groups) -> dict[str, Entry]:

@@ -12,6 +12,7 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from mezzo._errors import CheckpointError, PolicyError, UnsupportedError
+from mezzo._torch import foreach_lerp_
 from mezzo.eager.region import invalidate
 from mezzo.optim.masters import Masters
 from mezzo.prepare.decoration import Decoration
@@ -135,7 +136,7 @@ class _Averaged:
     def update(self, weight: float) -> None:
         """Move the averages by a part of the way to the exact values."""
         for averages, read in self._groups:
-            torch._foreach_lerp_(averages, read(), weight)
+            foreach_lerp_(averages, read(), weight)
 
     @torch.no_grad()
     def lend(self, averages: dict[str, torch.Tensor], undo: ExitStack) -> None:

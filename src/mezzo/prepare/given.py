@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -13,6 +12,7 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
 from mezzo._errors import PolicyError, UnsupportedError
+from mezzo._torch import loaded
 from mezzo.scaling.gradients import parameters
 
 Optimizer = torch.optim.Optimizer
@@ -102,8 +102,8 @@ def flat(words: Any) -> Iterable[Any]:
 
 def _original(model: Any) -> Any:
     # Asked of what is imported: the compiler itself costs a second to import.
-    compiler = sys.modules.get("torch._dynamo.eval_frame")
-    return model._orig_mod if compiler is not None and isinstance(model, compiler.OptimizedModule) else model
+    compiled = loaded("OptimizedModule")
+    return model._orig_mod if compiled is not None and isinstance(model, compiled) else model
 
 
 def _refuse_wrapped(model: nn.Module) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 from torch import nn
 
 from mezzo._errors import PolicyError, nearest
+from mezzo._torch import BatchNorm
 from mezzo.eager.modules import plan_modules
 from mezzo.policy.policy import Policy
 from mezzo.policy.rule import Level, Rule
@@ -18,7 +19,7 @@ from mezzo.policy.selector import NORMS, Selector
 
 _SHOWN = 20
 _DEFAULT = frozenset(Selector.parse(kind) for kind in NORMS)
-_BATCH_NORMS = (Selector.parse(nn.modules.batchnorm._BatchNorm),)
+_BATCH_NORMS = (Selector.parse(BatchNorm),)
 _TYPE_RANK = 0
 
 

@@ -11,6 +11,7 @@ from typing import Protocol
 import torch
 
 from mezzo._errors import ScalerError
+from mezzo._torch import update_scale_
 from mezzo.scaling import copies, kernels
 from mezzo.scaling.state import ScaleRule, ScaleState, is_scale, next_state
 
@@ -198,7 +199,7 @@ class DeviceScale:
             kernels.run_kernel(advance_kernel, 1, (self.shown, self._tracker, found, self._rule[1]), (changes,), device)
 
     def _change(self, found: torch.Tensor, rule: ScaleRule) -> None:
-        if rule.backoff_every != 1 or rule.growth_interval == 0:
+        if rule.backoff_every != 1 or rule.growth_interval == 0 or update_scale_ is None:
             self._change_by_hand(found != 0, rule)
         else:
             if rule.growth_interval != self._interval:
@@ -206,7 +207,7 @@ class DeviceScale:
                 self._tracker.clamp_(max=rule.growth_interval - 1)
                 self._interval = rule.growth_interval
             # One kernel of torch's own is the whole rule but for the bounds.
-            torch._amp_update_scale_(self.scale, self._tracker, found, rule.growth_factor, rule.backoff_factor, rule.growth_interval)
+            update_scale_(self.scale, self._tracker, found, rule.growth_factor, rule.backoff_factor, rule.growth_interval)
         self.scale.clamp_(rule.min_scale, rule.max_scale)
 
     def _change_by_hand(self, bad: torch.Tensor, rule: ScaleRule) -> None:

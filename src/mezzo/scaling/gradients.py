@@ -11,6 +11,7 @@ import torch
 
 from mezzo._dtypes import dtype_name
 from mezzo._errors import ScalerError
+from mezzo._torch import check_and_unscale_
 from mezzo.scaling import kernels
 from mezzo.scaling.culprit import Flagged
 from mezzo.scaling.reading import groups_of
@@ -53,7 +54,7 @@ class Checker:
             flag = self._spare.pop() if self._spare else torch.zeros(())
             self._lent.append(flag)
         try:
-            torch._amp_foreach_non_finite_check_and_unscale_(found, flag, factor)
+            check_and_unscale_(found, flag, factor)
         except (NotImplementedError, RuntimeError):
             # Sparse gradients and those of another device are refused before anything is written: torch chooses the kernel by all of them.
             if all(gradient.layout is torch.strided and gradient.is_cpu for gradient in found):
@@ -99,7 +100,7 @@ def check_sorted(optimizer: torch.optim.Optimizer, factor: torch.Tensor | None, 
         elif device not in flags:
             flags[device] = torch.zeros((), device=device)
         if culprit is not None and small:
-            torch._amp_foreach_non_finite_check_and_unscale_(gradients, flags[device], one_on(device))
+            check_and_unscale_(gradients, flags[device], one_on(device))
             culprit.hold(gradients, owners)
         elif factor is None:
             kernels.check(gradients, flags[device], single)

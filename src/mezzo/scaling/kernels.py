@@ -17,6 +17,7 @@ import torch
 
 from mezzo._dtypes import dtype_name
 from mezzo._errors import UnsupportedError
+from mezzo._torch import check_and_unscale_, foreach_norm, raw_stream
 
 CHUNK = 2048
 """Elements that a program multiplies: 500M of float16 take 0.54, 0.53, 0.69 and 0.69 ms with 1024, 2048, 4096 and 8192 on an H200 (a copy: 0.47)."""
@@ -194,7 +195,7 @@ def _table(gradients: Sequence[torch.Tensor], chunk: int) -> Table:
     device = gradients[0].device
     on_cuda = device.type == "cuda"
     # Its copy is ordered before the launch only on the stream that made it.
-    stream = torch._C._cuda_getCurrentRawStream(device.index) if on_cuda else None
+    stream = raw_stream(device.index) if on_cuda else None
     addresses, sizes = tuple(map(torch.Tensor.data_ptr, gradients)), tuple(map(torch.Tensor.numel, gradients))
     laid = (device.index, stream, chunk, sizes)
     table = _tables.get((laid, addresses))
@@ -280,13 +281,13 @@ def _run_in_torch(gradients: Sequence[torch.Tensor], factor: torch.Tensor | None
         if gradients[0].is_cuda and gradients[0].dtype is torch.bfloat16:
             _multiply(gradients, factor)
         else:
-            torch._amp_foreach_non_finite_check_and_unscale_(list(gradients), found, factor)
+            check_and_unscale_(list(gradients), found, factor)
             if flags is None:
                 return
     # An empty gradient has no largest magnitude.
     filled = [gradient if gradient.numel() else gradient.new_zeros(()) for gradient in gradients]
     # The largest magnitude is NaN or infinite where an element is.
-    bad = torch.stack(torch._foreach_norm(filled, ord=torch.inf)).isfinite().logical_not_()
+    bad = torch.stack(foreach_norm(filled, ord=torch.inf)).isfinite().logical_not_()
     torch.maximum(found, bad.any(), out=found)
     if flags is not None:
         flags.logical_or_(bad)

@@ -8,6 +8,8 @@ from operator import attrgetter
 import torch
 from torch import nn
 
+from mezzo._torch import foreach_copy_
+
 _TRAINING, _REQUIRES_GRAD = attrgetter("training"), attrgetter("requires_grad")
 
 
@@ -22,16 +24,16 @@ class Kept:
 
     def save(self) -> None:
         """Note the values."""
-        torch._foreach_copy_(self._parts, self._buffers)
+        foreach_copy_(self._parts, self._buffers)
 
     def restore(self, bad: torch.Tensor) -> None:
         """Put the noted values back where `bad`, on the device, is not 0. Chosen and not blended: what is put back may replace a NaN."""
         now = torch.cat([buffer.reshape(-1) for buffer in self._buffers])
-        torch._foreach_copy_(self._buffers, self._split(torch.where(bad.to(now.device) != 0, self._before, now)))
+        foreach_copy_(self._buffers, self._split(torch.where(bad.to(now.device) != 0, self._before, now)))
 
     def put_back(self) -> None:
         """The same where the host knows that the step was bad."""
-        torch._foreach_copy_(self._buffers, self._parts)
+        foreach_copy_(self._buffers, self._parts)
 
     def saved(self) -> Iterable[tuple[torch.Tensor, torch.Tensor]]:
         """Each buffer with its noted values."""

@@ -13,12 +13,10 @@ from typing import Any
 
 import torch
 from torch import fx, nn
-from torch._inductor import config
-from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import functional as F
 
 from mezzo._dtypes import HALF_DTYPES
+from mezzo._torch import CustomGraphPass, FakeTensor, get_hash_for_files, inductor_config
 from mezzo.scaling.kernels import has_kernel
 from mezzo.step import inputs, pool, stem
 from mezzo.step.inputs import IMAGES, is_channels_last
@@ -32,7 +30,7 @@ _PLACES = 127
 def compiled(model: nn.Module) -> Any:
     """The model as `torch.compile` makes it. A pass that the user has given Inductor stays, and keeps ours out."""
     device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
-    if config.pre_grad_custom_pass is not None or not has_kernel(device):
+    if inductor_config.pre_grad_custom_pass is not None or not has_kernel(device):
         return torch.compile(model)
     return torch.compile(model, options={"pre_grad_custom_pass": Substitutes(device.type)})
 

@@ -11,6 +11,7 @@ import torch
 
 from mezzo._casting import cast_all
 from mezzo._errors import ScalerError
+from mezzo._torch import foreach_mul_, foreach_zero_
 from mezzo.eager.region import inside
 from mezzo.scaling.gradients import parameters
 from mezzo.scaling.result import StepResult
@@ -106,7 +107,7 @@ class Engine:
         turn = Turn(self.parts, factor=1.0, updates=True)
         if self.rules.reduction is Reduction.MEAN:
             gradients = [one.grad for optimizer in self.parts.optimizers for one in parameters(optimizer) if one.grad is not None]
-            torch._foreach_mul_(gradients, self.rules.accumulate / calls)
+            foreach_mul_(gradients, self.rules.accumulate / calls)
         self.board.write(None, self._update(turn))
 
     def after_update(self) -> None:
@@ -118,7 +119,7 @@ class Engine:
     def clear(self) -> None:
         """Forget the gradients."""
         if self.static:
-            torch._foreach_zero_(self.static)
+            foreach_zero_(self.static)
         else:
             for optimizer in self.parts.optimizers:
                 optimizer.zero_grad(set_to_none=True)

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from mezzo._dtypes import HALF_DTYPES
+from mezzo._torch import raw_stream
 from mezzo.scaling import kernels
 
 SLOTS = 1024
@@ -128,7 +129,7 @@ class Mail:
         return loss
 
     def _loss(self) -> torch.Tensor:
-        losses = self._losses[torch._C._cuda_getCurrentRawStream(self._index) if self._index >= 0 else -1]
+        losses = self._losses[raw_stream(self._index) if self._index >= 0 else -1]
         if not losses:
             page = torch.empty(_LOSSES, _ALIGNED // torch.float32.itemsize, device=self._device)
             # Neighbours in memory, and else strangers: no views, and each with a version of its own.

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from mezzo._casting import map_tensors
+from mezzo._torch import clear_cublas_workspaces
 from mezzo.scaling.kernels import captured_tables, has_kernel
 from mezzo.step.inputs import buffers_for, copies
 from mezzo.step.mail import Mail
@@ -104,11 +105,11 @@ def _own_workspaces() -> Iterator[None]:
     It keeps one for each stream, and a captured product goes on using the one it had. That of the warm-up is anybody's to free, and torch.compile does so
     whenever it captures.
     """
-    torch._C._cuda_clearCublasWorkspaces()
+    clear_cublas_workspaces()
     try:
         yield
     finally:
-        torch._C._cuda_clearCublasWorkspaces()
+        clear_cublas_workspaces()
 
 
 _is_capturing = torch.cuda.is_current_stream_capturing

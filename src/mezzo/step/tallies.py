@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
-import torch
 from torch import nn
+
+from mezzo._torch import foreach_add_
 
 _COUNTED = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 _NAME = "num_batches_tracked"
@@ -50,4 +51,4 @@ class Tallies:
         counted = [(module._buffers[_NAME], tally.count) for module, tally in tallied if tally.count]
         if counted:
             buffers, counts = zip(*counted, strict=True)
-            torch._foreach_add_(buffers, counts)
+            foreach_add_(buffers, counts)

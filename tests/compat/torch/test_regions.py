@@ -152,7 +152,7 @@ def test_a_decorated_function_runs_inside():
     assert run.__doc__ == "Words."
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning", "ignore:.*torch.jit.*:FutureWarning")
 def test_a_decorated_function_is_refused_by_torchscript_as_torchs_is():
     @torch.autocast("cpu")
     def function(x):
@@ -359,13 +359,13 @@ def test_an_exported_region_is_put_back_when_the_body_raises():
     assert not torch.is_autocast_enabled("cpu")
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning", "ignore:.*torch.jit.*:FutureWarning")
 @pytest.mark.parametrize(("function", "dtype"), [(inside, torch.float16), (old_name, torch.bfloat16)], ids=["new", "old"])
 def test_a_region_inside_a_script(function, dtype):
     assert torch.jit.script(function)(ones()).dtype is dtype
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning", "ignore:.*torch.jit.*:FutureWarning")
 def test_a_script_and_a_trace_inside_a_region():
     model = nn.Linear(2, 2)
     with torch.autocast("cpu", cache_enabled=False):

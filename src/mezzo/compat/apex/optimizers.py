@@ -9,6 +9,7 @@ import torch
 from torch.optim.optimizer import ParamsT
 
 from mezzo._errors import UnsupportedError
+from mezzo._torch import foreach_mul
 from mezzo.compat.apex.fp16_utils import FP16_Optimizer
 from mezzo.optim.bound import without_hooks
 from mezzo.optim.lamb import LAMB
@@ -131,7 +132,7 @@ class FusedLAMB(_SetsToNone, LAMB):
 
     def update(self, group: Group, parameters: Tensors, gradients: Tensors, *state: Tensors) -> None:
         """LAMB's update from clipped gradients."""
-        clipped = gradients if self._factor is None else list(torch._foreach_mul(gradients, self._factor.to(gradients[0].device)))
+        clipped = gradients if self._factor is None else list(foreach_mul(gradients, self._factor.to(gradients[0].device)))
         super().update(group, parameters, clipped, *state)
 
     def corrections(self, group: Group, steps: Tensors) -> tuple[list[float], list[float]]:

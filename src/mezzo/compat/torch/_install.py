@@ -7,6 +7,7 @@ from functools import wraps
 from types import ModuleType, TracebackType
 from typing import Any
 
+from mezzo import _torch
 from mezzo.compat.torch import _regions, _scaler
 
 _PLACES: dict[str, tuple[str, ...]] = {
@@ -73,8 +74,10 @@ def install() -> Installed:
             for name, ours in _OURS[family].items():
                 if name in vars(module):
                     _replaced.append((module, name, vars(module)[name], ours))
-    script = importlib.import_module("torch.jit._script")
-    _replaced.append((script, "_recursive_compile_class", script._recursive_compile_class, _compile_torchs_own(script._recursive_compile_class)))
+    script, name = _torch.place("recursive_compile_class")
+    module = importlib.import_module(script)
+    if (theirs := getattr(module, name, None)) is not None:
+        _replaced.append((module, name, theirs, _compile_torchs_own(theirs)))
     for module, name, _, ours in _replaced:
         setattr(module, name, ours)
     return Installed(first=True)

@@ -14,6 +14,7 @@ import torch
 from torch.amp.autocast_mode import autocast as torchs_own
 from torch.compiler import is_dynamo_compiling
 
+from mezzo._torch import qualified_name
 from mezzo.eager import region
 from mezzo.eager.autocast import autocast as mezzos
 from mezzo.eager.constant import constant
@@ -36,9 +37,9 @@ class StandsFor(type):
         """A class, and which of torch's it stands for. Its subclasses stand for themselves."""
         made = super().__new__(cls, name, bases, namespace)
         made.stands_for = stands_for
-        if stands_for is not None:
+        if stands_for is not None and qualified_name is not None:
             # What TorchScript looks a class up by.
-            made._jit_override_qualname = torch._jit_internal._qualified_name(stands_for)
+            made._jit_override_qualname = qualified_name(stands_for)
         return made
 
     def __eq__(cls, other: object) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 
 from mezzo._errors import PolicyError, choices
+from mezzo.policy.names import is_removed
 from mezzo.policy.preset import OpNames
 from mezzo.policy.rule import Entry, Level, Rule
 
@@ -18,7 +19,7 @@ def name_map(known: Mapping[str, str], unknown: Mapping[str, str], *, same: str 
     >>> name_map({"concat": "cat"}, {"a quantization step": "quantize"}, same="relu").known["concat"]
     ('cat',)
     """
-    translated = {theirs: tuple(ours.split()) for theirs, ours in known.items()}
+    translated = {theirs: tuple(name for name in ours.split() if not is_removed(name)) for theirs, ours in known.items()}
     unchanged = {name: (name,) for name in same.split()}
     missing = {theirs: reason for reason, names in unknown.items() for theirs in names.split()}
     return OpNames(known=unchanged | translated, unknown=missing)

@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_map
+
+from mezzo._torch import pytree
 
 
 def cast_custom_batches(model: nn.Module, inputs: torch.dtype, outputs: torch.dtype) -> tuple[Callable[[], None], ...]:
@@ -27,7 +28,7 @@ def _after(dtype: torch.dtype, _model: nn.Module, _args: Any, result: Any) -> An
 
 
 def _cast(values: Any, dtype: torch.dtype) -> Any:
-    return tree_map(lambda value: value.to(dtype) if _is_custom(value) else value, values)
+    return pytree.tree_map(lambda value: value.to(dtype) if _is_custom(value) else value, values)
 
 
 def _is_custom(value: object) -> bool:

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from mezzo._dtypes import HALF_DTYPES
+from mezzo._torch import BatchNorm
 from mezzo.compat.apex.amp._batches import cast_custom_batches
 from mezzo.compat.apex.amp._properties import Properties
 from mezzo.compat.apex.amp._stash import attach
@@ -22,7 +23,6 @@ from mezzo.prepare.decoration import decoration_of
 from mezzo.scaling.gradients import parameters
 
 Optimizer = torch.optim.Optimizer
-_BatchNorm = nn.modules.batchnorm._BatchNorm
 
 _MARK = "_amp_undo"
 
@@ -90,7 +90,7 @@ def _convert(models: list[nn.Module], optimizers: list[Optimizer], properties: P
     dtype, masters = cast("torch.dtype", properties.cast_model_type), bool(properties.master_weights and optimizers)
     floating = [model for model in models if any(parameter.is_floating_point() for parameter in model.parameters())]
     strangers = nn.ParameterList(_strangers(floating, optimizers))
-    norms = [_BatchNorm] if properties.keep_batchnorm_fp32 and any(isinstance(part, _BatchNorm) for model in models for part in model.modules()) else []
+    norms = [BatchNorm] if properties.keep_batchnorm_fp32 and any(isinstance(part, BatchNorm) for model in models for part in model.modules()) else []
     decorate(
         [*floating, strangers] if len(strangers) else floating,
         cast("Any", optimizers or None),

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-_BatchNorm = nn.modules.batchnorm._BatchNorm
+from mezzo._torch import BatchNorm
 
 
 class tofp16(nn.Module):  # noqa: N801 - Apex's spelling
@@ -28,7 +28,7 @@ def convert_module(module: nn.Module, dtype: torch.dtype) -> None:
 def convert_network(network: nn.Module, dtype: torch.dtype) -> nn.Module:
     """Cast a model's parameters and buffers in place, but for batch norms with weights of their own."""
     for module in network.modules():
-        if not (isinstance(module, _BatchNorm) and module.affine):
+        if not (isinstance(module, BatchNorm) and module.affine):
             convert_module(module, dtype)
         if isinstance(module, nn.RNNBase):
             module.flatten_parameters()
@@ -38,7 +38,7 @@ def convert_network(network: nn.Module, dtype: torch.dtype) -> nn.Module:
 def BN_convert_float(module: nn.Module) -> nn.Module:  # noqa: N802 - Apex's spelling
     """Make batch norms with weights of their own float32 again."""
     for part in module.modules():
-        if isinstance(part, _BatchNorm) and part.affine:
+        if isinstance(part, BatchNorm) and part.affine:
             part.float()
     return module
 

@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_map
 
 from mezzo._errors import ConversionError, UnsupportedError
+from mezzo._torch import pytree
 from mezzo.compat.mxnet.amp.wishes import Wishes, expected
 from mezzo.eager.everywhere import everywhere
 from mezzo.graph.convert import convert
@@ -135,7 +135,7 @@ def _convert(network: nn.Module, examples: list[tuple[Any, ...]], words: dict[st
     """Convert for a batch of any size, or for the examples' own where that cannot be."""
     if not any_batch:
         return convert(network, examples, **words)
-    batched = tree_map(lambda value: {0: torch.export.Dim.AUTO} if isinstance(value, torch.Tensor) and value.dim() else None, examples[0])
+    batched = pytree.tree_map(lambda value: {0: torch.export.Dim.AUTO} if isinstance(value, torch.Tensor) and value.dim() else None, examples[0])
     try:
         return convert(network, examples, dynamic_shapes=batched, **words)
     except ConversionError:

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from mezzo._torch import foreach_clamp_max_, foreach_clamp_min_, foreach_mul_
 from mezzo.compat.mxnet.gluon import optimizers
 from mezzo.scaling.attached import attached_to
 
@@ -111,10 +112,10 @@ class Trainer:
         if not gradients:
             return
         if self._scale != batch_size:
-            torch._foreach_mul_(gradients, self._scale / batch_size)
+            foreach_mul_(gradients, self._scale / batch_size)
         if self._clip is not None:
-            torch._foreach_clamp_min_(gradients, -self._clip)
-            torch._foreach_clamp_max_(gradients, self._clip)
+            foreach_clamp_min_(gradients, -self._clip)
+            foreach_clamp_max_(gradients, self._clip)
 
     def _parameters(self) -> Iterator[torch.Tensor]:
         return (one for group in self._optimizer.param_groups for one in group["params"])

@@ -9,9 +9,11 @@ from typing import Any
 import torch
 from torch import nn
 
-BATCH_NORMS: tuple[type[nn.Module], ...] = (nn.modules.batchnorm._BatchNorm,)
+from mezzo._torch import BatchNorm, InstanceNorm
+
+BATCH_NORMS: tuple[type[nn.Module], ...] = (BatchNorm,)
 """Kept in float32 always, subclasses included."""
-OTHER_NORMS: tuple[type[nn.Module], ...] = (nn.LayerNorm, nn.modules.instancenorm._InstanceNorm)
+OTHER_NORMS: tuple[type[nn.Module], ...] = (nn.LayerNorm, InstanceNorm)
 """Kept in float32 beside float16 alone: Paddle casts them to bfloat16, and group norms to both."""
 
 

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from mezzo._casting import map_tensors
+from mezzo._torch import DisableTorchFunctionSubclass
 from mezzo.eager.region import innermost_region
 
 UNKNOWN_SIZES = (9973, 9967, 9949, 9941, 9931)
@@ -132,7 +133,7 @@ class Variable(torch.Tensor):
             return torch.get_default_device()
         given = _tensors((args, kwargs))
         _refuse_unknown_constants(given)
-        with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
+        with DisableTorchFunctionSubclass(), torch.no_grad():
             shown = func(*map_tensors(args, _seen), **map_tensors(kwargs, _seen))
         outputs: list[Variable] = []
         program = next(one.program for one in given if isinstance(one, Variable))

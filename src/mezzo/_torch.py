@@ -1,0 +1,329 @@
+"""Every private name of torch that mezzo uses, by the feature that needs it.
+
+No other module reaches a name of torch that starts with an underscore: `from mezzo._torch import get_schema` gives `torch._C._get_schema`. A name is looked up
+when it is first imported from here, so that torch's slow parts (Inductor, dynamo, the serializer of torch.export) load when they are used.
+
+A name that torch does not have fails nowhere but where it is used: what stands for it raises an `UnsupportedError` that says which feature is off. Names in
+`_INSTEAD` have a substitute; None means that whoever imports the name does without.
+
+>>> require("conversion")
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache
+from importlib import import_module
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import torch
+from torch import nn
+
+from mezzo._errors import UnsupportedError
+
+if TYPE_CHECKING:
+    from torch._export.serde import schema, serialize
+    from torch._export.serde.union import _Union as Union
+    from torch._inductor.custom_graph_pass import CustomGraphPass
+    from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
+    from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+    from torch.utils import _pytree as pytree
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+__all__ = [
+    "CustomGraphPass",
+    "FakeTensor",
+    "FakeTensorMode",
+    "HigherOrderOperator",
+    "OpOverload",
+    "OpOverloadPacket",
+    "TorchDispatchMode",
+    "Union",
+    "pytree",
+    "schema",
+    "serialize",
+]
+"""The names whose types are known. A type checker takes the others as `Any`."""
+
+FIRST, LAST = "2.11", "2.15"
+"""The versions of torch that the tests are run on."""
+
+FEATURES: Mapping[str, Mapping[str, str]] = {
+    "op registry": {
+        "OpOverload": "torch._ops.OpOverload",
+        "OpOverloadPacket": "torch._ops.OpOverloadPacket",
+        "functions": "torch._C._VariableFunctions",
+        "nn_functions": "torch._C._nn",
+        "get_schema": "torch._C._get_schema",
+        "all_op_names": "torch._C._dispatch_get_all_op_names",
+    },
+    "support for policies with rules of their own": {
+        "function_mode_count": "torch._C._len_torch_function_stack",
+        "function_mode_at": "torch._C._get_function_stack_at",
+        "boolean_dispatched": "torch._jit_internal.boolean_dispatched",
+        "has_kernel": "torch._C._dispatch_has_kernel_for_dispatch_key",
+        "kernels_of": "torch._C._dispatch_get_registrations_for_dispatch_key",
+    },
+    "weight cache": {
+        "is_functorch_tensor": "torch._C._functorch.is_functorch_wrapped_tensor",
+    },
+    "float32 fallback": {
+        "DispatchKey": "torch._C.DispatchKey",
+        "DispatchKeySet": "torch._C.DispatchKeySet",
+        "ExcludeDispatchKeyGuard": "torch._C._ExcludeDispatchKeyGuard",
+        "keys_below": "torch._C._dispatch_keyset_full_after",
+    },
+    "support for compiled regions": {
+        "FrameAction": "torch._C._dynamo.eval_frame._FrameAction",
+        "FrameExecStrategy": "torch._C._dynamo.eval_frame._FrameExecStrategy",
+        "set_code_exec_strategy": "torch._C._dynamo.eval_frame.set_code_exec_strategy",
+        "CompileContext": "torch._guards.CompileContext",
+    },
+    "support for checkpointing in a compiled region": {
+        "dynamo_config": "torch._dynamo.config",
+    },
+    "support for policies with rules of their own in compiled code": {
+        "dynamo_overridable_functions": "torch._dynamo.variables.torch.get_overridable_functions",
+    },
+    "support for compiled models": {
+        "OptimizedModule": "torch._dynamo.eval_frame.OptimizedModule",
+    },
+    "support for checkpointing in a region": {
+        "checkpoint_generator": "torch.utils.checkpoint._checkpoint_without_reentrant_generator",
+        "checkpoint_generator_impl": "torch.utils.checkpoint._checkpoint_without_reentrant_generator_impl",
+    },
+    "support for torch.export in a region": {
+        "export": "torch.export._trace._export",
+    },
+    "support for TorchScript": {
+        "ScriptMethod": "torch._C.ScriptMethod",
+        "qualified_name": "torch._jit_internal._qualified_name",
+        "recursive_compile_class": "torch.jit._script._recursive_compile_class",
+    },
+    "key for torch's cache of compiled code": {
+        "AOTAutogradCacheDetails": "torch._functorch._aot_autograd.autograd_cache.AOTAutogradCacheDetails",
+        "autocast_devices": "torch._C._autocast_supported_devices",
+    },
+    "handling of nested inputs": {
+        "pytree": "torch.utils._pytree",
+    },
+    "observer": {
+        "TorchDispatchMode": "torch.utils._python_dispatch.TorchDispatchMode",
+    },
+    "gradient check": {
+        "check_and_unscale_": "torch._amp_foreach_non_finite_check_and_unscale_",
+    },
+    "scale update": {
+        "update_scale_": "torch._amp_update_scale_",
+    },
+    "math on lists of tensors": {
+        f"foreach_{name}": f"torch._foreach_{name}"
+        for name in ("abs add_ addcmul_ clamp_max_ clamp_min_ copy_ div div_ lerp_ maximum_ mul mul_ neg norm sign sign_ sqrt_ sub_ zero_".split())
+    },
+    "CUDA graphs": {
+        "raw_stream": "torch._C._cuda_getCurrentRawStream",
+        "clear_cublas_workspaces": "torch._C._cuda_clearCublasWorkspaces",
+    },
+    "compile=True": {
+        "inductor_config": "torch._inductor.config",
+        "CustomGraphPass": "torch._inductor.custom_graph_pass.CustomGraphPass",
+        "get_hash_for_files": "torch._inductor.custom_graph_pass.get_hash_for_files",
+    },
+    "conversion": {
+        "HigherOrderOperator": "torch._ops.HigherOrderOperator",
+        "FakeTensor": "torch._subclasses.fake_tensor.FakeTensor",
+        "FakeTensorMode": "torch._subclasses.fake_tensor.FakeTensorMode",
+        "enable_python_dispatcher": "torch._dispatch.python.enable_python_dispatcher",
+        "wrap_with_autocast": "torch._higher_order_ops.wrap.wrap_with_autocast",
+        "tree_flatten_spec": "torch.fx._pytree.tree_flatten_spec",
+        "assert_tensor_metadata": "torch.ops.aten._assert_tensor_metadata",
+    },
+    "conversion of recurrent layers for CUDA": {
+        "flatten_cudnn_weights": "torch._cudnn_rnn_flatten_weight",
+        "uses_flat_cudnn_weights": "torch._use_cudnn_rnn_flatten_weight",
+    },
+    "ONNX export": {
+        "batch_norm_functional": "torch.ops.aten._native_batch_norm_legit_functional",
+    },
+    "file format of converted programs": {
+        "schema": "torch._export.serde.schema",
+        "serialize": "torch._export.serde.serialize",
+        "Union": "torch._export.serde.union._Union",
+    },
+    "static programs": {
+        "DisableTorchFunctionSubclass": "torch._C.DisableTorchFunctionSubclass",
+    },
+}
+"""What each feature needs: the name it has here, and where torch keeps it."""
+
+PARTS: Mapping[str, tuple[str, ...]] = {
+    "torch.utils._pytree": (
+        *("NO_SERIALIZED_TYPE_NAME_FOUND", "SERIALIZED_TYPE_TO_PYTHON_TYPE", "SUPPORTED_SERIALIZED_TYPES", "TreeSpec", "is_namedtuple_class", "keystr"),
+        *("tree_flatten", "tree_leaves", "tree_leaves_with_path", "tree_map", "tree_map_only", "tree_structure", "tree_unflatten"),
+    ),
+    "torch._export.serde.schema": ("ExportedProgram", "SCHEMA_VERSION"),
+    "torch._export.serde.serialize": ("ExportedProgramDeserializer", "serialize"),
+    "torch._inductor.config": ("pre_grad_custom_pass",),
+    "torch._dynamo.config": ("skip_fwd_side_effects_in_bwd_under_checkpoint",),
+}
+"""What is used of the modules: one that lacks a part counts as missing."""
+
+
+def __getattr__(name: str) -> Any:
+    """Look a name up, the first time that it is asked for."""
+    for feature, names in FEATURES.items():
+        if name in names:
+            found = globals()[name] = _public(name) or _looked_up(names[name], feature, name)
+            return found
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def require(feature: str) -> None:
+    """Refuse a feature that needs a name which this torch does not have."""
+    if lacking := _lacking(feature):
+        _refuse(feature, lacking)
+
+
+def lacks(feature: str) -> bool:
+    """Whether this torch misses a name that a feature needs, for features that are left out without an error."""
+    return _lacking(feature) is not None
+
+
+@cache
+def place(name: str) -> tuple[str, str]:
+    """The module of torch that holds a name, and what it is called there, for code that puts a function of its own in its place.
+
+    >>> place("export")
+    ('torch.export._trace', '_export')
+    """
+    module, _, attribute = next(names[name] for names in FEATURES.values() if name in names).rpartition(".")
+    return module, attribute
+
+
+def loaded(name: str) -> Any:
+    """A name, or None while torch has not imported the module that holds it: what asks about compiled code need not wait for dynamo."""
+    module, attribute = place(name)
+    return getattr(sys.modules.get(module), attribute, None)
+
+
+@cache
+def _lacking(feature: str) -> str | None:
+    """The first name that a feature needs and this torch lacks."""
+    return next((lacking for dotted in FEATURES[feature].values() if (lacking := _read(dotted)[1]) is not None), None)
+
+
+def _looked_up(dotted: str, feature: str, name: str) -> Any:
+    found, lacking = _read(dotted)
+    if lacking is None:
+        return found
+    return _INSTEAD[name] if name in _INSTEAD else _Missing(name, (), {"feature": feature, "lacking": lacking})
+
+
+def _read(dotted: str) -> tuple[Any, str | None]:
+    """What has a dotted name, and the part of it that is missing, if one is."""
+    found, path = torch, "torch"
+    for part in dotted.split(".")[1:]:
+        path = f"{path}.{part}"
+        try:
+            found = getattr(found, part) if hasattr(found, part) else import_module(path)
+        except ImportError:
+            return None, dotted
+    return found, next((f"{dotted}.{part}" for part in PARTS.get(dotted, ()) if not hasattr(found, part)), None)
+
+
+def _refuse(feature: str, lacking: str) -> NoReturn:
+    raise UnsupportedError(f"mezzo's {feature} needs {lacking}, which torch {torch.__version__} does not have. Use torch {FIRST} to {LAST}.")
+
+
+class _Missing(type):
+    """The type of what stands for a missing name: a class, so that it can be a base and an operand of isinstance, and any other use of it raises."""
+
+    feature: str
+    lacking: str
+
+    def __call__(cls, *_: Any, **__: Any) -> Any:
+        _refuse(cls.feature, cls.lacking)
+
+    def __getattr__(cls, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        _refuse(cls.feature, cls.lacking)
+
+    def __contains__(cls, _: object) -> bool:
+        _refuse(cls.feature, cls.lacking)
+
+    def __getitem__(cls, _: object) -> Any:
+        _refuse(cls.feature, cls.lacking)
+
+
+# -- Substitutes -----------------------------------------------------------------------------------------------------------------------------------
+
+
+def _public(name: str) -> Any:
+    """The public function that a later torch has: torch.foreach, from 2.15 on."""
+    return getattr(getattr(torch, "foreach", None), name.removeprefix("foreach_"), None) if name.startswith("foreach_") else None
+
+
+def _one_by_one(name: str) -> Callable[..., list[Any]]:
+    """What `torch._foreach_<name>` does, tensor by tensor."""
+    method: Callable[..., Any] = _METHODS[name] if name in _METHODS else getattr(torch.Tensor, name)
+
+    def run(tensors: Sequence[torch.Tensor], *operands: Any, **options: Any) -> list[Any]:
+        rows = [one if isinstance(one, list | tuple) else [one] * len(tensors) for one in operands]
+        return [method(tensor, *row, **options) for tensor, *row in zip(tensors, *rows, strict=True)]
+
+    return run
+
+
+_METHODS: dict[str, Callable[..., Any]] = {
+    "maximum_": lambda tensor, other: torch.maximum(tensor, other, out=tensor),
+    "norm": lambda tensor, ord=2: torch.linalg.vector_norm(tensor, ord),  # noqa: A006 - torch's name
+}
+
+
+def _no_modes() -> int:
+    """Where modes cannot be counted, policies that need one are refused."""
+    return 0
+
+
+def _current_stream(device: int) -> int:
+    return torch.cuda.current_stream(device).cuda_stream
+
+
+def _known_autocast_devices() -> list[str]:
+    return [device for device in ("cpu", "cuda", "mps", "xpu") if torch.amp.is_autocast_available(device)]
+
+
+_INSTEAD: dict[str, Any] = {
+    **{name: _one_by_one(name.removeprefix("foreach_")) for name in FEATURES["math on lists of tensors"]},
+    "function_mode_count": _no_modes,
+    "raw_stream": _current_stream,
+    "autocast_devices": _known_autocast_devices,
+    "functions": torch,
+    "nn_functions": nn.functional,
+    "update_scale_": None,
+    "set_code_exec_strategy": None,
+    "FrameAction": None,
+    "FrameExecStrategy": None,
+    "CompileContext": None,
+    "dynamo_config": None,
+    "checkpoint_generator": None,
+    "checkpoint_generator_impl": None,
+    "export": None,
+    "ScriptMethod": None,
+    "qualified_name": None,
+    "recursive_compile_class": None,
+    "AOTAutogradCacheDetails": None,
+    "assert_tensor_metadata": None,
+}
+
+
+def _shared_base(*kinds: type[nn.Module]) -> type[nn.Module]:
+    return next(base for base in kinds[0].__mro__ if issubclass(base, nn.Module) and all(issubclass(kind, base) for kind in kinds))
+
+
+# torch's base classes of norms are private; as what the public ones share they need no name.
+BatchNorm = _shared_base(nn.BatchNorm1d, nn.BatchNorm2d)
+InstanceNorm = _shared_base(nn.InstanceNorm1d, nn.InstanceNorm2d)
+BatchOrInstanceNorm = _shared_base(BatchNorm, InstanceNorm)
