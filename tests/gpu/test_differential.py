@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 import torch
-from support.differential import OVERFLOWS, Row, Variant, assert_agree, deterministic, in_steps
+from support.differential import OVERFLOWS, Row, Trajectory, Variant, assert_agree, deterministic, in_steps
 from support.differential_zoo import OWN, TORCHVISION, TRANSFORMERS, vision
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
@@ -63,10 +63,14 @@ def test_a_captured_step_does_what_the_eager_one_does(row: Row, variant: Variant
         # Rows that cannot be captured say why in the table.
         warnings.filterwarnings("ignore", message=".*cannot be captured")
         captured = in_steps(row, variant, "cuda", capture="auto")
-    eager, again = (in_steps(row, variant, "cuda", capture=False) for _ in range(2))
+
+    def run_eagerly() -> Trajectory:
+        return in_steps(row, variant, "cuda", capture=False)
+
+    eager = run_eagerly()
     how = "captured" if captured.captured else f"eager: {captured.reason}"
     record_property("differential", (row.name, str(variant), how, captured.skips))
-    found = assert_agree(captured, eager, again)
+    found = assert_agree(captured, eager, run_eagerly)
     record_property("difference", "bit-equal" if found.exact else f"{found.weight:.1e}")
     if variant.planted == OVERFLOWS:
         assert captured.skips >= len(OVERFLOWS)
