@@ -11,7 +11,8 @@ from torch import nn
 
 import mezzo
 from mezzo.optim.companion import KEYS, MASTER, has_companion, without_companion
-from mezzo.optim.saved import MASTERS
+from mezzo.optim.masters import Masters
+from mezzo.optim.saved import MASTERS, install
 
 _OURS = KEYS | {"draws"}
 KINDS = ("float32", "split", "kahan", "stochastic", "none")
@@ -232,9 +233,6 @@ def test_a_state_of_another_model_is_refused_before_anything_changes():
 
 
 def test_nested_state_is_put_back_where_torch_rounded_it():
-    from mezzo.optim.masters import Masters
-    from mezzo.optim.saved import install
-
     weight = nn.Parameter(torch.ones(2))
     masters = Masters("float32")
     masters.adopt(weight, torch.bfloat16)
@@ -247,3 +245,54 @@ def test_nested_state_is_put_back_where_torch_rounded_it():
         assert_equal(without_companion(optimizer.state[weight]), {"deep": {"list": [third, (third, 3)]}, "step": torch.tensor(3.0)})
         assert has_companion(optimizer.state[weight])
     assert not has_companion(optimizer.state[weight])
+
+
+CHANGES = {
+    "state": (lambda state: state.pop("state"), "no dictionary 'state'"),
+    "groups": (lambda state: state.update(param_groups=3), "no list 'param_groups'"),
+    "lr": (lambda state: state["param_groups"][0].update(lr="fast"), "'fast', and this optimizer has"),
+    "eps": (lambda state: state["param_groups"][0].update(eps=-1.0), "Invalid epsilon"),
+    "moment": (lambda state: state["state"][0].pop("exp_avg_sq"), "has no 'exp_avg_sq'"),
+    "shape": (lambda state: state["state"][0].update(exp_avg=torch.zeros(2)), r"has shape \(2,\)"),
+    "number": (lambda state: state["state"][0].update(exp_avg=3.0), "is 3.0, not a tensor"),
+    "step": (lambda state: state["state"][0].update(step="two"), "not a number of steps"),
+    "companion": (lambda state: state["state"][0].update({MASTER: "text"}), "'text', not a tensor"),
+    "stranger": (lambda state: state["state"].update({50: {"exp_avg": torch.zeros(2)}}), "entry for parameter 50"),
+}
+
+
+@pytest.mark.parametrize(("change", "message"), CHANGES.values(), ids=CHANGES)
+@pytest.mark.parametrize("steps", [0, 2])
+def test_content_that_is_not_as_saved_is_refused_before_anything_changes(change, message, steps):
+    model, optimizer = made(master="split")
+    train(model, optimizer, 2)
+    state = copy.deepcopy(optimizer.state_dict())
+    change(state)
+    model, optimizer = made(seed=3, master="split")
+    train(model, optimizer, steps)
+    before = copy.deepcopy(optimizer.state_dict())
+    with pytest.raises(mezzo.CheckpointError, match=message):
+        optimizer.load_state_dict(state)
+    assert_equal(before, optimizer.state_dict())
+    train(model, optimizer, 1)
+
+
+def test_state_of_an_optimizer_of_ones_own_may_have_any_shape():
+    class Own(torch.optim.Optimizer):
+        def __init__(self, parameters):
+            super().__init__(parameters, {"lr": 0.1, "clip": None})
+
+        @torch.no_grad()
+        def step(self):
+            for group in self.param_groups:
+                for parameter in group["params"]:
+                    self.state[parameter].setdefault("rows", torch.zeros(parameter.shape[0]))
+
+    weight = nn.Parameter(torch.ones(2, 3))
+    optimizer = Own([weight])
+    with ExitStack() as undo:
+        install(optimizer, Masters("none"), undo)
+        optimizer.load_state_dict(
+            {"state": {0: {"rows": torch.ones(2), "note": 3}, "all": 3}, "param_groups": [{**optimizer.param_groups[0], "clip": 2.0, "params": [0]}]}
+        )
+    assert_equal(dict(optimizer.state[weight]), {"rows": torch.ones(2), "note": 3})

@@ -14,6 +14,7 @@ from torch import nn
 
 import mezzo
 from mezzo.optim.saved import MASTERS
+from mezzo.prepare import rng
 
 KINDS = ("float32", "split", "kahan", "stochastic", "none")
 
@@ -427,3 +428,259 @@ def test_a_damaged_checkpoint_is_refused(path):
     path.write_bytes(path.read_bytes()[:-100])
     with pytest.raises(mezzo.CheckpointError, match="damaged"):
         mezzo.load_checkpoint(path)
+
+
+def test_a_file_that_is_damaged_changes_nothing(path):
+    run = Run()
+    mezzo.save_checkpoint(path, *run.parts)
+    whole, before = path.read_bytes(), run.state()
+    at = whole.index(run.model[1].weight.detach().numpy().tobytes())
+    path.write_bytes(whole[:at] + b"\0\0\0\0" + whole[at + 4 :])
+    run.model[1].weight.data.fill_(3.0)
+    before = run.state()
+    with pytest.raises(mezzo.CheckpointError, match="no mezzo checkpoint, or is damaged"):
+        mezzo.load_checkpoint(path, *run.parts)
+    assert_equal(before, run.state())
+
+
+@pytest.mark.parametrize("content", [b"", b"PK", b"\0" * 100])
+def test_files_that_are_no_archives_are_refused(path, content):
+    path.write_bytes(content)
+    with pytest.raises(mezzo.CheckpointError, match="no mezzo checkpoint, or is damaged"):
+        mezzo.load_checkpoint(path)
+
+
+def test_a_missing_file_and_a_directory_are_told_apart(path):
+    with pytest.raises(FileNotFoundError):
+        mezzo.load_checkpoint(path)
+    with pytest.raises(mezzo.CheckpointError, match="not a regular file"):
+        mezzo.load_checkpoint(path.parent)
+
+
+def test_a_converted_program_is_no_checkpoint(path):
+    mezzo.convert(nn.Linear(2, 1).eval(), (torch.ones(3, 2),), dtype="bfloat16").save(path)
+    with pytest.raises(mezzo.CheckpointError, match="no mezzo checkpoint, or is damaged"):
+        mezzo.load_checkpoint(path)
+
+
+def without(*keys):
+    def change(content):
+        *path, last = keys
+        for key in path:
+            content = content[key]
+        del content[last]
+
+    return change
+
+
+def put(value, *keys):
+    def change(content):
+        *path, last = keys
+        for key in path:
+            content = content[key]
+        content[last] = value
+
+    return change
+
+
+CHANGES = {
+    "no version": (without("version"), "has version None"),
+    "version": (put("2", "version"), "has version '2'"),
+    "no rng": (without("rng"), "rng in it is missing"),
+    "no torch rng": (without("rng", "torch"), "random generators"),
+    "rng": (put(torch.zeros(3), "rng", "torch"), "random generators"),
+    "extra": (put([1], "extra"), "extra in it is missing"),
+    "models": (put({}, "model"), "model in it is missing"),
+    "no scheduler": (without("scheduler"), "scheduler in it is missing"),
+    "model": (put(3, "model", 0), "model is 3, not a dictionary"),
+    "weight": (put(3.0, "model", 0, "0.weight"), "'0.weight' is 3.0 in the checkpoint"),
+    "sparse weight": (put(torch.eye(8, 6).to_sparse(), "model", 0, "0.weight"), "not a tensor with values"),
+    "complex weight": (put(torch.ones(8, 6, dtype=torch.complex64), "model", 0, "0.weight"), "is torch.complex64 in the checkpoint"),
+    "counter": (put(torch.tensor(1.5), "model", 0, "1.num_batches_tracked"), "is torch.float32 in the checkpoint"),
+    "optimizer": (put(None, "optimizer", 0), "not the state of an optimizer"),
+    "groups": (without("optimizer", 0, "param_groups"), "no list 'param_groups'"),
+    "group": (without("optimizer", 0, "param_groups", 0, "params"), "no list 'params'"),
+    "twice": (put(1, "optimizer", 0, "param_groups", 0, "params", 0), "list a parameter twice"),
+    "no lr": (without("optimizer", 0, "param_groups", 0, "lr"), "has no 'lr'"),
+    "lr": (put("fast", "optimizer", 0, "param_groups", 0, "lr"), "'fast', and this optimizer has"),
+    "nan lr": (put(float("nan"), "optimizer", 0, "param_groups", 0, "lr"), "is nan, and this optimizer has"),
+    "negative lr": (put(-1.0, "optimizer", 0, "param_groups", 0, "lr"), "Invalid learning rate"),
+    "betas": (put((0.9,), "optimizer", 0, "param_groups", 0, "betas"), "'betas'"),
+    "flag": (put("yes", "optimizer", 0, "param_groups", 0, "amsgrad"), "'amsgrad'"),
+    "moment": (without("optimizer", 0, "state", 0, "exp_avg"), "has no 'exp_avg'"),
+    "empty moment": (put(None, "optimizer", 0, "state", 0, "exp_avg"), "has no 'exp_avg'"),
+    "no step": (without("optimizer", 0, "state", 0, "step"), "has no 'step'"),
+    "step": (put(torch.tensor(-1.0), "optimizer", 0, "state", 0, "step"), "not a number of steps"),
+    "flag for a step": (put(torch.tensor(True), "optimizer", 0, "state", 0, "step"), "not a number of steps"),
+    "moment of another shape": (put(torch.ones(3), "optimizer", 0, "state", 0, "exp_avg"), r"has shape \(3,\) and torch.float32, where \(8, 6\)"),
+    "moment of integers": (put(torch.ones(8, 6).int(), "optimizer", 0, "state", 0, "exp_avg"), "torch.int32"),
+    "expanded moment": (put(torch.ones(1).expand(8, 6), "optimizer", 0, "state", 0, "exp_avg"), "share their memory"),
+    "another parameter": (put({}, "optimizer", 0, "state", 77), "entry for parameter 77"),
+    "no dictionary": (put(1, "optimizer", 0, "state", 0), "is 1, not a dictionary"),
+    "scheduler": (put([], "scheduler", 0), "scheduler is \\[\\], not a dictionary"),
+    "rates": (put([0.1, 0.2], "scheduler", 0, "base_lrs"), "'base_lrs' of the checkpoint's scheduler"),
+    "epoch": (put("last", "scheduler", 0, "last_epoch"), "'last_epoch' of the checkpoint's scheduler"),
+    "scaler": (put(None, "scaler", 0), "scaler in .* cannot be loaded"),
+    "scale": (put(-1.0, "scaler", 0, "scale"), "scaler in .* cannot be loaded.*which no gradient survives"),
+    "no factor": (without("scaler", 0, "growth_factor"), "growth_factor missing"),
+    "interval": (put("often", "scaler", 0, "growth_interval"), "growth_interval is 'often'"),
+}
+
+
+@pytest.mark.parametrize(("change", "message"), CHANGES.values(), ids=CHANGES)
+def test_content_that_is_not_as_saved_is_refused_in_one_error_and_nothing_is_changed(path, change, message):
+    saved = Run(dtype="float16")
+    saved.train(2)
+    mezzo.save_checkpoint(path, *saved.parts)
+    content = torch.load(path, weights_only=True)
+    change(content)
+    torch.save(content, path)
+    run = Run(seed=3, dtype="float16")
+    before, generators = run.state(), rng.capture()
+    with pytest.raises(mezzo.CheckpointError, match=message):
+        mezzo.load_checkpoint(path, *run.parts)
+    assert_equal(before, run.state())
+    assert_equal(generators, rng.capture())
+    run.train(1)
+
+
+@pytest.mark.parametrize("rule", [{"foreach": 3}, {"fused": "yes"}])
+def test_flags_of_an_optimizer_stay_flags(path, rule):
+    run = Run()
+    mezzo.save_checkpoint(path, *run.parts)
+    content = torch.load(path, weights_only=True)
+    content["optimizer"][0]["param_groups"][0].update(rule)
+    torch.save(content, path)
+    with pytest.raises(mezzo.CheckpointError, match=next(iter(rule))):
+        mezzo.load_checkpoint(path, *run.parts)
+
+
+def test_a_state_of_an_older_torch_lacks_flags_and_is_loaded(path):
+    run = Run()
+    mezzo.save_checkpoint(path, *run.parts)
+    content = torch.load(path, weights_only=True)
+    del content["optimizer"][0]["param_groups"][0]["fused"]
+    torch.save(content, path)
+    mezzo.load_checkpoint(path, *run.parts)
+
+
+@pytest.mark.parametrize("extra", [{"x": bytearray(3)}, {"x": torch.ones(2, device="meta")}])
+def test_what_a_load_would_refuse_is_not_saved(path, extra):
+    with pytest.raises(mezzo.CheckpointError, match="'extra' holds something"):
+        mezzo.save_checkpoint(path, **extra)
+
+
+def test_expanded_tensors_that_a_load_would_refuse_are_not_saved(path):
+    with pytest.raises(mezzo.CheckpointError, match="could not be loaded again"):
+        mezzo.save_checkpoint(path, wide=torch.ones(1).expand(2**30))
+    assert not path.exists()
+
+
+def test_a_model_without_memory_is_refused(path):
+    mezzo.save_checkpoint(path, nn.Linear(2, 1))
+    with pytest.raises(mezzo.CheckpointError, match=r"model\.to_empty"):
+        mezzo.load_checkpoint(path, nn.Linear(2, 1, device="meta"))
+
+
+# -- a load that fails halfway -----------------------------------------------------------------------------------------------------------------------
+
+
+class Failing:
+    """A part of the user's own, whose loading fails after the others were loaded."""
+
+    def __init__(self, error):
+        self.error, self.value = error, 1
+
+    def state_dict(self):
+        return {"value": self.value}
+
+    def load_state_dict(self, state_dict):
+        self.value = state_dict["value"]
+        if self.error is not None:
+            raise self.error
+
+
+@pytest.mark.parametrize(("dtype", "kind"), [("bfloat16", kind) for kind in KINDS] + [("float16", "float32")])
+@pytest.mark.parametrize("error", [ValueError("not today"), KeyboardInterrupt()])
+def test_what_was_loaded_is_put_back_when_a_later_part_fails(path, dtype, kind, error):
+    saved, own = Run(dtype=dtype, master=kind), Failing(None)
+    saved.train(3)
+    own.value = 2
+    mezzo.save_checkpoint(path, *saved.parts[:3], [saved.scheduler, own])
+
+    run, twin = (Run(seed=5, dtype=dtype, master=kind) for _ in range(2))
+    failing = Failing(error)
+    for one in (run, twin):
+        torch.manual_seed(7)
+        random.seed(7)
+        np.random.seed(7)  # noqa: NPY002
+        one.train(2)
+    before, generators = run.state(), rng.capture()
+    addresses = [parameter.data_ptr() for parameter in run.model.parameters()]
+    with pytest.raises(mezzo.CheckpointError if isinstance(error, Exception) else KeyboardInterrupt):
+        mezzo.load_checkpoint(path, *run.parts[:3], [run.scheduler, failing])
+    assert failing.value == 1
+    assert_equal(before, run.state())
+    assert_equal(generators, rng.capture())
+    assert addresses == [parameter.data_ptr() for parameter in run.model.parameters()]
+    # Also what no state shows: both go on alike, to the bit.
+    run.train(2)
+    rng.restore(generators)
+    twin.train(2)
+    assert_equal(twin.state(), run.state())
+
+
+class Picky(nn.Module):
+    """A module of the user's own, that refuses what it has half loaded."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight, self.note = nn.Parameter(torch.ones(2)), ["a"]
+
+    def get_extra_state(self):
+        return self.note
+
+    def set_extra_state(self, state):
+        self.note = state
+        if state == ["b"]:
+            self.weight = nn.Parameter(torch.zeros(3))
+            raise ValueError("not b")
+
+
+def test_a_module_that_fails_is_put_back_with_its_extra_state(path):
+    model = nn.Sequential(nn.Linear(2, 2), Picky())
+    model[1].note = ["b"]
+    mezzo.save_checkpoint(path, model)
+    model[1].note = ["a"]
+    weight = model[1].weight
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(1.0)
+    before = copy.deepcopy(dict(model.state_dict()))
+    with pytest.raises(mezzo.CheckpointError, match=r"The model in .* cannot be loaded into this Sequential: not b"):
+        mezzo.load_checkpoint(path, model)
+    assert model[1].weight is weight
+    assert_equal(before, dict(model.state_dict()))
+
+
+class InPlace(torch.optim.SGD):
+    """An optimizer that loads into the tensors that it has, and then fails."""
+
+    def load_state_dict(self, state_dict):
+        for state in self.state.values():
+            state["momentum_buffer"].zero_()
+        self.param_groups[0]["lr"] = 5.0
+        raise RuntimeError("only in place")
+
+
+def test_an_optimizer_that_loads_in_its_own_way_is_put_back(path):
+    model = nn.Linear(2, 2)
+    optimizer = InPlace(model.parameters(), lr=0.1, momentum=0.9)
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    mezzo.save_checkpoint(path, model, optimizer)
+    before = copy.deepcopy(optimizer.state_dict())
+    with pytest.raises(mezzo.CheckpointError, match=r"The optimizer in .* only in place"):
+        mezzo.load_checkpoint(path, model, optimizer)
+    assert_equal(before, optimizer.state_dict())
+    assert model.weight.grad is not None

@@ -370,3 +370,12 @@ def test_torchs_average_made_before_decorating_takes_master_params(use_buffers):
         run.train()
         torchs.update_parameters(mezzo.master_params(run.model))
     assert_equal({name: value for name, value in torchs.module.state_dict().items() if name in run.ema.state_dict()}, run.ema.state_dict())
+
+
+@pytest.mark.parametrize("state", [3, {"weight": 1.0, "bias": torch.ones(1)}])
+def test_what_is_no_average_is_refused(state):
+    ema = mezzo.EMA(nn.Linear(1, 1))
+    before = {name: value.clone() for name, value in ema.state_dict().items()}
+    with pytest.raises(mezzo.CheckpointError, match="dictionary of tensors"):
+        ema.load_state_dict(state)
+    assert all(torch.equal(value, before[name]) for name, value in ema.state_dict().items())

@@ -4,8 +4,11 @@ import random
 import sys
 
 import numpy as np
+import pytest
 import torch
+from support.states import assert_equal
 
+import mezzo
 from mezzo.prepare import rng
 
 
@@ -30,3 +33,41 @@ def test_where_numpy_is_not_imported_it_is_not_asked(monkeypatch):
     monkeypatch.delitem(sys.modules, "numpy")
     assert "numpy" not in rng.capture()
     rng.restore(state)
+
+
+def changed(name, place, value):
+    state = rng.capture()
+    state[name] = value if place is None else (*state[name][:place], value, *state[name][place + 1 :])
+    return state
+
+
+@pytest.mark.parametrize(
+    "state",
+    [
+        3,
+        {},
+        changed("torch", None, torch.zeros(5056)),
+        changed("torch", None, torch.zeros(8, dtype=torch.uint8)),
+        changed("python", 0, 9),
+        changed("python", 1, (1, 2)),
+        changed("python", 2, "text"),
+        changed("numpy", 0, "PCG"),
+        changed("numpy", 1, [1, 2]),
+        # NumPy takes these, and reads beyond its memory at the next draw.
+        changed("numpy", 2, 10**9),
+        changed("numpy", 2, -5),
+        changed("numpy", 4, "text"),
+        changed("cuda", None, [torch.zeros(16)]),
+        changed("cuda", None, [torch.zeros(99, dtype=torch.uint8)]),
+    ],
+)
+def test_other_states_are_refused_and_no_generator_is_changed(state):
+    before = rng.capture()
+    with pytest.raises(mezzo.CheckpointError, match="random generators"):
+        rng.refuse_other(state)
+    assert_equal(before, rng.capture())
+
+
+def test_what_is_captured_is_not_refused():
+    random.gauss(0, 1)
+    rng.refuse_other(rng.capture())

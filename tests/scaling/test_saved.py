@@ -88,3 +88,32 @@ def test_other_files_are_refused_with_the_reason():
         from_dict(to_dict(STATES, RULE), ScaleRule(), 1)
     with pytest.raises(PolicyError, match="growth_factor"):
         from_dict(TORCH | {"growth_factor": 0.5}, ScaleRule(), 1)
+
+
+@pytest.mark.parametrize(
+    ("entries", "message"),
+    [
+        ([], "no dictionary"),
+        (TORCH | {"scale": "large"}, "scale is 'large', and must be a number"),
+        (TORCH | {"scale": None}, "scale is None"),
+        (TORCH | {"growth_interval": 2.5}, "growth_interval is 2.5, and must be a whole number"),
+        (TORCH | {"growth_factor": [2.0]}, "growth_factor"),
+        (TORCH | {"_growth_tracker": -1}, "good_in_a_row is -1"),
+        (TORCH | {"_growth_tracker": "few"}, "good_in_a_row is 'few'"),
+        (TORCH | {"mezzo_rule": 3}, "ScaleRule is 3, not a dictionary"),
+        (TORCH | {"mezzo_rule": {"dynamic": "yes"}}, "dynamic is 'yes', and must be True or False"),
+        (TORCH | {"mezzo_states": [3]}, "not a list of dictionaries"),
+        (TORCH | {"mezzo_states": {"scale": 1.0}}, "not a list of dictionaries"),
+        (TORCH | {"mezzo_states": [{"scale": 8.0, "skipped": None}]}, "skipped is None"),
+    ],
+)
+def test_entries_of_other_types_are_refused_and_nothing_is_changed(entries, message):
+    scaler = mezzo.GradScaler("cpu", init_scale=4.0)
+    before = scaler.state_dict()
+    with pytest.raises(ScalerError, match=message):
+        scaler.load_state_dict(entries)
+    assert scaler.state_dict() == before
+
+
+def test_a_scale_that_is_a_tensor_is_read():
+    assert from_dict(TORCH | {"scale": torch.tensor(16.0), "_growth_tracker": torch.tensor(2)}, ScaleRule(), 1)[0] == [ScaleState(16.0, 2)]

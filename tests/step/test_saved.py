@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import pytest
-from support.step_models import Made, batches, copied, in_steps, same, weights
+import torch
+from support.states import assert_equal
+from support.step_models import Made, batches, copied, in_steps
 
 import mezzo
 
@@ -19,17 +21,44 @@ def made(dtype="float16", **words):
         (lambda state: state["optimizers"].clear(), "0 optimizers"),
         (lambda state: state.update(scaler=None), "the state has none"),
         (lambda state: state.update(position=5), "accumulate=2"),
+        (lambda state: state.update(position=-1), "position is -1, not a number of calls"),
+        (lambda state: state.update(updates="many"), "updates is 'many'"),
+        (lambda state: state.update(models={}), "models are {}, not a list"),
+        (lambda state: state.update(gradients=None), "has no gradients, and position 1"),
+        (lambda state: state["gradients"][0].pop(), r"gradients\[0\] are not a list"),
+        (lambda state: state["gradients"][0].__setitem__(0, torch.ones(1)), r"'gradients\[0\]\[0\]' has shape \(1,\)"),
+        (lambda state: state["gradients"][0].__setitem__(0, 3), r"'gradients\[0\]\[0\]' is 3"),
+        (lambda state: state["gradients"][0].__setitem__(0, state["gradients"][0][0].double()), "gradients and buffers cannot be loaded"),
+        (lambda state: state["rng"].pop("python"), "random generators"),
+        (lambda state: state["scaler"].update(scale=-1.0), "GradScaler cannot be loaded.*which no gradient survives"),
+        (lambda state: state["optimizers"][0].pop("state"), "not the state of an optimizer"),
+        (lambda state: state.clear(), "it lacks models"),
     ],
-    ids=["part", "count", "scaler", "position"],
 )
 def test_a_state_that_does_not_fit_changes_nothing(change, message):
     step = made(accumulate=2)
     state = copied(step.state_dict())
     change(state)
-    before = weights(step.model)
+    before = copied(step.state_dict())
     with pytest.raises(mezzo.CheckpointError, match=message):
         step.load_state_dict(state)
-    assert same(weights(step.model), before)
+    assert_equal(before, step.state_dict())
+
+
+def test_what_is_no_dictionary_is_refused():
+    with pytest.raises(mezzo.CheckpointError, match="no state of a step"):
+        made().load_state_dict([])
+
+
+def test_buffers_of_an_unfinished_update_are_checked():
+    step = in_steps(Made("cnn"), batches("cnn", 3), "O1", "float16", accumulate=2)[1]
+    state = copied(step.state_dict())
+    place = next(place for place, value in enumerate(state["buffers"]) if value is not None)
+    state["buffers"][place] = torch.ones(2, 2, 2)
+    before = copied(step.state_dict())
+    with pytest.raises(mezzo.CheckpointError, match="buffers"):
+        step.load_state_dict(state)
+    assert_equal(before, step.state_dict())
 
 
 def test_gradients_are_saved_only_while_calls_accumulate():

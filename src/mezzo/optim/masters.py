@@ -133,6 +133,23 @@ class Masters:
 
         return restore
 
+    def snapshot(self) -> Callable[[], None]:
+        """Copy all companions to host memory; call what is returned to write them back, after the parameters were, with all that is known of both."""
+        live = [one for held in self._companions.values() if held is not None for one in (held.tensor, held.sample) if one is not None]
+        copies = [one.to("cpu", copy=True) for one in live]
+        current = [parameter for parameter in self._companions if parameter._version == self._seen[id(parameter)]]
+        companions, loaded, dropped, pending, warned = dict(self._companions), set(self._loaded), dict(self._dropped), dict(self._pending), self._warned
+
+        def restore() -> None:
+            with torch.no_grad():
+                for one, value in zip(live, copies, strict=True):
+                    one.copy_(value)
+            self._companions, self._loaded, self._dropped, self._pending, self._warned = companions, loaded, dropped, pending, warned
+            self._seen = {**{id(parameter): _UNKNOWN for parameter in companions}, **{id(parameter): parameter._version for parameter in current}}
+            self.generation += 1
+
+        return restore
+
     def beside(self, parameter: torch.Tensor) -> torch.Tensor | None:
         """What lies beside a parameter."""
         companion = self._companions[parameter]

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from io import BytesIO
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
@@ -15,9 +17,10 @@ from mezzo._errors import CheckpointError
 from mezzo._files import atomic_writer
 from mezzo.optim.kinds import KINDS
 from mezzo.optim.saved import without_masters
-from mezzo.prepare import fitting, rng
+from mezzo.prepare import checkpoint_file, fitting, rng
 from mezzo.prepare.decoration import Accumulating, Decoration, decoration_of
 from mezzo.prepare.given import Models, Optimizer, Optimizers, bare, flat, models_of, optimizers_of
+from mezzo.prepare.rollback import rolled_back_on_error
 from mezzo.prepare.weight_hooks import decorations_of, exact_state_dict
 
 Place = str | os.PathLike[str]
@@ -83,7 +86,10 @@ def save_checkpoint(
     for name, part in parts.items():
         _refuse_unreadable(name, part)
     with atomic_writer(path) as file:
-        torch.save({"format": _FORMAT, "version": _VERSION, **parts}, file)
+        try:
+            checkpoint_file.save({"format": _FORMAT, "version": _VERSION, **parts}, file)
+        except CheckpointError as error:
+            raise CheckpointError(f"{os.fspath(path)!r} could not be loaded again: {error}. Save expanded tensors as they are before expand().") from None
 
 
 def load_checkpoint(
@@ -98,7 +104,8 @@ def load_checkpoint(
 ) -> dict[str, Any]:
     """Load what `save_checkpoint` saved into what is passed, and the random generators; what else was saved is returned.
 
-    Everything is checked first: an error leaves all as it was. With `strict=False` the model may have other parameters than the file, but not other shapes.
+    The file's checksums are verified, and everything in it is checked, before anything changes: an error leaves all as it was, also one that is raised
+    halfway, by a `load_state_dict` of your own. With `strict=False` the model may have other parameters than the file, but not other shapes.
     Of a step that was saved whole, the model can be loaded alone too.
     """
     if step is not None and not isinstance(step, Step):
@@ -117,28 +124,48 @@ def load_checkpoint(
         raise CheckpointError("The model holds averaged weights inside `with ema.applied()`, whose end would undo the loading. Load outside of the `with`.")
     pairs = fitting.pairs(os.fspath(path), parts, asked)
     fitting.check(pairs, strict=strict)
-    for name, several in pairs.items():
-        # The scaler and a step come first: they read their state whole or not at all, by rules of their own.
-        for one, state in several:
-            one.load_state_dict(state, **({"strict": strict} if name == "model" else {}))
-    rng.restore(parts["rng"])
+    rng.refuse_other(parts["rng"])
+    # A step restores its own parts.
+    with rolled_back_on_error(models, optimizers, (*asked["scaler"], *asked["scheduler"])):
+        for name, several in pairs.items():
+            for one, state in several:
+                with _named(os.fspath(path), name, one):
+                    one.load_state_dict(state, **({"strict": strict} if name == "model" else {}))
+        rng.restore(parts["rng"])
     extra: dict[str, Any] = parts["extra"]
     return extra
 
 
+@contextmanager
+def _named(path: str, name: str, one: Any) -> Iterator[None]:
+    """Say which part of a file could not be loaded, whatever was raised."""
+    try:
+        yield
+    except CheckpointError:
+        raise
+    except Exception as error:
+        raise CheckpointError(
+            f"The {name} in {path!r} cannot be loaded into this {type(one).__name__}: {error!s:.500} Nothing was changed. Pass a checkpoint of the same run."
+        ) from error
+
+
 def _read(path: Place) -> dict[str, Any]:
     name = os.fspath(path)
-    # Opened here, so that a file that is not there is told from one that torch does not read.
+    if Path(path).exists() and not Path(path).is_file():
+        raise CheckpointError(f"{name!r} is not a regular file. Pass a file that save_checkpoint wrote.")
     with Path(path).open("rb") as file:
         try:
-            content = torch.load(file, map_location="cpu", weights_only=True)
-        except Exception as error:
-            # Without torch's own words, which advise to load without safeguards; they are the cause and are shown above.
-            raise CheckpointError(f"{name!r} is no mezzo checkpoint, or is damaged: torch cannot read it. Pass a file that save_checkpoint wrote.") from error
+            content = checkpoint_file.load(file)
+        except CheckpointError as error:
+            raise CheckpointError(f"{name!r} is no mezzo checkpoint, or is damaged: {error}. Pass a file that save_checkpoint wrote.") from error.__cause__
     if not isinstance(content, dict) or content.get("format") != _FORMAT:
         raise CheckpointError(f"{name!r} was not written by mezzo.save_checkpoint. Read it with torch.load, and load its parts with their load_state_dict.")
-    if content["version"] > _VERSION:
-        raise CheckpointError(f"{name!r} has version {content['version']}, and this mezzo reads up to {_VERSION}. Load it with a newer mezzo.")
+    version = content.get("version")
+    if not isinstance(version, int) or version > _VERSION:
+        raise CheckpointError(f"{name!r} has version {version!r:.80}, and this mezzo reads up to {_VERSION}. Load it with a newer mezzo.")
+    wrong = [part for part in ("rng", "extra") if not isinstance(content.get(part), dict)]
+    if wrong:
+        raise CheckpointError(f"{name!r} is damaged: {' and '.join(wrong)} in it is missing, or not what save_checkpoint writes. Pass another checkpoint.")
     return content
 
 
@@ -179,11 +206,17 @@ def _refuse_unreadable(name: str, part: Any) -> None:
     """Refuse what could be written but not be read again: found out with the same structure around empty tensors."""
     buffer = BytesIO()
     try:
-        torch.save(map_tensors(part, lambda _: torch.empty(0)), buffer)
-        buffer.seek(0)
-        torch.load(buffer, weights_only=True)
+        checkpoint_file.save(map_tensors(part, _empty), buffer)
+        checkpoint_file.load(buffer)
     except Exception as error:
         raise CheckpointError(
-            f"The part {name!r} holds something that torch.load(weights_only=True) does not read: {error} "
+            f"The part {name!r} holds something that torch.load(weights_only=True) does not read: {error.__cause__ or error} "
             "Save plain numbers, strings, tensors, and lists and dictionaries of them."
         ) from error
+
+
+def _empty(tensor: torch.Tensor) -> torch.Tensor:
+    # Later versions of torch have no quantized tensors.
+    if getattr(tensor, "is_quantized", False) or tensor.is_nested or tensor.is_meta:
+        raise TypeError(f"a tensor of {tensor.dtype} on {tensor.device}, quantized, nested or without values.")
+    return torch.empty(0)

@@ -226,6 +226,8 @@ def _hold(tensor: torch.Tensor) -> Callable[[], Any]:
 
 
 def _refuse_misfits(own: dict[str, torch.Tensor], state: dict[str, torch.Tensor]) -> None:
+    if not isinstance(state, dict) or not all(isinstance(value, torch.Tensor) for value in state.values()):
+        raise CheckpointError("This is no state of an EMA, which is a dictionary of tensors. Pass what ema.state_dict() gave.")
     missing, unexpected = [name for name in own if name not in state], [name for name in state if name not in own]
     if missing or unexpected:
         raise CheckpointError(

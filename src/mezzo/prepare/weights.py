@@ -45,6 +45,10 @@ class Weights:
         """What keeps the tensor's float32 value."""
         return self._before[tensor].masters
 
+    def all_masters(self) -> list[Masters]:
+        """Everything that keeps float32 values of these tensors."""
+        return list(dict.fromkeys(before.masters for before in self._before.values()))
+
     def is_exact(self, tensor: torch.Tensor) -> bool:
         """Whether the tensor's float32 value is kept exactly."""
         return self._before[tensor].masters.kind.exact

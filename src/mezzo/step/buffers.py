@@ -75,6 +75,11 @@ class Buffers:
             self._known[self._learning] = _kept([buffer for kept in self._now for buffer in kept.changed()])
             self._learning = None
 
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        """All buffers of the models, in the order of `saved`."""
+        return self._all
+
     def saved(self) -> list[torch.Tensor | None]:
         """The noted values, for a state that is saved in the middle of an update; None for buffers that nothing writes."""
         noted = {buffer: before.clone() for kept in self._now for buffer, before in kept.saved()}
