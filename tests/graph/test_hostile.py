@@ -172,7 +172,7 @@ def test_an_op_that_makes_a_file_is_refused(program, tmp_path):
     read_without_care(file)
     assert victim.exists()
     victim.unlink()
-    with pytest.raises(CheckpointError, match="it calls aten::from_file with a filename, which a saved program has no use for"):
+    with pytest.raises(CheckpointError, match="it calls aten::from_file, which is not on the list of ops"):
         saved.load(file)
     assert not victim.exists()
 
@@ -263,7 +263,7 @@ def test_a_part_that_would_fill_the_memory_is_refused(tmp_path):
     file = save(tmp_path / "model", linear())
     write_parts(file, {**parts(file), "contents.json": b" " * 50_000_000})
     assert file.stat().st_size < 100_000
-    with pytest.raises(CheckpointError, match=r"'contents.json' would grow from .* to 50000000 bytes"):
+    with pytest.raises(CheckpointError, match=r"its JSON parts unpack to 5\d+ bytes"):
         saved.load(file)
 
 

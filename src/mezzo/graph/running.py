@@ -12,6 +12,7 @@ from torch.export.graph_signature import InputKind, OutputKind
 from torch.fx._pytree import tree_flatten_spec
 from torch.utils import _pytree as pytree
 
+from mezzo.graph.checked_ops import with_checks
 from mezzo.graph.flat import flatten
 
 _STORED = (InputKind.PARAMETER, InputKind.BUFFER, InputKind.CONSTANT_TENSOR)
@@ -26,6 +27,7 @@ class Runner:
 
     def __init__(self, exported: ExportedProgram) -> None:
         flatten(exported)
+        exported = with_checks(exported)
         self.module = exported.module()
         self._guards: Any = getattr(self.module, "_guards_fn", None)
         if self._guards is not None:
