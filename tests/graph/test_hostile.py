@@ -177,6 +177,26 @@ def test_an_op_that_makes_a_file_is_refused(program, tmp_path):
     assert not victim.exists()
 
 
+def test_an_op_that_reads_beyond_its_buffer_is_refused(program, tmp_path):
+    node = call("torch.ops.aten._reshape_alias.default", self={"as_tensor": {"name": "x"}}, size={"as_ints": [1000]}, stride={"as_ints": [1]})
+    file = edited(save(tmp_path / "model", program), GRAPH, lambda graph: inner(graph)["nodes"].insert(0, node))
+    with pytest.raises(CheckpointError, match=r"it calls aten::_reshape_alias, which is not on the list .* Nothing of it was run"):
+        saved.load(file)
+
+
+@pytest.mark.parametrize("size", [2**40, 2**62], ids=["terabytes", "overflow"])
+def test_sizes_in_the_graph_allocate_nothing(size, tmp_path):
+    """The sizes of an input are those of zeros that stand in for an example: one element in memory."""
+
+    def grow(graph):
+        inner(graph)["tensor_values"]["input"]["sizes"][0] = {"as_int": size}
+
+    file = edited(save(tmp_path / "model", linear()), GRAPH, grow)
+    with suppress(CheckpointError):
+        [[zeros], _] = one(file).example_inputs
+        assert (zeros.shape[0], zeros.untyped_storage().nbytes()) == (size, 4)
+
+
 @pytest.mark.parametrize(
     "target", ["torch.importlib.import_module", "torch.hub.load", "torch.ops.load_library", "builtins.eval", "os.system", "#mine:op", "_operator.attrgetter"]
 )
