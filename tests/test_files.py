@@ -1,11 +1,17 @@
 """Files that are there whole or not at all."""
 
+import errno
 import os
+import resource
 import subprocess
 import sys
+from zipfile import ZipFile
 
 import pytest
+import torch
+from torch import nn
 
+import mezzo
 from mezzo._files import atomic_writer, write_text
 
 
@@ -122,3 +128,66 @@ def test_a_relative_path_is_written_where_the_process_is(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     write_text("here", "x")
     assert names(tmp_path) == ["here"]
+
+
+@pytest.fixture
+def limited():
+    """No file may grow beyond 4000 bytes, as under `ulimit -f`."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4000, before[1]))
+    yield
+    resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def plain(path):
+    with atomic_writer(path) as file:
+        file.write(bytes(10_000))
+
+
+def buffered(path):
+    with atomic_writer(path) as file:
+        for _ in range(1000):
+            file.write(b"0123456789")
+
+
+def zipped(path):
+    with atomic_writer(path) as file, ZipFile(file, "w") as archive:
+        archive.writestr("zeros", bytes(10_000))
+
+
+def torch_saved(path):
+    with atomic_writer(path) as file:
+        torch.save({"zeros": torch.zeros(2500)}, file)
+
+
+def checkpoint(path):
+    mezzo.save_checkpoint(path, nn.Linear(64, 64))
+
+
+@pytest.mark.parametrize("write", [plain, buffered, zipped, torch_saved, checkpoint])
+def test_a_limit_on_file_sizes_is_one_error_and_the_old_file_stays(write, tmp_path, limited):
+    target = tmp_path / "model"
+    target.write_text("old")
+    with pytest.raises(
+        OSError, match=r"Cannot write '.*model': File too large, after 4000 bytes. What was at this path before is unchanged. .*ulimit -f"
+    ) as caught:
+        write(target)
+    assert caught.value.errno == errno.EFBIG
+    assert target.read_text() == "old"
+    assert names(tmp_path) == ["model"]
+
+
+def test_a_disk_that_is_full_when_the_file_is_flushed_is_the_same_error(tmp_path, monkeypatch):
+    def full(_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(OSError, match=r"Cannot write '.*model': No space left on device, after 10 bytes. .*Free disk space") as caught:
+        write_text(tmp_path / "model", "0123456789")
+    assert caught.value.errno == errno.ENOSPC
+    assert names(tmp_path) == []
+
+
+def test_an_error_of_the_writer_itself_is_not_taken_for_one_of_the_disk(tmp_path):
+    with pytest.raises(FileNotFoundError, match="elsewhere"), atomic_writer(tmp_path / "model"):
+        (tmp_path / "elsewhere").read_bytes()

@@ -62,6 +62,10 @@ CHANGES = {
         lambda graph: graph["graph_module"]["signature"]["input_specs"].append({"token": {"arg": {"name": "a"}}}),
         "TokenArgument.name, which a saved program never has",
     ),
+    "sparse layout": (
+        lambda graph: first_node(graph)["inputs"][0].update(arg={"as_layout": 1}),
+        "Argument.as_layout is '1', and a saved program has dense tensors only",
+    ),
     "operator": (lambda graph: first_node(graph)["inputs"][0].update(arg={"as_operator": "torch.hub.load"}), "it calls 'torch.hub.load', which is no op"),
     "true for a number": (lambda graph: graph["schema_version"].update(major=True), "SchemaVersion.major is 'True', which is no int"),
     "one for true": (lambda graph: graph["graph_module"]["graph"].update(is_single_tensor_return=1), "which is no bool"),

@@ -1,6 +1,11 @@
+import copy
+import pickle
+from io import BytesIO
+
 import pytest
 import torch
 from support.graphs import HALF, tensors
+from support.saved_programs import edited
 from support.zoo import ZOO, LSTMTagger
 from torch import nn
 
@@ -103,7 +108,7 @@ def test_a_plan_that_is_none_is_told_with_its_file(tmp_path, monkeypatch):
     path = tmp_path / "model.mezzo"
     monkeypatch.setattr(GraphPlan, "to_dict", lambda _: {"rows": 7})
     mezzo.convert(nn.Linear(4, 2), (torch.ones(1, 4),), dtype="float16").save(path)
-    with pytest.raises(mezzo.CheckpointError, match=r"model\.mezzo' is no converted program, or is damaged: This is not the plan"):
+    with pytest.raises(mezzo.CheckpointError, match=r"model\.mezzo' cannot be loaded: This is not the plan"):
         mezzo.Converted.load(path)
 
 
@@ -128,3 +133,49 @@ def test_what_a_program_asks_of_sizes_is_asked_after_a_file_and_a_move(tmp_path)
         assert one(torch.ones(8, 4)).shape == (4, 4)
         with pytest.raises(mezzo.ConversionError, match="not what the program was converted for"):
             one(torch.ones(7, 4))
+
+
+@pytest.mark.parametrize("write", [pickle.dumps, lambda one: torch.save(one, BytesIO())], ids=["pickle", "torch.save"])
+def test_a_pickle_is_refused_with_the_way_to_save(write):
+    converted = mezzo.convert(nn.Linear(4, 2), (torch.ones(1, 4),), dtype="float16")
+    with pytest.raises(mezzo.UnsupportedError, match=r"cannot be pickled. Write it with converted.save\(path\), and read it with mezzo.Converted.load"):
+        write(converted)
+
+
+def test_copies_run_alike_and_a_deep_one_has_weights_of_its_own():
+    converted, x = mezzo.convert(nn.Linear(4, 2), (torch.ones(1, 4),), dtype="float16"), torch.randn(1, 4)
+    shallow, deep = copy.copy(converted), copy.deepcopy(converted)
+    assert torch.equal(shallow(x), converted(x))
+    assert torch.equal(deep(x), converted(x))
+    weights = [one.artefact.programs[0].exported.state_dict["weight"] for one in (converted, shallow, deep)]
+    assert weights[0] is weights[1]
+    assert weights[0].data_ptr() != weights[2].data_ptr()
+    assert deep.compare(x).outputs[0].relative == converted.compare(x).outputs[0].relative
+
+
+def test_an_error_while_a_loaded_program_is_made_ready_names_the_file(tmp_path):
+    """The plan's counts are numbers that no integer holds."""
+    path = tmp_path / "model.mezzo"
+    mezzo.convert(nn.Linear(4, 2), (torch.ones(1, 4),), dtype="float16").save(path)
+    edited(path, "programs/0/plan.json", lambda plan: plan["casts"]["before"].update(count=float("inf")))
+    with pytest.raises(mezzo.CheckpointError, match=r"model\.mezzo' is no converted program, or is damaged: cannot convert float infinity"):
+        mezzo.Converted.load(path)
+
+
+def test_a_program_that_calls_an_op_outside_the_list_is_not_saved(tmp_path):
+    class Normed(nn.Module):
+        def forward(self, x):
+            return torch.ops.aten.native_layer_norm.default(x, [4], None, None, 1e-5)[0]
+
+    converted = mezzo.convert(Normed(), (torch.ones(1, 4),), dtype="bfloat16")
+    with pytest.raises(mezzo.UnsupportedError, match=r"The program cannot be saved: it calls aten::native_layer_norm, which is not on the list .*custom op"):
+        converted.save(tmp_path / "model")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_memory_that_runs_out_is_not_taken_for_a_damaged_file(tmp_path, monkeypatch):
+    path = tmp_path / "model.mezzo"
+    mezzo.convert(nn.Linear(4, 2), (torch.ones(1, 4),), dtype="float16").save(path)
+    monkeypatch.setattr("mezzo.graph.tensors._size", lambda _: bytearray(2**62))
+    with pytest.raises(MemoryError):
+        mezzo.Converted.load(path)

@@ -212,6 +212,12 @@ def test_guards_that_torch_found_are_checked_again(tmp_path):
         loaded.module()(torch.randn(7, 4), torch.randn(14, 4))
 
 
+def test_options_that_are_no_mapping_are_refused(tmp_path):
+    file = edited(save(tmp_path / "model", linear()), "contents.json", lambda contents: contents.update(options=[]))
+    with pytest.raises(CheckpointError, match="its options are no mapping"):
+        saved.load(file)
+
+
 def test_example_inputs_are_not_in_the_file(tmp_path):
     secret = torch.full((1, 3), 1234.5)
     file = save(tmp_path / "model", export(nn.Linear(3, 2), (secret,)))

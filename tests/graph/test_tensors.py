@@ -74,14 +74,48 @@ def test_a_bool_is_zero_or_one_whatever_the_file_says(path):
 
 @pytest.mark.parametrize(
     "change",
-    [{"shape": [5]}, {"shape": [4, 1]}, {"stride": [2]}, {"shape": [-4]}, {"stride": [-1]}, {"dtype": "float64"}, {"shape": [2**62], "stride": [2]}],
-    ids=["longer", "dimensions", "stride", "negative", "backwards", "wider", "huge"],
+    [
+        {"shape": [5]},
+        {"shape": [4, 1]},
+        {"stride": [2]},
+        {"shape": [-4]},
+        {"stride": [-1]},
+        {"dtype": "float64"},
+        {"shape": [2**62], "stride": [2]},
+        {"shape": [4.0]},
+        {"stride": [True]},
+        {"shape": ["4"]},
+    ],
+    ids=["longer", "dimensions", "stride", "negative", "backwards", "wider", "huge", "float", "bool", "text"],
 )
 def test_a_description_that_does_not_fit_the_bytes_is_refused(path, change):
     entries, records = written(path, {"a": torch.ones(4)})
     records[0].update(change)
     with pytest.raises(CheckpointError, match=r"'tensors' has 16 bytes, and \d+ were expected|it has a tensor of shape"):
         read(path, entries, records)
+
+
+@pytest.mark.parametrize("place", [-1, 1, 2**70, 0.0, False, "0", None], ids=repr)
+def test_a_name_of_a_tensor_that_is_not_there_is_refused(path, place):
+    [entries], records = written(path, {"a": torch.ones(4)})
+    entries["a"]["tensor"] = place
+    with pytest.raises(CheckpointError, match=r"it names the tensor .*, and has 1"):
+        read(path, [entries], records)
+
+
+def test_tensors_without_elements_keep_their_shape(path):
+    [loaded] = read(path, *written(path, {"a": torch.ones(0, 3), "b": torch.ones(2)}))
+    assert loaded["a"].shape == (0, 3)
+
+
+def test_reading_takes_no_more_memory_than_the_tensors_themselves(path, monkeypatch):
+    entries, records = written(path, {"a": torch.ones(1000), "b": torch.zeros(1000, dtype=torch.bool)})
+    sizes, empty = [], torch.empty
+    monkeypatch.setattr(torch, "empty", lambda size, **words: sizes.append(size) or empty(size, **words))
+    monkeypatch.setattr(torch.Tensor, "clone", None)
+    [loaded] = read(path, entries, records)
+    assert sizes == [4000, 1000]
+    assert loaded["a"].data_ptr() % 64 == 0
 
 
 @pytest.mark.parametrize(

@@ -129,6 +129,8 @@ def _admit_fields(value: dict[str, Any], kind: Any, field: str, rules: Mapping[s
 
 
 def _number(value: Any, kind: Any, field: str) -> Any:
+    if kind is schema.Layout and value != schema.Layout.Strided:
+        raise CheckpointError(f"{field} is {str(value)[:200]!r}, and a saved program has dense tensors only")
     if isinstance(kind, type) and issubclass(kind, IntEnum):
         fits = type(value) is int and value in kind.__members__.values()
     elif kind is float:

@@ -15,6 +15,7 @@ from torch.fx import Interpreter, Node
 from mezzo._dtypes import dtype_name
 from mezzo._errors import ConversionError
 from mezzo._torch import OpOverload, pytree
+from mezzo.graph.checked_ops import with_checks
 from mezzo.graph.comparison import Comparison, TensorError
 from mezzo.graph.leaves import named_leaves
 from mezzo.graph.lists import module_paths
@@ -61,6 +62,7 @@ class _Run:
     """One program's way through its nodes, step by step."""
 
     def __init__(self, program: ExportedProgram, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        program = with_checks(program)
         flat = program._graph_module_flat_inputs(args, kwargs)
         self._interpreter = Interpreter(program.graph_module)
         self._interpreter.env = {}

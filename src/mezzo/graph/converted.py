@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
 from torch.export import ExportedProgram
 from torch.fx import GraphModule
 
-from mezzo._errors import CheckpointError, ConversionError
+from mezzo._errors import ConversionError, UnsupportedError
 from mezzo.graph.devices import device_here
 from mezzo.graph.fitting import Fit, fit
 from mezzo.graph.plan import Casts, GraphPlan
@@ -110,11 +110,9 @@ class Converted:
         from mezzo.graph import saved  # noqa: PLC0415
 
         found = saved.load(path, device=device, custom_ops=custom_ops)
-        try:
+        with saved.reading_errors(path):
             programs = tuple(Program(one.exported, GraphPlan.from_dict(one.plan)) for one in found.programs)
-        except CheckpointError as error:
-            raise CheckpointError(f"{os.fspath(path)!r} is no converted program, or is damaged: {error}") from error
-        return cls(Artefact(programs, found.options))
+            return cls(Artefact(programs, found.options))
 
     def export_onnx(self, path: Place) -> tuple[Path, ...]:
         """Write the program as ONNX, with the same dtypes; several programs become a file each, numbered. The files are given back."""
@@ -140,38 +138,59 @@ class Converted:
         references = tuple(_moved(one, device, memo) for one in self.artefact.references)
         return Converted(Artefact(programs, self.artefact.options, references))
 
+    def __copy__(self) -> Converted:
+        return Converted(self.artefact)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Converted:
+        tensors: dict[int, torch.Tensor] = {}
+        programs = tuple(Program(_rebuilt(program.exported, torch.clone, tensors), program.plan) for program in self.artefact.programs)
+        references = tuple(_rebuilt(one, torch.clone, tensors) for one in self.artefact.references)
+        return Converted(Artefact(programs, self.artefact.options, references))
+
+    def __reduce__(self) -> NoReturn:
+        raise UnsupportedError(
+            "A converted model cannot be pickled. Write it with converted.save(path), and read it with mezzo.Converted.load(path), which runs no code from the file."
+        )
+
     def __repr__(self) -> str:
         return f"Converted({len(self.artefact.programs)} program{'s' * (len(self.artefact.programs) > 1)}, {self.casts})"
 
 
 def _moved(exported: ExportedProgram, device: str | torch.device, memo: dict[int, torch.Tensor]) -> ExportedProgram:
-    def move(value: Any) -> Any:
-        if not isinstance(value, torch.Tensor):
-            return value
-        if id(value) not in memo:
-            moved = value.detach().to(device)
-            memo[id(value)] = nn.Parameter(moved, requires_grad=value.requires_grad) if isinstance(value, nn.Parameter) else moved
-        return memo[id(value)]
-
-    module = copied(exported.graph_module)
-    moved = ExportedProgram(
-        root=module,
-        graph=module.graph,
-        graph_signature=exported.graph_signature,
-        state_dict={name: move(value) for name, value in exported.state_dict.items()},
-        range_constraints=exported.range_constraints,
-        module_call_graph=exported.module_call_graph,
-        example_inputs=exported.example_inputs,
-        constants={name: move(value) for name, value in exported.constants.items()},
-        verifiers=exported.verifiers,
-    )
     from torch.export.passes import move_to_device_pass  # noqa: PLC0415
 
-    moved = move_to_device_pass(moved, device)
+    moved = move_to_device_pass(_rebuilt(exported, lambda tensor: tensor.to(device), memo), device)
     for part in moved.graph_module.modules():
         if isinstance(part, GraphModule):
             # torch changes the devices that a graph names, and leaves its code as it was.
             part.recompile()
-    # A program that was loaded has its guards from the file: its graph alone does not tell them.
     moved._guards_code = exported._guards_code
     return moved
+
+
+def _rebuilt(exported: ExportedProgram, change: Callable[[torch.Tensor], torch.Tensor], memo: dict[int, torch.Tensor]) -> ExportedProgram:
+    """A copy of a program around tensors that `change` makes of its own; `memo` holds those that are made already, so that programs go on sharing them."""
+
+    def changed(value: Any) -> Any:
+        if not isinstance(value, torch.Tensor):
+            return value
+        if id(value) not in memo:
+            made = change(value.detach())
+            memo[id(value)] = nn.Parameter(made, requires_grad=value.requires_grad) if isinstance(value, nn.Parameter) else made
+        return memo[id(value)]
+
+    module = copied(exported.graph_module)
+    rebuilt = ExportedProgram(
+        root=module,
+        graph=module.graph,
+        graph_signature=exported.graph_signature,
+        state_dict={name: changed(value) for name, value in exported.state_dict.items()},
+        range_constraints=exported.range_constraints,
+        module_call_graph=exported.module_call_graph,
+        example_inputs=exported.example_inputs,
+        constants={name: changed(value) for name, value in exported.constants.items()},
+        verifiers=exported.verifiers,
+    )
+    # A program that was loaded has its guards from the file: its graph alone does not tell them.
+    rebuilt._guards_code = exported._guards_code
+    return rebuilt

@@ -11,6 +11,7 @@ from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind, OutputKind
 
 from mezzo._torch import pytree, tree_flatten_spec
+from mezzo.graph.checked_ops import with_checks
 from mezzo.graph.flat import flatten
 
 _STORED = (InputKind.PARAMETER, InputKind.BUFFER, InputKind.CONSTANT_TENSOR)
@@ -25,6 +26,7 @@ class Runner:
 
     def __init__(self, exported: ExportedProgram) -> None:
         flatten(exported)
+        exported = with_checks(exported)
         self.module = exported.module()
         self._guards: Any = getattr(self.module, "_guards_fn", None)
         if self._guards is not None:

@@ -15,10 +15,11 @@ import json
 import os
 import sys
 import warnings
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import torch
 from torch import nn
@@ -87,21 +88,24 @@ def load(path: Place, *, device: str | torch.device | None = None, custom_ops: C
     `device` puts everything there instead of where it was saved from. Custom ops run only if `custom_ops` names their namespace: the file chooses their arguments.
     """
     require("file format of converted programs")
-    # Opened here, so that a file that is not there is told from one that cannot be read.
-    with Path(path).open("rb") as file:
-        return _read(file, os.fspath(path), None if device is None else device_here(device), custom_ops)
+    target = None if device is None else device_here(device)
+    # A file that is not there raises FileNotFoundError: it is opened before errors are turned into others.
+    with Path(path).open("rb") as file, reading_errors(path), reading(file) as archive:
+        contents = _contents(archive)
+        _require_device(contents, target)
+        return _artefact(archive, contents, target, custom_ops)
 
 
-def _read(file: BinaryIO, name: str, device: torch.device | None, custom_ops: Collection[str]) -> Artefact:
+@contextmanager
+def reading_errors(path: Place) -> Iterator[None]:
+    """Turn whatever goes wrong with a file's content into one `CheckpointError` that names the file."""
+    name = os.fspath(path)
     try:
-        with reading(file) as archive:
-            contents = _contents(archive)
-            _require_device(contents, device)
-            return _artefact(archive, contents, device, custom_ops)
-    except UnsupportedError:
+        yield
+    except (UnsupportedError, MemoryError):
         raise
     except CheckpointError as error:
-        raise CheckpointError(f"{name!r} cannot be loaded: {error}. Nothing of it was run.") from error.__cause__
+        raise CheckpointError(f"{name!r} cannot be loaded: {str(error).rstrip('.')}. Nothing of it was run.") from error.__cause__
     except Exception as error:
         raise CheckpointError(f"{name!r} is no converted program, or is damaged: {_first_line(error)}. Pass a file that Converted.save wrote.") from error
 
@@ -147,6 +151,8 @@ def _contents(archive: ArchiveReader) -> dict[str, Any]:
         raise CheckpointError(f"it has version {contents['version']}, and this mezzo reads up to {_VERSION}; load it with a newer mezzo")
     if contents["byteorder"] != sys.byteorder:
         raise CheckpointError(f"it was saved on a {contents['byteorder']}-endian machine, and this one is {sys.byteorder}-endian")
+    if not isinstance(contents["options"], dict):
+        raise CheckpointError("its options are no mapping")
     places = range(len(contents["programs"]))
     known = {_CONTENTS, *map(_graph_part, places), *map(_plan_part, places), PART}
     if odd := archive.names ^ known:
@@ -211,9 +217,9 @@ def _moved(graph: Any, device: torch.device | None) -> Any:
 
 
 def _namespaces(exported: ExportedProgram) -> set[str]:
-    """The namespaces of the ops that a program calls, bodies included."""
+    """The namespaces of the custom ops that a program calls, bodies included."""
     modules = [one for one in exported.graph_module.modules() if isinstance(one, torch.fx.GraphModule)]
-    return {node.target.namespace for one in modules for node in one.graph.nodes if isinstance(node.target, OpOverload)}
+    return {node.target.namespace for one in modules for node in one.graph.nodes if isinstance(node.target, OpOverload)} - {"aten"}
 
 
 def _first_line(error: BaseException) -> str:

@@ -1,7 +1,7 @@
 """Which functions a saved graph may call.
 
-torch's loader resolves any dotted name below `torch`, `math` and `operator`, and calls it when the program runs: `torch.hub.load` would do. Here a name is an op of
-the dispatcher, a function of sizes, or a body that torch's control flow runs.
+torch's loader resolves any dotted name below `torch`, `math` and `operator`, and calls it when the program runs: `torch.hub.load` would do. Here a name is an aten op
+of the allow-list, a custom op that the caller trusts, a function of sizes, or control flow.
 """
 
 from __future__ import annotations
@@ -10,10 +10,9 @@ import re
 from collections.abc import Collection
 from functools import cache
 
-import torch
-
 from mezzo._errors import CheckpointError
 from mezzo._torch import all_op_names, get_schema
+from mezzo.graph.allowed_ops import is_allowed
 
 _OP = re.compile(r"torch\.ops\.([A-Za-z0-9_]+)\.([A-Za-z0-9_]+)\.([A-Za-z0-9_]+)")
 
@@ -29,15 +28,6 @@ _BODIES = frozenset(
 )
 """Control flow and regions: each runs graphs of the same file. Others load libraries (`aoti_call_delegate`) or call Python objects."""
 
-_WORDS = frozenset(
-    "UPLO activation algorithm api_name approximate assert_msg driver equation indexing interpolation mode norm ord p pad_mode padding padding_side reduce "
-    "rounding_mode side".split()
-)
-"""Arguments that choose a variant of an op. Any other text is refused: `from_file` and `save` take the name of a file."""
-
-_UNCHECKED = re.compile(r"aten::_unsafe_(masked_)?index")
-"""Ops that read and write without looking where."""
-
 
 def check(name: str, custom_ops: Collection[str]) -> None:
     """Refuse a function that is not on the lists. Ops outside `aten` run only if the caller names their namespace."""
@@ -48,6 +38,11 @@ def check(name: str, custom_ops: Collection[str]) -> None:
         raise CheckpointError(f"it calls {name[:200]!r}, which is no op")
     namespace, op, overload = match.groups()
     qualified = f"{namespace}::{op}" if overload == "default" else f"{namespace}::{op}.{overload}"
+    if namespace == "aten" and not is_allowed(op, overload):
+        raise CheckpointError(
+            f"it calls {qualified}, which is not on the list of ops that check their arguments (mezzo.graph.allowed_ops). "
+            "Use another op in the model, or wrap it in a custom op (torch.library.custom_op) and load with custom_ops="
+        )
     if namespace != "aten" and namespace not in custom_ops:
         raise CheckpointError(f"it calls the custom op {qualified}. If you trust the file, name the op's namespace: custom_ops=({namespace!r},)")
     if qualified not in _registered():
@@ -55,16 +50,8 @@ def check(name: str, custom_ops: Collection[str]) -> None:
         _registered.cache_clear()
         if qualified not in _registered():
             raise CheckpointError(f"it calls the op {qualified}, which is not registered here. Import the module that defines it first")
-    if namespace == "aten":
-        _check_aten(qualified, get_schema(f"aten::{op}", "" if overload == "default" else overload))
-
-
-def _check_aten(qualified: str, schema: torch.FunctionSchema) -> None:
-    if _UNCHECKED.match(qualified):
-        raise CheckpointError(f"it calls {qualified}, which reads or writes without looking where")
-    words = [argument.name for argument in schema.arguments if "str" in str(argument.type) and argument.name not in _WORDS]
-    if words:
-        raise CheckpointError(f"it calls {qualified} with a {words[0]}, which a saved program has no use for")
+    if namespace == "aten" and any(one.is_out for one in get_schema(f"aten::{op}", "" if overload == "default" else overload).arguments):
+        raise CheckpointError(f"it calls {qualified}, which writes to out=; torch.export never writes such a call")
 
 
 @cache

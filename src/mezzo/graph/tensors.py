@@ -68,15 +68,25 @@ class TensorReader:
     """Gives tensors by name; names that meant one tensor mean one again, in every program of the file."""
 
     def __init__(self, archive: ArchiveReader, records: list[dict[str, Any]], device: torch.device | None) -> None:
-        pieces = archive.raw(PART, [_size(record) for record in records])
-        self._tensors = [_tensor(piece, record, device) for piece, record in zip(pieces, records, strict=True)]
+        self._tensors: list[torch.Tensor] = []
+        sizes = [_size(record) for record in records]
+        archive.raw(PART, sum(sizes), self._buffers(records, sizes, device))
         self._parameters: dict[tuple[int, bool], nn.Parameter] = {}
+
+    def _buffers(self, records: list[dict[str, Any]], sizes: list[int], device: torch.device | None) -> Iterator[memoryview]:
+        """The memory of each tensor, to be filled by the reader before it takes the next: no second copy is made, and what goes to a device leaves the host at once."""
+        for record, size in zip(records, sizes, strict=True):
+            flat = torch.empty(size, dtype=torch.uint8)
+            yield _bytes(flat)
+            self._tensors.append(_tensor(flat, record, device))
 
     def named(self, entries: Entries) -> dict[str, torch.Tensor]:
         """The tensors of some entries."""
         return {name: self._one(entry["tensor"], parameter=entry["parameter"], requires_grad=entry["requires_grad"]) for name, entry in entries.items()}
 
     def _one(self, place: int, *, parameter: bool, requires_grad: bool) -> torch.Tensor:
+        if not _is_count(place) or place >= len(self._tensors):
+            raise CheckpointError(f"it names the tensor {place!r:.80}, and has {len(self._tensors)}")
         tensor = self._tensors[place]
         if not parameter:
             return tensor
@@ -88,19 +98,21 @@ class TensorReader:
 def _size(record: dict[str, Any]) -> int:
     """How many bytes a described tensor takes."""
     shape, stride = record["shape"], record["stride"]
-    if len(shape) != len(stride) or min([0, *shape, *stride]) < 0:
-        raise CheckpointError(f"it has a tensor of shape {shape} with strides {stride}")
+    if len(shape) != len(stride) or not all(map(_is_count, (*shape, *stride))):
+        raise CheckpointError(f"it has a tensor of shape {shape!r:.80} with strides {stride!r:.80}")
     return _span(shape, stride) * _DTYPES[record["dtype"]].itemsize
 
 
-def _tensor(content: bytearray, record: dict[str, Any], device: torch.device | None) -> torch.Tensor:
+def _is_count(value: object) -> bool:
+    return type(value) is int and value >= 0
+
+
+def _tensor(flat: torch.Tensor, record: dict[str, Any], device: torch.device | None) -> torch.Tensor:
     dtype, shape, stride, target = _DTYPES[record["dtype"]], record["shape"], record["stride"], device or torch.device(record["device"])
-    if not content:
-        return torch.empty_strided(shape, stride, dtype=dtype, device=target)
-    flat = torch.frombuffer(content, dtype=torch.uint8)
-    # A bool is 0 or 1, and nothing else: kernels rely on it. The copy gives the alignment that torch's own memory has, on which results may depend.
-    flat = flat.ne(0) if dtype == torch.bool else flat.clone().view(dtype)
-    return flat.as_strided(shape, stride).to(target)
+    if dtype == torch.bool:
+        # A bool is 0 or 1, and nothing else: kernels rely on it.
+        flat.clamp_(max=1)
+    return flat.view(dtype).as_strided(shape, stride).to(target)
 
 
 def _span(shape: Sequence[int], stride: Sequence[int]) -> int:
