@@ -162,7 +162,7 @@ PARTS: Mapping[str, tuple[str, ...]] = {
         *("NO_SERIALIZED_TYPE_NAME_FOUND", "SERIALIZED_TYPE_TO_PYTHON_TYPE", "SUPPORTED_SERIALIZED_TYPES", "TreeSpec", "is_namedtuple_class", "keystr"),
         *("tree_flatten", "tree_leaves", "tree_leaves_with_path", "tree_map", "tree_map_only", "tree_structure", "tree_unflatten"),
     ),
-    "torch._export.serde.schema": ("ExportedProgram", "SCHEMA_VERSION"),
+    "torch._export.serde.schema": ("ExportedProgram", "Layout", "SCHEMA_VERSION"),
     "torch._export.serde.serialize": ("ExportedProgramDeserializer", "serialize"),
     "torch._inductor.config": ("pre_grad_custom_pass",),
     "torch._dynamo.config": ("skip_fwd_side_effects_in_bwd_under_checkpoint",),
