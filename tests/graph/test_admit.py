@@ -15,7 +15,7 @@ from mezzo.graph.admit import admit, without_notes
 
 @pytest.fixture(scope="module")
 def text():
-    artifact = serialize.serialize(everything(), serialize_state_dict=False, serialize_constants=False, serialize_example_inputs=False)
+    artifact = serialize.serialize(everything())
     return artifact.exported_program.decode()
 
 

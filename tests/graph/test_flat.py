@@ -22,7 +22,7 @@ def told(monkeypatch):
     """What torch is told to lay out, where cuDNN is said to be there."""
     found = []
     monkeypatch.setattr(flat, "_is_taken", lambda weights: True)
-    monkeypatch.setattr(torch, "_cudnn_rnn_flatten_weight", lambda *arguments: found.append(arguments))
+    monkeypatch.setattr(flat, "flatten_cudnn_weights", lambda *arguments: found.append(arguments))
     monkeypatch.setattr(torch.backends.cudnn.rnn, "get_cudnn_mode", lambda mode: mode)
     return found
 
@@ -49,5 +49,5 @@ def test_it_is_done_again_for_a_program_that_is_moved_or_loaded(told, tmp_path):
 
 
 def test_nothing_is_laid_out_on_a_cpu(monkeypatch):
-    monkeypatch.setattr(torch, "_cudnn_rnn_flatten_weight", lambda *arguments: pytest.fail("there is no cuDNN here"))
+    monkeypatch.setattr(flat, "flatten_cudnn_weights", lambda *arguments: pytest.fail("there is no cuDNN here"))
     mezzo.convert(Calls(lambda self, x: self.layer(x)[0], layer=LAYERS["lstm"]()), (torch.randn(3, 5, 6),), dtype="bfloat16")

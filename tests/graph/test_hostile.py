@@ -247,6 +247,8 @@ def in_constants(contents):
 
 @pytest.mark.parametrize("hide", [in_weights, in_sample_inputs, in_constants], ids=lambda hide: hide.__name__)
 def test_a_pickle_that_torch_runs_is_refused_and_not_run(hide, tmp_path, ran):
+    if hide is in_constants and torch.__version__ < "2.13":
+        pytest.skip("torch 2.11 reads no pickled constants")
     torch.export.save(linear(), tmp_path / "model.pt2")
     file = rewritten(tmp_path / "model.pt2", tmp_path / "hostile.pt2", hide)
     with warnings.catch_warnings(), suppress(Exception):

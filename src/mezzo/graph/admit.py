@@ -14,7 +14,8 @@ from functools import cache, partial
 from typing import Any
 
 from mezzo._errors import CheckpointError
-from mezzo._torch import Union, schema
+from mezzo._torch import Union as _Union
+from mezzo._torch import schema
 from mezzo.graph import grammar, targets
 from mezzo.graph.origin import own_frame
 
@@ -118,7 +119,7 @@ def _admit_fields(value: dict[str, Any], kind: Any, field: str, rules: Mapping[s
     hints = _hints(kind)
     if unknown := value.keys() - hints.keys():
         raise CheckpointError(f"{field} has {min(unknown)!r}, which this torch does not know")
-    is_union = issubclass(kind, Union)
+    is_union = issubclass(kind, _Union)
     if is_union and len(value) != 1:
         raise CheckpointError(f"{field} is {len(value)} things at once")
     fields = {}

@@ -147,7 +147,7 @@ NOT_OPS: frozenset[str] = frozenset(
     new new_empty new_empty_strided new_full new_ones new_tensor new_zeros tensor as_tensor from_numpy from_file empty empty_strided empty_permuted
     zeros ones full arange range linspace logspace eye rand randn randint randperm scalar_tensor
     save wait str pos values indices nnz qscheme dimI dimV dense_dim sparse_dim coalesced lazy_clone neg_view hash_tensor
-    map map2 names rename refine_names align_as align_to manual_seed seed initial_seed compile vmap
+    map map2 names has_names rename refine_names align_as align_to manual_seed seed initial_seed compile vmap
     sym_float sym_int sym_ite sym_max sym_min sym_not sym_sum sym_sqrt unravel_index record_stream bool float int long invert
     and or xor iand ior ixor rand ror rxor lshift rshift ilshift irshift rlshift rrshift copy fill zero random uniform normal bernoulli
     """.split()
