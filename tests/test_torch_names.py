@@ -19,7 +19,6 @@ SOURCE = Path(mezzo.__file__).parent
 
 # These name something, and reach nothing.
 EXCEPTIONS = {
-    "eager/composites.py": {"torch._jit_internal", "torch._utils"},  # modules that are not looked into
     "graph/exporting.py": {"torch._subclasses.fake_tensor"},  # a logger
     "graph/onnx.py": {"torch.onnx._internal.exporter"},  # a logger
     "graph/targets.py": {"torch._sym_sqrt"},  # what a saved graph may call

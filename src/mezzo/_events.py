@@ -89,22 +89,6 @@ class ScalingNeedless(Event):
 
 
 @dataclass(frozen=True, slots=True)
-class StepMasked(Event):
-    """An optimizer skips on the device by a masked update, which costs memory for its duration."""
-
-    optimizer: str
-    copied_bytes: int
-
-
-@dataclass(frozen=True, slots=True)
-class StepDecidedOnHost(Event):
-    """A step that was to be skipped on the device was decided by reading its flag instead."""
-
-    optimizer: str
-    reason: str
-
-
-@dataclass(frozen=True, slots=True)
 class StepCaptured(Event):
     """A whole step became one program that the device replays."""
 

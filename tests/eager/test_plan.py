@@ -100,9 +100,10 @@ def test_alone_nothing_is_left_to_torch() -> None:
     assert all(action.quiet for action in found.values() if action.op in ("linear", "mse_loss"))
 
 
-def test_a_composite_is_opened_when_an_op_inside_is_steered_and_only_then() -> None:
+def test_a_composite_without_a_rule_is_opened_and_a_wrapper_around_one_op_is_not() -> None:
     assert table(half={"softmax"})[F.gumbel_softmax].opens
-    assert F.gumbel_softmax not in table(half={"atan2"})
+    assert table(half={"atan2"})[F.gumbel_softmax].opens
+    assert F.relu not in table(half={"atan2"})
     assert not table(half={"softmax"}, full={"gumbel_softmax"})[F.gumbel_softmax].opens
 
 

@@ -21,8 +21,6 @@ OPTIMIZERS: dict[str, Build] = {
     "SGD": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, fused=True),
     "Adam": lambda p: torch.optim.Adam(p, lr=0.1, fused=True),
     "AdamW": lambda p: torch.optim.AdamW(p, lr=0.1, fused=True),
-    "Adam, capturable": lambda p: torch.optim.Adam(p, lr=0.1, capturable=True),
-    "AdamW, capturable": lambda p: torch.optim.AdamW(p, lr=0.1, capturable=True, foreach=True),
 }
 
 

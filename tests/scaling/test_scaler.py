@@ -134,9 +134,7 @@ def test_a_cuda_scaler_without_cuda_warns_and_is_disabled(monkeypatch: pytest.Mo
     assert not GradScaler("cuda", enabled=False).is_enabled()
 
 
-@pytest.mark.parametrize(
-    "wrong", [{"losses": 0}, {"losses": True}, {"init_scale": 0.0}, {"init_scale": math.nan}, {"skip": "never"}, {"on_collapse": "die"}, {"patience": 0}]
-)
+@pytest.mark.parametrize("wrong", [{"losses": 0}, {"losses": True}, {"init_scale": 0.0}, {"init_scale": math.nan}, {"on_collapse": "die"}, {"patience": 0}])
 def test_arguments_that_make_no_sense_are_refused(wrong: dict[str, object]):
     with pytest.raises(mezzo.PolicyError):
         GradScaler(**wrong)
@@ -549,7 +547,7 @@ def test_a_state_goes_to_torchs_scaler_and_back(used: bool, net):
 
 
 def test_a_pickled_or_copied_scaler_goes_on_where_it_was(net):
-    scaler, optimizer = GradScaler(init_scale=3.0, backoff_every=2, losses=1, skip="masked", patience=7, on_collapse="raise"), sgd(net)
+    scaler, optimizer = GradScaler(init_scale=3.0, backoff_every=2, losses=1, patience=7, on_collapse="raise"), sgd(net)
     train(scaler, net, optimizer)
     train(scaler, net, optimizer, INF)
     for again in (pickle.loads(pickle.dumps(scaler)), copy.deepcopy(scaler)):

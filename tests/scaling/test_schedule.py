@@ -451,8 +451,9 @@ def test_a_table_has_at_least_one_step() -> None:
         DeviceSchedule(optimizer, lr_scheduler.StepLR(optimizer, 3), "cpu", length=0)
 
 
-def test_an_optimizer_that_reads_its_rate_on_the_host_is_refused_on_a_device() -> None:
-    optimizer = sgd()
+@pytest.mark.parametrize("make", [sgd, lambda: torch.optim.Adam([torch.zeros(1, requires_grad=True)], capturable=True)], ids=["plain", "capturable"])
+def test_an_optimizer_that_is_not_fused_is_refused_on_a_device(make: Callable[[], torch.optim.Optimizer]) -> None:
+    optimizer = make()
     with pytest.raises(UnsupportedError, match="fused=True"):
         DeviceSchedule(optimizer, lr_scheduler.StepLR(optimizer, 3), "meta")
 

@@ -78,14 +78,6 @@ def test_any_other_optimizer_off_the_cpu_costs_exactly_one_host_read_a_step(net,
         assert reads.count == 1
 
 
-def test_a_masked_step_off_the_cpu_costs_no_host_read(net, far_cpu, host_reads):
-    scaler, optimizer = mezzo.GradScaler(skip="masked"), torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
-    with host_reads() as reads:
-        iterate(scaler, net, optimizer, INF)
-        iterate(scaler, net, optimizer)
-    assert reads.count == 0
-
-
 def test_the_counting_double_counts(host_reads):
     with host_reads() as reads:
         bool(torch.ones(1))

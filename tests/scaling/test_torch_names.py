@@ -59,3 +59,19 @@ def test_checking_by_hand_records_and_does_not_unscale():
     assert optimizer.param_groups[0]["params"][0].grad[0].item() == 4.0
     scaler.update()
     assert scaler.get_scale() == 2.0**15
+
+
+def test_private_values_of_torchs_scaler_can_be_set_before_and_after_the_first_loss():
+    scaler = mezzo.GradScaler(losses=2)
+    scaler._init_scale, scaler._init_growth_tracker = 8.0, 3
+    assert [state.scale for state in (scaler.state(0), scaler.state(1))] == [8.0, 2.0**16]
+    scaler._scale, scaler._growth_tracker = torch.tensor(4.0), torch.tensor(5, dtype=torch.int32)
+    assert (scaler.get_scale(), scaler._get_growth_tracker()) == (4.0, 5)
+
+
+def test_private_names_of_the_rule_are_those_of_its_accessors():
+    scaler = mezzo.GradScaler()
+    scaler._growth_factor, scaler._backoff_factor, scaler._growth_interval = 4.0, 0.25, 7
+    assert (scaler.get_growth_factor(), scaler.get_backoff_factor(), scaler.get_growth_interval()) == (4.0, 0.25, 7)
+    scaler.set_growth_interval(9)
+    assert scaler._growth_interval == 9

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 
 from mezzo import PolicyError
-from mezzo.scaling.words import OnCollapse, Skip, Stage
+from mezzo.scaling.words import OnCollapse, Stage
 
 
-@pytest.mark.parametrize("kind", [OnCollapse, Skip, Stage])
+@pytest.mark.parametrize("kind", [OnCollapse, Stage])
 def test_every_word_is_read_from_its_spelling_and_another_is_refused(kind):
     assert [kind.parse(member.value) for member in kind] == list(kind)
     with pytest.raises(PolicyError, match="Choose one of"):

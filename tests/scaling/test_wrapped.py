@@ -6,12 +6,11 @@ from support.wrappers import Lookahead, Several
 from torch import nn
 
 import mezzo
-from mezzo._events import listen
 from mezzo.scaling.wrapped import bindings_of, inner_optimizers
 
 
-def sgd(*, momentum=0.0, dtype=torch.float32):
-    return torch.optim.SGD([nn.Parameter(torch.ones(1, dtype=dtype))], lr=0.1, momentum=momentum)
+def sgd(*, dtype=torch.float32):
+    return torch.optim.SGD([nn.Parameter(torch.ones(1, dtype=dtype))], lr=0.1)
 
 
 def test_inner_optimizers_are_found_in_attributes_and_containers():
@@ -78,16 +77,3 @@ def test_a_wrapper_that_shows_the_attributes_of_its_optimizer_is_not_given_the_s
     scaler.scale(weight * 0.125).backward()
     scaler.step(wrapped)
     assert weight.item() == 0.875
-
-
-def test_a_masked_skip_of_a_wrapper_is_decided_on_the_host():
-    inner = sgd(momentum=0.9)
-    wrapped, scaler = Several([inner]), mezzo.GradScaler("cpu", init_scale=4.0, skip="masked")
-    (weight,) = inner.param_groups[0]["params"]
-    scaler.scale(torch.ones(()))
-    weight.grad = torch.full((1,), torch.inf)
-    with listen() as heard:
-        assert scaler.step(wrapped).skipped
-    assert weight.item() == 1.0
-    assert not inner.state
-    assert "it steps another optimizer (._parts['all'][0])" in heard[0].reason

@@ -1,4 +1,4 @@
-"""Python functions of torch that are made of several ops: which ops are inside, and how to run them so that each is seen.
+"""Python functions of torch that are made of several ops, and how to run them so that each op is seen.
 
 Under a TorchFunctionMode such a function arrives as one call, and the ops inside escape. Its body, run with the question
 "does anybody override this?" answered no, makes its inner calls one by one, and the mode sees each.
@@ -6,7 +6,6 @@ Under a TorchFunctionMode such a function arrives as one call, and the ops insid
 
 from __future__ import annotations
 
-import dis
 import inspect
 import warnings
 from functools import cache
@@ -18,28 +17,27 @@ from torch.nn import functional as F
 
 from mezzo._torch import boolean_dispatched
 from mezzo.eager import bodies
-from mezzo.policy.names import canonical
-from mezzo.policy.registry import Function, registry
+from mezzo.policy.registry import Function
 
-_OPERATORS = {"+": "add", "-": "sub", "*": "mul", "/": "div", "//": "floor_divide", "%": "remainder", "**": "pow", "@": "matmul"}
-_UNARY = {"UNARY_NEGATIVE": "neg"}
 _QUESTIONS = ("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic")
 _AROUND_ONE = frozenset({"einsum", "stft", "tensordot", "unique", "unique_consecutive"})
 """Ops whose Python function checks and rearranges what it passes on. The arithmetic in them is about sizes, and the function inside may ask in their name."""
-_DEPTH = 3
-
-
-@cache
-def ops_inside(function: Function) -> frozenset[str]:
-    """Name every op that a Python function may call, read from its bytecode: too many rather than too few.
-
-    Comparisons are left out: in torch's functions they compare sizes, and their results carry no precision.
-
-    >>> import torch.nn.functional as F
-    >>> sorted(ops_inside(F.softsign))
-    ['abs', 'add', 'div', 'softsign']
+_WRAPPERS = frozenset(
     """
-    return frozenset(_read(cast("FunctionType", function), _DEPTH)) if has_body(function) else frozenset()
+    adaptive_avg_pool2d adaptive_avg_pool3d adaptive_max_pool1d adaptive_max_pool2d adaptive_max_pool3d alpha_dropout atleast_1d atleast_2d atleast_3d
+    batch_norm binary_cross_entropy_with_logits block_diag broadcast_tensors cartesian_prod cdist celu chain_matmul cosine_embedding_loss cross_entropy
+    ctc_loss dropout elu embedding embedding_bag feature_alpha_dropout floor_divide fractional_max_pool2d fractional_max_pool3d glu grid_sample
+    group_norm grouped_mm hardsigmoid hardswish hardtanh hinge_embedding_loss index instance_norm istft layer_norm leaky_relu log_softmax
+    margin_ranking_loss matmul max_pool1d max_pool2d max_pool3d max_unpool2d max_unpool3d meshgrid mish multi_margin_loss multilabel_margin_loss nll_loss
+    pad pow relu relu6 remainder rms_norm rrelu scaled_grouped_mm scaled_mm selu sigmoid silu soft_margin_loss softmax split sub tanh threshold
+    triplet_margin_loss unflatten
+    """.split()
+)
+"""Ops whose Python function passes its arguments on to builtins of the same op: no other op is inside, and arithmetic in it is about sizes.
+
+They are here for speed alone: `F.relu` takes 1.5 times as long if it is opened. `tests/eager/test_composites.py` reads the functions of the installed torch to
+see that nothing else is inside.
+"""
 
 
 def has_body(function: Function) -> bool:
@@ -48,13 +46,22 @@ def has_body(function: Function) -> bool:
 
 
 def can_open(name: str, function: Function) -> bool:
-    """Whether an op's function has a body to look into.
+    """Return whether the body of an op's function can be run in its place.
 
     >>> import torch
     >>> can_open("normalize", torch.nn.functional.normalize), can_open("einsum", torch.einsum), can_open("add", torch.add)
     (True, False, False)
     """
     return has_body(function) and name not in _AROUND_ONE
+
+
+def is_composite(name: str, function: Function) -> bool:
+    """Return whether an op's function has other ops inside.
+
+    >>> is_composite("normalize", F.normalize), is_composite("relu", F.relu)
+    (True, False)
+    """
+    return can_open(name, function) and name not in _WRAPPERS
 
 
 @cache
@@ -131,38 +138,3 @@ _INSTEAD = dict.fromkeys(_QUESTIONS, _never) | {"warnings": _Warnings, "_check_k
 def _unwrapped(function: Function) -> FunctionType:
     # Tensor's Python methods ask in a wrapper around them.
     return cast("FunctionType", inspect.unwrap(function))
-
-
-def _read(function: FunctionType, depth: int) -> set[str]:
-    inner = _unwrapped(function)
-    found: set[str] = set()
-    for instruction in dis.get_instructions(inner):
-        found |= _op_of(instruction)
-    if depth:
-        for callee in _callees(inner):
-            found |= _read(callee, depth - 1)
-    return {name for name in found if name in registry()}
-
-
-def _callees(function: FunctionType) -> list[FunctionType]:
-    named = [function.__globals__.get(name) for name in function.__code__.co_names]
-    # boolean_dispatch keeps the two functions it chooses between in its closure.
-    enclosed = [cell.cell_contents for cell in function.__closure__ or ()]
-    return [
-        callee for callee in (*named, *enclosed) if isinstance(callee, FunctionType) and callee is not function and has_body(callee) and _is_made_of_ops(callee)
-    ]
-
-
-def _is_made_of_ops(function: FunctionType) -> bool:
-    module = function.__module__ or ""
-    return module.startswith("torch") and not module.startswith(("torch.overrides", "torch._jit_internal", "torch._utils", "torch.nn.modules.utils"))
-
-
-def _op_of(instruction: dis.Instruction) -> set[str]:
-    if instruction.opname == "BINARY_OP":
-        return {_OPERATORS.get(instruction.argrepr.removesuffix("="), "")}
-    if instruction.opname in _UNARY:
-        return {_UNARY[instruction.opname]}
-    if instruction.opname in ("LOAD_GLOBAL", "LOAD_ATTR", "LOAD_METHOD", "LOAD_NAME") and isinstance(instruction.argval, str):
-        return {canonical(instruction.argval)}
-    return set()

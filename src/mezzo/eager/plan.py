@@ -10,7 +10,7 @@ from functools import cache, cached_property
 import torch
 
 from mezzo._torch import get_schema, has_kernel, kernels_of
-from mezzo.eager.composites import body, can_open, has_body, ops_inside
+from mezzo.eager.composites import body, can_open, has_body, is_composite
 from mezzo.eager.higher_order import CARRIED, operators, refusal
 from mezzo.policy.decide import effective, entry_of
 from mezzo.policy.kernels import RECURRENT, needs_one_dtype
@@ -81,9 +81,8 @@ def plan(policy: Policy, dtype: torch.dtype, device: str, *, versioned: bool, al
             action = _action(op, function, entry, lists, theirs, device, versioned=versioned)
             if action is not None:
                 actions[function] = action
-    steered = frozenset(action.op for action in actions.values())
-    actions |= _openings(lists, steered, actions)
     if actions:
+        actions |= _openings(lists, actions)
         # Backward runs in the precision that forward saved; torch's own lists know nothing of this policy.
         actions |= {function: _operator(name) for function, name in operators().items()}
         actions |= {function: Action("backward", Rule.KEEP, "gradients are computed in the precision of forward") for function in _BACKWARD}
@@ -93,7 +92,7 @@ def plan(policy: Policy, dtype: torch.dtype, device: str, *, versioned: bool, al
 def _action(op: Op, function: Function, entry: Entry, lists: OpLists, theirs: Mapping[str, Entry], device: str, *, versioned: bool) -> Action | None:
     if _writes_in_place(function) and entry.rule is not Rule.REFUSE:
         return None
-    if can_open(op.name, function) and op.name not in lists.entries and not ops_inside(function) <= {op.name}:
+    if op.name not in lists.entries and is_composite(op.name, function):
         return None
     exempt = _places(function, lists.exempt.get(op.name, ()))
     conditions = tuple(
@@ -119,11 +118,15 @@ def _operator(name: str) -> Action:
     return Action(name, Rule.REFUSE, refusal())
 
 
-def _openings(lists: OpLists, steered: frozenset[str], known: dict[Function, Action]) -> dict[Function, Action]:
+def _openings(lists: OpLists, known: Table) -> dict[Function, Action]:
+    """Open every composite without a rule of its own, and wrappers around a builtin that is steered while they are left to torch."""
+    steered = frozenset(action.op for action in known.values())
     found: dict[Function, Action] = {}
     for op in registry():
         for function in op.functions:
-            if can_open(op.name, function) and function not in known and op.name not in lists.entries and ops_inside(function) & steered:
+            if function in known or op.name in lists.entries:
+                continue
+            if is_composite(op.name, function) or (op.name in steered and can_open(op.name, function)):
                 body(function)  # made now, so that compiled code finds it
                 found[function] = Action(op.name, Rule.KEEP, "made of several ops, each with its own rule", opens=True)
     return found

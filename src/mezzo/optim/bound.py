@@ -46,14 +46,9 @@ class Bound:
         """Called before a step with 16-bit parameters that have gradients and no master: they joined the optimizer, or are trained, since it was bound."""
         self.active = True
         self._own_step = without_hooks(type(optimizer).step)
-        self._replaced = {name: optimizer.__dict__[name] for name in ("step", *_PROTOCOL) if name in optimizer.__dict__}
+        self._replaced = {name: optimizer.__dict__[name] for name in _PROTOCOL if name in optimizer.__dict__}
         self._entered = False
-        self._hooked = self._make_step()
-        if hasattr(self._replaced.get("step"), "_wrapped_by_lr_sched"):
-            # A scheduler made earlier looks for its mark, and warns where it is gone.
-            self._hooked._wrapped_by_lr_sched = True
-        # A bound method: a scheduler that is made later wraps the function in it.
-        optimizer.step = MethodType(self._hooked, optimizer)  # type: ignore[method-assign]
+        self._restore_step = replace_step(optimizer, self._make_step())
         # torch's protocol, by which a scaler tells the optimizer the scale and the flag; and ours, which holds on a CPU too.
         optimizer._step_supports_amp_scaling = True  # type: ignore[attr-defined]
         optimizer._bound = self  # type: ignore[attr-defined]
@@ -69,13 +64,10 @@ class Bound:
         """Let the optimizer's own step run again. A wrapper that somebody put around ours meanwhile stays, and reaches it too."""
         self.active = False
         self._watch.remove()
-        current = self.optimizer.__dict__.get("step")
-        if getattr(current, "__func__", None) is self._hooked:
-            del self.optimizer.step
+        self._restore_step()
         for name in _PROTOCOL:
             self.optimizer.__dict__.pop(name, None)
-        for name, value in self._replaced.items():
-            self.optimizer.__dict__.setdefault(name, value)
+        self.optimizer.__dict__.update(self._replaced)
 
     def _make_step(self) -> Any:
         """The optimizer's new step: torch's hooks around ours."""
@@ -101,8 +93,6 @@ class Bound:
             )
 
     def _called(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> Any:
-        # What a scheduler made earlier wrapped around the old step would have noted.
-        optimizer._opt_called = True  # type: ignore[attr-defined]
         if not self.active:
             return self._own_step(optimizer) if closure is None else self._own_step(optimizer, closure)
         loss = None if closure is None else self._once(closure)
@@ -226,6 +216,41 @@ class Bound:
             gradients = [stand_in.grad for stand_in in stand_ins if stand_in.grad is not None]
             self._norm = torch.nn.utils.get_total_norm(gradients)
             torch.nn.utils.clip_grads_with_norm_(stand_ins, self.clip_norm, self._norm)
+
+
+def replace_step(optimizer: Optimizer, step: Callable[..., Any]) -> Callable[[], None]:
+    """Replace an optimizer's `step` by a function that takes the optimizer first; return a function that restores the old one.
+
+    Schedulers notice nothing: they warn of a step that was replaced or that they did not see called, and every call of the new step counts, also one that
+    updates nothing. If another wrapper was put around the new step meanwhile, restoring leaves it there.
+
+    >>> optimizer = torch.optim.SGD([torch.zeros(1)], lr=0.1)
+    >>> restore = replace_step(optimizer, lambda optimizer, closure=None: print("skipped"))
+    >>> optimizer.step()
+    skipped
+    >>> restore()
+    >>> optimizer.step()
+    """
+    before = optimizer.__dict__.get("step")
+
+    @wraps(step)
+    def counted(optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+        optimizer._opt_called = True
+        return step(optimizer, *args, **kwargs)
+
+    if hasattr(before, "_wrapped_by_lr_sched"):
+        # The mark of a scheduler that was made earlier.
+        counted._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
+    # A scheduler that is made later needs a bound method: it wraps the function in it.
+    replaced = optimizer.step = MethodType(counted, optimizer)  # type: ignore[method-assign]
+
+    def restore() -> None:
+        if optimizer.__dict__.get("step") is replaced:
+            del optimizer.step
+            if before is not None:
+                optimizer.step = before  # type: ignore[method-assign]
+
+    return restore
 
 
 def bound_of(optimizer: Optimizer) -> Bound | None:

@@ -18,12 +18,10 @@ class StepResult:
     StepResult(stepped, value=None)
     """
 
-    __slots__ = ("_culprit", "_found", "_skipped", "copied_bytes", "value")
+    __slots__ = ("_culprit", "_found", "_skipped", "value")
 
-    def __init__(self, value: Any, found: torch.Tensor | None, culprit: Culprit | None = None, *, copied_bytes: int = 0) -> None:
+    def __init__(self, value: Any, found: torch.Tensor | None, culprit: Culprit | None = None) -> None:
         self.value = value
-        self.copied_bytes = copied_bytes
-        """How much memory a masked step took for its copies while it ran."""
         self._found = found
         self._skipped: bool | None = None
         self._culprit = culprit

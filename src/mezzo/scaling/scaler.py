@@ -11,9 +11,8 @@ import torch
 from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 
-from mezzo import _events
 from mezzo._errors import ScalerError
-from mezzo.scaling import gradients, masked, saved, stepping
+from mezzo.scaling import gradients, saved, stepping
 from mezzo.scaling.backward import backward_apart
 from mezzo.scaling.binding import binding_of
 from mezzo.scaling.culprit import NOBODY, Culprit, Flagged, Known, Names
@@ -25,8 +24,8 @@ from mezzo.scaling.scales import Scales, first_states
 from mezzo.scaling.state import LARGEST, ScaleRule, ScaleState
 from mezzo.scaling.torch_names import TorchNames
 from mezzo.scaling.watch import Watcher
-from mezzo.scaling.words import OnCollapse, Skip, Stage
-from mezzo.scaling.wrapped import bindings_of, inner_optimizers
+from mezzo.scaling.words import OnCollapse, Stage
+from mezzo.scaling.wrapped import bindings_of
 
 Optimizer = torch.optim.Optimizer
 
@@ -36,7 +35,6 @@ _ENABLED_PLACE = 5
 
 @dataclass(frozen=True)
 class _Settings:
-    skip: Skip
     patience: int
     on_collapse: OnCollapse
     reduce_flag: Callable[[torch.Tensor], object] | None
@@ -86,7 +84,6 @@ class GradScaler(TorchNames):
         dynamic: bool = True,
         warmup: int = 0,
         losses: int = 1,
-        skip: str | Skip = Skip.HOST,
         patience: int = 50,
         on_collapse: str | OnCollapse = OnCollapse.WARN,
         reduce_flag: Callable[[torch.Tensor], object] | None = None,
@@ -96,7 +93,7 @@ class GradScaler(TorchNames):
                 f"{type(self).__name__} was made without enabled=False, which its base class got. Let its own constructor take `enabled` by keyword."
             )
         rule = ScaleRule(growth_factor, backoff_factor, growth_interval, backoff_every, consecutive, min_scale, max_scale, dynamic, warmup)
-        self._begin(rule, first_states(rule, init_scale, losses), _Settings(Skip.parse(skip), patience, OnCollapse.parse(on_collapse), reduce_flag))
+        self._begin(rule, first_states(rule, init_scale, losses), _Settings(patience, OnCollapse.parse(on_collapse), reduce_flag))
 
     def _begin(self, rule: ScaleRule, states: list[ScaleState], settings: _Settings) -> None:
         self._settings = settings
@@ -178,31 +175,15 @@ class GradScaler(TorchNames):
             record.stage = Stage.UNSCALED
         bad = record.bad
         # What the host knows already is not asked of the flags again.
-        if bad is None or self._settings.skip is Skip.MASKED:
+        if bad is None:
             flags = self._flags_of(record)
-            found = combine(flags, meeting_place(flags))
-            if self._settings.skip is Skip.MASKED and self._can_mask(optimizer):
-                return self._step_masked(optimizer, record, scheduler, found, args, kwargs)
-            bad = bool(found)
+            bad = bool(combine(flags, meeting_place(flags)))
         if bad:
             return StepResult.known(None, skipped=True, culprit=self._blame(optimizer, record))
         value = optimizer.step(*args, **kwargs)
         if scheduler is not None:
             stepping.advance(optimizer, scheduler)
         return StepResult.known(value, skipped=False)
-
-    def _step_masked(
-        self, optimizer: Optimizer, record: Record, scheduler: LRScheduler | None, found: torch.Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> StepResult:
-        copied = masked.copied_bytes(optimizer)
-        if _events.listening():
-            _events.emit(_events.StepMasked(type(optimizer).__name__, copied))
-        if scheduler is None:
-            value = masked.masked_step(optimizer, found, args, kwargs)
-        else:
-            with self._schedules.applied(optimizer, scheduler, found):
-                value = masked.masked_step(optimizer, found, args, kwargs)
-        return StepResult(value, found, record.culprit, copied_bytes=copied)
 
     def _step_by_protocol(
         self, optimizer: Optimizer, record: Record, scheduler: LRScheduler | None, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -362,19 +343,6 @@ class GradScaler(TorchNames):
                 f"{call} cannot tell which of {len(self._scales)} scales these gradients have. With several losses call "
                 "scaler.backward(loss, index=..., optimizers=...), which unscales them, instead of scaler.scale(loss).backward()."
             )
-
-    def _can_mask(self, optimizer: Optimizer) -> bool:
-        wraps = inner_optimizers(optimizer)
-        if not wraps and masked.can_undo(optimizer):
-            return True
-        if _events.listening():
-            reason = (
-                f"it steps another optimizer ({', '.join(wraps)}), whose state cannot be undone on the device"
-                if wraps
-                else "the state that its first step makes does not start at zero, so that step cannot be undone on the device"
-            )
-            _events.emit(_events.StepDecidedOnHost(type(optimizer).__name__, reason))
-        return False
 
 
 class DisabledGradScaler(GradScaler):

@@ -22,8 +22,7 @@ from mezzo.scaling.lookahead import AHEAD, Lookahead, Row, flat, parts, refuse, 
 from mezzo.scaling.reading import groups_of, keep_up, paused
 
 _FUSED = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW)
-_CAPTURABLE = (torch.optim.Adam, torch.optim.AdamW)
-"""The optimizers of torch that take a learning rate from a CUDA device and never read it (seen on 2.11). None takes betas or a momentum so (2.11, 2.13)."""
+"""The optimizers of torch whose fused steps take a learning rate from a CUDA device and never read it (seen on 2.11). None takes betas or a momentum so (2.11, 2.13)."""
 
 
 class DeviceSchedule:
@@ -205,8 +204,7 @@ def _refuse_host_reads(optimizer: torch.optim.Optimizer, keys: tuple[str, ...]) 
             f"The scheduler cycles {keys[1]}, which torch's {name} reads on the host: every step would wait for the device. Pass cycle_momentum=False to it. {by_hand}"
         )
     for group in groups_of(optimizer):
-        fused, capturable = isinstance(optimizer, _FUSED) and group.get("fused"), isinstance(optimizer, _CAPTURABLE) and group.get("capturable")
-        if not (fused or capturable):
+        if not (isinstance(optimizer, _FUSED) and group.get("fused")):
             raise UnsupportedError(
                 f"{name} as it is set up reads its learning rate on the host: every step would wait for the device. "
                 f"Use a fused optimizer ({', '.join(kind.__name__ for kind in _FUSED)}, with fused=True). {by_hand}"

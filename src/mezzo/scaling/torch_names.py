@@ -1,8 +1,9 @@
-"""The names inside torch's scaler that its optimizers, its users and its tests touch."""
+"""Attributes and methods of torch's GradScaler that its optimizers, its users and its tests read and write."""
 
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import torch
 
@@ -14,7 +15,7 @@ Optimizer = torch.optim.Optimizer
 
 
 class TorchNames:
-    """What torch's scaler has beneath its public methods, on mezzo's scales and records."""
+    """torch's private names and accessors, on mezzo's scales and records; with several losses they are those of the first."""
 
     _scales: Scales
     _records: dict[int, Record]
@@ -56,14 +57,26 @@ class TorchNames:
         scale = self._scales.made[0]
         return None if scale is None else scale.scale
 
+    @_scale.setter
+    def _scale(self, scale: torch.Tensor) -> None:
+        self._scales.make(scale.device, 0).set(scale.detach(), self._scales.rule)
+
     @property
     def _growth_tracker(self) -> torch.Tensor | None:
         scale = self._scales.made[0]
         return None if scale is None else scale.growth_tracker
 
+    @_growth_tracker.setter
+    def _growth_tracker(self, tracker: torch.Tensor) -> None:
+        self._scales.make(tracker.device, 0).growth_tracker.copy_(tracker)
+
     @property
     def _init_scale(self) -> float:
         return self._scales.initial[0].scale
+
+    @_init_scale.setter
+    def _init_scale(self, value: float) -> None:
+        self._set_initial(scale=value)
 
     @property
     def _init_growth_tracker(self) -> int:
@@ -71,10 +84,13 @@ class TorchNames:
 
     @_init_growth_tracker.setter
     def _init_growth_tracker(self, value: int) -> None:
-        first, *others = self._scales.initial
-        self._scales.initial = [replace(first, good_in_a_row=value), *others]
+        self._set_initial(good_in_a_row=value)
 
-    # -- what the rule says ----------------------------------------------------------------------------------------------------------------------
+    def _set_initial(self, **fields: Any) -> None:
+        first, *others = self._scales.initial
+        self._scales.initial = [replace(first, **fields), *others]
+
+    # -- the rule --------------------------------------------------------------------------------------------------------------------------------
 
     def get_growth_factor(self) -> float:
         """What the scale is multiplied by when it grows."""
@@ -99,3 +115,7 @@ class TorchNames:
     def set_growth_interval(self, new_interval: int) -> None:
         """Set how many good steps in a row make the scale grow."""
         self._scales.rule = replace(self._scales.rule, growth_interval=new_interval)
+
+    _growth_factor = property(get_growth_factor, set_growth_factor)
+    _backoff_factor = property(get_backoff_factor, set_backoff_factor)
+    _growth_interval = property(get_growth_interval, set_growth_interval)

@@ -5,15 +5,6 @@ from __future__ import annotations
 from mezzo.policy.rule import Word
 
 
-class Skip(Word):
-    """How a bad step of an optimizer that cannot skip by itself is skipped."""
-
-    HOST = "host"
-    """Read one flag a step and do not call the optimizer."""
-    MASKED = "masked"
-    """Call it, and keep the old values on the device: nothing is read, but every parameter and state is copied for the step."""
-
-
 class OnCollapse(Word):
     """What to do when the scale is at its floor or too many steps in a row were skipped."""
 

@@ -11,7 +11,7 @@ from torch.amp.grad_scaler import GradScaler as torchs_own  # noqa: N813 - said 
 from mezzo._errors import ScalerError
 from mezzo.compat.torch._errors import TorchValueError, in_torchs_words
 from mezzo.compat.torch._regions import warn_of_old
-from mezzo.compat.torch._state import PrivateNames
+from mezzo.compat.torch._state import StatefulScaler
 from mezzo.scaling.stepping import refuse_closures
 from mezzo.scaling.words import Stage
 
@@ -41,7 +41,7 @@ class _StandsFor(type):
         return super().__subclasscheck__(subclass) or (cls.stands_for is not None and issubclass(subclass, cls.stands_for))
 
 
-class GradScaler(PrivateNames, torchs_own, metaclass=_StandsFor, stands_for=torchs_own):  # type: ignore[misc]
+class GradScaler(StatefulScaler, torchs_own, metaclass=_StandsFor, stands_for=torchs_own):  # type: ignore[misc]
     """`torch.amp.GradScaler`: the same arguments, defaults, return values and errors, on mezzo's scales.
 
     >>> scaler = GradScaler("cpu", init_scale=4.0)

@@ -1,12 +1,10 @@
-"""What torch's scaler keeps under names with an underscore, over mezzo's scales and records: its tests and its users' tricks read and write them."""
+"""`_per_optimizer_states` of torch's GradScaler as a view of mezzo's records: what is written to it counts."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, MutableMapping
-from dataclasses import replace
 from typing import Any, Self
 
-import torch
 from torch.amp.grad_scaler import OptState
 
 from mezzo.scaling.record import Record
@@ -56,11 +54,11 @@ class OptimizerStates(MutableMapping[Any, dict[str, Any]]):
         return len(self._records)
 
 
-class PrivateNames(MezzoScaler):
-    """The private attributes of torch's scaler."""
+class StatefulScaler(MezzoScaler):
+    """mezzo's scaler with the states of its optimizers under torch's name, and one class for enabled and disabled ones."""
 
     def __new__(cls, *_: Any, **__: Any) -> Self:
-        """A disabled one is of the same class, as in torch: whoever derives from it sees `_enabled`."""
+        """A disabled one is of the same class, as in torch, where a subclass reads `_enabled`."""
         return object.__new__(cls)
 
     @property
@@ -71,33 +69,3 @@ class PrivateNames(MezzoScaler):
     def _per_optimizer_states(self, states: MutableMapping[Any, dict[str, Any]]) -> None:
         self._records.clear()
         OptimizerStates(self._records).update(states)
-
-    @property
-    def _scale(self) -> torch.Tensor | None:
-        made = self._scales.made[0]
-        return None if made is None else made.scale
-
-    @_scale.setter
-    def _scale(self, scale: torch.Tensor) -> None:
-        self._scales.make(scale.device, 0).set(scale.detach(), self._scales.rule)
-
-    @property
-    def _growth_tracker(self) -> torch.Tensor | None:
-        made = self._scales.made[0]
-        return None if made is None else made.growth_tracker
-
-    @_growth_tracker.setter
-    def _growth_tracker(self, tracker: torch.Tensor) -> None:
-        self._scales.make(tracker.device, 0).growth_tracker.copy_(tracker)
-
-    @property
-    def _init_scale(self) -> float:
-        return self._scales.initial[0].scale
-
-    @_init_scale.setter
-    def _init_scale(self, scale: float) -> None:
-        self._scales.initial = [replace(self._scales.initial[0], scale=scale)]
-
-    _growth_factor = property(MezzoScaler.get_growth_factor, MezzoScaler.set_growth_factor)
-    _backoff_factor = property(MezzoScaler.get_backoff_factor, MezzoScaler.set_backoff_factor)
-    _growth_interval = property(MezzoScaler.get_growth_interval, MezzoScaler.set_growth_interval)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cached_property
-from types import MethodType
 from typing import Any
 
 import torch
@@ -12,6 +11,7 @@ import torch
 from mezzo.compat.apex.amp._amp_state import maybe_print
 from mezzo.compat.apex.amp._casts import disable_casts
 from mezzo.compat.apex.amp._scaler import LossScaler
+from mezzo.optim.bound import replace_step
 
 
 class Check:
@@ -69,16 +69,11 @@ def attach(optimizer: torch.optim.Optimizer, *, masters: bool) -> None:
         if reasons:
             for reason in reasons:
                 maybe_print(str(reason))
-            # A scheduler would take a skipped first step for a missing one.
-            optimizer._opt_called = True  # type: ignore[attr-defined]
             return None
         with disable_casts():
             return own()
 
-    # A scheduler made earlier looks for its mark; one that is made later wraps the function in a bound method.
-    if hasattr(own, "_wrapped_by_lr_sched"):
-        step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
-    optimizer.step = MethodType(step, optimizer)  # type: ignore[method-assign]
+    replace_step(optimizer, step)
     optimizer._amp_stash = stash  # type: ignore[attr-defined]
 
 

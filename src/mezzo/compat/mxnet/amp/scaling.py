@@ -11,8 +11,8 @@ import torch
 
 from mezzo.compat.mxnet.amp.outputs import tell_scale
 from mezzo.compat.mxnet.amp.switch import initialized
+from mezzo.compat.mxnet.gluon.attached import Attached, attached_to
 from mezzo.compat.mxnet.gluon.trainer import Trainer
-from mezzo.scaling.attached import Attached, attached_to
 from mezzo.scaling.scaler import GradScaler
 
 Trained = Trainer | torch.optim.Optimizer

@@ -10,7 +10,7 @@ import torch
 
 from mezzo._torch import foreach_clamp_max_, foreach_clamp_min_, foreach_mul_
 from mezzo.compat.mxnet.gluon import optimizers
-from mezzo.scaling.attached import attached_to
+from mezzo.compat.mxnet.gluon.attached import attached_to
 
 Given = Mapping[str, torch.nn.Parameter] | Iterable[torch.nn.Parameter]
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from types import MethodType
 from typing import Any
 
 import torch
 
+from mezzo.optim.bound import replace_step
 from mezzo.scaling.result import StepResult
 from mezzo.scaling.scaler import GradScaler
 
@@ -37,11 +37,8 @@ class Attached:
         def step(_optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
             return self._step(args, kwargs)
 
-        if hasattr(self._own, "_wrapped_by_lr_sched"):
-            # A scheduler made earlier looks for its mark, and warns where it is gone.
-            step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
-        # A method of the optimizer, for a scheduler that is made later wraps the function in it. torch's hooks run once, in the own step.
-        self._bound = optimizer.step = MethodType(step, optimizer)  # type: ignore[method-assign]
+        # torch's hooks run once, in the optimizer's own step.
+        self._restore = replace_step(optimizer, step)
         optimizer.__dict__[_MARK] = self
 
     def scale(self, losses: Any) -> Any:
@@ -60,14 +57,11 @@ class Attached:
         self._scaled = False
         if self.optimizer.__dict__.get(_MARK) is self:
             del self.optimizer.__dict__[_MARK]
-        if self.optimizer.__dict__.get("step") is self._bound:
-            self.optimizer.step = self._own  # type: ignore[method-assign]
+        self._restore()
 
     def _step(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self._stepping or not self._scaled:
             return self._own(*args, **kwargs)
-        # A scheduler asks whether the optimizer was stepped, and a skipped step counts.
-        self.optimizer._opt_called = True  # type: ignore[attr-defined]
         self._stepping = True
         try:
             self.last = self.scaler.step(self.optimizer, *args, **kwargs)

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from mezzo import GradScaler, ScalerError
-from mezzo.scaling.attached import Attached, attached_to
+from mezzo.compat.mxnet.gluon.attached import Attached, attached_to
 
 
 @pytest.fixture
