@@ -50,3 +50,19 @@ def test_a_tensor_of_one_number_is_made_in_the_dtype_that_it_is_read_in():
     halves = _halves(Calls(lambda self, x: (self.linear(torch.zeros(2, 4)), torch.ones(2, 4) + x), linear=nn.Linear(4, 4)), X)
     assert halves("zeros") is True
     assert halves("ones") is False
+
+
+def test_matrices_of_a_layer_that_carries_its_state_in_float32_are_rounded_and_vectors_are_not():
+    module, plan = planned(Calls(lambda self, x: self.layer(x)[0], layer=nn.GRU(16, 64)), torch.randn(2, 16))
+    stored = {len(one.meta["val"].shape): plan.choice.stored(one) for one in module.graph.find_nodes(op="placeholder") if "layer" in one.name}
+    assert stored == {2: (HALF,), 1: (torch.float32,)}
+
+
+def test_a_layer_that_carries_a_state_and_is_excluded_keeps_its_weights():
+    module, plan = planned(Calls(lambda self, x: self.layer(x)[0], layer=nn.GRU(16, 64)), torch.randn(2, 16), said=words(exclude=("layer",)))
+    assert {plan.choice.stored(one) for one in module.graph.find_nodes(op="placeholder") if "layer" in one.name} == {(torch.float32,)}
+
+
+def test_a_norm_s_parameters_that_are_only_added_and_multiplied_stay_float32():
+    module, plan = planned(Calls(lambda self, x: x * self.norm.weight + self.norm.bias, norm=nn.LayerNorm(8)), torch.randn(2, 8))
+    assert {plan.choice.stored(one) for one in module.graph.find_nodes(op="placeholder") if "norm" in one.name} == {(torch.float32,)}

@@ -42,16 +42,19 @@ def test_it_has_few_casts_and_weights_of_half_the_size():
     converted = _converted(model, X)
     assert (converted.casts.before.count, converted.casts.after.count) == (13, 5)
     assert {one.element_size() for one in converted.artefact.programs[0].exported.state_dict.values()} == {2}
+    row = next(one for one in converted.plan if one.module == "lstm.weight_ih_l0")
+    assert (row.op, row.dtype) == ("weight", "float16")
+    assert "torch.autocast" in row.reason
 
 
-def test_states_that_are_passed_and_tables_before_it_are_not_rounded_to_bfloat16():
+def test_states_that_are_passed_and_tables_that_are_excluded_are_not_rounded_to_bfloat16():
     def function(self, tokens, state):
         out, last = self.gru(self.table(tokens), state)
         return self.head(out), last
 
     model = Calls(function, table=nn.Embedding(50, 64), gru=nn.GRU(64, 64, batch_first=True), head=nn.Linear(64, 4)).eval()
     args = torch.randint(0, 50, (2, 7)), torch.randn(1, 2, 64)
-    converted = _converted(model, *args)
+    converted = _converted(model, *args, exclude=("table",))
     with torch.no_grad():
         assert relative_error(converted(*args)[1], model(*args)[1]) < 1e-3
     assert converted.plan.row("gru").dtype == "float16"

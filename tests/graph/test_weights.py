@@ -4,7 +4,7 @@ from support.graphs import HALF, Calls
 from torch import nn
 
 import mezzo
-from mezzo.graph.weights import Pool
+from mezzo.graph.weights import Pool, row_error
 
 X = torch.randn(2, 4)
 
@@ -65,6 +65,21 @@ def test_a_weight_that_the_model_casts_itself_is_stored_so():
     assert converted.artefact.programs[0].exported.state_dict["linear.weight"].dtype is HALF
     assert converted.casts.after.count == 1
     assert torch.equal(converted(X), model(X))
+
+
+@pytest.mark.parametrize(
+    ("row", "error"), [([1.0, 1.25], 0.25), ([0.0, 0.0], 0.0), ([0.0, torch.inf], 0.0), ([1e-30, 1.25e-30], 0.25), ([1e30, 1.25e30], 0.25)], ids=str
+)
+def test_the_error_of_a_row_is_relative_to_its_norm(row, error):
+    table = torch.tensor([[3.0, 4.0], row])
+    rounded = torch.stack([table[0], table[1] * torch.tensor([1.0, 1.0 + error])]) if error else table.clone()
+    expected = error * row[1] / (row[0] ** 2 + row[1] ** 2) ** 0.5 if error else 0.0
+    assert row_error(table, rounded) == pytest.approx(expected, rel=1e-5)
+
+
+def test_tables_without_rows_or_numbers_have_no_error():
+    assert row_error(torch.empty(0, 4), torch.empty(0, 4, dtype=HALF)) == 0.0
+    assert row_error(torch.empty(2, 4, device="meta"), torch.empty(2, 4, dtype=HALF, device="meta")) == 0.0
 
 
 @pytest.mark.parametrize(("value", "fits"), [(1e5, False), (6e4, True), (float("inf"), True), (float("nan"), True)])

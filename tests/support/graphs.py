@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -10,8 +11,10 @@ from torch import nn
 from torch.fx import GraphModule, Node
 from torch.utils import _pytree as pytree
 
+from mezzo.graph.converted import Converted
 from mezzo.graph.exporting import export
 from mezzo.graph.lists import Words
+from mezzo.graph.plan import GraphRow
 from mezzo.graph.planning import Planned
 from mezzo.graph.sections import plan_sections
 from mezzo.graph.tidy import tidy
@@ -72,3 +75,17 @@ def relative_error(found: Any, expected: Any) -> float:
     """The largest relative error among the outputs."""
     pairs = [(one.detach().double(), other.detach().double()) for one, other in zip(tensors(found), tensors(expected), strict=True)]
     return max(float((one - other).norm() / other.norm().clamp(min=1e-12)) for one, other in pairs)
+
+
+def rounded_tables(converted: Converted) -> list[GraphRow]:
+    """The rows of weights that a program stores in 16 bits although torch.autocast would read them in float32."""
+    return [row for row in converted.plan if row.reason.startswith("stored in 16 bits")]
+
+
+def with_rounded_tables(model: nn.Module, converted: Converted, dtype: torch.dtype) -> nn.Module:
+    """A copy of a model whose tables are rounded to a 16-bit dtype where a converted program stores them so."""
+    copied = copy.deepcopy(model)
+    state = copied.state_dict()
+    for row in rounded_tables(converted):
+        state[row.module].copy_(state[row.module].to(dtype))
+    return copied

@@ -12,56 +12,52 @@ from torch.fx import GraphModule, Node
 
 from mezzo._casting import map_tensors
 from mezzo.graph.apply import apply_plan
-from mezzo.graph.budget import note_size
 from mezzo.graph.choice import output_values
 from mezzo.graph.counting import casts_after, casts_before
 from mezzo.graph.fold import fold
 from mezzo.graph.lists import Words, check_words
 from mezzo.graph.nodes import values
-from mezzo.graph.parts import split
 from mezzo.graph.plan import CastBytes, Casts, GraphPlan
 from mezzo.graph.program import Program, copied
 from mezzo.graph.recurrent import layers, narrow
 from mezzo.graph.rows import rows
 from mezzo.graph.sections import Section, plan_sections
-from mezzo.graph.tables import Table, tables
 from mezzo.graph.tidy import tidy
 from mezzo.graph.verify import verify
-from mezzo.graph.weights import Pool, Stored, store, weight_nodes
+from mezzo.graph.weights import Pool, Stored, rounding_errors, store, weight_nodes
 
 
 def assemble(exported: ExportedProgram, said: Words, modules: Mapping[str, nn.Module], pool: Pool) -> Program:
     """Convert one exported model; the export itself stays as it is."""
     exported, module, sections, before = _planned(exported, said, modules, pool)
-    told = rows(sections)
+    listed = rows(sections, rounding_errors(exported, sections[0].planned.choice, pool))
     for section in sections[1:]:
         apply_plan(section.module, section.planned, {})
     stored = store(exported, module, sections[0].planned.choice, pool)
     apply_plan(module, sections[0].planned, stored.variants)
     verify(module)
-    return Program(_program(exported, module, stored), GraphPlan(told, Casts(before, casts_after(module))))
+    return Program(_program(exported, module, stored), GraphPlan(listed, Casts(before, casts_after(module))))
 
 
 def _planned(
     exported: ExportedProgram, said: Words, modules: Mapping[str, nn.Module], pool: Pool
 ) -> tuple[ExportedProgram, GraphModule, list[Section], CastBytes]:
-    """The graph made ready, and its plan: made again where it has tables that are better stored in parts, or layers that torch.autocast runs otherwise."""
-    tabled, narrowed = dict[str, Table](), frozenset[str]()
+    """Prepare the graph and plan it; plan again if it has recurrent layers that torch.autocast runs in another dtype."""
+    narrowed = frozenset[str]()
     before: CastBytes | None = None
     while True:
         module = copied(exported.graph_module)
-        note_size(module, exported)
         tidy(module, said.dtype, said.device)
         check_words(said, list(_nodes(module)), list(_names(module)))
         ready = fold(exported, module) if said.cast_params and not said.idle else exported
-        ready = narrow(split(ready, module, tabled, pool), module, narrowed, pool, store=said.cast_params)
+        ready = narrow(ready, module, narrowed, pool, store=said.cast_params)
         sections = plan_sections(module, weight_nodes(ready, module, said.dtype), said, modules)
         # Counted on the model's own graph: what is rewritten below is nothing that torch.autocast would see.
         before = casts_before(sections, said) if before is None else before
-        found, others = tables(ready, sections[0].planned, pool), layers(ready, sections[0].planned, said)
-        if not found and not others:
+        found = layers(ready, sections[0].planned, said)
+        if not found:
             return ready, module, sections, before
-        tabled, narrowed = tabled | found, narrowed | others
+        narrowed |= found
 
 
 def _program(exported: ExportedProgram, module: GraphModule, stored: Stored) -> ExportedProgram:

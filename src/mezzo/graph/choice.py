@@ -31,8 +31,8 @@ class Choice:
     """Whether outputs keep the dtypes of the model."""
     cast_params: bool = True
     """Whether weights can be stored in the dtype that they are read in."""
-    squeezed: frozenset[Node] = field(default=frozenset())
-    """Weights that are stored in 16 bits only, whoever reads them."""
+    rounded: frozenset[Node] = field(default=frozenset())
+    """Weights that are stored in 16 bits only, whatever their readers want."""
     lent: Mapping[tuple[Node, Node], torch.dtype] = field(default_factory=dict)
     """The dtype in which a branch or loop takes a weight that its body reads."""
 
@@ -86,7 +86,7 @@ class Choice:
         return ready[0] if ready else carrier(node, self.roles, {})
 
     def _can_be_full(self, node: Node) -> bool:
-        return node not in self.squeezed if self.roles[node] is Role.WEIGHT else self.made(node) is torch.float32
+        return node not in self.rounded if self.roles[node] is Role.WEIGHT else self.made(node) is torch.float32
 
     def _output_wants(self, node: Node, read: Read) -> torch.dtype | None:
         # One value may be returned twice, in the one dtype that it had.
@@ -100,7 +100,7 @@ class Choice:
 
     def stored(self, weight: Node) -> tuple[torch.dtype, ...]:
         """The dtypes that a weight is stored in: one, or two where its readers disagree."""
-        if weight in self.squeezed:
+        if weight in self.rounded:
             return (self.half,)
         if not self.cast_params:
             return (torch.float32,)

@@ -26,7 +26,7 @@ class Rewritten:
     """What a node was put in place of."""
 
     op: str
-    """The op that the model called; empty for a step on the way to what stands for it, which has no row of its own."""
+    """The op that the model called; empty for a weight."""
     reason: str
 
 

@@ -37,6 +37,9 @@ FOLLOWS = Pin(False, "reads float32, as under torch.autocast")
 CARRIES = Pin(False, "carries a state from step to step, in float32 as under torch.autocast")
 """Its weights may be rounded: torch.autocast rounds them too."""
 
+GATHERED = Pin(True, "picks rows of a table that is stored in 16 bits")
+"""Its rows are exact copies of the stored ones; what reads them decides in which precision it computes."""
+
 
 def pin(node: Node, name: str, role: Role, said: Words, modules: Mapping[str, nn.Module]) -> Pin:
     """Settle one op: exclusions first, then the conversion's own lists, then the policy's."""

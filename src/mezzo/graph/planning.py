@@ -14,10 +14,9 @@ from mezzo.graph.cut import Value, cheapest
 from mezzo.graph.follow import moved_bytes
 from mezzo.graph.lists import Words
 from mezzo.graph.nodes import Read, Role, deciding, op_name, reads, said_dtype, values
-from mezzo.graph.pins import Pin
-from mezzo.graph.squeeze import squeeze
+from mezzo.graph.pins import CARRIES, FOLLOWS, FREE, GATHERED, Pin
 from mezzo.graph.survey import Survey, survey
-from mezzo.graph.traits import MIXED_PARAMETERS, PROMOTING
+from mezzo.graph.traits import GATHERS, MIXED_PARAMETERS, PROMOTING
 
 _FULL, _HALF = "full", "half"
 """Readers that are not ops: what has to be float32 whatever the cut says, and what has to be 16-bit."""
@@ -44,14 +43,40 @@ class Planned:
 def plan_graph(module: GraphModule, prefix: str, weights: Mapping[Node, str], said: Words, modules: Mapping[str, nn.Module], lent: Lent) -> Planned:
     """Decide every node of one graph; bodies in it are planned by themselves."""
     known = survey(module, prefix, weights, said, modules)
-    choice = _cut(known, known.pins, said, lent)
-    # A body borrows its weights: the graph around it stores them.
-    if said.cast_params and not prefix and not said.idle:
-        squeezed, pins = squeeze(choice, known.pins)
-        if squeezed:
-            choice = replace(_cut(known, pins, said, lent), squeezed=squeezed)
-            return Planned(choice, pins, known.written, frozenset(weights))
-    return Planned(choice, known.pins, known.written, frozenset(weights))
+    pins, choice = known.pins, _cut(known, known.pins, said, lent)
+    # Bodies of branches and loops store no weights: the graph around them does.
+    if not prefix and (rounded := _rounded(choice, pins)):
+        pins = {**pins, **{user: GATHERED for weight in rounded for user in weight.users if _is_open_gather(user, pins)}}
+        choice = replace(_cut(known, pins, said, lent), rounded=rounded)
+    return Planned(choice, pins, known.written, frozenset(weights))
+
+
+def _rounded(choice: Choice, pins: Mapping[Node, Pin]) -> frozenset[Node]:
+    """Return the weights to store in 16 bits only, even if an op that torch.autocast runs in float32 reads them.
+
+    These are tables whose rows are picked by index, and the matrices of layers that carry a state. Their other readers have to run in 16 bits anyway, as a head
+    does that is tied to the table. What is only added stays float32: such weights are small, and no op would round them under torch.autocast.
+    """
+    if not choice.cast_params:
+        return frozenset()
+
+    def rounds(user: Node, weight: Node) -> bool:
+        return _is_open_gather(user, pins) or (pins[user] == CARRIES and values(weight)[0].dim() > 1)
+
+    def takes_half(user: Node, weight: Node) -> bool:
+        return all(choice.wants(user, read) is choice.half for read in reads(user) if read.node is weight)
+
+    found = []
+    for weight in (node for node, role in choice.roles.items() if role is Role.WEIGHT):
+        others = [user for user in weight.users if not rounds(user, weight)]
+        if len(others) < len(weight.users) and all(takes_half(user, weight) for user in others):
+            found.append(weight)
+    return frozenset(found)
+
+
+def _is_open_gather(user: Node, pins: Mapping[Node, Pin]) -> bool:
+    """Whether an op picks rows by index, and neither the call nor the policy says in which precision."""
+    return op_name(user) in GATHERS and pins[user] in (FREE, FOLLOWS)
 
 
 def _cut(known: Survey, pins: Mapping[Node, Pin], said: Words, lent: Lent) -> Choice:

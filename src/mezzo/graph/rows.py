@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 
 import torch
 from torch.fx import Node
@@ -11,6 +11,7 @@ from mezzo._dtypes import dtype_name
 from mezzo.graph.lists import module_paths
 from mezzo.graph.nodes import REWRITTEN, Role, op_name, values
 from mezzo.graph.origin import source_line
+from mezzo.graph.pins import CARRIES, GATHERED
 from mezzo.graph.plan import GraphRow
 from mezzo.graph.planning import Planned
 from mezzo.graph.sections import Section
@@ -19,21 +20,25 @@ from mezzo.graph.weights import NAME
 _WEIGHT = "weight"
 
 
-def rows(sections: Iterable[Section]) -> tuple[GraphRow, ...]:
-    """One row for each node that a dtype was decided for or kept: what computes first, then what is stored."""
-    found = [row for section in sections for row in _section_rows(section)]
+def rows(sections: Iterable[Section], errors: Mapping[Node, float]) -> tuple[GraphRow, ...]:
+    """Return a row for each node that a dtype was decided for or kept: what computes first, then what is stored.
+
+    `errors` holds the relative errors of weights that are stored in 16 bits whatever their readers want.
+    """
+    found = [row for section in sections for row in _section_rows(section, errors)]
     return tuple(sorted(found, key=lambda row: row.op == _WEIGHT))
 
 
-def _section_rows(section: Section) -> Iterator[GraphRow]:
+def _section_rows(section: Section, errors: Mapping[Node, float]) -> Iterator[GraphRow]:
     planned = section.planned
     for node, role in planned.choice.roles.items():
-        if REWRITTEN in node.meta and node in planned.stored and role is Role.SILENT:
-            yield GraphRow(section.prefix + node.name, _WEIGHT, _module(node), source_line(node), _made(node, planned), node.meta[REWRITTEN].reason)
-        if role in (Role.SILENT, Role.ELEMENT, Role.OUTPUT) or (REWRITTEN in node.meta and not node.meta[REWRITTEN].op):
+        if role in (Role.SILENT, Role.ELEMENT, Role.OUTPUT):
             continue
         dtype, reason = _decided(node, role, planned)
-        reason = node.meta[REWRITTEN].reason if REWRITTEN in node.meta else reason
+        if REWRITTEN in node.meta:
+            reason = node.meta[REWRITTEN].reason
+        elif node in errors:
+            reason = _rounding(node, planned, errors[node])
         kind = _WEIGHT if node in planned.stored else _op(node) if role in (Role.OP, Role.FIXED) else role.value
         yield GraphRow(section.prefix + node.name, kind, _module(node), source_line(node), dtype, reason)
 
@@ -61,6 +66,11 @@ def _decided(node: Node, role: Role, planned: Planned) -> tuple[str, str]:
         return _computed(node, planned), pin.reason
     lowered = choice.halves.get(node)
     return _computed(node, planned), "in no list: 16 bits here cast the fewest bytes" if lowered else "in no list: float32 here casts the fewest bytes"
+
+
+def _rounding(weight: Node, planned: Planned, error: float) -> str:
+    reader = next(user for user in weight.users if planned.pins[user] in (GATHERED, CARRIES))
+    return f"stored in 16 bits: largest relative error of a row {error:.1e}; exclude={reader.name!r} keeps float32"
 
 
 def _made(node: Node, planned: Planned) -> str:

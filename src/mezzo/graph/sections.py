@@ -200,5 +200,5 @@ def _borrowing(sections: list[Section], borrowed: Mapping[int, Node]) -> list[Se
     """The sections of one body, its weights in the dtype that they come in."""
     first, *others = sections
     placeholders = first.module.graph.find_nodes(op="placeholder")
-    choice = replace(first.planned.choice, cast_params=False, squeezed=frozenset(placeholders[place] for place in borrowed))
+    choice = replace(first.planned.choice, cast_params=False, rounded=frozenset(placeholders[place] for place in borrowed))
     return [replace(first, planned=replace(first.planned, choice=choice)), *others]

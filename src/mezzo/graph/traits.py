@@ -35,6 +35,9 @@ VIEWS: frozenset[str] = frozenset(
 EXACT: frozenset[str] = frozenset((*_MOVES.split(), *_MONOTONE.split())) | VIEWS
 """Ops that give the same numbers whether their inputs or their results are rounded: rounding early loses nothing if all who read the result round it."""
 
+GATHERS: frozenset[str] = frozenset({"embedding", "index_select"})
+"""Ops that pick rows of a table by index and give their numbers unchanged."""
+
 STRUCTURAL: frozenset[str] = frozenset(
     "slice contiguous clone detach alias lift lift_fresh lift_fresh_copy unsafe_view unsafe_split unsafe_split_with_sizes unsafe_chunk constant_pad_nd "
     "expand_copy view_copy im2col col2im numpy_T mT matrix_H mH".split()

@@ -16,19 +16,12 @@ from torch.fx import GraphModule, Node
 from mezzo._casting import cast
 from mezzo._dtypes import dtype_name
 from mezzo.graph.choice import Choice
-from mezzo.graph.nodes import Role, op_name
-from mezzo.graph.remainders import factors, fits, fixed_point
-from mezzo.graph.traits import PROMOTING, STRUCTURAL, VIEWS
+from mezzo.graph.nodes import Role
 from mezzo.graph.typing_run import fake_mode, set_dtypes
 
 NAME = "mezzo_name"
 """In a placeholder's meta: the name of the tensor that the model has for it."""
 
-FITS = "mezzo_fits"
-"""In the meta of a placeholder that is only added or multiplied: whether fixed point can tell its numbers."""
-
-_PARTS = VIEWS | STRUCTURAL
-"""Ops that give a tensor or parts of it."""
 _STORED = (InputKind.PARAMETER, InputKind.BUFFER, InputKind.CONSTANT_TENSOR)
 
 
@@ -37,10 +30,6 @@ class Pool:
     """Copies of a model's tensors, one for each dtype: programs of several sizes share them, and so do tied weights."""
 
     copies: dict[tuple[int, torch.dtype], torch.Tensor] = field(default_factory=dict)
-    split: dict[tuple[int, torch.dtype, int, bool], tuple[torch.Tensor, ...]] = field(default_factory=dict)
-    """Tables in parts, as `mezzo.graph.remainders` makes them."""
-    levels: dict[int, int] = field(default_factory=dict)
-    """How finely each table is told beyond its 16 bits."""
     originals: list[torch.Tensor] = field(default_factory=list)
     """Kept, so that no other tensor gets the identity of one that is gone."""
 
@@ -53,18 +42,6 @@ class Pool:
                 copied = cast(tensor.detach(), dtype) if tensor.dtype is not dtype else tensor.detach().clone()
             self.copies[key] = nn.Parameter(copied, requires_grad=False) if isinstance(tensor, nn.Parameter) else copied
         return self.copies[key]
-
-    def parts(self, table: torch.Tensor, dtype: torch.dtype, levels: int, *, fixed: bool) -> tuple[torch.Tensor, ...]:
-        """A table in 16 bits and further levels: in fixed point with scales of a dtype, or rounded to the dtype."""
-        key = id(table), dtype, levels, fixed
-        if key not in self.split:
-            self.originals.append(table)
-            if fixed:
-                self.split[key] = fixed_point(table.detach(), dtype, levels)
-            else:
-                rounded = self.take(table, dtype)
-                self.split[key] = rounded, factors(table.detach(), rounded, levels)
-        return self.split[key]
 
 
 @dataclass(frozen=True)
@@ -88,18 +65,34 @@ def weight_nodes(exported: ExportedProgram, module: GraphModule, half: torch.dty
         if spec.kind in _STORED and spec.target is not None:
             node = placeholders[spec.arg.name]
             node.meta[NAME] = spec.target
-            tensor = _tensor(exported, spec.target)
-            # What the model does not save, such as positions that it computes, has no place for parts.
-            if tensor.dtype is torch.float32 and spec.target in exported.state_dict and _is_added(node):
-                node.meta[FITS] = fits(tensor.detach())
-            beyond = exceeds(tensor, half)
+            beyond = exceeds(_tensor(exported, spec.target), half)
             found[node] = f"{spec.target!r} holds numbers beyond the range of {dtype_name(half)}" if beyond else ""
     return found
 
 
-def _is_added(node: Node) -> bool:
-    """Whether all who read a value, or a part of it, add or multiply it."""
-    return bool(node.users) and all(op_name(user) in PROMOTING or (op_name(user) in _PARTS and _is_added(user)) for user in node.users)
+def rounding_errors(exported: ExportedProgram, choice: Choice, pool: Pool) -> dict[Node, float]:
+    """Return the largest relative error of a row, for each table and other weight that is stored in 16 bits whatever its readers want."""
+    found = {}
+    for node in choice.rounded:
+        tensor = _tensor(exported, node.meta[NAME])
+        found[node] = row_error(tensor, pool.take(tensor, choice.half))
+    return found
+
+
+def row_error(tensor: torch.Tensor, rounded: torch.Tensor) -> float:
+    """Return the largest relative error of a row, in the Euclidean norm. Rows of zeros and rows with infinities do not count.
+
+    Not of a single number: in float16 a few numbers near zero always underflow, and that would be the error of every table.
+
+    >>> row_error(torch.tensor([[3.0, 4.0], [0.0, 0.0]]), torch.tensor([[3.0, 4.5], [0.0, 0.0]]))
+    0.1
+    """
+    if tensor.is_meta or not tensor.numel():
+        return 0.0
+    with torch.no_grad():
+        difference = rounded.to(tensor.dtype, copy=True).sub_(tensor)
+        error, size = (torch.linalg.vector_norm(one, dim=-1, dtype=torch.float64) for one in (difference, tensor))
+        return float((error / size).nan_to_num(nan=0.0).max())
 
 
 def store(exported: ExportedProgram, module: GraphModule, choice: Choice, pool: Pool) -> Stored:
