@@ -90,7 +90,7 @@ def test_damaged_files_never_load_as_something_else(original):
         same = state(loaded).keys() == weights.keys() and all(torch.equal(one, weights[name]) for name, one in state(loaded).items())
         return "unchanged" if same and torch.equal(loaded(IDS), output) else "changed"
 
-    found = outcomes(damaged, original, COUNT // 2, judge)
+    found = outcomes(damaged, original, COUNT * 2 // 3, judge)
     assert not unexpected(found, "refused", "unchanged")
 
 
@@ -104,5 +104,5 @@ def test_crafted_files_are_refused_or_run_without_ending_the_process(original):
                 return f"raised {type(error).__name__}"
         return "ran"
 
-    found = outcomes(crafted, original, COUNT - COUNT // 2, judge)
+    found = outcomes(crafted, original, COUNT - COUNT * 2 // 3, judge)
     assert not unexpected(found, "refused", "raised", "ran")
