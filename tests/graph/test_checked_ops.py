@@ -106,8 +106,8 @@ def test_a_weight_norm_needs_a_length_for_each_row():
         weight_norm(torch.ones(0, 3), torch.ones(0, 1))
 
 
-def bags(indices, offsets):
-    return embedding_bag(torch.ones(5, 3), torch.tensor(indices), torch.tensor(offsets, dtype=torch.int64), False, 0, False, None, False, None)[0]
+def bags(indices, offsets, *, last=False):
+    return embedding_bag(torch.ones(5, 3), torch.tensor(indices), torch.tensor(offsets, dtype=torch.int64), False, 0, False, None, last, None)[0]
 
 
 def test_bags_lie_within_their_indices_and_these_within_the_table():
@@ -115,8 +115,33 @@ def test_bags_lie_within_their_indices_and_these_within_the_table():
     for indices, offsets in [([1, 5], [0]), ([-1], [0]), ([1, 2], [0, 3]), ([1, 2], [0, -1]), ([1, 2, 3], [0, 2, 1])]:
         with pytest.raises(RuntimeError, match="indices outside of its table, or with offsets outside"):
             bags(indices, offsets)
-    with pytest.raises(mezzo.CheckpointError, match="embedding_bag"):
-        bags([1], [])
+    assert torch.equal(bags([1, 2, 4], [0, 2, 3], last=True), bags([1, 2, 4], [0, 2]))
+    with pytest.raises(RuntimeError, match="with offsets outside"):
+        bags([1, 2], [0], last=True)
+    for indices, offsets in [([1], []), ([[1]], [0]), ([1], [[0]])]:
+        with pytest.raises(mezzo.CheckpointError, match="embedding_bag"):
+            bags(indices, offsets)
+
+
+SMALLEST = torch.iinfo(torch.int64).min
+
+
+@pytest.mark.parametrize("op", ["div", "div_"])
+def test_a_quotient_that_no_integer_holds_is_not_computed(op):
+    packet, numbers = getattr(torch.ops.aten, op), torch.tensor([7, SMALLEST])
+    for overload, other in [(packet.Tensor_mode, torch.tensor([-1, -1])), (packet.Scalar_mode, -1)]:
+        with pytest.raises(RuntimeError, match="whose quotient no integer holds"):
+            CHECKED[overload](numbers.clone(), other, rounding_mode="trunc")
+        assert CHECKED[overload](torch.tensor([7, -9]), 2 * other, rounding_mode="trunc").tolist() == [-3, 4]
+        assert CHECKED[overload](torch.tensor([7.0, 1.0]), other, rounding_mode="floor").tolist() == [-7.0, -1.0]
+
+
+def test_a_division_is_checked_in_a_converted_program():
+    converted = mezzo.convert(Calls(lambda self, x: torch.div(x, -1, rounding_mode="trunc")), (torch.tensor([7, 8]),), dtype="bfloat16")
+    assert converted(torch.tensor([7, -9])).tolist() == [-7, 9]
+    assert torch.compile(converted.module, backend="eager", fullgraph=True)(torch.tensor([7, -9])).tolist() == [-7, 9]
+    with pytest.raises(RuntimeError, match="whose quotient no integer holds"):
+        converted(torch.tensor([7, SMALLEST]))
 
 
 def test_attention_needs_a_value_for_each_key():

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 _ARITHMETIC = """
 abs absolute add addcdiv addcmul bitwise_and bitwise_left_shift bitwise_not bitwise_or bitwise_right_shift bitwise_xor ceil clamp clamp_max clamp_min clip copysign
-deg2rad div divide fix float_power floor floor_divide fmax fmin fmod frac frexp gcd heaviside hypot lcm ldexp lerp maximum minimum mul multiply nan_to_num neg negative
+deg2rad div divide.Scalar divide.Tensor fix float_power floor floor_divide fmax fmin fmod frac frexp gcd heaviside hypot ldexp lerp maximum minimum mul multiply nan_to_num neg negative
 nextafter positive pow rad2deg reciprocal remainder round rsub sgn sign signbit sqrt square rsqrt sub subtract true_divide trunc
 __and__ __iand__ __ilshift__ __ior__ __irshift__ __ixor__ __lshift__ __or__ __rshift__ __xor__
 """

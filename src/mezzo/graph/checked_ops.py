@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
+from functools import reduce
 from typing import Any
 
 import torch
@@ -72,13 +73,25 @@ def weight_norm(v: torch.Tensor, g: torch.Tensor, dim: int = 0) -> torch.Tensor:
     return found
 
 
-def embedding_bag(weight: torch.Tensor, indices: torch.Tensor, offsets: torch.Tensor, *rest: Any, **named: Any) -> Any:
+def embedding_bag(
+    weight: torch.Tensor,
+    indices: torch.Tensor,
+    offsets: torch.Tensor,
+    scale_grad_by_freq: bool,  # noqa: FBT001
+    mode: int,
+    sparse: bool,  # noqa: FBT001
+    per_sample_weights: torch.Tensor | None,
+    include_last_offset: bool,  # noqa: FBT001
+    padding_idx: int | None,
+) -> Any:
     """Call `aten::embedding_bag.padding_idx` if its bags lie within its indices, and these within the table. On a GPU the check does not synchronize."""
-    if indices.numel() and not offsets.numel():
+    if indices.dim() != 1 or offsets.dim() != 1 or (indices.numel() and not offsets.numel()):
         raise _misfit("embedding_bag", [weight, indices, offsets])
     inside = ((indices >= 0) & (indices < weight.shape[0])).all() & ((offsets >= 0) & (offsets <= indices.numel())).all() & (offsets.diff() >= 0).all()
+    if include_last_offset:
+        inside = inside & (offsets[-1:] == indices.numel()).all()
     _aten._assert_async.msg(inside, "embedding_bag is called with indices outside of its table, or with offsets outside of its indices")
-    return _aten.embedding_bag.padding_idx(weight, indices, offsets, *rest, **named)
+    return _aten.embedding_bag.padding_idx(weight, indices, offsets, scale_grad_by_freq, mode, sparse, per_sample_weights, include_last_offset, padding_idx)
 
 
 def scaled_dot_product_attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *rest: Any, **named: Any) -> Any:
@@ -88,11 +101,26 @@ def scaled_dot_product_attention(query: torch.Tensor, key: torch.Tensor, value: 
     return _aten.scaled_dot_product_attention.default(query, key, value, *rest, **named)
 
 
+def _division(op: Any) -> Callable[..., Any]:
+    def division(self: torch.Tensor, other: Any, *, rounding_mode: str | None) -> Any:
+        """Call an overload of `aten::div` unless its quotient is 1 more than the largest integer: there the processor ends the process."""
+        # What torch.result_type gives, which torch.compile does not know: tensors without dimensions count only among themselves.
+        tensors = [one for one in (self, other) if isinstance(one, torch.Tensor)]
+        dtype = reduce(torch.promote_types, [one.dtype for one in [one for one in tensors if one.dim()] or tensors])
+        if rounding_mode == "trunc" and dtype in {torch.int32, torch.int64} and not isinstance(other, float):
+            overflows = (self == torch.iinfo(dtype).min) & (other == -1)
+            _aten._assert_async.msg(~overflows.any(), "div is called with the smallest integer and -1, whose quotient no integer holds")
+        return op(self, other, rounding_mode=rounding_mode)
+
+    return division
+
+
 CHECKED: Mapping[Any, Callable[..., Any]] = {
     _aten.lstm.input: lstm,
     _aten._weight_norm.default: weight_norm,
     _aten.embedding_bag.padding_idx: embedding_bag,
     _aten.scaled_dot_product_attention.default: scaled_dot_product_attention,
+    **{op: _division(op) for op in (_aten.div.Tensor_mode, _aten.div.Scalar_mode, _aten.div_.Tensor_mode, _aten.div_.Scalar_mode)},
 }
 """Ops, and what is called instead."""
 
