@@ -494,7 +494,8 @@ CHANGES = {
     "no scheduler": (without("scheduler"), "scheduler in it is missing"),
     "model": (put(3, "model", 0), "model is 3, not a dictionary"),
     "weight": (put(3.0, "model", 0, "0.weight"), "'0.weight' is 3.0 in the checkpoint"),
-    "sparse weight": (put(torch.eye(8, 6).to_sparse(), "model", 0, "0.weight"), "not a tensor with values"),
+    # torch 2.15 does not read it at all.
+    "sparse weight": (put(torch.eye(8, 6).to_sparse(), "model", 0, "0.weight"), "not a tensor with values|torch cannot read it"),
     "complex weight": (put(torch.ones(8, 6, dtype=torch.complex64), "model", 0, "0.weight"), "is torch.complex64 in the checkpoint"),
     "counter": (put(torch.tensor(1.5), "model", 0, "1.num_batches_tracked"), "is torch.float32 in the checkpoint"),
     "optimizer": (put(None, "optimizer", 0), "not the state of an optimizer"),

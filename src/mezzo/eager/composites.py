@@ -29,7 +29,7 @@ _WRAPPERS = frozenset(
     ctc_loss dropout elu embedding embedding_bag feature_alpha_dropout floor_divide fractional_max_pool2d fractional_max_pool3d glu grid_sample
     group_norm grouped_mm hardsigmoid hardswish hardtanh hinge_embedding_loss index instance_norm istft layer_norm leaky_relu log_softmax
     margin_ranking_loss matmul max_pool1d max_pool2d max_pool3d max_unpool2d max_unpool3d meshgrid mish multi_margin_loss multilabel_margin_loss nll_loss
-    pad pow relu relu6 remainder rms_norm rrelu scaled_grouped_mm scaled_mm selu sigmoid silu soft_margin_loss softmax split sub tanh threshold
+    pad pow relu relu6 remainder rms_norm rrelu scaled_addmm scaled_grouped_mm scaled_mm selu sigmoid silu soft_margin_loss softmax split sub tanh threshold
     triplet_margin_loss unflatten
     """.split()
 )

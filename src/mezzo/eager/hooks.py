@@ -46,11 +46,15 @@ def _at(private: str) -> str:
     return ".".join(place(private))
 
 
+_GENERATOR = "checkpoint_generator" if checkpoint_generator_impl is None else "checkpoint_generator_impl"
+"""What runs a checkpointed function. Since torch 2.14 the one with `_impl` is called, and the other is there for those who call it themselves."""
+
+
 _IMPORT = "from the import of mezzo on"
 
 HOOKS = (
     Hook(
-        _at("checkpoint_generator"),
+        _at(_GENERATOR),
         _IMPORT,
         "a recomputed forward pass runs under the policy of the first one",
         "calls of torch.utils.checkpoint in a region of this thread",
@@ -129,8 +133,6 @@ def _is_steered() -> bool:
 
 def _hook_checkpoint() -> None:
     """torch restores its own autocast state when it recomputes; a policy's op lists and module rules are carried by the function itself."""
-    # Since torch 2.14 the one with `_impl` is called, and the other is there for those who call it themselves.
-    private = "checkpoint_generator" if checkpoint_generator_impl is None else "checkpoint_generator_impl"
     generator, function = checkpoint_generator_impl or checkpoint_generator, torch_checkpoint.CheckpointFunction
 
     def carrying(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -142,7 +144,7 @@ def _hook_checkpoint() -> None:
             return function.apply(carry(fn) if current_regions() else fn, *args)
 
     if generator is not None:
-        setattr(torch_checkpoint, place(private)[1], wraps(generator)(carrying))
+        setattr(torch_checkpoint, place(_GENERATOR)[1], wraps(generator)(carrying))
     torch_checkpoint.CheckpointFunction = CheckpointFunction  # type: ignore[misc]
 
 
