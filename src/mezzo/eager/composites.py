@@ -24,13 +24,13 @@ _AROUND_ONE = frozenset({"einsum", "stft", "tensordot", "unique", "unique_consec
 """Ops whose Python function checks and rearranges what it passes on. The arithmetic in them is about sizes, and the function inside may ask in their name."""
 _WRAPPERS = frozenset(
     """
-    adaptive_avg_pool2d adaptive_avg_pool3d adaptive_max_pool1d adaptive_max_pool2d adaptive_max_pool3d alpha_dropout atleast_1d atleast_2d atleast_3d
+    adaptive_avg_pool2d adaptive_avg_pool3d adaptive_max_pool1d adaptive_max_pool2d adaptive_max_pool3d align_tensors alpha_dropout atleast_1d atleast_2d atleast_3d
     batch_norm binary_cross_entropy_with_logits block_diag broadcast_tensors cartesian_prod cdist celu chain_matmul cosine_embedding_loss cross_entropy
     ctc_loss dropout elu embedding embedding_bag feature_alpha_dropout floor_divide fractional_max_pool2d fractional_max_pool3d glu grid_sample
     group_norm grouped_mm hardsigmoid hardswish hardtanh hinge_embedding_loss index instance_norm istft layer_norm leaky_relu log_softmax
     margin_ranking_loss matmul max_pool1d max_pool2d max_pool3d max_unpool2d max_unpool3d meshgrid mish multi_margin_loss multilabel_margin_loss nll_loss
     pad pow relu relu6 remainder rms_norm rrelu scaled_addmm scaled_grouped_mm scaled_mm selu sigmoid silu soft_margin_loss softmax split sub tanh threshold
-    triplet_margin_loss unflatten
+    triplet_margin_loss unflatten update_names
     """.split()
 )
 """Ops whose Python function passes its arguments on to builtins of the same op: no other op is inside, and arithmetic in it is about sizes.
