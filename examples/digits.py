@@ -19,7 +19,7 @@ from sklearn.model_selection import train_test_split
 from torch import Tensor, nn
 
 import mezzo
-from mezzo._observe.dtypes import DtypeCounts, count_dtypes
+from mezzo._observe import DtypeCounts, count_dtypes
 
 EPOCHS = 6
 BATCH = 64

@@ -22,8 +22,9 @@ before = set(sys.modules)
 import mezzo
 after = sorted(name for name in set(sys.modules) - before if sys.modules[name] is not None)
 from mezzo import _hardware
-from mezzo.policy import decide, registry, torch_lists
-caches = (registry.registry, registry._made, registry.aten_overloads, registry._functional, _hardware._detect, decide._effective, torch_lists.native)
+from mezzo.policy import decide, registry
+from mezzo.policy.presets import torch_amp
+caches = (registry.registry, registry._made, registry.aten_overloads, registry._functional, _hardware._detect, decide._effective, torch_amp.native)
 made = [cache.__qualname__ for cache in caches if cache.cache_info().currsize]
 print(json.dumps({"imported": after, "made": made, "cuda": torch.cuda.is_initialized()}))
 """

@@ -2,18 +2,18 @@
 
 from mezzo._errors import CheckpointError, ConversionError, MezzoError, PolicyError, RefusedOpError, ScalerError, UnsupportedError
 from mezzo._hardware import Hardware, hardware
-from mezzo.eager.autocast import autocast, disable, enable
-from mezzo.eager.carry import carry
-from mezzo.eager.custom import register_op
-from mezzo.eager.region import cache_info, invalidate
+from mezzo.autocasting.autocast import autocast, disable, enable
+from mezzo.autocasting.custom_ops import register_op
+from mezzo.autocasting.regions import cache_info, invalidate
+from mezzo.autocasting.wrappers import carry
 from mezzo.graph.convert import convert
 from mezzo.graph.converted import Converted
 from mezzo.optim.bound import grad_norm
 from mezzo.optim.lamb import LAMB
 from mezzo.optim.lion import Lion
-from mezzo.policy.listing import ops
+from mezzo.policy.ops import ops
 from mezzo.policy.policy import Policy
-from mezzo.policy.selector import NORMS
+from mezzo.policy.types import NORMS
 from mezzo.prepare.checkpoint import load_checkpoint, save_checkpoint
 from mezzo.prepare.decorate import decorate, undecorate
 from mezzo.prepare.ema import EMA

@@ -33,8 +33,8 @@ def test_every_entry_of_torchs_cuda_list_runs_as_torch_says(case: Case, cache: s
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("case", cases())
 def test_the_mode_alone_does_what_torchs_cuda_list_does(case: Case) -> None:
-    from mezzo.eager.region import inside
-    from mezzo.eager.settle import alone, region_of
+    from mezzo.autocasting.arguments import alone, region_of
+    from mezzo.autocasting.regions import inside
 
     class Alone:
         def __enter__(self) -> None:

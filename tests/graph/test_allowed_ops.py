@@ -8,7 +8,7 @@ import torch
 from mezzo.graph import allowed_ops
 from mezzo.graph.allowed_ops import ALLOWED, is_allowed
 from mezzo.graph.checked_ops import CHECKED
-from mezzo.policy.names import is_removed
+from mezzo.policy.op_names import is_removed
 
 
 def test_no_name_is_listed_twice():

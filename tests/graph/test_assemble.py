@@ -97,7 +97,7 @@ def test_a_registered_op_follows_its_entry():
 
     thrice.register_fake(torch.empty_like)
     from mezzo.policy.registry import registry
-    from mezzo.policy.rule import Entry, Rule
+    from mezzo.policy.types import Entry, Rule
 
     registry().register("thrice", (torch.ops.mezzo_test_assemble.thrice.default,), Entry(Rule.HALF, "mine"))
     try:

@@ -6,7 +6,7 @@ from torch import nn
 
 import mezzo
 from mezzo.graph.lists import check_words, condition, exclusion, misfit, module_rule, read_exclude, read_lists
-from mezzo.policy.rule import Conditional, Rule
+from mezzo.policy.types import Conditional, Rule
 
 X = torch.randn(2, 4)
 

@@ -9,7 +9,7 @@ from torch import nn
 import mezzo
 from mezzo.graph.nodes import Role
 from mezzo.graph.pins import CARRIES, FREE, pin
-from mezzo.policy.rule import Conditional
+from mezzo.policy.types import Conditional
 
 X = torch.randn(2, 4)
 

@@ -23,7 +23,7 @@ from mezzo.optim.kinds import KINDS
 from mezzo.optim.lamb import LAMB
 from mezzo.optim.lion import Lion
 from mezzo.optim.masters import Masters
-from mezzo.policy.rule import Master
+from mezzo.policy.types import Master
 
 Make = Callable[[Any], torch.optim.Optimizer]
 

@@ -10,7 +10,7 @@ import mezzo
 from mezzo.optim.bound import bound_of
 from mezzo.optim.halves import step_halves
 from mezzo.optim.saved import MASTERS
-from mezzo.policy.rule import Master
+from mezzo.policy.types import Master
 
 
 def made(master: Master) -> tuple[torch.nn.Parameter, torch.optim.Optimizer]:

@@ -14,7 +14,7 @@ from support.patterns import any_bits, edges, every_upper_half, neighbours, same
 
 from mezzo import PolicyError
 from mezzo.optim.kinds import KINDS, Draw, Float32, Kahan, Kind, NoMaster, Split, Stochastic, round_at_random
-from mezzo.policy.rule import Master
+from mezzo.policy.types import Master
 
 HALVES = [torch.bfloat16, torch.float16]
 FITTING = [(kind, half) for kind in KINDS.values() for half in HALVES if kind.master is not Master.SPLIT or half is torch.bfloat16]

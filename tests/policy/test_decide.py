@@ -4,10 +4,10 @@ import pytest
 import torch
 
 from mezzo import Policy, PolicyError
-from mezzo.policy import kernels
+from mezzo.policy import missing_kernels
 from mezzo.policy.decide import MADE_OF, Decision, all_entries, effective, entry_of, explain, without_casts
 from mezzo.policy.registry import registry
-from mezzo.policy.rule import Entry, Rule
+from mezzo.policy.types import Entry, Rule
 
 F16, BF16, F32, F64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
 
@@ -23,7 +23,7 @@ def mine():
 @pytest.fixture
 def learning(monkeypatch):
     """Lets a test learn of a missing kernel without telling the others."""
-    monkeypatch.setattr(kernels, "_learnt", set())
+    monkeypatch.setattr(missing_kernels, "_learnt", set())
     effective_cache_clear()
     yield
     effective_cache_clear()
@@ -176,7 +176,7 @@ def test_an_op_without_a_kernel_runs_in_float32_and_says_so():
 def test_an_op_that_was_found_to_lack_a_kernel_runs_in_float32_where_it_is_in_no_list():
     policy = Policy("O1", unlisted="half")
     assert decided(policy, "relu", F32, dtype=BF16, device="cpu").dtype is BF16
-    kernels.learn("relu", BF16, "cpu")
+    missing_kernels.learn("relu", BF16, "cpu")
     assert decided(policy, "relu", F32, dtype=BF16, device="cpu").dtype is F32
     assert decided(policy, "relu", F32, dtype=F16, device="cpu").dtype is F16
 

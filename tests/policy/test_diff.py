@@ -7,7 +7,7 @@ from support.devices import NATIVE, NONE, SLOW, device
 from support.policies import policies
 
 from mezzo import Policy
-from mezzo.policy.diff import PolicyDiff, diff
+from mezzo.policy.decide import PolicyDiff, diff
 
 GPU = device()
 

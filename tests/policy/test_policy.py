@@ -22,8 +22,7 @@ import mezzo
 from mezzo import NORMS, Policy, PolicyError
 from mezzo._events import listen
 from mezzo.policy import policy as module
-from mezzo.policy.rule import Cache, Level, Master, OnUnsupported, Rule
-from mezzo.policy.selector import Selector
+from mezzo.policy.types import Cache, Level, Master, OnUnsupported, Rule, Selector
 
 FIELDS = [field.name for field in dataclasses.fields(Policy)]
 

@@ -4,8 +4,7 @@ from dataclasses import FrozenInstanceError
 
 import pytest
 
-from mezzo.policy.preset import OpLists, OpNames
-from mezzo.policy.rule import Entry, Rule
+from mezzo.policy.types import Entry, OpLists, OpNames, Rule
 
 UNLISTED = Entry(Rule.KEEP, "in no list")
 

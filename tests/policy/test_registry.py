@@ -13,7 +13,7 @@ from torch.overrides import TorchFunctionMode
 from mezzo._errors import PolicyError
 from mezzo.policy import registry as module
 from mezzo.policy.registry import Registry, aten_overloads, functional_overloads, parameters, registry
-from mezzo.policy.rule import Entry, Rule
+from mezzo.policy.types import Entry, Rule
 
 ENTRY = Entry(Rule.FULL, "mine")
 

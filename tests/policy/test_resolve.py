@@ -9,8 +9,8 @@ from support.devices import NATIVE, NONE, SLOW, device
 import mezzo
 from mezzo import Policy, UnsupportedError
 from mezzo._events import PolicyDowngraded, PolicyResolved, listen
-from mezzo.policy import resolve as module
-from mezzo.policy.resolve import Resolved, choose, resolve
+from mezzo.policy import decide as module
+from mezzo.policy.decide import Resolved, choose, resolve
 
 F16, BF16 = torch.float16, torch.bfloat16
 

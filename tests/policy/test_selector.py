@@ -6,7 +6,7 @@ from torch import nn
 
 from mezzo import NORMS
 from mezzo._errors import PolicyError
-from mezzo.policy.selector import Selector
+from mezzo.policy.types import Selector
 
 
 class OwnNorm(nn.LayerNorm):

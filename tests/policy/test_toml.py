@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from support.policies import FULLEST, policies
 
 from mezzo import Policy, PolicyError
-from mezzo.policy import toml
+from mezzo.policy import parse
 
 
 @settings(max_examples=50)
@@ -153,7 +153,7 @@ def test_a_file_that_cannot_be_written_leaves_the_old_one(tmp_path, monkeypatch)
     def fail(value):
         raise RuntimeError(value)
 
-    monkeypatch.setattr(toml, "_value", fail)
+    monkeypatch.setattr(parse, "_value", fail)
     with pytest.raises(RuntimeError):
         Policy("O3").save(path)
     assert Policy.load(path) == Policy("O2")

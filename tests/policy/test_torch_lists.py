@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 import support.autocast_rules
 
-from mezzo.policy.names import canonical
+from mezzo.policy.op_names import canonical
+from mezzo.policy.presets.torch_amp import AUTOCAST_KEYS, DEVICES, is_listed, lists, native
 from mezzo.policy.registry import registry
-from mezzo.policy.rule import Level, Rule
-from mezzo.policy.torch_lists import AUTOCAST_KEYS, DEVICES, is_listed, lists, native
+from mezzo.policy.types import Level, Rule
 
 EVERY = [(level, device) for level in Level for device in ("cpu", "cuda", "xpu", "npu")]
 

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import mezzo
-from mezzo.policy.rule import Master
+from mezzo.policy.types import Master
 
 
 def block():

@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-from mezzo.policy.rule import Level, Master
+from mezzo.policy.types import Level, Master
 from mezzo.prepare.given import Given
 from mezzo.prepare.keep import Keep
 from mezzo.prepare.survey import Verdict, survey

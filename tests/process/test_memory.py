@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import mezzo
-from mezzo.eager import tables
+from mezzo.autocasting import table_lookup
 
 X = torch.linspace(-1, 1, 8).reshape(2, 4)
 
@@ -77,13 +77,13 @@ KEPT = 64
     ("make", "alive"), [(decorated, 0), (step, 0), (free_step, 0), (region, KEPT), (policy, KEPT)], ids=lambda one: getattr(one, "__name__", "")
 )
 def test_of_200_that_are_made_and_dropped_none_stays_but_what_a_bounded_cache_holds(make: Callable[[int], list[Any]], alive: int) -> None:
-    tables_before = len(tables.TABLES)
+    tables_before = len(table_lookup.TABLES)
     seen = []
     for number in range(200):
         seen += [weakref.ref(one) for one in make(number)]
     gc.collect()
     assert sum(one() is not None for one in seen) <= alive
-    assert len(tables.TABLES) <= tables_before + KEPT
+    assert len(table_lookup.TABLES) <= tables_before + KEPT
 
 
 def test_of_converted_programs_that_are_made_and_dropped_none_stays() -> None:

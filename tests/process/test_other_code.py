@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import mezzo
-from mezzo.eager.hooks import HOOKS
+from mezzo.autocasting.torch_hooks import HOOKS
 
 
 @pytest.fixture(scope="module")

@@ -7,7 +7,7 @@ import torch
 from support.step_models import Made
 
 import mezzo
-from mezzo.eager.region import inside
+from mezzo.autocasting.regions import inside
 from mezzo.step.parts import Asked, gather
 from mezzo.step.turn import ScaledBackward, Turn, refuse_other_steps
 

@@ -6,8 +6,8 @@ import dis
 import inspect
 from types import FunctionType
 
-from mezzo.eager.composites import has_body
-from mezzo.policy.names import canonical
+from mezzo.autocasting.composites import has_body
+from mezzo.policy.op_names import canonical
 from mezzo.policy.registry import Function, registry
 
 _OPERATORS = {"+": "add", "-": "sub", "*": "mul", "/": "div", "//": "floor_divide", "%": "remainder", "**": "pow", "@": "matmul"}

@@ -7,9 +7,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 from mezzo import Policy
-from mezzo.policy.catalog import NAMES
-from mezzo.policy.presets import PRESETS
-from mezzo.policy.rule import Cache, Level, Master, OnUnsupported, Rule
+from mezzo.policy.presets import NAMES, PRESETS
+from mezzo.policy.types import Cache, Level, Master, OnUnsupported, Rule
 
 FULLEST = {
     "level": "O2",

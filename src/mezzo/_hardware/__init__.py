@@ -11,9 +11,8 @@ import torch
 
 from mezzo._dtypes import dtype_name
 from mezzo._events import HardwareDetected, emit, listening
-from mezzo._hardware.judge import judge
-from mezzo._hardware.probe import find_device, probe
-from mezzo._hardware.value import Choice, Hardware, Support
+from mezzo._hardware.detect import find_device, probe
+from mezzo._hardware.support import Choice, Hardware, Support, judge
 
 __all__ = ["Choice", "Hardware", "Support", "hardware"]
 

@@ -11,9 +11,9 @@ from torch import nn
 
 from mezzo._torch import require
 from mezzo.graph.converted import Converted
+from mezzo.policy.parse import ConditionalWords
 from mezzo.policy.policy import Policy
-from mezzo.policy.rule import Level
-from mezzo.policy.words import ConditionalWords
+from mezzo.policy.types import Level
 
 
 def convert(

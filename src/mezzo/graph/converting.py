@@ -19,8 +19,8 @@ from mezzo.graph.converted import Artefact, Converted
 from mezzo.graph.exporting import export, unwrapped
 from mezzo.graph.lists import Cost, Words, bytes_moved, read_exclude, read_lists
 from mezzo.graph.weights import Pool
+from mezzo.policy.decide import resolve
 from mezzo.policy.policy import Policy
-from mezzo.policy.resolve import resolve
 
 
 def convert_examples(model: nn.Module, args: Any, kwargs: Any, policy: Policy, dynamic_shapes: Any, **words: Any) -> Converted:

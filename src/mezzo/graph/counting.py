@@ -14,8 +14,8 @@ from mezzo.graph.plan import CastBytes
 from mezzo.graph.sections import Section
 from mezzo.graph.traits import CASTS
 from mezzo.policy.decide import MADE_OF
-from mezzo.policy.rule import Rule
-from mezzo.policy.torch_lists import native
+from mezzo.policy.presets.torch_amp import native
+from mezzo.policy.types import Rule
 
 
 def casts_before(sections: Iterable[Section], said: Words) -> CastBytes:

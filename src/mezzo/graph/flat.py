@@ -11,7 +11,7 @@ from torch.fx import Node
 
 from mezzo._torch import flatten_cudnn_weights, uses_flat_cudnn_weights
 from mezzo.graph.nodes import base, bound, nodes_in
-from mezzo.policy.kernels import RECURRENT
+from mezzo.policy.missing_kernels import RECURRENT
 
 _GATES = {"lstm": 4, "gru": 3}
 

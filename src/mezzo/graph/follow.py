@@ -9,7 +9,7 @@ from torch.fx import Node
 
 from mezzo.graph.nodes import Role, deciding, reads, values
 from mezzo.graph.plan import CastBytes
-from mezzo.policy.rule import Rule
+from mezzo.policy.types import Rule
 
 
 def moved_bytes(value: torch.Tensor, source: torch.dtype, target: torch.dtype) -> int:

@@ -15,11 +15,10 @@ from mezzo._dtypes import dtype_name
 from mezzo._errors import PolicyError, nearest
 from mezzo._torch import OpOverload
 from mezzo.graph.nodes import bound, op_name
-from mezzo.policy import words
+from mezzo.policy import parse
 from mezzo.policy.decide import MADE_OF, effective, entry_of
 from mezzo.policy.policy import Policy
-from mezzo.policy.preset import OpLists
-from mezzo.policy.rule import Conditional, Entry, Rule
+from mezzo.policy.types import Conditional, Entry, OpLists, Rule
 
 Cost = Callable[[int, torch.dtype, torch.dtype], float]
 """What a cast costs: of the bytes that it reads and writes, from one dtype to another."""
@@ -82,9 +81,9 @@ class Words:
 
 def read_lists(half: Collection[str], full: Collection[str], conditional: Collection[Any]) -> tuple[frozenset[str], frozenset[str], tuple[Conditional, ...]]:
     """Read a conversion's own lists, or say what is wrong with them."""
-    halves, fulls = words.op_names("half", half), words.op_names("full", full)
-    words.refuse_overlaps({"half": halves, "full": fulls})
-    return halves, fulls, words.conditionals(conditional)
+    halves, fulls = parse.op_names("half", half), parse.op_names("full", full)
+    parse.refuse_overlaps({"half": halves, "full": fulls})
+    return halves, fulls, parse.conditionals(conditional)
 
 
 def read_exclude(exclude: Collection[str] | str) -> tuple[str, ...]:

@@ -14,7 +14,7 @@ from torch.fx import Node
 
 from mezzo._torch import HigherOrderOperator, OpOverload
 from mezzo.graph.traits import CASTS, FILLS, LOOKED_AT, LOOKS, MIXED_PARAMETERS, STRUCTURAL
-from mezzo.policy.names import canonical
+from mezzo.policy.op_names import canonical
 from mezzo.policy.registry import registry
 
 REWRITTEN = "mezzo_rewritten"

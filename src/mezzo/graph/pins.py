@@ -15,8 +15,8 @@ from mezzo.graph.lists import Words, condition, exclusion, misfit, module_rule
 from mezzo.graph.nodes import Role, op_name, said_dtype, values
 from mezzo.graph.tidy import REGION
 from mezzo.graph.traits import CARRYING, DELICATE, STRUCTURAL
-from mezzo.policy.kernels import lacks_kernel
-from mezzo.policy.rule import Level, Rule
+from mezzo.policy.missing_kernels import lacks_kernel
+from mezzo.policy.types import Level, Rule
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from mezzo.graph.planning import Planned
 from mezzo.graph.traits import FILLS
 from mezzo.graph.typing_run import dtypes_of, fake_mode, insert_cast, set_dtypes
 from mezzo.graph.weights import NAME, Pool, exceeds
-from mezzo.policy.kernels import RECURRENT
+from mezzo.policy.missing_kernels import RECURRENT
 
 _NARROW = torch.float16
 _REASON = "torch.autocast runs cuDNN's recurrent layers in float16"

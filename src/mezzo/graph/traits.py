@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from mezzo.policy.rule import Level, Rule
-from mezzo.policy.torch_lists import lists, native
+from mezzo.policy.presets.torch_amp import lists, native
+from mezzo.policy.types import Level, Rule
 
 PROMOTING: frozenset[str] = frozenset(
     "add sub mul div pow maximum minimum fmax fmin fmod remainder floor_divide where eq ne lt le gt ge cat stack hstack vstack dstack "

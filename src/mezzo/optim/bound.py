@@ -22,7 +22,7 @@ from mezzo._errors import UnsupportedError
 from mezzo.optim.algorithms import kind_of
 from mezzo.optim.kinds import Draw
 from mezzo.optim.masters import Masters
-from mezzo.policy.rule import Master
+from mezzo.policy.types import Master
 from mezzo.scaling.binding import binding_of
 from mezzo.scaling.culprit import Flagged
 from mezzo.scaling.gradients import Flags, parameters

@@ -10,7 +10,7 @@ import torch
 
 from mezzo.optim.kinds import KINDS, Kind
 from mezzo.optim.samples import belongs, sampled
-from mezzo.policy.rule import Master
+from mezzo.policy.types import Master
 
 MASTER = "mezzo_master"
 """The name of a companion tensor in a parameter's state, whatever its kind."""

@@ -12,7 +12,7 @@ from mezzo._dtypes import HALF_DTYPES
 from mezzo.optim import saved
 from mezzo.optim.bind import bind, refuse_wrapper
 from mezzo.optim.masters import Masters, Parameter
-from mezzo.policy.rule import Master
+from mezzo.policy.types import Master
 from mezzo.scaling.gradients import parameters
 
 

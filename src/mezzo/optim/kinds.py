@@ -14,7 +14,7 @@ from mezzo._casting import cast
 from mezzo._errors import PolicyError
 from mezzo._torch import foreach_abs, foreach_add_, foreach_copy_, foreach_maximum_, foreach_mul_, foreach_sign
 from mezzo.optim.philox import philox
-from mezzo.policy.rule import Master
+from mezzo.policy.types import Master
 from mezzo.scaling.kernels import is_dense
 
 _NAN_BITS = 0x7FC00000

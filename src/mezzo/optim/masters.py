@@ -12,7 +12,7 @@ import torch
 from mezzo.optim.companion import Companion
 from mezzo.optim.kinds import KINDS, Draw, Kind, values_of
 from mezzo.optim.samples import sampled
-from mezzo.policy.rule import Master
+from mezzo.policy.types import Master
 
 Parameter = torch.nn.Parameter
 

@@ -10,7 +10,7 @@ import torch
 
 from mezzo.optim.algorithms import Algorithm, Group
 from mezzo.optim.masters import Masters
-from mezzo.policy.rule import Master
+from mezzo.policy.types import Master
 from mezzo.scaling.reading import groups_of
 
 _STEPS, _DRAWS = 0, 1

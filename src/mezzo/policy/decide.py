@@ -1,22 +1,25 @@
-"""What a policy decides for one op, and why."""
+"""Decide the rule, the dtype and the reason for an op on a device; resolve `dtype="auto"`; compare two policies."""
 
 from __future__ import annotations
 
+import sys
+import warnings
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import lru_cache, reduce
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from mezzo import _events
 from mezzo._dtypes import CASTABLE_DTYPES, HALF_DTYPES, dtype_name
-from mezzo._errors import PolicyError
-from mezzo.policy.catalog import op_lists
-from mezzo.policy.kernels import lacks_kernel
-from mezzo.policy.preset import OpLists
+from mezzo._errors import PolicyError, UnsupportedError
+from mezzo._hardware import Hardware
+from mezzo.policy.missing_kernels import lacks_kernel
+from mezzo.policy.parse import argument
+from mezzo.policy.presets import op_lists
 from mezzo.policy.registry import registry
-from mezzo.policy.rule import Entry, Level, Rule
-from mezzo.policy.words import argument
+from mezzo.policy.types import Entry, Level, OnUnsupported, OpLists, Rule
 
 if TYPE_CHECKING:
     from mezzo.policy.policy import Policy
@@ -159,3 +162,101 @@ def _widest(dtypes: list[torch.dtype]) -> torch.dtype:
     except RuntimeError:
         # float8 promotes with nothing.
         return max(dtypes, key=lambda dtype: dtype.itemsize)
+
+
+if TYPE_CHECKING:
+    from mezzo.policy.policy import Policy
+
+_warned: set[str] = set()
+
+
+@dataclass(frozen=True)
+class Resolved:
+    """What a policy comes to on a device."""
+
+    dtype: torch.dtype | None
+    """The 16-bit dtype to compute in; None runs everything in float32."""
+    reason: str
+
+
+def resolve(policy: Policy, hardware: Hardware) -> Resolved:
+    """Choose the 16-bit dtype for a device, or do what the policy says when the device lacks it.
+
+    >>> from mezzo import Policy, hardware
+    >>> resolve(Policy("O1", "bfloat16"), hardware("cpu")).dtype
+    torch.bfloat16
+    """
+    resolved = choose(policy, hardware)
+    if resolved.dtype is None and policy.level is not Level.O0:
+        _downgrade(policy, hardware, resolved.reason)
+    if _events.listening():
+        dtype = "float32" if resolved.dtype is None else dtype_name(resolved.dtype)
+        _events.emit(_events.PolicyResolved(repr(policy), hardware.device, dtype, resolved.reason))
+    return resolved
+
+
+def choose(policy: Policy, hardware: Hardware) -> Resolved:
+    """What `resolve` comes to, for who only asks: nothing is raised, warned or emitted."""
+    if policy.level is Level.O0:
+        return Resolved(None, "level O0 runs everything in float32")
+    if policy.dtype is None:
+        best = hardware.best
+        return Resolved(best.dtype, best.reason) if best else Resolved(None, hardware.float16.reason)
+    support = hardware.support(policy.dtype)
+    return Resolved(policy.dtype if support.supported else None, support.reason)
+
+
+def _downgrade(policy: Policy, hardware: Hardware, reason: str) -> None:
+    asked = "a 16-bit dtype" if policy.dtype is None else dtype_name(policy.dtype)
+    instead = [dtype_name(dtype) for dtype in (torch.float16, torch.bfloat16) if hardware.support(dtype).supported]
+    remedy = f"Use dtype={instead[0]!r}" if instead else "Use another device, or level O0"
+    message = f"{hardware.name} ({hardware.device}) cannot compute in {asked}: {reason}. {remedy}"
+    if policy.on_unsupported is OnUnsupported.ERROR:
+        raise UnsupportedError(f"{message}; or on_unsupported='warn' to run in float32.")
+    if _events.listening():
+        _events.emit(_events.PolicyDowngraded(asked, "float32", hardware.device, reason))
+    if policy.on_unsupported is OnUnsupported.WARN and message not in _warned:
+        _warned.add(message)
+        warnings.warn(f"{message}. Running in float32.", UserWarning, stacklevel=_levels_up())
+
+
+def _levels_up() -> int:
+    """How far up the stack the user's code is, from where it is asked."""
+    frame, levels = sys._getframe(1), 1
+    while frame.f_back is not None and frame.f_globals["__name__"].partition(".")[0] == __name__.partition(".")[0]:
+        frame, levels = frame.f_back, levels + 1
+    return levels
+
+
+if TYPE_CHECKING:
+    from mezzo.policy.policy import Policy
+
+
+@dataclass(frozen=True)
+class PolicyDiff:
+    """The differences of two policies; false when there are none."""
+
+    fields: tuple[tuple[str, Any, Any], ...]
+    """Field, what the one says, what the other says, in plain words."""
+    ops: tuple[tuple[str, str, str], ...]
+    """Op, its rule in the one, its rule in the other."""
+
+    def __bool__(self) -> bool:
+        return bool(self.fields or self.ops)
+
+    def __str__(self) -> str:
+        said = [f"{name}: {one} → {other}" for name, one, other in self.fields]
+        ruled = [f"op {name}: {one} → {other}" for name, one, other in self.ops]
+        return "\n".join(said + ruled) or "no difference"
+
+
+def diff(one: Policy, other: Policy, hardware: Hardware) -> PolicyDiff:
+    """Compare two policies field by field, and op by op on a device."""
+    said = [(field.name, one.say(field.name), other.say(field.name)) for field in fields(one) if getattr(one, field.name) != getattr(other, field.name)]
+    rules, others = _rules(one, hardware), _rules(other, hardware)
+    return PolicyDiff(tuple(said), tuple((name, rules[name], others[name]) for name in sorted(rules) if rules[name] != others[name]))
+
+
+def _rules(policy: Policy, hardware: Hardware) -> dict[str, str]:
+    dtype = choose(policy, hardware).dtype or policy.dtype or torch.float16
+    return {name: entry.rule.value for name, entry in all_entries(policy, dtype, hardware.device).items()}

@@ -14,12 +14,10 @@ import torch
 from mezzo._dtypes import HALF_DTYPES, dtype_name, parse_dtype
 from mezzo._errors import PolicyError, unknown
 from mezzo._hardware import hardware
-from mezzo.policy import catalog, decide, toml, words
-from mezzo.policy.diff import PolicyDiff, diff
+from mezzo.policy import decide, parse, presets
+from mezzo.policy.decide import PolicyDiff, choose, diff
 from mezzo.policy.registry import registry
-from mezzo.policy.resolve import choose
-from mezzo.policy.rule import BY_USER, Cache, Conditional, Level, Master, OnUnsupported, Rule
-from mezzo.policy.selector import NORMS, Selector
+from mezzo.policy.types import BY_USER, NORMS, Cache, Conditional, Level, Master, OnUnsupported, Rule, Selector
 
 Names = Collection[str] | str
 """Op names as a user writes them."""
@@ -88,7 +86,7 @@ class Policy(_Fields):
         refuse: Names = (),
         unlisted: str | Rule | None = None,
         exempt: Mapping[str, Names] | tuple[Any, ...] = (),
-        conditional: Collection[words.ConditionalWords] = (),
+        conditional: Collection[parse.ConditionalWords] = (),
         modules: Mapping[str | type, str | Rule] | tuple[Any, ...] = (),
         keep_full: Collection[str | type | Selector] | str | type = NORMS,
         master: str | Master | None = Master.AUTO,
@@ -99,24 +97,24 @@ class Policy(_Fields):
         super().__init__(
             level=Level.parse(level),
             dtype=None if dtype in ("auto", None) else parse_dtype(dtype, beside=("auto",)),
-            preset=catalog.parse(preset),
-            half=words.op_names("half", half),
-            full=words.op_names("full", full),
-            promote=words.op_names("promote", promote),
-            keep=words.op_names("keep", keep),
-            refuse=words.op_names("refuse", refuse),
+            preset=presets.parse(preset),
+            half=parse.op_names("half", half),
+            full=parse.op_names("full", full),
+            promote=parse.op_names("promote", promote),
+            keep=parse.op_names("keep", keep),
+            refuse=parse.op_names("refuse", refuse),
             unlisted=None if unlisted is None else Rule.parse(unlisted),
-            exempt=words.exemptions(exempt),
-            conditional=words.conditionals(conditional),
-            modules=words.module_rules(modules),
-            keep_full=words.selectors(keep_full),
+            exempt=parse.exemptions(exempt),
+            conditional=parse.conditionals(conditional),
+            modules=parse.module_rules(modules),
+            keep_full=parse.selectors(keep_full),
             master=Master.NONE if master is None else Master.parse(master),
             grad_dtype=None if grad_dtype is None else parse_dtype(grad_dtype, allowed=(*HALF_DTYPES, torch.float32), what="grad_dtype"),
             cache=Cache.parse(cache),
             on_unsupported=OnUnsupported.parse(on_unsupported),
         )
-        words.refuse_overlaps({rule.value: self.listed(rule) for rule in Rule})
-        catalog.check(self.preset, self.level)
+        parse.refuse_overlaps({rule.value: self.listed(rule) for rule in Rule})
+        presets.check(self.preset, self.level)
 
     @classmethod
     def of(cls, policy: Policy | str | os.PathLike[str] | Level | None = None, **overrides: Any) -> Policy:
@@ -140,7 +138,7 @@ class Policy(_Fields):
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Policy:
         """Read a policy from a TOML file."""
-        words = toml.load(path)
+        words = parse.load(path)
         try:
             _refuse_unknown_fields(words)
             return cls(**words)
@@ -149,7 +147,7 @@ class Policy(_Fields):
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the policy to a TOML file that `load` reads back equal."""
-        toml.save(path, self.words())
+        parse.save(path, self.words())
 
     def listed(self, rule: Rule) -> frozenset[str]:
         """The ops that this policy itself puts under a rule."""
@@ -202,7 +200,7 @@ class Policy(_Fields):
     def __repr__(self) -> str:
         spoken = dict(self.words())
         level = spoken.pop("level")
-        parts = [repr(level), *(f"{name}={words.spell(name, value)}" for name, value in spoken.items())]
+        parts = [repr(level), *(f"{name}={parse.spell(name, value)}" for name, value in spoken.items())]
         return f"Policy({', '.join(parts)})"
 
 
@@ -216,7 +214,7 @@ def _refuse_unknown_fields(overrides: Mapping[str, Any]) -> None:
 def _one_level(level: str | Level, overrides: Mapping[str, Any]) -> str | Level:
     if "level" in overrides:
         raise PolicyError(f"The level was given twice: {level!r} and level={overrides['level']!r}. Give it once.")
-    if level in catalog.NAMES:
+    if level in presets.NAMES:
         raise PolicyError(f"{level!r} is a preset, not a level. Write preset={level!r}, with a level if it is not O1.")
     return level
 

@@ -20,8 +20,8 @@ import torch.nn.functional as F
 
 from mezzo._errors import PolicyError, nearest
 from mezzo._torch import OpOverload, OpOverloadPacket, all_op_names, functions, get_schema, nn_functions
-from mezzo.policy.names import DUNDERS, NOT_OPS, canonical, is_op
-from mezzo.policy.rule import Entry
+from mezzo.policy.op_names import DUNDERS, NOT_OPS, canonical, is_op
+from mezzo.policy.types import Entry
 
 Function = Callable[..., Any]
 

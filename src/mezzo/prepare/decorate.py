@@ -9,12 +9,12 @@ from typing import Any, TypeVar, overload
 from torch import nn
 
 from mezzo._errors import PolicyError
-from mezzo.eager.autocast import bind_modules
-from mezzo.eager.settle import region_of
+from mezzo.autocasting.arguments import region_of
+from mezzo.autocasting.autocast import bind_modules
 from mezzo.optim import saved
 from mezzo.optim.bind import bind
 from mezzo.optim.masters import Masters
-from mezzo.policy.rule import Level, Master
+from mezzo.policy.types import Level, Master
 from mezzo.prepare import align, door, thaw, weight_hooks
 from mezzo.prepare.decoration import Decoration, both, decoration_of, flatten_rnns, mark
 from mezzo.prepare.given import Models, Optimizer, Optimizers, models_of, optimizers_of

@@ -18,9 +18,9 @@ from torch import nn
 
 from mezzo._casting import cast_all
 from mezzo._errors import UnsupportedError
-from mezzo.eager.forward import Forward, replace_forward
-from mezzo.eager.region import Region, inside
-from mezzo.eager.settle import policy_of, region_of
+from mezzo.autocasting.arguments import policy_of, region_of
+from mezzo.autocasting.module_rules import Forward, replace_forward
+from mezzo.autocasting.regions import Region, inside
 from mezzo.policy.policy import Policy
 
 

@@ -13,7 +13,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from mezzo._errors import CheckpointError, PolicyError, UnsupportedError
 from mezzo._torch import foreach_lerp_
-from mezzo.eager.region import invalidate
+from mezzo.autocasting.regions import invalidate
 from mezzo.optim.masters import Masters
 from mezzo.prepare.decoration import Decoration
 from mezzo.prepare.given import Optimizer, bare, models_of

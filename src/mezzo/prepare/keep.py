@@ -12,10 +12,9 @@ from torch import nn
 
 from mezzo._errors import PolicyError, nearest
 from mezzo._torch import BatchNorm
-from mezzo.eager.modules import plan_modules
+from mezzo.autocasting.module_rules import plan_modules
 from mezzo.policy.policy import Policy
-from mezzo.policy.rule import Level, Rule
-from mezzo.policy.selector import NORMS, Selector
+from mezzo.policy.types import NORMS, Level, Rule, Selector
 
 _SHOWN = 20
 _DEFAULT = frozenset(Selector.parse(kind) for kind in NORMS)

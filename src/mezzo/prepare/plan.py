@@ -14,9 +14,9 @@ from mezzo._errors import PolicyError
 from mezzo._hardware import hardware
 from mezzo.optim.bind import refuse_wrapper
 from mezzo.optim.kinds import KINDS
+from mezzo.policy.decide import Resolved, resolve
 from mezzo.policy.policy import Policy
-from mezzo.policy.resolve import Resolved, resolve
-from mezzo.policy.rule import Level, Master
+from mezzo.policy.types import Level, Master
 from mezzo.prepare import align, keep
 from mezzo.prepare import given as words
 from mezzo.prepare.align import Aligned

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from mezzo._dtypes import HALF_DTYPES, dtype_name
-from mezzo.policy.rule import Level, Master
+from mezzo.policy.types import Level, Master
 from mezzo.prepare.given import Given, Optimizer
 from mezzo.prepare.keep import Keep
 from mezzo.prepare.row import Row

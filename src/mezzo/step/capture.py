@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from mezzo import _events
-from mezzo.eager.region import innermost_region, invalidate
+from mezzo.autocasting.regions import innermost_region, invalidate
 from mezzo.optim.bound import bound_of
 from mezzo.optim.fused import FusedBound
 from mezzo.optim.prepared import Prepared

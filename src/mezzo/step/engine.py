@@ -12,7 +12,7 @@ import torch
 from mezzo._casting import cast_all
 from mezzo._errors import ScalerError
 from mezzo._torch import foreach_mul_, foreach_zero_
-from mezzo.eager.region import inside
+from mezzo.autocasting.regions import inside
 from mezzo.scaling.gradients import parameters
 from mezzo.scaling.result import StepResult
 from mezzo.scaling.stepping import advance

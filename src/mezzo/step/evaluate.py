@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from mezzo._errors import PolicyError
-from mezzo.policy.rule import Level
+from mezzo.policy.types import Level
 from mezzo.prepare import keep
 from mezzo.prepare.decorate import decorate
 from mezzo.prepare.decoration import decoration_of

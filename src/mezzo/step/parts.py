@@ -12,14 +12,14 @@ from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 
 from mezzo._errors import PolicyError
-from mezzo.eager.region import Region
-from mezzo.eager.settle import region_of
+from mezzo.autocasting.arguments import region_of
+from mezzo.autocasting.regions import Region
 from mezzo.optim.algorithms import ALGORITHMS, kind_of
 from mezzo.optim.bind import bind
 from mezzo.optim.bound import bound_of
 from mezzo.optim.masters import Masters
 from mezzo.policy.policy import Policy
-from mezzo.policy.rule import Level, Master
+from mezzo.policy.types import Level, Master
 from mezzo.prepare import keep
 from mezzo.prepare.decorate import decorate, undecorate
 from mezzo.prepare.decoration import Decoration, both, decoration_of

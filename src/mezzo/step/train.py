@@ -10,7 +10,7 @@ from torch import nn
 
 from mezzo import _events
 from mezzo._errors import PolicyError
-from mezzo.eager.region import inside
+from mezzo.autocasting.regions import inside
 from mezzo.prepare.decorate import undecorate
 from mezzo.prepare.given import Optimizer
 from mezzo.prepare.plan import PolicyWords

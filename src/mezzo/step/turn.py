@@ -11,8 +11,8 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from mezzo._errors import ScalerError
-from mezzo.eager.inlined import inlined
-from mezzo.eager.region import Region, inside
+from mezzo.autocasting.dynamo import inlined
+from mezzo.autocasting.regions import Region, inside
 from mezzo.prepare.given import Optimizer
 from mezzo.scaling import replay
 from mezzo.scaling.gradients import parameters

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from mezzo.policy.rule import Word
+from mezzo.policy.types import Word
 
 
 class Capture(Word):

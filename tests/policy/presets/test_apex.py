@@ -6,7 +6,7 @@ import torch
 from mezzo.policy.policy import Policy
 from mezzo.policy.presets import apex
 from mezzo.policy.presets._tables import WIDEST
-from mezzo.policy.rule import Level, Rule
+from mezzo.policy.types import Level, Rule
 
 LISTS = apex.lists(Level.O1, torch.float16)
 BY_LIST = {

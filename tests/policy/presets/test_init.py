@@ -8,7 +8,7 @@ import torch
 from mezzo._errors import PolicyError
 from mezzo.policy.presets import PRESETS
 from mezzo.policy.registry import registry
-from mezzo.policy.rule import Level, Rule
+from mezzo.policy.types import Level, Rule
 
 HALVES = (torch.float16, torch.bfloat16)
 EVERY_LIST = [(system, level, dtype) for system, preset in PRESETS.items() for level in preset.LEVELS for dtype in HALVES]

@@ -3,7 +3,7 @@ from __future__ import annotations
 import torch
 
 from mezzo.policy.presets import megengine
-from mezzo.policy.rule import Level, Rule
+from mezzo.policy.types import Level, Rule
 
 LISTS = megengine.lists(Level.O1, torch.float16)
 

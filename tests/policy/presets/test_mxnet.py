@@ -5,7 +5,7 @@ import torch
 
 from mezzo.policy.presets import mxnet
 from mezzo.policy.presets._tables import WIDEST
-from mezzo.policy.rule import Level, Rule
+from mezzo.policy.types import Level, Rule
 
 FLOAT16 = mxnet.lists(Level.O1, torch.float16)
 BFLOAT16 = mxnet.lists(Level.O1, torch.bfloat16)

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from mezzo.policy.presets import oneflow
-from mezzo.policy.rule import Level, Rule
+from mezzo.policy.types import Level, Rule
 
 LISTS = oneflow.lists(Level.O1, torch.float16)
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from mezzo.policy.presets import paddle
-from mezzo.policy.rule import Level, Rule
+from mezzo.policy.types import Level, Rule
 
 BOTH = pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 

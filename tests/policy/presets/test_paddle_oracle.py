@@ -1,6 +1,6 @@
 """The preset's tables predict what PaddlePaddle itself decided, op by op, on every recorded row.
 
-Pure: nothing runs. `tests/eager/test_paddle_oracle.py` runs the ops.
+Pure: nothing runs. `tests/autocasting/test_paddle_oracle.py` runs the ops.
 """
 
 from __future__ import annotations
@@ -10,9 +10,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from mezzo.policy.preset import OpLists
 from mezzo.policy.presets import paddle
-from mezzo.policy.rule import Entry, Level, Rule
+from mezzo.policy.types import Entry, Level, OpLists, Rule
 
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
 

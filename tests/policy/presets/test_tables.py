@@ -7,7 +7,7 @@ import torch.nn.functional as F
 import mezzo
 from mezzo._errors import PolicyError
 from mezzo.policy.presets._tables import WIDEST, completed, joined, name_map, require_level, translate
-from mezzo.policy.rule import Entry, Level, Rule
+from mezzo.policy.types import Entry, Level, Rule
 
 NAMES = name_map({"reduce_sum": "sum", "concat": "cat stack"}, {"fuses two ops": "fused_a fused_b"}, same="relu exp")
 

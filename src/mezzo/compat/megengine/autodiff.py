@@ -8,7 +8,7 @@ from weakref import ref
 
 import torch
 
-from mezzo.eager.everywhere import everywhere
+from mezzo.autocasting.autocast import everywhere
 
 Outputs = torch.Tensor | Sequence[torch.Tensor] | None
 """What is differentiated, or what its gradients are."""

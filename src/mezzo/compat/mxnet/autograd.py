@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager
 
 import torch
 
-from mezzo.eager.everywhere import everywhere
+from mezzo.autocasting.autocast import everywhere
 
 Heads = torch.Tensor | Sequence[torch.Tensor]
 

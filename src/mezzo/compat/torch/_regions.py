@@ -15,10 +15,10 @@ from torch.amp.autocast_mode import autocast as torchs_own
 from torch.compiler import is_dynamo_compiling
 
 from mezzo._torch import qualified_name
-from mezzo.eager import region
-from mezzo.eager.autocast import autocast as mezzos
-from mezzo.eager.constant import constant
-from mezzo.eager.region import Region
+from mezzo.autocasting import regions
+from mezzo.autocasting.autocast import autocast as mezzos
+from mezzo.autocasting.dynamo import constant
+from mezzo.autocasting.regions import Region
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -88,13 +88,13 @@ class autocast(mezzos, torchs_own, metaclass=StandsFor, stands_for=torchs_own): 
             self._region = Region(self.device, self._enabled, self.fast_dtype, self._cache_enabled)
 
     def __enter__(self) -> Self:
-        if not is_dynamo_compiling() and region.is_exporting():
+        if not is_dynamo_compiling() and regions.is_exporting():
             torchs_own.__enter__(self)
             return self
         return super().__enter__()
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        if not is_dynamo_compiling() and region.is_exporting():
+        if not is_dynamo_compiling() and regions.is_exporting():
             torchs_own.__exit__(self, kind, error, trace)
         else:
             super().__exit__(kind, error, trace)

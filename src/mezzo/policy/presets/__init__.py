@@ -1,4 +1,4 @@
-"""The op lists of other systems, as data: one module a system."""
+"""Op lists by name: those of torch and of the systems whose dialects mezzo speaks."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from typing import Protocol
 
 import torch
 
-from mezzo.policy.preset import OpLists, OpNames
-from mezzo.policy.presets import apex, megengine, mxnet, oneflow, paddle
-from mezzo.policy.rule import Level
+from mezzo._errors import PolicyError, unknown
+from mezzo.policy.presets import apex, megengine, mxnet, oneflow, paddle, torch_amp
+from mezzo.policy.types import Level, OpLists, OpNames
 
 
 class Preset(Protocol):
@@ -29,3 +29,28 @@ class Preset(Protocol):
 
 PRESETS: Mapping[str, Preset] = {"paddle": paddle, "oneflow": oneflow, "megengine": megengine, "mxnet": mxnet, "apex": apex}
 """Every system but torch, by name."""
+
+
+_TORCH: Mapping[str, str | None] = {"torch": None, "torch-cuda": "cuda", "torch-cpu": "cpu"}
+
+NAMES: tuple[str, ...] = (*_TORCH, *PRESETS)
+"""Every preset: `torch` is the device's own lists, `torch-cuda` and `torch-cpu` choose one wherever they run."""
+
+
+def parse(word: str) -> str:
+    """Read a preset's name."""
+    if word in NAMES:
+        return word
+    raise PolicyError(unknown("preset", word, NAMES))
+
+
+def check(preset: str, level: Level) -> None:
+    """Refuse a level that the preset's system does not have."""
+    op_lists(preset, level, torch.float16, "cpu")
+
+
+def op_lists(preset: str, level: Level, dtype: torch.dtype, device: str) -> OpLists:
+    """The lists of a preset at a level, for a dtype and a device."""
+    if preset in _TORCH or level is Level.O0:
+        return torch_amp.lists(level, _TORCH.get(preset) or device)
+    return PRESETS[preset].lists(level, dtype)

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 
 from mezzo._errors import PolicyError, choices
-from mezzo.policy.names import is_removed
-from mezzo.policy.preset import OpNames
-from mezzo.policy.rule import Entry, Level, Rule
+from mezzo.policy.op_names import is_removed
+from mezzo.policy.types import Entry, Level, OpNames, Rule
 
 
 def name_map(known: Mapping[str, str], unknown: Mapping[str, str], *, same: str = "") -> OpNames:

@@ -10,9 +10,8 @@ from functools import cache
 
 import torch
 
-from mezzo.policy.preset import OpLists
 from mezzo.policy.presets._tables import completed, joined, name_map, require_level, translate
-from mezzo.policy.rule import Entry, Level, Rule
+from mezzo.policy.types import Entry, Level, OpLists, Rule
 
 LEVELS = (Level.O1, Level.O2, Level.O3)
 """The levels Apex has beside O0."""

@@ -13,9 +13,8 @@ from functools import cache
 
 import torch
 
-from mezzo.policy.preset import OpLists
 from mezzo.policy.presets._tables import completed, joined, name_map, require_level, translate
-from mezzo.policy.rule import Entry, Level, Rule
+from mezzo.policy.types import Entry, Level, OpLists, Rule
 
 LEVELS = (Level.O1,)
 """MegEngine has no levels: its one way of working keeps float32 parameters, as O1 does."""

@@ -19,9 +19,8 @@ from typing import Any
 import torch
 
 from mezzo._dtypes import dtype_name
-from mezzo.policy.preset import OpLists, OpNames
 from mezzo.policy.presets._tables import completed, require_level
-from mezzo.policy.rule import Entry, Level, Rule
+from mezzo.policy.types import Entry, Level, OpLists, OpNames, Rule
 
 LEVELS = (Level.O1,)
 """MXNet has no levels: its one way of working keeps float32 parameters, as O1 does."""

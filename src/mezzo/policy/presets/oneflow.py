@@ -13,9 +13,8 @@ from functools import cache
 
 import torch
 
-from mezzo.policy.preset import OpLists
 from mezzo.policy.presets._tables import joined, name_map, require_level, translate
-from mezzo.policy.rule import Conditional, Entry, Level, Rule
+from mezzo.policy.types import Conditional, Entry, Level, OpLists, Rule
 
 LEVELS = (Level.O1,)
 """OneFlow has no levels: its one way of working keeps float32 parameters, as O1 does."""

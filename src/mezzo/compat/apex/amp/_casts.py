@@ -10,11 +10,11 @@ from weakref import finalize
 import torch
 from torch import nn
 
+from mezzo.autocasting.autocast import autocast, disable, switch_to, switched_to
+from mezzo.autocasting.function_mode import Steering, steering_of
+from mezzo.autocasting.regions import Region, innermost_region, inside, invalidate
 from mezzo.compat.apex.amp._amp_state import _amp_state
-from mezzo.eager.autocast import autocast, disable, switch_to, switched_to
-from mezzo.eager.region import Region, innermost_region, inside, invalidate
-from mezzo.eager.steering import Steering, steering_of
-from mezzo.policy.rule import Rule
+from mezzo.policy.types import Rule
 
 registered: dict[str, Rule] = {}
 """Ops of torch's that `register_half_function` and its like have put under another rule."""

@@ -6,11 +6,11 @@ from collections.abc import Callable
 from functools import wraps
 from typing import Any, ParamSpec, TypeVar
 
+from mezzo.autocasting.op_table import Action
 from mezzo.compat.apex.amp._amp_state import _amp_state
 from mezzo.compat.apex.amp._casts import registered
-from mezzo.eager.plan import Action
 from mezzo.policy.registry import registry
-from mezzo.policy.rule import Rule
+from mezzo.policy.types import Rule
 
 P = ParamSpec("P")
 R = TypeVar("R")

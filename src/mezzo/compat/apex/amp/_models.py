@@ -11,10 +11,10 @@ from torch import nn
 
 from mezzo._dtypes import HALF_DTYPES
 from mezzo._torch import BatchNorm
+from mezzo.autocasting.regions import Region
 from mezzo.compat.apex.amp._batches import cast_custom_batches
 from mezzo.compat.apex.amp._properties import Properties
 from mezzo.compat.apex.amp._stash import attach
-from mezzo.eager.region import Region
 from mezzo.optim.bound import bound_of
 from mezzo.optim.halves import adopt_halves, step_halves
 from mezzo.prepare import door

@@ -10,9 +10,8 @@ import torch
 from torch.compiler import is_dynamo_compiling
 
 from mezzo._dtypes import dtype_name, parse_dtype
+from mezzo.autocasting.autocast import disable, everywhere, switch_to, switched_to
 from mezzo.compat.megengine.amp.switch import PRESET, require_float32
-from mezzo.eager.autocast import disable, switch_to, switched_to
-from mezzo.eager.everywhere import everywhere
 
 
 class autocast(everywhere):  # noqa: N801 - MegEngine's spelling

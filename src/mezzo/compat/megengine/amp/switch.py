@@ -5,9 +5,8 @@ from __future__ import annotations
 import torch
 
 from mezzo._dtypes import dtype_name, parse_dtype
-from mezzo.eager.autocast import disable, switch_to, switched_to
-from mezzo.eager.everywhere import everywhere
-from mezzo.eager.region import current_regions
+from mezzo.autocasting.autocast import disable, everywhere, switch_to, switched_to
+from mezzo.autocasting.regions import current_regions
 
 PRESET = "megengine"
 

@@ -14,8 +14,8 @@ from torch import nn
 
 from mezzo._errors import ConversionError, UnsupportedError
 from mezzo._torch import pytree
+from mezzo.autocasting.autocast import everywhere
 from mezzo.compat.mxnet.amp.wishes import Wishes, expected
-from mezzo.eager.everywhere import everywhere
 from mezzo.graph.convert import convert
 from mezzo.graph.converted import Converted
 

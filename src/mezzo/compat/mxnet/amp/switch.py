@@ -13,10 +13,9 @@ import torch
 from torch import nn
 
 from mezzo._errors import UnsupportedError
+from mezzo.autocasting.autocast import disable, everywhere, switch_to
 from mezzo.compat.mxnet.amp.lists import Condition, read_dtype
 from mezzo.compat.mxnet.amp.translate import overrides
-from mezzo.eager.autocast import disable, switch_to
-from mezzo.eager.everywhere import everywhere
 
 PRESET = "mxnet"
 

@@ -10,7 +10,7 @@ import torch
 from mezzo._errors import nearest
 from mezzo.compat.mxnet.amp.lists import Condition
 from mezzo.policy.presets import mxnet as preset
-from mezzo.policy.rule import Level, Rule
+from mezzo.policy.types import Level, Rule
 
 _FORWARDS: Mapping[str, tuple[str, ...]] = {
     "SoftmaxOutput": ("softmax",),

@@ -11,7 +11,7 @@ from torch import nn
 
 from mezzo._casting import cast
 from mezzo.policy.policy import Policy
-from mezzo.policy.rule import Rule
+from mezzo.policy.types import Rule
 
 _OPS: Mapping[type[nn.Module], str] = {
     nn.Linear: "linear",

@@ -6,7 +6,7 @@ import torch
 from torch.compiler import is_dynamo_compiling
 
 from mezzo._errors import UnsupportedError
-from mezzo.eager.autocast import autocast as _autocast
+from mezzo.autocasting.autocast import autocast as _autocast
 
 PRESET = "oneflow"
 

@@ -12,9 +12,9 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from mezzo._casting import cast_all
 from mezzo._errors import PolicyError
-from mezzo.eager.everywhere import everywhere
+from mezzo.autocasting.autocast import everywhere
 from mezzo.policy.policy import Policy
-from mezzo.policy.rule import Level
+from mezzo.policy.types import Level
 from mezzo.prepare.decorate import undecorate
 from mezzo.scaling.scaler import GradScaler
 from mezzo.step.evaluate import EvalStep

@@ -9,10 +9,10 @@ from typing import Any, NamedTuple, ParamSpec, Self, TypeVar
 import torch
 from torch.compiler import is_dynamo_compiling
 
+from mezzo.autocasting.autocast import everywhere
+from mezzo.autocasting.dynamo import constant
+from mezzo.autocasting.regions import innermost_region
 from mezzo.compat.paddle.amp import _words
-from mezzo.eager.constant import constant
-from mezzo.eager.everywhere import everywhere
-from mezzo.eager.region import innermost_region
 from mezzo.policy.registry import registry
 
 P = ParamSpec("P")

@@ -15,7 +15,7 @@ from mezzo.compat.paddle.amp._words import DTYPES
 from mezzo.compat.paddle.optimizer._base import stepping
 from mezzo.compat.paddle.parallel import DataParallel
 from mezzo.optim.bound import bound_of
-from mezzo.policy.rule import Master
+from mezzo.policy.types import Master
 from mezzo.prepare.decoration import decoration_of
 from mezzo.prepare.weights import Weights
 

@@ -15,7 +15,7 @@ from mezzo.compat.paddle.static._closing import close
 from mezzo.compat.paddle.static._precision import Precision
 from mezzo.compat.paddle.static._program import Variable
 from mezzo.optim.halves import step_halves
-from mezzo.policy.rule import Master
+from mezzo.policy.types import Master
 from mezzo.scaling.gradients import parameters
 
 Parameters = Iterable[Any] | None

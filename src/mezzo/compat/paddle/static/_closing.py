@@ -12,13 +12,13 @@ from torch import nn
 
 import mezzo
 from mezzo._casting import cast_all
+from mezzo.autocasting.arguments import region_of
+from mezzo.autocasting.regions import Region, inside
 from mezzo.compat.paddle._clip import clip_of, norm_for_all
 from mezzo.compat.paddle.static._precision import Precision
 from mezzo.compat.paddle.static._program import Node, Program, Variable
 from mezzo.compat.paddle.static._replay import Around, evaluating, plainly, replay
 from mezzo.compat.paddle.static._writing import default_main_program
-from mezzo.eager.region import Region, inside
-from mezzo.eager.settle import region_of
 from mezzo.step.free import FreeStep
 
 Optimizer = torch.optim.Optimizer

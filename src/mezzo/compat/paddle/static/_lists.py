@@ -7,7 +7,7 @@ import torch
 from mezzo.compat.paddle.amp._words import Names, custom_lists
 from mezzo.compat.paddle.static._precision import GRAY
 from mezzo.policy.presets import paddle
-from mezzo.policy.rule import Level, Rule
+from mezzo.policy.types import Level, Rule
 
 
 class AutoMixedPrecisionLists:

@@ -15,7 +15,7 @@ from mezzo.compat.paddle.amp._scaler_state import Told
 from mezzo.compat.paddle.static._program import Node, Variable
 from mezzo.policy.presets import paddle
 from mezzo.policy.registry import registry
-from mezzo.policy.rule import Level, Rule
+from mezzo.policy.types import Level, Rule
 
 GRAY = (
     "batch_norm concat dropout elementwise_add elementwise_div elementwise_floordiv elementwise_max elementwise_min elementwise_mod elementwise_mul"

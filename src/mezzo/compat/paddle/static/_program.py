@@ -16,7 +16,7 @@ import torch
 
 from mezzo._casting import map_tensors
 from mezzo._torch import DisableTorchFunctionSubclass
-from mezzo.eager.region import innermost_region
+from mezzo.autocasting.regions import innermost_region
 
 UNKNOWN_SIZES = (9973, 9967, 9949, 9941, 9931)
 """Stand for sizes that are not known before the program runs, one for each dimension: primes, so that a size made of one is recognised."""

@@ -1,0 +1,253 @@
+"""Judge which 16-bit dtypes a device supports, and which of them run natively."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+
+from mezzo._dtypes import HALF_DTYPES, dtype_name, parse_dtype
+from mezzo._hardware.detect import Backend, Facts
+
+
+@dataclass(frozen=True)
+class Support:
+    """What a device does with one dtype."""
+
+    supported: bool
+    """Whether ops in this dtype run at all."""
+    fast: bool
+    """Whether the device has instructions that make it pay; a dtype that is emulated is supported and slow."""
+    reason: str
+    """Why, as a clause that can follow a colon."""
+
+    @property
+    def word(self) -> str:
+        """The two flags in one word for tables: `native`, `slow` or `unsupported`."""
+        if not self.supported:
+            return "unsupported"
+        return "native" if self.fast else "slow"
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The 16-bit dtype that `dtype="auto"` becomes on a device."""
+
+    dtype: torch.dtype
+    reason: str
+    """Why this one, in a sentence."""
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """A device and the 16-bit dtypes it supports, computes natively, and why.
+
+    >>> native = Support(supported=True, fast=True, reason="tensor cores compute it from compute capability 8.0")
+    >>> gpu = Hardware("cuda", "NVIDIA H200", "9.0", float16=native, bfloat16=native)
+    >>> gpu.best.dtype
+    torch.bfloat16
+    """
+
+    device: str
+    """The device type, as torch spells it: `cuda`, `cpu`, `xpu`."""
+    name: str
+    """What its maker calls it."""
+    capability: str | None
+    """The generation, in its maker's notation: `9.0`, `gfx90a`, `avx2`."""
+    float16: Support
+    bfloat16: Support
+
+    def support(self, dtype: str | torch.dtype) -> Support:
+        """What this device does with a 16-bit dtype, or with float32, which every device computes."""
+        chosen = parse_dtype(dtype, allowed=(*HALF_DTYPES, torch.float32))
+        if chosen == torch.float32:
+            return Support(supported=True, fast=True, reason="every device computes float32")
+        return self.float16 if chosen == torch.float16 else self.bfloat16
+
+    @property
+    def fast(self) -> tuple[torch.dtype, ...]:
+        """The 16-bit dtypes that this device computes natively."""
+        return tuple(dtype for dtype in HALF_DTYPES if self.support(dtype).fast)
+
+    @property
+    def best(self) -> Choice | None:
+        """The 16-bit dtype to use when the user leaves the choice to the hardware, or None when none is supported.
+
+        A native dtype comes before a slow one. Between equals bfloat16 wins: it has the range of float32, so that no loss scaling is needed.
+        """
+        # sorted() is stable: bfloat16 stands first and stays there between equals.
+        for dtype in sorted((torch.bfloat16, torch.float16), key=lambda one: not self.support(one).fast):
+            if self.support(dtype).supported:
+                return Choice(dtype, self._why(dtype))
+        return None
+
+    def _why(self, dtype: torch.dtype) -> str:
+        support, name = self.support(dtype), dtype_name(dtype)
+        other = self.float16 if dtype == torch.bfloat16 else self.bfloat16
+        if not support.fast:
+            return f"{name} is slow on {self.name}: {support.reason}. Expect it to be slower than float32."
+        if dtype == torch.float16:
+            return f"{name} is native on {self.name} and bfloat16 is {other.word}; train with loss scaling, since {name} has a short range."
+        beside = "float16 is native too, but " if other.fast else ""
+        return f"{name} is native on {self.name}; {beside}{name} has the range of float32 and needs no loss scaling."
+
+    def __str__(self) -> str:
+        capability = f", {self.capability}" if self.capability else ""
+        lines = [f"{self.name} ({self.device}{capability})"]
+        for dtype in HALF_DTYPES:
+            support = self.support(dtype)
+            lines.append(f"  {dtype_name(dtype):9} {support.word:11}  {support.reason}")
+        best = self.best
+        lines.append(f"  {'auto':9} {dtype_name(best.dtype):11}  {best.reason}" if best else f"  {'auto':9} {'float32':11}  No 16-bit dtype is supported.")
+        return "\n".join(lines)
+
+
+def judge(facts: Facts) -> Hardware:
+    """Say what a device can do with the 16-bit dtypes, and why."""
+    if facts.absent is not None:
+        float16 = bfloat16 = _no(facts.absent)
+    else:
+        float16, bfloat16 = _JUDGES[facts.backend](facts)
+    return Hardware(facts.device, facts.name, facts.capability, float16=float16, bfloat16=bfloat16)
+
+
+def _native(reason: str) -> Support:
+    return Support(supported=True, fast=True, reason=reason)
+
+
+def _slow(reason: str) -> Support:
+    return Support(supported=True, fast=False, reason=reason)
+
+
+def _no(reason: str) -> Support:
+    return Support(supported=False, fast=False, reason=reason)
+
+
+def _judge_cuda(facts: Facts) -> tuple[Support, Support]:
+    have = _version(facts.capability)
+    shown = f"compute capability {facts.capability}"
+    if have >= (7, 0):
+        float16 = _native(f"tensor cores compute it from compute capability 7.0, this is {facts.capability}")
+    elif have >= (5, 3):
+        float16 = _slow(f"{shown} has float16 arithmetic but no tensor cores, which come with 7.0")
+    else:
+        float16 = _no(f"float16 arithmetic comes with compute capability 5.3, this is {facts.capability}")
+    if have >= (8, 0):
+        return float16, _native(f"tensor cores compute it from compute capability 8.0, this is {facts.capability}")
+    return float16, _slow(f"{shown} computes it through float32, native bfloat16 comes with 8.0")
+
+
+_ROCM_MATRIX_CORES = ("gfx908", "gfx90a", "gfx94", "gfx95", "gfx11", "gfx12")
+"""CDNA (MFMA) and RDNA 3 onward (WMMA): both 16-bit dtypes have matrix instructions.
+
+https://rocm.docs.amd.com/en/latest/reference/precision-support.html
+"""
+
+_ROCM_PACKED_MATH = ("gfx90", "gfx10")
+"""Vega and RDNA 1 and 2: two float16 operations in the place of one float32, nothing for bfloat16."""
+
+
+def _judge_rocm(facts: Facts) -> tuple[Support, Support]:
+    architecture = facts.capability or "an unnamed architecture"
+    if architecture.startswith(_ROCM_MATRIX_CORES):
+        both = _native(f"{architecture} has matrix instructions for it")
+        return both, both
+    bfloat16 = _slow(f"{architecture} has no bfloat16 instructions and computes it through float32")
+    if architecture.startswith(_ROCM_PACKED_MATH):
+        return _native(f"{architecture} packs two float16 operations in the place of one float32"), bfloat16
+    return _slow(f"{architecture} computes float16 no faster than float32"), bfloat16
+
+
+def _judge_xpu(facts: Facts) -> tuple[Support, Support]:
+    if "has_fp16" in facts.features:
+        float16 = _native("the device reports float16 arithmetic")
+    else:
+        float16 = _no("the device reports no float16 arithmetic")
+    if "has_bfloat16_conversions" in facts.features:
+        return float16, _native("the device reports bfloat16 conversions")
+    return float16, _slow("the device reports no bfloat16 conversions, so it is computed through float32")
+
+
+_FIRST_APPLE_CHIP_WITH_BFLOAT16 = 3
+
+
+def _judge_mps(facts: Facts) -> tuple[Support, Support]:
+    float16 = _native("Metal computes float16 on every GPU")
+    if "macos14" not in facts.features:
+        return float16, _no("bfloat16 on MPS needs macOS 14")
+    generation = re.match(r"Apple M(\d+)", facts.name)
+    if generation is None:
+        # https://github.com/pytorch/pytorch/issues/141864: the Radeon GPUs of Intel Macs refuse it.
+        return float16, _no(f"bfloat16 on MPS needs an Apple GPU, this is {facts.name}")
+    if int(generation[1]) >= _FIRST_APPLE_CHIP_WITH_BFLOAT16:
+        return float16, _native("Apple GPUs have bfloat16 instructions from the M3 on")
+    return float16, _slow(f"{facts.name} computes bfloat16 through float32, native bfloat16 comes with the M3")
+
+
+_X86: Mapping[torch.dtype, Mapping[str, str]] = {
+    torch.float16: {"amx_fp16": "AMX-FP16", "avx512_fp16": "AVX512-FP16"},
+    torch.bfloat16: {"amx_bf16": "AMX-BF16", "avx512_bf16": "AVX512-BF16"},
+}
+"""Which instruction sets compute a dtype natively, widest first: the name in `torch.cpu.get_capabilities` and the maker's."""
+
+_ARM: Mapping[torch.dtype, Mapping[str, str]] = {
+    torch.float16: {"fp16_arith": "float16 arithmetic (FEAT_FP16)"},
+    torch.bfloat16: {"sve_bf16": "SVE bfloat16", "bf16": "bfloat16 (FEAT_BF16)"},
+}
+
+
+def _judge_cpu(facts: Facts) -> tuple[Support, Support]:
+    # Every 64-bit Arm has NEON, and nothing else does.
+    known = _ARM if "neon" in facts.features else _X86
+    return _judge_instructions(facts, known[torch.float16]), _judge_instructions(facts, known[torch.bfloat16])
+
+
+def _judge_instructions(facts: Facts, known: Mapping[str, str]) -> Support:
+    for feature, name in known.items():
+        if feature in facts.features:
+            return _native(f"this CPU has {name} instructions")
+    return _slow(f"this CPU has no {' or '.join(known.values())} instructions, so torch emulates it in software")
+
+
+def _judge_other(facts: Facts) -> tuple[Support, Support]:
+    if not facts.autocast:
+        unsupported = _no(f"torch has no autocast for {facts.device!r} devices")
+        return unsupported, unsupported
+    return _judge_listed(facts, torch.float16), _judge_answer(facts)
+
+
+def _judge_answer(facts: Facts) -> Support:
+    """Trust what the back end answers about bfloat16 before what it lists."""
+    if facts.bfloat16 is None:
+        return _judge_listed(facts, torch.bfloat16)
+    if not facts.bfloat16:
+        return _no(f"the {facts.device} back end says that it lacks bfloat16")
+    if facts.native_bfloat16 is False:
+        return _slow(f"the {facts.device} back end says that it emulates bfloat16")
+    return _native(f"the {facts.device} back end says that it supports bfloat16")
+
+
+def _judge_listed(facts: Facts, dtype: torch.dtype) -> Support:
+    """Trust what the back end lists; silence counts as yes, since torch has an autocast for it."""
+    name = dtype_name(dtype)
+    if facts.dtypes is None:
+        return _native(f"torch has an autocast for {facts.device!r} devices, and the back end does not list its dtypes")
+    if dtype in facts.dtypes:
+        return _native(f"the {facts.device} back end lists {name} as supported")
+    return _no(f"the {facts.device} back end does not list {name} as supported")
+
+
+def _version(capability: str | None) -> tuple[int, ...]:
+    return tuple(int(part) for part in (capability or "0.0").split("."))
+
+
+_JUDGES: Mapping[Backend, Callable[[Facts], tuple[Support, Support]]] = {
+    Backend.CPU: _judge_cpu,
+    Backend.CUDA: _judge_cuda,
+    Backend.ROCM: _judge_rocm,
+    Backend.XPU: _judge_xpu,
+    Backend.MPS: _judge_mps,
+    Backend.OTHER: _judge_other,
+}

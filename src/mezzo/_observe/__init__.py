@@ -1,1 +1,0 @@
-"""Collectors: they watch tensors go by and give plain data."""

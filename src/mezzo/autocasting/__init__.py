@@ -1,0 +1,5 @@
+"""Eager execution under a policy."""
+
+from mezzo.autocasting.torch_hooks import install
+
+install()

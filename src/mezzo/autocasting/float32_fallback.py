@@ -1,0 +1,35 @@
+"""Repeat an op in float32 when the device turns out to have no 16-bit kernel for it: what the function mode of a policy does.
+
+Where torch's own lists are the policy, no mode sees the op: see `float32_kernels`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from mezzo import _events
+from mezzo._casting import cast_all
+from mezzo._dtypes import HALF_DTYPES, dtype_name
+from mezzo.policy import missing_kernels
+from mezzo.policy.registry import Function
+
+_NO_KERNEL = (
+    "not implemented for 'Half'",
+    "not implemented for 'BFloat16'",
+    "Unsupported dtype Half",
+    "Unsupported dtype BFloat16",
+    "Low precision dtypes not supported",
+    "could not create a primitive descriptor",
+)
+
+
+def fall_back(error: Exception, func: Function, op: str, dtype: torch.dtype | None, device: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Call again in float32 when the device has no kernel for the 16-bit dtype; any other error is raised again."""
+    if dtype not in HALF_DTYPES or not any(text in str(error) for text in _NO_KERNEL):
+        raise error
+    missing_kernels.learn(op, dtype, device)
+    if _events.listening():
+        _events.emit(_events.OpFellBack(op, device, dtype_name(dtype), str(error).splitlines()[0]))
+    return func(*cast_all(args, torch.float32, device), **cast_all(kwargs, torch.float32, device))

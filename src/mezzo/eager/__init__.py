@@ -1,5 +1,0 @@
-"""Eager execution under a policy."""
-
-from mezzo.eager.hooks import install
-
-install()

@@ -1,0 +1,162 @@
+"""From facts to what a device can do; no device is needed."""
+
+import pytest
+import torch
+
+from mezzo._hardware.detect import Backend, Facts
+from mezzo._hardware.support import judge
+
+
+def words(facts):
+    found = judge(facts)
+    return found.float16.word, found.bfloat16.word
+
+
+def cuda(capability):
+    return Facts("cuda", "NVIDIA GPU", Backend.CUDA, capability=capability)
+
+
+def cpu(*features):
+    return Facts("cpu", "CPU", Backend.CPU, capability="avx2", features=frozenset(features))
+
+
+def npu(**facts):
+    return Facts("npu", "Ascend910B", Backend.OTHER, **facts)
+
+
+@pytest.mark.parametrize(
+    ("capability", "expected"),
+    [
+        ("5.2", ("unsupported", "slow")),
+        ("5.3", ("slow", "slow")),
+        ("6.1", ("slow", "slow")),
+        ("7.0", ("native", "slow")),
+        ("7.5", ("native", "slow")),
+        ("8.0", ("native", "native")),
+        ("9.0", ("native", "native")),
+        ("10.0", ("native", "native")),
+        ("12.1", ("native", "native")),
+        (None, ("unsupported", "slow")),
+    ],
+)
+def test_cuda_is_judged_by_compute_capability(capability, expected):
+    assert words(cuda(capability)) == expected
+
+
+@pytest.mark.parametrize("capability", ["5.2", "6.1", "7.5", "9.0"])
+def test_every_reason_on_cuda_names_the_capability_that_was_found(capability):
+    found = judge(cuda(capability))
+    assert capability in found.float16.reason
+    assert capability in found.bfloat16.reason
+
+
+@pytest.mark.parametrize(
+    ("architecture", "expected"),
+    [
+        ("gfx803", ("slow", "slow")),
+        ("gfx900", ("native", "slow")),
+        ("gfx906", ("native", "slow")),
+        ("gfx1030", ("native", "slow")),
+        ("gfx908", ("native", "native")),
+        ("gfx90a", ("native", "native")),
+        ("gfx942", ("native", "native")),
+        ("gfx950", ("native", "native")),
+        ("gfx1100", ("native", "native")),
+        ("gfx1201", ("native", "native")),
+        (None, ("slow", "slow")),
+    ],
+)
+def test_rocm_is_judged_by_architecture(architecture, expected):
+    assert words(Facts("cuda", "AMD GPU", Backend.ROCM, capability=architecture)) == expected
+
+
+@pytest.mark.parametrize(
+    ("features", "expected"),
+    [
+        ({"has_fp16", "has_bfloat16_conversions"}, ("native", "native")),
+        ({"has_fp16"}, ("native", "slow")),
+        (set(), ("unsupported", "slow")),
+    ],
+)
+def test_xpu_is_judged_by_its_properties(features, expected):
+    assert words(Facts("xpu", "Intel GPU", Backend.XPU, features=frozenset(features))) == expected
+
+
+@pytest.mark.parametrize(
+    ("name", "features", "expected"),
+    [
+        ("Apple M1 Pro", {"macos14"}, ("native", "slow")),
+        ("Apple M2", {"macos14"}, ("native", "slow")),
+        ("Apple M3 Max", {"macos14"}, ("native", "native")),
+        ("Apple M10", {"macos14"}, ("native", "native")),
+        ("Apple M3", set(), ("native", "unsupported")),
+        ("AMD Radeon Pro Vega 56", {"macos14"}, ("native", "unsupported")),
+    ],
+)
+def test_mps_is_judged_by_chip_and_system(name, features, expected):
+    assert words(Facts("mps", name, Backend.MPS, features=frozenset(features))) == expected
+
+
+@pytest.mark.parametrize(
+    ("features", "expected"),
+    [
+        ((), ("slow", "slow")),
+        (("avx2", "f16c", "fma3"), ("slow", "slow")),
+        (("avx512_f", "avx512_vnni"), ("slow", "slow")),
+        (("avx512_f", "avx512_bf16"), ("slow", "native")),
+        (("avx512_bf16", "amx_tile", "amx_bf16"), ("slow", "native")),
+        (("avx512_bf16", "avx512_fp16"), ("native", "native")),
+        (("amx_bf16", "amx_fp16"), ("native", "native")),
+        (("neon",), ("slow", "slow")),
+        (("neon", "fp16_arith"), ("native", "slow")),
+        (("neon", "fp16_arith", "bf16"), ("native", "native")),
+        (("neon", "sve_bf16"), ("slow", "native")),
+    ],
+)
+def test_a_cpu_is_judged_by_its_instructions(features, expected):
+    assert words(cpu(*features)) == expected
+
+
+def test_a_cpu_says_which_instructions_it_uses_and_which_it_lacks():
+    found = judge(cpu("avx512_bf16", "amx_bf16"))
+    assert found.bfloat16.reason == "this CPU has AMX-BF16 instructions"
+    assert found.float16.reason == "this CPU has no AMX-FP16 or AVX512-FP16 instructions, so torch emulates it in software"
+    assert "FEAT_BF16" in judge(cpu("neon")).bfloat16.reason
+
+
+@pytest.mark.parametrize(
+    ("facts", "expected"),
+    [
+        ({"autocast": False}, ("unsupported", "unsupported")),
+        ({}, ("native", "native")),
+        ({"dtypes": frozenset({torch.float16, torch.bfloat16})}, ("native", "native")),
+        ({"dtypes": frozenset({torch.float16})}, ("native", "unsupported")),
+        ({"dtypes": frozenset()}, ("unsupported", "unsupported")),
+        ({"bfloat16": False}, ("native", "unsupported")),
+        ({"bfloat16": True}, ("native", "native")),
+        ({"bfloat16": True, "native_bfloat16": False}, ("native", "slow")),
+        ({"bfloat16": True, "native_bfloat16": True, "dtypes": frozenset({torch.float16})}, ("native", "native")),
+    ],
+)
+def test_any_other_back_end_is_believed(facts, expected):
+    assert words(npu(**facts)) == expected
+
+
+def test_a_back_end_is_named_in_what_it_is_believed_to_have_said():
+    assert judge(npu(bfloat16=False)).bfloat16.reason == "the npu back end says that it lacks bfloat16"
+    assert judge(npu(autocast=False)).float16.reason == "torch has no autocast for 'npu' devices"
+
+
+@pytest.mark.parametrize("backend", list(Backend))
+def test_an_absent_device_supports_nothing_and_says_why(backend):
+    found = judge(Facts("cuda", "no CUDA device", backend, absent="no CUDA device is visible"))
+    assert found.float16 == found.bfloat16
+    assert (found.float16.word, found.float16.reason) == ("unsupported", "no CUDA device is visible")
+
+
+@pytest.mark.parametrize("backend", list(Backend))
+def test_facts_arrive_in_the_value(backend):
+    found = judge(Facts("kind", "Name", backend, capability="1.0"))
+    assert (found.device, found.name, found.capability) == ("kind", "Name", "1.0")
+    assert found.float16.reason
+    assert found.bfloat16.reason

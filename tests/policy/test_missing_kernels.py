@@ -1,0 +1,114 @@
+"""Which ops have no 16-bit kernel: known ahead, and learnt."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from mezzo.policy import missing_kernels
+from mezzo.policy.missing_kernels import known, lacks_kernel, learn, missing, needs_one_dtype, was_learnt
+from mezzo.policy.registry import registry
+
+F16, BF16 = torch.float16, torch.bfloat16
+
+
+@pytest.fixture(autouse=True)
+def forget(monkeypatch):
+    """What is learnt here, no other test knows."""
+    monkeypatch.setattr(missing_kernels, "_learnt", set())
+
+
+def test_every_op_that_is_known_to_lack_a_kernel_is_an_op():
+    assert {op for table in missing_kernels._known().values() for ops in table.values() for op in ops} - registry().names == set()
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize("op", ["linear", "matmul", "conv2d", "softmax", "layer_norm", "add", "relu", "scaled_dot_product_attention"])
+def test_what_networks_are_made_of_has_kernels(op, device):
+    assert not lacks_kernel(op, F16, device)
+    assert not lacks_kernel(op, BF16, device)
+
+
+@pytest.mark.parametrize(
+    ("op", "call"),
+    [
+        ("linalg_qr", torch.linalg.qr),
+        ("linalg_inv", torch.linalg.inv),
+        ("fft_fft", torch.fft.fft),
+        ("cdist", lambda x: torch.cdist(x, x)),
+        ("multi_margin_loss", lambda x: F.multi_margin_loss(x, torch.zeros(2, dtype=torch.int64))),
+    ],
+)
+@pytest.mark.parametrize("dtype", [F16, BF16])
+def test_what_is_said_to_lack_a_kernel_on_a_cpu_fails_there(op, call, dtype):
+    assert lacks_kernel(op, dtype, "cpu")
+    with pytest.raises((RuntimeError, NotImplementedError)):
+        call(torch.eye(2, dtype=dtype))
+
+
+def test_a_dtype_that_lacks_a_kernel_says_nothing_of_the_other():
+    assert lacks_kernel("rrelu", F16, "cpu") != lacks_kernel("rrelu", BF16, "cpu")
+
+
+def test_known_are_those_that_lack_both():
+    assert "linalg_qr" in known("cpu")
+    assert "rrelu" not in known("cpu")
+    assert known("quantum") == frozenset()
+
+
+def test_a_device_without_a_table_lacks_nothing_until_it_is_learnt():
+    assert not lacks_kernel("linalg_qr", F16, "xpu")
+    assert learn("linalg_qr", F16, "xpu")
+    assert lacks_kernel("linalg_qr", F16, "xpu")
+    assert not lacks_kernel("linalg_qr", BF16, "xpu")
+
+
+def test_learning_says_whether_it_was_news():
+    assert learn("relu", F16, "cpu")
+    assert not learn("relu", F16, "cpu")
+
+
+def test_what_was_learnt_is_told_apart_from_what_was_known():
+    assert not was_learnt("linalg_qr", F16, "cpu")
+    learn("relu", F16, "cpu")
+    assert was_learnt("relu", F16, "cpu")
+    assert not was_learnt("relu", BF16, "cpu")
+
+
+def test_missing_lists_both_in_order():
+    learn("linalg_qr", F16, "xpu")
+    assert missing("linalg_qr") == tuple(sorted(missing("linalg_qr")))
+    assert {("cpu", "bfloat16"), ("cpu", "float16"), ("xpu", "float16")} <= set(missing("linalg_qr"))
+    assert missing("relu") == ()
+
+
+NORMS = {
+    "layer_norm": lambda x, weight: F.layer_norm(x, (4,), weight, weight),
+    # Over positions too: where there is one only, CUDA's forward takes the mix and its backward does not.
+    "group_norm": lambda x, weight: F.group_norm(x[:, :, None].repeat(1, 1, 2), 2, weight, weight),
+    "batch_norm": lambda x, weight: F.batch_norm(x, None, None, weight, weight, training=True),
+    "instance_norm": lambda x, weight: F.instance_norm(x[:, :, None].repeat(1, 1, 2), None, None, weight, weight),
+}
+
+
+@pytest.mark.parametrize("op", NORMS)
+@pytest.mark.parametrize("dtype", [F16, BF16])
+def test_a_cpus_norms_take_float32_parameters_beside_a_16_bit_input(op, dtype):
+    assert not needs_one_dtype(op, "cpu")
+    assert NORMS[op](torch.randn(3, 4, dtype=dtype), torch.ones(4)).dtype is dtype
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("op", NORMS)
+@pytest.mark.parametrize("dtype", [F16, BF16])
+def test_which_of_cudas_norms_take_float32_parameters_beside_a_16_bit_input(op, dtype):
+    x, weight = torch.randn(3, 4, dtype=dtype, device="cuda"), torch.ones(4, device="cuda")
+    if needs_one_dtype(op, "cuda"):
+        with pytest.raises(RuntimeError, match="expected scalar type"):
+            NORMS[op](x, weight)
+    else:
+        assert NORMS[op](x, weight).dtype is dtype
+
+
+def test_other_devices_are_taken_for_cudas_kin():
+    assert {op for op in NORMS if needs_one_dtype(op, "xpu")} == {"layer_norm", "group_norm"}
