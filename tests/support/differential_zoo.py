@@ -123,8 +123,8 @@ def _classified(outputs: Any, target: torch.Tensor) -> torch.Tensor:
     return sum((F.cross_entropy(one, target) for one in outputs[1:] if one is not None), F.cross_entropy(outputs[0], target))
 
 
-# Where features do not divide evenly, the backward pass of adaptive pooling adds up in any order: at 224 pixels AlexNet and VGG repeat themselves.
-_SIZES = {"inception_v3": 299, "googlenet": 96, "maxvit_t": 224, "alexnet": 224, "vgg11_bn": 224, "squeezenet1_0": 96, "squeezenet1_1": 96}
+# Where features do not divide evenly, the backward pass of adaptive pooling adds up in any order: at these sizes AlexNet, VGG and GoogLeNet repeat themselves.
+_SIZES = {"inception_v3": 299, "googlenet": 128, "maxvit_t": 224, "alexnet": 224, "vgg11_bn": 224, "squeezenet1_0": 96, "squeezenet1_1": 96}
 _OPTIONS: dict[str, dict[str, Any]] = {
     "googlenet": {"init_weights": False, "aux_logits": True},
     "inception_v3": {"init_weights": False, "aux_logits": True},
