@@ -60,9 +60,7 @@ def _model_restorer(model: nn.Module) -> Callable[[], None]:
     extra = [(module, deepcopy(module.get_extra_state())) for module in model.modules() if type(module).get_extra_state is not nn.Module.get_extra_state]
 
     def restore() -> None:
-        for own, before in held:
-            own.clear()
-            own.update(before)
+        _restore_dicts(held)
         for one in restores:
             one()
         for module, state in extra:
@@ -70,6 +68,13 @@ def _model_restorer(model: nn.Module) -> Callable[[], None]:
                 module.set_extra_state(state)
 
     return restore
+
+
+def _restore_dicts(held: Iterable[tuple[dict[Any, Any], dict[Any, Any]]]) -> None:
+    """Give each dictionary the content that it had: other objects refer to it, so that it cannot be replaced."""
+    for one, before in held:
+        one.clear()
+        one.update(before)
 
 
 def _tensor_restorer(tensor: torch.Tensor) -> Callable[[], None]:
@@ -99,9 +104,7 @@ def _optimizer_restorer(optimizer: Optimizer) -> Callable[[], None]:
         vars(optimizer).clear()
         vars(optimizer).update(attributes)
         groups[:] = listed
-        for one, before in held:
-            one.clear()
-            one.update(before)
+        _restore_dicts(held)
         for one in values:
             one()
         for parameter, gradient in gradients:
