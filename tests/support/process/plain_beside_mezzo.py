@@ -8,6 +8,7 @@ import threading
 import types
 import warnings
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 from support.process import plain_program
@@ -27,8 +28,11 @@ def torchs_own() -> dict[str, Any]:
 
 def is_ours(value: Any) -> bool:
     """Whether it was made by mezzo; dynamo replaces some of torch's functions too."""
-    made_in = value.__module__ if isinstance(value, type) else getattr(getattr(value, "__code__", None), "co_filename", "")
-    return "mezzo" in made_in
+    if isinstance(value, type):
+        return value.__module__.partition(".")[0] == "mezzo"
+    # By the folder of the package: the environment with torch may lie below one of the same name.
+    made_in = getattr(getattr(value, "__code__", None), "co_filename", "")
+    return Path(made_in).is_relative_to(Path(sys.modules["mezzo"].__file__).parent)
 
 
 def differing(these: list[str], those: list[str]) -> list[tuple[str, str]]:
