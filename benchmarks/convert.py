@@ -20,12 +20,12 @@ from torch.utils._pytree import tree_leaves
 import mezzo
 from mezzo._casting import map_tensors
 from mezzo._dtypes import HALF_DTYPES
-from mezzo.graph.exporting import export
-from mezzo.graph.lists import Words
-from mezzo.graph.program import copied
-from mezzo.graph.sections import plan_sections
-from mezzo.graph.tidy import tidy
-from mezzo.graph.weights import weight_nodes
+from mezzo.conversion.assignment import weight_nodes
+from mezzo.conversion.export import export
+from mezzo.conversion.nodes import copied_graph
+from mezzo.conversion.normalize import normalize
+from mezzo.conversion.options import ConvertOptions
+from mezzo.conversion.subgraphs import plan_subgraphs
 
 sys.path.append(str(Path(__file__).parent.parent / "tests"))
 from support.zoo import Block, ResNet50
@@ -69,7 +69,7 @@ class Encoder(nn.Module):
 
 def planning() -> list[Row]:
     """Time to plan, once per size: a graph is planned once."""
-    said = Words(mezzo.Policy("O1", "bfloat16"), torch.bfloat16, "cpu")
+    said = ConvertOptions(mezzo.Policy("O1", "bfloat16"), torch.bfloat16, "cpu")
     rows, per_node = [], []
     for size in SIZES:
         # About 15.6 nodes a layer, the placeholders of its weights included.
@@ -78,10 +78,10 @@ def planning() -> list[Row]:
         nodes, modules = len(exported.graph.nodes), dict(model.named_modules())
         samples = []
         for _ in range(3):
-            module = copied(exported.graph_module)
+            module = copied_graph(exported.graph_module)
             begin = time.perf_counter()
-            tidy(module, said.dtype, said.device)
-            plan_sections(module, weight_nodes(exported, module, said.dtype), said, modules)
+            normalize(module, said.dtype, said.device)
+            plan_subgraphs(module, weight_nodes(exported, module, said.dtype), said, modules)
             samples.append(time.perf_counter() - begin)
         seconds = sorted(samples)[1]
         per_node.append(seconds / nodes)

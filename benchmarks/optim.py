@@ -18,8 +18,8 @@ from measure import Row, store, take_turns
 from torch import nn
 
 import mezzo
-from mezzo.optim.bound import bound_of
-from mezzo.optim.fused import FusedBound
+from mezzo.optim.binding import optimizer_binding
+from mezzo.optim.fused_step import FusedBinding
 
 Step = Callable[[], object]
 AMP, O2, COPY, PRODUCTS = "torch.amp", "mezzo O2", "copy", "products"
@@ -212,8 +212,8 @@ def memory_rows() -> list[Row]:
     optimizer.zero_grad()
     gc.collect()
     whole = (torch.cuda.memory_allocated() - before) / model.count
-    bound = bound_of(optimizer)
-    if isinstance(bound, FusedBound):
+    bound = optimizer_binding(optimizer)
+    if isinstance(bound, FusedBinding):
         bound._prepared = None
     gc.collect()
     alone = (torch.cuda.memory_allocated() - before) / model.count

@@ -19,7 +19,7 @@ from measure import Row, store, take_turns
 from torch import nn
 
 import mezzo
-from mezzo.scaling import kernels
+from mezzo.scaling import check_unscale
 
 PARAMETERS = 400
 SHAPES = {"32x32": (32, 32), "16 elements": (16,)}
@@ -121,7 +121,7 @@ def _pass_row() -> Row:
     times = take_turns(
         {
             "torch": lambda: torch._amp_foreach_non_finite_check_and_unscale_(many, found, factor),
-            "mezzo": lambda: kernels.check_and_unscale(many, factor, found, flags),
+            "mezzo": lambda: check_unscale.check_and_unscale(many, factor, found, flags),
             "copy": lambda: flat.copy_(other),
         },
         calls=10,

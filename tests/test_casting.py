@@ -5,7 +5,7 @@ from collections import OrderedDict, defaultdict, namedtuple
 import pytest
 import torch
 
-from mezzo._casting import CASTS, cast, cast_all, is_castable, map_tensors, on_device
+from mezzo._casting import CASTS, cast, cast_all, device_test, is_castable, map_tensors
 from mezzo._dtypes import CASTABLE_DTYPES
 
 Pair = namedtuple("Pair", ["x", "n"])  # noqa: PYI024 - the kind without types, as models return it
@@ -43,8 +43,8 @@ def test_there_is_a_fast_cast_to_every_dtype_that_a_policy_casts_to():
 
 @pytest.mark.parametrize("device", ["cpu", "cuda", "meta", "xpu", "privateuseone"])
 def test_a_tensor_is_asked_for_its_device(device):
-    assert on_device(device)(torch.ones(1)) is (device == "cpu")
-    assert on_device(device)(torch.ones(1, device="meta")) is (device == "meta")
+    assert device_test(device)(torch.ones(1)) is (device == "cpu")
+    assert device_test(device)(torch.ones(1, device="meta")) is (device == "meta")
 
 
 @pytest.mark.parametrize(

@@ -6,16 +6,16 @@ from dataclasses import FrozenInstanceError, asdict
 import pytest
 
 from mezzo import _events
-from mezzo._events import CastSteered, HardwareDetected, OpFellBack, PolicyDowngraded, PolicyResolved, emit, listen, listening
+from mezzo._events import Float32Fallback, HardwareDetected, OpCastOverridden, PolicyDowngraded, PolicyResolved, emit, listen, listening
 
-EVENT = OpFellBack("fft", "cpu", "float16", "no kernel")
+EVENT = Float32Fallback("fft", "cpu", "float16", "no kernel")
 
 EVERY_EVENT = [
     EVENT,
     HardwareDetected("cpu", "AMD EPYC", ("bfloat16",)),
     PolicyResolved("O1", "cpu", "bfloat16", "native"),
     PolicyDowngraded("bfloat16", "float32", "cpu", "no kernels"),
-    CastSteered("add", "half", "float16", "asked for by the user"),
+    OpCastOverridden("add", "half", "float16", "asked for by the user"),
 ]
 
 

@@ -24,7 +24,7 @@ after = sorted(name for name in set(sys.modules) - before if sys.modules[name] i
 from mezzo import _hardware
 from mezzo.policy import decide, registry
 from mezzo.policy.presets import torch_amp
-caches = (registry.registry, registry._made, registry.aten_overloads, registry._functional, _hardware._detect, decide._effective, torch_amp.native)
+caches = (registry.registry, registry._made, registry.aten_overloads, registry._functional, _hardware._detect, decide._effective, torch_amp.torch_entries)
 made = [cache.__qualname__ for cache in caches if cache.cache_info().currsize]
 print(json.dumps({"imported": after, "made": made, "cuda": torch.cuda.is_initialized()}))
 """

@@ -19,9 +19,9 @@ SOURCE = Path(mezzo.__file__).parent
 
 # These name something, and reach nothing.
 EXCEPTIONS = {
-    "graph/exporting.py": {"torch._subclasses.fake_tensor"},  # a logger
-    "graph/onnx.py": {"torch.onnx._internal.exporter"},  # a logger
-    "graph/targets.py": {"torch._sym_sqrt"},  # what a saved graph may call
+    "conversion/export.py": {"torch._subclasses.fake_tensor"},  # a logger
+    "conversion/onnx_export.py": {"torch.onnx._internal.exporter"},  # a logger
+    "conversion/validate_graph.py": {"torch._sym_sqrt"},  # what a saved graph may call
 }
 
 
@@ -195,7 +195,7 @@ USES = {
     "torch.utils._pytree.tree_leaves": "from mezzo._observe import pytree; pytree.tree_leaves([])",
     "torch._subclasses.fake_tensor.FakeTensor": "mezzo.convert(torch.nn.Linear(2, 2), (torch.ones(1, 2),), dtype='bfloat16')",
     "torch._export.serde.schema": "mezzo.Converted.load('nowhere')",
-    "torch._C._cuda_clearCublasWorkspaces": "from mezzo.step.program import clear_cublas_workspaces; clear_cublas_workspaces()",
+    "torch._C._cuda_clearCublasWorkspaces": "from mezzo.step.cuda_graph import clear_cublas_workspaces; clear_cublas_workspaces()",
 }
 
 

@@ -2,15 +2,14 @@
 
 from mezzo._errors import CheckpointError, ConversionError, MezzoError, PolicyError, RefusedOpError, ScalerError, UnsupportedError
 from mezzo._hardware import Hardware, hardware
-from mezzo.autocasting.autocast import autocast, disable, enable
+from mezzo.autocasting.autocast import autocast, disable_autocast, enable_autocast
 from mezzo.autocasting.custom_ops import register_op
-from mezzo.autocasting.regions import cache_info, invalidate
-from mezzo.autocasting.wrappers import carry
-from mezzo.graph.convert import convert
-from mezzo.graph.converted import Converted
-from mezzo.optim.bound import grad_norm
-from mezzo.optim.lamb import LAMB
-from mezzo.optim.lion import Lion
+from mezzo.autocasting.regions import clear_weight_cache, weight_cache_info
+from mezzo.autocasting.wrappers import propagate_autocast
+from mezzo.conversion.convert import convert
+from mezzo.conversion.converted import Converted
+from mezzo.optim.binding import grad_norm
+from mezzo.optim.optimizers import LAMB, Lion
 from mezzo.policy.ops import ops
 from mezzo.policy.policy import Policy
 from mezzo.policy.types import NORMS
@@ -19,12 +18,11 @@ from mezzo.prepare.decorate import decorate, undecorate
 from mezzo.prepare.ema import EMA
 from mezzo.prepare.master_params import master_params
 from mezzo.prepare.plan import Plan, plan
+from mezzo.scaling.scale_state import ScaleRule, ScaleState
 from mezzo.scaling.scaler import GradScaler
-from mezzo.scaling.state import ScaleRule, ScaleState
-from mezzo.step.evaluate import EvalStep
-from mezzo.step.free import train_step
-from mezzo.step.layout import channels_last
-from mezzo.step.train import TrainStep
+from mezzo.step.eval_step import EvalStep
+from mezzo.step.memory_format import channels_last
+from mezzo.step.train_step import TrainStep, train_step
 
 __all__ = [
     "EMA",
@@ -48,22 +46,22 @@ __all__ = [
     "TrainStep",
     "UnsupportedError",
     "autocast",
-    "cache_info",
-    "carry",
     "channels_last",
+    "clear_weight_cache",
     "convert",
     "decorate",
-    "disable",
-    "enable",
+    "disable_autocast",
+    "enable_autocast",
     "grad_norm",
     "hardware",
-    "invalidate",
     "load_checkpoint",
     "master_params",
     "ops",
     "plan",
+    "propagate_autocast",
     "register_op",
     "save_checkpoint",
     "train_step",
     "undecorate",
+    "weight_cache_info",
 ]

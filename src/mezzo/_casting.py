@@ -24,7 +24,7 @@ CASTS: Mapping[torch.dtype, Cast] = {dtype: methodcaller("to", dtype=dtype) for 
 """`cast` for where it runs at every op: without a Python frame of its own, which costs another 0.3 µs."""
 
 
-def on_device(device: str) -> Callable[[torch.Tensor], bool]:
+def device_test(device: str) -> Callable[[torch.Tensor], bool]:
     """A question that asks whether a tensor lives on a device type, in the fastest words torch has for it."""
     flag = f"is_{device}"
     return attrgetter(flag) if hasattr(torch.Tensor, flag) else lambda tensor: tensor.device.type == device

@@ -52,7 +52,7 @@ class PolicyDowngraded(Event):
 
 
 @dataclass(frozen=True, slots=True)
-class CastSteered(Event):
+class OpCastOverridden(Event):
     """An op ran in a precision that the policy chose, not torch's own lists."""
 
     op: str
@@ -62,7 +62,7 @@ class CastSteered(Event):
 
 
 @dataclass(frozen=True, slots=True)
-class OpFellBack(Event):
+class Float32Fallback(Event):
     """An op has no 16-bit kernel on the device and ran in float32 instead of failing."""
 
     op: str
@@ -76,12 +76,12 @@ class ScaleCollapsed(Event):
     """The loss scale reached its floor, or too many steps in a row were skipped."""
 
     scale: float
-    skipped_in_a_row: int
+    consecutive_skips: int
     message: str
 
 
 @dataclass(frozen=True, slots=True)
-class ScalingNeedless(Event):
+class ScalingNotNeeded(Event):
     """A loss is scaled whose dtype does not need it."""
 
     dtype: str

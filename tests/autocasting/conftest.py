@@ -41,7 +41,7 @@ def _fresh_compiler() -> Iterator[None]:
 
 @pytest.fixture
 def _forgets_what_it_learns(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(missing_kernels, "_learnt", set())
+    monkeypatch.setattr(missing_kernels, "_recorded", set())
 
 
 @pytest.fixture
@@ -65,7 +65,7 @@ class OneDtype(TorchDispatchMode):
 @pytest.fixture
 def one_dtype(monkeypatch: pytest.MonkeyPatch) -> Iterator[OneDtype]:
     """A CPU whose norms take no mix, and which is known for it; the kernels refuse inside of what is given."""
-    caches = (arguments._table, arguments._settled)
+    caches = (arguments._table, arguments._resolved)
     for cache in caches:
         cache.cache_clear()
     monkeypatch.setattr(missing_kernels, "_MIXED", {})

@@ -66,7 +66,7 @@ def test_without_words_the_current_device_and_a_dtype_of_its_are_taken() -> None
     with mezzo.autocast():
         assert torch.is_autocast_enabled(mezzo.hardware().device)
         if mezzo.hardware().device == "cpu":
-            assert product() is mezzo.hardware().best.dtype
+            assert product() is mezzo.hardware().preferred.dtype
 
 
 def test_torch_and_mezzo_take_the_same_dtype_when_none_is_given() -> None:
@@ -365,72 +365,72 @@ def test_a_pickled_custom_region_works_in_a_process_that_has_not_met_its_policy(
 
 def test_enable_inside_a_region_outlives_it_and_disable_leaves_nothing_on() -> None:
     with mezzo.autocast("cpu", dtype=torch.bfloat16):
-        mezzo.enable("cpu", dtype=torch.float16)
+        mezzo.enable_autocast("cpu", dtype=torch.float16)
     try:
         assert product() is torch.float16
     finally:
-        mezzo.disable()
+        mezzo.disable_autocast()
     assert not torch.is_autocast_enabled("cpu")
     assert torch.get_autocast_dtype("cpu") is torch.bfloat16
 
 
 @KINDS
 def test_disable_inside_a_region_leaves_the_region_and_nothing_after_it(make: Any) -> None:
-    mezzo.enable("cpu", dtype=torch.float16, half={"mul"})
+    mezzo.enable_autocast("cpu", dtype=torch.float16, half={"mul"})
     with make():
-        mezzo.disable()
+        mezzo.disable_autocast()
         assert product() is torch.bfloat16
     assert product() is torch.float32
     assert torch.get_autocast_dtype("cpu") is torch.bfloat16
 
 
 def test_enable_lasts_until_disable() -> None:
-    mezzo.enable("cpu", dtype="bfloat16", half={"add"})
+    mezzo.enable_autocast("cpu", dtype="bfloat16", half={"add"})
     try:
         assert total() is torch.bfloat16
         with mezzo.autocast("cpu", enabled=False):
             assert total() is torch.float32
         assert total() is torch.bfloat16
     finally:
-        mezzo.disable()
+        mezzo.disable_autocast()
     assert total() is torch.float32
     assert not torch.is_autocast_enabled("cpu")
 
 
 def test_enable_again_replaces_what_was_enabled() -> None:
-    mezzo.enable("cpu", dtype="bfloat16", half={"add"})
-    mezzo.enable("cpu", dtype="float16")
+    mezzo.enable_autocast("cpu", dtype="bfloat16", half={"add"})
+    mezzo.enable_autocast("cpu", dtype="float16")
     try:
         assert total() is torch.float32
         assert product() is torch.float16
     finally:
-        mezzo.disable()
+        mezzo.disable_autocast()
     assert product() is torch.float32
 
 
 def test_a_policy_that_makes_no_sense_leaves_what_was_enabled() -> None:
-    mezzo.enable("cpu", dtype="bfloat16")
+    mezzo.enable_autocast("cpu", dtype="bfloat16")
     try:
         with pytest.raises(mezzo.PolicyError):
-            mezzo.enable("cpu", half={"no_such_op"})
+            mezzo.enable_autocast("cpu", half={"no_such_op"})
         assert product() is torch.bfloat16
     finally:
-        mezzo.disable()
+        mezzo.disable_autocast()
 
 
 def test_disable_where_nothing_is_on_does_nothing() -> None:
-    mezzo.disable()
-    mezzo.disable()
+    mezzo.disable_autocast()
+    mezzo.disable_autocast()
     assert product() is torch.float32
 
 
 def test_enable_takes_module_rules_and_disable_undoes_them() -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
-    mezzo.enable("cpu", dtype="bfloat16", modules={"1": "full"}, model=model)
+    mezzo.enable_autocast("cpu", dtype="bfloat16", modules={"1": "full"}, model=model)
     try:
         assert model(torch.ones(1, 2)).dtype is torch.float32
     finally:
-        mezzo.disable()
+        mezzo.disable_autocast()
     assert "forward" not in model[1].__dict__
 
 

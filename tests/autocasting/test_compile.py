@@ -171,11 +171,11 @@ def test_a_half_type_of_its_own_is_compiled_anew() -> None:
 
 def test_enable_is_followed_by_compiled_code() -> None:
     compiled = torch.compile(both, backend="eager", fullgraph=True)
-    mezzo.enable("cpu", dtype="bfloat16", half={"add"})
+    mezzo.enable_autocast("cpu", dtype="bfloat16", half={"add"})
     try:
         assert dtypes(compiled(X)) == (HALF, HALF)
     finally:
-        mezzo.disable()
+        mezzo.disable_autocast()
     assert dtypes(compiled(X)) == (FULL, FULL)
 
 
@@ -185,9 +185,9 @@ CALLS: dict[str, tuple[Any, dict[str, Any]]] = {
     "no condition": (lambda x: torch.softmax(x.to(HALF), 0), {"conditional": [("softmax", "dim", [-1])]}),
     "condition by default": (lambda x: nn.functional.gelu(x.to(HALF)), {"conditional": [("gelu", "approximate", ["none"])]}),
     "condition on a tensor": (lambda x: torch.pow(x.to(HALF), x.to(HALF)), {"conditional": [("pow", "exponent", [2])]}),
-    "exempt": (
+    "exempt_args": (
         lambda x: nn.functional.batch_norm(x, torch.zeros(2), torch.ones(2)),
-        {"half": {"batch_norm"}, "exempt": {"batch_norm": ["running_mean", "running_var"]}},
+        {"half": {"batch_norm"}, "exempt_args": {"batch_norm": ["running_mean", "running_var"]}},
     ),
     "explicit dtype": (lambda x: torch.sum(x.to(HALF), dtype=torch.float64), {"full": {"sum"}}),
     "out": (lambda x: torch.add(x, x, out=torch.empty(2, 2)), {"half": {"add"}}),
@@ -225,7 +225,7 @@ def test_a_norm_whose_kernel_takes_no_mix_is_computed_in_float32_in_compiled_cod
     found = []
     for call in (run, torch.compile(run, backend=backend, fullgraph=True)):
         x, weight = X.to(HALF).requires_grad_(), torch.tensor([0.3, 0.7], requires_grad=True)
-        with region(promote={"layer_norm"}, exempt={"layer_norm": ["weight", "bias"]}):
+        with region(promote={"layer_norm"}, exempt_args={"layer_norm": ["weight", "bias"]}):
             result = call(x, weight)
         result.sum().backward()
         found.append((result.detach(), x.grad, weight.grad))

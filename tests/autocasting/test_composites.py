@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import mezzo
 from mezzo.autocasting import composite_bodies
-from mezzo.autocasting.composites import body, body_name, can_open, has_body, is_composite
+from mezzo.autocasting.composites import body_name, can_open, has_body, is_composite, opened
 from mezzo.policy.registry import registry
 
 HALF, FULL = torch.bfloat16, torch.float32
@@ -185,11 +185,11 @@ def test_builtins_have_no_body_and_python_functions_do() -> None:
 
 
 def test_a_body_is_made_once_gives_the_same_and_is_found_by_its_name() -> None:
-    made = body(F.normalize)
-    assert body(F.normalize) is made
+    made = opened(F.normalize)
+    assert opened(F.normalize) is made
     assert getattr(composite_bodies, body_name(F.normalize)) is made
     assert torch.equal(made(X, dim=0), F.normalize(X, dim=0))
-    assert torch.equal(body(F.gaussian_nll_loss)(X, X, X.abs() + 1), F.gaussian_nll_loss(X, X, X.abs() + 1))
+    assert torch.equal(opened(F.gaussian_nll_loss)(X, X, X.abs() + 1), F.gaussian_nll_loss(X, X, X.abs() + 1))
 
 
 @pytest.mark.usefixtures("_fresh_compiler")
@@ -217,13 +217,13 @@ CHOSEN = {
 @pytest.mark.parametrize("call", CHOSEN.values(), ids=CHOSEN.keys())
 def test_a_function_that_chooses_between_two_by_a_flag_is_opened_once(call: Any) -> None:
     """It is in no list, and ops in no list run in float32: its body is run, and must not come back to it."""
-    with region(preset="paddle", unlisted="full"):
+    with region(preset="paddle", default_rule="full"):
         assert call(VOLUME.to(HALF)).dtype is FULL
 
 
 @pytest.mark.parametrize("name", ["max_pool3d", "max_pool3d with indices"])  # the others ask for sizes in words that dynamo does not trace
 def test_it_is_opened_in_compiled_code_too(name: str) -> None:
     torch._dynamo.reset()
-    with region(preset="paddle", unlisted="full"):
+    with region(preset="paddle", default_rule="full"):
         expected = CHOSEN[name](VOLUME.to(HALF))
         assert torch.equal(torch.compile(CHOSEN[name], backend="eager", fullgraph=True)(VOLUME.to(HALF)), expected)

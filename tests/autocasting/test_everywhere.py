@@ -3,7 +3,7 @@ import torch
 
 import mezzo
 from mezzo.autocasting import autocast as module
-from mezzo.autocasting.autocast import device_types, disable, everywhere, switch_to, switched_to
+from mezzo.autocasting.autocast import autocast_all_devices, device_types, disable_autocast, set_thread_region, thread_region
 
 
 def product():
@@ -23,43 +23,43 @@ def test_a_machine_without_an_accelerator_has_one_region(monkeypatch):
 
 
 def test_tensors_on_the_cpu_are_cast():
-    with everywhere(preset="megengine", dtype="bfloat16"):
+    with autocast_all_devices(preset="megengine", dtype="bfloat16"):
         assert product().dtype is torch.bfloat16
     assert product().dtype is torch.float32
 
 
 def test_an_inner_region_that_is_off_switches_the_outer_one_off():
-    with everywhere(preset="megengine", dtype="bfloat16"), everywhere(preset="megengine", enabled=False):
+    with autocast_all_devices(preset="megengine", dtype="bfloat16"), autocast_all_devices(preset="megengine", enabled=False):
         assert product().dtype is torch.float32
 
 
 def test_precision_is_restored_when_the_body_raises():
-    with pytest.raises(KeyError), everywhere(preset="megengine", dtype="bfloat16"):
+    with pytest.raises(KeyError), autocast_all_devices(preset="megengine", dtype="bfloat16"):
         raise KeyError
     assert product().dtype is torch.float32
 
 
 def test_as_a_decorator_every_call_runs_inside():
-    assert everywhere(preset="megengine", dtype="bfloat16")(product)().dtype is torch.bfloat16
+    assert autocast_all_devices(preset="megengine", dtype="bfloat16")(product)().dtype is torch.bfloat16
 
 
 def test_a_region_made_in_compiled_code_compiles_whole():
     def run(x):
-        with everywhere(preset="megengine", dtype="bfloat16"):
+        with autocast_all_devices(preset="megengine", dtype="bfloat16"):
             return x @ x
 
     assert torch.compile(run, backend="eager", fullgraph=True)(torch.ones(2, 2)).dtype is torch.bfloat16
 
 
 def test_a_thread_that_was_switched_stays_inside_until_it_is_switched_off():
-    region = everywhere(preset="megengine", dtype="bfloat16")
+    region = autocast_all_devices(preset="megengine", dtype="bfloat16")
     try:
-        switch_to(region)
-        assert switched_to() is region
+        set_thread_region(region)
+        assert thread_region() is region
         assert product().dtype is torch.bfloat16
-        mezzo.enable("cpu", dtype="float16")
+        mezzo.enable_autocast("cpu", dtype="float16")
         assert product().dtype is torch.float16
     finally:
-        disable()
-    assert switched_to() is None
+        disable_autocast()
+    assert thread_region() is None
     assert product().dtype is torch.float32

@@ -12,7 +12,7 @@ import torch
 
 import mezzo
 from mezzo import _events
-from mezzo.autocasting.float32_fallback import fall_back
+from mezzo.autocasting.float32_fallback import retry_in_float32
 from mezzo.autocasting.float32_kernels import register_float32_kernels
 from mezzo.policy import missing_kernels
 
@@ -33,7 +33,7 @@ CALLS = {
     "fft_hfft2": lambda x: torch.fft.hfft2(x),
     "pdist": lambda x: torch.pdist(x),
 }
-WORDS = {"default": {}, "custom": {"half": {"add"}}, "unlisted half": {"unlisted": "half"}, "O3": {"policy": "O3"}}
+WORDS = {"default": {}, "custom": {"half": {"add"}}, "default_rule half": {"default_rule": "half"}, "O3": {"policy": "O3"}}
 
 
 @pytest.mark.parametrize("words", WORDS.values(), ids=WORDS.keys())
@@ -57,7 +57,7 @@ def test_gradients_flow_through_the_op_that_fell_back() -> None:
 def test_falling_back_is_an_event(words: dict[str, Any]) -> None:
     with mezzo.autocast("cpu", dtype=HALF, **words), _events.listen() as heard:
         torch.linalg.det(MATRIX.to(HALF))
-    fell = [event for event in heard if isinstance(event, _events.OpFellBack | _events.CastSteered)]
+    fell = [event for event in heard if isinstance(event, _events.Float32Fallback | _events.OpCastOverridden)]
     assert [event.op for event in fell] == ["linalg_det"]
 
 
@@ -83,7 +83,7 @@ def test_an_op_that_fails_at_run_time_falls_back_and_is_remembered_and_listed() 
             assert mine(torch.ones(1)).dtype is torch.float32
             assert mine(torch.ones(1)).dtype is torch.float32
         assert calls == [HALF, torch.float32, torch.float32]
-        assert [(event.op, event.device, event.asked) for event in heard if isinstance(event, _events.OpFellBack)] == [
+        assert [(event.op, event.device, event.asked) for event in heard if isinstance(event, _events.Float32Fallback)] == [
             ("mine_without_kernel", "cpu", "bfloat16")
         ]
         (row,) = [op for op in mezzo.ops() if op.name == "mine_without_kernel"]
@@ -98,13 +98,13 @@ def test_an_op_that_fails_at_run_time_falls_back_and_is_remembered_and_listed() 
 def test_another_error_is_raised_as_it_is_and_teaches_nothing() -> None:
     with mezzo.autocast("cpu", dtype=HALF, half={"add"}), pytest.raises(RuntimeError, match="must match the size"):
         torch.ones(2) + torch.ones(3)
-    assert not missing_kernels.was_learnt("add", HALF, "cpu")
+    assert not missing_kernels.is_recorded_missing("add", HALF, "cpu")
 
 
 def test_only_16_bit_calls_fall_back() -> None:
     error = RuntimeError("not implemented for 'Half'")
     with pytest.raises(RuntimeError, match="Half"):
-        fall_back(error, torch.add, "add", torch.float32, "cpu", (), {})
+        retry_in_float32(error, torch.add, "add", torch.float32, "cpu", (), {})
 
 
 def test_torchs_lists_are_completed_once() -> None:

@@ -88,7 +88,7 @@ def test_an_exempt_argument_is_not_cast_by_position_or_name() -> None:
             return func(*args, **(kwargs or {}))
 
     x, weight, bias = torch.ones(2, 2), torch.ones(2, 2), torch.ones(2)
-    with Spy(), region(half={"linear"}, exempt={"linear": ["bias"]}):
+    with Spy(), region(half={"linear"}, exempt_args={"linear": ["bias"]}):
         F.linear(x, weight, bias)
         F.linear(x, weight, bias=bias)
     assert seen == [([HALF, HALF, FULL], {}), ([HALF, HALF], {"bias": FULL})]
@@ -96,7 +96,7 @@ def test_an_exempt_argument_is_not_cast_by_position_or_name() -> None:
 
 def test_an_exempt_argument_is_cast_up_all_the_same() -> None:
     x, weight = torch.randn(2, 3, dtype=HALF), torch.ones(3, dtype=HALF)
-    with region(full={"layer_norm"}, exempt={"layer_norm": ["weight", "bias"]}):
+    with region(full={"layer_norm"}, exempt_args={"layer_norm": ["weight", "bias"]}):
         assert F.layer_norm(x, (3,), weight, weight).dtype is FULL
 
 
@@ -115,7 +115,7 @@ def test_float32_parameters_beside_a_16_bit_input_give_a_16_bit_result_where_the
     exempt = {"layer_norm": ["weight", "bias"], "group_norm": ["weight", "bias"]}
     with pytest.raises(RuntimeError, match="expected scalar type"), one_dtype:
         call(x, weight, bias)
-    with one_dtype, region(**{rule: {"layer_norm", "group_norm"}}, exempt=exempt):
+    with one_dtype, region(**{rule: {"layer_norm", "group_norm"}}, exempt_args=exempt):
         result = call(x, weight, bias)
         result.sum().backward()
     assert torch.equal(result, call(x.float(), weight, bias).to(HALF))
@@ -132,7 +132,7 @@ def test_16_bit_parameters_are_no_mix(one_dtype: Any) -> None:
             return func(*args, **(kwargs or {}))
 
     x, weight = torch.randn(3, 4, dtype=HALF), torch.ones(4, dtype=HALF)
-    with Spy(), one_dtype, region(promote={"layer_norm"}, exempt={"layer_norm": ["weight", "bias"]}):
+    with Spy(), one_dtype, region(promote={"layer_norm"}, exempt_args={"layer_norm": ["weight", "bias"]}):
         F.layer_norm(x, (4,), weight, weight)
     assert seen == [HALF]
 
@@ -316,8 +316,8 @@ def test_a_cast_is_an_event_when_somebody_listens() -> None:
             torch.sin(torch.ones(1))
         torch.ones(1) + torch.ones(1)
     assert heard == [
-        _events.CastSteered("add", "half", "bfloat16", "listed half by the user"),
-        _events.CastSteered("mm", "keep", "as given", "listed keep by the user"),
+        _events.OpCastOverridden("add", "half", "bfloat16", "listed half by the user"),
+        _events.OpCastOverridden("mm", "keep", "as given", "listed keep by the user"),
     ]
 
 
@@ -325,7 +325,7 @@ def test_nothing_is_built_when_nobody_listens(monkeypatch: pytest.MonkeyPatch) -
     def never(*_: Any) -> None:
         raise AssertionError("a record was built")
 
-    for record in ("CastSteered", "OpFellBack"):
+    for record in ("OpCastOverridden", "Float32Fallback"):
         monkeypatch.setattr(_events, record, never)
     with region(half={"add"}):
         torch.ones(1) + torch.ones(1)

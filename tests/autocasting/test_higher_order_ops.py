@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 import mezzo
-from mezzo.autocasting.dynamo import CARRIED, REFUSED, operators, within
-from mezzo.autocasting.function_mode import Steering
+from mezzo.autocasting.dynamo import CARRIED, REFUSED, operators, under_mode
+from mezzo.autocasting.function_mode import AutocastMode
 
 HALF = torch.bfloat16
 X = torch.ones(2, 2)
@@ -74,7 +74,7 @@ def test_every_known_operator_is_either_carried_or_refused() -> None:
 
 def test_a_function_within_a_mode_runs_under_it() -> None:
     with region(half={"add"}):
-        mode = next(mode for mode in torch.overrides._get_current_function_mode_stack() if isinstance(mode, Steering))
+        mode = next(mode for mode in torch.overrides._get_current_function_mode_stack() if isinstance(mode, AutocastMode))
     with torch.autocast("cpu", dtype=HALF):
-        assert within(mode, torch.add)(X, X).dtype is HALF
+        assert under_mode(mode, torch.add)(X, X).dtype is HALF
         assert (X + X).dtype is torch.float32

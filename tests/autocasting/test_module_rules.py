@@ -377,7 +377,7 @@ def test_one_region_is_open_in_two_threads_and_holds_until_each_has_left(togethe
 
 def test_a_thread_that_ends_inside_a_region_leaves_no_forward_behind() -> None:
     model = Model()
-    thread = threading.Thread(target=lambda: mezzo.enable("cpu", dtype="bfloat16", modules={"head": "full"}, model=model))
+    thread = threading.Thread(target=lambda: mezzo.enable_autocast("cpu", dtype="bfloat16", modules={"head": "full"}, model=model))
     thread.start()
     thread.join()
     assert replaced(model) == []

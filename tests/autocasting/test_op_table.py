@@ -10,27 +10,27 @@ import torch.nn.functional as F
 
 import mezzo
 from mezzo.autocasting.dynamo import operators
-from mezzo.autocasting.op_table import Action, Table, plan
+from mezzo.autocasting.op_table import CastAction, Table, make_table
 from mezzo.policy import missing_kernels
 from mezzo.policy.policy import Policy
-from mezzo.policy.presets.torch_amp import native
+from mezzo.policy.presets.torch_amp import torch_entries
 from mezzo.policy.types import Rule
 
 HALF = torch.bfloat16
 
 
 def table(*, versioned: bool = False, alone: bool = False, **words: Any) -> Table:
-    return plan(Policy(**({"dtype": HALF} | words)), HALF, "cpu", versioned=versioned, alone=alone)
+    return make_table(Policy(**({"dtype": HALF} | words)), HALF, "cpu", versioned=versioned, alone=alone)
 
 
 def test_torchs_own_policy_steers_only_what_torchs_kernels_miss() -> None:
     # Ops without a 16-bit kernel, and listed ones of which some overload has no autocast kernel.
     steered = {action.op: action.rule for action in table().values() if action.rule is not Rule.KEEP and action.op not in set(operators().values())}
-    assert {op for op, rule in steered.items() if not missing_kernels.lacks_kernel(op, HALF, "cpu") and native("cpu")[op].rule is not rule} == set()
+    assert {op for op, rule in steered.items() if not missing_kernels.lacks_kernel(op, HALF, "cpu") and torch_entries("cpu")[op].rule is not rule} == set()
 
 
 def test_only_what_differs_from_torchs_lists_is_steered() -> None:
-    steered = {action.op for action in table(half={"linear", "add"}, full={"mse_loss"}).values() if not action.opens and action.rule is not Rule.KEEP}
+    steered = {action.op for action in table(half={"linear", "add"}, full={"mse_loss"}).values() if not action.is_composite and action.rule is not Rule.KEEP}
     assert "add" in steered
     assert not steered & {"linear", "mse_loss"}
 
@@ -49,36 +49,36 @@ def test_writing_in_place_is_not_in_the_table_unless_it_is_refused() -> None:
 def test_an_action_says_which_op_which_rule_and_why() -> None:
     action = table(full={"linear"})[F.linear]
     assert (action.op, action.rule, action.reason) == ("linear", Rule.FULL, "listed full by the user")
-    assert action.quiet
+    assert action.disables_torch_autocast
 
 
 def test_an_op_that_torch_would_cast_again_runs_with_torchs_autocast_off_and_others_do_not() -> None:
     found = table(full={"mm"}, half={"add"})
-    assert found[torch.mm].quiet
-    assert not found[torch.add].quiet
+    assert found[torch.mm].disables_torch_autocast
+    assert not found[torch.add].disables_torch_autocast
 
 
 def test_exemptions_and_conditions_are_laid_out_by_position_and_name() -> None:
-    found = table(exempt={"batch_norm": ["running_mean"]}, half={"batch_norm"}, conditional=[("softmax", "dim", [-1, 3])])
-    assert found[F.batch_norm].exempt == ((1, "running_mean"),)
+    found = table(exempt_args={"batch_norm": ["running_mean"]}, half={"batch_norm"}, conditional=[("softmax", "dim", [-1, 3])])
+    assert found[F.batch_norm].exempt_args == ((1, "running_mean"),)
     assert found[torch.softmax].conditions == ((1, "dim", (-1, 3), False),)
 
 
 @pytest.mark.parametrize(("device", "widens"), [("cpu", False), ("cuda", True), ("xpu", True)])
 def test_norms_that_are_told_not_to_cast_their_parameters_widen_where_the_kernel_takes_no_mix(device: str, widens: bool) -> None:
     policy = Policy(preset="paddle", level="O2", dtype="float16")
-    found = plan(policy, torch.float16, device, versioned=False)
-    assert found[F.layer_norm].widens is widens
-    assert not found[F.batch_norm].widens
+    found = make_table(policy, torch.float16, device, versioned=False)
+    assert found[F.layer_norm].computes_in_float32 is widens
+    assert not found[F.batch_norm].computes_in_float32
 
 
 def test_recurrent_layers_are_torchs_own_on_cuda_where_they_are_float16() -> None:
     half, full = Policy(preset="apex", dtype="float16"), Policy(preset="apex", dtype="float16", full={"lstm"})
-    assert torch.lstm in plan(half, torch.float16, "cpu", versioned=True)
-    assert torch.lstm not in plan(half, torch.float16, "cuda", versioned=True)
-    assert torch.lstm in plan(half, torch.float16, "cuda", versioned=False, alone=True)
-    assert torch.lstm in plan(Policy(preset="apex", dtype="bfloat16"), torch.bfloat16, "cuda", versioned=True)
-    assert plan(full, torch.float16, "cuda", versioned=True)[torch.lstm].rule is Rule.FULL
+    assert torch.lstm in make_table(half, torch.float16, "cpu", versioned=True)
+    assert torch.lstm not in make_table(half, torch.float16, "cuda", versioned=True)
+    assert torch.lstm in make_table(half, torch.float16, "cuda", versioned=False, alone=True)
+    assert torch.lstm in make_table(Policy(preset="apex", dtype="bfloat16"), torch.bfloat16, "cuda", versioned=True)
+    assert make_table(full, torch.float16, "cuda", versioned=True)[torch.lstm].rule is Rule.FULL
 
 
 def test_a_condition_knows_whether_an_arguments_default_fulfils_it() -> None:
@@ -90,21 +90,21 @@ def test_a_condition_knows_whether_an_arguments_default_fulfils_it() -> None:
 
 def test_the_versioned_cache_takes_the_weights_of_torchs_own_16_bit_ops() -> None:
     action = table(versioned=True, cache="versioned")[F.linear]
-    assert (action.weights, action.cached, action.quiet) == (True, True, False)
+    assert (action.weights, action.cached, action.disables_torch_autocast) == (True, True, False)
 
 
 def test_alone_nothing_is_left_to_torch() -> None:
     found = table(alone=True)
     assert found[F.linear].rule is Rule.HALF
     assert found[F.mse_loss].rule is Rule.FULL
-    assert all(action.quiet for action in found.values() if action.op in ("linear", "mse_loss"))
+    assert all(action.disables_torch_autocast for action in found.values() if action.op in ("linear", "mse_loss"))
 
 
 def test_a_composite_without_a_rule_is_opened_and_a_wrapper_around_one_op_is_not() -> None:
-    assert table(half={"softmax"})[F.gumbel_softmax].opens
-    assert table(half={"atan2"})[F.gumbel_softmax].opens
+    assert table(half={"softmax"})[F.gumbel_softmax].is_composite
+    assert table(half={"atan2"})[F.gumbel_softmax].is_composite
     assert F.relu not in table(half={"atan2"})
-    assert not table(half={"softmax"}, full={"gumbel_softmax"})[F.gumbel_softmax].opens
+    assert not table(half={"softmax"}, full={"gumbel_softmax"})[F.gumbel_softmax].is_composite
 
 
 def test_backward_is_left_in_forwards_precision_where_anything_is_steered() -> None:
@@ -118,7 +118,7 @@ def test_backward_is_left_in_forwards_precision_where_anything_is_steered() -> N
     ids=str,
 )
 def test_an_action_is_plain_when_no_argument_can_change_it(words: dict[str, Any], plain: bool) -> None:
-    assert Action("add", Rule.HALF, "why", **words).plain is plain
+    assert CastAction("add", Rule.HALF, "why", **words).plain is plain
 
 
 @pytest.mark.parametrize("level", ["O2", "O3", "OD"])

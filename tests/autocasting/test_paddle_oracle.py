@@ -13,8 +13,8 @@ def policy_of(variant: str, listed: tuple[str, ...]) -> mezzo.Policy:
     level, *words = variant.split("_")
     custom = {"white": "half", "black": "full"}
     lists = {custom[word]: set(listed) for word in words if word in custom}
-    unlisted = "half" if level == "O2" and "nopromote" in words else None  # elsewhere Paddle ignores use_promote
-    return mezzo.Policy(level, preset="paddle", unlisted=unlisted, **lists)
+    default_rule = "half" if level == "O2" and "nopromote" in words else None  # elsewhere Paddle ignores use_promote
+    return mezzo.Policy(level, preset="paddle", default_rule=default_rule, **lists)
 
 
 def run(case: Case, row, variant: str) -> str:

@@ -118,7 +118,7 @@ def elsewhere() -> Iterator[Callable[[Callable[[], Any]], Any]]:
 def test_carry_takes_module_rules_into_a_thread_and_to_a_later_moment(elsewhere: Callable[..., Any]) -> None:
     model = Model()
     with mezzo.autocast("cpu", dtype=HALF, modules={"body.2": "full"}, model=model):
-        carried = mezzo.carry(lambda: (model.body[0](X).dtype, model.body[2](X).dtype))
+        carried = mezzo.propagate_autocast(lambda: (model.body[0](X).dtype, model.body[2](X).dtype))
         assert elsewhere(carried) == (HALF, torch.float32)
         assert elsewhere(lambda: model.body[2](X).dtype) is torch.float32
     for call in (elsewhere, lambda function: function()):
@@ -130,21 +130,21 @@ def test_a_carried_function_follows_its_own_rules_inside_other_rules() -> None:
     model = Model()
     run = lambda: [layer(X).dtype for layer in model.body]  # noqa: E731
     with mezzo.autocast("cpu", dtype=HALF, modules={"body.0": "full"}, model=model):
-        carried, expected = mezzo.carry(run), run()
+        carried, expected = mezzo.propagate_autocast(run), run()
     with mezzo.autocast("cpu", dtype=HALF):
-        plain = mezzo.carry(run)
+        plain = mezzo.propagate_autocast(run)
     with mezzo.autocast("cpu", dtype=HALF, modules={"body.2": "full"}, model=model):
         assert carried() == expected == [torch.float32, HALF, HALF]
         assert plain() == [HALF, HALF, HALF]
         assert run() == [HALF, HALF, torch.float32]
         with pytest.raises(ZeroDivisionError):
-            mezzo.carry(lambda: 1 / 0)()
+            mezzo.propagate_autocast(lambda: 1 / 0)()
         assert run() == [HALF, HALF, torch.float32]
 
 
 def test_a_function_carried_from_outside_any_region_follows_the_rules_around_its_call() -> None:
     model = Model()
-    carried = mezzo.carry(lambda: model.body[0](X).dtype)
+    carried = mezzo.propagate_autocast(lambda: model.body[0](X).dtype)
     with mezzo.autocast("cpu", dtype=HALF, modules={"body.0": "full"}, model=model):
         assert carried() is torch.float32
     with mezzo.autocast("cpu", dtype=HALF):

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import mezzo
-from mezzo.autocasting.regions import Region, current_regions, inside
+from mezzo.autocasting.regions import Region, current_regions, enter_regions
 
 HALF, FLOAT = torch.bfloat16, torch.float16
 PAIRS = pytest.mark.parametrize(("outer", "inner"), [(HALF, FLOAT), (FLOAT, HALF)], ids=str)
@@ -194,50 +194,50 @@ def test_a_worker_starts_without_the_region() -> None:
 @pytest.mark.parametrize("words", [{}, {"half": {"add"}}], ids=["default", "custom"])
 def test_carry_takes_the_precision_into_a_thread(words: dict[str, Any]) -> None:
     with mezzo.autocast("cpu", dtype=HALF, **words):
-        assert in_thread(mezzo.carry(product)) is HALF
-        assert in_thread(mezzo.carry(total)) is (HALF if words else torch.float32)
+        assert in_thread(mezzo.propagate_autocast(product)) is HALF
+        assert in_thread(mezzo.propagate_autocast(total)) is (HALF if words else torch.float32)
 
 
 def test_carry_outside_any_region_carries_nothing() -> None:
-    carried = mezzo.carry(product)
+    carried = mezzo.propagate_autocast(product)
     assert carried() is torch.float32
     assert in_thread(carried) is torch.float32
 
 
 def test_a_carried_function_takes_the_precision_to_a_later_moment() -> None:
     with mezzo.autocast("cpu", **CUSTOM):
-        carried = mezzo.carry(total)
+        carried = mezzo.propagate_autocast(total)
     assert carried() is HALF
     assert total() is torch.float32
 
 
 def test_carry_takes_the_dtype_in_force_where_the_region_named_none() -> None:
     with mezzo.autocast("cpu", dtype=FLOAT), mezzo.autocast("cpu"):
-        assert in_thread(mezzo.carry(product)) is FLOAT
+        assert in_thread(mezzo.propagate_autocast(product)) is FLOAT
 
 
 @pytest.mark.parametrize("off", [lambda: torch.autocast("cpu", enabled=False), lambda: mezzo.autocast("cpu", enabled=False)], ids=["torch", "mezzo"])
 def test_carry_inside_a_switched_off_region_carries_float32(off: Any) -> None:
     with mezzo.autocast("cpu", **CUSTOM), off():
-        carried = mezzo.carry(lambda: (total(), product()))
+        carried = mezzo.propagate_autocast(lambda: (total(), product()))
         assert carried() == (torch.float32, torch.float32)
     assert in_thread(carried) == (torch.float32, torch.float32)
 
 
 def test_carry_takes_a_torch_region_inside_ours_along() -> None:
     with mezzo.autocast("cpu", **CUSTOM), torch.autocast("cpu", dtype=FLOAT):
-        assert in_thread(mezzo.carry(lambda: (total(), product()))) == (FLOAT, FLOAT)
+        assert in_thread(mezzo.propagate_autocast(lambda: (total(), product()))) == (FLOAT, FLOAT)
 
 
 def test_carry_keeps_the_functions_name_arguments_result_and_errors() -> None:
-    @mezzo.carry
+    @mezzo.propagate_autocast
     def divide(x: int, *, by: int) -> float:
         """Divide."""
         return x / by
 
     assert (divide.__name__, divide.__doc__, divide(6, by=3)) == ("divide", "Divide.", 2.0)
     with mezzo.autocast("cpu", **CUSTOM), pytest.raises(ZeroDivisionError):
-        mezzo.carry(divide)(1, by=0)
+        mezzo.propagate_autocast(divide)(1, by=0)
 
 
 @pytest.mark.parametrize("words", [{}, {"full": {"linear"}, "half": {"add"}}], ids=["default", "custom"])
@@ -246,7 +246,7 @@ def test_modules_in_parallel_threads_run_in_the_carried_precision(words: dict[st
     inputs = [(torch.randn(2, 3),) for _ in range(3)]
     with mezzo.autocast("cpu", dtype=HALF, **words):
         expected = [replica(*one) for replica, one in zip(replicas, inputs, strict=True)]
-        results = _in_threads([mezzo.carry(replica) for replica in replicas], inputs)
+        results = _in_threads([mezzo.propagate_autocast(replica) for replica in replicas], inputs)
     assert all(torch.equal(one, other) and one.dtype is other.dtype for one, other in zip(results, expected, strict=True))
 
 
@@ -257,7 +257,7 @@ def _in_threads(functions: list[Callable[..., Any]], inputs: list[tuple[Any, ...
 
 def test_a_thread_that_ended_inside_a_region_leaves_nothing_to_its_successors() -> None:
     def ends_inside() -> int:
-        mezzo.enable("cpu", **CUSTOM)
+        mezzo.enable_autocast("cpu", **CUSTOM)
         return threading.get_ident()
 
     def successor() -> tuple[int, int]:
@@ -282,7 +282,7 @@ def test_a_thread_that_ended_inside_a_region_leaves_nothing_to_its_successors() 
 
 
 def test_a_thread_that_ended_inside_a_region_does_not_cost_others_torchs_cache() -> None:
-    thread = threading.Thread(target=lambda: mezzo.enable("cpu", dtype=FLOAT))
+    thread = threading.Thread(target=lambda: mezzo.enable_autocast("cpu", dtype=FLOAT))
     thread.start()
     thread.join()
     with mezzo.autocast("cpu", dtype=HALF):
@@ -306,7 +306,7 @@ def test_a_region_is_read_back_from_the_string_that_names_it() -> None:
 
 
 def test_regions_given_together_are_entered_in_order_and_left_in_reverse() -> None:
-    both = inside(Region("cpu", True, HALF, None), Region("cpu", True, FLOAT, None))
+    both = enter_regions(Region("cpu", True, HALF, None), Region("cpu", True, FLOAT, None))
     with both:
         assert product() is FLOAT
         with both:

@@ -6,19 +6,19 @@ import torch
 import torch.nn.functional as F
 
 from mezzo.autocasting import table_lookup
-from mezzo.autocasting.arguments import region_of
-from mezzo.autocasting.op_table import Action
+from mezzo.autocasting.arguments import region_for
+from mezzo.autocasting.op_table import CastAction
 from mezzo.policy.policy import Policy
 from mezzo.policy.types import Rule
 
-REGION = region_of(
+REGION = region_for(
     Policy(
         "O1",
         "bfloat16",
         half={"softmax", "relu", "batch_norm"},
         full={"mm"},
         refuse={"exp"},
-        exempt={"batch_norm": ["weight"]},
+        exempt_args={"batch_norm": ["weight"]},
         conditional=[("softmax", "dim", [-1]), ("gelu", "approximate", ["none"])],
     ),
     "cpu",
@@ -37,7 +37,7 @@ def test_a_functions_rule_is_a_word() -> None:
 
 
 def test_weights_that_come_from_the_cache_are_no_matter_of_compiled_code() -> None:
-    region = region_of(Policy("O1", "bfloat16", cache="versioned"), "cpu")
+    region = region_for(Policy("O1", "bfloat16", cache="versioned"), "cpu")
     key = region.key
     assert table_lookup.TABLES[key][F.linear].weights
     assert table_lookup.rule_of(key, F.linear) is None
@@ -54,13 +54,13 @@ def test_arguments_are_told_by_position_and_name() -> None:
 
 
 def test_whether_an_op_widens_is_told(one_dtype: object) -> None:
-    key = region_of(Policy("O1", "bfloat16", half={"layer_norm", "batch_norm"}, exempt={"layer_norm": ["weight"], "batch_norm": ["weight"]}), "cpu").key
-    assert table_lookup.widens(key, F.layer_norm)
-    assert not table_lookup.widens(key, F.batch_norm)
+    key = region_for(Policy("O1", "bfloat16", half={"layer_norm", "batch_norm"}, exempt_args={"layer_norm": ["weight"], "batch_norm": ["weight"]}), "cpu").key
+    assert table_lookup.computes_in_float32(key, F.layer_norm)
+    assert not table_lookup.computes_in_float32(key, F.batch_norm)
 
 
 def test_whether_a_refused_op_may_be_called_with_float32_is_told() -> None:
-    apexs = region_of(Policy("O1", "float16", preset="apex"), "cpu").key
+    apexs = region_for(Policy("O1", "float16", preset="apex"), "cpu").key
     assert table_lookup.refuses_halves_alone(apexs, F.binary_cross_entropy)
     assert not table_lookup.refuses_halves_alone(KEY, torch.exp)
 
@@ -80,7 +80,7 @@ def test_conditions_are_told_by_position_name_value_and_default() -> None:
 def test_the_rest_are_facts_of_the_action() -> None:
     assert table_lookup.takes_dtype(KEY, torch.softmax)
     assert not table_lookup.takes_dtype(KEY, torch.mm)
-    assert table_lookup.is_quiet(KEY, torch.mm)
+    assert table_lookup.disables_torch_autocast(KEY, torch.mm)
     assert "exp" in table_lookup.refusal(KEY, torch.exp)
     assert table_lookup.operator_of(KEY, torch.ops.higher_order.cond) == "cond"
     assert not table_lookup.lacks_kernel(KEY, torch.softmax, torch.bfloat16, "cpu")
@@ -88,14 +88,14 @@ def test_the_rest_are_facts_of_the_action() -> None:
 
 
 def test_a_table_that_leaves_nothing_to_torch_keeps_no_region_in_the_graph_of_an_export() -> None:
-    key = f"test{table_lookup.ALONE}"
-    table_lookup.publish(key, {torch.mm: Action("mm", Rule.FULL, "why")})
-    assert table_lookup.TABLES[key][torch.mm].quiet
-    assert not table_lookup.is_quiet(key, torch.mm)
+    key = f"test{table_lookup.EXPORT_KEY}"
+    table_lookup.publish(key, {torch.mm: CastAction("mm", Rule.FULL, "why")})
+    assert table_lookup.TABLES[key][torch.mm].disables_torch_autocast
+    assert not table_lookup.disables_torch_autocast(key, torch.mm)
 
 
 def test_a_published_table_is_found_by_its_key() -> None:
-    made = {torch.add: Action("add", Rule.FULL, "why")}
+    made = {torch.add: CastAction("add", Rule.FULL, "why")}
     table_lookup.publish("tests/published", made)
     try:
         assert table_lookup.rule_of("tests/published", torch.add) == "full"
@@ -104,4 +104,4 @@ def test_a_published_table_is_found_by_its_key() -> None:
 
 
 def test_a_refusal_names_the_op_and_the_reason() -> None:
-    assert table_lookup.refused(Action("exp", Rule.REFUSE, "it overflows")) == "The policy refuses exp: it overflows."
+    assert table_lookup.refused(CastAction("exp", Rule.REFUSE, "it overflows")) == "The policy refuses exp: it overflows."

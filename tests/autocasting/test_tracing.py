@@ -9,9 +9,9 @@ import torch
 import torch.nn.functional as F
 
 import mezzo
-from mezzo.autocasting.arguments import region_of
-from mezzo.autocasting.composites import body
-from mezzo.autocasting.function_mode import trace, traced_body
+from mezzo.autocasting.arguments import region_for
+from mezzo.autocasting.composites import opened
+from mezzo.autocasting.function_mode import apply_rule_traced, traced_body
 from mezzo.autocasting.table_lookup import rule_of
 from mezzo.policy.policy import Policy
 
@@ -20,10 +20,10 @@ X, HALVED = torch.ones(2, 2), torch.ones(2, 2, dtype=HALF)
 
 
 def traced(words: dict[str, Any], function: Any, *args: Any, **kwargs: Any) -> Any:
-    region = region_of(Policy("O1", HALF, **words), "cpu")
+    region = region_for(Policy("O1", HALF, **words), "cpu")
     key = region.key
     with torch.autocast("cpu", dtype=HALF):
-        return trace(key, "cpu", rule_of(key, function), function, args, kwargs)
+        return apply_rule_traced(key, "cpu", rule_of(key, function), function, args, kwargs)
 
 
 @pytest.mark.parametrize(
@@ -61,18 +61,18 @@ def test_a_refused_op_is_refused() -> None:
 
 def test_an_exempt_argument_is_left_alone() -> None:
     mean, var = torch.zeros(2), torch.ones(2)
-    result = traced({"half": {"batch_norm"}, "exempt": {"batch_norm": ["running_mean", "running_var"]}}, F.batch_norm, X, mean, var, training=True)
+    result = traced({"half": {"batch_norm"}, "exempt_args": {"batch_norm": ["running_mean", "running_var"]}}, F.batch_norm, X, mean, var, training=True)
     assert result.dtype is HALF
     assert mean.any()
 
 
 def test_what_is_called_may_be_another_function_than_the_table_knows() -> None:
-    region = region_of(Policy("O1", HALF, half={"add"}), "cpu")
+    region = region_for(Policy("O1", HALF, half={"add"}), "cpu")
     key = region.key
     with torch.autocast("cpu", dtype=HALF):
-        assert trace(key, "cpu", "half", torch.add, (X,), {}, lambda x: x.dtype) is HALF
+        assert apply_rule_traced(key, "cpu", "half", torch.add, (X,), {}, lambda x: x.dtype) is HALF
 
 
 def test_a_body_is_found_under_its_name() -> None:
-    made = body(F.normalize)
+    made = opened(F.normalize)
     assert traced_body(F.normalize) is made

@@ -69,8 +69,8 @@ def test_a_change_that_torch_does_not_count_is_seen_after_invalidate() -> None:
     with region():
         layer(x)
         layer.weight.data.add_(1)
-        mezzo.invalidate()
-        assert mezzo.cache_info().size == 0
+        mezzo.clear_weight_cache()
+        assert mezzo.weight_cache_info().size == 0
         assert torch.equal(layer(x), expected(layer, x))
 
 
@@ -80,7 +80,7 @@ def test_weights_are_cast_once(words: dict[str, Any]) -> None:
     with region(**words):
         for _ in range(5):
             layer(x)
-        assert mezzo.cache_info() == CacheInfo(size=2, bytes=2 * (9 + 3), hits=8, misses=2)
+        assert mezzo.weight_cache_info() == CacheInfo(size=2, bytes=2 * (9 + 3), hits=8, misses=2)
 
 
 def test_frozen_weights_are_served() -> None:
@@ -88,7 +88,7 @@ def test_frozen_weights_are_served() -> None:
     with region():
         layer(x)
         layer(x)
-        assert mezzo.cache_info().hits == 2
+        assert mezzo.weight_cache_info().hits == 2
 
 
 def test_inference_mode_is_served() -> None:
@@ -96,7 +96,7 @@ def test_inference_mode_is_served() -> None:
     with region(), torch.inference_mode():
         layer(x)
         layer(x)
-        assert mezzo.cache_info().hits == 2
+        assert mezzo.weight_cache_info().hits == 2
 
 
 def test_weights_made_in_inference_mode_are_right_if_not_served() -> None:
@@ -160,7 +160,7 @@ def test_another_threads_exit_clears_nothing_here() -> None:
         with ThreadPoolExecutor(1) as pool:
             pool.submit(elsewhere).result()
         layer(x)
-        assert mezzo.cache_info().hits == 2
+        assert mezzo.weight_cache_info().hits == 2
 
 
 def test_the_cache_ends_with_the_outermost_region() -> None:
@@ -168,12 +168,12 @@ def test_the_cache_ends_with_the_outermost_region() -> None:
     with region():
         with region(half={"add"}):
             layer(x)
-        assert mezzo.cache_info().size == 2
+        assert mezzo.weight_cache_info().size == 2
         layer(x)
-        assert mezzo.cache_info().hits == 2
-    assert mezzo.cache_info() == CacheInfo(0, 0, 0, 0)
+        assert mezzo.weight_cache_info().hits == 2
+    assert mezzo.weight_cache_info() == CacheInfo(0, 0, 0, 0)
     with region():
-        assert mezzo.cache_info().size == 0
+        assert mezzo.weight_cache_info().size == 0
 
 
 def test_no_copy_outlives_the_region() -> None:
@@ -196,10 +196,10 @@ def test_a_dead_models_copies_are_dropped_inside_the_region(recording: bool) -> 
     model, x = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)), torch.randn(2, 3)
     with region(), torch.set_grad_enabled(recording):
         model(x)
-        assert mezzo.cache_info().size == 4
+        assert mezzo.weight_cache_info().size == 4
         del model
         gc.collect()
-        assert mezzo.cache_info().size == 0
+        assert mezzo.weight_cache_info().size == 0
 
 
 def test_many_short_lived_weights_do_not_pile_up() -> None:
@@ -216,7 +216,7 @@ def test_a_weight_that_a_graph_still_needs_keeps_its_gradient_after_its_copy_was
         weight = layer.weight
         result = layer(x)
         del layer
-        mezzo.cache_info()
+        mezzo.weight_cache_info()
         result.float().sum().backward()
     assert torch.equal(weight.grad, torch.full((3, 3), 2.0))
 
@@ -227,7 +227,7 @@ def test_both_half_types_are_held_side_by_side() -> None:
         for dtype in (HALF, torch.float16, HALF):
             with mezzo.autocast("cpu", dtype=dtype, cache="versioned"):
                 assert layer(x).dtype is dtype
-        assert mezzo.cache_info() == CacheInfo(size=4, bytes=48, hits=2, misses=4)
+        assert mezzo.weight_cache_info() == CacheInfo(size=4, bytes=48, hits=2, misses=4)
 
 
 def test_cache_off_holds_nothing() -> None:
@@ -235,7 +235,7 @@ def test_cache_off_holds_nothing() -> None:
     for words in ({"cache": "off"}, {"cache_enabled": False}):
         with mezzo.autocast("cpu", dtype=HALF, half={"add"}, **words):
             layer(x)
-            assert mezzo.cache_info().size == 0
+            assert mezzo.weight_cache_info().size == 0
             assert not torch.is_autocast_cache_enabled()
 
 
@@ -244,7 +244,7 @@ def test_only_float32_weights_are_remembered() -> None:
     with region():
         F.linear(x, torch.randn(3, 3))
         F.linear(x, torch.randn(3, 3, requires_grad=True) * 2)
-        assert mezzo.cache_info().size == 0
+        assert mezzo.weight_cache_info().size == 0
 
 
 def test_what_is_a_weight() -> None:

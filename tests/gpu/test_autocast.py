@@ -33,12 +33,12 @@ def test_every_entry_of_torchs_cuda_list_runs_as_torch_says(case: Case, cache: s
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("case", cases())
 def test_the_mode_alone_does_what_torchs_cuda_list_does(case: Case) -> None:
-    from mezzo.autocasting.arguments import alone, region_of
-    from mezzo.autocasting.regions import inside
+    from mezzo.autocasting.arguments import region_for, without_torch_autocast
+    from mezzo.autocasting.regions import enter_regions
 
     class Alone:
         def __enter__(self) -> None:
-            self.inside = inside(alone(region_of(mezzo.Policy(dtype=torch.float16), "cuda")))
+            self.inside = enter_regions(without_torch_autocast(region_for(mezzo.Policy(dtype=torch.float16), "cuda")))
             self.inside.__enter__()
 
         def __exit__(self, *_: object) -> None:
@@ -52,7 +52,7 @@ def test_no_dtype_is_torchs_own_default_and_auto_asks_the_hardware() -> None:
     with mezzo.autocast("cuda"):
         assert torch.mm(x, x).dtype is torch.float16
     with mezzo.autocast():
-        assert torch.mm(x, x).dtype is mezzo.hardware().best.dtype
+        assert torch.mm(x, x).dtype is mezzo.hardware().preferred.dtype
 
 
 def test_the_other_half_type_in_a_nested_region_is_served_no_stale_weight() -> None:

@@ -66,7 +66,7 @@ def test_a_norm_keeps_float32_parameters_beside_a_float16_input(norm, backend):
     torch._dynamo.reset()
     run = module if backend is None else torch.compile(module, backend=backend)
     exempt = {op: ["weight", "bias"] for op in ("layer_norm", "group_norm")}
-    with mezzo.autocast("O2", device_type="cuda", preset="paddle", dtype="float16", exempt=exempt):
+    with mezzo.autocast("O2", device_type="cuda", preset="paddle", dtype="float16", exempt_args=exempt):
         result = run(x)
     result.float().square().sum().backward()
     assert (result.dtype, x.grad.dtype, module.weight.grad.dtype, module.bias.grad.dtype) == (torch.float16, torch.float16, torch.float32, torch.float32)

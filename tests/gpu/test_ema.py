@@ -35,7 +35,7 @@ def captured(name: str, level: str, dtype: str, words: dict[str, Any]) -> tuple[
     """A step that replays by now."""
     made = Made(name, "AdamW", "cuda")
     _, step = in_steps(made, batches(name, 8, (), "cuda"), level, dtype, **words)
-    assert step.captured, step.reason
+    assert step.captured, step.eager_reason
     return step, made.model
 
 

@@ -52,7 +52,7 @@ def run(device: str):
 def test_a_graph_is_captured_and_trains_as_on_the_host():
     graph, losses, _, _ = run("cuda")
     _, expected, _, _ = run("cpu")
-    assert graph.mezzo_step.captured, graph.mezzo_step.reason
+    assert graph.mezzo_step.captured, graph.mezzo_step.eager_reason
     assert torch.allclose(torch.tensor(losses), torch.tensor(expected), rtol=1e-2)
     assert graph.mezzo_step.scaler.get_scale() == 2**11
 
@@ -62,5 +62,5 @@ def test_an_evaluation_is_captured():
     first = evaluation(x)
     for _ in range(4):
         assert torch.equal(evaluation(x), first)
-    assert evaluation.mezzo_step.captured, evaluation.mezzo_step.reason
+    assert evaluation.mezzo_step.captured, evaluation.mezzo_step.eager_reason
     assert first.dtype is torch.float32

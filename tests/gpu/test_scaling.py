@@ -14,9 +14,9 @@ from torch import nn
 from torch.optim.lr_scheduler import ExponentialLR
 
 import mezzo
-from mezzo.scaling import kernels
-from mezzo.scaling.device import DeviceScale
-from mezzo.scaling.state import next_state
+from mezzo import _launch
+from mezzo.scaling.scale_state import next_state
+from mezzo.scaling.scale_tensors import DeviceLossScale
 
 pytestmark = [
     pytest.mark.gpu,
@@ -104,20 +104,20 @@ def test_a_plain_optimizer_reads_one_flag_however_many_devices_it_spans(x: torch
 
 def test_the_device_state_follows_the_value():
     generator = torch.Generator().manual_seed(0)
-    for rule in (mezzo.ScaleRule(growth_interval=3), mezzo.ScaleRule(growth_interval=2, backoff_every=2, growth_factor=1.7, min_scale=1.0)):
+    for rule in (mezzo.ScaleRule(growth_interval=3), mezzo.ScaleRule(growth_interval=2, backoff_interval=2, growth_factor=1.7, min_scale=1.0)):
         state = mezzo.ScaleState(64.0)
-        scale = DeviceScale(state, torch.device("cuda"))
+        scale = DeviceLossScale(state, torch.device("cuda"))
         for bad in torch.randint(0, 2, (150,), generator=generator).tolist():
             scale.advance(torch.full((), float(bad), device="cuda"), rule)
             state = next_state(state, rule, found_nonfinite=bool(bad))
         assert scale.read() == state
 
 
-@pytest.mark.skipif(not kernels.has_kernel(torch.device("cuda")), reason="needs Triton")
+@pytest.mark.skipif(not _launch.has_triton(torch.device("cuda")), reason="needs Triton")
 def test_the_first_bad_parameter_is_named(x: torch.Tensor):
     model = network()
     optimizer, scaler = FUSED["sgd"](model.parameters()), mezzo.GradScaler("cuda")
-    scaler.watch(model)
+    scaler.register_parameter_names(model)
     scaler.scale(model(x).mean()).backward()
     model[2].weight.grad[0, 3] = math.nan
     result = scaler.step(optimizer)
@@ -128,8 +128,8 @@ def test_the_first_bad_parameter_is_named(x: torch.Tensor):
 
 def test_a_collapse_is_told_once_from_copies_that_nobody_waits_for(x: torch.Tensor):
     model = network()
-    optimizer, scaler = FUSED["sgd"](model.parameters()), mezzo.GradScaler("cuda", patience=3)
-    scaler.watch(model)
+    optimizer, scaler = FUSED["sgd"](model.parameters()), mezzo.GradScaler("cuda", collapse_patience=3)
+    scaler.register_parameter_names(model)
     iterate(scaler, model, optimizer, x)
     torch.cuda.synchronize()
     with warnings.catch_warnings(record=True) as told:
@@ -140,7 +140,7 @@ def test_a_collapse_is_told_once_from_copies_that_nobody_waits_for(x: torch.Tens
                 time.sleep(0.01)
     messages = [str(one.message) for one in told if "in a row" in str(one.message)]
     assert len(messages) == 1
-    if kernels.has_kernel(torch.device("cuda")):
+    if _launch.has_triton(torch.device("cuda")):
         assert "'0.weight'" in messages[0]
 
 

@@ -126,7 +126,7 @@ def test_skips_leave_no_trace_and_are_told() -> None:
     step(torch.full_like(x, INF), (target, boost))
     torch.cuda.synchronize()
     assert step.skipped
-    assert step.told.skips == 1
+    assert step.metrics.skipped_steps == 1
     assert step.scale == 2.0**15
     assert same(weights(made.model), before)
     assert same(made.optimizer.state_dict(), state)
@@ -238,7 +238,7 @@ def test_a_host_read_is_named_by_its_line_and_runs_eagerly() -> None:
     with pytest.warns(UserWarning, match=r"outputs\.abs\(\)\.sum\(\)\.item\(\) < 0"), _events.listen() as heard:
         losses = [float(step(x, y)) for x, y in batches("mlp", 40, device="cuda")]
     assert not step.captured
-    assert "test_step.py" in (step.reason or "")
+    assert "test_step.py" in (step.eager_reason or "")
     assert sum(isinstance(event, _events.StepNotCaptured) for event in heard) == 1
     assert losses[-1] == losses[-1]
 
@@ -392,7 +392,7 @@ def test_a_compiled_convolutional_model_is_captured_and_trains_alike(level: str)
         made = Made("cnn", device="cuda")
         made.model.drop.p = 0.0  # compiled code draws other numbers
         losses, step = in_steps(made, batches("cnn", 12, device="cuda"), level, "float16", compile=compiled, channels_last=True)
-        assert step.captured, step.reason
+        assert step.captured, step.eager_reason
         runs.append(losses)
     assert_alike(*runs, 2e-2)
 

@@ -33,7 +33,7 @@ def test_a_device_is_probed_once_however_it_is_called(monkeypatch):
 @pytest.mark.skipif(torch.cuda.is_available(), reason="states what a machine without CUDA answers")
 def test_a_device_that_is_not_here_answers_that_nothing_is_supported():
     found = hardware("cuda")
-    assert found.best is None
+    assert found.preferred is None
     assert found.float16.reason.startswith("no CUDA device is visible")
 
 
@@ -41,7 +41,7 @@ def test_whoever_listens_hears_every_question():
     hardware("cpu")
     with listen() as heard:
         found = hardware("cpu")
-    fast = tuple(str(dtype).removeprefix("torch.") for dtype in found.fast)
+    fast = tuple(str(dtype).removeprefix("torch.") for dtype in found.native_dtypes)
     assert heard == [HardwareDetected("cpu", found.name, fast)]
 
 
@@ -54,5 +54,5 @@ def test_importing_asks_no_device():
 def test_a_real_gpu_agrees_with_torch():
     found = hardware("cuda")
     assert found.name == torch.cuda.get_device_name()
-    assert found.bfloat16.fast == torch.cuda.is_bf16_supported(including_emulation=False)
+    assert found.bfloat16.native == torch.cuda.is_bf16_supported(including_emulation=False)
     assert found == hardware()

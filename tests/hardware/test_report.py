@@ -8,9 +8,9 @@ import torch
 from mezzo._errors import PolicyError
 from mezzo._hardware import Hardware, Support
 
-NATIVE = Support(supported=True, fast=True, reason="it has instructions for it")
-SLOW = Support(supported=True, fast=False, reason="torch emulates it")
-NONE = Support(supported=False, fast=False, reason="there are no kernels")
+NATIVE = Support(supported=True, native=True, reason="it has instructions for it")
+SLOW = Support(supported=True, native=False, reason="torch emulates it")
+NONE = Support(supported=False, native=False, reason="there are no kernels")
 
 
 def device(float16, bfloat16, name="Device", capability="1.0"):
@@ -31,11 +31,11 @@ def device(float16, bfloat16, name="Device", capability="1.0"):
     ],
 )
 def test_a_native_dtype_is_chosen_first_and_bfloat16_between_equals(float16, bfloat16, best):
-    assert device(float16, bfloat16).best.dtype is best
+    assert device(float16, bfloat16).preferred.dtype is best
 
 
 def test_there_is_no_best_dtype_where_none_is_supported():
-    assert device(NONE, NONE).best is None
+    assert device(NONE, NONE).preferred is None
 
 
 @pytest.mark.parametrize(
@@ -50,7 +50,7 @@ def test_there_is_no_best_dtype_where_none_is_supported():
     ],
 )
 def test_the_choice_says_why_in_a_sentence(float16, bfloat16, reason):
-    assert device(float16, bfloat16).best.reason == reason
+    assert device(float16, bfloat16).preferred.reason == reason
 
 
 @pytest.mark.parametrize("word", ["float16", "fp16", torch.float16])
@@ -60,7 +60,7 @@ def test_support_is_asked_by_name_or_dtype(word):
 
 
 def test_float32_is_supported_everywhere():
-    assert device(NONE, NONE).support(torch.float32).fast
+    assert device(NONE, NONE).support(torch.float32).native
 
 
 def test_a_dtype_that_is_no_choice_is_refused():
@@ -73,7 +73,7 @@ def test_a_dtype_that_is_no_choice_is_refused():
     [(NATIVE, NATIVE, (torch.float16, torch.bfloat16)), (SLOW, NATIVE, (torch.bfloat16,)), (SLOW, NONE, ())],
 )
 def test_fast_lists_the_native_dtypes(float16, bfloat16, fast):
-    assert device(float16, bfloat16).fast == fast
+    assert device(float16, bfloat16).native_dtypes == fast
 
 
 def test_a_person_can_read_it():

@@ -3,25 +3,25 @@
 import pytest
 import torch
 
-from mezzo._hardware.detect import Backend, Facts
+from mezzo._hardware.detect import Backend, DeviceFacts
 from mezzo._hardware.support import judge
 
 
 def words(facts):
     found = judge(facts)
-    return found.float16.word, found.bfloat16.word
+    return found.float16.label, found.bfloat16.label
 
 
 def cuda(capability):
-    return Facts("cuda", "NVIDIA GPU", Backend.CUDA, capability=capability)
+    return DeviceFacts("cuda", "NVIDIA GPU", Backend.CUDA, capability=capability)
 
 
 def cpu(*features):
-    return Facts("cpu", "CPU", Backend.CPU, capability="avx2", features=frozenset(features))
+    return DeviceFacts("cpu", "CPU", Backend.CPU, capability="avx2", features=frozenset(features))
 
 
 def npu(**facts):
-    return Facts("npu", "Ascend910B", Backend.OTHER, **facts)
+    return DeviceFacts("npu", "Ascend910B", Backend.OTHER, **facts)
 
 
 @pytest.mark.parametrize(
@@ -67,7 +67,7 @@ def test_every_reason_on_cuda_names_the_capability_that_was_found(capability):
     ],
 )
 def test_rocm_is_judged_by_architecture(architecture, expected):
-    assert words(Facts("cuda", "AMD GPU", Backend.ROCM, capability=architecture)) == expected
+    assert words(DeviceFacts("cuda", "AMD GPU", Backend.ROCM, capability=architecture)) == expected
 
 
 @pytest.mark.parametrize(
@@ -79,7 +79,7 @@ def test_rocm_is_judged_by_architecture(architecture, expected):
     ],
 )
 def test_xpu_is_judged_by_its_properties(features, expected):
-    assert words(Facts("xpu", "Intel GPU", Backend.XPU, features=frozenset(features))) == expected
+    assert words(DeviceFacts("xpu", "Intel GPU", Backend.XPU, features=frozenset(features))) == expected
 
 
 @pytest.mark.parametrize(
@@ -94,7 +94,7 @@ def test_xpu_is_judged_by_its_properties(features, expected):
     ],
 )
 def test_mps_is_judged_by_chip_and_system(name, features, expected):
-    assert words(Facts("mps", name, Backend.MPS, features=frozenset(features))) == expected
+    assert words(DeviceFacts("mps", name, Backend.MPS, features=frozenset(features))) == expected
 
 
 @pytest.mark.parametrize(
@@ -149,14 +149,14 @@ def test_a_back_end_is_named_in_what_it_is_believed_to_have_said():
 
 @pytest.mark.parametrize("backend", list(Backend))
 def test_an_absent_device_supports_nothing_and_says_why(backend):
-    found = judge(Facts("cuda", "no CUDA device", backend, absent="no CUDA device is visible"))
+    found = judge(DeviceFacts("cuda", "no CUDA device", backend, absent="no CUDA device is visible"))
     assert found.float16 == found.bfloat16
-    assert (found.float16.word, found.float16.reason) == ("unsupported", "no CUDA device is visible")
+    assert (found.float16.label, found.float16.reason) == ("unsupported", "no CUDA device is visible")
 
 
 @pytest.mark.parametrize("backend", list(Backend))
 def test_facts_arrive_in_the_value(backend):
-    found = judge(Facts("kind", "Name", backend, capability="1.0"))
+    found = judge(DeviceFacts("kind", "Name", backend, capability="1.0"))
     assert (found.device, found.name, found.capability) == ("kind", "Name", "1.0")
     assert found.float16.reason
     assert found.bfloat16.reason

@@ -8,9 +8,9 @@ from support import step_cases
 from support.kernel_cases import fresh_seed
 
 import mezzo
-from mezzo.optim.prepared import Prepared
-from mezzo.scaling import kernels
-from mezzo.scaling.culprit import Flagged, Names
+from mezzo import _launch
+from mezzo.optim.fused_tables import LaunchPlan
+from mezzo.scaling.step_result import FlaggedSource, ParameterNames
 
 # NumPy, which stands in for the GPU, warns where a GPU goes on.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
 @pytest.fixture(autouse=True)
 def on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernels, "has_kernel", lambda _: True)
+    monkeypatch.setattr(_launch, "has_triton", lambda _: True)
 
 
 PAIRS = [(kind, half) for kind in step_cases.KINDS for half in step_cases.HALVES if step_cases.fits(kind, half)]
@@ -218,11 +218,11 @@ def with_transposed_gradients(trained: step_cases.Training) -> None:
 def test_the_check_and_the_step_read_one_set_of_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
     trained = small()
     read = []
-    gradients_on = Prepared.gradients_on
-    monkeypatch.setattr(Prepared, "gradients_on", lambda self, device, gradients: read.append(list(gradients)) or gradients_on(self, device, gradients))
+    gradients_on = LaunchPlan.gradients_on
+    monkeypatch.setattr(LaunchPlan, "gradients_on", lambda self, device, gradients: read.append(list(gradients)) or gradients_on(self, device, gradients))
     with_transposed_gradients(trained)
     flags: dict[torch.device, torch.Tensor] = {}
-    assert trained.bound.check(torch.ones(()), flags, Flagged(Names(), trained.optimizer))
+    assert trained.bound.check(torch.ones(()), flags, FlaggedSource(ParameterNames(), trained.optimizer))
     trained.bound.step(torch.ones(()), flags[torch.device("cpu")])
     assert len(read) == 1
 
@@ -231,7 +231,7 @@ def test_a_step_hook_that_replaces_a_gradient_after_the_check_is_heeded() -> Non
     trained = small()
     with_transposed_gradients(trained)
     flags: dict[torch.device, torch.Tensor] = {}
-    trained.bound.check(torch.ones(()), flags, Flagged(Names(), trained.optimizer))
+    trained.bound.check(torch.ones(()), flags, FlaggedSource(ParameterNames(), trained.optimizer))
     before, last = trained.exact(), trained.parameters[-1]
     last.grad = torch.full_like(last.grad, float("nan"))
     trained.bound.step(torch.ones(()), flags[torch.device("cpu")])
@@ -266,7 +266,7 @@ def test_a_parameter_that_joins_a_group_in_place_gets_a_master() -> None:
         if count == 1:
             optimizer.param_groups[0]["params"].extend([model.weight])
         # What a captured step looks at before it is replayed.
-        grounds.append(optimizer._bound.ground())
+        grounds.append(optimizer._bound.recapture_key())
         model.weight.grad, model.bias.grad = torch.ones_like(model.weight), torch.ones_like(model.bias)
         optimizer.step()
     assert grounds[1] != grounds[0]

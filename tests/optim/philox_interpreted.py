@@ -6,7 +6,7 @@ import pytest
 import torch
 from support.kernel_cases import fresh_seed
 
-from mezzo.optim.philox import philox
+from mezzo.optim.master_formats import philox
 
 triton = pytest.importorskip("triton")
 tl = pytest.importorskip("triton.language")

@@ -10,7 +10,7 @@ import torch
 from support.kernel_cases import fresh_seed
 from torch import nn
 
-from mezzo.optim.lamb import LAMB
+from mezzo.optim.optimizers import LAMB
 
 SHAPES = [(3, 4), (5,), (), (0,), (2, 3, 2, 2)]
 
@@ -124,10 +124,10 @@ def test_an_eps_below_zero_is_refused():
 
 def test_a_variant_may_say_how_long_its_steps_are_and_what_corrects_its_moments():
     class Plain(LAMB):
-        def corrections(self, group, steps):
+        def _corrections(self, group, steps):
             return [1.0] * len(steps), [1.0] * len(steps)
 
-        def ratios(self, group, parameters, directions):
+        def _ratios(self, group, parameters, directions):
             return torch.ones(len(parameters))
 
     weight = torch.nn.Parameter(torch.tensor([2.0]))

@@ -7,7 +7,7 @@ import torch
 from support.kernel_cases import fresh_seed
 from torch import nn
 
-from mezzo.optim.lion import Lion
+from mezzo.optim.optimizers import Lion
 
 SHAPES = [(3, 4), (5,), (), (0,), (2, 3, 2, 2)]
 

@@ -10,7 +10,7 @@ from support.interpreted import needs_triton, run_interpreted
 from support.kernel_cases import fresh_seed
 from support.philox_words import reference_word, reference_words
 
-from mezzo.optim.philox import philox
+from mezzo.optim.master_formats import philox
 
 CPU = torch.device("cpu")
 

@@ -59,7 +59,7 @@ def test_an_op_may_be_exempt_from_the_presets_exemptions():
 
 @pytest.mark.parametrize("table", ["batch_norm", 3, None, {"batch_norm"}, (("batch_norm",),), ["batch_norm"]])
 def test_exemptions_that_are_no_table_are_refused_with_an_example(table):
-    with says(rf"^exempt={re.escape(repr(table))} should be a table from an op to its arguments, such as "):
+    with says(rf"^exempt_args={re.escape(repr(table))} should be a table from an op to its arguments, such as "):
         parse.exemptions(table)
 
 
@@ -207,12 +207,12 @@ def test_a_set_of_modules_that_is_none_is_refused(entries):
     ],
 )
 def test_a_field_is_spelled_as_python_that_the_constructor_reads(field, value, spelled):
-    assert parse.spell(field, value) == spelled
+    assert parse.format_value(field, value) == spelled
     assert eval(spelled) is not None
 
 
 def test_an_argument_is_any_that_one_of_the_ops_functions_has():
-    assert {parse.argument("softmax", name) for name in ("input", "self", "dim", "dtype")} == {"input", "self", "dim", "dtype"}
+    assert {parse.check_argument("softmax", name) for name in ("input", "self", "dim", "dtype")} == {"input", "self", "dim", "dtype"}
 
 
 @pytest.mark.parametrize(
@@ -221,7 +221,7 @@ def test_an_argument_is_any_that_one_of_the_ops_functions_has():
         {"half": "softmax"},
         {"half": {"sofmax"}},
         {"half": {"add"}, "full": {"__add__"}},
-        {"exempt": {"batch_norm": "wieght"}},
+        {"exempt_args": {"batch_norm": "wieght"}},
         {"conditional": [("softmax", "dimm", [-1])]},
         {"modules": {"head": "promote"}},
         {"keep_full": 3},
@@ -230,6 +230,6 @@ def test_an_argument_is_any_that_one_of_the_ops_functions_has():
 def test_a_policy_that_makes_no_sense_is_never_made_nor_changed_halfway(bad):
     policy = Policy("O2", half={"exp"})
     with pytest.raises(PolicyError) as error:
-        Policy.of(policy, **bad)
+        Policy.parse(policy, **bad)
     assert error.value.__cause__ is None
     assert policy == Policy("O2", half={"exp"})

@@ -5,7 +5,7 @@ import torch
 
 from mezzo import Policy, PolicyError
 from mezzo.policy import missing_kernels
-from mezzo.policy.decide import MADE_OF, Decision, all_entries, effective, entry_of, explain, without_casts
+from mezzo.policy.decide import COMPOSED_OF, Decision, all_entries, effective_lists, entry_of, explain, uncast_decision
 from mezzo.policy.registry import registry
 from mezzo.policy.types import Entry, Rule
 
@@ -23,7 +23,7 @@ def mine():
 @pytest.fixture
 def learning(monkeypatch):
     """Lets a test learn of a missing kernel without telling the others."""
-    monkeypatch.setattr(missing_kernels, "_learnt", set())
+    monkeypatch.setattr(missing_kernels, "_recorded", set())
     effective_cache_clear()
     yield
     effective_cache_clear()
@@ -81,7 +81,7 @@ def test_an_input_that_is_no_dtype_is_refused(word):
     with pytest.raises(PolicyError, match=r"^The inputs of an op are told by their dtypes, such as torch.float32 or 'float32', got "):
         decided(Policy(), "linear", word)
     with pytest.raises(PolicyError, match=r"^The inputs of an op are told by their dtypes"):
-        without_casts("linear", [word], "why")
+        uncast_decision("linear", [word], "why")
 
 
 @pytest.mark.parametrize("spelling", ["softmax", "_softmax", "F.softmax", "aten::softmax.int"])
@@ -107,8 +107,8 @@ def test_the_users_words_beat_the_presets():
 
 @pytest.mark.parametrize("rule", list(Rule))
 def test_an_unlisted_op_follows_the_policy_before_the_preset(rule):
-    assert decided(Policy(unlisted=rule), "relu", F32).rule is rule
-    assert decided(Policy(unlisted=rule), "linear", F32).rule is Rule.HALF
+    assert decided(Policy(default_rule=rule), "relu", F32).rule is rule
+    assert decided(Policy(default_rule=rule), "linear", F32).rule is Rule.HALF
 
 
 def test_a_conditional_entry_beats_the_list_only_for_its_values():
@@ -120,16 +120,16 @@ def test_a_conditional_entry_beats_the_list_only_for_its_values():
 
 
 def test_a_presets_conditions_hold_beside_the_users():
-    theirs = effective(Policy(preset="oneflow"), F16, "cpu").conditional
-    ours = effective(Policy(preset="oneflow", conditional=[("softmax", "dim", [-1])]), F16, "cpu").conditional
+    theirs = effective_lists(Policy(preset="oneflow"), F16, "cpu").conditional
+    ours = effective_lists(Policy(preset="oneflow", conditional=[("softmax", "dim", [-1])]), F16, "cpu").conditional
     assert theirs
     assert set(ours) - set(theirs) == set(Policy(conditional=[("softmax", "dim", [-1])]).conditional)
 
 
 def test_an_exemption_replaces_the_presets_for_its_op_alone():
-    lists = effective(Policy("O2", exempt={"batch_norm": []}), F16, "cpu")
-    assert lists.exempt["batch_norm"] == ()
-    assert lists.exempt["instance_norm"] == ("weight", "bias", "running_mean", "running_var")
+    lists = effective_lists(Policy("O2", exempt_args={"batch_norm": []}), F16, "cpu")
+    assert lists.exempt_args["batch_norm"] == ()
+    assert lists.exempt_args["instance_norm"] == ("weight", "bias", "running_mean", "running_var")
 
 
 def test_an_argument_that_the_op_lacks_is_refused():
@@ -143,7 +143,7 @@ def test_an_op_of_the_users_own_brings_its_rule_which_a_policy_overrides(mine):
 
 
 def test_lists_that_were_made_before_an_op_was_registered_are_made_again():
-    policy = Policy(unlisted="half")
+    policy = Policy(default_rule="half")
     assert "late" not in all_entries(policy, F16, "cpu")
     registry().register("late", (), Entry(Rule.FULL, "registered by the user"))
     assert all_entries(policy, F16, "cpu")["late"].rule is Rule.FULL
@@ -152,15 +152,15 @@ def test_lists_that_were_made_before_an_op_was_registered_are_made_again():
 
 
 def test_lists_are_made_once_for_equal_policies():
-    assert effective(Policy(half={"add"}), F16, "cpu") is effective(Policy(half=["add_"]), F16, "cpu")
+    assert effective_lists(Policy(half={"add"}), F16, "cpu") is effective_lists(Policy(half=["add_"]), F16, "cpu")
 
 
-@pytest.mark.parametrize(("whole", "part"), [(whole, part) for whole, parts in MADE_OF.items() for part in parts])
+@pytest.mark.parametrize(("whole", "part"), [(whole, part) for whole, parts in COMPOSED_OF.items() for part in parts])
 def test_an_op_made_of_others_follows_what_the_user_says_of_its_parts(whole, part):
     assert {whole, part} <= registry().names
-    entry = entry_of(effective(Policy(full={part}), BF16, "cpu"), whole, BF16, "cpu")
+    entry = entry_of(effective_lists(Policy(full={part}), BF16, "cpu"), whole, BF16, "cpu")
     assert entry == Entry(Rule.FULL, f"computed by {part}, which is listed full by the user")
-    assert entry_of(effective(Policy(full={part}, keep={whole}), BF16, "cpu"), whole, BF16, "cpu").rule is Rule.KEEP
+    assert entry_of(effective_lists(Policy(full={part}, keep={whole}), BF16, "cpu"), whole, BF16, "cpu").rule is Rule.KEEP
 
 
 def test_an_op_without_a_kernel_runs_in_float32_and_says_so():
@@ -174,9 +174,9 @@ def test_an_op_without_a_kernel_runs_in_float32_and_says_so():
 
 @pytest.mark.usefixtures("learning")
 def test_an_op_that_was_found_to_lack_a_kernel_runs_in_float32_where_it_is_in_no_list():
-    policy = Policy("O1", unlisted="half")
+    policy = Policy("O1", default_rule="half")
     assert decided(policy, "relu", F32, dtype=BF16, device="cpu").dtype is BF16
-    missing_kernels.learn("relu", BF16, "cpu")
+    missing_kernels.record_missing("relu", BF16, "cpu")
     assert decided(policy, "relu", F32, dtype=BF16, device="cpu").dtype is F32
     assert decided(policy, "relu", F32, dtype=F16, device="cpu").dtype is F16
 
@@ -189,7 +189,7 @@ def test_every_op_has_an_entry_with_a_reason_at_every_level(level):
 
 
 def test_nothing_is_cast_at_o0_whatever_else_the_policy_says():
-    entries = all_entries(Policy("O0", half={"add"}, unlisted="full"), BF16, "cpu")
+    entries = all_entries(Policy("O0", half={"add"}, default_rule="full"), BF16, "cpu")
     assert {entry.rule for entry in entries.values()} == {Rule.KEEP}
 
 
@@ -199,4 +199,4 @@ def test_a_level_decides_for_what_is_in_no_list(level, rule):
 
 
 def test_no_cast_gives_the_dtype_that_torch_promotes_to():
-    assert without_casts("add", [F16, F32], "why") == Decision("add", Rule.KEEP, F32, "why")
+    assert uncast_decision("add", [F16, F32], "why") == Decision("add", Rule.KEEP, F32, "why")

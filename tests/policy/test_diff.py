@@ -25,9 +25,9 @@ def test_equal_policies_do_not_differ_and_say_so():
 
 
 def test_a_difference_names_the_fields_and_the_ops_that_end_up_under_another_rule():
-    difference = diff(Policy("O1", "float16"), Policy("O1", "float16", full={"linear"}, keep={"softmax"}, unlisted="keep"), GPU)
+    difference = diff(Policy("O1", "float16"), Policy("O1", "float16", full={"linear"}, keep={"softmax"}, default_rule="keep"), GPU)
     assert difference
-    assert difference.fields == (("full", [], ["linear"]), ("keep", [], ["softmax"]), ("unlisted", None, "keep"))
+    assert difference.fields == (("full", [], ["linear"]), ("keep", [], ["softmax"]), ("default_rule", None, "keep"))
     assert ("linear", "half", "full") in difference.ops
     assert ("softmax", "full", "keep") in difference.ops
     assert "full: [] → ['linear']" in str(difference).splitlines()

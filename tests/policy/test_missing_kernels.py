@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 
 from mezzo.policy import missing_kernels
-from mezzo.policy.missing_kernels import known, lacks_kernel, learn, missing, needs_one_dtype, was_learnt
+from mezzo.policy.missing_kernels import is_recorded_missing, known_missing, lacks_kernel, missing, needs_one_dtype, record_missing
 from mezzo.policy.registry import registry
 
 F16, BF16 = torch.float16, torch.bfloat16
@@ -14,7 +14,7 @@ F16, BF16 = torch.float16, torch.bfloat16
 @pytest.fixture(autouse=True)
 def forget(monkeypatch):
     """What is learnt here, no other test knows."""
-    monkeypatch.setattr(missing_kernels, "_learnt", set())
+    monkeypatch.setattr(missing_kernels, "_recorded", set())
 
 
 def test_every_op_that_is_known_to_lack_a_kernel_is_an_op():
@@ -50,32 +50,32 @@ def test_a_dtype_that_lacks_a_kernel_says_nothing_of_the_other():
 
 
 def test_known_are_those_that_lack_both():
-    assert "linalg_qr" in known("cpu")
-    assert "rrelu" not in known("cpu")
-    assert known("quantum") == frozenset()
+    assert "linalg_qr" in known_missing("cpu")
+    assert "rrelu" not in known_missing("cpu")
+    assert known_missing("quantum") == frozenset()
 
 
 def test_a_device_without_a_table_lacks_nothing_until_it_is_learnt():
     assert not lacks_kernel("linalg_qr", F16, "xpu")
-    assert learn("linalg_qr", F16, "xpu")
+    assert record_missing("linalg_qr", F16, "xpu")
     assert lacks_kernel("linalg_qr", F16, "xpu")
     assert not lacks_kernel("linalg_qr", BF16, "xpu")
 
 
 def test_learning_says_whether_it_was_news():
-    assert learn("relu", F16, "cpu")
-    assert not learn("relu", F16, "cpu")
+    assert record_missing("relu", F16, "cpu")
+    assert not record_missing("relu", F16, "cpu")
 
 
 def test_what_was_learnt_is_told_apart_from_what_was_known():
-    assert not was_learnt("linalg_qr", F16, "cpu")
-    learn("relu", F16, "cpu")
-    assert was_learnt("relu", F16, "cpu")
-    assert not was_learnt("relu", BF16, "cpu")
+    assert not is_recorded_missing("linalg_qr", F16, "cpu")
+    record_missing("relu", F16, "cpu")
+    assert is_recorded_missing("relu", F16, "cpu")
+    assert not is_recorded_missing("relu", BF16, "cpu")
 
 
 def test_missing_lists_both_in_order():
-    learn("linalg_qr", F16, "xpu")
+    record_missing("linalg_qr", F16, "xpu")
     assert missing("linalg_qr") == tuple(sorted(missing("linalg_qr")))
     assert {("cpu", "bfloat16"), ("cpu", "float16"), ("xpu", "float16")} <= set(missing("linalg_qr"))
     assert missing("relu") == ()

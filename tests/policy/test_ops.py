@@ -56,8 +56,8 @@ def test_ops_without_a_kernel_are_listed_with_where():
 
 
 def test_a_missing_kernel_that_was_found_is_listed(monkeypatch):
-    monkeypatch.setattr(missing_kernels, "_learnt", set())
-    missing_kernels.learn("relu", torch.float16, "xpu")
+    monkeypatch.setattr(missing_kernels, "_recorded", set())
+    missing_kernels.record_missing("relu", torch.float16, "xpu")
     assert by_name(mezzo.ops(device="cpu"))["relu"].no_kernel == (("xpu", "float16"),)
 
 

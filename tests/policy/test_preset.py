@@ -12,7 +12,7 @@ UNLISTED = Entry(Rule.KEEP, "in no list")
 def test_lists_without_exemptions_share_no_table():
     one, other = OpLists({}, UNLISTED), OpLists({}, UNLISTED)
     assert one == other
-    assert one.exempt is not other.exempt
+    assert one.exempt_args is not other.exempt_args
 
 
 @pytest.mark.parametrize(("value", "field"), [(OpLists({}, UNLISTED), "entries"), (OpNames({}, {}), "known")])

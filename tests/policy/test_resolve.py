@@ -10,7 +10,7 @@ import mezzo
 from mezzo import Policy, UnsupportedError
 from mezzo._events import PolicyDowngraded, PolicyResolved, listen
 from mezzo.policy import decide as module
-from mezzo.policy.decide import Resolved, choose, resolve
+from mezzo.policy.decide import Resolved, resolve, resolve_quietly
 
 F16, BF16 = torch.float16, torch.bfloat16
 
@@ -28,7 +28,7 @@ def forget(monkeypatch):
 def test_auto_picks_by_hardware_and_says_why(float16, bfloat16, dtype):
     hardware = device(float16, bfloat16)
     resolved = resolve(Policy("O1"), hardware)
-    assert resolved == Resolved(dtype, hardware.best.reason)
+    assert resolved == Resolved(dtype, hardware.preferred.reason)
     assert "Fake 100" in resolved.reason
 
 
@@ -118,5 +118,5 @@ def test_a_downgrade_is_an_event_every_time_and_a_warning_once():
 def test_who_only_asks_gets_the_same_answer_without_error_warning_or_event(how):
     with warnings.catch_warnings(), listen() as heard:
         warnings.simplefilter("error")
-        assert choose(Policy("O1", on_unsupported=how), device(NONE, NONE)) == Resolved(None, "it has no kernels for it")
+        assert resolve_quietly(Policy("O1", on_unsupported=how), device(NONE, NONE)) == Resolved(None, "it has no kernels for it")
     assert heard == []

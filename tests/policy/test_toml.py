@@ -31,7 +31,7 @@ def test_a_file_reads_like_the_constructor(tmp_path):
         'promote = ["cat", "stack"]',
         'keep = ["relu"]',
         'refuse = ["binary_cross_entropy"]',
-        'unlisted = "promote"',
+        'default_rule = "promote"',
         'conditional = [["linalg_vector_norm", "ord", [inf], "a maximum needs no sum"], ["softmax", "dim", ["last", -1, 0.5, {}, true]]]',
         'keep_full = ["head", "type:torch.nn.modules.normalization.LayerNorm"]',
         'master = "kahan"',
@@ -39,7 +39,7 @@ def test_a_file_reads_like_the_constructor(tmp_path):
         'cache = "versioned"',
         'on_unsupported = "error"',
         "",
-        "[exempt]",
+        "[exempt_args]",
         '"batch_norm" = ["bias", "weight"]',
         '"layer_norm" = ["weight"]',
         "",
@@ -135,7 +135,7 @@ def test_a_directory_is_no_policy_file(tmp_path):
         ('conditional = [["softmax", "dimm", [-1]]]', "softmax has no argument 'dimm'"),
         ('[modules]\nencoder.norm = "full"', 'A name with dots is quoted in TOML: "encoder.norm" = "full"'),
         ('modules = ["head"]', r"modules=\['head'\] should be a table"),
-        ('[exempt]\nbatchnorm = ["weight"]', "Unknown op 'batchnorm'. Did you mean 'batch_norm'"),
+        ('[exempt_args]\nbatchnorm = ["weight"]', "Unknown op 'batchnorm'. Did you mean 'batch_norm'"),
     ],
 )
 def test_words_that_make_no_sense_are_refused_with_the_file_they_stand_in(content, message, tmp_path):

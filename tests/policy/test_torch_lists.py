@@ -9,7 +9,7 @@ import pytest
 import support.autocast_rules
 
 from mezzo.policy.op_names import canonical
-from mezzo.policy.presets.torch_amp import AUTOCAST_KEYS, DEVICES, is_listed, lists, native
+from mezzo.policy.presets.torch_amp import AUTOCAST_KEYS, DEVICES, is_listed, level_lists, torch_entries
 from mezzo.policy.registry import registry
 from mezzo.policy.types import Level, Rule
 
@@ -33,7 +33,7 @@ def test_the_lists_say_just_what_this_torch_does_with_every_op_that_it_has_an_au
     theirs: dict[str, set[str]] = {}
     for overload, rule in torchs_own[device].items():
         theirs.setdefault(canonical(overload.partition(".")[0]), set()).add(rule)
-    ours = {name: {entry.rule.value} for name, entry in native(device).items()}
+    ours = {name: {entry.rule.value} for name, entry in torch_entries(device).items()}
     assert ours == {name: rules for name, rules in theirs.items() if name not in CUDNN}
 
 
@@ -51,9 +51,9 @@ def test_no_op_stands_in_two_groups(device):
 
 @pytest.mark.parametrize(("level", "device"), EVERY)
 def test_every_entry_names_an_op_and_has_a_reason(level, device):
-    found = lists(level, device)
-    assert (found.entries.keys() | found.exempt.keys()) - registry().names == set()
-    assert all(entry.reason for entry in (*found.entries.values(), found.unlisted))
+    found = level_lists(level, device)
+    assert (found.entries.keys() | found.exempt_args.keys()) - registry().names == set()
+    assert all(entry.reason for entry in (*found.entries.values(), found.default_rule))
 
 
 @pytest.mark.parametrize(
@@ -82,33 +82,33 @@ def test_every_entry_names_an_op_and_has_a_reason(level, device):
 )
 def test_torch_differs_between_cuda_and_the_cpu_where_it_does(op, cuda, cpu):
     for device, rule in (("cuda", cuda), ("cpu", cpu)):
-        entry = lists(Level.O1, device).entries.get(op)
+        entry = level_lists(Level.O1, device).entries.get(op)
         assert (entry and entry.rule) is rule
 
 
 def test_the_refusal_names_what_to_call_instead():
-    assert "use binary_cross_entropy_with_logits" in native("cuda")["binary_cross_entropy"].reason
+    assert "use binary_cross_entropy_with_logits" in torch_entries("cuda")["binary_cross_entropy"].reason
 
 
 @pytest.mark.parametrize("device", ["xpu", "mps", "npu", "privateuseone"])
 def test_an_accelerator_without_a_list_of_its_own_has_that_of_cuda(device):
-    assert native(device) == native("cuda")
+    assert torch_entries(device) == torch_entries("cuda")
 
 
 def test_od_keeps_what_is_half_and_runs_the_rest_in_float32():
-    found = lists(Level.OD, "cuda")
-    assert found.unlisted.rule is Rule.FULL
+    found = level_lists(Level.OD, "cuda")
+    assert found.default_rule.rule is Rule.FULL
     assert {entry.rule for entry in found.entries.values()} == {Rule.HALF, Rule.REFUSE}
     assert found.entries.keys() >= {"linear", "conv2d", "binary_cross_entropy"}
 
 
 @pytest.mark.parametrize("level", [Level.O2, Level.O3])
 def test_o2_and_o3_run_everything_in_16_bits_but_views_and_what_has_no_kernel(level):
-    found = lists(level, "cpu")
-    assert found.unlisted.rule is Rule.HALF
+    found = level_lists(level, "cpu")
+    assert found.default_rule.rule is Rule.HALF
     assert found.entries["view"].rule is Rule.KEEP
     assert found.entries["linalg_qr"].rule is Rule.FULL
-    assert found.exempt["batch_norm"] == ("weight", "bias", "running_mean", "running_var")
+    assert found.exempt_args["batch_norm"] == ("weight", "bias", "running_mean", "running_var")
 
 
 @pytest.mark.parametrize("level", [Level.O2, Level.O3])
@@ -117,19 +117,19 @@ def test_no_level_casts_what_shares_memory_with_its_input(level):
         return any(result.alias_info is not None and not result.alias_info.is_write for result in overload._schema.returns)
 
     views = {op.name for op in registry() if any(is_view(overload) for overload in registry().overloads(op.name))}
-    assert {name for name in views if lists(level, "cuda").entries.get(name, lists(level, "cuda").unlisted).rule is not Rule.KEEP} == set()
+    assert {name for name in views if level_lists(level, "cuda").entries.get(name, level_lists(level, "cuda").default_rule).rule is not Rule.KEEP} == set()
 
 
 def test_o2_keeps_in_float32_what_needs_the_range_and_o3_nothing():
     for op in ("softmax", "layer_norm", "exp", "sum", "mean", "cross_entropy", "cosine_similarity"):
-        assert lists(Level.O2, "cuda").entries[op].rule is Rule.FULL
-        assert op not in lists(Level.O3, "cuda").entries
+        assert level_lists(Level.O2, "cuda").entries[op].rule is Rule.FULL
+        assert op not in level_lists(Level.O3, "cuda").entries
 
 
 def test_o0_lists_nothing():
-    assert (lists(Level.O0, "cuda").entries, lists(Level.O0, "cuda").unlisted.rule) == ({}, Rule.KEEP)
+    assert (level_lists(Level.O0, "cuda").entries, level_lists(Level.O0, "cuda").default_rule.rule) == ({}, Rule.KEEP)
 
 
 def test_lists_are_made_once():
-    assert lists(Level.O1, "cuda") is lists(Level.O1, "cuda")
-    assert native("cpu") is native("cpu")
+    assert level_lists(Level.O1, "cuda") is level_lists(Level.O1, "cuda")
+    assert torch_entries("cpu") is torch_entries("cpu")

@@ -13,8 +13,8 @@ from support.states import assert_equal
 from torch import nn
 
 import mezzo
-from mezzo.optim.saved import MASTERS
-from mezzo.prepare import rng
+from mezzo.optim.state_dict import MASTERS
+from mezzo.prepare import rng_state
 
 KINDS = ("float32", "split", "kahan", "stochastic", "none")
 
@@ -537,11 +537,11 @@ def test_content_that_is_not_as_saved_is_refused_in_one_error_and_nothing_is_cha
     change(content)
     torch.save(content, path)
     run = Run(seed=3, dtype="float16")
-    before, generators = run.state(), rng.capture()
+    before, generators = run.state(), rng_state.capture_rng_state()
     with pytest.raises(mezzo.CheckpointError, match=message):
         mezzo.load_checkpoint(path, *run.parts)
     assert_equal(before, run.state())
-    assert_equal(generators, rng.capture())
+    assert_equal(generators, rng_state.capture_rng_state())
     run.train(1)
 
 
@@ -616,17 +616,17 @@ def test_what_was_loaded_is_put_back_when_a_later_part_fails(path, dtype, kind, 
         random.seed(7)
         np.random.seed(7)  # noqa: NPY002
         one.train(2)
-    before, generators = run.state(), rng.capture()
+    before, generators = run.state(), rng_state.capture_rng_state()
     addresses = [parameter.data_ptr() for parameter in run.model.parameters()]
     with pytest.raises(mezzo.CheckpointError if isinstance(error, Exception) else KeyboardInterrupt):
         mezzo.load_checkpoint(path, *run.parts[:3], [run.scheduler, failing])
     assert failing.value == 1
     assert_equal(before, run.state())
-    assert_equal(generators, rng.capture())
+    assert_equal(generators, rng_state.capture_rng_state())
     assert addresses == [parameter.data_ptr() for parameter in run.model.parameters()]
     # Also what no state shows: both go on alike, to the bit.
     run.train(2)
-    rng.restore(generators)
+    rng_state.restore_rng_state(generators)
     twin.train(2)
     assert_equal(twin.state(), run.state())
 

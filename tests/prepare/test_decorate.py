@@ -10,9 +10,9 @@ import torch
 from torch import nn
 
 import mezzo
-from mezzo.optim.masters import Masters
+from mezzo.optim.master_weights import MasterWeights
 from mezzo.prepare import decorate as subject
-from mezzo.prepare import door, weight_hooks
+from mezzo.prepare import forward, model_state_dict
 
 KINDS = ("float32", "split", "kahan", "stochastic", "none")
 EXACT = ("float32", "split")
@@ -340,21 +340,21 @@ def fail_on_call(monkeypatch, target, name, count):
 
 
 FAILURES = [
-    (Masters, "adopt", 1),
-    (Masters, "adopt", 4),
+    (MasterWeights, "adopt", 1),
+    (MasterWeights, "adopt", 4),
     (subject, "flatten_rnns", 1),
-    (subject, "region_of", 1),
-    (subject, "bind_modules", 1),
-    (door, "hang", 1),
-    (door, "hang", 2),
-    (subject, "guard", 2),
-    (weight_hooks, "_BeforeLoad", 3),
-    (weight_hooks, "_AfterLoad", 1),
-    (weight_hooks, "_AfterSave", 5),
-    (subject, "bind", 1),
-    (subject, "bind", 2),
-    (subject.saved, "install", 1),
-    (subject.saved, "_Saving", 2),
+    (subject, "region_for", 1),
+    (subject, "bind_module_rules", 1),
+    (forward, "wrap_forward", 1),
+    (forward, "wrap_forward", 2),
+    (subject, "refuse_moves", 2),
+    (model_state_dict, "_BeforeLoad", 3),
+    (model_state_dict, "_AfterLoad", 1),
+    (model_state_dict, "_AfterSave", 5),
+    (subject, "bind_optimizer", 1),
+    (subject, "bind_optimizer", 2),
+    (subject.state_dict, "hook_state_dict", 1),
+    (subject.state_dict, "_Saving", 2),
     (subject, "mark", 1),
     (subject, "mark", 4),
 ]
@@ -439,7 +439,7 @@ def test_nothing_is_warned_of_where_nothing_is_trained(ready):
 def test_undecorating_is_refused_whole_where_a_tensor_no_longer_fits_its_master():
     model, optimizer = mezzo.decorate(*make(), dtype="bfloat16")
     train(model, optimizer)
-    exact = weight_hooks.exact_state_dict(model)
+    exact = model_state_dict.exact_state_dict(model)
     before, weight = snapshot(model, optimizer), model.rnn.weight_hh_l0
     weight.data = weight.data.float()
     with pytest.raises(mezzo.UnsupportedError, match=r"bfloat16 of shape \(24, 8\) on cpu, and now it is float32") as caught:

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 import mezzo
-from mezzo.optim.bound import bound_of
+from mezzo.optim.binding import optimizer_binding
 
 
 class Net(nn.Module):
@@ -48,7 +48,7 @@ def test_float32_masters_are_live_and_split_ones_are_copies():
         optimizer.step()
         assert torch.equal(found["body.weight"], original["body.weight"]) is not live
         assert torch.equal(found["body.weight"], mezzo.master_params(model)["body.weight"]) is live
-        assert (bound_of(optimizer).masters.beside(model.body.weight) is found["body.weight"]) is live
+        assert (optimizer_binding(optimizer).masters.companion_tensor(model.body.weight) is found["body.weight"]) is live
         assert found["norm.weight"].data_ptr() == model.norm.weight.data_ptr()
 
 

@@ -138,7 +138,7 @@ def test_bytes_are_what_decorate_then_takes(master, level):
 def test_auto_takes_the_dtype_of_the_device_and_says_why():
     found = mezzo.hardware("cpu")
     planned = plan(block(), dtype="auto", on_unsupported="ignore")
-    assert planned.dtype is (found.best.dtype if found.best else None)
+    assert planned.dtype is (found.preferred.dtype if found.preferred else None)
     assert planned.dtype_reason in str(planned)
 
 

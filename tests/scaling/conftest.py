@@ -10,7 +10,8 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from mezzo.scaling import copies, needless
+from mezzo import _launch
+from mezzo.scaling import diagnostics
 
 READS = {torch.ops.aten._local_scalar_dense.default, torch.ops.aten.is_nonzero.default, torch.ops.aten.item.default}
 
@@ -35,12 +36,12 @@ def host_reads() -> Callable[[], HostReads]:
 @pytest.fixture
 def far_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """The CPU counts as a device whose tensors are not to be read: scales stay in tensors, fused optimizers skip by themselves."""
-    monkeypatch.setattr(copies, "waits", lambda _: True)
+    monkeypatch.setattr(_launch, "needs_sync", lambda _: True)
 
 
 @pytest.fixture(autouse=True)
 def nothing_said_yet(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(needless, "_said", False)
+    monkeypatch.setattr(diagnostics, "_said", False)
 
 
 class Net(nn.Module):

@@ -9,10 +9,10 @@ import torch
 from support.kernel_cases import DTYPES, FACTORS, bits, check_against_reference, fresh_seed, gradients, raised, same, spoil
 from support.scale_rules import RULES
 
-from mezzo import ScaleRule, ScaleState
-from mezzo.scaling import kernels
-from mezzo.scaling.device import DeviceScale
-from mezzo.scaling.state import next_state
+from mezzo import ScaleRule, ScaleState, _launch
+from mezzo.scaling import check_unscale
+from mezzo.scaling.scale_state import next_state
+from mezzo.scaling.scale_tensors import DeviceLossScale
 
 # NumPy, which stands in for the GPU, warns where a GPU gives an infinity.
 pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning", "ignore:invalid value encountered:RuntimeWarning")
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarn
 
 @pytest.fixture(autouse=True)
 def on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernels, "has_kernel", lambda _: True)
+    monkeypatch.setattr(_launch, "has_triton", lambda _: True)
 
 
 def agrees(got: torch.Tensor, wanted: torch.Tensor) -> bool:
@@ -45,28 +45,28 @@ def test_checking_writes_nothing_and_neither_does_a_factor_of_one(dtype: torch.d
     for unscale in (False, True):
         found, flags = raised("cpu", len(tensors))
         if unscale:
-            kernels.check_and_unscale(tensors, torch.tensor(1.0), found, flags)
+            check_unscale.check_and_unscale(tensors, torch.tensor(1.0), found, flags)
         else:
-            kernels.check(tensors, found, flags)
+            check_unscale.check(tensors, found, flags)
         assert (flags.tolist(), found.item()) == (expected, float(any(expected))), seed
         assert all(torch.equal(bits(tensor), old) for tensor, old in zip(tensors, before, strict=True)), seed
 
 
 def test_flags_are_raised_and_never_lowered() -> None:
     found, flags = torch.ones(()), torch.tensor([1, 0], dtype=torch.int32)
-    kernels.check_and_unscale([torch.ones(3), torch.ones(3)], torch.tensor(0.5), found, flags)
+    check_unscale.check_and_unscale([torch.ones(3), torch.ones(3)], torch.tensor(0.5), found, flags)
     assert (found.item(), flags.tolist()) == (1.0, [1, 0])
 
 
 def test_flags_of_single_gradients_need_not_be_asked_for() -> None:
     found = torch.zeros(())
-    kernels.check_and_unscale([torch.ones(3), torch.full((2,), torch.nan)], torch.tensor(0.5), found)
+    check_unscale.check_and_unscale([torch.ones(3), torch.full((2,), torch.nan)], torch.tensor(0.5), found)
     assert found.item() == 1.0
 
 
 def test_a_product_that_overflows_is_found_though_its_factors_are_finite() -> None:
     found, flags = raised("cpu", 1)
-    kernels.check_and_unscale([torch.full((5,), 60000.0, dtype=torch.float16)], torch.tensor(2.0), found, flags)
+    check_unscale.check_and_unscale([torch.full((5,), 60000.0, dtype=torch.float16)], torch.tensor(2.0), found, flags)
     assert (found.item(), flags.tolist()) == (1.0, [1])
 
 
@@ -74,7 +74,7 @@ def test_a_bad_element_beyond_the_end_of_a_gradient_is_not_seen() -> None:
     storage = torch.full((100,), torch.nan)
     storage[10:43] = 1.0
     found, flags = raised("cpu", 1)
-    kernels.check_and_unscale([storage[10:43]], torch.tensor(0.5), found, flags)
+    check_unscale.check_and_unscale([storage[10:43]], torch.tensor(0.5), found, flags)
     assert (found.item(), flags.tolist()) == (0.0, [0])
     assert storage[10:43].eq(0.5).all()
     assert storage[:10].isnan().all()
@@ -85,14 +85,14 @@ def test_many_tiny_gradients_take_one_launch() -> None:
     tensors = [torch.full((1 + place % 7,), 2.0) for place in range(300)]
     tensors[222][0] = torch.inf
     found, flags = raised("cpu", len(tensors))
-    kernels.check_and_unscale(tensors, torch.tensor(0.5), found, flags)
+    check_unscale.check_and_unscale(tensors, torch.tensor(0.5), found, flags)
     assert flags.nonzero().flatten().tolist() == [222]
     assert all(tensor[-1] == 1.0 for tensor in tensors if tensor.numel() > 1)
 
 
 def test_only_empty_gradients_need_no_launch() -> None:
     found, flags = raised("cpu", 2)
-    kernels.check_and_unscale([torch.empty(0), torch.empty(3, 0)], torch.tensor(0.5), found, flags)
+    check_unscale.check_and_unscale([torch.empty(0), torch.empty(3, 0)], torch.tensor(0.5), found, flags)
     assert (found.item(), flags.tolist()) == (0.0, [0, 0])
 
 
@@ -100,35 +100,35 @@ def test_autograd_is_told_of_the_write_and_of_nothing_else() -> None:
     gradient = torch.ones(3)
     found, flags = raised("cpu", 1)
     before = gradient._version
-    kernels.check([gradient], found, flags)
+    check_unscale.check([gradient], found, flags)
     assert gradient._version == before
-    kernels.check_and_unscale([gradient], torch.tensor(0.5), found, flags)
+    check_unscale.check_and_unscale([gradient], torch.tensor(0.5), found, flags)
     assert gradient._version > before
 
 
 def test_a_table_is_kept_while_addresses_and_sizes_stay() -> None:
     found, flags = raised("cpu", 2)
     storage = [torch.ones(64), torch.ones(64)]
-    kernels._tables.clear()
+    check_unscale._tables.clear()
     for _ in range(3):
-        kernels.check(storage, found, flags)
-    assert len(kernels._tables) == 1
+        check_unscale.check(storage, found, flags)
+    assert len(check_unscale._tables) == 1
     storage[1][40] = torch.nan
-    kernels.check([storage[0], storage[1][:32]], found, flags)
+    check_unscale.check([storage[0], storage[1][:32]], found, flags)
     assert found.item() == 0.0
-    kernels.check(storage, found, flags)
+    check_unscale.check(storage, found, flags)
     assert flags.tolist() == [0, 1]
     for size in range(1, 40):
-        kernels.check([storage[0][:size]], found, flags)
-    assert len(kernels._tables) <= kernels._TABLES_KEPT
+        check_unscale.check([storage[0][:size]], found, flags)
+    assert len(check_unscale._tables) <= _launch._TABLES_KEPT
 
 
 @pytest.mark.parametrize("rule", RULES, ids=range(len(RULES)))
 def test_the_scale_changes_in_one_launch_as_the_value_does(rule: ScaleRule, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(DeviceScale, "_change", lambda *_, **__: pytest.fail("torch's kernels were asked"))
+    monkeypatch.setattr(DeviceLossScale, "_change", lambda *_, **__: pytest.fail("torch's kernels were asked"))
     steps = random.Random(0)
     state = ScaleState(rule.clamp(2.0**10))
-    scale = DeviceScale(state, torch.device("cpu"))
+    scale = DeviceLossScale(state, torch.device("cpu"))
     for step in range(200):
         is_bad = steps.random() < (0.7 if step // 50 % 2 else 0.1)
         scale.advance(torch.tensor(float(is_bad)), rule)
@@ -140,8 +140,8 @@ def test_sums_of_squares_are_those_of_gradients_divided_by_the_scale() -> None:
     generator = torch.Generator().manual_seed(seed := fresh_seed())
     tensors = [torch.randn(size, generator=generator).half() for size in (1, 700, 5000)]
     found, scale = torch.zeros(()), torch.tensor(1024.0 * 3.0)
-    table = kernels.make_table(tensors, kernels.CHUNK)
-    squares = kernels.launch(table, torch.float16, scale, found, None, kernels.CHUNK, inverse=True)
+    table = check_unscale.make_table(tensors, check_unscale.CHUNK)
+    squares = check_unscale.launch(table, torch.float16, scale, found, None, check_unscale.CHUNK, inverse=True)
     wanted = sum((tensor.double() / scale.double()).square().sum() for tensor in tensors)
     assert squares.shape == (1 + 1 + 3,), seed
     assert torch.allclose(squares.double().sum(), wanted, rtol=1e-6), seed

@@ -9,9 +9,9 @@ import torch
 from torch import nn
 
 from mezzo import ScalerError
-from mezzo.scaling import kernels
-from mezzo.scaling.culprit import Flagged, Names
-from mezzo.scaling.gradients import Checker, check_sorted, first_nonfinite, parameters, unscale_tensors
+from mezzo.scaling import check_unscale
+from mezzo.scaling.gradients import CpuGradientChecker, check_sorted, first_nonfinite, parameters, unscale_tensors
+from mezzo.scaling.step_result import FlaggedSource, ParameterNames
 
 pytestmark = pytest.mark.filterwarnings("ignore:Sparse")  # torch says once that such layouts are in beta, and are not validated
 
@@ -31,7 +31,7 @@ def with_gradients(*gradients: torch.Tensor | None) -> torch.optim.Optimizer:
 def run(optimizer: torch.optim.Optimizer, way: str, factor: torch.Tensor = QUARTER) -> float:
     flags: dict[torch.device, torch.Tensor] = {}
     if way == "checker":
-        Checker().check(optimizer, factor, flags)
+        CpuGradientChecker().check(optimizer, factor, flags)
     else:
         check_sorted(optimizer, factor, flags)
     return flags[torch.device("cpu")].item()
@@ -118,20 +118,20 @@ def test_a_bad_gradient_anywhere_in_the_storm_is_found(way: str):
 
 
 def test_a_flag_that_is_up_stays_up():
-    checker, flags = Checker(), {torch.device("cpu"): torch.tensor(1.0)}
+    checker, flags = CpuGradientChecker(), {torch.device("cpu"): torch.tensor(1.0)}
     checker.check(with_gradients(torch.ones(2)), QUARTER, flags)
     assert flags[torch.device("cpu")].item() == 1
 
 
 def test_no_gradients_raise_no_flag_and_leave_none():
     flags: dict[torch.device, torch.Tensor] = {}
-    Checker().check(with_gradients(None), QUARTER, flags)
+    CpuGradientChecker().check(with_gradients(None), QUARTER, flags)
     check_sorted(with_gradients(None), QUARTER, flags)
     assert flags == {}
 
 
 def test_kinds_that_appear_later_are_noticed():
-    checker, optimizer = Checker(), with_gradients(torch.full((2,), 4.0), None)
+    checker, optimizer = CpuGradientChecker(), with_gradients(torch.full((2,), 4.0), None)
     first, second = parameters(optimizer)
     checker.check(optimizer, QUARTER, {})
     second.grad = torch.full((2,), 4.0).to_sparse()
@@ -148,23 +148,23 @@ def test_kinds_that_appear_later_are_noticed():
 def test_only_checked_gradients_keep_their_values_and_name_their_owner(small: bool, monkeypatch: pytest.MonkeyPatch):
     if not small:
         monkeypatch.setattr("mezzo.scaling.gradients._SMALL", 0)
-        monkeypatch.setattr("mezzo.scaling.kernels.has_kernel", lambda _: True)
-        monkeypatch.setattr("mezzo.scaling.kernels._run", kernels._run_in_torch)
+        monkeypatch.setattr("mezzo._launch.has_triton", lambda _: True)
+        monkeypatch.setattr("mezzo.scaling.check_unscale._run", check_unscale._run_in_torch)
     optimizer = with_gradients(torch.tensor([1.0, 2.0**-149]), torch.ones(2, dtype=torch.float16), torch.tensor([0.0, math.inf], dtype=torch.float16))
-    culprit, flags = Flagged(Names(), optimizer), {}
+    culprit, flags = FlaggedSource(ParameterNames(), optimizer), {}
     check_sorted(optimizer, None, flags, culprit)
     held = [parameter.grad for parameter in parameters(optimizer)]
     optimizer.zero_grad()
     assert flags[torch.device("cpu")].item() == 1
     assert torch.equal(held[0], torch.tensor([1.0, 2.0**-149]))
-    assert culprit.name() == culprit.told(culprit.fetch()) == "parameter 2"
+    assert culprit.name() == culprit.name_from(culprit.fetch()) == "parameter 2"
 
 
 def test_a_pass_that_unscales_raises_a_flag_for_each_gradient(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("mezzo.scaling.kernels.has_kernel", lambda _: True)
-    monkeypatch.setattr("mezzo.scaling.kernels._run", kernels._run_in_torch)
+    monkeypatch.setattr("mezzo._launch.has_triton", lambda _: True)
+    monkeypatch.setattr("mezzo.scaling.check_unscale._run", check_unscale._run_in_torch)
     optimizer = with_gradients(torch.full((2,), 4.0), torch.tensor([math.nan, 4.0]), torch.full((2,), 4.0, dtype=torch.float64))
-    culprit, flags = Flagged(Names(), optimizer), {}
+    culprit, flags = FlaggedSource(ParameterNames(), optimizer), {}
     check_sorted(optimizer, QUARTER, flags, culprit)
     assert flags[torch.device("cpu")].item() == 1
     assert flags[torch.device("cpu")].dtype is torch.float32
@@ -186,7 +186,7 @@ def test_a_dtype_that_cannot_be_unscaled_is_refused_with_the_remedy():
     parameter = nn.Parameter(torch.zeros(2, dtype=torch.float8_e4m3fn))
     parameter.grad = torch.ones(2).to(torch.float8_e4m3fn)
     with pytest.raises(ScalerError, match=r"float8_e4m3fn.*parameter\.grad\.float\(\)"):
-        Checker().check(torch.optim.SGD([parameter], lr=0.1), QUARTER, {})
+        CpuGradientChecker().check(torch.optim.SGD([parameter], lr=0.1), QUARTER, {})
 
 
 def test_the_first_nonfinite_parameter_is_found_in_any_layout():
@@ -196,14 +196,14 @@ def test_the_first_nonfinite_parameter_is_found_in_any_layout():
 
 
 def test_a_checker_tells_what_its_flag_says():
-    checker = Checker()
+    checker = CpuGradientChecker()
     assert checker.check(with_gradients(torch.ones(2)), QUARTER, {}) is False
     assert checker.check(with_gradients(torch.tensor([math.inf])), QUARTER, {}) is True
     assert checker.check(with_gradients(None), QUARTER, {}) is None
 
 
 def test_a_flag_serves_again_only_when_it_is_down_and_was_taken_back():
-    checker = Checker()
+    checker = CpuGradientChecker()
 
     def flag_after(gradient: torch.Tensor) -> torch.Tensor:
         flags: dict[torch.device, torch.Tensor] = {}
@@ -212,28 +212,28 @@ def test_a_flag_serves_again_only_when_it_is_down_and_was_taken_back():
 
     first, second = flag_after(torch.ones(2)), flag_after(torch.ones(2))
     assert first is not second
-    checker.take_back()
+    checker.unscale()
     again = [flag_after(torch.ones(2)), flag_after(torch.tensor([math.nan]))]
     assert {id(flag) for flag in again} == {id(first), id(second)}
-    checker.take_back()
+    checker.unscale()
     assert flag_after(torch.ones(2)).item() == 0.0
 
 
 def test_a_flag_raised_by_a_later_check_of_the_same_loss_never_serves_again():
-    checker, flags = Checker(), {}
+    checker, flags = CpuGradientChecker(), {}
     for gradient in (torch.ones(2), torch.tensor([math.inf])):
         checker.check(with_gradients(gradient), QUARTER, flags)
-    checker.take_back()
+    checker.unscale()
     after: dict[torch.device, torch.Tensor] = {}
     assert checker.check(with_gradients(torch.ones(2)), QUARTER, after) is False
 
 
 def test_a_flag_raised_by_a_gradient_of_another_kind_never_serves_again():
-    checker, flags = Checker(), {}
+    checker, flags = CpuGradientChecker(), {}
     checker.check(with_gradients(torch.ones(2)), QUARTER, flags)
     checker.check(with_gradients(torch.tensor([complex(math.nan, 0.0)])), QUARTER, flags)
     assert flags[torch.device("cpu")].item() == 1.0
-    checker.take_back()
+    checker.unscale()
     assert checker.check(with_gradients(torch.ones(2)), QUARTER, {}) is False
 
 

@@ -134,7 +134,9 @@ def test_a_cuda_scaler_without_cuda_warns_and_is_disabled(monkeypatch: pytest.Mo
     assert not GradScaler("cuda", enabled=False).is_enabled()
 
 
-@pytest.mark.parametrize("wrong", [{"losses": 0}, {"losses": True}, {"init_scale": 0.0}, {"init_scale": math.nan}, {"on_collapse": "die"}, {"patience": 0}])
+@pytest.mark.parametrize(
+    "wrong", [{"num_losses": 0}, {"num_losses": True}, {"init_scale": 0.0}, {"init_scale": math.nan}, {"on_collapse": "die"}, {"collapse_patience": 0}]
+)
 def test_arguments_that_make_no_sense_are_refused(wrong: dict[str, object]):
     with pytest.raises(mezzo.PolicyError):
         GradScaler(**wrong)
@@ -316,7 +318,7 @@ def test_clipping_acts_on_unscaled_gradients(clip, net, make_net):
 
 def test_clipping_does_not_change_who_is_blamed(net):
     scaler, optimizer = GradScaler(), sgd(net)
-    scaler.watch(net)
+    scaler.register_parameter_names(net)
     scaler.scale(loss_of(net)).backward()
     net.second.weight.grad[0, 1] = math.nan
     scaler.unscale_(optimizer)
@@ -371,7 +373,7 @@ def test_of_several_optimizers_only_the_one_with_bad_gradients_is_skipped(make_n
     assert same(values(bad), before_bad)
     assert not same(values(good), before_good)
     assert scaler.get_scale() == 4.0
-    assert scaler.state().skipped == 1
+    assert scaler.state().skipped_steps == 1
 
 
 def test_the_scale_does_not_overflow(net):
@@ -405,10 +407,10 @@ def test_three_hundred_bad_steps_end_at_the_floor_and_lose_no_parameter(net):
 
 
 def test_each_loss_has_a_scale_and_one_bad_loss_backs_off_alone(net):
-    scaler, optimizer = GradScaler(init_scale=16.0, growth_interval=1, losses=2), sgd(net)
+    scaler, optimizer = GradScaler(init_scale=16.0, growth_interval=1, num_losses=2), sgd(net)
     before = values(net)
-    scaler.backward(loss_of(net), index=0, optimizers=optimizer)
-    scaler.backward(loss_of(net, INF), index=1, optimizers=optimizer)
+    scaler.backward(loss_of(net), loss_id=0, optimizers=optimizer)
+    scaler.backward(loss_of(net, INF), loss_id=1, optimizers=optimizer)
     assert scaler.step(optimizer).skipped
     scaler.update()
     assert (scaler.state(0).scale, scaler.state(1).scale) == (32.0, 8.0)
@@ -417,14 +419,14 @@ def test_each_loss_has_a_scale_and_one_bad_loss_backs_off_alone(net):
 
 def test_losses_of_different_scales_add_up_to_the_plain_sum(net, make_net):
     plain = make_net()
-    scaler, optimizer, plain_optimizer = GradScaler(init_scale=16.0, growth_interval=1, losses=2), sgd(net), sgd(plain)
+    scaler, optimizer, plain_optimizer = GradScaler(init_scale=16.0, growth_interval=1, num_losses=2), sgd(net), sgd(plain)
     scaler.load_state_dict({**scaler.state_dict(), "mezzo_states": [{"scale": 2.0}, {"scale": 2.0**12}]})
     for _ in range(2):
         optimizer.zero_grad()
         plain_optimizer.zero_grad()
-        scaler.backward(loss_of(net), index=0, optimizers=optimizer)
-        scaler.backward(loss_of(net, X * 2), index=1, optimizers=[optimizer])
-        scaler.backward(loss_of(net, X * 3), index=1, optimizers=[optimizer])
+        scaler.backward(loss_of(net), loss_id=0, optimizers=optimizer)
+        scaler.backward(loss_of(net, X * 2), loss_id=1, optimizers=[optimizer])
+        scaler.backward(loss_of(net, X * 3), loss_id=1, optimizers=[optimizer])
         for factor in (1, 2, 3):
             loss_of(plain, X * factor).backward()
         assert not scaler.step(optimizer).skipped
@@ -435,26 +437,26 @@ def test_losses_of_different_scales_add_up_to_the_plain_sum(net, make_net):
 
 def test_a_loss_that_reaches_only_one_of_two_optimizers_leaves_the_other_to_its_own(net):
     first, second = torch.optim.SGD(net.first.parameters(), lr=0.1), torch.optim.SGD(net.second.parameters(), lr=0.1)
-    scaler = GradScaler(losses=2)
-    scaler.backward(loss_of(net), index=0, optimizers=[first, second])
-    scaler.backward(net.first(INF).sum(), index=1, optimizers=[first, second])
+    scaler = GradScaler(num_losses=2)
+    scaler.backward(loss_of(net), loss_id=0, optimizers=[first, second])
+    scaler.backward(net.first(INF).sum(), loss_id=1, optimizers=[first, second])
     assert scaler.step(first).skipped
     assert not scaler.step(second).skipped
     scaler.update()
 
 
 def test_gradients_with_several_scales_are_not_unscaled_by_guess(net):
-    scaler, optimizer = GradScaler(losses=2), sgd(net)
-    scaler.scale(loss_of(net), index=1).backward()
+    scaler, optimizer = GradScaler(num_losses=2), sgd(net)
+    scaler.scale(loss_of(net), loss_id=1).backward()
     for call in (scaler.unscale_, scaler.step):
-        with pytest.raises(ScalerError, match=r"scaler\.backward\(loss, index="):
+        with pytest.raises(ScalerError, match=r"scaler\.backward\(loss, loss_id="):
             call(optimizer)
 
 
 @pytest.mark.parametrize("index", [-1, 2])
 def test_an_index_without_a_loss_is_refused(index: int):
-    with pytest.raises(ScalerError, match=rf"index={index}: this scaler has 2 losses"):
-        GradScaler(losses=2).scale(torch.ones(1), index)
+    with pytest.raises(ScalerError, match=rf"loss_id={index}: this scaler has 2 losses"):
+        GradScaler(num_losses=2).scale(torch.ones(1), index)
 
 
 # -- results, names, schedulers ------------------------------------------------------------------------------------------------------------------------
@@ -489,7 +491,7 @@ def test_a_process_group_can_raise_the_flag_of_a_good_step(net):
     def somebody_else_overflowed(flag: torch.Tensor) -> None:
         flag.add_(2.0)
 
-    scaler, optimizer = GradScaler(init_scale=8.0, reduce_flag=somebody_else_overflowed), sgd(net)
+    scaler, optimizer = GradScaler(init_scale=8.0, reduce_found_inf=somebody_else_overflowed), sgd(net)
     result = train(scaler, net, optimizer)
     assert (result.skipped, result.first_nonfinite) == (True, None)
     assert scaler.get_scale() == 4.0
@@ -497,7 +499,7 @@ def test_a_process_group_can_raise_the_flag_of_a_good_step(net):
 
 def test_the_flag_is_reduced_once_a_check_even_without_gradients(net):
     calls: list[float] = []
-    scaler, optimizer = GradScaler(reduce_flag=lambda flag: calls.append(flag.item())), sgd(net)
+    scaler, optimizer = GradScaler(reduce_found_inf=lambda flag: calls.append(flag.item())), sgd(net)
     train(scaler, net, optimizer)
     optimizer.zero_grad()
     scaler.scale(loss_of(net))
@@ -538,7 +540,7 @@ def test_a_state_goes_to_torchs_scaler_and_back(used: bool, net):
     theirs = torch.amp.GradScaler("cpu")
     theirs.load_state_dict(ours.state_dict())
     assert theirs.state_dict() == {name: value for name, value in ours.state_dict().items() if not name.startswith("mezzo")}
-    back = GradScaler(backoff_every=3)
+    back = GradScaler(backoff_interval=3)
     if used:
         back.scale(torch.ones(1))
     back.load_state_dict(theirs.state_dict())
@@ -547,7 +549,7 @@ def test_a_state_goes_to_torchs_scaler_and_back(used: bool, net):
 
 
 def test_a_pickled_or_copied_scaler_goes_on_where_it_was(net):
-    scaler, optimizer = GradScaler(init_scale=3.0, backoff_every=2, losses=1, patience=7, on_collapse="raise"), sgd(net)
+    scaler, optimizer = GradScaler(init_scale=3.0, backoff_interval=2, num_losses=1, collapse_patience=7, on_collapse="raise"), sgd(net)
     train(scaler, net, optimizer)
     train(scaler, net, optimizer, INF)
     for again in (pickle.loads(pickle.dumps(scaler)), copy.deepcopy(scaler)):
@@ -586,7 +588,7 @@ def test_a_subclass_whose_scale_takes_outputs_alone_scales_nested_ones():
 
 def test_a_scaler_that_gives_no_advice_says_nothing_of_bfloat16(monkeypatch):
     class Silent(GradScaler):
-        advises = False
+        _advises = False
 
-    monkeypatch.setattr("mezzo.scaling.needless._said", False)
+    monkeypatch.setattr("mezzo.scaling.diagnostics._said", False)
     Silent().scale(torch.ones(2, requires_grad=True).bfloat16().sum())

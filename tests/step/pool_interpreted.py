@@ -10,7 +10,7 @@ import torch
 from torch import fx, nn
 from torch.nn import functional as F
 
-from mezzo.step import compiled, pool
+from mezzo.step import inductor_pass, max_pool
 
 WINDOWS = {
     "3 by 2": ((3, 3), (2, 2), (1, 1)),
@@ -35,11 +35,11 @@ def _with_gradient(function: Callable[[torch.Tensor], torch.Tensor], x: torch.Te
 def test_values_and_gradients_are_those_of_torch(dtype, shape, window, monkeypatch):
     torch.manual_seed(0)
     # Several programs for a row, and for its channels.
-    monkeypatch.setattr(pool, "_VALUES", 128)
-    monkeypatch.setattr(pool, "_CHANNELS", 16)
+    monkeypatch.setattr(max_pool, "_VALUES", 128)
+    monkeypatch.setattr(max_pool, "_CHANNELS", 16)
     # Few values, so that windows have several of the same.
     x = torch.randint(-3, 4, shape).to(dtype)
-    ours, gradient = _with_gradient(lambda one: pool.max_pool2d(one, *window)[0], x)
+    ours, gradient = _with_gradient(lambda one: max_pool.max_pool2d(one, *window)[0], x)
     assert torch.equal(ours, F.max_pool2d(x, *window))
     assert ours.is_contiguous(memory_format=torch.channels_last)
     # Sums are rounded to the dtype once: the gradients of a window's values may be of any sign and size.
@@ -54,7 +54,7 @@ def test_values_that_are_not_finite_win_and_lose_as_with_torch(odd):
     x[:, ::2, :4] = odd
     x[torch.rand(x.shape) < 0.2] = odd
     window = WINDOWS["3 by 2"]
-    ours, gradient = _with_gradient(lambda one: pool.max_pool2d(one, *window)[0], x)
+    ours, gradient = _with_gradient(lambda one: max_pool.max_pool2d(one, *window)[0], x)
     theirs, expected = _with_gradient(lambda one: F.max_pool2d(one, *window), x)
     torch.testing.assert_close(ours, theirs, rtol=0, atol=0, equal_nan=True)
     torch.testing.assert_close(gradient, expected)
@@ -62,8 +62,8 @@ def test_values_that_are_not_finite_win_and_lose_as_with_torch(odd):
 
 def test_nothing_of_a_batch_is_read_or_written_beyond_it():
     x = torch.randn(1, 5, 4, 4)
-    assert pool.max_pool2d(x[:0], (2, 2), (2, 2), (0, 0))[0].shape == (0, 5, 2, 2)
-    torch.library.opcheck(pool.max_pool2d, (x.contiguous(memory_format=torch.channels_last).requires_grad_(), (3, 3), (2, 2), (1, 1)))
+    assert max_pool.max_pool2d(x[:0], (2, 2), (2, 2), (0, 0))[0].shape == (0, 5, 2, 2)
+    torch.library.opcheck(max_pool.max_pool2d, (x.contiguous(memory_format=torch.channels_last).requires_grad_(), (3, 3), (2, 2), (1, 1)))
 
 
 class Net(nn.Module):
@@ -82,7 +82,7 @@ class Net(nn.Module):
 
 
 def _only_the_pass(module: fx.GraphModule, _: Any) -> Any:
-    compiled.Substitutes("cpu")(module.graph)
+    inductor_pass.ConvPoolPass("cpu")(module.graph)
     module.recompile()
     return module.forward
 
@@ -95,7 +95,7 @@ def test_what_a_model_calls_is_replaced_where_channels_are_last(monkeypatch):
     expected = [parameter.grad.clone() for parameter in net.parameters()]
     net.zero_grad()
     launched = []
-    monkeypatch.setattr(pool, "_grid", lambda out, *apart, grid=pool._grid: launched.append(tuple(out.shape)) or grid(out, *apart))
+    monkeypatch.setattr(max_pool, "_grid", lambda out, *apart, grid=max_pool._grid: launched.append(tuple(out.shape)) or grid(out, *apart))
     torch.compile(net, backend=_only_the_pass, fullgraph=True)(x).square().sum().backward()
     assert launched == [(1, 8, 12, 12), (1, 8, 6, 6), (1, 8, 12, 12), (1, 8, 24, 24)]
     for parameter, gradient in zip(net.parameters(), expected, strict=True):

@@ -11,9 +11,9 @@ from support.step_models import Made, batches, boosted, same, weights
 
 import mezzo
 from mezzo.step import capture as module
-from mezzo.step.capture import KINDS, CapturingRunner
+from mezzo.step.capture import MAX_GRAPHS, CaptureRunner
+from mezzo.step.components import Capture
 from mezzo.step.inputs import buffers_for, copies
-from mezzo.step.words import Capture
 
 
 @dataclass
@@ -40,7 +40,7 @@ class PretendedStudio:
     def emptied(self):
         return self
 
-    def aside(self, run):
+    def run_on_capture_stream(self, run):
         self.warmed += 1
         return run()
 
@@ -67,15 +67,15 @@ def studio(monkeypatch):
         yield made.found
 
     made.found = []
-    monkeypatch.setattr(module.Studio, "on", lambda _: made)
-    monkeypatch.setattr(module, "watching", watching)
+    monkeypatch.setattr(module.GraphCapturer, "on", lambda _: made)
+    monkeypatch.setattr(module, "find_host_syncs", watching)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda *_: None)
     return made
 
 
 def step_of(made, capture="auto", **words):
     step = mezzo.TrainStep(made.model, boosted, made.optimizer, words.pop("policy", "O1"), dtype="bfloat16", channels_last=False, capture=False, **words)
-    step._runner = CapturingRunner(step._engine, Capture.parse(capture))
+    step._runner = CaptureRunner(step._engine, Capture.parse(capture))
     return step
 
 
@@ -113,13 +113,13 @@ def test_a_new_shape_is_captured_after_two_steps(studio):
 
 def test_too_many_shapes_run_eagerly_and_are_told_once(studio):
     step = step_of(Made("mlp"))
-    for size in range(1, KINDS + 1):
+    for size in range(1, MAX_GRAPHS + 1):
         run(step, 4, size=size)
     with pytest.warns(UserWarning, match=r"\(20, 8\) float32") as heard:
         run(step, 3, size=20)
     assert len(heard) == 1
     run(step, 3, size=21)
-    assert len(studio.programs) == KINDS
+    assert len(studio.programs) == MAX_GRAPHS
 
 
 @pytest.mark.parametrize("change", ["eval", "frozen"])
@@ -151,7 +151,7 @@ def test_a_changed_value_of_the_loss_functions_closure_is_another_program(studio
         return boosted(outputs, target, boost) * factor
 
     step = mezzo.TrainStep(made.model, loss, made.optimizer, dtype="bfloat16", capture=False)
-    step._runner = CapturingRunner(step._engine, Capture.AUTO)
+    step._runner = CaptureRunner(step._engine, Capture.AUTO)
     first = run(step, 5)
     factor = 0.0
     assert run(step, 3) == [0.0] * 3
@@ -187,7 +187,7 @@ def test_a_host_read_is_told_and_runs_eagerly(studio):
     with pytest.warns(UserWarning, match=r"model\.py:3: x\.item\(\)"):
         run(step, 6)
     assert not step.captured
-    assert "model.py:3" in step.reason
+    assert "model.py:3" in step.eager_reason
     assert studio.programs == []
 
 
@@ -211,7 +211,7 @@ def test_capture_that_must_be_raises_instead(studio):
 def test_inputs_that_cannot_be_compared_run_eagerly(studio):
     made = Made("mlp")
     step = mezzo.TrainStep(made.model, lambda outputs, _: outputs.square().mean(), made.optimizer, dtype="bfloat16", capture=False)
-    step._runner = CapturingRunner(step._engine, Capture.AUTO)
+    step._runner = CaptureRunner(step._engine, Capture.AUTO)
     with pytest.warns(UserWarning, match="type set"):
         step(torch.ones(2, 8), {1, 2})
     step(torch.ones(2, 8), {1, 2})

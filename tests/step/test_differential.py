@@ -30,4 +30,4 @@ def _without_onednn() -> Iterator[None]:
 def test_a_step_does_what_the_loop_by_hand_does(row: Row, variant: Variant) -> None:
     step, hand = in_steps(row, variant, "cpu", capture=False), by_hand(row, variant, "cpu")
     assert assert_agree(step, hand, lambda: by_hand(row, variant, "cpu")).exact
-    assert step.skips >= len(variant.planted)
+    assert step.skipped_steps >= len(variant.planted)

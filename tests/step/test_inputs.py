@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from mezzo.step.inputs import Unkeyed, buffers_for, copies, placed, said, signature
+from mezzo.step.inputs import UnsupportedInput, buffers_for, copies, format_shapes, move_inputs, signature
 
 ONES = torch.ones(2, 3)
 IMAGES = torch.ones(2, 3, 4, 4)
@@ -40,7 +40,7 @@ def test_inputs_of_another_kind_do_not(case):
 
 
 def test_what_cannot_be_compared_is_named():
-    with pytest.raises(Unkeyed, match="set"):
+    with pytest.raises(UnsupportedInput, match="set"):
         signature((ONES, {1}), [])
 
 
@@ -62,7 +62,7 @@ def test_buffers_are_ones_own_and_keep_the_layout():
 
 
 def test_images_are_placed_with_channels_last_and_the_rest_is_left():
-    placed_images, tokens = placed((IMAGES, ONES), torch.device("cpu"), channels_last=True)
+    placed_images, tokens = move_inputs((IMAGES, ONES), torch.device("cpu"), channels_last=True)
     assert placed_images.is_contiguous(memory_format=torch.channels_last)
     assert tokens is ONES
 
@@ -74,4 +74,4 @@ def test_copies_have_no_history():
 
 
 def test_shapes_are_said():
-    assert said([ONES, IMAGES.half()]) == "(2, 3) float32, (2, 3, 4, 4) float16"
+    assert format_shapes([ONES, IMAGES.half()]) == "(2, 3) float32, (2, 3, 4, 4) float16"

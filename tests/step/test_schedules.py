@@ -10,13 +10,13 @@ from torch import nn
 from torch.optim import lr_scheduler
 
 import mezzo
-from mezzo.scaling import copies
+from mezzo import _launch
 
 
 @pytest.fixture
 def far_cpu(monkeypatch):
     """The CPU counts as a device whose tensors are not to be read."""
-    monkeypatch.setattr(copies, "waits", lambda _: True)
+    monkeypatch.setattr(_launch, "needs_sync", lambda _: True)
 
 
 def fixed() -> mezzo.GradScaler:

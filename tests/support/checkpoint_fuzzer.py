@@ -22,7 +22,7 @@ from torch import nn
 
 import mezzo
 from mezzo._casting import map_tensors
-from mezzo.prepare import rng
+from mezzo.prepare import rng_state
 
 ALLOWED = 2**29
 """Bytes that a load may allocate beside the file."""
@@ -79,7 +79,7 @@ class Target:
         """Load a file: the error's message, None if it was loaded. Whatever else is raised is a finding."""
         self._path.write_bytes(content)
         # One for all targets.
-        rng.restore(self._before[0]["rng"])
+        rng_state.restore_rng_state(self._before[0]["rng"])
         try:
             with memory_limited(len(content) + ALLOWED):
                 mezzo.load_checkpoint(self._path, **self._words(self._step))

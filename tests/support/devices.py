@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from mezzo._hardware import Hardware, Support
 
-NATIVE = Support(supported=True, fast=True, reason="it has instructions for it")
-SLOW = Support(supported=True, fast=False, reason="torch emulates it")
-NONE = Support(supported=False, fast=False, reason="it has no kernels for it")
+NATIVE = Support(supported=True, native=True, reason="it has instructions for it")
+SLOW = Support(supported=True, native=False, reason="torch emulates it")
+NONE = Support(supported=False, native=False, reason="it has no kernels for it")
 
 
 def device(float16: Support = NATIVE, bfloat16: Support = NATIVE, *, kind: str = "cuda", name: str = "Fake 100") -> Hardware:

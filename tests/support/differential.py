@@ -63,7 +63,7 @@ class Trajectory:
 
     losses: torch.Tensor
     state: dict[str, torch.Tensor]
-    skips: int
+    skipped_steps: int
     scale: float
     captured: bool
     reason: str | None = None
@@ -129,8 +129,8 @@ def in_steps(row: Row, variant: Variant, device: str, *, capture: bool | str) ->
     torch.manual_seed(1)
     losses = [step(x, y) for x, y in data]
     scaler = step.scaler
-    skips, scale = (0, 1.0) if scaler is None else (scaler.state().skipped, scaler.get_scale())
-    return Trajectory(torch.stack(losses).double().cpu(), _state(model), skips, scale, step.captured, step.reason)
+    skips, scale = (0, 1.0) if scaler is None else (scaler.state().skipped_steps, scaler.get_scale())
+    return Trajectory(torch.stack(losses).double().cpu(), _state(model), skips, scale, step.captured, step.eager_reason)
 
 
 def by_hand(row: Row, variant: Variant, device: str) -> Trajectory:
@@ -174,7 +174,7 @@ class Difference:
     loss: float
     weight: float
     where: str
-    skips: tuple[int, int]
+    skipped_steps: tuple[int, int]
     scales: tuple[float, float]
 
     @property
@@ -187,7 +187,7 @@ def difference(one: Trajectory, other: Trajectory) -> Difference:
     """Compare two runs. Non-finite values must be the same ones."""
     apart = {name: _apart(value, other.state[name]) for name, value in one.state.items()}
     where = max(apart, key=lambda name: apart[name])
-    return Difference(_apart(one.losses, other.losses), apart[where], where, (one.skips, other.skips), (one.scale, other.scale))
+    return Difference(_apart(one.losses, other.losses), apart[where], where, (one.skipped_steps, other.skipped_steps), (one.scale, other.scale))
 
 
 def _apart(one: torch.Tensor, other: torch.Tensor) -> float:
@@ -213,7 +213,7 @@ _REPEATS = 4
 def assert_agree(one: Trajectory, other: Trajectory, repeat: Callable[[], Trajectory]) -> Difference:
     """Require that a run is bit-equal to another, or as close to it as that one is to its own repetitions."""
     found = difference(one, other)
-    assert found.skips[0] == found.skips[1], f"skipped steps: {found.skips}"
+    assert found.skipped_steps[0] == found.skipped_steps[1], f"skipped steps: {found.skipped_steps}"
     assert found.scales[0] == found.scales[1], f"loss scales: {found.scales}"
     if found.exact:
         return found

@@ -11,14 +11,14 @@ from torch import nn
 from torch.fx import GraphModule, Node
 from torch.utils import _pytree as pytree
 
-from mezzo.graph.converted import Converted
-from mezzo.graph.exporting import export
-from mezzo.graph.lists import Words
-from mezzo.graph.plan import GraphRow
-from mezzo.graph.planning import Planned
-from mezzo.graph.sections import plan_sections
-from mezzo.graph.tidy import tidy
-from mezzo.graph.weights import weight_nodes
+from mezzo.conversion.assignment import weight_nodes
+from mezzo.conversion.converted import Converted
+from mezzo.conversion.export import export
+from mezzo.conversion.normalize import normalize
+from mezzo.conversion.options import ConvertOptions
+from mezzo.conversion.plan import GraphRow
+from mezzo.conversion.planner import PlannedGraph
+from mezzo.conversion.subgraphs import plan_subgraphs
 from mezzo.policy.policy import Policy
 
 HALF = torch.bfloat16
@@ -37,8 +37,8 @@ class Calls(nn.Module):
         return self.function(self, *args)
 
 
-def words(policy: Policy | None = None, **said: Any) -> Words:
-    return Words(policy or Policy("O1", "bfloat16"), said.pop("dtype", HALF), "cpu", **said)
+def words(policy: Policy | None = None, **said: Any) -> ConvertOptions:
+    return ConvertOptions(policy or Policy("O1", "bfloat16"), said.pop("dtype", HALF), "cpu", **said)
 
 
 def graph(model: nn.Module | Callable[..., Any], *args: Any, tidied: bool = True, half: torch.dtype = HALF) -> GraphModule:
@@ -46,16 +46,16 @@ def graph(model: nn.Module | Callable[..., Any], *args: Any, tidied: bool = True
     module = model if isinstance(model, nn.Module) else Calls(lambda _, *given: model(*given))
     found: GraphModule = export(module, args, {}, None).graph_module
     if tidied:
-        tidy(found, half, "cpu")
+        normalize(found, half, "cpu")
     return found
 
 
-def planned(model: nn.Module, *args: Any, said: Words | None = None) -> tuple[GraphModule, Planned]:
+def planned(model: nn.Module, *args: Any, said: ConvertOptions | None = None) -> tuple[GraphModule, PlannedGraph]:
     """A model's tidied graph, and its plan."""
     said = said or words()
     exported = export(model, args, {}, None)
-    tidy(exported.graph_module, said.dtype, "cpu")
-    sections = plan_sections(exported.graph_module, weight_nodes(exported, exported.graph_module, said.dtype), said, dict(model.named_modules()))
+    normalize(exported.graph_module, said.dtype, "cpu")
+    sections = plan_subgraphs(exported.graph_module, weight_nodes(exported, exported.graph_module, said.dtype), said, dict(model.named_modules()))
     return exported.graph_module, sections[0].planned
 
 

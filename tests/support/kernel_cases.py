@@ -6,11 +6,11 @@ from collections.abc import Callable
 
 import torch
 
-from mezzo.scaling import kernels
+from mezzo.scaling import check_unscale
 
 DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 FACTORS = [1.0, 2.0**-16, 1.0 / 3.0, 3.0]
-SIZES = [0, 1, 3, 17, 1000, kernels.CHUNK - 1, kernels.CHUNK, kernels.CHUNK + 1, 2 * kernels.CHUNK + 5]
+SIZES = [0, 1, 3, 17, 1000, check_unscale.CHUNK - 1, check_unscale.CHUNK, check_unscale.CHUNK + 1, 2 * check_unscale.CHUNK + 5]
 
 
 def fresh_seed() -> int:
@@ -36,7 +36,7 @@ def gradients(dtype: torch.dtype, device: str, generator: torch.Generator) -> li
         fresh(37, 41).T,
         fresh(2, 3, 5, 7).to(memory_format=torch.channels_last),
         fresh(4, 1, 6).transpose(0, 2),
-        fresh(3 * kernels.CHUNK)[1:],
+        fresh(3 * check_unscale.CHUNK)[1:],
         fresh(12, 10)[:, ::3],
         fresh(6, 8)[1:, 2:],
     ]
@@ -84,7 +84,7 @@ def check_against_reference(dtype: torch.dtype, device: str, factor: float, agre
     expected = spoil(tensors, generator)
     wanted = [unscaled(tensor, factor) for tensor in tensors]
     found, flags = raised(device, len(tensors))
-    kernels.check_and_unscale(tensors, torch.tensor(factor, device=device), found, flags)
+    check_unscale.check_and_unscale(tensors, torch.tensor(factor, device=device), found, flags)
     assert flags.tolist() == expected, seed
     assert found.item() == float(any(expected)), seed
     assert [place for place, (got, want) in enumerate(zip(tensors, wanted, strict=True)) if not agree(got, want)] == [], seed

@@ -9,7 +9,7 @@ from zipfile import ZIP_DEFLATED, ZipFile
 import torch
 from torch import nn
 
-from mezzo.graph import saved
+from mezzo.conversion import saved_model
 
 
 class Everything(nn.Module):
@@ -58,13 +58,13 @@ def linear():
 
 
 def save(path, *programs, **options):
-    saved.save(path, saved.Artefact(tuple(saved.Stored(one, {"rows": []}) for one in programs), options))
+    saved_model.save(path, saved_model.SavedModel(tuple(saved_model.SavedProgram(one, {"rows": []}) for one in programs), options))
     return path
 
 
 def one(path, **words):
     """The one program of a file."""
-    [stored] = saved.load(path, **words).programs
+    [stored] = saved_model.load(path, **words).programs
     return stored.exported
 
 

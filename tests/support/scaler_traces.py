@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mezzo.scaling.state import LARGEST, SMALLEST, ScaleRule, ScaleState, float32
+from mezzo.scaling.scale_state import LARGEST, SMALLEST, ScaleRule, ScaleState, float32
 
 _DATA = Path(__file__).parent.parent / "data" / "paddle-scaler.json"
 
@@ -39,7 +39,7 @@ class Trace:
             "growth_factor": float32(get("incr_ratio", 2.0)),
             "backoff_factor": float32(get("decr_ratio", 0.5)),
             "growth_interval": get("incr_every_n_steps", 2000),
-            "backoff_every": get("decr_every_n_nan_or_inf", 1),
+            "backoff_interval": get("decr_every_n_nan_or_inf", 1),
             "dynamic": get("use_dynamic_loss_scaling", True),
             "min_scale": SMALLEST,
             "max_scale": LARGEST,

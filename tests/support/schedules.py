@@ -14,8 +14,8 @@ from torch.optim import lr_scheduler
 from torch.optim.lr_scheduler import LRScheduler
 
 import mezzo
-from mezzo.optim.bound import bound_of
-from mezzo.scaling.reading import groups_of
+from mezzo.optim.binding import optimizer_binding
+from mezzo.scaling.schedule_sync import groups_of
 
 Make = Callable[[torch.optim.Optimizer], LRScheduler]
 
@@ -145,7 +145,7 @@ class Stepped(Run):
         return made
 
     def exact(self) -> list[torch.Tensor]:
-        masters = bound_of(self.optimizer).masters
+        masters = optimizer_binding(self.optimizer).masters
         return [masters.read(parameter).detach().cpu() for parameter in self.model.parameters()]
 
 
@@ -192,7 +192,7 @@ class Sequence:
     def __init__(self, run: Any, plain: Plain, seed: int, stepping: Callable[[], AbstractContextManager[Any]]) -> None:
         self.random, self.both, self.stepping = random.Random(seed), (run, plain), stepping
         self.saved: list[dict[str, Any]] = []
-        self.skips = 0
+        self.skipped_steps = 0
         """Bad steps in a row."""
         self.keep()
 
@@ -205,7 +205,7 @@ class Sequence:
 
     def step(self, *, bad: bool) -> None:
         run, plain = self.both
-        self.skips = self.skips + 1 if bad else 0
+        self.skipped_steps = self.skipped_steps + 1 if bad else 0
         with self.stepping():
             run.step(bad=bad)
         plain.step(bad=bad)
@@ -215,7 +215,7 @@ class Sequence:
 
     def bad(self) -> None:
         # More in a row than two would be a case of their own.
-        self.step(bad=self.skips < 2)
+        self.step(bad=self.skipped_steps < 2)
 
     def read(self) -> None:
         assert_read_alike(*self.both, self.random.choice(list(READS)))

@@ -10,14 +10,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from mezzo.optim.bind import bind
-from mezzo.optim.bound import Bound
-from mezzo.optim.companion import KEYS
-from mezzo.optim.fused import BLOCK, CHUNK, FusedBound
-from mezzo.optim.lamb import LAMB
-from mezzo.optim.lion import Lion
-from mezzo.optim.masters import Masters
-from mezzo.optim.samples import sampled
+from mezzo.optim.attach import bind_optimizer
+from mezzo.optim.binding import OptimizerBinding
+from mezzo.optim.fused_step import BLOCK, CHUNK, FusedBinding
+from mezzo.optim.master_weights import KEYS, MasterWeights, sampled
+from mezzo.optim.optimizers import LAMB, Lion
 
 OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
     "SGD": (torch.optim.SGD, {"lr": 0.1, "weight_decay": 0.01}),
@@ -45,8 +42,8 @@ class Training:
     """Parameters of every size and layout, most of them 16-bit, in two groups with other hyper-parameters, bound."""
 
     optimizer: torch.optim.Optimizer
-    masters: Masters
-    bound: Bound
+    masters: MasterWeights
+    bound: OptimizerBinding
     generator: torch.Generator
     parameters: list[nn.Parameter] = field(default_factory=list)
 
@@ -85,11 +82,11 @@ def training(name: str, kind: str, half: torch.dtype, device: str, *, seed: int,
     held += [nn.Parameter(fresh(7, 9).T), nn.Parameter(fresh(2, 3, 5, 7).to(memory_format=torch.channels_last)), nn.Parameter(fresh(101)[1:])]
     plain = [nn.Parameter(fresh(33)), nn.Parameter(fresh(CHUNK + 5))]
     optimizer = cls([{"params": held[::2] + plain[:1]}, {"params": held[1::2] + plain[1:], "lr": 0.03, "weight_decay": 0.0}], **options)
-    masters = Masters(kind, seed=seed)
+    masters = MasterWeights(kind, seed=seed)
     for parameter in held:
         masters.adopt(parameter, half)
-    bound = (bind if fused else Bound)(optimizer, masters, clip_norm=clip_norm)
-    assert isinstance(bound, FusedBound) is fused
+    bound = (bind_optimizer if fused else OptimizerBinding)(optimizer, masters, clip_norm=clip_norm)
+    assert isinstance(bound, FusedBinding) is fused
     return Training(optimizer, masters, bound, generator, [parameter for group in optimizer.param_groups for parameter in group["params"]])
 
 
@@ -220,14 +217,14 @@ def check_that_parameters_are_rounded_masters(name: str, kind: str, half: torch.
         trained.step()
     for parameter in trained.masters:
         exact = trained.masters.read(parameter)
-        rounded, beside = trained.masters.kind.part(exact, half)
+        rounded, beside = trained.masters.kind.split(exact, half)
         if kind == "kahan":
             # A compensation that was rounded up to half a step makes a tie, and the parameter is one of the two nearest.
             assert torch.equal((rounded.double() - exact).abs(), (parameter.detach().double() - exact).abs()), seed
             continue
         assert torch.equal(rounded, parameter), seed
         if beside is not None:
-            assert torch.equal(beside, trained.masters.beside(parameter)), seed
+            assert torch.equal(beside, trained.masters.companion_tensor(parameter)), seed
 
 
 def check_against_the_optimizers_own_step(name: str, kind: str, half: torch.dtype, device: str, seed: int) -> None:
@@ -262,5 +259,5 @@ def check_a_write_through_data(name: str, kind: str, half: torch.dtype, device: 
     trained.step()
     assert torch.equal(trained.masters.read(kept), before), seed
     for parameter in written:
-        assert not trained.masters.beside(parameter).any(), seed
+        assert not trained.masters.companion_tensor(parameter).any(), seed
         assert torch.equal(trained.masters.read(parameter), torch.full_like(parameter, 2.0, dtype=torch.float32)), seed

@@ -12,9 +12,9 @@ import torch
 from mezzo._dtypes import dtype_name
 from mezzo._events import HardwareDetected, emit, listening
 from mezzo._hardware.detect import find_device, probe
-from mezzo._hardware.support import Choice, Hardware, Support, judge
+from mezzo._hardware.support import DtypeChoice, Hardware, Support, judge
 
-__all__ = ["Choice", "Hardware", "Support", "hardware"]
+__all__ = ["DtypeChoice", "Hardware", "Support", "hardware"]
 
 
 def hardware(device: str | torch.device | None = None) -> Hardware:
@@ -27,7 +27,7 @@ def hardware(device: str | torch.device | None = None) -> Hardware:
     """
     found = _detect(find_device(device))
     if listening():
-        emit(HardwareDetected(found.device, found.name, tuple(dtype_name(dtype) for dtype in found.fast)))
+        emit(HardwareDetected(found.device, found.name, tuple(dtype_name(dtype) for dtype in found.native_dtypes)))
     return found
 
 

@@ -29,7 +29,7 @@ class Backend(Enum):
 
 
 @dataclass(frozen=True)
-class Facts:
+class DeviceFacts:
     """What is known of one device before anything is concluded from it."""
 
     device: str
@@ -66,7 +66,7 @@ def find_device(word: str | torch.device | None) -> torch.device:
     return torch.device(device.type, _current_index(device.type)) if device.index is None else device
 
 
-def probe(device: torch.device) -> Facts:
+def probe(device: torch.device) -> DeviceFacts:
     """Read what torch knows of a device. Only this device is asked: a question about the CPU must not wake a GPU."""
     if device.type == "cpu":
         return _probe_cpu()
@@ -145,7 +145,7 @@ def _ask(module: ModuleType | None, question: str, *arguments: Any) -> Any:
         return None
 
 
-def _absent(device: torch.device, count: int) -> Facts:
+def _absent(device: torch.device, count: int) -> DeviceFacts:
     kind = device.type.upper()
     if count:
         why = f"no {kind} device {device.index} is visible, torch sees {count}"
@@ -153,37 +153,37 @@ def _absent(device: torch.device, count: int) -> Facts:
         why = f"no CUDA device is visible: torch {torch.__version__} is built without CUDA"
     else:
         why = f"no {kind} device is visible to torch {torch.__version__}: check the driver, the container's settings and the build of torch"
-    return Facts(device.type, f"no {kind} device", Backend.OTHER, absent=why)
+    return DeviceFacts(device.type, f"no {kind} device", Backend.OTHER, absent=why)
 
 
-def _probe_cuda(device: torch.device) -> Facts:
+def _probe_cuda(device: torch.device) -> DeviceFacts:
     major, minor = torch.cuda.get_device_capability(device)
-    return Facts("cuda", torch.cuda.get_device_name(device), Backend.CUDA, capability=f"{major}.{minor}")
+    return DeviceFacts("cuda", torch.cuda.get_device_name(device), Backend.CUDA, capability=f"{major}.{minor}")
 
 
-def _probe_rocm(device: torch.device) -> Facts:
+def _probe_rocm(device: torch.device) -> DeviceFacts:
     properties = torch.cuda.get_device_properties(device)
     # gcnArchName also carries switches of the build: gfx90a:sramecc+:xnack-
-    return Facts("cuda", properties.name, Backend.ROCM, capability=properties.gcnArchName.split(":")[0])
+    return DeviceFacts("cuda", properties.name, Backend.ROCM, capability=properties.gcnArchName.split(":")[0])
 
 
-def _probe_xpu(device: torch.device) -> Facts:
+def _probe_xpu(device: torch.device) -> DeviceFacts:
     properties = torch.xpu.get_device_properties(device)
     asked = ("has_fp16", "has_bfloat16_conversions", "has_subgroup_matrix_multiply_accumulate")
     features = frozenset(feature for feature in asked if getattr(properties, feature, False))
-    return Facts("xpu", properties.name, Backend.XPU, capability=getattr(properties, "version", None), features=features)
+    return DeviceFacts("xpu", properties.name, Backend.XPU, capability=getattr(properties, "version", None), features=features)
 
 
-def _probe_mps() -> Facts:
+def _probe_mps() -> DeviceFacts:
     features = frozenset({"macos14"}) if torch.backends.mps.is_macos_or_newer(14, 0) else frozenset()
-    return Facts("mps", _ask(torch.backends.mps, "get_name") or "Apple GPU", Backend.MPS, features=features)
+    return DeviceFacts("mps", _ask(torch.backends.mps, "get_name") or "Apple GPU", Backend.MPS, features=features)
 
 
-def _probe_cpu() -> Facts:
+def _probe_cpu() -> DeviceFacts:
     abilities: dict[str, Any] = dict(_ask(torch.cpu, "get_capabilities") or {})
     features = frozenset(ability for ability, value in abilities.items() if value is True)
     name = abilities.get("cpu_name") or _cpu_name(Path("/proc/cpuinfo"))
-    return Facts("cpu", name, Backend.CPU, capability=torch.backends.cpu.get_cpu_capability().lower(), features=features)
+    return DeviceFacts("cpu", name, Backend.CPU, capability=torch.backends.cpu.get_cpu_capability().lower(), features=features)
 
 
 def _cpu_name(cpuinfo: Path) -> str:
@@ -196,12 +196,12 @@ def _cpu_name(cpuinfo: Path) -> str:
     return platform.processor() or platform.machine() or "CPU"
 
 
-def _probe_other(device: torch.device, module: ModuleType) -> Facts:
+def _probe_other(device: torch.device, module: ModuleType) -> DeviceFacts:
     # The back ends answer with tuples, strings or dictionaries; only the first two name a generation.
     capability = _ask(module, "get_device_capability", device.index)
     if isinstance(capability, tuple):
         capability = ".".join(str(part) for part in capability)
-    return Facts(
+    return DeviceFacts(
         device.type,
         _ask(module, "get_device_name", device.index) or device.type.upper(),
         Backend.OTHER,

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from mezzo._dtypes import HALF_DTYPES, dtype_name, parse_dtype
-from mezzo._hardware.detect import Backend, Facts
+from mezzo._hardware.detect import Backend, DeviceFacts
 
 
 @dataclass(frozen=True)
@@ -18,21 +18,21 @@ class Support:
 
     supported: bool
     """Whether ops in this dtype run at all."""
-    fast: bool
+    native: bool
     """Whether the device has instructions that make it pay; a dtype that is emulated is supported and slow."""
     reason: str
     """Why, as a clause that can follow a colon."""
 
     @property
-    def word(self) -> str:
+    def label(self) -> str:
         """The two flags in one word for tables: `native`, `slow` or `unsupported`."""
         if not self.supported:
             return "unsupported"
-        return "native" if self.fast else "slow"
+        return "native" if self.native else "slow"
 
 
 @dataclass(frozen=True)
-class Choice:
+class DtypeChoice:
     """The 16-bit dtype that `dtype="auto"` becomes on a device."""
 
     dtype: torch.dtype
@@ -44,9 +44,9 @@ class Choice:
 class Hardware:
     """A device and the 16-bit dtypes it supports, computes natively, and why.
 
-    >>> native = Support(supported=True, fast=True, reason="tensor cores compute it from compute capability 8.0")
+    >>> native = Support(supported=True, native=True, reason="tensor cores compute it from compute capability 8.0")
     >>> gpu = Hardware("cuda", "NVIDIA H200", "9.0", float16=native, bfloat16=native)
-    >>> gpu.best.dtype
+    >>> gpu.preferred.dtype
     torch.bfloat16
     """
 
@@ -63,34 +63,34 @@ class Hardware:
         """What this device does with a 16-bit dtype, or with float32, which every device computes."""
         chosen = parse_dtype(dtype, allowed=(*HALF_DTYPES, torch.float32))
         if chosen == torch.float32:
-            return Support(supported=True, fast=True, reason="every device computes float32")
+            return Support(supported=True, native=True, reason="every device computes float32")
         return self.float16 if chosen == torch.float16 else self.bfloat16
 
     @property
-    def fast(self) -> tuple[torch.dtype, ...]:
+    def native_dtypes(self) -> tuple[torch.dtype, ...]:
         """The 16-bit dtypes that this device computes natively."""
-        return tuple(dtype for dtype in HALF_DTYPES if self.support(dtype).fast)
+        return tuple(dtype for dtype in HALF_DTYPES if self.support(dtype).native)
 
     @property
-    def best(self) -> Choice | None:
+    def preferred(self) -> DtypeChoice | None:
         """The 16-bit dtype to use when the user leaves the choice to the hardware, or None when none is supported.
 
         A native dtype comes before a slow one. Between equals bfloat16 wins: it has the range of float32, so that no loss scaling is needed.
         """
         # sorted() is stable: bfloat16 stands first and stays there between equals.
-        for dtype in sorted((torch.bfloat16, torch.float16), key=lambda one: not self.support(one).fast):
+        for dtype in sorted((torch.bfloat16, torch.float16), key=lambda one: not self.support(one).native):
             if self.support(dtype).supported:
-                return Choice(dtype, self._why(dtype))
+                return DtypeChoice(dtype, self._why(dtype))
         return None
 
     def _why(self, dtype: torch.dtype) -> str:
         support, name = self.support(dtype), dtype_name(dtype)
         other = self.float16 if dtype == torch.bfloat16 else self.bfloat16
-        if not support.fast:
+        if not support.native:
             return f"{name} is slow on {self.name}: {support.reason}. Expect it to be slower than float32."
         if dtype == torch.float16:
-            return f"{name} is native on {self.name} and bfloat16 is {other.word}; train with loss scaling, since {name} has a short range."
-        beside = "float16 is native too, but " if other.fast else ""
+            return f"{name} is native on {self.name} and bfloat16 is {other.label}; train with loss scaling, since {name} has a short range."
+        beside = "float16 is native too, but " if other.native else ""
         return f"{name} is native on {self.name}; {beside}{name} has the range of float32 and needs no loss scaling."
 
     def __str__(self) -> str:
@@ -98,13 +98,13 @@ class Hardware:
         lines = [f"{self.name} ({self.device}{capability})"]
         for dtype in HALF_DTYPES:
             support = self.support(dtype)
-            lines.append(f"  {dtype_name(dtype):9} {support.word:11}  {support.reason}")
-        best = self.best
+            lines.append(f"  {dtype_name(dtype):9} {support.label:11}  {support.reason}")
+        best = self.preferred
         lines.append(f"  {'auto':9} {dtype_name(best.dtype):11}  {best.reason}" if best else f"  {'auto':9} {'float32':11}  No 16-bit dtype is supported.")
         return "\n".join(lines)
 
 
-def judge(facts: Facts) -> Hardware:
+def judge(facts: DeviceFacts) -> Hardware:
     """Say what a device can do with the 16-bit dtypes, and why."""
     if facts.absent is not None:
         float16 = bfloat16 = _no(facts.absent)
@@ -114,18 +114,18 @@ def judge(facts: Facts) -> Hardware:
 
 
 def _native(reason: str) -> Support:
-    return Support(supported=True, fast=True, reason=reason)
+    return Support(supported=True, native=True, reason=reason)
 
 
 def _slow(reason: str) -> Support:
-    return Support(supported=True, fast=False, reason=reason)
+    return Support(supported=True, native=False, reason=reason)
 
 
 def _no(reason: str) -> Support:
-    return Support(supported=False, fast=False, reason=reason)
+    return Support(supported=False, native=False, reason=reason)
 
 
-def _judge_cuda(facts: Facts) -> tuple[Support, Support]:
+def _judge_cuda(facts: DeviceFacts) -> tuple[Support, Support]:
     have = _version(facts.capability)
     shown = f"compute capability {facts.capability}"
     if have >= (7, 0):
@@ -149,7 +149,7 @@ _ROCM_PACKED_MATH = ("gfx90", "gfx10")
 """Vega and RDNA 1 and 2: two float16 operations in the place of one float32, nothing for bfloat16."""
 
 
-def _judge_rocm(facts: Facts) -> tuple[Support, Support]:
+def _judge_rocm(facts: DeviceFacts) -> tuple[Support, Support]:
     architecture = facts.capability or "an unnamed architecture"
     if architecture.startswith(_ROCM_MATRIX_CORES):
         both = _native(f"{architecture} has matrix instructions for it")
@@ -160,7 +160,7 @@ def _judge_rocm(facts: Facts) -> tuple[Support, Support]:
     return _slow(f"{architecture} computes float16 no faster than float32"), bfloat16
 
 
-def _judge_xpu(facts: Facts) -> tuple[Support, Support]:
+def _judge_xpu(facts: DeviceFacts) -> tuple[Support, Support]:
     if "has_fp16" in facts.features:
         float16 = _native("the device reports float16 arithmetic")
     else:
@@ -173,7 +173,7 @@ def _judge_xpu(facts: Facts) -> tuple[Support, Support]:
 _FIRST_APPLE_CHIP_WITH_BFLOAT16 = 3
 
 
-def _judge_mps(facts: Facts) -> tuple[Support, Support]:
+def _judge_mps(facts: DeviceFacts) -> tuple[Support, Support]:
     float16 = _native("Metal computes float16 on every GPU")
     if "macos14" not in facts.features:
         return float16, _no("bfloat16 on MPS needs macOS 14")
@@ -198,27 +198,27 @@ _ARM: Mapping[torch.dtype, Mapping[str, str]] = {
 }
 
 
-def _judge_cpu(facts: Facts) -> tuple[Support, Support]:
+def _judge_cpu(facts: DeviceFacts) -> tuple[Support, Support]:
     # Every 64-bit Arm has NEON, and nothing else does.
     known = _ARM if "neon" in facts.features else _X86
     return _judge_instructions(facts, known[torch.float16]), _judge_instructions(facts, known[torch.bfloat16])
 
 
-def _judge_instructions(facts: Facts, known: Mapping[str, str]) -> Support:
+def _judge_instructions(facts: DeviceFacts, known: Mapping[str, str]) -> Support:
     for feature, name in known.items():
         if feature in facts.features:
             return _native(f"this CPU has {name} instructions")
     return _slow(f"this CPU has no {' or '.join(known.values())} instructions, so torch emulates it in software")
 
 
-def _judge_other(facts: Facts) -> tuple[Support, Support]:
+def _judge_other(facts: DeviceFacts) -> tuple[Support, Support]:
     if not facts.autocast:
         unsupported = _no(f"torch has no autocast for {facts.device!r} devices")
         return unsupported, unsupported
     return _judge_listed(facts, torch.float16), _judge_answer(facts)
 
 
-def _judge_answer(facts: Facts) -> Support:
+def _judge_answer(facts: DeviceFacts) -> Support:
     """Trust what the back end answers about bfloat16 before what it lists."""
     if facts.bfloat16 is None:
         return _judge_listed(facts, torch.bfloat16)
@@ -229,7 +229,7 @@ def _judge_answer(facts: Facts) -> Support:
     return _native(f"the {facts.device} back end says that it supports bfloat16")
 
 
-def _judge_listed(facts: Facts, dtype: torch.dtype) -> Support:
+def _judge_listed(facts: DeviceFacts, dtype: torch.dtype) -> Support:
     """Trust what the back end lists; silence counts as yes, since torch has an autocast for it."""
     name = dtype_name(dtype)
     if facts.dtypes is None:
@@ -243,7 +243,7 @@ def _version(capability: str | None) -> tuple[int, ...]:
     return tuple(int(part) for part in (capability or "0.0").split("."))
 
 
-_JUDGES: Mapping[Backend, Callable[[Facts], tuple[Support, Support]]] = {
+_JUDGES: Mapping[Backend, Callable[[DeviceFacts], tuple[Support, Support]]] = {
     Backend.CPU: _judge_cpu,
     Backend.CUDA: _judge_cuda,
     Backend.ROCM: _judge_rocm,

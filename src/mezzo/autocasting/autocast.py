@@ -16,12 +16,12 @@ from torch.compiler import is_dynamo_compiling
 
 from mezzo._errors import PolicyError
 from mezzo._hardware import hardware
-from mezzo.autocasting.arguments import Words, region_of, settle
-from mezzo.autocasting.dynamo import constant
-from mezzo.autocasting.module_rules import Binding, Precision, plan_modules
+from mezzo.autocasting.arguments import PolicyArg, region_for, resolve_call
+from mezzo.autocasting.dynamo import dynamo_constant
+from mezzo.autocasting.module_rules import ModuleRuleBinding, Precision, plan_modules
 from mezzo.autocasting.regions import Entered, Region, Traced, enter, enter_traced, leave, leave_traced
 from mezzo.autocasting.table_lookup import PolicyTable
-from mezzo.autocasting.wrappers import around
+from mezzo.autocasting.wrappers import wrap_function
 from mezzo.policy.policy import Policy
 from mezzo.policy.types import Level, Rule
 
@@ -49,14 +49,14 @@ class autocast:  # noqa: N801 - torch's spelling
 
     def __init__(
         self,
-        policy_or_device: Words = None,
+        policy_or_device: PolicyArg = None,
         /,
         dtype: torch.dtype | str | None = None,
         enabled: bool = True,  # noqa: FBT001, FBT002 - torch's call shape
         cache_enabled: bool | None = None,  # noqa: FBT001
         *,
         device_type: str | torch.device | None = None,
-        policy: Words = None,
+        policy: PolicyArg = None,
         model: nn.Module | None = None,
         **overrides: Any,
     ) -> None:
@@ -65,8 +65,8 @@ class autocast:  # noqa: N801 - torch's spelling
             settled = None
         else:
             words = (policy_or_device, dtype, enabled, cache_enabled, device_type, policy, _frozen(overrides) if overrides else ())
-            region, settled = settle(words)
-            binding = bind_modules(settled, region, model) if settled.modules else None
+            region, settled = resolve_call(words)
+            binding = bind_module_rules(settled, region, model) if settled.modules else None
         self._region = region
         self._binding = binding
         self._policy = settled
@@ -102,22 +102,22 @@ class autocast:  # noqa: N801 - torch's spelling
 
     def __call__(self, function: Callable[P, R]) -> Callable[P, R]:
         """Decorate a function, a generator function or a coroutine function: every call runs in the region."""
-        return around(self._region, self._binding, function)
+        return wrap_function(self._region, self._binding, function)
 
 
 def _made_again(region: Region, policy: Policy, model: nn.Module | None) -> autocast:
     again = autocast.__new__(autocast)
     if region.key:
-        region = region_of(policy, region.device, cache_enabled=region.cache_enabled)
+        region = region_for(policy, region.device, cache_enabled=region.cache_enabled)
     again._region, again._policy, again._model, again._entered = region, policy, model, {}
-    again._binding = bind_modules(policy, region, model) if policy.modules else None
+    again._binding = bind_module_rules(policy, region, model) if policy.modules else None
     return again
 
 
-@constant
+@dynamo_constant
 def _settled_code(*words: Any) -> str:
     """`settle` as a constant of compiled code: the words of a call inside a compiled function are constants there too."""
-    region, policy = settle((*words[:-1], _frozen(words[-1])))
+    region, policy = resolve_call((*words[:-1], _frozen(words[-1])))
     if policy.modules:
         raise PolicyError("Module rules are bound outside compiled code: enter the region around the compiled function, not inside it.")
     if isinstance(region.owner, PolicyTable):
@@ -130,7 +130,7 @@ def _frozen(overrides: dict[str, Any]) -> tuple[tuple[str, Any], ...]:
     return tuple([(name, frozenset(value) if isinstance(value, set) else value) for name, value in overrides.items()])
 
 
-def bind_modules(policy: Policy, region: Region, model: nn.Module | None) -> Binding | None:
+def bind_module_rules(policy: Policy, region: Region, model: nn.Module | None) -> ModuleRuleBinding | None:
     """The module rules of a policy on a model, ready to be applied; None where the region is off."""
     if not region.enabled:
         return None
@@ -139,46 +139,46 @@ def bind_modules(policy: Policy, region: Region, model: nn.Module | None) -> Bin
         raise PolicyError(f"The policy has module rules ({names}) and needs the model they speak of: autocast(policy, model=model).")
     dtype = region.computes_in
     off = Region(region.device, False, region.dtype, region.cache_enabled, ruled=True)
-    half = replace(region_of(Policy(Level.O3, dtype, on_unsupported=policy.on_unsupported), region.device), ruled=True)
+    half = replace(region_for(Policy(Level.O3, dtype, on_unsupported=policy.on_unsupported), region.device), ruled=True)
     precisions = {Rule.HALF: Precision(half, dtype), Rule.FULL: Precision(off, torch.float32), Rule.KEEP: Precision(off, None)}
-    return Binding((one.module, precisions[one.rule]) for one in plan_modules(model, policy))
+    return ModuleRuleBinding((one.module, precisions[one.rule]) for one in plan_modules(model, policy))
 
 
 _switch = threading.local()
 
 
-def enable(policy: Words = None, **words: Any) -> None:
+def enable_autocast(policy: PolicyArg = None, **words: Any) -> None:
     """Switch a policy on for the rest of this thread, without a region; `disable` switches it off, another `enable` replaces it.
 
-    >>> enable("cpu", dtype="bfloat16")
+    >>> enable_autocast("cpu", dtype="bfloat16")
     >>> torch.mm(torch.ones(1, 1), torch.ones(1, 1)).dtype
     torch.bfloat16
-    >>> disable()
+    >>> disable_autocast()
     """
-    switch_to(autocast(policy, **words))
+    set_thread_region(autocast(policy, **words))
 
 
-def switch_to(region: AbstractContextManager[Any]) -> None:
+def set_thread_region(region: AbstractContextManager[Any]) -> None:
     """Stay in a region for the rest of this thread, in place of the one that was switched on before."""
-    disable()
+    disable_autocast()
     region.__enter__()
     _switch.region = region
 
 
-def switched_to() -> AbstractContextManager[Any] | None:
+def thread_region() -> AbstractContextManager[Any] | None:
     """The region that this thread was switched to."""
     return getattr(_switch, "region", None)
 
 
-def disable() -> None:
+def disable_autocast() -> None:
     """Switch off what `enable` switched on in this thread; nothing happens where nothing is on."""
-    region = switched_to()
+    region = thread_region()
     if region is not None:
         _switch.region = None
         region.__exit__(None, None, None)
 
 
-@constant
+@dynamo_constant
 def device_types() -> tuple[str, ...]:
     """The kinds of device that tensors may be on here: the CPU, and the accelerator if there is one.
 
@@ -188,11 +188,11 @@ def device_types() -> tuple[str, ...]:
     return tuple(dict.fromkeys(("cpu", hardware().device)))
 
 
-class everywhere:  # noqa: N801 - reads as a phrase, as `autocast` does
+class autocast_all_devices:  # noqa: N801 - reads as a phrase, as `autocast` does
     """`autocast` for tensors on any device: as context manager and as decorator.
 
     >>> import torch
-    >>> with everywhere(preset="megengine", dtype="bfloat16"):
+    >>> with autocast_all_devices(preset="megengine", dtype="bfloat16"):
     ...     torch.mm(torch.ones(2, 2), torch.ones(2, 2)).dtype
     torch.bfloat16
     """

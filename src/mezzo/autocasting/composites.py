@@ -20,7 +20,7 @@ from mezzo.autocasting import composite_bodies
 from mezzo.policy.registry import Function
 
 _QUESTIONS = ("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic")
-_AROUND_ONE = frozenset({"einsum", "stft", "tensordot", "unique", "unique_consecutive"})
+_SINGLE_OP = frozenset({"einsum", "stft", "tensordot", "unique", "unique_consecutive"})
 """Ops whose Python function checks and rearranges what it passes on. The arithmetic in them is about sizes, and the function inside may ask in their name."""
 _WRAPPERS = frozenset(
     """
@@ -52,7 +52,7 @@ def can_open(name: str, function: Function) -> bool:
     >>> can_open("normalize", torch.nn.functional.normalize), can_open("einsum", torch.einsum), can_open("add", torch.add)
     (True, False, False)
     """
-    return has_body(function) and name not in _AROUND_ONE
+    return has_body(function) and name not in _SINGLE_OP
 
 
 def is_composite(name: str, function: Function) -> bool:
@@ -65,7 +65,7 @@ def is_composite(name: str, function: Function) -> bool:
 
 
 @cache
-def body(function: Function) -> Function:
+def opened(function: Function) -> Function:
     """A copy of a composite that no longer asks whether somebody overrides it, so that its inner calls can be seen."""
     inner = _unwrapped(function)
     made = _choice(inner) if inner in boolean_dispatched else _copy(inner)
@@ -95,7 +95,7 @@ def _choice(function: FunctionType) -> Function:
     """
     choice: dict[str, Any] = boolean_dispatched[function]
     name, place, default = choice["arg_name"], choice["index"], choice["default"]
-    chosen, other = body(choice["if_true"]), body(choice["if_false"])
+    chosen, other = opened(choice["if_true"]), opened(choice["if_false"])
 
     def choose(*args: Any, **kwargs: Any) -> Any:
         flag = kwargs[name] if name in kwargs else args[place] if place < len(args) else default

@@ -12,9 +12,9 @@ from torch.library import CustomOpDef  # type: ignore[attr-defined]  # not in it
 
 from mezzo._errors import PolicyError
 from mezzo._torch import OpOverload, OpOverloadPacket, pytree
-from mezzo.autocasting.dynamo import constant
-from mezzo.autocasting.function_mode import Steering, steering_of, trace
-from mezzo.autocasting.op_table import Action
+from mezzo.autocasting.dynamo import dynamo_constant
+from mezzo.autocasting.function_mode import AutocastMode, active_mode, apply_rule_traced
+from mezzo.autocasting.op_table import CastAction
 from mezzo.autocasting.table_lookup import TABLES, publish, rule_of
 from mezzo.policy.op_names import canonical
 from mezzo.policy.registry import registry
@@ -49,7 +49,7 @@ def register_op(function: Any = None, name: str | None = None, rule: str | Rule 
         return function
     wrapper = _aware(chosen, function)
     registry().register(chosen, (wrapper,), entry)
-    publish(_own_table(chosen), {} if entry.rule is Rule.KEEP else {wrapper: Action(chosen, entry.rule, entry.reason)})
+    publish(_own_table(chosen), {} if entry.rule is Rule.KEEP else {wrapper: CastAction(chosen, entry.rule, entry.reason)})
     return wrapper
 
 
@@ -75,23 +75,23 @@ def _aware(name: str, function: Callable[P, R]) -> Callable[P, R]:
         device = next((leaf.device.type for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)), None)
         if device is None or not _has_autocast(device) or not torch.is_autocast_enabled(device):
             return function(*args, **kwargs)
-        steering = steering_of(device)
+        steering = active_mode(device)
         key = steering.key if steering is not None and steering.key else alone
         result: R
         if is_dynamo_compiling():
             rule = rule_of(key, aware)
-            result = function(*args, **kwargs) if rule is None else trace(key, device, rule, aware, args, kwargs, function)
+            result = function(*args, **kwargs) if rule is None else apply_rule_traced(key, device, rule, aware, args, kwargs, function)
             return result
         action = TABLES[key].get(aware)
         if action is None:
             return function(*args, **kwargs)
-        result = (steering or Steering(device, "")).steer(function, action, args, kwargs)
+        result = (steering or AutocastMode(device, "")).apply_rule(function, action, args, kwargs)
         return result
 
     return aware
 
 
-@constant
+@dynamo_constant
 def _has_autocast(device: str) -> bool:
     """torch's question, which dynamo does not trace in torch 2.11."""
     return torch.amp.is_autocast_available(device)

@@ -16,7 +16,7 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 
-def constant(function: Callable[P, R]) -> Callable[P, R]:
+def dynamo_constant(function: Callable[P, R]) -> Callable[P, R]:
     """Mark a function whose answer dynamo takes as a constant of the code it compiles.
 
     What `torch.compiler.assume_constant_result` does, without importing dynamo for it: that takes 1.8 seconds, which everybody who imports mezzo would wait.
@@ -25,7 +25,7 @@ def constant(function: Callable[P, R]) -> Callable[P, R]:
     return function
 
 
-def inlined(function: Callable[P, R]) -> Callable[P, R]:
+def skip_frame(function: Callable[P, R]) -> Callable[P, R]:
     """Mark a function that runs as it is, with all that it calls, wherever it is not part of something that dynamo compiles.
 
     A model that breaks its graph inside a region runs eagerly there, and dynamo tries every Python function that it comes by: entering the region, and the mode at each op.
@@ -58,7 +58,7 @@ def refusal() -> str:
     )
 
 
-def within(mode: TorchFunctionMode, function: Function) -> Function:
+def under_mode(mode: TorchFunctionMode, function: Function) -> Function:
     """A function that runs under the mode."""
 
     def body(*args: Any, **kwargs: Any) -> Any:
@@ -68,7 +68,7 @@ def within(mode: TorchFunctionMode, function: Function) -> Function:
     return body
 
 
-@constant
+@dynamo_constant
 def permit_mode_changes(permitted: bool) -> bool:  # noqa: FBT001
     """Let a checkpointed function enter a mode while dynamo traces it: torch's own switch for side effects that need no replay, as a balanced enter and exit."""
     config = _torch.dynamo_config

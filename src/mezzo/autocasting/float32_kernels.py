@@ -21,7 +21,7 @@ from mezzo._hardware import hardware
 from mezzo._torch import DispatchKey, DispatchKeySet, ExcludeDispatchKeyGuard, kernels_of, keys_below, lacks
 from mezzo.autocasting.regions import in_region
 from mezzo.policy import missing_kernels
-from mezzo.policy.presets.torch_amp import AUTOCAST_KEYS, native
+from mezzo.policy.presets.torch_amp import AUTOCAST_KEYS, torch_entries
 from mezzo.policy.registry import Function, functional_overloads
 
 _lock = threading.Lock()
@@ -40,7 +40,7 @@ def register_float32_kernels(device: str) -> None:
 @cache
 def _registered(device: str) -> Library | None:
     key = AUTOCAST_KEYS.get(device)
-    lacking = sorted((missing_kernels.known(device) | _lacking_here(device)) - set(native(device)))
+    lacking = sorted((missing_kernels.known_missing(device) | _lacking_here(device)) - set(torch_entries(device)))
     if key is None or not lacking or lacks("float32 fallback"):
         return None
     library = Library("aten", "IMPL")
@@ -53,7 +53,7 @@ def _registered(device: str) -> Library | None:
 
 def _lacking_here(device: str) -> frozenset[str]:
     """Ops whose 16-bit kernel this very device lacks: oneDNN's LSTM, which torch's autocast calls on a CPU, fails without native instructions."""
-    return frozenset({"lstm"}) if device == "cpu" and not hardware(device).bfloat16.fast else frozenset()
+    return frozenset({"lstm"}) if device == "cpu" and not hardware(device).bfloat16.native else frozenset()
 
 
 def _kernel(op: str, qualified: str, device: str, key: str) -> Function:
@@ -66,7 +66,7 @@ def _kernel(op: str, qualified: str, device: str, key: str) -> Function:
         if not in_region():
             return call.redispatch(keyset & below, *args, **kwargs)
         if _events.listening() and any(is_castable(value, device) and value.dtype in HALF_DTYPES for value in args):
-            _events.emit(_events.OpFellBack(op, device, dtype_name(torch.get_autocast_dtype(device)), "it has no 16-bit kernel there"))
+            _events.emit(_events.Float32Fallback(op, device, dtype_name(torch.get_autocast_dtype(device)), "it has no 16-bit kernel there"))
         with ExcludeDispatchKeyGuard(DispatchKeySet(autocast)):
             return call(*cast_all(args, torch.float32, device), **cast_all(kwargs, torch.float32, device))
 

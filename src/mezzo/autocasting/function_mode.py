@@ -14,15 +14,15 @@ from torch.nn import Parameter
 from torch.overrides import TorchFunctionMode
 
 from mezzo import _events
-from mezzo._casting import CASTS, cast, cast_all, is_castable, on_device
+from mezzo._casting import CASTS, cast, cast_all, device_test, is_castable
 from mezzo._dtypes import CASTABLE_DTYPES, HALF_DTYPES, dtype_name
 from mezzo._errors import RefusedOpError
 from mezzo._torch import function_mode_at, function_mode_count
 from mezzo.autocasting import composite_bodies, table_lookup
-from mezzo.autocasting.composites import body
-from mezzo.autocasting.dynamo import inlined, permit_mode_changes, within
-from mezzo.autocasting.float32_fallback import fall_back
-from mezzo.autocasting.op_table import Action
+from mezzo.autocasting.composites import opened
+from mezzo.autocasting.dynamo import permit_mode_changes, skip_frame, under_mode
+from mezzo.autocasting.float32_fallback import retry_in_float32
+from mezzo.autocasting.op_table import CastAction
 from mezzo.autocasting.table_lookup import TABLES, refused
 from mezzo.autocasting.weight_cache import WeightCache, is_weight
 from mezzo.policy import missing_kernels
@@ -33,7 +33,7 @@ Args = tuple[Any, ...]
 Kwargs = dict[str, Any]
 
 
-def trace(key: str, device: str, rule: str, func: Function, args: Args, kwargs: Kwargs, inner: Function | None = None) -> Any:
+def apply_rule_traced(key: str, device: str, rule: str, func: Function, args: Args, kwargs: Kwargs, inner: Function | None = None) -> Any:
     """Carry out one action; `inner` is what to call where that is not the function that the table knows."""
     call = func if inner is None else inner
     if _says_itself(key, func, args, kwargs):
@@ -47,7 +47,7 @@ def trace(key: str, device: str, rule: str, func: Function, args: Args, kwargs: 
     elif dtype is not None:
         args = tuple([value if table_lookup.is_exempt(key, func, place) else _change(value, device, dtype) for place, value in enumerate(args)])
         kwargs = {name: value if table_lookup.is_exempt(key, func, name) else _change(value, device, dtype) for name, value in kwargs.items()}
-        if table_lookup.widens(key, func) and _has_wide_traced(key, device, func, args, kwargs):
+        if table_lookup.computes_in_float32(key, func) and _has_float32_exempt_traced(key, device, func, args, kwargs):
             args = tuple([_change(value, device, torch.float32) for value in args])
             kwargs = {name: _change(value, device, torch.float32) for name, value in kwargs.items()}
             return cast(_call(key, device, func, call, args, kwargs), dtype)
@@ -55,13 +55,13 @@ def trace(key: str, device: str, rule: str, func: Function, args: Args, kwargs: 
 
 
 def _call(key: str, device: str, func: Function, call: Function, args: Args, kwargs: Kwargs) -> Any:
-    if not table_lookup.is_quiet(key, func):
+    if not table_lookup.disables_torch_autocast(key, func):
         return call(*args, **kwargs)
     with torchs_own(device, dtype=torch.get_autocast_dtype(device), enabled=False, cache_enabled=False):
         return call(*args, **kwargs)
 
 
-def _has_wide_traced(key: str, device: str, func: Function, args: Args, kwargs: Kwargs) -> bool:
+def _has_float32_exempt_traced(key: str, device: str, func: Function, args: Args, kwargs: Kwargs) -> bool:
     exempt = [value for place, value in enumerate(args) if table_lookup.is_exempt(key, func, place)]
     exempt += [value for name, value in kwargs.items() if table_lookup.is_exempt(key, func, name)]
     wide = [value for value in exempt if is_castable(value, device) and value.dtype is torch.float32]
@@ -123,7 +123,7 @@ _HALF, _FULL = Rule.HALF, Rule.FULL
 _is_enabled, _set_enabled, _get_dtype = torch.is_autocast_enabled, torch.set_autocast_enabled, torch.get_autocast_dtype
 
 
-class Steering(TorchFunctionMode):
+class AutocastMode(TorchFunctionMode):
     """Acts on the functions of one table, for tensors of one device type."""
 
     def __init__(self, device: str, key: str) -> None:
@@ -139,9 +139,9 @@ class Steering(TorchFunctionMode):
 
     @cached_property
     def _is_here(self) -> Callable[[Tensor], bool]:
-        return on_device(self.device)
+        return device_test(self.device)
 
-    @inlined
+    @skip_frame
     def __torch_function__(self, func: Function, types: Any, args: Args = (), kwargs: Kwargs | None = None) -> Any:
         if is_dynamo_compiling():
             return self._trace(func, args, kwargs or {})
@@ -149,7 +149,7 @@ class Steering(TorchFunctionMode):
         # torch's own state says whether casting is on: a disabled region inside switches this off too.
         if action is None or not _is_enabled(self.device):
             return func(*args, **kwargs) if kwargs else func(*args)
-        return self.steer(func, action, args, kwargs or {})
+        return self.apply_rule(func, action, args, kwargs or {})
 
     def _trace(self, func: Function, args: Args, kwargs: Kwargs) -> Any:
         rule = table_lookup.rule_of(self.key, func)
@@ -161,24 +161,24 @@ class Steering(TorchFunctionMode):
                 return traced_body(func)(*args, **kwargs)
         if rule == "carried":
             return self._trace_carried(func, args, kwargs)
-        return trace(self.key, self.device, rule, func, args, kwargs)
+        return apply_rule_traced(self.key, self.device, rule, func, args, kwargs)
 
     def _trace_carried(self, func: Function, args: Args, kwargs: Kwargs) -> Any:
         before = permit_mode_changes(True)
         # Looked up anew: dynamo asks for the permission when it first sees the operator.
         operator = getattr(torch.ops.higher_order, table_lookup.operator_of(self.key, func))
         try:
-            return operator(within(self, args[0]), *args[1:], **kwargs)
+            return operator(under_mode(self, args[0]), *args[1:], **kwargs)
         finally:
             permit_mode_changes(before)
 
-    def steer(self, func: Function, action: Action, args: Args, kwargs: Kwargs) -> Any:
+    def apply_rule(self, func: Function, action: CastAction, args: Args, kwargs: Kwargs) -> Any:
         """Carry out one action."""
-        if action.opens:
+        if action.is_composite:
             with self:
-                return body(func)(*args, **kwargs)
-        if action.carried:
-            return func(within(self, args[0]), *args[1:], **kwargs)
+                return opened(func)(*args, **kwargs)
+        if action.wraps_function:
+            return func(under_mode(self, args[0]), *args[1:], **kwargs)
         rule = action.rule if action.plain and not kwargs else _rule_for(action, args, kwargs)
         if rule is None:
             return func(*args, **kwargs)
@@ -189,28 +189,28 @@ class Steering(TorchFunctionMode):
         if dtype is not None:
             args, kwargs = self._cast(action, dtype, args, kwargs)
         if _events.listening() and not action.weights:
-            _events.emit(_events.CastSteered(action.op, rule.value, "as given" if dtype is None else dtype_name(dtype), action.reason))
-        if action.widens and dtype in HALF_DTYPES and _has_wide(action, self.device, args, kwargs):
+            _events.emit(_events.OpCastOverridden(action.op, rule.value, "as given" if dtype is None else dtype_name(dtype), action.reason))
+        if action.computes_in_float32 and dtype in HALF_DTYPES and _has_float32_exempt(action, self.device, args, kwargs):
             args, kwargs = cast_all(args, torch.float32, self.device), cast_all(kwargs, torch.float32, self.device)
             return CASTS[dtype](self._run(func, action, torch.float32, args, kwargs))
         return self._run(func, action, dtype, args, kwargs)
 
-    def _run(self, func: Function, action: Action, dtype: torch.dtype | None, args: Args, kwargs: Kwargs) -> Any:
-        if action.quiet:
+    def _run(self, func: Function, action: CastAction, dtype: torch.dtype | None, args: Args, kwargs: Kwargs) -> Any:
+        if action.disables_torch_autocast:
             _set_enabled(self.device, False)
         try:
             return func(*args, **kwargs) if kwargs else func(*args)
         except (RuntimeError, NotImplementedError) as error:
-            return fall_back(error, func, action.op, dtype, self.device, args, kwargs)
+            return retry_in_float32(error, func, action.op, dtype, self.device, args, kwargs)
         finally:
-            if action.quiet:
+            if action.disables_torch_autocast:
                 _set_enabled(self.device, True)
 
-    def _half(self, action: Action) -> torch.dtype:
+    def _half(self, action: CastAction) -> torch.dtype:
         half = _get_dtype(self.device)
-        return torch.float32 if missing_kernels.was_learnt(action.op, half, self.device) else half
+        return torch.float32 if missing_kernels.is_recorded_missing(action.op, half, self.device) else half
 
-    def _widest(self, rule: Rule, action: Action, args: Args, kwargs: Kwargs) -> torch.dtype | None:
+    def _widest(self, rule: Rule, action: CastAction, args: Args, kwargs: Kwargs) -> torch.dtype | None:
         """What the inputs of an op are promoted to; None leaves them."""
         if rule is Rule.KEEP:
             return None
@@ -219,15 +219,15 @@ class Steering(TorchFunctionMode):
             raise RefusedOpError(refused(action))
         return reduce(torch.promote_types, dtypes) if dtypes else None
 
-    def _cast(self, action: Action, dtype: torch.dtype, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
-        if action.exempt and dtype is not torch.float32:
-            places, names = [place for place, _ in action.exempt], [name for _, name in action.exempt]
+    def _cast(self, action: CastAction, dtype: torch.dtype, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
+        if action.exempt_args and dtype is not torch.float32:
+            places, names = [place for place, _ in action.exempt_args], [name for _, name in action.exempt_args]
             positional = [value if place in places else self._change(value, action, dtype) for place, value in enumerate(args)]
             return (*positional,), {name: value if name in names else self._change(value, action, dtype) for name, value in kwargs.items()}
         positional = [self._change(value, action, dtype) for value in args]
         return (*positional,), {name: self._change(value, action, dtype) for name, value in kwargs.items()} if kwargs else kwargs
 
-    def _change(self, value: Any, action: Action, dtype: torch.dtype) -> Any:
+    def _change(self, value: Any, action: CastAction, dtype: torch.dtype) -> Any:
         # The hot path of a steered op: the questions are asked in the order of what they cost.
         if not isinstance(value, Tensor):
             return type(value)([self._change(item, action, dtype) for item in value]) if type(value) in (list, tuple) else value
@@ -239,7 +239,7 @@ class Steering(TorchFunctionMode):
         return value if action.weights else CASTS[dtype](value)
 
 
-def _rule_for(action: Action, args: Args, kwargs: Kwargs) -> Rule | None:
+def _rule_for(action: CastAction, args: Args, kwargs: Kwargs) -> Rule | None:
     """The rule for this very call; None when the call says itself what it wants: an explicit dtype, a given output, a write into its input."""
     if action.rule is Rule.REFUSE:
         return action.rule
@@ -261,23 +261,23 @@ def _argument(place: int, name: str, args: Args, kwargs: Kwargs) -> Any:
     return args[place] if 0 <= place < len(args) else None
 
 
-def _castables(action: Action, device: str, args: Args, kwargs: Kwargs) -> list[torch.Tensor]:
-    places, names = [place for place, _ in action.exempt], [name for _, name in action.exempt]
+def _castables(action: CastAction, device: str, args: Args, kwargs: Kwargs) -> list[torch.Tensor]:
+    places, names = [place for place, _ in action.exempt_args], [name for _, name in action.exempt_args]
     values = [value for place, value in enumerate(args) if place not in places] + [value for name, value in kwargs.items() if name not in names]
     flat = [item for value in values for item in (value if isinstance(value, list | tuple) else (value,))]
     return [item for item in flat if is_castable(item, device)]
 
 
-def _has_wide(action: Action, device: str, args: Args, kwargs: Kwargs) -> bool:
+def _has_float32_exempt(action: CastAction, device: str, args: Args, kwargs: Kwargs) -> bool:
     """Whether one of the arguments that are never cast down is float32."""
-    given = (_argument(place, name, args, kwargs) for place, name in action.exempt)
+    given = (_argument(place, name, args, kwargs) for place, name in action.exempt_args)
     return any(is_castable(value, device) and value.dtype is torch.float32 for value in given)
 
 
-def steering_of(device: str) -> Steering | None:
+def active_mode(device: str) -> AutocastMode | None:
     """The mode that steers a device type on this thread. The stack is asked through torch's own calls, which dynamo knows."""
     for index in range(function_mode_count()):
         mode = function_mode_at(index)
-        if isinstance(mode, Steering) and mode.device == device:
+        if isinstance(mode, AutocastMode) and mode.device == device:
             return mode
     return None

@@ -17,7 +17,7 @@ from torch.compiler import is_dynamo_compiling
 
 from mezzo._casting import cast_all
 from mezzo._errors import PolicyError, UnsupportedError, nearest
-from mezzo.autocasting.regions import Region, innermost_region, inside
+from mezzo.autocasting.regions import Region, enter_regions, innermost_region
 from mezzo.policy.policy import Policy
 from mezzo.policy.types import Rule
 
@@ -50,7 +50,7 @@ _SHOWN = 20
 
 
 @dataclass(frozen=True)
-class Ruled:
+class RuledModule:
     """One module under its rule."""
 
     name: str
@@ -58,12 +58,12 @@ class Ruled:
     rule: Rule
 
 
-def plan_modules(model: nn.Module, policy: Policy) -> tuple[Ruled, ...]:
+def plan_modules(model: nn.Module, policy: Policy) -> tuple[RuledModule, ...]:
     """Find the rule of each module that one names. An exact name beats a glob, a glob beats a type, and of equals the later wins."""
     if isinstance(model, nn.DataParallel):
         raise UnsupportedError("Module rules cannot be bound to nn.DataParallel, whose replicas would run the original's forward. Bind the module inside it.")
     modules = dict(model.named_modules(remove_duplicate=False))
-    chosen: dict[nn.Module, tuple[int, Ruled]] = {}
+    chosen: dict[nn.Module, tuple[int, RuledModule]] = {}
     for selector, rule in policy.modules:
         matched = [name for name, module in modules.items() if selector.matches(name, module)]
         if not matched:
@@ -75,7 +75,7 @@ def plan_modules(model: nn.Module, policy: Policy) -> tuple[Ruled, ...]:
         for name in matched:
             # By the module: one that is shared has several names and runs one precision.
             if modules[name] not in chosen or chosen[modules[name]][0] <= selector.rank:
-                chosen[modules[name]] = selector.rank, Ruled(name, modules[name], rule)
+                chosen[modules[name]] = selector.rank, RuledModule(name, modules[name], rule)
     return tuple(ruled for _, ruled in chosen.values())
 
 
@@ -89,7 +89,7 @@ class Precision:
     """What its floating-point arguments are cast to; None leaves them."""
 
 
-class Binding:
+class ModuleRuleBinding:
     """Module rules on a model: a context in which they hold for the current thread. It can be entered any number of times, in any thread."""
 
     def __init__(self, precisions: Iterable[tuple[nn.Module, Precision]]) -> None:
@@ -173,7 +173,7 @@ class _RuledForward:
                 return function(*args, **kwargs) if bound else function(self_, *args, **kwargs)
             if precision.dtype is not None:
                 args, kwargs = cast_all(args, precision.dtype, precision.region.device), cast_all(kwargs, precision.dtype, precision.region.device)
-            with inside(precision.region):
+            with enter_regions(precision.region):
                 return function(*args, **kwargs) if bound else function(self_, *args, **kwargs)
 
         return forward
@@ -190,7 +190,7 @@ def _is_switched_off(device: str) -> bool:
 class _Entry(NamedTuple):
     """A binding that a thread has entered."""
 
-    binding: Binding
+    binding: ModuleRuleBinding
     precisions: dict[_RuledForward, Precision]
 
 
@@ -200,7 +200,7 @@ class _Thread(threading.local):
     def __init__(self) -> None:
         self.entries: list[_Entry] = []
         self._alive = _Alive()
-        # A thread may end inside a region, after `mezzo.enable` for instance.
+        # A thread may end inside a region, after `mezzo.enable_autocast` for instance.
         finalize(self._alive, _put_back_all, self.entries).atexit = False
 
 
@@ -231,13 +231,13 @@ def _put_back_all(entries: list[_Entry]) -> None:
 _thread = _Thread()
 
 
-def current_bindings() -> tuple[Binding, ...]:
+def current_bindings() -> tuple[ModuleRuleBinding, ...]:
     """The bindings that this thread has entered, innermost last."""
     return tuple(entry.binding for entry in _thread.entries)
 
 
 @contextmanager
-def only(bindings: tuple[Binding, ...]) -> Iterator[None]:
+def only(bindings: tuple[ModuleRuleBinding, ...]) -> Iterator[None]:
     """Replace the bindings that this thread has entered by others."""
     outer = _thread.entries.copy()
     _thread.entries.clear()

@@ -22,9 +22,9 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from mezzo._dtypes import dtype_name
 from mezzo._errors import UnsupportedError
 from mezzo._torch import CompileContext, function_mode_at, function_mode_count
-from mezzo.autocasting.dynamo import constant, inlined
-from mezzo.autocasting.function_mode import Steering, steering_of
-from mezzo.autocasting.table_lookup import announce
+from mezzo.autocasting.dynamo import dynamo_constant, skip_frame
+from mezzo.autocasting.function_mode import AutocastMode, active_mode
+from mezzo.autocasting.table_lookup import register_with_dynamo
 from mezzo.autocasting.weight_cache import CacheInfo, WeightCache
 
 
@@ -88,14 +88,14 @@ _stacks: WeakValueDictionary[int, _Stack] = WeakValueDictionary()
 _mine = _Mine()
 
 
-@inlined
+@skip_frame
 def enter(region: Region) -> Entered:
     """Make a region the current one of this thread."""
     device, dtype = region.device, region.dtype
     before = torch.get_autocast_dtype(device)
     changed = None if dtype is None or dtype is before else before
     cached = torch.is_autocast_cache_enabled()
-    steered = _steer(region) if region.key or function_mode_count() else _NOT_STEERED
+    steered = _push_mode(region) if region.key or function_mode_count() else _NO_MODE
     entered = [region, torch.is_autocast_enabled(device), changed, cached, *steered, dtype or before]
     nesting = torch.autocast_increment_nesting()
     if dtype is not None and changed is not None:
@@ -115,7 +115,7 @@ def enter(region: Region) -> Entered:
     return entered
 
 
-@inlined
+@skip_frame
 def leave(entered: Entered) -> None:
     """Put everything back as it was before `enter`."""
     region, enabled, changed, cached, steering, pushed, key, _ = entered
@@ -125,7 +125,7 @@ def leave(entered: Entered) -> None:
     if torch.autocast_decrement_nesting() == 0 or changed is not None:
         torch.clear_autocast_cache()
     if stack and stack[-1] is not entered:
-        _bequeath(stack, entered)
+        _hand_over(stack, entered)
         return
     if stack:
         stack.pop()
@@ -134,10 +134,10 @@ def leave(entered: Entered) -> None:
         torch.set_autocast_dtype(region.device, changed)
     torch.set_autocast_cache_enabled(cached)
     if steering is not None:
-        _unsteer(steering, key, pushed=pushed)
+        _pop_mode(steering, key, pushed=pushed)
 
 
-def _bequeath(stack: _Stack, entered: Entered) -> None:
+def _hand_over(stack: _Stack, entered: Entered) -> None:
     """Leave a region that is not the innermost (a suspended generator's, or one that `enable` was called in): the next one puts back what it would have."""
     place = next(index for index, one in enumerate(stack) if one is entered)
     del stack[place]
@@ -153,10 +153,10 @@ def _bequeath(stack: _Stack, entered: Entered) -> None:
 _ENABLED, _CHANGED, _CACHED, _STEERING, _PUSHED, _KEY = range(1, 7)
 
 
-_NOT_STEERED: tuple[None, bool, str] = (None, False, "")
+_NO_MODE: tuple[None, bool, str] = (None, False, "")
 
 
-@constant
+@dynamo_constant
 def is_exporting() -> bool:
     """Whether torch.export is at work in this thread. torch's own question, `torch.compiler.is_exporting`, says yes to every compilation in torch 2.11."""
     return _mine.exporting
@@ -175,19 +175,19 @@ def exporting() -> Iterator[None]:
 NOTE = "mezzo_region"
 """What torch.export notes on every node inside a region, for who converts the graph: its precision is settled. Nobody else would know that a region was there."""
 
-by_mode_alone: Callable[[Region], Region] = lambda region: region  # noqa: E731 - replaced when the hooks are installed
+export_region: Callable[[Region], Region] = lambda region: region  # noqa: E731 - replaced when the hooks are installed
 """Turns a region into one that leaves nothing to torch's own lists, which torch.export does not hear."""
 
 
-def _steer(region: Region) -> tuple[Steering | None, bool, str]:
+def _push_mode(region: Region) -> tuple[AutocastMode | None, bool, str]:
     if is_exporting() and region.enabled:
-        region = by_mode_alone(region)
-    steering = steering_of(region.device)
+        region = export_region(region)
+    steering = active_mode(region.device)
     if steering is None:
         if not region.key:
-            return _NOT_STEERED
-        announce()
-        steering = Steering(region.device, region.key)
+            return _NO_MODE
+        register_with_dynamo()
+        steering = AutocastMode(region.device, region.key)
         steering.__enter__()  # type: ignore[no-untyped-call]
         return steering, True, ""
     before = steering.key
@@ -195,7 +195,7 @@ def _steer(region: Region) -> tuple[Steering | None, bool, str]:
     return steering, False, before
 
 
-def _unsteer(steering: Steering, key: str, *, pushed: bool) -> None:
+def _pop_mode(steering: AutocastMode, key: str, *, pushed: bool) -> None:
     if pushed:
         steering.__exit__(None, None, None)  # type: ignore[no-untyped-call]
     else:
@@ -213,7 +213,7 @@ class Traced:
     """A region inside compiled code: dynamo records torch's own enter and exit calls in the graph, and the mode in its stack."""
 
     native: Any
-    steering: Steering | None
+    steering: AutocastMode | None
     pushed: bool
     key: str
 
@@ -236,7 +236,7 @@ def enter_traced(region: Region) -> Traced:
             "torch.export(strict=True) drops a mezzo region inside the model. Export with strict=False, or put the region around the export."
         )
     _note_compiled()
-    steering, pushed, key = _steer(region)
+    steering, pushed, key = _push_mode(region)
     native = _native(region.device, region.computes_in, region.enabled)
     native.__enter__()
     return Traced(native, steering, pushed, key)
@@ -246,7 +246,7 @@ def leave_traced(traced: Traced) -> None:
     """`leave` in words that dynamo can trace."""
     traced.native.__exit__(None, None, None)
     if traced.steering is not None:
-        _unsteer(traced.steering, traced.key, pushed=traced.pushed)
+        _pop_mode(traced.steering, traced.key, pushed=traced.pushed)
 
 
 def in_region() -> bool:
@@ -261,7 +261,7 @@ def _compile_id() -> object:
     return None if CompileContext is None else CompileContext.current_compile_id()
 
 
-@constant
+@dynamo_constant
 def _note_compiled() -> None:
     """Remember that what this thread compiles enters a region: torch traces it once more after dynamo, when no region is on the stack."""
     _mine.compiled = _compile_id()
@@ -281,19 +281,19 @@ def innermost_region(device: str | None = None) -> Region | None:
     return next((entered[0] for entered in reversed(_mine.stack) if device is None or entered[0].device == device), None)
 
 
-class inside:  # noqa: N801 - reads as a phrase: `with inside(region):`
+class enter_regions:  # noqa: N801 - reads as a phrase: `with inside(region):`
     """Regions as a context: entered in order, left in reverse, any number of times, in eager and in compiled code."""
 
     def __init__(self, *regions: Region) -> None:
         self._regions = regions
         self._records: list[Entered | Traced] = []
 
-    @inlined
+    @skip_frame
     def __enter__(self) -> None:
         for region in self._regions:
             self._records.append(enter_traced(region) if is_dynamo_compiling() else enter(region))
 
-    @inlined
+    @skip_frame
     def __exit__(self, *_: object) -> None:
         for _region in self._regions:
             record = self._records.pop()
@@ -303,7 +303,7 @@ class inside:  # noqa: N801 - reads as a phrase: `with inside(region):`
                 leave(record)
 
 
-def invalidate() -> None:
+def clear_weight_cache() -> None:
     """Forget every 16-bit copy of a weight, in torch's cache and in this thread's own.
 
     Needed after a change that torch does not count: `p.data.add_(1)`, or a write from outside torch. Optimizer steps and in-place ops are noticed by themselves.
@@ -313,10 +313,10 @@ def invalidate() -> None:
         cache.clear()
 
 
-def cache_info() -> CacheInfo:
+def weight_cache_info() -> CacheInfo:
     """What this thread's weight cache holds, and how often it served.
 
-    >>> cache_info()
+    >>> weight_cache_info()
     CacheInfo(size=0, bytes=0, hits=0, misses=0)
     """
     infos = [cache.info() for cache in _caches()]
@@ -325,13 +325,13 @@ def cache_info() -> CacheInfo:
 
 def _caches() -> list[WeightCache]:
     modes = map(function_mode_at, range(function_mode_count()))
-    return [mode.cache for mode in modes if isinstance(mode, Steering)]
+    return [mode.cache for mode in modes if isinstance(mode, AutocastMode)]
 
 
 def _after_optimizer_step(*_: object) -> None:
     # Fused optimizers do not move a weight's version, and torch's own cache never looks at it.
     if any(_stacks.values()):
-        invalidate()
+        clear_weight_cache()
 
 
 register_optimizer_step_post_hook(_after_optimizer_step)

@@ -23,9 +23,9 @@ from torch.compiler import is_dynamo_compiling
 from mezzo._errors import UnsupportedError
 from mezzo._torch import ScriptMethod, autocast_devices, checkpoint_generator, checkpoint_generator_impl, place
 from mezzo.autocasting import regions
-from mezzo.autocasting.arguments import alone
-from mezzo.autocasting.regions import current_regions, exporting, in_region, inside
-from mezzo.autocasting.wrappers import carry
+from mezzo.autocasting.arguments import without_torch_autocast
+from mezzo.autocasting.regions import current_regions, enter_regions, exporting, in_region
+from mezzo.autocasting.wrappers import propagate_autocast
 
 
 @dataclass(frozen=True)
@@ -106,7 +106,7 @@ HOOKS = (
 
 def install() -> None:
     """Install the hooks that carry regions along; a name that torch does not have leaves out the hook that needs it."""
-    regions.by_mode_alone = alone
+    regions.export_region = without_torch_autocast
     _hook_checkpoint()
     _hook_script()
     _when_imported("export", _hook_export)
@@ -127,7 +127,7 @@ def _when_imported(private: str, hook: Callable[[ModuleType, str], None]) -> Non
         sys.meta_path.insert(0, _OnImport(name, hook_if_there))
 
 
-def _is_steered() -> bool:
+def _has_mode() -> bool:
     return any(one.key and one.enabled for one in current_regions())
 
 
@@ -136,12 +136,12 @@ def _hook_checkpoint() -> None:
     generator, function = checkpoint_generator_impl or checkpoint_generator, torch_checkpoint.CheckpointFunction
 
     def carrying(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        return generator(fn if is_dynamo_compiling() or not current_regions() else carry(fn), *args, **kwargs)
+        return generator(fn if is_dynamo_compiling() or not current_regions() else propagate_autocast(fn), *args, **kwargs)
 
     class CheckpointFunction(function):  # type: ignore[valid-type,misc]
         @classmethod
         def apply(cls, fn: Callable[..., Any], *args: Any) -> Any:
-            return function.apply(carry(fn) if current_regions() else fn, *args)
+            return function.apply(propagate_autocast(fn) if current_regions() else fn, *args)
 
     if generator is not None:
         setattr(torch_checkpoint, place(_GENERATOR)[1], wraps(generator)(carrying))
@@ -151,13 +151,13 @@ def _hook_checkpoint() -> None:
 def _hook_script() -> None:
     """TorchScript's interpreter knows torch's own lists only. A function is run as the Python that it was made from, as compiled code does too."""
     for kind in filter(None, (torch.jit.ScriptFunction, ScriptMethod)):
-        kind.__call__ = _steered(kind.__call__)
+        kind.__call__ = _under_mode(kind.__call__)
 
 
-def _steered(call: Callable[..., Any]) -> Callable[..., Any]:
+def _under_mode(call: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(call)
     def checked(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if not _is_steered():
+        if not _has_mode():
             return call(self, *args, **kwargs)
         written = getattr(self, "_torchdynamo_inline", None)
         if written is None:
@@ -206,8 +206,8 @@ def _hook_export(module: ModuleType, name: str) -> None:
 
     @wraps(export)
     def keeping(*args: Any, **kwargs: Any) -> Any:
-        regions = tuple(alone(one) for one in current_regions() if one.enabled)
-        with exporting(), inside(*regions):
+        regions = tuple(without_torch_autocast(one) for one in current_regions() if one.enabled)
+        with exporting(), enter_regions(*regions):
             return export(*args, **kwargs)
 
     setattr(module, name, keeping)

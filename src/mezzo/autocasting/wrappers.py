@@ -9,14 +9,14 @@ from functools import partial, wraps
 from types import coroutine
 from typing import Any, ParamSpec, TypeVar, cast
 
-from mezzo.autocasting.module_rules import Binding, current_bindings, only
-from mezzo.autocasting.regions import Region, current_regions, inside
+from mezzo.autocasting.module_rules import ModuleRuleBinding, current_bindings, only
+from mezzo.autocasting.regions import Region, current_regions, enter_regions
 
 P = ParamSpec("P")
 R = TypeVar("R")
 
 
-def around(region: Region, binding: Binding | None, function: Callable[P, R]) -> Callable[P, R]:
+def wrap_function(region: Region, binding: ModuleRuleBinding | None, function: Callable[P, R]) -> Callable[P, R]:
     """Wrap a function so that its body runs in the region.
 
     A generator or a coroutine is left and entered again at every suspension: what happens in between is not its business.
@@ -31,21 +31,21 @@ def around(region: Region, binding: Binding | None, function: Callable[P, R]) ->
 
         return cast("Callable[P, R]", generator)
     if inspect.iscoroutinefunction(function) or inspect.isasyncgenfunction(function):
-        return _around_asynchronous(region, binding, function)
+        return _wrap_asynchronous(region, binding, function)
 
     @wraps(function)
     def decorated(*args: P.args, **kwargs: P.kwargs) -> R:
         if binding is None:
             # Without a second context, which dynamo would have to trace too.
-            with inside(region):
+            with enter_regions(region):
                 return function(*args, **kwargs)
-        with binding, inside(region):
+        with binding, enter_regions(region):
             return function(*args, **kwargs)
 
     return decorated
 
 
-def _around_asynchronous(region: Region, binding: Binding | None, function: Callable[P, Any]) -> Callable[P, Any]:
+def _wrap_asynchronous(region: Region, binding: ModuleRuleBinding | None, function: Callable[P, Any]) -> Callable[P, Any]:
     if inspect.iscoroutinefunction(function):
 
         @wraps(function)
@@ -63,11 +63,11 @@ def _around_asynchronous(region: Region, binding: Binding | None, function: Call
     return stream
 
 
-def _resumed(region: Region, binding: Binding | None, suspended: Generator[Any, Any, Any]) -> Generator[Any, Any, Any]:
+def _resumed(region: Region, binding: ModuleRuleBinding | None, suspended: Generator[Any, Any, Any]) -> Generator[Any, Any, Any]:
     """Drive a generator or coroutine, in the region only while it runs."""
     resume = partial(suspended.send, None)
     while True:
-        with binding or nullcontext(), inside(region):
+        with binding or nullcontext(), enter_regions(region):
             try:
                 given = resume()
             except StopIteration as stop:
@@ -75,7 +75,7 @@ def _resumed(region: Region, binding: Binding | None, suspended: Generator[Any, 
         try:
             sent = yield given
         except GeneratorExit:
-            with binding or nullcontext(), inside(region):
+            with binding or nullcontext(), enter_regions(region):
                 suspended.close()
             raise
         except BaseException as error:  # noqa: BLE001 - whatever is thrown in belongs to the wrapped generator
@@ -84,7 +84,7 @@ def _resumed(region: Region, binding: Binding | None, suspended: Generator[Any, 
             resume = partial(suspended.send, sent)
 
 
-async def _streamed(region: Region, binding: Binding | None, source: AsyncGenerator[Any, Any]) -> AsyncGenerator[Any, Any]:
+async def _streamed(region: Region, binding: ModuleRuleBinding | None, source: AsyncGenerator[Any, Any]) -> AsyncGenerator[Any, Any]:
     """Drive an asynchronous generator, in the region only while it runs. It is iterated, not spoken to: `asend` and `athrow` do not reach it."""
     drive = coroutine(_resumed)
     try:
@@ -98,7 +98,7 @@ async def _streamed(region: Region, binding: Binding | None, source: AsyncGenera
         await drive(region, binding, cast("Any", source.aclose().__await__()))
 
 
-def carry(function: Callable[P, R]) -> Callable[P, R]:
+def propagate_autocast(function: Callable[P, R]) -> Callable[P, R]:
     """Bind a function to the precision that is in force here, whatever thread or moment it is called in.
 
     Autocast state and module rules belong to a thread: a worker starts without them. A carried function takes them along.
@@ -106,7 +106,7 @@ def carry(function: Callable[P, R]) -> Callable[P, R]:
     >>> from concurrent.futures import ThreadPoolExecutor
     >>> import mezzo, torch
     >>> with mezzo.autocast("cpu", dtype="bfloat16"), ThreadPoolExecutor() as pool:
-    ...     pool.submit(mezzo.carry(lambda: torch.mm(torch.ones(1, 1), torch.ones(1, 1)).dtype)).result()
+    ...     pool.submit(mezzo.propagate_autocast(lambda: torch.mm(torch.ones(1, 1), torch.ones(1, 1)).dtype)).result()
     torch.bfloat16
     """
     regions, bindings = current_regions(), current_bindings()
@@ -115,9 +115,9 @@ def carry(function: Callable[P, R]) -> Callable[P, R]:
     def carried(*args: P.args, **kwargs: P.kwargs) -> R:
         # Outside any region there is nothing to take along. Entering rules again that hold already would cost a visit to every module that has one.
         if not regions or current_bindings() == bindings:
-            with inside(*regions):
+            with enter_regions(*regions):
                 return function(*args, **kwargs)
-        with only(bindings), inside(*regions):
+        with only(bindings), enter_regions(*regions):
             return function(*args, **kwargs)
 
     return carried

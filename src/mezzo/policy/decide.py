@@ -16,8 +16,8 @@ from mezzo._dtypes import CASTABLE_DTYPES, HALF_DTYPES, dtype_name
 from mezzo._errors import PolicyError, UnsupportedError
 from mezzo._hardware import Hardware
 from mezzo.policy.missing_kernels import lacks_kernel
-from mezzo.policy.parse import argument
-from mezzo.policy.presets import op_lists
+from mezzo.policy.parse import check_argument
+from mezzo.policy.presets import preset_lists
 from mezzo.policy.registry import registry
 from mezzo.policy.types import Entry, Level, OnUnsupported, OpLists, Rule
 
@@ -48,21 +48,23 @@ class Decision:
         return f"{self.op} {ran}: {self.reason}."
 
 
-def effective(policy: Policy, dtype: torch.dtype, device: str) -> OpLists:
+def effective_lists(policy: Policy, dtype: torch.dtype, device: str) -> OpLists:
     """The policy's preset with the policy's own words on top, for a 16-bit dtype on a device."""
     return _effective(policy, dtype, device, registry().generation)
 
 
 @lru_cache(maxsize=64)
 def _effective(policy: Policy, dtype: torch.dtype, device: str, _generation: int) -> OpLists:
-    base = op_lists(policy.preset, policy.level, dtype, device)
+    base = preset_lists(policy.preset, policy.level, dtype, device)
     entries = {op.name: op.entry for op in registry() if op.entry is not None} | dict(base.entries)
-    entries |= {name: Entry(rule, _USER[rule]) for rule in Rule for name in policy.listed(rule)}
-    entries |= _made_of(policy, entries)
+    entries |= {name: Entry(rule, _USER[rule]) for rule in Rule for name in policy.ops_with_rule(rule)}
+    entries |= _composed_of(policy, entries)
     entries = {name: _with_kernel(name, entry, dtype, device) for name, entry in entries.items()}
-    unlisted = base.unlisted if policy.unlisted is None else Entry(policy.unlisted, f"in no list: the policy says {policy.unlisted.value} for those")
-    halves = base.refused_halves - policy.listed(Rule.REFUSE)
-    return OpLists(entries, unlisted, dict(base.exempt) | dict(policy.exempt), base.conditional + policy.conditional, halves)
+    default_rule = (
+        base.default_rule if policy.default_rule is None else Entry(policy.default_rule, f"in no list: the policy says {policy.default_rule.value} for those")
+    )
+    halves = base.refused_in_half - policy.ops_with_rule(Rule.REFUSE)
+    return OpLists(entries, default_rule, dict(base.exempt_args) | dict(policy.exempt_args), base.conditional + policy.conditional, halves)
 
 
 def _with_kernel(name: str, entry: Entry, dtype: torch.dtype, device: str) -> Entry:
@@ -71,7 +73,7 @@ def _with_kernel(name: str, entry: Entry, dtype: torch.dtype, device: str) -> En
     return entry
 
 
-MADE_OF: Mapping[str, tuple[str, ...]] = {
+COMPOSED_OF: Mapping[str, tuple[str, ...]] = {
     "einsum": ("bmm",),
     "tensordot": ("mm",),
     "chain_matmul": ("mm",),
@@ -89,15 +91,15 @@ MADE_OF: Mapping[str, tuple[str, ...]] = {
 """Ops that C++ makes of others, where no mode sees them: in no list themselves, they follow what the user says of their parts."""
 
 
-def _made_of(policy: Policy, entries: Mapping[str, Entry]) -> dict[str, Entry]:
-    listed = {name: rule for rule in (Rule.HALF, Rule.FULL, Rule.KEEP) for name in policy.listed(rule)}
-    following = {whole: part for whole, parts in MADE_OF.items() if whole not in entries for part in parts if part in listed}
+def _composed_of(policy: Policy, entries: Mapping[str, Entry]) -> dict[str, Entry]:
+    listed = {name: rule for rule in (Rule.HALF, Rule.FULL, Rule.KEEP) for name in policy.ops_with_rule(rule)}
+    following = {whole: part for whole, parts in COMPOSED_OF.items() if whole not in entries for part in parts if part in listed}
     return {whole: Entry(listed[part], f"computed by {part}, which is {_USER[listed[part]]}") for whole, part in following.items()}
 
 
 def entry_of(lists: OpLists, name: str, dtype: torch.dtype, device: str) -> Entry:
     """The entry of an op, listed or not."""
-    return lists.entries.get(name) or _with_kernel(name, lists.unlisted, dtype, device)
+    return lists.entries.get(name) or _with_kernel(name, lists.default_rule, dtype, device)
 
 
 def all_entries(policy: Policy, dtype: torch.dtype, device: str) -> dict[str, Entry]:
@@ -105,8 +107,8 @@ def all_entries(policy: Policy, dtype: torch.dtype, device: str) -> dict[str, En
     names = sorted(registry().names)
     if policy.level is Level.O0:
         # Whatever else the policy says, and whichever kernels are missing.
-        return dict.fromkeys(names, op_lists(policy.preset, policy.level, dtype, device).unlisted)
-    lists = effective(policy, dtype, device)
+        return dict.fromkeys(names, preset_lists(policy.preset, policy.level, dtype, device).default_rule)
+    lists = effective_lists(policy, dtype, device)
     return {name: entry_of(lists, name, dtype, device) for name in names}
 
 
@@ -117,20 +119,20 @@ def explain(
     said = list(inputs)
     name, given = registry().parse(op), _read_inputs(said)
     for word in arguments or ():
-        argument(name, word)
-    lists = effective(policy, dtype, device)
+        check_argument(name, word)
+    lists = effective_lists(policy, dtype, device)
     entry = entry_of(lists, name, dtype, device)
     for condition in lists.conditional:
         if condition.op == name and arguments and condition.argument in arguments and arguments[condition.argument] in condition.values:
             entry = Entry(Rule.FULL, f"{condition.argument}={arguments[condition.argument]!r}: {condition.reason}")
-    if entry.rule is Rule.REFUSE and name in lists.refused_halves and said and not any(one in HALF_DTYPES for one in given):
+    if entry.rule is Rule.REFUSE and name in lists.refused_in_half and said and not any(one in HALF_DTYPES for one in given):
         entry = Entry(Rule.KEEP, "refused with 16-bit inputs alone")
     untouched = [one for one in given if one not in CASTABLE_DTYPES]
     reason = f"{dtype_name(untouched[0])} inputs are never cast" if untouched and entry.rule in (Rule.HALF, Rule.FULL) else entry.reason
     return Decision(name, entry.rule, _computed_in(entry.rule, given, dtype), reason)
 
 
-def without_casts(op: str, inputs: Iterable[torch.dtype | str], reason: str) -> Decision:
+def uncast_decision(op: str, inputs: Iterable[torch.dtype | str], reason: str) -> Decision:
     """The decision where a policy casts nothing."""
     return Decision(registry().parse(op), Rule.KEEP, _widest(_read_inputs(inputs)), reason)
 
@@ -164,9 +166,6 @@ def _widest(dtypes: list[torch.dtype]) -> torch.dtype:
         return max(dtypes, key=lambda dtype: dtype.itemsize)
 
 
-if TYPE_CHECKING:
-    from mezzo.policy.policy import Policy
-
 _warned: set[str] = set()
 
 
@@ -186,7 +185,7 @@ def resolve(policy: Policy, hardware: Hardware) -> Resolved:
     >>> resolve(Policy("O1", "bfloat16"), hardware("cpu")).dtype
     torch.bfloat16
     """
-    resolved = choose(policy, hardware)
+    resolved = resolve_quietly(policy, hardware)
     if resolved.dtype is None and policy.level is not Level.O0:
         _downgrade(policy, hardware, resolved.reason)
     if _events.listening():
@@ -195,12 +194,12 @@ def resolve(policy: Policy, hardware: Hardware) -> Resolved:
     return resolved
 
 
-def choose(policy: Policy, hardware: Hardware) -> Resolved:
+def resolve_quietly(policy: Policy, hardware: Hardware) -> Resolved:
     """What `resolve` comes to, for who only asks: nothing is raised, warned or emitted."""
     if policy.level is Level.O0:
         return Resolved(None, "level O0 runs everything in float32")
     if policy.dtype is None:
-        best = hardware.best
+        best = hardware.preferred
         return Resolved(best.dtype, best.reason) if best else Resolved(None, hardware.float16.reason)
     support = hardware.support(policy.dtype)
     return Resolved(policy.dtype if support.supported else None, support.reason)
@@ -228,10 +227,6 @@ def _levels_up() -> int:
     return levels
 
 
-if TYPE_CHECKING:
-    from mezzo.policy.policy import Policy
-
-
 @dataclass(frozen=True)
 class PolicyDiff:
     """The differences of two policies; false when there are none."""
@@ -252,11 +247,15 @@ class PolicyDiff:
 
 def diff(one: Policy, other: Policy, hardware: Hardware) -> PolicyDiff:
     """Compare two policies field by field, and op by op on a device."""
-    said = [(field.name, one.say(field.name), other.say(field.name)) for field in fields(one) if getattr(one, field.name) != getattr(other, field.name)]
+    said = [
+        (field.name, one.format_field(field.name), other.format_field(field.name))
+        for field in fields(one)
+        if getattr(one, field.name) != getattr(other, field.name)
+    ]
     rules, others = _rules(one, hardware), _rules(other, hardware)
     return PolicyDiff(tuple(said), tuple((name, rules[name], others[name]) for name in sorted(rules) if rules[name] != others[name]))
 
 
 def _rules(policy: Policy, hardware: Hardware) -> dict[str, str]:
-    dtype = choose(policy, hardware).dtype or policy.dtype or torch.float16
+    dtype = resolve_quietly(policy, hardware).dtype or policy.dtype or torch.float16
     return {name: entry.rule.value for name, entry in all_entries(policy, dtype, hardware.device).items()}

@@ -15,7 +15,7 @@ import torch
 from mezzo._dtypes import dtype_name
 from mezzo.policy.op_names import is_removed
 
-_learnt: set[tuple[str, str, str]] = set()
+_recorded: set[tuple[str, str, str]] = set()
 
 RECURRENT = frozenset({"lstm", "gru", "rnn_tanh", "rnn_relu"})
 """Layers that cuDNN computes. On CUDA torch's autocast casts inside of them, to float16 whatever its dtype is, and lays the weights side by side as cuDNN wants
@@ -45,32 +45,32 @@ def lacks_kernel(op: str, dtype: torch.dtype, device: str) -> bool:
     True
     """
     key = (op, dtype_name(dtype), device)
-    return key in _learnt or op in _known().get(device, {}).get(key[1], frozenset())
+    return key in _recorded or op in _known().get(device, {}).get(key[1], frozenset())
 
 
-def known(device: str) -> frozenset[str]:
+def known_missing(device: str) -> frozenset[str]:
     """The ops that are known ahead to have no kernel for either 16-bit dtype on a device."""
     tables = list(_known().get(device, {}).values())
     return frozenset.intersection(*tables) if tables else frozenset()
 
 
-def was_learnt(op: str, dtype: torch.dtype, device: str) -> bool:
+def is_recorded_missing(op: str, dtype: torch.dtype, device: str) -> bool:
     """Whether a failed call has shown that an op has no kernel."""
-    return bool(_learnt) and (op, dtype_name(dtype), device) in _learnt
+    return bool(_recorded) and (op, dtype_name(dtype), device) in _recorded
 
 
-def learn(op: str, dtype: torch.dtype, device: str) -> bool:
+def record_missing(op: str, dtype: torch.dtype, device: str) -> bool:
     """Remember that a call failed for want of a kernel; says whether that was news."""
     key = (op, dtype_name(dtype), device)
-    news = key not in _learnt
-    _learnt.add(key)
+    news = key not in _recorded
+    _recorded.add(key)
     return news
 
 
 def missing(op: str) -> tuple[tuple[str, str], ...]:
     """The (device, dtype) pairs for which an op has no kernel."""
     known = {(device, dtype) for device, table in _known().items() for dtype, ops in table.items() if op in ops}
-    return tuple(sorted(known | {(device, dtype) for name, dtype, device in _learnt if name == op}))
+    return tuple(sorted(known | {(device, dtype) for name, dtype, device in _recorded if name == op}))
 
 
 @cache

@@ -11,7 +11,7 @@ import torch
 
 from mezzo._hardware import hardware
 from mezzo.policy import missing_kernels
-from mezzo.policy.decide import all_entries, choose
+from mezzo.policy.decide import all_entries, resolve_quietly
 from mezzo.policy.policy import Policy
 
 
@@ -56,9 +56,9 @@ def ops(policy: Policy | str | os.PathLike[str] | None = None, *, device: str | 
     >>> next(op for op in ops(device="cpu") if op.name == "linear").rule
     'half'
     """
-    read, found = Policy.of(policy, **overrides), hardware(device)
+    read, found = Policy.parse(policy, **overrides), hardware(device)
     # A device that is not here is asked about its lists all the same.
-    dtype = choose(read, found).dtype or read.dtype or torch.float16
+    dtype = resolve_quietly(read, found).dtype or read.dtype or torch.float16
     entries = all_entries(read, dtype, found.device)
     return OpTable([OpInfo(name, entry.rule.value, entry.reason, missing_kernels.missing(name)) for name, entry in entries.items()])
 

@@ -16,7 +16,7 @@ from mezzo._files import write_text
 from mezzo.policy.registry import parameters, registry
 from mezzo.policy.types import BY_USER, Conditional, Rule, Selector
 
-ConditionalWords = Conditional | tuple[Any, ...] | list[Any]
+ConditionalArg = Conditional | tuple[Any, ...] | list[Any]
 """A conditional entry as a user writes it: `("softmax", "dim", [-1])`."""
 
 MODULE_RULES = (Rule.HALF, Rule.FULL, Rule.KEEP)
@@ -46,13 +46,13 @@ def refuse_overlaps(lists: Mapping[str, frozenset[str]]) -> None:
 def exemptions(table: Mapping[str, Collection[str] | str] | tuple[Any, ...]) -> tuple[tuple[str, tuple[str, ...]], ...]:
     """Read which arguments of which op are left alone."""
     read: dict[str, set[str]] = {}
-    for op, names in _pairs("exempt", table, "an op to its arguments, such as {'batch_norm': {'weight', 'bias'}}"):
+    for op, names in _pairs("exempt_args", table, "an op to its arguments, such as {'batch_norm': {'weight', 'bias'}}"):
         name = registry().parse(op)
-        read.setdefault(name, set()).update(argument(name, one) for one in _several(names))
+        read.setdefault(name, set()).update(check_argument(name, one) for one in _several(names))
     return tuple(sorted((name, tuple(sorted(names))) for name, names in read.items()))
 
 
-def conditionals(entries: Collection[ConditionalWords]) -> tuple[Conditional, ...]:
+def conditionals(entries: Collection[ConditionalArg]) -> tuple[Conditional, ...]:
     """Read conditional entries: an op, one of its arguments, and the values for which it runs in float32."""
     if isinstance(entries, str | Mapping) or not isinstance(entries, Collection):
         raise PolicyError(f"conditional={entries!r} should be a list of (op, argument, values), such as [('softmax', 'dim', [-1])].")
@@ -78,17 +78,17 @@ def selectors(entries: Collection[str | type | Selector] | str | type) -> tuple[
     return tuple(sorted({Selector.parse(entry) for entry in several}))
 
 
-def spell(field: str, value: Any) -> str:
+def format_value(field: str, value: Any) -> str:
     """Spell a field's plain words as Python that the constructor reads: op names as a set, conditions as tuples."""
     if field in _SETS and value:
         return "{" + ", ".join(repr(name) for name in value) + "}"
-    return f"[{', '.join(_spell_condition(*entry) for entry in value)}]" if field == "conditional" else repr(value)
+    return f"[{', '.join(_format_condition(*entry) for entry in value)}]" if field == "conditional" else repr(value)
 
 
 _SETS = frozenset(rule.value for rule in Rule)
 
 
-def argument(op: str, name: str) -> str:
+def check_argument(op: str, name: str) -> str:
     """Read the name of one of an op's arguments, or say which it has."""
     known = {parameter for function in registry()[op].functions for parameter in parameters(function)}
     if isinstance(name, str) and (not known or name in known):
@@ -96,7 +96,7 @@ def argument(op: str, name: str) -> str:
     raise PolicyError(f"{op} has no argument {name!r}.{nearest(str(name), known)} {choices(sorted(known))}")
 
 
-def _spell_condition(op: str, argument: str, values: list[Any], *reason: str) -> str:
+def _format_condition(op: str, argument: str, values: list[Any], *reason: str) -> str:
     # Python prints infinity as a word that it does not read.
     spelled = ", ".join(f"float({str(value)!r})" if isinstance(value, float) and isinf(value) else repr(value) for value in values)
     return f"({', '.join([repr(op), repr(argument), f'[{spelled}]', *map(repr, reason)])})"
@@ -114,7 +114,7 @@ def _several(names: Any) -> tuple[Any, ...]:
     return tuple(names) if isinstance(names, list | tuple | set | frozenset) else (names,)
 
 
-def _conditional(entry: ConditionalWords) -> Conditional:
+def _conditional(entry: ConditionalArg) -> Conditional:
     if isinstance(entry, Conditional):
         op, named, values, reason = entry.op, entry.argument, entry.values, entry.reason
     elif isinstance(entry, tuple | list) and len(entry) in (3, 4):
@@ -127,7 +127,7 @@ def _conditional(entry: ConditionalWords) -> Conditional:
             raise PolicyError(f"The values of a conditional entry for {name!r} are strings, numbers, booleans or None, got {value!r}.")
     if not isinstance(reason, str):
         raise PolicyError(f"The reason of a conditional entry for {name!r} is a sentence, got {reason!r}.")
-    return Conditional(name, argument(name, named), tuple(sorted(set(_several(values)), key=repr)), reason)
+    return Conditional(name, check_argument(name, named), tuple(sorted(set(_several(values)), key=repr)), reason)
 
 
 def _module_rule(key: Any, rule: str | Rule) -> Rule:
@@ -142,7 +142,7 @@ def _module_rule(key: Any, rule: str | Rule) -> Rule:
 _HEADER = "# A mezzo policy: mezzo.Policy.load reads it.\n"
 
 
-def save(path: str | os.PathLike[str], words: Mapping[str, Any]) -> None:
+def save_toml(path: str | os.PathLike[str], words: Mapping[str, Any]) -> None:
     """Write a policy's words, whole or not at all."""
     lines = [f"{name} = {_value(value)}" for name, value in words.items() if not isinstance(value, Mapping)]
     for name, table in words.items():
@@ -151,7 +151,7 @@ def save(path: str | os.PathLike[str], words: Mapping[str, Any]) -> None:
     write_text(path, _HEADER + "\n".join(lines) + "\n")
 
 
-def load(path: str | os.PathLike[str]) -> dict[str, Any]:
+def load_toml(path: str | os.PathLike[str]) -> dict[str, Any]:
     """Read a policy's words, or say what is wrong with the file."""
     try:
         # utf-8-sig: some editors put a byte order mark before the text.

@@ -15,7 +15,7 @@ from mezzo._dtypes import HALF_DTYPES, dtype_name, parse_dtype
 from mezzo._errors import PolicyError, unknown
 from mezzo._hardware import hardware
 from mezzo.policy import decide, parse, presets
-from mezzo.policy.decide import PolicyDiff, choose, diff
+from mezzo.policy.decide import PolicyDiff, diff, resolve_quietly
 from mezzo.policy.registry import registry
 from mezzo.policy.types import BY_USER, NORMS, Cache, Conditional, Level, Master, OnUnsupported, Rule, Selector
 
@@ -41,9 +41,9 @@ class _Fields:
     """Ops whose inputs are left alone."""
     refuse: frozenset[str]
     """Ops that raise."""
-    unlisted: Rule | None
+    default_rule: Rule | None
     """The rule for ops in no list; None leaves it to the preset."""
-    exempt: tuple[tuple[str, tuple[str, ...]], ...]
+    exempt_args: tuple[tuple[str, tuple[str, ...]], ...]
     """Arguments that do not decide and are never cast down, by op: a norm's parameters and statistics."""
     conditional: tuple[Conditional, ...]
     """Ops that run in float32 for some values of an argument."""
@@ -84,9 +84,9 @@ class Policy(_Fields):
         promote: Names = (),
         keep: Names = (),
         refuse: Names = (),
-        unlisted: str | Rule | None = None,
-        exempt: Mapping[str, Names] | tuple[Any, ...] = (),
-        conditional: Collection[parse.ConditionalWords] = (),
+        default_rule: str | Rule | None = None,
+        exempt_args: Mapping[str, Names] | tuple[Any, ...] = (),
+        conditional: Collection[parse.ConditionalArg] = (),
         modules: Mapping[str | type, str | Rule] | tuple[Any, ...] = (),
         keep_full: Collection[str | type | Selector] | str | type = NORMS,
         master: str | Master | None = Master.AUTO,
@@ -97,14 +97,14 @@ class Policy(_Fields):
         super().__init__(
             level=Level.parse(level),
             dtype=None if dtype in ("auto", None) else parse_dtype(dtype, beside=("auto",)),
-            preset=presets.parse(preset),
+            preset=presets.parse_preset(preset),
             half=parse.op_names("half", half),
             full=parse.op_names("full", full),
             promote=parse.op_names("promote", promote),
             keep=parse.op_names("keep", keep),
             refuse=parse.op_names("refuse", refuse),
-            unlisted=None if unlisted is None else Rule.parse(unlisted),
-            exempt=parse.exemptions(exempt),
+            default_rule=None if default_rule is None else Rule.parse(default_rule),
+            exempt_args=parse.exemptions(exempt_args),
             conditional=parse.conditionals(conditional),
             modules=parse.module_rules(modules),
             keep_full=parse.selectors(keep_full),
@@ -113,14 +113,14 @@ class Policy(_Fields):
             cache=Cache.parse(cache),
             on_unsupported=OnUnsupported.parse(on_unsupported),
         )
-        parse.refuse_overlaps({rule.value: self.listed(rule) for rule in Rule})
-        presets.check(self.preset, self.level)
+        parse.refuse_overlaps({rule.value: self.ops_with_rule(rule) for rule in Rule})
+        presets.check_preset(self.preset, self.level)
 
     @classmethod
-    def of(cls, policy: Policy | str | os.PathLike[str] | Level | None = None, **overrides: Any) -> Policy:
+    def parse(cls, policy: Policy | str | os.PathLike[str] | Level | None = None, **overrides: Any) -> Policy:
         """Read a policy from what every entry point takes: a `Policy`, a level, a TOML file, and overrides of fields.
 
-        >>> Policy.of("O2", dtype="bfloat16")
+        >>> Policy.parse("O2", dtype="bfloat16")
         Policy('O2', dtype='bfloat16')
         """
         _refuse_unknown_fields(overrides)
@@ -138,7 +138,7 @@ class Policy(_Fields):
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Policy:
         """Read a policy from a TOML file."""
-        words = parse.load(path)
+        words = parse.load_toml(path)
         try:
             _refuse_unknown_fields(words)
             return cls(**words)
@@ -147,9 +147,9 @@ class Policy(_Fields):
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the policy to a TOML file that `load` reads back equal."""
-        parse.save(path, self.words())
+        parse.save_toml(path, self.to_dict())
 
-    def listed(self, rule: Rule) -> frozenset[str]:
+    def ops_with_rule(self, rule: Rule) -> frozenset[str]:
         """The ops that this policy itself puts under a rule."""
         names: frozenset[str] = getattr(self, rule.value)
         return names
@@ -161,11 +161,11 @@ class Policy(_Fields):
         softmax runs in float32: sums exponentials: float16 overflows past 65504.
         """
         found = hardware(device)
-        chosen = choose(self, found)
+        chosen = resolve_quietly(self, found)
         if chosen.dtype is None and self.level is not Level.O0 and self.on_unsupported is OnUnsupported.ERROR:
             return decide.Decision(registry().parse(op), Rule.REFUSE, None, f"on_unsupported='error', and {chosen.reason}")
         if chosen.dtype is None:
-            return decide.without_casts(op, inputs, f"nothing is cast: {chosen.reason}")
+            return decide.uncast_decision(op, inputs, f"nothing is cast: {chosen.reason}")
         return decide.explain(self, op, inputs, dtype=chosen.dtype, device=found.device, arguments=arguments)
 
     def diff(self, other: Policy | str | os.PathLike[str] | Level, device: str | None = None) -> PolicyDiff:
@@ -185,22 +185,22 @@ class Policy(_Fields):
         op rnn_tanh: keep → full
         op rnn_tanh_cell: keep → full
         """
-        return diff(self, Policy.of(other), hardware(device))
+        return diff(self, Policy.parse(other), hardware(device))
 
-    def words(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, Any]:
         """The fields that differ from a plain `Policy(level)`, in the words its constructor takes: plain strings, lists and tables."""
         plain = Policy(self.level)
-        told = {field.name: self.say(field.name) for field in fields(self) if getattr(self, field.name) != getattr(plain, field.name)}
+        told = {field.name: self.format_field(field.name) for field in fields(self) if getattr(self, field.name) != getattr(plain, field.name)}
         return {"level": self.level.value} | told
 
-    def say(self, field: str) -> Any:
+    def format_field(self, field: str) -> Any:
         """One field in plain words."""
         return _say(getattr(self, field))
 
     def __repr__(self) -> str:
-        spoken = dict(self.words())
+        spoken = dict(self.to_dict())
         level = spoken.pop("level")
-        parts = [repr(level), *(f"{name}={parse.spell(name, value)}" for name, value in spoken.items())]
+        parts = [repr(level), *(f"{name}={parse.format_value(name, value)}" for name, value in spoken.items())]
         return f"Policy({', '.join(parts)})"
 
 

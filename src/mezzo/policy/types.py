@@ -15,7 +15,7 @@ from mezzo._errors import PolicyError, unknown
 from mezzo._torch import BatchOrInstanceNorm
 
 
-class Word(Enum):
+class ParsedEnum(Enum):
     """A closed set whose members are read from their spelling."""
 
     @classmethod
@@ -41,7 +41,7 @@ class Word(Enum):
         return f"{type(self).__name__}.{self.name}"
 
 
-class Rule(Word):
+class Rule(ParsedEnum):
     """What happens to the floating-point inputs of an op. Few rules cover every system; they differ only in tables."""
 
     HALF = "half"
@@ -56,7 +56,7 @@ class Rule(Word):
     """Raise, and say what to call instead."""
 
 
-class Level(Word):
+class Level(ParsedEnum):
     """How far a policy goes."""
 
     O0 = "O0"
@@ -76,7 +76,7 @@ class Level(Word):
         return super()._unknown(word) + hint
 
 
-class Master(Word):
+class Master(ParsedEnum):
     """Where the exact weights live while the parameters are 16-bit."""
 
     AUTO = "auto"
@@ -93,7 +93,7 @@ class Master(Word):
     """No master: small updates are lost."""
 
 
-class Cache(Word):
+class Cache(ParsedEnum):
     """How a region remembers the 16-bit copies of float32 weights."""
 
     AUTO = "auto"
@@ -106,7 +106,7 @@ class Cache(Word):
     """None: every use casts again."""
 
 
-class OnUnsupported(Word):
+class OnUnsupported(ParsedEnum):
     """What to do when the device lacks what the policy asks for."""
 
     ERROR = "error"
@@ -211,13 +211,13 @@ class OpLists:
 
     entries: Mapping[str, Entry]
     """Op name → rule and reason, for every op that is listed."""
-    unlisted: Entry
+    default_rule: Entry
     """The rule for ops in no list."""
-    exempt: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    exempt_args: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     """Op name → names of the arguments that do not decide and are never cast down: a norm's parameters and statistics."""
     conditional: tuple[Conditional, ...] = ()
     """Ops that are float32 only for some values of an argument."""
-    refused_halves: frozenset[str] = frozenset()
+    refused_in_half: frozenset[str] = frozenset()
     """Of the refused ops those that are refused with 16-bit inputs alone: who casts to float32 may call them."""
 
 

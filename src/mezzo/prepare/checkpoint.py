@@ -15,13 +15,13 @@ from torch import nn
 from mezzo._casting import map_tensors
 from mezzo._errors import CheckpointError
 from mezzo._files import atomic_writer
-from mezzo.optim.kinds import KINDS
-from mezzo.optim.saved import without_masters
-from mezzo.prepare import checkpoint_file, fitting, rng
+from mezzo.optim.master_formats import MASTER_FORMATS
+from mezzo.optim.state_dict import without_masters
+from mezzo.prepare import checkpoint_checks, checkpoint_file, rng_state
+from mezzo.prepare.arguments import Models, Optimizer, Optimizers, flat, models_of, optimizers_of, unwrapped
 from mezzo.prepare.decoration import Accumulating, Decoration, decoration_of
-from mezzo.prepare.given import Models, Optimizer, Optimizers, bare, flat, models_of, optimizers_of
+from mezzo.prepare.model_state_dict import decorations_of, exact_state_dict
 from mezzo.prepare.rollback import rolled_back_on_error
-from mezzo.prepare.weight_hooks import decorations_of, exact_state_dict
 
 Place = str | os.PathLike[str]
 
@@ -80,7 +80,7 @@ def save_checkpoint(
         "optimizer": None if optimizer is None else [optimizer_state(one, models) for one in optimizers],
         "scaler": None if scaler is None else [scaler.state_dict()],
         "scheduler": None if scheduler is None else [one.state_dict() for one in flat(scheduler)],
-        "rng": rng.capture(),
+        "rng": rng_state.capture_rng_state(),
         "extra": extra,
     }
     for name, part in parts.items():
@@ -122,16 +122,16 @@ def load_checkpoint(
     _refuse_mid_accumulation(models, optimizers, "call step.flush() first, or load_checkpoint(path, step=step) what was saved so")
     if any(decoration.lent for decoration in _decorations(models, optimizers)):
         raise CheckpointError("The model holds averaged weights inside `with ema.applied()`, whose end would undo the loading. Load outside of the `with`.")
-    pairs = fitting.pairs(os.fspath(path), parts, asked)
-    fitting.check(pairs, strict=strict)
-    rng.refuse_other(parts["rng"])
+    pairs = checkpoint_checks.match_parts(os.fspath(path), parts, asked)
+    checkpoint_checks.check_fit(pairs, strict=strict)
+    rng_state.check_rng_state(parts["rng"])
     # A step restores its own parts.
     with rolled_back_on_error(models, optimizers, (*asked["scaler"], *asked["scheduler"])):
         for name, several in pairs.items():
             for one, state in several:
                 with _named(os.fspath(path), name, one):
                     one.load_state_dict(state, **({"strict": strict} if name == "model" else {}))
-        rng.restore(parts["rng"])
+        rng_state.restore_rng_state(parts["rng"])
     extra: dict[str, Any] = parts["extra"]
     return extra
 
@@ -191,13 +191,13 @@ def _decorations(models: tuple[nn.Module, ...], optimizers: tuple[Optimizer, ...
 
 
 def _models(words: Models | None) -> tuple[nn.Module, ...]:
-    return () if words is None else tuple(map(bare, models_of(words)))
+    return () if words is None else tuple(map(unwrapped, models_of(words)))
 
 
 def optimizer_state(optimizer: Optimizer, models: tuple[nn.Module, ...]) -> dict[str, Any]:
     """An optimizer's state, without masters whose exact values are in the states of these models: not twice."""
     state, decoration = optimizer.state_dict(), decoration_of(optimizer)
-    if decoration is not None and KINDS[decoration.plan.master].exact and all(one in models for one in decoration.models):
+    if decoration is not None and MASTER_FORMATS[decoration.plan.master].exact and all(one in models for one in decoration.models):
         return without_masters(state)
     return state
 

@@ -11,9 +11,9 @@ from weakref import WeakSet
 import torch
 from torch import nn
 
-from mezzo.prepare.given import Optimizer
+from mezzo.prepare.arguments import Optimizer
+from mezzo.prepare.half_weights import HalfWeights
 from mezzo.prepare.plan import Plan
-from mezzo.prepare.weights import Weights
 
 _MARK = "_mezzo_decoration"
 
@@ -29,9 +29,9 @@ class Accumulating(Protocol):
 class Decoration:
     """Models and optimizers that were decorated together, and the way back."""
 
-    def __init__(self, plan: Plan, models: tuple[nn.Module, ...], optimizers: tuple[Optimizer, ...], weights: Weights) -> None:
+    def __init__(self, plan: Plan, models: tuple[nn.Module, ...], optimizers: tuple[Optimizer, ...], weights: HalfWeights) -> None:
         self.plan, self.models, self.optimizers, self.weights = plan, models, optimizers, weights
-        self.steps = ExitStack()
+        self.undo_stack = ExitStack()
         """Takes off what was put on, the last first."""
         self.training_steps: WeakSet[Accumulating] = WeakSet()
         """The training steps that were made of these models and optimizers."""
@@ -41,8 +41,8 @@ class Decoration:
     def undo(self) -> None:
         """Put everything back, with the current exact values: whole or not at all."""
         self.weights.refuse_changed()
-        self.steps.close()
-        self.weights.release()
+        self.undo_stack.close()
+        self.weights.restore()
         flatten_rnns(self.models)
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -54,7 +54,7 @@ def _nothing() -> None:
     return None
 
 
-def both(models: Iterable[nn.Module], optimizers: Iterable[Optimizer]) -> tuple[nn.Module | Optimizer, ...]:
+def all_decorated(models: Iterable[nn.Module], optimizers: Iterable[Optimizer]) -> tuple[nn.Module | Optimizer, ...]:
     """All that is decorated together."""
     return (*models, *optimizers)
 

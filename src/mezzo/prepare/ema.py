@@ -13,10 +13,10 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from mezzo._errors import CheckpointError, PolicyError, UnsupportedError
 from mezzo._torch import foreach_lerp_
-from mezzo.autocasting.regions import invalidate
-from mezzo.optim.masters import Masters
+from mezzo.autocasting.regions import clear_weight_cache
+from mezzo.optim.master_weights import MasterWeights
+from mezzo.prepare.arguments import Optimizer, models_of, unwrapped
 from mezzo.prepare.decoration import Decoration
-from mezzo.prepare.given import Optimizer, bare, models_of
 from mezzo.prepare.master_params import Exact, is_narrow, widened
 
 _held: Callable[[Any, Any], Any] = dict.get
@@ -53,7 +53,7 @@ class EMA:
         models = models_of(model)
         if len(models) != 1:
             raise PolicyError(f"EMA averages one model, got {len(models)}. Make an EMA for each.")
-        self.model = bare(models[0])
+        self.model = unwrapped(models[0])
         self.decay = decay
         """How much of the average is left by an update."""
         self._places = list(_places(self.model, buffers=use_buffers))
@@ -76,13 +76,13 @@ class EMA:
         averaged = self._look()
         with ExitStack() as undo:
             # A region around the loop may hold 16-bit copies of the weights.
-            undo.callback(invalidate)
+            undo.callback(clear_weight_cache)
             undo.callback(register_optimizer_step_pre_hook(_Refusal(averaged.tensors)).remove)
             for decoration in averaged.decorations:
                 undo.callback(setattr, decoration, "lent", decoration.lent)
                 decoration.lent = True
             averaged.lend(self._averages, undo)
-            invalidate()
+            clear_weight_cache()
             yield self.model
 
     def state_dict(self) -> dict[str, torch.Tensor]:
@@ -194,7 +194,7 @@ Group = tuple[list[torch.Tensor], Callable[[], list[torch.Tensor]]]
 """Averages of one device and dtype, and what reads the values that belong to them."""
 
 
-def _grouped(tensors: list[torch.Tensor], masters: list[Masters | None], averages: list[torch.Tensor]) -> list[Group]:
+def _grouped(tensors: list[torch.Tensor], masters: list[MasterWeights | None], averages: list[torch.Tensor]) -> list[Group]:
     sorted_: dict[Any, list[tuple[torch.Tensor, torch.Tensor]]] = {}
     sizes: dict[Any, int] = {}
     for tensor, keeper, average in zip(tensors, masters, averages, strict=True):

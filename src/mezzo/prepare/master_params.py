@@ -9,11 +9,11 @@ from torch import nn
 
 from mezzo._casting import cast
 from mezzo._errors import PolicyError
-from mezzo.optim.bound import bound_of
-from mezzo.optim.masters import Masters
+from mezzo.optim.binding import optimizer_binding
+from mezzo.optim.master_weights import MasterWeights
+from mezzo.prepare.arguments import Optimizer
 from mezzo.prepare.decoration import decoration_of
-from mezzo.prepare.given import Optimizer
-from mezzo.prepare.weight_hooks import decorations_of
+from mezzo.prepare.model_state_dict import decorations_of
 
 
 class MasterParams(dict[str, torch.Tensor]):
@@ -70,7 +70,7 @@ class Exact:
     def __init__(self, model: nn.Module) -> None:
         self.decorations = decorations_of(model)
 
-    def masters(self, tensor: torch.Tensor) -> Masters | None:
+    def masters(self, tensor: torch.Tensor) -> MasterWeights | None:
         """The masters of a tensor; None where it was not made 16-bit."""
         return next((one.weights.masters(tensor) for one in self.decorations if tensor in one.weights), None)
 
@@ -80,7 +80,7 @@ class Exact:
 
 
 def _of_optimizer(optimizer: Optimizer) -> MasterParams:
-    bound, names = bound_of(optimizer), _names(optimizer)
+    bound, names = optimizer_binding(optimizer), _names(optimizer)
     found, number = MasterParams(()), 0
     for group in optimizer.param_groups:
         given = group.get("param_names", [str(number + place) for place in range(len(group["params"]))])
@@ -102,7 +102,7 @@ def _names(optimizer: Optimizer) -> dict[int, str]:
     }
 
 
-def _current(tensor: torch.Tensor, masters: Masters | None) -> torch.Tensor:
+def _current(tensor: torch.Tensor, masters: MasterWeights | None) -> torch.Tensor:
     return widened(tensor) if masters is None else masters.current(tensor)
 
 

@@ -12,19 +12,18 @@ import torch
 from mezzo._dtypes import HALF_DTYPES, dtype_name, parse_dtype
 from mezzo._errors import PolicyError
 from mezzo._hardware import hardware
-from mezzo.optim.bind import refuse_wrapper
-from mezzo.optim.kinds import KINDS
+from mezzo.optim.attach import refuse_wrapper
+from mezzo.optim.master_formats import MASTER_FORMATS
 from mezzo.policy.decide import Resolved, resolve
 from mezzo.policy.policy import Policy
 from mezzo.policy.types import Level, Master
-from mezzo.prepare import align, keep
-from mezzo.prepare import given as words
-from mezzo.prepare.align import Aligned
-from mezzo.prepare.given import Given, Models, Optimizers
-from mezzo.prepare.row import Row, size, table
-from mezzo.prepare.survey import Planned, Verdict, survey
+from mezzo.prepare import arguments, forward
+from mezzo.prepare import arguments as words
+from mezzo.prepare.arguments import Models, Optimizers, Targets
+from mezzo.prepare.forward import PaddedLinear
+from mezzo.prepare.plan_rows import PlannedTensor, PlanRow, TensorRule, plan_tensors, size, table
 
-PolicyWords = Policy | str | os.PathLike[str] | Level | None
+PolicyArg = Policy | str | os.PathLike[str] | Level | None
 """What every entry point takes for a policy: a level, a `Policy`, a TOML file."""
 
 Dtype = str | torch.dtype | None
@@ -53,11 +52,11 @@ class Plan:
     """The dtype of the weights that `state_dict` gives; None is the parameter's own."""
     seed: int
     """Where rounding at random starts."""
-    rows: tuple[Row, ...]
+    rows: tuple[PlanRow, ...]
     """Every floating-point parameter and buffer, tied ones once."""
-    aligned: tuple[str, ...] = ()
+    padded_layers: tuple[str, ...] = ()
     """Linear layers that compute more outputs than they give, in words."""
-    yields: bool = False
+    defer_to_autocast: bool = False
     """Whether an enclosing region that is on goes before the model's own."""
 
     @property
@@ -100,31 +99,31 @@ class Plan:
         }
         lines = [f"{what} {dtype_name(dtype)}" for what, dtype in said.items() if dtype is not None]
         said_so = [f"gradients are clipped to a norm of {self.clip_norm:g}"] if self.clip_norm is not None else []
-        said_so += ["an autocast region around the model goes before its own policy"] if self.yields else []
-        return [*lines, *said_so, *self.aligned]
+        said_so += ["an autocast region around the model goes before its own policy"] if self.defer_to_autocast else []
+        return [*lines, *said_so, *self.padded_layers]
 
 
 @dataclass(frozen=True, eq=False)
-class Job:
+class DecoratePlan:
     """A plan together with what it speaks of."""
 
     plan: Plan
-    given: Given
-    tensors: tuple[Planned, ...]
-    aligned: tuple[Aligned, ...]
+    targets: Targets
+    tensors: tuple[PlannedTensor, ...]
+    padded: tuple[PaddedLinear, ...]
     """Linear layers that compute more outputs than they give."""
 
 
 def plan(
     model: Models,
     optimizer: Optimizers | None = None,
-    policy: PolicyWords = "O2",
+    policy: PolicyArg = "O2",
     *,
     clip_norm: float | None = None,
     output_dtype: Dtype = None,
     save_dtype: Dtype = None,
     seed: int = 0,
-    yields: bool = False,
+    defer_to_autocast: bool = False,
     **overrides: Any,
 ) -> Plan:
     """Say what `decorate` would do with the same arguments; nothing is changed.
@@ -139,24 +138,34 @@ def plan(
     1.weight: float32: LayerNorm is a normalisation layer
     1.bias: float32: LayerNorm is a normalisation layer
     """
-    return study(model, optimizer, policy, clip_norm=clip_norm, output_dtype=output_dtype, save_dtype=save_dtype, seed=seed, yields=yields, **overrides).plan
+    return make_plan(
+        model,
+        optimizer,
+        policy,
+        clip_norm=clip_norm,
+        output_dtype=output_dtype,
+        save_dtype=save_dtype,
+        seed=seed,
+        defer_to_autocast=defer_to_autocast,
+        **overrides,
+    ).plan
 
 
-def study(
+def make_plan(
     model: Models,
     optimizer: Optimizers | None,
-    policy: PolicyWords,
+    policy: PolicyArg,
     *,
     clip_norm: float | None,
     output_dtype: Dtype,
     save_dtype: Dtype,
     seed: int,
-    yields: bool,
+    defer_to_autocast: bool,
     **overrides: Any,
-) -> Job:
+) -> DecoratePlan:
     """Plan, and keep hold of the tensors that the plan speaks of. Every refusal is raised here, before anything changes."""
-    given = words.read(model, optimizer)
-    read, kept = keep.read(policy, overrides, given.models)
+    given = words.read_targets(model, optimizer)
+    read, kept = arguments.read_keep_full(policy, overrides, given.models)
     resolved = resolve(read, hardware(given.device))
     half = resolved.dtype if read.level in _CONVERTS else None
     if half is not None or clip_norm is not None:
@@ -164,9 +173,9 @@ def study(
         for one in given.optimizers:
             refuse_wrapper(one)
     master = _master(read, half, given)
-    verdict = Verdict(read.level, half, _why_not(read, resolved), master)
-    tensors = tuple(Planned(found, verdict.row(found)) for found in survey(given, kept))
-    aligned = () if half is None else align.find(given.models, given.device)
+    verdict = TensorRule(read.level, half, _why_not(read, resolved), master)
+    tensors = tuple(PlannedTensor(found, verdict.row(found)) for found in plan_tensors(given, kept))
+    aligned = () if half is None else forward.find_paddable(given.models, given.device)
     made = Plan(
         policy=read,
         device=given.device,
@@ -178,20 +187,20 @@ def study(
         save_dtype=_save_dtype(save_dtype, half, master, given),
         seed=seed,
         rows=tuple(planned.row for planned in tensors),
-        aligned=tuple(map(str, aligned)),
-        yields=yields,
+        padded_layers=tuple(map(str, aligned)),
+        defer_to_autocast=defer_to_autocast,
     )
-    return Job(made, given, tensors, aligned)
+    return DecoratePlan(made, given, tensors, aligned)
 
 
-def _master(policy: Policy, half: torch.dtype | None, given: Given) -> Master:
+def _master(policy: Policy, half: torch.dtype | None, given: Targets) -> Master:
     """The master that the policy comes to."""
     if half is None:
         return Master.NONE
     default = Master.FLOAT32 if policy.level is Level.O2 else Master.NONE
     master = default if policy.master is Master.AUTO else policy.master
     # Asked of one number: what cannot be kept beside this dtype is refused before anything changes.
-    KINDS[master].part(torch.zeros(1), half)
+    MASTER_FORMATS[master].split(torch.zeros(1), half)
     return master if given.optimizers else Master.NONE
 
 
@@ -199,7 +208,7 @@ def _why_not(policy: Policy, resolved: Resolved) -> str:
     return f"parameters stay float32 at {policy.level.value}" if policy.level not in _CONVERTS else f"stays float32: {resolved.reason}"
 
 
-def _clip_norm(clip_norm: float | None, given: Given) -> float | None:
+def _clip_norm(clip_norm: float | None, given: Targets) -> float | None:
     if clip_norm is None:
         return None
     if not isinstance(clip_norm, int | float) or not clip_norm > 0 or not isfinite(clip_norm):
@@ -211,18 +220,18 @@ def _clip_norm(clip_norm: float | None, given: Given) -> float | None:
     return float(clip_norm)
 
 
-def _save_dtype(word: Dtype, half: torch.dtype | None, master: Master, given: Given) -> torch.dtype | None:
+def _save_dtype(word: Dtype, half: torch.dtype | None, master: Master, given: Targets) -> torch.dtype | None:
     if word is None:
         return None
     dtype = parse_dtype(word, allowed=(torch.float32,), what="save_dtype")
-    if half is not None and not KINDS[master].exact:
-        exact = " or ".join(repr(kind.master.value) for kind in KINDS.values() if kind.exact)
+    if half is not None and not MASTER_FORMATS[master].exact:
+        exact = " or ".join(repr(kind.master.value) for kind in MASTER_FORMATS.values() if kind.exact)
         why = f"master={master.value!r} has" if given.optimizers else "without an optimizer there are"
         raise PolicyError(f"save_dtype='float32' needs exact float32 weights, and {why} none. Use master={exact} with an optimizer, or leave save_dtype out.")
     return dtype
 
 
-def _beside_size(row: Row, master: Master) -> int:
-    kind = KINDS[Master.FLOAT32 if row.kind == "buffer" else master]
-    dtype = kind.beside_dtype(row.after)
+def _beside_size(row: PlanRow, master: Master) -> int:
+    kind = MASTER_FORMATS[Master.FLOAT32 if row.kind == "buffer" else master]
+    dtype = kind.companion_dtype(row.after)
     return 0 if dtype is None else dtype.itemsize

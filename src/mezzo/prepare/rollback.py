@@ -10,14 +10,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from mezzo.optim.bound import bound_of
-from mezzo.optim.masters import Masters
-from mezzo.prepare import rng
+from mezzo.optim.binding import optimizer_binding
+from mezzo.optim.master_weights import MasterWeights
+from mezzo.prepare import rng_state
+from mezzo.prepare.arguments import Optimizer
 from mezzo.prepare.decoration import decoration_of
-from mezzo.prepare.given import Optimizer
-from mezzo.prepare.weight_hooks import decorations_of
+from mezzo.prepare.model_state_dict import decorations_of
 from mezzo.scaling.gradients import parameters
-from mezzo.scaling.wrapped import inner_optimizers
+from mezzo.scaling.optimizer_step import inner_optimizers
 
 
 @contextmanager
@@ -29,7 +29,7 @@ def rolled_back_on_error(models: Iterable[nn.Module], optimizers: Iterable[Optim
     """
     models, optimizers = tuple(models), tuple(optimizers)
     with ExitStack() as undo:
-        undo.callback(rng.restore, rng.capture())
+        undo.callback(rng_state.restore_rng_state, rng_state.capture_rng_state())
         for one in others:
             undo.callback(_restorer(one))
         # After the parameters: a version of each tells whether its companion belongs to it.
@@ -44,12 +44,12 @@ def rolled_back_on_error(models: Iterable[nn.Module], optimizers: Iterable[Optim
         undo.pop_all()
 
 
-def _masters_of(models: tuple[nn.Module, ...], optimizers: tuple[Optimizer, ...]) -> Iterator[Masters]:
+def _masters_of(models: tuple[nn.Module, ...], optimizers: tuple[Optimizer, ...]) -> Iterator[MasterWeights]:
     decorations = [*(one for model in models for one in decorations_of(model)), *filter(None, map(decoration_of, optimizers))]
     for decoration in dict.fromkeys(decorations):
         yield from decoration.weights.all_masters()
     for optimizer in optimizers:
-        if (bound := bound_of(optimizer)) is not None:
+        if (bound := optimizer_binding(optimizer)) is not None:
             yield bound.masters
 
 

@@ -1,20 +1,23 @@
-"""The gradients of an optimizer: gathered once, checked and unscaled in one pass."""
+"""Gather, check and unscale the gradients of an optimizer; backward passes with separate scales."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import cache
 from operator import attrgetter
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 
+from mezzo import _launch
 from mezzo._dtypes import dtype_name
 from mezzo._errors import ScalerError
 from mezzo._torch import check_and_unscale_
-from mezzo.scaling import kernels
-from mezzo.scaling.culprit import Flagged
-from mezzo.scaling.reading import groups_of
+from mezzo.scaling import check_unscale
+from mezzo.scaling.schedule_sync import groups_of
+from mezzo.scaling.step_result import FlaggedSource
 
 Flags = dict[torch.device, torch.Tensor]
 """Found flags by device: 0 while every gradient there was finite, else 1."""
@@ -30,7 +33,7 @@ def parameters(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
     return [parameter for group in groups_of(optimizer) for parameter in group["params"]]
 
 
-class Checker:
+class CpuGradientChecker:
     """Checks gradients that are on a CPU with as few questions as possible: for 400 small tensors the questions cost more than the arithmetic."""
 
     def __init__(self) -> None:
@@ -67,7 +70,7 @@ class Checker:
             self._lent.clear()
         return bad if len(flags) == 1 else None
 
-    def take_back(self) -> None:
+    def unscale(self) -> None:
         """Nobody holds the flags of this iteration any longer: those that stayed down serve again."""
         self._spare.extend(self._lent)
         self._lent.clear()
@@ -79,13 +82,13 @@ class Checker:
     def _are_plain(self, optimizer: torch.optim.Optimizer, found: list[torch.Tensor]) -> bool:
         if self._plain.get(optimizer) == len(found):
             return True
-        plain = kernels.DTYPES.issuperset(map(_DTYPE, found))
+        plain = _launch.DTYPES.issuperset(map(_DTYPE, found))
         if plain:
             self._plain[optimizer] = len(found)
         return plain
 
 
-def check_sorted(optimizer: torch.optim.Optimizer, factor: torch.Tensor | None, flags: Flags, culprit: Flagged | None = None) -> None:
+def check_sorted(optimizer: torch.optim.Optimizer, factor: torch.Tensor | None, flags: Flags, culprit: FlaggedSource | None = None) -> None:
     """The same for gradients of any kind, device by device and dtype by dtype; without a factor they are only checked.
 
     Whose gradients are to blame is noted where that costs no pass of its own. Gradients that are only checked are about to be used by the optimizer, which
@@ -94,22 +97,22 @@ def check_sorted(optimizer: torch.optim.Optimizer, factor: torch.Tensor | None, 
     for gradients, owners in sorted_gradients(optimizer):
         device, single = gradients[0].device, None
         small = factor is None and culprit is not None and sum(map(torch.Tensor.numel, gradients)) <= _SMALL
-        if culprit is not None and not small and kernels.has_kernel(device):
+        if culprit is not None and not small and _launch.has_triton(device):
             single = room_for_flags(device, len(gradients), flags)
             culprit.add(single, owners)
         elif device not in flags:
             flags[device] = torch.zeros((), device=device)
         if culprit is not None and small:
-            check_and_unscale_(gradients, flags[device], one_on(device))
+            check_and_unscale_(gradients, flags[device], unit_factor(device))
             culprit.hold(gradients, owners)
         elif factor is None:
-            kernels.check(gradients, flags[device], single)
+            check_unscale.check(gradients, flags[device], single)
         else:
-            kernels.check_and_unscale(gradients, factor.to(device, non_blocking=device.type != "cpu"), flags[device], single)
+            check_unscale.check_and_unscale(gradients, factor.to(device, non_blocking=device.type != "cpu"), flags[device], single)
 
 
 @cache
-def one_on(device: torch.device) -> torch.Tensor:
+def unit_factor(device: torch.device) -> torch.Tensor:
     """The factor that changes nothing, made once."""
     return torch.ones((), device=device)
 
@@ -133,7 +136,7 @@ def grouped(owners: list[torch.Tensor]) -> Iterable[tuple[list[torch.Tensor], li
     found = list(map(_GRADIENT, owners))
     # Asked of all at once, the questions cost a third of what they cost in a loop, and mostly have one answer.
     dtypes, layouts, devices = list(map(_DTYPE, found)), set(map(_LAYOUT, found)), list(map(_DEVICE, found))
-    if layouts == {torch.strided} and kernels.DTYPES.issuperset(dtypes):
+    if layouts == {torch.strided} and _launch.DTYPES.issuperset(dtypes):
         if len(set(dtypes)) == len(set(devices)) == 1:
             return [(found, owners)]
     else:
@@ -161,7 +164,7 @@ def unscale_tensors(tensors: Iterable[torch.Tensor], scale: float) -> bool:
     for gradients, _ in grouped([tensor for tensor in tensors if tensor.grad is not None]):
         device = gradients[0].device
         flag = flags.setdefault(device, torch.zeros((), device=device))
-        kernels.check_and_unscale(gradients, factor.to(device), flag)
+        check_unscale.check_and_unscale(gradients, factor.to(device), flag)
     return any(bool(flag) for flag in flags.values())
 
 
@@ -174,7 +177,7 @@ def _plain(parameter: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
         gradient = gradient._values()
     if gradient.is_complex():
         gradient = torch.view_as_real(gradient)
-    if gradient.layout is torch.strided and gradient.dtype in kernels.DTYPES:
+    if gradient.layout is torch.strided and gradient.dtype in _launch.DTYPES:
         return gradient
     raise ScalerError(
         f"A gradient of dtype {dtype_name(gradient.dtype)} and layout {gradient.layout} cannot be unscaled: gradients are float16, bfloat16, float32, float64 or "
@@ -190,3 +193,46 @@ def first_nonfinite(tensors: Iterable[torch.Tensor]) -> torch.Tensor | None:
 def is_finite(gradient: torch.Tensor) -> bool:
     """Return whether every element is finite. This synchronizes."""
     return bool((gradient._values() if gradient.is_sparse else gradient).isfinite().all())
+
+
+IsolatedGradients = list[tuple[torch.Tensor, torch.Tensor | None]]
+"""Parameters and the gradients they had before."""
+
+
+@contextmanager
+def isolated_gradients(optimizers: Sequence[torch.optim.Optimizer]) -> Iterator[list[torch.Tensor]]:
+    """Let the parameters of some optimizers hold no gradients but new ones; afterwards the old ones are added. Nothing is lost if the body fails."""
+    unique = {id(parameter): parameter for optimizer in optimizers for parameter in parameters(optimizer) if parameter.requires_grad}
+    kept: IsolatedGradients = [(parameter, parameter.grad) for parameter in unique.values()]
+    for parameter, _ in kept:
+        parameter.grad = None
+    try:
+        yield list(unique.values())
+    except BaseException:
+        for parameter, old in kept:
+            parameter.grad = old
+        raise
+    _add(kept)
+
+
+@contextmanager
+def backward_isolated(loss: torch.Tensor, optimizers: Sequence[torch.optim.Optimizer], **kwargs: Any) -> Iterator[Sequence[torch.optim.Optimizer]]:
+    """Run backward while the parameters of some optimizers hold no other gradients."""
+    with isolated_gradients(optimizers) as tensors:
+        loss.backward(**({"inputs": tensors} | kwargs))
+        yield optimizers
+
+
+@torch.no_grad()
+def _add(kept: IsolatedGradients) -> None:
+    for parameter, old in kept:
+        new = parameter.grad
+        if old is None:
+            continue
+        if new is None:
+            parameter.grad = old
+        elif old.layout is new.layout is torch.strided:
+            # In place: whoever holds the gradient, a bucket of a data-parallel wrapper for one, keeps holding it.
+            parameter.grad = old.add_(new)
+        else:
+            parameter.grad = old + new if old.layout is torch.strided else new + old

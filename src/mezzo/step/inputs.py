@@ -1,8 +1,9 @@
-"""The inputs of a step: what tells one kind from another, and the buffers that a captured step reads them from."""
+"""Inputs of a step: their signature, static buffers, and values that a body closes over."""
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ IMAGES = 4
 """Dimensions of a batch of images, which may have their channels last."""
 
 
-class Unkeyed(Exception):  # noqa: N818 - it is no error: it says that inputs cannot be told apart
+class UnsupportedInput(Exception):  # noqa: N818 - it is no error: it says that inputs cannot be told apart
     """Something among the inputs is neither a tensor nor a plain value."""
 
 
@@ -34,17 +35,17 @@ def signature(value: Any, leaves: list[torch.Tensor]) -> Hashable:
     try:
         hash(value)
     except TypeError:
-        raise Unkeyed(type(value).__name__) from None
+        raise UnsupportedInput(type(value).__name__) from None
     # 1, 1.0 and True are equal and yet not the same.
     return type(value), value
 
 
-def said(leaves: Sequence[torch.Tensor]) -> str:
+def format_shapes(leaves: Sequence[torch.Tensor]) -> str:
     """The shapes of inputs, for a message."""
     return ", ".join(f"{tuple(leaf.shape)} {str(leaf.dtype).removeprefix('torch.')}" for leaf in leaves) or "no tensors"
 
 
-def placed(value: Any, device: torch.device, *, channels_last: bool = False) -> Any:
+def move_inputs(value: Any, device: torch.device, *, channels_last: bool = False) -> Any:
     """Inputs on the device of the model; images get their channels last if the model has."""
 
     def place(tensor: torch.Tensor) -> torch.Tensor:
@@ -76,3 +77,38 @@ def copies(value: Any) -> Any:
 def is_channels_last(tensor: torch.Tensor) -> bool:
     """Whether images have their channels last; with one channel or one pixel, either layout is both, and counts as neither."""
     return not tensor.is_contiguous() and tensor.is_contiguous(memory_format=torch.channels_last)
+
+
+_PLAIN = (bool, int, float, str)
+
+
+def closure_values(function: Any) -> Callable[[], Hashable]:
+    """A question for the plain values that a function sees now.
+
+    >>> def outer():
+    ...     weight = 1.0
+    ...     def change(to):
+    ...         nonlocal weight
+    ...         weight = to
+    ...     return change, closure_values(lambda: weight)
+    >>> change, ask = outer()
+    >>> before = ask()
+    >>> change(2.0)
+    >>> before, ask()
+    ((1.0,), (2.0,))
+    """
+    if not isinstance(function, FunctionType):
+        return tuple
+    cells = function.__closure__ or ()
+    space, names = function.__globals__, [name for name in function.__code__.co_names if isinstance(function.__globals__.get(name), _PLAIN)]
+    if not cells and not names:
+        return tuple
+    return lambda: (*[content for cell in cells if isinstance(content := _content(cell), _PLAIN)], *[space.get(name) for name in names])
+
+
+def _content(cell: Any) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:
+        # Nothing is in it yet.
+        return None

@@ -7,8 +7,7 @@ import torch
 from torch import nn
 
 from mezzo.compat import paddle
-from mezzo.compat.paddle._clip import clip_of, norm_for_all
-from mezzo.compat.paddle.nn import ClipGradByGlobalNorm, ClipGradByNorm, ClipGradByValue
+from mezzo.compat.paddle.nn import ClipGradByGlobalNorm, ClipGradByNorm, ClipGradByValue, clip_of, norm_for_all
 
 CLIPS = [ClipGradByGlobalNorm(0.5), ClipGradByNorm(0.5), ClipGradByValue(0.01), ClipGradByValue(0.02, min=-0.01)]
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from mezzo.compat import paddle
-from mezzo.compat.paddle._substitutions import SUBSTITUTIONS
+from mezzo.compat.paddle.nn import SUBSTITUTIONS
 
 
 @pytest.mark.parametrize(

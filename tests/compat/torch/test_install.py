@@ -98,4 +98,4 @@ print(type(scaler).__module__, scaler.get_scale(), forward(torch.ones(3, 4)).dty
 def test_a_program_that_installs_first_and_imports_the_compiler_later():
     ran = subprocess.run([sys.executable, "-W", "error", "-c", PROGRAM], capture_output=True, text=True, check=False)
     assert ran.returncode == 0, ran.stderr
-    assert ran.stdout.split() == ["mezzo.compat.torch._scaler", "65536.0", "torch.float16"]
+    assert ran.stdout.split() == ["mezzo.compat.torch._grad_scaler", "65536.0", "torch.float16"]

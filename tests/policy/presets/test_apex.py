@@ -46,7 +46,7 @@ def test_binary_cross_entropy_is_refused_and_the_reason_names_the_remedy():
 def test_levels_that_cast_the_model_patch_nothing(level):
     lists = apex.lists(level, torch.float16)
     assert not lists.entries
-    assert lists.unlisted.rule is Rule.KEEP
+    assert lists.default_rule.rule is Rule.KEEP
 
 
 def test_binary_cross_entropy_is_refused_16_bit_inputs_alone():

@@ -31,9 +31,9 @@ def test_a_name_is_either_translated_or_said_to_have_no_counterpart(system):
 @pytest.mark.parametrize(("system", "level", "dtype"), EVERY_LIST)
 def test_every_entry_exemption_and_condition_names_an_op_and_has_a_reason(system, level, dtype):
     lists = PRESETS[system].lists(level, dtype)
-    named = lists.entries.keys() | lists.exempt.keys() | {condition.op for condition in lists.conditional}
+    named = lists.entries.keys() | lists.exempt_args.keys() | {condition.op for condition in lists.conditional}
     assert named - registry().names == set()
-    assert all(entry.reason for entry in (*lists.entries.values(), lists.unlisted, *lists.conditional))
+    assert all(entry.reason for entry in (*lists.entries.values(), lists.default_rule, *lists.conditional))
 
 
 @pytest.mark.parametrize("system", PRESETS)
@@ -71,4 +71,4 @@ def test_a_level_the_system_does_not_have_is_refused_with_those_it_has(system):
 )
 def test_the_systems_differ_where_their_documents_say(system, op, rule):
     lists = PRESETS[system].lists(Level.O1, torch.float16)
-    assert lists.entries.get(op, lists.unlisted).rule is rule
+    assert lists.entries.get(op, lists.default_rule).rule is rule

@@ -63,7 +63,7 @@ def test_conditional_activations_are_ops_of_their_own_here():
 
 
 def test_batch_norm_keeps_its_parameters():
-    assert set(BFLOAT16.exempt["batch_norm"]) == {"weight", "bias", "running_mean", "running_var"}
+    assert set(BFLOAT16.exempt_args["batch_norm"]) == {"weight", "bias", "running_mean", "running_var"}
 
 
 def test_loss_outputs_have_no_counterpart_and_say_why(system_lists):
@@ -72,4 +72,4 @@ def test_loss_outputs_have_no_counterpart_and_say_why(system_lists):
 
 
 def test_what_is_in_no_list_is_left_alone():
-    assert FLOAT16.unlisted.rule is BFLOAT16.unlisted.rule is Rule.KEEP
+    assert FLOAT16.default_rule.rule is BFLOAT16.default_rule.rule is Rule.KEEP

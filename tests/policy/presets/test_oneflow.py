@@ -30,14 +30,14 @@ def test_white_is_half_gray_and_clear_promote_and_the_black_list_is_empty_here(s
 
 
 def test_what_is_in_no_list_runs_in_float32():
-    assert LISTS.unlisted.rule is Rule.FULL
+    assert LISTS.default_rule.rule is Rule.FULL
     assert "conv3d" not in LISTS.entries
 
 
 def test_the_exceptions_keep_the_parameters_and_statistics_of_batch_norm(system_lists):
     kept = {argument.split(".")[1] for argument in system_lists["oneflow"]["no_cast_args"] if argument.startswith("normalization.")}
     spelled = {"moving_mean": "running_mean", "moving_variance": "running_var", "gamma": "weight", "beta": "bias"}
-    assert set(LISTS.exempt["batch_norm"]) == {spelled[name] for name in kept}
+    assert set(LISTS.exempt_args["batch_norm"]) == {spelled[name] for name in kept}
 
 
 def test_every_other_exception_is_of_an_op_without_counterpart(system_lists):

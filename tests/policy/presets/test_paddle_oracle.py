@@ -51,7 +51,7 @@ def lists_of(variant: str, listed: str, half: str) -> tuple[OpLists, dict[str, R
     level, *words = variant.split("_")
     lists = paddle.lists(Level(level), DTYPES[half])
     if level == "O2" and "nopromote" in words:  # elsewhere Paddle ignores use_promote
-        lists = replace(lists, unlisted=Entry(Rule.HALF, "use_promote=False"))
+        lists = replace(lists, default_rule=Entry(Rule.HALF, "use_promote=False"))
     custom = Rule.HALF if "white" in words else Rule.FULL if "black" in words else None
     if custom is None:
         return lists, {}
@@ -63,14 +63,14 @@ def lists_of(variant: str, listed: str, half: str) -> tuple[OpLists, dict[str, R
 def decide(theirs: str, operands: str, lists: OpLists, custom: dict[str, Rule]) -> str:
     """The dtype that the tables give one of Paddle's ops, on operands of these dtypes."""
     ours = paddle.NAMES.known.get(theirs, ())
-    rules = {lists.entries.get(name, lists.unlisted).rule for name in ours} or {custom.get(theirs, lists.unlisted.rule)}
+    rules = {lists.entries.get(name, lists.default_rule).rule for name in ours} or {custom.get(theirs, lists.default_rule.rule)}
     assert len(rules) == 1, f"{theirs} translates to {ours}, which disagree"
     match rules.pop():
         case Rule.HALF:
             return "h"
         case Rule.FULL:
             return "f"
-    seen = operands[:1] if any(name in lists.exempt for name in ours) else operands
+    seen = operands[:1] if any(name in lists.exempt_args for name in ours) else operands
     return "f" if "f" in seen else "h"
 
 

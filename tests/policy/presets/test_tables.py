@@ -6,7 +6,7 @@ import torch.nn.functional as F
 
 import mezzo
 from mezzo._errors import PolicyError
-from mezzo.policy.presets._tables import WIDEST, completed, joined, name_map, require_level, translate
+from mezzo.policy.presets._tables import WIDEST, merge_disjoint, name_map, require_level, translate, with_promotions
 from mezzo.policy.types import Entry, Level, Rule
 
 NAMES = name_map({"reduce_sum": "sum", "concat": "cat stack"}, {"fuses two ops": "fused_a fused_b"}, same="relu exp")
@@ -25,7 +25,7 @@ def test_a_group_shares_its_reason_and_what_has_no_counterpart_falls_out():
 def test_an_op_in_two_lists_is_a_mistake_in_the_data():
     table = {"sum": Entry(Rule.FULL, "adds up")}
     with pytest.raises(PolicyError, match="two lists of one preset: sum"):
-        joined(table, table)
+        merge_disjoint(table, table)
 
 
 def test_a_missing_level_is_refused_with_the_ones_there_are():
@@ -36,7 +36,7 @@ def test_a_missing_level_is_refused_with_the_ones_there_are():
 
 def test_what_a_system_leaves_alone_and_torch_would_refuse_is_promoted():
     half, kept = Entry(Rule.HALF, "a product"), Entry(Rule.KEEP, "as it is given")
-    found = completed({"prelu": half, "scatter": kept, "relu": kept})
+    found = with_promotions({"prelu": half, "scatter": kept, "relu": kept})
     assert (found["prelu"], found["scatter"], found["relu"], found["bilinear"]) == (half, WIDEST, kept, WIDEST)
 
 
@@ -71,4 +71,4 @@ def test_dtypes_meet_where_torchs_kernel_takes_one(preset, op):
 
 
 def test_every_such_op_is_tried():
-    assert completed({}).keys() == MIXES.keys()
+    assert with_promotions({}).keys() == MIXES.keys()

@@ -11,9 +11,8 @@ from torch.optim.optimizer import ParamsT
 from mezzo._errors import UnsupportedError
 from mezzo._torch import foreach_mul
 from mezzo.compat.apex.fp16_utils import FP16_Optimizer
-from mezzo.optim.bound import without_hooks
-from mezzo.optim.lamb import LAMB
-from mezzo.optim.own import Group, OwnOptimizer, Tensors
+from mezzo.optim.binding import without_hooks
+from mezzo.optim.optimizers import LAMB, ForeachOptimizer, Group, Tensors
 
 __all__ = ["FP16_Optimizer", "FusedAdagrad", "FusedAdam", "FusedLAMB", "FusedMixedPrecisionLamb", "FusedNovoGrad", "FusedSGD"]
 
@@ -82,11 +81,11 @@ class _UncorrectedAdam(_SetsToNone, LAMB):
         super().__init__(params, lr, betas, eps, weight_decay)
         self.set_grad_none = set_grad_none
 
-    def corrections(self, group: Group, steps: Tensors) -> tuple[list[float], list[float]]:  # noqa: ARG002
+    def _corrections(self, group: Group, steps: Tensors) -> tuple[list[float], list[float]]:  # noqa: ARG002
         """None."""
         return [1.0] * len(steps), [1.0] * len(steps)
 
-    def ratios(self, group: Group, parameters: Tensors, directions: Tensors) -> torch.Tensor:  # noqa: ARG002
+    def _ratios(self, group: Group, parameters: Tensors, directions: Tensors) -> torch.Tensor:  # noqa: ARG002
         """One."""
         return torch.ones(len(parameters), device=parameters[0].device)
 
@@ -127,22 +126,22 @@ class FusedLAMB(_SetsToNone, LAMB):
         found = [parameter.grad for group in self.param_groups for parameter in group["params"] if parameter.grad is not None]
         norm = torch.nn.utils.get_total_norm(found) if self._max_norm and self._max_norm > 0 and found else None
         self._factor = None if norm is None else (self._max_norm / norm).clamp(max=1.0)
-        without_hooks(OwnOptimizer.step)(self)
+        without_hooks(ForeachOptimizer.step)(self)
         return loss
 
-    def update(self, group: Group, parameters: Tensors, gradients: Tensors, *state: Tensors) -> None:
+    def _update(self, group: Group, parameters: Tensors, gradients: Tensors, *state: Tensors) -> None:
         """LAMB's update from clipped gradients."""
         clipped = gradients if self._factor is None else list(foreach_mul(gradients, self._factor.to(gradients[0].device)))
-        super().update(group, parameters, clipped, *state)
+        super()._update(group, parameters, clipped, *state)
 
-    def corrections(self, group: Group, steps: Tensors) -> tuple[list[float], list[float]]:
+    def _corrections(self, group: Group, steps: Tensors) -> tuple[list[float], list[float]]:
         """Adam's, unless the constructor was told otherwise."""
-        return super().corrections(group, steps) if self._corrects else ([1.0] * len(steps), [1.0] * len(steps))
+        return super()._corrections(group, steps) if self._corrects else ([1.0] * len(steps), [1.0] * len(steps))
 
-    def ratios(self, group: Group, parameters: Tensors, directions: Tensors) -> torch.Tensor:
+    def _ratios(self, group: Group, parameters: Tensors, directions: Tensors) -> torch.Tensor:
         """LAMB's where weights decay, else one."""
         if group["weight_decay"] != 0 or self.use_nvlamb:
-            return super().ratios(group, parameters, directions)
+            return super()._ratios(group, parameters, directions)
         return torch.ones(len(parameters), device=parameters[0].device)
 
 

@@ -8,7 +8,7 @@ from weakref import ref
 
 import torch
 
-from mezzo.autocasting.autocast import everywhere
+from mezzo.autocasting.autocast import autocast_all_devices
 
 Outputs = torch.Tensor | Sequence[torch.Tensor] | None
 """What is differentiated, or what its gradients are."""
@@ -88,7 +88,7 @@ class GradManager:
         # Noted before: torch itself writes the gradient of an attached result.
         before = [one.grad for one in attached]
         # Casts are the forward pass's business: backward runs in the dtypes that it left.
-        with everywhere(enabled=False):
+        with autocast_all_devices(enabled=False):
             gradients = torch.autograd.grad(outputs, attached, given, allow_unused=True)
         for tensor, gradient, old in zip(attached, gradients, before, strict=True):
             if gradient is not None:

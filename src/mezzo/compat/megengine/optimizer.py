@@ -9,7 +9,7 @@ import torch
 from torch.optim.optimizer import ParamsT
 
 import mezzo
-from mezzo.optim.bound import without_hooks
+from mezzo.optim.binding import without_hooks
 
 __all__ = ["LAMB", "SGD", "Adadelta", "Adagrad", "Adam", "AdamW", "Optimizer", "clip_grad_norm", "clip_grad_value"]
 

@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager
 
 import torch
 
-from mezzo.autocasting.autocast import everywhere
+from mezzo.autocasting.autocast import autocast_all_devices
 
 Heads = torch.Tensor | Sequence[torch.Tensor]
 
@@ -41,5 +41,5 @@ def backward(heads: Heads, head_grads: Heads | None = None, retain_graph: bool =
     else:
         given = [head_grads] if isinstance(head_grads, torch.Tensor) else list(head_grads)
     # Casts are the forward pass's business: backward runs in the dtypes that it left.
-    with everywhere(enabled=False):
+    with autocast_all_devices(enabled=False):
         torch.autograd.backward(several, given, retain_graph=retain_graph)

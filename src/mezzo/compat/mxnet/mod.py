@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from mezzo._errors import UnsupportedError
-from mezzo.compat.mxnet.amp.block import Block, Loaded
+from mezzo.compat.mxnet._block import Block, Loaded
 from mezzo.compat.mxnet.io import DataBatch
 
 Network = Callable[..., Any]

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from mezzo.compat.mxnet.amp.block import Block, Loaded, file_name
+from mezzo.compat.mxnet._block import Block, Loaded, file_name
 
 Params = dict[str, torch.Tensor]
 
@@ -28,5 +28,5 @@ def load_checkpoint(prefix: str | os.PathLike[str], epoch: int) -> tuple[Loaded,
     """The network of a file, its parameters and its buffers."""
     network = Loaded(file_name(prefix, epoch))
     stored = network.params
-    trained = set(network.converted.artefact.programs[0].exported.graph_signature.parameters)
+    trained = set(network.converted._converted.programs[0].exported.graph_signature.parameters)
     return network, {name: value for name, value in stored.items() if name in trained}, {name: value for name, value in stored.items() if name not in trained}

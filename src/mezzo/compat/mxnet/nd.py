@@ -8,7 +8,7 @@ import torch
 
 from mezzo._casting import cast
 from mezzo._errors import PolicyError, choices
-from mezzo.compat.mxnet.amp.outputs import output_with_gradient
+from mezzo.compat.mxnet.amp._init import output_with_gradient
 
 __all__ = ["LinearRegressionOutput", "LogisticRegressionOutput", "MAERegressionOutput", "SoftmaxOutput"]
 

@@ -7,10 +7,10 @@ from typing import NoReturn
 
 from mezzo.compat.paddle import amp, callbacks, metric, nn, optimizer, static
 from mezzo.compat.paddle._places import CPUPlace, CUDAPlace, XPUPlace, get_device, is_compiled_with_cuda, set_device
-from mezzo.compat.paddle._substitutions import refuse
 from mezzo.compat.paddle.hapi import Model
+from mezzo.compat.paddle.nn import refuse
 from mezzo.compat.paddle.parallel import DataParallel
-from mezzo.compat.paddle.static._writing import disable_static, enable_static, in_dynamic_mode
+from mezzo.compat.paddle.static._program import disable_static, enable_static, in_dynamic_mode
 
 __all__ = [
     "CPUPlace",

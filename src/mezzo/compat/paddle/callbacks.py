@@ -1,5 +1,5 @@
 """`paddle.callbacks`: what wants to hear of a model's passes."""
 
-from mezzo.compat.paddle.hapi._callbacks import Callback
+from mezzo.compat.paddle.hapi._training_loop import Callback
 
 __all__ = ["Callback"]

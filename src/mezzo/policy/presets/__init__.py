@@ -37,20 +37,20 @@ NAMES: tuple[str, ...] = (*_TORCH, *PRESETS)
 """Every preset: `torch` is the device's own lists, `torch-cuda` and `torch-cpu` choose one wherever they run."""
 
 
-def parse(word: str) -> str:
+def parse_preset(word: str) -> str:
     """Read a preset's name."""
     if word in NAMES:
         return word
     raise PolicyError(unknown("preset", word, NAMES))
 
 
-def check(preset: str, level: Level) -> None:
+def check_preset(preset: str, level: Level) -> None:
     """Refuse a level that the preset's system does not have."""
-    op_lists(preset, level, torch.float16, "cpu")
+    preset_lists(preset, level, torch.float16, "cpu")
 
 
-def op_lists(preset: str, level: Level, dtype: torch.dtype, device: str) -> OpLists:
+def preset_lists(preset: str, level: Level, dtype: torch.dtype, device: str) -> OpLists:
     """The lists of a preset at a level, for a dtype and a device."""
     if preset in _TORCH or level is Level.O0:
-        return torch_amp.lists(level, _TORCH.get(preset) or device)
+        return torch_amp.level_lists(level, _TORCH.get(preset) or device)
     return PRESETS[preset].lists(level, dtype)

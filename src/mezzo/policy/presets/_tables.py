@@ -34,7 +34,7 @@ def translate(rule: Rule, groups: Mapping[str, str], names: OpNames) -> dict[str
     return {ours: Entry(rule, reason) for reason, group in groups.items() for theirs in group.split() for ours in names.known.get(theirs, ())}
 
 
-def joined(*tables: Mapping[str, Entry]) -> dict[str, Entry]:
+def merge_disjoint(*tables: Mapping[str, Entry]) -> dict[str, Entry]:
     """Join tables that must not name the same op: a preset that says two things of one op is a mistake in its data."""
     result: dict[str, Entry] = {}
     for table in tables:
@@ -54,12 +54,12 @@ _ONE_DTYPE = (
 WIDEST = Entry(Rule.PROMOTE, "no rule says otherwise, and torch's kernel takes one dtype only: the widest input decides")
 
 
-def completed(entries: Mapping[str, Entry]) -> dict[str, Entry]:
+def with_promotions(entries: Mapping[str, Entry]) -> dict[str, Entry]:
     """The entries of a system that leaves other ops as they are, and the ops that torch would then refuse where dtypes meet.
 
     Attention with float32 rotary positions is such a place: the values are 16-bit, queries and keys are not.
 
-    >>> completed({})["scaled_dot_product_attention"].rule
+    >>> with_promotions({})["scaled_dot_product_attention"].rule
     Rule.PROMOTE
     """
     widest = dict.fromkeys(_ONE_DTYPE.split(), WIDEST)

@@ -10,7 +10,7 @@ from functools import cache
 
 import torch
 
-from mezzo.policy.presets._tables import completed, joined, name_map, require_level, translate
+from mezzo.policy.presets._tables import merge_disjoint, name_map, require_level, translate, with_promotions
 from mezzo.policy.types import Entry, Level, OpLists, Rule
 
 LEVELS = (Level.O1, Level.O2, Level.O3)
@@ -111,11 +111,11 @@ def lists(level: Level, dtype: torch.dtype) -> OpLists:  # noqa: ARG001 - Apex k
     """The functions Apex patches at a level, in our names."""
     require_level("apex", level, LEVELS)
     if level is not Level.O1:
-        return OpLists(entries={}, unlisted=_UNLISTED)
-    entries = joined(
+        return OpLists(entries={}, default_rule=_UNLISTED)
+    entries = merge_disjoint(
         translate(Rule.HALF, _HALF, NAMES),
         translate(Rule.FULL, _FULL, NAMES),
         translate(Rule.PROMOTE, _PROMOTE, NAMES),
         translate(Rule.REFUSE, _REFUSE, NAMES),
     )
-    return OpLists(entries=completed(entries), unlisted=_UNLISTED, refused_halves=frozenset({"binary_cross_entropy"}))
+    return OpLists(entries=with_promotions(entries), default_rule=_UNLISTED, refused_in_half=frozenset({"binary_cross_entropy"}))

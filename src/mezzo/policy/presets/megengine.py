@@ -13,7 +13,7 @@ from functools import cache
 
 import torch
 
-from mezzo.policy.presets._tables import completed, joined, name_map, require_level, translate
+from mezzo.policy.presets._tables import merge_disjoint, name_map, require_level, translate, with_promotions
 from mezzo.policy.types import Entry, Level, OpLists, Rule
 
 LEVELS = (Level.O1,)
@@ -107,5 +107,5 @@ _UNLISTED = Entry(Rule.KEEP, "MegEngine has no rule for it: runs in the dtype it
 def lists(level: Level, dtype: torch.dtype) -> OpLists:  # noqa: ARG001 - MegEngine has one set of rules for both dtypes
     """MegEngine's dtype rules, in our names."""
     require_level("megengine", level, LEVELS)
-    entries = joined(translate(Rule.HALF, _HALF, NAMES), translate(Rule.FULL, _FULL, NAMES), translate(Rule.PROMOTE, _PROMOTE, NAMES))
-    return OpLists(entries=completed(entries), unlisted=_UNLISTED, exempt=_EXEMPT)
+    entries = merge_disjoint(translate(Rule.HALF, _HALF, NAMES), translate(Rule.FULL, _FULL, NAMES), translate(Rule.PROMOTE, _PROMOTE, NAMES))
+    return OpLists(entries=with_promotions(entries), default_rule=_UNLISTED, exempt_args=_EXEMPT)

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from mezzo._dtypes import dtype_name
-from mezzo.policy.presets._tables import completed, require_level
+from mezzo.policy.presets._tables import require_level, with_promotions
 from mezzo.policy.types import Entry, Level, OpLists, OpNames, Rule
 
 LEVELS = (Level.O1,)
@@ -96,7 +96,7 @@ def lists(level: Level, dtype: torch.dtype) -> OpLists:
     require_level("mxnet", level, LEVELS)
     rules = {theirs: Rule(rule) for rule in _FACTS["lists"][dtype_name(dtype)] for theirs in listed_as(rule, dtype)}
     entries = {ours: entry for ours, theirs in _FACTS["names"].items() if (entry := _entry(ours, theirs.split(), rules))}
-    return OpLists(completed(entries) | {op: _because(Rule.FULL, op) for op in conditional_ops(dtype)}, _UNLISTED, _EXEMPT)
+    return OpLists(with_promotions(entries) | {op: _because(Rule.FULL, op) for op in conditional_ops(dtype)}, _UNLISTED, _EXEMPT)
 
 
 def _entry(ours: str, theirs: list[str], rules: Mapping[str, Rule]) -> Entry | None:

@@ -13,7 +13,7 @@ from functools import cache
 
 import torch
 
-from mezzo.policy.presets._tables import joined, name_map, require_level, translate
+from mezzo.policy.presets._tables import merge_disjoint, name_map, require_level, translate
 from mezzo.policy.types import Conditional, Entry, Level, OpLists, Rule
 
 LEVELS = (Level.O1,)
@@ -146,5 +146,5 @@ _UNLISTED = Entry(Rule.FULL, "in none of OneFlow's lists: runs in float32")
 def lists(level: Level, dtype: torch.dtype) -> OpLists:  # noqa: ARG001 - OneFlow has one set of lists for both dtypes
     """OneFlow's op lists, in our names."""
     require_level("oneflow", level, LEVELS)
-    entries = joined(translate(Rule.HALF, _WHITE, NAMES), translate(Rule.PROMOTE, _GRAY, NAMES), translate(Rule.PROMOTE, _CLEAR, NAMES))
-    return OpLists(entries=entries, unlisted=_UNLISTED, exempt=_EXEMPT, conditional=_CONDITIONAL)
+    entries = merge_disjoint(translate(Rule.HALF, _WHITE, NAMES), translate(Rule.PROMOTE, _GRAY, NAMES), translate(Rule.PROMOTE, _CLEAR, NAMES))
+    return OpLists(entries=entries, default_rule=_UNLISTED, exempt_args=_EXEMPT, conditional=_CONDITIONAL)

@@ -16,7 +16,7 @@ from functools import cache
 
 import torch
 
-from mezzo.policy.presets._tables import joined, name_map, require_level, translate
+from mezzo.policy.presets._tables import merge_disjoint, name_map, require_level, translate
 from mezzo.policy.types import Entry, Level, OpLists, Rule
 
 LEVELS = (Level.O1, Level.O2, Level.OD)
@@ -239,7 +239,7 @@ def lists(level: Level, dtype: torch.dtype) -> OpLists:  # noqa: ARG001 - the li
         Level.O2: translate(Rule.FULL, _BLACK_ALWAYS, NAMES),
         Level.O1: translate(Rule.FULL, _BLACK_O1 | _BLACK_ALWAYS, NAMES) | _composed(),
     }[level]
-    return OpLists(entries=joined(white, black), unlisted=_UNLISTED[level], exempt=_NORM_PARAMETERS)
+    return OpLists(entries=merge_disjoint(white, black), default_rule=_UNLISTED[level], exempt_args=_NORM_PARAMETERS)
 
 
 def _composed() -> dict[str, Entry]:

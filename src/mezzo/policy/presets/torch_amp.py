@@ -168,7 +168,7 @@ AUTOCAST_KEYS: Mapping[str, str] = {
 
 
 @cache
-def native(device: str) -> Mapping[str, Entry]:
+def torch_entries(device: str) -> Mapping[str, Entry]:
     """The op list that this version of torch has for a device; the CUDA one stands for the accelerators whose lists follow it."""
     return {name: entry for name, entry in _entries(DEVICES.get(device, _CUDA)).items() if is_listed(name, torch.__version__)}
 
@@ -183,17 +183,17 @@ def is_listed(name: str, version: str) -> bool:
 
 
 @cache
-def lists(level: Level, device: str) -> OpLists:
+def level_lists(level: Level, device: str) -> OpLists:
     """The op lists of a level, built on torch's own for a device.
 
-    >>> lists(Level.O1, "cuda").entries["softmax"].reason
+    >>> level_lists(Level.O1, "cuda").entries["softmax"].reason
     'sums exponentials: float16 overflows past 65504'
     """
     match level:
         case Level.O1:
-            return OpLists(native(device), _UNLISTED)
+            return OpLists(torch_entries(device), _UNLISTED)
         case Level.OD:
-            half = {name: entry for name, entry in native(device).items() if entry.rule in (Rule.HALF, Rule.REFUSE)}
+            half = {name: entry for name, entry in torch_entries(device).items() if entry.rule in (Rule.HALF, Rule.REFUSE)}
             return OpLists(half, Entry(Rule.FULL, "level OD: what is not listed half runs in float32"))
         case Level.O2:
             return OpLists(_entries(_KEPT + _O2_FULL) | _no_kernels(device), Entry(Rule.HALF, "level O2: everything 16-bit but a short list"), _STATISTICS)
@@ -205,7 +205,7 @@ def lists(level: Level, device: str) -> OpLists:
 
 
 def _no_kernels(device: str) -> dict[str, Entry]:
-    return {name: entry for name, entry in native(device).items() if _NO_KERNEL in entry.reason}
+    return {name: entry for name, entry in torch_entries(device).items() if _NO_KERNEL in entry.reason}
 
 
 def _entries(groups: Groups) -> dict[str, Entry]:

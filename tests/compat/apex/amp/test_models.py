@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from mezzo.compat.apex import amp
-from mezzo.compat.apex.amp._models import device_of, release
+from mezzo.compat.apex.amp._initialize import device_of, release
 
 
 class Many(nn.Module):

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from mezzo.compat.apex.amp import _amp_state
-from mezzo.compat.apex.amp._properties import OPT_LEVELS, level_of, overridden
+from mezzo.compat.apex.amp._amp_state import OPT_LEVELS, level_of, overridden
 
 HALF, FULL = torch.float16, torch.float32
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from mezzo.compat.apex.amp._scaler import LossScaler
+from mezzo.compat.apex.amp._scale_loss import LossScaler
 
 GOOD, BAD = [torch.zeros(())], [torch.ones(())]
 

@@ -8,7 +8,7 @@ from torch import nn
 from torch.optim.lr_scheduler import StepLR
 
 from mezzo.compat.apex import amp
-from mezzo.compat.apex.amp._stash import stash_of
+from mezzo.compat.apex.amp._scale_loss import stash_of
 
 
 def make(level="O1", before=None):

@@ -1,14 +1,14 @@
 from concurrent.futures import ThreadPoolExecutor
 
-from mezzo.compat.megengine.amp import switch
+from mezzo.compat.megengine import amp
 
 
 def test_the_switch_belongs_to_its_thread():
-    switch.turn(on=True)
+    amp.turn(on=True)
     try:
         with ThreadPoolExecutor() as pool:
-            assert pool.submit(switch.is_on).result() is False
-        assert switch.is_on()
+            assert pool.submit(amp.is_on).result() is False
+        assert amp.is_on()
     finally:
-        switch.turn(on=False)
-    assert not switch.is_on()
+        amp.turn(on=False)
+    assert not amp.is_on()

@@ -3,8 +3,7 @@ import torch
 from torch import nn
 
 from mezzo import Policy
-from mezzo.compat.mxnet.amp.block import Block, Loaded, file_name
-from mezzo.compat.mxnet.amp.wishes import Wishes
+from mezzo.compat.mxnet._block import Block, ConvertRequest, Loaded, file_name
 
 X = torch.randn(2, 4, generator=torch.Generator().manual_seed(0))
 
@@ -12,7 +11,7 @@ X = torch.randn(2, 4, generator=torch.Generator().manual_seed(0))
 def make(**words):
     torch.manual_seed(0)
     network = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Dropout(0.5), nn.Linear(8, 2))
-    return network, Block(network, Wishes(Policy("O1", "float16", preset="mxnet"), **words))
+    return network, Block(network, ConvertRequest(Policy("O1", "float16", preset="mxnet"), **words))
 
 
 def test_a_network_is_converted_at_the_first_call_and_again_for_another_size():
@@ -24,7 +23,7 @@ def test_a_network_is_converted_at_the_first_call_and_again_for_another_size():
     assert block.converted is before
     sequences = torch.randn(2, 3, 4)
     assert torch.allclose(block(sequences), network(sequences), atol=1e-2)
-    assert len(block.converted.artefact.programs) == 2
+    assert len(block.converted._converted.programs) == 2
     assert torch.equal(block(X), before(X))
 
 
@@ -58,14 +57,14 @@ class Recurrent(nn.Module):
 def test_a_network_that_only_seems_to_take_any_batch_is_converted_for_each():
     torch.manual_seed(0)
     network = Recurrent().eval()
-    block = Block(network, Wishes(Policy("O1", "float16", preset="mxnet")))
+    block = Block(network, ConvertRequest(Policy("O1", "float16", preset="mxnet")))
     for shape in ((3, 5), (2, 5), (3, 5), (2, 6)):
         words = torch.randint(10, shape)
         assert torch.allclose(block(words), network(words), atol=1e-2)
 
 
 def test_a_network_for_one_size_is_converted_for_that():
-    block = Block(Fixed(4, 2), Wishes(Policy("O1", "float16", preset="mxnet")))
+    block = Block(Fixed(4, 2), ConvertRequest(Policy("O1", "float16", preset="mxnet")))
     assert block(X).shape == (2, 2)
 
 

@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from mezzo.compat.mxnet.amp.checks import check_lists, check_names
+from mezzo.compat.mxnet.amp._lists import check_lists, check_names
 
 
 def check(target=None, full=None, conditional=None):

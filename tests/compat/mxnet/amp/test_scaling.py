@@ -51,9 +51,9 @@ def test_the_scale_doubles_after_two_thousand_good_steps_up_to_its_ceiling(weigh
 
 
 def test_the_ceiling_is_two_to_the_twenty_fourth(weight, trainer):
-    from mezzo.compat.mxnet.gluon.attached import attached_to
+    from mezzo.compat.mxnet.gluon import scaled_optimizer_of
 
-    assert attached_to(trainer.optimizer).scaler._scales.rule.max_scale == 2.0**24
+    assert scaled_optimizer_of(trainer.optimizer).scaler._scales.rule.max_scale == 2.0**24
 
 
 def test_several_losses_are_scaled_together(weight, trainer):

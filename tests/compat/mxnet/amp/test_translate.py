@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from mezzo import Policy
-from mezzo.compat.mxnet.amp.translate import ops, overrides
+from mezzo.compat.mxnet.amp._lists import ops, overrides
 
 
 def policy(target=None, full=None, conditional=None, dtype=torch.float16):

@@ -4,7 +4,7 @@ from torch import nn
 
 from mezzo import Policy
 from mezzo.compat.mxnet import amp
-from mezzo.compat.mxnet.amp.wishes import Wishes, expected
+from mezzo.compat.mxnet._block import ConvertRequest, expected
 
 
 def network():
@@ -12,7 +12,7 @@ def network():
 
 
 def stored_in_16_bits(**words):
-    wishes = Wishes(Policy("O1", "float16", preset="mxnet"), **words)
+    wishes = ConvertRequest(Policy("O1", "float16", preset="mxnet"), **words)
     return sorted(name for name, value in expected(network(), wishes).items() if value.dtype is torch.float16)
 
 
@@ -41,6 +41,8 @@ def test_what_is_expected_is_what_a_conversion_stores():
 def test_the_products_of_attention_are_expected_in_16_bits_too():
     attention = nn.TransformerEncoderLayer(4, 2, 8)
     names = {
-        name for name, value in expected(attention, Wishes(Policy("O1", "float16", preset="mxnet"), cast_params=True)).items() if value.dtype is torch.float16
+        name
+        for name, value in expected(attention, ConvertRequest(Policy("O1", "float16", preset="mxnet"), cast_params=True)).items()
+        if value.dtype is torch.float16
     }
     assert names == {name for name, _ in attention.named_parameters() if "norm" not in name}

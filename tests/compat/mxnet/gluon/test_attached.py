@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from mezzo import GradScaler, ScalerError
-from mezzo.compat.mxnet.gluon.attached import Attached, attached_to
+from mezzo.compat.mxnet.gluon import ScaledOptimizer, scaled_optimizer_of
 
 
 @pytest.fixture
@@ -21,7 +21,7 @@ def optimizer(weight):
 
 
 def attached(optimizer, **words):
-    return Attached(optimizer, GradScaler("cpu", init_scale=8.0, **words))
+    return ScaledOptimizer(optimizer, GradScaler("cpu", init_scale=8.0, **words))
 
 
 def test_a_scaled_step_updates_from_unscaled_gradients(weight, optimizer):
@@ -88,9 +88,9 @@ def test_a_detached_optimizer_steps_by_itself(weight, optimizer):
     own = optimizer.step.__func__
     step = attached(optimizer)
     step.scale(weight.sum()).backward()
-    assert attached_to(optimizer) is step
+    assert scaled_optimizer_of(optimizer) is step
     step.detach()
-    assert attached_to(optimizer) is None
+    assert scaled_optimizer_of(optimizer) is None
     assert optimizer.step.__func__ is own
     optimizer.step()
     assert weight.item() == -7.0

@@ -2,7 +2,7 @@ import pytest
 import torch
 from torch import nn
 
-from mezzo.compat.mxnet.gluon.optimizers import make
+from mezzo.compat.mxnet.gluon import make
 
 CASES = {
     "sgd": ({"learning_rate": 0.1, "wd": 0.01, "momentum": 0.9}, lambda p: torch.optim.SGD(p, 0.1, momentum=0.9, weight_decay=0.01)),

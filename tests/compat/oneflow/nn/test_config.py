@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from mezzo import Policy
-from mezzo.compat.oneflow.nn.config import GraphConfig
+from mezzo.compat.oneflow.nn.graph import GraphConfig
 
 ENDS = {"cross_entropy", "nll_loss", "log_softmax", "mean", "sum"}
 

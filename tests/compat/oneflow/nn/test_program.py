@@ -3,9 +3,9 @@ import torch
 from torch import nn
 
 from mezzo import EvalStep, Policy
-from mezzo.compat.oneflow.nn.program import Evaluation, Training, Whole, program_of
+from mezzo.compat.oneflow.nn.graph import Evaluation, Training, Whole, program_of
 from mezzo.prepare.decoration import decoration_of
-from mezzo.step.free import FreeStep
+from mezzo.step.train_step import FunctionStep
 
 HALF = Policy("O1", "bfloat16", preset="oneflow")
 
@@ -20,7 +20,7 @@ def test_a_training_step_leaves_no_mark_on_modules_and_optimizers():
     model = nn.Linear(2, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     made = program_of(Training(lambda x: model(x).sum(), HALF, (optimizer,), (), None), {"model": model})
-    assert isinstance(made.run, FreeStep)
+    assert isinstance(made.run, FunctionStep)
     assert decoration_of(model) is decoration_of(optimizer) is None
 
 

@@ -6,7 +6,7 @@ import pytest
 from support.paddle_cases import CASES, DTYPES, Case, inputs_of, is_usable, letter
 
 from mezzo.compat import paddle
-from mezzo.compat.paddle.amp import _words
+from mezzo.compat.paddle.amp import _auto_cast
 
 DIFFERENT = {
     "add_scalar": "Paddle adds a number by its op 'scale', which torch does not have: the name in a list reaches nothing here, and the log says so",
@@ -37,7 +37,7 @@ def test_the_output_has_the_dtype_paddle_gave_it(op, paddle_rows):
 
 
 def test_a_number_is_added_as_any_tensor_is_whatever_paddles_list_says_of_scale(paddle_rows, monkeypatch, caplog):
-    monkeypatch.setattr(_words, "_said", set())
+    monkeypatch.setattr(_auto_cast, "_said", set())
     row = next(row for row in paddle_rows if row.op == "add_scalar" and row.inputs == "f")
     assert row.results["O1_white"][0] == "h"
     assert run(CASES["add_scalar"], row, "O1_white") == "f"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import nn
 
-from mezzo.compat.paddle.amp._excluded import kept
+from mezzo.compat.paddle.amp._decorate import kept
 
 
 def network():

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from mezzo.compat import paddle
-from mezzo.compat.paddle.amp._scaler_state import Told
+from mezzo.compat.paddle.amp._grad_scaler import ScalerParameters
 
 WORDS = {
     "init_loss_scaling": 100.0,
@@ -82,6 +82,6 @@ def test_ratios_that_go_the_wrong_way_are_refused(words, message):
 
 
 def test_the_rule_has_every_word():
-    rule = Told(*WORDS.values(), min_scale=1.0).rule
-    assert (rule.growth_factor, rule.growth_interval, rule.backoff_every, rule.dynamic, rule.min_scale) == (1.5, 4, 3, True, 1.0)
+    rule = ScalerParameters(*WORDS.values(), min_scale=1.0).rule
+    assert (rule.growth_factor, rule.growth_interval, rule.backoff_interval, rule.dynamic, rule.min_scale) == (1.5, 4, 3, True, 1.0)
     assert rule.backoff_factor == pytest.approx(0.7)

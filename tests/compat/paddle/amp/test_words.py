@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from mezzo.compat import paddle
-from mezzo.compat.paddle.amp import _words
-from mezzo.compat.paddle.amp._words import custom_lists
+from mezzo.compat.paddle.amp import _auto_cast
+from mezzo.compat.paddle.amp._auto_cast import custom_lists
 
 
 @pytest.mark.parametrize(
@@ -54,7 +54,7 @@ def test_who_keeps_matmul_in_float32_keeps_linear_layers_there_too(name):
     ],
 )
 def test_a_name_that_reaches_nothing_is_told_once_in_the_log(name, why, monkeypatch, caplog):
-    monkeypatch.setattr(_words, "_said", set())
+    monkeypatch.setattr(_auto_cast, "_said", set())
     for _ in range(2):
         paddle.amp.auto_cast(custom_black_list={name, "exp"})
     (told,) = caplog.messages

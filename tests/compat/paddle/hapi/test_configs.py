@@ -7,22 +7,22 @@ import torch
 from torch import nn
 
 from mezzo.compat import paddle
-from mezzo.compat.paddle.hapi._configs import AmpConfigs, read
+from mezzo.compat.paddle.hapi import AmpConfigs, read_amp_configs
 
 
 @pytest.mark.parametrize("words", [None, {}, "O0", {"level": "O0", "nonsense": 1}], ids=str)
 def test_nothing_is_float32(words):
-    assert read(words, None) == AmpConfigs("O0")
+    assert read_amp_configs(words, None) == AmpConfigs("O0")
 
 
 def test_a_level_alone():
-    assert read("O1", None) == AmpConfigs("O1")
-    assert read({"custom_black_list": {"exp"}}, None).level == "O1"
+    assert read_amp_configs("O1", None) == AmpConfigs("O1")
+    assert read_amp_configs({"custom_black_list": {"exp"}}, None).level == "O1"
 
 
 def test_lists_and_scaling_go_where_they_belong():
     words = {"level": "O2", "custom_white_list": {"conv2d"}, "init_loss_scaling": 8.0, "use_dynamic_loss_scaling": False}
-    assert read(words, None) == AmpConfigs("O2", {"custom_white_list": {"conv2d"}}, {"init_loss_scaling": 8.0, "use_dynamic_loss_scaling": False})
+    assert read_amp_configs(words, None) == AmpConfigs("O2", {"custom_white_list": {"conv2d"}}, {"init_loss_scaling": 8.0, "use_dynamic_loss_scaling": False})
 
 
 @pytest.mark.parametrize(
@@ -43,7 +43,7 @@ def test_lists_and_scaling_go_where_they_belong():
 )
 def test_what_is_refused(words, message):
     with pytest.raises(ValueError, match=message):
-        read(words, None)
+        read_amp_configs(words, None)
 
 
 @pytest.mark.parametrize("words", ["O2", {"level": "O2"}, {"level": "O2", "incr_ratio": 3.0}], ids=str)
@@ -51,11 +51,11 @@ def test_o2_clips_by_norms_alone(words):
     def optimizer(clip):
         return paddle.optimizer.SGD(learning_rate=0.1, parameters=[nn.Parameter(torch.ones(1))], grad_clip=clip)
 
-    assert read(words, optimizer(paddle.nn.ClipGradByNorm(1.0))).level == "O2"
+    assert read_amp_configs(words, optimizer(paddle.nn.ClipGradByNorm(1.0))).level == "O2"
     with pytest.raises(AssertionError, match="Only ClipGradByNorm and ClipGradByGlobalNorm are supported in amp training with level=O2"):
-        read(words, optimizer(paddle.nn.ClipGradByValue(1.0)))
+        read_amp_configs(words, optimizer(paddle.nn.ClipGradByValue(1.0)))
 
 
 def test_what_is_neither_a_level_nor_a_dict_is_refused():
     with pytest.raises(TypeError, match=r"amp_configs=3 is int.*a dict with a 'level'"):
-        read(3, None)
+        read_amp_configs(3, None)

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from mezzo.compat.paddle.hapi._data import Shuffled, inputs_taken, loader_of, placed
+from mezzo.compat.paddle.hapi._training_loop import Shuffled, inputs_taken, loader_of, placed
 
 DATA = TensorDataset(torch.arange(10.0))
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from mezzo.compat.paddle.hapi._progress import Progress
+from mezzo.compat.paddle.hapi._training_loop import Progress
 
 
 def shown(capsys, verbose, steps=4, log_freq=2):

@@ -8,7 +8,7 @@ from torch import nn
 
 import mezzo
 from mezzo.compat.paddle import optimizer as paddles
-from mezzo.optim.algorithms import ALGORITHMS, kind_of
+from mezzo.optim.fused_algorithms import ALGORITHMS, algorithm_name
 
 TWINS = {
     "SGD": (paddles.SGD, {"weight_decay": 0.1}, lambda p: torch.optim.SGD(p, lr=0.1, weight_decay=0.1)),
@@ -80,7 +80,7 @@ def test_defaults_are_paddles(name, defaults):
 
 @pytest.mark.parametrize("name", ["SGD", "Momentum", "Adam", "AdamW", "Lamb", "Adagrad"])
 def test_what_torch_and_mezzo_fuse_is_fused_here(name):
-    assert kind_of(getattr(paddles, name)(learning_rate=0.1, parameters=[nn.Parameter(torch.ones(1))])) in ALGORITHMS
+    assert algorithm_name(getattr(paddles, name)(learning_rate=0.1, parameters=[nn.Parameter(torch.ones(1))])) in ALGORITHMS
 
 
 def test_lamb_leaves_what_it_is_told_to_without_decay():

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from mezzo.compat import paddle
-from mezzo.compat.paddle.optimizer._base import stepping
+from mezzo.compat.paddle.amp._decorate import optimizers_of_models
 
 
 @pytest.fixture
@@ -134,8 +134,8 @@ def test_models_find_the_last_optimizers_that_step_them_alone():
     replaced = paddle.optimizer.SGD(learning_rate=0.1, parameters=one.parameters())
     last = paddle.optimizer.SGD(learning_rate=0.1, parameters=one.parameters())
     both = paddle.optimizer.SGD(learning_rate=0.1, parameters=[*one.parameters(), *other.parameters()])
-    assert stepping([one]) == [last]
-    assert stepping([one, other]) == [both]
+    assert optimizers_of_models([one]) == [last]
+    assert optimizers_of_models([one, other]) == [both]
     assert replaced is not last
 
 

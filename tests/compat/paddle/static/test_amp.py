@@ -8,7 +8,7 @@ from torch import nn
 
 from mezzo.compat import paddle
 from mezzo.compat.paddle import static
-from mezzo.compat.paddle.amp._scaler_state import Told
+from mezzo.compat.paddle.amp._grad_scaler import ScalerParameters
 
 
 def optimizer(**words):
@@ -19,8 +19,8 @@ def precision(*args, **words):
     return static.amp.decorate(optimizer(), *args, **words)._precision
 
 
-NEWER = Told(65536.0, 2.0, 0.5, 2000, 1, True, min_scale=1.0)
-OLDER = Told(32768.0, 2.0, 0.8, 1000, 2, True, min_scale=1.0)
+NEWER = ScalerParameters(65536.0, 2.0, 0.5, 2000, 1, True, min_scale=1.0)
+OLDER = ScalerParameters(32768.0, 2.0, 0.8, 1000, 2, True, min_scale=1.0)
 
 
 @pytest.mark.parametrize(
@@ -36,7 +36,7 @@ OLDER = Told(32768.0, 2.0, 0.8, 1000, 2, True, min_scale=1.0)
         ((), {"use_pure_fp16": True}, ("O2", "float16", True, OLDER)),
         ((), {"use_pure_fp16": True, "use_fp16_guard": False}, ("O2", "float16", False, OLDER)),
         ((), {"use_bf16": True, "use_dynamic_loss_scaling": False}, ("O1", "bfloat16", False, None)),
-        ((None, 128.0), {}, ("O1", "float16", False, Told(128.0, 2.0, 0.8, 1000, 2, True, min_scale=1.0))),
+        ((None, 128.0), {}, ("O1", "float16", False, ScalerParameters(128.0, 2.0, 0.8, 1000, 2, True, min_scale=1.0))),
     ],
     ids=str,
 )
@@ -61,7 +61,7 @@ def test_every_word_of_the_newer_signature_arrives():
         use_promote=True,
     )
     assert (made.masters, made.master_grad, made.promote, made.guarded) == (False, True, True, True)
-    assert made.scaling == Told(8.0, 5.0, 0.25, 3, 4, False, min_scale=1.0)
+    assert made.scaling == ScalerParameters(8.0, 5.0, 0.25, 3, 4, False, min_scale=1.0)
 
 
 def test_dynamic_scaling_of_bfloat16_is_told_to_be_off():

@@ -10,7 +10,7 @@ from torch import nn
 
 from mezzo.compat import paddle
 from mezzo.compat.paddle import static
-from mezzo.optim.companion import has_companion
+from mezzo.optim.master_weights import has_companion
 
 X = np.ones((2, 4), dtype=np.float32)
 

@@ -9,7 +9,7 @@ from torch import nn
 
 import mezzo
 from mezzo.compat.paddle import static
-from mezzo.compat.paddle.static._precision import GRAY, Precision
+from mezzo.compat.paddle.static._training import GRAY, Precision
 from mezzo.policy.presets.paddle import NAMES
 
 

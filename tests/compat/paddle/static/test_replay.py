@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from mezzo.compat.paddle import static
-from mezzo.compat.paddle.static._replay import evaluating, replay
+from mezzo.compat.paddle.static._executor import evaluating, replay
 
 
 class Reshapes(nn.Module):

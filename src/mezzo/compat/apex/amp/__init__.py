@@ -1,16 +1,17 @@
 """Apex's `amp` on mezzo: `initialize`, `scale_loss` and everything around them, in Apex's words."""
 
 from mezzo.compat.apex.amp._amp_state import _amp_state, master_params
-from mezzo.compat.apex.amp._casts import disable_casts, init
-from mezzo.compat.apex.amp._frontend import initialize, load_state_dict, state_dict
-from mezzo.compat.apex.amp._functions import (
+from mezzo.compat.apex.amp._casts import (
+    disable_casts,
     float_function,
     half_function,
+    init,
     promote_function,
     register_float_function,
     register_half_function,
     register_promote_function,
 )
+from mezzo.compat.apex.amp._initialize import initialize, load_state_dict, state_dict
 from mezzo.compat.apex.amp._scale_loss import scale_loss
 
 __all__ = [

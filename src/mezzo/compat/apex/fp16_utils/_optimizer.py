@@ -9,11 +9,10 @@ import torch
 
 from mezzo._dtypes import HALF_DTYPES
 from mezzo.compat.apex.amp._amp_state import master_params
-from mezzo.compat.apex.amp._scaler import LossScaler
-from mezzo.optim.halves import step_halves
-from mezzo.scaling.backward import apart
-from mezzo.scaling.gradients import parameters
-from mezzo.scaling.state import LARGEST
+from mezzo.compat.apex.amp._scale_loss import LossScaler
+from mezzo.optim.attach import bind_half_parameters
+from mezzo.scaling.gradients import isolated_gradients, parameters
+from mezzo.scaling.scale_state import LARGEST
 
 _DYNAMIC = {"init_scale": 2.0**32, "scale_factor": 2.0, "scale_window": 1000}
 
@@ -44,7 +43,7 @@ class FP16_Optimizer:  # noqa: N801 - Apex's spelling
         self._scaled = False
         """Whether gradients wait for `update_master_grads`."""
         self._tell()
-        self._masters = step_halves(init_optimizer)
+        self._masters = bind_half_parameters(init_optimizer)
 
     def _tell(self) -> None:
         for number, group in enumerate(self.optimizer.param_groups):
@@ -75,7 +74,7 @@ class FP16_Optimizer:  # noqa: N801 - Apex's spelling
             self._scaled = True
             scaled.backward(retain_graph=retain_graph)
             return
-        with apart([] if self._scaled else [self.optimizer]):
+        with isolated_gradients([] if self._scaled else [self.optimizer]):
             scaled.backward(retain_graph=retain_graph)
             self._scaled = True
             self.update_master_grads()

@@ -1,7 +1,8 @@
 """`mxnet.amp`: process-wide mixed precision, dynamic loss scaling, and conversion for inference."""
 
-from mezzo.compat.mxnet.amp.convert import convert_bucketing_module, convert_hybrid_block, convert_model
-from mezzo.compat.mxnet.amp.lists import (
+from mezzo.compat.mxnet.amp._convert import convert_bucketing_module, convert_hybrid_block, convert_model
+from mezzo.compat.mxnet.amp._init import init, init_trainer, scale_loss, uninit, unscale
+from mezzo.compat.mxnet.amp._lists import (
     list_conditional_fp32_ops,
     list_fp32_ops,
     list_loss_output_functions,
@@ -10,8 +11,6 @@ from mezzo.compat.mxnet.amp.lists import (
     list_lp16_use_fp32_params,
     list_widest_type_cast,
 )
-from mezzo.compat.mxnet.amp.scaling import init_trainer, scale_loss, unscale
-from mezzo.compat.mxnet.amp.switch import init, uninit
 
 __all__ = [
     "convert_bucketing_module",

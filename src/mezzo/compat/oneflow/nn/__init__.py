@@ -1,12 +1,29 @@
-"""`oneflow.nn`: `Graph` and a cross entropy that takes targets of shape (N, 1). Every other name is `torch.nn`'s."""
+"""OneFlow's `nn`: torch's modules, `Graph`, and losses with OneFlow's defaults."""
+
+from __future__ import annotations
 
 from typing import Any
 
+import torch
+from torch import nn
 from torch import nn as _nn
 
 from mezzo.compat.oneflow.nn import functional
+from mezzo.compat.oneflow.nn.functional import cross_entropy
 from mezzo.compat.oneflow.nn.graph import Graph
-from mezzo.compat.oneflow.nn.loss import CrossEntropyLoss
+
+
+class CrossEntropyLoss(nn.CrossEntropyLoss):
+    """torch's, for targets of shape (N, 1) too.
+
+    >>> CrossEntropyLoss()(torch.zeros(2, 4), torch.ones(2, 1, dtype=torch.int64)).shape
+    torch.Size([])
+    """
+
+    def forward(self, input: torch.Tensor, target: torch.Tensor) -> torch.Tensor:  # noqa: A002 - torch's word
+        """The loss."""
+        return cross_entropy(input, target, weight=self.weight, ignore_index=self.ignore_index, reduction=self.reduction, label_smoothing=self.label_smoothing)
+
 
 __all__ = ["CrossEntropyLoss", "Graph", "functional"]
 

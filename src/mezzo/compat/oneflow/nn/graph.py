@@ -1,20 +1,176 @@
-"""`oneflow.nn.Graph`: a class whose `build` is the whole step, run as one captured program where a device can replay it."""
+"""`nn.Graph`: a whole step or an evaluation from `build`."""
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from itertools import count
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 
-from mezzo.compat.oneflow.amp.scalers import GradScaler, StaticGradScaler
-from mezzo.compat.oneflow.nn.config import GraphConfig
-from mezzo.compat.oneflow.nn.program import Evaluation, Program, Training, program_of
+from mezzo._casting import cast_all
+from mezzo._dtypes import HALF_DTYPES
+from mezzo._errors import PolicyError
+from mezzo.autocasting.autocast import autocast_all_devices
+from mezzo.compat.oneflow.amp import GradScaler, StaticGradScaler
+from mezzo.policy.policy import Policy
+from mezzo.policy.types import Level
+from mezzo.prepare.decorate import undecorate
 from mezzo.scaling.scaler import GradScaler as Scaler
+from mezzo.step.eval_step import EvalStep
+from mezzo.step.train_step import train_step
+
+_NEEDLESS = (
+    "allow_fuse_add_to_output allow_fuse_cast_scale allow_fuse_model_update_ops enable_cudnn_conv_heuristic_search_algo enable_cudnn_fused_normalization_add_relu"
+    " enable_fuse_model_update_ops set_outputs_buffer_size"
+).split()
+"""Hints to OneFlow's compiler: a step is fused and captured here without them."""
+
+
+_ENDS = frozenset({"cross_entropy", "nll_loss", "log_softmax", "mean", "sum"})
+"""What stands at the end of a graph. OneFlow's pass lets an op that follows be 16-bit only where another listed op comes after it: losses are float32, and so is
+the gradient that a scale of 2^16 begins with."""
+
+
+class GraphConfig:
+    """The settings of a graph. `enable_amp` decides; hints to OneFlow's compiler are taken and have nothing to do.
+
+    >>> config = GraphConfig()
+    >>> config.enable_amp(True, dtype=torch.bfloat16)
+    >>> config.policy()
+    Policy('O1', dtype='bfloat16', preset='oneflow', full={'cross_entropy', 'log_softmax', 'mean', 'nll_loss', 'sum'})
+    """
+
+    def __init__(self) -> None:
+        self._amp: torch.dtype | None = None
+        self._settled = False
+
+    def settle(self) -> None:
+        """Nothing is set from now on: the graph was made ready with what there is."""
+        self._settled = True
+
+    def enable_amp(self, mode: bool = True, *, dtype: torch.dtype = torch.float16) -> None:  # noqa: FBT001, FBT002 - OneFlow's call shape
+        """Run the graph in mixed precision, or not. Said before the first call of the graph."""
+        if type(mode) is not bool:
+            raise AssertionError(f"enable_amp(mode) takes True or False, got {mode!r}.")
+        if dtype not in HALF_DTYPES:
+            raise AssertionError(f"enable_amp(dtype=...) takes float16 or bfloat16, got {dtype!r}.")
+        if self._settled:
+            raise RuntimeError("config.enable_amp() came after the graph's first call, which made it ready. Call it in __init__.")
+        self._amp = dtype if mode else None
+
+    @property
+    def amp_dtype(self) -> torch.dtype | None:
+        """What listed ops run in; None where everything is float32."""
+        return self._amp
+
+    def policy(self) -> Policy:
+        """The settings as a policy."""
+        return Policy("O0") if self._amp is None else Policy("O1", self._amp, preset="oneflow", full=_ENDS)
+
+    def __getattr__(self, name: str) -> Any:
+        if name in _NEEDLESS:
+            return lambda *_, **__: None
+        raise AttributeError(f"GraphConfig has no {name!r} here. There are: enable_amp, and without effect {', '.join(_NEEDLESS)}.")
+
+
+Build = Callable[..., Any]
+
+
+@dataclass(frozen=True, eq=False)
+class Evaluation:
+    """A graph without an optimizer."""
+
+    build: Build
+    policy: Policy
+
+    def made(self, whole: Whole) -> Program:
+        """The graph as an evaluation; as it is where it has no parameters."""
+        if next(whole.parameters(), None) is None:
+            return Program(_unparametrized(whole, self.policy))
+        return Program(EvalStep(whole, self.policy))
+
+
+@dataclass(frozen=True, eq=False)
+class Training:
+    """A graph with optimizers."""
+
+    build: Build
+    policy: Policy
+    optimizers: tuple[torch.optim.Optimizer, ...]
+    schedulers: tuple[LRScheduler, ...]
+    scaler: Scaler | None
+
+    def made(self, whole: Whole) -> Program:
+        """The graph as a training step. Nothing stays on the modules and optimizers: they may be in other graphs, and be called by themselves."""
+        if next(whole.parameters(), None) is None:
+            raise PolicyError("The graph has an optimizer and no module with parameters. Set the modules as attributes of the graph in __init__.")
+        make = train_step(
+            models=whole,
+            optimizers=self.optimizers,
+            policy=self.policy,
+            scaler=False if self.scaler is None else self.scaler,
+            scheduler=self.schedulers or None,
+        )
+        try:
+            return Program(make(whole.forward))
+        finally:
+            undecorate(whole)
+
+
+class Program:
+    """A graph that is ready."""
+
+    def __init__(self, run: Runs) -> None:
+        self.run = run
+
+
+class Runs(Protocol):
+    """Whatever runs a graph."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """One call of the graph."""
+
+
+class Whole(nn.Module):
+    """A graph's modules as one, with `build` as forward."""
+
+    def __init__(self, build: Build, policy: Policy, blocks: Mapping[str, nn.Module]) -> None:
+        super().__init__()
+        self._build, self._casts = build, policy.level is not Level.O0
+        for name, block in blocks.items():
+            self.add_module(name, block)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """What `build` computes, in float32: the outputs of OneFlow's graphs are in none of its lists."""
+        built = self._build(*args, **kwargs)
+        return _widened(built) if self._casts else built
+
+
+def program_of(parts: Training | Evaluation, blocks: Mapping[str, nn.Module]) -> Program:
+    """Make a graph ready."""
+    return parts.made(Whole(parts.build, parts.policy, blocks))
+
+
+def _widened(value: Any) -> Any:
+    for device in ("cpu", "cuda"):
+        value = cast_all(value, torch.float32, device)
+    return value
+
+
+def _unparametrized(whole: Whole, policy: Policy) -> Runs:
+    region = autocast_all_devices(policy)
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with region, torch.inference_mode():
+            return whole(*args, **kwargs)
+
+    return run
+
 
 _numbers: dict[str, Any] = {}
 

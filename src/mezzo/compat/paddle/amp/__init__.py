@@ -1,9 +1,16 @@
 """`paddle.amp`: regions, 16-bit parameters and loss scaling in Paddle's words."""
 
-from mezzo.compat.paddle.amp._auto_cast import amp_guard, auto_cast, autocast, get_autocast_dtype, is_autocast_enabled
+from mezzo.compat.paddle.amp._auto_cast import (
+    amp_guard,
+    auto_cast,
+    autocast,
+    get_autocast_dtype,
+    is_autocast_enabled,
+    is_bfloat16_supported,
+    is_float16_supported,
+)
 from mezzo.compat.paddle.amp._decorate import decorate
 from mezzo.compat.paddle.amp._grad_scaler import AmpScaler, GradScaler
-from mezzo.compat.paddle.amp._support import is_bfloat16_supported, is_float16_supported
 
 amp_decorate = decorate
 """The name that `decorate` had first."""

@@ -1,23 +1,67 @@
-"""`decorate`: 16-bit parameters, in Paddle's words."""
+"""`paddle.amp.decorate`: master weights, excluded layers, dtypes of saved parameters."""
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Iterable, Iterator
+from glob import escape
 from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
 from torch import nn
 
 import mezzo
 from mezzo._casting import cast
-from mezzo.compat.paddle._clip import norm_for_all
-from mezzo.compat.paddle.amp import _excluded
-from mezzo.compat.paddle.amp._words import DTYPES
-from mezzo.compat.paddle.optimizer._base import stepping
+from mezzo._torch import BatchNorm, InstanceNorm
+from mezzo.compat.paddle.amp._auto_cast import DTYPES
+from mezzo.compat.paddle.nn import norm_for_all
 from mezzo.compat.paddle.parallel import DataParallel
-from mezzo.optim.bound import bound_of
+from mezzo.optim.binding import optimizer_binding
 from mezzo.policy.types import Master
 from mezzo.prepare.decoration import decoration_of
-from mezzo.prepare.weights import Weights
+from mezzo.prepare.half_weights import HalfWeights
+from mezzo.scaling.gradients import parameters
+
+BATCH_NORMS: tuple[type[nn.Module], ...] = (BatchNorm,)
+"""Kept in float32 always, subclasses included."""
+OTHER_NORMS: tuple[type[nn.Module], ...] = (nn.LayerNorm, InstanceNorm)
+"""Kept in float32 beside float16 alone: Paddle casts them to bfloat16, and group norms to both."""
+
+
+def read_excluded(excluded: Any) -> tuple[tuple[nn.Module, ...], tuple[type, ...]]:
+    """The layers and the types in `excluded_layers`."""
+    several = excluded if isinstance(excluded, list) else [] if excluded is None else [excluded]
+    if not isinstance(excluded, list) and several and not _is_layer(excluded):
+        raise TypeError(f"excluded_layers must be either a nn.Layer instance/type or a list of nn.Layer instances/types. It is {excluded!r}.")
+    for one in several:
+        if not _is_layer(one):
+            raise TypeError(f"issubclass() arg 1 must be a class: excluded_layers has {one!r}. It may have layers and their types.")
+    return tuple(one for one in several if isinstance(one, nn.Module)), tuple(one for one in several if isinstance(one, type))
+
+
+def kept(models: list[nn.Module], dtype: str, excluded: Any) -> list[nn.Module | str]:
+    """What stays in float32, as `keep_full` takes it. A layer is kept with all that is in it, a type's layers without: a kept Sequential casts its parts."""
+    layers, types = read_excluded(excluded)
+    norms = BATCH_NORMS if dtype == "bfloat16" else BATCH_NORMS + OTHER_NORMS
+    found: list[nn.Module | str] = [one for model in models for one in model.modules() if any(one is layer for layer in layers)]
+    for model in models:
+        for name, module in model.named_modules():
+            if isinstance(module, norms + types):
+                found += [module] if not list(module.children()) else list(_own_names(name, module))
+    return found
+
+
+def _own_names(prefix: str, module: nn.Module) -> Iterator[str]:
+    for tensors in (module._parameters, module._buffers):
+        for name, tensor in tensors.items():
+            if isinstance(tensor, torch.Tensor):
+                yield escape(f"{prefix}.{name}" if prefix else name)
+
+
+def _is_layer(one: Any) -> bool:
+    return isinstance(one, nn.Module) or (isinstance(one, type) and issubclass(one, nn.Module))
+
 
 _SAVED = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32, "float64": torch.float64}
 _WRAPPERS = (DataParallel, nn.DataParallel, nn.parallel.DistributedDataParallel)
@@ -53,9 +97,9 @@ def decorate(
         raise ValueError(f"dtype only support float16 or bfloat16. It is {dtype!r}.")
     if level == "O2":
         several, given, saved = _models(models), _optimizers(optimizers), _save_dtype(save_dtype)
-        words: dict[str, Any] = {"dtype": dtype, "keep_full": _excluded.kept(several, dtype, excluded_layers)}
+        words: dict[str, Any] = {"dtype": dtype, "keep_full": kept(several, dtype, excluded_layers)}
         # Who steps these models and was not named computes in float32, as every optimizer of Paddle's, and keeps the masters that it has.
-        named = given or stepping(several)
+        named = given or optimizers_of_models(several)
         words["master"] = "float32" if (master_weight is not False if given else any(map(_has_masters, named))) else None
         words |= {"grad_dtype": "float32"} if master_grad else {}
         _convert(several, named, words)
@@ -68,12 +112,12 @@ def decorate(
 def _convert(models: list[nn.Module], optimizers: list[Any], words: dict[str, Any]) -> None:
     _refresh(models, optimizers)
     for optimizer in optimizers:
-        bound = bound_of(optimizer)
+        bound = optimizer_binding(optimizer)
         if bound is not None and decoration_of(optimizer) is None:
             # It was made for parameters that were 16-bit already.
             bound.unbind()
     clip_norm = norm_for_all(optimizers) if optimizers else None
-    mezzo.decorate(models, optimizers or None, "O2", preset="paddle", clip_norm=clip_norm, yields=True, **words)
+    mezzo.decorate(models, optimizers or None, "O2", preset="paddle", clip_norm=clip_norm, defer_to_autocast=True, **words)
 
 
 def _models(models: Any) -> list[nn.Module]:
@@ -126,13 +170,13 @@ def _save_as(model: nn.Module, dtype: torch.dtype) -> None:
     found = decoration_of(model)
     handle = model.register_state_dict_post_hook(_Saved(dtype, None if found is None else found.weights))
     if found is not None:
-        found.steps.callback(handle.remove)
+        found.undo_stack.callback(handle.remove)
 
 
 class _Saved:
     """A hook that gives a state in a dtype. Copies of the model keep it, and have no exact weights."""
 
-    def __init__(self, dtype: torch.dtype, weights: Weights | None = None) -> None:
+    def __init__(self, dtype: torch.dtype, weights: HalfWeights | None = None) -> None:
         self._dtype, self._weights = dtype, weights
 
     def __call__(self, module: nn.Module, state: dict[str, Any], prefix: str, _metadata: Any) -> None:
@@ -144,3 +188,25 @@ class _Saved:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _Saved, (self._dtype,)
+
+
+def optimizers_of_models(models: Iterable[torch.nn.Module]) -> list[torch.optim.Optimizer]:
+    """The optimizers that step parameters of models and no others, and were not named with them; of two for the same parameters the later one."""
+    free = {id(one) for model in models for one in model.parameters()}
+    found = []
+    for optimizer in reversed(list(_registered.values())):
+        own = {id(one) for one in parameters(optimizer)}
+        if own <= free:
+            free -= own
+            found.append(optimizer)
+    return found
+
+
+_registered: WeakValueDictionary[int, torch.optim.Optimizer] = WeakValueDictionary()
+"""Every optimizer that is still there, in the order they were made."""
+_numbers = itertools.count()
+
+
+def register_optimizer(optimizer: torch.optim.Optimizer) -> None:
+    """Let `decorate` find an optimizer that is not passed to it, as Paddle does."""
+    _registered[next(_numbers)] = optimizer

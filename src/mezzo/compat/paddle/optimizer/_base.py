@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterable
 from typing import Any
-from weakref import WeakValueDictionary
 
 import torch
 
 from mezzo._dtypes import HALF_DTYPES
-from mezzo.compat.paddle._clip import Clip, clip_before_step, norm_for_all
-from mezzo.compat.paddle.static._closing import close
-from mezzo.compat.paddle.static._precision import Precision
+from mezzo.compat.paddle.amp._decorate import register_optimizer
+from mezzo.compat.paddle.nn import Clip, clip_before_step, norm_for_all
 from mezzo.compat.paddle.static._program import Variable
-from mezzo.optim.halves import step_halves
+from mezzo.compat.paddle.static._training import Precision, close
+from mezzo.optim.attach import bind_half_parameters
 from mezzo.policy.types import Master
 from mezzo.scaling.gradients import parameters
 
@@ -44,8 +42,8 @@ class Optimizer(torch.optim.Optimizer):
             self.register_step_pre_hook(clip_before_step)
         if any(one.dtype in HALF_DTYPES for one in parameters(self)):
             # Paddle's optimizers compute in float32 whatever they step, and keep masters where they are told to.
-            step_halves(self, Master.FLOAT32 if multi_precision else Master.NONE, clip_norm=norm_for_all([self]))
-        _made[next(_numbers)] = self
+            bind_half_parameters(self, Master.FLOAT32 if multi_precision else Master.NONE, clip_norm=norm_for_all([self]))
+        register_optimizer(self)
 
     def clear_grad(self, set_to_zero: bool = True) -> None:  # noqa: FBT001, FBT002 - Paddle's call shape
         """Forget the gradients: zeros by default, as in Paddle; `set_to_zero=False` gives their memory back."""
@@ -83,23 +81,6 @@ class Optimizer(torch.optim.Optimizer):
     def set_state_dict(self, state_dict: dict[str, Any]) -> None:
         """torch's `load_state_dict`, under Paddle's name."""
         self.load_state_dict(state_dict)
-
-
-def stepping(models: Iterable[torch.nn.Module]) -> list[Optimizer]:
-    """The optimizers that step parameters of models and no others, and were not named with them; of two for the same parameters the later one."""
-    free = {id(one) for model in models for one in model.parameters()}
-    found = []
-    for optimizer in reversed(list(_made.values())):
-        own = {id(one) for one in parameters(optimizer)}
-        if own <= free:
-            free -= own
-            found.append(optimizer)
-    return found
-
-
-_made: WeakValueDictionary[int, Optimizer] = WeakValueDictionary()
-"""Every optimizer that is still there, in the order they were made."""
-_numbers = itertools.count()
 
 
 def rate_of(learning_rate: Any) -> float:

@@ -1,4 +1,4 @@
-"""`paddle.static.amp`: mixed precision of static programs, in both generations' words."""
+"""`paddle.static.amp`: decorate an optimizer of a static program."""
 
 from __future__ import annotations
 
@@ -9,11 +9,50 @@ from typing import Any
 import torch
 
 from mezzo.compat.paddle._places import device_of
-from mezzo.compat.paddle.amp._scaler_state import Told
-from mezzo.compat.paddle.static._closing import Closing, close
-from mezzo.compat.paddle.static._lists import AutoMixedPrecisionLists, CustomOpLists
-from mezzo.compat.paddle.static._precision import Precision
+from mezzo.compat.paddle.amp._auto_cast import Names, custom_lists
+from mezzo.compat.paddle.amp._grad_scaler import ScalerParameters
 from mezzo.compat.paddle.static._program import Program, fp16_guard
+from mezzo.compat.paddle.static._training import GRAY, Precision, ProgramTrainer, close
+from mezzo.policy.presets import paddle
+from mezzo.policy.types import Level, Rule
+
+
+class AutoMixedPrecisionLists:
+    """Op lists in Paddle's names, on top of the default ones. Variables cannot be listed: `custom_black_varnames` names what torch does not name.
+
+    >>> lists = AutoMixedPrecisionLists(custom_white_list=["elementwise_add"])
+    >>> "elementwise_add" in lists.white_list, "softmax" in lists.black_list
+    (True, True)
+    """
+
+    def __init__(self, custom_white_list: Names = None, custom_black_list: Names = None, custom_black_varnames: Names = None, dtype: str = "float16") -> None:
+        white, black = set(custom_white_list or ()), set(custom_black_list or ())
+        if both := sorted(white & black):
+            raise ValueError(f"The given custom_white_list overlaps custom_black_list with < {', '.join(both)} >!")
+        if custom_black_varnames:
+            raise ValueError(
+                f"custom_black_varnames={custom_black_varnames!r}: variables have no names of their own here. List the op that reads them, "
+                "or keep it out of fp16_guard."
+            )
+        if dtype not in ("float16", "bfloat16"):
+            raise ValueError(f"The dtype of the lists should be 'float16' or 'bfloat16', got {dtype!r}.")
+        self.amp_dtype = dtype
+        self.half, self.full = custom_lists(white, black)
+        """The same in mezzo's words."""
+        self.white_list = (_listed(Rule.HALF) - black) | white
+        self.black_list = (_listed(Rule.FULL) - white) | black
+        self.gray_list = set(GRAY.split()) - self.white_list - self.black_list
+
+
+def _listed(rule: Rule) -> set[str]:
+    """The names under a rule by default, those with a counterpart here."""
+    entries = paddle.lists(Level.O1, torch.float16).entries
+    return {name for name, ours in paddle.NAMES.known.items() if all(one in entries and entries[one].rule is rule for one in ours)}
+
+
+CustomOpLists = AutoMixedPrecisionLists
+"""The name by which the guide calls the lists."""
+
 
 __all__ = ["AutoMixedPrecisionLists", "CustomOpLists", "OptimizerWithMixedPrecision", "decorate", "fp16_guard"]
 
@@ -123,13 +162,13 @@ def _newer(
     )
 
 
-def _scaling(dtype: str, scale: float, ratios: tuple[float, float, int, int], dynamic: bool | None) -> Told | None:  # noqa: FBT001
+def _scaling(dtype: str, scale: float, ratios: tuple[float, float, int, int], dynamic: bool | None) -> ScalerParameters | None:  # noqa: FBT001
     if dtype == "bfloat16":
         if dynamic:
             warnings.warn("Dynamic loss scaling for bfloat16 amp training is disabled: it has the range of float32.", UserWarning, stacklevel=4)
         return None
     incr_ratio, decr_ratio, incr_every, decr_every = ratios
-    return Told(float(scale), incr_ratio, decr_ratio, incr_every, decr_every, dynamic is None or bool(dynamic), min_scale=1.0)
+    return ScalerParameters(float(scale), incr_ratio, decr_ratio, incr_every, decr_every, dynamic is None or bool(dynamic), min_scale=1.0)
 
 
 class OptimizerWithMixedPrecision:
@@ -137,7 +176,7 @@ class OptimizerWithMixedPrecision:
 
     def __init__(self, optimizer: torch.optim.Optimizer, precision: Precision) -> None:
         self._optimizer, self._precision = optimizer, precision
-        self._closing: Closing | None = None
+        self._closing: ProgramTrainer | None = None
 
     def minimize(self, loss: Any, startup_program: Any = None, parameter_list: Any = None, no_grad_set: Any = None) -> tuple[Any, Any]:  # noqa: ARG002
         """Close the program of a loss: every run trains from then on."""
@@ -166,7 +205,7 @@ class OptimizerWithMixedPrecision:
         scaler = self._closed().scaler
         return 1.0 if scaler is None else scaler.get_scale()
 
-    def _closed(self) -> Closing:
+    def _closed(self) -> ProgramTrainer:
         if self._closing is None:
             raise AssertionError("Please call the minimize method first.")
         return self._closing

@@ -1,0 +1,78 @@
+"""The random state of a process, in plain values: torch's, Python's and NumPy's."""
+
+from __future__ import annotations
+
+import random
+import sys
+from typing import Any
+
+import torch
+
+from mezzo._errors import CheckpointError
+
+_CUDA_STATE = 16
+"""Bytes of the state of a CUDA generator: a seed and an offset."""
+_NUMPY_KIND = "MT19937"
+
+
+def capture_rng_state() -> dict[str, Any]:
+    """The state of every generator that is in use."""
+    state: dict[str, Any] = {"torch": torch.get_rng_state(), "python": random.getstate()}
+    if torch.cuda.is_initialized():
+        state["cuda"] = torch.cuda.get_rng_state_all()
+    numpy = sys.modules.get("numpy")
+    if numpy is not None:
+        kind, keys, *rest = numpy.random.get_state()
+        state["numpy"] = (kind, keys.tolist(), *rest)
+    return state
+
+
+def check_rng_state(state: Any) -> None:
+    """Refuse what is not a state of the generators: each is set on a generator of its own first."""
+    try:
+        torch.Generator().set_state(state["torch"])
+        version, words, gauss = state["python"]
+        random.Random().setstate((version, tuple(words), _number(gauss)))  # noqa: S311 - not for secrets
+        _refuse_other_cuda(state.get("cuda", []))
+        _refuse_other_numpy(state.get("numpy"))
+    except Exception as error:
+        raise CheckpointError(f"The states of the random generators are not what mezzo saves: {error}. Save the checkpoint again.") from error
+
+
+def _refuse_other_cuda(states: Any) -> None:
+    for one in states:
+        if one.dtype is not torch.uint8 or one.dim() != 1 or one.device.type != "cpu" or one.numel() > _CUDA_STATE:
+            raise ValueError(f"CUDA's has shape {tuple(one.shape)} and {one.dtype}")
+    if torch.cuda.is_initialized():
+        for device, one in zip(range(torch.cuda.device_count()), states, strict=False):
+            torch.Generator(f"cuda:{device}").set_state(one)
+
+
+def _refuse_other_numpy(state: Any) -> None:
+    numpy = sys.modules.get("numpy")
+    if numpy is None or state is None:
+        return
+    kind, keys, position, has_gauss, gauss = state
+    # NumPy takes any position, and reads beyond its memory at the next draw.
+    if kind == _NUMPY_KIND and not (isinstance(position, int) and 0 <= position <= len(keys)):
+        raise ValueError(f"NumPy's is at {position!r} of {len(keys)}")
+    numpy.random.RandomState().set_state((kind, keys, position, has_gauss, _number(gauss)))
+
+
+def _number(gauss: Any) -> Any:
+    if gauss is not None and not isinstance(gauss, float):
+        raise ValueError(f"{gauss!r:.80} is no number that was drawn ahead")
+    return gauss
+
+
+def restore_rng_state(state: dict[str, Any]) -> None:
+    """Let every generator go on from where it was; what is not there now is left out."""
+    torch.set_rng_state(state["torch"])
+    version, words, gauss = state["python"]
+    random.setstate((version, tuple(words), gauss))
+    if "cuda" in state and torch.cuda.is_available():
+        for device, one in zip(range(torch.cuda.device_count()), state["cuda"], strict=False):
+            torch.cuda.set_rng_state(one, device)
+    numpy = sys.modules.get("numpy")
+    if numpy is not None and "numpy" in state:
+        numpy.random.set_state(tuple(state["numpy"]))

@@ -1,0 +1,120 @@
+"""Attributes and methods of torch's GradScaler that its optimizers, its users and its tests read and write."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from mezzo.scaling.gradients import Flags, check_sorted
+from mezzo.scaling.loss_scales import LossScales, OptimizerRecord
+
+Optimizer = torch.optim.Optimizer
+
+
+class TorchScalerApi:
+    """torch's private names and accessors, on mezzo's scales and records; with several losses they are those of the first."""
+
+    _scales: LossScales
+    _records: dict[int, OptimizerRecord]
+
+    def _check(self, optimizer: Optimizer, record: OptimizerRecord, index: int, factor: torch.Tensor | None) -> None:
+        raise NotImplementedError
+
+    def _record(self, optimizer: Optimizer) -> OptimizerRecord:
+        record = self._records.get(id(optimizer))
+        if record is None:
+            record = self._records[id(optimizer)] = OptimizerRecord()
+        return record
+
+    def _check_inf_per_device(self, optimizer: Optimizer) -> Flags:
+        record = self._record(optimizer)
+        record.found_inf.pop(0, None)
+        self._check(optimizer, record, 0, None)
+        return record.flags(0)
+
+    def _found_inf_per_device(self, optimizer: Optimizer) -> Flags:
+        return self._record(optimizer).flags(0)
+
+    def _unscale_grads_(self, optimizer: Optimizer, inv_scale: torch.Tensor, found_inf: torch.Tensor, allow_fp16: bool) -> Flags:  # noqa: ARG002, FBT001
+        flags: Flags = {found_inf.device: found_inf}
+        check_sorted(optimizer, inv_scale, flags)
+        return flags
+
+    def _lazy_init_scale_growth_tracker(self, dev: torch.device) -> None:
+        self._scales.make(torch.device(dev), 0)
+
+    def _get_scale_async(self) -> torch.Tensor | None:
+        return self._scale
+
+    def _get_growth_tracker(self) -> int:
+        return self._scales.state(0).growth_tracker
+
+    @property
+    def _scale(self) -> torch.Tensor | None:
+        scale = self._scales.made[0]
+        return None if scale is None else scale.scale
+
+    @_scale.setter
+    def _scale(self, scale: torch.Tensor) -> None:
+        self._scales.make(scale.device, 0).set(scale.detach(), self._scales.rule)
+
+    @property
+    def _growth_tracker(self) -> torch.Tensor | None:
+        scale = self._scales.made[0]
+        return None if scale is None else scale.growth_tracker
+
+    @_growth_tracker.setter
+    def _growth_tracker(self, tracker: torch.Tensor) -> None:
+        self._scales.make(tracker.device, 0).growth_tracker.copy_(tracker)
+
+    @property
+    def _init_scale(self) -> float:
+        return self._scales.initial[0].scale
+
+    @_init_scale.setter
+    def _init_scale(self, value: float) -> None:
+        self._set_initial(scale=value)
+
+    @property
+    def _init_growth_tracker(self) -> int:
+        return self._scales.initial[0].growth_tracker
+
+    @_init_growth_tracker.setter
+    def _init_growth_tracker(self, value: int) -> None:
+        self._set_initial(growth_tracker=value)
+
+    def _set_initial(self, **fields: Any) -> None:
+        first, *others = self._scales.initial
+        self._scales.initial = [replace(first, **fields), *others]
+
+    # -- the rule --------------------------------------------------------------------------------------------------------------------------------
+
+    def get_growth_factor(self) -> float:
+        """What the scale is multiplied by when it grows."""
+        return self._scales.rule.growth_factor
+
+    def set_growth_factor(self, new_factor: float) -> None:
+        """Set what the scale is multiplied by when it grows."""
+        self._scales.rule = replace(self._scales.rule, growth_factor=new_factor)
+
+    def get_backoff_factor(self) -> float:
+        """What the scale is multiplied by when it backs off."""
+        return self._scales.rule.backoff_factor
+
+    def set_backoff_factor(self, new_factor: float) -> None:
+        """Set what the scale is multiplied by when it backs off."""
+        self._scales.rule = replace(self._scales.rule, backoff_factor=new_factor)
+
+    def get_growth_interval(self) -> int:
+        """How many good steps in a row make the scale grow."""
+        return self._scales.rule.growth_interval
+
+    def set_growth_interval(self, new_interval: int) -> None:
+        """Set how many good steps in a row make the scale grow."""
+        self._scales.rule = replace(self._scales.rule, growth_interval=new_interval)
+
+    _growth_factor = property(get_growth_factor, set_growth_factor)
+    _backoff_factor = property(get_backoff_factor, set_backoff_factor)
+    _growth_interval = property(get_growth_interval, set_growth_interval)

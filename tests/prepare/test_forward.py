@@ -1,0 +1,438 @@
+"""What goes in is cast, what happens inside runs in the policy's region, and what comes out may be cast back."""
+
+import copy
+import io
+import pickle
+import subprocess
+import sys
+from collections import OrderedDict
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import mezzo
+from mezzo.prepare import forward
+
+
+class Seen(nn.Module):
+    """Notes the dtypes that it is called with, and of what it computes."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.norm = nn.LayerNorm(4)
+
+    def forward(self, x, *more, **named):
+        self.given = x, more, named
+        self.linear_out = self.linear(x["x"] if isinstance(x, dict) else x)
+        self.norm_out = self.norm(self.linear_out)
+        return {"out": self.norm_out, "more": [self.linear_out, 3], "ids": torch.arange(2)}
+
+
+def decorated(level="O2", **words):
+    model = Seen()
+    return mezzo.decorate(model, torch.optim.SGD(model.parameters(), lr=0.1), level, **{"dtype": "bfloat16", **words})[0]
+
+
+X = torch.ones(2, 4)
+
+
+class Pair(NamedTuple):
+    one: torch.Tensor
+    other: torch.Tensor
+
+
+@dataclass
+class Holder:
+    value: torch.Tensor
+
+
+@pytest.mark.parametrize("level", ["O2", "O3"])
+def test_floating_inputs_are_cast_however_nested(level):
+    model = decorated(level)
+    holder = Holder(X)
+    model({"x": X, "ids": torch.arange(3)}, [X.half(), (X.double(), "word")], pair=Pair(X, X.bool()), flag=True, holder=holder)
+    first, more, named = model.given
+    assert first["x"].dtype is torch.bfloat16
+    assert first["ids"].dtype is torch.int64
+    assert more[0][0].dtype is torch.bfloat16
+    assert more[0][1][0].dtype is torch.float64
+    assert more[0][1][1] == "word"
+    assert isinstance(named["pair"], Pair)
+    assert [one.dtype for one in named["pair"]] == [torch.bfloat16, torch.bool]
+    assert named["flag"] is True
+    assert named["holder"] is holder
+
+
+def test_at_o1_inputs_are_left_to_the_ops():
+    model = decorated("O1")
+    model(X, [X], key=X)
+    first, more, named = model.given
+    assert first is X
+    assert more[0][0] is X
+    assert named["key"] is X
+    assert model.linear_out.dtype is torch.bfloat16
+
+
+def test_at_o0_an_autocast_around_does_not_reach_inside():
+    model = decorated("O0")
+    with torch.autocast("cpu", torch.bfloat16):
+        model(X)
+    assert model.linear_out.dtype is torch.float32
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+@pytest.mark.parametrize(
+    "around",
+    [
+        lambda: torch.autocast("cpu", torch.bfloat16),
+        lambda: torch.autocast("cpu", torch.float16),
+        lambda: torch.autocast("cpu", enabled=False),
+        lambda: mezzo.autocast("cpu", dtype="float16"),
+        lambda: mezzo.autocast("cpu", enabled=False),
+        lambda: mezzo.autocast("O2", device_type="cpu", dtype="float16"),
+    ],
+    ids=["torch", "torch float16", "torch off", "mezzo", "mezzo off", "mezzo O2"],
+)
+def test_an_autocast_around_does_no_harm(level, around):
+    model = decorated(level).eval()
+    alone = model(X)
+    with around():
+        inside = model(X)
+    assert inside["out"].dtype is alone["out"].dtype
+    assert torch.equal(inside["out"], alone["out"])
+
+
+def test_the_state_around_is_restored_when_the_model_raises():
+    model = decorated()
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+        model(torch.ones(2, 3))
+    assert not torch.is_autocast_enabled("cpu")
+    assert torch.mm(X, X.t()).dtype is torch.float32
+
+
+@pytest.mark.parametrize("output", ["float32", "float16"])
+def test_outputs_are_cast_however_nested(output):
+    result = decorated(output_dtype=output)(X)
+    assert result["out"].dtype is result["more"][0].dtype is getattr(torch, output)
+    assert result["more"][1] == 3
+    assert result["ids"].dtype is torch.int64
+
+
+def test_outputs_are_left_alone_without_a_word():
+    assert decorated()(X)["more"][0].dtype is torch.bfloat16
+
+
+def test_a_model_output_keeps_its_class():
+    class Output(OrderedDict):
+        def __getattr__(self, name):
+            return self[name]
+
+    class Model(nn.Linear):
+        def forward(self, x):
+            return Output(logits=super().forward(x))
+
+    model = Model(4, 4)
+    mezzo.decorate(model.eval(), dtype="bfloat16", output_dtype="float32")
+    result = model(X)
+    assert type(result) is Output
+    assert result.logits.dtype is torch.float32
+
+
+def test_gradients_flow_through_the_casts():
+    model = decorated(output_dtype="float32")
+    x = X.clone().requires_grad_()
+    model(x)["out"].sum().backward()
+    assert x.grad.dtype is torch.float32
+    assert model.linear.weight.grad.dtype is torch.bfloat16
+    assert model.norm.weight.grad.dtype is torch.float32
+
+
+def test_a_norm_in_float32_computes_in_float32():
+    class Norm(nn.LayerNorm):
+        pass
+
+    model = nn.Sequential(Norm(256))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    mezzo.decorate(model, optimizer, dtype="bfloat16")
+    assert model[0].weight.dtype is torch.float32
+    x = torch.randn(8, 256).bfloat16()
+    expected = nn.functional.layer_norm(x.float(), (256,))
+    # Rounded once at the end, not in between.
+    assert (model(x).float() - expected).abs().max() <= 2.0**-7 * expected.abs().max()
+
+
+def test_the_ops_of_the_policy_hold_inside():
+    model = decorated(full={"linear"})
+    model(X)
+    assert model.linear_out.dtype is torch.float32
+
+
+@pytest.mark.parametrize("level", ["O1", "O2", "O3"])
+def test_rules_for_modules_hold_inside_and_go_with_the_decoration(level):
+    model = decorated(level, modules={"linear": "full"})
+    model(X)
+    assert model.linear.weight.dtype is torch.float32
+    assert model.linear_out.dtype is torch.float32
+    assert "forward" in model.linear.__dict__
+    mezzo.undecorate(model)
+    assert "forward" not in model.linear.__dict__
+    assert "forward" not in model.__dict__
+
+
+class Checkpointed(nn.Module):
+    """A layer that is checkpointed inside a block."""
+
+    def __init__(self, reentrant):
+        super().__init__()
+        torch.manual_seed(0)
+        self.block = nn.Sequential(nn.Linear(4, 4))
+        self.reentrant = reentrant
+
+    def forward(self, x):
+        return self.block(x) if self.reentrant is None else checkpoint(self.block, x, use_reentrant=self.reentrant)
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+@pytest.mark.parametrize("level", ["O1", "O2", "O3"])
+@pytest.mark.parametrize("modules", [{"0.block": "full"}, {"0": "full", "0.block": "half"}], ids=["one", "nested"])
+def test_checkpointing_recomputes_under_the_rules_for_modules(modules, level, reentrant):
+    results = []
+    for kind in (None, reentrant):
+        model = nn.Sequential(Checkpointed(kind))
+        mezzo.decorate(model, None, level, dtype="bfloat16", modules=modules, master=None)
+        x = X.clone().requires_grad_()
+        (model(x).float() * X).tanh().sum().backward()
+        results.append([x.grad, *(parameter.grad for parameter in model.parameters())])
+    assert all(map(torch.equal, *results))
+
+
+def test_rules_for_modules_hold_in_every_thread_and_those_of_a_region_in_its_own():
+    model = decorated("O1", modules={"linear": "full"})
+
+    def dtype():
+        model(X)
+        return model.linear_out.dtype
+
+    with ThreadPoolExecutor(1) as pool:
+        assert pool.submit(dtype).result() is torch.float32
+        with mezzo.autocast("cpu", dtype="bfloat16", modules={"linear": "half"}, model=model):
+            assert dtype() is torch.bfloat16
+            assert pool.submit(dtype).result() is torch.float32
+        assert dtype() is torch.float32
+        mezzo.undecorate(model)
+        with mezzo.autocast("cpu", dtype="bfloat16"):
+            assert dtype() is torch.bfloat16
+
+
+def test_a_rule_for_the_model_itself_lies_behind_the_door():
+    model = decorated(modules={"": "full"}, output_dtype="float16")
+    result = model(X)
+    assert model.linear_out.dtype is torch.float32
+    assert result["out"].dtype is torch.float16
+    mezzo.undecorate(model)
+    assert "forward" not in model.__dict__
+
+
+def test_module_rules_of_an_autocast_around_reach_into_the_model_and_leave_the_door():
+    model = decorated(output_dtype="float16")
+    with mezzo.autocast("O1", device_type="cpu", dtype="bfloat16", modules={"": "keep"}, model=model):
+        assert model(X)["out"].dtype is torch.float16
+    assert model(X)["out"].dtype is torch.float16
+
+
+def test_a_forward_that_somebody_replaced_before_runs_behind_the_door_and_comes_back():
+    model = nn.Linear(4, 4)
+    own = model.forward
+    replaced = lambda x: own(x) + 1  # noqa: E731
+    model.forward = replaced
+    mezzo.decorate(model.eval(), dtype="bfloat16")
+    plain = nn.functional.linear(X.bfloat16(), model.weight, model.bias)
+    assert torch.equal(model(X), plain + 1)
+    mezzo.undecorate(model)
+    assert model.forward is replaced
+
+
+def test_a_deep_copy_goes_through_a_door_of_its_own():
+    model = decorated()
+    copied = copy.deepcopy(model)
+    copied(X)
+    assert copied.linear_out.dtype is torch.bfloat16
+    assert not hasattr(model, "linear_out")
+
+
+def test_hooks_of_the_model_run_around_the_door():
+    model = decorated(output_dtype="float32")
+    seen = []
+    model.register_forward_pre_hook(lambda module, args: seen.append(args[0].dtype))
+    model.register_forward_hook(lambda module, args, result: seen.append(result["out"].dtype))
+    model(X)
+    assert seen == [torch.float32, torch.float32]
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+@pytest.mark.parametrize("words", [{}, {"full": {"linear"}}, {"modules": {"0": "full"}}], ids=str)
+def test_compiled_whole_it_computes_the_same(level, words):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4), nn.Linear(4, 4))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    mezzo.decorate(model, optimizer, level, dtype="bfloat16", output_dtype="float32", **words)
+    eager = model(X)
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    result = compiled(X)
+    assert result.dtype is torch.float32
+    torch.testing.assert_close(result, eager, rtol=0.02, atol=0.02)
+    result.sum().backward()
+    assert model[2].weight.grad is not None
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_a_checkpointed_part_is_recomputed_in_the_same_precision(reentrant):
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.part = nn.Linear(4, 4)
+            self.seen = []
+
+        def run(self, x):
+            result = self.part(x)
+            self.seen.append(result.dtype)
+            return result.sin().sin()
+
+        def forward(self, x):
+            return torch.utils.checkpoint.checkpoint(self.run, x, use_reentrant=reentrant)
+
+    model = Net()
+    mezzo.decorate(model, torch.optim.SGD(model.parameters(), lr=0.1), "O1", dtype="bfloat16")
+    model(X.clone().requires_grad_()).sum().backward()
+    assert model.seen == [torch.bfloat16, torch.bfloat16]
+
+
+def test_a_decorated_copy_has_one_door_not_two():
+    copied = copy.deepcopy(decorated(output_dtype="float16"))
+    mezzo.decorate(copied, torch.optim.SGD(copied.parameters(), lr=0.1), dtype="bfloat16")
+    assert copied(X)["more"][0].dtype is torch.bfloat16
+
+
+def test_a_model_that_yields_runs_as_the_region_around_it_says():
+    model = decorated(defer_to_autocast=True)
+    with mezzo.autocast("O1", device_type="cpu", dtype="bfloat16", full={"linear"}):
+        out = model(X)
+    assert model.given[0].dtype is torch.float32
+    assert model.linear_out.dtype is out["more"][0].dtype is torch.float32
+
+
+@pytest.mark.parametrize("around", [None, {"enabled": False}], ids=["nothing", "switched off"])
+def test_a_model_that_yields_runs_by_its_own_policy_where_nothing_is_on_around_it(around):
+    model = decorated(defer_to_autocast=True)
+    with nullcontext() if around is None else mezzo.autocast("cpu", dtype=torch.bfloat16, **around):
+        model(X)
+    assert model.given[0].dtype is model.linear_out.dtype is torch.bfloat16
+
+
+def test_a_model_that_yields_still_casts_its_output():
+    model = decorated(defer_to_autocast=True, output_dtype="float32")
+    with mezzo.autocast("cpu", dtype=torch.bfloat16):
+        assert model(X)["more"][0].dtype is torch.float32
+
+
+def test_a_plan_says_that_the_model_yields():
+    model = Seen()
+    said = "an autocast region around the model goes before its own policy"
+    assert said in str(mezzo.plan(model, None, "O2", dtype="bfloat16", defer_to_autocast=True))
+    assert said not in str(mezzo.plan(model, None, "O2", dtype="bfloat16"))
+
+
+def saved_and_loaded(model):
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+POLICIES = {
+    "O1": {"level": "O1"},
+    "O2": {},
+    "O2 steered": {"preset": "paddle", "half": {"add"}},
+    "O2 exact": {"save_dtype": "float32", "output_dtype": "float32"},
+    "O3": {"level": "O3"},
+}
+
+
+@pytest.mark.parametrize("words", POLICIES.values(), ids=POLICIES)
+@pytest.mark.parametrize(
+    "copied", [saved_and_loaded, copy.deepcopy, lambda model: pickle.loads(pickle.dumps(copy.deepcopy(model)))], ids=["file", "deep", "both"]
+)
+def test_a_whole_model_is_copied_and_saved_as_a_model_of_its_own(copied, words):
+    model = decorated(**words)
+    found = copied(model)
+    expected, given = model(X), found(X)
+    assert torch.equal(given["out"], expected["out"])
+    assert (given["out"].dtype, found.linear.weight.dtype) == (expected["out"].dtype, model.linear.weight.dtype)
+    found.linear.weight.data.zero_()
+    assert model.linear.weight.any()
+    # It belongs to no masters: it may be loaded, moved, saved once more and decorated anew.
+    found.load_state_dict(model.state_dict())
+    assert torch.equal(saved_and_loaded(found)(X)["out"], expected["out"])
+    assert mezzo.decorate(found.float(), None, "O3", dtype="float16")(X)["out"].dtype is torch.float16
+
+
+def test_a_decorated_part_is_saved_with_the_whole():
+    whole = nn.Sequential(nn.Identity(), decorated())
+    assert saved_and_loaded(whole)(X)["out"].dtype is whole(X)["out"].dtype
+
+
+def test_a_file_is_read_in_another_process(tmp_path):
+    model = nn.Linear(4, 4)
+    mezzo.decorate(model, torch.optim.SGD(model.parameters(), lr=0.1), "O2", dtype="bfloat16", half={"tanh"})
+    torch.save(model, tmp_path / "model.pt")
+    program = f"import torch; print(torch.load({str(tmp_path / 'model.pt')!r}, weights_only=False)(torch.ones(1, 4)).dtype)"
+    assert subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout == "torch.bfloat16\n"
+
+
+def test_a_forward_of_the_models_own_goes_with_it():
+    model = decorated()
+    mezzo.undecorate(model)
+    model.forward = nn.functional.relu
+    mezzo.decorate(model, None, "O3", dtype="bfloat16")
+    assert torch.equal(saved_and_loaded(model)(X - 2), torch.zeros(2, 4, dtype=torch.bfloat16))
+
+
+def test_module_rules_do_not_go_into_a_file():
+    model = decorated(modules={"linear": "full"})
+    assert torch.equal(copy.deepcopy(model)(X)["out"], model(X)["out"])
+    with pytest.raises(mezzo.UnsupportedError, match=r"rules for modules \(linear\).*state_dict\(\), or mezzo\.undecorate"):
+        pickle.dumps(model)
+
+
+def test_nothing_stays_on_a_model_that_is_undecorated():
+    model = Seen()
+    before = set(model.__dict__)
+    assert set(mezzo.undecorate(mezzo.decorate(model, None, "O3", dtype="bfloat16")).__dict__) == before
+
+
+def test_a_file_is_read_where_the_device_is_missing(monkeypatch):
+    model = decorated(half={"tanh"})
+    saved = pickle.dumps(model)
+
+    def missing(*_, **__):
+        raise mezzo.UnsupportedError("no such device")
+
+    monkeypatch.setattr(forward, "region_for", missing)
+    loaded = pickle.loads(saved).float()
+    monkeypatch.undo()
+    assert loaded.linear.weight.dtype is torch.float32
+    assert not loaded.forward.mezzo_door.region.enabled
+
+
+def test_a_file_keeps_the_dtype_that_was_chosen_by_the_hardware():
+    model = Seen()
+    mezzo.decorate(model, None, "O3", dtype="auto", half={"tanh"})
+    chosen = model.linear.weight.dtype
+    assert saved_and_loaded(model).forward.mezzo_door.region.dtype is chosen

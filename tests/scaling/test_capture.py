@@ -1,0 +1,32 @@
+"""What a captured step asks of a scaler, as far as a CPU can show it."""
+
+from __future__ import annotations
+
+import torch
+
+from mezzo.scaling import capture
+from mezzo.scaling.scaler import GradScaler
+
+
+def test_scalers_that_cannot_be_captured_say_why():
+    assert capture.capture_refusal(GradScaler("cpu")) is None
+    assert "3 scales" in capture.capture_refusal(GradScaler("cpu", num_losses=3))
+    assert "other processes" in capture.capture_refusal(GradScaler("cpu", reduce_found_inf=lambda flag: flag))
+
+
+def test_a_scale_on_a_cpu_is_never_captured():
+    scaler = GradScaler("cpu")
+    scaler.scale(torch.ones(()))
+    assert not capture.is_warmed_up(scaler)
+    assert capture.device_counters(scaler) is None
+    assert capture.scale_state_of(scaler).scale == 2.0**16
+
+
+def test_a_step_that_did_not_happen_is_forgotten():
+    scaler, parameter = GradScaler("cpu"), torch.ones(1, requires_grad=True)
+    optimizer = torch.optim.SGD([parameter], lr=0.1)
+    scaler.scale(parameter.sum()).backward()
+    scaler.step(optimizer)
+    capture.discard_records(scaler)
+    scaler.step(optimizer)
+    assert capture.schedule_tables(scaler) == capture.before_replay(scaler) == ()

@@ -1,0 +1,194 @@
+"""How optimizers are stepped: torch's protocol, the older form of it, and no host read."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import nn
+from torch.optim.lr_scheduler import ExponentialLR
+
+import mezzo
+from mezzo.scaling.optimizer_step import refuse_closures, skips_on_device
+from mezzo.scaling.scale_tensors import DeviceLossScale
+
+X = torch.tensor([[1.0, -2.0, 0.5]])
+INF = X * math.inf
+
+
+class Fused(torch.optim.Optimizer):
+    """A double of an optimizer that skips by itself, as torch's fused ones do: plain SGD on the device's terms."""
+
+    def __init__(self, parameters) -> None:
+        super().__init__(parameters, {"lr": 0.1})
+        self._step_supports_amp_scaling = True
+        self.told = []
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        self.told.append((self.grad_scale, self.found_inf))
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                gradient = parameter.grad if self.grad_scale is None else parameter.grad / self.grad_scale
+                torch.where(self.found_inf != 0, parameter, parameter - group["lr"] * gradient, out=parameter)
+        return 42
+
+
+def iterate(scaler, model, optimizer, x=X, **kwargs):
+    optimizer.zero_grad()
+    scaler.scale(model(x).square().mean()).backward()
+    result = scaler.step(optimizer, **kwargs)
+    scaler.update()
+    return result
+
+
+def values(model: nn.Module) -> list[torch.Tensor]:
+    return [parameter.detach().clone() for parameter in model.parameters()]
+
+
+@pytest.mark.parametrize(
+    "make", [Fused, lambda parameters: torch.optim.SGD(parameters, lr=0.1, fused=True), lambda parameters: torch.optim.AdamW(parameters, fused=True)]
+)
+def test_a_fused_optimizer_off_the_cpu_is_stepped_and_skipped_without_a_host_read(make, net, far_cpu, host_reads):
+    scaler, optimizer = mezzo.GradScaler(init_scale=16.0, growth_interval=2, collapse_patience=2), make(net.parameters())
+    iterate(scaler, net, optimizer)
+    before = values(net)
+    with host_reads() as reads:
+        bad = iterate(scaler, net, optimizer, INF)
+        after = values(net)
+        good = iterate(scaler, net, optimizer)
+    if not isinstance(optimizer, Fused):
+        # torch's fused kernels on a real CPU read the flag themselves; the scaler read nothing.
+        assert reads.count <= 4
+    else:
+        assert reads.count == 0
+    assert isinstance(scaler._scales.of(0), DeviceLossScale)
+    assert all(torch.equal(one, other) for one, other in zip(before, after, strict=True))
+    assert (bad.skipped, good.skipped) == (True, False)
+    assert scaler.state() == mezzo.ScaleState(8.0, 1, 0, 2, 1, 0)
+
+
+def test_any_other_optimizer_off_the_cpu_costs_exactly_one_host_read_a_step(net, far_cpu, host_reads):
+    scaler, optimizer = mezzo.GradScaler(), torch.optim.SGD(net.parameters(), lr=0.1)
+    iterate(scaler, net, optimizer)
+    for _ in range(2):
+        with host_reads() as reads:
+            iterate(scaler, net, optimizer)
+        assert reads.count == 1
+
+
+def test_the_counting_double_counts(host_reads):
+    with host_reads() as reads:
+        bool(torch.ones(1))
+        torch.ones(1).item()
+        float(torch.ones(1))
+    assert reads.count == 3
+
+
+def test_on_a_cpu_torchs_fused_optimizers_are_not_bothered_with_the_protocol(net):
+    assert not skips_on_device(torch.optim.SGD(net.parameters(), lr=0.1, fused=True))
+    assert not skips_on_device(torch.optim.SGD(net.parameters(), lr=0.1))
+    assert skips_on_device(Fused(net.parameters()))
+
+
+def test_an_optimizer_is_told_the_scale_and_the_flag_while_it_steps(net):
+    scaler, optimizer = mezzo.GradScaler(init_scale=16.0), Fused(net.parameters())
+    assert iterate(scaler, net, optimizer).value == 42
+    scale, found = optimizer.told[0]
+    assert (scale.item(), found.item()) == (16.0, 0.0)
+    assert not hasattr(optimizer, "grad_scale")
+    assert not hasattr(optimizer, "found_inf")
+
+
+def test_an_optimizer_that_skips_by_itself_has_its_first_bad_parameter_named(net, far_cpu):
+    scaler, optimizer = mezzo.GradScaler(), Fused(net.parameters())
+    scaler.register_parameter_names(net)
+    scaler.scale(net(X).mean()).backward()
+    net.second.weight.grad[0, 2] = math.nan
+    result = scaler.step(optimizer)
+    optimizer.zero_grad()
+    scaler.update()
+    assert result.first_nonfinite == "second.weight"
+    assert iterate(scaler, net, optimizer).first_nonfinite is None
+
+
+def test_after_unscale_the_optimizer_is_told_no_scale(net):
+    scaler, optimizer = mezzo.GradScaler(), Fused(net.parameters())
+    scaler.scale(net(X).mean()).backward()
+    scaler.unscale_(optimizer)
+    net.first.bias.grad.fill_(math.inf)
+    assert not scaler.step(optimizer).skipped
+    assert optimizer.told[0][0] is None
+
+
+def test_a_scale_that_the_user_gave_the_optimizer_is_multiplied(net):
+    scaler, optimizer = mezzo.GradScaler(init_scale=16.0), Fused(net.parameters())
+    optimizer.grad_scale = torch.tensor(2.0)
+    iterate(scaler, net, optimizer)
+    assert optimizer.told[0][0].item() == 32.0
+
+
+def test_the_attributes_go_away_when_the_step_raises(net):
+    class Broken(Fused):
+        def step(self, closure=None):
+            raise OSError("broken")
+
+    optimizer = Broken(net.parameters())
+    with pytest.raises(OSError, match="broken"):
+        iterate(mezzo.GradScaler(), net, optimizer)
+    assert not hasattr(optimizer, "found_inf")
+
+
+def test_an_optimizer_that_asks_for_the_scaler_gets_it_and_a_warning(net):
+    class Old(torch.optim.Optimizer):
+        def __init__(self, parameters) -> None:
+            super().__init__(parameters, {})
+            self._step_supports_amp_scaling = True
+
+        def step(self, closure=None, *, grad_scaler=None):
+            assert isinstance(grad_scaler, mezzo.GradScaler)
+            assert sum(flag.item() for flag in grad_scaler._check_inf_per_device(self).values()) == 0
+
+    with pytest.warns(FutureWarning, match="grad_scaler") as told:
+        result = iterate(mezzo.GradScaler(), net, Old(net.parameters()))
+    assert told[0].filename == __file__
+    assert not result.skipped
+
+
+def test_an_optimizer_that_takes_the_scaler_need_not_check_its_gradients():
+    class Careless(torch.optim.SGD):
+        _step_supports_amp_scaling = True
+
+        def step(self, closure=None, *, grad_scaler=None):
+            return "stepped"
+
+    weight = nn.Parameter(torch.ones(1))
+    optimizer, scaler = Careless([weight], lr=0.1), mezzo.GradScaler()
+    scaler.scale(weight.sum()).backward()
+    with pytest.warns(FutureWarning, match="grad_scaler"):
+        result = scaler.step(optimizer)
+    assert (result.value, result.skipped) == ("stepped", False)
+
+
+@pytest.mark.parametrize(("args", "kwargs"), [((print,), {}), ((), {"closure": print}), ((1, print), {})])
+def test_a_closure_is_found_however_it_is_passed(args, kwargs):
+    with pytest.raises(mezzo.ScalerError, match="closure"):
+        refuse_closures(args, kwargs)
+
+
+def test_other_arguments_are_not_taken_for_closures():
+    refuse_closures((1, None), {"closure": None, "callback": print})
+
+
+def test_a_schedule_on_the_device_follows_good_steps_only(net, far_cpu):
+    scaler, optimizer = mezzo.GradScaler(), torch.optim.SGD(net.parameters(), lr=0.1, fused=True)
+    scheduler = ExponentialLR(optimizer, gamma=0.5)
+    rates = []
+    optimizer.register_step_pre_hook(lambda stepped, *_: rates.append(float(stepped.param_groups[0]["lr"])))
+    for x in (X, INF, X, X):
+        iterate(scaler, net, optimizer, x, scheduler=scheduler)
+    assert rates == pytest.approx([0.1, 0.05, 0.05, 0.025])
+    scaler.state()
+    assert scheduler.get_last_lr() == [pytest.approx(0.0125)]
+    assert type(optimizer.param_groups[0]["lr"]) is float
