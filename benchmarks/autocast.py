@@ -38,8 +38,14 @@ class Transformer(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         batch, length, width = x.shape
         for block in self.blocks:
-            qkv = block["qkv"](block["first"](x)).view(batch, length, 3, self.heads, width // self.heads).permute(2, 0, 3, 1, 4)
-            mixed = F.scaled_dot_product_attention(*qkv).transpose(1, 2).reshape(batch, length, width)
+            qkv = (
+                block["qkv"](block["first"](x))
+                .view(batch, length, 3, self.heads, width // self.heads)
+                .permute(2, 0, 3, 1, 4)
+            )
+            mixed = (
+                F.scaled_dot_product_attention(*qkv).transpose(1, 2).reshape(batch, length, width)
+            )
             x = x + block["out"](mixed)
             x = x + block["down"](F.gelu(block["up"](block["second"](x))))
         return x
@@ -58,7 +64,11 @@ class Block(nn.Module):
             nn.BatchNorm2d(outputs),
         )
         self.skip = (
-            nn.Identity() if stride == 1 and inputs == outputs else nn.Sequential(nn.Conv2d(inputs, outputs, 1, stride, bias=False), nn.BatchNorm2d(outputs))
+            nn.Identity()
+            if stride == 1 and inputs == outputs
+            else nn.Sequential(
+                nn.Conv2d(inputs, outputs, 1, stride, bias=False), nn.BatchNorm2d(outputs)
+            )
         )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -67,9 +77,29 @@ class Block(nn.Module):
 
 def resnet18() -> nn.Module:
     """The layers of ResNet-18."""
-    widths = [(64, 64, 1), (64, 64, 1), (64, 128, 2), (128, 128, 1), (128, 256, 2), (256, 256, 1), (256, 512, 2), (512, 512, 1)]
-    stem = [nn.Conv2d(3, 64, 7, 2, 3, bias=False), nn.BatchNorm2d(64), nn.ReLU(inplace=True), nn.MaxPool2d(3, 2, 1)]
-    return nn.Sequential(*stem, *(Block(*width) for width in widths), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(512, 1000))
+    widths = [
+        (64, 64, 1),
+        (64, 64, 1),
+        (64, 128, 2),
+        (128, 128, 1),
+        (128, 256, 2),
+        (256, 256, 1),
+        (256, 512, 2),
+        (512, 512, 1),
+    ]
+    stem = [
+        nn.Conv2d(3, 64, 7, 2, 3, bias=False),
+        nn.BatchNorm2d(64),
+        nn.ReLU(inplace=True),
+        nn.MaxPool2d(3, 2, 1),
+    ]
+    return nn.Sequential(
+        *stem,
+        *(Block(*width) for width in widths),
+        nn.AdaptiveAvgPool2d(1),
+        nn.Flatten(),
+        nn.Linear(512, 1000),
+    )
 
 
 class BareMode(TorchFunctionMode):
@@ -101,7 +131,12 @@ def models(device: str) -> list[Row]:
 
             return run
 
-        times = take_turns({"torch.autocast": under(torch.autocast), "mezzo.autocast": under(mezzo.autocast)}, calls=calls, device=device, rounds=61)
+        times = take_turns(
+            {"torch.autocast": under(torch.autocast), "mezzo.autocast": under(mezzo.autocast)},
+            calls=calls,
+            device=device,
+            rounds=61,
+        )
         rows.append(Row(name, times, times["mezzo.autocast"] / times["torch.autocast"], "×", 1.03))
     return rows
 
@@ -116,7 +151,11 @@ def regions(device: str) -> list[Row]:
 
         return run
 
-    times = take_turns({"torch.autocast": visit(torch.autocast), "mezzo.autocast": visit(mezzo.autocast)}, calls=500, rounds=121)
+    times = take_turns(
+        {"torch.autocast": visit(torch.autocast), "mezzo.autocast": visit(mezzo.autocast)},
+        calls=500,
+        rounds=121,
+    )
     return [Row("make, enter and leave a region", times, times["mezzo.autocast"], "µs", 6.0)]
 
 
@@ -136,10 +175,22 @@ def steered(device: str) -> list[Row]:
     x, h = torch.randn(2, 2, device=device), torch.randn(2, 2, device=device, dtype=torch.bfloat16)
     custom = {"dtype": torch.bfloat16, "half": {"add"}, "full": {"mm"}}
     relu = take_turns(
-        {"plain": within(torch.no_grad(), lambda: torch.relu(x)), "custom policy": within(mezzo.autocast(device, **custom), lambda: torch.relu(x))}, calls=5
+        {
+            "plain": within(torch.no_grad(), lambda: torch.relu(x)),
+            "custom policy": within(mezzo.autocast(device, **custom), lambda: torch.relu(x)),
+        },
+        calls=5,
     )
     relu = {name: time / 200 for name, time in relu.items()}
-    rows = [Row("an op that the policy does not name", relu, relu["custom policy"] - relu["plain"], "µs", 2.0)]
+    rows = [
+        Row(
+            "an op that the policy does not name",
+            relu,
+            relu["custom policy"] - relu["plain"],
+            "µs",
+            2.0,
+        )
+    ]
     for name, function, value, dtype in (
         ("add steered to half, two casts", torch.add, x, torch.bfloat16),
         ("mm steered to full, two casts", torch.mm, h, torch.float32),
@@ -149,7 +200,12 @@ def steered(device: str) -> list[Row]:
             function(value, value)
 
         times = take_turns(
-            {"bare mode": within(BareMode(function, dtype), run), "custom policy": within(mezzo.autocast(device, **custom), run)}, calls=5, rounds=121
+            {
+                "bare mode": within(BareMode(function, dtype), run),
+                "custom policy": within(mezzo.autocast(device, **custom), run),
+            },
+            calls=5,
+            rounds=121,
         )
         times = {name: time / 200 for name, time in times.items()}
         rows.append(Row(name, times, times["custom policy"] / times["bare mode"], "×", 1.3))
@@ -165,7 +221,8 @@ class Silent(TorchFunctionMode):
 
 def compiled(device: str) -> list[Row]:
     """Compiled code under a custom policy against the same casts written by hand."""
-    # Large enough that the device's time is what is measured: what dynamo checks before each call takes the host microseconds.
+    # Large enough that the device's time is what is measured: what dynamo checks before each call
+    # takes the host microseconds.
     size = 4096 if device == "cuda" else 512
     x, weight = torch.randn(size, size, device=device), torch.randn(size, size, device=device)
     policy = {"dtype": torch.bfloat16, "half": {"add", "linear"}}
@@ -191,14 +248,40 @@ def compiled(device: str) -> list[Row]:
 
         return run
 
-    inside = take_turns({"casts by hand": many(by_hand, nullcontext()), "region inside": many(region_inside, nullcontext())}, calls=3, device=device)
-    around = take_turns(
-        {"casts by hand, silent mode around": many(by_hand, Silent()), "region around": many(plain, mezzo.autocast(device, **policy))}, calls=3, device=device
+    inside = take_turns(
+        {
+            "casts by hand": many(by_hand, nullcontext()),
+            "region inside": many(region_inside, nullcontext()),
+        },
+        calls=3,
+        device=device,
     )
-    inside, around = ({name: time / 20 for name, time in times.items()} for times in (inside, around))
+    around = take_turns(
+        {
+            "casts by hand, silent mode around": many(by_hand, Silent()),
+            "region around": many(plain, mezzo.autocast(device, **policy)),
+        },
+        calls=3,
+        device=device,
+    )
+    inside, around = (
+        {name: time / 20 for name, time in times.items()} for times in (inside, around)
+    )
     return [
-        Row("compiled, the region inside", inside, inside["region inside"] / inside["casts by hand"], "×", 1.05),
-        Row("compiled, the region around, against any mode", around, around["region around"] / around["casts by hand, silent mode around"], "×", 1.05),
+        Row(
+            "compiled, the region inside",
+            inside,
+            inside["region inside"] / inside["casts by hand"],
+            "×",
+            1.05,
+        ),
+        Row(
+            "compiled, the region around, against any mode",
+            around,
+            around["region around"] / around["casts by hand, silent mode around"],
+            "×",
+            1.05,
+        ),
     ]
 
 

@@ -1,6 +1,7 @@
 """What converting costs, and what it gains: `python benchmarks/convert.py [cpu|cuda]`.
 
-On a CPU: the time to plan graphs of 1,000, 3,000 and 10,000 nodes. On a GPU: inference of the converted models against torch.autocast, eager and compiled.
+On a CPU: the time to plan graphs of 1,000, 3,000 and 10,000 nodes. On a GPU: inference of the
+converted models against torch.autocast, eager and compiled.
 """
 
 from __future__ import annotations
@@ -54,14 +55,24 @@ class Layers(nn.Module):
 class Encoder(nn.Module):
     """The layers of BERT-base, written out, so that no fast path of torch's skips autocast."""
 
-    def __init__(self, width: int = 768, layers: int = 12, heads: int = 12, vocabulary: int = 30522) -> None:
+    def __init__(
+        self, width: int = 768, layers: int = 12, heads: int = 12, vocabulary: int = 30522
+    ) -> None:
         super().__init__()
-        self.tokens, self.places, self.norm = nn.Embedding(vocabulary, width), nn.Embedding(512, width), nn.LayerNorm(width)
-        self.layers = nn.ModuleList(Block(width, heads, causal=False, before=False) for _ in range(layers))
+        self.tokens, self.places, self.norm = (
+            nn.Embedding(vocabulary, width),
+            nn.Embedding(512, width),
+            nn.LayerNorm(width),
+        )
+        self.layers = nn.ModuleList(
+            Block(width, heads, causal=False, before=False) for _ in range(layers)
+        )
         self.pooler = nn.Linear(width, width)
 
     def forward(self, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        x = self.norm(self.tokens(tokens) + self.places(torch.arange(tokens.shape[1], device=tokens.device)))
+        x = self.norm(
+            self.tokens(tokens) + self.places(torch.arange(tokens.shape[1], device=tokens.device))
+        )
         for layer in self.layers:
             x = layer(x)
         return x, torch.tanh(self.pooler(x[:, 0]))
@@ -86,7 +97,15 @@ def planning() -> list[Row]:
         seconds = sorted(samples)[1]
         per_node.append(seconds / nodes)
         rows.append(Row(f"plan {nodes:,} nodes", {"plan": seconds * 1e6}, seconds, "s", 20.0))
-    rows.append(Row("time a node, the largest against the smallest", {}, per_node[-1] / per_node[0], "×", 2.0))
+    rows.append(
+        Row(
+            "time a node, the largest against the smallest",
+            {},
+            per_node[-1] / per_node[0],
+            "×",
+            2.0,
+        )
+    )
     return rows
 
 
@@ -102,20 +121,36 @@ def inference() -> list[Row]:
         for dtype, other in (HALF_DTYPES, HALF_DTYPES[::-1]):
             converted = mezzo.convert(model, args, dtype=dtype)
             for way, wrap in (("eager", lambda one: one), ("compiled", torch.compile)):
-                contestants = {"torch.autocast": _under_autocast(wrap(model), args, dtype), "converted": _called(wrap(converted), args)}
-                # torch 2.11 finds in its cache what was compiled under an autocast of another dtype.
+                contestants = {
+                    "torch.autocast": _under_autocast(wrap(model), args, dtype),
+                    "converted": _called(wrap(converted), args),
+                }
+                # torch 2.11 finds in its cache what was compiled under an autocast of another
+                # dtype.
                 with torch._functorch.config.patch(enable_autograd_cache=False):
-                    given = {found.dtype for run in contestants.values() for found in tree_leaves(run())}
+                    given = {
+                        found.dtype for run in contestants.values() for found in tree_leaves(run())
+                    }
                 if other in given:
                     raise SystemExit(f"{name}, {way}: asked for {dtype}, and {other} was computed")
                 times = take_turns(contestants, calls=5, rounds=31, device="cuda")
                 ratio = times["converted"] / times["torch.autocast"]
-                rows.append(Row(f"{name}, {way}, {str(dtype).removeprefix('torch.')}", times, ratio, "×", 1.0))
+                rows.append(
+                    Row(
+                        f"{name}, {way}, {str(dtype).removeprefix('torch.')}",
+                        times,
+                        ratio,
+                        "×",
+                        1.0,
+                    )
+                )
             torch.compiler.reset()
     return rows
 
 
-def _under_autocast(model: Callable[..., Any], args: tuple[Any, ...], dtype: torch.dtype) -> Callable[[], Any]:
+def _under_autocast(
+    model: Callable[..., Any], args: tuple[Any, ...], dtype: torch.dtype
+) -> Callable[[], Any]:
     def run() -> Any:
         with torch.no_grad(), torch.autocast("cuda", dtype=dtype):
             return model(*args)

@@ -19,7 +19,10 @@ class Block(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         batch, length, width = x.shape
-        query, key, value = (part.view(batch, length, self.heads, -1).transpose(1, 2) for part in self.attention(self.before(x)).chunk(3, dim=-1))
+        query, key, value = (
+            part.view(batch, length, self.heads, -1).transpose(1, 2)
+            for part in self.attention(self.before(x)).chunk(3, dim=-1)
+        )
         attended = F.scaled_dot_product_attention(query, key, value, is_causal=True)
         x = x + self.out(attended.transpose(1, 2).reshape(batch, length, width))
         return x + self.narrow(F.gelu(self.wide(self.after(x)), approximate="tanh"))
@@ -28,7 +31,14 @@ class Block(nn.Module):
 class GPT(nn.Module):
     """Token and position embeddings, layers, a head that shares its weight with the token embedding; gives the loss."""
 
-    def __init__(self, width: int = 768, layers: int = 12, heads: int = 12, vocabulary: int = 50257, context: int = 1024) -> None:
+    def __init__(
+        self,
+        width: int = 768,
+        layers: int = 12,
+        heads: int = 12,
+        vocabulary: int = 50257,
+        context: int = 1024,
+    ) -> None:
         super().__init__()
         self.tokens, self.positions = nn.Embedding(vocabulary, width), nn.Embedding(context, width)
         self.blocks = nn.ModuleList(Block(width, heads) for _ in range(layers))
@@ -37,7 +47,9 @@ class GPT(nn.Module):
         self.apply(_initialise)
 
     def forward(self, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        x = self.tokens(tokens) + self.positions(torch.arange(tokens.shape[1], device=tokens.device))
+        x = self.tokens(tokens) + self.positions(
+            torch.arange(tokens.shape[1], device=tokens.device)
+        )
         for block in self.blocks:
             x = block(x)
         return F.cross_entropy(self.head(self.norm(x)).flatten(0, 1), targets.flatten())

@@ -39,7 +39,9 @@ class Row:
         return f"{self.name:46} {self.value:7.3f} {self.unit:4} (at most {self.bar:g})   {times}"
 
 
-def take_turns(contestants: Mapping[str, Contestant], *, calls: int, rounds: int = 41, device: str = "cpu") -> dict[str, float]:
+def take_turns(
+    contestants: Mapping[str, Contestant], *, calls: int, rounds: int = 41, device: str = "cpu"
+) -> dict[str, float]:
     """Median time of a call for each contestant. They take turns, so that what slows the machine slows all of them."""
     samples: dict[str, list[float]] = {name: [] for name in contestants}
     for round_number in range(rounds + 2):
@@ -59,7 +61,12 @@ def store(benchmark: str, rows: list[Row], device: str) -> Path:
     """Write the rows beside the machine's name and torch's version. Other rows of the same machine and torch stay: a benchmark may be run in parts."""
     machine = mezzo.hardware(device).name
     path = RESULTS / f"{benchmark}-{re.sub(r'[^a-z0-9]+', '-', machine.lower()).strip('-')}.json"
-    record: dict[str, Any] = {"machine": machine, "torch": torch.__version__, "python": platform.python_version(), "rows": []}
+    record: dict[str, Any] = {
+        "machine": machine,
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "rows": [],
+    }
     if path.exists() and (old := json.loads(path.read_text())) | {"rows": []} == record:
         record = old
     kept = {row["name"]: row for row in record["rows"]}

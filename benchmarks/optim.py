@@ -1,6 +1,7 @@
 """16-bit parameters with exact masters, against torch.amp with its scaler and its fused optimizers, in the same run on a GPU.
 
-Whole steps of a wide network and of GPT-2; the optimizer phase alone, against torch's and against a copy of the bytes that it must move; memory.
+Whole steps of a wide network and of GPT-2; the optimizer phase alone, against torch's and against a
+copy of the bytes that it must move; memory.
 
     python benchmarks/optim.py
 """
@@ -28,7 +29,10 @@ AMP, O2, COPY, PRODUCTS = "torch.amp", "mezzo O2", "copy", "products"
 def gpt_shapes(width: int, layers: int) -> list[tuple[int, ...]]:
     """The shapes of a GPT's parameters."""
     with torch.device("meta"):
-        return [tuple(parameter.shape) for parameter in GPT(width, layers, heads=width // 64).parameters()]
+        return [
+            tuple(parameter.shape)
+            for parameter in GPT(width, layers, heads=width // 64).parameters()
+        ]
 
 
 class Parameters(nn.Module):
@@ -36,7 +40,9 @@ class Parameters(nn.Module):
 
     def __init__(self, shapes: Sequence[tuple[int, ...]]) -> None:
         super().__init__()
-        self.held = nn.ParameterList(nn.Parameter(torch.randn(shape, device="cuda") * 0.02) for shape in shapes)
+        self.held = nn.ParameterList(
+            nn.Parameter(torch.randn(shape, device="cuda") * 0.02) for shape in shapes
+        )
 
     def draw_gradients(self) -> None:
         for parameter in self.held:
@@ -93,11 +99,28 @@ def phase_rows(name: str, shapes: Sequence[tuple[int, ...]], rounds: int) -> lis
     """The optimizer phase with clipping. 30 bytes a parameter: the gradient twice, then master, two states and parameter."""
     count = Parameters(shapes).count
     rows = []
-    for kind, words in {"float16, float32 masters": {"dtype": "float16"}, "bfloat16, split": {"dtype": "bfloat16", "master": "split"}}.items():
-        contestants = {AMP: phase_of_torch(shapes), O2: phase_of_mezzo(shapes, **words), COPY: copy_of(30 * count)}
+    for kind, words in {
+        "float16, float32 masters": {"dtype": "float16"},
+        "bfloat16, split": {"dtype": "bfloat16", "master": "split"},
+    }.items():
+        contestants = {
+            AMP: phase_of_torch(shapes),
+            O2: phase_of_mezzo(shapes, **words),
+            COPY: copy_of(30 * count),
+        }
         times = take_turns(contestants, calls=10, rounds=rounds, device="cuda")
-        rows.append(Row(f"AdamW with clipping, {name}, {kind}", times, times[O2] / times[AMP], "×", 1 / 1.7))
-        rows.append(Row(f"the same, against a copy of its bytes, {name}, {kind}", times, times[O2] / times[COPY], "×", 1 / 0.8))
+        rows.append(
+            Row(f"AdamW with clipping, {name}, {kind}", times, times[O2] / times[AMP], "×", 1 / 1.7)
+        )
+        rows.append(
+            Row(
+                f"the same, against a copy of its bytes, {name}, {kind}",
+                times,
+                times[O2] / times[COPY],
+                "×",
+                1 / 0.8,
+            )
+        )
         contestants.clear()
         _clear()
     return rows
@@ -139,12 +162,20 @@ class Text:
         self.optimizer.zero_grad()
 
 
-def amp(optimizer: Callable[..., torch.optim.Optimizer]) -> Callable[[nn.Module], tuple[torch.optim.Optimizer, Any, Any]]:
+def amp(
+    optimizer: Callable[..., torch.optim.Optimizer],
+) -> Callable[[nn.Module], tuple[torch.optim.Optimizer, Any, Any]]:
     """torch.amp as its documentation has it, with a fused optimizer."""
-    return lambda model: (optimizer(model.parameters(), fused=True), torch.amp.GradScaler("cuda"), torch.autocast("cuda", torch.float16))
+    return lambda model: (
+        optimizer(model.parameters(), fused=True),
+        torch.amp.GradScaler("cuda"),
+        torch.autocast("cuda", torch.float16),
+    )
 
 
-def o2(optimizer: Callable[..., torch.optim.Optimizer]) -> Callable[[nn.Module], tuple[torch.optim.Optimizer, Any, Any]]:
+def o2(
+    optimizer: Callable[..., torch.optim.Optimizer],
+) -> Callable[[nn.Module], tuple[torch.optim.Optimizer, Any, Any]]:
     """O2."""
 
     def begin(model: nn.Module) -> tuple[torch.optim.Optimizer, Any, Any]:
@@ -158,7 +189,10 @@ def o2(optimizer: Callable[..., torch.optim.Optimizer]) -> Callable[[nn.Module],
 
 def products() -> Step:
     """The matrix products of a step of the wide network alone, over tensors as many and as large as the network's: 9 forward, 9 for the weights, 8 for the inputs."""
-    weights = [layer.weight.detach().half() for layer in nn.Sequential(*(nn.Linear(8192, 8192, bias=False) for _ in range(9))).cuda()]
+    weights = [
+        layer.weight.detach().half()
+        for layer in nn.Sequential(*(nn.Linear(8192, 8192, bias=False) for _ in range(9))).cuda()
+    ]
     gradients = [torch.empty_like(weight) for weight in weights]
     activations = [torch.randn(2048, 8192, device="cuda").half() for _ in range(10)]
     flowing = [torch.randn(2048, 8192, device="cuda").half() for _ in range(2)]
@@ -170,7 +204,8 @@ def products() -> Step:
             torch.mm(flowing[layer % 2].T, activations[layer], out=gradients[layer])
             if layer:
                 torch.mm(flowing[layer % 2], weights[layer], out=flowing[(layer + 1) % 2])
-        # Or they would fade to zero from run to run, and products of zeros take less power and time.
+        # Or they would fade to zero from run to run, and products of zeros take less power and
+        # time.
         flowing[0].copy_(activations[0])
 
     return run
@@ -179,14 +214,31 @@ def products() -> Step:
 def wide_rows(rounds: int) -> list[Row]:
     """A whole step of the wide network."""
     sgd = lambda parameters, **words: torch.optim.SGD(parameters, lr=1e-4, **words)  # noqa: E731
-    contestants = {AMP: Wide(amp(sgd)).step, O2: Wide(o2(sgd)).step, PRODUCTS: products(), COPY: copy_of(12 * 9 * 8192 * 8193)}
+    contestants = {
+        AMP: Wide(amp(sgd)).step,
+        O2: Wide(o2(sgd)).step,
+        PRODUCTS: products(),
+        COPY: copy_of(12 * 9 * 8192 * 8193),
+    }
     times = take_turns(contestants, calls=10, rounds=rounds, device="cuda")
     contestants.clear()
     _clear()
     floor = times[PRODUCTS] + times[COPY]
     return [
-        Row("step, 9 × Linear(8192), batch 2048, float16, SGD", times, times[O2] / times[AMP], "×", 0.84),
-        Row("the same, against its products and 12 bytes a parameter", times, times[O2] / floor, "×", 1.08),
+        Row(
+            "step, 9 × Linear(8192), batch 2048, float16, SGD",
+            times,
+            times[O2] / times[AMP],
+            "×",
+            0.84,
+        ),
+        Row(
+            "the same, against its products and 12 bytes a parameter",
+            times,
+            times[O2] / floor,
+            "×",
+            1.08,
+        ),
     ]
 
 
@@ -197,7 +249,9 @@ def text_rows(rounds: int) -> list[Row]:
     times = take_turns(contestants, calls=10, rounds=rounds, device="cuda")
     contestants.clear()
     _clear()
-    return [Row("step, GPT-2 124M, 8 × 1024, float16, AdamW", times, times[O2] / times[AMP], "×", 0.88)]
+    return [
+        Row("step, GPT-2 124M, 8 × 1024, float16, AdamW", times, times[O2] / times[AMP], "×", 0.88)
+    ]
 
 
 def memory_rows() -> list[Row]:
@@ -240,7 +294,9 @@ def main() -> None:
     rows = memory_rows()
     if not options.memory:
         rows += wide_rows(options.rounds) + text_rows(options.rounds)
-        rows += phase_rows("124M", gpt_shapes(768, 12), options.rounds) + phase_rows("1B", gpt_shapes(1536, 34), options.rounds)
+        rows += phase_rows("124M", gpt_shapes(768, 12), options.rounds) + phase_rows(
+            "1B", gpt_shapes(1536, 34), options.rounds
+        )
     for row in rows:
         print(row)
     print(f"stored in {store('optim', rows, 'cuda').name}")

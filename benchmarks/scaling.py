@@ -1,7 +1,8 @@
 """What gradient scaling costs beside a plain optimizer step, against torch's scaler in the same run.
 
-On a CPU: 400 parameters with fresh gradients; the overhead is the time with a scaler minus the time without. On CUDA: a whole step of a small network with a fused
-optimizer, where torch's scaler waits for nothing either.
+On a CPU: 400 parameters with fresh gradients; the overhead is the time with a scaler minus the time
+without. On CUDA: a whole step of a small network with a fused optimizer, where torch's scaler waits
+for nothing either.
 
     python benchmarks/scaling.py --device cpu
 """
@@ -32,7 +33,11 @@ OPTIMIZERS: dict[str, Callable[[Iterable[torch.Tensor]], torch.optim.Optimizer]]
 class Training:
     """One optimizer over many small parameters. The gradients are made anew for each step, as a backward pass makes them."""
 
-    def __init__(self, optimizer: Callable[[Iterable[torch.Tensor]], torch.optim.Optimizer], shape: tuple[int, ...]) -> None:
+    def __init__(
+        self,
+        optimizer: Callable[[Iterable[torch.Tensor]], torch.optim.Optimizer],
+        shape: tuple[int, ...],
+    ) -> None:
         torch.manual_seed(0)
         self.parameters = [nn.Parameter(torch.randn(shape)) for _ in range(PARAMETERS)]
         self.source = [torch.randn(shape) for _ in range(PARAMETERS)]
@@ -41,7 +46,9 @@ class Training:
 
     def fresh(self) -> None:
         """New gradients."""
-        for parameter, gradient in zip(self.parameters, torch._foreach_mul(self.source, 1.0), strict=True):
+        for parameter, gradient in zip(
+            self.parameters, torch._foreach_mul(self.source, 1.0), strict=True
+        ):
             parameter.grad = gradient
 
     def step(self, scaler: Any) -> None:
@@ -70,7 +77,9 @@ def turns(training: Training, scalers: Mapping[str, Any], rounds: int) -> dict[s
 
 def overhead(samples: Mapping[str, list[float]], name: str) -> float:
     """Median of what a scaler adds to the plain step of the same round."""
-    return statistics.median(scaled - plain for scaled, plain in zip(samples[name], samples["plain"], strict=True))
+    return statistics.median(
+        scaled - plain for scaled, plain in zip(samples[name], samples["plain"], strict=True)
+    )
 
 
 def cpu_rows(rounds: int) -> list[Row]:
@@ -78,10 +87,20 @@ def cpu_rows(rounds: int) -> list[Row]:
     rows = []
     for name, optimizer in OPTIMIZERS.items():
         for size, shape in SHAPES.items():
-            samples = turns(Training(optimizer, shape), {"plain": None, "torch": torch.amp.GradScaler("cpu"), "mezzo": mezzo.GradScaler("cpu")}, rounds)
+            samples = turns(
+                Training(optimizer, shape),
+                {
+                    "plain": None,
+                    "torch": torch.amp.GradScaler("cpu"),
+                    "mezzo": mezzo.GradScaler("cpu"),
+                },
+                rounds,
+            )
             times = {who: statistics.median(values) for who, values in samples.items()}
             share = overhead(samples, "mezzo") / overhead(samples, "torch")
-            rows.append(Row(f"overhead, {PARAMETERS} parameters of {size}, {name}", times, share, "×", 0.5))
+            rows.append(
+                Row(f"overhead, {PARAMETERS} parameters of {size}, {name}", times, share, "×", 0.5)
+            )
     return rows
 
 
@@ -92,7 +111,10 @@ class Network:
         torch.manual_seed(0)
         self.model = nn.Sequential(nn.Linear(256, 128), nn.ReLU(), nn.Linear(128, 10)).cuda()
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=1e-3, fused=True)
-        self.inputs, self.targets = torch.randn(128, 256, device="cuda"), torch.randint(10, (128,), device="cuda")
+        self.inputs, self.targets = (
+            torch.randn(128, 256, device="cuda"),
+            torch.randint(10, (128,), device="cuda"),
+        )
         self.scaler = scaler
 
     def step(self) -> None:
@@ -108,16 +130,35 @@ class Network:
 def cuda_rows(rounds: int) -> list[Row]:
     """The whole step on a GPU, and the pass over many gradients alone."""
     times = take_turns(
-        {"torch": Network(torch.amp.GradScaler("cuda")).step, "mezzo": Network(mezzo.GradScaler("cuda")).step}, calls=50, rounds=rounds, device="cuda"
+        {
+            "torch": Network(torch.amp.GradScaler("cuda")).step,
+            "mezzo": Network(mezzo.GradScaler("cuda")).step,
+        },
+        calls=50,
+        rounds=rounds,
+        device="cuda",
     )
-    return [Row("step, MLP 256-128-10, float16, SGD fused", times, times["mezzo"] / times["torch"], "×", 1.0), _pass_row()]
+    return [
+        Row(
+            "step, MLP 256-128-10, float16, SGD fused",
+            times,
+            times["mezzo"] / times["torch"],
+            "×",
+            1.0,
+        ),
+        _pass_row(),
+    ]
 
 
 def _pass_row() -> Row:
     """Check and unscale half a billion float16 gradients, with a flag for each on mezzo's side, beside a copy that moves the same bytes."""
     many = [torch.ones(5_000_000, dtype=torch.float16, device="cuda") for _ in range(100)]
     flat, other = torch.ones(2, 500_000_000, dtype=torch.float16, device="cuda")
-    factor, found, flags = torch.ones((), device="cuda"), torch.zeros((), device="cuda"), torch.zeros(100, dtype=torch.int32, device="cuda")
+    factor, found, flags = (
+        torch.ones((), device="cuda"),
+        torch.zeros((), device="cuda"),
+        torch.zeros(100, dtype=torch.int32, device="cuda"),
+    )
     times = take_turns(
         {
             "torch": lambda: torch._amp_foreach_non_finite_check_and_unscale_(many, found, factor),
@@ -133,7 +174,9 @@ def _pass_row() -> Row:
 def main() -> None:
     """Measure, print and store."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=["cpu", "cuda"])
+    parser.add_argument(
+        "--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=["cpu", "cuda"]
+    )
     parser.add_argument("--rounds", type=int, default=401)
     options = parser.parse_args()
     rows = cpu_rows(options.rounds) if options.device == "cpu" else cuda_rows(options.rounds)

@@ -1,6 +1,7 @@
 """Whole training steps: eager torch.amp, the best that torch can be set up to by hand, and `mezzo.TrainStep`.
 
-Run it with `python benchmarks/step.py`, or in parts with `--only mlp cifar`: what was stored of the others stays.
+Run it with `python benchmarks/step.py`, or in parts with `--only mlp cifar`: what was stored of the
+others stays.
 """
 
 from __future__ import annotations
@@ -47,7 +48,10 @@ class Case:
 def amp(case: Case, **words: Any) -> Step:
     """torch.amp as its documentation has it."""
     model, (x, y) = case.model().cuda(), case.data()
-    optimizer, scaler = case.optimizer(model.parameters(), **words), torch.amp.GradScaler("cuda", enabled=case.dtype is torch.float16)
+    optimizer, scaler = (
+        case.optimizer(model.parameters(), **words),
+        torch.amp.GradScaler("cuda", enabled=case.dtype is torch.float16),
+    )
 
     def step() -> None:
         with torch.autocast("cuda", case.dtype):
@@ -63,14 +67,18 @@ def amp(case: Case, **words: Any) -> Step:
 def by_hand(case: Case, *, compiles: str | None = None, captures: bool = False) -> Step:
     """The fastest that torch can be set up to: a fused optimizer, channels_last, compiled code, a whole captured step.
 
-    A batch arrives at every step, as it does for everybody: it gets its layout, or is copied to where a captured step reads it.
+    A batch arrives at every step, as it does for everybody: it gets its layout, or is copied to
+    where a captured step reads it.
     """
     model, (x, y) = case.model().cuda(), case.data()
     layout = torch.channels_last if case.images else torch.preserve_format
     model = model.to(memory_format=layout)
     called: Any = model if compiles is None else torch.compile(model, mode=compiles)
     words = {"fused": True} | ({"capturable": True} if captures and case.optimizer is adamw else {})
-    optimizer, scaler = case.optimizer(model.parameters(), **words), torch.amp.GradScaler("cuda", enabled=case.dtype is torch.float16)
+    optimizer, scaler = (
+        case.optimizer(model.parameters(), **words),
+        torch.amp.GradScaler("cuda", enabled=case.dtype is torch.float16),
+    )
 
     def step(x: Any, y: Any) -> None:
         with torch.autocast("cuda", case.dtype, cache_enabled=not captures):
@@ -82,13 +90,24 @@ def by_hand(case: Case, *, compiles: str | None = None, captures: bool = False) 
 
     if captures:
         return _captured(step, x, y, layout)
-    return (lambda: step(x.contiguous(memory_format=layout), y)) if case.images else lambda: step(x, y)
+    return (
+        (lambda: step(x.contiguous(memory_format=layout), y)) if case.images else lambda: step(x, y)
+    )
 
 
-def _captured(step: Callable[[Any, Any], None], x: Any, y: Any, layout: torch.memory_format) -> Step:
+def _captured(
+    step: Callable[[Any, Any], None], x: Any, y: Any, layout: torch.memory_format
+) -> Step:
     batch = [x, *y] if isinstance(x, torch.Tensor) else [*x, *y]
-    held = [tensor.clone(memory_format=layout if tensor.dim() == 4 else torch.preserve_format) for tensor in batch]
-    inputs = (held[0], tuple(held[1:])) if isinstance(x, torch.Tensor) else (tuple(held[: len(x)]), tuple(held[len(x) :]))
+    held = [
+        tensor.clone(memory_format=layout if tensor.dim() == 4 else torch.preserve_format)
+        for tensor in batch
+    ]
+    inputs = (
+        (held[0], tuple(held[1:]))
+        if isinstance(x, torch.Tensor)
+        else (tuple(held[: len(x)]), tuple(held[len(x) :]))
+    )
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -111,7 +130,9 @@ def _captured(step: Callable[[Any, Any], None], x: Any, y: Any, layout: torch.me
 HANDS: dict[str, Callable[[Case], Step]] = {
     "by hand": by_hand,
     "by hand, captured": lambda case: by_hand(case, captures=True),
-    "by hand, compiled with reduce-overhead": lambda case: by_hand(case, compiles="reduce-overhead"),
+    "by hand, compiled with reduce-overhead": lambda case: by_hand(
+        case, compiles="reduce-overhead"
+    ),
     "by hand, compiled and captured": lambda case: by_hand(case, compiles="default", captures=True),
     "bfloat16, fused, no scaler": lambda case: amp(replace(case, dtype=torch.bfloat16), fused=True),
 }
@@ -122,10 +143,16 @@ def ours(case: Case) -> tuple[Step, mezzo.TrainStep]:
     """One call, with the inputs copied at each."""
     model, (x, y) = case.model().cuda(), case.data()
     optimizer = case.optimizer(model.parameters())
-    step = mezzo.TrainStep(model, case.loss, optimizer, dtype=str(case.dtype).removeprefix("torch."), **case.words)
+    step = mezzo.TrainStep(
+        model, case.loss, optimizer, dtype=str(case.dtype).removeprefix("torch."), **case.words
+    )
     for _ in range(6):
         step(x, y)
-    print(f"  captured: {step.captured}, reason: {step.reason}, channels_last: {step.channels_last_reason}", flush=True)
+    print(
+        f"  captured: {step.captured}, reason: {step.reason}, channels_last:"
+        f" {step.channels_last_reason}",
+        flush=True,
+    )
     return lambda: step(x, y), step
 
 
@@ -163,7 +190,9 @@ def wide() -> nn.Module:
 
 
 def _images(size: int, classes: int) -> tuple[Any, Any]:
-    return torch.randn(128, 3, size, size, device="cuda"), (torch.randint(classes, (128,), device="cuda"),)
+    return torch.randn(128, 3, size, size, device="cuda"), (
+        torch.randint(classes, (128,), device="cuda"),
+    )
 
 
 def _tokens() -> tuple[Any, Any]:
@@ -186,7 +215,18 @@ def itself(loss: torch.Tensor) -> torch.Tensor:
 
 
 CASES = {
-    "mlp": Case("MLP 256-128-10, batch 128", mlp, _rows, F.cross_entropy, sgd, 0.05, 0.8, 200, {"policy": "O2"}, ("by hand, captured",)),
+    "mlp": Case(
+        "MLP 256-128-10, batch 128",
+        mlp,
+        _rows,
+        F.cross_entropy,
+        sgd,
+        0.05,
+        0.8,
+        200,
+        {"policy": "O2"},
+        ("by hand, captured",),
+    ),
     "cifar": Case(
         "ResNet-50, CIFAR-10 shapes, batch 128",
         lambda: resnet(10),
@@ -225,22 +265,47 @@ CASES = {
         {"policy": "O2", "compile": True},
         ("by hand, compiled and captured", "by hand, compiled with reduce-overhead"),
     ),
-    "wide": Case("9 × Linear 8192, batch 2048", wide, _wide_rows, F.mse_loss, plain_sgd, 0.84, 0.93, 3, {"policy": "O2"}, ("bfloat16, fused, no scaler",)),
+    "wide": Case(
+        "9 × Linear 8192, batch 2048",
+        wide,
+        _wide_rows,
+        F.mse_loss,
+        plain_sgd,
+        0.84,
+        0.93,
+        3,
+        {"policy": "O2"},
+        ("bfloat16, fused, no scaler",),
+    ),
 }
 
 
 def rows_of(case: Case, rounds: int) -> list[Row]:
     """One case, everybody in turns."""
     print(case.name, flush=True)
-    contestants: dict[str, Step] = {AMP: amp(case)} | {f"torch {kind}": HANDS[kind](case) for kind in case.by_hand}
+    contestants: dict[str, Step] = {AMP: amp(case)} | {
+        f"torch {kind}": HANDS[kind](case) for kind in case.by_hand
+    }
     contestants[MEZZO], _ = ours(case)
     times = take_turns(contestants, calls=case.calls, rounds=rounds, device="cuda")
     contestants.clear()
     _clear()
     best = min(times[f"torch {kind}"] for kind in case.by_hand)
     rows = [
-        Row(f"step, {case.name}, against torch.amp", times, times[MEZZO] / times[AMP], "×", case.against_amp),
-        Row(f"step, {case.name}, against torch by hand", times, times[MEZZO] / best, "×", case.against_hand),
+        Row(
+            f"step, {case.name}, against torch.amp",
+            times,
+            times[MEZZO] / times[AMP],
+            "×",
+            case.against_amp,
+        ),
+        Row(
+            f"step, {case.name}, against torch by hand",
+            times,
+            times[MEZZO] / best,
+            "×",
+            case.against_hand,
+        ),
     ]
     print(*rows, sep="\n", flush=True)
     return rows
@@ -258,7 +323,9 @@ def host_row() -> Row:
         for _ in range(50):
             run()
         samples.append((time.perf_counter() - begin) / 50 * 1e6)
-    return Row("host time of a replayed step, MLP", {}, sorted(samples)[len(samples) // 2], "µs", 60.0)
+    return Row(
+        "host time of a replayed step, MLP", {}, sorted(samples)[len(samples) // 2], "µs", 60.0
+    )
 
 
 def recapture_row() -> Row:

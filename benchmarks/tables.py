@@ -14,10 +14,16 @@ def table(benchmark: str) -> str:
     """One row a measurement, one column a machine."""
     records = [json.loads(path.read_text()) for path in sorted(RESULTS.glob(f"{benchmark}-*.json"))]
     names = list(dict.fromkeys(row["name"] for record in records for row in record["rows"]))
-    header = ["", "at most", *(f"{record['machine']}, torch {record['torch'].partition('+')[0]}" for record in records)]
+    header = [
+        "",
+        "at most",
+        *(f"{record['machine']}, torch {record['torch'].partition('+')[0]}" for record in records),
+    ]
     lines = ["| " + " | ".join(header) + " |", "|" + "---|" * len(header)]
     for name in names:
-        rows = [next((row for row in record["rows"] if row["name"] == name), None) for record in records]
+        rows = [
+            next((row for row in record["rows"] if row["name"] == name), None) for record in records
+        ]
         said = next(row for row in rows if row)
         cells = [f"{row['value']:.3g} {row['unit']}" if row else "–" for row in rows]
         lines.append("| " + " | ".join([name, f"{said['bar']:.3g} {said['unit']}", *cells]) + " |")

@@ -61,8 +61,13 @@ class Digits:
         """Scale the pixels to 0…1 and keep a quarter for the test."""
         images, labels = load_digits(return_X_y=True)
         parts = train_test_split(images, labels, test_size=0.25, random_state=0, stratify=labels)
-        train_images, test_images = (torch.tensor(part, dtype=torch.float32, device=device).reshape(-1, 1, 8, 8) / 16 for part in parts[:2])
-        train_labels, test_labels = (torch.tensor(part, dtype=torch.int64, device=device) for part in parts[2:])
+        train_images, test_images = (
+            torch.tensor(part, dtype=torch.float32, device=device).reshape(-1, 1, 8, 8) / 16
+            for part in parts[:2]
+        )
+        train_labels, test_labels = (
+            torch.tensor(part, dtype=torch.int64, device=device) for part in parts[2:]
+        )
         return cls(train_images, train_labels, test_images, test_labels)
 
 
@@ -107,7 +112,8 @@ def train(way: Way, dtype: torch.dtype, digits: Digits, device: str, progress: P
     loss_of = nn.CrossEntropyLoss()
     bar = progress.add_task(way.name, total=EPOCHS * len(digits.train_labels))
 
-    # The first step runs under the counter, and warms the device up before the clock starts: counting costs time.
+    # The first step runs under the counter, and warms the device up before the clock starts:
+    # counting costs time.
     with count_dtypes() as ops, region():
         loss = loss_of(model(digits.train_images[:BATCH]), digits.train_labels[:BATCH])
     loss.backward()
@@ -123,7 +129,14 @@ def train(way: Way, dtype: torch.dtype, digits: Digits, device: str, progress: P
             progress.advance(bar, len(batch))
     final_loss = loss.item()  # waits for the device, so that the clock below is honest
     seconds = time.perf_counter() - started
-    return Result(way, final_loss, accuracy(model, region, digits), seconds, str(model[0].weight.dtype).removeprefix("torch."), ops)
+    return Result(
+        way,
+        final_loss,
+        accuracy(model, region, digits),
+        seconds,
+        str(model[0].weight.dtype).removeprefix("torch."),
+        ops,
+    )
 
 
 @torch.no_grad()
@@ -152,7 +165,9 @@ def show(results: list[Result], console: Console) -> None:
 
 def ran_in(ops: DtypeCounts, inner: tuple[str, ...]) -> str:
     """How often an op ran, in each dtype: `2 × bfloat16`."""
-    return ", ".join(f"{row.calls} × {row.dtype}" for row in ops.rows() if row.op in inner) or "none"
+    return (
+        ", ".join(f"{row.calls} × {row.dtype}" for row in ops.rows() if row.op in inner) or "none"
+    )
 
 
 def verdict(full: Result, mixed: Result, dtype: torch.dtype, hardware: mezzo.Hardware) -> str:
@@ -163,12 +178,20 @@ def verdict(full: Result, mixed: Result, dtype: torch.dtype, hardware: mezzo.Har
     measured = f"{ratio:.1f} × faster" if ratio >= 1 else f"{1 / ratio:.1f} × slower"
     lines = [
         f"{name} is {support.word} on this device ({hardware.name}): {support.reason}.",
-        f"Measured: mixed precision was {measured} than float32, and accuracy moved by {mixed.accuracy - full.accuracy:+.1%}.",
+        (
+            f"Measured: mixed precision was {measured} than float32, and accuracy moved by"
+            f" {mixed.accuracy - full.accuracy:+.1%}."
+        ),
     ]
     if support.fast and ratio < 1:
-        lines.append("The model is so small that launching ops costs more than computing them; 16 bits pay on larger ones.")
+        lines.append(
+            "The model is so small that launching ops costs more than computing them; 16 bits pay"
+            " on larger ones."
+        )
     if not support.fast:
-        lines.append("Train in float32 here, and in mixed precision on a device that computes it natively.")
+        lines.append(
+            "Train in float32 here, and in mixed precision on a device that computes it natively."
+        )
     return "\n".join(lines)
 
 

@@ -10,8 +10,9 @@ from typing import Any
 
 import pytest
 
-# Before torch is imported: the same oneDNN kernels on every machine, so that what rounds in a test does not depend on it. Some virtual machines advertise AMX and trap
-# its instructions, which ends the process, in plain torch too.
+# Before torch is imported: the same oneDNN kernels on every machine, so that what rounds in a test
+# does not depend on it. Some virtual machines advertise AMX and trap its instructions, which ends
+# the process, in plain torch too.
 os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX2")
 
 _DATA = Path(__file__).parent / "data"
@@ -39,7 +40,17 @@ def paddle_rows() -> list[OracleRow]:
         return {level: (outcome[0], outcome[2:]) for level, outcome in pairs}
 
     rows = json.loads((_DATA / "paddle-autocast.json").read_text())["rows"]
-    return [OracleRow(row["op"], row["listed"], row["half"], row["inputs"], tuple(row["ops"].split()), results(row["results"])) for row in rows]
+    return [
+        OracleRow(
+            row["op"],
+            row["listed"],
+            row["half"],
+            row["inputs"],
+            tuple(row["ops"].split()),
+            results(row["results"]),
+        )
+        for row in rows
+    ]
 
 
 @pytest.fixture(scope="session")

@@ -69,10 +69,27 @@ def test_only_float32_and_the_half_types_on_the_device_are_castable(value, casta
 
 def test_every_tensor_of_a_nest_is_changed_and_every_container_keeps_its_kind():
     x = torch.ones(1)
-    nest = {"list": [x, 1], "tuple": (x, "a"), "named": Pair(x, 2), "deep": [{"x": (x,)}], "none": None}
+    nest = {
+        "list": [x, 1],
+        "tuple": (x, "a"),
+        "named": Pair(x, 2),
+        "deep": [{"x": (x,)}],
+        "none": None,
+    }
     changed = map_tensors(nest, half)
-    assert changed["list"][0].dtype is changed["tuple"][0].dtype is changed["named"].x.dtype is changed["deep"][0]["x"][0].dtype is torch.float16
-    assert (type(changed["list"]), type(changed["tuple"]), type(changed["named"]), changed["none"]) == (list, tuple, Pair, None)
+    assert (
+        changed["list"][0].dtype
+        is changed["tuple"][0].dtype
+        is changed["named"].x.dtype
+        is changed["deep"][0]["x"][0].dtype
+        is torch.float16
+    )
+    assert (
+        type(changed["list"]),
+        type(changed["tuple"]),
+        type(changed["named"]),
+        changed["none"],
+    ) == (list, tuple, Pair, None)
     assert (changed["list"][1], changed["tuple"][1], changed["named"].n) == (1, "a", 2)
     assert nest["list"][0] is x
 
@@ -88,12 +105,34 @@ def test_a_dictionary_of_another_kind_keeps_it_and_what_else_it_carries():
     output = Output(x=torch.ones(1), n=1)
     output.extra = "kept"
     changed = map_tensors(output, half)
-    assert (type(changed), changed.extra, changed["x"].dtype, changed["n"]) == (Output, "kept", torch.float16, 1)
+    assert (type(changed), changed.extra, changed["x"].dtype, changed["n"]) == (
+        Output,
+        "kept",
+        torch.float16,
+        1,
+    )
     assert output["x"].dtype is torch.float32
     assert map_tensors(defaultdict(list, x=torch.ones(1)), half)["absent"] == []
 
 
-@pytest.mark.parametrize("value", [[1], (1, 2), {"a": [1]}, Pair(1, 2), OrderedDict(a=1), "text", None, 3.5, {1}, object(), [], {}, torch.Size([1])])
+@pytest.mark.parametrize(
+    "value",
+    [
+        [1],
+        (1, 2),
+        {"a": [1]},
+        Pair(1, 2),
+        OrderedDict(a=1),
+        "text",
+        None,
+        3.5,
+        {1},
+        object(),
+        [],
+        {},
+        torch.Size([1]),
+    ],
+)
 def test_what_holds_no_tensor_comes_back_as_the_same_object(value):
     assert map_tensors(value, half) is value
 
@@ -104,7 +143,14 @@ def test_what_holds_only_unchanged_tensors_comes_back_as_the_same_object():
 
 
 def test_cast_all_leaves_alone_what_a_policy_may_not_cast():
-    x, integers, double, elsewhere = torch.ones(1), torch.ones(1, dtype=torch.int64), torch.ones(1, dtype=torch.float64), torch.ones(1, device="meta")
+    x, integers, double, elsewhere = (
+        torch.ones(1),
+        torch.ones(1, dtype=torch.int64),
+        torch.ones(1, dtype=torch.float64),
+        torch.ones(1, device="meta"),
+    )
     cast_x, *others = cast_all((x, integers, double, elsewhere), torch.bfloat16, "cpu")
     assert cast_x.dtype is torch.bfloat16
-    assert all(one is other for one, other in zip(others, (integers, double, elsewhere), strict=True))
+    assert all(
+        one is other for one, other in zip(others, (integers, double, elsewhere), strict=True)
+    )

@@ -27,9 +27,19 @@ def test_the_examples_of_a_page_run_one_after_the_other(page: Path, tmp_path: Pa
     program = tmp_path / f"{page.stem}_page.py"
     program.write_text("\n\n".join(blocks))
     # In a folder of its own, for a page may write files; with mezzo found where this test found it.
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(mezzo.__file__).parents[1])}
+    environment = os.environ | {
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": str(Path(mezzo.__file__).parents[1]),
+    }
     # Warnings are errors as in every test: what a page shows is not what a user is warned of.
-    ran = subprocess.run([sys.executable, "-W", "error", str(program)], cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+    ran = subprocess.run(
+        [sys.executable, "-W", "error", str(program)],
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     assert ran.returncode == 0, f"{page.name}:\n{ran.stdout}\n{ran.stderr}"
 
 

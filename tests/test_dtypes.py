@@ -7,7 +7,9 @@ from mezzo._dtypes import CASTABLE_DTYPES, HALF_DTYPES, dtype_name, parse_dtype
 from mezzo._errors import PolicyError
 
 
-@pytest.mark.parametrize("word", ["float16", "fp16", "half", "torch.float16", "torch.half", torch.float16, torch.half])
+@pytest.mark.parametrize(
+    "word", ["float16", "fp16", "half", "torch.float16", "torch.half", torch.float16, torch.half]
+)
 def test_every_spelling_of_float16_is_read(word):
     assert parse_dtype(word) is torch.float16
 
@@ -27,9 +29,25 @@ def test_a_name_is_what_torch_calls_it_without_the_module(dtype):
     assert getattr(torch, dtype_name(dtype)) is dtype
 
 
-@pytest.mark.parametrize(("word", "shown"), [("int8", "'int8'"), ("", "''"), (torch.int8, "torch.int8"), (16, "16"), (None, "None"), ([], r"\[\]")])
+@pytest.mark.parametrize(
+    ("word", "shown"),
+    [
+        ("int8", "'int8'"),
+        ("", "''"),
+        (torch.int8, "torch.int8"),
+        (16, "16"),
+        (None, "None"),
+        ([], r"\[\]"),
+    ],
+)
 def test_what_cannot_be_used_is_shown_with_what_can(word, shown):
-    with pytest.raises(PolicyError, match=f"^dtype={shown} is not a dtype that can be used here. Choose one of: float16, bfloat16.$"):
+    with pytest.raises(
+        PolicyError,
+        match=(
+            f"^dtype={shown} is not a dtype that can be used here. Choose one of: float16,"
+            " bfloat16.$"
+        ),
+    ):
         parse_dtype(word)
 
 
@@ -44,11 +62,15 @@ def test_a_wide_dtype_is_refused_where_only_half_is_allowed():
 
 
 def test_dtypes_that_carry_an_intention_are_not_castable():
-    assert CASTABLE_DTYPES.isdisjoint({torch.float64, torch.complex64, torch.float8_e5m2, torch.int64, torch.bool})
+    assert CASTABLE_DTYPES.isdisjoint(
+        {torch.float64, torch.complex64, torch.float8_e5m2, torch.int64, torch.bool}
+    )
 
 
 def test_what_the_caller_reads_itself_is_named_among_the_choices():
-    with pytest.raises(PolicyError, match=r"Choose one of: auto, float16, bfloat16\. Did you mean 'auto'\?$"):
+    with pytest.raises(
+        PolicyError, match=r"Choose one of: auto, float16, bfloat16\. Did you mean 'auto'\?$"
+    ):
         parse_dtype("atuo", beside=("auto",))
 
 

@@ -2,11 +2,24 @@
 
 import pytest
 
-from mezzo._errors import MezzoError, PolicyError, RefusedOpError, UnsupportedError, choices, nearest
+from mezzo._errors import (
+    MezzoError,
+    PolicyError,
+    RefusedOpError,
+    UnsupportedError,
+    choices,
+    nearest,
+)
 
 
 @pytest.mark.parametrize(
-    ("error", "builtin"), [(PolicyError, ValueError), (RefusedOpError, RuntimeError), (RefusedOpError, NotImplementedError), (UnsupportedError, RuntimeError)]
+    ("error", "builtin"),
+    [
+        (PolicyError, ValueError),
+        (RefusedOpError, RuntimeError),
+        (RefusedOpError, NotImplementedError),
+        (UnsupportedError, RuntimeError),
+    ],
 )
 def test_an_error_can_be_caught_as_ours_and_as_pythons(error, builtin):
     for caught in (MezzoError, builtin):
@@ -39,7 +52,10 @@ def test_a_neighbour_is_found_whatever_the_case():
 
 
 def test_what_contains_the_word_is_named_before_what_is_only_a_little_like_it():
-    assert nearest("attention", ["flatten", "head_attention"]) == " Did you mean 'head_attention' or 'flatten'?"
+    assert (
+        nearest("attention", ["flatten", "head_attention"])
+        == " Did you mean 'head_attention' or 'flatten'?"
+    )
 
 
 def test_a_word_of_two_letters_is_not_looked_for_inside_others():

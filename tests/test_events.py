@@ -6,7 +6,16 @@ from dataclasses import FrozenInstanceError, asdict
 import pytest
 
 from mezzo import _events
-from mezzo._events import Float32Fallback, HardwareDetected, OpCastOverridden, PolicyDowngraded, PolicyResolved, emit, listen, listening
+from mezzo._events import (
+    Float32Fallback,
+    HardwareDetected,
+    OpCastOverridden,
+    PolicyDowngraded,
+    PolicyResolved,
+    emit,
+    listen,
+    listening,
+)
 
 EVENT = Float32Fallback("fft", "cpu", "float16", "no kernel")
 

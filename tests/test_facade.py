@@ -40,14 +40,20 @@ def fresh():
 
 
 def test_all_is_what_the_package_exposes():
-    exposed = {name for name, value in vars(mezzo).items() if not name.startswith("_") and not isinstance(value, ModuleType)}
+    exposed = {
+        name
+        for name, value in vars(mezzo).items()
+        if not name.startswith("_") and not isinstance(value, ModuleType)
+    }
     assert set(mezzo.__all__) == exposed
 
 
 def test_all_names_nothing_twice_and_is_sorted():
     # ruff's order: constants, classes, functions.
     assert len(set(mezzo.__all__)) == len(mezzo.__all__)
-    assert mezzo.__all__ == sorted(mezzo.__all__, key=lambda name: (not name.isupper(), not name[0].isupper(), name))
+    assert mezzo.__all__ == sorted(
+        mezzo.__all__, key=lambda name: (not name.isupper(), not name[0].isupper(), name)
+    )
 
 
 @pytest.mark.parametrize("name", mezzo.__all__)
@@ -58,7 +64,11 @@ def test_everything_public_is_documented(name):
 def test_every_error_that_is_raised_is_public():
     from mezzo import _errors
 
-    raised = {name for name, value in vars(_errors).items() if isinstance(value, type) and issubclass(value, Exception)}
+    raised = {
+        name
+        for name, value in vars(_errors).items()
+        if isinstance(value, type) and issubclass(value, Exception)
+    }
     assert raised <= set(mezzo.__all__)
 
 
@@ -72,5 +82,12 @@ def test_importing_mezzo_asks_no_hardware_and_builds_no_registry(fresh):
 
 
 def test_importing_mezzo_does_not_import_the_compiler(fresh):
-    heavy = ("torch._dynamo", "torch._inductor", "torch._functorch.aot_autograd", "torch.onnx", "torch.distributed.fsdp", "sympy")
+    heavy = (
+        "torch._dynamo",
+        "torch._inductor",
+        "torch._functorch.aot_autograd",
+        "torch.onnx",
+        "torch.distributed.fsdp",
+        "sympy",
+    )
     assert [name for name in fresh["imported"] if name in heavy] == []

@@ -43,7 +43,9 @@ def test_the_name_does_not_exist_before_the_file_is_whole(tmp_path):
     assert target.read_bytes() == b"bytes"
 
 
-@pytest.mark.parametrize("error", [ValueError("bad"), KeyboardInterrupt()], ids=["error", "interrupt"])
+@pytest.mark.parametrize(
+    "error", [ValueError("bad"), KeyboardInterrupt()], ids=["error", "interrupt"]
+)
 def test_a_write_that_fails_leaves_the_old_file_whole_and_nothing_beside_it(tmp_path, error):
     target = tmp_path / "policy.toml"
     target.write_text("old")
@@ -62,7 +64,10 @@ def test_a_first_write_that_fails_leaves_nothing(tmp_path):
 def test_a_process_that_dies_in_the_middle_leaves_the_old_file_whole(tmp_path):
     target = tmp_path / "policy.toml"
     target.write_text("old")
-    program = f"import os; from mezzo._files import atomic_writer\nwith atomic_writer({str(target)!r}) as file: file.write(b'new'); file.flush(); os._exit(9)"
+    program = (
+        f"import os; from mezzo._files import atomic_writer\nwith atomic_writer({str(target)!r}) as"
+        " file: file.write(b'new'); file.flush(); os._exit(9)"
+    )
     assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 9
     assert target.read_text() == "old"
     assert len(names(tmp_path)) == 2
@@ -111,7 +116,9 @@ def test_a_link_is_followed_and_stays_a_link(tmp_path):
 
 
 def test_a_missing_directory_is_named(tmp_path):
-    with pytest.raises(FileNotFoundError, match=r"there is no directory '.*missing'. Make it first"):
+    with pytest.raises(
+        FileNotFoundError, match=r"there is no directory '.*missing'. Make it first"
+    ):
         write_text(tmp_path / "missing" / "file", "x")
 
 
@@ -169,7 +176,11 @@ def test_a_limit_on_file_sizes_is_one_error_and_the_old_file_stays(write, tmp_pa
     target = tmp_path / "model"
     target.write_text("old")
     with pytest.raises(
-        OSError, match=r"Cannot write '.*model': File too large, after 4000 bytes. What was at this path before is unchanged. .*ulimit -f"
+        OSError,
+        match=(
+            r"Cannot write '.*model': File too large, after 4000 bytes. What was at this path"
+            r" before is unchanged. .*ulimit -f"
+        ),
     ) as caught:
         write(target)
     assert caught.value.errno == errno.EFBIG
@@ -182,7 +193,10 @@ def test_a_disk_that_is_full_when_the_file_is_flushed_is_the_same_error(tmp_path
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(os, "fsync", full)
-    with pytest.raises(OSError, match=r"Cannot write '.*model': No space left on device, after 10 bytes. .*Free disk space") as caught:
+    with pytest.raises(
+        OSError,
+        match=r"Cannot write '.*model': No space left on device, after 10 bytes. .*Free disk space",
+    ) as caught:
         write_text(tmp_path / "model", "0123456789")
     assert caught.value.errno == errno.ENOSPC
     assert names(tmp_path) == []

@@ -15,8 +15,14 @@ pytestmark = pytest.mark.skipif(shutil.which("make") is None, reason="needs make
 
 def commands(*words):
     # Without what a make around these tests was told.
-    told = {name: value for name, value in os.environ.items() if name not in {"MAKEFLAGS", "MFLAGS", "MAKEOVERRIDES", "TORCH"}}
-    return subprocess.run(["make", "-n", "-B", *words], cwd=ROOT, env=told, check=True, capture_output=True, text=True).stdout
+    told = {
+        name: value
+        for name, value in os.environ.items()
+        if name not in {"MAKEFLAGS", "MFLAGS", "MAKEOVERRIDES", "TORCH"}
+    }
+    return subprocess.run(
+        ["make", "-n", "-B", *words], cwd=ROOT, env=told, check=True, capture_output=True, text=True
+    ).stdout
 
 
 def test_tests_run_on_another_torch_in_an_environment_of_its_own():

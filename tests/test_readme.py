@@ -18,11 +18,18 @@ ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
 
 
-def test_the_session_in_the_readme_runs_as_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_session_in_the_readme_runs_as_shown(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
-    session = "\n".join(line for line in README.splitlines() if line.startswith((">>>", "softmax runs")))
+    session = "\n".join(
+        line for line in README.splitlines() if line.startswith((">>>", "softmax runs"))
+    )
     test = doctest.DocTestParser().get_doctest(
-        session.replace('>>> mezzo.autocast("policy.toml")', '>>> _ = mezzo.autocast("policy.toml", device_type="cpu")'),
+        session.replace(
+            '>>> mezzo.autocast("policy.toml")',
+            '>>> _ = mezzo.autocast("policy.toml", device_type="cpu")',
+        ),
         {"torch": torch, "mezzo": mezzo},
         "README",
         None,
@@ -48,6 +55,8 @@ def test_the_tables_are_those_of_the_stored_results(tmp_path: Path) -> None:
     assert (tmp_path / "README.md").read_text() == README
 
 
-@pytest.mark.parametrize("path", sorted((ROOT / "benchmarks" / "results").glob("*.json")), ids=lambda path: path.stem)
+@pytest.mark.parametrize(
+    "path", sorted((ROOT / "benchmarks" / "results").glob("*.json")), ids=lambda path: path.stem
+)
 def test_every_stored_result_names_its_machine(path: Path) -> None:
     assert json.loads(path.read_text())["machine"]

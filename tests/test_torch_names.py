@@ -25,13 +25,18 @@ EXCEPTIONS = {
 }
 
 
-# -- one module ------------------------------------------------------------------------------------------------------------------------------------
+# -- one module ------------------------------------------------------------------------------------
 
 
 def test_no_other_module_reaches_a_private_name_of_torch():
-    names = {str(path.relative_to(SOURCE)): set(private_names(ast.parse(path.read_text()))) for path in SOURCE.rglob("*.py")}
+    names = {
+        str(path.relative_to(SOURCE)): set(private_names(ast.parse(path.read_text())))
+        for path in SOURCE.rglob("*.py")
+    }
     # No exception that is not needed.
-    assert {path: found for path, found in names.items() if found and path != "_torch.py"} == EXCEPTIONS
+    assert {
+        path: found for path, found in names.items() if found and path != "_torch.py"
+    } == EXCEPTIONS
 
 
 def test_private_names_are_found_however_they_are_reached():
@@ -49,10 +54,18 @@ b = torch.Tensor.__add__, torch.ops.aten.add_, self._torch, model._parameters, "
 
 
 def test_every_part_of_a_module_that_is_used_is_named():
-    used = {name: set() for name in ("pytree", "schema", "serialize", "inductor_config", "dynamo_config")}
+    used = {
+        name: set()
+        for name in ("pytree", "schema", "serialize", "inductor_config", "dynamo_config")
+    }
     for path in SOURCE.rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id in used and not node.attr.startswith("__"):
+            if (
+                isinstance(node, ast.Attribute)
+                and isinstance(node.value, ast.Name)
+                and node.value.id in used
+                and not node.attr.startswith("__")
+            ):
                 used[node.value.id].add(node.attr)
     parts = {name: set(_torch.PARTS[".".join(_torch.place(name))]) for name in used}
     # `schema` is also what a dispatcher's schema is called.
@@ -68,24 +81,42 @@ def private_names(tree):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names if is_private(alias.name))
         elif isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "torch":
-            yield from (f"{node.module}.{alias.name}" for alias in node.names if is_private(f"{node.module}.{alias.name}"))
-            roots |= {alias.asname or alias.name: f"{node.module}.{alias.name}" for alias in node.names}
+            yield from (
+                f"{node.module}.{alias.name}"
+                for alias in node.names
+                if is_private(f"{node.module}.{alias.name}")
+            )
+            roots |= {
+                alias.asname or alias.name: f"{node.module}.{alias.name}" for alias in node.names
+            }
     inner = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute) and id(node) not in inner:
             root, _, rest = ast.unparse(node).partition(".")
-            if root in roots and is_private(dotted := f"{roots[root]}.{rest}") and not is_private(roots[root]) and re.fullmatch(r"[\w.]+", rest):
+            if (
+                root in roots
+                and is_private(dotted := f"{roots[root]}.{rest}")
+                and not is_private(roots[root])
+                and re.fullmatch(r"[\w.]+", rest)
+            ):
                 yield dotted
-        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and re.fullmatch(r"[\w.]+", node.value) and is_private(node.value):
+        elif (
+            isinstance(node, ast.Constant)
+            and isinstance(node.value, str)
+            and re.fullmatch(r"[\w.]+", node.value)
+            and is_private(node.value)
+        ):
             yield node.value
 
 
 def is_private(dotted):
     parts = dotted.split(".")
-    return parts[0] == "torch" and any(part.startswith("_") and not part.startswith("__") for part in parts)
+    return parts[0] == "torch" and any(
+        part.startswith("_") and not part.startswith("__") for part in parts
+    )
 
 
-# -- missing names ---------------------------------------------------------------------------------------------------------------------------------
+# -- missing names ---------------------------------------------------------------------------------
 
 CHILDREN = r"""
 import gc, json, os, sys, warnings
@@ -132,7 +163,11 @@ def without(tmp_path_factory):
     """What code gives in a process of its own, whose torch lacks some names: its `result`, or its error."""
     command = [sys.executable, "-c", CHILDREN]
     with subprocess.Popen(
-        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=os.environ | {"MEZZO_COMPILED": str(tmp_path_factory.mktemp("compiled"))}
+        command,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env=os.environ | {"MEZZO_COMPILED": str(tmp_path_factory.mktemp("compiled"))},
     ) as parent:
 
         def run(names, code):
@@ -161,9 +196,17 @@ SCALED = STEP.replace("REGION", "torch.autocast('cpu', dtype=torch.float16)")
 """A step with a scaler, in a region of torch's own."""
 TRAINED = STEP.replace("REGION", "mezzo.autocast('cpu', dtype='float16')")
 """A step with a scaler, in a region of mezzo's."""
-LOOKED_UP = "import mezzo; from mezzo import _torch; result = [n[a] for n in _torch.FEATURES.values() for a in n if a in vars(_torch)]"
+LOOKED_UP = (
+    "import mezzo; from mezzo import _torch; result = [n[a] for n in _torch.FEATURES.values() for a"
+    " in n if a in vars(_torch)]"
+)
 
-NAMES = {dotted: feature for feature, names in _torch.FEATURES.items() for dotted in names.values() if not dotted.startswith("torch.ops.")}
+NAMES = {
+    dotted: feature
+    for feature, names in _torch.FEATURES.items()
+    for dotted in names.values()
+    if not dotted.startswith("torch.ops.")
+}
 FOREACH = {dotted for dotted in NAMES if dotted.startswith("torch._foreach_")}
 """Looked up by one rule, and left out as one."""
 CHECK = "torch._amp_foreach_non_finite_check_and_unscale_"
@@ -175,14 +218,24 @@ def test_mezzo_is_imported_and_trains_without_any_private_name_that_the_step_doe
     looked_up = set(without([], LOOKED_UP)) - NEEDED
     assert len(looked_up) > len(FOREACH) + 15
     # What nobody asks for on import cannot spoil it: those are removed together.
-    experiments = [*([name] for name in sorted(looked_up - FOREACH)), FOREACH, NAMES.keys() - looked_up - NEEDED]
+    experiments = [
+        *([name] for name in sorted(looked_up - FOREACH)),
+        FOREACH,
+        NAMES.keys() - looked_up - NEEDED,
+    ]
     results = {str(names): without(names, SCALED) for names in experiments}
     assert {names: result for names, result in results.items() if result != [0.5, 0.5]} == {}
 
 
 def test_a_region_with_torchs_own_lists_needs_no_private_name_but_the_registrys(without):
     registry = {dotted for dotted, feature in NAMES.items() if feature == "op registry"}
-    assert without(NAMES.keys() - registry - NEEDED - {"torch._C._dispatch_get_registrations_for_dispatch_key"}, TRAINED) == [0.5, 0.5]
+    assert without(
+        NAMES.keys()
+        - registry
+        - NEEDED
+        - {"torch._C._dispatch_get_registrations_for_dispatch_key"},
+        TRAINED,
+    ) == [0.5, 0.5]
 
 
 USES = {
@@ -191,11 +244,17 @@ USES = {
     "torch._C._len_torch_function_stack": "mezzo.autocast('cpu', half={'add'}).__enter__()",
     "torch._C._get_function_stack_at": "mezzo.autocast('cpu', half={'add'}).__enter__()",
     CHECK: SCALED,
-    "torch.utils._python_dispatch.TorchDispatchMode": "from mezzo._observe import count_dtypes; count_dtypes().__enter__()",
+    "torch.utils._python_dispatch.TorchDispatchMode": (
+        "from mezzo._observe import count_dtypes; count_dtypes().__enter__()"
+    ),
     "torch.utils._pytree.tree_leaves": "from mezzo._observe import pytree; pytree.tree_leaves([])",
-    "torch._subclasses.fake_tensor.FakeTensor": "mezzo.convert(torch.nn.Linear(2, 2), (torch.ones(1, 2),), dtype='bfloat16')",
+    "torch._subclasses.fake_tensor.FakeTensor": (
+        "mezzo.convert(torch.nn.Linear(2, 2), (torch.ones(1, 2),), dtype='bfloat16')"
+    ),
     "torch._export.serde.schema": "mezzo.Converted.load('nowhere')",
-    "torch._C._cuda_clearCublasWorkspaces": "from mezzo.step.cuda_graph import clear_cublas_workspaces; clear_cublas_workspaces()",
+    "torch._C._cuda_clearCublasWorkspaces": (
+        "from mezzo.step.cuda_graph import clear_cublas_workspaces; clear_cublas_workspaces()"
+    ),
 }
 
 
@@ -204,11 +263,13 @@ def test_a_feature_without_its_name_says_which_and_what_to_do(name, without):
     said = without([name], f"import mezzo\n{USES[name]}")
     feature = NAMES.get(name, "handling of nested inputs")
     assert (
-        said == f"UnsupportedError: mezzo's {feature} needs {name}, which torch {torch.__version__} does not have. Use torch {_torch.FIRST} to {_torch.LAST}."
+        said
+        == f"UnsupportedError: mezzo's {feature} needs {name}, which torch {torch.__version__} does"
+        f" not have. Use torch {_torch.FIRST} to {_torch.LAST}."
     )
 
 
-# -- substitutes -----------------------------------------------------------------------------------------------------------------------------------
+# -- substitutes -----------------------------------------------------------------------------------
 
 OPERANDS = {
     "add_": (0.5,),
@@ -227,13 +288,19 @@ OPERANDS = {
 }
 
 
-@pytest.mark.parametrize("name", sorted(name.removeprefix("foreach_") for name in _torch.FEATURES["math on lists of tensors"]))
+@pytest.mark.parametrize(
+    "name",
+    sorted(name.removeprefix("foreach_") for name in _torch.FEATURES["math on lists of tensors"]),
+)
 def test_lists_of_tensors_are_computed_one_by_one_as_together(name):
     def run(compute):
         tensors = [torch.tensor([-1.5, 2.5]), torch.tensor([4.0, 0.0, 9.0])]
         return [*compute(tensors, *OPERANDS.get(name, ())), *tensors]
 
-    together, alone = run(getattr(torch, f"_foreach_{name}")), run(_torch._INSTEAD[f"foreach_{name}"])
+    together, alone = (
+        run(getattr(torch, f"_foreach_{name}")),
+        run(_torch._INSTEAD[f"foreach_{name}"]),
+    )
     torch.testing.assert_close(alone, together, rtol=0, atol=0, equal_nan=True)
 
 
@@ -243,15 +310,22 @@ def test_torchs_public_functions_on_lists_are_preferred():
     assert _torch.foreach_mul_ is torch.foreach.mul_
 
 
-@pytest.mark.parametrize("kind", [nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm, nn.LazyBatchNorm1d])
+@pytest.mark.parametrize(
+    "kind", [nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm, nn.LazyBatchNorm1d]
+)
 def test_batch_norms_share_a_base_that_other_modules_do_not_have(kind):
     assert issubclass(kind, _torch.BatchNorm)
     assert issubclass(kind, _torch.BatchOrInstanceNorm)
     assert not issubclass(kind, _torch.InstanceNorm)
 
 
-@pytest.mark.parametrize("kind", [nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d, nn.LazyInstanceNorm2d])
+@pytest.mark.parametrize(
+    "kind", [nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d, nn.LazyInstanceNorm2d]
+)
 def test_instance_norms_share_a_base_that_other_modules_do_not_have(kind):
     assert issubclass(kind, _torch.InstanceNorm)
     assert issubclass(kind, _torch.BatchOrInstanceNorm)
-    assert not any(issubclass(other, _torch.BatchOrInstanceNorm) for other in (nn.Linear, nn.LayerNorm, nn.GroupNorm))
+    assert not any(
+        issubclass(other, _torch.BatchOrInstanceNorm)
+        for other in (nn.Linear, nn.LayerNorm, nn.GroupNorm)
+    )

@@ -1,6 +1,14 @@
 """mezzo: automatic mixed precision for PyTorch."""
 
-from mezzo._errors import CheckpointError, ConversionError, MezzoError, PolicyError, RefusedOpError, ScalerError, UnsupportedError
+from mezzo._errors import (
+    CheckpointError,
+    ConversionError,
+    MezzoError,
+    PolicyError,
+    RefusedOpError,
+    ScalerError,
+    UnsupportedError,
+)
 from mezzo._hardware import Hardware, hardware
 from mezzo.autocasting.autocast import autocast, disable_autocast, enable_autocast
 from mezzo.autocasting.custom_ops import register_op

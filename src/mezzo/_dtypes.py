@@ -10,7 +10,8 @@ HALF_DTYPES: tuple[torch.dtype, ...] = (torch.float16, torch.bfloat16)
 """The 16-bit types a policy can compute in."""
 
 CASTABLE_DTYPES: frozenset[torch.dtype] = frozenset({torch.float32, *HALF_DTYPES})
-"""The types a policy may cast. float64, float8 and complex tensors carry an intention of their own and are left alone."""
+"""The types a policy may cast. float64, float8 and complex tensors carry an intention of their
+own and are left alone."""
 
 _BY_NAME = {
     "float16": torch.float16,
@@ -33,7 +34,13 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def parse_dtype(word: str | torch.dtype, *, allowed: tuple[torch.dtype, ...] = HALF_DTYPES, what: str = "dtype", beside: tuple[str, ...] = ()) -> torch.dtype:
+def parse_dtype(
+    word: str | torch.dtype,
+    *,
+    allowed: tuple[torch.dtype, ...] = HALF_DTYPES,
+    what: str = "dtype",
+    beside: tuple[str, ...] = (),
+) -> torch.dtype:
     """Read a dtype from a name or a torch dtype, and refuse what is not allowed; `beside` names what the caller reads itself, such as `auto`.
 
     >>> parse_dtype("bf16")
@@ -45,4 +52,6 @@ def parse_dtype(word: str | torch.dtype, *, allowed: tuple[torch.dtype, ...] = H
     shown = repr(word) if isinstance(word, str) else str(word)
     known = [*beside, *(dtype_name(one) for one in allowed)]
     meant = nearest(word, known) if isinstance(word, str) and dtype is None else ""
-    raise PolicyError(f"{what}={shown} is not a dtype that can be used here. {choices(known)}{meant}")
+    raise PolicyError(
+        f"{what}={shown} is not a dtype that can be used here. {choices(known)}{meant}"
+    )

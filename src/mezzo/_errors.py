@@ -71,7 +71,11 @@ def nearest(word: str, known: Iterable[str]) -> str:
     wanted = word.lower()
     close = get_close_matches(wanted, spelled, n=_SUGGESTED, cutoff=0.6)
     almost = [one for one in close if SequenceMatcher(a=one, b=wanted).ratio() >= _ALMOST_THE_SAME]
-    longer = sorted((one for one in spelled if wanted in one), key=len) if len(wanted) >= _TELLING else []
+    longer = (
+        sorted((one for one in spelled if wanted in one), key=len)
+        if len(wanted) >= _TELLING
+        else []
+    )
     matches = [spelled[one] for one in dict.fromkeys((*almost, *longer, *close))][:_SUGGESTED]
     return f" Did you mean {' or '.join(repr(match) for match in matches)}?" if matches else ""
 

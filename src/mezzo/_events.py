@@ -1,6 +1,7 @@
 """What happened, as values: mechanisms emit events, reports consume them, and neither knows the other.
 
-Emitting costs nothing when nobody listens: a mechanism asks `listening()` before it builds a record.
+Emitting costs nothing when nobody listens: a mechanism asks `listening()` before it builds a
+record.
 
 >>> with listen() as heard:
 ...     emit(PolicyDowngraded("bfloat16", "float32", "cpu", "no kernels"))

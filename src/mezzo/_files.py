@@ -26,18 +26,27 @@ _PART = ".part"
 def atomic_writer(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
     """Open a file that appears under its name only when it was written to the end.
 
-    The bytes go to a neighbour first, are flushed to the disk and renamed over the target: a kill in the middle leaves the old file as it was, and the neighbour is
-    removed by the next write to the same path. A disk that is full, or a limit on file sizes, raises one OSError, whatever the writer made of it.
+    The bytes go to a neighbour first, are flushed to the disk and renamed over the target: a kill
+    in the middle leaves the old file as it was, and the neighbour is removed by the next write to
+    the same path. A disk that is full, or a limit on file sizes, raises one OSError, whatever the
+    writer made of it.
     """
     # A link is followed, as open() does: the rename would replace the link itself.
     target = Path(path).resolve()
     if not target.parent.is_dir():
-        raise FileNotFoundError(f"Cannot write {os.fspath(path)!r}: there is no directory {os.fspath(target.parent)!r}. Make it first.")
+        raise FileNotFoundError(
+            f"Cannot write {os.fspath(path)!r}: there is no directory {os.fspath(target.parent)!r}."
+            " Make it first."
+        )
     if target.exists() and not target.is_file():
-        raise OSError(f"Cannot write {os.fspath(path)!r}: it is not a regular file, and would be replaced by one. Pass the path of a file.")
+        raise OSError(
+            f"Cannot write {os.fspath(path)!r}: it is not a regular file, and would be replaced by"
+            " one. Pass the path of a file."
+        )
     _remove_orphans(target)
     temporary = target.with_name(f".{target.name}.{token_hex(8)}{_PART}")
-    # A plain open, and not mkstemp, whose files only their owner can read: a saved file has the mode that the user's umask gives.
+    # A plain open, and not mkstemp, whose files only their owner can read: a saved file has the
+    # mode that the user's umask gives.
     raw = _RecordingFile(temporary, "xb")
     try:
         with BufferedWriter(raw) as file:
@@ -60,8 +69,9 @@ def atomic_writer(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
             raise
         raise OSError(
             raw.error.errno,
-            f"Cannot write {os.fspath(path)!r}: {raw.error.strerror}, after {raw.written} bytes. What was at this path before is unchanged. "
-            "Free disk space, or raise the limit on file sizes (ulimit -f), and save again",
+            f"Cannot write {os.fspath(path)!r}: {raw.error.strerror}, after {raw.written} bytes."
+            " What was at this path before is unchanged. Free disk space, or raise the limit on"
+            " file sizes (ulimit -f), and save again",
         ) from raw.error
 
 

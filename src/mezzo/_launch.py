@@ -49,7 +49,8 @@ class AsyncCopy:
 
 
 _TABLES_KEPT = 16
-"""Addresses repeat: torch's allocator gives the gradients of a step the blocks of an earlier one."""
+"""Addresses repeat: torch's allocator gives the gradients of a step the blocks of an earlier
+one."""
 
 
 DTYPES = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
@@ -81,7 +82,8 @@ def table_on(device: torch.device, table: torch.Tensor) -> torch.Tensor:
 def pinned_for(device: torch.device, table: torch.Tensor) -> torch.Tensor:
     """A table in memory from which a device copies without anybody waiting.
 
-    A fresh buffer each time: torch frees pinned memory only when its copies are done, but knows nothing of a buffer that is written again too early.
+    A fresh buffer each time: torch frees pinned memory only when its copies are done, but knows
+    nothing of a buffer that is written again too early.
     """
     return table.pin_memory() if device.type == "cuda" else table
 
@@ -127,10 +129,17 @@ def keep_recent(tables: dict[Any, Any], key: Any, table: Any) -> None:
 
 
 _compiled: dict[Any, Any] = {}
-"""Kernels as the first launch compiled them: called directly, they spare the host Triton's look-up at every launch."""
+"""Kernels as the first launch compiled them: called directly, they spare the host Triton's
+look-up at every launch."""
 
 
-def run_kernel(kernel: Any, programs: int, numbers: tuple[Any, ...], constants: tuple[Any, ...], device: torch.device) -> None:
+def run_kernel(
+    kernel: Any,
+    programs: int,
+    numbers: tuple[Any, ...],
+    constants: tuple[Any, ...],
+    device: torch.device,
+) -> None:
     """Launch a kernel that specializes on none of its numbers."""
     key = (kernel, device.index, *constants)
     compiled = _compiled.get(key)

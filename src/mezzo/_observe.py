@@ -32,7 +32,9 @@ class DtypeCounts:
 
     def rows(self) -> tuple[DtypeCount, ...]:
         """Every pair of op and dtype that was seen, in order of names."""
-        return tuple(DtypeCount(op, dtype, calls) for (op, dtype), calls in sorted(self._calls.items()))
+        return tuple(
+            DtypeCount(op, dtype, calls) for (op, dtype), calls in sorted(self._calls.items())
+        )
 
     def by_dtype(self) -> Mapping[str, int]:
         """How many calls gave each dtype."""
@@ -74,7 +76,8 @@ class _CountingMode(TorchDispatchMode):
 def count_dtypes() -> Iterator[DtypeCounts]:
     """Count the ops that run in the block, by the dtype of their floating-point output.
 
-    It slows every op down (by about 7 µs on a CPU) and compiled code escapes it: meant for one step, not for a whole training run.
+    It slows every op down (by about 7 µs on a CPU) and compiled code escapes it: meant for one
+    step, not for a whole training run.
 
     >>> with count_dtypes() as counts:
     ...     _ = torch.ones(2, 2) @ torch.ones(2, 2)

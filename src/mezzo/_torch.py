@@ -1,10 +1,13 @@
 """Every private name of torch that mezzo uses, by the feature that needs it.
 
-No other module reaches a name of torch that starts with an underscore: `from mezzo._torch import get_schema` gives `torch._C._get_schema`. A name is looked up
-when it is first imported from here, so that torch's slow parts (Inductor, dynamo, the serializer of torch.export) load when they are used.
+No other module reaches a name of torch that starts with an underscore: `from mezzo._torch import
+get_schema` gives `torch._C._get_schema`. A name is looked up when it is first imported from here,
+so that torch's slow parts (Inductor, dynamo, the serializer of torch.export) load when they are
+used.
 
-A name that torch does not have fails nowhere but where it is used: what stands for it raises an `UnsupportedError` that says which feature is off. Names in
-`_INSTEAD` have a substitute; None means that whoever imports the name does without.
+A name that torch does not have fails nowhere but where it is used: what stands for it raises an
+`UnsupportedError` that says which feature is off. Names in `_INSTEAD` have a substitute; None means
+that whoever imports the name does without.
 
 >>> require("conversion")
 """
@@ -91,7 +94,9 @@ FEATURES: Mapping[str, Mapping[str, str]] = {
     },
     "support for checkpointing in a region": {
         "checkpoint_generator": "torch.utils.checkpoint._checkpoint_without_reentrant_generator",
-        "checkpoint_generator_impl": "torch.utils.checkpoint._checkpoint_without_reentrant_generator_impl",
+        "checkpoint_generator_impl": (
+            "torch.utils.checkpoint._checkpoint_without_reentrant_generator_impl"
+        ),
     },
     "support for torch.export in a region": {
         "export": "torch.export._trace._export",
@@ -102,7 +107,9 @@ FEATURES: Mapping[str, Mapping[str, str]] = {
         "recursive_compile_class": "torch.jit._script._recursive_compile_class",
     },
     "key for torch's cache of compiled code": {
-        "AOTAutogradCacheDetails": "torch._functorch._aot_autograd.autograd_cache.AOTAutogradCacheDetails",
+        "AOTAutogradCacheDetails": (
+            "torch._functorch._aot_autograd.autograd_cache.AOTAutogradCacheDetails"
+        ),
         "autocast_devices": "torch._C._autocast_supported_devices",
     },
     "handling of nested inputs": {
@@ -119,7 +126,7 @@ FEATURES: Mapping[str, Mapping[str, str]] = {
     },
     "math on lists of tensors": {
         f"foreach_{name}": f"torch._foreach_{name}"
-        for name in ("abs add_ addcmul_ clamp_max_ clamp_min_ copy_ div div_ lerp_ maximum_ mul mul_ neg norm sign sign_ sqrt_ sub_ zero_".split())
+        for name in "abs add_ addcmul_ clamp_max_ clamp_min_ copy_ div div_ lerp_ maximum_ mul mul_ neg norm sign sign_ sqrt_ sub_ zero_".split()
     },
     "CUDA graphs": {
         "raw_stream": "torch._C._cuda_getCurrentRawStream",
@@ -159,8 +166,23 @@ FEATURES: Mapping[str, Mapping[str, str]] = {
 
 PARTS: Mapping[str, tuple[str, ...]] = {
     "torch.utils._pytree": (
-        *("NO_SERIALIZED_TYPE_NAME_FOUND", "SERIALIZED_TYPE_TO_PYTHON_TYPE", "SUPPORTED_SERIALIZED_TYPES", "TreeSpec", "is_namedtuple_class", "keystr"),
-        *("tree_flatten", "tree_leaves", "tree_leaves_with_path", "tree_map", "tree_map_only", "tree_structure", "tree_unflatten"),
+        *(
+            "NO_SERIALIZED_TYPE_NAME_FOUND",
+            "SERIALIZED_TYPE_TO_PYTHON_TYPE",
+            "SUPPORTED_SERIALIZED_TYPES",
+            "TreeSpec",
+            "is_namedtuple_class",
+            "keystr",
+        ),
+        *(
+            "tree_flatten",
+            "tree_leaves",
+            "tree_leaves_with_path",
+            "tree_map",
+            "tree_map_only",
+            "tree_structure",
+            "tree_unflatten",
+        ),
     ),
     "torch._export.serde.schema": ("ExportedProgram", "Layout", "SCHEMA_VERSION"),
     "torch._export.serde.serialize": ("ExportedProgramDeserializer", "serialize"),
@@ -197,7 +219,9 @@ def place(name: str) -> tuple[str, str]:
     >>> place("export")
     ('torch.export._trace', '_export')
     """
-    module, _, attribute = next(names[name] for names in FEATURES.values() if name in names).rpartition(".")
+    module, _, attribute = next(
+        names[name] for names in FEATURES.values() if name in names
+    ).rpartition(".")
     return module, attribute
 
 
@@ -210,14 +234,25 @@ def loaded(name: str) -> Any:
 @cache
 def _lacking(feature: str) -> str | None:
     """The first name that a feature needs and this torch lacks."""
-    return next((lacking for dotted in FEATURES[feature].values() if (lacking := _read(dotted)[1]) is not None), None)
+    return next(
+        (
+            lacking
+            for dotted in FEATURES[feature].values()
+            if (lacking := _read(dotted)[1]) is not None
+        ),
+        None,
+    )
 
 
 def _looked_up(dotted: str, feature: str, name: str) -> Any:
     found, lacking = _read(dotted)
     if lacking is None:
         return found
-    return _INSTEAD[name] if name in _INSTEAD else _Missing(name, (), {"feature": feature, "lacking": lacking})
+    return (
+        _INSTEAD[name]
+        if name in _INSTEAD
+        else _Missing(name, (), {"feature": feature, "lacking": lacking})
+    )
 
 
 def _read(dotted: str) -> tuple[Any, str | None]:
@@ -229,11 +264,16 @@ def _read(dotted: str) -> tuple[Any, str | None]:
             found = getattr(found, part) if hasattr(found, part) else import_module(path)
         except ImportError:
             return None, dotted
-    return found, next((f"{dotted}.{part}" for part in PARTS.get(dotted, ()) if not hasattr(found, part)), None)
+    return found, next(
+        (f"{dotted}.{part}" for part in PARTS.get(dotted, ()) if not hasattr(found, part)), None
+    )
 
 
 def _refuse(feature: str, lacking: str) -> NoReturn:
-    raise UnsupportedError(f"mezzo's {feature} needs {lacking}, which torch {torch.__version__} does not have. Use torch {FIRST} to {LAST}.")
+    raise UnsupportedError(
+        f"mezzo's {feature} needs {lacking}, which torch {torch.__version__} does not have. Use"
+        f" torch {FIRST} to {LAST}."
+    )
 
 
 class _Missing(type):
@@ -257,12 +297,16 @@ class _Missing(type):
         _refuse(cls.feature, cls.lacking)
 
 
-# -- Substitutes -----------------------------------------------------------------------------------------------------------------------------------
+# -- Substitutes -----------------------------------------------------------------------------------
 
 
 def _public(name: str) -> Any:
     """The public function that a later torch has: torch.foreach, from 2.15 on."""
-    return getattr(getattr(torch, "foreach", None), name.removeprefix("foreach_"), None) if name.startswith("foreach_") else None
+    return (
+        getattr(getattr(torch, "foreach", None), name.removeprefix("foreach_"), None)
+        if name.startswith("foreach_")
+        else None
+    )
 
 
 def _one_by_one(name: str) -> Callable[..., list[Any]]:
@@ -271,14 +315,17 @@ def _one_by_one(name: str) -> Callable[..., list[Any]]:
 
     def run(tensors: Sequence[torch.Tensor], *operands: Any, **options: Any) -> list[Any]:
         rows = [one if isinstance(one, list | tuple) else [one] * len(tensors) for one in operands]
-        return [method(tensor, *row, **options) for tensor, *row in zip(tensors, *rows, strict=True)]
+        return [
+            method(tensor, *row, **options) for tensor, *row in zip(tensors, *rows, strict=True)
+        ]
 
     return run
 
 
 _METHODS: dict[str, Callable[..., Any]] = {
     "maximum_": lambda tensor, other: torch.maximum(tensor, other, out=tensor),
-    "norm": lambda tensor, ord=2: torch.linalg.vector_norm(tensor, ord),  # noqa: A006 - torch's name
+    # Torch's name.
+    "norm": lambda tensor, ord=2: torch.linalg.vector_norm(tensor, ord),  # noqa: A006
 }
 
 
@@ -292,11 +339,18 @@ def _current_stream(device: int) -> int:
 
 
 def _known_autocast_devices() -> list[str]:
-    return [device for device in ("cpu", "cuda", "mps", "xpu") if torch.amp.is_autocast_available(device)]
+    return [
+        device
+        for device in ("cpu", "cuda", "mps", "xpu")
+        if torch.amp.is_autocast_available(device)
+    ]
 
 
 _INSTEAD: dict[str, Any] = {
-    **{name: _one_by_one(name.removeprefix("foreach_")) for name in FEATURES["math on lists of tensors"]},
+    **{
+        name: _one_by_one(name.removeprefix("foreach_"))
+        for name in FEATURES["math on lists of tensors"]
+    },
     "function_mode_count": _no_modes,
     "raw_stream": _current_stream,
     "autocast_devices": _known_autocast_devices,
@@ -320,7 +374,11 @@ _INSTEAD: dict[str, Any] = {
 
 
 def _shared_base(*kinds: type[nn.Module]) -> type[nn.Module]:
-    return next(base for base in kinds[0].__mro__ if issubclass(base, nn.Module) and all(issubclass(kind, base) for kind in kinds))
+    return next(
+        base
+        for base in kinds[0].__mro__
+        if issubclass(base, nn.Module) and all(issubclass(kind, base) for kind in kinds)
+    )
 
 
 # torch's base classes of norms are private; as what the public ones share they need no name.

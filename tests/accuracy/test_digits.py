@@ -6,7 +6,16 @@ from functools import cache
 
 import pytest
 from support.digits import CLASSES, pictures
-from support.tuning import SEEDS, WITH_MASTERS, Data, Task, float32_losses, loss_from_scratch, losses_before_tuning, tuned_loss
+from support.tuning import (
+    SEEDS,
+    WITH_MASTERS,
+    Data,
+    Task,
+    float32_losses,
+    loss_from_scratch,
+    losses_before_tuning,
+    tuned_loss,
+)
 from torch import nn
 
 pytestmark = pytest.mark.slow
@@ -14,7 +23,13 @@ pytestmark = pytest.mark.slow
 
 def network() -> nn.Module:
     first = [nn.Conv2d(1, 8, 3, padding=1, stride=2), nn.BatchNorm2d(8), nn.ReLU()]
-    return nn.Sequential(*first, nn.Conv2d(8, 16, 3, padding=1, stride=2), nn.ReLU(), nn.Flatten(), nn.Linear(64, CLASSES))
+    return nn.Sequential(
+        *first,
+        nn.Conv2d(8, 16, 3, padding=1, stride=2),
+        nn.ReLU(),
+        nn.Flatten(),
+        nn.Linear(64, CLASSES),
+    )
 
 
 @cache
@@ -27,7 +42,14 @@ def mirrored(count: int, seed: int) -> Data:
     return images.flip(-1), digits
 
 
-TASK = Task(network, first=lambda: drawn(2048, 1), second=lambda: mirrored(2048, 2), unseen=lambda: mirrored(1024, 3), batch=64, steps=(400, 200))
+TASK = Task(
+    network,
+    first=lambda: drawn(2048, 1),
+    second=lambda: mirrored(2048, 2),
+    unseen=lambda: mirrored(1024, 3),
+    batch=64,
+    steps=(400, 200),
+)
 
 
 @pytest.mark.parametrize(("dtype", "master"), WITH_MASTERS)
@@ -49,7 +71,8 @@ def test_tuning_in_float32_learns():
 @pytest.mark.parametrize(("dtype", "master"), [("float16", "float32"), ("bfloat16", "split")])
 def test_a_network_learns_from_scratch_at_o2_as_in_float32(dtype: str, master: str):
     losses = losses_before_tuning(TASK, TASK.first())
-    # Training at a high rate is chaotic: two float32 runs that differ in one bit end as far apart as two seeds do. So the spread counts twice, and less is well.
+    # Training at a high rate is chaotic: two float32 runs that differ in one bit end as far apart
+    # as two seeds do. So the spread counts twice, and less is well.
     highest = 2 * losses[-1] - losses[0]
     assert highest < 0.2
     assert loss_from_scratch(TASK, SEEDS[0], dtype, master) <= highest

@@ -7,7 +7,14 @@ from functools import cache
 import pytest
 import torch
 from support.text import ALPHABET, OTHER_WORDS, encoded, written
-from support.tuning import WITH_MASTERS, Data, Task, float32_losses, losses_before_tuning, tuned_loss
+from support.tuning import (
+    WITH_MASTERS,
+    Data,
+    Task,
+    float32_losses,
+    losses_before_tuning,
+    tuned_loss,
+)
 from torch import nn
 from torch.nn import functional as F
 
@@ -21,7 +28,10 @@ class LanguageModel(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.letters, self.places = nn.Embedding(len(ALPHABET), WIDTH), nn.Parameter(0.1 * torch.randn(LETTERS, WIDTH))
+        self.letters, self.places = (
+            nn.Embedding(len(ALPHABET), WIDTH),
+            nn.Parameter(0.1 * torch.randn(LETTERS, WIDTH)),
+        )
         self.norms = nn.ModuleList(nn.LayerNorm(WIDTH) for _ in range(3))
         self.attended, self.mixed = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
         self.widened, self.narrowed = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
@@ -29,8 +39,14 @@ class LanguageModel(nn.Module):
 
     def forward(self, text: torch.Tensor) -> torch.Tensor:
         seen = self.letters(text) + self.places
-        queries, keys, values = self.attended(self.norms[0](seen)).unflatten(-1, (3, HEADS, -1)).permute(2, 0, 3, 1, 4)
-        seen = seen + self.mixed(F.scaled_dot_product_attention(queries, keys, values, is_causal=True).transpose(1, 2).flatten(2))
+        queries, keys, values = (
+            self.attended(self.norms[0](seen)).unflatten(-1, (3, HEADS, -1)).permute(2, 0, 3, 1, 4)
+        )
+        seen = seen + self.mixed(
+            F.scaled_dot_product_attention(queries, keys, values, is_causal=True)
+            .transpose(1, 2)
+            .flatten(2)
+        )
         seen = seen + self.narrowed(F.gelu(self.widened(self.norms[1](seen))))
         return self.told(self.norms[2](seen))
 

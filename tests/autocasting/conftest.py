@@ -57,7 +57,14 @@ class OneDtype(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         given = {value.dtype for value in args if isinstance(value, torch.Tensor)}
-        if func in (torch.ops.aten.native_layer_norm.default, torch.ops.aten.native_group_norm.default) and len(given) > 1:
+        if (
+            func
+            in (
+                torch.ops.aten.native_layer_norm.default,
+                torch.ops.aten.native_group_norm.default,
+            )
+            and len(given) > 1
+        ):
             raise RuntimeError("expected scalar type Half but found Float")
         return func(*args, **(kwargs or {}))
 

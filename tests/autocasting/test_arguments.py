@@ -9,12 +9,26 @@ import torch
 
 import mezzo
 from mezzo import _events
-from mezzo.autocasting.arguments import AutocastCall, region_for, resolve_call, uses_torch_lists, without_torch_autocast
+from mezzo.autocasting.arguments import (
+    AutocastCall,
+    region_for,
+    resolve_call,
+    uses_torch_lists,
+    without_torch_autocast,
+)
 from mezzo.policy.policy import Policy
 
 
 def settled(*first: Any, **words: Any) -> Any:
-    defaults = {"first": None, "dtype": None, "enabled": True, "cache_enabled": None, "device_type": None, "policy": None, "overrides": ()}
+    defaults = {
+        "first": None,
+        "dtype": None,
+        "enabled": True,
+        "cache_enabled": None,
+        "device_type": None,
+        "policy": None,
+        "overrides": (),
+    }
     given = defaults | words | ({"first": first[0]} if first else {})
     return resolve_call(tuple(AutocastCall(**given)))
 
@@ -49,7 +63,15 @@ def test_every_word_that_torchs_lists_do_not_know_is_steered(words: dict[str, An
 
 @pytest.mark.parametrize(
     "words",
-    [{}, {"preset": "torch-cpu"}, {"master": "float32"}, {"keep_full": ()}, {"cache": "torch"}, {"cache": "off"}, {"modules": {"a": "full"}}],
+    [
+        {},
+        {"preset": "torch-cpu"},
+        {"master": "float32"},
+        {"keep_full": ()},
+        {"cache": "torch"},
+        {"cache": "off"},
+        {"modules": {"a": "full"}},
+    ],
     ids=str,
 )
 def test_words_that_speak_of_no_op_leave_the_work_to_torch(words: dict[str, Any]) -> None:
@@ -61,8 +83,14 @@ def test_the_versioned_cache_is_to_be_had_for_torchs_own_policy() -> None:
     assert region_for(Policy(dtype="bfloat16", cache="versioned"), "cpu").key
 
 
-@pytest.mark.parametrize(("words", "expected"), [({"cache": "off"}, False), ({"cache": "torch"}, None), ({}, None)], ids=str)
-def test_torchs_cache_is_off_only_where_that_is_said(words: dict[str, Any], expected: bool | None) -> None:
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [({"cache": "off"}, False), ({"cache": "torch"}, None), ({}, None)],
+    ids=str,
+)
+def test_torchs_cache_is_off_only_where_that_is_said(
+    words: dict[str, Any], expected: bool | None
+) -> None:
     assert region_for(Policy(dtype="bfloat16", **words), "cpu").cache_enabled is expected
 
 
@@ -96,15 +124,28 @@ def test_equal_policies_share_one_table_whatever_words_made_them() -> None:
 
 
 def test_another_dtype_or_cache_is_another_table() -> None:
-    keys = {region_for(Policy("O1", dtype, half={"add"}, cache=cache), "cpu").key for dtype in ("bfloat16", "float16") for cache in ("versioned", "off")}
+    keys = {
+        region_for(Policy("O1", dtype, half={"add"}, cache=cache), "cpu").key
+        for dtype in ("bfloat16", "float16")
+        for cache in ("versioned", "off")
+    }
     assert len(keys) == 4
 
 
 def test_a_device_that_lacks_the_dtype_runs_in_float32_and_says_so() -> None:
-    with _events.listen() as heard, pytest.warns(UserWarning, match="cuda") if not torch.cuda.is_available() else pytest.warns(None):
+    with (
+        _events.listen() as heard,
+        (
+            pytest.warns(UserWarning, match="cuda")
+            if not torch.cuda.is_available()
+            else pytest.warns(None)
+        ),
+    ):
         region = region_for(Policy("O1", "float16", half={"sub", "add", "mul"}), "cuda")
     assert not region.enabled
-    assert [event.used for event in heard if isinstance(event, _events.PolicyDowngraded)] == ["float32"]
+    assert [event.used for event in heard if isinstance(event, _events.PolicyDowngraded)] == [
+        "float32"
+    ]
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without CUDA")

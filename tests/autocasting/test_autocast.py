@@ -22,7 +22,9 @@ HALVES = pytest.mark.parametrize("half", [torch.bfloat16, torch.float16], ids=st
 REGIONS = {
     "default": lambda **words: mezzo.autocast("cpu", dtype=torch.bfloat16, **words),
     "custom": lambda **words: mezzo.autocast("O1", **CUSTOM, **words),
-    "versioned": lambda **words: mezzo.autocast("cpu", dtype=torch.bfloat16, cache="versioned", **words),
+    "versioned": lambda **words: mezzo.autocast(
+        "cpu", dtype=torch.bfloat16, cache="versioned", **words
+    ),
 }
 KINDS = pytest.mark.parametrize("make", REGIONS.values(), ids=REGIONS.keys())
 
@@ -145,7 +147,9 @@ def test_every_level_is_entered_by_its_name(level: str) -> None:
     ],
     ids=str,
 )
-def test_words_that_make_no_sense_are_refused_when_the_region_is_made(words: dict[str, Any], message: str) -> None:
+def test_words_that_make_no_sense_are_refused_when_the_region_is_made(
+    words: dict[str, Any], message: str
+) -> None:
     keywords = dict(words)
     with pytest.raises(mezzo.PolicyError, match=message):
         mezzo.autocast(*keywords.pop("args"), **keywords)
@@ -217,13 +221,20 @@ def test_custom_fwd_with_cast_inputs_casts_and_switches_off(make: Any) -> None:
             return gradient, gradient
 
     with make():
-        assert Product.apply(torch.ones(2, 2, dtype=torch.bfloat16), torch.ones(2, 2)).dtype is torch.float32
+        assert (
+            Product.apply(torch.ones(2, 2, dtype=torch.bfloat16), torch.ones(2, 2)).dtype
+            is torch.float32
+        )
 
 
 @KINDS
 def test_a_disabled_region_inside_casts_nothing_whoever_opens_it(make: Any) -> None:
     with make():
-        for off in (mezzo.autocast("cpu", enabled=False), mezzo.autocast("O0", device_type="cpu"), torch.autocast("cpu", enabled=False)):
+        for off in (
+            mezzo.autocast("cpu", enabled=False),
+            mezzo.autocast("O0", device_type="cpu"),
+            torch.autocast("cpu", enabled=False),
+        ):
             with off:
                 assert product() is torch.float32
                 assert total() is torch.float32
@@ -274,10 +285,18 @@ def test_regions_of_different_device_types_do_not_disturb_each_other() -> None:
 @KINDS
 def test_an_exception_puts_everything_back(make: Any) -> None:
     with mezzo.autocast("cpu", dtype=torch.float16):
-        before = torch.get_autocast_dtype("cpu"), torch.is_autocast_cache_enabled(), torch._C._len_torch_function_stack()
+        before = (
+            torch.get_autocast_dtype("cpu"),
+            torch.is_autocast_cache_enabled(),
+            torch._C._len_torch_function_stack(),
+        )
         with pytest.raises(ZeroDivisionError), make(), make(cache_enabled=False):
             raise ZeroDivisionError
-        assert (torch.get_autocast_dtype("cpu"), torch.is_autocast_cache_enabled(), torch._C._len_torch_function_stack()) == before
+        assert (
+            torch.get_autocast_dtype("cpu"),
+            torch.is_autocast_cache_enabled(),
+            torch._C._len_torch_function_stack(),
+        ) == before
         assert product() is torch.float16
     assert product() is torch.float32
 
@@ -352,7 +371,9 @@ def test_a_region_is_copied_and_pickled(words: dict[str, Any]) -> None:
             assert total() is (torch.bfloat16 if words else torch.float32)
 
 
-def test_a_pickled_custom_region_works_in_a_process_that_has_not_met_its_policy(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_pickled_custom_region_works_in_a_process_that_has_not_met_its_policy(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     pickled = pickle.dumps(mezzo.autocast("O1", **CUSTOM))
     arguments._table.cache_clear()
     monkeypatch.setattr(table_lookup, "TABLES", {"": {}})

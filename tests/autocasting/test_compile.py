@@ -77,13 +77,23 @@ def test_nested_regions_inside_a_compiled_function() -> None:
             return *first, *off, *torchs, *second, *plain, *both(x)
 
     found = torch.compile(run, backend="eager", fullgraph=True)(X)
-    assert dtypes(found) == dtypes(run(X)) == (HALF, HALF, FULL, FULL, FULL, FULL, FULL, FULL, HALF, FULL, HALF, HALF)
+    assert (
+        dtypes(found)
+        == dtypes(run(X))
+        == (HALF, HALF, FULL, FULL, FULL, FULL, FULL, FULL, HALF, FULL, HALF, HALF)
+    )
 
 
-NESTED = "the eager backend runs the graph under the mode of the region around it, which steers what the region inside left alone; the others do not"
+NESTED = (
+    "the eager backend runs the graph under the mode of the region around it, which steers what the"
+    " region inside left alone; the others do not"
+)
 
 
-@pytest.mark.parametrize("backend", [pytest.param("eager", marks=pytest.mark.xfail(strict=True, reason=NESTED)), "aot_eager"])
+@pytest.mark.parametrize(
+    "backend",
+    [pytest.param("eager", marks=pytest.mark.xfail(strict=True, reason=NESTED)), "aot_eager"],
+)
 def test_a_region_inside_a_compiled_function_inside_a_custom_region(backend: str) -> None:
     def run(x: Tensor) -> tuple[Tensor, ...]:
         with mezzo.autocast("cpu", dtype="bfloat16", full={"matmul"}):
@@ -123,7 +133,9 @@ def test_a_decorator_goes_over_a_compiled_function(words: dict[str, Any]) -> Non
     assert dtypes(decorated(X)) == (HALF, HALF if words else FULL)
 
 
-def test_an_instance_made_outside_and_entered_inside_is_refused_by_dynamo_or_carried_out_and_never_ignored() -> None:
+def test_an_instance_made_outside_and_entered_inside_is_refused_by_dynamo_or_carried_out_and_never_ignored() -> (
+    None
+):
     made = region(half={"add"})
 
     def run(x: Tensor) -> tuple[Tensor, ...]:
@@ -143,7 +155,15 @@ def test_another_policy_is_compiled_anew_and_the_same_one_is_not() -> None:
     counter = CompileCounter()
     compiled = torch.compile(both, backend=counter, fullgraph=True)
     frames = []
-    for words in ({"half": {"add"}}, {"half": {"add"}}, {"full": {"matmul"}}, {"half": {"add"}}, {}, {}, {"full": {"matmul"}}):
+    for words in (
+        {"half": {"add"}},
+        {"half": {"add"}},
+        {"full": {"matmul"}},
+        {"half": {"add"}},
+        {},
+        {},
+        {"full": {"matmul"}},
+    ):
         with region(**words):
             compiled(X)
         frames.append(counter.frame_count)
@@ -180,11 +200,26 @@ def test_enable_is_followed_by_compiled_code() -> None:
 
 
 CALLS: dict[str, tuple[Any, dict[str, Any]]] = {
-    "condition": (lambda x: torch.softmax(x.to(HALF), -1), {"conditional": [("softmax", "dim", [-1])]}),
-    "condition by name": (lambda x: nn.functional.softmax(x.to(HALF), dim=-1), {"conditional": [("softmax", "dim", [-1])]}),
-    "no condition": (lambda x: torch.softmax(x.to(HALF), 0), {"conditional": [("softmax", "dim", [-1])]}),
-    "condition by default": (lambda x: nn.functional.gelu(x.to(HALF)), {"conditional": [("gelu", "approximate", ["none"])]}),
-    "condition on a tensor": (lambda x: torch.pow(x.to(HALF), x.to(HALF)), {"conditional": [("pow", "exponent", [2])]}),
+    "condition": (
+        lambda x: torch.softmax(x.to(HALF), -1),
+        {"conditional": [("softmax", "dim", [-1])]},
+    ),
+    "condition by name": (
+        lambda x: nn.functional.softmax(x.to(HALF), dim=-1),
+        {"conditional": [("softmax", "dim", [-1])]},
+    ),
+    "no condition": (
+        lambda x: torch.softmax(x.to(HALF), 0),
+        {"conditional": [("softmax", "dim", [-1])]},
+    ),
+    "condition by default": (
+        lambda x: nn.functional.gelu(x.to(HALF)),
+        {"conditional": [("gelu", "approximate", ["none"])]},
+    ),
+    "condition on a tensor": (
+        lambda x: torch.pow(x.to(HALF), x.to(HALF)),
+        {"conditional": [("pow", "exponent", [2])]},
+    ),
     "exempt_args": (
         lambda x: nn.functional.batch_norm(x, torch.zeros(2), torch.ones(2)),
         {"half": {"batch_norm"}, "exempt_args": {"batch_norm": ["running_mean", "running_var"]}},
@@ -211,7 +246,9 @@ def test_a_call_is_decided_as_in_eager(call: Any, words: dict[str, Any]) -> None
     assert torch.equal(found, expected)
 
 
-def test_a_norm_whose_kernel_takes_no_mix_is_computed_in_float32_in_compiled_code(one_dtype: Any) -> None:
+def test_a_norm_whose_kernel_takes_no_mix_is_computed_in_float32_in_compiled_code(
+    one_dtype: Any,
+) -> None:
     seen: set[torch.dtype] = set()
 
     def backend(graph: torch.fx.GraphModule, _inputs: Any) -> Any:
@@ -253,7 +290,9 @@ def test_compiled_training_gives_the_gradients_of_eager() -> None:
 
 @pytest.mark.parametrize("words", [{}, {"half": {"add"}}, {"full": {"linear"}}], ids=str)
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
-def test_checkpointing_in_compiled_code_keeps_the_precision(words: dict[str, Any], backend: str) -> None:
+def test_checkpointing_in_compiled_code_keeps_the_precision(
+    words: dict[str, Any], backend: str
+) -> None:
     layer = nn.Linear(2, 2)
 
     def run(x: Tensor) -> Tensor:
@@ -291,10 +330,13 @@ def test_the_cache_on_disk_never_serves_another_policy() -> None:
                 torch._dynamo.reset()
                 with made():
                     # Without kernels of Inductor's own, which gcc would take seconds for.
-                    found = torch.compile(both, fullgraph=True, options={"fallback_by_default": True})(X)
+                    found = torch.compile(
+                        both, fullgraph=True, options={"fallback_by_default": True}
+                    )(X)
                 assert dtypes(found) == expected, name
             hits.append(counters["aot_autograd"]["autograd_cache_hit"])
-    # "torch" and "default" are the same; before torch 2.14 graphs with a region inside are not cached.
+    # "torch" and "default" are the same; before torch 2.14 graphs with a region inside are not
+    # cached.
     assert hits[1] >= len(CACHED) - 1 > hits[0]
 
 
@@ -307,7 +349,9 @@ def test_compiled_code_holds_the_same_ops_as_casts_by_hand(where: str) -> None:
     seen: list[Counter[str]] = []
 
     def count(graph: torch.fx.GraphModule, _inputs: object) -> object:
-        seen.append(Counter(str(node.target) for node in graph.graph.nodes if node.op == "call_function"))
+        seen.append(
+            Counter(str(node.target) for node in graph.graph.nodes if node.op == "call_function")
+        )
         return graph.forward
 
     def plain(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
@@ -336,10 +380,17 @@ def test_compiled_code_holds_the_same_ops_as_casts_by_hand(where: str) -> None:
     assert seen[0]["aten._to_copy.default"] == 3
 
 
-# -- Python functions of torch under O2, which steers nearly every op in them ---------------------------------------------------------------------
+# -- Python functions of torch under O2, which steers nearly every op in them ----------------------
 
-IMAGES, ROWS, IDS = torch.randn(2, 4, 9, 8), torch.randn(2, 4, 10), torch.arange(12).reshape(3, 4) % 5
-ATTENTION, DECODER = nn.MultiheadAttention(4, 2, batch_first=True), nn.TransformerDecoderLayer(4, 2, 8, dropout=0.0, batch_first=True)
+IMAGES, ROWS, IDS = (
+    torch.randn(2, 4, 9, 8),
+    torch.randn(2, 4, 10),
+    torch.arange(12).reshape(3, 4) % 5,
+)
+ATTENTION, DECODER = (
+    nn.MultiheadAttention(4, 2, batch_first=True),
+    nn.TransformerDecoderLayer(4, 2, 8, dropout=0.0, batch_first=True),
+)
 WHOLE: dict[str, Any] = {
     "pooled to a number": lambda: nn.functional.adaptive_avg_pool2d(IMAGES, 1),
     "pooled to a pair": lambda: nn.functional.adaptive_avg_pool2d(IMAGES, (None, 3)),
@@ -358,14 +409,28 @@ WHOLE: dict[str, Any] = {
     "unique": lambda: torch.unique(ROWS[0, 0]),
     "unique rows": lambda: torch.unique(ROWS[0], dim=0, return_counts=True)[0],
     "unique neighbours": lambda: torch.unique_consecutive(ROWS[0, 0]),
-    "attention": lambda: ATTENTION(IMAGES[0, :, :, :4], *[IMAGES[0, :, :, :4]] * 2, key_padding_mask=torch.zeros(4, 9, dtype=torch.bool))[0],
-    "a decoder": lambda: DECODER(IMAGES[0, :, :, :4], IMAGES[1, :, :, :4], tgt_key_padding_mask=torch.zeros(4, 9, dtype=torch.bool)),
+    "attention": lambda: ATTENTION(
+        IMAGES[0, :, :, :4],
+        *[IMAGES[0, :, :, :4]] * 2,
+        key_padding_mask=torch.zeros(4, 9, dtype=torch.bool),
+    )[0],
+    "a decoder": lambda: DECODER(
+        IMAGES[0, :, :, :4],
+        IMAGES[1, :, :, :4],
+        tgt_key_padding_mask=torch.zeros(4, 9, dtype=torch.bool),
+    ),
 }
 
 
-@pytest.mark.parametrize("words", [{"policy": "O2"}, {"half": {"add", "mul", "sub", "neg", "div", "softmax"}}], ids=["O2", "arithmetic"])
+@pytest.mark.parametrize(
+    "words",
+    [{"policy": "O2"}, {"half": {"add", "mul", "sub", "neg", "div", "softmax"}}],
+    ids=["O2", "arithmetic"],
+)
 @pytest.mark.parametrize("call", WHOLE.values(), ids=WHOLE)
-def test_functions_of_python_are_compiled_whole_and_steered_as_in_eager(call: Any, words: dict[str, Any]) -> None:
+def test_functions_of_python_are_compiled_whole_and_steered_as_in_eager(
+    call: Any, words: dict[str, Any]
+) -> None:
     torch._dynamo.reset()
     # Not the eager backend, which runs what dynamo has recorded under the mode once more.
     compiled = torch.compile(call, backend="aot_eager", fullgraph=True)
@@ -386,8 +451,15 @@ def test_an_opened_function_warns_in_eager_and_is_compiled_whole_all_the_same() 
 
 
 def test_a_mask_of_the_wrong_shape_is_refused_as_in_torch() -> None:
-    with region(policy="O2"), pytest.raises(AssertionError, match=r"key_padding_mask.*\(4, 9\).*\(4, 7\)"):
-        ATTENTION(IMAGES[0, :, :, :4], *[IMAGES[0, :, :, :4]] * 2, key_padding_mask=torch.zeros(4, 7, dtype=torch.bool))
+    with (
+        region(policy="O2"),
+        pytest.raises(AssertionError, match=r"key_padding_mask.*\(4, 9\).*\(4, 7\)"),
+    ):
+        ATTENTION(
+            IMAGES[0, :, :, :4],
+            *[IMAGES[0, :, :, :4]] * 2,
+            key_padding_mask=torch.zeros(4, 7, dtype=torch.bool),
+        )
 
 
 def test_where_a_graph_breaks_inside_a_region_nothing_of_mezzo_is_compiled_for_itself() -> None:

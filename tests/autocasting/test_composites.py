@@ -33,39 +33,72 @@ def first(value: Any) -> Tensor:
 
 
 COMPOSITES: dict[str, tuple[Any, dict[str, Any]]] = {
-    "MultiheadAttention": (lambda x: first(ATTENTION(x[None], x[None], x[None])), {"full": {"softmax", "bmm"}, "half": {"mul"}}),
-    "MultiheadAttention full linear": (lambda x: first(ATTENTION(x[None], x[None], x[None], need_weights=False)), {"full": {"linear"}}),
-    "TransformerEncoderLayer": (lambda x: ENCODER(x[None]), {"full": {"layer_norm"}, "half": {"add"}}),
+    "MultiheadAttention": (
+        lambda x: first(ATTENTION(x[None], x[None], x[None])),
+        {"full": {"softmax", "bmm"}, "half": {"mul"}},
+    ),
+    "MultiheadAttention full linear": (
+        lambda x: first(ATTENTION(x[None], x[None], x[None], need_weights=False)),
+        {"full": {"linear"}},
+    ),
+    "TransformerEncoderLayer": (
+        lambda x: ENCODER(x[None]),
+        {"full": {"layer_norm"}, "half": {"add"}},
+    ),
     "gumbel_softmax": (lambda x: F.gumbel_softmax(x, hard=True), {"half": {"add", "softmax"}}),
     "normalize": (lambda x: F.normalize(x), {"half": {"div"}}),
     "normalize full": (lambda x: F.normalize(x.to(HALF)), {"full": {"linalg_vector_norm", "norm"}}),
     "softmin": (lambda x: F.softmin(x, -1), {"half": {"neg", "softmax"}}),
     "tanhshrink": (lambda x: F.tanhshrink(x), {"half": {"tanh", "sub"}}),
     "softsign": (lambda x: F.softsign(x), {"half": {"abs"}, "full": {"div"}}),
-    "cosine_similarity": (lambda x: F.cosine_similarity(x, x.flip(0)), {"half": {"cosine_similarity"}}),
-    "interpolate": (lambda _: F.interpolate(IMAGE, scale_factor=2.0, mode="bilinear"), {"half": {"upsample_bilinear2d"}}),
-    "cross_entropy": (lambda x: F.cross_entropy(x, torch.tensor([0, 1, 2])), {"half": {"cross_entropy"}}),
+    "cosine_similarity": (
+        lambda x: F.cosine_similarity(x, x.flip(0)),
+        {"half": {"cosine_similarity"}},
+    ),
+    "interpolate": (
+        lambda _: F.interpolate(IMAGE, scale_factor=2.0, mode="bilinear"),
+        {"half": {"upsample_bilinear2d"}},
+    ),
+    "cross_entropy": (
+        lambda x: F.cross_entropy(x, torch.tensor([0, 1, 2])),
+        {"half": {"cross_entropy"}},
+    ),
     "embedding": (lambda _: F.embedding(torch.tensor([0, 3]), TABLE), {"half": {"embedding"}}),
     "dropout": (lambda x: F.dropout(x, 0.5, training=False), {"half": {"dropout"}}),
     "max_pool2d": (lambda _: F.max_pool2d(IMAGE, 2), {"half": {"max_pool2d"}}),
-    "max_pool2d with indices": (lambda _: first(F.max_pool2d(IMAGE, 2, return_indices=True)), {"half": {"max_pool2d"}}),
+    "max_pool2d with indices": (
+        lambda _: first(F.max_pool2d(IMAGE, 2, return_indices=True)),
+        {"half": {"max_pool2d"}},
+    ),
     "einsum": (lambda x: torch.einsum("ij,kj->ik", x, x), {"full": {"bmm"}}),
     "tensordot": (lambda x: torch.tensordot(x, x, dims=([1], [1])), {"full": {"mm"}}),
     "norm": (lambda x: torch.norm(x), {"half": {"norm", "linalg_vector_norm"}}),
     "Tensor.norm": (lambda x: x.norm(dim=-1), {"half": {"norm", "linalg_vector_norm"}}),
     "cdist": (lambda x: torch.cdist(x, x), {"full": {"cdist"}}),
-    "stft": (lambda x: torch.stft(x.flatten(), 4, window=torch.ones(4), return_complex=True).real, {"half": {"add"}}),
+    "stft": (
+        lambda x: torch.stft(x.flatten(), 4, window=torch.ones(4), return_complex=True).real,
+        {"half": {"add"}},
+    ),
     "local_response_norm": (lambda _: F.local_response_norm(IMAGE, 2), {"half": {"div", "mul"}}),
     "pairwise_distance": (lambda x: F.pairwise_distance(x, x + 1), {"half": {"sub", "add"}}),
-    "triplet_margin_loss": (lambda x: F.triplet_margin_loss(x, x + 1, x - 1), {"half": {"add"}, "full": {"triplet_margin_loss"}}),
+    "triplet_margin_loss": (
+        lambda x: F.triplet_margin_loss(x, x + 1, x - 1),
+        {"half": {"add"}, "full": {"triplet_margin_loss"}},
+    ),
     "smooth_l1_loss": (lambda x: F.smooth_l1_loss(x, x + 1), {"half": {"smooth_l1_loss"}}),
     "layer_norm": (lambda x: F.layer_norm(x, (4,)), {"half": {"layer_norm"}}),
     "hardtanh": (lambda x: F.relu6(x), {"half": {"relu6", "hardtanh"}}),
     "glu": (lambda x: F.glu(x), {"half": {"glu"}}),
     "Tensor.split": (lambda x: first(torch.split(x + x, 2)), {"half": {"add"}}),
     "std": (lambda x: x.std(), {"half": {"std"}}),
-    "scaled_dot_product_attention": (lambda x: F.scaled_dot_product_attention(x[None], x[None], x[None]), {"full": {"scaled_dot_product_attention"}}),
-    "one_hot dot": (lambda x: F.one_hot(torch.tensor([0, 1, 2]), 3).float() @ x, {"full": {"matmul"}}),
+    "scaled_dot_product_attention": (
+        lambda x: F.scaled_dot_product_attention(x[None], x[None], x[None]),
+        {"full": {"scaled_dot_product_attention"}},
+    ),
+    "one_hot dot": (
+        lambda x: F.one_hot(torch.tensor([0, 1, 2]), 3).float() @ x,
+        {"full": {"matmul"}},
+    ),
 }
 CASES = pytest.mark.parametrize(("call", "words"), COMPOSITES.values(), ids=COMPOSITES.keys())
 
@@ -152,9 +185,12 @@ ABOUT_SIZES = {
     "max_unpool3d": {"add", "mul", "neg", "sub"},
     "split": {"split_with_sizes"},
 }
-"""Ops in the code of wrappers that compute sizes and indices, or that the wrapper calls instead for another kind of argument."""
+"""Ops in the code of wrappers that compute sizes and indices, or that the wrapper calls instead
+for another kind of argument."""
 
-PYTHON_FUNCTIONS = [(op.name, function) for op in registry() for function in op.functions if has_body(function)]
+PYTHON_FUNCTIONS = [
+    (op.name, function) for op in registry() for function in op.functions if has_body(function)
+]
 
 
 def test_the_reader_finds_operators_and_calls() -> None:
@@ -165,15 +201,27 @@ def test_the_reader_finds_operators_and_calls() -> None:
 
 
 def test_a_function_that_is_not_opened_has_no_other_op_inside() -> None:
-    whole = [(name, function) for name, function in PYTHON_FUNCTIONS if can_open(name, function) and not is_composite(name, function)]
-    missed = {name: others for name, function in whole if (others := ops_inside(function) - {name} - ABOUT_SIZES.get(name, set()))}
+    whole = [
+        (name, function)
+        for name, function in PYTHON_FUNCTIONS
+        if can_open(name, function) and not is_composite(name, function)
+    ]
+    missed = {
+        name: others
+        for name, function in whole
+        if (others := ops_inside(function) - {name} - ABOUT_SIZES.get(name, set()))
+    }
     assert len(whole) > 50
     assert missed == {}
 
 
 def test_a_function_around_one_op_is_not_opened() -> None:
     """`norm` calls `torch.linalg.vector_norm`, which the reader does not know by that name."""
-    needless = {name for name, function in PYTHON_FUNCTIONS if is_composite(name, function) and ops_inside(function) <= {name}}
+    needless = {
+        name
+        for name, function in PYTHON_FUNCTIONS
+        if is_composite(name, function) and ops_inside(function) <= {name}
+    }
     assert needless == {"norm"}
 
 
@@ -189,14 +237,18 @@ def test_a_body_is_made_once_gives_the_same_and_is_found_by_its_name() -> None:
     assert opened(F.normalize) is made
     assert getattr(composite_bodies, body_name(F.normalize)) is made
     assert torch.equal(made(X, dim=0), F.normalize(X, dim=0))
-    assert torch.equal(opened(F.gaussian_nll_loss)(X, X, X.abs() + 1), F.gaussian_nll_loss(X, X, X.abs() + 1))
+    assert torch.equal(
+        opened(F.gaussian_nll_loss)(X, X, X.abs() + 1), F.gaussian_nll_loss(X, X, X.abs() + 1)
+    )
 
 
 @pytest.mark.usefixtures("_fresh_compiler")
 def test_a_composite_that_branches_on_values_is_compiled_in_pieces() -> None:
     with region(half={"log", "sub"}):
         expected = F.gaussian_nll_loss(X, X * 0.5, X.abs() + 1)
-        found = torch.compile(lambda x: F.gaussian_nll_loss(x, x * 0.5, x.abs() + 1), backend="eager")(X)
+        found = torch.compile(
+            lambda x: F.gaussian_nll_loss(x, x * 0.5, x.abs() + 1), backend="eager"
+        )(X)
     assert found.dtype is expected.dtype
 
 
@@ -221,9 +273,12 @@ def test_a_function_that_chooses_between_two_by_a_flag_is_opened_once(call: Any)
         assert call(VOLUME.to(HALF)).dtype is FULL
 
 
-@pytest.mark.parametrize("name", ["max_pool3d", "max_pool3d with indices"])  # the others ask for sizes in words that dynamo does not trace
+# The others ask for sizes in words that dynamo does not trace.
+@pytest.mark.parametrize("name", ["max_pool3d", "max_pool3d with indices"])
 def test_it_is_opened_in_compiled_code_too(name: str) -> None:
     torch._dynamo.reset()
     with region(preset="paddle", default_rule="full"):
         expected = CHOSEN[name](VOLUME.to(HALF))
-        assert torch.equal(torch.compile(CHOSEN[name], backend="eager", fullgraph=True)(VOLUME.to(HALF)), expected)
+        assert torch.equal(
+            torch.compile(CHOSEN[name], backend="eager", fullgraph=True)(VOLUME.to(HALF)), expected
+        )

@@ -47,7 +47,11 @@ def test_the_decorator_takes_the_name_from_its_word_or_from_the_function() -> No
     assert one.__doc__ == "One."
     assert {"first_of_mine", "second_of_mine", "third_of_mine"} <= {op.name for op in mezzo.ops()}
     with region():
-        assert (one(torch.ones(1)), second_of_mine(torch.ones(1, dtype=HALF)), third_of_mine(torch.ones(1))) == (HALF, torch.float32, torch.float32)
+        assert (
+            one(torch.ones(1)),
+            second_of_mine(torch.ones(1, dtype=HALF)),
+            third_of_mine(torch.ones(1)),
+        ) == (HALF, torch.float32, torch.float32)
 
 
 def test_the_body_runs_without_further_casts() -> None:
@@ -83,7 +87,9 @@ def test_a_call_without_tensors_passes_through() -> None:
 
 
 def test_tensors_in_containers_and_keywords_are_cast() -> None:
-    mine = mezzo.register_op(lambda pair, named=None: (pair[0].dtype, named.dtype), "my_pair", "half")
+    mine = mezzo.register_op(
+        lambda pair, named=None: (pair[0].dtype, named.dtype), "my_pair", "half"
+    )
     with region():
         assert mine([torch.ones(1)], named=torch.ones(1)) == (HALF, HALF)
 
@@ -142,7 +148,11 @@ def test_a_custom_operator_runs_under_its_rule_however_it_is_called(operator: An
     assert mezzo.register_op(operator, "my_scaled", "half") is operator
     for words in ({}, {"half": {"add"}}):
         with region(**words):
-            for call in (operator, torch.ops.mezzo_tests.scaled, torch.ops.mezzo_tests.scaled.default):
+            for call in (
+                operator,
+                torch.ops.mezzo_tests.scaled,
+                torch.ops.mezzo_tests.scaled.default,
+            ):
                 assert call(torch.ones(1), 2.0).dtype is HALF
     assert operator(torch.ones(1), 2.0).dtype is torch.float32
 

@@ -3,7 +3,13 @@ import torch
 
 import mezzo
 from mezzo.autocasting import autocast as module
-from mezzo.autocasting.autocast import autocast_all_devices, device_types, disable_autocast, set_thread_region, thread_region
+from mezzo.autocasting.autocast import (
+    autocast_all_devices,
+    device_types,
+    disable_autocast,
+    set_thread_region,
+    thread_region,
+)
 
 
 def product():
@@ -29,7 +35,10 @@ def test_tensors_on_the_cpu_are_cast():
 
 
 def test_an_inner_region_that_is_off_switches_the_outer_one_off():
-    with autocast_all_devices(preset="megengine", dtype="bfloat16"), autocast_all_devices(preset="megengine", enabled=False):
+    with (
+        autocast_all_devices(preset="megengine", dtype="bfloat16"),
+        autocast_all_devices(preset="megengine", enabled=False),
+    ):
         assert product().dtype is torch.float32
 
 
@@ -40,7 +49,10 @@ def test_precision_is_restored_when_the_body_raises():
 
 
 def test_as_a_decorator_every_call_runs_inside():
-    assert autocast_all_devices(preset="megengine", dtype="bfloat16")(product)().dtype is torch.bfloat16
+    assert (
+        autocast_all_devices(preset="megengine", dtype="bfloat16")(product)().dtype
+        is torch.bfloat16
+    )
 
 
 def test_a_region_made_in_compiled_code_compiles_whole():
@@ -48,7 +60,10 @@ def test_a_region_made_in_compiled_code_compiles_whole():
         with autocast_all_devices(preset="megengine", dtype="bfloat16"):
             return x @ x
 
-    assert torch.compile(run, backend="eager", fullgraph=True)(torch.ones(2, 2)).dtype is torch.bfloat16
+    assert (
+        torch.compile(run, backend="eager", fullgraph=True)(torch.ones(2, 2)).dtype
+        is torch.bfloat16
+    )
 
 
 def test_a_thread_that_was_switched_stays_inside_until_it_is_switched_off():

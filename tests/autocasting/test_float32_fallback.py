@@ -33,13 +33,20 @@ CALLS = {
     "fft_hfft2": lambda x: torch.fft.hfft2(x),
     "pdist": lambda x: torch.pdist(x),
 }
-WORDS = {"default": {}, "custom": {"half": {"add"}}, "default_rule half": {"default_rule": "half"}, "O3": {"policy": "O3"}}
+WORDS = {
+    "default": {},
+    "custom": {"half": {"add"}},
+    "default_rule half": {"default_rule": "half"},
+    "O3": {"policy": "O3"},
+}
 
 
 @pytest.mark.parametrize("words", WORDS.values(), ids=WORDS.keys())
 @pytest.mark.parametrize("half", [HALF, torch.float16], ids=str)
 @pytest.mark.parametrize("call", CALLS.values(), ids=CALLS.keys())
-def test_an_op_without_a_16_bit_kernel_runs_in_float32(call: Any, half: torch.dtype, words: dict[str, Any]) -> None:
+def test_an_op_without_a_16_bit_kernel_runs_in_float32(
+    call: Any, half: torch.dtype, words: dict[str, Any]
+) -> None:
     with mezzo.autocast(device_type="cpu", dtype=half, **words):
         result = call(MATRIX.to(half))
     assert result.dtype in (torch.float32, torch.complex64)
@@ -57,7 +64,11 @@ def test_gradients_flow_through_the_op_that_fell_back() -> None:
 def test_falling_back_is_an_event(words: dict[str, Any]) -> None:
     with mezzo.autocast("cpu", dtype=HALF, **words), _events.listen() as heard:
         torch.linalg.det(MATRIX.to(HALF))
-    fell = [event for event in heard if isinstance(event, _events.Float32Fallback | _events.OpCastOverridden)]
+    fell = [
+        event
+        for event in heard
+        if isinstance(event, _events.Float32Fallback | _events.OpCastOverridden)
+    ]
     assert [event.op for event in fell] == ["linalg_det"]
 
 
@@ -83,9 +94,11 @@ def test_an_op_that_fails_at_run_time_falls_back_and_is_remembered_and_listed() 
             assert mine(torch.ones(1)).dtype is torch.float32
             assert mine(torch.ones(1)).dtype is torch.float32
         assert calls == [HALF, torch.float32, torch.float32]
-        assert [(event.op, event.device, event.asked) for event in heard if isinstance(event, _events.Float32Fallback)] == [
-            ("mine_without_kernel", "cpu", "bfloat16")
-        ]
+        assert [
+            (event.op, event.device, event.asked)
+            for event in heard
+            if isinstance(event, _events.Float32Fallback)
+        ] == [("mine_without_kernel", "cpu", "bfloat16")]
         (row,) = [op for op in mezzo.ops() if op.name == "mine_without_kernel"]
         assert row.no_kernel == (("cpu", "bfloat16"),)
     finally:
@@ -96,7 +109,10 @@ def test_an_op_that_fails_at_run_time_falls_back_and_is_remembered_and_listed() 
 
 @pytest.mark.usefixtures("_forgets_what_it_learns")
 def test_another_error_is_raised_as_it_is_and_teaches_nothing() -> None:
-    with mezzo.autocast("cpu", dtype=HALF, half={"add"}), pytest.raises(RuntimeError, match="must match the size"):
+    with (
+        mezzo.autocast("cpu", dtype=HALF, half={"add"}),
+        pytest.raises(RuntimeError, match="must match the size"),
+    ):
         torch.ones(2) + torch.ones(3)
     assert not missing_kernels.is_recorded_missing("add", HALF, "cpu")
 
@@ -125,24 +141,37 @@ def test_float64_and_complex_inputs_stay_what_they_are() -> None:
 @pytest.mark.usefixtures("_fresh_compiler")
 @pytest.mark.parametrize("words", [{}, {"half": {"add"}}], ids=["default", "custom"])
 def test_compiled_code_falls_back_too(words: dict[str, Any]) -> None:
-    compiled = torch.compile(lambda x: torch.linalg.det(x) + torch.special.bessel_j0(x).sum(), backend="aot_eager", fullgraph=True)
+    compiled = torch.compile(
+        lambda x: torch.linalg.det(x) + torch.special.bessel_j0(x).sum(),
+        backend="aot_eager",
+        fullgraph=True,
+    )
     with mezzo.autocast("cpu", dtype=HALF, **words):
         assert torch.isfinite(compiled(MATRIX.to(HALF)))
 
 
 def test_a_recurrent_layer_runs_where_the_processor_has_no_16_bit_one() -> None:
     program = (
-        "import mezzo, torch\nwith mezzo.autocast('cpu', dtype='bfloat16'):\n    print(torch.nn.LSTM(4, 4)(torch.ones(1, 3, 4))[0].isfinite().all().item())"
+        "import mezzo, torch\nwith mezzo.autocast('cpu', dtype='bfloat16'):\n   "
+        " print(torch.nn.LSTM(4, 4)(torch.ones(1, 3, 4))[0].isfinite().all().item())"
     )
-    # In a process of its own, with oneDNN as torch believes it to be: the tests cap it at AVX2, and torch asks the processor.
+    # In a process of its own, with oneDNN as torch believes it to be: the tests cap it at AVX2, and
+    # torch asks the processor.
     done = subprocess.run(
-        [sys.executable, "-c", program], env=os.environ | {"ONEDNN_MAX_CPU_ISA": "AVX512_CORE_FP16"}, capture_output=True, text=True, check=True, timeout=120
+        [sys.executable, "-c", program],
+        env=os.environ | {"ONEDNN_MAX_CPU_ISA": "AVX512_CORE_FP16"},
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=120,
     )
     assert done.stdout == "True\n"
 
 
 @pytest.mark.usefixtures("_forgets_what_it_learns")
-def test_a_recurrent_layer_that_a_policy_makes_half_runs_where_the_processor_has_no_16_bit_one() -> None:
+def test_a_recurrent_layer_that_a_policy_makes_half_runs_where_the_processor_has_no_16_bit_one() -> (
+    None
+):
     with mezzo.autocast("cpu", dtype=HALF, half={"lstm"}):
         assert torch.nn.LSTM(4, 4)(torch.ones(1, 3, 4))[0].isfinite().all()
 

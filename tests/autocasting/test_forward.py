@@ -13,7 +13,9 @@ from mezzo.autocasting.module_rules import replace_forward
 def adding(number: float):
     def make(function, bound):
         def forward(self_, *args, **kwargs):
-            return (function(*args, **kwargs) if bound else function(self_, *args, **kwargs)) + number
+            return (
+                function(*args, **kwargs) if bound else function(self_, *args, **kwargs)
+            ) + number
 
         return forward
 

@@ -55,7 +55,14 @@ def test_every_spelling_of_an_op_is_steered(call: Any) -> None:
         lambda x: nn.Softmax(-1)(x),
     ],
 )
-@pytest.mark.parametrize("words", [{"conditional": [("softmax", "dim", [-1])]}, {"half": {"softmax"}, "conditional": [("softmax", "dim", [-1])]}], ids=str)
+@pytest.mark.parametrize(
+    "words",
+    [
+        {"conditional": [("softmax", "dim", [-1])]},
+        {"half": {"softmax"}, "conditional": [("softmax", "dim", [-1])]},
+    ],
+    ids=str,
+)
 def test_a_conditional_entry_is_seen_in_every_spelling(call: Any, words: dict[str, Any]) -> None:
     with region(**words):
         assert call(torch.ones(2, 2, dtype=HALF)).dtype is FULL
@@ -81,9 +88,16 @@ def test_an_exempt_argument_is_not_cast_by_position_or_name() -> None:
     seen: list[Any] = []
 
     class Spy(TorchFunctionMode):
-        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        def __torch_function__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
             if func is torch._C._nn.linear:
-                seen.append(([one.dtype for one in args], {name: one.dtype for name, one in (kwargs or {}).items()}))
+                seen.append(
+                    (
+                        [one.dtype for one in args],
+                        {name: one.dtype for name, one in (kwargs or {}).items()},
+                    )
+                )
                 return args[0]
             return func(*args, **(kwargs or {}))
 
@@ -102,14 +116,19 @@ def test_an_exempt_argument_is_cast_up_all_the_same() -> None:
 
 NORMS = {
     "layer_norm": (lambda x, weight, bias: F.layer_norm(x, (4,), weight, bias), "half"),
-    "layer_norm by name": (lambda x, weight, bias: F.layer_norm(x, (4,), weight=weight, bias=bias), "promote"),
+    "layer_norm by name": (
+        lambda x, weight, bias: F.layer_norm(x, (4,), weight=weight, bias=bias),
+        "promote",
+    ),
     "torch.layer_norm": (lambda x, weight, bias: torch.layer_norm(x, (4,), weight, bias), "half"),
     "group_norm": (lambda x, weight, bias: F.group_norm(x, 2, weight, bias), "half"),
 }
 
 
 @pytest.mark.parametrize(("call", "rule"), NORMS.values(), ids=NORMS.keys())
-def test_float32_parameters_beside_a_16_bit_input_give_a_16_bit_result_where_the_kernel_takes_no_mix(call: Any, rule: str, one_dtype: Any) -> None:
+def test_float32_parameters_beside_a_16_bit_input_give_a_16_bit_result_where_the_kernel_takes_no_mix(
+    call: Any, rule: str, one_dtype: Any
+) -> None:
     x = torch.randn(3, 4).to(HALF).requires_grad_()
     weight, bias = torch.randn(4, requires_grad=True), torch.randn(4, requires_grad=True)
     exempt = {"layer_norm": ["weight", "bias"], "group_norm": ["weight", "bias"]}
@@ -119,20 +138,31 @@ def test_float32_parameters_beside_a_16_bit_input_give_a_16_bit_result_where_the
         result = call(x, weight, bias)
         result.sum().backward()
     assert torch.equal(result, call(x.float(), weight, bias).to(HALF))
-    assert (result.dtype, x.grad.dtype, weight.grad.dtype, bias.grad.dtype) == (HALF, HALF, FULL, FULL)
+    assert (result.dtype, x.grad.dtype, weight.grad.dtype, bias.grad.dtype) == (
+        HALF,
+        HALF,
+        FULL,
+        FULL,
+    )
 
 
 def test_16_bit_parameters_are_no_mix(one_dtype: Any) -> None:
     seen: list[torch.dtype] = []
 
     class Spy(TorchDispatchMode):
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
             if func is torch.ops.aten.native_layer_norm.default:
                 seen.append(args[0].dtype)
             return func(*args, **(kwargs or {}))
 
     x, weight = torch.randn(3, 4, dtype=HALF), torch.ones(4, dtype=HALF)
-    with Spy(), one_dtype, region(promote={"layer_norm"}, exempt_args={"layer_norm": ["weight", "bias"]}):
+    with (
+        Spy(),
+        one_dtype,
+        region(promote={"layer_norm"}, exempt_args={"layer_norm": ["weight", "bias"]}),
+    ):
         F.layer_norm(x, (4,), weight, weight)
     assert seen == [HALF]
 
@@ -196,7 +226,12 @@ def test_keep_switches_torchs_own_cast_off() -> None:
     with region(keep={"mm", "linear"}):
         assert torch.mm(torch.ones(2, 2), torch.ones(2, 2)).dtype is FULL
         assert nn.Linear(2, 2)(torch.ones(1, 2)).dtype is FULL
-        assert torch.mm(torch.ones(2, 2, dtype=torch.float16), torch.ones(2, 2, dtype=torch.float16)).dtype is torch.float16
+        assert (
+            torch.mm(
+                torch.ones(2, 2, dtype=torch.float16), torch.ones(2, 2, dtype=torch.float16)
+            ).dtype
+            is torch.float16
+        )
         assert torch.bmm(torch.ones(1, 2, 2), torch.ones(1, 2, 2)).dtype is HALF
 
 
@@ -210,9 +245,13 @@ def test_refuse_raises_with_the_ops_name_and_only_for_tensors_it_governs() -> No
             assert torch.exp(torch.ones(1)).dtype is FULL
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.int64, torch.bool, torch.complex64], ids=str)
+@pytest.mark.parametrize(
+    "dtype", [torch.float64, torch.int64, torch.bool, torch.complex64], ids=str
+)
 @pytest.mark.parametrize("words", [{"half": {"add"}}, {"full": {"add"}}, {"policy": "O3"}], ids=str)
-def test_tensors_with_an_intention_of_their_own_are_untouched(dtype: torch.dtype, words: dict[str, Any]) -> None:
+def test_tensors_with_an_intention_of_their_own_are_untouched(
+    dtype: torch.dtype, words: dict[str, Any]
+) -> None:
     x = torch.ones(2, dtype=dtype)
     with region(**words):
         assert (x + x).dtype is dtype
@@ -271,7 +310,11 @@ def test_views_share_memory_at_every_level(level: str) -> None:
     )  # fmt: skip
     x = torch.ones(2, 2)
     with region(policy=level):
-        apart = [number for number, view in enumerate(views) if view(x).untyped_storage().data_ptr() != x.untyped_storage().data_ptr()]
+        apart = [
+            number
+            for number, view in enumerate(views)
+            if view(x).untyped_storage().data_ptr() != x.untyped_storage().data_ptr()
+        ]
     assert apart == []
 
 
@@ -288,8 +331,14 @@ def test_backward_inside_a_region_computes_in_forwards_precision() -> None:
     ways = {
         "method": backward,
         "autograd.grad": lambda loss: list(torch.autograd.grad(loss, list(layer.parameters()))),
-        "autograd.backward": lambda loss: (torch.autograd.backward(loss), [parameter.grad for parameter in layer.parameters()])[1],
-        "autograd.backward of a list": lambda loss: (torch.autograd.backward([loss]), [parameter.grad for parameter in layer.parameters()])[1],
+        "autograd.backward": lambda loss: (
+            torch.autograd.backward(loss),
+            [parameter.grad for parameter in layer.parameters()],
+        )[1],
+        "autograd.backward of a list": lambda loss: (
+            torch.autograd.backward([loss]),
+            [parameter.grad for parameter in layer.parameters()],
+        )[1],
     }
     for name, way in ways.items():
         layer.zero_grad()
@@ -340,8 +389,14 @@ def test_functional_transforms_run_inside() -> None:
             expected = layer(x)
             called = torch.func.functional_call(layer, parameters, (x,))
             mapped = torch.func.vmap(layer)(x)
-            gradients = torch.func.grad(lambda given: torch.func.functional_call(layer, given, (x,)).float().sum())(parameters)
-            per_sample = torch.func.vmap(lambda one: torch.func.grad(lambda w: F.linear(one, w).float().sum())(parameters["weight"]))(x)
+            gradients = torch.func.grad(
+                lambda given: torch.func.functional_call(layer, given, (x,)).float().sum()
+            )(parameters)
+            per_sample = torch.func.vmap(
+                lambda one: torch.func.grad(lambda w: F.linear(one, w).float().sum())(
+                    parameters["weight"]
+                )
+            )(x)
             jacobian = torch.func.jacrev(lambda one: layer(one))(x[0])
         assert called.dtype is mapped.dtype is expected.dtype
         assert torch.equal(called, expected)
@@ -354,7 +409,9 @@ def test_dispatch_modes_see_the_casts() -> None:
     seen: list[Any] = []
 
     class Log(TorchDispatchMode):
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
             result = func(*args, **(kwargs or {}))
             seen.append((func.overloadpacket.__name__, result.dtype))
             return result
@@ -387,7 +444,9 @@ def test_a_default_device_and_a_region_share_the_mode_stack() -> None:
 
 def test_a_region_is_entered_and_left_around_another_mode() -> None:
     class Quiet(TorchFunctionMode):
-        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        def __torch_function__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
             return func(*args, **(kwargs or {}))
 
     with Quiet(), region(half={"add"}), Quiet():

@@ -30,7 +30,9 @@ def conditional(x: Tensor) -> Tensor:
 
 
 def loop(x: Tensor) -> Tensor:
-    return torch.while_loop(lambda i, x: i < 2, lambda i, x: (i + 1, x + x), (torch.tensor(0), x))[1]
+    return torch.while_loop(lambda i, x: i < 2, lambda i, x: (i + 1, x + x), (torch.tensor(0), x))[
+        1
+    ]
 
 
 def compiled(call: Any) -> Any:
@@ -45,7 +47,9 @@ def test_torch_cond_runs_under_torchs_own_lists(run: Any) -> None:
 
 @pytest.mark.parametrize("call", [conditional, loop], ids=["cond", "while_loop"])
 @pytest.mark.parametrize("wrap", [lambda call: call, compiled], ids=["eager", "compiled"])
-def test_control_flow_is_refused_under_a_custom_policy_with_the_remedy(call: Any, wrap: Any) -> None:
+def test_control_flow_is_refused_under_a_custom_policy_with_the_remedy(
+    call: Any, wrap: Any
+) -> None:
     with region(half={"add"}), pytest.raises(Exception, match=REMEDY):
         wrap(call)(X)
 
@@ -74,7 +78,11 @@ def test_every_known_operator_is_either_carried_or_refused() -> None:
 
 def test_a_function_within_a_mode_runs_under_it() -> None:
     with region(half={"add"}):
-        mode = next(mode for mode in torch.overrides._get_current_function_mode_stack() if isinstance(mode, AutocastMode))
+        mode = next(
+            mode
+            for mode in torch.overrides._get_current_function_mode_stack()
+            if isinstance(mode, AutocastMode)
+        )
     with torch.autocast("cpu", dtype=HALF):
         assert under_mode(mode, torch.add)(X, X).dtype is HALF
         assert (X + X).dtype is torch.float32

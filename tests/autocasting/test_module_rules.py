@@ -53,7 +53,9 @@ def dtypes(model: nn.Module, x: torch.Tensor) -> dict[str, torch.dtype]:
     """What each leaf module gives."""
     found: dict[str, torch.dtype] = {}
     hooks = [
-        module.register_forward_hook(lambda _m, _a, out, name=name: found.__setitem__(name, out.dtype))
+        module.register_forward_hook(
+            lambda _m, _a, out, name=name: found.__setitem__(name, out.dtype)
+        )
         for name, module in model.named_modules()
         if not list(module.children())
     ]
@@ -122,17 +124,24 @@ def test_gradients_flow_through_a_ruled_module() -> None:
     model, x = Model(), torch.randn(2, 4)
     with region(model, {"head": "full", "blocks.0": "half"}):
         model(x).sum().backward()
-    assert all(parameter.grad is not None and parameter.grad.dtype is torch.float32 for parameter in model.parameters())
+    assert all(
+        parameter.grad is not None and parameter.grad.dtype is torch.float32
+        for parameter in model.parameters()
+    )
 
 
 def test_keyword_arguments_and_containers_are_cast_too() -> None:
     class Takes(nn.Module):
-        def forward(self, pair: tuple[torch.Tensor, ...], *, named: dict[str, torch.Tensor], number: int) -> list[torch.dtype]:
+        def forward(
+            self, pair: tuple[torch.Tensor, ...], *, named: dict[str, torch.Tensor], number: int
+        ) -> list[torch.dtype]:
             return [pair[0].dtype, pair[1].dtype, named["x"].dtype]
 
     model = nn.ModuleDict({"takes": Takes()})
     with region(model, {"takes": "half"}):
-        found = model["takes"]((torch.ones(1), torch.ones(1, dtype=torch.int64)), named={"x": torch.ones(1)}, number=3)
+        found = model["takes"](
+            (torch.ones(1), torch.ones(1, dtype=torch.int64)), named={"x": torch.ones(1)}, number=3
+        )
     assert found == [HALF, torch.int64, HALF]
 
 
@@ -180,7 +189,12 @@ def test_a_shared_module_has_the_rule_of_its_most_exact_name() -> None:
     model = nn.ModuleDict({"a": nn.Linear(2, 2)})
     model["b"] = model["a"]
     for rule, other, dtype in (("half", "full", HALF), ("full", "half", torch.float32)):
-        for modules in ({"a": rule, nn.Linear: other}, {nn.Linear: other, "a": rule}, {"b": rule, nn.Linear: other}, {"?": other, "b": rule}):
+        for modules in (
+            {"a": rule, nn.Linear: other},
+            {nn.Linear: other, "a": rule},
+            {"b": rule, nn.Linear: other},
+            {"?": other, "b": rule},
+        ):
             with region(model, modules):
                 assert model["b"](torch.ones(1, 2)).dtype is dtype
     assert "forward" not in model["a"].__dict__
@@ -222,13 +236,19 @@ def test_the_state_dict_is_the_same_inside() -> None:
         assert list(model.state_dict()) == keys
 
 
-@pytest.mark.parametrize("off", [lambda: torch.autocast("cpu", enabled=False), lambda: mezzo.autocast("cpu", enabled=False)], ids=["torch", "mezzo"])
+@pytest.mark.parametrize(
+    "off",
+    [lambda: torch.autocast("cpu", enabled=False), lambda: mezzo.autocast("cpu", enabled=False)],
+    ids=["torch", "mezzo"],
+)
 @pytest.mark.parametrize("rule", ["half", "full"])
 def test_a_disabled_region_inside_switches_the_rules_off(off: Any, rule: str) -> None:
     model, x = Model(), torch.randn(2, 4)
     with region(model, {"head": rule}), off():
         assert model(x).dtype is torch.float32
-        assert torch.equal(model.head(x), nn.functional.linear(x, model.head.weight, model.head.bias))
+        assert torch.equal(
+            model.head(x), nn.functional.linear(x, model.head.weight, model.head.bias)
+        )
 
 
 @pytest.mark.usefixtures("_fresh_compiler")
@@ -284,7 +304,7 @@ def test_compiled_code_follows_the_rules_of_the_thread_that_runs_it(together: To
     assert compiled(x).dtype is torch.float32
 
 
-# -- threads --------------------------------------------------------------------------------------------------------------------------------------
+# -- threads ---------------------------------------------------------------------------------------
 
 Together = Callable[..., list[Any]]
 
@@ -296,7 +316,10 @@ def together() -> Together:
     def run(*functions: Callable[[Callable[[], Any]], Any]) -> list[Any]:
         barrier = threading.Barrier(len(functions), timeout=60)
         with ThreadPoolExecutor(len(functions)) as pool:
-            return [done.result() for done in [pool.submit(function, barrier.wait) for function in functions]]
+            return [
+                done.result()
+                for done in [pool.submit(function, barrier.wait) for function in functions]
+            ]
 
     return run
 
@@ -333,8 +356,12 @@ def test_threads_follow_their_own_rules_and_leave_those_of_others(together: Toge
     assert replaced(model) == []
 
 
-@pytest.mark.parametrize("words", [None, {}, {"half": {"add"}}], ids=["no region", "default", "custom"])
-def test_a_thread_without_rules_sees_the_plain_module(words: dict[str, Any] | None, together: Together) -> None:
+@pytest.mark.parametrize(
+    "words", [None, {}, {"half": {"add"}}], ids=["no region", "default", "custom"]
+)
+def test_a_thread_without_rules_sees_the_plain_module(
+    words: dict[str, Any] | None, together: Together
+) -> None:
     model, x = Model(), torch.randn(2, 4)
     here = nullcontext() if words is None else mezzo.autocast("cpu", dtype=HALF, **words)
 
@@ -352,11 +379,16 @@ def test_a_thread_without_rules_sees_the_plain_module(words: dict[str, Any] | No
             turn()
             return found.dtype, torch.equal(found, expected)
 
-    assert together(ruled, plain) == [torch.float32, (torch.float32 if words is None else HALF, True)]
+    assert together(ruled, plain) == [
+        torch.float32,
+        (torch.float32 if words is None else HALF, True),
+    ]
     assert replaced(model) == []
 
 
-def test_one_region_is_open_in_two_threads_and_holds_until_each_has_left(together: Together) -> None:
+def test_one_region_is_open_in_two_threads_and_holds_until_each_has_left(
+    together: Together,
+) -> None:
     model, x = Model(), torch.randn(2, 4)
     shared = region(model, {"head": "full"})
 
@@ -377,7 +409,11 @@ def test_one_region_is_open_in_two_threads_and_holds_until_each_has_left(togethe
 
 def test_a_thread_that_ends_inside_a_region_leaves_no_forward_behind() -> None:
     model = Model()
-    thread = threading.Thread(target=lambda: mezzo.enable_autocast("cpu", dtype="bfloat16", modules={"head": "full"}, model=model))
+    thread = threading.Thread(
+        target=lambda: mezzo.enable_autocast(
+            "cpu", dtype="bfloat16", modules={"head": "full"}, model=model
+        )
+    )
     thread.start()
     thread.join()
     assert replaced(model) == []
@@ -385,7 +421,10 @@ def test_a_thread_that_ends_inside_a_region_leaves_no_forward_behind() -> None:
 
 def test_an_outer_region_left_first_takes_its_rules_alone() -> None:
     model, x = Model(), torch.randn(2, 4)
-    outer, inner = region(model, {"head": "full", "blocks.0.linear": "full"}), region(model, {"head": "half"})
+    outer, inner = (
+        region(model, {"head": "full", "blocks.0.linear": "full"}),
+        region(model, {"head": "half"}),
+    )
     outer.__enter__()
     inner.__enter__()
     assert (model(x).dtype, model.blocks[0].linear(x).dtype) == (HALF, torch.float32)

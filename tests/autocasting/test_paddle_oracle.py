@@ -13,7 +13,8 @@ def policy_of(variant: str, listed: tuple[str, ...]) -> mezzo.Policy:
     level, *words = variant.split("_")
     custom = {"white": "half", "black": "full"}
     lists = {custom[word]: set(listed) for word in words if word in custom}
-    default_rule = "half" if level == "O2" and "nopromote" in words else None  # elsewhere Paddle ignores use_promote
+    # Elsewhere Paddle ignores use_promote.
+    default_rule = "half" if level == "O2" and "nopromote" in words else None
     return mezzo.Policy(level, preset="paddle", default_rule=default_rule, **lists)
 
 
@@ -39,7 +40,12 @@ def test_the_output_has_the_dtype_paddle_gave_it(op, paddle_rows):
 
 
 def test_few_rows_are_unusable(paddle_rows):
-    unusable = [(row.op, variant) for row in paddle_rows for variant in row.results if row.op in CASES and not is_usable(row, variant)]
+    unusable = [
+        (row.op, variant)
+        for row in paddle_rows
+        for variant in row.results
+        if row.op in CASES and not is_usable(row, variant)
+    ]
     usable = sum(len(row.results) for row in paddle_rows if row.op in CASES)
     assert len(unusable) < usable / 50
 

@@ -15,8 +15,15 @@ import mezzo
 
 HALF = torch.bfloat16
 KINDS = pytest.mark.parametrize("reentrant", [True, False], ids=["reentrant", "plain"])
-PLACES = pytest.mark.parametrize("inside", [True, False], ids=["backward inside", "backward outside"])
-RULES = {"first": {"body.0": "half"}, "all": {"body": "full"}, "child": {"body": "full", "body.0": "half"}, "kept": {"body.2": "keep", nn.Linear: "half"}}
+PLACES = pytest.mark.parametrize(
+    "inside", [True, False], ids=["backward inside", "backward outside"]
+)
+RULES = {
+    "first": {"body.0": "half"},
+    "all": {"body": "full"},
+    "child": {"body": "full", "body.0": "half"},
+    "kept": {"body.2": "keep", nn.Linear: "half"},
+}
 X = torch.linspace(-3, 3, 8).reshape(2, 4)
 
 
@@ -36,7 +43,11 @@ class Model(nn.Module):
         """Of the checkpoint; None is without one."""
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.body(x) if self.reentrant is None else checkpoint(self.body, x, use_reentrant=self.reentrant)
+        return (
+            self.body(x)
+            if self.reentrant is None
+            else checkpoint(self.body, x, use_reentrant=self.reentrant)
+        )
 
 
 class Whole(Model):
@@ -53,7 +64,9 @@ class Whole(Model):
         return self.body(x)
 
 
-def gradients(run: Callable[[Tensor], Tensor], model: nn.Module, region: Any, *, inside: bool) -> list[Tensor]:
+def gradients(
+    run: Callable[[Tensor], Tensor], model: nn.Module, region: Any, *, inside: bool
+) -> list[Tensor]:
     x = X.clone().requires_grad_()
     with region:
         result = run(x)
@@ -65,7 +78,9 @@ def gradients(run: Callable[[Tensor], Tensor], model: nn.Module, region: Any, *,
     return [result.detach(), x.grad, *(parameter.grad for parameter in model.parameters())]
 
 
-def with_rules(kind: type[Model], modules: Any, *, reentrant: bool | None, inside: bool) -> list[Tensor]:
+def with_rules(
+    kind: type[Model], modules: Any, *, reentrant: bool | None, inside: bool
+) -> list[Tensor]:
     model = kind()
     model.reentrant = reentrant
     region = mezzo.autocast("cpu", dtype=HALF, modules=modules, model=model)
@@ -77,7 +92,9 @@ def with_rules(kind: type[Model], modules: Any, *, reentrant: bool | None, insid
 @KINDS
 @PLACES
 @pytest.mark.parametrize("modules", RULES.values(), ids=RULES.keys())
-def test_checkpointing_recomputes_under_the_rules_of_forward(modules: Any, reentrant: bool, inside: bool) -> None:
+def test_checkpointing_recomputes_under_the_rules_of_forward(
+    modules: Any, reentrant: bool, inside: bool
+) -> None:
     expected = with_rules(Model, modules, reentrant=None, inside=inside)
     found = with_rules(Model, modules, reentrant=reentrant, inside=inside)
     assert all(map(torch.equal, found, expected))
@@ -85,7 +102,9 @@ def test_checkpointing_recomputes_under_the_rules_of_forward(modules: Any, reent
 
 @KINDS
 @PLACES
-def test_a_checkpoint_inside_a_full_module_keeps_the_rules_of_its_children(reentrant: bool, inside: bool) -> None:
+def test_a_checkpoint_inside_a_full_module_keeps_the_rules_of_its_children(
+    reentrant: bool, inside: bool
+) -> None:
     modules = {"body": "full", "body.0.body": "half"}
     expected = with_rules(Whole, modules, reentrant=None, inside=inside)
     found = with_rules(Whole, modules, reentrant=reentrant, inside=inside)
@@ -93,7 +112,9 @@ def test_a_checkpoint_inside_a_full_module_keeps_the_rules_of_its_children(reent
 
 
 @KINDS
-def test_recomputing_follows_the_rules_of_forward_alone_when_backward_runs_under_others(reentrant: bool) -> None:
+def test_recomputing_follows_the_rules_of_forward_alone_when_backward_runs_under_others(
+    reentrant: bool,
+) -> None:
     expected = with_rules(Model, {"body.0": "half"}, reentrant=None, inside=False)
     for forward in ({"body.0": "half"}, None):
         model = Model()
@@ -102,11 +123,21 @@ def test_recomputing_follows_the_rules_of_forward_alone_when_backward_runs_under
         with mezzo.autocast("cpu", dtype=HALF, modules=forward or (), model=model):
             result = model(x)
         if forward is None:
-            expected = gradients(again := Model(), again, mezzo.autocast("cpu", dtype=HALF), inside=False)
-        with mezzo.autocast("cpu", dtype=HALF, modules={"body.2": "full", "body.0": "full"}, model=model):
+            expected = gradients(
+                again := Model(), again, mezzo.autocast("cpu", dtype=HALF), inside=False
+            )
+        with mezzo.autocast(
+            "cpu", dtype=HALF, modules={"body.2": "full", "body.0": "full"}, model=model
+        ):
             (result.float() * torch.arange(8.0).reshape(2, 4)).sum().backward()
             assert model.body[2](X).dtype is torch.float32
-        assert all(map(torch.equal, [x.grad, *(parameter.grad for parameter in model.parameters())], expected[1:]))
+        assert all(
+            map(
+                torch.equal,
+                [x.grad, *(parameter.grad for parameter in model.parameters())],
+                expected[1:],
+            )
+        )
 
 
 @pytest.fixture
@@ -115,7 +146,9 @@ def elsewhere() -> Iterator[Callable[[Callable[[], Any]], Any]]:
         yield lambda function: pool.submit(function).result()
 
 
-def test_carry_takes_module_rules_into_a_thread_and_to_a_later_moment(elsewhere: Callable[..., Any]) -> None:
+def test_carry_takes_module_rules_into_a_thread_and_to_a_later_moment(
+    elsewhere: Callable[..., Any],
+) -> None:
     model = Model()
     with mezzo.autocast("cpu", dtype=HALF, modules={"body.2": "full"}, model=model):
         carried = mezzo.propagate_autocast(lambda: (model.body[0](X).dtype, model.body[2](X).dtype))

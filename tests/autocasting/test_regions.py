@@ -33,7 +33,9 @@ def product() -> torch.dtype:
 
 
 @PAIRS
-def test_the_other_half_type_in_a_nested_region_is_not_served_stale_weights(outer: torch.dtype, inner: torch.dtype) -> None:
+def test_the_other_half_type_in_a_nested_region_is_not_served_stale_weights(
+    outer: torch.dtype, inner: torch.dtype
+) -> None:
     layer, x = nn.Linear(3, 3), torch.randn(2, 3)
     with mezzo.autocast("cpu", dtype=outer):
         assert layer(x).dtype is outer
@@ -47,7 +49,9 @@ def test_the_other_half_type_in_a_nested_region_is_not_served_stale_weights(oute
 
 
 @PAIRS
-def test_the_other_half_type_is_right_after_a_disabled_region_between(outer: torch.dtype, inner: torch.dtype) -> None:
+def test_the_other_half_type_is_right_after_a_disabled_region_between(
+    outer: torch.dtype, inner: torch.dtype
+) -> None:
     layer, x = nn.Linear(3, 3), torch.randn(2, 3)
     with mezzo.autocast("cpu", dtype=outer):
         assert layer(x).dtype is outer
@@ -58,8 +62,17 @@ def test_the_other_half_type_is_right_after_a_disabled_region_between(outer: tor
         assert layer(x).dtype is outer
 
 
-@pytest.mark.parametrize("make", [lambda p: torch.optim.SGD(p, 0.5, foreach=True), lambda p: torch.optim.Adam(p, 0.5, fused=True)], ids=["SGD", "Adam"])
-@pytest.mark.parametrize("words", [{}, {"cache": "versioned"}, {"half": {"add"}}], ids=["default", "versioned", "custom"])
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda p: torch.optim.SGD(p, 0.5, foreach=True),
+        lambda p: torch.optim.Adam(p, 0.5, fused=True),
+    ],
+    ids=["SGD", "Adam"],
+)
+@pytest.mark.parametrize(
+    "words", [{}, {"cache": "versioned"}, {"half": {"add"}}], ids=["default", "versioned", "custom"]
+)
 def test_an_optimizer_step_inside_a_region_is_seen(make: Any, words: dict[str, Any]) -> None:
     layer, x = nn.Linear(3, 3), torch.randn(2, 3)
     optimizer = make(layer.parameters())
@@ -82,8 +95,12 @@ def test_gradients_reach_the_weights_through_torchs_cache_after_a_nested_region(
     assert torch.allclose(layer.bias.grad, torch.full((3,), 4.0))
 
 
-@pytest.mark.parametrize("words", [{}, {"half": {"add"}}, {"cache": "versioned"}], ids=["default", "custom", "versioned"])
-def test_two_threads_with_different_half_types_on_one_module_never_meet(words: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    "words", [{}, {"half": {"add"}}, {"cache": "versioned"}], ids=["default", "custom", "versioned"]
+)
+def test_two_threads_with_different_half_types_on_one_module_never_meet(
+    words: dict[str, Any],
+) -> None:
     layer, x = nn.Linear(4, 4), torch.randn(2, 4)
     wrong: list[object] = []
     start = threading.Barrier(4)
@@ -93,10 +110,14 @@ def test_two_threads_with_different_half_types_on_one_module_never_meet(words: d
         try:
             for turn in range(60):
                 with mezzo.autocast("cpu", dtype=dtype, **words):
-                    wrong.extend(found for found in (layer(x).dtype, layer(x).dtype) if found is not dtype)
+                    wrong.extend(
+                        found for found in (layer(x).dtype, layer(x).dtype) if found is not dtype
+                    )
                     if turn % 3 == 0:
                         with mezzo.autocast("cpu", enabled=False):
-                            wrong.extend(found for found in (layer(x).dtype,) if found is not torch.float32)
+                            wrong.extend(
+                                found for found in (layer(x).dtype,) if found is not torch.float32
+                            )
                     if turn % 3 == 1:
                         with mezzo.autocast("cpu", dtype=other, **words):
                             wrong.extend(found for found in (layer(x).dtype,) if found is not other)
@@ -104,7 +125,9 @@ def test_two_threads_with_different_half_types_on_one_module_never_meet(words: d
         except Exception as error:  # noqa: BLE001 - shown by the assertion
             wrong.append(error)
 
-    threads = [threading.Thread(target=hammer, args=pair) for pair in [(HALF, FLOAT), (FLOAT, HALF)] * 2]
+    threads = [
+        threading.Thread(target=hammer, args=pair) for pair in [(HALF, FLOAT), (FLOAT, HALF)] * 2
+    ]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -124,7 +147,11 @@ def step_by_step(*turns: Callable[[], None]) -> None:
 
 def test_a_thread_that_opened_while_ours_was_switched_off_does_not_feed_us_its_half_type() -> None:
     layer, x = nn.Linear(4, 4), torch.randn(2, 4)
-    ours, off, theirs = mezzo.autocast("cpu", dtype=HALF), mezzo.autocast("cpu", enabled=False), mezzo.autocast("cpu", dtype=FLOAT)
+    ours, off, theirs = (
+        mezzo.autocast("cpu", dtype=HALF),
+        mezzo.autocast("cpu", enabled=False),
+        mezzo.autocast("cpu", dtype=FLOAT),
+    )
     found: list[torch.dtype] = []
     step_by_step(
         lambda: (ours.__enter__(), off.__enter__()),
@@ -138,7 +165,11 @@ def test_a_thread_that_opened_while_ours_was_switched_off_does_not_feed_us_its_h
 
 def test_a_thread_that_opened_while_ours_was_in_its_half_type_does_not_feed_us_that_later() -> None:
     layer, x = nn.Linear(4, 4), torch.randn(2, 4)
-    ours, inner, theirs = mezzo.autocast("cpu", dtype=HALF), mezzo.autocast("cpu", dtype=FLOAT), mezzo.autocast("cpu", dtype=FLOAT)
+    ours, inner, theirs = (
+        mezzo.autocast("cpu", dtype=HALF),
+        mezzo.autocast("cpu", dtype=FLOAT),
+        mezzo.autocast("cpu", dtype=FLOAT),
+    )
     found: list[torch.dtype] = []
     step_by_step(
         lambda: (ours.__enter__(), inner.__enter__()),
@@ -155,14 +186,20 @@ def test_threads_of_one_dtype_keep_torchs_cache() -> None:
     ours, theirs = mezzo.autocast("cpu"), mezzo.autocast("cpu", dtype=HALF)
     step_by_step(
         lambda: ours.__enter__(),
-        lambda: (theirs.__enter__(), cached.append(torch.is_autocast_cache_enabled()), theirs.__exit__(None, None, None)),
+        lambda: (
+            theirs.__enter__(),
+            cached.append(torch.is_autocast_cache_enabled()),
+            theirs.__exit__(None, None, None),
+        ),
         lambda: ours.__exit__(None, None, None),
     )
     assert cached == [True]
 
 
 @pytest.mark.parametrize("words", [{}, {"half": {"add"}}], ids=["default", "custom"])
-def test_one_instance_entered_by_two_threads_is_left_by_each_on_its_own(words: dict[str, Any]) -> None:
+def test_one_instance_entered_by_two_threads_is_left_by_each_on_its_own(
+    words: dict[str, Any],
+) -> None:
     region = mezzo.autocast("cpu", dtype=HALF, **words)
     found: list[Any] = []
 
@@ -216,7 +253,11 @@ def test_carry_takes_the_dtype_in_force_where_the_region_named_none() -> None:
         assert in_thread(mezzo.propagate_autocast(product)) is FLOAT
 
 
-@pytest.mark.parametrize("off", [lambda: torch.autocast("cpu", enabled=False), lambda: mezzo.autocast("cpu", enabled=False)], ids=["torch", "mezzo"])
+@pytest.mark.parametrize(
+    "off",
+    [lambda: torch.autocast("cpu", enabled=False), lambda: mezzo.autocast("cpu", enabled=False)],
+    ids=["torch", "mezzo"],
+)
 def test_carry_inside_a_switched_off_region_carries_float32(off: Any) -> None:
     with mezzo.autocast("cpu", **CUSTOM), off():
         carried = mezzo.propagate_autocast(lambda: (total(), product()))
@@ -240,14 +281,19 @@ def test_carry_keeps_the_functions_name_arguments_result_and_errors() -> None:
         mezzo.propagate_autocast(divide)(1, by=0)
 
 
-@pytest.mark.parametrize("words", [{}, {"full": {"linear"}, "half": {"add"}}], ids=["default", "custom"])
+@pytest.mark.parametrize(
+    "words", [{}, {"full": {"linear"}, "half": {"add"}}], ids=["default", "custom"]
+)
 def test_modules_in_parallel_threads_run_in_the_carried_precision(words: dict[str, Any]) -> None:
     replicas = [nn.Linear(3, 3) for _ in range(3)]
     inputs = [(torch.randn(2, 3),) for _ in range(3)]
     with mezzo.autocast("cpu", dtype=HALF, **words):
         expected = [replica(*one) for replica, one in zip(replicas, inputs, strict=True)]
         results = _in_threads([mezzo.propagate_autocast(replica) for replica in replicas], inputs)
-    assert all(torch.equal(one, other) and one.dtype is other.dtype for one, other in zip(results, expected, strict=True))
+    assert all(
+        torch.equal(one, other) and one.dtype is other.dtype
+        for one, other in zip(results, expected, strict=True)
+    )
 
 
 def _in_threads(functions: list[Callable[..., Any]], inputs: list[tuple[Any, ...]]) -> list[Any]:
@@ -301,7 +347,10 @@ def test_current_regions_are_the_innermost_of_each_device_as_they_are_in_force()
 
 
 def test_a_region_is_read_back_from_the_string_that_names_it() -> None:
-    for region in (Region("cpu", True, HALF, False, "some key"), Region("cuda", False, None, False)):
+    for region in (
+        Region("cpu", True, HALF, False, "some key"),
+        Region("cuda", False, None, False),
+    ):
         assert Region.decode(region.encode()) == region
 
 
@@ -316,7 +365,9 @@ def test_regions_given_together_are_entered_in_order_and_left_in_reverse() -> No
 
 
 @pytest.mark.parametrize("words", [{}, {"half": {"add"}}], ids=["default", "custom"])
-def test_a_generator_that_is_suspended_in_a_region_and_closed_later_puts_back_what_it_found(words: dict[str, Any]) -> None:
+def test_a_generator_that_is_suspended_in_a_region_and_closed_later_puts_back_what_it_found(
+    words: dict[str, Any],
+) -> None:
     def numbers() -> Any:
         with mezzo.autocast("cpu", dtype=HALF, **words):
             yield product()
@@ -328,7 +379,9 @@ def test_a_generator_that_is_suspended_in_a_region_and_closed_later_puts_back_wh
 
 
 @pytest.mark.parametrize("words", [{}, {"half": {"add"}}], ids=["default", "custom"])
-def test_a_suspended_generators_region_that_is_closed_inside_another_leaves_that_one_in_force(words: dict[str, Any]) -> None:
+def test_a_suspended_generators_region_that_is_closed_inside_another_leaves_that_one_in_force(
+    words: dict[str, Any],
+) -> None:
     def numbers() -> Any:
         with mezzo.autocast("cpu", dtype=FLOAT, **words):
             yield

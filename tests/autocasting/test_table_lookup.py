@@ -54,7 +54,15 @@ def test_arguments_are_told_by_position_and_name() -> None:
 
 
 def test_whether_an_op_widens_is_told(one_dtype: object) -> None:
-    key = region_for(Policy("O1", "bfloat16", half={"layer_norm", "batch_norm"}, exempt_args={"layer_norm": ["weight"], "batch_norm": ["weight"]}), "cpu").key
+    key = region_for(
+        Policy(
+            "O1",
+            "bfloat16",
+            half={"layer_norm", "batch_norm"},
+            exempt_args={"layer_norm": ["weight"], "batch_norm": ["weight"]},
+        ),
+        "cpu",
+    ).key
     assert table_lookup.computes_in_float32(key, F.layer_norm)
     assert not table_lookup.computes_in_float32(key, F.batch_norm)
 
@@ -104,4 +112,7 @@ def test_a_published_table_is_found_by_its_key() -> None:
 
 
 def test_a_refusal_names_the_op_and_the_reason() -> None:
-    assert table_lookup.refused(CastAction("exp", Rule.REFUSE, "it overflows")) == "The policy refuses exp: it overflows."
+    assert (
+        table_lookup.refused(CastAction("exp", Rule.REFUSE, "it overflows"))
+        == "The policy refuses exp: it overflows."
+    )

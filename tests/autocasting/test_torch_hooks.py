@@ -17,7 +17,12 @@ from mezzo.autocasting import torch_hooks
 from mezzo.autocasting.regions import NOTE
 
 HALF = torch.bfloat16
-WORDS = {"default": {}, "half add": {"half": {"add"}}, "full linear": {"full": {"linear"}}, "O2": {"policy": "O2"}}
+WORDS = {
+    "default": {},
+    "half add": {"half": {"add"}},
+    "full linear": {"full": {"linear"}},
+    "O2": {"policy": "O2"},
+}
 POLICIES = pytest.mark.parametrize("words", WORDS.values(), ids=WORDS.keys())
 KINDS = pytest.mark.parametrize("reentrant", [True, False], ids=["reentrant", "plain"])
 
@@ -40,7 +45,9 @@ class Body(nn.Module):
         return z.tanh() * y
 
 
-def gradients(words: dict[str, Any], *, reentrant: bool | None, inside: bool) -> tuple[list[Tensor], list[Any]]:
+def gradients(
+    words: dict[str, Any], *, reentrant: bool | None, inside: bool
+) -> tuple[list[Tensor], list[Any]]:
     body, x = Body(), torch.linspace(-1, 1, 8).reshape(2, 4).requires_grad_()
     with region(**words):
         result = body(x) if reentrant is None else checkpoint(body, x, use_reentrant=reentrant)
@@ -55,7 +62,9 @@ def gradients(words: dict[str, Any], *, reentrant: bool | None, inside: bool) ->
 @POLICIES
 @KINDS
 @pytest.mark.parametrize("inside", [True, False], ids=["backward inside", "backward outside"])
-def test_checkpointing_recomputes_in_the_precision_of_forward(words: dict[str, Any], reentrant: bool, inside: bool) -> None:
+def test_checkpointing_recomputes_in_the_precision_of_forward(
+    words: dict[str, Any], reentrant: bool, inside: bool
+) -> None:
     expected, _ = gradients(words, reentrant=None, inside=False)
     found, (forward, recomputed) = gradients(words, reentrant=reentrant, inside=inside)
     assert recomputed == forward
@@ -63,7 +72,11 @@ def test_checkpointing_recomputes_in_the_precision_of_forward(words: dict[str, A
 
 
 @KINDS
-@pytest.mark.parametrize("off", [lambda: torch.autocast("cpu", enabled=False), lambda: mezzo.autocast("cpu", enabled=False)], ids=["torch", "mezzo"])
+@pytest.mark.parametrize(
+    "off",
+    [lambda: torch.autocast("cpu", enabled=False), lambda: mezzo.autocast("cpu", enabled=False)],
+    ids=["torch", "mezzo"],
+)
 def test_checkpointing_in_a_switched_off_region_stays_in_float32(reentrant: bool, off: Any) -> None:
     body, x = Body(), torch.ones(2, 4, requires_grad=True)
     with region(half={"add"}):
@@ -96,7 +109,9 @@ def test_checkpointing_outside_any_region_is_untouched(reentrant: bool) -> None:
 def test_nested_and_sequential_checkpoints_are_carried(reentrant: bool) -> None:
     first, second, x = Body(), Body(), torch.ones(2, 4, requires_grad=True)
     with region(half={"add"}):
-        nested = checkpoint(lambda x: checkpoint(first, x, use_reentrant=reentrant), x, use_reentrant=reentrant)
+        nested = checkpoint(
+            lambda x: checkpoint(first, x, use_reentrant=reentrant), x, use_reentrant=reentrant
+        )
         chained = checkpoint_sequential([second, nn.Tanh()], 2, x, use_reentrant=reentrant)
     (nested.float().sum() + chained.float().sum()).backward()
     assert {*first.seen, *second.seen} == {(HALF, HALF)}
@@ -125,10 +140,18 @@ class Small(nn.Module):
 
 @pytest.mark.parametrize("strict", [True, False], ids=["strict", "plain"])
 @pytest.mark.parametrize(
-    ("words", "dtypes"), [({}, (HALF, torch.float32)), ({"half": {"add"}}, (HALF, HALF)), ({"full": {"linear"}}, (torch.float32,) * 2)], ids=str
+    ("words", "dtypes"),
+    [
+        ({}, (HALF, torch.float32)),
+        ({"half": {"add"}}, (HALF, HALF)),
+        ({"full": {"linear"}}, (torch.float32,) * 2),
+    ],
+    ids=str,
 )
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
-def test_an_exported_program_keeps_the_casts(words: dict[str, Any], dtypes: tuple[torch.dtype, ...], strict: bool) -> None:
+def test_an_exported_program_keeps_the_casts(
+    words: dict[str, Any], dtypes: tuple[torch.dtype, ...], strict: bool
+) -> None:
     model, x = Small(), torch.randn(2, 4)
     with region(**words):
         expected = model(x)
@@ -138,7 +161,11 @@ def test_an_exported_program_keeps_the_casts(words: dict[str, Any], dtypes: tupl
     assert all(map(torch.equal, found, expected))
 
 
-@pytest.mark.parametrize("off", [lambda: torch.autocast("cpu", enabled=False), lambda: mezzo.autocast("cpu", enabled=False)], ids=["torch", "mezzo"])
+@pytest.mark.parametrize(
+    "off",
+    [lambda: torch.autocast("cpu", enabled=False), lambda: mezzo.autocast("cpu", enabled=False)],
+    ids=["torch", "mezzo"],
+)
 def test_export_in_a_switched_off_region_stays_in_float32(off: Any) -> None:
     with region(half={"add"}), off():
         program = torch.export.export(Small(), (torch.randn(2, 4),), strict=False)
@@ -158,8 +185,15 @@ class Regions(nn.Module):
 
 def test_a_region_inside_an_exported_model_is_carried_out_and_noted() -> None:
     with torch.fx.traceback.preserve_node_meta():
-        program = torch.export.export(Regions(), (torch.randn(2, 2), torch.randn(2, 2)), strict=False)
-    assert [one.dtype for one in program.module()(torch.randn(2, 2), torch.randn(2, 2))] == [torch.float32, torch.bfloat16, torch.float32, torch.float32]
+        program = torch.export.export(
+            Regions(), (torch.randn(2, 2), torch.randn(2, 2)), strict=False
+        )
+    assert [one.dtype for one in program.module()(torch.randn(2, 2), torch.randn(2, 2))] == [
+        torch.float32,
+        torch.bfloat16,
+        torch.float32,
+        torch.float32,
+    ]
     noted = [
         bool((node.meta.get("custom") or {}).get(NOTE))
         for node in program.graph.nodes
@@ -185,14 +219,20 @@ def test_torchscript_runs_under_torchs_own_lists(scripted: tuple[Any, Any]) -> N
         assert scripted[0](torch.ones(2, 4)).dtype is HALF
 
 
-def test_torchscript_is_refused_under_a_custom_policy_with_the_remedy(scripted: tuple[Any, Any], tmp_path: Path) -> None:
+def test_torchscript_is_refused_under_a_custom_policy_with_the_remedy(
+    scripted: tuple[Any, Any], tmp_path: Path
+) -> None:
     module, function = scripted
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         torch.jit.save(function, str(tmp_path / "function.pt"))
         loaded = torch.jit.load(str(tmp_path / "function.pt"))
     with region(half={"add"}):
-        for call, x in ((module, torch.ones(2, 4)), (loaded, torch.ones(2, 2)), (nn.Sequential(module), torch.ones(2, 4))):
+        for call, x in (
+            (module, torch.ones(2, 4)),
+            (loaded, torch.ones(2, 2)),
+            (nn.Sequential(module), torch.ones(2, 4)),
+        ):
             with pytest.raises(mezzo.UnsupportedError, match="TorchScript"):
                 call(x)
         with torch.autocast("cpu", enabled=False):
@@ -204,7 +244,9 @@ def added(x: Tensor, by: int = 1) -> Tensor:
     return x + by
 
 
-def test_a_scripted_function_runs_as_the_python_it_was_made_from_under_a_custom_policy(scripted: tuple[Any, Any]) -> None:
+def test_a_scripted_function_runs_as_the_python_it_was_made_from_under_a_custom_policy(
+    scripted: tuple[Any, Any],
+) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         script = torch.jit.script(added)
@@ -237,4 +279,11 @@ def test_the_dtype_of_a_region_is_part_of_the_key_of_compiled_code() -> None:
     with torch.autocast("cpu", dtype=torch.bfloat16):
         keys.append(vars(Details("x")))
     plain = {"graph": "x"}
-    assert keys == [plain, *({**plain, "mezzo_autocast_dtypes": {"cpu": dtype}} for dtype in (torch.bfloat16, torch.float16)), plain]
+    assert keys == [
+        plain,
+        *(
+            {**plain, "mezzo_autocast_dtypes": {"cpu": dtype}}
+            for dtype in (torch.bfloat16, torch.float16)
+        ),
+        plain,
+    ]

@@ -25,7 +25,9 @@ _INPUTS = 2
 
 def _cases(info: ModuleInfo) -> Any:
     """Modules with arguments that torch compiles whole."""
-    for one in info.module_inputs_func(info, device="cpu", dtype=torch.float32, requires_grad=True, training=True):
+    for one in info.module_inputs_func(
+        info, device="cpu", dtype=torch.float32, requires_grad=True, training=True
+    ):
         made, given = one.constructor_input, one.forward_input
         if given is None:
             continue
@@ -53,5 +55,7 @@ def test_a_module_compiles_whole_under_o2(info: ModuleInfo) -> None:
         pytest.skip("torch does not compile it whole")
     for module, given in cases:
         region = mezzo.autocast("cpu", policy="O2", dtype=torch.bfloat16)
-        expected, found = (_called(module, given, compiles=compiles, region=region) for compiles in (False, True))
+        expected, found = (
+            _called(module, given, compiles=compiles, region=region) for compiles in (False, True)
+        )
         torch.testing.assert_close(found, expected, rtol=2e-2, atol=2e-2, equal_nan=True)

@@ -45,7 +45,9 @@ def traced(words: dict[str, Any], function: Any, *args: Any, **kwargs: Any) -> A
         ({"conditional": [("gelu", "approximate", ["none"])]}, F.gelu, (HALVED,), {}, FULL),
     ],
 )
-def test_a_call_is_carried_out_under_its_rule(words: dict[str, Any], function: Any, args: Any, kwargs: Any, dtype: torch.dtype) -> None:
+def test_a_call_is_carried_out_under_its_rule(
+    words: dict[str, Any], function: Any, args: Any, kwargs: Any, dtype: torch.dtype
+) -> None:
     assert traced(words, function, *args, **kwargs).dtype is dtype
 
 
@@ -61,7 +63,14 @@ def test_a_refused_op_is_refused() -> None:
 
 def test_an_exempt_argument_is_left_alone() -> None:
     mean, var = torch.zeros(2), torch.ones(2)
-    result = traced({"half": {"batch_norm"}, "exempt_args": {"batch_norm": ["running_mean", "running_var"]}}, F.batch_norm, X, mean, var, training=True)
+    result = traced(
+        {"half": {"batch_norm"}, "exempt_args": {"batch_norm": ["running_mean", "running_var"]}},
+        F.batch_norm,
+        X,
+        mean,
+        var,
+        training=True,
+    )
     assert result.dtype is HALF
     assert mean.any()
 

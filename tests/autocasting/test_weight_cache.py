@@ -16,7 +16,9 @@ import mezzo
 from mezzo.autocasting.weight_cache import CacheInfo, WeightCache, is_weight
 
 HALF = torch.bfloat16
-WORDS = pytest.mark.parametrize("words", [{"cache": "versioned"}, {"half": {"add"}}], ids=["versioned", "custom"])
+WORDS = pytest.mark.parametrize(
+    "words", [{"cache": "versioned"}, {"half": {"add"}}], ids=["versioned", "custom"]
+)
 
 
 def region(**words: Any) -> mezzo.autocast:
@@ -47,7 +49,9 @@ CHANGES: dict[str, Callable[[Tensor], Any]] = {
 
 @WORDS
 @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES.keys())
-def test_a_changed_weight_is_cast_anew(words: dict[str, Any], change: Callable[[Tensor], Any]) -> None:
+def test_a_changed_weight_is_cast_anew(
+    words: dict[str, Any], change: Callable[[Tensor], Any]
+) -> None:
     layer, x = nn.Linear(3, 3), torch.randn(2, 3)
     with region(**words):
         layer(x)
@@ -256,9 +260,19 @@ def test_what_is_a_weight() -> None:
         assert not is_weight(nn.Parameter(torch.zeros(1)))
 
 
-@pytest.mark.parametrize("words", [{"cache": "versioned"}, {"half": {"add"}}, {"half": {"mm"}, "preset": "oneflow"}], ids=str)
-@pytest.mark.parametrize("make", [lambda base: base.view(2, 2).requires_grad_(), lambda base: base.requires_grad_()], ids=["view", "leaf"])
-def test_a_leaf_that_is_no_parameter_is_never_served_stale(words: dict[str, Any], make: Any) -> None:
+@pytest.mark.parametrize(
+    "words",
+    [{"cache": "versioned"}, {"half": {"add"}}, {"half": {"mm"}, "preset": "oneflow"}],
+    ids=str,
+)
+@pytest.mark.parametrize(
+    "make",
+    [lambda base: base.view(2, 2).requires_grad_(), lambda base: base.requires_grad_()],
+    ids=["view", "leaf"],
+)
+def test_a_leaf_that_is_no_parameter_is_never_served_stale(
+    words: dict[str, Any], make: Any
+) -> None:
     base = torch.zeros(2, 2)
     leaf = make(base)
     with region(**words):

@@ -37,7 +37,11 @@ def test_a_decorated_function_keeps_its_name_signature_and_result(region: mezzo.
         """Scale."""
         return x * by
 
-    assert (scaled.__name__, scaled.__doc__, list(inspect.signature(scaled).parameters)) == ("scaled", "Scale.", ["x", "by"])
+    assert (scaled.__name__, scaled.__doc__, list(inspect.signature(scaled).parameters)) == (
+        "scaled",
+        "Scale.",
+        ["x", "by"],
+    )
     assert scaled(torch.ones(1), by=3.0).item() == 3.0
 
 
@@ -96,7 +100,9 @@ def test_a_generator_runs_in_the_region_and_its_caller_does_not(region: mezzo.au
     assert found == [HALF, torch.float32] * 2
 
 
-def test_a_generator_receives_what_is_sent_and_thrown_and_gives_its_result(region: mezzo.autocast) -> None:
+def test_a_generator_receives_what_is_sent_and_thrown_and_gives_its_result(
+    region: mezzo.autocast,
+) -> None:
     closed = []
 
     @region
@@ -156,7 +162,9 @@ def test_a_decorated_generator_function_is_still_one(region: mezzo.autocast) -> 
     assert inspect.isgenerator(numbers())
 
 
-def test_a_coroutine_runs_in_the_region_and_others_in_between_do_not(region: mezzo.autocast) -> None:
+def test_a_coroutine_runs_in_the_region_and_others_in_between_do_not(
+    region: mezzo.autocast,
+) -> None:
     @region
     async def inside() -> list[torch.dtype]:
         before = product()
@@ -198,7 +206,9 @@ def test_an_exception_and_a_cancellation_pass_through_a_coroutine(region: mezzo.
     assert seen == [HALF, torch.float32]
 
 
-def test_an_asynchronous_generator_runs_in_the_region_and_its_caller_does_not(region: mezzo.autocast) -> None:
+def test_an_asynchronous_generator_runs_in_the_region_and_its_caller_does_not(
+    region: mezzo.autocast,
+) -> None:
     closed = []
 
     @region

@@ -26,7 +26,10 @@ def test_what_is_written_through_a_view_is_written_under_every_name():
 
 
 def test_a_batch_norm_in_training_writes_its_statistics_though_its_schema_does_not_say_so():
-    training, evaluating = graph(nn.BatchNorm1d(2).train(), torch.ones(3, 2), tidied=False), graph(nn.BatchNorm1d(2).eval(), torch.ones(3, 2), tidied=False)
+    training, evaluating = (
+        graph(nn.BatchNorm1d(2).train(), torch.ones(3, 2), tidied=False),
+        graph(nn.BatchNorm1d(2).eval(), torch.ones(3, 2), tidied=False),
+    )
     assert _names(writes(node(training, "batch_norm"))) == {"b_running_mean", "b_running_var"}
     assert not writes(node(evaluating, "batch_norm"))
 

@@ -17,7 +17,9 @@ def path(tmp_path):
 def write(path):
     with path.open("wb") as file, writing(file) as archive:
         archive.json("plan.json", {"rows": [1, 2.5, None, "½"]})
-        archive.raw("tensors", [memoryview(bytes(range(256)) * 10), memoryview(b""), memoryview(b"end")])
+        archive.raw(
+            "tensors", [memoryview(bytes(range(256)) * 10), memoryview(b""), memoryview(b"end")]
+        )
         archive.raw("nothing", [])
 
 
@@ -51,7 +53,11 @@ def test_equal_parts_make_equal_files(path, tmp_path):
 
 
 def test_a_number_that_json_does_not_know_is_not_written(path):
-    with pytest.raises(ValueError, match="not JSON compliant"), path.open("wb") as file, writing(file) as archive:
+    with (
+        pytest.raises(ValueError, match="not JSON compliant"),
+        path.open("wb") as file,
+        writing(file) as archive,
+    ):
         archive.json("plan.json", float("nan"))
 
 
@@ -64,10 +70,14 @@ def test_a_changed_byte_is_noticed(path):
         read(path, "tensors", 2560, 3)
 
 
-@pytest.mark.parametrize("sizes", [(), (2560,), (2563, 1), (2**60,)], ids=["none", "fewer", "more", "huge"])
+@pytest.mark.parametrize(
+    "sizes", [(), (2560,), (2563, 1), (2**60,)], ids=["none", "fewer", "more", "huge"]
+)
 def test_pieces_that_do_not_make_the_whole_are_refused_before_anything_is_read(path, sizes):
     write(path)
-    with pytest.raises(CheckpointError, match=r"its part 'tensors' has 2563 bytes, and \d+ were expected"):
+    with pytest.raises(
+        CheckpointError, match=r"its part 'tensors' has 2563 bytes, and \d+ were expected"
+    ):
         read(path, "tensors", *sizes)
 
 
@@ -105,7 +115,10 @@ def test_json_that_grows_beyond_reason_is_refused_even_in_many_parts(path):
     with ZipFile(path, "w") as archive:
         for place in range(10):
             archive.writestr(f"{place}.json", bytes(1_000_000), ZIP_DEFLATED)
-    with pytest.raises(CheckpointError, match=r"its JSON parts unpack to 10000000 bytes, and a file of \d+ bytes may hold \d+"):
+    with pytest.raises(
+        CheckpointError,
+        match=r"its JSON parts unpack to 10000000 bytes, and a file of \d+ bytes may hold \d+",
+    ):
         read(path, "0.json")
 
 
@@ -118,7 +131,10 @@ def test_a_large_graph_is_read_beside_large_weights(path):
 
 
 def test_graphs_that_could_not_be_read_again_are_not_written(path):
-    refused = pytest.raises(UnsupportedError, match=r"its graphs take 9000002 bytes, and a file with so few weights may hold \d+")
+    refused = pytest.raises(
+        UnsupportedError,
+        match=r"its graphs take 9000002 bytes, and a file with so few weights may hold \d+",
+    )
     with refused, path.open("wb") as file, writing(file) as archive:
         archive.json("a.json", "a" * 9_000_000)
 
@@ -126,7 +142,9 @@ def test_graphs_that_could_not_be_read_again_are_not_written(path):
 def test_tensors_are_never_packed(path):
     with ZipFile(path, "w") as archive:
         archive.writestr("tensors", bytes(10_000_000), ZIP_DEFLATED)
-    with pytest.raises(CheckpointError, match="its part 'tensors' is packed in a way that is never written"):
+    with pytest.raises(
+        CheckpointError, match="its part 'tensors' is packed in a way that is never written"
+    ):
         read(path, "tensors")
 
 

@@ -28,7 +28,11 @@ def read(path, entries, records, device=None):
 
 def test_names_of_one_tensor_are_one_tensor_again_across_groups(path):
     weight = nn.Parameter(torch.randn(3, 4))
-    entries, records = written(path, {"a": weight, "b": weight}, {"c": weight, "d": weight.detach(), "e": torch.randn(3, 4)})
+    entries, records = written(
+        path,
+        {"a": weight, "b": weight},
+        {"c": weight, "d": weight.detach(), "e": torch.randn(3, 4)},
+    )
     assert len(records) == 2
     first, second = read(path, entries, records)
     assert first["a"] is first["b"]
@@ -38,9 +42,17 @@ def test_names_of_one_tensor_are_one_tensor_again_across_groups(path):
 
 
 def test_parameters_stay_parameters_with_their_need_of_gradients(path):
-    tensors = {"trained": nn.Parameter(torch.ones(1)), "frozen": nn.Parameter(torch.ones(1), requires_grad=False), "buffer": torch.ones(1)}
+    tensors = {
+        "trained": nn.Parameter(torch.ones(1)),
+        "frozen": nn.Parameter(torch.ones(1), requires_grad=False),
+        "buffer": torch.ones(1),
+    }
     [loaded] = read(path, *written(path, tensors))
-    assert [(type(one), one.requires_grad) for one in loaded.values()] == [(nn.Parameter, True), (nn.Parameter, False), (torch.Tensor, False)]
+    assert [(type(one), one.requires_grad) for one in loaded.values()] == [
+        (nn.Parameter, True),
+        (nn.Parameter, False),
+        (torch.Tensor, False),
+    ]
 
 
 def test_different_views_of_one_memory_are_written_for_themselves(path):
@@ -59,7 +71,11 @@ def test_a_lazy_conjugate_is_written_as_what_it_means(path):
 
 
 def test_special_values_keep_their_bits(path):
-    value = torch.tensor([0x7FC12345, 0x7F800000, -0x80000000, 1], dtype=torch.int64).to(torch.int32).view(torch.float32)
+    value = (
+        torch.tensor([0x7FC12345, 0x7F800000, -0x80000000, 1], dtype=torch.int64)
+        .to(torch.int32)
+        .view(torch.float32)
+    )
     [loaded] = read(path, *written(path, {"a": value}))
     assert torch.equal(loaded["a"].view(torch.int32), value.view(torch.int32))
 
@@ -85,12 +101,26 @@ def test_a_bool_is_zero_or_one_whatever_the_file_says(path):
         {"stride": [True]},
         {"shape": ["4"]},
     ],
-    ids=["longer", "dimensions", "stride", "negative", "backwards", "wider", "huge", "float", "bool", "text"],
+    ids=[
+        "longer",
+        "dimensions",
+        "stride",
+        "negative",
+        "backwards",
+        "wider",
+        "huge",
+        "float",
+        "bool",
+        "text",
+    ],
 )
 def test_a_description_that_does_not_fit_the_bytes_is_refused(path, change):
     entries, records = written(path, {"a": torch.ones(4)})
     records[0].update(change)
-    with pytest.raises(CheckpointError, match=r"'tensors' has 16 bytes, and \d+ were expected|it has a tensor of shape"):
+    with pytest.raises(
+        CheckpointError,
+        match=r"'tensors' has 16 bytes, and \d+ were expected|it has a tensor of shape",
+    ):
         read(path, entries, records)
 
 
@@ -108,9 +138,13 @@ def test_tensors_without_elements_keep_their_shape(path):
 
 
 def test_reading_takes_no_more_memory_than_the_tensors_themselves(path, monkeypatch):
-    entries, records = written(path, {"a": torch.ones(1000), "b": torch.zeros(1000, dtype=torch.bool)})
+    entries, records = written(
+        path, {"a": torch.ones(1000), "b": torch.zeros(1000, dtype=torch.bool)}
+    )
     sizes, empty = [], torch.empty
-    monkeypatch.setattr(torch, "empty", lambda size, **words: sizes.append(size) or empty(size, **words))
+    monkeypatch.setattr(
+        torch, "empty", lambda size, **words: sizes.append(size) or empty(size, **words)
+    )
     monkeypatch.setattr(torch.Tensor, "clone", None)
     [loaded] = read(path, entries, records)
     assert sizes == [4000, 1000]
@@ -128,5 +162,7 @@ def test_what_is_no_plain_tensor_is_refused_by_name(tensor):
 
 
 def test_tensors_go_to_the_device_that_is_asked_for(path):
-    [loaded] = read(path, *written(path, {"a": torch.ones(2), "b": torch.ones(0)}), device=torch.device("meta"))
+    [loaded] = read(
+        path, *written(path, {"a": torch.ones(2), "b": torch.ones(0)}), device=torch.device("meta")
+    )
     assert {one.device.type for one in loaded.values()} == {"meta"}

@@ -21,7 +21,9 @@ def test_outputs_keep_their_structure_dtypes_and_order():
         y = self.linear(x)
         return {"y": y, "rest": [i + 1, (y.sum(), None)], "twice": (y, y)}
 
-    model, converted, _ = _program(function, X, torch.arange(3), modules={"linear": nn.Linear(4, 4)})
+    model, converted, _ = _program(
+        function, X, torch.arange(3), modules={"linear": nn.Linear(4, 4)}
+    )
     found, expected = converted(X, torch.arange(3)), model(X, torch.arange(3))
     assert found["rest"][1][1] is None
     assert torch.equal(found["rest"][0], expected["rest"][0])
@@ -65,7 +67,11 @@ def test_mezzo_regions_in_the_model_are_kept():
         return one, two, self.linear(x)
 
     model, converted, _ = _program(function, modules={"linear": nn.Linear(4, 4)})
-    assert [row.dtype for row in converted.plan if row.op == "linear"] == ["float32", "float32", "bfloat16"]
+    assert [row.dtype for row in converted.plan if row.op == "linear"] == [
+        "float32",
+        "float32",
+        "bfloat16",
+    ]
     assert torch.equal(converted(X)[0], model(X)[0])
 
 
@@ -85,7 +91,9 @@ def test_a_custom_op_is_left_in_float32():
         return x * 2
 
     twice.register_fake(torch.empty_like)
-    _, converted, _ = _program(lambda self, x: self.linear(twice(self.linear(x))), modules={"linear": nn.Linear(4, 4)})
+    _, converted, _ = _program(
+        lambda self, x: self.linear(twice(self.linear(x))), modules={"linear": nn.Linear(4, 4)}
+    )
     assert converted.plan.row("twice").dtype == "float32"
     assert "not an op that mezzo knows" in converted.plan.row("twice").reason
 
@@ -99,9 +107,13 @@ def test_a_registered_op_follows_its_entry():
     from mezzo.policy.registry import registry
     from mezzo.policy.types import Entry, Rule
 
-    registry().register("thrice", (torch.ops.mezzo_test_assemble.thrice.default,), Entry(Rule.HALF, "mine"))
+    registry().register(
+        "thrice", (torch.ops.mezzo_test_assemble.thrice.default,), Entry(Rule.HALF, "mine")
+    )
     try:
-        _, converted, _ = _program(lambda self, x: thrice(self.linear(x)), modules={"linear": nn.Linear(4, 4)})
+        _, converted, _ = _program(
+            lambda self, x: thrice(self.linear(x)), modules={"linear": nn.Linear(4, 4)}
+        )
     finally:
         registry().unregister("thrice")
     assert converted.plan.row("thrice").dtype == "bfloat16"
@@ -156,11 +168,17 @@ def test_a_model_that_is_not_float32_is_left_as_it_is(dtype):
 @pytest.mark.parametrize("level", ["O1", "O2"])
 def test_a_model_that_mezzo_trained_is_converted(level):
     model = nn.Sequential(nn.Linear(4, 8), nn.LayerNorm(8), nn.Linear(8, 2))
-    model, optimizer = mezzo.decorate(model, torch.optim.SGD(model.parameters(), 0.1), level, dtype="bfloat16")
+    model, optimizer = mezzo.decorate(
+        model, torch.optim.SGD(model.parameters(), 0.1), level, dtype="bfloat16"
+    )
     model(X).sum().backward()
     optimizer.step()
     expected = model(X)
     converted = mezzo.convert(model, (X,), dtype=HALF)
     assert relative_error(converted(X), expected) < 0.05
-    assert {one.dtype for name, one in converted._converted.programs[0].exported.state_dict.items() if name[0] in "02"} == {HALF}
+    assert {
+        one.dtype
+        for name, one in converted._converted.programs[0].exported.state_dict.items()
+        if name[0] in "02"
+    } == {HALF}
     assert torch.equal(model(X), expected)

@@ -21,7 +21,12 @@ class _Casts(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))
-        if func is torch.ops.aten._to_copy.default and out.dtype is not args[0].dtype and out.is_floating_point() and args[0].is_floating_point():
+        if (
+            func is torch.ops.aten._to_copy.default
+            and out.dtype is not args[0].dtype
+            and out.is_floating_point()
+            and args[0].is_floating_point()
+        ):
             self.seen += CastBytes(1, args[0].nbytes + out.nbytes)
         return out
 
@@ -42,7 +47,9 @@ def test_values_follow_their_inputs_and_the_lists():
     _, plan = planned(model, torch.randn(2, 4))
     listed = {"linear": True, "layer_norm": False}
     found = autocast_dtypes(plan.choice.roles, lambda node: listed.get(node.name), HALF)
-    assert {node.name: half for node, half in found.items() if plan.choice.roles[node] is Role.OP} == {
+    assert {
+        node.name: half for node, half in found.items() if plan.choice.roles[node] is Role.OP
+    } == {
         "relu": False,
         "linear": True,
         "relu_1": True,

@@ -30,5 +30,8 @@ def test_a_model_that_is_half_already_casts_nothing():
 
 
 def test_a_weight_is_cast_once_under_autocast_an_activation_each_time():
-    found = _casts(lambda self, x: F.linear(x, self.linear.weight) + F.linear(x, self.linear.weight), linear=nn.Linear(4, 4))
+    found = _casts(
+        lambda self, x: F.linear(x, self.linear.weight) + F.linear(x, self.linear.weight),
+        linear=nn.Linear(4, 4),
+    )
     assert found.before.count == 3

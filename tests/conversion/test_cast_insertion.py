@@ -15,7 +15,14 @@ def _applied(model, *args):
 
 
 def test_a_value_is_cast_once_for_all_who_read_it():
-    module = _applied(Calls(lambda self, x: self.first(x) @ self.second(x).t(), first=nn.Linear(4, 4), second=nn.Linear(4, 4)), X)
+    module = _applied(
+        Calls(
+            lambda self, x: self.first(x) @ self.second(x).t(),
+            first=nn.Linear(4, 4),
+            second=nn.Linear(4, 4),
+        ),
+        X,
+    )
     assert names(module).count("aten.to.dtype") == 2
     assert node(module, "args_0_bfloat16").args == (node(module, "args_0"), HALF)
 
@@ -29,7 +36,11 @@ def test_what_is_written_between_two_reads_is_cast_for_each():
         return before, self.first(made)
 
     module = _applied(Calls(function, first=nn.Linear(4, 4)), X)
-    casts = [one for one in module.graph.nodes if one.target is torch.ops.aten.to.dtype and one.args[0].name == "zeros"]
+    casts = [
+        one
+        for one in module.graph.nodes
+        if one.target is torch.ops.aten.to.dtype and one.args[0].name == "zeros"
+    ]
     assert len(casts) == 2
 
 
@@ -39,7 +50,9 @@ def test_what_the_model_widens_is_read_as_it_was_by_those_who_would_cast_it_back
         return self.first(wide), wide.softmax(-1), self.first(self.first(x).float())
 
     module = _applied(Calls(function, first=nn.Linear(4, 4)), X)
-    first, second, third, last = (one for one in module.graph.nodes if one.target is torch.ops.aten.linear.default)
+    first, second, third, last = (
+        one for one in module.graph.nodes if one.target is torch.ops.aten.linear.default
+    )
     assert second.args[0] is first
     # Who wants it wide still has it, and what nobody wants is gone.
     assert node(module, "softmax").args[0].args[:2] == (first, torch.float32)
@@ -60,7 +73,9 @@ def test_what_the_model_widens_and_then_writes_is_cast():
 
 
 def test_example_values_are_brought_up_to_date():
-    module = _applied(Calls(lambda self, x: F.relu(self.first(x)).chunk(2, -1)[0], first=nn.Linear(4, 4)), X)
+    module = _applied(
+        Calls(lambda self, x: F.relu(self.first(x)).chunk(2, -1)[0], first=nn.Linear(4, 4)), X
+    )
     assert node(module, "relu").meta["val"].dtype is HALF
     assert [one.dtype for one in node(module, "chunk").meta["val"]] == [HALF, HALF]
     assert node(module, "p_first_weight").meta["val"].dtype is HALF
@@ -68,7 +83,9 @@ def test_example_values_are_brought_up_to_date():
 
 
 def test_a_tensor_of_one_number_is_made_in_its_dtype():
-    module = _applied(Calls(lambda self, x: self.first(torch.zeros(2, 4)), first=nn.Linear(4, 4)), X)
+    module = _applied(
+        Calls(lambda self, x: self.first(torch.zeros(2, 4)), first=nn.Linear(4, 4)), X
+    )
     assert node(module, "zeros").kwargs["dtype"] is HALF
 
 

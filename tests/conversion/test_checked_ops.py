@@ -8,7 +8,14 @@ from support.saved_programs import edited
 from torch import nn
 
 import mezzo
-from mezzo.conversion.checked_ops import CHECKED, embedding_bag, lstm, scaled_dot_product_attention, weight_norm, with_checks
+from mezzo.conversion.checked_ops import (
+    CHECKED,
+    embedding_bag,
+    lstm,
+    scaled_dot_product_attention,
+    weight_norm,
+    with_checks,
+)
 from mezzo.conversion.nodes import copied_graph
 
 GRAPH = "programs/0/graph.json"
@@ -66,7 +73,11 @@ def narrow_states(x, states, weights):
 
 
 def no_hidden(x, states, weights):
-    return x, [one[..., :0] for one in states], [weights[0][:0], weights[1][:0, :0], weights[2][:0], weights[3][:0]]
+    return (
+        x,
+        [one[..., :0] for one in states],
+        [weights[0][:0], weights[1][:0, :0], weights[2][:0], weights[3][:0]],
+    )
 
 
 def small_weight(x, states, weights):
@@ -78,12 +89,25 @@ def few_weights(x, states, weights):
 
 
 @pytest.mark.parametrize(
-    "change", [wide_input, flat_input, small_states, one_state, narrow_states, no_hidden, small_weight, few_weights], ids=lambda change: change.__name__
+    "change",
+    [
+        wide_input,
+        flat_input,
+        small_states,
+        one_state,
+        narrow_states,
+        no_hidden,
+        small_weight,
+        few_weights,
+    ],
+    ids=lambda change: change.__name__,
 )
 def test_an_lstm_that_does_not_fit_is_not_called(change):
     _, states, weights, named = recurrent()
     x, states, weights = change(torch.randn(5, 2, 3), states, weights)
-    with pytest.raises(mezzo.CheckpointError, match=r"calls lstm with tensors that do not fit each other: \["):
+    with pytest.raises(
+        mezzo.CheckpointError, match=r"calls lstm with tensors that do not fit each other: \["
+    ):
         lstm(x, states, weights, *named)
 
 
@@ -97,8 +121,12 @@ def test_an_lstm_with_weights_that_have_gaps_computes_the_same():
 
 def test_a_weight_norm_needs_a_length_for_each_row():
     v = torch.randn(4, 3, 2)
-    assert torch.equal(weight_norm(v, torch.ones(4, 1, 1)), torch._weight_norm(v, torch.ones(4, 1, 1), 0))
-    assert torch.equal(weight_norm(v, torch.ones(1, 1, 2), 2), torch._weight_norm(v, torch.ones(1, 1, 2), 2))
+    assert torch.equal(
+        weight_norm(v, torch.ones(4, 1, 1)), torch._weight_norm(v, torch.ones(4, 1, 1), 0)
+    )
+    assert torch.equal(
+        weight_norm(v, torch.ones(1, 1, 2), 2), torch._weight_norm(v, torch.ones(1, 1, 2), 2)
+    )
     for wrong, dim in [((3, 1, 1), 0), ((0,), 0), ((1, 1, 3), 2)]:
         with pytest.raises(mezzo.CheckpointError, match="_weight_norm"):
             weight_norm(v, torch.ones(wrong), dim)
@@ -107,13 +135,31 @@ def test_a_weight_norm_needs_a_length_for_each_row():
 
 
 def bags(indices, offsets, *, last=False):
-    return embedding_bag(torch.ones(5, 3), torch.tensor(indices), torch.tensor(offsets, dtype=torch.int64), False, 0, False, None, last, None)[0]
+    return embedding_bag(
+        torch.ones(5, 3),
+        torch.tensor(indices),
+        torch.tensor(offsets, dtype=torch.int64),
+        False,
+        0,
+        False,
+        None,
+        last,
+        None,
+    )[0]
 
 
 def test_bags_lie_within_their_indices_and_these_within_the_table():
     assert torch.equal(bags([1, 2, 4], [0, 2]), torch.tensor([[2.0] * 3, [1.0] * 3]))
-    for indices, offsets in [([1, 5], [0]), ([-1], [0]), ([1, 2], [0, 3]), ([1, 2], [0, -1]), ([1, 2, 3], [0, 2, 1])]:
-        with pytest.raises(RuntimeError, match="indices outside of its table, or with offsets outside"):
+    for indices, offsets in [
+        ([1, 5], [0]),
+        ([-1], [0]),
+        ([1, 2], [0, 3]),
+        ([1, 2], [0, -1]),
+        ([1, 2, 3], [0, 2, 1]),
+    ]:
+        with pytest.raises(
+            RuntimeError, match="indices outside of its table, or with offsets outside"
+        ):
             bags(indices, offsets)
     assert torch.equal(bags([1, 2, 4], [0, 2, 3], last=True), bags([1, 2, 4], [0, 2]))
     with pytest.raises(RuntimeError, match="with offsets outside"):
@@ -132,21 +178,34 @@ def test_a_quotient_that_no_integer_holds_is_not_computed(op):
     for overload, other in [(packet.Tensor_mode, torch.tensor([-1, -1])), (packet.Scalar_mode, -1)]:
         with pytest.raises(RuntimeError, match="whose quotient no integer holds"):
             CHECKED[overload](numbers.clone(), other, rounding_mode="trunc")
-        assert CHECKED[overload](torch.tensor([7, -9]), 2 * other, rounding_mode="trunc").tolist() == [-3, 4]
-        assert CHECKED[overload](torch.tensor([7.0, 1.0]), other, rounding_mode="floor").tolist() == [-7.0, -1.0]
+        assert CHECKED[overload](
+            torch.tensor([7, -9]), 2 * other, rounding_mode="trunc"
+        ).tolist() == [-3, 4]
+        assert CHECKED[overload](
+            torch.tensor([7.0, 1.0]), other, rounding_mode="floor"
+        ).tolist() == [-7.0, -1.0]
 
 
 def test_a_division_is_checked_in_a_converted_program():
-    converted = mezzo.convert(Calls(lambda self, x: torch.div(x, -1, rounding_mode="trunc")), (torch.tensor([7, 8]),), dtype="bfloat16")
+    converted = mezzo.convert(
+        Calls(lambda self, x: torch.div(x, -1, rounding_mode="trunc")),
+        (torch.tensor([7, 8]),),
+        dtype="bfloat16",
+    )
     assert converted(torch.tensor([7, -9])).tolist() == [-7, 9]
-    assert torch.compile(converted.module, backend="eager", fullgraph=True)(torch.tensor([7, -9])).tolist() == [-7, 9]
+    assert torch.compile(converted.module, backend="eager", fullgraph=True)(
+        torch.tensor([7, -9])
+    ).tolist() == [-7, 9]
     with pytest.raises(RuntimeError, match="whose quotient no integer holds"):
         converted(torch.tensor([7, SMALLEST]))
 
 
 def test_attention_needs_a_value_for_each_key():
     q, k, v = torch.randn(2, 4, 3, 8), torch.randn(2, 4, 5, 8), torch.randn(2, 4, 5, 8)
-    assert torch.equal(scaled_dot_product_attention(q, k, v, scale=0.5), F.scaled_dot_product_attention(q, k, v, scale=0.5))
+    assert torch.equal(
+        scaled_dot_product_attention(q, k, v, scale=0.5),
+        F.scaled_dot_product_attention(q, k, v, scale=0.5),
+    )
     with pytest.raises(mezzo.CheckpointError, match="scaled_dot_product_attention"):
         scaled_dot_product_attention(q, k[:, :, :2], v)
     with pytest.raises(mezzo.CheckpointError, match="scaled_dot_product_attention"):
@@ -160,26 +219,46 @@ def _attend(self, q, k, v, short):
 @pytest.fixture
 def attention(tmp_path):
     """A saved program, and inputs for it; the last is a key that is too short."""
-    inputs = (torch.randn(1, 2, 8, 8), torch.randn(1, 2, 8, 8), torch.randn(1, 2, 8, 8), torch.randn(1, 2, 1, 8))
+    inputs = (
+        torch.randn(1, 2, 8, 8),
+        torch.randn(1, 2, 8, 8),
+        torch.randn(1, 2, 8, 8),
+        torch.randn(1, 2, 1, 8),
+    )
     path = tmp_path / "model"
     # In float32, so that no casts stand between the inputs and the op.
-    mezzo.convert(Calls(_attend), inputs, dtype="bfloat16", full=["scaled_dot_product_attention"]).save(path)
+    mezzo.convert(
+        Calls(_attend), inputs, dtype="bfloat16", full=["scaled_dot_product_attention"]
+    ).save(path)
     return path, inputs
 
 
 def _use_the_short_key(graph):
-    [node] = [one for one in graph["graph_module"]["graph"]["nodes"] if "scaled_dot_product" in one["target"]]
+    [node] = [
+        one
+        for one in graph["graph_module"]["graph"]["nodes"]
+        if "scaled_dot_product" in one["target"]
+    ]
     node["inputs"][1]["arg"]["as_tensor"]["name"] = "args_3"
 
 
 def test_a_crafted_program_does_not_reach_the_kernel(attention):
     path, inputs = attention
     loaded = mezzo.Converted.load(edited(path, GRAPH, _use_the_short_key))
-    with pytest.raises(mezzo.CheckpointError, match="calls scaled_dot_product_attention with tensors that do not fit"):
+    with pytest.raises(
+        mezzo.CheckpointError,
+        match="calls scaled_dot_product_attention with tensors that do not fit",
+    ):
         loaded(*inputs)
-    with pytest.raises(mezzo.CheckpointError, match="calls scaled_dot_product_attention with tensors that do not fit"):
+    with pytest.raises(
+        mezzo.CheckpointError,
+        match="calls scaled_dot_product_attention with tensors that do not fit",
+    ):
         loaded.module(*inputs)
-    with pytest.raises(mezzo.CheckpointError, match="calls scaled_dot_product_attention with tensors that do not fit"):
+    with pytest.raises(
+        mezzo.CheckpointError,
+        match="calls scaled_dot_product_attention with tensors that do not fit",
+    ):
         loaded.compare(*inputs, against=Calls(_attend))
 
 
@@ -199,12 +278,19 @@ def test_a_program_without_such_ops_is_left_as_it_is():
 
 def test_ops_inside_branches_are_checked_and_the_program_itself_stays(attention):
     def forward(self, q):
-        return torch.cond(q.sum() > 0, lambda q: F.scaled_dot_product_attention(q, q, q), lambda q: q.sin(), (q,))
+        return torch.cond(
+            q.sum() > 0, lambda q: F.scaled_dot_product_attention(q, q, q), lambda q: q.sin(), (q,)
+        )
 
     with torch.no_grad():
         exported = torch.export.export(Calls(forward), (torch.randn(1, 2, 4, 8),))
     before = copied_graph(exported.graph_module)
-    targets = [node.target for one in with_checks(exported).graph_module.modules() if hasattr(one, "graph") for node in one.graph.nodes]
+    targets = [
+        node.target
+        for one in with_checks(exported).graph_module.modules()
+        if hasattr(one, "graph")
+        for node in one.graph.nodes
+    ]
     assert scaled_dot_product_attention in targets
     assert not CHECKED.keys() & set(targets)
     assert before.true_graph_0.code == exported.graph_module.true_graph_0.code

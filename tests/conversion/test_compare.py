@@ -53,15 +53,21 @@ def test_outputs_are_compared_by_name_with_the_norm_of_the_difference(model):
     found = converted.compare(X)
     assert [error.name for error in found.outputs] == ["logits", "best_0", "best_1"]
     expected, result = model(X)["logits"].detach(), converted(X)["logits"]
-    assert found.outputs[0].relative == pytest.approx(float((result - expected).norm() / expected.norm()), rel=1e-4)
-    assert found.outputs[0].largest == pytest.approx(float((result - expected).abs().max()), rel=1e-4)
+    assert found.outputs[0].relative == pytest.approx(
+        float((result - expected).norm() / expected.norm()), rel=1e-4
+    )
+    assert found.outputs[0].largest == pytest.approx(
+        float((result - expected).abs().max()), rel=1e-4
+    )
     assert 1e-4 < found.worst < 2e-2
 
 
 def test_nodes_are_sorted_worst_first_and_tell_where_they_come_from(model):
     found = mezzo.convert(model, (X,), dtype="bfloat16").compare(X)
     errors = {error.name: error for error in found.nodes}
-    assert [error.relative for error in found.nodes] == sorted((error.relative for error in found.nodes), reverse=True)
+    assert [error.relative for error in found.nodes] == sorted(
+        (error.relative for error in found.nodes), reverse=True
+    )
     assert {"linear", "linear_1", "relu"} <= errors.keys()
     second = errors["linear_1"]
     assert (second.op, second.module, second.dtype) == ("linear", "second", "bfloat16")
@@ -87,7 +93,12 @@ def test_the_node_that_overflows_is_the_worst_and_its_lost_values_are_counted():
     x = torch.tensor([1e-3, 1.2e-2])
     found = compare(export(Overflow(), (x,)), export(Half(), (x,)), (x,), {})
     assert (found.nodes[-1].name, found.nodes[-1].nonfinite) == ("mul", 0)
-    assert {error.name: error.nonfinite for error in found.nodes} == {"mul": 0, "exp": 1, "log": 1, "div": 1}
+    assert {error.name: error.nonfinite for error in found.nodes} == {
+        "mul": 0,
+        "exp": 1,
+        "log": 1,
+        "div": 1,
+    }
     assert found.outputs[0].nonfinite == 1
     assert found.worst == INF
 
@@ -115,7 +126,12 @@ def test_comparing_changes_neither_buffers_nor_inputs():
     reference, program = export(model, (x.clone(),)), export(model, (x.clone(),))
     for against in (reference, model, lambda x: x + 2):
         assert compare(against, program, (x,), {}).worst == 0
-        assert (x.tolist(), model.calls, reference.state_dict["calls"], program.state_dict["calls"]) == ([1, 1], 0, 0, 0)
+        assert (
+            x.tolist(),
+            model.calls,
+            reference.state_dict["calls"],
+            program.state_dict["calls"],
+        ) == ([1, 1], 0, 0, 0)
 
 
 def test_random_ops_draw_the_same_numbers_and_leave_the_generator_alone():
@@ -142,18 +158,29 @@ def test_keyword_arguments_are_passed_on():
     args, kwargs = batch(4)
     torch.manual_seed(0)
     model = Everything()
-    assert compare(lambda *args, **kwargs: model(*args, **kwargs), everything(), args, kwargs).worst < 1e-6
+    assert (
+        compare(lambda *args, **kwargs: model(*args, **kwargs), everything(), args, kwargs).worst
+        < 1e-6
+    )
 
 
 def test_another_structure_is_refused_by_name(model):
     program = export(model, (X,))
-    with pytest.raises(ConversionError, match=r"The program returns logits, best_0, best_1, and what it is compared with output. Compare it with the model"):
+    with pytest.raises(
+        ConversionError,
+        match=(
+            r"The program returns logits, best_0, best_1, and what it is compared with output."
+            r" Compare it with the model"
+        ),
+    ):
         compare(lambda x: x, program, (X,), {})
 
 
 def test_another_shape_is_refused_by_name():
     program = export(nn.Linear(8, 4), (X,))
-    with pytest.raises(ConversionError, match=r"'output' has shape \(5, 4\), and what it is compared with \(5, 8\)"):
+    with pytest.raises(
+        ConversionError, match=r"'output' has shape \(5, 4\), and what it is compared with \(5, 8\)"
+    ):
         compare(lambda x: x, program, (X,), {})
 
 
@@ -186,10 +213,17 @@ def test_what_only_looks_at_values_of_another_is_left_out():
         (torch.tensor([True, False]), torch.tensor([True, True]), 0.5, 0),
         (torch.tensor([3 + 4j]), torch.tensor([3 + 4.5j]), 0.1, 0),
         (torch.tensor([4.0]), torch.tensor([4.0]).to(torch.float8_e4m3fn), 0.0, 0),
-        (torch.tensor([1e200], dtype=torch.float64), torch.tensor([1.1e200], dtype=torch.float64), 0.1, 0),
+        (
+            torch.tensor([1e200], dtype=torch.float64),
+            torch.tensor([1.1e200], dtype=torch.float64),
+            0.1,
+            0,
+        ),
         (torch.tensor([INF]), torch.tensor([1.0]), 0.0, 0),
     ],
-    ids="plain mask lost zeros nothing empty integers booleans complex float8 float64 infinite".split(),
+    ids=(
+        "plain mask lost zeros nothing empty integers booleans complex float8 float64 infinite".split()
+    ),
 )
 def test_errors_of_tensors(expected, found, relative, lost):
     error = tensor_error(expected, found, "x")

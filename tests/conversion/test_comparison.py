@@ -2,8 +2,23 @@
 
 from mezzo.conversion.compare import Comparison, TensorError
 
-OUTPUTS = (TensorError("logits", "float32", 3.24e-4, 0.01, 0), TensorError("ids", "int64", 0.5, 1.0, 0))
-NODES = tuple(TensorError(f"linear_{number}", "float16", 1e-3 / (number + 1), 0.5, 0, op="linear", module="head", source="model.py:7") for number in range(12))
+OUTPUTS = (
+    TensorError("logits", "float32", 3.24e-4, 0.01, 0),
+    TensorError("ids", "int64", 0.5, 1.0, 0),
+)
+NODES = tuple(
+    TensorError(
+        f"linear_{number}",
+        "float16",
+        1e-3 / (number + 1),
+        0.5,
+        0,
+        op="linear",
+        module="head",
+        source="model.py:7",
+    )
+    for number in range(12)
+)
 
 
 def test_it_prints_outputs_and_the_worst_nodes():

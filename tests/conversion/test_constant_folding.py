@@ -20,39 +20,60 @@ def _folded(function, *args, **modules):
 def test_a_weight_norm_is_stored_as_its_product():
     model = nn.utils.parametrizations.weight_norm(nn.Linear(4, 8)).eval()
     converted = mezzo.convert(model, (X,), dtype=HALF)
-    state = {**converted._converted.programs[0].exported.state_dict, **converted._converted.programs[0].exported.constants}
-    assert sorted((tuple(one.shape), one.dtype) for one in state.values()) == [((8,), HALF), ((8, 4), HALF)]
+    state = {
+        **converted._converted.programs[0].exported.state_dict,
+        **converted._converted.programs[0].exported.constants,
+    }
+    assert sorted((tuple(one.shape), one.dtype) for one in state.values()) == [
+        ((8,), HALF),
+        ((8, 4), HALF),
+    ]
     assert converted.casts.after.count == 2
     assert relative_error(converted(X), model(X)) < 0.05
 
 
 def test_a_chain_of_computations_is_one_tensor():
-    _, folded, module = _folded(lambda self, x: x * (self.linear.weight.exp() + 1).log().sum(0), linear=nn.Linear(4, 4, bias=False))
+    _, folded, module = _folded(
+        lambda self, x: x * (self.linear.weight.exp() + 1).log().sum(0),
+        linear=nn.Linear(4, 4, bias=False),
+    )
     assert names(module) == ["aten.mul.Tensor"]
     assert list(folded.constants) == ["folded_sum_1"]
     assert not folded.state_dict
 
 
 def test_a_weight_that_is_read_elsewhere_stays():
-    _, folded, _ = _folded(lambda self, x: F.linear(x, self.linear.weight) * self.linear.weight.exp().sum(), linear=nn.Linear(4, 4, bias=False))
+    _, folded, _ = _folded(
+        lambda self, x: F.linear(x, self.linear.weight) * self.linear.weight.exp().sum(),
+        linear=nn.Linear(4, 4, bias=False),
+    )
     assert list(folded.state_dict) == ["linear.weight"]
 
 
 def test_the_export_itself_stays_as_it_is():
-    exported, folded, _ = _folded(lambda self, x: x + self.linear.bias.exp(), linear=nn.Linear(4, 4))
+    exported, folded, _ = _folded(
+        lambda self, x: x + self.linear.bias.exp(), linear=nn.Linear(4, 4)
+    )
     assert folded is not exported
     assert "aten.exp.default" in names(exported.graph_module)
     assert set(exported.state_dict) == {"linear.weight", "linear.bias"}
 
 
 def test_views_and_random_numbers_are_left():
-    for function in (lambda self, x: x + self.linear.weight.t(), lambda self, x: x + torch.rand_like(self.linear.bias)):
+    for function in (
+        lambda self, x: x + self.linear.weight.t(),
+        lambda self, x: x + torch.rand_like(self.linear.bias),
+    ):
         _, folded, _ = _folded(function, torch.randn(4, 4), linear=nn.Linear(4, 4))
         assert not folded.constants
 
 
 def test_what_would_grow_is_left():
-    _, folded, _ = _folded(lambda self, x: x + torch.outer(self.linear.bias, self.linear.bias), torch.randn(4, 4), linear=nn.Linear(4, 4))
+    _, folded, _ = _folded(
+        lambda self, x: x + torch.outer(self.linear.bias, self.linear.bias),
+        torch.randn(4, 4),
+        linear=nn.Linear(4, 4),
+    )
     assert not folded.constants
 
 
@@ -81,8 +102,13 @@ def test_of_a_table_whose_rows_are_known_these_are_stored():
 
 
 def test_rows_at_places_that_are_counted_are_known_too():
-    _, folded, _ = _folded(lambda self, x: x + self.table(torch.arange(2)), table=nn.Embedding(64, 4))
-    assert ([tuple(one.shape) for one in folded.constants.values()], list(folded.state_dict)) == ([(2, 4)], [])
+    _, folded, _ = _folded(
+        lambda self, x: x + self.table(torch.arange(2)), table=nn.Embedding(64, 4)
+    )
+    assert ([tuple(one.shape) for one in folded.constants.values()], list(folded.state_dict)) == (
+        [(2, 4)],
+        [],
+    )
 
 
 def test_rows_of_a_table_that_is_read_otherwise_too_are_not_stored_twice():
@@ -93,24 +119,35 @@ def test_rows_of_a_table_that_is_read_otherwise_too_are_not_stored_twice():
 
 
 def test_rows_that_depend_on_a_size_are_read():
-    exported = export(Positions(), (torch.randint(0, 20, (2, 5)),), {}, ({1: torch.export.Dim("length", max=64)},))
+    exported = export(
+        Positions(), (torch.randint(0, 20, (2, 5)),), {}, ({1: torch.export.Dim("length", max=64)},)
+    )
     assert "positions.weight" in fold(exported, copied_graph(exported.graph_module)).state_dict
 
 
 def test_parts_that_are_cut_from_one_weight_are_left_in_it():
-    _, folded, _ = _folded(lambda self, x: sum(F.linear(x, one) for one in self.linear.weight.chunk(4)), linear=nn.Linear(4, 16, bias=False))
+    _, folded, _ = _folded(
+        lambda self, x: sum(F.linear(x, one) for one in self.linear.weight.chunk(4)),
+        linear=nn.Linear(4, 16, bias=False),
+    )
     assert (list(folded.state_dict), list(folded.constants)) == (["linear.weight"], [])
 
 
 def test_a_buffer_that_the_graph_writes_is_no_constant():
-    _, folded, module = _folded(lambda self, x: x + self.norm.running_mean.add_(1).exp(), norm=nn.BatchNorm1d(4))
+    _, folded, module = _folded(
+        lambda self, x: x + self.norm.running_mean.add_(1).exp(), norm=nn.BatchNorm1d(4)
+    )
     assert "aten.exp.default" in names(module)
     assert "norm.running_mean" in folded.state_dict
 
 
 def test_weights_that_are_kept_are_computed_with_at_each_call():
     model = nn.utils.parametrizations.weight_norm(nn.Linear(4, 8)).eval()
-    state = mezzo.convert(model, (X,), dtype=HALF, cast_params=False)._converted.programs[0].exported.state_dict
+    state = (
+        mezzo.convert(model, (X,), dtype=HALF, cast_params=False)
+        ._converted.programs[0]
+        .exported.state_dict
+    )
     assert len(state) == 3
 
 
@@ -142,7 +179,10 @@ def test_a_tied_weight_is_stored_under_the_name_that_is_read():
     module = copied_graph(exported.graph_module)
     assert len(exported.state_dict) == 2
     [name] = fold(exported, module).state_dict
-    assert [node.name for node in module.graph.find_nodes(op="placeholder") if node.users] == [f"p_{name.replace('.', '_')}", "x"]
+    assert [node.name for node in module.graph.find_nodes(op="placeholder") if node.users] == [
+        f"p_{name.replace('.', '_')}",
+        "x",
+    ]
 
 
 def test_what_nobody_reads_keeps_its_name_if_the_model_saves_it():
@@ -161,8 +201,16 @@ def test_what_nobody_reads_keeps_its_name_if_the_model_saves_it():
 
 
 def test_a_weight_that_is_read_transposed_is_stored_once():
-    for turned in (lambda weight: weight.T, lambda weight: weight.mT, lambda weight: weight.t(), lambda weight: weight.mH):
-        _, folded, _ = _folded(lambda self, x, turned=turned: self.linear(x) @ turned(self.linear.weight), linear=nn.Linear(4, 4, bias=False))
+    for turned in (
+        lambda weight: weight.T,
+        lambda weight: weight.mT,
+        lambda weight: weight.t(),
+        lambda weight: weight.mH,
+    ):
+        _, folded, _ = _folded(
+            lambda self, x, turned=turned: self.linear(x) @ turned(self.linear.weight),
+            linear=nn.Linear(4, 4, bias=False),
+        )
         assert (list(folded.state_dict), list(folded.constants)) == (["linear.weight"], [])
 
 

@@ -26,14 +26,20 @@ def test_an_exclusion_beats_the_calls_lists():
 def test_the_calls_conditions_beat_its_lists_and_those_beat_the_policy():
     policy = mezzo.Policy("O1", "bfloat16", full={"gelu"})
     listed = words(policy, half=frozenset({"gelu"}))
-    conditional = words(policy, half=frozenset({"gelu"}), conditional=(Conditional("gelu", "approximate", ("none",)),))
+    conditional = words(
+        policy,
+        half=frozenset({"gelu"}),
+        conditional=(Conditional("gelu", "approximate", ("none",)),),
+    )
     assert _pin(F.gelu, "gelu", listed).half is True
     assert _pin(F.gelu, "gelu", conditional).half is False
     assert _pin(F.gelu, "gelu", words(policy)).half is False
 
 
 def test_a_policys_condition_beats_its_lists():
-    policy = mezzo.Policy("O1", "bfloat16", half={"gelu"}, conditional=[("gelu", "approximate", ["none"])])
+    policy = mezzo.Policy(
+        "O1", "bfloat16", half={"gelu"}, conditional=[("gelu", "approximate", ["none"])]
+    )
     assert _pin(F.gelu, "gelu", words(policy)).half is False
     assert _pin(lambda x: F.gelu(x, approximate="tanh"), "gelu", words(policy)).half is True
 
@@ -41,7 +47,14 @@ def test_a_policys_condition_beats_its_lists():
 def test_what_no_list_names_is_left_to_the_cut_unless_it_is_delicate():
     assert _pin(F.relu, "relu", words()) is UNDECIDED
     assert _pin(lambda x: F.softmax(x, -1), "softmax", words()).half is False
-    assert _pin(lambda x: F.softmax(x, -1), "softmax", words(mezzo.Policy("O1", "bfloat16", keep={"softmax"}))) is UNDECIDED
+    assert (
+        _pin(
+            lambda x: F.softmax(x, -1),
+            "softmax",
+            words(mezzo.Policy("O1", "bfloat16", keep={"softmax"})),
+        )
+        is UNDECIDED
+    )
 
 
 def test_an_op_made_of_others_follows_them():
@@ -55,7 +68,13 @@ def test_a_layer_that_carries_a_state_does_so_in_float32_on_a_cpu_unless_it_is_l
     found = node(graph(model, X), "gru")
     policy = mezzo.Policy("O1", "bfloat16", half={"gru"})
     pins = [
-        constraint_of(found, "gru", Role.OP, said, {}) for said in (words(), words(half=frozenset({"gru"})), words(policy), replace(words(), device="cuda"))
+        constraint_of(found, "gru", Role.OP, said, {})
+        for said in (
+            words(),
+            words(half=frozenset({"gru"})),
+            words(policy),
+            replace(words(), device="cuda"),
+        )
     ]
     assert pins[0] is RECURRENT
     assert [one.half for one in pins[1:]] == [True, True, True]
@@ -68,7 +87,14 @@ def test_an_op_without_a_kernel_stays_float32_whoever_lists_it():
 
 
 def test_a_dtype_in_the_call_stands():
-    assert _pin(lambda x: F.softmax(x, -1, dtype=torch.float32), "softmax", words(half=frozenset({"softmax"}))).reason == "the call says dtype=float32"
+    assert (
+        _pin(
+            lambda x: F.softmax(x, -1, dtype=torch.float32),
+            "softmax",
+            words(half=frozenset({"softmax"})),
+        ).reason
+        == "the call says dtype=float32"
+    )
 
 
 def test_nothing_is_lowered_where_nothing_is_to_be():
@@ -77,7 +103,16 @@ def test_nothing_is_lowered_where_nothing_is_to_be():
 
 
 def test_an_op_that_the_policy_refuses_is_refused_and_one_that_only_torch_refuses_runs_in_float32():
-    with pytest.raises(mezzo.RefusedOpError, match="The policy refuses gelu, which the graph calls at gelu"):
+    with pytest.raises(
+        mezzo.RefusedOpError, match="The policy refuses gelu, which the graph calls at gelu"
+    ):
         _pin(F.gelu, "gelu", words(mezzo.Policy("O1", "bfloat16", refuse={"gelu"})))
     policy = mezzo.Policy("O1", "bfloat16", preset="torch-cuda")
-    assert _pin(lambda x: F.binary_cross_entropy(x.sigmoid(), x.sigmoid()), "binary_cross_entropy", words(policy)).half is False
+    assert (
+        _pin(
+            lambda x: F.binary_cross_entropy(x.sigmoid(), x.sigmoid()),
+            "binary_cross_entropy",
+            words(policy),
+        ).half
+        is False
+    )

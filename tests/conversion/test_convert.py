@@ -14,14 +14,23 @@ def _dtypes(converted):
 
 
 def _model():
-    return Calls(lambda self, x: F.softmax(F.gelu(self.body(x)) @ self.body.weight, -1), body=nn.Linear(4, 4))
+    return Calls(
+        lambda self, x: F.softmax(F.gelu(self.body(x)) @ self.body.weight, -1), body=nn.Linear(4, 4)
+    )
 
 
 def test_the_callers_lists_beat_the_policys():
     policy = mezzo.Policy("O1", "bfloat16", full={"gelu"})
     assert _dtypes(mezzo.convert(_model(), (X,), policy=policy))["gelu"] == "float32"
-    converted = mezzo.convert(_model(), (X,), policy=policy, half={"gelu", "softmax"}, full={"matmul"})
-    assert _dtypes(converted) == {"linear": "bfloat16", "gelu": "bfloat16", "matmul": "float32", "softmax": "bfloat16"}
+    converted = mezzo.convert(
+        _model(), (X,), policy=policy, half={"gelu", "softmax"}, full={"matmul"}
+    )
+    assert _dtypes(converted) == {
+        "linear": "bfloat16",
+        "gelu": "bfloat16",
+        "matmul": "float32",
+        "softmax": "bfloat16",
+    }
 
 
 def test_exclusions_beat_everything():
@@ -32,7 +41,10 @@ def test_exclusions_beat_everything():
 
 def test_conditions_look_at_arguments():
     converted = mezzo.convert(
-        nn.Sequential(nn.Linear(4, 4), nn.GELU(), nn.GELU("tanh"), nn.Linear(4, 4)), (X,), dtype=HALF, conditional=[("gelu", "approximate", ["tanh"])]
+        nn.Sequential(nn.Linear(4, 4), nn.GELU(), nn.GELU("tanh"), nn.Linear(4, 4)),
+        (X,),
+        dtype=HALF,
+        conditional=[("gelu", "approximate", ["tanh"])],
     )
     assert (_dtypes(converted)["gelu"], _dtypes(converted)["gelu_1"]) == ("bfloat16", "float32")
 
@@ -47,7 +59,14 @@ def test_a_policy_from_a_file(tmp_path):
 @pytest.mark.parametrize("level", ["O1", "O2", "O3", "OD"])
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_every_level_converts_in_both_dtypes(level, dtype):
-    model = nn.Sequential(nn.Conv1d(4, 8, 3), nn.BatchNorm1d(8), nn.ReLU(inplace=True), nn.Flatten(), nn.Linear(8 * 6, 4), nn.LayerNorm(4)).eval()
+    model = nn.Sequential(
+        nn.Conv1d(4, 8, 3),
+        nn.BatchNorm1d(8),
+        nn.ReLU(inplace=True),
+        nn.Flatten(),
+        nn.Linear(8 * 6, 4),
+        nn.LayerNorm(4),
+    ).eval()
     x = torch.randn(2, 4, 8)
     converted = mezzo.convert(model, (x,), policy=level, dtype=dtype)
     assert (converted(x) - model(x)).abs().max() < 0.1
@@ -65,7 +84,9 @@ def test_inputs_and_outputs_may_be_16_bit():
 def test_bad_words_are_refused():
     with pytest.raises(mezzo.PolicyError, match="both list 'linear'"):
         mezzo.convert(_model(), (X,), half={"linear"}, full={"linear"})
-    with pytest.raises(mezzo.PolicyError, match="half= lists 'conv2d', and no such op is in the graph"):
+    with pytest.raises(
+        mezzo.PolicyError, match="half= lists 'conv2d', and no such op is in the graph"
+    ):
         mezzo.convert(_model(), (X,), half={"conv2d"})
     with pytest.raises(mezzo.PolicyError, match="Unknown level"):
         mezzo.convert(_model(), (X,), policy="O9")

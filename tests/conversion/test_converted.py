@@ -24,7 +24,9 @@ def test_it_is_called_without_gradients():
 
 
 def test_inputs_of_other_sizes_are_refused():
-    with pytest.raises(mezzo.ConversionError, match=r"No program was converted for these inputs: float32\[3, 4\]"):
+    with pytest.raises(
+        mezzo.ConversionError, match=r"No program was converted for these inputs: float32\[3, 4\]"
+    ):
         _converted()(torch.randn(3, 4))
     with pytest.raises(mezzo.ConversionError, match="nothing"):
         _converted()()
@@ -63,7 +65,9 @@ def test_a_fresh_conversion_is_compared_with_float32_and_a_loaded_one_needs_the_
 def test_moved_to_another_device_everything_moves_and_this_one_stays():
     converted = _converted()
     moved = converted.to("meta")
-    assert {tensor.device.type for tensor in moved._converted.programs[0].exported.state_dict.values()} == {"meta"}
+    assert {
+        tensor.device.type for tensor in moved._converted.programs[0].exported.state_dict.values()
+    } == {"meta"}
     assert moved(X.to("meta")).device.type == "meta"
     assert converted(X).device.type == "cpu"
 
@@ -98,8 +102,13 @@ def test_branches_survive_a_file(tmp_path):
 
 def test_programs_for_several_sizes_become_an_onnx_file_each(tmp_path):
     pytest.importorskip("onnx")
-    converted = mezzo.convert(nn.Linear(4, 2), [(torch.ones(1, 4),), (torch.ones(3, 4),)], dtype="float16")
-    assert [path.name for path in converted.export_onnx(tmp_path / "model.onnx")] == ["model.0.onnx", "model.1.onnx"]
+    converted = mezzo.convert(
+        nn.Linear(4, 2), [(torch.ones(1, 4),), (torch.ones(3, 4),)], dtype="float16"
+    )
+    assert [path.name for path in converted.export_onnx(tmp_path / "model.onnx")] == [
+        "model.0.onnx",
+        "model.1.onnx",
+    ]
     alone = mezzo.convert(nn.Linear(4, 2), (torch.ones(1, 4),), dtype="float16")
     assert alone.export_onnx(tmp_path / "model.onnx") == (tmp_path / "model.onnx",)
 
@@ -108,13 +117,20 @@ def test_a_plan_that_is_none_is_told_with_its_file(tmp_path, monkeypatch):
     path = tmp_path / "model.mezzo"
     monkeypatch.setattr(GraphPlan, "to_dict", lambda _: {"rows": 7})
     mezzo.convert(nn.Linear(4, 2), (torch.ones(1, 4),), dtype="float16").save(path)
-    with pytest.raises(mezzo.CheckpointError, match=r"model\.mezzo' cannot be loaded: This is not the plan"):
+    with pytest.raises(
+        mezzo.CheckpointError, match=r"model\.mezzo' cannot be loaded: This is not the plan"
+    ):
         mezzo.Converted.load(path)
 
 
 def test_a_recurrent_layer_takes_batches_of_every_size(tmp_path):
     model = LSTMTagger().eval()
-    converted = mezzo.convert(model, (torch.randn(2, 3, 64),), dtype=HALF, dynamic_shapes=({0: torch.export.Dim("batch", max=9)},))
+    converted = mezzo.convert(
+        model,
+        (torch.randn(2, 3, 64),),
+        dtype=HALF,
+        dynamic_shapes=({0: torch.export.Dim("batch", max=9)},),
+    )
     converted.save(tmp_path / "model")
     for size in (1, 5):
         x = torch.randn(size, 3, 64)
@@ -124,9 +140,18 @@ def test_a_recurrent_layer_takes_batches_of_every_size(tmp_path):
 def test_what_a_program_asks_of_sizes_is_asked_after_a_file_and_a_move(tmp_path):
     class Pairs(nn.Linear):
         def forward(self, x):
-            return super().forward(x).reshape(-1, 2, 4).sum(1) if x.shape[0] % 2 == 0 else super().forward(x)
+            return (
+                super().forward(x).reshape(-1, 2, 4).sum(1)
+                if x.shape[0] % 2 == 0
+                else super().forward(x)
+            )
 
-    converted = mezzo.convert(Pairs(4, 4), (torch.ones(6, 4),), dtype=HALF, dynamic_shapes=({0: torch.export.Dim.DYNAMIC},))
+    converted = mezzo.convert(
+        Pairs(4, 4),
+        (torch.ones(6, 4),),
+        dtype=HALF,
+        dynamic_shapes=({0: torch.export.Dim.DYNAMIC},),
+    )
     converted.save(tmp_path / "model")
     loaded = mezzo.Converted.load(tmp_path / "model")
     for one in (converted, loaded, converted.to("cpu"), loaded.to("cpu")):
@@ -135,19 +160,33 @@ def test_what_a_program_asks_of_sizes_is_asked_after_a_file_and_a_move(tmp_path)
             one(torch.ones(7, 4))
 
 
-@pytest.mark.parametrize("write", [pickle.dumps, lambda one: torch.save(one, BytesIO())], ids=["pickle", "torch.save"])
+@pytest.mark.parametrize(
+    "write", [pickle.dumps, lambda one: torch.save(one, BytesIO())], ids=["pickle", "torch.save"]
+)
 def test_a_pickle_is_refused_with_the_way_to_save(write):
     converted = mezzo.convert(nn.Linear(4, 2), (torch.ones(1, 4),), dtype="float16")
-    with pytest.raises(mezzo.UnsupportedError, match=r"cannot be pickled. Write it with converted.save\(path\), and read it with mezzo.Converted.load"):
+    with pytest.raises(
+        mezzo.UnsupportedError,
+        match=(
+            r"cannot be pickled. Write it with converted.save\(path\), and read it with"
+            r" mezzo.Converted.load"
+        ),
+    ):
         write(converted)
 
 
 def test_copies_run_alike_and_a_deep_one_has_weights_of_its_own():
-    converted, x = mezzo.convert(nn.Linear(4, 2), (torch.ones(1, 4),), dtype="float16"), torch.randn(1, 4)
+    converted, x = (
+        mezzo.convert(nn.Linear(4, 2), (torch.ones(1, 4),), dtype="float16"),
+        torch.randn(1, 4),
+    )
     shallow, deep = copy.copy(converted), copy.deepcopy(converted)
     assert torch.equal(shallow(x), converted(x))
     assert torch.equal(deep(x), converted(x))
-    weights = [one._converted.programs[0].exported.state_dict["weight"] for one in (converted, shallow, deep)]
+    weights = [
+        one._converted.programs[0].exported.state_dict["weight"]
+        for one in (converted, shallow, deep)
+    ]
     assert weights[0] is weights[1]
     assert weights[0].data_ptr() != weights[2].data_ptr()
     assert deep.compare(x).outputs[0].relative == converted.compare(x).outputs[0].relative
@@ -157,8 +196,17 @@ def test_an_error_while_a_loaded_program_is_made_ready_names_the_file(tmp_path):
     """The plan's counts are numbers that no integer holds."""
     path = tmp_path / "model.mezzo"
     mezzo.convert(nn.Linear(4, 2), (torch.ones(1, 4),), dtype="float16").save(path)
-    edited(path, "programs/0/plan.json", lambda plan: plan["casts"]["before"].update(count=float("inf")))
-    with pytest.raises(mezzo.CheckpointError, match=r"model\.mezzo' is no converted program, or is damaged: cannot convert float infinity"):
+    edited(
+        path,
+        "programs/0/plan.json",
+        lambda plan: plan["casts"]["before"].update(count=float("inf")),
+    )
+    with pytest.raises(
+        mezzo.CheckpointError,
+        match=(
+            r"model\.mezzo' is no converted program, or is damaged: cannot convert float infinity"
+        ),
+    ):
         mezzo.Converted.load(path)
 
 
@@ -168,7 +216,13 @@ def test_a_program_that_calls_an_op_outside_the_list_is_not_saved(tmp_path):
             return torch.ops.aten.native_layer_norm.default(x, [4], None, None, 1e-5)[0]
 
     converted = mezzo.convert(Normed(), (torch.ones(1, 4),), dtype="bfloat16")
-    with pytest.raises(mezzo.UnsupportedError, match=r"The program cannot be saved: it calls aten::native_layer_norm, which is not on the list .*custom op"):
+    with pytest.raises(
+        mezzo.UnsupportedError,
+        match=(
+            r"The program cannot be saved: it calls aten::native_layer_norm, which is not on the"
+            r" list .*custom op"
+        ),
+    ):
         converted.save(tmp_path / "model")
     assert list(tmp_path.iterdir()) == []
 

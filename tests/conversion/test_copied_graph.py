@@ -13,7 +13,11 @@ def test_a_copy_keeps_names_that_python_has_a_word_for():
 
 
 def test_a_change_to_the_copy_leaves_the_original():
-    module = graph(lambda x: torch.cond(x.sum() > 0, lambda y: y + 1, lambda y: y - 1, (x,)), torch.randn(2, 4), tidied=False)
+    module = graph(
+        lambda x: torch.cond(x.sum() > 0, lambda y: y + 1, lambda y: y - 1, (x,)),
+        torch.randn(2, 4),
+        tidied=False,
+    )
     made = copied_graph(module)
     made.true_graph_0.graph.output_node().meta["changed"] = True
     assert "changed" not in module.true_graph_0.graph.output_node().meta

@@ -15,7 +15,10 @@ def test_a_device_is_read_from_its_name():
 
 @pytest.mark.parametrize("device", [ABSENT, "gpu"])
 def test_one_that_is_not_here_is_refused_with_those_that_are(device):
-    with pytest.raises(mezzo.UnsupportedError, match=f"There is no device '{device}' here. Choose one of: .*{min(available_devices())}"):
+    with pytest.raises(
+        mezzo.UnsupportedError,
+        match=f"There is no device '{device}' here. Choose one of: .*{min(available_devices())}",
+    ):
         available_device(device)
 
 

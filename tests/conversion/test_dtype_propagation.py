@@ -17,7 +17,11 @@ def test_a_new_dtype_keeps_size_and_stride():
     found = node(module, "t")
     before = found.meta["val"]
     set_dtypes(found, [HALF], fake_mode(module))
-    assert (found.meta["val"].shape, found.meta["val"].stride(), found.meta["val"].dtype) == (before.shape, before.stride(), HALF)
+    assert (found.meta["val"].shape, found.meta["val"].stride(), found.meta["val"].dtype) == (
+        before.shape,
+        before.stride(),
+        HALF,
+    )
 
 
 def test_dtypes_run_through_the_graph():

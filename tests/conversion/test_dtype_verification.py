@@ -5,7 +5,15 @@ from support.graphs import HALF, Calls, graph, node
 from torch import nn
 
 import mezzo
-from mezzo.conversion.dtype_propagation import dtypes_of, fake_mode, infer, mixed, note_mixed, set_dtypes, verify
+from mezzo.conversion.dtype_propagation import (
+    dtypes_of,
+    fake_mode,
+    infer,
+    mixed,
+    note_mixed,
+    set_dtypes,
+    verify,
+)
 
 X = torch.randn(2, 4)
 
@@ -17,7 +25,13 @@ def _lowered(module, name):
 
 def test_a_product_of_two_dtypes_is_refused_though_torch_lets_it_pass():
     module = _lowered(graph(nn.Linear(4, 4), X), "input")
-    with pytest.raises(mezzo.UnsupportedError, match=r"linear \(aten.linear.default\) reads bfloat16 and float32, which its kernel does not take together"):
+    with pytest.raises(
+        mezzo.UnsupportedError,
+        match=(
+            r"linear \(aten.linear.default\) reads bfloat16 and float32, which its kernel does not"
+            r" take together"
+        ),
+    ):
         verify(module)
 
 
@@ -34,12 +48,20 @@ def test_a_norms_parameters_may_be_float32_beside_16_bits():
 
 def test_a_result_of_another_dtype_than_planned_is_refused():
     module = _lowered(graph(F.relu, X), "relu")
-    with pytest.raises(mezzo.UnsupportedError, match=r"relu .* gives float32 where the plan says bfloat16"):
+    with pytest.raises(
+        mezzo.UnsupportedError, match=r"relu .* gives float32 where the plan says bfloat16"
+    ):
         verify(module)
 
 
 def test_bodies_are_checked_too():
-    module = graph(Calls(lambda self, x: torch.cond(x.sum() > 0, lambda y: self.left(y), lambda y: y * 2, (x,)), left=nn.Linear(4, 4)), X)
+    module = graph(
+        Calls(
+            lambda self, x: torch.cond(x.sum() > 0, lambda y: self.left(y), lambda y: y * 2, (x,)),
+            left=nn.Linear(4, 4),
+        ),
+        X,
+    )
     verify(module)
     body = module.true_graph_0
     _lowered(body, next(one.name for one in body.graph.nodes if one.op == "placeholder"))

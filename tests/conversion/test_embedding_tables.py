@@ -18,7 +18,8 @@ def _residual(rows=500, **modules):
     """A model that returns the rows nearly as they are, so that their error is that of the output."""
     return Calls(
         lambda self, i: (x := self.table(i)) + self.down(self.up(x)).mul(1e-4),
-        **{"table": nn.Embedding(rows, 64), "up": nn.Linear(64, 64), "down": nn.Linear(64, 64)} | modules,
+        **{"table": nn.Embedding(rows, 64), "up": nn.Linear(64, 64), "down": nn.Linear(64, 64)}
+        | modules,
     ).eval()
 
 
@@ -61,9 +62,17 @@ def test_no_row_has_a_larger_error_than_the_plan_says(dtype):
     stated = _stated_error(converted.plan.row("p_table_weight"))
     every = torch.arange(500).view(-1, 1)
     with torch.no_grad():
-        errors = [relative_error(found, expected) for found, expected in zip(model.table.weight[every].to(dtype), model.table.weight[every], strict=True)]
+        errors = [
+            relative_error(found, expected)
+            for found, expected in zip(
+                model.table.weight[every].to(dtype), model.table.weight[every], strict=True
+            )
+        ]
     assert max(errors) == pytest.approx(stated, rel=0.05)
-    assert next(one for one in converted.compare(TOKENS).nodes if one.name == "embedding").relative <= 1.05 * stated
+    assert (
+        next(one for one in converted.compare(TOKENS).nodes if one.name == "embedding").relative
+        <= 1.05 * stated
+    )
 
 
 def test_the_name_that_the_plan_tells_to_exclude_keeps_float32():
@@ -88,13 +97,19 @@ def test_the_name_that_the_plan_tells_to_exclude_keeps_float32():
 )
 def test_a_table_that_is_excluded_stays_exact(options):
     model = _residual()
-    converted = mezzo.convert(model, (TOKENS,), **{"dtype": HALF} | options if options.get("policy") != "O0" else options)
+    converted = mezzo.convert(
+        model, (TOKENS,), **{"dtype": HALF} | options if options.get("policy") != "O0" else options
+    )
     assert converted.plan.row("p_table_weight").dtype == "float32"
     assert relative_error(converted(TOKENS), model(TOKENS)) < 1e-6
 
 
 def test_rows_are_added_in_float32_after_one_cast():
-    model = Calls(lambda self, i: self.table(i) + self.kinds(i % 2), table=nn.Embedding(500, 64), kinds=nn.Embedding(2, 64)).eval()
+    model = Calls(
+        lambda self, i: self.table(i) + self.kinds(i % 2),
+        table=nn.Embedding(500, 64),
+        kinds=nn.Embedding(2, 64),
+    ).eval()
     converted = mezzo.convert(model, (TOKENS,), dtype=HALF)
     assert {converted.plan.row(name).dtype for name in ("embedding", "embedding_1")} == {"bfloat16"}
     assert converted.plan.row("add").dtype == "float32"
@@ -105,11 +120,16 @@ def test_rows_are_added_in_float32_after_one_cast():
 
 @pytest.mark.parametrize(
     "pick",
-    [lambda table, i: table.index_select(0, i.flatten()), lambda table, i: nn.functional.embedding(i, table)],
+    [
+        lambda table, i: table.index_select(0, i.flatten()),
+        lambda table, i: nn.functional.embedding(i, table),
+    ],
     ids=["index_select", "embedding"],
 )
 def test_a_parameter_whose_rows_are_picked_by_hand_is_a_table_too(pick):
-    model = Calls(lambda self, i: pick(self.linear.weight, i), linear=nn.Linear(64, 500, bias=False)).eval()
+    model = Calls(
+        lambda self, i: pick(self.linear.weight, i), linear=nn.Linear(64, 500, bias=False)
+    ).eval()
     converted = mezzo.convert(model, (TOKENS,), dtype=HALF)
     assert _state(converted)["linear.weight"].dtype is HALF
     assert torch.equal(converted(TOKENS), pick(model.linear.weight.to(HALF).float(), TOKENS))
@@ -119,7 +139,9 @@ def test_a_parameter_whose_rows_are_picked_by_hand_is_a_table_too(pick):
 def test_a_tied_table_is_stored_once_for_the_rows_and_the_head(dtype):
     model = _tied()
     converted = mezzo.convert(model, (TOKENS,), dtype=dtype)
-    assert [name for name in _state(converted) if "head" in name or "tokens" in name] == ["head.weight"]
+    assert [name for name in _state(converted) if "head" in name or "tokens" in name] == [
+        "head.weight"
+    ]
     assert torch.equal(_state(converted)["head.weight"], model.head.weight.to(dtype))
     assert _stated_error(converted.plan.row("p_head_weight")) < torch.finfo(dtype).eps
 
@@ -132,14 +154,23 @@ def test_a_tied_table_that_is_excluded_is_stored_twice():
 
 
 def test_a_tied_head_that_is_transposed_by_hand_reads_the_same_16_bits():
-    model = Calls(lambda self, i: self.up(self.table(i).sin()) @ self.table.weight.T, table=nn.Embedding(500, 64), up=nn.Linear(64, 64)).eval()
+    model = Calls(
+        lambda self, i: self.up(self.table(i).sin()) @ self.table.weight.T,
+        table=nn.Embedding(500, 64),
+        up=nn.Linear(64, 64),
+    ).eval()
     converted = mezzo.convert(model, (TOKENS,), dtype=HALF)
-    assert {name: one.dtype for name, one in _state(converted).items() if "table" in name} == {"table.weight": HALF}
+    assert {name: one.dtype for name, one in _state(converted).items() if "table" in name} == {
+        "table.weight": HALF
+    }
     assert relative_error(converted(TOKENS), model(TOKENS)) < 0.01
 
 
 def test_a_table_that_another_op_reads_in_float32_stays_float32():
-    model = Calls(lambda self, i: (x := self.table(i), torch.cdist(x, self.table.weight)), table=nn.Embedding(500, 64)).eval()
+    model = Calls(
+        lambda self, i: (x := self.table(i), torch.cdist(x, self.table.weight)),
+        table=nn.Embedding(500, 64),
+    ).eval()
     converted = mezzo.convert(model, (TOKENS,), dtype=HALF)
     assert converted.plan.row("p_table_weight").dtype == "float32"
 
@@ -149,7 +180,11 @@ class Added(nn.Module):
 
     def __init__(self, *, sliced):
         super().__init__()
-        self.places, self.linear, self.sliced = nn.Parameter(torch.randn(1, 300, 32)), nn.Linear(32, 32), sliced
+        self.places, self.linear, self.sliced = (
+            nn.Parameter(torch.randn(1, 300, 32)),
+            nn.Linear(32, 32),
+            sliced,
+        )
 
     def forward(self, x):
         x = x + (self.places[:, : x.shape[1]] if self.sliced else self.places)
@@ -171,18 +206,28 @@ def test_numbers_beyond_the_range_of_float16_keep_a_table_float32():
     with torch.no_grad():
         model.table.weight[7, 3] = 1e6
     row = mezzo.convert(model, (TOKENS,), dtype="float16").plan.row("p_table_weight")
-    assert (row.dtype, mezzo.convert(model, (TOKENS,), dtype=HALF).plan.row("p_table_weight").dtype) == ("float32", "bfloat16")
+    assert (
+        row.dtype,
+        mezzo.convert(model, (TOKENS,), dtype=HALF).plan.row("p_table_weight").dtype,
+    ) == ("float32", "bfloat16")
 
 
 def test_infinities_and_rows_of_zeros_do_not_count_as_errors():
     model = _residual(table=nn.Embedding(500, 64, padding_idx=0))
     with torch.no_grad():
         model.table.weight[7, 3] = float("inf")
-    assert 1e-3 < _stated_error(mezzo.convert(model, (TOKENS,), dtype=HALF).plan.row("p_table_weight")) < 4e-3
+    assert (
+        1e-3
+        < _stated_error(mezzo.convert(model, (TOKENS,), dtype=HALF).plan.row("p_table_weight"))
+        < 4e-3
+    )
 
 
 def test_arguments_of_embeddings_that_matter_in_training_change_nothing():
-    plain, trained = (_residual(table=nn.Embedding(500, 64, **options)) for options in ({}, {"padding_idx": 3, "scale_grad_by_freq": True}))
+    plain, trained = (
+        _residual(table=nn.Embedding(500, 64, **options))
+        for options in ({}, {"padding_idx": 3, "scale_grad_by_freq": True})
+    )
     trained.load_state_dict(plain.state_dict())
     first, second = (mezzo.convert(one, (TOKENS,), dtype=HALF)(TOKENS) for one in (plain, trained))
     assert torch.equal(first, second)
@@ -196,8 +241,12 @@ def test_a_table_is_the_same_from_a_file_of_half_the_size_and_compiled(model, dt
     converted.save(tmp_path / "model")
     loaded = mezzo.Converted.load(tmp_path / "model")
     assert torch.equal(loaded(TOKENS), converted(TOKENS))
-    assert sum(one.nbytes for one in _state(loaded).values()) < 0.51 * sum(one.nbytes for one in made.parameters())
-    compiled = torch.compile(loaded._converted.programs[0].exported.module(), fullgraph=True, backend="aot_eager")
+    assert sum(one.nbytes for one in _state(loaded).values()) < 0.51 * sum(
+        one.nbytes for one in made.parameters()
+    )
+    compiled = torch.compile(
+        loaded._converted.programs[0].exported.module(), fullgraph=True, backend="aot_eager"
+    )
     assert relative_error(compiled(TOKENS), converted(TOKENS)) < 1e-3
 
 
@@ -220,12 +269,19 @@ def test_a_table_serves_sizes_that_change():
 
 def test_programs_of_several_sizes_share_their_table():
     converted = mezzo.convert(_residual(), [(TOKENS,), (TOKENS[:1],)], dtype=HALF)
-    first, second = ({id(one) for one in program.exported.state_dict.values()} for program in converted._converted.programs)
+    first, second = (
+        {id(one) for one in program.exported.state_dict.values()}
+        for program in converted._converted.programs
+    )
     assert first == second
 
 
 def test_two_readers_of_one_table_read_the_same_rows_without_a_cast():
-    model = Calls(lambda self, i: self.up(torch.cat([self.table(i), self.table(i.flip(0))])), table=nn.Embedding(500, 64), up=nn.Linear(64, 4)).eval()
+    model = Calls(
+        lambda self, i: self.up(torch.cat([self.table(i), self.table(i.flip(0))])),
+        table=nn.Embedding(500, 64),
+        up=nn.Linear(64, 4),
+    ).eval()
     converted = mezzo.convert(model, (TOKENS,), dtype=HALF)
     assert relative_error(converted(TOKENS), model(TOKENS)) < 0.01
     assert names(converted._converted.programs[0].exported.graph_module).count("aten.to.dtype") == 1
@@ -233,10 +289,20 @@ def test_two_readers_of_one_table_read_the_same_rows_without_a_cast():
 
 
 def test_a_table_of_which_another_op_reads_the_shape_is_stored_in_16_bits():
-    model = Calls(lambda self, i: (self.table(i), i.sum().float().expand_as(self.table.weight)), table=nn.Embedding(500, 64)).eval()
-    assert mezzo.convert(model, (TOKENS,), dtype=HALF).plan.row("p_table_weight").dtype == "bfloat16"
+    model = Calls(
+        lambda self, i: (self.table(i), i.sum().float().expand_as(self.table.weight)),
+        table=nn.Embedding(500, 64),
+    ).eval()
+    assert (
+        mezzo.convert(model, (TOKENS,), dtype=HALF).plan.row("p_table_weight").dtype == "bfloat16"
+    )
 
 
 def test_a_weight_of_which_only_the_shape_is_read_is_no_table():
-    model = Calls(lambda self, i: i.sum().float().expand_as(self.table.weight), table=nn.Embedding(500, 64)).eval()
-    assert "relative error" not in mezzo.convert(model, (TOKENS,), dtype=HALF).plan.row("p_table_weight").reason
+    model = Calls(
+        lambda self, i: i.sum().float().expand_as(self.table.weight), table=nn.Embedding(500, 64)
+    ).eval()
+    assert (
+        "relative error"
+        not in mezzo.convert(model, (TOKENS,), dtype=HALF).plan.row("p_table_weight").reason
+    )

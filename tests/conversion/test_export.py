@@ -19,15 +19,25 @@ def _branches(_, x):
 
 
 def test_an_untraceable_model_is_refused_with_its_line_and_what_to_do():
-    with pytest.raises(mezzo.ConversionError, match=r"cannot trace Calls at test_exporting.py:\d+ in _branches: `if x.sum\(\) > 0:`.*use torch.cond") as raised:
+    with pytest.raises(
+        mezzo.ConversionError,
+        match=(
+            r"cannot trace Calls at test_exporting.py:\d+ in _branches: `if x.sum\(\) > 0:`.*use"
+            r" torch.cond"
+        ),
+    ) as raised:
         export(Calls(_branches), (X,), {}, None)
     assert raised.value.__cause__ is not None
 
 
 def test_example_inputs_that_the_model_does_not_take_are_refused():
-    with pytest.raises(mezzo.ConversionError, match=r"Linear does not run on these example inputs.*mat1 and mat2"):
+    with pytest.raises(
+        mezzo.ConversionError, match=r"Linear does not run on these example inputs.*mat1 and mat2"
+    ):
         export(nn.Linear(3, 4), (X,), {}, None)
-    with pytest.raises(mezzo.ConversionError, match=r"do not fit Linear.forward\(input.*too many positional"):
+    with pytest.raises(
+        mezzo.ConversionError, match=r"do not fit Linear.forward\(input.*too many positional"
+    ):
         export(nn.Linear(4, 4), (X, X), {}, None)
     with pytest.raises(mezzo.ConversionError, match=r"got Tensor. Write convert\(model, \(x,\)\)"):
         export(nn.Linear(4, 4), X, {}, None)
@@ -46,18 +56,30 @@ def test_what_went_wrong_is_said_in_the_error_alone(caplog):
 def test_wrong_dynamic_shapes_are_said_to_be():
     with pytest.raises(mezzo.ConversionError, match="Correct dynamic_shapes="):
         export(nn.Linear(4, 4), (X,), {}, {"y": {0: torch.export.Dim("batch")}})
-    with pytest.raises(mezzo.ConversionError, match=r"2 not in range \[5, 9\]. Correct dynamic_shapes="):
+    with pytest.raises(
+        mezzo.ConversionError, match=r"2 not in range \[5, 9\]. Correct dynamic_shapes="
+    ):
         export(nn.Linear(4, 4), (X,), {}, ({0: torch.export.Dim("batch", min=5, max=9)},))
     with pytest.raises(
-        mezzo.ConversionError, match=r"You marked length as dynamic but your code specialized it to be a constant \(5\)\. Correct .* a list of example"
+        mezzo.ConversionError,
+        match=(
+            r"You marked length as dynamic but your code specialized it to be a constant \(5\)\."
+            r" Correct .* a list of example"
+        ),
     ):
-        export(nn.LSTM(4, 4, batch_first=True), (torch.randn(2, 5, 4),), {}, {"input": {1: torch.export.Dim("length")}})
+        export(
+            nn.LSTM(4, 4, batch_first=True),
+            (torch.randn(2, 5, 4),),
+            {},
+            {"input": {1: torch.export.Dim("length")}},
+        )
 
 
 def test_what_wraps_a_model_is_taken_off():
     model = nn.Linear(4, 4)
     with warnings.catch_warnings():
-        # torch's own: it scripts functions when the compiler is first imported, and says that scripting is deprecated.
+        # torch's own: it scripts functions when the compiler is first imported, and says that
+        # scripting is deprecated.
         warnings.simplefilter("ignore")
         compiled, scripted = torch.compile(model), torch.jit.script(model)
     assert unwrapped(nn.DataParallel(model)) is model
@@ -76,7 +98,9 @@ def test_a_region_around_the_export_is_not_heard():
 
 def test_attention_is_traced_into_its_ops_without_gradients_too():
     with torch.no_grad():
-        exported = export(nn.TransformerEncoderLayer(4, 2, 8, batch_first=True).eval(), (X[None],), {}, None)
+        exported = export(
+            nn.TransformerEncoderLayer(4, 2, 8, batch_first=True).eval(), (X[None],), {}, None
+        )
     assert "aten.scaled_dot_product_attention.default" in names(exported.graph_module)
 
 

@@ -1,6 +1,7 @@
 """Files that were damaged or crafted are refused in one clear error, or load and run without ending the process.
 
-Each file is read in a forked child, since what is looked for would end it. `MEZZO_FUZZ_FILES=10000` tries more.
+Each file is read in a forked child, since what is looked for would end it. `MEZZO_FUZZ_FILES=10000`
+tries more.
 """
 
 import os
@@ -41,7 +42,9 @@ def original(tmp_path_factory):
     torch.manual_seed(0)
     path = tmp_path_factory.mktemp("fuzz") / "model"
     batch = torch.export.Dim("batch", min=2, max=64)
-    mezzo.convert(Small().eval(), (IDS,), dtype="bfloat16", dynamic_shapes={"ids": {0: batch}}).save(path)
+    mezzo.convert(
+        Small().eval(), (IDS,), dtype="bfloat16", dynamic_shapes={"ids": {0: batch}}
+    ).save(path)
     return path
 
 
@@ -59,7 +62,8 @@ def outcomes(make, original, count, judge):
         return _outcome(path, judge)
 
     found = in_children(count, load)
-    print(Counter(outcome.partition(":")[0] for outcome in found.values()))  # noqa: T201 - shown to those who try many
+    # Shown to those who try many.
+    print(Counter(outcome.partition(":")[0] for outcome in found.values()))  # noqa: T201
     return found
 
 
@@ -79,7 +83,9 @@ def _outcome(path, judge):
 
 
 def unexpected(found, *expected):
-    return {number: outcome for number, outcome in found.items() if not outcome.startswith(expected)}
+    return {
+        number: outcome for number, outcome in found.items() if not outcome.startswith(expected)
+    }
 
 
 def test_damaged_files_never_load_as_something_else(original):
@@ -87,7 +93,9 @@ def test_damaged_files_never_load_as_something_else(original):
     weights, output = state(expected), expected(IDS)
 
     def judge(loaded):
-        same = state(loaded).keys() == weights.keys() and all(torch.equal(one, weights[name]) for name, one in state(loaded).items())
+        same = state(loaded).keys() == weights.keys() and all(
+            torch.equal(one, weights[name]) for name, one in state(loaded).items()
+        )
         return "unchanged" if same and torch.equal(loaded(IDS), output) else "changed"
 
     found = outcomes(damaged, original, COUNT * 2 // 3, judge)

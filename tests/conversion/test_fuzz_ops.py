@@ -1,6 +1,7 @@
 """Ops that a saved program may call do not end the process, whatever their arguments.
 
-Each overload of the list is called in a forked child. Here with few arguments; `MEZZO_FUZZ_OPS=1000` calls each a thousand times.
+Each overload of the list is called in a forked child. Here with few arguments;
+`MEZZO_FUZZ_OPS=1000` calls each a thousand times.
 """
 
 import os
@@ -17,8 +18,30 @@ from mezzo.conversion.checked_ops import CHECKED
 CALLS = int(os.environ.get("MEZZO_FUZZ_OPS", "1"))
 pytestmark = pytest.mark.skipif(not SUPPORTED, reason="needs fork and Linux's /proc")
 
-SHAPES = [(), (0,), (1,), (3,), (2, 3), (4, 4), (0, 3), (2, 3, 4), (2, 4, 5, 5), (1, 2, 0, 3), (2, 3, 4, 4, 4)]
-DTYPES = [torch.float32, torch.float32, torch.bfloat16, torch.float64, torch.int64, torch.int32, torch.uint8, torch.bool, torch.complex64]
+SHAPES = [
+    (),
+    (0,),
+    (1,),
+    (3,),
+    (2, 3),
+    (4, 4),
+    (0, 3),
+    (2, 3, 4),
+    (2, 4, 5, 5),
+    (1, 2, 0, 3),
+    (2, 3, 4, 4, 4),
+]
+DTYPES = [
+    torch.float32,
+    torch.float32,
+    torch.bfloat16,
+    torch.float64,
+    torch.int64,
+    torch.int32,
+    torch.uint8,
+    torch.bool,
+    torch.complex64,
+]
 INTEGERS = [0, 1, 2, 3, -1, -2, 7, 100, 2**31 - 1, 2**31, -(2**31) - 1, 2**62, 2**63 - 1, -(2**63)]
 PLACES = [0, 1, 2, -1, 5, 100, -100, 2**31, -(2**40), 2**62, -(2**63)]
 FLOATS = [0.0, 1.0, -1.0, 0.5, 1e-30, 1e308, float("nan"), float("inf")]
@@ -82,7 +105,9 @@ def _overloads():
         op, _, overload = name.removeprefix("aten::").partition(".")
         if name.startswith("aten::") and is_allowed(op, overload or "default"):
             found = getattr(getattr(torch.ops.aten, op), overload or "default")
-            if not any(one.is_out for one in found._schema.arguments) and "Dimname" not in str(found._schema):
+            if not any(one.is_out for one in found._schema.arguments) and "Dimname" not in str(
+                found._schema
+            ):
                 yield found
 
 
@@ -90,7 +115,9 @@ def _call(op, number):
     rng = random.Random(f"{op} {number}")
     torch.manual_seed(number)
     shape = rng.choice(SHAPES)
-    needed = [one for one in op._schema.arguments if not one.has_default_value() or rng.random() < 0.5]
+    needed = [
+        one for one in op._schema.arguments if not one.has_default_value() or rng.random() < 0.5
+    ]
     try:
         given = {one.name: _value(rng, str(one.type), one.name, shape) for one in needed}
         first = [given.pop("self")] if "self" in given else []
@@ -106,6 +133,10 @@ def test_no_argument_of_an_op_on_the_list_ends_the_process():
     found = in_children(len(calls), lambda place: _call(*calls[place]), seconds=5)
     outcomes = Counter(found.values())
     print(outcomes)  # noqa: T201 - shown to those who try many
-    assert {str(calls[place][0]): outcome for place, outcome in found.items() if outcome not in {"called", "raised", "too slow"}} == {}
+    assert {
+        str(calls[place][0]): outcome
+        for place, outcome in found.items()
+        if outcome not in {"called", "raised", "too slow"}
+    } == {}
     # Not all are refused for a reason that has nothing to do with their sizes.
     assert outcomes["called"] > len(calls) / 10

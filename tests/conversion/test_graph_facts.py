@@ -17,27 +17,38 @@ def _survey(function, *args, said=None, **modules):
 
 
 def test_nothing_runs_in_fewer_bits_than_under_autocast():
-    # autocast adds float32 to 16-bit numbers in float32, and so does this; a byte-counting cut alone would round the sum.
-    plan, named = _survey(lambda self, x: self.second(x + self.first(x)), first=nn.Linear(4, 4), second=nn.Linear(4, 4))
+    # autocast adds float32 to 16-bit numbers in float32, and so does this; a byte-counting cut
+    # alone would round the sum.
+    plan, named = _survey(
+        lambda self, x: self.second(x + self.first(x)),
+        first=nn.Linear(4, 4),
+        second=nn.Linear(4, 4),
+    )
     assert plan.pins[named("add")] is AS_AUTOCAST
     assert plan.pins[named("linear")].half is True
 
 
 def test_an_exact_op_that_everybody_rounds_is_open():
-    plan, named = _survey(lambda self, x: self.first(F.relu(x.t())), torch.randn(4, 2), first=nn.Linear(4, 4))
+    plan, named = _survey(
+        lambda self, x: self.first(F.relu(x.t())), torch.randn(4, 2), first=nn.Linear(4, 4)
+    )
     assert plan.pins[named("relu")] is UNDECIDED
     assert plan.pins[named("t")] is UNDECIDED
 
 
 def test_an_exact_op_that_somebody_reads_unrounded_is_not():
-    plan, named = _survey(lambda self, x: (self.first(F.relu(x)), F.relu(x).sum()), first=nn.Linear(4, 4))
+    plan, named = _survey(
+        lambda self, x: (self.first(F.relu(x)), F.relu(x).sum()), first=nn.Linear(4, 4)
+    )
     assert plan.pins[named("relu")] is UNDECIDED
     assert plan.pins[named("relu_1")] is AS_AUTOCAST
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float16], ids=["float64", "float16"])
 def test_a_cast_of_the_model_to_another_dtype_than_the_program_s_reads_unrounded(dtype):
-    plan, named = _survey(lambda self, x: (self.first(y := F.relu(x)), y.to(dtype)), first=nn.Linear(4, 4))
+    plan, named = _survey(
+        lambda self, x: (self.first(y := F.relu(x)), y.to(dtype)), first=nn.Linear(4, 4)
+    )
     assert plan.pins[named("relu")] is AS_AUTOCAST
 
 
@@ -67,7 +78,10 @@ def test_weights_beyond_the_range_of_float16_keep_their_op_in_float32():
     with torch.no_grad():
         model[0].weight[0, 0] = 1e5
     module, plan = planned(model, X, said=words(mezzo.Policy("O1", "float16"), dtype=torch.float16))
-    assert plan.pins[node(module, "linear")].reason == "'0.weight' holds numbers beyond the range of float16"
+    assert (
+        plan.pins[node(module, "linear")].reason
+        == "'0.weight' holds numbers beyond the range of float16"
+    )
     assert plan.pins[node(module, "linear_1")].half is True
 
 

@@ -1,6 +1,7 @@
 """Files made to run code: each does so when torch reads it as it is, and none when mezzo does.
 
-The payload imports a module that lies beside the file; whether it was imported tells whether anything ran.
+The payload imports a module that lies beside the file; whether it was imported tells whether
+anything ran.
 """
 
 import json
@@ -46,11 +47,24 @@ class Victim(nn.Module):
 
     def forward(self, x, word, *, extra, unused):
         self.calls.add_(1)
-        return {"y": torch.cond(x.sum() > 0, torch.sin, torch.cos, (self.layer(x),)) + extra["bias"]}
+        return {
+            "y": torch.cond(x.sum() > 0, torch.sin, torch.cos, (self.layer(x),)) + extra["bias"]
+        }
 
 
-ARGS, KWARGS = (torch.ones(4, 3), "plain"), {"extra": {"bias": torch.ones(2)}, "unused": torch.ones(1)}
-SIZES = {"x": {0: torch.export.Dim("batch", max=64)}, "word": None, "extra": {"bias": None}, "unused": None}
+ARGS, KWARGS = (
+    (torch.ones(4, 3), "plain"),
+    {
+        "extra": {"bias": torch.ones(2)},
+        "unused": torch.ones(1),
+    },
+)
+SIZES = {
+    "x": {0: torch.export.Dim("batch", max=64)},
+    "word": None,
+    "extra": {"bias": None},
+    "unused": None,
+}
 
 
 @pytest.fixture(scope="module")
@@ -111,13 +125,21 @@ def in_dictionary_key(graph):
 def in_enum(graph):
     enum = {"__enum__": True, "fqn": "mezzo_hostile_payload:Colour", "name": "RED"}
     leaf = {"type": None, "context": None, "children_spec": []}
-    signature(graph)["out_spec"] = json.dumps([1, {"type": "builtins.dict", "context": json.dumps([enum]), "children_spec": [leaf]}])
+    signature(graph)["out_spec"] = json.dumps(
+        [1, {"type": "builtins.dict", "context": json.dumps([enum]), "children_spec": [leaf]}]
+    )
 
 
 def in_default_factory(graph):
-    context = {"default_factory_module": "mezzo_hostile_payload", "default_factory_name": "Colour", "dict_context": ["y"]}
+    context = {
+        "default_factory_module": "mezzo_hostile_payload",
+        "default_factory_name": "Colour",
+        "dict_context": ["y"],
+    }
     leaf = {"type": None, "context": None, "children_spec": []}
-    signature(graph)["out_spec"] = json.dumps([1, {"type": "collections.defaultdict", "context": context, "children_spec": [leaf]}])
+    signature(graph)["out_spec"] = json.dumps(
+        [1, {"type": "collections.defaultdict", "context": context, "children_spec": [leaf]}]
+    )
 
 
 CHANNELS = [
@@ -138,13 +160,26 @@ def read_without_care(path):
     """What torch does with a graph that nobody has looked at, and runs of the program. Errors come too late."""
     with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings(), suppress(Exception):
         warnings.simplefilter("ignore")
-        patch.setattr(saved_model, "validate_program", lambda graph, _: serialize._dict_to_dataclass(schema.ExportedProgram, graph))
+        patch.setattr(
+            saved_model,
+            "validate_program",
+            lambda graph, _: serialize._dict_to_dataclass(schema.ExportedProgram, graph),
+        )
         program = one(path)
         tensors = {**program.state_dict, **program.constants}
         inputs = [ARGS[0], *ARGS[1:], KWARGS["extra"]["bias"], KWARGS["unused"]]
         with suppress(Exception):
-            program.graph_module(*[inputs.pop(0) if spec.target is None else tensors[spec.target] for spec in program.graph_signature.input_specs])
-        extra = {DICTIONARY_KEY: KWARGS["extra"]["bias"]} if DICTIONARY_KEY in str(program.call_spec.in_spec) else KWARGS["extra"]
+            program.graph_module(
+                *[
+                    inputs.pop(0) if spec.target is None else tensors[spec.target]
+                    for spec in program.graph_signature.input_specs
+                ]
+            )
+        extra = (
+            {DICTIONARY_KEY: KWARGS["extra"]["bias"]}
+            if DICTIONARY_KEY in str(program.call_spec.in_spec)
+            else KWARGS["extra"]
+        )
         program.module()(*ARGS, **{**KWARGS, "extra": extra})
 
 
@@ -162,25 +197,55 @@ def test_a_graph_that_runs_code_in_torch_is_refused_and_runs_nothing(hide, progr
 
 def call(target, **arguments):
     inputs = [{"name": name, "arg": argument, "kind": 1} for name, argument in arguments.items()]
-    return {"target": target, "inputs": inputs, "outputs": [{"as_none": True}], "metadata": {}, "is_hop_single_tensor_return": None, "name": "payload"}
+    return {
+        "target": target,
+        "inputs": inputs,
+        "outputs": [{"as_none": True}],
+        "metadata": {},
+        "is_hop_single_tensor_return": None,
+        "name": "payload",
+    }
 
 
 def test_an_op_that_makes_a_file_is_refused(program, tmp_path):
     victim = tmp_path / "victim"
-    node = call("torch.ops.aten.from_file.default", filename={"as_string": str(victim)}, shared={"as_bool": True}, size={"as_int": 4})
-    file = edited(save(tmp_path / "model", program), GRAPH, lambda graph: graph["graph_module"]["graph"]["nodes"].insert(0, node))
+    node = call(
+        "torch.ops.aten.from_file.default",
+        filename={"as_string": str(victim)},
+        shared={"as_bool": True},
+        size={"as_int": 4},
+    )
+    file = edited(
+        save(tmp_path / "model", program),
+        GRAPH,
+        lambda graph: graph["graph_module"]["graph"]["nodes"].insert(0, node),
+    )
     read_without_care(file)
     assert victim.exists()
     victim.unlink()
-    with pytest.raises(CheckpointError, match="it calls aten::from_file, which is not on the list of ops"):
+    with pytest.raises(
+        CheckpointError, match="it calls aten::from_file, which is not on the list of ops"
+    ):
         saved_model.load(file)
     assert not victim.exists()
 
 
 def test_an_op_that_reads_beyond_its_buffer_is_refused(program, tmp_path):
-    node = call("torch.ops.aten._reshape_alias.default", self={"as_tensor": {"name": "x"}}, size={"as_ints": [1000]}, stride={"as_ints": [1]})
-    file = edited(save(tmp_path / "model", program), GRAPH, lambda graph: inner(graph)["nodes"].insert(0, node))
-    with pytest.raises(CheckpointError, match=r"it calls aten::_reshape_alias, which is not on the list .* Nothing of it was run"):
+    node = call(
+        "torch.ops.aten._reshape_alias.default",
+        self={"as_tensor": {"name": "x"}},
+        size={"as_ints": [1000]},
+        stride={"as_ints": [1]},
+    )
+    file = edited(
+        save(tmp_path / "model", program),
+        GRAPH,
+        lambda graph: inner(graph)["nodes"].insert(0, node),
+    )
+    with pytest.raises(
+        CheckpointError,
+        match=r"it calls aten::_reshape_alias, which is not on the list .* Nothing of it was run",
+    ):
         saved_model.load(file)
 
 
@@ -198,11 +263,24 @@ def test_sizes_in_the_graph_allocate_nothing(size, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "target", ["torch.importlib.import_module", "torch.hub.load", "torch.ops.load_library", "builtins.eval", "os.system", "#mine:op", "_operator.attrgetter"]
+    "target",
+    [
+        "torch.importlib.import_module",
+        "torch.hub.load",
+        "torch.ops.load_library",
+        "builtins.eval",
+        "os.system",
+        "#mine:op",
+        "_operator.attrgetter",
+    ],
 )
 def test_functions_that_are_no_ops_are_refused(target, program, tmp_path, ran):
     node = call(target, name={"as_string": "mezzo_hostile_payload"})
-    file = edited(save(tmp_path / "model", program), GRAPH, lambda graph: graph["graph_module"]["graph"]["nodes"].insert(0, node))
+    file = edited(
+        save(tmp_path / "model", program),
+        GRAPH,
+        lambda graph: graph["graph_module"]["graph"]["nodes"].insert(0, node),
+    )
     with pytest.raises(CheckpointError, match=f"it calls '{target}', which is no op"):
         saved_model.load(file)
     assert not ran()
@@ -240,12 +318,23 @@ def in_sample_inputs(contents):
 
 
 def in_constants(contents):
-    config = {"config": {"odd": {"path_name": "opaque_obj_0", "is_param": False, "use_pickle": True, "tensor_meta": None}}}
+    config = {
+        "config": {
+            "odd": {
+                "path_name": "opaque_obj_0",
+                "is_param": False,
+                "use_pickle": True,
+                "tensor_meta": None,
+            }
+        }
+    }
     contents["model/data/constants/model_constants_config.json"] = json.dumps(config)
     contents["model/data/constants/opaque_obj_0"] = pickle.dumps(Payload())
 
 
-@pytest.mark.parametrize("hide", [in_weights, in_sample_inputs, in_constants], ids=lambda hide: hide.__name__)
+@pytest.mark.parametrize(
+    "hide", [in_weights, in_sample_inputs, in_constants], ids=lambda hide: hide.__name__
+)
 def test_a_pickle_that_torch_runs_is_refused_and_not_run(hide, tmp_path, ran):
     if hide is in_constants and torch.__version__ < "2.13":
         pytest.skip("torch 2.11 reads no pickled constants")
@@ -260,7 +349,9 @@ def test_a_pickle_that_torch_runs_is_refused_and_not_run(hide, tmp_path, ran):
     assert not ran()
 
 
-@pytest.mark.parametrize("part", ["tensors", "programs/0/plan.json", "programs/0/graph.json", "contents.json"])
+@pytest.mark.parametrize(
+    "part", ["tensors", "programs/0/plan.json", "programs/0/graph.json", "contents.json"]
+)
 def test_a_pickle_in_place_of_a_part_is_refused_and_not_run(part, tmp_path, ran):
     pickle.loads(pickle.dumps(Payload()))
     assert ran()
@@ -271,7 +362,17 @@ def test_a_pickle_in_place_of_a_part_is_refused_and_not_run(part, tmp_path, ran)
     assert not ran()
 
 
-@pytest.mark.parametrize("name", ["../../escaped", "/etc/escaped", "tensors/../../escaped", "C:\\escaped", "tensors/0", "sample_inputs.pt"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "../../escaped",
+        "/etc/escaped",
+        "tensors/../../escaped",
+        "C:\\escaped",
+        "tensors/0",
+        "sample_inputs.pt",
+    ],
+)
 def test_parts_with_other_names_are_refused_and_never_written_to_disk(name, tmp_path):
     (tmp_path / "inner").mkdir()
     file = save(tmp_path / "inner" / "model", linear())
@@ -291,12 +392,18 @@ def test_a_part_that_would_fill_the_memory_is_refused(tmp_path):
 
 @pytest.mark.parametrize(
     "text",
-    ["Pow(Integer(10), Integer(10000000000))", "Add(" * 100 + "Integer(1)" + ")" * 100, "Integer(" + "9" * 5000 + ")"],
+    [
+        "Pow(Integer(10), Integer(10000000000))",
+        "Add(" * 100 + "Integer(1)" + ")" * 100,
+        "Integer(" + "9" * 5000 + ")",
+    ],
     ids=["power", "deep", "long"],
 )
 def test_expressions_that_would_take_for_ever_are_refused(text, program, tmp_path):
     def hide(graph):
-        graph["graph_module"]["graph"]["tensor_values"]["x"]["sizes"][0]["as_expr"]["expr_str"] = text
+        graph["graph_module"]["graph"]["tensor_values"]["x"]["sizes"][0]["as_expr"]["expr_str"] = (
+            text
+        )
 
     with pytest.raises(CheckpointError, match="expression"):
         saved_model.load(edited(save(tmp_path / "model", program), GRAPH, hide))

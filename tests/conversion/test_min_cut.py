@@ -9,8 +9,14 @@ from mezzo.conversion.min_cut import Value, cast_cost_of, minimum_cut
 
 
 def _choices(values, pinned):
-    free = sorted({one for value in values for one in (value.maker, *value.readers, *value.promoting)} - set(pinned))
-    return [{**pinned, **dict(zip(free, bits, strict=True))} for bits in itertools.product([False, True], repeat=len(free))]
+    free = sorted(
+        {one for value in values for one in (value.maker, *value.readers, *value.promoting)}
+        - set(pinned)
+    )
+    return [
+        {**pinned, **dict(zip(free, bits, strict=True))}
+        for bits in itertools.product([False, True], repeat=len(free))
+    ]
 
 
 @st.composite
@@ -21,9 +27,19 @@ def problems(draw):
     for place, name in enumerate(names):
         later = names[place + 1 :]
         readers = tuple(one for one in later if draw(st.booleans()))
-        promoting = tuple(one for one in later if one not in readers and draw(st.integers(0, 3)) == 0)
+        promoting = tuple(
+            one for one in later if one not in readers and draw(st.integers(0, 3)) == 0
+        )
         if readers or promoting:
-            values.append(Value(name, readers, draw(st.integers(0, 9)), draw(st.integers(0, 9)), promoting=promoting))
+            values.append(
+                Value(
+                    name,
+                    readers,
+                    draw(st.integers(0, 9)),
+                    draw(st.integers(0, 9)),
+                    promoting=promoting,
+                )
+            )
     return values, pinned
 
 
@@ -35,7 +51,9 @@ def test_no_choice_is_cheaper_and_none_that_is_as_cheap_has_more_16_bit_ops(prob
     able = _choices(values, pinned)
     least = min(cast_cost_of(values, choice) for choice in able)
     assert cast_cost_of(values, found) == least
-    assert sum(found.values()) == max(sum(choice.values()) for choice in able if cast_cost_of(values, choice) == least)
+    assert sum(found.values()) == max(
+        sum(choice.values()) for choice in able if cast_cost_of(values, choice) == least
+    )
 
 
 def test_many_readers_share_one_cast():
@@ -61,12 +79,16 @@ def test_a_measured_cost_moves_the_choice():
 
 
 def test_a_large_component_takes_seconds_at_most():
-    # No pins inside: the network does not fall apart. 3,000 undecided ops took 1 s on one core of a laptop.
+    # No pins inside: the network does not fall apart. 3,000 undecided ops took 1 s on one core of a
+    # laptop.
     choose = random.Random(0)
     names = list(range(3000))
     values = []
     for one in names:
-        readers = [*(other for other in (one + 1, one + 2, one + choose.randint(1, 30)) if other < 3000), *choose.choice((["full"], ["half"], [], [], []))]
+        readers = [
+            *(other for other in (one + 1, one + 2, one + choose.randint(1, 30)) if other < 3000),
+            *choose.choice((["full"], ["half"], [], [], [])),
+        ]
         values.append(Value(one, tuple(readers), choose.randint(1, 1000), choose.randint(1, 1000)))
     begin = time.perf_counter()
     minimum_cut(values, {"full": False, "half": True})

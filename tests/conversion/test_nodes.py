@@ -15,11 +15,20 @@ def test_arguments_come_with_their_names_and_defaults():
 
 def test_ops_have_the_names_that_policies_use():
     module = graph(lambda x: torch.special.expit(x.clone())[:, 1:] + 1, X)
-    assert [op_name(one) for one in module.graph.nodes if one.op == "call_function"] == ["clone", "sigmoid", "slice", "add"]
+    assert [op_name(one) for one in module.graph.nodes if one.op == "call_function"] == [
+        "clone",
+        "sigmoid",
+        "slice",
+        "add",
+    ]
 
 
 def test_roles_are_told_apart():
-    module = graph(lambda x, i: (x.split(2, 1)[0].float(), torch.zeros(3), x.double() + 1, i + 1, x.shape[0]), X, torch.arange(3))
+    module = graph(
+        lambda x, i: (x.split(2, 1)[0].float(), torch.zeros(3), x.double() + 1, i + 1, x.shape[0]),
+        X,
+        torch.arange(3),
+    )
     found = {one.name: role_of(one, HALF) for one in module.graph.nodes}
     assert found["split"] is Role.OP
     assert found["getitem"] is Role.ELEMENT

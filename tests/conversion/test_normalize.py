@@ -15,7 +15,12 @@ def test_a_private_write_in_place_becomes_an_op_that_gives_its_result():
         y += x
         return F.relu_(y).view(8)
 
-    assert names(graph(function, X)) == ["aten.mul.Tensor", "aten.add.Tensor", "aten.relu.default", "aten.view.default"]
+    assert names(graph(function, X)) == [
+        "aten.mul.Tensor",
+        "aten.add.Tensor",
+        "aten.relu.default",
+        "aten.view.default",
+    ]
 
 
 def test_a_write_that_another_name_sees_stays():
@@ -63,7 +68,11 @@ def test_a_disabled_region_inside_an_enabled_one_is_marked_off():
                 return self.linear(x.float())
 
     found = graph(Calls(function, linear=nn.Linear(4, 4)), X)
-    assert [one.meta[REGION_META] for one in found.graph.nodes if one.target is torch.ops.aten.linear.default] == ["on", "off"]
+    assert [
+        one.meta[REGION_META]
+        for one in found.graph.nodes
+        if one.target is torch.ops.aten.linear.default
+    ] == ["on", "off"]
 
 
 def test_a_region_of_another_dtype_stays_closed():

@@ -30,7 +30,12 @@ class Attention(nn.Module):
 
     def forward(self, x):
         batch, length, width = x.shape
-        query, key, value = self.project(self.norm(x)).reshape(batch, length, 3, 2, 8).permute(2, 0, 3, 1, 4).unbind(0)
+        query, key, value = (
+            self.project(self.norm(x))
+            .reshape(batch, length, 3, 2, 8)
+            .permute(2, 0, 3, 1, 4)
+            .unbind(0)
+        )
         mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True)
         return x + self.out(mixed.transpose(1, 2).reshape(batch, length, width))
 
@@ -41,7 +46,9 @@ class Branch(nn.Module):
         self.layer = nn.Linear(8, 8)
 
     def forward(self, x):
-        return torch.cond(x.sum() > 0, lambda x: self.layer(x).relu(), lambda x: self.layer(x).sin(), (x,))
+        return torch.cond(
+            x.sum() > 0, lambda x: self.layer(x).relu(), lambda x: self.layer(x).sin(), (x,)
+        )
 
 
 class Recurrent(nn.Module):
@@ -60,10 +67,19 @@ def tied():
 
 
 MODELS = {
-    "mlp": (lambda: nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 4), nn.Softmax(-1)), (2, 8)),
+    "mlp": (
+        lambda: nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 4), nn.Softmax(-1)),
+        (2, 8),
+    ),
     "convolutions": (
         lambda: nn.Sequential(
-            nn.Conv2d(3, 8, 3, bias=False), nn.BatchNorm2d(8), nn.ReLU(), nn.MaxPool2d(2), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 4)
+            nn.Conv2d(3, 8, 3, bias=False),
+            nn.BatchNorm2d(8),
+            nn.ReLU(),
+            nn.MaxPool2d(2),
+            nn.AdaptiveAvgPool2d(1),
+            nn.Flatten(),
+            nn.Linear(8, 4),
         ),
         (2, 3, 8, 8),
     ),
@@ -111,21 +127,35 @@ def float_casts(model):
     inferred = onnx.shape_inference.infer_shapes(model)
     kinds, casts = {}, Counter()
     for graph in graphs(inferred.graph):
-        kinds |= {one.name: one.type.tensor_type.elem_type for one in (*graph.input, *graph.value_info, *graph.output)}
-        casts.update(node.attribute[0].i for node in graph.node if node.op_type == "Cast" and {kinds.get(node.input[0]), node.attribute[0].i} <= FLOATS)
+        kinds |= {
+            one.name: one.type.tensor_type.elem_type
+            for one in (*graph.input, *graph.value_info, *graph.output)
+        }
+        casts.update(
+            node.attribute[0].i
+            for node in graph.node
+            if node.op_type == "Cast" and {kinds.get(node.input[0]), node.attribute[0].i} <= FLOATS
+        )
     return casts
 
 
 def program_casts(exported):
     """The casts of a program, and those that an addition does within itself: in ONNX they stand before it."""
-    kinds = {torch.float32: onnx.TensorProto.FLOAT, torch.float16: HALF["float16"], torch.bfloat16: HALF["bfloat16"]}
+    kinds = {
+        torch.float32: onnx.TensorProto.FLOAT,
+        torch.float16: HALF["float16"],
+        torch.bfloat16: HALF["bfloat16"],
+    }
     casts = Counter()
     for one in exported.graph_module.modules():
         for node in one.graph.nodes if isinstance(one, torch.fx.GraphModule) else ():
             if node.target in {torch.ops.aten._to_copy.default, torch.ops.aten.to.dtype}:
                 casts[kinds[node.meta["val"].dtype]] += 1
             elif node.target is torch.ops.aten.add.Tensor:
-                casts[kinds[node.meta["val"].dtype]] += sum(other.meta["val"].dtype != node.meta["val"].dtype for other in node.all_input_nodes)
+                casts[kinds[node.meta["val"].dtype]] += sum(
+                    other.meta["val"].dtype != node.meta["val"].dtype
+                    for other in node.all_input_nodes
+                )
     return +casts
 
 
@@ -152,7 +182,12 @@ def test_a_tied_weight_is_written_once(tmp_path):
 
 def test_dynamic_sizes_stay_dynamic(tmp_path):
     model = Attention().eval()
-    sizes = {"x": {0: torch.export.Dim("batch", min=1, max=64), 1: torch.export.Dim("length", min=2, max=64)}}
+    sizes = {
+        "x": {
+            0: torch.export.Dim("batch", min=1, max=64),
+            1: torch.export.Dim("length", min=2, max=64),
+        }
+    }
     program = mezzo.convert(model, (torch.randn(2, 5, 16),), dynamic_shapes=sizes, dtype="float16")
     program.export_onnx(tmp_path / "model.onnx")
     for x in (torch.randn(1, 3, 16), torch.randn(7, 9, 16)):
@@ -161,8 +196,20 @@ def test_dynamic_sizes_stay_dynamic(tmp_path):
 
 def test_shapes_are_computed_and_layers_are_not_merged(tmp_path):
     program, _ = converted("convolutions", "float16")
-    assert Counter(node.op_type for node in written(program, tmp_path / "model.onnx").graph.node) == Counter(
-        ["Cast", "Conv", "BatchNormalization", "Relu", "MaxPool", "ReduceMean", "Reshape", "Gemm", "Cast"]
+    assert Counter(
+        node.op_type for node in written(program, tmp_path / "model.onnx").graph.node
+    ) == Counter(
+        [
+            "Cast",
+            "Conv",
+            "BatchNormalization",
+            "Relu",
+            "MaxPool",
+            "ReduceMean",
+            "Reshape",
+            "Gemm",
+            "Cast",
+        ]
     )
 
 
@@ -176,14 +223,20 @@ def test_splits_of_bfloat16_are_written_as_such(tmp_path):
             left, right = self.layer(x).split(6, dim=-1)
             return left * right
 
-    model = written(mezzo.convert(Split(), (torch.randn(2, 8),), dtype="bfloat16"), tmp_path / "model.onnx")
+    model = written(
+        mezzo.convert(Split(), (torch.randn(2, 8),), dtype="bfloat16"), tmp_path / "model.onnx"
+    )
     assert "Split" in {node.op_type for node in model.graph.node}
 
 
 def test_weights_that_were_kept_float32_stay_so(tmp_path):
-    program = mezzo.convert(nn.Linear(8, 8), (torch.randn(2, 8),), dtype="float16", cast_params=False)
+    program = mezzo.convert(
+        nn.Linear(8, 8), (torch.randn(2, 8),), dtype="float16", cast_params=False
+    )
     model = written(program, tmp_path / "model.onnx")
-    assert {one.data_type for one in model.graph.initializer if one.name in {"weight", "bias"}} == {onnx.TensorProto.FLOAT}
+    assert {one.data_type for one in model.graph.initializer if one.name in {"weight", "bias"}} == {
+        onnx.TensorProto.FLOAT
+    }
 
 
 def test_a_loaded_program_gives_the_same_file(tmp_path):
@@ -192,7 +245,10 @@ def test_a_loaded_program_gives_the_same_file(tmp_path):
     first, second = tmp_path / "first.onnx", tmp_path / "second.onnx"
     program.export_onnx(first)
     mezzo.Converted.load(tmp_path / "model.mezzo").export_onnx(second)
-    nodes = [[(node.op_type, list(node.input), list(node.output)) for node in onnx.load(path).graph.node] for path in (first, second)]
+    nodes = [
+        [(node.op_type, list(node.input), list(node.output)) for node in onnx.load(path).graph.node]
+        for path in (first, second)
+    ]
     assert nodes[0] == nodes[1]
 
 
@@ -203,27 +259,54 @@ class Nested(nn.Module):
 
     def forward(self, x, flag=True, *, extra):
         y = x + extra["k"]
-        return {"x": x, "y": (y, [y]), "weight": self.weight, "none": None, "size": x.shape[0], "add": y * 2}
+        return {
+            "x": x,
+            "y": (y, [y]),
+            "weight": self.weight,
+            "none": None,
+            "size": x.shape[0],
+            "add": y * 2,
+        }
 
 
 def test_inputs_and_outputs_are_named_by_where_they_stand_and_none_is_left_out(tmp_path):
     exported = export(
-        Nested(), (torch.randn(2), True), {"extra": {"k": torch.ones(1)}}, dynamic_shapes={"x": {0: torch.export.Dim.AUTO}, "flag": None, "extra": {"k": None}}
+        Nested(),
+        (torch.randn(2), True),
+        {"extra": {"k": torch.ones(1)}},
+        dynamic_shapes={"x": {0: torch.export.Dim.AUTO}, "flag": None, "extra": {"k": None}},
     )
     module.export(exported, tmp_path / "model.onnx")
-    session = onnxruntime.InferenceSession(tmp_path / "model.onnx", providers=["CPUExecutionProvider"])
+    session = onnxruntime.InferenceSession(
+        tmp_path / "model.onnx", providers=["CPUExecutionProvider"]
+    )
     assert [one.name for one in session.get_inputs()] == ["x", "extra_k"]
-    assert [one.name for one in session.get_outputs()] == ["x_out", "y_0", "y_1_0", "weight_out", "size", "add_out"]
+    assert [one.name for one in session.get_outputs()] == [
+        "x_out",
+        "y_0",
+        "y_1_0",
+        "weight_out",
+        "size",
+        "add_out",
+    ]
     x, extra = torch.tensor([1.0, 2.0, 3.0]), {"k": torch.tensor([0.5])}
     expected = [one for one in pytree.tree_leaves(Nested()(x, extra=extra)) if one is not None]
     found = session.run(None, {"x": x.numpy(), "extra_k": extra["k"].numpy()})
     for left, right in zip(found, expected, strict=True):
-        assert torch.equal(torch.from_numpy(left), torch.as_tensor(right).detach()) if left.ndim else left == right
+        assert (
+            torch.equal(torch.from_numpy(left), torch.as_tensor(right).detach())
+            if left.ndim
+            else left == right
+        )
 
 
 def test_one_output_alone_is_called_output():
     assert module.output_names(export(nn.Linear(2, 2), (torch.ones(1, 2),))) == ["output"]
-    assert module.output_names(export(nn.LSTM(2, 2), (torch.ones(1, 1, 2),))) == ["output_0", "output_1_0", "output_1_1"]
+    assert module.output_names(export(nn.LSTM(2, 2), (torch.ones(1, 1, 2),))) == [
+        "output_0",
+        "output_1_0",
+        "output_1_1",
+    ]
 
 
 def test_a_number_among_the_outputs_is_refused_by_name(tmp_path):
@@ -231,7 +314,10 @@ def test_a_number_among_the_outputs_is_refused_by_name(tmp_path):
         def forward(self, x):
             return {"y": x + 1, "answer": 42}
 
-    with pytest.raises(UnsupportedError, match="The model returns 42 as 'answer', and an ONNX graph returns tensors"):
+    with pytest.raises(
+        UnsupportedError,
+        match="The model returns 42 as 'answer', and an ONNX graph returns tensors",
+    ):
         module.export(export(Number(), (torch.ones(1),)), tmp_path / "model.onnx")
 
 
@@ -240,7 +326,13 @@ def test_an_op_without_counterpart_is_named_and_nothing_is_written(tmp_path):
         def forward(self, x):
             return torch.special.airy_ai(x)
 
-    with pytest.raises(UnsupportedError, match=r"cannot be written as ONNX: No ONNX function found for .*special_airy_ai.* Save it with Converted.save"):
+    with pytest.raises(
+        UnsupportedError,
+        match=(
+            r"cannot be written as ONNX: No ONNX function found for .*special_airy_ai.* Save it"
+            r" with Converted.save"
+        ),
+    ):
         module.export(export(Odd(), (torch.ones(1),)), tmp_path / "model.onnx")
     assert list(tmp_path.iterdir()) == []
 
@@ -248,14 +340,20 @@ def test_an_op_without_counterpart_is_named_and_nothing_is_written(tmp_path):
 def test_state_that_onnx_cannot_keep_is_told(tmp_path):
     exported = export(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)), (torch.randn(3, 4),))
     with pytest.warns(
-        UserWarning, match=r"The program changes 1.num_batches_tracked, 1.running_mean, 1.running_var when it runs, and an ONNX file keeps no state"
+        UserWarning,
+        match=(
+            r"The program changes 1.num_batches_tracked, 1.running_mean, 1.running_var when it"
+            r" runs, and an ONNX file keeps no state"
+        ),
     ):
         module.export(exported, tmp_path / "model.onnx")
 
 
 def test_a_graph_that_onnx_refuses_is_not_written(tmp_path):
     program, _ = converted("convolutions", "bfloat16")
-    with pytest.raises(UnsupportedError, match=r"ONNX itself refuses: .*Conv.*bfloat16.* Try another opset="):
+    with pytest.raises(
+        UnsupportedError, match=r"ONNX itself refuses: .*Conv.*bfloat16.* Try another opset="
+    ):
         module.export(program._converted.programs[0].exported, tmp_path / "model.onnx", opset=20)
     assert list(tmp_path.iterdir()) == []
 
@@ -265,7 +363,10 @@ def test_a_weight_that_changed_its_dtype_is_noticed():
     program = module._translated(exported, None)
     module._check_weights(program.model, exported)
     exported.state_dict["weight"] = exported.state_dict["weight"].half()
-    with pytest.raises(UnsupportedError, match=r"the weight 'weight' as BFLOAT16, and the program has torch.float16"):
+    with pytest.raises(
+        UnsupportedError,
+        match=r"the weight 'weight' as BFLOAT16, and the program has torch.float16",
+    ):
         module._check_weights(program.model, exported)
 
 
@@ -277,7 +378,9 @@ def test_large_weights_lie_beside_the_graph(tmp_path, monkeypatch):
     assert_runs_like(program, tmp_path / "model.onnx", x)
 
 
-def test_large_weights_are_checked_too_and_nothing_is_left_of_what_is_refused(tmp_path, monkeypatch):
+def test_large_weights_are_checked_too_and_nothing_is_left_of_what_is_refused(
+    tmp_path, monkeypatch
+):
     monkeypatch.setattr(module, "_LARGEST", 0)
     program, _ = converted("convolutions", "bfloat16")
     with pytest.raises(UnsupportedError, match="ONNX itself refuses"):
@@ -289,7 +392,9 @@ def test_several_programs_make_a_file_each(tmp_path):
     programs = [export(nn.Linear(2, 2), (torch.ones(count, 2),)) for count in (1, 3)]
     paths = module.export_each(programs, tmp_path / "model.onnx")
     assert [path.name for path in paths] == ["model.0.onnx", "model.1.onnx"]
-    assert [onnx.load(path).graph.input[0].type.tensor_type.shape.dim[0].dim_value for path in paths] == [1, 3]
+    assert [
+        onnx.load(path).graph.input[0].type.tensor_type.shape.dim[0].dim_value for path in paths
+    ] == [1, 3]
     assert module.export_each(programs[:1], tmp_path / "one.onnx") == (tmp_path / "one.onnx",)
 
 
@@ -304,5 +409,11 @@ def test_exporting_says_nothing(tmp_path, capfd, caplog):
 def test_a_package_that_is_missing_is_named_with_what_to_install(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "onnxscript", None)
     program, _ = converted("mlp", "float16")
-    with pytest.raises(UnsupportedError, match=r"needs a package that is not installed: onnxscript. Install it with: pip install 'mezzo\[onnx\]'"):
+    with pytest.raises(
+        UnsupportedError,
+        match=(
+            r"needs a package that is not installed: onnxscript. Install it with: pip install"
+            r" 'mezzo\[onnx\]'"
+        ),
+    ):
         program.export_onnx(tmp_path / "model.onnx")

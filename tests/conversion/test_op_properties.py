@@ -8,7 +8,8 @@ from mezzo.policy.registry import registry
 X, HALF = torch.randn(4, 4), torch.randn(4, 4).to(torch.float16)
 
 _TWO = {"where": lambda x, y: torch.where(x > 0, x, y)} | {
-    name: lambda x, y, name=name: getattr(torch, name)([x, y]) for name in ("cat", "stack", "hstack", "vstack", "dstack")
+    name: lambda x, y, name=name: getattr(torch, name)([x, y])
+    for name in ("cat", "stack", "hstack", "vstack", "dstack")
 }
 
 
@@ -53,4 +54,8 @@ def test_what_torch_keeps_in_float32_on_gpus_is_delicate_everywhere():
 def test_the_tables_name_ops_that_exist():
     known = registry().names | nodes.STRUCTURAL | {"to", "copy"}
     assert known >= nodes.PROMOTING
-    assert {name for name in nodes.VALUE_PRESERVING - known if not hasattr(torch.ops.aten, name) and not hasattr(torch.ops.aten, f"_{name}")} == set()
+    assert {
+        name
+        for name in nodes.VALUE_PRESERVING - known
+        if not hasattr(torch.ops.aten, name) and not hasattr(torch.ops.aten, f"_{name}")
+    } == set()

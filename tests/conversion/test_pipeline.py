@@ -15,9 +15,14 @@ def test_a_list_of_examples_gives_programs_that_share_their_weights():
     for size in (1, 3, 5):
         x = torch.randn(size, 4)
         assert relative_error(converted(x), model(x)) < 0.05
-    weights = {id(program.exported.state_dict["0.weight"]) for program in converted._converted.programs}
+    weights = {
+        id(program.exported.state_dict["0.weight"]) for program in converted._converted.programs
+    }
     assert len(weights) == 1
-    with pytest.raises(mezzo.ConversionError, match=r"float32\[4, 4\]\. There is: float32\[1, 4\]; float32\[3, 4\]; float32\[5, 4\]"):
+    with pytest.raises(
+        mezzo.ConversionError,
+        match=r"float32\[4, 4\]\. There is: float32\[1, 4\]; float32\[3, 4\]; float32\[5, 4\]",
+    ):
         converted(torch.randn(4, 4))
 
 
@@ -28,7 +33,14 @@ def test_examples_may_have_keywords_one_for_all_or_one_each():
 
     one = torch.ones(4)
     assert len(mezzo.convert(Scaled(), [(X,), (X[:1],)], {"scale": one}, dtype=HALF).plans) == 2
-    assert len(mezzo.convert(Scaled(), [(X,), (X[:1],)], [{"scale": one}, {"scale": one[:1]}], dtype=HALF).plans) == 2
+    assert (
+        len(
+            mezzo.convert(
+                Scaled(), [(X,), (X[:1],)], [{"scale": one}, {"scale": one[:1]}], dtype=HALF
+            ).plans
+        )
+        == 2
+    )
     with pytest.raises(mezzo.ConversionError, match="2 example inputs and 1 kwargs"):
         mezzo.convert(Scaled(), [(X,), (X[:1],)], [{"scale": one}], dtype=HALF)
     with pytest.raises(mezzo.ConversionError, match="empty list"):
@@ -39,7 +51,12 @@ def test_a_conversion_is_told_to_who_listens():
     with listen() as heard:
         mezzo.convert(nn.Linear(4, 4), (X,), dtype=HALF)
     event = next(one for one in heard if isinstance(one, GraphConverted))
-    assert (event.model, event.dtype, event.casts_before, event.casts_after) == ("Linear", "bfloat16", 3, 2)
+    assert (event.model, event.dtype, event.casts_before, event.casts_after) == (
+        "Linear",
+        "bfloat16",
+        3,
+        2,
+    )
     assert event.seconds > 0
 
 
@@ -59,6 +76,12 @@ def test_level_o0_keeps_what_nobody_reads_too():
 
 
 def test_the_words_of_a_conversion_are_kept_as_plain_data():
-    options = mezzo.convert(nn.Linear(4, 4), (X,), dtype=HALF, full={"linear"}, exclude="linear", keep_io_dtypes=False)._converted.options
+    options = mezzo.convert(
+        nn.Linear(4, 4), (X,), dtype=HALF, full={"linear"}, exclude="linear", keep_io_dtypes=False
+    )._converted.options
     assert options["policy"] == {"level": "O1", "dtype": "bfloat16"}
-    assert (options["full"], options["exclude"], options["keep_io_dtypes"]) == (["linear"], ["linear"], False)
+    assert (options["full"], options["exclude"], options["keep_io_dtypes"]) == (
+        ["linear"],
+        ["linear"],
+        False,
+    )

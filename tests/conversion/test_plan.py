@@ -6,14 +6,25 @@ import mezzo
 from mezzo.conversion.plan import CastBytes, Casts, GraphPlan, GraphRow
 
 ROW = GraphRow("linear_1", "linear", "blocks.0", "model.py:3", "float16", "a product")
-PLAN = GraphPlan((ROW, GraphRow("add", "add", "", "model.py:4", "float32", "reads float32")), Casts(CastBytes(5, 100), CastBytes(2, 40)))
+PLAN = GraphPlan(
+    (ROW, GraphRow("add", "add", "", "model.py:4", "float32", "reads float32")),
+    Casts(CastBytes(5, 100), CastBytes(2, 40)),
+)
 
 
 def test_a_plan_survives_plain_data():
     assert GraphPlan.from_dict(json.loads(json.dumps(PLAN.to_dict()))) == PLAN
 
 
-@pytest.mark.parametrize("plain", [{}, {"rows": [{"node": 3}], "casts": {}}, {"rows": 5, "casts": None}, {"rows": [], "casts": {"before": {}, "after": {}}}])
+@pytest.mark.parametrize(
+    "plain",
+    [
+        {},
+        {"rows": [{"node": 3}], "casts": {}},
+        {"rows": 5, "casts": None},
+        {"rows": [], "casts": {"before": {}, "after": {}}},
+    ],
+)
 def test_what_is_no_plan_is_refused(plain):
     with pytest.raises(mezzo.CheckpointError, match="not the plan"):
         GraphPlan.from_dict(plain)

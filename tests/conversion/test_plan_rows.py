@@ -30,7 +30,9 @@ def test_every_row_says_where_it_comes_from_and_why():
 
 
 def test_weights_have_rows_with_what_they_are_stored_in():
-    model = Calls(lambda self, x: (self.head(x), torch.cdist(x, self.head.weight)), head=nn.Linear(4, 4))
+    model = Calls(
+        lambda self, x: (self.head(x), torch.cdist(x, self.head.weight)), head=nn.Linear(4, 4)
+    )
     plan = mezzo.convert(model, (X,), dtype=HALF).plan
     weight = plan.row("p_head_weight")
     assert weight.where == "head.weight"
@@ -40,14 +42,23 @@ def test_weights_have_rows_with_what_they_are_stored_in():
 
 def test_a_model_of_another_dtype_is_said_to_be_left_alone():
     plan = mezzo.convert(nn.Linear(4, 4).double(), (X.double(),), dtype=HALF).plan
-    assert (plan.row("linear").dtype, plan.row("linear").reason) == ("float64", "already float64: left alone")
+    assert (plan.row("linear").dtype, plan.row("linear").reason) == (
+        "float64",
+        "already float64: left alone",
+    )
     assert plan.row("p_weight").reason == "stored as the model has it"
 
 
 def test_what_a_table_loses_and_how_to_keep_it_exact_is_told():
-    plan = mezzo.convert(Calls(lambda self, i: self.table(i), table=nn.Embedding(50, 16)), (torch.arange(3),), dtype=HALF).plan
+    plan = mezzo.convert(
+        Calls(lambda self, i: self.table(i), table=nn.Embedding(50, 16)),
+        (torch.arange(3),),
+        dtype=HALF,
+    ).plan
     assert re.fullmatch(
-        r"stored in 16 bits: largest relative error of a row [12]\.\de-03; exclude='embedding' keeps float32", plan.row("p_table_weight").reason
+        r"stored in 16 bits: largest relative error of a row [12]\.\de-03; exclude='embedding'"
+        r" keeps float32",
+        plan.row("p_table_weight").reason,
     )
     assert plan.row("embedding").reason == "picks rows of a table that is stored in 16 bits"
 

@@ -62,7 +62,9 @@ def test_buffers_that_a_program_writes_are_the_module_s():
 
 
 def test_guards_are_looked_at():
-    converted, _ = _runner(Scaled(4, 4), (X, 2), dynamic_shapes=({0: torch.export.Dim("batch", min=2, max=8)}, None))
+    converted, _ = _runner(
+        Scaled(4, 4), (X, 2), dynamic_shapes=({0: torch.export.Dim("batch", min=2, max=8)}, None)
+    )
     assert converted(X[:2], 2).shape == (2, 4)
     for odd in ((X, 3), (torch.randn(9, 4), 2)):
         with pytest.raises(mezzo.ConversionError, match="not what the program was converted for"):

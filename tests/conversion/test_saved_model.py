@@ -9,7 +9,18 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from support.saved_programs import batch, edited, everything, export, linear, one, parts, same, save, write_parts
+from support.saved_programs import (
+    batch,
+    edited,
+    everything,
+    export,
+    linear,
+    one,
+    parts,
+    same,
+    save,
+    write_parts,
+)
 from torch import nn
 from torch._higher_order_ops import while_loop
 from torch.export import Dim
@@ -55,20 +66,35 @@ def test_sizes_that_the_program_was_not_made_for_are_refused_as_before(program, 
 
 def test_plan_and_options_come_back(program, tmp_path):
     artefact = saved_model.SavedModel(
-        (saved_model.SavedProgram(program, {"rows": [["linear", "float16", "½ as large"]], "bytes": 12}),), {"policy": {"level": "O1"}, "keep_io_dtypes": True}
+        (
+            saved_model.SavedProgram(
+                program, {"rows": [["linear", "float16", "½ as large"]], "bytes": 12}
+            ),
+        ),
+        {"policy": {"level": "O1"}, "keep_io_dtypes": True},
     )
     saved_model.save(tmp_path / "model", artefact)
     loaded = saved_model.load(tmp_path / "model")
-    assert (loaded.options, loaded.programs[0].plan) == (artefact.options, artefact.programs[0].plan)
+    assert (loaded.options, loaded.programs[0].plan) == (
+        artefact.options,
+        artefact.programs[0].plan,
+    )
 
 
 def test_ranges_names_and_source_lines_come_back(program, file):
     loaded = one(file)
-    assert {str(key): value for key, value in loaded.range_constraints.items()} == {str(key): value for key, value in program.range_constraints.items()}
-    names = [[node.name for node in one.graph.nodes if node.op != "get_attr"] for one in (program, loaded)]
+    assert {str(key): value for key, value in loaded.range_constraints.items()} == {
+        str(key): value for key, value in program.range_constraints.items()
+    }
+    names = [
+        [node.name for node in one.graph.nodes if node.op != "get_attr"]
+        for one in (program, loaded)
+    ]
     assert names[0] == names[1]
     node = next(node for node in loaded.graph.nodes if node.name == "embedding")
-    assert re.fullmatch(r'File ".*saved_programs.py", line \d+, in forward', node.meta["stack_trace"])
+    assert re.fullmatch(
+        r'File ".*saved_programs.py", line \d+, in forward', node.meta["stack_trace"]
+    )
     assert next(reversed(node.meta["nn_module_stack"].values()))[0] == "embed"
 
 
@@ -98,7 +124,12 @@ def test_programs_of_several_sizes_share_their_weights_in_the_file_and_in_memory
 
 def test_a_file_of_half_weights_is_half_as_large(tmp_path):
     sizes = [
-        save(tmp_path / "model", export(nn.Linear(256, 256).to(dtype), (torch.randn(2, 256, dtype=dtype),))).stat().st_size
+        save(
+            tmp_path / "model",
+            export(nn.Linear(256, 256).to(dtype), (torch.randn(2, 256, dtype=dtype),)),
+        )
+        .stat()
+        .st_size
         for dtype in (torch.float32, torch.float16)
     ]
     assert sizes[1] < 0.55 * sizes[0]
@@ -113,7 +144,10 @@ class Cast(nn.Module):
         return x + self.weight.to(torch.float32)
 
 
-@pytest.mark.parametrize("name", "float16 bfloat16 float64 float8_e4m3fn float8_e5m2 bool uint8 int8 int16 int32 int64".split())
+@pytest.mark.parametrize(
+    "name",
+    "float16 bfloat16 float64 float8_e4m3fn float8_e5m2 bool uint8 int8 int16 int32 int64".split(),
+)
 def test_every_dtype_comes_back(name, tmp_path):
     model = Cast(getattr(torch, name))
     loaded = one(save(tmp_path / "model", export(model, (torch.ones(2, 3),))))
@@ -158,7 +192,11 @@ class Nested(nn.Module):
 
 class Loop(nn.Module):
     def forward(self, x):
-        return while_loop(lambda i, x: i < 5, lambda i, x: (i + 1, x * 1.5), (torch.zeros((), dtype=torch.int64), x))
+        return while_loop(
+            lambda i, x: i < 5,
+            lambda i, x: (i + 1, x * 1.5),
+            (torch.zeros((), dtype=torch.int64), x),
+        )
 
 
 class Unbacked(nn.Module):
@@ -213,7 +251,11 @@ def test_guards_that_torch_found_are_checked_again(tmp_path):
 
 
 def test_options_that_are_no_mapping_are_refused(tmp_path):
-    file = edited(save(tmp_path / "model", linear()), "contents.json", lambda contents: contents.update(options=[]))
+    file = edited(
+        save(tmp_path / "model", linear()),
+        "contents.json",
+        lambda contents: contents.update(options=[]),
+    )
     with pytest.raises(CheckpointError, match="its options are no mapping"):
         saved_model.load(file)
 
@@ -227,7 +269,9 @@ def test_example_inputs_are_not_in_the_file(tmp_path):
     assert keywords == {}
 
 
-def test_torch_is_asked_in_words_that_every_version_knows_and_given_no_numbers_to_pickle(tmp_path, monkeypatch):
+def test_torch_is_asked_in_words_that_every_version_knows_and_given_no_numbers_to_pickle(
+    tmp_path, monkeypatch
+):
     whole, given = saved_model.serialize.serialize, []
 
     # The arguments of torch 2.11, which pickles all that a program holds, into memory.
@@ -244,21 +288,35 @@ def test_torch_is_asked_in_words_that_every_version_knows_and_given_no_numbers_t
     loaded = one(save(tmp_path / "model", program))
     assert torch.equal(loaded.module()(x), program.module()(x))
     [artefact] = given
-    assert max(map(len, (artefact.state_dict, artefact.constants, artefact.example_inputs))) < 10_000
+    assert (
+        max(map(len, (artefact.state_dict, artefact.constants, artefact.example_inputs))) < 10_000
+    )
 
 
 def test_everything_can_be_put_on_another_device(file):
     loaded = one(file, device="meta")
-    assert {tensor.device.type for tensor in (*loaded.state_dict.values(), *loaded.constants.values())} == {"meta"}
-    assert {node.meta["val"].device.type for node in loaded.graph.nodes if isinstance(node.meta.get("val"), torch.Tensor)} == {"meta"}
+    assert {
+        tensor.device.type for tensor in (*loaded.state_dict.values(), *loaded.constants.values())
+    } == {"meta"}
+    assert {
+        node.meta["val"].device.type
+        for node in loaded.graph.nodes
+        if isinstance(node.meta.get("val"), torch.Tensor)
+    } == {"meta"}
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_a_device_that_is_not_here_is_named(tmp_path):
-    file = edited(save(tmp_path / "model", linear()), "contents.json", lambda contents: contents["tensors"][0].update(device="cuda:0"))
+    file = edited(
+        save(tmp_path / "model", linear()),
+        "contents.json",
+        lambda contents: contents["tensors"][0].update(device="cuda:0"),
+    )
     with pytest.raises(UnsupportedError, match=r"saved from 'cuda:0'.* Load it with device='cpu'"):
         saved_model.load(file)
-    with pytest.raises(UnsupportedError, match=r"There is no device 'cuda' here. Choose one of: cpu, meta"):
+    with pytest.raises(
+        UnsupportedError, match=r"There is no device 'cuda' here. Choose one of: cpu, meta"
+    ):
         saved_model.load(file, device="cuda")
     assert one(file, device="cpu").state_dict["weight"].device.type == "cpu"
 
@@ -278,17 +336,27 @@ class Custom(nn.Module):
 
 def test_custom_ops_run_only_if_they_are_named(tmp_path):
     file = save(tmp_path / "model", export(Custom(), (ONE,)))
-    with pytest.raises(CheckpointError, match=r"custom op mezzo_tests_saved::twice. .* custom_ops=\('mezzo_tests_saved',\)"):
+    with pytest.raises(
+        CheckpointError,
+        match=r"custom op mezzo_tests_saved::twice. .* custom_ops=\('mezzo_tests_saved',\)",
+    ):
         saved_model.load(file)
     assert one(file, custom_ops=("mezzo_tests_saved",)).module()(ONE) == 2
 
 
 def test_a_custom_op_that_is_not_registered_is_named(tmp_path):
     def rename(graph):
-        graph["graph_module"]["graph"]["nodes"][0]["target"] = "torch.ops.mezzo_tests_saved.thrice.default"
+        graph["graph_module"]["graph"]["nodes"][0]["target"] = (
+            "torch.ops.mezzo_tests_saved.thrice.default"
+        )
 
-    file = edited(save(tmp_path / "model", export(Custom(), (ONE,))), "programs/0/graph.json", rename)
-    with pytest.raises(CheckpointError, match=r"mezzo_tests_saved::thrice, which is not registered here. Import the module"):
+    file = edited(
+        save(tmp_path / "model", export(Custom(), (ONE,))), "programs/0/graph.json", rename
+    )
+    with pytest.raises(
+        CheckpointError,
+        match=r"mezzo_tests_saved::thrice, which is not registered here. Import the module",
+    ):
         saved_model.load(file, custom_ops=("mezzo_tests_saved",))
 
 
@@ -298,7 +366,9 @@ def test_what_cannot_be_read_again_is_not_written(tmp_path):
             return x + len(word)
 
     exported = export(Quoted(), (ONE, "it's"))
-    with pytest.raises(UnsupportedError, match=r'The program cannot be saved: a name has quotes.*"it\'s"'):
+    with pytest.raises(
+        UnsupportedError, match=r'The program cannot be saved: a name has quotes.*"it\'s"'
+    ):
         save(tmp_path / "model", exported)
     assert list(tmp_path.iterdir()) == []
 
@@ -311,7 +381,13 @@ def test_what_torch_cannot_write_is_told_in_a_line(tmp_path):
         def forward(self, x):
             return Unregistered(x + 1)
 
-    with pytest.raises(UnsupportedError, match=r"The program cannot be saved: torch cannot write it as plain values. .*Unregistered.*register"):
+    with pytest.raises(
+        UnsupportedError,
+        match=(
+            r"The program cannot be saved: torch cannot write it as plain values."
+            r" .*Unregistered.*register"
+        ),
+    ):
         save(tmp_path / "model", export(Model(), (ONE,)))
 
 
@@ -320,14 +396,19 @@ def test_a_text_among_the_outputs_is_not_written(tmp_path):
         def forward(self, x):
             return x + 1, "text"
 
-    with pytest.raises(UnsupportedError, match="it says 'text' where only tensors and numbers can stand"):
+    with pytest.raises(
+        UnsupportedError, match="it says 'text' where only tensors and numbers can stand"
+    ):
         save(tmp_path / "model", export(Talking(), (ONE,)))
 
 
 def test_a_tensor_that_is_no_plain_one_is_not_written(tmp_path):
     exported = linear()
     exported.constants["odd"] = torch.eye(3).to_sparse()
-    with pytest.raises(UnsupportedError, match=r"'odd' is a Tensor of torch.float32 and torch.sparse_coo, which cannot be saved"):
+    with pytest.raises(
+        UnsupportedError,
+        match=r"'odd' is a Tensor of torch.float32 and torch.sparse_coo, which cannot be saved",
+    ):
         save(tmp_path / "model", exported)
 
 
@@ -335,14 +416,25 @@ def test_a_failing_save_leaves_the_old_file(tmp_path):
     file = save(tmp_path / "model", linear())
     before = file.read_bytes()
     with pytest.raises(TypeError):
-        saved_model.save(file, saved_model.SavedModel((saved_model.SavedProgram(linear(), {}),), {"bad": object()}))
+        saved_model.save(
+            file,
+            saved_model.SavedModel((saved_model.SavedProgram(linear(), {}),), {"bad": object()}),
+        )
     assert file.read_bytes() == before
 
 
-@pytest.mark.parametrize("content", [b"", b"hello", b"PK\x03\x04", bytes(100)], ids=["empty", "text", "start", "zeros"])
+@pytest.mark.parametrize(
+    "content", [b"", b"hello", b"PK\x03\x04", bytes(100)], ids=["empty", "text", "start", "zeros"]
+)
 def test_a_file_that_is_none_is_refused(content, tmp_path):
     (tmp_path / "model").write_bytes(content)
-    with pytest.raises(CheckpointError, match=r"'.*model' is no converted program, or is damaged: .* Pass a file that Converted.save wrote"):
+    with pytest.raises(
+        CheckpointError,
+        match=(
+            r"'.*model' is no converted program, or is damaged: .* Pass a file that Converted.save"
+            r" wrote"
+        ),
+    ):
         saved_model.load(tmp_path / "model")
 
 
@@ -360,8 +452,14 @@ def test_files_of_torch_are_refused(tmp_path):
 
 
 def test_a_newer_format_is_refused(tmp_path):
-    file = edited(save(tmp_path / "model", linear()), "contents.json", lambda contents: contents.update(version=2))
-    with pytest.raises(CheckpointError, match="version 2, and this mezzo reads up to 1; load it with a newer mezzo"):
+    file = edited(
+        save(tmp_path / "model", linear()),
+        "contents.json",
+        lambda contents: contents.update(version=2),
+    )
+    with pytest.raises(
+        CheckpointError, match="version 2, and this mezzo reads up to 1; load it with a newer mezzo"
+    ):
         saved_model.load(file)
 
 
@@ -369,12 +467,19 @@ def test_a_graph_of_another_torch_is_refused_with_its_version(tmp_path):
     file = save(tmp_path / "model", linear())
     edited(file, "contents.json", lambda contents: contents.update(torch="9.9.9"))
     edited(file, "programs/0/graph.json", lambda graph: graph["schema_version"].update(major=99))
-    with pytest.raises(CheckpointError, match=r"written by torch 9.9.9, which this torch .* does not read; convert the model again"):
+    with pytest.raises(
+        CheckpointError,
+        match=r"written by torch 9.9.9, which this torch .* does not read; convert the model again",
+    ):
         saved_model.load(file)
 
 
 def test_the_other_byte_order_is_refused(tmp_path):
-    file = edited(save(tmp_path / "model", linear()), "contents.json", lambda contents: contents.update(byteorder="big"))
+    file = edited(
+        save(tmp_path / "model", linear()),
+        "contents.json",
+        lambda contents: contents.update(byteorder="big"),
+    )
     with pytest.raises(CheckpointError, match="big-endian"):
         saved_model.load(file)
 
@@ -382,9 +487,15 @@ def test_the_other_byte_order_is_refused(tmp_path):
 def test_a_weight_that_does_not_fit_its_graph_is_refused(tmp_path):
     def swap(contents):
         state = contents["programs"][0]["state"]
-        state["weight"]["tensor"], state["bias"]["tensor"] = state["bias"]["tensor"], state["weight"]["tensor"]
+        state["weight"]["tensor"], state["bias"]["tensor"] = (
+            state["bias"]["tensor"],
+            state["weight"]["tensor"],
+        )
 
-    with pytest.raises(CheckpointError, match=r"tensor 'weight' is torch.float32 \(2,\), and the graph has torch.float32 \(2, 3\)"):
+    with pytest.raises(
+        CheckpointError,
+        match=r"tensor 'weight' is torch.float32 \(2,\), and the graph has torch.float32 \(2, 3\)",
+    ):
         saved_model.load(edited(save(tmp_path / "model", linear()), "contents.json", swap))
 
 
@@ -426,12 +537,29 @@ def test_a_truncated_file_is_refused_wherever_it_ends(tmp_path):
             saved_model.load(tmp_path / "damaged")
 
 
-JUNK = [None, True, -1, 2**70, 1.5, "", "x", "__class__", "\ud800", [], {}, [[]], {"as_int": 1}, {"as_none": True}]
+JUNK = [
+    None,
+    True,
+    -1,
+    2**70,
+    1.5,
+    "",
+    "x",
+    "__class__",
+    "\ud800",
+    [],
+    {},
+    [[]],
+    {"as_int": 1},
+    {"as_none": True},
+]
 
 
 def places(value, before=()):
     """Every place in nested values."""
-    for key in value if isinstance(value, dict) else range(len(value)) if isinstance(value, list) else ():
+    for key in (
+        value if isinstance(value, dict) else range(len(value)) if isinstance(value, list) else ()
+    ):
         yield (*before, key)
         yield from places(value[key], (*before, key))
 

@@ -23,9 +23,13 @@ def test_inputs_that_fit_are_taken_as_they_are():
 
 
 def test_inputs_of_another_float_dtype_are_cast():
-    (found, count), named = InputSignature((TensorInput((2, 4), torch.bfloat16), TensorInput((1,), torch.int64), TensorInput((), torch.float32))).take(
-        (X, torch.ones(1)), {"z": torch.tensor(1.0)}
-    )
+    (found, count), named = InputSignature(
+        (
+            TensorInput((2, 4), torch.bfloat16),
+            TensorInput((1,), torch.int64),
+            TensorInput((), torch.float32),
+        )
+    ).take((X, torch.ones(1)), {"z": torch.tensor(1.0)})
     assert found.dtype is torch.bfloat16
     assert count.dtype is torch.float32
     assert named["z"].dtype is torch.float32

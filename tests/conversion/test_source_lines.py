@@ -12,7 +12,11 @@ TORCH = Path(torch.__file__).parent / "nn" / "linear.py"
 
 
 def test_the_last_line_that_is_not_torch_s_is_the_origin():
-    trace = f'File "/home/me/model.py", line 3, in forward\n    x = self.a(x)\n  File "/home/me/layer.py", line 7, in forward\n    y\n  File "{TORCH}", line 134, in forward\n    z'
+    trace = (
+        'File "/home/me/model.py", line 3, in forward\n    x = self.a(x)\n  File'
+        f' "/home/me/layer.py", line 7, in forward\n    y\n  File "{TORCH}", line 134, in forward\n'
+        "    z"
+    )
     assert user_frame(trace)[0] == 'File "/home/me/layer.py", line 7, in forward'
 
 
@@ -29,5 +33,8 @@ def test_nodes_tell_file_and_line():
     node = next(node for node in everything().graph.nodes if node.name == "embedding")
     name, line = source_line(node).split(":")
     assert name == "saved_programs.py"
-    assert "self.embed(ids)" in (Path(__file__).parents[1] / "support" / name).read_text().splitlines()[int(line) - 1]
+    assert (
+        "self.embed(ids)"
+        in (Path(__file__).parents[1] / "support" / name).read_text().splitlines()[int(line) - 1]
+    )
     assert source_line(Graph().placeholder("x")) == ""

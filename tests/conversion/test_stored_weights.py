@@ -10,26 +10,43 @@ X = torch.randn(2, 4)
 
 
 def _state(model, *args, **words):
-    return mezzo.convert(model, args, dtype=HALF, **words)._converted.programs[0].exported.state_dict
+    return (
+        mezzo.convert(model, args, dtype=HALF, **words)._converted.programs[0].exported.state_dict
+    )
 
 
 def test_weights_are_stored_in_the_dtype_that_they_are_read_in():
     model = nn.Sequential(nn.Conv1d(4, 4, 1), nn.BatchNorm1d(4), nn.Conv1d(4, 2, 1)).eval()
     state = _state(model, torch.randn(2, 4, 3))
-    assert {name: tensor.dtype for name, tensor in state.items() if name.startswith(("0", "2"))} == dict.fromkeys(
-        ["0.weight", "0.bias", "2.weight", "2.bias"], HALF
-    )
-    assert {tensor.dtype for name, tensor in state.items() if name.startswith("1") and tensor.is_floating_point()} == {torch.float32}
+    assert {
+        name: tensor.dtype for name, tensor in state.items() if name.startswith(("0", "2"))
+    } == dict.fromkeys(["0.weight", "0.bias", "2.weight", "2.bias"], HALF)
+    assert {
+        tensor.dtype
+        for name, tensor in state.items()
+        if name.startswith("1") and tensor.is_floating_point()
+    } == {torch.float32}
     assert torch.equal(state["0.weight"], model[0].weight.to(HALF))
 
 
 def test_a_weight_that_is_read_in_both_is_stored_in_both():
-    state = _state(Calls(lambda self, x: (self.linear(x), torch.cdist(x, self.linear.weight)), linear=nn.Linear(4, 4)), X)
-    assert (state["linear.weight"].dtype, state["linear.weight_bfloat16"].dtype) == (torch.float32, HALF)
+    state = _state(
+        Calls(
+            lambda self, x: (self.linear(x), torch.cdist(x, self.linear.weight)),
+            linear=nn.Linear(4, 4),
+        ),
+        X,
+    )
+    assert (state["linear.weight"].dtype, state["linear.weight_bfloat16"].dtype) == (
+        torch.float32,
+        HALF,
+    )
 
 
 def test_weights_can_be_kept_in_float32():
-    assert {tensor.dtype for tensor in _state(nn.Linear(4, 4), X, cast_params=False).values()} == {torch.float32}
+    assert {tensor.dtype for tensor in _state(nn.Linear(4, 4), X, cast_params=False).values()} == {
+        torch.float32
+    }
 
 
 def test_the_program_is_independent_of_the_model():
@@ -60,7 +77,10 @@ def test_copies_are_shared_by_tensor_and_dtype():
 
 
 def test_a_weight_that_the_model_casts_itself_is_stored_so():
-    model = Calls(lambda self, x: torch.nn.functional.linear(x.to(HALF), self.linear.weight.to(HALF)), linear=nn.Linear(4, 4, bias=False))
+    model = Calls(
+        lambda self, x: torch.nn.functional.linear(x.to(HALF), self.linear.weight.to(HALF)),
+        linear=nn.Linear(4, 4, bias=False),
+    )
     converted = mezzo.convert(model, (X,), dtype=HALF)
     assert converted._converted.programs[0].exported.state_dict["linear.weight"].dtype is HALF
     assert converted.casts.after.count == 1
@@ -68,23 +88,42 @@ def test_a_weight_that_the_model_casts_itself_is_stored_so():
 
 
 @pytest.mark.parametrize(
-    ("row", "error"), [([1.0, 1.25], 0.25), ([0.0, 0.0], 0.0), ([0.0, torch.inf], 0.0), ([1e-30, 1.25e-30], 0.25), ([1e30, 1.25e30], 0.25)], ids=str
+    ("row", "error"),
+    [
+        ([1.0, 1.25], 0.25),
+        ([0.0, 0.0], 0.0),
+        ([0.0, torch.inf], 0.0),
+        ([1e-30, 1.25e-30], 0.25),
+        ([1e30, 1.25e30], 0.25),
+    ],
+    ids=str,
 )
 def test_the_error_of_a_row_is_relative_to_its_norm(row, error):
     table = torch.tensor([[3.0, 4.0], row])
-    rounded = torch.stack([table[0], table[1] * torch.tensor([1.0, 1.0 + error])]) if error else table.clone()
+    rounded = (
+        torch.stack([table[0], table[1] * torch.tensor([1.0, 1.0 + error])])
+        if error
+        else table.clone()
+    )
     expected = error * row[1] / (row[0] ** 2 + row[1] ** 2) ** 0.5 if error else 0.0
     assert row_error(table, rounded) == pytest.approx(expected, rel=1e-5)
 
 
 def test_tables_without_rows_or_numbers_have_no_error():
     assert row_error(torch.empty(0, 4), torch.empty(0, 4, dtype=HALF)) == 0.0
-    assert row_error(torch.empty(2, 4, device="meta"), torch.empty(2, 4, dtype=HALF, device="meta")) == 0.0
+    assert (
+        row_error(torch.empty(2, 4, device="meta"), torch.empty(2, 4, dtype=HALF, device="meta"))
+        == 0.0
+    )
 
 
-@pytest.mark.parametrize(("value", "fits"), [(1e5, False), (6e4, True), (float("inf"), True), (float("nan"), True)])
+@pytest.mark.parametrize(
+    ("value", "fits"), [(1e5, False), (6e4, True), (float("inf"), True), (float("nan"), True)]
+)
 def test_only_finite_numbers_beyond_the_range_forbid_16_bits(value, fits):
     model = nn.Linear(4, 4)
     with torch.no_grad():
         model.weight[0, 0] = value
-    assert mezzo.convert(model, (X,), dtype="float16").plan.row("linear").dtype == ("float16" if fits else "float32")
+    assert mezzo.convert(model, (X,), dtype="float16").plan.row("linear").dtype == (
+        "float16" if fits else "float32"
+    )

@@ -35,7 +35,15 @@ def test_expressions_of_sizes_pass(text):
 
 def test_what_sympy_writes_passes():
     s0, s1 = sympy.symbols("s0 s1", positive=True, integer=True)
-    for expression in (s0 * s1 - 3, (s0 + 1) ** 2 // 1, sympy.Max(s0, 2 * s1), sympy.Eq(s0, s1), sympy.And(s0 > 2, s1 <= 4), s0 / 2, sympy.true):
+    for expression in (
+        s0 * s1 - 3,
+        (s0 + 1) ** 2 // 1,
+        sympy.Max(s0, 2 * s1),
+        sympy.Eq(s0, s1),
+        sympy.And(s0 > 2, s1 <= 4),
+        s0 / 2,
+        sympy.true,
+    ):
         validate_strings.expression(sympy.srepr(expression))
 
 
@@ -140,7 +148,15 @@ pytree.register_pytree_node(
 
 @pytest.mark.parametrize(
     "value",
-    [1, (1, [2, None]), {"a": 1, "b c": {3: 2}}, Options(a=1), pytree.OrderedDict(a=1), pytree.defaultdict(list, a=1), pytree.deque([1], maxlen=3)],
+    [
+        1,
+        (1, [2, None]),
+        {"a": 1, "b c": {3: 2}},
+        Options(a=1),
+        pytree.OrderedDict(a=1),
+        pytree.defaultdict(list, a=1),
+        pytree.deque([1], maxlen=3),
+    ],
     ids=lambda value: type(value).__name__,
 )
 def test_structures_pass(value):
@@ -160,8 +176,18 @@ def spec(kind, context, *children):
         spec("builtins.dict", json.dumps([{"__enum__": True, "fqn": "os:x", "name": "y"}])),
         spec("builtins.dict", json.dumps(['a"b'])),
         spec("builtins.dict", ["a"]),
-        spec("collections.defaultdict", {"default_factory_module": "os", "default_factory_name": "list", "dict_context": []}),
-        spec("collections.defaultdict", {"default_factory_module": "builtins", "default_factory_name": "eval", "dict_context": []}),
+        spec(
+            "collections.defaultdict",
+            {"default_factory_module": "os", "default_factory_name": "list", "dict_context": []},
+        ),
+        spec(
+            "collections.defaultdict",
+            {
+                "default_factory_module": "builtins",
+                "default_factory_name": "eval",
+                "dict_context": [],
+            },
+        ),
         spec("collections.namedtuple", "builtins.list"),
         {"type": "builtins.list", "context": "null"},
         {**spec("builtins.list", "null"), "more": 1},
@@ -175,7 +201,12 @@ def test_other_structures_are_refused(tree):
 
 def test_keyword_arguments_are_identifiers():
     leaf = spec(None, None)
-    tree = spec("builtins.tuple", "null", spec("builtins.tuple", "null"), spec("builtins.dict", '["a b"]', leaf))
+    tree = spec(
+        "builtins.tuple",
+        "null",
+        spec("builtins.tuple", "null"),
+        spec("builtins.dict", '["a b"]', leaf),
+    )
     validate_strings.tree(json.dumps([1, tree]))
     with pytest.raises(CheckpointError, match="no identifier: 'a b'"):
         validate_strings.signature_tree(json.dumps([1, tree]))
@@ -184,12 +215,28 @@ def test_keyword_arguments_are_identifiers():
 @pytest.mark.parametrize(
     ("rule", "good", "bad"),
     [
-        (validate_strings.identifier, ["x", "p_a_weight", "input", "größe"], ["", "x=1", "a b", "1x", "a.b", "def", "x\n"]),
+        (
+            validate_strings.identifier,
+            ["x", "p_a_weight", "input", "größe"],
+            ["", "x=1", "a b", "1x", "a.b", "def", "x\n"],
+        ),
         (validate_strings.argument_name, ["", "self", "from"], ["a b", "x=1", "*x"]),
-        (validate_strings.path, ["", "a.0.weight", "d.layer-1.weight"], ['a"b', "a'b", "a\\b", "a\nb", "__class__.x", "a.__dict__"]),
+        (
+            validate_strings.path,
+            ["", "a.0.weight", "d.layer-1.weight"],
+            ['a"b', "a'b", "a\\b", "a\nb", "__class__.x", "a.__dict__"],
+        ),
         (validate_strings.text, ["cuda", "2.13.0+cpu", "it is"], ["it's", 'a"', "a\n", "\\"]),
-        (validate_strings.trace, ['File "a.py", line 3, in forward', "L__self__,,M;L__self__a,a,N"], ['"""', "a\nb", "\\n"]),
-        (validate_strings.symbol_range, ["s0", "u12", "2*_dx", "s0 + 1"], ["", "u999999", "u0; x", "a.b"]),
+        (
+            validate_strings.trace,
+            ['File "a.py", line 3, in forward', "L__self__,,M;L__self__a,a,N"],
+            ['"""', "a\nb", "\\n"],
+        ),
+        (
+            validate_strings.symbol_range,
+            ["s0", "u12", "2*_dx", "s0 + 1"],
+            ["", "u999999", "u0; x", "a.b"],
+        ),
     ],
     ids=lambda value: getattr(value, "__name__", ""),
 )
@@ -210,8 +257,19 @@ def test_a_refusal_does_not_repeat_a_whole_file():
 def test_torch_would_import_what_a_structure_names(monkeypatch):
     """The reason for the rule about enums: the day this fails, the rule can go."""
     wanted = []
-    monkeypatch.setattr(pytree.importlib, "import_module", lambda name: wanted.append(name) or torch)
-    text = json.dumps([1, spec("builtins.dict", json.dumps([{"__enum__": True, "fqn": "anything:Tensor", "name": "y"}]), spec(None, None))])
+    monkeypatch.setattr(
+        pytree.importlib, "import_module", lambda name: wanted.append(name) or torch
+    )
+    text = json.dumps(
+        [
+            1,
+            spec(
+                "builtins.dict",
+                json.dumps([{"__enum__": True, "fqn": "anything:Tensor", "name": "y"}]),
+                spec(None, None),
+            ),
+        ]
+    )
     with pytest.raises(TypeError):
         pytree.treespec_loads(text)
     assert wanted == ["anything"]

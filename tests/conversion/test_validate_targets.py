@@ -80,7 +80,13 @@ UNLISTED = [
 @pytest.mark.parametrize("name", UNLISTED)
 def test_aten_ops_that_are_not_on_the_list_are_refused_by_name(name):
     qualified = f"aten::{name.removesuffix('.default')}"
-    with pytest.raises(CheckpointError, match=rf"it calls {qualified}, which is not on the list of ops that check their arguments .*wrap it in a custom op"):
+    with pytest.raises(
+        CheckpointError,
+        match=(
+            rf"it calls {qualified}, which is not on the list of ops that check their arguments"
+            r" .*wrap it in a custom op"
+        ),
+    ):
         validate_graph.check(f"torch.ops.aten.{name}", ("aten",))
 
 
@@ -97,7 +103,13 @@ def test_calls_that_write_to_a_given_tensor_are_refused(name):
 
 def test_other_namespaces_need_to_be_named():
     name = "torch.ops.prims.sin.default"
-    with pytest.raises(CheckpointError, match=r"custom op prims::sin. If you trust the file, name the op's namespace: custom_ops=\('prims',\)"):
+    with pytest.raises(
+        CheckpointError,
+        match=(
+            r"custom op prims::sin. If you trust the file, name the op's namespace:"
+            r" custom_ops=\('prims',\)"
+        ),
+    ):
         validate_graph.check(name, ())
     validate_graph.check(name, ("prims",))
 

@@ -1,7 +1,8 @@
 """Every kind of model that people deploy, small and with random weights: no less exact than torch.autocast, far fewer casts, half the size, and the same from a file.
 
-Tables of embeddings are the exception: torch.autocast reads them in float32, a converted program in 16 bits. So a program is compared with torch.autocast on a model
-whose tables are rounded, and one whose tables are excluded with torch.autocast on the model itself.
+Tables of embeddings are the exception: torch.autocast reads them in float32, a converted program in
+16 bits. So a program is compared with torch.autocast on a model whose tables are rounded, and one
+whose tables are excluded with torch.autocast on the model itself.
 """
 
 import copy
@@ -16,26 +17,42 @@ from torch import nn
 
 import mezzo
 
-DTYPES = pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=["float16", "bfloat16"])
+DTYPES = pytest.mark.parametrize(
+    "dtype", [torch.float16, torch.bfloat16], ids=["float16", "bfloat16"]
+)
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute")
 
 _LARGER = {"vit-many-places": 0.6}
-"""Models that are stored in more than 0.55 of their size: a fifth of this one's weights is only added, and stays float32."""
+"""Models that are stored in more than 0.55 of their size: a fifth of this one's weights is only
+added, and stays float32."""
 
 
 def _errors(animal, converted, dtype, *, rounded=True):
     """The errors of a converted model and of torch.autocast, output by output, against float32; each runs on a copy, since some write buffers."""
     with torch.no_grad():
         expected = tensors(copy.deepcopy(animal.model)(*animal.args))
-        theirs = tensors(_in_16_bits(Animal(with_rounded_tables(animal.model, converted, dtype), animal.args) if rounded else animal, dtype))
+        theirs = tensors(
+            _in_16_bits(
+                (
+                    Animal(with_rounded_tables(animal.model, converted, dtype), animal.args)
+                    if rounded
+                    else animal
+                ),
+                dtype,
+            )
+        )
     ours = tensors(converted(*animal.args))
-    return [(relative_error(one, expected[place]), relative_error(theirs[place], expected[place])) for place, one in enumerate(ours)]
+    return [
+        (relative_error(one, expected[place]), relative_error(theirs[place], expected[place]))
+        for place, one in enumerate(ours)
+    ]
 
 
 def _in_16_bits(animal, dtype):
     if isinstance(animal.model, LSTMTagger):
-        # oneDNN's recurrent layers, which autocast calls, need a CPU with 16-bit arithmetic; elsewhere they fail, or run in float32 once mezzo's own autocast has
-        # stood in for them. The same layers in 16 bits are what autocast asks for.
+        # oneDNN's recurrent layers, which autocast calls, need a CPU with 16-bit arithmetic;
+        # elsewhere they fail, or run in float32 once mezzo's own autocast has stood in for them.
+        # The same layers in 16 bits are what autocast asks for.
         return copy.deepcopy(animal.model).to(dtype)(*(one.to(dtype) for one in animal.args))
     with torch.autocast("cpu", dtype=dtype):
         return copy.deepcopy(animal.model)(*animal.args)
@@ -47,17 +64,31 @@ def _worse(errors):
 
 def _stored(converted):
     exported = converted._converted.programs[0].exported
-    return sum(one.nbytes for one in {id(one): one for one in (*exported.state_dict.values(), *exported.constants.values())}.values())
+    return sum(
+        one.nbytes
+        for one in {
+            id(one): one for one in (*exported.state_dict.values(), *exported.constants.values())
+        }.values()
+    )
 
 
 def _check(animal, dtype, path, size=0.55):
     converted = mezzo.convert(animal.model, animal.args, dtype=dtype)
     assert 2 * converted.casts.after.count <= converted.casts.before.count
     assert converted.casts.after.bytes < converted.casts.before.bytes
-    full = sum(one.nbytes for one in {one.data_ptr(): one for one in (*animal.model.parameters(), *animal.model.buffers())}.values())
+    full = sum(
+        one.nbytes
+        for one in {
+            one.data_ptr(): one for one in (*animal.model.parameters(), *animal.model.buffers())
+        }.values()
+    )
     assert _stored(converted) <= size * full
     assert not _worse(_errors(animal, converted, dtype))
-    if readers := {name for row in rounded_tables(converted) for name in re.findall(r"exclude='(\w+)'", row.reason)}:
+    if readers := {
+        name
+        for row in rounded_tables(converted)
+        for name in re.findall(r"exclude='(\w+)'", row.reason)
+    }:
         exact = mezzo.convert(animal.model, animal.args, dtype=dtype, exclude=readers)
         assert not rounded_tables(exact)
         assert not _worse(_errors(animal, exact, dtype, rounded=False))
@@ -88,7 +119,11 @@ def _unrolled(self, x):
 
 
 CARRYING = {
-    "gru": lambda: Calls(lambda self, x: self.head(self.layer(x)[0]), layer=nn.GRU(32, 64, 2, bidirectional=True), head=nn.Linear(128, 10)),
+    "gru": lambda: Calls(
+        lambda self, x: self.head(self.layer(x)[0]),
+        layer=nn.GRU(32, 64, 2, bidirectional=True),
+        head=nn.Linear(128, 10),
+    ),
     "gru_cell": lambda: Calls(_unrolled, cell=nn.GRUCell(32, 64), head=nn.Linear(64, 10)),
     "lstm_cell": lambda: Calls(_unrolled, cell=nn.LSTMCell(32, 64), head=nn.Linear(64, 10)),
 }

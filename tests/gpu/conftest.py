@@ -22,13 +22,27 @@ def no_host_reads() -> Iterator[None]:
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     """Print the table of the differential harness: a line for each row that ran."""
-    reports = [report for outcome in ("passed", "failed") for report in terminalreporter.stats.get(outcome, []) if report.when == "call"]
+    reports = [
+        report
+        for outcome in ("passed", "failed")
+        for report in terminalreporter.stats.get(outcome, [])
+        if report.when == "call"
+    ]
     found = [(dict(report.user_properties), report.outcome) for report in reports]
-    rows = sorted((*properties["differential"], properties.get("difference", outcome)) for properties, outcome in found if "differential" in properties)
+    rows = sorted(
+        (*properties["differential"], properties.get("difference", outcome))
+        for properties, outcome in found
+        if "differential" in properties
+    )
     if not rows:
         return
     terminalreporter.section("captured against eager")
     for name, variant, how, skips, difference in rows:
-        terminalreporter.write_line(f"{name:<28} {variant:<44} {skips:>2} skipped  {difference:<10} {how[:110]}")
-    exact, captured = (sum(row[place] == word for row in rows) for place, word in ((4, "bit-equal"), (2, "captured")))
+        terminalreporter.write_line(
+            f"{name:<28} {variant:<44} {skips:>2} skipped  {difference:<10} {how[:110]}"
+        )
+    exact, captured = (
+        sum(row[place] == word for row in rows)
+        for place, word in ((4, "bit-equal"), (2, "captured"))
+    )
     terminalreporter.write_line(f"{len(rows)} rows, {captured} captured, {exact} bit-equal")

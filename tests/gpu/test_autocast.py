@@ -12,7 +12,10 @@ from torch import nn
 
 import mezzo
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
 
 CUDNN = {"cudnn_convolution", "cudnn_convolution_transpose"}
 
@@ -20,7 +23,11 @@ CUDNN = {"cudnn_convolution", "cudnn_convolution_transpose"}
 def cases() -> list[Any]:
     if not torch.cuda.is_available():
         return []
-    return [pytest.param(case, id=identify(case)) for case in cuda_cases("cuda") if case[0] not in set(CANNOT_RUN) - CUDNN]
+    return [
+        pytest.param(case, id=identify(case))
+        for case in cuda_cases("cuda")
+        if case[0] not in set(CANNOT_RUN) - CUDNN
+    ]
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -38,7 +45,9 @@ def test_the_mode_alone_does_what_torchs_cuda_list_does(case: Case) -> None:
 
     class Alone:
         def __enter__(self) -> None:
-            self.inside = enter_regions(without_torch_autocast(region_for(mezzo.Policy(dtype=torch.float16), "cuda")))
+            self.inside = enter_regions(
+                without_torch_autocast(region_for(mezzo.Policy(dtype=torch.float16), "cuda"))
+            )
             self.inside.__enter__()
 
         def __exit__(self, *_: object) -> None:
@@ -74,7 +83,9 @@ def test_a_fused_optimizer_step_inside_a_region_is_seen(policy: dict[str, Any]) 
         before.float().sum().backward()
         optimizer.step()
         after = layer(x)
-    assert torch.equal(after, F.linear(x.bfloat16(), layer.weight.bfloat16(), layer.bias.bfloat16()))
+    assert torch.equal(
+        after, F.linear(x.bfloat16(), layer.weight.bfloat16(), layer.bias.bfloat16())
+    )
     assert not torch.equal(before, after)
 
 
@@ -91,7 +102,10 @@ def test_compiled_code_runs_as_eager_does_under_a_custom_policy(where: str) -> N
     class Model(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.attention, self.norm = nn.MultiheadAttention(16, 4, batch_first=True), nn.LayerNorm(16)
+            self.attention, self.norm = (
+                nn.MultiheadAttention(16, 4, batch_first=True),
+                nn.LayerNorm(16),
+            )
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return F.normalize(self.norm(self.attention(x, x, x, need_weights=False)[0] + x))
@@ -113,7 +127,9 @@ def test_compiled_code_runs_as_eager_does_under_a_custom_policy(where: str) -> N
         torch.testing.assert_close(fast.float(), eager.float(), atol=3e-2, rtol=3e-2)
 
 
-@pytest.mark.parametrize("op", [torch.linalg.det, torch.linalg.inv, torch.special.bessel_j0], ids=lambda op: op.__name__)
+@pytest.mark.parametrize(
+    "op", [torch.linalg.det, torch.linalg.inv, torch.special.bessel_j0], ids=lambda op: op.__name__
+)
 @pytest.mark.parametrize("policy", [{}, {"half": {"add"}}], ids=["default", "custom"])
 def test_an_op_without_a_16_bit_kernel_runs_in_float32(op: Any, policy: dict[str, Any]) -> None:
     x = torch.eye(4, device="cuda")
@@ -125,7 +141,11 @@ def test_an_op_without_a_16_bit_kernel_runs_in_float32(op: Any, policy: dict[str
 def test_checkpointing_recomputes_in_the_precision_of_forward(reentrant: bool) -> None:
     from torch.utils.checkpoint import checkpoint
 
-    weight, x, seen = torch.randn(8, 8, device="cuda", requires_grad=True), torch.randn(8, 8, device="cuda", requires_grad=True), []
+    weight, x, seen = (
+        torch.randn(8, 8, device="cuda", requires_grad=True),
+        torch.randn(8, 8, device="cuda", requires_grad=True),
+        [],
+    )
 
     def block(x: torch.Tensor) -> torch.Tensor:
         out = torch.mm(x, weight) + x

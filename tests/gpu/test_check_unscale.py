@@ -4,12 +4,24 @@ from __future__ import annotations
 
 import pytest
 import torch
-from support.kernel_cases import DTYPES, FACTORS, bits, check_against_reference, fresh_seed, gradients, raised, spoil
+from support.kernel_cases import (
+    DTYPES,
+    FACTORS,
+    bits,
+    check_against_reference,
+    fresh_seed,
+    gradients,
+    raised,
+    spoil,
+)
 
 from mezzo import _launch
 from mezzo.scaling import check_unscale
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
 
 
 def test_the_kernel_is_there() -> None:
@@ -36,7 +48,9 @@ def test_checking_writes_nothing_and_neither_does_a_factor_of_one(dtype: torch.d
         else:
             check_unscale.check_and_unscale(tensors, factor, found, flags)
         assert (flags.tolist(), found.item()) == (expected, float(any(expected))), seed
-        assert all(torch.equal(bits(tensor), old) for tensor, old in zip(tensors, before, strict=True)), seed
+        assert all(
+            torch.equal(bits(tensor), old) for tensor, old in zip(tensors, before, strict=True)
+        ), seed
 
 
 def test_a_product_that_overflows_is_found_though_its_factors_are_finite() -> None:
@@ -59,13 +73,19 @@ def test_nothing_is_read_from_the_device() -> None:
 @pytest.mark.usefixtures("no_host_reads")
 def test_nothing_is_read_where_triton_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_launch, "has_triton", lambda _: False)
-    tensors = [torch.ones(100, device="cuda"), torch.ones(8, 8, device="cuda")[:, ::2], torch.ones(0, device="cuda")]
+    tensors = [
+        torch.ones(100, device="cuda"),
+        torch.ones(8, 8, device="cuda")[:, ::2],
+        torch.ones(0, device="cuda"),
+    ]
     found, flags = torch.zeros((), device="cuda"), torch.zeros(3, dtype=torch.int32, device="cuda")
     check_unscale.check_and_unscale(tensors, torch.full((), 0.5, device="cuda"), found, flags)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_torch_alone_raises_the_same_flags(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype) -> None:
+def test_torch_alone_raises_the_same_flags(
+    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype
+) -> None:
     monkeypatch.setattr(_launch, "has_triton", lambda _: False)
     generator = torch.Generator().manual_seed(seed := fresh_seed())
     tensors = gradients(dtype, "cuda", generator)
@@ -108,7 +128,9 @@ def test_tables_follow_gradients_that_move_while_the_device_is_busy() -> None:
         found, flags = raised("cuda", 20)
         check_unscale.check_and_unscale(tensors, factor, found, flags)
         kept.append(tensors)
-    assert all(bool((tensor == step / 2).all()) for step, tensors in enumerate(kept) for tensor in tensors)
+    assert all(
+        bool((tensor == step / 2).all()) for step, tensors in enumerate(kept) for tensor in tensors
+    )
 
 
 def test_a_captured_check_replays_on_new_values() -> None:

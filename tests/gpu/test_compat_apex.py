@@ -12,7 +12,10 @@ from torch import nn
 
 from mezzo.compat.apex import amp, optimizers
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
 
 LEVELS = ("O0", "O1", "O2", "O3")
 
@@ -25,14 +28,24 @@ def casts_off_at_the_end() -> Iterator[None]:
 
 def make(kind: str = "FusedAdam") -> tuple[nn.Module, Any]:
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Conv2d(3, 16, 3), nn.BatchNorm2d(16), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(16, 8)).cuda()
+    model = nn.Sequential(
+        nn.Conv2d(3, 16, 3),
+        nn.BatchNorm2d(16),
+        nn.ReLU(),
+        nn.AdaptiveAvgPool2d(1),
+        nn.Flatten(),
+        nn.Linear(16, 8),
+    ).cuda()
     return model, getattr(optimizers, kind)(model.parameters(), lr=1e-2)
 
 
 def train(model: nn.Module, optimizer: Any, steps: int) -> list[float]:
     generator, found = torch.Generator().manual_seed(1), []
     for _ in range(steps):
-        x, y = torch.randn(32, 3, 8, 8, generator=generator).cuda(), torch.randint(8, (32,), generator=generator).cuda()
+        x, y = (
+            torch.randn(32, 3, 8, 8, generator=generator).cuda(),
+            torch.randint(8, (32,), generator=generator).cuda(),
+        )
         optimizer.zero_grad()
         loss = nn.functional.cross_entropy(model(x), y)
         with amp.scale_loss(loss, optimizer) as scaled:
@@ -47,17 +60,23 @@ def train(model: nn.Module, optimizer: Any, steps: int) -> list[float]:
 @pytest.mark.parametrize("level", LEVELS)
 def test_every_level_trains_as_float32_does(level: str, kind: str) -> None:
     expected = train(*amp.initialize(*make(kind), opt_level="O0", verbosity=0), 8)
-    assert train(*amp.initialize(*make(kind), opt_level=level, verbosity=0), 8) == pytest.approx(expected, abs=0.05)
+    assert train(*amp.initialize(*make(kind), opt_level=level, verbosity=0), 8) == pytest.approx(
+        expected, abs=0.05
+    )
 
 
 @pytest.mark.parametrize("level", LEVELS)
 def test_a_bad_step_is_skipped(level: str) -> None:
     model, optimizer = amp.initialize(*make(), opt_level=level, loss_scale="dynamic", verbosity=0)
     before = [parameter.detach().clone() for parameter in model.parameters()]
-    with amp.scale_loss(model(torch.full((4, 3, 8, 8), 1e30, device="cuda")).sum() * float("inf"), optimizer) as scaled:
+    with amp.scale_loss(
+        model(torch.full((4, 3, 8, 8), 1e30, device="cuda")).sum() * float("inf"), optimizer
+    ) as scaled:
         scaled.backward()
     optimizer.step()
-    assert all(torch.equal(one, other) for one, other in zip(model.parameters(), before, strict=True))
+    assert all(
+        torch.equal(one, other) for one, other in zip(model.parameters(), before, strict=True)
+    )
     assert amp.state_dict()["loss_scaler0"]["loss_scale"] == 32768.0
 
 

@@ -24,7 +24,8 @@ from mezzo.compat.oneflow.nn import Graph
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-    # torch's word on float32 weights beside a 16-bit input, where a system leaves RMSNorm as it is given
+    # torch's word on float32 weights beside a 16-bit input, where a system leaves RMSNorm as it is
+    # given
     pytest.mark.filterwarnings("ignore:Mismatch dtype between input and weight"),
 ]
 
@@ -93,12 +94,16 @@ LAYERS: dict[str, Callable[[], nn.Module]] = {
     "LayerNorm without a bias": lambda: nn.LayerNorm(WIDTH, bias=False),
     "GroupNorm": lambda: nn.GroupNorm(4, WIDTH),
     "GroupNorm over images": lambda: Shaped(nn.GroupNorm(2, 4), 4, 2, 2),
-    "InstanceNorm1d": lambda: Shaped(nn.InstanceNorm1d(4, affine=True, track_running_stats=True), 4, 4),
+    "InstanceNorm1d": lambda: Shaped(
+        nn.InstanceNorm1d(4, affine=True, track_running_stats=True), 4, 4
+    ),
     "InstanceNorm2d": lambda: Shaped(nn.InstanceNorm2d(4, affine=True), 4, 2, 2),
     "BatchNorm1d": lambda: nn.BatchNorm1d(WIDTH),
     "BatchNorm2d": lambda: Shaped(nn.BatchNorm2d(4), 4, 2, 2),
     "BatchNorm3d": lambda: Shaped(nn.BatchNorm3d(2), 2, 2, 2, 2),
-    "BatchNorm2d without statistics": lambda: Shaped(nn.BatchNorm2d(4, track_running_stats=False), 4, 2, 2),
+    "BatchNorm2d without statistics": lambda: Shaped(
+        nn.BatchNorm2d(4, track_running_stats=False), 4, 2, 2
+    ),
     "RMSNorm": lambda: nn.RMSNorm(WIDTH),
     "Embedding": Embedded,
     "MultiheadAttention": Attention,
@@ -110,7 +115,9 @@ LAYERS: dict[str, Callable[[], nn.Module]] = {
     "ConvTranspose2d": lambda: Shaped(nn.ConvTranspose2d(4, 4, 3, padding=1), 4, 2, 2),
     "LSTM": lambda: Recurrent(nn.LSTM),
     "GRU": lambda: Recurrent(nn.GRU),
-    "TransformerEncoderLayer": lambda: Shaped(nn.TransformerEncoderLayer(WIDTH, 2, 32, dropout=0.0, batch_first=True), 4, WIDTH),
+    "TransformerEncoderLayer": lambda: Shaped(
+        nn.TransformerEncoderLayer(WIDTH, 2, 32, dropout=0.0, batch_first=True), 4, WIDTH
+    ),
 }
 
 Step = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
@@ -121,7 +128,9 @@ def _loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
 
 
 def paddle_o1(model: nn.Module) -> Step:
-    return _paddle(model, paddle.optimizer.SGD(learning_rate=0.05, parameters=model.parameters()), level="O1")
+    return _paddle(
+        model, paddle.optimizer.SGD(learning_rate=0.05, parameters=model.parameters()), level="O1"
+    )
 
 
 def paddle_o2(model: nn.Module) -> Step:
@@ -131,17 +140,27 @@ def paddle_o2(model: nn.Module) -> Step:
 
 def paddle_o2_bfloat16(model: nn.Module) -> Step:
     optimizer = paddle.optimizer.SGD(learning_rate=0.05, parameters=model.parameters())
-    return _paddle(*paddle.amp.decorate(models=model, optimizers=optimizer, level="O2", dtype="bfloat16"), level="O2", dtype="bfloat16")
+    return _paddle(
+        *paddle.amp.decorate(models=model, optimizers=optimizer, level="O2", dtype="bfloat16"),
+        level="O2",
+        dtype="bfloat16",
+    )
 
 
 def paddle_o2_without_promotion(model: nn.Module) -> Step:
     optimizer = paddle.optimizer.SGD(learning_rate=0.05, parameters=model.parameters())
-    return _paddle(*paddle.amp.decorate(models=model, optimizers=optimizer, level="O2"), level="O2", use_promote=False)
+    return _paddle(
+        *paddle.amp.decorate(models=model, optimizers=optimizer, level="O2"),
+        level="O2",
+        use_promote=False,
+    )
 
 
 def paddle_o2_by_itself(model: nn.Module) -> Step:
     optimizer = paddle.optimizer.SGD(learning_rate=0.05, parameters=model.parameters())
-    return _paddle(*paddle.amp.decorate(models=model, optimizers=optimizer, level="O2"), enable=False)
+    return _paddle(
+        *paddle.amp.decorate(models=model, optimizers=optimizer, level="O2"), enable=False
+    )
 
 
 def _paddle(model: nn.Module, optimizer: Any, **words: Any) -> Step:
@@ -161,7 +180,14 @@ def _paddle(model: nn.Module, optimizer: Any, **words: Any) -> Step:
 
 def _apex(level: str, **words: Any) -> Callable[[nn.Module], Step]:
     def prepare(model: nn.Module) -> Step:
-        model, optimizer = apex_amp.initialize(model, torch.optim.SGD(model.parameters(), lr=0.05), opt_level=level, loss_scale=128.0, verbosity=0, **words)
+        model, optimizer = apex_amp.initialize(
+            model,
+            torch.optim.SGD(model.parameters(), lr=0.05),
+            opt_level=level,
+            loss_scale=128.0,
+            verbosity=0,
+            **words,
+        )
 
         def step(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
             optimizer.zero_grad()
@@ -178,7 +204,9 @@ def _apex(level: str, **words: Any) -> Callable[[nn.Module], Step]:
 
 def mxnet(model: nn.Module) -> Step:
     mxnet_amp.init()
-    trainer = gluon.Trainer(dict(model.named_parameters()), "sgd", {"learning_rate": 0.05}, update_on_kvstore=False)
+    trainer = gluon.Trainer(
+        dict(model.named_parameters()), "sgd", {"learning_rate": 0.05}, update_on_kvstore=False
+    )
     mxnet_amp.init_trainer(trainer)
 
     def step(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
@@ -193,7 +221,11 @@ def mxnet(model: nn.Module) -> Step:
 
 
 def megengine(model: nn.Module) -> Step:
-    manager, optimizer, scaler = GradManager().attach(model.parameters()), megengine_optimizer.SGD(model.parameters(), lr=0.05), megengine_amp.GradScaler()
+    manager, optimizer, scaler = (
+        GradManager().attach(model.parameters()),
+        megengine_optimizer.SGD(model.parameters(), lr=0.05),
+        megengine_amp.GradScaler(),
+    )
 
     @megengine_amp.autocast()
     def step(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
@@ -221,12 +253,20 @@ class Training(Graph):
 
 
 def oneflow_eager(model: nn.Module) -> Step:
-    return _scaled(model, torch.optim.SGD(model.parameters(), lr=0.05), oneflow_amp.autocast(DEVICE, dtype=torch.float16))
+    return _scaled(
+        model,
+        torch.optim.SGD(model.parameters(), lr=0.05),
+        oneflow_amp.autocast(DEVICE, dtype=torch.float16),
+    )
 
 
 def torchs(model: nn.Module) -> Step:
     with mezzo.compat.torch.install():
-        return _scaled(model, torch.optim.SGD(model.parameters(), lr=0.05), torch.autocast(DEVICE, dtype=torch.float16))
+        return _scaled(
+            model,
+            torch.optim.SGD(model.parameters(), lr=0.05),
+            torch.autocast(DEVICE, dtype=torch.float16),
+        )
 
 
 def _scaled(model: nn.Module, optimizer: Any, region: Any) -> Step:
@@ -247,7 +287,10 @@ def _scaled(model: nn.Module, optimizer: Any, region: Any) -> Step:
 def _own(level: str, **words: Any) -> Callable[[nn.Module], Step]:
     def prepare(model: nn.Module) -> Step:
         return _scaled(
-            *mezzo.decorate(model, torch.optim.SGD(model.parameters(), lr=0.05), level, dtype="float16", **words), mezzo.autocast(DEVICE, enabled=False)
+            *mezzo.decorate(
+                model, torch.optim.SGD(model.parameters(), lr=0.05), level, dtype="float16", **words
+            ),
+            mezzo.autocast(DEVICE, enabled=False),
         )
 
     return prepare
@@ -288,11 +331,20 @@ def test_a_layer_trains(way: str, layer: str) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, WIDTH), LAYERS[layer](), nn.Linear(WIDTH, 4)).to(DEVICE)
     generator = torch.Generator().manual_seed(1)
-    x, y = torch.randn(16, 8, generator=generator).to(DEVICE), torch.randn(16, 4, generator=generator).to(DEVICE)
-    before = {name: parameter.detach().float().clone() for name, parameter in model.named_parameters()}
+    x, y = (
+        torch.randn(16, 8, generator=generator).to(DEVICE),
+        torch.randn(16, 4, generator=generator).to(DEVICE),
+    )
+    before = {
+        name: parameter.detach().float().clone() for name, parameter in model.named_parameters()
+    }
     step = WAYS[way](model)
     losses = [step(x, y).item() for _ in range(STEPS)]
     assert losses[-1] < losses[0]
-    moved = {name for name, parameter in model.named_parameters() if not torch.equal(parameter.detach().float(), before[name])}
+    moved = {
+        name
+        for name, parameter in model.named_parameters()
+        if not torch.equal(parameter.detach().float(), before[name])
+    }
     assert {name for name in before if name.startswith(("0.", "2."))} <= moved
     assert layer == "attention of two dtypes" or [name for name in moved if name.startswith("1.")]

@@ -12,7 +12,10 @@ from torch import nn
 
 from mezzo.compat import torch as dialect
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
 
 
 @pytest.fixture(autouse=True)
@@ -24,7 +27,11 @@ def installed() -> Iterator[None]:
 def cases() -> list[Any]:
     if not torch.cuda.is_available():
         return []
-    return [pytest.param(case, id=identify(case)) for case in cuda_cases("cuda") if case[0] not in CANNOT_RUN]
+    return [
+        pytest.param(case, id=identify(case))
+        for case in cuda_cases("cuda")
+        if case[0] not in CANNOT_RUN
+    ]
 
 
 @pytest.mark.filterwarnings("ignore")

@@ -8,12 +8,24 @@ from typing import Any
 
 import pytest
 import torch
-from support.schedules import READS, SCHEDULERS, Plain, Scaled, Stepped, assert_read_alike, assert_trained_alike, drive
+from support.schedules import (
+    READS,
+    SCHEDULERS,
+    Plain,
+    Scaled,
+    Stepped,
+    assert_read_alike,
+    assert_trained_alike,
+    drive,
+)
 from torch.optim import lr_scheduler
 
 from mezzo.scaling.device_schedule import DeviceSchedule
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
 
 Build = Callable[[list[torch.Tensor]], torch.optim.Optimizer]
 
@@ -36,14 +48,19 @@ def no_host_reads() -> Iterator[Callable[[bool], None]]:
 
 
 def parameters() -> list[torch.Tensor]:
-    made = [torch.ones(5, device="cuda", requires_grad=True), torch.ones(3, 4, device="cuda", requires_grad=True)]
+    made = [
+        torch.ones(5, device="cuda", requires_grad=True),
+        torch.ones(3, 4, device="cuda", requires_grad=True),
+    ]
     for parameter in made:
         parameter.grad = torch.full_like(parameter, 0.5)
     return made
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_training_equals_a_plain_loop_and_waits_for_nothing(name: str, no_host_reads: Callable[[bool], None]) -> None:
+def test_training_equals_a_plain_loop_and_waits_for_nothing(
+    name: str, no_host_reads: Callable[[bool], None]
+) -> None:
     plain, scheduled = parameters(), parameters()
     reference, optimizer = OPTIMIZERS[name](plain), OPTIMIZERS[name](scheduled)
     schedulers = [lr_scheduler.CosineAnnealingLR(one, 50, 1e-3) for one in (reference, optimizer)]
@@ -66,10 +83,14 @@ def test_training_equals_a_plain_loop_and_waits_for_nothing(name: str, no_host_r
     assert optimizer.param_groups[0]["lr"] == reference.param_groups[0]["lr"]
 
 
-def test_a_busy_device_uses_the_rate_of_its_own_count(no_host_reads: Callable[[bool], None]) -> None:
+def test_a_busy_device_uses_the_rate_of_its_own_count(
+    no_host_reads: Callable[[bool], None],
+) -> None:
     seen: list[Any] = []
     optimizer = torch.optim.SGD(parameters(), lr=1.0, fused=True)
-    schedule = DeviceSchedule(optimizer, lr_scheduler.LambdaLR(optimizer, lambda epoch: 1.0 + epoch), "cuda", length=8)
+    schedule = DeviceSchedule(
+        optimizer, lr_scheduler.LambdaLR(optimizer, lambda epoch: 1.0 + epoch), "cuda", length=8
+    )
     good = torch.zeros((), dtype=torch.int32, device="cuda")
     skipped = torch.tensor([step % 3 == 1 for step in range(120)], device="cuda")
     no_host_reads(True)
@@ -99,19 +120,25 @@ class PlainWithoutMomentum(Plain):
     momentum = 0.0
 
 
-@pytest.mark.parametrize("name", [name for name in SCHEDULERS if name != "OneCycleLR with momentum"])
+@pytest.mark.parametrize(
+    "name", [name for name in SCHEDULERS if name != "OneCycleLR with momentum"]
+)
 def test_any_sequence_through_a_fused_optimizer_agrees_with_plain_torch(name: str) -> None:
     drive(Fused(SCHEDULERS[name], "cuda"), PlainWithoutMomentum(SCHEDULERS[name]), 0, 60)
 
 
 @pytest.mark.parametrize("capture", [True, False])
 @pytest.mark.parametrize("name", SCHEDULERS)
-def test_any_sequence_through_a_training_step_agrees_with_plain_torch(name: str, capture: bool) -> None:
+def test_any_sequence_through_a_training_step_agrees_with_plain_torch(
+    name: str, capture: bool
+) -> None:
     drive(Stepped(SCHEDULERS[name], "cuda", capture=capture), Plain(SCHEDULERS[name]), 1, 60)
 
 
 @pytest.mark.parametrize("name", SCHEDULERS)
-def test_captured_steps_do_not_synchronize_before_or_after_rates_are_read_and_set(name: str, no_host_reads: Callable[[bool], None]) -> None:
+def test_captured_steps_do_not_synchronize_before_or_after_rates_are_read_and_set(
+    name: str, no_host_reads: Callable[[bool], None]
+) -> None:
     run, plain = Stepped(SCHEDULERS[name], "cuda", capture=True), Plain(SCHEDULERS[name])
     for _ in range(8):
         run.step(bad=False)
@@ -140,7 +167,12 @@ def test_only_the_first_of_several_reads_synchronizes() -> None:
         warnings.simplefilter("always")
         torch.cuda.set_sync_debug_mode("warn")
         try:
-            for read in ("scheduler.get_last_lr", "param_groups", "optimizer.state_dict", "scheduler.state_dict"):
+            for read in (
+                "scheduler.get_last_lr",
+                "param_groups",
+                "optimizer.state_dict",
+                "scheduler.state_dict",
+            ):
                 READS[read](run)
             run.optimizer.zero_grad()
         finally:

@@ -1,6 +1,7 @@
 """A captured step does what the eager one does: many models, both levels and dtypes, layouts, accumulation, clipping, planted overflows.
 
-`pytest -m gpu tests/gpu/test_differential.py -n 10` prints a table of all rows; `-k "swin_t and O2"` selects some.
+`pytest -m gpu tests/gpu/test_differential.py -n 10` prints a table of all rows; `-k "swin_t and
+O2"` selects some.
 """
 
 from __future__ import annotations
@@ -10,10 +11,21 @@ from collections.abc import Callable, Iterator
 
 import pytest
 import torch
-from support.differential import OVERFLOWS, Row, Trajectory, Variant, assert_agree, deterministic, in_steps
+from support.differential import (
+    OVERFLOWS,
+    Row,
+    Trajectory,
+    Variant,
+    assert_agree,
+    deterministic,
+    in_steps,
+)
 from support.differential_zoo import OWN, TORCHVISION, TRANSFORMERS, vision
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
 
 Record = Callable[[str, object], None]
 
@@ -40,8 +52,14 @@ GRID = [
 CASES = [
     *((row, variant) for row in TORCHVISION for variant in VISION),
     *((row, variant) for row in TRANSFORMERS for variant in LANGUAGE),
-    *((row, variant) for row in OWN for variant in GRID if row.name == "u-net" or not variant.channels_last),
-    # The sizes at which gradients came with other strides than their parameters, and were checked where they were not.
+    *(
+        (row, variant)
+        for row in OWN
+        for variant in GRID
+        if row.name == "u-net" or not variant.channels_last
+    ),
+    # The sizes at which gradients came with other strides than their parameters, and were checked
+    # where they were not.
     *(
         (vision(name, 224, batch), Variant("O2", "float16", channels_last=True))
         for name, batch in (("mobilenet_v3_large", 128), ("squeezenet1_1", 64), ("maxvit_t", 16))
@@ -55,10 +73,16 @@ def _deterministic() -> Iterator[None]:
         yield
 
 
-@pytest.mark.filterwarnings("ignore:.*updates in a row were skipped")  # planted overflows beside those of a scale that adapts
-@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")  # DeBERTa is scripted when it is imported
-@pytest.mark.parametrize(("row", "variant"), CASES, ids=[f"{row.name}, {variant}" for row, variant in CASES])
-def test_a_captured_step_does_what_the_eager_one_does(row: Row, variant: Variant, record_property: Record) -> None:
+# Planted overflows beside those of a scale that adapts.
+@pytest.mark.filterwarnings("ignore:.*updates in a row were skipped")
+# DeBERTa is scripted when it is imported.
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")
+@pytest.mark.parametrize(
+    ("row", "variant"), CASES, ids=[f"{row.name}, {variant}" for row, variant in CASES]
+)
+def test_a_captured_step_does_what_the_eager_one_does(
+    row: Row, variant: Variant, record_property: Record
+) -> None:
     with warnings.catch_warnings():
         # Rows that cannot be captured say why in the table.
         warnings.filterwarnings("ignore", message=".*cannot be captured")

@@ -12,7 +12,10 @@ from torch import nn
 
 import mezzo
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
 
 CASES: list[tuple[str, str, dict[str, Any]]] = [
     ("O1", "bfloat16", {}),
@@ -22,7 +25,11 @@ CASES: list[tuple[str, str, dict[str, Any]]] = [
     ("O2", "bfloat16", {"master": "split"}),
     ("O2", "bfloat16", {"master": "kahan"}),
 ]
-cases = pytest.mark.parametrize(("level", "dtype", "words"), CASES, ids=lambda value: str(value) if isinstance(value, str) else value.get("master", ""))
+cases = pytest.mark.parametrize(
+    ("level", "dtype", "words"),
+    CASES,
+    ids=lambda value: str(value) if isinstance(value, str) else value.get("master", ""),
+)
 
 
 @pytest.fixture(autouse=True)
@@ -31,7 +38,9 @@ def _deterministic() -> Iterator[None]:
         yield
 
 
-def captured(name: str, level: str, dtype: str, words: dict[str, Any]) -> tuple[mezzo.TrainStep, nn.Module]:
+def captured(
+    name: str, level: str, dtype: str, words: dict[str, Any]
+) -> tuple[mezzo.TrainStep, nn.Module]:
     """A step that replays by now."""
     made = Made(name, "AdamW", "cuda")
     _, step = in_steps(made, batches(name, 8, (), "cuda"), level, dtype, **words)
@@ -42,11 +51,20 @@ def captured(name: str, level: str, dtype: str, words: dict[str, Any]) -> tuple[
 def everything(step: mezzo.TrainStep) -> Any:
     """Weights, masters, moments, buffers and scale; not the generators."""
     state = {name: value for name, value in step.state_dict().items() if name != "rng"}
-    return copied((state, step.model.state_dict(), step.optimizer.state_dict(), dict(mezzo.master_params(step.model))))
+    return copied(
+        (
+            state,
+            step.model.state_dict(),
+            step.optimizer.state_dict(),
+            dict(mezzo.master_params(step.model)),
+        )
+    )
 
 
 @cases
-def test_the_average_equals_a_float64_one_over_the_masters_of_each_step(level: str, dtype: str, words: dict[str, Any]) -> None:
+def test_the_average_equals_a_float64_one_over_the_masters_of_each_step(
+    level: str, dtype: str, words: dict[str, Any]
+) -> None:
     step, model = captured("mlp", level, dtype, words)
     ema = mezzo.EMA(model, 0.9)
     wanted = {name: value.double() for name, value in mezzo.master_params(model).items()}
@@ -64,7 +82,9 @@ def test_the_average_equals_a_float64_one_over_the_masters_of_each_step(level: s
 
 @cases
 @pytest.mark.parametrize("name", ["mlp", "cnn"])
-def test_an_evaluation_with_lent_weights_leaves_no_trace(name: str, level: str, dtype: str, words: dict[str, Any]) -> None:
+def test_an_evaluation_with_lent_weights_leaves_no_trace(
+    name: str, level: str, dtype: str, words: dict[str, Any]
+) -> None:
     finals = []
     for evaluates in (True, False):
         step, model = captured(name, level, dtype, words)
@@ -102,7 +122,9 @@ def test_captured_evaluation_sees_the_lent_weights() -> None:
 
 
 @cases
-def test_an_update_reads_nothing_from_the_device(level: str, dtype: str, words: dict[str, Any], request: pytest.FixtureRequest) -> None:
+def test_an_update_reads_nothing_from_the_device(
+    level: str, dtype: str, words: dict[str, Any], request: pytest.FixtureRequest
+) -> None:
     step, model = captured("cnn", level, dtype, words)
     ema = mezzo.EMA(model, use_buffers=True)
     data = list(batches("cnn", 6, (), "cuda"))
@@ -121,7 +143,14 @@ def test_an_update_reads_nothing_from_the_device(level: str, dtype: str, words: 
 def test_an_update_is_a_few_launches(master: str, most: int) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(16, 16, device="cuda") for _ in range(40)))
-    step = mezzo.TrainStep(model, nn.functional.mse_loss, torch.optim.SGD(model.parameters(), lr=0.01), "O2", dtype="bfloat16", master=master)
+    step = mezzo.TrainStep(
+        model,
+        nn.functional.mse_loss,
+        torch.optim.SGD(model.parameters(), lr=0.01),
+        "O2",
+        dtype="bfloat16",
+        master=master,
+    )
     ema = mezzo.EMA(model)
     x = torch.randn(8, 16, device="cuda")
     for _ in range(6):
@@ -130,6 +159,11 @@ def test_an_update_is_a_few_launches(master: str, most: int) -> None:
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiled:
         ema.update()
         torch.cuda.synchronize()
-    launched = sum(event.count for event in profiled.key_averages() if event.device_type == torch.autograd.DeviceType.CUDA)
-    # 80 parameters. torch 2.11 copies between dtypes one by one, and reconstructing split masters one by one would take five launches for each.
+    launched = sum(
+        event.count
+        for event in profiled.key_averages()
+        if event.device_type == torch.autograd.DeviceType.CUDA
+    )
+    # 80 parameters. torch 2.11 copies between dtypes one by one, and reconstructing split masters
+    # one by one would take five launches for each.
     assert 0 < launched <= most

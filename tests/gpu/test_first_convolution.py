@@ -12,7 +12,10 @@ import mezzo
 from mezzo._dtypes import HALF_DTYPES
 from mezzo.step import inductor_pass
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
 
 KERNELS = [(16, 16, 0), (7, 4, 3), (3, 2, 1), (7, 2, 3), (3, 1, 1)]
 BOTH = [
@@ -24,9 +27,17 @@ BOTH = [
 
 
 @pytest.mark.parametrize(("kernel", "stride", "padding", "dtype"), BOTH, ids=str)
-def test_values_and_gradients_are_as_near_to_float64_as_those_of_torch(kernel, stride, padding, dtype):
-    x, weight = torch.randn(8, 3, 64, 80, device="cuda"), torch.randn(32, 3, kernel, kernel, device="cuda") / kernel
-    leaves = [tensor.to(dtype).contiguous(memory_format=torch.channels_last).requires_grad_() for tensor in (x, weight)]
+def test_values_and_gradients_are_as_near_to_float64_as_those_of_torch(
+    kernel, stride, padding, dtype
+):
+    x, weight = (
+        torch.randn(8, 3, 64, 80, device="cuda"),
+        torch.randn(32, 3, kernel, kernel, device="cuda") / kernel,
+    )
+    leaves = [
+        tensor.to(dtype).contiguous(memory_format=torch.channels_last).requires_grad_()
+        for tensor in (x, weight)
+    ]
     form = inductor_pass.fast_conv_form(weight.shape, (stride, stride), dtype)
     assert form is not None
     exact = [leaf.detach().double().requires_grad_() for leaf in leaves]
@@ -36,28 +47,60 @@ def test_values_and_gradients_are_as_near_to_float64_as_those_of_torch(kernel, s
         F.conv2d(*exact, None, stride, padding),
     ]
     given = torch.randn_like(outs[0])
-    ours, theirs, wanted = ((out, *torch.autograd.grad(out, used, given.to(out.dtype))) for out, used in zip(outs, (leaves, leaves, exact), strict=True))
+    ours, theirs, wanted = (
+        (out, *torch.autograd.grad(out, used, given.to(out.dtype)))
+        for out, used in zip(outs, (leaves, leaves, exact), strict=True)
+    )
     for mine, other, true in zip(ours, theirs, wanted, strict=True):
-        errors = [float(((value.double() - true).norm() / true.norm()).detach()) for value in (mine, other)]
+        errors = [
+            float(((value.double() - true).norm() / true.norm()).detach())
+            for value in (mine, other)
+        ]
         assert errors[0] <= 1.05 * errors[1] + 1e-6, errors
 
 
 @pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated")
 @pytest.mark.parametrize("level", ["O1", "O2"])
-@pytest.mark.parametrize(("kernel", "form"), [(4, inductor_pass.in_blocks), (13, inductor_pass.with_four)])
+@pytest.mark.parametrize(
+    ("kernel", "form"), [(4, inductor_pass.in_blocks), (13, inductor_pass.with_four)]
+)
 def test_a_compiled_step_takes_the_form_and_trains_as_without(kernel, form, level, monkeypatch):
     # What another test compiled may fit, or make sizes dynamic.
     torch._dynamo.reset()
     taken = set()
-    monkeypatch.setattr(inductor_pass, "fast_conv_form", lambda *words, form_of=inductor_pass.fast_conv_form: taken.add(form_of(*words)) or form_of(*words))
+    monkeypatch.setattr(
+        inductor_pass,
+        "fast_conv_form",
+        lambda *words, form_of=inductor_pass.fast_conv_form: (
+            taken.add(form_of(*words)) or form_of(*words)
+        ),
+    )
     losses = {}
     for compiles in (False, True):
         torch.manual_seed(0)
-        model = nn.Sequential(nn.Conv2d(3, 16, kernel, 4, padding=4), nn.BatchNorm2d(16), nn.ReLU(), nn.AdaptiveAvgPool2d(2), nn.Flatten(), nn.Linear(64, 10))
+        model = nn.Sequential(
+            nn.Conv2d(3, 16, kernel, 4, padding=4),
+            nn.BatchNorm2d(16),
+            nn.ReLU(),
+            nn.AdaptiveAvgPool2d(2),
+            nn.Flatten(),
+            nn.Linear(64, 10),
+        )
         optimizer = torch.optim.SGD(model.cuda().parameters(), lr=0.05, momentum=0.9)
-        step = mezzo.TrainStep(model, F.cross_entropy, optimizer, level, dtype="float16", compile=compiles, channels_last=True)
+        step = mezzo.TrainStep(
+            model,
+            F.cross_entropy,
+            optimizer,
+            level,
+            dtype="float16",
+            compile=compiles,
+            channels_last=True,
+        )
         torch.manual_seed(1)
-        batches = [(torch.randn(8, 3, 32, 32, device="cuda"), torch.randint(10, (8,), device="cuda")) for _ in range(4)]
+        batches = [
+            (torch.randn(8, 3, 32, 32, device="cuda"), torch.randint(10, (8,), device="cuda"))
+            for _ in range(4)
+        ]
         # From a warm cache Inductor takes code that the pass was asked for before.
         with fresh_cache():
             losses[compiles] = [float(step(*batch)) for _ in range(4) for batch in batches]

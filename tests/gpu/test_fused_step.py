@@ -14,29 +14,49 @@ import mezzo
 from mezzo.optim.attach import bind_optimizer
 from mezzo.optim.master_weights import MasterWeights
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
 
-PAIRS = [(kind, half) for kind in step_cases.KINDS for half in step_cases.HALVES if step_cases.fits(kind, half)]
+PAIRS = [
+    (kind, half)
+    for kind in step_cases.KINDS
+    for half in step_cases.HALVES
+    if step_cases.fits(kind, half)
+]
 CASES = [(name, *pair) for name in step_cases.OPTIMIZERS for pair in PAIRS]
 
 
 @pytest.mark.parametrize(("name", "kind", "half"), CASES)
-def test_weights_and_states_equal_the_float64_reference(name: str, kind: str, half: torch.dtype) -> None:
+def test_weights_and_states_equal_the_float64_reference(
+    name: str, kind: str, half: torch.dtype
+) -> None:
     step_cases.check_against_reference(name, kind, half, "cuda", fresh_seed() % 2**31)
 
 
-@pytest.mark.parametrize(("name", "kind", "half"), [case for case in CASES if case[1] != "stochastic"])
+@pytest.mark.parametrize(
+    ("name", "kind", "half"), [case for case in CASES if case[1] != "stochastic"]
+)
 def test_parameters_are_rounded_masters(name: str, kind: str, half: torch.dtype) -> None:
-    step_cases.check_that_parameters_are_rounded_masters(name, kind, half, "cuda", fresh_seed() % 2**31)
+    step_cases.check_that_parameters_are_rounded_masters(
+        name, kind, half, "cuda", fresh_seed() % 2**31
+    )
 
 
 @pytest.mark.parametrize(("name", "kind", "half"), CASES)
-def test_the_fused_step_agrees_with_the_optimizers_own(name: str, kind: str, half: torch.dtype) -> None:
+def test_the_fused_step_agrees_with_the_optimizers_own(
+    name: str, kind: str, half: torch.dtype
+) -> None:
     step_cases.check_against_the_optimizers_own_step(name, kind, half, "cuda", fresh_seed() % 2**31)
 
 
-@pytest.mark.parametrize(("name", "kind", "half"), [case for case in CASES if case[1] in ("split", "kahan")])
-def test_a_write_through_data_to_a_whole_parameter_drops_what_belonged_to_the_old_value(name: str, kind: str, half: torch.dtype) -> None:
+@pytest.mark.parametrize(
+    ("name", "kind", "half"), [case for case in CASES if case[1] in ("split", "kahan")]
+)
+def test_a_write_through_data_to_a_whole_parameter_drops_what_belonged_to_the_old_value(
+    name: str, kind: str, half: torch.dtype
+) -> None:
     step_cases.check_a_write_through_data(name, kind, half, "cuda", fresh_seed() % 2**31)
 
 
@@ -46,15 +66,21 @@ def test_drawn_roundings_are_those_of_the_cpu() -> None:
         trained = step_cases.training("SGD", "stochastic", torch.bfloat16, device, seed=9)
         trained.gradients()
         trained.step()
-        shown.append(torch.cat([parameter.detach().flatten().float().cpu() for parameter in trained.masters]))
+        shown.append(
+            torch.cat([parameter.detach().flatten().float().cpu() for parameter in trained.masters])
+        )
     # Where a sum rounds otherwise in its last bit, a draw that lies just there goes the other way.
     assert (shown[0] != shown[1]).float().mean() < 1e-3
 
 
 @pytest.mark.parametrize("clip_norm", [None, 1.0])
-def test_a_step_with_a_scaler_reads_nothing_from_the_device(no_host_reads: None, clip_norm: float | None) -> None:
+def test_a_step_with_a_scaler_reads_nothing_from_the_device(
+    no_host_reads: None, clip_norm: float | None
+) -> None:
     torch.cuda.set_sync_debug_mode("default")
-    trained = step_cases.training("AdamW", "float32", torch.float16, "cuda", seed=1, clip_norm=clip_norm)
+    trained = step_cases.training(
+        "AdamW", "float32", torch.float16, "cuda", seed=1, clip_norm=clip_norm
+    )
     scaler = mezzo.GradScaler("cuda", init_scale=16.0)
     loss = torch.ones((), device="cuda", requires_grad=True)
     for step in range(6):
@@ -70,7 +96,9 @@ def test_a_step_with_a_scaler_reads_nothing_from_the_device(no_host_reads: None,
 def test_steps_repeat_bit_for_bit() -> None:
     runs = []
     for _ in range(2):
-        trained = step_cases.training("LAMB", "split", torch.bfloat16, "cuda", seed=4, clip_norm=0.1)
+        trained = step_cases.training(
+            "LAMB", "split", torch.bfloat16, "cuda", seed=4, clip_norm=0.1
+        )
         for _ in range(5):
             trained.gradients()
             trained.step()
@@ -100,13 +128,19 @@ def test_tables_follow_gradients_that_move_while_the_device_is_busy() -> None:
 
 def test_ten_thousand_tiny_parameters_step() -> None:
     parameters = [nn.Parameter(torch.ones(1 + place % 5, device="cuda")) for place in range(10_000)]
-    optimizer, masters = torch.optim.AdamW(parameters, lr=0.5, weight_decay=0.0), MasterWeights("split")
+    optimizer, masters = (
+        torch.optim.AdamW(parameters, lr=0.5, weight_decay=0.0),
+        MasterWeights("split"),
+    )
     for parameter in parameters:
         masters.adopt(parameter, torch.bfloat16)
         parameter.grad = torch.ones_like(parameter)
     bind_optimizer(optimizer, masters)
     optimizer.step()
-    assert torch.allclose(torch.cat([masters.read(parameter) for parameter in parameters]), torch.tensor(0.5, device="cuda"))
+    assert torch.allclose(
+        torch.cat([masters.read(parameter) for parameter in parameters]),
+        torch.tensor(0.5, device="cuda"),
+    )
 
 
 def test_a_parameter_of_more_than_two_to_the_31_elements_is_updated_to_its_end() -> None:

@@ -10,17 +10,35 @@ from torch.nn import functional as F
 import mezzo
 from mezzo.step import max_pool
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
 
-WINDOWS = {"3 by 2": ((3, 3), (2, 2), (1, 1)), "2 by 2": ((2, 2), (2, 2), (0, 0)), "5 by 1": ((5, 5), (1, 1), (2, 2)), "gaps": ((2, 3), (3, 4), (1, 0))}
-CASES = [(torch.float16, (4, 64, 112, 112)), (torch.bfloat16, (3, 300, 27, 31)), (torch.float32, (2, 5, 13, 9)), (torch.float16, (0, 8, 8, 8))]
+WINDOWS = {
+    "3 by 2": ((3, 3), (2, 2), (1, 1)),
+    "2 by 2": ((2, 2), (2, 2), (0, 0)),
+    "5 by 1": ((5, 5), (1, 1), (2, 2)),
+    "gaps": ((2, 3), (3, 4), (1, 0)),
+}
+CASES = [
+    (torch.float16, (4, 64, 112, 112)),
+    (torch.bfloat16, (3, 300, 27, 31)),
+    (torch.float32, (2, 5, 13, 9)),
+    (torch.float16, (0, 8, 8, 8)),
+]
 LAST = torch.channels_last
 
 
 @pytest.mark.parametrize("window", WINDOWS.values(), ids=WINDOWS)
 @pytest.mark.parametrize(("dtype", "shape"), CASES, ids=str)
 def test_values_and_gradients_are_those_of_float64(dtype, shape, window):
-    x = torch.randint(-9, 9, shape, device="cuda").to(dtype).contiguous(memory_format=LAST).requires_grad_()
+    x = (
+        torch.randint(-9, 9, shape, device="cuda")
+        .to(dtype)
+        .contiguous(memory_format=LAST)
+        .requires_grad_()
+    )
     out, _ = max_pool.max_pool2d(x, *window)
     exact = x.detach().double().requires_grad_()
     expected = F.max_pool2d(exact, *window) if len(x) else out.double()
@@ -29,37 +47,70 @@ def test_values_and_gradients_are_those_of_float64(dtype, shape, window):
         given = torch.randn(out.shape, device="cuda").to(dtype)
         (gradient,) = torch.autograd.grad(out, x, given)
         (wanted,) = torch.autograd.grad(expected, exact, given.double())
-        torch.testing.assert_close(gradient.double(), wanted, rtol=torch.finfo(dtype).eps, atol=1e-5)
+        torch.testing.assert_close(
+            gradient.double(), wanted, rtol=torch.finfo(dtype).eps, atol=1e-5
+        )
 
 
 @pytest.mark.parametrize("odd", [float("nan"), float("-inf"), float("inf")])
 def test_values_that_are_not_finite_win_and_lose_as_with_torch(odd):
     x = torch.randn(2, 8, 30, 30, device="cuda")
     x[:, ::2, :9] = odd
-    x = torch.where(torch.rand_like(x) < 0.2, odd, x).contiguous(memory_format=LAST).requires_grad_()
-    # As on a CPU: torch's kernel for CUDA has a place of its own where a window has nothing but -inf.
+    x = (
+        torch.where(torch.rand_like(x) < 0.2, odd, x)
+        .contiguous(memory_format=LAST)
+        .requires_grad_()
+    )
+    # As on a CPU: torch's kernel for CUDA has a place of its own where a window has nothing but
+    # -inf.
     same = x.detach().cpu().requires_grad_()
     ours, theirs = max_pool.max_pool2d(x, (3, 3), (2, 2), (1, 1))[0], F.max_pool2d(same, 3, 2, 1)
     torch.testing.assert_close(ours.cpu(), theirs, rtol=0, atol=0, equal_nan=True)
-    gradients = [torch.autograd.grad(out, leaf, torch.ones_like(out))[0].cpu() for out, leaf in ((ours, x), (theirs, same))]
+    gradients = [
+        torch.autograd.grad(out, leaf, torch.ones_like(out))[0].cpu()
+        for out, leaf in ((ours, x), (theirs, same))
+    ]
     torch.testing.assert_close(*gradients)
 
 
 @pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated")
 def test_a_compiled_step_pools_with_it_and_trains_as_without(monkeypatch):
-    # Where another test compiled the same layers for other batches, dynamo would take the sizes for dynamic.
+    # Where another test compiled the same layers for other batches, dynamo would take the sizes for
+    # dynamic.
     torch._dynamo.reset()
     launched = []
-    monkeypatch.setattr(max_pool, "_grid", lambda out, *apart, grid=max_pool._grid: launched.append(tuple(out.shape)) or grid(out, *apart))
+    monkeypatch.setattr(
+        max_pool,
+        "_grid",
+        lambda out, *apart, grid=max_pool._grid: (
+            launched.append(tuple(out.shape)) or grid(out, *apart)
+        ),
+    )
     losses = {}
     for compiles in (False, True):
         torch.manual_seed(0)
-        model = nn.Sequential(nn.Conv2d(3, 16, 3, padding=1), nn.BatchNorm2d(16), nn.ReLU(), nn.MaxPool2d(3, 2, 1), nn.Flatten(), nn.Linear(16 * 64, 10)).cuda()
+        model = nn.Sequential(
+            nn.Conv2d(3, 16, 3, padding=1),
+            nn.BatchNorm2d(16),
+            nn.ReLU(),
+            nn.MaxPool2d(3, 2, 1),
+            nn.Flatten(),
+            nn.Linear(16 * 64, 10),
+        ).cuda()
         step = mezzo.TrainStep(
-            model, F.cross_entropy, torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9), "O2", dtype="float16", compile=compiles, channels_last=True
+            model,
+            F.cross_entropy,
+            torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9),
+            "O2",
+            dtype="float16",
+            compile=compiles,
+            channels_last=True,
         )
         torch.manual_seed(1)
-        batches = [(torch.randn(8, 3, 16, 16, device="cuda"), torch.randint(10, (8,), device="cuda")) for _ in range(4)]
+        batches = [
+            (torch.randn(8, 3, 16, 16, device="cuda"), torch.randint(10, (8,), device="cuda"))
+            for _ in range(4)
+        ]
         losses[compiles] = [float(step(*batches[turn % 4])) for turn in range(24)]
         assert step.captured, step.eager_reason
     assert set(launched) == {(8, 16, 8, 8), (8, 16, 16, 16)}

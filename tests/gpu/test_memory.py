@@ -16,7 +16,13 @@ pytestmark = pytest.mark.gpu
 
 def _captured_once(level: str) -> None:
     model = nn.Sequential(nn.Linear(256, 256), nn.GELU(), nn.Linear(256, 256)).cuda()
-    step = mezzo.TrainStep(model, nn.functional.mse_loss, torch.optim.AdamW(model.parameters()), policy=level, dtype="float16")
+    step = mezzo.TrainStep(
+        model,
+        nn.functional.mse_loss,
+        torch.optim.AdamW(model.parameters()),
+        policy=level,
+        dtype="float16",
+    )
     x = torch.randn(64, 256, device="cuda")
     for _ in range(6):
         step(x, x)

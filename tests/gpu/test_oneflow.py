@@ -9,7 +9,10 @@ from torch import nn
 from mezzo.compat.oneflow import amp
 from mezzo.compat.oneflow.nn import CrossEntropyLoss, Graph
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
 
 
 class Training(Graph):
@@ -40,7 +43,10 @@ def run(device: str):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(32, 16), nn.ReLU(), nn.Linear(16, 10)).to(device)
     generator = torch.Generator().manual_seed(1)
-    x, y = torch.randn(64, 32, generator=generator).to(device), torch.ones(64, 1, dtype=torch.int64, device=device)
+    x, y = (
+        torch.randn(64, 32, generator=generator).to(device),
+        torch.ones(64, 1, dtype=torch.int64, device=device),
+    )
     graph = Training(model)
     losses = [graph(x, y).item() for _ in range(12)]
     bad = x.clone()

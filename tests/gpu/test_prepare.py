@@ -11,7 +11,10 @@ from torch import nn
 
 import mezzo
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
 
 DEVICE = "cuda"
 OPTIMIZERS = {
@@ -129,7 +132,15 @@ def test_a_captured_step_trains_a_parameter_that_joins_a_group_in_place(kind):
         torch.manual_seed(0)
         model = nn.Linear(16, 16).to(DEVICE)
         optimizer = torch.optim.SGD([model.bias], lr=1e-4)
-        step = mezzo.TrainStep(model, nn.functional.mse_loss, optimizer, "O2", dtype="bfloat16", master=kind, capture=capture)
+        step = mezzo.TrainStep(
+            model,
+            nn.functional.mse_loss,
+            optimizer,
+            "O2",
+            dtype="bfloat16",
+            master=kind,
+            capture=capture,
+        )
         x = torch.randn(8, 16, device=DEVICE)
         for count in range(40):
             if count == 20:

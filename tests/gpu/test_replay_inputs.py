@@ -11,9 +11,22 @@ import torch
 from mezzo.step import replay_inputs
 from mezzo.step.cuda_graph import CapturedGraph, GraphCapturer
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
 
-DTYPES = [torch.float32, torch.float16, torch.bfloat16, torch.float64, torch.int64, torch.int32, torch.int16, torch.uint8, torch.bool]
+DTYPES = [
+    torch.float32,
+    torch.float16,
+    torch.bfloat16,
+    torch.float64,
+    torch.int64,
+    torch.int32,
+    torch.int16,
+    torch.uint8,
+    torch.bool,
+]
 A_WHILE = 20_000_000
 
 
@@ -39,9 +52,13 @@ def test_inputs_arrive_bit_by_bit(dtype: torch.dtype, size: int) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_what_is_cast_is_rounded_as_torch_rounds(dtype: torch.dtype) -> None:
-    leaf = torch.randn(100_003, device="cuda") * 10.0 ** torch.randint(-30, 30, (100_003,), device="cuda")
+    leaf = torch.randn(100_003, device="cuda") * 10.0 ** torch.randint(
+        -30, 30, (100_003,), device="cuda"
+    )
     leaf[:6] = torch.tensor([float("inf"), -float("inf"), float("nan"), 65519.0, 65520.0, -0.0])
-    program = _studio().capture(lambda held: held[0].float().sum(), (torch.zeros_like(leaf, dtype=dtype),), [leaf])
+    program = _studio().capture(
+        lambda held: held[0].float().sum(), (torch.zeros_like(leaf, dtype=dtype),), [leaf]
+    )
     program.replay([leaf])
     assert torch.equal(program.inputs[0].nan_to_num(nan=7.0), leaf.to(dtype).nan_to_num(nan=7.0))
     assert torch.equal(program.inputs[0].signbit()[3:], leaf.signbit()[3:])
@@ -49,9 +66,19 @@ def test_what_is_cast_is_rounded_as_torch_rounds(dtype: torch.dtype) -> None:
 
 def test_a_host_far_ahead_hands_every_replay_its_own_inputs_even_if_they_are_gone_by_then() -> None:
     count = 2 * replay_inputs.SLOTS + 100
-    program = _summing(torch.zeros(1000, device="cuda"), torch.zeros(10, dtype=torch.int64, device="cuda"))
+    program = _summing(
+        torch.zeros(1000, device="cuda"), torch.zeros(10, dtype=torch.int64, device="cuda")
+    )
     torch.cuda._sleep(A_WHILE)
-    losses = [program.replay([torch.full((1000,), number / 1000, device="cuda"), torch.full((10,), number, device="cuda")]) for number in range(count)]
+    losses = [
+        program.replay(
+            [
+                torch.full((1000,), number / 1000, device="cuda"),
+                torch.full((10,), number, device="cuda"),
+            ]
+        )
+        for number in range(count)
+    ]
     found = torch.stack(losses)
     assert torch.allclose(found, torch.arange(count, device="cuda") * 11.0)
     assert len({loss.data_ptr() for loss in losses}) == count
@@ -74,14 +101,20 @@ def test_inputs_that_lie_differently_arrive_too(case: str) -> None:
 
 
 def test_streams_may_change() -> None:
-    program, streams = _summing(torch.zeros(100_000, device="cuda")), [torch.cuda.Stream() for _ in range(3)]
+    program, streams = (
+        _summing(torch.zeros(100_000, device="cuda")),
+        [torch.cuda.Stream() for _ in range(3)],
+    )
     losses = []
     for number in range(60):
         stream = streams[number % 3]
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
             torch.cuda._sleep(100_000)
-            losses.append(float(number) - program.replay([torch.full((100_000,), number / 100_000, device="cuda")]))
+            losses.append(
+                float(number)
+                - program.replay([torch.full((100_000,), number / 100_000, device="cuda")])
+            )
             # Whoever gets this memory next writes to it.
             torch.empty(100_000, device="cuda").fill_(-1.0)
         torch.cuda.current_stream().wait_stream(stream)
@@ -92,12 +125,18 @@ def test_a_program_that_is_dropped_while_it_runs_finishes() -> None:
     def run() -> list[torch.Tensor]:
         program = _summing(torch.zeros(1000, device="cuda"))
         torch.cuda._sleep(A_WHILE)
-        return [program.replay([torch.full((1000,), float(number), device="cuda")]) for number in range(100)]
+        return [
+            program.replay([torch.full((1000,), float(number), device="cuda")])
+            for number in range(100)
+        ]
 
     losses = run()
     gc.collect()
     # Pinned memory that is free would be handed out again, and its numbers be taken for addresses.
-    garbage = [torch.full((1 + replay_inputs.SLOTS * 2,), 3, dtype=torch.int64).pin_memory() for _ in range(8)]
+    garbage = [
+        torch.full((1 + replay_inputs.SLOTS * 2,), 3, dtype=torch.int64).pin_memory()
+        for _ in range(8)
+    ]
     assert torch.equal(torch.stack(losses), torch.arange(100, device="cuda") * 1000.0)
     assert len(garbage) == 8
 

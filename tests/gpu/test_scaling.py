@@ -88,7 +88,10 @@ def test_a_plain_optimizer_reads_one_flag_however_many_devices_it_spans(x: torch
     optimizer, scaler = torch.optim.SGD([here, there], lr=0.5), mezzo.GradScaler(init_scale=2.0)
     for bad in (False, True):
         scaler.scale(x.sum())
-        here.grad, there.grad = torch.full((3,), 2.0), torch.full((3,), math.inf if bad else 2.0, device="cuda")
+        here.grad, there.grad = (
+            torch.full((3,), 2.0),
+            torch.full((3,), math.inf if bad else 2.0, device="cuda"),
+        )
         scaler.unscale_(optimizer)
         torch.cuda.synchronize()
         with warnings.catch_warnings(record=True) as told:
@@ -104,7 +107,10 @@ def test_a_plain_optimizer_reads_one_flag_however_many_devices_it_spans(x: torch
 
 def test_the_device_state_follows_the_value():
     generator = torch.Generator().manual_seed(0)
-    for rule in (mezzo.ScaleRule(growth_interval=3), mezzo.ScaleRule(growth_interval=2, backoff_interval=2, growth_factor=1.7, min_scale=1.0)):
+    for rule in (
+        mezzo.ScaleRule(growth_interval=3),
+        mezzo.ScaleRule(growth_interval=2, backoff_interval=2, growth_factor=1.7, min_scale=1.0),
+    ):
         state = mezzo.ScaleState(64.0)
         scale = DeviceLossScale(state, torch.device("cuda"))
         for bad in torch.randint(0, 2, (150,), generator=generator).tolist():
@@ -128,7 +134,10 @@ def test_the_first_bad_parameter_is_named(x: torch.Tensor):
 
 def test_a_collapse_is_told_once_from_copies_that_nobody_waits_for(x: torch.Tensor):
     model = network()
-    optimizer, scaler = FUSED["sgd"](model.parameters()), mezzo.GradScaler("cuda", collapse_patience=3)
+    optimizer, scaler = (
+        FUSED["sgd"](model.parameters()),
+        mezzo.GradScaler("cuda", collapse_patience=3),
+    )
     scaler.register_parameter_names(model)
     iterate(scaler, model, optimizer, x)
     torch.cuda.synchronize()
@@ -146,7 +155,10 @@ def test_a_collapse_is_told_once_from_copies_that_nobody_waits_for(x: torch.Tens
 
 def test_a_scheduler_follows_good_steps_without_a_host_read(x: torch.Tensor):
     model = network()
-    optimizer, scaler = torch.optim.SGD(model.parameters(), lr=0.1, fused=True), mezzo.GradScaler("cuda")
+    optimizer, scaler = (
+        torch.optim.SGD(model.parameters(), lr=0.1, fused=True),
+        mezzo.GradScaler("cuda"),
+    )
     scheduler = ExponentialLR(optimizer, gamma=0.5)
     iterate(scaler, model, optimizer, x, scheduler=scheduler)
     torch.cuda.synchronize()
@@ -167,11 +179,16 @@ def test_a_scheduler_follows_good_steps_without_a_host_read(x: torch.Tensor):
         torch.testing.assert_close(ours, theirs)
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64])
+@pytest.mark.parametrize(
+    "dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64]
+)
 def test_every_dtype_is_unscaled_and_checked(dtype: torch.dtype):
     for bad in (False, True):
         parameter = nn.Parameter(torch.ones(70, 33, dtype=dtype, device="cuda"))
-        optimizer, scaler = torch.optim.SGD([parameter], lr=1.0), mezzo.GradScaler("cuda", init_scale=4.0)
+        optimizer, scaler = (
+            torch.optim.SGD([parameter], lr=1.0),
+            mezzo.GradScaler("cuda", init_scale=4.0),
+        )
         scaler.scale(torch.zeros((), device="cuda"))
         parameter.grad = torch.full_like(parameter, 4.0)
         if bad:
@@ -182,7 +199,10 @@ def test_every_dtype_is_unscaled_and_checked(dtype: torch.dtype):
 
 def test_a_state_saved_on_a_gpu_goes_on_in_torchs_scaler(x: torch.Tensor):
     model = network()
-    optimizer, scaler = FUSED["adam"](model.parameters()), mezzo.GradScaler("cuda", growth_interval=3)
+    optimizer, scaler = (
+        FUSED["adam"](model.parameters()),
+        mezzo.GradScaler("cuda", growth_interval=3),
+    )
     for _ in range(4):
         iterate(scaler, model, optimizer, x)
     theirs = torch.amp.GradScaler("cuda")

@@ -17,7 +17,10 @@ from torch.optim import lr_scheduler
 import mezzo
 from mezzo import _events
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
 
 LEVELS = [("O1", "bfloat16"), ("O1", "float16"), ("O2", "bfloat16"), ("O2", "float16")]
 OVERFLOWS = (0, 7, 8)
@@ -46,20 +49,26 @@ def no_host_reads() -> Iterator[None]:
         torch.cuda.set_sync_debug_mode("default")
 
 
-def both(name: str, level: str, dtype: str, count: int = STEPS, optimizer: str = "SGD", **words: Any) -> tuple[Any, Any]:
+def both(
+    name: str, level: str, dtype: str, count: int = STEPS, optimizer: str = "SGD", **words: Any
+) -> tuple[Any, Any]:
     """The same run captured and eager: losses, weights and step of each."""
     runs = []
     overflows = OVERFLOWS if dtype == "float16" else ()
     for capture in (True, False):
         made = Made(name, optimizer, "cuda")
-        losses, step = in_steps(made, batches(name, count, overflows, "cuda"), level, dtype, capture=capture, **words)
+        losses, step = in_steps(
+            made, batches(name, count, overflows, "cuda"), level, dtype, capture=capture, **words
+        )
         runs.append((losses, weights(made.model), step))
     return tuple(runs)
 
 
 def assert_alike(one: list[float], other: list[float], tolerance: float = 0.0) -> None:
     first, second = torch.tensor(one), torch.tensor(other)
-    assert torch.allclose(first, second, rtol=tolerance, atol=tolerance, equal_nan=True), (first - second).abs().nan_to_num(0.0).max()
+    assert torch.allclose(first, second, rtol=tolerance, atol=tolerance, equal_nan=True), (
+        (first - second).abs().nan_to_num(0.0).max()
+    )
 
 
 @pytest.mark.parametrize("name", ["mlp", "cnn", "transformer"])
@@ -76,8 +85,12 @@ def test_captured_steps_equal_eager_ones(name: str, level: str, dtype: str) -> N
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize(("level", "dtype"), LEVELS)
 @pytest.mark.parametrize("optimizer", ["SGD", "AdamW"])
-def test_schedules_advance_with_good_steps_only(level: str, dtype: str, schedule: str, optimizer: str) -> None:
-    (captured, theirs, step), (eager, ours, _) = both("mlp", level, dtype, 200, optimizer, schedule=SCHEDULES[schedule])
+def test_schedules_advance_with_good_steps_only(
+    level: str, dtype: str, schedule: str, optimizer: str
+) -> None:
+    (captured, theirs, step), (eager, ours, _) = both(
+        "mlp", level, dtype, 200, optimizer, schedule=SCHEDULES[schedule]
+    )
     assert step.captured
     assert_alike(captured, eager)
     assert same(theirs, ours)
@@ -85,7 +98,9 @@ def test_schedules_advance_with_good_steps_only(level: str, dtype: str, schedule
 
 @pytest.mark.parametrize(("level", "dtype"), LEVELS)
 def test_three_calls_make_one_captured_update(level: str, dtype: str) -> None:
-    (captured, theirs, step), (eager, ours, _) = both("mlp", level, dtype, 201, accumulate=3, clip_norm=1.0)
+    (captured, theirs, step), (eager, ours, _) = both(
+        "mlp", level, dtype, 201, accumulate=3, clip_norm=1.0
+    )
     assert step.captured
     assert_alike(captured, eager)
     assert same(theirs, ours)
@@ -95,7 +110,9 @@ def test_flush_after_captured_calls_updates_from_what_came() -> None:
     runs = []
     for capture in (True, False):
         made = Made("mlp", device="cuda")
-        _, step = in_steps(made, batches("mlp", 31, device="cuda"), "O2", "bfloat16", capture=capture, accumulate=3)
+        _, step = in_steps(
+            made, batches("mlp", 31, device="cuda"), "O2", "bfloat16", capture=capture, accumulate=3
+        )
         step.flush()
         for x, y in batches("mlp", 6, device="cuda"):
             step(x, y)
@@ -106,7 +123,14 @@ def test_flush_after_captured_calls_updates_from_what_came() -> None:
 @pytest.mark.parametrize("clip_norm", [None, 1.0])
 def test_replays_read_nothing_from_the_device(clip_norm: float | None) -> None:
     made = Made("cnn", device="cuda")
-    _, step = in_steps(made, batches("cnn", 8, device="cuda"), "O2", "float16", clip_norm=clip_norm, schedule=SCHEDULES["cosine"])
+    _, step = in_steps(
+        made,
+        batches("cnn", 8, device="cuda"),
+        "O2",
+        "float16",
+        clip_norm=clip_norm,
+        schedule=SCHEDULES["cosine"],
+    )
     assert step.captured
     data = [(x, (y[0], y[1])) for x, y in batches("cnn", 40, device="cuda")]
     pinned = [(x.cpu().pin_memory(), tuple(one.cpu().pin_memory() for one in y)) for x, y in data]
@@ -138,10 +162,19 @@ def test_skips_leave_no_trace_and_are_told() -> None:
 
 
 @pytest.mark.parametrize("kind", ["float32", "split", "kahan"])
-def test_a_weight_that_is_filled_through_data_takes_the_next_captured_step_from_there(kind: str) -> None:
+def test_a_weight_that_is_filled_through_data_takes_the_next_captured_step_from_there(
+    kind: str,
+) -> None:
     model = nn.Linear(64, 64, bias=False, device="cuda")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.001)
-    step = mezzo.TrainStep(model, lambda output, _: output.float().mean(), optimizer, "O2", dtype="bfloat16", master=kind)
+    step = mezzo.TrainStep(
+        model,
+        lambda output, _: output.float().mean(),
+        optimizer,
+        "O2",
+        dtype="bfloat16",
+        master=kind,
+    )
     x, y = torch.ones(8, 64, device="cuda"), torch.zeros(8, device="cuda")
     for _ in range(8):
         step(x, y)
@@ -150,7 +183,12 @@ def test_a_weight_that_is_filled_through_data_takes_the_next_captured_step_from_
     step(x, y)
     value = mezzo.undecorate(model).weight
     # The gradient is one over the 64 outputs.
-    torch.testing.assert_close(value, torch.full_like(value, 2.0 - 0.001 / 64), rtol=2.0**-23 if kind != "kahan" else 2.0**-15, atol=0.0)
+    torch.testing.assert_close(
+        value,
+        torch.full_like(value, 2.0 - 0.001 / 64),
+        rtol=2.0**-23 if kind != "kahan" else 2.0**-15,
+        atol=0.0,
+    )
 
 
 def test_batch_norm_statistics_advance_and_dropout_draws_anew() -> None:
@@ -169,7 +207,13 @@ def test_changed_hyper_parameters_take_effect_at_the_next_step() -> None:
     for capture in (True, False):
         made = Made("mlp", device="cuda")
         _, step = in_steps(made, batches("mlp", 8, device="cuda"), "O2", "float16", capture=capture)
-        for change in ({"lr": 0.5}, {"momentum": 0.1}, {"weight_decay": 0.3}, {"lr": 0.0}, {"nesterov": True, "lr": 0.1}):
+        for change in (
+            {"lr": 0.5},
+            {"momentum": 0.1},
+            {"weight_decay": 0.3},
+            {"lr": 0.0},
+            {"nesterov": True, "lr": 0.1},
+        ):
             made.optimizer.param_groups[0].update(change)
             for x, y in batches("mlp", 2, device="cuda"):
                 step(x, y)
@@ -182,9 +226,15 @@ def test_train_eval_and_frozen_parameters_take_effect_at_the_next_step() -> None
     for capture in (True, False):
         made = Made("cnn", device="cuda")
         made.model.drop.p = 0.0
-        _, step = in_steps(made, batches("cnn", 8, device="cuda"), "O1", "bfloat16", capture=capture)
+        _, step = in_steps(
+            made, batches("cnn", 8, device="cuda"), "O1", "bfloat16", capture=capture
+        )
         told = []
-        for change in (nn.Module.eval, nn.Module.train, lambda model: model.conv.requires_grad_(requires_grad=False)):
+        for change in (
+            nn.Module.eval,
+            nn.Module.train,
+            lambda model: model.conv.requires_grad_(requires_grad=False),
+        ):
             change(made.model)
             told += [float(step(x, y)) for x, y in batches("cnn", 6, device="cuda")]
         runs.append((told, made.model.conv.weight.detach().clone()))
@@ -235,7 +285,10 @@ def test_a_host_read_is_named_by_its_line_and_runs_eagerly() -> None:
     model = Reads().cuda()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     step = mezzo.TrainStep(model, boosted, optimizer, dtype="float16")
-    with pytest.warns(UserWarning, match=r"outputs\.abs\(\)\.sum\(\)\.item\(\) < 0"), _events.listen() as heard:
+    with (
+        pytest.warns(UserWarning, match=r"outputs\.abs\(\)\.sum\(\)\.item\(\) < 0"),
+        _events.listen() as heard,
+    ):
         losses = [float(step(x, y)) for x, y in batches("mlp", 40, device="cuda")]
     assert not step.captured
     assert "test_step.py" in (step.eager_reason or "")
@@ -243,19 +296,25 @@ def test_a_host_read_is_named_by_its_line_and_runs_eagerly() -> None:
     assert losses[-1] == losses[-1]
 
 
-def test_a_failed_capture_leaves_the_random_numbers_and_the_run_intact(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_capture_leaves_the_random_numbers_and_the_run_intact(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     runs = []
     for fails in (True, False):
         made = Made("mlp", device="cuda")
         model = nn.Sequential(made.model, nn.Dropout(0.3))
         optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
 
-        def loss(outputs: torch.Tensor, target: torch.Tensor, boost: torch.Tensor, fails: bool = fails) -> torch.Tensor:
+        def loss(
+            outputs: torch.Tensor, target: torch.Tensor, boost: torch.Tensor, fails: bool = fails
+        ) -> torch.Tensor:
             if fails and torch._C._cuda_isCurrentStreamCapturing():
                 raise RuntimeError("not this one")
             return boosted(outputs, target, boost)
 
-        step = mezzo.TrainStep(model, loss, optimizer, dtype="float16", capture="auto" if fails else False)
+        step = mezzo.TrainStep(
+            model, loss, optimizer, dtype="float16", capture="auto" if fails else False
+        )
         torch.manual_seed(3)
         with warnings.catch_warnings(record=True) as heard:
             warnings.simplefilter("always")
@@ -291,7 +350,9 @@ def test_a_loaded_optimizer_state_is_captured_anew() -> None:
     runs = []
     for capture in (True, False):
         made = Made("mlp", "AdamW", "cuda")
-        _, step = in_steps(made, batches("mlp", 8, device="cuda"), "O2", "bfloat16", capture=capture)
+        _, step = in_steps(
+            made, batches("mlp", 8, device="cuda"), "O2", "bfloat16", capture=capture
+        )
         state = copied((made.model.state_dict(), made.optimizer.state_dict()))
         for x, y in batches("mlp", 8, device="cuda"):
             step(x, y)
@@ -307,7 +368,9 @@ def test_weights_that_others_write_are_followed() -> None:
     runs = []
     for capture in (True, False):
         made = Made("mlp", device="cuda")
-        _, step = in_steps(made, batches("mlp", 8, device="cuda"), "O2", "bfloat16", capture=capture)
+        _, step = in_steps(
+            made, batches("mlp", 8, device="cuda"), "O2", "bfloat16", capture=capture
+        )
         with torch.no_grad():
             for parameter in made.model.parameters():
                 parameter.clamp_(-0.05, 0.05)
@@ -321,13 +384,34 @@ def test_a_gan_is_captured() -> None:
     runs = []
     for capture in (True, False):
         torch.manual_seed(0)
-        generator, critic = nn.Linear(4, 8).cuda(), nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 1)).cuda()
-        of_generator, of_critic = (torch.optim.Adam(model.parameters(), lr=0.01) for model in (generator, critic))
+        generator, critic = (
+            nn.Linear(4, 8).cuda(),
+            nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 1)).cuda(),
+        )
+        of_generator, of_critic = (
+            torch.optim.Adam(model.parameters(), lr=0.01) for model in (generator, critic)
+        )
 
-        @mezzo.train_step(models=[generator, critic], optimizers=[of_generator, of_critic], policy="O1", dtype="float16", capture=capture)
-        def step(update, real, noise, generator=generator, critic=critic, of_generator=of_generator, of_critic=of_critic):
+        @mezzo.train_step(
+            models=[generator, critic],
+            optimizers=[of_generator, of_critic],
+            policy="O1",
+            dtype="float16",
+            capture=capture,
+        )
+        def step(
+            update,
+            real,
+            noise,
+            generator=generator,
+            critic=critic,
+            of_generator=of_generator,
+            of_critic=of_critic,
+        ):
             fake = generator(noise)
-            loss_critic = F.softplus(critic(fake.detach())).mean() + F.softplus(-critic(real)).mean()
+            loss_critic = (
+                F.softplus(critic(fake.detach())).mean() + F.softplus(-critic(real)).mean()
+            )
             update(loss_critic, of_critic)
             loss = F.softplus(-critic(fake)).mean()
             update(loss, of_generator)
@@ -337,7 +421,10 @@ def test_a_gan_is_captured() -> None:
         runs.append(
             [
                 [float(loss), float(more["critic"])]
-                for loss, more in (step(torch.randn(16, 8, device="cuda"), torch.randn(16, 4, device="cuda")) for _ in range(30))
+                for loss, more in (
+                    step(torch.randn(16, 8, device="cuda"), torch.randn(16, 4, device="cuda"))
+                    for _ in range(30)
+                )
             ]
         )
         assert step.captured is capture
@@ -378,7 +465,16 @@ def test_channels_last_is_measured_and_told() -> None:
 
 
 def test_channels_last_on_request_trains_alike() -> None:
-    losses = [in_steps(Made("cnn", device="cuda"), batches("cnn", 12, device="cuda"), "O2", "float16", channels_last=last)[0] for last in (True, False)]
+    losses = [
+        in_steps(
+            Made("cnn", device="cuda"),
+            batches("cnn", 12, device="cuda"),
+            "O2",
+            "float16",
+            channels_last=last,
+        )[0]
+        for last in (True, False)
+    ]
     assert_alike(*losses, 2e-2)
 
 
@@ -391,7 +487,14 @@ def test_a_compiled_convolutional_model_is_captured_and_trains_alike(level: str)
     for compiled in (True, False):
         made = Made("cnn", device="cuda")
         made.model.drop.p = 0.0  # compiled code draws other numbers
-        losses, step = in_steps(made, batches("cnn", 12, device="cuda"), level, "float16", compile=compiled, channels_last=True)
+        losses, step = in_steps(
+            made,
+            batches("cnn", 12, device="cuda"),
+            level,
+            "float16",
+            compile=compiled,
+            channels_last=True,
+        )
         assert step.captured, step.eager_reason
         runs.append(losses)
     assert_alike(*runs, 2e-2)
@@ -402,7 +505,9 @@ def test_another_captured_program_beside_is_not_disturbed() -> None:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         doubled = source * 2
-    _, step = in_steps(Made("mlp", device="cuda"), batches("mlp", 8, device="cuda"), "O1", "bfloat16")
+    _, step = in_steps(
+        Made("mlp", device="cuda"), batches("mlp", 8, device="cuda"), "O1", "bfloat16"
+    )
     graph.replay()
     for x, y in batches("mlp", 4, device="cuda"):
         step(x, y)
@@ -414,7 +519,9 @@ def test_workspaces_that_others_clear_are_not_those_of_a_captured_step() -> None
     """cuBLAS adds the parts of a long sum up in a workspace, which torch.compile frees when it captures: a replay must not write to it then."""
     torch.manual_seed(0)
     model = nn.Linear(16384, 64, device="cuda")
-    step = mezzo.TrainStep(model, F.mse_loss, torch.optim.SGD(model.parameters(), lr=0.0), "O2", dtype="bfloat16")
+    step = mezzo.TrainStep(
+        model, F.mse_loss, torch.optim.SGD(model.parameters(), lr=0.0), "O2", dtype="bfloat16"
+    )
     x, y = torch.randn(64, 16384, device="cuda"), torch.randn(64, 64, device="cuda")
     losses = [step(x, y) for _ in range(6)]
     assert step.captured
@@ -422,7 +529,10 @@ def test_workspaces_that_others_clear_are_not_those_of_a_captured_step() -> None
     taken = []
     for stream in (torch.cuda.current_stream(), step._runner._studio.stream):
         with torch.cuda.stream(stream):
-            taken += [torch.full((size << 20,), 7, dtype=torch.uint8, device="cuda") for size in (32, 32, 8, 8, 1)]
+            taken += [
+                torch.full((size << 20,), 7, dtype=torch.uint8, device="cuda")
+                for size in (32, 32, 8, 8, 1)
+            ]
     torch.cuda.synchronize()
     losses += [step(x, y) for _ in range(3)]
     torch.cuda.synchronize()
@@ -434,11 +544,15 @@ def test_a_captured_graph_that_skips_wrongly_is_found_out_and_training_goes_on_e
     """A stall that is no overflow, made by giving the loss of the capture alone an infinite factor."""
     made = Made("cnn", "SGD", "cuda")
 
-    def broken_in_a_capture(outputs: torch.Tensor, target: torch.Tensor, boost: torch.Tensor) -> torch.Tensor:
+    def broken_in_a_capture(
+        outputs: torch.Tensor, target: torch.Tensor, boost: torch.Tensor
+    ) -> torch.Tensor:
         wrong = torch._C._cuda_isCurrentStreamCapturing()
         return boosted(outputs, target, boost) * (INF if wrong else 1.0)
 
-    step = mezzo.TrainStep(made.model, broken_in_a_capture, made.optimizer, "O2", dtype="float16", channels_last=False)
+    step = mezzo.TrainStep(
+        made.model, broken_in_a_capture, made.optimizer, "O2", dtype="float16", channels_last=False
+    )
 
     def train(count: int) -> None:
         for x, y in batches("cnn", count, (), "cuda"):
@@ -461,8 +575,17 @@ def test_a_stall_that_is_an_overflow_names_the_parameter_and_leaves_no_trace() -
         made = Made("cnn", "SGD", "cuda")
         with warnings.catch_warnings(record=True) as heard:
             warnings.simplefilter("always")
-            losses, step = in_steps(made, batches("cnn", STEPS, overflows, "cuda"), "O2", "float16", capture=capture)
-        runs.append((losses, weights(made.model), step, [str(one.message) for one in heard if "updates in a row" in str(one.message)]))
+            losses, step = in_steps(
+                made, batches("cnn", STEPS, overflows, "cuda"), "O2", "float16", capture=capture
+            )
+        runs.append(
+            (
+                losses,
+                weights(made.model),
+                step,
+                [str(one.message) for one in heard if "updates in a row" in str(one.message)],
+            )
+        )
     (losses, got, step, said), (wanted, expected, plain, silent) = runs
     assert_alike(losses, wanted)
     assert same(got, expected)

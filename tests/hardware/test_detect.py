@@ -10,7 +10,9 @@ from mezzo._errors import PolicyError
 from mezzo._hardware.detect import Backend, _cpu_name, _visible, find_device, probe
 
 NO_GPU = torch.accelerator.current_accelerator(check_available=True) is None
-without_gpu = pytest.mark.skipif(not NO_GPU, reason="states what a machine without an accelerator answers")
+without_gpu = pytest.mark.skipif(
+    not NO_GPU, reason="states what a machine without an accelerator answers"
+)
 
 
 @pytest.fixture(autouse=True)
@@ -88,7 +90,10 @@ def test_the_accelerator_is_among_what_there_is(accelerator):
 def test_cuda_on_a_machine_without_it_is_absent_with_the_reason(monkeypatch):
     monkeypatch.setattr(torch.version, "cuda", None)
     facts = probe(torch.device("cuda:0"))
-    assert facts.absent == f"no CUDA device is visible: torch {torch.__version__} is built without CUDA"
+    assert (
+        facts.absent
+        == f"no CUDA device is visible: torch {torch.__version__} is built without CUDA"
+    )
     assert facts.name == "no CUDA device"
 
 
@@ -100,7 +105,9 @@ def test_cuda_that_is_built_in_and_not_visible_says_where_to_look(monkeypatch):
 
 @pytest.mark.parametrize("kind", ["hpu", "vulkan", "meta", "privateuseone"])
 def test_a_device_type_without_a_back_end_is_absent(kind):
-    assert probe(torch.device(kind, 0)).absent.startswith(f"no {kind.upper()} device is visible to torch")
+    assert probe(torch.device(kind, 0)).absent.startswith(
+        f"no {kind.upper()} device is visible to torch"
+    )
 
 
 def test_an_index_past_the_last_device_is_absent(back_end):
@@ -114,30 +121,59 @@ def test_cuda_is_asked_for_name_and_compute_capability(back_end, monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _device: (9, 0))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _device: "NVIDIA H200")
     facts = probe(torch.device("cuda:0"))
-    assert (facts.backend, facts.name, facts.capability, facts.absent) == (Backend.CUDA, "NVIDIA H200", "9.0", None)
+    assert (facts.backend, facts.name, facts.capability, facts.absent) == (
+        Backend.CUDA,
+        "NVIDIA H200",
+        "9.0",
+        None,
+    )
 
 
 def test_rocm_is_told_from_cuda_and_loses_the_switches_of_its_build(back_end, monkeypatch):
     back_end("cuda", device_count=lambda: 1)
     monkeypatch.setattr(torch.version, "hip", "7.0")
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _device: SimpleNamespace(name="AMD Instinct MI250X", gcnArchName="gfx90a:sramecc+:xnack-"))
+    monkeypatch.setattr(
+        torch.cuda,
+        "get_device_properties",
+        lambda _device: SimpleNamespace(
+            name="AMD Instinct MI250X", gcnArchName="gfx90a:sramecc+:xnack-"
+        ),
+    )
     facts = probe(torch.device("cuda:0"))
-    assert (facts.device, facts.backend, facts.name, facts.capability) == ("cuda", Backend.ROCM, "AMD Instinct MI250X", "gfx90a")
+    assert (facts.device, facts.backend, facts.name, facts.capability) == (
+        "cuda",
+        Backend.ROCM,
+        "AMD Instinct MI250X",
+        "gfx90a",
+    )
 
 
 def test_xpu_is_asked_for_its_properties(back_end, monkeypatch):
-    properties = SimpleNamespace(name="Intel Data Center GPU Max 1550", version="12.60.7", has_fp16=True, has_bfloat16_conversions=False)
+    properties = SimpleNamespace(
+        name="Intel Data Center GPU Max 1550",
+        version="12.60.7",
+        has_fp16=True,
+        has_bfloat16_conversions=False,
+    )
     back_end("xpu", device_count=lambda: 1)
     monkeypatch.setattr(torch.xpu, "get_device_properties", lambda _device: properties)
     facts = probe(torch.device("xpu:0"))
-    assert (facts.backend, facts.name, facts.capability) == (Backend.XPU, "Intel Data Center GPU Max 1550", "12.60.7")
+    assert (facts.backend, facts.name, facts.capability) == (
+        Backend.XPU,
+        "Intel Data Center GPU Max 1550",
+        "12.60.7",
+    )
     assert facts.features == {"has_fp16"}
 
 
 @pytest.mark.parametrize(("recent", "features"), [(True, {"macos14"}), (False, set())])
 def test_mps_is_asked_for_chip_and_system(back_end, monkeypatch, recent, features):
     back_end("mps", device_count=lambda: 1)
-    monkeypatch.setattr(torch.backends.mps, "is_macos_or_newer", lambda major, minor: recent and (major, minor) == (14, 0))
+    monkeypatch.setattr(
+        torch.backends.mps,
+        "is_macos_or_newer",
+        lambda major, minor: recent and (major, minor) == (14, 0),
+    )
     monkeypatch.setattr(torch.backends.mps, "get_name", lambda: "Apple M3 Max")
     facts = probe(torch.device("mps:0"))
     assert (facts.backend, facts.name, facts.features) == (Backend.MPS, "Apple M3 Max", features)
@@ -169,14 +205,26 @@ def test_a_back_end_that_says_nothing_leaves_the_facts_open(back_end, monkeypatc
     monkeypatch.delattr(torch.accelerator, "get_device_capability", raising=False)
     back_end("mtia", device_count=lambda: 1)
     facts = probe(torch.device("mtia:0"))
-    assert (facts.name, facts.capability, facts.dtypes, facts.bfloat16) == ("MTIA", None, None, None)
+    assert (facts.name, facts.capability, facts.dtypes, facts.bfloat16) == (
+        "MTIA",
+        None,
+        None,
+        None,
+    )
 
 
 def test_a_back_end_that_cannot_answer_leaves_the_facts_open(back_end):
     def refuse(*_arguments):
         raise NotImplementedError
 
-    back_end("mtia", device_count=lambda: 1, get_device_name=refuse, get_device_capability=refuse, is_bf16_supported=refuse, get_amp_supported_dtype=refuse)
+    back_end(
+        "mtia",
+        device_count=lambda: 1,
+        get_device_name=refuse,
+        get_device_capability=refuse,
+        is_bf16_supported=refuse,
+        get_amp_supported_dtype=refuse,
+    )
     facts = probe(torch.device("mtia:0"))
     assert (facts.name, facts.capability, facts.bfloat16) == ("MTIA", None, None)
 
@@ -197,7 +245,12 @@ def test_a_capability_in_a_form_that_names_no_generation_is_left_out(back_end):
 
 
 def test_dtypes_come_from_torchs_own_query_when_the_back_end_lists_none(back_end, monkeypatch):
-    monkeypatch.setattr(torch.accelerator, "get_device_capability", lambda _device: {"supported_dtypes": {torch.float16}}, raising=False)
+    monkeypatch.setattr(
+        torch.accelerator,
+        "get_device_capability",
+        lambda _device: {"supported_dtypes": {torch.float16}},
+        raising=False,
+    )
     back_end("mtia", device_count=lambda: 1)
     assert probe(torch.device("mtia:0")).dtypes == {torch.float16}
 
@@ -210,7 +263,13 @@ def test_the_cpu_here_has_a_name_and_a_capability():
 
 
 def test_only_the_true_abilities_of_a_cpu_are_features(monkeypatch):
-    abilities = {"architecture": "x86_64", "cpu_name": "AMD EPYC 9654", "avx512_bf16": True, "amx_bf16": False, "num_sockets": 1}
+    abilities = {
+        "architecture": "x86_64",
+        "cpu_name": "AMD EPYC 9654",
+        "avx512_bf16": True,
+        "amx_bf16": False,
+        "num_sockets": 1,
+    }
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: abilities, raising=False)
     facts = probe(torch.device("cpu"))
     assert (facts.name, facts.features) == ("AMD EPYC 9654", {"avx512_bf16"})

@@ -25,7 +25,11 @@ def test_the_cpu_supports_both_dtypes():
 
 def test_a_device_is_probed_once_however_it_is_called(monkeypatch):
     probed = []
-    monkeypatch.setattr(_hardware, "probe", lambda device, probe=_hardware.probe: probed.append(device) or probe(device))
+    monkeypatch.setattr(
+        _hardware,
+        "probe",
+        lambda device, probe=_hardware.probe: probed.append(device) or probe(device),
+    )
     assert hardware("cpu") is hardware(torch.device("cpu")) is hardware("cpu:0")
     assert probed == [torch.device("cpu")]
 

@@ -41,12 +41,48 @@ def test_there_is_no_best_dtype_where_none_is_supported():
 @pytest.mark.parametrize(
     ("float16", "bfloat16", "reason"),
     [
-        (NATIVE, NATIVE, "bfloat16 is native on Device; float16 is native too, but bfloat16 has the range of float32 and needs no loss scaling."),
-        (NONE, NATIVE, "bfloat16 is native on Device; bfloat16 has the range of float32 and needs no loss scaling."),
-        (NATIVE, SLOW, "float16 is native on Device and bfloat16 is slow; train with loss scaling, since float16 has a short range."),
-        (NATIVE, NONE, "float16 is native on Device and bfloat16 is unsupported; train with loss scaling, since float16 has a short range."),
-        (SLOW, SLOW, "bfloat16 is slow on Device: torch emulates it. Expect it to be slower than float32."),
-        (SLOW, NONE, "float16 is slow on Device: torch emulates it. Expect it to be slower than float32."),
+        (
+            NATIVE,
+            NATIVE,
+            (
+                "bfloat16 is native on Device; float16 is native too, but bfloat16 has the range of"
+                " float32 and needs no loss scaling."
+            ),
+        ),
+        (
+            NONE,
+            NATIVE,
+            (
+                "bfloat16 is native on Device; bfloat16 has the range of float32 and needs no loss"
+                " scaling."
+            ),
+        ),
+        (
+            NATIVE,
+            SLOW,
+            (
+                "float16 is native on Device and bfloat16 is slow; train with loss scaling, since"
+                " float16 has a short range."
+            ),
+        ),
+        (
+            NATIVE,
+            NONE,
+            (
+                "float16 is native on Device and bfloat16 is unsupported; train with loss scaling,"
+                " since float16 has a short range."
+            ),
+        ),
+        (
+            SLOW,
+            SLOW,
+            "bfloat16 is slow on Device: torch emulates it. Expect it to be slower than float32.",
+        ),
+        (
+            SLOW,
+            NONE,
+            "float16 is slow on Device: torch emulates it. Expect it to be slower than float32.",
+        ),
     ],
 )
 def test_the_choice_says_why_in_a_sentence(float16, bfloat16, reason):
@@ -64,13 +100,19 @@ def test_float32_is_supported_everywhere():
 
 
 def test_a_dtype_that_is_no_choice_is_refused():
-    with pytest.raises(PolicyError, match=r"dtype='int8'.*Choose one of: float16, bfloat16, float32"):
+    with pytest.raises(
+        PolicyError, match=r"dtype='int8'.*Choose one of: float16, bfloat16, float32"
+    ):
         device(NATIVE, NATIVE).support("int8")
 
 
 @pytest.mark.parametrize(
     ("float16", "bfloat16", "fast"),
-    [(NATIVE, NATIVE, (torch.float16, torch.bfloat16)), (SLOW, NATIVE, (torch.bfloat16,)), (SLOW, NONE, ())],
+    [
+        (NATIVE, NATIVE, (torch.float16, torch.bfloat16)),
+        (SLOW, NATIVE, (torch.bfloat16,)),
+        (SLOW, NONE, ()),
+    ],
 )
 def test_fast_lists_the_native_dtypes(float16, bfloat16, fast):
     assert device(float16, bfloat16).native_dtypes == fast
@@ -82,7 +124,10 @@ def test_a_person_can_read_it():
         "NVIDIA T4 (cuda, 7.5)",
         "  float16   native       it has instructions for it",
         "  bfloat16  slow         torch emulates it",
-        "  auto      float16      float16 is native on NVIDIA T4 and bfloat16 is slow; train with loss scaling, since float16 has a short range.",
+        (
+            "  auto      float16      float16 is native on NVIDIA T4 and bfloat16 is slow; train"
+            " with loss scaling, since float16 has a short range."
+        ),
     ]
 
 

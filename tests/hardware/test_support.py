@@ -79,7 +79,10 @@ def test_rocm_is_judged_by_architecture(architecture, expected):
     ],
 )
 def test_xpu_is_judged_by_its_properties(features, expected):
-    assert words(DeviceFacts("xpu", "Intel GPU", Backend.XPU, features=frozenset(features))) == expected
+    assert (
+        words(DeviceFacts("xpu", "Intel GPU", Backend.XPU, features=frozenset(features)))
+        == expected
+    )
 
 
 @pytest.mark.parametrize(
@@ -120,7 +123,10 @@ def test_a_cpu_is_judged_by_its_instructions(features, expected):
 def test_a_cpu_says_which_instructions_it_uses_and_which_it_lacks():
     found = judge(cpu("avx512_bf16", "amx_bf16"))
     assert found.bfloat16.reason == "this CPU has AMX-BF16 instructions"
-    assert found.float16.reason == "this CPU has no AMX-FP16 or AVX512-FP16 instructions, so torch emulates it in software"
+    assert (
+        found.float16.reason
+        == "this CPU has no AMX-FP16 or AVX512-FP16 instructions, so torch emulates it in software"
+    )
     assert "FEAT_BF16" in judge(cpu("neon")).bfloat16.reason
 
 
@@ -135,7 +141,10 @@ def test_a_cpu_says_which_instructions_it_uses_and_which_it_lacks():
         ({"bfloat16": False}, ("native", "unsupported")),
         ({"bfloat16": True}, ("native", "native")),
         ({"bfloat16": True, "native_bfloat16": False}, ("native", "slow")),
-        ({"bfloat16": True, "native_bfloat16": True, "dtypes": frozenset({torch.float16})}, ("native", "native")),
+        (
+            {"bfloat16": True, "native_bfloat16": True, "dtypes": frozenset({torch.float16})},
+            ("native", "native"),
+        ),
     ],
 )
 def test_any_other_back_end_is_believed(facts, expected):
@@ -143,15 +152,22 @@ def test_any_other_back_end_is_believed(facts, expected):
 
 
 def test_a_back_end_is_named_in_what_it_is_believed_to_have_said():
-    assert judge(npu(bfloat16=False)).bfloat16.reason == "the npu back end says that it lacks bfloat16"
+    assert (
+        judge(npu(bfloat16=False)).bfloat16.reason == "the npu back end says that it lacks bfloat16"
+    )
     assert judge(npu(autocast=False)).float16.reason == "torch has no autocast for 'npu' devices"
 
 
 @pytest.mark.parametrize("backend", list(Backend))
 def test_an_absent_device_supports_nothing_and_says_why(backend):
-    found = judge(DeviceFacts("cuda", "no CUDA device", backend, absent="no CUDA device is visible"))
+    found = judge(
+        DeviceFacts("cuda", "no CUDA device", backend, absent="no CUDA device is visible")
+    )
     assert found.float16 == found.bfloat16
-    assert (found.float16.label, found.float16.reason) == ("unsupported", "no CUDA device is visible")
+    assert (found.float16.label, found.float16.reason) == (
+        "unsupported",
+        "no CUDA device is visible",
+    )
 
 
 @pytest.mark.parametrize("backend", list(Backend))

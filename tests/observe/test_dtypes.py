@@ -60,7 +60,11 @@ def test_rows_are_sorted_plain_values_and_sum_up_by_dtype():
         x.exp()
         x.exp()
         x.double().exp()
-    assert counts.rows() == (DtypeCount("_to_copy", "float64", 1), DtypeCount("exp", "float32", 2), DtypeCount("exp", "float64", 1))
+    assert counts.rows() == (
+        DtypeCount("_to_copy", "float64", 1),
+        DtypeCount("exp", "float32", 2),
+        DtypeCount("exp", "float64", 1),
+    )
     assert counts.by_dtype() == {"float64": 2, "float32": 2}
 
 

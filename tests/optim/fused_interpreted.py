@@ -21,35 +21,57 @@ def on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_launch, "has_triton", lambda _: True)
 
 
-PAIRS = [(kind, half) for kind in step_cases.KINDS for half in step_cases.HALVES if step_cases.fits(kind, half)]
+PAIRS = [
+    (kind, half)
+    for kind in step_cases.KINDS
+    for half in step_cases.HALVES
+    if step_cases.fits(kind, half)
+]
 # Every optimizer, every kind of master: the product of both is run on a GPU.
-CASES = [(name, *pair) for name in step_cases.OPTIMIZERS for pair in (PAIRS if name == "AdamW" else [("split", torch.bfloat16)])]
+CASES = [
+    (name, *pair)
+    for name in step_cases.OPTIMIZERS
+    for pair in (PAIRS if name == "AdamW" else [("split", torch.bfloat16)])
+]
 
 
 @pytest.mark.parametrize(("name", "kind", "half"), CASES)
-def test_weights_and_states_equal_the_float64_reference(name: str, kind: str, half: torch.dtype) -> None:
+def test_weights_and_states_equal_the_float64_reference(
+    name: str, kind: str, half: torch.dtype
+) -> None:
     step_cases.check_against_reference(name, kind, half, "cpu", fresh_seed() % 2**31)
 
 
 @pytest.mark.parametrize(("kind", "half"), [pair for pair in PAIRS if pair[0] != "stochastic"])
 def test_parameters_are_rounded_masters(kind: str, half: torch.dtype) -> None:
-    step_cases.check_that_parameters_are_rounded_masters("SGD", kind, half, "cpu", fresh_seed() % 2**31)
+    step_cases.check_that_parameters_are_rounded_masters(
+        "SGD", kind, half, "cpu", fresh_seed() % 2**31
+    )
 
 
-@pytest.mark.parametrize(("name", "kind", "half"), [("LAMB", "stochastic", torch.bfloat16), ("SGD momentum", "stochastic", torch.float16)])
-def test_the_fused_step_agrees_with_the_optimizers_own(name: str, kind: str, half: torch.dtype) -> None:
+@pytest.mark.parametrize(
+    ("name", "kind", "half"),
+    [("LAMB", "stochastic", torch.bfloat16), ("SGD momentum", "stochastic", torch.float16)],
+)
+def test_the_fused_step_agrees_with_the_optimizers_own(
+    name: str, kind: str, half: torch.dtype
+) -> None:
     step_cases.check_against_the_optimizers_own_step(name, kind, half, "cpu", fresh_seed() % 2**31)
 
 
 def small(kind: str = "float32", **options: object) -> step_cases.Training:
-    return step_cases.training("AdamW", kind, torch.bfloat16, "cpu", seed=fresh_seed() % 2**31, **options)
+    return step_cases.training(
+        "AdamW", kind, torch.bfloat16, "cpu", seed=fresh_seed() % 2**31, **options
+    )
 
 
 def test_a_write_past_the_version_counter_is_followed_where_it_covers_a_block() -> None:
     trained = small()
     trained.gradients()
     trained.step()
-    written = next(parameter for parameter in trained.masters if parameter.numel() > step_cases.CHUNK)
+    written = next(
+        parameter for parameter in trained.masters if parameter.numel() > step_cases.CHUNK
+    )
     averaged = torch.randn(written.shape).bfloat16()
     written.data.copy_(averaged)
     for parameter in trained.parameters:
@@ -64,8 +86,12 @@ def test_a_write_past_the_version_counter_is_followed_where_it_covers_a_block() 
     assert (followed == averaged.float()).float().mean() > 0.95
 
 
-@pytest.mark.parametrize(("kind", "name"), [("split", "AdamW"), ("kahan", "AdamW"), ("split", "LAMB")])
-def test_a_write_through_data_to_a_whole_parameter_drops_what_belonged_to_the_old_value(kind: str, name: str) -> None:
+@pytest.mark.parametrize(
+    ("kind", "name"), [("split", "AdamW"), ("kahan", "AdamW"), ("split", "LAMB")]
+)
+def test_a_write_through_data_to_a_whole_parameter_drops_what_belonged_to_the_old_value(
+    kind: str, name: str
+) -> None:
     step_cases.check_a_write_through_data(name, kind, torch.bfloat16, "cpu", fresh_seed() % 2**31)
 
 
@@ -73,7 +99,9 @@ def test_zeroed_elements_are_zero_though_their_remainder_is_not() -> None:
     trained = small("split")
     trained.gradients()
     trained.step()
-    masked = next(parameter for parameter in trained.masters if parameter.numel() > step_cases.CHUNK)
+    masked = next(
+        parameter for parameter in trained.masters if parameter.numel() > step_cases.CHUNK
+    )
     mask = torch.rand(masked.shape) < 0.5
     before = trained.masters.read(masked)
     masked.data.mul_(mask)
@@ -92,7 +120,9 @@ def test_a_write_that_torch_counts_is_followed_element_by_element(kind: str) -> 
         group.update(lr=0.0)
     trained.gradients()
     trained.step()
-    written = next(parameter for parameter in trained.masters if parameter.numel() > step_cases.CHUNK)
+    written = next(
+        parameter for parameter in trained.masters if parameter.numel() > step_cases.CHUNK
+    )
     before = trained.masters.read(written)
     with torch.no_grad():
         written[0, 5] = 42.0
@@ -100,8 +130,11 @@ def test_a_write_that_torch_counts_is_followed_element_by_element(kind: str) -> 
     after = trained.masters.read(written)
     assert after[0, 5].item() == 42.0
     before[0, 5] = 42.0
-    # A split or compensated weight knows only that it was written, not where: the others keep what the parameter shows.
-    assert torch.equal(after, before if kind == "float32" else before.bfloat16().float()) or step_cases.close(after, before.double(), 2.0**-8)
+    # A split or compensated weight knows only that it was written, not where: the others keep what
+    # the parameter shows.
+    assert torch.equal(
+        after, before if kind == "float32" else before.bfloat16().float()
+    ) or step_cases.close(after, before.double(), 2.0**-8)
 
 
 def test_a_scaler_steps_and_clips_in_two_passes() -> None:
@@ -114,7 +147,9 @@ def test_a_scaler_steps_and_clips_in_two_passes() -> None:
     scaler.update()
     assert not result.skipped
     assert abs(trained.bound.grad_norm.item() - norm) <= 1e-5 * norm
-    assert all(step_cases.close(got, value) for got, value in zip(trained.exact(), values, strict=True))
+    assert all(
+        step_cases.close(got, value) for got, value in zip(trained.exact(), values, strict=True)
+    )
 
 
 def test_a_scaler_names_the_parameter_that_spoiled_a_clipped_step() -> None:
@@ -138,9 +173,14 @@ def test_gradients_that_move_and_parameters_without_one_are_followed() -> None:
         if missing is not None:
             trained.parameters[missing].grad = None
         held = trained.exact()
-        steps = [int(trained.optimizer.state[parameter].get("step", 0)) for parameter in trained.parameters]
+        steps = [
+            int(trained.optimizer.state[parameter].get("step", 0))
+            for parameter in trained.parameters
+        ]
         trained.step()
-        for place, (parameter, before, after) in enumerate(zip(trained.parameters, held, trained.exact(), strict=True)):
+        for place, (parameter, before, after) in enumerate(
+            zip(trained.parameters, held, trained.exact(), strict=True)
+        ):
             moved = place != missing
             assert int(trained.optimizer.state[parameter].get("step", 0)) == steps[place] + moved
             assert parameter.numel() == 0 or torch.equal(before, after) is not moved
@@ -156,7 +196,9 @@ def test_momentum_that_is_switched_on_later_starts_then() -> None:
         trained.gradients()
         values, _, _ = step_cases.wanted(trained, steps, 1.0, None)
         trained.step()
-        assert all(step_cases.close(got, value) for got, value in zip(trained.exact(), values, strict=True))
+        assert all(
+            step_cases.close(got, value) for got, value in zip(trained.exact(), values, strict=True)
+        )
 
 
 def test_a_replaced_state_is_used() -> None:
@@ -165,10 +207,14 @@ def test_a_replaced_state_is_used() -> None:
     trained.step()
     for parameter in trained.parameters:
         state = trained.optimizer.state[parameter]
-        trained.optimizer.state[parameter] = {name: tensor.clone().zero_() for name, tensor in state.items()}
+        trained.optimizer.state[parameter] = {
+            name: tensor.clone().zero_() for name, tensor in state.items()
+        }
     values, _, _ = step_cases.wanted(trained, 1, 1.0, None)
     trained.step()
-    assert all(step_cases.close(got, value) for got, value in zip(trained.exact(), values, strict=True))
+    assert all(
+        step_cases.close(got, value) for got, value in zip(trained.exact(), values, strict=True)
+    )
 
 
 def test_gradients_of_other_strides_are_laid_out_as_their_parameters() -> None:
@@ -179,19 +225,24 @@ def test_gradients_of_other_strides_are_laid_out_as_their_parameters() -> None:
             parameter.grad = parameter.grad.mT.contiguous().mT
     values, _, _ = step_cases.wanted(trained, 1, 1.0, None)
     trained.step()
-    assert all(step_cases.close(got, value) for got, value in zip(trained.exact(), values, strict=True))
+    assert all(
+        step_cases.close(got, value) for got, value in zip(trained.exact(), values, strict=True)
+    )
 
 
 def test_a_learning_rate_in_a_tensor_and_one_that_changes_are_read() -> None:
     trained = small()
-    # A step of a weight's own length cancels it, and what float32 leaves is then no longer exact to the bound: with rates from 0.5 on in 17 of 1,000 draws.
+    # A step of a weight's own length cancels it, and what float32 leaves is then no longer exact to
+    # the bound: with rates from 0.5 on in 17 of 1,000 draws.
     for steps, rate in ((1, 0.05), (2, torch.tensor(0.025)), (3, torch.tensor(0.0125)), (4, 0.01)):
         for group in trained.optimizer.param_groups:
             group["lr"] = rate
         trained.gradients()
         values, _, _ = step_cases.wanted(trained, steps, 1.0, None)
         trained.step()
-        assert all(step_cases.close(got, value) for got, value in zip(trained.exact(), values, strict=True))
+        assert all(
+            step_cases.close(got, value) for got, value in zip(trained.exact(), values, strict=True)
+        )
 
 
 def test_the_same_seed_draws_the_same_roundings_and_another_step_others() -> None:
@@ -202,7 +253,11 @@ def test_the_same_seed_draws_the_same_roundings_and_another_step_others() -> Non
         for _ in range(2):
             trained.gradients()
             trained.step()
-            shown.append(torch.cat([parameter.detach().flatten().float() for parameter in trained.parameters]))
+            shown.append(
+                torch.cat(
+                    [parameter.detach().flatten().float() for parameter in trained.parameters]
+                )
+            )
         runs.append(shown)
     assert torch.equal(runs[0][0], runs[1][0])
     assert torch.equal(runs[0][1], runs[1][1])
@@ -219,10 +274,18 @@ def test_the_check_and_the_step_read_one_set_of_gradients(monkeypatch: pytest.Mo
     trained = small()
     read = []
     gradients_on = LaunchPlan.gradients_on
-    monkeypatch.setattr(LaunchPlan, "gradients_on", lambda self, device, gradients: read.append(list(gradients)) or gradients_on(self, device, gradients))
+    monkeypatch.setattr(
+        LaunchPlan,
+        "gradients_on",
+        lambda self, device, gradients: (
+            read.append(list(gradients)) or gradients_on(self, device, gradients)
+        ),
+    )
     with_transposed_gradients(trained)
     flags: dict[torch.device, torch.Tensor] = {}
-    assert trained.bound.check(torch.ones(()), flags, FlaggedSource(ParameterNames(), trained.optimizer))
+    assert trained.bound.check(
+        torch.ones(()), flags, FlaggedSource(ParameterNames(), trained.optimizer)
+    )
     trained.bound.step(torch.ones(()), flags[torch.device("cpu")])
     assert len(read) == 1
 
@@ -267,7 +330,10 @@ def test_a_parameter_that_joins_a_group_in_place_gets_a_master() -> None:
             optimizer.param_groups[0]["params"].extend([model.weight])
         # What a captured step looks at before it is replayed.
         grounds.append(optimizer._bound.recapture_key())
-        model.weight.grad, model.bias.grad = torch.ones_like(model.weight), torch.ones_like(model.bias)
+        model.weight.grad, model.bias.grad = (
+            torch.ones_like(model.weight),
+            torch.ones_like(model.bias),
+        )
         optimizer.step()
     assert grounds[1] != grounds[0]
     assert mezzo.undecorate(model).weight.mean().item() == pytest.approx(1 - 40e-4, abs=1e-5)

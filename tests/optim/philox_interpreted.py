@@ -40,11 +40,15 @@ def test_words_of_a_place_and_a_step_are_equal() -> None:
         seed = int(torch.randint(2**62, (), generator=generator))
         got = torch.zeros(1024, dtype=torch.int32)
         _words[(1,)](got, seed, place, step, 1024)
-        assert torch.equal(unsigned(got), philox(seed, 1024, place, step, torch.device("cpu"))), told
+        assert torch.equal(unsigned(got), philox(seed, 1024, place, step, torch.device("cpu"))), (
+            told
+        )
 
 
 def test_tritons_randint_is_the_stream_of_place_and_step_zero() -> None:
-    seed = int(torch.randint(2**62, (), generator=torch.Generator().manual_seed(told := fresh_seed())))
+    seed = int(
+        torch.randint(2**62, (), generator=torch.Generator().manual_seed(told := fresh_seed()))
+    )
     got = torch.zeros(1024, dtype=torch.int32)
     _integers[(1,)](got, seed, 1024)
     assert torch.equal(unsigned(got), philox(seed, 1024, 0, 0, torch.device("cpu"))), told

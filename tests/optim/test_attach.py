@@ -28,9 +28,21 @@ class Inherits(Renamed):
 
 @pytest.mark.parametrize("kind", [*ALGORITHMS, Renamed], ids=lambda kind: kind.__name__)
 def test_known_optimizers_get_the_fused_step(kind: type[torch.optim.Optimizer]) -> None:
-    assert type(bind_optimizer(kind([torch.nn.Parameter(torch.ones(2))], lr=0.1), MasterWeights())) is FusedBinding
+    assert (
+        type(bind_optimizer(kind([torch.nn.Parameter(torch.ones(2))], lr=0.1), MasterWeights()))
+        is FusedBinding
+    )
 
 
-@pytest.mark.parametrize("kind", [torch.optim.RMSprop, torch.optim.NAdam, Careful, Inherits], ids=lambda kind: kind.__name__)
-def test_others_and_subclasses_get_their_own_over_stand_ins(kind: type[torch.optim.Optimizer]) -> None:
-    assert type(bind_optimizer(kind([torch.nn.Parameter(torch.ones(2))], lr=0.1), MasterWeights())) is OptimizerBinding
+@pytest.mark.parametrize(
+    "kind",
+    [torch.optim.RMSprop, torch.optim.NAdam, Careful, Inherits],
+    ids=lambda kind: kind.__name__,
+)
+def test_others_and_subclasses_get_their_own_over_stand_ins(
+    kind: type[torch.optim.Optimizer],
+) -> None:
+    assert (
+        type(bind_optimizer(kind([torch.nn.Parameter(torch.ones(2))], lr=0.1), MasterWeights()))
+        is OptimizerBinding
+    )

@@ -28,7 +28,9 @@ Make = Callable[[Any], torch.optim.Optimizer]
 OPTIMIZERS: dict[str, Make] = {
     "SGD": lambda p: torch.optim.SGD(p, lr=0.1, weight_decay=0.01),
     "SGD momentum": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, dampening=0.3),
-    "SGD nesterov": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.1),
+    "SGD nesterov": lambda p: torch.optim.SGD(
+        p, lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.1
+    ),
     "SGD maximize": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.5, maximize=True),
     "SGD foreach": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.5, foreach=True),
     "SGD fused": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.5, fused=True),
@@ -37,7 +39,9 @@ OPTIMIZERS: dict[str, Make] = {
     "Adam fused": lambda p: torch.optim.Adam(p, lr=0.01, fused=True),
     "AdamW": lambda p: torch.optim.AdamW(p, lr=0.01, weight_decay=0.1),
     "AdamW amsgrad": lambda p: torch.optim.AdamW(p, lr=0.01, amsgrad=True),
-    "Adagrad": lambda p: torch.optim.Adagrad(p, lr=0.1, lr_decay=0.1, initial_accumulator_value=0.1),
+    "Adagrad": lambda p: torch.optim.Adagrad(
+        p, lr=0.1, lr_decay=0.1, initial_accumulator_value=0.1
+    ),
     "RMSprop": lambda p: torch.optim.RMSprop(p, lr=0.01, momentum=0.9, centered=True),
     "NAdam": lambda p: torch.optim.NAdam(p, lr=0.01),
     "Adadelta": lambda p: torch.optim.Adadelta(p, lr=0.5),
@@ -48,19 +52,28 @@ OPTIMIZERS: dict[str, Make] = {
 SHAPES = [(4, 5), (7,), (), (0,), (2, 3, 2, 2)]
 
 every_optimizer = pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS)
-exact_masters = pytest.mark.parametrize(("master", "half"), [("float32", torch.bfloat16), ("float32", torch.float16), ("split", torch.bfloat16)])
-every_master = pytest.mark.parametrize("master", ["float32", "split", "kahan", "stochastic", "none"])
+exact_masters = pytest.mark.parametrize(
+    ("master", "half"),
+    [("float32", torch.bfloat16), ("float32", torch.float16), ("split", torch.bfloat16)],
+)
+every_master = pytest.mark.parametrize(
+    "master", ["float32", "split", "kahan", "stochastic", "none"]
+)
 
 
 class Twins:
     """The same weights twice: 16-bit ones whose optimizer is bound, and float32 ones whose optimizer is plain."""
 
-    def __init__(self, make: Make, master: str, half: torch.dtype = torch.bfloat16, **settings: Any) -> None:
+    def __init__(
+        self, make: Make, master: str, half: torch.dtype = torch.bfloat16, **settings: Any
+    ) -> None:
         self.seed, self.half = fresh_seed(), half
         self.generator = torch.Generator().manual_seed(self.seed)
         values = [torch.randn(shape, generator=self.generator) for shape in SHAPES]
         values[-1] = values[-1].to(memory_format=torch.channels_last)
-        self.halves, self.wholes = ([nn.Parameter(value.clone()) for value in values] for _ in range(2))
+        self.halves, self.wholes = (
+            [nn.Parameter(value.clone()) for value in values] for _ in range(2)
+        )
         self.optimizer, self.plain = make(self.halves), make(self.wholes)
         self.masters = MasterWeights(master, seed=3)
         for parameter in self.halves:
@@ -79,21 +92,33 @@ class Twins:
             optimizer.step()
 
     def are_equal(self) -> bool:
-        return all(same_bits(self.masters.read(half), whole.detach()) for half, whole in zip(self.halves, self.wholes, strict=True))
+        return all(
+            same_bits(self.masters.read(half), whole.detach())
+            for half, whole in zip(self.halves, self.wholes, strict=True)
+        )
 
 
 def snapshot(optimizer: torch.optim.Optimizer, masters: MasterWeights) -> Any:
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    beside = [masters.companion_tensor(parameter) if parameter in masters else None for parameter in parameters]
+    beside = [
+        masters.companion_tensor(parameter) if parameter in masters else None
+        for parameter in parameters
+    ]
     return copy.deepcopy((parameters, beside, optimizer.state_dict()))
 
 
 def equal(first: Any, second: Any) -> bool:
     """Equal all the way down, tensors by their bits."""
     if isinstance(first, torch.Tensor):
-        return isinstance(second, torch.Tensor) and first.dtype is second.dtype and torch.equal(first.detach(), second.detach())
+        return (
+            isinstance(second, torch.Tensor)
+            and first.dtype is second.dtype
+            and torch.equal(first.detach(), second.detach())
+        )
     if isinstance(first, dict):
-        return first.keys() == second.keys() and all(equal(first[name], second[name]) for name in first)
+        return first.keys() == second.keys() and all(
+            equal(first[name], second[name]) for name in first
+        )
     if isinstance(first, list | tuple):
         return len(first) == len(second) and all(map(equal, first, second))
     return bool(first == second)
@@ -105,12 +130,14 @@ def told(optimizer: torch.optim.Optimizer, scale: float | None, *, bad: bool = F
     optimizer.found_inf = torch.tensor(float(bad))
 
 
-# -- exactness -----------------------------------------------------------------------------------------------------------------------------------
+# -- exactness -------------------------------------------------------------------------------------
 
 
 @every_optimizer
 @exact_masters
-def test_weights_are_those_of_the_same_optimizer_in_float32(make: Make, master: str, half: torch.dtype):
+def test_weights_are_those_of_the_same_optimizer_in_float32(
+    make: Make, master: str, half: torch.dtype
+):
     twins = Twins(make, master, half)
     for _ in range(5):
         twins.give()
@@ -128,7 +155,9 @@ def test_with_a_compensation_a_value_is_within_half_a_step_of_its_parameter(make
         for parameter in twins.halves:
             size = parameter.detach().abs()
             step = torch.nextafter(size, torch.full_like(size, torch.inf)).float() - size.float()
-            assert bool(((twins.masters.read(parameter) - parameter.float()).abs() <= step / 2).all()), twins.seed
+            assert bool(
+                ((twins.masters.read(parameter) - parameter.float()).abs() <= step / 2).all()
+            ), twins.seed
 
 
 @every_optimizer
@@ -153,14 +182,19 @@ def test_the_state_is_float32_and_keyed_by_the_parameters(make: Make):
     assert set(twins.optimizer.state) <= set(twins.halves)
     state = twins.optimizer.state_dict()
     # What mezzo adds to it is not torch's.
-    state["state"] = {number: own for number, held in state["state"].items() if (own := without_companion(held))}
+    state["state"] = {
+        number: own for number, held in state["state"].items() if (own := without_companion(held))
+    }
     assert equal(state, twins.plain.state_dict()), twins.seed
 
 
 @every_master
 def test_updates_too_small_for_16_bits_are_kept_where_there_is_a_master(master: str):
     parameter = nn.Parameter(torch.ones(2000))
-    optimizer, masters = torch.optim.SGD([parameter], lr=2.0**-12), MasterWeights(master, seed=fresh_seed())
+    optimizer, masters = (
+        torch.optim.SGD([parameter], lr=2.0**-12),
+        MasterWeights(master, seed=fresh_seed()),
+    )
     masters.adopt(parameter, torch.bfloat16)
     OptimizerBinding(optimizer, masters)
     for _ in range(256):
@@ -176,7 +210,10 @@ def test_updates_too_small_for_16_bits_are_kept_where_there_is_a_master(master: 
 def test_draws_repeat_with_the_seed_and_differ_from_step_to_step_and_place_to_place():
     def drawn(seed: int) -> list[torch.Tensor]:
         parameters = [nn.Parameter(torch.ones(500)) for _ in range(2)]
-        optimizer, masters = torch.optim.SGD(parameters, lr=2.0**-10), MasterWeights("stochastic", seed=seed)
+        optimizer, masters = (
+            torch.optim.SGD(parameters, lr=2.0**-10),
+            MasterWeights("stochastic", seed=seed),
+        )
         for parameter in parameters:
             masters.adopt(parameter, torch.bfloat16)
         OptimizerBinding(optimizer, masters)
@@ -192,7 +229,9 @@ def test_draws_repeat_with_the_seed_and_differ_from_step_to_step_and_place_to_pl
     first, second = drawn(5), drawn(5)
     assert all(map(torch.equal, first, second))
     streams = [*first, drawn(6)[0]]
-    assert not any(torch.equal(one, other) for place, one in enumerate(streams) for other in streams[:place])
+    assert not any(
+        torch.equal(one, other) for place, one in enumerate(streams) for other in streams[:place]
+    )
 
 
 def test_strangers_writes_between_steps_are_followed():
@@ -208,13 +247,18 @@ def test_strangers_writes_between_steps_are_followed():
         assert masters.read(parameter).tolist() == [0.5 - 2.0**-10] * 3
 
 
-# -- groups and gradients ------------------------------------------------------------------------------------------------------------------------
+# -- groups and gradients --------------------------------------------------------------------------
 
 
 def test_groups_have_their_own_values():
     def make(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
         return torch.optim.AdamW(
-            [{"params": parameters[:2], "lr": 0.1, "weight_decay": 0.0}, {"params": parameters[2:], "betas": (0.5, 0.6)}], lr=0.01, weight_decay=0.2
+            [
+                {"params": parameters[:2], "lr": 0.1, "weight_decay": 0.0},
+                {"params": parameters[2:], "betas": (0.5, 0.6)},
+            ],
+            lr=0.01,
+            weight_decay=0.2,
         )
 
     twins = Twins(make, "split")
@@ -224,10 +268,14 @@ def test_groups_have_their_own_values():
     assert twins.are_equal(), twins.seed
 
 
-@pytest.mark.parametrize("name", [name for name in OPTIMIZERS if name != "SGD fused"])  # torch's raises where a gradient comes later than others
+# Torch's raises where a gradient comes later than others.
+@pytest.mark.parametrize("name", [name for name in OPTIMIZERS if name != "SGD fused"])
 def test_parameters_without_gradients_are_left_alone(name: str):
     twins = Twins(OPTIMIZERS[name], "split")
-    before, versions = snapshot(twins.optimizer, twins.masters), [parameter._version for parameter in twins.halves]
+    before, versions = (
+        snapshot(twins.optimizer, twins.masters),
+        [parameter._version for parameter in twins.halves],
+    )
     for _ in range(2):
         twins.give(without=1)
         twins.step()
@@ -262,7 +310,9 @@ def test_float32_parameters_beside_16_bit_ones_are_stepped_as_ever(make: Make):
         plain.step()
     assert [half.dtype for half in halves] == [torch.float32, torch.bfloat16, torch.float32]
     for half, whole in zip(halves, wholes, strict=True):
-        assert same_bits(masters.read(half) if half in masters else half.detach(), whole.detach()), seed
+        assert same_bits(
+            masters.read(half) if half in masters else half.detach(), whole.detach()
+        ), seed
 
 
 def test_gradients_may_be_float32():
@@ -278,7 +328,10 @@ def test_gradients_may_be_float32():
 def test_sparse_gradients_reach_an_optimizer_that_takes_them():
     embedding, whole = nn.Embedding(5, 3, sparse=True), nn.Embedding(5, 3, sparse=True)
     whole.load_state_dict(embedding.state_dict())
-    (optimizer, plain), masters = (torch.optim.SGD(each.parameters(), lr=0.1) for each in (embedding, whole)), MasterWeights("split")
+    (optimizer, plain), masters = (
+        (torch.optim.SGD(each.parameters(), lr=0.1) for each in (embedding, whole)),
+        MasterWeights("split"),
+    )
     masters.adopt(embedding.weight, torch.bfloat16)
     OptimizerBinding(optimizer, masters)
     for each, factor in ((embedding, 2.0), (whole, 1.0)):
@@ -309,7 +362,7 @@ def test_gradients_are_left_as_they_were():
         assert all(map(torch.equal, before, [parameter.grad for parameter in twins.halves]))
 
 
-# -- scale and skip ------------------------------------------------------------------------------------------------------------------------------
+# -- scale and skip --------------------------------------------------------------------------------
 
 
 @every_optimizer
@@ -344,7 +397,10 @@ def test_after_a_skip_training_goes_on_as_if_nothing_had_happened(master: str):
         with_skip.optimizer.step()
         if step != 2:
             without.optimizer.step()
-    assert equal(snapshot(with_skip.optimizer, with_skip.masters), snapshot(without.optimizer, without.masters)), with_skip.seed
+    assert equal(
+        snapshot(with_skip.optimizer, with_skip.masters),
+        snapshot(without.optimizer, without.masters),
+    ), with_skip.seed
 
 
 @every_optimizer
@@ -370,7 +426,10 @@ def test_what_the_optimizer_is_told_stays_when_its_step_raises():
     with pytest.raises(ValueError):
         twins.optimizer.step()
     twins.optimizer.param_groups[0]["betas"] = before[2]["param_groups"][0]["betas"]
-    assert all(one is other for one, other in zip(twins.optimizer.param_groups[0]["params"], twins.halves, strict=True))
+    assert all(
+        one is other
+        for one, other in zip(twins.optimizer.param_groups[0]["params"], twins.halves, strict=True)
+    )
     assert (twins.optimizer.grad_scale.item(), twins.optimizer.found_inf.item()) == (8.0, 0.0)
     assert equal(snapshot(twins.optimizer, twins.masters), before)
 
@@ -410,7 +469,9 @@ def test_only_16_bit_gradients_are_widened_to_be_unscaled():
     scaler.unscale_(twins.optimizer)
     assert torch.equal(twins.halves[0].grad, wide / 4)
     assert twins.halves[1].grad is None
-    assert {parameter.grad.dtype for parameter in twins.halves if parameter.grad is not None} == {torch.float32}
+    assert {parameter.grad.dtype for parameter in twins.halves if parameter.grad is not None} == {
+        torch.float32
+    }
 
 
 @every_optimizer
@@ -464,7 +525,7 @@ def test_torchs_scaler_is_understood_too():
     assert masters.read(parameter).tolist() == [-(2.0**-30)] * 3
 
 
-# -- clipping ------------------------------------------------------------------------------------------------------------------------------------
+# -- clipping --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("clip_norm", [0.5, 1e6])
@@ -501,7 +562,7 @@ def test_clipping_beside_float32_parameters_leaves_their_gradients_as_they_were(
     assert whole.tolist() == pytest.approx([1.0 - 4.0 / 50**0.5] * 2, rel=1e-5)
 
 
-# -- hooks, schedulers, closures -----------------------------------------------------------------------------------------------------------------
+# -- hooks, schedulers, closures -------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("when", ["before", "after"])
@@ -538,7 +599,11 @@ def test_hooks_of_every_optimizer_run_once():
 @pytest.mark.parametrize("when", ["before", "after", "both"])
 def test_schedulers_advance_without_a_warning_whenever_they_were_made(when: str):
     parameter = nn.Parameter(torch.ones(2))
-    optimizer, masters, schedulers = torch.optim.SGD([parameter], lr=0.5), MasterWeights("split"), []
+    optimizer, masters, schedulers = (
+        torch.optim.SGD([parameter], lr=0.5),
+        MasterWeights("split"),
+        [],
+    )
     if when in {"before", "both"}:
         schedulers.append(StepLR(optimizer, 1, 0.5))
     masters.adopt(parameter, torch.bfloat16)
@@ -562,7 +627,9 @@ def test_a_scheduler_that_goes_first_is_still_warned_about():
         scheduler.step()
 
 
-@pytest.mark.parametrize("name", ["SGD", "Adam", "AdamW", "Adagrad", "Lion", "LAMB", "RMSprop", "NAdam"])
+@pytest.mark.parametrize(
+    "name", ["SGD", "Adam", "AdamW", "Adagrad", "Lion", "LAMB", "RMSprop", "NAdam"]
+)
 def test_a_closure_is_evaluated_once_before_the_step(name: str):
     parameter = nn.Parameter(torch.ones(2))
     optimizer, masters, calls = OPTIMIZERS[name]([parameter]), MasterWeights("split"), []
@@ -586,11 +653,17 @@ def test_a_closure_that_would_be_evaluated_in_between_is_refused_with_the_reason
     optimizer, masters = torch.optim.LBFGS([parameter]), MasterWeights("split")
     masters.adopt(parameter, torch.bfloat16)
     OptimizerBinding(optimizer, masters)
-    with pytest.raises(UnsupportedError, match=r"LBFGS\.step\(closure\) over 16-bit parameters would evaluate the closure while .*then call step\(\)"):
+    with pytest.raises(
+        UnsupportedError,
+        match=(
+            r"LBFGS\.step\(closure\) over 16-bit parameters would evaluate the closure while .*then"
+            r" call step\(\)"
+        ),
+    ):
         optimizer.step(lambda: parameter.sum())
 
 
-# -- unbinding -----------------------------------------------------------------------------------------------------------------------------------
+# -- unbinding -------------------------------------------------------------------------------------
 
 
 def taken_back(twins: Twins) -> None:
@@ -631,7 +704,11 @@ def test_hooks_and_schedulers_survive_unbinding(when: str):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         scheduler.step()
-    assert (calls, parameter.tolist(), optimizer.param_groups[0]["lr"]) == (["after"], [0.5, 0.5], 0.25)
+    assert (calls, parameter.tolist(), optimizer.param_groups[0]["lr"]) == (
+        ["after"],
+        [0.5, 0.5],
+        0.25,
+    )
 
 
 def test_an_optimizer_can_be_bound_again():

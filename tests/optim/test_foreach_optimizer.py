@@ -98,14 +98,30 @@ def test_maximize_climbs_what_else_descends(kind: type[torch.optim.Optimizer]):
 def test_groups_have_their_own_values(kind: type[torch.optim.Optimizer]):
     torch.manual_seed(seed := fresh_seed())
     values, gradients = [torch.randn(4) for _ in range(3)], [torch.randn(4) for _ in range(3)]
-    settings = [{"lr": 0.1, "weight_decay": 0.0}, {"lr": 0.01, "betas": (0.5, 0.6)}, {"lr": 0.2, "maximize": True}]
+    settings = [
+        {"lr": 0.1, "weight_decay": 0.0},
+        {"lr": 0.01, "betas": (0.5, 0.6)},
+        {"lr": 0.2, "maximize": True},
+    ]
 
     def made() -> list[nn.Parameter]:
-        return [with_gradient(value.clone(), gradient) for value, gradient in zip(values, gradients, strict=True)]
+        return [
+            with_gradient(value.clone(), gradient)
+            for value, gradient in zip(values, gradients, strict=True)
+        ]
 
     together, apart = made(), made()
-    optimizers = [kind([{"params": [parameter], **setting} for parameter, setting in zip(together, settings, strict=True)])]
-    optimizers += [kind([parameter], **setting) for parameter, setting in zip(apart, settings, strict=True)]
+    optimizers = [
+        kind(
+            [
+                {"params": [parameter], **setting}
+                for parameter, setting in zip(together, settings, strict=True)
+            ]
+        )
+    ]
+    optimizers += [
+        kind([parameter], **setting) for parameter, setting in zip(apart, settings, strict=True)
+    ]
     for _ in range(3):
         for optimizer in optimizers:
             optimizer.step()
@@ -122,8 +138,14 @@ def test_a_group_that_is_added_later_is_stepped(kind: type[torch.optim.Optimizer
     assert second.item() < 1.0
 
 
-def test_parameters_without_gradients_are_left_alone_and_get_no_state(kind: type[torch.optim.Optimizer]):
-    moved, still, frozen = with_gradient([1.0], [1.0]), nn.Parameter(torch.ones(1)), nn.Parameter(torch.ones(1), requires_grad=False)
+def test_parameters_without_gradients_are_left_alone_and_get_no_state(
+    kind: type[torch.optim.Optimizer],
+):
+    moved, still, frozen = (
+        with_gradient([1.0], [1.0]),
+        nn.Parameter(torch.ones(1)),
+        nn.Parameter(torch.ones(1), requires_grad=False),
+    )
     optimizer = kind([{"params": [moved, still]}, {"params": [frozen]}], lr=0.1)
     optimizer.step()
     assert moved.item() != 1.0
@@ -132,7 +154,11 @@ def test_parameters_without_gradients_are_left_alone_and_get_no_state(kind: type
 
 
 def test_empty_and_single_parameters_are_stepped_beside_others(kind: type[torch.optim.Optimizer]):
-    parameters = [with_gradient(torch.zeros(0), torch.zeros(0)), with_gradient(2.0, 1.0), with_gradient(torch.ones(2, 3), torch.ones(2, 3))]
+    parameters = [
+        with_gradient(torch.zeros(0), torch.zeros(0)),
+        with_gradient(2.0, 1.0),
+        with_gradient(torch.ones(2, 3), torch.ones(2, 3)),
+    ]
     optimizer = kind(parameters, lr=0.1)
     optimizer.step()
     assert parameters[0].shape == (0,)
@@ -143,12 +169,16 @@ def test_empty_and_single_parameters_are_stepped_beside_others(kind: type[torch.
 
 def test_dtypes_are_stepped_each_in_its_own(kind: type[torch.optim.Optimizer]):
     dtypes = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
-    parameters = [with_gradient(torch.ones(3, dtype=dtype), torch.ones(3, dtype=dtype)) for dtype in dtypes]
+    parameters = [
+        with_gradient(torch.ones(3, dtype=dtype), torch.ones(3, dtype=dtype)) for dtype in dtypes
+    ]
     optimizer = kind(parameters, lr=0.125, weight_decay=0.0)
     optimizer.step()
     for parameter, dtype in zip(parameters, dtypes, strict=True):
         assert optimizer.state[parameter]["exp_avg"].dtype is dtype
-        assert torch.allclose(parameter.double(), torch.full((3,), 0.875, dtype=torch.float64), atol=2e-3)
+        assert torch.allclose(
+            parameter.double(), torch.full((3,), 0.875, dtype=torch.float64), atol=2e-3
+        )
 
 
 def test_a_moment_lies_in_memory_as_its_parameter(kind: type[torch.optim.Optimizer]):
@@ -161,10 +191,16 @@ def test_a_moment_lies_in_memory_as_its_parameter(kind: type[torch.optim.Optimiz
 
 @pytest.mark.parametrize("shape", [(), (1,)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_a_rate_may_be_a_tensor(kind: type[torch.optim.Optimizer], shape: tuple[int, ...], dtype: torch.dtype):
+def test_a_rate_may_be_a_tensor(
+    kind: type[torch.optim.Optimizer], shape: tuple[int, ...], dtype: torch.dtype
+):
     model, other = network(seed := fresh_seed()), network(seed)
     train(model, kind(model.parameters(), lr=0.03, weight_decay=0.1), 5)
-    train(other, kind(other.parameters(), lr=torch.full(shape, 0.03, dtype=dtype), weight_decay=0.1), 5)
+    train(
+        other,
+        kind(other.parameters(), lr=torch.full(shape, 0.03, dtype=dtype), weight_decay=0.1),
+        5,
+    )
     for got, wanted in zip(weights(other), weights(model), strict=True):
         torch.testing.assert_close(got, wanted, rtol=1e-5, atol=1e-6, msg=str(seed))
 
@@ -172,7 +208,9 @@ def test_a_rate_may_be_a_tensor(kind: type[torch.optim.Optimizer], shape: tuple[
 @pytest.mark.parametrize("lr", [0.1, torch.tensor(0.1)])
 def test_schedulers_change_the_rate(kind: type[torch.optim.Optimizer], lr: float | torch.Tensor):
     parameter = with_gradient([1.0], [1.0])
-    optimizer = kind([parameter], lr=lr.clone() if isinstance(lr, torch.Tensor) else lr, weight_decay=0.0)
+    optimizer = kind(
+        [parameter], lr=lr.clone() if isinstance(lr, torch.Tensor) else lr, weight_decay=0.0
+    )
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.0)
     optimizer.step()
     moved = parameter.item()
@@ -222,14 +260,22 @@ def test_what_others_keep_in_the_state_does_no_harm(kind: type[torch.optim.Optim
     [
         ({"lr": -0.1}, r"lr=-0\.1: it must be at least 0"),
         ({"lr": math.nan}, r"lr=nan: it must be at least 0"),
-        ({"lr": torch.tensor([0.1, 0.2])}, r"lr=a tensor of 2 elements: it must be a number .* or a tensor that holds one"),
-        ({"betas": (0.9, 1.0)}, r"betas=\(0\.9, 1\.0\): it must be two numbers, each at least 0 and below 1"),
+        (
+            {"lr": torch.tensor([0.1, 0.2])},
+            r"lr=a tensor of 2 elements: it must be a number .* or a tensor that holds one",
+        ),
+        (
+            {"betas": (0.9, 1.0)},
+            r"betas=\(0\.9, 1\.0\): it must be two numbers, each at least 0 and below 1",
+        ),
         ({"betas": (-0.1, 0.9)}, "betas"),
         ({"betas": (0.9,)}, "betas"),
         ({"weight_decay": -1.0}, r"weight_decay=-1\.0: it must be at least 0"),
     ],
 )
-def test_values_that_cannot_be_meant_are_refused_and_what_is_allowed_is_said(kind: type[torch.optim.Optimizer], values: dict[str, Any], said: str):
+def test_values_that_cannot_be_meant_are_refused_and_what_is_allowed_is_said(
+    kind: type[torch.optim.Optimizer], values: dict[str, Any], said: str
+):
     parameter = nn.Parameter(torch.ones(1))
     with pytest.raises(ValueError, match=f"{kind.__name__} got .*{said}"):
         kind([parameter], **values)
@@ -242,12 +288,17 @@ def test_values_that_cannot_be_meant_are_refused_and_what_is_allowed_is_said(kin
 def test_sparse_gradients_are_refused_with_the_remedy(kind: type[torch.optim.Optimizer]):
     embedding = nn.Embedding(4, 2, sparse=True)
     embedding(torch.tensor([1])).sum().backward()
-    with pytest.raises(MezzoError, match=rf"{kind.__name__} takes dense real gradients, got a sparse .* sparse=False"):
+    with pytest.raises(
+        MezzoError,
+        match=rf"{kind.__name__} takes dense real gradients, got a sparse .* sparse=False",
+    ):
         kind(embedding.parameters()).step()
 
 
 def test_complex_gradients_are_refused_with_the_remedy(kind: type[torch.optim.Optimizer]):
-    parameter = with_gradient(torch.ones(2, dtype=torch.complex64), torch.ones(2, dtype=torch.complex64))
+    parameter = with_gradient(
+        torch.ones(2, dtype=torch.complex64), torch.ones(2, dtype=torch.complex64)
+    )
     with pytest.raises(MezzoError, match=r"got a complex one.*view_as_real"):
         kind([parameter]).step()
     assert parameter.tolist() == [1.0, 1.0]

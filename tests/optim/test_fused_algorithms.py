@@ -15,11 +15,51 @@ def numbers(kind: type[torch.optim.Optimizer], **options: object) -> tuple[float
 
 
 def test_hyper_parameters_come_in_the_order_that_the_kernel_reads() -> None:
-    assert numbers(torch.optim.SGD, lr=0.1, momentum=0.9, dampening=0.25, weight_decay=0.5) == (0.1, 1.0, 0.5, 0.9, 0.75, 0.0, 0.0)
-    assert numbers(torch.optim.SGD, lr=0.1, momentum=0.9, nesterov=True, maximize=True) == (0.1, -1.0, 0, 0.9, 1.0, 0.0, 1.0)
-    assert numbers(torch.optim.Adam, lr=0.1, betas=(0.2, 0.3), eps=1e-4, weight_decay=0.5) == (0.1, 1.0, 0.5, 0.2, 0.3, 1e-4, 0.0)
-    assert numbers(torch.optim.AdamW, lr=0.1, betas=(0.2, 0.3), eps=1e-4, weight_decay=0.5) == (0.1, 1.0, 0.5, 0.2, 0.3, 1e-4, 1.0)
-    assert numbers(torch.optim.Adagrad, lr=0.1, lr_decay=0.2, eps=1e-4) == (0.1, 1.0, 0, 0.2, 0.0, 1e-4, 0.0)
+    assert numbers(torch.optim.SGD, lr=0.1, momentum=0.9, dampening=0.25, weight_decay=0.5) == (
+        0.1,
+        1.0,
+        0.5,
+        0.9,
+        0.75,
+        0.0,
+        0.0,
+    )
+    assert numbers(torch.optim.SGD, lr=0.1, momentum=0.9, nesterov=True, maximize=True) == (
+        0.1,
+        -1.0,
+        0,
+        0.9,
+        1.0,
+        0.0,
+        1.0,
+    )
+    assert numbers(torch.optim.Adam, lr=0.1, betas=(0.2, 0.3), eps=1e-4, weight_decay=0.5) == (
+        0.1,
+        1.0,
+        0.5,
+        0.2,
+        0.3,
+        1e-4,
+        0.0,
+    )
+    assert numbers(torch.optim.AdamW, lr=0.1, betas=(0.2, 0.3), eps=1e-4, weight_decay=0.5) == (
+        0.1,
+        1.0,
+        0.5,
+        0.2,
+        0.3,
+        1e-4,
+        1.0,
+    )
+    assert numbers(torch.optim.Adagrad, lr=0.1, lr_decay=0.2, eps=1e-4) == (
+        0.1,
+        1.0,
+        0,
+        0.2,
+        0.0,
+        1e-4,
+        0.0,
+    )
 
 
 def test_every_optimizer_gives_as_many_numbers_and_at_most_three_states() -> None:

@@ -27,7 +27,9 @@ def test_on_a_cpu_the_optimizers_own_step_runs(name: str) -> None:
         trained.gradients(8.0)
         values, _, _ = step_cases.wanted(trained, steps, 8.0, 2.0)
         trained.step(8.0, found=False)
-        assert all(step_cases.close(got, value) for got, value in zip(trained.exact(), values, strict=True))
+        assert all(
+            step_cases.close(got, value) for got, value in zip(trained.exact(), values, strict=True)
+        )
 
 
 def test_unbinding_leaves_steps_where_the_optimizers_own_wants_them() -> None:
@@ -35,5 +37,7 @@ def test_unbinding_leaves_steps_where_the_optimizers_own_wants_them() -> None:
     trained.gradients()
     trained.step()
     trained.bound.unbind()
-    assert {trained.optimizer.state[parameter]["step"].device.type for parameter in trained.parameters} == {"cpu"}
+    assert {
+        trained.optimizer.state[parameter]["step"].device.type for parameter in trained.parameters
+    } == {"cpu"}
     assert binding_of(trained.optimizer) is None

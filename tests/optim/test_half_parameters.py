@@ -56,7 +56,9 @@ def test_a_state_that_is_there_from_the_start_becomes_float32_too() -> None:
 def test_an_optimizer_that_steps_another_one_is_refused_before_anything_changes() -> None:
     weight = torch.nn.Parameter(torch.ones(1, dtype=torch.float16))
     optimizer = Lookahead(torch.optim.SGD([weight], lr=0.1))
-    with pytest.raises(mezzo.UnsupportedError, match=r"Lookahead steps another optimizer, \.optimizer \(SGD\)"):
+    with pytest.raises(
+        mezzo.UnsupportedError, match=r"Lookahead steps another optimizer, \.optimizer \(SGD\)"
+    ):
         bind_half_parameters(optimizer)
     assert optimizer_binding(optimizer) is None
     assert "step" not in vars(optimizer)

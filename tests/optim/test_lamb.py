@@ -15,18 +15,31 @@ from mezzo.optim.optimizers import LAMB
 SHAPES = [(3, 4), (5,), (), (0,), (2, 3, 2, 2)]
 
 
-def stepped(value: torch.Tensor, moments: tuple[torch.Tensor, torch.Tensor], gradient: torch.Tensor, count: int, settings: dict[str, Any]) -> torch.Tensor:
+def stepped(
+    value: torch.Tensor,
+    moments: tuple[torch.Tensor, torch.Tensor],
+    gradient: torch.Tensor,
+    count: int,
+    settings: dict[str, Any],
+) -> torch.Tensor:
     """The definition, in float64; the moments are updated in place."""
     (beta1, beta2), (moment, square) = settings["betas"], moments
     moment.copy_(beta1 * moment + (1 - beta1) * gradient)
     square.copy_(beta2 * square + (1 - beta2) * gradient * gradient)
-    direction = (moment / (1 - beta1**count)) / ((square / (1 - beta2**count)).sqrt() + settings["eps"]) + settings["weight_decay"] * value
-    weight, length = math.sqrt(float((value * value).sum())), math.sqrt(float((direction * direction).sum()))
+    direction = (moment / (1 - beta1**count)) / (
+        (square / (1 - beta2**count)).sqrt() + settings["eps"]
+    ) + settings["weight_decay"] * value
+    weight, length = (
+        math.sqrt(float((value * value).sum())),
+        math.sqrt(float((direction * direction).sum())),
+    )
     trust = 1.0 if weight == 0.0 or length == 0.0 else weight / length
     return value - settings["lr"] * trust * direction
 
 
-def reference(values: list[torch.Tensor], gradients: list[list[torch.Tensor]], settings: dict[str, Any]) -> list[torch.Tensor]:
+def reference(
+    values: list[torch.Tensor], gradients: list[list[torch.Tensor]], settings: dict[str, Any]
+) -> list[torch.Tensor]:
     finished = []
     for place, start in enumerate(values):
         value = start.double()
@@ -40,7 +53,9 @@ def reference(values: list[torch.Tensor], gradients: list[list[torch.Tensor]], s
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 2e-5)])
 @pytest.mark.parametrize("decay", [0.0, 0.1])
 @pytest.mark.parametrize("betas", [(0.9, 0.999), (0.0, 0.5), (0.5, 0.9)])
-def test_ten_steps_are_those_of_the_definition(dtype: torch.dtype, tolerance: float, decay: float, betas: tuple[float, float]):
+def test_ten_steps_are_those_of_the_definition(
+    dtype: torch.dtype, tolerance: float, decay: float, betas: tuple[float, float]
+):
     torch.manual_seed(seed := fresh_seed())
     values = [torch.randn(shape, dtype=dtype) for shape in SHAPES]
     gradients = [[torch.randn(shape, dtype=dtype) for shape in SHAPES] for _ in range(10)]
@@ -52,7 +67,9 @@ def test_ten_steps_are_those_of_the_definition(dtype: torch.dtype, tolerance: fl
             parameter.grad = gradient.clone()
         optimizer.step()
     for got, wanted in zip(parameters, reference(values, gradients, settings), strict=True):
-        assert float((got.detach().double() - wanted).abs().max() if got.numel() else 0.0) <= tolerance, seed
+        assert (
+            float((got.detach().double() - wanted).abs().max() if got.numel() else 0.0) <= tolerance
+        ), seed
 
 
 def test_a_step_is_the_rate_times_the_norm_of_the_weights():
@@ -62,7 +79,9 @@ def test_a_step_is_the_rate_times_the_norm_of_the_weights():
         before = parameter.detach().clone()
         parameter.grad = torch.randn(50)
         LAMB([parameter], lr=0.125).step()
-        assert (parameter - before).norm().item() == pytest.approx(0.125 * before.norm().item(), rel=1e-5), seed
+        assert (parameter - before).norm().item() == pytest.approx(
+            0.125 * before.norm().item(), rel=1e-5
+        ), seed
 
 
 def test_weights_of_zero_are_stepped_as_adam_would():
@@ -100,9 +119,21 @@ def test_its_state_is_named_and_placed_as_adams():
     ours, adams = LAMB([parameter]), torch.optim.Adam([parameter])
     for optimizer in (ours, adams):
         optimizer.step()
-    kinds = [{name: (value.dtype, value.shape, value.device) for name, value in optimizer.state[parameter].items()} for optimizer in (ours, adams)]
+    kinds = [
+        {
+            name: (value.dtype, value.shape, value.device)
+            for name, value in optimizer.state[parameter].items()
+        }
+        for optimizer in (ours, adams)
+    ]
     assert kinds[0] == kinds[1]
-    assert ours.defaults == {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-6, "weight_decay": 0.01, "maximize": False}
+    assert ours.defaults == {
+        "lr": 1e-3,
+        "betas": (0.9, 0.999),
+        "eps": 1e-6,
+        "weight_decay": 0.01,
+        "maximize": False,
+    }
 
 
 def test_a_step_count_that_was_saved_as_a_number_is_read():

@@ -22,12 +22,32 @@ class Case:
         for parameter in self.parameters[:2]:
             self.masters.adopt(parameter, torch.bfloat16)
         self.gradients = [torch.ones_like(parameter) for parameter in self.parameters]
-        slots = ParameterSlots(self.optimizer, self.masters, ALGORITHMS[torch.optim.AdamW]).of(self.parameters)
+        slots = ParameterSlots(self.optimizer, self.masters, ALGORITHMS[torch.optim.AdamW]).of(
+            self.parameters
+        )
         dtypes = [gradient.dtype for gradient in self.gradients]
-        self.prepared = LaunchPlan(slots, make_launches(slots, dtypes, (False,), CHUNK), self.optimizer.state, self.masters.generation, (False,), dtypes)
+        self.prepared = LaunchPlan(
+            slots,
+            make_launches(slots, dtypes, (False,), CHUNK),
+            self.optimizer.state,
+            self.masters.generation,
+            (False,),
+            dtypes,
+        )
 
-    def fits(self, parameters: list[torch.Tensor] | None = None, gradients: list[torch.Tensor] | None = None, variants: tuple[bool, ...] = (False,)) -> bool:
-        return self.prepared.fits(parameters or self.parameters, gradients or self.gradients, self.optimizer.state, self.masters.generation, variants)
+    def fits(
+        self,
+        parameters: list[torch.Tensor] | None = None,
+        gradients: list[torch.Tensor] | None = None,
+        variants: tuple[bool, ...] = (False,),
+    ) -> bool:
+        return self.prepared.fits(
+            parameters or self.parameters,
+            gradients or self.gradients,
+            self.optimizer.state,
+            self.masters.generation,
+            variants,
+        )
 
 
 @pytest.fixture
@@ -37,7 +57,12 @@ def case() -> Case:
 
 def test_parameters_of_one_dtype_share_a_launch(case: Case) -> None:
     half, full = case.prepared.launches
-    assert (half.count, half.parameter_dtype, full.count, full.parameter_dtype) == (2, torch.bfloat16, 1, torch.float32)
+    assert (half.count, half.parameter_dtype, full.count, full.parameter_dtype) == (
+        2,
+        torch.bfloat16,
+        1,
+        torch.float32,
+    )
     assert half.chosen("abc") == ("a", "b")
     assert full.chosen("abc") == ("c",)
 
@@ -96,7 +121,9 @@ def _readopt(case: Case) -> None:
     case.masters.adopt(nn.Parameter(torch.ones(1)), torch.bfloat16)
 
 
-@pytest.mark.parametrize("change", [_replace_state, _load, _move, _readopt], ids=lambda change: change.__name__)
+@pytest.mark.parametrize(
+    "change", [_replace_state, _load, _move, _readopt], ids=lambda change: change.__name__
+)
 def test_what_moved_does_not_fit(case: Case, change) -> None:
     change(case)
     assert not case.fits()
@@ -128,20 +155,34 @@ def test_strides_of_dimensions_of_size_one_need_no_copy() -> None:
     assert prepared_for(parameter).lay_out([gradient])[0] is gradient
 
 
-def test_two_uses_in_one_capture_have_tables_of_their_own(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_uses_in_one_capture_have_tables_of_their_own(
+    case: Case, monkeypatch: pytest.MonkeyPatch
+) -> None:
     device, moved = torch.device("cpu"), [gradient.clone() for gradient in case.gradients]
     monkeypatch.setattr(_launch, "is_capturing", lambda _: True)
     case.prepared.reserve()
-    first, second = case.prepared.gradients_on(device, case.gradients), case.prepared.gradients_on(device, moved)
+    first, second = (
+        case.prepared.gradients_on(device, case.gradients),
+        case.prepared.gradients_on(device, moved),
+    )
     case.prepared.settle()
-    assert [table.tolist() for table in first] == [[gradient.data_ptr() for gradient in case.gradients[:2]], [case.gradients[2].data_ptr()]]
-    assert [table.tolist() for table in second] == [[gradient.data_ptr() for gradient in moved[:2]], [moved[2].data_ptr()]]
+    assert [table.tolist() for table in first] == [
+        [gradient.data_ptr() for gradient in case.gradients[:2]],
+        [case.gradients[2].data_ptr()],
+    ]
+    assert [table.tolist() for table in second] == [
+        [gradient.data_ptr() for gradient in moved[:2]],
+        [moved[2].data_ptr()],
+    ]
 
 
 def test_tables_of_gradients_are_kept_while_addresses_repeat(case: Case) -> None:
     device = torch.device("cpu")
     first = case.prepared.gradients_on(device, case.gradients)
-    assert [table.tolist() for table in first] == [[gradient.data_ptr() for gradient in case.gradients[:2]], [case.gradients[2].data_ptr()]]
+    assert [table.tolist() for table in first] == [
+        [gradient.data_ptr() for gradient in case.gradients[:2]],
+        [case.gradients[2].data_ptr()],
+    ]
     moved = [gradient.clone() for gradient in case.gradients]
     assert case.prepared.gradients_on(device, moved)[0] is not first[0]
     assert case.prepared.gradients_on(device, case.gradients)[0] is first[0]

@@ -12,7 +12,13 @@ from mezzo.optim.optimizers import Lion
 SHAPES = [(3, 4), (5,), (), (0,), (2, 3, 2, 2)]
 
 
-def reference(values: list[torch.Tensor], gradients: list[list[torch.Tensor]], lr: float, betas: tuple[float, float], decay: float) -> list[torch.Tensor]:
+def reference(
+    values: list[torch.Tensor],
+    gradients: list[list[torch.Tensor]],
+    lr: float,
+    betas: tuple[float, float],
+    decay: float,
+) -> list[torch.Tensor]:
     """The definition, in float64, one parameter after the other."""
     finished = []
     for place, start in enumerate(values):
@@ -29,7 +35,9 @@ def reference(values: list[torch.Tensor], gradients: list[list[torch.Tensor]], l
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-13), (torch.float32, 1e-5)])
 @pytest.mark.parametrize("decay", [0.0, 0.3])
 @pytest.mark.parametrize("betas", [(0.9, 0.99), (0.0, 0.5), (0.95, 0.0)])
-def test_ten_steps_are_those_of_the_definition(dtype: torch.dtype, tolerance: float, decay: float, betas: tuple[float, float]):
+def test_ten_steps_are_those_of_the_definition(
+    dtype: torch.dtype, tolerance: float, decay: float, betas: tuple[float, float]
+):
     torch.manual_seed(seed := fresh_seed())
     values = [torch.randn(shape, dtype=dtype) for shape in SHAPES]
     gradients = [[torch.randn(shape, dtype=dtype) for shape in SHAPES] for _ in range(10)]
@@ -39,8 +47,12 @@ def test_ten_steps_are_those_of_the_definition(dtype: torch.dtype, tolerance: fl
         for parameter, gradient in zip(parameters, step, strict=True):
             parameter.grad = gradient.clone()
         optimizer.step()
-    for got, wanted in zip(parameters, reference(values, gradients, 0.01, betas, decay), strict=True):
-        assert float((got.detach().double() - wanted).abs().max() if got.numel() else 0.0) <= tolerance, seed
+    for got, wanted in zip(
+        parameters, reference(values, gradients, 0.01, betas, decay), strict=True
+    ):
+        assert (
+            float((got.detach().double() - wanted).abs().max() if got.numel() else 0.0) <= tolerance
+        ), seed
 
 
 def test_the_first_step_is_as_long_as_the_rate_whatever_the_gradient():
@@ -68,4 +80,9 @@ def test_its_state_is_one_moment():
     optimizer = Lion([parameter])
     optimizer.step()
     assert set(optimizer.state[parameter]) == {"exp_avg"}
-    assert optimizer.defaults == {"lr": 1e-4, "betas": (0.9, 0.99), "weight_decay": 0.0, "maximize": False}
+    assert optimizer.defaults == {
+        "lr": 1e-4,
+        "betas": (0.9, 0.99),
+        "weight_decay": 0.0,
+        "maximize": False,
+    }

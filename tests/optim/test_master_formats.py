@@ -13,11 +13,26 @@ from support.kernel_cases import fresh_seed
 from support.patterns import any_bits, edges, every_upper_half, neighbours, same_bits
 
 from mezzo import PolicyError
-from mezzo.optim.master_formats import MASTER_FORMATS, Float32, Kahan, MasterFormat, NoMaster, RandomDraw, Split, Stochastic, round_stochastically
+from mezzo.optim.master_formats import (
+    MASTER_FORMATS,
+    Float32,
+    Kahan,
+    MasterFormat,
+    NoMaster,
+    RandomDraw,
+    Split,
+    Stochastic,
+    round_stochastically,
+)
 from mezzo.policy.types import Master
 
 HALVES = [torch.bfloat16, torch.float16]
-FITTING = [(kind, half) for kind in MASTER_FORMATS.values() for half in HALVES if kind.master is not Master.SPLIT or half is torch.bfloat16]
+FITTING = [
+    (kind, half)
+    for kind in MASTER_FORMATS.values()
+    for half in HALVES
+    if kind.master is not Master.SPLIT or half is torch.bfloat16
+]
 MILLIONS = 4_000_000
 
 
@@ -33,7 +48,9 @@ def fitting(values: torch.Tensor, half: torch.dtype) -> torch.Tensor:
 def spread(count: int, half: torch.dtype, generator: torch.Generator) -> torch.Tensor:
     """Numbers of either sign, of every size that the dtype has, below its smallest too."""
     lowest, highest = (-30.0, 15.0) if half is torch.float16 else (-149.0, 127.0)
-    exponents = torch.rand(count, generator=generator, dtype=torch.float64) * (highest - lowest) + lowest
+    exponents = (
+        torch.rand(count, generator=generator, dtype=torch.float64) * (highest - lowest) + lowest
+    )
     signs = torch.randint(2, (count,), generator=generator) * 2 - 1
     return (exponents.exp2() * signs).float()
 
@@ -44,7 +61,9 @@ def test_every_master_that_a_policy_names_has_its_kind():
 
 
 @pytest.mark.parametrize(("kind", "half"), FITTING)
-def test_what_lies_beside_has_the_dtype_that_is_said_and_the_values_shape(kind: MasterFormat, half: torch.dtype):
+def test_what_lies_beside_has_the_dtype_that_is_said_and_the_values_shape(
+    kind: MasterFormat, half: torch.dtype
+):
     for shape in [(), (0,), (2, 3)]:
         parameter, beside = kind.split(torch.ones(shape), half)
         assert (parameter.dtype, parameter.shape) == (half, shape)
@@ -63,7 +82,11 @@ def test_a_joined_value_is_a_tensor_of_its_own(kind: MasterFormat):
     assert beside is None or torch.equal(beside, before[1])
 
 
-@pytest.mark.parametrize("kind", [kind for kind in MASTER_FORMATS.values() if kind.companion_dtype(torch.bfloat16)], ids=lambda kind: type(kind).__name__)
+@pytest.mark.parametrize(
+    "kind",
+    [kind for kind in MASTER_FORMATS.values() if kind.companion_dtype(torch.bfloat16)],
+    ids=lambda kind: type(kind).__name__,
+)
 def test_a_parameter_alone_is_its_own_value(kind: MasterFormat):
     assert kind.merge(torch.tensor([1.5, -2.0]).bfloat16(), None).tolist() == [1.5, -2.0]
 
@@ -76,10 +99,12 @@ def test_what_is_parted_is_left_as_it_was_and_shared_with_nobody(kind: MasterFor
     assert torch.equal(value, before)
     value.zero_()
     assert parameter[0].item() == pytest.approx(1.1, rel=2**-8)
-    assert beside is None or kind.merge(parameter, beside)[0].item() == pytest.approx(1.1, rel=2**-8)
+    assert beside is None or kind.merge(parameter, beside)[0].item() == pytest.approx(
+        1.1, rel=2**-8
+    )
 
 
-# -- split ---------------------------------------------------------------------------------------------------------------------------------------
+# -- split -----------------------------------------------------------------------------------------
 
 
 def roundtrip(value: torch.Tensor) -> torch.Tensor:
@@ -99,10 +124,14 @@ def test_split_gives_back_millions_of_bit_patterns():
 @given(st.floats(width=32))
 def test_split_gives_back_any_number(number: float):
     got = roundtrip(torch.tensor([number])).item()
-    assert math.isnan(got) if math.isnan(number) else struct.pack("d", got) == struct.pack("d", number)
+    assert (
+        math.isnan(got) if math.isnan(number) else struct.pack("d", got) == struct.pack("d", number)
+    )
 
 
-@pytest.mark.parametrize("bits", [0x7FFFFFFF, 0x7FC00000, 0x7F800001, 0x7F808000, 0x7FFF8000, -1, -0x400000, -0x7FFFFF])
+@pytest.mark.parametrize(
+    "bits", [0x7FFFFFFF, 0x7FC00000, 0x7F800001, 0x7F808000, 0x7FFF8000, -1, -0x400000, -0x7FFFFF]
+)
 def test_split_keeps_nan_whatever_its_bits(bits: int):
     value = torch.tensor([bits], dtype=torch.int32).view(torch.float32)
     assert value.isnan().all()
@@ -112,14 +141,22 @@ def test_split_keeps_nan_whatever_its_bits(bits: int):
 
 
 def test_split_rounds_to_nearest_and_ties_away_from_zero():
-    values = finite(torch.cat([edges(), any_bits(MILLIONS, torch.Generator().manual_seed(seed := fresh_seed()))]))
+    values = finite(
+        torch.cat(
+            [edges(), any_bits(MILLIONS, torch.Generator().manual_seed(seed := fresh_seed()))]
+        )
+    )
     parameter, _ = Split().split(values, torch.bfloat16)
     below, above = neighbours(values.double(), torch.bfloat16)
     # Beyond the largest bfloat16 the next step stands in for infinity, as IEEE rounding has it.
     beyond = 2.0**128
     low, high = (side.double().nan_to_num(posinf=beyond, neginf=-beyond) for side in (below, above))
     wide, exact = parameter.double().nan_to_num(posinf=beyond, neginf=-beyond), values.double()
-    nearer = torch.where(exact - low == high - exact, torch.where(exact > 0, high, low), torch.where(exact - low < high - exact, low, high))
+    nearer = torch.where(
+        exact - low == high - exact,
+        torch.where(exact > 0, high, low),
+        torch.where(exact - low < high - exact, low, high),
+    )
     assert torch.equal(wide, nearer), seed
     ties = (exact - low == high - exact) & (low != high)
     assert int(ties.sum()) > 1000
@@ -127,10 +164,13 @@ def test_split_rounds_to_nearest_and_ties_away_from_zero():
 
 
 def test_split_has_no_bias_where_truncation_would():
-    values = torch.rand(1_000_000, generator=torch.Generator().manual_seed(seed := fresh_seed())) + 1.0
+    values = (
+        torch.rand(1_000_000, generator=torch.Generator().manual_seed(seed := fresh_seed())) + 1.0
+    )
     parameter, _ = Split().split(values, torch.bfloat16)
     error = (parameter.double() - values.double()).mean().item()
-    # The error of one is uniform over a step of 2^-7: six standard deviations of the mean. Truncation would give half a step.
+    # The error of one is uniform over a step of 2^-7: six standard deviations of the mean.
+    # Truncation would give half a step.
     assert abs(error) < 6 * 2.0**-7 / math.sqrt(12 * values.numel()), seed
 
 
@@ -141,16 +181,21 @@ def test_split_keeps_the_sign_of_zero():
 
 
 def test_split_refuses_float16_and_says_what_to_use():
-    with pytest.raises(PolicyError, match=r"needs bfloat16 parameters, got float16\. Use master='float32', or dtype='bfloat16'"):
+    with pytest.raises(
+        PolicyError,
+        match=r"needs bfloat16 parameters, got float16\. Use master='float32', or dtype='bfloat16'",
+    ):
         Split().split(torch.ones(1), torch.float16)
 
 
-# -- float32 -------------------------------------------------------------------------------------------------------------------------------------
+# -- float32 ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("half", HALVES)
 def test_float32_gives_back_every_edge_to_the_last_bit(half: torch.dtype):
-    values = torch.cat([edges(), any_bits(MILLIONS, torch.Generator().manual_seed(seed := fresh_seed()))])
+    values = torch.cat(
+        [edges(), any_bits(MILLIONS, torch.Generator().manual_seed(seed := fresh_seed()))]
+    )
     parameter, master = Float32().split(values, half)
     assert same_bits(parameter, values.to(half)), seed
     assert same_bits(Float32().merge(parameter, master), values), seed
@@ -177,12 +222,13 @@ def test_float32_takes_nan_that_others_wrote():
     assert joined[1].item() == 1.0
 
 
-# -- kahan ---------------------------------------------------------------------------------------------------------------------------------------
+# -- kahan -----------------------------------------------------------------------------------------
 
 
 def test_kahan_in_bfloat16_loses_at_most_the_seventeenth_bit():
     values = spread(MILLIONS, torch.bfloat16, torch.Generator().manual_seed(seed := fresh_seed()))
-    # Far above the smallest numbers: the compensation is 2^-9 of the value, and its error 2^-9 of that.
+    # Far above the smallest numbers: the compensation is 2^-9 of the value, and its error 2^-9 of
+    # that.
     values = values[values.abs() > 2.0**-100]
     parameter, compensation = Kahan().split(values, torch.bfloat16)
     assert same_bits(parameter, values.bfloat16()), seed
@@ -196,7 +242,14 @@ def test_kahan_in_float16_loses_at_most_half_of_its_smallest_step_or_the_twenty_
     parameter, compensation = Kahan().split(values, torch.float16)
     error = (Kahan().merge(parameter, compensation).double() - values.double()).abs()
     # Where compensations fall below float16's normal range they have equal steps of 2^-24.
-    assert bool((error <= torch.maximum(values.double().abs() * 2.0**-22, torch.tensor(2.0**-25, dtype=torch.float64))).all()), seed
+    assert bool(
+        (
+            error
+            <= torch.maximum(
+                values.double().abs() * 2.0**-22, torch.tensor(2.0**-25, dtype=torch.float64)
+            )
+        ).all()
+    ), seed
 
 
 @pytest.mark.parametrize("half", HALVES)
@@ -205,35 +258,70 @@ def test_kahan_adds_up_updates_that_the_parameter_alone_would_lose(half: torch.d
     lost = parameter.clone()
     update = 2.0**-13
     for _ in range(1000):
-        parameter, compensation = Kahan().split(Kahan().merge(parameter, compensation) + update, half)
+        parameter, compensation = Kahan().split(
+            Kahan().merge(parameter, compensation) + update, half
+        )
         lost = (lost.float() + update).to(half)
-    assert Kahan().merge(parameter, compensation).item() == pytest.approx(1.0 + 1000 * update, rel=1e-3)
+    assert Kahan().merge(parameter, compensation).item() == pytest.approx(
+        1.0 + 1000 * update, rel=1e-3
+    )
     assert lost.item() == 1.0
 
 
 @pytest.mark.parametrize("half", HALVES)
 def test_kahan_gives_back_what_needs_no_more_than_16_bits(half: torch.dtype):
-    values = fitting(finite(any_bits(100_000, torch.Generator().manual_seed(seed := fresh_seed()))), half).to(half).float()
+    values = (
+        fitting(
+            finite(any_bits(100_000, torch.Generator().manual_seed(seed := fresh_seed()))), half
+        )
+        .to(half)
+        .float()
+    )
     assert torch.equal(Kahan().merge(*Kahan().split(values, half)), values), seed
 
 
-# -- at random -----------------------------------------------------------------------------------------------------------------------------------
+# -- at random -------------------------------------------------------------------------------------
 
 
 def repeated(number: float, count: int = 200_000) -> torch.Tensor:
     return torch.full((count,), number)
 
 
-TINY = [2.0**-25, -(2.0**-25), 2.0**-24 * 1.25, 2.0**-15 * 1.0003, -(2.0**-14) * (1 - 2.0**-12), 2.0**-20 * 1.7, -(2.0**-23) * 1.3]
+TINY = [
+    2.0**-25,
+    -(2.0**-25),
+    2.0**-24 * 1.25,
+    2.0**-15 * 1.0003,
+    -(2.0**-14) * (1 - 2.0**-12),
+    2.0**-20 * 1.7,
+    -(2.0**-23) * 1.3,
+]
 
 
 @pytest.mark.parametrize(
     ("number", "half"),
-    [(number, half) for half in HALVES for number in (1.0 + 2.0**-12, -1.0 - 2.0**-12, 3.14159, -2.71828e-3, 1000.1, 1 - 2.0**-12, 2.0**-13 * 1.0001)]
+    [
+        (number, half)
+        for half in HALVES
+        for number in (
+            1.0 + 2.0**-12,
+            -1.0 - 2.0**-12,
+            3.14159,
+            -2.71828e-3,
+            1000.1,
+            1 - 2.0**-12,
+            2.0**-13 * 1.0001,
+        )
+    ]
     + [(number, torch.float16) for number in TINY]
-    + [(number, torch.bfloat16) for number in (2.0**-130 * 1.1, -(2.0**-133) * 0.6, 1.234e38, -5.4321e-39)],
+    + [
+        (number, torch.bfloat16)
+        for number in (2.0**-130 * 1.1, -(2.0**-133) * 0.6, 1.234e38, -5.4321e-39)
+    ],
 )
-def test_rounding_at_random_is_right_on_average_and_gives_only_the_two_neighbours(number: float, half: torch.dtype):
+def test_rounding_at_random_is_right_on_average_and_gives_only_the_two_neighbours(
+    number: float, half: torch.dtype
+):
     value = repeated(number)
     drawn = round_stochastically(value, half, RandomDraw(seed := fresh_seed(), 3, 7)).double()
     exact = value[0].double()
@@ -241,7 +329,8 @@ def test_rounding_at_random_is_right_on_average_and_gives_only_the_two_neighbour
     assert set(drawn.tolist()) <= {below.item(), above.item()}, seed
     step = (above - below).item()
     chance = ((exact - below) / (above - below)).item()
-    # Six standard deviations of the mean of coin tosses, and the finest chance that thirteen bits can express.
+    # Six standard deviations of the mean of coin tosses, and the finest chance that thirteen bits
+    # can express.
     allowed = 6 * math.sqrt(chance * (1 - chance) / value.numel()) + 2.0**-13
     assert abs((drawn.mean().item() - exact.item()) / step) < allowed, seed
 
@@ -250,14 +339,20 @@ def test_rounding_at_random_is_right_on_average_and_gives_only_the_two_neighbour
 def test_rounding_at_random_has_no_bias_over_values_of_every_size(half: torch.dtype):
     value = spread(MILLIONS, half, torch.Generator().manual_seed(seed := fresh_seed()))
     value = value[value.abs() < (2.0**15 if half is torch.float16 else 2.0**126)]
-    drawn, exact = round_stochastically(value, half, RandomDraw(seed, 0, 0)).double(), value.double()
+    drawn, exact = (
+        round_stochastically(value, half, RandomDraw(seed, 0, 0)).double(),
+        value.double(),
+    )
     below, above = (side.double() for side in neighbours(exact, half))
     assert bool(((drawn == below) | (drawn == above)).all()), seed
     moved = above > below
     error = ((drawn - exact) / (above - below))[moved]
     # An error is at most a step, with a variance below a quarter.
     assert abs(error.mean().item()) < 6 * 0.5 / math.sqrt(error.numel()) + 2.0**-14, seed
-    assert abs((error * value[moved].sign()).mean().item()) < 6 * 0.5 / math.sqrt(error.numel()) + 2.0**-14, seed
+    assert (
+        abs((error * value[moved].sign()).mean().item())
+        < 6 * 0.5 / math.sqrt(error.numel()) + 2.0**-14
+    ), seed
 
 
 @pytest.mark.parametrize("half", HALVES)
@@ -271,7 +366,9 @@ def test_values_that_16_bits_hold_are_not_drawn(half: torch.dtype):
 @pytest.mark.parametrize("half", HALVES)
 def test_what_is_not_finite_stays_what_it_is(half: torch.dtype):
     value = torch.tensor([math.inf, -math.inf, math.nan]).repeat(1000)
-    assert same_bits(round_stochastically(value, half, RandomDraw(fresh_seed(), 1, 1)), value.to(half))
+    assert same_bits(
+        round_stochastically(value, half, RandomDraw(fresh_seed(), 1, 1)), value.to(half)
+    )
 
 
 @pytest.mark.parametrize("half", HALVES)
@@ -280,13 +377,20 @@ def test_the_same_draw_gives_the_same_bits_and_another_one_others(half: torch.dt
     draw = RandomDraw(seed, 2, 5)
     first = round_stochastically(value, half, draw)
     assert same_bits(round_stochastically(value, half, RandomDraw(seed, 2, 5)), first), seed
-    assert same_bits(round_stochastically(value, half, RandomDraw(seed, 2, torch.tensor(5))), first), seed
+    assert same_bits(
+        round_stochastically(value, half, RandomDraw(seed, 2, torch.tensor(5))), first
+    ), seed
     for other in (RandomDraw(seed + 1, 2, 5), RandomDraw(seed, 3, 5), RandomDraw(seed, 2, 6)):
         assert not same_bits(round_stochastically(value, half, other), first), (seed, other)
 
 
 def test_elements_are_drawn_each_for_itself():
-    drawn = round_stochastically(repeated(1.0 + 2.0**-8, 10_000), torch.bfloat16, RandomDraw(seed := fresh_seed(), 0, 1)).double() - 1.0
+    drawn = (
+        round_stochastically(
+            repeated(1.0 + 2.0**-8, 10_000), torch.bfloat16, RandomDraw(seed := fresh_seed(), 0, 1)
+        ).double()
+        - 1.0
+    )
     ups = (drawn > 0).double() - 0.5
     # Neighbours that knew each other would have a correlation; six standard deviations.
     assert abs((ups[1:] * ups[:-1]).mean().item()) < 6 * 0.25 / 100, seed
@@ -296,15 +400,23 @@ def test_an_element_is_drawn_by_its_place_in_memory_which_is_all_that_a_kernel_s
     flat = torch.rand(2 * 3 * 4 * 5, generator=torch.Generator().manual_seed(seed := fresh_seed()))
     draw = RandomDraw(seed, 0, 1)
     drawn = round_stochastically(flat, torch.bfloat16, draw)
-    for view in (lambda t: t.view(24, 5).T, lambda t: t.view(2, 4, 5, 3).permute(0, 3, 1, 2), lambda t: t.view(6, 1, 20).transpose(0, 2)):
-        assert torch.equal(round_stochastically(view(flat), torch.bfloat16, draw), view(drawn)), seed
+    for view in (
+        lambda t: t.view(24, 5).T,
+        lambda t: t.view(2, 4, 5, 3).permute(0, 3, 1, 2),
+        lambda t: t.view(6, 1, 20).transpose(0, 2),
+    ):
+        assert torch.equal(round_stochastically(view(flat), torch.bfloat16, draw), view(drawn)), (
+            seed
+        )
 
 
 def test_where_memory_has_gaps_elements_are_drawn_in_reading_order():
     wide = torch.rand(30, 20, generator=torch.Generator().manual_seed(seed := fresh_seed()))
     for value in (wide[:, ::2], wide[:, :7].T, wide[:1].expand(4, 20)):
         drawn = round_stochastically(value, torch.bfloat16, RandomDraw(seed, 0, 1))
-        assert torch.equal(drawn, round_stochastically(value.contiguous(), torch.bfloat16, RandomDraw(seed, 0, 1))), seed
+        assert torch.equal(
+            drawn, round_stochastically(value.contiguous(), torch.bfloat16, RandomDraw(seed, 0, 1))
+        ), seed
 
 
 def test_stochastic_rounds_to_nearest_where_there_is_nothing_to_draw():
@@ -320,7 +432,9 @@ def test_stochastic_adds_up_updates_that_rounding_to_nearest_would_lose():
     # So many that the mean is 5 standard deviations within what is asked for.
     parameter, lost = torch.ones(5000).bfloat16(), torch.ones(5000).bfloat16()
     for step in range(400):
-        parameter, _ = Stochastic().split(Stochastic().merge(parameter, None) + update, torch.bfloat16, RandomDraw(seed, 0, step))
+        parameter, _ = Stochastic().split(
+            Stochastic().merge(parameter, None) + update, torch.bfloat16, RandomDraw(seed, 0, step)
+        )
         lost, _ = NoMaster().split(NoMaster().merge(lost, None) + update, torch.bfloat16)
     assert parameter.double().mean().item() == pytest.approx(1.0 + 400 * update, rel=2e-3), seed
     assert lost.double().mean().item() == 1.0
@@ -334,5 +448,7 @@ def test_a_compensation_of_a_parameter_that_was_overwritten_is_dropped(half: tor
     joined = MASTER_FORMATS[Master.KAHAN].merge(pruned, compensation)
     # What a parameter of zero may have lost is at most half a step of the smallest number.
     assert joined[::2].abs().max() <= torch.finfo(half).smallest_normal * torch.finfo(half).eps
-    assert torch.equal(joined[1::2], MASTER_FORMATS[Master.KAHAN].merge(parameter, compensation)[1::2])
+    assert torch.equal(
+        joined[1::2], MASTER_FORMATS[Master.KAHAN].merge(parameter, compensation)[1::2]
+    )
     assert (joined[1::2] - exact[1::2]).abs().max() < (parameter.float() - exact).abs().max()

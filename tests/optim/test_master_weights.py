@@ -30,17 +30,21 @@ LAYOUTS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 }
 
 
-def weight(shape: tuple[int, ...] = (2, 3, 4, 5), generator: torch.Generator | None = None) -> torch.Tensor:
+def weight(
+    shape: tuple[int, ...] = (2, 3, 4, 5), generator: torch.Generator | None = None
+) -> torch.Tensor:
     return torch.randn(shape, generator=generator)
 
 
-def adopted(master: str, value: torch.Tensor, half: torch.dtype = HALF) -> tuple[MasterWeights, nn.Parameter]:
+def adopted(
+    master: str, value: torch.Tensor, half: torch.dtype = HALF
+) -> tuple[MasterWeights, nn.Parameter]:
     masters, parameter = MasterWeights(master), nn.Parameter(value.clone())
     masters.adopt(parameter, half)
     return masters, parameter
 
 
-# -- adopting and releasing ----------------------------------------------------------------------------------------------------------------------
+# -- adopting and releasing ------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("master", EVERY)
@@ -59,7 +63,9 @@ def test_an_adopted_parameter_is_the_same_object_in_16_bits(master: str):
 
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
 @pytest.mark.parametrize("master", EVERY)
-def test_parameter_neighbour_and_value_are_laid_out_as_the_parameter_was(master: str, layout: Callable[[torch.Tensor], torch.Tensor]):
+def test_parameter_neighbour_and_value_are_laid_out_as_the_parameter_was(
+    master: str, layout: Callable[[torch.Tensor], torch.Tensor]
+):
     value = layout(weight())
     masters, parameter = adopted(master, value)
     beside, wanted = masters.companion_tensor(parameter), nn.Parameter(value.clone()).stride()
@@ -72,7 +78,9 @@ def test_parameter_neighbour_and_value_are_laid_out_as_the_parameter_was(master:
 
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
 @pytest.mark.parametrize("master", EXACT)
-def test_a_released_parameter_has_its_bits_and_strides_back(master: str, layout: Callable[[torch.Tensor], torch.Tensor]):
+def test_a_released_parameter_has_its_bits_and_strides_back(
+    master: str, layout: Callable[[torch.Tensor], torch.Tensor]
+):
     value = layout(weight(generator=torch.Generator().manual_seed(seed := fresh_seed())))
     masters, parameter = adopted(master, value)
     masters.release(parameter)
@@ -84,7 +92,9 @@ def test_a_released_parameter_has_its_bits_and_strides_back(master: str, layout:
 
 @pytest.mark.parametrize("master", EXACT)
 def test_every_float32_number_survives_adoption(master: str):
-    value = torch.cat([edges(), any_bits(100_000, torch.Generator().manual_seed(seed := fresh_seed()))])
+    value = torch.cat(
+        [edges(), any_bits(100_000, torch.Generator().manual_seed(seed := fresh_seed()))]
+    )
     masters, parameter = adopted(master, value)
     assert same_bits(masters.read(parameter), value), seed
     masters.release(parameter)
@@ -127,7 +137,11 @@ def test_the_original_is_not_kept_alive_by_its_master():
 def test_every_adoption_and_release_is_a_new_generation():
     masters, first, second = MasterWeights(), nn.Parameter(weight()), nn.Parameter(weight())
     seen = [masters.generation]
-    for change in (lambda: masters.adopt(first, HALF), lambda: masters.adopt(second, HALF), lambda: masters.release(first)):
+    for change in (
+        lambda: masters.adopt(first, HALF),
+        lambda: masters.adopt(second, HALF),
+        lambda: masters.release(first),
+    ):
         change()
         seen.append(masters.generation)
     assert len(set(seen)) == 4
@@ -148,13 +162,16 @@ def test_a_split_master_in_float16_leaves_the_parameter_as_it_was():
     assert parameter not in masters
 
 
-# -- reading and writing -------------------------------------------------------------------------------------------------------------------------
+# -- reading and writing ---------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("master", EVERY)
 def test_what_is_written_is_written_in_place(master: str):
     masters, parameter = adopted(master, weight())
-    addresses = parameter.data_ptr(), None if (beside := masters.companion_tensor(parameter)) is None else beside.data_ptr()
+    addresses = (
+        parameter.data_ptr(),
+        (None if (beside := masters.companion_tensor(parameter)) is None else beside.data_ptr()),
+    )
     value = weight()
     masters.write(parameter, value, RandomDraw(0, 0, 0))
     beside = masters.companion_tensor(parameter)
@@ -184,7 +201,7 @@ def test_writing_draws_from_the_draw():
     assert not torch.equal(parameter, first)
 
 
-# -- what others write ---------------------------------------------------------------------------------------------------------------------------
+# -- what others write -----------------------------------------------------------------------------
 
 WRITES: dict[str, Callable[[nn.Parameter], object]] = {
     "clamp": lambda parameter: parameter.clamp_(-0.5, 0.5),
@@ -238,10 +255,17 @@ def test_what_is_noted_is_not_taken_for_a_strangers_writing(master: str):
 
 
 @pytest.mark.parametrize(
-    "write", [lambda parameter, new: parameter.data.copy_(new), lambda parameter, new: setattr(parameter, "data", new)], ids=["written", "set"]
+    "write",
+    [
+        lambda parameter, new: parameter.data.copy_(new),
+        lambda parameter, new: setattr(parameter, "data", new),
+    ],
+    ids=["written", "set"],
 )
 @pytest.mark.parametrize("master", EVERY)
-def test_data_that_is_written_behind_autograds_back_counts(master: str, write: Callable[[nn.Parameter, torch.Tensor], object]):
+def test_data_that_is_written_behind_autograds_back_counts(
+    master: str, write: Callable[[nn.Parameter, torch.Tensor], object]
+):
     """`.data` moves no version. A float32 master compares values, so that one which rounds to what was written stays; the others compare a sample."""
     value = torch.rand(1000, generator=torch.Generator().manual_seed(seed := fresh_seed())) + 1.0
     masters, parameter = adopted(master, value)
@@ -252,10 +276,12 @@ def test_data_that_is_written_behind_autograds_back_counts(master: str, write: C
     assert torch.equal(read[changed], new.float()[changed]), seed
 
 
-# -- loading -------------------------------------------------------------------------------------------------------------------------------------
+# -- loading ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("order", [("parameter", "beside"), ("beside", "parameter")], ids=" then ".join)
+@pytest.mark.parametrize(
+    "order", [("parameter", "beside"), ("beside", "parameter")], ids=" then ".join
+)
 @pytest.mark.parametrize("master", BESIDE)
 def test_a_saved_pair_is_loaded_in_either_order(master: str, order: tuple[str, str]):
     source, saved = adopted(master, weight())
@@ -281,7 +307,9 @@ def test_after_loading_others_are_followed_again(master: str):
     masters.read(parameter)
     with torch.no_grad():
         parameter.fill_(FAR)
-    assert torch.equal(masters.read(parameter), torch.full_like(parameter, FAR, dtype=torch.float32))
+    assert torch.equal(
+        masters.read(parameter), torch.full_like(parameter, FAR, dtype=torch.float32)
+    )
 
 
 @pytest.mark.parametrize("master", BESIDE)
@@ -291,7 +319,9 @@ def test_after_a_write_others_are_followed_again_though_only_a_neighbour_was_loa
     masters.write(parameter, weight())
     with torch.no_grad():
         parameter.fill_(FAR)
-    assert torch.equal(masters.read(parameter), torch.full_like(parameter, FAR, dtype=torch.float32))
+    assert torch.equal(
+        masters.read(parameter), torch.full_like(parameter, FAR, dtype=torch.float32)
+    )
 
 
 @pytest.mark.parametrize("master", BESIDE)
@@ -309,34 +339,48 @@ def test_without_a_neighbour_there_is_nothing_to_load():
     assert masters.companion_tensor(parameter) is None
 
 
-# -- several at a time, and on loan ----------------------------------------------------------------------------------------------------------------
+# -- several at a time, and on loan ----------------------------------------------------------------
 
 
 @pytest.mark.parametrize("layout", ["contiguous", "channels last", "transposed"])
 @pytest.mark.parametrize("master", EVERY)
 def test_a_reader_gives_what_reading_one_by_one_gives(master: str, layout: str):
     generator = torch.Generator().manual_seed(fresh_seed() % 2**31)
-    masters, parameters = MasterWeights(master), [nn.Parameter(LAYOUTS[layout](weight(generator=generator))) for _ in range(3)]
+    masters, parameters = (
+        MasterWeights(master),
+        [nn.Parameter(LAYOUTS[layout](weight(generator=generator))) for _ in range(3)],
+    )
     for parameter in parameters:
         masters.adopt(parameter, HALF)
     read = masters.reader(parameters)
     for _ in range(2):
         values = read()
-        assert all(same_bits(value, masters.read(parameter)) for value, parameter in zip(values, parameters, strict=True))
-        assert all((value is masters.companion_tensor(parameter)) is (master == "float32") for value, parameter in zip(values, parameters, strict=True))
+        assert all(
+            same_bits(value, masters.read(parameter))
+            for value, parameter in zip(values, parameters, strict=True)
+        )
+        assert all(
+            (value is masters.companion_tensor(parameter)) is (master == "float32")
+            for value, parameter in zip(values, parameters, strict=True)
+        )
         # What others write is followed, also in between.
         with torch.no_grad():
             parameters[1][0, 0] = 0.25
 
 
 def test_a_reader_joins_every_bit_pattern_of_split_masters():
-    masters, parameter = adopted("split", torch.cat([edges(), any_bits(10_000, torch.Generator().manual_seed(fresh_seed() % 2**31))]))
+    masters, parameter = adopted(
+        "split",
+        torch.cat([edges(), any_bits(10_000, torch.Generator().manual_seed(fresh_seed() % 2**31))]),
+    )
     (value,) = masters.reader([parameter])()
     assert same_bits(value, masters.read(parameter))
 
 
 def test_a_reader_gives_zero_where_a_mask_was_written_past_the_version_counter():
-    masters, parameter = adopted("split", torch.tensor([1.0 - 2.0**-12, -1.0 + 2.0**-12, 1.0 + 2.0**-12]))
+    masters, parameter = adopted(
+        "split", torch.tensor([1.0 - 2.0**-12, -1.0 + 2.0**-12, 1.0 + 2.0**-12])
+    )
     read = masters.reader([parameter])
     read()
     parameter.data.mul_(torch.tensor([0.0, 0.0, 1.0], dtype=HALF))
@@ -357,7 +401,11 @@ def test_the_current_value_is_the_live_master_or_a_copy(master: str):
 @pytest.mark.parametrize("master", EVERY)
 def test_what_is_held_comes_back_to_the_bit_and_is_not_taken_for_a_write_of_others(master: str):
     masters, parameter = adopted(master, weight())
-    beside, before, address = masters.companion_tensor(parameter), masters.read(parameter), parameter.data_ptr()
+    beside, before, address = (
+        masters.companion_tensor(parameter),
+        masters.read(parameter),
+        parameter.data_ptr(),
+    )
     restore = masters.hold(parameter)
     masters.write(parameter, weight())
     restore()
@@ -379,4 +427,6 @@ def test_writes_between_steps_that_cost_small_updates_are_reported_once(kind, wa
             with torch.no_grad():
                 weight.add_(1.0).sub_(1.0)
             masters.write(weight, masters.read(weight) + 1e-4)
-    assert [str(one.message).partition(" (clamp_")[0] for one in heard] == ["A parameter of shape (300,) was written 3 times between steps"] * warns
+    assert [str(one.message).partition(" (clamp_")[0] for one in heard] == [
+        "A parameter of shape (300,) was written 3 times between steps"
+    ] * warns

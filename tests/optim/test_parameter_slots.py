@@ -26,7 +26,10 @@ def test_states_are_made_as_the_optimizers_own_step_makes_them_but_in_float32() 
     optimizer = torch.optim.Adam([weight], amsgrad=True)
     (slot,) = slots_of(optimizer, adopted("split", weight)).of([weight])
     assert [name for name, _ in slot.states] == ["exp_avg", "exp_avg_sq", "max_exp_avg_sq"]
-    assert all(state.dtype is torch.float32 and state.stride() == weight.stride() and not state.any() for _, state in slot.states)
+    assert all(
+        state.dtype is torch.float32 and state.stride() == weight.stride() and not state.any()
+        for _, state in slot.states
+    )
     assert optimizer.state[weight]["step"].item() == 0.0
     assert slot.companion.dtype is torch.int16
 

@@ -18,12 +18,18 @@ CPU = torch.device("cpu")
 KNOWN = [
     ((0, 0, 0, 0), (0, 0), (0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8)),
     ((0xFFFFFFFF,) * 4, (0xFFFFFFFF,) * 2, (0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD)),
-    ((0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344), (0xA4093822, 0x299F31D0), (0xD16CFE09, 0x94FDCCEB, 0x5001E420, 0x24126EA1)),
+    (
+        (0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344),
+        (0xA4093822, 0x299F31D0),
+        (0xD16CFE09, 0x94FDCCEB, 0x5001E420, 0x24126EA1),
+    ),
 ]
 
 
 @pytest.mark.parametrize(("counter", "key", "result"), KNOWN, ids=["zeros", "ones", "pi"])
-def test_the_reference_gives_the_published_words(counter: tuple[int, ...], key: tuple[int, ...], result: tuple[int, ...]):
+def test_the_reference_gives_the_published_words(
+    counter: tuple[int, ...], key: tuple[int, ...], result: tuple[int, ...]
+):
     assert reference_words(counter, key) == result
 
 
@@ -32,11 +38,15 @@ def test_the_first_published_word_comes_out_for_zeros():
 
 
 @pytest.mark.parametrize(("counter", "key", "result"), KNOWN[1:], ids=["ones", "pi"])
-def test_keys_places_and_steps_of_the_published_words_are_taken_whole(counter: tuple[int, ...], key: tuple[int, ...], result: tuple[int, ...]):
+def test_keys_places_and_steps_of_the_published_words_are_taken_whole(
+    counter: tuple[int, ...], key: tuple[int, ...], result: tuple[int, ...]
+):
     """Their first two counters are no element that a tensor has: the key and the other two go in as they are."""
     seed = key[0] | key[1] << 32
     words = philox(seed, 5, counter[2], counter[3], CPU)
-    assert words.tolist() == [reference_words((element, 0, *counter[2:]), key)[0] for element in range(5)]
+    assert words.tolist() == [
+        reference_words((element, 0, *counter[2:]), key)[0] for element in range(5)
+    ]
 
 
 def test_words_are_those_of_the_reference_for_any_seed_place_and_step():
@@ -59,14 +69,25 @@ def test_a_step_may_be_a_tensor():
 def test_elements_beyond_32_bits_have_words_of_their_own(monkeypatch: pytest.MonkeyPatch):
     far = torch.tensor([1, 2**32 + 1, 2**33 - 1, 5 * 2**32])
     monkeypatch.setattr(torch, "arange", lambda *_, **__: far)
-    assert philox(7, 4, 3, 2, CPU).tolist() == [reference_word(7, element, 3, 2) for element in far.tolist()]
+    assert philox(7, 4, 3, 2, CPU).tolist() == [
+        reference_word(7, element, 3, 2) for element in far.tolist()
+    ]
 
 
 def test_every_argument_makes_other_words():
     seed = fresh_seed() % 2**32
-    streams = [philox(seed, 1000, 0, 0, CPU), philox(seed + 1, 1000, 0, 0, CPU), philox(seed, 1000, 1, 0, CPU), philox(seed, 1000, 0, 1, CPU)]
+    streams = [
+        philox(seed, 1000, 0, 0, CPU),
+        philox(seed + 1, 1000, 0, 0, CPU),
+        philox(seed, 1000, 1, 0, CPU),
+        philox(seed, 1000, 0, 1, CPU),
+    ]
     # By chance two words of 32 bits are equal in one of 4 billion.
-    assert all(int((first == second).sum()) <= 1 for place, first in enumerate(streams) for second in streams[:place]), seed
+    assert all(
+        int((first == second).sum()) <= 1
+        for place, first in enumerate(streams)
+        for second in streams[:place]
+    ), seed
 
 
 def test_each_bit_is_up_half_of_the_time():

@@ -124,7 +124,10 @@ def test_a_run_that_was_saved_before_its_first_step_starts_to_the_bit(kind, mode
     assert_equal(exact(model, optimizer), exact(again, other))
 
 
-@pytest.mark.parametrize(("kind", "dtype"), [("float32", torch.float32), ("split", torch.int16), ("kahan", torch.bfloat16)])
+@pytest.mark.parametrize(
+    ("kind", "dtype"),
+    [("float32", torch.float32), ("split", torch.int16), ("kahan", torch.bfloat16)],
+)
 def test_what_lies_beside_each_parameter_is_saved_by_its_number(kind, dtype):
     model, optimizer = made(master=kind)
     waiting = optimizer.state_dict()[MASTERS]
@@ -174,9 +177,16 @@ def test_a_plain_state_is_taken_exactly_and_masters_stay(kind, optimizer):
     before = copy.deepcopy(other.state_dict().get(MASTERS, {}))
     other.load_state_dict(copy.deepcopy(stepped.state_dict()))
     after = other.state_dict()
-    own = {number: {name: value for name, value in held.items() if name not in _OURS} for number, held in after["state"].items()}
+    own = {
+        number: {name: value for name, value in held.items() if name not in _OURS}
+        for number, held in after["state"].items()
+    }
     assert_equal(stepped.state_dict(), {"state": own, "param_groups": after["param_groups"]})
-    kept = after.get(MASTERS) or {number: {name: held[name] for name in KEYS & held.keys()} for number, held in after["state"].items() if number in before}
+    kept = after.get(MASTERS) or {
+        number: {name: held[name] for name in KEYS & held.keys()}
+        for number, held in after["state"].items()
+        if number in before
+    }
     assert_equal(before, kept)
     train(decorated, other, 2)
 
@@ -209,7 +219,10 @@ def test_float32_masters_can_be_kept_in_another_way_from_then_on(kind):
 def test_masters_that_cannot_be_taken_are_said():
     _, optimizer = made(master="split")
     _, other = made(master="float32", dtype="float16")
-    with pytest.warns(UserWarning, match="another kind or dtype, which cannot be turned into master='float32' here") as caught:
+    with pytest.warns(
+        UserWarning,
+        match="another kind or dtype, which cannot be turned into master='float32' here",
+    ) as caught:
         other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
     assert caught[0].filename == __file__
 
@@ -220,7 +233,9 @@ def test_a_state_of_another_model_is_refused_before_anything_changes():
     before = copy.deepcopy(optimizer.state_dict())
     wrong = copy.deepcopy(before)
     wrong["state"][0][MASTER] = torch.zeros(2, 2, dtype=torch.int16)
-    with pytest.raises(mezzo.PolicyError, match=r"shape \(2, 2\) where this optimizer has one of shape \(8, 6\)"):
+    with pytest.raises(
+        mezzo.PolicyError, match=r"shape \(2, 2\) where this optimizer has one of shape \(8, 6\)"
+    ):
         optimizer.load_state_dict(wrong)
     wrong = copy.deepcopy(before)
     wrong["state"][0]["mezzo_split_sample"] = torch.zeros(3)
@@ -241,7 +256,10 @@ def test_nested_state_is_put_back_where_torch_rounded_it():
     with ExitStack() as undo:
         hook_state_dict(optimizer, masters, undo)
         optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-        assert_equal(without_companion(optimizer.state[weight]), {"deep": {"list": [third, (third, 3)]}, "step": torch.tensor(3.0)})
+        assert_equal(
+            without_companion(optimizer.state[weight]),
+            {"deep": {"list": [third, (third, 3)]}, "step": torch.tensor(3.0)},
+        )
         assert has_companion(optimizer.state[weight])
     assert not has_companion(optimizer.state[weight])
 
@@ -249,14 +267,20 @@ def test_nested_state_is_put_back_where_torch_rounded_it():
 CHANGES = {
     "state": (lambda state: state.pop("state"), "no dictionary 'state'"),
     "groups": (lambda state: state.update(param_groups=3), "no list 'param_groups'"),
-    "lr": (lambda state: state["param_groups"][0].update(lr="fast"), "'fast', and this optimizer has"),
+    "lr": (
+        lambda state: state["param_groups"][0].update(lr="fast"),
+        "'fast', and this optimizer has",
+    ),
     "eps": (lambda state: state["param_groups"][0].update(eps=-1.0), "Invalid epsilon"),
     "moment": (lambda state: state["state"][0].pop("exp_avg_sq"), "has no 'exp_avg_sq'"),
     "shape": (lambda state: state["state"][0].update(exp_avg=torch.zeros(2)), r"has shape \(2,\)"),
     "number": (lambda state: state["state"][0].update(exp_avg=3.0), "is 3.0, not a tensor"),
     "step": (lambda state: state["state"][0].update(step="two"), "not a number of steps"),
     "companion": (lambda state: state["state"][0].update({MASTER: "text"}), "'text', not a tensor"),
-    "stranger": (lambda state: state["state"].update({50: {"exp_avg": torch.zeros(2)}}), "entry for parameter 50"),
+    "stranger": (
+        lambda state: state["state"].update({50: {"exp_avg": torch.zeros(2)}}),
+        "entry for parameter 50",
+    ),
 }
 
 
@@ -292,6 +316,9 @@ def test_state_of_an_optimizer_of_ones_own_may_have_any_shape():
     with ExitStack() as undo:
         hook_state_dict(optimizer, MasterWeights("none"), undo)
         optimizer.load_state_dict(
-            {"state": {0: {"rows": torch.ones(2), "note": 3}, "all": 3}, "param_groups": [{**optimizer.param_groups[0], "clip": 2.0, "params": [0]}]}
+            {
+                "state": {0: {"rows": torch.ones(2), "note": 3}, "all": 3},
+                "param_groups": [{**optimizer.param_groups[0], "clip": 2.0, "params": [0]}],
+            }
         )
     assert_equal(dict(optimizer.state[weight]), {"rows": torch.ones(2), "note": 3})

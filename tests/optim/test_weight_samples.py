@@ -23,7 +23,9 @@ WRITES: dict[str, Callable[[nn.Parameter], object]] = {
 }
 
 
-def adopted(master: str, shape: tuple[int, ...] = (300, 7)) -> tuple[MasterWeights, nn.Parameter, torch.Tensor]:
+def adopted(
+    master: str, shape: tuple[int, ...] = (300, 7)
+) -> tuple[MasterWeights, nn.Parameter, torch.Tensor]:
     value = torch.rand(shape, generator=torch.Generator().manual_seed(fresh_seed())) + 0.5
     masters, parameter = MasterWeights(master), nn.Parameter(value.clone())
     masters.adopt(parameter, HALF)
@@ -45,7 +47,9 @@ def test_a_sample_is_taken_in_the_order_of_memory():
 
 @pytest.mark.parametrize("write", WRITES.values(), ids=WRITES)
 @pytest.mark.parametrize("master", ["float32", "split", "kahan", "stochastic", "none"])
-def test_a_write_through_data_to_a_whole_parameter_is_followed(master: str, write: Callable[[nn.Parameter], object]):
+def test_a_write_through_data_to_a_whole_parameter_is_followed(
+    master: str, write: Callable[[nn.Parameter], object]
+):
     masters, parameter, _ = adopted(master)
     write(parameter)
     assert torch.equal(masters.read(parameter), parameter.detach().float())

@@ -16,7 +16,15 @@ def says(message):
 
 
 @pytest.mark.parametrize(
-    "names", [["add", "mul"], ("mul", "add"), {"add", "mul"}, frozenset({"add", "mul"}), {"add": 1, "mul": 2}.keys(), ["add", "add_", "mul"]]
+    "names",
+    [
+        ["add", "mul"],
+        ("mul", "add"),
+        {"add", "mul"},
+        frozenset({"add", "mul"}),
+        {"add": 1, "mul": 2}.keys(),
+        ["add", "add_", "mul"],
+    ],
 )
 def test_op_names_are_read_from_any_collection_in_any_spelling(names):
     assert parse.op_names("half", names) == {"add", "mul"}
@@ -29,13 +37,24 @@ def test_op_names_as_a_bare_string_are_refused_with_what_to_write():
 
 @pytest.mark.parametrize("names", [None, 3, {"add": "half"}, (name for name in ["add"]), torch.add])
 def test_op_names_that_are_no_set_are_refused(names):
-    with says(rf"^full={re.escape(repr(names))} should be a set of op names such as \{{'softmax'\}}\.$"):
+    with says(
+        rf"^full={re.escape(repr(names))} should be a set of op names such as \{{'softmax'\}}\.$"
+    ):
         parse.op_names("full", names)
 
 
 def test_an_op_under_two_rules_is_named_with_both():
-    with says(r"^half= and keep= both list 'add', 'mul'\. An op has one rule: take it out of one of them\.$"):
-        parse.refuse_overlaps({"half": frozenset({"add", "mul", "exp"}), "full": frozenset(), "keep": frozenset({"mul", "add"})})
+    with says(
+        r"^half= and keep= both list 'add', 'mul'\. An op has one rule: take it out of one of"
+        r" them\.$"
+    ):
+        parse.refuse_overlaps(
+            {
+                "half": frozenset({"add", "mul", "exp"}),
+                "full": frozenset(),
+                "keep": frozenset({"mul", "add"}),
+            }
+        )
 
 
 @pytest.mark.parametrize(
@@ -57,14 +76,22 @@ def test_an_op_may_be_exempt_from_the_presets_exemptions():
     assert parse.exemptions({"batch_norm": []}) == (("batch_norm", ()),)
 
 
-@pytest.mark.parametrize("table", ["batch_norm", 3, None, {"batch_norm"}, (("batch_norm",),), ["batch_norm"]])
+@pytest.mark.parametrize(
+    "table", ["batch_norm", 3, None, {"batch_norm"}, (("batch_norm",),), ["batch_norm"]]
+)
 def test_exemptions_that_are_no_table_are_refused_with_an_example(table):
-    with says(rf"^exempt_args={re.escape(repr(table))} should be a table from an op to its arguments, such as "):
+    with says(
+        rf"^exempt_args={re.escape(repr(table))} should be a table from an op to its arguments,"
+        r" such as "
+    ):
         parse.exemptions(table)
 
 
 def test_an_exemption_of_an_argument_that_the_op_lacks_names_those_it_has():
-    with says(r"^batch_norm has no argument 'wieght'\. Did you mean 'weight'\? Choose one of: bias, .*running_mean.*weight\.$"):
+    with says(
+        r"^batch_norm has no argument 'wieght'\. Did you mean 'weight'\? Choose one of: bias,"
+        r" .*running_mean.*weight\.$"
+    ):
         parse.exemptions({"batch_norm": "wieght"})
 
 
@@ -95,7 +122,9 @@ def test_conditions_are_equal_however_they_are_written(entry):
 
 
 def test_a_condition_on_one_value_needs_no_list():
-    assert parse.conditionals([("softmax", "dim", -1)]) == parse.conditionals([("softmax", "dim", [-1])])
+    assert parse.conditionals([("softmax", "dim", -1)]) == parse.conditionals(
+        [("softmax", "dim", [-1])]
+    )
 
 
 def test_conditions_have_no_order():
@@ -105,25 +134,42 @@ def test_conditions_have_no_order():
 
 @pytest.mark.parametrize("entries", ["softmax", None, 3, {"softmax": ("dim", [-1])}])
 def test_conditions_that_are_no_list_are_refused_with_an_example(entries):
-    with says(rf"^conditional={re.escape(repr(entries))} should be a list of \(op, argument, values\), such as \[\('softmax', 'dim', \[-1\]\)\]\.$"):
+    with says(
+        rf"^conditional={re.escape(repr(entries))} should be a list of \(op, argument, values\),"
+        r" such as \[\('softmax', 'dim', \[-1\]\)\]\.$"
+    ):
         parse.conditionals(entries)
 
 
-@pytest.mark.parametrize("entry", ["softmax", ("softmax", "dim"), (1, 2, 3, 4, 5), None, {"op": "softmax"}])
+@pytest.mark.parametrize(
+    "entry", ["softmax", ("softmax", "dim"), (1, 2, 3, 4, 5), None, {"op": "softmax"}]
+)
 def test_a_condition_of_another_shape_is_refused_with_an_example(entry):
-    with says(rf"^A conditional entry is \(op, argument, values\), such as \('softmax', 'dim', \[-1\]\), got {re.escape(repr(entry))}\.$"):
+    with says(
+        r"^A conditional entry is \(op, argument, values\), such as \('softmax', 'dim', \[-1\]\),"
+        rf" got {re.escape(repr(entry))}\.$"
+    ):
         parse.conditionals([entry])
 
 
-@pytest.mark.parametrize(("argument", "hint"), [("dimm", r" Did you mean 'dim'\?"), (3, ""), ([], ""), (None, "")])
+@pytest.mark.parametrize(
+    ("argument", "hint"), [("dimm", r" Did you mean 'dim'\?"), (3, ""), ([], ""), (None, "")]
+)
 def test_a_condition_on_an_argument_that_the_op_lacks_names_those_it_has(argument, hint):
-    with says(rf"^softmax has no argument {re.escape(repr(argument))}\.{hint} Choose one of: .*dim.*input"):
+    with says(
+        rf"^softmax has no argument {re.escape(repr(argument))}\.{hint} Choose one of: .*dim.*input"
+    ):
         parse.conditionals([("softmax", argument, [-1])])
 
 
-@pytest.mark.parametrize("value", [torch.float16, torch.ones(1), [1], float("nan"), object, range(2)])
+@pytest.mark.parametrize(
+    "value", [torch.float16, torch.ones(1), [1], float("nan"), object, range(2)]
+)
 def test_a_condition_on_a_value_that_is_not_plain_is_refused(value):
-    with says(r"^The values of a conditional entry for 'softmax' are strings, numbers, booleans or None, got "):
+    with says(
+        r"^The values of a conditional entry for 'softmax' are strings, numbers, booleans or None,"
+        r" got "
+    ):
         parse.conditionals([("softmax", "dim", [value])])
 
 
@@ -138,34 +184,51 @@ def test_a_condition_on_an_unknown_op_is_refused():
 
 
 def test_module_rules_are_read_from_globs_classes_and_pairs():
-    expected = ((Selector("head"), Rule.HALF), (Selector("type:torch.nn.modules.linear.Linear"), Rule.KEEP))
+    expected = (
+        (Selector("head"), Rule.HALF),
+        (Selector("type:torch.nn.modules.linear.Linear"), Rule.KEEP),
+    )
     assert parse.module_rules({"head": "half", nn.Linear: Rule.KEEP}) == expected
     assert parse.module_rules(expected) == expected
 
 
 def test_module_rules_keep_their_order_since_a_later_glob_beats_an_earlier_one():
-    assert [selector.text for selector, _ in parse.module_rules({"b*": "half", "a*": "full"})] == ["b*", "a*"]
+    assert [selector.text for selector, _ in parse.module_rules({"b*": "half", "a*": "full"})] == [
+        "b*",
+        "a*",
+    ]
 
 
 def test_a_module_rule_said_twice_counts_once():
     text = Selector.parse(nn.Linear).text
-    assert parse.module_rules({nn.Linear: "half", "b*": "full", text: "half"}) == ((Selector("b*"), Rule.FULL), (Selector(text), Rule.HALF))
+    assert parse.module_rules({nn.Linear: "half", "b*": "full", text: "half"}) == (
+        (Selector("b*"), Rule.FULL),
+        (Selector(text), Rule.HALF),
+    )
 
 
 def test_two_rules_for_one_module_are_refused():
-    with says("^modules= has two rules for 'type:torch.nn.modules.linear.Linear'. A module has one: take the other out.$"):
+    with says(
+        "^modules= has two rules for 'type:torch.nn.modules.linear.Linear'. A module has one: take"
+        " the other out.$"
+    ):
         parse.module_rules({nn.Linear: "half", "type:torch.nn.modules.linear.Linear": "full"})
 
 
 @pytest.mark.parametrize("table", ["head", None, 3, {"head"}, ["head"], (("head",),)])
 def test_module_rules_that_are_no_table_are_refused_with_an_example(table):
-    with says(rf"^modules={re.escape(repr(table))} should be a table from a glob or a class to a rule, such as \{{'head': 'half'\}}\.$"):
+    with says(
+        rf"^modules={re.escape(repr(table))} should be a table from a glob or a class to a rule,"
+        r" such as \{'head': 'half'\}\.$"
+    ):
         parse.module_rules(table)
 
 
 @pytest.mark.parametrize("rule", ["promote", "refuse"])
 def test_a_rule_that_makes_no_sense_for_a_module_is_refused(rule):
-    with says(rf"^A module cannot be '{rule}' as a whole \('head'\)\. Choose one of: half, full, keep\.$"):
+    with says(
+        rf"^A module cannot be '{rule}' as a whole \('head'\)\. Choose one of: half, full, keep\.$"
+    ):
         parse.module_rules({"head": rule})
 
 
@@ -175,13 +238,21 @@ def test_an_unknown_rule_for_a_module_is_refused():
 
 
 def test_a_dotted_name_that_toml_made_a_table_of_is_refused_with_the_remedy():
-    with says(r"^The module 'encoder' has \{'norm': 'full'\} where a rule belongs\. A name with dots is quoted in TOML: \"encoder.norm\" = \"full\"\.$"):
+    with says(
+        r"^The module 'encoder' has \{'norm': 'full'\} where a rule belongs\. A name with dots is"
+        r" quoted in TOML: \"encoder.norm\" = \"full\"\.$"
+    ):
         parse.module_rules({"encoder": {"norm": "full"}})
 
 
-@pytest.mark.parametrize("entries", [["head", nn.Linear], (nn.Linear, "head"), {nn.Linear, "head", Selector("head")}])
+@pytest.mark.parametrize(
+    "entries", [["head", nn.Linear], (nn.Linear, "head"), {nn.Linear, "head", Selector("head")}]
+)
 def test_a_set_of_modules_has_no_order(entries):
-    assert parse.selectors(entries) == (Selector("head"), Selector("type:torch.nn.modules.linear.Linear"))
+    assert parse.selectors(entries) == (
+        Selector("head"),
+        Selector("type:torch.nn.modules.linear.Linear"),
+    )
 
 
 @pytest.mark.parametrize("entry", ["head", nn.Linear, Selector("head")])
@@ -202,7 +273,11 @@ def test_a_set_of_modules_that_is_none_is_refused(entries):
         ("half", [], "[]"),
         ("keep_full", ["head"], "['head']"),
         ("conditional", [["softmax", "dim", [-1]]], "[('softmax', 'dim', [-1])]"),
-        ("conditional", [["norm", "p", [float("-inf"), 2], "why"]], "[('norm', 'p', [float('-inf'), 2], 'why')]"),
+        (
+            "conditional",
+            [["norm", "p", [float("-inf"), 2], "why"]],
+            "[('norm', 'p', [float('-inf'), 2], 'why')]",
+        ),
         ("modules", {"head": "half"}, "{'head': 'half'}"),
     ],
 )
@@ -212,7 +287,9 @@ def test_a_field_is_spelled_as_python_that_the_constructor_reads(field, value, s
 
 
 def test_an_argument_is_any_that_one_of_the_ops_functions_has():
-    assert {parse.check_argument("softmax", name) for name in ("input", "self", "dim", "dtype")} == {"input", "self", "dim", "dtype"}
+    assert {
+        parse.check_argument("softmax", name) for name in ("input", "self", "dim", "dtype")
+    } == {"input", "self", "dim", "dtype"}
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,15 @@ import torch
 
 from mezzo import Policy, PolicyError
 from mezzo.policy import missing_kernels
-from mezzo.policy.decide import COMPOSED_OF, Decision, all_entries, effective_lists, entry_of, explain, uncast_decision
+from mezzo.policy.decide import (
+    COMPOSED_OF,
+    Decision,
+    all_entries,
+    effective_lists,
+    entry_of,
+    explain,
+    uncast_decision,
+)
 from mezzo.policy.registry import registry
 from mezzo.policy.types import Entry, Rule
 
@@ -78,7 +86,13 @@ def test_what_is_never_cast_is_the_reason(op, inputs):
 
 @pytest.mark.parametrize("word", [3, torch.ones(1), "float33", None, float])
 def test_an_input_that_is_no_dtype_is_refused(word):
-    with pytest.raises(PolicyError, match=r"^The inputs of an op are told by their dtypes, such as torch.float32 or 'float32', got "):
+    with pytest.raises(
+        PolicyError,
+        match=(
+            r"^The inputs of an op are told by their dtypes, such as torch.float32 or 'float32',"
+            r" got "
+        ),
+    ):
         decided(Policy(), "linear", word)
     with pytest.raises(PolicyError, match=r"^The inputs of an op are told by their dtypes"):
         uncast_decision("linear", [word], "why")
@@ -116,14 +130,21 @@ def test_a_conditional_entry_beats_the_list_only_for_its_values():
     for value, rule in ((-1, Rule.FULL), (None, Rule.FULL), (1, Rule.HALF), ([-1], Rule.HALF)):
         assert decided(policy, "softmax", F32, dim=value).rule is rule
     assert decided(policy, "softmax", F32).rule is Rule.HALF
-    assert decided(policy, "softmax", F32, dim=-1).reason == "dim=-1: listed for these values by the user"
+    assert (
+        decided(policy, "softmax", F32, dim=-1).reason
+        == "dim=-1: listed for these values by the user"
+    )
 
 
 def test_a_presets_conditions_hold_beside_the_users():
     theirs = effective_lists(Policy(preset="oneflow"), F16, "cpu").conditional
-    ours = effective_lists(Policy(preset="oneflow", conditional=[("softmax", "dim", [-1])]), F16, "cpu").conditional
+    ours = effective_lists(
+        Policy(preset="oneflow", conditional=[("softmax", "dim", [-1])]), F16, "cpu"
+    ).conditional
     assert theirs
-    assert set(ours) - set(theirs) == set(Policy(conditional=[("softmax", "dim", [-1])]).conditional)
+    assert set(ours) - set(theirs) == set(
+        Policy(conditional=[("softmax", "dim", [-1])]).conditional
+    )
 
 
 def test_an_exemption_replaces_the_presets_for_its_op_alone():
@@ -138,7 +159,9 @@ def test_an_argument_that_the_op_lacks_is_refused():
 
 
 def test_an_op_of_the_users_own_brings_its_rule_which_a_policy_overrides(mine):
-    assert decided(Policy(), mine, F16) == Decision("mine", Rule.FULL, F32, "registered by the user")
+    assert decided(Policy(), mine, F16) == Decision(
+        "mine", Rule.FULL, F32, "registered by the user"
+    )
     assert decided(Policy(keep={mine}), mine, F16).reason == "listed keep by the user"
 
 
@@ -152,15 +175,24 @@ def test_lists_that_were_made_before_an_op_was_registered_are_made_again():
 
 
 def test_lists_are_made_once_for_equal_policies():
-    assert effective_lists(Policy(half={"add"}), F16, "cpu") is effective_lists(Policy(half=["add_"]), F16, "cpu")
+    assert effective_lists(Policy(half={"add"}), F16, "cpu") is effective_lists(
+        Policy(half=["add_"]), F16, "cpu"
+    )
 
 
-@pytest.mark.parametrize(("whole", "part"), [(whole, part) for whole, parts in COMPOSED_OF.items() for part in parts])
+@pytest.mark.parametrize(
+    ("whole", "part"), [(whole, part) for whole, parts in COMPOSED_OF.items() for part in parts]
+)
 def test_an_op_made_of_others_follows_what_the_user_says_of_its_parts(whole, part):
     assert {whole, part} <= registry().names
     entry = entry_of(effective_lists(Policy(full={part}), BF16, "cpu"), whole, BF16, "cpu")
     assert entry == Entry(Rule.FULL, f"computed by {part}, which is listed full by the user")
-    assert entry_of(effective_lists(Policy(full={part}, keep={whole}), BF16, "cpu"), whole, BF16, "cpu").rule is Rule.KEEP
+    assert (
+        entry_of(
+            effective_lists(Policy(full={part}, keep={whole}), BF16, "cpu"), whole, BF16, "cpu"
+        ).rule
+        is Rule.KEEP
+    )
 
 
 def test_an_op_without_a_kernel_runs_in_float32_and_says_so():
@@ -169,7 +201,10 @@ def test_an_op_without_a_kernel_runs_in_float32_and_says_so():
     assert "torch has no 16-bit kernel" in decision.reason
     decision = decided(Policy(half={"linalg_qr"}), "linalg_qr", F32, dtype=BF16, device="cpu")
     assert decision.reason == "listed half by the user, but it has no bfloat16 kernel on cpu"
-    assert decided(Policy(refuse={"linalg_qr"}), "linalg_qr", F32, dtype=BF16, device="cpu").rule is Rule.REFUSE
+    assert (
+        decided(Policy(refuse={"linalg_qr"}), "linalg_qr", F32, dtype=BF16, device="cpu").rule
+        is Rule.REFUSE
+    )
 
 
 @pytest.mark.usefixtures("learning")
@@ -193,7 +228,9 @@ def test_nothing_is_cast_at_o0_whatever_else_the_policy_says():
     assert {entry.rule for entry in entries.values()} == {Rule.KEEP}
 
 
-@pytest.mark.parametrize(("level", "rule"), [("O1", Rule.KEEP), ("O2", Rule.HALF), ("O3", Rule.HALF), ("OD", Rule.FULL)])
+@pytest.mark.parametrize(
+    ("level", "rule"), [("O1", Rule.KEEP), ("O2", Rule.HALF), ("O3", Rule.HALF), ("OD", Rule.FULL)]
+)
 def test_a_level_decides_for_what_is_in_no_list(level, rule):
     assert decided(Policy(level), "relu", F32).rule is rule
 

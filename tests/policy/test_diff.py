@@ -25,9 +25,17 @@ def test_equal_policies_do_not_differ_and_say_so():
 
 
 def test_a_difference_names_the_fields_and_the_ops_that_end_up_under_another_rule():
-    difference = diff(Policy("O1", "float16"), Policy("O1", "float16", full={"linear"}, keep={"softmax"}, default_rule="keep"), GPU)
+    difference = diff(
+        Policy("O1", "float16"),
+        Policy("O1", "float16", full={"linear"}, keep={"softmax"}, default_rule="keep"),
+        GPU,
+    )
     assert difference
-    assert difference.fields == (("full", [], ["linear"]), ("keep", [], ["softmax"]), ("default_rule", None, "keep"))
+    assert difference.fields == (
+        ("full", [], ["linear"]),
+        ("keep", [], ["softmax"]),
+        ("default_rule", None, "keep"),
+    )
     assert ("linear", "half", "full") in difference.ops
     assert ("softmax", "full", "keep") in difference.ops
     assert "full: [] → ['linear']" in str(difference).splitlines()
@@ -54,17 +62,26 @@ def test_auto_is_compared_as_what_it_becomes_on_the_device():
 
 def test_presets_can_be_compared_on_a_device_that_is_not_here():
     nothing = device(NONE, NONE)
-    assert ("relu", "keep", "promote") in diff(Policy(), Policy(preset="paddle", on_unsupported="error"), nothing).ops
+    assert ("relu", "keep", "promote") in diff(
+        Policy(), Policy(preset="paddle", on_unsupported="error"), nothing
+    ).ops
 
 
 @pytest.mark.parametrize("kind", ["cpu", "cuda"])
 def test_the_difference_depends_on_the_device(kind):
-    ops = {name: rules for name, *rules in diff(Policy("O1", "float16"), Policy("O1", "float16", preset="torch-cuda"), device(kind=kind)).ops}
+    ops = {
+        name: rules
+        for name, *rules in diff(
+            Policy("O1", "float16"), Policy("O1", "float16", preset="torch-cuda"), device(kind=kind)
+        ).ops
+    }
     assert ops.get("softmax") == (["keep", "full"] if kind == "cpu" else None)
 
 
 def test_o0_keeps_every_op():
-    assert {after for _, _, after in diff(Policy("O1"), Policy("O0", half={"add"}), GPU).ops} == {"keep"}
+    assert {after for _, _, after in diff(Policy("O1"), Policy("O0", half={"add"}), GPU).ops} == {
+        "keep"
+    }
 
 
 def test_a_difference_is_plain_data():

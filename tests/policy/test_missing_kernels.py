@@ -5,7 +5,14 @@ import torch
 import torch.nn.functional as F
 
 from mezzo.policy import missing_kernels
-from mezzo.policy.missing_kernels import is_recorded_missing, known_missing, lacks_kernel, missing, needs_one_dtype, record_missing
+from mezzo.policy.missing_kernels import (
+    is_recorded_missing,
+    known_missing,
+    lacks_kernel,
+    missing,
+    needs_one_dtype,
+    record_missing,
+)
 from mezzo.policy.registry import registry
 
 F16, BF16 = torch.float16, torch.bfloat16
@@ -18,11 +25,25 @@ def forget(monkeypatch):
 
 
 def test_every_op_that_is_known_to_lack_a_kernel_is_an_op():
-    assert {op for table in missing_kernels._known().values() for ops in table.values() for op in ops} - registry().names == set()
+    assert {
+        op for table in missing_kernels._known().values() for ops in table.values() for op in ops
+    } - registry().names == set()
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
-@pytest.mark.parametrize("op", ["linear", "matmul", "conv2d", "softmax", "layer_norm", "add", "relu", "scaled_dot_product_attention"])
+@pytest.mark.parametrize(
+    "op",
+    [
+        "linear",
+        "matmul",
+        "conv2d",
+        "softmax",
+        "layer_norm",
+        "add",
+        "relu",
+        "scaled_dot_product_attention",
+    ],
+)
 def test_what_networks_are_made_of_has_kernels(op, device):
     assert not lacks_kernel(op, F16, device)
     assert not lacks_kernel(op, BF16, device)
@@ -77,16 +98,21 @@ def test_what_was_learnt_is_told_apart_from_what_was_known():
 def test_missing_lists_both_in_order():
     record_missing("linalg_qr", F16, "xpu")
     assert missing("linalg_qr") == tuple(sorted(missing("linalg_qr")))
-    assert {("cpu", "bfloat16"), ("cpu", "float16"), ("xpu", "float16")} <= set(missing("linalg_qr"))
+    assert {("cpu", "bfloat16"), ("cpu", "float16"), ("xpu", "float16")} <= set(
+        missing("linalg_qr")
+    )
     assert missing("relu") == ()
 
 
 NORMS = {
     "layer_norm": lambda x, weight: F.layer_norm(x, (4,), weight, weight),
-    # Over positions too: where there is one only, CUDA's forward takes the mix and its backward does not.
+    # Over positions too: where there is one only, CUDA's forward takes the mix and its backward
+    # does not.
     "group_norm": lambda x, weight: F.group_norm(x[:, :, None].repeat(1, 1, 2), 2, weight, weight),
     "batch_norm": lambda x, weight: F.batch_norm(x, None, None, weight, weight, training=True),
-    "instance_norm": lambda x, weight: F.instance_norm(x[:, :, None].repeat(1, 1, 2), None, None, weight, weight),
+    "instance_norm": lambda x, weight: F.instance_norm(
+        x[:, :, None].repeat(1, 1, 2), None, None, weight, weight
+    ),
 }
 
 

@@ -38,7 +38,11 @@ def test_every_spelling_leads_to_the_one_name(word, name):
     assert canonical(word) == name
 
 
-@given(st.sampled_from(sorted(ALIASES | DUNDERS)), st.sampled_from(["", "_", "__"]), st.sampled_from(["", "_"]))
+@given(
+    st.sampled_from(sorted(ALIASES | DUNDERS)),
+    st.sampled_from(["", "_", "__"]),
+    st.sampled_from(["", "_"]),
+)
 def test_the_name_of_a_name_is_itself(word, before, after):
     name = canonical(before + word + after)
     assert canonical(name) == name
@@ -57,13 +61,28 @@ def test_no_alias_is_an_op_of_its_own():
     assert {alias for alias in ALIASES if alias in registry()} == set()
 
 
-@pytest.mark.parametrize("name", ["softmax", "add", "linear", "nonzero", "index", "complex", "view"])
+@pytest.mark.parametrize(
+    "name", ["softmax", "add", "linear", "nonzero", "index", "complex", "view"]
+)
 def test_what_computes_is_an_op(name):
     assert is_op(name)
 
 
 @pytest.mark.parametrize(
-    "name", ["", "to", "half", "clone", "item", "is_floating_point", "get_device", "sym_size", "softmax_backward_data", "to_dense", "setitem"]
+    "name",
+    [
+        "",
+        "to",
+        "half",
+        "clone",
+        "item",
+        "is_floating_point",
+        "get_device",
+        "sym_size",
+        "softmax_backward_data",
+        "to_dense",
+        "setitem",
+    ],
 )
 def test_what_carries_describes_makes_or_converts_a_tensor_is_no_op(name):
     assert not is_op(name)

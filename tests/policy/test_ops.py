@@ -39,13 +39,19 @@ def test_a_device_that_is_not_here_is_listed_without_a_warning():
 def test_a_policy_and_overrides_change_the_rules(tmp_path):
     policy = Policy("O1", half={"exp"})
     policy.save(tmp_path / "policy.toml")
-    for table in (mezzo.ops(policy, device="cpu"), mezzo.ops(tmp_path / "policy.toml", device="cpu"), mezzo.ops("O1", device="cpu", half={"exp"})):
+    for table in (
+        mezzo.ops(policy, device="cpu"),
+        mezzo.ops(tmp_path / "policy.toml", device="cpu"),
+        mezzo.ops("O1", device="cpu", half={"exp"}),
+    ):
         assert by_name(table)["exp"] == OpInfo("exp", "half", "listed half by the user", ())
     assert by_name(mezzo.ops("O2", device="cpu"))["relu"].rule == "half"
 
 
 def test_nothing_is_cast_at_o0():
-    assert {(op.rule, op.reason) for op in mezzo.ops("O0", device="cpu")} == {("keep", "level O0: nothing is cast")}
+    assert {(op.rule, op.reason) for op in mezzo.ops("O0", device="cpu")} == {
+        ("keep", "level O0: nothing is cast")
+    }
 
 
 def test_ops_without_a_kernel_are_listed_with_where():
@@ -64,7 +70,9 @@ def test_a_missing_kernel_that_was_found_is_listed(monkeypatch):
 def test_an_op_of_ones_own_is_listed():
     registry().register("listed_here", (), Entry(Rule.FULL, "registered by the user"))
     try:
-        assert by_name(mezzo.ops(device="cpu"))["listed_here"] == OpInfo("listed_here", "full", "registered by the user", ())
+        assert by_name(mezzo.ops(device="cpu"))["listed_here"] == OpInfo(
+            "listed_here", "full", "registered by the user", ()
+        )
     finally:
         registry().unregister("listed_here")
     assert "listed_here" not in by_name(mezzo.ops(device="cpu"))
@@ -77,16 +85,26 @@ def test_the_rules_follow_the_dtype_that_the_policy_names_where_the_device_has_n
 
 
 def test_a_table_is_a_sequence_that_prints_as_a_table():
-    rows = [OpInfo("add", "keep", "why", ()), OpInfo("softmax", "full", "because", (("cpu", "float16"),))]
+    rows = [
+        OpInfo("add", "keep", "why", ()),
+        OpInfo("softmax", "full", "because", (("cpu", "float16"),)),
+    ]
     table = OpTable(rows)
     assert (len(table), table[0], list(table)) == (2, rows[0], rows)
     assert isinstance(table[:1], OpTable)
-    assert str(table) == "add      keep     why\nsoftmax  full     because (no kernel: float16 on cpu)"
+    assert (
+        str(table) == "add      keep     why\nsoftmax  full     because (no kernel: float16 on cpu)"
+    )
     assert str(OpTable([])) == ""
 
 
 @pytest.mark.parametrize(
-    ("words", "message"), [({"policy": "O9"}, "Unknown level 'O9'"), ({"device": "gpu"}, "Unknown device 'gpu'"), ({"hlaf": {"add"}}, "Unknown policy field")]
+    ("words", "message"),
+    [
+        ({"policy": "O9"}, "Unknown level 'O9'"),
+        ({"device": "gpu"}, "Unknown device 'gpu'"),
+        ({"hlaf": {"add"}}, "Unknown policy field"),
+    ],
 )
 def test_bad_words_are_refused(words, message):
     with pytest.raises(PolicyError, match=message):

@@ -39,11 +39,23 @@ def on(monkeypatch):
 
 def test_a_plain_policy_is_torchs_own_with_the_dtype_left_to_the_hardware():
     policy = Policy()
-    assert (policy.level, policy.dtype, policy.preset, policy.default_rule) == (Level.O1, None, "torch", None)
-    assert (policy.half, policy.full, policy.promote, policy.keep, policy.refuse) == (frozenset(),) * 5
+    assert (policy.level, policy.dtype, policy.preset, policy.default_rule) == (
+        Level.O1,
+        None,
+        "torch",
+        None,
+    )
+    assert (policy.half, policy.full, policy.promote, policy.keep, policy.refuse) == (
+        frozenset(),
+    ) * 5
     assert (policy.exempt_args, policy.conditional, policy.modules) == ((), (), ())
     assert policy.keep_full == tuple(sorted(Selector.parse(norm) for norm in NORMS))
-    assert (policy.master, policy.grad_dtype, policy.cache, policy.on_unsupported) == (Master.AUTO, None, Cache.AUTO, OnUnsupported.WARN)
+    assert (policy.master, policy.grad_dtype, policy.cache, policy.on_unsupported) == (
+        Master.AUTO,
+        None,
+        Cache.AUTO,
+        OnUnsupported.WARN,
+    )
 
 
 def test_the_fullest_policy_leaves_no_field_at_its_default():
@@ -54,7 +66,11 @@ def test_the_fullest_policy_leaves_no_field_at_its_default():
 
 @pytest.mark.parametrize("name", FIELDS)
 def test_every_field_round_trips_alone_and_together(name, tmp_path):
-    words = {key: value for key, value in FULLEST.items() if key == name or (name == "preset" and key == "level")}
+    words = {
+        key: value
+        for key, value in FULLEST.items()
+        if key == name or (name == "preset" and key == "level")
+    }
     for policy in (Policy(**words), Policy(**FULLEST)):
         policy.save(tmp_path / "policy.toml")
         assert Policy.load(tmp_path / "policy.toml") == policy
@@ -67,7 +83,13 @@ def test_every_field_round_trips_alone_and_together(name, tmp_path):
 @settings(max_examples=50)
 @given(policies())
 def test_any_policy_can_be_pasted_back_and_is_equal_and_hashes_alike(policy):
-    for again in (eval(repr(policy)), Policy(**policy.to_dict()), dataclasses.replace(policy), pickle.loads(pickle.dumps(policy)), copy.deepcopy(policy)):
+    for again in (
+        eval(repr(policy)),
+        Policy(**policy.to_dict()),
+        dataclasses.replace(policy),
+        pickle.loads(pickle.dumps(policy)),
+        copy.deepcopy(policy),
+    ):
         assert again == policy
         assert hash(again) == hash(policy)
         assert repr(again) == repr(policy)
@@ -88,9 +110,15 @@ def test_any_policy_can_be_pasted_back_and_is_equal_and_hashes_alike(policy):
         ({"grad_dtype": "fp32"}, {"grad_dtype": torch.float32}),
         ({"keep_full": NORMS}, {"keep_full": tuple(reversed(NORMS))}),
         ({"keep_full": nn.Linear}, {"keep_full": ["type:torch.nn.modules.linear.Linear"]}),
-        ({"modules": {nn.Linear: "half"}}, {"modules": {"type:torch.nn.modules.linear.Linear": Rule.HALF}}),
+        (
+            {"modules": {nn.Linear: "half"}},
+            {"modules": {"type:torch.nn.modules.linear.Linear": Rule.HALF}},
+        ),
         ({"modules": OrderedDict(head="half")}, {"modules": (("head", "half"),)}),
-        ({"conditional": [("softmax", "dim", {-1, 0})]}, {"conditional": (["softmax", "dim", [0, -1, 0]],)}),
+        (
+            {"conditional": [("softmax", "dim", {-1, 0})]},
+            {"conditional": (["softmax", "dim", [0, -1, 0]],)},
+        ),
         ({"exempt_args": {"batch_norm": {"weight"}}}, {"exempt_args": {"batch_norm": "weight"}}),
     ],
 )
@@ -100,7 +128,9 @@ def test_policies_written_differently_that_mean_the_same_are_one_key(one, other)
 
 
 def test_the_order_of_module_rules_is_part_of_their_meaning():
-    assert Policy(modules={"a*": "half", "*b": "full"}) != Policy(modules={"*b": "full", "a*": "half"})
+    assert Policy(modules={"a*": "half", "*b": "full"}) != Policy(
+        modules={"*b": "full", "a*": "half"}
+    )
 
 
 def test_a_policy_differs_from_what_is_no_policy():
@@ -108,14 +138,23 @@ def test_a_policy_differs_from_what_is_no_policy():
 
 
 def test_a_policy_prints_pickles_and_is_found_as_a_key_alike_in_every_process():
-    policy = Policy("O1", half={"add", "mul", "exp", "cat"}, conditional=[("softmax", "dim", {"a", "b", "c"})])
+    policy = Policy(
+        "O1", half={"add", "mul", "exp", "cat"}, conditional=[("softmax", "dim", {"a", "b", "c"})]
+    )
     hash(policy)
     code = (
-        "import pickle, sys\nfrom mezzo import Policy\npolicy = pickle.loads(bytes.fromhex(sys.argv[1]))\n"
-        "assert {policy: 1}[eval(repr(policy))] == 1\nprint(repr(policy))"
+        "import pickle, sys\nfrom mezzo import Policy\npolicy ="
+        " pickle.loads(bytes.fromhex(sys.argv[1]))\nassert {policy: 1}[eval(repr(policy))] =="
+        " 1\nprint(repr(policy))"
     )
     environment = os.environ | {"PYTHONHASHSEED": "1"}
-    ran = subprocess.run([sys.executable, "-c", code, pickle.dumps(policy).hex()], capture_output=True, text=True, env=environment, check=True)
+    ran = subprocess.run(
+        [sys.executable, "-c", code, pickle.dumps(policy).hex()],
+        capture_output=True,
+        text=True,
+        env=environment,
+        check=True,
+    )
     assert ran.stdout.strip() == repr(policy)
 
 
@@ -138,35 +177,109 @@ def test_making_a_policy_leaves_what_it_was_made_of_alone():
 
 def test_a_policy_prints_only_what_differs_from_a_plain_one():
     assert repr(Policy("O2")) == "Policy('O2')"
-    assert repr(Policy("O1", keep_full=[], grad_dtype="float32", master=None)) == "Policy('O1', keep_full=[], master='none', grad_dtype='float32')"
+    assert (
+        repr(Policy("O1", keep_full=[], grad_dtype="float32", master=None))
+        == "Policy('O1', keep_full=[], master='none', grad_dtype='float32')"
+    )
 
 
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ({"level": "01"}, r"^Unknown level '01'\. Choose one of: O0, O1, O2, O3, OD\. The first character is the letter O, not a zero\.$"),
+        (
+            {"level": "01"},
+            (
+                r"^Unknown level '01'\. Choose one of: O0, O1, O2, O3, OD\. The first character is"
+                r" the letter O, not a zero\.$"
+            ),
+        ),
         ({"level": "O4"}, r"^Unknown level 'O4'\. Choose one of: O0, O1, O2, O3, OD\.$"),
         ({"level": None}, "^Unknown level None"),
-        ({"dtype": "int8"}, r"^dtype='int8' is not a dtype that can be used here\. Choose one of: auto, float16, bfloat16\.$"),
-        ({"dtype": "Auto"}, r"^dtype='Auto' .*Choose one of: auto, float16, bfloat16\. Did you mean 'auto'\?$"),
+        (
+            {"dtype": "int8"},
+            (
+                r"^dtype='int8' is not a dtype that can be used here\. Choose one of: auto,"
+                r" float16, bfloat16\.$"
+            ),
+        ),
+        (
+            {"dtype": "Auto"},
+            r"^dtype='Auto' .*Choose one of: auto, float16, bfloat16\. Did you mean 'auto'\?$",
+        ),
         ({"dtype": "bfloat61"}, r"^dtype='bfloat61' .* Did you mean 'bfloat16'"),
-        ({"dtype": torch.float32}, r"^dtype=torch.float32 is not a dtype that can be used here\. Choose one of: auto, float16, bfloat16\.$"),
-        ({"dtype": "float32"}, r"^dtype='float32' is not a dtype that can be used here\. Choose one of: auto, float16, bfloat16\.$"),
-        ({"preset": "padle"}, r"^Unknown preset 'padle'\. Choose one of: torch, torch-cuda, torch-cpu, paddle, .* Did you mean 'paddle'\?$"),
+        (
+            {"dtype": torch.float32},
+            (
+                r"^dtype=torch.float32 is not a dtype that can be used here\. Choose one of: auto,"
+                r" float16, bfloat16\.$"
+            ),
+        ),
+        (
+            {"dtype": "float32"},
+            (
+                r"^dtype='float32' is not a dtype that can be used here\. Choose one of: auto,"
+                r" float16, bfloat16\.$"
+            ),
+        ),
+        (
+            {"preset": "padle"},
+            (
+                r"^Unknown preset 'padle'\. Choose one of: torch, torch-cuda, torch-cpu, paddle, .*"
+                r" Did you mean 'paddle'\?$"
+            ),
+        ),
         ({"preset": None}, "^Unknown preset None"),
-        ({"preset": "apex", "level": "OD"}, r"^The preset 'apex' has no level OD\. Choose one of: O1, O2, O3\.$"),
+        (
+            {"preset": "apex", "level": "OD"},
+            r"^The preset 'apex' has no level OD\. Choose one of: O1, O2, O3\.$",
+        ),
         ({"half": {"sofmax"}}, r"^Unknown op 'sofmax'\. Did you mean 'softmax'"),
-        ({"half": "softmax"}, r"^half='softmax' should be a set of op names\. Write half=\{'softmax'\}\.$"),
+        (
+            {"half": "softmax"},
+            r"^half='softmax' should be a set of op names\. Write half=\{'softmax'\}\.$",
+        ),
         ({"half": {"add"}, "refuse": {"add_"}}, r"^half= and refuse= both list 'add'\."),
-        ({"default_rule": "ful"}, r"^Unknown rule 'ful'\. Choose one of: half, full, promote, keep, refuse\. Did you mean 'full'\?$"),
+        (
+            {"default_rule": "ful"},
+            (
+                r"^Unknown rule 'ful'\. Choose one of: half, full, promote, keep, refuse\. Did you"
+                r" mean 'full'\?$"
+            ),
+        ),
         ({"master": "splt"}, r"^Unknown master 'splt'\. .* Did you mean 'split'"),
-        ({"grad_dtype": "auto"}, r"^grad_dtype='auto' is not a dtype that can be used here\. Choose one of: float16, bfloat16, float32\.$"),
-        ({"cache": "versoined"}, r"^Unknown cache 'versoined'\. Choose one of: auto, versioned, torch, off\. Did you mean 'versioned'\?$"),
-        ({"on_unsupported": "warning"}, r"^Unknown on_unsupported 'warning'\. Choose one of: error, warn, ignore\. Did you mean 'warn'\?$"),
-        ({"modules": {"head": "promote"}}, r"^A module cannot be 'promote' as a whole \('head'\)\. Choose one of: half, full, keep\.$"),
+        (
+            {"grad_dtype": "auto"},
+            (
+                r"^grad_dtype='auto' is not a dtype that can be used here\. Choose one of: float16,"
+                r" bfloat16, float32\.$"
+            ),
+        ),
+        (
+            {"cache": "versoined"},
+            (
+                r"^Unknown cache 'versoined'\. Choose one of: auto, versioned, torch, off\. Did you"
+                r" mean 'versioned'\?$"
+            ),
+        ),
+        (
+            {"on_unsupported": "warning"},
+            (
+                r"^Unknown on_unsupported 'warning'\. Choose one of: error, warn, ignore\. Did you"
+                r" mean 'warn'\?$"
+            ),
+        ),
+        (
+            {"modules": {"head": "promote"}},
+            (
+                r"^A module cannot be 'promote' as a whole \('head'\)\. Choose one of: half, full,"
+                r" keep\.$"
+            ),
+        ),
     ],
 )
-def test_bad_words_give_one_error_with_what_was_passed_what_is_allowed_and_what_is_close(words, message):
+def test_bad_words_give_one_error_with_what_was_passed_what_is_allowed_and_what_is_close(
+    words, message
+):
     for make in (Policy, Policy.parse, mezzo.ops):
         with says(message) as error:
             make(**words)
@@ -174,7 +287,10 @@ def test_bad_words_give_one_error_with_what_was_passed_what_is_allowed_and_what_
 
 
 def test_a_field_that_does_not_exist_is_refused_with_its_neighbour():
-    with says(r"^Unknown policy field 'hlaf'\. Choose one of: level, dtype, .*on_unsupported\. Did you mean 'half'\?$"):
+    with says(
+        r"^Unknown policy field 'hlaf'\. Choose one of: level, dtype, .*on_unsupported\. Did you"
+        r" mean 'half'\?$"
+    ):
         Policy.parse("O1", hlaf={"add"})
     with pytest.raises(TypeError, match="hlaf"):
         Policy(hlaf={"add"})
@@ -183,9 +299,19 @@ def test_a_field_that_does_not_exist_is_refused_with_its_neighbour():
 def test_a_policy_is_had_from_a_level_a_policy_a_file_or_nothing(tmp_path):
     policy = Policy("O2", half={"exp"})
     policy.save(tmp_path / "policy.toml")
-    assert Policy.parse() == Policy.parse(None) == Policy.parse("O1") == Policy.parse(Level.O1) == Policy()
+    assert (
+        Policy.parse()
+        == Policy.parse(None)
+        == Policy.parse("O1")
+        == Policy.parse(Level.O1)
+        == Policy()
+    )
     assert Policy.parse(policy) is policy
-    assert Policy.parse(tmp_path / "policy.toml") == Policy.parse(str(tmp_path / "policy.toml")) == policy
+    assert (
+        Policy.parse(tmp_path / "policy.toml")
+        == Policy.parse(str(tmp_path / "policy.toml"))
+        == policy
+    )
 
 
 def test_a_path_needs_no_ending_and_a_string_needs_toml(tmp_path):
@@ -224,7 +350,10 @@ def test_a_preset_in_the_place_of_a_level_is_answered_with_how_to_name_it():
 
 @pytest.mark.parametrize("word", [3, {"level": "O1"}, torch.float16, ["O1"], nn.Linear])
 def test_what_is_no_policy_is_refused_with_what_is(word):
-    with says(rf"^A policy is a level such as 'O1', a mezzo.Policy, or a .toml file, got {re.escape(repr(word))}\.$"):
+    with says(
+        r"^A policy is a level such as 'O1', a mezzo.Policy, or a .toml file, got"
+        rf" {re.escape(repr(word))}\.$"
+    ):
         Policy.parse(word)
 
 
@@ -258,30 +387,112 @@ def test_an_error_in_a_file_names_the_file(tmp_path):
 @pytest.mark.parametrize(
     ("words", "op", "inputs", "said"),
     [
-        ({"half": {"add"}}, "add", [torch.float32], "add runs in bfloat16: listed half by the user."),
-        ({"full": {"add"}}, "+".replace("+", "__add__"), [torch.bfloat16], "add runs in float32: listed full by the user."),
-        ({"promote": {"add"}}, "add", [torch.bfloat16, torch.float32], "add runs in float32: listed promote by the user."),
-        ({"keep": {"linear"}}, "linear", [torch.bfloat16], "linear runs in bfloat16: listed keep by the user."),
+        (
+            {"half": {"add"}},
+            "add",
+            [torch.float32],
+            "add runs in bfloat16: listed half by the user.",
+        ),
+        (
+            {"full": {"add"}},
+            "+".replace("+", "__add__"),
+            [torch.bfloat16],
+            "add runs in float32: listed full by the user.",
+        ),
+        (
+            {"promote": {"add"}},
+            "add",
+            [torch.bfloat16, torch.float32],
+            "add runs in float32: listed promote by the user.",
+        ),
+        (
+            {"keep": {"linear"}},
+            "linear",
+            [torch.bfloat16],
+            "linear runs in bfloat16: listed keep by the user.",
+        ),
         ({"refuse": {"exp"}}, "exp", [torch.float32], "exp is refused: listed refuse by the user."),
-        ({}, "F.linear", [torch.float32], "linear runs in bfloat16: a matrix product: tensor cores make it fast in 16 bits, and it accumulates in float32."),
-        ({"preset": "torch-cuda"}, "softmax", ["float16"], "softmax runs in float32: sums exponentials: float16 overflows past 65504."),
-        ({}, "relu", ["torch.float32"], "relu runs in float32: in no list: it follows its inputs, and torch's kernels promote where dtypes meet."),
-        ({"default_rule": "half"}, "relu", [torch.float32], "relu runs in bfloat16: in no list: the policy says half for those."),
+        (
+            {},
+            "F.linear",
+            [torch.float32],
+            (
+                "linear runs in bfloat16: a matrix product: tensor cores make it fast in 16 bits,"
+                " and it accumulates in float32."
+            ),
+        ),
+        (
+            {"preset": "torch-cuda"},
+            "softmax",
+            ["float16"],
+            "softmax runs in float32: sums exponentials: float16 overflows past 65504.",
+        ),
+        (
+            {},
+            "relu",
+            ["torch.float32"],
+            (
+                "relu runs in float32: in no list: it follows its inputs, and torch's kernels"
+                " promote where dtypes meet."
+            ),
+        ),
+        (
+            {"default_rule": "half"},
+            "relu",
+            [torch.float32],
+            "relu runs in bfloat16: in no list: the policy says half for those.",
+        ),
         ({}, "linear", [torch.float64], "linear runs in float64: float64 inputs are never cast."),
-        ({"level": "O0", "half": {"add"}}, "add", [torch.float32], "add runs in float32: nothing is cast: level O0 runs everything in float32."),
-        ({"level": "OD"}, "relu", [torch.bfloat16], "relu runs in float32: level OD: what is not listed half runs in float32."),
-        ({"level": "O2"}, "relu", [torch.float32], "relu runs in bfloat16: level O2: everything 16-bit but a short list."),
+        (
+            {"level": "O0", "half": {"add"}},
+            "add",
+            [torch.float32],
+            "add runs in float32: nothing is cast: level O0 runs everything in float32.",
+        ),
+        (
+            {"level": "OD"},
+            "relu",
+            [torch.bfloat16],
+            "relu runs in float32: level OD: what is not listed half runs in float32.",
+        ),
+        (
+            {"level": "O2"},
+            "relu",
+            [torch.float32],
+            "relu runs in bfloat16: level O2: everything 16-bit but a short list.",
+        ),
     ],
 )
 def test_a_policy_explains_an_op_in_a_sentence(words, op, inputs, said):
-    assert str(Policy(**{"level": "O1", "dtype": "bfloat16"} | words).explain(op, *inputs, device="cpu")) == said
+    assert (
+        str(
+            Policy(**{"level": "O1", "dtype": "bfloat16"} | words).explain(
+                op, *inputs, device="cpu"
+            )
+        )
+        == said
+    )
 
 
 def test_an_explanation_asks_the_argument_of_a_conditional_entry():
-    policy = Policy("O1", "bfloat16", half={"softmax"}, conditional=[("softmax", "dim", [-1], "the last dimension is long")])
-    assert str(policy.explain("softmax", torch.float32, device="cpu", dim=-1)) == "softmax runs in float32: dim=-1: the last dimension is long."
-    assert str(policy.explain("softmax", torch.float32, device="cpu", dim=1)) == "softmax runs in bfloat16: listed half by the user."
-    assert str(policy.explain("softmax", torch.float32, device="cpu")) == "softmax runs in bfloat16: listed half by the user."
+    policy = Policy(
+        "O1",
+        "bfloat16",
+        half={"softmax"},
+        conditional=[("softmax", "dim", [-1], "the last dimension is long")],
+    )
+    assert (
+        str(policy.explain("softmax", torch.float32, device="cpu", dim=-1))
+        == "softmax runs in float32: dim=-1: the last dimension is long."
+    )
+    assert (
+        str(policy.explain("softmax", torch.float32, device="cpu", dim=1))
+        == "softmax runs in bfloat16: listed half by the user."
+    )
+    assert (
+        str(policy.explain("softmax", torch.float32, device="cpu"))
+        == "softmax runs in bfloat16: listed half by the user."
+    )
 
 
 def test_an_explanation_is_asked_with_arguments_that_the_op_has():
@@ -301,9 +512,16 @@ def test_an_explanation_on_a_device_without_16_bits_says_why_and_neither_warns_n
 def test_an_explanation_on_a_device_that_the_policy_raises_on_says_so(on):
     on(device(NATIVE, NONE))
     decision = Policy("O1", "bfloat16", on_unsupported="error").explain("linear", torch.float32)
-    assert str(decision) == "linear is refused: on_unsupported='error', and it has no kernels for it."
-    assert Policy("O1", "float16", on_unsupported="error").explain("linear", torch.float32).dtype is torch.float16
-    assert Policy("O0", on_unsupported="error").explain("linear", torch.float32).dtype is torch.float32
+    assert (
+        str(decision) == "linear is refused: on_unsupported='error', and it has no kernels for it."
+    )
+    assert (
+        Policy("O1", "float16", on_unsupported="error").explain("linear", torch.float32).dtype
+        is torch.float16
+    )
+    assert (
+        Policy("O0", on_unsupported="error").explain("linear", torch.float32).dtype is torch.float32
+    )
 
 
 def test_an_explanation_follows_the_dtype_that_the_hardware_chooses(on):
@@ -321,6 +539,8 @@ def test_an_unknown_op_or_device_is_refused_when_it_is_asked_about():
 def test_a_difference_is_asked_of_whatever_is_a_policy(tmp_path):
     Policy("O1", half={"exp"}).save(tmp_path / "other.toml")
     assert Policy("O1").diff("O1", device="cpu").ops == ()
-    assert Policy("O1").diff(tmp_path / "other.toml", device="cpu").ops == (("exp", "keep", "half"),)
+    assert Policy("O1").diff(tmp_path / "other.toml", device="cpu").ops == (
+        ("exp", "keep", "half"),
+    )
     with says("^A policy is a level such as 'O1'"):
         Policy("O1").diff(3)

@@ -15,7 +15,9 @@ def test_lists_without_exemptions_share_no_table():
     assert one.exempt_args is not other.exempt_args
 
 
-@pytest.mark.parametrize(("value", "field"), [(OpLists({}, UNLISTED), "entries"), (OpNames({}, {}), "known")])
+@pytest.mark.parametrize(
+    ("value", "field"), [(OpLists({}, UNLISTED), "entries"), (OpNames({}, {}), "known")]
+)
 def test_lists_and_name_maps_are_frozen(value, field):
     with pytest.raises(FrozenInstanceError):
         setattr(value, field, {})

@@ -12,7 +12,13 @@ from torch.overrides import TorchFunctionMode
 
 from mezzo._errors import PolicyError
 from mezzo.policy import registry as module
-from mezzo.policy.registry import Registry, aten_overloads, functional_overloads, parameters, registry
+from mezzo.policy.registry import (
+    Registry,
+    aten_overloads,
+    functional_overloads,
+    parameters,
+    registry,
+)
 from mezzo.policy.types import Entry, Rule
 
 ENTRY = Entry(Rule.FULL, "mine")
@@ -71,7 +77,13 @@ WAYS = {
         lambda x, y: x.add_(y),
         iadd,
     ],
-    "sub": [lambda x, y: x - y, lambda x, _: 1 - x, torch.sub, lambda x, y: x.subtract_(y), torch.rsub],
+    "sub": [
+        lambda x, y: x - y,
+        lambda x, _: 1 - x,
+        torch.sub,
+        lambda x, y: x.subtract_(y),
+        torch.rsub,
+    ],
     "mul": [lambda x, y: x * y, lambda x, _: 2 * x, torch.multiply, imul],
     "div": [lambda x, y: x / y, lambda x, _: 1 / x, torch.true_divide, itruediv],
     "matmul": [lambda x, y: x @ y, torch.matmul, lambda x, y: x.matmul(y), torch.linalg.matmul],
@@ -81,26 +93,53 @@ WAYS = {
     "abs": [lambda x, _: abs(x), lambda x, _: torch.absolute(x)],
     "lt": [lambda x, y: x < y, torch.less, lambda x, y: x.lt(y)],
     "linear": [F.linear, lambda x, _: nn.Linear(2, 2)(x)],
-    "relu": [lambda x, _: F.relu(x), lambda x, _: torch.relu(x), lambda x, _: x.relu_(), lambda x, _: nn.ReLU()(x)],
+    "relu": [
+        lambda x, _: F.relu(x),
+        lambda x, _: torch.relu(x),
+        lambda x, _: x.relu_(),
+        lambda x, _: nn.ReLU()(x),
+    ],
     "gelu": [lambda x, _: F.gelu(x), lambda x, _: nn.GELU()(x)],
     "cat": [lambda x, y: torch.cat([x, y]), lambda x, y: torch.concat([x, y])],
-    "layer_norm": [lambda x, _: F.layer_norm(x, (2,)), lambda x, _: nn.LayerNorm(2)(x), lambda x, _: torch.layer_norm(x, (2,))],
+    "layer_norm": [
+        lambda x, _: F.layer_norm(x, (2,)),
+        lambda x, _: nn.LayerNorm(2)(x),
+        lambda x, _: torch.layer_norm(x, (2,)),
+    ],
     "batch_norm": [lambda x, _: nn.BatchNorm1d(2)(x), lambda x, y: F.batch_norm(x, y[0], y[1])],
     "cross_entropy": [F.cross_entropy, nn.CrossEntropyLoss()],
     "erf": [lambda x, _: torch.erf(x), lambda x, _: torch.special.erf(x), lambda x, _: x.erf_()],
-    "linalg_inv": [lambda x, _: torch.linalg.inv(x), lambda x, _: torch.inverse(x), lambda x, _: x.inverse()],
+    "linalg_inv": [
+        lambda x, _: torch.linalg.inv(x),
+        lambda x, _: torch.inverse(x),
+        lambda x, _: x.inverse(),
+    ],
 }
 
 
 @pytest.mark.parametrize(
-    ("name", "call"), [(name, call) for name, calls in WAYS.items() for call in calls], ids=lambda case: case if isinstance(case, str) else ""
+    ("name", "call"),
+    [(name, call) for name, calls in WAYS.items() for call in calls],
+    ids=lambda case: case if isinstance(case, str) else "",
 )
 def test_an_op_has_one_name_however_it_is_called(name, call):
     assert name in seen(call)
 
 
 @pytest.mark.parametrize(
-    "ask", [bool, float, int, len, str, lambda x: x.item(), lambda x: x.shape, lambda x: x.half(), lambda x: x.to(torch.float64), lambda x: x.clone()]
+    "ask",
+    [
+        bool,
+        float,
+        int,
+        len,
+        str,
+        lambda x: x.item(),
+        lambda x: x.shape,
+        lambda x: x.half(),
+        lambda x: x.to(torch.float64),
+        lambda x: x.clone(),
+    ],
 )
 def test_what_python_asks_of_a_tensor_is_no_op(ask):
     x = torch.ones(1)
@@ -124,7 +163,12 @@ def test_no_function_stands_under_two_names():
 
 
 def test_every_aten_overload_of_an_op_has_its_name():
-    assert {str(overload) for op in registry() for overload in registry().overloads(op.name) if registry().name_of(overload) != op.name} == set()
+    assert {
+        str(overload)
+        for op in registry()
+        for overload in registry().overloads(op.name)
+        if registry().name_of(overload) != op.name
+    } == set()
 
 
 @pytest.mark.parametrize(
@@ -146,7 +190,18 @@ def test_an_aten_overload_has_the_name_of_its_op_or_none(overload, name):
     assert registry().name_of(overload) == name
 
 
-@pytest.mark.parametrize("function", [len, print, torch.Tensor.clone, torch.Tensor.__bool__, torch.Tensor.__index__, torch.zeros, nn.Linear])
+@pytest.mark.parametrize(
+    "function",
+    [
+        len,
+        print,
+        torch.Tensor.clone,
+        torch.Tensor.__bool__,
+        torch.Tensor.__index__,
+        torch.zeros,
+        nn.Linear,
+    ],
+)
 def test_what_is_no_op_has_no_name(function):
     assert registry().name_of(function) is None
 
@@ -210,7 +265,13 @@ def test_a_name_is_read_in_every_spelling_that_people_paste(word):
 
 
 @pytest.mark.parametrize(
-    ("word", "name"), [("torch.linalg.qr", "linalg_qr"), ("linalg.inv", "linalg_inv"), ("torch.fft.fft", "fft_fft"), ("fft.rfft", "fft_rfft")]
+    ("word", "name"),
+    [
+        ("torch.linalg.qr", "linalg_qr"),
+        ("linalg.inv", "linalg_inv"),
+        ("torch.fft.fft", "fft_fft"),
+        ("fft.rfft", "fft_rfft"),
+    ],
 )
 def test_a_module_of_torchs_is_part_of_the_name(word, name):
     assert registry().parse(word) == name
@@ -237,24 +298,39 @@ def test_an_unknown_op_is_answered_with_those_that_are_close(word, meant):
         registry().parse(word)
     assert str(error.value).startswith(f"Unknown op {word!r}. Did you mean ")
     assert repr(meant) in str(error.value)
-    assert "`mezzo.ops()` lists the known ones, `mezzo.register_op` adds your own." in str(error.value)
+    assert "`mezzo.ops()` lists the known ones, `mezzo.register_op` adds your own." in str(
+        error.value
+    )
 
 
 @pytest.mark.parametrize("word", ["", "+", "zzzzzz", "a.b.c", "ünï"])
 def test_an_unknown_op_with_no_neighbour_says_where_to_look(word):
-    with pytest.raises(PolicyError, match=r"^Unknown op '.*'\. `mezzo.ops\(\)` lists the known ones"):
+    with pytest.raises(
+        PolicyError, match=r"^Unknown op '.*'\. `mezzo.ops\(\)` lists the known ones"
+    ):
         registry().parse(word)
 
 
-@pytest.mark.parametrize("word", ["clone", "to", "half", "__getitem__", "copy_", "zeros", "torch.Tensor.item"])
+@pytest.mark.parametrize(
+    "word", ["clone", "to", "half", "__getitem__", "copy_", "zeros", "torch.Tensor.item"]
+)
 def test_what_no_rule_applies_to_is_said_to_be_so(word):
-    with pytest.raises(PolicyError, match=r"^No rule applies to .*carries, describes, makes or converts"):
+    with pytest.raises(
+        PolicyError, match=r"^No rule applies to .*carries, describes, makes or converts"
+    ):
         registry().parse(word)
 
 
 @pytest.mark.parametrize(
     ("word", "example"),
-    [(torch.add, "add"), (F.layer_norm, "layer_norm"), (torch.ops.aten.mm.default, "mm"), (3, "softmax"), (None, "softmax"), (len, "softmax")],
+    [
+        (torch.add, "add"),
+        (F.layer_norm, "layer_norm"),
+        (torch.ops.aten.mm.default, "mm"),
+        (3, "softmax"),
+        (None, "softmax"),
+        (len, "softmax"),
+    ],
 )
 def test_a_function_instead_of_a_name_is_answered_with_its_name(word, example):
     with pytest.raises(PolicyError, match=f"^An op is named by a string such as '{example}', got "):
@@ -269,7 +345,15 @@ def test_the_registry_is_a_collection_of_ops(own):
 
 
 def test_the_op_names_are_those_that_torch_lists_under(own):
-    assert own.names >= {"convolution", "thnn_fused_lstm_cell", "lstm_cell", "upsample_nearest2d", "scaled_dot_product_attention", "conv2d", "einsum"}
+    assert own.names >= {
+        "convolution",
+        "thnn_fused_lstm_cell",
+        "lstm_cell",
+        "upsample_nearest2d",
+        "scaled_dot_product_attention",
+        "conv2d",
+        "einsum",
+    }
 
 
 def test_an_op_of_ones_own_is_known_by_name_and_function(own):
@@ -301,7 +385,13 @@ def test_registering_a_name_again_replaces_the_function(own):
 @pytest.mark.parametrize("name", ["softmax", "add_", "absolute", "__add__", "sdpa"])
 def test_the_name_of_a_torch_op_is_refused_in_every_spelling_and_nothing_changes(own, name):
     before = own.generation, own.names
-    with pytest.raises(PolicyError, match=f"^'{name}'.* is an op of torch's and cannot be registered again. Choose another name, or list it in a policy"):
+    with pytest.raises(
+        PolicyError,
+        match=(
+            f"^'{name}'.* is an op of torch's and cannot be registered again. Choose another name,"
+            " or list it in a policy"
+        ),
+    ):
         own.register(name, (len,), ENTRY)
     assert (own.generation, own.names) == before
     assert own.name_of(len) is None
@@ -370,4 +460,9 @@ def test_aten_knows_most_ops():
 
 
 def test_every_function_of_an_op_tells_its_parameters():
-    assert {(op.name, function) for op in registry() for function in op.functions if not parameters(function)} == set()
+    assert {
+        (op.name, function)
+        for op in registry()
+        for function in op.functions
+        if not parameters(function)
+    } == set()

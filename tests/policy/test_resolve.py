@@ -23,7 +23,14 @@ def forget(monkeypatch):
 
 @pytest.mark.parametrize(
     ("float16", "bfloat16", "dtype"),
-    [(NATIVE, NATIVE, BF16), (NATIVE, SLOW, F16), (NATIVE, NONE, F16), (SLOW, NATIVE, BF16), (SLOW, SLOW, BF16), (NONE, SLOW, BF16)],
+    [
+        (NATIVE, NATIVE, BF16),
+        (NATIVE, SLOW, F16),
+        (NATIVE, NONE, F16),
+        (SLOW, NATIVE, BF16),
+        (SLOW, SLOW, BF16),
+        (NONE, SLOW, BF16),
+    ],
 )
 def test_auto_picks_by_hardware_and_says_why(float16, bfloat16, dtype):
     hardware = device(float16, bfloat16)
@@ -35,17 +42,24 @@ def test_auto_picks_by_hardware_and_says_why(float16, bfloat16, dtype):
 @pytest.mark.parametrize("dtype", [F16, BF16])
 @pytest.mark.parametrize("support", [NATIVE, SLOW])
 def test_a_dtype_that_was_asked_for_is_taken_wherever_it_runs(dtype, support):
-    assert resolve(Policy("O1", dtype, on_unsupported="error"), device(support, support)) == Resolved(dtype, support.reason)
+    assert resolve(
+        Policy("O1", dtype, on_unsupported="error"), device(support, support)
+    ) == Resolved(dtype, support.reason)
 
 
 @pytest.mark.parametrize("how", ["error", "warn", "ignore"])
 def test_o0_needs_nothing_of_the_device_and_says_nothing(how):
-    assert resolve(Policy("O0", on_unsupported=how), device(NONE, NONE)) == Resolved(None, "level O0 runs everything in float32")
+    assert resolve(Policy("O0", on_unsupported=how), device(NONE, NONE)) == Resolved(
+        None, "level O0 runs everything in float32"
+    )
 
 
 def test_what_the_device_lacks_is_warned_of_once_with_the_device_what_it_lacks_and_what_to_use():
     policy, hardware = Policy("O1", "bfloat16"), device(NATIVE, NONE)
-    message = r"^Fake 100 \(cuda\) cannot compute in bfloat16: it has no kernels for it\. Use dtype='float16'\. Running in float32\.$"
+    message = (
+        r"^Fake 100 \(cuda\) cannot compute in bfloat16: it has no kernels for it\. Use"
+        r" dtype='float16'\. Running in float32\.$"
+    )
     with pytest.warns(UserWarning, match=message):
         assert resolve(policy, hardware) == Resolved(None, "it has no kernels for it")
     with warnings.catch_warnings():
@@ -65,7 +79,10 @@ def test_another_device_or_dtype_is_warned_of_anew():
 
 
 def test_a_device_without_any_16_bits_is_answered_with_another_device():
-    message = r"^Fake 100 \(cuda\) cannot compute in a 16-bit dtype: it has no kernels for it\. Use another device, or level O0\. Running in float32\.$"
+    message = (
+        r"^Fake 100 \(cuda\) cannot compute in a 16-bit dtype: it has no kernels for it\. Use"
+        r" another device, or level O0\. Running in float32\.$"
+    )
     with pytest.warns(UserWarning, match=message):
         assert resolve(Policy("O1"), device(NONE, NONE)).dtype is None
 
@@ -83,7 +100,10 @@ def test_the_warning_of_a_region_points_at_the_users_line():
 
 
 def test_error_raises_with_the_remedies():
-    message = r"^Fake 100 \(cuda\) cannot compute in bfloat16: it has no kernels for it\. Use dtype='float16'; or on_unsupported='warn' to run in float32\.$"
+    message = (
+        r"^Fake 100 \(cuda\) cannot compute in bfloat16: it has no kernels for it\. Use"
+        r" dtype='float16'; or on_unsupported='warn' to run in float32\.$"
+    )
     with pytest.raises(UnsupportedError, match=message), listen() as heard:
         resolve(Policy("O1", "bfloat16", on_unsupported="error"), device(NATIVE, NONE))
     assert heard == []
@@ -92,7 +112,10 @@ def test_error_raises_with_the_remedies():
 def test_ignore_runs_in_float32_without_a_word_but_with_an_event():
     with warnings.catch_warnings(), listen() as heard:
         warnings.simplefilter("error")
-        assert resolve(Policy("O1", "bfloat16", on_unsupported="ignore"), device(NATIVE, NONE)).dtype is None
+        assert (
+            resolve(Policy("O1", "bfloat16", on_unsupported="ignore"), device(NATIVE, NONE)).dtype
+            is None
+        )
     assert PolicyDowngraded("bfloat16", "float32", "cuda", "it has no kernels for it") in heard
 
 
@@ -110,7 +133,14 @@ def test_a_downgrade_is_an_event_every_time_and_a_warning_once():
         resolve(policy, hardware)
         resolve(policy, hardware)
     downgraded = PolicyDowngraded("a 16-bit dtype", "float32", "cuda", "it has no kernels for it")
-    assert heard == [downgraded, PolicyResolved("Policy('O1')", "cuda", "float32", "it has no kernels for it")] * 2
+    assert (
+        heard
+        == [
+            downgraded,
+            PolicyResolved("Policy('O1')", "cuda", "float32", "it has no kernels for it"),
+        ]
+        * 2
+    )
     assert len(caught) == 1
 
 
@@ -118,5 +148,7 @@ def test_a_downgrade_is_an_event_every_time_and_a_warning_once():
 def test_who_only_asks_gets_the_same_answer_without_error_warning_or_event(how):
     with warnings.catch_warnings(), listen() as heard:
         warnings.simplefilter("error")
-        assert resolve_quietly(Policy("O1", on_unsupported=how), device(NONE, NONE)) == Resolved(None, "it has no kernels for it")
+        assert resolve_quietly(Policy("O1", on_unsupported=how), device(NONE, NONE)) == Resolved(
+            None, "it has no kernels for it"
+        )
     assert heard == []

@@ -35,7 +35,12 @@ def test_a_glob_is_matched_against_the_qualified_name(text, name, matched):
 
 @pytest.mark.parametrize(
     "word",
-    [nn.LayerNorm, "type:torch.nn.modules.normalization.LayerNorm", "type:torch.nn.LayerNorm", "type:LayerNorm"],
+    [
+        nn.LayerNorm,
+        "type:torch.nn.modules.normalization.LayerNorm",
+        "type:torch.nn.LayerNorm",
+        "type:LayerNorm",
+    ],
 )
 def test_a_type_is_meant_by_its_class_or_any_path_to_it_and_takes_subclasses_along(word):
     selector = Selector.parse(word)
@@ -51,7 +56,9 @@ def test_a_type_that_is_nowhere_matches_nothing():
 def test_a_type_that_was_not_imported_is_not_imported_to_be_matched():
     import sys
 
-    assert not Selector.parse("type:torch.utils.tensorboard.SummaryWriter").matches("any", nn.Linear(1, 1))
+    assert not Selector.parse("type:torch.utils.tensorboard.SummaryWriter").matches(
+        "any", nn.Linear(1, 1)
+    )
     assert "torch.utils.tensorboard" not in sys.modules
 
 
@@ -62,13 +69,21 @@ def test_a_class_and_the_text_it_is_kept_as_are_the_same_selector():
 
 
 def test_an_exact_name_beats_a_glob_and_a_glob_beats_a_type():
-    exact, glob, kind = (Selector.parse(word).rank for word in ("head.norm", "head.*", nn.LayerNorm))
+    exact, glob, kind = (
+        Selector.parse(word).rank for word in ("head.norm", "head.*", nn.LayerNorm)
+    )
     assert exact > glob > kind
 
 
 @pytest.mark.parametrize("word", ["type:", 3, None, int, nn.Linear(1, 1), torch.add, ["head"]])
 def test_what_names_no_module_is_refused_with_what_does(word):
-    with pytest.raises(PolicyError, match=r"^A module is named by a glob on its qualified name \('encoder.\*.norm'\) or by its class \(nn.LayerNorm\), got "):
+    with pytest.raises(
+        PolicyError,
+        match=(
+            r"^A module is named by a glob on its qualified name \('encoder.\*.norm'\) or by its"
+            r" class \(nn.LayerNorm\), got "
+        ),
+    ):
         Selector.parse(word)
 
 

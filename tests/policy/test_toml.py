@@ -32,7 +32,10 @@ def test_a_file_reads_like_the_constructor(tmp_path):
         'keep = ["relu"]',
         'refuse = ["binary_cross_entropy"]',
         'default_rule = "promote"',
-        'conditional = [["linalg_vector_norm", "ord", [inf], "a maximum needs no sum"], ["softmax", "dim", ["last", -1, 0.5, {}, true]]]',
+        (
+            'conditional = [["linalg_vector_norm", "ord", [inf], "a maximum needs no sum"],'
+            ' ["softmax", "dim", ["last", -1, 0.5, {}, true]]]'
+        ),
         'keep_full = ["head", "type:torch.nn.modules.normalization.LayerNorm"]',
         'master = "kahan"',
         'grad_dtype = "float32"',
@@ -70,14 +73,20 @@ def test_a_file_that_an_editor_wrote_is_read(content, tmp_path):
     assert Policy.load(tmp_path / "policy.toml") == Policy("O2", half={"exp"})
 
 
-@pytest.mark.parametrize("name", ["größe.*", "😀", 'quo"te', "back\\slash", "line\nbreak", "\x7f\x00", "a.b.c", "[0]", "#"])
+@pytest.mark.parametrize(
+    "name",
+    ["größe.*", "😀", 'quo"te', "back\\slash", "line\nbreak", "\x7f\x00", "a.b.c", "[0]", "#"],
+)
 def test_a_module_name_of_any_kind_is_read_back(name, tmp_path):
     policy = Policy(modules={name: "half"}, keep_full=[name])
     policy.save(tmp_path / "policy.toml")
     assert Policy.load(tmp_path / "policy.toml") == policy
 
 
-@pytest.mark.parametrize("value", [None, True, False, 0, -1, 2**70, 0.1, 1e-300, 1e22, float("inf"), float("-inf"), "", "{}"])
+@pytest.mark.parametrize(
+    "value",
+    [None, True, False, 0, -1, 2**70, 0.1, 1e-300, 1e22, float("inf"), float("-inf"), "", "{}"],
+)
 def test_a_value_of_any_kind_is_read_back(value, tmp_path):
     policy = Policy(conditional=[("softmax", "dim", [value])])
     policy.save(tmp_path / "policy.toml")
@@ -94,14 +103,18 @@ def test_a_value_of_any_kind_is_read_back(value, tmp_path):
         ("{}", "line 1"),
     ],
 )
-def test_malformed_toml_is_refused_with_the_place_and_what_it_should_look_like(content, place, tmp_path):
+def test_malformed_toml_is_refused_with_the_place_and_what_it_should_look_like(
+    content, place, tmp_path
+):
     path = tmp_path / "policy.toml"
     path.write_text(content)
     with pytest.raises(PolicyError) as error:
         Policy.load(path)
     assert str(error.value).startswith(f"{str(path)!r} is not valid TOML: ")
     assert place in str(error.value)
-    assert 'A policy file holds lines such as level = "O1" and full = ["softmax"].' in str(error.value)
+    assert 'A policy file holds lines such as level = "O1" and full = ["softmax"].' in str(
+        error.value
+    )
 
 
 def test_a_file_that_is_no_text_is_refused(tmp_path):
@@ -112,12 +125,21 @@ def test_a_file_that_is_no_text_is_refused(tmp_path):
 
 def test_a_missing_file_is_named_with_how_to_write_one(tmp_path):
     path = tmp_path / "none.toml"
-    with pytest.raises(PolicyError, match=rf"^There is no policy file at {re.escape(repr(str(path)))}\. Write one with `policy.save\(path\)`\.$"):
+    with pytest.raises(
+        PolicyError,
+        match=(
+            rf"^There is no policy file at {re.escape(repr(str(path)))}\. Write one with"
+            r" `policy.save\(path\)`\.$"
+        ),
+    ):
         Policy.load(path)
 
 
 def test_a_directory_is_no_policy_file(tmp_path):
-    with pytest.raises(PolicyError, match=rf"^The policy file {re.escape(repr(str(tmp_path)))} cannot be read: .*directory\.$"):
+    with pytest.raises(
+        PolicyError,
+        match=rf"^The policy file {re.escape(repr(str(tmp_path)))} cannot be read: .*directory\.$",
+    ):
         Policy.load(tmp_path)
 
 
@@ -133,12 +155,20 @@ def test_a_directory_is_no_policy_file(tmp_path):
         ("dtype = 2026-01-01", "dtype=2026-01-01 is not a dtype"),
         ('conditional = ["softmax", "dim", [-1]]', "A conditional entry is"),
         ('conditional = [["softmax", "dimm", [-1]]]', "softmax has no argument 'dimm'"),
-        ('[modules]\nencoder.norm = "full"', 'A name with dots is quoted in TOML: "encoder.norm" = "full"'),
+        (
+            '[modules]\nencoder.norm = "full"',
+            'A name with dots is quoted in TOML: "encoder.norm" = "full"',
+        ),
         ('modules = ["head"]', r"modules=\['head'\] should be a table"),
-        ('[exempt_args]\nbatchnorm = ["weight"]', "Unknown op 'batchnorm'. Did you mean 'batch_norm'"),
+        (
+            '[exempt_args]\nbatchnorm = ["weight"]',
+            "Unknown op 'batchnorm'. Did you mean 'batch_norm'",
+        ),
     ],
 )
-def test_words_that_make_no_sense_are_refused_with_the_file_they_stand_in(content, message, tmp_path):
+def test_words_that_make_no_sense_are_refused_with_the_file_they_stand_in(
+    content, message, tmp_path
+):
     path = tmp_path / "policy.toml"
     path.write_text(content)
     with pytest.raises(PolicyError, match=message) as error:

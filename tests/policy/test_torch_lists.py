@@ -9,7 +9,13 @@ import pytest
 import support.autocast_rules
 
 from mezzo.policy.op_names import canonical
-from mezzo.policy.presets.torch_amp import AUTOCAST_KEYS, DEVICES, is_listed, level_lists, torch_entries
+from mezzo.policy.presets.torch_amp import (
+    AUTOCAST_KEYS,
+    DEVICES,
+    is_listed,
+    level_lists,
+    torch_entries,
+)
 from mezzo.policy.registry import registry
 from mezzo.policy.types import Level, Rule
 
@@ -17,7 +23,8 @@ EVERY = [(level, device) for level in Level for device in ("cpu", "cuda", "xpu",
 
 
 CUDNN = {"cudnn_rnn"}
-"""An op that cuDNN's layers are made of, and that nobody calls: a build with CUDA has an autocast kernel for it."""
+"""An op that cuDNN's layers are made of, and that nobody calls: a build with CUDA has an
+autocast kernel for it."""
 
 
 @pytest.fixture(scope="module")
@@ -25,11 +32,17 @@ def torchs_own():
     """What autocast does with each op in a process that does not use mezzo."""
     program = Path(support.autocast_rules.__file__)
     keys = json.dumps({device: AUTOCAST_KEYS[device] for device in DEVICES})
-    return json.loads(subprocess.run([sys.executable, program, keys], check=True, capture_output=True, text=True).stdout)
+    return json.loads(
+        subprocess.run(
+            [sys.executable, program, keys], check=True, capture_output=True, text=True
+        ).stdout
+    )
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_the_lists_say_just_what_this_torch_does_with_every_op_that_it_has_an_autocast_kernel_for(device, torchs_own):
+def test_the_lists_say_just_what_this_torch_does_with_every_op_that_it_has_an_autocast_kernel_for(
+    device, torchs_own
+):
     theirs: dict[str, set[str]] = {}
     for overload, rule in torchs_own[device].items():
         theirs.setdefault(canonical(overload.partition(".")[0]), set()).add(rule)
@@ -39,8 +52,17 @@ def test_the_lists_say_just_what_this_torch_does_with_every_op_that_it_has_an_au
 
 def test_the_lists_follow_the_version_of_torch():
     versions = [f"2.{minor}.0" for minor in range(11, 16)]
-    named = {name: [version for version in versions if is_listed(name, version)] for name in ("rms_norm", "linalg_matrix_sqrth", "qr", "cholesky", "linear")}
-    assert named == {"rms_norm": versions[1:], "linalg_matrix_sqrth": versions[3:], "qr": versions[:3], "cholesky": versions[:3], "linear": versions}
+    named = {
+        name: [version for version in versions if is_listed(name, version)]
+        for name in ("rms_norm", "linalg_matrix_sqrth", "qr", "cholesky", "linear")
+    }
+    assert named == {
+        "rms_norm": versions[1:],
+        "linalg_matrix_sqrth": versions[3:],
+        "qr": versions[:3],
+        "cholesky": versions[:3],
+        "linear": versions,
+    }
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -87,7 +109,10 @@ def test_torch_differs_between_cuda_and_the_cpu_where_it_does(op, cuda, cpu):
 
 
 def test_the_refusal_names_what_to_call_instead():
-    assert "use binary_cross_entropy_with_logits" in torch_entries("cuda")["binary_cross_entropy"].reason
+    assert (
+        "use binary_cross_entropy_with_logits"
+        in torch_entries("cuda")["binary_cross_entropy"].reason
+    )
 
 
 @pytest.mark.parametrize("device", ["xpu", "mps", "npu", "privateuseone"])
@@ -114,10 +139,24 @@ def test_o2_and_o3_run_everything_in_16_bits_but_views_and_what_has_no_kernel(le
 @pytest.mark.parametrize("level", [Level.O2, Level.O3])
 def test_no_level_casts_what_shares_memory_with_its_input(level):
     def is_view(overload):
-        return any(result.alias_info is not None and not result.alias_info.is_write for result in overload._schema.returns)
+        return any(
+            result.alias_info is not None and not result.alias_info.is_write
+            for result in overload._schema.returns
+        )
 
-    views = {op.name for op in registry() if any(is_view(overload) for overload in registry().overloads(op.name))}
-    assert {name for name in views if level_lists(level, "cuda").entries.get(name, level_lists(level, "cuda").default_rule).rule is not Rule.KEEP} == set()
+    views = {
+        op.name
+        for op in registry()
+        if any(is_view(overload) for overload in registry().overloads(op.name))
+    }
+    assert {
+        name
+        for name in views
+        if level_lists(level, "cuda")
+        .entries.get(name, level_lists(level, "cuda").default_rule)
+        .rule
+        is not Rule.KEEP
+    } == set()
 
 
 def test_o2_keeps_in_float32_what_needs_the_range_and_o3_nothing():
@@ -127,7 +166,10 @@ def test_o2_keeps_in_float32_what_needs_the_range_and_o3_nothing():
 
 
 def test_o0_lists_nothing():
-    assert (level_lists(Level.O0, "cuda").entries, level_lists(Level.O0, "cuda").default_rule.rule) == ({}, Rule.KEEP)
+    assert (
+        level_lists(Level.O0, "cuda").entries,
+        level_lists(Level.O0, "cuda").default_rule.rule,
+    ) == ({}, Rule.KEEP)
 
 
 def test_lists_are_made_once():

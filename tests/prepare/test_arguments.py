@@ -10,7 +10,9 @@ from mezzo.prepare.arguments import models_of, optimizers_of
 
 
 def sgd(*models):
-    return torch.optim.SGD([parameter for model in models for parameter in model.parameters()], lr=0.1)
+    return torch.optim.SGD(
+        [parameter for model in models for parameter in model.parameters()], lr=0.1
+    )
 
 
 def refused(*args, error=mezzo.PolicyError, **words):
@@ -27,7 +29,9 @@ def test_nested_lists_are_read_each_once():
     assert optimizers_of(None) == ()
 
 
-@pytest.mark.parametrize("wrapper", [nn.DataParallel, nn.parallel.DistributedDataParallel, FullyShardedDataParallel])
+@pytest.mark.parametrize(
+    "wrapper", [nn.DataParallel, nn.parallel.DistributedDataParallel, FullyShardedDataParallel]
+)
 def test_a_wrapped_model_is_told_the_right_order(wrapper):
     inner = nn.Linear(2, 2)
     wrapped = wrapper.__new__(wrapper)
@@ -54,7 +58,9 @@ def test_a_model_without_floating_point_parameters_is_refused():
 
 
 def test_a_parameter_without_memory_is_refused():
-    message = refused(nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1, device="meta")), error=mezzo.UnsupportedError)
+    message = refused(
+        nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1, device="meta")), error=mezzo.UnsupportedError
+    )
     assert "'1.weight' is on the meta device" in message
 
 
@@ -65,7 +71,10 @@ def test_a_parameter_without_a_shape_is_refused():
 
 def test_an_optimizer_over_other_parameters_is_refused():
     one, other = nn.Linear(2, 3), nn.Linear(2, 3)
-    assert "SGD has 2 parameters, of which 2 are not the model's (the first of shape (3, 2))" in refused(one, sgd(other))
+    assert (
+        "SGD has 2 parameters, of which 2 are not the model's (the first of shape (3, 2))"
+        in refused(one, sgd(other))
+    )
     assert "SGD has 4 parameters, of which 2 are not" in refused(one, sgd(one, other))
 
 

@@ -31,7 +31,9 @@ class Run:
         self.model = net()
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.01)
         self.scheduler = torch.optim.lr_scheduler.StepLR(self.optimizer, 2, gamma=0.7)
-        self.scaler = mezzo.GradScaler("cpu", init_scale=2.0**8, growth_interval=3, enabled=dtype == "float16")
+        self.scaler = mezzo.GradScaler(
+            "cpu", init_scale=2.0**8, growth_interval=3, enabled=dtype == "float16"
+        )
         if level is not None:
             mezzo.decorate(self.model, self.optimizer, level, dtype=dtype, **words)
 
@@ -59,7 +61,11 @@ def path(tmp_path):
     return tmp_path / "run.pt"
 
 
-@pytest.mark.parametrize(("dtype", "kind"), [("bfloat16", kind) for kind in KINDS] + [("float16", kind) for kind in KINDS if kind != "split"])
+@pytest.mark.parametrize(
+    ("dtype", "kind"),
+    [("bfloat16", kind) for kind in KINDS]
+    + [("float16", kind) for kind in KINDS if kind != "split"],
+)
 def test_a_run_resumes_to_the_bit(path, dtype, kind):
     run = Run(dtype=dtype, master=kind)
     run.train(4)
@@ -122,9 +128,15 @@ def test_exact_weights_are_in_the_file_once(path):
     assert MASTERS in torch.load(path, weights_only=True)["optimizer"][0]
     run.train(1)
     mezzo.save_checkpoint(path, run.model, run.optimizer)
-    assert not any("mezzo_master" in held for held in torch.load(path, weights_only=True)["optimizer"][0]["state"].values())
+    assert not any(
+        "mezzo_master" in held
+        for held in torch.load(path, weights_only=True)["optimizer"][0]["state"].values()
+    )
     mezzo.save_checkpoint(path, optimizer=run.optimizer)
-    assert any("mezzo_master" in held for held in torch.load(path, weights_only=True)["optimizer"][0]["state"].values())
+    assert any(
+        "mezzo_master" in held
+        for held in torch.load(path, weights_only=True)["optimizer"][0]["state"].values()
+    )
 
 
 def test_tied_weights_are_in_the_file_once(path):
@@ -137,15 +149,30 @@ def test_tied_weights_are_in_the_file_once(path):
 
 def test_every_generator_goes_on_where_it_was(path):
     mezzo.save_checkpoint(path)
-    expected = torch.rand(3), random.random(), np.random.rand(3).tolist(), random.gauss(0, 1)  # noqa: NPY002
+    expected = (
+        torch.rand(3),
+        random.random(),
+        np.random.rand(3).tolist(),  # noqa: NPY002
+        random.gauss(0, 1),
+    )
     mezzo.load_checkpoint(path)
-    drawn = torch.rand(3), random.random(), np.random.rand(3).tolist(), random.gauss(0, 1)  # noqa: NPY002
+    drawn = (
+        torch.rand(3),
+        random.random(),
+        np.random.rand(3).tolist(),  # noqa: NPY002
+        random.gauss(0, 1),
+    )
     assert_equal(expected, drawn)
 
 
 def test_lists_are_saved_and_loaded_in_order(path):
     first, second = Run(seed=1), Run(seed=2)
-    lists = [first.model, second.model], [first.optimizer, second.optimizer], None, [first.scheduler, second.scheduler]
+    lists = (
+        [first.model, second.model],
+        [first.optimizer, second.optimizer],
+        None,
+        [first.scheduler, second.scheduler],
+    )
     first.train(1)
     mezzo.save_checkpoint(path, *lists)
     before = first.state(), second.state()
@@ -225,14 +252,16 @@ def test_a_kill_in_the_middle_of_saving_leaves_the_old_file(path):
     model = nn.Linear(64, 64)
     mezzo.save_checkpoint(path, model, epoch=1)
     before = path.read_bytes()
-    with subprocess.Popen([sys.executable, "-c", KILLED, str(path)], stdout=subprocess.PIPE, text=True) as child:
+    with subprocess.Popen(
+        [sys.executable, "-c", KILLED, str(path)], stdout=subprocess.PIPE, text=True
+    ) as child:
         assert child.stdout.readline() == "half way\n"
         child.kill()
     assert path.read_bytes() == before
     assert mezzo.load_checkpoint(path, model) == {"epoch": 1}
 
 
-# -- steps -------------------------------------------------------------------------------------------------------------------------------------------
+# -- steps -----------------------------------------------------------------------------------------
 
 
 def a_step(seed=0, accumulate=3, dtype="float16", level="O2", width=3, **words):
@@ -241,14 +270,31 @@ def a_step(seed=0, accumulate=3, dtype="float16", level="O2", width=3, **words):
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, gamma=0.7)
     # A lambda, which no file can hold.
-    return mezzo.TrainStep(model, lambda x, _: x.float().square().mean(), optimizer, level, dtype=dtype, accumulate=accumulate, scheduler=scheduler, **words)
+    return mezzo.TrainStep(
+        model,
+        lambda x, _: x.float().square().mean(),
+        optimizer,
+        level,
+        dtype=dtype,
+        accumulate=accumulate,
+        scheduler=scheduler,
+        **words,
+    )
 
 
 def trained(step, calls):
     return [float(step(torch.randn(16, 6), torch.zeros(1))) for _ in range(calls)]
 
 
-@pytest.mark.parametrize("words", [{}, {"dtype": "bfloat16", "master": "split"}, {"dtype": "bfloat16", "master": "kahan"}, {"level": "O1"}])
+@pytest.mark.parametrize(
+    "words",
+    [
+        {},
+        {"dtype": "bfloat16", "master": "split"},
+        {"dtype": "bfloat16", "master": "kahan"},
+        {"level": "O1"},
+    ],
+)
 def test_a_step_is_saved_whole_in_the_middle_of_an_accumulation_and_resumes_to_the_bit(path, words):
     step, again = a_step(**words), a_step(seed=4, **words)
     trained(step, 4)
@@ -266,7 +312,9 @@ def test_a_function_that_is_a_step_is_saved_whole(path):
     model = nn.Linear(4, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 
-    @mezzo.train_step(models=model, optimizers=optimizer, policy="O2", dtype="bfloat16", accumulate=2)
+    @mezzo.train_step(
+        models=model, optimizers=optimizer, policy="O2", dtype="bfloat16", accumulate=2
+    )
     def step(x):
         return model(x).square().mean()
 
@@ -278,7 +326,10 @@ def test_a_function_that_is_a_step_is_saved_whole(path):
 
 
 def test_a_step_moves_between_levels_exactly(path):
-    step, plain = a_step(dtype="bfloat16", master="split"), a_step(seed=4, level="O1", dtype="bfloat16")
+    step, plain = (
+        a_step(dtype="bfloat16", master="split"),
+        a_step(seed=4, level="O1", dtype="bfloat16"),
+    )
     trained(step, 3)
     mezzo.save_checkpoint(path, step=step)
     mezzo.load_checkpoint(path, step=plain)
@@ -291,7 +342,10 @@ def test_the_model_of_a_step_is_loaded_alone(path):
     mezzo.save_checkpoint(path, step=step)
     model = net()
     mezzo.load_checkpoint(path, model)
-    assert_equal({name: value.detach() for name, value in model.named_parameters()}, dict(mezzo.master_params(step.model)))
+    assert_equal(
+        {name: value.detach() for name, value in model.named_parameters()},
+        dict(mezzo.master_params(step.model)),
+    )
     with pytest.raises(mezzo.CheckpointError, match="gradients of 1 calls since the last update"):
         mezzo.load_checkpoint(path, model, torch.optim.AdamW(model.parameters()))
 
@@ -301,8 +355,17 @@ def test_the_parts_of_a_step_are_refused_while_it_accumulates(path):
     trained(step, 3)
     mezzo.save_checkpoint(path, step.model, step.optimizer, step.scaler)
     trained(step, 2)
-    for parts in ((step.model,), (step.model[0],), (nn.Sequential(step.model),), (None, step.optimizer), (step.model, step.optimizer, step.scaler)):
-        with pytest.raises(mezzo.CheckpointError, match=r"gradients of 2 calls since its last update.*save_checkpoint\(path, step=step\)"):
+    for parts in (
+        (step.model,),
+        (step.model[0],),
+        (nn.Sequential(step.model),),
+        (None, step.optimizer),
+        (step.model, step.optimizer, step.scaler),
+    ):
+        with pytest.raises(
+            mezzo.CheckpointError,
+            match=r"gradients of 2 calls since its last update.*save_checkpoint\(path, step=step\)",
+        ):
             mezzo.save_checkpoint(path, *parts)
         before = copy.deepcopy(step.state_dict())
         with pytest.raises(mezzo.CheckpointError, match=r"call step\.flush\(\) first"):
@@ -361,7 +424,7 @@ def test_a_number_of_steps_is_a_value_like_any_other(path):
         mezzo.load_checkpoint(path, step=1000)
 
 
-# -- what is refused: nothing is changed -------------------------------------------------------------------------------------------------------------
+# -- what is refused: nothing is changed -----------------------------------------------------------
 
 
 def wider():
@@ -371,13 +434,36 @@ def wider():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda run: setattr(run, "model", nn.Sequential(nn.Linear(6, 8))), "of another model than this Sequential: it also has '1.weight'"),
-        (lambda run: setattr(run, "model", nn.Sequential(*net(), nn.Linear(1, 1))), "it lacks '4.weight', '4.bias'"),
-        (lambda run: setattr(run, "model", wider()), r"'3.weight' has shape \(3, 8\) in the checkpoint and \(4, 8\)"),
-        (lambda run: setattr(run, "optimizer", torch.optim.SGD([nn.Parameter(torch.ones(1))])), r"groups of \[6\] parameters, this SGD has \[1\]"),
-        (lambda run: setattr(run, "scheduler", torch.optim.lr_scheduler.ExponentialLR(run.optimizer, 0.5)), "not a ExponentialLR.*'step_size'"),
-        (lambda run: setattr(run, "scheduler", [run.scheduler, run.scheduler]), "has 1 of scheduler, got 2"),
-        (lambda run: setattr(run, "scaler", mezzo.GradScaler("cpu")), "saved from a scaler that was not enabled"),
+        (
+            lambda run: setattr(run, "model", nn.Sequential(nn.Linear(6, 8))),
+            "of another model than this Sequential: it also has '1.weight'",
+        ),
+        (
+            lambda run: setattr(run, "model", nn.Sequential(*net(), nn.Linear(1, 1))),
+            "it lacks '4.weight', '4.bias'",
+        ),
+        (
+            lambda run: setattr(run, "model", wider()),
+            r"'3.weight' has shape \(3, 8\) in the checkpoint and \(4, 8\)",
+        ),
+        (
+            lambda run: setattr(run, "optimizer", torch.optim.SGD([nn.Parameter(torch.ones(1))])),
+            r"groups of \[6\] parameters, this SGD has \[1\]",
+        ),
+        (
+            lambda run: setattr(
+                run, "scheduler", torch.optim.lr_scheduler.ExponentialLR(run.optimizer, 0.5)
+            ),
+            "not a ExponentialLR.*'step_size'",
+        ),
+        (
+            lambda run: setattr(run, "scheduler", [run.scheduler, run.scheduler]),
+            "has 1 of scheduler, got 2",
+        ),
+        (
+            lambda run: setattr(run, "scaler", mezzo.GradScaler("cpu")),
+            "saved from a scaler that was not enabled",
+        ),
     ],
 )
 def test_what_does_not_fit_is_refused_and_nothing_is_changed(path, change, message):
@@ -495,16 +581,28 @@ CHANGES = {
     "model": (put(3, "model", 0), "model is 3, not a dictionary"),
     "weight": (put(3.0, "model", 0, "0.weight"), "'0.weight' is 3.0 in the checkpoint"),
     # torch 2.15 does not read it at all.
-    "sparse weight": (put(torch.eye(8, 6).to_sparse(), "model", 0, "0.weight"), "not a tensor with values|torch cannot read it"),
-    "complex weight": (put(torch.ones(8, 6, dtype=torch.complex64), "model", 0, "0.weight"), "is torch.complex64 in the checkpoint"),
-    "counter": (put(torch.tensor(1.5), "model", 0, "1.num_batches_tracked"), "is torch.float32 in the checkpoint"),
+    "sparse weight": (
+        put(torch.eye(8, 6).to_sparse(), "model", 0, "0.weight"),
+        "not a tensor with values|torch cannot read it",
+    ),
+    "complex weight": (
+        put(torch.ones(8, 6, dtype=torch.complex64), "model", 0, "0.weight"),
+        "is torch.complex64 in the checkpoint",
+    ),
+    "counter": (
+        put(torch.tensor(1.5), "model", 0, "1.num_batches_tracked"),
+        "is torch.float32 in the checkpoint",
+    ),
     "optimizer": (put(None, "optimizer", 0), "not the state of an optimizer"),
     "groups": (without("optimizer", 0, "param_groups"), "no list 'param_groups'"),
     "group": (without("optimizer", 0, "param_groups", 0, "params"), "no list 'params'"),
     "twice": (put(1, "optimizer", 0, "param_groups", 0, "params", 0), "list a parameter twice"),
     "no lr": (without("optimizer", 0, "param_groups", 0, "lr"), "has no 'lr'"),
     "lr": (put("fast", "optimizer", 0, "param_groups", 0, "lr"), "'fast', and this optimizer has"),
-    "nan lr": (put(float("nan"), "optimizer", 0, "param_groups", 0, "lr"), "is nan, and this optimizer has"),
+    "nan lr": (
+        put(float("nan"), "optimizer", 0, "param_groups", 0, "lr"),
+        "is nan, and this optimizer has",
+    ),
     "negative lr": (put(-1.0, "optimizer", 0, "param_groups", 0, "lr"), "Invalid learning rate"),
     "betas": (put((0.9,), "optimizer", 0, "param_groups", 0, "betas"), "'betas'"),
     "flag": (put("yes", "optimizer", 0, "param_groups", 0, "amsgrad"), "'amsgrad'"),
@@ -512,24 +610,47 @@ CHANGES = {
     "empty moment": (put(None, "optimizer", 0, "state", 0, "exp_avg"), "has no 'exp_avg'"),
     "no step": (without("optimizer", 0, "state", 0, "step"), "has no 'step'"),
     "step": (put(torch.tensor(-1.0), "optimizer", 0, "state", 0, "step"), "not a number of steps"),
-    "flag for a step": (put(torch.tensor(True), "optimizer", 0, "state", 0, "step"), "not a number of steps"),
-    "moment of another shape": (put(torch.ones(3), "optimizer", 0, "state", 0, "exp_avg"), r"has shape \(3,\) and torch.float32, where \(8, 6\)"),
-    "moment of integers": (put(torch.ones(8, 6).int(), "optimizer", 0, "state", 0, "exp_avg"), "torch.int32"),
-    "expanded moment": (put(torch.ones(1).expand(8, 6), "optimizer", 0, "state", 0, "exp_avg"), "share their memory"),
+    "flag for a step": (
+        put(torch.tensor(True), "optimizer", 0, "state", 0, "step"),
+        "not a number of steps",
+    ),
+    "moment of another shape": (
+        put(torch.ones(3), "optimizer", 0, "state", 0, "exp_avg"),
+        r"has shape \(3,\) and torch.float32, where \(8, 6\)",
+    ),
+    "moment of integers": (
+        put(torch.ones(8, 6).int(), "optimizer", 0, "state", 0, "exp_avg"),
+        "torch.int32",
+    ),
+    "expanded moment": (
+        put(torch.ones(1).expand(8, 6), "optimizer", 0, "state", 0, "exp_avg"),
+        "share their memory",
+    ),
     "another parameter": (put({}, "optimizer", 0, "state", 77), "entry for parameter 77"),
     "no dictionary": (put(1, "optimizer", 0, "state", 0), "is 1, not a dictionary"),
     "scheduler": (put([], "scheduler", 0), "scheduler is \\[\\], not a dictionary"),
-    "rates": (put([0.1, 0.2], "scheduler", 0, "base_lrs"), "'base_lrs' of the checkpoint's scheduler"),
-    "epoch": (put("last", "scheduler", 0, "last_epoch"), "'last_epoch' of the checkpoint's scheduler"),
+    "rates": (
+        put([0.1, 0.2], "scheduler", 0, "base_lrs"),
+        "'base_lrs' of the checkpoint's scheduler",
+    ),
+    "epoch": (
+        put("last", "scheduler", 0, "last_epoch"),
+        "'last_epoch' of the checkpoint's scheduler",
+    ),
     "scaler": (put(None, "scaler", 0), "scaler in .* cannot be loaded"),
-    "scale": (put(-1.0, "scaler", 0, "scale"), "scaler in .* cannot be loaded.*which no gradient survives"),
+    "scale": (
+        put(-1.0, "scaler", 0, "scale"),
+        "scaler in .* cannot be loaded.*which no gradient survives",
+    ),
     "no factor": (without("scaler", 0, "growth_factor"), "growth_factor missing"),
     "interval": (put("often", "scaler", 0, "growth_interval"), "growth_interval is 'often'"),
 }
 
 
 @pytest.mark.parametrize(("change", "message"), CHANGES.values(), ids=CHANGES)
-def test_content_that_is_not_as_saved_is_refused_in_one_error_and_nothing_is_changed(path, change, message):
+def test_content_that_is_not_as_saved_is_refused_in_one_error_and_nothing_is_changed(
+    path, change, message
+):
     saved = Run(dtype="float16")
     saved.train(2)
     mezzo.save_checkpoint(path, *saved.parts)
@@ -583,7 +704,7 @@ def test_a_model_without_memory_is_refused(path):
         mezzo.load_checkpoint(path, nn.Linear(2, 1, device="meta"))
 
 
-# -- a load that fails halfway -----------------------------------------------------------------------------------------------------------------------
+# -- a load that fails halfway ---------------------------------------------------------------------
 
 
 class Failing:
@@ -601,7 +722,9 @@ class Failing:
             raise self.error
 
 
-@pytest.mark.parametrize(("dtype", "kind"), [("bfloat16", kind) for kind in KINDS] + [("float16", "float32")])
+@pytest.mark.parametrize(
+    ("dtype", "kind"), [("bfloat16", kind) for kind in KINDS] + [("float16", "float32")]
+)
 @pytest.mark.parametrize("error", [ValueError("not today"), KeyboardInterrupt()])
 def test_what_was_loaded_is_put_back_when_a_later_part_fails(path, dtype, kind, error):
     saved, own = Run(dtype=dtype, master=kind), Failing(None)
@@ -618,7 +741,9 @@ def test_what_was_loaded_is_put_back_when_a_later_part_fails(path, dtype, kind, 
         one.train(2)
     before, generators = run.state(), rng_state.capture_rng_state()
     addresses = [parameter.data_ptr() for parameter in run.model.parameters()]
-    with pytest.raises(mezzo.CheckpointError if isinstance(error, Exception) else KeyboardInterrupt):
+    with pytest.raises(
+        mezzo.CheckpointError if isinstance(error, Exception) else KeyboardInterrupt
+    ):
         mezzo.load_checkpoint(path, *run.parts[:3], [run.scheduler, failing])
     assert failing.value == 1
     assert_equal(before, run.state())
@@ -658,7 +783,9 @@ def test_a_module_that_fails_is_put_back_with_its_extra_state(path):
         for parameter in model.parameters():
             parameter.add_(1.0)
     before = copy.deepcopy(dict(model.state_dict()))
-    with pytest.raises(mezzo.CheckpointError, match=r"The model in .* cannot be loaded into this Sequential: not b"):
+    with pytest.raises(
+        mezzo.CheckpointError, match=r"The model in .* cannot be loaded into this Sequential: not b"
+    ):
         mezzo.load_checkpoint(path, model)
     assert model[1].weight is weight
     assert_equal(before, dict(model.state_dict()))

@@ -12,7 +12,12 @@ from support.checkpoint_fuzzer import ALLOWED, memory_limited, refuse_out_of_mem
 import mezzo
 from mezzo.prepare import checkpoint_file
 
-CONTENT = {"a": torch.arange(300.0), "b": torch.ones(5, dtype=torch.bfloat16), "c": {1, 2}, "d": [b"bytes", "text", 2**40, None]}
+CONTENT = {
+    "a": torch.arange(300.0),
+    "b": torch.ones(5, dtype=torch.bfloat16),
+    "c": {1, 2},
+    "d": [b"bytes", "text", 2**40, None],
+}
 
 
 def saved(content=CONTENT):
@@ -34,7 +39,12 @@ def archived(pickled, method=zipfile.ZIP_STORED, **entries):
     """A file as torch writes it, around a pickle of one's own."""
     buffer = io.BytesIO()
     with zipfile.ZipFile(buffer, "w") as archive:
-        for name, content in {"data.pkl": pickled, "version": b"3\n", "byteorder": b"little", **entries}.items():
+        for name, content in {
+            "data.pkl": pickled,
+            "version": b"3\n",
+            "byteorder": b"little",
+            **entries,
+        }.items():
             archive.writestr(f"archive/{name}", content, method)
     return buffer.getvalue()
 
@@ -52,7 +62,11 @@ def test_a_changed_byte_of_any_entry_is_refused():
         entries = [one for one in archive.infolist() if one.file_size]
     assert len(entries) > 6
     for entry in entries:
-        start = entry.header_offset + 30 + sum(struct.unpack_from("<HH", whole, entry.header_offset + 26))
+        start = (
+            entry.header_offset
+            + 30
+            + sum(struct.unpack_from("<HH", whole, entry.header_offset + 26))
+        )
         for at in (start, start + entry.file_size - 1):
             changed = bytearray(whole)
             changed[at] ^= 1
@@ -114,9 +128,12 @@ def test_files_around_other_files_are_refused():
         loaded(b"before" + whole)
     with pytest.raises(mezzo.CheckpointError, match="does not end"):
         loaded(whole + b"after")
-    # Two directories: zipfile takes the one before the locator, torch the one that the locator names.
+    # Two directories: zipfile takes the one before the locator, torch the one that the locator
+    # names.
     start, end = struct.unpack_from("<I", whole, len(whole) - 6)[0], whole[-22:]
-    second = struct.pack("<4sQHHIIQQQQ", b"PK\6\6", 44, 45, 45, 0, 0, 1, 1, len(whole) - 22 - start, start)
+    second = struct.pack(
+        "<4sQHHIIQQQQ", b"PK\6\6", 44, 45, 45, 0, 0, 1, 1, len(whole) - 22 - start, start
+    )
     locator = struct.pack("<4sIQI", b"PK\6\7", 0, 10, 1)
     with pytest.raises(mezzo.CheckpointError, match="directory is damaged"):
         loaded(whole[:-22] + second + locator + end)
@@ -132,7 +149,7 @@ def test_other_files_of_torch_are_refused(tmp_path, legacy):
         loaded((tmp_path / "x.pt").read_bytes())
 
 
-# -- a small file that asks for much -----------------------------------------------------------------------------------------------------------------
+# -- a small file that asks for much ---------------------------------------------------------------
 
 P = b"\x80\x02"
 
@@ -155,27 +172,45 @@ MUCH = {
     "a bytearray of a size": P + reference("__builtin__ bytearray") + number(2**36) + b"\x85R.",
     "a tensor of a size": P + reference("torch FloatTensor") + number(2**34) + b"\x85R.",
     "an empty tensor of a size": P + reference("torch Tensor") + number(2**34) + b"\x85R.",
-    "copies of a list": P
-    + b"]("
-    + b"".join(b"M" + struct.pack("<H", n) for n in range(60000))
-    + b"eq\0("
-    + (reference("__builtin__ set") + b"h\0\x85R") * 5000
-    + b"t.",
-    "copies of a text": P + text("x" * 2**18) + b"q\0(" + (reference("_codecs encode") + b"h\0" + text("utf-32") + b"\x86R") * 5000 + b"t.",
-    "characters of a text": P + text("".join(map(chr, range(0x10000, 0x40000)))) + b"q\0(" + (reference("__builtin__ set") + b"h\0\x85R") * 99 + b"t.",
+    "copies of a list": (
+        P
+        + b"]("
+        + b"".join(b"M" + struct.pack("<H", n) for n in range(60000))
+        + b"eq\0("
+        + (reference("__builtin__ set") + b"h\0\x85R") * 5000
+        + b"t."
+    ),
+    "copies of a text": (
+        P
+        + text("x" * 2**18)
+        + b"q\0("
+        + (reference("_codecs encode") + b"h\0" + text("utf-32") + b"\x86R") * 5000
+        + b"t."
+    ),
+    "characters of a text": (
+        P
+        + text("".join(map(chr, range(0x10000, 0x40000))))
+        + b"q\0("
+        + (reference("__builtin__ set") + b"h\0\x85R") * 99
+        + b"t."
+    ),
     "many objects": P + b"(" + b"\x8f" * 100_000 + b"t.",
-    "doubled lists": P
-    + b"]q\0"
-    + b"".join(b"](" + (b"h" + bytes([n])) * 2 + b"eq" + bytes([n + 1]) for n in range(100))
-    + reference("__builtin__ set")
-    + b"hd\x85R.",
+    "doubled lists": (
+        P
+        + b"]q\0"
+        + b"".join(b"](" + (b"h" + bytes([n])) * 2 + b"eq" + bytes([n + 1]) for n in range(100))
+        + reference("__builtin__ set")
+        + b"hd\x85R."
+    ),
 }
 
 
 @pytest.mark.parametrize("pickled", MUCH.values(), ids=MUCH)
 def test_a_pickle_that_makes_large_objects_is_refused(pickled, monkeypatch):
     monkeypatch.setattr(checkpoint_file, "_BUDGET", 2**24)
-    with pytest.raises(mezzo.CheckpointError, match=r"which no checkpoint needs|make objects of more than"):
+    with pytest.raises(
+        mezzo.CheckpointError, match=r"which no checkpoint needs|make objects of more than"
+    ):
         loaded(archived(pickled))
 
 
@@ -185,8 +220,24 @@ def storage(numel, size=(4,), stride=(1,), offset=0):
     def sequence(values):
         return b"(" + b"".join(map(number, values)) + b"t"
 
-    persistent = b"(" + text("storage") + reference("torch FloatStorage") + text("0") + text("cpu") + number(numel) + b"tQ"
-    called = persistent + number(offset) + sequence(size) + sequence(stride) + b"\x89" + reference("collections OrderedDict") + b")R"
+    persistent = (
+        b"("
+        + text("storage")
+        + reference("torch FloatStorage")
+        + text("0")
+        + text("cpu")
+        + number(numel)
+        + b"tQ"
+    )
+    called = (
+        persistent
+        + number(offset)
+        + sequence(size)
+        + sequence(stride)
+        + b"\x89"
+        + reference("collections OrderedDict")
+        + b")R"
+    )
     return reference("torch._utils _rebuild_tensor_v2") + b"(" + called + b"tR"
 
 
@@ -244,7 +295,9 @@ def test_archives_with_two_pickles_are_refused(name):
 
 
 def test_a_pickle_that_calls_other_functions_is_refused():
-    with pytest.raises(mezzo.CheckpointError, match=r"it calls os\.system, which no checkpoint needs"):
+    with pytest.raises(
+        mezzo.CheckpointError, match=r"it calls os\.system, which no checkpoint needs"
+    ):
         loaded(archived(P + reference("os system") + text("true") + b"\x85R."))
 
 

@@ -56,14 +56,26 @@ def test_two_processes_train_as_one_over_the_joint_batch(tmp_path):
     here, kinds = str(Path(__file__).parent), ("float32", "split")
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
     command = [sys.executable, "-c", WORKER, str(tmp_path), here, *kinds]
-    workers = [subprocess.Popen(command, env={**environment, "RANK": str(rank)}, stderr=subprocess.PIPE, text=True) for rank in range(2)]
+    workers = [
+        subprocess.Popen(
+            command, env={**environment, "RANK": str(rank)}, stderr=subprocess.PIPE, text=True
+        )
+        for rank in range(2)
+    ]
     for worker in workers:
         _, errors = worker.communicate(timeout=120)
         assert worker.returncode == 0, errors
     for kind in kinds:
-        one, other = (torch.load(tmp_path / f"{kind}-{rank}.pt", weights_only=True) for rank in range(2))
-        assert all(torch.equal(weight, other["weights"][name]) for name, weight in one["weights"].items())
-        assert all(torch.equal(first, second) for first, second in zip(one["gradients"], other["gradients"], strict=True))
+        one, other = (
+            torch.load(tmp_path / f"{kind}-{rank}.pt", weights_only=True) for rank in range(2)
+        )
+        assert all(
+            torch.equal(weight, other["weights"][name]) for name, weight in one["weights"].items()
+        )
+        assert all(
+            torch.equal(first, second)
+            for first, second in zip(one["gradients"], other["gradients"], strict=True)
+        )
         assert_as_one_process(kind, one["weights"])
 
 
@@ -75,5 +87,6 @@ def assert_as_one_process(kind, weights):
     for name, weight in model.state_dict().items():
         moved = (weight - start[name]).norm()
         assert moved > 0.01
-        # bfloat16 gradients of 8 rows and of 16 round differently: by a part of what the weights moved.
+        # bfloat16 gradients of 8 rows and of 16 round differently: by a part of what the weights
+        # moved.
         assert (weight - weights[name]).norm() < 0.06 * moved, name

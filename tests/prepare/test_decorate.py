@@ -57,20 +57,37 @@ def train(model, optimizer, steps=3, seed=1):
 
 def snapshot(model, optimizer=None):
     """Everything about a model and an optimizer that decorating touches."""
-    tensors = {id(one): (one.dtype, one.data_ptr(), one.detach().clone(), one.grad, one.grad_dtype) for one in (*model.parameters(), *model.buffers())}
+    tensors = {
+        id(one): (one.dtype, one.data_ptr(), one.detach().clone(), one.grad, one.grad_dtype)
+        for one in (*model.parameters(), *model.buffers())
+    }
     modules = {
         name: (
             {key for key in module.__dict__ if not key.startswith("_flat")},
             module.__dict__.get("forward"),
-            *(dict(module.__dict__[key]) for key in sorted(module.__dict__) if "hooks" in key and isinstance(module.__dict__[key], dict)),
+            *(
+                dict(module.__dict__[key])
+                for key in sorted(module.__dict__)
+                if "hooks" in key and isinstance(module.__dict__[key], dict)
+            ),
         )
         for name, module in model.named_modules()
     }
     if optimizer is None:
         return tensors, modules
-    hooks = {key: dict(value) if isinstance(value, dict) else value for key, value in optimizer.__dict__.items() if key not in ("state", "param_groups")}
+    hooks = {
+        key: dict(value) if isinstance(value, dict) else value
+        for key, value in optimizer.__dict__.items()
+        if key not in ("state", "param_groups")
+    }
     state = {id(key): value for key, value in optimizer.state.items()}
-    return tensors, modules, hooks, state, [list(map(id, group["params"])) for group in optimizer.param_groups]
+    return (
+        tensors,
+        modules,
+        hooks,
+        state,
+        [list(map(id, group["params"])) for group in optimizer.param_groups],
+    )
 
 
 def assert_same(before, after, *, memory=True):
@@ -84,7 +101,7 @@ def assert_same(before, after, *, memory=True):
     assert before[1:] == after[1:]
 
 
-# -- what it does ------------------------------------------------------------------------------------------------------------------------------------
+# -- what it does ----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -94,7 +111,11 @@ def test_parameters_become_16_bit_and_stay_the_same_objects(kind):
     returned = mezzo.decorate(model, optimizer, "O2", dtype="bfloat16", master=kind)
     assert returned == (model, optimizer)
     assert all(one is other for one, other in zip(parameters, model.parameters(), strict=True))
-    assert [one is other for group in optimizer.param_groups for one, other in zip(group["params"], parameters, strict=True)]
+    assert [
+        one is other
+        for group in optimizer.param_groups
+        for one, other in zip(group["params"], parameters, strict=True)
+    ]
     assert model.rnn.weight_ih_l0.dtype is torch.bfloat16
     assert model.norm.weight.dtype is model.batch.running_var.dtype is torch.float32
     assert model.table.dtype is torch.bfloat16
@@ -205,7 +226,11 @@ def test_float16_with_a_scaler_trains_and_skips_what_overflowed(scaling, optimiz
         scaler.step(optimizer)
         scaler.update()
         trained = {name for name, _ in model.named_parameters()}
-        moved = {name for name, value in model.state_dict().items() if name in trained and not torch.equal(value, before[name])}
+        moved = {
+            name
+            for name, value in model.state_dict().items()
+            if name in trained and not torch.equal(value, before[name])
+        }
         assert bool(moved) is (step != 3)
         losses.append(loss.item())
     assert scaler.get_scale() == 2.0**9
@@ -276,7 +301,7 @@ def test_a_copy_of_averaged_weights_moves_the_master():
     assert torch.equal(model.state_dict()["rnn.weight_ih_l0"], model.rnn.weight_ih_l0.float())
 
 
-# -- the way back ------------------------------------------------------------------------------------------------------------------------------------
+# -- the way back ----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", EXACT)
@@ -284,7 +309,17 @@ def test_a_copy_of_averaged_weights_moves_the_master():
 def test_undecorating_untrained_restores_every_bit_and_every_hook(kind, level):
     model, optimizer = make()
     before = snapshot(model, optimizer)
-    mezzo.decorate(model, optimizer, level, dtype="bfloat16", master=kind, save_dtype="float32", clip_norm=1.0, modules={"rnn": "full"}, grad_dtype="float32")
+    mezzo.decorate(
+        model,
+        optimizer,
+        level,
+        dtype="bfloat16",
+        master=kind,
+        save_dtype="float32",
+        clip_norm=1.0,
+        modules={"rnn": "full"},
+        grad_dtype="float32",
+    )
     mezzo.undecorate(model, optimizer)
     assert_same(before, snapshot(model, optimizer), memory=False)
 
@@ -300,7 +335,12 @@ def test_undecorating_gives_the_trained_exact_values(kind):
     assert not torch.equal(model.rnn.weight_ih_l0, model.rnn.weight_ih_l0.bfloat16().float())
     losses = train(model, optimizer, 20)
     assert losses[-1] < losses[0]
-    assert all(value.dtype is torch.float32 for state in optimizer.state.values() for value in state.values() if torch.is_tensor(value))
+    assert all(
+        value.dtype is torch.float32
+        for state in optimizer.state.values()
+        for value in state.values()
+        if torch.is_tensor(value)
+    )
 
 
 def test_what_was_undecorated_can_be_decorated_anew():
@@ -324,7 +364,7 @@ def test_schedulers_made_before_and_after_keep_working():
     train(model, optimizer, 1)
 
 
-# -- whole or not at all -----------------------------------------------------------------------------------------------------------------------------
+# -- whole or not at all ---------------------------------------------------------------------------
 
 
 def fail_on_call(monkeypatch, target, name, count):
@@ -365,7 +405,15 @@ def fits(kind, failure):
     return kind in EXACT or failure[1] != "_AfterSave"
 
 
-@pytest.mark.parametrize(("kind", "target", "name", "count"), [(kind, *failure) for kind in ("split", "kahan") for failure in FAILURES if fits(kind, failure)])
+@pytest.mark.parametrize(
+    ("kind", "target", "name", "count"),
+    [
+        (kind, *failure)
+        for kind in ("split", "kahan")
+        for failure in FAILURES
+        if fits(kind, failure)
+    ],
+)
 def test_an_error_in_the_middle_leaves_everything_as_it_was(monkeypatch, kind, target, name, count):
     (one, first), (other, second) = make(), make("SGD")
     train(one, first, 1)
@@ -374,7 +422,15 @@ def test_an_error_in_the_middle_leaves_everything_as_it_was(monkeypatch, kind, t
     save = "float32" if kind == "split" else None
     fail_on_call(monkeypatch, target, name, count)
     with pytest.raises(MemoryError, match="injected"):
-        mezzo.decorate([one, other], [first, second], dtype="bfloat16", master=kind, save_dtype=save, modules={"rnn": "full"}, grad_dtype="float32")
+        mezzo.decorate(
+            [one, other],
+            [first, second],
+            dtype="bfloat16",
+            master=kind,
+            save_dtype=save,
+            modules={"rnn": "full"},
+            grad_dtype="float32",
+        )
     monkeypatch.undo()
     for old, (model, optimizer) in zip(before, ((one, first), (other, second)), strict=True):
         assert_same(old, snapshot(model, optimizer))
@@ -382,7 +438,7 @@ def test_an_error_in_the_middle_leaves_everything_as_it_was(monkeypatch, kind, t
     mezzo.decorate([one, other], [first, second], dtype="bfloat16", master=kind)
 
 
-# -- what is refused and what is warned of -----------------------------------------------------------------------------------------------------------
+# -- what is refused and what is warned of ---------------------------------------------------------
 
 
 def test_decorating_twice_is_refused():
@@ -442,7 +498,9 @@ def test_undecorating_is_refused_whole_where_a_tensor_no_longer_fits_its_master(
     exact = model_state_dict.exact_state_dict(model)
     before, weight = snapshot(model, optimizer), model.rnn.weight_hh_l0
     weight.data = weight.data.float()
-    with pytest.raises(mezzo.UnsupportedError, match=r"bfloat16 of shape \(24, 8\) on cpu, and now it is float32") as caught:
+    with pytest.raises(
+        mezzo.UnsupportedError, match=r"bfloat16 of shape \(24, 8\) on cpu, and now it is float32"
+    ) as caught:
         mezzo.undecorate(model)
     weight.data = weight.data.to("cpu", torch.bfloat16)
     assert "parameter.data.to('cpu', torch.bfloat16)" in str(caught.value)
@@ -454,7 +512,9 @@ def test_undecorating_is_refused_whole_where_a_tensor_no_longer_fits_its_master(
 def test_decorated_pairs_that_were_stepped_and_dropped_are_freed():
     def used():
         model = nn.Linear(2, 1)
-        model, optimizer = mezzo.decorate(model, torch.optim.SGD(model.parameters(), lr=0.1), dtype="float16")
+        model, optimizer = mezzo.decorate(
+            model, torch.optim.SGD(model.parameters(), lr=0.1), dtype="float16"
+        )
         scaler = mezzo.GradScaler()
         scaler.scale(model(torch.ones(1, 2)).sum()).backward()
         scaler.step(optimizer)

@@ -11,7 +11,9 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import mezzo
 
-WAYS = [(None, {}), ("O1", {})] + [("O2", {"master": kind}) for kind in ("float32", "split", "kahan", "stochastic", "none")]
+WAYS = [(None, {}), ("O1", {})] + [
+    ("O2", {"master": kind}) for kind in ("float32", "split", "kahan", "stochastic", "none")
+]
 IDS = ["plain", "O1", "float32", "split", "kahan", "stochastic", "none"]
 ways = pytest.mark.parametrize(("level", "words"), WAYS, ids=IDS)
 
@@ -37,7 +39,14 @@ class Run:
 
     def state(self):
         """Everything, to the bit: 16-bit weights, what lies beside them, moments, buffers."""
-        return copy.deepcopy((self.model.state_dict(), self.optimizer.state_dict(), dict(mezzo.master_params(self.model)), self.ema.state_dict()))
+        return copy.deepcopy(
+            (
+                self.model.state_dict(),
+                self.optimizer.state_dict(),
+                dict(mezzo.master_params(self.model)),
+                self.ema.state_dict(),
+            )
+        )
 
 
 @ways
@@ -58,7 +67,9 @@ def test_it_averages_the_exact_weights(level, words):
 def test_an_average_moves_where_16_bits_would_not():
     model = nn.Linear(4, 4)
     nn.init.ones_(model.weight)
-    mezzo.decorate(model, optimizer := torch.optim.SGD(model.parameters(), lr=0.001), dtype="bfloat16")
+    mezzo.decorate(
+        model, optimizer := torch.optim.SGD(model.parameters(), lr=0.001), dtype="bfloat16"
+    )
     ema = mezzo.EMA(model)
     for _ in range(300):
         model(torch.ones(1, 4)).sum().backward()
@@ -66,7 +77,9 @@ def test_an_average_moves_where_16_bits_would_not():
         optimizer.zero_grad()
         ema.update()
     # The weight falls from 1 by 0.001 a step.
-    assert ema.state_dict()["weight"][0, 0].item() == pytest.approx(1.0 - 0.001 * (300 - 999 * (1 - 0.999**300)), abs=1e-5)
+    assert ema.state_dict()["weight"][0, 0].item() == pytest.approx(
+        1.0 - 0.001 * (300 - 999 * (1 - 0.999**300)), abs=1e-5
+    )
 
 
 @pytest.mark.parametrize("level", [None, "O1"])
@@ -77,10 +90,13 @@ def test_without_masters_it_is_torchs_own_average(level):
     for _ in range(5):
         run.train()
         torchs.update_parameters(run.model)
-    assert_equal(run.ema.state_dict(), {name: value.detach() for name, value in torchs.module.named_parameters()})
+    assert_equal(
+        run.ema.state_dict(),
+        {name: value.detach() for name, value in torchs.module.named_parameters()},
+    )
 
 
-# -- lending -----------------------------------------------------------------------------------------------------------------------------------------
+# -- lending ---------------------------------------------------------------------------------------
 
 
 @ways
@@ -92,7 +108,12 @@ def test_inside_the_with_the_model_holds_the_average(level, words):
     with run.ema.applied() as lent:
         assert lent is run.model
         for name, parameter in run.model.named_parameters():
-            torch.testing.assert_close(parameter.detach(), average[name].to(parameter.dtype), rtol=0 if exact else 2.0**-7, atol=0)
+            torch.testing.assert_close(
+                parameter.detach(),
+                average[name].to(parameter.dtype),
+                rtol=0 if exact else 2.0**-7,
+                atol=0,
+            )
         if exact:
             assert_equal(dict(mezzo.master_params(run.model)), average)
 
@@ -118,7 +139,14 @@ def test_afterwards_everything_is_as_it_was_and_trains_on_to_the_bit(level, word
 def test_parameters_and_masters_stay_where_they_are():
     run = Run()
     run.train()
-    addresses = lambda: [one.data_ptr() for one in (*run.model.parameters(), *mezzo.master_params(run.model).values(), *run.model.buffers())]  # noqa: E731
+    addresses = lambda: [  # noqa: E731
+        one.data_ptr()
+        for one in (
+            *run.model.parameters(),
+            *mezzo.master_params(run.model).values(),
+            *run.model.buffers(),
+        )
+    ]
     before = addresses()
     with run.ema.applied():
         assert addresses() == before
@@ -154,7 +182,9 @@ def test_two_averages_can_be_lent_one_inside_the_other(kind):
 def test_a_region_around_the_loop_computes_with_the_lent_weights_and_then_with_its_own():
     run, x = Run(None), torch.ones(2, 4)
     with mezzo.autocast("cpu", dtype="bfloat16"):
-        run.ema.load_state_dict({name: torch.zeros_like(value) for name, value in run.ema.state_dict().items()})
+        run.ema.load_state_dict(
+            {name: torch.zeros_like(value) for name, value in run.ema.state_dict().items()}
+        )
         run.model.eval()
         before = run.model(x)
         with run.ema.applied():
@@ -170,7 +200,7 @@ def test_the_callers_grad_mode_is_left_alone():
         assert run.model(torch.ones(2, 4)).requires_grad
 
 
-# -- buffers -----------------------------------------------------------------------------------------------------------------------------------------
+# -- buffers ---------------------------------------------------------------------------------------
 
 
 def test_buffers_are_the_models_own_and_what_an_evaluation_writes_to_them_is_undone():
@@ -198,7 +228,7 @@ def test_with_use_buffers_floating_point_buffers_are_averaged():
         assert run.model[1].num_batches_tracked == 4
 
 
-# -- steps inside ------------------------------------------------------------------------------------------------------------------------------------
+# -- steps inside ----------------------------------------------------------------------------------
 
 
 @ways
@@ -207,7 +237,13 @@ def test_an_optimizer_step_inside_is_refused_and_nothing_changes(level, words):
     run.train(2)
     run.model(torch.ones(2, 4)).sum().backward()
     before = run.state()
-    with run.ema.applied(), pytest.raises(mezzo.UnsupportedError, match=r"AdamW\.step\(\) was called inside `with ema\.applied\(\)`"):
+    with (
+        run.ema.applied(),
+        pytest.raises(
+            mezzo.UnsupportedError,
+            match=r"AdamW\.step\(\) was called inside `with ema\.applied\(\)`",
+        ),
+    ):
         run.optimizer.step()
     assert_equal(before, run.state())
     run.optimizer.step()
@@ -221,18 +257,35 @@ def test_other_models_may_be_trained_inside():
     assert weight.item() == 0.5
 
 
-@pytest.mark.parametrize("call", [lambda step: step(torch.ones(2, 4), torch.ones(2, 2)), lambda step: step.flush(), lambda step: step.state_dict()])
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda step: step(torch.ones(2, 4), torch.ones(2, 2)),
+        lambda step: step.flush(),
+        lambda step: step.state_dict(),
+    ],
+)
 def test_a_training_step_inside_is_refused(call):
     model = nn.Linear(4, 2)
-    step = mezzo.TrainStep(model, nn.functional.mse_loss, torch.optim.SGD(model.parameters(), lr=0.1), "O2", dtype="bfloat16", accumulate=2)
+    step = mezzo.TrainStep(
+        model,
+        nn.functional.mse_loss,
+        torch.optim.SGD(model.parameters(), lr=0.1),
+        "O2",
+        dtype="bfloat16",
+        accumulate=2,
+    )
     ema = mezzo.EMA(model)
     step(torch.ones(2, 4), torch.ones(2, 2))
-    with ema.applied(), pytest.raises(mezzo.UnsupportedError, match=r"inside `with ema\.applied\(\)`"):
+    with (
+        ema.applied(),
+        pytest.raises(mezzo.UnsupportedError, match=r"inside `with ema\.applied\(\)`"),
+    ):
         call(step)
     call(step)
 
 
-# -- saving ------------------------------------------------------------------------------------------------------------------------------------------
+# -- saving ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", ["float32", "split"])
@@ -280,7 +333,7 @@ def test_the_averaged_model_alone_is_saved_inside_but_a_run_is_not(tmp_path):
     assert_equal({name: saved[name] for name in average}, average)
 
 
-# -- the model changes -------------------------------------------------------------------------------------------------------------------------------
+# -- the model changes -----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", ["float32", "split"])
@@ -308,7 +361,9 @@ def test_it_follows_a_model_that_is_laid_out_otherwise_or_gets_other_parameters(
     ema.update()
     assert torch.equal(ema.state_dict()["weight"], before)
     assert ema.state_dict()["weight"].stride() == model.weight.stride()
-    model.load_state_dict({name: value + 1 for name, value in model.state_dict().items()}, assign=True)
+    model.load_state_dict(
+        {name: value + 1 for name, value in model.state_dict().items()}, assign=True
+    )
     ema.update()
     torch.testing.assert_close(ema.state_dict()["weight"], before + 0.5)
 
@@ -347,7 +402,7 @@ def test_more_than_one_model_is_refused():
         mezzo.EMA([nn.Linear(1, 1), nn.Linear(1, 1)])
 
 
-# -- torch's own average -----------------------------------------------------------------------------------------------------------------------------
+# -- torch's own average ---------------------------------------------------------------------------
 
 
 def test_torchs_average_of_a_decorated_model_is_refused_and_told_what_to_do():
@@ -363,13 +418,22 @@ def test_torchs_average_of_a_decorated_model_is_refused_and_told_what_to_do():
 @pytest.mark.parametrize("use_buffers", [False, True])
 def test_torchs_average_made_before_decorating_takes_master_params(use_buffers):
     run = Run(None, use_buffers=use_buffers)
-    torchs = AveragedModel(run.model, multi_avg_fn=get_ema_multi_avg_fn(0.9), use_buffers=use_buffers)
+    torchs = AveragedModel(
+        run.model, multi_avg_fn=get_ema_multi_avg_fn(0.9), use_buffers=use_buffers
+    )
     mezzo.decorate(run.model, run.optimizer, dtype="bfloat16", master="split")
     torchs.update_parameters(mezzo.master_params(run.model))
     for _ in range(5):
         run.train()
         torchs.update_parameters(mezzo.master_params(run.model))
-    assert_equal({name: value for name, value in torchs.module.state_dict().items() if name in run.ema.state_dict()}, run.ema.state_dict())
+    assert_equal(
+        {
+            name: value
+            for name, value in torchs.module.state_dict().items()
+            if name in run.ema.state_dict()
+        },
+        run.ema.state_dict(),
+    )
 
 
 @pytest.mark.parametrize("state", [3, {"weight": 1.0, "bias": torch.ones(1)}])

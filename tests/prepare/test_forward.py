@@ -37,7 +37,9 @@ class Seen(nn.Module):
 
 def decorated(level="O2", **words):
     model = Seen()
-    return mezzo.decorate(model, torch.optim.SGD(model.parameters(), lr=0.1), level, **{"dtype": "bfloat16", **words})[0]
+    return mezzo.decorate(
+        model, torch.optim.SGD(model.parameters(), lr=0.1), level, **{"dtype": "bfloat16", **words}
+    )[0]
 
 
 X = torch.ones(2, 4)
@@ -57,7 +59,13 @@ class Holder:
 def test_floating_inputs_are_cast_however_nested(level):
     model = decorated(level)
     holder = Holder(X)
-    model({"x": X, "ids": torch.arange(3)}, [X.half(), (X.double(), "word")], pair=Pair(X, X.bool()), flag=True, holder=holder)
+    model(
+        {"x": X, "ids": torch.arange(3)},
+        [X.half(), (X.double(), "word")],
+        pair=Pair(X, X.bool()),
+        flag=True,
+        holder=holder,
+    )
     first, more, named = model.given
     assert first["x"].dtype is torch.bfloat16
     assert first["ids"].dtype is torch.int64
@@ -196,12 +204,18 @@ class Checkpointed(nn.Module):
         self.reentrant = reentrant
 
     def forward(self, x):
-        return self.block(x) if self.reentrant is None else checkpoint(self.block, x, use_reentrant=self.reentrant)
+        return (
+            self.block(x)
+            if self.reentrant is None
+            else checkpoint(self.block, x, use_reentrant=self.reentrant)
+        )
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
 @pytest.mark.parametrize("level", ["O1", "O2", "O3"])
-@pytest.mark.parametrize("modules", [{"0.block": "full"}, {"0": "full", "0.block": "half"}], ids=["one", "nested"])
+@pytest.mark.parametrize(
+    "modules", [{"0.block": "full"}, {"0": "full", "0.block": "half"}], ids=["one", "nested"]
+)
 def test_checkpointing_recomputes_under_the_rules_for_modules(modules, level, reentrant):
     results = []
     for kind in (None, reentrant):
@@ -242,7 +256,9 @@ def test_a_rule_for_the_model_itself_lies_behind_the_door():
 
 def test_module_rules_of_an_autocast_around_reach_into_the_model_and_leave_the_door():
     model = decorated(output_dtype="float16")
-    with mezzo.autocast("O1", device_type="cpu", dtype="bfloat16", modules={"": "keep"}, model=model):
+    with mezzo.autocast(
+        "O1", device_type="cpu", dtype="bfloat16", modules={"": "keep"}, model=model
+    ):
         assert model(X)["out"].dtype is torch.float16
     assert model(X)["out"].dtype is torch.float16
 
@@ -367,20 +383,31 @@ POLICIES = {
 
 @pytest.mark.parametrize("words", POLICIES.values(), ids=POLICIES)
 @pytest.mark.parametrize(
-    "copied", [saved_and_loaded, copy.deepcopy, lambda model: pickle.loads(pickle.dumps(copy.deepcopy(model)))], ids=["file", "deep", "both"]
+    "copied",
+    [
+        saved_and_loaded,
+        copy.deepcopy,
+        lambda model: pickle.loads(pickle.dumps(copy.deepcopy(model))),
+    ],
+    ids=["file", "deep", "both"],
 )
 def test_a_whole_model_is_copied_and_saved_as_a_model_of_its_own(copied, words):
     model = decorated(**words)
     found = copied(model)
     expected, given = model(X), found(X)
     assert torch.equal(given["out"], expected["out"])
-    assert (given["out"].dtype, found.linear.weight.dtype) == (expected["out"].dtype, model.linear.weight.dtype)
+    assert (given["out"].dtype, found.linear.weight.dtype) == (
+        expected["out"].dtype,
+        model.linear.weight.dtype,
+    )
     found.linear.weight.data.zero_()
     assert model.linear.weight.any()
     # It belongs to no masters: it may be loaded, moved, saved once more and decorated anew.
     found.load_state_dict(model.state_dict())
     assert torch.equal(saved_and_loaded(found)(X)["out"], expected["out"])
-    assert mezzo.decorate(found.float(), None, "O3", dtype="float16")(X)["out"].dtype is torch.float16
+    assert (
+        mezzo.decorate(found.float(), None, "O3", dtype="float16")(X)["out"].dtype is torch.float16
+    )
 
 
 def test_a_decorated_part_is_saved_with_the_whole():
@@ -390,10 +417,20 @@ def test_a_decorated_part_is_saved_with_the_whole():
 
 def test_a_file_is_read_in_another_process(tmp_path):
     model = nn.Linear(4, 4)
-    mezzo.decorate(model, torch.optim.SGD(model.parameters(), lr=0.1), "O2", dtype="bfloat16", half={"tanh"})
+    mezzo.decorate(
+        model, torch.optim.SGD(model.parameters(), lr=0.1), "O2", dtype="bfloat16", half={"tanh"}
+    )
     torch.save(model, tmp_path / "model.pt")
-    program = f"import torch; print(torch.load({str(tmp_path / 'model.pt')!r}, weights_only=False)(torch.ones(1, 4)).dtype)"
-    assert subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout == "torch.bfloat16\n"
+    program = (
+        f"import torch; print(torch.load({str(tmp_path / 'model.pt')!r},"
+        " weights_only=False)(torch.ones(1, 4)).dtype)"
+    )
+    assert (
+        subprocess.run(
+            [sys.executable, "-c", program], capture_output=True, text=True, check=True
+        ).stdout
+        == "torch.bfloat16\n"
+    )
 
 
 def test_a_forward_of_the_models_own_goes_with_it():
@@ -407,14 +444,20 @@ def test_a_forward_of_the_models_own_goes_with_it():
 def test_module_rules_do_not_go_into_a_file():
     model = decorated(modules={"linear": "full"})
     assert torch.equal(copy.deepcopy(model)(X)["out"], model(X)["out"])
-    with pytest.raises(mezzo.UnsupportedError, match=r"rules for modules \(linear\).*state_dict\(\), or mezzo\.undecorate"):
+    with pytest.raises(
+        mezzo.UnsupportedError,
+        match=r"rules for modules \(linear\).*state_dict\(\), or mezzo\.undecorate",
+    ):
         pickle.dumps(model)
 
 
 def test_nothing_stays_on_a_model_that_is_undecorated():
     model = Seen()
     before = set(model.__dict__)
-    assert set(mezzo.undecorate(mezzo.decorate(model, None, "O3", dtype="bfloat16")).__dict__) == before
+    assert (
+        set(mezzo.undecorate(mezzo.decorate(model, None, "O3", dtype="bfloat16")).__dict__)
+        == before
+    )
 
 
 def test_a_file_is_read_where_the_device_is_missing(monkeypatch):

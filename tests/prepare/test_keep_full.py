@@ -20,7 +20,11 @@ def model():
 
 
 ALL = {
-    *(f"{part}.{name}" for part in ("first", "second.0") for name in ("scale", "linear.weight", "linear.bias", "norm.weight", "norm.bias")),
+    *(
+        f"{part}.{name}"
+        for part in ("first", "second.0")
+        for name in ("scale", "linear.weight", "linear.bias", "norm.weight", "norm.bias")
+    ),
     "second.1.weight",
     "second.1.bias",
 }
@@ -51,7 +55,10 @@ def under(*prefixes):
         ("*.bias", {name for name in ALL if name.endswith("bias")}),
         ("first.scale", {"first.scale"}),
         ("second.1.weight", {"second.1.weight"}),
-        (["*.bias", nn.LayerNorm, "second.1"], {name for name in ALL if name.endswith("bias")} | NORMS | under("second.1")),
+        (
+            ["*.bias", nn.LayerNorm, "second.1"],
+            {name for name in ALL if name.endswith("bias")} | NORMS | under("second.1"),
+        ),
         ("", ALL),
         ("*", ALL),
         ([*mezzo.NORMS, "second.1"], NORMS | under("second.1")),
@@ -71,7 +78,9 @@ def test_an_instance_keeps_its_subtree_and_nothing_of_the_same_type():
 def test_an_instance_of_one_model_keeps_nothing_of_another():
     one, other = model(), model()
     rows = mezzo.plan([one, other], dtype="bfloat16", keep_full=[one["first"]]).rows
-    assert {row.name for row in rows if row.after is torch.float32} == {f"models[0].{name}" for name in under("first")}
+    assert {row.name for row in rows if row.after is torch.float32} == {
+        f"models[0].{name}" for name in under("first")
+    }
 
 
 def test_an_instance_is_named_in_the_policy_of_the_plan():
@@ -90,7 +99,12 @@ def test_an_instance_whose_name_looks_like_a_glob_is_found_by_it():
 
 def test_reasons_name_what_kept():
     net = model()
-    reasons = {row.name: row.reason for row in mezzo.plan(net, dtype="bfloat16", keep_full=[net["first"], "second.1", nn.LayerNorm, "*.bias"]).rows}
+    reasons = {
+        row.name: row.reason
+        for row in mezzo.plan(
+            net, dtype="bfloat16", keep_full=[net["first"], "second.1", nn.LayerNorm, "*.bias"]
+        ).rows
+    }
     assert reasons["first.scale"] == "keep_full has this Part"
     assert reasons["second.1.weight"] == "keep_full has 'second.1'"
     assert reasons["second.0.norm.weight"] == "LayerNorm is a normalisation layer"
@@ -119,15 +133,21 @@ def test_a_policy_that_names_what_is_not_there_is_refused_too():
 
 
 def test_what_the_policy_runs_in_float32_is_kept_whole():
-    rows = mezzo.plan(model(), dtype="bfloat16", keep_full=(), modules={"second": "full", "first.linear": "half"}).rows
+    rows = mezzo.plan(
+        model(), dtype="bfloat16", keep_full=(), modules={"second": "full", "first.linear": "half"}
+    ).rows
     assert {row.name for row in rows if row.after is torch.float32} == under("second")
-    assert {row.reason for row in rows if row.name == "second.1.weight"} == {"modules= runs this Sequential in float32"}
+    assert {row.reason for row in rows if row.name == "second.1.weight"} == {
+        "modules= runs this Sequential in float32"
+    }
 
 
 def test_by_apexs_lists_only_batch_norms_stay_float32():
     net = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.LayerNorm(4), nn.GroupNorm(2, 4))
     rows = mezzo.plan(net, policy="O2", preset="apex", dtype="float16").rows
     assert {row.name.partition(".")[0] for row in rows if row.after is torch.float32} == {"1"}
-    assert {row.name.partition(".")[0] for row in mezzo.plan(net, policy="O2", preset="apex", keep_full=nn.LayerNorm).rows if row.after is torch.float32} == {
-        "2"
-    }
+    assert {
+        row.name.partition(".")[0]
+        for row in mezzo.plan(net, policy="O2", preset="apex", keep_full=nn.LayerNorm).rows
+        if row.after is torch.float32
+    } == {"2"}

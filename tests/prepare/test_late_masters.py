@@ -14,7 +14,9 @@ def made(kind, optimizer=torch.optim.SGD):
     model = nn.Linear(8, 8)
     nn.init.ones_(model.weight)
     model.weight.requires_grad_(requires_grad=False)
-    return mezzo.decorate(model, optimizer(model.parameters(), lr=1e-4), dtype="bfloat16", master=kind)
+    return mezzo.decorate(
+        model, optimizer(model.parameters(), lr=1e-4), dtype="bfloat16", master=kind
+    )
 
 
 def step(model, optimizer, count, *, thawed=True):
@@ -33,7 +35,9 @@ def test_small_updates_count_from_the_first_gradient_on(kind, optimizer):
     weight = model.weight.requires_grad_()
     step(model, stepped, 100)
     assert model.weight is weight
-    assert {number for number, held in stepped.state_dict()["state"].items() if "mezzo_master" in held} == {0, 1}
+    assert {
+        number for number, held in stepped.state_dict()["state"].items() if "mezzo_master" in held
+    } == {0, 1}
     mezzo.undecorate(model)
     plain = nn.Linear(8, 8)
     nn.init.ones_(plain.weight)
@@ -65,8 +69,12 @@ ROADS = {
     "extend": lambda optimizer, weight: optimizer.param_groups[0]["params"].extend([weight]),
     "append": lambda optimizer, weight: optimizer.param_groups[0]["params"].append(weight),
     "other list": lambda optimizer, weight: optimizer.param_groups[0].update(params=[weight]),
-    "other element": lambda optimizer, weight: optimizer.param_groups[0]["params"].__setitem__(0, weight),
-    "other groups": lambda optimizer, weight: setattr(optimizer, "param_groups", [{**optimizer.param_groups[0], "params": [weight]}]),
+    "other element": (
+        lambda optimizer, weight: optimizer.param_groups[0]["params"].__setitem__(0, weight)
+    ),
+    "other groups": lambda optimizer, weight: setattr(
+        optimizer, "param_groups", [{**optimizer.param_groups[0], "params": [weight]}]
+    ),
 }
 
 
@@ -77,7 +85,10 @@ def test_a_parameter_gets_a_master_however_it_joins_the_optimizer(join, optimize
         for count in range(41):
             if count == 1:
                 join(stepped, model.weight)
-            model.weight.grad, model.bias.grad = torch.ones_like(model.weight), torch.ones_like(model.bias)
+            model.weight.grad, model.bias.grad = (
+                torch.ones_like(model.weight),
+                torch.ones_like(model.bias),
+            )
             if scaler is not None:
                 scaler.scale(torch.ones(()))
                 scaler.step(stepped)

@@ -11,7 +11,11 @@ from mezzo.optim.binding import optimizer_binding
 class Net(nn.Module):
     def __init__(self):
         super().__init__()
-        self.body, self.norm, self.head = nn.Linear(4, 4), nn.LayerNorm(4), nn.Linear(4, 4, bias=False)
+        self.body, self.norm, self.head = (
+            nn.Linear(4, 4),
+            nn.LayerNorm(4),
+            nn.Linear(4, 4, bias=False),
+        )
         self.head.weight = self.body.weight
         self.frozen = nn.Parameter(torch.full((2,), 1 / 3), requires_grad=False)
         self.register_buffer("shift", torch.full((4,), 1 / 3))
@@ -29,7 +33,9 @@ def made(**words):
     return model, optimizer, original
 
 
-@pytest.mark.parametrize(("dtype", "kind"), [("bfloat16", "float32"), ("bfloat16", "split"), ("float16", "float32")])
+@pytest.mark.parametrize(
+    ("dtype", "kind"), [("bfloat16", "float32"), ("bfloat16", "split"), ("float16", "float32")]
+)
 def test_they_are_the_exact_weights_by_the_models_names(dtype, kind):
     model, optimizer, original = made(dtype=dtype, master=kind)
     for found in (mezzo.master_params(model), mezzo.master_params(optimizer)):
@@ -37,7 +43,9 @@ def test_they_are_the_exact_weights_by_the_models_names(dtype, kind):
         # A frozen one has no master: it is as exact as its 16 bits.
         assert torch.equal(found["frozen"], original["frozen"].to(getattr(torch, dtype)).float())
         assert all(torch.equal(found[name], original[name]) for name in found if name != "frozen")
-        assert all(value.dtype is torch.float32 and not value.requires_grad for value in found.values())
+        assert all(
+            value.dtype is torch.float32 and not value.requires_grad for value in found.values()
+        )
 
 
 def test_float32_masters_are_live_and_split_ones_are_copies():
@@ -48,7 +56,10 @@ def test_float32_masters_are_live_and_split_ones_are_copies():
         optimizer.step()
         assert torch.equal(found["body.weight"], original["body.weight"]) is not live
         assert torch.equal(found["body.weight"], mezzo.master_params(model)["body.weight"]) is live
-        assert (optimizer_binding(optimizer).masters.companion_tensor(model.body.weight) is found["body.weight"]) is live
+        assert (
+            optimizer_binding(optimizer).masters.companion_tensor(model.body.weight)
+            is found["body.weight"]
+        ) is live
         assert found["norm.weight"].data_ptr() == model.norm.weight.data_ptr()
 
 
@@ -63,21 +74,35 @@ def test_what_others_wrote_to_a_parameter_is_seen(kind):
 def test_a_part_and_what_a_decorated_model_is_part_of_have_exact_weights_too():
     model, _, original = made(master="split")
     assert torch.equal(mezzo.master_params(model.body)["weight"], original["body.weight"])
-    assert torch.equal(mezzo.master_params(nn.Sequential(model))["0.body.weight"], original["body.weight"])
+    assert torch.equal(
+        mezzo.master_params(nn.Sequential(model))["0.body.weight"], original["body.weight"]
+    )
 
 
 def test_several_models_are_told_apart():
     models = [nn.Linear(2, 2), nn.Linear(2, 2)]
     optimizer = torch.optim.SGD([one for model in models for one in model.parameters()], lr=0.1)
     mezzo.decorate(models, optimizer, dtype="bfloat16")
-    assert list(mezzo.master_params(optimizer)) == ["models[0].weight", "models[0].bias", "models[1].weight", "models[1].bias"]
+    assert list(mezzo.master_params(optimizer)) == [
+        "models[0].weight",
+        "models[0].bias",
+        "models[1].weight",
+        "models[1].bias",
+    ]
 
 
 def test_plain_models_and_optimizers_give_their_parameters():
     model = nn.Linear(2, 2)
     assert mezzo.master_params(model)["weight"].data_ptr() == model.weight.data_ptr()
-    assert list(mezzo.master_params(torch.optim.SGD([{"params": [model.weight]}, {"params": [model.bias]}], lr=0.1))) == ["0", "1"]
-    assert list(mezzo.master_params(torch.optim.SGD(model.named_parameters(), lr=0.1))) == ["weight", "bias"]
+    assert list(
+        mezzo.master_params(
+            torch.optim.SGD([{"params": [model.weight]}, {"params": [model.bias]}], lr=0.1)
+        )
+    ) == ["0", "1"]
+    assert list(mezzo.master_params(torch.optim.SGD(model.named_parameters(), lr=0.1))) == [
+        "weight",
+        "bias",
+    ]
     assert mezzo.master_params(nn.Linear(2, 2).half())["weight"].dtype is torch.float32
     assert mezzo.master_params(nn.Linear(2, 2).double())["weight"].dtype is torch.float64
 

@@ -40,7 +40,9 @@ def exact(model):
 
 
 def same(one, other):
-    return one.keys() == other.keys() and all(one[name].dtype is other[name].dtype and torch.equal(one[name], other[name]) for name in one)
+    return one.keys() == other.keys() and all(
+        one[name].dtype is other[name].dtype and torch.equal(one[name], other[name]) for name in one
+    )
 
 
 def test_without_save_dtype_a_state_is_as_torch_gives_it():
@@ -54,9 +56,20 @@ def test_without_save_dtype_a_state_is_as_torch_gives_it():
 def test_exact_weights_are_saved_for_the_model_its_parts_and_under_a_prefix(kind):
     model, _, original = made(master=kind, save_dtype="float32")
     assert same(model.state_dict(), original)
-    assert same(model.body.state_dict(), {name.removeprefix("body."): value for name, value in original.items() if name.startswith("body.")})
-    assert same(model.state_dict(prefix="net."), {f"net.{name}": value for name, value in original.items()})
-    assert same(nn.Sequential(model).state_dict(), {f"0.{name}": value for name, value in original.items()})
+    assert same(
+        model.body.state_dict(),
+        {
+            name.removeprefix("body."): value
+            for name, value in original.items()
+            if name.startswith("body.")
+        },
+    )
+    assert same(
+        model.state_dict(prefix="net."), {f"net.{name}": value for name, value in original.items()}
+    )
+    assert same(
+        nn.Sequential(model).state_dict(), {f"0.{name}": value for name, value in original.items()}
+    )
 
 
 def test_what_is_saved_is_a_copy_that_later_steps_leave_alone():
@@ -94,7 +107,12 @@ def test_float32_weights_of_a_part_are_loaded_too(kind):
     tolerance = 2.0**-15 if kind == "kahan" else 0.0
     loaded = exact(model)
     torch.testing.assert_close(loaded["head.weight"], value, rtol=tolerance, atol=0)
-    torch.testing.assert_close(loaded["body.0.weight"], original["body.0.weight"], rtol=0, atol=0 if kind != "kahan" else 2.0**-15)
+    torch.testing.assert_close(
+        loaded["body.0.weight"],
+        original["body.0.weight"],
+        rtol=0,
+        atol=0 if kind != "kahan" else 2.0**-15,
+    )
 
 
 @pytest.mark.parametrize("kind", EXACT)
@@ -138,7 +156,9 @@ def test_frozen_weights_are_saved_as_the_16_bit_values_they_are():
     model = Net()
     model.head.requires_grad_(requires_grad=False)
     original = copy.deepcopy(model.state_dict())
-    mezzo.decorate(model, torch.optim.SGD(model.parameters(), lr=0.1), dtype="bfloat16", save_dtype="float32")
+    mezzo.decorate(
+        model, torch.optim.SGD(model.parameters(), lr=0.1), dtype="bfloat16", save_dtype="float32"
+    )
     state = model.state_dict()
     assert torch.equal(state["head.weight"], original["head.weight"].bfloat16().float())
     assert torch.equal(state["body.0.weight"], original["body.0.weight"])
@@ -148,7 +168,13 @@ def test_tied_weights_are_saved_and_loaded_under_both_names():
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     model[1].weight = model[0].weight
     original = copy.deepcopy(model.state_dict())
-    mezzo.decorate(model, torch.optim.SGD(model.parameters(), lr=0.1), dtype="bfloat16", master="split", save_dtype="float32")
+    mezzo.decorate(
+        model,
+        torch.optim.SGD(model.parameters(), lr=0.1),
+        dtype="bfloat16",
+        master="split",
+        save_dtype="float32",
+    )
     assert same(model.state_dict(), original)
     model.load_state_dict({name: value + 1 / 3 for name, value in original.items()})
     assert torch.equal(model.state_dict()["1.weight"], original["0.weight"] + 1 / 3)
@@ -170,7 +196,13 @@ def test_tied_weights_are_one_tensor_in_a_state_and_go_through_safetensors(tmp_p
     safetensors = pytest.importorskip("safetensors.torch")
     model = Tied()
     original = copy.deepcopy(model.state_dict())
-    mezzo.decorate(model, torch.optim.SGD(model.parameters(), lr=0.1), dtype="bfloat16", master=kind, save_dtype="float32")
+    mezzo.decorate(
+        model,
+        torch.optim.SGD(model.parameters(), lr=0.1),
+        dtype="bfloat16",
+        master=kind,
+        save_dtype="float32",
+    )
     for again in range(2):
         state = model.state_dict()
         assert state["embed.weight"] is state["head.weight"]

@@ -20,7 +20,14 @@ class Own(nn.Linear):
 
 @pytest.fixture
 def model() -> nn.Module:
-    return nn.ModuleDict({"head": nn.Linear(1024, ODD), "even": nn.Linear(1024, 1024), "small": nn.Linear(8, 9), "own": Own(1024, ODD)})
+    return nn.ModuleDict(
+        {
+            "head": nn.Linear(1024, ODD),
+            "even": nn.Linear(1024, 1024),
+            "small": nn.Linear(8, 9),
+            "own": Own(1024, ODD),
+        }
+    )
 
 
 def test_wide_plain_layers_with_odd_rows_are_found_on_a_gpu_alone(model: nn.Module) -> None:
@@ -35,7 +42,11 @@ def test_a_layer_whose_forward_somebody_replaced_is_left_alone(model: nn.Module)
 
 def test_the_words_say_what_is_computed_and_why(model: nn.Module) -> None:
     (found,) = forward.find_paddable([model], "cuda")
-    assert str(found) == "head computes 1032 outputs and gives 1025: rows of 16-bit numbers are fast in multiples of 8"
+    assert (
+        str(found)
+        == "head computes 1032 outputs and gives 1025: rows of 16-bit numbers are fast in multiples"
+        " of 8"
+    )
 
 
 @pytest.mark.parametrize("bias", [True, False])
@@ -45,10 +56,16 @@ def test_outputs_and_gradients_are_those_of_the_layer(bias: bool) -> None:
     forward.pad_outputs(forward.PaddedLinear("", padded))
     results = []
     for layer in (plain, padded):
-        inputs = torch.linspace(-1, 1, 3 * 2 * 1024, dtype=torch.float64).view(3, 2, 1024).requires_grad_()
+        inputs = (
+            torch.linspace(-1, 1, 3 * 2 * 1024, dtype=torch.float64)
+            .view(3, 2, 1024)
+            .requires_grad_()
+        )
         outputs = layer(inputs)
         outputs.square().sum().backward()
-        results.append([outputs, inputs.grad, *(parameter.grad for parameter in layer.parameters())])
+        results.append(
+            [outputs, inputs.grad, *(parameter.grad for parameter in layer.parameters())]
+        )
     for one, other in zip(*results, strict=True):
         assert one.shape == other.shape
         assert torch.allclose(one, other, rtol=1e-12)

@@ -33,7 +33,10 @@ def test_planning_changes_nothing():
     before, keys = copy.deepcopy(model.state_dict()), set(model.__dict__)
     plan(model)
     assert set(model.__dict__) == keys
-    assert all(value.dtype is before[name].dtype and torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert all(
+        value.dtype is before[name].dtype and torch.equal(value, before[name])
+        for name, value in model.state_dict().items()
+    )
 
 
 def test_a_plan_is_frozen_and_equal_by_value():
@@ -98,7 +101,11 @@ def test_float64_complex_and_16_bit_tensors_are_left_alone_and_listed():
     model.turned = nn.Parameter(torch.ones(2, dtype=torch.complex64))
     model.narrow = nn.Parameter(torch.ones(2, dtype=torch.float16))
     planned = plan(model)
-    assert [after(planned)[name] for name in ("wide", "turned", "narrow")] == [torch.float64, torch.complex64, torch.float16]
+    assert [after(planned)[name] for name in ("wide", "turned", "narrow")] == [
+        torch.float64,
+        torch.complex64,
+        torch.float16,
+    ]
     assert "left alone" in reasons(planned)["wide"]
     assert "left alone" in reasons(planned)["turned"]
     assert "float16 already" in reasons(planned)["narrow"]
@@ -115,10 +122,17 @@ def test_who_has_no_master_says_so():
     assert {row.name for row in planned.rows if row.master} == {"2.weight"}
 
 
-@pytest.mark.parametrize(("master", "beside"), [("float32", 4), ("split", 2), ("kahan", 2), ("stochastic", 0), ("none", 0)])
+@pytest.mark.parametrize(
+    ("master", "beside"),
+    [("float32", 4), ("split", 2), ("kahan", 2), ("stochastic", 0), ("none", 0)],
+)
 def test_bytes_are_those_of_tensors_and_what_lies_beside_them(master, beside):
     planned = plan(nn.Linear(10, 10, bias=False), master=master)
-    assert (planned.bytes_before, planned.bytes_after, planned.master_bytes) == (400, 200, 100 * beside)
+    assert (planned.bytes_before, planned.bytes_after, planned.master_bytes) == (
+        400,
+        200,
+        100 * beside,
+    )
 
 
 @pytest.mark.parametrize("master", ["float32", "split", "kahan", "none"])
@@ -128,9 +142,15 @@ def test_bytes_are_what_decorate_then_takes(master, level):
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     planned = mezzo.plan(model, optimizer, level, dtype="bfloat16", master=master)
     mezzo.decorate(model, optimizer, level, dtype="bfloat16", master=master)
-    taken = sum(one.numel() * one.element_size() for one in (*model.parameters(), *model.buffers()) if one.is_floating_point())
+    taken = sum(
+        one.numel() * one.element_size()
+        for one in (*model.parameters(), *model.buffers())
+        if one.is_floating_point()
+    )
     assert planned.bytes_after == taken
-    beside = [held["mezzo_master"] for held in optimizer.state_dict().get("mezzo_masters", {}).values()]
+    beside = [
+        held["mezzo_master"] for held in optimizer.state_dict().get("mezzo_masters", {}).values()
+    ]
     buffers = 8 * 2 * 4 if level == "O3" and master in ("float32", "split") else 0
     assert planned.master_bytes == sum(one.numel() * one.element_size() for one in beside) + buffers
 
@@ -148,7 +168,9 @@ def test_what_the_device_lacks_stays_float32_and_says_why(monkeypatch):
     from mezzo.prepare import plan as subject
 
     found = mezzo.hardware("cpu")
-    nothing = replace(found, bfloat16=replace(found.bfloat16, supported=False, reason="the test forbids it"))
+    nothing = replace(
+        found, bfloat16=replace(found.bfloat16, supported=False, reason="the test forbids it")
+    )
     monkeypatch.setattr(subject, "hardware", lambda device: nothing)
     planned = plan(block(), on_unsupported="ignore")
     assert planned.dtype is None
@@ -161,7 +183,10 @@ def test_what_the_device_lacks_stays_float32_and_says_why(monkeypatch):
 def test_several_models_are_told_apart():
     one, other = nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False)
     optimizer = torch.optim.SGD([*one.parameters(), *other.parameters()], lr=0.1)
-    assert [row.name for row in mezzo.plan([one, other], optimizer, dtype="bfloat16").rows] == ["models[0].weight", "models[1].weight"]
+    assert [row.name for row in mezzo.plan([one, other], optimizer, dtype="bfloat16").rows] == [
+        "models[0].weight",
+        "models[1].weight",
+    ]
 
 
 def test_the_text_shows_every_row_aligned_and_the_totals():
@@ -171,8 +196,13 @@ def test_the_text_shows_every_row_aligned_and_the_totals():
     table = lines[2:-2]
     place = table[0].index("dtype")
     assert len(table) == 1 + 8
-    assert all(line[place:].startswith("float32") and line[place - 2 : place] == "  " for line in table[1:])
-    assert lines[-1] == "4 of 8 tensors change: 360 bytes → 244 bytes + 232 bytes beside them (master='float32')"
+    assert all(
+        line[place:].startswith("float32") and line[place - 2 : place] == "  " for line in table[1:]
+    )
+    assert (
+        lines[-1]
+        == "4 of 8 tensors change: 360 bytes → 244 bytes + 232 bytes beside them (master='float32')"
+    )
 
 
 def test_a_policy_and_a_file_are_read(tmp_path):
@@ -190,9 +220,15 @@ def test_a_policy_and_a_file_are_read(tmp_path):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ({"dtype": "float16", "master": "split"}, "master='split' needs bfloat16 parameters, got float16"),
+        (
+            {"dtype": "float16", "master": "split"},
+            "master='split' needs bfloat16 parameters, got float16",
+        ),
         ({"save_dtype": "float16"}, "save_dtype='float16' is not a dtype"),
-        ({"save_dtype": "float32", "master": "kahan"}, "master='kahan' has none.*'float32' or 'split'"),
+        (
+            {"save_dtype": "float32", "master": "kahan"},
+            "master='kahan' has none.*'float32' or 'split'",
+        ),
         ({"save_dtype": "float32", "master": "stochastic"}, "master='stochastic' has none"),
         ({"save_dtype": "float32", "master": None}, "master='none' has none"),
         ({"output_dtype": "float64"}, "output_dtype='float64' is not a dtype"),
@@ -221,4 +257,7 @@ def test_without_an_optimizer_there_is_nothing_to_clip_and_nothing_exact_to_save
 
 
 def test_float32_weights_are_saved_at_o1_without_more_ado():
-    assert mezzo.plan(block(), policy="O1", dtype="bfloat16", save_dtype="float32").save_dtype is torch.float32
+    assert (
+        mezzo.plan(block(), policy="O1", dtype="bfloat16", save_dtype="float32").save_dtype
+        is torch.float32
+    )

@@ -19,7 +19,9 @@ def test_a_tensor_is_found_once_with_all_its_names():
 def test_buffers_and_owners_are_told_apart():
     model = nn.BatchNorm1d(2)
     optimizer = torch.optim.SGD([model.weight], lr=0.1)
-    found = {one.names[0]: one for one in plan_tensors(Targets((model,), (optimizer,)), KeepFull(()))}
+    found = {
+        one.names[0]: one for one in plan_tensors(Targets((model,), (optimizer,)), KeepFull(()))
+    }
     assert found.keys() == {"weight", "bias", "running_mean", "running_var"}
     assert found["weight"].optimizer is optimizer
     assert found["bias"].optimizer is None
@@ -29,5 +31,9 @@ def test_buffers_and_owners_are_told_apart():
 def test_a_buffer_keeps_its_exact_value_where_weights_do():
     model = nn.BatchNorm1d(2)
     buffer = next(one for one in plan_tensors(Targets((model,), ()), KeepFull(())) if one.is_buffer)
-    kept = {master: TensorRule(Level.O2, torch.bfloat16, "", master).row(buffer).master for master in Master if master is not Master.AUTO}
+    kept = {
+        master: TensorRule(Level.O2, torch.bfloat16, "", master).row(buffer).master
+        for master in Master
+        if master is not Master.AUTO
+    }
     assert {master for master, exact in kept.items() if exact} == {Master.FLOAT32, Master.SPLIT}

@@ -12,7 +12,9 @@ import mezzo
 
 def made(level="O2"):
     model = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4))
-    return mezzo.decorate(model, torch.optim.SGD(model.parameters(), lr=0.1), level, dtype="bfloat16")[0]
+    return mezzo.decorate(
+        model, torch.optim.SGD(model.parameters(), lr=0.1), level, dtype="bfloat16"
+    )[0]
 
 
 MOVES = {
@@ -29,7 +31,9 @@ def test_moving_a_decorated_model_is_told_the_right_order_and_changes_nothing(mo
     model = made()
     with pytest.raises(mezzo.UnsupportedError, match="First move, then decorate"):
         move(model)
-    assert [parameter.dtype for parameter in model.parameters()] == [torch.bfloat16] * 2 + [torch.float32] * 2
+    assert [parameter.dtype for parameter in model.parameters()] == [torch.bfloat16] * 2 + [
+        torch.float32
+    ] * 2
     mezzo.undecorate(model)
     move(model)
 
@@ -37,10 +41,14 @@ def test_moving_a_decorated_model_is_told_the_right_order_and_changes_nothing(mo
 @pytest.mark.parametrize("move", MOVES.values(), ids=MOVES)
 def test_moving_a_part_is_refused_as_moving_the_whole(move):
     model = made()
-    with pytest.raises(mezzo.UnsupportedError, match=r"'0\.weight' would go from torch\.bfloat16 on cpu"):
+    with pytest.raises(
+        mezzo.UnsupportedError, match=r"'0\.weight' would go from torch\.bfloat16 on cpu"
+    ):
         move(model[0])
     assert model[0].bfloat16() is model[0]
-    assert [parameter.dtype for parameter in mezzo.undecorate(model).parameters()] == [torch.float32] * 4
+    assert [parameter.dtype for parameter in mezzo.undecorate(model).parameters()] == [
+        torch.float32
+    ] * 4
     move(model[0])
 
 
@@ -66,7 +74,11 @@ def test_at_o1_only_another_device_type_is_refused():
     assert model.double()[0].weight.dtype is torch.float64
 
 
-@pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))], ids=["deep", "pickled"])
+@pytest.mark.parametrize(
+    "copied",
+    [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))],
+    ids=["deep", "pickled"],
+)
 def test_a_copy_goes_where_it_likes(copied):
     assert copied(made()).float()[0].weight.dtype is torch.float32
     assert copied(made())[0].float().weight.dtype is torch.float32

@@ -16,13 +16,25 @@ def test_what_is_captured_is_plain_and_restores_every_generator():
     random.gauss(0, 1)
     np.random.randn()  # noqa: NPY002 - leaves the second of a pair for the next call
     state = rng_state.capture_rng_state()
-    drawn = torch.rand(2).tolist(), random.random(), random.gauss(0, 1), np.random.randn()  # noqa: NPY002
+    drawn = (
+        torch.rand(2).tolist(),
+        random.random(),
+        random.gauss(0, 1),
+        np.random.randn(),  # noqa: NPY002
+    )
     rng_state.restore_rng_state(state)
-    assert drawn == (torch.rand(2).tolist(), random.random(), random.gauss(0, 1), np.random.randn())  # noqa: NPY002
+    assert drawn == (
+        torch.rand(2).tolist(),
+        random.random(),
+        random.gauss(0, 1),
+        np.random.randn(),  # noqa: NPY002
+    )
 
 
 def test_a_state_without_numpy_leaves_numpy_alone():
-    state = {name: value for name, value in rng_state.capture_rng_state().items() if name != "numpy"}
+    state = {
+        name: value for name, value in rng_state.capture_rng_state().items() if name != "numpy"
+    }
     before = np.random.get_state()[1].tolist()  # noqa: NPY002
     rng_state.restore_rng_state(state)
     assert np.random.get_state()[1].tolist() == before  # noqa: NPY002
@@ -37,7 +49,9 @@ def test_where_numpy_is_not_imported_it_is_not_asked(monkeypatch):
 
 def changed(name, place, value):
     state = rng_state.capture_rng_state()
-    state[name] = value if place is None else (*state[name][:place], value, *state[name][place + 1 :])
+    state[name] = (
+        value if place is None else (*state[name][:place], value, *state[name][place + 1 :])
+    )
     return state
 
 

@@ -68,7 +68,9 @@ def test_an_update_below_the_16_bit_step_survives_torchs_distributed_checkpoint(
     for _ in range(2):
         model = nn.Linear(1, 1, bias=False)
         nn.init.ones_(model.weight)
-        weights.append(mezzo.decorate(model, torch.optim.SGD(model.parameters(), lr=1.0), dtype="bfloat16"))
+        weights.append(
+            mezzo.decorate(model, torch.optim.SGD(model.parameters(), lr=1.0), dtype="bfloat16")
+        )
     (model, optimizer), (other, second) = weights
     model.weight.grad = torch.full((1, 1), 0.0011, dtype=torch.bfloat16)
     optimizer.step()
@@ -81,7 +83,9 @@ def test_an_update_below_the_16_bit_step_survives_torchs_distributed_checkpoint(
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("steps", [0, 3])
-def test_torchs_distributed_checkpoint_keeps_master_weights(kind: str, optimizer: str, flat: bool, steps: int):
+def test_torchs_distributed_checkpoint_keeps_master_weights(
+    kind: str, optimizer: str, flat: bool, steps: int
+):
     first, second = made(optimizer, master=kind), made(optimizer, seed=1, master=kind)
     train(first, steps)
     options = StateDictOptions(flatten_optimizer_state_dict=flat)
@@ -124,7 +128,10 @@ def test_a_full_state_on_the_cpu_keeps_master_weights(kind: str):
 def test_files_of_torchs_distributed_checkpoint_keep_master_weights(tmp_path):
     first, second = made(master="split"), made(seed=1, master="split")
     train(first, 3)
-    dcp.save(dict(zip(("model", "optimizer"), get_state_dict(*first), strict=True)), checkpoint_id=tmp_path)
+    dcp.save(
+        dict(zip(("model", "optimizer"), get_state_dict(*first), strict=True)),
+        checkpoint_id=tmp_path,
+    )
     states = dict(zip(("model", "optimizer"), get_state_dict(*second), strict=True))
     dcp.load(states, checkpoint_id=tmp_path)
     set_state_dict(*second, model_state_dict=states["model"], optim_state_dict=states["optimizer"])
@@ -132,8 +139,19 @@ def test_files_of_torchs_distributed_checkpoint_keep_master_weights(tmp_path):
 
 
 @pytest.mark.parametrize("model_first", [True, False])
-@pytest.mark.parametrize(("saved", "kept"), [("float32", "split"), ("split", "float32"), ("kahan", "float32"), ("float32", "kahan"), ("kahan", "split")])
-def test_masters_of_one_kind_become_those_of_another_in_either_order(saved: str, kept: str, model_first: bool):
+@pytest.mark.parametrize(
+    ("saved", "kept"),
+    [
+        ("float32", "split"),
+        ("split", "float32"),
+        ("kahan", "float32"),
+        ("float32", "kahan"),
+        ("kahan", "split"),
+    ],
+)
+def test_masters_of_one_kind_become_those_of_another_in_either_order(
+    saved: str, kept: str, model_first: bool
+):
     first, second = made(master=saved), made(seed=1, master=kept)
     train(first, 3)
     train(second, 1)
@@ -146,7 +164,9 @@ def test_masters_of_one_kind_become_those_of_another_in_either_order(saved: str,
     if model_first:
         second[0].load_state_dict(model)
     second[1].load_state_dict(state)
-    assert_equal(second[1].state_dict()["state"][0]["mezzo_master"], state["state"][0]["mezzo_master"])
+    assert_equal(
+        second[1].state_dict()["state"][0]["mezzo_master"], state["state"][0]["mezzo_master"]
+    )
     if not model_first:
         second[0].load_state_dict(model)
     train(second, 1, 3)
@@ -158,11 +178,18 @@ def test_masters_of_one_kind_become_those_of_another_in_either_order(saved: str,
 
 def test_a_flattened_state_of_another_kind_is_taken_or_said():
     options = StateDictOptions(flatten_optimizer_state_dict=True)
-    first, second, third = made(master="float32"), made(seed=1, master="split"), made(seed=2, master="float32")
+    first, second, third = (
+        made(master="float32"),
+        made(seed=1, master="split"),
+        made(seed=2, master="float32"),
+    )
     train(first, 3)
     model, state = copy.deepcopy(get_state_dict(*first, options=options))
     set_state_dict(*second, model_state_dict=model, optim_state_dict=state, options=options)
-    assert_equal(get_state_dict(*second)[1]["state"]["0.weight"]["mezzo_master"], first[1].state_dict()["state"][0]["mezzo_master"])
+    assert_equal(
+        get_state_dict(*second)[1]["state"]["0.weight"]["mezzo_master"],
+        first[1].state_dict()["state"][0]["mezzo_master"],
+    )
     for pair in (first, second):
         train(pair, 1, 3)
     model, state = copy.deepcopy(get_state_dict(*second, options=options))
@@ -171,13 +198,15 @@ def test_a_flattened_state_of_another_kind_is_taken_or_said():
     assert_resumes(first, second)
 
 
-# -- a plain pair that is decorated later ----------------------------------------------------------------------------------------------------------
+# -- a plain pair that is decorated later ----------------------------------------------------------
 
 
 @pytest.mark.parametrize("road", ["load_state_dict", "distributed checkpoint"])
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("kind", ["float32", "split", "kahan"])
-def test_a_plain_pair_that_loads_and_is_then_decorated_goes_on_exactly(kind: str, optimizer: str, road: str):
+def test_a_plain_pair_that_loads_and_is_then_decorated_goes_on_exactly(
+    kind: str, optimizer: str, road: str
+):
     first, second = made(optimizer, master=kind), plain(optimizer, seed=1)
     train(first, 3)
     if road == "load_state_dict":
@@ -219,22 +248,36 @@ def test_undecorating_leaves_nothing_of_ours_in_the_state(kind: str, optimizer: 
 def test_the_masters_in_a_state_are_those_that_a_step_updates(kind: str, optimizer: str):
     pair = made(optimizer, master=kind)
     train(pair, 1)
-    held = {parameter: state["mezzo_master"] for parameter, state in pair[1].state.items() if "mezzo_master" in state}
+    held = {
+        parameter: state["mezzo_master"]
+        for parameter, state in pair[1].state.items()
+        if "mezzo_master" in state
+    }
     assert len(held) == 4
     before = copy.deepcopy(list(held.values()))
     train(pair, 1, 1)
-    assert all(pair[1].state[parameter]["mezzo_master"] is tensor for parameter, tensor in held.items())
+    assert all(
+        pair[1].state[parameter]["mezzo_master"] is tensor for parameter, tensor in held.items()
+    )
     assert not any(map(torch.equal, before, held.values()))
 
 
-# -- stale companions ------------------------------------------------------------------------------------------------------------------------------
+# -- stale companions ------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", ["float32", "split", "kahan"])
 @pytest.mark.parametrize(
-    "write", [nn.init.ones_, lambda weight: nn.init.ones_(weight.data), lambda weight: weight.data.fill_(1.0)], ids=["init", "init of data", "data"]
+    "write",
+    [
+        nn.init.ones_,
+        lambda weight: nn.init.ones_(weight.data),
+        lambda weight: weight.data.fill_(1.0),
+    ],
+    ids=["init", "init of data", "data"],
 )
-def test_weights_that_are_initialized_after_loading_an_optimizer_start_from_their_values(kind: str, write: Any):
+def test_weights_that_are_initialized_after_loading_an_optimizer_start_from_their_values(
+    kind: str, write: Any
+):
     first, second = made(master=kind), made(seed=1, master=kind)
     train(first, 3)
     second[1].load_state_dict(copy.deepcopy(first[1].state_dict()))
@@ -252,4 +295,6 @@ def test_a_weight_that_is_filled_through_data_takes_the_next_step_from_there(kin
     model.weight.grad = torch.ones_like(model.weight)
     optimizer.step()
     value = mezzo.undecorate(model).weight
-    torch.testing.assert_close(value, torch.full_like(value, 1.999), rtol=1e-6 if kind != "kahan" else 2.0**-15, atol=0)
+    torch.testing.assert_close(
+        value, torch.full_like(value, 1.999), rtol=1e-6 if kind != "kahan" else 2.0**-15, atol=0
+    )

@@ -16,7 +16,10 @@ import mezzo
 HALF = torch.bfloat16
 CONVERTED = 2
 """Weight and bias of the linear layer; the norm after it stays float32."""
-OPTIMIZERS = [lambda parameters: torch.optim.SGD(parameters, lr=2.0**-11, momentum=0.9), lambda parameters: torch.optim.AdamW(parameters, lr=2.0**-11)]
+OPTIMIZERS = [
+    lambda parameters: torch.optim.SGD(parameters, lr=2.0**-11, momentum=0.9),
+    lambda parameters: torch.optim.AdamW(parameters, lr=2.0**-11),
+]
 
 
 def _net() -> nn.Module:
@@ -28,7 +31,9 @@ class Reference:
 
     def __init__(self, kind: str, model: nn.Module, make) -> None:
         self.kind = kind
-        self.weights = [nn.Parameter(parameter.detach().clone()) for parameter in model.parameters()]
+        self.weights = [
+            nn.Parameter(parameter.detach().clone()) for parameter in model.parameters()
+        ]
         self.optimizer = make(self.weights)
         self.round()
 
@@ -52,7 +57,9 @@ class Reference:
             weight.data = torch.where(same, weight.data, value.float())
 
     def save(self):
-        return copy.deepcopy(([weight.data for weight in self.weights], self.optimizer.state_dict()))
+        return copy.deepcopy(
+            ([weight.data for weight in self.weights], self.optimizer.state_dict())
+        )
 
     def load(self, saved) -> None:
         for weight, value in zip(self.weights, copy.deepcopy(saved[0]), strict=True):
@@ -78,31 +85,51 @@ class Run:
         mezzo.decorate(self.model, self.optimizer, dtype="bfloat16", master=self.kind)
 
     def step(self) -> None:
-        gradients = [torch.randn(parameter.shape).to(parameter.dtype) for parameter in self.model.parameters()]
+        gradients = [
+            torch.randn(parameter.shape).to(parameter.dtype)
+            for parameter in self.model.parameters()
+        ]
         for parameter, gradient in zip(self.model.parameters(), gradients, strict=True):
             parameter.grad = gradient
         self.optimizer.step()
         self.reference.step(gradients)
 
     def save(self) -> None:
-        self.saved = copy.deepcopy((self.model.state_dict(), self.optimizer.state_dict())), self.reference.save()
+        self.saved = (
+            copy.deepcopy((self.model.state_dict(), self.optimizer.state_dict())),
+            self.reference.save(),
+        )
 
     def load(self) -> None:
         (model, optimizer), reference = copy.deepcopy(self.saved)
-        order = [lambda: self.model.load_state_dict(model), lambda: self.optimizer.load_state_dict(optimizer), self.optimizer.state_dict]
+        order = [
+            lambda: self.model.load_state_dict(model),
+            lambda: self.optimizer.load_state_dict(optimizer),
+            self.optimizer.state_dict,
+        ]
         self.random.shuffle(order)
         for load in order:
             load()
         self.reference.load(reference)
-        # What was loaded waits for its parameter until the next step; loading the model once more would still find it.
+        # What was loaded waits for its parameter until the next step; loading the model once more
+        # would still find it.
         self.step()
 
     def load_model(self) -> None:
-        # A master counts again if the very weights come back that it belongs to, until a step has moved them.
+        # A master counts again if the very weights come back that it belongs to, until a step has
+        # moved them.
         self.step()
         model = self.saved[0][0]
         self.model.load_state_dict(copy.deepcopy(model))
-        self.reference.write([model["0.weight"].float(), model["0.bias"].float(), model["1.weight"], model["1.bias"]], whole=False)
+        self.reference.write(
+            [
+                model["0.weight"].float(),
+                model["0.bias"].float(),
+                model["1.weight"],
+                model["1.bias"],
+            ],
+            whole=False,
+        )
 
     def load_optimizer_and_initialize(self) -> None:
         self.optimizer.load_state_dict(copy.deepcopy(self.saved[0][1]))
@@ -113,7 +140,10 @@ class Run:
     def values(self) -> list[torch.Tensor]:
         """Far from all that was there before."""
         self.count += 1
-        return [(torch.rand(parameter.shape) + 4.0 * self.count).to(HALF).float() for parameter in self.model.parameters()]
+        return [
+            (torch.rand(parameter.shape) + 4.0 * self.count).to(HALF).float()
+            for parameter in self.model.parameters()
+        ]
 
     def write(self) -> None:
         values = self.values()
@@ -134,11 +164,19 @@ class Run:
     def travel(self) -> None:
         """To another pair, by torch's distributed checkpoint."""
         options = StateDictOptions(flatten_optimizer_state_dict=self.random.random() < 0.5)
-        model, optimizer = copy.deepcopy(get_state_dict(self.model, self.optimizer, options=options))
+        model, optimizer = copy.deepcopy(
+            get_state_dict(self.model, self.optimizer, options=options)
+        )
         self.model = _net()
         self.optimizer = self.make(self.model.parameters())
         self.decorate()
-        set_state_dict(self.model, self.optimizer, model_state_dict=model, optim_state_dict=optimizer, options=options)
+        set_state_dict(
+            self.model,
+            self.optimizer,
+            model_state_dict=model,
+            optim_state_dict=optimizer,
+            options=options,
+        )
 
     def travel_through_a_plain_pair(self) -> None:
         model, optimizer = copy.deepcopy((self.model.state_dict(), self.optimizer.state_dict()))
@@ -155,9 +193,16 @@ class Run:
     def check(self, done: list[str]) -> None:
         mezzo.undecorate(self.model, self.optimizer)
         for ours, theirs in zip(self.model.parameters(), self.reference.weights, strict=True):
-            # A compensation keeps 16 bits; half a bfloat16 step, which a stale one would be off by, is 2^-9.
+            # A compensation keeps 16 bits; half a bfloat16 step, which a stale one would be off by,
+            # is 2^-9.
             tolerance = 2.0**-12 if self.kind == "kahan" else 0.0
-            torch.testing.assert_close(ours.detach(), theirs.detach(), rtol=tolerance, atol=tolerance, msg=lambda text: f"{done}: {text}")
+            torch.testing.assert_close(
+                ours.detach(),
+                theirs.detach(),
+                rtol=tolerance,
+                atol=tolerance,
+                msg=lambda text: f"{done}: {text}",
+            )
         self.decorate()
 
 

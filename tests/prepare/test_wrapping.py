@@ -56,7 +56,9 @@ def by_hand(wrap=lambda optimizer: optimizer, *, make=None, **options):
     # A copy has the 16-bit weights and the forward, and no masters.
     model = copy.deepcopy(model)
     optimizer = wrap(MasterSGD(model.parameters(), **OPTIONS)) if make is None else make(model)
-    masters = getattr(optimizer, "masters", None) or next(one.masters for one in vars(optimizer).values() if isinstance(one, MasterSGD))
+    masters = getattr(optimizer, "masters", None) or next(
+        one.masters for one in vars(optimizer).values() if isinstance(one, MasterSGD)
+    )
     for master, value in zip(masters.values(), exact, strict=True):
         master.data.copy_(value)
     return train(model, optimizer, **options), list(masters.values())
@@ -65,7 +67,10 @@ def by_hand(wrap=lambda optimizer: optimizer, *, make=None, **options):
 def assert_as_by_hand(model, losses, expected):
     assert losses == expected[0]
     weights = mezzo.undecorate(model).parameters()
-    assert all(one.dtype is torch.float32 and torch.equal(one, other) for one, other in zip(weights, expected[1], strict=True))
+    assert all(
+        one.dtype is torch.float32 and torch.equal(one, other)
+        for one, other in zip(weights, expected[1], strict=True)
+    )
 
 
 def assert_refused(model, optimizer, match, **words):
@@ -83,26 +88,40 @@ def assert_refused(model, optimizer, match, **words):
 
 @pytest.fixture
 def group(tmp_path):
-    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/meet", rank=0, world_size=1)
+    torch.distributed.init_process_group(
+        "gloo", init_method=f"file://{tmp_path}/meet", rank=0, world_size=1
+    )
     yield
     torch.distributed.destroy_process_group()
 
 
-# -- optimizers --------------------------------------------------------------------------------------------------------------------------------------
+# -- optimizers ------------------------------------------------------------------------------------
 
 
 WRAPPERS = {
-    "SAM": (lambda model: SAM(model.parameters(), torch.optim.SGD, **OPTIONS), r"\.base_optimizer \(SGD\).*decorate\(model, optimizer\.base_optimizer"),
+    "SAM": (
+        lambda model: SAM(model.parameters(), torch.optim.SGD, **OPTIONS),
+        r"\.base_optimizer \(SGD\).*decorate\(model, optimizer\.base_optimizer",
+    ),
     "Lookahead": (
         lambda model: Lookahead(sgd(model.parameters())),
-        r"decorate\(model, optimizer\.optimizer, \.\.\.\), before it is wrapped.*Lookahead does, use policy 'O1'",
+        (
+            r"decorate\(model, optimizer\.optimizer, \.\.\.\), before it is wrapped.*Lookahead"
+            r" does, use policy 'O1'"
+        ),
     ),
-    "two": (lambda model: Lookahead(Lookahead(sgd(model.parameters()))), r"\.optimizer\.optimizer \(SGD\)"),
+    "two": (
+        lambda model: Lookahead(Lookahead(sgd(model.parameters()))),
+        r"\.optimizer\.optimizer \(SGD\)",
+    ),
     "several": (
         lambda model: Several([sgd(model[0].parameters()), sgd(model[2].parameters())]),
         r"decorate\(model, \[optimizer\._parts\['all'\]\[0\], optimizer\._parts\['all'\]\[1\]\]",
     ),
-    "averaging": (lambda model: PostLocalSGDOptimizer(sgd(model.parameters()), None), r"decorate\(model, optimizer\.optim,"),
+    "averaging": (
+        lambda model: PostLocalSGDOptimizer(sgd(model.parameters()), None),
+        r"decorate\(model, optimizer\.optim,",
+    ),
 }
 
 
@@ -123,11 +142,17 @@ def test_sam_over_a_decorated_optimizer_trains_as_over_masters_by_hand():
     model = made()
     optimizer = SAM(model.parameters(), torch.optim.SGD, **OPTIONS)
     mezzo.decorate(model, optimizer.base_optimizer, dtype="bfloat16")
-    expected = by_hand(make=lambda model: SAM(model.parameters(), MasterSGD, **OPTIONS), closure=True)
+    expected = by_hand(
+        make=lambda model: SAM(model.parameters(), MasterSGD, **OPTIONS), closure=True
+    )
     assert_as_by_hand(model, train(model, optimizer, closure=True), expected)
 
 
-@pytest.mark.parametrize("wrap", [Lookahead, lambda optimizer: Several([optimizer]), lambda optimizer: optimizer], ids=["lookahead", "several", "plain"])
+@pytest.mark.parametrize(
+    "wrap",
+    [Lookahead, lambda optimizer: Several([optimizer]), lambda optimizer: optimizer],
+    ids=["lookahead", "several", "plain"],
+)
 def test_a_decorated_optimizer_that_is_wrapped_trains_as_over_masters_by_hand(wrap):
     model = made()
     optimizer = sgd(model.parameters())
@@ -142,7 +167,9 @@ def test_an_inner_optimizer_that_nobody_saw_is_refused_before_it_steps(shared):
     optimizer = Hidden(sgd(model.parameters()), shared=shared)
     mezzo.decorate(model, optimizer, dtype="bfloat16")
     before = [one.detach().clone() for one in model.parameters()]
-    with pytest.raises(mezzo.UnsupportedError, match=r"Hidden steps another optimizer, a SGD.*Pass that one"):
+    with pytest.raises(
+        mezzo.UnsupportedError, match=r"Hidden steps another optimizer, a SGD.*Pass that one"
+    ):
         train(model, optimizer)
     assert all(map(torch.equal, before, model.parameters()))
     assert optimizer.param_groups[0]["params"][0] is model[0].weight
@@ -172,21 +199,26 @@ def test_a_step_that_was_taken_hold_of_before_decorating_is_refused_before_it_ru
     mezzo.decorate(model, optimizer, dtype="bfloat16")
     train(model, optimizer)
     before = [one.detach().clone() for one in model.parameters()]
-    with pytest.raises(mezzo.UnsupportedError, match=r"The own step of this SGD was called.*First decorate, then wrap"):
+    with pytest.raises(
+        mezzo.UnsupportedError,
+        match=r"The own step of this SGD was called.*First decorate, then wrap",
+    ):
         held()
     assert all(map(torch.equal, before, model.parameters()))
     mezzo.undecorate(model)
     held()
 
 
-# -- torch's and other packages' ---------------------------------------------------------------------------------------------------------------------
+# -- torch's and other packages' -------------------------------------------------------------------
 
 
 @pytest.mark.usefixtures("group")
 def test_zero_redundancy_optimizer_is_decorated_by_its_inner_one():
     model = made()
     assert_refused(
-        model, ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, **OPTIONS), r"decorate\(model, optimizer\.optim, .*state_dict\(\) in every"
+        model,
+        ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, **OPTIONS),
+        r"decorate\(model, optimizer\.optim, .*state_dict\(\) in every",
     )
     optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, **OPTIONS)
     mezzo.decorate(model, optimizer.optim, dtype="bfloat16")
@@ -212,9 +244,15 @@ def test_fabric_comes_after_decorate(fabric):
 def test_what_fabric_has_set_up_is_refused(fabric):
     model = made()
     wrapped, stepped = fabric.setup(model, sgd(model.parameters()))
-    assert_refused(wrapped, stepped, r"wrapped by _FabricModule already.*First decorate, then wrap: .*fabric.setup")
+    assert_refused(
+        wrapped,
+        stepped,
+        r"wrapped by _FabricModule already.*First decorate, then wrap: .*fabric.setup",
+    )
     assert_refused(wrapped, stepped, "_FabricModule", policy="O1")
-    assert_refused(model, stepped, r"FabricSGD steps another optimizer, \.optimizer \(SGD\).*then fabric.setup")
+    assert_refused(
+        model, stepped, r"FabricSGD steps another optimizer, \.optimizer \(SGD\).*then fabric.setup"
+    )
 
 
 @pytest.fixture(scope="module", params=["no", "bf16"])
@@ -236,7 +274,11 @@ def test_accelerate_comes_after_decorate(accelerator):
 def test_what_accelerate_has_prepared_is_refused(accelerator):
     model = made()
     wrapped, stepped = accelerator.prepare(model, sgd(model.parameters()))
-    match = "runs in an autocast region that Accelerate" if accelerator.mixed_precision == "bf16" else r"AcceleratedOptimizer steps.*then accelerator.prepare"
+    match = (
+        "runs in an autocast region that Accelerate"
+        if accelerator.mixed_precision == "bf16"
+        else r"AcceleratedOptimizer steps.*then accelerator.prepare"
+    )
     assert_refused(wrapped, stepped, match)
 
 

@@ -29,7 +29,12 @@ def decorated(_: int) -> list[Any]:
     scaler.scale(model(X).float().sum()).backward()
     scaler.step(optimizer)
     scaler.update()
-    moments = [value for state in optimizer.state.values() for value in state.values() if isinstance(value, torch.Tensor)]
+    moments = [
+        value
+        for state in optimizer.state.values()
+        for value in state.values()
+        if isinstance(value, torch.Tensor)
+    ]
     return [model, optimizer, scaler, *model.parameters(), *moments]
 
 
@@ -74,9 +79,13 @@ KEPT = 64
 
 
 @pytest.mark.parametrize(
-    ("make", "alive"), [(decorated, 0), (step, 0), (free_step, 0), (region, KEPT), (policy, KEPT)], ids=lambda one: getattr(one, "__name__", "")
+    ("make", "alive"),
+    [(decorated, 0), (step, 0), (free_step, 0), (region, KEPT), (policy, KEPT)],
+    ids=lambda one: getattr(one, "__name__", ""),
 )
-def test_of_200_that_are_made_and_dropped_none_stays_but_what_a_bounded_cache_holds(make: Callable[[int], list[Any]], alive: int) -> None:
+def test_of_200_that_are_made_and_dropped_none_stays_but_what_a_bounded_cache_holds(
+    make: Callable[[int], list[Any]], alive: int
+) -> None:
     tables_before = len(table_lookup.TABLES)
     seen = []
     for number in range(200):

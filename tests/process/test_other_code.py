@@ -19,9 +19,19 @@ from mezzo.autocasting.torch_hooks import HOOKS
 @pytest.fixture(scope="module")
 def seen() -> dict[str, list[str]]:
     """What a process of its own has seen: in this one mezzo was used long ago."""
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")]), "OMP_NUM_THREADS": "1"}
+    environment = os.environ | {
+        "PYTHONPATH": os.pathsep.join(
+            [str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
+        ),
+        "OMP_NUM_THREADS": "1",
+    }
     done = subprocess.run(
-        [sys.executable, "-m", "support.process.plain_beside_mezzo"], env=environment, capture_output=True, text=True, check=False, timeout=300
+        [sys.executable, "-m", "support.process.plain_beside_mezzo"],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=300,
     )
     assert done.returncode == 0, done.stderr
     found: dict[str, list[str]] = json.loads(done.stdout.splitlines()[-1])
@@ -33,7 +43,9 @@ def test_plain_torch_answers_after_mezzo_was_used_as_before(seen: dict[str, list
     assert seen["compiled after"] == []
 
 
-def test_plain_torch_answers_the_same_while_another_thread_uses_mezzo(seen: dict[str, list[str]]) -> None:
+def test_plain_torch_answers_the_same_while_another_thread_uses_mezzo(
+    seen: dict[str, list[str]],
+) -> None:
     assert seen["rounds"]
     assert seen["beside"] == []
 
@@ -59,7 +71,9 @@ def test_two_threads_step_at_once_and_each_scales_its_own_loss() -> None:
         model, optimizer = _pair()
         scaler = mezzo.GradScaler("cpu", init_scale=scale)
 
-        @mezzo.train_step(models=model, optimizers=optimizer, policy="O1", dtype="float16", scaler=scaler)
+        @mezzo.train_step(
+            models=model, optimizers=optimizer, policy="O1", dtype="float16", scaler=scaler
+        )
         def step(x: torch.Tensor) -> None:
             loss = model(x).float().sum()
             barrier.wait()
@@ -87,7 +101,13 @@ def test_a_step_leaves_the_backward_pass_of_other_threads_alone() -> None:
     inside, finished = threading.Event(), threading.Event()
     model, optimizer = _pair()
 
-    @mezzo.train_step(models=model, optimizers=optimizer, policy="O1", dtype="float16", scaler=mezzo.GradScaler("cpu", init_scale=1024.0))
+    @mezzo.train_step(
+        models=model,
+        optimizers=optimizer,
+        policy="O1",
+        dtype="float16",
+        scaler=mezzo.GradScaler("cpu", init_scale=1024.0),
+    )
     def step(x: torch.Tensor) -> None:
         inside.set()
         assert finished.wait(60)
@@ -119,7 +139,9 @@ def test_a_region_in_one_thread_knows_nothing_of_an_export_in_another() -> None:
             return x + 1
 
     exported = []
-    thread = threading.Thread(target=lambda: exported.append(torch.export.export(Slow(), (torch.ones(2),))))
+    thread = threading.Thread(
+        target=lambda: exported.append(torch.export.export(Slow(), (torch.ones(2),)))
+    )
     thread.start()
     assert inside.wait(60)
     from torch.fx import traceback

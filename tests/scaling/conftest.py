@@ -13,7 +13,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from mezzo import _launch
 from mezzo.scaling import diagnostics
 
-READS = {torch.ops.aten._local_scalar_dense.default, torch.ops.aten.is_nonzero.default, torch.ops.aten.item.default}
+READS = {
+    torch.ops.aten._local_scalar_dense.default,
+    torch.ops.aten.is_nonzero.default,
+    torch.ops.aten.item.default,
+}
 
 
 class HostReads(TorchDispatchMode):

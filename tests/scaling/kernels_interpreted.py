@@ -6,7 +6,17 @@ import random
 
 import pytest
 import torch
-from support.kernel_cases import DTYPES, FACTORS, bits, check_against_reference, fresh_seed, gradients, raised, same, spoil
+from support.kernel_cases import (
+    DTYPES,
+    FACTORS,
+    bits,
+    check_against_reference,
+    fresh_seed,
+    gradients,
+    raised,
+    same,
+    spoil,
+)
 from support.scale_rules import RULES
 
 from mezzo import ScaleRule, ScaleState, _launch
@@ -15,7 +25,9 @@ from mezzo.scaling.scale_state import next_state
 from mezzo.scaling.scale_tensors import DeviceLossScale
 
 # NumPy, which stands in for the GPU, warns where a GPU gives an infinity.
-pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning", "ignore:invalid value encountered:RuntimeWarning")
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:overflow encountered:RuntimeWarning", "ignore:invalid value encountered:RuntimeWarning"
+)
 
 
 @pytest.fixture(autouse=True)
@@ -49,7 +61,9 @@ def test_checking_writes_nothing_and_neither_does_a_factor_of_one(dtype: torch.d
         else:
             check_unscale.check(tensors, found, flags)
         assert (flags.tolist(), found.item()) == (expected, float(any(expected))), seed
-        assert all(torch.equal(bits(tensor), old) for tensor, old in zip(tensors, before, strict=True)), seed
+        assert all(
+            torch.equal(bits(tensor), old) for tensor, old in zip(tensors, before, strict=True)
+        ), seed
 
 
 def test_flags_are_raised_and_never_lowered() -> None:
@@ -60,13 +74,17 @@ def test_flags_are_raised_and_never_lowered() -> None:
 
 def test_flags_of_single_gradients_need_not_be_asked_for() -> None:
     found = torch.zeros(())
-    check_unscale.check_and_unscale([torch.ones(3), torch.full((2,), torch.nan)], torch.tensor(0.5), found)
+    check_unscale.check_and_unscale(
+        [torch.ones(3), torch.full((2,), torch.nan)], torch.tensor(0.5), found
+    )
     assert found.item() == 1.0
 
 
 def test_a_product_that_overflows_is_found_though_its_factors_are_finite() -> None:
     found, flags = raised("cpu", 1)
-    check_unscale.check_and_unscale([torch.full((5,), 60000.0, dtype=torch.float16)], torch.tensor(2.0), found, flags)
+    check_unscale.check_and_unscale(
+        [torch.full((5,), 60000.0, dtype=torch.float16)], torch.tensor(2.0), found, flags
+    )
     assert (found.item(), flags.tolist()) == (1.0, [1])
 
 
@@ -92,7 +110,9 @@ def test_many_tiny_gradients_take_one_launch() -> None:
 
 def test_only_empty_gradients_need_no_launch() -> None:
     found, flags = raised("cpu", 2)
-    check_unscale.check_and_unscale([torch.empty(0), torch.empty(3, 0)], torch.tensor(0.5), found, flags)
+    check_unscale.check_and_unscale(
+        [torch.empty(0), torch.empty(3, 0)], torch.tensor(0.5), found, flags
+    )
     assert (found.item(), flags.tolist()) == (0.0, [0, 0])
 
 
@@ -124,8 +144,12 @@ def test_a_table_is_kept_while_addresses_and_sizes_stay() -> None:
 
 
 @pytest.mark.parametrize("rule", RULES, ids=range(len(RULES)))
-def test_the_scale_changes_in_one_launch_as_the_value_does(rule: ScaleRule, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(DeviceLossScale, "_change", lambda *_, **__: pytest.fail("torch's kernels were asked"))
+def test_the_scale_changes_in_one_launch_as_the_value_does(
+    rule: ScaleRule, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        DeviceLossScale, "_change", lambda *_, **__: pytest.fail("torch's kernels were asked")
+    )
     steps = random.Random(0)
     state = ScaleState(rule.clamp(2.0**10))
     scale = DeviceLossScale(state, torch.device("cpu"))
@@ -141,7 +165,9 @@ def test_sums_of_squares_are_those_of_gradients_divided_by_the_scale() -> None:
     tensors = [torch.randn(size, generator=generator).half() for size in (1, 700, 5000)]
     found, scale = torch.zeros(()), torch.tensor(1024.0 * 3.0)
     table = check_unscale.make_table(tensors, check_unscale.CHUNK)
-    squares = check_unscale.launch(table, torch.float16, scale, found, None, check_unscale.CHUNK, inverse=True)
+    squares = check_unscale.launch(
+        table, torch.float16, scale, found, None, check_unscale.CHUNK, inverse=True
+    )
     wanted = sum((tensor.double() / scale.double()).square().sum() for tensor in tensors)
     assert squares.shape == (1 + 1 + 3,), seed
     assert torch.allclose(squares.double().sum(), wanted, rtol=1e-6), seed

@@ -18,7 +18,9 @@ def loss(*dtypes: torch.dtype) -> torch.Tensor:
     return value.sum()
 
 
-@pytest.mark.parametrize("dtypes", [(), (torch.bfloat16,), (torch.float16,), (torch.bfloat16, torch.float16)])
+@pytest.mark.parametrize(
+    "dtypes", [(), (torch.bfloat16,), (torch.float16,), (torch.bfloat16, torch.float16)]
+)
 def test_the_16_bit_dtypes_of_a_loss_are_those_in_its_graph(dtypes):
     assert half_dtypes(loss(*dtypes)) == set(dtypes)
 

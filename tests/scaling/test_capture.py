@@ -11,7 +11,9 @@ from mezzo.scaling.scaler import GradScaler
 def test_scalers_that_cannot_be_captured_say_why():
     assert capture.capture_refusal(GradScaler("cpu")) is None
     assert "3 scales" in capture.capture_refusal(GradScaler("cpu", num_losses=3))
-    assert "other processes" in capture.capture_refusal(GradScaler("cpu", reduce_found_inf=lambda flag: flag))
+    assert "other processes" in capture.capture_refusal(
+        GradScaler("cpu", reduce_found_inf=lambda flag: flag)
+    )
 
 
 def test_a_scale_on_a_cpu_is_never_captured():

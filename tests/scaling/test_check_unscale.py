@@ -8,7 +8,17 @@ from pathlib import Path
 import pytest
 import torch
 from support.interpreted import needs_triton, run_interpreted
-from support.kernel_cases import DTYPES, FACTORS, check_against_reference, fresh_seed, gradients, raised, same, spoil, unscaled
+from support.kernel_cases import (
+    DTYPES,
+    FACTORS,
+    check_against_reference,
+    fresh_seed,
+    gradients,
+    raised,
+    same,
+    spoil,
+    unscaled,
+)
 
 from mezzo import _launch
 from mezzo._errors import UnsupportedError
@@ -53,7 +63,12 @@ def recorder(monkeypatch: pytest.MonkeyPatch) -> Recorder:
 
 
 def test_one_launch_covers_every_gradient_and_strided_ones_as_copies(recorder: Recorder) -> None:
-    tensors = [torch.ones(check_unscale.CHUNK + 1), torch.ones(3, 4).T, torch.ones(0), torch.arange(6.0)[::2]]
+    tensors = [
+        torch.ones(check_unscale.CHUNK + 1),
+        torch.ones(3, 4).T,
+        torch.ones(0),
+        torch.arange(6.0)[::2],
+    ]
     found, flags = raised("cpu", len(tensors))
     for _ in range(2):
         check_unscale.check_and_unscale(tensors, torch.tensor(0.5), found, flags)
@@ -89,7 +104,10 @@ def test_torch_alone_checks_without_writing(dtype: torch.dtype) -> None:
     generator = torch.Generator().manual_seed(seed := fresh_seed())
     tensors = gradients(dtype, "cpu", generator)
     expected = spoil(tensors, generator)
-    before, versions = [tensor.clone() for tensor in tensors], [tensor._version for tensor in tensors]
+    before, versions = (
+        [tensor.clone() for tensor in tensors],
+        [tensor._version for tensor in tensors],
+    )
     found, flags = raised("cpu", len(tensors))
     check_unscale.check(tensors, found, flags)
     assert (flags.tolist(), found.item()) == (expected, float(any(expected))), seed
@@ -103,7 +121,9 @@ def test_torch_alone_raises_the_flag_of_all_without_those_of_each() -> None:
         check_unscale.check([torch.ones(3), torch.tensor(spoiled)], found)
         assert found.item() == raises
         found = torch.zeros(())
-        check_unscale.check_and_unscale([torch.ones(3), torch.tensor(spoiled)], torch.tensor(0.5), found)
+        check_unscale.check_and_unscale(
+            [torch.ones(3), torch.tensor(spoiled)], torch.tensor(0.5), found
+        )
         assert found.item() == raises
 
 
@@ -150,6 +170,13 @@ def test_dense_is_what_fills_its_memory_once(tensor: torch.Tensor, dense: bool) 
 def test_a_table_has_each_chunk_of_each_gradient_once(chunk: int) -> None:
     tensors = [torch.ones(size) for size in (5, 0, 16, 1, 33)]
     table = check_unscale.make_table(tensors, chunk)
-    assert (table.addresses.tolist(), table.sizes.tolist()) == ([tensor.data_ptr() for tensor in tensors], [5, 0, 16, 1, 33])
-    wanted = [(place, part) for place, tensor in enumerate(tensors) for part in range(-(-tensor.numel() // chunk))]
+    assert (table.addresses.tolist(), table.sizes.tolist()) == (
+        [tensor.data_ptr() for tensor in tensors],
+        [5, 0, 16, 1, 33],
+    )
+    wanted = [
+        (place, part)
+        for place, tensor in enumerate(tensors)
+        for part in range(-(-tensor.numel() // chunk))
+    ]
     assert list(zip(*table.chunks.tolist(), strict=True)) == wanted

@@ -31,12 +31,20 @@ SCHEDULERS: dict[str, Make] = {
     "CosineAnnealingLR": lambda o: lr_scheduler.CosineAnnealingLR(o, 31, 1e-4),
     "CosineAnnealingWarmRestarts": lambda o: lr_scheduler.CosineAnnealingWarmRestarts(o, 11, 2),
     "OneCycleLR": lambda o: lr_scheduler.OneCycleLR(o, [0.2, 0.4], total_steps=100),
-    "OneCycleLR, three phases": lambda o: lr_scheduler.OneCycleLR(o, 0.2, total_steps=100, three_phase=True, anneal_strategy="linear"),
+    "OneCycleLR, three phases": lambda o: lr_scheduler.OneCycleLR(
+        o, 0.2, total_steps=100, three_phase=True, anneal_strategy="linear"
+    ),
     "CyclicLR": lambda o: lr_scheduler.CyclicLR(o, 0.001, 0.1, step_size_up=9, mode="triangular2"),
-    "CyclicLR, exponential": lambda o: lr_scheduler.CyclicLR(o, 0.001, 0.1, step_size_up=9, mode="exp_range", gamma=0.99),
+    "CyclicLR, exponential": lambda o: lr_scheduler.CyclicLR(
+        o, 0.001, 0.1, step_size_up=9, mode="exp_range", gamma=0.99
+    ),
     "LinearLR": lambda o: lr_scheduler.LinearLR(o, 0.1, 1.0, 25),
-    "SequentialLR": lambda o: lr_scheduler.SequentialLR(o, [lr_scheduler.LinearLR(o, 0.1, 1.0, 10), lr_scheduler.CosineAnnealingLR(o, 60)], [10]),
-    "ChainedScheduler": lambda o: lr_scheduler.ChainedScheduler([lr_scheduler.LinearLR(o, 0.1, 1.0, 10), lr_scheduler.ExponentialLR(o, 0.98)], o),
+    "SequentialLR": lambda o: lr_scheduler.SequentialLR(
+        o, [lr_scheduler.LinearLR(o, 0.1, 1.0, 10), lr_scheduler.CosineAnnealingLR(o, 60)], [10]
+    ),
+    "ChainedScheduler": lambda o: lr_scheduler.ChainedScheduler(
+        [lr_scheduler.LinearLR(o, 0.1, 1.0, 10), lr_scheduler.ExponentialLR(o, 0.98)], o
+    ),
 }
 
 STEPS = 90
@@ -46,21 +54,31 @@ def sgd(**settings: Any) -> torch.optim.Optimizer:
     parameters = [torch.zeros(2, requires_grad=True), torch.zeros(3, requires_grad=True)]
     for parameter in parameters:
         parameter.grad = torch.ones_like(parameter)
-    return torch.optim.SGD([{"params": parameters[:1]}, {"params": parameters[1:], "lr": 0.05}], **{"lr": 0.1, "momentum": 0.9} | settings)
+    return torch.optim.SGD(
+        [{"params": parameters[:1]}, {"params": parameters[1:], "lr": 0.05}],
+        **{"lr": 0.1, "momentum": 0.9} | settings,
+    )
 
 
 def adam() -> torch.optim.Optimizer:
     parameters = [torch.zeros(2, requires_grad=True), torch.zeros(3, requires_grad=True)]
     for parameter in parameters:
         parameter.grad = torch.ones_like(parameter)
-    return torch.optim.Adam([{"params": parameters[:1]}, {"params": parameters[1:], "lr": 0.05, "betas": (0.8, 0.99)}], lr=0.1)
+    return torch.optim.Adam(
+        [{"params": parameters[:1]}, {"params": parameters[1:], "lr": 0.05, "betas": (0.8, 0.99)}],
+        lr=0.1,
+    )
 
 
 def numbers(optimizer: torch.optim.Optimizer) -> list[Any]:
-    return [(group["lr"], group.get("momentum"), group.get("betas")) for group in optimizer.param_groups]
+    return [
+        (group["lr"], group.get("momentum"), group.get("betas")) for group in optimizer.param_groups
+    ]
 
 
-def plain_history(make: Make, build: Callable[[], torch.optim.Optimizer], steps: int = STEPS) -> list[Any]:
+def plain_history(
+    make: Make, build: Callable[[], torch.optim.Optimizer], steps: int = STEPS
+) -> list[Any]:
     """What a plain loop uses at each step."""
     optimizer = build()
     scheduler = make(optimizer)
@@ -103,7 +121,9 @@ def as_on_a_device(monkeypatch: pytest.MonkeyPatch) -> Callable[..., DeviceSched
 
 
 @pytest.mark.parametrize("name", SCHEDULERS)
-def test_lookups_equal_those_of_a_plain_loop_rounded_to_float32(name: str, as_on_a_device: Callable[..., DeviceSchedule]) -> None:
+def test_lookups_equal_those_of_a_plain_loop_rounded_to_float32(
+    name: str, as_on_a_device: Callable[..., DeviceSchedule]
+) -> None:
     used = plain_history(SCHEDULERS[name], adam)
     optimizer = adam()
     schedule = as_on_a_device(optimizer, SCHEDULERS[name](optimizer), length=8)
@@ -111,26 +131,37 @@ def test_lookups_equal_those_of_a_plain_loop_rounded_to_float32(name: str, as_on
     good, cycled = torch.tensor(0), "betas" in schedule._keys
     while good < STEPS:
         with schedule.applied(good):
-            for group, (rate, _, betas) in zip(optimizer.param_groups, used[int(good)], strict=True):
+            for group, (rate, _, betas) in zip(
+                optimizer.param_groups, used[int(good)], strict=True
+            ):
                 assert group["lr"].shape == ()
                 assert group["lr"].item() == torch.tensor(rate).item()
-                assert not cycled or [beta.item() for beta in group["betas"]] == torch.tensor(betas).tolist()
+                assert (
+                    not cycled
+                    or [beta.item() for beta in group["betas"]] == torch.tensor(betas).tolist()
+                )
         good = good + int(torch.rand((), generator=generator) < 0.8)
     assert Slow.made > 2
 
 
-def test_a_host_far_ahead_gets_a_longer_table_and_never_waits(monkeypatch: pytest.MonkeyPatch, as_on_a_device: Callable[..., DeviceSchedule]) -> None:
+def test_a_host_far_ahead_gets_a_longer_table_and_never_waits(
+    monkeypatch: pytest.MonkeyPatch, as_on_a_device: Callable[..., DeviceSchedule]
+) -> None:
     monkeypatch.setattr(Slow, "patience", 10**9)
     optimizer = sgd()
     schedule = as_on_a_device(optimizer, lr_scheduler.ExponentialLR(optimizer, 0.99), length=4)
     for good in range(200):
         with schedule.applied(torch.tensor(good)):
-            assert optimizer.param_groups[0]["lr"].item() == pytest.approx(0.1 * 0.99**good, rel=1e-6)
+            assert optimizer.param_groups[0]["lr"].item() == pytest.approx(
+                0.1 * 0.99**good, rel=1e-6
+            )
     assert Slow.made == 1
     assert len(schedule._table) <= 4 * 200
 
 
-def test_the_table_stays_where_it_is_while_it_is_filled_again(as_on_a_device: Callable[..., DeviceSchedule]) -> None:
+def test_the_table_stays_where_it_is_while_it_is_filled_again(
+    as_on_a_device: Callable[..., DeviceSchedule],
+) -> None:
     optimizer = sgd()
     schedule = as_on_a_device(optimizer, lr_scheduler.ExponentialLR(optimizer, 0.99), length=64)
     addresses = set()
@@ -181,7 +212,9 @@ def test_reconciling_steps_the_real_scheduler_as_often_as_steps_were_good(name: 
     schedule.reconcile(33)
     assert scheduler.get_last_lr() == expected.get_last_lr()
     assert numbers(optimizer) == numbers(plain)
-    assert str({**scheduler.state_dict(), "lr_lambdas": 0}) == str({**expected.state_dict(), "lr_lambdas": 0})
+    assert str({**scheduler.state_dict(), "lr_lambdas": 0}) == str(
+        {**expected.state_dict(), "lr_lambdas": 0}
+    )
 
 
 def test_scheduler_and_groups_catch_up_when_either_is_read() -> None:
@@ -190,7 +223,13 @@ def test_scheduler_and_groups_catch_up_when_either_is_read() -> None:
     schedule = DeviceSchedule(optimizer, scheduler, "cpu")
     good = torch.tensor(0)
     schedule.reconcile_when_read(lambda: int(good))
-    for reading in (scheduler.get_last_lr, scheduler.state_dict, lambda: scheduler.last_epoch, lambda: copy.copy(scheduler), lambda: optimizer.param_groups):
+    for reading in (
+        scheduler.get_last_lr,
+        scheduler.state_dict,
+        lambda: scheduler.last_epoch,
+        lambda: copy.copy(scheduler),
+        lambda: optimizer.param_groups,
+    ):
         with schedule.applied(good):
             optimizer.step()
         good += 1
@@ -227,7 +266,9 @@ def test_a_scheduler_without_an_epoch_has_none_either_way() -> None:
     assert not hasattr(scheduler, "last_epoch")
 
 
-def test_a_scheduled_step_reads_nothing_from_the_device(as_on_a_device: Callable[..., DeviceSchedule], host_reads: Callable[[], Any]) -> None:
+def test_a_scheduled_step_reads_nothing_from_the_device(
+    as_on_a_device: Callable[..., DeviceSchedule], host_reads: Callable[[], Any]
+) -> None:
     optimizer = sgd(fused=True)
     schedule = as_on_a_device(optimizer, lr_scheduler.ExponentialLR(optimizer, 0.9), length=8)
     good = torch.tensor(0)
@@ -280,13 +321,17 @@ def test_a_rate_set_by_hand_is_where_the_schedule_goes_on(read: str) -> None:
     kept = optimizer.param_groups
     with schedule.applied(torch.tensor(3)):
         pass
-    # Through a group that was kept, what the scheduler has yet to do is not seen; it comes first all the same.
+    # Through a group that was kept, what the scheduler has yet to do is not seen; it comes first
+    # all the same.
     (kept if read == "kept" else optimizer.param_groups)[0]["lr"] = 8.0
     if read == "rates":
         assert scheduler.get_last_lr() == [0.1 * 0.5**4, 0.05 * 0.5**4]
     for good in range(4, 7):
         with schedule.applied(torch.tensor(good)):
-            assert rates(optimizer) == torch.tensor([8.0 * 0.5 ** (good - 4), 0.05 * 0.5**good]).tolist()
+            assert (
+                rates(optimizer)
+                == torch.tensor([8.0 * 0.5 ** (good - 4), 0.05 * 0.5**good]).tolist()
+            )
     schedule.reconcile(6)
     assert scheduler.last_epoch == 6
     assert scheduler.get_last_lr()[0] == 2.0
@@ -322,7 +367,10 @@ def test_a_rate_set_after_a_read_reads_nothing_from_the_device_at_the_next_step(
     with host_reads() as reads:
         for group in optimizer.param_groups:
             group["lr"] *= 0.1
-        assert (scheduler.get_last_lr()[0], optimizer.state_dict()["param_groups"][0]["lr"]) == (0.05, 0.05 * 0.1)
+        assert (scheduler.get_last_lr()[0], optimizer.state_dict()["param_groups"][0]["lr"]) == (
+            0.05,
+            0.05 * 0.1,
+        )
     assert reads.count == 1
     with host_reads() as reads, schedule.applied(good):
         pass
@@ -381,7 +429,12 @@ def test_a_group_added_is_scheduled_from_then_on() -> None:
     optimizer.add_param_group({"params": [torch.zeros(1, requires_grad=True)], "lr": 8.0})
     for good in (1, 2):
         with schedule.applied(torch.tensor(good)):
-            assert rates(optimizer) == torch.tensor([0.1 * 0.5**good, 0.05 * 0.5**good, 8.0 * 0.5 ** (good - 1)]).tolist()
+            assert (
+                rates(optimizer)
+                == torch.tensor(
+                    [0.1 * 0.5**good, 0.05 * 0.5**good, 8.0 * 0.5 ** (good - 1)]
+                ).tolist()
+            )
 
 
 def test_a_schedule_that_ends_says_so_once_when_it_is_read() -> None:
@@ -401,13 +454,20 @@ def test_a_schedule_that_ends_says_so_once_when_it_is_read() -> None:
     assert [group["lr"] for group in optimizer.state_dict()["param_groups"]] == last
 
 
-def test_the_end_is_told_late_but_without_waiting_on_a_device(as_on_a_device: Callable[..., DeviceSchedule]) -> None:
+def test_the_end_is_told_late_but_without_waiting_on_a_device(
+    as_on_a_device: Callable[..., DeviceSchedule],
+) -> None:
     optimizer = sgd()
-    schedule = as_on_a_device(optimizer, lr_scheduler.LambdaLR(optimizer, lambda epoch: [1.0, 0.5, 0.25][epoch]), length=8)
+    schedule = as_on_a_device(
+        optimizer, lr_scheduler.LambdaLR(optimizer, lambda epoch: [1.0, 0.5, 0.25][epoch]), length=8
+    )
     with pytest.raises(IndexError):  # noqa: PT012 - which of the steps raises is the question
         for good in range(40):
             with schedule.applied(torch.tensor(good)):
-                assert optimizer.param_groups[0]["lr"].item() == torch.tensor(0.1 * [1.0, 0.5, 0.25][min(good, 2)]).item()
+                assert (
+                    optimizer.param_groups[0]["lr"].item()
+                    == torch.tensor(0.1 * [1.0, 0.5, 0.25][min(good, 2)]).item()
+                )
     assert 3 <= good < 12
 
 
@@ -433,7 +493,9 @@ class WeightDecay(lr_scheduler.LRScheduler):
         (lambda _: object(), "not one of"),
     ],
 )
-def test_what_cannot_run_ahead_is_refused_with_the_remedy(make: Callable[[Any], Any], reason: str) -> None:
+def test_what_cannot_run_ahead_is_refused_with_the_remedy(
+    make: Callable[[Any], Any], reason: str
+) -> None:
     optimizer = sgd()
     with pytest.raises(UnsupportedError, match=reason):
         DeviceSchedule(optimizer, make(optimizer), "cpu")
@@ -451,8 +513,14 @@ def test_a_table_has_at_least_one_step() -> None:
         DeviceSchedule(optimizer, lr_scheduler.StepLR(optimizer, 3), "cpu", length=0)
 
 
-@pytest.mark.parametrize("make", [sgd, lambda: torch.optim.Adam([torch.zeros(1, requires_grad=True)], capturable=True)], ids=["plain", "capturable"])
-def test_an_optimizer_that_is_not_fused_is_refused_on_a_device(make: Callable[[], torch.optim.Optimizer]) -> None:
+@pytest.mark.parametrize(
+    "make",
+    [sgd, lambda: torch.optim.Adam([torch.zeros(1, requires_grad=True)], capturable=True)],
+    ids=["plain", "capturable"],
+)
+def test_an_optimizer_that_is_not_fused_is_refused_on_a_device(
+    make: Callable[[], torch.optim.Optimizer],
+) -> None:
     optimizer = make()
     with pytest.raises(UnsupportedError, match="fused=True"):
         DeviceSchedule(optimizer, lr_scheduler.StepLR(optimizer, 3), "meta")
@@ -460,7 +528,9 @@ def test_an_optimizer_that_is_not_fused_is_refused_on_a_device(make: Callable[[]
 
 def test_cycled_momentum_is_refused_on_a_device() -> None:
     optimizer = sgd(fused=True)
-    DeviceSchedule(optimizer, lr_scheduler.CyclicLR(optimizer, 0.1, 0.2, cycle_momentum=False), "meta")
+    DeviceSchedule(
+        optimizer, lr_scheduler.CyclicLR(optimizer, 0.1, 0.2, cycle_momentum=False), "meta"
+    )
     with pytest.raises(UnsupportedError, match="cycle_momentum=False"):
         DeviceSchedule(optimizer, lr_scheduler.CyclicLR(optimizer, 0.1, 0.2), "meta")
 
@@ -472,7 +542,11 @@ def test_an_optimizer_that_skips_by_itself_is_trusted_to_read_on_the_device() ->
     optimizer = Own([torch.zeros(1, requires_grad=True)], {"lr": 0.1, "momentum": 0.9})
     schedule = DeviceSchedule(optimizer, lr_scheduler.CyclicLR(optimizer, 0.1, 0.2), "meta")
     with schedule.applied(torch.tensor(0, device="meta")):
-        assert optimizer.param_groups[0]["lr"].device.type == optimizer.param_groups[0]["momentum"].device.type == "meta"
+        assert (
+            optimizer.param_groups[0]["lr"].device.type
+            == optimizer.param_groups[0]["momentum"].device.type
+            == "meta"
+        )
     assert (optimizer.param_groups[0]["lr"], optimizer.param_groups[0]["momentum"]) == (0.1, 0.9)
 
 

@@ -10,10 +10,17 @@ from torch import nn
 
 from mezzo import ScalerError
 from mezzo.scaling import check_unscale
-from mezzo.scaling.gradients import CpuGradientChecker, check_sorted, first_nonfinite, parameters, unscale_tensors
+from mezzo.scaling.gradients import (
+    CpuGradientChecker,
+    check_sorted,
+    first_nonfinite,
+    parameters,
+    unscale_tensors,
+)
 from mezzo.scaling.step_result import FlaggedSource, ParameterNames
 
-pytestmark = pytest.mark.filterwarnings("ignore:Sparse")  # torch says once that such layouts are in beta, and are not validated
+# Torch says once that such layouts are in beta, and are not validated.
+pytestmark = pytest.mark.filterwarnings("ignore:Sparse")
 
 QUARTER = torch.tensor(0.25)
 REALS = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
@@ -22,7 +29,11 @@ REALS = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 def with_gradients(*gradients: torch.Tensor | None) -> torch.optim.Optimizer:
     held = []
     for gradient in gradients:
-        parameter = nn.Parameter(torch.zeros(2) if gradient is None else torch.zeros(gradient.shape, dtype=gradient.dtype))
+        parameter = nn.Parameter(
+            torch.zeros(2)
+            if gradient is None
+            else torch.zeros(gradient.shape, dtype=gradient.dtype)
+        )
         parameter.grad = gradient
         held.append(parameter)
     return torch.optim.SGD(held, lr=0.1)
@@ -63,7 +74,13 @@ def test_a_bad_imaginary_part_raises_the_flag(way: str):
 
 @pytest.mark.parametrize(
     "view",
-    [lambda g: g.t(), lambda g: g[:, :3], lambda g: g[::2], lambda g: g.to(memory_format=torch.contiguous_format)[1:, 1:], lambda g: g[0]],
+    [
+        lambda g: g.t(),
+        lambda g: g[:, :3],
+        lambda g: g[::2],
+        lambda g: g.to(memory_format=torch.contiguous_format)[1:, 1:],
+        lambda g: g[0],
+    ],
     ids=["transposed", "columns", "every other row", "corner", "row"],
 )
 def test_views_and_gaps_are_unscaled_and_what_lies_between_is_left_alone(view, way: str):
@@ -85,9 +102,15 @@ def test_channels_last_gradients_are_unscaled(way: str):
 
 @pytest.mark.parametrize("dtype", REALS)
 @pytest.mark.parametrize("coalesced", [True, False])
-def test_sparse_gradients_are_unscaled_coalesced_or_not(dtype: torch.dtype, coalesced: bool, way: str):
-    gradient = torch.sparse_coo_tensor(torch.tensor([[0, 2, 2]]), torch.tensor([4.0, 4.0, 8.0], dtype=dtype), (3,))
-    optimizer = with_gradients(gradient.coalesce() if coalesced else gradient, torch.full((2,), 4.0))
+def test_sparse_gradients_are_unscaled_coalesced_or_not(
+    dtype: torch.dtype, coalesced: bool, way: str
+):
+    gradient = torch.sparse_coo_tensor(
+        torch.tensor([[0, 2, 2]]), torch.tensor([4.0, 4.0, 8.0], dtype=dtype), (3,)
+    )
+    optimizer = with_gradients(
+        gradient.coalesce() if coalesced else gradient, torch.full((2,), 4.0)
+    )
     assert run(optimizer, way) == 0
     sparse, dense = (parameter.grad for parameter in parameters(optimizer))
     assert torch.equal(sparse.to_dense(), torch.tensor([1.0, 0.0, 3.0], dtype=dtype))
@@ -95,14 +118,21 @@ def test_sparse_gradients_are_unscaled_coalesced_or_not(dtype: torch.dtype, coal
 
 
 def test_sparse_values_that_overflow_only_together_are_seen(way: str):
-    gradient = torch.sparse_coo_tensor(torch.tensor([[1, 1]]), torch.tensor([60000.0, 60000.0], dtype=torch.float16), (3,))
+    gradient = torch.sparse_coo_tensor(
+        torch.tensor([[1, 1]]), torch.tensor([60000.0, 60000.0], dtype=torch.float16), (3,)
+    )
     assert gradient._values().isfinite().all()
     assert run(with_gradients(gradient), way) == 1
 
 
 def test_a_perfect_storm_of_kinds_in_one_optimizer_is_unscaled_once_each(way: str):
     kinds = [torch.full((3,), 4.0, dtype=dtype) for dtype in (*REALS, torch.complex64)]
-    kinds += [torch.full((4, 4), 4.0).t(), torch.full((3,), 4.0).to_sparse(), torch.zeros(0), torch.tensor(4.0)]
+    kinds += [
+        torch.full((4, 4), 4.0).t(),
+        torch.full((3,), 4.0).to_sparse(),
+        torch.zeros(0),
+        torch.tensor(4.0),
+    ]
     optimizer = with_gradients(*kinds, None)
     assert run(optimizer, way) == 0
     for parameter in parameters(optimizer)[:-1]:
@@ -112,7 +142,12 @@ def test_a_perfect_storm_of_kinds_in_one_optimizer_is_unscaled_once_each(way: st
 
 def test_a_bad_gradient_anywhere_in_the_storm_is_found(way: str):
     for place in range(4):
-        kinds = [torch.ones(3), torch.ones(3, dtype=torch.float16), torch.ones(3).to_sparse(), torch.ones(3, dtype=torch.complex64)]
+        kinds = [
+            torch.ones(3),
+            torch.ones(3, dtype=torch.float16),
+            torch.ones(3).to_sparse(),
+            torch.ones(3, dtype=torch.complex64),
+        ]
         kinds[place] = kinds[place] * math.inf
         assert run(with_gradients(*kinds), way) == 1
 
@@ -145,12 +180,18 @@ def test_kinds_that_appear_later_are_noticed():
 
 
 @pytest.mark.parametrize("small", [True, False])
-def test_only_checked_gradients_keep_their_values_and_name_their_owner(small: bool, monkeypatch: pytest.MonkeyPatch):
+def test_only_checked_gradients_keep_their_values_and_name_their_owner(
+    small: bool, monkeypatch: pytest.MonkeyPatch
+):
     if not small:
         monkeypatch.setattr("mezzo.scaling.gradients._SMALL", 0)
         monkeypatch.setattr("mezzo._launch.has_triton", lambda _: True)
         monkeypatch.setattr("mezzo.scaling.check_unscale._run", check_unscale._run_in_torch)
-    optimizer = with_gradients(torch.tensor([1.0, 2.0**-149]), torch.ones(2, dtype=torch.float16), torch.tensor([0.0, math.inf], dtype=torch.float16))
+    optimizer = with_gradients(
+        torch.tensor([1.0, 2.0**-149]),
+        torch.ones(2, dtype=torch.float16),
+        torch.tensor([0.0, math.inf], dtype=torch.float16),
+    )
     culprit, flags = FlaggedSource(ParameterNames(), optimizer), {}
     check_sorted(optimizer, None, flags, culprit)
     held = [parameter.grad for parameter in parameters(optimizer)]
@@ -163,7 +204,11 @@ def test_only_checked_gradients_keep_their_values_and_name_their_owner(small: bo
 def test_a_pass_that_unscales_raises_a_flag_for_each_gradient(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("mezzo._launch.has_triton", lambda _: True)
     monkeypatch.setattr("mezzo.scaling.check_unscale._run", check_unscale._run_in_torch)
-    optimizer = with_gradients(torch.full((2,), 4.0), torch.tensor([math.nan, 4.0]), torch.full((2,), 4.0, dtype=torch.float64))
+    optimizer = with_gradients(
+        torch.full((2,), 4.0),
+        torch.tensor([math.nan, 4.0]),
+        torch.full((2,), 4.0, dtype=torch.float64),
+    )
     culprit, flags = FlaggedSource(ParameterNames(), optimizer), {}
     check_sorted(optimizer, QUARTER, flags, culprit)
     assert flags[torch.device("cpu")].item() == 1
@@ -190,7 +235,9 @@ def test_a_dtype_that_cannot_be_unscaled_is_refused_with_the_remedy():
 
 
 def test_the_first_nonfinite_parameter_is_found_in_any_layout():
-    optimizer = with_gradients(None, torch.ones(2), torch.tensor([1.0, math.nan]).to_sparse(), torch.tensor([math.inf]))
+    optimizer = with_gradients(
+        None, torch.ones(2), torch.tensor([1.0, math.nan]).to_sparse(), torch.tensor([math.inf])
+    )
     assert first_nonfinite(parameters(optimizer)) is parameters(optimizer)[2]
     assert first_nonfinite(parameters(optimizer)[:2]) is None
 

@@ -66,7 +66,10 @@ def test_sparse_and_dense_gradients_add_up(sparse_first: bool):
 
 
 def test_frozen_parameters_are_left_out():
-    parameter, frozen = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2), requires_grad=False)
+    parameter, frozen = (
+        nn.Parameter(torch.ones(2)),
+        nn.Parameter(torch.ones(2), requires_grad=False),
+    )
     with backward_isolated(parameter.sum(), [sgd(parameter, frozen)]):
         pass
     assert frozen.grad is None

@@ -15,7 +15,9 @@ CPU = torch.device("cpu")
 
 def scales(losses: int = 2) -> LossScales:
     rule = ScaleRule(growth_interval=1, min_scale=1.0)
-    return LossScales(rule, first_states(rule, 8.0, losses), [CollapseMonitor() for _ in range(losses)])
+    return LossScales(
+        rule, first_states(rule, 8.0, losses), [CollapseMonitor() for _ in range(losses)]
+    )
 
 
 def test_a_scale_is_made_once():

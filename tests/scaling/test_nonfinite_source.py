@@ -10,7 +10,9 @@ from mezzo.scaling.step_result import NO_SOURCE, FlaggedSource, KnownSource, Par
 
 
 def test_a_watched_models_name_comes_before_the_optimizers(net):
-    optimizer = torch.optim.SGD([(f"optimizer.{name}", parameter) for name, parameter in net.named_parameters()], lr=0.1)
+    optimizer = torch.optim.SGD(
+        [(f"optimizer.{name}", parameter) for name, parameter in net.named_parameters()], lr=0.1
+    )
     names = ParameterNames()
     assert names.name_of(net.second.weight, optimizer) == "optimizer.second.weight"
     names.register(net)
@@ -18,7 +20,9 @@ def test_a_watched_models_name_comes_before_the_optimizers(net):
 
 
 def test_without_names_the_position_over_all_groups_is_told(net):
-    optimizer = torch.optim.SGD([{"params": net.first.parameters()}, {"params": net.second.parameters(), "lr": 0.2}], lr=0.1)
+    optimizer = torch.optim.SGD(
+        [{"params": net.first.parameters()}, {"params": net.second.parameters(), "lr": 0.2}], lr=0.1
+    )
     assert ParameterNames().name_of(net.second.weight, optimizer) == "parameter 2"
 
 

@@ -33,12 +33,22 @@ def test_combined_flags_are_raised_if_one_is_and_stay_one():
 
 
 def test_flags_meet_off_the_cpu_where_one_is():
-    assert common_device([torch.tensor(0.0), torch.tensor(0.0, device="meta")]) == torch.device("meta")
+    assert common_device([torch.tensor(0.0), torch.tensor(0.0, device="meta")]) == torch.device(
+        "meta"
+    )
     assert common_device([torch.tensor(0.0)]) == CPU
 
 
 @pytest.mark.parametrize(
-    ("told", "bad"), [([], None), ([False], False), ([False, True], True), ([False, None], None), ([None, False], None), ([True, None], None)]
+    ("told", "bad"),
+    [
+        ([], None),
+        ([False], False),
+        ([False, True], True),
+        ([False, None], None),
+        ([None, False], None),
+        ([True, None], None),
+    ],
 )
 def test_the_host_knows_only_if_every_check_told_it(told: list[bool | None], bad: bool | None):
     assert OptimizerRecord(known=told).found_nonfinite is bad

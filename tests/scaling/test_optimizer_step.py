@@ -30,8 +30,15 @@ class Fused(torch.optim.Optimizer):
         self.told.append((self.grad_scale, self.found_inf))
         for group in self.param_groups:
             for parameter in group["params"]:
-                gradient = parameter.grad if self.grad_scale is None else parameter.grad / self.grad_scale
-                torch.where(self.found_inf != 0, parameter, parameter - group["lr"] * gradient, out=parameter)
+                gradient = (
+                    parameter.grad if self.grad_scale is None else parameter.grad / self.grad_scale
+                )
+                torch.where(
+                    self.found_inf != 0,
+                    parameter,
+                    parameter - group["lr"] * gradient,
+                    out=parameter,
+                )
         return 42
 
 
@@ -48,10 +55,20 @@ def values(model: nn.Module) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize(
-    "make", [Fused, lambda parameters: torch.optim.SGD(parameters, lr=0.1, fused=True), lambda parameters: torch.optim.AdamW(parameters, fused=True)]
+    "make",
+    [
+        Fused,
+        lambda parameters: torch.optim.SGD(parameters, lr=0.1, fused=True),
+        lambda parameters: torch.optim.AdamW(parameters, fused=True),
+    ],
 )
-def test_a_fused_optimizer_off_the_cpu_is_stepped_and_skipped_without_a_host_read(make, net, far_cpu, host_reads):
-    scaler, optimizer = mezzo.GradScaler(init_scale=16.0, growth_interval=2, collapse_patience=2), make(net.parameters())
+def test_a_fused_optimizer_off_the_cpu_is_stepped_and_skipped_without_a_host_read(
+    make, net, far_cpu, host_reads
+):
+    scaler, optimizer = (
+        mezzo.GradScaler(init_scale=16.0, growth_interval=2, collapse_patience=2),
+        make(net.parameters()),
+    )
     iterate(scaler, net, optimizer)
     before = values(net)
     with host_reads() as reads:
@@ -69,7 +86,9 @@ def test_a_fused_optimizer_off_the_cpu_is_stepped_and_skipped_without_a_host_rea
     assert scaler.state() == mezzo.ScaleState(8.0, 1, 0, 2, 1, 0)
 
 
-def test_any_other_optimizer_off_the_cpu_costs_exactly_one_host_read_a_step(net, far_cpu, host_reads):
+def test_any_other_optimizer_off_the_cpu_costs_exactly_one_host_read_a_step(
+    net, far_cpu, host_reads
+):
     scaler, optimizer = mezzo.GradScaler(), torch.optim.SGD(net.parameters(), lr=0.1)
     iterate(scaler, net, optimizer)
     for _ in range(2):
@@ -148,7 +167,9 @@ def test_an_optimizer_that_asks_for_the_scaler_gets_it_and_a_warning(net):
 
         def step(self, closure=None, *, grad_scaler=None):
             assert isinstance(grad_scaler, mezzo.GradScaler)
-            assert sum(flag.item() for flag in grad_scaler._check_inf_per_device(self).values()) == 0
+            assert (
+                sum(flag.item() for flag in grad_scaler._check_inf_per_device(self).values()) == 0
+            )
 
     with pytest.warns(FutureWarning, match="grad_scaler") as told:
         result = iterate(mezzo.GradScaler(), net, Old(net.parameters()))
@@ -171,7 +192,9 @@ def test_an_optimizer_that_takes_the_scaler_need_not_check_its_gradients():
     assert (result.value, result.skipped) == ("stepped", False)
 
 
-@pytest.mark.parametrize(("args", "kwargs"), [((print,), {}), ((), {"closure": print}), ((1, print), {})])
+@pytest.mark.parametrize(
+    ("args", "kwargs"), [((print,), {}), ((), {"closure": print}), ((1, print), {})]
+)
 def test_a_closure_is_found_however_it_is_passed(args, kwargs):
     with pytest.raises(mezzo.ScalerError, match="closure"):
         refuse_closures(args, kwargs)
@@ -185,7 +208,9 @@ def test_a_schedule_on_the_device_follows_good_steps_only(net, far_cpu):
     scaler, optimizer = mezzo.GradScaler(), torch.optim.SGD(net.parameters(), lr=0.1, fused=True)
     scheduler = ExponentialLR(optimizer, gamma=0.5)
     rates = []
-    optimizer.register_step_pre_hook(lambda stepped, *_: rates.append(float(stepped.param_groups[0]["lr"])))
+    optimizer.register_step_pre_hook(
+        lambda stepped, *_: rates.append(float(stepped.param_groups[0]["lr"]))
+    )
     for x in (X, INF, X, X):
         iterate(scaler, net, optimizer, x, scheduler=scheduler)
     assert rates == pytest.approx([0.1, 0.05, 0.05, 0.025])

@@ -17,10 +17,15 @@ RULE = ScaleRule(min_scale=1.0)
 
 
 def kinds():
-    return [pytest.param(HostLossScale, id="host"), pytest.param(lambda state: DeviceLossScale(state, torch.device("cpu")), id="device")]
+    return [
+        pytest.param(HostLossScale, id="host"),
+        pytest.param(lambda state: DeviceLossScale(state, torch.device("cpu")), id="device"),
+    ]
 
 
-def told(watcher: CollapseMonitor, scale, steps: str, culprit=NO_SOURCE, rule: ScaleRule = RULE) -> list[str]:
+def told(
+    watcher: CollapseMonitor, scale, steps: str, culprit=NO_SOURCE, rule: ScaleRule = RULE
+) -> list[str]:
     with warnings.catch_warnings(record=True) as heard:
         warnings.simplefilter("always")
         for step in steps:
@@ -50,7 +55,15 @@ def test_so_many_skips_in_a_row_are_told_far_from_the_floor(kind):
 
 @pytest.mark.parametrize("kind", kinds())
 def test_a_static_scale_at_its_floor_is_no_collapse(kind):
-    assert told(CollapseMonitor(), kind(ScaleState(1.0)), "xxx", rule=ScaleRule(min_scale=1.0, dynamic=False)) == []
+    assert (
+        told(
+            CollapseMonitor(),
+            kind(ScaleState(1.0)),
+            "xxx",
+            rule=ScaleRule(min_scale=1.0, dynamic=False),
+        )
+        == []
+    )
 
 
 def test_a_good_step_at_the_floor_is_no_collapse():
@@ -59,16 +72,26 @@ def test_a_good_step_at_the_floor_is_no_collapse():
 
 @pytest.mark.parametrize("kind", kinds())
 def test_the_first_bad_parameter_is_named(kind, net):
-    assert "'layer.weight'" in told(CollapseMonitor(patience=1), kind(ScaleState()), "xx.", KnownSource("layer.weight"))[0]
+    assert (
+        "'layer.weight'"
+        in told(
+            CollapseMonitor(patience=1), kind(ScaleState()), "xx.", KnownSource("layer.weight")
+        )[0]
+    )
     names = ParameterNames()
     names.register(net)
     flagged = FlaggedSource(names, torch.optim.SGD(net.parameters(), lr=0.1))
     flagged.add(torch.tensor([0, 1], dtype=torch.int32), [net.first.weight, net.second.bias])
-    assert "'second.bias'" in told(CollapseMonitor(patience=1), kind(ScaleState()), "xx.", flagged)[0]
+    assert (
+        "'second.bias'" in told(CollapseMonitor(patience=1), kind(ScaleState()), "xx.", flagged)[0]
+    )
 
 
 def test_raising_stops_the_training_with_the_same_words():
-    watcher, scale = CollapseMonitor(patience=2, on_collapse=OnCollapse.RAISE), HostLossScale(ScaleState())
+    watcher, scale = (
+        CollapseMonitor(patience=2, on_collapse=OnCollapse.RAISE),
+        HostLossScale(ScaleState()),
+    )
     with pytest.raises(ScalerError, match="2 steps in a row were skipped"):
         told(watcher, scale, "xx")
 
@@ -80,7 +103,9 @@ def test_an_event_tells_it_too():
     assert (heard[0].scale, heard[0].consecutive_skips) == (4.0, 1)
 
 
-def test_copies_that_do_not_arrive_are_not_waited_for_and_do_not_pile_up(monkeypatch: pytest.MonkeyPatch):
+def test_copies_that_do_not_arrive_are_not_waited_for_and_do_not_pile_up(
+    monkeypatch: pytest.MonkeyPatch,
+):
     from mezzo import _launch
 
     monkeypatch.setattr(_launch.AsyncCopy, "arrived", lambda _: False)

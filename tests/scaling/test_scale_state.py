@@ -37,7 +37,9 @@ def test_there_are_47_traces_of_200_steps():
 @pytest.mark.parametrize("trace", TRACES, ids=range(len(TRACES)))
 def test_a_trace_of_paddles_scaler_is_reproduced_exactly(trace: Trace):
     rule, state = trace.rule_and_state()
-    for step, (kind, (scale, in_a_row, counted)) in enumerate(zip(trace.kinds, trace.after, strict=True)):
+    for step, (kind, (scale, in_a_row, counted)) in enumerate(
+        zip(trace.kinds, trace.after, strict=True)
+    ):
         state = next_state(state, rule, found_nonfinite=kind != ".")
         assert state.scale == scale, step
         if rule.dynamic and rule.growth_interval and rule.backoff_interval:
@@ -58,7 +60,9 @@ class Model:
             self.skipped, self.row = self.skipped + 1, self.row + 1
             if adapting:
                 self.streak, self.strikes = 0, self.strikes + 1
-                if self.strikes == rule.backoff_interval or (rule.backoff_interval and self.strikes > rule.backoff_interval):
+                if self.strikes == rule.backoff_interval or (
+                    rule.backoff_interval and self.strikes > rule.backoff_interval
+                ):
                     self.scale = self.rounded(self.scale * rule.backoff_factor)
                     # DeepSpeed's patience is used up until the scale grows; Paddle's begins again.
                     self.strikes = 0 if rule.consecutive_backoff else self.strikes - 1
@@ -68,14 +72,21 @@ class Model:
                 self.streak += 1
                 self.strikes *= not rule.consecutive_backoff
                 if rule.growth_interval and self.streak >= rule.growth_interval:
-                    self.scale, self.streak, self.strikes = self.rounded(self.scale * rule.growth_factor), 0, 0
+                    self.scale, self.streak, self.strikes = (
+                        self.rounded(self.scale * rule.growth_factor),
+                        0,
+                        0,
+                    )
 
     def rounded(self, scale: float) -> float:
         try:
             scale = struct.unpack("<f", struct.pack("<f", scale))[0]
         except OverflowError:
             scale = self.scale
-        low, high = (struct.unpack("<f", struct.pack("<f", bound))[0] for bound in (self.rule.min_scale, self.rule.max_scale))
+        low, high = (
+            struct.unpack("<f", struct.pack("<f", bound))[0]
+            for bound in (self.rule.min_scale, self.rule.max_scale)
+        )
         return sorted((low, scale, high))[1]
 
 
@@ -95,14 +106,18 @@ rules = st.builds(
 
 @settings(max_examples=250, deadline=None)
 @given(rule=rules, start=st.floats(2.0**-30, 2.0**100), steps=st.integers(0, 2**400 - 1))
-def test_a_hundred_thousand_random_steps_agree_with_an_independent_model(rule: ScaleRule, start: float, steps: int):
+def test_a_hundred_thousand_random_steps_agree_with_an_independent_model(
+    rule: ScaleRule, start: float, steps: int
+):
     state = ScaleState(rule.clamp(start))
     model = Model(rule, state.scale)
     for place in range(400):
         is_bad = bool(steps >> place & 1)
         state = next_state(state, rule, found_nonfinite=is_bad)
         model.feed(is_bad)
-        assert state == ScaleState(model.scale, model.streak, model.strikes, model.good, model.skipped, model.row)
+        assert state == ScaleState(
+            model.scale, model.streak, model.strikes, model.good, model.skipped, model.row
+        )
         assert float32(rule.min_scale) <= state.scale <= float32(rule.max_scale)
 
 
@@ -137,7 +152,11 @@ def test_the_scale_stands_still_while_it_warms_up_but_steps_are_counted():
 
 
 def test_a_static_scale_counts_and_never_moves():
-    state = bad(good(ScaleState(8.0), ScaleRule(growth_interval=1, dynamic=False), 3), ScaleRule(dynamic=False), 2)
+    state = bad(
+        good(ScaleState(8.0), ScaleRule(growth_interval=1, dynamic=False), 3),
+        ScaleRule(dynamic=False),
+        2,
+    )
     assert state == ScaleState(8.0, 0, 0, 3, 2, 2)
 
 
@@ -191,4 +210,6 @@ def test_a_scale_that_no_gradient_survives_cannot_be_a_state(scale: float):
 
 
 def test_the_rule_reads_as_a_sentence():
-    assert ScaleRule().after(ScaleState(8.0), found_nonfinite=True) == next_state(ScaleState(8.0), ScaleRule(), found_nonfinite=True)
+    assert ScaleRule().after(ScaleState(8.0), found_nonfinite=True) == next_state(
+        ScaleState(8.0), ScaleRule(), found_nonfinite=True
+    )

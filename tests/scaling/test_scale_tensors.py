@@ -32,13 +32,29 @@ def test_every_transition_is_that_of_the_value(rule: ScaleRule, kind: str):
         scale.advance(flag(is_bad), rule)
         state = next_state(state, rule, found_nonfinite=is_bad)
         assert scale.read() == state, step
-        assert (scale.scale.item(), scale.growth_tracker.item()) == (state.scale, state.growth_tracker)
+        assert (scale.scale.item(), scale.growth_tracker.item()) == (
+            state.scale,
+            state.growth_tracker,
+        )
 
 
 @settings(max_examples=40, deadline=None)
-@given(st.lists(st.booleans(), min_size=50, max_size=50), st.integers(1, 4), st.integers(0, 4), st.booleans())
-def test_random_steps_on_a_device_agree_with_the_value(steps: list[bool], interval: int, backoff_interval: int, consecutive: bool):
-    rule = ScaleRule(growth_interval=interval, backoff_interval=backoff_interval, consecutive_backoff=consecutive, min_scale=2.0**-3, max_scale=2.0**9)
+@given(
+    st.lists(st.booleans(), min_size=50, max_size=50),
+    st.integers(1, 4),
+    st.integers(0, 4),
+    st.booleans(),
+)
+def test_random_steps_on_a_device_agree_with_the_value(
+    steps: list[bool], interval: int, backoff_interval: int, consecutive: bool
+):
+    rule = ScaleRule(
+        growth_interval=interval,
+        backoff_interval=backoff_interval,
+        consecutive_backoff=consecutive,
+        min_scale=2.0**-3,
+        max_scale=2.0**9,
+    )
     state = ScaleState(1.0)
     scale = DeviceLossScale(state, CPU)
     for is_bad in steps:
@@ -47,17 +63,27 @@ def test_random_steps_on_a_device_agree_with_the_value(steps: list[bool], interv
     assert scale.read() == state
 
 
-@pytest.mark.parametrize("kind", [HostLossScale, lambda state: DeviceLossScale(state, CPU)], ids=["host", "device"])
+@pytest.mark.parametrize(
+    "kind", [HostLossScale, lambda state: DeviceLossScale(state, CPU)], ids=["host", "device"]
+)
 def test_a_shortened_interval_that_the_tracker_is_past_is_still_met(kind):
     scale = kind(ScaleState(8.0, growth_tracker=5))
     scale.advance(flag(False), ScaleRule(growth_interval=3))
     assert scale.read().scale == 16.0
 
 
-@pytest.mark.parametrize("kind", [HostLossScale, lambda state: DeviceLossScale(state, CPU)], ids=["host", "device"])
+@pytest.mark.parametrize(
+    "kind", [HostLossScale, lambda state: DeviceLossScale(state, CPU)], ids=["host", "device"]
+)
 def test_a_scale_set_by_hand_stays_within_its_bounds(kind):
     scale, rule = kind(ScaleState(8.0)), ScaleRule(min_scale=1.0, max_scale=64.0)
-    for given_scale, kept in [(32.0, 32.0), (1e9, 64.0), (1e-9, 1.0), (torch.tensor([2.0]), 2.0), (torch.tensor(1e30), 64.0)]:
+    for given_scale, kept in [
+        (32.0, 32.0),
+        (1e9, 64.0),
+        (1e-9, 1.0),
+        (torch.tensor([2.0]), 2.0),
+        (torch.tensor(1e30), 64.0),
+    ]:
         scale.set(given_scale, rule)
         assert scale.read().scale == kept
     for refused in (0.0, -1.0, float("nan"), float("inf")):
@@ -72,7 +98,9 @@ def test_a_nan_in_a_tensor_that_nobody_may_read_becomes_the_floor():
     assert scale.read().scale == 0.5
 
 
-@pytest.mark.parametrize("kind", [HostLossScale, lambda state: DeviceLossScale(state, CPU)], ids=["host", "device"])
+@pytest.mark.parametrize(
+    "kind", [HostLossScale, lambda state: DeviceLossScale(state, CPU)], ids=["host", "device"]
+)
 def test_loading_fills_the_tensors_that_others_hold(kind):
     scale = kind(ScaleState(8.0))
     held, tracker = scale.scale, scale.growth_tracker
@@ -97,11 +125,16 @@ def test_whoever_writes_to_the_tensors_is_heard():
 def test_the_inverse_is_rounded_once_from_float64(value: float):
     exact = torch.tensor(value, dtype=torch.float32)
     wanted = (1.0 / exact.double()).float()
-    for scale in (HostLossScale(ScaleState(exact.item())), DeviceLossScale(ScaleState(exact.item()), CPU)):
+    for scale in (
+        HostLossScale(ScaleState(exact.item())),
+        DeviceLossScale(ScaleState(exact.item()), CPU),
+    ):
         assert torch.equal(scale.inverse(), wanted)
 
 
-def test_a_cpu_keeps_the_value_and_a_device_that_makes_the_host_wait_keeps_tensors(monkeypatch: pytest.MonkeyPatch):
+def test_a_cpu_keeps_the_value_and_a_device_that_makes_the_host_wait_keeps_tensors(
+    monkeypatch: pytest.MonkeyPatch,
+):
     assert isinstance(loss_scale_on(CPU, ScaleState()), HostLossScale)
     monkeypatch.setattr(_launch, "needs_sync", lambda _: True)
     assert isinstance(loss_scale_on(CPU, ScaleState()), DeviceLossScale)

@@ -37,7 +37,9 @@ def loss_of(model: nn.Module, x: torch.Tensor = X) -> torch.Tensor:
     return model(x).square().mean()
 
 
-def train(scaler: GradScaler, model: nn.Module, optimizer: torch.optim.Optimizer, x: torch.Tensor = X):
+def train(
+    scaler: GradScaler, model: nn.Module, optimizer: torch.optim.Optimizer, x: torch.Tensor = X
+):
     optimizer.zero_grad()
     scaler.scale(loss_of(model, x)).backward()
     result = scaler.step(optimizer)
@@ -58,7 +60,7 @@ def one_parameter(size: int = 3) -> tuple[nn.Parameter, torch.optim.Optimizer]:
     return parameter, torch.optim.SGD([parameter], lr=0.5)
 
 
-# -- the traces ----------------------------------------------------------------------------------------------------------------------------------------
+# -- the traces ------------------------------------------------------------------------------------
 
 
 @pytest.mark.filterwarnings("ignore:.*steps in a row|.*at its floor")
@@ -73,7 +75,9 @@ def test_training_through_the_scaler_reproduces_paddles_trace(trace: Trace):
         before = parameter.item()
         scaler.scale((parameter * 0).sum())
         # The gradient itself, for a scale near the largest float32 overflows what it multiplies.
-        parameter.grad = torch.tensor([{".": scaler.get_scale(), "N": math.nan, "I": math.inf, "J": -math.inf}[kind]])
+        parameter.grad = torch.tensor(
+            [{".": scaler.get_scale(), "N": math.nan, "I": math.inf, "J": -math.inf}[kind]]
+        )
         if trace.mode.startswith("unscale"):
             scaler.unscale_(optimizer)
         result = scaler.step(optimizer)
@@ -83,12 +87,17 @@ def test_training_through_the_scaler_reproduces_paddles_trace(trace: Trace):
         assert parameter.item() == (before if result.skipped else pytest.approx(before - 0.5))
 
 
-# -- torch's call shape --------------------------------------------------------------------------------------------------------------------------------
+# -- torch's call shape ----------------------------------------------------------------------------
 
 
 def test_torchs_positional_arguments_mean_the_same():
     scaler = GradScaler("cpu", 8.0, 3.0, 0.25, 7, True)
-    assert (scaler.get_scale(), scaler.get_growth_factor(), scaler.get_backoff_factor(), scaler.get_growth_interval()) == (8.0, 3.0, 0.25, 7)
+    assert (
+        scaler.get_scale(),
+        scaler.get_growth_factor(),
+        scaler.get_backoff_factor(),
+        scaler.get_growth_interval(),
+    ) == (8.0, 3.0, 0.25, 7)
     assert scaler.is_enabled()
 
 
@@ -97,7 +106,11 @@ def test_the_setters_set_and_refuse_what_the_constructor_refuses():
     scaler.set_growth_factor(4.0)
     scaler.set_backoff_factor(0.1)
     scaler.set_growth_interval(9)
-    assert (scaler.get_growth_factor(), scaler.get_backoff_factor(), scaler.get_growth_interval()) == (4.0, 0.1, 9)
+    assert (
+        scaler.get_growth_factor(),
+        scaler.get_backoff_factor(),
+        scaler.get_growth_interval(),
+    ) == (4.0, 0.1, 9)
     with pytest.raises(mezzo.PolicyError, match=r"growth_factor=1\.0"):
         scaler.set_growth_factor(1.0)
 
@@ -135,17 +148,27 @@ def test_a_cuda_scaler_without_cuda_warns_and_is_disabled(monkeypatch: pytest.Mo
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"num_losses": 0}, {"num_losses": True}, {"init_scale": 0.0}, {"init_scale": math.nan}, {"on_collapse": "die"}, {"collapse_patience": 0}]
+    "wrong",
+    [
+        {"num_losses": 0},
+        {"num_losses": True},
+        {"init_scale": 0.0},
+        {"init_scale": math.nan},
+        {"on_collapse": "die"},
+        {"collapse_patience": 0},
+    ],
 )
 def test_arguments_that_make_no_sense_are_refused(wrong: dict[str, object]):
     with pytest.raises(mezzo.PolicyError):
         GradScaler(**wrong)
 
 
-# -- a scaler that is not enabled ----------------------------------------------------------------------------------------------------------------------
+# -- a scaler that is not enabled ------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("scaler", [GradScaler(enabled=False), GradScaler("cpu", 2.0**16, 2.0, 0.5, 2000, False)])
+@pytest.mark.parametrize(
+    "scaler", [GradScaler(enabled=False), GradScaler("cpu", 2.0**16, 2.0, 0.5, 2000, False)]
+)
 def test_a_disabled_scaler_trains_as_if_it_were_not_there(scaler: GradScaler, net, make_net):
     plain = make_net()
     plain_optimizer = sgd(plain)
@@ -187,13 +210,15 @@ def test_a_subclass_that_hides_enabled_is_told_to_pass_it():
         Mine()
 
 
-# -- misuse --------------------------------------------------------------------------------------------------------------------------------------------
+# -- misuse ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("call", ["unscale_", "step", "update"])
 def test_a_scaler_that_scaled_nothing_says_to_scale_a_loss(call: str, net):
     scaler = GradScaler()
-    with pytest.raises(ScalerError, match=r"before any loss was scaled. Call scaler\.scale\(loss\)\.backward\(\)"):
+    with pytest.raises(
+        ScalerError, match=r"before any loss was scaled. Call scaler\.scale\(loss\)\.backward\(\)"
+    ):
         getattr(scaler, call)(*([] if call == "update" else [sgd(net)]))
 
 
@@ -207,7 +232,9 @@ def test_a_step_without_gradients_says_where_they_come_from(net):
 def test_update_with_neither_step_nor_unscale_says_to_call_one(net):
     scaler = GradScaler()
     scaler.scale(loss_of(net)).backward()
-    with pytest.raises(ScalerError, match=r"scaler\.step\(optimizer\) or scaler\.unscale_\(optimizer\)"):
+    with pytest.raises(
+        ScalerError, match=r"scaler\.step\(optimizer\) or scaler\.unscale_\(optimizer\)"
+    ):
         scaler.update()
 
 
@@ -215,7 +242,9 @@ def test_unscaling_or_stepping_twice_is_refused_with_the_remedy(net):
     scaler, optimizer = GradScaler(), sgd(net)
     scaler.scale(loss_of(net)).backward()
     scaler.unscale_(optimizer)
-    with pytest.raises(ScalerError, match=r"unscale_\(\) .* already been called .* once, before step"):
+    with pytest.raises(
+        ScalerError, match=r"unscale_\(\) .* already been called .* once, before step"
+    ):
         scaler.unscale_(optimizer)
     scaler.step(optimizer)
     with pytest.raises(ScalerError, match=r"step\(\) .* already been called .*update\(\)"):
@@ -232,7 +261,11 @@ def test_scaler_errors_are_runtime_errors_as_torchs_are():
     assert issubclass(ScalerError, RuntimeError)
 
 
-@pytest.mark.parametrize(("args", "kwargs"), [((lambda: 1.0,), {}), ((), {"closure": lambda: 1.0})], ids=["positional", "keyword"])
+@pytest.mark.parametrize(
+    ("args", "kwargs"),
+    [((lambda: 1.0,), {}), ((), {"closure": lambda: 1.0})],
+    ids=["positional", "keyword"],
+)
 def test_closures_are_refused_however_they_are_passed(args, kwargs, net):
     scaler, optimizer = GradScaler(), sgd(net)
     scaler.scale(loss_of(net)).backward()
@@ -241,7 +274,18 @@ def test_closures_are_refused_however_they_are_passed(args, kwargs, net):
     assert scaler.step(optimizer, closure=None).skipped is False
 
 
-@pytest.mark.parametrize("wrong", [0.0, -2.0, math.inf, math.nan, torch.tensor(math.nan), torch.tensor([1.0, 2.0]), torch.tensor(1.0, requires_grad=True)])
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        0.0,
+        -2.0,
+        math.inf,
+        math.nan,
+        torch.tensor(math.nan),
+        torch.tensor([1.0, 2.0]),
+        torch.tensor(1.0, requires_grad=True),
+    ],
+)
 def test_a_new_scale_that_is_none_is_refused_and_changes_nothing(wrong):
     scaler = GradScaler(init_scale=4.0)
     scaler.scale(torch.ones(1))
@@ -262,7 +306,11 @@ def test_a_new_scale_is_set_within_the_bounds(new):
 
 def test_unscale_then_update_then_the_users_own_step_is_a_legal_order(net, make_net):
     plain = make_net()
-    optimizer, plain_optimizer, scaler = sgd(net), sgd(plain), GradScaler(init_scale=8.0, growth_interval=1)
+    optimizer, plain_optimizer, scaler = (
+        sgd(net),
+        sgd(plain),
+        GradScaler(init_scale=8.0, growth_interval=1),
+    )
     for _ in range(3):
         optimizer.zero_grad()
         scaler.scale(loss_of(net)).backward()
@@ -276,17 +324,22 @@ def test_unscale_then_update_then_the_users_own_step_is_a_legal_order(net, make_
     assert scaler.get_scale() == 64.0
 
 
-# -- parity with unscaled training ---------------------------------------------------------------------------------------------------------------------
+# -- parity with unscaled training -----------------------------------------------------------------
 
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 @pytest.mark.parametrize("unscale_first", [False, True])
-def test_training_with_a_skipped_step_equals_unscaled_training_without_it(name: str, way: str, unscale_first: bool, net, make_net):
+def test_training_with_a_skipped_step_equals_unscaled_training_without_it(
+    name: str, way: str, unscale_first: bool, net, make_net
+):
     kind, settings = OPTIMIZERS[name]
     plain = make_net()
     plain_optimizer = kind(plain.parameters(), **settings, **WAYS[way])
-    optimizer, scaler = kind(net.parameters(), **settings, **WAYS[way]), GradScaler(init_scale=128.0, growth_interval=1)
+    optimizer, scaler = (
+        kind(net.parameters(), **settings, **WAYS[way]),
+        GradScaler(init_scale=128.0, growth_interval=1),
+    )
     for x in (X, INF, X * 0.5, X * 2):
         optimizer.zero_grad()
         scaler.scale(loss_of(net, x)).backward()
@@ -302,7 +355,13 @@ def test_training_with_a_skipped_step_equals_unscaled_training_without_it(name: 
     assert scaler.get_scale() == 128.0 * 2 * 0.5 * 2 * 2
 
 
-@pytest.mark.parametrize("clip", [lambda parameters: nn.utils.clip_grad_norm_(parameters, 0.1), lambda parameters: nn.utils.clip_grad_value_(parameters, 0.01)])
+@pytest.mark.parametrize(
+    "clip",
+    [
+        lambda parameters: nn.utils.clip_grad_norm_(parameters, 0.1),
+        lambda parameters: nn.utils.clip_grad_value_(parameters, 0.01),
+    ],
+)
 def test_clipping_acts_on_unscaled_gradients(clip, net, make_net):
     plain = make_net()
     optimizer, plain_optimizer, scaler = sgd(net), sgd(plain), GradScaler()
@@ -403,7 +462,7 @@ def test_three_hundred_bad_steps_end_at_the_floor_and_lose_no_parameter(net):
     assert all(parameter.isfinite().all() for parameter in net.parameters())
 
 
-# -- several losses ------------------------------------------------------------------------------------------------------------------------------------
+# -- several losses --------------------------------------------------------------------------------
 
 
 def test_each_loss_has_a_scale_and_one_bad_loss_backs_off_alone(net):
@@ -419,8 +478,14 @@ def test_each_loss_has_a_scale_and_one_bad_loss_backs_off_alone(net):
 
 def test_losses_of_different_scales_add_up_to_the_plain_sum(net, make_net):
     plain = make_net()
-    scaler, optimizer, plain_optimizer = GradScaler(init_scale=16.0, growth_interval=1, num_losses=2), sgd(net), sgd(plain)
-    scaler.load_state_dict({**scaler.state_dict(), "mezzo_states": [{"scale": 2.0}, {"scale": 2.0**12}]})
+    scaler, optimizer, plain_optimizer = (
+        GradScaler(init_scale=16.0, growth_interval=1, num_losses=2),
+        sgd(net),
+        sgd(plain),
+    )
+    scaler.load_state_dict(
+        {**scaler.state_dict(), "mezzo_states": [{"scale": 2.0}, {"scale": 2.0**12}]}
+    )
     for _ in range(2):
         optimizer.zero_grad()
         plain_optimizer.zero_grad()
@@ -436,7 +501,10 @@ def test_losses_of_different_scales_add_up_to_the_plain_sum(net, make_net):
 
 
 def test_a_loss_that_reaches_only_one_of_two_optimizers_leaves_the_other_to_its_own(net):
-    first, second = torch.optim.SGD(net.first.parameters(), lr=0.1), torch.optim.SGD(net.second.parameters(), lr=0.1)
+    first, second = (
+        torch.optim.SGD(net.first.parameters(), lr=0.1),
+        torch.optim.SGD(net.second.parameters(), lr=0.1),
+    )
     scaler = GradScaler(num_losses=2)
     scaler.backward(loss_of(net), loss_id=0, optimizers=[first, second])
     scaler.backward(net.first(INF).sum(), loss_id=1, optimizers=[first, second])
@@ -459,7 +527,7 @@ def test_an_index_without_a_loss_is_refused(index: int):
         GradScaler(num_losses=2).scale(torch.ones(1), index)
 
 
-# -- results, names, schedulers ------------------------------------------------------------------------------------------------------------------------
+# -- results, names, schedulers --------------------------------------------------------------------
 
 
 def test_a_result_tells_what_the_optimizer_returned_and_who_was_bad(net):
@@ -491,7 +559,10 @@ def test_a_process_group_can_raise_the_flag_of_a_good_step(net):
     def somebody_else_overflowed(flag: torch.Tensor) -> None:
         flag.add_(2.0)
 
-    scaler, optimizer = GradScaler(init_scale=8.0, reduce_found_inf=somebody_else_overflowed), sgd(net)
+    scaler, optimizer = (
+        GradScaler(init_scale=8.0, reduce_found_inf=somebody_else_overflowed),
+        sgd(net),
+    )
     result = train(scaler, net, optimizer)
     assert (result.skipped, result.first_nonfinite) == (True, None)
     assert scaler.get_scale() == 4.0
@@ -499,7 +570,10 @@ def test_a_process_group_can_raise_the_flag_of_a_good_step(net):
 
 def test_the_flag_is_reduced_once_a_check_even_without_gradients(net):
     calls: list[float] = []
-    scaler, optimizer = GradScaler(reduce_found_inf=lambda flag: calls.append(flag.item())), sgd(net)
+    scaler, optimizer = (
+        GradScaler(reduce_found_inf=lambda flag: calls.append(flag.item())),
+        sgd(net),
+    )
     train(scaler, net, optimizer)
     optimizer.zero_grad()
     scaler.scale(loss_of(net))
@@ -529,7 +603,7 @@ def test_float16_and_float32_losses_are_scaled_without_a_word(dtype: torch.dtype
         GradScaler().scale(loss).backward()
 
 
-# -- saving --------------------------------------------------------------------------------------------------------------------------------------------
+# -- saving ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("used", [False, True])
@@ -539,17 +613,33 @@ def test_a_state_goes_to_torchs_scaler_and_back(used: bool, net):
         train(ours, net, sgd(net))
     theirs = torch.amp.GradScaler("cpu")
     theirs.load_state_dict(ours.state_dict())
-    assert theirs.state_dict() == {name: value for name, value in ours.state_dict().items() if not name.startswith("mezzo")}
+    assert theirs.state_dict() == {
+        name: value for name, value in ours.state_dict().items() if not name.startswith("mezzo")
+    }
     back = GradScaler(backoff_interval=3)
     if used:
         back.scale(torch.ones(1))
     back.load_state_dict(theirs.state_dict())
-    assert (back.get_scale(), back.get_growth_factor(), back.get_backoff_factor(), back.get_growth_interval()) == (3.0, 4.0, 0.25, 2)
+    assert (
+        back.get_scale(),
+        back.get_growth_factor(),
+        back.get_backoff_factor(),
+        back.get_growth_interval(),
+    ) == (3.0, 4.0, 0.25, 2)
     assert back._init_growth_tracker == back._get_growth_tracker() == int(used)
 
 
 def test_a_pickled_or_copied_scaler_goes_on_where_it_was(net):
-    scaler, optimizer = GradScaler(init_scale=3.0, backoff_interval=2, num_losses=1, collapse_patience=7, on_collapse="raise"), sgd(net)
+    scaler, optimizer = (
+        GradScaler(
+            init_scale=3.0,
+            backoff_interval=2,
+            num_losses=1,
+            collapse_patience=7,
+            on_collapse="raise",
+        ),
+        sgd(net),
+    )
     train(scaler, net, optimizer)
     train(scaler, net, optimizer, INF)
     for again in (pickle.loads(pickle.dumps(scaler)), copy.deepcopy(scaler)):

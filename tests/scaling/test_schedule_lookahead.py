@@ -15,14 +15,21 @@ MAKERS = {
     "cosine": lambda optimizer: lr_scheduler.CosineAnnealingLR(optimizer, 10),
     "one cycle": lambda optimizer: lr_scheduler.OneCycleLR(optimizer, max_lr=0.5, total_steps=20),
     "sequence": lambda optimizer: lr_scheduler.SequentialLR(
-        optimizer, [lr_scheduler.LinearLR(optimizer, total_iters=4), lr_scheduler.ExponentialLR(optimizer, 0.9)], milestones=[4]
+        optimizer,
+        [
+            lr_scheduler.LinearLR(optimizer, total_iters=4),
+            lr_scheduler.ExponentialLR(optimizer, 0.9),
+        ],
+        milestones=[4],
     ),
 }
 
 
 def made(name: str) -> tuple[torch.optim.Optimizer, lr_scheduler.LRScheduler]:
     weights = [torch.nn.Parameter(torch.ones(1)) for _ in range(2)]
-    optimizer = torch.optim.AdamW([{"params": weights[:1]}, {"params": weights[1:], "lr": 0.3}], lr=0.1)
+    optimizer = torch.optim.AdamW(
+        [{"params": weights[:1]}, {"params": weights[1:], "lr": 0.3}], lr=0.1
+    )
     return optimizer, MAKERS[name](optimizer)
 
 

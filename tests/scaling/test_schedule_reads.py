@@ -8,7 +8,16 @@ from typing import Any
 
 import pytest
 import torch
-from support.schedules import READS, SCHEDULERS, OnDevice, Plain, Scaled, assert_read_alike, assert_trained_alike, drive
+from support.schedules import (
+    READS,
+    SCHEDULERS,
+    OnDevice,
+    Plain,
+    Scaled,
+    assert_read_alike,
+    assert_trained_alike,
+    drive,
+)
 from torch.optim import lr_scheduler
 
 import mezzo
@@ -68,7 +77,10 @@ def test_a_rate_that_is_multiplied_is_the_true_one(far_cpu):
     run, _ = pair("StepLR")
     for group in run.optimizer.param_groups:
         group["lr"] *= 0.1
-    assert [group["lr"] for group in run.optimizer.state_dict()["param_groups"]] == [0.1 * 0.5 * 0.1, 0.05 * 0.5 * 0.1]
+    assert [group["lr"] for group in run.optimizer.state_dict()["param_groups"]] == [
+        0.1 * 0.5 * 0.1,
+        0.05 * 0.5 * 0.1,
+    ]
 
 
 def test_a_step_without_the_scheduler_uses_the_rate_of_today(far_cpu):
@@ -156,11 +168,17 @@ REFUSED: dict[str, Callable[[torch.optim.Optimizer], Any]] = {
 
 @pytest.mark.parametrize("where", ["cpu", "a device", "disabled"])
 @pytest.mark.parametrize("name", REFUSED)
-def test_a_scheduler_that_cannot_run_ahead_is_refused_before_anything_is_updated(name, where, monkeypatch, request):
+def test_a_scheduler_that_cannot_run_ahead_is_refused_before_anything_is_updated(
+    name, where, monkeypatch, request
+):
     if where == "a device":
         request.getfixturevalue("far_cpu")
     weight = torch.nn.Parameter(torch.ones(2))
-    optimizer = OnDevice([weight], {"lr": 0.1, "momentum": 0.0}) if where == "a device" else torch.optim.SGD([weight], lr=0.1)
+    optimizer = (
+        OnDevice([weight], {"lr": 0.1, "momentum": 0.0})
+        if where == "a device"
+        else torch.optim.SGD([weight], lr=0.1)
+    )
     scaler = mezzo.GradScaler(enabled=where != "disabled")
     scaler.scale(weight.sum()).backward()
     with pytest.raises(mezzo.UnsupportedError, match=r"Do not pass it: call its step\(\) yourself"):

@@ -15,7 +15,15 @@ from torch.optim.lr_scheduler import LinearLR, SequentialLR, StepLR
 
 from mezzo import ScalerError
 from mezzo.optim.fused_algorithms import algorithm_name
-from mezzo.scaling.schedule_sync import catch_up, class_of, groups_of, is_synced_on_read, stop_sync, sync_on_read, without_sync
+from mezzo.scaling.schedule_sync import (
+    catch_up,
+    class_of,
+    groups_of,
+    is_synced_on_read,
+    stop_sync,
+    sync_on_read,
+    without_sync,
+)
 
 
 class Behind:
@@ -65,10 +73,16 @@ SCHEDULER_READS: dict[str, Callable[[Any], Any]] = {
 
 OPTIMIZER_READS: dict[str, Callable[[Any], Any]] = {
     "groups": lambda optimizer: optimizer.param_groups,
-    "new groups": lambda optimizer: setattr(optimizer, "param_groups", [dict(vars(optimizer)["param_groups"][0])]),
+    "new groups": lambda optimizer: setattr(
+        optimizer, "param_groups", [dict(vars(optimizer)["param_groups"][0])]
+    ),
     "state": lambda optimizer: optimizer.state_dict(),
-    "loading": lambda optimizer: optimizer.load_state_dict(torch.optim.SGD([torch.ones(1)], lr=0.3).state_dict()),
-    "a group that is added": lambda optimizer: optimizer.add_param_group({"params": [torch.zeros(2, requires_grad=True)]}),
+    "loading": lambda optimizer: optimizer.load_state_dict(
+        torch.optim.SGD([torch.ones(1)], lr=0.3).state_dict()
+    ),
+    "a group that is added": lambda optimizer: optimizer.add_param_group(
+        {"params": [torch.zeros(2, requires_grad=True)]}
+    ),
     "its text": repr,
     "a copy": copy.copy,
     "a deep copy": copy.deepcopy,
@@ -111,14 +125,24 @@ def test_both_look_like_what_they_were(pair: Pair) -> None:
     optimizer, scheduler = pair.optimizer, pair.scheduler
     assert isinstance(optimizer, torch.optim.SGD)
     assert isinstance(scheduler, StepLR)
-    assert (type(optimizer).__name__, type(optimizer).__module__, type(scheduler).__qualname__) == ("SGD", "torch.optim.sgd", "StepLR")
+    assert (type(optimizer).__name__, type(optimizer).__module__, type(scheduler).__qualname__) == (
+        "SGD",
+        "torch.optim.sgd",
+        "StepLR",
+    )
     assert repr(optimizer).startswith("SGD (")
-    assert (class_of(optimizer), class_of(scheduler), algorithm_name(optimizer)) == (torch.optim.SGD, StepLR, torch.optim.SGD)
+    assert (class_of(optimizer), class_of(scheduler), algorithm_name(optimizer)) == (
+        torch.optim.SGD,
+        StepLR,
+        torch.optim.SGD,
+    )
     assert set(scheduler.state_dict()) == set(Pair().scheduler.state_dict())
     assert set(optimizer.state_dict()) == {"state", "param_groups"}
 
 
-@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, lambda one: pickle.loads(pickle.dumps(one))])
+@pytest.mark.parametrize(
+    "copied", [copy.copy, copy.deepcopy, lambda one: pickle.loads(pickle.dumps(one))]
+)
 def test_copies_are_plain_and_work(pair: Pair, copied: Callable[[Any], Any]) -> None:
     pair.keep_up()
     optimizer, scheduler = copied(pair.optimizer), copied(pair.scheduler)
@@ -134,7 +158,11 @@ def test_copies_are_plain_and_work(pair: Pair, copied: Callable[[Any], Any]) -> 
 def test_letting_go_catches_up_and_makes_both_plain(pair: Pair) -> None:
     pair.keep_up()
     stop_sync(pair.optimizer)
-    assert (type(pair.optimizer), type(pair.scheduler), pair.schedule.calls) == (torch.optim.SGD, StepLR, 1)
+    assert (type(pair.optimizer), type(pair.scheduler), pair.schedule.calls) == (
+        torch.optim.SGD,
+        StepLR,
+        1,
+    )
     assert not is_synced_on_read(pair.optimizer, pair.schedule)
     stop_sync(pair.optimizer)
     catch_up(pair.optimizer)

@@ -15,7 +15,13 @@ from mezzo.scaling.scale_state import scaler_from_dict, scaler_to_dict
 
 RULE = ScaleRule(3.0, 0.25, 7, 2, False, 0.5, 2.0**20, False, 9)
 STATES = [ScaleState(8.0, 1, 2, 3, 4, 5), ScaleState(16.0, 6, 7, 8, 9, 10)]
-TORCH = {"scale": 8.0, "growth_factor": 3.0, "backoff_factor": 0.25, "growth_interval": 7, "_growth_tracker": 4}
+TORCH = {
+    "scale": 8.0,
+    "growth_factor": 3.0,
+    "backoff_factor": 0.25,
+    "growth_interval": 7,
+    "_growth_tracker": 4,
+}
 
 
 def test_every_field_survives_a_round_trip():
@@ -33,11 +39,22 @@ def test_torchs_entries_come_first_and_mean_what_torch_means():
     assert list(scaler_to_dict(STATES, RULE))[:5] == list(TORCH)
     states, rule = scaler_from_dict(TORCH, ScaleRule(backoff_interval=4), 2)
     assert states == [ScaleState(8.0, 4)] * 2
-    assert (rule.growth_factor, rule.backoff_factor, rule.growth_interval, rule.backoff_interval) == (3.0, 0.25, 7, 4)
+    assert (
+        rule.growth_factor,
+        rule.backoff_factor,
+        rule.growth_interval,
+        rule.backoff_interval,
+    ) == (3.0, 0.25, 7, 4)
 
 
 def test_edited_torch_entries_win_over_mezzos_own():
-    edited = {"scale": 1024.0, "growth_factor": 5.0, "backoff_factor": 0.125, "growth_interval": 11, "_growth_tracker": 6}
+    edited = {
+        "scale": 1024.0,
+        "growth_factor": 5.0,
+        "backoff_factor": 0.125,
+        "growth_interval": 11,
+        "_growth_tracker": 6,
+    }
     states, rule = scaler_from_dict(scaler_to_dict(STATES, RULE) | edited, ScaleRule(), 2)
     assert rule == replace(RULE, growth_factor=5.0, backoff_factor=0.125, growth_interval=11)
     # The public scale is that of the first loss.
@@ -61,7 +78,10 @@ def test_a_scaler_goes_on_from_an_edited_state(kind):
 
 def test_a_saved_scale_out_of_bounds_is_brought_within_them():
     assert scaler_from_dict(TORCH | {"scale": 2.0**-80}, ScaleRule(), 1)[0][0].scale == 2.0**-24
-    assert scaler_from_dict(TORCH | {"scale": 2.0**30}, ScaleRule(max_scale=2.0**24), 1)[0][0].scale == 2.0**24
+    assert (
+        scaler_from_dict(TORCH | {"scale": 2.0**30}, ScaleRule(max_scale=2.0**24), 1)[0][0].scale
+        == 2.0**24
+    )
 
 
 def test_what_a_later_version_added_is_ignored():
@@ -74,7 +94,11 @@ def test_what_a_later_version_added_is_ignored():
 def test_a_scale_that_no_gradient_survives_is_refused(scale: float):
     second = scaler_to_dict(STATES, RULE)
     second["mezzo_states"][1]["scale"] = scale
-    for broken, losses in ((TORCH | {"scale": scale}, 1), (scaler_to_dict(STATES[:1], RULE) | {"scale": scale}, 1), (second, 2)):
+    for broken, losses in (
+        (TORCH | {"scale": scale}, 1),
+        (scaler_to_dict(STATES[:1], RULE) | {"scale": scale}, 1),
+        (second, 2),
+    ):
         with pytest.raises(ScalerError, match="Start again"):
             scaler_from_dict(broken, ScaleRule(), losses)
 
@@ -104,7 +128,10 @@ def test_other_files_are_refused_with_the_reason():
         (TORCH | {"mezzo_rule": {"dynamic": "yes"}}, "dynamic is 'yes', and must be True or False"),
         (TORCH | {"mezzo_states": [3]}, "not a list of dictionaries"),
         (TORCH | {"mezzo_states": {"scale": 1.0}}, "not a list of dictionaries"),
-        (TORCH | {"mezzo_states": [{"scale": 8.0, "skipped_steps": None}]}, "skipped_steps is None"),
+        (
+            TORCH | {"mezzo_states": [{"scale": 8.0, "skipped_steps": None}]},
+            "skipped_steps is None",
+        ),
     ],
 )
 def test_entries_of_other_types_are_refused_and_nothing_is_changed(entries, message):
@@ -116,4 +143,6 @@ def test_entries_of_other_types_are_refused_and_nothing_is_changed(entries, mess
 
 
 def test_a_scale_that_is_a_tensor_is_read():
-    assert scaler_from_dict(TORCH | {"scale": torch.tensor(16.0), "_growth_tracker": torch.tensor(2)}, ScaleRule(), 1)[0] == [ScaleState(16.0, 2)]
+    assert scaler_from_dict(
+        TORCH | {"scale": torch.tensor(16.0), "_growth_tracker": torch.tensor(2)}, ScaleRule(), 1
+    )[0] == [ScaleState(16.0, 2)]

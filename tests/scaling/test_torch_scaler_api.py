@@ -23,7 +23,11 @@ def test_the_scale_and_tracker_appear_with_the_first_loss_and_are_torchs_kind_of
     scaler = mezzo.GradScaler(init_scale=3.0)
     assert scaler._scale is scaler._growth_tracker is scaler._get_scale_async() is None
     scaler._lazy_init_scale_growth_tracker(CPU)
-    assert (scaler._scale.item(), scaler._scale.dtype, scaler._scale.shape) == (3.0, torch.float32, ())
+    assert (scaler._scale.item(), scaler._scale.dtype, scaler._scale.shape) == (
+        3.0,
+        torch.float32,
+        (),
+    )
     assert (scaler._growth_tracker.item(), scaler._growth_tracker.dtype) == (0, torch.int32)
     assert scaler._init_scale == 3.0
 
@@ -39,7 +43,11 @@ def test_a_tracker_that_was_set_before_is_where_counting_starts():
 
 @pytest.mark.parametrize("shape", [(), (1,)])
 def test_unscaling_by_hand_takes_torchs_arguments(shape: tuple[int, ...]):
-    gradients = [torch.full((3,), 4.0), torch.full((3,), 4.0, dtype=torch.float16), torch.full((4, 4), 4.0)[:, :2]]
+    gradients = [
+        torch.full((3,), 4.0),
+        torch.full((3,), 4.0, dtype=torch.float16),
+        torch.full((4, 4), 4.0)[:, :2],
+    ]
     optimizer = torch.optim.SGD([parameter(gradient) for gradient in gradients], lr=0.1)
     found = torch.zeros(shape)
     flags = mezzo.GradScaler()._unscale_grads_(optimizer, torch.full(shape, 0.25), found, True)
@@ -47,7 +55,12 @@ def test_unscaling_by_hand_takes_torchs_arguments(shape: tuple[int, ...]):
     assert found.item() == 0
     assert all(torch.equal(gradient, torch.ones_like(gradient)) for gradient in gradients)
     gradients[1][0] = math.inf
-    assert mezzo.GradScaler()._unscale_grads_(optimizer, torch.full(shape, 0.25), found, True)[CPU].item() == 1
+    assert (
+        mezzo.GradScaler()
+        ._unscale_grads_(optimizer, torch.full(shape, 0.25), found, True)[CPU]
+        .item()
+        == 1
+    )
 
 
 def test_checking_by_hand_records_and_does_not_unscale():
@@ -72,6 +85,10 @@ def test_private_values_of_torchs_scaler_can_be_set_before_and_after_the_first_l
 def test_private_names_of_the_rule_are_those_of_its_accessors():
     scaler = mezzo.GradScaler()
     scaler._growth_factor, scaler._backoff_factor, scaler._growth_interval = 4.0, 0.25, 7
-    assert (scaler.get_growth_factor(), scaler.get_backoff_factor(), scaler.get_growth_interval()) == (4.0, 0.25, 7)
+    assert (
+        scaler.get_growth_factor(),
+        scaler.get_backoff_factor(),
+        scaler.get_growth_interval(),
+    ) == (4.0, 0.25, 7)
     scaler.set_growth_interval(9)
     assert scaler._growth_interval == 9

@@ -17,9 +17,15 @@ def test_inner_optimizers_are_found_in_attributes_and_containers():
     one, other = sgd(), sgd()
     assert inner_optimizers(one) == {}
     assert inner_optimizers(Lookahead(one)) == {".optimizer": one}
-    assert inner_optimizers(Several([one, other])) == {"._parts['all'][0]": one, "._parts['all'][1]": other}
+    assert inner_optimizers(Several([one, other])) == {
+        "._parts['all'][0]": one,
+        "._parts['all'][1]": other,
+    }
     wrapped = Lookahead(Lookahead(one))
-    assert inner_optimizers(wrapped) == {".optimizer": wrapped.optimizer, ".optimizer.optimizer": one}
+    assert inner_optimizers(wrapped) == {
+        ".optimizer": wrapped.optimizer,
+        ".optimizer.optimizer": one,
+    }
 
 
 def test_an_optimizer_that_holds_itself_is_not_inside_itself():

@@ -17,7 +17,14 @@ from mezzo.compat.megengine.optimizer import SGD
 @pytest.fixture
 def net():
     torch.manual_seed(0)
-    return nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 10))
+    return nn.Sequential(
+        nn.Conv2d(3, 8, 3),
+        nn.BatchNorm2d(8),
+        nn.ReLU(),
+        nn.AdaptiveAvgPool2d(1),
+        nn.Flatten(),
+        nn.Linear(8, 10),
+    )
 
 
 @pytest.fixture
@@ -52,7 +59,9 @@ def test_the_switch_makes_the_output_float16_until_it_is_thrown_back(net, image)
 
 
 def gradient_of_logits(seen):
-    return lambda _module, _inputs, output: output.register_hook(lambda gradient: seen.append(gradient.dtype)) and None
+    return lambda _module, _inputs, output: (
+        output.register_hook(lambda gradient: seen.append(gradient.dtype)) and None
+    )
 
 
 def test_automatic_scaled_backward_trains(net, image, label):

@@ -48,13 +48,19 @@ class Detector(nn.Module):
     def __init__(self):
         super().__init__()
         self.backbone = nn.Sequential(
-            nn.Conv2d(3, 8, 3, stride=2, padding=1), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 16, 3, stride=2, padding=1), nn.ReLU()
+            nn.Conv2d(3, 8, 3, stride=2, padding=1),
+            nn.BatchNorm2d(8),
+            nn.ReLU(),
+            nn.Conv2d(8, 16, 3, stride=2, padding=1),
+            nn.ReLU(),
         )
         self.classes, self.boxes = nn.Conv2d(16, CLASSES, 1), nn.Conv2d(16, 4, 1)
 
     def forward(self, x):
         features = self.backbone(x)
-        classes, boxes = (head(features).flatten(2).transpose(1, 2) for head in (self.classes, self.boxes))
+        classes, boxes = (
+            head(features).flatten(2).transpose(1, 2) for head in (self.classes, self.boxes)
+        )
         return classes, boxes, torch.arange(BOXES)
 
 
@@ -65,8 +71,13 @@ def get_network():
 
 def mbox_loss(cls_preds, box_preds, cls_targets, box_targets):
     """Class and box losses, each a list over devices, as the detector's loss there gives them."""
-    cls_loss = [F.cross_entropy(pred.flatten(0, 1), target.flatten()) for pred, target in zip(cls_preds, cls_targets, strict=True)]
-    box_loss = [F.smooth_l1_loss(pred, target) for pred, target in zip(box_preds, box_targets, strict=True)]
+    cls_loss = [
+        F.cross_entropy(pred.flatten(0, 1), target.flatten())
+        for pred, target in zip(cls_preds, cls_targets, strict=True)
+    ]
+    box_loss = [
+        F.smooth_l1_loss(pred, target) for pred, target in zip(box_preds, box_targets, strict=True)
+    ]
     return [one + other for one, other in zip(cls_loss, box_loss, strict=True)], cls_loss, box_loss
 
 
@@ -90,7 +101,12 @@ def train(net, trainer, backward, epoch_size=30):
 
 
 def make_trainer(net, **words):
-    return gluon.Trainer(dict(net.named_parameters()), "sgd", {"learning_rate": LR, "wd": WD, "momentum": MOMENTUM}, **words)
+    return gluon.Trainer(
+        dict(net.named_parameters()),
+        "sgd",
+        {"learning_rate": LR, "wd": WD, "momentum": MOMENTUM},
+        **words,
+    )
 
 
 def train_in_float32():
@@ -123,7 +139,9 @@ def test_training_in_float32():
 def test_initialization_logs_that_amp_is_used(caplog):
     with caplog.at_level(logging.INFO):
         amp.init()
-    assert [f"{one.levelname}:{one.name}:{one.getMessage()}" for one in caplog.records] == ["INFO:root:Using AMP"]
+    assert [f"{one.levelname}:{one.name}:{one.getMessage()}" for one in caplog.records] == [
+        "INFO:root:Using AMP"
+    ]
 
 
 def test_a_network_made_after_initialization_computes_in_float16():
@@ -200,12 +218,17 @@ def test_a_block_and_a_symbol_are_converted_for_inference():
     assert torch.allclose(result, block(IMAGES), atol=1e-3)
 
     sym, arg_params, aux_params = load_checkpoint()
-    result_sym, result_arg_params, result_aux_params = amp.convert_model(sym, arg_params, aux_params)
+    result_sym, result_arg_params, result_aux_params = amp.convert_model(
+        sym, arg_params, aux_params
+    )
     module = bound(result_sym, result_arg_params, result_aux_params)
     module.forward(io.DataBatch(data=[IMAGES], label=[torch.ones(1)]))
     assert torch.allclose(module.get_outputs()[0], sym(IMAGES), atol=1e-3)
     assert result_sym.converted.casts.after.count > 0
-    assert (result_arg_params.keys(), result_aux_params.keys()) == (arg_params.keys(), aux_params.keys())
+    assert (result_arg_params.keys(), result_aux_params.keys()) == (
+        arg_params.keys(),
+        aux_params.keys(),
+    )
 
 
 def test_lists_and_stored_parameters_are_customized_and_saved_with_their_casts(tmp_path):
@@ -225,7 +248,9 @@ def test_lists_and_stored_parameters_are_customized_and_saved_with_their_casts(t
     # Parameters of convolutions are in float16, those of the full layer stay in float32.
     assert module._arg_params["conv0.weight"].dtype is torch.float16
     assert module._arg_params["fc1.bias"].dtype is torch.float32
-    assert {value.dtype for value in result_aux_params.values() if value.is_floating_point()} == {torch.float32}
+    assert {value.dtype for value in result_aux_params.values() if value.is_floating_point()} == {
+        torch.float32
+    }
 
     prefix = tmp_path / "amp_tutorial_model"
     module.save_checkpoint(prefix, 0, remove_amp_cast=False)
@@ -240,7 +265,10 @@ def test_the_limit_to_one_trainer_is_gone():
     amp.init()
     nets = [nn.Linear(4, 2) for _ in range(2)]
     trainers = [
-        gluon.Trainer(dict(net.named_parameters()), "sgd", {"learning_rate": 0.5}, update_on_kvstore=on) for net, on in zip(nets, (True, False), strict=True)
+        gluon.Trainer(
+            dict(net.named_parameters()), "sgd", {"learning_rate": 0.5}, update_on_kvstore=on
+        )
+        for net, on in zip(nets, (True, False), strict=True)
     ]
     for trainer in trainers:
         amp.init_trainer(trainer)
@@ -252,4 +280,7 @@ def test_the_limit_to_one_trainer_is_gone():
             autograd.backward(scaled)
         for trainer in trainers:
             trainer.step(8)
-    assert all(F.cross_entropy(net(x).float(), label).item() < old for net, old in zip(nets, before, strict=True))
+    assert all(
+        F.cross_entropy(net(x).float(), label).item() < old
+        for net, old in zip(nets, before, strict=True)
+    )

@@ -98,7 +98,9 @@ def test_a_scaler_ignores_the_update_of_a_bad_step_and_backs_off(setup):
     x[0, 0] = float("inf")
     graph(x, y)
     assert (graph.mezzo_step.skipped, graph.mezzo_step.scale) == (True, 2**11)
-    assert all(flow.equal(one, old) for one, old in zip(setup.model.parameters(), before, strict=True))
+    assert all(
+        flow.equal(one, old) for one, old in zip(setup.model.parameters(), before, strict=True)
+    )
     graph(*batch())
     assert not graph.mezzo_step.skipped
     assert not flow.equal(setup.model[0].weight, before[0])

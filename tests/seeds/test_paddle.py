@@ -1,6 +1,7 @@
 """PaddlePaddle's guide to automatic mixed precision: one program for each of its code blocks, on a smaller network and in our own words.
 
-Its experiment ends with losses of 0.6486028 in float32, 0.6486219 at O1 and 0.6743 at O2, where no masters are kept; static programs end with the same.
+Its experiment ends with losses of 0.6486028 in float32, 0.6486219 at O1 and 0.6743 at O2, where no
+masters are kept; static programs end with the same.
 """
 
 from __future__ import annotations
@@ -64,7 +65,13 @@ class RandomDataset(Dataset):
 
 @pytest.fixture(scope="module")
 def loader():
-    return DataLoader(RandomDataset(BATCHES * BATCH), batch_size=BATCH, shuffle=False, drop_last=True, num_workers=0)
+    return DataLoader(
+        RandomDataset(BATCHES * BATCH),
+        batch_size=BATCH,
+        shuffle=False,
+        drop_last=True,
+        num_workers=0,
+    )
 
 
 @pytest.fixture(scope="module")
@@ -113,7 +120,9 @@ def dynamic_o2(loader, **words) -> float:
     model = SimpleNet(SIZE, SIZE)
     optimizer = paddle.optimizer.SGD(learning_rate=0.0001, parameters=model.parameters())
     if words:
-        model, optimizer = paddle.amp.decorate(models=model, optimizers=optimizer, level="O2", **words)
+        model, optimizer = paddle.amp.decorate(
+            models=model, optimizers=optimizer, level="O2", **words
+        )
     else:
         model = paddle.amp.decorate(models=model, level="O2")
     scaler = paddle.amp.GradScaler(init_loss_scaling=1024)
@@ -137,13 +146,21 @@ def test_1_the_network_is_nine_linear_layers():
     model = SimpleNet(SIZE, SIZE)
     bound = (6 / (SIZE + SIZE)) ** 0.5
     assert len(model.linears) == 9
-    assert all(0.9 * bound < linear.weight.abs().max() <= bound and not linear.bias.any() for linear in model.linears)
+    assert all(
+        0.9 * bound < linear.weight.abs().max() <= bound and not linear.bias.any()
+        for linear in model.linears
+    )
 
 
 def test_2_the_loader_gives_float32_batches(loader):
     (data, label), *others = list(loader)
     assert len(others) == BATCHES - 1
-    assert (data.shape, data.dtype, label.shape, label.dtype) == ((BATCH, SIZE), torch.float32, (BATCH, SIZE), torch.float32)
+    assert (data.shape, data.dtype, label.shape, label.dtype) == (
+        (BATCH, SIZE),
+        torch.float32,
+        (BATCH, SIZE),
+        torch.float32,
+    )
 
 
 def test_3_float32_training_lowers_the_loss(loader, float32_loss):
@@ -215,11 +232,13 @@ def test_7_gradients_of_ten_batches_are_added_up_for_one_update(loader):
             optimizer.clear_grad(set_to_zero=False)
     sum(mse(plain(data), label) for data, label in loader).backward()
     expected = 0.0001 * plain.linears[8].bias.grad
-    assert (plain.linears[8].bias - model.linears[8].bias).detach().numpy() == pytest.approx(expected.numpy(), rel=1e-2, abs=1e-6)
+    assert (plain.linears[8].bias - model.linears[8].bias).detach().numpy() == pytest.approx(
+        expected.numpy(), rel=1e-2, abs=1e-6
+    )
     assert scaler.state_dict()["incr_count"] == 1
 
 
-# -- static programs -------------------------------------------------------------------------------------------------------------------------------
+# -- static programs -------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -251,7 +270,9 @@ def trained(programs, loader, data, label, loss, initialise=lambda: None):
     for _ in range(EPOCHS):
         for train_data, train_label in loader:
             feed = {data.name: train_data, label.name: train_label}
-            train_loss = exe.run(main_program, feed=feed, fetch_list=[loss.name], use_program_cache=True)
+            train_loss = exe.run(
+                main_program, feed=feed, fetch_list=[loss.name], use_program_cache=True
+            )
     return train_loss[0]
 
 
@@ -270,10 +291,17 @@ def test_9_a_float32_program_ends_with_the_loss_of_eager_training(programs, load
     assert float(value) == pytest.approx(float32_loss, rel=1e-6)
 
 
-def test_10_an_o1_program_ends_with_the_loss_of_float32_to_four_digits(programs, loader, float32_loss):
+def test_10_an_o1_program_ends_with_the_loss_of_float32_to_four_digits(
+    programs, loader, float32_loss
+):
     data, label, loss, optimizer = written(model := SimpleNet(SIZE, SIZE))
     amp_list = paddle.static.amp.CustomOpLists(custom_white_list=["elementwise_add"])
-    optimizer = paddle.static.amp.decorate(optimizer=optimizer, amp_lists=amp_list, init_loss_scaling=128.0, use_dynamic_loss_scaling=True)
+    optimizer = paddle.static.amp.decorate(
+        optimizer=optimizer,
+        amp_lists=amp_list,
+        init_loss_scaling=128.0,
+        use_dynamic_loss_scaling=True,
+    )
     optimizer.minimize(loss)
     value = trained(programs, loader, data, label, loss)
     assert value.dtype == np.float32
@@ -282,13 +310,26 @@ def test_10_an_o1_program_ends_with_the_loss_of_float32_to_four_digits(programs,
     assert optimizer.get_loss_scaling() == 128.0
 
 
-def test_11_a_pure_float16_program_has_a_float16_loss_that_is_off_by_what_the_guide_shows(programs, loader, float32_loss):
+def test_11_a_pure_float16_program_has_a_float16_loss_that_is_off_by_what_the_guide_shows(
+    programs, loader, float32_loss
+):
     data, label, loss, optimizer = written(model := SimpleNet(SIZE, SIZE))
     optimizer = paddle.static.amp.decorate(
-        optimizer=optimizer, init_loss_scaling=128.0, use_dynamic_loss_scaling=True, use_pure_fp16=True, use_fp16_guard=False
+        optimizer=optimizer,
+        init_loss_scaling=128.0,
+        use_dynamic_loss_scaling=True,
+        use_pure_fp16=True,
+        use_fp16_guard=False,
     )
     optimizer.minimize(loss)
-    value = trained(programs, loader, data, label, loss, lambda: optimizer.amp_init(paddle.CPUPlace(), scope=paddle.static.global_scope()))
+    value = trained(
+        programs,
+        loader,
+        data,
+        label,
+        loss,
+        lambda: optimizer.amp_init(paddle.CPUPlace(), scope=paddle.static.global_scope()),
+    )
     assert value.dtype == np.float16
     assert float(value) / float32_loss - 1 == pytest.approx(LOST, rel=0.3)
     assert {parameter.dtype for parameter in model.parameters()} == {torch.float16}
@@ -296,21 +337,43 @@ def test_11_a_pure_float16_program_has_a_float16_loss_that_is_off_by_what_the_gu
 
 def test_12_the_guard_marks_all_layers_but_the_first(programs):
     *_, loss, _ = written(GuardedNet(SIZE, SIZE))
-    assert [(node.name, node.guarded) for node in loss.program.nodes] == [("linear", False), *[("linear", True)] * 8, ("mse_loss", False)]
+    assert [(node.name, node.guarded) for node in loss.program.nodes] == [
+        ("linear", False),
+        *[("linear", True)] * 8,
+        ("mse_loss", False),
+    ]
 
 
-def test_13_a_guarded_program_has_a_float32_loss_and_float32_parameters_outside_the_guard(programs, loader, float32_loss):
+def test_13_a_guarded_program_has_a_float32_loss_and_float32_parameters_outside_the_guard(
+    programs, loader, float32_loss
+):
     data, label, loss, optimizer = written(model := GuardedNet(SIZE, SIZE))
-    optimizer = paddle.static.amp.decorate(optimizer=optimizer, init_loss_scaling=128.0, use_dynamic_loss_scaling=True, use_pure_fp16=True, use_fp16_guard=True)
+    optimizer = paddle.static.amp.decorate(
+        optimizer=optimizer,
+        init_loss_scaling=128.0,
+        use_dynamic_loss_scaling=True,
+        use_pure_fp16=True,
+        use_fp16_guard=True,
+    )
     optimizer.minimize(loss)
-    value = trained(programs, loader, data, label, loss, lambda: optimizer.amp_init(paddle.CPUPlace(), scope=paddle.static.global_scope()))
+    value = trained(
+        programs,
+        loader,
+        data,
+        label,
+        loss,
+        lambda: optimizer.amp_init(paddle.CPUPlace(), scope=paddle.static.global_scope()),
+    )
     assert value.dtype == np.float32
-    assert [linear.weight.dtype for linear in model.linears] == [torch.float32, *[torch.float16] * 8]
+    assert [linear.weight.dtype for linear in model.linears] == [
+        torch.float32,
+        *[torch.float16] * 8,
+    ]
     # 0.6691731 in the guide: one layer of nine learns.
     assert 0 < float(value) / float32_loss - 1 < 1.3 * LOST
 
 
-# -- common problems -------------------------------------------------------------------------------------------------------------------------------
+# -- common problems -------------------------------------------------------------------------------
 
 
 def test_14_decorate_comes_before_data_parallel():
@@ -323,7 +386,10 @@ def test_14_decorate_comes_before_data_parallel():
 
 def test_14_the_other_order_is_refused_in_the_guides_words():
     dp_model = paddle.DataParallel(SimpleNet(8, 8))
-    words = r"For distributed AMP training, you should first use paddle.amp.decorate\(\) to decorate origin model, and then call paddle.DataParallel"
+    words = (
+        r"For distributed AMP training, you should first use paddle.amp.decorate\(\) to decorate"
+        r" origin model, and then call paddle.DataParallel"
+    )
     with pytest.raises(RuntimeError, match=words):
         paddle.amp.decorate(models=dp_model, level="O2")
     assert {parameter.dtype for parameter in dp_model.parameters()} == {torch.float32}

@@ -1,7 +1,8 @@
 """The programs of a page on PyTorch's amp (T. Heo, "AMP(Automatic Mixed-Precision)"), which says `torch.cuda.amp`: the same calls, on mezzo by `install()`.
 
-The host's own words (layers, data) are small enough for a CPU. There `torch.cuda.amp` is switched off with a warning, as torch does it, so each program also runs
-with the names of `torch.cpu.amp`, whose calls are the same.
+The host's own words (layers, data) are small enough for a CPU. There `torch.cuda.amp` is switched
+off with a warning, as torch does it, so each program also runs with the names of `torch.cpu.amp`,
+whose calls are the same.
 """
 
 import importlib
@@ -24,7 +25,14 @@ def installed():
 class Net(nn.Module):
     def __init__(self):
         super().__init__()
-        self.layers = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.AdaptiveAvgPool2d(2), nn.Flatten(), nn.Linear(32, 10))
+        self.layers = nn.Sequential(
+            nn.Conv2d(3, 8, 3),
+            nn.BatchNorm2d(8),
+            nn.ReLU(),
+            nn.AdaptiveAvgPool2d(2),
+            nn.Flatten(),
+            nn.Linear(32, 10),
+        )
         self.dtypes = []
 
     def forward(self, x):
@@ -39,7 +47,13 @@ HERE = "cuda" if torch.cuda.is_available() else "cpu"
 
 def batches(count=6, device=HERE):
     generator = torch.Generator().manual_seed(0)
-    return [(torch.randn(16, 3, 8, 8, generator=generator).to(device), torch.randint(10, (16,), generator=generator).to(device)) for _ in range(count)]
+    return [
+        (
+            torch.randn(16, 3, 8, 8, generator=generator).to(device),
+            torch.randint(10, (16,), generator=generator).to(device),
+        )
+        for _ in range(count)
+    ]
 
 
 def names(device):
@@ -143,7 +157,8 @@ def test_without_a_gpu_the_page_runs_in_float32_and_is_told_so():
 
 
 def test_gradients_that_float16_loses_are_saved_by_scaling():
-    # The page's reason for scaling: what is too small for float16 becomes zero, and its update is lost.
+    # The page's reason for scaling: what is too small for float16 becomes zero, and its update is
+    # lost.
     gradients = {}
     for scaled in (False, True):
         weight = nn.Parameter(torch.ones(2, 2))

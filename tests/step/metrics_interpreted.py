@@ -16,9 +16,13 @@ CPU = torch.device("cpu")
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.float64])
 @pytest.mark.parametrize("bad", [0.0, 1.0])
-def test_the_numbers_arrive_in_one_launch(dtype: torch.dtype, bad: float, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_numbers_arrive_in_one_launch(
+    dtype: torch.dtype, bad: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(_launch, "has_triton", lambda _: True)
-    scale = DeviceLossScale(mezzo.ScaleState(8.0, good_steps=3, skipped_steps=4, consecutive_skips=2), CPU)
+    scale = DeviceLossScale(
+        mezzo.ScaleState(8.0, good_steps=3, skipped_steps=4, consecutive_skips=2), CPU
+    )
     monkeypatch.setattr(capture, "device_counters", lambda _: scale.shown)
     board = MetricsBuffer(CPU, mezzo.GradScaler("cpu"))
     board._on_device = True

@@ -19,10 +19,16 @@ WINDOWS = {
     "gaps": ((2, 2), (3, 4), (0, 1)),
     "one row": ((1, 7), (1, 3), (0, 3)),
 }
-CASES = [(torch.float32, (2, 8, 9, 12)), (torch.float16, (1, 3, 7, 5)), (torch.bfloat16, (1, 40, 6, 33))]
+CASES = [
+    (torch.float32, (2, 8, 9, 12)),
+    (torch.float16, (1, 3, 7, 5)),
+    (torch.bfloat16, (1, 40, 6, 33)),
+]
 
 
-def _with_gradient(function: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _with_gradient(
+    function: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
     """The output, and the gradient of the input for a gradient of the output that is always the same."""
     leaf = x.clone(memory_format=torch.channels_last).requires_grad_()
     out = function(leaf)
@@ -42,7 +48,8 @@ def test_values_and_gradients_are_those_of_torch(dtype, shape, window, monkeypat
     ours, gradient = _with_gradient(lambda one: max_pool.max_pool2d(one, *window)[0], x)
     assert torch.equal(ours, F.max_pool2d(x, *window))
     assert ours.is_contiguous(memory_format=torch.channels_last)
-    # Sums are rounded to the dtype once: the gradients of a window's values may be of any sign and size.
+    # Sums are rounded to the dtype once: the gradients of a window's values may be of any sign and
+    # size.
     _, exact = _with_gradient(lambda one: F.max_pool2d(one, *window), x.double())
     torch.testing.assert_close(gradient.double(), exact, rtol=torch.finfo(dtype).eps, atol=1e-6)
 
@@ -63,7 +70,10 @@ def test_values_that_are_not_finite_win_and_lose_as_with_torch(odd):
 def test_nothing_of_a_batch_is_read_or_written_beyond_it():
     x = torch.randn(1, 5, 4, 4)
     assert max_pool.max_pool2d(x[:0], (2, 2), (2, 2), (0, 0))[0].shape == (0, 5, 2, 2)
-    torch.library.opcheck(max_pool.max_pool2d, (x.contiguous(memory_format=torch.channels_last).requires_grad_(), (3, 3), (2, 2), (1, 1)))
+    torch.library.opcheck(
+        max_pool.max_pool2d,
+        (x.contiguous(memory_format=torch.channels_last).requires_grad_(), (3, 3), (2, 2), (1, 1)),
+    )
 
 
 class Net(nn.Module):
@@ -71,12 +81,18 @@ class Net(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.pool, self.last = nn.Conv2d(3, 8, 3, padding=1), nn.MaxPool2d(3, stride=2, padding=1), nn.Linear(8, 2)
+        self.first, self.pool, self.last = (
+            nn.Conv2d(3, 8, 3, padding=1),
+            nn.MaxPool2d(3, stride=2, padding=1),
+            nn.Linear(8, 2),
+        )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Two numbers an image."""
         x = torch.max_pool2d(self.pool(self.first(x)), 2)
-        x = F.max_pool2d(F.max_pool2d(x, 2, 1, dilation=2), kernel_size=(2, 2), stride=1, ceil_mode=True)
+        x = F.max_pool2d(
+            F.max_pool2d(x, 2, 1, dilation=2), kernel_size=(2, 2), stride=1, ceil_mode=True
+        )
         x = F.max_pool2d(x, 2, 1, return_indices=True)[0]
         return self.last(F.max_pool2d(x.contiguous(), 1).amax((2, 3)))
 
@@ -95,7 +111,13 @@ def test_what_a_model_calls_is_replaced_where_channels_are_last(monkeypatch):
     expected = [parameter.grad.clone() for parameter in net.parameters()]
     net.zero_grad()
     launched = []
-    monkeypatch.setattr(max_pool, "_grid", lambda out, *apart, grid=max_pool._grid: launched.append(tuple(out.shape)) or grid(out, *apart))
+    monkeypatch.setattr(
+        max_pool,
+        "_grid",
+        lambda out, *apart, grid=max_pool._grid: (
+            launched.append(tuple(out.shape)) or grid(out, *apart)
+        ),
+    )
     torch.compile(net, backend=_only_the_pass, fullgraph=True)(x).square().sum().backward()
     assert launched == [(1, 8, 12, 12), (1, 8, 6, 6), (1, 8, 12, 12), (1, 8, 24, 24)]
     for parameter, gradient in zip(net.parameters(), expected, strict=True):

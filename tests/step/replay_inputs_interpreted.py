@@ -30,14 +30,25 @@ class Later:
             self.queue -= 1
 
 
-def _program(leaves: list[torch.Tensor], buffers: list[torch.Tensor], body: Callable[[], torch.Tensor]) -> tuple[CapturedGraph, Later]:
+def _program(
+    leaves: list[torch.Tensor], buffers: list[torch.Tensor], body: Callable[[], torch.Tensor]
+) -> tuple[CapturedGraph, Later]:
     mail = ReplayInputs(CPU, leaves, buffers)
     mail.rehearse(leaves)
     later = Later(mail, body)
     return CapturedGraph(later, buffers, None, mail), later  # type: ignore[arg-type]
 
 
-DTYPES = [torch.float32, torch.float16, torch.bfloat16, torch.float64, torch.int64, torch.int32, torch.uint8, torch.bool]
+DTYPES = [
+    torch.float32,
+    torch.float16,
+    torch.bfloat16,
+    torch.float64,
+    torch.int64,
+    torch.int32,
+    torch.uint8,
+    torch.bool,
+]
 
 
 @pytest.mark.parametrize("size", [1, 1023, 1024, 2500])
@@ -54,10 +65,16 @@ def test_inputs_arrive_bit_by_bit(dtype: torch.dtype, size: int) -> None:
     assert not room[size:].any()
 
 
-@pytest.mark.filterwarnings("ignore:overflow encountered")  # NumPy's, where a number becomes infinite
+# NumPy's, where a number becomes infinite.
+@pytest.mark.filterwarnings("ignore:overflow encountered")
 def test_what_is_cast_is_rounded_as_torch_rounds() -> None:
     """To float16: the interpreter cuts bfloat16 off where devices round."""
-    leaf = torch.cat([torch.randn(1000) * 10.0 ** torch.randint(-8, 6, (1000,)), torch.tensor([float("inf"), -float("inf"), 65519.0, 65520.0, 1e39, -0.0])])
+    leaf = torch.cat(
+        [
+            torch.randn(1000) * 10.0 ** torch.randint(-8, 6, (1000,)),
+            torch.tensor([float("inf"), -float("inf"), 65519.0, 65520.0, 1e39, -0.0]),
+        ]
+    )
     buffer = torch.zeros_like(leaf, dtype=torch.float16)
     program, later = _program([torch.zeros_like(leaf)], [buffer], lambda: torch.zeros(()))
     program.replay([leaf])
@@ -68,7 +85,9 @@ def test_what_is_cast_is_rounded_as_torch_rounds() -> None:
 
 def test_the_host_may_be_ahead_and_every_replay_reads_its_own_letter() -> None:
     x, y = torch.zeros(5), torch.zeros(3, dtype=torch.int64)
-    program, later = _program([x, y], [x.clone(), y.clone()], lambda: program.inputs[0].sum() + program.inputs[1].sum())
+    program, later = _program(
+        [x, y], [x.clone(), y.clone()], lambda: program.inputs[0].sum() + program.inputs[1].sum()
+    )
     batches = [(torch.full((5,), float(number)), torch.full((3,), number)) for number in range(200)]
     losses = [program.replay(list(batch)) for batch in batches]
     later.run()
@@ -122,8 +141,14 @@ def test_inputs_that_lie_differently_arrive_too(case: str) -> None:
     ],
     ids=["complex", "float64 to float16", "empty", "another layout"],
 )
-def test_what_torch_copies_better_is_left_to_torch(leaf: torch.Tensor, buffer: torch.Tensor) -> None:
-    program, later = _program([leaf, torch.ones(1)], [buffer, torch.zeros(1)], lambda: buffer.float().sum() if not buffer.is_complex() else torch.zeros(()))
+def test_what_torch_copies_better_is_left_to_torch(
+    leaf: torch.Tensor, buffer: torch.Tensor
+) -> None:
+    program, later = _program(
+        [leaf, torch.ones(1)],
+        [buffer, torch.zeros(1)],
+        lambda: buffer.float().sum() if not buffer.is_complex() else torch.zeros(()),
+    )
     given = [leaf * 2, torch.full((1,), 7.0)]
     program.replay(given)
     later.run()
@@ -131,7 +156,11 @@ def test_what_torch_copies_better_is_left_to_torch(leaf: torch.Tensor, buffer: t
     assert program.inputs[1].item() == 7.0
 
 
-@pytest.mark.parametrize("returned", [torch.ones(()).half(), torch.ones(1), torch.ones(3), (torch.ones(()),), None], ids=str)
+@pytest.mark.parametrize(
+    "returned",
+    [torch.ones(()).half(), torch.ones(1), torch.ones(3), (torch.ones(()),), None],
+    ids=str,
+)
 def test_what_is_no_loss_is_copied(returned: object) -> None:
     leaf = torch.zeros(2)
     mail = ReplayInputs(CPU, [leaf], [leaf.clone()])

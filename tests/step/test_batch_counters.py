@@ -16,7 +16,10 @@ class Net(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.twice, self.once, self.frozen = (nn.BatchNorm1d(4) for _ in range(3))
-        self.average, self.none = nn.BatchNorm1d(4, momentum=None), nn.BatchNorm1d(4, track_running_stats=False)
+        self.average, self.none = (
+            nn.BatchNorm1d(4, momentum=None),
+            nn.BatchNorm1d(4, track_running_stats=False),
+        )
         self.frozen.eval()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:

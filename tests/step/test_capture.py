@@ -74,7 +74,16 @@ def studio(monkeypatch):
 
 
 def step_of(made, capture="auto", **words):
-    step = mezzo.TrainStep(made.model, boosted, made.optimizer, words.pop("policy", "O1"), dtype="bfloat16", channels_last=False, capture=False, **words)
+    step = mezzo.TrainStep(
+        made.model,
+        boosted,
+        made.optimizer,
+        words.pop("policy", "O1"),
+        dtype="bfloat16",
+        channels_last=False,
+        capture=False,
+        **words,
+    )
     step._runner = CaptureRunner(step._engine, Capture.parse(capture))
     return step
 
@@ -98,7 +107,11 @@ def test_three_real_steps_warm_up_and_then_one_program_is_replayed(studio):
 def test_warm_ups_run_on_inputs_as_the_program_holds_them(studio, monkeypatch):
     step = step_of(Made("mlp"), policy="O2")
     seen, run_one = [], step._engine.run
-    monkeypatch.setattr(step._engine, "run", lambda arguments, *rest: (seen.append(arguments[0].dtype), run_one(arguments, *rest))[1])
+    monkeypatch.setattr(
+        step._engine,
+        "run",
+        lambda arguments, *rest: (seen.append(arguments[0].dtype), run_one(arguments, *rest))[1],
+    )
     run(step, 5)
     assert seen == [torch.bfloat16] * 5
 
@@ -165,14 +178,26 @@ def test_calls_that_share_gradients_are_captured_by_phase(studio, accumulate):
     step = step_of(made, accumulate=accumulate)
     losses = run(step, 30)
     assert len(studio.programs) == accumulate
-    plain = mezzo.TrainStep(other.model, boosted, other.optimizer, dtype="bfloat16", capture=False, accumulate=accumulate)
+    plain = mezzo.TrainStep(
+        other.model,
+        boosted,
+        other.optimizer,
+        dtype="bfloat16",
+        capture=False,
+        accumulate=accumulate,
+    )
     assert losses == run(plain, 30)
     assert same(weights(made.model), weights(other.model))
 
 
 def test_a_partial_accumulation_can_be_flushed_after_replays(studio):
     made, other = Made("mlp"), Made("mlp")
-    steps = [step_of(made, accumulate=3), mezzo.TrainStep(other.model, boosted, other.optimizer, dtype="bfloat16", capture=False, accumulate=3)]
+    steps = [
+        step_of(made, accumulate=3),
+        mezzo.TrainStep(
+            other.model, boosted, other.optimizer, dtype="bfloat16", capture=False, accumulate=3
+        ),
+    ]
     for step in steps:
         run(step, 31)
         step.flush()
@@ -210,7 +235,13 @@ def test_capture_that_must_be_raises_instead(studio):
 
 def test_inputs_that_cannot_be_compared_run_eagerly(studio):
     made = Made("mlp")
-    step = mezzo.TrainStep(made.model, lambda outputs, _: outputs.square().mean(), made.optimizer, dtype="bfloat16", capture=False)
+    step = mezzo.TrainStep(
+        made.model,
+        lambda outputs, _: outputs.square().mean(),
+        made.optimizer,
+        dtype="bfloat16",
+        capture=False,
+    )
     step._runner = CaptureRunner(step._engine, Capture.AUTO)
     with pytest.warns(UserWarning, match="type set"):
         step(torch.ones(2, 8), {1, 2})
@@ -222,8 +253,14 @@ def test_what_the_model_casts_first_is_cast_by_the_copy_of_the_inputs(studio):
     made, other = Made("mlp"), Made("mlp")
     step = step_of(made, policy="O2")
     losses = run(step, 8)
-    assert [buffer.dtype for buffer in studio.programs[0].inputs] == [torch.bfloat16, torch.int64, torch.float32]
-    plain = mezzo.TrainStep(other.model, boosted, other.optimizer, "O2", dtype="bfloat16", capture=False)
+    assert [buffer.dtype for buffer in studio.programs[0].inputs] == [
+        torch.bfloat16,
+        torch.int64,
+        torch.float32,
+    ]
+    plain = mezzo.TrainStep(
+        other.model, boosted, other.optimizer, "O2", dtype="bfloat16", capture=False
+    )
     assert losses == run(plain, 8)
 
 

@@ -51,7 +51,10 @@ class TestAskingWhetherACaptureIsUnderWay:
     def test_torch_and_mezzo_get_the_truth(self):
         with cuda_graph.eager_answers():
             assert _launch.is_capturing(torch.device("cuda"))
-            assert eval("torch.cuda.is_current_stream_capturing()", {"torch": torch, "__name__": "torch.nn.modules._functions"})
+            assert eval(
+                "torch.cuda.is_current_stream_capturing()",
+                {"torch": torch, "__name__": "torch.nn.modules._functions"},
+            )
 
     def test_torchs_function_is_put_back_when_the_last_capture_ends(self):
         with pytest.raises(RuntimeError), cuda_graph.eager_answers(), cuda_graph.eager_answers():

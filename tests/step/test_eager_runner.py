@@ -27,7 +27,12 @@ def test_on_a_cpu_steps_run_eagerly_and_quietly():
 
 def test_who_asks_for_no_capture_needs_no_reason():
     made = Made("mlp")
-    assert mezzo.TrainStep(made.model, boosted, made.optimizer, dtype="bfloat16", capture=False).eager_reason is None
+    assert (
+        mezzo.TrainStep(
+            made.model, boosted, made.optimizer, dtype="bfloat16", capture=False
+        ).eager_reason
+        is None
+    )
 
 
 def test_elsewhere_it_is_said_aloud():
@@ -44,4 +49,6 @@ def test_the_first_of_several_errors_is_named():
 
     with warnings.catch_warnings(), pytest.raises(RuntimeError) as caught:
         fail()
-    assert re.fullmatch(r"KeyError: 'first', in .*test_runner\.py:\d+: \{\}\[\"first\"\]", first_line(caught.value))
+    assert re.fullmatch(
+        r"KeyError: 'first', in .*test_runner\.py:\d+: \{\}\[\"first\"\]", first_line(caught.value)
+    )

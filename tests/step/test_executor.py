@@ -12,7 +12,9 @@ from mezzo.step.executor import AccumulationPhase, StepExecutor, StepOptions
 
 def engine_of(body, dtype="bfloat16", **rules):
     made = Made("mlp")
-    parts = prepare_components(made.model, made.optimizer, PrecisionArgs("O1", None, {"dtype": dtype}), None, None)
+    parts = prepare_components(
+        made.model, made.optimizer, PrecisionArgs("O1", None, {"dtype": dtype}), None, None
+    )
     words = {"accumulate": 1, "reduction": Reduction.MEAN, **rules}
     return StepExecutor(parts, lambda x: body(made.model, x), StepOptions(**words)), made
 
@@ -21,7 +23,9 @@ def mean(model, x):
     return model(x).square().mean()
 
 
-@pytest.mark.parametrize(("reduction", "factor"), [(Reduction.MEAN, 0.25), (Reduction.SUM, 1.0)], ids=["mean", "sum"])
+@pytest.mark.parametrize(
+    ("reduction", "factor"), [(Reduction.MEAN, 0.25), (Reduction.SUM, 1.0)], ids=["mean", "sum"]
+)
 def test_a_loss_counts_for_its_part(reduction, factor):
     assert StepOptions(4, reduction).factor == factor
 
@@ -57,7 +61,10 @@ def test_static_gradients_are_zeroed_and_stay_where_they_are():
     for parameter, gradient in zip(made.model.parameters(), engine.static, strict=True):
         parameter.grad = gradient
     engine.run((torch.ones(2, 8),), {}, AccumulationPhase(first=True, last=True), None)
-    assert all(parameter.grad is gradient for parameter, gradient in zip(made.model.parameters(), engine.static, strict=True))
+    assert all(
+        parameter.grad is gradient
+        for parameter, gradient in zip(made.model.parameters(), engine.static, strict=True)
+    )
     assert not any(bool(gradient.any()) for gradient in engine.static)
 
 

@@ -27,12 +27,20 @@ SHAPES = [
 @pytest.mark.parametrize("form", [inductor_pass.in_blocks, inductor_pass.with_four])
 @pytest.mark.parametrize(("image", "kernel", "stride", "padding"), SHAPES, ids=str)
 def test_values_and_gradients_are_those_of_torch(form, image, kernel, stride, padding, biased):
-    leaves = [torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in (image, kernel, *([kernel[:1]] if biased else []))]
+    leaves = [
+        torch.randn(shape, dtype=torch.float64, requires_grad=True)
+        for shape in (image, kernel, *([kernel[:1]] if biased else []))
+    ]
     x, weight, bias = (*leaves, None)[:3]
-    ours, theirs = form(x, weight, bias, (image, kernel), stride, padding), F.conv2d(x, weight, bias, stride, padding)
+    ours, theirs = (
+        form(x, weight, bias, (image, kernel), stride, padding),
+        F.conv2d(x, weight, bias, stride, padding),
+    )
     torch.testing.assert_close(ours, theirs)
     given = torch.randn_like(theirs)
-    torch.testing.assert_close(torch.autograd.grad(ours, leaves, given), torch.autograd.grad(theirs, leaves, given))
+    torch.testing.assert_close(
+        torch.autograd.grad(ours, leaves, given), torch.autograd.grad(theirs, leaves, given)
+    )
 
 
 @pytest.mark.parametrize(
@@ -59,7 +67,16 @@ def test_the_form_goes_by_kernel_and_dtype(weight, stride, dtype, form):
 def test_what_cuDNN_gets_has_channels_in_eights_and_last(monkeypatch):  # noqa: N802
     got = []
     monkeypatch.setattr(F, "conv2d", lambda *tensors: got.extend(tensors))
-    inductor_pass.in_blocks(torch.ones(2, 3, 17, 16), torch.ones(8, 3, 3, 3), None, ((2, 3, 17, 16), (8, 3, 3, 3)), (2, 2), (1, 1))
+    inductor_pass.in_blocks(
+        torch.ones(2, 3, 17, 16),
+        torch.ones(8, 3, 3, 3),
+        None,
+        ((2, 3, 17, 16), (8, 3, 3, 3)),
+        (2, 2),
+        (1, 1),
+    )
     images, weight, _ = got
     assert (images.shape, weight.shape) == ((2, 16, 10, 9), (8, 16, 2, 2))
-    assert all(tensor.is_contiguous(memory_format=torch.channels_last) for tensor in (images, weight))
+    assert all(
+        tensor.is_contiguous(memory_format=torch.channels_last) for tensor in (images, weight)
+    )

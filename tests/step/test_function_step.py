@@ -21,7 +21,9 @@ DATA = [torch.randn(6, 4, generator=torch.Generator().manual_seed(place)) for pl
 
 def train(body_of, dtype="float16", **words):
     model, optimizer = pair()
-    step = mezzo.train_step(models=model, optimizers=optimizer, dtype=dtype, **words)(body_of(model))
+    step = mezzo.train_step(models=model, optimizers=optimizer, dtype=dtype, **words)(
+        body_of(model)
+    )
     return [step(x) for x in DATA], step, model
 
 
@@ -95,7 +97,9 @@ def test_backward_is_torchs_own_again_afterwards():
 def gan(dtype, infinite=()):
     torch.manual_seed(0)
     generator, critic = nn.Linear(4, 8), nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 1))
-    of_generator, of_critic = (torch.optim.Adam(model.parameters(), lr=0.01) for model in (generator, critic))
+    of_generator, of_critic = (
+        torch.optim.Adam(model.parameters(), lr=0.01) for model in (generator, critic)
+    )
 
     @mezzo.train_step(models=[generator, critic], optimizers=[of_generator, of_critic], dtype=dtype)
     def step(update, real, noise, boost):
@@ -107,20 +111,31 @@ def gan(dtype, infinite=()):
         return loss, loss_critic
 
     for place in range(20):
-        step(torch.randn(6, 8), torch.randn(6, 4), torch.tensor(float("inf") if place in infinite else 1.0))
+        step(
+            torch.randn(6, 8),
+            torch.randn(6, 4),
+            torch.tensor(float("inf") if place in infinite else 1.0),
+        )
     return step, generator, critic
 
 
 def gan_by_hand(dtype, infinite=()):
     torch.manual_seed(0)
     generator, critic = nn.Linear(4, 8), nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 1))
-    of_generator, of_critic = (torch.optim.Adam(model.parameters(), lr=0.01) for model in (generator, critic))
-    scaler, region = mezzo.GradScaler("cpu", enabled=dtype == "float16"), mezzo.autocast("O1", device_type="cpu", dtype=dtype)
+    of_generator, of_critic = (
+        torch.optim.Adam(model.parameters(), lr=0.01) for model in (generator, critic)
+    )
+    scaler, region = (
+        mezzo.GradScaler("cpu", enabled=dtype == "float16"),
+        mezzo.autocast("O1", device_type="cpu", dtype=dtype),
+    )
     for place in range(20):
         real, noise = torch.randn(6, 8), torch.randn(6, 4)
         with region:
             fake = generator(noise)
-            loss_critic = F.softplus(critic(fake.detach())).mean() + F.softplus(-critic(real)).mean()
+            loss_critic = (
+                F.softplus(critic(fake.detach())).mean() + F.softplus(-critic(real)).mean()
+            )
         scaler.scale(loss_critic).backward()
         scaler.step(of_critic)
         with region:
@@ -133,7 +148,9 @@ def gan_by_hand(dtype, infinite=()):
     return generator, critic
 
 
-@pytest.mark.parametrize(("dtype", "infinite"), [("bfloat16", ()), ("float16", ()), ("float16", (0, 7, 8))], ids=str)
+@pytest.mark.parametrize(
+    ("dtype", "infinite"), [("bfloat16", ()), ("float16", ()), ("float16", (0, 7, 8))], ids=str
+)
 def test_a_gan_trains_as_by_hand(dtype, infinite):
     step, *models = gan(dtype, infinite)
     for model, other in zip(models, gan_by_hand(dtype, infinite), strict=True):
@@ -156,7 +173,9 @@ def test_it_looks_like_the_function_it_was_made_of():
 class TestErrors:
     def made(self, body, **words):
         model, optimizer = pair()
-        return mezzo.train_step(models=model, optimizers=optimizer, dtype="bfloat16", **words)(body(model, optimizer))
+        return mezzo.train_step(models=model, optimizers=optimizer, dtype="bfloat16", **words)(
+            body(model, optimizer)
+        )
 
     def test_an_optimizer_that_the_body_steps_itself(self):
         def body(model, optimizer):
@@ -191,7 +210,10 @@ class TestErrors:
 
     def test_updates_that_should_accumulate(self):
         with pytest.raises(mezzo.PolicyError, match="Return the loss instead"):
-            self.made(lambda model, optimizer: lambda update, x: update(model(x).sum(), optimizer), accumulate=2)
+            self.made(
+                lambda model, optimizer: lambda update, x: update(model(x).sum(), optimizer),
+                accumulate=2,
+            )
 
     def test_a_generator_function(self):
         def body(model, _):

@@ -35,7 +35,9 @@ class CountingPass(CustomGraphPass):
         """Nothing is kept."""
 
 
-def _after_the_pass(function: Any, x: torch.Tensor, *, runs: bool = False) -> tuple[list[fx.Node], Any]:
+def _after_the_pass(
+    function: Any, x: torch.Tensor, *, runs: bool = False
+) -> tuple[list[fx.Node], Any]:
     """What a function calls then, and what it gives: by those calls, or by its own where the others need a GPU."""
     found: list[fx.Node] = []
 
@@ -58,7 +60,10 @@ def _poolings(function: Any, x: torch.Tensor) -> list[Any]:
 
 REPLACED = {
     "a number": (lambda x: F.max_pool2d(x, 2), ((2, 2), (2, 2), (0, 0))),
-    "words": (lambda x: F.max_pool2d(input=x, kernel_size=(3, 2), stride=(2, 1), padding=1), ((3, 2), (2, 1), (1, 1))),
+    "words": (
+        lambda x: F.max_pool2d(input=x, kernel_size=(3, 2), stride=(2, 1), padding=1),
+        ((3, 2), (2, 1), (1, 1)),
+    ),
     "lists": (lambda x: torch.max_pool2d(x, [3], [2], [1]), ((3, 3), (2, 2), (1, 1))),
     "a layer": (nn.MaxPool2d(3, 2, 1), ((3, 3), (2, 2), (1, 1))),
     "half": (lambda x: F.max_pool2d(x.half(), 2), ((2, 2), (2, 2), (0, 0))),
@@ -93,16 +98,34 @@ def _conv(channels: int, kernel: int, stride: int, **words: Any) -> nn.Conv2d:
 IMAGES = torch.randn(2, 3, 19, 20).contiguous(memory_format=torch.channels_last)
 FORMS = {
     "patches": (_conv(3, 4, 4, dtype=torch.bfloat16), IMAGES.bfloat16(), [()]),
-    "a stride, without bias": (_conv(3, 3, 2, padding=1, bias=False, dtype=torch.float16), IMAGES.half(), [()]),
-    "four channels": (_conv(3, 7, 2, padding=3, dtype=torch.float16), IMAGES.half(), [((2, 2), (3, 3))]),
-    "reflected": (_conv(3, 3, 2, padding=1, padding_mode="reflect", dtype=torch.float16), IMAGES.half(), [()]),
+    "a stride, without bias": (
+        _conv(3, 3, 2, padding=1, bias=False, dtype=torch.float16),
+        IMAGES.half(),
+        [()],
+    ),
+    "four channels": (
+        _conv(3, 7, 2, padding=3, dtype=torch.float16),
+        IMAGES.half(),
+        [((2, 2), (3, 3))],
+    ),
+    "reflected": (
+        _conv(3, 3, 2, padding=1, padding_mode="reflect", dtype=torch.float16),
+        IMAGES.half(),
+        [()],
+    ),
 }
 AS_THEY_ARE = {
     "float32": (_conv(3, 4, 4), IMAGES),
-    "channels first": (_conv(3, 4, 4, dtype=torch.float16).to(memory_format=torch.contiguous_format), IMAGES.half().contiguous()),
+    "channels first": (
+        _conv(3, 4, 4, dtype=torch.float16).to(memory_format=torch.contiguous_format),
+        IMAGES.half().contiguous(),
+    ),
     "many channels": (_conv(8, 4, 4, dtype=torch.float16), LAST.half()),
     "dilation": (_conv(3, 4, 4, dilation=2, dtype=torch.float16), IMAGES.half()),
-    "groups": (nn.Conv2d(3, 9, 4, 4, groups=3, dtype=torch.float16).to(memory_format=torch.channels_last), IMAGES.half()),
+    "groups": (
+        nn.Conv2d(3, 9, 4, 4, groups=3, dtype=torch.float16).to(memory_format=torch.channels_last),
+        IMAGES.half(),
+    ),
     "padding by name": (_conv(3, 3, 1, padding="same", dtype=torch.float16), IMAGES.half()),
     "a large kernel in bfloat16": (_conv(3, 9, 2, dtype=torch.bfloat16), IMAGES.bfloat16()),
     "an image alone": (_conv(3, 4, 4, dtype=torch.float16), IMAGES[0].half()),
@@ -119,7 +142,9 @@ def test_a_first_convolution_takes_another_form_and_gives_the_same(model, x, tol
     assert [node.args[3:] for node in nodes if node.target is torch.conv2d] == told
     assert result.stride() == expected.stride()
     torch.testing.assert_close(result, expected)
-    torch.testing.assert_close(torch.autograd.grad(result, tuple(model.parameters()), given), wanted)
+    torch.testing.assert_close(
+        torch.autograd.grad(result, tuple(model.parameters()), given), wanted
+    )
 
 
 @pytest.mark.parametrize(("model", "x"), AS_THEY_ARE.values(), ids=AS_THEY_ARE)
@@ -163,10 +188,16 @@ def test_another_device_is_left_alone():
 
 
 def test_the_pass_is_another_one_for_another_device():
-    assert inductor_pass.ConvPoolPass("cpu").uuid() == inductor_pass.ConvPoolPass("cpu").uuid() != inductor_pass.ConvPoolPass("cuda").uuid()
+    assert (
+        inductor_pass.ConvPoolPass("cpu").uuid()
+        == inductor_pass.ConvPoolPass("cpu").uuid()
+        != inductor_pass.ConvPoolPass("cuda").uuid()
+    )
 
 
-@pytest.mark.parametrize("module", [inductor_pass, max_pool, inputs], ids=lambda module: module.__name__)
+@pytest.mark.parametrize(
+    "module", [inductor_pass, max_pool, inputs], ids=lambda module: module.__name__
+)
 def test_the_pass_is_another_one_when_its_source_changes(module, monkeypatch, tmp_path):
     before = inductor_pass.ConvPoolPass("cpu").uuid()
     changed = tmp_path / "changed.py"
@@ -184,10 +215,17 @@ class AnotherPass(inductor_pass.ConvPoolPass):
 
 
 def test_code_compiled_with_other_passes_is_never_served_from_a_warm_cache(monkeypatch):
-    x, weight = LAST[:, :3].bfloat16().contiguous(memory_format=torch.channels_last), torch.ones(4, 3, 4, 4, dtype=torch.bfloat16)
+    x, weight = (
+        LAST[:, :3].bfloat16().contiguous(memory_format=torch.channels_last),
+        torch.ones(4, 3, 4, 4, dtype=torch.bfloat16),
+    )
     added = [0.0]
     # The pass shows in the result.
-    monkeypatch.setattr(inductor_pass, "fast_conv_form", lambda *_: lambda x, weight, bias, _, *words: F.conv2d(x, weight, bias, *words) + added[0])
+    monkeypatch.setattr(
+        inductor_pass,
+        "fast_conv_form",
+        lambda *_: lambda x, weight, bias, _, *words: F.conv2d(x, weight, bias, *words) + added[0],
+    )
     passes = {0.0: None, 1.0: inductor_pass.ConvPoolPass("cpu"), 2.0: AnotherPass("cpu")}
     plain, hits = F.conv2d(x, weight, None, 4), []
     with fresh_cache():
@@ -197,8 +235,12 @@ def test_code_compiled_with_other_passes_is_never_served_from_a_warm_cache(monke
                 torch._dynamo.reset()
                 added[0] = number
                 # Without kernels of Inductor's own, which gcc would take seconds for.
-                options = {"fallback_by_default": True} | ({} if one is None else {"pre_grad_custom_pass": one})
-                found = torch.compile(lambda x, w: F.conv2d(x, w, None, 4), fullgraph=True, options=options)(x, weight)
+                options = {"fallback_by_default": True} | (
+                    {} if one is None else {"pre_grad_custom_pass": one}
+                )
+                found = torch.compile(
+                    lambda x, w: F.conv2d(x, w, None, 4), fullgraph=True, options=options
+                )(x, weight)
                 torch.testing.assert_close(found, plain + number)
             hits.append(counters["aot_autograd"]["autograd_cache_hit"])
     assert hits == [0, len(passes)]

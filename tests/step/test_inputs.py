@@ -5,7 +5,14 @@ from __future__ import annotations
 import pytest
 import torch
 
-from mezzo.step.inputs import UnsupportedInput, buffers_for, copies, format_shapes, move_inputs, signature
+from mezzo.step.inputs import (
+    UnsupportedInput,
+    buffers_for,
+    copies,
+    format_shapes,
+    move_inputs,
+    signature,
+)
 
 ONES = torch.ones(2, 3)
 IMAGES = torch.ones(2, 3, 4, 4)

@@ -9,6 +9,9 @@ from support.interpreted import needs_triton, run_interpreted, triton_version
 
 
 @needs_triton
-@pytest.mark.skipif(triton_version().startswith("3.9."), reason="Triton 3.9's interpreter takes no mask that is made of a block and a scalar")
+@pytest.mark.skipif(
+    triton_version().startswith("3.9."),
+    reason="Triton 3.9's interpreter takes no mask that is made of a block and a scalar",
+)
 def test_the_kernels_hold_when_interpreted():
     run_interpreted(Path(__file__).with_name("pool_interpreted.py"))

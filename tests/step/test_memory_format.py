@@ -37,7 +37,10 @@ def test_a_decorated_model_is_refused():
 
 @pytest.mark.parametrize("level", ["O1", "O2"])
 def test_training_with_channels_last_gives_the_same_losses(level):
-    last, plain = (in_steps(Made("cnn"), batches("cnn", 10), level, "bfloat16", channels_last=word)[0] for word in (True, False))
+    last, plain = (
+        in_steps(Made("cnn"), batches("cnn", 10), level, "bfloat16", channels_last=word)[0]
+        for word in (True, False)
+    )
     assert torch.allclose(torch.tensor(last), torch.tensor(plain), rtol=3e-2, atol=1e-2)
 
 
@@ -48,15 +51,21 @@ def test_parameters_are_converted_before_they_are_decorated():
     assert step.channels_last_reason == "channels_last=True"
 
 
-@pytest.mark.parametrize(("name", "reason"), [("mlp", "no Conv2d"), ("cnn", "no tensor cores on cpu")])
+@pytest.mark.parametrize(
+    ("name", "reason"), [("mlp", "no Conv2d"), ("cnn", "no tensor cores on cpu")]
+)
 def test_auto_says_why_a_model_is_left_alone(name, reason):
     made = Made(name)
     with _events.listen() as heard:
         _, step = in_steps(made, batches(name, 1), "O1", "bfloat16", channels_last="auto")
     assert reason in step.channels_last_reason
-    assert [event.channels_last for event in heard if isinstance(event, _events.LayoutChosen)] == [False]
+    assert [event.channels_last for event in heard if isinstance(event, _events.LayoutChosen)] == [
+        False
+    ]
 
 
 def test_a_model_that_has_its_channels_last_keeps_them():
-    choice = memory_format.decide(mezzo.channels_last(nn.Sequential(nn.Conv2d(3, 8, 3))), Layout.AUTO)
+    choice = memory_format.decide(
+        mezzo.channels_last(nn.Sequential(nn.Conv2d(3, 8, 3))), Layout.AUTO
+    )
     assert choice.channels_last

@@ -21,7 +21,9 @@ def test_the_kernel_does_in_tritons_interpreter_what_it_should() -> None:
 
 
 def test_before_the_first_step_only_the_scale_is_known():
-    assert MetricsBuffer(CPU, None).read() == StepMetrics(0.0, skipped=False, scale=1.0, skipped_steps=0)
+    assert MetricsBuffer(CPU, None).read() == StepMetrics(
+        0.0, skipped=False, scale=1.0, skipped_steps=0
+    )
     assert MetricsBuffer(CPU, mezzo.GradScaler("cpu", init_scale=4.0)).read().scale == 4.0
 
 

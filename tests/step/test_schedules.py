@@ -4,7 +4,17 @@ from __future__ import annotations
 
 import pytest
 import torch
-from support.schedules import READS, SCHEDULERS, Plain, Stepped, assert_read_alike, assert_trained_alike, drive, numbers, summed
+from support.schedules import (
+    READS,
+    SCHEDULERS,
+    Plain,
+    Stepped,
+    assert_read_alike,
+    assert_trained_alike,
+    drive,
+    numbers,
+    summed,
+)
 from support.step_models import Made, boosted
 from torch import nn
 from torch.optim import lr_scheduler
@@ -70,16 +80,29 @@ def test_a_checkpoint_holds_the_rate_and_a_resumed_run_trains_at_it(name, tmp_pa
 def test_two_optimizers_catch_up_each_with_its_own_scheduler(far_cpu):
     models = [nn.Linear(3, 1) for _ in range(2)]
     optimizers = [torch.optim.SGD(model.parameters(), lr=1.0) for model in models]
-    schedulers = [lr_scheduler.ExponentialLR(optimizer, gamma) for optimizer, gamma in zip(optimizers, (0.5, 0.1), strict=True)]
+    schedulers = [
+        lr_scheduler.ExponentialLR(optimizer, gamma)
+        for optimizer, gamma in zip(optimizers, (0.5, 0.1), strict=True)
+    ]
 
-    @mezzo.train_step(models=models, optimizers=optimizers, policy="O2", dtype="float16", scheduler=schedulers, scaler=fixed())
+    @mezzo.train_step(
+        models=models,
+        optimizers=optimizers,
+        policy="O2",
+        dtype="float16",
+        scheduler=schedulers,
+        scaler=fixed(),
+    )
     def step(x, boosts):
         return sum((model(x) * boost).sum() for model, boost in zip(models, boosts, strict=True))
 
     ones = torch.ones(1, 3)
     for boosts in ((1.0, 1.0), (1.0, 1.0), (float("inf"), 1.0)):
         step(ones, torch.tensor(boosts))
-    assert [optimizer.param_groups[0]["lr"] for optimizer in optimizers] == [0.5**2, 0.1 * 0.1 * 0.1]
+    assert [optimizer.param_groups[0]["lr"] for optimizer in optimizers] == [
+        0.5**2,
+        0.1 * 0.1 * 0.1,
+    ]
 
 
 def test_an_optimizer_without_a_fused_step_takes_schedulers_in_float16_too(far_cpu):
@@ -88,7 +111,9 @@ def test_an_optimizer_without_a_fused_step_takes_schedulers_in_float16_too(far_c
     scheduler = lr_scheduler.OneCycleLR(optimizer, 0.5, total_steps=20)
     plain = torch.optim.RMSprop(nn.Linear(3, 2).parameters(), lr=0.1)
     expected = lr_scheduler.OneCycleLR(plain, 0.5, total_steps=20)
-    step = mezzo.TrainStep(model, summed, optimizer, "O2", dtype="float16", scheduler=scheduler, scaler=fixed())
+    step = mezzo.TrainStep(
+        model, summed, optimizer, "O2", dtype="float16", scheduler=scheduler, scaler=fixed()
+    )
     for boost in (1.0, float("inf"), 1.0):
         step(torch.ones(1, 3), torch.tensor(boost))
     for _ in range(2):
@@ -102,7 +127,16 @@ def test_a_step_without_a_scaler_takes_over_a_scheduler_of_one_with(far_cpu):
     scheduler = lr_scheduler.ExponentialLR(made.optimizer, 0.5)
     x, y = torch.ones(2, 8), (torch.zeros(2, dtype=torch.long), torch.tensor(1.0))
     for dtype, scaler in (("float16", fixed()), ("bfloat16", None)):
-        step = mezzo.TrainStep(made.model, boosted, made.optimizer, "O2", dtype=dtype, scheduler=scheduler, scaler=scaler, channels_last=False)
+        step = mezzo.TrainStep(
+            made.model,
+            boosted,
+            made.optimizer,
+            "O2",
+            dtype=dtype,
+            scheduler=scheduler,
+            scaler=scaler,
+            channels_last=False,
+        )
         step(x, y)
         step(x, y)
         mezzo.undecorate(made.model)
@@ -132,14 +166,19 @@ class Decaying(lr_scheduler.StepLR):
 REFUSED = {
     "ReduceLROnPlateau": (lr_scheduler.ReduceLROnPlateau, "decides by a metric"),
     "one that is not torch's": (ByEpoch, "not one of torch"),
-    "one that changes more than rates": (lambda optimizer: Decaying(optimizer, 1), "changes weight_decay"),
+    "one that changes more than rates": (
+        lambda optimizer: Decaying(optimizer, 1),
+        "changes weight_decay",
+    ),
     "a name": (lambda _: "cosine", "not one of torch"),
 }
 
 
 WAYS = {
     "TrainStep": lambda made, words: mezzo.TrainStep(made.model, boosted, made.optimizer, **words),
-    "train_step": lambda made, words: mezzo.train_step(models=made.model, optimizers=made.optimizer, **words)(lambda x: made.model(x).sum()),
+    "train_step": lambda made, words: mezzo.train_step(
+        models=made.model, optimizers=made.optimizer, **words
+    )(lambda x: made.model(x).sum()),
 }
 
 
@@ -150,7 +189,9 @@ def test_a_scheduler_that_cannot_run_ahead_is_refused_when_the_step_is_made(name
     make, reason = REFUSED[name]
     made = Made("mlp")
     scheduler = make(made.optimizer)
-    with pytest.raises(mezzo.UnsupportedError, match=rf"{reason}.*Do not pass it: call its step\(\) yourself"):
+    with pytest.raises(
+        mezzo.UnsupportedError, match=rf"{reason}.*Do not pass it: call its step\(\) yourself"
+    ):
         WAYS[way](made, {"policy": "O2", "dtype": dtype, "scheduler": scheduler})
     assert {parameter.dtype for parameter in made.model.parameters()} == {torch.float32}
     assert not hasattr(made.optimizer, "_bound")
@@ -159,6 +200,14 @@ def test_a_scheduler_that_cannot_run_ahead_is_refused_when_the_step_is_made(name
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_two_schedulers_for_one_optimizer_are_refused(dtype):
     made = Made("mlp")
-    schedulers = [lr_scheduler.ExponentialLR(made.optimizer, 0.9), lr_scheduler.StepLR(made.optimizer, 3)]
-    with pytest.raises(mezzo.PolicyError, match=r"ExponentialLR and StepLR for the same optimizer.*ChainedScheduler"):
-        mezzo.TrainStep(made.model, boosted, made.optimizer, "O2", dtype=dtype, scheduler=schedulers)
+    schedulers = [
+        lr_scheduler.ExponentialLR(made.optimizer, 0.9),
+        lr_scheduler.StepLR(made.optimizer, 3),
+    ]
+    with pytest.raises(
+        mezzo.PolicyError,
+        match=r"ExponentialLR and StepLR for the same optimizer.*ChainedScheduler",
+    ):
+        mezzo.TrainStep(
+            made.model, boosted, made.optimizer, "O2", dtype=dtype, scheduler=schedulers
+        )

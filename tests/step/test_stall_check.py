@@ -59,7 +59,16 @@ def pretend(monkeypatch):
 
     def make(name="mlp", *, broken=False, **words):
         made = Made(name)
-        step = mezzo.TrainStep(made.model, boosted, made.optimizer, "O1", dtype="float16", channels_last=False, capture=False, **words)
+        step = mezzo.TrainStep(
+            made.model,
+            boosted,
+            made.optimizer,
+            "O1",
+            dtype="float16",
+            channels_last=False,
+            capture=False,
+            **words,
+        )
         monkeypatch.setattr(Studio, "broken", broken)
         step._runner = CaptureRunner(step._engine, Capture.AUTO)
         return made, step
@@ -73,7 +82,9 @@ def train(step, name, count, overflows=()):
 
 
 @pytest.mark.parametrize("accumulate", [1, 3])
-def test_a_capture_that_skips_what_the_eager_step_applies_is_given_up_as_our_error(pretend, accumulate):
+def test_a_capture_that_skips_what_the_eager_step_applies_is_given_up_as_our_error(
+    pretend, accumulate
+):
     made, step = pretend(broken=True, accumulate=accumulate)
     train(step, "mlp", 3 * accumulate)
     assert step.skipped is False
@@ -81,7 +92,9 @@ def test_a_capture_that_skips_what_the_eager_step_applies_is_given_up_as_our_err
         train(step, "mlp", 6 * accumulate)
     assert not step.captured
     assert "error in mezzo" in step.eager_reason
-    assert [event.skipped for event in heard if isinstance(event, _events.CaptureDisagrees)] == [True]
+    assert [event.skipped for event in heard if isinstance(event, _events.CaptureDisagrees)] == [
+        True
+    ]
     before = weights(made.model)
     train(step, "mlp", 2 * accumulate)
     assert not step.skipped
@@ -90,7 +103,9 @@ def test_a_capture_that_skips_what_the_eager_step_applies_is_given_up_as_our_err
 
 def test_skips_that_the_eager_step_would_make_too_name_the_parameter_once_and_go_on(pretend):
     _, step = pretend()
-    with pytest.warns(UserWarning, match=r"3 updates in a row were skipped: the gradient of 'layers\.0\.weight'") as heard:
+    with pytest.warns(
+        UserWarning, match=r"3 updates in a row were skipped: the gradient of 'layers\.0\.weight'"
+    ) as heard:
         train(step, "mlp", 30, overflows=[*range(6, 12), *range(20, 26)])
     assert len(heard) == 1
     assert step.captured
@@ -105,7 +120,16 @@ def test_the_comparison_leaves_no_trace(pretend, accumulate):
         warnings.filterwarnings("ignore", message=".*updates in a row")
         losses = train(step, "cnn", 45, overflows)
     other = Made("cnn")
-    plain = mezzo.TrainStep(other.model, boosted, other.optimizer, "O1", dtype="float16", channels_last=False, capture=False, accumulate=accumulate)
+    plain = mezzo.TrainStep(
+        other.model,
+        boosted,
+        other.optimizer,
+        "O1",
+        dtype="float16",
+        channels_last=False,
+        capture=False,
+        accumulate=accumulate,
+    )
     assert losses == train(plain, "cnn", 45, overflows)
     assert same(weights(made.model), weights(other.model))
     assert step.scaler.get_scale() == plain.scaler.get_scale()
@@ -148,7 +172,10 @@ def test_a_float16_scale_below_one_is_reported_once_with_the_parameter(pretend, 
         train(step, "mlp", 30, overflows=range(5, 30))
     found = [str(one.message) for one in heard if "below 1" in str(one.message)]
     assert len(found) == 1
-    assert "The loss scale fell to 0.5, below 1; the gradient of 'layers.0.weight' is not finite" in found[0]
+    assert (
+        "The loss scale fell to 0.5, below 1; the gradient of 'layers.0.weight' is not finite"
+        in found[0]
+    )
 
 
 def test_a_scale_that_was_chosen_below_one_is_not_reported(pretend):

@@ -26,11 +26,20 @@ def made(dtype="float16", **words):
         (lambda state: state.update(models={}), "models are {}, not a list"),
         (lambda state: state.update(gradients=None), "has no gradients, and position 1"),
         (lambda state: state["gradients"][0].pop(), r"gradients\[0\] are not a list"),
-        (lambda state: state["gradients"][0].__setitem__(0, torch.ones(1)), r"'gradients\[0\]\[0\]' has shape \(1,\)"),
+        (
+            lambda state: state["gradients"][0].__setitem__(0, torch.ones(1)),
+            r"'gradients\[0\]\[0\]' has shape \(1,\)",
+        ),
         (lambda state: state["gradients"][0].__setitem__(0, 3), r"'gradients\[0\]\[0\]' is 3"),
-        (lambda state: state["gradients"][0].__setitem__(0, state["gradients"][0][0].double()), "gradients and buffers cannot be loaded"),
+        (
+            lambda state: state["gradients"][0].__setitem__(0, state["gradients"][0][0].double()),
+            "gradients and buffers cannot be loaded",
+        ),
         (lambda state: state["rng"].pop("python"), "random generators"),
-        (lambda state: state["scaler"].update(scale=-1.0), "GradScaler cannot be loaded.*which no gradient survives"),
+        (
+            lambda state: state["scaler"].update(scale=-1.0),
+            "GradScaler cannot be loaded.*which no gradient survives",
+        ),
         (lambda state: state["optimizers"][0].pop("state"), "not the state of an optimizer"),
         (lambda state: state.clear(), "it lacks models"),
     ],

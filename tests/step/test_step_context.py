@@ -14,7 +14,9 @@ from mezzo.step.executor import ScaledBackward, StepContext, refuse_other_steps
 
 def turn_of(dtype="float16", factor=1.0, **words):
     made = Made("mlp")
-    parts = prepare_components(made.model, made.optimizer, PrecisionArgs("O1", None, {"dtype": dtype} | words), None, None)
+    parts = prepare_components(
+        made.model, made.optimizer, PrecisionArgs("O1", None, {"dtype": dtype} | words), None, None
+    )
     return StepContext(parts, factor=factor, updates=True), made
 
 

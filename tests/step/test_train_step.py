@@ -6,7 +6,17 @@ from math import isinf, isnan
 
 import pytest
 import torch
-from support.step_models import INF, Made, batches, boosted, by_hand, copied, in_steps, same, weights
+from support.step_models import (
+    INF,
+    Made,
+    batches,
+    boosted,
+    by_hand,
+    copied,
+    in_steps,
+    same,
+    weights,
+)
 from torch import nn
 from torch.optim import lr_scheduler
 
@@ -23,7 +33,10 @@ SCHEDULES = {
 
 
 def close(one, other):
-    return len(one) == len(other) and all(first == second or (isnan(first) and isnan(second)) for first, second in zip(one, other, strict=True))
+    return len(one) == len(other) and all(
+        first == second or (isnan(first) and isnan(second))
+        for first, second in zip(one, other, strict=True)
+    )
 
 
 @pytest.mark.parametrize("name", ["mlp", "cnn", "transformer"])
@@ -43,8 +56,12 @@ def test_losses_and_weights_equal_the_loop_by_hand(name, level, dtype):
 def test_schedules_advance_with_good_steps_only(level, dtype, schedule):
     hand, made = Made("mlp", "AdamW"), Made("mlp", "AdamW")
     overflows = OVERFLOWS if dtype == "float16" else ()
-    expected = by_hand(hand, batches("mlp", STEPS, overflows), level, dtype, schedule=SCHEDULES[schedule])
-    losses, _ = in_steps(made, batches("mlp", STEPS, overflows), level, dtype, schedule=SCHEDULES[schedule])
+    expected = by_hand(
+        hand, batches("mlp", STEPS, overflows), level, dtype, schedule=SCHEDULES[schedule]
+    )
+    losses, _ = in_steps(
+        made, batches("mlp", STEPS, overflows), level, dtype, schedule=SCHEDULES[schedule]
+    )
     assert close(losses, expected)
     assert isinstance(made.optimizer.param_groups[0]["lr"], float)
 
@@ -71,7 +88,9 @@ def test_clipping_equals_the_decorated_loop(level):
 @pytest.mark.parametrize(("reduction", "by"), [("mean", 1.0), ("sum", 2.0)])
 def test_flush_updates_from_the_calls_that_came(reduction, by):
     made, hand = Made("mlp"), Made("mlp")
-    _, step = in_steps(made, batches("mlp", 2), "O0", "auto", accumulate=3, accumulate_reduction=reduction)
+    _, step = in_steps(
+        made, batches("mlp", 2), "O0", "auto", accumulate=3, accumulate_reduction=reduction
+    )
     step.flush()
     step.flush()
     for x, y in batches("mlp", 2):
@@ -136,19 +155,30 @@ def test_a_saved_step_resumes_to_the_bit(name, level, dtype, at):
     resumed.load_state_dict(state)
     assert close([float(resumed(x, y)) for x, y in data[at:]], expected)
     first, second = copied(step.state_dict()), resumed.state_dict()
-    assert same({key: first[key] for key in first if key != "rng"}, {key: second[key] for key in second if key != "rng"})
+    assert same(
+        {key: first[key] for key in first if key != "rng"},
+        {key: second[key] for key in second if key != "rng"},
+    )
 
 
 def test_a_nan_loss_without_a_scaler_is_said_once():
     with pytest.warns(UserWarning, match="The loss is nan"), _events.listen() as heard:
-        _, step = in_steps(Made("mlp"), ((x, (t, torch.tensor(float("nan")))) for x, (t, _) in batches("mlp", 3)), "O1", "bfloat16")
+        _, step = in_steps(
+            Made("mlp"),
+            ((x, (t, torch.tensor(float("nan")))) for x, (t, _) in batches("mlp", 3)),
+            "O1",
+            "bfloat16",
+        )
     assert isnan(step.loss)
     assert sum(isinstance(event, _events.LossNotFinite) for event in heard) == 1
 
 
 def test_a_nan_loss_with_a_scaler_is_skipped_and_training_goes_on():
     made = Made("mlp")
-    data = [(x, (t, torch.tensor(float("nan") if place == 1 else 1.0))) for place, (x, (t, _)) in enumerate(batches("mlp", 5))]
+    data = [
+        (x, (t, torch.tensor(float("nan") if place == 1 else 1.0)))
+        for place, (x, (t, _)) in enumerate(batches("mlp", 5))
+    ]
     losses, step = in_steps(made, iter(data), "O1", "float16")
     assert isnan(losses[1])
     assert not any(isnan(loss) for loss in losses[2:])
@@ -160,7 +190,11 @@ class TestArguments:
         model = Two()
         return model, torch.optim.SGD(model.parameters(), lr=0.1)
 
-    @pytest.mark.parametrize("x", [(torch.ones(2, 4), torch.ones(2, 4)), {"one": torch.ones(2, 4), "two": torch.ones(2, 4)}], ids=["tuple", "dict"])
+    @pytest.mark.parametrize(
+        "x",
+        [(torch.ones(2, 4), torch.ones(2, 4)), {"one": torch.ones(2, 4), "two": torch.ones(2, 4)}],
+        ids=["tuple", "dict"],
+    )
     def test_tuples_and_dicts_are_unpacked_into_the_model(self, x):
         model, optimizer = self.made()
         step = mezzo.TrainStep(model, nn.functional.mse_loss, optimizer, dtype="bfloat16")
@@ -168,7 +202,9 @@ class TestArguments:
 
     def test_a_loss_function_may_take_the_output_alone(self):
         model, optimizer = self.made()
-        step = mezzo.TrainStep(model, lambda output: output.square().mean(), optimizer, dtype="bfloat16")
+        step = mezzo.TrainStep(
+            model, lambda output: output.square().mean(), optimizer, dtype="bfloat16"
+        )
         assert step((torch.ones(2, 4), torch.ones(2, 4))).shape == ()
 
     def test_a_compiled_model_trains_alike(self, monkeypatch):
@@ -208,7 +244,9 @@ class TestScalers:
         assert step.scale == 8.0
 
     def test_a_disabled_one_is_none(self):
-        assert self.step(dtype="float16", scaler=mezzo.GradScaler("cpu", enabled=False)).scaler is None
+        assert (
+            self.step(dtype="float16", scaler=mezzo.GradScaler("cpu", enabled=False)).scaler is None
+        )
 
     def test_o3_checks_at_a_scale_of_one(self):
         assert self.step(policy="O3", dtype="float16").scale == 1.0
@@ -243,7 +281,15 @@ class TestErrors:
             mezzo.TrainStep(made.model, boosted, made.optimizer)
 
     @pytest.mark.parametrize(
-        "words", [{"accumulate": 0}, {"accumulate": True}, {"accumulate_reduction": "median"}, {"capture": "yes"}, {"channels_last": 3}], ids=str
+        "words",
+        [
+            {"accumulate": 0},
+            {"accumulate": True},
+            {"accumulate_reduction": "median"},
+            {"capture": "yes"},
+            {"channels_last": 3},
+        ],
+        ids=str,
     )
     def test_words_that_make_no_sense(self, words):
         made = Made("mlp")
@@ -252,19 +298,25 @@ class TestErrors:
 
     def test_a_loss_of_several_numbers(self):
         made = Made("mlp")
-        step = mezzo.TrainStep(made.model, lambda output, target: output - target, made.optimizer, dtype="bfloat16")
+        step = mezzo.TrainStep(
+            made.model, lambda output, target: output - target, made.optimizer, dtype="bfloat16"
+        )
         with pytest.raises(mezzo.ScalerError, match="one number"):
             step(torch.ones(2, 8), torch.ones(2, 4))
 
     def test_a_loss_that_is_no_tensor(self):
         made = Made("mlp")
-        step = mezzo.TrainStep(made.model, lambda output: output.sum().item(), made.optimizer, dtype="bfloat16")
+        step = mezzo.TrainStep(
+            made.model, lambda output: output.sum().item(), made.optimizer, dtype="bfloat16"
+        )
         with pytest.raises(mezzo.PolicyError, match=r"without \.item\(\)"):
             step(torch.ones(2, 8))
 
     def test_a_loss_that_no_parameter_reaches(self):
         made = Made("mlp")
-        step = mezzo.TrainStep(made.model, lambda output: output.detach().sum(), made.optimizer, dtype="bfloat16")
+        step = mezzo.TrainStep(
+            made.model, lambda output: output.detach().sum(), made.optimizer, dtype="bfloat16"
+        )
         with pytest.raises(mezzo.ScalerError, match="does not depend"):
             step(torch.ones(2, 8))
 
@@ -277,7 +329,9 @@ class TestErrors:
         made, other = Made("mlp"), Made("mlp")
         scheduler = lr_scheduler.StepLR(other.optimizer, 1)
         with pytest.raises(mezzo.PolicyError, match="another optimizer"):
-            mezzo.TrainStep(made.model, boosted, made.optimizer, dtype="bfloat16", scheduler=scheduler)
+            mezzo.TrainStep(
+                made.model, boosted, made.optimizer, dtype="bfloat16", scheduler=scheduler
+            )
 
     def test_capture_on_a_cpu(self):
         made = Made("mlp")

@@ -1,7 +1,8 @@
 """What torch's own autocast does with every op that it has a kernel for, as a program that knows nothing of mezzo.
 
-Writes {device: {overload: rule}}, for an argument {device: dispatch key}. The ops are called with tensors that note how they are cast on their way
-through autocast and compute nothing, so that no device is needed, and sizes need not fit: casts come first.
+Writes {device: {overload: rule}}, for an argument {device: dispatch key}. The ops are called with
+tensors that note how they are cast on their way through autocast and compute nothing, so that no
+device is needed, and sizes need not fit: casts come first.
 """
 
 import json
@@ -32,7 +33,9 @@ class Noting(torch.Tensor):
     def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         # Some ops are told the dtype of their result instead, and softmax whether it is float32.
-        cls.casts.append(FULL if "softmax" in func.name() and args[2:] == (True,) else kwargs.get("dtype"))
+        cls.casts.append(
+            FULL if "softmax" in func.name() and args[2:] == (True,) else kwargs.get("dtype")
+        )
         if func is torch.ops.aten._to_copy.default:
             return Noting(kwargs["dtype"], args[0].device)
         raise ReachedError
@@ -63,7 +66,11 @@ def casts(overload, device, *dtypes):
 
 def rule(overload, device):
     """What autocast does with an op."""
-    narrowed, widened, promoted = casts(overload, device, FULL), casts(overload, device, HALF), casts(overload, device, HALF, FULL)
+    narrowed, widened, promoted = (
+        casts(overload, device, FULL),
+        casts(overload, device, HALF),
+        casts(overload, device, HALF, FULL),
+    )
     if narrowed is None:
         return "refuse"
     if HALF in narrowed:
@@ -77,13 +84,28 @@ def rules(device, key):
     """What autocast does with every overload of ATen's that it has a kernel for; not with those for named dimensions."""
     torch.set_autocast_enabled(device, True)
     torch.set_autocast_dtype(device, HALF)
-    names = (name.removeprefix("aten::") for name in torch._C._dispatch_get_registrations_for_dispatch_key(key) if name.startswith("aten::"))
-    overloads = {name: getattr(getattr(torch.ops.aten, name.partition(".")[0]), name.partition(".")[2] or "default") for name in names}
-    found = {name: rule(overload, device) for name, overload in overloads.items() if not any(word in name.lower() for word in ("dimname", "names"))}
+    names = (
+        name.removeprefix("aten::")
+        for name in torch._C._dispatch_get_registrations_for_dispatch_key(key)
+        if name.startswith("aten::")
+    )
+    overloads = {
+        name: getattr(
+            getattr(torch.ops.aten, name.partition(".")[0]), name.partition(".")[2] or "default"
+        )
+        for name in names
+    }
+    found = {
+        name: rule(overload, device)
+        for name, overload in overloads.items()
+        if not any(word in name.lower() for word in ("dimname", "names"))
+    }
     torch.set_autocast_enabled(device, False)
     return found
 
 
 if __name__ == "__main__":
     warnings.simplefilter("ignore")
-    sys.stdout.write(json.dumps({device: rules(device, key) for device, key in json.loads(sys.argv[1]).items()}))
+    sys.stdout.write(
+        json.dumps({device: rules(device, key) for device, key in json.loads(sys.argv[1]).items()})
+    )

@@ -35,7 +35,16 @@ def made(seed=0, **words):
     model = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Linear(6, 2))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, gamma=0.7)
-    return mezzo.TrainStep(model, nn.functional.mse_loss, optimizer, "O2", **{"dtype": "float16", **words}, accumulate=2, scheduler=scheduler, capture=False)
+    return mezzo.TrainStep(
+        model,
+        nn.functional.mse_loss,
+        optimizer,
+        "O2",
+        **{"dtype": "float16", **words},
+        accumulate=2,
+        scheduler=scheduler,
+        capture=False,
+    )
 
 
 def call(step, times=1):
@@ -50,7 +59,13 @@ class Target:
         self._path, self._whole = folder / "mutated.pt", whole
         self._step, other = made(**words), made(seed=1, **words)
         call(other, 5 if whole else 4)
-        mezzo.save_checkpoint(self._path, **self._words(other), epoch=3, table={"a": [1, 2.5, "x"], "t": torch.ones(3)}, names={"b"})
+        mezzo.save_checkpoint(
+            self._path,
+            **self._words(other),
+            epoch=3,
+            table={"a": [1, 2.5, "x"], "t": torch.ones(3)},
+            names={"b"},
+        )
         self.file = self._path.read_bytes()
         self.content = torch.load(self._path, weights_only=True)
         mezzo.load_checkpoint(self._path, **self._words(self._step))
@@ -67,12 +82,22 @@ class Target:
     def _words(self, step) -> dict[str, Any]:
         if self._whole:
             return {"step": step}
-        words = {"model": step.model, "optimizer": step.optimizer, "scaler": step.scaler, "scheduler": next(iter(step._parts.schedulers.values()))}
+        words = {
+            "model": step.model,
+            "optimizer": step.optimizer,
+            "scaler": step.scaler,
+            "scheduler": next(iter(step._parts.schedulers.values())),
+        }
         return {name: one for name, one in words.items() if one is not None}
 
     def _state(self):
         step, weights = self._step, [parameter.data for parameter in self._step.model.parameters()]
-        state = step.state_dict(), weights, step.optimizer.param_groups[0], list(step.optimizer.state.values())
+        state = (
+            step.state_dict(),
+            weights,
+            step.optimizer.param_groups[0],
+            list(step.optimizer.state.values()),
+        )
         return map_tensors(state, torch.clone)
 
     def load(self, content: bytes) -> str | None:
@@ -130,15 +155,22 @@ def refuse_out_of_memory(error: BaseException | None) -> None:
         error = error.__cause__
 
 
-# -- damaged bytes -----------------------------------------------------------------------------------------------------------------------------------
+# -- damaged bytes ---------------------------------------------------------------------------------
 
 
 def damaged(draw: random.Random, file: bytes, other: bytes) -> bytes:
     content = bytearray(file)
-    at, start, length = draw.randrange(len(file)), draw.randrange(len(file)), draw.choice([1, 2, 8, 64, 512, 4096])
+    at, start, length = (
+        draw.randrange(len(file)),
+        draw.randrange(len(file)),
+        draw.choice([1, 2, 8, 64, 512, 4096]),
+    )
     ways: list[Callable[[], Any]] = [
         lambda: content.__setitem__(at, content[at] ^ (1 << draw.randrange(8))),
-        lambda: [content.__setitem__(draw.randrange(len(file)), draw.randrange(256)) for _ in range(draw.randrange(2, 20))],
+        lambda: [
+            content.__setitem__(draw.randrange(len(file)), draw.randrange(256))
+            for _ in range(draw.randrange(2, 20))
+        ],
         lambda: content.__setitem__(at, draw.randrange(256)),
         lambda: content.__setitem__(slice(at, at + length), bytes(len(content[at : at + length]))),
         lambda: content.__delitem__(slice(at, None)),
@@ -148,16 +180,41 @@ def damaged(draw: random.Random, file: bytes, other: bytes) -> bytes:
         lambda: content.__setitem__(slice(at, at + length), other[at : at + length]),
         lambda: content.extend(draw.randbytes(length)),
         # The directory, which no checksum covers, and the records behind it.
-        *[lambda: content.__setitem__(-draw.randrange(1, 3000), draw.choice([16, draw.randrange(256)]))] * 3,
+        *[
+            lambda: content.__setitem__(
+                -draw.randrange(1, 3000), draw.choice([16, draw.randrange(256)])
+            )
+        ]
+        * 3,
     ]
     draw.choice(ways)()
     return bytes(content)
 
 
-# -- other content, with correct checksums -----------------------------------------------------------------------------------------------------------
+# -- other content, with correct checksums ---------------------------------------------------------
 
 WEIRD: list[Callable[[], Any]] = [
-    *(lambda value=value: value for value in (None, True, -1, 0, 3, math.nan, math.inf, -1.5, 1e300, 2**40, 2**62, "text", b"bytes", (), {"a": 1}, [1, 2])),
+    *(
+        lambda value=value: value
+        for value in (
+            None,
+            True,
+            -1,
+            0,
+            3,
+            math.nan,
+            math.inf,
+            -1.5,
+            1e300,
+            2**40,
+            2**62,
+            "text",
+            b"bytes",
+            (),
+            {"a": 1},
+            [1, 2],
+        )
+    ),
     lambda: torch.zeros(()),
     lambda: torch.full((3,), math.nan),
     lambda: torch.zeros(0),
@@ -179,7 +236,19 @@ def nest(depth: int) -> Any:
 
 def changed_tensor(draw: random.Random, tensor: torch.Tensor) -> torch.Tensor:
     ways: list[Callable[[], torch.Tensor]] = [
-        lambda: tensor.to(draw.choice([torch.float64, torch.bfloat16, torch.int64, torch.bool, torch.complex64, torch.uint8, torch.int16])),
+        lambda: tensor.to(
+            draw.choice(
+                [
+                    torch.float64,
+                    torch.bfloat16,
+                    torch.int64,
+                    torch.bool,
+                    torch.complex64,
+                    torch.uint8,
+                    torch.int16,
+                ]
+            )
+        ),
         lambda: tensor.reshape(-1),
         lambda: tensor.unsqueeze(0),
         lambda: tensor.t() if tensor.dim() == 2 else tensor.reshape(-1)[:0],
@@ -215,14 +284,23 @@ def other_content(draw: random.Random, content: Any) -> bytes:
             container[key] = draw.choice(WEIRD)()
         elif kind == "tensor":
             tensors = [(one, name) for one, name in found if isinstance(one[name], torch.Tensor)]
-            plain = [(one, name) for one, name in tensors if one[name].layout is torch.strided and one[name].numel() < 10_000]
+            plain = [
+                (one, name)
+                for one, name in tensors
+                if one[name].layout is torch.strided and one[name].numel() < 10_000
+            ]
             container, key = draw.choice(plain)
             container[key] = changed_tensor(draw, container[key])
         elif kind in {"swap", "alias"}:
             second, name = draw.choice(found)
-            container[key], second[name] = second[name], container[key] if kind == "swap" else second[name]
+            container[key], second[name] = (
+                second[name],
+                (container[key] if kind == "swap" else second[name]),
+            )
         elif kind == "rename" and isinstance(container, dict):
-            container[draw.choice(["other", 0, 99, -1, None, (1, 2), str(key)])] = container.pop(key)
+            container[draw.choice(["other", 0, 99, -1, None, (1, 2), str(key)])] = container.pop(
+                key
+            )
         elif isinstance(container, list):
             container.insert(key, copy.copy(container[key]))
         else:
@@ -241,7 +319,11 @@ def as_lists(content: Any, *, tuples: bool) -> Any:
     """The same content in containers that can be changed; the long states of generators are in tuples, and most of the time left alone."""
     if isinstance(content, dict) and not isinstance(content, Counter):
         return {key: as_lists(value, tuples=tuples) for key, value in content.items()}
-    return [as_lists(one, tuples=tuples) for one in content] if isinstance(content, (list, tuple) if tuples else list) else content
+    return (
+        [as_lists(one, tuples=tuples) for one in content]
+        if isinstance(content, (list, tuple) if tuples else list)
+        else content
+    )
 
 
 def repacked(draw: random.Random, file: bytes) -> bytes:
@@ -255,7 +337,9 @@ def repacked(draw: random.Random, file: bytes) -> bytes:
     if kind == "pickle":
         for _ in range(draw.choice([1, 2, 8])):
             # The long lists of generators are the greater part of the bytes.
-            at = draw.choice([draw.randrange(len(pickled)), draw.randrange(min(len(pickled), 6000))])
+            at = draw.choice(
+                [draw.randrange(len(pickled)), draw.randrange(min(len(pickled), 6000))]
+            )
             pickled[at] = draw.choice([draw.randrange(256), pickled[at] ^ (1 << draw.randrange(8))])
     elif kind == "resize":
         entries[name] = entries[name][:-4] if draw.random() < 0.5 else entries[name] + bytes(8)
@@ -265,7 +349,9 @@ def repacked(draw: random.Random, file: bytes) -> bytes:
         second = draw.choice(stored)
         entries[name], entries[second] = entries[second], entries[name]
     elif kind == "name":
-        entries[draw.choice(["x/y", name.upper(), "archive/constants.pkl", name + "0"])] = entries.pop(name)
+        entries[draw.choice(["x/y", name.upper(), "archive/constants.pkl", name + "0"])] = (
+            entries.pop(name)
+        )
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         method = zipfile.ZIP_DEFLATED if kind == "compress" else zipfile.ZIP_STORED
@@ -278,7 +364,11 @@ def repacked(draw: random.Random, file: bytes) -> bytes:
 def fuzz(folder: Path, numbers: range, seed: int = 0) -> Counter[str]:
     """Load mutated checkpoints, and count what came of them."""
     told: Counter[str] = Counter()
-    targets = [Target(folder, whole=True), Target(folder, whole=False), Target(folder, whole=False, new=True, dtype="bfloat16", master="split")]
+    targets = [
+        Target(folder, whole=True),
+        Target(folder, whole=False),
+        Target(folder, whole=False, new=True, dtype="bfloat16", master="split"),
+    ]
     for number in numbers:
         draw, target = random.Random(f"{seed}/{number}"), targets[number % 3]
         kind = draw.choice(["damaged", "damaged", "content", "content", "repacked"])
@@ -290,7 +380,9 @@ def fuzz(folder: Path, numbers: range, seed: int = 0) -> Counter[str]:
                 told[f"{kind}: {_load(target, content, damaged=kind == 'damaged')}"] += 1
         except Exception as found:
             (folder / f"finding-{seed}-{number}.pt").write_bytes(content)
-            raise AssertionError(f"input {number} of seed {seed}, {kind}: {type(found).__name__}: {found}") from found
+            raise AssertionError(
+                f"input {number} of seed {seed}, {kind}: {type(found).__name__}: {found}"
+            ) from found
     return told
 
 

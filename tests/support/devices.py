@@ -9,6 +9,12 @@ SLOW = Support(supported=True, native=False, reason="torch emulates it")
 NONE = Support(supported=False, native=False, reason="it has no kernels for it")
 
 
-def device(float16: Support = NATIVE, bfloat16: Support = NATIVE, *, kind: str = "cuda", name: str = "Fake 100") -> Hardware:
+def device(
+    float16: Support = NATIVE,
+    bfloat16: Support = NATIVE,
+    *,
+    kind: str = "cuda",
+    name: str = "Fake 100",
+) -> Hardware:
     """A device with these abilities."""
     return Hardware(kind, name, "1.0", float16=float16, bfloat16=bfloat16)

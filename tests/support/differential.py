@@ -1,8 +1,10 @@
 """A differential harness: train one model twice from the same seed on the same data, in two ways that must agree.
 
-On a GPU the two ways are a captured TrainStep and an eager one (`tests/gpu/test_differential.py`), on a CPU a TrainStep and the loop that a user writes by hand
-(`tests/step/test_differential.py`). Losses, weights, skipped steps and loss scales are compared bit for bit where the kernels are deterministic: the second way runs
-twice, and where it does not repeat itself the comparison allows for a multiple of that difference.
+On a GPU the two ways are a captured TrainStep and an eager one (`tests/gpu/test_differential.py`),
+on a CPU a TrainStep and the loop that a user writes by hand (`tests/step/test_differential.py`).
+Losses, weights, skipped steps and loss scales are compared bit for bit where the kernels are
+deterministic: the second way runs twice, and where it does not repeat itself the comparison allows
+for a multiple of that difference.
 """
 
 from __future__ import annotations
@@ -20,7 +22,8 @@ import mezzo
 
 UPDATES = 8
 OVERFLOWS = (1, 5, 6)
-"""Updates with an infinite loss: one in the warm-up of a capture, two in a row among its replays."""
+"""Updates with an infinite loss: one in the warm-up of a capture, two in a row among its
+replays."""
 
 
 @dataclass(frozen=True)
@@ -48,8 +51,15 @@ class Variant:
     overflows: Sequence[int] = OVERFLOWS
 
     def __str__(self) -> str:
-        words = [self.level, self.dtype, "channels_last" if self.channels_last else "", f"x{self.accumulate}" if self.accumulate > 1 else ""]
-        return " ".join([*filter(None, words), "clip" if self.clip_norm else "", self.optimizer]).replace("  ", " ")
+        words = [
+            self.level,
+            self.dtype,
+            "channels_last" if self.channels_last else "",
+            f"x{self.accumulate}" if self.accumulate > 1 else "",
+        ]
+        return " ".join(
+            [*filter(None, words), "clip" if self.clip_norm else "", self.optimizer]
+        ).replace("  ", " ")
 
     @property
     def planted(self) -> Sequence[int]:
@@ -90,7 +100,12 @@ def batches(row: Row, variant: Variant, device: str) -> list[tuple[Any, tuple[to
         x, y = row.batch(generator)
         # In the middle of an accumulation, where there is one.
         bad = update in variant.planted and within == variant.accumulate // 2
-        data.append((_moved(x, device), (*_moved(y, device), torch.tensor(float("inf") if bad else 1.0, device=device))))
+        data.append(
+            (
+                _moved(x, device),
+                (*_moved(y, device), torch.tensor(float("inf") if bad else 1.0, device=device)),
+            )
+        )
     return data
 
 
@@ -129,8 +144,17 @@ def in_steps(row: Row, variant: Variant, device: str, *, capture: bool | str) ->
     torch.manual_seed(1)
     losses = [step(x, y) for x, y in data]
     scaler = step.scaler
-    skips, scale = (0, 1.0) if scaler is None else (scaler.state().skipped_steps, scaler.get_scale())
-    return Trajectory(torch.stack(losses).double().cpu(), _state(model), skips, scale, step.captured, step.eager_reason)
+    skips, scale = (
+        (0, 1.0) if scaler is None else (scaler.state().skipped_steps, scaler.get_scale())
+    )
+    return Trajectory(
+        torch.stack(losses).double().cpu(),
+        _state(model),
+        skips,
+        scale,
+        step.captured,
+        step.eager_reason,
+    )
 
 
 def by_hand(row: Row, variant: Variant, device: str) -> Trajectory:
@@ -139,7 +163,9 @@ def by_hand(row: Row, variant: Variant, device: str) -> Trajectory:
     data, loss_fn = batches(row, variant, device), loss_of(row)
     if variant.channels_last:
         model.to(memory_format=torch.channels_last)
-    model, optimizer = mezzo.decorate(model, optimizer, variant.level, dtype=variant.dtype, clip_norm=variant.clip_norm)
+    model, optimizer = mezzo.decorate(
+        model, optimizer, variant.level, dtype=variant.dtype, clip_norm=variant.clip_norm
+    )
     scaler = mezzo.GradScaler(device, enabled=variant.dtype == "float16")
     losses, before, skips = [], [], 0
     torch.manual_seed(1)
@@ -147,7 +173,16 @@ def by_hand(row: Row, variant: Variant, device: str) -> Trajectory:
         if call % variant.accumulate == 0:
             before = [buffer.clone() for buffer in model.buffers()]
         with mezzo.autocast(variant.level, device_type=device, dtype=variant.dtype):
-            loss = loss_fn(model(**x) if isinstance(x, dict) else model(*x) if isinstance(x, tuple) else model(x), *y)
+            loss = loss_fn(
+                (
+                    model(**x)
+                    if isinstance(x, dict)
+                    else model(*x)
+                    if isinstance(x, tuple)
+                    else model(x)
+                ),
+                *y,
+            )
         scaler.scale(loss / variant.accumulate).backward()
         losses.append(loss.detach())
         if (call + 1) % variant.accumulate == 0:
@@ -158,13 +193,20 @@ def by_hand(row: Row, variant: Variant, device: str) -> Trajectory:
             if result.skipped:
                 for buffer, old in zip(model.buffers(), before, strict=True):
                     buffer.copy_(old)
-    return Trajectory(torch.stack(losses).double().cpu(), _state(model), skips, scaler.get_scale(), captured=False)
+    return Trajectory(
+        torch.stack(losses).double().cpu(), _state(model), skips, scaler.get_scale(), captured=False
+    )
 
 
 def _state(model: nn.Module) -> dict[str, torch.Tensor]:
     """Weights, buffers and the exact weights behind them."""
-    state = {name: tensor.detach().clone() for name, tensor in (*model.named_parameters(), *model.named_buffers())}
-    return state | {f"exact {name}": value.clone() for name, value in mezzo.master_params(model).items()}
+    state = {
+        name: tensor.detach().clone()
+        for name, tensor in (*model.named_parameters(), *model.named_buffers())
+    }
+    return state | {
+        f"exact {name}": value.clone() for name, value in mezzo.master_params(model).items()
+    }
 
 
 @dataclass(frozen=True)
@@ -187,7 +229,13 @@ def difference(one: Trajectory, other: Trajectory) -> Difference:
     """Compare two runs. Non-finite values must be the same ones."""
     apart = {name: _apart(value, other.state[name]) for name, value in one.state.items()}
     where = max(apart, key=lambda name: apart[name])
-    return Difference(_apart(one.losses, other.losses), apart[where], where, (one.skipped_steps, other.skipped_steps), (one.scale, other.scale))
+    return Difference(
+        _apart(one.losses, other.losses),
+        apart[where],
+        where,
+        (one.skipped_steps, other.skipped_steps),
+        (one.scale, other.scale),
+    )
 
 
 def _apart(one: torch.Tensor, other: torch.Tensor) -> float:
@@ -199,18 +247,26 @@ def _apart(one: torch.Tensor, other: torch.Tensor) -> float:
     if not torch.equal(finite, other.isfinite()):
         return float("inf")
     one, other = one[finite], other[finite]
-    return 0.0 if not len(one) else ((one - other).abs().max() / other.abs().max().clamp_min(1e-12)).item()
+    return (
+        0.0
+        if not len(one)
+        else ((one - other).abs().max() / other.abs().max().clamp_min(1e-12)).item()
+    )
 
 
 SLACK = 20.0
-"""How many times the difference of two equal runs another one may be away, where the kernels are not deterministic."""
+"""How many times the difference of two equal runs another one may be away, where the kernels are
+not deterministic."""
 
 
 _REPEATS = 4
-"""How often an eager run is repeated to see what its atomics do: a repetition may be bit-equal by chance."""
+"""How often an eager run is repeated to see what its atomics do: a repetition may be bit-equal
+by chance."""
 
 
-def assert_agree(one: Trajectory, other: Trajectory, repeat: Callable[[], Trajectory]) -> Difference:
+def assert_agree(
+    one: Trajectory, other: Trajectory, repeat: Callable[[], Trajectory]
+) -> Difference:
     """Require that a run is bit-equal to another, or as close to it as that one is to its own repetitions."""
     found = difference(one, other)
     assert found.skipped_steps[0] == found.skipped_steps[1], f"skipped steps: {found.skipped_steps}"
@@ -219,15 +275,22 @@ def assert_agree(one: Trajectory, other: Trajectory, repeat: Callable[[], Trajec
         return found
     noises = [difference(repeat(), other) for _ in range(_REPEATS)]
     loss, weight = max(noise.loss for noise in noises), max(noise.weight for noise in noises)
-    assert found.loss <= SLACK * loss, f"losses differ by {found.loss:.2e}; the eager run repeats itself to {loss:.2e}"
-    assert found.weight <= SLACK * weight, f"{found.where} differs by {found.weight:.2e}; the eager run repeats itself to {weight:.2e}"
+    assert found.loss <= SLACK * loss, (
+        f"losses differ by {found.loss:.2e}; the eager run repeats itself to {loss:.2e}"
+    )
+    assert found.weight <= SLACK * weight, (
+        f"{found.where} differs by {found.weight:.2e}; the eager run repeats itself to {weight:.2e}"
+    )
     return found
 
 
 @contextmanager
 def deterministic() -> Any:
     """Ask torch for deterministic kernels where it has them."""
-    before, fill = torch.are_deterministic_algorithms_enabled(), torch.utils.deterministic.fill_uninitialized_memory
+    before, fill = (
+        torch.are_deterministic_algorithms_enabled(),
+        torch.utils.deterministic.fill_uninitialized_memory,
+    )
     with warnings.catch_warnings(), torch.backends.cudnn.flags(deterministic=True):
         warnings.filterwarnings("ignore", message=".*deterministic")
         torch.use_deterministic_algorithms(True, warn_only=True)

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 CLASSES = 10
 
 
-# -- own models ------------------------------------------------------------------------------------------------------------------------------------
+# -- own models ------------------------------------------------------------------------------------
 
 
 class Recurrent(nn.Module):
@@ -23,7 +23,10 @@ class Recurrent(nn.Module):
     def __init__(self, kind: Callable[..., nn.Module]) -> None:
         super().__init__()
         self.embed, self.drop = nn.Embedding(50, 32), nn.Dropout(0.2)
-        self.recurrent, self.head = kind(32, 48, num_layers=2, batch_first=True), nn.Linear(48, CLASSES)
+        self.recurrent, self.head = (
+            kind(32, 48, num_layers=2, batch_first=True),
+            nn.Linear(48, CLASSES),
+        )
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         outputs, _ = self.recurrent(self.drop(self.embed(tokens)))
@@ -40,7 +43,9 @@ class UNet(nn.Module):
 
     @staticmethod
     def _block(inputs: int, outputs: int) -> nn.Module:
-        return nn.Sequential(nn.Conv2d(inputs, outputs, 3, padding=1), nn.GroupNorm(4, outputs), nn.SiLU())
+        return nn.Sequential(
+            nn.Conv2d(inputs, outputs, 3, padding=1), nn.GroupNorm(4, outputs), nn.SiLU()
+        )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         high = self.down(x)
@@ -54,11 +59,16 @@ class Interaction(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.tables = nn.ModuleList(nn.EmbeddingBag(40, 16, mode="sum") for _ in range(4))
-        self.dense, self.top = nn.Sequential(nn.Linear(8, 16), nn.ReLU()), nn.Linear(16 + 10, CLASSES)
+        self.dense, self.top = (
+            nn.Sequential(nn.Linear(8, 16), nn.ReLU()),
+            nn.Linear(16 + 10, CLASSES),
+        )
 
     def forward(self, numbers: torch.Tensor, categories: torch.Tensor) -> torch.Tensor:
         dense = self.dense(numbers)
-        vectors = torch.stack([dense, *(table(categories[:, place]) for place, table in enumerate(self.tables))], 1)
+        vectors = torch.stack(
+            [dense, *(table(categories[:, place]) for place, table in enumerate(self.tables))], 1
+        )
         products = torch.bmm(vectors, vectors.mT)
         first, second = torch.tril_indices(5, 5, offset=-1, device=products.device)
         return self.top(torch.cat([dense, products[:, first, second]], 1))
@@ -80,7 +90,10 @@ class DoubleBackward(nn.Module):
 
 def penalized(outputs: tuple[torch.Tensor, torch.Tensor], target: torch.Tensor) -> torch.Tensor:
     """Cross entropy with a gradient penalty."""
-    return F.cross_entropy(outputs[0].float(), target) + 0.1 * (outputs[1].float().norm(dim=1) - 1).square().mean()
+    return (
+        F.cross_entropy(outputs[0].float(), target)
+        + 0.1 * (outputs[1].float().norm(dim=1) - 1).square().mean()
+    )
 
 
 def _target(generator: torch.Generator, size: int) -> torch.Tensor:
@@ -91,13 +104,21 @@ def _tokens(generator: torch.Generator) -> tuple[Any, tuple[torch.Tensor, ...]]:
     return torch.randint(50, (8, 12), generator=generator), (_target(generator, 8),)
 
 
-def images(size: int, batch: int = 8) -> Callable[[torch.Generator], tuple[Any, tuple[torch.Tensor, ...]]]:
+def images(
+    size: int, batch: int = 8
+) -> Callable[[torch.Generator], tuple[Any, tuple[torch.Tensor, ...]]]:
     """Images with classes."""
-    return lambda generator: (torch.randn(batch, 3, size, size, generator=generator), (_target(generator, batch),))
+    return lambda generator: (
+        torch.randn(batch, 3, size, size, generator=generator),
+        (_target(generator, batch),),
+    )
 
 
 def _click(generator: torch.Generator) -> tuple[Any, tuple[torch.Tensor, ...]]:
-    return (torch.randn(8, 8, generator=generator), torch.randint(40, (8, 4, 3), generator=generator)), (_target(generator, 8),)
+    return (
+        torch.randn(8, 8, generator=generator),
+        torch.randint(40, (8, 4, 3), generator=generator),
+    ), (_target(generator, 8),)
 
 
 def _numbers(generator: torch.Generator) -> tuple[Any, tuple[torch.Tensor, ...]]:
@@ -113,18 +134,30 @@ OWN = [
 ]
 
 
-# -- torchvision -----------------------------------------------------------------------------------------------------------------------------------
+# -- torchvision -----------------------------------------------------------------------------------
 
 
 def _classified(outputs: Any, target: torch.Tensor) -> torch.Tensor:
     """The loss of a classifier; Inception and GoogLeNet give auxiliary outputs too."""
     if isinstance(outputs, torch.Tensor):
         return F.cross_entropy(outputs, target)
-    return sum((F.cross_entropy(one, target) for one in outputs[1:] if one is not None), F.cross_entropy(outputs[0], target))
+    return sum(
+        (F.cross_entropy(one, target) for one in outputs[1:] if one is not None),
+        F.cross_entropy(outputs[0], target),
+    )
 
 
-# Where features do not divide evenly, the backward pass of adaptive pooling adds up in any order: at these sizes AlexNet, VGG and GoogLeNet repeat themselves.
-_SIZES = {"inception_v3": 299, "googlenet": 128, "maxvit_t": 224, "alexnet": 224, "vgg11_bn": 224, "squeezenet1_0": 96, "squeezenet1_1": 96}
+# Where features do not divide evenly, the backward pass of adaptive pooling adds up in any order:
+# at these sizes AlexNet, VGG and GoogLeNet repeat themselves.
+_SIZES = {
+    "inception_v3": 299,
+    "googlenet": 128,
+    "maxvit_t": 224,
+    "alexnet": 224,
+    "vgg11_bn": 224,
+    "squeezenet1_0": 96,
+    "squeezenet1_1": 96,
+}
 _OPTIONS: dict[str, dict[str, Any]] = {
     "googlenet": {"init_weights": False, "aux_logits": True},
     "inception_v3": {"init_weights": False, "aux_logits": True},
@@ -142,19 +175,32 @@ def vision(name: str, size: int | None = None, batch: int = 8) -> Row:
     def build() -> nn.Module:
         import torchvision
 
-        return torchvision.models.get_model(name, weights=None, num_classes=CLASSES, **_OPTIONS.get(name, {}))
+        return torchvision.models.get_model(
+            name, weights=None, num_classes=CLASSES, **_OPTIONS.get(name, {})
+        )
 
     size = size or _SIZES.get(name, 64)
-    return Row(name if batch == 8 else f"{name} {batch}x{size}", build, images(size, batch), _classified)
+    return Row(
+        name if batch == 8 else f"{name} {batch}x{size}", build, images(size, batch), _classified
+    )
 
 
-TORCHVISION = [vision(name) for name in _FAMILIES] if importlib.util.find_spec("torchvision") else []
+TORCHVISION = (
+    [vision(name) for name in _FAMILIES] if importlib.util.find_spec("torchvision") else []
+)
 
 
-# -- transformers ----------------------------------------------------------------------------------------------------------------------------------
+# -- transformers ----------------------------------------------------------------------------------
 
 _WORDS, _LENGTH = 97, 16
-_ENCODER = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64, "vocab_size": _WORDS, "pad_token_id": 0}
+_ENCODER = {
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "intermediate_size": 64,
+    "vocab_size": _WORDS,
+    "pad_token_id": 0,
+}
 _SPECIAL = {"bos_token_id": 1, "eos_token_id": 2, "use_cache": False}
 _DECODER = {**_ENCODER, **_SPECIAL}
 _SEQ2SEQ = {
@@ -213,12 +259,28 @@ def _hf_vision() -> Row:
     def build() -> nn.Module:
         import transformers
 
-        sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64, "image_size": 32, "patch_size": 8}
-        return transformers.ViTForImageClassification(transformers.ViTConfig(**sizes, num_labels=CLASSES))
+        sizes = {
+            "hidden_size": 32,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
+            "intermediate_size": 64,
+            "image_size": 32,
+            "patch_size": 8,
+        }
+        return transformers.ViTForImageClassification(
+            transformers.ViTConfig(**sizes, num_labels=CLASSES)
+        )
 
-    return Row("hf-vit", build, images(32), lambda outputs, target: F.cross_entropy(outputs.logits, target))
+    return Row(
+        "hf-vit", build, images(32), lambda outputs, target: F.cross_entropy(outputs.logits, target)
+    )
 
 
 TRANSFORMERS = (
-    [*(_language(name, padded=padded) for name in _LANGUAGE for padded in (False, True)), _hf_vision()] if importlib.util.find_spec("transformers") else []
+    [
+        *(_language(name, padded=padded) for name in _LANGUAGE for padded in (False, True)),
+        _hf_vision(),
+    ]
+    if importlib.util.find_spec("transformers")
+    else []
 )

@@ -19,7 +19,9 @@ CLASSES = 10
 def glyphs() -> torch.Tensor:
     """The ten digits, 7 × 5, ink as ones."""
     rows = [line.split() for line in _GLYPHS.split("\n") if line]
-    return torch.tensor([[[float(dot == "#") for dot in row[digit]] for row in rows] for digit in range(CLASSES)])
+    return torch.tensor(
+        [[[float(dot == "#") for dot in row[digit]] for row in rows] for digit in range(CLASSES)]
+    )
 
 
 def pictures(count: int, seed: int, noise: float) -> tuple[torch.Tensor, torch.Tensor]:
@@ -28,7 +30,9 @@ def pictures(count: int, seed: int, noise: float) -> tuple[torch.Tensor, torch.T
     digits = torch.randint(CLASSES, (count,), generator=generator)
     drawn, shapes = torch.zeros(count, 8, 8), glyphs()
     ink = 0.6 + 0.8 * torch.rand(count, generator=generator)
-    for place, (down, right) in enumerate(zip(_anywhere(2, count, generator), _anywhere(4, count, generator), strict=True)):
+    for place, (down, right) in enumerate(
+        zip(_anywhere(2, count, generator), _anywhere(4, count, generator), strict=True)
+    ):
         drawn[place, down : down + 7, right : right + 5] = shapes[digits[place]] * ink[place]
     drawn += noise * torch.randn(drawn.shape, generator=generator)
     return (drawn - drawn.mean())[:, None], digits

@@ -13,7 +13,9 @@ import torch
 
 _LINE = 400
 _ROOM = 2**31
-SUPPORTED = hasattr(os, "fork") and hasattr(os, "memfd_create") and Path("/proc/self/clear_refs").exists()
+SUPPORTED = (
+    hasattr(os, "fork") and hasattr(os, "memfd_create") and Path("/proc/self/clear_refs").exists()
+)
 
 
 def in_children(count: int, work: Callable[[int], str], *, seconds: int = 20) -> dict[int, str]:
@@ -33,7 +35,11 @@ def in_children(count: int, work: Callable[[int], str], *, seconds: int = 20) ->
         found = dict(enumerate(done))
         if len(found) < count:
             code = os.waitstatus_to_exitcode(status)
-            outcome = "too slow" if code == -signal.SIGALRM else f"ended with {signal.Signals(-code).name if code < 0 else code}"
+            outcome = (
+                "too slow"
+                if code == -signal.SIGALRM
+                else f"ended with {signal.Signals(-code).name if code < 0 else code}"
+            )
             _write(file, len(found), outcome)
             found[len(found)] = outcome
     os.close(file)
@@ -63,5 +69,9 @@ def _write(file: int, number: int, outcome: str) -> None:
 
 def resident(field: str) -> int:
     """Bytes in memory: now (`VmRSS`), or at most since they were last counted (`VmHWM`)."""
-    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(field))
+    line = next(
+        line
+        for line in Path("/proc/self/status").read_text().splitlines()
+        if line.startswith(field)
+    )
     return int(line.split()[1]) * 1024

@@ -10,19 +10,75 @@ from zipfile import ZIP_DEFLATED, ZipFile
 
 import torch
 
-NUMBERS = [0, 1, -1, 2, 3, 7, 255, 2**16, 2**31 - 1, 2**31, -(2**31), 2**40, 2**62, 2**63 - 1, 2**63, 2**64, -(2**63), 10**30, 0.5, -0.0, 1e300, 1e-300]
-ODD = [None, True, False, "", "x", [], {}, [0], {"a": 1}, "\ud800", "é", "NaN", "Infinity", "s0", float("inf"), float("nan"), "a" * 30_000]
+NUMBERS = [
+    0,
+    1,
+    -1,
+    2,
+    3,
+    7,
+    255,
+    2**16,
+    2**31 - 1,
+    2**31,
+    -(2**31),
+    2**40,
+    2**62,
+    2**63 - 1,
+    2**63,
+    2**64,
+    -(2**63),
+    10**30,
+    0.5,
+    -0.0,
+    1e300,
+    1e-300,
+]
+ODD = [
+    None,
+    True,
+    False,
+    "",
+    "x",
+    [],
+    {},
+    [0],
+    {"a": 1},
+    "\ud800",
+    "é",
+    "NaN",
+    "Infinity",
+    "s0",
+    float("inf"),
+    float("nan"),
+    "a" * 30_000,
+]
 INTEGERS = [number for number in NUMBERS if isinstance(number, int) and abs(number) < 2**63]
 ARGUMENTS = {
     "as_int": INTEGERS,
-    "as_ints": [[], [0], [-1], [1, -1], [0, 2], [2**31, 2**31], [2**62, 4], [3, 3, 3], [-(2**63)], [2**63 - 1, 1]],
+    "as_ints": [
+        [],
+        [0],
+        [-1],
+        [1, -1],
+        [0, 2],
+        [2**31, 2**31],
+        [2**62, 4],
+        [3, 3, 3],
+        [-(2**63)],
+        [2**63 - 1, 1],
+    ],
     "as_float": [0.0, -1.0, 1e300, "NaN", "Infinity"],
     "as_bool": [True, False],
     "as_scalar_type": list(range(1, 14)),
     "as_tensor": [{"name": "ids"}],
 }
 """Values of an op's arguments, by kind."""
-OPS = sorted(name.removeprefix("aten::") for name in torch._C._dispatch_get_all_op_names() if name.startswith("aten::"))
+OPS = sorted(
+    name.removeprefix("aten::")
+    for name in torch._C._dispatch_get_all_op_names()
+    if name.startswith("aten::")
+)
 METHODS = [name for name in OPS if hasattr(torch.Tensor, name.partition(".")[0])]
 
 
@@ -58,7 +114,9 @@ def crafted(original: bytes, number: int) -> bytes:
     if rng.random() < 0.1:
         _change_parts(rng, parts)
     else:
-        name = rng.choice([name for name in parts if name.endswith(".json")] + ["programs/0/graph.json"] * 4)
+        name = rng.choice(
+            [name for name in parts if name.endswith(".json")] + ["programs/0/graph.json"] * 4
+        )
         value = json.loads(parts[name])
         for _ in range(rng.choice([1, 1, 1, 2, 3])):
             value = _change(rng, value)
@@ -66,7 +124,13 @@ def crafted(original: bytes, number: int) -> bytes:
         text = json.dumps(value)
         if rng.random() < 0.05:
             place = rng.randrange(len(text))
-            text = text[:place] + rng.choice(["[" * 100_000, "]", "{", "}", ",", '"', "NaN", "1" * 5000, "-", "\\u0000"]) + text[place:]
+            text = (
+                text[:place]
+                + rng.choice(
+                    ["[" * 100_000, "]", "{", "}", ",", '"', "NaN", "1" * 5000, "-", "\\u0000"]
+                )
+                + text[place:]
+            )
         parts[name] = text.encode("utf-8", "surrogatepass")
     buffer = BytesIO()
     with ZipFile(buffer, "w") as archive:
@@ -93,9 +157,16 @@ def _change_parts(rng: random.Random, parts: dict[str, bytes]) -> None:
 def _change(rng: random.Random, value: object) -> object:
     """One value somewhere inside is changed."""
     places = list(_places(value))
-    ops = [(holder, key) for holder, key in places if isinstance(holder[key], str) and holder[key].startswith("torch.ops.")]
-    arguments = [(holder, key) for holder, key in places if key in ARGUMENTS and isinstance(holder, dict)]
-    # Most of what is changed anywhere is refused; another op, or another argument, makes a program that may run.
+    ops = [
+        (holder, key)
+        for holder, key in places
+        if isinstance(holder[key], str) and holder[key].startswith("torch.ops.")
+    ]
+    arguments = [
+        (holder, key) for holder, key in places if key in ARGUMENTS and isinstance(holder, dict)
+    ]
+    # Most of what is changed anywhere is refused; another op, or another argument, makes a program
+    # that may run.
     match rng.randrange(3):
         case 0 if ops:
             holder, key = rng.choice(ops)
@@ -116,8 +187,16 @@ def _change_anything(rng: random.Random, holder, key, places) -> None:
         lambda: rng.choice(NUMBERS),
         lambda: rng.choice(ODD),
         lambda: copy.deepcopy(other.get(place) if isinstance(other, dict) else other[:1]),
-        lambda: rng.choice([value + 1, value - 1, -value, 2 * value]) if type(value) is int else value,
-        lambda: value[: len(value) // 2] + rng.choice(["", "_", "0", "(", "'", value]) + value[len(value) // 2 :] if isinstance(value, str) else [value, value],
+        lambda: (
+            rng.choice([value + 1, value - 1, -value, 2 * value]) if type(value) is int else value
+        ),
+        lambda: (
+            value[: len(value) // 2]
+            + rng.choice(["", "_", "0", "(", "'", value])
+            + value[len(value) // 2 :]
+            if isinstance(value, str)
+            else [value, value]
+        ),
         lambda: json.loads("[" * 100 + json.dumps(value) + "]" * 100),
     ]
     if rng.random() < 0.1:
@@ -126,7 +205,9 @@ def _change_anything(rng: random.Random, holder, key, places) -> None:
     if isinstance(holder, list):
         holder.insert(key, rng.choice(changed)())
     else:
-        holder[key if rng.random() < 0.9 else rng.choice(["x", "name", "as_int", "as_tensor"])] = rng.choice(changed)()
+        holder[key if rng.random() < 0.9 else rng.choice(["x", "name", "as_int", "as_tensor"])] = (
+            rng.choice(changed)()
+        )
 
 
 def _other_op(rng: random.Random) -> str:
@@ -136,7 +217,13 @@ def _other_op(rng: random.Random) -> str:
 
 def _places(value: object):
     """Every place inside plain values, as a container and a key."""
-    entries = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    entries = (
+        value.items()
+        if isinstance(value, dict)
+        else enumerate(value)
+        if isinstance(value, list)
+        else ()
+    )
     for key, one in list(entries):
         yield value, key
         yield from _places(one)

@@ -38,10 +38,14 @@ class Calls(nn.Module):
 
 
 def words(policy: Policy | None = None, **said: Any) -> ConvertOptions:
-    return ConvertOptions(policy or Policy("O1", "bfloat16"), said.pop("dtype", HALF), "cpu", **said)
+    return ConvertOptions(
+        policy or Policy("O1", "bfloat16"), said.pop("dtype", HALF), "cpu", **said
+    )
 
 
-def graph(model: nn.Module | Callable[..., Any], *args: Any, tidied: bool = True, half: torch.dtype = HALF) -> GraphModule:
+def graph(
+    model: nn.Module | Callable[..., Any], *args: Any, tidied: bool = True, half: torch.dtype = HALF
+) -> GraphModule:
     """The graph of a model, or of a function of tensors."""
     module = model if isinstance(model, nn.Module) else Calls(lambda _, *given: model(*given))
     found: GraphModule = export(module, args, {}, None).graph_module
@@ -50,12 +54,19 @@ def graph(model: nn.Module | Callable[..., Any], *args: Any, tidied: bool = True
     return found
 
 
-def planned(model: nn.Module, *args: Any, said: ConvertOptions | None = None) -> tuple[GraphModule, PlannedGraph]:
+def planned(
+    model: nn.Module, *args: Any, said: ConvertOptions | None = None
+) -> tuple[GraphModule, PlannedGraph]:
     """A model's tidied graph, and its plan."""
     said = said or words()
     exported = export(model, args, {}, None)
     normalize(exported.graph_module, said.dtype, "cpu")
-    sections = plan_subgraphs(exported.graph_module, weight_nodes(exported, exported.graph_module, said.dtype), said, dict(model.named_modules()))
+    sections = plan_subgraphs(
+        exported.graph_module,
+        weight_nodes(exported, exported.graph_module, said.dtype),
+        said,
+        dict(model.named_modules()),
+    )
     return exported.graph_module, sections[0].planned
 
 
@@ -73,7 +84,10 @@ def tensors(value: Any) -> list[torch.Tensor]:
 
 def relative_error(found: Any, expected: Any) -> float:
     """The largest relative error among the outputs."""
-    pairs = [(one.detach().double(), other.detach().double()) for one, other in zip(tensors(found), tensors(expected), strict=True)]
+    pairs = [
+        (one.detach().double(), other.detach().double())
+        for one, other in zip(tensors(found), tensors(expected), strict=True)
+    ]
     return max(float((one - other).norm() / other.norm().clamp(min=1e-12)) for one, other in pairs)
 
 

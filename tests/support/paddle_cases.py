@@ -13,9 +13,18 @@ from torch import Tensor
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
 
 NO_COUNTERPART = {
-    "conv2d_depthwise": "conv2d with as many groups as channels is another op in Paddle, in no list; in torch it is conv2d",
-    "log_loss": "torch has no log_loss: binary_cross_entropy clamps the logarithm, and is another op in Paddle too",
-    "increment_inplace_add": "Paddle's in-place add gives its tensor the promoted dtype, and its clone is cast; torch's keep theirs",
+    "conv2d_depthwise": (
+        "conv2d with as many groups as channels is another op in Paddle, in no list; in torch it is"
+        " conv2d"
+    ),
+    "log_loss": (
+        "torch has no log_loss: binary_cross_entropy clamps the logarithm, and is another op in"
+        " Paddle too"
+    ),
+    "increment_inplace_add": (
+        "Paddle's in-place add gives its tensor the promoted dtype, and its clone is cast; torch's"
+        " keep theirs"
+    ),
 }
 
 VECTOR = (4,)
@@ -49,7 +58,8 @@ class Case:
     call: Callable[..., Tensor]
     shapes: tuple[tuple[int, ...], ...]
     listed: tuple[str, ...] | None = None
-    """Our names for what the custom list holds, where they are not those of the preset's name map."""
+    """Our names for what the custom list holds, where they are not those of the preset's name
+    map."""
     low: float = field(default=0.25)
     """The smallest input value: within the domain of every op here."""
 
@@ -67,21 +77,29 @@ CASES = {
     "matmul_operator": binary(lambda x, y: x @ y),
     "bmm": Case(torch.bmm, ((2, 4, 4), (2, 4, 4))),
     "einsum": binary(lambda x, y: torch.einsum("ij,jk->ik", x, y)),
-    "linear_bias": Case(lambda x, w, b: torch.matmul(x, w) + b, (MATRIX, MATRIX, VECTOR)),  # two ops in a build without CUDA
+    # Two ops in a build without CUDA.
+    "linear_bias": Case(lambda x, w, b: torch.matmul(x, w) + b, (MATRIX, MATRIX, VECTOR)),
     "linear_v2_direct": Case(F.linear, (MATRIX, MATRIX, VECTOR)),
     "outer": Case(lambda x, y: x.reshape(-1, 1) * y.reshape(1, -1), (VECTOR, VECTOR)),
     "conv2d": Case(F.conv2d, (IMAGE, (4, 4, 3, 3))),
     "conv3d": Case(F.conv3d, ((1, 2, 4, 4, 4), (2, 2, 3, 3, 3))),
     "max_pool2d": Case(lambda x: F.max_pool2d(x, 2), (IMAGE,)),
     "softmax": unary(lambda x: torch.softmax(x, -1)),
-    "softmax_dtype_f32": unary(lambda x: torch.softmax(x.float(), -1)),  # a cast and a softmax in Paddle
-    "cross_entropy": unary(lambda x: kernel_output(F.cross_entropy(x, LABELS, reduction="none")).mean()),
-    "cross_entropy_soft": binary(lambda x, y: kernel_output(F.cross_entropy(x, y, reduction="none")).mean()),
+    # A cast and a softmax in Paddle.
+    "softmax_dtype_f32": unary(lambda x: torch.softmax(x.float(), -1)),
+    "cross_entropy": unary(
+        lambda x: kernel_output(F.cross_entropy(x, LABELS, reduction="none")).mean()
+    ),
+    "cross_entropy_soft": binary(
+        lambda x, y: kernel_output(F.cross_entropy(x, y, reduction="none")).mean()
+    ),
     "nll_loss": unary(lambda x: F.nll_loss(x, LABELS)),
     "mse_loss": binary(lambda x, y: torch.square(x - y).mean()),
     "l1_loss": binary(lambda x, y: torch.abs(x - y).mean()),
     "smooth_l1_loss": binary(lambda x, y: F.smooth_l1_loss(x, y, reduction="none").mean()),
-    "bce_with_logits": binary(lambda x, y: F.binary_cross_entropy_with_logits(x, y, reduction="none").mean()),
+    "bce_with_logits": binary(
+        lambda x, y: F.binary_cross_entropy_with_logits(x, y, reduction="none").mean()
+    ),
     "log": unary(torch.log),
     "log1p": unary(torch.log1p),
     "rsqrt": unary(torch.rsqrt),
@@ -128,7 +146,8 @@ CASES = {
     "group_norm": Case(lambda x, w, b: F.group_norm(x, 2, w, b), (IMAGE, VECTOR, VECTOR)),
     "normalize": unary(normalize),
     "concat": binary(lambda x, y: torch.cat([x, y])),
-    "split": unary(lambda x: torch.chunk(x, 2)[0]),  # Paddle calls split_with_num, and 'split' in a list does not reach it
+    # Paddle calls split_with_num, and 'split' in a list does not reach it.
+    "split": unary(lambda x: torch.chunk(x, 2)[0]),
     "gather": unary(lambda x: torch.index_select(x, 0, LABELS)),
     "scatter": binary(lambda x, y: torch.index_copy(x, 0, LABELS, y)),
     "tile": unary(lambda x: torch.tile(x, (2, 1))),
@@ -139,7 +158,8 @@ CASES = {
     "argmax": unary(torch.argmax),
     "tril": unary(torch.tril, listed=()),  # 'tril_triu' in a list does not reach Paddle's tril
     "cast_f32": unary(Tensor.float, listed=()),  # a cast is never cast
-    "zeros_like": unary(lambda x: torch.zeros_like(x, dtype=x.dtype), listed=()),  # Paddle fixes the dtype before the op runs
+    # Paddle fixes the dtype before the op runs.
+    "zeros_like": unary(lambda x: torch.zeros_like(x, dtype=x.dtype), listed=()),
     "pixel_shuffle": Case(lambda x: F.pixel_shuffle(x, 2), (IMAGE,)),
     "roll": unary(lambda x: torch.roll(x, 1)),
 }
@@ -153,7 +173,10 @@ def inputs_of(case: Case, row: Any) -> list[Tensor]:
     """Inputs of the recorded dtypes."""
     torch.manual_seed(0)
     half = DTYPES[row.half]
-    return [(torch.rand(shape) / 2 + case.low).to(half if dtype == "h" else torch.float32) for shape, dtype in zip(case.shapes, row.inputs, strict=True)]
+    return [
+        (torch.rand(shape) / 2 + case.low).to(half if dtype == "h" else torch.float32)
+        for shape, dtype in zip(case.shapes, row.inputs, strict=True)
+    ]
 
 
 def is_usable(row, variant: str) -> bool:
@@ -161,4 +184,8 @@ def is_usable(row, variant: str) -> bool:
     if row.op == "trace" and row.results[variant][0] == "h" and torch.__version__ < "2.13":
         return False
     mixed_parameters = len(set(row.inputs[1:])) > 1
-    return not (row.op in ("layer_norm", "batch_norm_eval") and mixed_parameters and row.results[variant][1] == "h")
+    return not (
+        row.op in ("layer_norm", "batch_norm_eval")
+        and mixed_parameters
+        and row.results[variant][1] == "h"
+    )

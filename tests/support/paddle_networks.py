@@ -7,7 +7,12 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
-NAMES = {"_mean": "running_mean", "_variance": "running_var", "scale": "weight", "_weight": "weight"}
+NAMES = {
+    "_mean": "running_mean",
+    "_variance": "running_var",
+    "scale": "weight",
+    "_weight": "weight",
+}
 """Paddle's names of tensors, where torch has others."""
 
 
@@ -36,7 +41,13 @@ class A(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.emb, self.fc1, self.ln, self.bn, self.fc2 = nn.Embedding(8, 4), nn.Linear(4, 4), nn.LayerNorm(4), nn.BatchNorm1d(4), nn.Linear(4, 2)
+        self.emb, self.fc1, self.ln, self.bn, self.fc2 = (
+            nn.Embedding(8, 4),
+            nn.Linear(4, 4),
+            nn.LayerNorm(4),
+            nn.BatchNorm1d(4),
+            nn.Linear(4, 2),
+        )
 
 
 class B(nn.Module):
@@ -56,7 +67,9 @@ class C(nn.Module):
         self.w = nn.Parameter(torch.ones(2))
         self.register_buffer("fbuf", torch.ones(2))
         self.register_buffer("ibuf", torch.ones(2, dtype=torch.int64))
-        self.inner = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Sequential(nn.LayerNorm(4), nn.Linear(4, 4)))
+        self.inner = nn.Sequential(
+            nn.Linear(4, 4), nn.ReLU(), nn.Sequential(nn.LayerNorm(4), nn.Linear(4, 4))
+        )
         self.mybn, self.prelu = OwnNorm(4), nn.PReLU()
 
 
@@ -82,9 +95,24 @@ class E(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.bn, self.bn1, self.bn2, self.bn3, self.sbn = nn.BatchNorm1d(4), nn.BatchNorm1d(4), nn.BatchNorm2d(4), nn.BatchNorm3d(4), nn.SyncBatchNorm(4)
-        self.ln, self.gn, self.lrn, self.sn = nn.LayerNorm(4), nn.GroupNorm(2, 4), nn.LocalResponseNorm(2), SpectralNorm()
-        self.in1, self.in2, self.in3 = nn.InstanceNorm1d(4, affine=True), nn.InstanceNorm2d(4, affine=True), nn.InstanceNorm3d(4, affine=True)
+        self.bn, self.bn1, self.bn2, self.bn3, self.sbn = (
+            nn.BatchNorm1d(4),
+            nn.BatchNorm1d(4),
+            nn.BatchNorm2d(4),
+            nn.BatchNorm3d(4),
+            nn.SyncBatchNorm(4),
+        )
+        self.ln, self.gn, self.lrn, self.sn = (
+            nn.LayerNorm(4),
+            nn.GroupNorm(2, 4),
+            nn.LocalResponseNorm(2),
+            SpectralNorm(),
+        )
+        self.in1, self.in2, self.in3 = (
+            nn.InstanceNorm1d(4, affine=True),
+            nn.InstanceNorm2d(4, affine=True),
+            nn.InstanceNorm3d(4, affine=True),
+        )
 
 
 NETWORKS: dict[str, Callable[[], nn.Module]] = {kind.__name__: kind for kind in (A, B, C, D, E)}

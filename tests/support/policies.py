@@ -21,7 +21,10 @@ FULLEST = {
     "refuse": {"binary_cross_entropy"},
     "default_rule": "promote",
     "exempt_args": {"batch_norm": ["weight", "bias"], "layer_norm": "weight"},
-    "conditional": [("softmax", "dim", [-1, None, True, "last", 0.5]), ("linalg_vector_norm", "ord", [float("inf")], "a maximum needs no sum")],
+    "conditional": [
+        ("softmax", "dim", [-1, None, True, "last", 0.5]),
+        ("linalg_vector_norm", "ord", [float("inf")], "a maximum needs no sum"),
+    ],
     "modules": {"encoder.*.norm": "full", nn.Linear: "half", 'odd "name"': "keep"},
     "keep_full": ["head", nn.LayerNorm],
     "master": "kahan",
@@ -35,9 +38,9 @@ OPS = ("add", "mul", "softmax", "linear", "conv2d", "cat", "layer_norm", "exp", 
 
 _text = st.text(st.characters(exclude_categories=["Cs"]), max_size=8)
 _values = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | _text
-_conditions = st.tuples(st.sampled_from(["softmax", "log_softmax"]), st.just("dim"), st.lists(_values, max_size=3)) | st.tuples(
-    st.just("layer_norm"), st.just("eps"), st.lists(_values, max_size=2), _text
-)
+_conditions = st.tuples(
+    st.sampled_from(["softmax", "log_softmax"]), st.just("dim"), st.lists(_values, max_size=3)
+) | st.tuples(st.just("layer_norm"), st.just("eps"), st.lists(_values, max_size=2), _text)
 _globs = _text.filter(lambda text: text != "type:")
 _classes = st.sampled_from([nn.Linear, nn.LayerNorm, nn.Conv2d])
 
@@ -52,11 +55,23 @@ def policies(draw: st.DrawFn) -> Policy:
         draw(st.sampled_from(levels)),
         draw(st.sampled_from(["auto", None, "float16", "bf16", torch.bfloat16])),
         preset=preset,
-        **{rule.value: {name for name, place in zip(OPS, places, strict=True) if place is rule} for rule in Rule},
+        **{
+            rule.value: {name for name, place in zip(OPS, places, strict=True) if place is rule}
+            for rule in Rule
+        },
         default_rule=draw(st.sampled_from([None, *Rule])),
-        exempt_args=draw(st.dictionaries(st.sampled_from(["batch_norm", "layer_norm"]), st.lists(st.sampled_from(["weight", "bias"])))),
+        exempt_args=draw(
+            st.dictionaries(
+                st.sampled_from(["batch_norm", "layer_norm"]),
+                st.lists(st.sampled_from(["weight", "bias"])),
+            )
+        ),
         conditional=draw(st.lists(_conditions, max_size=3)),
-        modules=draw(st.dictionaries(_globs | _classes, st.sampled_from(["half", "full", "keep"]), max_size=3)),
+        modules=draw(
+            st.dictionaries(
+                _globs | _classes, st.sampled_from(["half", "full", "keep"]), max_size=3
+            )
+        ),
         keep_full=draw(st.lists(_globs | _classes, max_size=3)),
         master=draw(st.sampled_from([None, *Master])),
         grad_dtype=draw(st.sampled_from([None, "float32", torch.float16])),

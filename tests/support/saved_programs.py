@@ -28,7 +28,10 @@ class Everything(nn.Module):
         self.calls.add_(1)
         x = self.norm(self.embed(ids)) * self.scale
         x = torch.cond(x.sum() > 0, lambda x: x.sin(), lambda x: x.cos() + 1, (x,))
-        return {"logits": self.head(x.half().to(x.dtype)), "rest": [x + extra["bias"], (gain * x.mean(), ids.shape[0] * 2)]}
+        return {
+            "logits": self.head(x.half().to(x.dtype)),
+            "rest": [x + extra["bias"], (gain * x.mean(), ids.shape[0] * 2)],
+        }
 
 
 def batch(count):
@@ -47,7 +50,11 @@ def everything():
     """The program of `Everything` with a batch of 2 to 64."""
     torch.manual_seed(0)
     model, (args, kwargs) = Everything(), batch(6)
-    sizes = {"ids": {0: torch.export.Dim("batch", min=2, max=64)}, "extra": {"bias": None}, "gain": None}
+    sizes = {
+        "ids": {0: torch.export.Dim("batch", min=2, max=64)},
+        "extra": {"bias": None},
+        "gain": None,
+    }
     return export(model, args, kwargs, dynamic_shapes=sizes)
 
 
@@ -58,7 +65,12 @@ def linear():
 
 
 def save(path, *programs, **options):
-    saved_model.save(path, saved_model.SavedModel(tuple(saved_model.SavedProgram(one, {"rows": []}) for one in programs), options))
+    saved_model.save(
+        path,
+        saved_model.SavedModel(
+            tuple(saved_model.SavedProgram(one, {"rows": []}) for one in programs), options
+        ),
+    )
     return path
 
 
@@ -92,10 +104,16 @@ def same(left, right):
     """Whether two nested results agree to the bit, dtypes, strides and structure included."""
     flat, structure = torch.utils._pytree.tree_flatten(left)
     other, other_structure = torch.utils._pytree.tree_flatten(right)
-    return structure == other_structure and all(_same(a, b) for a, b in zip(flat, other, strict=True))
+    return structure == other_structure and all(
+        _same(a, b) for a, b in zip(flat, other, strict=True)
+    )
 
 
 def _same(left, right):
     if not isinstance(left, torch.Tensor):
         return left == right
-    return (left.dtype, left.shape, left.stride()) == (right.dtype, right.shape, right.stride()) and torch.equal(left, right)
+    return (left.dtype, left.shape, left.stride()) == (
+        right.dtype,
+        right.shape,
+        right.stride(),
+    ) and torch.equal(left, right)

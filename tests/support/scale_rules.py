@@ -10,7 +10,9 @@ RULES = [
     ScaleRule(growth_factor=1.1, backoff_factor=0.9, growth_interval=2),
     ScaleRule(growth_interval=4, backoff_interval=2),
     ScaleRule(growth_interval=4, backoff_interval=3, consecutive_backoff=False),
-    ScaleRule(growth_factor=1.7, backoff_factor=0.3, growth_interval=2, backoff_interval=2, min_scale=1.0),
+    ScaleRule(
+        growth_factor=1.7, backoff_factor=0.3, growth_interval=2, backoff_interval=2, min_scale=1.0
+    ),
     ScaleRule(growth_interval=0),
     ScaleRule(backoff_interval=0, growth_interval=5),
     ScaleRule(dynamic=False),

@@ -48,7 +48,9 @@ class Trace:
     def rule_and_state(self) -> tuple[ScaleRule, ScaleState]:
         """The same as values."""
         settings = self.settings
-        return ScaleRule(**{name: value for name, value in settings.items() if name != "init_scale"}), ScaleState(settings["init_scale"])
+        return ScaleRule(
+            **{name: value for name, value in settings.items() if name != "init_scale"}
+        ), ScaleState(settings["init_scale"])
 
 
 def traces() -> list[Trace]:
@@ -57,9 +59,24 @@ def traces() -> list[Trace]:
 
 
 def _trace(entry: dict[str, Any]) -> Trace:
-    kinds = "".join(kind * int(count or 1) for kind, count in re.findall(r"([.NIJ])(\d*)", entry["kinds"]))
-    after = zip(_spread(entry["scales"]), map(int, entry["good"].split()), map(int, entry["bad"].split()), strict=True)
-    return Trace(entry["config"], entry["mode"], entry["optimizer"], entry["reload_at"], kinds, list(after), list(_spread(entry["unscaled"])))
+    kinds = "".join(
+        kind * int(count or 1) for kind, count in re.findall(r"([.NIJ])(\d*)", entry["kinds"])
+    )
+    after = zip(
+        _spread(entry["scales"]),
+        map(int, entry["good"].split()),
+        map(int, entry["bad"].split()),
+        strict=True,
+    )
+    return Trace(
+        entry["config"],
+        entry["mode"],
+        entry["optimizer"],
+        entry["reload_at"],
+        kinds,
+        list(after),
+        list(_spread(entry["unscaled"])),
+    )
 
 
 def _spread(runs: list[tuple[float, int]]) -> Iterable[float]:

@@ -24,14 +24,21 @@ SCHEDULERS: dict[str, Make] = {
     "ExponentialLR": lambda o: lr_scheduler.ExponentialLR(o, 0.9),
     "CosineAnnealingLR": lambda o: lr_scheduler.CosineAnnealingLR(o, 13, 1e-3),
     "CosineAnnealingWarmRestarts": lambda o: lr_scheduler.CosineAnnealingWarmRestarts(o, 5, 2),
-    "OneCycleLR": lambda o: lr_scheduler.OneCycleLR(o, [0.2, 0.4], total_steps=200, cycle_momentum=False),
+    "OneCycleLR": lambda o: lr_scheduler.OneCycleLR(
+        o, [0.2, 0.4], total_steps=200, cycle_momentum=False
+    ),
     "OneCycleLR with momentum": lambda o: lr_scheduler.OneCycleLR(o, [0.2, 0.4], total_steps=200),
     "LambdaLR": lambda o: lr_scheduler.LambdaLR(o, [lambda e: 0.97**e, lambda e: 1.0 / (1 + e)]),
     "LinearLR": lambda o: lr_scheduler.LinearLR(o, 0.1, 1.0, 9),
-    "SequentialLR": lambda o: lr_scheduler.SequentialLR(o, [lr_scheduler.LinearLR(o, 0.1, 1.0, 4), lr_scheduler.CosineAnnealingLR(o, 20)], [4]),
-    "ChainedScheduler": lambda o: lr_scheduler.ChainedScheduler([lr_scheduler.LinearLR(o, 0.1, 1.0, 6), lr_scheduler.ExponentialLR(o, 0.95)], o),
+    "SequentialLR": lambda o: lr_scheduler.SequentialLR(
+        o, [lr_scheduler.LinearLR(o, 0.1, 1.0, 4), lr_scheduler.CosineAnnealingLR(o, 20)], [4]
+    ),
+    "ChainedScheduler": lambda o: lr_scheduler.ChainedScheduler(
+        [lr_scheduler.LinearLR(o, 0.1, 1.0, 6), lr_scheduler.ExponentialLR(o, 0.95)], o
+    ),
 }
-"""All that differ in how they compute a rate: from the epoch, from the last rate, by a cycle, or by other schedulers."""
+"""All that differ in how they compute a rate: from the epoch, from the last rate, by a cycle, or
+by other schedulers."""
 
 
 class Run:
@@ -44,7 +51,9 @@ class Run:
         self.model = nn.Linear(3, 2).to(device)
         nn.init.zeros_(self.model.weight)
         nn.init.zeros_(self.model.bias)
-        self.optimizer = self.build([{"params": [self.model.weight]}, {"params": [self.model.bias], "lr": 0.05}])
+        self.optimizer = self.build(
+            [{"params": [self.model.weight]}, {"params": [self.model.bias], "lr": 0.05}]
+        )
         self.scheduler = make(self.optimizer)
 
     def build(self, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
@@ -85,7 +94,10 @@ class OnDevice(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:
-        scale, found = getattr(self, "grad_scale", None), getattr(self, "found_inf", torch.tensor(0.0))
+        scale, found = (
+            getattr(self, "grad_scale", None),
+            getattr(self, "found_inf", torch.tensor(0.0)),
+        )
         for group in self.param_groups:
             for parameter in group["params"]:
                 gradient = parameter.grad if scale is None else parameter.grad / scale
@@ -109,7 +121,9 @@ class Scaled(Run):
 
     def step(self, *, bad: bool) -> None:
         for parameter in self.model.parameters():
-            parameter.grad = self.scaler.scale(torch.full_like(parameter, float("inf") if bad else 1.0))
+            parameter.grad = self.scaler.scale(
+                torch.full_like(parameter, float("inf") if bad else 1.0)
+            )
         self.scaler.step(self.optimizer, scheduler=self.scheduler)
         self.scaler.update()
         self.optimizer.zero_grad()
@@ -132,7 +146,9 @@ class Stepped(Run):
         super().__init__(make, device)
         self.scaler, self.words = mezzo.GradScaler(init_scale=4.0, dynamic=False), words
         words = {"dtype": "float16", "channels_last": False, "scaler": self.scaler, **words}
-        self.train = mezzo.TrainStep(self.model, summed, self.optimizer, "O2", scheduler=self.scheduler, **words)
+        self.train = mezzo.TrainStep(
+            self.model, summed, self.optimizer, "O2", scheduler=self.scheduler, **words
+        )
         self.ones = torch.ones(1, 3, device=device)
         self.boosts = [torch.tensor(boost, device=device) for boost in (1.0, float("inf"))]
 
@@ -167,7 +183,11 @@ def known(state: Any) -> Any:
     """A scheduler's state without the functions in it."""
     if isinstance(state, dict):
         return {key: known(value) for key, value in state.items() if not callable(value)}
-    return [known(value) for value in state if not callable(value)] if isinstance(state, list) else state
+    return (
+        [known(value) for value in state if not callable(value)]
+        if isinstance(state, list)
+        else state
+    )
 
 
 def assert_read_alike(run: Any, plain: Plain, read: str) -> None:
@@ -177,7 +197,9 @@ def assert_read_alike(run: Any, plain: Plain, read: str) -> None:
     assert numbers(groups_of(run.optimizer)) == numbers(plain.optimizer.param_groups), read
     assert known(run.scheduler.state_dict()) == known(plain.scheduler.state_dict()), read
     assert run.scheduler.get_last_lr() == plain.scheduler.get_last_lr(), read
-    assert numbers(run.optimizer.state_dict()["param_groups"]) == numbers(plain.optimizer.state_dict()["param_groups"]), read
+    assert numbers(run.optimizer.state_dict()["param_groups"]) == numbers(
+        plain.optimizer.state_dict()["param_groups"]
+    ), read
 
 
 def assert_trained_alike(run: Run, plain: Plain) -> None:
@@ -189,7 +211,9 @@ def assert_trained_alike(run: Run, plain: Plain) -> None:
 class Sequence:
     """The same random things done to a run and to plain torch."""
 
-    def __init__(self, run: Any, plain: Plain, seed: int, stepping: Callable[[], AbstractContextManager[Any]]) -> None:
+    def __init__(
+        self, run: Any, plain: Plain, seed: int, stepping: Callable[[], AbstractContextManager[Any]]
+    ) -> None:
         self.random, self.both, self.stepping = random.Random(seed), (run, plain), stepping
         self.saved: list[dict[str, Any]] = []
         self.skipped_steps = 0
@@ -240,7 +264,10 @@ class Sequence:
 
     def save(self) -> None:
         order = self.order()
-        self.saved = [{name: copy.deepcopy(getattr(one, name).state_dict()) for name in order} for one in self.both]
+        self.saved = [
+            {name: copy.deepcopy(getattr(one, name).state_dict()) for name in order}
+            for one in self.both
+        ]
 
     def load(self) -> None:
         order = self.order()
@@ -255,10 +282,21 @@ class Sequence:
         self.keep()
 
 
-ACTIONS = ["good"] * 8 + ["bad"] * 3 + ["read"] * 3 + ["set", "multiply", "set_kept", "save", "load", "again"]
+ACTIONS = (
+    ["good"] * 8
+    + ["bad"] * 3
+    + ["read"] * 3
+    + ["set", "multiply", "set_kept", "save", "load", "again"]
+)
 
 
-def drive(run: Any, plain: Plain, seed: int, actions: int, stepping: Callable[[], AbstractContextManager[Any]] = nullcontext) -> None:
+def drive(
+    run: Any,
+    plain: Plain,
+    seed: int,
+    actions: int,
+    stepping: Callable[[], AbstractContextManager[Any]] = nullcontext,
+) -> None:
     """Do the same random things to a run and to plain torch, and compare whenever something is read. Steps are taken within `stepping()`."""
     sequence = Sequence(run, plain, seed, stepping)
     for _ in range(actions):

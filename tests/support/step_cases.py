@@ -18,12 +18,24 @@ from mezzo.optim.optimizers import LAMB, Lion
 
 OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
     "SGD": (torch.optim.SGD, {"lr": 0.1, "weight_decay": 0.01}),
-    "SGD momentum": (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9, "dampening": 0.3, "weight_decay": 0.01}),
-    "SGD nesterov": (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9, "nesterov": True, "maximize": True}),
+    "SGD momentum": (
+        torch.optim.SGD,
+        {"lr": 0.1, "momentum": 0.9, "dampening": 0.3, "weight_decay": 0.01},
+    ),
+    "SGD nesterov": (
+        torch.optim.SGD,
+        {"lr": 0.1, "momentum": 0.9, "nesterov": True, "maximize": True},
+    ),
     "Adam": (torch.optim.Adam, {"lr": 0.01, "weight_decay": 0.1}),
-    "Adam amsgrad": (torch.optim.Adam, {"lr": 0.01, "betas": (0.5, 0.6), "amsgrad": True, "maximize": True}),
+    "Adam amsgrad": (
+        torch.optim.Adam,
+        {"lr": 0.01, "betas": (0.5, 0.6), "amsgrad": True, "maximize": True},
+    ),
     "AdamW": (torch.optim.AdamW, {"lr": 0.01, "weight_decay": 0.1}),
-    "Adagrad": (torch.optim.Adagrad, {"lr": 0.01, "lr_decay": 0.1, "weight_decay": 0.1, "initial_accumulator_value": 0.2}),
+    "Adagrad": (
+        torch.optim.Adagrad,
+        {"lr": 0.01, "lr_decay": 0.1, "weight_decay": 0.1, "initial_accumulator_value": 0.2},
+    ),
     "Lion": (Lion, {"lr": 0.01, "weight_decay": 0.1}),
     "LAMB": (LAMB, {"lr": 0.01, "weight_decay": 0.1}),
 }
@@ -50,13 +62,24 @@ class Training:
     def gradients(self, scale: float = 1.0, *, wide: bool = False) -> None:
         """Fresh gradients, `scale` times too large, as backward leaves them: in the parameter's dtype unless they accumulate in float32."""
         for parameter in self.parameters:
-            drawn = torch.randn(parameter.shape, generator=self.generator) * torch.rand((), generator=self.generator).mul(-6).exp2() * scale
+            drawn = (
+                torch.randn(parameter.shape, generator=self.generator)
+                * torch.rand((), generator=self.generator).mul(-6).exp2()
+                * scale
+            )
             parameter.grad_dtype = None
             parameter.grad = drawn.to(parameter.device, torch.float32 if wide else parameter.dtype)
 
     def exact(self) -> list[torch.Tensor]:
         """The exact weights."""
-        return [self.masters.read(parameter) if parameter in self.masters else parameter.detach().clone() for parameter in self.parameters]
+        return [
+            (
+                self.masters.read(parameter)
+                if parameter in self.masters
+                else parameter.detach().clone()
+            )
+            for parameter in self.parameters
+        ]
 
     def step(self, scale: float | None = None, *, found: bool | None = None) -> None:
         """One step, told what a scaler would tell."""
@@ -70,7 +93,16 @@ class Training:
         self.optimizer.__dict__.pop("found_inf", None)
 
 
-def training(name: str, kind: str, half: torch.dtype, device: str, *, seed: int, clip_norm: float | None = None, fused: bool = True) -> Training:
+def training(
+    name: str,
+    kind: str,
+    half: torch.dtype,
+    device: str,
+    *,
+    seed: int,
+    clip_norm: float | None = None,
+    fused: bool = True,
+) -> Training:
     """A training that begins as the seed says."""
     generator = torch.Generator().manual_seed(seed)
     cls, options = OPTIMIZERS[name]
@@ -79,32 +111,56 @@ def training(name: str, kind: str, half: torch.dtype, device: str, *, seed: int,
         return torch.randn(shape, generator=generator).to(device)
 
     held = [nn.Parameter(fresh(*size)) for size in SIZES]
-    held += [nn.Parameter(fresh(7, 9).T), nn.Parameter(fresh(2, 3, 5, 7).to(memory_format=torch.channels_last)), nn.Parameter(fresh(101)[1:])]
+    held += [
+        nn.Parameter(fresh(7, 9).T),
+        nn.Parameter(fresh(2, 3, 5, 7).to(memory_format=torch.channels_last)),
+        nn.Parameter(fresh(101)[1:]),
+    ]
     plain = [nn.Parameter(fresh(33)), nn.Parameter(fresh(CHUNK + 5))]
-    optimizer = cls([{"params": held[::2] + plain[:1]}, {"params": held[1::2] + plain[1:], "lr": 0.03, "weight_decay": 0.0}], **options)
+    optimizer = cls(
+        [
+            {"params": held[::2] + plain[:1]},
+            {"params": held[1::2] + plain[1:], "lr": 0.03, "weight_decay": 0.0},
+        ],
+        **options,
+    )
     masters = MasterWeights(kind, seed=seed)
     for parameter in held:
         masters.adopt(parameter, half)
     bound = (bind_optimizer if fused else OptimizerBinding)(optimizer, masters, clip_norm=clip_norm)
     assert isinstance(bound, FusedBinding) is fused
-    return Training(optimizer, masters, bound, generator, [parameter for group in optimizer.param_groups for parameter in group["params"]])
+    return Training(
+        optimizer,
+        masters,
+        bound,
+        generator,
+        [parameter for group in optimizer.param_groups for parameter in group["params"]],
+    )
 
 
-# -- the reference: one step in float64 ------------------------------------------------------------------------------------------------------------------
+# -- the reference: one step in float64 ------------------------------------------------------------
 
 State = dict[str, torch.Tensor]
 
 
-def _sgd(value: torch.Tensor, gradient: torch.Tensor, state: State, group: dict[str, Any], step: int) -> torch.Tensor:
+def _sgd(
+    value: torch.Tensor, gradient: torch.Tensor, state: State, group: dict[str, Any], step: int
+) -> torch.Tensor:
     gradient = gradient + group["weight_decay"] * value
     if group["momentum"]:
-        buffer = gradient if step == 1 else group["momentum"] * state["momentum_buffer"] + (1 - group["dampening"]) * gradient
+        buffer = (
+            gradient
+            if step == 1
+            else group["momentum"] * state["momentum_buffer"] + (1 - group["dampening"]) * gradient
+        )
         state["momentum_buffer"] = buffer
         gradient = gradient + group["momentum"] * buffer if group["nesterov"] else buffer
     return value - group["lr"] * gradient
 
 
-def _moments(gradient: torch.Tensor, state: State, group: dict[str, Any], step: int) -> tuple[torch.Tensor, torch.Tensor]:
+def _moments(
+    gradient: torch.Tensor, state: State, group: dict[str, Any], step: int
+) -> tuple[torch.Tensor, torch.Tensor]:
     first, second = group["betas"]
     state["exp_avg"] = first * state["exp_avg"] + (1 - first) * gradient
     state["exp_avg_sq"] = second * state["exp_avg_sq"] + (1 - second) * gradient**2
@@ -114,7 +170,9 @@ def _moments(gradient: torch.Tensor, state: State, group: dict[str, Any], step: 
     return state["exp_avg"] / (1 - first**step), (square / (1 - second**step)).sqrt() + group["eps"]
 
 
-def _adam(value: torch.Tensor, gradient: torch.Tensor, state: State, group: dict[str, Any], step: int) -> torch.Tensor:
+def _adam(
+    value: torch.Tensor, gradient: torch.Tensor, state: State, group: dict[str, Any], step: int
+) -> torch.Tensor:
     if group["decoupled_weight_decay"]:
         value = value * (1 - group["lr"] * group["weight_decay"])
     else:
@@ -123,20 +181,28 @@ def _adam(value: torch.Tensor, gradient: torch.Tensor, state: State, group: dict
     return value - group["lr"] * mean / root
 
 
-def _adagrad(value: torch.Tensor, gradient: torch.Tensor, state: State, group: dict[str, Any], step: int) -> torch.Tensor:
+def _adagrad(
+    value: torch.Tensor, gradient: torch.Tensor, state: State, group: dict[str, Any], step: int
+) -> torch.Tensor:
     gradient = gradient + group["weight_decay"] * value
     state["sum"] = state["sum"] + gradient**2
-    return value - group["lr"] / (1 + (step - 1) * group["lr_decay"]) * gradient / (state["sum"].sqrt() + group["eps"])
+    return value - group["lr"] / (1 + (step - 1) * group["lr_decay"]) * gradient / (
+        state["sum"].sqrt() + group["eps"]
+    )
 
 
-def _lion(value: torch.Tensor, gradient: torch.Tensor, state: State, group: dict[str, Any], step: int) -> torch.Tensor:
+def _lion(
+    value: torch.Tensor, gradient: torch.Tensor, state: State, group: dict[str, Any], step: int
+) -> torch.Tensor:
     first, second = group["betas"]
     sign = (first * state["exp_avg"] + (1 - first) * gradient).sign()
     state["exp_avg"] = second * state["exp_avg"] + (1 - second) * gradient
     return value * (1 - group["lr"] * group["weight_decay"]) - group["lr"] * sign
 
 
-def _lamb(value: torch.Tensor, gradient: torch.Tensor, state: State, group: dict[str, Any], step: int) -> torch.Tensor:
+def _lamb(
+    value: torch.Tensor, gradient: torch.Tensor, state: State, group: dict[str, Any], step: int
+) -> torch.Tensor:
     mean, root = _moments(gradient, state, group, step)
     direction = mean / root + group["weight_decay"] * value
     weight, length = value.norm(), direction.norm()
@@ -154,19 +220,33 @@ REFERENCES: dict[type[torch.optim.Optimizer], Callable[..., torch.Tensor]] = {
 }
 
 
-def wanted(trained: Training, steps: int, scale: float, clip_norm: float | None) -> tuple[list[torch.Tensor], list[State], float]:
+def wanted(
+    trained: Training, steps: int, scale: float, clip_norm: float | None
+) -> tuple[list[torch.Tensor], list[State], float]:
     """Weights, states and the gradients' norm after the step that comes, from the values as they are now."""
-    gradients = {parameter: parameter.grad.double() / scale for parameter in trained.parameters if parameter.grad is not None}
+    gradients = {
+        parameter: parameter.grad.double() / scale
+        for parameter in trained.parameters
+        if parameter.grad is not None
+    }
     norm = math.sqrt(sum(gradient.square().sum().item() for gradient in gradients.values()))
     share = 1.0 if clip_norm is None else min(1.0, clip_norm / (norm + 1e-6))
     values, states = [], []
-    for group, parameter, value in zip(_groups(trained.optimizer), trained.parameters, trained.exact(), strict=True):
+    for group, parameter, value in zip(
+        _groups(trained.optimizer), trained.parameters, trained.exact(), strict=True
+    ):
         gradient = gradients[parameter] * share * (-1.0 if group["maximize"] else 1.0)
-        state = {name: tensor.double() for name, tensor in trained.optimizer.state[parameter].items() if name not in ("step", "draws", *KEYS)}
+        state = {
+            name: tensor.double()
+            for name, tensor in trained.optimizer.state[parameter].items()
+            if name not in ("step", "draws", *KEYS)
+        }
         initial = group.get("initial_accumulator_value", 0.0)
         for name in ("momentum_buffer", "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "sum"):
             state.setdefault(name, torch.full_like(gradient, initial))
-        values.append(REFERENCES[type(trained.optimizer)](value.double(), gradient, state, group, steps))
+        values.append(
+            REFERENCES[type(trained.optimizer)](value.double(), gradient, state, group, steps)
+        )
         states.append(state)
     return values, states, norm
 
@@ -177,14 +257,20 @@ def _groups(optimizer: torch.optim.Optimizer) -> Iterator[dict[str, Any]]:
             yield group
 
 
-def close(got: torch.Tensor, reference: torch.Tensor, tolerance: float = 2e-6, least: float = 0.0) -> bool:
+def close(
+    got: torch.Tensor, reference: torch.Tensor, tolerance: float = 2e-6, least: float = 0.0
+) -> bool:
     """Equal to float32's precision, relative to the largest value, or within what the numbers cannot hold at all."""
     if got.numel() == 0:
         return True
-    return bool((got.double() - reference).abs().max() <= tolerance * (reference.abs().max() + 1e-3) + least)
+    return bool(
+        (got.double() - reference).abs().max() <= tolerance * (reference.abs().max() + 1e-3) + least
+    )
 
 
-def check_against_reference(name: str, kind: str, half: torch.dtype, device: str, seed: int) -> None:
+def check_against_reference(
+    name: str, kind: str, half: torch.dtype, device: str, seed: int
+) -> None:
     """Some steps, one of them skipped, some clipped: every exact weight and every state is what float64 arithmetic makes of the values before."""
     clip_norm = 2.0
     trained = training(name, kind, half, device, seed=seed, clip_norm=clip_norm)
@@ -199,17 +285,25 @@ def check_against_reference(name: str, kind: str, half: torch.dtype, device: str
             continue
         done += 1
         assert abs(trained.bound.grad_norm.item() - norm) <= 2e-6 * norm, seed
-        lost = {"kahan": 2.0**-16, "stochastic": 2.0**-7, "none": 2.0**-8}.get(kind, 0.0) * (1 if half is torch.bfloat16 else 2.0**-3)
+        lost = {"kahan": 2.0**-16, "stochastic": 2.0**-7, "none": 2.0**-8}.get(kind, 0.0) * (
+            1 if half is torch.bfloat16 else 2.0**-3
+        )
         # A compensation in float16 has no bits below 2^-24.
         least = 2.0**-25 if kind == "kahan" and half is torch.float16 else 0.0
-        for parameter, got, value, state in zip(trained.parameters, trained.exact(), values, states, strict=True):
-            assert close(got, value, 2e-6 + (lost if parameter in trained.masters else 0.0), least), (seed, name, kind, parameter.shape)
+        for parameter, got, value, state in zip(
+            trained.parameters, trained.exact(), values, states, strict=True
+        ):
+            assert close(
+                got, value, 2e-6 + (lost if parameter in trained.masters else 0.0), least
+            ), (seed, name, kind, parameter.shape)
             for key, tensor in trained.optimizer.state[parameter].items():
                 if key not in ("step", "draws", *KEYS):
                     assert close(tensor, state[key]), (seed, name, key, parameter.shape)
 
 
-def check_that_parameters_are_rounded_masters(name: str, kind: str, half: torch.dtype, device: str, seed: int) -> None:
+def check_that_parameters_are_rounded_masters(
+    name: str, kind: str, half: torch.dtype, device: str, seed: int
+) -> None:
     """After a step each parameter is what its master rounds to, bit for bit, and what lies beside it is what that leaves."""
     trained = training(name, kind, half, device, seed=seed)
     for _ in range(2):
@@ -219,15 +313,20 @@ def check_that_parameters_are_rounded_masters(name: str, kind: str, half: torch.
         exact = trained.masters.read(parameter)
         rounded, beside = trained.masters.kind.split(exact, half)
         if kind == "kahan":
-            # A compensation that was rounded up to half a step makes a tie, and the parameter is one of the two nearest.
-            assert torch.equal((rounded.double() - exact).abs(), (parameter.detach().double() - exact).abs()), seed
+            # A compensation that was rounded up to half a step makes a tie, and the parameter is
+            # one of the two nearest.
+            assert torch.equal(
+                (rounded.double() - exact).abs(), (parameter.detach().double() - exact).abs()
+            ), seed
             continue
         assert torch.equal(rounded, parameter), seed
         if beside is not None:
             assert torch.equal(beside, trained.masters.companion_tensor(parameter)), seed
 
 
-def check_against_the_optimizers_own_step(name: str, kind: str, half: torch.dtype, device: str, seed: int) -> None:
+def check_against_the_optimizers_own_step(
+    name: str, kind: str, half: torch.dtype, device: str, seed: int
+) -> None:
     """The fused step and the optimizer's own over stand-ins agree; drawn roundings are the same draws."""
     both = [training(name, kind, half, device, seed=seed, fused=fused) for fused in (True, False)]
     for scale in (8.0, 2.0, 4.0):
@@ -236,13 +335,20 @@ def check_against_the_optimizers_own_step(name: str, kind: str, half: torch.dtyp
             trained.step(scale, found=False)
     for ours, theirs in zip(both[0].exact(), both[1].exact(), strict=True):
         if ours.numel() and kind in ("stochastic", "none"):
-            # Where both results lie beside a step of the 16-bit dtype, a last bit of float32 decides.
-            assert (ours != theirs).float().mean() <= max(0.01, 1.0 / ours.numel()) or close(ours, theirs.double()), seed
+            # Where both results lie beside a step of the 16-bit dtype, a last bit of float32
+            # decides.
+            assert (ours != theirs).float().mean() <= max(0.01, 1.0 / ours.numel()) or close(
+                ours, theirs.double()
+            ), seed
         else:
-            assert close(ours, theirs.double(), 2e-6 + (2.0**-16 if kind == "kahan" else 0.0), 2.0**-24), (seed, name, kind, ours.shape)
+            assert close(
+                ours, theirs.double(), 2e-6 + (2.0**-16 if kind == "kahan" else 0.0), 2.0**-24
+            ), (seed, name, kind, ours.shape)
 
 
-def check_a_write_through_data(name: str, kind: str, half: torch.dtype, device: str, seed: int) -> None:
+def check_a_write_through_data(
+    name: str, kind: str, half: torch.dtype, device: str, seed: int
+) -> None:
     """Parameters that are filled through `.data`, unseen by torch's version counter, take the next step from there; one that is not written stays exact."""
     trained = training(name, kind, half, device, seed=seed)
     trained.gradients()
@@ -253,11 +359,15 @@ def check_a_write_through_data(name: str, kind: str, half: torch.dtype, device: 
         group["lr"] = 0.0
     kept = next(parameter for parameter in trained.masters if parameter.numel() > CHUNK)
     before = trained.masters.read(kept)
-    written = [parameter for parameter in trained.masters if parameter is not kept and parameter.numel()]
+    written = [
+        parameter for parameter in trained.masters if parameter is not kept and parameter.numel()
+    ]
     for parameter in written:
         parameter.data.fill_(2.0)
     trained.step()
     assert torch.equal(trained.masters.read(kept), before), seed
     for parameter in written:
         assert not trained.masters.companion_tensor(parameter).any(), seed
-        assert torch.equal(trained.masters.read(parameter), torch.full_like(parameter, 2.0, dtype=torch.float32)), seed
+        assert torch.equal(
+            trained.masters.read(parameter), torch.full_like(parameter, 2.0, dtype=torch.float32)
+        ), seed

@@ -39,12 +39,24 @@ class Transformer(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.embed = nn.Embedding(16, 16)
-        self.norm, self.qkv, self.mix, self.out = nn.LayerNorm(16), nn.Linear(16, 48), nn.Linear(16, 16), nn.Linear(16, 4)
+        self.norm, self.qkv, self.mix, self.out = (
+            nn.LayerNorm(16),
+            nn.Linear(16, 48),
+            nn.Linear(16, 16),
+            nn.Linear(16, 4),
+        )
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         x = self.embed(tokens)
-        query, key, value = (part.unflatten(-1, (2, 8)).transpose(1, 2) for part in self.qkv(self.norm(x)).chunk(3, -1))
-        mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True).transpose(1, 2).flatten(2)
+        query, key, value = (
+            part.unflatten(-1, (2, 8)).transpose(1, 2)
+            for part in self.qkv(self.norm(x)).chunk(3, -1)
+        )
+        mixed = (
+            F.scaled_dot_product_attention(query, key, value, is_causal=True)
+            .transpose(1, 2)
+            .flatten(2)
+        )
         return self.out((x + self.mix(mixed)).mean(1))
 
 
@@ -60,12 +72,21 @@ def boosted(outputs: torch.Tensor, target: torch.Tensor, boost: torch.Tensor) ->
     return F.cross_entropy(outputs, target) * boost
 
 
-def batches(name: str, count: int, overflows: Sequence[int] = (), device: str = "cpu", size: int = 8) -> Iterator[tuple[Any, Any]]:
+def batches(
+    name: str, count: int, overflows: Sequence[int] = (), device: str = "cpu", size: int = 8
+) -> Iterator[tuple[Any, Any]]:
     generator = torch.Generator().manual_seed(5)
     for place in range(count):
         shape = {"mlp": (size, 8), "cnn": (size, 3, 6, 6)}.get(name)
-        x = torch.randint(16, (size, 5), generator=generator) if shape is None else torch.randn(shape, generator=generator)
-        target, boost = torch.randint(4, (size,), generator=generator), torch.tensor(INF if place in overflows else 1.0)
+        x = (
+            torch.randint(16, (size, 5), generator=generator)
+            if shape is None
+            else torch.randn(shape, generator=generator)
+        )
+        target, boost = (
+            torch.randint(4, (size,), generator=generator),
+            torch.tensor(INF if place in overflows else 1.0),
+        )
         yield x.to(device), (target.to(device), boost.to(device))
 
 
@@ -96,7 +117,9 @@ def by_hand(
     clip_norm: float | None = None,
 ) -> list[float]:
     """The losses of the loop that `TrainStep` stands for."""
-    model, optimizer = mezzo.decorate(made.model, made.optimizer, level, dtype=dtype, clip_norm=clip_norm)
+    model, optimizer = mezzo.decorate(
+        made.model, made.optimizer, level, dtype=dtype, clip_norm=clip_norm
+    )
     scaler = mezzo.GradScaler(made.device, enabled=dtype == "float16")
     scheduler = None if schedule is None else schedule(optimizer)
     region = mezzo.autocast(level, device_type=made.device, dtype=dtype)
@@ -119,11 +142,21 @@ def by_hand(
     return losses
 
 
-def in_steps(made: Made, data: Iterator[tuple[Any, Any]], level: str, dtype: str, *, schedule: Any = None, **words: Any) -> tuple[list[float], mezzo.TrainStep]:
+def in_steps(
+    made: Made,
+    data: Iterator[tuple[Any, Any]],
+    level: str,
+    dtype: str,
+    *,
+    schedule: Any = None,
+    **words: Any,
+) -> tuple[list[float], mezzo.TrainStep]:
     """The same with `TrainStep`."""
     scheduler = None if schedule is None else schedule(made.optimizer)
     words = {"channels_last": False, **words}
-    step = mezzo.TrainStep(made.model, boosted, made.optimizer, level, dtype=dtype, scheduler=scheduler, **words)
+    step = mezzo.TrainStep(
+        made.model, boosted, made.optimizer, level, dtype=dtype, scheduler=scheduler, **words
+    )
     torch.manual_seed(1)
     losses = [step(x, y) for x, y in data]
     return [float(loss) for loss in losses], step
@@ -136,7 +169,11 @@ def weights(model: nn.Module) -> list[torch.Tensor]:
 def same(one: Any, other: Any) -> bool:
     """Whether two nested states are equal to the bit."""
     if isinstance(one, torch.Tensor):
-        return isinstance(other, torch.Tensor) and one.dtype is other.dtype and torch.equal(one.cpu(), other.cpu())
+        return (
+            isinstance(other, torch.Tensor)
+            and one.dtype is other.dtype
+            and torch.equal(one.cpu(), other.cpu())
+        )
     if isinstance(one, dict):
         return one.keys() == other.keys() and all(same(one[key], other[key]) for key in one)
     if isinstance(one, list | tuple):

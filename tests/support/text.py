@@ -8,7 +8,12 @@ from collections.abc import Mapping
 import torch
 
 _GRAMMAR: dict[str, list[str]] = {
-    "sentence": ["subject verb object place .", "subject verb object .", "subject moves place .", "subject says that subject moves ."],
+    "sentence": [
+        "subject verb object place .",
+        "subject verb object .",
+        "subject moves place .",
+        "subject says that subject moves .",
+    ],
     "subject": ["the noun", "the adjective noun", "every noun", "a noun"],
     "object": ["the noun", "a adjective noun", "no noun", "the noun of the noun"],
     "place": ["near the noun", "under a noun", "behind the adjective noun"],
@@ -43,4 +48,8 @@ def encoded(text: str) -> torch.Tensor:
 def _expanded(word: str, rules: Mapping[str, list[str]], chance: random.Random) -> list[str]:
     if word not in rules:
         return [word]
-    return [spelt for part in chance.choice(rules[word]).split() for spelt in _expanded(part, rules, chance)]
+    return [
+        spelt
+        for part in chance.choice(rules[word]).split()
+        for spelt in _expanded(part, rules, chance)
+    ]

@@ -13,7 +13,10 @@ import mezzo
 CANNOT_RUN = {
     "cudnn_convolution": "calls cuDNN, which a CPU does not have",
     "cudnn_convolution_transpose": "calls cuDNN, which a CPU does not have",
-    "einsum": "torch's own entry is malformed (the equation stands where the arguments belong), and its own suite skips it as well",
+    "einsum": (
+        "torch's own entry is malformed (the equation stands where the arguments belong), and its"
+        " own suite skips it as well"
+    ),
     "__div__": "torch.Tensor has had no __div__ since Python 2",
 }
 """Entries that cannot run here, and why."""
@@ -37,7 +40,10 @@ def cuda_cases(device: str = "cpu") -> Iterable[Case]:
         for op, args, *rest in getattr(lists, name):
             kwargs = rest[0] if rest and isinstance(rest[0], dict) else {}
             yield op, args, kwargs, kind, kind, module
-    for name, module in (("torch_expect_builtin_promote", torch), ("methods_expect_builtin_promote", None)):
+    for name, module in (
+        ("torch_expect_builtin_promote", torch),
+        ("methods_expect_builtin_promote", None),
+    ):
         for op, args, out in getattr(lists, name):
             yield op, args, {}, full, out, module
 
@@ -52,7 +58,10 @@ def cpu_cases(half: torch.dtype) -> Iterable[Case]:
     ):
         for op, args, *rest in getattr(lists, name):
             yield op, args, rest[0] if rest else {}, kind, kind, module
-    for name, module in (("torch_expect_builtin_promote", torch), ("methods_expect_builtin_promote", None)):
+    for name, module in (
+        ("torch_expect_builtin_promote", torch),
+        ("methods_expect_builtin_promote", None),
+    ):
         for op, bfloat16, float16, out in getattr(lists, name):
             yield op, bfloat16 if half is torch.bfloat16 else float16, {}, full, out, module
     for op, bfloat16, float16 in lists.torch_need_autocast_promote:
@@ -62,19 +71,31 @@ def cpu_cases(half: torch.dtype) -> Iterable[Case]:
 def cast(value: Any, dtype: torch.dtype) -> Any:
     if isinstance(value, torch.Tensor):
         return value.to(dtype) if value.is_floating_point() else value
-    return type(value)(cast(item, dtype) for item in value) if isinstance(value, list | tuple) else value
+    return (
+        type(value)(cast(item, dtype) for item in value)
+        if isinstance(value, list | tuple)
+        else value
+    )
 
 
 def same(one: Any, other: Any) -> bool:
     if isinstance(one, torch.Tensor):
-        return one.dtype == other.dtype and torch.equal(one.nan_to_num(), other.nan_to_num()) and torch.equal(one.isnan(), other.isnan())
+        return (
+            one.dtype == other.dtype
+            and torch.equal(one.nan_to_num(), other.nan_to_num())
+            and torch.equal(one.isnan(), other.isnan())
+        )
     if isinstance(one, list | tuple):
         return len(one) == len(other) and all(map(same, one, other))
     return bool(one == other)
 
 
 def callables(op: str, module: Any) -> list[Any]:
-    return [getattr(owner, op) for owner in (module, torch.Tensor) if owner is not None and hasattr(owner, op)]
+    return [
+        getattr(owner, op)
+        for owner in (module, torch.Tensor)
+        if owner is not None and hasattr(owner, op)
+    ]
 
 
 def identify(case: Case) -> str:

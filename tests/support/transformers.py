@@ -24,20 +24,62 @@ def _made(kind: str, configuration: str, args: tuple[Any, ...], **sizes: Any) ->
     return Animal(getattr(transformers, kind)(config).eval(), args)
 
 
-_SIZES = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 128}
+_SIZES = {
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "intermediate_size": 128,
+}
 _SPECIAL = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "use_cache": False}
 
 HUGGING_FACE: dict[str, Callable[[], Animal]] = (
     {
-        "bert": lambda: _made("BertModel", "BertConfig", (_tokens(), _HEARD), vocab_size=_WORDS, max_position_embeddings=32, **_SIZES),
-        "bert-many-words": lambda: _made("BertModel", "BertConfig", (_tokens(_MANY), _HEARD), vocab_size=_MANY, max_position_embeddings=32, **_SIZES),
+        "bert": lambda: _made(
+            "BertModel",
+            "BertConfig",
+            (_tokens(), _HEARD),
+            vocab_size=_WORDS,
+            max_position_embeddings=32,
+            **_SIZES,
+        ),
+        "bert-many-words": lambda: _made(
+            "BertModel",
+            "BertConfig",
+            (_tokens(_MANY), _HEARD),
+            vocab_size=_MANY,
+            max_position_embeddings=32,
+            **_SIZES,
+        ),
         "bert-narrow": lambda: _made(
-            "BertModel", "BertConfig", (_tokens(), _HEARD), vocab_size=99, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=37
+            "BertModel",
+            "BertConfig",
+            (_tokens(), _HEARD),
+            vocab_size=99,
+            hidden_size=32,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            intermediate_size=37,
         ),
         "vit-many-places": lambda: _made(
-            "ViTForMaskedImageModeling", "ViTConfig", (torch.randn(2, 3, 64, 64),), image_size=64, patch_size=4, encoder_stride=4, **_SIZES
+            "ViTForMaskedImageModeling",
+            "ViTConfig",
+            (torch.randn(2, 3, 64, 64),),
+            image_size=64,
+            patch_size=4,
+            encoder_stride=4,
+            **_SIZES,
         ),
-        "gpt2": lambda: _made("GPT2LMHeadModel", "GPT2Config", (_tokens(),), vocab_size=_WORDS, n_embd=64, n_layer=2, n_head=4, n_positions=32, **_SPECIAL),
+        "gpt2": lambda: _made(
+            "GPT2LMHeadModel",
+            "GPT2Config",
+            (_tokens(),),
+            vocab_size=_WORDS,
+            n_embd=64,
+            n_layer=2,
+            n_head=4,
+            n_positions=32,
+            **_SPECIAL,
+        ),
         "gpt-neo": lambda: _made(
             "GPTNeoForCausalLM",
             "GPTNeoConfig",
@@ -51,11 +93,33 @@ HUGGING_FACE: dict[str, Callable[[], Animal]] = (
             attention_types=[[["global", "local"], 1]],
             **_SPECIAL,
         ),
-        "llama": lambda: _made("LlamaForCausalLM", "LlamaConfig", (_tokens(),), vocab_size=_WORDS, num_key_value_heads=2, **_SIZES, **_SPECIAL),
-        "llama-tied": lambda: _made(
-            "LlamaForCausalLM", "LlamaConfig", (_tokens(),), vocab_size=_WORDS, num_key_value_heads=2, tie_word_embeddings=True, **_SIZES, **_SPECIAL
+        "llama": lambda: _made(
+            "LlamaForCausalLM",
+            "LlamaConfig",
+            (_tokens(),),
+            vocab_size=_WORDS,
+            num_key_value_heads=2,
+            **_SIZES,
+            **_SPECIAL,
         ),
-        "vit": lambda: _made("ViTForImageClassification", "ViTConfig", (torch.randn(2, 3, 32, 32),), image_size=32, patch_size=8, **_SIZES),
+        "llama-tied": lambda: _made(
+            "LlamaForCausalLM",
+            "LlamaConfig",
+            (_tokens(),),
+            vocab_size=_WORDS,
+            num_key_value_heads=2,
+            tie_word_embeddings=True,
+            **_SIZES,
+            **_SPECIAL,
+        ),
+        "vit": lambda: _made(
+            "ViTForImageClassification",
+            "ViTConfig",
+            (torch.randn(2, 3, 32, 32),),
+            image_size=32,
+            patch_size=8,
+            **_SIZES,
+        ),
         "t5": lambda: _made(
             "T5ForConditionalGeneration",
             "T5Config",

@@ -16,7 +16,8 @@ import mezzo
 Data = tuple[torch.Tensor, torch.Tensor]
 
 SEEDS = (0, 1, 2)
-"""Fixed: with fresh ones the three runs would at times lie closer together than rounding at random makes two equal runs differ."""
+"""Fixed: with fresh ones the three runs would at times lie closer together than rounding at
+random makes two equal runs differ."""
 
 WITH_MASTERS = [
     ("float16", "float32"),
@@ -44,7 +45,8 @@ class Task:
     steps: tuple[int, int]
     """Of training, of tuning."""
     rates: tuple[float, float] = (3e-3, 3e-5)
-    """AdamW moves a weight by about the rate: the second is a quarter of float16's step for a weight of 0.1, and a thirtieth of bfloat16's."""
+    """AdamW moves a weight by about the rate: the second is a quarter of float16's step for a
+    weight of 0.1, and a thirtieth of bfloat16's."""
 
 
 def float32_losses(task: Task) -> list[float]:
@@ -99,7 +101,16 @@ def _seeded(task: Task, seed: int) -> nn.Module:
     return task.make()
 
 
-def _train(task: Task, model: nn.Module, data: Data, seed: int, *, stage: int, dtype: str | None = None, master: str | None = None) -> None:
+def _train(
+    task: Task,
+    model: nn.Module,
+    data: Data,
+    seed: int,
+    *,
+    stage: int,
+    dtype: str | None = None,
+    master: str | None = None,
+) -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=task.rates[stage])
     if dtype is not None:
         mezzo.decorate(model, optimizer, "O2", dtype=dtype, master=master, seed=seed)

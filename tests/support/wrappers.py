@@ -40,7 +40,9 @@ class SAM(torch.optim.Optimizer):
         self.second_step()
 
     def _trained(self):
-        return [one for group in self.param_groups for one in group["params"] if one.grad is not None]
+        return [
+            one for group in self.param_groups for one in group["params"] if one.grad is not None
+        ]
 
 
 class Lookahead(torch.optim.Optimizer):
@@ -48,7 +50,11 @@ class Lookahead(torch.optim.Optimizer):
 
     def __init__(self, optimizer, k=2, alpha=0.5):
         self.optimizer, self.k, self.alpha, self.count = optimizer, k, alpha, 0
-        self.param_groups, self.defaults, self.state = optimizer.param_groups, optimizer.defaults, defaultdict(dict)
+        self.param_groups, self.defaults, self.state = (
+            optimizer.param_groups,
+            optimizer.defaults,
+            defaultdict(dict),
+        )
 
     def zero_grad(self):
         self.optimizer.zero_grad()
@@ -69,7 +75,10 @@ class Several(torch.optim.Optimizer):
     """An optimizer for each of several lists of parameters."""
 
     def __init__(self, optimizers):
-        super().__init__([one for each in optimizers for group in each.param_groups for one in group["params"]], {})
+        super().__init__(
+            [one for each in optimizers for group in each.param_groups for one in group["params"]],
+            {},
+        )
         self._parts = {"all": tuple(optimizers)}
 
     def step(self, closure=None):
@@ -81,7 +90,10 @@ class Hidden(torch.optim.Optimizer):
     """The inner optimizer where nobody looks for it."""
 
     def __init__(self, optimizer, *, shared):
-        super().__init__(optimizer.param_groups if shared else [{**group} for group in optimizer.param_groups], {})
+        super().__init__(
+            optimizer.param_groups if shared else [{**group} for group in optimizer.param_groups],
+            {},
+        )
         self.held = SimpleNamespace(optimizer=optimizer)
         if shared:
             self.param_groups = optimizer.param_groups
@@ -95,7 +107,11 @@ class MasterSGD(torch.optim.Optimizer):
 
     def __init__(self, params, **options):
         super().__init__(params, options)
-        self.masters = {one: one.detach().float().clone().requires_grad_() for group in self.param_groups for one in group["params"]}
+        self.masters = {
+            one: one.detach().float().clone().requires_grad_()
+            for group in self.param_groups
+            for one in group["params"]
+        }
         self.inner = torch.optim.SGD(self.masters.values(), **options)
 
     @torch.no_grad()

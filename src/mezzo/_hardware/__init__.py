@@ -20,14 +20,19 @@ __all__ = ["DtypeChoice", "Hardware", "Support", "hardware"]
 def hardware(device: str | torch.device | None = None) -> Hardware:
     """Say what a device can do; without one, the current accelerator, or the CPU where there is none.
 
-    A device type that torch knows and this machine lacks answers too, with nothing supported and the reason.
+    A device type that torch knows and this machine lacks answers too, with nothing supported and
+    the reason.
 
     >>> hardware("cpu").support("bfloat16").supported
     True
     """
     found = _detect(find_device(device))
     if listening():
-        emit(HardwareDetected(found.device, found.name, tuple(dtype_name(dtype) for dtype in found.native_dtypes)))
+        emit(
+            HardwareDetected(
+                found.device, found.name, tuple(dtype_name(dtype) for dtype in found.native_dtypes)
+            )
+        )
     return found
 
 

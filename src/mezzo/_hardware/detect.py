@@ -63,7 +63,9 @@ def find_device(word: str | torch.device | None) -> torch.device:
         device = _parse(word)
     if device.type == "cpu":
         return torch.device("cpu")
-    return torch.device(device.type, _current_index(device.type)) if device.index is None else device
+    return (
+        torch.device(device.type, _current_index(device.type)) if device.index is None else device
+    )
 
 
 def probe(device: torch.device) -> DeviceFacts:
@@ -96,8 +98,9 @@ def _unknown(word: object) -> str:
     accelerator = _accelerator()
     here = ["cpu", *([accelerator.type] if accelerator else [])]
     return (
-        f"Unknown device {word!r}. This machine has: {', '.join(here)}. Pass one of these names or a torch.device, or None for the current accelerator; "
-        "a back end of another package (npu, mlu) is known once that package is imported."
+        f"Unknown device {word!r}. This machine has: {', '.join(here)}. Pass one of these names or"
+        " a torch.device, or None for the current accelerator; a back end of another package (npu,"
+        " mlu) is known once that package is imported."
     )
 
 
@@ -108,7 +111,8 @@ def _accelerator() -> torch.device | None:
 
 @cache
 def _visible(_kind: str) -> int:
-    # Counted once, for none comes or goes while the process runs. With the index of a lone device taken as 0, a question takes 2.8 µs instead of 15 (H200).
+    # Counted once, for none comes or goes while the process runs. With the index of a lone device
+    # taken as 0, a question takes 2.8 µs instead of 15 (H200).
     return torch.accelerator.device_count()
 
 
@@ -141,7 +145,8 @@ def _ask(module: ModuleType | None, question: str, *arguments: Any) -> Any:
     try:
         return function(*arguments)
     except (RuntimeError, TypeError, ValueError):
-        # Not implemented there, without the arguments that others take, or (torch.accelerator) only for the current accelerator.
+        # Not implemented there, without the arguments that others take, or (torch.accelerator) only
+        # for the current accelerator.
         return None
 
 
@@ -152,38 +157,61 @@ def _absent(device: torch.device, count: int) -> DeviceFacts:
     elif device.type == "cuda" and not (torch.version.cuda or torch.version.hip):
         why = f"no CUDA device is visible: torch {torch.__version__} is built without CUDA"
     else:
-        why = f"no {kind} device is visible to torch {torch.__version__}: check the driver, the container's settings and the build of torch"
+        why = (
+            f"no {kind} device is visible to torch {torch.__version__}: check the driver, the"
+            " container's settings and the build of torch"
+        )
     return DeviceFacts(device.type, f"no {kind} device", Backend.OTHER, absent=why)
 
 
 def _probe_cuda(device: torch.device) -> DeviceFacts:
     major, minor = torch.cuda.get_device_capability(device)
-    return DeviceFacts("cuda", torch.cuda.get_device_name(device), Backend.CUDA, capability=f"{major}.{minor}")
+    return DeviceFacts(
+        "cuda", torch.cuda.get_device_name(device), Backend.CUDA, capability=f"{major}.{minor}"
+    )
 
 
 def _probe_rocm(device: torch.device) -> DeviceFacts:
     properties = torch.cuda.get_device_properties(device)
     # gcnArchName also carries switches of the build: gfx90a:sramecc+:xnack-
-    return DeviceFacts("cuda", properties.name, Backend.ROCM, capability=properties.gcnArchName.split(":")[0])
+    return DeviceFacts(
+        "cuda", properties.name, Backend.ROCM, capability=properties.gcnArchName.split(":")[0]
+    )
 
 
 def _probe_xpu(device: torch.device) -> DeviceFacts:
     properties = torch.xpu.get_device_properties(device)
     asked = ("has_fp16", "has_bfloat16_conversions", "has_subgroup_matrix_multiply_accumulate")
     features = frozenset(feature for feature in asked if getattr(properties, feature, False))
-    return DeviceFacts("xpu", properties.name, Backend.XPU, capability=getattr(properties, "version", None), features=features)
+    return DeviceFacts(
+        "xpu",
+        properties.name,
+        Backend.XPU,
+        capability=getattr(properties, "version", None),
+        features=features,
+    )
 
 
 def _probe_mps() -> DeviceFacts:
-    features = frozenset({"macos14"}) if torch.backends.mps.is_macos_or_newer(14, 0) else frozenset()
-    return DeviceFacts("mps", _ask(torch.backends.mps, "get_name") or "Apple GPU", Backend.MPS, features=features)
+    features = (
+        frozenset({"macos14"}) if torch.backends.mps.is_macos_or_newer(14, 0) else frozenset()
+    )
+    return DeviceFacts(
+        "mps", _ask(torch.backends.mps, "get_name") or "Apple GPU", Backend.MPS, features=features
+    )
 
 
 def _probe_cpu() -> DeviceFacts:
     abilities: dict[str, Any] = dict(_ask(torch.cpu, "get_capabilities") or {})
     features = frozenset(ability for ability, value in abilities.items() if value is True)
     name = abilities.get("cpu_name") or _cpu_name(Path("/proc/cpuinfo"))
-    return DeviceFacts("cpu", name, Backend.CPU, capability=torch.backends.cpu.get_cpu_capability().lower(), features=features)
+    return DeviceFacts(
+        "cpu",
+        name,
+        Backend.CPU,
+        capability=torch.backends.cpu.get_cpu_capability().lower(),
+        features=features,
+    )
 
 
 def _cpu_name(cpuinfo: Path) -> str:
@@ -197,7 +225,8 @@ def _cpu_name(cpuinfo: Path) -> str:
 
 
 def _probe_other(device: torch.device, module: ModuleType) -> DeviceFacts:
-    # The back ends answer with tuples, strings or dictionaries; only the first two name a generation.
+    # The back ends answer with tuples, strings or dictionaries; only the first two name a
+    # generation.
     capability = _ask(module, "get_device_capability", device.index)
     if isinstance(capability, tuple):
         capability = ".".join(str(part) for part in capability)
@@ -209,7 +238,8 @@ def _probe_other(device: torch.device, module: ModuleType) -> DeviceFacts:
         autocast=torch.amp.is_autocast_available(device.type),
         dtypes=_listed_dtypes(device, module),
         bfloat16=_ask(module, "is_bf16_supported"),
-        # The argument is including_emulation, as torch.cuda has it; back ends that take none draw no such line.
+        # The argument is including_emulation, as torch.cuda has it; back ends that take none draw
+        # no such line.
         native_bfloat16=_ask(module, "is_bf16_supported", False),
     )
 

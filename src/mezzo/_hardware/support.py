@@ -19,7 +19,8 @@ class Support:
     supported: bool
     """Whether ops in this dtype run at all."""
     native: bool
-    """Whether the device has instructions that make it pay; a dtype that is emulated is supported and slow."""
+    """Whether the device has instructions that make it pay; a dtype that is emulated is
+    supported and slow."""
     reason: str
     """Why, as a clause that can follow a colon."""
 
@@ -75,10 +76,13 @@ class Hardware:
     def preferred(self) -> DtypeChoice | None:
         """The 16-bit dtype to use when the user leaves the choice to the hardware, or None when none is supported.
 
-        A native dtype comes before a slow one. Between equals bfloat16 wins: it has the range of float32, so that no loss scaling is needed.
+        A native dtype comes before a slow one. Between equals bfloat16 wins: it has the range of
+        float32, so that no loss scaling is needed.
         """
         # sorted() is stable: bfloat16 stands first and stays there between equals.
-        for dtype in sorted((torch.bfloat16, torch.float16), key=lambda one: not self.support(one).native):
+        for dtype in sorted(
+            (torch.bfloat16, torch.float16), key=lambda one: not self.support(one).native
+        ):
             if self.support(dtype).supported:
                 return DtypeChoice(dtype, self._why(dtype))
         return None
@@ -87,11 +91,20 @@ class Hardware:
         support, name = self.support(dtype), dtype_name(dtype)
         other = self.float16 if dtype == torch.bfloat16 else self.bfloat16
         if not support.native:
-            return f"{name} is slow on {self.name}: {support.reason}. Expect it to be slower than float32."
+            return (
+                f"{name} is slow on {self.name}: {support.reason}. Expect it to be slower than"
+                " float32."
+            )
         if dtype == torch.float16:
-            return f"{name} is native on {self.name} and bfloat16 is {other.label}; train with loss scaling, since {name} has a short range."
+            return (
+                f"{name} is native on {self.name} and bfloat16 is {other.label}; train with loss"
+                f" scaling, since {name} has a short range."
+            )
         beside = "float16 is native too, but " if other.native else ""
-        return f"{name} is native on {self.name}; {beside}{name} has the range of float32 and needs no loss scaling."
+        return (
+            f"{name} is native on {self.name}; {beside}{name} has the range of float32 and needs no"
+            " loss scaling."
+        )
 
     def __str__(self) -> str:
         capability = f", {self.capability}" if self.capability else ""
@@ -100,7 +113,11 @@ class Hardware:
             support = self.support(dtype)
             lines.append(f"  {dtype_name(dtype):9} {support.label:11}  {support.reason}")
         best = self.preferred
-        lines.append(f"  {'auto':9} {dtype_name(best.dtype):11}  {best.reason}" if best else f"  {'auto':9} {'float32':11}  No 16-bit dtype is supported.")
+        lines.append(
+            f"  {'auto':9} {dtype_name(best.dtype):11}  {best.reason}"
+            if best
+            else f"  {'auto':9} {'float32':11}  No 16-bit dtype is supported."
+        )
         return "\n".join(lines)
 
 
@@ -129,13 +146,19 @@ def _judge_cuda(facts: DeviceFacts) -> tuple[Support, Support]:
     have = _version(facts.capability)
     shown = f"compute capability {facts.capability}"
     if have >= (7, 0):
-        float16 = _native(f"tensor cores compute it from compute capability 7.0, this is {facts.capability}")
+        float16 = _native(
+            f"tensor cores compute it from compute capability 7.0, this is {facts.capability}"
+        )
     elif have >= (5, 3):
         float16 = _slow(f"{shown} has float16 arithmetic but no tensor cores, which come with 7.0")
     else:
-        float16 = _no(f"float16 arithmetic comes with compute capability 5.3, this is {facts.capability}")
+        float16 = _no(
+            f"float16 arithmetic comes with compute capability 5.3, this is {facts.capability}"
+        )
     if have >= (8, 0):
-        return float16, _native(f"tensor cores compute it from compute capability 8.0, this is {facts.capability}")
+        return float16, _native(
+            f"tensor cores compute it from compute capability 8.0, this is {facts.capability}"
+        )
     return float16, _slow(f"{shown} computes it through float32, native bfloat16 comes with 8.0")
 
 
@@ -146,7 +169,8 @@ https://rocm.docs.amd.com/en/latest/reference/precision-support.html
 """
 
 _ROCM_PACKED_MATH = ("gfx90", "gfx10")
-"""Vega and RDNA 1 and 2: two float16 operations in the place of one float32, nothing for bfloat16."""
+"""Vega and RDNA 1 and 2: two float16 operations in the place of one float32, nothing for
+bfloat16."""
 
 
 def _judge_rocm(facts: DeviceFacts) -> tuple[Support, Support]:
@@ -156,7 +180,10 @@ def _judge_rocm(facts: DeviceFacts) -> tuple[Support, Support]:
         return both, both
     bfloat16 = _slow(f"{architecture} has no bfloat16 instructions and computes it through float32")
     if architecture.startswith(_ROCM_PACKED_MATH):
-        return _native(f"{architecture} packs two float16 operations in the place of one float32"), bfloat16
+        return (
+            _native(f"{architecture} packs two float16 operations in the place of one float32"),
+            bfloat16,
+        )
     return _slow(f"{architecture} computes float16 no faster than float32"), bfloat16
 
 
@@ -167,7 +194,9 @@ def _judge_xpu(facts: DeviceFacts) -> tuple[Support, Support]:
         float16 = _no("the device reports no float16 arithmetic")
     if "has_bfloat16_conversions" in facts.features:
         return float16, _native("the device reports bfloat16 conversions")
-    return float16, _slow("the device reports no bfloat16 conversions, so it is computed through float32")
+    return float16, _slow(
+        "the device reports no bfloat16 conversions, so it is computed through float32"
+    )
 
 
 _FIRST_APPLE_CHIP_WITH_BFLOAT16 = 3
@@ -183,14 +212,17 @@ def _judge_mps(facts: DeviceFacts) -> tuple[Support, Support]:
         return float16, _no(f"bfloat16 on MPS needs an Apple GPU, this is {facts.name}")
     if int(generation[1]) >= _FIRST_APPLE_CHIP_WITH_BFLOAT16:
         return float16, _native("Apple GPUs have bfloat16 instructions from the M3 on")
-    return float16, _slow(f"{facts.name} computes bfloat16 through float32, native bfloat16 comes with the M3")
+    return float16, _slow(
+        f"{facts.name} computes bfloat16 through float32, native bfloat16 comes with the M3"
+    )
 
 
 _X86: Mapping[torch.dtype, Mapping[str, str]] = {
     torch.float16: {"amx_fp16": "AMX-FP16", "avx512_fp16": "AVX512-FP16"},
     torch.bfloat16: {"amx_bf16": "AMX-BF16", "avx512_bf16": "AVX512-BF16"},
 }
-"""Which instruction sets compute a dtype natively, widest first: the name in `torch.cpu.get_capabilities` and the maker's."""
+"""Which instruction sets compute a dtype natively, widest first: the name in
+`torch.cpu.get_capabilities` and the maker's."""
 
 _ARM: Mapping[torch.dtype, Mapping[str, str]] = {
     torch.float16: {"fp16_arith": "float16 arithmetic (FEAT_FP16)"},
@@ -201,14 +233,19 @@ _ARM: Mapping[torch.dtype, Mapping[str, str]] = {
 def _judge_cpu(facts: DeviceFacts) -> tuple[Support, Support]:
     # Every 64-bit Arm has NEON, and nothing else does.
     known = _ARM if "neon" in facts.features else _X86
-    return _judge_instructions(facts, known[torch.float16]), _judge_instructions(facts, known[torch.bfloat16])
+    return _judge_instructions(facts, known[torch.float16]), _judge_instructions(
+        facts, known[torch.bfloat16]
+    )
 
 
 def _judge_instructions(facts: DeviceFacts, known: Mapping[str, str]) -> Support:
     for feature, name in known.items():
         if feature in facts.features:
             return _native(f"this CPU has {name} instructions")
-    return _slow(f"this CPU has no {' or '.join(known.values())} instructions, so torch emulates it in software")
+    return _slow(
+        f"this CPU has no {' or '.join(known.values())} instructions, so torch emulates it in"
+        " software"
+    )
 
 
 def _judge_other(facts: DeviceFacts) -> tuple[Support, Support]:
@@ -233,7 +270,10 @@ def _judge_listed(facts: DeviceFacts, dtype: torch.dtype) -> Support:
     """Trust what the back end lists; silence counts as yes, since torch has an autocast for it."""
     name = dtype_name(dtype)
     if facts.dtypes is None:
-        return _native(f"torch has an autocast for {facts.device!r} devices, and the back end does not list its dtypes")
+        return _native(
+            f"torch has an autocast for {facts.device!r} devices, and the back end does not list"
+            " its dtypes"
+        )
     if dtype in facts.dtypes:
         return _native(f"the {facts.device} back end lists {name} as supported")
     return _no(f"the {facts.device} back end does not list {name} as supported")

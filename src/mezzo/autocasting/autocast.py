@@ -19,7 +19,15 @@ from mezzo._hardware import hardware
 from mezzo.autocasting.arguments import PolicyArg, region_for, resolve_call
 from mezzo.autocasting.dynamo import dynamo_constant
 from mezzo.autocasting.module_rules import ModuleRuleBinding, Precision, plan_modules
-from mezzo.autocasting.regions import Entered, Region, Traced, enter, enter_traced, leave, leave_traced
+from mezzo.autocasting.regions import (
+    Entered,
+    Region,
+    Traced,
+    enter,
+    enter_traced,
+    leave,
+    leave_traced,
+)
 from mezzo.autocasting.table_lookup import PolicyTable
 from mezzo.autocasting.wrappers import wrap_function
 from mezzo.policy.policy import Policy
@@ -36,7 +44,8 @@ _TRACED = 0
 class autocast:  # noqa: N801 - torch's spelling
     """Run what is inside in the precision that a policy says.
 
-    torch's call shape, or a policy: a level, a `Policy`, a TOML file, and overrides of the policy's fields.
+    torch's call shape, or a policy: a level, a `Policy`, a TOML file, and overrides of the policy's
+    fields.
 
     >>> import mezzo
     >>> with mezzo.autocast("cpu", dtype=torch.bfloat16):
@@ -61,10 +70,31 @@ class autocast:  # noqa: N801 - torch's spelling
         **overrides: Any,
     ) -> None:
         if is_dynamo_compiling():
-            region, binding = Region.decode(_settled_code(policy_or_device, dtype, enabled, cache_enabled, device_type, policy, overrides)), None
+            region, binding = (
+                Region.decode(
+                    _settled_code(
+                        policy_or_device,
+                        dtype,
+                        enabled,
+                        cache_enabled,
+                        device_type,
+                        policy,
+                        overrides,
+                    )
+                ),
+                None,
+            )
             settled = None
         else:
-            words = (policy_or_device, dtype, enabled, cache_enabled, device_type, policy, _frozen(overrides) if overrides else ())
+            words = (
+                policy_or_device,
+                dtype,
+                enabled,
+                cache_enabled,
+                device_type,
+                policy,
+                _frozen(overrides) if overrides else (),
+            )
             region, settled = resolve_call(words)
             binding = bind_module_rules(settled, region, model) if settled.modules else None
         self._region = region
@@ -88,7 +118,12 @@ class autocast:  # noqa: N801 - torch's spelling
             self._entered[thread] = [entered]
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         if is_dynamo_compiling():
             leave_traced(self._entered[_TRACED].pop())
         else:
@@ -119,7 +154,10 @@ def _settled_code(*words: Any) -> str:
     """`settle` as a constant of compiled code: the words of a call inside a compiled function are constants there too."""
     region, policy = resolve_call((*words[:-1], _frozen(words[-1])))
     if policy.modules:
-        raise PolicyError("Module rules are bound outside compiled code: enter the region around the compiled function, not inside it.")
+        raise PolicyError(
+            "Module rules are bound outside compiled code: enter the region around the compiled"
+            " function, not inside it."
+        )
     if isinstance(region.owner, PolicyTable):
         region.owner.keep()
     return region.encode()
@@ -127,21 +165,40 @@ def _settled_code(*words: Any) -> str:
 
 def _frozen(overrides: dict[str, Any]) -> tuple[tuple[str, Any], ...]:
     """Overrides as a key: sets of op names, the usual case, are made hashable."""
-    return tuple([(name, frozenset(value) if isinstance(value, set) else value) for name, value in overrides.items()])
+    return tuple(
+        [
+            (name, frozenset(value) if isinstance(value, set) else value)
+            for name, value in overrides.items()
+        ]
+    )
 
 
-def bind_module_rules(policy: Policy, region: Region, model: nn.Module | None) -> ModuleRuleBinding | None:
+def bind_module_rules(
+    policy: Policy, region: Region, model: nn.Module | None
+) -> ModuleRuleBinding | None:
     """The module rules of a policy on a model, ready to be applied; None where the region is off."""
     if not region.enabled:
         return None
     if model is None:
         names = ", ".join(repr(selector.text) for selector, _ in policy.modules)
-        raise PolicyError(f"The policy has module rules ({names}) and needs the model they speak of: autocast(policy, model=model).")
+        raise PolicyError(
+            f"The policy has module rules ({names}) and needs the model they speak of:"
+            " autocast(policy, model=model)."
+        )
     dtype = region.computes_in
     off = Region(region.device, False, region.dtype, region.cache_enabled, ruled=True)
-    half = replace(region_for(Policy(Level.O3, dtype, on_unsupported=policy.on_unsupported), region.device), ruled=True)
-    precisions = {Rule.HALF: Precision(half, dtype), Rule.FULL: Precision(off, torch.float32), Rule.KEEP: Precision(off, None)}
-    return ModuleRuleBinding((one.module, precisions[one.rule]) for one in plan_modules(model, policy))
+    half = replace(
+        region_for(Policy(Level.O3, dtype, on_unsupported=policy.on_unsupported), region.device),
+        ruled=True,
+    )
+    precisions = {
+        Rule.HALF: Precision(half, dtype),
+        Rule.FULL: Precision(off, torch.float32),
+        Rule.KEEP: Precision(off, None),
+    }
+    return ModuleRuleBinding(
+        (one.module, precisions[one.rule]) for one in plan_modules(model, policy)
+    )
 
 
 _switch = threading.local()
@@ -198,7 +255,10 @@ class autocast_all_devices:  # noqa: N801 - reads as a phrase, as `autocast` doe
     """
 
     def __init__(self, policy: Any = None, *, enabled: bool = True, **overrides: Any) -> None:
-        self._each = [autocast(policy, device_type=device, enabled=enabled, **overrides) for device in device_types()]
+        self._each = [
+            autocast(policy, device_type=device, enabled=enabled, **overrides)
+            for device in device_types()
+        ]
 
     def __enter__(self) -> Self:
         for one in self._each:

@@ -1,7 +1,8 @@
 """Python functions of torch that are made of several ops, and how to run them so that each op is seen.
 
-Under a TorchFunctionMode such a function arrives as one call, and the ops inside escape. Its body, run with the question
-"does anybody override this?" answered no, makes its inner calls one by one, and the mode sees each.
+Under a TorchFunctionMode such a function arrives as one call, and the ops inside escape. Its body,
+run with the question "does anybody override this?" answered no, makes its inner calls one by one,
+and the mode sees each.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ from mezzo.policy.registry import Function
 
 _QUESTIONS = ("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic")
 _SINGLE_OP = frozenset({"einsum", "stft", "tensordot", "unique", "unique_consecutive"})
-"""Ops whose Python function checks and rearranges what it passes on. The arithmetic in them is about sizes, and the function inside may ask in their name."""
+"""Ops whose Python function checks and rearranges what it passes on. The arithmetic in them is
+about sizes, and the function inside may ask in their name."""
 _WRAPPERS = frozenset(
     """
     adaptive_avg_pool2d adaptive_avg_pool3d adaptive_max_pool1d adaptive_max_pool2d adaptive_max_pool3d align_tensors alpha_dropout atleast_1d atleast_2d atleast_3d
@@ -33,10 +35,12 @@ _WRAPPERS = frozenset(
     triplet_margin_loss unflatten update_names
     """.split()
 )
-"""Ops whose Python function passes its arguments on to builtins of the same op: no other op is inside, and arithmetic in it is about sizes.
+"""Ops whose Python function passes its arguments on to builtins of the same op: no other op is
+inside, and arithmetic in it is about sizes.
 
-They are here for speed alone: `F.relu` takes 1.5 times as long if it is opened. `tests/autocasting/test_composites.py` reads the functions of the installed torch to
-see that nothing else is inside.
+They are here for speed alone: `F.relu` takes 1.5 times as long if it is opened.
+`tests/autocasting/test_composites.py` reads the functions of the installed torch to see that
+nothing else is inside.
 """
 
 
@@ -76,16 +80,23 @@ def opened(function: Function) -> Function:
 def _copy(function: FunctionType) -> Function:
     code = function.__code__
     if function.__module__ != F.__name__:
-        # Dynamo goes by files, and traces nothing of `torch/functional.py` and others. Elsewhere a traceback is worth more.
+        # Dynamo goes by files, and traces nothing of `torch/functional.py` and others. Elsewhere a
+        # traceback is worth more.
         code = code.replace(co_filename=__file__)
-    copy = FunctionType(code, _globals_of(function), function.__name__, function.__defaults__, function.__closure__)
+    copy = FunctionType(
+        code, _globals_of(function), function.__name__, function.__defaults__, function.__closure__
+    )
     copy.__kwdefaults__ = function.__kwdefaults__
     return copy
 
 
 def body_name(function: Function) -> str:
     """The name under which compiled code finds the body."""
-    return f"{function.__module__}.{function.__qualname__}.{id(function)}".replace(".", "_").replace("<", "").replace(">", "")
+    return (
+        f"{function.__module__}.{function.__qualname__}.{id(function)}".replace(".", "_")
+        .replace("<", "")
+        .replace(">", "")
+    )
 
 
 def _choice(function: FunctionType) -> Function:
@@ -128,10 +139,15 @@ class _Warnings:
 def _check_key_padding_mask(mask: Any, length: int, batch: int) -> None:
     """torch's own check without a message that refers to a tensor, which dynamo cannot trace."""
     if tuple(mask.shape[:2]) != (batch, length):
-        raise AssertionError(f"Expected key_padding_mask of shape {(batch, length)}, but got {tuple(mask.shape)}")
+        raise AssertionError(
+            f"Expected key_padding_mask of shape {(batch, length)}, but got {tuple(mask.shape)}"
+        )
 
 
-_INSTEAD = dict.fromkeys(_QUESTIONS, _never) | {"warnings": _Warnings, "_check_key_padding_mask": _check_key_padding_mask}
+_INSTEAD = dict.fromkeys(_QUESTIONS, _never) | {
+    "warnings": _Warnings,
+    "_check_key_padding_mask": _check_key_padding_mask,
+}
 """What a body finds by these names."""
 
 

@@ -25,14 +25,19 @@ R = TypeVar("R")
 
 
 @overload
-def register_op(function: Callable[P, R], name: str | None = None, rule: str | Rule = Rule.KEEP) -> Callable[P, R]: ...
+def register_op(
+    function: Callable[P, R], name: str | None = None, rule: str | Rule = Rule.KEEP
+) -> Callable[P, R]: ...
 @overload
-def register_op(function: str | None = None, name: str | None = None, rule: str | Rule = Rule.KEEP) -> Callable[[Callable[P, R]], Callable[P, R]]: ...
+def register_op(
+    function: str | None = None, name: str | None = None, rule: str | Rule = Rule.KEEP
+) -> Callable[[Callable[P, R]], Callable[P, R]]: ...
 def register_op(function: Any = None, name: str | None = None, rule: str | Rule = Rule.KEEP) -> Any:
     """Give a function or a custom operator a name and a rule.
 
-    Inside a region its inputs are cast as the rule says, and its body runs without further casts. A policy that lists the name overrides the rule.
-    Use what comes back: it is the function that knows of regions. A custom operator comes back as it is.
+    Inside a region its inputs are cast as the rule says, and its body runs without further casts. A
+    policy that lists the name overrides the rule. Use what comes back: it is the function that
+    knows of regions. A custom operator comes back as it is.
 
     >>> @register_op("scaled_add", rule="full")
     ... def scaled_add(x, y):
@@ -49,18 +54,26 @@ def register_op(function: Any = None, name: str | None = None, rule: str | Rule 
         return function
     wrapper = _aware(chosen, function)
     registry().register(chosen, (wrapper,), entry)
-    publish(_own_table(chosen), {} if entry.rule is Rule.KEEP else {wrapper: CastAction(chosen, entry.rule, entry.reason)})
+    publish(
+        _own_table(chosen),
+        {} if entry.rule is Rule.KEEP else {wrapper: CastAction(chosen, entry.rule, entry.reason)},
+    )
     return wrapper
 
 
 def _name(function: Any, name: str | None) -> str:
     chosen = name or canonical(getattr(function, "__name__", "") or getattr(function, "_name", ""))
     if not chosen or not isinstance(chosen, str):
-        raise PolicyError(f"{function!r} needs a name that policies can call it by: register_op(function, name=...).")
+        raise PolicyError(
+            f"{function!r} needs a name that policies can call it by: register_op(function,"
+            " name=...)."
+        )
     return chosen
 
 
-def _spellings(operator: CustomOpDef | OpOverload[..., Any] | OpOverloadPacket[..., Any]) -> tuple[Any, ...]:
+def _spellings(
+    operator: CustomOpDef | OpOverload[..., Any] | OpOverloadPacket[..., Any],
+) -> tuple[Any, ...]:
     overload = operator._opoverload if isinstance(operator, CustomOpDef) else operator
     packet = overload.overloadpacket if isinstance(overload, OpOverload) else overload
     return (packet, *(getattr(packet, name) for name in packet.overloads()))
@@ -72,7 +85,14 @@ def _aware(name: str, function: Callable[P, R]) -> Callable[P, R]:
 
     @wraps(function)
     def aware(*args: P.args, **kwargs: P.kwargs) -> R:
-        device = next((leaf.device.type for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)), None)
+        device = next(
+            (
+                leaf.device.type
+                for leaf in pytree.tree_leaves((args, kwargs))
+                if isinstance(leaf, torch.Tensor)
+            ),
+            None,
+        )
         if device is None or not _has_autocast(device) or not torch.is_autocast_enabled(device):
             return function(*args, **kwargs)
         steering = active_mode(device)
@@ -80,7 +100,11 @@ def _aware(name: str, function: Callable[P, R]) -> Callable[P, R]:
         result: R
         if is_dynamo_compiling():
             rule = rule_of(key, aware)
-            result = function(*args, **kwargs) if rule is None else apply_rule_traced(key, device, rule, aware, args, kwargs, function)
+            result = (
+                function(*args, **kwargs)
+                if rule is None
+                else apply_rule_traced(key, device, rule, aware, args, kwargs, function)
+            )
             return result
         action = TABLES[key].get(aware)
         if action is None:

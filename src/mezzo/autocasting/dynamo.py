@@ -19,7 +19,8 @@ R = TypeVar("R")
 def dynamo_constant(function: Callable[P, R]) -> Callable[P, R]:
     """Mark a function whose answer dynamo takes as a constant of the code it compiles.
 
-    What `torch.compiler.assume_constant_result` does, without importing dynamo for it: that takes 1.8 seconds, which everybody who imports mezzo would wait.
+    What `torch.compiler.assume_constant_result` does, without importing dynamo for it: that takes
+    1.8 seconds, which everybody who imports mezzo would wait.
     """
     function._dynamo_marked_constant = True  # type: ignore[attr-defined]
     return function
@@ -28,12 +29,16 @@ def dynamo_constant(function: Callable[P, R]) -> Callable[P, R]:
 def skip_frame(function: Callable[P, R]) -> Callable[P, R]:
     """Mark a function that runs as it is, with all that it calls, wherever it is not part of something that dynamo compiles.
 
-    A model that breaks its graph inside a region runs eagerly there, and dynamo tries every Python function that it comes by: entering the region, and the mode at each op.
-    What `torch._dynamo.eval_frame.skip_code` does, without importing dynamo for it.
+    A model that breaks its graph inside a region runs eagerly there, and dynamo tries every Python
+    function that it comes by: entering the region, and the mode at each op. What
+    `torch._dynamo.eval_frame.skip_code` does, without importing dynamo for it.
     """
-    # torch's own business: where it is no more, everything runs as before, with code compiled that nobody needs.
+    # torch's own business: where it is no more, everything runs as before, with code compiled that
+    # nobody needs.
     if FrameAction and FrameExecStrategy and set_code_exec_strategy:
-        set_code_exec_strategy(cast("Any", function).__code__, FrameExecStrategy(FrameAction.SKIP, FrameAction.SKIP))
+        set_code_exec_strategy(
+            cast("Any", function).__code__, FrameExecStrategy(FrameAction.SKIP, FrameAction.SKIP)
+        )
     return function
 
 
@@ -53,8 +58,9 @@ def operators() -> dict[Function, str]:
 def refusal() -> str:
     """Why a steered region cannot reach into an operator, and what to do."""
     return (
-        "it runs its functions where a policy with entries of its own cannot reach them. Put `with torch.autocast(device, enabled=False):` around it "
-        "and cast its inputs, or use a policy that is torch's own lists there"
+        "it runs its functions where a policy with entries of its own cannot reach them. Put `with"
+        " torch.autocast(device, enabled=False):` around it and cast its inputs, or use a policy"
+        " that is torch's own lists there"
     )
 
 

@@ -25,11 +25,21 @@ _NO_KERNEL = (
 )
 
 
-def retry_in_float32(error: Exception, func: Function, op: str, dtype: torch.dtype | None, device: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def retry_in_float32(
+    error: Exception,
+    func: Function,
+    op: str,
+    dtype: torch.dtype | None,
+    device: str,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> Any:
     """Call again in float32 when the device has no kernel for the 16-bit dtype; any other error is raised again."""
     if dtype not in HALF_DTYPES or not any(text in str(error) for text in _NO_KERNEL):
         raise error
     missing_kernels.record_missing(op, dtype, device)
     if _events.listening():
-        _events.emit(_events.Float32Fallback(op, device, dtype_name(dtype), str(error).splitlines()[0]))
+        _events.emit(
+            _events.Float32Fallback(op, device, dtype_name(dtype), str(error).splitlines()[0])
+        )
     return func(*cast_all(args, torch.float32, device), **cast_all(kwargs, torch.float32, device))

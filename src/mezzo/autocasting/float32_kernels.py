@@ -1,8 +1,9 @@
 """Autocast kernels for ops that have no 16-bit kernel on a device: in mezzo's regions they compute in float32.
 
-Where torch's own lists are the policy, no function mode sees an op, and one without a 16-bit kernel would raise in the
-middle of a step. torch's dispatcher has one table for the whole process, so these kernels are registered for everybody:
-outside mezzo's regions each hands its call on to the kernel below, as if it were not there.
+Where torch's own lists are the policy, no function mode sees an op, and one without a 16-bit kernel
+would raise in the middle of a step. torch's dispatcher has one table for the whole process, so
+these kernels are registered for everybody: outside mezzo's regions each hands its call on to the
+kernel below, as if it were not there.
 """
 
 from __future__ import annotations
@@ -18,7 +19,14 @@ from mezzo import _events
 from mezzo._casting import cast_all, is_castable
 from mezzo._dtypes import HALF_DTYPES, dtype_name
 from mezzo._hardware import hardware
-from mezzo._torch import DispatchKey, DispatchKeySet, ExcludeDispatchKeyGuard, kernels_of, keys_below, lacks
+from mezzo._torch import (
+    DispatchKey,
+    DispatchKeySet,
+    ExcludeDispatchKeyGuard,
+    kernels_of,
+    keys_below,
+    lacks,
+)
 from mezzo.autocasting.regions import in_region
 from mezzo.policy import missing_kernels
 from mezzo.policy.presets.torch_amp import AUTOCAST_KEYS, torch_entries
@@ -40,20 +48,31 @@ def register_float32_kernels(device: str) -> None:
 @cache
 def _registered(device: str) -> Library | None:
     key = AUTOCAST_KEYS.get(device)
-    lacking = sorted((missing_kernels.known_missing(device) | _lacking_here(device)) - set(torch_entries(device)))
+    lacking = sorted(
+        (missing_kernels.known_missing(device) | _lacking_here(device)) - set(torch_entries(device))
+    )
     if key is None or not lacking or lacks("float32 fallback"):
         return None
     library = Library("aten", "IMPL")
     registered = set(kernels_of(key))
     for op in lacking:
         for qualified in functional_overloads(op) - registered:
-            library.impl(qualified.removeprefix("aten::"), _kernel(op, qualified, device, key), key, with_keyset=True)
+            library.impl(
+                qualified.removeprefix("aten::"),
+                _kernel(op, qualified, device, key),
+                key,
+                with_keyset=True,
+            )
     return library
 
 
 def _lacking_here(device: str) -> frozenset[str]:
     """Ops whose 16-bit kernel this very device lacks: oneDNN's LSTM, which torch's autocast calls on a CPU, fails without native instructions."""
-    return frozenset({"lstm"}) if device == "cpu" and not hardware(device).bfloat16.native else frozenset()
+    return (
+        frozenset({"lstm"})
+        if device == "cpu" and not hardware(device).bfloat16.native
+        else frozenset()
+    )
 
 
 def _kernel(op: str, qualified: str, device: str, key: str) -> Function:
@@ -65,9 +84,20 @@ def _kernel(op: str, qualified: str, device: str, key: str) -> Function:
         call = getattr(getattr(torch.ops.aten, base), overload or "default")
         if not in_region():
             return call.redispatch(keyset & below, *args, **kwargs)
-        if _events.listening() and any(is_castable(value, device) and value.dtype in HALF_DTYPES for value in args):
-            _events.emit(_events.Float32Fallback(op, device, dtype_name(torch.get_autocast_dtype(device)), "it has no 16-bit kernel there"))
+        if _events.listening() and any(
+            is_castable(value, device) and value.dtype in HALF_DTYPES for value in args
+        ):
+            _events.emit(
+                _events.Float32Fallback(
+                    op,
+                    device,
+                    dtype_name(torch.get_autocast_dtype(device)),
+                    "it has no 16-bit kernel there",
+                )
+            )
         with ExcludeDispatchKeyGuard(DispatchKeySet(autocast)):
-            return call(*cast_all(args, torch.float32, device), **cast_all(kwargs, torch.float32, device))
+            return call(
+                *cast_all(args, torch.float32, device), **cast_all(kwargs, torch.float32, device)
+            )
 
     return kernel

@@ -24,11 +24,14 @@ from mezzo.policy.types import Rule
 Forward = Callable[..., Any]
 
 
-def replace_forward(module: nn.Module, mark: str, make: Callable[[Forward, bool], Forward]) -> Callable[[], None]:
+def replace_forward(
+    module: nn.Module, mark: str, make: Callable[[Forward, bool], Forward]
+) -> Callable[[], None]:
     """Replace the forward of one module; what comes back puts it back.
 
-    `make` gets the function that was there, and whether it is bound to its module already, and gives one of `self` and the arguments. A forward with the same `mark`
-    gives way: what it had replaced is replaced anew.
+    `make` gets the function that was there, and whether it is bound to its module already, and
+    gives one of `self` and the arguments. A forward with the same `mark` gives way: what it had
+    replaced is replaced anew.
     """
     own = module.__dict__.get("forward")
     function = getattr(own, mark, own) or type(module).forward
@@ -61,7 +64,10 @@ class RuledModule:
 def plan_modules(model: nn.Module, policy: Policy) -> tuple[RuledModule, ...]:
     """Find the rule of each module that one names. An exact name beats a glob, a glob beats a type, and of equals the later wins."""
     if isinstance(model, nn.DataParallel):
-        raise UnsupportedError("Module rules cannot be bound to nn.DataParallel, whose replicas would run the original's forward. Bind the module inside it.")
+        raise UnsupportedError(
+            "Module rules cannot be bound to nn.DataParallel, whose replicas would run the"
+            " original's forward. Bind the module inside it."
+        )
     modules = dict(model.named_modules(remove_duplicate=False))
     chosen: dict[nn.Module, tuple[int, RuledModule]] = {}
     for selector, rule in policy.modules:
@@ -69,8 +75,9 @@ def plan_modules(model: nn.Module, policy: Policy) -> tuple[RuledModule, ...]:
         if not matched:
             known = [name for name in modules if name]
             raise PolicyError(
-                f"The module rule {selector.text!r} matches nothing in {type(model).__name__}.{nearest(selector.text, known)} "
-                f"Its modules: {', '.join(known[:_SHOWN])}{', …' if len(known) > _SHOWN else ''}."
+                f"The module rule {selector.text!r} matches nothing in"
+                f" {type(model).__name__}.{nearest(selector.text, known)} Its modules:"
+                f" {', '.join(known[:_SHOWN])}{', …' if len(known) > _SHOWN else ''}."
             )
         for name in matched:
             # By the module: one that is shared has several names and runs one precision.
@@ -103,7 +110,11 @@ class ModuleRuleBinding:
 
     def __exit__(self, *_: object) -> None:
         # Not necessarily the innermost: a suspended generator may be closed late.
-        place = next(place for place in reversed(range(len(_thread.entries))) if _thread.entries[place].binding is self)
+        place = next(
+            place
+            for place in reversed(range(len(_thread.entries)))
+            if _thread.entries[place].binding is self
+        )
         entry = _thread.entries.pop(place)
         _follow_innermost(entry.precisions)
         _put_back(entry.precisions)
@@ -169,10 +180,15 @@ class _RuledForward:
 
         def forward(self_: nn.Module, *args: Any, **kwargs: Any) -> Any:
             precision = shared.everywhere if here.precision is None else here.precision
-            if precision is None or (not is_dynamo_compiling() and _is_switched_off(precision.region.device)):
+            if precision is None or (
+                not is_dynamo_compiling() and _is_switched_off(precision.region.device)
+            ):
                 return function(*args, **kwargs) if bound else function(self_, *args, **kwargs)
             if precision.dtype is not None:
-                args, kwargs = cast_all(args, precision.dtype, precision.region.device), cast_all(kwargs, precision.dtype, precision.region.device)
+                args, kwargs = (
+                    cast_all(args, precision.dtype, precision.region.device),
+                    cast_all(kwargs, precision.dtype, precision.region.device),
+                )
             with enter_regions(precision.region):
                 return function(*args, **kwargs) if bound else function(self_, *args, **kwargs)
 
@@ -214,7 +230,14 @@ _lock = threading.RLock()
 
 def _follow_innermost(forwards: Iterable[_RuledForward]) -> None:
     for forward in forwards:
-        forward.here.precision = next((entry.precisions[forward] for entry in reversed(_thread.entries) if forward in entry.precisions), None)
+        forward.here.precision = next(
+            (
+                entry.precisions[forward]
+                for entry in reversed(_thread.entries)
+                if forward in entry.precisions
+            ),
+            None,
+        )
 
 
 def _put_back(forwards: Iterable[_RuledForward]) -> None:

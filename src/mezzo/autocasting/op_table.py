@@ -16,7 +16,14 @@ from mezzo.policy.decide import effective_lists, entry_of
 from mezzo.policy.missing_kernels import RECURRENT, needs_one_dtype
 from mezzo.policy.policy import Policy
 from mezzo.policy.presets.torch_amp import AUTOCAST_KEYS, torch_entries
-from mezzo.policy.registry import Function, Op, aten_overloads, functional_overloads, parameters, registry
+from mezzo.policy.registry import (
+    Function,
+    Op,
+    aten_overloads,
+    functional_overloads,
+    parameters,
+    registry,
+)
 from mezzo.policy.types import Entry, OpLists, Rule
 
 Value = str | int | float | bool | None
@@ -34,11 +41,13 @@ class CastAction:
     exempt_args: tuple[tuple[int, str], ...] = ()
     """Arguments that do not decide and are never cast down, by position and name."""
     computes_in_float32: bool = False
-    """The device's kernel refuses a float32 exempt argument beside 16-bit inputs: the op is then computed in float32, and gives its result in 16 bits."""
+    """The device's kernel refuses a float32 exempt argument beside 16-bit inputs: the op is then
+    computed in float32, and gives its result in 16 bits."""
     halves_alone: bool = False
     """Refused with 16-bit inputs alone."""
     conditions: tuple[tuple[int, str, tuple[Value, ...], bool], ...] = ()
-    """Arguments whose values make the op run in float32, by position and name, and whether the value that holds where it is left out is one of them."""
+    """Arguments whose values make the op run in float32, by position and name, and whether the
+    value that holds where it is left out is one of them."""
     takes_dtype: bool = False
     """The caller may name the dtype of the result, which then stands."""
     in_place: tuple[int, str] | None = None
@@ -62,14 +71,21 @@ Table = Mapping[Function, CastAction]
 
 EMPTY: Table = {}
 
-_BACKWARD: tuple[Function, ...] = (torch.Tensor.backward, torch.autograd.backward, torch.autograd.grad)
+_BACKWARD: tuple[Function, ...] = (
+    torch.Tensor.backward,
+    torch.autograd.backward,
+    torch.autograd.grad,
+)
 
 
-def make_table(policy: Policy, dtype: torch.dtype, device: str, *, versioned: bool, alone: bool = False) -> Table:
+def make_table(
+    policy: Policy, dtype: torch.dtype, device: str, *, versioned: bool, alone: bool = False
+) -> Table:
     """Lay out every steered function. `alone` leaves nothing to torch's own lists, for where those are not heard (torch.export)."""
     lists = effective_lists(policy, dtype, device)
     theirs = {} if alone else torch_entries(device)
-    # torch's own casts are left to these: copies of ours would lie apart, and be compacted at every call with a warning.
+    # torch's own casts are left to these: copies of ours would lie apart, and be compacted at every
+    # call with a warning.
     left = RECURRENT if device == "cuda" and dtype is torch.float16 and not alone else frozenset()
     actions: dict[Function, CastAction] = {}
     for op in registry():
@@ -82,25 +98,57 @@ def make_table(policy: Policy, dtype: torch.dtype, device: str, *, versioned: bo
                 actions[function] = action
     if actions:
         actions |= _composites(lists, actions)
-        # Backward runs in the precision that forward saved; torch's own lists know nothing of this policy.
+        # Backward runs in the precision that forward saved; torch's own lists know nothing of this
+        # policy.
         actions |= {function: _operator(name) for function, name in operators().items()}
-        actions |= {function: CastAction("backward", Rule.KEEP, "gradients are computed in the precision of forward") for function in _BACKWARD}
+        actions |= {
+            function: CastAction(
+                "backward", Rule.KEEP, "gradients are computed in the precision of forward"
+            )
+            for function in _BACKWARD
+        }
     return actions
 
 
-def _action(op: Op, function: Function, entry: Entry, lists: OpLists, theirs: Mapping[str, Entry], device: str, *, versioned: bool) -> CastAction | None:
+def _action(
+    op: Op,
+    function: Function,
+    entry: Entry,
+    lists: OpLists,
+    theirs: Mapping[str, Entry],
+    device: str,
+    *,
+    versioned: bool,
+) -> CastAction | None:
     if _writes_in_place(function) and entry.rule is not Rule.REFUSE:
         return None
     if op.name not in lists.entries and is_composite(op.name, function):
         return None
     exempt = _places(function, lists.exempt_args.get(op.name, ()))
     conditions = tuple(
-        (*_place(function, one.argument), one.values, _default_of(function, one.argument) in one.values) for one in lists.conditional if one.op == op.name
+        (
+            *_place(function, one.argument),
+            one.values,
+            _default_of(function, one.argument) in one.values,
+        )
+        for one in lists.conditional
+        if one.op == op.name
     )
-    torchs = theirs[op.name].rule if op.name in theirs and _is_cast_by_torch(function, device) else Rule.KEEP
+    torchs = (
+        theirs[op.name].rule
+        if op.name in theirs and _is_cast_by_torch(function, device)
+        else Rule.KEEP
+    )
     if entry.rule is torchs and not exempt and not conditions:
         return (
-            CastAction(op.name, entry.rule, entry.reason, disables_torch_autocast=False, weights=True, cached=True)
+            CastAction(
+                op.name,
+                entry.rule,
+                entry.reason,
+                disables_torch_autocast=False,
+                weights=True,
+                cached=True,
+            )
             if versioned and entry.rule is Rule.HALF
             else None
         )
@@ -111,7 +159,17 @@ def _action(op: Op, function: Function, entry: Entry, lists: OpLists, theirs: Ma
     widens = bool(exempt) and needs_one_dtype(op.name, device)
     halves_alone = op.name in lists.refused_in_half
     return CastAction(
-        op.name, entry.rule, entry.reason, quiet, exempt, widens, halves_alone, conditions, "dtype" in parameters(function), in_place, cached=versioned
+        op.name,
+        entry.rule,
+        entry.reason,
+        quiet,
+        exempt,
+        widens,
+        halves_alone,
+        conditions,
+        "dtype" in parameters(function),
+        in_place,
+        cached=versioned,
     )
 
 
@@ -129,15 +187,24 @@ def _composites(lists: OpLists, known: Table) -> dict[Function, CastAction]:
         for function in op.functions:
             if function in known or op.name in lists.entries:
                 continue
-            if is_composite(op.name, function) or (op.name in steered and can_open(op.name, function)):
+            if is_composite(op.name, function) or (
+                op.name in steered and can_open(op.name, function)
+            ):
                 opened(function)  # made now, so that compiled code finds it
-                found[function] = CastAction(op.name, Rule.KEEP, "made of several ops, each with its own rule", is_composite=True)
+                found[function] = CastAction(
+                    op.name,
+                    Rule.KEEP,
+                    "made of several ops, each with its own rule",
+                    is_composite=True,
+                )
     return found
 
 
 def _writes_in_place(function: Function) -> bool:
     name = getattr(function, "__name__", "")
-    return (name.endswith("_") and not name.endswith("__")) or (name.startswith("__i") and name not in ("__invert__", "__iter__", "__init__"))
+    return (name.endswith("_") and not name.endswith("__")) or (
+        name.startswith("__i") and name not in ("__invert__", "__iter__", "__init__")
+    )
 
 
 def _has_nothing_to_cast(op: Op, rule: Rule) -> bool:
@@ -147,12 +214,21 @@ def _has_nothing_to_cast(op: Op, rule: Rule) -> bool:
 
 def _may_cast_inside(op: Op, function: Function) -> bool:
     """Whether torch's own autocast would act within the call: it lists the op, or the op is made of others."""
-    return has_body(function) or op.entry is not None or op.name in _composite_ops() or any(op.name in torch_entries(device) for device in ("cpu", "cuda"))
+    return (
+        has_body(function)
+        or op.entry is not None
+        or op.name in _composite_ops()
+        or any(op.name in torch_entries(device) for device in ("cpu", "cuda"))
+    )
 
 
 def _is_cast_by_torch(function: Function, device: str) -> bool:
     """Whether torch's autocast has a kernel for every way to call a function. Its lists name overloads, and on a CPU some are missing (`_convolution`)."""
-    overloads = frozenset() if has_body(function) else functional_overloads(getattr(function, "__name__", ""))
+    overloads = (
+        frozenset()
+        if has_body(function)
+        else functional_overloads(getattr(function, "__name__", ""))
+    )
     return overloads <= _registered(device)
 
 
@@ -164,19 +240,37 @@ def _registered(device: str) -> frozenset[str]:
 @cache
 def _composite_ops() -> frozenset[str]:
     """The ops that C++ makes of others: torch's autocast acts on those inside."""
-    made = ((name, f"aten::{base}.{overload}".rstrip(".")) for name, overloads in aten_overloads().items() for base, overload in overloads)
-    return frozenset(name for name, qualified in made if has_kernel(qualified, "CompositeImplicitAutograd"))
+    made = (
+        (name, f"aten::{base}.{overload}".rstrip("."))
+        for name, overloads in aten_overloads().items()
+        for base, overload in overloads
+    )
+    return frozenset(
+        name for name, qualified in made if has_kernel(qualified, "CompositeImplicitAutograd")
+    )
 
 
 @cache
 def _single_tensor_ops() -> frozenset[str]:
     """The ops that take one tensor, however they are called."""
-    return frozenset(name for name, overloads in aten_overloads().items() if all(_tensors(base, overload) <= 1 for base, overload in overloads))
+    return frozenset(
+        name
+        for name, overloads in aten_overloads().items()
+        if all(_tensors(base, overload) <= 1 for base, overload in overloads)
+    )
 
 
 def _tensors(base: str, overload: str) -> float:
-    kinds = [str(argument.type) for argument in get_schema(f"aten::{base}", overload).arguments if not argument.is_out]
-    return float("inf") if any("List[" in kind and "Tensor" in kind for kind in kinds) else sum("Tensor" in kind for kind in kinds)
+    kinds = [
+        str(argument.type)
+        for argument in get_schema(f"aten::{base}", overload).arguments
+        if not argument.is_out
+    ]
+    return (
+        float("inf")
+        if any("List[" in kind and "Tensor" in kind for kind in kinds)
+        else sum("Tensor" in kind for kind in kinds)
+    )
 
 
 def _places(function: Function, names: tuple[str, ...]) -> tuple[tuple[int, str], ...]:
@@ -193,6 +287,17 @@ def _default_of(function: Function, name: str) -> object:
     try:
         known: object = inspect.signature(function).parameters[name].default
     except (ValueError, TypeError, KeyError):
-        schemas = (get_schema(*qualified.partition(".")[::2]) for qualified in functional_overloads(getattr(function, "__name__", "")))
-        known = next((one.default_value for schema in schemas for one in schema.arguments if one.name == name), None)
+        schemas = (
+            get_schema(*qualified.partition(".")[::2])
+            for qualified in functional_overloads(getattr(function, "__name__", ""))
+        )
+        known = next(
+            (
+                one.default_value
+                for schema in schemas
+                for one in schema.arguments
+                if one.name == name
+            ),
+            None,
+        )
     return known

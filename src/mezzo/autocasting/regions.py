@@ -1,7 +1,8 @@
 """Entering and leaving a region: torch's own autocast state, and the steering mode where the policy is not torch's own.
 
-What torch gets wrong is put right here, at no cost while nothing is wrong: another 16-bit dtype inside a region or in another thread, and an
-optimizer step inside a region, would all be served stale copies from torch's weight cache.
+What torch gets wrong is put right here, at no cost while nothing is wrong: another 16-bit dtype
+inside a region or in another thread, and an optimizer step inside a region, would all be served
+stale copies from torch's weight cache.
 """
 
 from __future__ import annotations
@@ -43,7 +44,8 @@ class Region:
     owner: object = field(default=None, compare=False, repr=False)
     """What keeps that table alive."""
     ruled: bool = False
-    """Whether a module rule entered it. One that is off does not switch off the rules of the modules inside, as a disabled region of the user does."""
+    """Whether a module rule entered it. One that is off does not switch off the rules of the
+    modules inside, as a disabled region of the user does."""
 
     @property
     def computes_in(self) -> torch.dtype:
@@ -52,7 +54,14 @@ class Region:
 
     def encode(self) -> str:
         """The region as one string: the only kind of value that compiled code can take over without guards on it."""
-        return _SEPARATOR.join([self.device, str(self.enabled), "" if self.dtype is None else dtype_name(self.dtype), self.key])
+        return _SEPARATOR.join(
+            [
+                self.device,
+                str(self.enabled),
+                "" if self.dtype is None else dtype_name(self.dtype),
+                self.key,
+            ]
+        )
 
     @classmethod
     def decode(cls, code: str) -> Self:
@@ -65,8 +74,9 @@ _SEPARATOR = "\x1f"
 
 
 Entered = list[Any]
-"""What to put back: the region, whether autocast was on, the dtype if it changed, torch's cache, the steering mode, whether it was pushed, its key, and the
-dtype it computes in. A bare list, since a region is entered at every step and a record of names costs a tenth of it."""
+"""What to put back: the region, whether autocast was on, the dtype if it changed, torch's cache,
+the steering mode, whether it was pushed, its key, and the dtype it computes in. A bare list,
+since a region is entered at every step and a record of names costs a tenth of it."""
 
 
 class _Stack(list[Entered]):
@@ -83,7 +93,8 @@ class _Mine(threading.local):
 
 
 _stacks: WeakValueDictionary[int, _Stack] = WeakValueDictionary()
-"""Every thread's regions. A thread that ends inside a region takes them along: its number will be another's."""
+"""Every thread's regions. A thread that ends inside a region takes them along: its number will
+be another's."""
 
 _mine = _Mine()
 
@@ -96,7 +107,14 @@ def enter(region: Region) -> Entered:
     changed = None if dtype is None or dtype is before else before
     cached = torch.is_autocast_cache_enabled()
     steered = _push_mode(region) if region.key or function_mode_count() else _NO_MODE
-    entered = [region, torch.is_autocast_enabled(device), changed, cached, *steered, dtype or before]
+    entered = [
+        region,
+        torch.is_autocast_enabled(device),
+        changed,
+        cached,
+        *steered,
+        dtype or before,
+    ]
     nesting = torch.autocast_increment_nesting()
     if dtype is not None and changed is not None:
         torch.set_autocast_dtype(device, dtype)
@@ -104,14 +122,20 @@ def enter(region: Region) -> Entered:
             # torch's cache is keyed on the weight alone and would serve the outer region's dtype.
             torch.clear_autocast_cache()
     torch.set_autocast_enabled(device, region.enabled)
-    # First known to the others, then looking at them: of two that enter at once, at least one sees the other.
+    # First known to the others, then looking at them: of two that enter at once, at least one sees
+    # the other.
     _mine.stack.append(entered)
     wanted = cached if region.cache_enabled is None else region.cache_enabled
-    torch.set_autocast_cache_enabled(wanted and not (len(_stacks) > 1 and _another_dtype_elsewhere(dtype or before)))
+    torch.set_autocast_cache_enabled(
+        wanted and not (len(_stacks) > 1 and _another_dtype_elsewhere(dtype or before))
+    )
     if _mine.exporting:
         # Through its module: torch replaces the table when it starts to trace.
         _mine.notes.append(traceback.current_meta.get("custom"))
-        traceback.current_meta["custom"] = {**(traceback.current_meta.get("custom") or {}), NOTE: True}
+        traceback.current_meta["custom"] = {
+            **(traceback.current_meta.get("custom") or {}),
+            NOTE: True,
+        }
     return entered
 
 
@@ -173,10 +197,13 @@ def exporting() -> Iterator[None]:
 
 
 NOTE = "mezzo_region"
-"""What torch.export notes on every node inside a region, for who converts the graph: its precision is settled. Nobody else would know that a region was there."""
+"""What torch.export notes on every node inside a region, for who converts the graph: its
+precision is settled. Nobody else would know that a region was there."""
 
-export_region: Callable[[Region], Region] = lambda region: region  # noqa: E731 - replaced when the hooks are installed
-"""Turns a region into one that leaves nothing to torch's own lists, which torch.export does not hear."""
+# Replaced when the hooks are installed.
+export_region: Callable[[Region], Region] = lambda region: region  # noqa: E731
+"""Turns a region into one that leaves nothing to torch's own lists, which torch.export does not
+hear."""
 
 
 def _push_mode(region: Region) -> tuple[AutocastMode | None, bool, str]:
@@ -233,7 +260,8 @@ def enter_traced(region: Region) -> Traced:
     """`enter` in words that dynamo can trace."""
     if is_exporting():
         raise UnsupportedError(
-            "torch.export(strict=True) drops a mezzo region inside the model. Export with strict=False, or put the region around the export."
+            "torch.export(strict=True) drops a mezzo region inside the model. Export with"
+            " strict=False, or put the region around the export."
         )
     _note_compiled()
     steering, pushed, key = _push_mode(region)
@@ -271,14 +299,29 @@ def current_regions() -> tuple[Region, ...]:
     """The regions of this thread that are in force, for each device type the innermost, as torch's own regions inside them have left them."""
     innermost = {entered[0].device: entered[0] for entered in _mine.stack}
     return tuple(
-        Region(device, torch.is_autocast_enabled(device), torch.get_autocast_dtype(device), region.cache_enabled, region.key, region.owner, region.ruled)
+        Region(
+            device,
+            torch.is_autocast_enabled(device),
+            torch.get_autocast_dtype(device),
+            region.cache_enabled,
+            region.key,
+            region.owner,
+            region.ruled,
+        )
         for device, region in innermost.items()
     )
 
 
 def innermost_region(device: str | None = None) -> Region | None:
     """The region that this thread entered last, for any device type or for one."""
-    return next((entered[0] for entered in reversed(_mine.stack) if device is None or entered[0].device == device), None)
+    return next(
+        (
+            entered[0]
+            for entered in reversed(_mine.stack)
+            if device is None or entered[0].device == device
+        ),
+        None,
+    )
 
 
 class enter_regions:  # noqa: N801 - reads as a phrase: `with inside(region):`
@@ -306,7 +349,8 @@ class enter_regions:  # noqa: N801 - reads as a phrase: `with inside(region):`
 def clear_weight_cache() -> None:
     """Forget every 16-bit copy of a weight, in torch's cache and in this thread's own.
 
-    Needed after a change that torch does not count: `p.data.add_(1)`, or a write from outside torch. Optimizer steps and in-place ops are noticed by themselves.
+    Needed after a change that torch does not count: `p.data.add_(1)`, or a write from outside
+    torch. Optimizer steps and in-place ops are noticed by themselves.
     """
     torch.clear_autocast_cache()
     for cache in _caches():
@@ -320,7 +364,12 @@ def weight_cache_info() -> CacheInfo:
     CacheInfo(size=0, bytes=0, hits=0, misses=0)
     """
     infos = [cache.info() for cache in _caches()]
-    return CacheInfo(*(sum(getattr(info, name) for info in infos) for name in ("size", "bytes", "hits", "misses")))
+    return CacheInfo(
+        *(
+            sum(getattr(info, name) for info in infos)
+            for name in ("size", "bytes", "hits", "misses")
+        )
+    )
 
 
 def _caches() -> list[WeightCache]:

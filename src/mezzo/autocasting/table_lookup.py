@@ -1,7 +1,7 @@
 """The tables by their keys, and the questions that compiled code asks of them.
 
-Dynamo takes an answer as a constant of the code it compiles; it guards on the key, and what a key names never changes. Answers are strings and booleans:
-anything else would carry guards of its own.
+Dynamo takes an answer as a constant of the code it compiles; it guards on the key, and what a key
+names never changes. Answers are strings and booleans: anything else would carry guards of its own.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ EXPORT_KEY = "/alone/"
 
 
 _lock = RLock()
-"""Held while tables come and go. Reentrant: a table may be withdrawn by the garbage collector while another is being made."""
+"""Held while tables come and go. Reentrant: a table may be withdrawn by the garbage collector
+while another is being made."""
 
 
 def publish(key: str, table: Table) -> None:
@@ -40,7 +41,8 @@ def publish(key: str, table: Table) -> None:
 class PolicyTable:
     """A policy's table, published for as long as this object lives: a region holds it.
 
-    Two regions of the same policy share one, and compiled code that was made in one of them serves the other.
+    Two regions of the same policy share one, and compiled code that was made in one of them serves
+    the other.
     """
 
     _alive: ClassVar[WeakValueDictionary[str, PolicyTable]] = WeakValueDictionary()
@@ -82,7 +84,8 @@ def _withdraw(key: str, table: Table) -> None:
 def register_with_dynamo() -> None:
     """Let dynamo ask a mode about every function that a table can name, once it is there to be told.
 
-    It asks only about those that torch lists as overridable, and what Python functions call inside `torch._C._nn` is not listed, though a mode hears of it in eager.
+    It asks only about those that torch lists as overridable, and what Python functions call inside
+    `torch._C._nn` is not listed, though a mode hears of it in eager.
     """
     asked = loaded("dynamo_overridable_functions")
     if asked is not None:
@@ -91,7 +94,9 @@ def register_with_dynamo() -> None:
 
 @cache
 def _register(asked: Function) -> None:
-    asked().update(function for op in registry() for function in op.functions if not has_body(function))
+    asked().update(
+        function for op in registry() for function in op.functions if not has_body(function)
+    )
 
 
 @dynamo_constant
@@ -133,7 +138,8 @@ def refuses_halves_alone(key: str, function: Function) -> bool:
 @dynamo_constant
 def disables_torch_autocast(key: str, function: Function) -> bool:
     """Whether torch's own autocast is off while the function runs."""
-    # An export that dynamo traces hears no torch region, and would keep the one that silences it as a part of the graph.
+    # An export that dynamo traces hears no torch region, and would keep the one that silences it as
+    # a part of the graph.
     return TABLES[key][function].disables_torch_autocast and EXPORT_KEY not in key
 
 
@@ -158,13 +164,20 @@ def has_conditions(key: str, function: Function) -> bool:
 @dynamo_constant
 def is_condition(key: str, function: Function, argument: int | str, value: Any) -> bool:
     """Whether an argument has a value for which the op runs in float32."""
-    return any(argument in (place, name) and value in values for place, name, values, _ in TABLES[key][function].conditions)
+    return any(
+        argument in (place, name) and value in values
+        for place, name, values, _ in TABLES[key][function].conditions
+    )
 
 
 @dynamo_constant
 def is_condition_by_default(key: str, function: Function, positional: int, named: str) -> bool:
     """Whether an argument that a call leaves out has a value, by default, for which the op runs in float32. `named` is the names it gives, with spaces."""
-    left_out = [by_default for place, name, _, by_default in TABLES[key][function].conditions if not (0 <= place < positional or name in named.split())]
+    left_out = [
+        by_default
+        for place, name, _, by_default in TABLES[key][function].conditions
+        if not (0 <= place < positional or name in named.split())
+    ]
     return any(left_out)
 
 

@@ -1,7 +1,8 @@
 """Everything that mezzo changes in torch for the whole process, in one table, and the hooks among it that carry autocast regions along.
 
-Outside mezzo's regions, steps and averages each hook passes straight through: code that does not use mezzo gets the results and errors of plain torch, in
-every thread. What the dialects replace (`mezzo.compat.*.install`) is asked for by name, undone by `uninstall`, and is not listed here.
+Outside mezzo's regions, steps and averages each hook passes straight through: code that does not
+use mezzo gets the results and errors of plain torch, in every thread. What the dialects replace
+(`mezzo.compat.*.install`) is asked for by name, undone by `uninstall`, and is not listed here.
 """
 
 from __future__ import annotations
@@ -21,7 +22,13 @@ import torch.utils.checkpoint as torch_checkpoint
 from torch.compiler import is_dynamo_compiling
 
 from mezzo._errors import UnsupportedError
-from mezzo._torch import ScriptMethod, autocast_devices, checkpoint_generator, checkpoint_generator_impl, place
+from mezzo._torch import (
+    ScriptMethod,
+    autocast_devices,
+    checkpoint_generator,
+    checkpoint_generator_impl,
+    place,
+)
 from mezzo.autocasting import regions
 from mezzo.autocasting.arguments import without_torch_autocast
 from mezzo.autocasting.regions import current_regions, enter_regions, exporting, in_region
@@ -46,8 +53,11 @@ def _at(private: str) -> str:
     return ".".join(place(private))
 
 
-_GENERATOR = "checkpoint_generator" if checkpoint_generator_impl is None else "checkpoint_generator_impl"
-"""What runs a checkpointed function. Since torch 2.14 the one with `_impl` is called, and the other is there for those who call it themselves."""
+_GENERATOR = (
+    "checkpoint_generator" if checkpoint_generator_impl is None else "checkpoint_generator_impl"
+)
+"""What runs a checkpointed function. Since torch 2.14 the one with `_impl` is called, and the
+other is there for those who call it themselves."""
 
 
 _IMPORT = "from the import of mezzo on"
@@ -59,17 +69,37 @@ HOOKS = (
         "a recomputed forward pass runs under the policy of the first one",
         "calls of torch.utils.checkpoint in a region of this thread",
     ),
-    Hook("torch.utils.checkpoint.CheckpointFunction", _IMPORT, "the same with use_reentrant=True", "the same"),
-    Hook("torch.jit.ScriptFunction.__call__", _IMPORT, "TorchScript's interpreter ignores policies", "regions with op rules of their own"),
+    Hook(
+        "torch.utils.checkpoint.CheckpointFunction",
+        _IMPORT,
+        "the same with use_reentrant=True",
+        "the same",
+    ),
+    Hook(
+        "torch.jit.ScriptFunction.__call__",
+        _IMPORT,
+        "TorchScript's interpreter ignores policies",
+        "regions with op rules of their own",
+    ),
     Hook(_at("ScriptMethod") + ".__call__", _IMPORT, "the same for methods", "the same"),
-    Hook(_at("export"), "once that module is imported", "torch.export ignores autocast around it", "exports in a region, or of one"),
+    Hook(
+        _at("export"),
+        "once that module is imported",
+        "torch.export ignores autocast around it",
+        "exports in a region, or of one",
+    ),
     Hook(
         _at("AOTAutogradCacheDetails") + ".__init__",
         "once that module is imported",
         "the key of torch's cache of compiled code names the region's dtype",
         "compilation in a region, or of one",
     ),
-    Hook("sys.meta_path", "until the two modules above are imported", "importing them early would take a second", "their import"),
+    Hook(
+        "sys.meta_path",
+        "until the two modules above are imported",
+        "importing them early would take a second",
+        "their import",
+    ),
     Hook(
         "autocast kernels of aten ops (torch.library)",
         "from the first region of a device type on",
@@ -85,7 +115,8 @@ HOOKS = (
     Hook(
         _at("dynamo_overridable_functions"),
         "from the first compiled region with op rules of its own on",
-        "dynamo asks function modes about the functions inside torch.nn.functional too, as eager mode does",
+        "dynamo asks function modes about the functions inside torch.nn.functional too, as eager"
+        " mode does",
         "compiled code under a function mode",
     ),
     Hook(
@@ -133,10 +164,17 @@ def _has_mode() -> bool:
 
 def _hook_checkpoint() -> None:
     """torch restores its own autocast state when it recomputes; a policy's op lists and module rules are carried by the function itself."""
-    generator, function = checkpoint_generator_impl or checkpoint_generator, torch_checkpoint.CheckpointFunction
+    generator, function = (
+        checkpoint_generator_impl or checkpoint_generator,
+        torch_checkpoint.CheckpointFunction,
+    )
 
     def carrying(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        return generator(fn if is_dynamo_compiling() or not current_regions() else propagate_autocast(fn), *args, **kwargs)
+        return generator(
+            fn if is_dynamo_compiling() or not current_regions() else propagate_autocast(fn),
+            *args,
+            **kwargs,
+        )
 
     class CheckpointFunction(function):  # type: ignore[valid-type,misc]
         @classmethod
@@ -162,8 +200,9 @@ def _under_mode(call: Callable[..., Any]) -> Callable[..., Any]:
         written = getattr(self, "_torchdynamo_inline", None)
         if written is None:
             raise UnsupportedError(
-                f"{self.name!r} is TorchScript, whose interpreter applies torch's own op lists and would ignore this policy. "
-                "Use the module it was scripted from, or a policy without entries of its own around it."
+                f"{self.name!r} is TorchScript, whose interpreter applies torch's own op lists and"
+                " would ignore this policy. Use the module it was scripted from, or a policy"
+                " without entries of its own around it."
             )
         return written(*args, **kwargs)
 
@@ -176,7 +215,9 @@ class _OnImport(importlib.abc.MetaPathFinder):
     def __init__(self, name: str, hook: Callable[[ModuleType], None]) -> None:
         self._name, self._hook = name, hook
 
-    def find_spec(self, name: str, _path: Sequence[str] | None, _target: ModuleType | None = None) -> importlib.machinery.ModuleSpec | None:
+    def find_spec(
+        self, name: str, _path: Sequence[str] | None, _target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
         if name != self._name:
             return None
         sys.meta_path.remove(self)
@@ -216,8 +257,9 @@ def _hook_export(module: ModuleType, name: str) -> None:
 def _hook_compile_cache(module: ModuleType, name: str) -> None:
     """Make mezzo's regions, with their dtypes, part of the key of torch's cache of compiled code on disk.
 
-    Before torch 2.13 the key said only whether autocast is on: after bfloat16, a function compiled in a float16 region was served the code for bfloat16. And
-    code in which an op without a 16-bit kernel computes in float32 must not be served to a program without mezzo.
+    Before torch 2.13 the key said only whether autocast is on: after bfloat16, a function compiled
+    in a float16 region was served the code for bfloat16. And code in which an op without a 16-bit
+    kernel computes in float32 must not be served to a program without mezzo.
     """
     details = getattr(module, name)
     make = details.__init__
@@ -227,6 +269,8 @@ def _hook_compile_cache(module: ModuleType, name: str) -> None:
         make(self, *args, **kwargs)
         if in_region():
             enabled = [device for device in autocast_devices() if torch.is_autocast_enabled(device)]
-            self.mezzo_autocast_dtypes = {device: torch.get_autocast_dtype(device) for device in enabled}
+            self.mezzo_autocast_dtypes = {
+                device: torch.get_autocast_dtype(device) for device in enabled
+            }
 
     details.__init__ = keyed

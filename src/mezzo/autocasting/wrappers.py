@@ -16,13 +16,19 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 
-def wrap_function(region: Region, binding: ModuleRuleBinding | None, function: Callable[P, R]) -> Callable[P, R]:
+def wrap_function(
+    region: Region, binding: ModuleRuleBinding | None, function: Callable[P, R]
+) -> Callable[P, R]:
     """Wrap a function so that its body runs in the region.
 
-    A generator or a coroutine is left and entered again at every suspension: what happens in between is not its business.
+    A generator or a coroutine is left and entered again at every suspension: what happens in
+    between is not its business.
     """
     if not callable(function):
-        raise TypeError(f"autocast(...) as a decorator goes over a function, got {function!r}. As a context it is `with mezzo.autocast(...):`.")
+        raise TypeError(
+            f"autocast(...) as a decorator goes over a function, got {function!r}. As a context it"
+            " is `with mezzo.autocast(...):`."
+        )
     if inspect.isgeneratorfunction(function):
 
         @wraps(function)
@@ -45,12 +51,16 @@ def wrap_function(region: Region, binding: ModuleRuleBinding | None, function: C
     return decorated
 
 
-def _wrap_asynchronous(region: Region, binding: ModuleRuleBinding | None, function: Callable[P, Any]) -> Callable[P, Any]:
+def _wrap_asynchronous(
+    region: Region, binding: ModuleRuleBinding | None, function: Callable[P, Any]
+) -> Callable[P, Any]:
     if inspect.iscoroutinefunction(function):
 
         @wraps(function)
         async def asynchronous(*args: P.args, **kwargs: P.kwargs) -> Any:
-            return await coroutine(_resumed)(region, binding, cast("Any", function(*args, **kwargs)))
+            return await coroutine(_resumed)(
+                region, binding, cast("Any", function(*args, **kwargs))
+            )
 
         return asynchronous
 
@@ -63,7 +73,9 @@ def _wrap_asynchronous(region: Region, binding: ModuleRuleBinding | None, functi
     return stream
 
 
-def _resumed(region: Region, binding: ModuleRuleBinding | None, suspended: Generator[Any, Any, Any]) -> Generator[Any, Any, Any]:
+def _resumed(
+    region: Region, binding: ModuleRuleBinding | None, suspended: Generator[Any, Any, Any]
+) -> Generator[Any, Any, Any]:
     """Drive a generator or coroutine, in the region only while it runs."""
     resume = partial(suspended.send, None)
     while True:
@@ -78,13 +90,16 @@ def _resumed(region: Region, binding: ModuleRuleBinding | None, suspended: Gener
             with binding or nullcontext(), enter_regions(region):
                 suspended.close()
             raise
-        except BaseException as error:  # noqa: BLE001 - whatever is thrown in belongs to the wrapped generator
+        # Whatever is thrown in belongs to the wrapped generator.
+        except BaseException as error:  # noqa: BLE001
             resume = partial(suspended.throw, error)
         else:
             resume = partial(suspended.send, sent)
 
 
-async def _streamed(region: Region, binding: ModuleRuleBinding | None, source: AsyncGenerator[Any, Any]) -> AsyncGenerator[Any, Any]:
+async def _streamed(
+    region: Region, binding: ModuleRuleBinding | None, source: AsyncGenerator[Any, Any]
+) -> AsyncGenerator[Any, Any]:
     """Drive an asynchronous generator, in the region only while it runs. It is iterated, not spoken to: `asend` and `athrow` do not reach it."""
     drive = coroutine(_resumed)
     try:
@@ -101,7 +116,8 @@ async def _streamed(region: Region, binding: ModuleRuleBinding | None, source: A
 def propagate_autocast(function: Callable[P, R]) -> Callable[P, R]:
     """Bind a function to the precision that is in force here, whatever thread or moment it is called in.
 
-    Autocast state and module rules belong to a thread: a worker starts without them. A carried function takes them along.
+    Autocast state and module rules belong to a thread: a worker starts without them. A carried
+    function takes them along.
 
     >>> from concurrent.futures import ThreadPoolExecutor
     >>> import mezzo, torch
@@ -113,7 +129,8 @@ def propagate_autocast(function: Callable[P, R]) -> Callable[P, R]:
 
     @wraps(function)
     def carried(*args: P.args, **kwargs: P.kwargs) -> R:
-        # Outside any region there is nothing to take along. Entering rules again that hold already would cost a visit to every module that has one.
+        # Outside any region there is nothing to take along. Entering rules again that hold already
+        # would cost a visit to every module that has one.
         if not regions or current_bindings() == bindings:
             with enter_regions(*regions):
                 return function(*args, **kwargs)

@@ -1,11 +1,14 @@
 """The aten ops that a saved program may call: those that check their arguments.
 
-A file chooses the arguments of every op, and many of torch's ops trust their callers: `_reshape_alias` takes any strides, `native_batch_norm` reads as many statistics
-as the input has channels. Called with others they read and write beyond a buffer. The list has what torch.export writes for torch.nn, torch.nn.functional, the
-methods of tensors and the models of transformers and torchvision, without the ops that crashed when each was called with arguments that do not fit.
+A file chooses the arguments of every op, and many of torch's ops trust their callers:
+`_reshape_alias` takes any strides, `native_batch_norm` reads as many statistics as the input has
+channels. Called with others they read and write beyond a buffer. The list has what torch.export
+writes for torch.nn, torch.nn.functional, the methods of tensors and the models of transformers and
+torchvision, without the ops that crashed when each was called with arguments that do not fit.
 
-A name stands for all overloads that do not write to `out=`; one with a dot stands for this overload alone. Except for shapes, it stands for the op in place too: `add`
-for `add_`. (`as_strided_` does not check what `as_strided` checks.) Names that a version of torch does not have do no harm.
+A name stands for all overloads that do not write to `out=`; one with a dot stands for this overload
+alone. Except for shapes, it stands for the op in place too: `add` for `add_`. (`as_strided_` does
+not check what `as_strided` checks.) Names that a version of torch does not have do no harm.
 """
 
 from __future__ import annotations
@@ -126,4 +129,8 @@ def is_allowed(op: str, overload: str) -> bool:
     >>> is_allowed("relu_", "default"), is_allowed("lstm", "input"), is_allowed("lstm", "data"), is_allowed("_reshape_alias", "default")
     (True, True, False, False)
     """
-    return op in ALLOWED or f"{op}.{overload}" in ALLOWED or (op.endswith("_") and op[:-1] in _IN_PLACE_TOO)
+    return (
+        op in ALLOWED
+        or f"{op}.{overload}" in ALLOWED
+        or (op.endswith("_") and op[:-1] in _IN_PLACE_TOO)
+    )

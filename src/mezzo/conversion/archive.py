@@ -22,8 +22,9 @@ _NAME = re.compile(r"[a-z0-9_]+(/[a-z0-9_]+)*(\.json)?")
 _ENCRYPTED = 0x1
 _JSON = ".json"
 _JSON_ROOM = 2**23
-"""Bytes of JSON that any file may unpack to beyond its own size: about 8,000 nodes. Reading JSON as a graph takes up to 32 times its size in memory, so that a small
-file cannot take more than 300 MB. A large graph has large weights beside it."""
+"""Bytes of JSON that any file may unpack to beyond its own size: about 8,000 nodes. Reading JSON
+as a graph takes up to 32 times its size in memory, so that a small file cannot take more than
+300 MB. A large graph has large weights beside it."""
 _CHUNK = 2**24
 """Bytes that are copied at a time."""
 
@@ -58,7 +59,11 @@ class ArchiveReader:
     def __init__(self, archive: ZipFile, size: int) -> None:
         self._zip = archive
         self._parts = {one.filename: one for one in archive.infolist()}
-        repeated = [name for name, count in Counter(one.filename for one in archive.infolist()).items() if count > 1]
+        repeated = [
+            name
+            for name, count in Counter(one.filename for one in archive.infolist()).items()
+            if count > 1
+        ]
         if repeated:
             raise CheckpointError(f"it has two parts named {repeated[0]!r}")
         for part in self._parts.values():
@@ -68,7 +73,10 @@ class ArchiveReader:
             raise CheckpointError("its parts overlap")
         unpacked = sum(part.file_size for name, part in self._parts.items() if name.endswith(_JSON))
         if unpacked > _JSON_ROOM + size:
-            raise CheckpointError(f"its JSON parts unpack to {unpacked} bytes, and a file of {size} bytes may hold {_JSON_ROOM + size}")
+            raise CheckpointError(
+                f"its JSON parts unpack to {unpacked} bytes, and a file of {size} bytes may hold"
+                f" {_JSON_ROOM + size}"
+            )
 
     @property
     def names(self) -> frozenset[str]:
@@ -85,7 +93,9 @@ class ArchiveReader:
         """Read bytes into buffers, one behind the other, `size` bytes in all. Nothing is asked of `buffers` before the size is known to be right."""
         part = self._part(name)
         if size != part.file_size:
-            raise CheckpointError(f"its part {name!r} has {part.file_size} bytes, and {size} were expected")
+            raise CheckpointError(
+                f"its part {name!r} has {part.file_size} bytes, and {size} were expected"
+            )
         with self._zip.open(part) as stream:
             for buffer in buffers:
                 _fill(buffer, stream)
@@ -115,7 +125,8 @@ def writing(file: BinaryIO) -> Iterator[ArchiveWriter]:
         yield writer
         if writer.json_size > (room := _JSON_ROOM + file.tell()):
             raise UnsupportedError(
-                f"The program cannot be saved: its graphs take {writer.json_size} bytes, and a file with so few weights may hold {room}. Convert parts of the model."
+                f"The program cannot be saved: its graphs take {writer.json_size} bytes, and a file"
+                f" with so few weights may hold {room}. Convert parts of the model."
             )
 
 
@@ -131,19 +142,47 @@ def _check(part: ZipInfo) -> None:
     if not _NAME.fullmatch(name):
         raise CheckpointError(f"it has a part with the odd name {name!r}")
     if part.flag_bits & _ENCRYPTED or part.compress_type not in {ZIP_STORED, ZIP_DEFLATED}:
-        raise CheckpointError(f"its part {name!r} is encrypted, or packed in a way that is never written")
+        raise CheckpointError(
+            f"its part {name!r} is encrypted, or packed in a way that is never written"
+        )
     if part.compress_type == ZIP_DEFLATED and not name.endswith(_JSON):
         raise CheckpointError(f"its part {name!r} is packed in a way that is never written")
     if part.compress_type == ZIP_STORED and part.file_size != part.compress_size:
-        raise CheckpointError(f"its part {name!r} would grow from {part.compress_size} to {part.file_size} bytes")
+        raise CheckpointError(
+            f"its part {name!r} would grow from {part.compress_size} to {part.file_size} bytes"
+        )
 
 
 _DTYPES = {
     dtype_name(dtype): dtype
     for dtype in (
-        *(torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex32, torch.complex64, torch.complex128),
-        *(torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz, torch.float8_e8m0fnu),
-        *(torch.bool, torch.uint8, torch.int8, torch.uint16, torch.int16, torch.uint32, torch.int32, torch.uint64, torch.int64),
+        *(
+            torch.float16,
+            torch.bfloat16,
+            torch.float32,
+            torch.float64,
+            torch.complex32,
+            torch.complex64,
+            torch.complex128,
+        ),
+        *(
+            torch.float8_e4m3fn,
+            torch.float8_e5m2,
+            torch.float8_e4m3fnuz,
+            torch.float8_e5m2fnuz,
+            torch.float8_e8m0fnu,
+        ),
+        *(
+            torch.bool,
+            torch.uint8,
+            torch.int8,
+            torch.uint16,
+            torch.int16,
+            torch.uint32,
+            torch.int32,
+            torch.uint64,
+            torch.int64,
+        ),
     )
 }
 
@@ -166,23 +205,43 @@ class TensorWriter:
         entries: Entries = {}
         for name, tensor in tensors.items():
             _refuse_unwritable(name, tensor)
-            entries[name] = {"tensor": self._place(tensor), "parameter": isinstance(tensor, nn.Parameter), "requires_grad": tensor.requires_grad}
+            entries[name] = {
+                "tensor": self._place(tensor),
+                "parameter": isinstance(tensor, nn.Parameter),
+                "requires_grad": tensor.requires_grad,
+            }
         return entries
 
     def write(self, archive: ArchiveWriter) -> list[dict[str, Any]]:
         """Write what was collected, and give its descriptions in order."""
         archive.raw(PART, self._pieces())
-        return [{"dtype": dtype_name(one.dtype), "shape": list(one.shape), "stride": list(one.stride()), "device": str(one.device)} for one in self._tensors]
+        return [
+            {
+                "dtype": dtype_name(one.dtype),
+                "shape": list(one.shape),
+                "stride": list(one.stride()),
+                "device": str(one.device),
+            }
+            for one in self._tensors
+        ]
 
     def _pieces(self) -> Iterator[memoryview]:
         for tensor in self._tensors:
-            # From the first element to the last, and what lies between: strides are kept so, whatever they are; a stored weight is dense anyway.
+            # From the first element to the last, and what lies between: strides are kept so,
+            # whatever they are; a stored weight is dense anyway.
             span = tensor.as_strided((_span(tensor.shape, tensor.stride()),), (1,)).cpu()
             # Held here while its bytes are written.
             yield _bytes(span)
 
     def _place(self, tensor: torch.Tensor) -> int:
-        key = (tensor.device, tensor.dtype, tensor.untyped_storage().data_ptr(), tensor.storage_offset(), tensor.shape, tensor.stride())
+        key = (
+            tensor.device,
+            tensor.dtype,
+            tensor.untyped_storage().data_ptr(),
+            tensor.storage_offset(),
+            tensor.shape,
+            tensor.stride(),
+        )
         if key not in self._places:
             self._places[key] = len(self._tensors)
             self._tensors.append(tensor.detach().resolve_conj().resolve_neg())
@@ -192,13 +251,17 @@ class TensorWriter:
 class TensorReader:
     """Gives tensors by name; names that meant one tensor mean one again, in every program of the file."""
 
-    def __init__(self, archive: ArchiveReader, records: list[dict[str, Any]], device: torch.device | None) -> None:
+    def __init__(
+        self, archive: ArchiveReader, records: list[dict[str, Any]], device: torch.device | None
+    ) -> None:
         self._tensors: list[torch.Tensor] = []
         sizes = [_size(record) for record in records]
         archive.raw(PART, sum(sizes), self._buffers(records, sizes, device))
         self._parameters: dict[tuple[int, bool], nn.Parameter] = {}
 
-    def _buffers(self, records: list[dict[str, Any]], sizes: list[int], device: torch.device | None) -> Iterator[memoryview]:
+    def _buffers(
+        self, records: list[dict[str, Any]], sizes: list[int], device: torch.device | None
+    ) -> Iterator[memoryview]:
         """The memory of each tensor, to be filled by the reader before it takes the next: no second copy is made, and what goes to a device leaves the host at once."""
         for record, size in zip(records, sizes, strict=True):
             flat = torch.empty(size, dtype=torch.uint8)
@@ -207,16 +270,25 @@ class TensorReader:
 
     def named(self, entries: Entries) -> dict[str, torch.Tensor]:
         """The tensors of some entries."""
-        return {name: self._one(entry["tensor"], parameter=entry["parameter"], requires_grad=entry["requires_grad"]) for name, entry in entries.items()}
+        return {
+            name: self._one(
+                entry["tensor"], parameter=entry["parameter"], requires_grad=entry["requires_grad"]
+            )
+            for name, entry in entries.items()
+        }
 
     def _one(self, place: int, *, parameter: bool, requires_grad: bool) -> torch.Tensor:
         if not _is_count(place) or place >= len(self._tensors):
-            raise CheckpointError(f"it names the tensor {place!r:.80}, and has {len(self._tensors)}")
+            raise CheckpointError(
+                f"it names the tensor {place!r:.80}, and has {len(self._tensors)}"
+            )
         tensor = self._tensors[place]
         if not parameter:
             return tensor
         if (place, requires_grad) not in self._parameters:
-            self._parameters[place, requires_grad] = nn.Parameter(tensor, requires_grad=requires_grad)
+            self._parameters[place, requires_grad] = nn.Parameter(
+                tensor, requires_grad=requires_grad
+            )
         return self._parameters[place, requires_grad]
 
 
@@ -232,8 +304,15 @@ def _is_count(value: object) -> bool:
     return type(value) is int and value >= 0
 
 
-def _tensor(flat: torch.Tensor, record: dict[str, Any], device: torch.device | None) -> torch.Tensor:
-    dtype, shape, stride, target = _DTYPES[record["dtype"]], record["shape"], record["stride"], device or torch.device(record["device"])
+def _tensor(
+    flat: torch.Tensor, record: dict[str, Any], device: torch.device | None
+) -> torch.Tensor:
+    dtype, shape, stride, target = (
+        _DTYPES[record["dtype"]],
+        record["shape"],
+        record["stride"],
+        device or torch.device(record["device"]),
+    )
     if dtype == torch.bool:
         # A bool is 0 or 1, and nothing else: kernels rely on it.
         flat.clamp_(max=1)
@@ -242,17 +321,37 @@ def _tensor(flat: torch.Tensor, record: dict[str, Any], device: torch.device | N
 
 def _span(shape: Sequence[int], stride: Sequence[int]) -> int:
     """How many elements lie from the first to the last, between ones included."""
-    return 0 if 0 in shape else 1 + sum((size - 1) * step for size, step in zip(shape, stride, strict=True))
+    return (
+        0
+        if 0 in shape
+        else 1 + sum((size - 1) * step for size, step in zip(shape, stride, strict=True))
+    )
 
 
 def _bytes(span: torch.Tensor) -> memoryview:
     """The bytes themselves, without numpy, which torch does not require."""
     count = span.numel() * span.element_size()
-    return memoryview((ctypes.c_ubyte * count).from_address(span.data_ptr())).cast("B") if count else memoryview(b"")
+    return (
+        memoryview((ctypes.c_ubyte * count).from_address(span.data_ptr())).cast("B")
+        if count
+        else memoryview(b"")
+    )
 
 
 def _refuse_unwritable(name: str, tensor: object) -> None:
     kinds = (torch.Tensor, nn.Parameter, nn.Buffer)
-    if type(tensor) not in kinds or not isinstance(tensor, torch.Tensor) or tensor.layout != torch.strided or dtype_name(tensor.dtype) not in _DTYPES:
-        what = f"a {type(tensor).__name__}" if not isinstance(tensor, torch.Tensor) else f"a {type(tensor).__name__} of {tensor.dtype} and {tensor.layout}"
-        raise UnsupportedError(f"{name!r} is {what}, which cannot be saved. A program holds plain dense tensors: replace it before you convert.")
+    if (
+        type(tensor) not in kinds
+        or not isinstance(tensor, torch.Tensor)
+        or tensor.layout != torch.strided
+        or dtype_name(tensor.dtype) not in _DTYPES
+    ):
+        what = (
+            f"a {type(tensor).__name__}"
+            if not isinstance(tensor, torch.Tensor)
+            else f"a {type(tensor).__name__} of {tensor.dtype} and {tensor.layout}"
+        )
+        raise UnsupportedError(
+            f"{name!r} is {what}, which cannot be saved. A program holds plain dense tensors:"
+            " replace it before you convert."
+        )

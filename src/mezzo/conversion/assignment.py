@@ -17,7 +17,18 @@ from mezzo._casting import cast
 from mezzo._dtypes import dtype_name
 from mezzo._torch import HigherOrderOperator, OpOverload, pytree
 from mezzo.conversion.dtype_propagation import fake_mode, set_dtypes
-from mezzo.conversion.nodes import MIXED_PARAMETERS, PROMOTING, SHAPE_ARGUMENTS, Read, Role, deciding, op_name, reads, stated_dtype, values
+from mezzo.conversion.nodes import (
+    MIXED_PARAMETERS,
+    PROMOTING,
+    SHAPE_ARGUMENTS,
+    Read,
+    Role,
+    deciding,
+    op_name,
+    reads,
+    stated_dtype,
+    values,
+)
 
 OUTPUTS = "mezzo_outputs"
 """In the meta of a graph's output: the dtypes that the model gave."""
@@ -51,7 +62,8 @@ class PrecisionAssignment:
         if found is Role.WEIGHT:
             return self.stored(node)[0]
         if found is Role.ELEMENT:
-            return self.dtype_of(node.args[0]) if self.roles[maker(node)] is not Role.FIXED else traced  # type: ignore[arg-type]
+            fixed = self.roles[maker(node)] is Role.FIXED
+            return traced if fixed else self.dtype_of(node.args[0])  # type: ignore[arg-type]
         if found is Role.OP and stated_dtype(node) is not None:
             return traced
         return self.half if self.halves.get(node) else traced
@@ -63,9 +75,15 @@ class PrecisionAssignment:
                 return self._op_input_dtype(node, read)
             case Role.FIXED:
                 return self.body_dtypes.get((node, read.node), values(read.node)[0].dtype)
-            case Role.CAST if self.cast_params and self.roles[read.node] is Role.WEIGHT and values(node):
+            case Role.CAST if (
+                self.cast_params and self.roles[read.node] is Role.WEIGHT and values(node)
+            ):
                 # A weight that the model casts itself is stored that way.
-                return values(node)[0].dtype if values(node)[0].dtype in (torch.float32, self.half) else None
+                return (
+                    values(node)[0].dtype
+                    if values(node)[0].dtype in (torch.float32, self.half)
+                    else None
+                )
             case Role.OUTPUT if self.keep_io_dtypes:
                 return self._output_dtype(node, read)
         return None
@@ -92,16 +110,27 @@ class PrecisionAssignment:
         return ready[0] if ready else carrier(node, self.roles, {})
 
     def _can_be_full(self, node: Node) -> bool:
-        return node not in self.rounded if self.roles[node] is Role.WEIGHT else self.dtype_of(node) is torch.float32
+        return (
+            node not in self.rounded
+            if self.roles[node] is Role.WEIGHT
+            else self.dtype_of(node) is torch.float32
+        )
 
     def _output_dtype(self, node: Node, read: Read) -> torch.dtype | None:
         # One value may be returned twice, in the one dtype that it had.
         told = zip(output_values(node), node.meta.get(OUTPUTS, ()), strict=False)
-        return next((dtype for value, dtype in told if value is read.node), values(read.node)[0].dtype)
+        return next(
+            (dtype for value, dtype in told if value is read.node), values(read.node)[0].dtype
+        )
 
     def demands(self, node: Node) -> set[torch.dtype]:
         """The dtypes in which a value is read."""
-        wanted = (self.input_dtype(user, read) for user in node.users for read in reads(user) if read.node is node)
+        wanted = (
+            self.input_dtype(user, read)
+            for user in node.users
+            for read in reads(user)
+            if read.node is node
+        )
         return {dtype for dtype in wanted if dtype is not None}
 
     def stored(self, weight: Node) -> tuple[torch.dtype, ...]:
@@ -112,7 +141,9 @@ class PrecisionAssignment:
             return (torch.float32,)
         wanted = self.demands(weight)
         # What nobody reads is not worth four bytes a number.
-        return tuple(dtype for dtype in (torch.float32, self.half) if dtype in wanted) or ((torch.float32,) if weight.users else (self.half,))
+        return tuple(dtype for dtype in (torch.float32, self.half) if dtype in wanted) or (
+            (torch.float32,) if weight.users else (self.half,)
+        )
 
 
 def output_values(node: Node) -> list[Any]:
@@ -122,7 +153,12 @@ def output_values(node: Node) -> list[Any]:
 
 def maker(node: Node) -> Node:
     """The op that made a value: for one result of several, the op before it."""
-    while node.op == "call_function" and not isinstance(node.target, OpOverload) and node.args and isinstance(above := node.args[0], Node):
+    while (
+        node.op == "call_function"
+        and not isinstance(node.target, OpOverload)
+        and node.args
+        and isinstance(above := node.args[0], Node)
+    ):
         if isinstance(node.target, HigherOrderOperator):
             break
         node = above
@@ -133,7 +169,11 @@ def carrier(node: Node, roles: Mapping[Node, Role], settled: Mapping[Node, bool 
     """The input through which a promoting op would come to float32: a weight, one that is settled float32, else the largest that is open."""
 
     def rank(read: Read) -> tuple[int, int]:
-        free = 3 if roles[read.node] is Role.WEIGHT else {False: 2, None: 1, True: 0}[settled.get(maker(read.node))]
+        free = (
+            3
+            if roles[read.node] is Role.WEIGHT
+            else {False: 2, None: 1, True: 0}[settled.get(maker(read.node))]
+        )
         return free, values(read.node)[0].dim()
 
     return max(deciding(node), key=rank)
@@ -159,8 +199,16 @@ class WeightPool:
         if key not in self.copies:
             self.originals.append(tensor)
             with torch.no_grad():
-                copied = cast(tensor.detach(), dtype) if tensor.dtype is not dtype else tensor.detach().clone()
-            self.copies[key] = nn.Parameter(copied, requires_grad=False) if isinstance(tensor, nn.Parameter) else copied
+                copied = (
+                    cast(tensor.detach(), dtype)
+                    if tensor.dtype is not dtype
+                    else tensor.detach().clone()
+                )
+            self.copies[key] = (
+                nn.Parameter(copied, requires_grad=False)
+                if isinstance(tensor, nn.Parameter)
+                else copied
+            )
         return self.copies[key]
 
 
@@ -177,7 +225,9 @@ class StoredWeights:
     """The second placeholder of each weight that is stored twice."""
 
 
-def weight_nodes(exported: ExportedProgram, module: GraphModule, half: torch.dtype) -> dict[Node, str]:
+def weight_nodes(
+    exported: ExportedProgram, module: GraphModule, half: torch.dtype
+) -> dict[Node, str]:
     """The placeholders of stored tensors, each with what forbids 16 bits, or nothing; the tensors' names are noted on them."""
     placeholders = {node.name: node for node in module.graph.find_nodes(op="placeholder")}
     found = {}
@@ -186,11 +236,17 @@ def weight_nodes(exported: ExportedProgram, module: GraphModule, half: torch.dty
             node = placeholders[spec.arg.name]
             node.meta[NAME] = spec.target
             beyond = exceeds(_tensor(exported, spec.target), half)
-            found[node] = f"{spec.target!r} holds numbers beyond the range of {dtype_name(half)}" if beyond else ""
+            found[node] = (
+                f"{spec.target!r} holds numbers beyond the range of {dtype_name(half)}"
+                if beyond
+                else ""
+            )
     return found
 
 
-def rounding_errors(exported: ExportedProgram, choice: PrecisionAssignment, pool: WeightPool) -> dict[Node, float]:
+def rounding_errors(
+    exported: ExportedProgram, choice: PrecisionAssignment, pool: WeightPool
+) -> dict[Node, float]:
     """Return the largest relative error of a row, for each table and other weight that is stored in 16 bits whatever its readers want."""
     found = {}
     for node in choice.rounded:
@@ -202,7 +258,8 @@ def rounding_errors(exported: ExportedProgram, choice: PrecisionAssignment, pool
 def row_error(tensor: torch.Tensor, rounded: torch.Tensor) -> float:
     """Return the largest relative error of a row, in the Euclidean norm. Rows of zeros and rows with infinities do not count.
 
-    Not of a single number: in float16 a few numbers near zero always underflow, and that would be the error of every table.
+    Not of a single number: in float16 a few numbers near zero always underflow, and that would be
+    the error of every table.
 
     >>> row_error(torch.tensor([[3.0, 4.0], [0.0, 0.0]]), torch.tensor([[3.0, 4.5], [0.0, 0.0]]))
     0.1
@@ -211,15 +268,24 @@ def row_error(tensor: torch.Tensor, rounded: torch.Tensor) -> float:
         return 0.0
     with torch.no_grad():
         difference = rounded.to(tensor.dtype, copy=True).sub_(tensor)
-        error, size = (torch.linalg.vector_norm(one, dim=-1, dtype=torch.float64) for one in (difference, tensor))
+        error, size = (
+            torch.linalg.vector_norm(one, dim=-1, dtype=torch.float64)
+            for one in (difference, tensor)
+        )
         return float((error / size).nan_to_num(nan=0.0).max())
 
 
-def store_weights(exported: ExportedProgram, module: GraphModule, choice: PrecisionAssignment, pool: WeightPool) -> StoredWeights:
+def store_weights(
+    exported: ExportedProgram, module: GraphModule, choice: PrecisionAssignment, pool: WeightPool
+) -> StoredWeights:
     """Choose the copies that a program stores, and give its graph a second placeholder where a weight is stored twice."""
     placeholders = {node.name: node for node in module.graph.find_nodes(op="placeholder")}
     state: dict[str, Any] = {}
-    constants: dict[str, Any] = {name: value for name, value in exported.constants.items() if not isinstance(value, torch.Tensor)}
+    constants: dict[str, Any] = {
+        name: value
+        for name, value in exported.constants.items()
+        if not isinstance(value, torch.Tensor)
+    }
     specs: list[InputSpec] = []
     variants: dict[tuple[Node, torch.dtype], Node] = {}
     for spec in exported.graph_signature.input_specs:
@@ -234,12 +300,26 @@ def store_weights(exported: ExportedProgram, module: GraphModule, choice: Precis
             name, target = f"{node.name}_{dtype_name(dtype)}", f"{spec.target}_{dtype_name(dtype)}"
             variants[node, dtype] = _second(module, node, name, dtype)
             place[target] = pool.take(tensor, dtype)
-            specs.append(InputSpec(spec.kind, TensorArgument(name=variants[node, dtype].name), target, spec.persistent))
-    return StoredWeights(ExportGraphSignature(specs, exported.graph_signature.output_specs), state, constants, variants)
+            specs.append(
+                InputSpec(
+                    spec.kind,
+                    TensorArgument(name=variants[node, dtype].name),
+                    target,
+                    spec.persistent,
+                )
+            )
+    return StoredWeights(
+        ExportGraphSignature(specs, exported.graph_signature.output_specs),
+        state,
+        constants,
+        variants,
+    )
 
 
 def _tensor(exported: ExportedProgram, name: str) -> torch.Tensor:
-    found: torch.Tensor = exported.state_dict[name] if name in exported.state_dict else exported.constants[name]
+    found: torch.Tensor = (
+        exported.state_dict[name] if name in exported.state_dict else exported.constants[name]
+    )
     return found
 
 

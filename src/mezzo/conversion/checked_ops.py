@@ -1,7 +1,9 @@
 """Ops that models need and that do not check their arguments, with the check in front of them.
 
-Their kernels on the CPU compute addresses from sizes that they never compare: oneDNN's LSTM reads beyond weights that are too small for the input, attention beyond
-values that are fewer than the keys. The arguments are results of a file's other ops, so that only a running program has their sizes.
+Their kernels on the CPU compute addresses from sizes that they never compare: oneDNN's LSTM reads
+beyond weights that are too small for the input, attention beyond values that are fewer than the
+keys. The arguments are results of a file's other ops, so that only a running program has their
+sizes.
 """
 
 from __future__ import annotations
@@ -25,7 +27,9 @@ _DIMENSIONS = 3
 
 def with_checks(exported: ExportedProgram) -> ExportedProgram:
     """The program with checks in front of the ops that have none; the same one if it calls no such op."""
-    if not any(node.target in CHECKED for one in _graphs(exported.graph_module) for node in one.graph.nodes):
+    if not any(
+        node.target in CHECKED for one in _graphs(exported.graph_module) for node in one.graph.nodes
+    ):
         return exported
     made = copy.copy(exported)
     made._graph_module = copied_graph(exported.graph_module)
@@ -49,7 +53,11 @@ def lstm(
 ) -> Any:
     """Call `aten::lstm.input` if weights and states have the sizes that its input needs."""
     states = [tuple(one.shape) for one in hx]
-    if input.dim() != _DIMENSIONS or [len(one) for one in states] != [_DIMENSIONS, _DIMENSIONS] or num_layers < 1:
+    if (
+        input.dim() != _DIMENSIONS
+        or [len(one) for one in states] != [_DIMENSIONS, _DIMENSIONS]
+        or num_layers < 1
+    ):
         raise _misfit("lstm", [input, *hx])
     directions, batch = 2 if bidirectional else 1, input.shape[0 if batch_first else 1]
     outputs, hidden = states[0][2], states[1][2]
@@ -57,12 +65,27 @@ def lstm(
     needed: list[tuple[int, ...]] = []
     for layer in range(layers if len(params) >= layers else 0):
         inputs = input.shape[2] if layer < directions else outputs * directions
-        needed += [(_GATES * hidden, inputs), (_GATES * hidden, outputs), *[(_GATES * hidden,)] * (2 * has_biases), *[(outputs, hidden)] * (outputs != hidden)]
-    if not hidden or states != [(layers, batch, outputs), (layers, batch, hidden)] or [tuple(one.shape) for one in params] != needed:
+        needed += [
+            (_GATES * hidden, inputs),
+            (_GATES * hidden, outputs),
+            *[(_GATES * hidden,)] * (2 * has_biases),
+            *[(outputs, hidden)] * (outputs != hidden),
+        ]
+    if (
+        not hidden
+        or states != [(layers, batch, outputs), (layers, batch, hidden)]
+        or [tuple(one.shape) for one in params] != needed
+    ):
         raise _misfit("lstm", [input, *hx, *params])
     # Nor does the kernel look at strides.
-    input, hx, params = input.contiguous(), [one.contiguous() for one in hx], [one.contiguous() for one in params]  # noqa: A001
-    return _aten.lstm.input(input, hx, params, has_biases, num_layers, dropout, train, bidirectional, batch_first)
+    input, hx, params = (  # noqa: A001
+        input.contiguous(),
+        [one.contiguous() for one in hx],
+        [one.contiguous() for one in params],
+    )
+    return _aten.lstm.input(
+        input, hx, params, has_biases, num_layers, dropout, train, bidirectional, batch_first
+    )
 
 
 def weight_norm(v: torch.Tensor, g: torch.Tensor, dim: int = 0) -> torch.Tensor:
@@ -87,16 +110,38 @@ def embedding_bag(
     """Call `aten::embedding_bag.padding_idx` if its bags lie within its indices, and these within the table. On a GPU the check does not synchronize."""
     if indices.dim() != 1 or offsets.dim() != 1 or (indices.numel() and not offsets.numel()):
         raise _misfit("embedding_bag", [weight, indices, offsets])
-    inside = ((indices >= 0) & (indices < weight.shape[0])).all() & ((offsets >= 0) & (offsets <= indices.numel())).all() & (offsets.diff() >= 0).all()
+    inside = (
+        ((indices >= 0) & (indices < weight.shape[0])).all()
+        & ((offsets >= 0) & (offsets <= indices.numel())).all()
+        & (offsets.diff() >= 0).all()
+    )
     if include_last_offset:
         inside = inside & (offsets[-1:] == indices.numel()).all()
-    _aten._assert_async.msg(inside, "embedding_bag is called with indices outside of its table, or with offsets outside of its indices")
-    return _aten.embedding_bag.padding_idx(weight, indices, offsets, scale_grad_by_freq, mode, sparse, per_sample_weights, include_last_offset, padding_idx)
+    _aten._assert_async.msg(
+        inside,
+        "embedding_bag is called with indices outside of its table, or with offsets outside of its"
+        " indices",
+    )
+    return _aten.embedding_bag.padding_idx(
+        weight,
+        indices,
+        offsets,
+        scale_grad_by_freq,
+        mode,
+        sparse,
+        per_sample_weights,
+        include_last_offset,
+        padding_idx,
+    )
 
 
-def scaled_dot_product_attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *rest: Any, **named: Any) -> Any:
+def scaled_dot_product_attention(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *rest: Any, **named: Any
+) -> Any:
     """Call `aten::scaled_dot_product_attention` if there is one value for each key, and heads that can be shared: torch divides by their number."""
-    if key.shape[-2] != value.shape[-2] or (named.get("enable_gqa") and 0 in (*key.shape, *value.shape)):
+    if key.shape[-2] != value.shape[-2] or (
+        named.get("enable_gqa") and 0 in (*key.shape, *value.shape)
+    ):
         raise _misfit("scaled_dot_product_attention", [query, key, value])
     return _aten.scaled_dot_product_attention.default(query, key, value, *rest, **named)
 
@@ -104,12 +149,23 @@ def scaled_dot_product_attention(query: torch.Tensor, key: torch.Tensor, value: 
 def _division(op: Any) -> Callable[..., Any]:
     def division(self: torch.Tensor, other: Any, *, rounding_mode: str | None) -> Any:
         """Call an overload of `aten::div` unless its quotient is 1 more than the largest integer: there the processor ends the process."""
-        # What torch.result_type gives, which torch.compile does not know: tensors without dimensions count only among themselves.
+        # What torch.result_type gives, which torch.compile does not know: tensors without
+        # dimensions count only among themselves.
         tensors = [one for one in (self, other) if isinstance(one, torch.Tensor)]
-        dtype = reduce(torch.promote_types, [one.dtype for one in [one for one in tensors if one.dim()] or tensors])
-        if rounding_mode == "trunc" and dtype in {torch.int32, torch.int64} and not isinstance(other, float):
+        dtype = reduce(
+            torch.promote_types,
+            [one.dtype for one in [one for one in tensors if one.dim()] or tensors],
+        )
+        if (
+            rounding_mode == "trunc"
+            and dtype in {torch.int32, torch.int64}
+            and not isinstance(other, float)
+        ):
             overflows = (self == torch.iinfo(dtype).min) & (other == -1)
-            _aten._assert_async.msg(~overflows.any(), "div is called with the smallest integer and -1, whose quotient no integer holds")
+            _aten._assert_async.msg(
+                ~overflows.any(),
+                "div is called with the smallest integer and -1, whose quotient no integer holds",
+            )
         return op(self, other, rounding_mode=rounding_mode)
 
     return division
@@ -120,7 +176,15 @@ CHECKED: Mapping[Any, Callable[..., Any]] = {
     _aten._weight_norm.default: weight_norm,
     _aten.embedding_bag.padding_idx: embedding_bag,
     _aten.scaled_dot_product_attention.default: scaled_dot_product_attention,
-    **{op: _division(op) for op in (_aten.div.Tensor_mode, _aten.div.Scalar_mode, _aten.div_.Tensor_mode, _aten.div_.Scalar_mode)},
+    **{
+        op: _division(op)
+        for op in (
+            _aten.div.Tensor_mode,
+            _aten.div.Scalar_mode,
+            _aten.div_.Tensor_mode,
+            _aten.div_.Scalar_mode,
+        )
+    },
 }
 """Ops, and what is called instead."""
 
@@ -132,5 +196,6 @@ def _graphs(module: torch.nn.Module) -> list[GraphModule]:
 def _misfit(op: str, tensors: Sequence[torch.Tensor]) -> CheckpointError:
     sizes = ", ".join(str(list(one.shape)) for one in tensors)
     return CheckpointError(
-        f"The program calls {op} with tensors that do not fit each other: {sizes:.500}. Its file is damaged, or was not written by Converted.save."
+        f"The program calls {op} with tensors that do not fit each other: {sizes:.500}. Its file is"
+        " damaged, or was not written by Converted.save."
     )

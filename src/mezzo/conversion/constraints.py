@@ -51,14 +51,19 @@ UNDECIDED = Constraint(None, "in no list")
 AS_AUTOCAST = Constraint(False, "reads float32, as under torch.autocast")
 """Not for the cut: it would be less precise than under torch.autocast."""
 
-RECURRENT = Constraint(False, "carries a state from step to step, in float32 as under torch.autocast")
+RECURRENT = Constraint(
+    False, "carries a state from step to step, in float32 as under torch.autocast"
+)
 """Its weights may be rounded: torch.autocast rounds them too."""
 
 GATHERED = Constraint(True, "picks rows of a table that is stored in 16 bits")
-"""Its rows are exact copies of the stored ones; what reads them decides in which precision it computes."""
+"""Its rows are exact copies of the stored ones; what reads them decides in which precision it
+computes."""
 
 
-def constraint_of(node: Node, name: str, role: Role, said: ConvertOptions, modules: Mapping[str, nn.Module]) -> Constraint:
+def constraint_of(
+    node: Node, name: str, role: Role, said: ConvertOptions, modules: Mapping[str, nn.Module]
+) -> Constraint:
     """Settle one op: exclusions first, then the conversion's own lists, then the policy's."""
     if role is not Role.OP:
         return UNDECIDED
@@ -96,7 +101,10 @@ def _by_policy(node: Node, said: ConvertOptions, modules: Mapping[str, nn.Module
         return Constraint(False, why)
     entry = said.entry(op)
     if op in said.policy.refuse:
-        raise RefusedOpError(f"The policy refuses {op}, which the graph calls at {node.name}. Take the op out of the model, or of refuse=.")
+        raise RefusedOpError(
+            f"The policy refuses {op}, which the graph calls at {node.name}. Take the op out of the"
+            " model, or of refuse=."
+        )
     if entry.rule is Rule.HALF and _is_recurrent(op, said):
         return RECURRENT
     if entry.rule in (Rule.HALF, Rule.FULL, Rule.REFUSE):
@@ -123,11 +131,19 @@ def moved_bytes(value: torch.Tensor, source: torch.dtype, target: torch.dtype) -
     """The bytes that casting a tensor reads and writes; a dynamic size counts as in the example."""
     count = 1
     for size in value.shape:
-        count *= size.node.hint if isinstance(size, torch.SymInt) and size.node.hint is not None else 1 if isinstance(size, torch.SymInt) else size
+        count *= (
+            size.node.hint
+            if isinstance(size, torch.SymInt) and size.node.hint is not None
+            else 1
+            if isinstance(size, torch.SymInt)
+            else size
+        )
     return count * (source.itemsize + target.itemsize)
 
 
-def autocast_dtypes(roles: Mapping[Node, Role], half_by: Callable[[Node], bool | None], half: torch.dtype) -> dict[Node, bool]:
+def autocast_dtypes(
+    roles: Mapping[Node, Role], half_by: Callable[[Node], bool | None], half: torch.dtype
+) -> dict[Node, bool]:
     """For each node that makes floating-point values, whether autocast would make them in 16 bits; `half_by` holds what lists say, None follows the inputs."""
     found: dict[Node, bool] = {}
     for node, role in roles.items():
@@ -150,15 +166,25 @@ def _autocast_dtype(node: Node, listed: bool | None, found: Mapping[Node, bool])
     return bool(seen) and all(seen)
 
 
-def autocast_casts(roles: Mapping[Node, Role], rule_of: Callable[[Node], Rule], half: torch.dtype) -> CastBytes:
+def autocast_casts(
+    roles: Mapping[Node, Role], rule_of: Callable[[Node], Rule], half: torch.dtype
+) -> CastBytes:
     """The casts that torch.autocast makes on a graph: each call casts its inputs, and only weights are remembered."""
     rules = {node: rule_of(node) for node, role in roles.items() if role is Role.OP}
-    made = autocast_dtypes(roles, lambda node: {Rule.HALF: True, Rule.FULL: False}.get(rules.get(node, Rule.KEEP)), half)
+    made = autocast_dtypes(
+        roles,
+        lambda node: {Rule.HALF: True, Rule.FULL: False}.get(rules.get(node, Rule.KEEP)),
+        half,
+    )
     total, remembered = CastBytes(), set[Node]()
     for node, role in roles.items():
         for read, target in _asked(node, role, rules, made, half):
             source = half if made.get(read) else torch.float32
-            if read in remembered or source is target or values(read)[0].dtype not in (torch.float32, half):
+            if (
+                read in remembered
+                or source is target
+                or values(read)[0].dtype not in (torch.float32, half)
+            ):
                 continue
             if roles.get(read) is Role.WEIGHT:
                 remembered.add(read)
@@ -166,7 +192,9 @@ def autocast_casts(roles: Mapping[Node, Role], rule_of: Callable[[Node], Rule], 
     return total
 
 
-def _asked(node: Node, role: Role, rules: Mapping[Node, Rule], made: Mapping[Node, bool], half: torch.dtype) -> Iterable[tuple[Node, torch.dtype]]:
+def _asked(
+    node: Node, role: Role, rules: Mapping[Node, Rule], made: Mapping[Node, bool], half: torch.dtype
+) -> Iterable[tuple[Node, torch.dtype]]:
     if role is Role.CAST and values(node) and values(node)[0].dtype in (torch.float32, half):
         return [(read.node, values(node)[0].dtype) for read in reads(node)]
     match rules.get(node):
@@ -191,28 +219,52 @@ class GraphFacts:
     """Nodes whose memory the graph writes."""
 
 
-def graph_facts(module: GraphModule, prefix: str, weights: Mapping[Node, str], said: ConvertOptions, modules: Mapping[str, nn.Module]) -> GraphFacts:
+def graph_facts(
+    module: GraphModule,
+    prefix: str,
+    weights: Mapping[Node, str],
+    said: ConvertOptions,
+    modules: Mapping[str, nn.Module],
+) -> GraphFacts:
     """Read a graph: roles, then what lists and words settle, then what follows from that.
 
-    `weights` holds the placeholders whose stored dtype can be chosen, each with what forbids 16 bits, or nothing.
+    `weights` holds the placeholders whose stored dtype can be chosen, each with what forbids 16
+    bits, or nothing.
     """
     touched = written(module.graph)
     roles = {node: _role(node, weights, touched, said.dtype) for node in module.graph.nodes}
-    listed = {node: constraint_of(node, prefix + node.name, one, said, modules) for node, one in roles.items()}
-    listed = {node: _fixed(node, roles[node], touched) or _overflow(node, roles, found, weights) or found for node, found in listed.items()}
+    listed = {
+        node: constraint_of(node, prefix + node.name, one, said, modules)
+        for node, one in roles.items()
+    }
+    listed = {
+        node: _fixed(node, roles[node], touched) or _overflow(node, roles, found, weights) or found
+        for node, found in listed.items()
+    }
     as_autocast = autocast_dtypes(roles, lambda node: listed[node].half, said.dtype)
     return GraphFacts(roles, _followed(roles, listed, as_autocast, said), touched)
 
 
-def _role(node: Node, weights: Collection[Node], touched: Collection[Node], half: torch.dtype) -> Role:
+def _role(
+    node: Node, weights: Collection[Node], touched: Collection[Node], half: torch.dtype
+) -> Role:
     if node.op == "placeholder":
         if not values(node):
             return Role.SILENT
-        return Role.WEIGHT if node in weights and node not in touched and values(node)[0].dtype is torch.float32 else Role.INPUT
+        return (
+            Role.WEIGHT
+            if node in weights and node not in touched and values(node)[0].dtype is torch.float32
+            else Role.INPUT
+        )
     found = role_of(node, half)
     if found in (Role.OP, Role.CAST, Role.FILL) and node in touched:
         return Role.FIXED
-    return Role.FIXED if found in (Role.OP, Role.FILL) and (node.meta.get(REGION_META) == "kept" or REWRITTEN in node.meta) else found
+    return (
+        Role.FIXED
+        if found in (Role.OP, Role.FILL)
+        and (node.meta.get(REGION_META) == "kept" or REWRITTEN in node.meta)
+        else found
+    )
 
 
 def _fixed(node: Node, found: Role, touched: Collection[Node]) -> Constraint | None:
@@ -231,10 +283,19 @@ def _fixed(node: Node, found: Role, touched: Collection[Node]) -> Constraint | N
         return Constraint(False, "calls bodies that have rows of their own, or that are left alone")
     if op_name(node) is None:
         return Constraint(False, "not an op that mezzo knows: it keeps its dtypes")
-    return Constraint(False, f"already {dtype_name(values(node)[0].dtype)}: left alone" if values(node) else "left alone")
+    return Constraint(
+        False,
+        (
+            f"already {dtype_name(values(node)[0].dtype)}: left alone"
+            if values(node)
+            else "left alone"
+        ),
+    )
 
 
-def _overflow(node: Node, roles: Mapping[Node, Role], found: Constraint, weights: Mapping[Node, str]) -> Constraint | None:
+def _overflow(
+    node: Node, roles: Mapping[Node, Role], found: Constraint, weights: Mapping[Node, str]
+) -> Constraint | None:
     """Why an op's weights keep it in float32: `weights` says for each what is wrong with its numbers, or nothing."""
     if roles[node] is not Role.OP or found.half is False:
         return None
@@ -242,17 +303,31 @@ def _overflow(node: Node, roles: Mapping[Node, Role], found: Constraint, weights
     return Constraint(False, faults[0]) if faults else None
 
 
-def _followed(roles: Mapping[Node, Role], listed: Mapping[Node, Constraint], as_autocast: Mapping[Node, bool], said: ConvertOptions) -> dict[Node, Constraint]:
+def _followed(
+    roles: Mapping[Node, Role],
+    listed: Mapping[Node, Constraint],
+    as_autocast: Mapping[Node, bool],
+    said: ConvertOptions,
+) -> dict[Node, Constraint]:
     """Settle what torch.autocast would run in float32, so that nothing is less precise than there.
 
-    Only an op that gives the same numbers when its result is rounded later stays open, if everybody who reads the result rounds it.
+    Only an op that gives the same numbers when its result is rounded later stays open, if everybody
+    who reads the result rounds it.
     """
     settled = dict(listed)
     rounded: dict[Node, bool] = {}
     for node, found in reversed(list(roles.items())):
-        rounded[node] = bool(node.users) and all(_rounds(user, node, roles, settled, rounded, said.dtype) for user in node.users)
-        open_ended = found in (Role.OP, Role.FILL) or (found is Role.INPUT and not said.keep_io_dtypes and node.op == "placeholder")
-        if not open_ended or listed[node].half is not None or (as_autocast[node] and found is Role.OP):
+        rounded[node] = bool(node.users) and all(
+            _rounds(user, node, roles, settled, rounded, said.dtype) for user in node.users
+        )
+        open_ended = found in (Role.OP, Role.FILL) or (
+            found is Role.INPUT and not said.keep_io_dtypes and node.op == "placeholder"
+        )
+        if (
+            not open_ended
+            or listed[node].half is not None
+            or (as_autocast[node] and found is Role.OP)
+        ):
             continue
         exact = found is not Role.OP or op_name(node) in VALUE_PRESERVING
         if not (exact and rounded[node]):
@@ -260,7 +335,14 @@ def _followed(roles: Mapping[Node, Role], listed: Mapping[Node, Constraint], as_
     return settled
 
 
-def _rounds(user: Node, node: Node, roles: Mapping[Node, Role], settled: Mapping[Node, Constraint], rounded: Mapping[Node, bool], half: torch.dtype) -> bool:
+def _rounds(
+    user: Node,
+    node: Node,
+    roles: Mapping[Node, Role],
+    settled: Mapping[Node, Constraint],
+    rounded: Mapping[Node, bool],
+    half: torch.dtype,
+) -> bool:
     match roles[user]:
         case Role.SILENT:
             return True
@@ -269,7 +351,9 @@ def _rounds(user: Node, node: Node, roles: Mapping[Node, Role], settled: Mapping
         case Role.CAST:
             return bool(values(user)) and values(user)[0].dtype is half
         case Role.OP:
-            if stated_dtype(user) is not None or all(read.node is not node for read in deciding(user)):
+            if stated_dtype(user) is not None or all(
+                read.node is not node for read in deciding(user)
+            ):
                 return False
             return settled[user].half is True or (settled[user] is UNDECIDED and rounded[user])
     return False

@@ -34,9 +34,12 @@ def convert(
 ) -> Converted:
     """Convert a model for inference: 16 bits where the policy says so, and the fewest bytes cast between.
 
-    `args` and `kwargs` are example inputs as the model takes them; a list of tuples makes one program for each size, which share their weights. Ops in `half` and
-    `full`, and those in `conditional` for the values named there, beat the policy's own lists; nodes and modules in `exclude` stay float32 whatever is listed.
-    `cast_params=False` keeps float32 weights, `keep_io_dtypes=False` lets inputs and outputs be 16-bit. `cast_cost` prices a cast of so many bytes from one dtype to another.
+    `args` and `kwargs` are example inputs as the model takes them; a list of tuples makes one
+    program for each size, which share their weights. Ops in `half` and `full`, and those in
+    `conditional` for the values named there, beat the policy's own lists; nodes and modules in
+    `exclude` stay float32 whatever is listed. `cast_params=False` keeps float32 weights,
+    `keep_io_dtypes=False` lets inputs and outputs be 16-bit. `cast_cost` prices a cast of so many
+    bytes from one dtype to another.
 
     >>> model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 2))
     >>> converted = convert(model, (torch.randn(3, 8),), dtype="bfloat16", exclude="2")
@@ -44,7 +47,8 @@ def convert(
     [('linear', 'bfloat16'), ('relu', 'bfloat16'), ('linear_1', 'float32')]
     """
     require("conversion")
-    # Here, and not above: importing what traces a model would cast_cost every user of mezzo a second.
+    # Here, and not above: importing what traces a model would cast_cost every user of mezzo a
+    # second.
     from mezzo.conversion.pipeline import convert_examples  # noqa: PLC0415
 
     return convert_examples(

@@ -41,7 +41,8 @@ class ConvertedPrograms:
     options: Mapping[str, Any]
     """How it was converted, as plain data."""
     references: tuple[ExportedProgram, ...] = ()
-    """The float32 programs, as long as the conversion that made them lives; a loaded file has none."""
+    """The float32 programs, as long as the conversion that made them lives; a loaded file has
+    none."""
 
 
 class Converted:
@@ -54,11 +55,14 @@ class Converted:
     """
 
     def __init__(self, artefact: ConvertedPrograms) -> None:
-        # Here, and not above: what runs a graph knows every op, and importing mezzo builds no table of them.
+        # Here, and not above: what runs a graph knows every op, and importing mezzo builds no table
+        # of them.
         from mezzo.conversion.program_runner import ProgramRunner  # noqa: PLC0415
 
         self._converted = artefact
-        self._fits: tuple[InputSignature, ...] = tuple(input_signature(program.exported) for program in artefact.programs)
+        self._fits: tuple[InputSignature, ...] = tuple(
+            input_signature(program.exported) for program in artefact.programs
+        )
         self._runners = tuple(ProgramRunner(program.exported) for program in artefact.programs)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -68,22 +72,27 @@ class Converted:
             with torch.no_grad():
                 return self._runners[place](args, kwargs)
         except AssertionError as error:
-            # torch says so where an input breaks what it assumed while it traced; what the model itself asserts is its own affair.
+            # torch says so where an input breaks what it assumed while it traced; what the model
+            # itself asserts is its own affair.
             if not str(error).startswith(("Guard failed", "Expected input")):
                 raise
             raise ConversionError(
-                f"The inputs are not what the program was converted for: {error}. Convert with examples or dynamic_shapes= that allow them."
+                f"The inputs are not what the program was converted for: {error}. Convert with"
+                " examples or dynamic_shapes= that allow them."
             ) from error
 
-    def _chosen(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int, tuple[Any, ...], dict[str, Any]]:
+    def _chosen(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[int, tuple[Any, ...], dict[str, Any]]:
         for place, one in enumerate(self._fits):
             taken = one.take(args, kwargs)
             if taken is not None:
                 return place, *taken
         made = "; ".join(str(one) for one in self._fits)
         raise ConversionError(
-            f"No program was converted for these inputs: {self._fits[0].describe(args, kwargs)}. There is: {made}. "
-            "Convert with dynamic_shapes=, or with a list of example inputs, one for each size."
+            f"No program was converted for these inputs: {self._fits[0].describe(args, kwargs)}."
+            f" There is: {made}. Convert with dynamic_shapes=, or with a list of example inputs,"
+            " one for each size."
         )
 
     @property
@@ -111,24 +120,38 @@ class Converted:
         """Write everything to one file, whole or not at all."""
         from mezzo.conversion import saved_model  # noqa: PLC0415
 
-        programs = tuple(saved_model.SavedProgram(program.exported, program.plan.to_dict()) for program in self._converted.programs)
+        programs = tuple(
+            saved_model.SavedProgram(program.exported, program.plan.to_dict())
+            for program in self._converted.programs
+        )
         saved_model.save(path, saved_model.SavedModel(programs, dict(self._converted.options)))
 
     @classmethod
-    def load(cls, path: Place, *, device: str | torch.device | None = None, custom_ops: Collection[str] = ()) -> Converted:
+    def load(
+        cls,
+        path: Place,
+        *,
+        device: str | torch.device | None = None,
+        custom_ops: Collection[str] = (),
+    ) -> Converted:
         """Read a file that `save` wrote. Nothing in it is run: one that is damaged, or not ours, is refused."""
         from mezzo.conversion import saved_model  # noqa: PLC0415
 
         found = saved_model.load(path, device=device, custom_ops=custom_ops)
         with saved_model.reading_errors(path):
-            programs = tuple(ConvertedProgram(one.exported, GraphPlan.from_dict(one.plan)) for one in found.programs)
+            programs = tuple(
+                ConvertedProgram(one.exported, GraphPlan.from_dict(one.plan))
+                for one in found.programs
+            )
             return cls(ConvertedPrograms(programs, found.options))
 
     def export_onnx(self, path: Place) -> tuple[Path, ...]:
         """Write the program as ONNX, with the same dtypes; several programs become a file each, numbered. The files are given back."""
         from mezzo.conversion import onnx_export  # noqa: PLC0415
 
-        return onnx_export.export_each([program.exported for program in self._converted.programs], path)
+        return onnx_export.export_each(
+            [program.exported for program in self._converted.programs], path
+        )
 
     def compare(self, *args: Any, against: nn.Module | None = None, **kwargs: Any) -> Any:
         """How far the outputs are from float32, and which nodes lose most. A loaded program has no float32 one: give the model as `against`."""
@@ -138,13 +161,19 @@ class Converted:
         references = self._converted.references
         reference = against if against is not None else references[place] if references else None
         if reference is None:
-            raise ConversionError("A loaded program has no float32 one to compare with. Pass the model: converted.compare(x, against=model).")
+            raise ConversionError(
+                "A loaded program has no float32 one to compare with. Pass the model:"
+                " converted.compare(x, against=model)."
+            )
         return compare.compare(reference, self._converted.programs[place].exported, args, kwargs)
 
     def to(self, device: str | torch.device) -> Converted:
         """The same programs on another device; this one stays where it is. The plan is still the one for the device of the conversion: best convert where you deploy."""
         device, memo = available_device(device), dict[int, torch.Tensor]()
-        programs = tuple(ConvertedProgram(_moved(program.exported, device, memo), program.plan) for program in self._converted.programs)
+        programs = tuple(
+            ConvertedProgram(_moved(program.exported, device, memo), program.plan)
+            for program in self._converted.programs
+        )
         references = tuple(_moved(one, device, memo) for one in self._converted.references)
         return Converted(ConvertedPrograms(programs, self._converted.options, references))
 
@@ -153,20 +182,31 @@ class Converted:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Converted:
         tensors: dict[int, torch.Tensor] = {}
-        programs = tuple(ConvertedProgram(_rebuilt(program.exported, torch.clone, tensors), program.plan) for program in self._converted.programs)
-        references = tuple(_rebuilt(one, torch.clone, tensors) for one in self._converted.references)
+        programs = tuple(
+            ConvertedProgram(_rebuilt(program.exported, torch.clone, tensors), program.plan)
+            for program in self._converted.programs
+        )
+        references = tuple(
+            _rebuilt(one, torch.clone, tensors) for one in self._converted.references
+        )
         return Converted(ConvertedPrograms(programs, self._converted.options, references))
 
     def __reduce__(self) -> NoReturn:
         raise UnsupportedError(
-            "A converted model cannot be pickled. Write it with converted.save(path), and read it with mezzo.Converted.load(path), which runs no code from the file."
+            "A converted model cannot be pickled. Write it with converted.save(path), and read it"
+            " with mezzo.Converted.load(path), which runs no code from the file."
         )
 
     def __repr__(self) -> str:
-        return f"Converted({len(self._converted.programs)} program{'s' * (len(self._converted.programs) > 1)}, {self.casts})"
+        return (
+            f"Converted({len(self._converted.programs)}"
+            f" program{'s' * (len(self._converted.programs) > 1)}, {self.casts})"
+        )
 
 
-def _moved(exported: ExportedProgram, device: str | torch.device, memo: dict[int, torch.Tensor]) -> ExportedProgram:
+def _moved(
+    exported: ExportedProgram, device: str | torch.device, memo: dict[int, torch.Tensor]
+) -> ExportedProgram:
     from torch.export.passes import move_to_device_pass  # noqa: PLC0415
 
     moved = move_to_device_pass(_rebuilt(exported, lambda tensor: tensor.to(device), memo), device)
@@ -178,7 +218,11 @@ def _moved(exported: ExportedProgram, device: str | torch.device, memo: dict[int
     return moved
 
 
-def _rebuilt(exported: ExportedProgram, change: Callable[[torch.Tensor], torch.Tensor], memo: dict[int, torch.Tensor]) -> ExportedProgram:
+def _rebuilt(
+    exported: ExportedProgram,
+    change: Callable[[torch.Tensor], torch.Tensor],
+    memo: dict[int, torch.Tensor],
+) -> ExportedProgram:
     """A copy of a program around tensors that `change` makes of its own; `memo` holds those that are made already, so that programs go on sharing them."""
 
     def changed(value: Any) -> Any:
@@ -186,7 +230,11 @@ def _rebuilt(exported: ExportedProgram, change: Callable[[torch.Tensor], torch.T
             return value
         if id(value) not in memo:
             made = change(value.detach())
-            memo[id(value)] = nn.Parameter(made, requires_grad=value.requires_grad) if isinstance(value, nn.Parameter) else made
+            memo[id(value)] = (
+                nn.Parameter(made, requires_grad=value.requires_grad)
+                if isinstance(value, nn.Parameter)
+                else made
+            )
         return memo[id(value)]
 
     module = copied_graph(exported.graph_module)

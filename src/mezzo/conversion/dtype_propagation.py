@@ -12,8 +12,26 @@ from torch.fx.node import map_arg
 
 from mezzo._dtypes import dtype_name
 from mezzo._errors import UnsupportedError
-from mezzo._torch import FakeTensor, FakeTensorMode, HigherOrderOperator, OpOverload, enable_python_dispatcher, pytree, wrap_with_autocast
-from mezzo.conversion.nodes import CASTS, FILLS, MIXED_PARAMETERS, PROMOTING, SHAPE_ONLY, aten_name, op_name, reads, values
+from mezzo._torch import (
+    FakeTensor,
+    FakeTensorMode,
+    HigherOrderOperator,
+    OpOverload,
+    enable_python_dispatcher,
+    pytree,
+    wrap_with_autocast,
+)
+from mezzo.conversion.nodes import (
+    CASTS,
+    FILLS,
+    MIXED_PARAMETERS,
+    PROMOTING,
+    SHAPE_ONLY,
+    aten_name,
+    op_name,
+    reads,
+    values,
+)
 
 ORIGIN = ("nn_module_stack", "stack_trace", "torch_fn")
 """What a node's meta tells of where it comes from."""
@@ -32,7 +50,8 @@ def infer(node: Node, mode: FakeTensorMode) -> Any:
     """Run one op on its inputs' example values."""
     args, kwargs = map_arg((node.args, node.kwargs), lambda one: one.meta["val"])
     target: Callable[..., Any] = node.target  # type: ignore[assignment]
-    # With torch's Python forms of ops that C++ makes of others: in torch 2.11 the latter ask a tensor of any size for its number of values.
+    # With torch's Python forms of ops that C++ makes of others: in torch 2.11 the latter ask a
+    # tensor of any size for its number of values.
     with mode, _unnoticed(mode), torch.no_grad(), enable_python_dispatcher():
         return target(*args, **kwargs)
 
@@ -41,7 +60,10 @@ def with_dtypes(example: Any, dtypes: list[torch.dtype], mode: FakeTensorMode) -
     """An example value with the dtypes of its tensors replaced, its sizes and strides kept."""
     leaves, spec = pytree.tree_flatten(example)
     wanted = iter(dtypes)
-    changed = [_with_dtype(one, next(wanted), mode) if isinstance(one, torch.Tensor) else one for one in leaves]
+    changed = [
+        _with_dtype(one, next(wanted), mode) if isinstance(one, torch.Tensor) else one
+        for one in leaves
+    ]
     return pytree.tree_unflatten(changed, spec)
 
 
@@ -56,7 +78,11 @@ def propagate(module: GraphModule) -> None:
     if mode is None:
         return
     for node in module.graph.nodes:
-        if node.op == "call_function" and node.meta.get("val") is not None and isinstance(node.target, OpOverload | type(len)):
+        if (
+            node.op == "call_function"
+            and node.meta.get("val") is not None
+            and isinstance(node.target, OpOverload | type(len))
+        ):
             set_dtypes(node, dtypes_of(infer(node, mode)), mode)
 
 
@@ -69,10 +95,17 @@ def set_dtypes(node: Node, dtypes: list[torch.dtype], mode: FakeTensorMode | Non
         node.meta.pop("tensor_meta", None)
 
 
-def insert_cast(module: GraphModule, value: Node, dtype: torch.dtype, before: Node, like: Node) -> Node:
+def insert_cast(
+    module: GraphModule, value: Node, dtype: torch.dtype, before: Node, like: Node
+) -> Node:
     """Put a cast of a value before a node, noted to come from where another one does."""
     with module.graph.inserting_before(before):
-        cast = module.graph.create_node("call_function", torch.ops.aten.to.dtype, (value, dtype), name=f"{value.name}_{dtype_name(dtype)}")
+        cast = module.graph.create_node(
+            "call_function",
+            torch.ops.aten.to.dtype,
+            (value, dtype),
+            name=f"{value.name}_{dtype_name(dtype)}",
+        )
     cast.meta = {key: like.meta[key] for key in ORIGIN if key in like.meta}
     cast.meta["val"] = value.meta["val"]
     set_dtypes(cast, [dtype], fake_mode(module))
@@ -83,7 +116,9 @@ def _with_dtype(example: torch.Tensor, dtype: torch.dtype, mode: FakeTensorMode)
     if example.dtype is dtype:
         return example
     with mode, _unnoticed(mode):
-        return torch.empty_strided(example.shape, example.stride(), dtype=dtype, device=example.device)
+        return torch.empty_strided(
+            example.shape, example.stride(), dtype=dtype, device=example.device
+        )
 
 
 @contextmanager
@@ -118,7 +153,8 @@ def verify(module: GraphModule) -> None:
         if node.op != "call_function":
             continue
         if isinstance(node.target, HigherOrderOperator):
-            # A closed region of another dtype casts by itself, where tensors without data do not show it.
+            # A closed region of another dtype casts by itself, where tensors without data do not
+            # show it.
             if node.target is not wrap_with_autocast:
                 _verify_bodies(module, node)
         elif isinstance(node.target, OpOverload):
@@ -130,7 +166,9 @@ def verify(module: GraphModule) -> None:
 def mixed(node: Node) -> list[torch.dtype]:
     """The float dtypes that an op reads and its kernel does not take together; empty where all is well."""
     op = op_name(node) or aten_name(node)
-    if op in SHAPE_ONLY or op in CASTS or op in FILLS or (op in _CONVERTS and node.target._schema.name.endswith("_")):  # type: ignore[union-attr]
+    target: Any = node.target
+    in_place_cast = op in _CONVERTS and target._schema.name.endswith("_")
+    if op in SHAPE_ONLY or op in CASTS or op in FILLS or in_place_cast:
         return []
     whole = [read for read in reads(node) if read.argument not in MIXED_PARAMETERS.get(op, ())]
     dtypes = list(dict.fromkeys(one.dtype for read in whole for one in values(read.node)))
@@ -139,10 +177,13 @@ def mixed(node: Node) -> list[torch.dtype]:
 
 def _verify_inputs(node: Node) -> None:
     if (dtypes := mixed(node)) and node.meta.get(KNOWN_MIXED) != dtypes:
-        told = ", ".join(f"{read.node.name} {dtype_name(values(read.node)[0].dtype)}" for read in reads(node))
+        told = ", ".join(
+            f"{read.node.name} {dtype_name(values(read.node)[0].dtype)}" for read in reads(node)
+        )
         raise UnsupportedError(
-            f"The converted graph is wrong: {node.name} ({node.target}) reads {' and '.join(map(dtype_name, dtypes))}, which its kernel does not take together: "
-            f"{told}. Keep it in float32 with exclude={{{node.name!r}}}, and report this."
+            f"The converted graph is wrong: {node.name} ({node.target}) reads"
+            f" {' and '.join(map(dtype_name, dtypes))}, which its kernel does not take together:"
+            f" {told}. Keep it in float32 with exclude={{{node.name!r}}}, and report this."
         )
 
 
@@ -154,18 +195,24 @@ def _verify_results(node: Node, mode: FakeTensorMode) -> None:
         found = dtypes_of(infer(node, mode))
     except Exception as error:
         raise UnsupportedError(
-            f"The converted graph is wrong: {node.name} ({node.target}) does not run: {error}. Keep it in float32 with exclude={{{node.name!r}}}."
+            f"The converted graph is wrong: {node.name} ({node.target}) does not run: {error}. Keep"
+            f" it in float32 with exclude={{{node.name!r}}}."
         ) from error
     if found != said:
         raise UnsupportedError(
-            f"The converted graph is wrong: {node.name} ({node.target}) gives {_names(found)} where the plan says {_names(said)}. "
-            f"Keep it in float32 with exclude={{{node.name!r}}}, and report this."
+            f"The converted graph is wrong: {node.name} ({node.target}) gives {_names(found)} where"
+            f" the plan says {_names(said)}. Keep it in float32 with exclude={{{node.name!r}}}, and"
+            " report this."
         )
 
 
 def _verify_bodies(module: GraphModule, node: Node) -> None:
     for one in pytree.tree_leaves(node.args):
-        if isinstance(one, Node) and one.op == "get_attr" and isinstance(body := getattr(module, str(one.target), None), GraphModule):
+        if (
+            isinstance(one, Node)
+            and one.op == "get_attr"
+            and isinstance(body := getattr(module, str(one.target), None), GraphModule)
+        ):
             verify(body)
 
 

@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 _TOLERANCE = 1e-12
-"""How much of the largest capacity counts as nothing: costs may be measured times, and subtracting those leaves dust."""
+"""How much of the largest capacity counts as nothing: costs may be measured times, and
+subtracting those leaves dust."""
 
 
 class Network:
@@ -114,7 +115,8 @@ class Value:
     readers: tuple[Hashable, ...]
     """The ops that read it in their own precision."""
     promoting: tuple[Hashable, ...] = field(default=(), kw_only=True)
-    """The ops that read it in 16 bits as well when they run in float32, since their kernels promote."""
+    """The ops that read it in 16 bits as well when they run in float32, since their kernels
+    promote."""
     up: float
     """What casting it to float32 costs, if it is made in 16 bits and read in float32."""
     down: float
@@ -128,7 +130,12 @@ def minimum_cut(values: Sequence[Value], pinned: Mapping[Hashable, bool]) -> dic
     {'relu': True}
     """
     arcs = [arc for number, value in enumerate(values) for arc in _arcs(value, number, pinned)]
-    free = {one: None for value in values for one in (value.maker, *value.readers, *value.promoting) if one not in pinned}
+    free = {
+        one: None
+        for value in values
+        for one in (value.maker, *value.readers, *value.promoting)
+        if one not in pinned
+    }
     chosen: dict[Hashable, bool] = {}
     for members, inside in _components(free, arcs):
         chosen |= _solve(members, inside)
@@ -137,8 +144,17 @@ def minimum_cut(values: Sequence[Value], pinned: Mapping[Hashable, bool]) -> dic
 
 def cast_cost_of(values: Iterable[Value], halves: Mapping[Hashable, bool]) -> float:
     """What the casts of a complete choice cost."""
-    ups = sum(value.up for value in values if halves[value.maker] and not all(halves[one] for one in value.readers))
-    return ups + sum(value.down for value in values if not halves[value.maker] and any(halves[one] for one in (*value.readers, *value.promoting)))
+    ups = sum(
+        value.up
+        for value in values
+        if halves[value.maker] and not all(halves[one] for one in value.readers)
+    )
+    return ups + sum(
+        value.down
+        for value in values
+        if not halves[value.maker]
+        and any(halves[one] for one in (*value.readers, *value.promoting))
+    )
 
 
 _Arc = tuple[Hashable, Hashable, float]
@@ -161,16 +177,25 @@ def _arcs(value: Value, number: int, pinned: Mapping[Hashable, bool]) -> list[_A
     if maker != _SINK:
         found += _shared(maker, strict, _SINK, value.up, _Gadget(number, "up"))
     if maker != _SOURCE:
-        found += [(head, tail, capacity) for tail, head, capacity in _shared(maker, readers, _SOURCE, value.down, _Gadget(number, "down"))]
+        found += [
+            (head, tail, capacity)
+            for tail, head, capacity in _shared(
+                maker, readers, _SOURCE, value.down, _Gadget(number, "down")
+            )
+        ]
     return [arc for arc in found if arc[:2] not in ((_SOURCE, _SINK), (_SINK, _SOURCE))]
 
 
-def _others(readers: Iterable[Hashable], maker: Hashable, pinned: Mapping[Hashable, bool]) -> list[Hashable]:
+def _others(
+    readers: Iterable[Hashable], maker: Hashable, pinned: Mapping[Hashable, bool]
+) -> list[Hashable]:
     placed = dict.fromkeys(_place(reader, pinned) for reader in readers)
     return [reader for reader in placed if reader != maker]
 
 
-def _shared(maker: Hashable, readers: list[Hashable], terminal: _Terminal, capacity: float, gadget: _Gadget) -> list[_Arc]:
+def _shared(
+    maker: Hashable, readers: list[Hashable], terminal: _Terminal, capacity: float, gadget: _Gadget
+) -> list[_Arc]:
     opposite = _SOURCE if terminal == _SINK else _SINK
     readers = [reader for reader in readers if reader != opposite]
     if not readers:
@@ -187,7 +212,9 @@ def _place(one: Hashable, pinned: Mapping[Hashable, bool]) -> Hashable:
     return one if one not in pinned else _SOURCE if pinned[one] else _SINK
 
 
-def _components(free: Iterable[Hashable], arcs: list[_Arc]) -> list[tuple[list[Hashable], list[_Arc]]]:
+def _components(
+    free: Iterable[Hashable], arcs: list[_Arc]
+) -> list[tuple[list[Hashable], list[_Arc]]]:
     """The parts of the network that only the source and the sink connect."""
     leader: dict[Hashable, Hashable] = {}
 

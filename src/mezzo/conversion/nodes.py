@@ -20,67 +20,90 @@ from mezzo.policy.registry import registry
 from mezzo.policy.types import Level, Rule
 
 PROMOTING: frozenset[str] = frozenset(
-    "add sub mul div pow maximum minimum fmax fmin fmod remainder floor_divide where eq ne lt le gt ge cat stack hstack vstack dstack "
-    "logical_and logical_or logical_xor".split()
+    "add sub mul div pow maximum minimum fmax fmin fmod remainder floor_divide where eq ne lt le gt"
+    " ge cat stack hstack vstack dstack logical_and logical_or logical_xor".split()
 )
-"""Ops whose kernels take float dtypes that differ and compute in the widest: where one input is float32, a 16-bit one beside it needs no cast.
+"""Ops whose kernels take float dtypes that differ and compute in the widest: where one input is
+float32, a 16-bit one beside it needs no cast.
 
-Tried on a CPU; ops that torch's CUDA list promotes by hand (`atan2`, `addcmul`) are not here, for their kernels take one dtype."""
+Tried on a CPU; ops that torch's CUDA list promotes by hand (`atan2`, `addcmul`) are not here,
+for their kernels take one dtype."""
 
 _MOVES = (
-    "slice contiguous clone detach alias lift lift_fresh lift_fresh_copy unsafe_view unsafe_split unsafe_split_with_sizes unsafe_chunk copy constant_pad_nd pad "
-    "expand_copy view_copy repeat repeat_interleave tile flip fliplr flipud roll rot90 tril triu cat stack hstack vstack dstack index_select gather take "
-    "take_along_dim embedding masked_fill masked_select where pixel_shuffle pixel_unshuffle channel_shuffle reflection_pad1d reflection_pad2d reflection_pad3d "
-    "replication_pad1d replication_pad2d replication_pad3d upsample_nearest1d upsample_nearest2d upsample_nearest3d upsample_nearest_exact1d "
-    "upsample_nearest_exact2d upsample_nearest_exact3d select_scatter slice_scatter diagonal_scatter diag diag_embed block_diag meshgrid im2col col2im numpy_T mT matrix_H mH to"
+    "slice contiguous clone detach alias lift lift_fresh lift_fresh_copy unsafe_view unsafe_split"
+    " unsafe_split_with_sizes unsafe_chunk copy constant_pad_nd pad expand_copy view_copy repeat"
+    " repeat_interleave tile flip fliplr flipud roll rot90 tril triu cat stack hstack vstack dstack"
+    " index_select gather take take_along_dim embedding masked_fill masked_select where"
+    " pixel_shuffle pixel_unshuffle channel_shuffle reflection_pad1d reflection_pad2d"
+    " reflection_pad3d replication_pad1d replication_pad2d replication_pad3d upsample_nearest1d"
+    " upsample_nearest2d upsample_nearest3d upsample_nearest_exact1d upsample_nearest_exact2d"
+    " upsample_nearest_exact3d select_scatter slice_scatter diagonal_scatter diag diag_embed"
+    " block_diag meshgrid im2col col2im numpy_T mT matrix_H mH to"
 )
 _MONOTONE = (
-    "relu relu6 hardtanh clamp clamp_min clamp_max threshold neg abs sign maximum minimum fmax fmin max_pool1d max_pool2d max_pool3d adaptive_max_pool1d "
-    "adaptive_max_pool2d adaptive_max_pool3d amax amin max min dropout feature_dropout alpha_dropout"
+    "relu relu6 hardtanh clamp clamp_min clamp_max threshold neg abs sign maximum minimum fmax fmin"
+    " max_pool1d max_pool2d max_pool3d adaptive_max_pool1d adaptive_max_pool2d adaptive_max_pool3d"
+    " amax amin max min dropout feature_dropout alpha_dropout"
 )
 
 VIEWS: frozenset[str] = frozenset(
-    name for name, entry in level_lists(Level.O3, "cuda").entries.items() if entry.rule is Rule.KEEP and not name.endswith("_like") and name != "coalesce"
+    name
+    for name, entry in level_lists(Level.O3, "cuda").entries.items()
+    if entry.rule is Rule.KEEP and not name.endswith("_like") and name != "coalesce"
 )
 """Ops that share their input's memory."""
 
 VALUE_PRESERVING: frozenset[str] = frozenset((*_MOVES.split(), *_MONOTONE.split())) | VIEWS
-"""Ops that give the same numbers whether their inputs or their results are rounded: rounding early loses nothing if all who read the result round it."""
+"""Ops that give the same numbers whether their inputs or their results are rounded: rounding
+early loses nothing if all who read the result round it."""
 
 GATHERS: frozenset[str] = frozenset({"embedding", "index_select"})
 """Ops that pick rows of a table by index and give their numbers unchanged."""
 
 STRUCTURAL: frozenset[str] = frozenset(
-    "slice contiguous clone detach alias lift lift_fresh lift_fresh_copy unsafe_view unsafe_split unsafe_split_with_sizes unsafe_chunk constant_pad_nd "
-    "expand_copy view_copy im2col col2im numpy_T mT matrix_H mH".split()
+    "slice contiguous clone detach alias lift lift_fresh lift_fresh_copy unsafe_view unsafe_split"
+    " unsafe_split_with_sizes unsafe_chunk constant_pad_nd expand_copy view_copy im2col col2im"
+    " numpy_T mT matrix_H mH".split()
 )
 """Ops that a graph holds and no policy has a rule for: they only move numbers."""
 
 SHAPE_ONLY: frozenset[str] = frozenset(
-    "sym_size size sym_stride stride sym_numel numel sym_storage_offset storage_offset dim is_floating_point is_complex".split()
+    "sym_size size sym_stride stride sym_numel numel sym_storage_offset storage_offset dim"
+    " is_floating_point is_complex".split()
 )
 """Ops that read a tensor's shape, never its numbers."""
 
-SHAPE_ARGUMENTS: Mapping[str, frozenset[str]] = dict.fromkeys(("expand_as", "view_as", "reshape_as"), frozenset({"other"}))
+SHAPE_ARGUMENTS: Mapping[str, frozenset[str]] = dict.fromkeys(
+    ("expand_as", "view_as", "reshape_as"), frozenset({"other"})
+)
 """Arguments of other ops of which only the shape is read."""
 
 CASTS: frozenset[str] = frozenset("to to_copy type_as float double half bfloat16".split())
 """The user's own conversions."""
 
-FILLS: frozenset[str] = frozenset("zeros ones full scalar_tensor new_zeros new_ones new_full".split())
-"""Ops that make a tensor of one number: made in 16 bits as well as in float32, if the number fits."""
+FILLS: frozenset[str] = frozenset(
+    "zeros ones full scalar_tensor new_zeros new_ones new_full".split()
+)
+"""Ops that make a tensor of one number: made in 16 bits as well as in float32, if the number
+fits."""
 
-MIXED_PARAMETERS: Mapping[str, frozenset[str]] = {name: frozenset(arguments) for name, arguments in level_lists(Level.O2, "cuda").exempt_args.items()}
-"""Arguments that stay float32 beside a 16-bit input, which the kernels of CPUs and GPUs take: a batch norm's parameters and statistics."""
+MIXED_PARAMETERS: Mapping[str, frozenset[str]] = {
+    name: frozenset(arguments)
+    for name, arguments in level_lists(Level.O2, "cuda").exempt_args.items()
+}
+"""Arguments that stay float32 beside a 16-bit input, which the kernels of CPUs and GPUs take: a
+batch norm's parameters and statistics."""
 
 STATISTICS: frozenset[str] = frozenset({"running_mean", "running_var"})
 """Arguments that a norm in training writes, though its schema does not say so."""
 
 RECURRENT_STATE: frozenset[str] = frozenset({"gru", "gru_cell", "lstm_cell"})
-"""Layers whose kernels carry a state from step to step in the dtype of their weights. On a CPU torch.autocast casts around the products inside, and the state stays
-float32."""
+"""Layers whose kernels carry a state from step to step in the dtype of their weights. On a CPU
+torch.autocast casts around the products inside, and the state stays float32."""
 
-ALIASING: frozenset[str] = frozenset({"dropout", "feature_dropout", "alpha_dropout", "feature_alpha_dropout"})
+ALIASING: frozenset[str] = frozenset(
+    {"dropout", "feature_dropout", "alpha_dropout", "feature_alpha_dropout"}
+)
 """Ops that may give back their input itself, though their schema does not say so."""
 
 
@@ -88,11 +111,16 @@ ALIASING: frozenset[str] = frozenset({"dropout", "feature_dropout", "alpha_dropo
 def delicate_ops() -> Mapping[str, str]:
     """Return the ops that torch keeps in float32 on GPUs, with the reason. A policy that does not list them keeps them in float32 everywhere."""
     listed = torch_entries("cuda").items()
-    return {name: entry.reason for name, entry in listed if entry.rule is Rule.FULL and name not in VALUE_PRESERVING}
+    return {
+        name: entry.reason
+        for name, entry in listed
+        if entry.rule is Rule.FULL and name not in VALUE_PRESERVING
+    }
 
 
 REWRITTEN = "mezzo_rewritten"
-"""In a node's meta: that it stands for another, as `Rewritten` tells, and keeps the dtypes that it has."""
+"""In a node's meta: that it stands for another, as `Rewritten` tells, and keeps the dtypes that
+it has."""
 
 
 @dataclass(frozen=True)
@@ -138,7 +166,9 @@ class Read:
 
 def is_float(value: Any) -> bool:
     """Whether a node's value is a floating-point or complex tensor."""
-    return isinstance(value, torch.Tensor) and (value.dtype.is_floating_point or value.dtype.is_complex)
+    return isinstance(value, torch.Tensor) and (
+        value.dtype.is_floating_point or value.dtype.is_complex
+    )
 
 
 def values(node: Node) -> list[torch.Tensor]:
@@ -177,17 +207,31 @@ def nodes_in(value: Any) -> Iterator[Node]:
 def reads(node: Node) -> list[Read]:
     """The floating-point tensors that a node reads."""
     looked_at = SHAPE_ARGUMENTS.get(aten_name(node), ())
-    return [Read(name, one) for name, value in bound(node) if name not in looked_at for one in nodes_in(value) if values(one)]
+    return [
+        Read(name, one)
+        for name, value in bound(node)
+        if name not in looked_at
+        for one in nodes_in(value)
+        if values(one)
+    ]
 
 
 def aten_name(node: Node) -> str:
     """The name of the op that a node calls, before a policy's registry is asked for it."""
-    return canonical(node.target._schema.name.partition("::")[2]) if isinstance(node.target, OpOverload) else ""
+    return (
+        canonical(node.target._schema.name.partition("::")[2])
+        if isinstance(node.target, OpOverload)
+        else ""
+    )
 
 
 def op_name(node: Node) -> str | None:
     """The name under which policies know a node's op."""
-    return _op_name(node.target, registry().generation) if isinstance(node.target, OpOverload) else None
+    return (
+        _op_name(node.target, registry().generation)
+        if isinstance(node.target, OpOverload)
+        else None
+    )
 
 
 @lru_cache(maxsize=4096)
@@ -224,7 +268,9 @@ def _role_of_op(node: Node, half: torch.dtype) -> Role:
 
 def is_foreign(node: Node, half: torch.dtype) -> bool:
     """Whether an op computes in a dtype that is neither float32 nor the 16-bit one, or has no float32 in it at all."""
-    dtypes = {one.dtype for one in values(node)} | {one.dtype for read in reads(node) for one in values(read.node)}
+    dtypes = {one.dtype for one in values(node)} | {
+        one.dtype for read in reads(node) for one in values(read.node)
+    }
     return not dtypes <= {torch.float32, half} or torch.float32 not in dtypes
 
 
@@ -277,10 +323,18 @@ def writes(node: Node) -> list[Node]:
     """The tensors that a node writes in place."""
     if not isinstance(node.target, OpOverload):
         return []
-    writing = {argument.name for argument in node.target._schema.arguments if argument.alias_info is not None and argument.alias_info.is_write}
+    writing = {
+        argument.name
+        for argument in node.target._schema.arguments
+        if argument.alias_info is not None and argument.alias_info.is_write
+    }
     if aten_name(node) in _NORMS:
         arguments = dict(bound(node))
-        writing |= STATISTICS if arguments.get("training", arguments.get("use_input_stats")) else frozenset()
+        writing |= (
+            STATISTICS
+            if arguments.get("training", arguments.get("use_input_stats"))
+            else frozenset()
+        )
     return [one for name, value in bound(node) if name in writing for one in nodes_in(value)]
 
 

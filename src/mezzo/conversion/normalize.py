@@ -15,7 +15,8 @@ from mezzo.conversion.dtype_propagation import note_mixed, propagate
 from mezzo.conversion.nodes import alias_sets, aten_name, values, writes
 
 REGION_META = "mezzo_region"
-"""In a node's meta: whether a region of the user's around it switches autocast on or off, or is one of mezzo's, which has settled its dtypes."""
+"""In a node's meta: whether a region of the user's around it switches autocast on or off, or is
+one of mezzo's, which has settled its dtypes."""
 
 _NOTE = "mezzo_region"
 """What mezzo's regions have torch.export note."""
@@ -26,11 +27,17 @@ _GRAD, _AUTOCAST = torch.ops.higher_order.wrap_with_set_grad_enabled, wrap_with_
 def normalize(module: GraphModule, half: torch.dtype, device: str) -> None:
     """Tidy a graph and the bodies in it, in place."""
     for node in list(module.graph.nodes):
-        if node.op == "get_attr" and isinstance(inner := getattr(module, str(node.target), None), GraphModule):
+        if node.op == "get_attr" and isinstance(
+            inner := getattr(module, str(node.target), None), GraphModule
+        ):
             normalize(inner, half, device)
     _read_notes(module)
     _note_outputs(module)
-    opened = [_open(module, node, half, device) for node in list(module.graph.nodes) if node.target in (_GRAD, _AUTOCAST)]
+    opened = [
+        _open(module, node, half, device)
+        for node in list(module.graph.nodes)
+        if node.target in (_GRAD, _AUTOCAST)
+    ]
     _drop_checks(module)
     _say_dtypes(module)
     _write_elsewhere(module)
@@ -50,7 +57,10 @@ def _read_notes(module: GraphModule) -> None:
 def _note_outputs(module: GraphModule) -> None:
     """Remember the dtypes that the model gives: in an opened region they may change."""
     output = module.graph.output_node()
-    output.meta[OUTPUTS] = tuple(values(one)[0].dtype if isinstance(one, Node) and values(one) else None for one in output_values(output))
+    output.meta[OUTPUTS] = tuple(
+        values(one)[0].dtype if isinstance(one, Node) and values(one) else None
+        for one in output_values(output)
+    )
 
 
 def _open(module: GraphModule, node: Node, half: torch.dtype, device: str) -> bool:
@@ -85,7 +95,9 @@ def _inline(module: GraphModule, node: Node, place: int, mark: str | None) -> bo
     return mark == "on"
 
 
-def _copied(module: GraphModule, inner: GraphModule, node: Node, known: dict[Node, Any], mark: str | None) -> Node:
+def _copied(
+    module: GraphModule, inner: GraphModule, node: Node, known: dict[Node, Any], mark: str | None
+) -> Node:
     made = module.graph.node_copy(node, known.__getitem__)
     if mark is not None:
         made.meta.setdefault(REGION_META, mark)
@@ -108,7 +120,11 @@ def _drop_checks(module: GraphModule) -> None:
 def _say_dtypes(module: GraphModule) -> None:
     """A conversion to another tensor's dtype means the dtype that it had."""
     for node in list(module.graph.nodes):
-        if node.op == "call_function" and node.target in (torch.ops.aten.type_as.default, torch.ops.aten.to.other) and values(node):
+        if (
+            node.op == "call_function"
+            and node.target in (torch.ops.aten.type_as.default, torch.ops.aten.to.other)
+            and values(node)
+        ):
             node.target = torch.ops.aten.to.dtype
             node.args, node.kwargs = (node.args[0], values(node)[0].dtype), {}
 
@@ -117,7 +133,11 @@ def _write_elsewhere(module: GraphModule) -> None:
     """Replace `relu_` by `relu` where the tensor has no other name: no view of it, no buffer, no input."""
     sets = alias_sets(module.graph)
     # Found before any is replaced: what a memory's other names do tells whether it is private.
-    private = [(node, found) for node in module.graph.nodes if (found := _functional(node)) is not None and _is_private(sets[node])]
+    private = [
+        (node, found)
+        for node in module.graph.nodes
+        if (found := _functional(node)) is not None and _is_private(sets[node])
+    ]
     for node, functional in private:
         target: Node = node.args[0]
         target.replace_all_uses_with(node, lambda user, node=node: _is_after(user, node))  # type: ignore[misc]
@@ -128,7 +148,11 @@ def _is_private(names: list[Node]) -> bool:
     """Whether a memory has no second name up to the last write; a view that is made afterwards only reads."""
     last = max(place for place, one in enumerate(names) if writes(one))
     maker, *others = names[: last + 1]
-    return maker.op == "call_function" and maker.target is not operator.getitem and all(_functional(one) is not None for one in others)
+    return (
+        maker.op == "call_function"
+        and maker.target is not operator.getitem
+        and all(_functional(one) is not None for one in others)
+    )
 
 
 def _is_after(user: Node, node: Node) -> bool:
@@ -137,8 +161,24 @@ def _is_after(user: Node, node: Node) -> bool:
 
 def _functional(node: Node) -> OpOverload[..., Any] | None:
     """The op that gives back what this one writes in place, if its result has the same dtype."""
-    if not isinstance(node.target, OpOverload) or node.target.namespace != "aten" or not node.target._schema.name.endswith("_"):
+    if (
+        not isinstance(node.target, OpOverload)
+        or node.target.namespace != "aten"
+        or not node.target._schema.name.endswith("_")
+    ):
         return None
-    found = getattr(getattr(torch.ops.aten, node.target._schema.name.partition("::")[2][:-1], None), node.target._overloadname, None)
-    dtypes = {one.dtype for read in node.all_input_nodes for one in values(read)} | {one.dtype for one in values(node)}
-    return found if found is not None and len(dtypes) == 1 and aten_name(node) not in ("copy", "fill", "zero", "set", "resize") else None
+    found = getattr(
+        getattr(torch.ops.aten, node.target._schema.name.partition("::")[2][:-1], None),
+        node.target._overloadname,
+        None,
+    )
+    dtypes = {one.dtype for read in node.all_input_nodes for one in values(read)} | {
+        one.dtype for one in values(node)
+    }
+    return (
+        found
+        if found is not None
+        and len(dtypes) == 1
+        and aten_name(node) not in ("copy", "fill", "zero", "set", "resize")
+        else None
+    )

@@ -24,15 +24,24 @@ _BFLOAT16_OPSET = 22
 """The first in which convolutions, pooling and recurrent layers take bfloat16."""
 _LARGEST = 2**31 - 2**24
 """Bytes of weights that one protobuf message holds, with room for the graph."""
-_NAMES = {torch.float16: "FLOAT16", torch.bfloat16: "BFLOAT16", torch.float32: "FLOAT", torch.float64: "DOUBLE"}
+_NAMES = {
+    torch.float16: "FLOAT16",
+    torch.bfloat16: "BFLOAT16",
+    torch.float32: "FLOAT",
+    torch.float64: "DOUBLE",
+}
 """What ONNX calls the dtypes of weights."""
 _LOGGERS = ("torch.onnx._internal.exporter", "onnxscript", "onnx_ir")
 
 
-def export_each(programs: Sequence[ExportedProgram], path: Place, *, opset: int | None = None) -> tuple[Path, ...]:
+def export_each(
+    programs: Sequence[ExportedProgram], path: Place, *, opset: int | None = None
+) -> tuple[Path, ...]:
     """Write one program under the name given, or several with their number before the ending (`model.0.onnx`, `model.1.onnx`): ONNX files hold one graph."""
     target = Path(path)
-    several = tuple(target.with_name(f"{target.stem}.{place}{target.suffix}") for place in range(len(programs)))
+    several = tuple(
+        target.with_name(f"{target.stem}.{place}{target.suffix}") for place in range(len(programs))
+    )
     paths = several if len(programs) > 1 else (target,)
     for exported, one in zip(programs, paths, strict=True):
         export(exported, one, opset=opset)
@@ -42,7 +51,8 @@ def export_each(programs: Sequence[ExportedProgram], path: Place, *, opset: int 
 def export(exported: ExportedProgram, path: Place, *, opset: int | None = None) -> None:
     """Write a program as an ONNX file, checked, whole or not at all. Weights of more than 2 GB go into a file beside it, with `.data` behind its name.
 
-    `opset` is the version of the ONNX operators: torch's choice if left out, and for bfloat16 at least 22.
+    `opset` is the version of the ONNX operators: torch's choice if left out, and for bfloat16 at
+    least 22.
     """
     onnx = _package()
     if opset is None and torch.bfloat16 in _dtypes(exported):
@@ -67,13 +77,18 @@ def output_names(exported: ExportedProgram) -> list[str]:
 
     None has no name, for ONNX has no None. A number that does not depend on the inputs is refused.
     """
-    values = pytree.tree_unflatten(exported.graph_signature.user_outputs, exported.call_spec.out_spec)
+    values = pytree.tree_unflatten(
+        exported.graph_signature.user_outputs, exported.call_spec.out_spec
+    )
     names = []
     for name, value in named_leaves(values):
         if isinstance(value, str):
             names.append(name)
         elif value is not None:
-            raise UnsupportedError(f"The model returns {value!r} as {name!r}, and an ONNX graph returns tensors. Leave it out before you convert.")
+            raise UnsupportedError(
+                f"The model returns {value!r} as {name!r}, and an ONNX graph returns tensors. Leave"
+                " it out before you convert."
+            )
     return names
 
 
@@ -82,7 +97,10 @@ def _package() -> Any:
         import onnx  # noqa: PLC0415
         import onnxscript  # noqa: F401, PLC0415
     except ImportError as error:
-        raise UnsupportedError(f"Writing ONNX needs a package that is not installed: {error.name}. Install it with: pip install 'mezzo[onnx]'") from error
+        raise UnsupportedError(
+            f"Writing ONNX needs a package that is not installed: {error.name}. Install it with:"
+            " pip install 'mezzo[onnx]'"
+        ) from error
     return onnx
 
 
@@ -104,20 +122,27 @@ def _translated(exported: ExportedProgram, opset: int | None) -> Any:
                 custom_translation_table=TRANSLATIONS,
             )
     except torch.onnx.errors.OnnxExporterError as error:
-        raise UnsupportedError(f"The program cannot be written as ONNX: {_deepest(error)}. Save it with Converted.save, or replace the op.") from error
+        raise UnsupportedError(
+            f"The program cannot be written as ONNX: {_deepest(error)}. Save it with"
+            " Converted.save, or replace the op."
+        ) from error
 
 
 def _tidy(model: Any) -> None:
     """Compute what depends on constants alone, and turn sequences into splits: they take no bfloat16.
 
-    Not with all of onnxscript's optimizer: it folds a float32 batch norm into a float16 convolution, whose weights are float32 then, and writes a second copy of
-    a tied weight that is read transposed. What reads a weight stays as it is; runtimes fold it when they load the file.
+    Not with all of onnxscript's optimizer: it folds a float32 batch norm into a float16
+    convolution, whose weights are float32 then, and writes a second copy of a tied weight that is
+    read transposed. What reads a weight stays as it is; runtimes fold it when they load the file.
     """
     from onnx_ir.passes.common import RemoveUnusedNodesPass  # noqa: PLC0415
     from onnxscript.optimizer import fold_constants  # noqa: PLC0415
 
     weights = set(model.graph.initializers.values())
-    fold_constants(model, should_fold=lambda node: False if any(value in weights for value in node.inputs) else None)
+    fold_constants(
+        model,
+        should_fold=lambda node: False if any(value in weights for value in node.inputs) else None,
+    )
     RemoveUnusedNodesPass()(model)
 
 
@@ -125,11 +150,16 @@ def _name_outputs(model: Any, names: list[str]) -> None:
     """Name the outputs. ONNX names values of every kind alike: one whose name is taken gets `_out` behind it."""
     from onnx_ir.passes.common import OutputFixPass  # noqa: PLC0415
 
-    # The pass puts a copy behind an output that is an input, a weight or another output, and renames the input.
+    # The pass puts a copy behind an output that is an input, a weight or another output, and
+    # renames the input.
     graph = model.graph
     inputs = [one.name for one in graph.inputs]
     OutputFixPass()(model)
-    taken = {*inputs, *graph.initializers, *(value.name for node in graph.all_nodes() for value in node.outputs)}
+    taken = {
+        *inputs,
+        *graph.initializers,
+        *(value.name for node in graph.all_nodes() for value in node.outputs),
+    }
     for value, name in zip(graph.outputs, names, strict=True):
         while name in taken:
             name += "_out"  # noqa: PLW2901
@@ -144,15 +174,25 @@ def _check(onnx: Any, model: Any) -> None:
     try:
         onnx.checker.check_model(model, full_check=True)
     except (onnx.checker.ValidationError, onnx.shape_inference.InferenceError) as error:
-        raise UnsupportedError(f"torch wrote an ONNX graph that ONNX itself refuses: {_line(str(error))}. Try another opset=.") from error
+        raise UnsupportedError(
+            f"torch wrote an ONNX graph that ONNX itself refuses: {_line(str(error))}. Try another"
+            " opset=."
+        ) from error
 
 
 def _check_weights(model: Any, exported: ExportedProgram) -> None:
     """See that each weight that is still there under its name has kept its dtype."""
     for name, tensor in exported.state_dict.items():
         written = model.graph.initializers.get(name)
-        if written is not None and tensor.dtype in _NAMES and written.dtype.name != _NAMES[tensor.dtype]:
-            raise UnsupportedError(f"torch wrote the weight {name!r} as {written.dtype}, and the program has {tensor.dtype}. Save it with Converted.save.")
+        if (
+            written is not None
+            and tensor.dtype in _NAMES
+            and written.dtype.name != _NAMES[tensor.dtype]
+        ):
+            raise UnsupportedError(
+                f"torch wrote the weight {name!r} as {written.dtype}, and the program has"
+                f" {tensor.dtype}. Save it with Converted.save."
+            )
 
 
 def _warn_of_state(program: Any) -> None:
@@ -160,7 +200,8 @@ def _warn_of_state(program: Any) -> None:
     changed = sorted(set(program.exported_program.graph_signature.buffers_to_mutate.values()))
     if changed:
         warnings.warn(
-            f"The program changes {', '.join(changed)} when it runs, and an ONNX file keeps no state: there they stay as they are now.",
+            f"The program changes {', '.join(changed)} when it runs, and an ONNX file keeps no"
+            " state: there they stay as they are now.",
             stacklevel=4,
         )
 
@@ -176,8 +217,15 @@ def _write_large(onnx: Any, program: Any, path: Path) -> None:
 
 
 def _dtypes(exported: ExportedProgram) -> set[torch.dtype]:
-    modules = [one for one in exported.graph_module.modules() if isinstance(one, torch.fx.GraphModule)]
-    found = [value for one in modules for node in one.graph.nodes for value in pytree.tree_leaves(node.meta.get("val"))]
+    modules = [
+        one for one in exported.graph_module.modules() if isinstance(one, torch.fx.GraphModule)
+    ]
+    found = [
+        value
+        for one in modules
+        for node in one.graph.nodes
+        for value in pytree.tree_leaves(node.meta.get("val"))
+    ]
     return {value.dtype for value in found if isinstance(value, torch.Tensor)}
 
 
@@ -189,4 +237,6 @@ def _deepest(error: BaseException) -> str:
 
 
 def _line(text: str) -> str:
-    return next((line.strip() for line in text.splitlines() if line.strip()), "no reason given").rstrip(".")
+    return next(
+        (line.strip() for line in text.splitlines() if line.strip()), "no reason given"
+    ).rstrip(".")

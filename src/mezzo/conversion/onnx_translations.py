@@ -12,7 +12,8 @@ from onnxscript import opset18
 from mezzo._torch import batch_norm_functional
 
 op: Any = opset18
-"""The operators. Untyped: onnxscript tells types of tensors that it runs itself, and not of a graph's values."""
+"""The operators. Untyped: onnxscript tells types of tensors that it runs itself, and not of a
+graph's values."""
 
 
 def training_batch_norm(
@@ -29,7 +30,13 @@ def training_batch_norm(
     axes = op.Constant(value_ints=[0, *range(2, len(input.shape))])
     mean, variance = _statistics(_wide(input), axes)
     result = _normalized(input, mean, variance, weight, bias, eps)
-    return result, op.Squeeze(mean, axes), op.Squeeze(variance, axes), op.Identity(running_mean), op.Identity(running_var)
+    return (
+        result,
+        op.Squeeze(mean, axes),
+        op.Squeeze(variance, axes),
+        op.Identity(running_mean),
+        op.Identity(running_var),
+    )
 
 
 def instance_norm(
@@ -45,14 +52,20 @@ def instance_norm(
 ) -> Any:
     """Instance norm computed in float32 as torch does: ONNX has no operator for 16-bit numbers with float32 parameters."""
     if use_input_stats:
-        mean, variance = _statistics(_wide(input), op.Constant(value_ints=[*range(2, len(input.shape))]))
+        mean, variance = _statistics(
+            _wide(input), op.Constant(value_ints=[*range(2, len(input.shape))])
+        )
     else:
         mean, variance = (op.Reshape(one, _channels(input)) for one in (running_mean, running_var))
     return _normalized(input, mean, variance, weight, bias, eps)
 
 
 def _wide(value: Any) -> Any:
-    return op.Cast(value, to=DataType.FLOAT) if value.dtype in {DataType.FLOAT16, DataType.BFLOAT16} else value
+    return (
+        op.Cast(value, to=DataType.FLOAT)
+        if value.dtype in {DataType.FLOAT16, DataType.BFLOAT16}
+        else value
+    )
 
 
 def _channels(value: Any) -> Any:
@@ -67,7 +80,10 @@ def _statistics(wide: Any, axes: Any) -> tuple[Any, Any]:
 
 def _normalized(value: Any, mean: Any, variance: Any, weight: Any, bias: Any, eps: float) -> Any:
     wide = _wide(value)
-    result = op.Div(op.Sub(wide, mean), op.Sqrt(op.Add(variance, op.CastLike(op.Constant(value_float=eps), wide))))
+    result = op.Div(
+        op.Sub(wide, mean),
+        op.Sqrt(op.Add(variance, op.CastLike(op.Constant(value_float=eps), wide))),
+    )
     if weight is not None:
         result = op.Mul(result, op.CastLike(op.Reshape(weight, _channels(value)), wide))
     if bias is not None:

@@ -60,7 +60,8 @@ class ConvertOptions:
         found = self.cast_cost(count, source, target)
         if not isinstance(found, int | float) or not 0 <= found < float("inf"):
             raise PolicyError(
-                f"cast_cost= gave {found!r} for a cast of {count} bytes from {dtype_name(source)} to {dtype_name(target)}. A price is a finite number, at least 0."
+                f"cast_cost= gave {found!r} for a cast of {count} bytes from {dtype_name(source)}"
+                f" to {dtype_name(target)}. A price is a finite number, at least 0."
             )
         return found
 
@@ -79,7 +80,9 @@ class ConvertOptions:
         return entry_of(lists, name, self.dtype, self.device)
 
 
-def read_lists(half: Collection[str], full: Collection[str], conditional: Collection[Any]) -> tuple[frozenset[str], frozenset[str], tuple[Conditional, ...]]:
+def read_lists(
+    half: Collection[str], full: Collection[str], conditional: Collection[Any]
+) -> tuple[frozenset[str], frozenset[str], tuple[Conditional, ...]]:
     """Read a conversion's own lists, or say what is wrong with them."""
     halves, fulls = parse.op_names("half", half), parse.op_names("full", full)
     parse.refuse_overlaps({"half": halves, "full": fulls})
@@ -91,7 +94,10 @@ def read_exclude(exclude: Collection[str] | str) -> tuple[str, ...]:
     several = (exclude,) if isinstance(exclude, str) else tuple(exclude)
     for one in several:
         if not isinstance(one, str):
-            raise PolicyError(f"exclude= takes names of nodes, paths of modules and globs such as 'encoder.*', got {one!r}.")
+            raise PolicyError(
+                "exclude= takes names of nodes, paths of modules and globs such as 'encoder.*',"
+                f" got {one!r}."
+            )
     return several
 
 
@@ -99,15 +105,23 @@ def check_options(said: ConvertOptions, nodes: Iterable[Node], names: Collection
     """Refuse an op that is not in the graph, and an exclusion that matches nothing; `names` are the nodes' full names."""
     listed = list(nodes)
     ops = {name for node in listed if (name := op_name(node))}
-    for field, wanted in (("half", said.half), ("full", said.full), ("conditional", frozenset(one.op for one in said.conditional))):
+    for field, wanted in (
+        ("half", said.half),
+        ("full", said.full),
+        ("conditional", frozenset(one.op for one in said.conditional)),
+    ):
         for name in sorted(wanted - ops):
-            raise PolicyError(f"{field}= lists {name!r}, and no such op is in the graph.{nearest(name, ops)} Its ops: {', '.join(sorted(ops))}.")
+            raise PolicyError(
+                f"{field}= lists {name!r}, and no such op is in the graph.{nearest(name, ops)} Its"
+                f" ops: {', '.join(sorted(ops))}."
+            )
     modules = {path for node in listed for path in module_paths(node)}
     for pattern in said.exclude:
         if not any(_matches(pattern, one) for one in (*names, *modules)):
             raise PolicyError(
-                f"exclude= has {pattern!r}, which is no node and no module of the graph.{nearest(pattern, (*modules, *names))} "
-                "`print(converted.plan)` shows both; globs such as 'encoder.*' work too."
+                f"exclude= has {pattern!r}, which is no node and no module of the"
+                f" graph.{nearest(pattern, (*modules, *names))} `print(converted.plan)` shows both;"
+                " globs such as 'encoder.*' work too."
             )
 
 
@@ -120,7 +134,10 @@ def module_paths(node: Node) -> list[str]:
 def exclusion(said: ConvertOptions, node: Node, name: str) -> str | None:
     """The pattern that keeps a node in float32, if there is one."""
     candidates = (name, node.name, *module_paths(node))
-    return next((pattern for pattern in said.exclude if any(_matches(pattern, one) for one in candidates)), None)
+    return next(
+        (pattern for pattern in said.exclude if any(_matches(pattern, one) for one in candidates)),
+        None,
+    )
 
 
 def condition(conditions: Iterable[Conditional], name: str, node: Node) -> str | None:
@@ -135,14 +152,18 @@ def condition(conditions: Iterable[Conditional], name: str, node: Node) -> str |
     return None
 
 
-def module_rule(said: ConvertOptions, node: Node, modules: Mapping[str, nn.Module]) -> tuple[Rule, str] | None:
+def module_rule(
+    said: ConvertOptions, node: Node, modules: Mapping[str, nn.Module]
+) -> tuple[Rule, str] | None:
     """What the policy says of the modules around a node: the innermost that a rule names decides."""
     if not said.policy.modules:
         return None
     for path in ("", *module_paths(node))[::-1]:
         if path in modules:
             found = [
-                (selector.rank, place, selector, rule) for place, (selector, rule) in enumerate(said.policy.modules) if selector.matches(path, modules[path])
+                (selector.rank, place, selector, rule)
+                for place, (selector, rule) in enumerate(said.policy.modules)
+                if selector.matches(path, modules[path])
             ]
             if found:
                 *_, selector, rule = max(found, key=lambda one: one[:2])
@@ -165,8 +186,16 @@ def _numbers(node: Node) -> list[float]:
     """The numbers that a call computes with: not sizes and places, nor an epsilon, which kernels keep in float32."""
     if not isinstance(node.target, OpOverload):
         return []
-    computed = {one.name for one in node.target._schema.arguments if any(kind in str(one.type) for kind in ("number", "Tensor"))}
-    return [value for name, value in bound(node) if name in computed and isinstance(value, int | float) and not isinstance(value, bool)]
+    computed = {
+        one.name
+        for one in node.target._schema.arguments
+        if any(kind in str(one.type) for kind in ("number", "Tensor"))
+    }
+    return [
+        value
+        for name, value in bound(node)
+        if name in computed and isinstance(value, int | float) and not isinstance(value, bool)
+    ]
 
 
 def _matches(pattern: str, name: str) -> bool:

@@ -80,7 +80,11 @@ class GraphPlan(Sequence[GraphRow]):
     @overload
     def __getitem__(self, index: slice) -> GraphPlan: ...
     def __getitem__(self, index: int | slice) -> GraphRow | GraphPlan:
-        return GraphPlan(self.rows[index], self.casts) if isinstance(index, slice) else self.rows[index]
+        return (
+            GraphPlan(self.rows[index], self.casts)
+            if isinstance(index, slice)
+            else self.rows[index]
+        )
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -96,9 +100,17 @@ class GraphPlan(Sequence[GraphRow]):
         raise KeyError(node)
 
     def __str__(self) -> str:
-        table = [("node", "where", "dtype", "reason"), *((row.node, row.where, row.dtype, row.reason) for row in self.rows)]
+        table = [
+            ("node", "where", "dtype", "reason"),
+            *((row.node, row.where, row.dtype, row.reason) for row in self.rows),
+        ]
         widths = [min(max(len(line[column]) for line in table), _WIDEST) for column in range(3)]
-        return "\n".join("  ".join([*(f"{cell:{width}}" for cell, width in zip(line, widths, strict=False)), line[3]]) for line in table)
+        return "\n".join(
+            "  ".join(
+                [*(f"{cell:{width}}" for cell, width in zip(line, widths, strict=False)), line[3]]
+            )
+            for line in table
+        )
 
     def to_dict(self) -> dict[str, Any]:
         """The plan as plain data."""
@@ -108,10 +120,18 @@ class GraphPlan(Sequence[GraphRow]):
     def from_dict(cls, plain: Mapping[str, Any]) -> GraphPlan:
         """Read a plan from plain data, or say that it is none."""
         try:
-            rows = tuple(GraphRow(**{one.name: _text(row[one.name]) for one in fields(GraphRow)}) for row in plain["rows"])
-            before, after = (CastBytes(int(counted["count"]), int(counted["bytes"])) for counted in (plain["casts"]["before"], plain["casts"]["after"]))
+            rows = tuple(
+                GraphRow(**{one.name: _text(row[one.name]) for one in fields(GraphRow)})
+                for row in plain["rows"]
+            )
+            before, after = (
+                CastBytes(int(counted["count"]), int(counted["bytes"]))
+                for counted in (plain["casts"]["before"], plain["casts"]["after"])
+            )
         except (KeyError, TypeError, ValueError) as error:
-            raise CheckpointError(f"This is not the plan of a converted graph: {error!r}.") from error
+            raise CheckpointError(
+                f"This is not the plan of a converted graph: {error!r}."
+            ) from error
         return cls(rows, Casts(before, after))
 
 

@@ -26,7 +26,8 @@ _WEIGHT = "weight"
 def rows(sections: Iterable[Subgraph], errors: Mapping[Node, float]) -> tuple[GraphRow, ...]:
     """Return a row for each node that a dtype was decided for or kept: what computes first, then what is stored.
 
-    `errors` holds the relative errors of weights that are stored in 16 bits whatever their readers want.
+    `errors` holds the relative errors of weights that are stored in 16 bits whatever their readers
+    want.
     """
     found = [row for section in sections for row in _section_rows(section, errors)]
     return tuple(sorted(found, key=lambda row: row.op == _WEIGHT))
@@ -42,8 +43,16 @@ def _section_rows(section: Subgraph, errors: Mapping[Node, float]) -> Iterator[G
             reason = node.meta[REWRITTEN].reason
         elif node in errors:
             reason = _rounding(node, planned, errors[node])
-        kind = _WEIGHT if node in planned.stored else _op(node) if role in (Role.OP, Role.FIXED) else role.value
-        yield GraphRow(section.prefix + node.name, kind, _module(node), source_line(node), dtype, reason)
+        kind = (
+            _WEIGHT
+            if node in planned.stored
+            else _op(node)
+            if role in (Role.OP, Role.FIXED)
+            else role.value
+        )
+        yield GraphRow(
+            section.prefix + node.name, kind, _module(node), source_line(node), dtype, reason
+        )
 
 
 def _op(node: Node) -> str:
@@ -55,10 +64,20 @@ def _decided(node: Node, role: Role, planned: PlannedGraph) -> tuple[str, str]:
     match role:
         case Role.WEIGHT:
             stored = choice.stored(node)
-            told = "stored for those who read it" if len(stored) == 1 else "stored twice: its readers disagree"
+            told = (
+                "stored for those who read it"
+                if len(stored) == 1
+                else "stored twice: its readers disagree"
+            )
             return " + ".join(map(dtype_name, stored)), told
         case Role.INPUT:
-            told = "written by the graph" if node in planned.written else "stored as the model has it" if node in planned.stored else "an input"
+            told = (
+                "written by the graph"
+                if node in planned.written
+                else "stored as the model has it"
+                if node in planned.stored
+                else "an input"
+            )
             return dtype_name(choice.dtype_of(node)), told
         case Role.CAST:
             return _made(node, planned), "the model's own cast"
@@ -68,17 +87,28 @@ def _decided(node: Node, role: Role, planned: PlannedGraph) -> tuple[str, str]:
     if pin.half is not None:
         return _computed(node, planned), pin.reason
     lowered = choice.halves.get(node)
-    return _computed(node, planned), "in no list: 16 bits here cast the fewest bytes" if lowered else "in no list: float32 here casts the fewest bytes"
+    return _computed(node, planned), (
+        "in no list: 16 bits here cast the fewest bytes"
+        if lowered
+        else "in no list: float32 here casts the fewest bytes"
+    )
 
 
 def _rounding(weight: Node, planned: PlannedGraph, error: float) -> str:
     reader = next(user for user in weight.users if planned.pins[user] in (GATHERED, RECURRENT))
-    return f"stored in 16 bits: largest relative error of a row {error:.1e}; exclude={reader.name!r} keeps float32"
+    return (
+        f"stored in 16 bits: largest relative error of a row {error:.1e}; exclude={reader.name!r}"
+        " keeps float32"
+    )
 
 
 def _made(node: Node, planned: PlannedGraph) -> str:
     made = values(node)
-    return dtype_name(planned.choice.dtype_of(node)) if made else str(node.meta["val"].dtype).removeprefix("torch.")
+    return (
+        dtype_name(planned.choice.dtype_of(node))
+        if made
+        else str(node.meta["val"].dtype).removeprefix("torch.")
+    )
 
 
 def _computed(node: Node, planned: PlannedGraph) -> str:
@@ -104,7 +134,10 @@ def casts_before(sections: Iterable[Subgraph], said: ConvertOptions) -> CastByte
                 return listed[name].rule
         return Rule.KEEP
 
-    return sum((autocast_casts(section.planned.choice.roles, rule_of, said.dtype) for section in sections), CastBytes())
+    return sum(
+        (autocast_casts(section.planned.choice.roles, rule_of, said.dtype) for section in sections),
+        CastBytes(),
+    )
 
 
 def casts_after(module: GraphModule) -> CastBytes:

@@ -28,7 +28,14 @@ from torch.export import ExportedProgram
 from mezzo._errors import CheckpointError, UnsupportedError
 from mezzo._files import atomic_writer
 from mezzo._torch import OpOverload, require, schema, serialize
-from mezzo.conversion.archive import PART, ArchiveReader, TensorReader, TensorWriter, reading, writing
+from mezzo.conversion.archive import (
+    PART,
+    ArchiveReader,
+    TensorReader,
+    TensorWriter,
+    reading,
+    writing,
+)
 from mezzo.conversion.export import quiet_loggers
 from mezzo.conversion.signature import available_device, available_devices, zeros_like_inputs
 from mezzo.conversion.validate_graph import strip_metadata, validate_program
@@ -80,14 +87,18 @@ def save(path: Place, artefact: SavedModel) -> None:
         archive.json(_CONTENTS, contents)
 
 
-def load(path: Place, *, device: str | torch.device | None = None, custom_ops: Collection[str] = ()) -> SavedModel:
+def load(
+    path: Place, *, device: str | torch.device | None = None, custom_ops: Collection[str] = ()
+) -> SavedModel:
     """Read programs that `save` wrote, or refuse the file without having run anything from it.
 
-    `device` puts everything there instead of where it was saved from. Custom ops run only if `custom_ops` names their namespace: the file chooses their arguments.
+    `device` puts everything there instead of where it was saved from. Custom ops run only if
+    `custom_ops` names their namespace: the file chooses their arguments.
     """
     require("file format of converted programs")
     target = None if device is None else available_device(device)
-    # A file that is not there raises FileNotFoundError: it is opened before errors are turned into others.
+    # A file that is not there raises FileNotFoundError: it is opened before errors are turned into
+    # others.
     with Path(path).open("rb") as file, reading_errors(path), reading(file) as archive:
         contents = _contents(archive)
         _require_device(contents, target)
@@ -103,15 +114,23 @@ def reading_errors(path: Place) -> Iterator[None]:
     except (UnsupportedError, MemoryError):
         raise
     except CheckpointError as error:
-        raise CheckpointError(f"{name!r} cannot be loaded: {str(error).rstrip('.')}. Nothing of it was run.") from error.__cause__
+        raise CheckpointError(
+            f"{name!r} cannot be loaded: {str(error).rstrip('.')}. Nothing of it was run."
+        ) from error.__cause__
     except Exception as error:
-        raise CheckpointError(f"{name!r} is no converted program, or is damaged: {_first_line(error)}. Pass a file that Converted.save wrote.") from error
+        raise CheckpointError(
+            f"{name!r} is no converted program, or is damaged: {_first_line(error)}. Pass a file"
+            " that Converted.save wrote."
+        ) from error
 
 
 def _described(stored: SavedProgram, tensors: TensorWriter) -> tuple[Any, dict[str, Any]]:
     """A program as plain values, and the names of its tensors. What could be written but not be read again is refused here."""
     exported = stored.exported
-    names = {"state": tensors.add(exported.state_dict), "constants": tensors.add(exported.constants)}
+    names = {
+        "state": tensors.add(exported.state_dict),
+        "constants": tensors.add(exported.constants),
+    }
     try:
         with quiet_loggers(serialize.__name__):
             artifact = serialize.serialize(_without_numbers(exported))
@@ -120,7 +139,10 @@ def _described(stored: SavedProgram, tensors: TensorWriter) -> tuple[Any, dict[s
     except CheckpointError as error:
         raise UnsupportedError(f"The program cannot be saved: {error}.") from error
     except Exception as error:
-        raise UnsupportedError(f"The program cannot be saved: torch cannot write it as plain values. {_first_line(error)}") from error
+        raise UnsupportedError(
+            "The program cannot be saved: torch cannot write it as plain values."
+            f" {_first_line(error)}"
+        ) from error
     return graph, names
 
 
@@ -146,9 +168,15 @@ def _contents(archive: ArchiveReader) -> dict[str, Any]:
     if not isinstance(contents, dict) or contents.get("format") != _FORMAT:
         raise CheckpointError("it was not written by Converted.save")
     if contents["version"] > _VERSION:
-        raise CheckpointError(f"it has version {contents['version']}, and this mezzo reads up to {_VERSION}; load it with a newer mezzo")
+        raise CheckpointError(
+            f"it has version {contents['version']}, and this mezzo reads up to {_VERSION}; load it"
+            " with a newer mezzo"
+        )
     if contents["byteorder"] != sys.byteorder:
-        raise CheckpointError(f"it was saved on a {contents['byteorder']}-endian machine, and this one is {sys.byteorder}-endian")
+        raise CheckpointError(
+            f"it was saved on a {contents['byteorder']}-endian machine, and this one is"
+            f" {sys.byteorder}-endian"
+        )
     if not isinstance(contents["options"], dict):
         raise CheckpointError("its options are no mapping")
     places = range(len(contents["programs"]))
@@ -158,8 +186,16 @@ def _contents(archive: ArchiveReader) -> dict[str, Any]:
     return contents
 
 
-def _artefact(archive: ArchiveReader, contents: dict[str, Any], device: torch.device | None, custom_ops: Collection[str]) -> SavedModel:
-    graphs = [_graph(archive.json(_graph_part(place)), contents["torch"], device, custom_ops) for place in range(len(contents["programs"]))]
+def _artefact(
+    archive: ArchiveReader,
+    contents: dict[str, Any],
+    device: torch.device | None,
+    custom_ops: Collection[str],
+) -> SavedModel:
+    graphs = [
+        _graph(archive.json(_graph_part(place)), contents["torch"], device, custom_ops)
+        for place in range(len(contents["programs"]))
+    ]
     tensors = TensorReader(archive, contents["tensors"], device)
     programs = []
     for place, (graph, names) in enumerate(zip(graphs, contents["programs"], strict=True)):
@@ -168,13 +204,22 @@ def _artefact(archive: ArchiveReader, contents: dict[str, Any], device: torch.de
     return SavedModel(tuple(programs), contents["options"])
 
 
-def _graph(plain: Any, written_by: str, device: torch.device | None, custom_ops: Collection[str]) -> schema.ExportedProgram:
+def _graph(
+    plain: Any, written_by: str, device: torch.device | None, custom_ops: Collection[str]
+) -> schema.ExportedProgram:
     if plain["schema_version"]["major"] != schema.SCHEMA_VERSION[0]:
-        raise CheckpointError(f"its graph was written by torch {written_by}, which this torch {torch.__version__} does not read; convert the model again")
+        raise CheckpointError(
+            f"its graph was written by torch {written_by}, which this torch {torch.__version__}"
+            " does not read; convert the model again"
+        )
     return validate_program(_moved(plain, device), custom_ops)
 
 
-def _program(graph: schema.ExportedProgram, state: dict[str, torch.Tensor], constants: dict[str, torch.Tensor]) -> ExportedProgram:
+def _program(
+    graph: schema.ExportedProgram,
+    state: dict[str, torch.Tensor],
+    constants: dict[str, torch.Tensor],
+) -> ExportedProgram:
     """Have torch rebuild an admitted graph around tensors that are already there: it is given nothing to unpickle."""
     with quiet_loggers(serialize.__name__), warnings.catch_warnings():
         # torch goes on with a graph whose code it could not make; nothing that was saved is one.
@@ -192,14 +237,20 @@ def _check_fit(exported: ExportedProgram, tensors: dict[str, torch.Tensor]) -> N
             expected, found = nodes[spec.arg.name], tensors[spec.target]
             if (found.dtype, found.shape) != (expected.dtype, expected.shape):
                 raise CheckpointError(
-                    f"its tensor {spec.target!r} is {found.dtype} {tuple(found.shape)}, and the graph has {expected.dtype} {tuple(expected.shape)}"
+                    f"its tensor {spec.target!r} is {found.dtype} {tuple(found.shape)}, and the"
+                    f" graph has {expected.dtype} {tuple(expected.shape)}"
                 )
 
 
 def _require_device(contents: dict[str, Any], device: torch.device | None) -> None:
-    for saved_from in {record["device"] for record in contents["tensors"]} if device is None else ():
+    for saved_from in (
+        {record["device"] for record in contents["tensors"]} if device is None else ()
+    ):
         if torch.device(saved_from).type not in available_devices():
-            raise UnsupportedError(f"The program was saved from {saved_from!r}, and there is no such device here. Load it with device='cpu'.")
+            raise UnsupportedError(
+                f"The program was saved from {saved_from!r}, and there is no such device here. Load"
+                " it with device='cpu'."
+            )
 
 
 def _moved(graph: Any, device: torch.device | None) -> Any:
@@ -211,13 +262,23 @@ def _moved(graph: Any, device: torch.device | None) -> Any:
     if not isinstance(graph, dict):
         return graph
     placed = {"type": device.type, "index": device.index}
-    return {name: placed if name in {"device", "as_device"} else _moved(value, device) for name, value in graph.items()}
+    return {
+        name: placed if name in {"device", "as_device"} else _moved(value, device)
+        for name, value in graph.items()
+    }
 
 
 def _namespaces(exported: ExportedProgram) -> set[str]:
     """The namespaces of the custom ops that a program calls, bodies included."""
-    modules = [one for one in exported.graph_module.modules() if isinstance(one, torch.fx.GraphModule)]
-    return {node.target.namespace for one in modules for node in one.graph.nodes if isinstance(node.target, OpOverload)} - {"aten"}
+    modules = [
+        one for one in exported.graph_module.modules() if isinstance(one, torch.fx.GraphModule)
+    ]
+    return {
+        node.target.namespace
+        for one in modules
+        for node in one.graph.nodes
+        if isinstance(node.target, OpOverload)
+    } - {"aten"}
 
 
 def _first_line(error: BaseException) -> str:

@@ -31,7 +31,10 @@ class TensorInput:
         return (
             isinstance(value, torch.Tensor)
             and len(value.shape) == len(self.sizes)
-            and all(wanted is None or size == wanted for size, wanted in zip(value.shape, self.sizes, strict=True))
+            and all(
+                wanted is None or size == wanted
+                for size, wanted in zip(value.shape, self.sizes, strict=True)
+            )
         )
 
     def __str__(self) -> str:
@@ -47,7 +50,8 @@ class InputSignature:
     keywords: tuple[str, ...] = ()
     """The keyword arguments, in the order of the example."""
     structure: pytree.TreeSpec | None = None
-    """How the inputs are nested, where mappings are among them: their entries may come in another order than in the example."""
+    """How the inputs are nested, where mappings are among them: their entries may come in
+    another order than in the example."""
 
     def take(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call | None:
         """The inputs in the dtypes that the program takes, or None where their sizes are others."""
@@ -58,19 +62,34 @@ class InputSignature:
             return None
         if self.structure is not None:
             given = _in_order((args, kwargs), self.structure) or given
-        if not all(wanted is None or wanted.fits(value) for wanted, value in zip(self.tensors, given, strict=True)):
+        if not all(
+            wanted is None or wanted.fits(value)
+            for wanted, value in zip(self.tensors, given, strict=True)
+        ):
             return None
-        if all(wanted is None or wanted.dtype is value.dtype for wanted, value in zip(self.tensors, given, strict=True)):
+        if all(
+            wanted is None or wanted.dtype is value.dtype
+            for wanted, value in zip(self.tensors, given, strict=True)
+        ):
             return args, kwargs
-        changed = [_in_dtype(value, wanted) for wanted, value in zip(self.tensors, given, strict=True)]
-        found: Call = pytree.tree_unflatten(changed, self.structure or pytree.tree_structure((args, kwargs)))
+        changed = [
+            _in_dtype(value, wanted) for wanted, value in zip(self.tensors, given, strict=True)
+        ]
+        found: Call = pytree.tree_unflatten(
+            changed, self.structure or pytree.tree_structure((args, kwargs))
+        )
         return found
 
     def describe(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
         """What was passed."""
         return (
             ", ".join(
-                str(TensorInput(tuple(one.shape), one.dtype)) if isinstance(one, torch.Tensor) else repr(one) for one in pytree.tree_leaves((args, kwargs))
+                (
+                    str(TensorInput(tuple(one.shape), one.dtype))
+                    if isinstance(one, torch.Tensor)
+                    else repr(one)
+                )
+                for one in pytree.tree_leaves((args, kwargs))
             )
             or "nothing"
         )
@@ -82,15 +101,23 @@ class InputSignature:
 def input_signature(exported: ExportedProgram) -> InputSignature:
     """Read what a program takes."""
     nodes = {node.name: node.meta["val"] for node in exported.graph.find_nodes(op="placeholder")}
-    specs = [spec.arg for spec in exported.graph_signature.input_specs if spec.kind is InputKind.USER_INPUT]
-    taken = tuple(_tensor_input(nodes[arg.name]) if isinstance(arg, TensorArgument) else None for arg in specs)
+    specs = [
+        spec.arg
+        for spec in exported.graph_signature.input_specs
+        if spec.kind is InputKind.USER_INPUT
+    ]
+    taken = tuple(
+        _tensor_input(nodes[arg.name]) if isinstance(arg, TensorArgument) else None for arg in specs
+    )
     args, kwargs = pytree.tree_unflatten(range(len(taken)), exported.call_spec.in_spec)
     mapped = any(_has_mapping(one) for one in (*args, *kwargs.values()))
     return InputSignature(taken, tuple(kwargs), exported.call_spec.in_spec if mapped else None)
 
 
 def _has_mapping(value: Any) -> bool:
-    return isinstance(value, dict) or (isinstance(value, list | tuple) and any(_has_mapping(one) for one in value))
+    return isinstance(value, dict) or (
+        isinstance(value, list | tuple) and any(_has_mapping(one) for one in value)
+    )
 
 
 def _in_order(inputs: Any, structure: pytree.TreeSpec) -> list[Any] | None:
@@ -105,25 +132,36 @@ def _in_order(inputs: Any, structure: pytree.TreeSpec) -> list[Any] | None:
 def _tensor_input(value: Any) -> TensorInput | None:
     if not isinstance(value, torch.Tensor):
         return None
-    return TensorInput(tuple(int(size) if isinstance(size, int) else None for size in value.shape), value.dtype)
+    return TensorInput(
+        tuple(int(size) if isinstance(size, int) else None for size in value.shape), value.dtype
+    )
 
 
 def _in_dtype(value: Any, wanted: TensorInput | None) -> Any:
-    return cast(value, wanted.dtype) if wanted is not None and value.dtype in CASTABLE_DTYPES and wanted.dtype in CASTABLE_DTYPES else value
+    return (
+        cast(value, wanted.dtype)
+        if wanted is not None and value.dtype in CASTABLE_DTYPES and wanted.dtype in CASTABLE_DTYPES
+        else value
+    )
 
 
 def zeros_like_inputs(exported: ExportedProgram) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
     """Zeros of the sizes that a program was exported with, in the structure of its inputs; None where a size is not known.
 
-    torch checks a program's guards only if it has example inputs. The user's own are not saved: they may be private, and only their sizes matter. Zeros that
-    are one element in memory serve as well.
+    torch checks a program's guards only if it has example inputs. The user's own are not saved:
+    they may be private, and only their sizes matter. Zeros that are one element in memory serve as
+    well.
     """
     nodes = {node.name: node for node in exported.graph.find_nodes(op="placeholder")}
     leaves = []
     for spec in exported.graph_signature.input_specs:
         if spec.kind is not InputKind.USER_INPUT:
             continue
-        value = spec.arg.value if isinstance(spec.arg, ConstantArgument) else _zeros(nodes[spec.arg.name].meta["val"])
+        value = (
+            spec.arg.value
+            if isinstance(spec.arg, ConstantArgument)
+            else _zeros(nodes[spec.arg.name].meta["val"])
+        )
         if value is NotImplemented:
             return None
         leaves.append(value)
@@ -134,7 +172,11 @@ def zeros_like_inputs(exported: ExportedProgram) -> tuple[tuple[Any, ...], dict[
 def _zeros(like: Any) -> Any:
     if isinstance(like, torch.Tensor):
         sizes = [_hint(size) for size in like.shape]
-        return NotImplemented if NotImplemented in sizes else torch.zeros((), dtype=like.dtype, device=like.device).expand(sizes)
+        return (
+            NotImplemented
+            if NotImplemented in sizes
+            else torch.zeros((), dtype=like.dtype, device=like.device).expand(sizes)
+        )
     return _hint(like)
 
 
@@ -151,7 +193,10 @@ def named_leaves(nested: Any) -> list[tuple[str, Any]]:
     >>> named_leaves({"logits": 1, "hidden": [2, 3]}), named_leaves((1, 2)), named_leaves(1)
     ([('logits', 1), ('hidden_0', 2), ('hidden_1', 3)], [('output_0', 1), ('output_1', 2)], [('output', 1)])
     """
-    return [(_name(re.sub(r"\W+", "_", pytree.keystr(path)).strip("_")), leaf) for path, leaf in pytree.tree_leaves_with_path(nested)]
+    return [
+        (_name(re.sub(r"\W+", "_", pytree.keystr(path)).strip("_")), leaf)
+        for path, leaf in pytree.tree_leaves_with_path(nested)
+    ]
 
 
 def _name(words: str) -> str:
@@ -172,5 +217,7 @@ def available_device(device: str | torch.device) -> torch.device:
     """A device of this machine, or an error that says which there are."""
     kind = str(device).partition(":")[0]
     if kind not in available_devices():
-        raise UnsupportedError(f"There is no device {str(device)!r} here. {choices(sorted(available_devices()))}")
+        raise UnsupportedError(
+            f"There is no device {str(device)!r} here. {choices(sorted(available_devices()))}"
+        )
     return torch.device(device)

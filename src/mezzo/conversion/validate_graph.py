@@ -21,16 +21,21 @@ from mezzo.conversion.export import user_frame
 _OP = re.compile(r"torch\.ops\.([A-Za-z0-9_]+)\.([A-Za-z0-9_]+)\.([A-Za-z0-9_]+)")
 
 _SIZES = frozenset(
-    [f"_operator.{name}" for name in "eq ne le ge lt gt neg pos mul add sub floordiv mod pow truediv and_ or_ lshift rshift".split()]
+    [
+        f"_operator.{name}"
+        for name in "eq ne le ge lt gt neg pos mul add sub floordiv mod pow truediv and_ or_ lshift rshift".split()
+    ]
     + [f"torch.sym_{name}" for name in "not int float ite max min sum".split()]
     + ["math.trunc", "torch._sym_sqrt"]
 )
 """Functions of sizes, which know no tensors."""
 
 _BODIES = frozenset(
-    f"torch.ops.higher_order.{name}" for name in "cond while_loop scan associative_scan map_impl wrap_with_autocast wrap_with_set_grad_enabled".split()
+    f"torch.ops.higher_order.{name}"
+    for name in "cond while_loop scan associative_scan map_impl wrap_with_autocast wrap_with_set_grad_enabled".split()
 )
-"""Control flow and regions: each runs graphs of the same file. Others load libraries (`aoti_call_delegate`) or call Python objects."""
+"""Control flow and regions: each runs graphs of the same file. Others load libraries
+(`aoti_call_delegate`) or call Python objects."""
 
 
 def check(name: str, custom_ops: Collection[str]) -> None:
@@ -44,30 +49,44 @@ def check(name: str, custom_ops: Collection[str]) -> None:
     qualified = f"{namespace}::{op}" if overload == "default" else f"{namespace}::{op}.{overload}"
     if namespace == "aten" and not is_allowed(op, overload):
         raise CheckpointError(
-            f"it calls {qualified}, which is not on the list of ops that check their arguments (mezzo.conversion.allowed_ops). "
-            "Use another op in the model, or wrap it in a custom op (torch.library.custom_op) and load with custom_ops="
+            f"it calls {qualified}, which is not on the list of ops that check their arguments"
+            " (mezzo.conversion.allowed_ops). Use another op in the model, or wrap it in a custom"
+            " op (torch.library.custom_op) and load with custom_ops="
         )
     if namespace != "aten" and namespace not in custom_ops:
-        raise CheckpointError(f"it calls the custom op {qualified}. If you trust the file, name the op's namespace: custom_ops=({namespace!r},)")
+        raise CheckpointError(
+            f"it calls the custom op {qualified}. If you trust the file, name the op's namespace:"
+            f" custom_ops=({namespace!r},)"
+        )
     if qualified not in _registered():
         # Asked again, for the user may have imported the op since.
         _registered.cache_clear()
         if qualified not in _registered():
-            raise CheckpointError(f"it calls the op {qualified}, which is not registered here. Import the module that defines it first")
-    if namespace == "aten" and any(one.is_out for one in get_schema(f"aten::{op}", "" if overload == "default" else overload).arguments):
-        raise CheckpointError(f"it calls {qualified}, which writes to out=; torch.export never writes such a call")
+            raise CheckpointError(
+                f"it calls the op {qualified}, which is not registered here. Import the module that"
+                " defines it first"
+            )
+    if namespace == "aten" and any(
+        one.is_out
+        for one in get_schema(f"aten::{op}", "" if overload == "default" else overload).arguments
+    ):
+        raise CheckpointError(
+            f"it calls {qualified}, which writes to out=; torch.export never writes such a call"
+        )
 
 
 @cache
 def _registered() -> frozenset[str]:
-    # The dispatcher's ops alone: `torch.ops.aten` also gives the built-in functions of TorchScript, which write files among other things.
+    # The dispatcher's ops alone: `torch.ops.aten` also gives the built-in functions of TorchScript,
+    # which write files among other things.
     return frozenset(all_op_names())
 
 
 Rule = Callable[[str], None]
 
 _METADATA = ("stack_trace", "nn_module_stack", "torch_fn")
-"""What is kept of a node's notes. The rest names Python objects, or holds what a user has put there."""
+"""What is kept of a node's notes. The rest names Python objects, or holds what a user has put
+there."""
 _DIALECTS = ("TRAINING", "ATEN")
 _FLOATS = ("Infinity", "-Infinity", "NaN")
 _WIDEST = 2**64
@@ -78,26 +97,33 @@ def one_of(*allowed: str) -> Rule:
 
     def check(text: str) -> None:
         if text not in allowed:
-            raise CheckpointError(f"it says {text[:200]!r} where only {', '.join(map(repr, allowed)) or 'tensors and numbers'} can stand")
+            raise CheckpointError(
+                f"it says {text[:200]!r} where only"
+                f" {', '.join(map(repr, allowed)) or 'tensors and numbers'} can stand"
+            )
 
     return check
 
 
 _RULES: Mapping[str, Rule] = {
     **dict.fromkeys(
-        "TensorArgument.name SymIntArgument.as_name SymFloatArgument.as_name SymBoolArgument.as_name GraphArgument.name Node.name "
-        "GradientToUserInputSpec.user_input_name UserInputMutationSpec.user_input_name ModuleCallSignature.forward_arg_names NamedTupleDef.field_names "
-        "Graph.tensor_values[] Graph.sym_int_values[] Graph.sym_bool_values[] Graph.sym_float_values[]".split(),
+        "TensorArgument.name SymIntArgument.as_name SymFloatArgument.as_name"
+        " SymBoolArgument.as_name GraphArgument.name Node.name"
+        " GradientToUserInputSpec.user_input_name UserInputMutationSpec.user_input_name"
+        " ModuleCallSignature.forward_arg_names NamedTupleDef.field_names Graph.tensor_values[]"
+        " Graph.sym_int_values[] Graph.sym_bool_values[] Graph.sym_float_values[]".split(),
         validate_strings.identifier,
     ),
     **dict.fromkeys(
-        "InputToParameterSpec.parameter_name InputToBufferSpec.buffer_name InputToTensorConstantSpec.tensor_constant_name BufferMutationSpec.buffer_name "
-        "ParameterMutationSpec.parameter_name GradientToParameterSpec.parameter_name ModuleCallEntry.fqn".split(),
+        "InputToParameterSpec.parameter_name InputToBufferSpec.buffer_name"
+        " InputToTensorConstantSpec.tensor_constant_name BufferMutationSpec.buffer_name"
+        " ParameterMutationSpec.parameter_name GradientToParameterSpec.parameter_name"
+        " ModuleCallEntry.fqn".split(),
         validate_strings.path,
     ),
     **dict.fromkeys(
-        "ConstantValue.as_string Graph.inputs>Argument.as_string Argument.as_string_to_argument[] Device.type ExportedProgram.torch_version "
-        "GraphModule.treespec_namedtuple_fields[]".split(),
+        "ConstantValue.as_string Graph.inputs>Argument.as_string Argument.as_string_to_argument[]"
+        " Device.type ExportedProgram.torch_version GraphModule.treespec_namedtuple_fields[]".split(),
         validate_strings.text,
     ),
     # The name of a constant input is written into source code, and is empty for one that has none.
@@ -122,7 +148,10 @@ def validate_program(program: object, custom_ops: Collection[str] = ()) -> schem
     """Read a saved program from plain values, or refuse it: nothing in what is returned can run as code."""
     called = partial(check, custom_ops=custom_ops)
     admitted: schema.ExportedProgram = _validate(
-        program, schema.ExportedProgram, "ExportedProgram", {**_RULES, "Node.target": called, "Argument.as_operator": called}
+        program,
+        schema.ExportedProgram,
+        "ExportedProgram",
+        {**_RULES, "Node.target": called, "Argument.as_operator": called},
     )
     return admitted
 
@@ -133,13 +162,17 @@ def strip_metadata(program: Any) -> Any:
         return [strip_metadata(one) for one in program]
     if not isinstance(program, dict):
         return program
-    return {name: _notes(value) if name == "metadata" else strip_metadata(value) for name, value in program.items()}
+    return {
+        name: _notes(value) if name == "metadata" else strip_metadata(value)
+        for name, value in program.items()
+    }
 
 
 def _notes(metadata: dict[str, str]) -> dict[str, str]:
     kept = {name: metadata[name] for name in _METADATA if name in metadata}
     if "stack_trace" in kept:
-        # The place without the source text: a saved file should not tell more of its maker than it must.
+        # The place without the source text: a saved file should not tell more of its maker than it
+        # must.
         frame = user_frame(kept["stack_trace"])
         kept["stack_trace"] = frame[0].replace("\\", "/") if frame else ""
     return kept
@@ -152,7 +185,10 @@ def _validate(value: Any, kind: Any, field: str, rules: Mapping[str, Rule]) -> A
     if origin is list:
         return [_validate(one, arguments[0], field, rules) for one in _typed(value, list, field)]
     if origin is dict:
-        return {_text(name, f"{field}[]", rules): _validate(one, arguments[1], field, rules) for name, one in _typed(value, dict, field).items()}
+        return {
+            _text(name, f"{field}[]", rules): _validate(one, arguments[1], field, rules)
+            for name, one in _typed(value, dict, field).items()
+        }
     if dataclasses.is_dataclass(kind):
         return _validate_fields(_typed(value, dict, field), kind, field, rules)
     if kind is str:
@@ -160,7 +196,9 @@ def _validate(value: Any, kind: Any, field: str, rules: Mapping[str, Rule]) -> A
     return _number(value, kind, field)
 
 
-def _validate_fields(value: dict[str, Any], kind: Any, field: str, rules: Mapping[str, Rule]) -> Any:
+def _validate_fields(
+    value: dict[str, Any], kind: Any, field: str, rules: Mapping[str, Rule]
+) -> Any:
     hints = _hints(kind)
     if unknown := value.keys() - hints.keys():
         raise CheckpointError(f"{field} has {min(unknown)!r}, which this torch does not know")
@@ -170,13 +208,17 @@ def _validate_fields(value: dict[str, Any], kind: Any, field: str, rules: Mappin
     fields = {}
     for name, one in value.items():
         own = f"{kind.__name__}.{name}"
-        fields[name] = _validate(one, hints[name], f"{field}>{own}" if f"{field}>{own}" in rules else own, rules)
+        fields[name] = _validate(
+            one, hints[name], f"{field}>{own}" if f"{field}>{own}" in rules else own, rules
+        )
     return kind.create(**fields) if is_union else kind(**fields)
 
 
 def _number(value: Any, kind: Any, field: str) -> Any:
     if kind is schema.Layout and value != schema.Layout.Strided:
-        raise CheckpointError(f"{field} is {str(value)[:200]!r}, and a saved program has dense tensors only")
+        raise CheckpointError(
+            f"{field} is {str(value)[:200]!r}, and a saved program has dense tensors only"
+        )
     if isinstance(kind, type) and issubclass(kind, IntEnum):
         fits = type(value) is int and value in kind.__members__.values()
     elif kind is float:
@@ -200,7 +242,9 @@ def _text(value: Any, field: str, rules: Mapping[str, Rule]) -> str:
 
 def _typed(value: Any, kind: type, field: str) -> Any:
     if type(value) is not kind:
-        raise CheckpointError(f"{field} is a {type(value).__name__} and should be a {kind.__name__}")
+        raise CheckpointError(
+            f"{field} is a {type(value).__name__} and should be a {kind.__name__}"
+        )
     return value
 
 

@@ -1,7 +1,9 @@
 """What strings in a saved graph may say.
 
-torch turns strings of a saved program into code: it evaluates the expressions of dynamic sizes, writes names into Python source that it executes, executes
-guards, and imports the modules that a nested output names. Each kind of string has a rule here, and a rule lets through only what cannot do anything else.
+torch turns strings of a saved program into code: it evaluates the expressions of dynamic sizes,
+writes names into Python source that it executes, executes guards, and imports the modules that a
+nested output names. Each kind of string has a rule here, and a rule lets through only what cannot
+do anything else.
 """
 
 from __future__ import annotations
@@ -27,17 +29,33 @@ _EXPRESSION_LETTERS = re.compile(r"[A-Za-z0-9_(),'=.+ -]*")
 
 _FUNCTIONS = frozenset(
     # sympy's, and torch's own that its loader knows
-    "Add Mul Mod Max Min Abs Rational Equality Unequality StrictLessThan LessThan StrictGreaterThan GreaterThan And Or Not Where FloorDiv ModularIndexing "
-    "PythonMod CleanDiv CeilToInt FloorToInt CeilDiv FloatTrueDiv IntTrueDiv TruncToFloat TruncToInt RoundToInt RoundDecimal ToFloat Identity".split()
+    "Add Mul Mod Max Min Abs Rational Equality Unequality StrictLessThan LessThan StrictGreaterThan"
+    " GreaterThan And Or Not Where FloorDiv ModularIndexing PythonMod CleanDiv CeilToInt FloorToInt"
+    " CeilDiv FloatTrueDiv IntTrueDiv TruncToFloat TruncToInt RoundToInt RoundDecimal ToFloat"
+    " Identity".split()
 )
 _POWERS = frozenset({"Pow", "PowByNatural", "FloatPow"})
 _LEAVES = frozenset({"Integer", "Float", "Symbol"})
-_ASSUMPTIONS = frozenset({"integer", "positive", "nonnegative", "nonzero", "real", "finite", "precision"})
+_ASSUMPTIONS = frozenset(
+    {"integer", "positive", "nonnegative", "nonzero", "real", "finite", "precision"}
+)
 _LARGEST_POWER = 16
 
-_GUARD_FUNCTIONS = frozenset("Max Min Mod PythonMod FloorDiv CeilDiv IntTrueDiv FloatTrueDiv CeilToInt FloorToInt TruncToInt ToFloat max min abs".split())
+_GUARD_FUNCTIONS = frozenset(
+    "Max Min Mod PythonMod FloorDiv CeilDiv IntTrueDiv FloatTrueDiv CeilToInt FloorToInt TruncToInt"
+    " ToFloat max min abs".split()
+)
 _GUARD_METHODS = frozenset({"size", "stride", "storage_offset", "dim", "numel"})
-_GUARD_NODES = (ast.BoolOp, ast.Compare, ast.UnaryOp, ast.BinOp, ast.boolop, ast.cmpop, ast.unaryop, ast.expr_context)
+_GUARD_NODES = (
+    ast.BoolOp,
+    ast.Compare,
+    ast.UnaryOp,
+    ast.BinOp,
+    ast.boolop,
+    ast.cmpop,
+    ast.unaryop,
+    ast.expr_context,
+)
 _GUARD_OPERATORS = (ast.Add, ast.Sub, ast.Mult, ast.FloorDiv, ast.Div, ast.Mod)
 
 _FACTORIES = frozenset({"list", "dict", "set", "tuple", "int", "float", "str", "bool"})
@@ -50,17 +68,29 @@ def free_text(text: str) -> None:
 
 def text(text: str) -> None:
     """Let through a name that torch writes between quotes: nothing that would end them."""
-    _require(len(text) <= _LONGEST and text.isprintable() and not set(text) & set("\"'\\"), "a name has quotes, backslashes or control characters", text)
+    _require(
+        len(text) <= _LONGEST and text.isprintable() and not set(text) & set("\"'\\"),
+        "a name has quotes, backslashes or control characters",
+        text,
+    )
 
 
 def trace(text: str) -> None:
     """Let through a source line or a list of modules, which torch may write into a comment or between three quotes."""
-    _require(len(text) <= _LONGEST and text.isprintable() and '"""' not in text and "\\" not in text, "a source line is not one", text)
+    _require(
+        len(text) <= _LONGEST and text.isprintable() and '"""' not in text and "\\" not in text,
+        "a source line is not one",
+        text,
+    )
 
 
 def identifier(text: str) -> None:
     """Let through a name that torch writes into source code."""
-    _require(len(text) <= _LONGEST and text.isidentifier() and not iskeyword(text), "a name is no identifier", text)
+    _require(
+        len(text) <= _LONGEST and text.isidentifier() and not iskeyword(text),
+        "a name is no identifier",
+        text,
+    )
 
 
 def argument_name(text: str) -> None:
@@ -71,13 +101,21 @@ def argument_name(text: str) -> None:
 def path(name: str) -> None:
     """Let through the dotted name of a module, parameter or buffer."""
     text(name)
-    _require(not any(part.startswith("__") for part in name.split(".")), "a parameter's name reaches into Python itself", name)
+    _require(
+        not any(part.startswith("__") for part in name.split(".")),
+        "a parameter's name reaches into Python itself",
+        name,
+    )
 
 
 def symbol_range(text: str) -> None:
     """Let through the name of a dynamic size. torch counts up to the number behind `u`, so it must be small."""
     _require(bool(_RANGED.fullmatch(text)), "a dynamic size has an odd name", text)
-    _require(not any(len(digits) > 5 for digits in re.findall(r"[0-9]+", text)), "a dynamic size has a huge number", text)  # noqa: PLR2004
+    _require(
+        not any(len(digits) > 5 for digits in re.findall(r"[0-9]+", text)),  # noqa: PLR2004
+        "a dynamic size has a huge number",
+        text,
+    )
 
 
 def expression(text: str) -> None:
@@ -89,7 +127,9 @@ def expression(text: str) -> None:
     mezzo._errors.CheckpointError: a size has an expression that is not allowed: "__import__('os').system('true')"
     """
     _require(
-        len(text) <= _LONGEST and bool(_EXPRESSION_LETTERS.fullmatch(text)) and _is_expression(_parsed(text)),
+        len(text) <= _LONGEST
+        and bool(_EXPRESSION_LETTERS.fullmatch(text))
+        and _is_expression(_parsed(text)),
         "a size has an expression that is not allowed",
         text,
     )
@@ -100,7 +140,11 @@ def guard(text: str) -> None:
 
     >>> guard("(L['x'].size()[0] % 2) == 0")
     """
-    _require(len(text) <= _LONGEST and "\n" not in text and _is_guard(_parsed(text), _DEEPEST), "a guard has an expression that is not allowed", text)
+    _require(
+        len(text) <= _LONGEST and "\n" not in text and _is_guard(_parsed(text), _DEEPEST),
+        "a guard has an expression that is not allowed",
+        text,
+    )
 
 
 def tree(text: str) -> None:
@@ -142,7 +186,12 @@ def _is_expression(node: ast.expr, depth: int = _DEEPEST) -> bool:
                 return _is_leaf(name, arguments, keywords)
             if name in _POWERS:
                 return not keywords and _is_power(arguments, depth)
-            return name in _FUNCTIONS and not keywords and depth > 0 and all(_is_number(one) or _is_expression(one, depth - 1) for one in arguments)
+            return (
+                name in _FUNCTIONS
+                and not keywords
+                and depth > 0
+                and all(_is_number(one) or _is_expression(one, depth - 1) for one in arguments)
+            )
     return False
 
 
@@ -180,7 +229,11 @@ def _is_power(arguments: list[ast.expr], depth: int) -> bool:
     match arguments:
         case [base, ast.Call(func=ast.Name(id="Integer"), args=[exponent], keywords=[])]:
             small = _is_number(exponent) and abs(ast.literal_eval(exponent)) <= _LARGEST_POWER
-            return small and any(isinstance(one, ast.Name) and one.id == "Symbol" for one in ast.walk(base)) and _is_expression(base, depth - 1)
+            return (
+                small
+                and any(isinstance(one, ast.Name) and one.id == "Symbol" for one in ast.walk(base))
+                and _is_expression(base, depth - 1)
+            )
     return False
 
 
@@ -223,16 +276,33 @@ def _is_source(node: ast.expr) -> bool:
 
 
 def _tree(spec: Any, depth: int) -> None:
-    shaped = isinstance(spec, dict) and spec.keys() == {"type", "context", "children_spec"} and isinstance(spec["children_spec"], list)
+    shaped = (
+        isinstance(spec, dict)
+        and spec.keys() == {"type", "context", "children_spec"}
+        and isinstance(spec["children_spec"], list)
+    )
     _require(shaped and depth > 0, "a structure is none", spec)
     kind = spec["type"]
     if kind is None:
-        _require(spec["context"] is None and not spec["children_spec"], "a structure has a leaf with children", spec)
+        _require(
+            spec["context"] is None and not spec["children_spec"],
+            "a structure has a leaf with children",
+            spec,
+        )
         return
     known = pytree.SERIALIZED_TYPE_TO_PYTHON_TYPE
     named = isinstance(kind, str) and kind in known and kind != pytree.NO_SERIALIZED_TYPE_NAME_FOUND
-    _require(named, "a structure has a class that is not registered with torch's pytree; import what defines it first", kind)
-    _require(_is_context(kind, pytree.SUPPORTED_SERIALIZED_TYPES[known[kind]], spec["context"]), "a structure says something odd about its class", spec)
+    _require(
+        named,
+        "a structure has a class that is not registered with torch's pytree; import what defines it"
+        " first",
+        kind,
+    )
+    _require(
+        _is_context(kind, pytree.SUPPORTED_SERIALIZED_TYPES[known[kind]], spec["context"]),
+        "a structure says something odd about its class",
+        spec,
+    )
     for child in spec["children_spec"]:
         _tree(child, depth - 1)
 
@@ -240,11 +310,21 @@ def _tree(spec: Any, depth: int) -> None:
 def _is_context(kind: str, registered: Any, context: Any) -> bool:
     """Whether what a class keeps beside its children is plain. torch would import modules for an enum or the factory of a defaultdict."""
     if registered.from_dumpable_context is None:
-        return isinstance(context, str) and all(_is_plain(one) for one in _flat(json.loads(context)))
+        return isinstance(context, str) and all(
+            _is_plain(one) for one in _flat(json.loads(context))
+        )
     if kind == "collections.defaultdict":
-        factory = isinstance(context, dict) and context.get("default_factory_module") == "builtins" and context.get("default_factory_name") in _FACTORIES
+        factory = (
+            isinstance(context, dict)
+            and context.get("default_factory_module") == "builtins"
+            and context.get("default_factory_name") in _FACTORIES
+        )
         return factory and all(_is_plain(one) for one in _flat(context.get("dict_context")))
-    named = pytree.SERIALIZED_TYPE_TO_PYTHON_TYPE.get(context) if kind == "collections.namedtuple" and isinstance(context, str) else None
+    named = (
+        pytree.SERIALIZED_TYPE_TO_PYTHON_TYPE.get(context)
+        if kind == "collections.namedtuple" and isinstance(context, str)
+        else None
+    )
     return named is not None and pytree.is_namedtuple_class(named)
 
 

@@ -1,7 +1,8 @@
 """A step bound to the user's own optimizer: its parameters are 16-bit, its arithmetic is not.
 
-The optimizer stays the object it was, with its groups, hooks, schedulers and state. Only what its `step` does is replaced: by the fused pass where there is one,
-else by the optimizer's own step over float32 stand-ins.
+The optimizer stays the object it was, with its groups, hooks, schedulers and state. Only what its
+`step` does is replaced: by the fused pass where there is one, else by the optimizer's own step over
+float32 stand-ins.
 """
 
 from __future__ import annotations
@@ -39,17 +40,23 @@ class OptimizerBinding:
     reads_on_device = False
     """Whether scheduled values may be tensors, for nothing reads them on the host."""
 
-    def __init__(self, optimizer: Optimizer, masters: MasterWeights, *, clip_norm: float | None = None) -> None:
+    def __init__(
+        self, optimizer: Optimizer, masters: MasterWeights, *, clip_norm: float | None = None
+    ) -> None:
         self.optimizer, self.masters, self.clip_norm = optimizer, masters, clip_norm
         self._norm: torch.Tensor | None = None
         self.newcomers: Callable[[list[torch.Tensor]], None] | None = None
-        """Called before a step with 16-bit parameters that have gradients and no master: they joined the optimizer, or are trained, since it was bound."""
+        """Called before a step with 16-bit parameters that have gradients and no master: they
+        joined the optimizer, or are trained, since it was bound."""
         self.active = True
         self._own_step = without_hooks(type(optimizer).step)
-        self._replaced = {name: optimizer.__dict__[name] for name in _PROTOCOL if name in optimizer.__dict__}
+        self._replaced = {
+            name: optimizer.__dict__[name] for name in _PROTOCOL if name in optimizer.__dict__
+        }
         self._entered = False
         self._restore_step = replace_step(optimizer, self._make_step())
-        # torch's protocol, by which a scaler tells the optimizer the scale and the flag; and ours, which holds on a CPU too.
+        # torch's protocol, by which a scaler tells the optimizer the scale and the flag; and ours,
+        # which holds on a CPU too.
         optimizer._step_supports_amp_scaling = True  # type: ignore[attr-defined]
         optimizer._bound = self  # type: ignore[attr-defined]
         optimizer.__deepcopy__ = _refuse_copy  # type: ignore[attr-defined]
@@ -88,13 +95,16 @@ class OptimizerBinding:
         """torch runs this before every step: refuse the step of the optimizer's class, called by somebody who took hold of it before it was replaced."""
         if not self._entered:
             raise UnsupportedError(
-                f"The own step of this {type(optimizer).__name__} was called, which would update the parameters without their master weights: a wrapper or a "
-                "variable has held it since before mezzo.decorate. First decorate, then wrap."
+                f"The own step of this {type(optimizer).__name__} was called, which would update"
+                " the parameters without their master weights: a wrapper or a variable has held it"
+                " since before mezzo.decorate. First decorate, then wrap."
             )
 
     def _called(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> Any:
         if not self.active:
-            return self._own_step(optimizer) if closure is None else self._own_step(optimizer, closure)
+            return (
+                self._own_step(optimizer) if closure is None else self._own_step(optimizer, closure)
+            )
         loss = None if closure is None else self._once(closure)
         found = getattr(optimizer, "found_inf", None)
         with torch.no_grad():
@@ -104,8 +114,9 @@ class OptimizerBinding:
     def _once(self, closure: Callable[[], Any]) -> Any:
         if not _calls_once(self.optimizer):
             raise UnsupportedError(
-                f"{type(self.optimizer).__name__}.step(closure) over 16-bit parameters would evaluate the closure while the exact weights are elsewhere. "
-                "Compute the loss and its gradients first, then call step()."
+                f"{type(self.optimizer).__name__}.step(closure) over 16-bit parameters would"
+                " evaluate the closure while the exact weights are elsewhere. Compute the loss and"
+                " its gradients first, then call step()."
             )
         with torch.enable_grad():
             return closure()
@@ -120,7 +131,8 @@ class OptimizerBinding:
         for place, (parameter, stand_in) in enumerate(stand_ins):
             if parameter in self.masters and stand_in.grad is not None:
                 self.masters.write(parameter, stand_in.detach(), self._draw(parameter, place))
-                # Only now: torch's optimizers take a state that is not empty for one that they have begun.
+                # Only now: torch's optimizers take a state that is not empty for one that they have
+                # begun.
                 self.masters.show(parameter, self.optimizer.state)
 
     def check(self, scale: torch.Tensor, flags: Flags, culprit: FlaggedSource) -> bool:  # noqa: ARG002
@@ -139,7 +151,11 @@ class OptimizerBinding:
     def _admit(self, candidates: list[torch.Tensor]) -> None:
         """Let parameters without a master have one before they are stepped."""
         if self.newcomers is not None:
-            found = [one for one in candidates if one.grad is not None and one.dtype in HALF_DTYPES and one not in self.masters]
+            found = [
+                one
+                for one in candidates
+                if one.grad is not None and one.dtype in HALF_DTYPES and one not in self.masters
+            ]
             if found:
                 self.newcomers(found)
 
@@ -147,7 +163,8 @@ class OptimizerBinding:
         if self.masters.kind.master is not Master.STOCHASTIC:
             return None
         state = self.optimizer.state[parameter]
-        # A float32 tensor, as torch's own step counts: what else is in a state, torch.distributed.checkpoint does not gather.
+        # A float32 tensor, as torch's own step counts: what else is in a state,
+        # torch.distributed.checkpoint does not gather.
         state["draws"] = torch.as_tensor(state.get("draws", 0), dtype=torch.float32) + 1
         return RandomDraw(self.masters.seed, place, state["draws"].long())
 
@@ -164,10 +181,13 @@ class OptimizerBinding:
         ours = {id(tensor) for pair in stand_ins for tensor in pair}
 
         def before_step(other: Optimizer, *_: Any) -> None:
-            if other is not self.optimizer and any(id(tensor) in ours for tensor in parameters(other)):
+            if other is not self.optimizer and any(
+                id(tensor) in ours for tensor in parameters(other)
+            ):
                 raise UnsupportedError(
-                    f"{type(self.optimizer).__name__} steps another optimizer, a {type(other).__name__}, which would update the parameters without their master "
-                    "weights. Pass that one to mezzo.decorate, before it is wrapped."
+                    f"{type(self.optimizer).__name__} steps another optimizer, a"
+                    f" {type(other).__name__}, which would update the parameters without their"
+                    " master weights. Pass that one to mezzo.decorate, before it is wrapped."
                 )
 
         # Heard by every optimizer, for as long as this step runs.
@@ -178,15 +198,26 @@ class OptimizerBinding:
             handle.remove()
 
     @contextmanager
-    def _float32_parameters(self, factor: torch.Tensor | None) -> Iterator[list[tuple[torch.Tensor, Parameter]]]:
+    def _float32_parameters(
+        self, factor: torch.Tensor | None
+    ) -> Iterator[list[tuple[torch.Tensor, Parameter]]]:
         """Float32 parameters in the place of the 16-bit ones, with gradients as the optimizer expects them, for as long as its own step runs."""
         optimizer = self.optimizer
         groups = [(group, group["params"]) for group in optimizer.param_groups]
-        pairs = [(parameter, self._float32_parameter(parameter, factor)) for _, own in groups for parameter in own]
+        pairs = [
+            (parameter, self._float32_parameter(parameter, factor))
+            for _, own in groups
+            for parameter in own
+        ]
         self._clip([stand_in for _, stand_in in pairs])
         there, back = dict(pairs), {stand_in: parameter for parameter, stand_in in pairs}
-        told: dict[str, Any] = {name: optimizer.__dict__[name] for name in ("grad_scale", "found_inf") if name in optimizer.__dict__}
-        # The gradients of the stand-ins are unscaled and checked: torch's fused steps are not to do it again.
+        told: dict[str, Any] = {
+            name: optimizer.__dict__[name]
+            for name in ("grad_scale", "found_inf")
+            if name in optimizer.__dict__
+        }
+        # The gradients of the stand-ins are unscaled and checked: torch's fused steps are not to do
+        # it again.
         optimizer.__dict__.update(dict.fromkeys(told))
         for group, own in groups:
             group["params"] = [there[parameter] for parameter in own]
@@ -201,7 +232,11 @@ class OptimizerBinding:
 
     def _float32_parameter(self, parameter: torch.Tensor, factor: torch.Tensor | None) -> Parameter:
         # Without a master an alias: what the step writes to it, it writes to the parameter.
-        value = self.masters.read(parameter) if parameter in self.masters and parameter.grad is not None else parameter.detach()
+        value = (
+            self.masters.read(parameter)
+            if parameter in self.masters and parameter.grad is not None
+            else parameter.detach()
+        )
         stand_in = Parameter(value, requires_grad=parameter.requires_grad)
         gradient = parameter.grad
         if gradient is not None:
@@ -221,8 +256,9 @@ class OptimizerBinding:
 def replace_step(optimizer: Optimizer, step: Callable[..., Any]) -> Callable[[], None]:
     """Replace an optimizer's `step` by a function that takes the optimizer first; return a function that restores the old one.
 
-    Schedulers notice nothing: they warn of a step that was replaced or that they did not see called, and every call of the new step counts, also one that
-    updates nothing. If another wrapper was put around the new step meanwhile, restoring leaves it there.
+    Schedulers notice nothing: they warn of a step that was replaced or that they did not see
+    called, and every call of the new step counts, also one that updates nothing. If another wrapper
+    was put around the new step meanwhile, restoring leaves it there.
 
     >>> optimizer = torch.optim.SGD([torch.zeros(1)], lr=0.1)
     >>> restore = replace_step(optimizer, lambda optimizer, closure=None: print("skipped"))
@@ -261,7 +297,8 @@ def optimizer_binding(optimizer: Optimizer) -> OptimizerBinding | None:
 
 def _refuse_copy(_: object) -> None:
     raise UnsupportedError(
-        "A decorated optimizer steps over exact weights, which a deep copy of it would train without. Copy optimizer.state_dict(), or call mezzo.undecorate first."
+        "A decorated optimizer steps over exact weights, which a deep copy of it would train"
+        " without. Copy optimizer.state_dict(), or call mezzo.undecorate first."
     )
 
 
@@ -279,12 +316,15 @@ def grad_norm(optimizer: Optimizer) -> torch.Tensor:
     bound = optimizer_binding(optimizer)
     if bound is None or bound.clip_norm is None:
         raise UnsupportedError(
-            f"This {type(optimizer).__name__} takes no norm, for it does not clip. Use mezzo.decorate(model, optimizer, ..., clip_norm=1.0), "
-            "or torch.nn.utils.get_total_norm of unscaled gradients."
+            f"This {type(optimizer).__name__} takes no norm, for it does not clip. Use"
+            " mezzo.decorate(model, optimizer, ..., clip_norm=1.0), or"
+            " torch.nn.utils.get_total_norm of unscaled gradients."
         )
     norm = bound.grad_norm
     if norm is None:
-        raise UnsupportedError("There is no norm before the first step. Call optimizer.step() first.")
+        raise UnsupportedError(
+            "There is no norm before the first step. Call optimizer.step() first."
+        )
     return norm
 
 

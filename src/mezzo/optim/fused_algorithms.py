@@ -37,7 +37,12 @@ class Algorithm:
 
 
 def _adam(group: Group) -> tuple[Number, ...]:
-    return (group["weight_decay"], *group["betas"], group["eps"], float(bool(group.get("decoupled_weight_decay"))))
+    return (
+        group["weight_decay"],
+        *group["betas"],
+        group["eps"],
+        float(bool(group.get("decoupled_weight_decay"))),
+    )
 
 
 def _has_momentum(group: Group) -> bool:
@@ -49,12 +54,22 @@ _SGD = Algorithm(
     "SGD",
     states=lambda group: ("momentum_buffer",) if _has_momentum(group) else (),
     variant=_has_momentum,
-    hyper=lambda group: (group["weight_decay"], group["momentum"], 1.0 - group["dampening"], 0.0, float(group["nesterov"])),
+    hyper=lambda group: (
+        group["weight_decay"],
+        group["momentum"],
+        1.0 - group["dampening"],
+        0.0,
+        float(group["nesterov"]),
+    ),
     has_step_count=False,
 )
 _ADAM = Algorithm(
     "ADAM",
-    states=lambda group: ("exp_avg", "exp_avg_sq", "max_exp_avg_sq") if group["amsgrad"] else ("exp_avg", "exp_avg_sq"),
+    states=lambda group: (
+        ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
+        if group["amsgrad"]
+        else ("exp_avg", "exp_avg_sq")
+    ),
     variant=lambda group: bool(group["amsgrad"]),
     hyper=_adam,
 )
@@ -72,7 +87,9 @@ _LION = Algorithm(
     hyper=lambda group: (group["weight_decay"], *group["betas"], 0.0, 0.0),
     has_step_count=False,
 )
-_LAMB = Algorithm("LAMB", states=lambda _: ("exp_avg", "exp_avg_sq"), variant=lambda _: False, hyper=_adam)
+_LAMB = Algorithm(
+    "LAMB", states=lambda _: ("exp_avg", "exp_avg_sq"), variant=lambda _: False, hyper=_adam
+)
 
 ALGORITHMS: dict[type[torch.optim.Optimizer], Algorithm] = {
     torch.optim.SGD: _SGD,

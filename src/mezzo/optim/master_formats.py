@@ -10,7 +10,14 @@ import torch
 from mezzo._casting import cast
 from mezzo._errors import PolicyError
 from mezzo._launch import is_dense
-from mezzo._torch import foreach_abs, foreach_add_, foreach_copy_, foreach_maximum_, foreach_mul_, foreach_sign
+from mezzo._torch import (
+    foreach_abs,
+    foreach_add_,
+    foreach_copy_,
+    foreach_maximum_,
+    foreach_mul_,
+    foreach_sign,
+)
 from mezzo.policy.types import Master
 
 _WORD = 0xFFFFFFFF
@@ -19,19 +26,31 @@ _WEYL = (0x9E3779B9, 0xBB67AE85)
 ROUNDS = 10
 
 
-def philox(seed: int, count: int, place: int, step: torch.Tensor | int, device: torch.device) -> torch.Tensor:
+def philox(
+    seed: int, count: int, place: int, step: torch.Tensor | int, device: torch.device
+) -> torch.Tensor:
     """One random word of 32 bits, as int64, for each of `count` elements of the parameter at a place, at a step.
 
     >>> philox(0, 2, place=0, step=0, device=torch.device("cpu")).tolist()
     [1713891541, 4175744164]
     """
     element = torch.arange(count, dtype=torch.int64, device=device)
-    words = [element & _WORD, element >> 32, torch.full_like(element, place), torch.zeros_like(element) + step]
+    words = [
+        element & _WORD,
+        element >> 32,
+        torch.full_like(element, place),
+        torch.zeros_like(element) + step,
+    ]
     keys = [seed & _WORD, (seed >> 32) & _WORD]
     for _ in range(ROUNDS):
         # Products wrap around at 64 bits; shifted and masked, their halves are right all the same.
         low, high = words[0] * _MULTIPLIERS[0], words[2] * _MULTIPLIERS[1]
-        words = [(high >> 32 & _WORD) ^ words[1] ^ keys[0], high & _WORD, (low >> 32 & _WORD) ^ words[3] ^ keys[1], low & _WORD]
+        words = [
+            (high >> 32 & _WORD) ^ words[1] ^ keys[0],
+            high & _WORD,
+            (low >> 32 & _WORD) ^ words[3] ^ keys[1],
+            low & _WORD,
+        ]
         keys = [(key + weyl) & _WORD for key, weyl in zip(keys, _WEYL, strict=True)]
     return words[0]
 
@@ -69,7 +88,9 @@ class MasterFormat(Protocol):
     def companion_dtype(self, half: torch.dtype) -> torch.dtype | None:
         """The dtype of what lies beside a parameter."""
 
-    def split(self, value: torch.Tensor, half: torch.dtype, draw: RandomDraw | None = None) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def split(
+        self, value: torch.Tensor, half: torch.dtype, draw: RandomDraw | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """A float32 value as a 16-bit parameter and what lies beside it."""
 
     def merge(self, parameter: torch.Tensor, beside: torch.Tensor | None) -> torch.Tensor:
@@ -85,7 +106,12 @@ class Float32:
         """Float32."""
         return torch.float32
 
-    def split(self, value: torch.Tensor, half: torch.dtype, draw: RandomDraw | None = None) -> tuple[torch.Tensor, torch.Tensor | None]:  # noqa: ARG002
+    def split(
+        self,
+        value: torch.Tensor,
+        half: torch.dtype,
+        draw: RandomDraw | None = None,  # noqa: ARG002
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Round to nearest, ties to even; the value beside it."""
         return cast(value, half), value.clone()
 
@@ -100,7 +126,8 @@ class Float32:
 class Split:
     """A bfloat16 parameter and a signed 16-bit remainder: together the bits of a float32.
 
-    Half-way cases round away from zero. Truncation would bias every weight towards zero, and ties to even leave no room for the remainder in 16 bits.
+    Half-way cases round away from zero. Truncation would bias every weight towards zero, and ties
+    to even leave no room for the remainder in 16 bits.
     """
 
     master, sampled, exact = Master.SPLIT, True, True
@@ -109,10 +136,18 @@ class Split:
         """int16."""
         return torch.int16
 
-    def split(self, value: torch.Tensor, half: torch.dtype, draw: RandomDraw | None = None) -> tuple[torch.Tensor, torch.Tensor | None]:  # noqa: ARG002
+    def split(
+        self,
+        value: torch.Tensor,
+        half: torch.dtype,
+        draw: RandomDraw | None = None,  # noqa: ARG002
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """The nearest bfloat16, and what is missing in units of the last place of float32."""
         if half is not torch.bfloat16:
-            raise PolicyError("master='split' needs bfloat16 parameters, got float16. Use master='float32', or dtype='bfloat16'.")
+            raise PolicyError(
+                "master='split' needs bfloat16 parameters, got float16. Use master='float32', or"
+                " dtype='bfloat16'."
+            )
         # A GPU's NaN has every bit set and would wrap around to zero.
         bits = torch.where(value.isnan(), _NAN_BITS, value.view(torch.int32))
         upper = (bits + 0x8000) >> 16
@@ -123,7 +158,8 @@ class Split:
         if beside is None:
             return _own(parameter)
         upper, remainder = parameter.view(torch.int16).to(torch.int32), beside.to(torch.int32)
-        # Zero has no negative remainder: this one is of another value, which was overwritten (`p.data.mul_(mask)`), and zero minus it would be NaN.
+        # Zero has no negative remainder: this one is of another value, which was overwritten
+        # (`p.data.mul_(mask)`), and zero minus it would be NaN.
         remainder = torch.where((upper & 0x7FFF) == 0, remainder.clamp(min=0), remainder)
         return ((upper << 16) + remainder).view(torch.float32)
 
@@ -137,7 +173,12 @@ class Kahan:
         """As the parameter's."""
         return half
 
-    def split(self, value: torch.Tensor, half: torch.dtype, draw: RandomDraw | None = None) -> tuple[torch.Tensor, torch.Tensor | None]:  # noqa: ARG002
+    def split(
+        self,
+        value: torch.Tensor,
+        half: torch.dtype,
+        draw: RandomDraw | None = None,  # noqa: ARG002
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Rounded, and the error rounded."""
         parameter = cast(value, half)
         return parameter, cast(value - cast(parameter, torch.float32), half)
@@ -162,9 +203,13 @@ class Stochastic:
         """Nothing."""
         return None
 
-    def split(self, value: torch.Tensor, half: torch.dtype, draw: RandomDraw | None = None) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def split(
+        self, value: torch.Tensor, half: torch.dtype, draw: RandomDraw | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Rounded at random, or to nearest where there is nothing to draw."""
-        return (cast(value, half) if draw is None else round_stochastically(value, half, draw)), None
+        return (
+            cast(value, half) if draw is None else round_stochastically(value, half, draw)
+        ), None
 
     def merge(self, parameter: torch.Tensor, beside: torch.Tensor | None) -> torch.Tensor:  # noqa: ARG002
         """The parameter's value."""
@@ -180,7 +225,12 @@ class NoMaster:
         """Nothing."""
         return None
 
-    def split(self, value: torch.Tensor, half: torch.dtype, draw: RandomDraw | None = None) -> tuple[torch.Tensor, torch.Tensor | None]:  # noqa: ARG002
+    def split(
+        self,
+        value: torch.Tensor,
+        half: torch.dtype,
+        draw: RandomDraw | None = None,  # noqa: ARG002
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Rounded to nearest."""
         return cast(value, half), None
 
@@ -189,22 +239,34 @@ class NoMaster:
         return _own(parameter)
 
 
-MASTER_FORMATS: dict[Master, MasterFormat] = {kind.master: kind for kind in (Float32(), Split(), Kahan(), Stochastic(), NoMaster())}
+MASTER_FORMATS: dict[Master, MasterFormat] = {
+    kind.master: kind for kind in (Float32(), Split(), Kahan(), Stochastic(), NoMaster())
+}
 """Every way, by its name."""
 
 
-def values_of(kind: MasterFormat, parameters: list[torch.Tensor], beside: list[torch.Tensor | None]) -> list[torch.Tensor]:
+def values_of(
+    kind: MasterFormat, parameters: list[torch.Tensor], beside: list[torch.Tensor | None]
+) -> list[torch.Tensor]:
     """The float32 values of several parameters, nothing of which was written by others: float32 masters themselves, else copies, split ones in few launches."""
     known = [one for one in beside if one is not None]
     if kind.master is Master.FLOAT32:
         return known
     if kind.master is not Master.SPLIT:
-        return [kind.merge(parameter.detach(), one) for parameter, one in zip(parameters, beside, strict=True)]
-    values, remainders, lowest = ([torch.empty_like(one, dtype=dtype) for one in parameters] for dtype in (torch.float32, torch.int32, torch.int32))
-    # A bfloat16 is the upper half of a float32's bits. One launch casts many tensors, where bit shifts would take several for each.
+        return [
+            kind.merge(parameter.detach(), one)
+            for parameter, one in zip(parameters, beside, strict=True)
+        ]
+    values, remainders, lowest = (
+        [torch.empty_like(one, dtype=dtype) for one in parameters]
+        for dtype in (torch.float32, torch.int32, torch.int32)
+    )
+    # A bfloat16 is the upper half of a float32's bits. One launch casts many tensors, where bit
+    # shifts would take several for each.
     foreach_copy_(values, [parameter.detach() for parameter in parameters])
     foreach_copy_(remainders, known)
-    # Zero has no negative remainder: this one is of a value that was overwritten (`p.data.mul_(mask)`), and the sum of both would be NaN for ever.
+    # Zero has no negative remainder: this one is of a value that was overwritten
+    # (`p.data.mul_(mask)`), and the sum of both would be NaN for ever.
     signs = foreach_sign(foreach_abs(values))
     foreach_mul_(signs, -(2.0**15))
     foreach_copy_(lowest, signs)
@@ -223,7 +285,11 @@ def round_stochastically(value: torch.Tensor, half: torch.dtype, draw: RandomDra
     """
     words = philox(draw.seed, value.numel(), draw.index, draw.step, value.device)
     # An element's number is its place in memory, which is all that a kernel sees.
-    words = words.as_strided(value.shape, value.stride()) if is_dense(value) else words.view(value.shape)
+    words = (
+        words.as_strided(value.shape, value.stride())
+        if is_dense(value)
+        else words.view(value.shape)
+    )
     lost = (1 << (16 if half is torch.bfloat16 else 13)) - 1
     bits = value.view(torch.int32)
     rounded = ((bits + (words & lost).to(torch.int32)) & ~lost).view(torch.float32)

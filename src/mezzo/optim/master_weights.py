@@ -45,8 +45,10 @@ def sampled(parameter: torch.Tensor) -> torch.Tensor:
 def belongs(parameter: torch.Tensor, sample: torch.Tensor) -> torch.Tensor:
     """Return whether a parameter still has the values of a sample, as a bool on its device: no synchronization.
 
-    It has not if at least half of the sampled elements are others, as after `fill_` or a new initialization. A few may be: dropping the companion of a whole weight
-    that is clamped or masked after each step would lose every small update. Elements that are zero now are left out, because every kind deals with these by itself.
+    It has not if at least half of the sampled elements are others, as after `fill_` or a new
+    initialization. A few may be: dropping the companion of a whole weight that is clamped or masked
+    after each step would lose every small update. Elements that are zero now are left out, because
+    every kind deals with these by itself.
 
     >>> weight = torch.tensor([1.0, 2.0, 3.0], dtype=torch.bfloat16)
     >>> [belongs(torch.tensor(values).bfloat16(), weight).item() for values in ([1.0, 2.0, 4.0], [2.0, 2.0, 2.0], [1.0, 0.0, 0.0])]
@@ -61,8 +63,11 @@ def belongs(parameter: torch.Tensor, sample: torch.Tensor) -> torch.Tensor:
 MASTER = "mezzo_master"
 """The name of a companion tensor in a parameter's state, whatever its kind."""
 
-_SAMPLES = {f"mezzo_{kind.master.value}_sample": kind for kind in MASTER_FORMATS.values() if kind.sampled}
-"""The name of a sample tells the kind: torch casts state to the parameter's dtype when a plain optimizer loads it, so that the dtype of the tensor may not."""
+_SAMPLES = {
+    f"mezzo_{kind.master.value}_sample": kind for kind in MASTER_FORMATS.values() if kind.sampled
+}
+"""The name of a sample tells the kind: torch casts state to the parameter's dtype when a plain
+optimizer loads it, so that the dtype of the tensor may not."""
 
 KEYS = frozenset({MASTER, *_SAMPLES})
 """What mezzo adds to the state of a parameter."""
@@ -79,20 +84,28 @@ class Companion:
 
     def value(self, parameter: torch.Tensor) -> torch.Tensor:
         """Return the float32 value of a parameter: exact where this belongs to it, else the 16-bit value. Does not synchronize."""
-        tensor = self.tensor if self.sample is None else torch.where(belongs(parameter, self.sample), self.tensor, 0)
+        tensor = (
+            self.tensor
+            if self.sample is None
+            else torch.where(belongs(parameter, self.sample), self.tensor, 0)
+        )
         return self.kind.merge(parameter.detach(), tensor)
 
     def entries(self) -> dict[str, torch.Tensor]:
         """Return the tensors by their names in a parameter's state."""
         if self.sample is None:
             return {MASTER: self.tensor}
-        return {MASTER: self.tensor, **{name: self.sample for name, kind in _SAMPLES.items() if kind is self.kind}}
+        return {
+            MASTER: self.tensor,
+            **{name: self.sample for name, kind in _SAMPLES.items() if kind is self.kind},
+        }
 
     @classmethod
     def read(cls, state: Mapping[str, Any], parameter: torch.Tensor) -> Companion | None:
         """Read a companion for a 16-bit parameter from a state; None if there is none, or none that can be read."""
         tensor = state.get(MASTER)
-        # Not always a tensor: of a flattened state, torch.distributed.checkpoint reads what is missing as an empty dict.
+        # Not always a tensor: of a flattened state, torch.distributed.checkpoint reads what is
+        # missing as an empty dict.
         if not isinstance(tensor, torch.Tensor):
             return None
         for name, kind in _SAMPLES.items():
@@ -101,13 +114,25 @@ class Companion:
                 half = torch.bfloat16 if kind.master is Master.SPLIT else parameter.dtype
                 if half is not parameter.dtype:
                     return None
-                return cls(kind, tensor.to(parameter.device, kind.companion_dtype(half)), sample.to(parameter.device, half))
-        return cls(MASTER_FORMATS[Master.FLOAT32], tensor.to(parameter.device), None) if tensor.dtype is torch.float32 else None
+                return cls(
+                    kind,
+                    tensor.to(parameter.device, kind.companion_dtype(half)),
+                    sample.to(parameter.device, half),
+                )
+        return (
+            cls(MASTER_FORMATS[Master.FLOAT32], tensor.to(parameter.device), None)
+            if tensor.dtype is torch.float32
+            else None
+        )
 
 
 def without_companion(state: Any) -> Any:
     """Return a parameter's state without what mezzo added to it."""
-    return {name: value for name, value in state.items() if name not in KEYS} if isinstance(state, Mapping) else state
+    return (
+        {name: value for name, value in state.items() if name not in KEYS}
+        if isinstance(state, Mapping)
+        else state
+    )
 
 
 def has_companion(state: Any) -> bool:
@@ -118,7 +143,11 @@ def has_companion(state: Any) -> bool:
 def misfit(state: Mapping[str, Any], parameter: torch.Tensor) -> torch.Tensor | None:
     """Return the tensor of a companion whose shape is not that of a parameter, or of its sample; None if all fit."""
     wanted = {MASTER: parameter.shape, **dict.fromkeys(_SAMPLES, sampled(parameter).shape)}
-    found = ((state[name], shape) for name, shape in wanted.items() if isinstance(state.get(name), torch.Tensor))
+    found = (
+        (state[name], shape)
+        for name, shape in wanted.items()
+        if isinstance(state.get(name), torch.Tensor)
+    )
     return next((tensor for tensor, shape in found if tensor.shape != shape), None)
 
 
@@ -135,8 +164,10 @@ _UNKNOWN = -1
 class MasterWeights:
     """What lies beside each 16-bit parameter, and the float32 value that both make up.
 
-    A parameter may be written by others (`clamp_`, `load_state_dict`, a copy of averaged weights): its value then counts, not what lay beside the old one.
-    Split and Kahan masters see a write by the parameter's version, or by its sample where a write through `.data` covers most of the parameter.
+    A parameter may be written by others (`clamp_`, `load_state_dict`, a copy of averaged weights):
+    its value then counts, not what lay beside the old one. Split and Kahan masters see a write by
+    the parameter's version, or by its sample where a write through `.data` covers most of the
+    parameter.
 
     >>> weight = torch.nn.Parameter(torch.tensor([1.0, 1.0 + 2.0**-20]))
     >>> masters = MasterWeights("split")
@@ -149,18 +180,22 @@ class MasterWeights:
         self.kind: MasterFormat = MASTER_FORMATS[Master.parse(master)]
         self.seed = seed
         self.generation = 0
-        """Counts what replaced a tensor that lies beside a parameter: tables of addresses are good for one generation."""
+        """Counts what replaced a tensor that lies beside a parameter: tables of addresses are
+        good for one generation."""
         self._companions: dict[torch.Tensor, Companion | None] = {}
-        # By `id`: to hash a tensor is a call into Python, which for 150 parameters takes 100 µs a step.
+        # By `id`: to hash a tensor is a call into Python, which for 150 parameters takes 100 µs a
+        # step.
         self._seen: dict[int, int] = {}
         """Parameter → the version at which what lies beside it was its."""
         self._loaded: set[int] = set()
-        """Parameters whose companion was loaded and not used yet: the parameter may be loaded before it or after it, and the sample decides."""
+        """Parameters whose companion was loaded and not used yet: the parameter may be loaded
+        before it or after it, and the sample decides."""
         self._dropped: dict[int, int] = {}
         """Parameter → how often other code wrote it, and its companion was dropped."""
         self._warned = False
         self._pending: dict[torch.Tensor, Companion] = {}
-        """Companions of another kind that were loaded: they are turned into this kind at the next step, when the parameter is loaded too."""
+        """Companions of another kind that were loaded: they are turned into this kind at the
+        next step, when the parameter is loaded too."""
 
     def __contains__(self, parameter: torch.Tensor) -> bool:
         return parameter in self._companions
@@ -174,7 +209,9 @@ class MasterWeights:
         rounded, beside = self.kind.split(value.float(), half)
         parameter.data = _laid_out_as(value, rounded)
         sample = sampled(parameter).clone() if self.kind.sampled else None
-        self._companions[parameter] = None if beside is None else Companion(self.kind, _laid_out_as(value, beside), sample)
+        self._companions[parameter] = (
+            None if beside is None else Companion(self.kind, _laid_out_as(value, beside), sample)
+        )
         self._note(parameter)
         self.generation += 1
 
@@ -189,11 +226,18 @@ class MasterWeights:
         """The float32 value of a parameter, exact as far as its kind is; a tensor of its own."""
         self.resync(parameter)
         companion = self.companion(parameter)
-        value = self.kind.merge(parameter.detach(), None) if companion is None else companion.value(parameter)
-        # Ops between tensors forget the strides of dimensions of size 1, by which torch tells channels_last.
+        value = (
+            self.kind.merge(parameter.detach(), None)
+            if companion is None
+            else companion.value(parameter)
+        )
+        # Ops between tensors forget the strides of dimensions of size 1, by which torch tells
+        # channels_last.
         return _laid_out_as(parameter, value)
 
-    def write(self, parameter: torch.Tensor, value: torch.Tensor, draw: RandomDraw | None = None) -> None:
+    def write(
+        self, parameter: torch.Tensor, value: torch.Tensor, draw: RandomDraw | None = None
+    ) -> None:
         """Set the float32 value of a parameter: both it and what lies beside it, in place."""
         rounded, beside = self.kind.split(value, parameter.dtype, draw)
         companion = self._companions[parameter]
@@ -215,7 +259,10 @@ class MasterWeights:
 
         It is good for as long as `generation` is the same.
         """
-        parameters, beside = list(parameters), [self.companion_tensor(parameter) for parameter in parameters]
+        parameters, beside = (
+            list(parameters),
+            [self.companion_tensor(parameter) for parameter in parameters],
+        )
         versions: list[int] = []
 
         def read() -> list[torch.Tensor]:
@@ -230,30 +277,64 @@ class MasterWeights:
     def hold(self, parameter: torch.Tensor) -> Callable[[], None]:
         """Copy a parameter and its companion; call what is returned to write both back, to the bit and in place."""
         self.settle(parameter)
-        live = [tensor for tensor in (parameter.detach(), self.companion_tensor(parameter), self.sample(parameter)) if tensor is not None]
+        live = [
+            tensor
+            for tensor in (
+                parameter.detach(),
+                self.companion_tensor(parameter),
+                self.sample(parameter),
+            )
+            if tensor is not None
+        ]
         before = [tensor.clone() for tensor in live]
 
         def restore() -> None:
             for tensor, value in zip(live, before, strict=True):
                 tensor.copy_(value)
-            # Else the next step would take the parameter for one that others wrote, and drop its remainder.
+            # Else the next step would take the parameter for one that others wrote, and drop its
+            # remainder.
             self._note(parameter)
 
         return restore
 
     def snapshot(self) -> Callable[[], None]:
         """Copy all companions to host memory; call what is returned to write them back, after the parameters were, with all that is known of both."""
-        live = [one for held in self._companions.values() if held is not None for one in (held.tensor, held.sample) if one is not None]
+        live = [
+            one
+            for held in self._companions.values()
+            if held is not None
+            for one in (held.tensor, held.sample)
+            if one is not None
+        ]
         copies = [one.to("cpu", copy=True) for one in live]
-        current = [parameter for parameter in self._companions if parameter._version == self._seen[id(parameter)]]
-        companions, loaded, dropped, pending, warned = dict(self._companions), set(self._loaded), dict(self._dropped), dict(self._pending), self._warned
+        current = [
+            parameter
+            for parameter in self._companions
+            if parameter._version == self._seen[id(parameter)]
+        ]
+        companions, loaded, dropped, pending, warned = (
+            dict(self._companions),
+            set(self._loaded),
+            dict(self._dropped),
+            dict(self._pending),
+            self._warned,
+        )
 
         def restore() -> None:
             with torch.no_grad():
                 for one, value in zip(live, copies, strict=True):
                     one.copy_(value)
-            self._companions, self._loaded, self._dropped, self._pending, self._warned = companions, loaded, dropped, pending, warned
-            self._seen = {**{id(parameter): _UNKNOWN for parameter in companions}, **{id(parameter): parameter._version for parameter in current}}
+            self._companions, self._loaded, self._dropped, self._pending, self._warned = (
+                companions,
+                loaded,
+                dropped,
+                pending,
+                warned,
+            )
+            self._seen = {
+                **{id(parameter): _UNKNOWN for parameter in companions},
+                **{id(parameter): parameter._version for parameter in current},
+            }
             self.generation += 1
 
         return restore
@@ -275,7 +356,8 @@ class MasterWeights:
     def show(self, parameter: torch.Tensor, states: Any) -> None:
         """Add what a step keeps for a parameter to its state in an optimizer, as live tensors.
 
-        Only after the optimizer's own first step of that parameter: torch's optimizers begin a state that is empty, and no other.
+        Only after the optimizer's own first step of that parameter: torch's optimizers begin a
+        state that is empty, and no other.
         """
         companion = self._companions.get(parameter)
         if companion is not None:
@@ -289,7 +371,11 @@ class MasterWeights:
             return False
         companion = self._companions[parameter]
         self._seen[id(parameter)] = parameter._version
-        if companion is not None and companion.sample is not None and id(parameter) not in self._loaded:
+        if (
+            companion is not None
+            and companion.sample is not None
+            and id(parameter) not in self._loaded
+        ):
             companion.tensor.zero_()
             _resample(companion, parameter)
             self._warn_of_repeated_writes(parameter)
@@ -301,8 +387,10 @@ class MasterWeights:
         if self._dropped[id(parameter)] == _REPEATED and not self._warned:
             self._warned = True
             warnings.warn(
-                f"A parameter of shape {tuple(parameter.shape)} was written {_REPEATED} times between steps (clamp_, SAM, swapped weights). master={self.kind.master.value!r} "
-                "cannot tell which elements changed, and drops the part of each update that 16 bits do not hold. Use master='float32', which compares values.",
+                f"A parameter of shape {tuple(parameter.shape)} was written {_REPEATED} times"
+                f" between steps (clamp_, SAM, swapped weights). master={self.kind.master.value!r}"
+                " cannot tell which elements changed, and drops the part of each update that 16"
+                " bits do not hold. Use master='float32', which compares values.",
                 UserWarning,
                 stacklevel=2,
             )
@@ -310,7 +398,8 @@ class MasterWeights:
     def settle(self, parameter: torch.Tensor) -> None:
         """Make a companion ready for a kernel that updates it: follow other writers, and take over what was loaded from another kind."""
         followed = self.resync(parameter)
-        # A float32 master is compared value by value, once; the kernel looks at the first of each block only.
+        # A float32 master is compared value by value, once; the kernel looks at the first of each
+        # block only.
         if parameter in self._pending or (followed and self.kind.master is Master.FLOAT32):
             self.write(parameter, self.read(parameter))
 
@@ -329,7 +418,11 @@ class MasterWeights:
             return
         if saved.kind is not own.kind:
             self.generation += 1
-            self._pending[parameter] = Companion(saved.kind, saved.tensor.clone(), None if saved.sample is None else saved.sample.clone())
+            self._pending[parameter] = Companion(
+                saved.kind,
+                saved.tensor.clone(),
+                None if saved.sample is None else saved.sample.clone(),
+            )
             return
         self._pending.pop(parameter, None)
         own.tensor.copy_(saved.tensor)
@@ -351,4 +444,6 @@ def _resample(companion: Companion, parameter: torch.Tensor) -> None:
 
 def _laid_out_as(old: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
     """The same values with the strides of another tensor: parameter, gradient, master and state go through one kernel side by side."""
-    return new if new.stride() == old.stride() else torch.empty_like(old, dtype=new.dtype).copy_(new)
+    return (
+        new if new.stride() == old.stride() else torch.empty_like(old, dtype=new.dtype).copy_(new)
+    )

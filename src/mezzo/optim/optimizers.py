@@ -50,7 +50,11 @@ class ForeachOptimizer(torch.optim.Optimizer):
         """Refuse values that cannot be meant."""
         lr, betas = group["lr"], group["betas"]
         if isinstance(lr, torch.Tensor) and lr.numel() != 1:
-            self._refuse("lr", f"a tensor of {lr.numel()} elements", "a number of at least 0, or a tensor that holds one")
+            self._refuse(
+                "lr",
+                f"a tensor of {lr.numel()} elements",
+                "a number of at least 0, or a tensor that holds one",
+            )
         if not float(lr) >= 0.0:
             self._refuse("lr", lr, "at least 0")
         if len(betas) != _BETAS or not all(0.0 <= beta < 1.0 for beta in betas):
@@ -71,16 +75,26 @@ class ForeachOptimizer(torch.optim.Optimizer):
                 loss = closure()
         for group in self.param_groups:
             for parameters, gradients, *state in self._gathered(group):
-                self._update(group, parameters, list(foreach_neg(gradients)) if group["maximize"] else gradients, *state)
+                self._update(
+                    group,
+                    parameters,
+                    list(foreach_neg(gradients)) if group["maximize"] else gradients,
+                    *state,
+                )
         return loss
 
-    def _update(self, group: Group, parameters: Tensors, gradients: Tensors, *state: Tensors) -> None:
+    def _update(
+        self, group: Group, parameters: Tensors, gradients: Tensors, *state: Tensors
+    ) -> None:
         """Step parameters of one device and dtype down their gradients."""
         raise NotImplementedError
 
     def _start(self, parameter: torch.Tensor) -> dict[str, torch.Tensor]:
         """The state of a parameter before its first step."""
-        return {name: torch.zeros_like(parameter, memory_format=torch.preserve_format) for name in self._state_names}
+        return {
+            name: torch.zeros_like(parameter, memory_format=torch.preserve_format)
+            for name in self._state_names
+        }
 
     def _gathered(self, group: Group) -> Iterable[list[Tensors]]:
         """Parameters, gradients and what their state holds, in lists of one device and dtype each."""
@@ -93,7 +107,14 @@ class ForeachOptimizer(torch.optim.Optimizer):
             # Others may keep things in it too, so that it need not be empty.
             if not state.keys() >= set(self._state_names):
                 state.update(self._start(parameter))
-        lists = [parameters, gradients, *([self.state[parameter][name] for parameter in parameters] for name in self._state_names)]
+        lists = [
+            parameters,
+            gradients,
+            *(
+                [self.state[parameter][name] for parameter in parameters]
+                for name in self._state_names
+            ),
+        ]
         return [list(rows) for rows, _ in self._group_tensors_by_device_and_dtype(lists).values()]  # type: ignore[arg-type]
 
     def _dense(self, gradient: torch.Tensor) -> torch.Tensor:
@@ -101,8 +122,9 @@ class ForeachOptimizer(torch.optim.Optimizer):
             return gradient
         kind = "complex" if gradient.is_complex() else f"sparse ({gradient.layout})"
         raise UnsupportedError(
-            f"{type(self).__name__} takes dense real gradients, got a {kind} one. "
-            "Make the embedding with sparse=False, or hold complex weights as torch.view_as_real, or use another optimizer for this parameter."
+            f"{type(self).__name__} takes dense real gradients, got a {kind} one. Make the"
+            " embedding with sparse=False, or hold complex weights as torch.view_as_real, or use"
+            " another optimizer for this parameter."
         )
 
 
@@ -115,7 +137,8 @@ def rate(group: Group, device: torch.device) -> float | torch.Tensor:
 class LAMB(ForeachOptimizer):
     """You et al., *Large batch optimization for deep learning: training BERT in 76 minutes* (2019), with bias correction.
 
-    A step changes a parameter by the fraction `lr` of its norm, whatever the size of its gradient, so that large batches and rates stay stable.
+    A step changes a parameter by the fraction `lr` of its norm, whatever the size of its gradient,
+    so that large batches and rates stay stable.
 
     >>> weight = torch.nn.Parameter(torch.tensor([3.0, 4.0]))
     >>> weight.grad = torch.tensor([100.0, 100.0])
@@ -136,7 +159,16 @@ class LAMB(ForeachOptimizer):
         *,
         maximize: bool = False,
     ) -> None:
-        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "maximize": maximize})
+        super().__init__(
+            params,
+            {
+                "lr": lr,
+                "betas": betas,
+                "eps": eps,
+                "weight_decay": weight_decay,
+                "maximize": maximize,
+            },
+        )
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
@@ -154,7 +186,9 @@ class LAMB(ForeachOptimizer):
         """Moments of zeros, and the step count on the CPU, as torch's Adam has it."""
         return {**super()._start(parameter), "step": torch.zeros((), dtype=torch.float32)}
 
-    def _update(self, group: Group, parameters: Tensors, gradients: Tensors, *state: Tensors) -> None:
+    def _update(
+        self, group: Group, parameters: Tensors, gradients: Tensors, *state: Tensors
+    ) -> None:
         """Adam's direction plus the decay, scaled to the norm of the weights."""
         steps, moments, squares = state
         beta1, beta2 = group["betas"]
@@ -176,12 +210,15 @@ class LAMB(ForeachOptimizer):
         first, second = ([1 - beta**count for count in counts] for beta in group["betas"])
         return first, second
 
-    def _ratios(self, group: Group, parameters: Tensors, directions: Tensors) -> torch.Tensor:  # noqa: ARG002 - a variant may decide by the group
+    # A variant may decide by the group.
+    def _ratios(self, group: Group, parameters: Tensors, directions: Tensors) -> torch.Tensor:  # noqa: ARG002
         """How long each parameter's step is, as a multiple of its direction."""
         return _trust(parameters, directions)
 
 
-def _directions(group: Group, moments: Tensors, squares: Tensors, corrections: tuple[list[float], list[float]]) -> Tensors:
+def _directions(
+    group: Group, moments: Tensors, squares: Tensors, corrections: tuple[list[float], list[float]]
+) -> Tensors:
     first, second = corrections
     widths = list(foreach_div(squares, second))
     foreach_sqrt_(widths)
@@ -200,7 +237,8 @@ def _trust(parameters: Tensors, directions: Tensors) -> torch.Tensor:
 class Lion(ForeachOptimizer):
     """Chen et al., *Symbolic discovery of optimization algorithms* (2023), with decoupled weight decay.
 
-    One moment where Adam keeps two. As every weight moves by `lr` at each step, take a rate 3 to 10 times smaller than for Adam, and a larger decay.
+    One moment where Adam keeps two. As every weight moves by `lr` at each step, take a rate 3 to 10
+    times smaller than for Adam, and a larger decay.
 
     >>> weight = torch.nn.Parameter(torch.tensor([1.0, -1.0]))
     >>> weight.grad = torch.tensor([3.0, -0.001])
@@ -220,9 +258,13 @@ class Lion(ForeachOptimizer):
         *,
         maximize: bool = False,
     ) -> None:
-        super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay, "maximize": maximize})
+        super().__init__(
+            params, {"lr": lr, "betas": betas, "weight_decay": weight_decay, "maximize": maximize}
+        )
 
-    def _update(self, group: Group, parameters: Tensors, gradients: Tensors, *state: Tensors) -> None:
+    def _update(
+        self, group: Group, parameters: Tensors, gradients: Tensors, *state: Tensors
+    ) -> None:
         """Decay, step by the sign, and only then let the gradient into the moment."""
         (moments,), (beta1, beta2) = state, group["betas"]
         lr = rate(group, parameters[0].device)

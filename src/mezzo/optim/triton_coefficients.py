@@ -45,7 +45,20 @@ def _lion(coefficients, count, lane, mask, lr, decay, first_beta, second_beta):
 
 
 @triton.jit
-def _adam(coefficients, count, lane, mask, lr, decay, first_beta, second_beta, eps, decoupled, steps, lamb: tl.constexpr):
+def _adam(
+    coefficients,
+    count,
+    lane,
+    mask,
+    lr,
+    decay,
+    first_beta,
+    second_beta,
+    eps,
+    decoupled,
+    steps,
+    lamb: tl.constexpr,
+):
     first = 1.0 - tl.exp(steps * tl.log(first_beta))
     second = 1.0 - tl.exp(steps * tl.log(second_beta))
     _put(coefficients, 1, count, lane, mask, tl.where(decoupled != 0.0, 1.0 - lr * decay, 1.0))
@@ -71,18 +84,38 @@ def _compare_sample(coefficients, addresses, tensor, count, samples: tl.constexp
     at = lane.to(tl.int64) << tl.load(addresses + 8 * count + tensor)
     now = tl.load(parameter + at, mask=at < left, other=0)
     there = (now & 0x7FFF) != 0
-    changed = tl.sum((there & (now != tl.load(sample + lane, mask=at < left, other=0))).to(tl.int32), axis=0)
+    changed = tl.sum(
+        (there & (now != tl.load(sample + lane, mask=at < left, other=0))).to(tl.int32), axis=0
+    )
     own = (changed == 0) | (2 * changed < tl.sum(there.to(tl.int32), axis=0))
     tl.store(coefficients + 11 * count + tensor, own.to(tl.float32))
 
 
 # Not specialized: a launch through the compiled kernel then fits any addresses and counts.
-@triton.jit(do_not_specialize=["coefficients", "counters", "places", "hyper", "scale", "found", "squares", "addresses", "count", "groups", "counters_count"])
+@triton.jit(
+    do_not_specialize=[
+        "coefficients",
+        "counters",
+        "places",
+        "hyper",
+        "scale",
+        "found",
+        "squares",
+        "addresses",
+        "count",
+        "groups",
+        "counters_count",
+    ]
+)
 def prepare_kernel(
     coefficients,  # float32 [12, count]: written
-    counters,  # float32 [2, counters_count]: steps and draws of every parameter; those of this launch go up unless the step is skipped
+    # Float32 [2, counters_count]: steps and draws of every parameter; those of this launch go up
+    # unless the step is skipped.
+    counters,
     places,  # int32 [2, count]: place among the counters, group
-    hyper,  # float64 [8, groups]: learning rate, sign, weight decay, four of the algorithm's own, largest norm
+    # Float64 [8, groups]: learning rate, sign, weight decay, four of the algorithm's own, largest
+    # norm.
+    hyper,
     scale,  # float32: gradients are so many times too large
     found,  # float32: 0, or the step is skipped
     squares,  # float64: the sum of squares of the unscaled gradients
@@ -150,5 +183,18 @@ def _prepare(
     elif algorithm == LION:
         _lion(coefficients, count, lane, mask, lr, decay, one, two)
     else:
-        _adam(coefficients, count, lane, mask, lr, decay, one, two, three, flag, steps, algorithm == LAMB)
+        _adam(
+            coefficients,
+            count,
+            lane,
+            mask,
+            lr,
+            decay,
+            one,
+            two,
+            three,
+            flag,
+            steps,
+            algorithm == LAMB,
+        )
     _put(coefficients, 10, count, lane, mask, draws.to(tl.float64))

@@ -5,7 +5,15 @@ from __future__ import annotations
 import triton  # type: ignore[import-untyped]
 import triton.language as tl  # type: ignore[import-untyped]
 
-from mezzo.optim.triton_update import STOCHASTIC, _column, _load, _random_word, _read_weight, _store, _write_weight
+from mezzo.optim.triton_update import (
+    STOCHASTIC,
+    _column,
+    _load,
+    _random_word,
+    _read_weight,
+    _store,
+    _write_weight,
+)
 
 # mypy and ruff: as in update_kernels.
 # mypy: disable-error-code="no-untyped-def,untyped-decorator"
@@ -24,8 +32,12 @@ def _moments(
     kind: tl.constexpr, bfloat16: tl.constexpr, gradient_dtype: tl.constexpr, whole: tl.constexpr,
 ):  # fmt: skip
     """Update the moments; give the weights and the direction."""
-    value = _read_weight(parameter, beside, column[11], start, left, within, mask, kind, bfloat16, whole)
-    gradient = _load(gradients, start, within, mask, gradient_dtype, whole).to(tl.float32) * column[0]
+    value = _read_weight(
+        parameter, beside, column[11], start, left, within, mask, kind, bfloat16, whole
+    )
+    gradient = (
+        _load(gradients, start, within, mask, gradient_dtype, whole).to(tl.float32) * column[0]
+    )
     mean = _load(first, start, within, mask, tl.float32, whole)
     square = _load(second, start, within, mask, tl.float32, whole)
     mean += column[3] * (gradient - mean)
@@ -40,16 +52,32 @@ def _apply(
     parameter, beside, first, second, sample, spacing, start, left, within, mask, column, seed, place,
     kind: tl.constexpr, bfloat16: tl.constexpr, whole: tl.constexpr,
 ):  # fmt: skip
-    value = _read_weight(parameter, beside, column[11], start, left, within, mask, kind, bfloat16, whole)
+    value = _read_weight(
+        parameter, beside, column[11], start, left, within, mask, kind, bfloat16, whole
+    )
     mean = _load(first, start, within, mask, tl.float32, whole)
     square = _load(second, start, within, mask, tl.float32, whole)
     # The trust ratio took the place of a coefficient that LAMB does not use.
     value -= column[9] * column[1] * _direction(value, mean, square, column)
     word = _random_word(column[10], seed, place, start, within) if kind == STOCHASTIC else 0
-    _write_weight(parameter, beside, sample, spacing, start, within, mask, value, word, kind, bfloat16, whole)
+    _write_weight(
+        parameter, beside, sample, spacing, start, within, mask, value, word, kind, bfloat16, whole
+    )
 
 
-@triton.jit(do_not_specialize=["addresses", "gradients", "chunks", "coefficients", "places", "found", "partials", "seed", "count"])
+@triton.jit(
+    do_not_specialize=[
+        "addresses",
+        "gradients",
+        "chunks",
+        "coefficients",
+        "places",
+        "found",
+        "partials",
+        "seed",
+        "count",
+    ]
+)
 def lamb_kernel(
     addresses, gradients, chunks, coefficients, places, found, seed,
     partials,  # float32 [2, programs]: sums of squares of weights and of directions
@@ -63,7 +91,10 @@ def lamb_kernel(
     parameter, beside = tl.load(addresses + tensor), tl.load(addresses + count + tensor)
     first, second = tl.load(addresses + 2 * count + tensor), tl.load(addresses + 3 * count + tensor)
     left = tl.load(addresses + 5 * count + tensor) - start
-    sample, spacing = tl.load(addresses + 7 * count + tensor), tl.load(addresses + 8 * count + tensor)
+    sample, spacing = (
+        tl.load(addresses + 7 * count + tensor),
+        tl.load(addresses + 8 * count + tensor),
+    )
     gradient, place = tl.load(gradients + tensor), tl.load(places + tensor)
     within = tl.arange(0, chunk)
     mask = within < left
@@ -73,9 +104,43 @@ def lamb_kernel(
     if good:
         if apply:
             if whole:
-                _apply(parameter, beside, first, second, sample, spacing, start, left, within, mask, column, seed, place, kind, bfloat16, True)
+                _apply(
+                    parameter,
+                    beside,
+                    first,
+                    second,
+                    sample,
+                    spacing,
+                    start,
+                    left,
+                    within,
+                    mask,
+                    column,
+                    seed,
+                    place,
+                    kind,
+                    bfloat16,
+                    True,
+                )
             else:
-                _apply(parameter, beside, first, second, sample, spacing, start, left, within, mask, column, seed, place, kind, bfloat16, False)
+                _apply(
+                    parameter,
+                    beside,
+                    first,
+                    second,
+                    sample,
+                    spacing,
+                    start,
+                    left,
+                    within,
+                    mask,
+                    column,
+                    seed,
+                    place,
+                    kind,
+                    bfloat16,
+                    False,
+                )
         else:
             if whole:
                 value, direction = _moments(
@@ -90,7 +155,9 @@ def lamb_kernel(
 
 
 @triton.jit(do_not_specialize=["addresses", "coefficients", "partials", "count", "programs"])
-def trust_kernel(addresses, coefficients, partials, count, programs, chunk: tl.constexpr, block: tl.constexpr):
+def trust_kernel(
+    addresses, coefficients, partials, count, programs, chunk: tl.constexpr, block: tl.constexpr
+):
     """The ratio of the norms of one parameter's weights and direction, added up in a fixed order, so that runs repeat."""
     tensor = tl.program_id(0)
     begin = tl.load(addresses + 6 * count + tensor)
@@ -103,5 +170,7 @@ def trust_kernel(addresses, coefficients, partials, count, programs, chunk: tl.c
         directions += tl.load(partials + programs + lane, mask=lane < end, other=0.0).to(tl.float64)
         at += block
     weight, direction = tl.sqrt(tl.sum(weights, axis=0)), tl.sqrt(tl.sum(directions, axis=0))
-    trust = tl.where((weight > 0.0) & (direction > 0.0), weight / tl.where(direction > 0.0, direction, 1.0), 1.0)
+    trust = tl.where(
+        (weight > 0.0) & (direction > 0.0), weight / tl.where(direction > 0.0, direction, 1.0), 1.0
+    )
     tl.store(coefficients + count + tensor, trust.to(tl.float32))

@@ -1,7 +1,9 @@
 """The Triton side of `fused.py`: imported only where it is used, since Triton is optional.
 
-A launch covers many parameters of one dtype, kind of master and gradient dtype. A program updates one chunk of one parameter; what it needs to know of it, it finds in
-tables: addresses that are constant from step to step, addresses of gradients, and a column of coefficients that were computed just before.
+A launch covers many parameters of one dtype, kind of master and gradient dtype. A program updates
+one chunk of one parameter; what it needs to know of it, it finds in tables: addresses that are
+constant from step to step, addresses of gradients, and a column of coefficients that were computed
+just before.
 """
 
 from __future__ import annotations
@@ -19,10 +21,11 @@ PLAIN, FLOAT32, SPLIT, KAHAN, STOCHASTIC, NONE = (tl.constexpr(code) for code in
 """PLAIN is a float32 parameter, the others are 16-bit parameters by the kind of their master."""
 
 HEADER: tl.constexpr = tl.constexpr(32)
-"""So many elements of a chunk are compared with what their master rounds to, to notice that somebody wrote the parameter: one sector of memory."""
+"""So many elements of a chunk are compared with what their master rounds to, to notice that
+somebody wrote the parameter: one sector of memory."""
 
 
-# -- 16-bit numbers as bits: the same on a GPU and in the interpreter, which cuts off where a GPU rounds -------------------------------------------------
+# -- 16-bit numbers as bits: the same on a GPU and in the interpreter, which cuts off where a GPU rounds
 
 
 @triton.jit
@@ -53,11 +56,15 @@ def _round_stochastically(value, word, bfloat16: tl.constexpr):
         part = word & 0x1FFF
         drawn = ((bits + part) & ~0x1FFF).to(tl.float32, bitcast=True)
         steps = tl.floor(value * 16777216.0 + part.to(tl.float32) * 0.0001220703125)
-        drawn = tl.where(tl.abs(value) < 6.103515625e-05, steps * 5.9604644775390625e-08, drawn).to(tl.float16).to(tl.int16, bitcast=True)
+        drawn = (
+            tl.where(tl.abs(value) < 6.103515625e-05, steps * 5.9604644775390625e-08, drawn)
+            .to(tl.float16)
+            .to(tl.int16, bitcast=True)
+        )
     return tl.where(tl.abs(value) < float("inf"), drawn, _round(value, bfloat16))
 
 
-# -- reading and writing weights -----------------------------------------------------------------------------------------------------------------------
+# -- reading and writing weights -------------------------------------------------------------------
 
 
 @triton.jit
@@ -83,13 +90,25 @@ def _store(address, start, within, mask, value, dtype: tl.constexpr, whole: tl.c
 
 
 @triton.jit
-def _read_weight(parameter, beside, own, start, left, within, mask, kind: tl.constexpr, bfloat16: tl.constexpr, whole: tl.constexpr):
+def _read_weight(
+    parameter,
+    beside,
+    own,
+    start,
+    left,
+    within,
+    mask,
+    kind: tl.constexpr,
+    bfloat16: tl.constexpr,
+    whole: tl.constexpr,
+):
     """The exact weight. `own` is 0 where what lies beside the parameter belongs to a value that was overwritten."""
     if kind == PLAIN:
         return _load(parameter, start, within, mask, tl.float32, whole)
     if kind == FLOAT32:
         value = _load(beside, start, within, mask, tl.float32, whole)
-        # Whoever writes a whole parameter past torch's version counter (`p.data.copy_`) is noticed by the first elements of each chunk.
+        # Whoever writes a whole parameter past torch's version counter (`p.data.copy_`) is noticed
+        # by the first elements of each chunk.
         head = tl.arange(0, HEADER)
         inside = head < left
         shown = tl.load(_at(parameter, start, tl.int16, False) + head, mask=inside, other=0)
@@ -100,14 +119,17 @@ def _read_weight(parameter, beside, own, start, left, within, mask, kind: tl.con
         return value
     bits = _load(parameter, start, within, mask, tl.int16, whole)
     if kind == SPLIT:
-        remainder = _load(beside, start, within, mask, tl.int16, whole).to(tl.int32) * own.to(tl.int32)
+        remainder = _load(beside, start, within, mask, tl.int16, whole).to(tl.int32) * own.to(
+            tl.int32
+        )
         # Zero has no negative remainder, see `kinds.Split`.
         remainder = tl.where((bits & 0x7FFF) == 0, tl.maximum(remainder, 0), remainder)
         return ((bits.to(tl.int32) << 16) + remainder).to(tl.float32, bitcast=True)
     value = _widen(bits, bfloat16)
     if kind == KAHAN:
         lost = _widen(_load(beside, start, within, mask, tl.int16, whole), bfloat16) * own
-        # A compensation that is too large to be the parameter's is that of another, which somebody overwrote.
+        # A compensation that is too large to be the parameter's is that of another, which somebody
+        # overwrote.
         value = tl.where(_round(value + lost * 0.5, bfloat16) == bits, value + lost, value)
     return value
 
@@ -117,11 +139,28 @@ def _store_sample(sample, spacing, start, within, mask, bits):
     """Keep the sampled elements of a block. Blocks start at multiples of their size, so that most blocks of a large parameter hold none."""
     if ((start >> spacing) << spacing) == start:
         at = start + within
-        tl.store(sample.to(tl.pointer_type(tl.int16)) + (at >> spacing), bits, mask=mask & (((at >> spacing) << spacing) == at))
+        tl.store(
+            sample.to(tl.pointer_type(tl.int16)) + (at >> spacing),
+            bits,
+            mask=mask & (((at >> spacing) << spacing) == at),
+        )
 
 
 @triton.jit
-def _write_weight(parameter, beside, sample, spacing, start, within, mask, value, word, kind: tl.constexpr, bfloat16: tl.constexpr, whole: tl.constexpr):
+def _write_weight(
+    parameter,
+    beside,
+    sample,
+    spacing,
+    start,
+    within,
+    mask,
+    value,
+    word,
+    kind: tl.constexpr,
+    bfloat16: tl.constexpr,
+    whole: tl.constexpr,
+):
     """The parameter, what lies beside it, and its sample."""
     if kind == PLAIN:
         _store(parameter, start, within, mask, value, tl.float32, whole)
@@ -133,18 +172,34 @@ def _write_weight(parameter, beside, sample, spacing, start, within, mask, value
         _store_sample(sample, spacing, start, within, mask, upper.to(tl.int16))
         _store(beside, start, within, mask, (bits - (upper << 16)).to(tl.int16), tl.int16, whole)
     elif kind == STOCHASTIC:
-        _store(parameter, start, within, mask, _round_stochastically(value, word, bfloat16), tl.int16, whole)
+        _store(
+            parameter,
+            start,
+            within,
+            mask,
+            _round_stochastically(value, word, bfloat16),
+            tl.int16,
+            whole,
+        )
     else:
         bits = _round(value, bfloat16)
         _store(parameter, start, within, mask, bits, tl.int16, whole)
         if kind == FLOAT32:
             _store(beside, start, within, mask, value, tl.float32, whole)
         if kind == KAHAN:
-            _store(beside, start, within, mask, _round(value - _widen(bits, bfloat16), bfloat16), tl.int16, whole)
+            _store(
+                beside,
+                start,
+                within,
+                mask,
+                _round(value - _widen(bits, bfloat16), bfloat16),
+                tl.int16,
+                whole,
+            )
             _store_sample(sample, spacing, start, within, mask, bits)
 
 
-# -- updating ------------------------------------------------------------------------------------------------------------------------------------------
+# -- updating --------------------------------------------------------------------------------------
 
 
 @triton.jit
@@ -159,7 +214,20 @@ def _column(coefficients, count, tensor):
 
 
 @triton.jit
-def _descend(value, gradient, column, first, second, third, start, within, mask, algorithm: tl.constexpr, variant: tl.constexpr, whole: tl.constexpr):
+def _descend(
+    value,
+    gradient,
+    column,
+    first,
+    second,
+    third,
+    start,
+    within,
+    mask,
+    algorithm: tl.constexpr,
+    variant: tl.constexpr,
+    whole: tl.constexpr,
+):
     """One step of an algorithm on float32 numbers, its states read and written; the columns are those of `coefficients`."""
     gradient *= column[0]
     if algorithm == SGD:
@@ -194,7 +262,9 @@ def _descend(value, gradient, column, first, second, third, start, within, mask,
         mixed = column[3] * mean + column[4] * gradient
         sign = (mixed > 0.0).to(tl.float32) - (mixed < 0.0).to(tl.float32)
         value = value * column[1] - column[2] * sign
-        _store(first, start, within, mask, column[5] * mean + column[6] * gradient, tl.float32, whole)
+        _store(
+            first, start, within, mask, column[5] * mean + column[6] * gradient, tl.float32, whole
+        )
     return value
 
 
@@ -206,11 +276,28 @@ def _update(
 ):  # fmt: skip
     within = tl.arange(0, block)
     mask = within < left
-    value = _read_weight(parameter, beside, column[11], start, left, within, mask, kind, bfloat16, whole)
+    value = _read_weight(
+        parameter, beside, column[11], start, left, within, mask, kind, bfloat16, whole
+    )
     gradient = _load(gradients, start, within, mask, gradient_dtype, whole).to(tl.float32)
-    value = _descend(value, gradient, column, first, second, third, start, within, mask, algorithm, variant, whole)
+    value = _descend(
+        value,
+        gradient,
+        column,
+        first,
+        second,
+        third,
+        start,
+        within,
+        mask,
+        algorithm,
+        variant,
+        whole,
+    )
     word = _random_word(column[10], seed, place, start, within) if kind == STOCHASTIC else 0
-    _write_weight(parameter, beside, sample, spacing, start, within, mask, value, word, kind, bfloat16, whole)
+    _write_weight(
+        parameter, beside, sample, spacing, start, within, mask, value, word, kind, bfloat16, whole
+    )
 
 
 @triton.jit
@@ -218,13 +305,32 @@ def _random_word(draw, seed, place, start, within):
     """A random word for each element: a function of seed, element, parameter and draw alone."""
     element = start + within
     low, high = (element & 0xFFFFFFFF).to(tl.uint32), (element >> 32).to(tl.uint32)
-    word, _, _, _ = tl.philox(tl.load(seed), low, high, (low & 0) + place.to(tl.uint32), (low & 0) + draw.to(tl.int32).to(tl.uint32))
+    word, _, _, _ = tl.philox(
+        tl.load(seed),
+        low,
+        high,
+        (low & 0) + place.to(tl.uint32),
+        (low & 0) + draw.to(tl.int32).to(tl.uint32),
+    )
     return word.to(tl.int32, bitcast=True)
 
 
-@triton.jit(do_not_specialize=["addresses", "gradients", "chunks", "coefficients", "places", "found", "seed", "count"])
+@triton.jit(
+    do_not_specialize=[
+        "addresses",
+        "gradients",
+        "chunks",
+        "coefficients",
+        "places",
+        "found",
+        "seed",
+        "count",
+    ]
+)
 def update_kernel(
-    addresses,  # int64 [9, count]: parameter, beside, three states, number of elements, first program, sample, its spacing
+    # Int64 [9, count]: parameter, beside, three states, number of elements, first program, sample,
+    # its spacing.
+    addresses,
     gradients,  # int64 [count]
     chunks,  # int32 [2, programs]: parameter, chunk of it
     coefficients,  # float32 [12, count]
@@ -248,8 +354,14 @@ def update_kernel(
     start = tl.load(chunks + tl.num_programs(0) + program).to(tl.int64) * chunk
     parameter, beside = tl.load(addresses + tensor), tl.load(addresses + count + tensor)
     first, second = tl.load(addresses + 2 * count + tensor), tl.load(addresses + 3 * count + tensor)
-    third, left = tl.load(addresses + 4 * count + tensor), tl.load(addresses + 5 * count + tensor) - start
-    sample, spacing = tl.load(addresses + 7 * count + tensor), tl.load(addresses + 8 * count + tensor)
+    third, left = (
+        tl.load(addresses + 4 * count + tensor),
+        tl.load(addresses + 5 * count + tensor) - start,
+    )
+    sample, spacing = (
+        tl.load(addresses + 7 * count + tensor),
+        tl.load(addresses + 8 * count + tensor),
+    )
     gradient, place = tl.load(gradients + tensor), tl.load(places + tensor)
     column = _column(coefficients, count, tensor)
     good = tl.load(found) == 0.0 if skippable else True

@@ -57,19 +57,34 @@ def effective_lists(policy: Policy, dtype: torch.dtype, device: str) -> OpLists:
 def _effective(policy: Policy, dtype: torch.dtype, device: str, _generation: int) -> OpLists:
     base = preset_lists(policy.preset, policy.level, dtype, device)
     entries = {op.name: op.entry for op in registry() if op.entry is not None} | dict(base.entries)
-    entries |= {name: Entry(rule, _USER[rule]) for rule in Rule for name in policy.ops_with_rule(rule)}
+    entries |= {
+        name: Entry(rule, _USER[rule]) for rule in Rule for name in policy.ops_with_rule(rule)
+    }
     entries |= _composed_of(policy, entries)
     entries = {name: _with_kernel(name, entry, dtype, device) for name, entry in entries.items()}
     default_rule = (
-        base.default_rule if policy.default_rule is None else Entry(policy.default_rule, f"in no list: the policy says {policy.default_rule.value} for those")
+        base.default_rule
+        if policy.default_rule is None
+        else Entry(
+            policy.default_rule,
+            f"in no list: the policy says {policy.default_rule.value} for those",
+        )
     )
     halves = base.refused_in_half - policy.ops_with_rule(Rule.REFUSE)
-    return OpLists(entries, default_rule, dict(base.exempt_args) | dict(policy.exempt_args), base.conditional + policy.conditional, halves)
+    return OpLists(
+        entries,
+        default_rule,
+        dict(base.exempt_args) | dict(policy.exempt_args),
+        base.conditional + policy.conditional,
+        halves,
+    )
 
 
 def _with_kernel(name: str, entry: Entry, dtype: torch.dtype, device: str) -> Entry:
     if entry.rule not in (Rule.FULL, Rule.REFUSE) and lacks_kernel(name, dtype, device):
-        return Entry(Rule.FULL, f"{entry.reason}, but it has no {dtype_name(dtype)} kernel on {device}")
+        return Entry(
+            Rule.FULL, f"{entry.reason}, but it has no {dtype_name(dtype)} kernel on {device}"
+        )
     return entry
 
 
@@ -88,13 +103,27 @@ COMPOSED_OF: Mapping[str, tuple[str, ...]] = {
     "rnn_tanh_cell": ("linear",),
     "rnn_relu_cell": ("linear",),
 }
-"""Ops that C++ makes of others, where no mode sees them: in no list themselves, they follow what the user says of their parts."""
+"""Ops that C++ makes of others, where no mode sees them: in no list themselves, they follow what
+the user says of their parts."""
 
 
 def _composed_of(policy: Policy, entries: Mapping[str, Entry]) -> dict[str, Entry]:
-    listed = {name: rule for rule in (Rule.HALF, Rule.FULL, Rule.KEEP) for name in policy.ops_with_rule(rule)}
-    following = {whole: part for whole, parts in COMPOSED_OF.items() if whole not in entries for part in parts if part in listed}
-    return {whole: Entry(listed[part], f"computed by {part}, which is {_USER[listed[part]]}") for whole, part in following.items()}
+    listed = {
+        name: rule
+        for rule in (Rule.HALF, Rule.FULL, Rule.KEEP)
+        for name in policy.ops_with_rule(rule)
+    }
+    following = {
+        whole: part
+        for whole, parts in COMPOSED_OF.items()
+        if whole not in entries
+        for part in parts
+        if part in listed
+    }
+    return {
+        whole: Entry(listed[part], f"computed by {part}, which is {_USER[listed[part]]}")
+        for whole, part in following.items()
+    }
 
 
 def entry_of(lists: OpLists, name: str, dtype: torch.dtype, device: str) -> Entry:
@@ -107,13 +136,21 @@ def all_entries(policy: Policy, dtype: torch.dtype, device: str) -> dict[str, En
     names = sorted(registry().names)
     if policy.level is Level.O0:
         # Whatever else the policy says, and whichever kernels are missing.
-        return dict.fromkeys(names, preset_lists(policy.preset, policy.level, dtype, device).default_rule)
+        return dict.fromkeys(
+            names, preset_lists(policy.preset, policy.level, dtype, device).default_rule
+        )
     lists = effective_lists(policy, dtype, device)
     return {name: entry_of(lists, name, dtype, device) for name in names}
 
 
 def explain(
-    policy: Policy, op: str, inputs: Iterable[torch.dtype | str], *, dtype: torch.dtype, device: str, arguments: Mapping[str, Any] | None = None
+    policy: Policy,
+    op: str,
+    inputs: Iterable[torch.dtype | str],
+    *,
+    dtype: torch.dtype,
+    device: str,
+    arguments: Mapping[str, Any] | None = None,
 ) -> Decision:
     """Decide one call: the rule, the dtype it computes in and why, as eager and graph both carry it out."""
     said = list(inputs)
@@ -123,12 +160,29 @@ def explain(
     lists = effective_lists(policy, dtype, device)
     entry = entry_of(lists, name, dtype, device)
     for condition in lists.conditional:
-        if condition.op == name and arguments and condition.argument in arguments and arguments[condition.argument] in condition.values:
-            entry = Entry(Rule.FULL, f"{condition.argument}={arguments[condition.argument]!r}: {condition.reason}")
-    if entry.rule is Rule.REFUSE and name in lists.refused_in_half and said and not any(one in HALF_DTYPES for one in given):
+        if (
+            condition.op == name
+            and arguments
+            and condition.argument in arguments
+            and arguments[condition.argument] in condition.values
+        ):
+            entry = Entry(
+                Rule.FULL,
+                f"{condition.argument}={arguments[condition.argument]!r}: {condition.reason}",
+            )
+    if (
+        entry.rule is Rule.REFUSE
+        and name in lists.refused_in_half
+        and said
+        and not any(one in HALF_DTYPES for one in given)
+    ):
         entry = Entry(Rule.KEEP, "refused with 16-bit inputs alone")
     untouched = [one for one in given if one not in CASTABLE_DTYPES]
-    reason = f"{dtype_name(untouched[0])} inputs are never cast" if untouched and entry.rule in (Rule.HALF, Rule.FULL) else entry.reason
+    reason = (
+        f"{dtype_name(untouched[0])} inputs are never cast"
+        if untouched and entry.rule in (Rule.HALF, Rule.FULL)
+        else entry.reason
+    )
     return Decision(name, entry.rule, _computed_in(entry.rule, given, dtype), reason)
 
 
@@ -140,13 +194,22 @@ def uncast_decision(op: str, inputs: Iterable[torch.dtype | str], reason: str) -
 def _read_inputs(inputs: Iterable[torch.dtype | str]) -> list[torch.dtype]:
     """The dtypes that decide: integers beside floating-point inputs do not, and where nothing is said it is float32."""
     read = [_read_input(word) for word in inputs]
-    return [dtype for dtype in read if dtype.is_floating_point or dtype.is_complex] or read or [torch.float32]
+    return (
+        [dtype for dtype in read if dtype.is_floating_point or dtype.is_complex]
+        or read
+        or [torch.float32]
+    )
 
 
 def _read_input(word: torch.dtype | str) -> torch.dtype:
-    read: object = getattr(torch, word.removeprefix("torch."), None) if isinstance(word, str) else word
+    read: object = (
+        getattr(torch, word.removeprefix("torch."), None) if isinstance(word, str) else word
+    )
     if not isinstance(read, torch.dtype):
-        raise PolicyError(f"The inputs of an op are told by their dtypes, such as torch.float32 or 'float32', got {word!r}.")
+        raise PolicyError(
+            "The inputs of an op are told by their dtypes, such as torch.float32 or 'float32', got"
+            f" {word!r}."
+        )
     return read
 
 
@@ -200,14 +263,20 @@ def resolve_quietly(policy: Policy, hardware: Hardware) -> Resolved:
         return Resolved(None, "level O0 runs everything in float32")
     if policy.dtype is None:
         best = hardware.preferred
-        return Resolved(best.dtype, best.reason) if best else Resolved(None, hardware.float16.reason)
+        return (
+            Resolved(best.dtype, best.reason) if best else Resolved(None, hardware.float16.reason)
+        )
     support = hardware.support(policy.dtype)
     return Resolved(policy.dtype if support.supported else None, support.reason)
 
 
 def _downgrade(policy: Policy, hardware: Hardware, reason: str) -> None:
     asked = "a 16-bit dtype" if policy.dtype is None else dtype_name(policy.dtype)
-    instead = [dtype_name(dtype) for dtype in (torch.float16, torch.bfloat16) if hardware.support(dtype).supported]
+    instead = [
+        dtype_name(dtype)
+        for dtype in (torch.float16, torch.bfloat16)
+        if hardware.support(dtype).supported
+    ]
     remedy = f"Use dtype={instead[0]!r}" if instead else "Use another device, or level O0"
     message = f"{hardware.name} ({hardware.device}) cannot compute in {asked}: {reason}. {remedy}"
     if policy.on_unsupported is OnUnsupported.ERROR:
@@ -222,7 +291,10 @@ def _downgrade(policy: Policy, hardware: Hardware, reason: str) -> None:
 def _levels_up() -> int:
     """How far up the stack the user's code is, from where it is asked."""
     frame, levels = sys._getframe(1), 1
-    while frame.f_back is not None and frame.f_globals["__name__"].partition(".")[0] == __name__.partition(".")[0]:
+    while (
+        frame.f_back is not None
+        and frame.f_globals["__name__"].partition(".")[0] == __name__.partition(".")[0]
+    ):
         frame, levels = frame.f_back, levels + 1
     return levels
 
@@ -253,9 +325,19 @@ def diff(one: Policy, other: Policy, hardware: Hardware) -> PolicyDiff:
         if getattr(one, field.name) != getattr(other, field.name)
     ]
     rules, others = _rules(one, hardware), _rules(other, hardware)
-    return PolicyDiff(tuple(said), tuple((name, rules[name], others[name]) for name in sorted(rules) if rules[name] != others[name]))
+    return PolicyDiff(
+        tuple(said),
+        tuple(
+            (name, rules[name], others[name])
+            for name in sorted(rules)
+            if rules[name] != others[name]
+        ),
+    )
 
 
 def _rules(policy: Policy, hardware: Hardware) -> dict[str, str]:
     dtype = resolve_quietly(policy, hardware).dtype or policy.dtype or torch.float16
-    return {name: entry.rule.value for name, entry in all_entries(policy, dtype, hardware.device).items()}
+    return {
+        name: entry.rule.value
+        for name, entry in all_entries(policy, dtype, hardware.device).items()
+    }

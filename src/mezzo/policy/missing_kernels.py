@@ -18,15 +18,17 @@ from mezzo.policy.op_names import is_removed
 _recorded: set[tuple[str, str, str]] = set()
 
 RECURRENT = frozenset({"lstm", "gru", "rnn_tanh", "rnn_relu"})
-"""Layers that cuDNN computes. On CUDA torch's autocast casts inside of them, to float16 whatever its dtype is, and lays the weights side by side as cuDNN wants
-them (ATen/cudnn/AutocastRNN.cpp)."""
+"""Layers that cuDNN computes. On CUDA torch's autocast casts inside of them, to float16 whatever
+its dtype is, and lays the weights side by side as cuDNN wants them (ATen/cudnn/AutocastRNN.cpp)."""
 
 _ONE_DTYPE = frozenset({"layer_norm", "group_norm"})
-"""Norms whose kernels read input and parameters as one dtype: ATen/native/cuda/layer_norm_kernel.cu and group_norm_kernel.cu. Batch norm's take the mix wherever
-they run, instance norm is made of it, and rms_norm is then made of ops that promote."""
+"""Norms whose kernels read input and parameters as one dtype:
+ATen/native/cuda/layer_norm_kernel.cu and group_norm_kernel.cu. Batch norm's take the mix
+wherever they run, instance norm is made of it, and rms_norm is then made of ops that promote."""
 
 _MIXED: Mapping[str, frozenset[str]] = {"cpu": _ONE_DTYPE}
-"""Of these the ones that take the mix after all, by device: ATen/native/cpu/layer_norm_kernel.cpp and group_norm_kernel.cpp."""
+"""Of these the ones that take the mix after all, by device:
+ATen/native/cpu/layer_norm_kernel.cpp and group_norm_kernel.cpp."""
 
 
 def needs_one_dtype(op: str, device: str) -> bool:
@@ -69,12 +71,24 @@ def record_missing(op: str, dtype: torch.dtype, device: str) -> bool:
 
 def missing(op: str) -> tuple[tuple[str, str], ...]:
     """The (device, dtype) pairs for which an op has no kernel."""
-    known = {(device, dtype) for device, table in _known().items() for dtype, ops in table.items() if op in ops}
-    return tuple(sorted(known | {(device, dtype) for name, dtype, device in _recorded if name == op}))
+    known = {
+        (device, dtype)
+        for device, table in _known().items()
+        for dtype, ops in table.items()
+        if op in ops
+    }
+    return tuple(
+        sorted(known | {(device, dtype) for name, dtype, device in _recorded if name == op})
+    )
 
 
 @cache
 def _known() -> dict[str, dict[str, frozenset[str]]]:
     text = files(__package__).joinpath("missing_kernels.json").read_text()
     tables = json.loads(text)["missing"]
-    return {device: {dtype: frozenset(op for op in ops if not is_removed(op)) for dtype, ops in table.items()} for device, table in tables.items()}
+    return {
+        device: {
+            dtype: frozenset(op for op in ops if not is_removed(op)) for dtype, ops in table.items()
+        }
+        for device, table in tables.items()
+    }

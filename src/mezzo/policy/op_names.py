@@ -1,6 +1,7 @@
 """One op, one name, however it is called.
 
-An op's name is the ATen base name, or the name of the public Python function where there is one. Everything else that means the same is an alias.
+An op's name is the ATen base name, or the name of the public Python function where there is one.
+Everything else that means the same is an alias.
 """
 
 from __future__ import annotations
@@ -65,8 +66,11 @@ ALIASES: Mapping[str, str] = _aliases(
         "vstack": "row_stack",
         "transpose": "swapaxes swapdims",
         # the public function's name for what ATen calls otherwise
-        "batch_norm": "native_batch_norm native_batch_norm_legit native_batch_norm_legit_no_training batch_norm_impl_index "
-        "cudnn_batch_norm miopen_batch_norm batch_norm_with_update batch_norm_no_update native_batch_norm_legit_functional",
+        "batch_norm": (
+            "native_batch_norm native_batch_norm_legit native_batch_norm_legit_no_training"
+            " batch_norm_impl_index cudnn_batch_norm miopen_batch_norm batch_norm_with_update"
+            " batch_norm_no_update native_batch_norm_legit_functional"
+        ),
         "convolution": "cudnn_convolution cudnn_convolution_transpose",
         "cross_entropy": "cross_entropy_loss",
         "dropout": "native_dropout fused_dropout",
@@ -76,9 +80,13 @@ ALIASES: Mapping[str, str] = _aliases(
         "layer_norm": "native_layer_norm",
         "nll_loss": "nll_loss2d nll_loss_nd nll_loss_forward nll_loss2d_forward",
         "rms_norm": "fused_rms_norm",
-        "scaled_dot_product_attention": "sdpa scaled_dot_product_attention_math scaled_dot_product_flash_attention "
-        "scaled_dot_product_efficient_attention scaled_dot_product_cudnn_attention scaled_dot_product_flash_attention_for_cpu "
-        "scaled_dot_product_fused_attention_overrideable scaled_dot_product_attention_math_for_mps",
+        "scaled_dot_product_attention": (
+            "sdpa scaled_dot_product_attention_math scaled_dot_product_flash_attention"
+            " scaled_dot_product_efficient_attention scaled_dot_product_cudnn_attention"
+            " scaled_dot_product_flash_attention_for_cpu"
+            " scaled_dot_product_fused_attention_overrideable"
+            " scaled_dot_product_attention_math_for_mps"
+        ),
         "adaptive_max_pool1d": "adaptive_max_pool1d_with_indices",
         "adaptive_max_pool2d": "adaptive_max_pool2d_with_indices",
         "adaptive_max_pool3d": "adaptive_max_pool3d_with_indices",
@@ -152,7 +160,8 @@ NOT_OPS: frozenset[str] = frozenset(
     and or xor iand ior ixor rand ror rxor lshift rshift ilshift irshift rlshift rrshift copy fill zero random uniform normal bernoulli
     """.split()
 )
-"""What carries, describes, makes or explicitly converts a tensor: no rule ever applies. Writing in place has no rule either, but is told by the call."""
+"""What carries, describes, makes or explicitly converts a tensor: no rule ever applies. Writing
+in place has no rule either, but is told by the call."""
 
 
 _REMOVED: Mapping[str, str] = {"cholesky": "2.14", "qr": "2.14"}
@@ -202,4 +211,9 @@ _NOT_OP_PREFIXES = (
 
 def is_op(name: str) -> bool:
     """Whether a canonical name is something a rule can apply to."""
-    return bool(name) and name not in NOT_OPS and not name.startswith(_NOT_OP_PREFIXES) and "backward" not in name
+    return (
+        bool(name)
+        and name not in NOT_OPS
+        and not name.startswith(_NOT_OP_PREFIXES)
+        and "backward" not in name
+    )

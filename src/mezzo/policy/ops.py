@@ -47,10 +47,17 @@ class OpTable(Sequence[OpInfo]):
 
     def __str__(self) -> str:
         width = max((len(row.name) for row in self._rows), default=0)
-        return "\n".join(f"{row.name:{width}}  {row.rule:7}  {row.reason}{_where(row)}" for row in self._rows)
+        return "\n".join(
+            f"{row.name:{width}}  {row.rule:7}  {row.reason}{_where(row)}" for row in self._rows
+        )
 
 
-def ops(policy: Policy | str | os.PathLike[str] | None = None, *, device: str | None = None, **overrides: Any) -> OpTable:
+def ops(
+    policy: Policy | str | os.PathLike[str] | None = None,
+    *,
+    device: str | None = None,
+    **overrides: Any,
+) -> OpTable:
     """List every op that mezzo knows, with the rule that a policy has for it on a device, and why.
 
     >>> next(op for op in ops(device="cpu") if op.name == "linear").rule
@@ -60,8 +67,17 @@ def ops(policy: Policy | str | os.PathLike[str] | None = None, *, device: str | 
     # A device that is not here is asked about its lists all the same.
     dtype = resolve_quietly(read, found).dtype or read.dtype or torch.float16
     entries = all_entries(read, dtype, found.device)
-    return OpTable([OpInfo(name, entry.rule.value, entry.reason, missing_kernels.missing(name)) for name, entry in entries.items()])
+    return OpTable(
+        [
+            OpInfo(name, entry.rule.value, entry.reason, missing_kernels.missing(name))
+            for name, entry in entries.items()
+        ]
+    )
 
 
 def _where(row: OpInfo) -> str:
-    return f" (no kernel: {', '.join(f'{dtype} on {device}' for device, dtype in row.no_kernel)})" if row.no_kernel else ""
+    return (
+        f" (no kernel: {', '.join(f'{dtype} on {device}' for device, dtype in row.no_kernel)})"
+        if row.no_kernel
+        else ""
+    )

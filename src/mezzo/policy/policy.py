@@ -17,7 +17,17 @@ from mezzo._hardware import hardware
 from mezzo.policy import decide, parse, presets
 from mezzo.policy.decide import PolicyDiff, diff, resolve_quietly
 from mezzo.policy.registry import registry
-from mezzo.policy.types import BY_USER, NORMS, Cache, Conditional, Level, Master, OnUnsupported, Rule, Selector
+from mezzo.policy.types import (
+    BY_USER,
+    NORMS,
+    Cache,
+    Conditional,
+    Level,
+    Master,
+    OnUnsupported,
+    Rule,
+    Selector,
+)
 
 Names = Collection[str] | str
 """Op names as a user writes them."""
@@ -44,7 +54,8 @@ class _Fields:
     default_rule: Rule | None
     """The rule for ops in no list; None leaves it to the preset."""
     exempt_args: tuple[tuple[str, tuple[str, ...]], ...]
-    """Arguments that do not decide and are never cast down, by op: a norm's parameters and statistics."""
+    """Arguments that do not decide and are never cast down, by op: a norm's parameters and
+    statistics."""
     conditional: tuple[Conditional, ...]
     """Ops that run in float32 for some values of an argument."""
     modules: tuple[tuple[Selector, Rule], ...]
@@ -61,7 +72,8 @@ class _Fields:
     """What to do on a device that lacks the dtype."""
 
 
-# A dataclass itself too: of a frozen base alone, Python freezes the fields and lets a misspelt one be set.
+# A dataclass itself too: of a frozen base alone, Python freezes the fields and lets a misspelt one
+# be set.
 @dataclass(frozen=True, init=False, repr=False)
 class Policy(_Fields):
     """Which op, module and parameter runs in which precision: frozen, hashable, equal by value, saved as TOML.
@@ -109,7 +121,13 @@ class Policy(_Fields):
             modules=parse.module_rules(modules),
             keep_full=parse.selectors(keep_full),
             master=Master.NONE if master is None else Master.parse(master),
-            grad_dtype=None if grad_dtype is None else parse_dtype(grad_dtype, allowed=(*HALF_DTYPES, torch.float32), what="grad_dtype"),
+            grad_dtype=(
+                None
+                if grad_dtype is None
+                else parse_dtype(
+                    grad_dtype, allowed=(*HALF_DTYPES, torch.float32), what="grad_dtype"
+                )
+            ),
             cache=Cache.parse(cache),
             on_unsupported=OnUnsupported.parse(on_unsupported),
         )
@@ -117,7 +135,9 @@ class Policy(_Fields):
         presets.check_preset(self.preset, self.level)
 
     @classmethod
-    def parse(cls, policy: Policy | str | os.PathLike[str] | Level | None = None, **overrides: Any) -> Policy:
+    def parse(
+        cls, policy: Policy | str | os.PathLike[str] | Level | None = None, **overrides: Any
+    ) -> Policy:
         """Read a policy from what every entry point takes: a `Policy`, a level, a TOML file, and overrides of fields.
 
         >>> Policy.parse("O2", dtype="bfloat16")
@@ -126,14 +146,18 @@ class Policy(_Fields):
         _refuse_unknown_fields(overrides)
         if isinstance(policy, Policy):
             return replace(policy, **overrides) if overrides else policy
-        if isinstance(policy, os.PathLike) or (isinstance(policy, str) and Path(policy).suffix == ".toml"):
+        if isinstance(policy, os.PathLike) or (
+            isinstance(policy, str) and Path(policy).suffix == ".toml"
+        ):
             loaded = cls.load(policy)
             return replace(loaded, **overrides) if overrides else loaded
         if policy is None:
             return cls(**overrides)
         if isinstance(policy, str | Level):
             return cls(**{"level": _one_level(policy, overrides), **overrides})
-        raise PolicyError(f"A policy is a level such as 'O1', a mezzo.Policy, or a .toml file, got {policy!r}.")
+        raise PolicyError(
+            f"A policy is a level such as 'O1', a mezzo.Policy, or a .toml file, got {policy!r}."
+        )
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Policy:
@@ -154,7 +178,9 @@ class Policy(_Fields):
         names: frozenset[str] = getattr(self, rule.value)
         return names
 
-    def explain(self, op: str, *inputs: torch.dtype | str, device: str | None = None, **arguments: Any) -> decide.Decision:
+    def explain(
+        self, op: str, *inputs: torch.dtype | str, device: str | None = None, **arguments: Any
+    ) -> decide.Decision:
         """Say in which dtype an op runs for inputs of these dtypes (float32 where none is given) and these arguments on a device, and why.
 
         >>> print(Policy("O1", "float16", preset="torch-cuda").explain("softmax", torch.float16))
@@ -162,13 +188,26 @@ class Policy(_Fields):
         """
         found = hardware(device)
         chosen = resolve_quietly(self, found)
-        if chosen.dtype is None and self.level is not Level.O0 and self.on_unsupported is OnUnsupported.ERROR:
-            return decide.Decision(registry().parse(op), Rule.REFUSE, None, f"on_unsupported='error', and {chosen.reason}")
+        if (
+            chosen.dtype is None
+            and self.level is not Level.O0
+            and self.on_unsupported is OnUnsupported.ERROR
+        ):
+            return decide.Decision(
+                registry().parse(op),
+                Rule.REFUSE,
+                None,
+                f"on_unsupported='error', and {chosen.reason}",
+            )
         if chosen.dtype is None:
             return decide.uncast_decision(op, inputs, f"nothing is cast: {chosen.reason}")
-        return decide.explain(self, op, inputs, dtype=chosen.dtype, device=found.device, arguments=arguments)
+        return decide.explain(
+            self, op, inputs, dtype=chosen.dtype, device=found.device, arguments=arguments
+        )
 
-    def diff(self, other: Policy | str | os.PathLike[str] | Level, device: str | None = None) -> PolicyDiff:
+    def diff(
+        self, other: Policy | str | os.PathLike[str] | Level, device: str | None = None
+    ) -> PolicyDiff:
         """What another policy says otherwise: the fields, and the ops that end up under another rule on a device.
 
         >>> print(Policy("O1").diff(Policy("O1", full={"linear"}, keep={"conv1d"}), device="cpu"))
@@ -190,7 +229,11 @@ class Policy(_Fields):
     def to_dict(self) -> dict[str, Any]:
         """The fields that differ from a plain `Policy(level)`, in the words its constructor takes: plain strings, lists and tables."""
         plain = Policy(self.level)
-        told = {field.name: self.format_field(field.name) for field in fields(self) if getattr(self, field.name) != getattr(plain, field.name)}
+        told = {
+            field.name: self.format_field(field.name)
+            for field in fields(self)
+            if getattr(self, field.name) != getattr(plain, field.name)
+        }
         return {"level": self.level.value} | told
 
     def format_field(self, field: str) -> Any:
@@ -200,7 +243,10 @@ class Policy(_Fields):
     def __repr__(self) -> str:
         spoken = dict(self.to_dict())
         level = spoken.pop("level")
-        parts = [repr(level), *(f"{name}={parse.format_value(name, value)}" for name, value in spoken.items())]
+        parts = [
+            repr(level),
+            *(f"{name}={parse.format_value(name, value)}" for name, value in spoken.items()),
+        ]
         return f"Policy({', '.join(parts)})"
 
 
@@ -213,9 +259,14 @@ def _refuse_unknown_fields(overrides: Mapping[str, Any]) -> None:
 
 def _one_level(level: str | Level, overrides: Mapping[str, Any]) -> str | Level:
     if "level" in overrides:
-        raise PolicyError(f"The level was given twice: {level!r} and level={overrides['level']!r}. Give it once.")
+        raise PolicyError(
+            f"The level was given twice: {level!r} and level={overrides['level']!r}. Give it once."
+        )
     if level in presets.NAMES:
-        raise PolicyError(f"{level!r} is a preset, not a level. Write preset={level!r}, with a level if it is not O1.")
+        raise PolicyError(
+            f"{level!r} is a preset, not a level. Write preset={level!r}, with a level if it is"
+            " not O1."
+        )
     return level
 
 

@@ -72,7 +72,9 @@ class Level(ParsedEnum):
 
     @classmethod
     def _unknown(cls, word: object) -> str:
-        hint = " The first character is the letter O, not a zero." if str(word).startswith("0") else ""
+        hint = (
+            " The first character is the letter O, not a zero." if str(word).startswith("0") else ""
+        )
         return super()._unknown(word) + hint
 
 
@@ -152,7 +154,8 @@ NORMS: tuple[type[nn.Module], ...] = (
     nn.LocalResponseNorm,
     nn.CrossMapLRN2d,
 )
-"""The normalisation layers, batch and instance norm of every dimension included: what `keep_full` keeps in float32 by default."""
+"""The normalisation layers, batch and instance norm of every dimension included: what
+`keep_full` keeps in float32 by default."""
 
 
 @dataclass(frozen=True, order=True)
@@ -177,7 +180,10 @@ class Selector:
             return cls(_TYPE + _path(word))
         if isinstance(word, str) and word != _TYPE:
             return cls(word)
-        raise PolicyError(f"A module is named by a glob on its qualified name ('encoder.*.norm') or by its class (nn.LayerNorm), got {word!r}.")
+        raise PolicyError(
+            "A module is named by a glob on its qualified name ('encoder.*.norm') or by its class"
+            f" (nn.LayerNorm), got {word!r}."
+        )
 
     @property
     def rank(self) -> int:
@@ -192,7 +198,10 @@ class Selector:
             return fnmatchcase(name, self.text)
         wanted = self.text.removeprefix(_TYPE)
         public = _imported(wanted)
-        return any(base is public or wanted in (_path(base), base.__qualname__) for base in type(module).__mro__)
+        return any(
+            base is public or wanted in (_path(base), base.__qualname__)
+            for base in type(module).__mro__
+        )
 
 
 def _imported(path: str) -> object:
@@ -214,11 +223,13 @@ class OpLists:
     default_rule: Entry
     """The rule for ops in no list."""
     exempt_args: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    """Op name → names of the arguments that do not decide and are never cast down: a norm's parameters and statistics."""
+    """Op name → names of the arguments that do not decide and are never cast down: a norm's
+    parameters and statistics."""
     conditional: tuple[Conditional, ...] = ()
     """Ops that are float32 only for some values of an argument."""
     refused_in_half: frozenset[str] = frozenset()
-    """Of the refused ops those that are refused with 16-bit inputs alone: who casts to float32 may call them."""
+    """Of the refused ops those that are refused with 16-bit inputs alone: who casts to float32
+    may call them."""
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,10 @@
 """The file of a checkpoint: what `torch.save` writes, verified before and after `torch.load` reads it.
 
-A checkpoint is an ordinary torch file, so that `torch.load` reads it without mezzo. It is a zip archive of a pickle and one uncompressed entry for each storage,
-and the directory of the archive holds a CRC32 of every entry. `torch.load` does not compare them; `load` does, in files of every release. It also refuses what a
-small file could ask gigabytes for: compressed or overlapping entries, constructors that take a size, and tensors that are larger than the memory behind them.
+A checkpoint is an ordinary torch file, so that `torch.load` reads it without mezzo. It is a zip
+archive of a pickle and one uncompressed entry for each storage, and the directory of the archive
+holds a CRC32 of every entry. `torch.load` does not compare them; `load` does, in files of every
+release. It also refuses what a small file could ask gigabytes for: compressed or overlapping
+entries, constructors that take a size, and tensors that are larger than the memory behind them.
 """
 
 from __future__ import annotations
@@ -22,12 +24,20 @@ _BUDGET = 2**28
 """Bytes that a load may allocate for objects beside the file's own content."""
 _CHUNK = 2**22
 _END, _LOCATOR, _END64 = 22, 20, 56
-"""Sizes of the records at the end of a zip archive: the end of the directory, and for large files the locator of a second one and that itself."""
+"""Sizes of the records at the end of a zip archive: the end of the directory, and for large
+files the locator of a second one and that itself."""
 _FOLDER = 0x10
 _FLAGS = 0x808
 """Flags of an entry: its name is UTF-8, and its checksum follows its content."""
 
-_REBUILDS = ("parameter", "parameter_with_state", "sparse_tensor", "tensor_v2", "tensor_v3", "wrapper_subclass")
+_REBUILDS = (
+    "parameter",
+    "parameter_with_state",
+    "sparse_tensor",
+    "tensor_v2",
+    "tensor_v3",
+    "wrapper_subclass",
+)
 _CALLABLE = {
     "_codecs encode": 4,
     "collections Counter": 32,
@@ -41,18 +51,41 @@ _CALLABLE = {
     **{f"{module} set": 32 for module in ("__builtin__", "builtins")},
     **{f"torch._utils _rebuild_{name}": 0 for name in _REBUILDS},
 }
-"""What a pickle may call, of all that `torch.load(weights_only=True)` lets it: not `bytearray(2**40)`, `torch.FloatTensor(2**40)` or `_rebuild_qtensor`.
+"""What a pickle may call, of all that `torch.load(weights_only=True)` lets it: not
+`bytearray(2**40)`, `torch.FloatTensor(2**40)` or `_rebuild_qtensor`.
 
-With each, how many times the size of its arguments it may allocate: a set of the characters of a string has an object for each."""
+With each, how many times the size of its arguments it may allocate: a set of the characters of a
+string has an object for each."""
 
-_COST = {"EMPTY_DICT": 64, "EMPTY_LIST": 56, "EMPTY_SET": 216, "REDUCE": 720, "NEWOBJ": 720, "BINPERSID": 160}
+_COST = {
+    "EMPTY_DICT": 64,
+    "EMPTY_LIST": 56,
+    "EMPTY_SET": 216,
+    "REDUCE": 720,
+    "NEWOBJ": 720,
+    "BINPERSID": 160,
+}
 """About how many bytes an operation of a pickle allocates. A tensor takes 710, its storage 160."""
 _OBJECT, _SLOT = 40, 8
 """The same of a number, and of a place in a container."""
 _NUMBERS = {"BININT", "BININT1", "BININT2", "BINFLOAT", "NEWTRUE", "NEWFALSE", "NONE"}
 _PUTS, _GETS, _NOTHING = {"BINPUT", "LONG_BINPUT"}, {"BINGET", "LONG_BINGET"}, {"PROTO", "STOP"}
-_CALLS, _GROWS, _TO_MARK = {"REDUCE", "NEWOBJ", "BUILD"}, {"APPEND", "APPENDS", "SETITEM", "SETITEMS"}, {"TUPLE", "APPENDS", "SETITEMS"}
-_TAKES = {"TUPLE1": 1, "TUPLE2": 2, "TUPLE3": 3, "APPEND": 1, "SETITEM": 2, "REDUCE": 2, "NEWOBJ": 2, "BUILD": 2, "BINPERSID": 1}
+_CALLS, _GROWS, _TO_MARK = (
+    {"REDUCE", "NEWOBJ", "BUILD"},
+    {"APPEND", "APPENDS", "SETITEM", "SETITEMS"},
+    {"TUPLE", "APPENDS", "SETITEMS"},
+)
+_TAKES = {
+    "TUPLE1": 1,
+    "TUPLE2": 2,
+    "TUPLE3": 3,
+    "APPEND": 1,
+    "SETITEM": 2,
+    "REDUCE": 2,
+    "NEWOBJ": 2,
+    "BUILD": 2,
+    "BINPERSID": 1,
+}
 """How many objects an operation of a pickle takes from the stack."""
 
 
@@ -85,7 +118,8 @@ def load(file: BinaryIO) -> Any:
     except CheckpointError:
         raise
     except Exception as error:
-        # Without torch's own words, which advise to load without safeguards; they are the cause and are shown above.
+        # Without torch's own words, which advise to load without safeguards; they are the cause and
+        # are shown above.
         raise CheckpointError("torch cannot read it") from error
     return content
 
@@ -114,9 +148,17 @@ def _refuse_ambiguous(file: BinaryIO, size: int) -> None:
 def _refuse_large(archive: ZipFile, size: int) -> None:
     """Refuse entries that expand, or that share their bytes: together they must fit into the file."""
     entries = archive.infolist()
-    if any(one.compress_type != ZIP_STORED or one.flag_bits & ~_FLAGS or one.file_size != one.compress_size for one in entries):
-        raise CheckpointError("it has compressed or encrypted entries, which save_checkpoint never writes")
-    # Where an attribute says that an entry is a folder, torch reads nothing, and gives memory that was never written.
+    if any(
+        one.compress_type != ZIP_STORED
+        or one.flag_bits & ~_FLAGS
+        or one.file_size != one.compress_size
+        for one in entries
+    ):
+        raise CheckpointError(
+            "it has compressed or encrypted entries, which save_checkpoint never writes"
+        )
+    # Where an attribute says that an entry is a folder, torch reads nothing, and gives memory that
+    # was never written.
     if any(one.external_attr & _FOLDER or one.is_dir() for one in entries):
         raise CheckpointError("its directory is damaged")
     if sum(one.file_size for one in entries) > size:
@@ -129,7 +171,9 @@ def _pickle(archive: ZipFile) -> ZipInfo:
     """Return the entry of the pickle."""
     # torch finds an entry whatever its case, in the folder of the first.
     found = [one for one in archive.infolist() if one.filename.lower().endswith("data.pkl")]
-    if len(found) != 1 or any(one.filename.lower().endswith("constants.pkl") for one in archive.infolist()):
+    if len(found) != 1 or any(
+        one.filename.lower().endswith("constants.pkl") for one in archive.infolist()
+    ):
         raise CheckpointError("it is an archive of another kind")
     return found[0]
 
@@ -137,7 +181,8 @@ def _pickle(archive: ZipFile) -> ZipInfo:
 def _refuse_damaged(archive: ZipFile) -> None:
     """Compare the checksum of every entry."""
     if not any(one.CRC for one in archive.infolist()):
-        # Written while torch.serialization.set_crc32_options(False) held. Damage does not look like that: each of at least five checksums is some other number.
+        # Written while torch.serialization.set_crc32_options(False) held. Damage does not look like
+        # that: each of at least five checksums is some other number.
         for entry in archive.infolist():
             # zipfile does not compare what an entry does not have.
             del entry.CRC
@@ -148,14 +193,16 @@ def _refuse_damaged(archive: ZipFile) -> None:
                 while content.read(_CHUNK):
                     pass
         except BadZipFile as error:
-            raise CheckpointError(f"its entry {entry.filename!r} does not have its checksum") from error
+            raise CheckpointError(
+                f"its entry {entry.filename!r} does not have its checksum"
+            ) from error
 
 
 def _refuse_costly(pickled: bytes, budget: int) -> None:
     """Refuse a pickle that calls what a checkpoint does not need, or that makes objects of more bytes than the budget.
 
-    Follows the stack of the unpickler with the size of each object instead of the object: what is fetched again and again from the memo and copied, as by
-    `set`, takes its size each time.
+    Follows the stack of the unpickler with the size of each object instead of the object: what is
+    fetched again and again from the memo and copied, as by `set`, takes its size each time.
     """
     spent, stack, marks = 0, list[_Item](), list[int]()
     memo: dict[Any, _Item] = {}
@@ -184,11 +231,17 @@ def _refuse_costly(pickled: bytes, budget: int) -> None:
             if name in _GROWS:
                 stack[-1].size += size
             else:
-                own = _COST.get(name, _OBJECT) + (4 * len(argument) if isinstance(argument, str | bytes) else 0)
-                spent += own + (size * operands[0].copies if name in _CALLS else _SLOT * len(operands))
+                own = _COST.get(name, _OBJECT) + (
+                    4 * len(argument) if isinstance(argument, str | bytes) else 0
+                )
+                spent += own + (
+                    size * operands[0].copies if name in _CALLS else _SLOT * len(operands)
+                )
                 stack.append(_Item(size + (own if name not in _CALLS else 0)))
         if spent > budget:
-            raise CheckpointError(f"its {len(pickled)} bytes of structure make objects of more than {budget >> 20} MB")
+            raise CheckpointError(
+                f"its {len(pickled)} bytes of structure make objects of more than {budget >> 20} MB"
+            )
 
 
 class _Item:
@@ -202,13 +255,19 @@ class _Item:
 
 def _refuse_unknown(name: Any, allowed: Mapping[Any, int]) -> None:
     module, _, own = name.partition(" ")
-    if name not in allowed and not (module == "torch" and (own.endswith("Storage") or isinstance(getattr(torch, own, None), torch.dtype))):
+    if name not in allowed and not (
+        module == "torch"
+        and (own.endswith("Storage") or isinstance(getattr(torch, own, None), torch.dtype))
+    ):
         raise CheckpointError(f"it calls {module}.{own}, which no checkpoint needs")
 
 
 def _of_the_user() -> set[str]:
     """What the process has declared safe with torch.serialization.add_safe_globals."""
-    named = ((one[1] if isinstance(one, tuple) else f"{one.__module__}.{one.__qualname__}") for one in torch.serialization.get_safe_globals())
+    named = (
+        (one[1] if isinstance(one, tuple) else f"{one.__module__}.{one.__qualname__}")
+        for one in torch.serialization.get_safe_globals()
+    )
     return {" ".join(one.rpartition(".")[::2]) for one in named}
 
 

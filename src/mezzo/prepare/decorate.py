@@ -49,7 +49,9 @@ class _MoveGuard:
 
     def __call__(self, function: Function, *args: Any, **kwargs: Any) -> Any:
         # Every tensor is looked at before the first is moved.
-        for name, tensor in chain(self._module.named_parameters(self._name), self._module.named_buffers(self._name)):
+        for name, tensor in chain(
+            self._module.named_parameters(self._name), self._module.named_buffers(self._name)
+        ):
             if tensor.is_floating_point():
                 self._refuse_move(name, tensor, function)
         return type(self._module)._apply(self._module, function, *args, **kwargs)
@@ -62,11 +64,17 @@ class _MoveGuard:
         # Asked of a tensor without elements: nothing is moved to find out.
         before = tensor.detach().new_empty(0)
         after = function(before)
-        away = (after.device, after.dtype) != (before.device, before.dtype) if self._converted else after.device.type != before.device.type
+        away = (
+            (after.device, after.dtype) != (before.device, before.dtype)
+            if self._converted
+            else after.device.type != before.device.type
+        )
         if away:
             raise UnsupportedError(
-                f"The model is decorated, and {name!r} would go from {before.dtype} on {before.device} to {after.dtype} on {after.device}, away from what was "
-                "planned for it. First move, then decorate; or mezzo.undecorate(model), move it, and decorate anew."
+                f"The model is decorated, and {name!r} would go from {before.dtype} on"
+                f" {before.device} to {after.dtype} on {after.device}, away from what was planned"
+                " for it. First move, then decorate; or mezzo.undecorate(model), move it, and"
+                " decorate anew."
             )
 
 
@@ -114,10 +122,12 @@ def decorate(
 ) -> Any:
     """Make a model and its optimizer ready for a policy, whole or not at all: both stay the objects they were, and so do the parameters.
 
-    `mezzo.plan` with the same arguments says what will happen; `mezzo.undecorate` puts everything back. Inside an `autocast` that is on, a model with
-    `defer_to_autocast=True` runs as that says, and by its own policy everywhere else.
+    `mezzo.plan` with the same arguments says what will happen; `mezzo.undecorate` puts everything
+    back. Inside an `autocast` that is on, a model with `defer_to_autocast=True` runs as that says,
+    and by its own policy everywhere else.
 
-    A deep copy of a decorated model is a 16-bit model without masters: average weights with `mezzo.EMA`, and read exact ones with `mezzo.master_params`.
+    A deep copy of a decorated model is a 16-bit model without masters: average weights with
+    `mezzo.EMA`, and read exact ones with `mezzo.master_params`.
 
     >>> import mezzo, torch
     >>> model = nn.Linear(4, 2)
@@ -158,27 +168,42 @@ def undecorate(model: Models, optimizer: Optimizers | None = None) -> Any:
     found = {decoration_of(one) for one in all_decorated(models, optimizers)}
     decoration = found.pop() if len(found) == 1 else None
     if decoration is None:
-        raise PolicyError("These were not decorated, or not together: undecorate(model) takes the model that went through mezzo.decorate, not a copy of it.")
+        raise PolicyError(
+            "These were not decorated, or not together: undecorate(model) takes the model that went"
+            " through mezzo.decorate, not a copy of it."
+        )
     if len(models) != len(decoration.models):
-        raise PolicyError(f"{len(decoration.models)} models were decorated together, got {len(models)}. Pass all of them, as to decorate.")
+        raise PolicyError(
+            f"{len(decoration.models)} models were decorated together, got {len(models)}. Pass all"
+            " of them, as to decorate."
+        )
     decoration.undo()
     return model if optimizer is None else (model, optimizer)
 
 
 def _refuse_twice(model: Models, optimizer: Optimizers | None) -> None:
-    for one in all_decorated((part for whole in models_of(model) for part in whole.modules()), optimizers_of(optimizer)):
+    for one in all_decorated(
+        (part for whole in models_of(model) for part in whole.modules()), optimizers_of(optimizer)
+    ):
         if decoration_of(one) is not None:
-            raise PolicyError(f"This {type(one).__name__} is decorated already. Call mezzo.undecorate(model, optimizer) first, then decorate anew.")
+            raise PolicyError(
+                f"This {type(one).__name__} is decorated already. Call mezzo.undecorate(model,"
+                " optimizer) first, then decorate anew."
+            )
 
 
 def _warn_of_lost_updates(job: DecoratePlan) -> None:
-    policy, trained = job.plan.policy, any(one.converted and one.info.tensor.requires_grad for one in job.tensors)
+    policy, trained = (
+        job.plan.policy,
+        any(one.converted and one.info.tensor.requires_grad for one in job.tensors),
+    )
     if job.targets.optimizers or policy.level is not Level.O2 or policy.master is Master.NONE:
         return
     if trained and any(model.training for model in job.targets.models):
         warnings.warn(
-            "decorate(model) without an optimizer keeps no masters: updates smaller than the parameters' 16-bit steps will be lost. "
-            "Pass the optimizer; for inference call model.eval() first; or say that it is meant: master=None.",
+            "decorate(model) without an optimizer keeps no masters: updates smaller than the"
+            " parameters' 16-bit steps will be lost. Pass the optimizer; for inference call"
+            " model.eval() first; or say that it is meant: master=None.",
             UserWarning,
             stacklevel=3,
         )
@@ -187,7 +212,10 @@ def _warn_of_lost_updates(job: DecoratePlan) -> None:
 def _apply(job: DecoratePlan) -> None:
     """Carry a plan out. Whatever fails, what was done before it is undone, tensors last."""
     with ExitStack() as rollback, ExitStack() as undo:
-        masters = {optimizer: MasterWeights(job.plan.master, job.plan.seed) for optimizer in job.targets.optimizers}
+        masters = {
+            optimizer: MasterWeights(job.plan.master, job.plan.seed)
+            for optimizer in job.targets.optimizers
+        }
         weights = _convert(job, masters, rollback)
         for aligned in job.padded:
             undo.callback(forward.pad_outputs(aligned))
@@ -202,8 +230,14 @@ def _apply(job: DecoratePlan) -> None:
         rollback.pop_all()
 
 
-def _convert(job: DecoratePlan, masters: dict[Optimizer, MasterWeights], rollback: ExitStack) -> HalfWeights:
-    weights, frozen, buffers = HalfWeights(), MasterWeights(Master.NONE), MasterWeights(Master.FLOAT32)
+def _convert(
+    job: DecoratePlan, masters: dict[Optimizer, MasterWeights], rollback: ExitStack
+) -> HalfWeights:
+    weights, frozen, buffers = (
+        HalfWeights(),
+        MasterWeights(Master.NONE),
+        MasterWeights(Master.FLOAT32),
+    )
     for planned in job.tensors:
         if planned.converted:
             tensor, optimizer, half = planned.info.tensor, planned.info.optimizer, planned.row.after
@@ -224,12 +258,24 @@ def _open(job: DecoratePlan, model: nn.Module, decoration: Decoration, undo: Exi
     if binding is not None:
         undo.callback(binding.apply_in_all_threads())
     inputs = plan.dtype if plan.converts else None
-    undo.callback(forward.wrap_forward(forward.ForwardWrapper(region, inputs, plan.output_dtype, plan.defer_to_autocast), model))
+    undo.callback(
+        forward.wrap_forward(
+            forward.ForwardWrapper(region, inputs, plan.output_dtype, plan.defer_to_autocast), model
+        )
+    )
     undo.callback(refuse_moves(model, converted=plan.converts))
-    model_state_dict.hook_model_state_dict(model, decoration, undo, save_exact=plan.save_dtype is not None)
+    model_state_dict.hook_model_state_dict(
+        model, decoration, undo, save_exact=plan.save_dtype is not None
+    )
 
 
-def _bind(job: DecoratePlan, optimizer: Optimizer, masters: MasterWeights, weights: HalfWeights, undo: ExitStack) -> None:
+def _bind(
+    job: DecoratePlan,
+    optimizer: Optimizer,
+    masters: MasterWeights,
+    weights: HalfWeights,
+    undo: ExitStack,
+) -> None:
     """Let an optimizer step over exact weights; where parameters stay float32 and nothing is clipped, it is left alone."""
     if not job.plan.converts and job.plan.clip_norm is None:
         return

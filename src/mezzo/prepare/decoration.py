@@ -29,7 +29,13 @@ class Accumulating(Protocol):
 class Decoration:
     """Models and optimizers that were decorated together, and the way back."""
 
-    def __init__(self, plan: Plan, models: tuple[nn.Module, ...], optimizers: tuple[Optimizer, ...], weights: HalfWeights) -> None:
+    def __init__(
+        self,
+        plan: Plan,
+        models: tuple[nn.Module, ...],
+        optimizers: tuple[Optimizer, ...],
+        weights: HalfWeights,
+    ) -> None:
         self.plan, self.models, self.optimizers, self.weights = plan, models, optimizers, weights
         self.undo_stack = ExitStack()
         """Takes off what was put on, the last first."""
@@ -54,7 +60,9 @@ def _nothing() -> None:
     return None
 
 
-def all_decorated(models: Iterable[nn.Module], optimizers: Iterable[Optimizer]) -> tuple[nn.Module | Optimizer, ...]:
+def all_decorated(
+    models: Iterable[nn.Module], optimizers: Iterable[Optimizer]
+) -> tuple[nn.Module | Optimizer, ...]:
     """All that is decorated together."""
     return (*models, *optimizers)
 
@@ -74,7 +82,8 @@ def mark(one: nn.Module | Optimizer, decoration: Decoration) -> Callable[[], Non
 def flatten_rnns(models: tuple[nn.Module, ...]) -> None:
     """Let cuDNN have the weights of recurrent layers in one piece again, after they moved."""
     taken = torch.backends.cudnn.CUDNN_TENSOR_DTYPES
-    # torch's list of what cuDNN takes leaves bfloat16 out, which cuDNN's recurrent layers take; unflattened they would copy their weights at every call.
+    # torch's list of what cuDNN takes leaves bfloat16 out, which cuDNN's recurrent layers take;
+    # unflattened they would copy their weights at every call.
     added = {torch.bfloat16} - taken
     taken |= added
     try:

@@ -27,12 +27,15 @@ _SOME = 2**24
 class EMA:
     """An exponential moving average of a model's weights: `average = decay * average + (1 - decay) * weight` at each `update()`.
 
-    It averages the float32 master weights, never the rounded 16-bit ones; at O1 and for a plain model the float32 parameters. It starts from the weights that
-    the model has when it is made. Call `update()` after each optimizer step. A skipped step leaves the weights as they are, and they are averaged once more.
-    With a captured `TrainStep` nothing changes: an update does not synchronize. With float32 masters it is a few launches, with split ones about one a parameter.
+    It averages the float32 master weights, never the rounded 16-bit ones; at O1 and for a plain
+    model the float32 parameters. It starts from the weights that the model has when it is made.
+    Call `update()` after each optimizer step. A skipped step leaves the weights as they are, and
+    they are averaged once more. With a captured `TrainStep` nothing changes: an update does not
+    synchronize. With float32 masters it is a few launches, with split ones about one a parameter.
 
-    With `use_buffers=True` floating-point buffers, such as the statistics of batch norm, are averaged too; without, and for other buffers, evaluation uses
-    the model's own. It may be made before or after `decorate`. `state_dict()` goes into a checkpoint as any other value.
+    With `use_buffers=True` floating-point buffers, such as the statistics of batch norm, are
+    averaged too; without, and for other buffers, evaluation uses the model's own. It may be made
+    before or after `decorate`. `state_dict()` goes into a checkpoint as any other value.
 
     >>> import mezzo
     >>> model = nn.Linear(4, 1)
@@ -47,7 +50,9 @@ class EMA:
     False
     """
 
-    def __init__(self, model: nn.Module, decay: float = 0.999, *, use_buffers: bool = False) -> None:
+    def __init__(
+        self, model: nn.Module, decay: float = 0.999, *, use_buffers: bool = False
+    ) -> None:
         if isinstance(decay, bool) or not isinstance(decay, int | float) or not 0.0 <= decay <= 1.0:
             raise PolicyError(f"decay={decay!r}: it must be a number from 0 to 1, such as 0.999.")
         models = models_of(model)
@@ -70,8 +75,10 @@ class EMA:
     def applied(self) -> Iterator[nn.Module]:
         """Let the model hold the averaged weights for as long as the `with` lasts; then it has its own back, to the bit.
 
-        Parameters, masters and buffers are written in place, so that captured evaluation sees them too, and `model.state_dict()`, `mezzo.master_params` and
-        `mezzo.save_checkpoint` give the averaged weights meanwhile. A training step inside is refused; whatever else writes weights or buffers is undone.
+        Parameters, masters and buffers are written in place, so that captured evaluation sees them
+        too, and `model.state_dict()`, `mezzo.master_params` and `mezzo.save_checkpoint` give the
+        averaged weights meanwhile. A training step inside is refused; whatever else writes weights
+        or buffers is undone.
         """
         averaged = self._look()
         with ExitStack() as undo:
@@ -111,7 +118,9 @@ Place = tuple[str, dict[str, Any], str]
 class _Averaged:
     """The tensors of a model that are averaged, as they are now, with what their exact values are read from."""
 
-    def __init__(self, model: nn.Module, places: Sequence[Place], averages: dict[str, torch.Tensor]) -> None:
+    def __init__(
+        self, model: nn.Module, places: Sequence[Place], averages: dict[str, torch.Tensor]
+    ) -> None:
         exact = Exact(model)
         self.decorations: list[Decoration] = exact.decorations
         self.tensors: list[torch.Tensor] = [own[name] for _, own, name in places]
@@ -120,7 +129,9 @@ class _Averaged:
         self._addresses = list(map(torch.Tensor.data_ptr, self.tensors))
         self._exact = exact
         masters = list(map(exact.masters, self.tensors))
-        self._generations = [(one, one.generation) for one in dict.fromkeys(masters) if one is not None]
+        self._generations = [
+            (one, one.generation) for one in dict.fromkeys(masters) if one is not None
+        ]
         for name, tensor in zip(self._names, self.tensors, strict=True):
             averages[name] = _placed(averages.get(name), tensor, exact)
         self._groups = _grouped(self.tensors, masters, [averages[name] for name in self._names])
@@ -161,13 +172,20 @@ class _Refusal:
 
     def __call__(self, optimizer: Optimizer, *_: Any) -> None:
         """Refuse a step of lent weights."""
-        if any(id(parameter) in self._lent for group in optimizer.param_groups for parameter in group["params"]):
+        if any(
+            id(parameter) in self._lent
+            for group in optimizer.param_groups
+            for parameter in group["params"]
+        ):
             raise UnsupportedError(refused_while_lent(f"{type(optimizer).__name__}.step()"))
 
 
 def refused_while_lent(what: str) -> str:
     """Why something that trains is refused."""
-    return f"{what} was called inside `with ema.applied()`: the model holds averaged weights, and goes back to its own afterwards. Train outside of the `with`."
+    return (
+        f"{what} was called inside `with ema.applied()`: the model holds averaged weights, and goes"
+        " back to its own afterwards. Train outside of the `with`."
+    )
 
 
 def _places(model: nn.Module, *, buffers: bool) -> Iterator[Place]:
@@ -176,7 +194,11 @@ def _places(model: nn.Module, *, buffers: bool) -> Iterator[Place]:
     for prefix, module in model.named_modules():
         for own in (module._parameters, module._buffers) if buffers else (module._parameters,):
             for key, tensor in own.items():
-                if tensor is not None and id(tensor) not in seen and (tensor.is_floating_point() or tensor.is_complex()):
+                if (
+                    tensor is not None
+                    and id(tensor) not in seen
+                    and (tensor.is_floating_point() or tensor.is_complex())
+                ):
                     seen.add(id(tensor))
                     yield (f"{prefix}.{key}" if prefix else key), own, key
 
@@ -194,19 +216,27 @@ Group = tuple[list[torch.Tensor], Callable[[], list[torch.Tensor]]]
 """Averages of one device and dtype, and what reads the values that belong to them."""
 
 
-def _grouped(tensors: list[torch.Tensor], masters: list[MasterWeights | None], averages: list[torch.Tensor]) -> list[Group]:
+def _grouped(
+    tensors: list[torch.Tensor], masters: list[MasterWeights | None], averages: list[torch.Tensor]
+) -> list[Group]:
     sorted_: dict[Any, list[tuple[torch.Tensor, torch.Tensor]]] = {}
     sizes: dict[Any, int] = {}
     for tensor, keeper, average in zip(tensors, masters, averages, strict=True):
         kind = (keeper, tensor.device, tensor.dtype, average.dtype)
         sizes[kind] = sizes.get(kind, 0) + tensor.numel()
-        # Live tensors are read where they are, all at once; others are reconstructed some at a time.
+        # Live tensors are read where they are, all at once; others are reconstructed some at a
+        # time.
         part = 0 if keeper is None else sizes[kind] // _SOME
         sorted_.setdefault((kind, part), []).append((tensor, average))
     groups: list[Group] = []
     for ((keeper, *_), _), pairs in sorted_.items():
         own = [tensor for tensor, _ in pairs]
-        groups.append(([average for _, average in pairs], _reader(own) if keeper is None else keeper.reader(own)))
+        groups.append(
+            (
+                [average for _, average in pairs],
+                _reader(own) if keeper is None else keeper.reader(own),
+            )
+        )
     return groups
 
 
@@ -226,16 +256,26 @@ def _hold(tensor: torch.Tensor) -> Callable[[], Any]:
 
 
 def _refuse_misfits(own: dict[str, torch.Tensor], state: dict[str, torch.Tensor]) -> None:
-    if not isinstance(state, dict) or not all(isinstance(value, torch.Tensor) for value in state.values()):
-        raise CheckpointError("This is no state of an EMA, which is a dictionary of tensors. Pass what ema.state_dict() gave.")
-    missing, unexpected = [name for name in own if name not in state], [name for name in state if name not in own]
+    if not isinstance(state, dict) or not all(
+        isinstance(value, torch.Tensor) for value in state.values()
+    ):
+        raise CheckpointError(
+            "This is no state of an EMA, which is a dictionary of tensors. Pass what"
+            " ema.state_dict() gave."
+        )
+    missing, unexpected = (
+        [name for name in own if name not in state],
+        [name for name in state if name not in own],
+    )
     if missing or unexpected:
         raise CheckpointError(
-            f"The saved average is of another model: it lacks {missing[:5] or 'nothing'} and also has {unexpected[:5] or 'nothing'}. "
-            "Make the EMA of the model that was saved, with the same use_buffers."
+            f"The saved average is of another model: it lacks {missing[:5] or 'nothing'} and also"
+            f" has {unexpected[:5] or 'nothing'}. Make the EMA of the model that was saved, with"
+            " the same use_buffers."
         )
     for name, average in own.items():
         if state[name].shape != average.shape:
             raise CheckpointError(
-                f"{name!r} has shape {tuple(state[name].shape)} in the saved average and {tuple(average.shape)} in this model. Make the EMA of the model that was saved."
+                f"{name!r} has shape {tuple(state[name].shape)} in the saved average and"
+                f" {tuple(average.shape)} in this model. Make the EMA of the model that was saved."
             )

@@ -34,11 +34,18 @@ class ForwardWrapper:
     outputs: torch.dtype | None
     """What outputs are cast to; None leaves them."""
     defer_to_autocast: bool = False
-    """Whether the door stands open inside a region that is on already: nothing is cast, and that region goes on."""
+    """Whether the door stands open inside a region that is on already: nothing is cast, and that
+    region goes on."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Copied and pickled with the policy of its region: the table that carries that out lives in one process."""
-        return _made_again, (replace(self.region, owner=None), policy_of(self.region), self.inputs, self.outputs, self.defer_to_autocast)
+        return _made_again, (
+            replace(self.region, owner=None),
+            policy_of(self.region),
+            self.inputs,
+            self.outputs,
+            self.defer_to_autocast,
+        )
 
 
 def _made_again(region: Region, policy: Policy | None, *words: Any) -> ForwardWrapper:
@@ -46,9 +53,12 @@ def _made_again(region: Region, policy: Policy | None, *words: Any) -> ForwardWr
         return ForwardWrapper(region, *words)
     try:
         # In the dtype that was chosen where the model was decorated: its weights have it.
-        again = region_for(replace(policy, dtype=region.dtype), region.device, cache_enabled=region.cache_enabled)
+        again = region_for(
+            replace(policy, dtype=region.dtype), region.device, cache_enabled=region.cache_enabled
+        )
     except UnsupportedError:
-        # A file is also read where there is no such device; who goes on there casts the model first.
+        # A file is also read where there is no such device; who goes on there casts the model
+        # first.
         again = Region(region.device, False, region.dtype, region.cache_enabled)
     return ForwardWrapper(again, *words)
 
@@ -61,7 +71,10 @@ def wrap_forward(door: ForwardWrapper, model: nn.Module) -> Callable[[], None]:
         def forward(self_: nn.Module, *args: Any, **kwargs: Any) -> Any:
             outer = defers and torch.is_autocast_enabled(region.device)
             if inputs is not None and not outer:
-                args, kwargs = cast_all(args, inputs, region.device), cast_all(kwargs, inputs, region.device)
+                args, kwargs = (
+                    cast_all(args, inputs, region.device),
+                    cast_all(kwargs, inputs, region.device),
+                )
             with nullcontext() if outer else enter_regions(region):
                 result = function(*args, **kwargs) if bound else function(self_, *args, **kwargs)
             return result if outputs is None else cast_all(result, outputs, region.device)
@@ -111,8 +124,10 @@ def _refuse_averages() -> None:
         frame = frame.f_back
         if frame.f_globals.get("__name__") == "torch.optim.swa_utils":
             raise UnsupportedError(
-                "AveragedModel(model) of a decorated model would average rounded weights in 16 bits. Use mezzo.EMA(model, decay=0.999), which averages the float32 "
-                "masters; or make the AveragedModel before mezzo.decorate, and call averaged.update_parameters(mezzo.master_params(model))."
+                "AveragedModel(model) of a decorated model would average rounded weights in 16"
+                " bits. Use mezzo.EMA(model, decay=0.999), which averages the float32 masters; or"
+                " make the AveragedModel before mezzo.decorate, and call"
+                " averaged.update_parameters(mezzo.master_params(model))."
             )
 
 
@@ -131,13 +146,22 @@ class _PickledForward:
         return MethodType(self._forward.__func__, copied)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        ruled = [name for name, part in self._model.named_modules() if hasattr(part.__dict__.get("forward"), _RULED)]
+        ruled = [
+            name
+            for name, part in self._model.named_modules()
+            if hasattr(part.__dict__.get("forward"), _RULED)
+        ]
         if ruled:
             raise UnsupportedError(
-                f"The model has rules for modules ({', '.join(ruled)}), which do not go into a pickle. Save its state_dict(), or mezzo.undecorate(model) first."
+                f"The model has rules for modules ({', '.join(ruled)}), which do not go into a"
+                " pickle. Save its state_dict(), or mezzo.undecorate(model) first."
             )
         own = getattr(self._forward, _BEHIND)
-        return _unpickled_forward, (self._model, self._forward.mezzo_door, None if own is type(self._model).forward else own)
+        return _unpickled_forward, (
+            self._model,
+            self._forward.mezzo_door,
+            None if own is type(self._model).forward else own,
+        )
 
 
 def _unpickled_forward(model: nn.Module, door: ForwardWrapper, own: Any) -> Any:
@@ -167,14 +191,22 @@ class PaddedLinear:
         return self.module.out_features + -self.module.out_features % MULTIPLE
 
     def __str__(self) -> str:
-        return f"{self.name} computes {self.outputs} outputs and gives {self.module.out_features}: rows of 16-bit numbers are fast in multiples of {MULTIPLE}"
+        return (
+            f"{self.name} computes {self.outputs} outputs and gives {self.module.out_features}:"
+            f" rows of 16-bit numbers are fast in multiples of {MULTIPLE}"
+        )
 
 
 def find_paddable(models: Iterable[nn.Module], device: str) -> tuple[PaddedLinear, ...]:
     """The layers that gain by it. Only GPUs mind, and only plain linear layers are known to do nothing but the product."""
     if device != "cuda":
         return ()
-    return tuple(PaddedLinear(name, module) for model in models for name, module in model.named_modules() if isinstance(module, nn.Linear) and _gains(module))
+    return tuple(
+        PaddedLinear(name, module)
+        for model in models
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear) and _gains(module)
+    )
 
 
 def _gains(module: nn.Linear) -> bool:
@@ -197,5 +229,6 @@ def _forward(module: nn.Linear, inputs: torch.Tensor) -> torch.Tensor:
     return F.linear(inputs, weight, bias)[..., : module.out_features].contiguous()
 
 
-# A method is pickled by its name: what comes out of a file has the forward of its class, which gives the same.
+# A method is pickled by its name: what comes out of a file has the forward of its class, which
+# gives the same.
 _forward.__name__ = "forward"

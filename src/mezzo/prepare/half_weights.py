@@ -62,7 +62,14 @@ class HalfWeights:
         """Set the tensor's float32 value."""
         self._before[tensor].masters.write(tensor, value)
 
-    def convert(self, tensor: torch.Tensor, half: torch.dtype, grad_dtype: torch.dtype, masters: MasterWeights, rollback: ExitStack) -> None:
+    def convert(
+        self,
+        tensor: torch.Tensor,
+        half: torch.dtype,
+        grad_dtype: torch.dtype,
+        masters: MasterWeights,
+        rollback: ExitStack,
+    ) -> None:
         """Make a tensor 16-bit, its gradient too; the stack gets what puts back the very memory that was there."""
         parameter, gradient, pinned = typed("Parameter", tensor), tensor.grad, tensor.grad_dtype
         rollback.callback(_put_back, parameter, tensor.data, gradient, pinned)
@@ -73,7 +80,13 @@ class HalfWeights:
 
     def hand_over(self, tensor: torch.Tensor, masters: MasterWeights) -> None:
         """Let other masters keep the exact value from now on."""
-        before, parameter, data, gradient, pinned = self._before[tensor], typed("Parameter", tensor), tensor.data, tensor.grad, tensor.grad_dtype
+        before, parameter, data, gradient, pinned = (
+            self._before[tensor],
+            typed("Parameter", tensor),
+            tensor.data,
+            tensor.grad,
+            tensor.grad_dtype,
+        )
         self._before[tensor] = replace(before, masters=masters)
         parameter.grad = None
         before.masters.release(parameter)
@@ -87,8 +100,10 @@ class HalfWeights:
             if _looks(tensor) != before.converted:
                 dtype, device, _ = before.converted
                 raise UnsupportedError(
-                    f"decorate made a tensor {_words(before.converted)}, and now it is {_words(_looks(tensor))}, which its master does not fit. Nothing was "
-                    f"changed. First make it what it was: parameter.data = parameter.data.to({str(device)!r}, {dtype})."
+                    f"decorate made a tensor {_words(before.converted)}, and now it is"
+                    f" {_words(_looks(tensor))}, which its master does not fit. Nothing was"
+                    " changed. First make it what it was: parameter.data ="
+                    f" parameter.data.to({str(device)!r}, {dtype})."
                 )
 
     def restore(self) -> None:
@@ -110,15 +125,23 @@ def _words(looks: tuple[torch.dtype, torch.device, torch.Size]) -> str:
     return f"{dtype_name(dtype)} of shape {tuple(shape)} on {device}"
 
 
-def _take_gradient(parameter: Parameter, gradient: torch.Tensor | None, grad_dtype: torch.dtype | None) -> None:
-    # It follows the parameter's dtype by itself, unless somebody has set it: then it stays as it was set.
+def _take_gradient(
+    parameter: Parameter, gradient: torch.Tensor | None, grad_dtype: torch.dtype | None
+) -> None:
+    # It follows the parameter's dtype by itself, unless somebody has set it: then it stays as it
+    # was set.
     if parameter.grad_dtype != grad_dtype:
         parameter.grad_dtype = grad_dtype
     if gradient is not None:
         parameter.grad = cast(gradient, grad_dtype or parameter.dtype)
 
 
-def _put_back(parameter: Parameter, data: torch.Tensor, gradient: torch.Tensor | None, grad_dtype: torch.dtype | None) -> None:
+def _put_back(
+    parameter: Parameter,
+    data: torch.Tensor,
+    gradient: torch.Tensor | None,
+    grad_dtype: torch.dtype | None,
+) -> None:
     parameter.grad = None
     parameter.data = data
     if parameter.grad_dtype != grad_dtype:
@@ -126,16 +149,20 @@ def _put_back(parameter: Parameter, data: torch.Tensor, gradient: torch.Tensor |
     parameter.grad = gradient
 
 
-def add_masters_when_trained(bound: OptimizerBinding, weights: HalfWeights, undo: ExitStack) -> None:
+def add_masters_when_trained(
+    bound: OptimizerBinding, weights: HalfWeights, undo: ExitStack
+) -> None:
     """Give masters to parameters that a bound optimizer meets without one; the stack gets what ends that."""
 
     def newcomers(found: list[torch.Tensor]) -> None:
         for parameter in found:
             if parameter not in weights and HalfWeights.of(parameter) is not None:
                 raise UnsupportedError(
-                    f"{type(bound.optimizer).__name__} was given a parameter of shape {tuple(parameter.shape)} that another mezzo.decorate has made "
-                    f"{parameter.dtype}, and whose master it does not know. Decorate both models with both optimizers in one call: "
-                    "decorate([model, other], [optimizer, other_optimizer])."
+                    f"{type(bound.optimizer).__name__} was given a parameter of shape"
+                    f" {tuple(parameter.shape)} that another mezzo.decorate has made"
+                    f" {parameter.dtype}, and whose master it does not know. Decorate both models"
+                    " with both optimizers in one call: decorate([model, other], [optimizer,"
+                    " other_optimizer])."
                 )
         for parameter in found:
             if parameter in weights:

@@ -19,7 +19,9 @@ from mezzo.prepare.model_state_dict import decorations_of
 class MasterParams(dict[str, torch.Tensor]):
     """Exact weights by name. `AveragedModel.update_parameters` takes it in the place of the model."""
 
-    def __init__(self, tensors: Iterable[tuple[str, torch.Tensor]], buffers: Iterable[torch.Tensor] = ()) -> None:
+    def __init__(
+        self, tensors: Iterable[tuple[str, torch.Tensor]], buffers: Iterable[torch.Tensor] = ()
+    ) -> None:
         super().__init__(tensors)
         self._buffers = list(buffers)
 
@@ -35,14 +37,18 @@ class MasterParams(dict[str, torch.Tensor]):
 def master_params(source: nn.Module | Optimizer) -> MasterParams:
     """Return the exact float32 weights by name: for logging, weight statistics, averages and the values of regularisers.
 
-    Names are those of `model.named_parameters()`, tied weights once. An optimizer gives its own parameters, by the names that they have in the models that
-    were decorated with it (`models[0].weight` where there are several); those of a plain optimizer have the names that it was given, or numbers.
+    Names are those of `model.named_parameters()`, tied weights once. An optimizer gives its own
+    parameters, by the names that they have in the models that were decorated with it
+    (`models[0].weight` where there are several); those of a plain optimizer have the names that it
+    was given, or numbers.
 
-    With float32 masters the tensors are the live masters: they change with the next step; clone what you keep. With split masters (and Kahan compensation, or
-    16-bit weights without masters) they are copies, made at every call. Parameters that stayed float32 are given as they are, detached. Do not write to them:
-    load_state_dict sets exact weights. Does not synchronize.
+    With float32 masters the tensors are the live masters: they change with the next step; clone
+    what you keep. With split masters (and Kahan compensation, or 16-bit weights without masters)
+    they are copies, made at every call. Parameters that stayed float32 are given as they are,
+    detached. Do not write to them: load_state_dict sets exact weights. Does not synchronize.
 
-    `torch.optim.swa_utils.AveragedModel`, made before `decorate`, averages them: `averaged.update_parameters(mezzo.master_params(model))`.
+    `torch.optim.swa_utils.AveragedModel`, made before `decorate`, averages them:
+    `averaged.update_parameters(mezzo.master_params(model))`.
 
     >>> import mezzo
     >>> model = nn.Linear(1, 1, bias=False)
@@ -58,10 +64,14 @@ def master_params(source: nn.Module | Optimizer) -> MasterParams:
         return _of_optimizer(source)
     if not isinstance(source, nn.Module):
         raise PolicyError(
-            f"master_params takes a model or an optimizer, got {type(source).__name__}. Pass the torch.nn.Module or torch.optim.Optimizer itself."
+            f"master_params takes a model or an optimizer, got {type(source).__name__}. Pass the"
+            " torch.nn.Module or torch.optim.Optimizer itself."
         )
     masters = Exact(source)
-    return MasterParams(((name, masters.current(one)) for name, one in source.named_parameters()), (masters.current(one) for one in source.buffers()))
+    return MasterParams(
+        ((name, masters.current(one)) for name, one in source.named_parameters()),
+        (masters.current(one) for one in source.buffers()),
+    )
 
 
 class Exact:
@@ -72,7 +82,9 @@ class Exact:
 
     def masters(self, tensor: torch.Tensor) -> MasterWeights | None:
         """The masters of a tensor; None where it was not made 16-bit."""
-        return next((one.weights.masters(tensor) for one in self.decorations if tensor in one.weights), None)
+        return next(
+            (one.weights.masters(tensor) for one in self.decorations if tensor in one.weights), None
+        )
 
     def current(self, tensor: torch.Tensor) -> torch.Tensor:
         """The exact value of a tensor, see `master_params`."""
@@ -83,7 +95,9 @@ def _of_optimizer(optimizer: Optimizer) -> MasterParams:
     bound, names = optimizer_binding(optimizer), _names(optimizer)
     found, number = MasterParams(()), 0
     for group in optimizer.param_groups:
-        given = group.get("param_names", [str(number + place) for place in range(len(group["params"]))])
+        given = group.get(
+            "param_names", [str(number + place) for place in range(len(group["params"]))]
+        )
         number += len(group["params"])
         for parameter, name in zip(group["params"], given, strict=True):
             masters = bound.masters if bound is not None and parameter in bound.masters else None

@@ -14,7 +14,9 @@ from mezzo.prepare.decoration import Decoration
 from mezzo.prepare.half_weights import HalfWeights
 
 
-def hook_model_state_dict(model: nn.Module, decoration: Decoration, undo: ExitStack, *, save_exact: bool) -> None:
+def hook_model_state_dict(
+    model: nn.Module, decoration: Decoration, undo: ExitStack, *, save_exact: bool
+) -> None:
     """Hook every module of a model; the stack gets what takes the hooks off."""
     weights = decoration.weights
     saved: dict[torch.Tensor, tuple[str, ref[torch.Tensor]]] = {}
@@ -22,7 +24,9 @@ def hook_model_state_dict(model: nn.Module, decoration: Decoration, undo: ExitSt
     for module in model.modules():
         stash: dict[torch.Tensor, torch.Tensor] = {}
         undo.callback(module.register_load_state_dict_pre_hook(_BeforeLoad(weights, stash)).remove)
-        undo.callback(module.register_load_state_dict_post_hook(_AfterLoad(decoration, stash)).remove)
+        undo.callback(
+            module.register_load_state_dict_post_hook(_AfterLoad(decoration, stash)).remove
+        )
         if save_exact:
             undo.callback(module.register_state_dict_post_hook(_AfterSave(weights, saved)).remove)
 
@@ -30,7 +34,9 @@ def hook_model_state_dict(model: nn.Module, decoration: Decoration, undo: ExitSt
 def decorations_of(model: nn.Module) -> list[Decoration]:
     """Every decoration that tensors of a model belong to: the model's own, those of its parts, and that of a model which it is a part of."""
     # Only the whole of a decorated model is marked, but every module of it has the hooks.
-    hooks = (hook for module in model.modules() for hook in module._load_state_dict_post_hooks.values())
+    hooks = (
+        hook for module in model.modules() for hook in module._load_state_dict_post_hooks.values()
+    )
     return list(dict.fromkeys(hook.decoration for hook in hooks if isinstance(hook, _AfterLoad)))
 
 
@@ -45,7 +51,9 @@ def exact_state_dict(model: nn.Module) -> dict[str, Any]:
             for some in weights:
                 if key in state and tensor in some and some.is_exact(tensor):
                     # Once for all its names: what is tied stays tied in a file.
-                    state[key] = read[tensor] = read[tensor] if tensor in read else some.read(tensor)
+                    state[key] = read[tensor] = (
+                        read[tensor] if tensor in read else some.read(tensor)
+                    )
     return state
 
 
@@ -65,10 +73,14 @@ class _Hook:
 
 
 class _AfterSave(_Hook):
-    def __init__(self, weights: HalfWeights, saved: dict[torch.Tensor, tuple[str, ref[torch.Tensor]]]) -> None:
+    def __init__(
+        self, weights: HalfWeights, saved: dict[torch.Tensor, tuple[str, ref[torch.Tensor]]]
+    ) -> None:
         self._weights, self._saved = weights, saved
 
-    def __call__(self, module: nn.Module, state: dict[str, Any], prefix: str, _metadata: Any) -> None:
+    def __call__(
+        self, module: nn.Module, state: dict[str, Any], prefix: str, _metadata: Any
+    ) -> None:
         """Put exact weights into a state."""
         for name, tensor in _own(module):
             key = prefix + name
@@ -91,15 +103,28 @@ class _BeforeLoad(_Hook):
     def __init__(self, weights: HalfWeights, stash: dict[torch.Tensor, torch.Tensor]) -> None:
         self._weights, self._stash = weights, stash
 
-    def __call__(self, module: nn.Module, state: dict[str, Any], prefix: str, metadata: dict[str, Any], *_: Any) -> None:
+    def __call__(
+        self,
+        module: nn.Module,
+        state: dict[str, Any],
+        prefix: str,
+        metadata: dict[str, Any],
+        *_: Any,
+    ) -> None:
         """Remember what torch is going to round."""
-        # assign=True would put other objects in the parameters' place, and the optimizer would go on with the old ones: the values are copied instead.
+        # assign=True would put other objects in the parameters' place, and the optimizer would go
+        # on with the old ones: the values are copied instead.
         if metadata.get("assign_to_params_buffers"):
             metadata["assign_to_params_buffers"] = False
         self._stash.clear()
         for name, tensor in _own(module):
             value = state.get(prefix + name)
-            if tensor in self._weights and isinstance(value, torch.Tensor) and value.dtype is not tensor.dtype and value.shape == tensor.shape:
+            if (
+                tensor in self._weights
+                and isinstance(value, torch.Tensor)
+                and value.dtype is not tensor.dtype
+                and value.shape == tensor.shape
+            ):
                 self._stash[tensor] = value
 
 

@@ -88,7 +88,10 @@ class Plan:
         converted = sum(row.before is not row.after for row in self.rows)
         beside = f" + {size(self.master_bytes)} beside them" if self.master_bytes else ""
         master = f" (master={self.master.value!r})" if converted else ""
-        return f"{converted} of {len(self.rows)} tensors change: {size(self.bytes_before)} → {size(self.bytes_after)}{beside}{master}"
+        return (
+            f"{converted} of {len(self.rows)} tensors change: {size(self.bytes_before)} →"
+            f" {size(self.bytes_after)}{beside}{master}"
+        )
 
     def _words(self) -> list[str]:
         """What else was asked for."""
@@ -98,8 +101,16 @@ class Plan:
             "state_dict() gives weights in": self.save_dtype,
         }
         lines = [f"{what} {dtype_name(dtype)}" for what, dtype in said.items() if dtype is not None]
-        said_so = [f"gradients are clipped to a norm of {self.clip_norm:g}"] if self.clip_norm is not None else []
-        said_so += ["an autocast region around the model goes before its own policy"] if self.defer_to_autocast else []
+        said_so = (
+            [f"gradients are clipped to a norm of {self.clip_norm:g}"]
+            if self.clip_norm is not None
+            else []
+        )
+        said_so += (
+            ["an autocast region around the model goes before its own policy"]
+            if self.defer_to_autocast
+            else []
+        )
         return [*lines, *said_so, *self.padded_layers]
 
 
@@ -183,7 +194,13 @@ def make_plan(
         dtype_reason=resolved.reason,
         master=master,
         clip_norm=_clip_norm(clip_norm, given),
-        output_dtype=None if output_dtype is None else parse_dtype(output_dtype, allowed=(*HALF_DTYPES, torch.float32), what="output_dtype"),
+        output_dtype=(
+            None
+            if output_dtype is None
+            else parse_dtype(
+                output_dtype, allowed=(*HALF_DTYPES, torch.float32), what="output_dtype"
+            )
+        ),
         save_dtype=_save_dtype(save_dtype, half, master, given),
         seed=seed,
         rows=tuple(planned.row for planned in tensors),
@@ -205,29 +222,45 @@ def _master(policy: Policy, half: torch.dtype | None, given: Targets) -> Master:
 
 
 def _why_not(policy: Policy, resolved: Resolved) -> str:
-    return f"parameters stay float32 at {policy.level.value}" if policy.level not in _CONVERTS else f"stays float32: {resolved.reason}"
+    return (
+        f"parameters stay float32 at {policy.level.value}"
+        if policy.level not in _CONVERTS
+        else f"stays float32: {resolved.reason}"
+    )
 
 
 def _clip_norm(clip_norm: float | None, given: Targets) -> float | None:
     if clip_norm is None:
         return None
     if not isinstance(clip_norm, int | float) or not clip_norm > 0 or not isfinite(clip_norm):
-        raise PolicyError(f"clip_norm={clip_norm!r} should be a positive number such as 1.0, or None.")
+        raise PolicyError(
+            f"clip_norm={clip_norm!r} should be a positive number such as 1.0, or None."
+        )
     if not given.optimizers:
         raise PolicyError(
-            f"clip_norm={clip_norm!r} clips in the optimizer's step, and no optimizer was given. Pass it: decorate(model, optimizer, clip_norm=...)."
+            f"clip_norm={clip_norm!r} clips in the optimizer's step, and no optimizer was given."
+            " Pass it: decorate(model, optimizer, clip_norm=...)."
         )
     return float(clip_norm)
 
 
-def _save_dtype(word: Dtype, half: torch.dtype | None, master: Master, given: Targets) -> torch.dtype | None:
+def _save_dtype(
+    word: Dtype, half: torch.dtype | None, master: Master, given: Targets
+) -> torch.dtype | None:
     if word is None:
         return None
     dtype = parse_dtype(word, allowed=(torch.float32,), what="save_dtype")
     if half is not None and not MASTER_FORMATS[master].exact:
-        exact = " or ".join(repr(kind.master.value) for kind in MASTER_FORMATS.values() if kind.exact)
-        why = f"master={master.value!r} has" if given.optimizers else "without an optimizer there are"
-        raise PolicyError(f"save_dtype='float32' needs exact float32 weights, and {why} none. Use master={exact} with an optimizer, or leave save_dtype out.")
+        exact = " or ".join(
+            repr(kind.master.value) for kind in MASTER_FORMATS.values() if kind.exact
+        )
+        why = (
+            f"master={master.value!r} has" if given.optimizers else "without an optimizer there are"
+        )
+        raise PolicyError(
+            f"save_dtype='float32' needs exact float32 weights, and {why} none. Use master={exact}"
+            " with an optimizer, or leave save_dtype out."
+        )
     return dtype
 
 

@@ -44,9 +44,17 @@ class PlanRow:
 
 def table(rows: tuple[PlanRow, ...]) -> list[str]:
     """Rows as aligned lines, under a heading."""
-    cells = [("name", "shape", "dtype", "why"), *((row.name, _shape(row), row.change, row.reason) for row in rows)]
+    cells = [
+        ("name", "shape", "dtype", "why"),
+        *((row.name, _shape(row), row.change, row.reason) for row in rows),
+    ]
     widths = [max(len(line[column]) for line in cells) for column in range(3)]
-    return ["  ".join([*(cell.ljust(width) for cell, width in zip(line, widths, strict=False)), line[3]]).rstrip() for line in cells]
+    return [
+        "  ".join(
+            [*(cell.ljust(width) for cell, width in zip(line, widths, strict=False)), line[3]]
+        ).rstrip()
+        for line in cells
+    ]
 
 
 def size(count: int) -> str:
@@ -108,7 +116,15 @@ class TensorRule:
         after, master, reason = self._decide(found)
         if tied:
             reason = f"{reason}; tied with {', '.join(tied)}"
-        return PlanRow(name, "buffer" if found.is_buffer else "parameter", tuple(found.tensor.shape), found.tensor.dtype, after, master, reason)
+        return PlanRow(
+            name,
+            "buffer" if found.is_buffer else "parameter",
+            tuple(found.tensor.shape),
+            found.tensor.dtype,
+            after,
+            master,
+            reason,
+        )
 
     def _decide(self, found: TensorInfo) -> tuple[torch.dtype, bool, str]:
         dtype = found.tensor.dtype
@@ -128,7 +144,11 @@ class TensorRule:
             exact = self.master in (Master.FLOAT32, Master.SPLIT)
             return exact, "follows its module"
         if found.optimizer is None:
-            return False, "no master: it is in no optimizer" if found.tensor.requires_grad else "no master: it is frozen and in no optimizer"
+            return False, (
+                "no master: it is in no optimizer"
+                if found.tensor.requires_grad
+                else "no master: it is frozen and in no optimizer"
+            )
         if not found.tensor.requires_grad:
             return False, "no master while requires_grad is False"
         if self.master is Master.NONE:
@@ -155,7 +175,13 @@ def plan_tensors(given: Targets, keep: KeepFull) -> tuple[TensorInfo, ...]:
             tensors.setdefault(id(tensor), (tensor, is_buffer))
             places.setdefault(id(tensor), []).append((label + name, kept.get(name, "")))
     return tuple(
-        TensorInfo(tensor, tuple(name for name, _ in places[key]), is_buffer, _why_kept(places[key]), owners.get(key))
+        TensorInfo(
+            tensor,
+            tuple(name for name, _ in places[key]),
+            is_buffer,
+            _why_kept(places[key]),
+            owners.get(key),
+        )
         for key, (tensor, is_buffer) in tensors.items()
     )
 

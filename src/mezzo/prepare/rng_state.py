@@ -32,16 +32,25 @@ def check_rng_state(state: Any) -> None:
     try:
         torch.Generator().set_state(state["torch"])
         version, words, gauss = state["python"]
-        random.Random().setstate((version, tuple(words), _number(gauss)))  # noqa: S311 - not for secrets
+        # Not for secrets.
+        random.Random().setstate((version, tuple(words), _number(gauss)))  # noqa: S311
         _refuse_other_cuda(state.get("cuda", []))
         _refuse_other_numpy(state.get("numpy"))
     except Exception as error:
-        raise CheckpointError(f"The states of the random generators are not what mezzo saves: {error}. Save the checkpoint again.") from error
+        raise CheckpointError(
+            f"The states of the random generators are not what mezzo saves: {error}. Save the"
+            " checkpoint again."
+        ) from error
 
 
 def _refuse_other_cuda(states: Any) -> None:
     for one in states:
-        if one.dtype is not torch.uint8 or one.dim() != 1 or one.device.type != "cpu" or one.numel() > _CUDA_STATE:
+        if (
+            one.dtype is not torch.uint8
+            or one.dim() != 1
+            or one.device.type != "cpu"
+            or one.numel() > _CUDA_STATE
+        ):
             raise ValueError(f"CUDA's has shape {tuple(one.shape)} and {one.dtype}")
     if torch.cuda.is_initialized():
         for device, one in zip(range(torch.cuda.device_count()), states, strict=False):

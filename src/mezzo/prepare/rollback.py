@@ -21,11 +21,15 @@ from mezzo.scaling.optimizer_step import inner_optimizers
 
 
 @contextmanager
-def rolled_back_on_error(models: Iterable[nn.Module], optimizers: Iterable[Optimizer], others: Iterable[Any]) -> Iterator[None]:
+def rolled_back_on_error(
+    models: Iterable[nn.Module], optimizers: Iterable[Optimizer], others: Iterable[Any]
+) -> Iterator[None]:
     """Restore these to the bit, and the random generators, if the body raises.
 
-    Weights, buffers and master weights are written in place, and are copied beforehand, to host memory if they are on a device. torch's optimizers replace their
-    state when they load, and the old one is only kept. Others, such as scalers and schedulers, are restored by their own `load_state_dict`.
+    Weights, buffers and master weights are written in place, and are copied beforehand, to host
+    memory if they are on a device. torch's optimizers replace their state when they load, and the
+    old one is only kept. Others, such as scalers and schedulers, are restored by their own
+    `load_state_dict`.
     """
     models, optimizers = tuple(models), tuple(optimizers)
     with ExitStack() as undo:
@@ -44,8 +48,13 @@ def rolled_back_on_error(models: Iterable[nn.Module], optimizers: Iterable[Optim
         undo.pop_all()
 
 
-def _masters_of(models: tuple[nn.Module, ...], optimizers: tuple[Optimizer, ...]) -> Iterator[MasterWeights]:
-    decorations = [*(one for model in models for one in decorations_of(model)), *filter(None, map(decoration_of, optimizers))]
+def _masters_of(
+    models: tuple[nn.Module, ...], optimizers: tuple[Optimizer, ...]
+) -> Iterator[MasterWeights]:
+    decorations = [
+        *(one for model in models for one in decorations_of(model)),
+        *filter(None, map(decoration_of, optimizers)),
+    ]
     for decoration in dict.fromkeys(decorations):
         yield from decoration.weights.all_masters()
     for optimizer in optimizers:
@@ -54,10 +63,23 @@ def _masters_of(models: tuple[nn.Module, ...], optimizers: tuple[Optimizer, ...]
 
 
 def _model_restorer(model: nn.Module) -> Callable[[], None]:
-    held: list[tuple[dict[str, Any], dict[str, Any]]] = [(own, dict(own)) for module in model.modules() for own in (module._parameters, module._buffers)]
-    tensors = dict.fromkeys(tensor for _, before in held for tensor in before.values() if tensor is not None and not tensor.is_meta)
+    held: list[tuple[dict[str, Any], dict[str, Any]]] = [
+        (own, dict(own))
+        for module in model.modules()
+        for own in (module._parameters, module._buffers)
+    ]
+    tensors = dict.fromkeys(
+        tensor
+        for _, before in held
+        for tensor in before.values()
+        if tensor is not None and not tensor.is_meta
+    )
     restores = [_tensor_restorer(tensor) for tensor in tensors]
-    extra = [(module, deepcopy(module.get_extra_state())) for module in model.modules() if type(module).get_extra_state is not nn.Module.get_extra_state]
+    extra = [
+        (module, deepcopy(module.get_extra_state()))
+        for module in model.modules()
+        if type(module).get_extra_state is not nn.Module.get_extra_state
+    ]
 
     def restore() -> None:
         _restore_dicts(held)
@@ -92,13 +114,25 @@ def _tensor_restorer(tensor: torch.Tensor) -> Callable[[], None]:
 
 
 def _optimizer_restorer(optimizer: Optimizer) -> Callable[[], None]:
-    attributes, gradients = dict(vars(optimizer)), [(parameter, parameter.grad) for parameter in parameters(optimizer)]
+    attributes, gradients = (
+        dict(vars(optimizer)),
+        [(parameter, parameter.grad) for parameter in parameters(optimizer)],
+    )
     state, groups = attributes.get("state", {}), attributes.get("param_groups", [])
-    held = [(one, dict(one)) for one in (*(one for one in state.values() if isinstance(one, dict)), *groups, state)]
+    held = [
+        (one, dict(one))
+        for one in (*(one for one in state.values() if isinstance(one, dict)), *groups, state)
+    ]
     listed = list(groups)
-    # torch makes a new state, and leaves the tensors of the old one alone. A class that loads in its own way may write to them.
+    # torch makes a new state, and leaves the tensors of the old one alone. A class that loads in
+    # its own way may write to them.
     own = type(optimizer).load_state_dict is not Optimizer.load_state_dict
-    values = [_tensor_restorer(value) for one, _ in held for value in one.values() if own and isinstance(value, torch.Tensor)]
+    values = [
+        _tensor_restorer(value)
+        for one, _ in held
+        for value in one.values()
+        if own and isinstance(value, torch.Tensor)
+    ]
 
     def restore() -> None:
         vars(optimizer).clear()

@@ -17,7 +17,9 @@ def before_replay(scaler: GradScaler) -> tuple[int, ...]:
     return scaler._schedules.before_replay()
 
 
-def after_replay(scaler: GradScaler, shown: Callable[[], tuple[float, int]], source: NonfiniteSource) -> None:
+def after_replay(
+    scaler: GradScaler, shown: Callable[[], tuple[float, int]], source: NonfiniteSource
+) -> None:
     """The host's part afterwards: the step is counted, and a scale that collapses is noticed, by what `shown` gives of the scale and the skips in a row.
 
     `source` is the parameter that had a non-finite gradient last, if that is known.

@@ -1,7 +1,8 @@
 """One pass over the bytes of many gradients: multiply each by a factor, find what is not finite, and say in which gradient.
 
-On CUDA a Triton kernel does it in one launch over a table of addresses. Where Triton is missing torch's kernel does it, and flags of single gradients, asked
-for, cost a second pass. Nothing here reads from the device. Flags are raised, never lowered: whoever passes them zeroes them.
+On CUDA a Triton kernel does it in one launch over a table of addresses. Where Triton is missing
+torch's kernel does it, and flags of single gradients, asked for, cost a second pass. Nothing here
+reads from the device. Flags are raised, never lowered: whoever passes them zeroes them.
 """
 
 from __future__ import annotations
@@ -21,9 +22,11 @@ from mezzo._errors import UnsupportedError
 from mezzo._torch import check_and_unscale_, foreach_norm, raw_stream
 
 CHUNK = 2048
-"""Elements that a program multiplies: 500M of float16 take 0.54, 0.53, 0.69 and 0.69 ms with 1024, 2048, 4096 and 8192 on an H200 (a copy: 0.47)."""
+"""Elements that a program multiplies: 500M of float16 take 0.54, 0.53, 0.69 and 0.69 ms with
+1024, 2048, 4096 and 8192 on an H200 (a copy: 0.47)."""
 CHECK_CHUNK = 4096
-"""Elements that a program only looks at: 0.34, 0.25, 0.24 and 0.23 ms likewise; larger chunks serve small gradients worse."""
+"""Elements that a program only looks at: 0.34, 0.25, 0.24 and 0.23 ms likewise; larger chunks
+serve small gradients worse."""
 
 
 @dataclass(frozen=True)
@@ -40,24 +43,39 @@ class GradientTable:
     """What was copied to the device, kept because a captured copy reads it at every replay."""
 
 
-def check_and_unscale(gradients: Sequence[torch.Tensor], factor: torch.Tensor, found: torch.Tensor, flags: torch.Tensor | None = None) -> None:
+def check_and_unscale(
+    gradients: Sequence[torch.Tensor],
+    factor: torch.Tensor,
+    found: torch.Tensor,
+    flags: torch.Tensor | None = None,
+) -> None:
     """Multiply gradients of one dtype and device by `factor` in place, and raise `found`, and `flags` at each gradient's place, where a result is not finite.
 
-    `factor` and `found` are float32 tensors of one element, `flags` is int32 with one element a gradient. A factor of 1 changes nothing, bit for bit.
+    `factor` and `found` are float32 tensors of one element, `flags` is int32 with one element a
+    gradient. A factor of 1 changes nothing, bit for bit.
     """
     _run(gradients, factor, found, flags)
 
 
-def check(gradients: Sequence[torch.Tensor], found: torch.Tensor, flags: torch.Tensor | None = None) -> None:
+def check(
+    gradients: Sequence[torch.Tensor], found: torch.Tensor, flags: torch.Tensor | None = None
+) -> None:
     """Raise `found` and `flags` where a gradient is not finite, and write to none."""
     _run(gradients, None, found, flags)
 
 
-def make_table(gradients: Sequence[torch.Tensor], chunk: int, chunks: tuple[torch.Tensor, torch.Tensor] | None = None) -> GradientTable:
+def make_table(
+    gradients: Sequence[torch.Tensor],
+    chunk: int,
+    chunks: tuple[torch.Tensor, torch.Tensor] | None = None,
+) -> GradientTable:
     """Lay out dense gradients of one dtype and device for one launch; what depends on their sizes alone may be there already."""
     sizes = [gradient.numel() for gradient in gradients]
     device = gradients[0].device
-    tensors, staged = _launch.staged_on(device, torch.tensor([[gradient.data_ptr() for gradient in gradients], sizes], dtype=torch.int64))
+    tensors, staged = _launch.staged_on(
+        device,
+        torch.tensor([[gradient.data_ptr() for gradient in gradients], sizes], dtype=torch.int64),
+    )
     if chunks is None:
         chunks = _launch.staged_on(device, _launch.chunks_of(sizes, chunk))
     return GradientTable(tensors[0], tensors[1], chunks[0], (staged, chunks[1]))
@@ -65,24 +83,41 @@ def make_table(gradients: Sequence[torch.Tensor], chunk: int, chunks: tuple[torc
 
 @cache
 def _kernel() -> Any:
-    from mezzo.scaling.triton_kernels import check_kernel  # noqa: PLC0415 - Triton is optional, and takes a while to import
+    # Triton is optional, and takes a while to import.
+    from mezzo.scaling.triton_kernels import check_kernel  # noqa: PLC0415
 
     return check_kernel
 
 
-def _run(gradients: Sequence[torch.Tensor], factor: torch.Tensor | None, found: torch.Tensor, flags: torch.Tensor | None) -> None:
+def _run(
+    gradients: Sequence[torch.Tensor],
+    factor: torch.Tensor | None,
+    found: torch.Tensor,
+    flags: torch.Tensor | None,
+) -> None:
     """Check, and multiply if there is a factor."""
     if not gradients:
         return
     first = gradients[0]
     if first.dtype not in _launch.DTYPES:
-        raise UnsupportedError(f"Gradients of {dtype_name(first.dtype)} cannot be checked. Cast them to float32, or view complex ones as real.")
+        raise UnsupportedError(
+            f"Gradients of {dtype_name(first.dtype)} cannot be checked. Cast them to float32, or"
+            " view complex ones as real."
+        )
     if not _launch.has_triton(first.device):
         _run_in_torch(gradients, factor, found, flags)
         return
-    # The kernel sees memory, not strides. What is strided goes through it as a copy, so that all gradients are treated alike to the last bit of a NaN.
+    # The kernel sees memory, not strides. What is strided goes through it as a copy, so that all
+    # gradients are treated alike to the last bit of a NaN.
     alike = all(map(torch.Tensor.is_contiguous, gradients))
-    dense = gradients if alike else [gradient if _launch.is_dense(gradient) else gradient.contiguous() for gradient in gradients]
+    dense = (
+        gradients
+        if alike
+        else [
+            gradient if _launch.is_dense(gradient) else gradient.contiguous()
+            for gradient in gradients
+        ]
+    )
     _run_in_triton(dense, factor, found, flags)
     if factor is not None:
         for gradient, copy in zip(gradients, dense, strict=True):
@@ -90,12 +125,13 @@ def _run(gradients: Sequence[torch.Tensor], factor: torch.Tensor | None, found: 
                 gradient.copy_(copy)
 
 
-# -- Triton ----------------------------------------------------------------------------------------------------------------------------------------
+# -- Triton ----------------------------------------------------------------------------------------
 
 _tables: dict[Any, GradientTable] = {}
 _chunks: dict[Any, tuple[torch.Tensor, torch.Tensor]] = {}
 _captured: list[GradientTable] = []
-"""Tables that a CUDA graph of the user's own reads at every replay: nothing says when the last one is, so they stay."""
+"""Tables that a CUDA graph of the user's own reads at every replay: nothing says when the last
+one is, so they stay."""
 
 
 class _Capture(threading.local):
@@ -115,11 +151,18 @@ def captured_tables() -> Iterator[list[GradientTable]]:
         _capture.tables = outer
 
 
-def _run_in_triton(gradients: Sequence[torch.Tensor], factor: torch.Tensor | None, found: torch.Tensor, flags: torch.Tensor | None) -> None:
+def _run_in_triton(
+    gradients: Sequence[torch.Tensor],
+    factor: torch.Tensor | None,
+    found: torch.Tensor,
+    flags: torch.Tensor | None,
+) -> None:
     device, write = gradients[0].device, factor is not None
     chunk = CHUNK if write else CHECK_CHUNK
     with _launch.device_guard(device):
-        launch(_table(gradients, chunk), gradients[0].dtype, factor, found, flags, chunk, write=write)
+        launch(
+            _table(gradients, chunk), gradients[0].dtype, factor, found, flags, chunk, write=write
+        )
     if write:
         # Autograd sees what torch's ops write; of this it is told.
         torch.autograd.graph.increment_version(gradients)
@@ -131,7 +174,10 @@ def _table(gradients: Sequence[torch.Tensor], chunk: int) -> GradientTable:
     on_cuda = device.type == "cuda"
     # Its copy is ordered before the launch only on the stream that made it.
     stream = raw_stream(device.index) if on_cuda else None
-    addresses, sizes = tuple(map(torch.Tensor.data_ptr, gradients)), tuple(map(torch.Tensor.numel, gradients))
+    addresses, sizes = (
+        tuple(map(torch.Tensor.data_ptr, gradients)),
+        tuple(map(torch.Tensor.numel, gradients)),
+    )
     laid = (device.index, stream, chunk, sizes)
     table = _tables.get((laid, addresses))
     capturing = on_cuda and torch.cuda.is_current_stream_capturing()
@@ -167,21 +213,41 @@ def launch(
 ) -> torch.Tensor:
     """Run the kernel over a table that was made with this chunk, on the current device; with `inverse` the factor is one over what is given.
 
-    With a factor and without writing, the sums of squares of the gradients times the factor come back, one a program.
+    With a factor and without writing, the sums of squares of the gradients times the factor come
+    back, one a program.
     """
     programs = table.chunks.shape[1]
     summed = factor is not None and not write
     squares = torch.empty(programs, dtype=torch.float32, device=found.device) if summed else found
     if programs:
-        numbers = (table.addresses, table.sizes, table.chunks, found if factor is None else factor, found, found if flags is None else flags, squares)
-        _launch.run_kernel(_kernel(), programs, numbers, (_launch.triton_dtype(dtype), chunk, write, flags is not None, summed, inverse), found.device)
+        numbers = (
+            table.addresses,
+            table.sizes,
+            table.chunks,
+            found if factor is None else factor,
+            found,
+            found if flags is None else flags,
+            squares,
+        )
+        _launch.run_kernel(
+            _kernel(),
+            programs,
+            numbers,
+            (_launch.triton_dtype(dtype), chunk, write, flags is not None, summed, inverse),
+            found.device,
+        )
     return squares
 
 
-# -- torch -----------------------------------------------------------------------------------------------------------------------------------------
+# -- torch -----------------------------------------------------------------------------------------
 
 
-def _run_in_torch(gradients: Sequence[torch.Tensor], factor: torch.Tensor | None, found: torch.Tensor, flags: torch.Tensor | None) -> None:
+def _run_in_torch(
+    gradients: Sequence[torch.Tensor],
+    factor: torch.Tensor | None,
+    found: torch.Tensor,
+    flags: torch.Tensor | None,
+) -> None:
     if factor is not None:
         if gradients[0].is_cuda and gradients[0].dtype is torch.bfloat16:
             _multiply(gradients, factor)
@@ -201,4 +267,6 @@ def _run_in_torch(gradients: Sequence[torch.Tensor], factor: torch.Tensor | None
 def _multiply(gradients: Sequence[torch.Tensor], factor: torch.Tensor) -> None:
     """Stands in for torch's kernel, which knows no bfloat16 on CUDA (2.11)."""
     for gradient in gradients:
-        gradient.copy_(torch.where(factor == 1.0, gradient, (gradient.float() * factor).to(gradient.dtype)))
+        gradient.copy_(
+            torch.where(factor == 1.0, gradient, (gradient.float() * factor).to(gradient.dtype))
+        )

@@ -1,9 +1,12 @@
 """A schedule that does not advance on a skipped step, without asking the device which steps were skipped.
 
-The learning rates of the coming good steps (and momenta or betas, where the scheduler cycles them) lie in a table on the device, and each step looks its own up
-by the device's count of good steps. The host learns that count a few steps late, from copies that it never waits for, and fills the table in time. The user's
-scheduler object and the optimizer's groups stay behind, and catch up when they are read: `optimizer.param_groups`, a state dict, `get_last_lr()`. Only a group
-that was kept from an earlier read (`group = optimizer.param_groups[0]`) is not seen to be read: it shows the rate of the last read of the others.
+The learning rates of the coming good steps (and momenta or betas, where the scheduler cycles them)
+lie in a table on the device, and each step looks its own up by the device's count of good steps.
+The host learns that count a few steps late, from copies that it never waits for, and fills the
+table in time. The user's scheduler object and the optimizer's groups stay behind, and catch up when
+they are read: `optimizer.param_groups`, a state dict, `get_last_lr()`. Only a group that was kept
+from an earlier read (`group = optimizer.param_groups[0]`) is not seen to be read: it shows the rate
+of the last read of the others.
 """
 
 from __future__ import annotations
@@ -18,11 +21,21 @@ from torch.optim import lr_scheduler
 from mezzo import _launch
 from mezzo._errors import UnsupportedError
 from mezzo.scaling.loss_scales import binding_of
-from mezzo.scaling.schedule_lookahead import AHEAD, Lookahead, Row, flat, parts, refuse, scheduled_keys, spread
+from mezzo.scaling.schedule_lookahead import (
+    AHEAD,
+    Lookahead,
+    Row,
+    flat,
+    parts,
+    refuse,
+    scheduled_keys,
+    spread,
+)
 from mezzo.scaling.schedule_sync import groups_of, sync_on_read, without_sync
 
 _FUSED = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW)
-"""The optimizers of torch whose fused steps take a learning rate from a CUDA device and never read it (seen on 2.11). None takes betas or a momentum so (2.11, 2.13)."""
+"""The optimizers of torch whose fused steps take a learning rate from a CUDA device and never
+read it (seen on 2.11). None takes betas or a momentum so (2.11, 2.13)."""
 
 
 class DeviceSchedule:
@@ -42,11 +55,19 @@ class DeviceSchedule:
     """
 
     def __init__(
-        self, optimizer: torch.optim.Optimizer, scheduler: lr_scheduler.LRScheduler, device: torch.device | str, length: int = AHEAD, *, good: int = 0
+        self,
+        optimizer: torch.optim.Optimizer,
+        scheduler: lr_scheduler.LRScheduler,
+        device: torch.device | str,
+        length: int = AHEAD,
+        *,
+        good: int = 0,
     ) -> None:
         refuse(optimizer, scheduler)
         if length < 1:
-            raise UnsupportedError(f"length={length}: a table of the coming steps has at least one.")
+            raise UnsupportedError(
+                f"length={length}: a table of the coming steps has at least one."
+            )
         self.paused = False
         self._optimizer = optimizer
         self._scheduler = scheduler
@@ -65,7 +86,7 @@ class DeviceSchedule:
         """Whether the scheduler was changed by hand since."""
         self._restart(good)
 
-    # -- at every step -----------------------------------------------------------------------------------------------------------------------------
+    # -- at every step -----------------------------------------------------------------------------
 
     @contextmanager
     def applied(self, good: torch.Tensor) -> Iterator[None]:
@@ -89,12 +110,13 @@ class DeviceSchedule:
     def before_replay(self, good: torch.Tensor) -> None:
         """What the host does before a step, or before one that was captured runs again."""
         if self._changed or self._look() != self._seen:
-            # At which step that was is known, unless a group that was kept from an earlier read was changed: that is worth one wait.
+            # At which step that was is known, unless a group that was kept from an earlier read was
+            # changed: that is worth one wait.
             self.reconcile(int(good) if self._pending else self._reconciled)
         self._prepare(good)
         self._pending = True
 
-    # -- when it is read ---------------------------------------------------------------------------------------------------------------------------
+    # -- when it is read ---------------------------------------------------------------------------
 
     def reconcile(self, good: int) -> None:
         """Step the real scheduler as often as good steps happened since the last time, so that it and the groups show what is true."""
@@ -111,7 +133,16 @@ class DeviceSchedule:
                 try:
                     self._advance(good)
                 finally:
-                    spread(iter([due if new == old else new for old, new, due in zip(before, now, self._seen, strict=True)]), groups, self._keys)
+                    spread(
+                        iter(
+                            [
+                                due if new == old else new
+                                for old, new, due in zip(before, now, self._seen, strict=True)
+                            ]
+                        ),
+                        groups,
+                        self._keys,
+                    )
             else:
                 self._advance(good)
             self._restart(good)
@@ -130,7 +161,7 @@ class DeviceSchedule:
         """Begin anew at the next step, since the scheduler was changed by hand."""
         self._changed = True
 
-    # -- inside ------------------------------------------------------------------------------------------------------------------------------------
+    # -- inside ------------------------------------------------------------------------------------
 
     def _restart(self, good: int) -> None:
         """Begin anew from what the scheduler and the groups are now."""
@@ -139,7 +170,8 @@ class DeviceSchedule:
         self._seen = self._look()
         """What the groups held when the scheduler was last stepped."""
         self._pending = self._changed = False
-        # Calls since the count was as known, and how many of them when the copy on its way was made.
+        # Calls since the count was as known, and how many of them when the copy on its way was
+        # made.
         self._calls = self._asked = 0
         self._copy: _launch.AsyncCopy | None = None
         self._fill(self._length)
@@ -152,7 +184,8 @@ class DeviceSchedule:
         due, self._reconciled = good - self._reconciled, good
         try:
             with warnings.catch_warnings():
-                # The count says that the optimizer has stepped; torch looks for calls of a wrapper, and warns without.
+                # The count says that the optimizer has stepped; torch looks for calls of a wrapper,
+                # and warns without.
                 warnings.filterwarnings("ignore", message=".*`optimizer.step\\(\\)`")
                 for _ in range(due):
                     self._scheduler.step()
@@ -184,7 +217,9 @@ class DeviceSchedule:
         """Fill the table from the last known step on: in place where it fits, so that a captured step finds it where it was."""
         self._filled = self._known
         self._ahead.extend(self._known, self._known + size)
-        rows = torch.tensor([self._ahead.row(self._known + step) for step in range(size)], dtype=self._table.dtype)
+        rows = torch.tensor(
+            [self._ahead.row(self._known + step) for step in range(size)], dtype=self._table.dtype
+        )
         if rows.shape != self._table.shape:
             self._table = torch.empty_like(rows, device=self._device)
         self._table.copy_(_launch.pinned_for(self._table.device, rows), non_blocking=True)
@@ -195,17 +230,27 @@ def _refuse_host_reads(optimizer: torch.optim.Optimizer, keys: tuple[str, ...]) 
     bound = binding_of(optimizer)
     if bound is not None and bound.reads_on_device:
         return
-    if getattr(optimizer, "_step_supports_amp_scaling", False) and not isinstance(optimizer, _FUSED):
+    if getattr(optimizer, "_step_supports_amp_scaling", False) and not isinstance(
+        optimizer, _FUSED
+    ):
         # Another optimizer that skips by itself: what it needs it reads on the device.
         return
-    name, by_hand = type(optimizer).__name__, "Or step the scheduler yourself: `if not result.skipped: scheduler.step()`, which waits once a step."
+    name, by_hand = (
+        type(optimizer).__name__,
+        (
+            "Or step the scheduler yourself: `if not result.skipped: scheduler.step()`, which waits"
+            " once a step."
+        ),
+    )
     if len(keys) > 1:
         raise UnsupportedError(
-            f"The scheduler cycles {keys[1]}, which torch's {name} reads on the host: every step would wait for the device. Pass cycle_momentum=False to it. {by_hand}"
+            f"The scheduler cycles {keys[1]}, which torch's {name} reads on the host: every step"
+            f" would wait for the device. Pass cycle_momentum=False to it. {by_hand}"
         )
     for group in groups_of(optimizer):
         if not (isinstance(optimizer, _FUSED) and group.get("fused")):
             raise UnsupportedError(
-                f"{name} as it is set up reads its learning rate on the host: every step would wait for the device. "
-                f"Use a fused optimizer ({', '.join(kind.__name__ for kind in _FUSED)}, with fused=True). {by_hand}"
+                f"{name} as it is set up reads its learning rate on the host: every step would wait"
+                " for the device. Use a fused optimizer"
+                f" ({', '.join(kind.__name__ for kind in _FUSED)}, with fused=True). {by_hand}"
             )

@@ -17,7 +17,8 @@ from mezzo.scaling.scale_tensors import DeviceLossScale, HostLossScale, LossScal
 from mezzo.scaling.step_result import NonfiniteSource
 
 EVERY = 8
-"""So many updates apart a device is looked at: a copy costs 100 µs of the host's time beside an H200, a whole small step 1500."""
+"""So many updates apart a device is looked at: a copy costs 100 µs of the host's time beside an
+H200, a whole small step 1500."""
 _IN_FLIGHT = 8
 """More copies are not started while so many are under way."""
 
@@ -48,7 +49,9 @@ class CollapseMonitor:
 
     def __init__(self, patience: int = 50, on_collapse: OnCollapse = OnCollapse.WARN) -> None:
         if patience < 1:
-            raise PolicyError(f"collapse_patience={patience}: it must be a number of skipped steps, 1 or more.")
+            raise PolicyError(
+                f"collapse_patience={patience}: it must be a number of skipped steps, 1 or more."
+            )
         self._patience = patience
         self._on_collapse = on_collapse
         self._flying: deque[tuple[int, AsyncCopy, ScaleRule, NonfiniteSource]] = deque()
@@ -74,7 +77,15 @@ class CollapseMonitor:
     def _look_near(self, scale: HostLossScale, rule: ScaleRule, culprit: NonfiniteSource) -> None:
         if scale.has_skips or self._warned:
             state = scale.latest
-            self._judge(ScaleSnapshot(state.good_steps + state.skipped_steps, state.scale, state.consecutive_skips, rule, culprit))
+            self._judge(
+                ScaleSnapshot(
+                    state.good_steps + state.skipped_steps,
+                    state.scale,
+                    state.consecutive_skips,
+                    rule,
+                    culprit,
+                )
+            )
             self._warn()
 
     def _judge_what_arrived(self) -> None:
@@ -105,11 +116,16 @@ class CollapseMonitor:
         warnings.warn(f"{message} Training goes on, skipping.", UserWarning, stacklevel=6)
 
     def _message(self, glance: ScaleSnapshot, name: str | None) -> str:
-        what = f"The loss scale is at its floor of {glance.scale:g}" if glance.is_at_floor else f"{glance.consecutive_skips} steps in a row were skipped"
+        what = (
+            f"The loss scale is at its floor of {glance.scale:g}"
+            if glance.is_at_floor
+            else f"{glance.consecutive_skips} steps in a row were skipped"
+        )
         where = f", first in the gradient of {name!r}" if name else ""
         return (
-            f"{what} (step {glance.step}): gradients keep coming out not finite{where}. The cause is rarely the scale: look for a loss that is not finite, "
-            "a division or logarithm near zero, or a learning rate that is too high; bfloat16 needs no scale."
+            f"{what} (step {glance.step}): gradients keep coming out not finite{where}. The cause"
+            " is rarely the scale: look for a loss that is not finite, a division or logarithm"
+            " near zero, or a learning rate that is too high; bfloat16 needs no scale."
         )
 
 
@@ -129,7 +145,8 @@ def warn_if_not_needed(loss: torch.Tensor) -> None:
             _events.emit(_events.ScalingNotNeeded("bfloat16", _REASON))
         # Seen from the line that called scale().
         warnings.warn(
-            f"This loss was computed in bfloat16, which needs no gradient scaling: {_REASON}. GradScaler(enabled=False) saves its cost.",
+            f"This loss was computed in bfloat16, which needs no gradient scaling: {_REASON}."
+            " GradScaler(enabled=False) saves its cost.",
             UserWarning,
             stacklevel=5,
         )

@@ -23,9 +23,12 @@ Flags = dict[torch.device, torch.Tensor]
 """Found flags by device: 0 while every gradient there was finite, else 1."""
 
 _CPU = torch.device("cpu")
-_GRADIENT, _DTYPE, _LAYOUT, _DEVICE = (attrgetter(name) for name in ("grad", "dtype", "layout", "device"))
+_GRADIENT, _DTYPE, _LAYOUT, _DEVICE = (
+    attrgetter(name) for name in ("grad", "dtype", "layout", "device")
+)
 _SMALL = 2**20
-"""Up to so many elements gradients are checked fastest by torch's own kernel, which also writes them (80 µs a step less on an H200), and may be held for a name."""
+"""Up to so many elements gradients are checked fastest by torch's own kernel, which also writes
+them (80 µs a step less on an H200), and may be held for a name."""
 
 
 def parameters(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
@@ -38,15 +41,24 @@ class CpuGradientChecker:
 
     def __init__(self) -> None:
         self._plain: WeakKeyDictionary[torch.optim.Optimizer, int] = WeakKeyDictionary()
-        """How many gradients an optimizer had when their dtypes were last looked at and all were plain."""
+        """How many gradients an optimizer had when their dtypes were last looked at and all were
+        plain."""
         self._spare: list[torch.Tensor] = []
-        """Flags that are down and that nobody holds: a new one costs 10 µs, or 4 % of the kernel."""
+        """Flags that are down and that nobody holds: a new one costs 10 µs, or 4 % of the
+        kernel."""
         self._lent: list[torch.Tensor] = []
         """Flags of this iteration that are down so far."""
 
-    def check(self, optimizer: torch.optim.Optimizer, factor: torch.Tensor, flags: Flags) -> bool | None:
+    def check(
+        self, optimizer: torch.optim.Optimizer, factor: torch.Tensor, flags: Flags
+    ) -> bool | None:
         """Multiply every gradient by `factor`, raise the flag where one is not finite, and say whether it is raised; None where only the flags know."""
-        found = [gradient for group in groups_of(optimizer) for parameter in group["params"] if (gradient := parameter.grad) is not None]
+        found = [
+            gradient
+            for group in groups_of(optimizer)
+            for parameter in group["params"]
+            if (gradient := parameter.grad) is not None
+        ]
         if not found:
             return None
         if not self._are_plain(optimizer, found):
@@ -59,7 +71,8 @@ class CpuGradientChecker:
         try:
             check_and_unscale_(found, flag, factor)
         except (NotImplementedError, RuntimeError):
-            # Sparse gradients and those of another device are refused before anything is written: torch chooses the kernel by all of them.
+            # Sparse gradients and those of another device are refused before anything is written:
+            # torch chooses the kernel by all of them.
             if all(gradient.layout is torch.strided and gradient.is_cpu for gradient in found):
                 raise
             self._check_sorted(optimizer, factor, flags)
@@ -75,7 +88,9 @@ class CpuGradientChecker:
         self._spare.extend(self._lent)
         self._lent.clear()
 
-    def _check_sorted(self, optimizer: torch.optim.Optimizer, factor: torch.Tensor, flags: Flags) -> None:
+    def _check_sorted(
+        self, optimizer: torch.optim.Optimizer, factor: torch.Tensor, flags: Flags
+    ) -> None:
         self._lent.clear()
         check_sorted(optimizer, factor, flags)
 
@@ -88,15 +103,25 @@ class CpuGradientChecker:
         return plain
 
 
-def check_sorted(optimizer: torch.optim.Optimizer, factor: torch.Tensor | None, flags: Flags, culprit: FlaggedSource | None = None) -> None:
+def check_sorted(
+    optimizer: torch.optim.Optimizer,
+    factor: torch.Tensor | None,
+    flags: Flags,
+    culprit: FlaggedSource | None = None,
+) -> None:
     """The same for gradients of any kind, device by device and dtype by dtype; without a factor they are only checked.
 
-    Whose gradients are to blame is noted where that costs no pass of its own. Gradients that are only checked are about to be used by the optimizer, which
-    leaves bad ones alone: small ones are held as they are.
+    Whose gradients are to blame is noted where that costs no pass of its own. Gradients that are
+    only checked are about to be used by the optimizer, which leaves bad ones alone: small ones are
+    held as they are.
     """
     for gradients, owners in sorted_gradients(optimizer):
         device, single = gradients[0].device, None
-        small = factor is None and culprit is not None and sum(map(torch.Tensor.numel, gradients)) <= _SMALL
+        small = (
+            factor is None
+            and culprit is not None
+            and sum(map(torch.Tensor.numel, gradients)) <= _SMALL
+        )
         if culprit is not None and not small and _launch.has_triton(device):
             single = room_for_flags(device, len(gradients), flags)
             culprit.add(single, owners)
@@ -108,7 +133,12 @@ def check_sorted(optimizer: torch.optim.Optimizer, factor: torch.Tensor | None, 
         elif factor is None:
             check_unscale.check(gradients, flags[device], single)
         else:
-            check_unscale.check_and_unscale(gradients, factor.to(device, non_blocking=device.type != "cpu"), flags[device], single)
+            check_unscale.check_and_unscale(
+                gradients,
+                factor.to(device, non_blocking=device.type != "cpu"),
+                flags[device],
+                single,
+            )
 
 
 @cache
@@ -126,23 +156,39 @@ def room_for_flags(device: torch.device, count: int, flags: Flags) -> torch.Tens
     return room[:count]
 
 
-def sorted_gradients(optimizer: torch.optim.Optimizer) -> Iterable[tuple[list[torch.Tensor], list[torch.Tensor]]]:
+def sorted_gradients(
+    optimizer: torch.optim.Optimizer,
+) -> Iterable[tuple[list[torch.Tensor], list[torch.Tensor]]]:
     """Gradients and their owners, in lists of one device and dtype each."""
-    return grouped([parameter for group in groups_of(optimizer) for parameter in group["params"] if parameter.grad is not None])
+    return grouped(
+        [
+            parameter
+            for group in groups_of(optimizer)
+            for parameter in group["params"]
+            if parameter.grad is not None
+        ]
+    )
 
 
 def grouped(owners: list[torch.Tensor]) -> Iterable[tuple[list[torch.Tensor], list[torch.Tensor]]]:
     """The same for tensors that all have gradients, whoever owns them."""
     found = list(map(_GRADIENT, owners))
-    # Asked of all at once, the questions cost a third of what they cost in a loop, and mostly have one answer.
-    dtypes, layouts, devices = list(map(_DTYPE, found)), set(map(_LAYOUT, found)), list(map(_DEVICE, found))
+    # Asked of all at once, the questions cost a third of what they cost in a loop, and mostly have
+    # one answer.
+    dtypes, layouts, devices = (
+        list(map(_DTYPE, found)),
+        set(map(_LAYOUT, found)),
+        list(map(_DEVICE, found)),
+    )
     if layouts == {torch.strided} and _launch.DTYPES.issuperset(dtypes):
         if len(set(dtypes)) == len(set(devices)) == 1:
             return [(found, owners)]
     else:
         found = [_plain(owner, gradient) for owner, gradient in zip(owners, found, strict=True)]
         dtypes, devices = list(map(_DTYPE, found)), list(map(_DEVICE, found))
-    kinds: dict[tuple[torch.device, torch.dtype], tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
+    kinds: dict[
+        tuple[torch.device, torch.dtype], tuple[list[torch.Tensor], list[torch.Tensor]]
+    ] = {}
     for owner, gradient, device, dtype in zip(owners, found, devices, dtypes, strict=True):
         gradients, theirs = kinds.setdefault((device, dtype), ([], []))
         gradients.append(gradient)
@@ -172,7 +218,8 @@ def _plain(parameter: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
     """A gradient as the kernels take it. Sparse ones are given by their values, complex ones as pairs of reals: both share the gradient's memory."""
     if gradient.is_sparse:
         if not gradient.is_coalesced():
-            # Values of one index add up when the optimizer coalesces: what overflows then must be seen now.
+            # Values of one index add up when the optimizer coalesces: what overflows then must be
+            # seen now.
             parameter.grad = gradient = gradient.coalesce()
         gradient = gradient._values()
     if gradient.is_complex():
@@ -180,8 +227,10 @@ def _plain(parameter: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
     if gradient.layout is torch.strided and gradient.dtype in _launch.DTYPES:
         return gradient
     raise ScalerError(
-        f"A gradient of dtype {dtype_name(gradient.dtype)} and layout {gradient.layout} cannot be unscaled: gradients are float16, bfloat16, float32, float64 or "
-        "complex, strided or sparse COO. Convert it before the step, for instance parameter.grad = parameter.grad.float().to_dense()."
+        f"A gradient of dtype {dtype_name(gradient.dtype)} and layout {gradient.layout} cannot be"
+        " unscaled: gradients are float16, bfloat16, float32, float64 or complex, strided or"
+        " sparse COO. Convert it before the step, for instance parameter.grad ="
+        " parameter.grad.float().to_dense()."
     )
 
 
@@ -202,7 +251,12 @@ IsolatedGradients = list[tuple[torch.Tensor, torch.Tensor | None]]
 @contextmanager
 def isolated_gradients(optimizers: Sequence[torch.optim.Optimizer]) -> Iterator[list[torch.Tensor]]:
     """Let the parameters of some optimizers hold no gradients but new ones; afterwards the old ones are added. Nothing is lost if the body fails."""
-    unique = {id(parameter): parameter for optimizer in optimizers for parameter in parameters(optimizer) if parameter.requires_grad}
+    unique = {
+        id(parameter): parameter
+        for optimizer in optimizers
+        for parameter in parameters(optimizer)
+        if parameter.requires_grad
+    }
     kept: IsolatedGradients = [(parameter, parameter.grad) for parameter in unique.values()]
     for parameter, _ in kept:
         parameter.grad = None
@@ -216,7 +270,9 @@ def isolated_gradients(optimizers: Sequence[torch.optim.Optimizer]) -> Iterator[
 
 
 @contextmanager
-def backward_isolated(loss: torch.Tensor, optimizers: Sequence[torch.optim.Optimizer], **kwargs: Any) -> Iterator[Sequence[torch.optim.Optimizer]]:
+def backward_isolated(
+    loss: torch.Tensor, optimizers: Sequence[torch.optim.Optimizer], **kwargs: Any
+) -> Iterator[Sequence[torch.optim.Optimizer]]:
     """Run backward while the parameters of some optimizers hold no other gradients."""
     with isolated_gradients(optimizers) as tensors:
         loss.backward(**({"inputs": tensors} | kwargs))
@@ -232,7 +288,8 @@ def _add(kept: IsolatedGradients) -> None:
         if new is None:
             parameter.grad = old
         elif old.layout is new.layout is torch.strided:
-            # In place: whoever holds the gradient, a bucket of a data-parallel wrapper for one, keeps holding it.
+            # In place: whoever holds the gradient, a bucket of a data-parallel wrapper for one,
+            # keeps holding it.
             parameter.grad = old.add_(new)
         else:
             parameter.grad = old + new if old.layout is torch.strided else new + old

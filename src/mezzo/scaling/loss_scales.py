@@ -26,7 +26,8 @@ class OptimizerRecord:
     found_inf: dict[int, Flags] = field(default_factory=dict)
     """Index of the loss → flags."""
     known: list[bool | None] = field(default_factory=list)
-    """What each check told the host: whether a gradient was not finite, or None where only the flags know."""
+    """What each check told the host: whether a gradient was not finite, or None where only the
+    flags know."""
     source: NonfiniteSource = NO_SOURCE
     """Who can name the first bad parameter."""
 
@@ -64,7 +65,9 @@ def common_device(flags: list[torch.Tensor]) -> torch.device:
 class LossScales:
     """A scale, its rule and its watcher for each loss."""
 
-    def __init__(self, rule: ScaleRule, states: list[ScaleState], watchers: list[CollapseMonitor]) -> None:
+    def __init__(
+        self, rule: ScaleRule, states: list[ScaleState], watchers: list[CollapseMonitor]
+    ) -> None:
         self.rule = rule
         self.initial = states
         """What a scale starts from where no loss was seen yet."""
@@ -78,20 +81,27 @@ class LossScales:
     def require(self, call: str) -> None:
         """Refuse what makes no sense before a loss was scaled."""
         if self.made[0] is None and all(scale is None for scale in self.made):
-            raise ScalerError(f"{call} was called before any loss was scaled. Call scaler.scale(loss).backward() first.")
+            raise ScalerError(
+                f"{call} was called before any loss was scaled. Call scaler.scale(loss).backward()"
+                " first."
+            )
 
     def of(self, loss_id: int) -> LossScale:
         """The scale of a loss that was scaled already."""
         scale = self.made[loss_id]
         if scale is None:
-            raise ScalerError(f"The loss with loss_id={loss_id} was not scaled yet. Call scaler.backward(loss, loss_id={loss_id}, optimizers=...) first.")
+            raise ScalerError(
+                f"The loss with loss_id={loss_id} was not scaled yet. Call scaler.backward(loss,"
+                f" loss_id={loss_id}, optimizers=...) first."
+            )
         return scale
 
     def make(self, device: torch.device, loss_id: int) -> LossScale:
         """The scale of a loss, made on the device of the first one."""
         if not 0 <= loss_id < len(self.made):
             raise ScalerError(
-                f"loss_id={loss_id}: this scaler has {len(self.made)} losses, 0 to {len(self.made) - 1}. Make it with GradScaler(num_losses={max(loss_id, 0) + 1})."
+                f"loss_id={loss_id}: this scaler has {len(self.made)} losses, 0 to"
+                f" {len(self.made) - 1}. Make it with GradScaler(num_losses={max(loss_id, 0) + 1})."
             )
         scale = self.made[loss_id]
         if scale is None:
@@ -115,10 +125,13 @@ class LossScales:
 
     def set(self, new_scale: float | torch.Tensor) -> None:
         """Set every scale by hand, within the floor and the ceiling."""
-        if isinstance(new_scale, torch.Tensor) and (new_scale.numel() != 1 or new_scale.requires_grad):
+        if isinstance(new_scale, torch.Tensor) and (
+            new_scale.numel() != 1 or new_scale.requires_grad
+        ):
             raise ScalerError(
-                f"update(new_scale) takes a number or a tensor of one element that needs no gradient, got shape {tuple(new_scale.shape)}, "
-                f"requires_grad={new_scale.requires_grad}. Pass new_scale.detach() or a float."
+                "update(new_scale) takes a number or a tensor of one element that needs no"
+                f" gradient, got shape {tuple(new_scale.shape)},"
+                f" requires_grad={new_scale.requires_grad}. Pass new_scale.detach() or a float."
             )
         for scale in self.made:
             if scale is not None:
@@ -146,7 +159,9 @@ def first_states(rule: ScaleRule, scale: float, losses: int) -> list[ScaleState]
     if isinstance(losses, bool) or not isinstance(losses, int) or losses < 1:
         raise PolicyError(f"losses={losses!r}: it must be a number of losses, 1 or more.")
     if not is_scale(float32(scale)):
-        raise PolicyError(f"init_scale={scale!r}: it must be a positive finite float32, such as 65536.0.")
+        raise PolicyError(
+            f"init_scale={scale!r}: it must be a positive finite float32, such as 65536.0."
+        )
     return [ScaleState(rule.clamp(scale))] * losses
 
 

@@ -46,7 +46,11 @@ def bindings_of(optimizer: Optimizer) -> list[FusedStepProtocol]:
     if type(optimizer).__module__.startswith("torch.optim."):
         # Asked at every step: torch's own wrap nothing.
         return []
-    return [bound for inner in inner_optimizers(optimizer).values() if (bound := binding_of(inner)) is not None]
+    return [
+        bound
+        for inner in inner_optimizers(optimizer).values()
+        if (bound := binding_of(inner)) is not None
+    ]
 
 
 def _collect(optimizer: Optimizer, path: str, found: dict[str, Optimizer], seen: set[int]) -> None:
@@ -55,7 +59,11 @@ def _collect(optimizer: Optimizer, path: str, found: dict[str, Optimizer], seen:
             for rest, inner in _optimizers_in(value, "", seen):
                 # The public name of what is also an attribute without the underscore.
                 public = name.lstrip("_")
-                named = public if public != name and not rest and getattr(optimizer, public, None) is inner else name
+                named = (
+                    public
+                    if public != name and not rest and getattr(optimizer, public, None) is inner
+                    else name
+                )
                 found[f"{path}.{named}{rest}"] = inner
                 _collect(inner, f"{path}.{named}{rest}", found, seen)
 
@@ -83,10 +91,15 @@ if TYPE_CHECKING:
 
 def refuse_closures(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
     """Refuse a closure however it is passed."""
-    passed = kwargs.get("closure") if "closure" in kwargs else next((argument for argument in args if callable(argument)), None)
+    passed = (
+        kwargs.get("closure")
+        if "closure" in kwargs
+        else next((argument for argument in args if callable(argument)), None)
+    )
     if passed is not None:
         raise ScalerError(
-            f"step() takes no closure, got {passed!r}: it would compute new gradients that nobody unscales or checks. Compute the loss and its gradients first, then step."
+            f"step() takes no closure, got {passed!r}: it would compute new gradients that nobody"
+            " unscales or checks. Compute the loss and its gradients first, then step."
         )
 
 
@@ -97,9 +110,12 @@ def skips_on_device(optimizer: Optimizer) -> bool:
     if binding_of(optimizer) is not None:
         return True
     if not type(optimizer).__module__.startswith("torch.optim."):
-        # A wrapper shows the attributes of the optimizer that it wraps, which would not be given the scale and the flag.
+        # A wrapper shows the attributes of the optimizer that it wraps, which would not be given
+        # the scale and the flag.
         return not inner_optimizers(optimizer)
-    first = next((parameter for group in groups_of(optimizer) for parameter in group["params"]), None)
+    first = next(
+        (parameter for group in groups_of(optimizer) for parameter in group["params"]), None
+    )
     return first is None or _launch.needs_sync(first.device)
 
 
@@ -112,7 +128,8 @@ def takes_grad_scaler(optimizer: Optimizer) -> bool:
     if taken:
         # Seen from the line that called the scaler's step().
         warnings.warn(
-            f"{type(optimizer).__name__}.step(grad_scaler=...) is an old form of torch's protocol. Read self.grad_scale and self.found_inf instead.",
+            f"{type(optimizer).__name__}.step(grad_scaler=...) is an old form of torch's protocol."
+            " Read self.grad_scale and self.found_inf instead.",
             FutureWarning,
             stacklevel=4,
         )
@@ -120,11 +137,14 @@ def takes_grad_scaler(optimizer: Optimizer) -> bool:
 
 
 _taking: WeakKeyDictionary[Any, bool] = WeakKeyDictionary()
-"""Steps, and whether they take the scaler: asking for a signature costs 20 µs. Weak, since the step of a decorated optimizer holds its model and masters."""
+"""Steps, and whether they take the scaler: asking for a signature costs 20 µs. Weak, since the
+step of a decorated optimizer holds its model and masters."""
 
 
 @contextmanager
-def scaling_info(optimizer: Any, scale: torch.Tensor, found: torch.Tensor, *, unscaled: bool) -> Iterator[None]:
+def scaling_info(
+    optimizer: Any, scale: torch.Tensor, found: torch.Tensor, *, unscaled: bool
+) -> Iterator[None]:
     """Let an optimizer know the scale of its gradients and whether they are finite, as torch's protocol has it."""
     before = getattr(optimizer, "grad_scale", None)
     optimizer.grad_scale = before if unscaled else (scale if before is None else scale * before)
@@ -157,7 +177,9 @@ class Schedules:
             self._accepted.add(scheduler)
 
     @contextmanager
-    def applied(self, optimizer: Optimizer, scheduler: LRScheduler, found: torch.Tensor) -> Iterator[None]:
+    def applied(
+        self, optimizer: Optimizer, scheduler: LRScheduler, found: torch.Tensor
+    ) -> Iterator[None]:
         """Step with the values that the scheduler has for this step; it advances unless the flag says that the step was skipped."""
         if not _defers(optimizer, found.device):
             yield
@@ -188,10 +210,16 @@ class Schedules:
         for optimizer in self._running:
             catch_up(optimizer)
 
-    def _in_charge(self, optimizer: Optimizer, scheduler: LRScheduler, device: torch.device) -> _Running:
+    def _in_charge(
+        self, optimizer: Optimizer, scheduler: LRScheduler, device: torch.device
+    ) -> _Running:
         """What runs this scheduler; begun anew where another scheduler, or another scaler, has stepped the optimizer since."""
         running = self._running.get(optimizer)
-        if running is None or running.scheduler is not scheduler or not is_synced_on_read(optimizer, running.schedule):
+        if (
+            running is None
+            or running.scheduler is not scheduler
+            or not is_synced_on_read(optimizer, running.schedule)
+        ):
             running = self._running[optimizer] = _start(optimizer, scheduler, device)
         return running
 
@@ -211,7 +239,8 @@ def _defers(optimizer: Optimizer, device: torch.device) -> bool:
 
 
 def _start(optimizer: Optimizer, scheduler: LRScheduler, device: torch.device) -> _Running:
-    from mezzo.scaling.device_schedule import DeviceSchedule  # noqa: PLC0415 - most never pass a scheduler
+    # Most never pass a scheduler.
+    from mezzo.scaling.device_schedule import DeviceSchedule  # noqa: PLC0415
 
     # What another schedule has yet to do comes first.
     stop_sync(optimizer)

@@ -36,7 +36,8 @@ class ScaleRule:
     backoff_interval: int = 1
     """Bad steps before the scale backs off; 0 never backs off."""
     consecutive_backoff: bool = True
-    """Whether a good step forgets the bad ones before it (Paddle). If not (DeepSpeed), they count until the scale grows, and every one beyond backs off."""
+    """Whether a good step forgets the bad ones before it (Paddle). If not (DeepSpeed), they
+    count until the scale grows, and every one beyond backs off."""
     min_scale: float = 2.0**-24
     """The scale never falls below."""
     max_scale: float = LARGEST
@@ -47,13 +48,33 @@ class ScaleRule:
     """Steps at the start in which the scale stands still."""
 
     def __post_init__(self) -> None:
-        _refuse(1.0 < self.growth_factor < math.inf, "growth_factor", self.growth_factor, "a finite number greater than 1")
+        _refuse(
+            1.0 < self.growth_factor < math.inf,
+            "growth_factor",
+            self.growth_factor,
+            "a finite number greater than 1",
+        )
         _refuse(self.backoff_factor < 1.0, "backoff_factor", self.backoff_factor, "less than 1")
         for name in ("growth_interval", "backoff_interval", "warmup_steps"):
             value = getattr(self, name)
-            _refuse(isinstance(value, int) and value >= 0, name, value, "a whole number of steps, 0 or more")
-        _refuse(SMALLEST <= self.min_scale < math.inf, "min_scale", self.min_scale, f"a finite number of at least {SMALLEST:g}")
-        _refuse(self.min_scale <= self.max_scale <= LARGEST, "max_scale", self.max_scale, "at least min_scale and at most the largest float32")
+            _refuse(
+                isinstance(value, int) and value >= 0,
+                name,
+                value,
+                "a whole number of steps, 0 or more",
+            )
+        _refuse(
+            SMALLEST <= self.min_scale < math.inf,
+            "min_scale",
+            self.min_scale,
+            f"a finite number of at least {SMALLEST:g}",
+        )
+        _refuse(
+            self.min_scale <= self.max_scale <= LARGEST,
+            "max_scale",
+            self.max_scale,
+            "at least min_scale and at most the largest float32",
+        )
 
     def after(self, state: ScaleState, *, found_nonfinite: bool) -> ScaleState:
         """The state after one step: `next_state` in the order that a sentence has."""
@@ -98,7 +119,11 @@ def next_state(state: ScaleState, rule: ScaleRule, *, found_nonfinite: bool) -> 
     >>> next_state(ScaleState(8.0, growth_tracker=1999), ScaleRule(), found_nonfinite=False).scale
     16.0
     """
-    good, skipped = (state.good_steps, state.skipped_steps + 1) if found_nonfinite else (state.good_steps + 1, state.skipped_steps)
+    good, skipped = (
+        (state.good_steps, state.skipped_steps + 1)
+        if found_nonfinite
+        else (state.good_steps + 1, state.skipped_steps)
+    )
     in_a_row = state.consecutive_skips + 1 if found_nonfinite else 0
     if not rule.dynamic or state.good_steps + state.skipped_steps < rule.warmup_steps:
         changed = (state.scale, state.growth_tracker, state.backoff_tracker)
@@ -112,7 +137,11 @@ def _after_nonfinite(state: ScaleState, rule: ScaleRule) -> tuple[float, int, in
     bad = state.backoff_tracker + 1
     if rule.backoff_interval == 0 or bad < rule.backoff_interval:
         return state.scale, 0, bad
-    return rule.clamp(state.scale * rule.backoff_factor), 0, 0 if rule.consecutive_backoff else rule.backoff_interval - 1
+    return (
+        rule.clamp(state.scale * rule.backoff_factor),
+        0,
+        0 if rule.consecutive_backoff else rule.backoff_interval - 1,
+    )
 
 
 def _after_finite(state: ScaleState, rule: ScaleRule) -> tuple[float, int, int]:
@@ -164,27 +193,50 @@ def scaler_to_dict(states: list[ScaleState], rule: ScaleRule) -> dict[str, Any]:
     }
 
 
-def scaler_from_dict(entries: Mapping[str, Any], rule: ScaleRule, losses: int) -> tuple[list[ScaleState], ScaleRule]:
+def scaler_from_dict(
+    entries: Mapping[str, Any], rule: ScaleRule, losses: int
+) -> tuple[list[ScaleState], ScaleRule]:
     """Read what `to_dict` or torch's scaler wrote, whole or not at all.
 
-    torch's five entries are public, and win over mezzo's own where they differ: somebody has edited them. The scale and the growth tracker are those of the
-    first loss.
+    torch's five entries are public, and win over mezzo's own where they differ: somebody has edited
+    them. The scale and the growth tracker are those of the first loss.
     """
     if not isinstance(entries, Mapping):
-        raise ScalerError(f"This is not the state of a scaler: {entries!r:.80} is no dictionary. {_REMEDY}")
+        raise ScalerError(
+            f"This is not the state of a scaler: {entries!r:.80} is no dictionary. {_REMEDY}"
+        )
     if not entries:
-        raise ScalerError("The state is empty: it was saved from a scaler that was not enabled. Leave it out, or save it from an enabled one.")
+        raise ScalerError(
+            "The state is empty: it was saved from a scaler that was not enabled. Leave it out, or"
+            " save it from an enabled one."
+        )
     missing = [name for name in _TORCH if name not in entries]
     if missing:
-        raise ScalerError(f"This is not the state of a scaler: {', '.join(missing)} missing. {_REMEDY}")
+        raise ScalerError(
+            f"This is not the state of a scaler: {', '.join(missing)} missing. {_REMEDY}"
+        )
     own = ScaleRule(**_known(ScaleRule, entries[_RULE])) if _RULE in entries else rule
-    read = replace(own, **_known(ScaleRule, {name: entries[name] for name in ("growth_factor", "backoff_factor", "growth_interval")}))
+    read = replace(
+        own,
+        **_known(
+            ScaleRule,
+            {
+                name: entries[name]
+                for name in ("growth_factor", "backoff_factor", "growth_interval")
+            },
+        ),
+    )
     public = {"scale": entries["scale"], "growth_tracker": entries["_growth_tracker"]}
     saved = entries.get(_STATES) or [public] * losses
     if not isinstance(saved, list) or not all(isinstance(one, Mapping) for one in saved):
-        raise ScalerError(f"The states of the losses are {saved!r:.80}, not a list of dictionaries. {_REMEDY}")
+        raise ScalerError(
+            f"The states of the losses are {saved!r:.80}, not a list of dictionaries. {_REMEDY}"
+        )
     if len(saved) != losses:
-        raise ScalerError(f"The state has {len(saved)} losses, this scaler {losses}. Make it with GradScaler(num_losses={len(saved)}).")
+        raise ScalerError(
+            f"The state has {len(saved)} losses, this scaler {losses}. Make it with"
+            f" GradScaler(num_losses={len(saved)})."
+        )
     return [_state(state, read) for state in ({**saved[0], **public}, *saved[1:])], read
 
 
@@ -192,32 +244,48 @@ def _state(entries: Mapping[str, Any], rule: ScaleRule) -> ScaleState:
     known = _known(ScaleState, entries)
     scale = float(known["scale"]) if "scale" in known else math.nan
     if not is_scale(scale):
-        raise ScalerError(f"The saved scale is {scale!r}, which no gradient survives. Start again from a positive finite scale, such as 65536.0.")
+        raise ScalerError(
+            f"The saved scale is {scale!r}, which no gradient survives. Start again from a positive"
+            " finite scale, such as 65536.0."
+        )
     return ScaleState(**{**known, "scale": rule.clamp(scale)})
 
 
 def _known(kind: type[ScaleRule | ScaleState], entries: Any) -> dict[str, Any]:
     """What this version knows of, each a number or a flag as it must be: a later one may have saved more."""
     if not isinstance(entries, Mapping):
-        raise ScalerError(f"The saved {kind.__name__} is {entries!r:.80}, not a dictionary. {_REMEDY}")
-    return {field.name: _value(field, entries[field.name]) for field in fields(kind) if field.name in entries}
+        raise ScalerError(
+            f"The saved {kind.__name__} is {entries!r:.80}, not a dictionary. {_REMEDY}"
+        )
+    return {
+        field.name: _value(field, entries[field.name])
+        for field in fields(kind)
+        if field.name in entries
+    }
 
 
 def _value(field: Field[Any], value: Any) -> Any:
     if isinstance(field.default, bool):
         wanted, fits = "True or False", isinstance(value, bool)
     elif isinstance(field.default, int):
-        wanted, fits = "a whole number of at least 0", _is_number(value) and value == value // 1 and value >= 0
+        wanted, fits = (
+            "a whole number of at least 0",
+            _is_number(value) and value == value // 1 and value >= 0,
+        )
     else:
         wanted, fits = "a number", _is_number(value)
     if not fits:
-        raise ScalerError(f"The saved {field.name} is {value!r:.80}, and must be {wanted}. {_REMEDY}")
+        raise ScalerError(
+            f"The saved {field.name} is {value!r:.80}, and must be {wanted}. {_REMEDY}"
+        )
     made: Any = type(field.default)
     return made(value)
 
 
 def _is_number(value: Any) -> bool:
-    return (isinstance(value, int | float) and not isinstance(value, bool)) or (isinstance(value, torch.Tensor) and value.numel() == 1)
+    return (isinstance(value, int | float) and not isinstance(value, bool)) or (
+        isinstance(value, torch.Tensor) and value.numel() == 1
+    )
 
 
 class OnCollapse(ParsedEnum):

@@ -15,11 +15,25 @@ from mezzo._errors import ScalerError
 from mezzo.scaling import gradients, optimizer_step, scale_state
 from mezzo.scaling.diagnostics import CollapseMonitor, warn_if_not_needed
 from mezzo.scaling.gradients import backward_isolated
-from mezzo.scaling.loss_scales import LossScales, OptimizerRecord, binding_of, combine, common_device, first_states
+from mezzo.scaling.loss_scales import (
+    LossScales,
+    OptimizerRecord,
+    binding_of,
+    combine,
+    common_device,
+    first_states,
+)
 from mezzo.scaling.optimizer_step import bindings_of
 from mezzo.scaling.scale_state import LARGEST, OnCollapse, OptimizerStage, ScaleRule, ScaleState
 from mezzo.scaling.scale_tensors import HostLossScale
-from mezzo.scaling.step_result import NO_SOURCE, FlaggedSource, KnownSource, NonfiniteSource, ParameterNames, StepResult
+from mezzo.scaling.step_result import (
+    NO_SOURCE,
+    FlaggedSource,
+    KnownSource,
+    NonfiniteSource,
+    ParameterNames,
+    StepResult,
+)
 from mezzo.scaling.torch_scaler_api import TorchScalerApi
 
 Optimizer = torch.optim.Optimizer
@@ -39,8 +53,8 @@ class _Settings:
 class GradScaler(TorchScalerApi):
     """Scales losses so that 16-bit gradients stay representable, skips steps whose gradients are not finite, and adapts the scale.
 
-    torch's constructor and methods, and what torch lacks: a floor, back-off only after several bad steps, a scale for each loss, and steps that tell what
-    happened.
+    torch's constructor and methods, and what torch lacks: a floor, back-off only after several bad
+    steps, a scale for each loss, and steps that tell what happened.
 
     >>> model = nn.Linear(2, 1)
     >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -56,16 +70,29 @@ class GradScaler(TorchScalerApi):
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
         """A scaler that is not enabled is another object, which does nothing and costs nothing."""
-        enabled = kwargs.get("enabled", args[_ENABLED_PLACE] if len(args) > _ENABLED_PLACE else True)
+        enabled = kwargs.get(
+            "enabled", args[_ENABLED_PLACE] if len(args) > _ENABLED_PLACE else True
+        )
         device = args[0] if args else kwargs.get("device")
-        if enabled and device is not None and torch.device(device).type == "cuda" and not torch.cuda.is_available():
-            warnings.warn(f"GradScaler({str(device)!r}) is enabled, but no CUDA device is available: it is disabled.", UserWarning, stacklevel=2)
+        if (
+            enabled
+            and device is not None
+            and torch.device(device).type == "cuda"
+            and not torch.cuda.is_available()
+        ):
+            warnings.warn(
+                f"GradScaler({str(device)!r}) is enabled, but no CUDA device is available: it is"
+                " disabled.",
+                UserWarning,
+                stacklevel=2,
+            )
             enabled = False
         return object.__new__(cls if enabled else DisabledGradScaler)  # type: ignore[return-value]
 
     def __init__(
         self,
-        device: str | torch.device | None = None,  # noqa: ARG002 - a scale is where its loss is; __new__ looks whether there is such a device
+        # A scale is where its loss is; __new__ looks whether there is such a device.
+        device: str | torch.device | None = None,  # noqa: ARG002
         init_scale: float = 2.0**16,
         growth_factor: float = 2.0,
         backoff_factor: float = 0.5,
@@ -85,20 +112,39 @@ class GradScaler(TorchScalerApi):
     ) -> None:
         if not enabled and not isinstance(self, DisabledGradScaler):
             raise ScalerError(
-                f"{type(self).__name__} was made without enabled=False, which its base class got. Let its own constructor take `enabled` by keyword."
+                f"{type(self).__name__} was made without enabled=False, which its base class got."
+                " Let its own constructor take `enabled` by keyword."
             )
-        rule = ScaleRule(growth_factor, backoff_factor, growth_interval, backoff_interval, consecutive_backoff, min_scale, max_scale, dynamic, warmup_steps)
-        self._start(rule, first_states(rule, init_scale, num_losses), _Settings(collapse_patience, OnCollapse.parse(on_collapse), reduce_found_inf))
+        rule = ScaleRule(
+            growth_factor,
+            backoff_factor,
+            growth_interval,
+            backoff_interval,
+            consecutive_backoff,
+            min_scale,
+            max_scale,
+            dynamic,
+            warmup_steps,
+        )
+        self._start(
+            rule,
+            first_states(rule, init_scale, num_losses),
+            _Settings(collapse_patience, OnCollapse.parse(on_collapse), reduce_found_inf),
+        )
 
     def _start(self, rule: ScaleRule, states: list[ScaleState], settings: _Settings) -> None:
         self._settings = settings
-        self._scales = LossScales(rule, states, [CollapseMonitor(settings.collapse_patience, settings.on_collapse) for _ in states])
+        self._scales = LossScales(
+            rule,
+            states,
+            [CollapseMonitor(settings.collapse_patience, settings.on_collapse) for _ in states],
+        )
         self._records: dict[int, OptimizerRecord] = {}
         self._names = ParameterNames()
         self._checker = gradients.CpuGradientChecker()
         self._schedules = optimizer_step.Schedules()
 
-    # -- scaling ---------------------------------------------------------------------------------------------------------------------------------
+    # -- scaling -----------------------------------------------------------------------------------
 
     def scale(self, outputs: Any, loss_id: int = 0) -> Any:
         """Multiply a loss, or losses in a nested iterable, by the scale; `loss_id` chooses among the scales of a scaler with several losses."""
@@ -113,12 +159,23 @@ class GradScaler(TorchScalerApi):
             if isinstance(outputs, tuple) and hasattr(outputs, "_fields"):
                 return type(outputs)(*scaled)
             return type(outputs)(scaled) if isinstance(outputs, list | tuple) else scaled
-        raise ValueError(f"scale() takes a tensor or an iterable of tensors, got {type(outputs).__name__}. Pass the loss itself.")
+        raise ValueError(
+            f"scale() takes a tensor or an iterable of tensors, got {type(outputs).__name__}. Pass"
+            " the loss itself."
+        )
 
-    def backward(self, loss: torch.Tensor, *, loss_id: int = 0, optimizers: Optimizer | Sequence[Optimizer], **kwargs: Any) -> None:
+    def backward(
+        self,
+        loss: torch.Tensor,
+        *,
+        loss_id: int = 0,
+        optimizers: Optimizer | Sequence[Optimizer],
+        **kwargs: Any,
+    ) -> None:
         """Run backward of one of several losses. Each has a scale of its own, so its gradients are unscaled at once and added to what is there already.
 
-        Gradients go to the parameters of `optimizers` and nowhere else: in other tensors, gradients of different scales would meet unseen.
+        Gradients go to the parameters of `optimizers` and nowhere else: in other tensors, gradients
+        of different scales would meet unseen.
         """
         chosen = [optimizers] if isinstance(optimizers, Optimizer) else list(optimizers)
         for optimizer in chosen:
@@ -138,15 +195,18 @@ class GradScaler(TorchScalerApi):
         self._check(optimizer, record, 0, self._scales.of(0).inverse())
         record.stage = OptimizerStage.UNSCALED
 
-    # -- stepping --------------------------------------------------------------------------------------------------------------------------------
+    # -- stepping ----------------------------------------------------------------------------------
 
-    def step(self, optimizer: Optimizer, *args: Any, scheduler: LRScheduler | None = None, **kwargs: Any) -> StepResult:
+    def step(
+        self, optimizer: Optimizer, *args: Any, scheduler: LRScheduler | None = None, **kwargs: Any
+    ) -> StepResult:
         """Step an optimizer if its gradients are finite, skip it otherwise, and say which without waiting unless it is asked.
 
-        A scheduler that is passed advances only with a good step, and must be one of torch's whose coming values can be computed: not a
-        `ReduceLROnPlateau`. Where only the device knows which steps were good, scheduler and optimizer catch up when `optimizer.param_groups`, a state dict or
-        `get_last_lr()` is read, which waits for the device once; a group that was kept from an earlier read shows an old rate. Other arguments are the
-        optimizer's.
+        A scheduler that is passed advances only with a good step, and must be one of torch's whose
+        coming values can be computed: not a `ReduceLROnPlateau`. Where only the device knows which
+        steps were good, scheduler and optimizer catch up when `optimizer.param_groups`, a state
+        dict or `get_last_lr()` is read, which waits for the device once; a group that was kept from
+        an earlier read shows an old rate. Other arguments are the optimizer's.
         """
         if args or kwargs:
             optimizer_step.refuse_closures(args, kwargs)
@@ -163,7 +223,14 @@ class GradScaler(TorchScalerApi):
         record.stage = OptimizerStage.STEPPED
         return result
 
-    def _step(self, optimizer: Optimizer, record: OptimizerRecord, scheduler: LRScheduler | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> StepResult:
+    def _step(
+        self,
+        optimizer: Optimizer,
+        record: OptimizerRecord,
+        scheduler: LRScheduler | None,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> StepResult:
         if record.stage is OptimizerStage.READY:
             self._refuse_mixed_scales("step()")
             self._check(optimizer, record, 0, self._scales.of(0).inverse())
@@ -174,14 +241,21 @@ class GradScaler(TorchScalerApi):
             flags = self._flags_of(record)
             bad = bool(combine(flags, common_device(flags)))
         if bad:
-            return StepResult.known(None, skipped=True, culprit=self._nonfinite_source(optimizer, record))
+            return StepResult.known(
+                None, skipped=True, culprit=self._nonfinite_source(optimizer, record)
+            )
         value = optimizer.step(*args, **kwargs)
         if scheduler is not None:
             optimizer_step.advance(optimizer, scheduler)
         return StepResult.known(value, skipped=False)
 
     def _step_fused(
-        self, optimizer: Optimizer, record: OptimizerRecord, scheduler: LRScheduler | None, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self,
+        optimizer: Optimizer,
+        record: OptimizerRecord,
+        scheduler: LRScheduler | None,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
     ) -> StepResult:
         """Let the optimizer skip by itself: it reads the scale and the flag on the device."""
         if optimizer_step.takes_grad_scaler(optimizer):
@@ -230,11 +304,12 @@ class GradScaler(TorchScalerApi):
                 self._scales.advance(index, flags, culprit)
         if not recorded:
             raise ScalerError(
-                "update() found no gradients that were checked since the last one. Call scaler.step(optimizer) or scaler.unscale_(optimizer) before it, "
-                "with gradients in place."
+                "update() found no gradients that were checked since the last one. Call"
+                " scaler.step(optimizer) or scaler.unscale_(optimizer) before it, with gradients in"
+                " place."
             )
 
-    # -- asking ----------------------------------------------------------------------------------------------------------------------------------
+    # -- asking ------------------------------------------------------------------------------------
 
     def register_parameter_names(self, model: nn.Module) -> None:
         """Learn the names of a model's parameters, so that a skipped step can name the first bad one."""
@@ -253,7 +328,7 @@ class GradScaler(TorchScalerApi):
         """Whether this scaler does anything."""
         return True
 
-    # -- saving ----------------------------------------------------------------------------------------------------------------------------------
+    # -- saving ------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
         """The scaler's state: torch's five entries, which torch's scaler reads, and mezzo's own beside them."""
@@ -262,17 +337,26 @@ class GradScaler(TorchScalerApi):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take over a state, from mezzo's scaler or from torch's. A scale that is not a positive finite number is refused, and nothing is changed."""
-        self._scales.load(*scale_state.scaler_from_dict(state_dict, self._scales.rule, len(self._scales)))
+        self._scales.load(
+            *scale_state.scaler_from_dict(state_dict, self._scales.rule, len(self._scales))
+        )
 
     def __getstate__(self) -> dict[str, Any]:
         if self._records:
-            raise ScalerError("A scaler is pickled between iterations only, for flags on a device cannot be saved. Call update() first.")
-        return {"rule": self._scales.rule, "states": self._scales.states(), "settings": self._settings}
+            raise ScalerError(
+                "A scaler is pickled between iterations only, for flags on a device cannot be"
+                " saved. Call update() first."
+            )
+        return {
+            "rule": self._scales.rule,
+            "states": self._scales.states(),
+            "settings": self._settings,
+        }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self._start(**state)
 
-    # -- inside ----------------------------------------------------------------------------------------------------------------------------------
+    # -- inside ------------------------------------------------------------------------------------
 
     def _scale_for(self, output: torch.Tensor, loss_id: int) -> torch.Tensor:
         made = self._scales.made
@@ -281,9 +365,19 @@ class GradScaler(TorchScalerApi):
             scale = self._scales.make(output.device, loss_id)
             if self._advises:
                 warn_if_not_needed(output)
-        return scale.scale if scale.scale.device == output.device else scale.scale.to(output.device, non_blocking=output.device.type != "cpu")
+        return (
+            scale.scale
+            if scale.scale.device == output.device
+            else scale.scale.to(output.device, non_blocking=output.device.type != "cpu")
+        )
 
-    def _check(self, optimizer: Optimizer, record: OptimizerRecord, loss_id: int, factor: torch.Tensor | None) -> None:
+    def _check(
+        self,
+        optimizer: Optimizer,
+        record: OptimizerRecord,
+        loss_id: int,
+        factor: torch.Tensor | None,
+    ) -> None:
         """Check the gradients of an optimizer, and multiply them by a factor if there is one."""
         flags = record.flags(loss_id)
         bound = binding_of(optimizer)
@@ -296,16 +390,39 @@ class GradScaler(TorchScalerApi):
             if bad:
                 record.source = self._nonfinite_source(optimizer, record)
         else:
-            culprit = record.source if isinstance(record.source, FlaggedSource) else FlaggedSource(self._names, optimizer)
-            if bound is None or factor is not None or not bound.check(self._scales.of(loss_id).scale, flags, culprit):
+            culprit = (
+                record.source
+                if isinstance(record.source, FlaggedSource)
+                else FlaggedSource(self._names, optimizer)
+            )
+            if (
+                bound is None
+                or factor is not None
+                or not bound.check(self._scales.of(loss_id).scale, flags, culprit)
+            ):
                 gradients.check_sorted(optimizer, factor, flags, culprit)
             record.source = culprit
         if self._settings.reduce_found_inf is not None:
-            self._reduce(self._settings.reduce_found_inf, record, flags, self._scales.of(loss_id).scale.device)
+            self._reduce(
+                self._settings.reduce_found_inf,
+                record,
+                flags,
+                self._scales.of(loss_id).scale.device,
+            )
 
-    def _reduce(self, reduce_found_inf: Callable[[torch.Tensor], object], record: OptimizerRecord, flags: gradients.Flags, device: torch.device) -> None:
+    def _reduce(
+        self,
+        reduce_found_inf: Callable[[torch.Tensor], object],
+        record: OptimizerRecord,
+        flags: gradients.Flags,
+        device: torch.device,
+    ) -> None:
         """One flag for all devices, reduced once; a process without gradients takes part, or the others would wait for it."""
-        found = combine(list(flags.values()), common_device(list(flags.values()))).clone() if flags else torch.zeros((), device=device)
+        found = (
+            combine(list(flags.values()), common_device(list(flags.values()))).clone()
+            if flags
+            else torch.zeros((), device=device)
+        )
         reduce_found_inf(found)
         record.known.append(None)
         flags.clear()
@@ -322,23 +439,34 @@ class GradScaler(TorchScalerApi):
         flags = record.all_flags()
         if not flags:
             raise ScalerError(
-                "step() found no gradients: no parameter of this optimizer has one. Call scaler.scale(loss).backward() first, with a loss that reaches them."
+                "step() found no gradients: no parameter of this optimizer has one. Call"
+                " scaler.scale(loss).backward() first, with a loss that reaches them."
             )
         return flags
 
-    def _refuse(self, record: OptimizerRecord, stages: tuple[OptimizerStage, ...], call: str) -> None:
+    def _refuse(
+        self, record: OptimizerRecord, stages: tuple[OptimizerStage, ...], call: str
+    ) -> None:
         if record.stage in stages:
-            done = "step()" if record.stage is OptimizerStage.STEPPED else "unscale_() or backward()"
-            remedy = (
-                "Call it once, before step()." if record.stage is OptimizerStage.UNSCALED else "Call update() once at the end of the iteration, then go on."
+            done = (
+                "step()" if record.stage is OptimizerStage.STEPPED else "unscale_() or backward()"
             )
-            raise ScalerError(f"{call} was called, but {done} has already been called on this optimizer since the last update(). {remedy}")
+            remedy = (
+                "Call it once, before step()."
+                if record.stage is OptimizerStage.UNSCALED
+                else "Call update() once at the end of the iteration, then go on."
+            )
+            raise ScalerError(
+                f"{call} was called, but {done} has already been called on this optimizer since the"
+                f" last update(). {remedy}"
+            )
 
     def _refuse_mixed_scales(self, call: str) -> None:
         if len(self._scales) > 1:
             raise ScalerError(
-                f"{call} cannot tell which of {len(self._scales)} scales these gradients have. With several losses call "
-                "scaler.backward(loss, loss_id=..., optimizers=...), which unscales them, instead of scaler.scale(loss).backward()."
+                f"{call} cannot tell which of {len(self._scales)} scales these gradients have. With"
+                " several losses call scaler.backward(loss, loss_id=..., optimizers=...), which"
+                " unscales them, instead of scaler.scale(loss).backward()."
             )
 
 
@@ -349,14 +477,23 @@ class DisabledGradScaler(GradScaler):
         """The outputs as they are."""
         return outputs
 
-    def backward(self, loss: torch.Tensor, *, loss_id: int = 0, optimizers: Optimizer | Sequence[Optimizer] = (), **kwargs: Any) -> None:  # noqa: ARG002
+    def backward(
+        self,
+        loss: torch.Tensor,
+        *,
+        loss_id: int = 0,  # noqa: ARG002
+        optimizers: Optimizer | Sequence[Optimizer] = (),  # noqa: ARG002
+        **kwargs: Any,
+    ) -> None:
         """Plain backward."""
         loss.backward(**kwargs)
 
     def unscale_(self, optimizer: Optimizer) -> None:
         """Nothing was scaled."""
 
-    def step(self, optimizer: Optimizer, *args: Any, scheduler: LRScheduler | None = None, **kwargs: Any) -> StepResult:
+    def step(
+        self, optimizer: Optimizer, *args: Any, scheduler: LRScheduler | None = None, **kwargs: Any
+    ) -> StepResult:
         """The optimizer's own step, closures included, and the scheduler's."""
         if scheduler is not None:
             self._schedules.accept(optimizer, scheduler)

@@ -16,11 +16,20 @@ Row = tuple[float, ...]
 """The scheduled numbers of one step: group by group, key by key, pairs like betas spread out."""
 
 _KNOWN_STEPS = frozenset(
-    kind.step for kind in (lr_scheduler.LRScheduler, lr_scheduler.SequentialLR, lr_scheduler.ChainedScheduler, lr_scheduler.CosineAnnealingWarmRestarts)
+    kind.step
+    for kind in (
+        lr_scheduler.LRScheduler,
+        lr_scheduler.SequentialLR,
+        lr_scheduler.ChainedScheduler,
+        lr_scheduler.CosineAnnealingWarmRestarts,
+    )
 )
 """Steps known to change nothing but the scheduler and the optimizer's groups."""
 
-_BY_HAND = "Do not pass it: call its step() yourself, after each epoch or after each training step that was not skipped. The rates that it sets hold from the next step on."
+_BY_HAND = (
+    "Do not pass it: call its step() yourself, after each epoch or after each training step that"
+    " was not skipped. The rates that it sets hold from the next step on."
+)
 
 AHEAD = 256
 """Steps whose values are computed ahead."""
@@ -29,7 +38,13 @@ AHEAD = 256
 class Lookahead:
     """The values of the coming steps: `first` good steps are behind the first of them."""
 
-    def __init__(self, optimizer: torch.optim.Optimizer, scheduler: lr_scheduler.LRScheduler, keys: Sequence[str], first: int) -> None:
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        scheduler: lr_scheduler.LRScheduler,
+        keys: Sequence[str],
+        first: int,
+    ) -> None:
         self.first = first
         self._keys = keys
         self._groups = _ReplacementOptimizer(optimizer)
@@ -38,7 +53,10 @@ class Lookahead:
             # deepcopy meets the optimizer under this name, and takes the stand-in for its copy.
             self._runner = copy.deepcopy(scheduler, {id(optimizer): self._groups})
         except Exception as error:
-            raise UnsupportedError(f"{_name(scheduler)} cannot be copied, which is how its coming values are computed: {error} {_BY_HAND}") from error
+            raise UnsupportedError(
+                f"{_name(scheduler)} cannot be copied, which is how its coming values are computed:"
+                f" {error} {_BY_HAND}"
+            ) from error
         self._rows = [flat(self._groups.param_groups, keys)]
         self._end: Exception | None = None
 
@@ -50,10 +68,16 @@ class Lookahead:
         del self._rows[:gone]
         self.first += gone
         if changed := sorted(
-            {key for was, now in zip(self._others, self._unscheduled(), strict=True) for key in was.keys() | now.keys() if was.get(key) != now.get(key)}
+            {
+                key
+                for was, now in zip(self._others, self._unscheduled(), strict=True)
+                for key in was.keys() | now.keys()
+                if was.get(key) != now.get(key)
+            }
         ):
             raise UnsupportedError(
-                f"{_name(self._runner)} changes {', '.join(changed)} of the optimizer's groups, and only lr, momentum and betas can lie on the device. {_BY_HAND}"
+                f"{_name(self._runner)} changes {', '.join(changed)} of the optimizer's groups, and"
+                f" only lr, momentum and betas can lie on the device. {_BY_HAND}"
             )
 
     def row(self, good: int) -> Row:
@@ -68,13 +92,18 @@ class Lookahead:
     def _advance(self) -> None:
         try:
             self._runner.step()
-        except Exception as error:  # noqa: BLE001 - OneCycleLR ends so, and so does a user's list of rates; it is raised if training gets there
+        # OneCycleLR ends so, and so does a user's list of rates; it is raised if training gets
+        # there.
+        except Exception as error:  # noqa: BLE001
             self._end = error
         else:
             self._rows.append(flat(self._groups.param_groups, self._keys))
 
     def _unscheduled(self) -> list[dict[str, Any]]:
-        return [{key: value for key, value in group.items() if key not in self._keys} for group in self._groups.param_groups]
+        return [
+            {key: value for key, value in group.items() if key not in self._keys}
+            for group in self._groups.param_groups
+        ]
 
 
 class _ReplacementOptimizer:
@@ -83,7 +112,10 @@ class _ReplacementOptimizer:
     _opt_called = True  # A scheduler warns of an optimizer that did not step yet.
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-        self.param_groups = [{key: value for key, value in group.items() if key != "params"} for group in groups_of(optimizer)]
+        self.param_groups = [
+            {key: value for key, value in group.items() if key != "params"}
+            for group in groups_of(optimizer)
+        ]
         self.defaults = optimizer.defaults
 
     def step(self) -> None:
@@ -99,18 +131,33 @@ def flat(groups: Sequence[dict[str, Any]], keys: Sequence[str]) -> Row:
     (0.1, 0.9, 0.99, 0.2, 0.8, 0.88)
     """
     values = (group[key] for group in groups for key in keys)
-    return tuple(number for value in values for number in (value if isinstance(value, tuple) else (value,)))
+    return tuple(
+        number for value in values for number in (value if isinstance(value, tuple) else (value,))
+    )
 
 
 def spread(numbers: Iterator[Any], groups: Sequence[dict[str, Any]], keys: Sequence[str]) -> None:
     """Put numbers in the order of `flat` into an optimizer's groups."""
     for group in groups:
-        group.update({key: tuple(next(numbers) for _ in value) if isinstance(value := group[key], tuple) else next(numbers) for key in keys})
+        group.update(
+            {
+                key: (
+                    tuple(next(numbers) for _ in value)
+                    if isinstance(value := group[key], tuple)
+                    else next(numbers)
+                )
+                for key in keys
+            }
+        )
 
 
 def scheduled_keys(scheduler: lr_scheduler.LRScheduler) -> tuple[str, ...]:
     """Which entries of a group a scheduler changes."""
-    cycled = ("betas" if vars(part).get("use_beta1") else "momentum" for part in parts(scheduler) if vars(part).get("cycle_momentum"))
+    cycled = (
+        "betas" if vars(part).get("use_beta1") else "momentum"
+        for part in parts(scheduler)
+        if vars(part).get("cycle_momentum")
+    )
     return tuple(dict.fromkeys(("lr", *cycled)))
 
 
@@ -123,18 +170,35 @@ def check(optimizer: torch.optim.Optimizer, scheduler: lr_scheduler.LRScheduler)
 def refuse(optimizer: torch.optim.Optimizer, scheduler: lr_scheduler.LRScheduler) -> None:
     """Refuse what cannot run ahead."""
     if not isinstance(scheduler, lr_scheduler.LRScheduler):
-        raise UnsupportedError(f"scheduler={scheduler!r} is not one of torch.optim.lr_scheduler. {_BY_HAND}")
+        raise UnsupportedError(
+            f"scheduler={scheduler!r} is not one of torch.optim.lr_scheduler. {_BY_HAND}"
+        )
     for part in parts(scheduler):
         if isinstance(part, lr_scheduler.ReduceLROnPlateau):
-            raise UnsupportedError(f"{_name(part)} decides by a metric, so that its coming values are not known. {_BY_HAND}")
+            raise UnsupportedError(
+                f"{_name(part)} decides by a metric, so that its coming values are not known."
+                f" {_BY_HAND}"
+            )
         if "step" in vars(part) or class_of(part).step not in _KNOWN_STEPS:
-            raise UnsupportedError(f"{_name(part)} has a step() of its own, which may do more than set rates and so cannot run ahead. {_BY_HAND}")
+            raise UnsupportedError(
+                f"{_name(part)} has a step() of its own, which may do more than set rates and so"
+                f" cannot run ahead. {_BY_HAND}"
+            )
         if part.optimizer is not optimizer:
             raise UnsupportedError(
-                f"{_name(part)} belongs to another optimizer than the {type(optimizer).__name__} that steps. Pass the two that belong together."
+                f"{_name(part)} belongs to another optimizer than the {type(optimizer).__name__}"
+                " that steps. Pass the two that belong together."
             )
-    if tensors := [key for group in groups_of(optimizer) for key in scheduled_keys(scheduler) if isinstance(group[key], torch.Tensor)]:
-        raise UnsupportedError(f"group[{tensors[0]!r}] is a tensor. Make the optimizer with a float: the schedule brings it to the device.")
+    if tensors := [
+        key
+        for group in groups_of(optimizer)
+        for key in scheduled_keys(scheduler)
+        if isinstance(group[key], torch.Tensor)
+    ]:
+        raise UnsupportedError(
+            f"group[{tensors[0]!r}] is a tensor. Make the optimizer with a float: the schedule"
+            " brings it to the device."
+        )
 
 
 def parts(scheduler: lr_scheduler.LRScheduler) -> Iterator[lr_scheduler.LRScheduler]:

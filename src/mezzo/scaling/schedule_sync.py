@@ -1,7 +1,8 @@
 """Bring a scheduler and its optimizer up to date before they are read.
 
-While a schedule runs on a device, the scheduler object and `optimizer.param_groups` lag behind it. Both get a subclass of their own class, under the same name,
-that catches up when it is read; copies and pickles are of the plain class.
+While a schedule runs on a device, the scheduler object and `optimizer.param_groups` lag behind it.
+Both get a subclass of their own class, under the same name, that catches up when it is read; copies
+and pickles are of the plain class.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ from mezzo._errors import ScalerError
 Optimizer = torch.optim.Optimizer
 
 _MARK = "_mezzo_schedule"
-"""On the optimizer, whose pickles and state dicts leave it out; a scheduler's `state_dict()` is all that its `__dict__` holds."""
+"""On the optimizer, whose pickles and state dicts leave it out; a scheduler's `state_dict()` is
+all that its `__dict__` holds."""
 
 
 class LaggingSchedule(Protocol):
@@ -43,7 +45,9 @@ class _Kept:
     schedulers: tuple[LRScheduler, ...]
 
 
-def sync_on_read(optimizer: Optimizer, schedulers: Iterable[LRScheduler], schedule: LaggingSchedule) -> None:
+def sync_on_read(
+    optimizer: Optimizer, schedulers: Iterable[LRScheduler], schedule: LaggingSchedule
+) -> None:
     """Let a schedule catch up before its optimizer's groups are read, or the rates, the state or the epoch of one of its schedulers."""
     stop_sync(optimizer)
     kept = _Kept(schedule, tuple(schedulers))
@@ -145,8 +149,9 @@ class _SchedulerReader(LRScheduler):
     def step(self, *args: Any, **kwargs: Any) -> None:
         if not _kept(self.optimizer).schedule.paused:
             raise ScalerError(
-                "scheduler.step() was called, but this scheduler was passed to scaler.step() or to a training step, which steps it after every step that is "
-                "not skipped. Remove scheduler.step(), or do not pass the scheduler."
+                "scheduler.step() was called, but this scheduler was passed to scaler.step() or to"
+                " a training step, which steps it after every step that is not skipped. Remove"
+                " scheduler.step(), or do not pass the scheduler."
             )
         super().step(*args, **kwargs)
 
@@ -176,7 +181,8 @@ class _OptimizerReader(Optimizer):
         vars(self)["param_groups"] = groups
 
     def zero_grad(self, *args: Any, **kwargs: Any) -> None:
-        # It reads the groups for their parameters alone: no reason to synchronize in every iteration.
+        # It reads the groups for their parameters alone: no reason to synchronize in every
+        # iteration.
         with without_sync(_kept(self).schedule):
             super().zero_grad(*args, **kwargs)
 
@@ -186,9 +192,17 @@ class _OptimizerReader(Optimizer):
 
 @cache
 def _reader(reader: Any, kind: Any) -> Any:
-    # `steps_as` says whose fused step an optimizer may use: that of the class which it was made with.
-    own = {"_made_with": kind, "steps_as": vars(kind).get("steps_as", kind), "__module__": kind.__module__, "__qualname__": kind.__qualname__}
-    return new_class(kind.__name__, (reader, kind), exec_body=lambda namespace: namespace.update(own))
+    # `steps_as` says whose fused step an optimizer may use: that of the class which it was made
+    # with.
+    own = {
+        "_made_with": kind,
+        "steps_as": vars(kind).get("steps_as", kind),
+        "__module__": kind.__module__,
+        "__qualname__": kind.__qualname__,
+    }
+    return new_class(
+        kind.__name__, (reader, kind), exec_body=lambda namespace: namespace.update(own)
+    )
 
 
 def _kept(optimizer: Optimizer) -> _Kept:

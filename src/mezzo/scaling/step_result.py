@@ -133,7 +133,8 @@ def _flags_of(gradients: Sequence[torch.Tensor]) -> torch.Tensor:
 class StepResult:
     """The outcome of `scaler.step(optimizer)`.
 
-    `value` is what the optimizer's own step returned; `skipped` says whether the step was skipped, and only reading it may wait for the device.
+    `value` is what the optimizer's own step returned; `skipped` says whether the step was skipped,
+    and only reading it may wait for the device.
 
     >>> StepResult.known(None, skipped=False)
     StepResult(stepped, value=None)
@@ -141,14 +142,18 @@ class StepResult:
 
     __slots__ = ("_culprit", "_found", "_skipped", "value")
 
-    def __init__(self, value: Any, found: torch.Tensor | None, culprit: NonfiniteSource | None = None) -> None:
+    def __init__(
+        self, value: Any, found: torch.Tensor | None, culprit: NonfiniteSource | None = None
+    ) -> None:
         self.value = value
         self._found = found
         self._skipped: bool | None = None
         self._culprit = culprit
 
     @classmethod
-    def known(cls, value: Any, *, skipped: bool, culprit: NonfiniteSource | None = None) -> StepResult:
+    def known(
+        cls, value: Any, *, skipped: bool, culprit: NonfiniteSource | None = None
+    ) -> StepResult:
         """A result that the host knows already."""
         result = cls(value, None, culprit)
         result._skipped = skipped
@@ -172,5 +177,7 @@ class StepResult:
         return (self._culprit or NO_SOURCE).name() if self.skipped else None
 
     def __repr__(self) -> str:
-        told = "not read yet" if self._skipped is None else ("skipped" if self._skipped else "stepped")
+        told = (
+            "not read yet" if self._skipped is None else ("skipped" if self._skipped else "stepped")
+        )
         return f"StepResult({told}, value={self.value!r})"

@@ -19,7 +19,9 @@ class TorchScalerApi:
     _scales: LossScales
     _records: dict[int, OptimizerRecord]
 
-    def _check(self, optimizer: Optimizer, record: OptimizerRecord, index: int, factor: torch.Tensor | None) -> None:
+    def _check(
+        self, optimizer: Optimizer, record: OptimizerRecord, index: int, factor: torch.Tensor | None
+    ) -> None:
         raise NotImplementedError
 
     def _record(self, optimizer: Optimizer) -> OptimizerRecord:
@@ -37,7 +39,13 @@ class TorchScalerApi:
     def _found_inf_per_device(self, optimizer: Optimizer) -> Flags:
         return self._record(optimizer).flags(0)
 
-    def _unscale_grads_(self, optimizer: Optimizer, inv_scale: torch.Tensor, found_inf: torch.Tensor, allow_fp16: bool) -> Flags:  # noqa: ARG002, FBT001
+    def _unscale_grads_(
+        self,
+        optimizer: Optimizer,
+        inv_scale: torch.Tensor,
+        found_inf: torch.Tensor,
+        allow_fp16: bool,  # noqa: ARG002, FBT001
+    ) -> Flags:
         flags: Flags = {found_inf.device: found_inf}
         check_sorted(optimizer, inv_scale, flags)
         return flags
@@ -89,7 +97,7 @@ class TorchScalerApi:
         first, *others = self._scales.initial
         self._scales.initial = [replace(first, **fields), *others]
 
-    # -- the rule --------------------------------------------------------------------------------------------------------------------------------
+    # -- the rule ----------------------------------------------------------------------------------
 
     def get_growth_factor(self) -> float:
         """What the scale is multiplied by when it grows."""

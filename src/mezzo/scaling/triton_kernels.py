@@ -11,11 +11,21 @@ import triton.language as tl  # type: ignore[import-untyped]
 
 
 @triton.jit
-def _finish(values, destination, factor, mask, dtype: tl.constexpr, write: tl.constexpr, summed: tl.constexpr, masked: tl.constexpr):
+def _finish(
+    values,
+    destination,
+    factor,
+    mask,
+    dtype: tl.constexpr,
+    write: tl.constexpr,
+    summed: tl.constexpr,
+    masked: tl.constexpr,
+):
     """Multiply, write back, and tell whether a result is not finite and what the squares of all add up to."""
     wide = tl.float64 if dtype == tl.float64 else tl.float32
     if write:
-        # The result is judged, not the input: a factor above 1 can carry a finite float16 past its largest value.
+        # The result is judged, not the input: a factor above 1 can carry a finite float16 past its
+        # largest value.
         values = tl.where(factor == 1.0, values, (values.to(wide) * factor.to(wide)).to(dtype))
         if masked:
             tl.store(destination, values, mask=mask)
@@ -32,7 +42,9 @@ def _finish(values, destination, factor, mask, dtype: tl.constexpr, write: tl.co
 
 
 # Not specialized: a launch through the compiled kernel then fits any addresses and counts.
-@triton.jit(do_not_specialize=["addresses", "sizes", "chunks", "factor", "found", "flags", "squares"])
+@triton.jit(
+    do_not_specialize=["addresses", "sizes", "chunks", "factor", "found", "flags", "squares"]
+)
 def check_kernel(
     addresses,
     sizes,
@@ -67,7 +79,16 @@ def check_kernel(
         bad, total = _finish(tl.load(aligned), aligned, scale, within, dtype, write, summed, False)
     else:
         mask = within < left
-        bad, total = _finish(tl.load(base + within, mask=mask, other=0.0), base + within, scale, mask, dtype, write, summed, True)
+        bad, total = _finish(
+            tl.load(base + within, mask=mask, other=0.0),
+            base + within,
+            scale,
+            mask,
+            dtype,
+            write,
+            summed,
+            True,
+        )
     if summed:
         # One number a program, added up later in a fixed order: runs repeat.
         tl.store(squares + program, total)
@@ -84,7 +105,9 @@ def advance_kernel(
     shown,  # float32 [4]: scale, skipped steps, skipped steps in a row, bad steps that count
     tracker,  # int32: good steps in a row
     found,  # float32: 0, or the step was bad
-    rule,  # float64 [7]: growth factor, back-off factor, floor, ceiling, growth interval, back-off every, whether bad steps count in a row only
+    # Float64 [7]: growth factor, back-off factor, floor, ceiling, growth interval, back-off every,
+    # whether bad steps count in a row only.
+    rule,
     changes: tl.constexpr,
 ):
     """What `next_state` does, in float64 and rounded once."""
@@ -93,16 +116,25 @@ def advance_kernel(
     tl.store(shown + 1, tl.load(shown + 1) + one)
     tl.store(shown + 2, (tl.load(shown + 2) + 1.0) * one)
     if changes:
-        interval, every, consecutive = tl.load(rule + 4), tl.load(rule + 5), tl.load(rule + 6) != 0.0
+        interval, every, consecutive = (
+            tl.load(rule + 4),
+            tl.load(rule + 5),
+            tl.load(rule + 6) != 0.0,
+        )
         scale, good, counted = tl.load(shown), tl.load(tracker), tl.load(shown + 3)
         good = tl.where(bad, 0, good + 1)
         counted = tl.where(bad, counted + 1.0, tl.where(consecutive, 0.0, counted))
         back = bad & (every != 0.0) & (counted >= every)
         grow = (bad == 0) & (interval != 0.0) & (good >= interval)
-        changed = (scale.to(tl.float64) * tl.where(back, tl.load(rule + 1), tl.where(grow, tl.load(rule), 1.0))).to(tl.float32)
+        changed = (
+            scale.to(tl.float64)
+            * tl.where(back, tl.load(rule + 1), tl.where(grow, tl.load(rule), 1.0))
+        ).to(tl.float32)
         # Growth past the largest float32 is dropped, as torch's kernel drops it.
         changed = tl.where(changed < float("inf"), changed, scale)
-        bounded = tl.minimum(tl.maximum(changed.to(tl.float64), tl.load(rule + 2)), tl.load(rule + 3)).to(tl.float32)
+        bounded = tl.minimum(
+            tl.maximum(changed.to(tl.float64), tl.load(rule + 2)), tl.load(rule + 3)
+        ).to(tl.float32)
         tl.store(shown, tl.where(back | grow, bounded, scale))
         tl.store(tracker, tl.where(grow, 0, good))
         after = tl.where(consecutive, 0.0, every - 1.0).to(tl.float32)

@@ -36,7 +36,9 @@ class Runner(Protocol):
     def captured(self) -> bool:
         """Whether programs are replayed by now."""
 
-    def __call__(self, arguments: tuple[Any, ...], words: dict[str, Any], phase: AccumulationPhase) -> Any:
+    def __call__(
+        self, arguments: tuple[Any, ...], words: dict[str, Any], phase: AccumulationPhase
+    ) -> Any:
         """One call; what comes back is the caller's own."""
 
     def flush(self, calls: int) -> None:
@@ -58,11 +60,19 @@ class EagerRunner:
         self.reason = reason
         self._engine = engine
         self._modules = [module for model in engine.parts.models for module in model.modules()]
-        self._parameters = [parameter for model in engine.parts.models for parameter in model.parameters()]
+        self._parameters = [
+            parameter for model in engine.parts.models for parameter in model.parameters()
+        ]
 
-    def __call__(self, arguments: tuple[Any, ...], words: dict[str, Any], phase: AccumulationPhase) -> Any:
+    def __call__(
+        self, arguments: tuple[Any, ...], words: dict[str, Any], phase: AccumulationPhase
+    ) -> Any:
         """One call."""
-        mode = None if self._engine.parts.scaler is None else module_modes(self._modules, self._parameters)
+        mode = (
+            None
+            if self._engine.parts.scaler is None
+            else module_modes(self._modules, self._parameters)
+        )
         arguments, words = self._engine.place((arguments, words))
         return copies(self._engine.run(arguments, words, phase, mode))
 
@@ -114,23 +124,34 @@ def first_line(error: BaseException) -> str:
     while error.__context__ is not None:
         error = error.__context__
     stack = traceback.extract_tb(error.__traceback__)
-    return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}" + (f", in {user_line(stack)}" if stack else "")
+    return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}" + (
+        f", in {user_line(stack)}" if stack else ""
+    )
 
 
 def warn_not_captured(reason: str, capture: Capture, *, quietly: bool = False) -> None:
     """Tell that steps run eagerly; an error where they must not. On a CPU nobody expects otherwise."""
     if capture is Capture.ON:
-        raise UnsupportedError(f"capture=True, but the step cannot be captured: {reason}. Change that, or use capture='auto'.")
+        raise UnsupportedError(
+            f"capture=True, but the step cannot be captured: {reason}. Change that, or use"
+            " capture='auto'."
+        )
     if _events.listening():
         _events.emit(_events.StepNotCaptured(reason))
     if not quietly:
-        warnings.warn(f"The step runs eagerly, for it cannot be captured: {reason}. capture=False says that this is meant.", UserWarning, stacklevel=5)
+        warnings.warn(
+            f"The step runs eagerly, for it cannot be captured: {reason}. capture=False says that"
+            " this is meant.",
+            UserWarning,
+            stacklevel=5,
+        )
 
 
 def warn_full(leaves: list[torch.Tensor], kinds: int) -> bool:
     """Tell that inputs are of one kind too many; true, so that it is told once."""
     warnings.warn(
-        f"{kinds} kinds of inputs are captured, and inputs of {format_shapes(leaves)} are another: they run eagerly. Pad inputs to fewer shapes.",
+        f"{kinds} kinds of inputs are captured, and inputs of {format_shapes(leaves)} are another:"
+        " they run eagerly. Pad inputs to fewer shapes.",
         UserWarning,
         stacklevel=6,
     )
@@ -140,8 +161,9 @@ def warn_full(leaves: list[torch.Tensor], kinds: int) -> bool:
 MAX_GRAPHS = 8
 """Kinds of inputs that are captured; more run eagerly."""
 _WARM, _WARM_AGAIN = 3, 2
-"""Real steps before a capture: optimizer states, tables and compiled kernels are made in them. Another shape of inputs needs less.
-Host reads are looked for in the last, for the first of a kind may have some of its own: a kernel is chosen, code is compiled."""
+"""Real steps before a capture: optimizer states, tables and compiled kernels are made in them.
+Another shape of inputs needs less. Host reads are looked for in the last, for the first of a
+kind may have some of its own: a kernel is chosen, code is compiled."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -165,8 +187,14 @@ class CaptureRunner:
         self._engine, self._capture = engine, capture
         self._studio = GraphCapturer.on(engine.parts.device)
         self._modules = [module for model in engine.parts.models for module in model.modules()]
-        self._parameters = [parameter for model in engine.parts.models for parameter in model.parameters()]
-        self._bounds = [bound for optimizer in engine.parts.optimizers if isinstance(bound := optimizer_binding(optimizer), FusedBinding)]
+        self._parameters = [
+            parameter for model in engine.parts.models for parameter in model.parameters()
+        ]
+        self._bounds = [
+            bound
+            for optimizer in engine.parts.optimizers
+            if isinstance(bound := optimizer_binding(optimizer), FusedBinding)
+        ]
         self._programs: dict[Hashable, CapturedStep] = {}
         self._warm: dict[Hashable, int] = {}
         self._input_keys: dict[Hashable, None] = {}
@@ -184,7 +212,9 @@ class CaptureRunner:
         """Whether programs are replayed by now."""
         return bool(self._programs)
 
-    def __call__(self, arguments: tuple[Any, ...], words: dict[str, Any], phase: AccumulationPhase) -> Any:
+    def __call__(
+        self, arguments: tuple[Any, ...], words: dict[str, Any], phase: AccumulationPhase
+    ) -> Any:
         """One call."""
         values, leaves = (arguments, words), list[torch.Tensor]()
         mode = module_modes(self._modules, self._parameters)
@@ -193,11 +223,17 @@ class CaptureRunner:
         try:
             kind = (signature(values, leaves), self._number(mode), self._engine.closure_values())
         except UnsupportedInput as error:
-            self._give_up(f"an input of type {error} is neither a tensor, a list, a tuple, a dict nor a plain value")
+            self._give_up(
+                f"an input of type {error} is neither a tensor, a list, a tuple, a dict nor a plain"
+                " value"
+            )
             return self._eagerly(values, phase, mode)
         self._check_recapture_key()
         captured = self._programs.get((kind, phase))
-        if captured is not None and (returned := self._replay_checked(captured, values, leaves, phase)) is not None:
+        if (
+            captured is not None
+            and (returned := self._replay_checked(captured, values, leaves, phase)) is not None
+        ):
             return returned[0]
         self._stall.drop()
         return self._warm_up_or_capture(values, leaves, kind, phase, mode)
@@ -222,9 +258,15 @@ class CaptureRunner:
         """Return the name of the parameter with the last non-finite gradient, if it is known. This synchronizes."""
         return self._stall.source.name() if self._programs else first_nonfinite(self._engine)
 
-    # -- replaying -------------------------------------------------------------------------------------------------------------------------------
+    # -- replaying ---------------------------------------------------------------------------------
 
-    def _replay_checked(self, captured: CapturedStep, values: tuple[Any, ...], leaves: list[torch.Tensor], phase: AccumulationPhase) -> tuple[Any] | None:
+    def _replay_checked(
+        self,
+        captured: CapturedStep,
+        values: tuple[Any, ...],
+        leaves: list[torch.Tensor],
+        phase: AccumulationPhase,
+    ) -> tuple[Any] | None:
         """Replay; where updates are skipped in a row, compare one with the eager step."""
         if phase.first:
             self._stall.start()
@@ -233,10 +275,16 @@ class CaptureRunner:
         if returned is not None and phase.last and (wrong := self._stall.judge()) is not None:
             self.reason = wrong
             self.forget()
-            warnings.warn(f"The step runs eagerly from here on: {wrong}. One batch was skipped.", UserWarning, stacklevel=5)
+            warnings.warn(
+                f"The step runs eagerly from here on: {wrong}. One batch was skipped.",
+                UserWarning,
+                stacklevel=5,
+            )
         return returned
 
-    def _replay(self, captured: CapturedStep, leaves: list[torch.Tensor], phase: AccumulationPhase) -> tuple[Any] | None:
+    def _replay(
+        self, captured: CapturedStep, leaves: list[torch.Tensor], phase: AccumulationPhase
+    ) -> tuple[Any] | None:
         """What a program returns, in a tuple of its own; None where it can no longer run."""
         scaler = self._engine.parts.scaler
         if phase.last:
@@ -248,15 +296,24 @@ class CaptureRunner:
         returned = captured.program.replay(leaves)
         if phase.last:
             if scaler is not None:
-                capture.after_replay(scaler, self._engine.metrics.scale_and_skips, self._stall.source)
+                capture.after_replay(
+                    scaler, self._engine.metrics.scale_and_skips, self._stall.source
+                )
             if innermost_region() is not None:
                 # Copies of weights that a region around the loop holds are old now.
                 clear_weight_cache()
         return (returned,)
 
-    # -- learning --------------------------------------------------------------------------------------------------------------------------------
+    # -- learning ----------------------------------------------------------------------------------
 
-    def _warm_up_or_capture(self, values: tuple[Any, ...], leaves: list[torch.Tensor], kind: Hashable, phase: AccumulationPhase, mode: Hashable) -> Any:
+    def _warm_up_or_capture(
+        self,
+        values: tuple[Any, ...],
+        leaves: list[torch.Tensor],
+        kind: Hashable,
+        phase: AccumulationPhase,
+        mode: Hashable,
+    ) -> Any:
         if kind not in self._input_keys:
             if len(self._input_keys) >= MAX_GRAPHS:
                 self._full = self._full or warn_full(leaves, MAX_GRAPHS)
@@ -266,14 +323,18 @@ class CaptureRunner:
         done = self._warm.get(key, 0)
         needed = _WARM_AGAIN if self._mode[1] in self._warm_modes else _WARM
         if done < needed or not self._ready(phase, mode):
-            # Where something is yet to be learned the host looks at the device itself, and nobody else can be watched for it.
+            # Where something is yet to be learned the host looks at the device itself, and nobody
+            # else can be watched for it.
             known = self._engine.buffers.learned(mode)
             self._warm[key] = done + known
-            return self._warm_up(self._placed(values, leaves), phase, mode, watched=known and done + 1 >= needed)
+            return self._warm_up(
+                self._placed(values, leaves), phase, mode, watched=known and done + 1 >= needed
+            )
         try:
             self._programs[key] = captured = self._captured(values, leaves, phase, mode)
             self._warm_modes.add(self._mode[1])
-        except Exception as error:  # noqa: BLE001 - whatever a body does that cannot be captured: it is told, and the call runs eagerly
+        # Whatever a body does that cannot be captured: it is told, and the call runs eagerly.
+        except Exception as error:  # noqa: BLE001
             self._tidy_up()
             self._give_up(first_line(error), error)
             return self._eagerly(values, phase, mode)
@@ -284,9 +345,15 @@ class CaptureRunner:
         """Inputs as a captured step holds them; a warm-up runs on the same, or code compiled in it would have to be compiled again while it is captured."""
         placed = self._engine.place(values)
         # From elsewhere, torch would cast before it copies, and wait.
-        return self._engine.entering(placed) if all(leaf.device == self._engine.parts.device for leaf in leaves) else placed
+        return (
+            self._engine.entering(placed)
+            if all(leaf.device == self._engine.parts.device for leaf in leaves)
+            else placed
+        )
 
-    def _warm_up(self, placed: tuple[Any, Any], phase: AccumulationPhase, mode: Hashable, *, watched: bool) -> Any:
+    def _warm_up(
+        self, placed: tuple[Any, Any], phase: AccumulationPhase, mode: Hashable, *, watched: bool
+    ) -> Any:
         """A real step, on the stream of the captures."""
         run = lambda: copies(self._engine.run(*placed, phase, mode))  # noqa: E731
         if not watched:
@@ -300,19 +367,30 @@ class CaptureRunner:
     def _ready(self, phase: AccumulationPhase, mode: Hashable) -> bool:
         """Whether what a capture needs has been made: known buffers, a scale that adapts, and gradients that stay where they are if calls share them."""
         engine, scaler = self._engine, self._engine.parts.scaler
-        if not engine.buffers.learned(mode) or (scaler is not None and not capture.is_warmed_up(scaler)):
+        if not engine.buffers.learned(mode) or (
+            scaler is not None and not capture.is_warmed_up(scaler)
+        ):
             return False
         if engine.rules.accumulate > 1 and not engine.static:
             if not phase.first or not engine.had:
                 return False
             # With the strides of their parameters, which the fused step needs.
-            engine.static = [torch.zeros_like(parameter, dtype=gradient.dtype) for parameter, gradient in engine.had]
+            engine.static = [
+                torch.zeros_like(parameter, dtype=gradient.dtype)
+                for parameter, gradient in engine.had
+            ]
             for (parameter, _), gradient in zip(engine.had, engine.static, strict=True):
                 parameter.grad = gradient
             engine.had, engine.wants_gradients = [], False
         return True
 
-    def _captured(self, values: tuple[Any, ...], leaves: list[torch.Tensor], phase: AccumulationPhase, mode: Hashable) -> CapturedStep:
+    def _captured(
+        self,
+        values: tuple[Any, ...],
+        leaves: list[torch.Tensor],
+        phase: AccumulationPhase,
+        mode: Hashable,
+    ) -> CapturedStep:
         engine, scaler = self._engine, self._engine.parts.scaler
         if not engine.static:
             engine.clear()
@@ -321,16 +399,23 @@ class CaptureRunner:
         begin = time.perf_counter()
         for bound in self._bounds:
             bound.before_capture()
-        program = self._studio.capture(lambda held: engine.run(held[0], held[1], phase, mode), placed, leaves, engine.metrics.memory)
+        program = self._studio.capture(
+            lambda held: engine.run(held[0], held[1], phase, mode),
+            placed,
+            leaves,
+            engine.metrics.memory,
+        )
         for bound in self._bounds:
             bound.after_capture()
         if _events.listening():
-            _events.emit(_events.StepCaptured(format_shapes(program.inputs), time.perf_counter() - begin))
+            _events.emit(
+                _events.StepCaptured(format_shapes(program.inputs), time.perf_counter() - begin)
+            )
         found = [(bound, bound.captured()) for bound in self._bounds]
         bounds = tuple((bound, prepared) for bound, (prepared, _) in found if prepared is not None)
         return CapturedStep(program, bounds, tables, tuple(kept for _, (_, kept) in found))
 
-    # -- inside ----------------------------------------------------------------------------------------------------------------------------------
+    # -- inside ------------------------------------------------------------------------------------
 
     def _eagerly(self, values: tuple[Any, ...], phase: AccumulationPhase, mode: Hashable) -> Any:
         arguments, words = self._engine.place(values)
@@ -348,7 +433,11 @@ class CaptureRunner:
     def _check_recapture_key(self) -> None:
         scaler = self._engine.parts.scaler
         rule = None if scaler is None else capture.scale_rule(scaler)
-        ground = [list(map(torch.Tensor.data_ptr, self._parameters)), rule, *[bound.recapture_key() for bound in self._bounds]]
+        ground = [
+            list(map(torch.Tensor.data_ptr, self._parameters)),
+            rule,
+            *[bound.recapture_key() for bound in self._bounds],
+        ]
         if ground != self._recapture_key:
             self._recapture_key = ground
             self.forget()

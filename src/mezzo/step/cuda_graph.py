@@ -42,7 +42,8 @@ class CapturedGraph:
         if self.replay_inputs is not None:
             loss = self.replay_inputs.write(leaves)
         else:
-            # One by one: inputs differ in dtype and size, and for such torch's list of copies is a slower loop.
+            # One by one: inputs differ in dtype and size, and for such torch's list of copies is a
+            # slower loop.
             for buffer, leaf in zip(self.inputs, leaves, strict=True):
                 buffer.copy_(leaf, non_blocking=True)
         self.graph.replay()
@@ -76,26 +77,45 @@ class GraphCapturer:
         finally:
             current.wait_stream(self.stream)
 
-    def capture(self, run: Callable[[Any], Any], values: Any, leaves: Sequence[torch.Tensor] = (), kept: object = None) -> CapturedGraph:
+    def capture(
+        self,
+        run: Callable[[Any], Any],
+        values: Any,
+        leaves: Sequence[torch.Tensor] = (),
+        kept: object = None,
+    ) -> CapturedGraph:
         """Capture a function of nested inputs, whose tensors come as `leaves` from the caller. `kept` is what it writes to of the host's memory.
 
-        Where that fails, the random generator is as it was: torch leaves it in the middle of a capture.
+        Where that fails, the random generator is as it was: torch leaves it in the middle of a
+        capture.
         """
         held, inputs = buffers_for(values)
-        mail = ReplayInputs(self.device, leaves, inputs, kept) if leaves and has_triton(self.device) else None
+        mail = (
+            ReplayInputs(self.device, leaves, inputs, kept)
+            if leaves and has_triton(self.device)
+            else None
+        )
         if mail is not None:
             mail.rehearse(leaves)
-        graph, generator = torch.cuda.CUDAGraph(), torch.cuda.default_generators[self.device.index or 0]
+        graph, generator = (
+            torch.cuda.CUDAGraph(),
+            torch.cuda.default_generators[self.device.index or 0],
+        )
         safe = generator.clone_state()
         try:
-            # Pinned memory may be asked for meanwhile, here and in other threads, such as a loader's. What waits for the stream fails in every mode.
+            # Pinned memory may be asked for meanwhile, here and in other threads, such as a
+            # loader's. What waits for the stream fails in every mode.
             with (
                 _own_workspaces(),
                 eager_answers(),
                 captured_tables() as tables,
-                torch.cuda.graph(graph, pool=self.pool, stream=self.stream, capture_error_mode="relaxed"),
+                torch.cuda.graph(
+                    graph, pool=self.pool, stream=self.stream, capture_error_mode="relaxed"
+                ),
             ):
-                returned = map_tensors(run(held) if mail is None else mail.around(run, held), torch.Tensor.detach)
+                returned = map_tensors(
+                    run(held) if mail is None else mail.around(run, held), torch.Tensor.detach
+                )
         except BaseException:
             generator.graphsafe_set_state(safe)
             raise
@@ -106,8 +126,8 @@ class GraphCapturer:
 def _own_workspaces() -> Iterator[None]:
     """Let cuBLAS ask for workspaces in the program's own memory.
 
-    It keeps one for each stream, and a captured product goes on using the one it had. That of the warm-up is anybody's to free, and torch.compile does so
-    whenever it captures.
+    It keeps one for each stream, and a captured product goes on using the one it had. That of the
+    warm-up is anybody's to free, and torch.compile does so whenever it captures.
     """
     clear_cublas_workspaces()
     try:
@@ -126,8 +146,10 @@ _lock = threading.Lock()
 def eager_answers() -> Iterator[None]:
     """Let model code of this thread see what it sees in eager mode when it asks whether it is being captured.
 
-    transformers builds masks in a capture that it drops in eager mode, and attention then runs another kernel. torch itself, mezzo and other threads get the
-    true answer. What a model does in eager mode and cannot do in a capture, such as reading from the device, has been found in the warm-up.
+    transformers builds masks in a capture that it drops in eager mode, and attention then runs
+    another kernel. torch itself, mezzo and other threads get the true answer. What a model does in
+    eager mode and cannot do in a capture, such as reading from the device, has been found in the
+    warm-up.
     """
     with _lock:
         _capturing.append(threading.get_ident())
@@ -161,7 +183,14 @@ def find_host_syncs() -> Iterator[list[str]]:
     found: list[str] = []
     others: list[warnings.WarningMessage] = []
 
-    def note(message: Warning | str, category: type[Warning], filename: str, lineno: int, file: Any = None, line: str | None = None) -> None:
+    def note(
+        message: Warning | str,
+        category: type[Warning],
+        filename: str,
+        lineno: int,
+        file: Any = None,
+        line: str | None = None,
+    ) -> None:
         if _SAID_BY_TORCH in str(message):
             found.append(user_line(traceback.extract_stack()))
         elif _PROTOTYPE not in str(message):
@@ -182,7 +211,11 @@ def find_host_syncs() -> Iterator[list[str]]:
 
 def user_line(stack: traceback.StackSummary) -> str:
     """The innermost line within a step that is neither torch's nor ours; where there is none, the innermost at all."""
-    inner = [frame for frame in stack if frame.filename not in _NOTING and not frame.filename.startswith("<")]
+    inner = [
+        frame
+        for frame in stack
+        if frame.filename not in _NOTING and not frame.filename.startswith("<")
+    ]
     for frame in reversed(inner):
         if frame.filename.startswith(_STEP):
             break

@@ -28,7 +28,8 @@ _WARM = 2
 class EvalStep:
     """A model in evaluation mode and without gradients; what comes back are copies.
 
-    The model's own mode is left as it is. A plain model is decorated as the policy says; a decorated one, such as that of a `TrainStep`, brings its own.
+    The model's own mode is left as it is. A plain model is decorated as the policy says; a
+    decorated one, such as that of a `TrainStep`, brings its own.
 
     >>> import mezzo
     >>> evaluate = mezzo.EvalStep(nn.Sequential(nn.Linear(4, 2), nn.Dropout(0.5)), "O1", dtype="bfloat16")
@@ -36,7 +37,14 @@ class EvalStep:
     torch.bfloat16
     """
 
-    def __init__(self, model: nn.Module, policy: PolicyArg | None = None, *, capture: str | bool | Capture = Capture.AUTO, **overrides: Any) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        policy: PolicyArg | None = None,
+        *,
+        capture: str | bool | Capture = Capture.AUTO,
+        **overrides: Any,
+    ) -> None:
         self.model = model
         _prepare(model, policy, overrides)
         self.eager_reason: str | None = None
@@ -63,15 +71,28 @@ class EvalStep:
         try:
             key = signature(values, leaves)
         except UnsupportedInput as error:
-            self._give_up(f"an input of type {error} is neither a tensor, a list, a tuple, a dict nor a plain value")
+            self._give_up(
+                f"an input of type {error} is neither a tensor, a list, a tuple, a dict nor a plain"
+                " value"
+            )
             return self._eagerly(values)
         ground = tuple(map(_ADDRESS, self._parameters))
         if ground != self._ground:
             self._forget(ground)
         program = self._programs.get(key)
-        return self._learn(self._studio, key, values, leaves) if program is None else program.replay(leaves)
+        return (
+            self._learn(self._studio, key, values, leaves)
+            if program is None
+            else program.replay(leaves)
+        )
 
-    def _learn(self, studio: GraphCapturer, key: Hashable, values: tuple[Any, Any], leaves: list[torch.Tensor]) -> Any:
+    def _learn(
+        self,
+        studio: GraphCapturer,
+        key: Hashable,
+        values: tuple[Any, Any],
+        leaves: list[torch.Tensor],
+    ) -> Any:
         done = self._warm.get(key, 0)
         if len(self._programs) >= MAX_GRAPHS:
             self._full = self._full or warn_full(leaves, MAX_GRAPHS)
@@ -84,8 +105,11 @@ class EvalStep:
                 self._give_up(f"the host reads from the device in {found[0]}")
             return returned
         try:
-            self._programs[key] = program = studio.capture(self._run, move_inputs(values, self._device), leaves)
-        except Exception as error:  # noqa: BLE001 - whatever a model does that cannot be captured: it is told, and the call runs eagerly
+            self._programs[key] = program = studio.capture(
+                self._run, move_inputs(values, self._device), leaves
+            )
+        # Whatever a model does that cannot be captured: it is told, and the call runs eagerly.
+        except Exception as error:  # noqa: BLE001
             self._give_up(first_line(error))
             return self._eagerly(values)
         return program.replay(leaves)
@@ -124,15 +148,22 @@ def _prepare(model: nn.Module, policy: PolicyArg | None, overrides: dict[str, An
     found = decoration_of(model)
     if found is None:
         words = "O1" if policy is None else policy
-        converts = arguments.read_keep_full(words, overrides, (model,))[0].level in (Level.O2, Level.O3)
+        converts = arguments.read_keep_full(words, overrides, (model,))[0].level in (
+            Level.O2,
+            Level.O3,
+        )
         if converts and model.training:
-            raise PolicyError("EvalStep would turn the parameters of a model in training mode into 16 bits for good. Call model.eval() first, or decorate it.")
+            raise PolicyError(
+                "EvalStep would turn the parameters of a model in training mode into 16 bits for"
+                " good. Call model.eval() first, or decorate it."
+            )
         decorate(model, None, words, **overrides)
     elif policy is not None or overrides:
         read = arguments.read_keep_full("O1" if policy is None else policy, overrides, (model,))[0]
         if read != found.plan.policy:
             raise PolicyError(
-                f"The model was decorated with {found.plan.policy!r}, and the step was given {read!r}. Leave the policy out: the model brings its own."
+                f"The model was decorated with {found.plan.policy!r}, and the step was given"
+                f" {read!r}. Leave the policy out: the model brings its own."
             )
 
 

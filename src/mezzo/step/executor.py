@@ -30,7 +30,8 @@ from mezzo.step.module_buffers import BatchCounters, ModuleBuffers
 class StepContext:
     """Backward and update, scaled and skipped as the parts say. A body that asks for it is handed this as its first argument, `update`.
 
-    `update(loss, optimizer)` runs backward into the parameters of this optimizer alone, and steps it: what follows in the body sees the new weights.
+    `update(loss, optimizer)` runs backward into the parameters of this optimizer alone, and steps
+    it: what follows in the body sees the new weights.
     """
 
     def __init__(self, parts: StepComponents, *, factor: float, updates: bool) -> None:
@@ -43,12 +44,23 @@ class StepContext:
     def __call__(self, loss: torch.Tensor, optimizer: Optimizer, **words: Any) -> None:
         """Compute the gradients of a loss for an optimizer's parameters, and step it."""
         if optimizer not in self._parts.optimizers:
-            raise ScalerError("update(loss, optimizer): this optimizer is not one of the step's. Pass it to train_step(optimizers=...).")
+            raise ScalerError(
+                "update(loss, optimizer): this optimizer is not one of the step's. Pass it to"
+                " train_step(optimizers=...)."
+            )
         if optimizer in self.results:
-            raise ScalerError(f"update(loss, optimizer): this {type(optimizer).__name__} was stepped already in this call. Add the losses up, and update once.")
+            raise ScalerError(
+                f"update(loss, optimizer): this {type(optimizer).__name__} was stepped already in"
+                " this call. Add the losses up, and update once."
+            )
         if not self._updates:
-            raise ScalerError("update(loss, optimizer) steps at once and cannot accumulate. Leave accumulate=1, or return the loss.")
-        self.backward(loss, inputs=[one for one in parameters(optimizer) if one.requires_grad], **words)
+            raise ScalerError(
+                "update(loss, optimizer) steps at once and cannot accumulate. Leave accumulate=1,"
+                " or return the loss."
+            )
+        self.backward(
+            loss, inputs=[one for one in parameters(optimizer) if one.requires_grad], **words
+        )
         self.step(optimizer)
         optimizer.zero_grad(set_to_none=True)
 
@@ -65,9 +77,14 @@ class StepContext:
         Outside the autocast region: backward runs in the precision of the forward pass by itself.
         """
         if loss.numel() != 1:
-            raise ScalerError(f"A loss is one number, got shape {tuple(loss.shape)}. Reduce it: loss.mean().")
+            raise ScalerError(
+                f"A loss is one number, got shape {tuple(loss.shape)}. Reduce it: loss.mean()."
+            )
         if not loss.requires_grad:
-            raise ScalerError("The loss does not depend on any trained parameter. Compute it from the model's output, without detach() or no_grad().")
+            raise ScalerError(
+                "The loss does not depend on any trained parameter. Compute it from the model's"
+                " output, without detach() or no_grad()."
+            )
         self.loss = loss
         part = loss if self._factor == 1.0 else loss * self._factor
         scaler = self._parts.scaler
@@ -76,7 +93,8 @@ class StepContext:
         elif scaler is not None:
             part = scaler.scale(part)
         with enter_regions(_off(self._parts.region)):
-            # Not `part.backward()`, which would come back here through the function mode of the body.
+            # Not `part.backward()`, which would come back here through the function mode of the
+            # body.
             torch.autograd.backward(part, gradient, retain_graph, create_graph, inputs=inputs)
 
     def step(self, optimizer: Optimizer) -> None:
@@ -87,15 +105,22 @@ class StepContext:
                 optimizer.step()
                 self.results[optimizer] = None
             else:
-                self.results[optimizer] = scaler.step(optimizer, scheduler=self._parts.schedulers.get(optimizer))
+                self.results[optimizer] = scaler.step(
+                    optimizer, scheduler=self._parts.schedulers.get(optimizer)
+                )
 
     def step_rest(self) -> None:
         """Step what has gradients and was not stepped yet, and adapt the scale."""
         for optimizer in self._parts.optimizers:
-            if optimizer not in self.results and any(one.grad is not None for one in parameters(optimizer)):
+            if optimizer not in self.results and any(
+                one.grad is not None for one in parameters(optimizer)
+            ):
                 self.step(optimizer)
         if not self.results:
-            raise ScalerError("No parameter of the step's optimizers got a gradient. Does the loss depend on the models?")
+            raise ScalerError(
+                "No parameter of the step's optimizers got a gradient. Does the loss depend on the"
+                " models?"
+            )
         if self._parts.scaler is not None:
             self._parts.scaler.update()
 
@@ -106,7 +131,11 @@ class StepContext:
         # On a CPU the flag is here already, and what it decides need not be computed.
         if not flags or all(flag.device.type == "cpu" for flag in flags):
             return any(result.skipped for result in known)
-        return flags[0] if len(flags) == 1 else torch.stack([flag.reshape(()) for flag in flags]).amax(0)
+        return (
+            flags[0]
+            if len(flags) == 1
+            else torch.stack([flag.reshape(()) for flag in flags]).amax(0)
+        )
 
 
 def _off(region: Region) -> Region:
@@ -126,19 +155,21 @@ def _stepping_here() -> Iterator[None]:
         _stepping.discard(get_ident())
 
 
-def refuse_other_steps(optimizer: Optimizer, arguments: Any, words: Any) -> None:  # noqa: ARG001 - the shape of a step hook
+# The shape of a step hook.
+def refuse_other_steps(optimizer: Optimizer, arguments: Any, words: Any) -> None:  # noqa: ARG001
     """A hook of optimizers while a body runs: who steps by hand steps on scaled gradients."""
     if get_ident() not in _stepping:
         raise ScalerError(
-            f"{type(optimizer).__name__}.step() was called in the body of a step, which steps by itself. Remove it, or call update(loss, optimizer) to step there and then."
+            f"{type(optimizer).__name__}.step() was called in the body of a step, which steps by"
+            " itself. Remove it, or call update(loss, optimizer) to step there and then."
         )
 
 
 class ScaledBackward(TorchFunctionMode):
     """Let `loss.backward()` in the body of a step compute scaled gradients.
 
-    A function mode acts in its own thread only, and `torch.Tensor` stays as it is. It costs 1.5 µs an op in bodies that
-    run eagerly, and nothing in captured ones.
+    A function mode acts in its own thread only, and `torch.Tensor` stays as it is. It costs 1.5 µs
+    an op in bodies that run eagerly, and nothing in captured ones.
     """
 
     def __init__(self, turn: StepContext) -> None:
@@ -146,7 +177,13 @@ class ScaledBackward(TorchFunctionMode):
         self._turn = turn
 
     @skip_frame
-    def __torch_function__(self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
         if func is torch.Tensor.backward:
             return self._turn.backward(*args, **(kwargs or {}))
         return func(*args, **kwargs) if kwargs else func(*args)
@@ -194,18 +231,22 @@ class StepExecutor:
         self._tallies = BatchCounters(parts.models)
         self.metrics = MetricsBuffer(parts.device, parts.scaler)
         self.closure_values: Callable[[], Hashable] = tuple
-        """Values beside the inputs that a body sees, and that a captured one would not see change."""
+        """Values beside the inputs that a body sees, and that a captured one would not see
+        change."""
         self.results: Iterable[StepResult | None] = ()
         """Of the last eager update."""
         self.had: list[tuple[torch.Tensor, torch.Tensor]] = []
         """Parameters with the gradients of the last update, where these are wanted."""
         self.wants_gradients = False
         self.static: list[torch.Tensor] = []
-        """Gradients that stay where they are from update to update; empty where each backward makes its own."""
+        """Gradients that stay where they are from update to update; empty where each backward
+        makes its own."""
 
     def place(self, values: tuple[Any, ...]) -> tuple[Any, Any]:
         """Arguments and words on the device of the models, in their layout."""
-        moved: tuple[Any, Any] = move_inputs(values, self.parts.device, channels_last=self.channels_last)
+        moved: tuple[Any, Any] = move_inputs(
+            values, self.parts.device, channels_last=self.channels_last
+        )
         return moved
 
     def entering(self, values: tuple[Any, Any]) -> tuple[Any, Any]:
@@ -215,7 +256,13 @@ class StepExecutor:
         (first, *rest), words = values
         return (cast_all(first, self.parts.input_dtype, self.parts.device.type), *rest), words
 
-    def run(self, arguments: tuple[Any, ...], words: dict[str, Any], phase: AccumulationPhase, mode: Hashable) -> Any:
+    def run(
+        self,
+        arguments: tuple[Any, ...],
+        words: dict[str, Any],
+        phase: AccumulationPhase,
+        mode: Hashable,
+    ) -> Any:
         """One call, whole."""
         if phase.first:
             self.buffers.save(mode)
@@ -228,13 +275,20 @@ class StepExecutor:
 
     def compute_gradients(self, arguments: tuple[Any, ...], words: dict[str, Any]) -> None:
         """Run the body and its scaled backward pass alone: gradients are added to what is there, nothing is updated."""
-        self._compute(StepContext(self.parts, factor=self.rules.factor, updates=False), arguments, words)
+        self._compute(
+            StepContext(self.parts, factor=self.rules.factor, updates=False), arguments, words
+        )
 
     def flush(self, calls: int) -> None:
         """Update from fewer calls than usual."""
         turn = StepContext(self.parts, factor=1.0, updates=True)
         if self.rules.reduction is Reduction.MEAN:
-            gradients = [one.grad for optimizer in self.parts.optimizers for one in parameters(optimizer) if one.grad is not None]
+            gradients = [
+                one.grad
+                for optimizer in self.parts.optimizers
+                for one in parameters(optimizer)
+                if one.grad is not None
+            ]
             foreach_mul_(gradients, self.rules.accumulate / calls)
         self.metrics.write(None, self._update(turn))
 
@@ -261,12 +315,15 @@ class StepExecutor:
                     around.callback(optimizer.register_step_pre_hook(refuse_other_steps).remove)
             around.enter_context(self._tallies.counting())
             around.enter_context(enter_regions(self.parts.region))
-            around.enter_context(torch.enable_grad() if not torch.is_grad_enabled() else nullcontext())
+            around.enter_context(
+                torch.enable_grad() if not torch.is_grad_enabled() else nullcontext()
+            )
             returned = self._body(*handed, **words)
         if turn.loss is None:
             if not isinstance(returned, torch.Tensor):
                 raise ScalerError(
-                    f"A step's loss is a tensor, got {type(returned).__name__}. Return the loss, or call loss.backward() in the body and return what you like."
+                    f"A step's loss is a tensor, got {type(returned).__name__}. Return the loss, or"
+                    " call loss.backward() in the body and return what you like."
                 )
             turn.backward(returned)
         return returned

@@ -20,14 +20,16 @@ from mezzo.step.inputs import IMAGES, is_channels_last
 
 Pair: TypeAlias = tuple[int, int]
 Form: TypeAlias = Callable[[Any, Any, Any, tuple[Sequence[int], Sequence[int]], Pair, Pair], Any]
-"""Input, weight and bias, the shapes of the first two, stride and padding: tensors, or what stands for them in a graph."""
+"""Input, weight and bias, the shapes of the first two, stride and padding: tensors, or what
+stands for them in a graph."""
 
 _FEW = 4
 """Channels that are few, and those that kernels for few channels in float16 have."""
 _TOGETHER = 8
 """Channels that blocks have come in multiples of it."""
 _BLOCKS = {torch.float16: 3, torch.bfloat16: 4}
-"""How many blocks a kernel may reach over in either direction: 7 × 7 by 2 is slower on them in float16, for which cuDNN has kernels of its own."""
+"""How many blocks a kernel may reach over in either direction: 7 × 7 by 2 is slower on them in
+float16, for which cuDNN has kernels of its own."""
 
 
 def fast_conv_form(weight: Sequence[int], stride: Pair, dtype: torch.dtype) -> Form | None:
@@ -41,12 +43,21 @@ def fast_conv_form(weight: Sequence[int], stride: Pair, dtype: torch.dtype) -> F
     _, channels, *kernel = weight
     if channels > _FEW or dtype not in _BLOCKS:
         return None
-    if stride != (1, 1) and all(step <= taps <= _BLOCKS[dtype] * step for taps, step in zip(kernel, stride, strict=True)):
+    if stride != (1, 1) and all(
+        step <= taps <= _BLOCKS[dtype] * step for taps, step in zip(kernel, stride, strict=True)
+    ):
         return in_blocks
     return with_four if dtype is torch.float16 and channels < _FEW else None
 
 
-def in_blocks(x: Any, weight: Any, bias: Any, shapes: tuple[Sequence[int], Sequence[int]], stride: Pair, padding: Pair) -> Any:
+def in_blocks(
+    x: Any,
+    weight: Any,
+    bias: Any,
+    shapes: tuple[Sequence[int], Sequence[int]],
+    stride: Pair,
+    padding: Pair,
+) -> Any:
     """With the pixels of a block as channels. Blocks reach over the edge of a kernel whose size is no multiple of the stride; weights there are 0.
 
     >>> x, weight = torch.randn(2, 3, 15, 16), torch.randn(8, 3, 7, 5)
@@ -61,11 +72,22 @@ def in_blocks(x: Any, weight: Any, bias: Any, shapes: tuple[Sequence[int], Seque
         blocks.append((size + 2 * pad - taps) // step + window[-1])
         beyond.append(blocks[-1] * step - pad - size)
         spare.append(window[-1] * step - taps)
-    images = _blocks(F.pad(x, (padding[1], beyond[1], padding[0], beyond[0])), channels, blocks, stride)
-    return F.conv2d(images, _blocks(F.pad(weight, (0, spare[1], 0, spare[0])), channels, window, stride), bias)
+    images = _blocks(
+        F.pad(x, (padding[1], beyond[1], padding[0], beyond[0])), channels, blocks, stride
+    )
+    return F.conv2d(
+        images, _blocks(F.pad(weight, (0, spare[1], 0, spare[0])), channels, window, stride), bias
+    )
 
 
-def with_four(x: Any, weight: Any, bias: Any, shapes: tuple[Sequence[int], Sequence[int]], stride: Pair, padding: Pair) -> Any:
+def with_four(
+    x: Any,
+    weight: Any,
+    bias: Any,
+    shapes: tuple[Sequence[int], Sequence[int]],
+    stride: Pair,
+    padding: Pair,
+) -> Any:
     """With zeros for the channels that are missing."""
     spare = (0, 0, 0, 0, 0, _FEW - shapes[1][1])
     return F.conv2d(F.pad(x, spare), F.pad(weight, spare), bias, stride, padding)
@@ -76,7 +98,9 @@ def _blocks(tensor: Any, channels: int, counts: Sequence[int], stride: Pair) -> 
     (rows, columns), (height, width) = counts, stride
     inside = height * width * channels
     apart = tensor.reshape(-1, channels, rows, height, columns, width).permute(0, 2, 4, 3, 5, 1)
-    return F.pad(apart.reshape(-1, rows, columns, inside), (0, -inside % _TOGETHER)).permute(0, 3, 1, 2)
+    return F.pad(apart.reshape(-1, rows, columns, inside), (0, -inside % _TOGETHER)).permute(
+        0, 3, 1, 2
+    )
 
 
 _POOLS = (F.max_pool2d, torch.max_pool2d)
@@ -112,12 +136,20 @@ class ConvPoolPass(CustomGraphPass):
 
     def uuid(self) -> Any:
         """Identify the pass in the keys of Inductor's caches: a graph compiled without it, or with another version of it, is never served."""
-        return get_hash_for_files((__file__, max_pool.__file__, __file__, inputs.__file__), self.device)
+        return get_hash_for_files(
+            (__file__, max_pool.__file__, __file__, inputs.__file__), self.device
+        )
 
     def _gives_images(self, node: fx.Node) -> bool:
         """Of a call's result, which has the layout that whoever comes next relies on, and the dtype that a region around the model may have cast the inputs to."""
         value = _value(node)
-        return value is not None and value.device.type == self.device and value.dtype in _DTYPES and value.dim() == IMAGES and _has_channels_last(value)
+        return (
+            value is not None
+            and value.device.type == self.device
+            and value.dtype in _DTYPES
+            and value.dim() == IMAGES
+            and _has_channels_last(value)
+        )
 
 
 @dataclass(frozen=True)
@@ -135,7 +167,9 @@ class Pooling:
 
     def replacement(self, graph: fx.Graph) -> fx.Node:
         """Our op, of whose results the maxima are the first."""
-        both = graph.call_function(torch.ops.mezzo.max_pool2d.default, (self.x, self.kernel, self.stride, self.padding))
+        both = graph.call_function(
+            torch.ops.mezzo.max_pool2d.default, (self.x, self.kernel, self.stride, self.padding)
+        )
         return graph.call_function(getitem, (both, 0))
 
 
@@ -168,7 +202,11 @@ def _call(node: fx.Node) -> Pooling | Convolution | None:
         return None
     if node.target in _POOLS:
         return _pooling(*node.args, **node.kwargs)
-    return _convolution(node.meta["example_value"].dtype, *node.args, **node.kwargs) if node.target is torch.conv2d else None
+    return (
+        _convolution(node.meta["example_value"].dtype, *node.args, **node.kwargs)
+        if node.target is torch.conv2d
+        else None
+    )
 
 
 def _pooling(
@@ -181,7 +219,15 @@ def _pooling(
     return_indices: Any = False,  # noqa: FBT002
 ) -> Pooling | None:
     kernel, steps, pads = _pair(kernel_size), _pair(stride or kernel_size), _pair(padding)
-    if ceil_mode or return_indices or _pair(dilation) != (1, 1) or kernel is None or steps is None or pads is None or prod(kernel) > _PLACES:
+    if (
+        ceil_mode
+        or return_indices
+        or _pair(dilation) != (1, 1)
+        or kernel is None
+        or steps is None
+        or pads is None
+        or prod(kernel) > _PLACES
+    ):
         return None
     return Pooling(input, kernel, steps, pads)
 
@@ -197,18 +243,39 @@ def _convolution(
     groups: Any = 1,
 ) -> Convolution | None:
     steps, pads, x, kernel = _pair(stride), _pair(padding), _value(input), _value(weight)
-    if steps is None or pads is None or _pair(dilation) != (1, 1) or groups != 1 or x is None or kernel is None or x.dim() != IMAGES:
+    if (
+        steps is None
+        or pads is None
+        or _pair(dilation) != (1, 1)
+        or groups != 1
+        or x is None
+        or kernel is None
+        or x.dim() != IMAGES
+    ):
         return None
-    form = fast_conv_form(kernel.shape, steps, dtype) if all(isinstance(size, int) for size in (*x.shape[1:], *kernel.shape)) else None
-    return None if form is None else Convolution((input, weight, bias), (x.shape, kernel.shape), steps, pads, form)
+    form = (
+        fast_conv_form(kernel.shape, steps, dtype)
+        if all(isinstance(size, int) for size in (*x.shape[1:], *kernel.shape))
+        else None
+    )
+    return (
+        None
+        if form is None
+        else Convolution((input, weight, bias), (x.shape, kernel.shape), steps, pads, form)
+    )
 
 
 def _has_channels_last(value: FakeTensor) -> bool:
     _, channels, rows, columns = value.shape
     if not all(isinstance(size, int) for size in (channels, rows, columns)):
         return is_channels_last(value)
-    # By strides: of a convolution's result with a batch of any size torch 2.11 says that its channels are not last.
-    return channels > 1 and rows * columns > 1 and value.stride()[1:] == (1, columns * channels, channels)
+    # By strides: of a convolution's result with a batch of any size torch 2.11 says that its
+    # channels are not last.
+    return (
+        channels > 1
+        and rows * columns > 1
+        and value.stride()[1:] == (1, columns * channels, channels)
+    )
 
 
 def _value(node: Any) -> FakeTensor | None:
@@ -219,7 +286,13 @@ def _value(node: Any) -> FakeTensor | None:
 
 def _pair(value: Any) -> tuple[int, int] | None:
     """A size in both directions, if it is one: torch takes a number, or a sequence of one or two."""
-    match [value] if isinstance(value, int) else list(value) if isinstance(value, list | tuple) else []:
+    match (
+        [value]
+        if isinstance(value, int)
+        else list(value)
+        if isinstance(value, list | tuple)
+        else []
+    ):
         case [int(both)]:
             return both, both
         case [int(first), int(second)]:

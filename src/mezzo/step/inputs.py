@@ -14,7 +14,8 @@ IMAGES = 4
 """Dimensions of a batch of images, which may have their channels last."""
 
 
-class UnsupportedInput(Exception):  # noqa: N818 - it is no error: it says that inputs cannot be told apart
+# It is no error: it says that inputs cannot be told apart.
+class UnsupportedInput(Exception):  # noqa: N818
     """Something among the inputs is neither a tensor nor a plain value."""
 
 
@@ -27,7 +28,12 @@ def signature(value: Any, leaves: list[torch.Tensor]) -> Hashable:
     """
     if isinstance(value, torch.Tensor):
         leaves.append(value)
-        return value.shape, value.dtype, value.is_cuda, value.dim() == IMAGES and is_channels_last(value)
+        return (
+            value.shape,
+            value.dtype,
+            value.is_cuda,
+            value.dim() == IMAGES and is_channels_last(value),
+        )
     if isinstance(value, list | tuple):
         return type(value), tuple([signature(item, leaves) for item in value])
     if isinstance(value, dict):
@@ -42,7 +48,12 @@ def signature(value: Any, leaves: list[torch.Tensor]) -> Hashable:
 
 def format_shapes(leaves: Sequence[torch.Tensor]) -> str:
     """The shapes of inputs, for a message."""
-    return ", ".join(f"{tuple(leaf.shape)} {str(leaf.dtype).removeprefix('torch.')}" for leaf in leaves) or "no tensors"
+    return (
+        ", ".join(
+            f"{tuple(leaf.shape)} {str(leaf.dtype).removeprefix('torch.')}" for leaf in leaves
+        )
+        or "no tensors"
+    )
 
 
 def move_inputs(value: Any, device: torch.device, *, channels_last: bool = False) -> Any:
@@ -100,10 +111,20 @@ def closure_values(function: Any) -> Callable[[], Hashable]:
     if not isinstance(function, FunctionType):
         return tuple
     cells = function.__closure__ or ()
-    space, names = function.__globals__, [name for name in function.__code__.co_names if isinstance(function.__globals__.get(name), _PLAIN)]
+    space, names = (
+        function.__globals__,
+        [
+            name
+            for name in function.__code__.co_names
+            if isinstance(function.__globals__.get(name), _PLAIN)
+        ],
+    )
     if not cells and not names:
         return tuple
-    return lambda: (*[content for cell in cells if isinstance(content := _content(cell), _PLAIN)], *[space.get(name) for name in names])
+    return lambda: (
+        *[content for cell in cells if isinstance(content := _content(cell), _PLAIN)],
+        *[space.get(name) for name in names],
+    )
 
 
 def _content(cell: Any) -> Any:

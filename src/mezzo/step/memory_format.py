@@ -32,10 +32,16 @@ def channels_last(thing: ThingT) -> ThingT:
     """
     if isinstance(thing, nn.Module):
         if decoration_of(thing) is not None:
-            raise PolicyError("Exact weights and states have the layout that the parameters had when they were decorated. First channels_last, then decorate.")
+            raise PolicyError(
+                "Exact weights and states have the layout that the parameters had when they were"
+                " decorated. First channels_last, then decorate."
+            )
         return thing.to(memory_format=torch.channels_last)  # type: ignore[call-overload, no-any-return]
     if thing.dim() != IMAGES:
-        raise PolicyError(f"channels_last takes a batch of images with 4 dimensions, got shape {tuple(thing.shape)}.")
+        raise PolicyError(
+            "channels_last takes a batch of images with 4 dimensions, got shape"
+            f" {tuple(thing.shape)}."
+        )
     return thing.contiguous(memory_format=torch.channels_last)
 
 
@@ -61,26 +67,47 @@ def decide(model: nn.Module, asked: Layout) -> LayoutChoice:
         return LayoutChoice(channels_last=False, reason="the model has no Conv2d")
     device = convolutions[0].weight.device
     if device.type != "cuda" or not hardware("cuda").float16.native:
-        return LayoutChoice(channels_last=False, reason=f"there are no tensor cores on {device.type}")
+        return LayoutChoice(
+            channels_last=False, reason=f"there are no tensor cores on {device.type}"
+        )
     if decoration_of(model) is not None:
-        return LayoutChoice(channels_last=False, reason="the model was decorated before: call mezzo.channels_last(model) first")
+        return LayoutChoice(
+            channels_last=False,
+            reason="the model was decorated before: call mezzo.channels_last(model) first",
+        )
     return LayoutChoice(channels_last=None, reason="not measured yet")
 
 
-def measure(model: nn.Module, run: Callable[[nn.Module, bool], torch.Tensor], *, captured: bool) -> LayoutChoice:
+def measure(
+    model: nn.Module, run: Callable[[nn.Module, bool], torch.Tensor], *, captured: bool
+) -> LayoutChoice:
     """Time forward and backward of copies of a model in both layouts, as the step is going to run; `run` gives the loss of a model.
 
-    Small models keep the host busier than the device: run eagerly, both layouts take the same time and the captured step is left with the slower one.
-    The random generators are as they were.
+    Small models keep the host busier than the device: run eagerly, both layouts take the same time
+    and the captured step is left with the slower one. The random generators are as they were.
     """
     device = next(model.parameters()).device
     state = torch.cuda.get_rng_state(device)
     try:
-        plain, last = (_time(_laid_out(model, last=last), run, GraphCapturer.on(device), last=last, captured=captured) for last in (False, True))
+        plain, last = (
+            _time(
+                _laid_out(model, last=last),
+                run,
+                GraphCapturer.on(device),
+                last=last,
+                captured=captured,
+            )
+            for last in (False, True)
+        )
     finally:
         torch.cuda.set_rng_state(state, device)
     faster = last < _WORTH * plain
-    return LayoutChoice(channels_last=faster, reason=f"forward and backward take {last:.2f} ms with channels last, {plain:.2f} ms without")
+    return LayoutChoice(
+        channels_last=faster,
+        reason=(
+            f"forward and backward take {last:.2f} ms with channels last, {plain:.2f} ms without"
+        ),
+    )
 
 
 def _laid_out(model: nn.Module, *, last: bool) -> nn.Module:
@@ -91,7 +118,14 @@ def _laid_out(model: nn.Module, *, last: bool) -> nn.Module:
     return copied
 
 
-def _time(model: nn.Module, run: Callable[[nn.Module, bool], torch.Tensor], studio: GraphCapturer, *, last: bool, captured: bool) -> float:
+def _time(
+    model: nn.Module,
+    run: Callable[[nn.Module, bool], torch.Tensor],
+    studio: GraphCapturer,
+    *,
+    last: bool,
+    captured: bool,
+) -> float:
     """Milliseconds of the fastest of a few runs."""
 
     def once(_: Any = None) -> None:
@@ -124,4 +158,6 @@ def _replay_of(studio: GraphCapturer, once: Callable[[Any], None]) -> Callable[[
 
 def _has_channels_last(weight: Any) -> bool:
     # A kernel of one pixel is laid out both ways at once: torch tells by the strides.
-    return bool(weight.is_contiguous(memory_format=torch.channels_last)) and not bool(weight.is_contiguous())
+    return bool(weight.is_contiguous(memory_format=torch.channels_last)) and not bool(
+        weight.is_contiguous()
+    )

@@ -34,7 +34,10 @@ class MetricsBuffer:
 
     def __init__(self, device: torch.device, scaler: GradScaler | None) -> None:
         self._on_device, self._scaler = device.type == "cuda", scaler
-        self.memory = torch.tensor([0.0, 0.0, 1.0 if scaler is None else scaler.get_scale(), 0.0, 0.0], pin_memory=self._on_device)
+        self.memory = torch.tensor(
+            [0.0, 0.0, 1.0 if scaler is None else scaler.get_scale(), 0.0, 0.0],
+            pin_memory=self._on_device,
+        )
         """Loss, whether it was skipped, scale, skipped updates, and skipped ones in a row."""
         self._warned = False
 
@@ -48,7 +51,8 @@ class MetricsBuffer:
         _, _, scale, _, in_a_row = self.memory.tolist()
         return scale, int(in_a_row)
 
-    def write(self, loss: torch.Tensor | None, bad: torch.Tensor | bool | None) -> None:  # noqa: FBT001 - the flag itself, known to the host or not
+    # The flag itself, known to the host or not.
+    def write(self, loss: torch.Tensor | None, bad: torch.Tensor | bool | None) -> None:  # noqa: FBT001
         """Let the numbers of a step arrive. `bad` is None where nothing was updated."""
         if loss is not None and (bad is None or not self._on_device):
             self.memory[:1].copy_(loss.detach().reshape(1), non_blocking=True)
@@ -60,25 +64,41 @@ class MetricsBuffer:
         else:
             self._write_on_host(loss, bad=bool(bad))
 
-    def _write_on_device(self, loss: torch.Tensor | None, bad: torch.Tensor, shown: torch.Tensor) -> None:
+    def _write_on_device(
+        self, loss: torch.Tensor | None, bad: torch.Tensor, shown: torch.Tensor
+    ) -> None:
         if _launch.has_triton(shown.device) and (loss is None or loss.dtype in _launch.DTYPES):
-            # One launch that writes to the host's memory: putting the numbers together and copying them takes 5 µs of a captured step on an H200.
-            from mezzo.step.triton_kernels import metrics_kernel  # noqa: PLC0415 - Triton is optional, and takes a while to import
+            # One launch that writes to the host's memory: putting the numbers together and copying
+            # them takes 5 µs of a captured step on an H200. Triton is optional, and takes a while
+            # to import.
+            from mezzo.step.triton_kernels import metrics_kernel  # noqa: PLC0415
 
             numbers = (self.memory, bad if loss is None else loss.detach(), bad, shown)
-            constants = (_launch.triton_dtype(torch.float32 if loss is None else loss.dtype), loss is not None)
+            constants = (
+                _launch.triton_dtype(torch.float32 if loss is None else loss.dtype),
+                loss is not None,
+            )
             with _launch.device_guard(shown.device):
                 _launch.run_kernel(metrics_kernel, 1, numbers, constants, shown.device)
             return
         first = [] if loss is None else [loss.detach().reshape(1).to(shown)]
-        self.memory[_SKIPPED - len(first) :].copy_(torch.cat([*first, bad.reshape(1), shown[:3]]), non_blocking=True)
+        self.memory[_SKIPPED - len(first) :].copy_(
+            torch.cat([*first, bad.reshape(1), shown[:3]]), non_blocking=True
+        )
 
     def _write_on_host(self, loss: torch.Tensor | None, *, bad: bool) -> None:
         if loss is not None and self._on_device:
             self.memory[:1].copy_(loss.detach().reshape(1), non_blocking=True)
         if self._scaler is not None:
             state = capture.scale_state_of(self._scaler)
-            self.memory[_SKIPPED:] = torch.tensor([float(bad), state.scale, float(state.skipped_steps), float(state.consecutive_skips)])
+            self.memory[_SKIPPED:] = torch.tensor(
+                [
+                    float(bad),
+                    state.scale,
+                    float(state.skipped_steps),
+                    float(state.consecutive_skips),
+                ]
+            )
 
     def warn_if_nonfinite(self) -> None:
         """Say once that a loss is not finite, as soon as that is known."""
@@ -89,8 +109,9 @@ class MetricsBuffer:
             _events.emit(_events.LossNotFinite(loss, skipped=self._scaler is not None))
         if self._scaler is None:
             warnings.warn(
-                f"The loss is {loss}, and nothing skips such steps: the parameters take it over. Look for a division or logarithm near zero, or a learning rate "
-                "that is too high; scaler=mezzo.GradScaler() skips steps whose gradients are not finite.",
+                f"The loss is {loss}, and nothing skips such steps: the parameters take it over."
+                " Look for a division or logarithm near zero, or a learning rate that is too high;"
+                " scaler=mezzo.GradScaler() skips steps whose gradients are not finite.",
                 UserWarning,
                 stacklevel=4,
             )

@@ -20,7 +20,9 @@ class BufferSnapshot:
     def __init__(self, buffers: Sequence[torch.Tensor]) -> None:
         self._buffers = list(buffers)
         self._sizes = [buffer.numel() for buffer in buffers]
-        self._before = torch.empty(sum(self._sizes), dtype=buffers[0].dtype, device=buffers[0].device)
+        self._before = torch.empty(
+            sum(self._sizes), dtype=buffers[0].dtype, device=buffers[0].device
+        )
         self._parts = self._split(self._before)
 
     def save(self) -> None:
@@ -30,7 +32,9 @@ class BufferSnapshot:
     def restore(self, bad: torch.Tensor) -> None:
         """Put the noted values back where `bad`, on the device, is not 0. Chosen and not blended: what is put back may replace a NaN."""
         now = torch.cat([buffer.reshape(-1) for buffer in self._buffers])
-        foreach_copy_(self._buffers, self._split(torch.where(bad.to(now.device) != 0, self._before, now)))
+        foreach_copy_(
+            self._buffers, self._split(torch.where(bad.to(now.device) != 0, self._before, now))
+        )
 
     def put_back(self) -> None:
         """The same where the host knows that the step was bad."""
@@ -42,7 +46,11 @@ class BufferSnapshot:
 
     def changed(self) -> list[torch.Tensor]:
         """The buffers that are not as they were; this waits for the device."""
-        return [buffer for buffer, before in zip(self._buffers, self._parts, strict=True) if not torch.equal(buffer, before)]
+        return [
+            buffer
+            for buffer, before in zip(self._buffers, self._parts, strict=True)
+            if not torch.equal(buffer, before)
+        ]
 
     def _split(self, flat: torch.Tensor) -> list[torch.Tensor]:
         parts = flat.split(self._sizes)
@@ -73,7 +81,9 @@ class ModuleBuffers:
     def look(self) -> None:
         """After a forward pass in a new mode: see what it wrote."""
         if self._learning is not None:
-            self._known[self._learning] = _kept([buffer for kept in self._now for buffer in kept.changed()])
+            self._known[self._learning] = _kept(
+                [buffer for kept in self._now for buffer in kept.changed()]
+            )
             self._learning = None
 
     @property
@@ -88,14 +98,19 @@ class ModuleBuffers:
 
     def load(self, values: list[torch.Tensor | None]) -> None:
         """Take noted values over."""
-        pairs = [(buffer, value) for buffer, value in zip(self._all, values, strict=True) if value is not None]
+        pairs = [
+            (buffer, value)
+            for buffer, value in zip(self._all, values, strict=True)
+            if value is not None
+        ]
         before = dict(pairs)
         self._now = _kept([buffer for buffer, _ in pairs])
         for kept in self._now:
             for buffer, part in kept.saved():
                 part.copy_(before[buffer])
 
-    def restore(self, bad: torch.Tensor | bool) -> None:  # noqa: FBT001 - the flag itself, known to the host or not
+    # The flag itself, known to the host or not.
+    def restore(self, bad: torch.Tensor | bool) -> None:  # noqa: FBT001
         """Put the noted values back if the step was bad."""
         for kept in self._now:
             if isinstance(bad, torch.Tensor):
@@ -104,7 +119,9 @@ class ModuleBuffers:
                 kept.put_back()
 
 
-def module_modes(modules: Sequence[nn.Module], parameters: Sequence[nn.Parameter]) -> tuple[tuple[bool, ...], tuple[bool, ...]]:
+def module_modes(
+    modules: Sequence[nn.Module], parameters: Sequence[nn.Parameter]
+) -> tuple[tuple[bool, ...], tuple[bool, ...]]:
     """What a step may depend on beside its inputs: the modes of modules, and which parameters are trained."""
     return tuple(map(_TRAINING, modules)), tuple(map(_REQUIRES_GRAD, parameters))
 
@@ -139,23 +156,35 @@ class BatchCounters:
 
     def __init__(self, models: Iterable[nn.Module]) -> None:
         modules = {module: None for model in models for module in model.modules()}
-        # Without a momentum the average is over all batches, and the counter is read. What is a subclass may do with it what it likes.
-        self._tallied = [(module, BatchCounter()) for module in modules if type(module) in _COUNTED and module.momentum is not None]
+        # Without a momentum the average is over all batches, and the counter is read. What is a
+        # subclass may do with it what it likes.
+        self._tallied = [
+            (module, BatchCounter())
+            for module in modules
+            if type(module) in _COUNTED and module.momentum is not None
+        ]
 
     @contextmanager
     def counting(self) -> Iterator[None]:
         """Count for as long as this lasts, and add to the counters at the end."""
-        tallied = [(module, tally) for module, tally in self._tallied if module.training and module._buffers.get(_NAME) is not None]
+        tallied = [
+            (module, tally)
+            for module, tally in self._tallied
+            if module.training and module._buffers.get(_NAME) is not None
+        ]
         for module, tally in tallied:
             tally.count = 0
-            # What an object's own dictionary holds is found before what a module looks up among its buffers, which stay as they are for everybody else.
+            # What an object's own dictionary holds is found before what a module looks up among its
+            # buffers, which stay as they are for everybody else.
             module.__dict__[_NAME] = tally
         try:
             yield
         finally:
             for module, _ in tallied:
                 del module.__dict__[_NAME]
-        counted = [(module._buffers[_NAME], tally.count) for module, tally in tallied if tally.count]
+        counted = [
+            (module._buffers[_NAME], tally.count) for module, tally in tallied if tally.count
+        ]
         if counted:
             buffers, counts = zip(*counted, strict=True)
             foreach_add_(buffers, counts)

@@ -1,7 +1,8 @@
 """What goes into a captured program at each replay and what comes out of it, without a launch of its own.
 
-Copying an input costs the host 10 µs and so does copying the loss, where a replay costs 6 (the host of an H200). Instead the host leaves a letter in memory that
-both can reach: where the inputs are, and where the loss is to go. The program reads it by itself, as its first and as its last act.
+Copying an input costs the host 10 µs and so does copying the loss, where a replay costs 6 (the host
+of an H200). Instead the host leaves a letter in memory that both can reach: where the inputs are,
+and where the loss is to go. The program reads it by itself, as its first and as its last act.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ from mezzo._dtypes import HALF_DTYPES
 from mezzo._torch import raw_stream
 
 SLOTS = 1024
-"""Letters that may lie unread, about as many as launches may wait; whoever is further ahead waits for the device."""
+"""Letters that may lie unread, about as many as launches may wait; whoever is further ahead
+waits for the device."""
 _LOSSES = 64
 """Losses whose memory is asked for at once."""
 _ALIGNED = 16
@@ -49,7 +51,11 @@ class _InputCopy:
         if leaf.dtype is buffer.dtype and not leaf.is_complex() and leaf.itemsize in _WHOLE:
             whole = _WHOLE[leaf.itemsize]
             return cls(buffer.view(whole), whole)
-        return cls(buffer, leaf.dtype) if leaf.dtype is torch.float32 and buffer.dtype in HALF_DTYPES else None
+        return (
+            cls(buffer, leaf.dtype)
+            if leaf.dtype is torch.float32 and buffer.dtype in HALF_DTYPES
+            else None
+        )
 
 
 @dataclass(eq=False)
@@ -82,24 +88,39 @@ _ring_buffers: list[_RingBuffer] = []
 class ReplayInputs:
     """Letters from the host to one program."""
 
-    def __init__(self, device: torch.device, leaves: Sequence[torch.Tensor], buffers: Sequence[torch.Tensor], kept: object = None) -> None:
+    def __init__(
+        self,
+        device: torch.device,
+        leaves: Sequence[torch.Tensor],
+        buffers: Sequence[torch.Tensor],
+        kept: object = None,
+    ) -> None:
         on_cuda = device.type == "cuda"
         self._device, self._index = device, device.index if on_cuda else -1
-        self._buffers = [(buffer, _InputCopy.of(leaf, buffer)) for leaf, buffer in zip(leaves, buffers, strict=True)]
+        self._buffers = [
+            (buffer, _InputCopy.of(leaf, buffer))
+            for leaf, buffer in zip(leaves, buffers, strict=True)
+        ]
         self._carried = [carried for _, carried in self._buffers if carried is not None]
         self._width = len(self._carried) + 1
         _ring_buffers[:] = [box for box in _ring_buffers if box.unread]
-        self._box = _RingBuffer(torch.zeros(1 + SLOTS * self._width, dtype=torch.int64, pin_memory=on_cuda), kept)
-        self._count, self._letter = torch.zeros(1, dtype=torch.int64, device=device), torch.zeros(self._width, dtype=torch.int64, device=device)
+        self._box = _RingBuffer(
+            torch.zeros(1 + SLOTS * self._width, dtype=torch.int64, pin_memory=on_cuda), kept
+        )
+        self._count, self._letter = (
+            torch.zeros(1, dtype=torch.int64, device=device),
+            torch.zeros(self._width, dtype=torch.int64, device=device),
+        )
         self._nothing = torch.zeros((), device=device)
         self._sends = True
         """Whether the program has a loss to send."""
         self._losses: defaultdict[int, list[torch.Tensor]] = defaultdict(list)
-        """Where losses can go, for each stream: memory is handed on in the order of the stream that it was asked for on."""
+        """Where losses can go, for each stream: memory is handed on in the order of the stream
+        that it was asked for on."""
         self._brought: list[torch.Tensor] = []
         """Copies of inputs that could not be read as they are, until the next letter."""
 
-    # -- on the host -----------------------------------------------------------------------------------------------------------------------------------
+    # -- on the host -------------------------------------------------------------------------------
 
     def rehearse(self, leaves: Sequence[torch.Tensor]) -> None:
         """Let a letter go through before anything is captured, which compiles the kernels."""
@@ -119,7 +140,11 @@ class ReplayInputs:
                 continue
             address = leaf.data_ptr()
             if address % _ALIGNED or leaf.get_device() != self._index or not leaf.is_contiguous():
-                self._brought.append(torch.empty_like(leaf, device=self._device, memory_format=torch.contiguous_format).copy_(leaf.detach()))
+                self._brought.append(
+                    torch.empty_like(
+                        leaf, device=self._device, memory_format=torch.contiguous_format
+                    ).copy_(leaf.detach())
+                )
                 address = self._brought[-1].data_ptr()
             words[at] = address
             at += 1
@@ -132,11 +157,12 @@ class ReplayInputs:
         losses = self._losses[raw_stream(self._index) if self._index >= 0 else -1]
         if not losses:
             page = torch.empty(_LOSSES, _ALIGNED // torch.float32.itemsize, device=self._device)
-            # Neighbours in memory, and else strangers: no views, and each with a version of its own.
+            # Neighbours in memory, and else strangers: no views, and each with a version of its
+            # own.
             losses += [one.data for one in page[:, 0].unbind()]
         return losses.pop()
 
-    # -- on the device ---------------------------------------------------------------------------------------------------------------------------------
+    # -- on the device -----------------------------------------------------------------------------
 
     def around(self, run: Callable[[Any], Any], held: Any) -> Any:
         """What a program does with a letter: fetch it, run on the buffers, and send the loss."""
@@ -147,22 +173,48 @@ class ReplayInputs:
 
     def load_inputs(self) -> None:
         """Fetch a letter, and fill the buffers."""
-        from triton import next_power_of_2  # type: ignore[import-untyped] # noqa: PLC0415 - Triton is optional, and takes a while to import
+        # Triton is optional, and takes a while to import.
+        from triton import next_power_of_2  # type: ignore[import-untyped] # noqa: PLC0415
 
         from mezzo.step.triton_kernels import load_input, read_record  # noqa: PLC0415 - as above
 
         with _launch.device_guard(self._device):
             numbers = (self._box.memory, self._letter, self._count, self._width)
-            _launch.run_kernel(read_record, 1, numbers, (SLOTS, next_power_of_2(self._width)), self._device)
+            _launch.run_kernel(
+                read_record, 1, numbers, (SLOTS, next_power_of_2(self._width)), self._device
+            )
             for place, carried in enumerate(self._carried):
-                size, dtypes = carried.buffer.numel(), (_launch.triton_dtype(carried.dtype), _launch.triton_dtype(carried.buffer.dtype))
-                _launch.run_kernel(load_input, -(-size // _CHUNK), (self._letter, carried.buffer, size, place), (*dtypes, _CHUNK), self._device)
+                size, dtypes = (
+                    carried.buffer.numel(),
+                    (
+                        _launch.triton_dtype(carried.dtype),
+                        _launch.triton_dtype(carried.buffer.dtype),
+                    ),
+                )
+                _launch.run_kernel(
+                    load_input,
+                    -(-size // _CHUNK),
+                    (self._letter, carried.buffer, size, place),
+                    (*dtypes, _CHUNK),
+                    self._device,
+                )
 
     def store_loss(self, returned: Any) -> None:
         """Put what a body returned where the letter says, if it is a loss; with this the letter is done."""
         from mezzo.step.triton_kernels import store_loss  # noqa: PLC0415 - as above
 
-        self._sends = isinstance(returned, torch.Tensor) and returned.dtype is torch.float32 and returned.dim() == 0 and returned.device == self._device
-        numbers = (self._box.memory, self._letter, self._count, returned if self._sends else self._nothing, self._width - 1)
+        self._sends = (
+            isinstance(returned, torch.Tensor)
+            and returned.dtype is torch.float32
+            and returned.dim() == 0
+            and returned.device == self._device
+        )
+        numbers = (
+            self._box.memory,
+            self._letter,
+            self._count,
+            returned if self._sends else self._nothing,
+            self._width - 1,
+        )
         with _launch.device_guard(self._device):
             _launch.run_kernel(store_loss, 1, numbers, (), self._device)

@@ -1,7 +1,9 @@
 """Notice that a captured step skips update after update, and find out whether that is right.
 
-The gradients of one batch are computed eagerly beside the replay, from the same weights, buffers, random numbers and loss scale. If they are finite where the replay skipped,
-the captured graph is wrong: that is an error of mezzo's, which is reported, and training goes on eagerly. If they are not, the first parameter with a non-finite gradient is named.
+The gradients of one batch are computed eagerly beside the replay, from the same weights, buffers,
+random numbers and loss scale. If they are finite where the replay skipped, the captured graph is
+wrong: that is an error of mezzo's, which is reported, and training goes on eagerly. If they are
+not, the first parameter with a non-finite gradient is named.
 """
 
 from __future__ import annotations
@@ -31,7 +33,8 @@ class StallCheck:
         # A body that steps by itself cannot be run without updating.
         self._can_compare = engine.parts.scaler is not None and not engine.rules.takes_update
         self._eager: dict[torch.Tensor, tuple[Optimizer, torch.Tensor | None]] | None = None
-        """Parameters with their optimizers and the eager gradients of the update under way; None where nothing is compared."""
+        """Parameters with their optimizers and the eager gradients of the update under way; None
+        where nothing is compared."""
         self._judged = False
         """Whether the skips in a row that are under way were looked into."""
         self._warned = False
@@ -47,7 +50,11 @@ class StallCheck:
         if consecutive_skips < LIMIT:
             self._judged = False
         elif not self._judged:
-            self._eager = {parameter: (optimizer, None) for optimizer in self._engine.parts.optimizers for parameter in parameters(optimizer)}
+            self._eager = {
+                parameter: (optimizer, None)
+                for optimizer in self._engine.parts.optimizers
+                for parameter in parameters(optimizer)
+            }
 
     def drop(self) -> None:
         """Compare nothing: a call of this update was not replayed."""
@@ -57,15 +64,26 @@ class StallCheck:
         """Add up the gradients of a call eagerly; weights, gradients, buffers and random generators stay as they were."""
         if self._eager is None:
             return
-        held, state = [(parameter, parameter.grad) for parameter in self._eager], rng_state.capture_rng_state()
-        buffers = [(buffer, buffer.clone()) for model in self._engine.parts.models for buffer in model.buffers()]
+        held, state = (
+            [(parameter, parameter.grad) for parameter in self._eager],
+            rng_state.capture_rng_state(),
+        )
+        buffers = [
+            (buffer, buffer.clone())
+            for model in self._engine.parts.models
+            for buffer in model.buffers()
+        ]
         try:
             for parameter, (_, gradient) in self._eager.items():
                 parameter.grad = gradient
             self._engine.compute_gradients(*self._engine.place(values))
-            self._eager = {parameter: (optimizer, parameter.grad) for parameter, (optimizer, _) in self._eager.items()}
+            self._eager = {
+                parameter: (optimizer, parameter.grad)
+                for parameter, (optimizer, _) in self._eager.items()
+            }
         except torch.OutOfMemoryError:
-            # An eager pass needs more memory than a replay. Training goes on without the comparison.
+            # An eager pass needs more memory than a replay. Training goes on without the
+            # comparison.
             self._eager, self._judged = None, True
         finally:
             for parameter, gradient in held:
@@ -90,13 +108,30 @@ class StallCheck:
             return None
         if _events.listening():
             _events.emit(_events.CaptureDisagrees(skipped=now.skipped, parameter=name))
-        found = "skipped an update whose gradients are finite" if now.skipped else f"applied an update although the gradient of {name!r} is not finite"
-        return f"the captured graph {found} when the same batch runs eagerly. This is an error in mezzo: please report it with the model"
+        found = (
+            "skipped an update whose gradients are finite"
+            if now.skipped
+            else f"applied an update although the gradient of {name!r} is not finite"
+        )
+        return (
+            f"the captured graph {found} when the same batch runs eagerly. This is an error in"
+            " mezzo: please report it with the model"
+        )
 
-    def _first_nonfinite(self, eager: dict[torch.Tensor, tuple[Optimizer, torch.Tensor | None]]) -> str | None:
-        bad = (parameter for parameter, (_, gradient) in eager.items() if gradient is not None and not is_finite(gradient))
+    def _first_nonfinite(
+        self, eager: dict[torch.Tensor, tuple[Optimizer, torch.Tensor | None]]
+    ) -> str | None:
+        bad = (
+            parameter
+            for parameter, (_, gradient) in eager.items()
+            if gradient is not None and not is_finite(gradient)
+        )
         parameter, scaler = next(bad, None), self._engine.parts.scaler
-        return None if parameter is None or scaler is None else capture.name_of(scaler, parameter, eager[parameter][0])
+        return (
+            None
+            if parameter is None or scaler is None
+            else capture.name_of(scaler, parameter, eager[parameter][0])
+        )
 
     def _warn(self, name: str, scale: float) -> None:
         if _events.listening():
@@ -104,8 +139,10 @@ class StallCheck:
         if not self._warned:
             self._warned = True
             warnings.warn(
-                f"{LIMIT} updates in a row were skipped: the gradient of {name!r} is not finite, in eager mode too. The loss scale is {scale:g} now. "
-                "At the start of a run it may still be adapting; later, look for a division or logarithm near zero, or a learning rate that is too high.",
+                f"{LIMIT} updates in a row were skipped: the gradient of {name!r} is not finite, in"
+                f" eager mode too. The loss scale is {scale:g} now. At the start of a run it may"
+                " still be adapting; later, look for a division or logarithm near zero, or a"
+                " learning rate that is too high.",
                 UserWarning,
                 stacklevel=6,
             )

@@ -25,7 +25,9 @@ def metrics_kernel(
     values = tl.load(shown + lane - 2, mask=(lane >= 2) & (lane < 5), other=0.0)
     values = tl.where(lane == 1, tl.load(found), values)
     if has_loss:
-        values = tl.where(lane == 0, tl.load(loss.to(tl.pointer_type(dtype))).to(tl.float32), values)
+        values = tl.where(
+            lane == 0, tl.load(loss.to(tl.pointer_type(dtype))).to(tl.float32), values
+        )
         tl.store(board + lane, values, mask=lane < 5)
     else:
         tl.store(board + lane, values, mask=(lane > 0) & (lane < 5))
@@ -125,7 +127,11 @@ def pool_kernel(
     inside, known = out_column < out_columns, channel < channels
     top, left = out_row * row_stride - row_padding, out_column * column_stride - column_padding
     # Where a window has nothing but -inf its first value counts that is in the image.
-    place = tl.maximum(-top, 0) * kernel_columns + tl.maximum(-left, 0) + tl.zeros([block_columns, block_channels], tl.int32)
+    place = (
+        tl.maximum(-top, 0) * kernel_columns
+        + tl.maximum(-left, 0)
+        + tl.zeros([block_columns, block_channels], tl.int32)
+    )
     best = tl.full([block_columns, block_channels], float("-inf"), tl.float32)
     for i in tl.static_range(kernel_rows):
         row = top + i
@@ -134,7 +140,9 @@ def pool_kernel(
         for j in tl.static_range(kernel_columns):
             column = left + j
             there = in_row & (column >= 0) & (column < columns)
-            value = tl.load(x + first + (column * channels + channel), mask=there & known, other=float("-inf")).to(tl.float32)
+            value = tl.load(
+                x + first + (column * channels + channel), mask=there & known, other=float("-inf")
+            ).to(tl.float32)
             wins = (value > best) | (value != value)  # noqa: PLR0124 - a NaN differs from itself
             best = tl.where(wins, value, best)
             place = tl.where(wins, i * kernel_columns + j, place)
@@ -164,7 +172,8 @@ def pool_backward_kernel(
 ):
     """What each value gets from the windows whose maximum it was, in an order that never changes.
 
-    A program's columns are a stride apart: all are at the same places of their windows, and windows that have no such place are not looked at.
+    A program's columns are a stride apart: all are at the same places of their windows, and windows
+    that have no such place are not looked at.
     """
     image, row = tl.program_id(0) // rows, tl.program_id(0) % rows
     phase, chunk = tl.program_id(1) % column_stride, tl.program_id(1) // column_stride
@@ -172,7 +181,10 @@ def pool_backward_kernel(
     column = number * column_stride + phase
     channel = tl.program_id(2) * block_channels + tl.arange(0, block_channels)[None, :]
     inside = (column < columns) & (channel < channels)
-    last_row, last_column = (row + row_padding) // row_stride, number + (phase + column_padding) // column_stride
+    last_row, last_column = (
+        (row + row_padding) // row_stride,
+        number + (phase + column_padding) // column_stride,
+    )
     total = tl.zeros([block_columns, block_channels], tl.float32)
     for i in tl.static_range((kernel_rows + row_stride - 1) // row_stride):
         out_row, below = last_row - i, (row + row_padding) % row_stride + i * row_stride

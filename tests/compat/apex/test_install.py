@@ -29,7 +29,9 @@ def test_apexs_imports_find_mezzos_dialect():
 
     assert amp is mezzo.compat.apex.amp
     assert _amp_state is amp._amp_state
-    assert {kind.__module__.partition(".optimizers")[0] for kind in (FusedAdam, FusedLAMB, FusedSGD)} == {"mezzo.compat.apex"}
+    assert {
+        kind.__module__.partition(".optimizers")[0] for kind in (FusedAdam, FusedLAMB, FusedSGD)
+    } == {"mezzo.compat.apex"}
     assert not multi_tensor_applier.available
     assert FusedLayerNorm is mezzo.compat.apex.normalization.FusedLayerNorm
     assert FP16_Optimizer is mezzo.compat.apex.fp16_utils.FP16_Optimizer
@@ -51,7 +53,10 @@ def test_where_apex_is_installed_it_is_refused(tmp_path, monkeypatch):
     (tmp_path / "apex").mkdir()
     (tmp_path / "apex" / "__init__.py").write_text("")
     monkeypatch.syspath_prepend(tmp_path)
-    with pytest.raises(RuntimeError, match=r"package named apex is installed here .*from mezzo\.compat\.apex import amp"):
+    with pytest.raises(
+        RuntimeError,
+        match=r"package named apex is installed here .*from mezzo\.compat\.apex import amp",
+    ):
         install()
     importlib.import_module("apex")
     with pytest.raises(RuntimeError, match="package named apex is installed"):
@@ -78,6 +83,8 @@ optimizer.step()
 
 
 def test_an_unchanged_program_runs():
-    ran = subprocess.run([sys.executable, "-W", "error", "-c", PROGRAM], capture_output=True, text=True, check=False)
+    ran = subprocess.run(
+        [sys.executable, "-W", "error", "-c", PROGRAM], capture_output=True, text=True, check=False
+    )
     assert ran.returncode == 0, ran.stderr
     assert ran.stdout.startswith("Selected optimization level O2")

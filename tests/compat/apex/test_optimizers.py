@@ -26,18 +26,32 @@ def give_gradients(parameters, step):
 
 
 PAIRS = {
-    "adam-w": (lambda p: optimizers.FusedAdam(p, lr=0.1, weight_decay=0.1), lambda p: torch.optim.AdamW(p, lr=0.1, weight_decay=0.1)),
-    "adam-l2": (lambda p: optimizers.FusedAdam(p, 0.1, True, (0.8, 0.9), 1e-6, False, 0.1), lambda p: torch.optim.Adam(p, 0.1, (0.8, 0.9), 1e-6, 0.1)),
+    "adam-w": (
+        lambda p: optimizers.FusedAdam(p, lr=0.1, weight_decay=0.1),
+        lambda p: torch.optim.AdamW(p, lr=0.1, weight_decay=0.1),
+    ),
+    "adam-l2": (
+        lambda p: optimizers.FusedAdam(p, 0.1, True, (0.8, 0.9), 1e-6, False, 0.1),
+        lambda p: torch.optim.Adam(p, 0.1, (0.8, 0.9), 1e-6, 0.1),
+    ),
     "sgd": (
         lambda p: optimizers.FusedSGD(p, lr=0.1, momentum=0.9, weight_decay=0.1, nesterov=True),
         lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, weight_decay=0.1, nesterov=True),
     ),
-    "adagrad": (lambda p: optimizers.FusedAdagrad(p, lr=0.1, weight_decay=0.1), lambda p: torch.optim.Adagrad(p, lr=0.1, weight_decay=0.1)),
+    "adagrad": (
+        lambda p: optimizers.FusedAdagrad(p, lr=0.1, weight_decay=0.1),
+        lambda p: torch.optim.Adagrad(p, lr=0.1, weight_decay=0.1),
+    ),
     "nvlamb": (
-        lambda p: optimizers.FusedLAMB(p, lr=0.1, weight_decay=0.0, max_grad_norm=0.0, use_nvlamb=True),
+        lambda p: optimizers.FusedLAMB(
+            p, lr=0.1, weight_decay=0.0, max_grad_norm=0.0, use_nvlamb=True
+        ),
         lambda p: mezzo.LAMB(p, lr=0.1, weight_decay=0.0),
     ),
-    "lamb": (lambda p: optimizers.FusedLAMB(p, lr=0.1, max_grad_norm=0.0), lambda p: mezzo.LAMB(p, lr=0.1)),
+    "lamb": (
+        lambda p: optimizers.FusedLAMB(p, lr=0.1, max_grad_norm=0.0),
+        lambda p: mezzo.LAMB(p, lr=0.1),
+    ),
     # Without decay and without use_nvlamb, LAMB steps at Adam's length.
     "lamb-as-adam": (
         lambda p: optimizers.FusedLAMB(p, lr=0.1, weight_decay=0.0, max_grad_norm=0.0),
@@ -63,7 +77,11 @@ def test_steps_are_those_of_the_optimizer_behind_the_name(pair):
 def test_adam_without_bias_correction():
     (weight,) = parameters = [nn.Parameter(torch.tensor([1.0, -2.0]))]
     optimizer = optimizers.FusedAdam(parameters, lr=0.1, bias_correction=False, weight_decay=0.01)
-    value, moment, square = weight.detach().double().clone(), torch.zeros(2).double(), torch.zeros(2).double()
+    value, moment, square = (
+        weight.detach().double().clone(),
+        torch.zeros(2).double(),
+        torch.zeros(2).double(),
+    )
     for step in range(5):
         give_gradients(parameters, step)
         gradient = weight.grad.double()
@@ -116,7 +134,10 @@ def test_hooks_of_lamb_run_once_a_step_even_after_a_plain_one_was_made():
     assert called == [1]
 
 
-@pytest.mark.parametrize(("kind", "none"), [("FusedAdam", True), ("FusedSGD", False), ("FusedLAMB", True), ("FusedAdagrad", True)])
+@pytest.mark.parametrize(
+    ("kind", "none"),
+    [("FusedAdam", True), ("FusedSGD", False), ("FusedLAMB", True), ("FusedAdagrad", True)],
+)
 def test_gradients_are_cleared_as_the_constructor_says(kind, none):
     parameters = weights()
     optimizer = getattr(optimizers, kind)(parameters, lr=0.1)
@@ -132,7 +153,9 @@ def test_gradients_are_cleared_as_the_constructor_says(kind, none):
     "make",
     [
         lambda p: optimizers.FusedAdam(p, amsgrad=True),
-        lambda p: optimizers.FusedAdam(p, bias_correction=False, adam_w_mode=False, weight_decay=0.1),
+        lambda p: optimizers.FusedAdam(
+            p, bias_correction=False, adam_w_mode=False, weight_decay=0.1
+        ),
         lambda p: optimizers.FusedLAMB(p, amsgrad=True),
         lambda p: optimizers.FusedLAMB(p, grad_averaging=False),
         lambda p: optimizers.FusedSGD(p, lr=0.1, wd_after_momentum=True),
@@ -140,7 +163,16 @@ def test_gradients_are_cleared_as_the_constructor_says(kind, none):
         lambda p: optimizers.FusedNovoGrad(p, lr=0.1),
         lambda p: optimizers.FusedMixedPrecisionLamb(p),
     ],
-    ids=["amsgrad", "adam-l2-uncorrected", "lamb-amsgrad", "averaging", "decay-after", "adagrad-w", "novograd", "mixed-lamb"],
+    ids=[
+        "amsgrad",
+        "adam-l2-uncorrected",
+        "lamb-amsgrad",
+        "averaging",
+        "decay-after",
+        "adagrad-w",
+        "novograd",
+        "mixed-lamb",
+    ],
 )
 def test_what_is_not_there_is_a_runtime_error(make):
     with pytest.raises(RuntimeError, match=r"does not support|not available"):
@@ -149,4 +181,8 @@ def test_what_is_not_there_is_a_runtime_error(make):
 
 def test_copies_are_of_the_same_kind():
     optimizer = optimizers.FusedAdam(weights(), lr=0.1)
-    assert type(copy.deepcopy(optimizer)) is type(pickle.loads(pickle.dumps(optimizer))) is optimizers.FusedAdam
+    assert (
+        type(copy.deepcopy(optimizer))
+        is type(pickle.loads(pickle.dumps(optimizer)))
+        is optimizers.FusedAdam
+    )

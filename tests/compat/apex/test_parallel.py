@@ -11,7 +11,9 @@ from mezzo.compat.apex import amp, parallel
 
 @pytest.fixture
 def group(tmp_path):
-    dist.init_process_group("gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1
+    )
     yield
     dist.destroy_process_group()
 
@@ -21,7 +23,9 @@ def test_a_model_is_wrapped_after_initialize_and_trains(group, level):
     torch.manual_seed(0)
     model = nn.Linear(4, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    model, optimizer = amp.initialize(model, optimizer, opt_level=level, loss_scale=128.0, verbosity=0)
+    model, optimizer = amp.initialize(
+        model, optimizer, opt_level=level, loss_scale=128.0, verbosity=0
+    )
     model = parallel.DistributedDataParallel(model, delay_allreduce=True, message_size=1)
     losses = []
     for _ in range(4):

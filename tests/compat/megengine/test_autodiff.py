@@ -55,7 +55,11 @@ def test_callbacks_change_gradients_in_the_order_of_attaching():
         seen.append(tensor is x)
         return gradient * 2.0
 
-    gm = GradManager().attach(x, callbacks=double).attach([x], callbacks=[lambda _, gradient: gradient + 1.0])
+    gm = (
+        GradManager()
+        .attach(x, callbacks=double)
+        .attach([x], callbacks=[lambda _, gradient: gradient + 1.0])
+    )
     with gm:
         gm.backward(x * 3.0)
     assert (x.grad.tolist(), seen) == ([7.0], [True])

@@ -6,12 +6,18 @@ import mezzo
 from mezzo.compat.megengine import optimizer as ours
 
 PAIRS = {
-    "SGD": (lambda p: ours.SGD(p, lr=0.1, momentum=0.9, weight_decay=0.1), lambda p: torch.optim.SGD(p, 0.1, momentum=0.9, weight_decay=0.1)),
+    "SGD": (
+        lambda p: ours.SGD(p, lr=0.1, momentum=0.9, weight_decay=0.1),
+        lambda p: torch.optim.SGD(p, 0.1, momentum=0.9, weight_decay=0.1),
+    ),
     "Adam": (lambda p: ours.Adam(p, lr=0.1), lambda p: torch.optim.Adam(p, 0.1)),
     "AdamW": (lambda p: ours.AdamW(p, lr=0.1), lambda p: torch.optim.AdamW(p, 0.1)),
     "Adagrad": (lambda p: ours.Adagrad(p), lambda p: torch.optim.Adagrad(p)),
     "Adadelta": (lambda p: ours.Adadelta(p), lambda p: torch.optim.Adadelta(p)),
-    "LAMB": (lambda p: ours.LAMB(p, lr=0.1), lambda p: mezzo.LAMB(p, 0.1, eps=1e-8, weight_decay=0.0)),
+    "LAMB": (
+        lambda p: ours.LAMB(p, lr=0.1),
+        lambda p: mezzo.LAMB(p, 0.1, eps=1e-8, weight_decay=0.0),
+    ),
 }
 
 

@@ -32,6 +32,8 @@ def test_backward_casts_nothing_by_itself():
     weight, seen = nn.Parameter(torch.ones(1)), []
     amp.init()
     head = weight * 2.0
-    head.register_hook(lambda _: seen.append(nn.functional.linear(torch.ones(1, 1), torch.ones(1, 1)).dtype))
+    head.register_hook(
+        lambda _: seen.append(nn.functional.linear(torch.ones(1, 1), torch.ones(1, 1)).dtype)
+    )
     autograd.backward(head)
     assert seen == [torch.float32]

@@ -39,7 +39,9 @@ def net():
 
 
 def test_a_converted_network_is_bound_fed_and_saved(net, tmp_path):
-    symbol, args, aux = amp.convert_model(net, dict(net.named_parameters()), {}, cast_optional_params=True)
+    symbol, args, aux = amp.convert_model(
+        net, dict(net.named_parameters()), {}, cast_optional_params=True
+    )
     module = Module(symbol, data_names=["data"], label_names=["softmax_label"], context="cpu")
     module.bind(data_shapes=[["data", (2, 4)]], label_shapes=[["softmax_label", (2,)]])
     module.set_params(args, aux)

@@ -7,9 +7,20 @@ import torch
 from torch import nn
 
 from mezzo.compat import paddle
-from mezzo.compat.paddle.nn import ClipGradByGlobalNorm, ClipGradByNorm, ClipGradByValue, clip_of, norm_for_all
+from mezzo.compat.paddle.nn import (
+    ClipGradByGlobalNorm,
+    ClipGradByNorm,
+    ClipGradByValue,
+    clip_of,
+    norm_for_all,
+)
 
-CLIPS = [ClipGradByGlobalNorm(0.5), ClipGradByNorm(0.5), ClipGradByValue(0.01), ClipGradByValue(0.02, min=-0.01)]
+CLIPS = [
+    ClipGradByGlobalNorm(0.5),
+    ClipGradByNorm(0.5),
+    ClipGradByValue(0.01),
+    ClipGradByValue(0.02, min=-0.01),
+]
 
 
 def weights():
@@ -40,7 +51,9 @@ def test_a_scaled_step_clips_unscaled_gradients(clip, level):
     torch.manual_seed(0)
     model, plain = nn.Linear(4, 4), nn.Linear(4, 4)
     plain.load_state_dict(model.state_dict())
-    optimizer = paddle.optimizer.SGD(learning_rate=1.0, parameters=model.parameters(), grad_clip=clip)
+    optimizer = paddle.optimizer.SGD(
+        learning_rate=1.0, parameters=model.parameters(), grad_clip=clip
+    )
     paddle.amp.decorate(model, optimizer, level=level)
     scaler = paddle.amp.GradScaler(init_loss_scaling=1024.0)
     with paddle.amp.auto_cast(level=level):
@@ -56,7 +69,9 @@ def test_a_scaled_step_clips_unscaled_gradients(clip, level):
 
 def test_a_bound_step_clips_to_a_global_norm_by_itself():
     model = nn.Linear(2, 2)
-    optimizer = paddle.optimizer.SGD(learning_rate=1.0, parameters=model.parameters(), grad_clip=ClipGradByGlobalNorm(1.0))
+    optimizer = paddle.optimizer.SGD(
+        learning_rate=1.0, parameters=model.parameters(), grad_clip=ClipGradByGlobalNorm(1.0)
+    )
     assert clip_of(optimizer) == ClipGradByGlobalNorm(1.0)
     paddle.amp.decorate(model, optimizer, level="O2")
     assert clip_of(optimizer) is None
@@ -64,13 +79,23 @@ def test_a_bound_step_clips_to_a_global_norm_by_itself():
 
 def test_one_norm_for_several_optimizers_only_where_they_agree():
     def optimizer(clip):
-        return paddle.optimizer.SGD(learning_rate=1.0, parameters=[nn.Parameter(torch.ones(1))], grad_clip=clip)
+        return paddle.optimizer.SGD(
+            learning_rate=1.0, parameters=[nn.Parameter(torch.ones(1))], grad_clip=clip
+        )
 
-    assert norm_for_all([optimizer(ClipGradByGlobalNorm(2.0)), optimizer(ClipGradByGlobalNorm(2.0))]) == 2.0
+    assert (
+        norm_for_all([optimizer(ClipGradByGlobalNorm(2.0)), optimizer(ClipGradByGlobalNorm(2.0))])
+        == 2.0
+    )
     assert norm_for_all([optimizer(ClipGradByGlobalNorm(2.0)), optimizer(None)]) is None
     assert norm_for_all([optimizer(ClipGradByNorm(2.0))]) is None
 
 
 def test_what_clips_nothing_is_refused():
-    with pytest.raises(TypeError, match=r"'grad_clip' should be an instance of GradientClipBase's derived class, got 1.0"):
-        paddle.optimizer.SGD(learning_rate=1.0, parameters=[nn.Parameter(torch.ones(1))], grad_clip=1.0)
+    with pytest.raises(
+        TypeError,
+        match=r"'grad_clip' should be an instance of GradientClipBase's derived class, got 1.0",
+    ):
+        paddle.optimizer.SGD(
+            learning_rate=1.0, parameters=[nn.Parameter(torch.ones(1))], grad_clip=1.0
+        )

@@ -43,7 +43,9 @@ dist.destroy_process_group()
 
 @pytest.fixture
 def alone(tmp_path):
-    distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    distributed.init_process_group(
+        "gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1
+    )
     yield
     distributed.destroy_process_group()
 
@@ -54,7 +56,9 @@ def test_parameters_states_and_outputs_are_the_models_own():
     x = torch.ones(3, 2)
     assert torch.equal(wrapped(x), model(x))
     assert list(wrapped.state_dict()) == ["weight", "bias"]
-    assert all(one is other for one, other in zip(wrapped.parameters(), model.parameters(), strict=True))
+    assert all(
+        one is other for one, other in zip(wrapped.parameters(), model.parameters(), strict=True)
+    )
     wrapped.set_state_dict({"weight": torch.zeros(1, 2), "bias": torch.zeros(1)})
     assert not wrapped(x).any()
 
@@ -76,7 +80,9 @@ def test_a_group_of_one_is_no_group():
 def test_a_decorated_model_trains_through_it():
     model = nn.Linear(4, 1)
     optimizer = paddle.optimizer.SGD(learning_rate=0.1, parameters=model.parameters())
-    model, optimizer = paddle.amp.decorate(models=model, optimizers=optimizer, level="O2", dtype="bfloat16")
+    model, optimizer = paddle.amp.decorate(
+        models=model, optimizers=optimizer, level="O2", dtype="bfloat16"
+    )
     wrapped, before = paddle.DataParallel(model), model.weight.detach().clone()
     with paddle.amp.auto_cast(level="O2", dtype="bfloat16"):
         wrapped(torch.ones(2, 4)).square().mean().backward()
@@ -88,7 +94,12 @@ def test_a_decorated_model_trains_through_it():
 def test_two_processes_average_their_gradients(tmp_path):
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
     command = [sys.executable, "-c", WORKER, str(tmp_path)]
-    workers = [subprocess.Popen(command, env={**environment, "RANK": str(rank)}, stderr=subprocess.PIPE, text=True) for rank in range(2)]
+    workers = [
+        subprocess.Popen(
+            command, env={**environment, "RANK": str(rank)}, stderr=subprocess.PIPE, text=True
+        )
+        for rank in range(2)
+    ]
     for worker in workers:
         _, errors = worker.communicate(timeout=120)
         assert worker.returncode == 0, errors

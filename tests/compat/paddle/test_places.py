@@ -33,7 +33,9 @@ def test_a_place_is_a_device(place, device):
 
 @pytest.mark.parametrize("place", ["gpu0", "abacus", "gpu:", 3], ids=str)
 def test_what_is_no_place_is_refused(place):
-    with pytest.raises(ValueError, match=r"The device must be a string such as 'cpu', 'gpu', 'gpu:0'"):
+    with pytest.raises(
+        ValueError, match=r"The device must be a string such as 'cpu', 'gpu', 'gpu:0'"
+    ):
         _places.device_of(place)
 
 
@@ -51,5 +53,7 @@ def test_the_set_device_is_the_one_that_is_meant():
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_a_gpu_that_is_not_there_is_refused():
     assert not paddle.is_compiled_with_cuda()
-    with pytest.raises(ValueError, match=r"The device should not be 'gpu', since there is no CUDA device here"):
+    with pytest.raises(
+        ValueError, match=r"The device should not be 'gpu', since there is no CUDA device here"
+    ):
         paddle.set_device("gpu")

@@ -27,7 +27,9 @@ def test_a_missing_name_says_what_to_use(ask, remedy):
         ask()
 
 
-@pytest.mark.parametrize("module", [paddle, paddle.nn, paddle.optimizer], ids=lambda module: module.__name__)
+@pytest.mark.parametrize(
+    "module", [paddle, paddle.nn, paddle.optimizer], ids=lambda module: module.__name__
+)
 def test_every_public_name_is_there(module):
     assert [name for name in module.__all__ if not hasattr(module, name)] == []
     assert not hasattr(module, "__nothing__")
@@ -35,4 +37,6 @@ def test_every_public_name_is_there(module):
 
 def test_the_page_has_every_substitution():
     page = (Path(__file__).parents[3] / "docs" / "coming-from" / "paddle.md").read_text()
-    assert [call for call, torchs in SUBSTITUTIONS.items() if f"| `{call}` | {torchs} |" not in page] == []
+    assert [
+        call for call, torchs in SUBSTITUTIONS.items() if f"| `{call}` | {torchs} |" not in page
+    ] == []

@@ -12,7 +12,12 @@ from mezzo.compat import torch as dialect
 
 @pytest.fixture(autouse=True)
 def installed() -> Iterator[None]:
-    before = (torch.autocast, torch.amp.GradScaler, torch.cuda.amp.autocast, torch.cpu.amp.GradScaler)
+    before = (
+        torch.autocast,
+        torch.amp.GradScaler,
+        torch.cuda.amp.autocast,
+        torch.cpu.amp.GradScaler,
+    )
     dialect.install()
     yield
     dialect.uninstall()

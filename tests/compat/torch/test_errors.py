@@ -14,7 +14,10 @@ def test_whoever_waits_for_torchs_type_or_for_mezzos_is_heard():
 
 
 def test_torchs_words_come_before_mezzos():
-    with pytest.raises(AssertionError, match=r"^torch says so\. Do this\.$"), as_torch_error("torch says so."):
+    with (
+        pytest.raises(AssertionError, match=r"^torch says so\. Do this\.$"),
+        as_torch_error("torch says so."),
+    ):
         raise ScalerError("Do this.")
 
 

@@ -9,13 +9,31 @@ import mezzo
 from mezzo.compat import torch as dialect
 
 PLACES = {
-    "autocast": ["torch", "torch.amp", "torch.cuda.amp", "torch.cuda.amp.autocast_mode", "torch.cpu.amp", "torch.cpu.amp.autocast_mode"],
-    "GradScaler": ["torch", "torch.amp", "torch.cuda.amp", "torch.cuda.amp.grad_scaler", "torch.cpu.amp", "torch.cpu.amp.grad_scaler"],
+    "autocast": [
+        "torch",
+        "torch.amp",
+        "torch.cuda.amp",
+        "torch.cuda.amp.autocast_mode",
+        "torch.cpu.amp",
+        "torch.cpu.amp.autocast_mode",
+    ],
+    "GradScaler": [
+        "torch",
+        "torch.amp",
+        "torch.cuda.amp",
+        "torch.cuda.amp.grad_scaler",
+        "torch.cpu.amp",
+        "torch.cpu.amp.grad_scaler",
+    ],
 }
 
 
 def found():
-    return {(place, name): getattr(sys.modules[place], name) for name, places in PLACES.items() for place in places}
+    return {
+        (place, name): getattr(sys.modules[place], name)
+        for name, places in PLACES.items()
+        for place in places
+    }
 
 
 def test_every_public_name_is_mezzos():
@@ -96,6 +114,8 @@ print(type(scaler).__module__, scaler.get_scale(), forward(torch.ones(3, 4)).dty
 
 
 def test_a_program_that_installs_first_and_imports_the_compiler_later():
-    ran = subprocess.run([sys.executable, "-W", "error", "-c", PROGRAM], capture_output=True, text=True, check=False)
+    ran = subprocess.run(
+        [sys.executable, "-W", "error", "-c", PROGRAM], capture_output=True, text=True, check=False
+    )
     assert ran.returncode == 0, ran.stderr
     assert ran.stdout.split() == ["mezzo.compat.torch._grad_scaler", "65536.0", "torch.float16"]

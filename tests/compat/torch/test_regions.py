@@ -24,11 +24,13 @@ def product():
     return torch.mm(ones(), ones()).dtype
 
 
-# -- arguments, as strict as torch ---------------------------------------------------------------------------------------------------------------
+# -- arguments, as strict as torch -----------------------------------------------------------------
 
 
 def test_a_device_that_is_no_string_is_a_value_error():
-    with pytest.raises(ValueError, match=r"Expected `device_type` of type `str`, got: `<class 'torch.device'>`"):
+    with pytest.raises(
+        ValueError, match=r"Expected `device_type` of type `str`, got: `<class 'torch.device'>`"
+    ):
         torch.autocast(device_type=torch.device("cpu"))
 
 
@@ -48,7 +50,10 @@ def test_mezzos_own_words_are_not_torchs():
 
 
 def test_float32_is_warned_of_and_switches_off():
-    with pytest.warns(UserWarning, match=r"In CPU autocast, but the target dtype is not supported. Disabling autocast."):
+    with pytest.warns(
+        UserWarning,
+        match=r"In CPU autocast, but the target dtype is not supported. Disabling autocast.",
+    ):
         region = torch.autocast("cpu", dtype=torch.float32)
     with region:
         assert not torch.is_autocast_enabled("cpu")
@@ -81,10 +86,20 @@ def test_a_thing_that_cannot_be_called_cannot_be_decorated():
         torch.autocast("cpu")(3)
 
 
-@pytest.mark.parametrize(("device", "region"), [("cpu", lambda: torch.cpu.amp.autocast()), ("cuda", lambda: torch.cuda.amp.autocast(enabled=False))])
+@pytest.mark.parametrize(
+    ("device", "region"),
+    [
+        ("cpu", lambda: torch.cpu.amp.autocast()),
+        ("cuda", lambda: torch.cuda.amp.autocast(enabled=False)),
+    ],
+)
 def test_the_old_names_warn_that_they_are_old(device, region):
     with pytest.warns(
-        FutureWarning, match=rf"`torch.{device}.amp.autocast\(args...\)` is deprecated. Please use `torch.amp.autocast\('{device}', args...\)` instead."
+        FutureWarning,
+        match=(
+            rf"`torch.{device}.amp.autocast\(args...\)` is deprecated. Please use"
+            rf" `torch.amp.autocast\('{device}', args...\)` instead."
+        ),
     ):
         region()
 
@@ -99,10 +114,15 @@ def test_old_arguments_come_in_the_old_order():
 
 def test_attributes_are_those_of_torch():
     region = torch.autocast("cpu", dtype=torch.float16, enabled=False, cache_enabled=False)
-    assert (region.device, region.fast_dtype, region._enabled, region._cache_enabled) == ("cpu", torch.float16, False, False)
+    assert (region.device, region.fast_dtype, region._enabled, region._cache_enabled) == (
+        "cpu",
+        torch.float16,
+        False,
+        False,
+    )
 
 
-# -- what happens inside -------------------------------------------------------------------------------------------------------------------------
+# -- what happens inside ---------------------------------------------------------------------------
 
 
 def test_the_state_is_torchs_own():
@@ -138,7 +158,9 @@ def test_torchs_own_check_of_every_op_in_its_lists(half):
     check = torch_lists.TestAutocast("_run_autocast_outofplace")
     cases = [case for case in cpu_cases(half) if case[0] not in CANNOT_RUN]
     for op, args, kwargs, kind, out, module in cases:
-        check._run_autocast_outofplace(op, args, kind, "cpu", out_type=out, module=module, add_kwargs=kwargs, amp_dtype=half)
+        check._run_autocast_outofplace(
+            op, args, kind, "cpu", out_type=out, module=module, add_kwargs=kwargs, amp_dtype=half
+        )
     assert len(cases) > 50
 
 
@@ -152,13 +174,17 @@ def test_a_decorated_function_runs_inside():
     assert run.__doc__ == "Words."
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning", "ignore:.*torch.jit.*:FutureWarning")
+@pytest.mark.filterwarnings(
+    "ignore:.*torch.jit.*:DeprecationWarning", "ignore:.*torch.jit.*:FutureWarning"
+)
 def test_a_decorated_function_is_refused_by_torchscript_as_torchs_is():
     @torch.autocast("cpu")
     def function(x):
         return torch.mm(x, x)
 
-    with pytest.raises(RuntimeError, match=r"@autocast\(\) decorator is not supported in script mode"):
+    with pytest.raises(
+        RuntimeError, match=r"@autocast\(\) decorator is not supported in script mode"
+    ):
         torch.jit.script(function)
 
 
@@ -171,7 +197,7 @@ def test_a_module_whose_forward_is_decorated():
     assert Net()(ones()).dtype is torch.bfloat16
 
 
-# -- what torch gets wrong -----------------------------------------------------------------------------------------------------------------------
+# -- what torch gets wrong -------------------------------------------------------------------------
 
 
 def test_one_dtype_inside_the_other():
@@ -190,7 +216,7 @@ def test_an_instance_entered_twice_leaves_nothing_on():
     assert not torch.is_autocast_enabled("cpu")
 
 
-# -- classes, copies, threads --------------------------------------------------------------------------------------------------------------------
+# -- classes, copies, threads ----------------------------------------------------------------------
 
 
 def test_an_instance_is_one_of_both_classes():
@@ -211,7 +237,11 @@ def test_a_subclass_with_arguments_of_its_own():
         assert product() is torch.float16
 
 
-@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, lambda region: pickle.loads(pickle.dumps(region))], ids=["copy", "deepcopy", "pickle"])
+@pytest.mark.parametrize(
+    "copied",
+    [copy.copy, copy.deepcopy, lambda region: pickle.loads(pickle.dumps(region))],
+    ids=["copy", "deepcopy", "pickle"],
+)
 def test_a_copy_does_the_same(copied):
     region = torch.autocast("cpu", dtype=torch.float16)
     with region:
@@ -250,12 +280,14 @@ def test_checkpointing_recomputes_in_the_same_dtype(reentrant):
     assert seen == [torch.bfloat16, torch.bfloat16]
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2), nn.Linear(2, 2))
     with torch.autocast("cpu"):
-        sequential = checkpoint_sequential(model, 2, torch.rand(2, 2, requires_grad=True), use_reentrant=reentrant)
+        sequential = checkpoint_sequential(
+            model, 2, torch.rand(2, 2, requires_grad=True), use_reentrant=reentrant
+        )
     assert sequential.dtype is torch.bfloat16
     sequential.sum().backward()
 
 
-# -- compiled, exported, scripted ----------------------------------------------------------------------------------------------------------------
+# -- compiled, exported, scripted ------------------------------------------------------------------
 
 
 def inside(x):
@@ -274,7 +306,9 @@ def disabled(x):
 
 
 @pytest.mark.parametrize(
-    ("function", "dtype"), [(inside, torch.float16), (old_name, torch.bfloat16), (disabled, torch.float32)], ids=["new", "old", "disabled"]
+    ("function", "dtype"),
+    [(inside, torch.float16), (old_name, torch.bfloat16), (disabled, torch.float32)],
+    ids=["new", "old", "disabled"],
 )
 def test_a_region_inside_a_compiled_function(function, dtype):
     torch._dynamo.reset()
@@ -289,7 +323,9 @@ def test_a_region_around_and_an_instance_inside_a_compiled_function():
         with region:
             return torch.mm(x, x)
 
-    assert torch.compile(made_outside, backend="eager", fullgraph=True)(ones()).dtype is torch.float16
+    assert (
+        torch.compile(made_outside, backend="eager", fullgraph=True)(ones()).dtype is torch.float16
+    )
     around = torch.compile(lambda x: torch.mm(x, x), backend="eager", fullgraph=True)
     with torch.autocast("cpu"):
         assert around(ones()).dtype is torch.bfloat16
@@ -327,7 +363,11 @@ def test_a_graph_break_inside_a_region_goes_on_inside_it():
         return before.dtype, after.dtype, torch.mm(x, x).dtype
 
     torch._dynamo.reset()
-    assert torch.compile(broken, backend="eager")(ones()) == (torch.bfloat16, torch.bfloat16, torch.float32)
+    assert torch.compile(broken, backend="eager")(ones()) == (
+        torch.bfloat16,
+        torch.bfloat16,
+        torch.float32,
+    )
 
 
 class Inside(nn.Module):
@@ -344,7 +384,8 @@ def test_a_region_inside_an_exported_model(strict):
     dialect.uninstall()
     torch._dynamo.reset()
     assert [str(node.target) for node in exported.graph.nodes] == [
-        str(node.target) for node in torch.export.export(Inside(), (ones(),), strict=strict).graph.nodes
+        str(node.target)
+        for node in torch.export.export(Inside(), (ones(),), strict=strict).graph.nodes
     ]
 
 
@@ -359,13 +400,19 @@ def test_an_exported_region_is_put_back_when_the_body_raises():
     assert not torch.is_autocast_enabled("cpu")
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning", "ignore:.*torch.jit.*:FutureWarning")
-@pytest.mark.parametrize(("function", "dtype"), [(inside, torch.float16), (old_name, torch.bfloat16)], ids=["new", "old"])
+@pytest.mark.filterwarnings(
+    "ignore:.*torch.jit.*:DeprecationWarning", "ignore:.*torch.jit.*:FutureWarning"
+)
+@pytest.mark.parametrize(
+    ("function", "dtype"), [(inside, torch.float16), (old_name, torch.bfloat16)], ids=["new", "old"]
+)
 def test_a_region_inside_a_script(function, dtype):
     assert torch.jit.script(function)(ones()).dtype is dtype
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning", "ignore:.*torch.jit.*:FutureWarning")
+@pytest.mark.filterwarnings(
+    "ignore:.*torch.jit.*:DeprecationWarning", "ignore:.*torch.jit.*:FutureWarning"
+)
 def test_a_script_and_a_trace_inside_a_region():
     model = nn.Linear(2, 2)
     with torch.autocast("cpu", cache_enabled=False):
@@ -385,7 +432,7 @@ def test_a_class_equals_the_one_it_stands_for_and_its_subclasses_only_themselves
     assert len({mine, torch.autocast, torch.cpu.amp.autocast}) == 3
 
 
-# -- the cache -----------------------------------------------------------------------------------------------------------------------------------
+# -- the cache -------------------------------------------------------------------------------------
 
 
 class Linear(torch.autograd.Function):
@@ -450,7 +497,7 @@ def test_what_was_cast_without_gradients_gets_them_afterwards(quiet):
         assert model(ones()).dtype is torch.bfloat16
 
 
-# -- functions of the user's own -----------------------------------------------------------------------------------------------------------------
+# -- functions of the user's own -------------------------------------------------------------------
 
 
 class Product(torch.autograd.Function):

@@ -11,7 +11,7 @@ from torch import nn
 
 import mezzo
 
-# -- making one ----------------------------------------------------------------------------------------------------------------------------------
+# -- making one ------------------------------------------------------------------------------------
 
 
 def test_an_instance_is_one_of_both_classes():
@@ -32,7 +32,11 @@ def test_the_default_device_is_cuda_and_without_one_it_warns_and_is_off():
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_the_old_names_warn_that_they_are_old(device):
     with pytest.warns(
-        FutureWarning, match=rf"`torch.{device}.amp.GradScaler\(args...\)` is deprecated. Please use `torch.amp.GradScaler\('{device}', args...\)` instead."
+        FutureWarning,
+        match=(
+            rf"`torch.{device}.amp.GradScaler\(args...\)` is deprecated. Please use"
+            rf" `torch.amp.GradScaler\('{device}', args...\)` instead."
+        ),
     ):
         getattr(torch, device).amp.GradScaler(enabled=False)
 
@@ -40,11 +44,20 @@ def test_the_old_names_warn_that_they_are_old(device):
 def test_old_arguments_come_in_the_old_order():
     with pytest.warns(FutureWarning):
         scaler = torch.cpu.amp.GradScaler(4.0, 3.0, 0.25, 7, True)
-    assert (scaler.get_scale(), scaler.get_growth_factor(), scaler.get_backoff_factor(), scaler.get_growth_interval()) == (4.0, 3.0, 0.25, 7)
+    assert (
+        scaler.get_scale(),
+        scaler.get_growth_factor(),
+        scaler.get_backoff_factor(),
+        scaler.get_growth_interval(),
+    ) == (4.0, 3.0, 0.25, 7)
 
 
 @pytest.mark.parametrize(
-    ("words", "said"), [({"growth_factor": 1.0}, "growth factor must be > 1.0"), ({"backoff_factor": 1.0}, "backoff factor must be < 1.0")]
+    ("words", "said"),
+    [
+        ({"growth_factor": 1.0}, "growth factor must be > 1.0"),
+        ({"backoff_factor": 1.0}, "backoff factor must be < 1.0"),
+    ],
 )
 def test_factors_that_make_no_sense_are_assertion_errors(words, said):
     with pytest.raises(AssertionError, match=said):
@@ -74,12 +87,16 @@ def test_a_subclass_may_be_disabled_and_sees_its_own_methods():
         assert (scaler.steps, weight.tolist()) == (1, [0.0, 0.0])
 
 
-# -- scaling -------------------------------------------------------------------------------------------------------------------------------------
+# -- scaling ---------------------------------------------------------------------------------------
 
 
 def test_nested_outputs_keep_their_shape():
     scaler, four = torch.amp.GradScaler("cpu", init_scale=2.0), torch.tensor(4.0)
-    outputs = (four.clone(), (four.clone(), four.clone()), [four.clone(), (four.clone(), four.clone())])
+    outputs = (
+        four.clone(),
+        (four.clone(), four.clone()),
+        [four.clone(), (four.clone(), four.clone())],
+    )
     scaled = scaler.scale(outputs)
     assert scaled[0] == 8.0
     assert scaled[1][0] == 8.0
@@ -94,19 +111,25 @@ def test_what_is_no_tensor_is_a_value_error():
 
 
 def test_bfloat16_is_not_commented_on():
-    # mezzo's own scaler says once that it is needless; code that was not written for it hears nothing new.
+    # mezzo's own scaler says once that it is needless; code that was not written for it hears
+    # nothing new.
     loss = torch.ones(2, requires_grad=True).bfloat16().sum()
     torch.amp.GradScaler("cpu").scale(loss)
 
 
-# -- whole iterations, against the same without scaling ------------------------------------------------------------------------------------------
+# -- whole iterations, against the same without scaling --------------------------------------------
 
 
 def make_models(optimizer=torch.optim.SGD, **kwargs):
     torch.manual_seed(0)
     control = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
     scaling = copy.deepcopy(control)
-    return control, scaling, optimizer(control.parameters(), lr=1.0, **kwargs), optimizer(scaling.parameters(), lr=1.0, **kwargs)
+    return (
+        control,
+        scaling,
+        optimizer(control.parameters(), lr=1.0, **kwargs),
+        optimizer(scaling.parameters(), lr=1.0, **kwargs),
+    )
 
 
 def make_data():
@@ -126,7 +149,9 @@ def spoil(model):
 def check_against_control(run, *, good, bad, atol=1e-7, optimizer=torch.optim.SGD, **kwargs):
     for enabled in (True, False):
         control, scaling, of_control, of_scaling = make_models(optimizer, **kwargs)
-        scaler = torch.amp.GradScaler("cpu", init_scale=128.0, growth_factor=2.0, enabled=enabled, growth_interval=1)
+        scaler = torch.amp.GradScaler(
+            "cpu", init_scale=128.0, growth_factor=2.0, enabled=enabled, growth_interval=1
+        )
         run(control, of_control, scaler, scaled=False)
         scaler = run(scaling, of_scaling, scaler, scaled=True) or scaler
         assert scaler.get_scale() == (128.0 * 2.0**good * 0.5**bad if enabled else 1.0)
@@ -146,7 +171,11 @@ def plain(model, optimizer, scaler, place):
 @pytest.mark.parametrize("pickled", [False, True])
 @pytest.mark.parametrize(
     ("optimizer", "kwargs"),
-    [(torch.optim.SGD, {"momentum": 0.1}), (torch.optim.SGD, {"foreach": True}), (torch.optim.SGD, {"fused": True})],
+    [
+        (torch.optim.SGD, {"momentum": 0.1}),
+        (torch.optim.SGD, {"foreach": True}),
+        (torch.optim.SGD, {"fused": True}),
+    ],
     ids=["sgd", "foreach", "fused"],
 )
 def test_scaling_with_autocast(optimizer, kwargs, pickled):
@@ -183,7 +212,9 @@ def test_clipping(separately):
             if scaled and separately:
                 scaler.unscale_(optimizer)
             factor = 1.0 if separately or not scaled else scaler.get_scale()
-            torch.nn.utils.clip_grad_norm_(model.parameters(), 0.2 * factor, error_if_nonfinite=False)
+            torch.nn.utils.clip_grad_norm_(
+                model.parameters(), 0.2 * factor, error_if_nonfinite=False
+            )
             if not scaled:
                 plain(model, optimizer, scaler, place)
                 continue
@@ -200,7 +231,9 @@ def test_a_penalty_on_gradients():
         for place, (x, y) in enumerate(make_data()):
             optimizer.zero_grad()
             loss = loss_of(model(x), y)
-            gradients = torch.autograd.grad(scaler.scale(loss) if scaled else loss, model.parameters(), create_graph=True)
+            gradients = torch.autograd.grad(
+                scaler.scale(loss) if scaled else loss, model.parameters(), create_graph=True
+            )
             inverse = 1.0 / scaler.get_scale() if scaled else 1.0
             norm = sum((gradient * inverse).pow(2).sum() for gradient in gradients).sqrt()
             loss = loss + norm
@@ -246,7 +279,10 @@ def test_two_models_two_losses_two_optimizers(enabled):
             for optimizer in optimizers:
                 optimizer.zero_grad()
             outputs = [model(x) for model in models]
-            losses = [loss_of(0.3 * outputs[0] + 0.7 * outputs[1], y), loss_of(0.6 * outputs[0] - 0.4 * outputs[1], y)]
+            losses = [
+                loss_of(0.3 * outputs[0] + 0.7 * outputs[1], y),
+                loss_of(0.6 * outputs[0] - 0.4 * outputs[1], y),
+            ]
             if not scaled:
                 losses[0].backward(retain_graph=True)
                 losses[1].backward()
@@ -265,11 +301,17 @@ def test_two_models_two_losses_two_optimizers(enabled):
     run((one[0], two[0]), (one[2], two[2]), scaled=False)
     run((one[1], two[1]), (one[3], two[3]), scaled=True)
     assert scaler.get_scale() == (128.0 * 2.0**3 * 0.5 if enabled else 1.0)
-    for control, scaling in zip(chain(one[0].parameters(), two[0].parameters()), chain(one[1].parameters(), two[1].parameters()), strict=True):
+    for control, scaling in zip(
+        chain(one[0].parameters(), two[0].parameters()),
+        chain(one[1].parameters(), two[1].parameters()),
+        strict=True,
+    ):
         torch.testing.assert_close(control, scaling, rtol=1e-5, atol=1e-7)
 
 
-@pytest.mark.parametrize("kwargs", [{"foreach": False}, {"foreach": True}, {"fused": True}], ids=str)
+@pytest.mark.parametrize(
+    "kwargs", [{"foreach": False}, {"foreach": True}, {"fused": True}], ids=str
+)
 @pytest.mark.parametrize("kind", [torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD])
 def test_gradients_spoiled_after_the_check_spoil_the_parameters(kind, kwargs):
     model, _, optimizer, _ = make_models(kind, **kwargs)
@@ -286,10 +328,21 @@ def test_gradients_spoiled_after_the_check_spoil_the_parameters(kind, kwargs):
 
 
 @pytest.mark.parametrize("separately", [False, True])
-@pytest.mark.parametrize(("kind", "kwargs"), [(torch.optim.Adam, {"amsgrad": True}), (torch.optim.AdamW, {}), (torch.optim.SGD, {"momentum": 0.1})], ids=str)
+@pytest.mark.parametrize(
+    ("kind", "kwargs"),
+    [
+        (torch.optim.Adam, {"amsgrad": True}),
+        (torch.optim.AdamW, {}),
+        (torch.optim.SGD, {"momentum": 0.1}),
+    ],
+    ids=str,
+)
 def test_a_fused_step_does_what_the_plain_one_does(kind, kwargs, separately):
     control, scaling, _, _ = make_models()
-    plainly, fused = kind(control.parameters(), lr=0.1, **kwargs), kind(scaling.parameters(), lr=0.1, fused=True, **kwargs)
+    plainly, fused = (
+        kind(control.parameters(), lr=0.1, **kwargs),
+        kind(scaling.parameters(), lr=0.1, fused=True, **kwargs),
+    )
     scaler = torch.amp.GradScaler("cpu", init_scale=128.0)
     for x, y in make_data():
         for model, optimizer in ((control, plainly), (scaling, fused)):
@@ -332,7 +385,7 @@ def test_the_scale_does_not_collapse_as_torchs_does():
     assert scaler.get_scale() == 2.0**-24
 
 
-# -- what comes back, and what is refused --------------------------------------------------------------------------------------------------------
+# -- what comes back, and what is refused ----------------------------------------------------------
 
 
 def ready(**kwargs):
@@ -366,11 +419,20 @@ def test_a_closure_by_position_which_torch_lets_through_is_refused():
 def test_a_closure_is_a_runtime_error():
     scaler, optimizer, weight = ready()
     scaler.scale(weight.sum()).backward()
-    with pytest.raises(RuntimeError, match="Closure use is not currently supported if GradScaler is enabled"):
+    with pytest.raises(
+        RuntimeError, match="Closure use is not currently supported if GradScaler is enabled"
+    ):
         scaler.step(optimizer, closure=lambda: None)
 
 
-@pytest.mark.parametrize(("call", "said"), [("unscale_", "Attempted unscale_"), ("step", "Attempted step"), ("update", "Attempted update")])
+@pytest.mark.parametrize(
+    ("call", "said"),
+    [
+        ("unscale_", "Attempted unscale_"),
+        ("step", "Attempted step"),
+        ("update", "Attempted update"),
+    ],
+)
 def test_before_a_loss_was_scaled_it_is_an_assertion(call, said):
     scaler, optimizer, _ = ready()
     with pytest.raises(AssertionError, match=f"{said} but _scale is None"):
@@ -381,12 +443,17 @@ def test_unscaling_twice_and_after_a_step_and_stepping_twice_are_runtime_errors(
     scaler, optimizer, weight = ready()
     scaler.scale(weight.sum()).backward()
     scaler.unscale_(optimizer)
-    with pytest.raises(RuntimeError, match=r"unscale_\(\) has already been called on this optimizer since the last update\(\)"):
+    with pytest.raises(
+        RuntimeError,
+        match=r"unscale_\(\) has already been called on this optimizer since the last update\(\)",
+    ):
         scaler.unscale_(optimizer)
     scaler.step(optimizer)
     with pytest.raises(RuntimeError, match=r"unscale_\(\) is being called after step\(\)"):
         scaler.unscale_(optimizer)
-    with pytest.raises(RuntimeError, match=r"step\(\) has already been called since the last update\(\)"):
+    with pytest.raises(
+        RuntimeError, match=r"step\(\) has already been called since the last update\(\)"
+    ):
         scaler.step(optimizer)
 
 
@@ -404,7 +471,9 @@ def test_an_update_without_a_step_is_an_assertion():
         scaler.update()
 
 
-@pytest.mark.parametrize("new", [torch.ones(2), torch.ones(1, requires_grad=True)], ids=["two", "with-gradient"])
+@pytest.mark.parametrize(
+    "new", [torch.ones(2), torch.ones(1, requires_grad=True)], ids=["two", "with-gradient"]
+)
 def test_a_new_scale_that_is_no_number_is_an_assertion(new):
     scaler, _, weight = ready()
     scaler.scale(weight.sum())
@@ -424,28 +493,46 @@ def test_a_scaler_in_the_middle_of_an_iteration_is_not_pickled():
     scaler, optimizer, weight = ready()
     scaler.scale(weight.sum()).backward()
     scaler.unscale_(optimizer)
-    with pytest.raises(AssertionError, match="may only be pickled at the beginning of an iteration"):
+    with pytest.raises(
+        AssertionError, match="may only be pickled at the beginning of an iteration"
+    ):
         pickle.dumps(scaler)
 
 
 def test_the_empty_state_of_a_disabled_scaler_is_refused():
-    with pytest.raises(RuntimeError, match="The source state dict is empty, possibly because it was saved from a disabled instance"):
-        torch.amp.GradScaler("cpu").load_state_dict(torch.amp.GradScaler("cpu", enabled=False).state_dict())
+    with pytest.raises(
+        RuntimeError,
+        match=(
+            "The source state dict is empty, possibly because it was saved from a disabled instance"
+        ),
+    ):
+        torch.amp.GradScaler("cpu").load_state_dict(
+            torch.amp.GradScaler("cpu", enabled=False).state_dict()
+        )
 
 
-# -- saving --------------------------------------------------------------------------------------------------------------------------------------
+# -- saving ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("made", [True, False])
 def test_a_state_is_taken_over(made):
-    one = torch.amp.GradScaler("cpu", init_scale=3.0, growth_factor=4.0, backoff_factor=0.5, growth_interval=2)
-    other = torch.amp.GradScaler("cpu", init_scale=6.0, growth_factor=7.0, backoff_factor=0.8, growth_interval=1)
+    one = torch.amp.GradScaler(
+        "cpu", init_scale=3.0, growth_factor=4.0, backoff_factor=0.5, growth_interval=2
+    )
+    other = torch.amp.GradScaler(
+        "cpu", init_scale=6.0, growth_factor=7.0, backoff_factor=0.8, growth_interval=1
+    )
     other._init_growth_tracker = 7
     if made:
         other.scale(torch.full((1,), 4.0))
         assert isinstance(other._scale, torch.FloatTensor)
     other.load_state_dict(one.state_dict())
-    assert (other.get_scale(), other.get_growth_factor(), other.get_backoff_factor(), other.get_growth_interval()) == (3.0, 4.0, 0.5, 2)
+    assert (
+        other.get_scale(),
+        other.get_growth_factor(),
+        other.get_backoff_factor(),
+        other.get_growth_interval(),
+    ) == (3.0, 4.0, 0.5, 2)
     assert other._init_growth_tracker == 0
 
 
@@ -460,18 +547,31 @@ def test_a_state_goes_to_torchs_own_scaler_and_back():
 
 
 @pytest.mark.parametrize("made", [True, False])
-@pytest.mark.parametrize("copied", [copy.deepcopy, lambda scaler: pickle.loads(pickle.dumps(scaler))], ids=["deepcopy", "pickle"])
+@pytest.mark.parametrize(
+    "copied",
+    [copy.deepcopy, lambda scaler: pickle.loads(pickle.dumps(scaler))],
+    ids=["deepcopy", "pickle"],
+)
 def test_a_copy_is_as_it_was(made, copied):
-    scaler = torch.amp.GradScaler("cpu", init_scale=3.0, growth_factor=4.0, backoff_factor=0.5, growth_interval=2)
+    scaler = torch.amp.GradScaler(
+        "cpu", init_scale=3.0, growth_factor=4.0, backoff_factor=0.5, growth_interval=2
+    )
     scaler.note = "mine"
     if made:
         scaler.scale(torch.tensor([4.0]))
     again = copied(scaler)
     assert type(again) is torch.amp.GradScaler
     assert again.is_enabled()
-    assert (again.get_scale(), again.get_growth_factor(), again.get_backoff_factor(), again.get_growth_interval()) == (3.0, 4.0, 0.5, 2)
+    assert (
+        again.get_scale(),
+        again.get_growth_factor(),
+        again.get_backoff_factor(),
+        again.get_growth_interval(),
+    ) == (3.0, 4.0, 0.5, 2)
     assert (again._init_growth_tracker, again.note) == (0, "mine")
-    assert again._per_optimizer_states["fdsa"] == torch.amp.grad_scaler._refresh_per_optimizer_state()
+    assert (
+        again._per_optimizer_states["fdsa"] == torch.amp.grad_scaler._refresh_per_optimizer_state()
+    )
 
 
 def test_a_disabled_scaler_is_pickled():
@@ -479,7 +579,7 @@ def test_a_disabled_scaler_is_pickled():
     assert (again.is_enabled(), again.get_scale(), again.state_dict()) == (False, 1.0, {})
 
 
-# -- optimizers that know of scaling -------------------------------------------------------------------------------------------------------------
+# -- optimizers that know of scaling ---------------------------------------------------------------
 
 
 class Knowing(torch.optim.Optimizer):
@@ -516,7 +616,10 @@ def test_optimizers_are_told_as_torch_tells_them():
 
 
 def test_signatures_are_torchs():
-    for ours, theirs in ((torch.amp.GradScaler, torch.amp.grad_scaler.GradScaler), (torch.autocast, torch.amp.autocast_mode.autocast)):
+    for ours, theirs in (
+        (torch.amp.GradScaler, torch.amp.grad_scaler.GradScaler),
+        (torch.autocast, torch.amp.autocast_mode.autocast),
+    ):
         found, expected = inspect.signature(ours), inspect.signature(theirs)
         assert [(one.name, one.default, one.kind) for one in found.parameters.values()] == [
             (one.name, one.default, one.kind) for one in expected.parameters.values()

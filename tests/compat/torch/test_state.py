@@ -40,7 +40,9 @@ def test_a_stage_that_is_set_counts(scaled):
 def test_flags_that_are_set_count(scaled):
     scaler, optimizer, weight = scaled
     scaler.unscale_(optimizer)
-    scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"] = {torch.device("cpu"): torch.ones(())}
+    scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"] = {
+        torch.device("cpu"): torch.ones(())
+    }
     scaler.step(optimizer)
     assert weight.tolist() == [1.0, 1.0]
     scaler.update()
@@ -69,18 +71,23 @@ def test_gradients_are_checked_without_being_changed(scaled):
     assert weight.grad[1] == before[1]
 
 
-@pytest.mark.filterwarnings("ignore:Sparse invariant checks are implicitly disabled")  # torch 2.11, though they are enabled
+# Torch 2.11, though they are enabled.
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks are implicitly disabled")
 def test_sparse_gradients_are_unscaled_and_checked():
     scaler = torch.amp.GradScaler("cpu")
     inverse, cpu = torch.full((1,), 0.25), torch.device("cpu")
     places = torch.tensor([[0, 1, 1], [2, 0, 2]])
 
     def sparse(values, dtype=torch.float32, where=places):
-        return torch.sparse_coo_tensor(where, torch.tensor(values, dtype=dtype), (2, 3), check_invariants=True)
+        return torch.sparse_coo_tensor(
+            where, torch.tensor(values, dtype=dtype), (2, 3), check_invariants=True
+        )
 
     def unscale(weight, gradient, *, fp16):
         weight.grad = gradient
-        return scaler._unscale_grads_(torch.optim.SGD([weight], lr=1.0), inverse, torch.zeros(1), fp16)[cpu]
+        return scaler._unscale_grads_(
+            torch.optim.SGD([weight], lr=1.0), inverse, torch.zeros(1), fp16
+        )[cpu]
 
     weight = sparse([16.0, 32.0, 64.0]).clone()
     assert unscale(weight, sparse([16.0, 32.0, 64.0]), fp16=False) == 0.0
@@ -100,7 +107,12 @@ def test_the_scale_and_its_tracker_are_made_when_they_are_needed():
     assert scaler._scale is None
     assert scaler._growth_tracker is None
     scaler._lazy_init_scale_growth_tracker(torch.device("cpu"))
-    assert (scaler._scale.item(), scaler._scale.dtype, scaler._growth_tracker.item(), scaler._growth_tracker.dtype) == (8.0, torch.float32, 0, torch.int32)
+    assert (
+        scaler._scale.item(),
+        scaler._scale.dtype,
+        scaler._growth_tracker.item(),
+        scaler._growth_tracker.dtype,
+    ) == (8.0, torch.float32, 0, torch.int32)
 
 
 def test_a_scale_that_is_set_counts(scaled):
@@ -115,7 +127,11 @@ def test_a_scale_that_is_set_counts(scaled):
 def test_what_the_rule_says_may_be_set(scaled):
     scaler, optimizer, _ = scaled
     scaler._growth_factor, scaler._backoff_factor, scaler._growth_interval = 3.0, 0.25, 1
-    assert (scaler.get_growth_factor(), scaler.get_backoff_factor(), scaler.get_growth_interval()) == (3.0, 0.25, 1)
+    assert (
+        scaler.get_growth_factor(),
+        scaler.get_backoff_factor(),
+        scaler.get_growth_interval(),
+    ) == (3.0, 0.25, 1)
     scaler.step(optimizer)
     scaler.update()
     assert scaler.get_scale() == 12.0

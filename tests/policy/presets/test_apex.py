@@ -24,11 +24,18 @@ def test_every_patched_function_is_translated_and_has_the_rule_of_its_list(syste
     for key, names in system_lists["apex"].items():
         for theirs in names.split():
             if theirs not in apex.NAMES.unknown:
-                assert {LISTS.entries[ours].rule for ours in apex.NAMES.known[theirs]} == {BY_LIST[key.rpartition(".")[2]]}
+                assert {LISTS.entries[ours].rule for ours in apex.NAMES.known[theirs]} == {
+                    BY_LIST[key.rpartition(".")[2]]
+                }
 
 
 def test_nothing_else_is_listed(system_lists):
-    listed = {ours for names in system_lists["apex"].values() for theirs in names.split() for ours in apex.NAMES.known.get(theirs, ())}
+    listed = {
+        ours
+        for names in system_lists["apex"].values()
+        for theirs in names.split()
+        for ours in apex.NAMES.known.get(theirs, ())
+    }
     assert {op for op, entry in LISTS.entries.items() if entry is not WIDEST} == listed
 
 
@@ -51,8 +58,14 @@ def test_levels_that_cast_the_model_patch_nothing(level):
 
 def test_binary_cross_entropy_is_refused_16_bit_inputs_alone():
     policy = Policy(preset="apex", dtype="float16")
-    assert policy.explain("binary_cross_entropy", "float16", "float32", device="cpu").rule is Rule.REFUSE
-    assert policy.explain("binary_cross_entropy", "float32", "float32", device="cpu").dtype is torch.float32
+    assert (
+        policy.explain("binary_cross_entropy", "float16", "float32", device="cpu").rule
+        is Rule.REFUSE
+    )
+    assert (
+        policy.explain("binary_cross_entropy", "float32", "float32", device="cpu").dtype
+        is torch.float32
+    )
     assert policy.explain("binary_cross_entropy", device="cpu").rule is Rule.REFUSE
     strict = Policy(preset="apex", dtype="float16", refuse={"binary_cross_entropy"})
     assert strict.explain("binary_cross_entropy", "float32", device="cpu").rule is Rule.REFUSE

@@ -11,7 +11,12 @@ from mezzo.policy.registry import registry
 from mezzo.policy.types import Level, Rule
 
 HALVES = (torch.float16, torch.bfloat16)
-EVERY_LIST = [(system, level, dtype) for system, preset in PRESETS.items() for level in preset.LEVELS for dtype in HALVES]
+EVERY_LIST = [
+    (system, level, dtype)
+    for system, preset in PRESETS.items()
+    for level in preset.LEVELS
+    for dtype in HALVES
+]
 
 
 @pytest.mark.parametrize("system", PRESETS)
@@ -31,21 +36,35 @@ def test_a_name_is_either_translated_or_said_to_have_no_counterpart(system):
 @pytest.mark.parametrize(("system", "level", "dtype"), EVERY_LIST)
 def test_every_entry_exemption_and_condition_names_an_op_and_has_a_reason(system, level, dtype):
     lists = PRESETS[system].lists(level, dtype)
-    named = lists.entries.keys() | lists.exempt_args.keys() | {condition.op for condition in lists.conditional}
+    named = (
+        lists.entries.keys()
+        | lists.exempt_args.keys()
+        | {condition.op for condition in lists.conditional}
+    )
     assert named - registry().names == set()
-    assert all(entry.reason for entry in (*lists.entries.values(), lists.default_rule, *lists.conditional))
+    assert all(
+        entry.reason for entry in (*lists.entries.values(), lists.default_rule, *lists.conditional)
+    )
 
 
 @pytest.mark.parametrize("system", PRESETS)
 def test_lists_are_made_once(system):
     preset = PRESETS[system]
-    assert preset.lists(preset.LEVELS[0], torch.float16) is preset.lists(preset.LEVELS[0], torch.float16)
+    assert preset.lists(preset.LEVELS[0], torch.float16) is preset.lists(
+        preset.LEVELS[0], torch.float16
+    )
 
 
 @pytest.mark.parametrize("system", PRESETS)
 def test_a_level_the_system_does_not_have_is_refused_with_those_it_has(system):
     missing = next(level for level in Level if level not in PRESETS[system].LEVELS)
-    with pytest.raises(PolicyError, match=rf"{system}.* has no level {missing.value}\. Choose one of: {PRESETS[system].LEVELS[0].value}"):
+    with pytest.raises(
+        PolicyError,
+        match=(
+            rf"{system}.* has no level {missing.value}\. Choose one of:"
+            rf" {PRESETS[system].LEVELS[0].value}"
+        ),
+    ):
         PRESETS[system].lists(missing, torch.float16)
 
 

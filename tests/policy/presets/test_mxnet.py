@@ -10,8 +10,17 @@ from mezzo.policy.types import Level, Rule
 FLOAT16 = mxnet.lists(Level.O1, torch.float16)
 BFLOAT16 = mxnet.lists(Level.O1, torch.bfloat16)
 
-PLAIN = {"FP16_FUNCS": "half", "BF16_FUNCS": "half", "FP16_FP32_FUNCS": "keep", "BF16_FP32_FUNCS": "keep", "FP32_FUNCS": "full", "WIDEST_TYPE_CASTS": "promote"}
-BOTH = pytest.mark.parametrize(("facts", "lists"), [("mxnet_fp16", FLOAT16), ("mxnet_bf16", BFLOAT16)])
+PLAIN = {
+    "FP16_FUNCS": "half",
+    "BF16_FUNCS": "half",
+    "FP16_FP32_FUNCS": "keep",
+    "BF16_FP32_FUNCS": "keep",
+    "FP32_FUNCS": "full",
+    "WIDEST_TYPE_CASTS": "promote",
+}
+BOTH = pytest.mark.parametrize(
+    ("facts", "lists"), [("mxnet_fp16", FLOAT16), ("mxnet_bf16", BFLOAT16)]
+)
 
 
 def rules_of(facts):
@@ -33,13 +42,23 @@ def test_every_entry_has_the_rule_of_one_of_its_names_there(facts, lists, system
     rules = rules_of(system_lists[facts])
     conditional = {"softplus", "elu", "selu"}
     for op, entry in lists.entries.items():
-        theirs = {rules[name] for name, ours in mxnet.NAMES.known.items() if op in ours and name in rules}
-        assert entry.rule.value in theirs or (op in conditional and entry.rule is Rule.FULL) or (entry is WIDEST and theirs <= {"keep"})
+        theirs = {
+            rules[name] for name, ours in mxnet.NAMES.known.items() if op in ours and name in rules
+        }
+        assert (
+            entry.rule.value in theirs
+            or (op in conditional and entry.rule is Rule.FULL)
+            or (entry is WIDEST and theirs <= {"keep"})
+        )
 
 
 @BOTH
 def test_every_translated_op_that_is_listed_there_is_listed_here(facts, lists, system_lists):
-    named = {ours for theirs in rules_of(system_lists[facts]) for ours in mxnet.NAMES.known.get(theirs, ())}
+    named = {
+        ours
+        for theirs in rules_of(system_lists[facts])
+        for ours in mxnet.NAMES.known.get(theirs, ())
+    }
     assert named <= lists.entries.keys()
 
 
@@ -56,14 +75,21 @@ def test_the_form_in_use_decides_where_several_ops_there_are_one_here():
 
 
 def test_conditional_activations_are_ops_of_their_own_here():
-    assert {op: FLOAT16.entries[op].rule for op in ("softplus", "elu", "selu")} == dict.fromkeys(("softplus", "elu", "selu"), Rule.FULL)
+    assert {op: FLOAT16.entries[op].rule for op in ("softplus", "elu", "selu")} == dict.fromkeys(
+        ("softplus", "elu", "selu"), Rule.FULL
+    )
     assert BFLOAT16.entries["selu"].rule is Rule.FULL
     assert "elu" not in BFLOAT16.entries
     assert BFLOAT16.entries["softplus"].rule is Rule.KEEP
 
 
 def test_batch_norm_keeps_its_parameters():
-    assert set(BFLOAT16.exempt_args["batch_norm"]) == {"weight", "bias", "running_mean", "running_var"}
+    assert set(BFLOAT16.exempt_args["batch_norm"]) == {
+        "weight",
+        "bias",
+        "running_mean",
+        "running_var",
+    }
 
 
 def test_loss_outputs_have_no_counterpart_and_say_why(system_lists):

@@ -18,7 +18,12 @@ def under(which):
 
 
 def test_every_listed_name_is_translated_or_said_to_have_no_counterpart(system_lists):
-    listed = {name for key, names in system_lists["oneflow"].items() if key != "no_cast_args" for name in names.split()}
+    listed = {
+        name
+        for key, names in system_lists["oneflow"].items()
+        if key != "no_cast_args"
+        for name in names.split()
+    }
     assert listed == oneflow.NAMES.known.keys() | oneflow.NAMES.unknown.keys()
 
 
@@ -35,16 +40,33 @@ def test_what_is_in_no_list_runs_in_float32():
 
 
 def test_the_exceptions_keep_the_parameters_and_statistics_of_batch_norm(system_lists):
-    kept = {argument.split(".")[1] for argument in system_lists["oneflow"]["no_cast_args"] if argument.startswith("normalization.")}
-    spelled = {"moving_mean": "running_mean", "moving_variance": "running_var", "gamma": "weight", "beta": "bias"}
+    kept = {
+        argument.split(".")[1]
+        for argument in system_lists["oneflow"]["no_cast_args"]
+        if argument.startswith("normalization.")
+    }
+    spelled = {
+        "moving_mean": "running_mean",
+        "moving_variance": "running_var",
+        "gamma": "weight",
+        "beta": "bias",
+    }
     assert set(LISTS.exempt_args["batch_norm"]) == {spelled[name] for name in kept}
 
 
 def test_every_other_exception_is_of_an_op_without_counterpart(system_lists):
-    others = {argument.split(".")[0] for argument in system_lists["oneflow"]["no_cast_args"]} - {"normalization"}
+    others = {argument.split(".")[0] for argument in system_lists["oneflow"]["no_cast_args"]} - {
+        "normalization"
+    }
     assert others <= oneflow.NAMES.unknown.keys()
 
 
-@pytest.mark.parametrize(("op", "argument", "value"), [("interpolate", "mode", "bilinear"), ("binary_cross_entropy_with_logits", "reduction", "sum")])
+@pytest.mark.parametrize(
+    ("op", "argument", "value"),
+    [("interpolate", "mode", "bilinear"), ("binary_cross_entropy_with_logits", "reduction", "sum")],
+)
 def test_only_some_values_of_an_argument_are_in_a_list(op, argument, value):
-    assert any(condition.op == op and condition.argument == argument and value in condition.values for condition in LISTS.conditional)
+    assert any(
+        condition.op == op and condition.argument == argument and value in condition.values
+        for condition in LISTS.conditional
+    )

@@ -24,7 +24,11 @@ def under(which, level, dtype):
 
 def test_every_listed_name_is_translated_or_said_to_have_no_counterpart(system_lists):
     facts = system_lists["paddle"]
-    listed = {name for names in (*facts["white"].values(), *facts["black"].values()) for name in names.split()}
+    listed = {
+        name
+        for names in (*facts["white"].values(), *facts["black"].values())
+        for name in names.split()
+    }
     assert listed <= paddle.NAMES.known.keys() | paddle.NAMES.unknown.keys()
 
 
@@ -38,7 +42,9 @@ def test_the_half_ops_are_those_of_the_white_list(level, dtype, system_lists):
 @BOTH
 @pytest.mark.parametrize("level", [Level.O2, Level.OD])
 def test_the_full_ops_are_those_of_the_black_list(level, dtype, system_lists):
-    assert under(Rule.FULL, level, dtype) == translated(system_lists["paddle"]["black"][level.value])
+    assert under(Rule.FULL, level, dtype) == translated(
+        system_lists["paddle"]["black"][level.value]
+    )
 
 
 @BOTH
@@ -63,7 +69,9 @@ def test_od_is_full_but_for_the_white_list():
     assert rule("embedding", Level.OD) is Rule.FULL
 
 
-@pytest.mark.parametrize("op", ["bmm", "mv", "addmm", "conv3d", "conv_transpose2d", "max_pool2d", "add", "relu"])
+@pytest.mark.parametrize(
+    "op", ["bmm", "mv", "addmm", "conv3d", "conv_transpose2d", "max_pool2d", "add", "relu"]
+)
 def test_what_paddle_leaves_out_of_its_lists_promotes(op):
     assert rule(op, Level.O1) is Rule.PROMOTE
 
@@ -74,7 +82,10 @@ def test_linear_is_half_as_in_cuda_builds():
 
 def test_norms_look_only_at_their_input():
     exempt = paddle.lists(Level.O2, torch.float16).exempt_args
-    assert exempt == {"batch_norm": ("weight", "bias", "running_mean", "running_var"), "layer_norm": ("weight", "bias")}
+    assert exempt == {
+        "batch_norm": ("weight", "bias", "running_mean", "running_var"),
+        "layer_norm": ("weight", "bias"),
+    }
 
 
 def test_names_that_match_no_op_of_paddle_and_mean_no_op_here_are_left_out(system_lists):
@@ -83,6 +94,14 @@ def test_names_that_match_no_op_of_paddle_and_mean_no_op_here_are_left_out(syste
     assert rule("linalg_vector_norm", Level.O1) is Rule.PROMOTE
 
 
-@pytest.mark.parametrize(("theirs", "ours"), [("clip", {"clamp"}), ("swish", {"silu"}), ("take_along_axis", {"gather", "take_along_dim"}), ("flip", {"flip"})])
+@pytest.mark.parametrize(
+    ("theirs", "ours"),
+    [
+        ("clip", {"clamp"}),
+        ("swish", {"silu"}),
+        ("take_along_axis", {"gather", "take_along_dim"}),
+        ("flip", {"flip"}),
+    ],
+)
 def test_ops_that_no_list_has_may_be_named_too(theirs, ours):
     assert set(paddle.NAMES.known[theirs]) == ours

@@ -16,13 +16,25 @@ from mezzo.policy.types import Entry, Level, OpLists, Rule
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
 
 VARIANTS = (
-    *("OD", "OD_white", "OD_black", "O1", "O1_white", "O1_black", "O1_nopromote", "O2", "O2_white", "O2_black"),
+    *(
+        "OD",
+        "OD_white",
+        "OD_black",
+        "O1",
+        "O1_white",
+        "O1_black",
+        "O1_nopromote",
+        "O2",
+        "O2_white",
+        "O2_black",
+    ),
     *("O2_nopromote", "O2_nopromote_white", "O2_nopromote_black"),
 )
 
-# What flows into each op where Paddle makes one function of several: a digit is an input of the row, #n the result of its n-th op,
-# f a tensor that Paddle casts to float32 itself, ~ one that it casts to the first input's dtype, ^ the same but to float32 instead of
-# float16, and nothing an op on integers.
+# What flows into each op where Paddle makes one function of several: a digit is an input of the
+# row, #n the result of its n-th op, f a tensor that Paddle casts to float32 itself, ~ one that it
+# casts to the first input's dtype, ^ the same but to float32 instead of float16, and nothing an op
+# on integers.
 WIRING = {
     "linear_bias": "0 1, #0 2",
     "softmax_dtype_f32": "f",
@@ -63,7 +75,9 @@ def lists_of(variant: str, listed: str, half: str) -> tuple[OpLists, dict[str, R
 def decide(theirs: str, operands: str, lists: OpLists, custom: dict[str, Rule]) -> str:
     """The dtype that the tables give one of Paddle's ops, on operands of these dtypes."""
     ours = paddle.NAMES.known.get(theirs, ())
-    rules = {lists.entries.get(name, lists.default_rule).rule for name in ours} or {custom.get(theirs, lists.default_rule.rule)}
+    rules = {lists.entries.get(name, lists.default_rule).rule for name in ours} or {
+        custom.get(theirs, lists.default_rule.rule)
+    }
     assert len(rules) == 1, f"{theirs} translates to {ours}, which disagree"
     match rules.pop():
         case Rule.HALF:
@@ -76,11 +90,17 @@ def decide(theirs: str, operands: str, lists: OpLists, custom: dict[str, Rule]) 
 
 def predict(row, variant: str) -> str:
     lists, custom = lists_of(variant, row.listed, row.half)
-    wires = [wire.split() for wire in WIRING[row.op].split(",")] if row.op in WIRING else [[*map(str, range(len(row.inputs)))]]
+    wires = (
+        [wire.split() for wire in WIRING[row.op].split(",")]
+        if row.op in WIRING
+        else [[*map(str, range(len(row.inputs)))]]
+    )
     decisions, results = "", ""
     for theirs, wire in zip(row.ops, wires, strict=True):
         values = {"f": "f", "~": row.inputs[0], "^": "f" if row.half == "fp16" else row.inputs[0]}
-        values |= {str(n): dtype for n, dtype in enumerate(row.inputs)} | {f"#{n}": dtype for n, dtype in enumerate(results)}
+        values |= {str(n): dtype for n, dtype in enumerate(row.inputs)} | {
+            f"#{n}": dtype for n, dtype in enumerate(results)
+        }
         operands = "".join(values[source] for source in wire)
         decisions += decide(theirs, operands, lists, custom)
         results += "f" if (theirs, row.half) in FLOAT32_KERNELS else decisions[-1]
@@ -92,7 +112,10 @@ def test_the_tables_predict_every_decision_paddle_made(variant, paddle_rows):
     wrong = [
         (row.op, row.half, row.inputs, row.results[variant][1], predicted)
         for row in paddle_rows
-        if variant in row.results and row.ops and row.op not in NO_COUNTERPART and (predicted := predict(row, variant)) != row.results[variant][1]
+        if variant in row.results
+        and row.ops
+        and row.op not in NO_COUNTERPART
+        and (predicted := predict(row, variant)) != row.results[variant][1]
     ]
     assert not wrong
 
@@ -102,7 +125,11 @@ def test_every_variant_of_the_recording_is_compared(paddle_rows):
 
 
 def test_rows_compared_are_many(paddle_rows):
-    compared = sum(len(row.results.keys() - {"none", "O0"}) for row in paddle_rows if row.ops and row.op not in NO_COUNTERPART)
+    compared = sum(
+        len(row.results.keys() - {"none", "O0"})
+        for row in paddle_rows
+        if row.ops and row.op not in NO_COUNTERPART
+    )
     assert compared > 5000
 
 

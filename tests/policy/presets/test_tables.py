@@ -6,20 +6,40 @@ import torch.nn.functional as F
 
 import mezzo
 from mezzo._errors import PolicyError
-from mezzo.policy.presets._tables import WIDEST, merge_disjoint, name_map, require_level, translate, with_promotions
+from mezzo.policy.presets._tables import (
+    WIDEST,
+    merge_disjoint,
+    name_map,
+    require_level,
+    translate,
+    with_promotions,
+)
 from mezzo.policy.types import Entry, Level, Rule
 
-NAMES = name_map({"reduce_sum": "sum", "concat": "cat stack"}, {"fuses two ops": "fused_a fused_b"}, same="relu exp")
+NAMES = name_map(
+    {"reduce_sum": "sum", "concat": "cat stack"},
+    {"fuses two ops": "fused_a fused_b"},
+    same="relu exp",
+)
 
 
 def test_a_name_map_reads_its_three_tables():
-    assert NAMES.known == {"relu": ("relu",), "exp": ("exp",), "reduce_sum": ("sum",), "concat": ("cat", "stack")}
+    assert NAMES.known == {
+        "relu": ("relu",),
+        "exp": ("exp",),
+        "reduce_sum": ("sum",),
+        "concat": ("cat", "stack"),
+    }
     assert NAMES.unknown == {"fused_a": "fuses two ops", "fused_b": "fuses two ops"}
 
 
 def test_a_group_shares_its_reason_and_what_has_no_counterpart_falls_out():
     entries = translate(Rule.FULL, {"adds up": "reduce_sum fused_a", "copies": "concat"}, NAMES)
-    assert entries == {"sum": Entry(Rule.FULL, "adds up"), "cat": Entry(Rule.FULL, "copies"), "stack": Entry(Rule.FULL, "copies")}
+    assert entries == {
+        "sum": Entry(Rule.FULL, "adds up"),
+        "cat": Entry(Rule.FULL, "copies"),
+        "stack": Entry(Rule.FULL, "copies"),
+    }
 
 
 def test_an_op_in_two_lists_is_a_mistake_in_the_data():
@@ -37,7 +57,12 @@ def test_a_missing_level_is_refused_with_the_ones_there_are():
 def test_what_a_system_leaves_alone_and_torch_would_refuse_is_promoted():
     half, kept = Entry(Rule.HALF, "a product"), Entry(Rule.KEEP, "as it is given")
     found = with_promotions({"prelu": half, "scatter": kept, "relu": kept})
-    assert (found["prelu"], found["scatter"], found["relu"], found["bilinear"]) == (half, WIDEST, kept, WIDEST)
+    assert (found["prelu"], found["scatter"], found["relu"], found["bilinear"]) == (
+        half,
+        WIDEST,
+        kept,
+        WIDEST,
+    )
 
 
 MIXES = {
@@ -46,15 +71,21 @@ MIXES = {
     "vdot": lambda x, w: torch.vdot(x[0], w),
     "cross": lambda x, w: torch.cross(x[:, :3], w[:3].expand(4, 3), dim=1),
     "conv_transpose1d": lambda x, w: F.conv_transpose1d(x[:, None], w[None, None]),
-    "embedding_bag": lambda x, w: F.embedding_bag(torch.zeros(4, 4, dtype=torch.int64), w[None], per_sample_weights=x, mode="sum"),
-    "grid_sample": lambda x, w: F.grid_sample(x[None, None], w.reshape(1, 1, 2, 2), align_corners=False),
+    "embedding_bag": lambda x, w: F.embedding_bag(
+        torch.zeros(4, 4, dtype=torch.int64), w[None], per_sample_weights=x, mode="sum"
+    ),
+    "grid_sample": lambda x, w: F.grid_sample(
+        x[None, None], w.reshape(1, 1, 2, 2), align_corners=False
+    ),
     "index_add": lambda x, w: x.index_add(0, torch.tensor([0]), w[None]),
     "index_copy": lambda x, w: x.index_copy(0, torch.tensor([0]), w[None]),
     "index_put": lambda x, w: x.index_put((torch.tensor([0]),), w[None]),
     "lerp": lambda x, w: torch.lerp(x, x, w),
     "masked_scatter": lambda x, w: x.masked_scatter(x > 0, w.expand(4, 4).contiguous()),
     "prelu": lambda x, w: F.prelu(x, w),
-    "scaled_dot_product_attention": lambda x, w: F.scaled_dot_product_attention(x[None], (x * w)[None], x[None]),
+    "scaled_dot_product_attention": lambda x, w: F.scaled_dot_product_attention(
+        x[None], (x * w)[None], x[None]
+    ),
     "scatter": lambda x, w: x.scatter(0, torch.zeros(1, 4, dtype=torch.int64), w[None]),
     "scatter_add": lambda x, w: x.scatter_add(0, torch.zeros(1, 4, dtype=torch.int64), w[None]),
 }

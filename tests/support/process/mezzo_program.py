@@ -17,7 +17,9 @@ def use(*, compiler: bool) -> None:
         for words in ({}, {"half": {"add"}}, {"policy": "O2"}, {"policy": "O3"}):
             with mezzo.autocast(device_type="cpu", dtype=half, **words):
                 torch.linalg.det(X.to(getattr(torch, half)))
-                checkpoint(lambda x: torch.mm(x, x) + x, X.clone().requires_grad_(), use_reentrant=False).float().sum().backward()
+                checkpoint(
+                    lambda x: torch.mm(x, x) + x, X.clone().requires_grad_(), use_reentrant=False
+                ).float().sum().backward()
                 torch.jit.script(_scripted)(X)
     model, optimizer = _pair()
     step = mezzo.TrainStep(model, nn.functional.mse_loss, optimizer, policy="O2", dtype="bfloat16")

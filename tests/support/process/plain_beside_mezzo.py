@@ -22,7 +22,11 @@ def torchs_own() -> dict[str, Any]:
             if isinstance(value, (types.FunctionType, types.BuiltinFunctionType, type)):
                 found[f"{module.__name__}.{name}"] = value
             if isinstance(value, type):
-                found |= {f"{module.__name__}.{name}.{inner}": one for inner, one in list(vars(value).items()) if callable(one)}
+                found |= {
+                    f"{module.__name__}.{name}.{inner}": one
+                    for inner, one in list(vars(value).items())
+                    if callable(one)
+                }
     return found
 
 
@@ -44,7 +48,11 @@ def main() -> None:
     """Print what differs as JSON."""
     warnings.simplefilter("ignore")
     # torch loads these late, and mezzo changes something in each.
-    for name in ("torch.export._trace", "torch._dynamo", "torch._functorch._aot_autograd.autograd_cache"):
+    for name in (
+        "torch.export._trace",
+        "torch._dynamo",
+        "torch._functorch._aot_autograd.autograd_cache",
+    ):
         import_module(name)
     before = torchs_own()
     plain = plain_program.warned_answers()

@@ -32,7 +32,9 @@ OPS: dict[str, Callable[[torch.Tensor], Any]] = {
     "quantile": lambda x: torch.quantile(x, 0.5),
     "histogram": lambda x: torch.histogram(x, 4).hist,
     "avg_pool3d": lambda x: torch.nn.functional.avg_pool3d(CUBE.to(x.dtype), 2),
-    "multi_margin_loss": lambda x: torch.nn.functional.multi_margin_loss(x, torch.zeros(4, dtype=torch.int64)),
+    "multi_margin_loss": lambda x: torch.nn.functional.multi_margin_loss(
+        x, torch.zeros(4, dtype=torch.int64)
+    ),
     "lstm": lambda x: _filled(nn.LSTM(4, 4))(x)[0],
     "wrong sizes": lambda x: torch.linalg.det(x[:3]),
     "wrong type": lambda x: torch.linalg.det("x"),
@@ -54,13 +56,25 @@ def _questions() -> Iterator[tuple[str, Callable[[], Any]]]:
     for name, op in OPS.items():
         for given in (torch.float32, torch.bfloat16, torch.float16):
             for region in (None, torch.bfloat16, torch.float16):
-                yield f"{name} of {given} in {region}", lambda op=op, given=given, region=region: _call(op, given, region)
+                yield (
+                    f"{name} of {given} in {region}",
+                    lambda op=op, given=given, region=region: _call(op, given, region),
+                )
     for region in (None, torch.bfloat16):
         yield f"training in {region}", lambda region=region: _train(region)
-        yield f"scaled training in {region}", lambda region=region: _train(region, torch.amp.GradScaler("cpu", init_scale=4.0))
+        yield (
+            f"scaled training in {region}",
+            lambda region=region: _train(region, torch.amp.GradScaler("cpu", init_scale=4.0)),
+        )
         for reentrant in (True, False):
-            yield f"checkpoint {reentrant} in {region}", lambda region=region, reentrant=reentrant: _recomputed(region, reentrant)
-        yield f"TorchScript in {region}", lambda region=region: _call(torch.jit.script(_scripted), torch.float32, region)
+            yield (
+                f"checkpoint {reentrant} in {region}",
+                lambda region=region, reentrant=reentrant: _recomputed(region, reentrant),
+            )
+        yield (
+            f"TorchScript in {region}",
+            lambda region=region: _call(torch.jit.script(_scripted), torch.float32, region),
+        )
     yield "backward of a vector", lambda: torch.ones(2, requires_grad=True).exp().backward()
     yield "backward without a graph", lambda: torch.ones(()).backward()
 
@@ -73,11 +87,22 @@ def compiled_answers() -> list[str]:
         return _call(torch.compile(op, backend="aot_eager", fullgraph=True), torch.float32, region)
 
     questions = [
-        (f"compiled {name} in {region}", lambda name=name, region=region: compiled(OPS[name], region))
+        (
+            f"compiled {name} in {region}",
+            lambda name=name, region=region: compiled(OPS[name], region),
+        )
         for name in ("mm", "det")
         for region in (None, torch.bfloat16)
     ]
-    questions.append(("exported", lambda: [str(node.target) for node in torch.export.export(nn.Linear(4, 4), (MATRIX,)).graph.nodes]))
+    questions.append(
+        (
+            "exported",
+            lambda: [
+                str(node.target)
+                for node in torch.export.export(nn.Linear(4, 4), (MATRIX,)).graph.nodes
+            ],
+        )
+    )
     return [f"{name}: {_warned(question)}" for name, question in questions]
 
 

@@ -8,10 +8,26 @@ import sys
 from types import ModuleType
 
 from mezzo._errors import UnsupportedError
-from mezzo.compat.apex import amp, fp16_utils, multi_tensor_apply, normalization, optimizers, parallel
+from mezzo.compat.apex import (
+    amp,
+    fp16_utils,
+    multi_tensor_apply,
+    normalization,
+    optimizers,
+    parallel,
+)
 
 _OURS = "mezzo.compat.apex"
-_PARTS = ("", ".amp", ".amp._amp_state", ".fp16_utils", ".multi_tensor_apply", ".normalization", ".optimizers", ".parallel")
+_PARTS = (
+    "",
+    ".amp",
+    ".amp._amp_state",
+    ".fp16_utils",
+    ".multi_tensor_apply",
+    ".normalization",
+    ".optimizers",
+    ".parallel",
+)
 """What Apex's users import."""
 
 
@@ -28,9 +44,14 @@ def install() -> None:
         return
     found = sys.modules.get("apex") or importlib.util.find_spec("apex")
     if found is not None:
-        where = getattr(found, "origin", None) or getattr(found, "__file__", None) or "somewhere on the path"
+        where = (
+            getattr(found, "origin", None)
+            or getattr(found, "__file__", None)
+            or "somewhere on the path"
+        )
         raise UnsupportedError(
-            f"A package named apex is installed here ({where}), and mezzo does not hide it. Uninstall it, or write `from mezzo.compat.apex import amp` instead."
+            f"A package named apex is installed here ({where}), and mezzo does not hide it."
+            " Uninstall it, or write `from mezzo.compat.apex import amp` instead."
         )
     sys.modules.update({"apex" + part: _module(part) for part in _PARTS})
 
@@ -51,4 +72,14 @@ def _module(part: str) -> ModuleType:
     return importlib.import_module(_OURS + part)
 
 
-__all__ = ["amp", "fp16_utils", "install", "is_installed", "multi_tensor_apply", "normalization", "optimizers", "parallel", "uninstall"]
+__all__ = [
+    "amp",
+    "fp16_utils",
+    "install",
+    "is_installed",
+    "multi_tensor_apply",
+    "normalization",
+    "optimizers",
+    "parallel",
+    "uninstall",
+]

@@ -25,7 +25,8 @@ class MultiTensorApply:
     def __call__(self, *_: object) -> NoReturn:
         """Refuse: what Apex's kernels do is done by torch's `_foreach` functions, and by mezzo's fused steps."""
         raise UnsupportedError(
-            "Apex's multi-tensor kernels are not available here. Use torch's _foreach functions (torch._foreach_mul_, torch._foreach_norm), or an optimizer's own step."
+            "Apex's multi-tensor kernels are not available here. Use torch's _foreach functions"
+            " (torch._foreach_mul_, torch._foreach_norm), or an optimizer's own step."
         )
 
 

@@ -15,8 +15,8 @@ class _Norm:
         self,
         normalized_shape: int | list[int] | torch.Size,
         eps: float = 1e-5,
-        elementwise_affine: bool = True,  # noqa: FBT001, FBT002 - Apex's call shape
-        memory_efficient: bool = False,  # noqa: ARG002, FBT001, FBT002
+        elementwise_affine: bool = True,
+        memory_efficient: bool = False,
     ) -> None:
         super().__init__(normalized_shape, eps, elementwise_affine)  # type: ignore[call-arg]
 

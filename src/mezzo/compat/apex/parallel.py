@@ -13,10 +13,12 @@ from mezzo._errors import UnsupportedError
 __all__ = ["LARC", "DistributedDataParallel", "Reducer", "SyncBatchNorm", "convert_syncbn_model"]
 
 _TUNING = (
-    "message_size delay_allreduce shared_param allreduce_trigger_params retain_allreduce_buffers allreduce_always_fp32 num_allreduce_streams "
-    "allreduce_communicators gradient_average gradient_predivide_factor gradient_average_split_factor prof"
+    "message_size delay_allreduce shared_param allreduce_trigger_params retain_allreduce_buffers"
+    " allreduce_always_fp32 num_allreduce_streams allreduce_communicators gradient_average"
+    " gradient_predivide_factor gradient_average_split_factor prof"
 ).split()
-"""How Apex's wrapper is told to overlap and reduce. torch's decides by itself, and always averages."""
+"""How Apex's wrapper is told to overlap and reduce. torch's decides by itself, and always
+averages."""
 
 
 class DistributedDataParallel(nn.parallel.DistributedDataParallel):
@@ -26,12 +28,18 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
         given = dict(zip(_TUNING, tuning, strict=False)) | words
         if given.get("gradient_average") is False:
             raise NotImplementedError(
-                "torch's DistributedDataParallel averages gradients. Multiply the loss by the number of processes, and leave gradient_average out."
+                "torch's DistributedDataParallel averages gradients. Multiply the loss by the"
+                " number of processes, and leave gradient_average out."
             )
-        super().__init__(module, **{name: value for name, value in given.items() if name not in _TUNING})
+        super().__init__(
+            module, **{name: value for name, value in given.items() if name not in _TUNING}
+        )
 
 
-def convert_syncbn_model(module: nn.Module, process_group: Any = None, channel_last: bool = False) -> nn.Module:  # noqa: ARG001, FBT001, FBT002 - Apex's call shape
+# Apex's call shape.
+def convert_syncbn_model(
+    module: nn.Module, process_group: Any = None, channel_last: bool = False
+) -> nn.Module:
     """A model whose batch norms share their statistics between processes."""
     converted: nn.Module = torch.nn.SyncBatchNorm.convert_sync_batchnorm(module, process_group)
     return converted
@@ -49,4 +57,7 @@ class LARC:
 class Reducer(LARC):
     """Not there: torch's wrapper reduces by itself."""
 
-    remedy = "Wrap the model in DistributedDataParallel, or call torch.distributed.all_reduce on the gradients."
+    remedy = (
+        "Wrap the model in DistributedDataParallel, or call torch.distributed.all_reduce on the"
+        " gradients."
+    )

@@ -9,7 +9,18 @@ import torch
 from mezzo._errors import PolicyError, unknown
 from mezzo.compat.megengine import amp, autodiff, functional, optimizer
 
-_KINDS = ("bool", "uint8", "int8", "int16", "int32", "int64", "float16", "bfloat16", "float32", "float64")
+_KINDS = (
+    "bool",
+    "uint8",
+    "int8",
+    "int16",
+    "int32",
+    "int64",
+    "float16",
+    "bfloat16",
+    "float32",
+    "float64",
+)
 
 
 def tensor(data: Any, dtype: Any = None, device: str | torch.device | None = None) -> torch.Tensor:

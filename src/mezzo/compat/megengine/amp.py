@@ -15,7 +15,12 @@ from torch import nn
 from torch.compiler import is_dynamo_compiling
 
 from mezzo._dtypes import dtype_name, parse_dtype
-from mezzo.autocasting.autocast import autocast_all_devices, disable_autocast, set_thread_region, thread_region
+from mezzo.autocasting.autocast import (
+    autocast_all_devices,
+    disable_autocast,
+    set_thread_region,
+    thread_region,
+)
 from mezzo.autocasting.regions import current_regions
 from mezzo.compat.megengine.autodiff import GradManager, Outputs, listed
 from mezzo.scaling.gradients import unscale_tensors
@@ -27,7 +32,8 @@ _FORMATS = {4: torch.channels_last, 5: torch.channels_last_3d}
 """By the number of dimensions: images and volumes."""
 
 
-def convert_tensor_format(x: torch.Tensor, inplace: bool = True) -> torch.Tensor:  # noqa: FBT001, FBT002 - MegEngine's call shape
+# MegEngine's call shape.
+def convert_tensor_format(x: torch.Tensor, inplace: bool = True) -> torch.Tensor:
     """A tensor with its channels last, itself where it is converted in place. What has neither 4 nor 5 dimensions is left alone.
 
     >>> convert_tensor_format(torch.ones(1, 3, 2, 2)).is_contiguous(memory_format=torch.channels_last)
@@ -42,7 +48,8 @@ def convert_tensor_format(x: torch.Tensor, inplace: bool = True) -> torch.Tensor
     return x
 
 
-def convert_module_format(module: ModuleT, inplace: bool = True) -> ModuleT:  # noqa: FBT001, FBT002 - MegEngine's call shape
+# MegEngine's call shape.
+def convert_module_format(module: ModuleT, inplace: bool = True) -> ModuleT:
     """A module whose parameters and buffers have their channels last; a copy unless it is converted in place.
 
     >>> convert_module_format(nn.Conv2d(3, 8, 3)).weight.is_contiguous(memory_format=torch.channels_last)
@@ -75,7 +82,10 @@ def turn(*, on: bool) -> None:
 
 def low_dtype() -> str:
     """The 16-bit dtype in force, or the one that the switch would use."""
-    return next((dtype_name(region.computes_in) for region in current_regions() if region.enabled), dtype_name(_low))
+    return next(
+        (dtype_name(region.computes_in) for region in current_regions() if region.enabled),
+        dtype_name(_low),
+    )
 
 
 def set_low_dtype(word: str | torch.dtype) -> None:
@@ -105,7 +115,7 @@ class autocast(autocast_all_devices):  # noqa: N801 - MegEngine's spelling
 
     def __init__(
         self,
-        enabled: bool = True,  # noqa: FBT001, FBT002 - MegEngine's call shape
+        enabled: bool = True,
         low_prec_dtype: str | torch.dtype = "float16",
         high_prec_dtype: str | torch.dtype = "float32",
     ) -> None:
@@ -137,7 +147,8 @@ class autocast(autocast_all_devices):  # noqa: N801 - MegEngine's spelling
 class GradScaler:
     """A scale that grows and backs off; gradients that are not finite are dropped, so that the optimizer finds none.
 
-    `growth_interval=0` keeps the scale as it is, as does `growth_factor=0`. A static scale drops bad gradients too, which in MegEngine reach the parameters.
+    `growth_interval=0` keeps the scale as it is, as does `growth_factor=0`. A static scale drops
+    bad gradients too, which in MegEngine reach the parameters.
 
     >>> from torch import nn
     >>> from mezzo.compat.megengine.autodiff import GradManager
@@ -149,10 +160,20 @@ class GradScaler:
     (tensor([[1., 1.]]), 32.0)
     """
 
-    def __init__(self, init_scale: float = 2.0**4, growth_factor: float = 2.0, backoff_factor: float = 0.5, growth_interval: int = 2000) -> None:
+    def __init__(
+        self,
+        init_scale: float = 2.0**4,
+        growth_factor: float = 2.0,
+        backoff_factor: float = 0.5,
+        growth_interval: int = 2000,
+    ) -> None:
         self.scale_factor = float(init_scale)
         """What gradients are multiplied by; may be assigned."""
-        self.growth_factor, self.backoff_factor, self.growth_interval = float(growth_factor), float(backoff_factor), growth_interval
+        self.growth_factor, self.backoff_factor, self.growth_interval = (
+            float(growth_factor),
+            float(backoff_factor),
+            growth_interval,
+        )
         self._growth_tracker = 0
         self._found_non_finite = False
         # Numbers that cannot be meant are refused here, and not at the first update.
@@ -160,11 +181,19 @@ class GradScaler:
         self._rule()
 
     def backward(
-        self, gm: GradManager, y: Outputs = None, dy: Outputs = None, *, unscale_grad: bool = True, update_scale: bool | str = "if_unscale_grad"
+        self,
+        gm: GradManager,
+        y: Outputs = None,
+        dy: Outputs = None,
+        *,
+        unscale_grad: bool = True,
+        update_scale: bool | str = "if_unscale_grad",
     ) -> None:
         """Backward with `dy` times the scale, then `unscale` and `update`; with `unscale_grad=False` neither, for gradients that go on adding up."""
         outputs = listed(y)
-        given: Sequence[Any] = [torch.ones_like(one) for one in outputs] if dy is None else listed(dy)
+        given: Sequence[Any] = (
+            [torch.ones_like(one) for one in outputs] if dy is None else listed(dy)
+        )
         gm.backward(outputs, [one * self.scale_factor for one in given])
         if unscale_grad:
             self.unscale(gm.attached_tensors())
@@ -174,7 +203,9 @@ class GradScaler:
     def unscale(self, grad_tensors: Iterable[torch.Tensor]) -> GradScaler:
         """Divide the gradients of tensors by the scale; where one is not finite, all are set to None."""
         tensors = [one for one in grad_tensors if one is not None and one.grad is not None]
-        self._found_non_finite = unscale_tensors(tensors, self.scale_factor) or self._found_non_finite
+        self._found_non_finite = (
+            unscale_tensors(tensors, self.scale_factor) or self._found_non_finite
+        )
         if self._found_non_finite:
             for one in tensors:
                 one.grad = None
@@ -189,7 +220,9 @@ class GradScaler:
         if new_scale is not None:
             self.scale_factor = ScaleState(float(new_scale)).scale
             return
-        after = next_state(ScaleState(self.scale_factor, self._growth_tracker), rule, found_nonfinite=found)
+        after = next_state(
+            ScaleState(self.scale_factor, self._growth_tracker), rule, found_nonfinite=found
+        )
         self.scale_factor, self._growth_tracker = after.scale, after.growth_tracker
 
     def state_dict(self) -> dict[str, Any]:

@@ -19,7 +19,8 @@ Callback = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 class GradManager:
     """Records while it is entered, and accumulates gradients into what was attached.
 
-    A tensor that is attached needs gradients from then on. torch builds a graph outside of a recording too; MegEngine does not.
+    A tensor that is attached needs gradients from then on. torch builds a graph outside of a
+    recording too; MegEngine does not.
 
     >>> x = torch.tensor([3.0])
     >>> with GradManager().attach(x) as gm:
@@ -32,12 +33,20 @@ class GradManager:
         self._attached: dict[int, tuple[ref[torch.Tensor], list[Callback]]] = {}
         self._recording = False
 
-    def attach(self, tensors: torch.Tensor | Iterable[torch.Tensor], callbacks: Callback | Iterable[Callback] | None = None) -> Self:
+    def attach(
+        self,
+        tensors: torch.Tensor | Iterable[torch.Tensor],
+        callbacks: Callback | Iterable[Callback] | None = None,
+    ) -> Self:
         """Compute gradients for these tensors; callbacks of a tensor that is attached again are added to those it has."""
         added = [] if callbacks is None else [callbacks] if callable(callbacks) else list(callbacks)
         for one in [tensors] if isinstance(tensors, torch.Tensor) else tensors:
             if not isinstance(one, torch.Tensor):
-                raise AssertionError(f"Object to be attached should be Tensor, got {type(one).__name__}. Pass tensors, such as net.parameters().")  # noqa: TRY004 - MegEngine's type
+                # MegEngine's type.
+                raise AssertionError(
+                    f"Object to be attached should be Tensor, got {type(one).__name__}. Pass"
+                    " tensors, such as net.parameters()."
+                )
             if not one.requires_grad:
                 one.requires_grad_()
             if not one.is_leaf:
@@ -56,7 +65,8 @@ class GradManager:
         """Add the gradients of `y`, each output weighted by its `dy` (1 where there is none), to the attached tensors. Ends the recording."""
         if not self._recording:
             raise RuntimeError(
-                "no computation history. did you forget record() or call a method that clears the history? Run the forward pass and backward() inside `with gm:`."
+                "no computation history. did you forget record() or call a method that clears the"
+                " history? Run the forward pass and backward() inside `with gm:`."
             )
         try:
             self._accumulate(listed(y), listed(dy))
@@ -66,7 +76,10 @@ class GradManager:
     def record(self) -> None:
         """Start to record."""
         if self._recording:
-            raise RuntimeError("already recording. Call backward() or release() first; another history needs another GradManager.")
+            raise RuntimeError(
+                "already recording. Call backward() or release() first; another history needs"
+                " another GradManager."
+            )
         self._recording = True
 
     def release(self) -> None:
@@ -84,7 +97,11 @@ class GradManager:
         attached = self.attached_tensors()
         if not outputs or not attached:
             return
-        given = [_weight(weight, output) for weight, output in zip(weights, outputs, strict=True)] if weights else [torch.ones_like(one) for one in outputs]
+        given = (
+            [_weight(weight, output) for weight, output in zip(weights, outputs, strict=True)]
+            if weights
+            else [torch.ones_like(one) for one in outputs]
+        )
         # Noted before: torch itself writes the gradient of an attached result.
         before = [one.grad for one in attached]
         # Casts are the forward pass's business: backward runs in the dtypes that it left.

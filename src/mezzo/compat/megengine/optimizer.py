@@ -11,7 +11,17 @@ from torch.optim.optimizer import ParamsT
 import mezzo
 from mezzo.optim.binding import without_hooks
 
-__all__ = ["LAMB", "SGD", "Adadelta", "Adagrad", "Adam", "AdamW", "Optimizer", "clip_grad_norm", "clip_grad_value"]
+__all__ = [
+    "LAMB",
+    "SGD",
+    "Adadelta",
+    "Adagrad",
+    "Adam",
+    "AdamW",
+    "Optimizer",
+    "clip_grad_norm",
+    "clip_grad_value",
+]
 
 Optimizer = torch.optim.Optimizer
 
@@ -19,7 +29,8 @@ Optimizer = torch.optim.Optimizer
 class _Chained(torch.optim.Optimizer):
     def step(self, closure: Any = None) -> Any:
         """Update the parameters that have gradients, and give the optimizer."""
-        # torch runs an optimizer's hooks around this step; around the inner one they would run again.
+        # torch runs an optimizer's hooks around this step; around the inner one they would run
+        # again.
         without_hooks(super().step.__func__)(self, closure)  # type: ignore[attr-defined]
         return self
 
@@ -38,46 +49,93 @@ class SGD(_Chained, torch.optim.SGD):
     (True, 0.5, None)
     """
 
-    def __init__(self, params: ParamsT, lr: float, momentum: float = 0.0, nesterov: bool = False, weight_decay: float = 0.0) -> None:  # noqa: FBT001, FBT002
-        super().__init__(params, lr, momentum=momentum, nesterov=nesterov, weight_decay=weight_decay)
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float,
+        momentum: float = 0.0,
+        nesterov: bool = False,
+        weight_decay: float = 0.0,
+    ) -> None:
+        super().__init__(
+            params, lr, momentum=momentum, nesterov=nesterov, weight_decay=weight_decay
+        )
 
 
 class Adam(_Chained, torch.optim.Adam):
     """Adam, its weight decay added to the gradient."""
 
-    def __init__(self, params: ParamsT, lr: float, betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8, weight_decay: float = 0.0) -> None:
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+    ) -> None:
         super().__init__(params, lr, betas, eps, weight_decay)
 
 
 class AdamW(_Chained, torch.optim.AdamW):
     """Adam, its weight decay apart from the gradient."""
 
-    def __init__(self, params: ParamsT, lr: float, betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8, weight_decay: float = 1e-2) -> None:
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 1e-2,
+    ) -> None:
         super().__init__(params, lr, betas, eps, weight_decay)
 
 
 class Adagrad(_Chained, torch.optim.Adagrad):
     """Adagrad."""
 
-    def __init__(self, params: ParamsT, lr: float = 1e-2, lr_decay: float = 0.0, eps: float = 1e-10, weight_decay: float = 0.0) -> None:
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float = 1e-2,
+        lr_decay: float = 0.0,
+        eps: float = 1e-10,
+        weight_decay: float = 0.0,
+    ) -> None:
         super().__init__(params, lr, lr_decay, weight_decay, eps=eps)
 
 
 class Adadelta(_Chained, torch.optim.Adadelta):
     """Adadelta."""
 
-    def __init__(self, params: ParamsT, lr: float = 1.0, rho: float = 0.9, eps: float = 1e-6, weight_decay: float = 0.0) -> None:
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float = 1.0,
+        rho: float = 0.9,
+        eps: float = 1e-6,
+        weight_decay: float = 0.0,
+    ) -> None:
         super().__init__(params, lr, rho, eps, weight_decay)
 
 
 class LAMB(_Chained, mezzo.LAMB):
     """LAMB, with bias correction."""
 
-    def __init__(self, params: ParamsT, lr: float, betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8, weight_decay: float = 0.0) -> None:
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+    ) -> None:
         super().__init__(params, lr, betas, eps, weight_decay)
 
 
-def clip_grad_norm(tensors: torch.Tensor | Iterable[torch.Tensor], max_norm: float, ord: float = 2.0) -> torch.Tensor:  # noqa: A002 - MegEngine's word
+# MegEngine's word.
+def clip_grad_norm(
+    tensors: torch.Tensor | Iterable[torch.Tensor], max_norm: float, ord: float = 2.0
+) -> torch.Tensor:
     """Shorten all gradients together to a norm, and give the one they had.
 
     >>> weight = torch.nn.Parameter(torch.zeros(2))
@@ -89,7 +147,9 @@ def clip_grad_norm(tensors: torch.Tensor | Iterable[torch.Tensor], max_norm: flo
 
 
 @torch.no_grad()
-def clip_grad_value(tensors: torch.Tensor | Iterable[torch.Tensor], lower: float, upper: float) -> None:
+def clip_grad_value(
+    tensors: torch.Tensor | Iterable[torch.Tensor], lower: float, upper: float
+) -> None:
     """Keep every element of the gradients between two bounds."""
     for one in [tensors] if isinstance(tensors, torch.Tensor) else tensors:
         if one.grad is not None:

@@ -35,7 +35,8 @@ _OPS: Mapping[type[nn.Module], str] = {
     nn.GRU: "gru",
     nn.MultiheadAttention: "linear",
 }
-"""The op whose list decides over a module's parameters, as far as that can be said before an example was seen."""
+"""The op whose list decides over a module's parameters, as far as that can be said before an
+example was seen."""
 
 
 @dataclass(frozen=True)
@@ -65,12 +66,17 @@ def expected(network: nn.Module, wishes: ConvertRequest) -> dict[str, torch.Tens
     }
     dtype = wishes.policy.dtype or torch.float16
     state = {name: value.detach() for name, value in network.state_dict().items()}
-    return {name: cast(value, dtype) if name in half and value.dtype is torch.float32 else value for name, value in state.items()}
+    return {
+        name: cast(value, dtype) if name in half and value.dtype is torch.float32 else value
+        for name, value in state.items()
+    }
 
 
 def _is_half(wishes: ConvertRequest, path: str, module: nn.Module) -> bool:
     op = next((op for kind, op in _OPS.items() if isinstance(module, kind)), None)
-    if op is None or any(fnmatchcase(path, name) or path.startswith(f"{name}.") for name in wishes.excluded):
+    if op is None or any(
+        fnmatchcase(path, name) or path.startswith(f"{name}.") for name in wishes.excluded
+    ):
         return False
     device = next((one.device.type for one in module.parameters()), "cpu")
     return wishes.policy.explain(op, device=device).rule is Rule.HALF
@@ -82,7 +88,8 @@ _log = logging.getLogger()
 class Block:
     """A network that is converted at the first call for inputs of a size, and for an example at once.
 
-    `forward` and the call itself run it; `params` are its parameters and buffers as they are stored.
+    `forward` and the call itself run it; `params` are its parameters and buffers as they are
+    stored.
     """
 
     def __init__(self, network: nn.Module, wishes: ConvertRequest, device: Any = None) -> None:
@@ -115,7 +122,8 @@ class Block:
                 return _run(self._converted, args)
             except ConversionError as error:
                 if isinstance(error.__cause__, AssertionError):
-                    # A network that torch took for one of any batch, and that found out when it ran.
+                    # A network that torch took for one of any batch, and that found out when it
+                    # ran.
                     if not self._any_batch:
                         raise
                     self._any_batch = False
@@ -133,14 +141,20 @@ class Block:
     def save(self, path: str | os.PathLike[str], *, remove_amp_cast: bool = False) -> None:
         """Write the network to a file, with its casts. `remove_amp_cast=True`, the default of MXNet, drops the conversion and writes a float32 network."""
         if self._converted is None:
-            raise UnsupportedError("A network without an example has no graph to save yet. Call it once on inputs of its size, or pass data_example.")
+            raise UnsupportedError(
+                "A network without an example has no graph to save yet. Call it once on inputs of"
+                " its size, or pass data_example."
+            )
         if remove_amp_cast:
             with _nothing_else():
-                _convert(self._network, self._examples, {"policy": "O0"}, any_batch=self._any_batch).save(path)
+                _convert(
+                    self._network, self._examples, {"policy": "O0"}, any_batch=self._any_batch
+                ).save(path)
         else:
             self._converted.save(path)
 
-    def export(self, path: str, epoch: int = 0, remove_amp_cast: bool = False) -> str:  # noqa: FBT001, FBT002 - MXNet's call shape
+    # MXNet's call shape.
+    def export(self, path: str, epoch: int = 0, remove_amp_cast: bool = False) -> str:
         """`save` under the name that gluon's `export` gives; the name comes back."""
         name = file_name(path, epoch)
         self.save(name, remove_amp_cast=remove_amp_cast)
@@ -158,15 +172,25 @@ class Block:
             return converted
         # What is no module may be a node, which the first conversion has named.
         nodes = {row.node for plan in converted.plans for row in plan}
-        more = [name for name in names if name not in known and any(fnmatchcase(node, name) for node in nodes)]
+        more = [
+            name
+            for name in names
+            if name not in known and any(fnmatchcase(node, name) for node in nodes)
+        ]
         missing = sorted({*names} - {*known, *more})
         if missing:
-            _log.warning("excluded_sym_names are not present in the network. Missing nodes: %s", missing)
+            _log.warning(
+                "excluded_sym_names are not present in the network. Missing nodes: %s", missing
+            )
         return self._once(examples, [*known, *more]) if more else converted
 
     def _once(self, examples: list[tuple[Any, ...]], excluded: list[str]) -> Converted:
         with _nothing_else():
-            words = {"policy": self._wishes.policy, "exclude": excluded, "cast_params": self._wishes.cast_params}
+            words = {
+                "policy": self._wishes.policy,
+                "exclude": excluded,
+                "cast_params": self._wishes.cast_params,
+            }
             return _convert(self._network, examples, words, any_batch=self._any_batch)
 
 
@@ -188,11 +212,18 @@ class Loaded:
     forward = __call__
 
 
-def _convert(network: nn.Module, examples: list[tuple[Any, ...]], words: dict[str, Any], *, any_batch: bool) -> Converted:
+def _convert(
+    network: nn.Module, examples: list[tuple[Any, ...]], words: dict[str, Any], *, any_batch: bool
+) -> Converted:
     """Convert for a batch of any size, or for the examples' own where that cannot be."""
     if not any_batch:
         return convert(network, examples, **words)
-    batched = pytree.tree_map(lambda value: {0: torch.export.Dim.AUTO} if isinstance(value, torch.Tensor) and value.dim() else None, examples[0])
+    batched = pytree.tree_map(
+        lambda value: (
+            {0: torch.export.Dim.AUTO} if isinstance(value, torch.Tensor) and value.dim() else None
+        ),
+        examples[0],
+    )
     try:
         return convert(network, examples, dynamic_shapes=batched, **words)
     except ConversionError:

@@ -12,7 +12,10 @@ from mezzo.autocasting.autocast import autocast_all_devices
 Heads = torch.Tensor | Sequence[torch.Tensor]
 
 
-def record(train_mode: bool = True) -> AbstractContextManager[object]:  # noqa: ARG001, FBT001, FBT002 - MXNet's call shape; modes are the modules' own here
+# MXNet's call shape; modes are the modules' own here.
+def record(
+    train_mode: bool = True,
+) -> AbstractContextManager[object]:
     """Record what is computed inside, for gradients.
 
     >>> with record():
@@ -22,12 +25,16 @@ def record(train_mode: bool = True) -> AbstractContextManager[object]:  # noqa: 
     return torch.enable_grad()
 
 
-def pause(train_mode: bool = False) -> AbstractContextManager[object]:  # noqa: ARG001, FBT001, FBT002 - MXNet's call shape
+# MXNet's call shape.
+def pause(
+    train_mode: bool = False,
+) -> AbstractContextManager[object]:
     """Do not record."""
     return torch.no_grad()
 
 
-def backward(heads: Heads, head_grads: Heads | None = None, retain_graph: bool = False) -> None:  # noqa: FBT001, FBT002 - MXNet's call shape
+# MXNet's call shape.
+def backward(heads: Heads, head_grads: Heads | None = None, retain_graph: bool = False) -> None:
     """Compute gradients of outputs of any shape, added up; each is weighted by 1 where nothing else is given.
 
     >>> weight = torch.ones(2, requires_grad=True)

@@ -36,16 +36,32 @@ class Known:
 
 _OPTIMIZERS = {
     "sgd": Known(torch.optim.SGD, _RATES | {"momentum": "momentum"}, {"lr": 0.01}),
-    "nag": Known(partial(torch.optim.SGD, nesterov=True), _RATES | {"momentum": "momentum"}, {"lr": 0.1, "momentum": 0.9}),
+    "nag": Known(
+        partial(torch.optim.SGD, nesterov=True),
+        _RATES | {"momentum": "momentum"},
+        {"lr": 0.1, "momentum": 0.9},
+    ),
     "adam": Known(torch.optim.Adam, _ADAM, {"lr": 0.001}),
     "adamw": Known(torch.optim.AdamW, _ADAM, {"lr": 0.001, "weight_decay": 0.0}),
     "adamax": Known(torch.optim.Adamax, _ADAM, {"lr": 0.002}),
     "nadam": Known(torch.optim.NAdam, _ADAM | {"schedule_decay": "momentum_decay"}, {"lr": 0.001}),
-    "adagrad": Known(torch.optim.Adagrad, _RATES | {"epsilon": "eps", "eps": "eps"}, {"lr": 0.01, "eps": 1e-6}),
-    "adadelta": Known(torch.optim.Adadelta, _RATES | {"rho": "rho", "epsilon": "eps"}, {"lr": 1.0, "eps": 1e-5}),
+    "adagrad": Known(
+        torch.optim.Adagrad, _RATES | {"epsilon": "eps", "eps": "eps"}, {"lr": 0.01, "eps": 1e-6}
+    ),
+    "adadelta": Known(
+        torch.optim.Adadelta, _RATES | {"rho": "rho", "epsilon": "eps"}, {"lr": 1.0, "eps": 1e-5}
+    ),
     "rmsprop": Known(
         torch.optim.RMSprop,
-        _RATES | {"rho": "alpha", "gamma1": "alpha", "momentum": "momentum", "gamma2": "momentum", "epsilon": "eps", "centered": "centered"},
+        _RATES
+        | {
+            "rho": "alpha",
+            "gamma1": "alpha",
+            "momentum": "momentum",
+            "gamma2": "momentum",
+            "epsilon": "eps",
+            "centered": "centered",
+        },
         {"lr": 0.001, "alpha": 0.9},
     ),
     "lamb": Known(LAMB, _ADAM, {"lr": 0.001, "weight_decay": 0.0}),
@@ -65,15 +81,28 @@ def make(name: str, parameters: Parameters, words: Mapping[str, Any]) -> torch.o
     """
     known = _OPTIMIZERS.get(name.lower())
     if known is None:
-        raise ValueError(f"Cannot find optimizer {name}. There are: {', '.join(_OPTIMIZERS)}; or pass one of torch.optim.{nearest(name, _OPTIMIZERS)}")
-    return known.make(parameters, **_translated(name, known, {word: value for word, value in words.items() if word not in (*_HINTS, *OUTSIDE)}))
+        raise ValueError(
+            f"Cannot find optimizer {name}. There are: {', '.join(_OPTIMIZERS)}; or pass one of"
+            f" torch.optim.{nearest(name, _OPTIMIZERS)}"
+        )
+    return known.make(
+        parameters,
+        **_translated(
+            name,
+            known,
+            {word: value for word, value in words.items() if word not in (*_HINTS, *OUTSIDE)},
+        ),
+    )
 
 
 def _translated(name: str, known: Known, words: Mapping[str, Any]) -> dict[str, Any]:
     for word in words:
         if word not in known.words:
             allowed = ", ".join([*known.words, *OUTSIDE])
-            raise TypeError(f"The optimizer {name!r} got an unexpected keyword argument {word!r}. It takes: {allowed}.{nearest(word, known.words)}")
+            raise TypeError(
+                f"The optimizer {name!r} got an unexpected keyword argument {word!r}. It takes:"
+                f" {allowed}.{nearest(word, known.words)}"
+            )
     said = dict(known.defaults) | {known.words[word]: value for word, value in words.items()}
     if {"beta1", "beta2"} & said.keys():
         said["betas"] = (said.pop("beta1", 0.9), said.pop("beta2", 0.999))
@@ -154,8 +183,9 @@ Given = Mapping[str, torch.nn.Parameter] | Iterable[torch.nn.Parameter]
 class Trainer:
     """Steps an optimizer over parameters, with MXNet's words: a dict of parameters, as `dict(net.named_parameters())`, or a list of them.
 
-    Gradients are forgotten by a step, for there the next backward overwrites them. Momentum is torch's: a rate that changes takes effect at once there and
-    here, but torch multiplies the whole momentum by it.
+    Gradients are forgotten by a step, for there the next backward overwrites them. Momentum is
+    torch's: a rate that changes takes effect at once there and here, but torch multiplies the whole
+    momentum by it.
 
     >>> weight = torch.nn.Parameter(torch.ones(1))
     >>> trainer = Trainer({"weight": weight}, "sgd", {"learning_rate": 0.5})
@@ -170,15 +200,18 @@ class Trainer:
         params: Given,
         optimizer: str | torch.optim.Optimizer,
         optimizer_params: Mapping[str, Any] | None = None,
-        kvstore: Any = "device",  # noqa: ARG002 - one process has nothing to store elsewhere
-        compression_params: Any = None,  # noqa: ARG002
-        update_on_kvstore: bool | None = None,  # noqa: FBT001 - MXNet's call shape
+        kvstore: Any = "device",
+        compression_params: Any = None,
+        update_on_kvstore: bool | None = None,
     ) -> None:
         self._names = _named(params)
         words = dict(optimizer_params or {})
         if isinstance(optimizer, torch.optim.Optimizer):
             if words:
-                raise AssertionError("optimizer_params must be None if optimizer is an instance of Optimizer instead of str.")
+                raise AssertionError(
+                    "optimizer_params must be None if optimizer is an instance of Optimizer instead"
+                    " of str."
+                )
             self._optimizer = optimizer
         else:
             self._optimizer = make(optimizer, list(self._names.values()), words)
@@ -208,7 +241,8 @@ class Trainer:
         attached = scaled_optimizer_of(self._optimizer)
         return 1.0 if attached is None else attached.scaler.get_scale()
 
-    def step(self, batch_size: int, ignore_stale_grad: bool = False) -> None:  # noqa: FBT001, FBT002 - MXNet's call shape
+    # MXNet's call shape.
+    def step(self, batch_size: int, ignore_stale_grad: bool = False) -> None:
         """Update from gradients divided by the batch size, and forget them."""
         if not ignore_stale_grad:
             self._refuse_stale()
@@ -220,7 +254,8 @@ class Trainer:
         """One process has nothing to reduce: wrap the network in DistributedDataParallel for several."""
         self._refuse_kvstore("allreduce_grads()")
 
-    def update(self, batch_size: int, ignore_stale_grad: bool = False) -> None:  # noqa: FBT001, FBT002 - MXNet's call shape
+    # MXNet's call shape.
+    def update(self, batch_size: int, ignore_stale_grad: bool = False) -> None:
         """`step`, after `allreduce_grads`."""
         self._refuse_kvstore("update()")
         self.step(batch_size, ignore_stale_grad)
@@ -228,7 +263,13 @@ class Trainer:
     def save_states(self, fname: str | os.PathLike[str]) -> None:
         """Write the optimizer's state and the loss scale to a file."""
         attached = scaled_optimizer_of(self._optimizer)
-        torch.save({"optimizer": self._optimizer.state_dict(), "scaler": None if attached is None else attached.scaler.state_dict()}, fname)
+        torch.save(
+            {
+                "optimizer": self._optimizer.state_dict(),
+                "scaler": None if attached is None else attached.scaler.state_dict(),
+            },
+            fname,
+        )
 
     def load_states(self, fname: str | os.PathLike[str]) -> None:
         """Take over what `save_states` wrote."""
@@ -260,15 +301,18 @@ class Trainer:
         for name, parameter in self._names.items():
             if parameter.requires_grad and parameter.grad is None:
                 raise UserWarning(
-                    f"Gradient of Parameter `{name}` has not been updated by backward since last `step`. This could mean a bug in your model that made it only use "
-                    "a subset of the Parameters (Blocks) for this iteration. If you are intentionally only using a subset, call step with ignore_stale_grad=True to "
-                    "suppress this warning and skip updating of Parameters with stale gradient."
+                    f"Gradient of Parameter `{name}` has not been updated by backward since last"
+                    " `step`. This could mean a bug in your model that made it only use a subset"
+                    " of the Parameters (Blocks) for this iteration. If you are intentionally only"
+                    " using a subset, call step with ignore_stale_grad=True to suppress this"
+                    " warning and skip updating of Parameters with stale gradient."
                 )
 
     def _refuse_kvstore(self, call: str) -> None:
         if self._on_kvstore:
             raise AssertionError(
-                f"{call} when parameters are updated on kvstore is not supported. Try setting `update_on_kvstore` to False when creating trainer."
+                f"{call} when parameters are updated on kvstore is not supported. Try setting"
+                " `update_on_kvstore` to False when creating trainer."
             )
 
 
@@ -276,13 +320,21 @@ def _named(params: Any) -> dict[str, torch.nn.Parameter]:
     """Parameters by name, shared ones once; dicts in the order of their names, as there."""
     if isinstance(params, Mapping):
         pairs = [(str(name), params[name]) for name in sorted(params)]
-    elif isinstance(params, Iterable) and not isinstance(params, str | torch.Tensor | torch.nn.Module):
+    elif isinstance(params, Iterable) and not isinstance(
+        params, str | torch.Tensor | torch.nn.Module
+    ):
         pairs = [(f"parameter {place}", one) for place, one in enumerate(params)]
     else:
-        raise ValueError(f"First argument must be a list or dict of Parameters, got {type(params)}. Pass dict(net.named_parameters()).")  # noqa: TRY004
+        raise ValueError(
+            f"First argument must be a list or dict of Parameters, got {type(params)}. Pass"
+            " dict(net.named_parameters())."
+        )
     for _, one in pairs:
         if not isinstance(one, torch.Tensor):
-            raise ValueError(f"First argument must be a list or dict of Parameters, got list of {type(one)}.")  # noqa: TRY004 - MXNet's type
+            # MXNet's type.
+            raise ValueError(
+                f"First argument must be a list or dict of Parameters, got list of {type(one)}."
+            )
     seen: set[int] = set()
     return {name: one for name, one in pairs if not (id(one) in seen or seen.add(id(one)))}  # type: ignore[func-returns-value]
 

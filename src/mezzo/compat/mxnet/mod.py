@@ -27,20 +27,39 @@ class Module:
     torch.Size([4, 1])
     """
 
-    def __init__(self, symbol: Block | Loaded | nn.Module, data_names: Any = ("data",), label_names: Any = ("softmax_label",), **_: Any) -> None:
-        self.symbol, self.data_names, self.label_names = symbol, list(data_names), list(label_names or ())
+    def __init__(
+        self,
+        symbol: Block | Loaded | nn.Module,
+        data_names: Any = ("data",),
+        label_names: Any = ("softmax_label",),
+        **_: Any,
+    ) -> None:
+        self.symbol, self.data_names, self.label_names = (
+            symbol,
+            list(data_names),
+            list(label_names or ()),
+        )
         self.binded = False
         self._arg_params: Params = {}
         self._aux_params: Params = {}
         self._outputs: list[torch.Tensor] = []
 
-    def bind(self, data_shapes: Any, label_shapes: Any = None, for_training: bool = False, **_: Any) -> None:  # noqa: ARG002, FBT001, FBT002 - MXNet's call shape
+    # MXNet's call shape.
+    def bind(
+        self, data_shapes: Any, label_shapes: Any = None, for_training: bool = False, **_: Any
+    ) -> None:
         """Say what will be fed. Nothing is laid out ahead here; training is `mezzo.TrainStep`'s work, or a `gluon.Trainer`'s."""
         if len(data_shapes) != len(self.data_names):
-            raise ValueError(f"data_shapes has {len(data_shapes)} entries for {len(self.data_names)} data_names {self.data_names}. Give each its shape.")
+            raise ValueError(
+                f"data_shapes has {len(data_shapes)} entries for {len(self.data_names)} data_names"
+                f" {self.data_names}. Give each its shape."
+            )
         self.binded = True
 
-    def set_params(self, arg_params: Params, aux_params: Params, allow_missing: bool = False, **_: Any) -> None:  # noqa: FBT001, FBT002 - MXNet's call shape
+    # MXNet's call shape.
+    def set_params(
+        self, arg_params: Params, aux_params: Params, allow_missing: bool = False, **_: Any
+    ) -> None:
         """Take over parameters and buffers. A converted network was made with its own, and takes no others."""
         given = {**arg_params, **aux_params}
         if isinstance(self.symbol, nn.Module):
@@ -53,32 +72,49 @@ class Module:
         """What `set_params` was given."""
         return self._arg_params, self._aux_params
 
-    def forward(self, data_batch: DataBatch, is_train: bool | None = None) -> None:  # noqa: ARG002, FBT001 - MXNet's call shape
+    # MXNet's call shape.
+    def forward(self, data_batch: DataBatch, is_train: bool | None = None) -> None:
         """Run the network; `get_outputs` gives what came out."""
         if not self.binded:
-            raise AssertionError("The module is not bound. Call bind(data_shapes=[('data', (1, 3, 224, 224))]) first.")
+            raise AssertionError(
+                "The module is not bound. Call bind(data_shapes=[('data', (1, 3, 224, 224))])"
+                " first."
+            )
         with torch.no_grad():
             made = self.symbol(*data_batch.data)
         self._outputs = list(made) if isinstance(made, list | tuple) else [made]
 
-    def get_outputs(self, merge_multi_context: bool = True) -> list[torch.Tensor]:  # noqa: ARG002, FBT001, FBT002 - MXNet's call shape
+    # MXNet's call shape.
+    def get_outputs(self, merge_multi_context: bool = True) -> list[torch.Tensor]:
         """What the last `forward` gave."""
         return self._outputs
 
-    def save_checkpoint(self, prefix: str, epoch: int, save_optimizer_states: bool = False, remove_amp_cast: bool = False) -> str:  # noqa: ARG002, FBT001, FBT002
+    def save_checkpoint(
+        self,
+        prefix: str,
+        epoch: int,
+        save_optimizer_states: bool = False,
+        remove_amp_cast: bool = False,
+    ) -> str:
         """Write the converted network to a file, with its casts; the file's name comes back."""
         if not isinstance(self.symbol, Block):
             raise UnsupportedError(
-                f"{type(self.symbol).__name__} is no converted network. Convert it first: amp.convert_model(...); or torch.save its state_dict()."
+                f"{type(self.symbol).__name__} is no converted network. Convert it first:"
+                " amp.convert_model(...); or torch.save its state_dict()."
             )
         return self.symbol.save_checkpoint(prefix, epoch, remove_amp_cast)
 
 
 def _refuse_others(own: Params, given: Params) -> None:
-    strange = sorted(name for name, value in given.items() if name not in own or not torch.equal(own[name].float(), value.float()))
+    strange = sorted(
+        name
+        for name, value in given.items()
+        if name not in own or not torch.equal(own[name].float(), value.float())
+    )
     if strange:
         raise UnsupportedError(
-            f"These are not what the network was converted with: {', '.join(strange)}. Pass what convert_model gave, or convert anew with these parameters."
+            f"These are not what the network was converted with: {', '.join(strange)}. Pass what"
+            " convert_model gave, or convert anew with these parameters."
         )
 
 
@@ -92,7 +128,9 @@ class BucketingModule:
     torch.Size([8, 1])
     """
 
-    def __init__(self, sym_gen: Callable[[Any], Any], default_bucket_key: Hashable = None, **_: Any) -> None:
+    def __init__(
+        self, sym_gen: Callable[[Any], Any], default_bucket_key: Hashable = None, **_: Any
+    ) -> None:
         self._sym_gen, self.default_bucket_key = sym_gen, default_bucket_key
         self.buckets: dict[Hashable, Network] = {}
         """The networks that were made so far."""

@@ -16,9 +16,9 @@ def save_checkpoint(
     prefix: str | os.PathLike[str],
     epoch: int,
     symbol: Block,
-    arg_params: Any = None,  # noqa: ARG001 - the network has them
-    aux_params: Any = None,  # noqa: ARG001
-    remove_amp_cast: bool = False,  # noqa: FBT001, FBT002 - MXNet's call shape
+    arg_params: Any = None,
+    aux_params: Any = None,
+    remove_amp_cast: bool = False,
 ) -> None:
     """Write a converted network to a file, with its casts. MXNet drops them unless `remove_amp_cast=False` is said; here they stay unless `True` is."""
     symbol.save(file_name(prefix, epoch), remove_amp_cast=remove_amp_cast)
@@ -29,4 +29,8 @@ def load_checkpoint(prefix: str | os.PathLike[str], epoch: int) -> tuple[Loaded,
     network = Loaded(file_name(prefix, epoch))
     stored = network.params
     trained = set(network.converted._converted.programs[0].exported.graph_signature.parameters)
-    return network, {name: value for name, value in stored.items() if name in trained}, {name: value for name, value in stored.items() if name not in trained}
+    return (
+        network,
+        {name: value for name, value in stored.items() if name in trained},
+        {name: value for name, value in stored.items() if name not in trained},
+    )

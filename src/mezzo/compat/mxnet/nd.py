@@ -10,29 +10,35 @@ from mezzo._casting import cast
 from mezzo._errors import PolicyError, choices
 from mezzo.compat.mxnet.amp._init import output_with_gradient
 
-__all__ = ["LinearRegressionOutput", "LogisticRegressionOutput", "MAERegressionOutput", "SoftmaxOutput"]
+__all__ = [
+    "LinearRegressionOutput",
+    "LogisticRegressionOutput",
+    "MAERegressionOutput",
+    "SoftmaxOutput",
+]
 
 Unary = Callable[[torch.Tensor], torch.Tensor]
 
 _NORMALIZATIONS = ("null", "batch", "valid")
 
 
-def SoftmaxOutput(  # noqa: N802 - MXNet's spelling
+def SoftmaxOutput(
     data: torch.Tensor,
     label: torch.Tensor,
     grad_scale: float = 1.0,
     ignore_label: float = -1.0,
-    multi_output: bool = False,  # noqa: FBT001, FBT002 - MXNet's call shape
-    use_ignore: bool = False,  # noqa: FBT001, FBT002
-    preserve_shape: bool = False,  # noqa: FBT001, FBT002
+    multi_output: bool = False,
+    use_ignore: bool = False,
+    preserve_shape: bool = False,
     normalization: str = "null",
-    out_grad: bool = False,  # noqa: FBT001, FBT002
+    out_grad: bool = False,
     smooth_alpha: float = 0.0,
-    name: str | None = None,  # noqa: ARG001 - what a symbol is called there
+    name: str | None = None,
 ) -> torch.Tensor:
     """Probabilities; backward is that of their cross entropy with the classes, summed (`null`), or divided by the samples (`batch`, `valid` without ignored ones).
 
-    `out_grad=True` multiplies it by the incoming gradient after all, `smooth_alpha` is what the other classes get together.
+    `out_grad=True` multiplies it by the incoming gradient after all, `smooth_alpha` is what the
+    other classes get together.
 
     >>> logits = torch.zeros(1, 2, requires_grad=True)
     >>> SoftmaxOutput(logits, torch.tensor([1.0])).sum().backward()
@@ -45,36 +51,63 @@ def SoftmaxOutput(  # noqa: N802 - MXNet's spelling
     wide = cast(data, torch.float32)
     flat = wide if preserve_shape or multi_output else wide.flatten(1)
     probabilities = flat.detach().softmax(axis)
-    classes = label.long().reshape([size for place, size in enumerate(probabilities.shape) if place != axis % probabilities.dim()])
+    classes = label.long().reshape(
+        [
+            size
+            for place, size in enumerate(probabilities.shape)
+            if place != axis % probabilities.dim()
+        ]
+    )
 
     def gradient() -> torch.Tensor:
-        kept = classes != int(ignore_label) if use_ignore else torch.ones_like(classes, dtype=torch.bool)
+        kept = (
+            classes != int(ignore_label)
+            if use_ignore
+            else torch.ones_like(classes, dtype=torch.bool)
+        )
         others = smooth_alpha / max(probabilities.shape[axis] - 1, 1)
-        hot = torch.full_like(probabilities, others).scatter_(axis, (classes * kept).unsqueeze(axis), 1.0 - smooth_alpha)
+        hot = torch.full_like(probabilities, others).scatter_(
+            axis, (classes * kept).unsqueeze(axis), 1.0 - smooth_alpha
+        )
         gradient = (probabilities - hot) * kept.unsqueeze(axis) * grad_scale
         if normalization != "null":
-            gradient = gradient / (len(data) if normalization == "batch" else kept.sum().clamp(min=1))
+            gradient = gradient / (
+                len(data) if normalization == "batch" else kept.sum().clamp(min=1)
+            )
         return gradient.reshape(wide.shape)
 
-    return output_with_gradient(wide, probabilities.reshape(wide.shape), gradient, times_incoming=out_grad)
+    return output_with_gradient(
+        wide, probabilities.reshape(wide.shape), gradient, times_incoming=out_grad
+    )
 
 
-def LinearRegressionOutput(data: torch.Tensor, label: torch.Tensor, grad_scale: float = 1.0, name: str | None = None) -> torch.Tensor:  # noqa: ARG001, N802 - MXNet's spelling
+# MXNet's spelling.
+def LinearRegressionOutput(
+    data: torch.Tensor, label: torch.Tensor, grad_scale: float = 1.0, name: str | None = None
+) -> torch.Tensor:
     """The data themselves; backward is that of half their squared distance from the labels."""
     return _regression(data, label, grad_scale, lambda wide: wide, lambda difference: difference)
 
 
-def LogisticRegressionOutput(data: torch.Tensor, label: torch.Tensor, grad_scale: float = 1.0, name: str | None = None) -> torch.Tensor:  # noqa: ARG001, N802 - MXNet's spelling
+# MXNet's spelling.
+def LogisticRegressionOutput(
+    data: torch.Tensor, label: torch.Tensor, grad_scale: float = 1.0, name: str | None = None
+) -> torch.Tensor:
     """The sigmoid; backward is that of its binary cross entropy with the labels."""
     return _regression(data, label, grad_scale, torch.sigmoid, lambda difference: difference)
 
 
-def MAERegressionOutput(data: torch.Tensor, label: torch.Tensor, grad_scale: float = 1.0, name: str | None = None) -> torch.Tensor:  # noqa: ARG001, N802 - MXNet's spelling
+# MXNet's spelling.
+def MAERegressionOutput(
+    data: torch.Tensor, label: torch.Tensor, grad_scale: float = 1.0, name: str | None = None
+) -> torch.Tensor:
     """The data themselves; backward is that of their absolute distance from the labels."""
     return _regression(data, label, grad_scale, lambda wide: wide, torch.sign)
 
 
-def _regression(data: torch.Tensor, label: torch.Tensor, grad_scale: float, forward: Unary, slope: Unary) -> torch.Tensor:
+def _regression(
+    data: torch.Tensor, label: torch.Tensor, grad_scale: float, forward: Unary, slope: Unary
+) -> torch.Tensor:
     wide = cast(data, torch.float32)
     output = forward(wide.detach())
     target = cast(label, torch.float32).reshape(output.shape)

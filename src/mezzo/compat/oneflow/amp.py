@@ -31,12 +31,20 @@ class autocast(_autocast):  # noqa: N801 - OneFlow's spelling
         self,
         device_type: str,
         dtype: torch.dtype | None = None,
-        enabled: bool = True,  # noqa: FBT001, FBT002 - OneFlow's call shape
-        cache_enabled: bool | None = None,  # noqa: FBT001
+        enabled: bool = True,
+        cache_enabled: bool | None = None,
     ) -> None:
         if not is_dynamo_compiling() and device_type not in _DTYPES:
-            raise UnsupportedError(f"User specified autocast device_type must be 'cuda' or 'cpu', got {device_type!r}.")
-        super().__init__(device_type, _DTYPES[device_type] if dtype is None else dtype, enabled, cache_enabled, preset=PRESET)
+            raise UnsupportedError(
+                f"User specified autocast device_type must be 'cuda' or 'cpu', got {device_type!r}."
+            )
+        super().__init__(
+            device_type,
+            _DTYPES[device_type] if dtype is None else dtype,
+            enabled,
+            cache_enabled,
+            preset=PRESET,
+        )
 
 
 @dataclass(frozen=True)
@@ -59,7 +67,8 @@ class GradScaler:
     def __post_init__(self) -> None:
         if self.backoff_factor != 1.0 / self.growth_factor:
             raise PolicyError(
-                f"Only support 1.0/growth_factor as backoff_factor at the moment, got {self.backoff_factor}: it must be {1.0 / self.growth_factor:g}."
+                "Only support 1.0/growth_factor as backoff_factor at the moment, got"
+                f" {self.backoff_factor}: it must be {1.0 / self.growth_factor:g}."
             )
         self.scaler()
 
@@ -87,7 +96,9 @@ class StaticGradScaler:
 
     def __post_init__(self) -> None:
         if self.scale_factor <= 0.0:
-            raise PolicyError(f"StaticGradScaler's scale_factor must > 0.0, got {self.scale_factor}.")
+            raise PolicyError(
+                f"StaticGradScaler's scale_factor must > 0.0, got {self.scale_factor}."
+            )
 
     def scaler(self) -> Scaler:
         """The scaler of a graph."""

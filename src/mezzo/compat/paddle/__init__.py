@@ -1,12 +1,20 @@
 """PaddlePaddle's mixed precision on torch and mezzo: `from mezzo.compat import paddle`, and the AMP calls of a program stay as they are.
 
-Layers, tensors and data loaders are torch's; docs/coming-from/paddle.md has the table of substitutions, and what differs.
+Layers, tensors and data loaders are torch's; docs/coming-from/paddle.md has the table of
+substitutions, and what differs.
 """
 
 from typing import NoReturn
 
 from mezzo.compat.paddle import amp, callbacks, metric, nn, optimizer, static
-from mezzo.compat.paddle._places import CPUPlace, CUDAPlace, XPUPlace, get_device, is_compiled_with_cuda, set_device
+from mezzo.compat.paddle._places import (
+    CPUPlace,
+    CUDAPlace,
+    XPUPlace,
+    get_device,
+    is_compiled_with_cuda,
+    set_device,
+)
 from mezzo.compat.paddle.hapi import Model
 from mezzo.compat.paddle.nn import refuse
 from mezzo.compat.paddle.parallel import DataParallel

@@ -43,14 +43,14 @@ class CUDAPlace(Place):
     device(type='cuda', index=0)
     """
 
-    def __init__(self, id: int) -> None:  # noqa: A002 - Paddle's word
+    def __init__(self, id: int) -> None:
         super().__init__(torch.device("cuda", id))
 
 
 class XPUPlace(Place):
     """An XPU."""
 
-    def __init__(self, id: int) -> None:  # noqa: A002 - Paddle's word
+    def __init__(self, id: int) -> None:
         super().__init__(torch.device("xpu", id))
 
 
@@ -69,11 +69,18 @@ def device_of(place: Any) -> torch.device:
     if isinstance(place, str) and re.fullmatch(r"[a-z]+(:\d+)?", place):
         kind, _, index = place.partition(":")
         try:
-            return torch.device(_NAMES.get(kind, kind), int(index)) if index else torch.device(_NAMES.get(kind, kind))
+            return (
+                torch.device(_NAMES.get(kind, kind), int(index))
+                if index
+                else torch.device(_NAMES.get(kind, kind))
+            )
         except RuntimeError:
             # torch does not know the type; the message below says which words there are.
             pass
-    raise ValueError(f"The device must be a string such as 'cpu', 'gpu', 'gpu:0' or 'xpu:0', a place or a torch.device, but got {place!r}.")
+    raise ValueError(
+        "The device must be a string such as 'cpu', 'gpu', 'gpu:0' or 'xpu:0', a place or a"
+        f" torch.device, but got {place!r}."
+    )
 
 
 def set_device(device: str) -> Place:
@@ -85,7 +92,10 @@ def set_device(device: str) -> Place:
     global _set
     chosen = device_of(device)
     if chosen.type == "cuda" and not torch.cuda.is_available():
-        raise ValueError(f"The device should not be {device!r}, since there is no CUDA device here. Use set_device('cpu').")
+        raise ValueError(
+            f"The device should not be {device!r}, since there is no CUDA device here. Use"
+            " set_device('cpu')."
+        )
     if chosen != torch.get_default_device():
         torch.set_default_device(chosen)
     _set = chosen

@@ -71,7 +71,10 @@ class Accuracy(Metric):
 
     def accumulate(self) -> Any:
         """The accuracy so far."""
-        shares = [found / seen if seen else 0.0 for found, seen in zip(self._found, self._seen, strict=True)]
+        shares = [
+            found / seen if seen else 0.0
+            for found, seen in zip(self._found, self._seen, strict=True)
+        ]
         return shares[0] if len(shares) == 1 else shares
 
     def name(self) -> list[str]:

@@ -78,7 +78,8 @@ def clip_of(optimizer: Optimizer) -> Clip | None:
     return None if bound is not None and bound.clip_norm is not None else clip
 
 
-def clip_before_step(optimizer: Optimizer, arguments: Any, words: Any) -> None:  # noqa: ARG001 - the shape of a step hook
+# The shape of a step hook.
+def clip_before_step(optimizer: Optimizer, arguments: Any, words: Any) -> None:
     """A hook of optimizers: clip what they are about to step from, in float32."""
     clip = clip_of(optimizer)
     if clip is None:
@@ -100,7 +101,10 @@ SUBSTITUTIONS = {
     "nn.Layer": "torch.nn.Module",
     "nn.LayerList": "torch.nn.ModuleList",
     "nn.Sequential": "torch.nn.Sequential",
-    "nn.Linear": "torch.nn.Linear; Paddle starts from Xavier-uniform weights and zero biases: torch.nn.init.xavier_uniform_, zeros_",
+    "nn.Linear": (
+        "torch.nn.Linear; Paddle starts from Xavier-uniform weights and zero biases:"
+        " torch.nn.init.xavier_uniform_, zeros_"
+    ),
     "nn.Conv2D": "torch.nn.Conv2d",
     "nn.BatchNorm2D": "torch.nn.BatchNorm2d",
     "nn.LayerNorm": "torch.nn.LayerNorm",
@@ -136,10 +140,14 @@ def refuse(module: str, name: str) -> NoReturn:
     if asked in SUBSTITUTIONS:
         remedy = f" Use {SUBSTITUTIONS[asked]}."
     elif inside:
-        remedy = f" Use torch's: {'; '.join(f'{call} is {SUBSTITUTIONS[call]}' for call in inside)}."
+        remedy = (
+            f" Use torch's: {'; '.join(f'{call} is {SUBSTITUTIONS[call]}' for call in inside)}."
+        )
     else:
         remedy = " Layers, tensors and data are torch's: docs/coming-from/paddle.md has the table."
-    raise AttributeError(f"mezzo.compat.paddle has no {asked}: it brings Paddle's mixed precision alone.{remedy}")
+    raise AttributeError(
+        f"mezzo.compat.paddle has no {asked}: it brings Paddle's mixed precision alone.{remedy}"
+    )
 
 
 __all__ = ["ClipGradByGlobalNorm", "ClipGradByNorm", "ClipGradByValue"]

@@ -21,18 +21,27 @@ class DataParallel(nn.Module):
     def __init__(
         self,
         layers: nn.Module,
-        strategy: Any = None,  # noqa: ARG002 - of an old way to start processes
+        strategy: Any = None,
         comm_buffer_size: int = 25,
-        last_comm_buffer_size: float = 1,  # noqa: ARG002 - torch sizes the last one by itself
-        find_unused_parameters: bool = False,  # noqa: FBT001, FBT002 - Paddle's call shape
+        last_comm_buffer_size: float = 1,
+        find_unused_parameters: bool = False,
         group: Any = None,
     ) -> None:
         super().__init__()
         self._layers = layers
-        several = distributed.is_available() and distributed.is_initialized() and distributed.get_world_size(group) > 1
+        several = (
+            distributed.is_available()
+            and distributed.is_initialized()
+            and distributed.get_world_size(group) > 1
+        )
         # Not a module of this one, or every parameter would have two names.
         self.__dict__["_called"] = (
-            DistributedDataParallel(layers, bucket_cap_mb=comm_buffer_size, find_unused_parameters=find_unused_parameters, process_group=group)
+            DistributedDataParallel(
+                layers,
+                bucket_cap_mb=comm_buffer_size,
+                find_unused_parameters=find_unused_parameters,
+                process_group=group,
+            )
             if several
             else layers
         )

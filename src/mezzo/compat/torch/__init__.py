@@ -17,8 +17,9 @@ _PLACES: dict[str, tuple[str, ...]] = {
     "cuda": ("torch.cuda.amp", "torch.cuda.amp.autocast_mode", "torch.cuda.amp.grad_scaler"),
     "cpu": ("torch.cpu.amp", "torch.cpu.amp.autocast_mode", "torch.cpu.amp.grad_scaler"),
 }
-"""Where torch's users find the names. `torch.amp.autocast_mode` and `torch.amp.grad_scaler` stay: the compiler, torch.export and FSDP's scaler hold on to what is
-there, and so do `custom_fwd` and `custom_bwd`, whose regions then lie inside mezzo's."""
+"""Where torch's users find the names. `torch.amp.autocast_mode` and `torch.amp.grad_scaler`
+stay: the compiler, torch.export and FSDP's scaler hold on to what is there, and so do
+`custom_fwd` and `custom_bwd`, whose regions then lie inside mezzo's."""
 
 _OURS: dict[str, dict[str, Any]] = {
     "": {"autocast": _autocast.autocast, "GradScaler": _grad_scaler.GradScaler},
@@ -51,7 +52,12 @@ class Installed:
         if self._first:
             install()
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         if self._first:
             uninstall()
 
@@ -59,7 +65,8 @@ class Installed:
 def install() -> Installed:
     """Let `torch.autocast`, `torch.amp.GradScaler`, `torch.cuda.amp` and `torch.cpu.amp` run on mezzo until `uninstall`; a second call changes nothing.
 
-    Names that were bound earlier, by `from torch.amp import autocast`, stay torch's: install first, or import mezzo's.
+    Names that were bound earlier, by `from torch.amp import autocast`, stay torch's: install first,
+    or import mezzo's.
 
     >>> import mezzo, torch
     >>> with install():

@@ -1,6 +1,7 @@
 """`torch.autocast` in all its spellings, carried out by mezzo's regions.
 
-torch's own constructor reads and refuses the arguments, so that every error and warning is torch's. Only what entering and leaving does is mezzo's.
+torch's own constructor reads and refuses the arguments, so that every error and warning is torch's.
+Only what entering and leaving does is mezzo's.
 """
 
 from __future__ import annotations
@@ -27,13 +28,20 @@ R = TypeVar("R")
 class StandsFor(type):
     """The class of classes that compilers take for torch's own: they ask whether a class is *equal* to one of torch's, and then put torch's own region in the graph.
 
-    So what is compiled, exported or scripted is exactly what it would be without mezzo; op lists are the same in both.
+    So what is compiled, exported or scripted is exactly what it would be without mezzo; op lists
+    are the same in both.
     """
 
     stands_for: type | None
     _jit_override_qualname: str
 
-    def __new__(cls, name: str, bases: tuple[type, ...], namespace: dict[str, Any], stands_for: type | None = None) -> Any:
+    def __new__(
+        cls,
+        name: str,
+        bases: tuple[type, ...],
+        namespace: dict[str, Any],
+        stands_for: type | None = None,
+    ) -> Any:
         """A class, and which of torch's it stands for. Its subclasses stand for themselves."""
         made = super().__new__(cls, name, bases, namespace)
         made.stands_for = stands_for
@@ -48,7 +56,9 @@ class StandsFor(type):
     def __hash__(cls) -> int:
         return type.__hash__(cls if cls.stands_for is None else cls.stands_for)
 
-    def __init__(cls, name: str, bases: tuple[type, ...], namespace: dict[str, Any], **_: Any) -> None:
+    def __init__(
+        cls, name: str, bases: tuple[type, ...], namespace: dict[str, Any], **_: Any
+    ) -> None:
         super().__init__(name, bases, namespace)
 
 
@@ -58,7 +68,8 @@ _ELSEWHERE = "_entered"
 """What belongs to one process: a copy starts without it."""
 
 
-class autocast(mezzos, torchs_own, metaclass=StandsFor, stands_for=torchs_own):  # noqa: N801 - torch's spelling
+# Torch's spelling.
+class autocast(mezzos, torchs_own, metaclass=StandsFor, stands_for=torchs_own):  # noqa: N801
     """`torch.autocast`: the same arguments, strictness and attributes.
 
     >>> with autocast("cpu", dtype=torch.bfloat16):
@@ -73,17 +84,21 @@ class autocast(mezzos, torchs_own, metaclass=StandsFor, stands_for=torchs_own): 
         self,
         device_type: str,
         dtype: torch.dtype | None = None,
-        enabled: bool = True,  # noqa: FBT001, FBT002 - torch's call shape
-        cache_enabled: bool | None = None,  # noqa: FBT001
+        enabled: bool = True,
+        cache_enabled: bool | None = None,
     ) -> None:
         if is_dynamo_compiling():
-            # The compiler takes torch's constructor for a type's. What it would refuse is refused outside compiled code.
+            # The compiler takes torch's constructor for a type's. What it would refuse is refused
+            # outside compiled code.
             mezzos.__init__(self, device_type, dtype, _is_on(device_type, enabled), cache_enabled)
             return
         torchs_own.__init__(self, device_type, dtype, enabled, cache_enabled)
-        # Of other devices torch alone knows what they compute in: there the region is switched off, and then told to be as torch says.
+        # Of other devices torch alone knows what they compute in: there the region is switched off,
+        # and then told to be as torch says.
         known = device_type in _KNOWN
-        mezzos.__init__(self, device_type, self.fast_dtype, self._enabled and known, self._cache_enabled)
+        mezzos.__init__(
+            self, device_type, self.fast_dtype, self._enabled and known, self._cache_enabled
+        )
         if not known:
             self._region = Region(self.device, self._enabled, self.fast_dtype, self._cache_enabled)
 
@@ -93,7 +108,12 @@ class autocast(mezzos, torchs_own, metaclass=StandsFor, stands_for=torchs_own): 
             return self
         return super().__enter__()
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         if not is_dynamo_compiling() and regions.is_exporting():
             torchs_own.__exit__(self, kind, error, trace)
         else:
@@ -103,21 +123,32 @@ class autocast(mezzos, torchs_own, metaclass=StandsFor, stands_for=torchs_own): 
         """Decorate a function; a generator or a coroutine function too, which torch leaves outside."""
         if not callable(function):
             raise TypeError(
-                f"autocast()(func) requires a callable, but got {type(function).__name__}. As a context manager it is `with torch.autocast(device_type=...):`."
+                f"autocast()(func) requires a callable, but got {type(function).__name__}. As a"
+                " context manager it is `with torch.autocast(device_type=...):`."
             )
         decorated = super().__call__(function)
-        # What torch.jit.script asks of a function, under the very name; written in full it would get this class's own.
-        setattr(decorated, "__script_unsupported", "@autocast() decorator is not supported in script mode")
+        # What torch.jit.script asks of a function, under the very name; written in full it would
+        # get this class's own.
+        setattr(
+            decorated,
+            "__script_unsupported",
+            "@autocast() decorator is not supported in script mode",
+        )
         return decorated
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Copied and pickled by its attributes, as torch's: those of subclasses too."""
-        return _again, (type(self), {name: value for name, value in self.__dict__.items() if name != _ELSEWHERE})
+        return _again, (
+            type(self),
+            {name: value for name, value in self.__dict__.items() if name != _ELSEWHERE},
+        )
 
 
 @dynamo_constant
-def _is_on(device: str, enabled: bool) -> bool:  # noqa: FBT001
-    return enabled and (device != "cuda" or not torch.cuda.amp.common.amp_definitely_not_available())
+def _is_on(device: str, enabled: bool) -> bool:
+    return enabled and (
+        device != "cuda" or not torch.cuda.amp.common.amp_definitely_not_available()
+    )
 
 
 def _again(kind: type[autocast], attributes: dict[str, Any]) -> autocast:
@@ -126,18 +157,24 @@ def _again(kind: type[autocast], attributes: dict[str, Any]) -> autocast:
     return made
 
 
-class cuda_autocast(autocast, stands_for=torch.cuda.amp.autocast):  # noqa: N801 - stands for torch.cuda.amp.autocast
+# Stands for torch.cuda.amp.autocast.
+class cuda_autocast(autocast, stands_for=torch.cuda.amp.autocast):  # noqa: N801
     """`torch.cuda.amp.autocast`, which torch is giving up."""
 
-    def __init__(self, enabled: bool = True, dtype: torch.dtype = torch.float16, cache_enabled: bool = True) -> None:  # noqa: FBT001, FBT002
+    def __init__(
+        self, enabled: bool = True, dtype: torch.dtype = torch.float16, cache_enabled: bool = True
+    ) -> None:
         warn_of_old("autocast", "cuda")
         super().__init__("cuda", enabled=enabled, dtype=dtype, cache_enabled=cache_enabled)
 
 
-class cpu_autocast(autocast, stands_for=torch.cpu.amp.autocast):  # noqa: N801 - stands for torch.cpu.amp.autocast
+# Stands for torch.cpu.amp.autocast.
+class cpu_autocast(autocast, stands_for=torch.cpu.amp.autocast):  # noqa: N801
     """`torch.cpu.amp.autocast`, which torch is giving up."""
 
-    def __init__(self, enabled: bool = True, dtype: torch.dtype = torch.bfloat16, cache_enabled: bool = True) -> None:  # noqa: FBT001, FBT002
+    def __init__(
+        self, enabled: bool = True, dtype: torch.dtype = torch.bfloat16, cache_enabled: bool = True
+    ) -> None:
         warn_of_old("autocast", "cpu")
         super().__init__("cpu", enabled=enabled, dtype=dtype, cache_enabled=cache_enabled)
 
@@ -146,5 +183,8 @@ def warn_of_old(name: str, device: str) -> None:
     """Warn as torch does where a name is used that it is giving up."""
     if not is_dynamo_compiling():
         warnings.warn(
-            f"`torch.{device}.amp.{name}(args...)` is deprecated. Please use `torch.amp.{name}('{device}', args...)` instead.", FutureWarning, stacklevel=3
+            f"`torch.{device}.amp.{name}(args...)` is deprecated. Please use"
+            f" `torch.amp.{name}('{device}', args...)` instead.",
+            FutureWarning,
+            stacklevel=3,
         )

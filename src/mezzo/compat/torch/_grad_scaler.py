@@ -18,7 +18,11 @@ from mezzo.scaling.optimizer_step import refuse_closures
 from mezzo.scaling.scale_state import OptimizerStage
 from mezzo.scaling.scaler import GradScaler as MezzoScaler
 
-_STAGES = {OptimizerStage.READY: OptState.READY, OptimizerStage.UNSCALED: OptState.UNSCALED, OptimizerStage.STEPPED: OptState.STEPPED}
+_STAGES = {
+    OptimizerStage.READY: OptState.READY,
+    OptimizerStage.UNSCALED: OptState.UNSCALED,
+    OptimizerStage.STEPPED: OptState.STEPPED,
+}
 _BACK = {theirs: ours for ours, theirs in _STAGES.items()}
 
 
@@ -49,7 +53,9 @@ class OptimizerStates(MutableMapping[Any, dict[str, Any]]):
         return OptimizerState(self._records.setdefault(key, OptimizerRecord()))
 
     def __setitem__(self, key: Any, value: dict[str, Any]) -> None:
-        self._records[key] = OptimizerRecord(_BACK[value["stage"]], {0: value["found_inf_per_device"]}, [None])
+        self._records[key] = OptimizerRecord(
+            _BACK[value["stage"]], {0: value["found_inf_per_device"]}, [None]
+        )
 
     def __delitem__(self, key: Any) -> None:
         del self._records[key]
@@ -97,7 +103,10 @@ def as_torch_error(torchs: str) -> Iterator[None]:
 
 Optimizer = torch.optim.Optimizer
 
-_FIX = "This may indicate your script did not use scaler.scale(loss or outputs) earlier in the iteration."
+_FIX = (
+    "This may indicate your script did not use scaler.scale(loss or outputs) earlier in the"
+    " iteration."
+)
 
 
 class _StandsFor(type):
@@ -105,20 +114,32 @@ class _StandsFor(type):
 
     stands_for: type | None
 
-    def __new__(cls, name: str, bases: tuple[type, ...], namespace: dict[str, Any], stands_for: type | None = None) -> Any:
+    def __new__(
+        cls,
+        name: str,
+        bases: tuple[type, ...],
+        namespace: dict[str, Any],
+        stands_for: type | None = None,
+    ) -> Any:
         """A class, and which of torch's it stands for. Its subclasses stand for themselves."""
         made = super().__new__(cls, name, bases, namespace)
         made.stands_for = stands_for
         return made
 
-    def __init__(cls, name: str, bases: tuple[type, ...], namespace: dict[str, Any], **_: Any) -> None:
+    def __init__(
+        cls, name: str, bases: tuple[type, ...], namespace: dict[str, Any], **_: Any
+    ) -> None:
         super().__init__(name, bases, namespace)
 
     def __instancecheck__(cls, instance: object) -> bool:
-        return super().__instancecheck__(instance) or (cls.stands_for is not None and isinstance(instance, cls.stands_for))
+        return super().__instancecheck__(instance) or (
+            cls.stands_for is not None and isinstance(instance, cls.stands_for)
+        )
 
     def __subclasscheck__(cls, subclass: type) -> bool:
-        return super().__subclasscheck__(subclass) or (cls.stands_for is not None and issubclass(subclass, cls.stands_for))
+        return super().__subclasscheck__(subclass) or (
+            cls.stands_for is not None and issubclass(subclass, cls.stands_for)
+        )
 
 
 class GradScaler(StatefulScaler, torchs_own, metaclass=_StandsFor, stands_for=torchs_own):  # type: ignore[misc]
@@ -140,11 +161,15 @@ class GradScaler(StatefulScaler, torchs_own, metaclass=_StandsFor, stands_for=to
         growth_factor: float = 2.0,
         backoff_factor: float = 0.5,
         growth_interval: int = 2000,
-        enabled: bool = True,  # noqa: FBT001, FBT002 - torch's call shape
+        enabled: bool = True,
     ) -> None:
         self._device, self._enabled = device, enabled
         if enabled and device == "cuda" and torch.cuda.amp.common.amp_definitely_not_available():
-            warnings.warn("torch.cuda.amp.GradScaler is enabled, but CUDA is not available. Disabling.", UserWarning, stacklevel=2)
+            warnings.warn(
+                "torch.cuda.amp.GradScaler is enabled, but CUDA is not available. Disabling.",
+                UserWarning,
+                stacklevel=2,
+            )
             self._enabled = False
         if self._enabled:
             _refuse_factors(growth_factor, backoff_factor)
@@ -160,9 +185,15 @@ class GradScaler(StatefulScaler, torchs_own, metaclass=_StandsFor, stands_for=to
             self._require("unscale_")
             stage = self._record(optimizer).stage
             if stage is OptimizerStage.UNSCALED:
-                raise ScalerError("unscale_() has already been called on this optimizer since the last update(). Call it once, before step().")
+                raise ScalerError(
+                    "unscale_() has already been called on this optimizer since the last update()."
+                    " Call it once, before step()."
+                )
             if stage is OptimizerStage.STEPPED:
-                raise ScalerError("unscale_() is being called after step(). Call it before, or call update() first.")
+                raise ScalerError(
+                    "unscale_() is being called after step(). Call it before, or call update()"
+                    " first."
+                )
             super().unscale_(optimizer)
 
     def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
@@ -170,10 +201,16 @@ class GradScaler(StatefulScaler, torchs_own, metaclass=_StandsFor, stands_for=to
         if not self._enabled:
             return optimizer.step(*args, **kwargs)
         if "closure" in kwargs:
-            raise ScalerError("Closure use is not currently supported if GradScaler is enabled. Compute the loss and its gradients first, then step.")
+            raise ScalerError(
+                "Closure use is not currently supported if GradScaler is enabled. Compute the loss"
+                " and its gradients first, then step."
+            )
         self._require("step")
         if self._record(optimizer).stage is OptimizerStage.STEPPED:
-            raise ScalerError("step() has already been called since the last update(). Call update() once at the end of the iteration.")
+            raise ScalerError(
+                "step() has already been called since the last update(). Call update() once at the"
+                " end of the iteration."
+            )
         refuse_closures(args, kwargs)
         with as_torch_error("No inf checks were recorded for this optimizer."):
             return super().step(optimizer, *args, **kwargs).value
@@ -183,7 +220,9 @@ class GradScaler(StatefulScaler, torchs_own, metaclass=_StandsFor, stands_for=to
         if self._enabled:
             self._require("update")
             reason = (
-                "No inf checks were recorded prior to update." if new_scale is None else "new_scale should be a float or a 1-element tensor without a gradient."
+                "No inf checks were recorded prior to update."
+                if new_scale is None
+                else "new_scale should be a float or a 1-element tensor without a gradient."
             )
             with as_torch_error(reason):
                 super().update(new_scale)
@@ -199,25 +238,41 @@ class GradScaler(StatefulScaler, torchs_own, metaclass=_StandsFor, stands_for=to
     def _get_growth_tracker(self) -> int:
         return super()._get_growth_tracker() if self._enabled else 0
 
-    # -- saving ----------------------------------------------------------------------------------------------------------------------------------
+    # -- saving ------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
         """torch's five entries; nothing where scaling is off."""
-        return {name: value for name, value in super().state_dict().items() if not name.startswith("mezzo_")} if self._enabled else {}
+        return (
+            {
+                name: value
+                for name, value in super().state_dict().items()
+                if not name.startswith("mezzo_")
+            }
+            if self._enabled
+            else {}
+        )
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take over a state of torch's scaler or of mezzo's; ignored where scaling is off."""
         if self._enabled:
             if not state_dict:
-                raise ScalerError("The source state dict is empty, possibly because it was saved from a disabled instance of GradScaler.")
+                raise ScalerError(
+                    "The source state dict is empty, possibly because it was saved from a disabled"
+                    " instance of GradScaler."
+                )
             super().load_state_dict(state_dict)
 
     def __getstate__(self) -> dict[str, Any]:
         if not self._enabled:
             return dict(self.__dict__)
-        with as_torch_error("A GradScaler instance may only be pickled at the beginning of an iteration, or at the end after scaler.update()."):
+        with as_torch_error(
+            "A GradScaler instance may only be pickled at the beginning of an iteration, or at the"
+            " end after scaler.update()."
+        ):
             inner = super().__getstate__()
-        return {name: value for name, value in self.__dict__.items() if name not in _INNER} | {"inner": inner}
+        return {name: value for name, value in self.__dict__.items() if name not in _INNER} | {
+            "inner": inner
+        }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         if "inner" in state:
@@ -251,10 +306,12 @@ class _OldGradScaler(GradScaler):
         growth_factor: float = 2.0,
         backoff_factor: float = 0.5,
         growth_interval: int = 2000,
-        enabled: bool = True,  # noqa: FBT001, FBT002 - torch's call shape
+        enabled: bool = True,
     ) -> None:
         warn_of_old("GradScaler", self._of)
-        super().__init__(self._of, init_scale, growth_factor, backoff_factor, growth_interval, enabled)
+        super().__init__(
+            self._of, init_scale, growth_factor, backoff_factor, growth_interval, enabled
+        )
 
 
 class CudaGradScaler(_OldGradScaler, stands_for=torch.cuda.amp.GradScaler):

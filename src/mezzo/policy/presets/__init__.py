@@ -27,14 +27,21 @@ class Preset(Protocol):
         """Its op lists at a level, for a 16-bit dtype; a level it does not have is refused."""
 
 
-PRESETS: Mapping[str, Preset] = {"paddle": paddle, "oneflow": oneflow, "megengine": megengine, "mxnet": mxnet, "apex": apex}
+PRESETS: Mapping[str, Preset] = {
+    "paddle": paddle,
+    "oneflow": oneflow,
+    "megengine": megengine,
+    "mxnet": mxnet,
+    "apex": apex,
+}
 """Every system but torch, by name."""
 
 
 _TORCH: Mapping[str, str | None] = {"torch": None, "torch-cuda": "cuda", "torch-cpu": "cpu"}
 
 NAMES: tuple[str, ...] = (*_TORCH, *PRESETS)
-"""Every preset: `torch` is the device's own lists, `torch-cuda` and `torch-cpu` choose one wherever they run."""
+"""Every preset: `torch` is the device's own lists, `torch-cuda` and `torch-cpu` choose one
+wherever they run."""
 
 
 def parse_preset(word: str) -> str:

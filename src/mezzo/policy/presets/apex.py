@@ -1,7 +1,8 @@
 """NVIDIA Apex (e13873d): the functions that ``apex.amp`` patches at O1. At O2 and O3 it casts the model instead and patches none.
 
-What a table of ops cannot say, and how it shows: operators there (``__add__``) are listed apart from functions (``add``); here
-they are one op, and ``sub``, of which only the operator is listed there, promotes however it is written.
+What a table of ops cannot say, and how it shows: operators there (``__add__``) are listed apart
+from functions (``add``); here they are one op, and ``sub``, of which only the operator is listed
+there, promotes however it is written.
 """
 
 from __future__ import annotations
@@ -10,7 +11,13 @@ from functools import cache
 
 import torch
 
-from mezzo.policy.presets._tables import merge_disjoint, name_map, require_level, translate, with_promotions
+from mezzo.policy.presets._tables import (
+    merge_disjoint,
+    name_map,
+    require_level,
+    translate,
+    with_promotions,
+)
 from mezzo.policy.types import Entry, Level, OpLists, Rule
 
 LEVELS = (Level.O1, Level.O2, Level.O3)
@@ -19,7 +26,8 @@ LEVELS = (Level.O1, Level.O2, Level.O3)
 NAMES = name_map(
     known={
         "interpolate": (
-            "interpolate upsample_nearest1d upsample_nearest2d upsample_nearest3d upsample_linear1d upsample_bilinear2d upsample_bicubic2d upsample_trilinear3d"
+            "interpolate upsample_nearest1d upsample_nearest2d upsample_nearest3d upsample_linear1d"
+            " upsample_bilinear2d upsample_bicubic2d upsample_trilinear3d"
         ),
         "__matmul__": "matmul",
         "__pow__": "pow",
@@ -47,42 +55,66 @@ NAMES = name_map(
         "__gt__": "gt",
         "__ge__": "ge",
     },
-    unknown={"moves a tensor to the CPU, where Apex's users had no 16-bit kernels; torch has them now": "cpu"},
+    unknown={
+        "moves a tensor to the CPU, where Apex's users had no 16-bit kernels; torch has them now": (
+            "cpu"
+        )
+    },
     same=(
-        "conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d conv_tbc prelu addmm addmv addr matmul mm mv linear"
-        " addbmm baddbmm bmm rnn_tanh rnn_relu lstm gru rnn_tanh_cell rnn_relu_cell lstm_cell gru_cell"
-        " acos asin cosh erfinv exp expm1 log log10 log2 reciprocal rsqrt sinh tan pow cumprod cumsum dist norm prod std sum var renorm"
-        " grid_sample softplus softmin log_softmax softmax gelu layer_norm group_norm local_response_norm normalize cosine_similarity"
-        " poisson_nll_loss cosine_embedding_loss cross_entropy hinge_embedding_loss kl_div l1_loss mse_loss margin_ranking_loss"
-        " multilabel_margin_loss multilabel_soft_margin_loss multi_margin_loss nll_loss binary_cross_entropy_with_logits smooth_l1_loss"
-        " soft_margin_loss triplet_margin_loss ctc_loss binary_cross_entropy"
-        " addcdiv addcmul atan2 cross bilinear dot add div mul eq equal ge gt le lt ne cat stack"
+        "conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d conv_tbc prelu"
+        " addmm addmv addr matmul mm mv linear addbmm baddbmm bmm rnn_tanh rnn_relu lstm gru"
+        " rnn_tanh_cell rnn_relu_cell lstm_cell gru_cell acos asin cosh erfinv exp expm1 log log10"
+        " log2 reciprocal rsqrt sinh tan pow cumprod cumsum dist norm prod std sum var renorm"
+        " grid_sample softplus softmin log_softmax softmax gelu layer_norm group_norm"
+        " local_response_norm normalize cosine_similarity poisson_nll_loss cosine_embedding_loss"
+        " cross_entropy hinge_embedding_loss kl_div l1_loss mse_loss margin_ranking_loss"
+        " multilabel_margin_loss multilabel_soft_margin_loss multi_margin_loss nll_loss"
+        " binary_cross_entropy_with_logits smooth_l1_loss soft_margin_loss triplet_margin_loss"
+        " ctc_loss binary_cross_entropy addcdiv addcmul atan2 cross bilinear dot add div mul eq"
+        " equal ge gt le lt ne cat stack"
     ),
 )
 
 _HALF = {
-    "a matrix product: tensor cores are fast in 16 bits and accumulate in float32": ("addmm addmv addr matmul mm mv linear addbmm baddbmm bmm __matmul__"),
+    "a matrix product: tensor cores are fast in 16 bits and accumulate in float32": (
+        "addmm addmv addr matmul mm mv linear addbmm baddbmm bmm __matmul__"
+    ),
     "a convolution: tensor cores are fast in 16 bits and accumulate in float32": (
         "conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d conv_tbc"
     ),
     "one product an element, and it follows a convolution": "prelu",
-    "matrix products at every step of the sequence": ("rnn_tanh rnn_relu lstm gru rnn_tanh_cell rnn_relu_cell lstm_cell gru_cell"),
+    "matrix products at every step of the sequence": (
+        "rnn_tanh rnn_relu lstm gru rnn_tanh_cell rnn_relu_cell lstm_cell gru_cell"
+    ),
 }
 
 _FULL = {
     "grows exponentially: float16 overflows past 65504": "exp expm1 cosh sinh softplus",
-    "sums exponentials: float16 overflows past 65504 and loses the small terms": "softmax softmin log_softmax",
+    "sums exponentials: float16 overflows past 65504 and loses the small terms": (
+        "softmax softmin log_softmax"
+    ),
     "a logarithm: infinite at zero, to which small float16 values are rounded": "log log2 log10",
-    "steep near the edge of its domain: an input rounded to 16 bits lands far away": "acos asin erfinv tan",
-    "a power or an inverse: small and large inputs leave the range of float16": "pow reciprocal rsqrt __pow__ __ipow__ __rpow__",
-    "adds up or multiplies many values: the result leaves the range of float16, or stops growing": "sum cumsum prod cumprod",
-    "sums powers: float16 overflows past 65504": "dist norm renorm std var normalize cosine_similarity local_response_norm",
+    "steep near the edge of its domain: an input rounded to 16 bits lands far away": (
+        "acos asin erfinv tan"
+    ),
+    "a power or an inverse: small and large inputs leave the range of float16": (
+        "pow reciprocal rsqrt __pow__ __ipow__ __rpow__"
+    ),
+    "adds up or multiplies many values: the result leaves the range of float16, or stops growing": (
+        "sum cumsum prod cumprod"
+    ),
+    "sums powers: float16 overflows past 65504": (
+        "dist norm renorm std var normalize cosine_similarity local_response_norm"
+    ),
     "means and variances over many values: their error is in every output": "layer_norm group_norm",
     "differs from zero by an error function, whose tail 16 bits cut off": "gelu",
-    "blends neighbours by fractional positions, which 16 bits cannot hold for large images": "interpolate grid_sample",
+    "blends neighbours by fractional positions, which 16 bits cannot hold for large images": (
+        "interpolate grid_sample"
+    ),
     "a loss: 16 bits lose the differences that make the gradient": (
-        "poisson_nll_loss cosine_embedding_loss cross_entropy hinge_embedding_loss kl_div l1_loss mse_loss margin_ranking_loss"
-        " multilabel_margin_loss multilabel_soft_margin_loss multi_margin_loss nll_loss binary_cross_entropy_with_logits smooth_l1_loss"
+        "poisson_nll_loss cosine_embedding_loss cross_entropy hinge_embedding_loss kl_div l1_loss"
+        " mse_loss margin_ranking_loss multilabel_margin_loss multilabel_soft_margin_loss"
+        " multi_margin_loss nll_loss binary_cross_entropy_with_logits smooth_l1_loss"
         " soft_margin_loss triplet_margin_loss ctc_loss"
     ),
     "moves a tensor to the CPU": "cpu",
@@ -90,8 +122,9 @@ _FULL = {
 
 _PROMOTE = {
     "takes several tensors of one dtype: the widest decides": (
-        "addcdiv addcmul atan2 cross bilinear dot add div mul eq equal ge gt le lt ne __add__ __div__ __eq__ __ge__ __gt__ __iadd__"
-        " __idiv__ __imul__ __isub__ __itruediv__ __le__ __lt__ __mul__ __ne__ __radd__ __rdiv__ __rmul__ __rsub__ __rtruediv__ __sub__"
+        "addcdiv addcmul atan2 cross bilinear dot add div mul eq equal ge gt le lt ne __add__"
+        " __div__ __eq__ __ge__ __gt__ __iadd__ __idiv__ __imul__ __isub__ __itruediv__ __le__"
+        " __lt__ __mul__ __ne__ __radd__ __rdiv__ __rmul__ __rsub__ __rtruediv__ __sub__"
         " __truediv__"
     ),
     "copies its inputs into one tensor: the widest decides": "cat stack",
@@ -107,7 +140,8 @@ _UNLISTED = Entry(Rule.KEEP, "Apex does not patch it: runs in the dtype it is gi
 
 
 @cache
-def lists(level: Level, dtype: torch.dtype) -> OpLists:  # noqa: ARG001 - Apex knows float16 only; its lists serve bfloat16 as well
+# Apex knows float16 only; its lists serve bfloat16 as well.
+def lists(level: Level, dtype: torch.dtype) -> OpLists:  # noqa: ARG001
     """The functions Apex patches at a level, in our names."""
     require_level("apex", level, LEVELS)
     if level is not Level.O1:
@@ -118,4 +152,8 @@ def lists(level: Level, dtype: torch.dtype) -> OpLists:  # noqa: ARG001 - Apex k
         translate(Rule.PROMOTE, _PROMOTE, NAMES),
         translate(Rule.REFUSE, _REFUSE, NAMES),
     )
-    return OpLists(entries=with_promotions(entries), default_rule=_UNLISTED, refused_in_half=frozenset({"binary_cross_entropy"}))
+    return OpLists(
+        entries=with_promotions(entries),
+        default_rule=_UNLISTED,
+        refused_in_half=frozenset({"binary_cross_entropy"}),
+    )

@@ -13,7 +13,13 @@ from functools import cache
 
 import torch
 
-from mezzo.policy.presets._tables import merge_disjoint, name_map, require_level, translate, with_promotions
+from mezzo.policy.presets._tables import (
+    merge_disjoint,
+    name_map,
+    require_level,
+    translate,
+    with_promotions,
+)
 from mezzo.policy.types import Entry, Level, OpLists, Rule
 
 LEVELS = (Level.O1,)
@@ -71,7 +77,9 @@ NAMES = name_map(
     },
     unknown={
         "a convolution whose kernel differs from place to place; torch has none": "GroupLocal",
-        "assigns into a tensor, and torch's own indexing casts the value already": "SetSubtensor IndexingSetMultiAxisVec",
+        "assigns into a tensor, and torch's own indexing casts the value already": (
+            "SetSubtensor IndexingSetMultiAxisVec"
+        ),
     },
 )
 
@@ -85,17 +93,25 @@ _FULL = {
     "means and variances over many values: their error is in every output": "LayerNorm GroupNorm",
     "adds up many values: a 16-bit sum stops growing, a float16 one overflows": "Reduce.MEAN",
     "grows exponentially: float16 overflows past 65504": "EXP EXPM1 SINH COSH SOFTPLUS LOG_SUM_EXP",
-    "a logarithm: infinite at zero, to which small float16 values are rounded": "LOG LOG1P LOGSIGMOID",
+    "a logarithm: infinite at zero, to which small float16 values are rounded": (
+        "LOG LOG1P LOGSIGMOID"
+    ),
     "a power or a quotient: small and large inputs leave the range of float16": "POW TRUE_DIV SQRT",
-    "its result hangs on digits of the angle that 16 bits do not hold": "SIN COS TAN ASIN ACOS ATAN2",
-    "steep near the edge of its domain, or a logarithm of nearly equal numbers": "ASINH ACOSH ATANH",
+    "its result hangs on digits of the angle that 16 bits do not hold": (
+        "SIN COS TAN ASIN ACOS ATAN2"
+    ),
+    "steep near the edge of its domain, or a logarithm of nearly equal numbers": (
+        "ASINH ACOSH ATANH"
+    ),
     "divides after clamping: MegEngine counts it among the quotients": "HSIGMOID",
 }
 
 _PROMOTE = {
     "elementwise: the widest input decides": "ADD SUB MUL MAX MIN MOD FLOOR_DIV EQ NEQ LT LEQ",
     "copies its inputs into one tensor: the widest decides": "Concat Stack Where GroupLocal",
-    "a convolution for which MegEngine has no 16-bit rule": "Convolution3D Convolution3DBackwardData",
+    "a convolution for which MegEngine has no 16-bit rule": (
+        "Convolution3D Convolution3DBackwardData"
+    ),
 }
 
 _EXEMPT = {"batch_norm": ("running_mean", "running_var", "weight", "bias")}
@@ -104,8 +120,13 @@ _UNLISTED = Entry(Rule.KEEP, "MegEngine has no rule for it: runs in the dtype it
 
 
 @cache
-def lists(level: Level, dtype: torch.dtype) -> OpLists:  # noqa: ARG001 - MegEngine has one set of rules for both dtypes
+# MegEngine has one set of rules for both dtypes.
+def lists(level: Level, dtype: torch.dtype) -> OpLists:  # noqa: ARG001
     """MegEngine's dtype rules, in our names."""
     require_level("megengine", level, LEVELS)
-    entries = merge_disjoint(translate(Rule.HALF, _HALF, NAMES), translate(Rule.FULL, _FULL, NAMES), translate(Rule.PROMOTE, _PROMOTE, NAMES))
+    entries = merge_disjoint(
+        translate(Rule.HALF, _HALF, NAMES),
+        translate(Rule.FULL, _FULL, NAMES),
+        translate(Rule.PROMOTE, _PROMOTE, NAMES),
+    )
     return OpLists(entries=with_promotions(entries), default_rule=_UNLISTED, exempt_args=_EXEMPT)

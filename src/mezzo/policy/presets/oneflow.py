@@ -67,64 +67,86 @@ NAMES = name_map(
     },
     unknown={
         "a gradient: torch's autograd runs a backward op in the dtype its forward left": (
-            "conv_data_grad conv_filter_grad conv_bias_grad broadcast_matmul_grad_b fused_self_attention_query_mul_key_and_value_grad"
-            " prelu_grad tf_prelu_grad cublas_fused_mlp_grad cublas_bias_add_relu_matmul_grad fused_glu_without_linear_grad"
-            " fused_relu_dropout_grad fused_dot_feature_interaction_grad one_embedding_fused_lookup_grad"
-            " binary_cross_entropy_with_logits_reduce_mean_grad fused_cross_feature_interaction_v1_grad"
-            " fused_cross_feature_interaction_v2_grad tf_avg_pool_1d_grad tf_avg_pool_2d_grad tf_avg_pool_3d_grad avg_pool_1d_grad"
-            " avg_pool_2d_grad avg_pool_3d_grad sigmoid_grad tanh_grad sqrt_grad layer_norm_param_grad layer_norm_grad"
-            " fuse_layer_norm_grad rms_norm_grad rms_norm_param_grad dropout_grad softmax_grad log_softmax_grad gelu_grad fast_gelu_grad"
-            " normalization_grad normalization_add_relu_grad sparse_softmax_cross_entropy_grad nll_grad"
-            " fused_tril_scale_softmax_mask_scale_grad fused_scale_mask_softmax_dropout_grad fused_scale_mask_softmax_grad"
-            " fused_bias_add_gelu_grad fused_fast_gelu_mul_grad group_norm_param_grad group_norm_grad silu_grad reduce_sum_like"
-            " tf_max_pool_1d_grad tf_max_pool_2d_grad tf_max_pool_3d_grad max_pool_1d_grad max_pool_2d_grad max_pool_3d_grad relu_grad"
+            "conv_data_grad conv_filter_grad conv_bias_grad broadcast_matmul_grad_b"
+            " fused_self_attention_query_mul_key_and_value_grad prelu_grad tf_prelu_grad"
+            " cublas_fused_mlp_grad cublas_bias_add_relu_matmul_grad fused_glu_without_linear_grad"
+            " fused_relu_dropout_grad fused_dot_feature_interaction_grad"
+            " one_embedding_fused_lookup_grad binary_cross_entropy_with_logits_reduce_mean_grad"
+            " fused_cross_feature_interaction_v1_grad fused_cross_feature_interaction_v2_grad"
+            " tf_avg_pool_1d_grad tf_avg_pool_2d_grad tf_avg_pool_3d_grad avg_pool_1d_grad"
+            " avg_pool_2d_grad avg_pool_3d_grad sigmoid_grad tanh_grad sqrt_grad"
+            " layer_norm_param_grad layer_norm_grad fuse_layer_norm_grad rms_norm_grad"
+            " rms_norm_param_grad dropout_grad softmax_grad log_softmax_grad gelu_grad"
+            " fast_gelu_grad normalization_grad normalization_add_relu_grad"
+            " sparse_softmax_cross_entropy_grad nll_grad fused_tril_scale_softmax_mask_scale_grad"
+            " fused_scale_mask_softmax_dropout_grad fused_scale_mask_softmax_grad"
+            " fused_bias_add_gelu_grad fused_fast_gelu_mul_grad group_norm_param_grad"
+            " group_norm_grad silu_grad reduce_sum_like tf_max_pool_1d_grad tf_max_pool_2d_grad"
+            " tf_max_pool_3d_grad max_pool_1d_grad max_pool_2d_grad max_pool_3d_grad relu_grad"
             " split_like same_padding_grad slice_grad embedding_grad narrow_grad"
         ),
         "fuses several ops that torch calls one by one": (
-            "fused_self_attention_query_mul_key_and_value cublas_fused_mlp fused_glu fused_matmul_bias_add_relu_dropout"
-            " fused_dot_feature_interaction one_embedding_fused_lookup fused_cross_feature_interaction grouped_matmul_bias"
-            " skip_layer_norm normalization_add_relu fused_tril_scale_softmax_mask_scale fused_scale_mask_softmax_dropout"
-            " fused_scale_mask_softmax fused_bias_add_scale_mask_softmax_dropout fused_bias_add_gelu fused_bias_add_mask_scale"
-            " fused_fast_gelu_mul fused_weighted_sum fused_scale_tril"
+            "fused_self_attention_query_mul_key_and_value cublas_fused_mlp fused_glu"
+            " fused_matmul_bias_add_relu_dropout fused_dot_feature_interaction"
+            " one_embedding_fused_lookup fused_cross_feature_interaction grouped_matmul_bias"
+            " skip_layer_norm normalization_add_relu fused_tril_scale_softmax_mask_scale"
+            " fused_scale_mask_softmax_dropout fused_scale_mask_softmax"
+            " fused_bias_add_scale_mask_softmax_dropout fused_bias_add_gelu"
+            " fused_bias_add_mask_scale fused_fast_gelu_mul fused_weighted_sum fused_scale_tril"
         ),
-        "marks a place in OneFlow's graph for its own pass": "amp_white_identity amp_black_identity nvtx_start nvtx_end pinned_identity",
+        "marks a place in OneFlow's graph for its own pass": (
+            "amp_white_identity amp_black_identity nvtx_start nvtx_end pinned_identity"
+        ),
         "moves a tensor between the ranks or stages of OneFlow's graph": (
-            "parallel_cast hierarchical_parallel_cast hierarchical_parallel_cast_like cast_to_static_shape pack unpack acc"
+            "parallel_cast hierarchical_parallel_cast hierarchical_parallel_cast_like"
+            " cast_to_static_shape pack unpack acc"
         ),
-        "torch has no op for it alone": ("reciprocal_no_nan gather_nd scatter_nd scatter_nd_like unsorted_segment_sum_like random_mask_like same_padding"),
+        "torch has no op for it alone": (
+            "reciprocal_no_nan gather_nd scatter_nd scatter_nd_like unsorted_segment_sum_like"
+            " random_mask_like same_padding"
+        ),
         "copies a tensor as it is, or a part of it": "identity copy to_contiguous slice",
         "changes a tensor in place: no policy casts its target": "fill_",
     },
     same=(
-        "conv2d prelu tanh sqrt layer_norm rms_norm dropout softmax log_softmax gelu reciprocal group_norm silu relu cat pad tril squeeze"
-        " embedding expand repeat ones_like where"
+        "conv2d prelu tanh sqrt layer_norm rms_norm dropout softmax log_softmax gelu reciprocal"
+        " group_norm silu relu cat pad tril squeeze embedding expand repeat ones_like where"
     ),
 )
 
 _WHITE = {
     "a matrix product: tensor cores are fast in 16 bits and accumulate in float32": (
-        "matmul batch_matmul broadcast_matmul fused_matmul_bias fused_multi_head_attention_inference"
+        "matmul batch_matmul broadcast_matmul fused_matmul_bias"
+        " fused_multi_head_attention_inference"
     ),
     "a convolution: tensor cores are fast in 16 bits and accumulate in float32": "conv2d",
     "one product an element, and it follows a convolution": "prelu tf_prelu",
-    "its kernel takes 16-bit logits and reduces them in float32": "binary_cross_entropy_with_logits_reduce_mean",
+    "its kernel takes 16-bit logits and reduces them in float32": (
+        "binary_cross_entropy_with_logits_reduce_mean"
+    ),
 }
 
 _GRAY = {
     "safe in 16 bits when its inputs come from an op that is": (
-        "add_n bias_add scalar_add scalar_mul scalar_mul_by_tensor scalar_div scalar_pow broadcast_add broadcast_sub broadcast_mul"
-        " broadcast_div tanh sqrt reciprocal gelu fast_gelu silu dropout"
+        "add_n bias_add scalar_add scalar_mul scalar_mul_by_tensor scalar_div scalar_pow"
+        " broadcast_add broadcast_sub broadcast_mul broadcast_div tanh sqrt reciprocal gelu"
+        " fast_gelu silu dropout"
     ),
-    "averages or sums; its kernel accumulates in float32": ("reduce_sum avg_pool_1d avg_pool_2d avg_pool_3d tf_avg_pool_1d tf_avg_pool_2d tf_avg_pool_3d"),
+    "averages or sums; its kernel accumulates in float32": (
+        "reduce_sum avg_pool_1d avg_pool_2d avg_pool_3d tf_avg_pool_1d tf_avg_pool_2d"
+        " tf_avg_pool_3d"
+    ),
     "its kernel takes 16-bit inputs and keeps sums and statistics in float32": (
-        "layer_norm rms_norm group_norm normalization softmax log_softmax sparse_softmax_cross_entropy nll"
+        "layer_norm rms_norm group_norm normalization softmax log_softmax"
+        " sparse_softmax_cross_entropy nll"
     ),
 }
 
 _CLEAR = {
     "only picks and moves values: the dtype of its inputs is as good as any": (
-        "broadcast_like gather tf_max_pool_1d tf_max_pool_2d tf_max_pool_3d max_pool_1d max_pool_2d max_pool_3d reshape reshape_like relu"
-        " transpose cat pad tril slice identity squeeze embedding expand expand_dims repeat narrow ones_like to_contiguous copy where"
+        "broadcast_like gather tf_max_pool_1d tf_max_pool_2d tf_max_pool_3d max_pool_1d max_pool_2d"
+        " max_pool_3d reshape reshape_like relu transpose cat pad tril slice identity squeeze"
+        " embedding expand expand_dims repeat narrow ones_like to_contiguous copy where"
         " upsample_nearest_2d"
     ),
 }
@@ -132,19 +154,32 @@ _CLEAR = {
 _ONLY_NEAREST = "only nearest interpolation is in a list; what blends neighbours runs in float32"
 _ONLY_MEAN = "only the loss that is averaged is in a list"
 _CONDITIONAL = (
-    Conditional("interpolate", "mode", ("linear", "bilinear", "bicubic", "trilinear", "area", "nearest-exact"), _ONLY_NEAREST),
+    Conditional(
+        "interpolate",
+        "mode",
+        ("linear", "bilinear", "bicubic", "trilinear", "area", "nearest-exact"),
+        _ONLY_NEAREST,
+    ),
     Conditional("binary_cross_entropy_with_logits", "reduction", ("none", "sum"), _ONLY_MEAN),
 )
 
-# OneFlow exempts the batch norm's parameters and statistics; the other exceptions are those of gradients and fused ops.
+# OneFlow exempts the batch norm's parameters and statistics; the other exceptions are those of
+# gradients and fused ops.
 _EXEMPT = {"batch_norm": ("running_mean", "running_var", "weight", "bias")}
 
 _UNLISTED = Entry(Rule.FULL, "in none of OneFlow's lists: runs in float32")
 
 
 @cache
-def lists(level: Level, dtype: torch.dtype) -> OpLists:  # noqa: ARG001 - OneFlow has one set of lists for both dtypes
+# OneFlow has one set of lists for both dtypes.
+def lists(level: Level, dtype: torch.dtype) -> OpLists:  # noqa: ARG001
     """OneFlow's op lists, in our names."""
     require_level("oneflow", level, LEVELS)
-    entries = merge_disjoint(translate(Rule.HALF, _WHITE, NAMES), translate(Rule.PROMOTE, _GRAY, NAMES), translate(Rule.PROMOTE, _CLEAR, NAMES))
-    return OpLists(entries=entries, default_rule=_UNLISTED, exempt_args=_EXEMPT, conditional=_CONDITIONAL)
+    entries = merge_disjoint(
+        translate(Rule.HALF, _WHITE, NAMES),
+        translate(Rule.PROMOTE, _GRAY, NAMES),
+        translate(Rule.PROMOTE, _CLEAR, NAMES),
+    )
+    return OpLists(
+        entries=entries, default_rule=_UNLISTED, exempt_args=_EXEMPT, conditional=_CONDITIONAL
+    )

@@ -24,7 +24,8 @@ LEVELS = (Level.O1, Level.O2, Level.OD)
 
 _UPSAMPLE_NEAREST = "interpolate upsample_nearest1d upsample_nearest2d upsample_nearest3d"
 
-# Paddle's lists hold the older 'fluid' names of its ops, and so does this map; a few recorded under their newer name have both.
+# Paddle's lists hold the older 'fluid' names of its ops, and so does this map; a few recorded under
+# their newer name have both.
 NAMES = name_map(
     known={
         # the white list
@@ -143,19 +144,30 @@ NAMES = name_map(
         "unstack": "unbind",
     },
     unknown={
-        "fuses several ops that torch calls one by one": "fused_attention fused_feedforward fused_rotary_position_embedding",
+        "fuses several ops that torch calls one by one": (
+            "fused_attention fused_feedforward fused_rotary_position_embedding"
+        ),
         "computes its own quantization scale; torch's fake_quantize takes it as an argument": (
             "fake_quantize_dequantize_abs_max fake_quantize_dequantize_moving_average_abs_max"
         ),
-        "splits the classes over the ranks of a process group": ("c_softmax_with_cross_entropy c_softmax_with_multi_label_cross_entropy margin_cross_entropy"),
+        "splits the classes over the ranks of a process group": (
+            "c_softmax_with_cross_entropy c_softmax_with_multi_label_cross_entropy"
+            " margin_cross_entropy"
+        ),
         "takes probabilities, and no public function calls it any more: what is called cross_entropy is softmax_with_cross_entropy": (
             "cross_entropy cross_entropy2"
         ),
-        "adds an epsilon inside the logarithm; torch's binary_cross_entropy clamps it, and is bce_loss there": "log_loss",
-        "matches no op of Paddle: the real name is hierarchical_sigmoid, which torch does not have": "hsigmoid_loss",
+        "adds an epsilon inside the logarithm; torch's binary_cross_entropy clamps it, and is bce_loss there": (
+            "log_loss"
+        ),
+        "matches no op of Paddle: the real name is hierarchical_sigmoid, which torch does not have": (
+            "hsigmoid_loss"
+        ),
         "matches no op of Paddle: the real name is p_norm, which is in no list": "pnorm",
         "is conv2d here: the number of groups is an argument, not another op": "depthwise_conv2d",
-        "is max_pool2d here: returning indices is an argument, not another op; without them it is pool2d, in no list": "max_pool2d_with_index",
+        "is max_pool2d here: returning indices is an argument, not another op; without them it is pool2d, in no list": (
+            "max_pool2d_with_index"
+        ),
         "is a multiplication and an addition of numbers here": "scale",
         "changes a dtype because the program says so: no policy touches it": "cast",
         "copies a tensor as it is": "assign",
@@ -164,38 +176,57 @@ NAMES = name_map(
         "reads the shape, not the values": "size",
     },
     same=(
-        "einsum conv3d acos asin atanh cosh cumprod cumsum dist erfinv exp expm1 group_norm layer_norm log log10 log2 log_softmax"
-        " nll_loss pow reciprocal renorm rsqrt sinh softmax softmin softplus square tan triplet_margin_loss"
-        " abs acosh addmm asinh atan atan2 batch_norm bmm ceil celu cos dot dropout elu erf floor gelu"
-        " instance_norm leaky_relu lerp log1p logsumexp logit mish mv pixel_shuffle prelu relu relu6 rms_norm roll round selu sigmoid"
-        " sign silu sin softshrink softsign sort split sqrt stack tanh trace tril triu unbind unfold where"
-        " affine_grid angle argsort channel_shuffle cholesky_solve cummax cummin digamma flip fold i0 index_add index_select isclose kron kthvalue lgamma"
-        " logcumsumexp masked_fill masked_select median mode nanmedian pixel_unshuffle repeat_interleave rrelu trunc"
+        "einsum conv3d acos asin atanh cosh cumprod cumsum dist erfinv exp expm1 group_norm"
+        " layer_norm log log10 log2 log_softmax nll_loss pow reciprocal renorm rsqrt sinh softmax"
+        " softmin softplus square tan triplet_margin_loss abs acosh addmm asinh atan atan2"
+        " batch_norm bmm ceil celu cos dot dropout elu erf floor gelu instance_norm leaky_relu lerp"
+        " log1p logsumexp logit mish mv pixel_shuffle prelu relu relu6 rms_norm roll round selu"
+        " sigmoid sign silu sin softshrink softsign sort split sqrt stack tanh trace tril triu"
+        " unbind unfold where affine_grid angle argsort channel_shuffle cholesky_solve cummax"
+        " cummin digamma flip fold i0 index_add index_select isclose kron kthvalue lgamma"
+        " logcumsumexp masked_fill masked_select median mode nanmedian pixel_unshuffle"
+        " repeat_interleave rrelu trunc"
     ),
 )
 
 _WHITE = {
     "a matrix product: tensor cores are fast in 16 bits and accumulate in float32": (
-        "matmul matmul_v2 mul linear_v2 fused_gemm_epilogue einsum flash_attn fused_attention fused_feedforward"
+        "matmul matmul_v2 mul linear_v2 fused_gemm_epilogue einsum flash_attn fused_attention"
+        " fused_feedforward"
     ),
     "a convolution: tensor cores are fast in 16 bits and accumulate in float32": "conv2d",
-    "only picks and moves values: 16 bits halve the memory traffic": "max_pool2d_with_index fused_rotary_position_embedding",
-    "simulates quantization, which is coarser than 16 bits anyway": ("fake_quantize_dequantize_abs_max fake_quantize_dequantize_moving_average_abs_max"),
+    "only picks and moves values: 16 bits halve the memory traffic": (
+        "max_pool2d_with_index fused_rotary_position_embedding"
+    ),
+    "simulates quantization, which is coarser than 16 bits anyway": (
+        "fake_quantize_dequantize_abs_max fake_quantize_dequantize_moving_average_abs_max"
+    ),
 }
 
 _BLACK_O1 = {
     "grows exponentially: float16 overflows past 65504": "exp expm1 cosh sinh softplus",
-    "sums exponentials: float16 overflows past 65504 and loses the small terms": "softmax softmin log_softmax",
-    "a loss on logarithms or exponentials: 16 bits lose the differences that make the gradient": (
-        "softmax_with_cross_entropy cross_entropy cross_entropy2 c_softmax_with_cross_entropy margin_cross_entropy"
-        " c_softmax_with_multi_label_cross_entropy sigmoid_cross_entropy_with_logits log_loss nll_loss hsigmoid_loss"
+    "sums exponentials: float16 overflows past 65504 and loses the small terms": (
+        "softmax softmin log_softmax"
     ),
-    "a loss on distances: squares and sums leave the range of float16": "huber_loss triplet_margin_loss",
+    "a loss on logarithms or exponentials: 16 bits lose the differences that make the gradient": (
+        "softmax_with_cross_entropy cross_entropy cross_entropy2 c_softmax_with_cross_entropy"
+        " margin_cross_entropy c_softmax_with_multi_label_cross_entropy"
+        " sigmoid_cross_entropy_with_logits log_loss nll_loss hsigmoid_loss"
+    ),
+    "a loss on distances: squares and sums leave the range of float16": (
+        "huber_loss triplet_margin_loss"
+    ),
     "a logarithm: infinite at zero, to which small float16 values are rounded": "log log2 log10",
-    "steep near the edge of its domain: an input rounded to 16 bits lands far away": "acos asin atanh erfinv tan",
+    "steep near the edge of its domain: an input rounded to 16 bits lands far away": (
+        "acos asin atanh erfinv tan"
+    ),
     "subtracts nearly equal numbers near zero: 16 bits leave no digits": "tanh_shrink",
-    "a power or an inverse: small and large inputs leave the range of float16": "pow square reciprocal rsqrt",
-    "adds up many values: a 16-bit sum stops growing, a float16 one overflows": "reduce_sum reduce_mean mean cumsum",
+    "a power or an inverse: small and large inputs leave the range of float16": (
+        "pow square reciprocal rsqrt"
+    ),
+    "adds up many values: a 16-bit sum stops growing, a float16 one overflows": (
+        "reduce_sum reduce_mean mean cumsum"
+    ),
     "multiplies many values: the product leaves the range of float16": "reduce_prod cumprod",
     "sums powers: float16 overflows past 65504": "dist frobenius_norm pnorm renorm",
     "means and variances over many values: their error is in every output": "layer_norm group_norm",
@@ -203,9 +234,12 @@ _BLACK_O1 = {
 
 _BLACK_ALWAYS = {
     "blends neighbours by fractional positions, which 16 bits cannot hold for large images": (
-        "linear_interp_v2 bilinear_interp_v2 bicubic_interp_v2 trilinear_interp_v2 nearest_interp_v2"
+        "linear_interp_v2 bilinear_interp_v2 bicubic_interp_v2 trilinear_interp_v2"
+        " nearest_interp_v2"
     ),
-    "its backward adds many rows into one: a 16-bit sum stops growing": "lookup_table lookup_table_v2 scatter",
+    "its backward adds many rows into one: a 16-bit sum stops growing": (
+        "lookup_table lookup_table_v2 scatter"
+    ),
 }
 
 # One op here, several there: at O1 the last of them is in the black list, and so is the result.
@@ -230,7 +264,8 @@ _NORM_PARAMETERS = {
 
 
 @cache
-def lists(level: Level, dtype: torch.dtype) -> OpLists:  # noqa: ARG001 - the lists of both dtypes differ only in ops without counterpart
+# The lists of both dtypes differ only in ops without counterpart.
+def lists(level: Level, dtype: torch.dtype) -> OpLists:  # noqa: ARG001
     """Paddle's op lists at a level, in our names."""
     require_level("paddle", level, LEVELS)
     white = translate(Rule.HALF, _WHITE, NAMES)
@@ -239,8 +274,15 @@ def lists(level: Level, dtype: torch.dtype) -> OpLists:  # noqa: ARG001 - the li
         Level.O2: translate(Rule.FULL, _BLACK_ALWAYS, NAMES),
         Level.O1: translate(Rule.FULL, _BLACK_O1 | _BLACK_ALWAYS, NAMES) | _composed(),
     }[level]
-    return OpLists(entries=merge_disjoint(white, black), default_rule=_UNLISTED[level], exempt_args=_NORM_PARAMETERS)
+    return OpLists(
+        entries=merge_disjoint(white, black),
+        default_rule=_UNLISTED[level],
+        exempt_args=_NORM_PARAMETERS,
+    )
 
 
 def _composed() -> dict[str, Entry]:
-    return {op: Entry(Rule.FULL, f"made of several ops in Paddle, of which {parts} must be float32") for op, parts in _COMPOSED_O1.items()}
+    return {
+        op: Entry(Rule.FULL, f"made of several ops in Paddle, of which {parts} must be float32")
+        for op, parts in _COMPOSED_O1.items()
+    }

@@ -1,7 +1,8 @@
 """torch's own autocast lists as data, one reason beside each group, and mezzo's lists for the levels that torch does not have.
 
-Source: ATen/autocast_mode.h (CUDA) and autocast_mode.cpp (CPU) of torch 2.11 to 2.15. A test sends every op that has an autocast kernel through torch's autocast
-and compares what is cast with what is said here.
+Source: ATen/autocast_mode.h (CUDA) and autocast_mode.cpp (CPU) of torch 2.11 to 2.15. A test sends
+every op that has an autocast kernel through torch's autocast and compares what is cast with what is
+said here.
 """
 
 from __future__ import annotations
@@ -31,25 +32,56 @@ _DISTANCES = "squares and sums differences"
 _RESAMPLES = "interpolates with coordinates that need more than 11 bits"
 _WIDEST = "its kernel takes one dtype only, so the widest input decides"
 _NO_KERNEL = "torch has no 16-bit kernel for it on a CPU"
-_UNSAFE = "takes logarithms of probabilities that float16 rounds to 0 or 1: use binary_cross_entropy_with_logits, which fuses the sigmoid and is safe"
+_UNSAFE = (
+    "takes logarithms of probabilities that float16 rounds to 0 or 1: use"
+    " binary_cross_entropy_with_logits, which fuses the sigmoid and is safe"
+)
 
 _DELICATE: Groups = (
-    (Rule.FULL, _RANGE, "acos asin cosh erfinv exp expm1 log log10 log2 log1p reciprocal rsqrt sinh tan pow softplus"),
+    (
+        Rule.FULL,
+        _RANGE,
+        (
+            "acos asin cosh erfinv exp expm1 log log10 log2 log1p reciprocal rsqrt sinh tan pow"
+            " softplus"
+        ),
+    ),
     (Rule.FULL, _NORMS, "layer_norm rms_norm group_norm"),
-    (Rule.FULL, _SUMS, "frobenius_norm nuclear_norm norm linalg_vector_norm linalg_matrix_norm prod cumprod cumsum sum"),
+    (
+        Rule.FULL,
+        _SUMS,
+        (
+            "frobenius_norm nuclear_norm norm linalg_vector_norm linalg_matrix_norm prod cumprod"
+            " cumsum sum"
+        ),
+    ),
     (Rule.FULL, _EXPONENTIALS, "softmax log_softmax logsumexp"),
     (Rule.FULL, _DISTANCES, "cosine_similarity dist pdist cdist"),
 )
 """What needs float32 wherever it runs: torch's CUDA list and our short list for O2 agree on it."""
 
 _CUDA: Groups = (
-    (Rule.HALF, _CONVOLUTIONS, "convolution conv1d conv2d conv3d conv_tbc conv_transpose1d conv_transpose2d conv_transpose3d"),
+    (
+        Rule.HALF,
+        _CONVOLUTIONS,
+        (
+            "convolution conv1d conv2d conv3d conv_tbc conv_transpose1d conv_transpose2d"
+            " conv_transpose3d"
+        ),
+    ),
     (
         Rule.HALF,
         _PRODUCTS,
-        "addmm addmv addr matmul einsum mm mv linalg_vecdot linear addbmm baddbmm bmm chain_matmul linalg_multi_dot scaled_dot_product_attention",
+        (
+            "addmm addmv addr matmul einsum mm mv linalg_vecdot linear addbmm baddbmm bmm"
+            " chain_matmul linalg_multi_dot scaled_dot_product_attention"
+        ),
     ),
-    (Rule.HALF, _CELLS, "thnn_fused_lstm_cell thnn_fused_gru_cell lstm_cell gru_cell rnn_tanh_cell rnn_relu_cell"),
+    (
+        Rule.HALF,
+        _CELLS,
+        "thnn_fused_lstm_cell thnn_fused_gru_cell lstm_cell gru_cell rnn_tanh_cell rnn_relu_cell",
+    ),
     (Rule.HALF, "one multiplication an element", "prelu"),
     *_DELICATE,
     (Rule.FULL, _SUMS, "renorm"),
@@ -58,28 +90,46 @@ _CUDA: Groups = (
         Rule.FULL,
         _LOSSES,
         (
-            "poisson_nll_loss cosine_embedding_loss nll_loss hinge_embedding_loss kl_div l1_loss smooth_l1_loss huber_loss mse_loss margin_ranking_loss "
-            "multilabel_margin_loss soft_margin_loss triplet_margin_loss multi_margin_loss binary_cross_entropy_with_logits"
+            "poisson_nll_loss cosine_embedding_loss nll_loss hinge_embedding_loss kl_div l1_loss"
+            " smooth_l1_loss huber_loss mse_loss margin_ranking_loss multilabel_margin_loss"
+            " soft_margin_loss triplet_margin_loss multi_margin_loss"
+            " binary_cross_entropy_with_logits"
         ),
     ),
     (
         Rule.FULL,
         _RESAMPLES,
         (
-            "upsample_nearest1d upsample_nearest_exact1d upsample_nearest2d upsample_nearest_exact2d upsample_nearest3d upsample_nearest_exact3d "
-            "upsample_linear1d upsample_bilinear2d upsample_bilinear2d_aa upsample_trilinear3d upsample_bicubic2d upsample_bicubic2d_aa"
+            "upsample_nearest1d upsample_nearest_exact1d upsample_nearest2d"
+            " upsample_nearest_exact2d upsample_nearest3d upsample_nearest_exact3d"
+            " upsample_linear1d upsample_bilinear2d upsample_bilinear2d_aa upsample_trilinear3d"
+            " upsample_bicubic2d upsample_bicubic2d_aa"
         ),
     ),
-    (Rule.PROMOTE, _WIDEST, "addcdiv addcmul atan2 bilinear cross dot vdot grid_sample index_put tensordot scatter_add"),
+    (
+        Rule.PROMOTE,
+        _WIDEST,
+        "addcdiv addcmul atan2 bilinear cross dot vdot grid_sample index_put tensordot scatter_add",
+    ),
     (Rule.REFUSE, _UNSAFE, "binary_cross_entropy"),
 )
 
 _CPU: Groups = (
-    (Rule.HALF, _CONVOLUTIONS, "convolution conv1d conv2d conv3d conv_tbc conv_transpose1d conv_transpose2d conv_transpose3d"),
+    (
+        Rule.HALF,
+        _CONVOLUTIONS,
+        (
+            "convolution conv1d conv2d conv3d conv_tbc conv_transpose1d conv_transpose2d"
+            " conv_transpose3d"
+        ),
+    ),
     (
         Rule.HALF,
         _PRODUCTS,
-        "bmm mm linalg_vecdot baddbmm addmm addmm_activation addbmm linear matmul scaled_dot_product_attention native_multi_head_attention",
+        (
+            "bmm mm linalg_vecdot baddbmm addmm addmm_activation addbmm linear matmul"
+            " scaled_dot_product_attention native_multi_head_attention"
+        ),
     ),
     (Rule.HALF, _CELLS, "mkldnn_rnn_layer"),
     (Rule.HALF, "one multiplication an element", "prelu"),
@@ -87,9 +137,10 @@ _CPU: Groups = (
         Rule.FULL,
         _LOSSES,
         (
-            "binary_cross_entropy binary_cross_entropy_with_logits cosine_embedding_loss cross_entropy ctc_loss hinge_embedding_loss huber_loss kl_div l1_loss "
-            "margin_ranking_loss mse_loss multi_margin_loss multilabel_margin_loss nll_loss poisson_nll_loss smooth_l1_loss soft_margin_loss "
-            "triplet_margin_loss"
+            "binary_cross_entropy binary_cross_entropy_with_logits cosine_embedding_loss"
+            " cross_entropy ctc_loss hinge_embedding_loss huber_loss kl_div l1_loss"
+            " margin_ranking_loss mse_loss multi_margin_loss multilabel_margin_loss nll_loss"
+            " poisson_nll_loss smooth_l1_loss soft_margin_loss triplet_margin_loss"
         ),
     ),
     (Rule.FULL, _RESAMPLES, "grid_sample"),
@@ -98,23 +149,30 @@ _CPU: Groups = (
     (
         Rule.FULL,
         "transforms to frequencies: sums of many signed terms, and " + _NO_KERNEL,
-        "stft fft_fft fft_ifft fft_fft2 fft_ifft2 fft_fftn fft_ifftn fft_rfft fft_irfft fft_rfft2 fft_irfft2 fft_rfftn fft_irfftn fft_hfft fft_ihfft",
+        (
+            "stft fft_fft fft_ifft fft_fft2 fft_ifft2 fft_fftn fft_ifftn fft_rfft fft_irfft"
+            " fft_rfft2 fft_irfft2 fft_rfftn fft_irfftn fft_hfft fft_ihfft"
+        ),
     ),
     (
         Rule.FULL,
         "factorises or inverts a matrix: " + _NO_KERNEL,
         (
-            "cholesky cholesky_inverse cholesky_solve geqrf lu_with_info lu_solve linalg_householder_product ormqr pinverse qr svd triangular_solve linalg_cholesky "
-            "linalg_cond linalg_eig linalg_eigh linalg_eigvals linalg_eigvalsh linalg_inv linalg_lstsq linalg_matrix_rank linalg_matrix_sqrth linalg_qr "
-            "linalg_solve linalg_svd linalg_svdvals linalg_tensorinv linalg_tensorsolve"
+            "cholesky cholesky_inverse cholesky_solve geqrf lu_with_info lu_solve"
+            " linalg_householder_product ormqr pinverse qr svd triangular_solve linalg_cholesky"
+            " linalg_cond linalg_eig linalg_eigh linalg_eigvals linalg_eigvalsh linalg_inv"
+            " linalg_lstsq linalg_matrix_rank linalg_matrix_sqrth linalg_qr linalg_solve linalg_svd"
+            " linalg_svdvals linalg_tensorinv linalg_tensorsolve"
         ),
     ),
     (
         Rule.FULL,
         _NO_KERNEL,
         (
-            "adaptive_avg_pool3d adaptive_max_pool3d avg_pool3d max_pool3d max_unpool2d max_unpool3d fractional_max_pool2d fractional_max_pool3d "
-            "fake_quantize_per_tensor_affine polar view_as_complex reflection_pad1d reflection_pad2d replication_pad1d replication_pad2d replication_pad3d"
+            "adaptive_avg_pool3d adaptive_max_pool3d avg_pool3d max_pool3d max_unpool2d"
+            " max_unpool3d fractional_max_pool2d fractional_max_pool3d"
+            " fake_quantize_per_tensor_affine polar view_as_complex reflection_pad1d"
+            " reflection_pad2d replication_pad1d replication_pad2d replication_pad3d"
         ),
     ),
     (Rule.PROMOTE, _WIDEST, "stack cat index_copy"),
@@ -123,13 +181,17 @@ _CPU: Groups = (
 _SINCE: Mapping[str, str] = {"rms_norm": "2.12", "linalg_matrix_sqrth": "2.14"}
 """The version of torch from which on an op is in torch's lists, where that is not 2.11."""
 
-_UNLISTED = Entry(Rule.KEEP, "in no list: it follows its inputs, and torch's kernels promote where dtypes meet")
+_UNLISTED = Entry(
+    Rule.KEEP, "in no list: it follows its inputs, and torch's kernels promote where dtypes meet"
+)
 
 _VIEWS = (
-    "view view_as reshape reshape_as expand expand_as permute transpose t squeeze unsqueeze select narrow split split_with_sizes chunk unbind "
-    "flatten unflatten diagonal movedim atleast_1d atleast_2d atleast_3d as_strided adjoint real imag ravel tensor_split unfold broadcast_to broadcast_tensors index "
-    "hsplit vsplit dsplit positive conj resolve_conj resolve_neg view_as_real view_as_complex slice_inverse coalesce "
-    "crow_indices col_indices ccol_indices row_indices"
+    "view view_as reshape reshape_as expand expand_as permute transpose t squeeze unsqueeze select"
+    " narrow split split_with_sizes chunk unbind flatten unflatten diagonal movedim atleast_1d"
+    " atleast_2d atleast_3d as_strided adjoint real imag ravel tensor_split unfold broadcast_to"
+    " broadcast_tensors index hsplit vsplit dsplit positive conj resolve_conj resolve_neg"
+    " view_as_real view_as_complex slice_inverse coalesce crow_indices col_indices ccol_indices"
+    " row_indices"
 )
 
 _O2_FULL: Groups = (
@@ -139,19 +201,29 @@ _O2_FULL: Groups = (
         Rule.FULL,
         _LOSSES,
         (
-            "cross_entropy nll_loss mse_loss l1_loss smooth_l1_loss huber_loss kl_div poisson_nll_loss gaussian_nll_loss binary_cross_entropy "
-            "binary_cross_entropy_with_logits cosine_embedding_loss hinge_embedding_loss margin_ranking_loss multilabel_margin_loss "
-            "multilabel_soft_margin_loss soft_margin_loss triplet_margin_loss triplet_margin_with_distance_loss multi_margin_loss ctc_loss"
+            "cross_entropy nll_loss mse_loss l1_loss smooth_l1_loss huber_loss kl_div"
+            " poisson_nll_loss gaussian_nll_loss binary_cross_entropy"
+            " binary_cross_entropy_with_logits cosine_embedding_loss hinge_embedding_loss"
+            " margin_ranking_loss multilabel_margin_loss multilabel_soft_margin_loss"
+            " soft_margin_loss triplet_margin_loss triplet_margin_with_distance_loss"
+            " multi_margin_loss ctc_loss"
         ),
     ),
 )
 
 _KEPT: Groups = (
     (Rule.KEEP, "a view: it shares its input's memory, which a cast would break", _VIEWS),
-    (Rule.KEEP, "makes a tensor like its input", "zeros_like ones_like full_like rand_like randn_like randint_like"),
+    (
+        Rule.KEEP,
+        "makes a tensor like its input",
+        "zeros_like ones_like full_like rand_like randn_like randint_like",
+    ),
 )
 
-_STATISTICS = {"batch_norm": ("weight", "bias", "running_mean", "running_var"), "instance_norm": ("weight", "bias", "running_mean", "running_var")}
+_STATISTICS = {
+    "batch_norm": ("weight", "bias", "running_mean", "running_var"),
+    "instance_norm": ("weight", "bias", "running_mean", "running_var"),
+}
 
 DEVICES: Mapping[str, Groups] = {"cuda": _CUDA, "cpu": _CPU}
 """The lists by the device they are torch's own for."""
@@ -170,7 +242,11 @@ AUTOCAST_KEYS: Mapping[str, str] = {
 @cache
 def torch_entries(device: str) -> Mapping[str, Entry]:
     """The op list that this version of torch has for a device; the CUDA one stands for the accelerators whose lists follow it."""
-    return {name: entry for name, entry in _entries(DEVICES.get(device, _CUDA)).items() if is_listed(name, torch.__version__)}
+    return {
+        name: entry
+        for name, entry in _entries(DEVICES.get(device, _CUDA)).items()
+        if is_listed(name, torch.__version__)
+    }
 
 
 def is_listed(name: str, version: str) -> bool:
@@ -193,19 +269,37 @@ def level_lists(level: Level, device: str) -> OpLists:
         case Level.O1:
             return OpLists(torch_entries(device), _UNLISTED)
         case Level.OD:
-            half = {name: entry for name, entry in torch_entries(device).items() if entry.rule in (Rule.HALF, Rule.REFUSE)}
-            return OpLists(half, Entry(Rule.FULL, "level OD: what is not listed half runs in float32"))
+            half = {
+                name: entry
+                for name, entry in torch_entries(device).items()
+                if entry.rule in (Rule.HALF, Rule.REFUSE)
+            }
+            return OpLists(
+                half, Entry(Rule.FULL, "level OD: what is not listed half runs in float32")
+            )
         case Level.O2:
-            return OpLists(_entries(_KEPT + _O2_FULL) | _no_kernels(device), Entry(Rule.HALF, "level O2: everything 16-bit but a short list"), _STATISTICS)
+            return OpLists(
+                _entries(_KEPT + _O2_FULL) | _no_kernels(device),
+                Entry(Rule.HALF, "level O2: everything 16-bit but a short list"),
+                _STATISTICS,
+            )
         case Level.O3:
-            return OpLists(_entries(_KEPT) | _no_kernels(device), Entry(Rule.HALF, "level O3: everything 16-bit"), _STATISTICS)
+            return OpLists(
+                _entries(_KEPT) | _no_kernels(device),
+                Entry(Rule.HALF, "level O3: everything 16-bit"),
+                _STATISTICS,
+            )
         case Level.O0:
             return OpLists({}, Entry(Rule.KEEP, "level O0: nothing is cast"))
-    raise PolicyError(f"The torch preset has no level {level!r}. {choices(one.value for one in Level)}")
+    raise PolicyError(
+        f"The torch preset has no level {level!r}. {choices(one.value for one in Level)}"
+    )
 
 
 def _no_kernels(device: str) -> dict[str, Entry]:
-    return {name: entry for name, entry in torch_entries(device).items() if _NO_KERNEL in entry.reason}
+    return {
+        name: entry for name, entry in torch_entries(device).items() if _NO_KERNEL in entry.reason
+    }
 
 
 def _entries(groups: Groups) -> dict[str, Entry]:

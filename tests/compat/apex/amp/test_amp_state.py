@@ -23,7 +23,10 @@ def step(model, optimizer):
 def test_masters_are_the_parameters_where_those_are_float32():
     for level in ("O0", "O1"):
         model, optimizer = make(level)
-        assert [one is other for one, other in zip(amp.master_params(optimizer), model.parameters(), strict=True)] == [True, True]
+        assert [
+            one is other
+            for one, other in zip(amp.master_params(optimizer), model.parameters(), strict=True)
+        ] == [True, True]
 
 
 def test_masters_at_o2_round_to_the_parameters():

@@ -25,7 +25,9 @@ class Net(nn.Linear):
 def test_a_batch_is_cast_by_its_own_method_on_the_way_in_and_out():
     model = Net(2, 2)
     amp.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), opt_level="O2", verbosity=0)
-    batch, extra = model([Batch(torch.ones(1, 2))], extra={"name": "text", "mask": torch.ones(2, dtype=torch.long)})
+    batch, extra = model(
+        [Batch(torch.ones(1, 2))], extra={"name": "text", "mask": torch.ones(2, dtype=torch.long)}
+    )
     assert batch.tensor.dtype is torch.float32
     assert (extra["name"], extra["mask"].dtype) == ("text", torch.long)
 

@@ -13,7 +13,9 @@ def product():
 
 def initialize():
     model = nn.Linear(2, 2)
-    return amp.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), opt_level="O1", verbosity=0)
+    return amp.initialize(
+        model, torch.optim.SGD(model.parameters(), lr=0.1), opt_level="O1", verbosity=0
+    )
 
 
 def test_casts_can_be_switched_off_for_a_while():
@@ -29,7 +31,9 @@ def test_casts_can_be_switched_off_for_a_while():
 
 def test_casts_end_with_the_last_of_their_models():
     one, two = nn.Linear(2, 2), nn.Linear(2, 2)
-    amp.initialize([one, two], torch.optim.SGD(one.parameters(), lr=0.1), opt_level="O1", verbosity=0)
+    amp.initialize(
+        [one, two], torch.optim.SGD(one.parameters(), lr=0.1), opt_level="O1", verbosity=0
+    )
     del one
     assert product() is torch.float16
     del two
@@ -121,5 +125,8 @@ def test_binary_cross_entropy_is_refused_16_bit_inputs_and_takes_float32_as_ther
     probabilities = torch.sigmoid(model(torch.ones(2, 4))).detach()
     assert probabilities.dtype is torch.float16
     assert call(probabilities.float()).dtype is torch.float32
-    with pytest.raises(Exception if compiled else NotImplementedError, match="binary_cross_entropy_with_logits, or cast the probabilities to float32 first"):
+    with pytest.raises(
+        Exception if compiled else NotImplementedError,
+        match="binary_cross_entropy_with_logits, or cast the probabilities to float32 first",
+    ):
         call(probabilities)

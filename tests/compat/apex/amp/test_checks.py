@@ -11,7 +11,9 @@ def sgd(model):
     return torch.optim.SGD(model.parameters(), lr=0.1)
 
 
-@pytest.mark.parametrize("models", [(nn.Linear(1, 1),), "model", None, [3]], ids=["tuple", "str", "none", "list"])
+@pytest.mark.parametrize(
+    "models", [(nn.Linear(1, 1),), "model", None, [3]], ids=["tuple", "str", "none", "list"]
+)
 def test_models_that_are_none_are_type_errors(models):
     with pytest.raises(TypeError, match="models should be a model or a list of models"):
         amp.initialize(models, verbosity=0)
@@ -19,7 +21,9 @@ def test_models_that_are_none_are_type_errors(models):
 
 @pytest.mark.parametrize("optimizers", [(3,), "sgd", [3]], ids=["tuple", "str", "list"])
 def test_optimizers_that_are_none_are_type_errors(optimizers):
-    with pytest.raises(TypeError, match="optimizers should be an optimizer, a list of optimizers or None"):
+    with pytest.raises(
+        TypeError, match="optimizers should be an optimizer, a list of optimizers or None"
+    ):
         amp.initialize(nn.Linear(1, 1), optimizers, verbosity=0)
 
 
@@ -32,7 +36,9 @@ def test_a_wrapped_model_is_a_runtime_error(level):
 @pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3"])
 def test_half_parameters_are_a_runtime_error(level):
     model = nn.Linear(1, 1).half()
-    with pytest.raises(RuntimeError, match=r"Found param weight with type torch.HalfTensor.*Leave \.half\(\) out"):
+    with pytest.raises(
+        RuntimeError, match=r"Found param weight with type torch.HalfTensor.*Leave \.half\(\) out"
+    ):
         amp.initialize(model, sgd(model), opt_level=level, verbosity=0)
 
 

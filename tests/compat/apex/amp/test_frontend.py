@@ -19,7 +19,11 @@ X, Y = torch.randn(16, 3, 8, 8), torch.randint(10, (16,))
 class Net(nn.Module):
     def __init__(self):
         super().__init__()
-        self.conv, self.norm, self.head = nn.Conv2d(3, 6, 3, padding=1), nn.BatchNorm2d(6), nn.Linear(6 * 64, 10)
+        self.conv, self.norm, self.head = (
+            nn.Conv2d(3, 6, 3, padding=1),
+            nn.BatchNorm2d(6),
+            nn.Linear(6 * 64, 10),
+        )
 
     def forward(self, x):
         return self.head(torch.relu(self.norm(self.conv(x))).flatten(1))
@@ -55,7 +59,7 @@ def plain_losses(steps):
     return losses
 
 
-# -- what comes back -----------------------------------------------------------------------------------------------------------------------------
+# -- what comes back -------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("level", LEVELS)
@@ -67,10 +71,13 @@ def test_both_come_back_as_the_objects_they_were(level):
 
 def test_lists_come_back_as_lists():
     (one, of_one), (two, of_two) = make(), make()
-    assert amp.initialize([one, two], [of_one, of_two], verbosity=0) == ([one, two], [of_one, of_two])
+    assert amp.initialize([one, two], [of_one, of_two], verbosity=0) == (
+        [one, two],
+        [of_one, of_two],
+    )
     (three, of_three), (four, _) = make(), make()
     assert amp.initialize([three, four], of_three, verbosity=0) == ([three, four], of_three)
-    (five, of_five) = make()
+    five, of_five = make()
     assert amp.initialize(five, [of_five], verbosity=0) == (five, [of_five])
 
 
@@ -83,7 +90,10 @@ def test_without_an_optimizer_the_models_come_back_alone():
 
 def test_disabled_it_leaves_everything_alone_and_scale_loss_gives_the_loss():
     model, optimizer = make()
-    assert amp.initialize(model, optimizer, enabled=False, opt_level="nonsense") == (model, optimizer)
+    assert amp.initialize(model, optimizer, enabled=False, opt_level="nonsense") == (
+        model,
+        optimizer,
+    )
     assert amp.initialize(model, enabled=False) is model
     loss = model(X).sum()
     with amp.scale_loss(loss, optimizer) as scaled:
@@ -92,7 +102,7 @@ def test_disabled_it_leaves_everything_alone_and_scale_loss_gives_the_loss():
     assert not amp._amp_state.opt_properties.enabled
 
 
-# -- levels --------------------------------------------------------------------------------------------------------------------------------------
+# -- levels ----------------------------------------------------------------------------------------
 
 DTYPES = {
     "O0": ("float32", "float32", "float32"),
@@ -114,7 +124,9 @@ def test_dtypes_of_parameters_norms_and_outputs(level):
 def test_every_level_trains_as_float32_does(level):
     model, optimizer = make()
     amp.initialize(model, optimizer, opt_level=level, verbosity=0)
-    assert train(model, optimizer, 8) == pytest.approx(plain_losses(8), abs=0.0 if level == "O0" else 0.02)
+    assert train(model, optimizer, 8) == pytest.approx(
+        plain_losses(8), abs=0.0 if level == "O0" else 0.02
+    )
 
 
 def test_o1_casts_outside_the_model_too():
@@ -132,7 +144,15 @@ def test_o2_casts_nothing_outside_the_model():
     assert torch.mm(torch.ones(2, 2), torch.ones(2, 2)).dtype is torch.float32
 
 
-@pytest.mark.parametrize(("word", "dtype"), [(True, torch.float32), ("True", torch.float32), (False, torch.float16), ("False", torch.float16)])
+@pytest.mark.parametrize(
+    ("word", "dtype"),
+    [
+        (True, torch.float32),
+        ("True", torch.float32),
+        (False, torch.float16),
+        ("False", torch.float16),
+    ],
+)
 def test_batch_norms_are_kept_where_asked(word, dtype):
     model, optimizer = make()
     amp.initialize(model, optimizer, opt_level="O2", keep_batchnorm_fp32=word, verbosity=0)
@@ -148,14 +168,24 @@ def test_layer_norms_are_not_kept_as_in_apex():
 
 def test_o3_with_masters_is_o2_without_its_norms():
     model, optimizer = make()
-    amp.initialize(model, optimizer, opt_level="O3", master_weights=True, keep_batchnorm_fp32=True, loss_scale="dynamic", verbosity=0)
+    amp.initialize(
+        model,
+        optimizer,
+        opt_level="O3",
+        master_weights=True,
+        keep_batchnorm_fp32=True,
+        loss_scale="dynamic",
+        verbosity=0,
+    )
     assert (model.head.weight.dtype, model.norm.weight.dtype) == (torch.float16, torch.float32)
     assert [parameter.dtype for parameter in amp.master_params(optimizer)] == [torch.float32] * 6
 
 
 def test_o2_without_masters_loses_small_updates():
     model, optimizer = make(lr=1e-5, momentum=0)
-    amp.initialize(model, optimizer, opt_level="O2", master_weights=False, loss_scale=128.0, verbosity=0)
+    amp.initialize(
+        model, optimizer, opt_level="O2", master_weights=False, loss_scale=128.0, verbosity=0
+    )
     before = model.head.weight.clone()
     train(model, optimizer)
     same = (model.head.weight == before).float().mean()
@@ -200,10 +230,12 @@ def test_what_an_optimizer_updates_beside_the_model_stays_float32():
     torch.testing.assert_close(extra.data, torch.full((3,), 0.9))
 
 
-# -- scales --------------------------------------------------------------------------------------------------------------------------------------
+# -- scales ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("word", "scale"), [(None, 65536.0), ("dynamic", 65536.0), (128.0, 128.0), ("128.0", 128.0)])
+@pytest.mark.parametrize(
+    ("word", "scale"), [(None, 65536.0), ("dynamic", 65536.0), (128.0, 128.0), ("128.0", 128.0)]
+)
 def test_loss_scales(word, scale):
     amp.initialize(*make(), opt_level="O2", loss_scale=word, verbosity=0)
     assert amp.state_dict() == {"loss_scaler0": {"loss_scale": scale, "unskipped": 0}}
@@ -223,22 +255,28 @@ def test_a_scale_is_never_above_its_ceiling_nor_below_its_floor():
 
 
 def _shrink(model, optimizer):
-    amp.initialize(model, optimizer, opt_level="O1", min_loss_scale=128.0, max_loss_scale=512.0, verbosity=0)
+    amp.initialize(
+        model, optimizer, opt_level="O1", min_loss_scale=128.0, max_loss_scale=512.0, verbosity=0
+    )
     assert amp.state_dict()["loss_scaler0"]["loss_scale"] == 512.0
     train(model, optimizer, 5, X * float("inf"))
 
 
-# -- again -----------------------------------------------------------------------------------------------------------------------------------------
+# -- again -----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("levels", [("O1", "O1"), ("O2", "O2"), ("O1", "O2"), ("O2", "O1"), ("O3", "O0")], ids="-".join)
+@pytest.mark.parametrize(
+    "levels", [("O1", "O1"), ("O2", "O2"), ("O1", "O2"), ("O2", "O1"), ("O3", "O0")], ids="-".join
+)
 def test_a_model_may_go_through_again_with_a_new_optimizer(levels):
     model, optimizer = make()
     amp.initialize(model, optimizer, opt_level=levels[0], verbosity=0)
     train(model, optimizer, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     amp.initialize(model, optimizer, opt_level=levels[1], verbosity=0)
-    assert model.head.weight.dtype is (torch.float16 if levels[1] in ("O2", "O3") else torch.float32)
+    assert model.head.weight.dtype is (
+        torch.float16 if levels[1] in ("O2", "O3") else torch.float32
+    )
     losses = train(model, optimizer, 6)
     assert losses[-1] < losses[0] < 2.0
 
@@ -279,7 +317,7 @@ def test_levels_one_after_the_other_train_as_each_alone():
         assert train(model, optimizer, 2) == alone[level]
 
 
-# -- what is printed -----------------------------------------------------------------------------------------------------------------------------
+# -- what is printed -------------------------------------------------------------------------------
 
 
 def test_the_level_and_its_properties_are_told(capsys):
@@ -306,17 +344,22 @@ def test_a_skipped_step_is_told(capsys):
     amp.initialize(model, optimizer, opt_level="O2")
     capsys.readouterr()
     train(model, optimizer, 1, X * float("inf"))
-    assert capsys.readouterr().out == "Gradient overflow.  Skipping step, loss scaler 0 reducing loss scale to 32768.0\n"
+    assert (
+        capsys.readouterr().out
+        == "Gradient overflow.  Skipping step, loss scaler 0 reducing loss scale to 32768.0\n"
+    )
 
 
-# -- saving --------------------------------------------------------------------------------------------------------------------------------------
+# -- saving ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("level", LEVELS)
 def test_a_state_dict_is_float32_at_every_level(level):
     model, optimizer = make()
     amp.initialize(model, optimizer, opt_level=level, verbosity=0)
-    assert {value.dtype for name, value in model.state_dict().items() if "num_batches" not in name} == {torch.float32}
+    assert {
+        value.dtype for name, value in model.state_dict().items() if "num_batches" not in name
+    } == {torch.float32}
 
 
 @pytest.mark.parametrize("initialized", ["before", "after"])
@@ -326,7 +369,9 @@ def test_training_resumes_without_a_spike(level, resumed, initialized):
     model, optimizer = make()
     amp.initialize(model, optimizer, opt_level=level, verbosity=0)
     train(model, optimizer, 3)
-    saved = copy.deepcopy({"model": model.state_dict(), "optimizer": optimizer.state_dict(), "amp": amp.state_dict()})
+    saved = copy.deepcopy(
+        {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "amp": amp.state_dict()}
+    )
     went_on = train(model, optimizer, 3)
     again, of_again = make(seed=1)
     if initialized == "before":
@@ -339,7 +384,9 @@ def test_training_resumes_without_a_spike(level, resumed, initialized):
         amp.load_state_dict(saved["amp"])
         assert amp.state_dict() == saved["amp"]
     # To the bit at the same level; O3 saves what its 16-bit weights are.
-    assert train(again, of_again, 3) == (went_on if resumed == level else pytest.approx(went_on, abs=0.02))
+    assert train(again, of_again, 3) == (
+        went_on if resumed == level else pytest.approx(went_on, abs=0.02)
+    )
 
 
 def test_masters_start_from_the_exact_float32_values():

@@ -24,7 +24,12 @@ A, HALF = torch.ones(2), torch.ones(2, dtype=torch.float16)
 
 
 @pytest.mark.parametrize(
-    ("decorate", "found"), [(amp.half_function, torch.float16), (amp.float_function, torch.float32), (amp.promote_function, torch.float32)]
+    ("decorate", "found"),
+    [
+        (amp.half_function, torch.float16),
+        (amp.float_function, torch.float32),
+        (amp.promote_function, torch.float32),
+    ],
 )
 @pytest.mark.parametrize("first", [True, False])
 def test_a_decorated_function_gets_its_inputs_cast(decorate, found, first):
@@ -93,7 +98,11 @@ def test_an_autograd_function_is_decorated_by_its_apply():
 
 @pytest.mark.parametrize(
     ("register", "found"),
-    [(amp.register_half_function, torch.float16), (amp.register_float_function, torch.float32), (amp.register_promote_function, torch.float32)],
+    [
+        (amp.register_half_function, torch.float16),
+        (amp.register_float_function, torch.float32),
+        (amp.register_promote_function, torch.float32),
+    ],
 )
 def test_a_function_of_a_module_is_registered_by_name(register, found):
     module = types.SimpleNamespace(dtypes=dtypes)
@@ -109,12 +118,19 @@ def test_functions_of_torch_change_their_list_and_stay_in_their_place():
     amp.register_half_function(torch, "einsum")
     _kept = initialize()
     a = torch.ones(2, 2)
-    assert (torch.relu(a).dtype, torch.mm(a, a).dtype, torch.einsum("ij,jk->ik", a, a).dtype) == (torch.float16, torch.float32, torch.float16)
+    assert (torch.relu(a).dtype, torch.mm(a, a).dtype, torch.einsum("ij,jk->ik", a, a).dtype) == (
+        torch.float16,
+        torch.float32,
+        torch.float16,
+    )
     assert torch.einsum is einsum
     assert torch.relu is relu
 
 
-@pytest.mark.parametrize("register", [amp.register_half_function, amp.register_float_function, amp.register_promote_function])
+@pytest.mark.parametrize(
+    "register",
+    [amp.register_half_function, amp.register_float_function, amp.register_promote_function],
+)
 def test_a_name_that_is_not_there_is_a_value_error(register):
     with pytest.raises(ValueError, match="No function named nothing in module"):
         register(torch, "nothing")

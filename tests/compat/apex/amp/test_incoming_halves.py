@@ -43,7 +43,14 @@ def test_a_group_is_added_while_amp_casts_no_model(level, accumulate, zero):
     one, two = Mixed(1.0), Mixed(2.0)
     optimizer = torch.optim.SGD([{"params": one.parameters(), "lr": 0.25}], lr=0.25, momentum=0.125)
     amp._amp_state.allow_incoming_model_not_fp32 = True
-    [one, two], optimizer = amp.initialize([one, two], optimizer, opt_level=level, verbosity=0, cast_model_type=False, loss_scale="dynamic")
+    [one, two], optimizer = amp.initialize(
+        [one, two],
+        optimizer,
+        opt_level=level,
+        verbosity=0,
+        cast_model_type=False,
+        loss_scale="dynamic",
+    )
     amp._amp_state.loss_scalers[0]._loss_scale = 4.0
 
     def clear():
@@ -69,5 +76,7 @@ def test_a_group_is_added_while_amp_casts_no_model(level, accumulate, zero):
             backward(one(X) + two(X))
         optimizer.step()
         clear()
-    for found, expected in zip((*one.parameters(), *two.parameters()), in_float32(accumulate), strict=True):
+    for found, expected in zip(
+        (*one.parameters(), *two.parameters()), in_float32(accumulate), strict=True
+    ):
         torch.testing.assert_close(found.float(), expected.float(), rtol=2e-3, atol=2e-3)

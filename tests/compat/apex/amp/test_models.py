@@ -19,14 +19,20 @@ class Many(nn.Module):
 
 
 def sgd(*models):
-    return torch.optim.SGD([parameter for model in models for parameter in model.parameters()], lr=0.1)
+    return torch.optim.SGD(
+        [parameter for model in models for parameter in model.parameters()], lr=0.1
+    )
 
 
 def test_containers_are_cast_on_the_way_in_and_out():
     model = Many()
     amp.initialize(model, sgd(model), opt_level="O2", verbosity=0)
     out = model({"x": (torch.ones(1, 2), torch.tensor([1]))}, scale=torch.ones(()))
-    assert (out["out"].dtype, out["index"].dtype, out["text"]) == (torch.float32, torch.int64, "words")
+    assert (out["out"].dtype, out["index"].dtype, out["text"]) == (
+        torch.float32,
+        torch.int64,
+        "words",
+    )
 
 
 def test_a_model_without_parameters_goes_along():
@@ -64,14 +70,23 @@ def test_shared_parameters_stay_shared():
 @pytest.mark.parametrize("words", [{}, {"cast_model_type": False}], ids=["cast", "as it comes"])
 def test_a_group_that_is_added_later_has_masters(words):
     model, late = nn.Linear(4, 1), nn.Linear(4, 1).half()
-    model, optimizer = amp.initialize(model, torch.optim.SGD(model.parameters(), lr=2.0**-10), opt_level="O2", loss_scale=1.0, verbosity=0, **words)
+    model, optimizer = amp.initialize(
+        model,
+        torch.optim.SGD(model.parameters(), lr=2.0**-10),
+        opt_level="O2",
+        loss_scale=1.0,
+        verbosity=0,
+        **words,
+    )
     optimizer.add_param_group({"params": late.parameters()})
     assert {one.dtype for one in amp.master_params(optimizer)} == {torch.float32}
     start, x = late.bias.detach().clone().fill_(1.0), torch.ones(1, 4)
     late.bias.data.copy_(start)
     for _ in range(4):
         optimizer.zero_grad()
-        with amp.scale_loss((model(x).float() + late(x.half()).float()).sum() / 4, optimizer) as scaled:
+        with amp.scale_loss(
+            (model(x).float() + late(x.half()).float()).sum() / 4, optimizer
+        ) as scaled:
             scaled.backward()
         optimizer.step()
     # Each update is a quarter of what 16 bits can tell beside 1.
@@ -81,7 +96,9 @@ def test_a_group_that_is_added_later_has_masters(words):
 @pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3"])
 def test_a_whole_model_goes_into_a_file(level, tmp_path):
     model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)).eval()
-    model, _ = amp.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), opt_level=level, verbosity=0)
+    model, _ = amp.initialize(
+        model, torch.optim.SGD(model.parameters(), lr=0.1), opt_level=level, verbosity=0
+    )
     torch.save(model, tmp_path / "model.pt")
     loaded = torch.load(tmp_path / "model.pt", weights_only=False)
     assert torch.equal(loaded(torch.ones(2, 4)), model(torch.ones(2, 4)))

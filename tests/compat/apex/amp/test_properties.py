@@ -33,7 +33,12 @@ def test_the_table_is_apexs(level, cast, patch, norms, masters, scale):
 
 @pytest.mark.parametrize("word", ["01", "o1", "O4", "", None, 1])
 def test_an_unknown_level_is_a_runtime_error_that_names_the_letter(word):
-    with pytest.raises(RuntimeError, match=r"Unexpected optimization level .*'O0', 'O1', 'O2', 'O3'.*letter O, not the number zero"):
+    with pytest.raises(
+        RuntimeError,
+        match=(
+            r"Unexpected optimization level .*'O0', 'O1', 'O2', 'O3'.*letter O, not the number zero"
+        ),
+    ):
         level_of(word)
 
 
@@ -43,8 +48,16 @@ def test_an_unknown_level_is_a_runtime_error_that_names_the_letter(word):
         ("O1", {"cast_model_type": torch.float16}, "cast_model_type"),
         ("O1", {"keep_batchnorm_fp32": True}, "keep_batchnorm_fp32 should be None"),
         ("O1", {"keep_batchnorm_fp32": "False"}, "keep_batchnorm_fp32 should be None"),
-        ("O1", {"master_weights": True}, "makes no sense with opt_level='O1', whose parameters are FP32"),
-        ("O1", {"master_weights": False}, "makes no sense with opt_level='O1', whose parameters are FP32"),
+        (
+            "O1",
+            {"master_weights": True},
+            "makes no sense with opt_level='O1', whose parameters are FP32",
+        ),
+        (
+            "O1",
+            {"master_weights": False},
+            "makes no sense with opt_level='O1', whose parameters are FP32",
+        ),
         ("O0", {"patch_torch_functions": True}, "belongs to opt_level='O1'"),
         ("O2", {"patch_torch_functions": True}, "belongs to opt_level='O1'"),
         ("O3", {"patch_torch_functions": True}, "belongs to opt_level='O1'"),
@@ -60,17 +73,28 @@ def test_overrides_that_contradict_the_level_are_runtime_errors(level, words, sa
 
 def test_what_is_none_overrides_nothing():
     properties = OPT_LEVELS["O1"].properties
-    assert overridden(properties, cast_model_type=None, master_weights=None, loss_scale=None) == properties
+    assert (
+        overridden(properties, cast_model_type=None, master_weights=None, loss_scale=None)
+        == properties
+    )
     assert overridden(properties, cast_model_type=torch.float32).cast_model_type is torch.float32
 
 
-@pytest.mark.parametrize(("word", "flag"), [("True", True), ("False", False), (True, True), (False, False)])
+@pytest.mark.parametrize(
+    ("word", "flag"), [("True", True), ("False", False), (True, True), (False, False)]
+)
 def test_flags_may_be_strings(word, flag):
-    assert overridden(OPT_LEVELS["O2"].properties, keep_batchnorm_fp32=word).keep_batchnorm_fp32 is flag
+    assert (
+        overridden(OPT_LEVELS["O2"].properties, keep_batchnorm_fp32=word).keep_batchnorm_fp32
+        is flag
+    )
 
 
 def test_another_string_is_an_assertion_error():
-    with pytest.raises(AssertionError, match="keep_batchnorm_fp32='yes': it is True, False, the string 'True' or 'False', or None"):
+    with pytest.raises(
+        AssertionError,
+        match="keep_batchnorm_fp32='yes': it is True, False, the string 'True' or 'False', or None",
+    ):
         overridden(OPT_LEVELS["O2"].properties, keep_batchnorm_fp32="yes")
 
 
@@ -81,11 +105,16 @@ def test_scales_are_numbers_or_dynamic(word, scale):
 
 @pytest.mark.parametrize("word", ["nonsense", -1, 0.0, float("inf"), "nan", [1]], ids=str)
 def test_what_is_no_scale_is_a_value_error(word):
-    with pytest.raises(ValueError, match=r"it is a positive number, a string of one such as '128\.0', or 'dynamic'"):
+    with pytest.raises(
+        ValueError, match=r"it is a positive number, a string of one such as '128\.0', or 'dynamic'"
+    ):
         overridden(OPT_LEVELS["O0"].properties, loss_scale=word)
 
 
 @pytest.mark.parametrize("word", ["half", torch.float64, torch.int8, True])
 def test_a_model_is_cast_to_a_dtype_that_amp_knows(word):
-    with pytest.raises(ValueError, match=r"cast_model_type=.*torch\.float16, torch\.bfloat16, torch\.float32, or False"):
+    with pytest.raises(
+        ValueError,
+        match=r"cast_model_type=.*torch\.float16, torch\.bfloat16, torch\.float32, or False",
+    ):
         overridden(OPT_LEVELS["O2"].properties, cast_model_type=word)

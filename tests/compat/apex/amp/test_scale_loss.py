@@ -57,7 +57,9 @@ def test_the_scaled_loss_is_float32_and_so_many_times_as_large():
 
 @pytest.mark.parametrize("level", LEVELS)
 def test_gradients_are_unscaled_and_float32_afterwards(level):
-    (model,), (optimizer,) = make(1.0, level=level, **({} if level in ("O1", "O2") else {"loss_scale": "dynamic"}))
+    (model,), (optimizer,) = make(
+        1.0, level=level, **({} if level in ("O1", "O2") else {"loss_scale": "dynamic"})
+    )
     amp._amp_state.loss_scalers[0]._loss_scale = 4.0
     backward(model(X * 3), optimizer)
     (master,) = amp.master_params(optimizer)
@@ -72,7 +74,7 @@ def test_where_nothing_is_scaled_the_loss_is_only_made_float32():
         assert scaled is loss
 
 
-# -- several -------------------------------------------------------------------------------------------------------------------------------------
+# -- several ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("level", LEVELS)
@@ -94,11 +96,15 @@ def test_two_models_two_losses_two_optimizers(level, losses, bad):
                 momenta[index] = momenta[index] * 0.125 + 1.0
                 expected[index] -= 0.25 * momenta[index]
     for model, value in zip(models, expected, strict=True):
-        torch.testing.assert_close(model.weight.float(), value, rtol=0, atol=2e-3 if level in ("O2", "O3") else 0)
+        torch.testing.assert_close(
+            model.weight.float(), value, rtol=0, atol=2e-3 if level in ("O2", "O3") else 0
+        )
     if bad is None:
         assert scales() == [4.0] * losses
     else:
-        assert scales() == ([2.0] if losses == 1 else [2.0 if index == bad else 4.0 for index in range(2)])
+        assert scales() == (
+            [2.0] if losses == 1 else [2.0 if index == bad else 4.0 for index in range(2)]
+        )
 
 
 @pytest.mark.parametrize("level", LEVELS)
@@ -108,12 +114,16 @@ def test_one_loss_for_two_optimizers_skips_both(level):
     backward(models[0](X * INF) + models[1](X), optimizers)
     for optimizer in optimizers:
         optimizer.step()
-    assert all(torch.equal(model.weight, value) for model, value in zip(models, before, strict=True))
+    assert all(
+        torch.equal(model.weight, value) for model, value in zip(models, before, strict=True)
+    )
     clear(optimizers)
     backward(models[0](X) + models[1](X), optimizers)
     for optimizer in optimizers:
         optimizer.step()
-    assert not any(torch.equal(model.weight, value) for model, value in zip(models, before, strict=True))
+    assert not any(
+        torch.equal(model.weight, value) for model, value in zip(models, before, strict=True)
+    )
 
 
 def test_a_bad_loss_among_several_spoils_the_step_and_only_its_own_scale():
@@ -141,7 +151,7 @@ def test_scales_fall_as_often_as_their_losses_were_bad():
     }
 
 
-# -- accumulation and what is delayed ------------------------------------------------------------------------------------------------------------
+# -- accumulation and what is delayed --------------------------------------------------------------
 
 
 @pytest.mark.parametrize("level", LEVELS)
@@ -201,7 +211,9 @@ def test_a_delayed_check_of_two_optimizers_adapts_the_scale_once():
     for optimizer in optimizers:
         optimizer.step()
     assert scales() == [2.0]
-    assert all(torch.equal(model.weight, value) for model, value in zip(models, before, strict=True))
+    assert all(
+        torch.equal(model.weight, value) for model, value in zip(models, before, strict=True)
+    )
 
 
 def test_clipping_acts_on_masters():
@@ -210,7 +222,9 @@ def test_clipping_acts_on_masters():
     norm = nn.utils.clip_grad_norm_(amp.master_params(optimizer), 1.0)
     optimizer.step()
     assert norm.item() == 5.0
-    torch.testing.assert_close(model.weight.float(), torch.tensor([1.0 - 0.25 * 0.6, 2.0 - 0.25 * 0.8]), rtol=1e-3, atol=0)
+    torch.testing.assert_close(
+        model.weight.float(), torch.tensor([1.0 - 0.25 * 0.6, 2.0 - 0.25 * 0.8]), rtol=1e-3, atol=0
+    )
 
 
 def test_a_static_scale_skips_too_and_keeps_its_value(capsys):
@@ -220,7 +234,10 @@ def test_a_static_scale_skips_too_and_keeps_its_value(capsys):
     backward(model(X * INF), optimizer)
     optimizer.step()
     assert torch.equal(model.weight, before)
-    assert capsys.readouterr().out == "Gradient overflow.  Skipping step, loss scaler 0 keeping its loss scale of 4.0\n"
+    assert (
+        capsys.readouterr().out
+        == "Gradient overflow.  Skipping step, loss scaler 0 keeping its loss scale of 4.0\n"
+    )
 
 
 def test_gradients_that_were_there_are_kept_when_backward_fails():
@@ -246,12 +263,14 @@ def test_a_group_that_is_added_later_has_masters():
     assert one.weight[0].item() == 1.0 - 2.0**-10
 
 
-# -- misuse --------------------------------------------------------------------------------------------------------------------------------------
+# -- misuse ----------------------------------------------------------------------------------------
 
 
 def test_before_initialize_it_is_a_runtime_error():
     model = Net(1.0)
-    with pytest.raises(RuntimeError, match=r"amp.scale_loss.*has not been initialized.*amp.initialize"):
+    with pytest.raises(
+        RuntimeError, match=r"amp.scale_loss.*has not been initialized.*amp.initialize"
+    ):
         backward(model(X), torch.optim.SGD(model.parameters(), lr=0.1))
 
 
@@ -314,7 +333,11 @@ def test_products_accumulate_at_o1():
         backward(model(torch.ones(1, 2) * factor).float().sum(), optimizer)
     with amp.disable_casts():
         total = sum(
-            torch.func.functional_call(model, dict(zip(dict(model.named_parameters()), plain, strict=True)), torch.ones(1, 2) * factor).sum()
+            torch.func.functional_call(
+                model,
+                dict(zip(dict(model.named_parameters()), plain, strict=True)),
+                torch.ones(1, 2) * factor,
+            ).sum()
             for factor in (1.0, 2.0, 3.0)
         )
         expected = torch.autograd.grad(total, plain)

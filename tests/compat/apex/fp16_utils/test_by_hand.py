@@ -36,7 +36,9 @@ def test_parameters_without_a_gradient_have_none_or_zeros():
 
 
 def test_one_flat_master_of_several_dtypes_is_refused():
-    model = fp16_utils.convert_network(nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)), torch.float16)
+    model = fp16_utils.convert_network(
+        nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)), torch.float16
+    )
     with pytest.raises(TypeError, match=r"several dtypes\. Leave flat_master out"):
         fp16_utils.prep_param_lists(model, flat_master=True)
 

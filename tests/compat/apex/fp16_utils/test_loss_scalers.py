@@ -33,4 +33,8 @@ def test_a_dynamic_scale_follows_what_it_is_told():
 
 
 def test_the_defaults_are_apexs():
-    assert (LossScaler().loss_scale, DynamicLossScaler().loss_scale, DynamicLossScaler().scale_window) == (1, 2**32, 1000)
+    assert (
+        LossScaler().loss_scale,
+        DynamicLossScaler().loss_scale,
+        DynamicLossScaler().scale_window,
+    ) == (1, 2**32, 1000)

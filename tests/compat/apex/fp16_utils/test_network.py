@@ -14,12 +14,21 @@ X = torch.randn(2, 3, 8, 8)
 
 
 def test_batch_norms_stay_float32():
-    for model in (fp16_utils.convert_network(network(), torch.float16), fp16_utils.BN_convert_float(network().half())):
-        assert (model[0].weight.dtype, model[1].weight.dtype, model[1].running_mean.dtype) == (torch.float16, torch.float32, torch.float32)
+    for model in (
+        fp16_utils.convert_network(network(), torch.float16),
+        fp16_utils.BN_convert_float(network().half()),
+    ):
+        assert (model[0].weight.dtype, model[1].weight.dtype, model[1].running_mean.dtype) == (
+            torch.float16,
+            torch.float32,
+            torch.float32,
+        )
 
 
 def test_batch_norms_without_weights_follow():
-    model = fp16_utils.convert_network(nn.Sequential(nn.BatchNorm1d(2, affine=False)), torch.float16)
+    model = fp16_utils.convert_network(
+        nn.Sequential(nn.BatchNorm1d(2, affine=False)), torch.float16
+    )
     assert model[0].running_mean.dtype is torch.float16
 
 

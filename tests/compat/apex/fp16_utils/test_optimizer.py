@@ -27,7 +27,13 @@ def run(model, optimizer, factor=1.0):
 
 
 @pytest.mark.parametrize(
-    "words", [{}, {"static_loss_scale": 128.0}, {"dynamic_loss_scale": True, "dynamic_loss_args": {"init_scale": 4.0}}], ids=["one", "static", "dynamic"]
+    "words",
+    [
+        {},
+        {"static_loss_scale": 128.0},
+        {"dynamic_loss_scale": True, "dynamic_loss_args": {"init_scale": 4.0}},
+    ],
+    ids=["one", "static", "dynamic"],
 )
 def test_the_scale_does_not_show_in_the_step(words):
     model, optimizer = make(**words)
@@ -45,17 +51,25 @@ def test_masters_remember_what_16_bits_lose():
         run(model, optimizer)
     # Sixteen updates of 2^-14, of which one alone is nothing at 2 in float16.
     assert model.bias.item() == 2.0 - 2.0**-9 * 0.5
-    assert [master.dtype for group in optimizer.fp32_from_fp16_groups for master in group] == [torch.float32, torch.float32]
+    assert [master.dtype for group in optimizer.fp32_from_fp16_groups for master in group] == [
+        torch.float32,
+        torch.float32,
+    ]
 
 
 def test_a_dynamic_scale_skips_halves_and_grows(capsys):
-    model, optimizer = make(dynamic_loss_scale=True, dynamic_loss_args={"init_scale": 8.0, "scale_window": 2})
+    model, optimizer = make(
+        dynamic_loss_scale=True, dynamic_loss_args={"init_scale": 8.0, "scale_window": 2}
+    )
     optimizer.verbose = True
     before = model.weight.detach().clone()
     run(model, optimizer, INF)
     assert torch.equal(model.weight, before)
     assert optimizer.loss_scale == 4.0
-    assert capsys.readouterr().out == "OVERFLOW! Skipping step. Attempted loss scale: 8.0, reducing to 4.0\n"
+    assert (
+        capsys.readouterr().out
+        == "OVERFLOW! Skipping step. Attempted loss scale: 8.0, reducing to 4.0\n"
+    )
     run(model, optimizer)
     run(model, optimizer)
     assert optimizer.loss_scale == 8.0
@@ -87,7 +101,9 @@ def test_clipping_acts_on_the_step_and_gives_the_norm():
     model, optimizer = make(static_loss_scale=8.0)
     optimizer.backward(model(X).sum())
     assert optimizer.clip_master_grads(1.0).item() == pytest.approx(6.0**0.5)
-    assert sum(grad.square().sum() for grad in optimizer.inspect_master_grad_data()[0]).sqrt().item() == pytest.approx(1.0, abs=1e-4)
+    assert sum(
+        grad.square().sum() for grad in optimizer.inspect_master_grad_data()[0]
+    ).sqrt().item() == pytest.approx(1.0, abs=1e-4)
     optimizer.backward(model(X).sum() * INF)
     assert optimizer.clip_master_grads(1.0) == -1
     assert optimizer.inspect_master_grad_data() is None
@@ -119,12 +135,19 @@ def test_float32_parameters_go_along():
     run(model, optimizer)
     assert model.bias.item() == pytest.approx(before - 0.25)
     with pytest.raises(TypeError, match="must be float16, bfloat16 or float32"):
-        FP16_Optimizer(torch.optim.SGD([nn.Parameter(torch.ones(1).double())], lr=0.1), verbose=False)
+        FP16_Optimizer(
+            torch.optim.SGD([nn.Parameter(torch.ones(1).double())], lr=0.1), verbose=False
+        )
 
 
 @pytest.mark.parametrize("optimizer", [torch.optim.SGD, torch.optim.Adam])
 def test_training_resumes_to_the_bit(optimizer):
-    model, one = make(lr=0.01, optimizer=optimizer, dynamic_loss_scale=True, dynamic_loss_args={"init_scale": 16.0})
+    model, one = make(
+        lr=0.01,
+        optimizer=optimizer,
+        dynamic_loss_scale=True,
+        dynamic_loss_args={"init_scale": 16.0},
+    )
     for _ in range(3):
         run(model, one)
     saved = copy.deepcopy({"model": model.state_dict(), "optimizer": one.state_dict()})
@@ -136,7 +159,10 @@ def test_training_resumes_to_the_bit(optimizer):
         run(model, one)
         run(again, other)
     assert torch.equal(model.weight, again.weight)
-    assert all(torch.equal(a, b) for a, b in zip(one.fp32_from_fp16_groups[0], other.fp32_from_fp16_groups[0], strict=True))
+    assert all(
+        torch.equal(a, b)
+        for a, b in zip(one.fp32_from_fp16_groups[0], other.fp32_from_fp16_groups[0], strict=True)
+    )
 
 
 def test_it_is_saved_by_its_state_alone():
@@ -151,7 +177,11 @@ def test_what_is_the_optimizers_is_reached_through_it(capsys):
     assert "FP16_Optimizer processing param group 0" in capsys.readouterr().out
     optimizer.param_groups[0]["lr"] = 0.5
     optimizer.loss_scale = 64.0
-    assert (optimizer.optimizer.param_groups[0]["lr"], optimizer.loss_scale, len(optimizer.state)) == (0.5, 64.0, 0)
+    assert (
+        optimizer.optimizer.param_groups[0]["lr"],
+        optimizer.loss_scale,
+        len(optimizer.state),
+    ) == (0.5, 64.0, 0)
     optimizer.backward(model(X).sum())
     optimizer.zero_grad(set_grads_to_None=True)
     assert model.weight.grad is None

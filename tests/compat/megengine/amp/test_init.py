@@ -41,7 +41,11 @@ def test_a_dtype_alone_switches_nothing_on():
 
 def test_inside_a_region_the_attributes_tell_what_is_in_force():
     with amp.autocast(low_prec_dtype="bfloat16"):
-        assert (amp.enabled, amp.low_prec_dtype, amp.high_prec_dtype) == (True, "bfloat16", "float32")
+        assert (amp.enabled, amp.low_prec_dtype, amp.high_prec_dtype) == (
+            True,
+            "bfloat16",
+            "float32",
+        )
     assert (amp.enabled, amp.low_prec_dtype) == (False, "float16")
 
 

@@ -6,7 +6,9 @@ from mezzo.compat.megengine import amp
 
 
 def is_last(tensor):
-    return tensor.is_contiguous(memory_format={4: torch.channels_last, 5: torch.channels_last_3d}[tensor.dim()])
+    return tensor.is_contiguous(
+        memory_format={4: torch.channels_last, 5: torch.channels_last_3d}[tensor.dim()]
+    )
 
 
 @pytest.mark.parametrize("shape", [(2, 3, 4, 4), (2, 3, 4, 4, 4)], ids=["image", "volume"])

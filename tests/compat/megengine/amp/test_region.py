@@ -12,7 +12,11 @@ def product():
 def test_products_are_16_bit_and_exponentials_float32_inside():
     with amp.autocast():
         half = torch.ones(2, 2) @ torch.ones(2, 2)
-        assert (half.dtype, torch.exp(half).dtype, half.mean().dtype) == (torch.float16, torch.float32, torch.float32)
+        assert (half.dtype, torch.exp(half).dtype, half.mean().dtype) == (
+            torch.float16,
+            torch.float32,
+            torch.float32,
+        )
     assert product() is torch.float32
 
 
@@ -20,7 +24,11 @@ def test_batch_norm_takes_16_bit_inputs_and_keeps_float32_parameters():
     norm = nn.BatchNorm1d(2)
     with amp.autocast():
         out = norm(torch.randn(4, 2))
-    assert (out.dtype, norm.weight.dtype, norm.running_mean.dtype) == (torch.float16, torch.float32, torch.float32)
+    assert (out.dtype, norm.weight.dtype, norm.running_mean.dtype) == (
+        torch.float16,
+        torch.float32,
+        torch.float32,
+    )
 
 
 def test_a_disabled_region_switches_an_outer_one_off():
@@ -78,10 +86,14 @@ def test_a_region_inside_compiled_code_compiles_whole():
         with amp.autocast():
             return x @ x
 
-    assert torch.compile(run, backend="eager", fullgraph=True)(torch.ones(2, 2)).dtype is torch.float16
+    assert (
+        torch.compile(run, backend="eager", fullgraph=True)(torch.ones(2, 2)).dtype is torch.float16
+    )
 
 
-@pytest.mark.parametrize("words", [{"low_prec_dtype": "float8"}, {"high_prec_dtype": "float16"}], ids=["low", "high"])
+@pytest.mark.parametrize(
+    "words", [{"low_prec_dtype": "float8"}, {"high_prec_dtype": "float16"}], ids=["low", "high"]
+)
 def test_dtypes_that_cannot_be_meant_are_refused(words):
     with pytest.raises(ValueError, match=next(iter(words))):
         amp.autocast(**words)

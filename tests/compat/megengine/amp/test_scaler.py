@@ -26,7 +26,12 @@ def run(gm, scaler, weight, factor, **words):
 
 def test_the_defaults_are_megengines():
     scaler = amp.GradScaler()
-    assert (scaler.scale_factor, scaler.growth_factor, scaler.backoff_factor, scaler.growth_interval) == (16.0, 2.0, 0.5, 2000)
+    assert (
+        scaler.scale_factor,
+        scaler.growth_factor,
+        scaler.backoff_factor,
+        scaler.growth_interval,
+    ) == (16.0, 2.0, 0.5, 2000)
 
 
 def test_automatic_gradients_come_out_unscaled_and_the_scale_grows_after_the_interval(gm, weight):
@@ -92,7 +97,9 @@ def test_the_scale_can_be_left_alone_or_set(gm, weight):
     assert scaler.scale_factor == 8.0
 
 
-@pytest.mark.parametrize("words", [{"growth_interval": 0}, {"growth_factor": 0}], ids=["interval", "factor"])
+@pytest.mark.parametrize(
+    "words", [{"growth_interval": 0}, {"growth_factor": 0}], ids=["interval", "factor"]
+)
 def test_a_static_scale_never_changes_and_still_drops_bad_gradients(gm, weight, words):
     scaler = amp.GradScaler(**words)
     run(gm, scaler, weight, math.inf)
@@ -105,7 +112,9 @@ def test_a_static_scale_never_changes_and_still_drops_bad_gradients(gm, weight, 
 def test_several_outputs_and_their_weights_are_scaled(gm, weight):
     scaler = amp.GradScaler()
     with gm:
-        scaler.backward(gm, [weight.sum(), (2.0 * weight).sum()], [torch.tensor(1.0), torch.tensor(10.0)])
+        scaler.backward(
+            gm, [weight.sum(), (2.0 * weight).sum()], [torch.tensor(1.0), torch.tensor(10.0)]
+        )
     assert weight.grad.tolist() == [21.0, 21.0]
 
 
@@ -118,7 +127,16 @@ def test_a_saved_scaler_goes_on(gm, weight):
     assert again.scale_factor == 16.0
 
 
-@pytest.mark.parametrize("words", [{"init_scale": 0.0}, {"init_scale": math.inf}, {"growth_factor": 0.5}, {"growth_interval": -1}], ids=str)
+@pytest.mark.parametrize(
+    "words",
+    [
+        {"init_scale": 0.0},
+        {"init_scale": math.inf},
+        {"growth_factor": 0.5},
+        {"growth_interval": -1},
+    ],
+    ids=str,
+)
 def test_numbers_that_cannot_be_meant_are_refused(words):
     with pytest.raises(ValueError, match="must be"):
         amp.GradScaler(**words)

@@ -12,14 +12,21 @@ LABELS = torch.tensor([2, 1], dtype=torch.int32)
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
 @pytest.mark.parametrize("labels", [torch.int32, torch.int64], ids=str)
 def test_cross_entropy_is_torchs_for_labels_of_any_integer_dtype(smooth, reduction, labels):
-    expected = torch.nn.functional.cross_entropy(LOGITS, LABELS.long(), label_smoothing=smooth, reduction=reduction)
-    assert torch.allclose(F.nn.cross_entropy(LOGITS, LABELS.to(labels), label_smooth=smooth, reduction=reduction), expected)
+    expected = torch.nn.functional.cross_entropy(
+        LOGITS, LABELS.long(), label_smoothing=smooth, reduction=reduction
+    )
+    assert torch.allclose(
+        F.nn.cross_entropy(LOGITS, LABELS.to(labels), label_smooth=smooth, reduction=reduction),
+        expected,
+    )
 
 
 def test_cross_entropy_of_probabilities():
     probabilities = LOGITS.softmax(1)
     expected = torch.nn.functional.cross_entropy(LOGITS, LABELS.long(), label_smoothing=0.2)
-    assert torch.allclose(F.loss.cross_entropy(probabilities, LABELS, with_logits=False, label_smooth=0.2), expected)
+    assert torch.allclose(
+        F.loss.cross_entropy(probabilities, LABELS, with_logits=False, label_smooth=0.2), expected
+    )
 
 
 def test_cross_entropy_along_another_axis():
@@ -30,7 +37,12 @@ def test_cross_entropy_along_another_axis():
 
 
 def test_large_logits_do_not_overflow():
-    assert F.nn.cross_entropy(torch.tensor([[1000.0, 0.0]]), torch.tensor([0], dtype=torch.int32)).item() == 0.0
+    assert (
+        F.nn.cross_entropy(
+            torch.tensor([[1000.0, 0.0]]), torch.tensor([0], dtype=torch.int32)
+        ).item()
+        == 0.0
+    )
 
 
 def test_from_16_bit_logits_comes_a_float32_loss_with_16_bit_gradients():
@@ -42,7 +54,10 @@ def test_from_16_bit_logits_comes_a_float32_loss_with_16_bit_gradients():
 
 
 def test_labels_of_the_wrong_shape_are_refused_as_there():
-    with pytest.raises(AssertionError, match="target ndim must be one less than input ndim; input_ndim=2 target_ndim=2"):
+    with pytest.raises(
+        AssertionError,
+        match="target ndim must be one less than input ndim; input_ndim=2 target_ndim=2",
+    ):
         F.nn.cross_entropy(LOGITS, LABELS.reshape(2, 1))
 
 
@@ -51,10 +66,23 @@ def test_other_losses_are_megengines():
     assert F.nn.l1_loss(ones, far).item() == 2.75
     assert F.nn.square_loss(ones, far).item() == 9.75
     assert round(F.nn.binary_cross_entropy(torch.zeros(1, 2), torch.ones(1, 2)).item(), 4) == 0.6931
-    assert round(F.nn.binary_cross_entropy(torch.full((1, 2), 0.5), torch.ones(1, 2), with_logits=False).item(), 4) == 0.6931
-    pred, label = torch.tensor([[0.5, -0.5, 0.1], [-0.6, 0.7, 0.8]]), torch.tensor([[1.0, -1, -1], [-1, 1, 1]])
+    assert (
+        round(
+            F.nn.binary_cross_entropy(
+                torch.full((1, 2), 0.5), torch.ones(1, 2), with_logits=False
+            ).item(),
+            4,
+        )
+        == 0.6931
+    )
+    pred, label = (
+        torch.tensor([[0.5, -0.5, 0.1], [-0.6, 0.7, 0.8]]),
+        torch.tensor([[1.0, -1, -1], [-1, 1, 1]]),
+    )
     assert F.nn.hinge_loss(pred, label).item() == pytest.approx(1.5)
-    assert F.nn.hinge_loss(pred, label, norm="L2").item() == pytest.approx(0.5 * (0.25 + 0.25 + 1.21 + 0.16 + 0.09 + 0.04))
+    assert F.nn.hinge_loss(pred, label, norm="L2").item() == pytest.approx(
+        0.5 * (0.25 + 0.25 + 1.21 + 0.16 + 0.09 + 0.04)
+    )
 
 
 def test_unknown_words_are_refused():

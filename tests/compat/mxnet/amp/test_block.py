@@ -48,7 +48,11 @@ class Recurrent(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.embedding, self.rnn, self.head = nn.Embedding(10, 4), nn.LSTM(4, 4, batch_first=True), nn.Linear(4, 2)
+        self.embedding, self.rnn, self.head = (
+            nn.Embedding(10, 4),
+            nn.LSTM(4, 4, batch_first=True),
+            nn.Linear(4, 2),
+        )
 
     def forward(self, words):
         return self.head(self.rnn(self.embedding(words))[0].mean(1))
@@ -89,15 +93,23 @@ def test_excluded_modules_stay_float32(called):
     _, block = make(cast_params=True, excluded=["3"])
     if called:
         block(X)
-    assert (block.params["0.weight"].dtype, block.params["3.weight"].dtype) == (torch.float16, torch.float32)
+    assert (block.params["0.weight"].dtype, block.params["3.weight"].dtype) == (
+        torch.float16,
+        torch.float32,
+    )
 
 
 def test_nodes_can_be_excluded_and_what_is_neither_is_warned_of(caplog):
     _, block = make(cast_params=True, excluded=["linear_1", "conv0"])
     block(X)
-    assert (block.params["0.weight"].dtype, block.params["3.weight"].dtype) == (torch.float16, torch.float32)
+    assert (block.params["0.weight"].dtype, block.params["3.weight"].dtype) == (
+        torch.float16,
+        torch.float32,
+    )
     # torch's own tracing logs too.
-    assert [one.getMessage() for one in caplog.records if one.name == "root"] == ["excluded_sym_names are not present in the network. Missing nodes: ['conv0']"]
+    assert [one.getMessage() for one in caplog.records if one.name == "root"] == [
+        "excluded_sym_names are not present in the network. Missing nodes: ['conv0']"
+    ]
 
 
 def test_a_saved_network_keeps_its_casts_unless_they_are_to_be_removed(tmp_path):
@@ -113,7 +125,9 @@ def test_a_saved_network_keeps_its_casts_unless_they_are_to_be_removed(tmp_path)
 
 
 def test_without_an_example_there_is_nothing_to_save(tmp_path):
-    with pytest.raises(RuntimeError, match="Call it once on inputs of its size, or pass data_example"):
+    with pytest.raises(
+        RuntimeError, match="Call it once on inputs of its size, or pass data_example"
+    ):
         make()[1].save(tmp_path / "model.pt2")
 
 

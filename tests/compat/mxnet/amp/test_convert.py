@@ -10,7 +10,15 @@ X = torch.randn(2, 3, 8, 8, generator=torch.Generator().manual_seed(0))
 @pytest.fixture
 def net():
     torch.manual_seed(0)
-    return nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 5), nn.Softmax(-1)).eval()
+    return nn.Sequential(
+        nn.Conv2d(3, 4, 3),
+        nn.BatchNorm2d(4),
+        nn.ReLU(),
+        nn.AdaptiveAvgPool2d(1),
+        nn.Flatten(),
+        nn.Linear(4, 5),
+        nn.Softmax(-1),
+    ).eval()
 
 
 def parts(net):
@@ -24,7 +32,11 @@ def dtypes(plan):
 def test_a_model_gives_itself_and_its_parameters_back(net):
     converted, args, aux = amp.convert_model(net, *parts(net))
     assert torch.allclose(converted(X), net(X), atol=1e-2)
-    assert dtypes(converted.converted.plan) == {"conv2d": "float16", "linear": "float16", "softmax": "float32"}
+    assert dtypes(converted.converted.plan) == {
+        "conv2d": "float16",
+        "linear": "float16",
+        "softmax": "float32",
+    }
     assert {value.dtype for value in args.values()} == {torch.float32}
     assert (args.keys(), aux.keys()) == tuple(one.keys() for one in parts(net))
 
@@ -39,19 +51,46 @@ def test_the_parameters_that_are_given_are_the_ones_that_run(net):
 
 
 def test_lists_and_stored_parameters_are_the_documents(net):
-    words = {"target_dtype_ops": ["Convolution"], "fp32_ops": ["SoftmaxOutput", "FullyConnected"], "cast_optional_params": True}
+    words = {
+        "target_dtype_ops": ["Convolution"],
+        "fp32_ops": ["SoftmaxOutput", "FullyConnected"],
+        "cast_optional_params": True,
+    }
     converted, args, _ = amp.convert_model(net, *parts(net), **words)
     for stored in (args, converted.params):
         assert (stored["0.weight"].dtype, stored["5.bias"].dtype) == (torch.float16, torch.float32)
         converted(X)
-    assert dtypes(converted.converted.plan) == {"conv2d": "float16", "linear": "float32", "softmax": "float32"}
+    assert dtypes(converted.converted.plan) == {
+        "conv2d": "float16",
+        "linear": "float32",
+        "softmax": "float32",
+    }
 
 
 def test_both_generations_of_convert_model_are_read(net):
-    old, _, _ = amp.convert_model(net, *parts(net), "bfloat16", None, None, None, ["5"], True, data_example=X)
-    new, args, _ = amp.convert_model(net, *parts(net), {"data": "float32"}, "bfloat16", None, None, None, ["5"], True, data_example=X)
+    old, _, _ = amp.convert_model(
+        net, *parts(net), "bfloat16", None, None, None, ["5"], True, data_example=X
+    )
+    new, args, _ = amp.convert_model(
+        net,
+        *parts(net),
+        {"data": "float32"},
+        "bfloat16",
+        None,
+        None,
+        None,
+        ["5"],
+        True,
+        data_example=X,
+    )
     named, _, _ = amp.convert_model(
-        net, *parts(net), input_dtypes={"data": "float32"}, target_dtype="bfloat16", excluded_sym_names=["5"], cast_params_offline=True, data_example=[X]
+        net,
+        *parts(net),
+        input_dtypes={"data": "float32"},
+        target_dtype="bfloat16",
+        excluded_sym_names=["5"],
+        cast_params_offline=True,
+        data_example=[X],
     )
     for one in (old, new, named):
         planned = dtypes(one.converted.plan)
@@ -65,7 +104,14 @@ def test_both_generations_of_convert_hybrid_block_are_read(net):
     assert old.converted is None
     new = amp.convert_hybrid_block(net, X, "bfloat16", None, None, None, ["5"], "cpu", True)
     assert new.converted is not None
-    several = amp.convert_hybrid_block(net, [X], target_dtype="bfloat16", excluded_sym_names=["5"], device="cpu", cast_params_offline=True)
+    several = amp.convert_hybrid_block(
+        net,
+        [X],
+        target_dtype="bfloat16",
+        excluded_sym_names=["5"],
+        device="cpu",
+        cast_params_offline=True,
+    )
     assert torch.equal(old.forward(X), new(X))
     assert torch.equal(several(X), new(X))
     assert new.params["0.weight"].dtype is torch.bfloat16
@@ -80,25 +126,42 @@ def test_a_block_is_converted_at_its_first_call_by_default(net):
 
 def test_conditions_hold_in_a_conversion():
     squashed = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4), nn.Softmax(-1)).eval()
-    words = {"fp32_ops": [], "conditional_fp32_ops": [("Activation", "act_type", ["tanh"]), ("softmax", "axis", ["-1"])]}
+    words = {
+        "fp32_ops": [],
+        "conditional_fp32_ops": [("Activation", "act_type", ["tanh"]), ("softmax", "axis", ["-1"])],
+    }
     converted = amp.convert_hybrid_block(squashed, torch.ones(2, 4), "float16", **words)
-    assert {row.op: row.dtype for row in converted.converted.plan if row.op in ("tanh", "softmax")} == {"tanh": "float32", "softmax": "float32"}
-    free = amp.convert_hybrid_block(squashed, torch.ones(2, 4), "float16", fp32_ops=[], conditional_fp32_ops=[("softmax", "axis", ["0"])])
+    assert {
+        row.op: row.dtype for row in converted.converted.plan if row.op in ("tanh", "softmax")
+    } == {"tanh": "float32", "softmax": "float32"}
+    free = amp.convert_hybrid_block(
+        squashed,
+        torch.ones(2, 4),
+        "float16",
+        fp32_ops=[],
+        conditional_fp32_ops=[("softmax", "axis", ["0"])],
+    )
     assert "float32" not in {row.dtype for row in free.converted.plan if row.op == "tanh"}
 
 
 def test_a_conversion_is_its_own_while_training_is_switched_on(net):
-    converted = amp.convert_hybrid_block(net, X, "float16", ["Convolution"], ["FullyConnected", "softmax"])
+    converted = amp.convert_hybrid_block(
+        net, X, "float16", ["Convolution"], ["FullyConnected", "softmax"]
+    )
     expected, plan = converted(X), str(converted.converted.plan)
     amp.init()
     assert torch.equal(converted(X), expected)
-    again = amp.convert_hybrid_block(net, X, "float16", ["Convolution"], ["FullyConnected", "softmax"])
+    again = amp.convert_hybrid_block(
+        net, X, "float16", ["Convolution"], ["FullyConnected", "softmax"]
+    )
     assert str(again.converted.plan) == plan
     assert torch.equal(again(X), expected)
 
 
 def test_buckets_are_converted_each_for_its_size(net):
-    module = mod.BucketingModule(lambda key: (net, ["data"], ["softmax_label"]), default_bucket_key=8)
+    module = mod.BucketingModule(
+        lambda key: (net, ["data"], ["softmax_label"]), default_bucket_key=8
+    )
     expected = module.forward(X)
     converted = amp.convert_bucketing_module(module, cast_optional_params=True)
     assert torch.allclose(converted.forward(X), expected, atol=1e-2)
@@ -110,17 +173,28 @@ def test_buckets_are_converted_each_for_its_size(net):
 
 def test_bad_calls_are_refused_as_there(net):
     args, aux = parts(net)
-    with pytest.raises(AssertionError, match=r"First argument to convert_model should be Symbol: here a torch.nn.Module, got str"):
+    with pytest.raises(
+        AssertionError,
+        match=r"First argument to convert_model should be Symbol: here a torch.nn.Module, got str",
+    ):
         amp.convert_model("model", args, aux)
-    with pytest.raises(AssertionError, match="Second argument to convert_model should be a dict of name to ndarray, got list"):
+    with pytest.raises(
+        AssertionError,
+        match="Second argument to convert_model should be a dict of name to ndarray, got list",
+    ):
         amp.convert_model(net, list(args), aux)
     with pytest.raises(AssertionError, match="Third argument to convert_model"):
         amp.convert_model(net, args, None)
     with pytest.raises(AssertionError, match="block input should be a HybridBlock"):
         amp.convert_hybrid_block(args)
-    with pytest.raises(AssertionError, match="Only target_dtype float16 and bfloat16 are supported currently, got 'float32'"):
+    with pytest.raises(
+        AssertionError,
+        match="Only target_dtype float16 and bfloat16 are supported currently, got 'float32'",
+    ):
         amp.convert_hybrid_block(net, "float32")
-    with pytest.raises(AssertionError, match="module should be instance of bucketing module, got Sequential"):
+    with pytest.raises(
+        AssertionError, match="module should be instance of bucketing module, got Sequential"
+    ):
         amp.convert_bucketing_module(net)
     with pytest.raises(AssertionError, match="Bucketing Module should not be empty"):
         amp.convert_bucketing_module(mod.BucketingModule(lambda _: net))
@@ -133,7 +207,11 @@ def test_bad_calls_are_refused_as_there(net):
 @pytest.mark.parametrize(
     ("words", "named", "said"),
     [
-        ((), {"foo": 1}, r"convert_model\(\) got an unexpected keyword argument 'foo'.*target_dtype"),
+        (
+            (),
+            {"foo": 1},
+            r"convert_model\(\) got an unexpected keyword argument 'foo'.*target_dtype",
+        ),
         (("float16",), {"target_dtype": "float16"}, r"convert_model\(\) got 'target_dtype' twice"),
         ((None,) * 9, {}, r"convert_model\(\) got 2 arguments too many"),
     ],

@@ -9,7 +9,16 @@ FLOAT16 = ["float16", np.float16, np.dtype("float16"), torch.float16]
 
 @pytest.mark.parametrize("word", FLOAT16, ids=repr)
 def test_a_dtype_may_be_said_in_any_words(word):
-    assert amp.list_lp16_ops(word) == ["_linalg_gemm", "_linalg_gemm2", "_npi_einsum", "_npi_matmul", "Convolution", "Deconvolution", "FullyConnected", "RNN"]
+    assert amp.list_lp16_ops(word) == [
+        "_linalg_gemm",
+        "_linalg_gemm2",
+        "_npi_einsum",
+        "_npi_matmul",
+        "Convolution",
+        "Deconvolution",
+        "FullyConnected",
+        "RNN",
+    ]
 
 
 @pytest.mark.parametrize(("word", "facts"), [("float16", "mxnet_fp16"), ("bfloat16", "mxnet_bf16")])
@@ -19,7 +28,9 @@ def test_the_lists_are_mxnets(word, facts, system_lists):
     assert amp.list_lp16_fp32_ops(word) == their[f"{half}_FP32_FUNCS"].split()
     assert amp.list_fp32_ops(word) == their["FP32_FUNCS"].split()
     assert amp.list_widest_type_cast(word) == their["WIDEST_TYPE_CASTS"].split()
-    assert [list(entry) for entry in amp.list_conditional_fp32_ops(word)] == their["CONDITIONAL_FP32_FUNCS"]
+    assert [list(entry) for entry in amp.list_conditional_fp32_ops(word)] == their[
+        "CONDITIONAL_FP32_FUNCS"
+    ]
     assert amp.list_loss_output_functions(word) == their["LOSS_OUTPUT_FUNCTIONS"].split()
     assert amp.list_lp16_use_fp32_params(word) == their.get("BF16_USE_FP32_PARAMS")
 

@@ -17,7 +17,9 @@ OUTPUTS = {
 def make():
     torch.manual_seed(0)
     net = nn.Linear(2, 3)
-    trainer = gluon.Trainer(dict(net.named_parameters()), "sgd", {"learning_rate": 1.0}, update_on_kvstore=False)
+    trainer = gluon.Trainer(
+        dict(net.named_parameters()), "sgd", {"learning_rate": 1.0}, update_on_kvstore=False
+    )
     return net, trainer
 
 

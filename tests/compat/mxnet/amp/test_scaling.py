@@ -75,7 +75,10 @@ def test_each_trainer_has_a_scale_of_its_own(weight, trainer):
     other = nn.Parameter(torch.ones(1))
     second = gluon.Trainer([other], "sgd", {"learning_rate": 0.5})
     amp.init_trainer(second)
-    with amp.scale_loss(weight.sum(), trainer) as one, amp.scale_loss(other.sum() * math.inf, second) as two:
+    with (
+        amp.scale_loss(weight.sum(), trainer) as one,
+        amp.scale_loss(other.sum() * math.inf, second) as two,
+    ):
         autograd.backward([one, two])
     trainer.step(1)
     second.step(1)
@@ -86,7 +89,10 @@ def test_each_trainer_has_a_scale_of_its_own(weight, trainer):
 
 
 def test_as_many_losses_as_trainers_are_needed(weight, trainer):
-    with pytest.raises(ValueError, match="1 losses and 2 trainers"), amp.scale_loss(weight.sum(), [trainer, trainer]):
+    with (
+        pytest.raises(ValueError, match="1 losses and 2 trainers"),
+        amp.scale_loss(weight.sum(), [trainer, trainer]),
+    ):
         pass
 
 
@@ -121,7 +127,10 @@ def test_a_loss_that_was_not_scaled_is_stepped_as_it_is(weight, trainer):
 def test_uninit_takes_trainers_back(weight, trainer):
     amp.uninit()
     assert trainer.amp_loss_scale == 1.0
-    with pytest.raises(AssertionError, match="Loss scaler is not initialized"), amp.scale_loss(weight.sum(), trainer):
+    with (
+        pytest.raises(AssertionError, match="Loss scaler is not initialized"),
+        amp.scale_loss(weight.sum(), trainer),
+    ):
         pass
     amp.init()
     amp.init_trainer(trainer)
@@ -130,14 +139,21 @@ def test_uninit_takes_trainers_back(weight, trainer):
 
 def test_calls_out_of_order_are_refused_as_there(weight):
     trainer = gluon.Trainer([weight], "sgd")
-    with pytest.raises(AssertionError, match=r"AMP not initialized, did you forget to call amp.init\(\)"):
+    with pytest.raises(
+        AssertionError, match=r"AMP not initialized, did you forget to call amp.init\(\)"
+    ):
         amp.init_trainer(trainer)
-    with pytest.raises(AssertionError, match=r"did you forget to call amp.init_trainer\(\)"), amp.scale_loss(weight.sum(), trainer):
+    with (
+        pytest.raises(AssertionError, match=r"did you forget to call amp.init_trainer\(\)"),
+        amp.scale_loss(weight.sum(), trainer),
+    ):
         pass
 
 
 @pytest.mark.parametrize("call", [amp.init_trainer, amp.unscale], ids=["init_trainer", "unscale"])
 def test_what_is_no_trainer_is_refused_as_there(call):
     amp.init()
-    with pytest.raises(TypeError, match="should be a Gluon Trainer or an optimizer, instead is <class 'str'>"):
+    with pytest.raises(
+        TypeError, match="should be a Gluon Trainer or an optimizer, instead is <class 'str'>"
+    ):
         call("sgd")

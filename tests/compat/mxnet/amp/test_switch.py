@@ -16,10 +16,17 @@ def softmax():
     return torch.softmax(torch.ones(2, dtype=torch.float16), 0).dtype
 
 
-@pytest.mark.parametrize(("word", "dtype"), [("float16", torch.float16), (np.float16, torch.float16), ("bfloat16", torch.bfloat16)], ids=repr)
+@pytest.mark.parametrize(
+    ("word", "dtype"),
+    [("float16", torch.float16), (np.float16, torch.float16), ("bfloat16", torch.bfloat16)],
+    ids=repr,
+)
 def test_init_switches_on_and_uninit_off(word, dtype):
     amp.init(target_dtype=word)
-    assert (linear(), softmax()) == (dtype, torch.float32 if dtype is torch.float16 else torch.float16)
+    assert (linear(), softmax()) == (
+        dtype,
+        torch.float32 if dtype is torch.float16 else torch.float16,
+    )
     amp.uninit()
     assert linear() is torch.float32
     amp.uninit()
@@ -35,7 +42,9 @@ def test_the_log_says_so_once(caplog):
     with caplog.at_level(logging.INFO):
         amp.init()
         amp.init("bfloat16")
-    assert [(one.name, one.levelname, one.getMessage()) for one in caplog.records] == [("root", "INFO", "Using AMP")]
+    assert [(one.name, one.levelname, one.getMessage()) for one in caplog.records] == [
+        ("root", "INFO", "Using AMP")
+    ]
     assert linear() is torch.float16
 
 
@@ -54,7 +63,11 @@ def test_without_a_network_nothing_is_warned_of(caplog):
 
 
 def test_lists_take_the_place_of_mxnets():
-    amp.init(target_precision_ops=["Convolution"], fp32_ops=["FullyConnected"], conditional_fp32_ops=[("Activation", "act_type", ["relu"])])
+    amp.init(
+        target_precision_ops=["Convolution"],
+        fp32_ops=["FullyConnected"],
+        conditional_fp32_ops=[("Activation", "act_type", ["relu"])],
+    )
     assert nn.functional.conv1d(torch.ones(1, 1, 2), torch.ones(1, 1, 1)).dtype is torch.float16
     half = torch.ones(1, 1, dtype=torch.float16)
     assert nn.functional.linear(half, half).dtype is torch.float32
@@ -62,7 +75,10 @@ def test_lists_take_the_place_of_mxnets():
 
 
 def test_other_dtypes_are_refused_as_there_and_nothing_is_switched_on():
-    with pytest.raises(AssertionError, match="AMP currently supports only float16 or bfloat16 as a target_dtype, got 'int8'"):
+    with pytest.raises(
+        AssertionError,
+        match="AMP currently supports only float16 or bfloat16 as a target_dtype, got 'int8'",
+    ):
         amp.init("int8")
     with pytest.raises(AttributeError, match="MXNet has no op 'Conv'"):
         amp.init(fp32_ops=["Conv"])

@@ -5,10 +5,19 @@ from torch import nn
 from mezzo.compat.mxnet.gluon import make
 
 CASES = {
-    "sgd": ({"learning_rate": 0.1, "wd": 0.01, "momentum": 0.9}, lambda p: torch.optim.SGD(p, 0.1, momentum=0.9, weight_decay=0.01)),
+    "sgd": (
+        {"learning_rate": 0.1, "wd": 0.01, "momentum": 0.9},
+        lambda p: torch.optim.SGD(p, 0.1, momentum=0.9, weight_decay=0.01),
+    ),
     "nag": ({"learning_rate": 0.1}, lambda p: torch.optim.SGD(p, 0.1, momentum=0.9, nesterov=True)),
-    "adam": ({"beta1": 0.8, "epsilon": 1e-6}, lambda p: torch.optim.Adam(p, 1e-3, betas=(0.8, 0.999), eps=1e-6)),
-    "adamw": ({"learning_rate": 0.1, "wd": 0.1}, lambda p: torch.optim.AdamW(p, 0.1, weight_decay=0.1)),
+    "adam": (
+        {"beta1": 0.8, "epsilon": 1e-6},
+        lambda p: torch.optim.Adam(p, 1e-3, betas=(0.8, 0.999), eps=1e-6),
+    ),
+    "adamw": (
+        {"learning_rate": 0.1, "wd": 0.1},
+        lambda p: torch.optim.AdamW(p, 0.1, weight_decay=0.1),
+    ),
     "rmsprop": ({"rho": 0.8}, lambda p: torch.optim.RMSprop(p, 1e-3, alpha=0.8)),
     "adagrad": ({}, lambda p: torch.optim.Adagrad(p, 0.01, eps=1e-6)),
     "adadelta": ({}, lambda p: torch.optim.Adadelta(p, 1.0, eps=1e-5)),
@@ -29,7 +38,12 @@ def test_a_name_and_words_of_there_are_an_optimizer_of_here(name):
 
 @pytest.mark.parametrize("name", ["adamax", "nadam", "lamb", "SGD"])
 def test_the_others_are_made_too(name):
-    assert make(name, [nn.Parameter(torch.ones(1))], {"learning_rate": 0.5, "multi_precision": True}).param_groups[0]["lr"] == 0.5
+    assert (
+        make(
+            name, [nn.Parameter(torch.ones(1))], {"learning_rate": 0.5, "multi_precision": True}
+        ).param_groups[0]["lr"]
+        == 0.5
+    )
 
 
 def test_an_unknown_name_is_refused_as_there():
@@ -38,5 +52,10 @@ def test_an_unknown_name_is_refused_as_there():
 
 
 def test_an_unknown_word_is_refused_as_there():
-    with pytest.raises(TypeError, match=r"'sgd' got an unexpected keyword argument 'lr'. It takes: learning_rate, wd, momentum"):
+    with pytest.raises(
+        TypeError,
+        match=(
+            r"'sgd' got an unexpected keyword argument 'lr'. It takes: learning_rate, wd, momentum"
+        ),
+    ):
         make("sgd", [nn.Parameter(torch.ones(1))], {"lr": 0.1})

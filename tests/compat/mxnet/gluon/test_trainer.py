@@ -20,7 +20,9 @@ def test_a_step_divides_by_the_batch_size_and_forgets_gradients(weight):
 
 
 def test_gradients_are_rescaled_and_bounded_before_the_step(weight):
-    trainer = gluon.Trainer([weight], "sgd", {"learning_rate": 1.0, "rescale_grad": 2.0, "clip_gradient": 0.25})
+    trainer = gluon.Trainer(
+        [weight], "sgd", {"learning_rate": 1.0, "rescale_grad": 2.0, "clip_gradient": 0.25}
+    )
     (weight * torch.tensor([4.0, 0.25])).sum().backward()
     trainer.step(4)
     assert weight.tolist() == [0.75, 0.875]
@@ -40,7 +42,9 @@ def test_an_optimizer_of_torchs_is_taken_as_it_is(weight):
     optimizer = torch.optim.Adam([weight])
     trainer = gluon.Trainer([weight], optimizer)
     assert trainer.optimizer is optimizer
-    with pytest.raises(AssertionError, match="optimizer_params must be None if optimizer is an instance"):
+    with pytest.raises(
+        AssertionError, match="optimizer_params must be None if optimizer is an instance"
+    ):
         gluon.Trainer([weight], optimizer, {"learning_rate": 0.1})
 
 
@@ -52,9 +56,19 @@ def test_the_rate_is_read_and_set(weight):
 
 
 def test_a_parameter_without_a_new_gradient_is_refused_as_there(weight):
-    trainer = gluon.Trainer({"used": weight, "unused": nn.Parameter(torch.ones(1)), "frozen": nn.Parameter(torch.ones(1), requires_grad=False)}, "sgd")
+    trainer = gluon.Trainer(
+        {
+            "used": weight,
+            "unused": nn.Parameter(torch.ones(1)),
+            "frozen": nn.Parameter(torch.ones(1), requires_grad=False),
+        },
+        "sgd",
+    )
     weight.sum().backward()
-    with pytest.raises(UserWarning, match="Gradient of Parameter `unused` has not been updated by backward since last `step`"):
+    with pytest.raises(
+        UserWarning,
+        match="Gradient of Parameter `unused` has not been updated by backward since last `step`",
+    ):
         trainer.step(1)
     assert weight.grad is not None
     trainer.step(1, ignore_stale_grad=True)
@@ -96,7 +110,9 @@ def test_saved_states_go_on(weight, tmp_path):
     trainer.save_states(tmp_path / "states")
     other.load_states(tmp_path / "states")
     assert other.amp_loss_scale == 32768.0
-    assert torch.equal(other.optimizer.state[weight]["exp_avg"], trainer.optimizer.state[weight]["exp_avg"])
+    assert torch.equal(
+        other.optimizer.state[weight]["exp_avg"], trainer.optimizer.state[weight]["exp_avg"]
+    )
 
 
 def test_shared_parameters_are_taken_once(weight):
@@ -106,7 +122,13 @@ def test_shared_parameters_are_taken_once(weight):
 
 @pytest.mark.parametrize("given", [nn.Linear(1, 1), "weight", 3], ids=["module", "name", "number"])
 def test_what_is_no_list_or_dict_is_refused_as_there(given):
-    with pytest.raises(ValueError, match=r"First argument must be a list or dict of Parameters, got <class.*Pass dict\(net.named_parameters\(\)\)"):
+    with pytest.raises(
+        ValueError,
+        match=(
+            r"First argument must be a list or dict of Parameters, got <class.*Pass"
+            r" dict\(net.named_parameters\(\)\)"
+        ),
+    ):
         gluon.Trainer(given, "sgd")
 
 
@@ -117,7 +139,9 @@ def test_a_list_of_something_else_is_refused_as_there():
 
 @pytest.mark.parametrize("scaled", [False, True])
 def test_bounds_without_a_gradient_bound_nothing(weight, scaled):
-    trainer = gluon.Trainer([weight], "sgd", {"learning_rate": 1.0, "clip_gradient": 0.25}, update_on_kvstore=False)
+    trainer = gluon.Trainer(
+        [weight], "sgd", {"learning_rate": 1.0, "clip_gradient": 0.25}, update_on_kvstore=False
+    )
     if scaled:
         amp.init()
         amp.init_trainer(trainer)

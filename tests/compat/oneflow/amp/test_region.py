@@ -32,5 +32,7 @@ def test_a_region_can_be_off_and_decorate():
 
 
 def test_another_device_is_refused_as_there():
-    with pytest.raises(RuntimeError, match="User specified autocast device_type must be 'cuda' or 'cpu', got 'xpu'"):
+    with pytest.raises(
+        RuntimeError, match="User specified autocast device_type must be 'cuda' or 'cpu', got 'xpu'"
+    ):
         flow.autocast("xpu")

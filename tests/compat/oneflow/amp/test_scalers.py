@@ -6,11 +6,23 @@ from mezzo.compat.oneflow import amp
 def test_the_defaults_are_oneflows_and_the_scale_stays_at_one_or_above():
     scaler = amp.GradScaler().scaler()
     rule = scaler._scales.rule
-    assert (scaler.get_scale(), rule.growth_factor, rule.backoff_factor, rule.growth_interval, rule.min_scale) == (65536.0, 2.0, 0.5, 2000, 1.0)
+    assert (
+        scaler.get_scale(),
+        rule.growth_factor,
+        rule.backoff_factor,
+        rule.growth_interval,
+        rule.min_scale,
+    ) == (65536.0, 2.0, 0.5, 2000, 1.0)
 
 
 def test_a_backoff_that_does_not_undo_the_growth_is_refused_as_there():
-    with pytest.raises(ValueError, match=r"Only support 1.0/growth_factor as backoff_factor at the moment, got 0.25: it must be 0.5"):
+    with pytest.raises(
+        ValueError,
+        match=(
+            r"Only support 1.0/growth_factor as backoff_factor at the moment, got 0.25: it must"
+            r" be 0.5"
+        ),
+    ):
         amp.GradScaler(backoff_factor=0.25)
     amp.GradScaler(growth_factor=4.0, backoff_factor=0.25)
 

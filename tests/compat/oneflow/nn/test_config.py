@@ -11,7 +11,10 @@ ENDS = {"cross_entropy", "nll_loss", "log_softmax", "mean", "sum"}
     ("words", "policy"),
     [
         ({}, Policy("O1", "float16", preset="oneflow", full=ENDS)),
-        ({"mode": True, "dtype": torch.bfloat16}, Policy("O1", "bfloat16", preset="oneflow", full=ENDS)),
+        (
+            {"mode": True, "dtype": torch.bfloat16},
+            Policy("O1", "bfloat16", preset="oneflow", full=ENDS),
+        ),
         ({"mode": False}, Policy("O0")),
     ],
     ids=["plain", "bfloat16", "off"],
@@ -36,5 +39,7 @@ def test_other_dtypes_are_refused_as_there():
 
 def test_hints_to_the_compiler_are_taken_and_other_settings_are_not():
     GraphConfig().allow_fuse_model_update_ops(True)
-    with pytest.raises(AttributeError, match=r"no 'set_gradient_accumulation_steps' here. There are: enable_amp"):
+    with pytest.raises(
+        AttributeError, match=r"no 'set_gradient_accumulation_steps' here. There are: enable_amp"
+    ):
         GraphConfig().set_gradient_accumulation_steps(4)

@@ -14,7 +14,9 @@ def make_model():
 
 
 class Training(Graph):
-    def __init__(self, model, optimizer=None, *, mode=True, dtype=torch.float16, scaler=None, lr_sch=None):
+    def __init__(
+        self, model, optimizer=None, *, mode=True, dtype=torch.float16, scaler=None, lr_sch=None
+    ):
         super().__init__()
         self.model = model
         self.add_optimizer(optimizer or torch.optim.SGD(model.parameters(), lr=0.1), lr_sch=lr_sch)
@@ -55,7 +57,10 @@ def test_a_graph_trains_in_16_bits_and_gives_float32(dtype):
     assert set(graph.seen) == {dtype}
     assert results[0]["out"].dtype is torch.float32
     assert results[-1]["loss"] < 0.5 * results[0]["loss"]
-    assert all(parameter.dtype is torch.float32 and parameter.grad is None for parameter in graph.model.parameters())
+    assert all(
+        parameter.dtype is torch.float32 and parameter.grad is None
+        for parameter in graph.model.parameters()
+    )
 
 
 def test_without_amp_the_graph_is_a_float32_training_step():
@@ -67,7 +72,10 @@ def test_without_amp_the_graph_is_a_float32_training_step():
         optimizer.step()
         optimizer.zero_grad()
     assert set(graph.seen) == {torch.float32}
-    assert all(torch.equal(one, other) for one, other in zip(graph.model.parameters(), plain.parameters(), strict=True))
+    assert all(
+        torch.equal(one, other)
+        for one, other in zip(graph.model.parameters(), plain.parameters(), strict=True)
+    )
 
 
 def test_nothing_is_scaled_unless_it_is_asked_for():
@@ -81,13 +89,19 @@ def test_a_scaler_skips_a_bad_step_backs_off_and_grows_after_good_ones():
     before = [parameter.detach().clone() for parameter in graph.model.parameters()]
     graph(X, torch.tensor(math.inf))
     assert (graph.mezzo_step.skipped, graph.mezzo_step.scale) == (True, 32.0)
-    assert all(torch.equal(one, other) for one, other in zip(graph.model.parameters(), before, strict=True))
+    assert all(
+        torch.equal(one, other) for one, other in zip(graph.model.parameters(), before, strict=True)
+    )
     graph(X)
     graph(X)
     assert (graph.mezzo_step.skipped, graph.mezzo_step.scale) == (False, 64.0)
 
 
-@pytest.mark.parametrize("reduce", [lambda out: nn.functional.cross_entropy(out, torch.zeros(16, dtype=torch.int64)), torch.mean], ids=["loss", "mean"])
+@pytest.mark.parametrize(
+    "reduce",
+    [lambda out: nn.functional.cross_entropy(out, torch.zeros(16, dtype=torch.int64)), torch.mean],
+    ids=["loss", "mean"],
+)
 def test_what_ends_a_graph_is_float32_so_that_the_first_scale_fits(reduce):
     model, seen = make_model(), []
 
@@ -120,7 +134,10 @@ def test_the_scale_does_not_fall_below_one():
 
 
 def test_a_static_scale_stays_and_updates_are_those_without_one():
-    graph, other = Training(make_model(), scaler=amp.StaticGradScaler(128.0)), Training(make_model())
+    graph, other = (
+        Training(make_model(), scaler=amp.StaticGradScaler(128.0)),
+        Training(make_model()),
+    )
     for one in (graph, other):
         one(X)
     assert graph.mezzo_step.scale == 128.0
@@ -131,7 +148,9 @@ def test_a_static_scale_stays_and_updates_are_those_without_one():
 def test_a_scheduler_advances_with_every_step():
     model = make_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    graph = Training(model, optimizer, lr_sch=torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5))
+    graph = Training(
+        model, optimizer, lr_sch=torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+    )
     graph(X)
     graph(X)
     assert optimizer.param_groups[0]["lr"] == pytest.approx(0.025)
@@ -155,13 +174,19 @@ def test_two_optimizers_are_stepped_by_one_graph():
 
     before = [parameter.detach().clone() for parameter in (*model.parameters(), *head.parameters())]
     Both()(X)
-    assert all(not torch.equal(one, old) for one, old in zip((*model.parameters(), *head.parameters()), before, strict=True))
+    assert all(
+        not torch.equal(one, old)
+        for one, old in zip((*model.parameters(), *head.parameters()), before, strict=True)
+    )
 
 
 def test_graphs_share_a_model_and_an_optimizer_which_stay_as_they_are():
     model = make_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    first, second = Training(model, optimizer, dtype=torch.bfloat16), Training(model, optimizer, scaler=amp.GradScaler())
+    first, second = (
+        Training(model, optimizer, dtype=torch.bfloat16),
+        Training(model, optimizer, scaler=amp.GradScaler()),
+    )
     evaluation = Evaluation(model, dtype=torch.bfloat16)
     for _ in range(2):
         first(X)
@@ -171,7 +196,9 @@ def test_graphs_share_a_model_and_an_optimizer_which_stay_as_they_are():
     assert model(X).dtype is torch.float32
 
 
-@pytest.mark.parametrize(("words", "dtype"), [({"mode": True}, torch.float16), ({}, torch.float32)], ids=["amp", "plain"])
+@pytest.mark.parametrize(
+    ("words", "dtype"), [({"mode": True}, torch.float16), ({}, torch.float32)], ids=["amp", "plain"]
+)
 def test_a_graph_without_an_optimizer_evaluates(words, dtype):
     model = nn.Sequential(make_model(), nn.Dropout(0.5))
     graph = Evaluation(model, **words)
@@ -208,12 +235,17 @@ def test_a_saved_graph_goes_on_to_the_bit():
     straight(X)
     resumed(X)
     assert resumed.mezzo_step.scale == straight.mezzo_step.scale == 128.0
-    assert all(torch.equal(one, other) for one, other in zip(straight.model.parameters(), resumed.model.parameters(), strict=True))
+    assert all(
+        torch.equal(one, other)
+        for one, other in zip(straight.model.parameters(), resumed.model.parameters(), strict=True)
+    )
 
 
 def test_a_state_of_other_parts_is_refused_unless_that_is_meant():
     graph, evaluation = Training(make_model()), Evaluation(make_model())
-    with pytest.raises(RuntimeError, match=r"\['model'\], the graph has \['model', 'optimizer.0'\]"):
+    with pytest.raises(
+        RuntimeError, match=r"\['model'\], the graph has \['model', 'optimizer.0'\]"
+    ):
         graph.load_state_dict(evaluation.state_dict())
     evaluation.load_state_dict(graph.state_dict(), strict=False)
 
@@ -225,7 +257,10 @@ def test_names_are_numbered_by_class():
 
 
 def test_a_graph_without_build_is_refused_as_there():
-    with pytest.raises(NotImplementedError, match=r"nn.Graph.build\(\) method must be overridden when subclassing the nn.Graph"):
+    with pytest.raises(
+        NotImplementedError,
+        match=r"nn.Graph.build\(\) method must be overridden when subclassing the nn.Graph",
+    ):
         Graph()(X)
 
 

@@ -19,7 +19,9 @@ def test_what_is_built_comes_out_in_float32_where_anything_was_cast():
 def test_a_training_step_leaves_no_mark_on_modules_and_optimizers():
     model = nn.Linear(2, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    made = program_of(Training(lambda x: model(x).sum(), HALF, (optimizer,), (), None), {"model": model})
+    made = program_of(
+        Training(lambda x: model(x).sum(), HALF, (optimizer,), (), None), {"model": model}
+    )
     assert isinstance(made.run, FunctionStep)
     assert decoration_of(model) is decoration_of(optimizer) is None
 

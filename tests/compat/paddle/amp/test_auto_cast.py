@@ -48,7 +48,9 @@ def test_bfloat16(dtype):
 
 
 def test_custom_lists_speak_paddles_names():
-    with paddle.amp.auto_cast(custom_white_list={"elementwise_add"}, custom_black_list=["matmul_v2"]):
+    with paddle.amp.auto_cast(
+        custom_white_list={"elementwise_add"}, custom_black_list=["matmul_v2"]
+    ):
         assert (product(), addition()) == (torch.float32, torch.float16)
 
 
@@ -102,7 +104,10 @@ def test_amp_guard_is_the_same():
 def test_the_state_can_be_asked_for():
     assert (paddle.amp.is_autocast_enabled(), paddle.amp.get_autocast_dtype()) == (False, "float16")
     with paddle.amp.auto_cast(dtype="bfloat16"):
-        assert (paddle.amp.is_autocast_enabled(), paddle.amp.get_autocast_dtype()) == (True, "bfloat16")
+        assert (paddle.amp.is_autocast_enabled(), paddle.amp.get_autocast_dtype()) == (
+            True,
+            "bfloat16",
+        )
     with paddle.amp.autocast("gpu", enabled=False):
         assert not paddle.amp.is_autocast_enabled()
 
@@ -129,6 +134,9 @@ def test_inside_a_compiled_function_it_is_as_outside(words, matmul, add):
 
 
 def test_the_same_words_make_one_region():
-    one, other = (paddle.amp.auto_cast(custom_white_list=names)._region for names in ({"elementwise_add"}, ["elementwise_add"]))
+    one, other = (
+        paddle.amp.auto_cast(custom_white_list=names)._region
+        for names in ({"elementwise_add"}, ["elementwise_add"])
+    )
     assert one is other
     assert one is not paddle.amp.auto_cast()._region

@@ -24,7 +24,10 @@ def test_what_comes_back_has_the_shape_of_what_was_passed():
     (one, first), (other, second) = pair(), pair()
     assert paddle.amp.decorate(one, level="O2") is one
     models, optimizers = [other], [second]
-    assert paddle.amp.decorate(models=models, optimizers=optimizers, level="O2") == (models, optimizers)
+    assert paddle.amp.decorate(models=models, optimizers=optimizers, level="O2") == (
+        models,
+        optimizers,
+    )
     again, stepping = pair()
     assert paddle.amp.decorate(again, stepping, level="O1") == (again, stepping)
     assert paddle.amp.decorate([one]) == [one]
@@ -32,13 +35,20 @@ def test_what_comes_back_has_the_shape_of_what_was_passed():
 
 
 def test_o1_changes_and_checks_nothing():
-    assert paddle.amp.decorate("no model", "no optimizer", level="O1") == ("no model", "no optimizer")
+    assert paddle.amp.decorate("no model", "no optimizer", level="O1") == (
+        "no model",
+        "no optimizer",
+    )
 
 
 @pytest.mark.parametrize("several", [False, True], ids=["one optimizer", "two"])
 def test_masters_keep_what_16_bits_lose(several):
     model, _ = pair()
-    parts = [list(model[0].parameters()), [*model[1].parameters(), *model[2].parameters()]] if several else [list(model.parameters())]
+    parts = (
+        [list(model[0].parameters()), [*model[1].parameters(), *model[2].parameters()]]
+        if several
+        else [list(model.parameters())]
+    )
     optimizers = [paddle.optimizer.SGD(learning_rate=1e-5, parameters=part) for part in parts]
     before = model[2].weight.detach().clone()
     paddle.amp.decorate(model, optimizers, level="O2")
@@ -144,18 +154,60 @@ class Broken:
 @pytest.mark.parametrize(
     ("words", "error", "message"),
     [
-        ({"level": "O0"}, ValueError, "level should be O1 or O2, O1 represent AMP train mode, O2 represent Pure fp16 train mode"),
+        (
+            {"level": "O0"},
+            ValueError,
+            (
+                "level should be O1 or O2, O1 represent AMP train mode, O2 represent Pure fp16"
+                " train mode"
+            ),
+        ),
         ({"level": "o2"}, ValueError, "level should be O1 or O2"),
         ({"dtype": "float32"}, ValueError, "dtype only support float16 or bfloat16"),
         ({"level": "O1", "dtype": "float32"}, ValueError, "dtype only support float16 or bfloat16"),
-        ({"models": (nn.Linear(1, 1),)}, TypeError, "models must be either a single model or a list of models"),
-        ({"models": [Broken()]}, RuntimeError, r"models should be paddle.nn.Layer, but receive <class '.*Broken'>"),
-        ({"models": [paddle.DataParallel(nn.Linear(1, 1))]}, RuntimeError, r"first use paddle.amp.decorate\(\) to decorate origin model"),
-        ({"models": nn.DataParallel(nn.Linear(1, 1))}, RuntimeError, "and then call paddle.DataParallel get distributed model"),
-        ({"optimizers": (1,)}, TypeError, "optimizers must be either a single optimizer or a list of optimizers"),
-        ({"optimizers": [1]}, RuntimeError, "optimizers should be paddle.optimizer.Optimizer, but receive <class 'int'>"),
-        ({"save_dtype": "int8"}, ValueError, "save_dtype can only be float16 float32 or float64, but your input save_dtype is int8"),
-        ({"excluded_layers": "fc"}, TypeError, "excluded_layers must be either a nn.Layer instance/type or a list of nn.Layer instances/types"),
+        (
+            {"models": (nn.Linear(1, 1),)},
+            TypeError,
+            "models must be either a single model or a list of models",
+        ),
+        (
+            {"models": [Broken()]},
+            RuntimeError,
+            r"models should be paddle.nn.Layer, but receive <class '.*Broken'>",
+        ),
+        (
+            {"models": [paddle.DataParallel(nn.Linear(1, 1))]},
+            RuntimeError,
+            r"first use paddle.amp.decorate\(\) to decorate origin model",
+        ),
+        (
+            {"models": nn.DataParallel(nn.Linear(1, 1))},
+            RuntimeError,
+            "and then call paddle.DataParallel get distributed model",
+        ),
+        (
+            {"optimizers": (1,)},
+            TypeError,
+            "optimizers must be either a single optimizer or a list of optimizers",
+        ),
+        (
+            {"optimizers": [1]},
+            RuntimeError,
+            "optimizers should be paddle.optimizer.Optimizer, but receive <class 'int'>",
+        ),
+        (
+            {"save_dtype": "int8"},
+            ValueError,
+            "save_dtype can only be float16 float32 or float64, but your input save_dtype is int8",
+        ),
+        (
+            {"excluded_layers": "fc"},
+            TypeError,
+            (
+                "excluded_layers must be either a nn.Layer instance/type or a list of nn.Layer"
+                " instances/types"
+            ),
+        ),
         ({"excluded_layers": ["fc"]}, TypeError, r"issubclass\(\) arg 1 must be a class"),
         ({"excluded_layers": [int]}, TypeError, "excluded_layers has <class 'int'>"),
     ],
@@ -171,5 +223,8 @@ def test_what_is_refused_changes_nothing(words, error, message):
 def test_a_whole_model_goes_into_a_file_with_the_dtype_that_it_saves():
     model = paddle.amp.decorate(models=nn.Linear(2, 2), level="O2", save_dtype="float32")
     loaded = pickle.loads(pickle.dumps(model))
-    assert (loaded.weight.dtype, loaded.state_dict()["weight"].dtype) == (torch.float16, torch.float32)
+    assert (loaded.weight.dtype, loaded.state_dict()["weight"].dtype) == (
+        torch.float16,
+        torch.float32,
+    )
     assert torch.equal(loaded(torch.ones(1, 2)), model(torch.ones(1, 2)))

@@ -8,7 +8,9 @@ from mezzo.compat.paddle.amp._decorate import kept
 
 
 def network():
-    return nn.Sequential(nn.Sequential(nn.Linear(2, 2), nn.LayerNorm(2)), nn.BatchNorm1d(2), nn.GroupNorm(1, 2))
+    return nn.Sequential(
+        nn.Sequential(nn.Linear(2, 2), nn.LayerNorm(2)), nn.BatchNorm1d(2), nn.GroupNorm(1, 2)
+    )
 
 
 def test_batch_norms_are_kept_always_and_layer_norms_beside_float16():

@@ -30,12 +30,23 @@ def training():
 
 
 @pytest.mark.parametrize(
-    ("kind", "expected"), [(paddle.amp.GradScaler, (65536.0, 2000, 1)), (paddle.amp.AmpScaler, (32768.0, 1000, 1))], ids=["GradScaler", "AmpScaler"]
+    ("kind", "expected"),
+    [(paddle.amp.GradScaler, (65536.0, 2000, 1)), (paddle.amp.AmpScaler, (32768.0, 1000, 1))],
+    ids=["GradScaler", "AmpScaler"],
 )
 def test_defaults_are_those_of_the_last_version(kind, expected):
     scaler = kind()
-    assert (scaler.get_init_loss_scaling(), scaler.get_incr_every_n_steps(), scaler.get_decr_every_n_nan_or_inf()) == expected
-    assert (scaler.get_incr_ratio(), scaler.get_decr_ratio(), scaler.is_use_dynamic_loss_scaling(), scaler.is_enable()) == (2.0, 0.5, True, True)
+    assert (
+        scaler.get_init_loss_scaling(),
+        scaler.get_incr_every_n_steps(),
+        scaler.get_decr_every_n_nan_or_inf(),
+    ) == expected
+    assert (
+        scaler.get_incr_ratio(),
+        scaler.get_decr_ratio(),
+        scaler.is_use_dynamic_loss_scaling(),
+        scaler.is_enable(),
+    ) == (2.0, 0.5, True, True)
 
 
 def test_a_float16_loss_is_scaled_in_float32():
@@ -47,7 +58,11 @@ def test_a_bad_step_is_skipped_and_a_plain_step_works_after_it(training):
     training.backward(scaler, INF)
     scaler.step(training.optimizer)
     scaler.update()
-    assert (training.weight.item(), scaler.state_dict()["scale"].item(), scaler._found_inf) == (1.0, 4.0, True)
+    assert (training.weight.item(), scaler.state_dict()["scale"].item(), scaler._found_inf) == (
+        1.0,
+        4.0,
+        True,
+    )
     training.optimizer.clear_grad()
     training.weight.sum().backward()
     training.optimizer.step()
@@ -63,7 +78,11 @@ def test_each_optimizer_is_skipped_by_its_own_gradients():
     for each in (one, other):
         scaler.step(each.optimizer)
     scaler.update()
-    assert (one.weight.item(), other.weight.item(), scaler.state_dict()["scale"].item()) == (1.0, 0.0, 4.0)
+    assert (one.weight.item(), other.weight.item(), scaler.state_dict()["scale"].item()) == (
+        1.0,
+        0.0,
+        4.0,
+    )
 
 
 def test_unscaled_gradients_can_be_looked_at(training):
@@ -90,7 +109,9 @@ def test_minimize_steps_and_updates_and_gives_what_it_used(training):
     scaled = scaler.scale(training.weight.sum())
     scaled.backward()
     _, pairs = scaler.minimize(training.optimizer, scaled)
-    assert [(parameter is training.weight, gradient.item()) for parameter, gradient in pairs] == [(True, 1.0)]
+    assert [(parameter is training.weight, gradient.item()) for parameter, gradient in pairs] == [
+        (True, 1.0)
+    ]
     assert (training.weight.item(), scaler.state_dict()["incr_count"]) == (0.0, 1)
 
 
@@ -106,7 +127,10 @@ def test_a_disabled_scaler_passes_everything_through(training):
 @pytest.mark.parametrize(
     ("calls", "message"),
     [
-        (("unscale_", "unscale_"), r"unscale_\(\) has already been called on this optimizer since the last update\(\)"),
+        (
+            ("unscale_", "unscale_"),
+            r"unscale_\(\) has already been called on this optimizer since the last update\(\)",
+        ),
         (("step", "unscale_"), r"unscale_\(\) is being called after step\(\)"),
         (("step", "step"), r"step\(\) has already been called since the last update\(\)"),
         (("step", "minimize"), r"step\(\) has already been called since the last update\(\)"),
@@ -133,13 +157,22 @@ def test_a_loss_of_bfloat16_ends_dynamic_scaling_with_paddles_warning():
     model, scaler = nn.Linear(2, 1), paddle.amp.GradScaler()
     with paddle.amp.auto_cast(dtype="bfloat16"):
         loss = model(torch.ones(1, 2)).sum()
-    with pytest.warns(UserWarning, match="not recommended to use dynamic loss scaling for bfloat16, so GradScaler is disable by default"):
+    with pytest.warns(
+        UserWarning,
+        match=(
+            "not recommended to use dynamic loss scaling for bfloat16, so GradScaler is disable by"
+            " default"
+        ),
+    ):
         assert scaler.scale(loss) is loss
     assert not scaler.is_enable()
 
 
 def test_a_fixed_scale_is_kept_for_bfloat16():
-    model, scaler = nn.Linear(2, 1), paddle.amp.GradScaler(init_loss_scaling=4.0, use_dynamic_loss_scaling=False)
+    model, scaler = (
+        nn.Linear(2, 1),
+        paddle.amp.GradScaler(init_loss_scaling=4.0, use_dynamic_loss_scaling=False),
+    )
     with paddle.amp.auto_cast(dtype="bfloat16"):
         loss = model(torch.ones(1, 2)).sum()
     with warnings.catch_warnings():

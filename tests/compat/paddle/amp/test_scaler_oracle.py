@@ -1,6 +1,7 @@
 """Every trace of PaddlePaddle's scaler, in its own words: the scale and both counters after each of 200 steps, which steps were skipped, and unscaled gradients.
 
-One difference is deliberate: Paddle's kernel writes zeros over all gradients of a skipped step, and here they stay, so that one can look at what was bad.
+One difference is deliberate: Paddle's kernel writes zeros over all gradients of a skipped step, and
+here they stay, so that one can look at what was bad.
 """
 
 from __future__ import annotations
@@ -13,10 +14,19 @@ from mezzo.compat import paddle
 
 TRACES = traces()
 GRADIENTS = {".": 1.0, "N": float("nan"), "I": float("inf"), "J": float("-inf")}
-OPTIMIZERS = {"SGD": paddle.optimizer.SGD, "AdamW": paddle.optimizer.AdamW, "Lamb": paddle.optimizer.Lamb}
+OPTIMIZERS = {
+    "SGD": paddle.optimizer.SGD,
+    "AdamW": paddle.optimizer.AdamW,
+    "Lamb": paddle.optimizer.Lamb,
+}
 
 
-def step(trace: Trace, scaler: paddle.amp.GradScaler, optimizer: torch.optim.Optimizer, loss: torch.Tensor) -> None:
+def step(
+    trace: Trace,
+    scaler: paddle.amp.GradScaler,
+    optimizer: torch.optim.Optimizer,
+    loss: torch.Tensor,
+) -> None:
     """One iteration in the order that the trace was recorded in, but for the gradients, which are left to be looked at."""
     scaler.scale(loss).backward()
     if trace.mode.startswith("unscale"):
@@ -28,11 +38,17 @@ def step(trace: Trace, scaler: paddle.amp.GradScaler, optimizer: torch.optim.Opt
         scaler.update()
 
 
-@pytest.mark.parametrize("trace", TRACES, ids=[f"{number}-{trace.mode}-{trace.optimizer}" for number, trace in enumerate(TRACES)])
+@pytest.mark.parametrize(
+    "trace",
+    TRACES,
+    ids=[f"{number}-{trace.mode}-{trace.optimizer}" for number, trace in enumerate(TRACES)],
+)
 def test_a_trace_is_reproduced_through_paddles_names(trace: Trace):
     scaler, weight = paddle.amp.GradScaler(**trace.config), torch.nn.Parameter(torch.ones(2))
     optimizer = OPTIMIZERS[trace.optimizer](learning_rate=1e-3, parameters=[weight])
-    for number, (kind, expected, unscaled) in enumerate(zip(trace.kinds, trace.after, trace.unscaled, strict=True)):
+    for number, (kind, expected, unscaled) in enumerate(
+        zip(trace.kinds, trace.after, trace.unscaled, strict=True)
+    ):
         if number == trace.reload_at:
             saved = scaler.state_dict()
             scaler = paddle.amp.GradScaler()
@@ -53,5 +69,10 @@ def test_a_trace_is_reproduced_through_paddles_names(trace: Trace):
 
 def test_all_traces_are_run():
     assert len(TRACES) == 47
-    assert {trace.mode for trace in TRACES} == {"step_update", "unscale_step_update", "minimize", "unscale_minimize"}
+    assert {trace.mode for trace in TRACES} == {
+        "step_update",
+        "unscale_step_update",
+        "minimize",
+        "unscale_minimize",
+    }
     assert {trace.optimizer for trace in TRACES} == set(OPTIMIZERS)

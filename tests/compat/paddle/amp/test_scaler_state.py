@@ -37,7 +37,9 @@ def test_a_state_has_paddles_entries():
     assert (state["scale"].dtype, state["scale"].tolist()) == (torch.float32, [100.0])
 
 
-@pytest.mark.parametrize("scale", [SAVED["scale"], torch.tensor([12.0]), 12.0], ids=["array", "tensor", "number"])
+@pytest.mark.parametrize(
+    "scale", [SAVED["scale"], torch.tensor([12.0]), 12.0], ids=["array", "tensor", "number"]
+)
 def test_every_field_comes_back_from_a_state_that_paddle_saved(scale):
     scaler = paddle.amp.GradScaler()
     scaler.load_state_dict({**SAVED, "scale": scale})
@@ -56,14 +58,22 @@ def test_a_state_goes_through_a_file_that_is_read_safely():
 
 
 def test_an_empty_state_is_refused():
-    with pytest.raises(RuntimeError, match="The input state dict is empty, possibly because it was saved from a disabled instance of GradScaler"):
+    with pytest.raises(
+        RuntimeError,
+        match=(
+            "The input state dict is empty, possibly because it was saved from a disabled instance"
+            " of GradScaler"
+        ),
+    ):
         paddle.amp.GradScaler().load_state_dict({})
 
 
 def test_a_state_that_lacks_an_entry_is_refused_and_changes_nothing():
     scaler = paddle.amp.GradScaler()
     with pytest.raises(KeyError, match="incr_count"):
-        scaler.load_state_dict({name: value for name, value in SAVED.items() if name != "incr_count"})
+        scaler.load_state_dict(
+            {name: value for name, value in SAVED.items() if name != "incr_count"}
+        )
     assert scaler.state_dict()["scale"].item() == 65536.0
 
 
@@ -74,7 +84,12 @@ def test_a_disabled_scaler_takes_any_state():
 
 
 @pytest.mark.parametrize(
-    ("words", "message"), [({"incr_ratio": 1.0}, "The incr_ratio must be > 1.0"), ({"decr_ratio": 1.0}, "The decr_ratio must be < 1.0")], ids=str
+    ("words", "message"),
+    [
+        ({"incr_ratio": 1.0}, "The incr_ratio must be > 1.0"),
+        ({"decr_ratio": 1.0}, "The decr_ratio must be < 1.0"),
+    ],
+    ids=str,
 )
 def test_ratios_that_go_the_wrong_way_are_refused(words, message):
     with pytest.raises(AssertionError, match=message):
@@ -83,5 +98,11 @@ def test_ratios_that_go_the_wrong_way_are_refused(words, message):
 
 def test_the_rule_has_every_word():
     rule = ScalerParameters(*WORDS.values(), min_scale=1.0).rule
-    assert (rule.growth_factor, rule.growth_interval, rule.backoff_interval, rule.dynamic, rule.min_scale) == (1.5, 4, 3, True, 1.0)
+    assert (
+        rule.growth_factor,
+        rule.growth_interval,
+        rule.backoff_interval,
+        rule.dynamic,
+        rule.min_scale,
+    ) == (1.5, 4, 3, True, 1.0)
     assert rule.backoff_factor == pytest.approx(0.7)

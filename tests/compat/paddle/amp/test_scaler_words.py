@@ -9,7 +9,13 @@ from torch import nn
 from mezzo.compat import paddle
 
 INF = float("inf")
-SETTINGS = {"incr_ratio": 3.0, "decr_ratio": 0.25, "incr_every_n_steps": 7, "decr_every_n_nan_or_inf": 4, "init_loss_scaling": 12.0}
+SETTINGS = {
+    "incr_ratio": 3.0,
+    "decr_ratio": 0.25,
+    "incr_every_n_steps": 7,
+    "decr_every_n_nan_or_inf": 4,
+    "init_loss_scaling": 12.0,
+}
 
 
 @pytest.mark.parametrize("name", SETTINGS)
@@ -51,7 +57,11 @@ def test_setting_the_scale_keeps_the_counters():
 
 
 @pytest.mark.parametrize(
-    ("name", "value", "message"), [("incr_ratio", 1.0, "The new_incr_ratio must be > 1.0"), ("decr_ratio", 2.0, "The new_decr_ratio must be < 1.0")]
+    ("name", "value", "message"),
+    [
+        ("incr_ratio", 1.0, "The new_incr_ratio must be > 1.0"),
+        ("decr_ratio", 2.0, "The new_decr_ratio must be < 1.0"),
+    ],
 )
 def test_ratios_that_go_the_wrong_way_are_refused(name, value, message):
     with pytest.raises(AssertionError, match=message):
@@ -60,4 +70,9 @@ def test_ratios_that_go_the_wrong_way_are_refused(name, value, message):
 
 def test_a_disabled_scaler_has_a_scale_of_one():
     scaler = paddle.amp.GradScaler(enable=False)
-    assert (scaler._scale.item(), scaler._incr_count, scaler._decr_count, scaler._found_inf) == (1.0, 0, 0, False)
+    assert (scaler._scale.item(), scaler._incr_count, scaler._decr_count, scaler._found_inf) == (
+        1.0,
+        0,
+        0,
+        False,
+    )

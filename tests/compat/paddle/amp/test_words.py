@@ -16,13 +16,29 @@ from mezzo.compat.paddle.amp._auto_cast import custom_lists
         ({"level": "O3"}, ValueError, r"level should be O0, OD, O1 or O2\. It is 'O3'"),
         ({"level": "01"}, ValueError, "with a zero in place of the letter O"),
         ({"level": None}, AttributeError, "level should be O0, OD, O1 or O2"),
-        ({"dtype": "float32"}, ValueError, r"If enable amp, dtype should be 'float16' or 'bfloat16'\. It is 'float32'"),
+        (
+            {"dtype": "float32"},
+            ValueError,
+            r"If enable amp, dtype should be 'float16' or 'bfloat16'\. It is 'float32'",
+        ),
         ({"dtype": "fp16"}, ValueError, "dtype should be 'float16' or 'bfloat16'"),
         ({"dtype": torch.float64}, ValueError, "It is 'float64'"),
         ({"dtype": None}, AttributeError, "It should be the string 'float16' or 'bfloat16'"),
-        ({"custom_white_list": ["a", "b"], "custom_black_list": {"b"}}, ValueError, "Custom white list overlap custom black list: b"),
-        ({"enable": False, "custom_white_list": {"b"}, "custom_black_list": {"b"}}, ValueError, "Custom white list overlap custom black list"),
-        ({"custom_white_list": "conv2d"}, TypeError, r"should be a set of op names: custom_white_list=\{'conv2d'\}"),
+        (
+            {"custom_white_list": ["a", "b"], "custom_black_list": {"b"}},
+            ValueError,
+            "Custom white list overlap custom black list: b",
+        ),
+        (
+            {"enable": False, "custom_white_list": {"b"}, "custom_black_list": {"b"}},
+            ValueError,
+            "Custom white list overlap custom black list",
+        ),
+        (
+            {"custom_white_list": "conv2d"},
+            TypeError,
+            r"should be a set of op names: custom_white_list=\{'conv2d'\}",
+        ),
     ],
     ids=str,
 )

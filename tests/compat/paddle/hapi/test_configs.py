@@ -21,8 +21,17 @@ def test_a_level_alone():
 
 
 def test_lists_and_scaling_go_where_they_belong():
-    words = {"level": "O2", "custom_white_list": {"conv2d"}, "init_loss_scaling": 8.0, "use_dynamic_loss_scaling": False}
-    assert read_amp_configs(words, None) == AmpConfigs("O2", {"custom_white_list": {"conv2d"}}, {"init_loss_scaling": 8.0, "use_dynamic_loss_scaling": False})
+    words = {
+        "level": "O2",
+        "custom_white_list": {"conv2d"},
+        "init_loss_scaling": 8.0,
+        "use_dynamic_loss_scaling": False,
+    }
+    assert read_amp_configs(words, None) == AmpConfigs(
+        "O2",
+        {"custom_white_list": {"conv2d"}},
+        {"init_loss_scaling": 8.0, "use_dynamic_loss_scaling": False},
+    )
 
 
 @pytest.mark.parametrize(
@@ -30,12 +39,21 @@ def test_lists_and_scaling_go_where_they_belong():
     [
         ("O3", "The level of amp_configs should be 'O0', 'O1' or 'O2'"),
         ({"level": "OD"}, r"amp_configs\['level'\] should be 'O0', 'O1' or 'O2'"),
-        ({"use_pure_fp16": True}, "'use_pure_fp16' is an invalid parameter, the level of mixed precision training only depends on 'O1' or 'O2'"),
+        (
+            {"use_pure_fp16": True},
+            (
+                "'use_pure_fp16' is an invalid parameter, the level of mixed precision training"
+                " only depends on 'O1' or 'O2'"
+            ),
+        ),
         ({"use_fp16_guard": True}, "'use_fp16_guard' is supported in static graph mode only"),
         ({"custom_black_varnames": {"w"}}, "'custom_black_varnames' names variables"),
         (
             {"dtype": "bfloat16"},
-            r"Except for 'level', the keys of 'amp_configs' must be accepted by mixed precision APIs, but \('dtype'\) could not be recognized",
+            (
+                r"Except for 'level', the keys of 'amp_configs' must be accepted by mixed precision"
+                r" APIs, but \('dtype'\) could not be recognized"
+            ),
         ),
         ({"init_loss_scale": 8.0}, "Did you mean 'init_loss_scaling'"),
     ],
@@ -46,13 +64,23 @@ def test_what_is_refused(words, message):
         read_amp_configs(words, None)
 
 
-@pytest.mark.parametrize("words", ["O2", {"level": "O2"}, {"level": "O2", "incr_ratio": 3.0}], ids=str)
+@pytest.mark.parametrize(
+    "words", ["O2", {"level": "O2"}, {"level": "O2", "incr_ratio": 3.0}], ids=str
+)
 def test_o2_clips_by_norms_alone(words):
     def optimizer(clip):
-        return paddle.optimizer.SGD(learning_rate=0.1, parameters=[nn.Parameter(torch.ones(1))], grad_clip=clip)
+        return paddle.optimizer.SGD(
+            learning_rate=0.1, parameters=[nn.Parameter(torch.ones(1))], grad_clip=clip
+        )
 
     assert read_amp_configs(words, optimizer(paddle.nn.ClipGradByNorm(1.0))).level == "O2"
-    with pytest.raises(AssertionError, match="Only ClipGradByNorm and ClipGradByGlobalNorm are supported in amp training with level=O2"):
+    with pytest.raises(
+        AssertionError,
+        match=(
+            "Only ClipGradByNorm and ClipGradByGlobalNorm are supported in amp training with"
+            " level=O2"
+        ),
+    ):
         read_amp_configs(words, optimizer(paddle.nn.ClipGradByValue(1.0)))
 
 

@@ -20,7 +20,11 @@ def test_a_data_set_is_loaded_in_batches():
 def test_shuffling_follows_torchs_seed():
     def order():
         torch.manual_seed(3)
-        return [value.item() for batch in loader_of(DATA, batch_size=5, shuffle=True) for value in batch[0]]
+        return [
+            value.item()
+            for batch in loader_of(DATA, batch_size=5, shuffle=True)
+            for value in batch[0]
+        ]
 
     assert order() == order()
     assert order() != sorted(order())
@@ -34,7 +38,10 @@ def test_loaders_and_lists_of_batches_are_taken_as_they_are():
 
 
 def test_what_cannot_be_gone_through_is_refused():
-    with pytest.raises(TypeError, match="The data should be a torch Dataset or DataLoader, or batches to go through, got int"):
+    with pytest.raises(
+        TypeError,
+        match="The data should be a torch Dataset or DataLoader, or batches to go through, got int",
+    ):
         loader_of(3, batch_size=1)
 
 

@@ -16,11 +16,18 @@ Y = X.sum(1, keepdim=True)
 def model(amp_configs=None, metrics=None, **words):
     torch.manual_seed(0)
     made = paddle.Model(nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1)))
-    made.prepare(paddle.optimizer.Adam(learning_rate=0.05, parameters=made.parameters(), **words), nn.MSELoss(), metrics, amp_configs=amp_configs)
+    made.prepare(
+        paddle.optimizer.Adam(learning_rate=0.05, parameters=made.parameters(), **words),
+        nn.MSELoss(),
+        metrics,
+        amp_configs=amp_configs,
+    )
     return made
 
 
-@pytest.mark.parametrize(("level", "dtype"), [(None, torch.float32), ("O1", torch.float32), ("O2", torch.float16)])
+@pytest.mark.parametrize(
+    ("level", "dtype"), [(None, torch.float32), ("O1", torch.float32), ("O2", torch.float16)]
+)
 def test_it_trains_at_every_level(level, dtype):
     made = model(level)
     losses = [made.train_batch([X], [Y])[0] for _ in range(40)]
@@ -53,7 +60,11 @@ def test_a_custom_list_holds():
 def test_metrics_come_beside_the_loss():
     torch.manual_seed(0)
     made = paddle.Model(nn.Linear(4, 2))
-    made.prepare(paddle.optimizer.SGD(learning_rate=0.1, parameters=made.parameters()), nn.CrossEntropyLoss(), paddle.metric.Accuracy())
+    made.prepare(
+        paddle.optimizer.SGD(learning_rate=0.1, parameters=made.parameters()),
+        nn.CrossEntropyLoss(),
+        paddle.metric.Accuracy(),
+    )
     (loss,), (accuracy,) = made.train_batch([X], [(X.sum(1) > 0).long()])
     assert loss > 0
     assert 0 <= accuracy <= 1
@@ -76,17 +87,24 @@ def test_training_goes_on_from_what_was_saved(level, tmp_path):
     for _ in range(3):
         one.train_batch([X], [Y])
     one.save(tmp_path / "run" / "checkpoint")
-    assert sorted(path.name for path in (tmp_path / "run").iterdir()) == ["checkpoint.pdopt", "checkpoint.pdparams"]
+    assert sorted(path.name for path in (tmp_path / "run").iterdir()) == [
+        "checkpoint.pdopt",
+        "checkpoint.pdparams",
+    ]
     other.load(tmp_path / "run" / "checkpoint")
     other._scaler.load_state_dict(one._scaler.state_dict())
-    assert [one.train_batch([X], [Y]) for _ in range(3)] == [other.train_batch([X], [Y]) for _ in range(3)]
+    assert [one.train_batch([X], [Y]) for _ in range(3)] == [
+        other.train_batch([X], [Y]) for _ in range(3)
+    ]
 
 
 def test_loading_can_leave_out_what_does_not_fit(tmp_path):
     one = model()
     one.save(tmp_path / "a")
     other = paddle.Model(nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3)))
-    other.prepare(paddle.optimizer.SGD(learning_rate=0.1, parameters=other.parameters()), nn.MSELoss())
+    other.prepare(
+        paddle.optimizer.SGD(learning_rate=0.1, parameters=other.parameters()), nn.MSELoss()
+    )
     with pytest.raises(RuntimeError, match="size mismatch"):
         other.load(tmp_path / "a")
     other.load(tmp_path / "a", skip_mismatch=True, reset_optimizer=True)
@@ -96,10 +114,22 @@ def test_loading_can_leave_out_what_does_not_fit(tmp_path):
 @pytest.mark.parametrize(
     ("words", "error", "message"),
     [
-        ({"loss": 3}, TypeError, "'loss' must be a torch.nn.Module or any callable function, got int"),
+        (
+            {"loss": 3},
+            TypeError,
+            "'loss' must be a torch.nn.Module or any callable function, got int",
+        ),
         ({"metrics": ["acc"]}, AssertionError, "str is not sub class of Metric"),
-        ({"amp_configs": {"level": "O2", "init_loss_scaling": -1.0}}, ValueError, "positive finite"),
-        ({"amp_configs": {"level": "O2", "custom_white_list": "conv2d"}}, TypeError, "should be a set of op names"),
+        (
+            {"amp_configs": {"level": "O2", "init_loss_scaling": -1.0}},
+            ValueError,
+            "positive finite",
+        ),
+        (
+            {"amp_configs": {"level": "O2", "custom_white_list": "conv2d"}},
+            TypeError,
+            "should be a set of op names",
+        ),
     ],
     ids=["loss", "metric", "scale", "list"],
 )
@@ -112,7 +142,10 @@ def test_what_is_refused_changes_nothing(words, error, message):
 
 
 def test_an_unprepared_model_does_not_train():
-    with pytest.raises(RuntimeError, match=r"not prepared for training. Call model.prepare\(optimizer, loss\) first"):
+    with pytest.raises(
+        RuntimeError,
+        match=r"not prepared for training. Call model.prepare\(optimizer, loss\) first",
+    ):
         paddle.Model(nn.Linear(4, 1)).train_batch([X], [Y])
 
 

@@ -41,7 +41,12 @@ class Heard(paddle.callbacks.Callback):
 def model():
     torch.manual_seed(0)
     made = paddle.Model(nn.Sequential(nn.Linear(4, 16), nn.ReLU(), nn.Linear(16, 2)))
-    made.prepare(paddle.optimizer.Adam(learning_rate=0.05, parameters=made.parameters()), nn.CrossEntropyLoss(), paddle.metric.Accuracy(), amp_configs="O1")
+    made.prepare(
+        paddle.optimizer.Adam(learning_rate=0.05, parameters=made.parameters()),
+        nn.CrossEntropyLoss(),
+        paddle.metric.Accuracy(),
+        amp_configs="O1",
+    )
     return made
 
 
@@ -62,7 +67,9 @@ def test_callbacks_hear_every_step_and_may_end_training(model):
 
 
 def test_what_is_no_callback_is_refused(model):
-    with pytest.raises(TypeError, match=r"callbacks should be instances of callbacks.Callback, got function"):
+    with pytest.raises(
+        TypeError, match=r"callbacks should be instances of callbacks.Callback, got function"
+    ):
         model.fit(DATA, callbacks=[lambda: None])
 
 
@@ -80,7 +87,9 @@ def test_fewer_steps_can_be_asked_for(model):
 
 def test_epochs_are_saved(model, tmp_path):
     model.fit(DATA, batch_size=10, epochs=2, verbose=0, save_dir=str(tmp_path))
-    assert {path.name for path in tmp_path.iterdir()} == {f"{name}.{ending}" for name in ("0", "1", "final") for ending in ("pdparams", "pdopt")}
+    assert {path.name for path in tmp_path.iterdir()} == {
+        f"{name}.{ending}" for name in ("0", "1", "final") for ending in ("pdparams", "pdopt")
+    }
 
 
 def test_predictions_come_batch_by_batch_or_stacked(model):
@@ -97,7 +106,8 @@ def test_progress_says_what_paddle_says(model, capsys):
     model.predict(DATA, batch_size=10)
     out = capsys.readouterr().out
     assert out.startswith(
-        "The loss value printed in the log is the current step, and the metric is the average value of previous steps.\nEpoch 1/1\nstep 2/2 - loss:"
+        "The loss value printed in the log is the current step, and the metric is the average value"
+        " of previous steps.\nEpoch 1/1\nstep 2/2 - loss:"
     )
     assert "Eval begin...\n" in out
     assert "Eval samples: 20\n" in out

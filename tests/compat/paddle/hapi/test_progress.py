@@ -25,7 +25,11 @@ def test_one_line_that_is_written_over(capsys):
 
 
 def test_a_line_every_few_steps(capsys):
-    assert shown(capsys, 2) == "Epoch 1/1\nstep 2/4 - loss: 0.5000 - acc: 0.2500 - T\nstep 4/4 - loss: 0.5000 - acc: 0.2500 - T\n"
+    assert (
+        shown(capsys, 2)
+        == "Epoch 1/1\nstep 2/4 - loss: 0.5000 - acc: 0.2500 - T\nstep 4/4 - loss: 0.5000 - acc:"
+        " 0.2500 - T\n"
+    )
 
 
 def test_the_last_step_shows_in_any_case(capsys):

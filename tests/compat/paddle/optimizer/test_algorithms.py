@@ -11,7 +11,11 @@ from mezzo.compat.paddle import optimizer as paddles
 from mezzo.optim.fused_algorithms import ALGORITHMS, algorithm_name
 
 TWINS = {
-    "SGD": (paddles.SGD, {"weight_decay": 0.1}, lambda p: torch.optim.SGD(p, lr=0.1, weight_decay=0.1)),
+    "SGD": (
+        paddles.SGD,
+        {"weight_decay": 0.1},
+        lambda p: torch.optim.SGD(p, lr=0.1, weight_decay=0.1),
+    ),
     "Momentum": (
         paddles.Momentum,
         {"momentum": 0.8, "use_nesterov": True, "weight_decay": 0.1},
@@ -35,10 +39,20 @@ TWINS = {
     "Adagrad": (
         paddles.Adagrad,
         {"epsilon": 1e-3, "initial_accumulator_value": 0.5, "weight_decay": 0.1},
-        lambda p: torch.optim.Adagrad(p, lr=0.1, eps=1e-3, initial_accumulator_value=0.5, weight_decay=0.1),
+        lambda p: torch.optim.Adagrad(
+            p, lr=0.1, eps=1e-3, initial_accumulator_value=0.5, weight_decay=0.1
+        ),
     ),
-    "Adadelta": (paddles.Adadelta, {"epsilon": 1e-3, "rho": 0.8}, lambda p: torch.optim.Adadelta(p, lr=0.1, eps=1e-3, rho=0.8)),
-    "Adamax": (paddles.Adamax, {"beta1": 0.8, "epsilon": 1e-3}, lambda p: torch.optim.Adamax(p, lr=0.1, betas=(0.8, 0.999), eps=1e-3)),
+    "Adadelta": (
+        paddles.Adadelta,
+        {"epsilon": 1e-3, "rho": 0.8},
+        lambda p: torch.optim.Adadelta(p, lr=0.1, eps=1e-3, rho=0.8),
+    ),
+    "Adamax": (
+        paddles.Adamax,
+        {"beta1": 0.8, "epsilon": 1e-3},
+        lambda p: torch.optim.Adamax(p, lr=0.1, betas=(0.8, 0.999), eps=1e-3),
+    ),
     "RMSProp": (
         paddles.RMSProp,
         {"rho": 0.8, "epsilon": 1e-3, "momentum": 0.5, "centered": True},
@@ -60,7 +74,9 @@ def trained(make) -> list[float]:
 @pytest.mark.parametrize("name", TWINS)
 def test_it_steps_as_its_twin(name):
     kind, words, twin = TWINS[name]
-    assert trained(lambda parameters: kind(learning_rate=0.1, parameters=parameters, **words)) == trained(twin)
+    assert trained(
+        lambda parameters: kind(learning_rate=0.1, parameters=parameters, **words)
+    ) == trained(twin)
 
 
 @pytest.mark.parametrize(
@@ -80,12 +96,19 @@ def test_defaults_are_paddles(name, defaults):
 
 @pytest.mark.parametrize("name", ["SGD", "Momentum", "Adam", "AdamW", "Lamb", "Adagrad"])
 def test_what_torch_and_mezzo_fuse_is_fused_here(name):
-    assert algorithm_name(getattr(paddles, name)(learning_rate=0.1, parameters=[nn.Parameter(torch.ones(1))])) in ALGORITHMS
+    assert (
+        algorithm_name(
+            getattr(paddles, name)(learning_rate=0.1, parameters=[nn.Parameter(torch.ones(1))])
+        )
+        in ALGORITHMS
+    )
 
 
 def test_lamb_leaves_what_it_is_told_to_without_decay():
     weight, bias = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))
-    optimizer = paddles.Lamb(parameters=[weight, bias], exclude_from_weight_decay_fn=lambda one: one is bias)
+    optimizer = paddles.Lamb(
+        parameters=[weight, bias], exclude_from_weight_decay_fn=lambda one: one is bias
+    )
     assert [group["weight_decay"] for group in optimizer.param_groups] == [0.01, 0.0]
     assert optimizer.param_groups[1]["params"] == [bias]
 
@@ -93,8 +116,14 @@ def test_lamb_leaves_what_it_is_told_to_without_decay():
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda p: paddles.Momentum(parameters=p, rescale_grad=0.5), "rescale_grad=0.5 is not carried out here. Scale the loss instead"),
-        (lambda p: paddles.AdamW(parameters=p, apply_decay_param_fun=bool), "Pass groups: parameters="),
+        (
+            lambda p: paddles.Momentum(parameters=p, rescale_grad=0.5),
+            "rescale_grad=0.5 is not carried out here. Scale the loss instead",
+        ),
+        (
+            lambda p: paddles.AdamW(parameters=p, apply_decay_param_fun=bool),
+            "Pass groups: parameters=",
+        ),
     ],
     ids=["rescale_grad", "apply_decay_param_fun"],
 )

@@ -12,7 +12,9 @@ from mezzo.compat.paddle.amp._grad_scaler import ScalerParameters
 
 
 def optimizer(**words):
-    return paddle.optimizer.SGD(learning_rate=0.1, parameters=[nn.Parameter(torch.ones(1))], **words)
+    return paddle.optimizer.SGD(
+        learning_rate=0.1, parameters=[nn.Parameter(torch.ones(1))], **words
+    )
 
 
 def precision(*args, **words):
@@ -35,8 +37,21 @@ OLDER = ScalerParameters(32768.0, 2.0, 0.8, 1000, 2, True, min_scale=1.0)
         ((), {"use_pure_fp16": False}, ("O1", "float16", False, OLDER)),
         ((), {"use_pure_fp16": True}, ("O2", "float16", True, OLDER)),
         ((), {"use_pure_fp16": True, "use_fp16_guard": False}, ("O2", "float16", False, OLDER)),
-        ((), {"use_bf16": True, "use_dynamic_loss_scaling": False}, ("O1", "bfloat16", False, None)),
-        ((None, 128.0), {}, ("O1", "float16", False, ScalerParameters(128.0, 2.0, 0.8, 1000, 2, True, min_scale=1.0))),
+        (
+            (),
+            {"use_bf16": True, "use_dynamic_loss_scaling": False},
+            ("O1", "bfloat16", False, None),
+        ),
+        (
+            (None, 128.0),
+            {},
+            (
+                "O1",
+                "float16",
+                False,
+                ScalerParameters(128.0, 2.0, 0.8, 1000, 2, True, min_scale=1.0),
+            ),
+        ),
     ],
     ids=str,
 )
@@ -65,7 +80,9 @@ def test_every_word_of_the_newer_signature_arrives():
 
 
 def test_dynamic_scaling_of_bfloat16_is_told_to_be_off():
-    with pytest.warns(UserWarning, match="Dynamic loss scaling for bfloat16 amp training is disabled") as told:
+    with pytest.warns(
+        UserWarning, match="Dynamic loss scaling for bfloat16 amp training is disabled"
+    ) as told:
         static.amp.decorate(optimizer(), dtype="bfloat16", use_dynamic_loss_scaling=True)
     assert told[0].filename == __file__
 
@@ -73,17 +90,55 @@ def test_dynamic_scaling_of_bfloat16_is_told_to_be_off():
 @pytest.mark.parametrize(
     ("make", "error", "message"),
     [
-        (lambda: precision(use_pure_fp16=True, level="O2"), TypeError, "two signatures, and these words are of both: use_pure_fp16 with level"),
-        (lambda: precision(None, 128.0, dtype="float16"), TypeError, "a scale as third argument with dtype"),
+        (
+            lambda: precision(use_pure_fp16=True, level="O2"),
+            TypeError,
+            "two signatures, and these words are of both: use_pure_fp16 with level",
+        ),
+        (
+            lambda: precision(None, 128.0, dtype="float16"),
+            TypeError,
+            "a scale as third argument with dtype",
+        ),
         (lambda: precision(level="O4"), ValueError, "level should be O0, OD, O1 or O2"),
         (lambda: precision(dtype="float32"), ValueError, "dtype should be 'float16' or 'bfloat16'"),
-        (lambda: precision(colour="red"), TypeError, r"decorate\(\) got an unexpected keyword argument 'colour'.*takes: level, dtype"),
-        (lambda: static.amp.decorate("SGD"), TypeError, "optimizer should be an optimizer, got str"),
-        (lambda: static.amp.decorate(optimizer()).amp_init(paddle.CPUPlace()), AssertionError, "Please call the minimize method first"),
-        (lambda: static.amp.decorate(optimizer()).get_loss_scaling(), AssertionError, "Please call the minimize method first"),
-        (lambda: static.amp.decorate(optimizer()).minimize(torch.ones(())), TypeError, "takes the loss of a static program, got a tensor with values"),
+        (
+            lambda: precision(colour="red"),
+            TypeError,
+            r"decorate\(\) got an unexpected keyword argument 'colour'.*takes: level, dtype",
+        ),
+        (
+            lambda: static.amp.decorate("SGD"),
+            TypeError,
+            "optimizer should be an optimizer, got str",
+        ),
+        (
+            lambda: static.amp.decorate(optimizer()).amp_init(paddle.CPUPlace()),
+            AssertionError,
+            "Please call the minimize method first",
+        ),
+        (
+            lambda: static.amp.decorate(optimizer()).get_loss_scaling(),
+            AssertionError,
+            "Please call the minimize method first",
+        ),
+        (
+            lambda: static.amp.decorate(optimizer()).minimize(torch.ones(())),
+            TypeError,
+            "takes the loss of a static program, got a tensor with values",
+        ),
     ],
-    ids=["both", "position", "level", "dtype", "unknown", "optimizer", "amp_init", "scale", "tensor"],
+    ids=[
+        "both",
+        "position",
+        "level",
+        "dtype",
+        "unknown",
+        "optimizer",
+        "amp_init",
+        "scale",
+        "tensor",
+    ],
 )
 def test_what_is_refused(make, error, message):
     with pytest.raises(error, match=message):
@@ -97,7 +152,11 @@ def test_what_is_not_mixed_precision_is_the_optimizers_own():
 def test_parameters_are_16_bit_after_amp_init_and_at_the_first_run_at_the_latest(exe, program):
     model = nn.Linear(4, 1)
     loss = model(static.data("x", [-1, 4])).mean()
-    made = static.amp.decorate(paddle.optimizer.SGD(learning_rate=0.1, parameters=model.parameters()), use_pure_fp16=True, use_fp16_guard=False)
+    made = static.amp.decorate(
+        paddle.optimizer.SGD(learning_rate=0.1, parameters=model.parameters()),
+        use_pure_fp16=True,
+        use_fp16_guard=False,
+    )
     made.minimize(loss)
     assert model.weight.dtype is torch.float32
     made.amp_init(paddle.CPUPlace(), scope=static.global_scope())
@@ -106,6 +165,8 @@ def test_parameters_are_16_bit_after_amp_init_and_at_the_first_run_at_the_latest
 
 def test_without_scaling_the_scale_is_one(program):
     model = nn.Linear(4, 1)
-    made = static.amp.decorate(paddle.optimizer.SGD(learning_rate=0.1, parameters=model.parameters()), dtype="bfloat16")
+    made = static.amp.decorate(
+        paddle.optimizer.SGD(learning_rate=0.1, parameters=model.parameters()), dtype="bfloat16"
+    )
     made.minimize(model(static.data("x", [-1, 4])).mean())
     assert made.get_loss_scaling() == 1.0

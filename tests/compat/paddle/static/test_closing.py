@@ -47,22 +47,32 @@ def test_a_function_that_builds_the_loss_is_a_program(exe, program):
 
     paddle.optimizer.SGD(learning_rate=0.1, parameters=model.parameters()).minimize(loss)
     feed = {"data": X, "label": np.zeros((2, 1), dtype=np.float32)}
-    (first,), (second,), (third,) = (exe.run(program, feed=feed, fetch_list=[word]) for word in (loss, "loss", loss.name))
+    (first,), (second,), (third,) = (
+        exe.run(program, feed=feed, fetch_list=[word]) for word in (loss, "loss", loss.name)
+    )
     assert third < second < first
 
 
 def test_a_function_that_takes_what_is_not_fed_is_refused():
     model, _, optimizer = written()
-    with pytest.raises(ValueError, match=r"The function takes target, and the program has no static.data of that name"):
+    with pytest.raises(
+        ValueError,
+        match=r"The function takes target, and the program has no static.data of that name",
+    ):
         optimizer.minimize(lambda target: model(target).mean())
-    with pytest.raises(TypeError, match="The function gave float, not a loss computed from what is fed"):
+    with pytest.raises(
+        TypeError, match="The function gave float, not a loss computed from what is fed"
+    ):
         optimizer.minimize(lambda x: 0.5)
 
 
 def test_a_skipped_step_changes_neither_parameters_nor_statistics(exe, program):
     model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
     loss = model(static.data("x", [-1, 4])).mean()
-    optimizer = static.amp.decorate(paddle.optimizer.SGD(learning_rate=0.1, parameters=model.parameters()), init_loss_scaling=8.0)
+    optimizer = static.amp.decorate(
+        paddle.optimizer.SGD(learning_rate=0.1, parameters=model.parameters()),
+        init_loss_scaling=8.0,
+    )
     optimizer.minimize(loss)
     before = {name: value.clone() for name, value in model.state_dict().items()}
     exe.run(program, feed={"x": np.full((2, 4), np.inf, dtype=np.float32)})
@@ -75,20 +85,29 @@ def test_gradients_are_clipped_to_a_global_norm(exe, program):
     before = [one.detach().clone() for one in model.parameters()]
     static.amp.decorate(optimizer, init_loss_scaling=8.0).minimize(loss)
     exe.run(program, feed={"x": 10 * X})
-    moved = torch.cat([(one - old).flatten() for one, old in zip(model.parameters(), before, strict=True)])
+    moved = torch.cat(
+        [(one - old).flatten() for one, old in zip(model.parameters(), before, strict=True)]
+    )
     assert moved.norm().item() == pytest.approx(0.05, rel=1e-3)
 
 
 def test_other_clipping_is_refused_where_gradients_are_scaled(exe, program):
     _, loss, optimizer = written(grad_clip=paddle.nn.ClipGradByValue(0.5))
     static.amp.decorate(optimizer).minimize(loss)
-    with pytest.raises(ValueError, match=r"ClipGradByValue.* clips gradients that are still scaled.*ClipGradByGlobalNorm"):
+    with pytest.raises(
+        ValueError,
+        match=r"ClipGradByValue.* clips gradients that are still scaled.*ClipGradByGlobalNorm",
+    ):
         exe.run(program, feed={"x": X})
 
 
 @pytest.mark.parametrize(
     ("words", "kept"),
-    [({"level": "O2"}, True), ({"level": "O2", "master_weight": False}, False), ({"use_pure_fp16": True, "use_fp16_guard": False}, False)],
+    [
+        ({"level": "O2"}, True),
+        ({"level": "O2", "master_weight": False}, False),
+        ({"use_pure_fp16": True, "use_fp16_guard": False}, False),
+    ],
     ids=str,
 )
 def test_masters_are_kept_as_the_signature_says(words, kept, exe, program):

@@ -24,7 +24,14 @@ def test_layers_and_operators_are_noted_in_order(program):
 
 def test_questions_are_answered_and_not_noted(program):
     x = static.data("x", [3, 4], "int64")
-    assert (x.dim(), x.shape, x.size(0), len(x), x.dtype, x.device) == (2, (3, 4), 3, 3, torch.int64, torch.device("cpu"))
+    assert (x.dim(), x.shape, x.size(0), len(x), x.dtype, x.device) == (
+        2,
+        (3, 4),
+        3,
+        3,
+        torch.int64,
+        torch.device("cpu"),
+    )
     assert program.nodes == []
 
 
@@ -47,7 +54,9 @@ def test_a_size_that_is_not_known_has_a_number_that_stands_for_it():
 
 def test_a_tensor_made_from_a_size_that_is_not_known_is_refused():
     x = static.data("x", [None, 2])
-    with pytest.raises(ValueError, match="was made from a size that is not known before the program runs"):
+    with pytest.raises(
+        ValueError, match="was made from a size that is not known before the program runs"
+    ):
         x + torch.ones(x.shape[0], 1)
 
 
@@ -72,7 +81,12 @@ def test_a_write_in_place_is_needed_with_what_it_writes_to(program):
 
 def test_auto_cast_around_a_program_that_is_written_is_refused():
     x = static.data("x", [1, 2])
-    with paddle.amp.auto_cast(), pytest.raises(RuntimeError, match=r"amp.auto_cast is around a static program.*static.amp.decorate"):
+    with (
+        paddle.amp.auto_cast(),
+        pytest.raises(
+            RuntimeError, match=r"amp.auto_cast is around a static program.*static.amp.decorate"
+        ),
+    ):
         nn.Linear(2, 2)(x)
 
 
@@ -85,7 +99,12 @@ def test_a_clone_goes_its_own_way(program):
     x = static.data("x", [1])
     clone = program.clone(for_test=True)
     _ = x + 1
-    assert (len(program.nodes), len(clone.nodes), clone.for_test, program.for_test) == (1, 0, True, False)
+    assert (len(program.nodes), len(clone.nodes), clone.for_test, program.for_test) == (
+        1,
+        0,
+        True,
+        False,
+    )
 
 
 def test_the_guard_marks_what_is_inside_it(program):

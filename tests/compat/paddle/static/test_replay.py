@@ -32,7 +32,14 @@ class InPlace(nn.Module):
 MODELS = {
     "linear": (nn.Linear(4, 2), (3, 4)),
     "convolution": (
-        nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4).eval(), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 2)),
+        nn.Sequential(
+            nn.Conv2d(3, 4, 3),
+            nn.BatchNorm2d(4).eval(),
+            nn.ReLU(),
+            nn.AdaptiveAvgPool2d(1),
+            nn.Flatten(),
+            nn.Linear(4, 2),
+        ),
         (2, 3, 8, 8),
     ),
     "attention": (nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True), (2, 5, 8)),
@@ -59,7 +66,9 @@ def test_a_size_that_is_not_known_is_that_of_the_feed(program):
     x, y = static.data("x", [-1, 2, 3]), static.data("y", [-1, -1, 2])
     out, flat = Reshapes()(x), y.reshape(y.shape[0] * y.shape[1], 2)
     for batch in (1, 7):
-        values = replay(program.nodes, {x: torch.ones(batch, 2, 3), y: torch.ones(batch, 5, 2)}, [out, flat])
+        values = replay(
+            program.nodes, {x: torch.ones(batch, 2, 3), y: torch.ones(batch, 5, 2)}, [out, flat]
+        )
         assert [value.shape for value in values] == [(2, batch), (5 * batch, 2)]
 
 

@@ -13,15 +13,31 @@ def test_programs_nest(program):
     inner = static.Program()
     with static.program_guard(inner):
         static.data("x", [1])
-    assert (list(inner.feeds), list(program.feeds), static.default_main_program() is program) == (["x"], [], True)
+    assert (list(inner.feeds), list(program.feeds), static.default_main_program() is program) == (
+        ["x"],
+        [],
+        True,
+    )
 
 
 @pytest.mark.parametrize(
     ("make", "error", "message"),
     [
-        (lambda: static.data(3, [1]), TypeError, "The type of 'name' in data must be str, but received int"),
-        (lambda: static.data("x", [1], "floaty"), TypeError, "The data type of 'x' is 'floaty'. Use one such as 'float32'"),
-        (lambda: static.program_guard("main").__enter__(), TypeError, "The type of programs in program_guard must be Program, but received str"),
+        (
+            lambda: static.data(3, [1]),
+            TypeError,
+            "The type of 'name' in data must be str, but received int",
+        ),
+        (
+            lambda: static.data("x", [1], "floaty"),
+            TypeError,
+            "The data type of 'x' is 'floaty'. Use one such as 'float32'",
+        ),
+        (
+            lambda: static.program_guard("main").__enter__(),
+            TypeError,
+            "The type of programs in program_guard must be Program, but received str",
+        ),
     ],
     ids=["name", "dtype", "program"],
 )

@@ -48,18 +48,22 @@ def warn_or_err(message: str) -> None:
     print("Warning:  " + message)  # noqa: T201 - as Apex tells it
 
 
-def maybe_print(message: str, rank0: bool = False) -> None:  # noqa: FBT001, FBT002 - Apex's call shape
+# Apex's call shape.
+def maybe_print(message: str, rank0: bool = False) -> None:
     """Print unless `verbosity` is 0; of several processes only the first, where `rank0` says so."""
     distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
-    if _amp_state.verbosity > 0 and not (rank0 and distributed and torch.distributed.get_rank() > 0):
+    if _amp_state.verbosity > 0 and not (
+        rank0 and distributed and torch.distributed.get_rank() > 0
+    ):
         print(message)  # noqa: T201 - Apex's users know these lines
 
 
 def master_params(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
     """The float32 parameters that an optimizer updates, with unscaled gradients after `scale_loss`: what to clip.
 
-    Where parameters are 16-bit they share memory with the exact weights, and their gradients are those of the parameters: read the one and clip the other. What is
-    written to their values is not taken over.
+    Where parameters are 16-bit they share memory with the exact weights, and their gradients are
+    those of the parameters: read the one and clip the other. What is written to their values is not
+    taken over.
 
     >>> weight = torch.nn.Parameter(torch.ones(2))
     >>> [parameter is weight for parameter in master_params(torch.optim.SGD([weight], lr=0.1))]
@@ -68,7 +72,11 @@ def master_params(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
     bound = optimizer_binding(optimizer)
     for group in optimizer.param_groups:
         for parameter in group["params"]:
-            yield parameter if bound is None or parameter not in bound.masters else _stand_in(parameter, bound.masters)
+            yield (
+                parameter
+                if bound is None or parameter not in bound.masters
+                else _stand_in(parameter, bound.masters)
+            )
 
 
 def _stand_in(parameter: torch.Tensor, masters: MasterWeights) -> torch.Tensor:
@@ -115,12 +123,21 @@ class OptLevel:
 
 
 OPT_LEVELS = {
-    "O3": OptLevel("O3:  Everything float16, no masters.", Properties(True, "O3", torch.float16, False, False, False, 1.0)),
-    "O2": OptLevel(
-        "O2:  float16 parameters with float32 masters; batch norms stay float32.", Properties(True, "O2", torch.float16, False, True, True, "dynamic")
+    "O3": OptLevel(
+        "O3:  Everything float16, no masters.",
+        Properties(True, "O3", torch.float16, False, False, False, 1.0),
     ),
-    "O1": OptLevel("O1:  float32 parameters; ops are cast by lists.", Properties(True, "O1", None, True, None, None, "dynamic")),
-    "O0": OptLevel("O0:  Everything float32.", Properties(True, "O0", torch.float32, False, None, False, 1.0)),
+    "O2": OptLevel(
+        "O2:  float16 parameters with float32 masters; batch norms stay float32.",
+        Properties(True, "O2", torch.float16, False, True, True, "dynamic"),
+    ),
+    "O1": OptLevel(
+        "O1:  float32 parameters; ops are cast by lists.",
+        Properties(True, "O1", None, True, None, None, "dynamic"),
+    ),
+    "O0": OptLevel(
+        "O0:  Everything float32.", Properties(True, "O0", torch.float32, False, None, False, 1.0)
+    ),
 }
 
 
@@ -129,7 +146,9 @@ def level_of(opt_level: object) -> OptLevel:
     level = OPT_LEVELS.get(opt_level) if isinstance(opt_level, str) else None
     if level is None:
         raise RuntimeError(
-            f"Unexpected optimization level {opt_level}. {choices(repr(name) for name in reversed(OPT_LEVELS))} The prefix is the letter O, not the number zero."
+            f"Unexpected optimization level {opt_level}."
+            f" {choices(repr(name) for name in reversed(OPT_LEVELS))} The prefix is the letter O,"
+            " not the number zero."
         )
     return level
 
@@ -140,7 +159,10 @@ def overridden(level: Properties, **given: Any) -> Properties:
     if level.opt_level == "O1":
         _refuse_at_o1(said)
     elif said.get("patch_torch_functions"):
-        warn_or_err(f"patch_torch_functions=True belongs to opt_level='O1', got it with {level.opt_level!r}. Choose opt_level='O1', or leave it out.")
+        warn_or_err(
+            "patch_torch_functions=True belongs to opt_level='O1', got it with"
+            f" {level.opt_level!r}. Choose opt_level='O1', or leave it out."
+        )
     if "cast_model_type" in said:
         _refuse_dtype(said["cast_model_type"])
     if "keep_batchnorm_fp32" in said:
@@ -152,19 +174,29 @@ def overridden(level: Properties, **given: Any) -> Properties:
 
 def _refuse_dtype(word: Any) -> None:
     if word is not False and word not in (*HALF_DTYPES, torch.float32):
-        raise ValueError(f"cast_model_type={word!r}: it is torch.float16, torch.bfloat16, torch.float32, or False to cast nothing.")
+        raise ValueError(
+            f"cast_model_type={word!r}: it is torch.float16, torch.bfloat16, torch.float32, or"
+            " False to cast nothing."
+        )
 
 
 def _refuse_at_o1(said: dict[str, Any]) -> None:
     cast = said.get("cast_model_type")
     if cast not in (None, False, torch.float32):
         warn_or_err(
-            f"With opt_level='O1' parameters stay FP32 and casts are inserted around ops, so cast_model_type={cast} makes no sense. Use opt_level='O2' or 'O3'."
+            "With opt_level='O1' parameters stay FP32 and casts are inserted around ops, so"
+            f" cast_model_type={cast} makes no sense. Use opt_level='O2' or 'O3'."
         )
     if "keep_batchnorm_fp32" in said:
-        warn_or_err(f"With opt_level='O1' batch norms run in FP32 anyway: keep_batchnorm_fp32 should be None, got {said['keep_batchnorm_fp32']!r}.")
+        warn_or_err(
+            "With opt_level='O1' batch norms run in FP32 anyway: keep_batchnorm_fp32 should be"
+            f" None, got {said['keep_batchnorm_fp32']!r}."
+        )
     if "master_weights" in said:
-        warn_or_err(f"master_weights={said['master_weights']!r} makes no sense with opt_level='O1', whose parameters are FP32 themselves. Leave it out.")
+        warn_or_err(
+            f"master_weights={said['master_weights']!r} makes no sense with opt_level='O1', whose"
+            " parameters are FP32 themselves. Leave it out."
+        )
 
 
 def _scale(word: Any) -> float | str:
@@ -174,7 +206,10 @@ def _scale(word: Any) -> float | str:
         scale = 0.0
     if isinstance(scale, str) or is_scale(scale):
         return scale
-    raise ValueError(f"loss_scale={word!r}: it is a positive number, a string of one such as '128.0', or 'dynamic'.")
+    raise ValueError(
+        f"loss_scale={word!r}: it is a positive number, a string of one such as '128.0', or"
+        " 'dynamic'."
+    )
 
 
 def _flag(word: object) -> bool:
@@ -182,4 +217,6 @@ def _flag(word: object) -> bool:
         return bool(word)
     if word in ("True", "False"):
         return word == "True"
-    raise AssertionError(f"keep_batchnorm_fp32={word!r}: it is True, False, the string 'True' or 'False', or None.")
+    raise AssertionError(
+        f"keep_batchnorm_fp32={word!r}: it is True, False, the string 'True' or 'False', or None."
+    )

@@ -26,7 +26,14 @@ registered: dict[str, Rule] = {}
 class Handle:
     """Apex's casts, while they are on."""
 
-    def __init__(self, device: str, dtype: torch.dtype = torch.float16, *, verbose: bool = False, keep: frozenset[str] = frozenset()) -> None:
+    def __init__(
+        self,
+        device: str,
+        dtype: torch.dtype = torch.float16,
+        *,
+        verbose: bool = False,
+        keep: frozenset[str] = frozenset(),
+    ) -> None:
         self.device, self.dtype, self.verbose, self._keep = device, dtype, verbose, keep
         self._active = True
         listed: dict[str, Any] = {}
@@ -48,8 +55,11 @@ class Handle:
 
     def _one_is_gone(self) -> None:
         self._living -= 1
-        # Python may clean up at any moment: in the middle of an op, or of a region inside, things are left as they are.
-        undisturbed = innermost_region() is self._region._region and active_mode(self.device) is not None
+        # Python may clean up at any moment: in the middle of an op, or of a region inside, things
+        # are left as they are.
+        undisturbed = (
+            innermost_region() is self._region._region and active_mode(self.device) is not None
+        )
         if not self._living and self.is_active() and undisturbed:
             self._deactivate()
 
@@ -107,8 +117,8 @@ class NoOpHandle(Handle):
 
 def _refuse_old_api() -> None:
     raise RuntimeError(
-        "This belongs to amp's API before amp.initialize, which Apex gave up as well. "
-        "Use model, optimizer = amp.initialize(model, optimizer, opt_level=...) and amp.scale_loss(...)."
+        "This belongs to amp's API before amp.initialize, which Apex gave up as well. Use model,"
+        " optimizer = amp.initialize(model, optimizer, opt_level=...) and amp.scale_loss(...)."
     )
 
 
@@ -119,11 +129,12 @@ def stop_casting() -> None:
 
 
 def init(
-    enabled: bool = True,  # noqa: FBT001, FBT002 - Apex's call shape
-    loss_scale: float | str = "dynamic",  # noqa: ARG001 - belongs to the old API, which Apex refuses as well
-    enable_caching: bool = True,  # noqa: ARG001, FBT001, FBT002
-    verbose: bool = False,  # noqa: FBT001, FBT002
-    allow_banned: bool = False,  # noqa: FBT001, FBT002
+    enabled: bool = True,
+    # Belongs to the old API, which Apex refuses as well.
+    loss_scale: float | str = "dynamic",
+    enable_caching: bool = True,
+    verbose: bool = False,
+    allow_banned: bool = False,
     patch_type: torch.dtype = torch.float16,
 ) -> Handle:
     """Switch the casts of O1 on without a model; `handle._deactivate()` switches them off."""
@@ -131,7 +142,12 @@ def init(
     if not enabled:
         return NoOpHandle()
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    _amp_state.handle = Handle(device, patch_type, verbose=verbose, keep=frozenset({"binary_cross_entropy"} if allow_banned else ()))
+    _amp_state.handle = Handle(
+        device,
+        patch_type,
+        verbose=verbose,
+        keep=frozenset({"binary_cross_entropy"} if allow_banned else ()),
+    )
     return _amp_state.handle
 
 
@@ -208,5 +224,6 @@ def _register(rule: Rule, module: Any, name: str) -> None:
     if known is None:
         setattr(module, name, _under(rule, function))
     else:
-        # torch's own function stays in its place, for the compiler's sake: the casts of the next `initialize` treat it so.
+        # torch's own function stays in its place, for the compiler's sake: the casts of the next
+        # `initialize` treat it so.
         registered[known] = rule

@@ -13,7 +13,15 @@ from torch import nn
 from mezzo._dtypes import HALF_DTYPES
 from mezzo._torch import BatchNorm, pytree
 from mezzo.autocasting.regions import Region
-from mezzo.compat.apex.amp._amp_state import OptLevel, Properties, _amp_state, level_of, maybe_print, overridden, warn_or_err
+from mezzo.compat.apex.amp._amp_state import (
+    OptLevel,
+    Properties,
+    _amp_state,
+    level_of,
+    maybe_print,
+    overridden,
+    warn_or_err,
+)
 from mezzo.compat.apex.amp._casts import Handle, stop_casting
 from mezzo.compat.apex.amp._scale_loss import LossScaler, attach
 from mezzo.optim.attach import adopt_half_parameters, bind_half_parameters
@@ -40,34 +48,48 @@ def models_of(models: Any) -> list[nn.Module]:
 
 def optimizers_of(optimizers: Any) -> list[Optimizer]:
     """The optimizers that were passed: none, one, or a list of them."""
-    several = [] if optimizers is None else optimizers if isinstance(optimizers, list) else [optimizers]
+    several = (
+        [] if optimizers is None else optimizers if isinstance(optimizers, list) else [optimizers]
+    )
     for optimizer in several:
         if type(optimizer).__name__ == "FP16_Optimizer":
             raise RuntimeError(
-                "optimizers has an FP16_Optimizer, which keeps masters and a scale of its own. Pass the plain optimizer: amp.initialize does both."
+                "optimizers has an FP16_Optimizer, which keeps masters and a scale of its own. Pass"
+                " the plain optimizer: amp.initialize does both."
             )
     if all(isinstance(optimizer, Optimizer) for optimizer in several):
         return several
-    raise TypeError(f"optimizers should be an optimizer, a list of optimizers or None, got {_kinds(optimizers)}.")
+    raise TypeError(
+        "optimizers should be an optimizer, a list of optimizers or None, got"
+        f" {_kinds(optimizers)}."
+    )
 
 
 def _kinds(given: Any) -> str:
-    return f"[{', '.join(type(one).__name__ for one in given)}]" if isinstance(given, list) else type(given).__name__
+    return (
+        f"[{', '.join(type(one).__name__ for one in given)}]"
+        if isinstance(given, list)
+        else type(given).__name__
+    )
 
 
 def refuse_wrapped(models: list[nn.Module]) -> None:
     """Refuse models that are wrapped for several devices already."""
     for model in models:
         if isinstance(model, _WRAPPERS):
-            raise RuntimeError(  # noqa: TRY004 - Apex's type
-                f"models has a torch.nn.parallel.{type(model).__name__}, which holds on to the parameters as they are. Wrap a model AFTER amp.initialize has returned it."
+            raise RuntimeError(
+                f"models has a torch.nn.parallel.{type(model).__name__}, which holds on to the"
+                " parameters as they are. Wrap a model AFTER amp.initialize has returned it."
             )
 
 
 def refuse_known(optimizers: list[Optimizer]) -> None:
     """Refuse optimizers that went through `initialize` before."""
     if any(hasattr(optimizer, "_amp_stash") for optimizer in optimizers):
-        raise RuntimeError("An optimizer goes through amp.initialize once, and one of these did before. Make a new one for another initialize.")
+        raise RuntimeError(
+            "An optimizer goes through amp.initialize once, and one of these did before. Make a new"
+            " one for another initialize."
+        )
 
 
 def refuse_half(models: list[nn.Module]) -> None:
@@ -75,16 +97,22 @@ def refuse_half(models: list[nn.Module]) -> None:
     if _amp_state.allow_incoming_model_not_fp32:
         return
     for model in models:
-        for what, tensors in (("param", model.named_parameters()), ("buffer", model.named_buffers())):
+        for what, tensors in (
+            ("param", model.named_parameters()),
+            ("buffer", model.named_buffers()),
+        ):
             for name, tensor in tensors:
                 if tensor.dtype in _HALF:
                     warn_or_err(
-                        f"Found {what} {name} with type {tensor.type()}, expected float32: amp.initialize casts whatever the level asks for. "
-                        "Leave .half() out, or call .float() on the model first."
+                        f"Found {what} {name} with type {tensor.type()}, expected float32:"
+                        " amp.initialize casts whatever the level asks for. Leave .half() out, or"
+                        " call .float() on the model first."
                     )
 
 
-def cast_custom_batches(model: nn.Module, inputs: torch.dtype, outputs: torch.dtype) -> tuple[Callable[[], None], ...]:
+def cast_custom_batches(
+    model: nn.Module, inputs: torch.dtype, outputs: torch.dtype
+) -> tuple[Callable[[], None], ...]:
     """Let a model cast custom batches on the way in and out by their own `to(dtype)`; what comes back takes that off again."""
     # Functions of this module, so that the model can be pickled.
     before = model.register_forward_pre_hook(partial(_before, inputs), with_kwargs=True)
@@ -105,7 +133,9 @@ def _cast(values: Any, dtype: torch.dtype) -> Any:
 
 def _is_custom(value: object) -> bool:
     """Whether a value is neither a tensor, which the model's door casts, nor anything of torch's, but has a method `to`."""
-    return not isinstance(value, torch.Tensor | nn.Module | torch.device | torch.dtype) and callable(getattr(value, "to", None))
+    return not isinstance(
+        value, torch.Tensor | nn.Module | torch.device | torch.dtype
+    ) and callable(getattr(value, "to", None))
 
 
 _MARK = "_amp_undo"
@@ -135,7 +165,12 @@ def release(models: list[nn.Module]) -> None:
                 decoration.undo()
 
 
-def prepare(models: list[nn.Module], optimizers: list[Optimizer], properties: Properties, outputs: torch.dtype | None) -> None:
+def prepare(
+    models: list[nn.Module],
+    optimizers: list[Optimizer],
+    properties: Properties,
+    outputs: torch.dtype | None,
+) -> None:
     """Cast and open models, and let optimizers heed `scale_loss`."""
     dtype = properties.cast_model_type
     if dtype in HALF_DTYPES:
@@ -170,11 +205,28 @@ def device_of(models: list[nn.Module]) -> str:
     return next(found, "cuda" if torch.cuda.is_available() else "cpu")
 
 
-def _convert(models: list[nn.Module], optimizers: list[Optimizer], properties: Properties, outputs: torch.dtype) -> None:
-    dtype, masters = cast("torch.dtype", properties.cast_model_type), bool(properties.master_weights and optimizers)
-    floating = [model for model in models if any(parameter.is_floating_point() for parameter in model.parameters())]
+def _convert(
+    models: list[nn.Module],
+    optimizers: list[Optimizer],
+    properties: Properties,
+    outputs: torch.dtype,
+) -> None:
+    dtype, masters = (
+        cast("torch.dtype", properties.cast_model_type),
+        bool(properties.master_weights and optimizers),
+    )
+    floating = [
+        model
+        for model in models
+        if any(parameter.is_floating_point() for parameter in model.parameters())
+    ]
     strangers = nn.ParameterList(_unknown_parameters(floating, optimizers))
-    norms = [BatchNorm] if properties.keep_batchnorm_fp32 and any(isinstance(part, BatchNorm) for model in models for part in model.modules()) else []
+    norms = (
+        [BatchNorm]
+        if properties.keep_batchnorm_fp32
+        and any(isinstance(part, BatchNorm) for model in models for part in model.modules())
+        else []
+    )
     decorate(
         [*floating, strangers] if len(strangers) else floating,
         cast("Any", optimizers or None),
@@ -193,20 +245,36 @@ def _convert(models: list[nn.Module], optimizers: list[Optimizer], properties: P
             _undo(model).append(model.register_state_dict_post_hook(_save_in_float32).remove)
 
 
-def _unknown_parameters(models: list[nn.Module], optimizers: list[Optimizer]) -> Iterator[nn.Parameter]:
+def _unknown_parameters(
+    models: list[nn.Module], optimizers: list[Optimizer]
+) -> Iterator[nn.Parameter]:
     owned = {id(parameter) for model in models for parameter in model.parameters()}
     for optimizer in optimizers:
-        yield from (cast("nn.Parameter", parameter) for parameter in parameters(optimizer) if id(parameter) not in owned)
+        yield from (
+            cast("nn.Parameter", parameter)
+            for parameter in parameters(optimizer)
+            if id(parameter) not in owned
+        )
 
 
 def _open(models: list[nn.Module], inputs: torch.dtype | None, outputs: torch.dtype) -> None:
     """Cast what goes in and comes out, and nothing else: inside, a region goes on as it is."""
     for model in models:
-        hung = forward.wrap_forward(forward.ForwardWrapper(Region(device_of([model]), False, None, None), inputs, outputs, defer_to_autocast=True), model)
+        hung = forward.wrap_forward(
+            forward.ForwardWrapper(
+                Region(device_of([model]), False, None, None),
+                inputs,
+                outputs,
+                defer_to_autocast=True,
+            ),
+            model,
+        )
         _undo(model).append(hung)
 
 
-def _save_in_float32(_module: nn.Module, state: dict[str, Any], _prefix: str, _metadata: Any) -> None:
+def _save_in_float32(
+    _module: nn.Module, state: dict[str, Any], _prefix: str, _metadata: Any
+) -> None:
     """Let `state_dict` give float32 where there are no exact weights to give."""
     for name, value in state.items():
         if isinstance(value, torch.Tensor) and value.dtype in HALF_DTYPES:
@@ -216,12 +284,12 @@ def _save_in_float32(_module: nn.Module, state: dict[str, Any], _prefix: str, _m
 def initialize(
     models: Any,
     optimizers: Any = None,
-    enabled: bool = True,  # noqa: FBT001, FBT002 - Apex's call shape
+    enabled: bool = True,
     opt_level: str = "O1",
-    cast_model_type: torch.dtype | bool | None = None,  # noqa: FBT001
-    patch_torch_functions: bool | None = None,  # noqa: FBT001
-    keep_batchnorm_fp32: bool | str | None = None,  # noqa: FBT001
-    master_weights: bool | None = None,  # noqa: FBT001
+    cast_model_type: torch.dtype | bool | None = None,
+    patch_torch_functions: bool | None = None,
+    keep_batchnorm_fp32: bool | str | None = None,
+    master_weights: bool | None = None,
     loss_scale: float | str | None = None,
     cast_model_outputs: torch.dtype | None = None,
     num_losses: int = 1,
@@ -231,7 +299,8 @@ def initialize(
 ) -> Any:
     """Make models and optimizers ready for a level; both come back as the objects they were, in lists where lists were passed.
 
-    It may be called again, for other models or for the same ones with a new optimizer: the last call says which casts and scales hold.
+    It may be called again, for other models or for the same ones with a new optimizer: the last
+    call says which casts and scales hold.
 
     >>> model = torch.nn.Linear(4, 2)
     >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -256,13 +325,20 @@ def initialize(
         loss_scale=loss_scale,
     )
     _tell(level, properties)
-    scalers = [LossScaler(properties.loss_scale, min_loss_scale=min_loss_scale, max_loss_scale=max_loss_scale) for _ in range(num_losses)]
+    scalers = [
+        LossScaler(
+            properties.loss_scale, min_loss_scale=min_loss_scale, max_loss_scale=max_loss_scale
+        )
+        for _ in range(num_losses)
+    ]
     _set_up(models, optimizers, properties, cast_model_outputs)
     _amp_state.opt_properties, _amp_state.loss_scalers = properties, scalers
     return models if optimizers is None else (models, optimizers)
 
 
-def _set_up(models: Any, optimizers: Any, properties: Properties, outputs: torch.dtype | None) -> None:
+def _set_up(
+    models: Any, optimizers: Any, properties: Properties, outputs: torch.dtype | None
+) -> None:
     several, stepping = models_of(models), optimizers_of(optimizers)
     refuse_wrapped(several)
     refuse_known(stepping)
@@ -276,7 +352,10 @@ def _set_up(models: Any, optimizers: Any, properties: Properties, outputs: torch
 
 
 def _tell(level: OptLevel, properties: Properties) -> None:
-    maybe_print(f"Selected optimization level {level.brief}\n\nDefaults for this optimization level are:", True)
+    maybe_print(
+        f"Selected optimization level {level.brief}\n\nDefaults for this optimization level are:",
+        True,
+    )
     maybe_print(_listed(level.properties), True)
     maybe_print("After processing overrides, optimization options are:", True)
     maybe_print(_listed(properties), True)
@@ -288,7 +367,10 @@ def _listed(properties: Properties) -> str:
 
 def state_dict() -> dict[str, dict[str, float | int]]:
     """Every loss's scale and how many steps in a row were good; it belongs into a checkpoint beside model and optimizer."""
-    return {f"loss_scaler{index}": {"loss_scale": scaler.loss_scale(), "unskipped": scaler._unskipped} for index, scaler in enumerate(_amp_state.loss_scalers)}
+    return {
+        f"loss_scaler{index}": {"loss_scale": scaler.loss_scale(), "unskipped": scaler._unskipped}
+        for index, scaler in enumerate(_amp_state.loss_scalers)
+    }
 
 
 def load_state_dict(state_dict: dict[str, Any]) -> None:
@@ -296,8 +378,14 @@ def load_state_dict(state_dict: dict[str, Any]) -> None:
     scalers = _amp_state.loss_scalers
     unknown = [name for name in state_dict if not name.startswith("loss_scaler")]
     if unknown:
-        raise RuntimeError(f"Unexpected key(s) in state_dict: {', '.join(map(repr, unknown))}. Pass what amp.state_dict() returned.")
+        raise RuntimeError(
+            f"Unexpected key(s) in state_dict: {', '.join(map(repr, unknown))}. Pass what"
+            " amp.state_dict() returned."
+        )
     if len(state_dict) != len(scalers):
-        maybe_print(f"Warning: state_dict contains {len(state_dict)} entries, while {len(scalers)} loss_scalers are used")
+        maybe_print(
+            f"Warning: state_dict contains {len(state_dict)} entries, while {len(scalers)}"
+            " loss_scalers are used"
+        )
     for scaler, entry in zip(scalers, state_dict.values(), strict=False):
         scaler._loss_scale, scaler._unskipped = entry["loss_scale"], entry["unskipped"]

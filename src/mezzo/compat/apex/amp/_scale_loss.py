@@ -41,13 +41,22 @@ class LossScaler:
     ) -> None:
         self.dynamic = loss_scale == "dynamic"
         if self.dynamic:
-            rule = ScaleRule(scale_factor, 1.0 / scale_factor, scale_window, min_scale=min_loss_scale or _FLOOR, max_scale=min(max_loss_scale, LARGEST))
+            rule = ScaleRule(
+                scale_factor,
+                1.0 / scale_factor,
+                scale_window,
+                min_scale=min_loss_scale or _FLOOR,
+                max_scale=min(max_loss_scale, LARGEST),
+            )
         else:
             rule = ScaleRule(dynamic=False)
         start = init_scale if self.dynamic else float(loss_scale)
-        self._scales = LossScales(rule, first_states(rule, start, 1), [CollapseMonitor(_PATIENCE, OnCollapse.WARN)])
+        self._scales = LossScales(
+            rule, first_states(rule, start, 1), [CollapseMonitor(_PATIENCE, OnCollapse.WARN)]
+        )
         self._set = start
-        """The scale that was set last: a static one stays there, and is known without asking the device."""
+        """The scale that was set last: a static one stays there, and is known without asking the
+        device."""
 
     def loss_scale(self) -> float:
         """The scale; this waits for the device."""
@@ -102,7 +111,9 @@ class LossScaler:
 
     @_unskipped.setter
     def _unskipped(self, count: int) -> None:
-        self._scales.load([replace(self._scales.state(0), growth_tracker=int(count))], self._scales.rule)
+        self._scales.load(
+            [replace(self._scales.state(0), growth_tracker=int(count))], self._scales.rule
+        )
 
 
 class Check:
@@ -118,7 +129,10 @@ class Check:
 
     def __str__(self) -> str:
         how = "reducing loss scale to" if self._scaler.dynamic else "keeping its loss scale of"
-        return f"Gradient overflow.  Skipping step, loss scaler {self._loss_id} {how} {self._scaler.loss_scale()}"
+        return (
+            f"Gradient overflow.  Skipping step, loss scaler {self._loss_id} {how}"
+            f" {self._scaler.loss_scale()}"
+        )
 
 
 class AmpStash:
@@ -146,7 +160,10 @@ class AmpStash:
 def attach(optimizer: torch.optim.Optimizer, *, masters: bool) -> None:
     """Let an optimizer's step be skipped where `scale_loss` found gradients that are not finite, and run without the casts of O1."""
     if hasattr(optimizer, "_amp_stash"):
-        raise RuntimeError("An optimizer goes through amp.initialize once, and this one did before. Make a new one for another initialize.")
+        raise RuntimeError(
+            "An optimizer goes through amp.initialize once, and this one did before. Make a new one"
+            " for another initialize."
+        )
     stash, own = AmpStash(masters=masters), optimizer.step
 
     def step(_self: torch.optim.Optimizer, closure: Callable[[], Any] | None = None) -> Any:
@@ -154,7 +171,8 @@ def attach(optimizer: torch.optim.Optimizer, *, masters: bool) -> None:
         if closure is not None:
             if masters or reasons:
                 raise RuntimeError(
-                    "amp does not support closures with master weights, nor on a step that is to be skipped. Compute the loss and its gradients first, then call step()."
+                    "amp does not support closures with master weights, nor on a step that is to be"
+                    " skipped. Compute the loss and its gradients first, then call step()."
                 )
             return own(closure)
         if reasons:
@@ -172,9 +190,10 @@ def stash_of(optimizer: object) -> AmpStash:
     """What `attach` left on an optimizer."""
     stash = getattr(optimizer, "_amp_stash", None)
     if not isinstance(stash, AmpStash):
-        raise RuntimeError(  # noqa: TRY004 - a mistake of order, not of type
-            f"amp.scale_loss was given {type(optimizer).__name__}, which did not go through amp.initialize. "
-            "Pass the optimizers that amp.initialize returned: model, optimizer = amp.initialize(model, optimizer, opt_level=...)."
+        raise RuntimeError(
+            f"amp.scale_loss was given {type(optimizer).__name__}, which did not go through"
+            " amp.initialize. Pass the optimizers that amp.initialize returned: model, optimizer ="
+            " amp.initialize(model, optimizer, opt_level=...)."
         )
     return stash
 
@@ -187,23 +206,27 @@ def scale_loss(
     loss: torch.Tensor,
     optimizers: Optimizer | Sequence[Optimizer],
     loss_id: int = 0,
-    model: torch.nn.Module | None = None,  # noqa: ARG001 - unused in Apex as well
-    delay_unscale: bool = False,  # noqa: FBT001, FBT002 - Apex's call shape
-    delay_overflow_check: bool = False,  # noqa: FBT001, FBT002
+    model: torch.nn.Module | None = None,
+    delay_unscale: bool = False,
+    delay_overflow_check: bool = False,
 ) -> Iterator[torch.Tensor]:
     """Give the scaled loss to call `backward()` on; afterwards the gradients are unscaled, and `optimizer.step()` is skipped if one is not finite.
 
-    `delay_unscale` leaves them scaled for a later call without it, `delay_overflow_check` leaves the question whether they are finite to the step.
+    `delay_unscale` leaves them scaled for a later call without it, `delay_overflow_check` leaves
+    the question whether they are finite to the step.
     """
     if not hasattr(_amp_state, "opt_properties"):
         raise RuntimeError(
-            "amp.scale_loss was called, but amp has not been initialized, so there is no loss scale. "
-            "Call model, optimizer = amp.initialize(model, optimizer, opt_level=...) first."
+            "amp.scale_loss was called, but amp has not been initialized, so there is no loss"
+            " scale. Call model, optimizer = amp.initialize(model, optimizer, opt_level=...) first."
         )
     if not _amp_state.opt_properties.enabled:
         yield loss
         return
-    scaler, chosen = _scaler(loss_id), [optimizers] if isinstance(optimizers, Optimizer) else list(optimizers)
+    scaler, chosen = (
+        _scaler(loss_id),
+        ([optimizers] if isinstance(optimizers, Optimizer) else list(optimizers)),
+    )
     if scaler.is_idle and not _amp_state.opt_properties.master_weights:
         yield loss.float()
     elif delay_unscale:
@@ -216,7 +239,9 @@ def scale_loss(
         _amp_state.handle._clear_cache()
 
 
-def _left_scaled(scaler: LossScaler, optimizers: list[Optimizer], loss: torch.Tensor) -> torch.Tensor:
+def _left_scaled(
+    scaler: LossScaler, optimizers: list[Optimizer], loss: torch.Tensor
+) -> torch.Tensor:
     """Scaled gradients are going to be added to what is there, which is therefore scaled too."""
     scaled = scaler.scale(loss)
     for optimizer in optimizers:
@@ -228,10 +253,18 @@ def _left_scaled(scaler: LossScaler, optimizers: list[Optimizer], loss: torch.Te
 
 
 @contextmanager
-def _unscaled_after(scaler: LossScaler, optimizers: list[Optimizer], loss: torch.Tensor) -> Iterator[tuple[torch.Tensor, list[torch.Tensor]]]:
+def _unscaled_after(
+    scaler: LossScaler, optimizers: list[Optimizer], loss: torch.Tensor
+) -> Iterator[tuple[torch.Tensor, list[torch.Tensor]]]:
     """The scaled loss, and a list that holds the flags of its gradients at the end. Gradients that are there and unscaled are kept apart meanwhile."""
     flags: list[torch.Tensor] = []
-    with isolated_gradients([optimizer for optimizer in optimizers if not stash_of(optimizer).params_have_scaled_gradients]):
+    with isolated_gradients(
+        [
+            optimizer
+            for optimizer in optimizers
+            if not stash_of(optimizer).params_have_scaled_gradients
+        ]
+    ):
         yield scaler.scale(loss), flags
         for optimizer in optimizers:
             flags += scaler.unscale(optimizer)
@@ -248,5 +281,8 @@ def _judge(optimizers: list[Optimizer], check: Check, *, delayed: bool) -> None:
 def _scaler(loss_id: int) -> LossScaler:
     scalers = _amp_state.loss_scalers
     if not 0 <= loss_id < len(scalers):
-        raise IndexError(f"loss_id={loss_id}: amp.initialize was called with num_losses={len(scalers)}. Pass num_losses={max(loss_id, 0) + 1} or more there.")
+        raise IndexError(
+            f"loss_id={loss_id}: amp.initialize was called with num_losses={len(scalers)}. Pass"
+            f" num_losses={max(loss_id, 0) + 1} or more there."
+        )
     return scalers[loss_id]

@@ -18,7 +18,8 @@ from mezzo.scaling.scale_state import ScaleRule, ScaleState
 Parameters = list[nn.Parameter]
 
 
-def prep_param_lists(model: nn.Module, flat_master: bool = False) -> tuple[Parameters, Parameters]:  # noqa: FBT001, FBT002 - Apex's call shape
+# Apex's call shape.
+def prep_param_lists(model: nn.Module, flat_master: bool = False) -> tuple[Parameters, Parameters]:
     """A model's trained parameters, and float32 masters of them for an optimizer: one each, or all in one flat tensor.
 
     >>> model_params, master_params = prep_param_lists(nn.Linear(2, 1).half())
@@ -27,9 +28,14 @@ def prep_param_lists(model: nn.Module, flat_master: bool = False) -> tuple[Param
     """
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     if not flat_master:
-        return trained, [_master(cast(parameter.detach(), torch.float32).clone()) for parameter in trained]
+        return trained, [
+            _master(cast(parameter.detach(), torch.float32).clone()) for parameter in trained
+        ]
     if len({parameter.dtype for parameter in trained}) > 1:
-        raise TypeError("flat_master=True puts all parameters into one tensor, and these are of several dtypes. Leave flat_master out.")
+        raise TypeError(
+            "flat_master=True puts all parameters into one tensor, and these are of several dtypes."
+            " Leave flat_master out."
+        )
     return trained, [_master(cast(parameters_to_vector(trained).detach(), torch.float32).clone())]
 
 
@@ -39,14 +45,18 @@ def _master(value: torch.Tensor) -> nn.Parameter:
     return master
 
 
-def model_grads_to_master_grads(model_params: Parameters, master_params: Parameters, flat_master: bool = False) -> None:  # noqa: FBT001, FBT002
+def model_grads_to_master_grads(
+    model_params: Parameters, master_params: Parameters, flat_master: bool = False
+) -> None:
     """Copy the gradients of 16-bit parameters to their masters."""
     if flat_master:
         flat = torch.cat([_gradient(parameter).reshape(-1) for parameter in model_params])
         master_params[0].grad = cast(flat, torch.float32).clone()
         return
     for parameter, master in zip(model_params, master_params, strict=True):
-        master.grad = None if parameter.grad is None else cast(parameter.grad.detach(), torch.float32).clone()
+        master.grad = (
+            None if parameter.grad is None else cast(parameter.grad.detach(), torch.float32).clone()
+        )
 
 
 def _gradient(parameter: nn.Parameter) -> torch.Tensor:
@@ -54,9 +64,15 @@ def _gradient(parameter: nn.Parameter) -> torch.Tensor:
 
 
 @torch.no_grad()
-def master_params_to_model_params(model_params: Parameters, master_params: Parameters, flat_master: bool = False) -> None:  # noqa: FBT001, FBT002
+def master_params_to_model_params(
+    model_params: Parameters, master_params: Parameters, flat_master: bool = False
+) -> None:
     """Copy masters to the 16-bit parameters that they belong to, after a step."""
-    values = master_params[0].split([parameter.numel() for parameter in model_params]) if flat_master else master_params
+    values = (
+        master_params[0].split([parameter.numel() for parameter in model_params])
+        if flat_master
+        else master_params
+    )
     for parameter, value in zip(model_params, values, strict=True):
         parameter.copy_(value.view_as(parameter))
 
@@ -76,18 +92,22 @@ class LossScaler:
         """What losses are multiplied by."""
         return self.cur_scale
 
-    def has_overflow(self, params: Iterable[torch.Tensor]) -> bool:  # noqa: ARG002 - Apex's call shape
+    # Apex's call shape.
+    def has_overflow(self, params: Iterable[torch.Tensor]) -> bool:
         """Whether gradients are not finite: nobody looks."""
         return False
 
-    def update_scale(self, overflow: bool) -> None:  # noqa: FBT001 - Apex's call shape
+    def update_scale(self, overflow: bool) -> None:
         """Adapt the scale to what was found: it stays."""
 
-    def scale_gradient(self, module: object, grad_in: tuple[torch.Tensor, ...], grad_out: object) -> tuple[torch.Tensor, ...]:  # noqa: ARG002
+    def scale_gradient(
+        self, module: object, grad_in: tuple[torch.Tensor, ...], grad_out: object
+    ) -> tuple[torch.Tensor, ...]:
         """Gradients times the scale; made for `register_full_backward_hook`."""
         return tuple(self.loss_scale * gradient for gradient in grad_in)
 
-    def backward(self, loss: torch.Tensor, retain_graph: bool = False) -> None:  # noqa: FBT001, FBT002 - Apex's call shape
+    # Apex's call shape.
+    def backward(self, loss: torch.Tensor, retain_graph: bool = False) -> None:
         """Run backward of the scaled loss."""
         (loss * self.loss_scale).backward(retain_graph=retain_graph)
 
@@ -101,7 +121,9 @@ class DynamicLossScaler(LossScaler):
     4.0
     """
 
-    def __init__(self, init_scale: float = 2**32, scale_factor: float = 2.0, scale_window: int = 1000) -> None:
+    def __init__(
+        self, init_scale: float = 2**32, scale_factor: float = 2.0, scale_window: int = 1000
+    ) -> None:
         super().__init__(init_scale)
         self.scale_factor, self.scale_window = scale_factor, scale_window
         self._good = 0
@@ -111,9 +133,11 @@ class DynamicLossScaler(LossScaler):
         gradients = (parameter.grad for parameter in params if parameter.grad is not None)
         return not all(bool(gradient.isfinite().all()) for gradient in gradients)
 
-    def update_scale(self, overflow: bool) -> None:  # noqa: FBT001 - Apex's call shape
+    def update_scale(self, overflow: bool) -> None:
         """Adapt the scale to what was found."""
-        rule = ScaleRule(self.scale_factor, 1.0 / self.scale_factor, self.scale_window, min_scale=1.0)
+        rule = ScaleRule(
+            self.scale_factor, 1.0 / self.scale_factor, self.scale_window, min_scale=1.0
+        )
         after = rule.after(ScaleState(self.cur_scale, self._good), found_nonfinite=bool(overflow))
         self.cur_scale, self._good = after.scale, after.growth_tracker
 
@@ -121,7 +145,7 @@ class DynamicLossScaler(LossScaler):
 class tofp16(nn.Module):  # noqa: N801 - Apex's spelling
     """A layer that casts its input to float16."""
 
-    def forward(self, input: torch.Tensor) -> torch.Tensor:  # noqa: A002 - Apex's call shape
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
         """The input in float16."""
         return input.half()
 
@@ -143,7 +167,7 @@ def convert_network(network: nn.Module, dtype: torch.dtype) -> nn.Module:
     return network
 
 
-def BN_convert_float(module: nn.Module) -> nn.Module:  # noqa: N802 - Apex's spelling
+def BN_convert_float(module: nn.Module) -> nn.Module:
     """Make batch norms with weights of their own float32 again."""
     for part in module.modules():
         if isinstance(part, BatchNorm) and part.affine:
@@ -165,7 +189,12 @@ class FP16Model(nn.Module):
 
     def forward(self, *inputs: Any) -> Any:
         """The model's own forward over float16 inputs."""
-        return self.network(*(one.half() if isinstance(one, torch.Tensor) and one.is_floating_point() else one for one in inputs))
+        return self.network(
+            *(
+                one.half() if isinstance(one, torch.Tensor) and one.is_floating_point() else one
+                for one in inputs
+            )
+        )
 
 
 def to_python_float(tensor: torch.Tensor) -> float:

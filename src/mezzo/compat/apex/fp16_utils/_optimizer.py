@@ -30,11 +30,15 @@ class FP16_Optimizer:  # noqa: N801 - Apex's spelling
         self,
         init_optimizer: torch.optim.Optimizer,
         static_loss_scale: float = 1.0,
-        dynamic_loss_scale: bool = False,  # noqa: FBT001, FBT002 - Apex's call shape
+        dynamic_loss_scale: bool = False,
         dynamic_loss_args: dict[str, Any] | None = None,
-        verbose: bool = True,  # noqa: FBT001, FBT002
+        verbose: bool = True,
     ) -> None:
-        self.optimizer, self.dynamic_loss_scale, self.verbose = init_optimizer, dynamic_loss_scale, verbose
+        self.optimizer, self.dynamic_loss_scale, self.verbose = (
+            init_optimizer,
+            dynamic_loss_scale,
+            verbose,
+        )
         self.overflow = False
         """Whether the gradients of this iteration are not finite: the step will be skipped."""
         words: dict[str, Any] = _DYNAMIC | (dynamic_loss_args or {})
@@ -50,22 +54,30 @@ class FP16_Optimizer:  # noqa: N801 - Apex's spelling
             self.maybe_print(f"FP16_Optimizer processing param group {number}:")
             for parameter in group["params"]:
                 if parameter.dtype not in (*HALF_DTYPES, torch.float32):
-                    raise TypeError(f"Wrapped parameters must be float16, bfloat16 or float32, got {parameter.type()} of shape {tuple(parameter.shape)}.")
-                self.maybe_print(f"FP16_Optimizer received {parameter.type()} with {parameter.size()}")
+                    raise TypeError(
+                        "Wrapped parameters must be float16, bfloat16 or float32, got"
+                        f" {parameter.type()} of shape {tuple(parameter.shape)}."
+                    )
+                self.maybe_print(
+                    f"FP16_Optimizer received {parameter.type()} with {parameter.size()}"
+                )
 
     def maybe_print(self, message: str) -> None:
         """Print if the constructor was told to be verbose."""
         if self.verbose:
             print(message)  # noqa: T201 - as Apex tells it
 
-    # -- an iteration ----------------------------------------------------------------------------------------------------------------------------
+    # -- an iteration ------------------------------------------------------------------------------
 
-    def zero_grad(self, set_grads_to_None: bool = False) -> None:  # noqa: FBT001, FBT002, N803 - Apex's call shape
+    # Apex's call shape.
+    def zero_grad(self, set_grads_to_None: bool = False) -> None:  # noqa: N803
         """Clear the gradients."""
         self.optimizer.zero_grad(set_to_none=set_grads_to_None)
         self._scaled = False
 
-    def backward(self, loss: torch.Tensor, update_master_grads: bool = True, retain_graph: bool = False) -> None:  # noqa: FBT001, FBT002
+    def backward(
+        self, loss: torch.Tensor, update_master_grads: bool = True, retain_graph: bool = False
+    ) -> None:
         """Run backward of the scaled loss. Gradients are unscaled at once, unless `update_master_grads=False` leaves that for later."""
         scaled = self.loss_scaler.scale(loss)
         if not update_master_grads:
@@ -95,14 +107,22 @@ class FP16_Optimizer:  # noqa: N801 - Apex's spelling
     def inspect_master_grad_data(self) -> list[list[torch.Tensor | None]] | None:
         """The unscaled gradients, group by group; None where they are not finite."""
         if self.overflow:
-            self.maybe_print("Warning:  the gradients are not finite, so there are none to inspect.")
+            self.maybe_print(
+                "Warning:  the gradients are not finite, so there are none to inspect."
+            )
             return None
-        return [[parameter.grad for parameter in group["params"]] for group in self.optimizer.param_groups]
+        return [
+            [parameter.grad for parameter in group["params"]]
+            for group in self.optimizer.param_groups
+        ]
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Step the masters unless the gradients are not finite, and adapt the scale. A closure calls this optimizer's `backward`."""
         if closure is not None and self.dynamic_loss_scale:
-            raise TypeError("step(closure) does not go with dynamic loss scaling, which must see the gradients first. Call backward(loss), then step().")
+            raise TypeError(
+                "step(closure) does not go with dynamic loss scaling, which must see the gradients"
+                " first. Call backward(loss), then step()."
+            )
         loss = None if closure is None else closure()
         self.update_master_grads()
         bad, self.overflow = self.overflow, False
@@ -110,17 +130,23 @@ class FP16_Optimizer:  # noqa: N801 - Apex's spelling
         before = self.loss_scale if bad else None
         self.loss_scaler.update_scale([torch.tensor(float(bad))])
         if bad:
-            self.maybe_print(f"OVERFLOW! Skipping step. Attempted loss scale: {before}, reducing to {self.loss_scale}")
+            self.maybe_print(
+                f"OVERFLOW! Skipping step. Attempted loss scale: {before}, reducing to"
+                f" {self.loss_scale}"
+            )
             return loss
         value = self.optimizer.step()
         return value if closure is None else loss
 
-    # -- saving ----------------------------------------------------------------------------------------------------------------------------------
+    # -- saving ------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
         """The optimizer's state, its masters, and the scale."""
         return {
-            "loss_scaler": {"loss_scale": self.loss_scale, "unskipped": self.loss_scaler._unskipped},
+            "loss_scaler": {
+                "loss_scale": self.loss_scale,
+                "unskipped": self.loss_scaler._unskipped,
+            },
             "dynamic_loss_scale": self.dynamic_loss_scale,
             "overflow": self.overflow,
             "optimizer_state_dict": self.optimizer.state_dict(),
@@ -130,25 +156,40 @@ class FP16_Optimizer:  # noqa: N801 - Apex's spelling
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take over what `state_dict` gave, the masters to the bit; the model is loaded before or after."""
         scale = state_dict["loss_scaler"]
-        self.loss_scaler._loss_scale, self.loss_scaler._unskipped = scale["loss_scale"], scale["unskipped"]
-        self.dynamic_loss_scale, self.overflow = state_dict["dynamic_loss_scale"], state_dict["overflow"]
+        self.loss_scaler._loss_scale, self.loss_scaler._unskipped = (
+            scale["loss_scale"],
+            scale["unskipped"],
+        )
+        self.dynamic_loss_scale, self.overflow = (
+            state_dict["dynamic_loss_scale"],
+            state_dict["overflow"],
+        )
         self.optimizer.load_state_dict(state_dict["optimizer_state_dict"])
         masters = (one for group in state_dict["fp32_from_fp16"] for one in group)
-        for parameter, value in zip((one for one in parameters(self.optimizer) if one in self._masters), masters, strict=True):
+        for parameter, value in zip(
+            (one for one in parameters(self.optimizer) if one in self._masters),
+            masters,
+            strict=True,
+        ):
             self._masters.write(parameter, value.to(parameter.device))
 
     def __getstate__(self) -> NoReturn:
         raise RuntimeError("An FP16_Optimizer is not pickled. Save its state_dict() instead.")
 
     def __setstate__(self, _state: dict[str, Any]) -> NoReturn:
-        raise RuntimeError("An FP16_Optimizer is not unpickled. Make one, and call its load_state_dict().")
+        raise RuntimeError(
+            "An FP16_Optimizer is not unpickled. Make one, and call its load_state_dict()."
+        )
 
-    # -- what is the optimizer's or the scaler's -------------------------------------------------------------------------------------------------
+    # -- what is the optimizer's or the scaler's ---------------------------------------------------
 
     @property
     def fp32_from_fp16_groups(self) -> list[list[torch.Tensor]]:
         """Copies of the masters, group by group."""
-        return [[self._masters.read(one) for one in group["params"] if one in self._masters] for group in self.optimizer.param_groups]
+        return [
+            [self._masters.read(one) for one in group["params"] if one in self._masters]
+            for group in self.optimizer.param_groups
+        ]
 
     @property
     def loss_scale(self) -> float:

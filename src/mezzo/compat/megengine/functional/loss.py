@@ -8,7 +8,11 @@ import torch
 
 from mezzo._errors import PolicyError, choices
 
-_REDUCTIONS: Mapping[str, Callable[[torch.Tensor], torch.Tensor]] = {"mean": torch.mean, "sum": torch.sum, "none": lambda loss: loss}
+_REDUCTIONS: Mapping[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "mean": torch.mean,
+    "sum": torch.sum,
+    "none": lambda loss: loss,
+}
 
 
 def l1_loss(pred: torch.Tensor, label: torch.Tensor, reduction: str = "mean") -> torch.Tensor:
@@ -25,7 +29,7 @@ def cross_entropy(
     pred: torch.Tensor,
     label: torch.Tensor,
     axis: int = 1,
-    with_logits: bool = True,  # noqa: FBT001, FBT002 - MegEngine's call shape
+    with_logits: bool = True,
     label_smooth: float = 0.0,
     reduction: str = "mean",
 ) -> torch.Tensor:
@@ -36,7 +40,8 @@ def cross_entropy(
     """
     if pred.dim() != label.dim() + 1:
         raise AssertionError(
-            f"target ndim must be one less than input ndim; input_ndim={pred.dim()} target_ndim={label.dim()}. Pass class numbers, one for each row of logits."
+            f"target ndim must be one less than input ndim; input_ndim={pred.dim()}"
+            f" target_ndim={label.dim()}. Pass class numbers, one for each row of logits."
         )
     chosen = pred.gather(axis, label.long().unsqueeze(axis)).squeeze(axis)
     if with_logits:
@@ -46,10 +51,16 @@ def cross_entropy(
     if not label_smooth:
         return _reduced(normalizer, reduction) - _reduced(chosen, reduction)
     even = logs.mean(axis)
-    return _reduced(normalizer, reduction) - label_smooth * _reduced(even, reduction) - (1 - label_smooth) * _reduced(chosen, reduction)
+    return (
+        _reduced(normalizer, reduction)
+        - label_smooth * _reduced(even, reduction)
+        - (1 - label_smooth) * _reduced(chosen, reduction)
+    )
 
 
-def binary_cross_entropy(pred: torch.Tensor, label: torch.Tensor, with_logits: bool = True, reduction: str = "mean") -> torch.Tensor:  # noqa: FBT001, FBT002
+def binary_cross_entropy(
+    pred: torch.Tensor, label: torch.Tensor, with_logits: bool = True, reduction: str = "mean"
+) -> torch.Tensor:
     """Binary cross entropy, from logits unless they are probabilities."""
     if with_logits:
         sigmoid = torch.nn.functional.logsigmoid
@@ -57,7 +68,9 @@ def binary_cross_entropy(pred: torch.Tensor, label: torch.Tensor, with_logits: b
     return _reduced(-(label * torch.log(pred) + (1 - label) * torch.log(1 - pred)), reduction)
 
 
-def hinge_loss(pred: torch.Tensor, label: torch.Tensor, norm: str = "L1", reduction: str = "mean") -> torch.Tensor:
+def hinge_loss(
+    pred: torch.Tensor, label: torch.Tensor, norm: str = "L1", reduction: str = "mean"
+) -> torch.Tensor:
     """The hinge loss against labels of −1 and 1."""
     if norm not in ("L1", "L2"):
         raise AssertionError(f"norm must be L1 or L2, got {norm!r}.")

@@ -1,5 +1,11 @@
 """`megengine.functional.nn`, as far as it holds losses."""
 
-from mezzo.compat.megengine.functional.loss import binary_cross_entropy, cross_entropy, hinge_loss, l1_loss, square_loss
+from mezzo.compat.megengine.functional.loss import (
+    binary_cross_entropy,
+    cross_entropy,
+    hinge_loss,
+    l1_loss,
+    square_loss,
+)
 
 __all__ = ["binary_cross_entropy", "cross_entropy", "hinge_loss", "l1_loss", "square_loss"]

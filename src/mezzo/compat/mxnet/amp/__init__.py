@@ -1,6 +1,10 @@
 """`mxnet.amp`: process-wide mixed precision, dynamic loss scaling, and conversion for inference."""
 
-from mezzo.compat.mxnet.amp._convert import convert_bucketing_module, convert_hybrid_block, convert_model
+from mezzo.compat.mxnet.amp._convert import (
+    convert_bucketing_module,
+    convert_hybrid_block,
+    convert_model,
+)
 from mezzo.compat.mxnet.amp._init import init, init_trainer, scale_loss, uninit, unscale
 from mezzo.compat.mxnet.amp._lists import (
     list_conditional_fp32_ops,

@@ -33,11 +33,17 @@ class _ConvertArgs:
 
     def wishes(self) -> ConvertRequest:
         """What is asked for, checked."""
-        dtype = read_dtype(self.target_dtype, "Only target_dtype float16 and bfloat16 are supported currently")
+        dtype = read_dtype(
+            self.target_dtype, "Only target_dtype float16 and bfloat16 are supported currently"
+        )
         check_lists(dtype, self.target_dtype_ops, self.fp32_ops, self.conditional_fp32_ops)
         lists = overrides(dtype, self.target_dtype_ops, self.fp32_ops, self.conditional_fp32_ops)
         policy = Policy("O1", dtype, preset=PRESET, **lists)
-        return ConvertRequest(policy, check_names(self.excluded_sym_names), self.cast_optional_params or self.cast_params_offline)
+        return ConvertRequest(
+            policy,
+            check_names(self.excluded_sym_names),
+            self.cast_optional_params or self.cast_params_offline,
+        )
 
 
 def _read(call: str, words: tuple[Any, ...], named: dict[str, Any]) -> ConvertRequest:
@@ -47,20 +53,30 @@ def _read(call: str, words: tuple[Any, ...], named: dict[str, Any]) -> ConvertRe
     twice = sorted(set(known[: len(words)]) & named.keys())
     if strange or twice or len(words) > len(known):
         problem = (
-            f"an unexpected keyword argument {strange[0]!r}" if strange else f"{twice[0]!r} twice" if twice else f"{len(words) - len(known)} arguments too many"
+            f"an unexpected keyword argument {strange[0]!r}"
+            if strange
+            else f"{twice[0]!r} twice"
+            if twice
+            else f"{len(words) - len(known)} arguments too many"
         )
         raise TypeError(f"{call}() got {problem}. After the network it takes: {', '.join(known)}.")
     return _ConvertArgs(*words, **named).wishes()
 
 
 def convert_model(
-    sym: nn.Module, arg_params: Params, aux_params: Params, *words: Any, data_example: Any = None, **named: Any
+    sym: nn.Module,
+    arg_params: Params,
+    aux_params: Params,
+    *words: Any,
+    data_example: Any = None,
+    **named: Any,
 ) -> tuple[Block, dict[str, torch.Tensor], dict[str, torch.Tensor]]:
     """A module with its parameters and buffers, converted: a callable, and both again in the dtypes in which they are stored.
 
-    `(sym, arg_params, aux_params, target_dtype="float16", target_dtype_ops=None, fp32_ops=None, conditional_fp32_ops=None, excluded_sym_names=None,
-    cast_optional_params=False)`; MXNet 2 has `input_dtypes` before `target_dtype`, and `cast_params_offline` at the end. With a `data_example` it is
-    converted at once, without one at the first call.
+    `(sym, arg_params, aux_params, target_dtype="float16", target_dtype_ops=None, fp32_ops=None,
+    conditional_fp32_ops=None, excluded_sym_names=None, cast_optional_params=False)`; MXNet 2 has
+    `input_dtypes` before `target_dtype`, and `cast_params_offline` at the end. With a
+    `data_example` it is converted at once, without one at the first call.
 
     >>> net = nn.Sequential(nn.Linear(4, 2))
     >>> converted, args, aux = convert_model(net, dict(net.named_parameters()), {}, cast_optional_params=True)
@@ -68,30 +84,52 @@ def convert_model(
     (torch.float16, torch.float32)
     """
     if not isinstance(sym, nn.Module):
-        raise AssertionError(f"First argument to convert_model should be Symbol: here a torch.nn.Module, got {type(sym).__name__}.")  # noqa: TRY004
+        raise AssertionError(
+            "First argument to convert_model should be Symbol: here a torch.nn.Module, got"
+            f" {type(sym).__name__}."
+        )
     for place, params in (("Second", arg_params), ("Third", aux_params)):
         if not isinstance(params, dict):
-            raise AssertionError(f"{place} argument to convert_model should be a dict of name to ndarray, got {type(params).__name__}.")  # noqa: TRY004
+            raise AssertionError(
+                f"{place} argument to convert_model should be a dict of name to ndarray, got"
+                f" {type(params).__name__}."
+            )
     if words and isinstance(words[0], Mapping):
         words = words[1:]
     named.pop("input_dtypes", None)
     block = Block(_with(sym, {**arg_params, **aux_params}), _read("convert_model", words, named))
     _prepare(block, data_example)
     stored = block.params
-    return block, {name: stored[name] for name in arg_params}, {name: stored[name] for name in aux_params}
+    return (
+        block,
+        {name: stored[name] for name in arg_params},
+        {name: stored[name] for name in aux_params},
+    )
 
 
-def convert_hybrid_block(block: nn.Module, *words: Any, data_example: Any = None, ctx: Any = None, device: Any = None, **named: Any) -> Block:
+def convert_hybrid_block(
+    block: nn.Module,
+    *words: Any,
+    data_example: Any = None,
+    ctx: Any = None,
+    device: Any = None,
+    **named: Any,
+) -> Block:
     """A module, converted: a callable with `forward`, `export` and `params`.
 
-    MXNet 1: `(block, target_dtype="float16", target_dtype_ops=None, fp32_ops=None, conditional_fp32_ops=None, excluded_sym_names=None, ctx,
-    cast_optional_params=False)`. MXNet 2: `(block, data_example, target_dtype, ..., device, cast_params_offline=False)`, converted at once.
+    MXNet 1: `(block, target_dtype="float16", target_dtype_ops=None, fp32_ops=None,
+    conditional_fp32_ops=None, excluded_sym_names=None, ctx, cast_optional_params=False)`. MXNet 2:
+    `(block, data_example, target_dtype, ..., device, cast_params_offline=False)`, converted at
+    once.
 
     >>> convert_hybrid_block(nn.Linear(4, 2), target_dtype="bfloat16").forward(torch.ones(1, 4)).dtype
     torch.float32
     """
     if not isinstance(block, nn.Module):
-        raise AssertionError(f"block input should be a HybridBlock: here a torch.nn.Module, got {type(block).__name__}.")  # noqa: TRY004
+        raise AssertionError(
+            "block input should be a HybridBlock: here a torch.nn.Module, got"
+            f" {type(block).__name__}."
+        )
     if words and _is_example(words[0]):
         data_example, *rest = words
         words = tuple(rest)
@@ -104,16 +142,23 @@ def convert_hybrid_block(block: nn.Module, *words: Any, data_example: Any = None
     return made
 
 
-def convert_bucketing_module(bucketing_mod: BucketingModule, *words: Any, **named: Any) -> BucketingModule:
+def convert_bucketing_module(
+    bucketing_mod: BucketingModule, *words: Any, **named: Any
+) -> BucketingModule:
     """A bucketing module whose networks are converted, each for the sizes that its bucket is called with.
 
-    `(bucketing_mod, target_dtype="float16", target_dtype_ops=None, fp32_ops=None, conditional_fp32_ops=None, excluded_sym_names=None,
-    cast_optional_params=False)`.
+    `(bucketing_mod, target_dtype="float16", target_dtype_ops=None, fp32_ops=None,
+    conditional_fp32_ops=None, excluded_sym_names=None, cast_optional_params=False)`.
     """
     if not isinstance(bucketing_mod, BucketingModule):
-        raise AssertionError(f"module should be instance of bucketing module, got {type(bucketing_mod).__name__}.")  # noqa: TRY004
+        raise AssertionError(
+            f"module should be instance of bucketing module, got {type(bucketing_mod).__name__}."
+        )
     if not bucketing_mod.buckets:
-        raise AssertionError("Bucketing Module should not be empty. Run it on a batch, or call switch_bucket(key), before it is converted.")
+        raise AssertionError(
+            "Bucketing Module should not be empty. Run it on a batch, or call switch_bucket(key),"
+            " before it is converted."
+        )
     wishes = _read("convert_bucketing_module", words, named)
     made: dict[nn.Module, Block] = {}
 
@@ -144,7 +189,10 @@ def _with(network: nn.Module, params: Params) -> nn.Module:
     """A network with these parameters and buffers; those that are not given stay its own."""
     unknown = params.keys() - network.state_dict().keys()
     if unknown:
-        raise AssertionError(f"The network has no parameters or buffers {sorted(unknown)}. It has: {', '.join(network.state_dict())}.")
+        raise AssertionError(
+            f"The network has no parameters or buffers {sorted(unknown)}. It has:"
+            f" {', '.join(network.state_dict())}."
+        )
     made = copy.deepcopy(network)
     made.load_state_dict(dict(params), strict=False)
     return made

@@ -48,11 +48,12 @@ def init(
     target_precision_ops: Collection[str] | None = None,
     conditional_fp32_ops: Sequence[Condition] | None = None,
     fp32_ops: Collection[str] | None = None,
-    layout_optimization: bool = False,  # noqa: FBT001, FBT002 - MXNet's call shape
+    layout_optimization: bool = False,
 ) -> Initialized:
     """Switch MXNet's mixed precision on for the rest of this thread; `uninit` switches it off. A second call changes nothing.
 
-    Each list that is given takes the place of MXNet's own. `layout_optimization` is a hint to MXNet's compiler: say `mezzo.channels_last(net)` here.
+    Each list that is given takes the place of MXNet's own. `layout_optimization` is a hint to
+    MXNet's compiler: say `mezzo.channels_last(net)` here.
 
     >>> with init():
     ...     torch.mm(torch.ones(1, 1), torch.ones(1, 1)).dtype, nn.functional.linear(torch.ones(1, 1), torch.ones(1, 1)).dtype
@@ -61,9 +62,14 @@ def init(
     global _now
     if _now is not None:
         return _now
-    dtype = read_dtype(target_dtype, "AMP currently supports only float16 or bfloat16 as a target_dtype")
+    dtype = read_dtype(
+        target_dtype, "AMP currently supports only float16 or bfloat16 as a target_dtype"
+    )
     if layout_optimization:
-        raise UnsupportedError("layout_optimization=True is an instruction to MXNet's compiler. Call mezzo.channels_last(net) on the network instead.")
+        raise UnsupportedError(
+            "layout_optimization=True is an instruction to MXNet's compiler. Call"
+            " mezzo.channels_last(net) on the network instead."
+        )
     words = overrides(dtype, target_precision_ops, fp32_ops, conditional_fp32_ops)
     region = autocast_all_devices(preset=PRESET, dtype=dtype, **words)
     _log.info("Using AMP")
@@ -92,7 +98,12 @@ def _warn_of_networks(frame: FrameType | None) -> None:
     while frame is not None:
         for name, value in frame.f_locals.items():
             if isinstance(value, nn.Module):
-                _log.warning("Block %s created in [%s:%d] before AMP init.", name, frame.f_code.co_filename, frame.f_lineno)
+                _log.warning(
+                    "Block %s created in [%s:%d] before AMP init.",
+                    name,
+                    frame.f_code.co_filename,
+                    frame.f_lineno,
+                )
                 return
         frame = frame.f_back
 
@@ -110,7 +121,7 @@ class _Output(torch.autograd.Function):
         data: torch.Tensor,  # noqa: ARG004 - autograd ties the input to the output
         output: torch.Tensor,
         gradient: Gradient,
-        times_incoming: bool,  # noqa: FBT001 - apply() takes arguments by position
+        times_incoming: bool,
     ) -> torch.Tensor:
         """The output as it is."""
         ctx.gradient, ctx.loss_scale, ctx.times_incoming = gradient, 1.0, times_incoming
@@ -119,14 +130,22 @@ class _Output(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *incoming: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
         """The layer's own gradient, times the scale: an incoming one that counts has it already."""
-        return ctx.gradient() * (incoming[0] if ctx.times_incoming else ctx.loss_scale), None, None, None
+        return (
+            ctx.gradient() * (incoming[0] if ctx.times_incoming else ctx.loss_scale),
+            None,
+            None,
+            None,
+        )
 
 
 _made = False
-"""Whether there ever was such an output: most never make one, and no graph need be searched for it."""
+"""Whether there ever was such an output: most never make one, and no graph need be searched for
+it."""
 
 
-def output_with_gradient(data: torch.Tensor, output: torch.Tensor, gradient: Gradient, *, times_incoming: bool = False) -> torch.Tensor:
+def output_with_gradient(
+    data: torch.Tensor, output: torch.Tensor, gradient: Gradient, *, times_incoming: bool = False
+) -> torch.Tensor:
     """An output whose input gets this gradient, whatever comes in unless that is to count."""
     global _made
     _made = True
@@ -168,7 +187,10 @@ def init_trainer(optimizer_or_trainer: Trained) -> None:
     """
     now = initialized()
     if now is None:
-        raise AssertionError("AMP not initialized, did you forget to call amp.init()? Call it before the network and the trainer are made.")
+        raise AssertionError(
+            "AMP not initialized, did you forget to call amp.init()? Call it before the network and"
+            " the trainer are made."
+        )
     optimizer = _optimizer_of(optimizer_or_trainer)
     before = scaled_optimizer_of(optimizer)
     if before is not None:
@@ -197,8 +219,13 @@ def scale_loss(loss: Losses, optimizer_or_trainer: Trained | Sequence[Trained]) 
     if isinstance(optimizer_or_trainer, list | tuple):
         losses = list(loss) if isinstance(loss, list | tuple) else [loss]
         if len(losses) != len(optimizer_or_trainer):
-            raise ValueError(f"{len(losses)} losses and {len(optimizer_or_trainer)} trainers: each trainer has its own scale and needs its own loss.")
-        yield [_scaled(one, trainer) for one, trainer in zip(losses, optimizer_or_trainer, strict=True)]
+            raise ValueError(
+                f"{len(losses)} losses and {len(optimizer_or_trainer)} trainers: each trainer has"
+                " its own scale and needs its own loss."
+            )
+        yield [
+            _scaled(one, trainer) for one, trainer in zip(losses, optimizer_or_trainer, strict=True)
+        ]
     elif isinstance(loss, list | tuple):
         yield [_scaled(one, optimizer_or_trainer) for one in loss]
     else:
@@ -215,7 +242,10 @@ def unscale(optimizer_or_trainer: Trained) -> None:
 def _scaled(loss: Any, trainer: Any) -> Any:
     attached = scaled_optimizer_of(_optimizer_of(trainer))
     if attached is None:
-        raise AssertionError("Loss scaler is not initialized, did you forget to call amp.init_trainer()? Call it once the trainer is made.")
+        raise AssertionError(
+            "Loss scaler is not initialized, did you forget to call amp.init_trainer()? Call it"
+            " once the trainer is made."
+        )
     scaled = attached.scale(loss)
     tell_scale(loss, attached.scaler)
     return scaled
@@ -227,7 +257,8 @@ def _optimizer_of(trained: Any) -> torch.optim.Optimizer:
     if isinstance(trained, torch.optim.Optimizer):
         return trained
     raise TypeError(
-        f"optimizer_or_trainer should be a Gluon Trainer or an optimizer, instead is {type(trained)}. Pass gluon.Trainer(...), or one of torch.optim."
+        "optimizer_or_trainer should be a Gluon Trainer or an optimizer, instead is"
+        f" {type(trained)}. Pass gluon.Trainer(...), or one of torch.optim."
     )
 
 

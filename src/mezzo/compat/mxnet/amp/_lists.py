@@ -18,14 +18,25 @@ Condition = tuple[str, str, list[str]]
 """An op, one of its parameters, and the values for which it runs in float32."""
 
 _CONDITIONAL = {
-    torch.float16: [("Activation", "act_type", ["softrelu"]), ("LeakyReLU", "act_type", ["elu", "selu"])],
+    torch.float16: [
+        ("Activation", "act_type", ["softrelu"]),
+        ("LeakyReLU", "act_type", ["elu", "selu"]),
+    ],
     torch.bfloat16: [("LeakyReLU", "act_type", ["selu"])],
 }
 _LOSS_OUTPUTS = {
-    torch.float16: ["SoftmaxOutput", "LinearRegressionOutput", "LogisticRegressionOutput", "MAERegressionOutput"],
+    torch.float16: [
+        "SoftmaxOutput",
+        "LinearRegressionOutput",
+        "LogisticRegressionOutput",
+        "MAERegressionOutput",
+    ],
     torch.bfloat16: ["SoftmaxOutput"],
 }
-_FLOAT32_PARAMETERS = {name: ["", "gamma", "beta", "moving_mean", "moving_var"] for name in ("BatchNormWithReLU", "BatchNorm")}
+_FLOAT32_PARAMETERS = {
+    name: ["", "gamma", "beta", "moving_mean", "moving_var"]
+    for name in ("BatchNormWithReLU", "BatchNorm")
+}
 
 
 def read_dtype(target_dtype: Any, complaint: str = "not supported type") -> torch.dtype:
@@ -36,7 +47,10 @@ def read_dtype(target_dtype: Any, complaint: str = "not supported type") -> torc
     """
     for dtype in HALF_DTYPES:
         name = dtype_name(dtype)
-        if target_dtype in (dtype, name) or name in (getattr(target_dtype, "__name__", None), getattr(target_dtype, "name", None)):
+        if target_dtype in (dtype, name) or name in (
+            getattr(target_dtype, "__name__", None),
+            getattr(target_dtype, "name", None),
+        ):
             return dtype
     raise AssertionError(f"{complaint}, got {target_dtype!r}. Choose float16 or bfloat16.")
 
@@ -67,7 +81,10 @@ def list_widest_type_cast(target_dtype: Any = "float16") -> list[str]:
 
 def list_conditional_fp32_ops(target_dtype: Any = "float16") -> list[Condition]:
     """Ops that run in float32 for some values of a parameter."""
-    return [(op, parameter, list(values)) for op, parameter, values in _CONDITIONAL[read_dtype(target_dtype)]]
+    return [
+        (op, parameter, list(values))
+        for op, parameter, values in _CONDITIONAL[read_dtype(target_dtype)]
+    ]
 
 
 def list_loss_output_functions(target_dtype: Any = "float16") -> list[str]:
@@ -84,10 +101,18 @@ def list_lp16_use_fp32_params(target_dtype: Any = "float16") -> dict[str, list[s
 
 def check_lists(dtype: torch.dtype, target_ops: Any, fp32_ops: Any, conditional: Any) -> None:
     """Refuse lists that are none, that overlap, or that name an op which MXNet does not list. A list that is not given is MXNet's own."""
-    for name, given in (("target_dtype_ops", target_ops), ("fp32_ops", fp32_ops), ("conditional_fp32_ops", conditional)):
+    for name, given in (
+        ("target_dtype_ops", target_ops),
+        ("fp32_ops", fp32_ops),
+        ("conditional_fp32_ops", conditional),
+    ):
         if given is not None and not isinstance(given, list):
             raise AssertionError(f"{name} should be a list of strs, got {type(given).__name__}.")
-    conditions = list_conditional_fp32_ops(dtype) if conditional is None else [_condition(one) for one in conditional]
+    conditions = (
+        list_conditional_fp32_ops(dtype)
+        if conditional is None
+        else [_condition(one) for one in conditional]
+    )
     lists = {
         "target_dtype_ops": set(list_lp16_ops(dtype) if target_ops is None else target_ops),
         "fp32_ops": set(list_fp32_ops(dtype) if fp32_ops is None else fp32_ops),
@@ -96,13 +121,21 @@ def check_lists(dtype: torch.dtype, target_ops: Any, fp32_ops: Any, conditional:
     for (one, ones), (other, others) in combinations(lists.items(), 2):
         if ones & others:
             raise AssertionError(
-                f"Ops cannot be in two or more lists. Common ops in {one} and {other}: {sorted(ones & others)}. A list that is not given is MXNet's own: give both."
+                f"Ops cannot be in two or more lists. Common ops in {one} and {other}:"
+                f" {sorted(ones & others)}. A list that is not given is MXNet's own: give both."
             )
-    known = {*list_lp16_ops(dtype), *list_fp32_ops(dtype), *list_lp16_fp32_ops(dtype), *(op for op, _, _ in list_conditional_fp32_ops(dtype))}
+    known = {
+        *list_lp16_ops(dtype),
+        *list_fp32_ops(dtype),
+        *list_lp16_fp32_ops(dtype),
+        *(op for op, _, _ in list_conditional_fp32_ops(dtype)),
+    }
     if illegal := set().union(*lists.values()) - known:
         raise AssertionError(
-            "Can only choose ops from one of the four lists for lp16_ops and fp32_ops: 1. amp.list_lp16_ops(target_dtype) 2. amp.list_fp32_ops(target_dtype) "
-            f"3. amp.list_lp16_fp32_ops(target_dtype) 4. amp.list_conditional_fp32_ops(target_dtype). Op {sorted(illegal)} not in any of them."
+            "Can only choose ops from one of the four lists for lp16_ops and fp32_ops: 1."
+            " amp.list_lp16_ops(target_dtype) 2. amp.list_fp32_ops(target_dtype) 3."
+            " amp.list_lp16_fp32_ops(target_dtype) 4. amp.list_conditional_fp32_ops(target_dtype)."
+            f" Op {sorted(illegal)} not in any of them."
         )
 
 
@@ -111,8 +144,9 @@ def check_names(excluded: Any) -> list[str]:
     if excluded is None:
         return []
     if isinstance(excluded, str) or not isinstance(excluded, Sequence):
-        raise ValueError(  # noqa: TRY004 - MXNet's type
-            f"excluded_sym_names must be a list of strings representing the names of the symbols that should not be casted, while received type {type(excluded)}."
+        raise ValueError(
+            "excluded_sym_names must be a list of strings representing the names of the symbols"
+            f" that should not be casted, while received type {type(excluded)}."
         )
     return list(excluded)
 
@@ -121,7 +155,9 @@ def _condition(entry: Any) -> Condition:
     match entry:
         case (str() as op, str() as parameter, list() as values):
             return op, parameter, values
-    raise AssertionError(f"conditional_fp32_ops should be a list of (str, str, list of str), got {entry!r}.")
+    raise AssertionError(
+        f"conditional_fp32_ops should be a list of (str, str, list of str), got {entry!r}."
+    )
 
 
 _FORWARDS: Mapping[str, tuple[str, ...]] = {
@@ -142,7 +178,14 @@ _ACTIVATIONS: Mapping[str, Mapping[str, str]] = {
         "mish": "mish",
         "log_sigmoid": "log_sigmoid",
     },
-    "LeakyReLU": {"leaky": "leaky_relu", "elu": "elu", "selu": "selu", "gelu": "gelu", "prelu": "prelu", "rrelu": "rrelu"},
+    "LeakyReLU": {
+        "leaky": "leaky_relu",
+        "elu": "elu",
+        "selu": "selu",
+        "gelu": "gelu",
+        "prelu": "prelu",
+        "rrelu": "rrelu",
+    },
 }
 """What is one op with a kind there, and several ops here."""
 
@@ -157,14 +200,24 @@ def ops(names: Iterable[str]) -> set[str]:
     """
     found: set[str] = set()
     for name in names:
-        if name not in _FORWARDS and name not in preset.NAMES.known and name not in preset.NAMES.unknown:
-            raise AttributeError(f"MXNet has no op {name!r} in its lists.{nearest(name, preset.NAMES.known)} amp.list_lp16_ops() and its neighbours give all.")
+        if (
+            name not in _FORWARDS
+            and name not in preset.NAMES.known
+            and name not in preset.NAMES.unknown
+        ):
+            raise AttributeError(
+                f"MXNet has no op {name!r} in its lists.{nearest(name, preset.NAMES.known)}"
+                " amp.list_lp16_ops() and its neighbours give all."
+            )
         found.update(_FORWARDS.get(name) or preset.NAMES.known.get(name, ()))
     return found
 
 
 def overrides(
-    dtype: torch.dtype, target_ops: Collection[str] | None, fp32_ops: Collection[str] | None, conditional: Sequence[Condition] | None
+    dtype: torch.dtype,
+    target_ops: Collection[str] | None,
+    fp32_ops: Collection[str] | None,
+    conditional: Sequence[Condition] | None,
 ) -> dict[str, Any]:
     """Fields of a policy: each list that is given takes the place of MXNet's own, whose other ops are then left as they are."""
     entries = preset.lists(Level.O1, dtype).entries
@@ -191,7 +244,10 @@ def _conditions(entries: Sequence[Condition]) -> tuple[set[str], list[tuple[str,
         if op in _ACTIVATIONS:
             kinds.update(_ACTIVATIONS[op][value] for value in values if value in _ACTIVATIONS[op])
         else:
-            conditions.extend((ours, _ARGUMENTS.get(argument, argument), [_value(value) for value in values]) for ours in sorted(ops([op])))
+            conditions.extend(
+                (ours, _ARGUMENTS.get(argument, argument), [_value(value) for value in values])
+                for ours in sorted(ops([op]))
+            )
     return kinds, conditions
 
 

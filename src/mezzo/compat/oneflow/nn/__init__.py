@@ -20,9 +20,17 @@ class CrossEntropyLoss(nn.CrossEntropyLoss):
     torch.Size([])
     """
 
-    def forward(self, input: torch.Tensor, target: torch.Tensor) -> torch.Tensor:  # noqa: A002 - torch's word
+    # Torch's word.
+    def forward(self, input: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
         """The loss."""
-        return cross_entropy(input, target, weight=self.weight, ignore_index=self.ignore_index, reduction=self.reduction, label_smoothing=self.label_smoothing)
+        return cross_entropy(
+            input,
+            target,
+            weight=self.weight,
+            ignore_index=self.ignore_index,
+            reduction=self.reduction,
+            label_smoothing=self.label_smoothing,
+        )
 
 
 __all__ = ["CrossEntropyLoss", "Graph", "functional"]

@@ -8,7 +8,10 @@ import torch
 from torch.nn import functional as _functional
 
 
-def cross_entropy(input: torch.Tensor, target: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:  # noqa: A002 - torch's word
+# Torch's word.
+def cross_entropy(
+    input: torch.Tensor, target: torch.Tensor, *args: Any, **kwargs: Any
+) -> torch.Tensor:
     """torch's cross entropy, and classes in a column: a target of shape (N, 1, ...) of integers is (N, ...).
 
     >>> cross_entropy(torch.zeros(2, 4), torch.ones(2, 1, dtype=torch.int64)).item() == cross_entropy(torch.zeros(2, 4), torch.tensor([1, 1])).item()

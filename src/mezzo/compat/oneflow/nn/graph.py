@@ -25,15 +25,17 @@ from mezzo.step.eval_step import EvalStep
 from mezzo.step.train_step import train_step
 
 _NEEDLESS = (
-    "allow_fuse_add_to_output allow_fuse_cast_scale allow_fuse_model_update_ops enable_cudnn_conv_heuristic_search_algo enable_cudnn_fused_normalization_add_relu"
+    "allow_fuse_add_to_output allow_fuse_cast_scale allow_fuse_model_update_ops"
+    " enable_cudnn_conv_heuristic_search_algo enable_cudnn_fused_normalization_add_relu"
     " enable_fuse_model_update_ops set_outputs_buffer_size"
 ).split()
 """Hints to OneFlow's compiler: a step is fused and captured here without them."""
 
 
 _ENDS = frozenset({"cross_entropy", "nll_loss", "log_softmax", "mean", "sum"})
-"""What stands at the end of a graph. OneFlow's pass lets an op that follows be 16-bit only where another listed op comes after it: losses are float32, and so is
-the gradient that a scale of 2^16 begins with."""
+"""What stands at the end of a graph. OneFlow's pass lets an op that follows be 16-bit only where
+another listed op comes after it: losses are float32, and so is the gradient that a scale of 2^16
+begins with."""
 
 
 class GraphConfig:
@@ -53,14 +55,18 @@ class GraphConfig:
         """Nothing is set from now on: the graph was made ready with what there is."""
         self._settled = True
 
-    def enable_amp(self, mode: bool = True, *, dtype: torch.dtype = torch.float16) -> None:  # noqa: FBT001, FBT002 - OneFlow's call shape
+    # OneFlow's call shape.
+    def enable_amp(self, mode: bool = True, *, dtype: torch.dtype = torch.float16) -> None:
         """Run the graph in mixed precision, or not. Said before the first call of the graph."""
         if type(mode) is not bool:
             raise AssertionError(f"enable_amp(mode) takes True or False, got {mode!r}.")
         if dtype not in HALF_DTYPES:
             raise AssertionError(f"enable_amp(dtype=...) takes float16 or bfloat16, got {dtype!r}.")
         if self._settled:
-            raise RuntimeError("config.enable_amp() came after the graph's first call, which made it ready. Call it in __init__.")
+            raise RuntimeError(
+                "config.enable_amp() came after the graph's first call, which made it ready. Call"
+                " it in __init__."
+            )
         self._amp = dtype if mode else None
 
     @property
@@ -70,12 +76,19 @@ class GraphConfig:
 
     def policy(self) -> Policy:
         """The settings as a policy."""
-        return Policy("O0") if self._amp is None else Policy("O1", self._amp, preset="oneflow", full=_ENDS)
+        return (
+            Policy("O0")
+            if self._amp is None
+            else Policy("O1", self._amp, preset="oneflow", full=_ENDS)
+        )
 
     def __getattr__(self, name: str) -> Any:
         if name in _NEEDLESS:
             return lambda *_, **__: None
-        raise AttributeError(f"GraphConfig has no {name!r} here. There are: enable_amp, and without effect {', '.join(_NEEDLESS)}.")
+        raise AttributeError(
+            f"GraphConfig has no {name!r} here. There are: enable_amp, and without effect"
+            f" {', '.join(_NEEDLESS)}."
+        )
 
 
 Build = Callable[..., Any]
@@ -108,7 +121,10 @@ class Training:
     def made(self, whole: Whole) -> Program:
         """The graph as a training step. Nothing stays on the modules and optimizers: they may be in other graphs, and be called by themselves."""
         if next(whole.parameters(), None) is None:
-            raise PolicyError("The graph has an optimizer and no module with parameters. Set the modules as attributes of the graph in __init__.")
+            raise PolicyError(
+                "The graph has an optimizer and no module with parameters. Set the modules as"
+                " attributes of the graph in __init__."
+            )
         make = train_step(
             models=whole,
             optimizers=self.optimizers,
@@ -178,8 +194,9 @@ _numbers: dict[str, Any] = {}
 class Graph:
     """The base class of graphs: modules are attributes, `build` computes, and calling the graph runs it.
 
-    With an optimizer the call trains: `build` calls `loss.backward()`, and scaling, update and new scale follow by themselves. Without one it evaluates.
-    What `build` gives comes back in float32, as a graph's outputs do in OneFlow.
+    With an optimizer the call trains: `build` calls `loss.backward()`, and scaling, update and new
+    scale follow by themselves. Without one it evaluates. What `build` gives comes back in float32,
+    as a graph's outputs do in OneFlow.
 
     >>> class Training(Graph):
     ...     def __init__(self, model, optimizer):
@@ -210,26 +227,47 @@ class Graph:
     def __setattr__(self, name: str, value: Any) -> None:
         if isinstance(value, nn.Module):
             if "_blocks" not in self.__dict__:
-                raise AttributeError(f"Cannot add the module {name!r} before super().__init__() was called. Call it first in __init__.")
+                raise AttributeError(
+                    f"Cannot add the module {name!r} before super().__init__() was called. Call it"
+                    " first in __init__."
+                )
             self._blocks[name] = value
         super().__setattr__(name, value)
 
-    # -- describing ------------------------------------------------------------------------------------------------------------------------------
+    # -- describing --------------------------------------------------------------------------------
 
     def build(self, *args: Any, **kwargs: Any) -> Any:
         """What the graph computes; a subclass says it."""
-        raise NotImplementedError("nn.Graph.build() method must be overridden when subclassing the nn.Graph.")
+        raise NotImplementedError(
+            "nn.Graph.build() method must be overridden when subclassing the nn.Graph."
+        )
 
-    def add_optimizer(self, optim: torch.optim.Optimizer, *, lr_sch: LRScheduler | None = None, is_sparse: bool = False) -> None:  # noqa: ARG002 - a hint
+    # A hint.
+    def add_optimizer(
+        self,
+        optim: torch.optim.Optimizer,
+        *,
+        lr_sch: LRScheduler | None = None,
+        is_sparse: bool = False,
+    ) -> None:
         """Train with an optimizer, and a scheduler that advances with every good step."""
         self._refuse_late("add_optimizer")
         if not isinstance(optim, torch.optim.Optimizer):
-            raise AssertionError(f"optimizer must be an instance of Optimizer, got {type(optim).__name__}. Pass one of torch.optim.")  # noqa: TRY004 - OneFlow's type
+            # OneFlow's type.
+            raise AssertionError(
+                f"optimizer must be an instance of Optimizer, got {type(optim).__name__}. Pass one"
+                " of torch.optim."
+            )
         if lr_sch is not None:
             if not isinstance(lr_sch, LRScheduler):
-                raise AssertionError(f"lr_sch must be an LRScheduler, got {type(lr_sch).__name__}. Pass one of torch.optim.lr_scheduler.")
+                raise AssertionError(
+                    f"lr_sch must be an LRScheduler, got {type(lr_sch).__name__}. Pass one of"
+                    " torch.optim.lr_scheduler."
+                )
             if lr_sch.optimizer is not optim:
-                raise AssertionError("lr_scheduler's optimizer must be the same optimizer in add_optimizer.")
+                raise AssertionError(
+                    "lr_scheduler's optimizer must be the same optimizer in add_optimizer."
+                )
             self._schedulers.append(lr_sch)
         self._optimizers.append(optim)
 
@@ -237,10 +275,13 @@ class Graph:
         """Scale gradients. Without this nothing is scaled, in float16 too."""
         self._refuse_late("set_grad_scaler")
         if not isinstance(grad_scaler, GradScaler | StaticGradScaler):
-            raise AssertionError(f"grad_scaler must be an amp.GradScaler or an amp.StaticGradScaler, got {type(grad_scaler).__name__}.")  # noqa: TRY004
+            raise AssertionError(
+                "grad_scaler must be an amp.GradScaler or an amp.StaticGradScaler, got"
+                f" {type(grad_scaler).__name__}."
+            )
         self._scaler = grad_scaler.scaler()
 
-    # -- running ---------------------------------------------------------------------------------------------------------------------------------
+    # -- running -----------------------------------------------------------------------------------
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the graph; the first call makes it ready."""
@@ -253,9 +294,11 @@ class Graph:
         policy = self.config.policy()
         if not self._optimizers:
             return Evaluation(self.build, policy)
-        return Training(self.build, policy, tuple(self._optimizers), tuple(self._schedulers), self._scaler)
+        return Training(
+            self.build, policy, tuple(self._optimizers), tuple(self._schedulers), self._scaler
+        )
 
-    # -- asking ----------------------------------------------------------------------------------------------------------------------------------
+    # -- asking ------------------------------------------------------------------------------------
 
     @property
     def name(self) -> str:
@@ -277,17 +320,21 @@ class Graph:
         """The step of mezzo that runs the graph: its `scale`, whether the last update was `skipped`, whether it is `captured`. None before the first call."""
         return None if self._program is None else self._program.run
 
-    # -- saving ----------------------------------------------------------------------------------------------------------------------------------
+    # -- saving ------------------------------------------------------------------------------------
 
     def state_dict(self) -> OrderedDict[str, Any]:
         """The states of modules by their names in the graph, and of optimizers, schedulers and the scale."""
         return OrderedDict((name, one.state_dict()) for name, one in self._stateful().items())
 
-    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> None:  # noqa: FBT001, FBT002 - OneFlow's call shape
+    # OneFlow's call shape.
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> None:
         """Take over states; names that do not agree are an error unless `strict` is false."""
         parts = self._stateful()
         if strict and state_dict.keys() != parts.keys():
-            raise RuntimeError(f"The state has the parts {sorted(state_dict)}, the graph has {sorted(parts)}. Load with strict=False what both have.")
+            raise RuntimeError(
+                f"The state has the parts {sorted(state_dict)}, the graph has {sorted(parts)}. Load"
+                " with strict=False what both have."
+            )
         for name, one in parts.items():
             if name in state_dict:
                 one.load_state_dict(state_dict[name])
@@ -300,4 +347,7 @@ class Graph:
 
     def _refuse_late(self, call: str) -> None:
         if self._program is not None:
-            raise RuntimeError(f"{call}() came after the graph's first call, which made it ready. Call it in __init__.")
+            raise RuntimeError(
+                f"{call}() came after the graph's first call, which made it ready. Call it in"
+                " __init__."
+            )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from functools import lru_cache
 from typing import Any, NamedTuple, ParamSpec, Self, TypeVar
 
@@ -30,7 +30,11 @@ Names = Iterable[str] | None
 def level_of(level: Any) -> str:
     """A level of `auto_cast`, in either case."""
     if not isinstance(level, str):
-        raise AttributeError(f"level={level!r} is {type(level).__name__}, not a string. level should be O0, OD, O1 or O2.")  # noqa: TRY004 - Paddle's
+        # Paddle's.
+        raise AttributeError(
+            f"level={level!r} is {type(level).__name__}, not a string. level should be O0, OD, O1"
+            " or O2."
+        )
     if level.upper() not in LEVELS:
         raise ValueError(f"level should be O0, OD, O1 or O2. It is {level!r}{_zero(level)}.")
     return level.upper()
@@ -41,22 +45,31 @@ def half_of(dtype: Any, *, needed: bool) -> str | None:
     if isinstance(dtype, torch.dtype):
         dtype = dtype_name(dtype)
     if not isinstance(dtype, str):
-        raise AttributeError(f"dtype={dtype!r} is {type(dtype).__name__}. It should be the string 'float16' or 'bfloat16', or one of torch's dtypes.")  # noqa: TRY004
+        raise AttributeError(
+            f"dtype={dtype!r} is {type(dtype).__name__}. It should be the string 'float16' or"
+            " 'bfloat16', or one of torch's dtypes."
+        )
     if dtype.lower() in DTYPES:
         return dtype.lower()
     if needed:
-        raise ValueError(f"If enable amp, dtype should be 'float16' or 'bfloat16'. It is {dtype!r}.")
+        raise ValueError(
+            f"If enable amp, dtype should be 'float16' or 'bfloat16'. It is {dtype!r}."
+        )
     return None
 
 
 def custom_lists(white: Names, black: Names) -> tuple[frozenset[str], frozenset[str]]:
     """The ops that custom lists in Paddle's names turn half and full. A name may stand for several ops here; what both lists reach is float32, as there.
 
-    A linear layer is a matmul and an addition in Paddle's guide, and one op in its builds for CUDA: who keeps matmul in float32 keeps layers there, too.
+    A linear layer is a matmul and an addition in Paddle's guide, and one op in its builds for CUDA:
+    who keeps matmul in float32 keeps layers there, too.
     """
     whites, blacks = _names("custom_white_list", white), _names("custom_black_list", black)
     if both := whites & blacks:
-        raise ValueError(f"Custom white list overlap custom black list: {', '.join(sorted(both))}. An op can be in one of them.")
+        raise ValueError(
+            f"Custom white list overlap custom black list: {', '.join(sorted(both))}. An op can be"
+            " in one of them."
+        )
     if blacks & _PRODUCTS and _LAYER not in whites:
         blacks |= {_LAYER}
     half, full = _translated(whites), _translated(blacks)
@@ -73,7 +86,8 @@ def _names(what: str, names: Names) -> frozenset[str]:
 def _translated(names: frozenset[str]) -> frozenset[str]:
     known = paddle.NAMES.known
     for name in names - known.keys() - _said:
-        # In the log and once: Paddle accepts any word, does nothing with those that it does not know, and says so nowhere.
+        # In the log and once: Paddle accepts any word, does nothing with those that it does not
+        # know, and says so nowhere.
         _said.add(name)
         _LOG.warning("%r in a custom list has no effect: %s.", name, _why_not(name))
     return frozenset(ours for name in names for ours in known.get(name, ()))
@@ -87,7 +101,12 @@ _said: set[str] = set()
 def _why_not(name: str) -> str:
     reason = paddle.NAMES.unknown.get(str(name))
     return (
-        f"Paddle's {name} {reason}" if reason else f"no op of Paddle that torch has too goes by that name.{nearest(str(name), paddle.NAMES.known)}".rstrip("?.")
+        f"Paddle's {name} {reason}"
+        if reason
+        else (
+            "no op of Paddle that torch has too goes by that"
+            f" name.{nearest(str(name), paddle.NAMES.known)}".rstrip("?.")
+        )
     )
 
 
@@ -102,11 +121,14 @@ R = TypeVar("R")
 class auto_cast:  # noqa: N801 - Paddle's spelling
     """Run what is inside with Paddle's op lists: as context manager and as decorator.
 
-    `O1` and `O2` run ops of the white list in 16 bits and of the black list in float32, and every other one in float32 as soon as one input is; the black list
-    of `O2` is short, and `use_promote=False` turns its other ops 16-bit. `OD` runs the white list in 16 bits and all else in float32, `O0` everything.
+    `O1` and `O2` run ops of the white list in 16 bits and of the black list in float32, and every
+    other one in float32 as soon as one input is; the black list of `O2` is short, and
+    `use_promote=False` turns its other ops 16-bit. `OD` runs the white list in 16 bits and all else
+    in float32, `O0` everything.
 
-    It differs from Paddle's where that surprises: words are checked here and not at `with`; a CPU computes in 16 bits too; names that reach no op are told in the log;
-    lists belong to this thread; a float16 tensor is not recast under bfloat16; a weight is cast once, not at every use.
+    It differs from Paddle's where that surprises: words are checked here and not at `with`; a CPU
+    computes in 16 bits too; names that reach no op are told in the log; lists belong to this
+    thread; a float16 tensor is not recast under bfloat16; a weight is cast once, not at every use.
 
     >>> import torch
     >>> with auto_cast(custom_white_list={"elementwise_add"}, level="O1", dtype="bfloat16"):
@@ -116,12 +138,12 @@ class auto_cast:  # noqa: N801 - Paddle's spelling
 
     def __init__(
         self,
-        enable: bool = True,  # noqa: FBT001, FBT002 - Paddle's call shape
+        enable: bool = True,
         custom_white_list: Names = None,
         custom_black_list: Names = None,
         level: str = "O1",
         dtype: str | torch.dtype = "float16",
-        use_promote: bool = True,  # noqa: FBT001, FBT002
+        use_promote: bool = True,
     ) -> None:
         words = (enable, custom_white_list, custom_black_list, level, dtype, use_promote)
         if is_dynamo_compiling():
@@ -148,28 +170,46 @@ class _Settled(NamedTuple):
     level: str
     dtype: str
     default_rule: str | None
-    half: frozenset[str]
-    full: frozenset[str]
+    half: Collection[str]
+    full: Collection[str]
 
 
-def _settled(enable: bool, white: Names, black: Names, level: str, dtype: str | torch.dtype, use_promote: bool) -> _Settled:  # noqa: FBT001
+def _settled(
+    enable: bool,
+    white: Names,
+    black: Names,
+    level: str,
+    dtype: str | torch.dtype,
+    use_promote: bool,
+) -> _Settled:
     level = level_of(level)
     half = half_of(dtype, needed=enable) or "float16"
     if level == "O0":
         return _Settled(False, "O0", half, None, frozenset(), frozenset())
-    # Without promotion every op that is not black is 16-bit. Elsewhere Paddle takes the word and does nothing with it.
+    # Without promotion every op that is not black is 16-bit. Elsewhere Paddle takes the word and
+    # does nothing with it.
     default_rule = "half" if level == "O2" and not use_promote else None
     return _Settled(bool(enable), level, half, default_rule, *custom_lists(white, black))
 
 
 @lru_cache(maxsize=64)
-def _region(*settled: Any, generation: int) -> autocast_all_devices:  # noqa: ARG001 - an op that is registered meanwhile makes other regions of the same words
+# An op that is registered meanwhile makes other regions of the same words.
+def _region(*settled: Any, generation: int) -> autocast_all_devices:
     """A region; the same words give the same one, for a program says them at every step."""
     return autocast_all_devices(**_words_of(_Settled(*settled)))
 
 
 def _words_of(settled: _Settled) -> dict[str, Any]:
-    lists = {"preset": "paddle", "default_rule": settled.default_rule, "half": settled.half, "full": settled.full} if settled.level != "O0" else {}
+    lists = (
+        {
+            "preset": "paddle",
+            "default_rule": settled.default_rule,
+            "half": settled.half,
+            "full": settled.full,
+        }
+        if settled.level != "O0"
+        else {}
+    )
     return {"policy": settled.level, "enabled": settled.enabled, "dtype": settled.dtype, **lists}
 
 
@@ -177,12 +217,30 @@ def _words_of(settled: _Settled) -> dict[str, Any]:
 def _settled_code(*words: Any) -> str:
     """`_settled` as a constant of compiled code."""
     enabled, level, dtype, default_rule, half, full = _settled(*words)
-    return "/".join((str(int(enabled)), level, dtype, default_rule or "", " ".join(sorted(half)), " ".join(sorted(full))))
+    return "/".join(
+        (
+            str(int(enabled)),
+            level,
+            dtype,
+            default_rule or "",
+            " ".join(sorted(half)),
+            " ".join(sorted(full)),
+        )
+    )
 
 
 def _decoded(code: str) -> dict[str, Any]:
     enabled, level, dtype, default_rule, half, full = code.split("/")
-    return _words_of(_Settled(enabled == "1", level, dtype, default_rule or None, tuple(half.split()), tuple(full.split())))  # type: ignore[arg-type]
+    return _words_of(
+        _Settled(
+            enabled == "1",
+            level,
+            dtype,
+            default_rule or None,
+            tuple(half.split()),
+            tuple(full.split()),
+        )
+    )
 
 
 amp_guard = auto_cast
@@ -190,10 +248,10 @@ amp_guard = auto_cast
 
 
 def autocast(
-    device_type: str,  # noqa: ARG001 - Paddle ignores it too: the region is on every device
+    device_type: str,
     dtype: str | torch.dtype = "float16",
-    enabled: bool = True,  # noqa: FBT001, FBT002 - Paddle's call shape
-    cache_enabled: bool = True,  # noqa: FBT001, FBT002, ARG001
+    enabled: bool = True,
+    cache_enabled: bool = True,
 ) -> Any:
     """`auto_cast` in torch's words, as later versions of Paddle have it.
 
@@ -218,13 +276,18 @@ def is_autocast_enabled() -> bool:
 def get_autocast_dtype() -> str:
     """The 16-bit dtype of the `auto_cast` that this is inside of; `float16` outside of any, as in Paddle."""
     region = innermost_region()
-    return "float16" if region is None or not region.enabled else str(region.computes_in).removeprefix("torch.")
+    return (
+        "float16"
+        if region is None or not region.enabled
+        else str(region.computes_in).removeprefix("torch.")
+    )
 
 
 def is_float16_supported(device: Any = None) -> bool:
     """Whether `auto_cast` computes in float16 on a device (`"cpu"`, `"gpu:0"`; None is the one that is set).
 
-    Paddle says yes to GPUs from compute capability 5.3 and no to every CPU; here a CPU computes float16 too, if slowly: `mezzo.hardware()` tells how fast.
+    Paddle says yes to GPUs from compute capability 5.3 and no to every CPU; here a CPU computes
+    float16 too, if slowly: `mezzo.hardware()` tells how fast.
 
     >>> is_float16_supported("cpu")
     True

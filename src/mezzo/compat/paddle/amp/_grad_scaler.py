@@ -12,11 +12,20 @@ import torch
 import mezzo
 from mezzo.compat.paddle.nn import clip_of
 from mezzo.scaling.diagnostics import half_dtypes
-from mezzo.scaling.scale_state import LARGEST, SMALLEST, OptimizerStage, ScaleRule, ScaleState, float32, scaler_to_dict
+from mezzo.scaling.scale_state import (
+    LARGEST,
+    SMALLEST,
+    OptimizerStage,
+    ScaleRule,
+    ScaleState,
+    float32,
+    scaler_to_dict,
+)
 from mezzo.scaling.step_result import StepResult
 
 _PATIENCE = 1000
-"""Skipped steps in a row before it is said that something else is wrong. Paddle never says so: a program that it let run for long runs here too."""
+"""Skipped steps in a row before it is said that something else is wrong. Paddle never says so: a
+program that it let run for long runs here too."""
 
 
 @dataclass(frozen=True)
@@ -36,7 +45,8 @@ class ScalerParameters:
     use_dynamic_loss_scaling: bool
     """Whether the scale changes at all."""
     min_scale: float = SMALLEST
-    """Paddle's eager scaler has no floor: this is the smallest scale that can be divided by. A static program's is 1."""
+    """Paddle's eager scaler has no floor: this is the smallest scale that can be divided by. A
+    static program's is 1."""
 
     def __post_init__(self) -> None:
         above_one("incr_ratio", self.incr_ratio)
@@ -57,7 +67,9 @@ class ScalerParameters:
 
     def make(self, *, enabled: bool = True) -> mezzo.GradScaler:
         """A scaler that does as told."""
-        scaler = mezzo.GradScaler(init_scale=self.init_loss_scaling, enabled=enabled, collapse_patience=_PATIENCE)
+        scaler = mezzo.GradScaler(
+            init_scale=self.init_loss_scaling, enabled=enabled, collapse_patience=_PATIENCE
+        )
         # Of a loss computed in bfloat16 the dialect speaks itself.
         scaler._advises = False
         self.apply(scaler, ScaleState(float32(self.init_loss_scaling)))
@@ -87,7 +99,8 @@ def loaded(entries: Mapping[str, Any], min_scale: float) -> tuple[ScalerParamete
     """Read what `saved` wrote, or Paddle itself; a scale may be an array, a tensor or a number."""
     if not entries:
         raise RuntimeError(
-            "The input state dict is empty, possibly because it was saved from a disabled instance of GradScaler. Leave it out, or save it from an enabled one."
+            "The input state dict is empty, possibly because it was saved from a disabled instance"
+            " of GradScaler. Leave it out, or save it from an enabled one."
         )
     scale = float(torch.as_tensor(entries["scale"]).reshape(-1)[0])
     told = ScalerParameters(
@@ -99,7 +112,9 @@ def loaded(entries: Mapping[str, Any], min_scale: float) -> tuple[ScalerParamete
         bool(entries["use_dynamic_loss_scaling"]),
         min_scale,
     )
-    return told, ScaleState(scale, growth_tracker=entries["incr_count"], backoff_tracker=entries["decr_count"])
+    return told, ScaleState(
+        scale, growth_tracker=entries["incr_count"], backoff_tracker=entries["decr_count"]
+    )
 
 
 def above_one(name: str, value: float) -> None:
@@ -137,7 +152,9 @@ class ScalerOptions:
         """Set the scale; the counters stay."""
         self._told = replace(self._told, init_loss_scaling=float(new_init_loss_scaling))
         if self.is_enable():
-            self._told.apply(self._scaler, replace(self._scaler.state(), scale=self._told.init_loss_scaling))
+            self._told.apply(
+                self._scaler, replace(self._scaler.state(), scale=self._told.init_loss_scaling)
+            )
 
     def get_incr_ratio(self) -> float:
         """What the scale is multiplied by when it grows."""
@@ -188,7 +205,7 @@ class ScalerOptions:
         if self.is_enable():
             self._told.apply(self._scaler, self._scaler.state())
 
-    # -- what programs read though it is not public there --------------------------------------------------------------------------------------------
+    # -- what programs read though it is not public there ------------------------------------------
 
     @property
     def _scale(self) -> torch.Tensor:
@@ -213,8 +230,10 @@ Optimizer = torch.optim.Optimizer
 class AmpScaler(ScalerOptions):
     """Scales losses, skips steps whose gradients are not finite, and adapts the scale: `GradScaler` with older defaults (2^15, grown every 1000 steps).
 
-    It differs from Paddle's where that surprises. It works on a CPU, and before any `auto_cast`. Each optimizer is skipped by its own gradients, and keeps no
-    flag that would block a later plain step. The scale stays finite and positive. `update()` without a step, and stepping twice, are errors. Nothing is printed.
+    It differs from Paddle's where that surprises. It works on a CPU, and before any `auto_cast`.
+    Each optimizer is skipped by its own gradients, and keeps no flag that would block a later plain
+    step. The scale stays finite and positive. `update()` without a step, and stepping twice, are
+    errors. Nothing is printed.
 
     >>> scaler = AmpScaler(init_loss_scaling=1024.0)
     >>> scaler.scale(torch.tensor(0.5))
@@ -223,16 +242,18 @@ class AmpScaler(ScalerOptions):
 
     def __init__(
         self,
-        enable: bool = True,  # noqa: FBT001, FBT002 - Paddle's call shape
+        enable: bool = True,
         init_loss_scaling: float = 2.0**15,
         incr_ratio: float = 2.0,
         decr_ratio: float = 0.5,
         incr_every_n_steps: int = 1000,
         decr_every_n_nan_or_inf: int = 1,
-        use_dynamic_loss_scaling: bool = True,  # noqa: FBT001, FBT002
+        use_dynamic_loss_scaling: bool = True,
     ) -> None:
         ratios = (incr_ratio, decr_ratio, incr_every_n_steps, decr_every_n_nan_or_inf)
-        self._told = ScalerParameters(float(init_loss_scaling), *ratios, bool(use_dynamic_loss_scaling))
+        self._told = ScalerParameters(
+            float(init_loss_scaling), *ratios, bool(use_dynamic_loss_scaling)
+        )
         self._scaler = self._told.make(enabled=bool(enable))
         self._stages: dict[int, OptimizerStage] = {}
         """Where each optimizer stands since the last update."""
@@ -244,10 +265,15 @@ class AmpScaler(ScalerOptions):
         """Multiply a loss by the scale. A loss that was computed in bfloat16 needs none: as in Paddle, dynamic scaling then ends, with a warning."""
         if not self._looked and isinstance(var, torch.Tensor):
             self._looked = True
-            if self.is_enable() and self._told.use_dynamic_loss_scaling and half_dtypes(var) == {torch.bfloat16}:
+            if (
+                self.is_enable()
+                and self._told.use_dynamic_loss_scaling
+                and half_dtypes(var) == {torch.bfloat16}
+            ):
                 warnings.warn(
-                    "It is not recommended to use dynamic loss scaling for bfloat16, so GradScaler is disable by default. "
-                    "bfloat16 has the range of float32: GradScaler(enable=False) says that this is meant.",
+                    "It is not recommended to use dynamic loss scaling for bfloat16, so GradScaler"
+                    " is disable by default. bfloat16 has the range of float32:"
+                    " GradScaler(enable=False) says that this is meant.",
                     UserWarning,
                     stacklevel=2,
                 )
@@ -260,9 +286,14 @@ class AmpScaler(ScalerOptions):
             return
         stage = self._stages.get(id(optimizer), OptimizerStage.READY)
         if stage is OptimizerStage.UNSCALED:
-            raise RuntimeError("unscale_() has already been called on this optimizer since the last update(). Call it once for each step.")
+            raise RuntimeError(
+                "unscale_() has already been called on this optimizer since the last update(). Call"
+                " it once for each step."
+            )
         if stage is OptimizerStage.STEPPED:
-            raise RuntimeError("unscale_() is being called after step(). Call it between backward() and step().")
+            raise RuntimeError(
+                "unscale_() is being called after step(). Call it between backward() and step()."
+            )
         self._scaler.unscale_(optimizer)
         self._stages[id(optimizer)] = OptimizerStage.UNSCALED
 
@@ -272,7 +303,10 @@ class AmpScaler(ScalerOptions):
             optimizer.step()
             return
         if self._stages.get(id(optimizer)) is OptimizerStage.STEPPED:
-            raise RuntimeError("step() has already been called since the last update(). Call update() after each step().")
+            raise RuntimeError(
+                "step() has already been called since the last update(). Call update() after each"
+                " step()."
+            )
         if clip_of(optimizer) is not None and id(optimizer) not in self._stages:
             # It clips what it finds when it steps: that has to be unscaled.
             self.unscale_(optimizer)
@@ -286,11 +320,17 @@ class AmpScaler(ScalerOptions):
         if self.is_enable() and self._told.use_dynamic_loss_scaling:
             self._begin_anew()
 
-    def minimize(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> tuple[Any, Any]:  # noqa: ARG002 - the loss has been run backward already
+    # The loss has been run backward already.
+    def minimize(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
         """`step` and `update` in one. The loss is taken as in Paddle, which does not run it backward either."""
         self.step(optimizer)
         self.update()
-        return None, [(one, one.grad) for group in optimizer.param_groups for one in group["params"] if one.grad is not None]
+        return None, [
+            (one, one.grad)
+            for group in optimizer.param_groups
+            for one in group["params"]
+            if one.grad is not None
+        ]
 
     def _begin_anew(self) -> None:
         self._scaler.update()
@@ -300,8 +340,9 @@ class AmpScaler(ScalerOptions):
 class GradScaler(AmpScaler):
     """Scales losses, skips steps whose gradients are not finite, and adapts the scale.
 
-    The defaults are those of Paddle 3: 2^16, doubled after 2000 good steps and halved after 1 bad one. Its guide still names those of an older version: 2^15,
-    1000 and 2. What else differs is said at `AmpScaler`.
+    The defaults are those of Paddle 3: 2^16, doubled after 2000 good steps and halved after 1 bad
+    one. Its guide still names those of an older version: 2^15, 1000 and 2. What else differs is
+    said at `AmpScaler`.
 
     >>> model = torch.nn.Linear(2, 1)
     >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -316,12 +357,20 @@ class GradScaler(AmpScaler):
 
     def __init__(
         self,
-        enable: bool = True,  # noqa: FBT001, FBT002 - Paddle's call shape
+        enable: bool = True,
         init_loss_scaling: float = 2.0**16,
         incr_ratio: float = 2.0,
         decr_ratio: float = 0.5,
         incr_every_n_steps: int = 2000,
         decr_every_n_nan_or_inf: int = 1,
-        use_dynamic_loss_scaling: bool = True,  # noqa: FBT001, FBT002
+        use_dynamic_loss_scaling: bool = True,
     ) -> None:
-        super().__init__(enable, init_loss_scaling, incr_ratio, decr_ratio, incr_every_n_steps, decr_every_n_nan_or_inf, use_dynamic_loss_scaling)
+        super().__init__(
+            enable,
+            init_loss_scaling,
+            incr_ratio,
+            decr_ratio,
+            incr_every_n_steps,
+            decr_every_n_nan_or_inf,
+            use_dynamic_loss_scaling,
+        )

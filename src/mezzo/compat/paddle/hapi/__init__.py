@@ -19,7 +19,14 @@ from mezzo.compat.paddle.nn import ClipGradByGlobalNorm, ClipGradByNorm
 
 _LEVELS = ("O0", "O1", "O2")
 _LISTS = ("custom_white_list", "custom_black_list")
-_SCALING = ("init_loss_scaling", "incr_ratio", "decr_ratio", "incr_every_n_steps", "decr_every_n_nan_or_inf", "use_dynamic_loss_scaling")
+_SCALING = (
+    "init_loss_scaling",
+    "incr_ratio",
+    "decr_ratio",
+    "incr_every_n_steps",
+    "decr_every_n_nan_or_inf",
+    "use_dynamic_loss_scaling",
+)
 
 
 @dataclass(frozen=True)
@@ -39,11 +46,16 @@ def read_amp_configs(words: Any, optimizer: Any) -> AmpConfigs:
         return AmpConfigs()
     if isinstance(words, str):
         if words not in _LEVELS:
-            raise ValueError(f"The level of amp_configs should be 'O0', 'O1' or 'O2'. It is {words!r}.")
+            raise ValueError(
+                f"The level of amp_configs should be 'O0', 'O1' or 'O2'. It is {words!r}."
+            )
         _refuse_clipping(words, optimizer)
         return AmpConfigs(words)
     if not isinstance(words, dict):
-        raise TypeError(f"amp_configs={words!r} is {type(words).__name__}. It should be 'O0', 'O1' or 'O2', or a dict with a 'level'.")
+        raise TypeError(
+            f"amp_configs={words!r} is {type(words).__name__}. It should be 'O0', 'O1' or 'O2', or"
+            " a dict with a 'level'."
+        )
     level = words.get("level", "O1")
     if level not in _LEVELS:
         raise ValueError(f"amp_configs['level'] should be 'O0', 'O1' or 'O2'. It is {level!r}.")
@@ -52,34 +64,56 @@ def read_amp_configs(words: Any, optimizer: Any) -> AmpConfigs:
     _refuse_keys(words.keys() - {"level"})
     # Paddle forgets to ask where the level is the only key.
     _refuse_clipping(level, optimizer)
-    return AmpConfigs(level, {key: words[key] for key in _LISTS if key in words}, {key: words[key] for key in _SCALING if key in words})
+    return AmpConfigs(
+        level,
+        {key: words[key] for key in _LISTS if key in words},
+        {key: words[key] for key in _SCALING if key in words},
+    )
 
 
 def _refuse_keys(keys: set[str]) -> None:
     if "use_pure_fp16" in keys:
-        raise ValueError("'use_pure_fp16' is an invalid parameter, the level of mixed precision training only depends on 'O1' or 'O2'.")
+        raise ValueError(
+            "'use_pure_fp16' is an invalid parameter, the level of mixed precision training only"
+            " depends on 'O1' or 'O2'."
+        )
     if "use_fp16_guard" in keys:
-        raise ValueError("'use_fp16_guard' is supported in static graph mode only, and Model runs eagerly here. Use static.amp.decorate.")
+        raise ValueError(
+            "'use_fp16_guard' is supported in static graph mode only, and Model runs eagerly here."
+            " Use static.amp.decorate."
+        )
     if "custom_black_varnames" in keys:
-        raise ValueError("'custom_black_varnames' names variables, which have no names here. Use custom_black_list.")
+        raise ValueError(
+            "'custom_black_varnames' names variables, which have no names here. Use"
+            " custom_black_list."
+        )
     strange = sorted(keys - {*_LISTS, *_SCALING})
     if strange:
         raise ValueError(
-            "Except for 'level', the keys of 'amp_configs' must be accepted by mixed precision APIs, but "
-            f"({', '.join(map(repr, strange))}) could not be recognized.{nearest(strange[0], (*_LISTS, *_SCALING))}"
+            "Except for 'level', the keys of 'amp_configs' must be accepted by mixed precision"
+            f" APIs, but ({', '.join(map(repr, strange))}) could not be"
+            f" recognized.{nearest(strange[0], (*_LISTS, *_SCALING))}"
         )
 
 
 def _refuse_clipping(level: str, optimizer: Any) -> None:
     clip = getattr(optimizer, "_grad_clip", None)
-    if level == "O2" and clip is not None and not isinstance(clip, ClipGradByGlobalNorm | ClipGradByNorm):
-        raise AssertionError(f"Only ClipGradByNorm and ClipGradByGlobalNorm are supported in amp training with level=O2 currently. It is {clip!r}.")
+    if (
+        level == "O2"
+        and clip is not None
+        and not isinstance(clip, ClipGradByGlobalNorm | ClipGradByNorm)
+    ):
+        raise AssertionError(
+            "Only ClipGradByNorm and ClipGradByGlobalNorm are supported in amp training with"
+            f" level=O2 currently. It is {clip!r}."
+        )
 
 
 class Model(Passes):
     """A network with what trains it.
 
-    It differs from Paddle's where that surprises: the loss is computed inside `auto_cast`, so that a 16-bit output meets the black list; it works on a CPU.
+    It differs from Paddle's where that surprises: the loss is computed inside `auto_cast`, so that
+    a 16-bit output meets the black list; it works on a CPU.
 
     >>> from mezzo.compat import paddle
     >>> model = Model(nn.Linear(2, 1))
@@ -89,7 +123,8 @@ class Model(Passes):
     1
     """
 
-    def __init__(self, network: nn.Module, inputs: Any = None, labels: Any = None) -> None:  # noqa: ARG002 - labels are what inputs leave
+    # Labels are what inputs leave.
+    def __init__(self, network: nn.Module, inputs: Any = None, labels: Any = None) -> None:
         if not isinstance(network, nn.Module):
             raise TypeError(f"'network' should be a torch.nn.Module, got {type(network).__name__}.")
         self.network = network
@@ -102,13 +137,22 @@ class Model(Passes):
         self._scaler = GradScaler(enable=False)
         self.stop_training = False
 
-    def prepare(self, optimizer: Any = None, loss: Any = None, metrics: Any = None, amp_configs: Any = None) -> None:
+    def prepare(
+        self, optimizer: Any = None, loss: Any = None, metrics: Any = None, amp_configs: Any = None
+    ) -> None:
         """Take what trains the network. `amp_configs` is a level, or a dictionary of `level` and arguments of `auto_cast` and `GradScaler`; 16 bits are float16."""
         if loss is not None and not callable(loss):
-            raise TypeError(f"'loss' must be a torch.nn.Module or any callable function, got {type(loss).__name__}.")
+            raise TypeError(
+                "'loss' must be a torch.nn.Module or any callable function, got"
+                f" {type(loss).__name__}."
+            )
         for one in listed(metrics):
             if not isinstance(one, Metric):
-                raise AssertionError(f"{type(one).__name__} is not sub class of Metric. Use metric.Accuracy(), or your own subclass of metric.Metric.")  # noqa: TRY004 - Paddle's
+                # Paddle's.
+                raise AssertionError(
+                    f"{type(one).__name__} is not sub class of Metric. Use metric.Accuracy(), or"
+                    " your own subclass of metric.Metric."
+                )
         configs = read_amp_configs(amp_configs, optimizer)
         # Whatever is refused is refused before the network changes.
         scaler = GradScaler(enable=configs.level != "O0", **configs.scaling)
@@ -118,12 +162,15 @@ class Model(Passes):
         self._optimizer, self._loss, self._metrics = optimizer, loss, listed(metrics)
         self._configs, self._scaler = configs, scaler
 
-    # -- batches ---------------------------------------------------------------------------------------------------------------------------------
+    # -- batches -----------------------------------------------------------------------------------
 
-    def train_batch(self, inputs: Any, labels: Any = None, update: bool = True) -> Any:  # noqa: FBT001, FBT002 - Paddle's call shape
+    # Paddle's call shape.
+    def train_batch(self, inputs: Any, labels: Any = None, update: bool = True) -> Any:
         """Train on a batch; without `update` its gradients are added to those of the next. Gives the loss, and beside it the metrics if there are any."""
         if self._optimizer is None or self._loss is None:
-            raise RuntimeError("The model is not prepared for training. Call model.prepare(optimizer, loss) first.")
+            raise RuntimeError(
+                "The model is not prepared for training. Call model.prepare(optimizer, loss) first."
+            )
         self.network.train()
         outputs, losses, given = self._computed(inputs, labels)
         self._scaler.scale(sum(losses)).backward()
@@ -146,7 +193,9 @@ class Model(Passes):
             outputs = listed(self.network(*placed(inputs, self._device)))
         return [_array(output) for output in outputs]
 
-    def _computed(self, inputs: Any, labels: Any) -> tuple[list[Any], list[torch.Tensor], list[Any]]:
+    def _computed(
+        self, inputs: Any, labels: Any
+    ) -> tuple[list[Any], list[torch.Tensor], list[Any]]:
         given = placed(labels, self._device)
         with self._region():
             outputs = listed(self.network(*placed(inputs, self._device)))
@@ -155,27 +204,33 @@ class Model(Passes):
 
     def _told(self, outputs: list[Any], losses: list[torch.Tensor], labels: list[Any]) -> Any:
         values = [float(loss.detach()) for loss in losses]
-        metrics = [metric.update(*listed(metric.compute(*outputs, *labels))) for metric in self._metrics]
+        metrics = [
+            metric.update(*listed(metric.compute(*outputs, *labels))) for metric in self._metrics
+        ]
         return (values, metrics) if metrics else values
 
     def _region(self) -> auto_cast:
-        return auto_cast(enable=self._configs.level != "O0", level=self._configs.level, **self._configs.lists)
+        return auto_cast(
+            enable=self._configs.level != "O0", level=self._configs.level, **self._configs.lists
+        )
 
     @property
     def _device(self) -> torch.device:
         return next(self.network.parameters()).device
 
-    # -- parameters ------------------------------------------------------------------------------------------------------------------------------
+    # -- parameters --------------------------------------------------------------------------------
 
     def parameters(self) -> list[nn.Parameter]:
         """The network's parameters."""
         return list(self.network.parameters())
 
-    def save(self, path: str | os.PathLike[str], training: bool = True) -> None:  # noqa: FBT001, FBT002 - Paddle's call shape
+    # Paddle's call shape.
+    def save(self, path: str | os.PathLike[str], training: bool = True) -> None:
         """Save the network to `path.pdparams` and the optimizer, masters included, to `path.pdopt`."""
         if not training:
             raise ValueError(
-                "save(training=False) writes a program for inference, which is torch.export's work here: torch.export.save(torch.export.export(...))."
+                "save(training=False) writes a program for inference, which is torch.export's work"
+                " here: torch.export.save(torch.export.export(...))."
             )
         parts = {".pdparams": self.network, ".pdopt": self._optimizer}
         for ending, part in parts.items():
@@ -184,13 +239,22 @@ class Model(Passes):
                 with atomic_writer(os.fspath(path) + ending) as file:
                     torch.save(part.state_dict(), file)
 
-    def load(self, path: str | os.PathLike[str], skip_mismatch: bool = False, reset_optimizer: bool = False) -> None:  # noqa: FBT001, FBT002
+    def load(
+        self,
+        path: str | os.PathLike[str],
+        skip_mismatch: bool = False,
+        reset_optimizer: bool = False,
+    ) -> None:
         """Load what `save` saved; `skip_mismatch` leaves out what does not fit the network."""
         stem = os.fspath(path).removesuffix(".pdparams")
         state = _loaded(stem + ".pdparams")
         own = self.network.state_dict()
         if skip_mismatch:
-            state = {name: value for name, value in state.items() if name in own and own[name].shape == value.shape}
+            state = {
+                name: value
+                for name, value in state.items()
+                if name in own and own[name].shape == value.shape
+            }
         self.network.load_state_dict(state, strict=not skip_mismatch)
         if self._optimizer is not None and not reset_optimizer and Path(stem + ".pdopt").exists():
             self._optimizer.load_state_dict(_loaded(stem + ".pdopt"))

@@ -29,13 +29,33 @@ class Shuffled(Sampler[int]):
         return self._count
 
 
-def loader_of(data: Any, *, batch_size: int, shuffle: bool = False, drop_last: bool = False, num_workers: int = 0) -> Iterable[Any]:
+def loader_of(
+    data: Any,
+    *,
+    batch_size: int,
+    shuffle: bool = False,
+    drop_last: bool = False,
+    num_workers: int = 0,
+) -> Iterable[Any]:
     """A loader as it is, and one around a data set."""
-    if isinstance(data, DataLoader) or not (hasattr(data, "__getitem__") and hasattr(data, "__len__")) or isinstance(data, list | tuple):
+    if (
+        isinstance(data, DataLoader)
+        or not (hasattr(data, "__getitem__") and hasattr(data, "__len__"))
+        or isinstance(data, list | tuple)
+    ):
         if not isinstance(data, Iterable):
-            raise TypeError(f"The data should be a torch Dataset or DataLoader, or batches to go through, got {type(data).__name__}.")
+            raise TypeError(
+                "The data should be a torch Dataset or DataLoader, or batches to go through, got"
+                f" {type(data).__name__}."
+            )
         return data
-    return DataLoader(data, batch_size=batch_size, sampler=Shuffled(len(data)) if shuffle else None, drop_last=drop_last, num_workers=num_workers)
+    return DataLoader(
+        data,
+        batch_size=batch_size,
+        sampler=Shuffled(len(data)) if shuffle else None,
+        drop_last=drop_last,
+        num_workers=num_workers,
+    )
 
 
 def inputs_taken(forward: Callable[..., Any]) -> int:
@@ -44,8 +64,18 @@ def inputs_taken(forward: Callable[..., Any]) -> int:
     >>> inputs_taken(torch.nn.Sequential().forward)
     1
     """
-    needed = [parameter for parameter in inspect.signature(forward).parameters.values() if parameter.default is inspect.Parameter.empty]
-    return sum(one.kind in (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD) for one in needed) or 1
+    needed = [
+        parameter
+        for parameter in inspect.signature(forward).parameters.values()
+        if parameter.default is inspect.Parameter.empty
+    ]
+    return (
+        sum(
+            one.kind in (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+            for one in needed
+        )
+        or 1
+    )
 
 
 def listed(values: Any) -> list[Any]:
@@ -57,7 +87,13 @@ def listed(values: Any) -> list[Any]:
 
 def placed(values: Any, device: torch.device) -> list[Any]:
     """Values of a batch on a device, arrays as tensors."""
-    return [map_tensors(one if isinstance(one, torch.Tensor) else torch.as_tensor(one), lambda tensor: tensor.to(device)) for one in listed(values)]
+    return [
+        map_tensors(
+            one if isinstance(one, torch.Tensor) else torch.as_tensor(one),
+            lambda tensor: tensor.to(device),
+        )
+        for one in listed(values)
+    ]
 
 
 _WIDTH = 30
@@ -92,7 +128,9 @@ class Progress:
         total = "" if self._steps is None else f"/{self._steps}"
         bar = f" [{self._bar(step, self._steps)}]" if self._verbose == _BAR and self._steps else ""
         spent = (time.perf_counter() - self._begun) / step
-        unit, size = next(((unit, size) for unit, size in _UNITS.items() if spent >= size), ("us", 1e-6))
+        unit, size = next(
+            ((unit, size) for unit, size in _UNITS.items() if spent >= size), ("us", 1e-6)
+        )
         return " - ".join(
             [
                 f"step {step:>{len(str(self._steps or 0))}}{total}{bar}",
@@ -155,10 +193,19 @@ class Callbacks:
     """All that want to hear of one pass."""
 
     def __init__(self, callbacks: Any, model: Any) -> None:
-        self._several = [] if callbacks is None else list(callbacks) if isinstance(callbacks, list | tuple) else [callbacks]
+        self._several = (
+            []
+            if callbacks is None
+            else list(callbacks)
+            if isinstance(callbacks, list | tuple)
+            else [callbacks]
+        )
         for one in self._several:
             if not isinstance(one, Callback):
-                raise TypeError(f"callbacks should be instances of callbacks.Callback, got {type(one).__name__}.")
+                raise TypeError(
+                    "callbacks should be instances of callbacks.Callback, got"
+                    f" {type(one).__name__}."
+                )
             one.set_model(model)
 
     def call(self, event: str, *args: Any) -> None:
@@ -174,7 +221,7 @@ class Passes:
     _metrics: list[Metric]
     stop_training: bool
 
-    def train_batch(self, inputs: Any, labels: Any = None, update: bool = True) -> Any:  # noqa: FBT001, FBT002
+    def train_batch(self, inputs: Any, labels: Any = None, update: bool = True) -> Any:
         """Train on a batch."""
         raise NotImplementedError
 
@@ -186,7 +233,7 @@ class Passes:
         """Predict from a batch."""
         raise NotImplementedError
 
-    def save(self, path: str, training: bool = True) -> None:  # noqa: FBT001, FBT002
+    def save(self, path: str, training: bool = True) -> None:
         """Save network and optimizer."""
         raise NotImplementedError
 
@@ -201,8 +248,8 @@ class Passes:
         save_dir: str | None = None,
         save_freq: int = 1,
         verbose: int = 2,
-        drop_last: bool = False,  # noqa: FBT001, FBT002 - Paddle's call shape
-        shuffle: bool = True,  # noqa: FBT001, FBT002
+        drop_last: bool = False,
+        shuffle: bool = True,
         num_workers: int = 0,
         callbacks: Any = None,
         accumulate_grad_batches: int = 1,
@@ -211,15 +258,37 @@ class Passes:
         """Train for some epochs. Gradients of `accumulate_grad_batches` batches are added up for one update; the last of an epoch may be fewer."""
         if train_data is None:
             raise AssertionError("train_data must be given!")
-        loader = loader_of(train_data, batch_size=batch_size, shuffle=shuffle, drop_last=drop_last, num_workers=num_workers)
+        loader = loader_of(
+            train_data,
+            batch_size=batch_size,
+            shuffle=shuffle,
+            drop_last=drop_last,
+            num_workers=num_workers,
+        )
         heard, self.stop_training = Callbacks(callbacks, self), False
         steps = _length(loader, num_iters)
-        Progress(verbose, log_freq, steps).say("The loss value printed in the log is the current step, and the metric is the average value of previous steps.")
+        Progress(verbose, log_freq, steps).say(
+            "The loss value printed in the log is the current step, and the metric is the average"
+            " value of previous steps."
+        )
         heard.call("on_train_begin", {})
         for epoch in range(epochs):
-            logs = self._epoch(loader, steps, f"Epoch {epoch + 1}/{epochs}", (verbose, log_freq), accumulate_grad_batches, heard, epoch)
+            logs = self._epoch(
+                loader,
+                steps,
+                f"Epoch {epoch + 1}/{epochs}",
+                (verbose, log_freq),
+                accumulate_grad_batches,
+                heard,
+                epoch,
+            )
             if eval_data is not None and (epoch + 1) % eval_freq == 0:
-                logs |= {f"eval_{name}": value for name, value in self.evaluate(eval_data, batch_size, log_freq, verbose, num_workers).items()}
+                logs |= {
+                    f"eval_{name}": value
+                    for name, value in self.evaluate(
+                        eval_data, batch_size, log_freq, verbose, num_workers
+                    ).items()
+                }
             heard.call("on_epoch_end", epoch, logs)
             if save_dir is not None and (epoch + 1) % save_freq == 0:
                 self.save(f"{save_dir}/{epoch}")
@@ -230,7 +299,14 @@ class Passes:
         heard.call("on_train_end", {})
 
     def _epoch(
-        self, loader: Iterable[Any], steps: int | None, title: str, shown: tuple[int, int], accumulate: int, heard: Callbacks, epoch: int
+        self,
+        loader: Iterable[Any],
+        steps: int | None,
+        title: str,
+        shown: tuple[int, int],
+        accumulate: int,
+        heard: Callbacks,
+        epoch: int,
     ) -> dict[str, Any]:
         progress = Progress(*shown, steps)
         progress.say(title)
@@ -240,7 +316,11 @@ class Passes:
         for step, batch in enumerate(islice(loader, steps)):
             heard.call("on_train_batch_begin", step, logs)
             inputs, labels = self._parted(batch)
-            logs = self._logs(self.train_batch(inputs, labels, update=(step + 1) % accumulate == 0 or step + 1 == steps))
+            logs = self._logs(
+                self.train_batch(
+                    inputs, labels, update=(step + 1) % accumulate == 0 or step + 1 == steps
+                )
+            )
             progress.show(step + 1, logs)
             heard.call("on_train_batch_end", step, logs)
         return logs
@@ -278,7 +358,7 @@ class Passes:
         test_data: Any,
         batch_size: int = 1,
         num_workers: int = 0,
-        stack_outputs: bool = False,  # noqa: FBT001, FBT002 - Paddle's call shape
+        stack_outputs: bool = False,
         verbose: int = 1,
         callbacks: Any = None,
     ) -> list[Any]:
@@ -295,7 +375,11 @@ class Passes:
         progress.say(f"Predict samples: {sum(len(row[0]) for row in rows)}")
         heard.call("on_predict_end", {})
         outputs: list[Any] = list(map(list, zip(*rows, strict=True)))
-        return [torch.cat([torch.as_tensor(one) for one in several]).numpy() for several in outputs] if stack_outputs else outputs
+        return (
+            [torch.cat([torch.as_tensor(one) for one in several]).numpy() for several in outputs]
+            if stack_outputs
+            else outputs
+        )
 
     def _parted(self, batch: Any) -> tuple[list[Any], list[Any]]:
         values = [one for value in listed(batch) for one in listed(value)]

@@ -9,7 +9,14 @@ import torch
 
 import mezzo
 from mezzo.compat.paddle.nn import refuse
-from mezzo.compat.paddle.optimizer._base import Decay, Optimizer, Parameters, decay_of, parameters_of, rate_of
+from mezzo.compat.paddle.optimizer._base import (
+    Decay,
+    Optimizer,
+    Parameters,
+    decay_of,
+    parameters_of,
+    rate_of,
+)
 
 
 class Adagrad(Optimizer, torch.optim.Adagrad):
@@ -24,11 +31,17 @@ class Adagrad(Optimizer, torch.optim.Adagrad):
         parameters: Parameters = None,
         weight_decay: Decay = None,
         grad_clip: Any = None,
-        name: str | None = None,  # noqa: ARG002
+        name: str | None = None,
         initial_accumulator_value: float = 0.0,
     ) -> None:
-        words: dict[str, Any] = {"eps": epsilon, "weight_decay": decay_of(weight_decay), "initial_accumulator_value": initial_accumulator_value}
-        super().__init__(parameters_of(parameters, learning_rate), lr=rate_of(learning_rate), **words)
+        words: dict[str, Any] = {
+            "eps": epsilon,
+            "weight_decay": decay_of(weight_decay),
+            "initial_accumulator_value": initial_accumulator_value,
+        }
+        super().__init__(
+            parameters_of(parameters, learning_rate), lr=rate_of(learning_rate), **words
+        )
         self._equip(grad_clip)
 
 
@@ -43,9 +56,15 @@ class Adadelta(Optimizer, torch.optim.Adadelta):
         parameters: Parameters = None,
         weight_decay: Decay = None,
         grad_clip: Any = None,
-        name: str | None = None,  # noqa: ARG002
+        name: str | None = None,
     ) -> None:
-        super().__init__(parameters_of(parameters, learning_rate), lr=rate_of(learning_rate), rho=rho, eps=epsilon, weight_decay=decay_of(weight_decay))
+        super().__init__(
+            parameters_of(parameters, learning_rate),
+            lr=rate_of(learning_rate),
+            rho=rho,
+            eps=epsilon,
+            weight_decay=decay_of(weight_decay),
+        )
         self._equip(grad_clip)
 
 
@@ -58,14 +77,22 @@ class RMSProp(Optimizer, torch.optim.RMSprop):
         rho: float = 0.95,
         epsilon: float = 1e-6,
         momentum: float = 0.0,
-        centered: bool = False,  # noqa: FBT001, FBT002 - Paddle's call shape
+        centered: bool = False,
         parameters: Parameters = None,
         weight_decay: Decay = None,
         grad_clip: Any = None,
-        name: str | None = None,  # noqa: ARG002
+        name: str | None = None,
     ) -> None:
-        words: dict[str, Any] = {"alpha": rho, "eps": epsilon, "momentum": momentum, "centered": centered, "weight_decay": decay_of(weight_decay)}
-        super().__init__(parameters_of(parameters, learning_rate), lr=rate_of(learning_rate), **words)
+        words: dict[str, Any] = {
+            "alpha": rho,
+            "eps": epsilon,
+            "momentum": momentum,
+            "centered": centered,
+            "weight_decay": decay_of(weight_decay),
+        }
+        super().__init__(
+            parameters_of(parameters, learning_rate), lr=rate_of(learning_rate), **words
+        )
         self._equip(grad_clip)
 
 
@@ -83,14 +110,22 @@ class Adam(Optimizer, torch.optim.Adam):
         parameters: Parameters = None,
         weight_decay: Decay = None,
         grad_clip: Any = None,
-        lazy_mode: bool = False,  # noqa: FBT001, FBT002, ARG002 - for sparse gradients, which torch has another optimizer for
-        multi_precision: bool = False,  # noqa: FBT001, FBT002
-        use_multi_tensor: bool = False,  # noqa: FBT001, FBT002, ARG002 - torch always does
-        amsgrad: bool = False,  # noqa: FBT001, FBT002
-        name: str | None = None,  # noqa: ARG002
+        # For sparse gradients, which torch has another optimizer for.
+        lazy_mode: bool = False,
+        multi_precision: bool = False,
+        use_multi_tensor: bool = False,
+        amsgrad: bool = False,
+        name: str | None = None,
     ) -> None:
-        words: dict[str, Any] = {"betas": (beta1, beta2), "eps": epsilon, "weight_decay": decay_of(weight_decay), "amsgrad": amsgrad}
-        super().__init__(parameters_of(parameters, learning_rate), lr=rate_of(learning_rate), **words)
+        words: dict[str, Any] = {
+            "betas": (beta1, beta2),
+            "eps": epsilon,
+            "weight_decay": decay_of(weight_decay),
+            "amsgrad": amsgrad,
+        }
+        super().__init__(
+            parameters_of(parameters, learning_rate), lr=rate_of(learning_rate), **words
+        )
         self._equip(grad_clip, multi_precision=multi_precision)
 
 
@@ -110,17 +145,25 @@ class AdamW(Optimizer, torch.optim.AdamW):
         lr_ratio: Callable[[Any], float] | None = None,
         apply_decay_param_fun: Callable[[str], bool] | None = None,
         grad_clip: Any = None,
-        lazy_mode: bool = False,  # noqa: FBT001, FBT002, ARG002 - as at Adam
-        multi_precision: bool = False,  # noqa: FBT001, FBT002
-        amsgrad: bool = False,  # noqa: FBT001, FBT002
-        name: str | None = None,  # noqa: ARG002
+        lazy_mode: bool = False,
+        multi_precision: bool = False,
+        amsgrad: bool = False,
+        name: str | None = None,
     ) -> None:
         if lr_ratio is not None or apply_decay_param_fun is not None:
             raise ValueError(
-                "lr_ratio and apply_decay_param_fun go by Paddle's parameter names. Pass groups: parameters=[{'params': ..., 'weight_decay': 0.0}]."
+                "lr_ratio and apply_decay_param_fun go by Paddle's parameter names. Pass groups:"
+                " parameters=[{'params': ..., 'weight_decay': 0.0}]."
             )
-        words: dict[str, Any] = {"betas": (beta1, beta2), "eps": epsilon, "weight_decay": decay_of(weight_decay), "amsgrad": amsgrad}
-        super().__init__(parameters_of(parameters, learning_rate), lr=rate_of(learning_rate), **words)
+        words: dict[str, Any] = {
+            "betas": (beta1, beta2),
+            "eps": epsilon,
+            "weight_decay": decay_of(weight_decay),
+            "amsgrad": amsgrad,
+        }
+        super().__init__(
+            parameters_of(parameters, learning_rate), lr=rate_of(learning_rate), **words
+        )
         self._equip(grad_clip, multi_precision=multi_precision)
 
 
@@ -139,16 +182,27 @@ class Lamb(Optimizer, mezzo.LAMB):
         parameters: Parameters = None,
         grad_clip: Any = None,
         exclude_from_weight_decay_fn: Callable[[Any], bool] | None = None,
-        multi_precision: bool = False,  # noqa: FBT001, FBT002 - Paddle's call shape
-        always_adapt: bool = False,  # noqa: FBT001, FBT002, ARG002 - mezzo's adapts where there are norms to adapt to
-        name: str | None = None,  # noqa: ARG002
+        multi_precision: bool = False,
+        # Mezzo's adapts where there are norms to adapt to.
+        always_adapt: bool = False,
+        name: str | None = None,
     ) -> None:
         given = parameters_of(parameters, learning_rate)
         if exclude_from_weight_decay_fn is not None:
             excluded = [one for one in given if exclude_from_weight_decay_fn(one)]
             rest = [one for one in given if not any(one is other for other in excluded)]
-            given = [{"params": params, **words} for params, words in ((rest, {}), (excluded, {"weight_decay": 0.0})) if params]
-        super().__init__(given, lr=rate_of(learning_rate), betas=(beta1, beta2), eps=epsilon, weight_decay=decay_of(lamb_weight_decay))
+            given = [
+                {"params": params, **words}
+                for params, words in ((rest, {}), (excluded, {"weight_decay": 0.0}))
+                if params
+            ]
+        super().__init__(
+            given,
+            lr=rate_of(learning_rate),
+            betas=(beta1, beta2),
+            eps=epsilon,
+            weight_decay=decay_of(lamb_weight_decay),
+        )
         self._equip(grad_clip, multi_precision=multi_precision)
 
 
@@ -164,10 +218,16 @@ class Adamax(Optimizer, torch.optim.Adamax):
         parameters: Parameters = None,
         weight_decay: Decay = None,
         grad_clip: Any = None,
-        name: str | None = None,  # noqa: ARG002
+        name: str | None = None,
     ) -> None:
-        words: dict[str, Any] = {"betas": (beta1, beta2), "eps": epsilon, "weight_decay": decay_of(weight_decay)}
-        super().__init__(parameters_of(parameters, learning_rate), lr=rate_of(learning_rate), **words)
+        words: dict[str, Any] = {
+            "betas": (beta1, beta2),
+            "eps": epsilon,
+            "weight_decay": decay_of(weight_decay),
+        }
+        super().__init__(
+            parameters_of(parameters, learning_rate), lr=rate_of(learning_rate), **words
+        )
         self._equip(grad_clip)
 
 
@@ -191,10 +251,14 @@ class SGD(Optimizer, torch.optim.SGD):
         parameters: Parameters = None,
         weight_decay: Decay = None,
         grad_clip: Any = None,
-        multi_precision: bool = False,  # noqa: FBT001, FBT002 - Paddle's call shape
-        name: str | None = None,  # noqa: ARG002
+        multi_precision: bool = False,
+        name: str | None = None,
     ) -> None:
-        super().__init__(parameters_of(parameters, learning_rate), lr=rate_of(learning_rate), weight_decay=decay_of(weight_decay))
+        super().__init__(
+            parameters_of(parameters, learning_rate),
+            lr=rate_of(learning_rate),
+            weight_decay=decay_of(weight_decay),
+        )
         self._equip(grad_clip, multi_precision=multi_precision)
 
 
@@ -208,23 +272,41 @@ class Momentum(Optimizer, torch.optim.SGD):
         learning_rate: float = 0.001,
         momentum: float = 0.9,
         parameters: Parameters = None,
-        use_nesterov: bool = False,  # noqa: FBT001, FBT002 - Paddle's call shape
+        use_nesterov: bool = False,
         weight_decay: Decay = None,
         grad_clip: Any = None,
-        multi_precision: bool = False,  # noqa: FBT001, FBT002
+        multi_precision: bool = False,
         rescale_grad: float = 1.0,
-        use_multi_tensor: bool = False,  # noqa: FBT001, FBT002, ARG002 - torch always does
-        name: str | None = None,  # noqa: ARG002
+        use_multi_tensor: bool = False,
+        name: str | None = None,
     ) -> None:
         if rescale_grad != 1.0:
-            raise ValueError(f"rescale_grad={rescale_grad!r} is not carried out here. Scale the loss instead: (loss * {rescale_grad!r}).backward().")
+            raise ValueError(
+                f"rescale_grad={rescale_grad!r} is not carried out here. Scale the loss instead:"
+                f" (loss * {rescale_grad!r}).backward()."
+            )
         super().__init__(
-            parameters_of(parameters, learning_rate), lr=rate_of(learning_rate), momentum=momentum, nesterov=use_nesterov, weight_decay=decay_of(weight_decay)
+            parameters_of(parameters, learning_rate),
+            lr=rate_of(learning_rate),
+            momentum=momentum,
+            nesterov=use_nesterov,
+            weight_decay=decay_of(weight_decay),
         )
         self._equip(grad_clip, multi_precision=multi_precision)
 
 
-__all__ = ["SGD", "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "Lamb", "Momentum", "Optimizer", "RMSProp"]
+__all__ = [
+    "SGD",
+    "Adadelta",
+    "Adagrad",
+    "Adam",
+    "AdamW",
+    "Adamax",
+    "Lamb",
+    "Momentum",
+    "Optimizer",
+    "RMSProp",
+]
 
 
 def __getattr__(name: str) -> NoReturn:

@@ -3,7 +3,14 @@
 from mezzo.compat.paddle._places import CPUPlace, CUDAPlace
 from mezzo.compat.paddle.static import amp
 from mezzo.compat.paddle.static._executor import Executor, Scope, global_scope
-from mezzo.compat.paddle.static._program import Program, Variable, data, default_main_program, default_startup_program, program_guard
+from mezzo.compat.paddle.static._program import (
+    Program,
+    Variable,
+    data,
+    default_main_program,
+    default_startup_program,
+    program_guard,
+)
 
 __all__ = [
     "CPUPlace",

@@ -16,7 +16,8 @@ from mezzo._torch import DisableTorchFunctionSubclass
 from mezzo.autocasting.regions import innermost_region
 
 UNKNOWN_SIZES = (9973, 9967, 9949, 9941, 9931)
-"""Stand for sizes that are not known before the program runs, one for each dimension: primes, so that a size made of one is recognised."""
+"""Stand for sizes that are not known before the program runs, one for each dimension: primes, so
+that a size made of one is recognised."""
 
 _device = torch.Tensor.device.__get__
 
@@ -40,7 +41,9 @@ class Node:
     @property
     def writes(self) -> bool:
         """Whether it changes its first argument."""
-        return self.name == "__setitem__" or (self.name.endswith("_") and not self.name.endswith("__"))
+        return self.name == "__setitem__" or (
+            self.name.endswith("_") and not self.name.endswith("__")
+        )
 
     def tensors(self) -> list[torch.Tensor]:
         """Everything that it reads."""
@@ -60,10 +63,15 @@ class Program:
         self._named: dict[str, Variable] = {}
         self._counts: dict[str, itertools.count[int]] = {}
 
-    def clone(self, for_test: bool = False) -> Program:  # noqa: FBT001, FBT002 - Paddle's call shape
+    # Paddle's call shape.
+    def clone(self, for_test: bool = False) -> Program:
         """The same program; for a test it is run without training, and layers such as dropout and batch norm evaluate."""
         other = Program()
-        other.feeds, other.nodes, other._named = dict(self.feeds), list(self.nodes), dict(self._named)
+        other.feeds, other.nodes, other._named = (
+            dict(self.feeds),
+            list(self.nodes),
+            dict(self._named),
+        )
         other.closing, other.for_test = self.closing, for_test
         other.origin = self
         return other
@@ -77,7 +85,10 @@ class Program:
             return word
         name = word if isinstance(word, str) else getattr(word, "__name__", repr(word))
         if name not in self._named:
-            raise ValueError(f"The program has no variable {name!r}. It was fed {', '.join(self.feeds) or 'nothing'}; fetch variables, or their names.")
+            raise ValueError(
+                f"The program has no variable {name!r}. It was fed"
+                f" {', '.join(self.feeds) or 'nothing'}; fetch variables, or their names."
+            )
         return self._named[name]
 
     def name(self, variable: Variable, name: str) -> None:
@@ -94,7 +105,9 @@ class Program:
         needed, chosen = {id(one) for one in wanted}, []
         for node in reversed(self.nodes):
             reads = node.tensors()
-            if any(id(one) in needed for one in node.outputs) or (node.writes and id(reads[0]) in needed):
+            if any(id(one) in needed for one in node.outputs) or (
+                node.writes and id(reads[0]) in needed
+            ):
                 chosen.append(node)
                 needed.update(id(one) for one in reads if isinstance(one, Variable))
         return chosen[::-1]
@@ -118,7 +131,10 @@ class Variable(torch.Tensor):
         return made
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        return f"var {self.name} : shape{shown_shape(self)}, dtype {str(self.dtype).removeprefix('torch.')}"
+        return (
+            f"var {self.name} : shape{shown_shape(self)}, dtype"
+            f" {str(self.dtype).removeprefix('torch.')}"
+        )
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -136,7 +152,13 @@ class Variable(torch.Tensor):
         program = next(one.program for one in given if isinstance(one, Variable))
 
         def wrap(meta: torch.Tensor) -> torch.Tensor:
-            outputs.append(cls.of(meta, program, program.fresh_name(str(getattr(func, "__name__", "op")).strip("_"))))
+            outputs.append(
+                cls.of(
+                    meta,
+                    program,
+                    program.fresh_name(str(getattr(func, "__name__", "op")).strip("_")),
+                )
+            )
             return outputs[-1]
 
         result = map_tensors(shown, wrap)
@@ -147,7 +169,11 @@ class Variable(torch.Tensor):
 
 
 def _seen(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.as_subclass(torch.Tensor) if isinstance(tensor, Variable) else torch.empty_like(tensor, device="meta")
+    return (
+        tensor.as_subclass(torch.Tensor)
+        if isinstance(tensor, Variable)
+        else torch.empty_like(tensor, device="meta")
+    )
 
 
 def _tensors(value: Any) -> list[torch.Tensor]:
@@ -170,8 +196,9 @@ def _refuse_regions() -> None:
     region = innermost_region()
     if region is not None and region.enabled:
         raise RuntimeError(
-            "amp.auto_cast is around a static program that is being written, and would not be there when it runs. "
-            "Take it away: static.amp.decorate(optimizer, ...) says in which precision a program runs."
+            "amp.auto_cast is around a static program that is being written, and would not be there"
+            " when it runs. Take it away: static.amp.decorate(optimizer, ...) says in which"
+            " precision a program runs."
         )
 
 
@@ -179,8 +206,9 @@ def _refuse_unknown_constants(given: Iterable[torch.Tensor]) -> None:
     for one in given:
         if not isinstance(one, Variable) and any(size in UNKNOWN_SIZES for size in one.shape):
             raise ValueError(
-                f"A tensor of shape {tuple(one.shape)} was made from a size that is not known before the program runs. "
-                "Make it from a variable (torch.zeros_like), or declare the size: static.data(name, [32, ...])."
+                f"A tensor of shape {tuple(one.shape)} was made from a size that is not known"
+                " before the program runs. Make it from a variable (torch.zeros_like), or declare"
+                " the size: static.data(name, [32, ...])."
             )
 
 
@@ -250,7 +278,10 @@ def program_guard(main_program: Program, startup_program: Program | None = None)
     """
     for one in (main_program, startup_program):
         if one is not None and not isinstance(one, Program):
-            raise TypeError(f"The type of programs in program_guard must be Program, but received {type(one).__name__}.")
+            raise TypeError(
+                "The type of programs in program_guard must be Program, but received"
+                f" {type(one).__name__}."
+            )
     _state.main.append(main_program)
     _state.startup.append(startup_program or _state.startup[-1])
     try:
@@ -260,7 +291,10 @@ def program_guard(main_program: Program, startup_program: Program | None = None)
         _state.startup.pop()
 
 
-def data(name: str, shape: Any, dtype: str | torch.dtype | None = None, lod_level: int = 0) -> Variable:  # noqa: ARG001 - Paddle's call shape
+# Paddle's call shape.
+def data(
+    name: str, shape: Any, dtype: str | torch.dtype | None = None, lod_level: int = 0
+) -> Variable:
     """A variable that is fed. A size of -1 or None is known when the program runs.
 
     >>> with program_guard(Program()):
@@ -268,12 +302,20 @@ def data(name: str, shape: Any, dtype: str | torch.dtype | None = None, lod_leve
     var x : shape[-1, 784], dtype float32
     """
     if not isinstance(name, str):
-        raise TypeError(f"The type of 'name' in data must be str, but received {type(name).__name__}.")
+        raise TypeError(
+            f"The type of 'name' in data must be str, but received {type(name).__name__}."
+        )
     chosen = dtype if isinstance(dtype, torch.dtype) else getattr(torch, dtype or "float32", None)
     if not isinstance(chosen, torch.dtype):
-        raise TypeError(f"The data type of {name!r} is {dtype!r}. Use one such as 'float32', 'float16', 'int64' or 'bool'.")
+        raise TypeError(
+            f"The data type of {name!r} is {dtype!r}. Use one such as 'float32', 'float16', 'int64'"
+            " or 'bool'."
+        )
     program = default_main_program()
-    sizes = [UNKNOWN_SIZES[place] if size in (None, -1) else int(size) for place, size in enumerate(shape)]
+    sizes = [
+        UNKNOWN_SIZES[place] if size in (None, -1) else int(size)
+        for place, size in enumerate(shape)
+    ]
     made = Variable.of(torch.empty(sizes, dtype=chosen, device="meta"), program, name)
     program.feeds[name] = made
     return made

@@ -27,10 +27,12 @@ from mezzo.policy.types import Level, Rule
 from mezzo.step.train_step import FunctionStep
 
 GRAY = (
-    "batch_norm concat dropout elementwise_add elementwise_div elementwise_floordiv elementwise_max elementwise_min elementwise_mod elementwise_mul"
-    " elementwise_sub gather layer_norm leaky_relu pool2d pool3d relu relu6 reshape2 sigmoid sign split stack tanh top_k transpose2"
+    "batch_norm concat dropout elementwise_add elementwise_div elementwise_floordiv elementwise_max"
+    " elementwise_min elementwise_mod elementwise_mul elementwise_sub gather layer_norm leaky_relu"
+    " pool2d pool3d relu relu6 reshape2 sigmoid sign split stack tanh top_k transpose2"
 )
-"""Ops of static programs that follow what flows into them (PaddlePaddle 3.3.1, static/amp/fp16_lists.py), those with a counterpart here."""
+"""Ops of static programs that follow what flows into them (PaddlePaddle 3.3.1,
+static/amp/fp16_lists.py), those with a counterpart here."""
 
 _KEPT_BY = {"batch_norm", "layer_norm", "instance_norm"}
 """Ops whose parameters and statistics stay float32."""
@@ -69,7 +71,11 @@ class Precision:
         """Parameters and buffers that a norm, an op of the black list or something outside of `fp16_guard` reads."""
         policy, found = self.policy, []
         for node in nodes:
-            if node.name in _KEPT_BY or (self.guarded and not node.guarded) or _is_full(policy, node.function):
+            if (
+                node.name in _KEPT_BY
+                or (self.guarded and not node.guarded)
+                or _is_full(policy, node.function)
+            ):
                 found += [one for one in node.tensors() if not isinstance(one, Variable)]
         return found
 
@@ -79,7 +85,11 @@ def _policy(told: Precision) -> mezzo.Policy:
     """In no list means float32 at O1 and 16-bit at O2, unless ops promote."""
     if told.level == "O0":
         return mezzo.Policy("O0")
-    words: dict[str, Any] = {"half": told.half, "full": told.full, "master": "float32" if told.masters else None}
+    words: dict[str, Any] = {
+        "half": told.half,
+        "full": told.full,
+        "master": "float32" if told.masters else None,
+    }
     if told.master_grad:
         words["grad_dtype"] = "float32"
     if not told.promote and told.level == "O1":
@@ -102,8 +112,15 @@ Optimizer = torch.optim.Optimizer
 class ProgramTrainer:
     """A program, the loss that is minimized, and by whom."""
 
-    def __init__(self, program: Program, loss: Variable, optimizer: Optimizer, precision: Precision) -> None:
-        self.program, self.loss, self.optimizer, self.precision = program, loss, optimizer, precision
+    def __init__(
+        self, program: Program, loss: Variable, optimizer: Optimizer, precision: Precision
+    ) -> None:
+        self.program, self.loss, self.optimizer, self.precision = (
+            program,
+            loss,
+            optimizer,
+            precision,
+        )
         self.scaler = None if precision.scaling is None else precision.scaling.make()
         self.prepared = False
         self._steps: dict[tuple[int, ...], FunctionStep] = {}
@@ -119,7 +136,8 @@ class ProgramTrainer:
     def prepare(self) -> None:
         """Make parameters 16-bit where the level says so; at the first run at the latest."""
         if not self.prepared:
-            # No loss is fetched by this one: it is what makes parameters, optimizer and scaler ready.
+            # No loss is fetched by this one: it is what makes parameters, optimizer and scaler
+            # ready.
             self._steps[()] = self._made(())
             self.prepared = True
 
@@ -130,7 +148,9 @@ class ProgramTrainer:
                 if tensor.device.type != device.type:
                     tensor.data = tensor.data.to(device)
 
-    def train(self, feeds: dict[str, torch.Tensor], wanted: Sequence[Variable], *, capture: bool) -> list[torch.Tensor]:
+    def train(
+        self, feeds: dict[str, torch.Tensor], wanted: Sequence[Variable], *, capture: bool
+    ) -> list[torch.Tensor]:
         """Train on a feed, and give the values of variables as they were before the update."""
         self.prepare()
         key = (int(capture), *map(id, wanted))
@@ -138,11 +158,19 @@ class ProgramTrainer:
             self._steps[key] = self._made(wanted, capture=capture)
         return list(self._steps[key](feeds))
 
-    def evaluate(self, program: Program, feeds: dict[str, torch.Tensor], wanted: Sequence[Variable]) -> list[torch.Tensor]:
+    def evaluate(
+        self, program: Program, feeds: dict[str, torch.Tensor], wanted: Sequence[Variable]
+    ) -> list[torch.Tensor]:
         """The values of variables in the precision of training, without training."""
         self.prepare()
         with torch.no_grad(), enter_regions(self._region()):
-            return self._run(program, program.needed_for(wanted), feeds, wanted, evaluating if program.for_test else plainly)
+            return self._run(
+                program,
+                program.needed_for(wanted),
+                feeds,
+                wanted,
+                evaluating if program.for_test else plainly,
+            )
 
     def _made(self, wanted: Sequence[Variable], *, capture: bool = False) -> FunctionStep:
         computed = [self.loss, *wanted]
@@ -153,11 +181,32 @@ class ProgramTrainer:
             loss.backward()
             return tuple(fetched)
 
-        words: dict[str, Any] = {} if self.prepared else {"policy": self.precision.policy, "keep_full": self._kept, "clip_norm": self._clip_norm()}
+        words: dict[str, Any] = (
+            {}
+            if self.prepared
+            else {
+                "policy": self.precision.policy,
+                "keep_full": self._kept,
+                "clip_norm": self._clip_norm(),
+            }
+        )
         scaler: Any = self.scaler if self.scaler is not None else False
-        return mezzo.train_step(models=self._held, optimizers=self.optimizer, scaler=scaler, capture="auto" if capture else False, **words)(body)
+        return mezzo.train_step(
+            models=self._held,
+            optimizers=self.optimizer,
+            scaler=scaler,
+            capture="auto" if capture else False,
+            **words,
+        )(body)
 
-    def _run(self, program: Program, nodes: Sequence[Node], feeds: dict[str, torch.Tensor], wanted: Sequence[Variable], around: Around) -> list[torch.Tensor]:
+    def _run(
+        self,
+        program: Program,
+        nodes: Sequence[Node],
+        feeds: dict[str, torch.Tensor],
+        wanted: Sequence[Variable],
+        around: Around,
+    ) -> list[torch.Tensor]:
         dtype = self.precision.fed
         if dtype is not None:
             feeds = cast_all(feeds, dtype, self.device.type)
@@ -184,7 +233,12 @@ class Held(nn.Module):
 
     def __init__(self, nodes: Sequence[Node], optimizer: Optimizer) -> None:
         super().__init__()
-        read = [tensor for node in nodes for tensor in node.tensors() if not isinstance(tensor, Variable)]
+        read = [
+            tensor
+            for node in nodes
+            for tensor in node.tensors()
+            if not isinstance(tensor, Variable)
+        ]
         stepped = [tensor for group in optimizer.param_groups for tensor in group["params"]]
         self._names: dict[int, str] = {}
         for tensor in (*read, *stepped):
@@ -217,11 +271,14 @@ def _built(function: Callable[..., Any]) -> Variable:
     names = list(inspect.signature(function).parameters)
     if missing := [name for name in names if name not in program.feeds]:
         raise ValueError(
-            f"The function takes {', '.join(missing)}, and the program has no static.data of that name. Call static.data(name={missing[0]!r}, ...)."
+            f"The function takes {', '.join(missing)}, and the program has no static.data of that"
+            f" name. Call static.data(name={missing[0]!r}, ...)."
         )
     loss = function(*(program.feeds[name] for name in names))
     if not isinstance(loss, Variable):
-        raise TypeError(f"The function gave {type(loss).__name__}, not a loss computed from what is fed.")
+        raise TypeError(
+            f"The function gave {type(loss).__name__}, not a loss computed from what is fed."
+        )
     program.name(loss, getattr(function, "__name__", "loss"))
     with suppress(AttributeError):
         # So that `fetch_list=[loss.name]` may stay as it is; a method, say, takes no attributes.

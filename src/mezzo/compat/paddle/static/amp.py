@@ -25,17 +25,28 @@ class AutoMixedPrecisionLists:
     (True, True)
     """
 
-    def __init__(self, custom_white_list: Names = None, custom_black_list: Names = None, custom_black_varnames: Names = None, dtype: str = "float16") -> None:
+    def __init__(
+        self,
+        custom_white_list: Names = None,
+        custom_black_list: Names = None,
+        custom_black_varnames: Names = None,
+        dtype: str = "float16",
+    ) -> None:
         white, black = set(custom_white_list or ()), set(custom_black_list or ())
         if both := sorted(white & black):
-            raise ValueError(f"The given custom_white_list overlaps custom_black_list with < {', '.join(both)} >!")
+            raise ValueError(
+                "The given custom_white_list overlaps custom_black_list with <"
+                f" {', '.join(both)} >!"
+            )
         if custom_black_varnames:
             raise ValueError(
-                f"custom_black_varnames={custom_black_varnames!r}: variables have no names of their own here. List the op that reads them, "
-                "or keep it out of fp16_guard."
+                f"custom_black_varnames={custom_black_varnames!r}: variables have no names of their"
+                " own here. List the op that reads them, or keep it out of fp16_guard."
             )
         if dtype not in ("float16", "bfloat16"):
-            raise ValueError(f"The dtype of the lists should be 'float16' or 'bfloat16', got {dtype!r}.")
+            raise ValueError(
+                f"The dtype of the lists should be 'float16' or 'bfloat16', got {dtype!r}."
+            )
         self.amp_dtype = dtype
         self.half, self.full = custom_lists(white, black)
         """The same in mezzo's words."""
@@ -47,14 +58,24 @@ class AutoMixedPrecisionLists:
 def _listed(rule: Rule) -> set[str]:
     """The names under a rule by default, those with a counterpart here."""
     entries = paddle.lists(Level.O1, torch.float16).entries
-    return {name for name, ours in paddle.NAMES.known.items() if all(one in entries and entries[one].rule is rule for one in ours)}
+    return {
+        name
+        for name, ours in paddle.NAMES.known.items()
+        if all(one in entries and entries[one].rule is rule for one in ours)
+    }
 
 
 CustomOpLists = AutoMixedPrecisionLists
 """The name by which the guide calls the lists."""
 
 
-__all__ = ["AutoMixedPrecisionLists", "CustomOpLists", "OptimizerWithMixedPrecision", "decorate", "fp16_guard"]
+__all__ = [
+    "AutoMixedPrecisionLists",
+    "CustomOpLists",
+    "OptimizerWithMixedPrecision",
+    "decorate",
+    "fp16_guard",
+]
 
 _OLD = {"use_pure_fp16", "use_fp16_guard", "use_bf16"}
 """Words of the older signature alone."""
@@ -62,7 +83,12 @@ _NEW = {"level", "dtype", "master_weight", "master_grad", "use_amp_guard", "use_
 """Words of the newer one alone."""
 
 
-def decorate(optimizer: torch.optim.Optimizer, amp_lists: AutoMixedPrecisionLists | None = None, *args: Any, **kwargs: Any) -> OptimizerWithMixedPrecision:
+def decorate(
+    optimizer: torch.optim.Optimizer,
+    amp_lists: AutoMixedPrecisionLists | None = None,
+    *args: Any,
+    **kwargs: Any,
+) -> OptimizerWithMixedPrecision:
     """Let an optimizer train static programs in mixed precision; its `minimize` closes a program.
 
     Two signatures, as in Paddle 3, told apart by their words:
@@ -90,14 +116,19 @@ def decorate(optimizer: torch.optim.Optimizer, amp_lists: AutoMixedPrecisionList
     old, new = _OLD & kwargs.keys(), _NEW & kwargs.keys()
     if (old or positional_scale) and new:
         raise TypeError(
-            f"decorate() has two signatures, and these words are of both: {', '.join(sorted(old)) or 'a scale as third argument'} with {', '.join(sorted(new))}."
+            "decorate() has two signatures, and these words are of both:"
+            f" {', '.join(sorted(old)) or 'a scale as third argument'} with"
+            f" {', '.join(sorted(new))}."
         )
     read = _older if old or positional_scale else _newer
     given = (optimizer, amp_lists or AutoMixedPrecisionLists(), *args)
     try:
         signature(read).bind(*given, **kwargs)
     except TypeError as error:
-        raise TypeError(f"decorate() {error}. After the lists this signature takes: {', '.join(list(signature(read).parameters)[2:])}.") from None
+        raise TypeError(
+            f"decorate() {error}. After the lists this signature takes:"
+            f" {', '.join(list(signature(read).parameters)[2:])}."
+        ) from None
     return OptimizerWithMixedPrecision(optimizer, read(*given, **kwargs))
 
 
@@ -109,10 +140,10 @@ def _older(
     decr_every_n_nan_or_inf: int = 2,
     incr_ratio: float = 2.0,
     decr_ratio: float = 0.8,
-    use_dynamic_loss_scaling: bool = True,  # noqa: FBT001, FBT002 - Paddle's call shape
-    use_pure_fp16: bool = False,  # noqa: FBT001, FBT002
-    use_fp16_guard: bool | None = None,  # noqa: FBT001
-    use_bf16: bool = False,  # noqa: FBT001, FBT002
+    use_dynamic_loss_scaling: bool = True,
+    use_pure_fp16: bool = False,
+    use_fp16_guard: bool | None = None,
+    use_bf16: bool = False,
 ) -> Precision:
     ratios = (incr_ratio, decr_ratio, incr_every_n_steps, decr_every_n_nan_or_inf)
     return Precision(
@@ -122,30 +153,37 @@ def _older(
         full=lists.full,
         guarded=use_pure_fp16 and (use_fp16_guard is None or use_fp16_guard),
         masters=bool(getattr(optimizer, "_multi_precision", False)),
-        scaling=_scaling("bfloat16" if use_bf16 else "float16", init_loss_scaling, ratios, use_dynamic_loss_scaling),
+        scaling=_scaling(
+            "bfloat16" if use_bf16 else "float16",
+            init_loss_scaling,
+            ratios,
+            use_dynamic_loss_scaling,
+        ),
     )
 
 
 def _newer(
-    optimizer: Any,  # noqa: ARG001 - it has no say in the newer signature
+    optimizer: Any,
     lists: AutoMixedPrecisionLists,
     level: str = "O1",
     dtype: str = "float16",
-    master_weight: bool | None = None,  # noqa: FBT001 - Paddle's call shape
-    master_grad: bool = False,  # noqa: FBT001, FBT002
+    master_weight: bool | None = None,
+    master_grad: bool = False,
     init_loss_scaling: float = 2.0**16,
     incr_every_n_steps: int = 2000,
     decr_every_n_nan_or_inf: int = 1,
     incr_ratio: float = 2.0,
     decr_ratio: float = 0.5,
-    use_dynamic_loss_scaling: bool | None = None,  # noqa: FBT001
-    use_amp_guard: bool = False,  # noqa: FBT001, FBT002
-    use_promote: bool = False,  # noqa: FBT001, FBT002
+    use_dynamic_loss_scaling: bool | None = None,
+    use_amp_guard: bool = False,
+    use_promote: bool = False,
 ) -> Precision:
     if level not in ("O0", "OD", "O1", "O2"):
         raise ValueError(f"level should be O0, OD, O1 or O2. It is {level!r}.")
     if dtype not in ("float16", "bfloat16"):
-        raise ValueError(f"If enable AMP, dtype should be 'float16' or 'bfloat16'. It is {dtype!r}.")
+        raise ValueError(
+            f"If enable AMP, dtype should be 'float16' or 'bfloat16'. It is {dtype!r}."
+        )
     if level == "O0":
         return Precision()
     ratios = (incr_ratio, decr_ratio, incr_every_n_steps, decr_every_n_nan_or_inf)
@@ -162,13 +200,28 @@ def _newer(
     )
 
 
-def _scaling(dtype: str, scale: float, ratios: tuple[float, float, int, int], dynamic: bool | None) -> ScalerParameters | None:  # noqa: FBT001
+def _scaling(
+    dtype: str, scale: float, ratios: tuple[float, float, int, int], dynamic: bool | None
+) -> ScalerParameters | None:
     if dtype == "bfloat16":
         if dynamic:
-            warnings.warn("Dynamic loss scaling for bfloat16 amp training is disabled: it has the range of float32.", UserWarning, stacklevel=4)
+            warnings.warn(
+                "Dynamic loss scaling for bfloat16 amp training is disabled: it has the range of"
+                " float32.",
+                UserWarning,
+                stacklevel=4,
+            )
         return None
     incr_ratio, decr_ratio, incr_every, decr_every = ratios
-    return ScalerParameters(float(scale), incr_ratio, decr_ratio, incr_every, decr_every, dynamic is None or bool(dynamic), min_scale=1.0)
+    return ScalerParameters(
+        float(scale),
+        incr_ratio,
+        decr_ratio,
+        incr_every,
+        decr_every,
+        dynamic is None or bool(dynamic),
+        min_scale=1.0,
+    )
 
 
 class OptimizerWithMixedPrecision:
@@ -178,20 +231,31 @@ class OptimizerWithMixedPrecision:
         self._optimizer, self._precision = optimizer, precision
         self._closing: ProgramTrainer | None = None
 
-    def minimize(self, loss: Any, startup_program: Any = None, parameter_list: Any = None, no_grad_set: Any = None) -> tuple[Any, Any]:  # noqa: ARG002
+    def minimize(
+        self,
+        loss: Any,
+        startup_program: Any = None,
+        parameter_list: Any = None,
+        no_grad_set: Any = None,
+    ) -> tuple[Any, Any]:
         """Close the program of a loss: every run trains from then on."""
         if isinstance(loss, torch.Tensor) and not hasattr(loss, "program"):
-            raise TypeError("minimize() takes the loss of a static program, got a tensor with values. Eagerly use amp.auto_cast and amp.GradScaler.")
+            raise TypeError(
+                "minimize() takes the loss of a static program, got a tensor with values. Eagerly"
+                " use amp.auto_cast and amp.GradScaler."
+            )
         self._closing = close(loss, self._optimizer, self._precision)
         return [], []
 
     def amp_init(
         self,
         place: Any,
-        scope: Any = None,  # noqa: ARG002 - parameters live in the model
+        scope: Any = None,
         test_program: Program | None = None,
-        use_fp16_test: bool = False,  # noqa: FBT001, FBT002, ARG002 - a test runs in the precision of training
-        rewrite_master_weight: bool = False,  # noqa: FBT001, FBT002, ARG002 - masters start from the float32 values
+        # A test runs in the precision of training.
+        use_fp16_test: bool = False,
+        # Masters start from the float32 values.
+        rewrite_master_weight: bool = False,
     ) -> None:
         """Bring the parameters to a place, and make them 16-bit at O2. The first run does both too, where this is not called."""
         closing = self._closed()
