@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Iterable
 from functools import lru_cache
 from typing import Any, NamedTuple, ParamSpec, Self, TypeVar
 
@@ -170,8 +170,8 @@ class _Settled(NamedTuple):
     level: str
     dtype: str
     default_rule: str | None
-    half: Collection[str]
-    full: Collection[str]
+    half: frozenset[str] | tuple[str, ...]
+    full: frozenset[str] | tuple[str, ...]
 
 
 def _settled(
