@@ -192,8 +192,8 @@ def steered(device: str) -> list[Row]:
         )
     ]
     for name, function, value, dtype in (
-        ("add steered to half, two casts", torch.add, x, torch.bfloat16),
-        ("mm steered to full, two casts", torch.mm, h, torch.float32),
+        ("add overridden to half, two casts", torch.add, x, torch.bfloat16),
+        ("mm overridden to full, two casts", torch.mm, h, torch.float32),
     ):
 
         def run(function: Any = function, value: torch.Tensor = value) -> None:
