@@ -1,4 +1,4 @@
-"""The README is a promise: what it shows as a session runs as shown, its tables come from stored results, and its links exist."""
+"""Check the README: its session runs as shown, its tables match stored results, links exist."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Paddle's dialect on CUDA: programs that run where their place is, captured."""
+"""Paddle's dialect on CUDA: captured static programs, eager training, norms in float16."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ pytestmark = [
 
 
 @pytest.mark.parametrize(
-    ("words", "dtype"),
+    ("kwargs", "dtype"),
     [({"use_pure_fp16": True, "use_fp16_guard": False}, np.float16), ({"level": "O1"}, np.float32)],
     ids=["pure", "O1"],
 )
-def test_a_program_is_brought_to_its_place_and_trains_there(words, dtype):
+def test_a_program_is_moved_to_its_place_and_trains_there(kwargs, dtype):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(64, 64), nn.BatchNorm1d(64), nn.Linear(64, 8))
     weight, place, program = model[0].weight, paddle.CUDAPlace(0), static.Program()
@@ -33,7 +33,7 @@ def test_a_program_is_brought_to_its_place_and_trains_there(words, dtype):
         optimizer = static.amp.decorate(
             paddle.optimizer.Momentum(learning_rate=0.1, parameters=model.parameters()),
             init_loss_scaling=128.0,
-            **words,
+            **kwargs,
         )
         optimizer.minimize(loss)
     exe = static.Executor(place)
@@ -49,7 +49,7 @@ def test_a_program_is_brought_to_its_place_and_trains_there(words, dtype):
     assert losses[-1] < losses[0]
 
 
-def test_eager_training_at_o2():
+def test_eager_training_at_o2_lowers_the_loss():
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(64, 64), nn.LayerNorm(64), nn.Linear(64, 8)).cuda()
     optimizer = paddle.optimizer.AdamW(
@@ -78,11 +78,11 @@ NORMS = {
 }
 
 
-# What inductor imports.
+# Raised by a module that inductor imports.
 @pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated:DeprecationWarning")
 @pytest.mark.parametrize("backend", [None, "aot_eager", "inductor"])
 @pytest.mark.parametrize("norm", NORMS)
-def test_a_norm_keeps_float32_parameters_beside_a_float16_input(norm, backend):
+def test_a_norm_with_a_float16_input_keeps_float32_parameters(norm, backend):
     torch.manual_seed(0)
     module, x = (
         NORMS[norm]().cuda(),

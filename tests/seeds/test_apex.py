@@ -1,4 +1,7 @@
-"""The program of the same page (T. Heo, "AMP(Automatic Mixed-Precision)") on NVIDIA's Apex: the same calls, with the import changed."""
+"""The Apex program of a blog page (T. Heo, "AMP(Automatic Mixed-Precision)").
+
+The calls are the page's; only the import differs.
+"""
 
 import pytest
 import torch
@@ -11,7 +14,7 @@ HERE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
 @pytest.fixture(autouse=True)
-def casts_off_at_the_end():
+def disable_casts_afterwards():
     yield
     amp.initialize(torch.nn.Linear(1, 1), enabled=False)
 
@@ -44,7 +47,7 @@ def train(opt_level=None, steps=20):
     return model, optimizer, losses
 
 
-def test_the_pages_program_at_its_level(capsys):
+def test_the_program_of_the_page_at_its_level(capsys):
     model, optimizer, losses = train("O1")
     assert "Selected optimization level O1" in capsys.readouterr().out
     assert model.weight.dtype is torch.float32
@@ -55,11 +58,11 @@ def test_the_pages_program_at_its_level(capsys):
 
 
 @pytest.mark.parametrize("level", ["O0", "O2", "O3"])
-def test_the_same_at_the_other_levels(level):
+def test_the_program_of_the_page_at_the_other_levels(level):
     assert train(level)[2] == pytest.approx(train()[2], abs=0.0 if level == "O0" else 5e-3)
 
 
-def test_the_same_with_the_import_unchanged():
+def test_install_makes_the_original_import_work():
     apex.install()
     try:
         from apex import amp as unchanged

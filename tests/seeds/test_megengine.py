@@ -1,4 +1,4 @@
-"""MegEngine's guide to automatic mixed precision: one program for each of its code blocks, on a smaller network and in our own words."""
+"""Programs of MegEngine's guide to automatic mixed precision, on a smaller network."""
 
 import math
 
@@ -51,16 +51,17 @@ def test_a_decorated_function_computes_in_float16(net, image):
     assert forward(image).dtype is torch.float16
 
 
-def test_the_switch_makes_the_output_float16_until_it_is_thrown_back(net, image):
+def test_amp_enabled_makes_the_output_float16_until_it_is_reset(net, image):
     amp.enabled = True
     out = net(image)
     amp.enabled = False
     assert (out.dtype, net(image).dtype) == (torch.float16, torch.float32)
 
 
-def gradient_of_logits(seen):
+def record_output_gradient(dtypes):
+    """Return a forward hook that appends the dtype of the output's gradient to a list."""
     return lambda _module, _inputs, output: (
-        output.register_hook(lambda gradient: seen.append(gradient.dtype)) and None
+        output.register_hook(lambda gradient: dtypes.append(gradient.dtype)) and None
     )
 
 
@@ -69,7 +70,7 @@ def test_automatic_scaled_backward_trains(net, image, label):
     opt = SGD(net.parameters(), lr=0.01)
     scaler = amp.GradScaler()
     inner: list[torch.dtype] = []
-    net.register_forward_hook(gradient_of_logits(inner))
+    net.register_forward_hook(record_output_gradient(inner))
 
     @amp.autocast()
     def train_step(image, label):
@@ -77,7 +78,7 @@ def test_automatic_scaled_backward_trains(net, image, label):
             logits = net(image)
             loss = F.nn.cross_entropy(logits, label)
             scaler.backward(gm, loss)
-        # Gradients inside the network are float16, those of its parameters float32 and unscaled.
+        # Gradients of activations are float16; those of parameters are float32 and unscaled.
         assert {parameter.grad.dtype for parameter in net.parameters()} == {torch.float32}
         opt.step().clear_grad()
         return loss
@@ -89,7 +90,7 @@ def test_automatic_scaled_backward_trains(net, image, label):
     assert (scaler.scale_factor, scaler.state_dict()["_growth_tracker"]) == (16.0, 30)
 
 
-def test_automatic_skips_a_step_that_overflows(net, image, label):
+def test_automatic_skips_an_overflowing_step(net, image, label):
     gm = GradManager().attach(net.parameters())
     opt = SGD(net.parameters(), lr=0.01)
     scaler = amp.GradScaler(init_scale=2.0**60)
@@ -105,7 +106,7 @@ def test_automatic_skips_a_step_that_overflows(net, image, label):
 
     assert math.isfinite(train_step(image, label).item())
     assert scaler.scale_factor == 2.0**59
-    assert all(torch.equal(one, other) for one, other in zip(net.parameters(), before, strict=True))
+    assert all(torch.equal(new, old) for new, old in zip(net.parameters(), before, strict=True))
 
 
 def gradients_of(net, step):
@@ -133,7 +134,7 @@ def test_manual_is_equivalent_to_automatic(net, image, label):
         scaler.update()
 
     pairs = zip(gradients_of(net, automatic), gradients_of(net, manual), strict=True)
-    assert all(torch.equal(one, other) for one, other in pairs)
+    assert all(torch.equal(first, second) for first, second in pairs)
     assert scaler.state_dict()["_growth_tracker"] == 2
 
 
@@ -161,7 +162,7 @@ def test_manual_accumulates_over_several_iterations(net, image, label):
             gm.backward(2 * F.nn.cross_entropy(net(image), label))
 
     pairs = list(zip(gradients_of(net, whole), gradients_of(net, twice), strict=True))
-    assert all(torch.allclose(one, other, rtol=1e-2, atol=1e-3) for one, other in pairs)
+    assert all(torch.allclose(first, second, rtol=1e-2, atol=1e-3) for first, second in pairs)
     before = net[5].weight.detach().clone()
     opt.step().clear_grad()
     assert not torch.equal(net[5].weight, before)

@@ -1,4 +1,4 @@
-"""MXNet's tutorial on AMP: one program for each of its code blocks, on a small detector with random data and in our own words."""
+"""Programs of MXNet's AMP tutorial, one test per code block, on a small detector."""
 
 import logging
 
@@ -16,13 +16,13 @@ LR, WD, MOMENTUM = 0.05, 0.0005, 0.9
 
 
 @pytest.fixture(autouse=True)
-def amp_is_switched_off_afterwards():
+def disable_amp_afterwards():
     yield
     amp.uninit()
 
 
 class SyntheticDataLoader:
-    """Images with random classes and boxes, the same at every step of an epoch."""
+    """Random images, classes and boxes; the same batch at every step."""
 
     def __init__(self, data_shape, batch_size, epoch_size):
         generator = torch.Generator().manual_seed(0)
@@ -43,7 +43,7 @@ class SyntheticDataLoader:
 
 
 class Detector(nn.Module):
-    """A backbone, a head for classes and one for boxes; anchors come last."""
+    """A backbone with one head for classes and one for boxes; anchors are the last output."""
 
     def __init__(self):
         super().__init__()
@@ -70,7 +70,7 @@ def get_network():
 
 
 def mbox_loss(cls_preds, box_preds, cls_targets, box_targets):
-    """Class and box losses, each a list over devices, as the detector's loss there gives them."""
+    """Return summed, class and box losses, each a list over devices as in MXNet."""
     cls_loss = [
         F.cross_entropy(pred.flatten(0, 1), target.flatten())
         for pred, target in zip(cls_preds, cls_targets, strict=True)
@@ -78,11 +78,12 @@ def mbox_loss(cls_preds, box_preds, cls_targets, box_targets):
     box_loss = [
         F.smooth_l1_loss(pred, target) for pred, target in zip(box_preds, box_targets, strict=True)
     ]
-    return [one + other for one, other in zip(cls_loss, box_loss, strict=True)], cls_loss, box_loss
+    sum_loss = [classes + boxes for classes, boxes in zip(cls_loss, box_loss, strict=True)]
+    return sum_loss, cls_loss, box_loss
 
 
 def train(net, trainer, backward, epoch_size=30):
-    """The training loop; `backward` is what the two halves of the tutorial do differently."""
+    """Train for one epoch; `backward` is where the two halves of the tutorial differ."""
     losses, dtypes = [], set()
     for batch in SyntheticDataLoader(16, 4, epoch_size):
         data, cls_targets, box_targets = ([part] for part in batch)
@@ -100,12 +101,12 @@ def train(net, trainer, backward, epoch_size=30):
     return losses, dtypes
 
 
-def make_trainer(net, **words):
+def make_trainer(net, **kwargs):
     return gluon.Trainer(
         dict(net.named_parameters()),
         "sgd",
         {"learning_rate": LR, "wd": WD, "momentum": MOMENTUM},
-        **words,
+        **kwargs,
     )
 
 
@@ -114,23 +115,23 @@ def train_in_float32():
     return train(net, make_trainer(net), autograd.backward)
 
 
-def test_the_loader_gives_an_epoch_and_starts_over():
+def test_the_loader_yields_an_epoch_and_restarts():
     loader = SyntheticDataLoader(16, 4, epoch_size=3)
     assert [len(list(loader)) for _ in range(2)] == [3, 3]
 
 
-def test_the_network_gives_classes_boxes_and_anchors():
+def test_the_network_returns_classes_boxes_and_anchors():
     classes, boxes, anchors = get_network()(torch.zeros(2, 3, 16, 16))
     assert (classes.shape, boxes.shape, len(anchors)) == ((2, BOXES, CLASSES), (2, BOXES, 4), BOXES)
 
 
-def test_a_trainer_is_made_by_the_name_of_its_optimizer():
+def test_a_trainer_takes_the_name_of_its_optimizer():
     trainer = make_trainer(get_network())
     group = trainer.optimizer.param_groups[0]
     assert (group["lr"], group["weight_decay"], group["momentum"]) == (LR, WD, MOMENTUM)
 
 
-def test_training_in_float32():
+def test_training_in_float32_lowers_the_loss():
     losses, dtypes = train_in_float32()
     assert dtypes == {torch.float32}
     assert losses[-1][0] < 0.9 * losses[0][0]
@@ -139,12 +140,11 @@ def test_training_in_float32():
 def test_initialization_logs_that_amp_is_used(caplog):
     with caplog.at_level(logging.INFO):
         amp.init()
-    assert [f"{one.levelname}:{one.name}:{one.getMessage()}" for one in caplog.records] == [
-        "INFO:root:Using AMP"
-    ]
+    (record,) = caplog.records
+    assert f"{record.levelname}:{record.name}:{record.getMessage()}" == "INFO:root:Using AMP"
 
 
-def test_a_network_made_after_initialization_computes_in_float16():
+def test_a_network_constructed_after_initialization_computes_in_float16():
     amp.init()
     classes, boxes, _ = get_network()(torch.zeros(2, 3, 16, 16))
     assert (classes.dtype, boxes.dtype) == (torch.float16, torch.float16)
@@ -177,7 +177,7 @@ def test_training_with_amp_reaches_the_losses_of_float32():
 
 
 class Classifier(nn.Sequential):
-    """A network with a convolution `conv0` and a layer `fc1`, as the tutorial's."""
+    """A network with a convolution `conv0` and a linear layer `fc1`, named as in the tutorial."""
 
     def __init__(self):
         torch.manual_seed(0)
@@ -203,7 +203,7 @@ def load_checkpoint():
     return sym, dict(sym.named_parameters()), dict(sym.named_buffers())
 
 
-def bound(sym, arg_params, aux_params):
+def bind_module(sym, arg_params, aux_params):
     module = mod.Module(sym, data_names=["data"], label_names=["softmax_label"], context="cpu")
     module.bind(data_shapes=[["data", (1, 3, 16, 16)]], label_shapes=[["softmax_label", (1,)]])
     module.set_params(arg_params, aux_params)
@@ -221,7 +221,7 @@ def test_a_block_and_a_symbol_are_converted_for_inference():
     result_sym, result_arg_params, result_aux_params = amp.convert_model(
         sym, arg_params, aux_params
     )
-    module = bound(result_sym, result_arg_params, result_aux_params)
+    module = bind_module(result_sym, result_arg_params, result_aux_params)
     module.forward(io.DataBatch(data=[IMAGES], label=[torch.ones(1)]))
     assert torch.allclose(module.get_outputs()[0], sym(IMAGES), atol=1e-3)
     assert result_sym.converted.casts.after.count > 0
@@ -241,11 +241,11 @@ def test_lists_and_stored_parameters_are_customized_and_saved_with_their_casts(t
         fp32_ops=["SoftmaxOutput", "FullyConnected"],
         cast_optional_params=True,
     )
-    module = bound(result_sym, result_arg_params, result_aux_params)
+    module = bind_module(result_sym, result_arg_params, result_aux_params)
     module.forward(io.DataBatch(data=[IMAGES], label=[torch.ones(1)]))
     result = module.get_outputs()[0]
     assert torch.allclose(result, sym(IMAGES), atol=1e-3)
-    # Parameters of convolutions are in float16, those of the full layer stay in float32.
+    # Parameters of convolutions are float16; those of the linear layer stay float32.
     assert module._arg_params["conv0.weight"].dtype is torch.float16
     assert module._arg_params["fc1.bias"].dtype is torch.float32
     assert {value.dtype for value in result_aux_params.values() if value.is_floating_point()} == {
@@ -259,7 +259,7 @@ def test_lists_and_stored_parameters_are_customized_and_saved_with_their_casts(t
     assert loaded_arg_params["conv0.weight"].dtype is torch.float16
 
 
-def test_the_limit_to_one_trainer_is_gone():
+def test_output_layers_work_with_several_trainers():
     from mezzo.compat.mxnet import nd
 
     amp.init()

@@ -1,4 +1,4 @@
-"""OneFlow's guide to automatic mixed precision: one program for each of its code blocks, with fewer and smaller batches and in our own words."""
+"""Programs of OneFlow's guide to automatic mixed precision, with fewer and smaller batches."""
 
 import pytest
 
@@ -36,13 +36,13 @@ def graph_class(setup, scaler=None):
             self.loss_fn = setup.loss_fn
             self.add_optimizer(setup.optimizer)
             self.config.enable_amp(True)
-            self.inner = []
+            self.output_dtypes = []
             if scaler is not None:
                 self.set_grad_scaler(scaler)
 
         def build(self, x, y):
             predicted = self.model(x)
-            self.inner.append(predicted.dtype)
+            self.output_dtypes.append(predicted.dtype)
             loss = self.loss_fn(predicted, y)
             loss.backward()
             return predicted
@@ -50,7 +50,7 @@ def graph_class(setup, scaler=None):
     return CustomGraph
 
 
-def test_model_loss_and_optimizer_are_made_as_before(setup):
+def test_model_loss_and_optimizer_are_constructed_as_in_torch(setup):
     x, y = batch()
     assert setup.loss_fn(setup.model(x), y).shape == ()
     assert setup.model.training
@@ -60,10 +60,10 @@ def test_one_line_in_the_graph_enables_amp(setup):
     graph = graph_class(setup)()
     assert graph.training
     graph(*batch())
-    assert graph.inner == [flow.float16]
+    assert graph.output_dtypes == [flow.float16]
 
 
-def test_training_goes_on_as_usual(setup):
+def test_training_with_amp_lowers_the_loss_and_keeps_float32_parameters(setup):
     graph = graph_class(setup)()
     x, y = batch()
     before = setup.loss_fn(setup.model(x), y).item()
@@ -74,7 +74,7 @@ def test_training_goes_on_as_usual(setup):
     assert all(parameter.dtype is flow.float32 for parameter in setup.model.parameters())
 
 
-def scaler_of_the_document():
+def guide_scaler():
     return flow.amp.GradScaler(
         init_scale=2**12,
         growth_factor=2.0,
@@ -83,15 +83,15 @@ def scaler_of_the_document():
     )
 
 
-def test_a_scaler_grows_after_the_interval_of_good_steps(setup):
-    graph = graph_class(setup, scaler_of_the_document())()
+def test_the_loss_scale_grows_after_the_growth_interval(setup):
+    graph = graph_class(setup, guide_scaler())()
     for _ in range(1000):
         graph(*batch())
     assert graph.mezzo_step.scale == 2**13
 
 
-def test_a_scaler_ignores_the_update_of_a_bad_step_and_backs_off(setup):
-    graph = graph_class(setup, scaler_of_the_document())()
+def test_a_non_finite_step_is_skipped_and_the_loss_scale_backs_off(setup):
+    graph = graph_class(setup, guide_scaler())()
     graph(*batch())
     before = [parameter.detach().clone() for parameter in setup.model.parameters()]
     x, y = batch()
@@ -99,7 +99,7 @@ def test_a_scaler_ignores_the_update_of_a_bad_step_and_backs_off(setup):
     graph(x, y)
     assert (graph.mezzo_step.skipped, graph.mezzo_step.scale) == (True, 2**11)
     assert all(
-        flow.equal(one, old) for one, old in zip(setup.model.parameters(), before, strict=True)
+        flow.equal(new, old) for new, old in zip(setup.model.parameters(), before, strict=True)
     )
     graph(*batch())
     assert not graph.mezzo_step.skipped

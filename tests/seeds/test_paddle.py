@@ -1,7 +1,8 @@
-"""PaddlePaddle's guide to automatic mixed precision: one program for each of its code blocks, on a smaller network and in our own words.
+"""Programs of PaddlePaddle's guide to automatic mixed precision, one test per code block.
 
-Its experiment ends with losses of 0.6486028 in float32, 0.6486219 at O1 and 0.6743 at O2, where no
-masters are kept; static programs end with the same.
+The network is smaller than the guide's. The guide's experiment ends with losses of 0.6486028 in
+float32, 0.6486219 at O1 and 0.6743 at O2 without master weights; its static programs end with the
+same.
 """
 
 from __future__ import annotations
@@ -20,12 +21,12 @@ SIZE = 256
 BATCH = 16
 BATCHES = 10
 EPOCHS = 2
-LOST = 0.6743 / 0.6486028 - 1
-"""What the guide loses at O2."""
+O2_ERROR = 0.6743 / 0.6486028 - 1
+"""Relative increase of the loss at O2 in the guide."""
 
 
 class SimpleNet(nn.Module):
-    """Nine linear layers, which begin as Paddle's begin."""
+    """Nine linear layers, initialized as Paddle initializes them."""
 
     def __init__(self, input_size: int, output_size: int) -> None:
         super().__init__()
@@ -42,11 +43,11 @@ class SimpleNet(nn.Module):
 
 
 class GuardedNet(SimpleNet):
-    """The same, with all layers but the first under the guard."""
+    """The same network with all layers but the first inside `fp16_guard`."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for place, linear in enumerate(self.linears):
-            with paddle.static.amp.fp16_guard() if place > 0 else contextlib.nullcontext():
+        for index, linear in enumerate(self.linears):
+            with paddle.static.amp.fp16_guard() if index > 0 else contextlib.nullcontext():
                 x = linear(x)
         return x
 
@@ -115,13 +116,13 @@ def dynamic_o1(loader) -> float:
     return loss.item()
 
 
-def dynamic_o2(loader, **words) -> float:
+def dynamic_o2(loader, **options) -> float:
     mse = nn.MSELoss()
     model = SimpleNet(SIZE, SIZE)
     optimizer = paddle.optimizer.SGD(learning_rate=0.0001, parameters=model.parameters())
-    if words:
+    if options:
         model, optimizer = paddle.amp.decorate(
-            models=model, optimizers=optimizer, level="O2", **words
+            models=model, optimizers=optimizer, level="O2", **options
         )
     else:
         model = paddle.amp.decorate(models=model, level="O2")
@@ -142,7 +143,7 @@ def dynamic_o2(loader, **words) -> float:
     return loss.item()
 
 
-def test_1_the_network_is_nine_linear_layers():
+def test_1_the_network_has_nine_linear_layers():
     model = SimpleNet(SIZE, SIZE)
     bound = (6 / (SIZE + SIZE)) ** 0.5
     assert len(model.linears) == 9
@@ -172,8 +173,8 @@ def test_4_o1_ends_with_the_loss_of_float32_to_four_digits(loader, float32_loss)
     assert dynamic_o1(loader) == pytest.approx(float32_loss, rel=1e-4)
 
 
-def test_5_o2_without_masters_is_off_by_what_the_guide_shows(loader, float32_loss):
-    assert dynamic_o2(loader) / float32_loss - 1 == pytest.approx(LOST, rel=0.3)
+def test_5_o2_without_masters_has_the_error_of_the_guide(loader, float32_loss):
+    assert dynamic_o2(loader) / float32_loss - 1 == pytest.approx(O2_ERROR, rel=0.3)
 
 
 def test_5_o2_with_masters_ends_with_the_loss_of_o1(loader):
@@ -181,7 +182,7 @@ def test_5_o2_with_masters_ends_with_the_loss_of_o1(loader):
 
 
 class Digits(Dataset):
-    """Images whose class can be read off one row."""
+    """Images in which one bright row marks the class."""
 
     def __init__(self, count: int) -> None:
         self.labels = np.arange(count) % 10
@@ -196,7 +197,7 @@ class Digits(Dataset):
         return len(self.labels)
 
 
-def test_6_the_high_level_interface_trains_with_a_level_lists_and_scaling(capsys):
+def test_6_model_trains_with_a_level_custom_lists_and_loss_scaling(capsys):
     paddle.set_device("cpu")
     torch.manual_seed(0)
     net = nn.Sequential(nn.Flatten(1), nn.Linear(784, 200), nn.Tanh(), nn.Linear(200, 10))
@@ -214,7 +215,7 @@ def test_6_the_high_level_interface_trains_with_a_level_lists_and_scaling(capsys
     assert "step 10/10 [==============================] - loss: " in out
 
 
-def test_7_gradients_of_ten_batches_are_added_up_for_one_update(loader):
+def test_7_gradients_of_ten_batches_accumulate_for_one_update(loader):
     mse = nn.MSELoss()
     model, plain = SimpleNet(SIZE, SIZE), SimpleNet(SIZE, SIZE)
     optimizer = paddle.optimizer.SGD(learning_rate=0.0001, parameters=model.parameters())
@@ -243,15 +244,15 @@ def test_7_gradients_of_ten_batches_are_added_up_for_one_update(loader):
 
 @pytest.fixture
 def programs():
-    """Fresh default programs: the guide's blocks are programs of their own."""
+    """Return fresh default programs, since each block of the guide is a separate program."""
     paddle.enable_static()
     with paddle.static.program_guard(paddle.static.Program(), paddle.static.Program()):
         yield paddle.static.default_main_program(), paddle.static.default_startup_program()
     paddle.disable_static()
 
 
-def written(model: nn.Module):
-    """What every static block of the guide begins with."""
+def record_program(model: nn.Module):
+    """Record the program that every static block of the guide begins with."""
     data = paddle.static.data(name="data", shape=[BATCH, SIZE], dtype="float32")
     label = paddle.static.data(name="label", shape=[BATCH, SIZE], dtype="float32")
     predict = model(data)
@@ -260,8 +261,8 @@ def written(model: nn.Module):
     return data, label, loss, optimizer
 
 
-def trained(programs, loader, data, label, loss, initialise=lambda: None):
-    """What every static block of the guide ends with."""
+def train_program(programs, loader, data, label, loss, initialise=lambda: None):
+    """Train as every static block of the guide does, and return the last loss."""
     main_program, startup_program = programs
     exe = paddle.static.Executor(paddle.CPUPlace())
     exe.run(startup_program)
@@ -276,7 +277,7 @@ def trained(programs, loader, data, label, loss, initialise=lambda: None):
     return train_loss[0]
 
 
-def test_8_a_program_is_begun(programs):
+def test_8_static_mode_has_default_programs(programs):
     main_program, startup_program = programs
     assert not paddle.in_dynamic_mode()
     assert main_program is paddle.static.default_main_program()
@@ -284,9 +285,9 @@ def test_8_a_program_is_begun(programs):
 
 
 def test_9_a_float32_program_ends_with_the_loss_of_eager_training(programs, loader, float32_loss):
-    data, label, loss, optimizer = written(SimpleNet(SIZE, SIZE))
+    data, label, loss, optimizer = record_program(SimpleNet(SIZE, SIZE))
     optimizer.minimize(loss)
-    value = trained(programs, loader, data, label, loss)
+    value = train_program(programs, loader, data, label, loss)
     assert value.dtype == np.float32
     assert float(value) == pytest.approx(float32_loss, rel=1e-6)
 
@@ -294,7 +295,7 @@ def test_9_a_float32_program_ends_with_the_loss_of_eager_training(programs, load
 def test_10_an_o1_program_ends_with_the_loss_of_float32_to_four_digits(
     programs, loader, float32_loss
 ):
-    data, label, loss, optimizer = written(model := SimpleNet(SIZE, SIZE))
+    data, label, loss, optimizer = record_program(model := SimpleNet(SIZE, SIZE))
     amp_list = paddle.static.amp.CustomOpLists(custom_white_list=["elementwise_add"])
     optimizer = paddle.static.amp.decorate(
         optimizer=optimizer,
@@ -303,17 +304,17 @@ def test_10_an_o1_program_ends_with_the_loss_of_float32_to_four_digits(
         use_dynamic_loss_scaling=True,
     )
     optimizer.minimize(loss)
-    value = trained(programs, loader, data, label, loss)
+    value = train_program(programs, loader, data, label, loss)
     assert value.dtype == np.float32
     assert float(value) == pytest.approx(float32_loss, rel=1e-4)
     assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
     assert optimizer.get_loss_scaling() == 128.0
 
 
-def test_11_a_pure_float16_program_has_a_float16_loss_that_is_off_by_what_the_guide_shows(
+def test_11_a_pure_float16_program_has_a_float16_loss_with_the_error_of_the_guide(
     programs, loader, float32_loss
 ):
-    data, label, loss, optimizer = written(model := SimpleNet(SIZE, SIZE))
+    data, label, loss, optimizer = record_program(model := SimpleNet(SIZE, SIZE))
     optimizer = paddle.static.amp.decorate(
         optimizer=optimizer,
         init_loss_scaling=128.0,
@@ -322,7 +323,7 @@ def test_11_a_pure_float16_program_has_a_float16_loss_that_is_off_by_what_the_gu
         use_fp16_guard=False,
     )
     optimizer.minimize(loss)
-    value = trained(
+    value = train_program(
         programs,
         loader,
         data,
@@ -331,12 +332,12 @@ def test_11_a_pure_float16_program_has_a_float16_loss_that_is_off_by_what_the_gu
         lambda: optimizer.amp_init(paddle.CPUPlace(), scope=paddle.static.global_scope()),
     )
     assert value.dtype == np.float16
-    assert float(value) / float32_loss - 1 == pytest.approx(LOST, rel=0.3)
+    assert float(value) / float32_loss - 1 == pytest.approx(O2_ERROR, rel=0.3)
     assert {parameter.dtype for parameter in model.parameters()} == {torch.float16}
 
 
 def test_12_the_guard_marks_all_layers_but_the_first(programs):
-    *_, loss, _ = written(GuardedNet(SIZE, SIZE))
+    *_, loss, _ = record_program(GuardedNet(SIZE, SIZE))
     assert [(node.name, node.guarded) for node in loss.program.nodes] == [
         ("linear", False),
         *[("linear", True)] * 8,
@@ -347,7 +348,7 @@ def test_12_the_guard_marks_all_layers_but_the_first(programs):
 def test_13_a_guarded_program_has_a_float32_loss_and_float32_parameters_outside_the_guard(
     programs, loader, float32_loss
 ):
-    data, label, loss, optimizer = written(model := GuardedNet(SIZE, SIZE))
+    data, label, loss, optimizer = record_program(model := GuardedNet(SIZE, SIZE))
     optimizer = paddle.static.amp.decorate(
         optimizer=optimizer,
         init_loss_scaling=128.0,
@@ -356,7 +357,7 @@ def test_13_a_guarded_program_has_a_float32_loss_and_float32_parameters_outside_
         use_fp16_guard=True,
     )
     optimizer.minimize(loss)
-    value = trained(
+    value = train_program(
         programs,
         loader,
         data,
@@ -369,8 +370,8 @@ def test_13_a_guarded_program_has_a_float32_loss_and_float32_parameters_outside_
         torch.float32,
         *[torch.float16] * 8,
     ]
-    # 0.6691731 in the guide: one layer of nine learns.
-    assert 0 < float(value) / float32_loss - 1 < 1.3 * LOST
+    # 0.6691731 in the guide: only one layer of nine has float32 updates.
+    assert 0 < float(value) / float32_loss - 1 < 1.3 * O2_ERROR
 
 
 # -- common problems -------------------------------------------------------------------------------
@@ -384,12 +385,12 @@ def test_14_decorate_comes_before_data_parallel():
         assert dp_model(torch.ones(2, 8)).dtype is torch.float16
 
 
-def test_14_the_other_order_is_refused_in_the_guides_words():
+def test_14_the_other_order_raises_the_error_of_the_guide():
     dp_model = paddle.DataParallel(SimpleNet(8, 8))
-    words = (
+    message = (
         r"For distributed AMP training, you should first use paddle.amp.decorate\(\) to decorate"
         r" origin model, and then call paddle.DataParallel"
     )
-    with pytest.raises(RuntimeError, match=words):
+    with pytest.raises(RuntimeError, match=message):
         paddle.amp.decorate(models=dp_model, level="O2")
     assert {parameter.dtype for parameter in dp_model.parameters()} == {torch.float32}

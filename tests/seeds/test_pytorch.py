@@ -1,8 +1,8 @@
-"""The programs of a page on PyTorch's amp (T. Heo, "AMP(Automatic Mixed-Precision)"), which says `torch.cuda.amp`: the same calls, on mezzo by `install()`.
+"""Programs of a blog page on `torch.cuda.amp` (T. Heo, "AMP(Automatic Mixed-Precision)").
 
-The host's own words (layers, data) are small enough for a CPU. There `torch.cuda.amp` is switched
-off with a warning, as torch does it, so each program also runs with the names of `torch.cpu.amp`,
-whose calls are the same.
+The calls are the page's; `install()` makes them run on mezzo. Layers and data are small enough for
+a CPU. Without a GPU torch disables `torch.cuda.amp` with a warning, so each program also runs with
+`torch.cpu.amp`, which has the same calls.
 """
 
 import importlib
@@ -56,26 +56,26 @@ def batches(count=6, device=HERE):
     ]
 
 
-def names(device):
-    """`autocast` and `GradScaler` as the page imports them, quiet about their age."""
+def amp_classes(device):
+    """Return `autocast` and `GradScaler` as the page imports them, without FutureWarnings."""
     amp = importlib.import_module(f"torch.{device}.amp")
 
-    def quietly(kind):
-        def call():
+    def without_warnings(cls):
+        def construct():
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore", FutureWarning)
-                return kind()
+                return cls()
 
-        return call
+        return construct
 
-    return quietly(amp.autocast), quietly(amp.GradScaler)
+    return without_warnings(amp.autocast), without_warnings(amp.GradScaler)
 
 
-def in_float32(data):
+def float32_losses(data):
     torch.manual_seed(0)
     model = Net().to(HERE)
     optimizer, losses = optim.SGD(model.parameters(), lr=0.05), []
-    for input, target in data:  # noqa: A001 - the page's words
+    for input, target in data:  # noqa: A001 - the page's name
         optimizer.zero_grad()
         loss = nn.functional.cross_entropy(model(input), target)
         loss.backward()
@@ -84,14 +84,14 @@ def in_float32(data):
     return losses
 
 
-def test_the_name_is_there():
-    found = getattr(torch.cuda.amp, "autocast")  # noqa: B009 - as the page looks
-    assert issubclass(found, mezzo.autocast)
+def test_install_replaces_the_name_that_the_page_looks_up():
+    replaced = getattr(torch.cuda.amp, "autocast")  # noqa: B009 - as on the page
+    assert issubclass(replaced, mezzo.autocast)
 
 
 @pytest.mark.parametrize("device", ["cpu", CUDA])
-def test_forward_under_autocast(device):
-    autocast, _ = names(device)
+def test_the_autocast_program_reaches_the_losses_of_float32(device):
+    autocast, _ = amp_classes(device)
     loss_fn, data, losses = nn.functional.cross_entropy, batches(), []
     torch.manual_seed(0)
     # Creates model and optimizer in default precision
@@ -102,24 +102,24 @@ def test_forward_under_autocast(device):
         with autocast():
             output = model(input)
             loss = loss_fn(output, target)
-        # Backward runs outside.
+        # The page runs backward outside of the region.
         assert not torch.is_autocast_enabled(device)
         loss.backward()
         optimizer.step()
         losses.append(loss.item())
     assert set(model.dtypes) == {torch.bfloat16 if device == "cpu" else torch.float16}
     assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
-    assert losses == pytest.approx(in_float32(data), abs=0.03)
+    assert losses == pytest.approx(float32_losses(data), abs=0.03)
 
 
 @pytest.mark.parametrize("device", ["cpu", CUDA])
-def test_gradient_scaling(device):
-    autocast, scaler_of = names(device)
+def test_the_grad_scaler_program_reaches_the_losses_of_float32(device):
+    autocast, make_scaler = amp_classes(device)
     loss_fn, data, losses = nn.functional.cross_entropy, batches(), []
     torch.manual_seed(0)
     model = Net().to(device)
     optimizer = optim.SGD(model.parameters(), lr=0.05)
-    scaler = scaler_of()
+    scaler = make_scaler()
     for input, target in data:  # noqa: A001
         optimizer.zero_grad()
         with autocast():
@@ -132,11 +132,11 @@ def test_gradient_scaling(device):
         scaler.update()
         losses.append(loss.item())
     assert scaler.get_scale() == 65536.0
-    assert losses == pytest.approx(in_float32(data), abs=0.03)
+    assert losses == pytest.approx(float32_losses(data), abs=0.03)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_without_a_gpu_the_page_runs_in_float32_and_is_told_so():
+def test_without_a_gpu_the_program_runs_in_float32_with_a_warning():
     data, losses = batches(), []
     torch.manual_seed(0)
     model = Net()
@@ -153,12 +153,12 @@ def test_without_a_gpu_the_page_runs_in_float32_and_is_told_so():
         scaler.step(optimizer)
         scaler.update()
         losses.append(loss.item())
-    assert losses == in_float32(data)
+    assert losses == float32_losses(data)
 
 
-def test_gradients_that_float16_loses_are_saved_by_scaling():
-    # The page's reason for scaling: what is too small for float16 becomes zero, and its update is
-    # lost.
+def test_loss_scaling_keeps_gradients_that_underflow_in_float16():
+    # The page's reason for scaling: gradients too small for float16 become zero, and their updates
+    # are lost.
     gradients = {}
     for scaled in (False, True):
         weight = nn.Parameter(torch.ones(2, 2))

@@ -1,1 +1,5 @@
-"""Other systems' call shapes, each a thin translation: `mezzo.compat.torch`, `mezzo.compat.apex` and their neighbours. Nothing in mezzo imports them."""
+"""Dialects: thin translations of other systems' mixed-precision calls to mezzo.
+
+One subpackage per system: `mezzo.compat.torch`, `apex`, `megengine`, `mxnet`, `oneflow` and
+`paddle`. No other part of mezzo imports them.
+"""

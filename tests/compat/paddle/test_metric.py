@@ -1,4 +1,4 @@
-"""What `Model` counts."""
+"""`paddle.metric`: metrics of `paddle.Model`."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ PRED = torch.tensor([[0.1, 0.2, 0.7], [0.6, 0.3, 0.1], [0.2, 0.5, 0.3]])
 @pytest.mark.parametrize(
     "label",
     [torch.tensor([2, 1, 0]), torch.tensor([[2], [1], [0]]), torch.eye(3)[[2, 1, 0]]],
-    ids=["numbers", "a column", "one-hot"],
+    ids=["numbers", "column", "one-hot"],
 )
-def test_accuracy_counts_right_first_guesses(label):
+def test_accuracy_is_the_share_of_correct_top_predictions(label):
     accuracy = Accuracy()
     assert accuracy.update(accuracy.compute(PRED, label)) == pytest.approx(1 / 3)
 
 
-def test_accuracy_adds_batches_up_until_it_is_reset():
+def test_accuracy_accumulates_batches_until_reset():
     accuracy = Accuracy()
     accuracy.update(accuracy.compute(PRED, torch.tensor([2, 0, 1])))
     accuracy.update(accuracy.compute(PRED[:1], torch.tensor([0])))
@@ -29,14 +29,14 @@ def test_accuracy_adds_batches_up_until_it_is_reset():
     assert accuracy.accumulate() == 0.0
 
 
-def test_several_guesses_are_several_numbers():
-    accuracy = Accuracy(topk=(1, 2), name="right")
+def test_several_top_k_give_several_numbers():
+    accuracy = Accuracy(topk=(1, 2), name="hit")
     accuracy.update(accuracy.compute(PRED, torch.tensor([2, 1, 2])))
-    assert accuracy.name() == ["right_top1", "right_top2"]
+    assert accuracy.name() == ["hit_top1", "hit_top2"]
     assert accuracy.accumulate() == pytest.approx([1 / 3, 1.0])
 
 
-def test_a_metric_of_ones_own_gets_outputs_and_labels():
+def test_a_custom_metric_receives_outputs_and_labels():
     class Mean(Metric):
         def __init__(self):
             self.reset()

@@ -1,4 +1,4 @@
-"""`DataParallel`: on one process the model itself."""
+"""`paddle.DataParallel` in one process and in a group of two."""
 
 from __future__ import annotations
 
@@ -32,17 +32,17 @@ for step in range(3):
     with paddle.amp.auto_cast(level="O2"):
         loss = dp_model(torch.full((2, 4), float(1 + rank))).sum()
     scaler.scale(loss).backward()
-    seen = model.weight.grad.tolist()
+    gradient = model.weight.grad.tolist()
     scaler.step(optimizer)
     scaler.update()
     optimizer.clear_grad()
-torch.save({"seen": seen, "state": dp_model.state_dict()}, f"{sys.argv[1]}/{rank}.pt")
+torch.save({"gradient": gradient, "state": dp_model.state_dict()}, f"{sys.argv[1]}/{rank}.pt")
 dist.destroy_process_group()
 """
 
 
 @pytest.fixture
-def alone(tmp_path):
+def group_of_one(tmp_path):
     distributed.init_process_group(
         "gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1
     )
@@ -50,34 +50,37 @@ def alone(tmp_path):
     distributed.destroy_process_group()
 
 
-def test_parameters_states_and_outputs_are_the_models_own():
+def test_parameters_state_dict_and_outputs_are_the_models():
     model = nn.Linear(2, 1)
     wrapped = paddle.DataParallel(model)
     x = torch.ones(3, 2)
     assert torch.equal(wrapped(x), model(x))
     assert list(wrapped.state_dict()) == ["weight", "bias"]
     assert all(
-        one is other for one, other in zip(wrapped.parameters(), model.parameters(), strict=True)
+        wrapped_parameter is parameter
+        for wrapped_parameter, parameter in zip(
+            wrapped.parameters(), model.parameters(), strict=True
+        )
     )
     wrapped.set_state_dict({"weight": torch.zeros(1, 2), "bias": torch.zeros(1)})
     assert not wrapped(x).any()
 
 
-def test_losses_and_gradients_are_left_alone():
+def test_losses_and_gradients_are_unchanged():
     wrapped, loss = paddle.DataParallel(nn.Linear(2, 1)), torch.tensor(2.0)
     assert wrapped.scale_loss(loss) is loss
     assert wrapped.apply_collective_grads() is None
     assert isinstance(wrapped.no_sync(), contextlib.nullcontext)
 
 
-@pytest.mark.usefixtures("alone")
-def test_a_group_of_one_is_no_group():
+@pytest.mark.usefixtures("group_of_one")
+def test_a_group_of_one_process_is_not_distributed():
     wrapped = paddle.DataParallel(nn.Linear(2, 1))
     wrapped(torch.ones(1, 2)).sum().backward()
     assert isinstance(wrapped.no_sync(), contextlib.nullcontext)
 
 
-def test_a_decorated_model_trains_through_it():
+def test_a_wrapped_decorated_model_trains():
     model = nn.Linear(4, 1)
     optimizer = paddle.optimizer.SGD(learning_rate=0.1, parameters=model.parameters())
     model, optimizer = paddle.amp.decorate(
@@ -103,7 +106,7 @@ def test_two_processes_average_their_gradients(tmp_path):
     for worker in workers:
         _, errors = worker.communicate(timeout=120)
         assert worker.returncode == 0, errors
-    one, other = (torch.load(tmp_path / f"{rank}.pt", weights_only=True) for rank in range(2))
-    # Two rows of 1 here and of 2 there, scaled by 8: 16 and 32, and their mean on both.
-    assert one["seen"] == other["seen"] == [[24.0] * 4]
-    assert all(torch.equal(value, other["state"][name]) for name, value in one["state"].items())
+    first, second = (torch.load(tmp_path / f"{rank}.pt", weights_only=True) for rank in range(2))
+    # Two rows of 1 on rank 0 and of 2 on rank 1, scaled by 8: 16 and 32, averaged to 24.
+    assert first["gradient"] == second["gradient"] == [[24.0] * 4]
+    assert all(torch.equal(value, second["state"][name]) for name, value in first["state"].items())

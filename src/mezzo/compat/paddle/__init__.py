@@ -1,7 +1,8 @@
-"""PaddlePaddle's mixed precision on torch and mezzo: `from mezzo.compat import paddle`, and the AMP calls of a program stay as they are.
+"""PaddlePaddle's mixed precision on torch and mezzo.
 
-Layers, tensors and data loaders are torch's; docs/coming-from/paddle.md has the table of
-substitutions, and what differs.
+Write `from mezzo.compat import paddle`, and a program's calls of `paddle.amp`, `paddle.static.amp`,
+`paddle.Model` and `paddle.optimizer` stay as they are. Layers, tensors and data loaders are
+torch's; docs/coming-from/paddle.md has the table of substitutions and the differences.
 """
 
 from typing import NoReturn
@@ -16,7 +17,7 @@ from mezzo.compat.paddle._places import (
     set_device,
 )
 from mezzo.compat.paddle.hapi import Model
-from mezzo.compat.paddle.nn import refuse
+from mezzo.compat.paddle.nn import raise_missing
 from mezzo.compat.paddle.parallel import DataParallel
 from mezzo.compat.paddle.static._program import disable_static, enable_static, in_dynamic_mode
 
@@ -44,4 +45,4 @@ __all__ = [
 def __getattr__(name: str) -> NoReturn:
     if name.startswith("__"):
         raise AttributeError(name)
-    refuse("", name)
+    raise_missing("", name)

@@ -1,4 +1,4 @@
-"""`paddle.callbacks`: what wants to hear of a model's passes."""
+"""`paddle.callbacks`: the base class of callbacks for `paddle.Model`."""
 
 from mezzo.compat.paddle.hapi._training_loop import Callback
 

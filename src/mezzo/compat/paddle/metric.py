@@ -1,4 +1,4 @@
-"""`paddle.metric`: what `Model` counts while it trains and evaluates."""
+"""`paddle.metric`: metrics that `paddle.Model` accumulates over batches."""
 
 from __future__ import annotations
 
@@ -10,34 +10,35 @@ import torch
 
 
 class Metric(ABC):
-    """Something that is added up over batches."""
+    """`paddle.metric.Metric`: base class of metrics."""
 
     @abstractmethod
     def reset(self) -> None:
-        """Forget what was added up."""
+        """Clear the accumulated values."""
 
     @abstractmethod
     def update(self, *args: Any) -> Any:
-        """Add a batch: what `compute` gave."""
+        """Add one batch, given what `compute` returned."""
 
     @abstractmethod
     def accumulate(self) -> Any:
-        """The number, or several, so far."""
+        """Return the metric over all batches since the last reset."""
 
     @abstractmethod
     def name(self) -> str | list[str]:
-        """What the number, or each of several, is called."""
+        """Return the name of the metric, or a list of names."""
 
     def compute(self, *args: Any) -> Any:
-        """What `update` gets, from outputs and labels; by default these."""
+        """Compute the arguments of `update` from outputs and labels; by default, pass them on."""
         return args
 
 
 class Accuracy(Metric):
-    """How often the label is among the first guesses.
+    """`paddle.metric.Accuracy`: how often the label is among the top k predictions.
 
     >>> accuracy = Accuracy()
-    >>> accuracy.update(accuracy.compute(torch.tensor([[0.1, 0.9], [0.8, 0.2]]), torch.tensor([1, 1])))
+    >>> predicted = torch.tensor([[0.1, 0.9], [0.8, 0.2]])
+    >>> accuracy.update(accuracy.compute(predicted, torch.tensor([1, 1])))
     0.5
     """
 
@@ -48,35 +49,38 @@ class Accuracy(Metric):
         self.reset()
 
     def compute(self, pred: torch.Tensor, label: torch.Tensor, *_: Any) -> torch.Tensor:
-        """Which of the first guesses are right. Labels are class numbers, with a last dimension of one or without, or one-hot."""
-        first = pred.detach().topk(max(self.topk), dim=-1).indices
+        """Return which of the top predictions are correct.
+
+        Labels are class numbers, with or without a last dimension of one, or one-hot rows.
+        """
+        top = pred.detach().topk(max(self.topk), dim=-1).indices
         if label.dim() == pred.dim() and label.shape[-1] != 1:
             label = label.argmax(-1)
-        return first == label.reshape(*first.shape[:-1], 1).to(first.device)
+        return top == label.reshape(*top.shape[:-1], 1).to(top.device)
 
     def update(self, correct: Any, *_: Any) -> Any:
-        """Add a batch, and give its accuracy."""
-        hits = torch.as_tensor(correct).reshape(-1, max(self.topk))
-        shares = []
-        for place, k in enumerate(self.topk):
-            found = int(hits[:, :k].sum())
-            self._found[place] += found
-            self._seen[place] += len(hits)
-            shares.append(found / len(hits))
-        return shares[0] if len(shares) == 1 else shares
+        """Add a batch and return its accuracy."""
+        rows = torch.as_tensor(correct).reshape(-1, max(self.topk))
+        accuracies = []
+        for index, k in enumerate(self.topk):
+            num_correct = int(rows[:, :k].sum())
+            self._correct[index] += num_correct
+            self._total[index] += len(rows)
+            accuracies.append(num_correct / len(rows))
+        return accuracies[0] if len(accuracies) == 1 else accuracies
 
     def reset(self) -> None:
-        """Forget what was added up."""
-        self._found, self._seen = [0] * len(self.topk), [0] * len(self.topk)
+        """Clear the accumulated counts."""
+        self._correct, self._total = [0] * len(self.topk), [0] * len(self.topk)
 
     def accumulate(self) -> Any:
-        """The accuracy so far."""
-        shares = [
-            found / seen if seen else 0.0
-            for found, seen in zip(self._found, self._seen, strict=True)
+        """Return the accuracy since the last reset."""
+        accuracies = [
+            correct / total if total else 0.0
+            for correct, total in zip(self._correct, self._total, strict=True)
         ]
-        return shares[0] if len(shares) == 1 else shares
+        return accuracies[0] if len(accuracies) == 1 else accuracies
 
     def name(self) -> list[str]:
-        """What the numbers are called."""
+        """Return the names of the numbers that `accumulate` returns."""
         return [self._name] if len(self.topk) == 1 else [f"{self._name}_top{k}" for k in self.topk]

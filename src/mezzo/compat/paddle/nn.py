@@ -1,4 +1,4 @@
-"""Paddle's `nn`: torch's modules, gradient clipping, and names that have other words in torch."""
+"""`paddle.nn`: gradient clipping. Any other name raises with its torch equivalent."""
 
 from __future__ import annotations
 
@@ -11,11 +11,13 @@ from torch.nn import utils
 
 from mezzo.optim.binding import optimizer_binding
 
+__all__ = ["ClipGradByGlobalNorm", "ClipGradByNorm", "ClipGradByValue"]
+
 Optimizer = torch.optim.Optimizer
 
 
 class Clip(Protocol):
-    """What `grad_clip` takes."""
+    """Type of the `grad_clip` argument of optimizers."""
 
     def __call__(self, parameters: Sequence[torch.Tensor]) -> None:
         """Clip the gradients of parameters in place."""
@@ -23,7 +25,7 @@ class Clip(Protocol):
 
 @dataclass(frozen=True)
 class ClipGradByGlobalNorm:
-    """All gradients together have at most this norm.
+    """`paddle.nn.ClipGradByGlobalNorm`: limit the norm of all gradients together.
 
     >>> weight = torch.nn.Parameter(torch.ones(2))
     >>> weight.grad = torch.tensor([3.0, 4.0])
@@ -35,7 +37,7 @@ class ClipGradByGlobalNorm:
     clip_norm: float
     """The largest norm."""
     group_name: str = "default_group"
-    """Paddle's; each optimizer clips its own gradients here, too."""
+    """Accepted and not used, as in Paddle: each optimizer clips its own gradients."""
 
     def __call__(self, parameters: Sequence[torch.Tensor]) -> None:
         """Clip the gradients of parameters in place."""
@@ -44,7 +46,7 @@ class ClipGradByGlobalNorm:
 
 @dataclass(frozen=True)
 class ClipGradByNorm:
-    """Each gradient by itself has at most this norm."""
+    """`paddle.nn.ClipGradByNorm`: limit the norm of each gradient."""
 
     clip_norm: float
     """The largest norm."""
@@ -57,12 +59,12 @@ class ClipGradByNorm:
 
 @dataclass(frozen=True)
 class ClipGradByValue:
-    """Each element of each gradient is at most this, and at least its negative or another number."""
+    """`paddle.nn.ClipGradByValue`: limit each element of each gradient."""
 
     max: float
     """The largest value."""
     min: float | None = None
-    """The smallest; None is the negative of the largest."""
+    """The smallest value; None is `-max`."""
 
     def __call__(self, parameters: Sequence[torch.Tensor]) -> None:
         """Clip the gradients of parameters in place."""
@@ -71,30 +73,35 @@ class ClipGradByValue:
                 parameter.grad.clamp_(-self.max if self.min is None else self.min, self.max)
 
 
-def clip_of(optimizer: Optimizer) -> Clip | None:
-    """What an optimizer clips by when it steps; None where it does not, or where its bound step does it by itself."""
-    bound = optimizer_binding(optimizer)
+def hook_clip(optimizer: Optimizer) -> Clip | None:
+    """Return the clip that `clip_before_step` applies.
+
+    None if the optimizer does not clip, or if its fused step clips to a global norm itself.
+    """
+    binding = optimizer_binding(optimizer)
     clip: Clip | None = getattr(optimizer, "_grad_clip", None)
-    return None if bound is not None and bound.clip_norm is not None else clip
+    return None if binding is not None and binding.clip_norm is not None else clip
 
 
-# The shape of a step hook.
-def clip_before_step(optimizer: Optimizer, arguments: Any, words: Any) -> None:
-    """A hook of optimizers: clip what they are about to step from, in float32."""
-    clip = clip_of(optimizer)
+def clip_before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    """Clip gradients in float32 before a step; a step pre-hook of optimizers."""
+    clip = hook_clip(optimizer)
     if clip is None:
         return
-    bound = optimizer_binding(optimizer)
-    if bound is not None:
-        bound.widen_gradients()
+    binding = optimizer_binding(optimizer)
+    if binding is not None:
+        binding.widen_gradients()
     clip([parameter for group in optimizer.param_groups for parameter in group["params"]])
 
 
-def norm_for_all(optimizers: Sequence[Optimizer]) -> float | None:
-    """The one global norm that several optimizers clip to, which a bound step can do by itself; None where they do not agree on one."""
+def shared_clip_norm(optimizers: Sequence[Optimizer]) -> float | None:
+    """Return the global norm that all these optimizers clip to, for a fused step to apply.
+
+    None if their clips differ, or are no `ClipGradByGlobalNorm`.
+    """
     clips = {getattr(optimizer, "_grad_clip", None) for optimizer in optimizers}
-    only = clips.pop() if len(clips) == 1 else None
-    return only.clip_norm if isinstance(only, ClipGradByGlobalNorm) else None
+    shared = clips.pop() if len(clips) == 1 else None
+    return shared.clip_norm if isinstance(shared, ClipGradByGlobalNorm) else None
 
 
 SUBSTITUTIONS = {
@@ -117,7 +124,7 @@ SUBSTITUTIONS = {
     "io.DataLoader": "torch.utils.data.DataLoader",
     "vision.transforms": "torchvision.transforms",
     "vision.datasets": "torchvision.datasets",
-    "optimizer.lr": "torch.optim.lr_scheduler, made with the optimizer",
+    "optimizer.lr": "torch.optim.lr_scheduler, constructed with the optimizer",
     "regularizer.L2Decay": "the coefficient itself: weight_decay=1e-4",
     "to_tensor": "torch.as_tensor",
     "seed": "torch.manual_seed",
@@ -130,30 +137,26 @@ SUBSTITUTIONS = {
     "model.set_state_dict": "model.load_state_dict",
     "tensor.stop_gradient = False": "tensor.requires_grad_()",
 }
-"""Paddle's call → torch's."""
+"""Name in Paddle → what to use of torch."""
 
 
-def refuse(module: str, name: str) -> NoReturn:
-    """Say what a name of Paddle's is in torch's words."""
-    asked = f"{module}.{name}" if module else name
-    inside = [call for call in SUBSTITUTIONS if call.startswith(f"{asked}.")]
-    if asked in SUBSTITUTIONS:
-        remedy = f" Use {SUBSTITUTIONS[asked]}."
-    elif inside:
-        remedy = (
-            f" Use torch's: {'; '.join(f'{call} is {SUBSTITUTIONS[call]}' for call in inside)}."
-        )
+def raise_missing(module: str, name: str) -> NoReturn:
+    """Raise `AttributeError` for a name that only Paddle has, with its torch equivalent."""
+    full_name = f"{module}.{name}" if module else name
+    members = [call for call in SUBSTITUTIONS if call.startswith(f"{full_name}.")]
+    if full_name in SUBSTITUTIONS:
+        remedy = f"Use {SUBSTITUTIONS[full_name]}."
+    elif members:
+        equivalents = "; ".join(f"{call} is {SUBSTITUTIONS[call]}" for call in members)
+        remedy = f"Use torch's: {equivalents}."
     else:
-        remedy = " Layers, tensors and data are torch's: docs/coming-from/paddle.md has the table."
+        remedy = "Layers, tensors and data are torch's: docs/coming-from/paddle.md has the table."
     raise AttributeError(
-        f"mezzo.compat.paddle has no {asked}: it brings Paddle's mixed precision alone.{remedy}"
+        f"mezzo.compat.paddle has no {full_name}: it has only Paddle's mixed precision. {remedy}"
     )
-
-
-__all__ = ["ClipGradByGlobalNorm", "ClipGradByNorm", "ClipGradByValue"]
 
 
 def __getattr__(name: str) -> NoReturn:
     if name.startswith("__"):
         raise AttributeError(name)
-    refuse("nn", name)
+    raise_missing("nn", name)

@@ -1,4 +1,4 @@
-"""`paddle.DataParallel`: torch's, in Paddle's words; on one process the model itself."""
+"""`paddle.DataParallel` on torch's `DistributedDataParallel`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 
 class DataParallel(nn.Module):
-    """A model whose gradients are averaged over the processes of a group. Decorate first, then wrap.
+    """`paddle.DataParallel`: average a model's gradients over the processes of a group.
+
+    Decorate the model first, then wrap it. In a single process it calls the model directly.
 
     >>> model = DataParallel(nn.Linear(2, 1))
     >>> sorted(model.state_dict())
@@ -29,45 +31,45 @@ class DataParallel(nn.Module):
     ) -> None:
         super().__init__()
         self._layers = layers
-        several = (
+        is_distributed = (
             distributed.is_available()
             and distributed.is_initialized()
             and distributed.get_world_size(group) > 1
         )
-        # Not a module of this one, or every parameter would have two names.
-        self.__dict__["_called"] = (
+        # Not registered as a submodule: every parameter would then have two names.
+        self.__dict__["_wrapped"] = (
             DistributedDataParallel(
                 layers,
                 bucket_cap_mb=comm_buffer_size,
                 find_unused_parameters=find_unused_parameters,
                 process_group=group,
             )
-            if several
+            if is_distributed
             else layers
         )
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        """The model's own output."""
-        return self.__dict__["_called"](*inputs, **kwargs)
+        """Return the model's output."""
+        return self.__dict__["_wrapped"](*inputs, **kwargs)
 
     def no_sync(self) -> Any:
-        """Leave gradients unaveraged for a while, to accumulate them."""
-        called = self.__dict__["_called"]
-        return called.no_sync() if isinstance(called, DistributedDataParallel) else nullcontext()
+        """Return a context in which gradients are accumulated without averaging them."""
+        wrapped = self.__dict__["_wrapped"]
+        return wrapped.no_sync() if isinstance(wrapped, DistributedDataParallel) else nullcontext()
 
     def scale_loss(self, loss: torch.Tensor) -> torch.Tensor:
-        """The loss as it is: gradients are averaged by themselves."""
+        """Return the loss unchanged: torch averages the gradients during backward."""
         return loss
 
     def apply_collective_grads(self) -> None:
-        """Nothing is left to do: gradients are averaged by themselves."""
+        """Do nothing: torch averages the gradients during backward."""
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """The model's own state, without a prefix."""
+        """Return the model's state dict, without a prefix."""
         return self._layers.state_dict(*args, **kwargs)
 
     def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """Load the model's own state."""
+        """Load a state dict of the model."""
         return self._layers.load_state_dict(*args, **kwargs)
 
     set_state_dict = load_state_dict

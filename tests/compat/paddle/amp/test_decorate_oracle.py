@@ -1,4 +1,7 @@
-"""Every recorded table of PaddlePaddle's `decorate`, in its own words: which tensors it casts, what `excluded_layers` keeps, what `save_dtype` saves."""
+"""Compare `decorate` with every recorded table of PaddlePaddle.
+
+The tables have the dtypes of all tensors, also with `excluded_layers` and `save_dtype`.
+"""
 
 from __future__ import annotations
 
@@ -47,7 +50,7 @@ def recorded(table: dict[str, str]) -> dict[str, torch.dtype]:
     }
 
 
-def seen(model: nn.Module) -> dict[str, torch.dtype]:
+def tensor_dtypes(model: nn.Module) -> dict[str, torch.dtype]:
     tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     return {
         name: tensor.dtype
@@ -62,7 +65,7 @@ def seen(model: nn.Module) -> dict[str, torch.dtype]:
 def test_the_same_tensors_are_cast(row):
     model = NETWORKS[row["net"]]()
     assert paddle.amp.decorate(models=model, level=row["level"], dtype=row["dtype"]) is model
-    assert seen(model) == recorded(row["params"] | row["buffers"])
+    assert tensor_dtypes(model) == recorded(row["params"] | row["buffers"])
 
 
 @pytest.mark.parametrize(
@@ -78,7 +81,7 @@ def test_the_same_layers_are_excluded(row):
         dtype=row["dtype"],
         excluded_layers=EXCLUDED[row["excluded"]](model),
     )
-    assert seen(model) == recorded(row["params"] | row["buffers"])
+    assert tensor_dtypes(model) == recorded(row["params"] | row["buffers"])
 
 
 @pytest.mark.parametrize(
@@ -94,12 +97,12 @@ def test_the_state_is_saved_in_the_same_dtypes(row):
     }
     assert state == recorded(row["state_dict"])
     assert {
-        name: dtype for name, dtype in seen(model).items() if not name.endswith("buf")
+        name: dtype for name, dtype in tensor_dtypes(model).items() if not name.endswith("buf")
     } == recorded(row["params_after"])
 
 
-def test_masters_start_from_the_original_values_where_paddles_start_from_the_rounded_ones():
-    """A deliberate difference: what rounding takes before the first step is lost for good there."""
+def test_masters_start_from_the_original_values_and_not_from_rounded_ones_as_paddles():
+    """A deliberate difference: what rounding loses before the first step is lost for good."""
     assert ORACLE["master_initialised_from"] == {
         "equals_original_fp32": False,
         "equals_rounded_half": True,

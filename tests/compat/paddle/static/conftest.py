@@ -1,4 +1,4 @@
-"""A program of its own for each test."""
+"""Fixtures: each test records its own program."""
 
 from __future__ import annotations
 

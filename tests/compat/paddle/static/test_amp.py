@@ -1,4 +1,4 @@
-"""`static.amp.decorate` in both generations' words."""
+"""`paddle.static.amp`: op lists and both signatures of `decorate`."""
 
 from __future__ import annotations
 
@@ -9,16 +9,15 @@ from torch import nn
 from mezzo.compat import paddle
 from mezzo.compat.paddle import static
 from mezzo.compat.paddle.amp._grad_scaler import ScalerParameters
+from mezzo.compat.paddle.static.amp import AutoMixedPrecisionLists, CustomOpLists
 
 
-def optimizer(**words):
-    return paddle.optimizer.SGD(
-        learning_rate=0.1, parameters=[nn.Parameter(torch.ones(1))], **words
-    )
+def make_optimizer():
+    return paddle.optimizer.SGD(learning_rate=0.1, parameters=[nn.Parameter(torch.ones(1))])
 
 
-def precision(*args, **words):
-    return static.amp.decorate(optimizer(), *args, **words)._precision
+def precision_of(*args, **kwargs):
+    return static.amp.decorate(make_optimizer(), *args, **kwargs)._precision
 
 
 NEWER = ScalerParameters(65536.0, 2.0, 0.5, 2000, 1, True, min_scale=1.0)
@@ -26,7 +25,7 @@ OLDER = ScalerParameters(32768.0, 2.0, 0.8, 1000, 2, True, min_scale=1.0)
 
 
 @pytest.mark.parametrize(
-    ("args", "words", "expected"),
+    ("args", "kwargs", "expected"),
     [
         ((), {}, ("O1", "float16", False, NEWER)),
         ((), {"level": "O2"}, ("O2", "float16", False, NEWER)),
@@ -55,13 +54,14 @@ OLDER = ScalerParameters(32768.0, 2.0, 0.8, 1000, 2, True, min_scale=1.0)
     ],
     ids=str,
 )
-def test_each_signature_has_its_defaults(args, words, expected):
-    made = precision(*args, **words)
-    assert (made.level, made.dtype, made.guarded, made.scaling) == expected
+def test_each_signature_has_its_defaults(args, kwargs, expected):
+    precision = precision_of(*args, **kwargs)
+    actual = (precision.level, precision.dtype, precision.guarded, precision.scaling)
+    assert actual == expected
 
 
-def test_every_word_of_the_newer_signature_arrives():
-    made = precision(
+def test_every_argument_of_the_newer_signature_is_used():
+    precision = precision_of(
         level="O2",
         dtype="float16",
         master_weight=False,
@@ -75,35 +75,40 @@ def test_every_word_of_the_newer_signature_arrives():
         use_amp_guard=True,
         use_promote=True,
     )
-    assert (made.masters, made.master_grad, made.promote, made.guarded) == (False, True, True, True)
-    assert made.scaling == ScalerParameters(8.0, 5.0, 0.25, 3, 4, False, min_scale=1.0)
+    flags = (precision.masters, precision.master_grad, precision.promote, precision.guarded)
+    assert flags == (False, True, True, True)
+    assert precision.scaling == ScalerParameters(8.0, 5.0, 0.25, 3, 4, False, min_scale=1.0)
 
 
-def test_dynamic_scaling_of_bfloat16_is_told_to_be_off():
+def test_dynamic_scaling_with_bfloat16_warns_in_the_callers_file():
     with pytest.warns(
         UserWarning, match="Dynamic loss scaling for bfloat16 amp training is disabled"
-    ) as told:
-        static.amp.decorate(optimizer(), dtype="bfloat16", use_dynamic_loss_scaling=True)
-    assert told[0].filename == __file__
+    ) as warned:
+        static.amp.decorate(make_optimizer(), dtype="bfloat16", use_dynamic_loss_scaling=True)
+    assert warned[0].filename == __file__
 
 
 @pytest.mark.parametrize(
-    ("make", "error", "message"),
+    ("call", "error", "message"),
     [
         (
-            lambda: precision(use_pure_fp16=True, level="O2"),
+            lambda: precision_of(use_pure_fp16=True, level="O2"),
             TypeError,
-            "two signatures, and these words are of both: use_pure_fp16 with level",
+            "two signatures, and these arguments mix them: use_pure_fp16 with level",
         ),
         (
-            lambda: precision(None, 128.0, dtype="float16"),
+            lambda: precision_of(None, 128.0, dtype="float16"),
             TypeError,
             "a scale as third argument with dtype",
         ),
-        (lambda: precision(level="O4"), ValueError, "level should be O0, OD, O1 or O2"),
-        (lambda: precision(dtype="float32"), ValueError, "dtype should be 'float16' or 'bfloat16'"),
+        (lambda: precision_of(level="O4"), ValueError, "level should be O0, OD, O1 or O2"),
         (
-            lambda: precision(colour="red"),
+            lambda: precision_of(dtype="float32"),
+            ValueError,
+            "dtype should be 'float16' or 'bfloat16'",
+        ),
+        (
+            lambda: precision_of(colour="red"),
             TypeError,
             r"decorate\(\) got an unexpected keyword argument 'colour'.*takes: level, dtype",
         ),
@@ -113,17 +118,17 @@ def test_dynamic_scaling_of_bfloat16_is_told_to_be_off():
             "optimizer should be an optimizer, got str",
         ),
         (
-            lambda: static.amp.decorate(optimizer()).amp_init(paddle.CPUPlace()),
+            lambda: static.amp.decorate(make_optimizer()).amp_init(paddle.CPUPlace()),
             AssertionError,
             "Please call the minimize method first",
         ),
         (
-            lambda: static.amp.decorate(optimizer()).get_loss_scaling(),
+            lambda: static.amp.decorate(make_optimizer()).get_loss_scaling(),
             AssertionError,
             "Please call the minimize method first",
         ),
         (
-            lambda: static.amp.decorate(optimizer()).minimize(torch.ones(())),
+            lambda: static.amp.decorate(make_optimizer()).minimize(torch.ones(())),
             TypeError,
             "takes the loss of a static program, got a tensor with values",
         ),
@@ -140,33 +145,69 @@ def test_dynamic_scaling_of_bfloat16_is_told_to_be_off():
         "tensor",
     ],
 )
-def test_what_is_refused(make, error, message):
+def test_invalid_arguments_raise(call, error, message):
     with pytest.raises(error, match=message):
-        make()
+        call()
 
 
-def test_what_is_not_mixed_precision_is_the_optimizers_own():
-    assert static.amp.decorate(optimizer()).get_lr() == 0.1
+def test_other_attributes_are_the_wrapped_optimizers():
+    assert static.amp.decorate(make_optimizer()).get_lr() == 0.1
 
 
-def test_parameters_are_16_bit_after_amp_init_and_at_the_first_run_at_the_latest(exe, program):
+def test_amp_init_casts_parameters_to_16_bits(exe, program):
     model = nn.Linear(4, 1)
     loss = model(static.data("x", [-1, 4])).mean()
-    made = static.amp.decorate(
+    optimizer = static.amp.decorate(
         paddle.optimizer.SGD(learning_rate=0.1, parameters=model.parameters()),
         use_pure_fp16=True,
         use_fp16_guard=False,
     )
-    made.minimize(loss)
+    optimizer.minimize(loss)
     assert model.weight.dtype is torch.float32
-    made.amp_init(paddle.CPUPlace(), scope=static.global_scope())
+    optimizer.amp_init(paddle.CPUPlace(), scope=static.global_scope())
     assert model.weight.dtype is torch.float16
 
 
-def test_without_scaling_the_scale_is_one(program):
+def test_without_loss_scaling_the_loss_scale_is_one(program):
     model = nn.Linear(4, 1)
-    made = static.amp.decorate(
+    optimizer = static.amp.decorate(
         paddle.optimizer.SGD(learning_rate=0.1, parameters=model.parameters()), dtype="bfloat16"
     )
-    made.minimize(model(static.data("x", [-1, 4])).mean())
-    assert made.get_loss_scaling() == 1.0
+    optimizer.minimize(model(static.data("x", [-1, 4])).mean())
+    assert optimizer.get_loss_scaling() == 1.0
+
+
+def test_custom_names_move_between_the_default_lists():
+    lists = CustomOpLists(
+        custom_white_list=["softmax", "elementwise_add"], custom_black_list=["matmul_v2"]
+    )
+    assert {"softmax", "elementwise_add", "conv2d"} <= lists.white_list
+    assert {"matmul_v2", "exp"} <= lists.black_list
+    assert not lists.white_list & lists.black_list
+    assert "elementwise_add" not in lists.gray_list
+    assert "relu" in lists.gray_list
+    assert lists.half >= {"softmax", "add"}
+
+
+def test_both_names_of_the_lists_are_one_class():
+    assert CustomOpLists is AutoMixedPrecisionLists
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "message"),
+    [
+        (
+            {"custom_white_list": ["relu"], "custom_black_list": ["relu"]},
+            "The given custom_white_list overlaps custom_black_list with < relu >!",
+        ),
+        ({"custom_black_varnames": ["w_0"]}, "is not supported: tensors have no names here"),
+        (
+            {"dtype": "float32"},
+            "The dtype of the lists should be 'float16' or 'bfloat16', got 'float32'",
+        ),
+    ],
+    ids=["overlap", "names", "dtype"],
+)
+def test_invalid_lists_raise(kwargs, message):
+    with pytest.raises(ValueError, match=message):
+        CustomOpLists(**kwargs)

@@ -1,17 +1,19 @@
-"""Feeds, fetches and their dtypes."""
+"""`paddle.static.Executor`: feeds, fetches, and running recorded nodes."""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from mezzo.compat import paddle
 from mezzo.compat.paddle import static
+from mezzo.compat.paddle.static._executor import call_in_eval, run_nodes
 
 
-def test_what_is_fetched_comes_in_order_by_name_or_by_itself(exe, program):
+def test_variables_are_fetched_in_order_by_name_or_by_object(exe, program):
     x = static.data("x", [-1])
     double = x * 2
     assert [
@@ -20,12 +22,12 @@ def test_what_is_fetched_comes_in_order_by_name_or_by_itself(exe, program):
     ] == [[1, 2], [2, 4], [2, 4]]
 
 
-def test_the_default_program_is_run_without_one(exe):
+def test_the_default_program_is_run_if_none_is_passed(exe):
     y = static.data("x", [1]) + 1
     assert exe.run(feed={"x": np.ones(1, dtype=np.float32)}, fetch_list=[y])[0] == 2
 
 
-def test_a_startup_program_has_nothing_to_do(exe):
+def test_a_startup_program_returns_nothing(exe):
     assert exe.run(static.default_startup_program()) == []
     exe.close()
 
@@ -39,17 +41,14 @@ def test_a_startup_program_has_nothing_to_do(exe):
         ("bfloat16", np.uint16),
     ],
 )
-def test_arrays_have_the_dtype_that_was_computed(dtype, expected, exe, program):
+def test_arrays_have_the_computed_dtype(dtype, expected, exe, program):
     y = static.data("x", [1], dtype) + 1
-    assert (
-        exe.run(program, feed={"x": torch.ones(1, dtype=getattr(torch, dtype))}, fetch_list=[y])[
-            0
-        ].dtype
-        == expected
-    )
+    feed = {"x": torch.ones(1, dtype=getattr(torch, dtype))}
+    (value,) = exe.run(program, feed=feed, fetch_list=[y])
+    assert value.dtype == expected
 
 
-def test_tensors_come_back_where_arrays_are_not_wanted(exe, program):
+def test_return_numpy_false_returns_tensors(exe, program):
     y = static.data("x", [1]) + 1
     assert torch.equal(
         exe.run(program, feed={"x": torch.ones(1)}, fetch_list=[y], return_numpy=False)[0],
@@ -98,15 +97,13 @@ def test_tensors_come_back_where_arrays_are_not_wanted(exe, program):
     ],
     ids=["name", "dimensions", "size", "dtype", "missing", "program"],
 )
-def test_what_is_refused(run, error, message, exe, program):
+def test_invalid_feeds_and_programs_raise(run, error, message, exe, program):
     static.data("x", [-1, 4])
     with pytest.raises(error, match=message):
         run(exe, program)
 
 
-def test_a_clone_for_testing_evaluates_in_the_precision_of_training_and_does_not_train(
-    exe, program
-):
+def test_a_test_clone_evaluates_in_the_precision_of_training_without_training(exe, program):
     model = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.9))
     out = model(static.data("x", [-1, 4]))
     test_program = program.clone(for_test=True)
@@ -123,6 +120,76 @@ def test_a_clone_for_testing_evaluates_in_the_precision_of_training_and_does_not
     assert value == pytest.approx(model.eval()(torch.ones(2, 4).half()).detach().numpy())
 
 
-def test_a_place_is_where_it_runs():
+def test_an_executor_has_its_place_and_a_global_scope():
     assert static.Executor(paddle.CPUPlace()).place == paddle.CPUPlace()
     assert isinstance(static.global_scope(), static.Scope)
+
+
+class Reshape(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(6, 2)
+
+    def forward(self, x):
+        x = x.view(x.shape[0], -1)
+        return self.linear(torch.cat([x, x[:, :0]], dim=1)).transpose(0, 1)
+
+
+class InPlace(nn.Module):
+    def forward(self, x):
+        y = x + 1
+        y[:, 0] = 7.0
+        y.mul_(2)
+        return y
+
+
+MODELS = {
+    "linear": (nn.Linear(4, 2), (3, 4)),
+    "convolution": (
+        nn.Sequential(
+            nn.Conv2d(3, 4, 3),
+            nn.BatchNorm2d(4).eval(),
+            nn.ReLU(),
+            nn.AdaptiveAvgPool2d(1),
+            nn.Flatten(),
+            nn.Linear(4, 2),
+        ),
+        (2, 3, 8, 8),
+    ),
+    "attention": (nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True), (2, 5, 8)),
+    "recurrent": (nn.LSTM(4, 4, batch_first=True), (2, 5, 4)),
+    "reshapes": (Reshape(), (5, 2, 3)),
+    "in place": (InPlace(), (2, 3)),
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_program_computes_what_the_model_computes(name, program):
+    model, shape = MODELS[name]
+    value = torch.randn(shape)
+    x = static.data("x", list(shape))
+    out = model(x)
+    out = out[0] if isinstance(out, tuple) else out
+    expected = model(value)
+    expected = expected[0] if isinstance(expected, tuple) else expected
+    (result,) = run_nodes(program.needed_for([out]), {x: value}, [out])
+    assert torch.equal(result, expected)
+
+
+def test_an_unknown_size_takes_the_size_of_the_feed(program):
+    x, y = static.data("x", [-1, 2, 3]), static.data("y", [-1, -1, 2])
+    out, flat = Reshape()(x), y.reshape(y.shape[0] * y.shape[1], 2)
+    for batch in (1, 7):
+        values = run_nodes(
+            program.nodes, {x: torch.ones(batch, 2, 3), y: torch.ones(batch, 5, 2)}, [out, flat]
+        )
+        assert [value.shape for value in values] == [(2, batch), (5 * batch, 2)]
+
+
+def test_dropout_and_batch_norm_evaluate_in_eval_mode(program):
+    norm = nn.BatchNorm1d(2)
+    x = static.data("x", [4, 2])
+    out = F.dropout(norm(x), 0.5)
+    value = torch.randn(4, 2)
+    (result,) = run_nodes(program.nodes, {x: value}, [out], call_in_eval)
+    assert torch.equal(result, norm.eval()(value))

@@ -1,4 +1,4 @@
-"""`paddle.amp`: regions, 16-bit parameters and loss scaling in Paddle's words."""
+"""`paddle.amp`: autocast regions, 16-bit parameters and loss scaling."""
 
 from mezzo.compat.paddle.amp._auto_cast import (
     amp_guard,
@@ -13,7 +13,7 @@ from mezzo.compat.paddle.amp._decorate import decorate
 from mezzo.compat.paddle.amp._grad_scaler import AmpScaler, GradScaler
 
 amp_decorate = decorate
-"""The name that `decorate` had first."""
+"""The older name of `decorate`."""
 
 __all__ = [
     "AmpScaler",

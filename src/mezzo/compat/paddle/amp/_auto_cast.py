@@ -1,4 +1,4 @@
-"""`paddle.amp.auto_cast`: levels, lists, and what a device supports."""
+"""`paddle.amp.auto_cast`: levels, op lists, and which dtypes a device supports."""
 
 from __future__ import annotations
 
@@ -20,115 +20,38 @@ from mezzo.compat.paddle._places import device_of
 from mezzo.policy.presets import paddle
 from mezzo.policy.registry import registry
 
-DTYPES = ("float16", "bfloat16")
-LEVELS = ("O0", "OD", "O1", "O2")
-_PRODUCTS, _LAYER = {"matmul", "matmul_v2"}, "linear_v2"
-
-Names = Iterable[str] | None
-
-
-def level_of(level: Any) -> str:
-    """A level of `auto_cast`, in either case."""
-    if not isinstance(level, str):
-        # Paddle's.
-        raise AttributeError(
-            f"level={level!r} is {type(level).__name__}, not a string. level should be O0, OD, O1"
-            " or O2."
-        )
-    if level.upper() not in LEVELS:
-        raise ValueError(f"level should be O0, OD, O1 or O2. It is {level!r}{_zero(level)}.")
-    return level.upper()
-
-
-def half_of(dtype: Any, *, needed: bool) -> str | None:
-    """The name of a 16-bit dtype; None for another one that is not needed."""
-    if isinstance(dtype, torch.dtype):
-        dtype = dtype_name(dtype)
-    if not isinstance(dtype, str):
-        raise AttributeError(
-            f"dtype={dtype!r} is {type(dtype).__name__}. It should be the string 'float16' or"
-            " 'bfloat16', or one of torch's dtypes."
-        )
-    if dtype.lower() in DTYPES:
-        return dtype.lower()
-    if needed:
-        raise ValueError(
-            f"If enable amp, dtype should be 'float16' or 'bfloat16'. It is {dtype!r}."
-        )
-    return None
-
-
-def custom_lists(white: Names, black: Names) -> tuple[frozenset[str], frozenset[str]]:
-    """The ops that custom lists in Paddle's names turn half and full. A name may stand for several ops here; what both lists reach is float32, as there.
-
-    A linear layer is a matmul and an addition in Paddle's guide, and one op in its builds for CUDA:
-    who keeps matmul in float32 keeps layers there, too.
-    """
-    whites, blacks = _names("custom_white_list", white), _names("custom_black_list", black)
-    if both := whites & blacks:
-        raise ValueError(
-            f"Custom white list overlap custom black list: {', '.join(sorted(both))}. An op can be"
-            " in one of them."
-        )
-    if blacks & _PRODUCTS and _LAYER not in whites:
-        blacks |= {_LAYER}
-    half, full = _translated(whites), _translated(blacks)
-    return half - full, full
-
-
-def _names(what: str, names: Names) -> frozenset[str]:
-    if isinstance(names, str):
-        # Paddle takes its letters for names.
-        raise TypeError(f"{what}={names!r} should be a set of op names: {what}={{{names!r}}}.")
-    return frozenset(names or ())
-
-
-def _translated(names: frozenset[str]) -> frozenset[str]:
-    known = paddle.NAMES.known
-    for name in names - known.keys() - _said:
-        # In the log and once: Paddle accepts any word, does nothing with those that it does not
-        # know, and says so nowhere.
-        _said.add(name)
-        _LOG.warning("%r in a custom list has no effect: %s.", name, _why_not(name))
-    return frozenset(ours for name in names for ours in known.get(name, ()))
-
-
-_LOG = logging.getLogger("mezzo.compat.paddle")
-_said: set[str] = set()
-"""Names that were told already."""
-
-
-def _why_not(name: str) -> str:
-    reason = paddle.NAMES.unknown.get(str(name))
-    return (
-        f"Paddle's {name} {reason}"
-        if reason
-        else (
-            "no op of Paddle that torch has too goes by that"
-            f" name.{nearest(str(name), paddle.NAMES.known)}".rstrip("?.")
-        )
-    )
-
-
-def _zero(level: str) -> str:
-    return ", with a zero in place of the letter O" if level.startswith("0") else ""
-
-
 P = ParamSpec("P")
 R = TypeVar("R")
 
+Names = Iterable[str] | None
+"""Op names in a custom list."""
+
+DTYPES = ("float16", "bfloat16")
+_LEVELS = ("O0", "OD", "O1", "O2")
+_MATMULS, _LINEAR = {"matmul", "matmul_v2"}, "linear_v2"
+"""Paddle's names of matrix products, and of a linear layer that is one op."""
+
+_LOG = logging.getLogger("mezzo.compat.paddle")
+_logged_names: set[str] = set()
+"""Names without effect that are in the log already."""
+
 
 class auto_cast:  # noqa: N801 - Paddle's spelling
-    """Run what is inside with Paddle's op lists: as context manager and as decorator.
+    """`paddle.amp.auto_cast`: run ops by Paddle's op lists; a context manager and a decorator.
 
-    `O1` and `O2` run ops of the white list in 16 bits and of the black list in float32, and every
-    other one in float32 as soon as one input is; the black list of `O2` is short, and
-    `use_promote=False` turns its other ops 16-bit. `OD` runs the white list in 16 bits and all else
-    in float32, `O0` everything.
+    `O1` and `O2` run ops of the white list in 16 bits, ops of the black list in float32, and any
+    other op in float32 if one of its inputs is. The black list of `O2` is short, and with
+    `use_promote=False` its other ops run in 16 bits. `OD` runs the white list in 16 bits and
+    everything else in float32. `O0` runs everything in float32.
 
-    It differs from Paddle's where that surprises: words are checked here and not at `with`; a CPU
-    computes in 16 bits too; names that reach no op are told in the log; lists belong to this
-    thread; a float16 tensor is not recast under bfloat16; a weight is cast once, not at every use.
+    Differences from Paddle:
+
+    - arguments are checked by the constructor, not when the region is entered;
+    - a CPU computes in 16 bits too;
+    - names in a custom list that match no op are logged as a warning;
+    - op lists belong to the thread, not to the process;
+    - a float16 tensor is not recast under bfloat16;
+    - a weight is cast once, not at every use.
 
     >>> import torch
     >>> with auto_cast(custom_white_list={"elementwise_add"}, level="O1", dtype="bfloat16"):
@@ -145,11 +68,11 @@ class auto_cast:  # noqa: N801 - Paddle's spelling
         dtype: str | torch.dtype = "float16",
         use_promote: bool = True,
     ) -> None:
-        words = (enable, custom_white_list, custom_black_list, level, dtype, use_promote)
+        args = (enable, custom_white_list, custom_black_list, level, dtype, use_promote)
         if is_dynamo_compiling():
-            self._region = autocast_all_devices(**_decoded(_settled_code(*words)))
+            self._region = autocast_all_devices(**_decode_kwargs(_encode_args(*args)))
         else:
-            self._region = _region(*_settled(*words), generation=registry().generation)
+            self._region = _cached_region(*_resolve(*args), generation=registry().generation)
 
     def __enter__(self) -> Self:
         self._region.__enter__()
@@ -159,92 +82,12 @@ class auto_cast:  # noqa: N801 - Paddle's spelling
         self._region.__exit__(*error)
 
     def __call__(self, function: Callable[P, R]) -> Callable[P, R]:
-        """Decorate a function, a generator function or a coroutine function: every call runs in the region."""
+        """Run every call of a function, generator function or coroutine function in the region."""
         return self._region(function)
 
 
-class _Settled(NamedTuple):
-    """What the words of a call come to."""
-
-    enabled: bool
-    level: str
-    dtype: str
-    default_rule: str | None
-    half: frozenset[str] | tuple[str, ...]
-    full: frozenset[str] | tuple[str, ...]
-
-
-def _settled(
-    enable: bool,
-    white: Names,
-    black: Names,
-    level: str,
-    dtype: str | torch.dtype,
-    use_promote: bool,
-) -> _Settled:
-    level = level_of(level)
-    half = half_of(dtype, needed=enable) or "float16"
-    if level == "O0":
-        return _Settled(False, "O0", half, None, frozenset(), frozenset())
-    # Without promotion every op that is not black is 16-bit. Elsewhere Paddle takes the word and
-    # does nothing with it.
-    default_rule = "half" if level == "O2" and not use_promote else None
-    return _Settled(bool(enable), level, half, default_rule, *custom_lists(white, black))
-
-
-@lru_cache(maxsize=64)
-# An op that is registered meanwhile makes other regions of the same words.
-def _region(*settled: Any, generation: int) -> autocast_all_devices:
-    """A region; the same words give the same one, for a program says them at every step."""
-    return autocast_all_devices(**_words_of(_Settled(*settled)))
-
-
-def _words_of(settled: _Settled) -> dict[str, Any]:
-    lists = (
-        {
-            "preset": "paddle",
-            "default_rule": settled.default_rule,
-            "half": settled.half,
-            "full": settled.full,
-        }
-        if settled.level != "O0"
-        else {}
-    )
-    return {"policy": settled.level, "enabled": settled.enabled, "dtype": settled.dtype, **lists}
-
-
-@dynamo_constant
-def _settled_code(*words: Any) -> str:
-    """`_settled` as a constant of compiled code."""
-    enabled, level, dtype, default_rule, half, full = _settled(*words)
-    return "/".join(
-        (
-            str(int(enabled)),
-            level,
-            dtype,
-            default_rule or "",
-            " ".join(sorted(half)),
-            " ".join(sorted(full)),
-        )
-    )
-
-
-def _decoded(code: str) -> dict[str, Any]:
-    enabled, level, dtype, default_rule, half, full = code.split("/")
-    return _words_of(
-        _Settled(
-            enabled == "1",
-            level,
-            dtype,
-            default_rule or None,
-            tuple(half.split()),
-            tuple(full.split()),
-        )
-    )
-
-
 amp_guard = auto_cast
-"""The name that `auto_cast` had first."""
+"""The older name of `auto_cast`."""
 
 
 def autocast(
@@ -253,7 +96,7 @@ def autocast(
     enabled: bool = True,
     cache_enabled: bool = True,
 ) -> Any:
-    """`auto_cast` in torch's words, as later versions of Paddle have it.
+    """Return an `auto_cast` for the arguments of `torch.autocast`, as later versions of Paddle do.
 
     >>> with autocast("gpu", dtype="bfloat16"):
     ...     get_autocast_dtype()
@@ -263,7 +106,7 @@ def autocast(
 
 
 def is_autocast_enabled() -> bool:
-    """Whether this is inside an `auto_cast` that is on.
+    """Return whether the innermost `auto_cast` around this call is enabled.
 
     >>> with auto_cast(level="O0"):
     ...     is_autocast_enabled()
@@ -274,7 +117,7 @@ def is_autocast_enabled() -> bool:
 
 
 def get_autocast_dtype() -> str:
-    """The 16-bit dtype of the `auto_cast` that this is inside of; `float16` outside of any, as in Paddle."""
+    """Return the 16-bit dtype of the innermost `auto_cast`; outside of any, `float16` as Paddle."""
     region = innermost_region()
     return (
         "float16"
@@ -284,10 +127,11 @@ def get_autocast_dtype() -> str:
 
 
 def is_float16_supported(device: Any = None) -> bool:
-    """Whether `auto_cast` computes in float16 on a device (`"cpu"`, `"gpu:0"`; None is the one that is set).
+    """Return whether `auto_cast` computes in float16 on a device.
 
-    Paddle says yes to GPUs from compute capability 5.3 and no to every CPU; here a CPU computes
-    float16 too, if slowly: `mezzo.hardware()` tells how fast.
+    The device is a name (`"cpu"`, `"gpu:0"`), a place, or None for the default device. Paddle
+    returns True for GPUs of compute capability 5.3 or later and False for every CPU. Here a CPU
+    computes in float16 too, slowly; `mezzo.hardware()` has the dtypes that are fast.
 
     >>> is_float16_supported("cpu")
     True
@@ -296,9 +140,163 @@ def is_float16_supported(device: Any = None) -> bool:
 
 
 def is_bfloat16_supported(device: Any = None) -> bool:
-    """Whether `auto_cast` computes in bfloat16 on a device. Paddle says yes to GPUs from compute capability 8.0 and to CPUs with AVX-512.
+    """Return whether `auto_cast` computes in bfloat16 on a device.
+
+    Paddle returns True for GPUs of compute capability 8.0 or later and for CPUs with AVX-512.
 
     >>> is_bfloat16_supported("cpu")
     True
     """
     return hardware(device_of(device).type).bfloat16.supported
+
+
+# -- from Paddle's arguments to mezzo's ------------------------------------------------------------
+
+
+def custom_lists(white: Names, black: Names) -> tuple[frozenset[str], frozenset[str]]:
+    """Translate custom lists to the ops that run in 16 bits and those that run in float32.
+
+    One Paddle name may stand for several ops; an op that both lists match is float32, as in Paddle.
+    A linear layer is a matmul and an addition in Paddle's guide but one op in its CUDA builds:
+    matmul in the black list keeps linear layers in float32 too.
+    """
+    whites = _check_names("custom_white_list", white)
+    blacks = _check_names("custom_black_list", black)
+    if both := whites & blacks:
+        raise ValueError(
+            f"Custom white list overlap custom black list: {', '.join(sorted(both))}. An op can be"
+            " in one of them."
+        )
+    if blacks & _MATMULS and _LINEAR not in whites:
+        blacks |= {_LINEAR}
+    half, full = _to_mezzo_names(whites), _to_mezzo_names(blacks)
+    return half - full, full
+
+
+class _RegionArgs(NamedTuple):
+    """Checked arguments of a region, in mezzo's names."""
+
+    enabled: bool
+    level: str
+    dtype: str
+    default_rule: str | None
+    half: frozenset[str] | tuple[str, ...]
+    full: frozenset[str] | tuple[str, ...]
+
+
+def _resolve(
+    enable: bool,
+    white: Names,
+    black: Names,
+    level: str,
+    dtype: str | torch.dtype,
+    use_promote: bool,
+) -> _RegionArgs:
+    level = _parse_level(level)
+    half_dtype = _parse_half_dtype(dtype, required=enable) or "float16"
+    if level == "O0":
+        return _RegionArgs(False, "O0", half_dtype, None, frozenset(), frozenset())
+    # Without promotion every op outside the black list is 16-bit. At other levels Paddle accepts
+    # the argument without effect.
+    default_rule = "half" if level == "O2" and not use_promote else None
+    return _RegionArgs(bool(enable), level, half_dtype, default_rule, *custom_lists(white, black))
+
+
+# Programs construct the same region at every step. The registry's generation is part of the key:
+# the same names can mean other ops after `mezzo.register_op`.
+@lru_cache(maxsize=64)
+def _cached_region(*args: Any, generation: int) -> autocast_all_devices:
+    """Return the region for `_RegionArgs`; equal arguments share one."""
+    return autocast_all_devices(**_autocast_kwargs(_RegionArgs(*args)))
+
+
+def _autocast_kwargs(args: _RegionArgs) -> dict[str, Any]:
+    lists = (
+        {
+            "preset": "paddle",
+            "default_rule": args.default_rule,
+            "half": args.half,
+            "full": args.full,
+        }
+        if args.level != "O0"
+        else {}
+    )
+    return {"policy": args.level, "enabled": args.enabled, "dtype": args.dtype, **lists}
+
+
+@dynamo_constant
+def _encode_args(*args: Any) -> str:
+    """Resolve arguments to a string, which dynamo can hold as a constant of compiled code."""
+    enabled, level, dtype, default_rule, half, full = _resolve(*args)
+    lists = (" ".join(sorted(half)), " ".join(sorted(full)))
+    return "/".join((str(int(enabled)), level, dtype, default_rule or "", *lists))
+
+
+def _decode_kwargs(code: str) -> dict[str, Any]:
+    enabled, level, dtype, default_rule, half, full = code.split("/")
+    return _autocast_kwargs(
+        _RegionArgs(
+            enabled == "1",
+            level,
+            dtype,
+            default_rule or None,
+            tuple(half.split()),
+            tuple(full.split()),
+        )
+    )
+
+
+def _parse_level(level: Any) -> str:
+    if not isinstance(level, str):
+        # Paddle raises AttributeError, from `level.upper()`.
+        raise AttributeError(
+            f"level={level!r} is {type(level).__name__}, not a string. level should be O0, OD, O1"
+            " or O2."
+        )
+    if level.upper() not in _LEVELS:
+        hint = ", with a zero in place of the letter O" if level.startswith("0") else ""
+        raise ValueError(f"level should be O0, OD, O1 or O2. It is {level!r}{hint}.")
+    return level.upper()
+
+
+def _parse_half_dtype(dtype: Any, *, required: bool) -> str | None:
+    """Return the name of a 16-bit dtype; None for any other dtype unless one is required."""
+    if isinstance(dtype, torch.dtype):
+        dtype = dtype_name(dtype)
+    if not isinstance(dtype, str):
+        raise AttributeError(
+            f"dtype={dtype!r} is {type(dtype).__name__}. It should be the string 'float16' or"
+            " 'bfloat16', or a torch.dtype."
+        )
+    if dtype.lower() in DTYPES:
+        return dtype.lower()
+    if required:
+        raise ValueError(
+            f"If enable amp, dtype should be 'float16' or 'bfloat16'. It is {dtype!r}."
+        )
+    return None
+
+
+def _check_names(argument: str, names: Names) -> frozenset[str]:
+    if isinstance(names, str):
+        # Paddle would take each character for a name.
+        raise TypeError(
+            f"{argument}={names!r} should be a set of op names: {argument}={{{names!r}}}."
+        )
+    return frozenset(names or ())
+
+
+def _to_mezzo_names(names: frozenset[str]) -> frozenset[str]:
+    known = paddle.NAMES.known
+    for name in names - known.keys() - _logged_names:
+        # A log entry and not an error: Paddle accepts any name and ignores unknown ones silently.
+        _logged_names.add(name)
+        _LOG.warning("%r in a custom list has no effect: %s.", name, _no_effect_reason(name))
+    return frozenset(op for name in names for op in known.get(name, ()))
+
+
+def _no_effect_reason(name: str) -> str:
+    if reason := paddle.NAMES.unknown.get(str(name)):
+        return f"Paddle's {name} {reason}"
+    hint = nearest(str(name), paddle.NAMES.known)
+    return f"no op that Paddle and torch share has that name.{hint}".rstrip("?.")

@@ -1,4 +1,4 @@
-"""`paddle.amp.GradScaler` and its saved state."""
+"""`paddle.amp.GradScaler`, `AmpScaler`, and the state dict that Paddle saves."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 import mezzo
-from mezzo.compat.paddle.nn import clip_of
+from mezzo.compat.paddle.nn import hook_clip
 from mezzo.scaling.diagnostics import half_dtypes
 from mezzo.scaling.scale_state import (
     LARGEST,
@@ -23,38 +23,40 @@ from mezzo.scaling.scale_state import (
 )
 from mezzo.scaling.step_result import StepResult
 
-_PATIENCE = 1000
-"""Skipped steps in a row before it is said that something else is wrong. Paddle never says so: a
-program that it let run for long runs here too."""
+Optimizer = torch.optim.Optimizer
+
+_COLLAPSE_PATIENCE = 1000
+"""Consecutive skipped steps before the warning about scale collapse. Paddle never warns, so this is
+high: programs that skip for a while under Paddle stay quiet here."""
 
 
 @dataclass(frozen=True)
 class ScalerParameters:
-    """The parameters of a scaler, in Paddle's words."""
+    """Parameters of a scaler, under Paddle's names."""
 
     init_loss_scaling: float
-    """The scale that it starts from."""
+    """The first loss scale."""
     incr_ratio: float
-    """What the scale is multiplied by when it grows."""
+    """Factor by which the loss scale grows."""
     decr_ratio: float
-    """What the scale is multiplied by when it backs off."""
+    """Factor by which the loss scale backs off."""
     incr_every_n_steps: int
-    """Good steps in a row before the scale grows; 0 never grows."""
+    """Successful steps in a row before the loss scale grows; 0 never grows."""
     decr_every_n_nan_or_inf: int
-    """Bad steps in a row before the scale backs off; 0 never backs off."""
+    """Skipped steps in a row before the loss scale backs off; 0 never backs off."""
     use_dynamic_loss_scaling: bool
-    """Whether the scale changes at all."""
+    """Whether the loss scale changes at all."""
     min_scale: float = SMALLEST
-    """Paddle's eager scaler has no floor: this is the smallest scale that can be divided by. A
-    static program's is 1."""
+    """Paddle's eager scaler has no floor: the default is the smallest scale that can be divided by.
+    In static programs the floor is 1."""
 
     def __post_init__(self) -> None:
-        above_one("incr_ratio", self.incr_ratio)
-        below_one("decr_ratio", self.decr_ratio)
+        _check_above_one("incr_ratio", self.incr_ratio)
+        _check_below_one("decr_ratio", self.decr_ratio)
 
     @property
     def rule(self) -> ScaleRule:
-        """The same in mezzo's words. Paddle multiplies in float32."""
+        """The equivalent rule in mezzo. Paddle multiplies in float32."""
         return ScaleRule(
             growth_factor=float32(self.incr_ratio),
             backoff_factor=float32(self.decr_ratio),
@@ -65,45 +67,52 @@ class ScalerParameters:
             dynamic=self.use_dynamic_loss_scaling,
         )
 
-    def make(self, *, enabled: bool = True) -> mezzo.GradScaler:
-        """A scaler that does as told."""
+    def make_scaler(self, *, enabled: bool = True) -> mezzo.GradScaler:
+        """Return a scaler with these parameters."""
         scaler = mezzo.GradScaler(
-            init_scale=self.init_loss_scaling, enabled=enabled, collapse_patience=_PATIENCE
+            init_scale=self.init_loss_scaling, enabled=enabled, collapse_patience=_COLLAPSE_PATIENCE
         )
-        # Of a loss computed in bfloat16 the dialect speaks itself.
+        # This dialect has its own warning about bfloat16 losses.
         scaler._advises = False
-        self.apply(scaler, ScaleState(float32(self.init_loss_scaling)))
+        self.load_into(scaler, ScaleState(float32(self.init_loss_scaling)))
         return scaler
 
-    def apply(self, scaler: mezzo.GradScaler, state: ScaleState) -> None:
-        """Let a scaler do as told from a state on."""
+    def load_into(self, scaler: mezzo.GradScaler, state: ScaleState) -> None:
+        """Give a scaler these parameters and a state."""
         if scaler.is_enabled():
             scaler.load_state_dict(scaler_to_dict([state], self.rule))
 
+    def to_state_dict(self, state: ScaleState) -> dict[str, Any]:
+        """Return the entries that Paddle saves.
 
-def saved(told: ScalerParameters, state: ScaleState) -> dict[str, Any]:
-    """What `state_dict` gives: Paddle's entries. The scale is a tensor of one element, for torch.load reads those safely."""
-    return {
-        "scale": torch.tensor([state.scale], dtype=torch.float32),
-        "incr_ratio": told.incr_ratio,
-        "decr_ratio": told.decr_ratio,
-        "incr_every_n_steps": told.incr_every_n_steps,
-        "decr_every_n_nan_or_inf": told.decr_every_n_nan_or_inf,
-        "incr_count": state.growth_tracker,
-        "decr_count": state.backoff_tracker,
-        "use_dynamic_loss_scaling": told.use_dynamic_loss_scaling,
-    }
+        The loss scale is a tensor of one element, which `torch.load(weights_only=True)` can read.
+        """
+        return {
+            "scale": torch.tensor([state.scale], dtype=torch.float32),
+            "incr_ratio": self.incr_ratio,
+            "decr_ratio": self.decr_ratio,
+            "incr_every_n_steps": self.incr_every_n_steps,
+            "decr_every_n_nan_or_inf": self.decr_every_n_nan_or_inf,
+            "incr_count": state.growth_tracker,
+            "decr_count": state.backoff_tracker,
+            "use_dynamic_loss_scaling": self.use_dynamic_loss_scaling,
+        }
 
 
-def loaded(entries: Mapping[str, Any], min_scale: float) -> tuple[ScalerParameters, ScaleState]:
-    """Read what `saved` wrote, or Paddle itself; a scale may be an array, a tensor or a number."""
+def parse_state_dict(
+    entries: Mapping[str, Any], min_scale: float
+) -> tuple[ScalerParameters, ScaleState]:
+    """Read a state dict of this module or of Paddle itself.
+
+    The loss scale may be an array, a tensor or a number.
+    """
     if not entries:
         raise RuntimeError(
             "The input state dict is empty, possibly because it was saved from a disabled instance"
             " of GradScaler. Leave it out, or save it from an enabled one."
         )
     scale = float(torch.as_tensor(entries["scale"]).reshape(-1)[0])
-    told = ScalerParameters(
+    parameters = ScalerParameters(
         scale,
         entries["incr_ratio"],
         entries["decr_ratio"],
@@ -112,100 +121,100 @@ def loaded(entries: Mapping[str, Any], min_scale: float) -> tuple[ScalerParamete
         bool(entries["use_dynamic_loss_scaling"]),
         min_scale,
     )
-    return told, ScaleState(
+    return parameters, ScaleState(
         scale, growth_tracker=entries["incr_count"], backoff_tracker=entries["decr_count"]
     )
 
 
-def above_one(name: str, value: float) -> None:
-    """Refuse a ratio that would not grow."""
+def _check_above_one(name: str, value: float) -> None:
     if not value > 1.0:
         raise AssertionError(f"The {name} must be > 1.0. It is {value!r}.")
 
 
-def below_one(name: str, value: float) -> None:
-    """Refuse a ratio that would not shrink."""
+def _check_below_one(name: str, value: float) -> None:
     if not value < 1.0:
         raise AssertionError(f"The {name} must be < 1.0. It is {value!r}.")
 
 
-class ScalerOptions:
-    """Getters, setters and states. Paddle's getters fail where the scaler is not enabled; these give what it was made with."""
+class _ScalerAccessors:
+    """Getters, setters and the state dict of Paddle's scalers.
 
-    _told: ScalerParameters
+    Paddle's getters fail on a disabled scaler; these return what was passed to its constructor.
+    """
+
+    _parameters: ScalerParameters
     _scaler: mezzo.GradScaler
-    _last: StepResult | None
+    _last_result: StepResult | None
 
     def is_enable(self) -> bool:
-        """Whether this scaler does anything."""
+        """Return whether this scaler is enabled."""
         return self._scaler.is_enabled()
 
     def is_use_dynamic_loss_scaling(self) -> bool:
-        """Whether the scale adapts."""
-        return self._told.use_dynamic_loss_scaling
+        """Return whether the loss scale adapts."""
+        return self._parameters.use_dynamic_loss_scaling
 
     def get_init_loss_scaling(self) -> float:
-        """The scale that it started from, was set to, or was loaded with."""
-        return self._told.init_loss_scaling
+        """Return the loss scale that was last passed, set or loaded."""
+        return self._parameters.init_loss_scaling
 
     def set_init_loss_scaling(self, new_init_loss_scaling: float) -> None:
-        """Set the scale; the counters stay."""
-        self._told = replace(self._told, init_loss_scaling=float(new_init_loss_scaling))
+        """Set the loss scale; the counters stay."""
+        scale = float(new_init_loss_scaling)
+        self._parameters = replace(self._parameters, init_loss_scaling=scale)
         if self.is_enable():
-            self._told.apply(
-                self._scaler, replace(self._scaler.state(), scale=self._told.init_loss_scaling)
-            )
+            self._parameters.load_into(self._scaler, replace(self._scaler.state(), scale=scale))
 
     def get_incr_ratio(self) -> float:
-        """What the scale is multiplied by when it grows."""
-        return self._told.incr_ratio
+        """Return the factor by which the loss scale grows."""
+        return self._parameters.incr_ratio
 
     def set_incr_ratio(self, new_incr_ratio: float) -> None:
-        """Set what the scale is multiplied by when it grows."""
-        above_one("new_incr_ratio", new_incr_ratio)
-        self._tell(incr_ratio=new_incr_ratio)
+        """Set the factor by which the loss scale grows."""
+        _check_above_one("new_incr_ratio", new_incr_ratio)
+        self._change(incr_ratio=new_incr_ratio)
 
     def get_decr_ratio(self) -> float:
-        """What the scale is multiplied by when it backs off."""
-        return self._told.decr_ratio
+        """Return the factor by which the loss scale backs off."""
+        return self._parameters.decr_ratio
 
     def set_decr_ratio(self, new_decr_ratio: float) -> None:
-        """Set what the scale is multiplied by when it backs off."""
-        below_one("new_decr_ratio", new_decr_ratio)
-        self._tell(decr_ratio=new_decr_ratio)
+        """Set the factor by which the loss scale backs off."""
+        _check_below_one("new_decr_ratio", new_decr_ratio)
+        self._change(decr_ratio=new_decr_ratio)
 
     def get_incr_every_n_steps(self) -> int:
-        """Good steps in a row before the scale grows."""
-        return self._told.incr_every_n_steps
+        """Return how many successful steps in a row make the loss scale grow."""
+        return self._parameters.incr_every_n_steps
 
     def set_incr_every_n_steps(self, new_incr_every_n_steps: int) -> None:
-        """Set how many good steps in a row make the scale grow."""
-        self._tell(incr_every_n_steps=new_incr_every_n_steps)
+        """Set how many successful steps in a row make the loss scale grow."""
+        self._change(incr_every_n_steps=new_incr_every_n_steps)
 
     def get_decr_every_n_nan_or_inf(self) -> int:
-        """Bad steps in a row before the scale backs off."""
-        return self._told.decr_every_n_nan_or_inf
+        """Return how many skipped steps in a row make the loss scale back off."""
+        return self._parameters.decr_every_n_nan_or_inf
 
     def set_decr_every_n_nan_or_inf(self, new_decr_every_n_nan_or_inf: int) -> None:
-        """Set how many bad steps in a row make the scale back off."""
-        self._tell(decr_every_n_nan_or_inf=new_decr_every_n_nan_or_inf)
+        """Set how many skipped steps in a row make the loss scale back off."""
+        self._change(decr_every_n_nan_or_inf=new_decr_every_n_nan_or_inf)
 
     def state_dict(self) -> dict[str, Any]:
-        """Paddle's entries, the scale as a tensor of one element; empty where the scaler is not enabled."""
-        return saved(self._told, self._scaler.state()) if self.is_enable() else {}
+        """Return Paddle's entries, or an empty dict if the scaler is disabled."""
+        return self._parameters.to_state_dict(self._scaler.state()) if self.is_enable() else {}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Take over a state, also one that Paddle saved; nothing happens where the scaler is not enabled."""
+        """Load a state dict, also one that Paddle saved; do nothing if the scaler is disabled."""
         if self.is_enable():
-            self._told, state = loaded(state_dict, self._told.min_scale)
-            self._told.apply(self._scaler, state)
+            self._parameters, state = parse_state_dict(state_dict, self._parameters.min_scale)
+            self._parameters.load_into(self._scaler, state)
 
-    def _tell(self, **words: Any) -> None:
-        self._told = replace(self._told, **words)
+    def _change(self, **changes: Any) -> None:
+        self._parameters = replace(self._parameters, **changes)
         if self.is_enable():
-            self._told.apply(self._scaler, self._scaler.state())
+            self._parameters.load_into(self._scaler, self._scaler.state())
 
-    # -- what programs read though it is not public there ------------------------------------------
+    # -- private attributes of Paddle's scaler that programs read ----------------------------------
 
     @property
     def _scale(self) -> torch.Tensor:
@@ -221,19 +230,22 @@ class ScalerOptions:
 
     @property
     def _found_inf(self) -> bool:
-        return self._last is not None and self._last.skipped
+        return self._last_result is not None and self._last_result.skipped
 
 
-Optimizer = torch.optim.Optimizer
+class AmpScaler(_ScalerAccessors):
+    """`paddle.amp.AmpScaler`: `GradScaler` with older defaults (2^15, growth every 1000 steps).
 
+    Scales losses, skips steps with non-finite gradients and adapts the loss scale.
 
-class AmpScaler(ScalerOptions):
-    """Scales losses, skips steps whose gradients are not finite, and adapts the scale: `GradScaler` with older defaults (2^15, grown every 1000 steps).
+    Differences from Paddle:
 
-    It differs from Paddle's where that surprises. It works on a CPU, and before any `auto_cast`.
-    Each optimizer is skipped by its own gradients, and keeps no flag that would block a later plain
-    step. The scale stays finite and positive. `update()` without a step, and stepping twice, are
-    errors. Nothing is printed.
+    - it works on a CPU, and before the first `auto_cast`;
+    - each optimizer is skipped by its own gradients only, and a skipped step does not block a later
+      plain `optimizer.step()`;
+    - the loss scale stays finite and positive;
+    - `update()` without a step, and `step()` twice, raise;
+    - skipped steps are not printed.
 
     >>> scaler = AmpScaler(init_loss_scaling=1024.0)
     >>> scaler.scale(torch.tensor(0.5))
@@ -250,30 +262,38 @@ class AmpScaler(ScalerOptions):
         decr_every_n_nan_or_inf: int = 1,
         use_dynamic_loss_scaling: bool = True,
     ) -> None:
-        ratios = (incr_ratio, decr_ratio, incr_every_n_steps, decr_every_n_nan_or_inf)
-        self._told = ScalerParameters(
-            float(init_loss_scaling), *ratios, bool(use_dynamic_loss_scaling)
+        self._parameters = ScalerParameters(
+            float(init_loss_scaling),
+            incr_ratio,
+            decr_ratio,
+            incr_every_n_steps,
+            decr_every_n_nan_or_inf,
+            bool(use_dynamic_loss_scaling),
         )
-        self._scaler = self._told.make(enabled=bool(enable))
+        self._scaler = self._parameters.make_scaler(enabled=bool(enable))
         self._stages: dict[int, OptimizerStage] = {}
-        """Where each optimizer stands since the last update."""
-        self._last: StepResult | None = None
-        """What became of the last step."""
-        self._looked = False
+        """Stage of each optimizer, by id, since the last update."""
+        self._last_result: StepResult | None = None
+        """Result of the last step."""
+        self._loss_dtype_checked = False
 
     def scale(self, var: Any) -> Any:
-        """Multiply a loss by the scale. A loss that was computed in bfloat16 needs none: as in Paddle, dynamic scaling then ends, with a warning."""
-        if not self._looked and isinstance(var, torch.Tensor):
-            self._looked = True
+        """Multiply a loss by the loss scale.
+
+        A loss that was computed in bfloat16 needs no scaling: as in Paddle, dynamic loss scaling is
+        then disabled with a warning.
+        """
+        if not self._loss_dtype_checked and isinstance(var, torch.Tensor):
+            self._loss_dtype_checked = True
             if (
                 self.is_enable()
-                and self._told.use_dynamic_loss_scaling
+                and self._parameters.use_dynamic_loss_scaling
                 and half_dtypes(var) == {torch.bfloat16}
             ):
                 warnings.warn(
                     "It is not recommended to use dynamic loss scaling for bfloat16, so GradScaler"
-                    " is disable by default. bfloat16 has the range of float32:"
-                    " GradScaler(enable=False) says that this is meant.",
+                    " is disable by default. bfloat16 has the range of float32. Pass"
+                    " GradScaler(enable=False) to silence this warning.",
                     UserWarning,
                     stacklevel=2,
                 )
@@ -281,7 +301,7 @@ class AmpScaler(ScalerOptions):
         return self._scaler.scale(var)
 
     def unscale_(self, optimizer: Optimizer) -> None:
-        """Divide an optimizer's gradients by the scale in place, to clip or look at them before the step."""
+        """Unscale an optimizer's gradients in place, to clip or inspect them before the step."""
         if not self.is_enable():
             return
         stage = self._stages.get(id(optimizer), OptimizerStage.READY)
@@ -298,7 +318,10 @@ class AmpScaler(ScalerOptions):
         self._stages[id(optimizer)] = OptimizerStage.UNSCALED
 
     def step(self, optimizer: Optimizer) -> None:
-        """Update the parameters from unscaled gradients, or skip the step if one is not finite. Follow it by `update()`, unless the scale is fixed."""
+        """Unscale gradients and step, or skip the step if a gradient is non-finite.
+
+        Call `update()` afterwards, unless the loss scale is fixed.
+        """
         if not self.is_enable():
             optimizer.step()
             return
@@ -307,42 +330,45 @@ class AmpScaler(ScalerOptions):
                 "step() has already been called since the last update(). Call update() after each"
                 " step()."
             )
-        if clip_of(optimizer) is not None and id(optimizer) not in self._stages:
-            # It clips what it finds when it steps: that has to be unscaled.
+        if hook_clip(optimizer) is not None and id(optimizer) not in self._stages:
+            # The optimizer's step hook clips the gradients it finds: they must be unscaled.
             self.unscale_(optimizer)
-        self._last = self._scaler.step(optimizer)
+        self._last_result = self._scaler.step(optimizer)
         self._stages[id(optimizer)] = OptimizerStage.STEPPED
-        if not self._told.use_dynamic_loss_scaling:
-            self._begin_anew()
+        if not self._parameters.use_dynamic_loss_scaling:
+            self._start_next_iteration()
 
     def update(self) -> None:
-        """Adapt the scale to what the steps since the last update found; a fixed scale has nothing to adapt."""
-        if self.is_enable() and self._told.use_dynamic_loss_scaling:
-            self._begin_anew()
+        """Adapt the loss scale to the steps since the last update; a fixed scale stays."""
+        if self.is_enable() and self._parameters.use_dynamic_loss_scaling:
+            self._start_next_iteration()
 
-    # The loss has been run backward already.
     def minimize(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
-        """`step` and `update` in one. The loss is taken as in Paddle, which does not run it backward either."""
+        """Call `step` and `update`.
+
+        Other arguments are accepted without effect: as in Paddle, the loss has been run backward
+        already.
+        """
         self.step(optimizer)
         self.update()
         return None, [
-            (one, one.grad)
+            (parameter, parameter.grad)
             for group in optimizer.param_groups
-            for one in group["params"]
-            if one.grad is not None
+            for parameter in group["params"]
+            if parameter.grad is not None
         ]
 
-    def _begin_anew(self) -> None:
+    def _start_next_iteration(self) -> None:
         self._scaler.update()
         self._stages.clear()
 
 
 class GradScaler(AmpScaler):
-    """Scales losses, skips steps whose gradients are not finite, and adapts the scale.
+    """`paddle.amp.GradScaler`: scale losses, skip non-finite steps, adapt the loss scale.
 
-    The defaults are those of Paddle 3: 2^16, doubled after 2000 good steps and halved after 1 bad
-    one. Its guide still names those of an older version: 2^15, 1000 and 2. What else differs is
-    said at `AmpScaler`.
+    The defaults are those of Paddle 3: 2^16, doubled after 2000 successful steps and halved after
+    1 skipped step. Paddle's guide still has those of an older version: 2^15, 1000 and 2. See
+    `AmpScaler` for the other differences.
 
     >>> model = torch.nn.Linear(2, 1)
     >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

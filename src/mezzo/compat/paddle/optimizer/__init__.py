@@ -1,4 +1,9 @@
-"""Paddle's optimizers as subclasses of torch's."""
+"""`paddle.optimizer`: Paddle's optimizers as subclasses of torch's and mezzo's.
+
+Each takes Paddle's arguments and computes as the class it derives from; `_base.Optimizer` has the
+methods that torch's optimizers lack. `steps_as` marks those that mezzo's fused step may replace.
+`lazy_mode` (for sparse gradients), `use_multi_tensor` and `name` have no effect.
+"""
 
 from __future__ import annotations
 
@@ -8,19 +13,32 @@ from typing import Any, NoReturn
 import torch
 
 import mezzo
-from mezzo.compat.paddle.nn import refuse
+from mezzo.compat.paddle.nn import raise_missing
 from mezzo.compat.paddle.optimizer._base import (
     Decay,
     Optimizer,
     Parameters,
-    decay_of,
-    parameters_of,
-    rate_of,
+    parse_learning_rate,
+    parse_parameters,
+    parse_weight_decay,
 )
+
+__all__ = [
+    "SGD",
+    "Adadelta",
+    "Adagrad",
+    "Adam",
+    "AdamW",
+    "Adamax",
+    "Lamb",
+    "Momentum",
+    "Optimizer",
+    "RMSProp",
+]
 
 
 class Adagrad(Optimizer, torch.optim.Adagrad):
-    """Adagrad."""
+    """`paddle.optimizer.Adagrad`."""
 
     steps_as = torch.optim.Adagrad
 
@@ -34,19 +52,21 @@ class Adagrad(Optimizer, torch.optim.Adagrad):
         name: str | None = None,
         initial_accumulator_value: float = 0.0,
     ) -> None:
-        words: dict[str, Any] = {
+        options: dict[str, Any] = {
             "eps": epsilon,
-            "weight_decay": decay_of(weight_decay),
+            "weight_decay": parse_weight_decay(weight_decay),
             "initial_accumulator_value": initial_accumulator_value,
         }
         super().__init__(
-            parameters_of(parameters, learning_rate), lr=rate_of(learning_rate), **words
+            parse_parameters(parameters, learning_rate),
+            lr=parse_learning_rate(learning_rate),
+            **options,
         )
-        self._equip(grad_clip)
+        self._finish_init(grad_clip)
 
 
 class Adadelta(Optimizer, torch.optim.Adadelta):
-    """Adadelta."""
+    """`paddle.optimizer.Adadelta`."""
 
     def __init__(
         self,
@@ -59,17 +79,20 @@ class Adadelta(Optimizer, torch.optim.Adadelta):
         name: str | None = None,
     ) -> None:
         super().__init__(
-            parameters_of(parameters, learning_rate),
-            lr=rate_of(learning_rate),
+            parse_parameters(parameters, learning_rate),
+            lr=parse_learning_rate(learning_rate),
             rho=rho,
             eps=epsilon,
-            weight_decay=decay_of(weight_decay),
+            weight_decay=parse_weight_decay(weight_decay),
         )
-        self._equip(grad_clip)
+        self._finish_init(grad_clip)
 
 
 class RMSProp(Optimizer, torch.optim.RMSprop):
-    """RMSProp, as torch computes it: `epsilon` is added to the root, where Paddle adds it under the root."""
+    """`paddle.optimizer.RMSProp`, computed as in torch.
+
+    `epsilon` is added to the square root; Paddle adds it under the root.
+    """
 
     def __init__(
         self,
@@ -83,21 +106,23 @@ class RMSProp(Optimizer, torch.optim.RMSprop):
         grad_clip: Any = None,
         name: str | None = None,
     ) -> None:
-        words: dict[str, Any] = {
+        options: dict[str, Any] = {
             "alpha": rho,
             "eps": epsilon,
             "momentum": momentum,
             "centered": centered,
-            "weight_decay": decay_of(weight_decay),
+            "weight_decay": parse_weight_decay(weight_decay),
         }
         super().__init__(
-            parameters_of(parameters, learning_rate), lr=rate_of(learning_rate), **words
+            parse_parameters(parameters, learning_rate),
+            lr=parse_learning_rate(learning_rate),
+            **options,
         )
-        self._equip(grad_clip)
+        self._finish_init(grad_clip)
 
 
 class Adam(Optimizer, torch.optim.Adam):
-    """Adam; `weight_decay` is added to the gradient, as in Paddle."""
+    """`paddle.optimizer.Adam`; `weight_decay` is added to the gradient, as in Paddle."""
 
     steps_as = torch.optim.Adam
 
@@ -110,27 +135,32 @@ class Adam(Optimizer, torch.optim.Adam):
         parameters: Parameters = None,
         weight_decay: Decay = None,
         grad_clip: Any = None,
-        # For sparse gradients, which torch has another optimizer for.
         lazy_mode: bool = False,
         multi_precision: bool = False,
         use_multi_tensor: bool = False,
         amsgrad: bool = False,
         name: str | None = None,
     ) -> None:
-        words: dict[str, Any] = {
+        options: dict[str, Any] = {
             "betas": (beta1, beta2),
             "eps": epsilon,
-            "weight_decay": decay_of(weight_decay),
+            "weight_decay": parse_weight_decay(weight_decay),
             "amsgrad": amsgrad,
         }
         super().__init__(
-            parameters_of(parameters, learning_rate), lr=rate_of(learning_rate), **words
+            parse_parameters(parameters, learning_rate),
+            lr=parse_learning_rate(learning_rate),
+            **options,
         )
-        self._equip(grad_clip, multi_precision=multi_precision)
+        self._finish_init(grad_clip, multi_precision=multi_precision)
 
 
 class AdamW(Optimizer, torch.optim.AdamW):
-    """Adam with decoupled weight decay."""
+    """`paddle.optimizer.AdamW`: Adam with decoupled weight decay.
+
+    `lr_ratio` and `apply_decay_param_fun` raise: they select parameters by Paddle's names. Pass
+    parameter groups instead.
+    """
 
     steps_as = torch.optim.AdamW
 
@@ -152,23 +182,28 @@ class AdamW(Optimizer, torch.optim.AdamW):
     ) -> None:
         if lr_ratio is not None or apply_decay_param_fun is not None:
             raise ValueError(
-                "lr_ratio and apply_decay_param_fun go by Paddle's parameter names. Pass groups:"
-                " parameters=[{'params': ..., 'weight_decay': 0.0}]."
+                "lr_ratio and apply_decay_param_fun select parameters by Paddle's names and are not"
+                " supported. Pass groups: parameters=[{'params': ..., 'weight_decay': 0.0}]."
             )
-        words: dict[str, Any] = {
+        options: dict[str, Any] = {
             "betas": (beta1, beta2),
             "eps": epsilon,
-            "weight_decay": decay_of(weight_decay),
+            "weight_decay": parse_weight_decay(weight_decay),
             "amsgrad": amsgrad,
         }
         super().__init__(
-            parameters_of(parameters, learning_rate), lr=rate_of(learning_rate), **words
+            parse_parameters(parameters, learning_rate),
+            lr=parse_learning_rate(learning_rate),
+            **options,
         )
-        self._equip(grad_clip, multi_precision=multi_precision)
+        self._finish_init(grad_clip, multi_precision=multi_precision)
 
 
 class Lamb(Optimizer, mezzo.LAMB):
-    """LAMB, whose steps are a fraction of each parameter's norm."""
+    """`paddle.optimizer.Lamb`: LAMB, with a step size relative to each parameter's norm.
+
+    `always_adapt` has no effect: `mezzo.LAMB` adapts wherever both norms are positive.
+    """
 
     steps_as = mezzo.LAMB
 
@@ -183,31 +218,30 @@ class Lamb(Optimizer, mezzo.LAMB):
         grad_clip: Any = None,
         exclude_from_weight_decay_fn: Callable[[Any], bool] | None = None,
         multi_precision: bool = False,
-        # Mezzo's adapts where there are norms to adapt to.
         always_adapt: bool = False,
         name: str | None = None,
     ) -> None:
-        given = parameters_of(parameters, learning_rate)
+        params = parse_parameters(parameters, learning_rate)
         if exclude_from_weight_decay_fn is not None:
-            excluded = [one for one in given if exclude_from_weight_decay_fn(one)]
-            rest = [one for one in given if not any(one is other for other in excluded)]
-            given = [
-                {"params": params, **words}
-                for params, words in ((rest, {}), (excluded, {"weight_decay": 0.0}))
-                if params
+            without_decay = [one for one in params if exclude_from_weight_decay_fn(one)]
+            with_decay = [one for one in params if not any(one is other for other in without_decay)]
+            groups: list[dict[str, Any]] = [
+                {"params": with_decay},
+                {"params": without_decay, "weight_decay": 0.0},
             ]
+            params = [group for group in groups if group["params"]]
         super().__init__(
-            given,
-            lr=rate_of(learning_rate),
+            params,
+            lr=parse_learning_rate(learning_rate),
             betas=(beta1, beta2),
             eps=epsilon,
-            weight_decay=decay_of(lamb_weight_decay),
+            weight_decay=parse_weight_decay(lamb_weight_decay),
         )
-        self._equip(grad_clip, multi_precision=multi_precision)
+        self._finish_init(grad_clip, multi_precision=multi_precision)
 
 
 class Adamax(Optimizer, torch.optim.Adamax):
-    """Adam by the largest gradient."""
+    """`paddle.optimizer.Adamax`: Adam with the infinity norm."""
 
     def __init__(
         self,
@@ -220,19 +254,21 @@ class Adamax(Optimizer, torch.optim.Adamax):
         grad_clip: Any = None,
         name: str | None = None,
     ) -> None:
-        words: dict[str, Any] = {
+        options: dict[str, Any] = {
             "betas": (beta1, beta2),
             "eps": epsilon,
-            "weight_decay": decay_of(weight_decay),
+            "weight_decay": parse_weight_decay(weight_decay),
         }
         super().__init__(
-            parameters_of(parameters, learning_rate), lr=rate_of(learning_rate), **words
+            parse_parameters(parameters, learning_rate),
+            lr=parse_learning_rate(learning_rate),
+            **options,
         )
-        self._equip(grad_clip)
+        self._finish_init(grad_clip)
 
 
 class SGD(Optimizer, torch.optim.SGD):
-    """Plain gradient descent.
+    """`paddle.optimizer.SGD`: plain gradient descent.
 
     >>> weight = torch.nn.Parameter(torch.ones(1))
     >>> optimizer = SGD(learning_rate=0.5, parameters=[weight])
@@ -255,15 +291,18 @@ class SGD(Optimizer, torch.optim.SGD):
         name: str | None = None,
     ) -> None:
         super().__init__(
-            parameters_of(parameters, learning_rate),
-            lr=rate_of(learning_rate),
-            weight_decay=decay_of(weight_decay),
+            parse_parameters(parameters, learning_rate),
+            lr=parse_learning_rate(learning_rate),
+            weight_decay=parse_weight_decay(weight_decay),
         )
-        self._equip(grad_clip, multi_precision=multi_precision)
+        self._finish_init(grad_clip, multi_precision=multi_precision)
 
 
 class Momentum(Optimizer, torch.optim.SGD):
-    """Gradient descent with momentum."""
+    """`paddle.optimizer.Momentum`: gradient descent with momentum.
+
+    `rescale_grad` other than 1 raises: scale the loss instead.
+    """
 
     steps_as = torch.optim.SGD
 
@@ -282,34 +321,20 @@ class Momentum(Optimizer, torch.optim.SGD):
     ) -> None:
         if rescale_grad != 1.0:
             raise ValueError(
-                f"rescale_grad={rescale_grad!r} is not carried out here. Scale the loss instead:"
+                f"rescale_grad={rescale_grad!r} is not supported. Scale the loss instead:"
                 f" (loss * {rescale_grad!r}).backward()."
             )
         super().__init__(
-            parameters_of(parameters, learning_rate),
-            lr=rate_of(learning_rate),
+            parse_parameters(parameters, learning_rate),
+            lr=parse_learning_rate(learning_rate),
             momentum=momentum,
             nesterov=use_nesterov,
-            weight_decay=decay_of(weight_decay),
+            weight_decay=parse_weight_decay(weight_decay),
         )
-        self._equip(grad_clip, multi_precision=multi_precision)
-
-
-__all__ = [
-    "SGD",
-    "Adadelta",
-    "Adagrad",
-    "Adam",
-    "AdamW",
-    "Adamax",
-    "Lamb",
-    "Momentum",
-    "Optimizer",
-    "RMSProp",
-]
+        self._finish_init(grad_clip, multi_precision=multi_precision)
 
 
 def __getattr__(name: str) -> NoReturn:
     if name.startswith("__"):
         raise AttributeError(name)
-    refuse("optimizer", name)
+    raise_missing("optimizer", name)

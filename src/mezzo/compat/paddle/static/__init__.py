@@ -1,4 +1,4 @@
-"""`paddle.static`: programs that are written first and run afterwards, carried out by `mezzo.train_step`."""
+"""`paddle.static`: programs that are recorded first and run later, by `mezzo.train_step`."""
 
 from mezzo.compat.paddle._places import CPUPlace, CUDAPlace
 from mezzo.compat.paddle.static import amp

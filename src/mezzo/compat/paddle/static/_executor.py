@@ -17,106 +17,29 @@ from mezzo.compat.paddle.static._program import (
     Program,
     Variable,
     default_main_program,
-    shown_shape,
+    paddle_shape,
 )
-
-Around = Callable[[Node, tuple[Any, Any]], Any]
-"""Carries one call out, given what it is called with."""
-
-
-def plainly(node: Node, given: tuple[Any, Any]) -> Any:
-    """A call as it is."""
-    args, kwargs = given
-    return node.function(*args, **kwargs)
-
-
-def evaluating(node: Node, given: tuple[Any, Any]) -> Any:
-    """A call as in evaluation: dropout keeps everything, a batch norm uses its statistics."""
-    args, kwargs = given
-    place = _place_of_training(node.function)
-    if place is None:
-        return node.function(*args, **kwargs)
-    if place < len(args):
-        args = (*args[:place], False, *args[place + 1 :])
-    else:
-        kwargs = {**kwargs, "training": False}
-    return node.function(*args, **kwargs)
-
-
-def replay(
-    nodes: Sequence[Node],
-    feeds: Mapping[Variable, torch.Tensor],
-    wanted: Iterable[Variable],
-    around: Around = plainly,
-) -> list[torch.Tensor]:
-    """The values of variables."""
-    values = {id(variable): value for variable, value in feeds.items()}
-    sizes = {
-        size: found
-        for variable, value in feeds.items()
-        for size, found in zip(variable.sizes, value.shape, strict=True)
-        if size in UNKNOWN_SIZES
-    }
-
-    def value_of(tensor: torch.Tensor) -> torch.Tensor:
-        if not isinstance(tensor, Variable):
-            return tensor
-        if id(tensor) not in values:
-            raise ValueError(
-                f"The program needs {tensor.name!r}, which was not fed. Pass"
-                f" feed={{{tensor.name!r}: ...}}."
-            )
-        return values[id(tensor)]
-
-    for node in nodes:
-        said = (node.args, dict(node.kwargs))
-        result = around(node, map_tensors(_with_sizes(said, sizes) if sizes else said, value_of))
-        outputs = iter(node.outputs)
-
-        def keep(tensor: torch.Tensor, outputs: Any = outputs) -> torch.Tensor:
-            values[id(next(outputs))] = tensor
-            return tensor
-
-        map_tensors(result, keep)
-    return [value_of(variable) for variable in wanted]
-
-
-def _with_sizes(value: Any, sizes: Mapping[int, int]) -> Any:
-    """Arguments with the sizes of the feed in the place of what stands for them, and of multiples of it."""
-    if isinstance(value, list | tuple) and not hasattr(value, "_fields"):
-        return type(value)([_with_sizes(item, sizes) for item in value])
-    if isinstance(value, dict):
-        return {name: _with_sizes(item, sizes) for name, item in value.items()}
-    if type(value) is int and value > 0:
-        for size in [size for size in sizes if value % size == 0]:
-            value = value // size * sizes[size]
-    return value
-
-
-@cache
-def _place_of_training(function: Any) -> int | None:
-    try:
-        names = list(inspect.signature(function).parameters)
-    except (TypeError, ValueError):
-        # A function of torch's that is written in C has no such argument.
-        return None
-    return names.index("training") if "training" in names else None
 
 
 class Scope:
-    """Where Paddle keeps the values of variables. torch's layers keep theirs: ask the model."""
+    """`paddle.static.Scope`, which holds the values of variables in Paddle.
+
+    Empty here: torch's layers hold their own parameters.
+    """
 
 
-_GLOBAL = Scope()
+_GLOBAL_SCOPE = Scope()
 
 
 def global_scope() -> Scope:
-    """The scope that programs run in."""
-    return _GLOBAL
+    """Return the scope that programs run in."""
+    return _GLOBAL_SCOPE
 
 
 class Executor:
-    """Runs programs on a place; parameters are brought there at the first run.
+    """`paddle.static.Executor`: run programs on a place.
+
+    Parameters are moved to the place at the first run.
 
     >>> from torch import nn
     >>> from mezzo.compat import paddle
@@ -142,13 +65,13 @@ class Executor:
         scope: Scope | None = None,
         return_numpy: bool = True,
         use_program_cache: bool = False,
-        # Only what is asked for is computed.
         use_prune: bool = False,
     ) -> list[Any]:
-        """Run a program on a feed, and give what was asked for: as arrays, of the dtype it was computed in (bfloat16 as uint16, as in Paddle).
+        """Run a program on a feed and return the fetched values, as arrays by default.
 
-        A program that `minimize` has closed trains at every run. With `use_program_cache=True` the
-        whole step is captured on CUDA, and replayed.
+        Arrays have the dtype that was computed; bfloat16 comes as uint16, as in Paddle. After
+        `minimize` every run trains. With `use_program_cache=True` the whole step is captured as a
+        CUDA graph and replayed. `use_prune` has no effect: only fetched values are computed.
         """
         program = default_main_program() if program is None else program
         if not isinstance(program, Program):
@@ -156,83 +79,168 @@ class Executor:
                 "Executor requires Program as its Parameter. But you passed in"
                 f" {type(program).__name__}."
             )
-        wanted = [program.variable(word) for word in fetch_list or ()]
-        closing = _closing(program)
-        if closing is None and not wanted:
+        fetched = [program.variable(key) for key in fetch_list or ()]
+        trainer = _trainer_of(program)
+        if trainer is None and not fetched:
             return []
-        feeds = self._fed(program, feed or {})
-        if closing is None:
-            values = self._compute(program, feeds, wanted)
+        feeds = self._prepare_feeds(program, feed or {})
+        if trainer is None:
+            values = _compute(program, feeds, fetched)
         else:
-            closing.move(self._device)
+            trainer.move(self._device)
             values = (
-                closing.evaluate(program, feeds, wanted)
+                trainer.evaluate(program, feeds, fetched)
                 if program.for_test
-                else closing.train(feeds, wanted, capture=use_program_cache)
+                else trainer.train(feeds, fetched, capture=use_program_cache)
             )
-        return [_array(value) for value in values] if return_numpy else values
+        return [_to_array(value) for value in values] if return_numpy else values
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Do nothing: an executor holds no resources."""
 
-    def _compute(
-        self, program: Program, feeds: dict[str, torch.Tensor], wanted: list[Variable]
-    ) -> list[torch.Tensor]:
-        given = {program.feeds[name]: value for name, value in feeds.items()}
-        with torch.no_grad():
-            return replay(
-                program.needed_for(wanted),
-                given,
-                wanted,
-                evaluating if program.for_test else plainly,
-            )
-
-    def _fed(self, program: Program, feed: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-        if strange := [name for name in feed if name not in program.feeds]:
+    def _prepare_feeds(self, program: Program, feed: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+        if unknown := [name for name in feed if name not in program.feeds]:
             raise ValueError(
-                f"The feed has {', '.join(map(repr, strange))}, and the program has no static.data"
+                f"The feed has {', '.join(map(repr, unknown))}, and the program has no static.data"
                 f" of that name: {', '.join(program.feeds)}."
             )
         return {
-            name: _fitting(name, torch.as_tensor(value), program.feeds[name]).to(self._device)
+            name: _check_feed(name, torch.as_tensor(value), program.feeds[name]).to(self._device)
             for name, value in feed.items()
         }
 
 
-def _closing(program: Program) -> Any:
-    """How a program is trained: a clone that was made before it was closed is run like the program it is of."""
-    return (
-        program.origin.closing
-        if program.closing is None and program.for_test and program.origin is not None
-        else program.closing
-    )
+def _trainer_of(program: Program) -> Any:
+    """Return the trainer of a program.
+
+    A test clone from before `minimize` uses the trainer of the program it was cloned from.
+    """
+    if program.trainer is None and program.for_test and program.origin is not None:
+        return program.origin.trainer
+    return program.trainer
 
 
-def _fitting(name: str, value: torch.Tensor, wanted: Variable) -> torch.Tensor:
-    sizes = wanted.sizes
+def _compute(
+    program: Program, feeds: dict[str, torch.Tensor], fetched: list[Variable]
+) -> list[torch.Tensor]:
+    """Compute variables of a program that no optimizer trains."""
+    by_variable = {program.feeds[name]: value for name, value in feeds.items()}
+    call = call_in_eval if program.for_test else call_node
+    with torch.no_grad():
+        return run_nodes(program.needed_for(fetched), by_variable, fetched, call)
+
+
+def _check_feed(name: str, value: torch.Tensor, variable: Variable) -> torch.Tensor:
+    """Check the shape and dtype of a fed tensor, and cast it where Paddle does."""
+    sizes = variable.sizes
     if value.dim() != len(sizes) or any(
-        size != got and size not in UNKNOWN_SIZES
-        for size, got in zip(sizes, value.shape, strict=True)
+        size != actual and size not in UNKNOWN_SIZES
+        for size, actual in zip(sizes, value.shape, strict=True)
     ):
-        shown = f"dimensions = {len(sizes)}, shape = {shown_shape(wanted)}"
+        expected = f"dimensions = {len(sizes)}, shape = {paddle_shape(variable)}"
         raise ValueError(
-            f"The fed Variable {name!r} should have {shown}, but received fed shape"
+            f"The fed Variable {name!r} should have {expected}, but received fed shape"
             f" {list(value.shape)}."
         )
-    if value.is_floating_point() is not wanted.dtype.is_floating_point:
+    if value.is_floating_point() is not variable.dtype.is_floating_point:
         raise ValueError(
-            f"The data type of fed Variable {name!r} must be {wanted.dtype}, but received"
+            f"The data type of fed Variable {name!r} must be {variable.dtype}, but received"
             f" {value.dtype}."
         )
-    # A 16-bit feed stays what it is, as Paddle's guide has it for pure 16-bit programs; everything
-    # else becomes what was declared.
-    return (
-        value
-        if value.is_floating_point() and value.dtype.itemsize < wanted.dtype.itemsize
-        else value.to(wanted.dtype)
-    )
+    # A 16-bit feed is not widened: Paddle's guide feeds pure 16-bit programs so. Any other feed is
+    # cast to the declared dtype.
+    is_narrower = value.is_floating_point() and value.dtype.itemsize < variable.dtype.itemsize
+    return value if is_narrower else value.to(variable.dtype)
 
 
-def _array(value: torch.Tensor) -> Any:
-    held = value.detach().cpu()
-    return held.view(torch.uint16).numpy() if held.dtype is torch.bfloat16 else held.numpy()
+def _to_array(value: torch.Tensor) -> Any:
+    on_cpu = value.detach().cpu()
+    return on_cpu.view(torch.uint16).numpy() if on_cpu.dtype is torch.bfloat16 else on_cpu.numpy()
+
+
+# -- running recorded nodes ------------------------------------------------------------------------
+
+CallNode = Callable[[Node, tuple[Any, Any]], Any]
+"""Calls a node's function with (args, kwargs) of real tensors."""
+
+
+def call_node(node: Node, arguments: tuple[Any, Any]) -> Any:
+    """Call a node's function."""
+    args, kwargs = arguments
+    return node.function(*args, **kwargs)
+
+
+def call_in_eval(node: Node, arguments: tuple[Any, Any]) -> Any:
+    """Call a node's function with `training=False`, which dropout and batch norm have."""
+    args, kwargs = arguments
+    index = _training_index(node.function)
+    if index is None:
+        return node.function(*args, **kwargs)
+    if index < len(args):
+        args = (*args[:index], False, *args[index + 1 :])
+    else:
+        kwargs = {**kwargs, "training": False}
+    return node.function(*args, **kwargs)
+
+
+def run_nodes(
+    nodes: Sequence[Node],
+    feeds: Mapping[Variable, torch.Tensor],
+    fetched: Iterable[Variable],
+    call: CallNode = call_node,
+) -> list[torch.Tensor]:
+    """Run nodes on fed tensors and return the values of variables."""
+    values = {id(variable): value for variable, value in feeds.items()}
+    sizes = {
+        placeholder: size
+        for variable, value in feeds.items()
+        for placeholder, size in zip(variable.sizes, value.shape, strict=True)
+        if placeholder in UNKNOWN_SIZES
+    }
+
+    def value_of(tensor: torch.Tensor) -> torch.Tensor:
+        if not isinstance(tensor, Variable):
+            return tensor
+        if id(tensor) not in values:
+            raise ValueError(
+                f"The program needs {tensor.name!r}, which was not fed. Pass"
+                f" feed={{{tensor.name!r}: ...}}."
+            )
+        return values[id(tensor)]
+
+    for node in nodes:
+        recorded = (node.args, dict(node.kwargs))
+        if sizes:
+            recorded = _substitute_sizes(recorded, sizes)
+        result = call(node, map_tensors(recorded, value_of))
+        outputs = iter(node.outputs)
+
+        def store(tensor: torch.Tensor, outputs: Any = outputs) -> torch.Tensor:
+            values[id(next(outputs))] = tensor
+            return tensor
+
+        map_tensors(result, store)
+    return [value_of(variable) for variable in fetched]
+
+
+def _substitute_sizes(value: Any, sizes: Mapping[int, int]) -> Any:
+    """Replace placeholders of unknown sizes, and multiples of them, by the fed sizes."""
+    if isinstance(value, list | tuple) and not hasattr(value, "_fields"):
+        return type(value)([_substitute_sizes(item, sizes) for item in value])
+    if isinstance(value, dict):
+        return {name: _substitute_sizes(item, sizes) for name, item in value.items()}
+    if type(value) is int and value > 0:
+        for placeholder in [placeholder for placeholder in sizes if value % placeholder == 0]:
+            value = value // placeholder * sizes[placeholder]
+    return value
+
+
+@cache
+def _training_index(function: Any) -> int | None:
+    """Return the position of the parameter `training`, or None if there is none."""
+    try:
+        names = list(inspect.signature(function).parameters)
+    except (TypeError, ValueError):
+        # Functions of torch that are written in C have no signature, and no such parameter.
+        return None
+    return names.index("training") if "training" in names else None

@@ -1,4 +1,4 @@
-"""Static programs: variables, nodes, and what is recorded under `program_guard`."""
+"""Static programs: `Program`, `Variable`, and how calls are recorded under `program_guard`."""
 
 from __future__ import annotations
 
@@ -16,159 +16,159 @@ from mezzo._torch import DisableTorchFunctionSubclass
 from mezzo.autocasting.regions import innermost_region
 
 UNKNOWN_SIZES = (9973, 9967, 9949, 9941, 9931)
-"""Stand for sizes that are not known before the program runs, one for each dimension: primes, so
-that a size made of one is recognised."""
+"""Placeholders for sizes that are unknown until the program runs, one per dimension. They are
+primes, so that a product with a placeholder is recognised as a multiple of it."""
 
-_device = torch.Tensor.device.__get__
+_get_device = torch.Tensor.device.__get__
 
 
 @dataclass(frozen=True, eq=False)
 class Node:
-    """One call that a program makes."""
+    """One recorded call of a program."""
 
     function: Any
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
     outputs: tuple[Variable, ...]
     guarded: bool
-    """Whether it was made inside `fp16_guard`."""
+    """Whether it was recorded inside `fp16_guard`."""
 
     @property
     def name(self) -> str:
-        """What torch calls the function."""
+        """The function's name in torch."""
         return str(getattr(self.function, "__name__", self.function))
 
     @property
     def writes(self) -> bool:
-        """Whether it changes its first argument."""
+        """Whether it changes its first argument in place."""
         return self.name == "__setitem__" or (
             self.name.endswith("_") and not self.name.endswith("__")
         )
 
     def tensors(self) -> list[torch.Tensor]:
-        """Everything that it reads."""
-        return _tensors((self.args, dict(self.kwargs)))
+        """Return every tensor that it reads."""
+        return _tensors_in((self.args, dict(self.kwargs)))
 
 
 class Program:
-    """What a model computes from what is fed, in the order it was said."""
+    """`paddle.static.Program`: calls in the order they were recorded, and the variables fed."""
 
     def __init__(self) -> None:
         self.feeds: dict[str, Variable] = {}
         self.nodes: list[Node] = []
-        self.closing: Any = None
-        """How it is trained, once an optimizer has minimized its loss; shared by its clones."""
+        self.trainer: Any = None
+        """The `ProgramTrainer`, once an optimizer minimizes its loss; clones share it."""
         self.for_test = False
+        self.origin: Program | None = None
+        """The program that this one is a clone of."""
         self.random_seed = 0
-        self._named: dict[str, Variable] = {}
+        self._variables: dict[str, Variable] = {}
         self._counts: dict[str, itertools.count[int]] = {}
 
-    # Paddle's call shape.
     def clone(self, for_test: bool = False) -> Program:
-        """The same program; for a test it is run without training, and layers such as dropout and batch norm evaluate."""
-        other = Program()
-        other.feeds, other.nodes, other._named = (
-            dict(self.feeds),
-            list(self.nodes),
-            dict(self._named),
-        )
-        other.closing, other.for_test = self.closing, for_test
-        other.origin = self
-        return other
+        """Return a copy that shares the trainer.
 
-    origin: Program | None = None
-    """What it was cloned from."""
+        With `for_test=True` running it does not train, and dropout and batch norm evaluate.
+        """
+        copy = Program()
+        copy.feeds, copy.nodes = dict(self.feeds), list(self.nodes)
+        copy._variables = dict(self._variables)
+        copy.trainer, copy.for_test, copy.origin = self.trainer, for_test, self
+        return copy
 
-    def variable(self, word: Any) -> Variable:
-        """A variable by itself, by its name, or by the function that built it."""
-        if isinstance(word, Variable):
-            return word
-        name = word if isinstance(word, str) else getattr(word, "__name__", repr(word))
-        if name not in self._named:
+    def variable(self, key: Any) -> Variable:
+        """Return a variable, given itself, its name, or the function that builds it as a loss."""
+        if isinstance(key, Variable):
+            return key
+        name = key if isinstance(key, str) else getattr(key, "__name__", repr(key))
+        if name not in self._variables:
             raise ValueError(
-                f"The program has no variable {name!r}. It was fed"
-                f" {', '.join(self.feeds) or 'nothing'}; fetch variables, or their names."
+                f"The program has no variable {name!r}. Its feeds are"
+                f" {', '.join(self.feeds) or 'none'}. Fetch variables, or their names."
             )
-        return self._named[name]
+        return self._variables[name]
 
-    def name(self, variable: Variable, name: str) -> None:
-        """Let a variable be known by a name."""
+    def set_name(self, variable: Variable, name: str) -> None:
+        """Name a variable of this program."""
         variable.name = name
-        self._named[name] = variable
+        self._variables[name] = variable
 
-    def fresh_name(self, kind: str) -> str:
-        """A name that no variable has, as Paddle makes them."""
-        return f"{kind}_{next(self._counts.setdefault(kind, itertools.count()))}.tmp_0"
+    def unique_name(self, op: str) -> str:
+        """Return a new variable name for the output of an op, in Paddle's style."""
+        return f"{op}_{next(self._counts.setdefault(op, itertools.count()))}.tmp_0"
 
-    def needed_for(self, wanted: Iterable[Variable]) -> list[Node]:
-        """The calls that variables depend on, in order."""
-        needed, chosen = {id(one) for one in wanted}, []
+    def needed_for(self, targets: Iterable[Variable]) -> list[Node]:
+        """Return the nodes that variables depend on, in order."""
+        needed, nodes = {id(target) for target in targets}, []
         for node in reversed(self.nodes):
             reads = node.tensors()
-            if any(id(one) in needed for one in node.outputs) or (
+            if any(id(output) in needed for output in node.outputs) or (
                 node.writes and id(reads[0]) in needed
             ):
-                chosen.append(node)
-                needed.update(id(one) for one in reads if isinstance(one, Variable))
-        return chosen[::-1]
+                nodes.append(node)
+                needed.update(id(tensor) for tensor in reads if isinstance(tensor, Variable))
+        return nodes[::-1]
 
 
 class Variable(torch.Tensor):
-    """A tensor without values: part of a program."""
+    """`paddle.static.Variable`: a tensor without values, part of a program.
+
+    A torch function called with one is recorded as a node of its program, not executed.
+    """
 
     program: Program
     sizes: tuple[int, ...]
-    """Its shape, without a question to torch."""
-    # torch has a property of this name, which nobody uses.
+    """Its shape, read without calling a torch function."""
+    # Overrides the property `torch.Tensor.name`.
     name: str = ""
 
     @classmethod
-    def of(cls, meta: torch.Tensor, program: Program, name: str) -> Variable:
-        """Make one that looks like a tensor of the meta device."""
-        made: Variable = meta.detach().as_subclass(cls)
-        made.program, made.sizes = program, tuple(meta.shape)
-        program.name(made, name)
-        return made
+    def from_meta(cls, meta: torch.Tensor, program: Program, name: str) -> Variable:
+        """Return a variable with the shape and dtype of a tensor on the meta device."""
+        variable: Variable = meta.detach().as_subclass(cls)
+        variable.program, variable.sizes = program, tuple(meta.shape)
+        program.set_name(variable, name)
+        return variable
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return (
-            f"var {self.name} : shape{shown_shape(self)}, dtype"
+            f"var {self.name} : shape{paddle_shape(self)}, dtype"
             f" {str(self.dtype).removeprefix('torch.')}"
         )
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Note a call, and say what its result looks like."""
+        """Record a call and return variables for its outputs, with shapes from the meta device."""
         kwargs = kwargs or {}
-        # Not `is`: torch makes the wrapper anew at every look.
-        if func == _device:
-            # Whoever makes a tensor beside this one makes it where the program will run.
+        # `==` and not `is`: each access of `__get__` creates a new wrapper.
+        if func == _get_device:
+            # Tensors created with `device=x.device` must be where the program will run.
             return torch.get_default_device()
-        given = _tensors((args, kwargs))
-        _refuse_unknown_constants(given)
+        tensors = _tensors_in((args, kwargs))
+        _check_constant_sizes(tensors)
         with DisableTorchFunctionSubclass(), torch.no_grad():
-            shown = func(*map_tensors(args, _seen), **map_tensors(kwargs, _seen))
+            meta_result = func(*map_tensors(args, _to_meta), **map_tensors(kwargs, _to_meta))
         outputs: list[Variable] = []
-        program = next(one.program for one in given if isinstance(one, Variable))
+        program = next(tensor.program for tensor in tensors if isinstance(tensor, Variable))
+        op = str(getattr(func, "__name__", "op")).strip("_")
 
         def wrap(meta: torch.Tensor) -> torch.Tensor:
-            outputs.append(
-                cls.of(
-                    meta,
-                    program,
-                    program.fresh_name(str(getattr(func, "__name__", "op")).strip("_")),
-                )
-            )
+            outputs.append(cls.from_meta(meta, program, program.unique_name(op)))
             return outputs[-1]
 
-        result = map_tensors(shown, wrap)
+        result = map_tensors(meta_result, wrap)
         if outputs or func is torch.Tensor.__setitem__:
-            _refuse_regions()
-            program.nodes.append(Node(func, args, kwargs, tuple(outputs), _guards.depth > 0))
+            _check_no_autocast()
+            program.nodes.append(Node(func, args, kwargs, tuple(outputs), _fp16_guard.depth > 0))
         return result
 
 
-def _seen(tensor: torch.Tensor) -> torch.Tensor:
+def paddle_shape(variable: Variable) -> list[int]:
+    """Return a shape as Paddle shows it: -1 for an unknown size."""
+    return [-1 if size in UNKNOWN_SIZES else size for size in variable.sizes]
+
+
+def _to_meta(tensor: torch.Tensor) -> torch.Tensor:
     return (
         tensor.as_subclass(torch.Tensor)
         if isinstance(tensor, Variable)
@@ -176,82 +176,82 @@ def _seen(tensor: torch.Tensor) -> torch.Tensor:
     )
 
 
-def _tensors(value: Any) -> list[torch.Tensor]:
-    found: list[torch.Tensor] = []
+def _tensors_in(value: Any) -> list[torch.Tensor]:
+    tensors: list[torch.Tensor] = []
 
-    def note(tensor: torch.Tensor) -> torch.Tensor:
-        found.append(tensor)
+    def collect(tensor: torch.Tensor) -> torch.Tensor:
+        tensors.append(tensor)
         return tensor
 
-    map_tensors(value, note)
-    return found
+    map_tensors(value, collect)
+    return tensors
 
 
-def shown_shape(variable: Variable) -> list[int]:
-    """A shape as Paddle shows it: -1 for a size that is not known."""
-    return [-1 if size in UNKNOWN_SIZES else size for size in variable.sizes]
-
-
-def _refuse_regions() -> None:
+def _check_no_autocast() -> None:
     region = innermost_region()
     if region is not None and region.enabled:
         raise RuntimeError(
-            "amp.auto_cast is around a static program that is being written, and would not be there"
-            " when it runs. Take it away: static.amp.decorate(optimizer, ...) says in which"
-            " precision a program runs."
+            "amp.auto_cast is around a static program that is being recorded. It has no effect on"
+            " the run. Remove it and pass the precision to static.amp.decorate(optimizer, ...)."
         )
 
 
-def _refuse_unknown_constants(given: Iterable[torch.Tensor]) -> None:
-    for one in given:
-        if not isinstance(one, Variable) and any(size in UNKNOWN_SIZES for size in one.shape):
+def _check_constant_sizes(tensors: Iterable[torch.Tensor]) -> None:
+    for tensor in tensors:
+        if not isinstance(tensor, Variable) and any(size in UNKNOWN_SIZES for size in tensor.shape):
             raise ValueError(
-                f"A tensor of shape {tuple(one.shape)} was made from a size that is not known"
-                " before the program runs. Make it from a variable (torch.zeros_like), or declare"
+                f"A tensor of shape {tuple(tensor.shape)} was created from a size that is unknown"
+                " until the program runs. Create it from a variable (torch.zeros_like), or declare"
                 " the size: static.data(name, [32, ...])."
             )
 
 
-class _Guards(threading.local):
-    """How many guards this thread is inside of."""
+# -- recording -------------------------------------------------------------------------------------
+
+
+class _Fp16Guard(threading.local):
+    """Nesting depth of `fp16_guard` in this thread."""
 
     depth = 0
 
 
-_guards = _Guards()
+_fp16_guard = _Fp16Guard()
 
 
 @contextmanager
 def fp16_guard() -> Iterator[None]:
-    """Mark what is said inside as 16-bit, for `static.amp.decorate(use_pure_fp16=True, use_fp16_guard=True)`: all else stays float32.
+    """Mark calls inside as 16-bit: `paddle.static.amp.fp16_guard`.
+
+    With `static.amp.decorate(use_pure_fp16=True, use_fp16_guard=True)` all other calls stay
+    float32.
 
     >>> program = Program()
-    >>> x = Variable.of(torch.empty(2, device="meta"), program, "x")
+    >>> x = Variable.from_meta(torch.empty(2, device="meta"), program, "x")
     >>> with fp16_guard():
     ...     y = x + 1
     >>> z = y + 1
     >>> [node.guarded for node in program.nodes]
     [True, False]
     """
-    _guards.depth += 1
+    _fp16_guard.depth += 1
     try:
         yield
     finally:
-        _guards.depth -= 1
+        _fp16_guard.depth -= 1
 
 
-class _State(threading.local):
-    """The programs that are being written in this thread."""
+class _ThreadState(threading.local):
+    """The programs that are being recorded in this thread, innermost last."""
 
     def __init__(self) -> None:
         self.main, self.startup, self.static = [Program()], [Program()], False
 
 
-_state = _State()
+_state = _ThreadState()
 
 
 def default_main_program() -> Program:
-    """The program that is being written.
+    """Return the program that is being recorded.
 
     >>> program = Program()
     >>> with program_guard(program):
@@ -262,13 +262,16 @@ def default_main_program() -> Program:
 
 
 def default_startup_program() -> Program:
-    """The program that makes parameters ready. torch's layers are ready when they are made: running it does nothing."""
+    """Return the startup program, which initializes parameters in Paddle.
+
+    torch's layers are initialized when constructed, so running it does nothing.
+    """
     return _state.startup[-1]
 
 
 @contextmanager
 def program_guard(main_program: Program, startup_program: Program | None = None) -> Iterator[None]:
-    """Write another program for a while.
+    """Record into another program inside this context.
 
     >>> main = Program()
     >>> with program_guard(main):
@@ -276,11 +279,11 @@ def program_guard(main_program: Program, startup_program: Program | None = None)
     >>> [node.name for node in main.nodes]
     ['add']
     """
-    for one in (main_program, startup_program):
-        if one is not None and not isinstance(one, Program):
+    for program in (main_program, startup_program):
+        if program is not None and not isinstance(program, Program):
             raise TypeError(
                 "The type of programs in program_guard must be Program, but received"
-                f" {type(one).__name__}."
+                f" {type(program).__name__}."
             )
     _state.main.append(main_program)
     _state.startup.append(startup_program or _state.startup[-1])
@@ -291,11 +294,10 @@ def program_guard(main_program: Program, startup_program: Program | None = None)
         _state.startup.pop()
 
 
-# Paddle's call shape.
 def data(
     name: str, shape: Any, dtype: str | torch.dtype | None = None, lod_level: int = 0
 ) -> Variable:
-    """A variable that is fed. A size of -1 or None is known when the program runs.
+    """Declare a variable that is fed. A size of -1 or None is unknown until the program runs.
 
     >>> with program_guard(Program()):
     ...     data("x", [None, 784], "float32")
@@ -313,26 +315,29 @@ def data(
         )
     program = default_main_program()
     sizes = [
-        UNKNOWN_SIZES[place] if size in (None, -1) else int(size)
-        for place, size in enumerate(shape)
+        UNKNOWN_SIZES[dimension] if size in (None, -1) else int(size)
+        for dimension, size in enumerate(shape)
     ]
-    made = Variable.of(torch.empty(sizes, dtype=chosen, device="meta"), program, name)
-    program.feeds[name] = made
-    return made
+    meta = torch.empty(sizes, dtype=chosen, device="meta")
+    program.feeds[name] = Variable.from_meta(meta, program, name)
+    return program.feeds[name]
 
 
 def enable_static() -> None:
-    """Say that programs are written from now on. A program is written by calling layers with `static.data`, with or without this."""
+    """Enter static mode: only `in_dynamic_mode` changes.
+
+    A program is recorded wherever layers are called with `static.data`, in either mode.
+    """
     _state.static = True
 
 
 def disable_static() -> None:
-    """Say that no programs are written any more."""
+    """Leave static mode."""
     _state.static = False
 
 
 def in_dynamic_mode() -> bool:
-    """Whether `enable_static` was not called.
+    """Return whether static mode is off.
 
     >>> in_dynamic_mode()
     True

@@ -1,4 +1,4 @@
-"""Train and evaluate a static program in its precision."""
+"""Train and evaluate a static program in the precision of `static.amp.decorate`."""
 
 from __future__ import annotations
 
@@ -18,87 +18,101 @@ from mezzo._dtypes import parse_dtype
 from mezzo.autocasting.arguments import region_for
 from mezzo.autocasting.regions import Region, enter_regions
 from mezzo.compat.paddle.amp._grad_scaler import ScalerParameters
-from mezzo.compat.paddle.nn import clip_of, norm_for_all
-from mezzo.compat.paddle.static._executor import Around, evaluating, plainly, replay
+from mezzo.compat.paddle.nn import hook_clip, shared_clip_norm
+from mezzo.compat.paddle.static._executor import CallNode, call_in_eval, call_node, run_nodes
 from mezzo.compat.paddle.static._program import Node, Program, Variable, default_main_program
 from mezzo.policy.presets import paddle
 from mezzo.policy.registry import registry
 from mezzo.policy.types import Level, Rule
 from mezzo.step.train_step import FunctionStep
 
+Optimizer = torch.optim.Optimizer
+
 GRAY = (
     "batch_norm concat dropout elementwise_add elementwise_div elementwise_floordiv elementwise_max"
     " elementwise_min elementwise_mod elementwise_mul elementwise_sub gather layer_norm leaky_relu"
     " pool2d pool3d relu relu6 reshape2 sigmoid sign split stack tanh top_k transpose2"
 )
-"""Ops of static programs that follow what flows into them (PaddlePaddle 3.3.1,
-static/amp/fp16_lists.py), those with a counterpart here."""
+"""Gray list of static programs: ops that run in the dtype of their inputs (PaddlePaddle 3.3.1,
+static/amp/fp16_lists.py). Only those with an equivalent in torch."""
 
-_KEPT_BY = {"batch_norm", "layer_norm", "instance_norm"}
+_NORMS = {"batch_norm", "layer_norm", "instance_norm"}
 """Ops whose parameters and statistics stay float32."""
 
 
 @dataclass(frozen=True)
 class Precision:
-    """What `static.amp.decorate` was told; without it, everything is float32."""
+    """Precision of a static program: the arguments of `static.amp.decorate`.
+
+    The default, for an optimizer that is not decorated, is float32.
+    """
 
     level: str = "O0"
     dtype: str = "float16"
     half: frozenset[str] = frozenset()
     """Ops of the custom white list, in mezzo's names."""
     full: frozenset[str] = frozenset()
-    """Ops of the custom black list."""
+    """Ops of the custom black list, in mezzo's names."""
     guarded: bool = False
-    """Whether only what is inside `fp16_guard` is 16-bit."""
+    """Whether only calls inside `fp16_guard` are 16-bit."""
     promote: bool = False
-    """Whether ops in no list follow the widest input, as they do in eager mode."""
+    """Whether ops in no list promote to the widest input, as they do in eager mode."""
     masters: bool = False
+    """Whether float32 master weights are kept."""
     master_grad: bool = False
+    """Whether gradients of 16-bit parameters are float32."""
     scaling: ScalerParameters | None = None
-    """How losses are scaled; None does not."""
+    """Loss scaling; None does not scale losses."""
 
     @property
     def policy(self) -> mezzo.Policy:
-        """The same in mezzo's words."""
+        """The equivalent policy in mezzo."""
         return _policy(self)
 
     @property
-    def fed(self) -> torch.dtype | None:
-        """What floating-point feeds are cast to: where all is 16-bit Paddle asks the user to cast them."""
+    def feed_dtype(self) -> torch.dtype | None:
+        """The dtype that floating-point feeds are cast to, or None.
+
+        Only where everything is 16-bit; in Paddle the program must cast them itself.
+        """
         return parse_dtype(self.dtype) if self.level == "O2" and not self.guarded else None
 
-    def stays_full(self, nodes: Iterable[Node]) -> list[torch.Tensor]:
-        """Parameters and buffers that a norm, an op of the black list or something outside of `fp16_guard` reads."""
-        policy, found = self.policy, []
+    def full_tensors(self, nodes: Iterable[Node]) -> list[torch.Tensor]:
+        """Return the parameters and buffers that stay float32.
+
+        They are read by a norm, by an op of the black list, or outside of `fp16_guard`.
+        """
+        policy, tensors = self.policy, []
         for node in nodes:
             if (
-                node.name in _KEPT_BY
+                node.name in _NORMS
                 or (self.guarded and not node.guarded)
                 or _is_full(policy, node.function)
             ):
-                found += [one for one in node.tensors() if not isinstance(one, Variable)]
-        return found
+                tensors += [one for one in node.tensors() if not isinstance(one, Variable)]
+        return tensors
 
 
 @cache
-def _policy(told: Precision) -> mezzo.Policy:
-    """In no list means float32 at O1 and 16-bit at O2, unless ops promote."""
-    if told.level == "O0":
+def _policy(precision: Precision) -> mezzo.Policy:
+    """Return the policy. Ops in no list are float32 at O1 and 16-bit at O2, unless they promote."""
+    if precision.level == "O0":
         return mezzo.Policy("O0")
-    words: dict[str, Any] = {
-        "half": told.half,
-        "full": told.full,
-        "master": "float32" if told.masters else None,
+    fields: dict[str, Any] = {
+        "half": precision.half,
+        "full": precision.full,
+        "master": "float32" if precision.masters else None,
     }
-    if told.master_grad:
-        words["grad_dtype"] = "float32"
-    if not told.promote and told.level == "O1":
-        listed = paddle.lists(Level.O1, torch.float16).entries.keys() | told.half | told.full
-        gray = {ours for name in GRAY.split() for ours in paddle.NAMES.known[name]}
-        words |= {"default_rule": "full", "promote": gray - listed}
-    elif not told.promote and told.level == "O2":
-        words["default_rule"] = "half"
-    return mezzo.Policy(told.level, told.dtype, preset="paddle", keep_full=(), **words)
+    if precision.master_grad:
+        fields["grad_dtype"] = "float32"
+    if not precision.promote and precision.level == "O1":
+        entries = paddle.lists(Level.O1, torch.float16).entries
+        listed = entries.keys() | precision.half | precision.full
+        gray = {op for name in GRAY.split() for op in paddle.NAMES.known[name]}
+        fields |= {"default_rule": "full", "promote": gray - listed}
+    elif not precision.promote and precision.level == "O2":
+        fields["default_rule"] = "half"
+    return mezzo.Policy(precision.level, precision.dtype, preset="paddle", keep_full=(), **fields)
 
 
 def _is_full(policy: mezzo.Policy, function: Any) -> bool:
@@ -106,97 +120,95 @@ def _is_full(policy: mezzo.Policy, function: Any) -> bool:
     return name is not None and policy.explain(name, device="cpu").rule is Rule.FULL
 
 
-Optimizer = torch.optim.Optimizer
+def attach_trainer(loss: Any, optimizer: Optimizer, precision: Precision) -> ProgramTrainer:
+    """Make every run of a loss's program train; the last call for a program counts.
+
+    The loss may also be a function that builds it. It is called with the `static.data` variables
+    that are named like its parameters.
+    """
+    variable = loss if isinstance(loss, Variable) else _build_loss(loss)
+    program = variable.program
+    program.trainer = trainer = ProgramTrainer(program, variable, optimizer, precision)
+    return trainer
 
 
 class ProgramTrainer:
-    """A program, the loss that is minimized, and by whom."""
+    """Trains and evaluates a program: its loss, optimizer and precision."""
 
     def __init__(
         self, program: Program, loss: Variable, optimizer: Optimizer, precision: Precision
     ) -> None:
-        self.program, self.loss, self.optimizer, self.precision = (
-            program,
-            loss,
-            optimizer,
-            precision,
-        )
-        self.scaler = None if precision.scaling is None else precision.scaling.make()
+        self.program, self.loss = program, loss
+        self.optimizer, self.precision = optimizer, precision
+        self.scaler = None if precision.scaling is None else precision.scaling.make_scaler()
         self.prepared = False
         self._steps: dict[tuple[int, ...], FunctionStep] = {}
         nodes = program.needed_for([loss])
-        self._held = Held(nodes, optimizer)
-        self._kept = self._held.names_of(precision.stays_full(nodes))
+        self._module = _ProgramModule(nodes, optimizer)
+        self._keep_full = self._module.keep_full_names(precision.full_tensors(nodes))
 
     @property
     def device(self) -> torch.device:
-        """Where the parameters are."""
-        return next(self._held.parameters()).device
+        """The device of the parameters."""
+        return next(self._module.parameters()).device
 
     def prepare(self) -> None:
-        """Make parameters 16-bit where the level says so; at the first run at the latest."""
+        """Cast parameters to 16 bits if the level requires it; the first run does so too."""
         if not self.prepared:
-            # No loss is fetched by this one: it is what makes parameters, optimizer and scaler
-            # ready.
-            self._steps[()] = self._made(())
+            # Constructing a step decorates the parameters and the optimizer. This first one
+            # fetches nothing.
+            self._steps[()] = self._make_step(())
             self.prepared = True
 
     def move(self, device: torch.device) -> None:
-        """Bring parameters and buffers to a device, before the first run."""
+        """Move parameters and buffers to a device, before the first run."""
         if not self.prepared:
-            for tensor in (*self._held.parameters(), *self._held.buffers()):
+            for tensor in (*self._module.parameters(), *self._module.buffers()):
                 if tensor.device.type != device.type:
                     tensor.data = tensor.data.to(device)
 
     def train(
-        self, feeds: dict[str, torch.Tensor], wanted: Sequence[Variable], *, capture: bool
+        self, feeds: dict[str, torch.Tensor], fetched: Sequence[Variable], *, capture: bool
     ) -> list[torch.Tensor]:
-        """Train on a feed, and give the values of variables as they were before the update."""
+        """Train on a feed and return the values of variables from before the update."""
         self.prepare()
-        key = (int(capture), *map(id, wanted))
+        key = (int(capture), *map(id, fetched))
         if key not in self._steps:
-            self._steps[key] = self._made(wanted, capture=capture)
+            self._steps[key] = self._make_step(fetched, capture=capture)
         return list(self._steps[key](feeds))
 
     def evaluate(
-        self, program: Program, feeds: dict[str, torch.Tensor], wanted: Sequence[Variable]
+        self, program: Program, feeds: dict[str, torch.Tensor], fetched: Sequence[Variable]
     ) -> list[torch.Tensor]:
-        """The values of variables in the precision of training, without training."""
+        """Return the values of variables in the precision of training, without training."""
         self.prepare()
+        call = call_in_eval if program.for_test else call_node
         with torch.no_grad(), enter_regions(self._region()):
-            return self._run(
-                program,
-                program.needed_for(wanted),
-                feeds,
-                wanted,
-                evaluating if program.for_test else plainly,
-            )
+            return self._run(program, program.needed_for(fetched), feeds, fetched, call)
 
-    def _made(self, wanted: Sequence[Variable], *, capture: bool = False) -> FunctionStep:
-        computed = [self.loss, *wanted]
+    def _make_step(self, fetched: Sequence[Variable], *, capture: bool = False) -> FunctionStep:
+        computed = [self.loss, *fetched]
         nodes = self.program.needed_for(computed)
 
         def body(feeds: dict[str, torch.Tensor]) -> tuple[torch.Tensor, ...]:
-            loss, *fetched = self._run(self.program, nodes, feeds, computed, plainly)
+            loss, *values = self._run(self.program, nodes, feeds, computed, call_node)
             loss.backward()
-            return tuple(fetched)
+            return tuple(values)
 
-        words: dict[str, Any] = (
-            {}
-            if self.prepared
-            else {
+        options: dict[str, Any] = {}
+        if not self.prepared:
+            options = {
                 "policy": self.precision.policy,
-                "keep_full": self._kept,
+                "keep_full": self._keep_full,
                 "clip_norm": self._clip_norm(),
             }
-        )
         scaler: Any = self.scaler if self.scaler is not None else False
         return mezzo.train_step(
-            models=self._held,
+            models=self._module,
             optimizers=self.optimizer,
             scaler=scaler,
             capture="auto" if capture else False,
-            **words,
+            **options,
         )(body)
 
     def _run(
@@ -204,23 +216,24 @@ class ProgramTrainer:
         program: Program,
         nodes: Sequence[Node],
         feeds: dict[str, torch.Tensor],
-        wanted: Sequence[Variable],
-        around: Around,
+        fetched: Sequence[Variable],
+        call: CallNode,
     ) -> list[torch.Tensor]:
-        dtype = self.precision.fed
+        dtype = self.precision.feed_dtype
         if dtype is not None:
             feeds = cast_all(feeds, dtype, self.device.type)
         if self.precision.guarded:
-            around = _outside_in_float32(around, self._region(enabled=False), self.device.type)
-        given = {program.feeds[name]: value for name, value in feeds.items()}
-        return replay(nodes, given, wanted, around)
+            disabled = self._region(enabled=False)
+            call = _float32_outside_guard(call, disabled, self.device.type)
+        by_variable = {program.feeds[name]: value for name, value in feeds.items()}
+        return run_nodes(nodes, by_variable, fetched, call)
 
     def _region(self, *, enabled: bool = True) -> Region:
         return region_for(self.precision.policy, self.device.type, enabled=enabled)
 
     def _clip_norm(self) -> float | None:
-        norm = norm_for_all([self.optimizer])
-        if norm is None and clip_of(self.optimizer) is not None and self.scaler is not None:
+        norm = shared_clip_norm([self.optimizer])
+        if norm is None and hook_clip(self.optimizer) is not None and self.scaler is not None:
             raise ValueError(
                 f"{self.optimizer._grad_clip!r} clips gradients that are still scaled. "  # type: ignore[attr-defined]
                 "In a static program with loss scaling use nn.ClipGradByGlobalNorm(clip_norm=...)."
@@ -228,8 +241,8 @@ class ProgramTrainer:
         return norm
 
 
-class Held(nn.Module):
-    """All parameters and buffers of a program, and those of its optimizer: what a step takes for its model."""
+class _ProgramModule(nn.Module):
+    """All parameters and buffers of a program and its optimizer, as the model of a step."""
 
     def __init__(self, nodes: Sequence[Node], optimizer: Optimizer) -> None:
         super().__init__()
@@ -249,24 +262,13 @@ class Held(nn.Module):
                 else:
                     self.register_buffer(name, tensor)
 
-    def names_of(self, tensors: Sequence[torch.Tensor]) -> list[str]:
-        """What tensors are called here, buffers always among them: statistics and constants keep their dtype."""
-        kept = [self._names[id(tensor)] for tensor in tensors if id(tensor) in self._names]
-        return sorted({*kept, *(name for name, _ in self.named_buffers())})
+    def keep_full_names(self, tensors: Sequence[torch.Tensor]) -> list[str]:
+        """Return the names of tensors, and of all buffers: statistics and constants stay too."""
+        names = [self._names[id(tensor)] for tensor in tensors if id(tensor) in self._names]
+        return sorted({*names, *(name for name, _ in self.named_buffers())})
 
 
-def close(loss: Any, optimizer: Optimizer, precision: Precision) -> ProgramTrainer:
-    """Close the program that a loss is part of; a function is called with the variables that are named like its parameters, and its result is the loss.
-
-    A later call closes it anew: the last optimizer trains.
-    """
-    variable = loss if isinstance(loss, Variable) else _built(loss)
-    program = variable.program
-    closing = program.closing = ProgramTrainer(program, variable, optimizer, precision)
-    return closing
-
-
-def _built(function: Callable[..., Any]) -> Variable:
+def _build_loss(function: Callable[..., Any]) -> Variable:
     program = default_main_program()
     names = list(inspect.signature(function).parameters)
     if missing := [name for name in names if name not in program.feeds]:
@@ -277,20 +279,22 @@ def _built(function: Callable[..., Any]) -> Variable:
     loss = function(*(program.feeds[name] for name in names))
     if not isinstance(loss, Variable):
         raise TypeError(
-            f"The function gave {type(loss).__name__}, not a loss computed from what is fed."
+            f"The function returned {type(loss).__name__}, not a loss computed from its arguments."
         )
-    program.name(loss, getattr(function, "__name__", "loss"))
+    program.set_name(loss, getattr(function, "__name__", "loss"))
     with suppress(AttributeError):
-        # So that `fetch_list=[loss.name]` may stay as it is; a method, say, takes no attributes.
+        # Makes `fetch_list=[loss.name]` work with a function. A method has no settable attributes.
         function.name = loss.name  # type: ignore[attr-defined]
     return loss
 
 
-def _outside_in_float32(around: Around, off: Region, device: str) -> Around:
-    def carry_out(node: Node, given: tuple[Any, Any]) -> Any:
-        if node.guarded:
-            return around(node, given)
-        with enter_regions(off):
-            return around(node, cast_all(given, torch.float32, device))
+def _float32_outside_guard(call: CallNode, disabled: Region, device: str) -> CallNode:
+    """Run nodes outside of `fp16_guard` in float32, without autocast."""
 
-    return carry_out
+    def call_guarded(node: Node, arguments: tuple[Any, Any]) -> Any:
+        if node.guarded:
+            return call(node, arguments)
+        with enter_regions(disabled):
+            return call(node, cast_all(arguments, torch.float32, device))
+
+    return call_guarded

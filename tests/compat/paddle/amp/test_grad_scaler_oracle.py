@@ -1,7 +1,8 @@
-"""Every trace of PaddlePaddle's scaler, in its own words: the scale and both counters after each of 200 steps, which steps were skipped, and unscaled gradients.
+"""Reproduce every recorded trace of PaddlePaddle's scaler.
 
-One difference is deliberate: Paddle's kernel writes zeros over all gradients of a skipped step, and
-here they stay, so that one can look at what was bad.
+A trace has the loss scale, both counters and the unscaled gradients after each of 200 steps, and
+which steps were skipped. One difference is deliberate: Paddle's kernel zeroes all gradients of a
+skipped step; here they stay, so that the non-finite values can be inspected.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ def step(
     optimizer: torch.optim.Optimizer,
     loss: torch.Tensor,
 ) -> None:
-    """One iteration in the order that the trace was recorded in, but for the gradients, which are left to be looked at."""
+    """Run one iteration in the order of the recording, without clearing the gradients."""
     scaler.scale(loss).backward()
     if trace.mode.startswith("unscale"):
         scaler.unscale_(optimizer)
@@ -43,10 +44,10 @@ def step(
     TRACES,
     ids=[f"{number}-{trace.mode}-{trace.optimizer}" for number, trace in enumerate(TRACES)],
 )
-def test_a_trace_is_reproduced_through_paddles_names(trace: Trace):
+def test_a_recorded_trace_is_reproduced(trace: Trace):
     scaler, weight = paddle.amp.GradScaler(**trace.config), torch.nn.Parameter(torch.ones(2))
     optimizer = OPTIMIZERS[trace.optimizer](learning_rate=1e-3, parameters=[weight])
-    for number, (kind, expected, unscaled) in enumerate(
+    for number, (gradient, expected, unscaled) in enumerate(
         zip(trace.kinds, trace.after, trace.unscaled, strict=True)
     ):
         if number == trace.reload_at:
@@ -54,11 +55,11 @@ def test_a_trace_is_reproduced_through_paddles_names(trace: Trace):
             scaler = paddle.amp.GradScaler()
             scaler.load_state_dict(saved)
         before = weight.detach().clone()
-        step(trace, scaler, optimizer, (weight * torch.tensor([GRADIENTS[kind], 1.0])).sum())
+        step(trace, scaler, optimizer, (weight * torch.tensor([GRADIENTS[gradient], 1.0])).sum())
         state = scaler.state_dict()
         assert (state["scale"].item(), state["incr_count"], state["decr_count"]) == expected
-        assert torch.equal(weight, before) is (kind != ".")
-        if kind == ".":
+        assert torch.equal(weight, before) is (gradient != ".")
+        if gradient == ".":
             assert weight.grad.tolist() == [unscaled] * 2
         else:
             assert unscaled == 0.0
