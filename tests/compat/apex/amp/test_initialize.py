@@ -1,4 +1,4 @@
-"""`amp.initialize` at every level, saving and resuming."""
+"""`amp.initialize` at every level: results, options, errors, saving and resuming."""
 
 import copy
 import gc
@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import mezzo
-from mezzo.compat.apex import amp
+from mezzo.compat.apex import amp, fp16_utils
 
 LEVELS = ("O0", "O1", "O2", "O3")
 torch.manual_seed(0)
@@ -59,36 +59,39 @@ def plain_losses(steps):
     return losses
 
 
-# -- what comes back -------------------------------------------------------------------------------
+# -- return value ----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("level", LEVELS)
-def test_both_come_back_as_the_objects_they_were(level):
+def test_the_same_objects_are_returned(level):
     model, optimizer = make()
-    back = amp.initialize(model, optimizer, opt_level=level, verbosity=0)
-    assert back == (model, optimizer)
+    result = amp.initialize(model, optimizer, opt_level=level, verbosity=0)
+    assert result == (model, optimizer)
 
 
-def test_lists_come_back_as_lists():
-    (one, of_one), (two, of_two) = make(), make()
-    assert amp.initialize([one, two], [of_one, of_two], verbosity=0) == (
-        [one, two],
-        [of_one, of_two],
+def test_lists_are_returned_as_lists():
+    (model1, optimizer1), (model2, optimizer2) = make(), make()
+    assert amp.initialize([model1, model2], [optimizer1, optimizer2], verbosity=0) == (
+        [model1, model2],
+        [optimizer1, optimizer2],
     )
-    (three, of_three), (four, _) = make(), make()
-    assert amp.initialize([three, four], of_three, verbosity=0) == ([three, four], of_three)
-    five, of_five = make()
-    assert amp.initialize(five, [of_five], verbosity=0) == (five, [of_five])
+    (model3, optimizer3), (model4, _) = make(), make()
+    assert amp.initialize([model3, model4], optimizer3, verbosity=0) == (
+        [model3, model4],
+        optimizer3,
+    )
+    model5, optimizer5 = make()
+    assert amp.initialize(model5, [optimizer5], verbosity=0) == (model5, [optimizer5])
 
 
-def test_without_an_optimizer_the_models_come_back_alone():
+def test_without_an_optimizer_only_the_models_are_returned():
     model, _ = make()
     assert amp.initialize(model, opt_level="O2", verbosity=0) is model
     assert amp.initialize([model], opt_level="O3", verbosity=0) == [model]
     assert model.head.weight.dtype is torch.float16
 
 
-def test_disabled_it_leaves_everything_alone_and_scale_loss_gives_the_loss():
+def test_disabled_changes_nothing_and_scale_loss_yields_the_loss():
     model, optimizer = make()
     assert amp.initialize(model, optimizer, enabled=False, opt_level="nonsense") == (
         model,
@@ -116,8 +119,8 @@ DTYPES = {
 def test_dtypes_of_parameters_norms_and_outputs(level):
     model, optimizer = make()
     amp.initialize(model, optimizer, opt_level=level, verbosity=0)
-    found = (model.head.weight, model.norm.weight, model(X))
-    assert tuple(str(tensor.dtype).removeprefix("torch.") for tensor in found) == DTYPES[level]
+    tensors = (model.head.weight, model.norm.weight, model(X))
+    assert tuple(str(tensor.dtype).removeprefix("torch.") for tensor in tensors) == DTYPES[level]
 
 
 @pytest.mark.parametrize("level", LEVELS)
@@ -130,7 +133,7 @@ def test_every_level_trains_as_float32_does(level):
 
 
 def test_o1_casts_outside_the_model_too():
-    _kept = amp.initialize(*make(), opt_level="O1", verbosity=0)
+    _alive = amp.initialize(*make(), opt_level="O1", verbosity=0)
     a = torch.ones(2, 2)
     assert torch.mm(a, a).dtype is torch.float16
     assert torch.softmax(a.half(), 0).dtype is torch.float32
@@ -145,7 +148,7 @@ def test_o2_casts_nothing_outside_the_model():
 
 
 @pytest.mark.parametrize(
-    ("word", "dtype"),
+    ("value", "dtype"),
     [
         (True, torch.float32),
         ("True", torch.float32),
@@ -153,20 +156,20 @@ def test_o2_casts_nothing_outside_the_model():
         ("False", torch.float16),
     ],
 )
-def test_batch_norms_are_kept_where_asked(word, dtype):
+def test_keep_batchnorm_fp32_keeps_batch_norms(value, dtype):
     model, optimizer = make()
-    amp.initialize(model, optimizer, opt_level="O2", keep_batchnorm_fp32=word, verbosity=0)
+    amp.initialize(model, optimizer, opt_level="O2", keep_batchnorm_fp32=value, verbosity=0)
     assert model.norm.weight.dtype is dtype
     train(model, optimizer)
 
 
-def test_layer_norms_are_not_kept_as_in_apex():
+def test_layer_norms_are_cast_as_in_apex():
     model = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4))
     amp.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), opt_level="O2", verbosity=0)
     assert model[1].weight.dtype is torch.float16
 
 
-def test_o3_with_masters_is_o2_without_its_norms():
+def test_o3_with_masters_and_norms_equals_o2():
     model, optimizer = make()
     amp.initialize(
         model,
@@ -193,13 +196,13 @@ def test_o2_without_masters_loses_small_updates():
 
 
 @pytest.mark.parametrize("level", LEVELS)
-def test_outputs_are_cast_where_asked(level):
+def test_cast_model_outputs_casts_outputs(level):
     model, optimizer = make()
     amp.initialize(model, optimizer, opt_level=level, cast_model_outputs=torch.float16, verbosity=0)
     assert model(X).dtype is torch.float16
 
 
-def test_o0_takes_half_inputs():
+def test_o0_casts_half_inputs_to_float32():
     model, optimizer = make()
     amp.initialize(model, optimizer, opt_level="O0", verbosity=0)
     assert model(X.half()).dtype is torch.float32
@@ -212,12 +215,12 @@ def test_a_model_may_be_cast_to_bfloat16():
     train(model, optimizer)
 
 
-def test_casts_of_ops_may_be_left_out_at_o1():
+def test_patch_torch_functions_false_disables_casts_at_o1():
     amp.initialize(*make(), opt_level="O1", patch_torch_functions=False, verbosity=0)
     assert torch.mm(torch.ones(2, 2), torch.ones(2, 2)).dtype is torch.float32
 
 
-def test_what_an_optimizer_updates_beside_the_model_stays_float32():
+def test_optimizer_parameters_outside_the_model_stay_float32():
     model, _ = make()
     extra = nn.Parameter(torch.ones(3))
     optimizer = torch.optim.SGD([*model.parameters(), extra], lr=0.1)
@@ -230,24 +233,24 @@ def test_what_an_optimizer_updates_beside_the_model_stays_float32():
     torch.testing.assert_close(extra.data, torch.full((3,), 0.9))
 
 
-# -- scales ----------------------------------------------------------------------------------------
+# -- loss scales -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    ("word", "scale"), [(None, 65536.0), ("dynamic", 65536.0), (128.0, 128.0), ("128.0", 128.0)]
+    ("value", "scale"), [(None, 65536.0), ("dynamic", 65536.0), (128.0, 128.0), ("128.0", 128.0)]
 )
-def test_loss_scales(word, scale):
-    amp.initialize(*make(), opt_level="O2", loss_scale=word, verbosity=0)
+def test_initial_loss_scales(value, scale):
+    amp.initialize(*make(), opt_level="O2", loss_scale=value, verbosity=0)
     assert amp.state_dict() == {"loss_scaler0": {"loss_scale": scale, "unskipped": 0}}
 
 
 @pytest.mark.parametrize("losses", [0, -1, 1.5])
-def test_a_number_of_losses_that_is_none_is_a_value_error(losses):
+def test_an_invalid_number_of_losses_is_a_value_error(losses):
     with pytest.raises(ValueError, match="1 or more"):
         amp.initialize(*make(), num_losses=losses, verbosity=0)
 
 
-def test_a_scale_is_never_above_its_ceiling_nor_below_its_floor():
+def test_a_scale_stays_between_min_and_max_loss_scale():
     model, optimizer = make()
     with pytest.warns(UserWarning, match="floor"):
         _shrink(model, optimizer)
@@ -262,13 +265,13 @@ def _shrink(model, optimizer):
     train(model, optimizer, 5, X * float("inf"))
 
 
-# -- again -----------------------------------------------------------------------------------------
+# -- repeated calls --------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     "levels", [("O1", "O1"), ("O2", "O2"), ("O1", "O2"), ("O2", "O1"), ("O3", "O0")], ids="-".join
 )
-def test_a_model_may_go_through_again_with_a_new_optimizer(levels):
+def test_a_model_may_be_initialized_again_with_a_new_optimizer(levels):
     model, optimizer = make()
     amp.initialize(model, optimizer, opt_level=levels[0], verbosity=0)
     train(model, optimizer, 2)
@@ -281,13 +284,13 @@ def test_a_model_may_go_through_again_with_a_new_optimizer(levels):
     assert losses[-1] < losses[0] < 2.0
 
 
-def test_the_last_call_says_which_casts_hold():
+def test_the_last_call_defines_the_casts():
     a = torch.ones(2, 2)
-    _kept = amp.initialize(*make(), opt_level="O1", verbosity=0)
-    _kept = amp.initialize(*make(), opt_level="O2", verbosity=0)
+    _alive = amp.initialize(*make(), opt_level="O1", verbosity=0)
+    _alive = amp.initialize(*make(), opt_level="O2", verbosity=0)
     assert torch.mm(a, a).dtype is torch.float32
-    _kept = amp.initialize(*make(), opt_level="O1", verbosity=0)
-    _kept = amp.initialize(*make(), opt_level="O1", verbosity=0)
+    _alive = amp.initialize(*make(), opt_level="O1", verbosity=0)
+    _alive = amp.initialize(*make(), opt_level="O1", verbosity=0)
     assert torch.mm(a, a).dtype is torch.float16
     amp.initialize(make()[0], enabled=False)
     assert torch.mm(a, a).dtype is torch.float32
@@ -298,11 +301,11 @@ def test_nothing_of_an_earlier_call_is_kept_alive(level):
     model, optimizer = make()
     amp.initialize(model, optimizer, opt_level=level, verbosity=0)
     train(model, optimizer)
-    gone = [weakref.ref(model), weakref.ref(optimizer), weakref.ref(model.head.weight)]
+    references = [weakref.ref(model), weakref.ref(optimizer), weakref.ref(model.head.weight)]
     del model, optimizer
     amp.initialize(*make(), opt_level=level, verbosity=0)
     gc.collect()
-    assert [one() for one in gone] == [None, None, None]
+    assert [reference() for reference in references] == [None, None, None]
 
 
 def test_levels_one_after_the_other_train_as_each_alone():
@@ -317,14 +320,14 @@ def test_levels_one_after_the_other_train_as_each_alone():
         assert train(model, optimizer, 2) == alone[level]
 
 
-# -- what is printed -------------------------------------------------------------------------------
+# -- output ----------------------------------------------------------------------------------------
 
 
-def test_the_level_and_its_properties_are_told(capsys):
+def test_the_level_and_its_properties_are_printed(capsys):
     amp.initialize(*make(), opt_level="O2", loss_scale=128.0, keep_batchnorm_fp32="False")
-    told = capsys.readouterr().out
-    assert "Selected optimization level O2" in told
-    defaults, after = told.split("After processing overrides")
+    output = capsys.readouterr().out
+    assert "Selected optimization level O2" in output
+    defaults, after = output.split("After processing overrides")
     assert "keep_batchnorm_fp32    : True" in defaults
     assert "loss_scale             : dynamic" in defaults
     assert "keep_batchnorm_fp32    : False" in after
@@ -339,7 +342,7 @@ def test_verbosity_zero_prints_nothing(capsys):
     assert capsys.readouterr().out == ""
 
 
-def test_a_skipped_step_is_told(capsys):
+def test_a_skipped_step_is_printed(capsys):
     model, optimizer = make()
     amp.initialize(model, optimizer, opt_level="O2")
     capsys.readouterr()
@@ -372,24 +375,24 @@ def test_training_resumes_without_a_spike(level, resumed, initialized):
     saved = copy.deepcopy(
         {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "amp": amp.state_dict()}
     )
-    went_on = train(model, optimizer, 3)
-    again, of_again = make(seed=1)
+    continued = train(model, optimizer, 3)
+    restored, restored_optimizer = make(seed=1)
     if initialized == "before":
-        amp.initialize(again, of_again, opt_level=resumed, verbosity=0)
-    again.load_state_dict(saved["model"])
-    of_again.load_state_dict(saved["optimizer"])
+        amp.initialize(restored, restored_optimizer, opt_level=resumed, verbosity=0)
+    restored.load_state_dict(saved["model"])
+    restored_optimizer.load_state_dict(saved["optimizer"])
     if initialized == "after":
-        amp.initialize(again, of_again, opt_level=resumed, verbosity=0)
+        amp.initialize(restored, restored_optimizer, opt_level=resumed, verbosity=0)
     if resumed == level:
         amp.load_state_dict(saved["amp"])
         assert amp.state_dict() == saved["amp"]
-    # To the bit at the same level; O3 saves what its 16-bit weights are.
-    assert train(again, of_again, 3) == (
-        went_on if resumed == level else pytest.approx(went_on, abs=0.02)
+    # Bit for bit at the same level; O3 saves its 16-bit weights.
+    assert train(restored, restored_optimizer, 3) == (
+        continued if resumed == level else pytest.approx(continued, abs=0.02)
     )
 
 
-def test_masters_start_from_the_exact_float32_values():
+def test_masters_start_from_the_float32_values():
     model, optimizer = make()
     before = model.head.weight.detach().clone()
     amp.initialize(model, optimizer, opt_level="O2", verbosity=0)
@@ -397,7 +400,7 @@ def test_masters_start_from_the_exact_float32_values():
     assert not torch.equal(model.head.weight.float(), before)
 
 
-def test_other_numbers_of_losses_are_said_and_unknown_names_refused(capsys):
+def test_load_state_dict_prints_a_different_number_of_losses_and_rejects_unknown_keys(capsys):
     amp.initialize(*make(), num_losses=2, verbosity=0)
     amp._amp_state.verbosity = 1
     amp.load_state_dict({"loss_scaler0": {"loss_scale": 8.0, "unskipped": 3}})
@@ -416,3 +419,66 @@ def test_a_failed_call_leaves_the_state_as_it_was():
     assert amp._amp_state.opt_properties is before
     assert model.head.weight.dtype is torch.float16
     assert isinstance(mezzo.undecorate(model), Net)
+
+
+# -- rejected arguments ----------------------------------------------------------------------------
+
+
+def sgd(model):
+    return torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+@pytest.mark.parametrize(
+    "models", [(nn.Linear(1, 1),), "model", None, [3]], ids=["tuple", "str", "none", "list"]
+)
+def test_invalid_models_are_type_errors(models):
+    with pytest.raises(TypeError, match="models should be a model or a list of models"):
+        amp.initialize(models, verbosity=0)
+
+
+@pytest.mark.parametrize("optimizers", [(3,), "sgd", [3]], ids=["tuple", "str", "list"])
+def test_invalid_optimizers_are_type_errors(optimizers):
+    with pytest.raises(
+        TypeError, match="optimizers should be an optimizer, a list of optimizers or None"
+    ):
+        amp.initialize(nn.Linear(1, 1), optimizers, verbosity=0)
+
+
+@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3"])
+def test_a_wrapped_model_is_a_runtime_error(level):
+    with pytest.raises(RuntimeError, match=r"torch\.nn\.parallel\.DataParallel.*AFTER"):
+        amp.initialize(nn.DataParallel(nn.Linear(1, 1)), opt_level=level, verbosity=0)
+
+
+@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3"])
+def test_half_parameters_are_a_runtime_error(level):
+    model = nn.Linear(1, 1).half()
+    with pytest.raises(
+        RuntimeError, match=r"Found param weight with type torch.HalfTensor.*Leave \.half\(\) out"
+    ):
+        amp.initialize(model, sgd(model), opt_level=level, verbosity=0)
+
+
+def test_half_buffers_are_a_runtime_error():
+    model = nn.BatchNorm1d(2, affine=False).half()
+    with pytest.raises(RuntimeError, match=r"Found buffer 1\.running_mean"):
+        amp.initialize(nn.Sequential(nn.Linear(2, 2), model), verbosity=0)
+
+
+def test_half_parameters_may_be_allowed():
+    amp._amp_state.allow_incoming_model_not_fp32 = True
+    amp.initialize(nn.Linear(1, 1).half(), opt_level="O1", verbosity=0)
+
+
+def test_an_fp16_optimizer_is_a_runtime_error():
+    model = nn.Linear(1, 1)
+    with pytest.raises(RuntimeError, match="has an FP16_Optimizer"):
+        amp.initialize(model, fp16_utils.FP16_Optimizer(sgd(model), verbose=False), verbosity=0)
+
+
+def test_nothing_changes_when_arguments_are_rejected():
+    valid, invalid = nn.Linear(1, 1), nn.Linear(1, 1).half()
+    with pytest.raises(RuntimeError):
+        amp.initialize([valid, invalid], sgd(valid), opt_level="O2", verbosity=0)
+    assert valid.weight.dtype is torch.float32
+    assert not hasattr(amp._amp_state, "opt_properties")

@@ -1,4 +1,4 @@
-"""`FP16_Optimizer` around optimizers whose parameters are 16-bit."""
+"""`apex.fp16_utils.FP16_Optimizer` around optimizers with 16-bit parameters."""
 
 import copy
 import pickle
@@ -13,11 +13,11 @@ X = torch.tensor([[1.0, 2.0]], dtype=torch.float16)
 INF = float("inf")
 
 
-def make(lr=0.25, half=True, optimizer=torch.optim.SGD, **words):
+def make(lr=0.25, half=True, optimizer=torch.optim.SGD, **kwargs):
     torch.manual_seed(0)
     model = nn.Linear(2, 1)
     model = model.half() if half else model
-    return model, FP16_Optimizer(optimizer(model.parameters(), lr=lr), verbose=False, **words)
+    return model, FP16_Optimizer(optimizer(model.parameters(), lr=lr), verbose=False, **kwargs)
 
 
 def run(model, optimizer, factor=1.0):
@@ -27,7 +27,7 @@ def run(model, optimizer, factor=1.0):
 
 
 @pytest.mark.parametrize(
-    "words",
+    "kwargs",
     [
         {},
         {"static_loss_scale": 128.0},
@@ -35,21 +35,21 @@ def run(model, optimizer, factor=1.0):
     ],
     ids=["one", "static", "dynamic"],
 )
-def test_the_scale_does_not_show_in_the_step(words):
-    model, optimizer = make(**words)
+def test_the_loss_scale_does_not_change_the_step(kwargs):
+    model, optimizer = make(**kwargs)
     before = model.weight.detach().clone()
     run(model, optimizer)
     torch.testing.assert_close(model.weight.detach(), before - 0.25 * X, rtol=1e-3, atol=0)
 
 
-def test_masters_remember_what_16_bits_lose():
+def test_masters_keep_updates_too_small_for_16_bits():
     model, optimizer = make(lr=2.0**-14)
     with torch.no_grad():
         model.weight.fill_(2.0)
         model.bias.fill_(2.0)
     for _ in range(16):
         run(model, optimizer)
-    # Sixteen updates of 2^-14, of which one alone is nothing at 2 in float16.
+    # Sixteen updates of 2^-14; a single one rounds to zero at 2.0 in float16.
     assert model.bias.item() == 2.0 - 2.0**-9 * 0.5
     assert [master.dtype for group in optimizer.fp32_from_fp16_groups for master in group] == [
         torch.float32,
@@ -57,7 +57,7 @@ def test_masters_remember_what_16_bits_lose():
     ]
 
 
-def test_a_dynamic_scale_skips_halves_and_grows(capsys):
+def test_a_dynamic_scale_skips_backs_off_and_grows(capsys):
     model, optimizer = make(
         dynamic_loss_scale=True, dynamic_loss_args={"init_scale": 8.0, "scale_window": 2}
     )
@@ -85,7 +85,7 @@ def test_a_dynamic_scale_starts_high_and_stays_above_one():
     assert optimizer.loss_scale == 1.0
 
 
-def test_losses_accumulate_at_once_or_later():
+def test_gradients_accumulate_with_and_without_delayed_update():
     grads = []
     for update in (True, False):
         model, optimizer = make(static_loss_scale=4.0)
@@ -97,7 +97,7 @@ def test_losses_accumulate_at_once_or_later():
     assert (grads[0].dtype, grads[0].tolist()) == (torch.float32, [[3.0, 6.0]])
 
 
-def test_clipping_acts_on_the_step_and_gives_the_norm():
+def test_clipping_changes_the_gradients_and_returns_the_norm():
     model, optimizer = make(static_loss_scale=8.0)
     optimizer.backward(model(X).sum())
     assert optimizer.clip_master_grads(1.0).item() == pytest.approx(6.0**0.5)
@@ -109,7 +109,7 @@ def test_clipping_acts_on_the_step_and_gives_the_norm():
     assert optimizer.inspect_master_grad_data() is None
 
 
-def test_a_closure_computes_the_gradients():
+def test_a_closure_is_supported_with_a_static_scale():
     model, optimizer = make(static_loss_scale=8.0)
     before = model.bias.item()
 
@@ -125,11 +125,11 @@ def test_a_closure_computes_the_gradients():
 
 def test_a_closure_with_a_dynamic_scale_is_a_type_error():
     _, optimizer = make(dynamic_loss_scale=True)
-    with pytest.raises(TypeError, match="does not go with dynamic loss scaling"):
+    with pytest.raises(TypeError, match="not supported with dynamic loss scaling"):
         optimizer.step(lambda: None)
 
 
-def test_float32_parameters_go_along():
+def test_float32_parameters_are_stepped_too():
     model, optimizer = make(half=False, static_loss_scale=8.0)
     before = model.bias.item()
     run(model, optimizer)
@@ -141,37 +141,39 @@ def test_float32_parameters_go_along():
 
 
 @pytest.mark.parametrize("optimizer", [torch.optim.SGD, torch.optim.Adam])
-def test_training_resumes_to_the_bit(optimizer):
-    model, one = make(
+def test_training_resumes_bit_for_bit(optimizer):
+    model, original = make(
         lr=0.01,
         optimizer=optimizer,
         dynamic_loss_scale=True,
         dynamic_loss_args={"init_scale": 16.0},
     )
     for _ in range(3):
-        run(model, one)
-    saved = copy.deepcopy({"model": model.state_dict(), "optimizer": one.state_dict()})
-    again, other = make(lr=0.01, optimizer=optimizer, dynamic_loss_scale=True)
-    again.load_state_dict(saved["model"])
-    other.load_state_dict(saved["optimizer"])
-    assert other.loss_scale == 16.0
+        run(model, original)
+    saved = copy.deepcopy({"model": model.state_dict(), "optimizer": original.state_dict()})
+    restored_model, restored = make(lr=0.01, optimizer=optimizer, dynamic_loss_scale=True)
+    restored_model.load_state_dict(saved["model"])
+    restored.load_state_dict(saved["optimizer"])
+    assert restored.loss_scale == 16.0
     for _ in range(3):
-        run(model, one)
-        run(again, other)
-    assert torch.equal(model.weight, again.weight)
+        run(model, original)
+        run(restored_model, restored)
+    assert torch.equal(model.weight, restored_model.weight)
     assert all(
         torch.equal(a, b)
-        for a, b in zip(one.fp32_from_fp16_groups[0], other.fp32_from_fp16_groups[0], strict=True)
+        for a, b in zip(
+            original.fp32_from_fp16_groups[0], restored.fp32_from_fp16_groups[0], strict=True
+        )
     )
 
 
-def test_it_is_saved_by_its_state_alone():
+def test_pickling_raises():
     _, optimizer = make()
     with pytest.raises(RuntimeError, match="state_dict"):
         pickle.dumps(optimizer)
 
 
-def test_what_is_the_optimizers_is_reached_through_it(capsys):
+def test_groups_state_and_scale_are_accessible(capsys):
     model = nn.Linear(2, 1).half()
     optimizer = FP16_Optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
     assert "FP16_Optimizer processing param group 0" in capsys.readouterr().out
