@@ -1,3 +1,5 @@
+"""`megengine.functional`: losses against torch's."""
+
 import pytest
 import torch
 
@@ -11,7 +13,7 @@ LABELS = torch.tensor([2, 1], dtype=torch.int32)
 @pytest.mark.parametrize("smooth", [0.0, 0.1], ids=["plain", "smooth"])
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
 @pytest.mark.parametrize("labels", [torch.int32, torch.int64], ids=str)
-def test_cross_entropy_is_torchs_for_labels_of_any_integer_dtype(smooth, reduction, labels):
+def test_cross_entropy_equals_torchs_for_any_integer_labels(smooth, reduction, labels):
     expected = torch.nn.functional.cross_entropy(
         LOGITS, LABELS.long(), label_smoothing=smooth, reduction=reduction
     )
@@ -45,7 +47,7 @@ def test_large_logits_do_not_overflow():
     )
 
 
-def test_from_16_bit_logits_comes_a_float32_loss_with_16_bit_gradients():
+def test_16_bit_logits_give_a_float32_loss_and_16_bit_gradients():
     logits = LOGITS.half().requires_grad_()
     with amp.autocast():
         loss = F.nn.cross_entropy(logits, LABELS)
@@ -53,7 +55,7 @@ def test_from_16_bit_logits_comes_a_float32_loss_with_16_bit_gradients():
     assert (loss.dtype, logits.grad.dtype) == (torch.float32, torch.float16)
 
 
-def test_labels_of_the_wrong_shape_are_refused_as_there():
+def test_labels_of_the_wrong_shape_raise_as_in_megengine():
     with pytest.raises(
         AssertionError,
         match="target ndim must be one less than input ndim; input_ndim=2 target_ndim=2",
@@ -61,10 +63,10 @@ def test_labels_of_the_wrong_shape_are_refused_as_there():
         F.nn.cross_entropy(LOGITS, LABELS.reshape(2, 1))
 
 
-def test_other_losses_are_megengines():
-    ones, far = torch.tensor([3.0, 3.0, 3.0, 3.0]), torch.tensor([2.0, 8.0, 6.0, 1.0])
-    assert F.nn.l1_loss(ones, far).item() == 2.75
-    assert F.nn.square_loss(ones, far).item() == 9.75
+def test_other_losses_equal_megengines_values():
+    pred, label = torch.tensor([3.0, 3.0, 3.0, 3.0]), torch.tensor([2.0, 8.0, 6.0, 1.0])
+    assert F.nn.l1_loss(pred, label).item() == 2.75
+    assert F.nn.square_loss(pred, label).item() == 9.75
     assert round(F.nn.binary_cross_entropy(torch.zeros(1, 2), torch.ones(1, 2)).item(), 4) == 0.6931
     assert (
         round(
@@ -85,8 +87,8 @@ def test_other_losses_are_megengines():
     )
 
 
-def test_unknown_words_are_refused():
+def test_unknown_options_are_rejected():
     with pytest.raises(AssertionError, match="norm must be L1 or L2, got 'L3'"):
         F.nn.hinge_loss(LOGITS, LOGITS, norm="L3")
-    with pytest.raises(ValueError, match=r"reduction='average'.*mean, sum, none"):
+    with pytest.raises(ValueError, match=r"reduction 'average'.*mean, sum, none"):
         F.nn.l1_loss(LOGITS, LOGITS, reduction="average")

@@ -1,3 +1,5 @@
+"""`megengine.tensor`."""
+
 import numpy as np
 import pytest
 import torch
@@ -16,7 +18,7 @@ import mezzo.compat.megengine as mge
         ([1, 2], torch.bfloat16, torch.bfloat16),
         (16.0, None, torch.float32),
     ],
-    ids=["float64", "int32", "int64", "asked", "numpy", "torch", "number"],
+    ids=["float64", "int32", "int64", "explicit", "numpy", "torch", "number"],
 )
 def test_dtypes_are_those_of_megengine(data, dtype, expected):
     assert mge.tensor(data, dtype=dtype).dtype is expected
@@ -24,11 +26,11 @@ def test_dtypes_are_those_of_megengine(data, dtype, expected):
 
 def test_the_data_are_copied():
     data = np.ones(1, dtype="float32")
-    made = mge.tensor(data)
+    tensor = mge.tensor(data)
     data[0] = 5.0
-    assert made.item() == 1.0
+    assert tensor.item() == 1.0
 
 
-def test_an_unknown_dtype_is_refused_with_the_ones_there_are():
+def test_an_unknown_dtype_is_rejected_with_a_suggestion():
     with pytest.raises(ValueError, match=r"Unknown dtype 'flaot32'.*Did you mean 'float32'"):
         mge.tensor([1.0], dtype="flaot32")
