@@ -18,6 +18,7 @@ from mezzo.scaling.scaler import GradScaler
 from mezzo.scaling.step_result import StepResult
 
 __all__ = ["Trainer"]
+
 Parameters = list[torch.nn.Parameter]
 TrainerParams = Mapping[str, torch.nn.Parameter] | Iterable[torch.nn.Parameter]
 
@@ -181,6 +182,7 @@ def _named_parameters(params: Any) -> dict[str, torch.nn.Parameter]:
 
 
 Optimizer = torch.optim.Optimizer
+
 _ATTRIBUTE = "_mezzo_attached"
 
 

@@ -1,11 +1,23 @@
+"""`oneflow.nn.Graph`: training, evaluation, its configuration, saving, errors."""
+
 import math
 
 import pytest
 import torch
 from torch import nn
 
+from mezzo import EvalStep, Policy
 from mezzo.compat.oneflow import amp
 from mezzo.compat.oneflow.nn import Graph
+from mezzo.compat.oneflow.nn.graph import (
+    BuildModule,
+    EvaluationSpec,
+    GraphConfig,
+    TrainingSpec,
+    make_runner,
+)
+from mezzo.prepare.decoration import decoration_of
+from mezzo.step.train_step import FunctionStep
 
 
 def make_model():
@@ -21,29 +33,29 @@ class Training(Graph):
         self.model = model
         self.add_optimizer(optimizer or torch.optim.SGD(model.parameters(), lr=0.1), lr_sch=lr_sch)
         self.config.enable_amp(mode, dtype=dtype)
-        self.seen = []
+        self.records = []
         if scaler is not None:
             self.set_grad_scaler(scaler)
 
     def build(self, x, factor=None):
         out = self.model(x)
-        self.seen.append(out.dtype)
+        self.records.append(out.dtype)
         loss = out.float().square().mean() * (1.0 if factor is None else factor)
         loss.backward()
         return {"out": out, "loss": loss}
 
 
 class Evaluation(Graph):
-    def __init__(self, model, **amp_words):
+    def __init__(self, model, **amp_kwargs):
         super().__init__()
         self.model = model
-        self.seen = []
-        if amp_words:
-            self.config.enable_amp(**amp_words)
+        self.records = []
+        if amp_kwargs:
+            self.config.enable_amp(**amp_kwargs)
 
     def build(self, x):
         out = self.model(x)
-        self.seen.append((out.dtype, out.requires_grad, self.model.training))
+        self.records.append((out.dtype, out.requires_grad, self.model.training))
         return out
 
 
@@ -51,10 +63,10 @@ X = torch.randn(16, 4, generator=torch.Generator().manual_seed(1))
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
-def test_a_graph_trains_in_16_bits_and_gives_float32(dtype):
+def test_a_graph_trains_in_16_bits_and_returns_float32(dtype):
     graph = Training(make_model(), dtype=dtype)
     results = [graph(X) for _ in range(10)]
-    assert set(graph.seen) == {dtype}
+    assert set(graph.records) == {dtype}
     assert results[0]["out"].dtype is torch.float32
     assert results[-1]["loss"] < 0.5 * results[0]["loss"]
     assert all(
@@ -71,20 +83,20 @@ def test_without_amp_the_graph_is_a_float32_training_step():
         plain(X).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
-    assert set(graph.seen) == {torch.float32}
+    assert set(graph.records) == {torch.float32}
     assert all(
         torch.equal(one, other)
         for one, other in zip(graph.model.parameters(), plain.parameters(), strict=True)
     )
 
 
-def test_nothing_is_scaled_unless_it_is_asked_for():
+def test_without_a_grad_scaler_nothing_is_scaled():
     graph = Training(make_model())
     graph(X)
     assert (graph.mezzo_step.scaler, graph.mezzo_step.scale) == (None, 1.0)
 
 
-def test_a_scaler_skips_a_bad_step_backs_off_and_grows_after_good_ones():
+def test_a_scaler_skips_a_non_finite_step_backs_off_and_grows():
     graph = Training(make_model(), scaler=amp.GradScaler(init_scale=64.0, growth_interval=2))
     before = [parameter.detach().clone() for parameter in graph.model.parameters()]
     graph(X, torch.tensor(math.inf))
@@ -102,8 +114,8 @@ def test_a_scaler_skips_a_bad_step_backs_off_and_grows_after_good_ones():
     [lambda out: nn.functional.cross_entropy(out, torch.zeros(16, dtype=torch.int64)), torch.mean],
     ids=["loss", "mean"],
 )
-def test_what_ends_a_graph_is_float32_so_that_the_first_scale_fits(reduce):
-    model, seen = make_model(), []
+def test_losses_are_float32_so_that_the_initial_scale_does_not_overflow(reduce):
+    model, dtypes = make_model(), []
 
     class Reduced(Graph):
         def __init__(self):
@@ -116,16 +128,16 @@ def test_what_ends_a_graph_is_float32_so_that_the_first_scale_fits(reduce):
         def build(self, x):
             out = self.model(x)
             loss = reduce(out) / 64
-            seen.append((out.dtype, loss.dtype))
+            dtypes.append((out.dtype, loss.dtype))
             loss.backward()
 
     graph = Reduced()
     graph(X)
-    assert seen == [(torch.float16, torch.float32)]
+    assert dtypes == [(torch.float16, torch.float32)]
     assert (graph.mezzo_step.skipped, graph.mezzo_step.scale) == (False, 65536.0)
 
 
-def test_the_scale_does_not_fall_below_one():
+def test_the_scale_stays_at_least_one():
     graph = Training(make_model(), scaler=amp.GradScaler(init_scale=2.0))
     with pytest.warns(UserWarning, match="floor of 1"):
         graph(X, torch.tensor(math.nan))
@@ -133,16 +145,16 @@ def test_the_scale_does_not_fall_below_one():
     assert graph.mezzo_step.scale == 1.0
 
 
-def test_a_static_scale_stays_and_updates_are_those_without_one():
+def test_a_static_scale_does_not_change_the_updates():
     graph, other = (
         Training(make_model(), scaler=amp.StaticGradScaler(128.0)),
         Training(make_model()),
     )
-    for one in (graph, other):
-        one(X)
+    graph(X)
+    other(X)
     assert graph.mezzo_step.scale == 128.0
-    for ours, plain in zip(graph.model.parameters(), other.model.parameters(), strict=True):
-        assert torch.allclose(ours, plain, rtol=1e-3, atol=1e-5)
+    for scaled, plain in zip(graph.model.parameters(), other.model.parameters(), strict=True):
+        assert torch.allclose(scaled, plain, rtol=1e-3, atol=1e-5)
 
 
 def test_a_scheduler_advances_with_every_step():
@@ -156,15 +168,15 @@ def test_a_scheduler_advances_with_every_step():
     assert optimizer.param_groups[0]["lr"] == pytest.approx(0.025)
 
 
-def test_two_optimizers_are_stepped_by_one_graph():
+def test_one_graph_steps_two_optimizers():
     model, head = make_model(), nn.Linear(2, 1)
 
     class Both(Graph):
         def __init__(self):
             super().__init__()
             self.model, self.head = model, head
-            for one in (model, head):
-                self.add_optimizer(torch.optim.SGD(one.parameters(), lr=0.1))
+            for module in (model, head):
+                self.add_optimizer(torch.optim.SGD(module.parameters(), lr=0.1))
             self.config.enable_amp()
 
         def build(self, x):
@@ -180,7 +192,7 @@ def test_two_optimizers_are_stepped_by_one_graph():
     )
 
 
-def test_graphs_share_a_model_and_an_optimizer_which_stay_as_they_are():
+def test_graphs_can_share_an_undecorated_model_and_optimizer():
     model = make_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     first, second = (
@@ -192,25 +204,27 @@ def test_graphs_share_a_model_and_an_optimizer_which_stay_as_they_are():
         first(X)
         second(X)
         evaluation(X)
-    assert (set(first.seen), set(second.seen)) == ({torch.bfloat16}, {torch.float16})
+    assert (set(first.records), set(second.records)) == ({torch.bfloat16}, {torch.float16})
     assert model(X).dtype is torch.float32
 
 
 @pytest.mark.parametrize(
-    ("words", "dtype"), [({"mode": True}, torch.float16), ({}, torch.float32)], ids=["amp", "plain"]
+    ("kwargs", "dtype"),
+    [({"mode": True}, torch.float16), ({}, torch.float32)],
+    ids=["amp", "plain"],
 )
-def test_a_graph_without_an_optimizer_evaluates(words, dtype):
+def test_a_graph_without_an_optimizer_evaluates(kwargs, dtype):
     model = nn.Sequential(make_model(), nn.Dropout(0.5))
-    graph = Evaluation(model, **words)
+    graph = Evaluation(model, **kwargs)
     out = graph(X)
-    assert graph.seen == [(dtype, False, False)]
+    assert graph.records == [(dtype, False, False)]
     assert model.training
     assert out.dtype is torch.float32
     assert torch.allclose(out, model.eval()(X), atol=1e-2)
     assert (graph.training, graph.is_compiled) == (False, True)
 
 
-def test_a_graph_without_parameters_computes():
+def test_a_graph_without_parameters_runs():
     class Product(Graph):
         def __init__(self):
             super().__init__()
@@ -224,24 +238,28 @@ def test_a_graph_without_parameters_computes():
     assert (out.dtype, half) == (torch.float32, True)
 
 
-def test_a_saved_graph_goes_on_to_the_bit():
-    straight = Training(make_model(), scaler=amp.GradScaler(init_scale=64.0, growth_interval=3))
+def test_a_saved_graph_resumes_bit_for_bit():
+    uninterrupted = Training(
+        make_model(), scaler=amp.GradScaler(init_scale=64.0, growth_interval=3)
+    )
     halfway = Training(make_model(), scaler=amp.GradScaler(init_scale=64.0, growth_interval=3))
-    for graph in (straight, halfway):
+    for graph in (uninterrupted, halfway):
         graph(X)
         graph(X)
     resumed = Training(make_model(), scaler=amp.GradScaler())
     resumed.load_state_dict(halfway.state_dict())
-    straight(X)
+    uninterrupted(X)
     resumed(X)
-    assert resumed.mezzo_step.scale == straight.mezzo_step.scale == 128.0
+    assert resumed.mezzo_step.scale == uninterrupted.mezzo_step.scale == 128.0
     assert all(
         torch.equal(one, other)
-        for one, other in zip(straight.model.parameters(), resumed.model.parameters(), strict=True)
+        for one, other in zip(
+            uninterrupted.model.parameters(), resumed.model.parameters(), strict=True
+        )
     )
 
 
-def test_a_state_of_other_parts_is_refused_unless_that_is_meant():
+def test_a_state_with_other_parts_needs_strict_false():
     graph, evaluation = Training(make_model()), Evaluation(make_model())
     with pytest.raises(
         RuntimeError, match=r"\['model'\], the graph has \['model', 'optimizer.0'\]"
@@ -251,12 +269,12 @@ def test_a_state_of_other_parts_is_refused_unless_that_is_meant():
 
 
 def test_names_are_numbered_by_class():
-    one, other = Evaluation(make_model()), Evaluation(make_model())
-    assert one.name.rpartition("_")[0] == "Evaluation"
-    assert int(other.name.rpartition("_")[2]) == int(one.name.rpartition("_")[2]) + 1
+    first, second = Evaluation(make_model()), Evaluation(make_model())
+    assert first.name.rpartition("_")[0] == "Evaluation"
+    assert int(second.name.rpartition("_")[2]) == int(first.name.rpartition("_")[2]) + 1
 
 
-def test_a_graph_without_build_is_refused_as_there():
+def test_a_graph_without_build_raises_as_in_oneflow():
     with pytest.raises(
         NotImplementedError,
         match=r"nn.Graph.build\(\) method must be overridden when subclassing the nn.Graph",
@@ -264,21 +282,21 @@ def test_a_graph_without_build_is_refused_as_there():
         Graph()(X)
 
 
-def test_what_is_no_optimizer_scheduler_or_scaler_is_refused_as_there():
+def test_invalid_optimizers_schedulers_and_scalers_raise_as_in_oneflow():
     model = make_model()
-    one, other = (torch.optim.SGD(model.parameters(), lr=0.1) for _ in range(2))
+    optimizer, other = (torch.optim.SGD(model.parameters(), lr=0.1) for _ in range(2))
     graph = Evaluation(model)
     with pytest.raises(AssertionError, match="must be an instance of Optimizer, got Linear"):
         graph.add_optimizer(nn.Linear(1, 1))
     with pytest.raises(AssertionError, match="must be the same optimizer"):
-        graph.add_optimizer(one, lr_sch=torch.optim.lr_scheduler.StepLR(other, 1))
+        graph.add_optimizer(optimizer, lr_sch=torch.optim.lr_scheduler.StepLR(other, 1))
     with pytest.raises(AssertionError, match="must be an LRScheduler, got float"):
-        graph.add_optimizer(one, lr_sch=0.1)
+        graph.add_optimizer(optimizer, lr_sch=0.1)
     with pytest.raises(AssertionError, match=r"amp.StaticGradScaler, got GradScaler"):
         graph.set_grad_scaler(torch.amp.GradScaler("cpu"))
 
 
-def test_what_comes_after_the_first_call_is_refused():
+def test_changes_after_the_first_call_raise():
     graph = Evaluation(make_model())
     graph(X)
     model = make_model()
@@ -291,7 +309,7 @@ def test_what_comes_after_the_first_call_is_refused():
             late()
 
 
-def test_modules_need_the_base_class_first():
+def test_modules_need_super_init_first():
     class Early(Graph):
         def __init__(self):
             self.model = make_model()
@@ -300,7 +318,7 @@ def test_modules_need_the_base_class_first():
         Early()
 
 
-def test_an_optimizer_without_modules_says_where_they_belong():
+def test_an_optimizer_without_modules_raises_with_a_remedy():
     model = make_model()
 
     class Hidden(Graph):
@@ -313,3 +331,83 @@ def test_an_optimizer_without_modules_says_where_they_belong():
 
     with pytest.raises(ValueError, match="Set the modules as attributes"):
         Hidden()(X)
+
+
+# -- configuration ---------------------------------------------------------------------------------
+
+
+GRAPH_END_OPS = {"cross_entropy", "nll_loss", "log_softmax", "mean", "sum"}
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "policy"),
+    [
+        ({}, Policy("O1", "float16", preset="oneflow", full=GRAPH_END_OPS)),
+        (
+            {"mode": True, "dtype": torch.bfloat16},
+            Policy("O1", "bfloat16", preset="oneflow", full=GRAPH_END_OPS),
+        ),
+        ({"mode": False}, Policy("O0")),
+    ],
+    ids=["plain", "bfloat16", "off"],
+)
+def test_enable_amp_defines_the_policy(kwargs, policy):
+    config = GraphConfig()
+    assert config.policy() == Policy("O0")
+    config.enable_amp(**kwargs)
+    assert config.policy() == policy
+
+
+@pytest.mark.parametrize("mode", [1, "yes", None], ids=repr)
+def test_a_mode_other_than_bool_raises_as_in_oneflow(mode):
+    with pytest.raises(AssertionError, match="takes True or False"):
+        GraphConfig().enable_amp(mode)
+
+
+def test_other_dtypes_raise_as_in_oneflow():
+    with pytest.raises(AssertionError, match=r"takes float16 or bfloat16, got torch.float32"):
+        GraphConfig().enable_amp(True, dtype=torch.float32)
+
+
+def test_compiler_hints_are_accepted_and_other_settings_raise():
+    GraphConfig().allow_fuse_model_update_ops(True)
+    with pytest.raises(
+        AttributeError,
+        match=r"not support 'set_gradient_accumulation_steps'. Available: enable_amp",
+    ):
+        GraphConfig().set_gradient_accumulation_steps(4)
+
+
+# -- runners ---------------------------------------------------------------------------------------
+
+
+HALF = Policy("O1", "bfloat16", preset="oneflow")
+
+
+def test_outputs_are_float32_unless_amp_is_disabled():
+    half = torch.ones(1, dtype=torch.float16)
+    assert BuildModule(lambda: {"out": [half, 3]}, HALF, {})()["out"][0].dtype is torch.float32
+    assert BuildModule(lambda: half, Policy("O0"), {})() is half
+
+
+def test_a_training_step_leaves_modules_and_optimizers_undecorated():
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    runner = make_runner(
+        TrainingSpec(lambda x: model(x).sum(), HALF, (optimizer,), (), None), {"model": model}
+    )
+    assert isinstance(runner, FunctionStep)
+    assert decoration_of(model) is decoration_of(optimizer) is None
+
+
+def test_an_evaluation_of_modules_is_an_eval_step():
+    model = nn.Linear(2, 1)
+    runner = make_runner(EvaluationSpec(lambda x: model(x), HALF), {"model": model})
+    assert isinstance(runner, EvalStep)
+    assert runner(torch.ones(3, 2)).shape == (3, 1)
+
+
+def test_an_optimizer_without_a_module_is_rejected():
+    optimizer = torch.optim.SGD(nn.Linear(2, 1).parameters(), lr=0.1)
+    with pytest.raises(ValueError, match="no module with parameters"):
+        make_runner(TrainingSpec(torch.sum, HALF, (optimizer,), (), None), {})
