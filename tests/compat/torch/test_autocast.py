@@ -1,4 +1,4 @@
-"""What torch's own suite asks of autocast, asked of `torch.autocast` while mezzo is installed."""
+"""Checks of torch's autocast tests, run on `torch.autocast` with mezzo installed."""
 
 import copy
 import pickle
@@ -24,10 +24,10 @@ def product():
     return torch.mm(ones(), ones()).dtype
 
 
-# -- arguments, as strict as torch -----------------------------------------------------------------
+# -- arguments -------------------------------------------------------------------------------------
 
 
-def test_a_device_that_is_no_string_is_a_value_error():
+def test_a_device_other_than_a_string_is_a_value_error():
     with pytest.raises(
         ValueError, match=r"Expected `device_type` of type `str`, got: `<class 'torch.device'>`"
     ):
@@ -44,12 +44,12 @@ def test_a_device_type_is_required():
         torch.autocast()
 
 
-def test_mezzos_own_words_are_not_torchs():
+def test_arguments_of_mezzo_are_rejected():
     with pytest.raises(TypeError, match="half"):
         torch.autocast("cpu", half={"add"})
 
 
-def test_float32_is_warned_of_and_switches_off():
+def test_float32_warns_and_disables():
     with pytest.warns(
         UserWarning,
         match=r"In CPU autocast, but the target dtype is not supported. Disabling autocast.",
@@ -60,28 +60,28 @@ def test_float32_is_warned_of_and_switches_off():
         assert torch.get_autocast_dtype("cpu") is torch.float32
 
 
-def test_float32_that_is_switched_off_is_not_warned_of():
+def test_disabled_float32_does_not_warn():
     with torch.autocast(device_type="cpu", dtype=torch.float32, enabled=False):
         assert product() is torch.float32
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_cuda_without_a_device_warns_and_is_off():
+def test_cuda_without_a_device_warns_and_is_disabled():
     with pytest.warns(UserWarning, match="CUDA is not available"), torch.autocast("cuda"):
         assert not torch.is_autocast_enabled("cuda")
 
 
 @pytest.mark.parametrize("device", ["xpu", "mps", "hpu"])
-def test_other_devices_are_as_torch_has_them(device):
-    found, expected = [], []
-    for kind, told in ((torch.autocast, found), (torch.amp.autocast_mode.autocast, expected)):
-        with kind(device):
-            told += [torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)]
-    assert found == expected == [True, expected[1]]
+def test_other_devices_behave_as_in_torch(device):
+    states, expected = [], []
+    for cls, state in ((torch.autocast, states), (torch.amp.autocast_mode.autocast, expected)):
+        with cls(device):
+            state += [torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)]
+    assert states == expected == [True, expected[1]]
     assert not torch.is_autocast_enabled(device)
 
 
-def test_a_thing_that_cannot_be_called_cannot_be_decorated():
+def test_decorating_a_non_callable_is_a_type_error():
     with pytest.raises(TypeError, match=r"requires a callable, but got int"):
         torch.autocast("cpu")(3)
 
@@ -93,7 +93,7 @@ def test_a_thing_that_cannot_be_called_cannot_be_decorated():
         ("cuda", lambda: torch.cuda.amp.autocast(enabled=False)),
     ],
 )
-def test_the_old_names_warn_that_they_are_old(device, region):
+def test_deprecated_names_warn(device, region):
     with pytest.warns(
         FutureWarning,
         match=(
@@ -104,7 +104,7 @@ def test_the_old_names_warn_that_they_are_old(device, region):
         region()
 
 
-def test_old_arguments_come_in_the_old_order():
+def test_deprecated_names_keep_their_argument_order():
     with pytest.warns(FutureWarning):
         region = torch.cpu.amp.autocast(True, torch.float16, False)
     with region:
@@ -122,10 +122,10 @@ def test_attributes_are_those_of_torch():
     )
 
 
-# -- what happens inside ---------------------------------------------------------------------------
+# -- inside a region -------------------------------------------------------------------------------
 
 
-def test_the_state_is_torchs_own():
+def test_torchs_autocast_state_is_set():
     with torch.autocast("cpu"):
         assert torch.is_autocast_enabled("cpu")
         assert torch.get_autocast_dtype("cpu") is torch.bfloat16
@@ -136,7 +136,7 @@ def test_the_state_is_torchs_own():
     assert not torch.is_autocast_enabled("cpu")
 
 
-def test_the_dtype_is_the_one_when_the_region_was_made():
+def test_the_default_dtype_is_read_at_construction():
     region = torch.autocast("cpu")
     torch.set_autocast_dtype("cpu", torch.float16)
     try:
@@ -146,15 +146,15 @@ def test_the_dtype_is_the_one_when_the_region_was_made():
         torch.set_autocast_dtype("cpu", torch.bfloat16)
 
 
-def test_the_state_is_put_back_when_the_body_raises():
+def test_the_state_is_restored_when_the_body_raises():
     with pytest.raises(KeyError), torch.autocast("cpu"):
         raise KeyError
     assert not torch.is_autocast_enabled("cpu")
 
 
 @pytest.mark.parametrize("half", [torch.bfloat16, torch.float16], ids=str)
-def test_torchs_own_check_of_every_op_in_its_lists(half):
-    # torch's own method says `torch.amp.autocast`, and compares dtypes and bits.
+def test_torchs_check_of_every_listed_op_passes(half):
+    # torch's method uses `torch.amp.autocast` and compares dtypes and bits.
     check = torch_lists.TestAutocast("_run_autocast_outofplace")
     cases = [case for case in cpu_cases(half) if case[0] not in CANNOT_RUN]
     for op, args, kwargs, kind, out, module in cases:
@@ -164,20 +164,20 @@ def test_torchs_own_check_of_every_op_in_its_lists(half):
     assert len(cases) > 50
 
 
-def test_a_decorated_function_runs_inside():
+def test_a_decorated_function_runs_in_the_region():
     @torch.autocast("cpu", dtype=torch.float16)
     def run():
-        """Words."""
+        """Return a dtype."""
         return product()
 
     assert run() is torch.float16
-    assert run.__doc__ == "Words."
+    assert run.__doc__ == "Return a dtype."
 
 
 @pytest.mark.filterwarnings(
     "ignore:.*torch.jit.*:DeprecationWarning", "ignore:.*torch.jit.*:FutureWarning"
 )
-def test_a_decorated_function_is_refused_by_torchscript_as_torchs_is():
+def test_torchscript_rejects_a_decorated_function():
     @torch.autocast("cpu")
     def function(x):
         return torch.mm(x, x)
@@ -188,7 +188,7 @@ def test_a_decorated_function_is_refused_by_torchscript_as_torchs_is():
         torch.jit.script(function)
 
 
-def test_a_module_whose_forward_is_decorated():
+def test_a_decorated_forward_runs_in_the_region():
     class Net(nn.Module):
         @torch.amp.autocast("cpu", dtype=torch.bfloat16)
         def forward(self, x):
@@ -197,10 +197,10 @@ def test_a_module_whose_forward_is_decorated():
     assert Net()(ones()).dtype is torch.bfloat16
 
 
-# -- what torch gets wrong -------------------------------------------------------------------------
+# -- cases in which torch is wrong -----------------------------------------------------------------
 
 
-def test_one_dtype_inside_the_other():
+def test_nested_dtypes_do_not_share_the_cache():
     weight = nn.Parameter(ones())
     with torch.autocast("cpu", dtype=torch.bfloat16):
         assert torch.mm(ones(), weight).dtype is torch.bfloat16
@@ -209,7 +209,7 @@ def test_one_dtype_inside_the_other():
         assert torch.mm(ones(), weight).dtype is torch.bfloat16
 
 
-def test_an_instance_entered_twice_leaves_nothing_on():
+def test_an_instance_entered_twice_restores_the_state():
     region = torch.autocast("cpu")
     with region, region:
         assert product() is torch.bfloat16
@@ -219,13 +219,13 @@ def test_an_instance_entered_twice_leaves_nothing_on():
 # -- classes, copies, threads ----------------------------------------------------------------------
 
 
-def test_an_instance_is_one_of_both_classes():
+def test_an_instance_belongs_to_both_classes():
     region = torch.autocast("cpu")
     assert isinstance(region, mezzo.autocast)
     assert isinstance(region, torch.amp.autocast_mode.autocast)
 
 
-def test_a_subclass_with_arguments_of_its_own():
+def test_a_subclass_may_have_other_arguments():
     class Mine(torch.autocast):
         def __init__(self, note):
             super().__init__("cpu", dtype=torch.float16)
@@ -242,42 +242,42 @@ def test_a_subclass_with_arguments_of_its_own():
     [copy.copy, copy.deepcopy, lambda region: pickle.loads(pickle.dumps(region))],
     ids=["copy", "deepcopy", "pickle"],
 )
-def test_a_copy_does_the_same(copied):
+def test_a_copy_behaves_the_same(copied):
     region = torch.autocast("cpu", dtype=torch.float16)
     with region:
-        again = copied(region)
-    assert type(again) is torch.autocast
-    with again:
+        duplicate = copied(region)
+    assert type(duplicate) is torch.autocast
+    with duplicate:
         assert product() is torch.float16
 
 
-def test_a_thread_starts_outside_and_enters_its_own():
-    seen = []
+def test_a_thread_starts_outside_and_enters_its_own_region():
+    dtypes = []
 
     def work():
-        seen.append(product())
+        dtypes.append(product())
         with torch.autocast("cpu", dtype=torch.float16):
-            seen.append(product())
+            dtypes.append(product())
 
     with torch.autocast("cpu"):
         thread = threading.Thread(target=work)
         thread.start()
         thread.join()
-    assert seen == [torch.float32, torch.float16]
+    assert dtypes == [torch.float32, torch.float16]
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_checkpointing_recomputes_in_the_same_dtype(reentrant):
-    seen, x = [], ones().requires_grad_()
+    dtypes, x = [], ones().requires_grad_()
 
     def block(value):
-        seen.append(torch.mm(value.detach(), value.detach()).dtype)
+        dtypes.append(torch.mm(value.detach(), value.detach()).dtype)
         return torch.mm(value, value)
 
     with torch.autocast("cpu"):
         out = checkpoint(block, x, use_reentrant=reentrant)
     out.float().sum().backward()
-    assert seen == [torch.bfloat16, torch.bfloat16]
+    assert dtypes == [torch.bfloat16, torch.bfloat16]
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2), nn.Linear(2, 2))
     with torch.autocast("cpu"):
         sequential = checkpoint_sequential(
@@ -290,12 +290,12 @@ def test_checkpointing_recomputes_in_the_same_dtype(reentrant):
 # -- compiled, exported, scripted ------------------------------------------------------------------
 
 
-def inside(x):
+def in_region(x):
     with torch.autocast("cpu", dtype=torch.float16):
         return torch.mm(x, x)
 
 
-def old_name(x):
+def deprecated_name(x):
     with torch.cpu.amp.autocast():
         return torch.mm(x, x)
 
@@ -307,24 +307,25 @@ def disabled(x):
 
 @pytest.mark.parametrize(
     ("function", "dtype"),
-    [(inside, torch.float16), (old_name, torch.bfloat16), (disabled, torch.float32)],
-    ids=["new", "old", "disabled"],
+    [(in_region, torch.float16), (deprecated_name, torch.bfloat16), (disabled, torch.float32)],
+    ids=["new", "deprecated", "disabled"],
 )
-def test_a_region_inside_a_compiled_function(function, dtype):
+def test_a_region_inside_a_compiled_function_casts(function, dtype):
     torch._dynamo.reset()
     assert torch.compile(function, backend="aot_eager", fullgraph=True)(ones()).dtype is dtype
 
 
-def test_a_region_around_and_an_instance_inside_a_compiled_function():
+def test_regions_around_and_created_outside_a_compiled_function_cast():
     torch._dynamo.reset()
     region = torch.autocast("cpu", dtype=torch.float16)
 
-    def made_outside(x):
+    def use_outer_instance(x):
         with region:
             return torch.mm(x, x)
 
     assert (
-        torch.compile(made_outside, backend="eager", fullgraph=True)(ones()).dtype is torch.float16
+        torch.compile(use_outer_instance, backend="eager", fullgraph=True)(ones()).dtype
+        is torch.float16
     )
     around = torch.compile(lambda x: torch.mm(x, x), backend="eager", fullgraph=True)
     with torch.autocast("cpu"):
@@ -332,7 +333,7 @@ def test_a_region_around_and_an_instance_inside_a_compiled_function():
     assert around(ones()).dtype is torch.float32
 
 
-def test_a_subclass_inside_a_compiled_function():
+def test_a_subclass_inside_a_compiled_function_casts():
     class Mine(torch.autocast):
         pass
 
@@ -344,7 +345,7 @@ def test_a_subclass_inside_a_compiled_function():
     assert torch.compile(run, backend="eager", fullgraph=True)(ones()).dtype is torch.float16
 
 
-def test_a_compiled_function_that_was_decorated():
+def test_a_decorated_function_can_be_compiled():
     torch._dynamo.reset()
 
     @torch.autocast("cpu", dtype=torch.float16)
@@ -354,7 +355,7 @@ def test_a_compiled_function_that_was_decorated():
     assert torch.compile(decorated, backend="eager", fullgraph=True)(ones()).dtype is torch.float16
 
 
-def test_a_graph_break_inside_a_region_goes_on_inside_it():
+def test_a_graph_break_keeps_the_region():
     def broken(x):
         with torch.autocast("cpu"):
             before = torch.mm(x, x)
@@ -370,26 +371,26 @@ def test_a_graph_break_inside_a_region_goes_on_inside_it():
     )
 
 
-class Inside(nn.Module):
+class InRegion(nn.Module):
     def forward(self, x):
         with torch.autocast("cpu", dtype=torch.bfloat16):
             return torch.mm(x, x)
 
 
 @pytest.mark.parametrize("strict", [False, True])
-def test_a_region_inside_an_exported_model(strict):
+def test_an_exported_region_equals_that_of_torch(strict):
     torch._dynamo.reset()
-    exported = torch.export.export(Inside(), (ones(),), strict=strict)
+    exported = torch.export.export(InRegion(), (ones(),), strict=strict)
     assert exported.module()(ones()).dtype is torch.bfloat16
     dialect.uninstall()
     torch._dynamo.reset()
     assert [str(node.target) for node in exported.graph.nodes] == [
         str(node.target)
-        for node in torch.export.export(Inside(), (ones(),), strict=strict).graph.nodes
+        for node in torch.export.export(InRegion(), (ones(),), strict=strict).graph.nodes
     ]
 
 
-def test_an_exported_region_is_put_back_when_the_body_raises():
+def test_an_exported_region_is_restored_when_the_body_raises():
     class Raising(nn.Module):
         def forward(self, x):
             with torch.autocast("cpu"):
@@ -404,16 +405,18 @@ def test_an_exported_region_is_put_back_when_the_body_raises():
     "ignore:.*torch.jit.*:DeprecationWarning", "ignore:.*torch.jit.*:FutureWarning"
 )
 @pytest.mark.parametrize(
-    ("function", "dtype"), [(inside, torch.float16), (old_name, torch.bfloat16)], ids=["new", "old"]
+    ("function", "dtype"),
+    [(in_region, torch.float16), (deprecated_name, torch.bfloat16)],
+    ids=["new", "deprecated"],
 )
-def test_a_region_inside_a_script(function, dtype):
+def test_a_region_inside_a_script_casts(function, dtype):
     assert torch.jit.script(function)(ones()).dtype is dtype
 
 
 @pytest.mark.filterwarnings(
     "ignore:.*torch.jit.*:DeprecationWarning", "ignore:.*torch.jit.*:FutureWarning"
 )
-def test_a_script_and_a_trace_inside_a_region():
+def test_scripts_and_traces_run_inside_a_region():
     model = nn.Linear(2, 2)
     with torch.autocast("cpu", cache_enabled=False):
         assert torch.jit.script(model)(ones()).dtype is torch.bfloat16
@@ -421,18 +424,18 @@ def test_a_script_and_a_trace_inside_a_region():
     assert traced(ones()).dtype is torch.bfloat16
 
 
-def test_a_class_equals_the_one_it_stands_for_and_its_subclasses_only_themselves():
-    own = torch.amp.autocast_mode.autocast
-    mine = type("mine", (torch.autocast,), {})
-    assert torch.autocast == own
-    assert torch.autocast is not own
-    assert {own: 1}[torch.autocast] == 1
-    assert mine != own
-    assert mine == mine  # noqa: PLR0124 - that is the question
-    assert len({mine, torch.autocast, torch.cpu.amp.autocast}) == 3
+def test_a_class_equals_its_counterpart_and_subclasses_do_not():
+    counterpart = torch.amp.autocast_mode.autocast
+    subclass = type("subclass", (torch.autocast,), {})
+    assert torch.autocast == counterpart
+    assert torch.autocast is not counterpart
+    assert {counterpart: 1}[torch.autocast] == 1
+    assert subclass != counterpart
+    assert subclass == subclass  # noqa: PLR0124 - tests __eq__
+    assert len({subclass, torch.autocast, torch.cpu.amp.autocast}) == 3
 
 
-# -- the cache -------------------------------------------------------------------------------------
+# -- weight cache ----------------------------------------------------------------------------------
 
 
 class Linear(torch.autograd.Function):
@@ -448,8 +451,8 @@ class Linear(torch.autograd.Function):
             return torch.matmul(grad, weight), torch.matmul(x.t(), grad).t()
 
 
-class CountsCasts(TorchDispatchMode):
-    """Counts how often a weight is cast, while nobody clears the cache."""
+class CastCounter(TorchDispatchMode):
+    """Counts the casts of a weight, with clearing of the cache disabled."""
 
     def __init__(self, weight, monkeypatch):
         super().__init__()
@@ -461,33 +464,33 @@ class CountsCasts(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize(("listed", "casts"), [(False, 1), (True, 2)])
-def test_the_cache_is_torchs_and_lasts_into_backward(listed, casts, monkeypatch):
+@pytest.mark.parametrize(("graph_owned", "casts"), [(False, 1), (True, 2)])
+def test_torchs_weight_cache_is_used_and_kept_for_backward(graph_owned, casts, monkeypatch):
     weight = nn.Parameter(torch.randn(4, 3))
-    if listed:
-        # A tensor that CUDA graphs hold is not to be cached.
+    if graph_owned:
+        # Tensors owned by CUDA graphs must not be cached.
         torch._C._set_cached_tensors_enabled(True)
         torch._C._add_cached_tensor(weight)
     try:
-        with CountsCasts(weight, monkeypatch) as counting:
+        with CastCounter(weight, monkeypatch) as counter:
             with torch.autocast("cpu"):
                 loss = Linear.apply(torch.randn(2, 3), weight).sum()
             loss.backward()
-        assert counting.count == casts
+        assert counter.count == casts
     finally:
-        if listed:
+        if graph_owned:
             torch._C._remove_cached_tensor(weight)
         torch._C._set_cached_tensors_enabled(False)
         monkeypatch.undo()
         torch.clear_autocast_cache()
 
 
-@pytest.mark.parametrize("quiet", [torch.no_grad, torch.inference_mode])
-def test_what_was_cast_without_gradients_gets_them_afterwards(quiet):
+@pytest.mark.parametrize("grad_mode", [torch.no_grad, torch.inference_mode])
+def test_casts_without_gradients_are_not_reused_with_gradients(grad_mode):
     model = nn.Linear(2, 2)
     with torch.autocast("cpu"):
         for _ in range(2):
-            with quiet():
+            with grad_mode():
                 assert not model(ones()).requires_grad
             out = model(ones())
             assert out.requires_grad
@@ -497,7 +500,7 @@ def test_what_was_cast_without_gradients_gets_them_afterwards(quiet):
         assert model(ones()).dtype is torch.bfloat16
 
 
-# -- functions of the user's own -------------------------------------------------------------------
+# -- custom autograd functions ---------------------------------------------------------------------
 
 
 class Product(torch.autograd.Function):
@@ -511,7 +514,7 @@ class Product(torch.autograd.Function):
     @torch.amp.custom_bwd(device_type="cpu")
     def backward(ctx, grad):
         a, b = ctx.saved_tensors
-        seen.append(torch.is_autocast_enabled("cpu"))
+        enabled_states.append(torch.is_autocast_enabled("cpu"))
         return grad.mm(b.t()), a.t().mm(grad)
 
 
@@ -519,48 +522,48 @@ class InFloat32(torch.autograd.Function):
     @staticmethod
     @torch.amp.custom_fwd(device_type="cpu", cast_inputs=torch.float32)
     def forward(ctx, a):
-        seen.append(torch.is_autocast_enabled("cpu"))
+        enabled_states.append(torch.is_autocast_enabled("cpu"))
         return a * 2
 
     @staticmethod
     @torch.amp.custom_bwd(device_type="cpu")
     def backward(ctx, grad):
-        seen.append(torch.is_autocast_enabled("cpu"))
+        enabled_states.append(torch.is_autocast_enabled("cpu"))
         return grad * 2
 
 
-seen = []
+enabled_states = []
 
 
-def test_backward_of_an_own_function_runs_as_its_forward_did():
-    seen.clear()
+def test_backward_of_a_custom_function_runs_with_the_state_of_its_forward():
+    enabled_states.clear()
     a = torch.ones(2, 2, requires_grad=True)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         out = Product.apply(a, ones())
         assert out.dtype is torch.bfloat16
         loss = out.float().sum()
     loss.backward()
-    assert seen == [True]
+    assert enabled_states == [True]
     assert a.grad.dtype is torch.float32
 
 
-def test_an_own_function_with_cast_inputs_runs_outside():
-    seen.clear()
+def test_a_custom_function_with_cast_inputs_runs_without_autocast():
+    enabled_states.clear()
     a = torch.ones(2, 2, requires_grad=True)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         out = InFloat32.apply(torch.mm(a, a))
     assert out.dtype is torch.float32
     out.sum().backward()
-    assert seen == [False, False]
+    assert enabled_states == [False, False]
 
 
 @pytest.mark.parametrize("decorator", ["custom_fwd", "custom_bwd"])
-def test_own_functions_are_refused_a_device_that_is_no_string(decorator):
+def test_custom_functions_reject_a_device_other_than_a_string(decorator):
     with pytest.raises(ValueError, match="Expected `device_type` of type `str`"):
         getattr(torch.amp, decorator)(lambda ctx: None, device_type=torch.device("cpu"))
 
 
-def test_data_parallel_threads_enter_by_torchs_own_name():
+def test_data_parallel_threads_enter_regions():
     # What torch.nn.parallel.parallel_apply does in every worker.
     dtypes = []
 

@@ -1,4 +1,4 @@
-"""What torch's own suite asks of GradScaler, asked of `torch.amp.GradScaler` while mezzo is installed."""
+"""Checks of torch's GradScaler tests, run on `torch.amp.GradScaler` with mezzo installed."""
 
 import copy
 import inspect
@@ -11,10 +11,10 @@ from torch import nn
 
 import mezzo
 
-# -- making one ------------------------------------------------------------------------------------
+# -- construction ----------------------------------------------------------------------------------
 
 
-def test_an_instance_is_one_of_both_classes():
+def test_an_instance_belongs_to_both_classes():
     scaler = torch.amp.GradScaler("cpu")
     assert isinstance(scaler, mezzo.GradScaler)
     assert isinstance(scaler, torch.amp.grad_scaler.GradScaler)
@@ -22,7 +22,7 @@ def test_an_instance_is_one_of_both_classes():
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_the_default_device_is_cuda_and_without_one_it_warns_and_is_off():
+def test_without_cuda_the_default_warns_and_is_disabled():
     with pytest.warns(UserWarning, match="CUDA is not available"):
         scaler = torch.amp.GradScaler()
     assert not scaler.is_enabled()
@@ -30,7 +30,7 @@ def test_the_default_device_is_cuda_and_without_one_it_warns_and_is_off():
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_the_old_names_warn_that_they_are_old(device):
+def test_deprecated_names_warn(device):
     with pytest.warns(
         FutureWarning,
         match=(
@@ -41,7 +41,7 @@ def test_the_old_names_warn_that_they_are_old(device):
         getattr(torch, device).amp.GradScaler(enabled=False)
 
 
-def test_old_arguments_come_in_the_old_order():
+def test_deprecated_names_keep_their_argument_order():
     with pytest.warns(FutureWarning):
         scaler = torch.cpu.amp.GradScaler(4.0, 3.0, 0.25, 7, True)
     assert (
@@ -53,33 +53,33 @@ def test_old_arguments_come_in_the_old_order():
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("kwargs", "message"),
     [
         ({"growth_factor": 1.0}, "growth factor must be > 1.0"),
         ({"backoff_factor": 1.0}, "backoff factor must be < 1.0"),
     ],
 )
-def test_factors_that_make_no_sense_are_assertion_errors(words, said):
-    with pytest.raises(AssertionError, match=said):
-        torch.amp.GradScaler("cpu", **words)
+def test_invalid_factors_are_assertion_errors(kwargs, message):
+    with pytest.raises(AssertionError, match=message):
+        torch.amp.GradScaler("cpu", **kwargs)
 
 
-def test_a_disabled_one_takes_them_as_torch_does():
+def test_a_disabled_scaler_accepts_invalid_factors_as_torch_does():
     assert not torch.amp.GradScaler("cpu", growth_factor=1.0, enabled=False).is_enabled()
 
 
-def test_a_subclass_may_be_disabled_and_sees_its_own_methods():
+def test_a_subclass_may_be_disabled_and_override_methods():
     class Mine(torch.amp.GradScaler):
-        def __init__(self, on):
-            super().__init__("cpu", enabled=on)
+        def __init__(self, enabled):
+            super().__init__("cpu", enabled=enabled)
             self.steps = 0
 
         def step(self, optimizer, *args, **kwargs):
             self.steps += 1
             return super().step(optimizer, *args, **kwargs)
 
-    for on in (True, False):
-        scaler, weight = Mine(on), nn.Parameter(torch.ones(2))
+    for enabled in (True, False):
+        scaler, weight = Mine(enabled), nn.Parameter(torch.ones(2))
         optimizer = torch.optim.SGD([weight], lr=1.0)
         scaler.scale(weight.sum()).backward()
         scaler.step(optimizer)
@@ -90,7 +90,7 @@ def test_a_subclass_may_be_disabled_and_sees_its_own_methods():
 # -- scaling ---------------------------------------------------------------------------------------
 
 
-def test_nested_outputs_keep_their_shape():
+def test_nested_outputs_keep_their_structure():
     scaler, four = torch.amp.GradScaler("cpu", init_scale=2.0), torch.tensor(4.0)
     outputs = (
         four.clone(),
@@ -105,19 +105,18 @@ def test_nested_outputs_keep_their_shape():
     assert scaler._scale.device == four.device
 
 
-def test_what_is_no_tensor_is_a_value_error():
+def test_scaling_a_number_is_a_value_error():
     with pytest.raises(ValueError, match="tensor"):
         torch.amp.GradScaler("cpu").scale(3.0)
 
 
-def test_bfloat16_is_not_commented_on():
-    # mezzo's own scaler says once that it is needless; code that was not written for it hears
-    # nothing new.
+def test_bfloat16_does_not_warn():
+    # mezzo.GradScaler warns once that bfloat16 needs no scaling; torch's does not.
     loss = torch.ones(2, requires_grad=True).bfloat16().sum()
     torch.amp.GradScaler("cpu").scale(loss)
 
 
-# -- whole iterations, against the same without scaling --------------------------------------------
+# -- iterations, compared with unscaled training ---------------------------------------------------
 
 
 def make_models(optimizer=torch.optim.SGD, **kwargs):
@@ -141,30 +140,32 @@ SKIPPED = 2
 loss_of = nn.MSELoss()
 
 
-def spoil(model):
+def make_gradient_infinite(model):
     with torch.no_grad():
         model[1].weight.grad.fill_(float("inf"))
 
 
-def check_against_control(run, *, good, bad, atol=1e-7, optimizer=torch.optim.SGD, **kwargs):
+def check_against_control(
+    run, *, grown, backed_off, atol=1e-7, optimizer=torch.optim.SGD, **kwargs
+):
     for enabled in (True, False):
-        control, scaling, of_control, of_scaling = make_models(optimizer, **kwargs)
+        control, scaling, control_optimizer, scaling_optimizer = make_models(optimizer, **kwargs)
         scaler = torch.amp.GradScaler(
             "cpu", init_scale=128.0, growth_factor=2.0, enabled=enabled, growth_interval=1
         )
-        run(control, of_control, scaler, scaled=False)
-        scaler = run(scaling, of_scaling, scaler, scaled=True) or scaler
-        assert scaler.get_scale() == (128.0 * 2.0**good * 0.5**bad if enabled else 1.0)
+        run(control, control_optimizer, scaler, scaled=False)
+        scaler = run(scaling, scaling_optimizer, scaler, scaled=True) or scaler
+        assert scaler.get_scale() == (128.0 * 2.0**grown * 0.5**backed_off if enabled else 1.0)
         for one, other in zip(control.parameters(), scaling.parameters(), strict=True):
             torch.testing.assert_close(one.grad, other.grad, atol=atol, rtol=1e-5, equal_nan=True)
             torch.testing.assert_close(one, other, atol=atol, rtol=1e-5)
-            state, scaled_state = of_control.state[one], of_scaling.state[other]
+            state, scaled_state = control_optimizer.state[one], scaling_optimizer.state[other]
             for name in state:
                 torch.testing.assert_close(state[name], scaled_state[name], atol=atol, rtol=1e-5)
 
 
-def plain(model, optimizer, scaler, place):
-    if not scaler.is_enabled() or place != SKIPPED:
+def step_unless_skipped(optimizer, scaler, index):
+    if not scaler.is_enabled() or index != SKIPPED:
         optimizer.step()
 
 
@@ -178,37 +179,37 @@ def plain(model, optimizer, scaler, place):
     ],
     ids=["sgd", "foreach", "fused"],
 )
-def test_scaling_with_autocast(optimizer, kwargs, pickled):
+def test_scaled_training_with_autocast_equals_unscaled(optimizer, kwargs, pickled):
     def run(model, optimizer, scaler, *, scaled):
-        for place, (x, y) in enumerate(make_data()):
+        for index, (x, y) in enumerate(make_data()):
             optimizer.zero_grad()
             with torch.autocast("cpu", dtype=torch.float16, enabled=scaled):
                 loss = loss_of(model(x), y)
             if not scaled:
                 loss.backward()
-                plain(model, optimizer, scaler, place)
+                step_unless_skipped(optimizer, scaler, index)
                 continue
             scaler.scale(loss).backward()
-            if place == SKIPPED and scaler.is_enabled():
-                spoil(model)
+            if index == SKIPPED and scaler.is_enabled():
+                make_gradient_infinite(model)
             scaler.step(optimizer)
             scaler.update()
             if pickled:
                 scaler = pickle.loads(pickle.dumps(scaler))
         return scaler
 
-    check_against_control(run, good=3, bad=1, atol=2e-2, optimizer=optimizer, **kwargs)
+    check_against_control(run, grown=3, backed_off=1, atol=2e-2, optimizer=optimizer, **kwargs)
 
 
 @pytest.mark.parametrize("separately", [False, True])
-def test_clipping(separately):
+def test_clipped_training_equals_unscaled(separately):
     def run(model, optimizer, scaler, *, scaled):
-        for place, (x, y) in enumerate(make_data()):
+        for index, (x, y) in enumerate(make_data()):
             optimizer.zero_grad()
             loss = loss_of(model(x), y)
             (scaler.scale(loss) if scaled else loss).backward()
-            if scaled and place == SKIPPED and scaler.is_enabled() and separately:
-                spoil(model)
+            if scaled and index == SKIPPED and scaler.is_enabled() and separately:
+                make_gradient_infinite(model)
             if scaled and separately:
                 scaler.unscale_(optimizer)
             factor = 1.0 if separately or not scaled else scaler.get_scale()
@@ -216,19 +217,19 @@ def test_clipping(separately):
                 model.parameters(), 0.2 * factor, error_if_nonfinite=False
             )
             if not scaled:
-                plain(model, optimizer, scaler, place)
+                step_unless_skipped(optimizer, scaler, index)
                 continue
-            if place == SKIPPED and scaler.is_enabled() and not separately:
-                spoil(model)
+            if index == SKIPPED and scaler.is_enabled() and not separately:
+                make_gradient_infinite(model)
             scaler.step(optimizer)
             scaler.update()
 
-    check_against_control(run, good=3, bad=1, atol=1e-5)
+    check_against_control(run, grown=3, backed_off=1, atol=1e-5)
 
 
-def test_a_penalty_on_gradients():
+def test_a_gradient_penalty_equals_unscaled():
     def run(model, optimizer, scaler, *, scaled):
-        for place, (x, y) in enumerate(make_data()):
+        for index, (x, y) in enumerate(make_data()):
             optimizer.zero_grad()
             loss = loss_of(model(x), y)
             gradients = torch.autograd.grad(
@@ -239,43 +240,43 @@ def test_a_penalty_on_gradients():
             loss = loss + norm
             if not scaled:
                 loss.backward()
-                plain(model, optimizer, scaler, place)
+                step_unless_skipped(optimizer, scaler, index)
                 continue
             scaler.scale(loss).backward()
-            if place == SKIPPED and scaler.is_enabled():
-                spoil(model)
+            if index == SKIPPED and scaler.is_enabled():
+                make_gradient_infinite(model)
             scaler.step(optimizer)
             scaler.update()
 
-    check_against_control(run, good=3, bad=1)
+    check_against_control(run, grown=3, backed_off=1)
 
 
-def test_accumulation():
+def test_gradient_accumulation_equals_unscaled():
     def run(model, optimizer, scaler, *, scaled):
-        for place, (x, y) in enumerate(make_data()):
+        for index, (x, y) in enumerate(make_data()):
             loss = loss_of(model(x), y) / 2
             (scaler.scale(loss) if scaled else loss).backward()
-            if place % 2 == 0:
+            if index % 2 == 0:
                 continue
             if scaled:
                 scaler.step(optimizer)
                 scaler.update()
             else:
                 optimizer.step()
-            if place < 3:
+            if index < 3:
                 optimizer.zero_grad()
 
-    check_against_control(run, good=2, bad=0)
+    check_against_control(run, grown=2, backed_off=0)
 
 
 @pytest.mark.parametrize("enabled", [True, False])
-def test_two_models_two_losses_two_optimizers(enabled):
-    one = make_models()
-    two = make_models()
+def test_two_models_losses_and_optimizers_equal_unscaled(enabled):
+    first = make_models()
+    second = make_models()
     scaler = torch.amp.GradScaler("cpu", init_scale=128.0, enabled=enabled, growth_interval=1)
 
     def run(models, optimizers, *, scaled):
-        for place, (x, y) in enumerate(make_data()):
+        for index, (x, y) in enumerate(make_data()):
             for optimizer in optimizers:
                 optimizer.zero_grad()
             outputs = [model(x) for model in models]
@@ -287,23 +288,23 @@ def test_two_models_two_losses_two_optimizers(enabled):
                 losses[0].backward(retain_graph=True)
                 losses[1].backward()
                 optimizers[0].step()
-                plain(models[1], optimizers[1], scaler, place)
+                step_unless_skipped(optimizers[1], scaler, index)
                 continue
             scaler.scale(losses[0]).backward(retain_graph=True)
             scaler.scale(losses[1]).backward()
-            if place == SKIPPED and scaler.is_enabled():
-                spoil(models[1])
+            if index == SKIPPED and scaler.is_enabled():
+                make_gradient_infinite(models[1])
             scaler.unscale_(optimizers[0])
             for optimizer in optimizers:
                 scaler.step(optimizer)
             scaler.update()
 
-    run((one[0], two[0]), (one[2], two[2]), scaled=False)
-    run((one[1], two[1]), (one[3], two[3]), scaled=True)
+    run((first[0], second[0]), (first[2], second[2]), scaled=False)
+    run((first[1], second[1]), (first[3], second[3]), scaled=True)
     assert scaler.get_scale() == (128.0 * 2.0**3 * 0.5 if enabled else 1.0)
     for control, scaling in zip(
-        chain(one[0].parameters(), two[0].parameters()),
-        chain(one[1].parameters(), two[1].parameters()),
+        chain(first[0].parameters(), second[0].parameters()),
+        chain(first[1].parameters(), second[1].parameters()),
         strict=True,
     ):
         torch.testing.assert_close(control, scaling, rtol=1e-5, atol=1e-7)
@@ -313,15 +314,15 @@ def test_two_models_two_losses_two_optimizers(enabled):
     "kwargs", [{"foreach": False}, {"foreach": True}, {"fused": True}], ids=str
 )
 @pytest.mark.parametrize("kind", [torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD])
-def test_gradients_spoiled_after_the_check_spoil_the_parameters(kind, kwargs):
+def test_gradients_made_non_finite_after_the_check_are_applied(kind, kwargs):
     model, _, optimizer, _ = make_models(kind, **kwargs)
     scaler = torch.amp.GradScaler("cpu", init_scale=128.0)
     for x, y in make_data():
         optimizer.zero_grad()
         scaler.scale(loss_of(model(x), y)).backward()
         scaler.unscale_(optimizer)
-        for place, parameter in enumerate(model.parameters()):
-            parameter.grad.copy_(torch.tensor(torch.inf if place % 2 else torch.nan))
+        for index, parameter in enumerate(model.parameters()):
+            parameter.grad.copy_(torch.tensor(torch.inf if index % 2 else torch.nan))
         scaler.step(optimizer)
         scaler.update()
     assert all(not parameter.isfinite().all() for parameter in model.parameters())
@@ -337,15 +338,15 @@ def test_gradients_spoiled_after_the_check_spoil_the_parameters(kind, kwargs):
     ],
     ids=str,
 )
-def test_a_fused_step_does_what_the_plain_one_does(kind, kwargs, separately):
+def test_a_fused_step_equals_the_plain_one(kind, kwargs, separately):
     control, scaling, _, _ = make_models()
-    plainly, fused = (
+    plain, fused = (
         kind(control.parameters(), lr=0.1, **kwargs),
         kind(scaling.parameters(), lr=0.1, fused=True, **kwargs),
     )
     scaler = torch.amp.GradScaler("cpu", init_scale=128.0)
     for x, y in make_data():
-        for model, optimizer in ((control, plainly), (scaling, fused)):
+        for model, optimizer in ((control, plain), (scaling, fused)):
             optimizer.zero_grad()
             scaler.scale(loss_of(model(x), y)).backward()
             if separately:
@@ -368,7 +369,7 @@ def test_the_scale_does_not_overflow():
     assert scaler._scale.isfinite()
 
 
-def test_the_scale_does_not_collapse_as_torchs_does():
+def test_the_scale_has_a_floor_unlike_torchs():
     weight = nn.Parameter(torch.ones(1))
     optimizer = torch.optim.SGD([weight], lr=1.0)
     scaler = torch.amp.GradScaler("cpu")
@@ -385,23 +386,23 @@ def test_the_scale_does_not_collapse_as_torchs_does():
     assert scaler.get_scale() == 2.0**-24
 
 
-# -- what comes back, and what is refused ----------------------------------------------------------
+# -- return values and errors ----------------------------------------------------------------------
 
 
-def ready(**kwargs):
+def make_scaler(**kwargs):
     weight = nn.Parameter(torch.ones(2))
     optimizer = torch.optim.SGD([weight], lr=0.1)
     return torch.amp.GradScaler("cpu", **kwargs), optimizer, weight
 
 
-def test_a_step_gives_what_the_optimizer_gives():
-    scaler, _, weight = ready()
+def test_step_returns_the_result_of_the_optimizer():
+    scaler, _, weight = make_scaler()
 
-    class Saying(torch.optim.SGD):
+    class ReturningSGD(torch.optim.SGD):
         def step(self, closure=None):
             return "stepped"
 
-    optimizer = Saying([weight], lr=0.1)
+    optimizer = ReturningSGD([weight], lr=0.1)
     scaler.scale(weight.sum()).backward()
     assert scaler.step(optimizer) == "stepped"
     scaler.update()
@@ -409,15 +410,15 @@ def test_a_step_gives_what_the_optimizer_gives():
     assert scaler.step(optimizer) is None
 
 
-def test_a_closure_by_position_which_torch_lets_through_is_refused():
-    scaler, optimizer, weight = ready()
+def test_a_positional_closure_raises_unlike_in_torch():
+    scaler, optimizer, weight = make_scaler()
     scaler.scale(weight.sum()).backward()
     with pytest.raises(RuntimeError, match="takes no closure"):
         scaler.step(optimizer, lambda: None)
 
 
 def test_a_closure_is_a_runtime_error():
-    scaler, optimizer, weight = ready()
+    scaler, optimizer, weight = make_scaler()
     scaler.scale(weight.sum()).backward()
     with pytest.raises(
         RuntimeError, match="Closure use is not currently supported if GradScaler is enabled"
@@ -426,21 +427,21 @@ def test_a_closure_is_a_runtime_error():
 
 
 @pytest.mark.parametrize(
-    ("call", "said"),
+    ("call", "message"),
     [
         ("unscale_", "Attempted unscale_"),
         ("step", "Attempted step"),
         ("update", "Attempted update"),
     ],
 )
-def test_before_a_loss_was_scaled_it_is_an_assertion(call, said):
-    scaler, optimizer, _ = ready()
-    with pytest.raises(AssertionError, match=f"{said} but _scale is None"):
+def test_calls_before_scale_are_assertion_errors(call, message):
+    scaler, optimizer, _ = make_scaler()
+    with pytest.raises(AssertionError, match=f"{message} but _scale is None"):
         getattr(scaler, call)(*(() if call == "update" else (optimizer,)))
 
 
-def test_unscaling_twice_and_after_a_step_and_stepping_twice_are_runtime_errors():
-    scaler, optimizer, weight = ready()
+def test_repeated_unscale_and_step_are_runtime_errors():
+    scaler, optimizer, weight = make_scaler()
     scaler.scale(weight.sum()).backward()
     scaler.unscale_(optimizer)
     with pytest.raises(
@@ -457,15 +458,15 @@ def test_unscaling_twice_and_after_a_step_and_stepping_twice_are_runtime_errors(
         scaler.step(optimizer)
 
 
-def test_a_step_without_gradients_is_an_assertion():
-    scaler, optimizer, weight = ready()
+def test_a_step_without_gradients_is_an_assertion_error():
+    scaler, optimizer, weight = make_scaler()
     scaler.scale(weight.sum())
     with pytest.raises(AssertionError, match="No inf checks were recorded for this optimizer"):
         scaler.step(optimizer)
 
 
-def test_an_update_without_a_step_is_an_assertion():
-    scaler, _, weight = ready()
+def test_an_update_without_a_step_is_an_assertion_error():
+    scaler, _, weight = make_scaler()
     scaler.scale(weight.sum())
     with pytest.raises(AssertionError, match="No inf checks were recorded prior to update"):
         scaler.update()
@@ -474,23 +475,23 @@ def test_an_update_without_a_step_is_an_assertion():
 @pytest.mark.parametrize(
     "new", [torch.ones(2), torch.ones(1, requires_grad=True)], ids=["two", "with-gradient"]
 )
-def test_a_new_scale_that_is_no_number_is_an_assertion(new):
-    scaler, _, weight = ready()
+def test_an_invalid_new_scale_is_an_assertion_error(new):
+    scaler, _, weight = make_scaler()
     scaler.scale(weight.sum())
     with pytest.raises(AssertionError, match="new_scale should be a float"):
         scaler.update(new)
 
 
 @pytest.mark.parametrize("new", [8.0, torch.tensor([8.0])], ids=["float", "tensor"])
-def test_a_new_scale(new):
-    scaler, _, weight = ready()
+def test_update_sets_a_new_scale(new):
+    scaler, _, weight = make_scaler()
     scaler.scale(weight.sum())
     scaler.update(new)
     assert scaler.get_scale() == 8.0
 
 
-def test_a_scaler_in_the_middle_of_an_iteration_is_not_pickled():
-    scaler, optimizer, weight = ready()
+def test_pickling_within_an_iteration_is_an_assertion_error():
+    scaler, optimizer, weight = make_scaler()
     scaler.scale(weight.sum()).backward()
     scaler.unscale_(optimizer)
     with pytest.raises(
@@ -499,7 +500,7 @@ def test_a_scaler_in_the_middle_of_an_iteration_is_not_pickled():
         pickle.dumps(scaler)
 
 
-def test_the_empty_state_of_a_disabled_scaler_is_refused():
+def test_the_empty_state_of_a_disabled_scaler_is_rejected():
     with pytest.raises(
         RuntimeError,
         match=(
@@ -511,131 +512,63 @@ def test_the_empty_state_of_a_disabled_scaler_is_refused():
         )
 
 
-# -- saving ----------------------------------------------------------------------------------------
+# -- optimizers that support scaling ---------------------------------------------------------------
 
 
-@pytest.mark.parametrize("made", [True, False])
-def test_a_state_is_taken_over(made):
-    one = torch.amp.GradScaler(
-        "cpu", init_scale=3.0, growth_factor=4.0, backoff_factor=0.5, growth_interval=2
-    )
-    other = torch.amp.GradScaler(
-        "cpu", init_scale=6.0, growth_factor=7.0, backoff_factor=0.8, growth_interval=1
-    )
-    other._init_growth_tracker = 7
-    if made:
-        other.scale(torch.full((1,), 4.0))
-        assert isinstance(other._scale, torch.FloatTensor)
-    other.load_state_dict(one.state_dict())
-    assert (
-        other.get_scale(),
-        other.get_growth_factor(),
-        other.get_backoff_factor(),
-        other.get_growth_interval(),
-    ) == (3.0, 4.0, 0.5, 2)
-    assert other._init_growth_tracker == 0
-
-
-def test_a_state_goes_to_torchs_own_scaler_and_back():
-    scaler = torch.amp.GradScaler("cpu", init_scale=3.0, growth_interval=5)
-    own = torch.amp.grad_scaler.GradScaler("cpu")
-    own.load_state_dict(scaler.state_dict())
-    assert own.state_dict() == scaler.state_dict()
-    again = torch.amp.GradScaler("cpu")
-    again.load_state_dict(own.state_dict())
-    assert again.state_dict() == scaler.state_dict()
-
-
-@pytest.mark.parametrize("made", [True, False])
-@pytest.mark.parametrize(
-    "copied",
-    [copy.deepcopy, lambda scaler: pickle.loads(pickle.dumps(scaler))],
-    ids=["deepcopy", "pickle"],
-)
-def test_a_copy_is_as_it_was(made, copied):
-    scaler = torch.amp.GradScaler(
-        "cpu", init_scale=3.0, growth_factor=4.0, backoff_factor=0.5, growth_interval=2
-    )
-    scaler.note = "mine"
-    if made:
-        scaler.scale(torch.tensor([4.0]))
-    again = copied(scaler)
-    assert type(again) is torch.amp.GradScaler
-    assert again.is_enabled()
-    assert (
-        again.get_scale(),
-        again.get_growth_factor(),
-        again.get_backoff_factor(),
-        again.get_growth_interval(),
-    ) == (3.0, 4.0, 0.5, 2)
-    assert (again._init_growth_tracker, again.note) == (0, "mine")
-    assert (
-        again._per_optimizer_states["fdsa"] == torch.amp.grad_scaler._refresh_per_optimizer_state()
-    )
-
-
-def test_a_disabled_scaler_is_pickled():
-    again = pickle.loads(pickle.dumps(torch.amp.GradScaler("cpu", enabled=False)))
-    assert (again.is_enabled(), again.get_scale(), again.state_dict()) == (False, 1.0, {})
-
-
-# -- optimizers that know of scaling ---------------------------------------------------------------
-
-
-class Knowing(torch.optim.Optimizer):
+class SupportsScaling(torch.optim.Optimizer):
     def __init__(self, params):
         super().__init__(params, {})
         self._step_supports_amp_scaling = True
 
 
-class TakesTheScaler(Knowing):
+class TakesTheScaler(SupportsScaling):
     def step(self, closure=None, *, grad_scaler=None):
         assert isinstance(grad_scaler, torch.amp.GradScaler)
         assert not hasattr(self, "grad_scale")
         assert not hasattr(self, "found_inf")
 
 
-class TakesTensors(Knowing):
+class TakesTensors(SupportsScaling):
     def step(self, closure=None):
         assert isinstance(self.grad_scale, torch.Tensor)
         assert isinstance(self.found_inf, torch.Tensor)
 
 
-def test_optimizers_are_told_as_torch_tells_them():
+def test_optimizers_receive_scaler_or_tensors_as_from_torch():
     model = nn.Linear(4, 1)
-    one, two = TakesTheScaler(model.parameters()), TakesTensors(model.parameters())
+    with_scaler, with_tensors = TakesTheScaler(model.parameters()), TakesTensors(model.parameters())
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
     with torch.autocast("cpu", dtype=torch.float16):
         loss = model(torch.randn(4, 4)).mean()
     scaler.scale(loss).backward()
     with pytest.warns(FutureWarning):
-        scaler.step(one)
-    scaler.step(two)
+        scaler.step(with_scaler)
+    scaler.step(with_tensors)
     scaler.update()
-    assert not hasattr(two, "grad_scale")
+    assert not hasattr(with_tensors, "grad_scale")
 
 
-def test_signatures_are_torchs():
-    for ours, theirs in (
+def test_signatures_equal_those_of_torch():
+    for cls, torch_class in (
         (torch.amp.GradScaler, torch.amp.grad_scaler.GradScaler),
         (torch.autocast, torch.amp.autocast_mode.autocast),
     ):
-        found, expected = inspect.signature(ours), inspect.signature(theirs)
-        assert [(one.name, one.default, one.kind) for one in found.parameters.values()] == [
-            (one.name, one.default, one.kind) for one in expected.parameters.values()
+        actual, expected = inspect.signature(cls), inspect.signature(torch_class)
+        assert [(p.name, p.default, p.kind) for p in actual.parameters.values()] == [
+            (p.name, p.default, p.kind) for p in expected.parameters.values()
         ]
 
 
-def test_a_scaler_that_torch_derived_from_its_own_is_one():
+def test_subclasses_of_torchs_scaler_are_instances():
     class Sharded(torch.amp.grad_scaler.GradScaler):
         pass
 
-    class Own(torch.amp.GradScaler):
+    class Subclass(torch.amp.GradScaler):
         pass
 
     assert isinstance(Sharded("cpu"), torch.amp.GradScaler)
     assert issubclass(Sharded, torch.amp.GradScaler)
     assert not isinstance(Sharded("cpu"), torch.cpu.amp.GradScaler)
-    assert not isinstance(Sharded("cpu"), Own)
-    assert isinstance(Own("cpu"), torch.amp.GradScaler)
+    assert not isinstance(Sharded("cpu"), Subclass)
+    assert isinstance(Subclass("cpu"), torch.amp.GradScaler)
     assert not isinstance(3, torch.amp.GradScaler)
