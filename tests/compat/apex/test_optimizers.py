@@ -105,12 +105,12 @@ def test_lamb_clips_by_the_total_norm_and_does_not_modify_gradients():
         torch.testing.assert_close(parameter, other)
 
 
-@pytest.mark.parametrize("kind", ["FusedAdam", "FusedLAMB", "FusedSGD", "FusedAdagrad"])
+@pytest.mark.parametrize("name", ["FusedAdam", "FusedLAMB", "FusedSGD", "FusedAdagrad"])
 @pytest.mark.parametrize("level", ["O1", "O2"])
-def test_each_optimizer_trains_under_amp(kind, level):
+def test_each_optimizer_trains_under_amp(name, level):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
-    optimizer = getattr(optimizers, kind)(model.parameters(), lr=0.05)
+    optimizer = getattr(optimizers, name)(model.parameters(), lr=0.05)
     model, optimizer = amp.initialize(model, optimizer, opt_level=level, verbosity=0)
     x = torch.randn(32, 4)
     losses = []
@@ -135,17 +135,17 @@ def test_step_hooks_of_lamb_run_once_even_after_a_plain_lamb_was_created():
 
 
 @pytest.mark.parametrize(
-    ("kind", "sets_to_none"),
+    ("name", "sets_to_none"),
     [("FusedAdam", True), ("FusedSGD", False), ("FusedLAMB", True), ("FusedAdagrad", True)],
 )
-def test_zero_grad_follows_set_grad_none(kind, sets_to_none):
+def test_zero_grad_follows_set_grad_none(name, sets_to_none):
     parameters = weights()
-    optimizer = getattr(optimizers, kind)(parameters, lr=0.1)
+    optimizer = getattr(optimizers, name)(parameters, lr=0.1)
     set_gradients(parameters, 0)
     optimizer.zero_grad()
     assert (parameters[0].grad is None) is sets_to_none
     set_gradients(parameters, 0)
-    getattr(optimizers, kind)(parameters, lr=0.1, set_grad_none=not sets_to_none).zero_grad()
+    getattr(optimizers, name)(parameters, lr=0.1, set_grad_none=not sets_to_none).zero_grad()
     assert (parameters[0].grad is None) is not sets_to_none
 
 

@@ -313,9 +313,9 @@ def test_two_models_losses_and_optimizers_equal_unscaled(enabled):
 @pytest.mark.parametrize(
     "kwargs", [{"foreach": False}, {"foreach": True}, {"fused": True}], ids=str
 )
-@pytest.mark.parametrize("kind", [torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD])
-def test_gradients_made_non_finite_after_the_check_are_applied(kind, kwargs):
-    model, _, optimizer, _ = make_models(kind, **kwargs)
+@pytest.mark.parametrize("optimizer_class", [torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD])
+def test_gradients_made_non_finite_after_the_check_are_applied(optimizer_class, kwargs):
+    model, _, optimizer, _ = make_models(optimizer_class, **kwargs)
     scaler = torch.amp.GradScaler("cpu", init_scale=128.0)
     for x, y in make_data():
         optimizer.zero_grad()
@@ -330,7 +330,7 @@ def test_gradients_made_non_finite_after_the_check_are_applied(kind, kwargs):
 
 @pytest.mark.parametrize("separately", [False, True])
 @pytest.mark.parametrize(
-    ("kind", "kwargs"),
+    ("optimizer_class", "kwargs"),
     [
         (torch.optim.Adam, {"amsgrad": True}),
         (torch.optim.AdamW, {}),
@@ -338,11 +338,11 @@ def test_gradients_made_non_finite_after_the_check_are_applied(kind, kwargs):
     ],
     ids=str,
 )
-def test_a_fused_step_equals_the_plain_one(kind, kwargs, separately):
+def test_a_fused_step_equals_the_plain_one(optimizer_class, kwargs, separately):
     control, scaling, _, _ = make_models()
     plain, fused = (
-        kind(control.parameters(), lr=0.1, **kwargs),
-        kind(scaling.parameters(), lr=0.1, fused=True, **kwargs),
+        optimizer_class(control.parameters(), lr=0.1, **kwargs),
+        optimizer_class(scaling.parameters(), lr=0.1, fused=True, **kwargs),
     )
     scaler = torch.amp.GradScaler("cpu", init_scale=128.0)
     for x, y in make_data():

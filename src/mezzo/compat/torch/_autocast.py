@@ -90,14 +90,14 @@ class autocast(mezzo_autocast, torch_autocast, metaclass=EqualsTorch, counterpar
         cache_enabled: bool | None = None,
     ) -> None:
         if is_dynamo_compiling():
-            # Dynamo mistakes torch's constructor for a type's. Eager code rejects bad arguments.
+            # Dynamo mistakes torch's constructor for a type's. Eager code checks the arguments.
             mezzo_autocast.__init__(
                 self, device_type, dtype, _is_enabled(device_type, enabled), cache_enabled
             )
             return
         torch_autocast.__init__(self, device_type, dtype, enabled, cache_enabled)
-        # Only torch knows the dtypes of other devices: create a disabled region, then replace it by
-        # one with torch's settings.
+        # mezzo has no dtypes for other devices: create a disabled region, then replace it by one
+        # with torch's settings.
         known = device_type in _DEVICES
         mezzo_autocast.__init__(
             self, device_type, self.fast_dtype, self._enabled and known, self._cache_enabled

@@ -39,7 +39,7 @@ class OptimizerState(dict[str, Any]):
             self._record.stage = _MEZZO_STAGES[value]
         elif key == "found_inf_per_device":
             self._record.found_inf[0] = value
-            # The host does not know the values of these flags yet.
+            # The values of these flags are on the device only.
             self._record.known.append(None)
 
 
@@ -94,7 +94,7 @@ class TorchValueError(PolicyError, AssertionError):
 
 @contextmanager
 def as_torch_error(torch_message: str) -> Iterator[None]:
-    """Turn a `ScalerError` into an assertion with torch's message followed by mezzo's."""
+    """Raise a `ScalerError` as an assertion, with torch's message before mezzo's."""
     try:
         yield
     except ScalerError as error:

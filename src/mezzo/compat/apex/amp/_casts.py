@@ -89,11 +89,11 @@ class Handle:
             clear_weight_cache()
 
     def wrap_optimizer(self, *_: object, **__: object) -> Any:
-        """Apex's API before `initialize`."""
+        """Raise: part of Apex's API before `initialize`."""
         _raise_old_api()
 
     def scale_loss(self, *_: object, **__: object) -> Any:
-        """Apex's API before `initialize`."""
+        """Raise: part of Apex's API before `initialize`."""
         _raise_old_api()
 
 

@@ -255,7 +255,7 @@ Build = Callable[..., Any]
 
 @dataclass(frozen=True, eq=False)
 class EvaluationSpec:
-    """What a graph without an optimizer is made of."""
+    """Parts of a graph without an optimizer."""
 
     build: Build
     policy: Policy
@@ -269,7 +269,7 @@ class EvaluationSpec:
 
 @dataclass(frozen=True, eq=False)
 class TrainingSpec:
-    """What a graph with optimizers is made of."""
+    """Parts of a graph with optimizers."""
 
     build: Build
     policy: Policy
