@@ -1,4 +1,4 @@
-"""Tests of Apex's dialect: each starts as a fresh process would, and leaves no cast on."""
+"""Reset amp's state around each test, and check that no cast stays active."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ import pytest
 import torch
 
 from mezzo.compat.apex.amp import _amp_state
-from mezzo.compat.apex.amp._casts import registered, stop_casting
+from mezzo.compat.apex.amp._casts import deactivate_casts, registered_rules
 
 
 @pytest.fixture(autouse=True)
-def fresh() -> Iterator[None]:
-    _forget()
+def fresh_amp_state() -> Iterator[None]:
+    _reset_amp_state()
     yield
-    stop_casting()
+    deactivate_casts()
     assert not torch.is_autocast_enabled("cpu")
-    _forget()
+    _reset_amp_state()
 
 
-def _forget() -> None:
+def _reset_amp_state() -> None:
     _amp_state.__dict__.pop("opt_properties", None)
     _amp_state.__init__()
-    registered.clear()
+    registered_rules.clear()

@@ -1,4 +1,4 @@
-"""`import apex` without Apex."""
+"""`install()` provides `import apex`."""
 
 import importlib
 import subprocess
@@ -11,13 +11,13 @@ from mezzo.compat.apex import install, is_installed, uninstall
 
 
 @pytest.fixture(autouse=True)
-def taken_off():
+def uninstalled_afterwards():
     yield
     uninstall()
     assert "apex" not in sys.modules
 
 
-def test_apexs_imports_find_mezzos_dialect():
+def test_imports_of_apex_find_the_dialect():
     install()
     from apex import amp
     from apex.amp import _amp_state
@@ -30,7 +30,7 @@ def test_apexs_imports_find_mezzos_dialect():
     assert amp is mezzo.compat.apex.amp
     assert _amp_state is amp._amp_state
     assert {
-        kind.__module__.partition(".optimizers")[0] for kind in (FusedAdam, FusedLAMB, FusedSGD)
+        cls.__module__.partition(".optimizers")[0] for cls in (FusedAdam, FusedLAMB, FusedSGD)
     } == {"mezzo.compat.apex"}
     assert not multi_tensor_applier.available
     assert FusedLayerNorm is mezzo.compat.apex.normalization.FusedLayerNorm
@@ -38,7 +38,7 @@ def test_apexs_imports_find_mezzos_dialect():
     assert DistributedDataParallel is mezzo.compat.apex.parallel.DistributedDataParallel
 
 
-def test_a_second_install_and_a_second_uninstall_change_nothing():
+def test_install_and_uninstall_are_idempotent():
     install()
     install()
     assert is_installed()
@@ -49,17 +49,17 @@ def test_a_second_install_and_a_second_uninstall_change_nothing():
         importlib.import_module("apex")
 
 
-def test_where_apex_is_installed_it_is_refused(tmp_path, monkeypatch):
+def test_install_raises_when_apex_is_installed(tmp_path, monkeypatch):
     (tmp_path / "apex").mkdir()
     (tmp_path / "apex" / "__init__.py").write_text("")
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(
         RuntimeError,
-        match=r"package named apex is installed here .*from mezzo\.compat\.apex import amp",
+        match=r"package named apex is already installed .*from mezzo\.compat\.apex import amp",
     ):
         install()
     importlib.import_module("apex")
-    with pytest.raises(RuntimeError, match="package named apex is installed"):
+    with pytest.raises(RuntimeError, match="package named apex is already installed"):
         install()
     del sys.modules["apex"]
 
@@ -83,8 +83,8 @@ optimizer.step()
 
 
 def test_an_unchanged_program_runs():
-    ran = subprocess.run(
+    result = subprocess.run(
         [sys.executable, "-W", "error", "-c", PROGRAM], capture_output=True, text=True, check=False
     )
-    assert ran.returncode == 0, ran.stderr
-    assert ran.stdout.startswith("Selected optimization level O2")
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.startswith("Selected optimization level O2")

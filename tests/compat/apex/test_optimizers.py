@@ -1,4 +1,4 @@
-"""Apex's fused optimizers by name, against torch's and against plain formulas."""
+"""`apex.optimizers` against torch's optimizers and against plain formulas."""
 
 import copy
 import math
@@ -19,7 +19,7 @@ def weights(seed=0):
     return [nn.Parameter(torch.randn(shape, generator=generator)) for shape in SHAPES]
 
 
-def give_gradients(parameters, step):
+def set_gradients(parameters, step):
     generator = torch.Generator().manual_seed(100 + step)
     for parameter in parameters:
         parameter.grad = torch.randn(parameter.shape, generator=generator)
@@ -52,7 +52,7 @@ PAIRS = {
         lambda p: optimizers.FusedLAMB(p, lr=0.1, max_grad_norm=0.0),
         lambda p: mezzo.LAMB(p, lr=0.1),
     ),
-    # Without decay and without use_nvlamb, LAMB steps at Adam's length.
+    # Without weight decay and use_nvlamb, the trust ratio is 1.
     "lamb-as-adam": (
         lambda p: optimizers.FusedLAMB(p, lr=0.1, weight_decay=0.0, max_grad_norm=0.0),
         lambda p: torch.optim.Adam(p, lr=0.1, eps=1e-6),
@@ -61,20 +61,20 @@ PAIRS = {
 
 
 @pytest.mark.parametrize("pair", PAIRS)
-def test_steps_are_those_of_the_optimizer_behind_the_name(pair):
+def test_steps_equal_those_of_the_plain_optimizer(pair):
     fused, plain = PAIRS[pair]
-    ours, theirs = weights(), weights()
-    one, other = fused(ours), plain(theirs)
+    actual, expected = weights(), weights()
+    fused_optimizer, plain_optimizer = fused(actual), plain(expected)
     for step in range(4):
-        give_gradients(ours, step)
-        give_gradients(theirs, step)
-        one.step()
-        other.step()
-    for mine, expected in zip(ours, theirs, strict=True):
-        torch.testing.assert_close(mine, expected, rtol=1e-5, atol=1e-6)
+        set_gradients(actual, step)
+        set_gradients(expected, step)
+        fused_optimizer.step()
+        plain_optimizer.step()
+    for parameter, reference in zip(actual, expected, strict=True):
+        torch.testing.assert_close(parameter, reference, rtol=1e-5, atol=1e-6)
 
 
-def test_adam_without_bias_correction():
+def test_adam_without_bias_correction_follows_the_formula():
     (weight,) = parameters = [nn.Parameter(torch.tensor([1.0, -2.0]))]
     optimizer = optimizers.FusedAdam(parameters, lr=0.1, bias_correction=False, weight_decay=0.01)
     value, moment, square = (
@@ -83,7 +83,7 @@ def test_adam_without_bias_correction():
         torch.zeros(2).double(),
     )
     for step in range(5):
-        give_gradients(parameters, step)
+        set_gradients(parameters, step)
         gradient = weight.grad.double()
         moment, square = 0.9 * moment + 0.1 * gradient, 0.999 * square + 0.001 * gradient**2
         value -= 0.1 * (moment / (square.sqrt() + 1e-8) + 0.01 * value)
@@ -91,26 +91,26 @@ def test_adam_without_bias_correction():
     torch.testing.assert_close(weight.detach().double(), value, rtol=1e-5, atol=1e-6)
 
 
-def test_lamb_clips_all_gradients_together_and_leaves_them_as_they_are():
-    big, small = weights(), weights()
-    for parameter, other in zip(big, small, strict=True):
+def test_lamb_clips_by_the_total_norm_and_does_not_modify_gradients():
+    clipped, reference = weights(), weights()
+    for parameter, other in zip(clipped, reference, strict=True):
         parameter.grad, other.grad = torch.ones_like(parameter) * 100, torch.ones_like(other)
-    norm = math.sqrt(sum(parameter.numel() for parameter in big))
-    optimizers.FusedLAMB(big, lr=0.1, eps=1e-3).step()
-    for other in small:
+    norm = math.sqrt(sum(parameter.numel() for parameter in clipped))
+    optimizers.FusedLAMB(clipped, lr=0.1, eps=1e-3).step()
+    for other in reference:
         other.grad /= norm
-    optimizers.FusedLAMB(small, lr=0.1, eps=1e-3, max_grad_norm=0.0).step()
-    assert big[0].grad.flatten()[0] == 100.0
-    for one, other in zip(big, small, strict=True):
-        torch.testing.assert_close(one, other)
+    optimizers.FusedLAMB(reference, lr=0.1, eps=1e-3, max_grad_norm=0.0).step()
+    assert clipped[0].grad.flatten()[0] == 100.0
+    for parameter, other in zip(clipped, reference, strict=True):
+        torch.testing.assert_close(parameter, other)
 
 
-@pytest.mark.parametrize("kind", ["FusedAdam", "FusedLAMB", "FusedSGD", "FusedAdagrad"])
+@pytest.mark.parametrize("name", ["FusedAdam", "FusedLAMB", "FusedSGD", "FusedAdagrad"])
 @pytest.mark.parametrize("level", ["O1", "O2"])
-def test_each_trains_under_amp(kind, level):
+def test_each_optimizer_trains_under_amp(name, level):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
-    optimizer = getattr(optimizers, kind)(model.parameters(), lr=0.05)
+    optimizer = getattr(optimizers, name)(model.parameters(), lr=0.05)
     model, optimizer = amp.initialize(model, optimizer, opt_level=level, verbosity=0)
     x = torch.randn(32, 4)
     losses = []
@@ -124,29 +124,29 @@ def test_each_trains_under_amp(kind, level):
     assert losses[-1] < losses[0]
 
 
-def test_hooks_of_lamb_run_once_a_step_even_after_a_plain_one_was_made():
+def test_step_hooks_of_lamb_run_once_even_after_a_plain_lamb_was_created():
     mezzo.LAMB(weights())
     parameters = weights()
     optimizer, called = optimizers.FusedLAMB(parameters), []
     optimizer.register_step_post_hook(lambda *_: called.append(1))
-    give_gradients(parameters, 0)
+    set_gradients(parameters, 0)
     assert optimizer.step(lambda: 7.0) == 7.0
     assert called == [1]
 
 
 @pytest.mark.parametrize(
-    ("kind", "none"),
+    ("name", "sets_to_none"),
     [("FusedAdam", True), ("FusedSGD", False), ("FusedLAMB", True), ("FusedAdagrad", True)],
 )
-def test_gradients_are_cleared_as_the_constructor_says(kind, none):
+def test_zero_grad_follows_set_grad_none(name, sets_to_none):
     parameters = weights()
-    optimizer = getattr(optimizers, kind)(parameters, lr=0.1)
-    give_gradients(parameters, 0)
+    optimizer = getattr(optimizers, name)(parameters, lr=0.1)
+    set_gradients(parameters, 0)
     optimizer.zero_grad()
-    assert (parameters[0].grad is None) is none
-    give_gradients(parameters, 0)
-    getattr(optimizers, kind)(parameters, lr=0.1, set_grad_none=not none).zero_grad()
-    assert (parameters[0].grad is None) is not none
+    assert (parameters[0].grad is None) is sets_to_none
+    set_gradients(parameters, 0)
+    getattr(optimizers, name)(parameters, lr=0.1, set_grad_none=not sets_to_none).zero_grad()
+    assert (parameters[0].grad is None) is not sets_to_none
 
 
 @pytest.mark.parametrize(
@@ -174,12 +174,12 @@ def test_gradients_are_cleared_as_the_constructor_says(kind, none):
         "mixed-lamb",
     ],
 )
-def test_what_is_not_there_is_a_runtime_error(make):
+def test_unsupported_options_are_runtime_errors(make):
     with pytest.raises(RuntimeError, match=r"does not support|not available"):
         make(weights())
 
 
-def test_copies_are_of_the_same_kind():
+def test_copies_have_the_same_class():
     optimizer = optimizers.FusedAdam(weights(), lr=0.1)
     assert (
         type(copy.deepcopy(optimizer))

@@ -1,3 +1,5 @@
+"""`megengine.autodiff.GradManager`."""
+
 import gc
 
 import pytest
@@ -8,16 +10,16 @@ from mezzo.compat.megengine import amp
 from mezzo.compat.megengine.autodiff import GradManager
 
 
-def test_gradients_add_up_in_what_was_attached_and_nowhere_else():
-    ours, theirs = nn.Parameter(torch.ones(1)), nn.Parameter(torch.ones(1))
-    gm = GradManager().attach([ours])
+def test_gradients_accumulate_in_attached_tensors_only():
+    attached, other = nn.Parameter(torch.ones(1)), nn.Parameter(torch.ones(1))
+    gm = GradManager().attach([attached])
     for _ in range(2):
         with gm:
-            gm.backward(ours * theirs * 3.0)
-    assert (ours.grad.tolist(), theirs.grad) == ([6.0], None)
+            gm.backward(attached * other * 3.0)
+    assert (attached.grad.tolist(), other.grad) == ([6.0], None)
 
 
-def test_a_tensor_without_gradients_gets_them_by_being_attached():
+def test_attaching_sets_requires_grad():
     x = torch.tensor([3.0])
     with GradManager() as gm:
         gm.attach(x)
@@ -34,25 +36,25 @@ def test_an_intermediate_result_can_be_attached():
     assert (hidden.grad.tolist(), weight.grad) == ([4.0], None)
 
 
-def test_outputs_of_any_shape_are_weighted_by_one():
+def test_output_gradients_default_to_one():
     x = nn.Parameter(torch.ones(2, 3))
     with GradManager().attach(x) as gm:
         gm.backward([x * 2.0, x.sum()])
     assert x.grad.tolist() == [[3.0] * 3] * 2
 
 
-def test_a_single_number_weights_an_output_of_any_shape():
+def test_a_single_output_gradient_is_expanded():
     x = nn.Parameter(torch.ones(3))
     with GradManager().attach(x) as gm:
         gm.backward(x * 2.0, dy=torch.tensor(16.0))
     assert x.grad.tolist() == [32.0] * 3
 
 
-def test_callbacks_change_gradients_in_the_order_of_attaching():
-    x, seen = nn.Parameter(torch.ones(1)), []
+def test_callbacks_run_in_order_of_attachment():
+    x, calls = nn.Parameter(torch.ones(1)), []
 
     def double(tensor, gradient):
-        seen.append(tensor is x)
+        calls.append(tensor is x)
         return gradient * 2.0
 
     gm = (
@@ -62,11 +64,11 @@ def test_callbacks_change_gradients_in_the_order_of_attaching():
     )
     with gm:
         gm.backward(x * 3.0)
-    assert (x.grad.tolist(), seen) == ([7.0], [True])
+    assert (x.grad.tolist(), calls) == ([7.0], [True])
     assert gm.attached_tensors() == [x]
 
 
-def test_record_and_release_stand_for_the_context():
+def test_record_and_release_replace_the_context():
     x = nn.Parameter(torch.ones(1))
     gm = GradManager().attach(x)
     gm.record()
@@ -86,13 +88,13 @@ def test_backward_ends_the_recording():
             gm.backward(x * 2.0)
 
 
-def test_recording_twice_at_once_is_refused():
+def test_recording_twice_raises():
     gm = GradManager()
     with gm, pytest.raises(RuntimeError, match="already recording"):
         gm.record()
 
 
-def test_nothing_to_differentiate_leaves_gradients_alone():
+def test_backward_without_outputs_changes_nothing():
     x = nn.Parameter(torch.ones(1))
     with GradManager().attach(x) as gm:
         gm.backward()
@@ -105,14 +107,14 @@ def test_attached_tensors_are_held_weakly():
     assert gm.attached_tensors() == []
 
 
-def test_what_is_no_tensor_is_refused_as_there():
+def test_attaching_a_module_raises_as_in_megengine():
     with pytest.raises(AssertionError, match="Object to be attached should be Tensor, got Linear"):
         GradManager().attach([nn.Linear(1, 1)])
 
 
 def test_backward_inside_a_region_keeps_the_dtypes_of_the_forward_pass():
     net = nn.Linear(2, 2)
-    seen = []
+    dtypes = []
 
     class Probe(torch.autograd.Function):
         @staticmethod
@@ -121,11 +123,11 @@ def test_backward_inside_a_region_keeps_the_dtypes_of_the_forward_pass():
 
         @staticmethod
         def backward(ctx, gradient):
-            seen.append((torch.ones(2, 2) @ torch.ones(2, 2)).dtype)
+            dtypes.append((torch.ones(2, 2) @ torch.ones(2, 2)).dtype)
             return gradient
 
     gm = GradManager().attach(net.parameters())
     with amp.autocast(), gm:
         gm.backward(Probe.apply(net(torch.ones(1, 2))).sum())
-    assert seen == [torch.float32]
+    assert dtypes == [torch.float32]
     assert net.weight.grad.dtype is torch.float32

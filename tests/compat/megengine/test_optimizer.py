@@ -1,28 +1,30 @@
+"""`megengine.optimizer` against torch's optimizers."""
+
 import pytest
 import torch
 from torch import nn
 
 import mezzo
-from mezzo.compat.megengine import optimizer as ours
+from mezzo.compat.megengine import optimizer
 
 PAIRS = {
     "SGD": (
-        lambda p: ours.SGD(p, lr=0.1, momentum=0.9, weight_decay=0.1),
+        lambda p: optimizer.SGD(p, lr=0.1, momentum=0.9, weight_decay=0.1),
         lambda p: torch.optim.SGD(p, 0.1, momentum=0.9, weight_decay=0.1),
     ),
-    "Adam": (lambda p: ours.Adam(p, lr=0.1), lambda p: torch.optim.Adam(p, 0.1)),
-    "AdamW": (lambda p: ours.AdamW(p, lr=0.1), lambda p: torch.optim.AdamW(p, 0.1)),
-    "Adagrad": (lambda p: ours.Adagrad(p), lambda p: torch.optim.Adagrad(p)),
-    "Adadelta": (lambda p: ours.Adadelta(p), lambda p: torch.optim.Adadelta(p)),
+    "Adam": (lambda p: optimizer.Adam(p, lr=0.1), lambda p: torch.optim.Adam(p, 0.1)),
+    "AdamW": (lambda p: optimizer.AdamW(p, lr=0.1), lambda p: torch.optim.AdamW(p, 0.1)),
+    "Adagrad": (lambda p: optimizer.Adagrad(p), lambda p: torch.optim.Adagrad(p)),
+    "Adadelta": (lambda p: optimizer.Adadelta(p), lambda p: torch.optim.Adadelta(p)),
     "LAMB": (
-        lambda p: ours.LAMB(p, lr=0.1),
+        lambda p: optimizer.LAMB(p, lr=0.1),
         lambda p: mezzo.LAMB(p, 0.1, eps=1e-8, weight_decay=0.0),
     ),
 }
 
 
 @pytest.mark.parametrize("name", PAIRS)
-def test_steps_chain_and_are_those_of_the_optimizer_underneath(name):
+def test_steps_chain_and_equal_those_of_the_plain_optimizer(name):
     weights = [nn.Parameter(torch.tensor([1.0, -2.0])) for _ in range(2)]
     chained, plain = (make([weight]) for make, weight in zip(PAIRS[name], weights, strict=True))
     for factor in (0.5, 2.0):
@@ -34,38 +36,38 @@ def test_steps_chain_and_are_those_of_the_optimizer_underneath(name):
     assert weights[0].grad is None
 
 
-def test_hooks_run_once_whatever_optimizers_were_made_before():
+def test_step_hooks_run_once_after_another_optimizer_was_created():
     weight, calls = nn.Parameter(torch.ones(1)), []
     torch.optim.SGD([weight], lr=0.1)
-    chained = ours.SGD([weight], lr=0.1)
+    chained = optimizer.SGD([weight], lr=0.1)
     chained.register_step_post_hook(lambda *_: calls.append("step"))
     chained.step()
     assert calls == ["step"]
 
 
-def test_parameters_without_gradients_are_left_alone():
+def test_parameters_without_gradients_are_not_updated():
     weight = nn.Parameter(torch.ones(1))
-    ours.Adam([weight], lr=0.1).step().clear_grad()
+    optimizer.Adam([weight], lr=0.1).step().clear_grad()
     assert weight.item() == 1.0
 
 
-def test_groups_keep_rates_of_their_own():
-    one, other = nn.Parameter(torch.ones(1)), nn.Parameter(torch.ones(1))
-    chained = ours.SGD([{"params": [one], "lr": 1.0}, {"params": [other]}], lr=0.5)
-    one.grad = other.grad = torch.ones(1)
+def test_groups_keep_their_learning_rates():
+    first, second = nn.Parameter(torch.ones(1)), nn.Parameter(torch.ones(1))
+    chained = optimizer.SGD([{"params": [first], "lr": 1.0}, {"params": [second]}], lr=0.5)
+    first.grad = second.grad = torch.ones(1)
     chained.step()
-    assert (one.item(), other.item()) == (0.0, 0.5)
+    assert (first.item(), second.item()) == (0.0, 0.5)
 
 
-def test_an_empty_list_of_parameters_is_refused_as_there():
+def test_an_empty_parameter_list_raises_as_in_megengine():
     with pytest.raises(ValueError, match="optimizer got an empty parameter list"):
-        ours.SGD([], lr=0.1)
+        optimizer.SGD([], lr=0.1)
 
 
 def test_gradients_are_clipped_by_norm_and_by_value():
     weight = nn.Parameter(torch.zeros(2))
     weight.grad = torch.tensor([3.0, -4.0])
-    assert ours.clip_grad_norm([weight], max_norm=1.0).item() == 5.0
+    assert optimizer.clip_grad_norm([weight], max_norm=1.0).item() == 5.0
     assert torch.allclose(weight.grad, torch.tensor([0.6, -0.8]))
-    ours.clip_grad_value([weight, nn.Parameter(torch.zeros(1))], lower=-0.5, upper=1.0)
+    optimizer.clip_grad_value([weight, nn.Parameter(torch.zeros(1))], lower=-0.5, upper=1.0)
     assert torch.allclose(weight.grad, torch.tensor([0.6, -0.5]))

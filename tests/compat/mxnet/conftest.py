@@ -1,9 +1,11 @@
+"""Undo `amp.init` after each test."""
+
 import pytest
 
 from mezzo.compat.mxnet import amp
 
 
 @pytest.fixture(autouse=True)
-def amp_is_switched_off_afterwards():
+def amp_is_uninitialized_afterwards():
     yield
     amp.uninit()

@@ -1,10 +1,12 @@
+"""`mxnet.autograd`."""
+
 import torch
 from torch import nn
 
 from mezzo.compat.mxnet import amp, autograd
 
 
-def test_outputs_of_any_shape_are_weighted_by_one_or_as_given():
+def test_head_gradients_default_to_one():
     weight = nn.Parameter(torch.ones(2))
     autograd.backward(weight * 3.0)
     assert weight.grad.tolist() == [3.0, 3.0]
@@ -12,7 +14,7 @@ def test_outputs_of_any_shape_are_weighted_by_one_or_as_given():
     assert weight.grad.tolist() == [14.0, 24.0]
 
 
-def test_one_output_with_its_weight_and_a_graph_that_stays():
+def test_retain_graph_allows_a_second_backward():
     weight = nn.Parameter(torch.ones(2))
     doubled = weight * weight
     for _ in range(2):
@@ -20,7 +22,7 @@ def test_one_output_with_its_weight_and_a_graph_that_stays():
     assert weight.grad.tolist() == [4.0, 8.0]
 
 
-def test_recording_and_pausing():
+def test_record_and_pause_set_grad_mode():
     weight = nn.Parameter(torch.ones(1))
     with torch.no_grad(), autograd.record():
         assert (weight * 2).requires_grad
@@ -28,12 +30,12 @@ def test_recording_and_pausing():
             assert not (weight * 2).requires_grad
 
 
-def test_backward_casts_nothing_by_itself():
-    weight, seen = nn.Parameter(torch.ones(1)), []
+def test_backward_runs_without_autocast():
+    weight, dtypes = nn.Parameter(torch.ones(1)), []
     amp.init()
     head = weight * 2.0
     head.register_hook(
-        lambda _: seen.append(nn.functional.linear(torch.ones(1, 1), torch.ones(1, 1)).dtype)
+        lambda _: dtypes.append(nn.functional.linear(torch.ones(1, 1), torch.ones(1, 1)).dtype)
     )
     autograd.backward(head)
-    assert seen == [torch.float32]
+    assert dtypes == [torch.float32]

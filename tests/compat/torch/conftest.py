@@ -1,4 +1,4 @@
-"""Tests of torch's own names on mezzo: each starts with them installed, and leaves torch as it was."""
+"""Install mezzo's names in torch for each test, and check that torch's are restored."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from mezzo.compat import torch as dialect
 
 @pytest.fixture(autouse=True)
 def installed() -> Iterator[None]:
-    before = (
+    originals = (
         torch.autocast,
         torch.amp.GradScaler,
         torch.cuda.amp.autocast,
@@ -21,8 +21,13 @@ def installed() -> Iterator[None]:
     dialect.install()
     yield
     dialect.uninstall()
-    now = (torch.autocast, torch.amp.GradScaler, torch.cuda.amp.autocast, torch.cpu.amp.GradScaler)
-    # By identity: a class of ours is equal to the one of torch's that it stands for.
-    assert all(one is other for one, other in zip(now, before, strict=True))
+    restored = (
+        torch.autocast,
+        torch.amp.GradScaler,
+        torch.cuda.amp.autocast,
+        torch.cpu.amp.GradScaler,
+    )
+    # By identity: mezzo's autocast compares equal to torch's.
+    assert all(new is old for new, old in zip(restored, originals, strict=True))
     assert not torch.is_autocast_enabled("cpu")
     assert torch.get_autocast_dtype("cpu") is torch.bfloat16

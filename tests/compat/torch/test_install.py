@@ -1,4 +1,4 @@
-"""Exchanging torch's names, and putting them back. They are installed when each test starts."""
+"""`install` and `uninstall`; the names are installed when each test starts."""
 
 import subprocess
 import sys
@@ -8,7 +8,7 @@ import torch
 import mezzo
 from mezzo.compat import torch as dialect
 
-PLACES = {
+MODULES = {
     "autocast": [
         "torch",
         "torch.amp",
@@ -28,35 +28,39 @@ PLACES = {
 }
 
 
-def found():
+def installed_classes():
     return {
-        (place, name): getattr(sys.modules[place], name)
-        for name, places in PLACES.items()
-        for place in places
+        (module, name): getattr(sys.modules[module], name)
+        for name, modules in MODULES.items()
+        for module in modules
     }
 
 
-def test_every_public_name_is_mezzos():
-    assert all(issubclass(kind, mezzo.autocast | mezzo.GradScaler) for kind in found().values())
+def test_every_public_name_is_replaced():
+    assert all(
+        issubclass(cls, mezzo.autocast | mezzo.GradScaler) for cls in installed_classes().values()
+    )
 
 
 def test_a_second_install_changes_nothing():
-    before = found()
+    before = installed_classes()
     dialect.install()
-    assert found() == before
+    assert installed_classes() == before
     dialect.uninstall()
-    assert not any(issubclass(kind, mezzo.autocast | mezzo.GradScaler) for kind in found().values())
+    assert not any(
+        issubclass(cls, mezzo.autocast | mezzo.GradScaler) for cls in installed_classes().values()
+    )
 
 
 def test_uninstalling_twice_changes_nothing():
     dialect.uninstall()
-    before = found()
+    before = installed_classes()
     dialect.uninstall()
-    assert found() == before
+    assert installed_classes() == before
     assert not dialect.is_installed()
 
 
-def test_as_a_context_it_lasts_as_long_as_the_body():
+def test_install_as_a_context_manager_ends_with_the_body():
     dialect.uninstall()
     with dialect.install():
         assert dialect.is_installed()
@@ -64,24 +68,24 @@ def test_as_a_context_it_lasts_as_long_as_the_body():
     assert not dialect.is_installed()
 
 
-def test_a_context_inside_an_installation_leaves_it():
+def test_a_context_inside_an_installation_keeps_it():
     with dialect.install():
         pass
     assert dialect.is_installed()
 
 
-def test_what_others_put_there_since_stays(monkeypatch):
-    mine = type("mine", (), {})
-    own = torch.amp.autocast_mode.autocast
-    torch.autocast = mine
+def test_uninstall_keeps_later_replacements_of_other_code(monkeypatch):
+    other = type("other", (), {})
+    original = torch.amp.autocast_mode.autocast
+    torch.autocast = other
     dialect.uninstall()
-    assert torch.autocast is mine
-    torch.autocast = own
+    assert torch.autocast is other
+    torch.autocast = original
     dialect.install()
 
 
-def test_torchs_own_modules_keep_their_classes():
-    # The compiler, torch.export and FSDP's scaler hold on to what is there.
+def test_torchs_implementation_modules_keep_their_classes():
+    # torch.compile, torch.export and FSDP's scaler refer to the classes there.
     assert not issubclass(torch.amp.autocast_mode.autocast, mezzo.autocast)
     assert not issubclass(torch.amp.grad_scaler.GradScaler, mezzo.GradScaler)
 
@@ -113,9 +117,9 @@ print(type(scaler).__module__, scaler.get_scale(), forward(torch.ones(3, 4)).dty
 """
 
 
-def test_a_program_that_installs_first_and_imports_the_compiler_later():
-    ran = subprocess.run(
+def test_a_program_that_installs_first_runs_and_compiles():
+    result = subprocess.run(
         [sys.executable, "-W", "error", "-c", PROGRAM], capture_output=True, text=True, check=False
     )
-    assert ran.returncode == 0, ran.stderr
-    assert ran.stdout.split() == ["mezzo.compat.torch._grad_scaler", "65536.0", "torch.float16"]
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.split() == ["mezzo.compat.torch._grad_scaler", "65536.0", "torch.float16"]

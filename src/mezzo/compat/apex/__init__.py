@@ -1,4 +1,8 @@
-"""NVIDIA Apex's calls on mezzo's engine: `from mezzo.compat.apex import amp`, or `install()` for `from apex import amp`."""
+"""NVIDIA Apex's API on mezzo's engine.
+
+Write `from mezzo.compat.apex import amp`, or call `install()` to keep `from apex import amp`.
+Signatures and printed lines are Apex's.
+"""
 
 from __future__ import annotations
 
@@ -17,8 +21,8 @@ from mezzo.compat.apex import (
     parallel,
 )
 
-_OURS = "mezzo.compat.apex"
-_PARTS = (
+_DIALECT = "mezzo.compat.apex"
+_SUBMODULES = (
     "",
     ".amp",
     ".amp._amp_state",
@@ -28,11 +32,13 @@ _PARTS = (
     ".optimizers",
     ".parallel",
 )
-"""What Apex's users import."""
+"""Import paths of Apex that `install` provides, relative to the package."""
 
 
 def install() -> None:
-    """Let `from apex import amp` find mezzo's dialect, until `uninstall`; a second call changes nothing. Refused where Apex itself is installed.
+    """Make `from apex import amp` import this dialect, until `uninstall` is called.
+
+    A second call changes nothing. Raises `UnsupportedError` if Apex itself is installed.
 
     >>> install()
     >>> from apex import amp
@@ -42,34 +48,34 @@ def install() -> None:
     """
     if is_installed():
         return
-    found = sys.modules.get("apex") or importlib.util.find_spec("apex")
-    if found is not None:
-        where = (
-            getattr(found, "origin", None)
-            or getattr(found, "__file__", None)
+    existing = sys.modules.get("apex") or importlib.util.find_spec("apex")
+    if existing is not None:
+        location = (
+            getattr(existing, "origin", None)
+            or getattr(existing, "__file__", None)
             or "somewhere on the path"
         )
         raise UnsupportedError(
-            f"A package named apex is installed here ({where}), and mezzo does not hide it."
-            " Uninstall it, or write `from mezzo.compat.apex import amp` instead."
+            f"A package named apex is already installed ({location}), and mezzo does not shadow it."
+            " Uninstall it, or use `from mezzo.compat.apex import amp` instead."
         )
-    sys.modules.update({"apex" + part: _module(part) for part in _PARTS})
+    sys.modules.update({"apex" + name: _submodule(name) for name in _SUBMODULES})
 
 
 def uninstall() -> None:
-    """Take Apex's name off again; what was imported under it stays what it is."""
+    """Remove `apex` from `sys.modules`. Objects imported from it earlier stay valid."""
     if is_installed():
-        for part in _PARTS:
-            sys.modules.pop("apex" + part, None)
+        for name in _SUBMODULES:
+            sys.modules.pop("apex" + name, None)
 
 
 def is_installed() -> bool:
-    """Whether `apex` is mezzo's dialect just now."""
-    return getattr(sys.modules.get("apex"), "__name__", "") == _OURS
+    """Return whether `import apex` currently gives this dialect."""
+    return getattr(sys.modules.get("apex"), "__name__", "") == _DIALECT
 
 
-def _module(part: str) -> ModuleType:
-    return importlib.import_module(_OURS + part)
+def _submodule(name: str) -> ModuleType:
+    return importlib.import_module(_DIALECT + name)
 
 
 __all__ = [

@@ -1,4 +1,4 @@
-"""Apex's `multi_tensor_apply` by name: programs import it, and ask whether its kernels are there."""
+"""`apex.multi_tensor_apply`: importable, and reports that Apex's kernels are not available."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ __all__ = ["MultiTensorApply", "multi_tensor_applier"]
 
 
 class MultiTensorApply:
-    """Runs a kernel of Apex's over lists of tensors; there is none here, and `available` says so.
+    """Stand in for Apex's launcher of kernels over lists of tensors; `available` is False.
 
     >>> MultiTensorApply(2048 * 32).available
     False
@@ -23,7 +23,7 @@ class MultiTensorApply:
         self.chunk_size = chunk_size
 
     def __call__(self, *_: object) -> NoReturn:
-        """Refuse: what Apex's kernels do is done by torch's `_foreach` functions, and by mezzo's fused steps."""
+        """Raise: torch's `_foreach` functions and mezzo's fused steps replace these kernels."""
         raise UnsupportedError(
             "Apex's multi-tensor kernels are not available here. Use torch's _foreach functions"
             " (torch._foreach_mul_, torch._foreach_norm), or an optimizer's own step."

@@ -1,4 +1,4 @@
-"""Apex's `normalization` by name: torch's own norms, whose kernels have been fused for long."""
+"""`apex.normalization`: torch's own norms, whose kernels are fused as well."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ __all__ = ["FusedLayerNorm", "FusedRMSNorm", "MixedFusedLayerNorm", "MixedFusedR
 
 
 class _Norm:
-    """Apex's arguments before torch's norm."""
+    """Accept Apex's arguments and pass torch's on."""
 
     def __init__(
         self,

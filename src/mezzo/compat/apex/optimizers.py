@@ -1,4 +1,7 @@
-"""Apex's fused optimizers by name: torch's, or mezzo's, with Apex's arguments. At O2 their whole step is one fused pass, as every optimizer's is here."""
+"""`apex.optimizers`: torch's or mezzo's optimizers with Apex's arguments.
+
+At O2 the step is fused, as it is for every optimizer that mezzo binds.
+"""
 
 from __future__ import annotations
 
@@ -25,26 +28,26 @@ __all__ = [
 ]
 
 
-class _SetsToNone(torch.optim.Optimizer):
-    """Apex's optimizers say once whether `zero_grad` sets gradients to None."""
+class _SetGradNoneOptimizer(torch.optim.Optimizer):
+    """Set in the constructor, as Apex does, whether `zero_grad` sets gradients to None."""
 
     set_grad_none = True
 
-    # Torch's call shape.
     def zero_grad(self, set_to_none: bool | None = None) -> None:
-        """Clear the gradients, as the constructor was told unless this call says otherwise."""
+        """Clear the gradients; `set_to_none` defaults to the constructor's `set_grad_none`."""
         super().zero_grad(self.set_grad_none if set_to_none is None else set_to_none)
 
 
-def _refuse(allowed: bool, who: str, what: str, remedy: str) -> None:
-    if not allowed:
-        raise UnsupportedError(f"{who} does not support {what}. {remedy}")
+def _require(supported: bool, optimizer: str, option: str, remedy: str) -> None:
+    if not supported:
+        raise UnsupportedError(f"{optimizer} does not support {option}. {remedy}")
 
 
-class FusedAdam(_SetsToNone, torch.optim.Adam):
+class FusedAdam(_SetGradNoneOptimizer, torch.optim.Adam):
     """`torch.optim.Adam` with Apex's arguments: decoupled weight decay unless `adam_w_mode=False`.
 
-    >>> FusedAdam([torch.nn.Parameter(torch.ones(1))], lr=0.1, weight_decay=0.01).param_groups[0]["decoupled_weight_decay"]
+    >>> optimizer = FusedAdam([torch.nn.Parameter(torch.ones(1))], lr=0.1, weight_decay=0.01)
+    >>> optimizer.param_groups[0]["decoupled_weight_decay"]
     True
     """
 
@@ -58,12 +61,10 @@ class FusedAdam(_SetsToNone, torch.optim.Adam):
         *args: Any,
         **kwargs: Any,
     ) -> Any:
-        """Without bias correction it is another optimizer, which torch lacks."""
-        return (
-            super().__new__(cls)
-            if bias_correction
-            else _UncorrectedAdam(params, lr, *args, **kwargs)
-        )
+        """Return `_UncorrectedAdam` without bias correction, which torch's Adam always applies."""
+        if bias_correction:
+            return super().__new__(cls)
+        return _UncorrectedAdam(params, lr, *args, **kwargs)
 
     def __init__(
         self,
@@ -77,15 +78,15 @@ class FusedAdam(_SetsToNone, torch.optim.Adam):
         amsgrad: bool = False,
         set_grad_none: bool = True,
     ) -> None:
-        _refuse(
+        _require(
             not amsgrad, "FusedAdam", "the AMSGrad variant", "Use torch.optim.Adam(amsgrad=True)."
         )
         super().__init__(params, lr, betas, eps, weight_decay, decoupled_weight_decay=adam_w_mode)
         self.set_grad_none = set_grad_none
 
 
-class _UncorrectedAdam(_SetsToNone, LAMB):
-    """Adam whose moments are taken as they are from the first step on, with decoupled weight decay: LAMB's direction, at its own length."""
+class _UncorrectedAdam(_SetGradNoneOptimizer, LAMB):
+    """AdamW without bias correction: LAMB's update direction with a trust ratio of 1."""
 
     def __init__(
         self,
@@ -98,10 +99,10 @@ class _UncorrectedAdam(_SetsToNone, LAMB):
         amsgrad: bool = False,
         set_grad_none: bool = True,
     ) -> None:
-        _refuse(
+        _require(
             not amsgrad, "FusedAdam", "the AMSGrad variant", "Use torch.optim.Adam(amsgrad=True)."
         )
-        _refuse(
+        _require(
             adam_w_mode or not weight_decay,
             "FusedAdam",
             "adam_w_mode=False with bias_correction=False and a weight decay",
@@ -111,18 +112,20 @@ class _UncorrectedAdam(_SetsToNone, LAMB):
         self.set_grad_none = set_grad_none
 
     def _corrections(self, group: Group, steps: Tensors) -> tuple[list[float], list[float]]:
-        """None."""
+        """Return factors of 1: no bias correction."""
         return [1.0] * len(steps), [1.0] * len(steps)
 
     def _ratios(self, group: Group, parameters: Tensors, directions: Tensors) -> torch.Tensor:
-        """One."""
+        """Return trust ratios of 1."""
         return torch.ones(len(parameters), device=parameters[0].device)
 
 
-class FusedLAMB(_SetsToNone, LAMB):
-    """`mezzo.LAMB` with Apex's arguments: all gradients together are clipped to `max_grad_norm`, and groups without weight decay step at Adam's length unless
-    `use_nvlamb`.
-    """  # noqa: D205
+class FusedLAMB(_SetGradNoneOptimizer, LAMB):
+    """`mezzo.LAMB` with Apex's arguments.
+
+    Gradients are clipped to the total norm `max_grad_norm`. Groups without weight decay use a
+    trust ratio of 1 (Adam's step length) unless `use_nvlamb` is set.
+    """
 
     def __init__(
         self,
@@ -139,71 +142,69 @@ class FusedLAMB(_SetsToNone, LAMB):
         max_grad_norm: float = 1.0,
         use_nvlamb: bool = False,
     ) -> None:
-        _refuse(not amsgrad, "FusedLAMB", "the AMSGrad variant", "Leave amsgrad out.")
-        _refuse(
+        _require(not amsgrad, "FusedLAMB", "the AMSGrad variant", "Leave amsgrad out.")
+        _require(
             adam_w_mode and grad_averaging,
             "FusedLAMB",
             "adam_w_mode=False and grad_averaging=False",
             "Leave them out.",
         )
         super().__init__(params, lr, betas, eps, weight_decay)
-        self.set_grad_none, self.use_nvlamb, self._corrects, self._max_norm = (
-            set_grad_none,
-            use_nvlamb,
-            bias_correction,
-            max_grad_norm,
-        )
-        self._factor: torch.Tensor | None = None
+        self.set_grad_none = set_grad_none
+        self.use_nvlamb = use_nvlamb
+        self._bias_correction = bias_correction
+        self._max_norm = max_grad_norm
+        self._clip_factor: torch.Tensor | None = None
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Update every parameter that has a gradient; gradients are clipped on the way, and stay as they are."""
+        """Update every parameter that has a gradient. Clipping does not modify `.grad`."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        found = [
+        gradients = [
             parameter.grad
             for group in self.param_groups
             for parameter in group["params"]
             if parameter.grad is not None
         ]
         norm = (
-            torch.nn.utils.get_total_norm(found)
-            if self._max_norm and self._max_norm > 0 and found
+            torch.nn.utils.get_total_norm(gradients)
+            if self._max_norm and self._max_norm > 0 and gradients
             else None
         )
-        self._factor = None if norm is None else (self._max_norm / norm).clamp(max=1.0)
+        self._clip_factor = None if norm is None else (self._max_norm / norm).clamp(max=1.0)
         without_hooks(ForeachOptimizer.step)(self)
         return loss
 
     def _update(
         self, group: Group, parameters: Tensors, gradients: Tensors, *state: Tensors
     ) -> None:
-        """LAMB's update from clipped gradients."""
+        """Apply LAMB's update to clipped gradients."""
         clipped = (
             gradients
-            if self._factor is None
-            else list(foreach_mul(gradients, self._factor.to(gradients[0].device)))
+            if self._clip_factor is None
+            else list(foreach_mul(gradients, self._clip_factor.to(gradients[0].device)))
         )
         super()._update(group, parameters, clipped, *state)
 
     def _corrections(self, group: Group, steps: Tensors) -> tuple[list[float], list[float]]:
-        """Adam's, unless the constructor was told otherwise."""
+        """Return Adam's bias corrections, or 1 with `bias_correction=False`."""
         return (
             super()._corrections(group, steps)
-            if self._corrects
+            if self._bias_correction
             else ([1.0] * len(steps), [1.0] * len(steps))
         )
 
     def _ratios(self, group: Group, parameters: Tensors, directions: Tensors) -> torch.Tensor:
-        """LAMB's where weights decay, else one."""
+        """Return LAMB's trust ratios for groups with weight decay, otherwise 1."""
         if group["weight_decay"] != 0 or self.use_nvlamb:
             return super()._ratios(group, parameters, directions)
         return torch.ones(len(parameters), device=parameters[0].device)
 
 
-class FusedSGD(_SetsToNone, torch.optim.SGD):
+class FusedSGD(_SetGradNoneOptimizer, torch.optim.SGD):
     """`torch.optim.SGD` with Apex's arguments."""
 
     steps_as = torch.optim.SGD
@@ -217,11 +218,11 @@ class FusedSGD(_SetsToNone, torch.optim.SGD):
         weight_decay: float = 0.0,
         nesterov: bool = False,
         wd_after_momentum: bool = False,
-        # A fused pass here materializes none.
+        # No effect: the fused step never materializes master gradients.
         materialize_master_grads: bool = True,
         set_grad_none: bool = False,
     ) -> None:
-        _refuse(
+        _require(
             not wd_after_momentum,
             "FusedSGD",
             "wd_after_momentum=True",
@@ -231,7 +232,7 @@ class FusedSGD(_SetsToNone, torch.optim.SGD):
         self.set_grad_none = set_grad_none
 
 
-class FusedAdagrad(_SetsToNone, torch.optim.Adagrad):
+class FusedAdagrad(_SetGradNoneOptimizer, torch.optim.Adagrad):
     """`torch.optim.Adagrad` with Apex's arguments."""
 
     steps_as = torch.optim.Adagrad
@@ -245,20 +246,20 @@ class FusedAdagrad(_SetsToNone, torch.optim.Adagrad):
         set_grad_none: bool = True,
         adagrad_w_mode: bool = False,
     ) -> None:
-        _refuse(not adagrad_w_mode, "FusedAdagrad", "adagrad_w_mode=True", "Leave it out.")
+        _require(not adagrad_w_mode, "FusedAdagrad", "adagrad_w_mode=True", "Leave it out.")
         super().__init__(params, lr, weight_decay=weight_decay, eps=eps)
         self.set_grad_none = set_grad_none
 
 
 class FusedNovoGrad:
-    """Not there: neither torch nor mezzo has NovoGrad."""
+    """Not available: neither torch nor mezzo has NovoGrad."""
 
     def __init__(self, *_: object, **__: object) -> None:
         raise UnsupportedError(
-            f"{type(self).__name__} is not available here. Use FusedLAMB or FusedAdam, or any torch"
-            " optimizer of your own."
+            f"{type(self).__name__} is not available here. Use FusedLAMB, FusedAdam or any torch"
+            " optimizer."
         )
 
 
 class FusedMixedPrecisionLamb(FusedNovoGrad):
-    """Not there: `amp.initialize(..., opt_level="O2")` with `FusedLAMB` keeps masters for it."""
+    """Not available: use `FusedLAMB` with `amp.initialize(..., opt_level="O2")`."""

@@ -1,4 +1,8 @@
-"""MegEngine's `amp`: `autocast`, `GradScaler`, `enabled`, and tensor formats."""
+"""`megengine.amp`: `autocast`, `GradScaler`, channels-last conversion, and assignable settings.
+
+`amp.enabled`, `amp.low_prec_dtype` and `amp.high_prec_dtype` take effect when they are assigned, as
+in MegEngine: this module's class is replaced by one with properties.
+"""
 
 from __future__ import annotations
 
@@ -22,89 +26,24 @@ from mezzo.autocasting.autocast import (
     thread_region,
 )
 from mezzo.autocasting.regions import current_regions
-from mezzo.compat.megengine.autodiff import GradManager, Outputs, listed
+from mezzo.compat.megengine.autodiff import GradManager, Outputs, as_list
 from mezzo.scaling.gradients import unscale_tensors
 from mezzo.scaling.scale_state import ScaleRule, ScaleState, next_state
 
+__all__ = ["GradScaler", "autocast", "convert_module_format", "convert_tensor_format"]
+
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
 
-_FORMATS = {4: torch.channels_last, 5: torch.channels_last_3d}
-"""By the number of dimensions: images and volumes."""
+_PRESET = "megengine"
 
-
-# MegEngine's call shape.
-def convert_tensor_format(x: torch.Tensor, inplace: bool = True) -> torch.Tensor:
-    """A tensor with its channels last, itself where it is converted in place. What has neither 4 nor 5 dimensions is left alone.
-
-    >>> convert_tensor_format(torch.ones(1, 3, 2, 2)).is_contiguous(memory_format=torch.channels_last)
-    True
-    """
-    layout = _FORMATS.get(x.dim())
-    if layout is None:
-        return x
-    if not inplace:
-        return x.contiguous(memory_format=layout)
-    x.data = x.data.contiguous(memory_format=layout)
-    return x
-
-
-# MegEngine's call shape.
-def convert_module_format(module: ModuleT, inplace: bool = True) -> ModuleT:
-    """A module whose parameters and buffers have their channels last; a copy unless it is converted in place.
-
-    >>> convert_module_format(nn.Conv2d(3, 8, 3)).weight.is_contiguous(memory_format=torch.channels_last)
-    True
-    """
-    converted = module if inplace else copy.deepcopy(module)
-    for one in (*converted.parameters(), *converted.buffers()):
-        convert_tensor_format(one)
-    return converted
-
-
-PRESET = "megengine"
-
-_low = torch.float16
-
-
-def is_on() -> bool:
-    """Whether precision is automatic in this thread just now."""
-    return any(region.enabled for region in current_regions())
-
-
-def turn(*, on: bool) -> None:
-    """Throw the switch. Off is off inside a region too, until that region ends."""
-    disable_autocast()
-    if on:
-        set_thread_region(autocast_all_devices(preset=PRESET, dtype=_low))
-    elif is_on():
-        set_thread_region(autocast_all_devices(preset=PRESET, enabled=False))
-
-
-def low_dtype() -> str:
-    """The 16-bit dtype in force, or the one that the switch would use."""
-    return next(
-        (dtype_name(region.computes_in) for region in current_regions() if region.enabled),
-        dtype_name(_low),
-    )
-
-
-def set_low_dtype(word: str | torch.dtype) -> None:
-    """Set the switch's 16-bit dtype; what it has switched on goes on in that one."""
-    global _low
-    _low = parse_dtype(word, what="low_prec_dtype")
-    if thread_region() is not None and is_on():
-        turn(on=True)
-
-
-def require_float32(word: str | torch.dtype) -> None:
-    """Refuse any other high precision: an op that is to be exact runs in float32."""
-    parse_dtype(word, allowed=(torch.float32,), what="high_prec_dtype")
+_default_dtype = torch.float16
+"""The 16-bit dtype that `amp.enabled = True` uses."""
 
 
 class autocast(autocast_all_devices):  # noqa: N801 - MegEngine's spelling
-    """MegEngine's rules inside, as a context manager or a decorator.
+    """`megengine.amp.autocast`: autocast by MegEngine's op lists, as context manager or decorator.
 
-    `enabled=False` switches an outer region off for its own duration; in MegEngine it could not.
+    Differs from MegEngine: `enabled=False` disables an outer region inside this one.
 
     >>> @autocast()
     ... def product(x):
@@ -120,35 +59,36 @@ class autocast(autocast_all_devices):  # noqa: N801 - MegEngine's spelling
         high_prec_dtype: str | torch.dtype = "float32",
     ) -> None:
         if not is_dynamo_compiling():
-            require_float32(high_prec_dtype)
+            _require_float32(high_prec_dtype)
         self.enabled, self.high_prec_dtype = enabled, "float32"
         low = parse_dtype(low_prec_dtype, what="low_prec_dtype")
         self.low_prec_dtype = dtype_name(low)
-        self._switched: dict[int, list[AbstractContextManager[Any] | None]] = {}
-        super().__init__(preset=PRESET, dtype=low, enabled=enabled)
+        self._outer_switches: dict[int, list[AbstractContextManager[Any] | None]] = {}
+        super().__init__(preset=_PRESET, dtype=low, enabled=enabled)
 
     def __enter__(self) -> Self:
         if not is_dynamo_compiling():
-            self._switched.setdefault(get_ident(), []).append(thread_region())
+            self._outer_switches.setdefault(get_ident(), []).append(thread_region())
         return super().__enter__()
 
     def __exit__(self, *error: object) -> None:
         super().__exit__(*error)
         if is_dynamo_compiling():
             return
-        before = self._switched[get_ident()].pop()
-        # What was assigned to the switch inside ends with the region, as there.
-        if thread_region() is not before:
+        outer = self._outer_switches[get_ident()].pop()
+        # As in MegEngine, an assignment to amp.enabled inside ends with the region.
+        if thread_region() is not outer:
             disable_autocast()
-            if before is not None:
-                set_thread_region(before)
+            if outer is not None:
+                set_thread_region(outer)
 
 
 class GradScaler:
-    """A scale that grows and backs off; gradients that are not finite are dropped, so that the optimizer finds none.
+    """`megengine.amp.GradScaler`: if a gradient is non-finite, all are set to None.
 
-    `growth_interval=0` keeps the scale as it is, as does `growth_factor=0`. A static scale drops
-    bad gradients too, which in MegEngine reach the parameters.
+    The optimizer then skips those parameters. `growth_interval=0` or `growth_factor=0` make the
+    scale static. Differs from MegEngine: with a static scale non-finite gradients are removed too,
+    instead of reaching the parameters.
 
     >>> from torch import nn
     >>> from mezzo.compat.megengine.autodiff import GradManager
@@ -168,15 +108,13 @@ class GradScaler:
         growth_interval: int = 2000,
     ) -> None:
         self.scale_factor = float(init_scale)
-        """What gradients are multiplied by; may be assigned."""
-        self.growth_factor, self.backoff_factor, self.growth_interval = (
-            float(growth_factor),
-            float(backoff_factor),
-            growth_interval,
-        )
+        """The loss scale; assignable."""
+        self.growth_factor = float(growth_factor)
+        self.backoff_factor = float(backoff_factor)
+        self.growth_interval = growth_interval
         self._growth_tracker = 0
         self._found_non_finite = False
-        # Numbers that cannot be meant are refused here, and not at the first update.
+        # Both raise for invalid numbers, here instead of at the first update.
         ScaleState(self.scale_factor)
         self._rule()
 
@@ -189,49 +127,53 @@ class GradScaler:
         unscale_grad: bool = True,
         update_scale: bool | str = "if_unscale_grad",
     ) -> None:
-        """Backward with `dy` times the scale, then `unscale` and `update`; with `unscale_grad=False` neither, for gradients that go on adding up."""
-        outputs = listed(y)
-        given: Sequence[Any] = (
-            [torch.ones_like(one) for one in outputs] if dy is None else listed(dy)
+        """Run backward with `dy` times the scale, then `unscale` and `update`.
+
+        With `unscale_grad=False` do neither, to accumulate scaled gradients.
+        """
+        outputs = as_list(y)
+        output_grads: Sequence[Any] = (
+            [torch.ones_like(output) for output in outputs] if dy is None else as_list(dy)
         )
-        gm.backward(outputs, [one * self.scale_factor for one in given])
+        gm.backward(outputs, [gradient * self.scale_factor for gradient in output_grads])
         if unscale_grad:
             self.unscale(gm.attached_tensors())
             if update_scale:
                 self.update()
 
     def unscale(self, grad_tensors: Iterable[torch.Tensor]) -> GradScaler:
-        """Divide the gradients of tensors by the scale; where one is not finite, all are set to None."""
-        tensors = [one for one in grad_tensors if one is not None and one.grad is not None]
+        """Unscale gradients; if one is non-finite, set all to None. This synchronizes."""
+        tensors = [
+            tensor for tensor in grad_tensors if tensor is not None and tensor.grad is not None
+        ]
         self._found_non_finite = (
             unscale_tensors(tensors, self.scale_factor) or self._found_non_finite
         )
         if self._found_non_finite:
-            for one in tensors:
-                one.grad = None
+            for tensor in tensors:
+                tensor.grad = None
         return self
 
     def update(self, new_scale: float | None = None) -> None:
-        """Adapt the scale to what `unscale` found since the last time, or set it. A static scale stays."""
-        found, self._found_non_finite = self._found_non_finite, False
+        """Grow the scale or back off after `unscale`, or set it. A static scale never changes."""
+        found_nonfinite, self._found_non_finite = self._found_non_finite, False
         rule = self._rule()
         if not rule.dynamic:
             return
         if new_scale is not None:
             self.scale_factor = ScaleState(float(new_scale)).scale
             return
-        after = next_state(
-            ScaleState(self.scale_factor, self._growth_tracker), rule, found_nonfinite=found
-        )
-        self.scale_factor, self._growth_tracker = after.scale, after.growth_tracker
+        state = ScaleState(self.scale_factor, self._growth_tracker)
+        state = next_state(state, rule, found_nonfinite=found_nonfinite)
+        self.scale_factor, self._growth_tracker = state.scale, state.growth_tracker
 
     def state_dict(self) -> dict[str, Any]:
-        """The scale, its rule and the good steps so far."""
-        return {name: getattr(self, name) for name in _SAVED}
+        """Return the scale, its rule and the growth tracker."""
+        return {name: getattr(self, name) for name in _STATE_FIELDS}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take over what `state_dict` gave."""
-        for name in _SAVED:
+        """Load a `state_dict`."""
+        for name in _STATE_FIELDS:
             setattr(self, name, state[name])
 
     def _rule(self) -> ScaleRule:
@@ -240,41 +182,112 @@ class GradScaler:
         return ScaleRule(self.growth_factor, self.backoff_factor, self.growth_interval)
 
 
-_SAVED = ("scale_factor", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker")
+_STATE_FIELDS = (
+    "scale_factor",
+    "growth_factor",
+    "backoff_factor",
+    "growth_interval",
+    "_growth_tracker",
+)
 
 
-__all__ = ["GradScaler", "autocast", "convert_module_format", "convert_tensor_format"]
+_CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
+"""Memory format by number of dimensions (images, volumes)."""
 
 
-class _Amp(ModuleType):
-    """This module, with attributes that do something when they are assigned."""
+def convert_tensor_format(x: torch.Tensor, inplace: bool = True) -> torch.Tensor:
+    """Convert a 4- or 5-dimensional tensor to channels-last; return others unchanged.
+
+    >>> image = convert_tensor_format(torch.ones(1, 3, 2, 2))
+    >>> image.is_contiguous(memory_format=torch.channels_last)
+    True
+    """
+    memory_format = _CHANNELS_LAST.get(x.dim())
+    if memory_format is None:
+        return x
+    if not inplace:
+        return x.contiguous(memory_format=memory_format)
+    x.data = x.data.contiguous(memory_format=memory_format)
+    return x
+
+
+def convert_module_format(module: ModuleT, inplace: bool = True) -> ModuleT:
+    """Convert a module's parameters and buffers to channels-last, in a copy if not `inplace`.
+
+    >>> conv = convert_module_format(nn.Conv2d(3, 8, 3))
+    >>> conv.weight.is_contiguous(memory_format=torch.channels_last)
+    True
+    """
+    converted = module if inplace else copy.deepcopy(module)
+    for tensor in (*converted.parameters(), *converted.buffers()):
+        convert_tensor_format(tensor)
+    return converted
+
+
+def _is_enabled() -> bool:
+    """Return whether autocast is currently active in this thread."""
+    return any(region.enabled for region in current_regions())
+
+
+def _set_enabled(*, enabled: bool) -> None:
+    """Set `amp.enabled`. False also disables an active autocast region until it exits."""
+    disable_autocast()
+    if enabled:
+        set_thread_region(autocast_all_devices(preset=_PRESET, dtype=_default_dtype))
+    elif _is_enabled():
+        set_thread_region(autocast_all_devices(preset=_PRESET, enabled=False))
+
+
+def _current_dtype() -> str:
+    """Return the 16-bit dtype of the active region, otherwise the default."""
+    return next(
+        (dtype_name(region.computes_in) for region in current_regions() if region.enabled),
+        dtype_name(_default_dtype),
+    )
+
+
+def _set_default_dtype(dtype: str | torch.dtype) -> None:
+    """Set `amp.low_prec_dtype`; if `amp.enabled` is set, switch to the new dtype."""
+    global _default_dtype
+    _default_dtype = parse_dtype(dtype, what="low_prec_dtype")
+    if thread_region() is not None and _is_enabled():
+        _set_enabled(enabled=True)
+
+
+def _require_float32(dtype: str | torch.dtype) -> None:
+    """Raise for any other `high_prec_dtype`: ops under the full rule run in float32."""
+    parse_dtype(dtype, allowed=(torch.float32,), what="high_prec_dtype")
+
+
+class _AmpModule(ModuleType):
+    """Class of this module: `enabled` and the dtypes are properties."""
 
     @property
     def enabled(self) -> bool:
-        """Whether precision is automatic here and now, by the switch or by a region."""
-        return is_on()
+        """Whether autocast is active in this thread, by assignment or by a region."""
+        return _is_enabled()
 
     @enabled.setter
-    def enabled(self, on: bool) -> None:
-        turn(on=bool(on))
+    def enabled(self, enabled: bool) -> None:
+        _set_enabled(enabled=bool(enabled))
 
     @property
     def low_prec_dtype(self) -> str:
-        """The 16-bit dtype in force, or the one that the switch would use."""
-        return low_dtype()
+        """The 16-bit dtype of the active region, otherwise the default."""
+        return _current_dtype()
 
     @low_prec_dtype.setter
     def low_prec_dtype(self, dtype: str) -> None:
-        set_low_dtype(dtype)
+        _set_default_dtype(dtype)
 
     @property
     def high_prec_dtype(self) -> str:
-        """float32."""
+        """Always float32."""
         return "float32"
 
     @high_prec_dtype.setter
     def high_prec_dtype(self, dtype: str) -> None:
-        require_float32(dtype)
+        _require_float32(dtype)
 
 
-sys.modules[__name__].__class__ = _Amp
+sys.modules[__name__].__class__ = _AmpModule

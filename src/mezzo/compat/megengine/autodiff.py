@@ -1,9 +1,9 @@
-"""`megengine.autodiff.GradManager`: gradients for the tensors that were attached, and for no others."""
+"""`megengine.autodiff.GradManager`: compute gradients of attached tensors only."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 from weakref import ref
 
 import torch
@@ -11,16 +11,23 @@ import torch
 from mezzo.autocasting.autocast import autocast_all_devices
 
 Outputs = torch.Tensor | Sequence[torch.Tensor] | None
-"""What is differentiated, or what its gradients are."""
+"""Outputs to differentiate, or their gradients."""
 Callback = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
-"""Sees a tensor and its new gradient before that is added, and gives the gradient to add."""
+"""Takes a tensor and its new gradient; returns the gradient to accumulate."""
+
+
+class _Attached(NamedTuple):
+    """A tensor of a `GradManager`, held weakly, and its callbacks."""
+
+    tensor: ref[torch.Tensor]
+    callbacks: list[Callback]
 
 
 class GradManager:
-    """Records while it is entered, and accumulates gradients into what was attached.
+    """`megengine.autodiff.GradManager`: accumulate gradients into the attached tensors.
 
-    A tensor that is attached needs gradients from then on. torch builds a graph outside of a
-    recording too; MegEngine does not.
+    Attaching a tensor sets its `requires_grad`. Differs from MegEngine: torch builds the autograd
+    graph outside of a recording too.
 
     >>> x = torch.tensor([3.0])
     >>> with GradManager().attach(x) as gm:
@@ -30,7 +37,7 @@ class GradManager:
     """
 
     def __init__(self) -> None:
-        self._attached: dict[int, tuple[ref[torch.Tensor], list[Callback]]] = {}
+        self._attached: dict[int, _Attached] = {}
         self._recording = False
 
     def attach(
@@ -38,47 +45,54 @@ class GradManager:
         tensors: torch.Tensor | Iterable[torch.Tensor],
         callbacks: Callback | Iterable[Callback] | None = None,
     ) -> Self:
-        """Compute gradients for these tensors; callbacks of a tensor that is attached again are added to those it has."""
-        added = [] if callbacks is None else [callbacks] if callable(callbacks) else list(callbacks)
-        for one in [tensors] if isinstance(tensors, torch.Tensor) else tensors:
-            if not isinstance(one, torch.Tensor):
-                # MegEngine's type.
+        """Compute gradients for these tensors; attaching one again adds the callbacks."""
+        new_callbacks = [callbacks] if callable(callbacks) else list(callbacks or ())
+        for tensor in [tensors] if isinstance(tensors, torch.Tensor) else tensors:
+            if not isinstance(tensor, torch.Tensor):
+                # MegEngine raises AssertionError.
                 raise AssertionError(
-                    f"Object to be attached should be Tensor, got {type(one).__name__}. Pass"
+                    f"Object to be attached should be Tensor, got {type(tensor).__name__}. Pass"
                     " tensors, such as net.parameters()."
                 )
-            if not one.requires_grad:
-                one.requires_grad_()
-            if not one.is_leaf:
-                # torch warns of the gradient of a result unless somebody asked for it.
-                one.retain_grad()
-            if id(one) not in self._attached:
-                self._attached[id(one)] = ref(one, self._forget(id(one))), []
-            self._attached[id(one)][1].extend(added)
+            self._attach(tensor, new_callbacks)
         return self
 
+    def _attach(self, tensor: torch.Tensor, callbacks: list[Callback]) -> None:
+        if not tensor.requires_grad:
+            tensor.requires_grad_()
+        if not tensor.is_leaf:
+            # Otherwise torch warns when .grad of a non-leaf tensor is read.
+            tensor.retain_grad()
+        key = id(tensor)
+        if key not in self._attached:
+            self._attached[key] = _Attached(ref(tensor, self._detach_callback(key)), [])
+        self._attached[key].callbacks.extend(callbacks)
+
     def attached_tensors(self) -> list[torch.Tensor]:
-        """The attached tensors that are still alive, in the order in which they came."""
-        return [one for weak, _ in list(self._attached.values()) if (one := weak()) is not None]
+        """Return the attached tensors that are still alive, in order of attachment."""
+        tensors = [attached.tensor() for attached in list(self._attached.values())]
+        return [tensor for tensor in tensors if tensor is not None]
 
     def backward(self, y: Outputs = None, dy: Any = None) -> None:
-        """Add the gradients of `y`, each output weighted by its `dy` (1 where there is none), to the attached tensors. Ends the recording."""
+        """Accumulate the gradients of `y` into the attached tensors, and end the recording.
+
+        `dy` are the gradients of the outputs, 1 by default.
+        """
         if not self._recording:
             raise RuntimeError(
                 "no computation history. did you forget record() or call a method that clears the"
                 " history? Run the forward pass and backward() inside `with gm:`."
             )
         try:
-            self._accumulate(listed(y), listed(dy))
+            self._accumulate(as_list(y), as_list(dy))
         finally:
             self.release()
 
     def record(self) -> None:
-        """Start to record."""
+        """Start recording."""
         if self._recording:
             raise RuntimeError(
-                "already recording. Call backward() or release() first; another history needs"
-                " another GradManager."
+                "already recording. Call backward() or release() first, or use another GradManager."
             )
         self._recording = True
 
@@ -93,50 +107,50 @@ class GradManager:
     def __exit__(self, *_: object) -> None:
         self.release()
 
-    def _accumulate(self, outputs: list[torch.Tensor], weights: list[Any]) -> None:
+    def _accumulate(self, outputs: list[torch.Tensor], output_grads: list[Any]) -> None:
         attached = self.attached_tensors()
         if not outputs or not attached:
             return
-        given = (
-            [_weight(weight, output) for weight, output in zip(weights, outputs, strict=True)]
-            if weights
-            else [torch.ones_like(one) for one in outputs]
-        )
-        # Noted before: torch itself writes the gradient of an attached result.
-        before = [one.grad for one in attached]
-        # Casts are the forward pass's business: backward runs in the dtypes that it left.
+        if output_grads:
+            pairs = zip(output_grads, outputs, strict=True)
+            output_grads = [_expand_output_grad(gradient, output) for gradient, output in pairs]
+        else:
+            output_grads = [torch.ones_like(output) for output in outputs]
+        # Read before autograd.grad, which writes .grad of attached non-leaf tensors.
+        old_gradients = [tensor.grad for tensor in attached]
+        # Backward runs in the dtypes of the forward pass, without casts of its own.
         with autocast_all_devices(enabled=False):
-            gradients = torch.autograd.grad(outputs, attached, given, allow_unused=True)
-        for tensor, gradient, old in zip(attached, gradients, before, strict=True):
+            gradients = torch.autograd.grad(outputs, attached, output_grads, allow_unused=True)
+        for tensor, gradient, old in zip(attached, gradients, old_gradients, strict=True):
             if gradient is not None:
                 self._add(tensor, gradient, old)
 
     @torch.no_grad()
     def _add(self, tensor: torch.Tensor, gradient: torch.Tensor, old: torch.Tensor | None) -> None:
-        for callback in self._attached[id(tensor)][1]:
+        for callback in self._attached[id(tensor)].callbacks:
             gradient = callback(tensor, gradient)
         tensor.grad = gradient if old is None else old.add_(gradient)
 
-    def _forget(self, key: int) -> Callable[[object], None]:
-        # Weakly: whoever is attached does not keep its manager.
-        weak = ref(self)
+    def _detach_callback(self, key: int) -> Callable[[object], None]:
+        # A weak reference, so that an attached tensor does not keep its manager alive.
+        weak_manager = ref(self)
 
-        def forget(_: object) -> None:
-            manager = weak()
+        def detach(_: object) -> None:
+            manager = weak_manager()
             if manager is not None:
                 manager._attached.pop(key, None)
 
-        return forget
+        return detach
 
 
-def listed(values: Any) -> list[Any]:
-    """One value, several or none, as a list."""
+def as_list(values: Any) -> list[Any]:
+    """Return None, one value, or a list or tuple of values as a list."""
     if values is None:
         return []
     return list(values) if isinstance(values, list | tuple) else [values]
 
 
-def _weight(weight: Any, output: torch.Tensor) -> torch.Tensor:
-    """What an output's gradient is: a single number serves an output of any shape."""
-    given = torch.as_tensor(weight, dtype=output.dtype, device=output.device)
-    return given.expand_as(output) if given.numel() == 1 else given
+def _expand_output_grad(gradient: Any, output: torch.Tensor) -> torch.Tensor:
+    """Return the gradient of an output; a single number is expanded to its shape."""
+    tensor = torch.as_tensor(gradient, dtype=output.dtype, device=output.device)
+    return tensor.expand_as(output) if tensor.numel() == 1 else tensor

@@ -1,4 +1,4 @@
-"""`megengine.optimizer`: torch's optimizers under MegEngine's names and defaults, with calls that chain: `opt.step().clear_grad()`."""
+"""`megengine.optimizer`: torch's optimizers with MegEngine's defaults and chained calls."""
 
 from __future__ import annotations
 
@@ -26,21 +26,22 @@ __all__ = [
 Optimizer = torch.optim.Optimizer
 
 
-class _Chained(torch.optim.Optimizer):
+class _ChainedOptimizer(torch.optim.Optimizer):
+    """Return the optimizer from each call, for `opt.step().clear_grad()`."""
+
     def step(self, closure: Any = None) -> Any:
-        """Update the parameters that have gradients, and give the optimizer."""
-        # torch runs an optimizer's hooks around this step; around the inner one they would run
-        # again.
+        """Update the parameters that have gradients; return the optimizer."""
+        # torch already runs the step hooks around this method; the inner step would repeat them.
         without_hooks(super().step.__func__)(self, closure)  # type: ignore[attr-defined]
         return self
 
     def clear_grad(self) -> Self:
-        """Forget the gradients."""
+        """Set the gradients to None; return the optimizer."""
         self.zero_grad(set_to_none=True)
         return self
 
 
-class SGD(_Chained, torch.optim.SGD):
+class SGD(_ChainedOptimizer, torch.optim.SGD):
     """Stochastic gradient descent.
 
     >>> weight = torch.nn.Parameter(torch.ones(1))
@@ -62,8 +63,8 @@ class SGD(_Chained, torch.optim.SGD):
         )
 
 
-class Adam(_Chained, torch.optim.Adam):
-    """Adam, its weight decay added to the gradient."""
+class Adam(_ChainedOptimizer, torch.optim.Adam):
+    """Adam with weight decay added to the gradient (L2)."""
 
     def __init__(
         self,
@@ -76,8 +77,8 @@ class Adam(_Chained, torch.optim.Adam):
         super().__init__(params, lr, betas, eps, weight_decay)
 
 
-class AdamW(_Chained, torch.optim.AdamW):
-    """Adam, its weight decay apart from the gradient."""
+class AdamW(_ChainedOptimizer, torch.optim.AdamW):
+    """Adam with decoupled weight decay."""
 
     def __init__(
         self,
@@ -90,8 +91,8 @@ class AdamW(_Chained, torch.optim.AdamW):
         super().__init__(params, lr, betas, eps, weight_decay)
 
 
-class Adagrad(_Chained, torch.optim.Adagrad):
-    """Adagrad."""
+class Adagrad(_ChainedOptimizer, torch.optim.Adagrad):
+    """`torch.optim.Adagrad`."""
 
     def __init__(
         self,
@@ -104,8 +105,8 @@ class Adagrad(_Chained, torch.optim.Adagrad):
         super().__init__(params, lr, lr_decay, weight_decay, eps=eps)
 
 
-class Adadelta(_Chained, torch.optim.Adadelta):
-    """Adadelta."""
+class Adadelta(_ChainedOptimizer, torch.optim.Adadelta):
+    """`torch.optim.Adadelta`."""
 
     def __init__(
         self,
@@ -118,8 +119,8 @@ class Adadelta(_Chained, torch.optim.Adadelta):
         super().__init__(params, lr, rho, eps, weight_decay)
 
 
-class LAMB(_Chained, mezzo.LAMB):
-    """LAMB, with bias correction."""
+class LAMB(_ChainedOptimizer, mezzo.LAMB):
+    """`mezzo.LAMB`, with bias correction."""
 
     def __init__(
         self,
@@ -132,11 +133,10 @@ class LAMB(_Chained, mezzo.LAMB):
         super().__init__(params, lr, betas, eps, weight_decay)
 
 
-# MegEngine's word.
 def clip_grad_norm(
     tensors: torch.Tensor | Iterable[torch.Tensor], max_norm: float, ord: float = 2.0
 ) -> torch.Tensor:
-    """Shorten all gradients together to a norm, and give the one they had.
+    """Clip gradients to a total norm; return their norm before.
 
     >>> weight = torch.nn.Parameter(torch.zeros(2))
     >>> weight.grad = torch.tensor([3.0, 4.0])
@@ -150,7 +150,7 @@ def clip_grad_norm(
 def clip_grad_value(
     tensors: torch.Tensor | Iterable[torch.Tensor], lower: float, upper: float
 ) -> None:
-    """Keep every element of the gradients between two bounds."""
-    for one in [tensors] if isinstance(tensors, torch.Tensor) else tensors:
-        if one.grad is not None:
-            one.grad.clamp_(lower, upper)
+    """Clamp every element of the gradients to `[lower, upper]`."""
+    for tensor in [tensors] if isinstance(tensors, torch.Tensor) else tensors:
+        if tensor.grad is not None:
+            tensor.grad.clamp_(lower, upper)

@@ -1,4 +1,4 @@
-"""MXNet's mixed precision on torch: `amp`, a gluon-shaped `Trainer`, `autograd`, and the output layers that make their own gradients.
+"""MXNet's mixed precision on torch: `amp`, `gluon.Trainer`, `autograd`, and output layers.
 
 >>> from mezzo.compat.mxnet import amp, gluon
 >>> amp.list_lp16_ops("bfloat16")

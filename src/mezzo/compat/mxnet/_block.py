@@ -1,4 +1,4 @@
-"""Converted Gluon blocks and what was asked of their conversion."""
+"""Converted networks: convert on the first call, run, save, load."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from mezzo.conversion.converted import Converted
 from mezzo.policy.policy import Policy
 from mezzo.policy.types import Rule
 
-_OPS: Mapping[type[nn.Module], str] = {
+_MODULE_OPS: Mapping[type[nn.Module], str] = {
     nn.Linear: "linear",
     nn.Conv1d: "conv1d",
     nn.Conv2d: "conv2d",
@@ -35,36 +35,39 @@ _OPS: Mapping[type[nn.Module], str] = {
     nn.GRU: "gru",
     nn.MultiheadAttention: "linear",
 }
-"""The op whose list decides over a module's parameters, as far as that can be said before an
-example was seen."""
+"""The op whose rule decides the stored dtype of a module's parameters, for a network that is not
+converted yet."""
 
 
 @dataclass(frozen=True)
 class ConvertRequest:
-    """How a network is to be converted."""
+    """Options of a conversion."""
 
     policy: Policy
     excluded: list[str] = field(default_factory=list)
-    """Modules, or nodes of the graph, that stay float32."""
+    """Names or globs of modules or graph nodes that stay float32."""
     cast_params: bool = False
-    """Whether parameters are stored in 16 bits, and not cast at every call."""
+    """Whether parameters are stored in 16 bits instead of cast at every call."""
 
 
-def expected(network: nn.Module, wishes: ConvertRequest) -> dict[str, torch.Tensor]:
-    """Parameters and buffers by name, in the dtypes that they will be stored in. Layers that the lists decide over alone can be told before an example was seen.
+def expected_params(network: nn.Module, request: ConvertRequest) -> dict[str, torch.Tensor]:
+    """Return parameters and buffers in the dtypes that a conversion will store them in.
+
+    Before the first example this is known for the modules of `_MODULE_OPS`.
 
     >>> net = nn.Sequential(nn.Linear(2, 2), nn.LayerNorm(2))
-    >>> stored = expected(net, ConvertRequest(Policy("O1", "float16", preset="mxnet"), cast_params=True))
+    >>> request = ConvertRequest(Policy("O1", "float16", preset="mxnet"), cast_params=True)
+    >>> stored = expected_params(net, request)
     >>> stored["0.weight"].dtype, stored["1.weight"].dtype
     (torch.float16, torch.float32)
     """
     half = {
-        f"{path}.{own}" if path else own
+        f"{path}.{name}" if path else name
         for path, module in network.named_modules()
-        if wishes.cast_params and _is_half(wishes, path, module)
-        for own, _ in module.named_parameters(recurse=False)
+        if request.cast_params and _is_stored_in_half(request, path, module)
+        for name, _ in module.named_parameters(recurse=False)
     }
-    dtype = wishes.policy.dtype or torch.float16
+    dtype = request.policy.dtype or torch.float16
     state = {name: value.detach() for name, value in network.state_dict().items()}
     return {
         name: cast(value, dtype) if name in half and value.dtype is torch.float32 else value
@@ -72,58 +75,58 @@ def expected(network: nn.Module, wishes: ConvertRequest) -> dict[str, torch.Tens
     }
 
 
-def _is_half(wishes: ConvertRequest, path: str, module: nn.Module) -> bool:
-    op = next((op for kind, op in _OPS.items() if isinstance(module, kind)), None)
+def _is_stored_in_half(request: ConvertRequest, path: str, module: nn.Module) -> bool:
+    op = next((op for cls, op in _MODULE_OPS.items() if isinstance(module, cls)), None)
     if op is None or any(
-        fnmatchcase(path, name) or path.startswith(f"{name}.") for name in wishes.excluded
+        fnmatchcase(path, name) or path.startswith(f"{name}.") for name in request.excluded
     ):
         return False
-    device = next((one.device.type for one in module.parameters()), "cpu")
-    return wishes.policy.explain(op, device=device).rule is Rule.HALF
+    device = next((parameter.device.type for parameter in module.parameters()), "cpu")
+    return request.policy.explain(op, device=device).rule is Rule.HALF
 
 
 _log = logging.getLogger()
 
 
 class Block:
-    """A network that is converted at the first call for inputs of a size, and for an example at once.
+    """A network that `mezzo.convert` converts on its first call, or by `prepare` for an example.
 
-    `forward` and the call itself run it; `params` are its parameters and buffers as they are
-    stored.
+    Inputs of a new shape are converted for as well. Calling the block or `forward` runs it.
     """
 
-    def __init__(self, network: nn.Module, wishes: ConvertRequest, device: Any = None) -> None:
-        # A copy: the network itself may go on being trained.
-        self._network, self._wishes = copy.deepcopy(network).eval().to(device), wishes
+    def __init__(self, network: nn.Module, request: ConvertRequest, device: Any = None) -> None:
+        # A copy: the original network may be trained further.
+        self._network = copy.deepcopy(network).eval().to(device)
+        self._request = request
         self._examples: list[tuple[Any, ...]] = []
         self._converted: Converted | None = None
         self._any_batch = True
 
     @property
     def converted(self) -> Converted | None:
-        """What `mezzo.convert` made of the examples so far: its `plan` and `casts`. None before the first."""
+        """The converted model with its `plan` and `casts`; None before the first example."""
         return self._converted
 
     @property
     def params(self) -> dict[str, torch.Tensor]:
-        """Parameters and buffers by name, in the dtypes in which they are stored."""
+        """Parameters and buffers by name, in their stored dtypes."""
         if self._converted is not None:
             return dict(self._converted._converted.programs[0].exported.state_dict)
-        return expected(self._network, self._wishes)
+        return expected_params(self._network, self._request)
 
     def collect_params(self) -> dict[str, torch.Tensor]:
-        """`params`, by gluon's name."""
+        """Return `params`, under gluon's name."""
         return self.params
 
     def __call__(self, *args: Any) -> Any:
-        """Run the network; inputs of a size that no program takes are another example."""
+        """Run the network; convert again for inputs of a new shape."""
         if self._converted is not None:
             try:
                 return _run(self._converted, args)
             except ConversionError as error:
                 if isinstance(error.__cause__, AssertionError):
-                    # A network that torch took for one of any batch, and that found out when it
-                    # ran.
+                    # torch exported a dynamic batch dimension, but the program fails for other
+                    # batch sizes: convert for fixed sizes from here on.
                     if not self._any_batch:
                         raise
                     self._any_batch = False
@@ -132,70 +135,72 @@ class Block:
     forward = __call__
 
     def prepare(self, *args: Any) -> Converted:
-        """Convert for inputs like these too. The first dimension is the batch, which may have any size where the network lets it."""
+        """Convert for inputs of these shapes as well.
+
+        The first dimension is the batch; it stays dynamic if the network allows that.
+        """
         examples = [*self._examples, args]
         self._converted = self._convert(examples)
         self._examples = examples
         return self._converted
 
     def save(self, path: str | os.PathLike[str], *, remove_amp_cast: bool = False) -> None:
-        """Write the network to a file, with its casts. `remove_amp_cast=True`, the default of MXNet, drops the conversion and writes a float32 network."""
+        """Save the converted network, or with `remove_amp_cast=True` the float32 network."""
         if self._converted is None:
             raise UnsupportedError(
-                "A network without an example has no graph to save yet. Call it once on inputs of"
-                " its size, or pass data_example."
+                "The network is not converted yet, so there is no graph to save. Call it once on"
+                " inputs of its size, or pass data_example."
             )
         if remove_amp_cast:
-            with _nothing_else():
-                _convert(
+            with _autocast_disabled():
+                _convert_network(
                     self._network, self._examples, {"policy": "O0"}, any_batch=self._any_batch
                 ).save(path)
         else:
             self._converted.save(path)
 
-    # MXNet's call shape.
     def export(self, path: str, epoch: int = 0, remove_amp_cast: bool = False) -> str:
-        """`save` under the name that gluon's `export` gives; the name comes back."""
+        """Save under the file name of gluon's `export`; return the name."""
         name = file_name(path, epoch)
         self.save(name, remove_amp_cast=remove_amp_cast)
         return name
 
-    # A Module's name for the same.
+    # `mxnet.mod.Module` calls it so.
     save_checkpoint = export
 
     def _convert(self, examples: list[tuple[Any, ...]]) -> Converted:
-        names = self._wishes.excluded
+        names = self._request.excluded
         paths = [name for name, _ in self._network.named_modules()]
-        known = [name for name in names if any(fnmatchcase(path, name) for path in paths)]
-        converted = self._once(examples, known)
-        if len(known) == len(names):
+        modules = [name for name in names if any(fnmatchcase(path, name) for path in paths)]
+        converted = self._convert_excluding(examples, modules)
+        if len(modules) == len(names):
             return converted
-        # What is no module may be a node, which the first conversion has named.
-        nodes = {row.node for plan in converted.plans for row in plan}
-        more = [
+        # Other names may be graph nodes, which are known after the first conversion.
+        graph_nodes = {row.node for plan in converted.plans for row in plan}
+        nodes = [
             name
             for name in names
-            if name not in known and any(fnmatchcase(node, name) for node in nodes)
+            if name not in modules and any(fnmatchcase(node, name) for node in graph_nodes)
         ]
-        missing = sorted({*names} - {*known, *more})
+        missing = sorted({*names} - {*modules, *nodes})
         if missing:
             _log.warning(
                 "excluded_sym_names are not present in the network. Missing nodes: %s", missing
             )
-        return self._once(examples, [*known, *more]) if more else converted
+        return self._convert_excluding(examples, [*modules, *nodes]) if nodes else converted
 
-    def _once(self, examples: list[tuple[Any, ...]], excluded: list[str]) -> Converted:
-        with _nothing_else():
-            words = {
-                "policy": self._wishes.policy,
+    def _convert_excluding(self, examples: list[tuple[Any, ...]], excluded: list[str]) -> Converted:
+        with _autocast_disabled():
+            options = {
+                "policy": self._request.policy,
                 "exclude": excluded,
-                "cast_params": self._wishes.cast_params,
+                "cast_params": self._request.cast_params,
             }
-            return _convert(self._network, examples, words, any_batch=self._any_batch)
+            return _convert_network(self._network, examples, options, any_batch=self._any_batch)
 
 
-class Loaded:
-    """A network from a file: it runs for the sizes it was saved with."""
+class LoadedBlock:
+    """A converted network loaded from a file; runs for the input shapes it was saved with."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.converted = Converted.load(path)
@@ -212,36 +217,36 @@ class Loaded:
     forward = __call__
 
 
-def _convert(
-    network: nn.Module, examples: list[tuple[Any, ...]], words: dict[str, Any], *, any_batch: bool
+def _convert_network(
+    network: nn.Module, examples: list[tuple[Any, ...]], options: dict[str, Any], *, any_batch: bool
 ) -> Converted:
-    """Convert for a batch of any size, or for the examples' own where that cannot be."""
+    """Convert with a dynamic batch dimension if possible, otherwise for the examples' shapes."""
     if not any_batch:
-        return convert(network, examples, **words)
-    batched = pytree.tree_map(
+        return convert(network, examples, **options)
+    dynamic_shapes = pytree.tree_map(
         lambda value: (
             {0: torch.export.Dim.AUTO} if isinstance(value, torch.Tensor) and value.dim() else None
         ),
         examples[0],
     )
     try:
-        return convert(network, examples, dynamic_shapes=batched, **words)
+        return convert(network, examples, dynamic_shapes=dynamic_shapes, **options)
     except ConversionError:
-        return convert(network, examples, **words)
+        return convert(network, examples, **options)
 
 
 def _run(converted: Converted, args: tuple[Any, ...]) -> Any:
-    with _nothing_else():
+    with _autocast_disabled():
         return converted(*args)
 
 
-def _nothing_else() -> autocast_all_devices:
-    """No other casts: `amp.init` may be in force, and a converted network has its own."""
+def _autocast_disabled() -> autocast_all_devices:
+    """Disable the casts of `amp.init`: a converted network has its own."""
     return autocast_all_devices(enabled=False)
 
 
 def file_name(prefix: str | os.PathLike[str], epoch: int) -> str:
-    """The file of a prefix and an epoch.
+    """Return the file name of a prefix and an epoch.
 
     >>> file_name("model", 3)
     'model-0003.pt2'

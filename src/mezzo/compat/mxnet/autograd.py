@@ -1,4 +1,4 @@
-"""`mxnet.autograd`: a scope that records, and backward from one output or several."""
+"""`mxnet.autograd`: `record`, `pause` and `backward` of one or several outputs."""
 
 from __future__ import annotations
 
@@ -12,11 +12,10 @@ from mezzo.autocasting.autocast import autocast_all_devices
 Heads = torch.Tensor | Sequence[torch.Tensor]
 
 
-# MXNet's call shape; modes are the modules' own here.
 def record(
     train_mode: bool = True,
 ) -> AbstractContextManager[object]:
-    """Record what is computed inside, for gradients.
+    """Enable gradients inside. `train_mode` has no effect: use `module.train()`.
 
     >>> with record():
     ...     (torch.ones(1, requires_grad=True) * 2).requires_grad
@@ -25,28 +24,26 @@ def record(
     return torch.enable_grad()
 
 
-# MXNet's call shape.
 def pause(
     train_mode: bool = False,
 ) -> AbstractContextManager[object]:
-    """Do not record."""
+    """Disable gradients inside. `train_mode` has no effect."""
     return torch.no_grad()
 
 
-# MXNet's call shape.
 def backward(heads: Heads, head_grads: Heads | None = None, retain_graph: bool = False) -> None:
-    """Compute gradients of outputs of any shape, added up; each is weighted by 1 where nothing else is given.
+    """Accumulate the gradients of one or several outputs; `head_grads` default to 1.
 
     >>> weight = torch.ones(2, requires_grad=True)
     >>> backward([weight * 2, weight.sum()])
     >>> weight.grad
     tensor([3., 3.])
     """
-    several = [heads] if isinstance(heads, torch.Tensor) else list(heads)
+    heads = [heads] if isinstance(heads, torch.Tensor) else list(heads)
     if head_grads is None:
-        given = [torch.ones_like(one) for one in several]
-    else:
-        given = [head_grads] if isinstance(head_grads, torch.Tensor) else list(head_grads)
-    # Casts are the forward pass's business: backward runs in the dtypes that it left.
+        head_grads = [torch.ones_like(head) for head in heads]
+    elif isinstance(head_grads, torch.Tensor):
+        head_grads = [head_grads]
+    # Backward runs in the dtypes of the forward pass, without casts of its own.
     with autocast_all_devices(enabled=False):
-        torch.autograd.backward(several, given, retain_graph=retain_graph)
+        torch.autograd.backward(heads, list(head_grads), retain_graph=retain_graph)

@@ -1,4 +1,4 @@
-"""`mxnet.contrib.amp`: where `mxnet.amp` was in MXNet 1."""
+"""`mxnet.contrib.amp`: MXNet 1's path of `mxnet.amp`."""
 
 from mezzo.compat.mxnet import amp
 

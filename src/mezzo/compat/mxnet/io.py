@@ -1,4 +1,4 @@
-"""`mxnet.io`, as far as a module's `forward` needs it."""
+"""`mxnet.io.DataBatch`, the input of `Module.forward`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["DataBatch"]
 
 @dataclass(frozen=True)
 class DataBatch:
-    """A batch: its data, and labels that nobody looks at in inference.
+    """`mxnet.io.DataBatch`: data and labels of a batch. Inference ignores the labels.
 
     >>> len(DataBatch(data=[torch.ones(1, 2)]).data)
     1

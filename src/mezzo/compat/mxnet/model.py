@@ -1,4 +1,4 @@
-"""`mxnet.model`: converted networks to files and back."""
+"""`mxnet.model`: save and load converted networks."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from mezzo.compat.mxnet._block import Block, Loaded, file_name
+from mezzo.compat.mxnet._block import Block, LoadedBlock, file_name
 
 Params = dict[str, torch.Tensor]
 
@@ -20,17 +20,20 @@ def save_checkpoint(
     aux_params: Any = None,
     remove_amp_cast: bool = False,
 ) -> None:
-    """Write a converted network to a file, with its casts. MXNet drops them unless `remove_amp_cast=False` is said; here they stay unless `True` is."""
+    """Save a converted network.
+
+    Differs from MXNet: `remove_amp_cast` defaults to False, so that the casts are saved.
+    """
     symbol.save(file_name(prefix, epoch), remove_amp_cast=remove_amp_cast)
 
 
-def load_checkpoint(prefix: str | os.PathLike[str], epoch: int) -> tuple[Loaded, Params, Params]:
-    """The network of a file, its parameters and its buffers."""
-    network = Loaded(file_name(prefix, epoch))
-    stored = network.params
-    trained = set(network.converted._converted.programs[0].exported.graph_signature.parameters)
-    return (
-        network,
-        {name: value for name, value in stored.items() if name in trained},
-        {name: value for name, value in stored.items() if name not in trained},
-    )
+def load_checkpoint(
+    prefix: str | os.PathLike[str], epoch: int
+) -> tuple[LoadedBlock, Params, Params]:
+    """Return the saved network, its parameters and its buffers."""
+    network = LoadedBlock(file_name(prefix, epoch))
+    tensors = network.params
+    parameters = set(network.converted._converted.programs[0].exported.graph_signature.parameters)
+    arg_params = {name: value for name, value in tensors.items() if name in parameters}
+    aux_params = {name: value for name, value in tensors.items() if name not in parameters}
+    return network, arg_params, aux_params

@@ -1,4 +1,8 @@
-"""`mxnet.nd`, as far as it holds output layers: what they give is for looking at, what they send back is the gradient of their loss."""
+"""The output layers of `mxnet.nd`.
+
+Their forward returns predictions; their backward ignores the incoming gradient and gives the
+gradient of the layer's loss.
+"""
 
 from __future__ import annotations
 
@@ -35,10 +39,11 @@ def SoftmaxOutput(
     smooth_alpha: float = 0.0,
     name: str | None = None,
 ) -> torch.Tensor:
-    """Probabilities; backward is that of their cross entropy with the classes, summed (`null`), or divided by the samples (`batch`, `valid` without ignored ones).
+    """Return the softmax; backward gives the gradient of the cross entropy with the labels.
 
-    `out_grad=True` multiplies it by the incoming gradient after all, `smooth_alpha` is what the
-    other classes get together.
+    It is the sum over samples (`normalization="null"`), divided by the number of samples
+    (`"batch"`), or of samples not ignored (`"valid"`). `out_grad=True` multiplies it by the
+    incoming gradient. `smooth_alpha` is the total target probability of the other classes.
 
     >>> logits = torch.zeros(1, 2, requires_grad=True)
     >>> SoftmaxOutput(logits, torch.tensor([1.0])).sum().backward()
@@ -46,71 +51,68 @@ def SoftmaxOutput(
     tensor([[ 0.5000, -0.5000]])
     """
     if normalization not in _NORMALIZATIONS:
-        raise PolicyError(f"normalization={normalization!r}. {choices(_NORMALIZATIONS)}")
+        raise PolicyError(f"Unknown normalization {normalization!r}. {choices(_NORMALIZATIONS)}")
     axis = -1 if preserve_shape or not multi_output else 1
-    wide = cast(data, torch.float32)
-    flat = wide if preserve_shape or multi_output else wide.flatten(1)
+    data32 = cast(data, torch.float32)
+    flat = data32 if preserve_shape or multi_output else data32.flatten(1)
     probabilities = flat.detach().softmax(axis)
-    classes = label.long().reshape(
-        [
-            size
-            for place, size in enumerate(probabilities.shape)
-            if place != axis % probabilities.dim()
-        ]
-    )
+    label_shape = list(probabilities.shape)
+    del label_shape[axis]
+    classes = label.long().reshape(label_shape)
 
     def gradient() -> torch.Tensor:
-        kept = (
+        valid = (
             classes != int(ignore_label)
             if use_ignore
             else torch.ones_like(classes, dtype=torch.bool)
         )
-        others = smooth_alpha / max(probabilities.shape[axis] - 1, 1)
-        hot = torch.full_like(probabilities, others).scatter_(
-            axis, (classes * kept).unsqueeze(axis), 1.0 - smooth_alpha
+        smoothed = smooth_alpha / max(probabilities.shape[axis] - 1, 1)
+        target = torch.full_like(probabilities, smoothed).scatter_(
+            axis, (classes * valid).unsqueeze(axis), 1.0 - smooth_alpha
         )
-        gradient = (probabilities - hot) * kept.unsqueeze(axis) * grad_scale
+        gradient = (probabilities - target) * valid.unsqueeze(axis) * grad_scale
         if normalization != "null":
             gradient = gradient / (
-                len(data) if normalization == "batch" else kept.sum().clamp(min=1)
+                len(data) if normalization == "batch" else valid.sum().clamp(min=1)
             )
-        return gradient.reshape(wide.shape)
+        return gradient.reshape(data32.shape)
 
     return output_with_gradient(
-        wide, probabilities.reshape(wide.shape), gradient, times_incoming=out_grad
+        data32, probabilities.reshape(data32.shape), gradient, times_incoming=out_grad
     )
 
 
-# MXNet's spelling.
 def LinearRegressionOutput(
     data: torch.Tensor, label: torch.Tensor, grad_scale: float = 1.0, name: str | None = None
 ) -> torch.Tensor:
-    """The data themselves; backward is that of half their squared distance from the labels."""
-    return _regression(data, label, grad_scale, lambda wide: wide, lambda difference: difference)
+    """Return the data; backward gives the gradient of half the squared error."""
+    return _regression(data, label, grad_scale, _identity, _identity)
 
 
-# MXNet's spelling.
 def LogisticRegressionOutput(
     data: torch.Tensor, label: torch.Tensor, grad_scale: float = 1.0, name: str | None = None
 ) -> torch.Tensor:
-    """The sigmoid; backward is that of its binary cross entropy with the labels."""
-    return _regression(data, label, grad_scale, torch.sigmoid, lambda difference: difference)
+    """Return the sigmoid; backward gives the gradient of the binary cross entropy."""
+    return _regression(data, label, grad_scale, torch.sigmoid, _identity)
 
 
-# MXNet's spelling.
 def MAERegressionOutput(
     data: torch.Tensor, label: torch.Tensor, grad_scale: float = 1.0, name: str | None = None
 ) -> torch.Tensor:
-    """The data themselves; backward is that of their absolute distance from the labels."""
-    return _regression(data, label, grad_scale, lambda wide: wide, torch.sign)
+    """Return the data; backward gives the gradient of the absolute error."""
+    return _regression(data, label, grad_scale, _identity, torch.sign)
+
+
+def _identity(value: torch.Tensor) -> torch.Tensor:
+    return value
 
 
 def _regression(
-    data: torch.Tensor, label: torch.Tensor, grad_scale: float, forward: Unary, slope: Unary
+    data: torch.Tensor, label: torch.Tensor, grad_scale: float, forward: Unary, derivative: Unary
 ) -> torch.Tensor:
-    wide = cast(data, torch.float32)
-    output = forward(wide.detach())
+    data32 = cast(data, torch.float32)
+    output = forward(data32.detach())
     target = cast(label, torch.float32).reshape(output.shape)
-    # As there: divided by the numbers of one sample, not by the samples.
+    # As in MXNet: divided by the elements of one sample, not by the number of samples.
     factor = grad_scale / max(output[0].numel(), 1) if output.dim() else grad_scale
-    return output_with_gradient(wide, output, lambda: slope(output - target) * factor)
+    return output_with_gradient(data32, output, lambda: derivative(output - target) * factor)

@@ -1,4 +1,6 @@
-"""OneFlow's mixed precision on torch: `nn.Graph`, `amp` and `autocast`. Every other name is torch's of the same name: `flow.randn`, `flow.optim`, `flow.int64`.
+"""OneFlow's mixed precision on torch: `nn.Graph`, `amp` and `autocast`.
+
+Every other name is torch's of the same name: `flow.randn`, `flow.optim`, `flow.int64`.
 
 >>> import mezzo.compat.oneflow as flow
 >>> flow.ones(2, 1, dtype=flow.int64).shape

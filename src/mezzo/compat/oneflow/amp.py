@@ -1,4 +1,4 @@
-"""OneFlow's `amp`: `autocast`, `GradScaler`, `StaticGradScaler`."""
+"""`oneflow.amp`: `autocast`, `GradScaler`, `StaticGradScaler`."""
 
 from __future__ import annotations
 
@@ -9,18 +9,22 @@ from torch.compiler import is_dynamo_compiling
 
 from mezzo._errors import PolicyError, UnsupportedError
 from mezzo.autocasting.autocast import autocast as _autocast
-from mezzo.scaling.scaler import GradScaler as Scaler
+from mezzo.scaling.scaler import GradScaler as EngineScaler
 
-PRESET = "oneflow"
+__all__ = ["GradScaler", "StaticGradScaler", "autocast"]
 
-_DTYPES = {"cuda": torch.float16, "cpu": torch.bfloat16}
-"""What a region computes in where no dtype is said."""
+_PRESET = "oneflow"
+
+_DEFAULT_DTYPES = {"cuda": torch.float16, "cpu": torch.bfloat16}
+"""Dtype of a region when none is passed."""
 
 
 class autocast(_autocast):  # noqa: N801 - OneFlow's spelling
-    """OneFlow's lists inside: listed ops in 16 bits, what follows them if all its inputs are, everything default_rule in float32.
+    """`oneflow.autocast`: autocast by OneFlow's op lists.
 
-    On a CPU too, where OneFlow warns and does nothing.
+    Ops of its white list run in 16 bits, those of its gray and clear lists if all their inputs are
+    16-bit, all others in float32. Differs from OneFlow: also works on CPU, where OneFlow warns and
+    does nothing.
 
     >>> with autocast("cpu"):
     ...     torch.mm(torch.ones(1, 1), torch.ones(1, 1)).dtype
@@ -34,35 +38,35 @@ class autocast(_autocast):  # noqa: N801 - OneFlow's spelling
         enabled: bool = True,
         cache_enabled: bool | None = None,
     ) -> None:
-        if not is_dynamo_compiling() and device_type not in _DTYPES:
+        if not is_dynamo_compiling() and device_type not in _DEFAULT_DTYPES:
             raise UnsupportedError(
                 f"User specified autocast device_type must be 'cuda' or 'cpu', got {device_type!r}."
             )
         super().__init__(
             device_type,
-            _DTYPES[device_type] if dtype is None else dtype,
+            _DEFAULT_DTYPES[device_type] if dtype is None else dtype,
             enabled,
             cache_enabled,
-            preset=PRESET,
+            preset=_PRESET,
         )
 
 
 @dataclass(frozen=True)
 class GradScaler:
-    """A scale that grows and backs off, never below 1.
+    """`oneflow.amp.GradScaler`: settings of a dynamic loss scale, which stays at least 1.
 
-    >>> GradScaler(init_scale=2**12, growth_interval=1000).scaler().get_scale()
+    >>> GradScaler(init_scale=2**12, growth_interval=1000).make_scaler().get_scale()
     4096.0
     """
 
     init_scale: float = 2.0**16
-    """What the scale starts from."""
+    """Initial loss scale."""
     growth_factor: float = 2.0
-    """What it is multiplied by after `growth_interval` good steps in a row."""
+    """Factor of the scale after `growth_interval` successful steps in a row."""
     backoff_factor: float = 0.5
-    """What it is multiplied by after a bad step: 1 / `growth_factor`."""
+    """Factor of the scale after a skipped step; must be 1 / `growth_factor`."""
     growth_interval: int = 2000
-    """Good steps in a row before the scale grows."""
+    """Successful steps in a row before the scale grows."""
 
     def __post_init__(self) -> None:
         if self.backoff_factor != 1.0 / self.growth_factor:
@@ -70,11 +74,12 @@ class GradScaler:
                 "Only support 1.0/growth_factor as backoff_factor at the moment, got"
                 f" {self.backoff_factor}: it must be {1.0 / self.growth_factor:g}."
             )
-        self.scaler()
+        # Raises for invalid numbers, here instead of at `set_grad_scaler`.
+        self.make_scaler()
 
-    def scaler(self) -> Scaler:
-        """The scaler of a graph."""
-        return Scaler(
+    def make_scaler(self) -> EngineScaler:
+        """Return the `mezzo.GradScaler` of a graph."""
+        return EngineScaler(
             init_scale=self.init_scale,
             growth_factor=self.growth_factor,
             backoff_factor=self.backoff_factor,
@@ -85,14 +90,16 @@ class GradScaler:
 
 @dataclass(frozen=True)
 class StaticGradScaler:
-    """A scale that stays. Steps whose gradients are not finite are skipped; OneFlow lets them through.
+    """`oneflow.amp.StaticGradScaler`: a constant loss scale.
 
-    >>> StaticGradScaler(128.0).scaler().get_scale()
+    Differs from OneFlow: steps with non-finite gradients are skipped.
+
+    >>> StaticGradScaler(128.0).make_scaler().get_scale()
     128.0
     """
 
     scale_factor: float
-    """The scale."""
+    """The loss scale."""
 
     def __post_init__(self) -> None:
         if self.scale_factor <= 0.0:
@@ -100,9 +107,6 @@ class StaticGradScaler:
                 f"StaticGradScaler's scale_factor must > 0.0, got {self.scale_factor}."
             )
 
-    def scaler(self) -> Scaler:
-        """The scaler of a graph."""
-        return Scaler(init_scale=self.scale_factor, dynamic=False)
-
-
-__all__ = ["GradScaler", "StaticGradScaler", "autocast"]
+    def make_scaler(self) -> EngineScaler:
+        """Return the `mezzo.GradScaler` of a graph."""
+        return EngineScaler(init_scale=self.scale_factor, dynamic=False)

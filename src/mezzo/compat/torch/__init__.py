@@ -1,49 +1,104 @@
-"""torch.amp's names on mezzo's engine; `install()` puts them into torch."""
+"""`torch.autocast` and `torch.amp.GradScaler` on mezzo; `install()` puts them into torch."""
 
 from __future__ import annotations
 
 import importlib
 from functools import wraps
 from types import ModuleType, TracebackType
-from typing import Any
+from typing import Any, NamedTuple
 
 from mezzo import _torch
 from mezzo.compat.torch import _autocast, _grad_scaler
 from mezzo.compat.torch._autocast import autocast
 from mezzo.compat.torch._grad_scaler import GradScaler
 
-_PLACES: dict[str, tuple[str, ...]] = {
+__all__ = ["GradScaler", "autocast", "install", "is_installed", "uninstall"]
+
+
+_MODULES: dict[str, tuple[str, ...]] = {
     "": ("torch", "torch.amp"),
     "cuda": ("torch.cuda.amp", "torch.cuda.amp.autocast_mode", "torch.cuda.amp.grad_scaler"),
     "cpu": ("torch.cpu.amp", "torch.cpu.amp.autocast_mode", "torch.cpu.amp.grad_scaler"),
 }
-"""Where torch's users find the names. `torch.amp.autocast_mode` and `torch.amp.grad_scaler`
-stay: the compiler, torch.export and FSDP's scaler hold on to what is there, and so do
-`custom_fwd` and `custom_bwd`, whose regions then lie inside mezzo's."""
+"""The modules whose names `install` replaces. `torch.amp.autocast_mode` and `torch.amp.grad_scaler`
+are not changed: torch.compile, torch.export and FSDP's scaler refer to the classes there, as do
+`custom_fwd` and `custom_bwd`, whose regions then nest inside mezzo's."""
 
-_OURS: dict[str, dict[str, Any]] = {
+
+_REPLACEMENTS: dict[str, dict[str, Any]] = {
     "": {"autocast": _autocast.autocast, "GradScaler": _grad_scaler.GradScaler},
     "cuda": {"autocast": _autocast.cuda_autocast, "GradScaler": _grad_scaler.CudaGradScaler},
     "cpu": {"autocast": _autocast.cpu_autocast, "GradScaler": _grad_scaler.CpuGradScaler},
 }
 
 
-def _compile_torchs_own(compile_class: Any) -> Any:
-    """TorchScript compiles the source of a class that it meets: of ours, the source of the class that it stands for."""
+def install() -> Installed:
+    """Replace autocast and GradScaler in `torch`, `torch.amp`, `torch.cuda.amp`, `torch.cpu.amp`.
+
+    They run on mezzo until `uninstall`. A second call changes nothing. Names imported before, by
+    `from torch.amp import autocast`, stay torch's: install first, or import mezzo's.
+
+    >>> import mezzo, torch
+    >>> with install():
+    ...     issubclass(torch.autocast, mezzo.autocast)
+    True
+    >>> issubclass(torch.autocast, mezzo.autocast)
+    False
+    """
+    if _replaced:
+        return Installed(first=False)
+    for device, module_names in _MODULES.items():
+        for module_name in module_names:
+            module = importlib.import_module(module_name)
+            for name, replacement in _REPLACEMENTS[device].items():
+                if name in vars(module):
+                    _replaced.append(_Replaced(module, name, vars(module)[name], replacement))
+    module_name, name = _torch.place("recursive_compile_class")
+    module = importlib.import_module(module_name)
+    if (original := getattr(module, name, None)) is not None:
+        _replaced.append(_Replaced(module, name, original, _compile_counterpart(original)))
+    for replaced in _replaced:
+        setattr(replaced.module, replaced.name, replaced.replacement)
+    return Installed(first=True)
+
+
+def uninstall() -> None:
+    """Restore torch's names, except those that other code has replaced since."""
+    for module, name, original, replacement in _replaced:
+        if vars(module).get(name) is replacement:
+            setattr(module, name, original)
+    _replaced.clear()
+
+
+def is_installed() -> bool:
+    """Return whether torch's names are currently mezzo's."""
+    return bool(_replaced)
+
+
+def _compile_counterpart(compile_class: Any) -> Any:
+    """Wrap TorchScript's class compiler to compile torch's class in place of mezzo's."""
 
     @wraps(compile_class)
-    def compile_in_its_place(kind: Any, location: Any) -> Any:
-        return compile_class(getattr(kind, "stands_for", None) or kind, location)
+    def compile_torch_class(cls: Any, location: Any) -> Any:
+        return compile_class(getattr(cls, "torch_counterpart", None) or cls, location)
 
-    return compile_in_its_place
+    return compile_torch_class
 
 
-_replaced: list[tuple[ModuleType, str, Any, Any]] = []
-"""Module, name, what torch has there, what mezzo put there."""
+class _Replaced(NamedTuple):
+    """A name in a module of torch that `install` replaced."""
+
+    module: ModuleType
+    name: str
+    original: Any
+    replacement: Any
+
+
+_replaced: list[_Replaced] = []
 
 
 class Installed:
-    """What `install` gives: as a context it uninstalls at its end, unless mezzo was installed before."""
+    """Result of `install`; as a context manager it uninstalls on exit if it installed."""
 
     def __init__(self, *, first: bool) -> None:
         self._first = first
@@ -54,55 +109,9 @@ class Installed:
 
     def __exit__(
         self,
-        kind: type[BaseException] | None,
+        exc_type: type[BaseException] | None,
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
         if self._first:
             uninstall()
-
-
-def install() -> Installed:
-    """Let `torch.autocast`, `torch.amp.GradScaler`, `torch.cuda.amp` and `torch.cpu.amp` run on mezzo until `uninstall`; a second call changes nothing.
-
-    Names that were bound earlier, by `from torch.amp import autocast`, stay torch's: install first,
-    or import mezzo's.
-
-    >>> import mezzo, torch
-    >>> with install():
-    ...     issubclass(torch.autocast, mezzo.autocast), isinstance(torch.amp.GradScaler("cpu"), mezzo.GradScaler)
-    (True, True)
-    >>> issubclass(torch.autocast, mezzo.autocast)
-    False
-    """
-    if _replaced:
-        return Installed(first=False)
-    for family, places in _PLACES.items():
-        for place in places:
-            module = importlib.import_module(place)
-            for name, ours in _OURS[family].items():
-                if name in vars(module):
-                    _replaced.append((module, name, vars(module)[name], ours))
-    script, name = _torch.place("recursive_compile_class")
-    module = importlib.import_module(script)
-    if (theirs := getattr(module, name, None)) is not None:
-        _replaced.append((module, name, theirs, _compile_torchs_own(theirs)))
-    for module, name, _, ours in _replaced:
-        setattr(module, name, ours)
-    return Installed(first=True)
-
-
-def uninstall() -> None:
-    """Put torch's own names back; nothing happens where mezzo is not installed, and what others have put there since stays."""
-    for module, name, theirs, ours in _replaced:
-        if vars(module).get(name) is ours:
-            setattr(module, name, theirs)
-    _replaced.clear()
-
-
-def is_installed() -> bool:
-    """Whether torch's names are mezzo's just now."""
-    return bool(_replaced)
-
-
-__all__ = ["GradScaler", "autocast", "install", "is_installed", "uninstall"]

@@ -1,7 +1,7 @@
-"""`torch.autocast` in all its spellings, carried out by mezzo's regions.
+"""`torch.autocast`, `torch.cuda.amp.autocast` and `torch.cpu.amp.autocast` on mezzo's regions.
 
-torch's own constructor reads and refuses the arguments, so that every error and warning is torch's.
-Only what entering and leaving does is mezzo's.
+torch's constructor parses the arguments, so that every error and warning is torch's. Entering and
+exiting use mezzo's regions.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ from types import TracebackType
 from typing import Any, ParamSpec, Self, TypeVar
 
 import torch
-from torch.amp.autocast_mode import autocast as torchs_own
+from torch.amp.autocast_mode import autocast as torch_autocast
 from torch.compiler import is_dynamo_compiling
 
 from mezzo._torch import qualified_name
 from mezzo.autocasting import regions
-from mezzo.autocasting.autocast import autocast as mezzos
+from mezzo.autocasting.autocast import autocast as mezzo_autocast
 from mezzo.autocasting.dynamo import dynamo_constant
 from mezzo.autocasting.regions import Region
 
@@ -25,14 +25,15 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 
-class StandsFor(type):
-    """The class of classes that compilers take for torch's own: they ask whether a class is *equal* to one of torch's, and then put torch's own region in the graph.
+class EqualsTorch(type):
+    """Metaclass of classes that compare equal to their counterpart in torch.
 
-    So what is compiled, exported or scripted is exactly what it would be without mezzo; op lists
+    Compilers check whether a class is *equal* to torch's and then put torch's region into the
+    graph. Compiled, exported and scripted code is therefore the same as without mezzo; the op lists
     are the same in both.
     """
 
-    stands_for: type | None
+    torch_counterpart: type | None
     _jit_override_qualname: str
 
     def __new__(
@@ -40,21 +41,23 @@ class StandsFor(type):
         name: str,
         bases: tuple[type, ...],
         namespace: dict[str, Any],
-        stands_for: type | None = None,
+        counterpart: type | None = None,
     ) -> Any:
-        """A class, and which of torch's it stands for. Its subclasses stand for themselves."""
-        made = super().__new__(cls, name, bases, namespace)
-        made.stands_for = stands_for
-        if stands_for is not None and qualified_name is not None:
-            # What TorchScript looks a class up by.
-            made._jit_override_qualname = qualified_name(stands_for)
-        return made
+        """Create a class with its counterpart in torch, which subclasses do not inherit."""
+        new_class = super().__new__(cls, name, bases, namespace)
+        new_class.torch_counterpart = counterpart
+        if counterpart is not None and qualified_name is not None:
+            # TorchScript looks a class up by this name.
+            new_class._jit_override_qualname = qualified_name(counterpart)
+        return new_class
 
     def __eq__(cls, other: object) -> bool:
-        return cls is other or (cls.stands_for is not None and cls.stands_for is other)
+        return cls is other or (
+            cls.torch_counterpart is not None and cls.torch_counterpart is other
+        )
 
     def __hash__(cls) -> int:
-        return type.__hash__(cls if cls.stands_for is None else cls.stands_for)
+        return type.__hash__(cls if cls.torch_counterpart is None else cls.torch_counterpart)
 
     def __init__(
         cls, name: str, bases: tuple[type, ...], namespace: dict[str, Any], **_: Any
@@ -62,14 +65,13 @@ class StandsFor(type):
         super().__init__(name, bases, namespace)
 
 
-_KNOWN = ("cpu", "cuda")
+_DEVICES = ("cpu", "cuda")
 
-_ELSEWHERE = "_entered"
-"""What belongs to one process: a copy starts without it."""
+_PROCESS_LOCAL = "_entered"
+"""Attribute with per-thread state, which copies and pickles leave out."""
 
 
-# Torch's spelling.
-class autocast(mezzos, torchs_own, metaclass=StandsFor, stands_for=torchs_own):  # noqa: N801
+class autocast(mezzo_autocast, torch_autocast, metaclass=EqualsTorch, counterpart=torch_autocast):  # noqa: N801
     """`torch.autocast`: the same arguments, strictness and attributes.
 
     >>> with autocast("cpu", dtype=torch.bfloat16):
@@ -88,15 +90,16 @@ class autocast(mezzos, torchs_own, metaclass=StandsFor, stands_for=torchs_own): 
         cache_enabled: bool | None = None,
     ) -> None:
         if is_dynamo_compiling():
-            # The compiler takes torch's constructor for a type's. What it would refuse is refused
-            # outside compiled code.
-            mezzos.__init__(self, device_type, dtype, _is_on(device_type, enabled), cache_enabled)
+            # Dynamo mistakes torch's constructor for a type's. Eager code checks the arguments.
+            mezzo_autocast.__init__(
+                self, device_type, dtype, _is_enabled(device_type, enabled), cache_enabled
+            )
             return
-        torchs_own.__init__(self, device_type, dtype, enabled, cache_enabled)
-        # Of other devices torch alone knows what they compute in: there the region is switched off,
-        # and then told to be as torch says.
-        known = device_type in _KNOWN
-        mezzos.__init__(
+        torch_autocast.__init__(self, device_type, dtype, enabled, cache_enabled)
+        # mezzo has no dtypes for other devices: create a disabled region, then replace it by one
+        # with torch's settings.
+        known = device_type in _DEVICES
+        mezzo_autocast.__init__(
             self, device_type, self.fast_dtype, self._enabled and known, self._cache_enabled
         )
         if not known:
@@ -104,31 +107,31 @@ class autocast(mezzos, torchs_own, metaclass=StandsFor, stands_for=torchs_own): 
 
     def __enter__(self) -> Self:
         if not is_dynamo_compiling() and regions.is_exporting():
-            torchs_own.__enter__(self)
+            torch_autocast.__enter__(self)
             return self
         return super().__enter__()
 
     def __exit__(
         self,
-        kind: type[BaseException] | None,
+        exc_type: type[BaseException] | None,
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
         if not is_dynamo_compiling() and regions.is_exporting():
-            torchs_own.__exit__(self, kind, error, trace)
+            torch_autocast.__exit__(self, exc_type, error, trace)
         else:
-            super().__exit__(kind, error, trace)
+            super().__exit__(exc_type, error, trace)
 
     def __call__(self, function: Callable[P, R]) -> Callable[P, R]:
-        """Decorate a function; a generator or a coroutine function too, which torch leaves outside."""
+        """Decorate a function. Unlike torch, also works for generators and coroutines."""
         if not callable(function):
             raise TypeError(
                 f"autocast()(func) requires a callable, but got {type(function).__name__}. As a"
-                " context manager it is `with torch.autocast(device_type=...):`."
+                " context manager, write `with torch.autocast(device_type=...):`."
             )
         decorated = super().__call__(function)
-        # What torch.jit.script asks of a function, under the very name; written in full it would
-        # get this class's own.
+        # torch.jit.script reads this attribute. setattr, because Python mangles names with two
+        # leading underscores inside a class.
         setattr(
             decorated,
             "__script_unsupported",
@@ -137,50 +140,48 @@ class autocast(mezzos, torchs_own, metaclass=StandsFor, stands_for=torchs_own): 
         return decorated
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Copied and pickled by its attributes, as torch's: those of subclasses too."""
-        return _again, (
+        """Copy and pickle by attributes, including those of subclasses, as torch does."""
+        return _rebuild, (
             type(self),
-            {name: value for name, value in self.__dict__.items() if name != _ELSEWHERE},
+            {name: value for name, value in self.__dict__.items() if name != _PROCESS_LOCAL},
         )
 
 
 @dynamo_constant
-def _is_on(device: str, enabled: bool) -> bool:
+def _is_enabled(device: str, enabled: bool) -> bool:
     return enabled and (
         device != "cuda" or not torch.cuda.amp.common.amp_definitely_not_available()
     )
 
 
-def _again(kind: type[autocast], attributes: dict[str, Any]) -> autocast:
-    made = kind.__new__(kind)
-    made.__dict__.update(attributes, **{_ELSEWHERE: {}})
-    return made
+def _rebuild(cls: type[autocast], attributes: dict[str, Any]) -> autocast:
+    instance = cls.__new__(cls)
+    instance.__dict__.update(attributes, **{_PROCESS_LOCAL: {}})
+    return instance
 
 
-# Stands for torch.cuda.amp.autocast.
-class cuda_autocast(autocast, stands_for=torch.cuda.amp.autocast):  # noqa: N801
-    """`torch.cuda.amp.autocast`, which torch is giving up."""
+class cuda_autocast(autocast, counterpart=torch.cuda.amp.autocast):  # noqa: N801
+    """`torch.cuda.amp.autocast`, which torch deprecates."""
 
     def __init__(
         self, enabled: bool = True, dtype: torch.dtype = torch.float16, cache_enabled: bool = True
     ) -> None:
-        warn_of_old("autocast", "cuda")
+        warn_deprecated("autocast", "cuda")
         super().__init__("cuda", enabled=enabled, dtype=dtype, cache_enabled=cache_enabled)
 
 
-# Stands for torch.cpu.amp.autocast.
-class cpu_autocast(autocast, stands_for=torch.cpu.amp.autocast):  # noqa: N801
-    """`torch.cpu.amp.autocast`, which torch is giving up."""
+class cpu_autocast(autocast, counterpart=torch.cpu.amp.autocast):  # noqa: N801
+    """`torch.cpu.amp.autocast`, which torch deprecates."""
 
     def __init__(
         self, enabled: bool = True, dtype: torch.dtype = torch.bfloat16, cache_enabled: bool = True
     ) -> None:
-        warn_of_old("autocast", "cpu")
+        warn_deprecated("autocast", "cpu")
         super().__init__("cpu", enabled=enabled, dtype=dtype, cache_enabled=cache_enabled)
 
 
-def warn_of_old(name: str, device: str) -> None:
-    """Warn as torch does where a name is used that it is giving up."""
+def warn_deprecated(name: str, device: str) -> None:
+    """Give torch's warning about a deprecated name."""
     if not is_dynamo_compiling():
         warnings.warn(
             f"`torch.{device}.amp.{name}(args...)` is deprecated. Please use"

@@ -1,4 +1,4 @@
-"""torch's `GradScaler` on mezzo's engine, its states and error messages."""
+"""`torch.amp.GradScaler` on mezzo's engine, with torch's private state and error messages."""
 
 from __future__ import annotations
 
@@ -8,43 +8,43 @@ from contextlib import contextmanager
 from typing import Any, Self
 
 import torch
-from torch.amp.grad_scaler import GradScaler as torchs_own  # noqa: N813 - said as what it is
+from torch.amp.grad_scaler import GradScaler as TorchScaler
 from torch.amp.grad_scaler import OptState
 
 from mezzo._errors import PolicyError, ScalerError
-from mezzo.compat.torch._autocast import warn_of_old
+from mezzo.compat.torch._autocast import warn_deprecated
 from mezzo.scaling.loss_scales import OptimizerRecord
 from mezzo.scaling.optimizer_step import refuse_closures
 from mezzo.scaling.scale_state import OptimizerStage
 from mezzo.scaling.scaler import GradScaler as MezzoScaler
 
-_STAGES = {
+_TORCH_STAGES = {
     OptimizerStage.READY: OptState.READY,
     OptimizerStage.UNSCALED: OptState.UNSCALED,
     OptimizerStage.STEPPED: OptState.STEPPED,
 }
-_BACK = {theirs: ours for ours, theirs in _STAGES.items()}
+_MEZZO_STAGES = {torch_stage: stage for stage, torch_stage in _TORCH_STAGES.items()}
 
 
 class OptimizerState(dict[str, Any]):
-    """One optimizer's entry; what is written to it counts."""
+    """Entry of `_per_optimizer_states`; writes change the scaler's record."""
 
     def __init__(self, record: OptimizerRecord) -> None:
-        super().__init__(stage=_STAGES[record.stage], found_inf_per_device=record.flags(0))
+        super().__init__(stage=_TORCH_STAGES[record.stage], found_inf_per_device=record.flags(0))
         self._record = record
 
     def __setitem__(self, key: str, value: Any) -> None:
         super().__setitem__(key, value)
         if key == "stage":
-            self._record.stage = _BACK[value]
+            self._record.stage = _MEZZO_STAGES[value]
         elif key == "found_inf_per_device":
             self._record.found_inf[0] = value
-            # Nobody told the host what these flags hold.
+            # The values of these flags are on the device only.
             self._record.known.append(None)
 
 
 class OptimizerStates(MutableMapping[Any, dict[str, Any]]):
-    """Every optimizer's entry by its `id`; a new one is made by looking, as in torch's defaultdict."""
+    """Entries by `id(optimizer)`, created on access as in torch's defaultdict."""
 
     def __init__(self, records: dict[Any, OptimizerRecord]) -> None:
         self._records = records
@@ -54,7 +54,7 @@ class OptimizerStates(MutableMapping[Any, dict[str, Any]]):
 
     def __setitem__(self, key: Any, value: dict[str, Any]) -> None:
         self._records[key] = OptimizerRecord(
-            _BACK[value["stage"]], {0: value["found_inf_per_device"]}, [None]
+            _MEZZO_STAGES[value["stage"]], {0: value["found_inf_per_device"]}, [None]
         )
 
     def __delitem__(self, key: Any) -> None:
@@ -67,11 +67,11 @@ class OptimizerStates(MutableMapping[Any, dict[str, Any]]):
         return len(self._records)
 
 
-class StatefulScaler(MezzoScaler):
-    """mezzo's scaler with the states of its optimizers under torch's name, and one class for enabled and disabled ones."""
+class _StatefulScaler(MezzoScaler):
+    """mezzo's scaler with torch's `_per_optimizer_states`, and one class for both `enabled`."""
 
     def __new__(cls, *_: Any, **__: Any) -> Self:
-        """A disabled one is of the same class, as in torch, where a subclass reads `_enabled`."""
+        """Create an instance of this class even if disabled, as torch does."""
         return object.__new__(cls)
 
     @property
@@ -85,46 +85,49 @@ class StatefulScaler(MezzoScaler):
 
 
 class TorchScalerError(ScalerError, AssertionError):
-    """What torch's scaler asserts."""
+    """An assertion of torch's scaler."""
 
 
 class TorchValueError(PolicyError, AssertionError):
-    """What torch's scaler asserts of its arguments."""
+    """An assertion of torch's scaler about its arguments."""
 
 
 @contextmanager
-def as_torch_error(torchs: str) -> Iterator[None]:
-    """Let what is refused inside be refused as torch does, an assertion that says what torch says and what to do."""
+def as_torch_error(torch_message: str) -> Iterator[None]:
+    """Raise a `ScalerError` as an assertion, with torch's message before mezzo's."""
     try:
         yield
     except ScalerError as error:
-        raise TorchScalerError(f"{torchs} {error}") from None
+        raise TorchScalerError(f"{torch_message} {error}") from None
 
 
 Optimizer = torch.optim.Optimizer
 
-_FIX = (
+_SCALE_HINT = (
     "This may indicate your script did not use scaler.scale(loss or outputs) earlier in the"
     " iteration."
 )
 
 
-class _StandsFor(type):
-    """The class of scalers that stand for one of torch's: instances of classes that torch derives from its own, as FSDP's, are theirs too."""
+class _AcceptsTorch(type):
+    """Metaclass whose `isinstance` also accepts instances of the counterpart in torch.
 
-    stands_for: type | None
+    Scalers that torch derives from its own class, such as FSDP's, are then instances too.
+    """
+
+    torch_counterpart: type | None
 
     def __new__(
         cls,
         name: str,
         bases: tuple[type, ...],
         namespace: dict[str, Any],
-        stands_for: type | None = None,
+        counterpart: type | None = None,
     ) -> Any:
-        """A class, and which of torch's it stands for. Its subclasses stand for themselves."""
-        made = super().__new__(cls, name, bases, namespace)
-        made.stands_for = stands_for
-        return made
+        """Create a class with its counterpart in torch, which subclasses do not inherit."""
+        new_class = super().__new__(cls, name, bases, namespace)
+        new_class.torch_counterpart = counterpart
+        return new_class
 
     def __init__(
         cls, name: str, bases: tuple[type, ...], namespace: dict[str, Any], **_: Any
@@ -133,23 +136,25 @@ class _StandsFor(type):
 
     def __instancecheck__(cls, instance: object) -> bool:
         return super().__instancecheck__(instance) or (
-            cls.stands_for is not None and isinstance(instance, cls.stands_for)
+            cls.torch_counterpart is not None and isinstance(instance, cls.torch_counterpart)
         )
 
     def __subclasscheck__(cls, subclass: type) -> bool:
         return super().__subclasscheck__(subclass) or (
-            cls.stands_for is not None and issubclass(subclass, cls.stands_for)
+            cls.torch_counterpart is not None and issubclass(subclass, cls.torch_counterpart)
         )
 
 
-class GradScaler(StatefulScaler, torchs_own, metaclass=_StandsFor, stands_for=torchs_own):  # type: ignore[misc]
-    """`torch.amp.GradScaler`: the same arguments, defaults, return values and errors, on mezzo's scales.
+class GradScaler(_StatefulScaler, TorchScaler, metaclass=_AcceptsTorch, counterpart=TorchScaler):  # type: ignore[misc]
+    """`torch.amp.GradScaler`: the same arguments, defaults, return values and errors.
+
+    Differs from torch: the scale has a floor, and 16-bit gradients can be unscaled.
 
     >>> scaler = GradScaler("cpu", init_scale=4.0)
     >>> scaler.scale(torch.tensor(2.0))
     tensor(8.)
-    >>> scaler.state_dict()
-    {'scale': 4.0, 'growth_factor': 2.0, 'backoff_factor': 0.5, 'growth_interval': 2000, '_growth_tracker': 0}
+    >>> sorted(scaler.state_dict())
+    ['_growth_tracker', 'backoff_factor', 'growth_factor', 'growth_interval', 'scale']
     """
 
     _advises = False
@@ -172,15 +177,15 @@ class GradScaler(StatefulScaler, torchs_own, metaclass=_StandsFor, stands_for=to
             )
             self._enabled = False
         if self._enabled:
-            _refuse_factors(growth_factor, backoff_factor)
+            _check_factors(growth_factor, backoff_factor)
             super().__init__(device, init_scale, growth_factor, backoff_factor, growth_interval)
 
     def scale(self, outputs: Any) -> Any:  # type: ignore[override]
-        """Multiply a tensor, or tensors in a nested iterable, by the scale."""
+        """Return a tensor, or nested iterables of tensors, times the loss scale."""
         return self._scaled(outputs, 0) if self._enabled else outputs
 
     def unscale_(self, optimizer: Optimizer) -> None:
-        """Divide an optimizer's gradients by the scale; 16-bit gradients too, which torch refuses."""
+        """Unscale an optimizer's gradients, including 16-bit ones, which torch rejects."""
         if self._enabled:
             self._require("unscale_")
             stage = self._record(optimizer).stage
@@ -197,7 +202,7 @@ class GradScaler(StatefulScaler, torchs_own, metaclass=_StandsFor, stands_for=to
             super().unscale_(optimizer)
 
     def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
-        """Step unless gradients are not finite; what the optimizer's own step returned, None where it was skipped."""
+        """Step unless a gradient is non-finite; return the result of `optimizer.step`, or None."""
         if not self._enabled:
             return optimizer.step(*args, **kwargs)
         if "closure" in kwargs:
@@ -216,7 +221,7 @@ class GradScaler(StatefulScaler, torchs_own, metaclass=_StandsFor, stands_for=to
             return super().step(optimizer, *args, **kwargs).value
 
     def update(self, new_scale: float | torch.Tensor | None = None) -> None:
-        """Adapt the scale, or set it."""
+        """Grow the scale, back off, or set it."""
         if self._enabled:
             self._require("update")
             reason = (
@@ -228,32 +233,25 @@ class GradScaler(StatefulScaler, torchs_own, metaclass=_StandsFor, stands_for=to
                 super().update(new_scale)
 
     def get_scale(self) -> float:
-        """The scale; 1.0 where scaling is off."""
+        """Return the loss scale; 1.0 if disabled. This synchronizes."""
         return super().get_scale() if self._enabled else 1.0
 
     def is_enabled(self) -> bool:
-        """Whether this scaler does anything."""
+        """Return whether the scaler is enabled."""
         return self._enabled
 
     def _get_growth_tracker(self) -> int:
         return super()._get_growth_tracker() if self._enabled else 0
 
-    # -- saving ------------------------------------------------------------------------------------
-
     def state_dict(self) -> dict[str, Any]:
-        """torch's five entries; nothing where scaling is off."""
-        return (
-            {
-                name: value
-                for name, value in super().state_dict().items()
-                if not name.startswith("mezzo_")
-            }
-            if self._enabled
-            else {}
-        )
+        """Return torch's five entries; an empty dict if disabled."""
+        if not self._enabled:
+            return {}
+        state = super().state_dict()
+        return {name: value for name, value in state.items() if not name.startswith("mezzo_")}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take over a state of torch's scaler or of mezzo's; ignored where scaling is off."""
+        """Load the state of a torch or mezzo scaler; ignored if disabled."""
         if self._enabled:
             if not state_dict:
                 raise ScalerError(
@@ -270,7 +268,8 @@ class GradScaler(StatefulScaler, torchs_own, metaclass=_StandsFor, stands_for=to
             " end after scaler.update()."
         ):
             inner = super().__getstate__()
-        return {name: value for name, value in self.__dict__.items() if name not in _INNER} | {
+        attributes = self.__dict__.items()
+        return {n: value for n, value in attributes if n not in _ENGINE_ATTRIBUTES} | {
             "inner": inner
         }
 
@@ -280,25 +279,27 @@ class GradScaler(StatefulScaler, torchs_own, metaclass=_StandsFor, stands_for=to
         self.__dict__.update({name: value for name, value in state.items() if name != "inner"})
 
     def _require(self, call: str) -> None:
-        with as_torch_error(f"Attempted {call} but _scale is None. {_FIX}"):
+        with as_torch_error(f"Attempted {call} but _scale is None. {_SCALE_HINT}"):
             self._scales.require(f"{call}()")
 
 
-_INNER = frozenset(("_settings", "_scales", "_records", "_names", "_checker", "_schedules"))
-"""What mezzo's scaler saves by itself."""
+_ENGINE_ATTRIBUTES = frozenset(
+    ("_settings", "_scales", "_records", "_names", "_checker", "_schedules")
+)
+"""Attributes that `mezzo.GradScaler` pickles itself."""
 
 
-def _refuse_factors(growth: float, backoff: float) -> None:
+def _check_factors(growth: float, backoff: float) -> None:
     if growth <= 1.0:
         raise TorchValueError(f"The growth factor must be > 1.0, got {growth!r}.")
     if backoff >= 1.0:
         raise TorchValueError(f"The backoff factor must be < 1.0, got {backoff!r}.")
 
 
-class _OldGradScaler(GradScaler):
-    """A scaler whose name says its device, which torch is giving up."""
+class _DeprecatedGradScaler(GradScaler):
+    """A scaler for one device, which torch deprecates."""
 
-    _of: str
+    _device_name: str
 
     def __init__(
         self,
@@ -308,19 +309,19 @@ class _OldGradScaler(GradScaler):
         growth_interval: int = 2000,
         enabled: bool = True,
     ) -> None:
-        warn_of_old("GradScaler", self._of)
+        warn_deprecated("GradScaler", self._device_name)
         super().__init__(
-            self._of, init_scale, growth_factor, backoff_factor, growth_interval, enabled
+            self._device_name, init_scale, growth_factor, backoff_factor, growth_interval, enabled
         )
 
 
-class CudaGradScaler(_OldGradScaler, stands_for=torch.cuda.amp.GradScaler):
+class CudaGradScaler(_DeprecatedGradScaler, counterpart=torch.cuda.amp.GradScaler):
     """`torch.cuda.amp.GradScaler`."""
 
-    _of = "cuda"
+    _device_name = "cuda"
 
 
-class CpuGradScaler(_OldGradScaler, stands_for=torch.cpu.amp.GradScaler):
+class CpuGradScaler(_DeprecatedGradScaler, counterpart=torch.cpu.amp.GradScaler):
     """`torch.cpu.amp.GradScaler`."""
 
-    _of = "cpu"
+    _device_name = "cpu"

@@ -1,4 +1,4 @@
-"""Apex's `amp` on mezzo: `initialize`, `scale_loss` and everything around them, in Apex's words."""
+"""`apex.amp`: `initialize`, `scale_loss`, their state, and the functions of O1."""
 
 from mezzo.compat.apex.amp._amp_state import _amp_state, master_params
 from mezzo.compat.apex.amp._casts import (

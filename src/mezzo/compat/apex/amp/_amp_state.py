@@ -1,4 +1,4 @@
-"""State of Apex's `amp`: options of its opt levels, loss scalers, `master_params`."""
+"""`apex.amp._amp_state`: options of the opt levels, loss scalers, `master_params`."""
 
 from __future__ import annotations
 
@@ -20,7 +20,10 @@ if TYPE_CHECKING:
 
 
 class AmpState:
-    """The state of amp; `opt_properties` is there once `initialize` was called. It holds no model and no optimizer, so that none is kept alive by it."""
+    """Process-wide state of amp; `opt_properties` exists once `initialize` was called.
+
+    Holds no reference to a model or optimizer, so it keeps none alive.
+    """
 
     opt_properties: Properties
     loss_scalers: list[LossScaler]
@@ -28,95 +31,93 @@ class AmpState:
 
     def __init__(self) -> None:
         self.hard_override = False
-        """Whether what is refused is only printed."""
+        """Whether contradictory options are printed instead of raised."""
         self.allow_incoming_model_not_fp32 = False
-        """Whether models may come in 16 bits."""
+        """Whether `initialize` accepts models with 16-bit parameters."""
         self.verbosity = 1
-        """0 prints nothing."""
+        """How much is printed; 0 prints nothing."""
         self.loss_scalers = []
         self.handle = None
-        """The casts of O1, while they are on."""
+        """The handle of O1's casts while they are active."""
 
 
 _amp_state = AmpState()
 
 
 def warn_or_err(message: str) -> None:
-    """Refuse, or only say so where somebody has overridden that."""
+    """Raise `RuntimeError`, or print the message if `hard_override` is set."""
     if not _amp_state.hard_override:
         raise RuntimeError(message)
-    print("Warning:  " + message)  # noqa: T201 - as Apex tells it
+    print("Warning:  " + message)  # noqa: T201 - Apex prints it
 
 
-# Apex's call shape.
 def maybe_print(message: str, rank0: bool = False) -> None:
-    """Print unless `verbosity` is 0; of several processes only the first, where `rank0` says so."""
+    """Print unless `verbosity` is 0; with `rank0`, only in the process of rank 0."""
     distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
     if _amp_state.verbosity > 0 and not (
         rank0 and distributed and torch.distributed.get_rank() > 0
     ):
-        print(message)  # noqa: T201 - Apex's users know these lines
+        print(message)  # noqa: T201 - Apex prints it
 
 
 def master_params(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
-    """The float32 parameters that an optimizer updates, with unscaled gradients after `scale_loss`: what to clip.
+    """Yield the float32 tensors that an optimizer updates, whose `.grad` can be clipped.
 
-    Where parameters are 16-bit they share memory with the exact weights, and their gradients are
-    those of the parameters: read the one and clip the other. What is written to their values is not
-    taken over.
+    After `scale_loss` their gradients are unscaled. The yielded master of a 16-bit parameter shares
+    memory with its master weight and has the parameter's gradient. Writing to its value is not
+    supported.
 
     >>> weight = torch.nn.Parameter(torch.ones(2))
     >>> [parameter is weight for parameter in master_params(torch.optim.SGD([weight], lr=0.1))]
     [True]
     """
-    bound = optimizer_binding(optimizer)
+    binding = optimizer_binding(optimizer)
     for group in optimizer.param_groups:
         for parameter in group["params"]:
-            yield (
-                parameter
-                if bound is None or parameter not in bound.masters
-                else _stand_in(parameter, bound.masters)
-            )
+            if binding is None or parameter not in binding.masters:
+                yield parameter
+            else:
+                yield _master_with_gradient(parameter, binding.masters)
 
 
-def _stand_in(parameter: torch.Tensor, masters: MasterWeights) -> torch.Tensor:
-    beside = masters.companion_tensor(parameter)
-    if beside is None:
+def _master_with_gradient(parameter: torch.Tensor, masters: MasterWeights) -> torch.Tensor:
+    companion = masters.companion_tensor(parameter)
+    if companion is None:
         return parameter
-    value = masters.read(parameter) if masters.resync(parameter) else beside
-    stand_in = torch.nn.Parameter(value, requires_grad=parameter.requires_grad)
-    stand_in.grad_dtype = None
-    stand_in.grad = parameter.grad
-    return stand_in
+    value = masters.read(parameter) if masters.resync(parameter) else companion
+    master = torch.nn.Parameter(value, requires_grad=parameter.requires_grad)
+    master.grad_dtype = None
+    master.grad = parameter.grad
+    return master
 
 
 @dataclass(frozen=True)
 class Properties:
-    """What a level comes to."""
+    """Options of an opt level, after the user's overrides."""
 
     enabled: bool = False
-    """Whether amp does anything."""
+    """Whether amp is enabled."""
     opt_level: str | None = None
     cast_model_type: torch.dtype | bool | None = None
-    """What parameters and inputs are cast to; None and False leave them."""
+    """Dtype of parameters and inputs; None and False cast nothing."""
     patch_torch_functions: bool = False
-    """Whether ops are cast by Apex's lists, inside the models and outside."""
+    """Whether ops are cast by Apex's op lists, inside the models and outside."""
     keep_batchnorm_fp32: bool | None = None
-    """Whether batch norms stay float32 where parameters are cast."""
+    """Whether batch norms stay float32 when parameters are cast."""
     master_weights: bool | None = None
-    """Whether 16-bit parameters have float32 masters."""
+    """Whether 16-bit parameters have float32 master weights."""
     loss_scale: float | str = 1.0
     """A number, or "dynamic"."""
 
     @property
     def options(self) -> dict[str, Any]:
-        """All of them by name."""
+        """All options by name."""
         return asdict(self)
 
 
 @dataclass(frozen=True)
 class OptLevel:
-    """A level, and what it is for."""
+    """An opt level: its one-line description and its options."""
 
     brief: str
     properties: Properties
@@ -141,8 +142,8 @@ OPT_LEVELS = {
 }
 
 
-def level_of(opt_level: object) -> OptLevel:
-    """A level by its name."""
+def find_opt_level(opt_level: object) -> OptLevel:
+    """Return the opt level of this name; raise Apex's `RuntimeError` if it is unknown."""
     level = OPT_LEVELS.get(opt_level) if isinstance(opt_level, str) else None
     if level is None:
         raise RuntimeError(
@@ -153,70 +154,74 @@ def level_of(opt_level: object) -> OptLevel:
     return level
 
 
-def overridden(level: Properties, **given: Any) -> Properties:
-    """A level with what the user says otherwise, as far as both go together; None says nothing."""
-    said = {name: value for name, value in given.items() if value is not None}
+def apply_overrides(level: Properties, **overrides: Any) -> Properties:
+    """Return the level's options with the user's overrides; None keeps the default.
+
+    Overrides that contradict the level raise (see `warn_or_err`).
+    """
+    options = {name: value for name, value in overrides.items() if value is not None}
     if level.opt_level == "O1":
-        _refuse_at_o1(said)
-    elif said.get("patch_torch_functions"):
+        _check_o1_overrides(options)
+    elif options.get("patch_torch_functions"):
         warn_or_err(
-            "patch_torch_functions=True belongs to opt_level='O1', got it with"
-            f" {level.opt_level!r}. Choose opt_level='O1', or leave it out."
+            "patch_torch_functions=True is allowed with opt_level='O1' only, got opt_level="
+            f"{level.opt_level!r}. Use opt_level='O1', or leave patch_torch_functions out."
         )
-    if "cast_model_type" in said:
-        _refuse_dtype(said["cast_model_type"])
-    if "keep_batchnorm_fp32" in said:
-        said["keep_batchnorm_fp32"] = _flag(said["keep_batchnorm_fp32"])
-    if "loss_scale" in said:
-        said["loss_scale"] = _scale(said["loss_scale"])
-    return replace(level, **said)
+    if "cast_model_type" in options:
+        _check_model_dtype(options["cast_model_type"])
+    if "keep_batchnorm_fp32" in options:
+        options["keep_batchnorm_fp32"] = _parse_bool(options["keep_batchnorm_fp32"])
+    if "loss_scale" in options:
+        options["loss_scale"] = _parse_loss_scale(options["loss_scale"])
+    return replace(level, **options)
 
 
-def _refuse_dtype(word: Any) -> None:
-    if word is not False and word not in (*HALF_DTYPES, torch.float32):
-        raise ValueError(
-            f"cast_model_type={word!r}: it is torch.float16, torch.bfloat16, torch.float32, or"
-            " False to cast nothing."
-        )
-
-
-def _refuse_at_o1(said: dict[str, Any]) -> None:
-    cast = said.get("cast_model_type")
+def _check_o1_overrides(options: dict[str, Any]) -> None:
+    cast = options.get("cast_model_type")
     if cast not in (None, False, torch.float32):
         warn_or_err(
             "With opt_level='O1' parameters stay FP32 and casts are inserted around ops, so"
             f" cast_model_type={cast} makes no sense. Use opt_level='O2' or 'O3'."
         )
-    if "keep_batchnorm_fp32" in said:
+    if "keep_batchnorm_fp32" in options:
         warn_or_err(
             "With opt_level='O1' batch norms run in FP32 anyway: keep_batchnorm_fp32 should be"
-            f" None, got {said['keep_batchnorm_fp32']!r}."
+            f" None, got {options['keep_batchnorm_fp32']!r}."
         )
-    if "master_weights" in said:
+    if "master_weights" in options:
         warn_or_err(
-            f"master_weights={said['master_weights']!r} makes no sense with opt_level='O1', whose"
-            " parameters are FP32 themselves. Leave it out."
+            f"master_weights={options['master_weights']!r} makes no sense with opt_level='O1',"
+            " whose parameters are FP32 themselves. Leave it out."
         )
 
 
-def _scale(word: Any) -> float | str:
+def _check_model_dtype(dtype: Any) -> None:
+    if dtype is not False and dtype not in (*HALF_DTYPES, torch.float32):
+        raise ValueError(
+            "cast_model_type must be torch.float16, torch.bfloat16, torch.float32, or False to cast"
+            f" nothing; got {dtype!r}."
+        )
+
+
+def _parse_loss_scale(value: Any) -> float | str:
     try:
-        scale = word if word == "dynamic" else float(word)
+        scale = value if value == "dynamic" else float(value)
     except (TypeError, ValueError):
         scale = 0.0
     if isinstance(scale, str) or is_scale(scale):
         return scale
     raise ValueError(
-        f"loss_scale={word!r}: it is a positive number, a string of one such as '128.0', or"
-        " 'dynamic'."
+        "loss_scale must be a positive number, such a number as a string ('128.0'), or 'dynamic';"
+        f" got {value!r}."
     )
 
 
-def _flag(word: object) -> bool:
-    if word in (True, False):
-        return bool(word)
-    if word in ("True", "False"):
-        return word == "True"
+def _parse_bool(value: object) -> bool:
+    if value in (True, False):
+        return bool(value)
+    if value in ("True", "False"):
+        return value == "True"
     raise AssertionError(
-        f"keep_batchnorm_fp32={word!r}: it is True, False, the string 'True' or 'False', or None."
+        "keep_batchnorm_fp32 must be True, False, the string 'True' or 'False', or None; got"
+        f" {value!r}."
     )

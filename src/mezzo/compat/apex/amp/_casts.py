@@ -1,4 +1,4 @@
-"""Casts of Apex's O1: the handle, `init`, and registered functions."""
+"""Casts of Apex's O1: the handle, `amp.init`, decorated and registered functions."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from mezzo.compat.apex.amp._amp_state import _amp_state
 from mezzo.policy.registry import registry
 from mezzo.policy.types import Rule
 
-registered: dict[str, Rule] = {}
-"""Ops of torch's that `register_half_function` and its like have put under another rule."""
+registered_rules: dict[str, Rule] = {}
+"""Rules of torch ops set by `register_half_function` and its siblings."""
 
 
 class Handle:
-    """Apex's casts, while they are on."""
+    """Apply Apex's casts to every op of this thread until `_deactivate`."""
 
     def __init__(
         self,
@@ -34,38 +34,38 @@ class Handle:
         verbose: bool = False,
         keep: frozenset[str] = frozenset(),
     ) -> None:
-        self.device, self.dtype, self.verbose, self._keep = device, dtype, verbose, keep
+        self.device, self.dtype, self.verbose = device, dtype, verbose
         self._active = True
-        listed: dict[str, Any] = {}
-        for name, rule in registered.items():
-            listed.setdefault(rule.value, set()).add(name)
-        listed.setdefault(Rule.KEEP.value, set()).update(self._keep - registered.keys())
-        self._region = autocast(preset="apex", device_type=self.device, dtype=self.dtype, **listed)
+        op_lists: dict[str, Any] = {}
+        for name, rule in registered_rules.items():
+            op_lists.setdefault(rule.value, set()).add(name)
+        op_lists.setdefault(Rule.KEEP.value, set()).update(keep - registered_rules.keys())
+        self._region = autocast(preset="apex", device_type=device, dtype=dtype, **op_lists)
         set_thread_region(self._region)
 
     def is_active(self) -> bool:
-        """Whether ops are cast just now."""
+        """Return whether ops are currently cast."""
         return self._active and thread_region() is self._region
 
-    def last_as_long_as(self, models: Sequence[nn.Module]) -> None:
-        """Switch the casts off when the last of the models is gone: nobody is left to ask for them."""
-        self._living = len(models)
+    def deactivate_after(self, models: Sequence[nn.Module]) -> None:
+        """Deactivate the casts once all of these models are garbage-collected."""
+        self._live_models = len(models)
         for model in models:
-            finalize(model, self._one_is_gone).atexit = False
+            finalize(model, self._on_model_freed).atexit = False
 
-    def _one_is_gone(self) -> None:
-        self._living -= 1
-        # Python may clean up at any moment: in the middle of an op, or of a region inside, things
-        # are left as they are.
-        undisturbed = (
+    def _on_model_freed(self) -> None:
+        self._live_models -= 1
+        # Garbage collection can run in the middle of an op or of a nested region; exiting the
+        # region is safe only while it is the innermost one.
+        can_exit = (
             innermost_region() is self._region._region and active_mode(self.device) is not None
         )
-        if not self._living and self.is_active() and undisturbed:
+        if not self._live_models and self.is_active() and can_exit:
             self._deactivate()
 
     @property
-    def steering(self) -> AutocastMode:
-        """What casts the inputs of functions under a rule."""
+    def mode(self) -> AutocastMode:
+        """The function mode that casts the inputs of decorated functions."""
         return active_mode(self.device) or AutocastMode(self.device, "")
 
     @contextmanager
@@ -84,27 +84,27 @@ class Handle:
             _amp_state.handle = None
 
     def _clear_cache(self) -> None:
-        """Forget the copies of weights. They know when they are stale, but for writes to `p.data`, which torch does not count."""
+        """Clear the weight cache, which cannot detect writes to `p.data` (no version counter)."""
         if self.is_active():
             clear_weight_cache()
 
     def wrap_optimizer(self, *_: object, **__: object) -> Any:
-        """Apex's API before `initialize`."""
-        _refuse_old_api()
+        """Raise: part of Apex's API before `initialize`."""
+        _raise_old_api()
 
     def scale_loss(self, *_: object, **__: object) -> Any:
-        """Apex's API before `initialize`."""
-        _refuse_old_api()
+        """Raise: part of Apex's API before `initialize`."""
+        _raise_old_api()
 
 
 class NoOpHandle(Handle):
-    """What `init(enabled=False)` gives."""
+    """Handle of `init(enabled=False)`, which casts nothing."""
 
     def __init__(self) -> None:
         self.device, self._active = "cpu", False
 
     def is_active(self) -> bool:
-        """Nothing is ever cast."""
+        """Return False."""
         return False
 
     @contextmanager
@@ -112,33 +112,34 @@ class NoOpHandle(Handle):
         yield
 
     def _deactivate(self) -> None:
-        """Nothing to switch off."""
+        """Do nothing."""
 
 
-def _refuse_old_api() -> None:
+def _raise_old_api() -> None:
     raise RuntimeError(
-        "This belongs to amp's API before amp.initialize, which Apex gave up as well. Use model,"
-        " optimizer = amp.initialize(model, optimizer, opt_level=...) and amp.scale_loss(...)."
+        "This call belongs to amp's API before amp.initialize, which Apex removed as well. Use"
+        " model, optimizer = amp.initialize(model, optimizer, opt_level=...) and"
+        " amp.scale_loss(...)."
     )
 
 
-def stop_casting() -> None:
-    """Switch off what an earlier `initialize` has switched on."""
+def deactivate_casts() -> None:
+    """Deactivate the casts of an earlier `initialize` or `init`."""
     if _amp_state.handle is not None:
         _amp_state.handle._deactivate()
 
 
 def init(
     enabled: bool = True,
-    # Belongs to the old API, which Apex refuses as well.
+    # No effect: part of the old API, which Apex rejects as well.
     loss_scale: float | str = "dynamic",
     enable_caching: bool = True,
     verbose: bool = False,
     allow_banned: bool = False,
     patch_type: torch.dtype = torch.float16,
 ) -> Handle:
-    """Switch the casts of O1 on without a model; `handle._deactivate()` switches them off."""
-    stop_casting()
+    """Activate the casts of O1 without a model, until `handle._deactivate()`."""
+    deactivate_casts()
     if not enabled:
         return NoOpHandle()
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -153,7 +154,7 @@ def init(
 
 @contextmanager
 def disable_casts() -> Iterator[None]:
-    """Run what is inside without the casts of O1.
+    """Disable the casts of O1 inside a `with` block.
 
     >>> with disable_casts():
     ...     torch.mm(torch.ones(1, 1), torch.ones(1, 1)).dtype
@@ -171,46 +172,49 @@ R = TypeVar("R")
 
 
 def half_function(fn: Callable[P, R]) -> Callable[P, R]:
-    """Decorate a function so that O1 casts its inputs to float16. Its body runs without further casts."""
-    return _under(Rule.HALF, fn)
+    """Cast the function's inputs to float16 at O1; its body runs without further casts."""
+    return _with_rule(Rule.HALF, fn)
 
 
 def float_function(fn: Callable[P, R]) -> Callable[P, R]:
-    """Decorate a function so that O1 casts its inputs to float32. Its body runs without further casts, and is float32 indeed."""
-    return _under(Rule.FULL, fn)
+    """Cast the function's inputs to float32 at O1; its body runs without further casts."""
+    return _with_rule(Rule.FULL, fn)
 
 
 def promote_function(fn: Callable[P, R]) -> Callable[P, R]:
-    """Decorate a function so that O1 casts its inputs to the widest dtype among them."""
-    return _under(Rule.PROMOTE, fn)
+    """Cast the function's inputs to the widest dtype among them at O1."""
+    return _with_rule(Rule.PROMOTE, fn)
 
 
 def register_half_function(module: Any, name: str) -> None:
-    """Put a function of a module under `half_function`, before `initialize`; one of torch's own changes its list."""
+    """Apply `half_function` to `module.name`, before `initialize`.
+
+    A torch op is not replaced: the next `initialize` lists it under the half rule.
+    """
     _register(Rule.HALF, module, name)
 
 
 def register_float_function(module: Any, name: str) -> None:
-    """Put a function of a module under `float_function`, before `initialize`; one of torch's own changes its list."""
+    """Apply `float_function` to `module.name`; see `register_half_function`."""
     _register(Rule.FULL, module, name)
 
 
 def register_promote_function(module: Any, name: str) -> None:
-    """Put a function of a module under `promote_function`, before `initialize`; one of torch's own changes its list."""
+    """Apply `promote_function` to `module.name`; see `register_half_function`."""
     _register(Rule.PROMOTE, module, name)
 
 
-def _under(rule: Rule, function: Callable[P, R]) -> Callable[P, R]:
+def _with_rule(rule: Rule, function: Callable[P, R]) -> Callable[P, R]:
     name = getattr(function, "__name__", type(function).__name__)
-    action = CastAction(name, rule, "put under this rule by the user")
+    action = CastAction(name, rule, "rule set by the user")
 
     @wraps(function)
     def wrapped(*args: P.args, **kwargs: P.kwargs) -> R:
         handle = _amp_state.handle
-        # At the other levels Apex leaves such functions alone.
+        # At other levels Apex does not cast these functions.
         if handle is None or not handle.is_active():
             return function(*args, **kwargs)
-        result: R = handle.steering.apply_rule(function, action, args, kwargs)
+        result: R = handle.mode.apply_rule(function, action, args, kwargs)
         return result
 
     return wrapped
@@ -220,10 +224,9 @@ def _register(rule: Rule, module: Any, name: str) -> None:
     if not hasattr(module, name):
         raise ValueError(f"No function named {name} in module {module}.")
     function = getattr(module, name)
-    known = registry().name_of(function)
-    if known is None:
-        setattr(module, name, _under(rule, function))
+    op_name = registry().name_of(function)
+    if op_name is None:
+        setattr(module, name, _with_rule(rule, function))
     else:
-        # torch's own function stays in its place, for the compiler's sake: the casts of the next
-        # `initialize` treat it so.
-        registered[known] = rule
+        # torch's function is not replaced: torch.compile recognizes it by identity.
+        registered_rules[op_name] = rule

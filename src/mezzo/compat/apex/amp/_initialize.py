@@ -1,4 +1,4 @@
-"""`amp.initialize`: check the arguments, prepare models and optimizers, save and load."""
+"""`apex.amp.initialize`, `state_dict` and `load_state_dict`."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from mezzo.compat.apex.amp._amp_state import (
     OptLevel,
     Properties,
     _amp_state,
-    level_of,
+    apply_overrides,
+    find_opt_level,
     maybe_print,
-    overridden,
     warn_or_err,
 )
-from mezzo.compat.apex.amp._casts import Handle, stop_casting
-from mezzo.compat.apex.amp._scale_loss import LossScaler, attach
+from mezzo.compat.apex.amp._casts import Handle, deactivate_casts
+from mezzo.compat.apex.amp._scale_loss import LossScaler, attach_amp_stash
 from mezzo.optim.attach import adopt_half_parameters, bind_half_parameters
 from mezzo.optim.binding import optimizer_binding
 from mezzo.prepare import forward
@@ -34,251 +34,6 @@ from mezzo.scaling.gradients import parameters
 Optimizer = torch.optim.Optimizer
 
 _WRAPPERS = (nn.parallel.DistributedDataParallel, nn.DataParallel)
-_HALF = (torch.float16, torch.bfloat16)
-
-
-def models_of(models: Any) -> list[nn.Module]:
-    """The models that were passed: one, or a list of them."""
-    if isinstance(models, nn.Module):
-        return [models]
-    if isinstance(models, list) and all(isinstance(model, nn.Module) for model in models):
-        return models
-    raise TypeError(f"models should be a model or a list of models, got {_kinds(models)}.")
-
-
-def optimizers_of(optimizers: Any) -> list[Optimizer]:
-    """The optimizers that were passed: none, one, or a list of them."""
-    several = (
-        [] if optimizers is None else optimizers if isinstance(optimizers, list) else [optimizers]
-    )
-    for optimizer in several:
-        if type(optimizer).__name__ == "FP16_Optimizer":
-            raise RuntimeError(
-                "optimizers has an FP16_Optimizer, which keeps masters and a scale of its own. Pass"
-                " the plain optimizer: amp.initialize does both."
-            )
-    if all(isinstance(optimizer, Optimizer) for optimizer in several):
-        return several
-    raise TypeError(
-        "optimizers should be an optimizer, a list of optimizers or None, got"
-        f" {_kinds(optimizers)}."
-    )
-
-
-def _kinds(given: Any) -> str:
-    return (
-        f"[{', '.join(type(one).__name__ for one in given)}]"
-        if isinstance(given, list)
-        else type(given).__name__
-    )
-
-
-def refuse_wrapped(models: list[nn.Module]) -> None:
-    """Refuse models that are wrapped for several devices already."""
-    for model in models:
-        if isinstance(model, _WRAPPERS):
-            raise RuntimeError(
-                f"models has a torch.nn.parallel.{type(model).__name__}, which holds on to the"
-                " parameters as they are. Wrap a model AFTER amp.initialize has returned it."
-            )
-
-
-def refuse_known(optimizers: list[Optimizer]) -> None:
-    """Refuse optimizers that went through `initialize` before."""
-    if any(hasattr(optimizer, "_amp_stash") for optimizer in optimizers):
-        raise RuntimeError(
-            "An optimizer goes through amp.initialize once, and one of these did before. Make a new"
-            " one for another initialize."
-        )
-
-
-def refuse_half(models: list[nn.Module]) -> None:
-    """Refuse models that come in 16 bits."""
-    if _amp_state.allow_incoming_model_not_fp32:
-        return
-    for model in models:
-        for what, tensors in (
-            ("param", model.named_parameters()),
-            ("buffer", model.named_buffers()),
-        ):
-            for name, tensor in tensors:
-                if tensor.dtype in _HALF:
-                    warn_or_err(
-                        f"Found {what} {name} with type {tensor.type()}, expected float32:"
-                        " amp.initialize casts whatever the level asks for. Leave .half() out, or"
-                        " call .float() on the model first."
-                    )
-
-
-def cast_custom_batches(
-    model: nn.Module, inputs: torch.dtype, outputs: torch.dtype
-) -> tuple[Callable[[], None], ...]:
-    """Let a model cast custom batches on the way in and out by their own `to(dtype)`; what comes back takes that off again."""
-    # Functions of this module, so that the model can be pickled.
-    before = model.register_forward_pre_hook(partial(_before, inputs), with_kwargs=True)
-    return before.remove, model.register_forward_hook(partial(_after, outputs)).remove
-
-
-def _before(dtype: torch.dtype, _model: nn.Module, args: Any, kwargs: Any) -> Any:
-    return _cast((args, kwargs), dtype)
-
-
-def _after(dtype: torch.dtype, _model: nn.Module, _args: Any, result: Any) -> Any:
-    return _cast(result, dtype)
-
-
-def _cast(values: Any, dtype: torch.dtype) -> Any:
-    return pytree.tree_map(lambda value: value.to(dtype) if _is_custom(value) else value, values)
-
-
-def _is_custom(value: object) -> bool:
-    """Whether a value is neither a tensor, which the model's door casts, nor anything of torch's, but has a method `to`."""
-    return not isinstance(
-        value, torch.Tensor | nn.Module | torch.device | torch.dtype
-    ) and callable(getattr(value, "to", None))
-
-
-_MARK = "_amp_undo"
-
-
-class _Undo(list[Callable[[], None]]):
-    """What takes off what an earlier `initialize` has put on a model. It lies on the model, so that nothing else keeps that alive."""
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        """A copy of the model has nothing of the original's to take off."""
-        return _Undo, ()
-
-
-def _undo(model: nn.Module) -> _Undo:
-    found: _Undo = model.__dict__.setdefault(_MARK, _Undo())
-    return found
-
-
-def release(models: list[nn.Module]) -> None:
-    """Make models as they were before an earlier `initialize`, with their current exact weights."""
-    for model in models:
-        for undo in reversed(model.__dict__.pop(_MARK, ())):
-            undo()
-        for part in model.modules():
-            decoration = decoration_of(part)
-            if decoration is not None:
-                decoration.undo()
-
-
-def prepare(
-    models: list[nn.Module],
-    optimizers: list[Optimizer],
-    properties: Properties,
-    outputs: torch.dtype | None,
-) -> None:
-    """Cast and open models, and let optimizers heed `scale_loss`."""
-    dtype = properties.cast_model_type
-    if dtype in HALF_DTYPES:
-        _convert(models, optimizers, properties, outputs or torch.float32)
-    elif dtype is torch.float32:
-        _open(models, torch.float32, outputs or torch.float32)
-    elif outputs is not None:
-        _open(models, None, outputs)
-    for optimizer in optimizers:
-        if properties.master_weights and dtype not in HALF_DTYPES:
-            bind_half_parameters(optimizer)
-        if properties.master_weights:
-            _follow_groups(optimizer)
-        attach(optimizer, masters=bool(properties.master_weights))
-
-
-def _follow_groups(optimizer: Optimizer) -> None:
-    """Let 16-bit parameters of groups that are added later have masters at once, as the others have."""
-    own, bound = optimizer.add_param_group, optimizer_binding(optimizer)
-
-    def add_param_group(_self: Optimizer, param_group: dict[str, Any]) -> None:
-        own(param_group)
-        if bound is not None:
-            adopt_half_parameters(optimizer, bound.masters)
-
-    optimizer.add_param_group = MethodType(add_param_group, optimizer)  # type: ignore[method-assign]
-
-
-def device_of(models: list[nn.Module]) -> str:
-    """The kind of device that the models' parameters are on."""
-    found = (parameter.device.type for model in models for parameter in model.parameters())
-    return next(found, "cuda" if torch.cuda.is_available() else "cpu")
-
-
-def _convert(
-    models: list[nn.Module],
-    optimizers: list[Optimizer],
-    properties: Properties,
-    outputs: torch.dtype,
-) -> None:
-    dtype, masters = (
-        cast("torch.dtype", properties.cast_model_type),
-        bool(properties.master_weights and optimizers),
-    )
-    floating = [
-        model
-        for model in models
-        if any(parameter.is_floating_point() for parameter in model.parameters())
-    ]
-    strangers = nn.ParameterList(_unknown_parameters(floating, optimizers))
-    norms = (
-        [BatchNorm]
-        if properties.keep_batchnorm_fp32
-        and any(isinstance(part, BatchNorm) for model in models for part in model.modules())
-        else []
-    )
-    decorate(
-        [*floating, strangers] if len(strangers) else floating,
-        cast("Any", optimizers or None),
-        "O2" if masters else "O3",
-        dtype=dtype,
-        preset="apex",
-        master="float32" if masters else None,
-        # What an optimizer updates beside the models is left as it is.
-        keep_full=[*norms, strangers] if len(strangers) else norms,
-        output_dtype=outputs,
-        save_dtype="float32" if masters else None,
-    )
-    for model in models:
-        _undo(model).extend(cast_custom_batches(model, dtype, outputs))
-        if not masters:
-            _undo(model).append(model.register_state_dict_post_hook(_save_in_float32).remove)
-
-
-def _unknown_parameters(
-    models: list[nn.Module], optimizers: list[Optimizer]
-) -> Iterator[nn.Parameter]:
-    owned = {id(parameter) for model in models for parameter in model.parameters()}
-    for optimizer in optimizers:
-        yield from (
-            cast("nn.Parameter", parameter)
-            for parameter in parameters(optimizer)
-            if id(parameter) not in owned
-        )
-
-
-def _open(models: list[nn.Module], inputs: torch.dtype | None, outputs: torch.dtype) -> None:
-    """Cast what goes in and comes out, and nothing else: inside, a region goes on as it is."""
-    for model in models:
-        hung = forward.wrap_forward(
-            forward.ForwardWrapper(
-                Region(device_of([model]), False, None, None),
-                inputs,
-                outputs,
-                defer_to_autocast=True,
-            ),
-            model,
-        )
-        _undo(model).append(hung)
-
-
-def _save_in_float32(
-    _module: nn.Module, state: dict[str, Any], _prefix: str, _metadata: Any
-) -> None:
-    """Let `state_dict` give float32 where there are no exact weights to give."""
-    for name, value in state.items():
-        if isinstance(value, torch.Tensor) and value.dtype in HALF_DTYPES:
-            state[name] = value.float()
 
 
 def initialize(
@@ -297,10 +52,10 @@ def initialize(
     min_loss_scale: float | None = None,
     max_loss_scale: float = 2.0**24,
 ) -> Any:
-    """Make models and optimizers ready for a level; both come back as the objects they were, in lists where lists were passed.
+    """Prepare models and optimizers for an opt level, in place, and return them as passed.
 
-    It may be called again, for other models or for the same ones with a new optimizer: the last
-    call says which casts and scales hold.
+    May be called again with other models, or with the same models and a new optimizer: the last
+    call defines the casts and loss scales.
 
     >>> model = torch.nn.Linear(4, 2)
     >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -310,13 +65,13 @@ def initialize(
     """
     _amp_state.verbosity = verbosity
     if not enabled:
-        stop_casting()
+        deactivate_casts()
         _amp_state.opt_properties, _amp_state.loss_scalers = Properties(), []
         return models if optimizers is None else (models, optimizers)
-    level = level_of(opt_level)
+    level = find_opt_level(opt_level)
     if not isinstance(num_losses, int) or num_losses < 1:
-        raise ValueError(f"num_losses={num_losses!r}: it is the number of losses, 1 or more.")
-    properties = overridden(
+        raise ValueError(f"num_losses must be 1 or more, got {num_losses!r}.")
+    properties = apply_overrides(
         level.properties,
         cast_model_type=cast_model_type,
         patch_torch_functions=patch_torch_functions,
@@ -324,49 +79,20 @@ def initialize(
         master_weights=master_weights,
         loss_scale=loss_scale,
     )
-    _tell(level, properties)
+    _print_options(level, properties)
     scalers = [
         LossScaler(
             properties.loss_scale, min_loss_scale=min_loss_scale, max_loss_scale=max_loss_scale
         )
         for _ in range(num_losses)
     ]
-    _set_up(models, optimizers, properties, cast_model_outputs)
+    _initialize_all(models, optimizers, properties, cast_model_outputs)
     _amp_state.opt_properties, _amp_state.loss_scalers = properties, scalers
     return models if optimizers is None else (models, optimizers)
 
 
-def _set_up(
-    models: Any, optimizers: Any, properties: Properties, outputs: torch.dtype | None
-) -> None:
-    several, stepping = models_of(models), optimizers_of(optimizers)
-    refuse_wrapped(several)
-    refuse_known(stepping)
-    release(several)
-    refuse_half(several)
-    stop_casting()
-    prepare(several, stepping, properties, outputs)
-    if properties.patch_torch_functions:
-        _amp_state.handle = Handle(device_of(several), verbose=_amp_state.verbosity > 1)
-        _amp_state.handle.last_as_long_as(several)
-
-
-def _tell(level: OptLevel, properties: Properties) -> None:
-    maybe_print(
-        f"Selected optimization level {level.brief}\n\nDefaults for this optimization level are:",
-        True,
-    )
-    maybe_print(_listed(level.properties), True)
-    maybe_print("After processing overrides, optimization options are:", True)
-    maybe_print(_listed(properties), True)
-
-
-def _listed(properties: Properties) -> str:
-    return "\n".join(f"{name:22} : {value}" for name, value in properties.options.items())
-
-
 def state_dict() -> dict[str, dict[str, float | int]]:
-    """Every loss's scale and how many steps in a row were good; it belongs into a checkpoint beside model and optimizer."""
+    """Return scale and growth tracker of every loss, to save in a checkpoint. Synchronizes."""
     return {
         f"loss_scaler{index}": {"loss_scale": scaler.loss_scale(), "unskipped": scaler._unskipped}
         for index, scaler in enumerate(_amp_state.loss_scalers)
@@ -374,7 +100,7 @@ def state_dict() -> dict[str, dict[str, float | int]]:
 
 
 def load_state_dict(state_dict: dict[str, Any]) -> None:
-    """Take over what `state_dict` gave, after `initialize`. Too many or too few are said, names that mean nothing are refused."""
+    """Load a `state_dict` after `initialize`; print if the number of losses differs."""
     scalers = _amp_state.loss_scalers
     unknown = [name for name in state_dict if not name.startswith("loss_scaler")]
     if unknown:
@@ -389,3 +115,273 @@ def load_state_dict(state_dict: dict[str, Any]) -> None:
         )
     for scaler, entry in zip(scalers, state_dict.values(), strict=False):
         scaler._loss_scale, scaler._unskipped = entry["loss_scale"], entry["unskipped"]
+
+
+def _initialize_all(
+    models: Any, optimizers: Any, properties: Properties, outputs: torch.dtype | None
+) -> None:
+    models, optimizers = _model_list(models), _optimizer_list(optimizers)
+    _check_not_wrapped(models)
+    _check_not_initialized(optimizers)
+    release(models)
+    _check_float32(models)
+    deactivate_casts()
+    _prepare(models, optimizers, properties, outputs)
+    if properties.patch_torch_functions:
+        _amp_state.handle = Handle(device_of(models), verbose=_amp_state.verbosity > 1)
+        _amp_state.handle.deactivate_after(models)
+
+
+def _print_options(level: OptLevel, properties: Properties) -> None:
+    maybe_print(
+        f"Selected optimization level {level.brief}\n\nDefaults for this optimization level are:",
+        True,
+    )
+    maybe_print(_format_options(level.properties), True)
+    maybe_print("After processing overrides, optimization options are:", True)
+    maybe_print(_format_options(properties), True)
+
+
+def _format_options(properties: Properties) -> str:
+    return "\n".join(f"{name:22} : {value}" for name, value in properties.options.items())
+
+
+def _model_list(models: Any) -> list[nn.Module]:
+    """Return the models argument as a list."""
+    if isinstance(models, nn.Module):
+        return [models]
+    if isinstance(models, list) and all(isinstance(model, nn.Module) for model in models):
+        return models
+    raise TypeError(f"models should be a model or a list of models, got {_type_names(models)}.")
+
+
+def _optimizer_list(optimizers: Any) -> list[Optimizer]:
+    """Return the optimizers argument as a list, empty for None."""
+    if optimizers is None:
+        return []
+    several = optimizers if isinstance(optimizers, list) else [optimizers]
+    for optimizer in several:
+        if type(optimizer).__name__ == "FP16_Optimizer":
+            raise RuntimeError(
+                "optimizers has an FP16_Optimizer, which keeps its own masters and loss scale. Pass"
+                " the plain optimizer: amp.initialize adds both."
+            )
+    if all(isinstance(optimizer, Optimizer) for optimizer in several):
+        return several
+    raise TypeError(
+        "optimizers should be an optimizer, a list of optimizers or None, got"
+        f" {_type_names(optimizers)}."
+    )
+
+
+def _type_names(value: Any) -> str:
+    if isinstance(value, list):
+        return f"[{', '.join(type(item).__name__ for item in value)}]"
+    return type(value).__name__
+
+
+def _check_not_wrapped(models: list[nn.Module]) -> None:
+    """Raise if a model is already wrapped for data parallelism."""
+    for model in models:
+        if isinstance(model, _WRAPPERS):
+            raise RuntimeError(
+                f"models has a torch.nn.parallel.{type(model).__name__}, which keeps references to"
+                " the current parameters. Wrap a model AFTER amp.initialize has returned it."
+            )
+
+
+def _check_not_initialized(optimizers: list[Optimizer]) -> None:
+    """Raise if an optimizer was passed to `initialize` before."""
+    if any(hasattr(optimizer, "_amp_stash") for optimizer in optimizers):
+        raise RuntimeError(
+            "An optimizer was already passed to amp.initialize, which accepts an optimizer once."
+            " Create a new optimizer."
+        )
+
+
+def _check_float32(models: list[nn.Module]) -> None:
+    """Raise if a model has 16-bit parameters or buffers, unless that is allowed."""
+    if _amp_state.allow_incoming_model_not_fp32:
+        return
+    for model in models:
+        tensors: list[tuple[str, str, torch.Tensor]] = [
+            *(("param", name, parameter) for name, parameter in model.named_parameters()),
+            *(("buffer", name, buffer) for name, buffer in model.named_buffers()),
+        ]
+        for kind, name, tensor in tensors:
+            if tensor.dtype in HALF_DTYPES:
+                warn_or_err(
+                    f"Found {kind} {name} with type {tensor.type()}, expected float32:"
+                    " amp.initialize casts the model to the level's dtype. Leave .half() out, or"
+                    " call .float() on the model first."
+                )
+
+
+def _prepare(
+    models: list[nn.Module],
+    optimizers: list[Optimizer],
+    properties: Properties,
+    outputs: torch.dtype | None,
+) -> None:
+    """Cast models and wrap their forward, bind masters, and attach amp's step to optimizers."""
+    dtype = properties.cast_model_type
+    if dtype in HALF_DTYPES:
+        _decorate_models(models, optimizers, properties, outputs or torch.float32)
+    elif dtype is torch.float32:
+        _wrap_forwards(models, torch.float32, outputs or torch.float32)
+    elif outputs is not None:
+        _wrap_forwards(models, None, outputs)
+    for optimizer in optimizers:
+        if properties.master_weights and dtype not in HALF_DTYPES:
+            bind_half_parameters(optimizer)
+        if properties.master_weights:
+            _bind_later_groups(optimizer)
+        attach_amp_stash(optimizer, masters=bool(properties.master_weights))
+
+
+def _bind_later_groups(optimizer: Optimizer) -> None:
+    """Create masters for 16-bit parameters when their group is added to the optimizer."""
+    original, binding = optimizer.add_param_group, optimizer_binding(optimizer)
+
+    def add_param_group(_self: Optimizer, param_group: dict[str, Any]) -> None:
+        original(param_group)
+        if binding is not None:
+            adopt_half_parameters(optimizer, binding.masters)
+
+    optimizer.add_param_group = MethodType(add_param_group, optimizer)  # type: ignore[method-assign]
+
+
+def _decorate_models(
+    models: list[nn.Module],
+    optimizers: list[Optimizer],
+    properties: Properties,
+    outputs: torch.dtype,
+) -> None:
+    dtype = cast("torch.dtype", properties.cast_model_type)
+    masters = bool(properties.master_weights and optimizers)
+    floating = [
+        model
+        for model in models
+        if any(parameter.is_floating_point() for parameter in model.parameters())
+    ]
+    others = nn.ParameterList(_other_parameters(floating, optimizers))
+    modules = (module for model in models for module in model.modules())
+    keep_norms = properties.keep_batchnorm_fp32 and any(isinstance(m, BatchNorm) for m in modules)
+    norms = [BatchNorm] if keep_norms else []
+    decorate(
+        [*floating, others] if len(others) else floating,
+        cast("Any", optimizers or None),
+        "O2" if masters else "O3",
+        dtype=dtype,
+        preset="apex",
+        master="float32" if masters else None,
+        # Parameters of an optimizer that belong to none of the models are not cast.
+        keep_full=[*norms, others] if len(others) else norms,
+        output_dtype=outputs,
+        save_dtype="float32" if masters else None,
+    )
+    for model in models:
+        _undo_list(model).extend(_cast_custom_batches(model, dtype, outputs))
+        if not masters:
+            _undo_list(model).append(model.register_state_dict_post_hook(_save_in_float32).remove)
+
+
+def _other_parameters(
+    models: list[nn.Module], optimizers: list[Optimizer]
+) -> Iterator[nn.Parameter]:
+    owned = {id(parameter) for model in models for parameter in model.parameters()}
+    for optimizer in optimizers:
+        yield from (
+            cast("nn.Parameter", parameter)
+            for parameter in parameters(optimizer)
+            if id(parameter) not in owned
+        )
+
+
+def _wrap_forwards(
+    models: list[nn.Module], inputs: torch.dtype | None, outputs: torch.dtype
+) -> None:
+    """Cast only inputs and outputs; an outer autocast region stays active inside."""
+    for model in models:
+        unwrap = forward.wrap_forward(
+            forward.ForwardWrapper(
+                Region(device_of([model]), False, None, None),
+                inputs,
+                outputs,
+                defer_to_autocast=True,
+            ),
+            model,
+        )
+        _undo_list(model).append(unwrap)
+
+
+def device_of(models: list[nn.Module]) -> str:
+    """Return the device type of the models' parameters."""
+    devices = (parameter.device.type for model in models for parameter in model.parameters())
+    return next(devices, "cuda" if torch.cuda.is_available() else "cpu")
+
+
+def _save_in_float32(
+    _module: nn.Module, state: dict[str, Any], _prefix: str, _metadata: Any
+) -> None:
+    """Cast a state dict to float32 when there are no master weights to save."""
+    for name, value in state.items():
+        if isinstance(value, torch.Tensor) and value.dtype in HALF_DTYPES:
+            state[name] = value.float()
+
+
+def _cast_custom_batches(
+    model: nn.Module, inputs: torch.dtype, outputs: torch.dtype
+) -> tuple[Callable[[], None], ...]:
+    """Cast batches of custom classes by their `to(dtype)` with hooks; return their removers."""
+    # Module-level functions, so that the model can be pickled.
+    before = model.register_forward_pre_hook(partial(_cast_batch_inputs, inputs), with_kwargs=True)
+    return before.remove, model.register_forward_hook(partial(_cast_batch_outputs, outputs)).remove
+
+
+def _cast_batch_inputs(dtype: torch.dtype, _model: nn.Module, args: Any, kwargs: Any) -> Any:
+    return _cast_batches((args, kwargs), dtype)
+
+
+def _cast_batch_outputs(dtype: torch.dtype, _model: nn.Module, _args: Any, result: Any) -> Any:
+    return _cast_batches(result, dtype)
+
+
+def _cast_batches(values: Any, dtype: torch.dtype) -> Any:
+    return pytree.tree_map(
+        lambda value: value.to(dtype) if _is_custom_batch(value) else value, values
+    )
+
+
+def _is_custom_batch(value: object) -> bool:
+    """Return whether a value has a `to` method and is neither a tensor nor a torch object."""
+    return not isinstance(
+        value, torch.Tensor | nn.Module | torch.device | torch.dtype
+    ) and callable(getattr(value, "to", None))
+
+
+def release(models: list[nn.Module]) -> None:
+    """Undo an earlier `initialize`; the models keep their current master weights as float32."""
+    for model in models:
+        for undo in reversed(model.__dict__.pop(_UNDO_ATTRIBUTE, ())):
+            undo()
+        for module in model.modules():
+            decoration = decoration_of(module)
+            if decoration is not None:
+                decoration.undo()
+
+
+_UNDO_ATTRIBUTE = "_amp_undo"
+
+
+class _Undo(list[Callable[[], None]]):
+    """Functions that undo an earlier `initialize`, stored on the model so that they die with it."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Copy as an empty list: a copied model shares no hooks with the original."""
+        return _Undo, ()
+
+
+def _undo_list(model: nn.Module) -> _Undo:
+    undo_list: _Undo = model.__dict__.setdefault(_UNDO_ATTRIBUTE, _Undo())
+    return undo_list

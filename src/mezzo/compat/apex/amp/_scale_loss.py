@@ -1,4 +1,4 @@
-"""`amp.scale_loss`, Apex's loss scaler, and what it attaches to an optimizer."""
+"""`apex.amp.scale_loss`, Apex's `LossScaler`, and the state they keep on an optimizer."""
 
 from __future__ import annotations
 
@@ -19,12 +19,107 @@ from mezzo.scaling.loss_scales import LossScales, binding_of, first_states
 from mezzo.scaling.scale_state import LARGEST, OnCollapse, ScaleRule
 from mezzo.scaling.step_result import NO_SOURCE
 
-_PATIENCE = 50
-_FLOOR = ScaleRule().min_scale
+Optimizer = torch.optim.Optimizer
+
+_COLLAPSE_PATIENCE = 50
+_DEFAULT_MIN_SCALE = ScaleRule().min_scale
+
+
+@contextmanager
+def scale_loss(
+    loss: torch.Tensor,
+    optimizers: Optimizer | Sequence[Optimizer],
+    loss_id: int = 0,
+    model: torch.nn.Module | None = None,
+    delay_unscale: bool = False,
+    delay_overflow_check: bool = False,
+) -> Iterator[torch.Tensor]:
+    """Yield the scaled loss for `backward()`, then unscale and check the gradients.
+
+    If one is non-finite, the next `optimizer.step()` is skipped. `delay_unscale` leaves the
+    gradients scaled until a later call without it. `delay_overflow_check` reads the result of the
+    check in `optimizer.step()`; without it, leaving the context synchronizes.
+    """
+    if not hasattr(_amp_state, "opt_properties"):
+        raise RuntimeError(
+            "amp.scale_loss was called, but amp has not been initialized, so there is no loss"
+            " scale. Call model, optimizer = amp.initialize(model, optimizer, opt_level=...) first."
+        )
+    if not _amp_state.opt_properties.enabled:
+        yield loss
+        return
+    scaler = _scaler(loss_id)
+    optimizers = [optimizers] if isinstance(optimizers, Optimizer) else list(optimizers)
+    if scaler.is_noop and not _amp_state.opt_properties.master_weights:
+        yield loss.float()
+    elif delay_unscale:
+        yield _scale_and_delay_unscale(scaler, optimizers, loss)
+    else:
+        with _scale_then_unscale(scaler, optimizers, loss) as (scaled, flags):
+            yield scaled
+        _record_check(
+            optimizers, OverflowCheck(loss_id, scaler, flags), delayed=delay_overflow_check
+        )
+    if _amp_state.handle is not None:
+        _amp_state.handle._clear_cache()
+
+
+def _scale_and_delay_unscale(
+    scaler: LossScaler, optimizers: list[Optimizer], loss: torch.Tensor
+) -> torch.Tensor:
+    """Return the scaled loss; scale existing gradients too, since scaled ones are added to them."""
+    scaled = scaler.scale(loss)
+    for optimizer in optimizers:
+        stash = amp_stash(optimizer)
+        if not stash.params_have_scaled_gradients:
+            scaler.scale_gradients(optimizer)
+            stash.params_have_scaled_gradients = True
+    return scaled
+
+
+@contextmanager
+def _scale_then_unscale(
+    scaler: LossScaler, optimizers: list[Optimizer], loss: torch.Tensor
+) -> Iterator[tuple[torch.Tensor, list[torch.Tensor]]]:
+    """Yield the scaled loss and a list that receives the `found_inf` flags on exit.
+
+    Existing unscaled gradients are set aside during the backward pass and added afterwards.
+    """
+    flags: list[torch.Tensor] = []
+    unscaled = [
+        optimizer
+        for optimizer in optimizers
+        if not amp_stash(optimizer).params_have_scaled_gradients
+    ]
+    with isolated_gradients(unscaled):
+        yield scaler.scale(loss), flags
+        for optimizer in optimizers:
+            flags += scaler.unscale(optimizer)
+            amp_stash(optimizer).params_have_scaled_gradients = False
+
+
+def _record_check(optimizers: list[Optimizer], check: OverflowCheck, *, delayed: bool) -> None:
+    """Add the check to all optimizers of a backward pass: an overflow skips the steps of all."""
+    if delayed or check.found_overflow:
+        for optimizer in optimizers:
+            amp_stash(optimizer).checks.append(check)
+
+
+def _scaler(loss_id: int) -> LossScaler:
+    scalers = _amp_state.loss_scalers
+    if not 0 <= loss_id < len(scalers):
+        raise IndexError(
+            f"loss_id={loss_id} is out of range: amp.initialize was called with"
+            f" num_losses={len(scalers)}. Pass num_losses={max(loss_id, 0) + 1} or more there."
+        )
+    return scalers[loss_id]
 
 
 class LossScaler:
-    """A loss scale, dynamic or not. A static one skips bad steps as well, which Apex's writes into the weights; and a scale never falls to 0.
+    """`apex.amp.scaler.LossScaler`: one loss scale, dynamic or static.
+
+    Differs from Apex: a static scale also skips steps with non-finite gradients, which Apex writes
+    into the weights, and a dynamic scale never reaches 0.
 
     >>> LossScaler("dynamic").loss_scale(), LossScaler(128.0).loss_scale()
     (65536.0, 128.0)
@@ -45,35 +140,37 @@ class LossScaler:
                 scale_factor,
                 1.0 / scale_factor,
                 scale_window,
-                min_scale=min_loss_scale or _FLOOR,
+                min_scale=min_loss_scale or _DEFAULT_MIN_SCALE,
                 max_scale=min(max_loss_scale, LARGEST),
             )
         else:
             rule = ScaleRule(dynamic=False)
         start = init_scale if self.dynamic else float(loss_scale)
         self._scales = LossScales(
-            rule, first_states(rule, start, 1), [CollapseMonitor(_PATIENCE, OnCollapse.WARN)]
+            rule,
+            first_states(rule, start, 1),
+            [CollapseMonitor(_COLLAPSE_PATIENCE, OnCollapse.WARN)],
         )
-        self._set = start
-        """The scale that was set last: a static one stays there, and is known without asking the
-        device."""
+        self._last_set_scale = start
+        """The scale set last. A static scale keeps this value, so it is known without
+        synchronizing."""
 
     def loss_scale(self) -> float:
-        """The scale; this waits for the device."""
+        """Return the loss scale. This synchronizes."""
         return self._loss_scale
 
     @property
-    def is_idle(self) -> bool:
-        """Whether it multiplies by one, and always will."""
-        return not self.dynamic and self._set == 1.0
+    def is_noop(self) -> bool:
+        """Whether the scale is 1 and static."""
+        return not self.dynamic and self._last_set_scale == 1.0
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
-        """A loss in float32, so many times as large."""
+        """Return the loss in float32 times the loss scale. Does not synchronize."""
         scale = self._scales.make(loss.device, 0).scale
         return loss.float() * scale.to(loss.device, non_blocking=loss.device.type != "cpu")
 
-    def scale_up(self, optimizer: torch.optim.Optimizer) -> None:
-        """Multiply gradients that are there by the scale, for scaled ones are going to be added to them."""
+    def scale_gradients(self, optimizer: torch.optim.Optimizer) -> None:
+        """Multiply existing gradients by the scale, so that scaled ones can be added to them."""
         scale = self._scales.of(0).scale
         for group in optimizer.param_groups:
             for parameter in group["params"]:
@@ -81,15 +178,18 @@ class LossScaler:
                     parameter.grad.mul_(scale.to(parameter.grad.device))
 
     def unscale(self, optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-        """Divide an optimizer's gradients by the scale, 16-bit ones as float32; the flags that say whether they are finite, which nobody has read."""
-        bound, flags = binding_of(optimizer), Flags()
-        if bound is not None:
-            bound.widen_gradients()
+        """Unscale an optimizer's gradients, 16-bit ones in float32, and return `found_inf` flags.
+
+        Does not synchronize: the flags are device tensors.
+        """
+        binding, flags = binding_of(optimizer), Flags()
+        if binding is not None:
+            binding.widen_gradients()
         check_sorted(optimizer, self._scales.of(0).inverse(), flags)
         return list(flags.values())
 
     def update_scale(self, flags: list[torch.Tensor]) -> bool:
-        """Adapt the scale to the flags of one backward pass, and say whether a gradient was not finite; this waits for the device."""
+        """Update the scale after one backward pass; return whether it overflowed. Synchronizes."""
         if not flags:
             return False
         self._scales.make(flags[0].device, 0)
@@ -102,8 +202,10 @@ class LossScaler:
 
     @_loss_scale.setter
     def _loss_scale(self, scale: float) -> None:
-        self._set = self._scales.rule.clamp(float(scale))
-        self._scales.load([replace(self._scales.state(0), scale=self._set)], self._scales.rule)
+        self._last_set_scale = self._scales.rule.clamp(float(scale))
+        self._scales.load(
+            [replace(self._scales.state(0), scale=self._last_set_scale)], self._scales.rule
+        )
 
     @property
     def _unskipped(self) -> int:
@@ -116,173 +218,84 @@ class LossScaler:
         )
 
 
-class Check:
-    """One backward pass: whether its gradients are finite is asked once, whoever of its optimizers asks first."""
+class OverflowCheck:
+    """Overflow check of one backward pass, evaluated once for all its optimizers."""
 
     def __init__(self, loss_id: int, scaler: LossScaler, flags: list[torch.Tensor]) -> None:
         self._loss_id, self._scaler, self._flags = loss_id, scaler, flags
 
     @cached_property
-    def bad(self) -> bool:
-        """Whether a gradient was not finite; the scale adapts when this is asked."""
+    def found_overflow(self) -> bool:
+        """Whether a gradient is non-finite. The first read synchronizes and updates the scale."""
         return self._scaler.update_scale(self._flags)
 
     def __str__(self) -> str:
-        how = "reducing loss scale to" if self._scaler.dynamic else "keeping its loss scale of"
+        action = "reducing loss scale to" if self._scaler.dynamic else "keeping its loss scale of"
         return (
-            f"Gradient overflow.  Skipping step, loss scaler {self._loss_id} {how}"
+            f"Gradient overflow.  Skipping step, loss scaler {self._loss_id} {action}"
             f" {self._scaler.loss_scale()}"
         )
 
 
 class AmpStash:
-    """What `scale_loss` tells an optimizer's step."""
+    """State that `scale_loss` leaves on an optimizer for its next step."""
 
     def __init__(self, *, masters: bool) -> None:
         self.masters = masters
         self.params_have_scaled_gradients = False
-        """Whether the gradients wait for a later `scale_loss` to unscale them."""
-        self.checks: list[Check] = []
-        """Backward passes since the last step that were bad, or were not asked yet."""
+        """Whether the gradients are still scaled, until a later `scale_loss` unscales them."""
+        self.checks: list[OverflowCheck] = []
+        """Checks since the last step that overflowed or are not evaluated yet."""
 
     @property
     def already_patched(self) -> bool:
         """Whether the next step is skipped."""
-        return any(check.bad for check in self.checks)
+        return any(check.found_overflow for check in self.checks)
 
-    def take(self) -> list[Check]:
-        """The reasons to skip this step; the next one starts anew."""
-        # All are asked, for the scale adapts by it.
-        bad, self.checks = [check for check in self.checks if check.bad], []
-        return bad
+    def pop_overflows(self) -> list[OverflowCheck]:
+        """Return the checks that overflowed, and clear all."""
+        # Every check is evaluated, not only up to the first overflow: that updates its scale.
+        overflows = [check for check in self.checks if check.found_overflow]
+        self.checks = []
+        return overflows
 
 
-def attach(optimizer: torch.optim.Optimizer, *, masters: bool) -> None:
-    """Let an optimizer's step be skipped where `scale_loss` found gradients that are not finite, and run without the casts of O1."""
+def attach_amp_stash(optimizer: torch.optim.Optimizer, *, masters: bool) -> None:
+    """Replace an optimizer's step: skip it after an overflow, and run it without O1's casts."""
     if hasattr(optimizer, "_amp_stash"):
         raise RuntimeError(
-            "An optimizer goes through amp.initialize once, and this one did before. Make a new one"
-            " for another initialize."
+            "This optimizer was already passed to amp.initialize, which accepts an optimizer once."
+            " Create a new optimizer."
         )
-    stash, own = AmpStash(masters=masters), optimizer.step
+    stash, original_step = AmpStash(masters=masters), optimizer.step
 
     def step(_self: torch.optim.Optimizer, closure: Callable[[], Any] | None = None) -> Any:
-        reasons = stash.take()
+        overflows = stash.pop_overflows()
         if closure is not None:
-            if masters or reasons:
+            if masters or overflows:
                 raise RuntimeError(
-                    "amp does not support closures with master weights, nor on a step that is to be"
-                    " skipped. Compute the loss and its gradients first, then call step()."
+                    "amp does not support closures with master weights or for a skipped step."
+                    " Compute the loss and its gradients first, then call step()."
                 )
-            return own(closure)
-        if reasons:
-            for reason in reasons:
-                maybe_print(str(reason))
+            return original_step(closure)
+        if overflows:
+            for check in overflows:
+                maybe_print(str(check))
             return None
         with disable_casts():
-            return own()
+            return original_step()
 
     replace_step(optimizer, step)
     optimizer._amp_stash = stash  # type: ignore[attr-defined]
 
 
-def stash_of(optimizer: object) -> AmpStash:
-    """What `attach` left on an optimizer."""
+def amp_stash(optimizer: object) -> AmpStash:
+    """Return the state that `attach_amp_stash` put on an optimizer."""
     stash = getattr(optimizer, "_amp_stash", None)
     if not isinstance(stash, AmpStash):
         raise RuntimeError(
-            f"amp.scale_loss was given {type(optimizer).__name__}, which did not go through"
+            f"amp.scale_loss got {type(optimizer).__name__}, which was not passed to"
             " amp.initialize. Pass the optimizers that amp.initialize returned: model, optimizer ="
             " amp.initialize(model, optimizer, opt_level=...)."
         )
     return stash
-
-
-Optimizer = torch.optim.Optimizer
-
-
-@contextmanager
-def scale_loss(
-    loss: torch.Tensor,
-    optimizers: Optimizer | Sequence[Optimizer],
-    loss_id: int = 0,
-    model: torch.nn.Module | None = None,
-    delay_unscale: bool = False,
-    delay_overflow_check: bool = False,
-) -> Iterator[torch.Tensor]:
-    """Give the scaled loss to call `backward()` on; afterwards the gradients are unscaled, and `optimizer.step()` is skipped if one is not finite.
-
-    `delay_unscale` leaves them scaled for a later call without it, `delay_overflow_check` leaves
-    the question whether they are finite to the step.
-    """
-    if not hasattr(_amp_state, "opt_properties"):
-        raise RuntimeError(
-            "amp.scale_loss was called, but amp has not been initialized, so there is no loss"
-            " scale. Call model, optimizer = amp.initialize(model, optimizer, opt_level=...) first."
-        )
-    if not _amp_state.opt_properties.enabled:
-        yield loss
-        return
-    scaler, chosen = (
-        _scaler(loss_id),
-        ([optimizers] if isinstance(optimizers, Optimizer) else list(optimizers)),
-    )
-    if scaler.is_idle and not _amp_state.opt_properties.master_weights:
-        yield loss.float()
-    elif delay_unscale:
-        yield _left_scaled(scaler, chosen, loss)
-    else:
-        with _unscaled_after(scaler, chosen, loss) as (scaled, flags):
-            yield scaled
-        _judge(chosen, Check(loss_id, scaler, flags), delayed=delay_overflow_check)
-    if _amp_state.handle is not None:
-        _amp_state.handle._clear_cache()
-
-
-def _left_scaled(
-    scaler: LossScaler, optimizers: list[Optimizer], loss: torch.Tensor
-) -> torch.Tensor:
-    """Scaled gradients are going to be added to what is there, which is therefore scaled too."""
-    scaled = scaler.scale(loss)
-    for optimizer in optimizers:
-        stash = stash_of(optimizer)
-        if not stash.params_have_scaled_gradients:
-            scaler.scale_up(optimizer)
-            stash.params_have_scaled_gradients = True
-    return scaled
-
-
-@contextmanager
-def _unscaled_after(
-    scaler: LossScaler, optimizers: list[Optimizer], loss: torch.Tensor
-) -> Iterator[tuple[torch.Tensor, list[torch.Tensor]]]:
-    """The scaled loss, and a list that holds the flags of its gradients at the end. Gradients that are there and unscaled are kept apart meanwhile."""
-    flags: list[torch.Tensor] = []
-    with isolated_gradients(
-        [
-            optimizer
-            for optimizer in optimizers
-            if not stash_of(optimizer).params_have_scaled_gradients
-        ]
-    ):
-        yield scaler.scale(loss), flags
-        for optimizer in optimizers:
-            flags += scaler.unscale(optimizer)
-            stash_of(optimizer).params_have_scaled_gradients = False
-
-
-def _judge(optimizers: list[Optimizer], check: Check, *, delayed: bool) -> None:
-    """Tell the optimizers of a backward pass whether it was bad. It is good or bad as a whole, for all of them."""
-    if delayed or check.bad:
-        for optimizer in optimizers:
-            stash_of(optimizer).checks.append(check)
-
-
-def _scaler(loss_id: int) -> LossScaler:
-    scalers = _amp_state.loss_scalers
-    if not 0 <= loss_id < len(scalers):
-        raise IndexError(
-            f"loss_id={loss_id}: amp.initialize was called with num_losses={len(scalers)}. Pass"
-            f" num_losses={max(loss_id, 0) + 1} or more there."
-        )
-    return scalers[loss_id]

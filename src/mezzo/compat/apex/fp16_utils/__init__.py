@@ -1,4 +1,4 @@
-"""Apex's `fp16_utils`: master parameters by hand, loss scalers, networks in float16."""
+"""`apex.fp16_utils`: manual master weights, loss scalers, models in float16."""
 
 from __future__ import annotations
 
@@ -18,12 +18,13 @@ from mezzo.scaling.scale_state import ScaleRule, ScaleState
 Parameters = list[nn.Parameter]
 
 
-# Apex's call shape.
 def prep_param_lists(model: nn.Module, flat_master: bool = False) -> tuple[Parameters, Parameters]:
-    """A model's trained parameters, and float32 masters of them for an optimizer: one each, or all in one flat tensor.
+    """Return a model's trainable parameters and float32 masters of them for an optimizer.
+
+    With `flat_master` there is one flat master tensor for all parameters.
 
     >>> model_params, master_params = prep_param_lists(nn.Linear(2, 1).half())
-    >>> [one.dtype for one in (*model_params, *master_params)]
+    >>> [parameter.dtype for parameter in (*model_params, *master_params)]
     [torch.float16, torch.float16, torch.float32, torch.float32]
     """
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
@@ -33,8 +34,8 @@ def prep_param_lists(model: nn.Module, flat_master: bool = False) -> tuple[Param
         ]
     if len({parameter.dtype for parameter in trained}) > 1:
         raise TypeError(
-            "flat_master=True puts all parameters into one tensor, and these are of several dtypes."
-            " Leave flat_master out."
+            "flat_master=True needs parameters of one dtype, got several dtypes. Leave flat_master"
+            " out."
         )
     return trained, [_master(cast(parameters_to_vector(trained).detach(), torch.float32).clone())]
 
@@ -67,7 +68,7 @@ def _gradient(parameter: nn.Parameter) -> torch.Tensor:
 def master_params_to_model_params(
     model_params: Parameters, master_params: Parameters, flat_master: bool = False
 ) -> None:
-    """Copy masters to the 16-bit parameters that they belong to, after a step."""
+    """Copy masters to their 16-bit parameters, after a step."""
     values = (
         master_params[0].split([parameter.numel() for parameter in model_params])
         if flat_master
@@ -78,7 +79,7 @@ def master_params_to_model_params(
 
 
 class LossScaler:
-    """A scale that stays.
+    """Scale losses by a constant.
 
     >>> LossScaler(128).loss_scale
     128
@@ -89,31 +90,29 @@ class LossScaler:
 
     @property
     def loss_scale(self) -> float:
-        """What losses are multiplied by."""
+        """The loss scale."""
         return self.cur_scale
 
-    # Apex's call shape.
     def has_overflow(self, params: Iterable[torch.Tensor]) -> bool:
-        """Whether gradients are not finite: nobody looks."""
+        """Return False: a static scale does not check gradients."""
         return False
 
     def update_scale(self, overflow: bool) -> None:
-        """Adapt the scale to what was found: it stays."""
+        """Do nothing: the scale is static."""
 
     def scale_gradient(
         self, module: object, grad_in: tuple[torch.Tensor, ...], grad_out: object
     ) -> tuple[torch.Tensor, ...]:
-        """Gradients times the scale; made for `register_full_backward_hook`."""
+        """Return the gradients times the scale, as a hook for `register_full_backward_hook`."""
         return tuple(self.loss_scale * gradient for gradient in grad_in)
 
-    # Apex's call shape.
     def backward(self, loss: torch.Tensor, retain_graph: bool = False) -> None:
-        """Run backward of the scaled loss."""
+        """Run backward on the scaled loss."""
         (loss * self.loss_scale).backward(retain_graph=retain_graph)
 
 
 class DynamicLossScaler(LossScaler):
-    """A scale that halves on overflow, to no less than 1, and doubles after so many iterations without one.
+    """Divide the scale on overflow, down to 1, and multiply it after `scale_window` good steps.
 
     >>> scaler = DynamicLossScaler(init_scale=8.0)
     >>> scaler.update_scale(True)
@@ -126,39 +125,41 @@ class DynamicLossScaler(LossScaler):
     ) -> None:
         super().__init__(init_scale)
         self.scale_factor, self.scale_window = scale_factor, scale_window
-        self._good = 0
+        self._unskipped = 0
 
     def has_overflow(self, params: Iterable[torch.Tensor]) -> bool:
-        """Whether a gradient is not finite; this waits for the device."""
+        """Return whether any gradient is non-finite. This synchronizes."""
         gradients = (parameter.grad for parameter in params if parameter.grad is not None)
         return not all(bool(gradient.isfinite().all()) for gradient in gradients)
 
     def update_scale(self, overflow: bool) -> None:
-        """Adapt the scale to what was found."""
+        """Grow the scale or back off."""
         rule = ScaleRule(
             self.scale_factor, 1.0 / self.scale_factor, self.scale_window, min_scale=1.0
         )
-        after = rule.after(ScaleState(self.cur_scale, self._good), found_nonfinite=bool(overflow))
-        self.cur_scale, self._good = after.scale, after.growth_tracker
+        state = rule.after(
+            ScaleState(self.cur_scale, self._unskipped), found_nonfinite=bool(overflow)
+        )
+        self.cur_scale, self._unskipped = state.scale, state.growth_tracker
 
 
 class tofp16(nn.Module):  # noqa: N801 - Apex's spelling
-    """A layer that casts its input to float16."""
+    """Cast the input to float16."""
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """The input in float16."""
+        """Return the input in float16."""
         return input.half()
 
 
 def convert_module(module: nn.Module, dtype: torch.dtype) -> None:
-    """Cast a module's own parameters and buffers in place, not those of its parts."""
+    """Cast a module's own parameters and buffers in place, not those of its children."""
     for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
         if tensor.is_floating_point():
             tensor.data = tensor.data.to(dtype)
 
 
 def convert_network(network: nn.Module, dtype: torch.dtype) -> nn.Module:
-    """Cast a model's parameters and buffers in place, but for batch norms with weights of their own."""
+    """Cast a model's parameters and buffers in place, except affine batch norms."""
     for module in network.modules():
         if not (isinstance(module, BatchNorm) and module.affine):
             convert_module(module, dtype)
@@ -168,37 +169,37 @@ def convert_network(network: nn.Module, dtype: torch.dtype) -> nn.Module:
 
 
 def BN_convert_float(module: nn.Module) -> nn.Module:
-    """Make batch norms with weights of their own float32 again."""
-    for part in module.modules():
-        if isinstance(part, BatchNorm) and part.affine:
-            part.float()
+    """Cast affine batch norms back to float32."""
+    for child in module.modules():
+        if isinstance(child, BatchNorm) and child.affine:
+            child.float()
     return module
 
 
 def network_to_half(network: nn.Module) -> nn.Module:
-    """A model that takes float32 inputs and computes in float16, batch norms in float32."""
+    """Return a float16 model that casts its inputs; batch norms stay float32."""
     return nn.Sequential(tofp16(), BN_convert_float(network.half()))
 
 
 class FP16Model(nn.Module):
-    """A model in float16, batch norms in float32, whose inputs are cast."""
+    """Wrap a model in float16 with float32 batch norms, and cast its inputs."""
 
     def __init__(self, network: nn.Module) -> None:
         super().__init__()
         self.network = convert_network(network, torch.float16)
 
     def forward(self, *inputs: Any) -> Any:
-        """The model's own forward over float16 inputs."""
-        return self.network(
-            *(
-                one.half() if isinstance(one, torch.Tensor) and one.is_floating_point() else one
-                for one in inputs
-            )
-        )
+        """Run the model on float16 inputs."""
+        return self.network(*(_to_half(value) for value in inputs))
+
+
+def _to_half(value: Any) -> Any:
+    floating = isinstance(value, torch.Tensor) and value.is_floating_point()
+    return value.half() if floating else value
 
 
 def to_python_float(tensor: torch.Tensor) -> float:
-    """A tensor of one element as a number."""
+    """Return the value of a tensor with one element."""
     return float(tensor.item())
 
 

@@ -1,4 +1,4 @@
-"""`FP16_Optimizer`: masters and a scale around an optimizer whose parameters are 16-bit already."""
+"""`apex.fp16_utils.FP16_Optimizer`: master weights and a loss scale for 16-bit parameters."""
 
 from __future__ import annotations
 
@@ -14,14 +14,15 @@ from mezzo.optim.attach import bind_half_parameters
 from mezzo.scaling.gradients import isolated_gradients, parameters
 from mezzo.scaling.scale_state import LARGEST
 
-_DYNAMIC = {"init_scale": 2.0**32, "scale_factor": 2.0, "scale_window": 1000}
+_DYNAMIC_DEFAULTS = {"init_scale": 2.0**32, "scale_factor": 2.0, "scale_window": 1000}
 
 
 class FP16_Optimizer:  # noqa: N801 - Apex's spelling
-    """Steps float32 masters of 16-bit parameters, with a static or a dynamic loss scale.
+    """Wrap an optimizer of 16-bit parameters: float32 masters, static or dynamic loss scale.
 
     >>> model = torch.nn.Linear(2, 1).half()
-    >>> optimizer = FP16_Optimizer(torch.optim.SGD(model.parameters(), lr=0.1), static_loss_scale=128.0, verbose=False)
+    >>> sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+    >>> optimizer = FP16_Optimizer(sgd, static_loss_scale=128.0, verbose=False)
     >>> optimizer.backward(model(torch.ones(1, 2, dtype=torch.half)).sum())
     >>> optimizer.step()
     """
@@ -34,22 +35,20 @@ class FP16_Optimizer:  # noqa: N801 - Apex's spelling
         dynamic_loss_args: dict[str, Any] | None = None,
         verbose: bool = True,
     ) -> None:
-        self.optimizer, self.dynamic_loss_scale, self.verbose = (
-            init_optimizer,
-            dynamic_loss_scale,
-            verbose,
-        )
+        self.optimizer = init_optimizer
+        self.dynamic_loss_scale = dynamic_loss_scale
+        self.verbose = verbose
         self.overflow = False
-        """Whether the gradients of this iteration are not finite: the step will be skipped."""
-        words: dict[str, Any] = _DYNAMIC | (dynamic_loss_args or {})
+        """Whether this iteration has a non-finite gradient, so that the step will be skipped."""
+        options: dict[str, Any] = _DYNAMIC_DEFAULTS | (dynamic_loss_args or {})
         scale = "dynamic" if dynamic_loss_scale else float(static_loss_scale)
-        self.loss_scaler = LossScaler(scale, **words, min_loss_scale=1.0, max_loss_scale=LARGEST)
+        self.loss_scaler = LossScaler(scale, **options, min_loss_scale=1.0, max_loss_scale=LARGEST)
         self._scaled = False
-        """Whether gradients wait for `update_master_grads`."""
-        self._tell()
+        """Whether the gradients are still scaled, until `update_master_grads`."""
+        self._check_and_print_parameters()
         self._masters = bind_half_parameters(init_optimizer)
 
-    def _tell(self) -> None:
+    def _check_and_print_parameters(self) -> None:
         for number, group in enumerate(self.optimizer.param_groups):
             self.maybe_print(f"FP16_Optimizer processing param group {number}:")
             for parameter in group["params"]:
@@ -63,13 +62,10 @@ class FP16_Optimizer:  # noqa: N801 - Apex's spelling
                 )
 
     def maybe_print(self, message: str) -> None:
-        """Print if the constructor was told to be verbose."""
+        """Print if `verbose` is set."""
         if self.verbose:
-            print(message)  # noqa: T201 - as Apex tells it
+            print(message)  # noqa: T201 - Apex prints it
 
-    # -- an iteration ------------------------------------------------------------------------------
-
-    # Apex's call shape.
     def zero_grad(self, set_grads_to_None: bool = False) -> None:  # noqa: N803
         """Clear the gradients."""
         self.optimizer.zero_grad(set_to_none=set_grads_to_None)
@@ -78,11 +74,11 @@ class FP16_Optimizer:  # noqa: N801 - Apex's spelling
     def backward(
         self, loss: torch.Tensor, update_master_grads: bool = True, retain_graph: bool = False
     ) -> None:
-        """Run backward of the scaled loss. Gradients are unscaled at once, unless `update_master_grads=False` leaves that for later."""
+        """Run backward on the scaled loss and, unless `update_master_grads=False`, unscale."""
         scaled = self.loss_scaler.scale(loss)
         if not update_master_grads:
             if not self._scaled:
-                self.loss_scaler.scale_up(self.optimizer)
+                self.loss_scaler.scale_gradients(self.optimizer)
             self._scaled = True
             scaled.backward(retain_graph=retain_graph)
             return
@@ -92,20 +88,20 @@ class FP16_Optimizer:  # noqa: N801 - Apex's spelling
             self.update_master_grads()
 
     def update_master_grads(self) -> None:
-        """Unscale the gradients and look whether they are finite."""
+        """Unscale the gradients and check that they are finite. This synchronizes."""
         if self._scaled:
             flags = self.loss_scaler.unscale(self.optimizer)
             self.overflow = self.overflow or any(bool(flag) for flag in flags)
             self._scaled = False
 
     def clip_master_grads(self, max_norm: float, norm_type: float = 2) -> torch.Tensor | int:
-        """Clip the unscaled gradients together; their norm before, or -1 where they are not finite."""
+        """Clip the unscaled gradients; return their norm before, or -1 if they are non-finite."""
         if self.overflow:
             return -1
         return torch.nn.utils.clip_grad_norm_(master_params(self.optimizer), max_norm, norm_type)
 
     def inspect_master_grad_data(self) -> list[list[torch.Tensor | None]] | None:
-        """The unscaled gradients, group by group; None where they are not finite."""
+        """Return the unscaled gradients of each group, or None if they are non-finite."""
         if self.overflow:
             self.maybe_print(
                 "Warning:  the gradients are not finite, so there are none to inspect."
@@ -117,31 +113,32 @@ class FP16_Optimizer:  # noqa: N801 - Apex's spelling
         ]
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Step the masters unless the gradients are not finite, and adapt the scale. A closure calls this optimizer's `backward`."""
+        """Step the masters unless a gradient is non-finite, and update the scale.
+
+        A closure must call this optimizer's `backward`. Allowed with a static scale only.
+        """
         if closure is not None and self.dynamic_loss_scale:
             raise TypeError(
-                "step(closure) does not go with dynamic loss scaling, which must see the gradients"
-                " first. Call backward(loss), then step()."
+                "step(closure) is not supported with dynamic loss scaling, which checks gradients"
+                " before the step. Call backward(loss), then step()."
             )
         loss = None if closure is None else closure()
         self.update_master_grads()
-        bad, self.overflow = self.overflow, False
-        # Read only now, for that waits for the device.
-        before = self.loss_scale if bad else None
-        self.loss_scaler.update_scale([torch.tensor(float(bad))])
-        if bad:
+        overflow, self.overflow = self.overflow, False
+        # Read on overflow only: reading the scale synchronizes.
+        scale_before = self.loss_scale if overflow else None
+        self.loss_scaler.update_scale([torch.tensor(float(overflow))])
+        if overflow:
             self.maybe_print(
-                f"OVERFLOW! Skipping step. Attempted loss scale: {before}, reducing to"
+                f"OVERFLOW! Skipping step. Attempted loss scale: {scale_before}, reducing to"
                 f" {self.loss_scale}"
             )
             return loss
         value = self.optimizer.step()
         return value if closure is None else loss
 
-    # -- saving ------------------------------------------------------------------------------------
-
     def state_dict(self) -> dict[str, Any]:
-        """The optimizer's state, its masters, and the scale."""
+        """Return the state of the optimizer, the masters and the loss scale. This synchronizes."""
         return {
             "loss_scaler": {
                 "loss_scale": self.loss_scale,
@@ -154,46 +151,37 @@ class FP16_Optimizer:  # noqa: N801 - Apex's spelling
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take over what `state_dict` gave, the masters to the bit; the model is loaded before or after."""
+        """Load a `state_dict`, the masters bit for bit. The model may be loaded before or after."""
         scale = state_dict["loss_scaler"]
-        self.loss_scaler._loss_scale, self.loss_scaler._unskipped = (
-            scale["loss_scale"],
-            scale["unskipped"],
-        )
-        self.dynamic_loss_scale, self.overflow = (
-            state_dict["dynamic_loss_scale"],
-            state_dict["overflow"],
-        )
+        self.loss_scaler._loss_scale = scale["loss_scale"]
+        self.loss_scaler._unskipped = scale["unskipped"]
+        self.dynamic_loss_scale = state_dict["dynamic_loss_scale"]
+        self.overflow = state_dict["overflow"]
         self.optimizer.load_state_dict(state_dict["optimizer_state_dict"])
-        masters = (one for group in state_dict["fp32_from_fp16"] for one in group)
-        for parameter, value in zip(
-            (one for one in parameters(self.optimizer) if one in self._masters),
-            masters,
-            strict=True,
-        ):
-            self._masters.write(parameter, value.to(parameter.device))
+        half = [parameter for parameter in parameters(self.optimizer) if parameter in self._masters]
+        masters = [master for group in state_dict["fp32_from_fp16"] for master in group]
+        for parameter, master in zip(half, masters, strict=True):
+            self._masters.write(parameter, master.to(parameter.device))
 
     def __getstate__(self) -> NoReturn:
-        raise RuntimeError("An FP16_Optimizer is not pickled. Save its state_dict() instead.")
+        raise RuntimeError("FP16_Optimizer cannot be pickled. Save its state_dict() instead.")
 
     def __setstate__(self, _state: dict[str, Any]) -> NoReturn:
         raise RuntimeError(
-            "An FP16_Optimizer is not unpickled. Make one, and call its load_state_dict()."
+            "FP16_Optimizer cannot be unpickled. Create one and call its load_state_dict()."
         )
-
-    # -- what is the optimizer's or the scaler's ---------------------------------------------------
 
     @property
     def fp32_from_fp16_groups(self) -> list[list[torch.Tensor]]:
-        """Copies of the masters, group by group."""
+        """Copies of the masters of each group."""
         return [
-            [self._masters.read(one) for one in group["params"] if one in self._masters]
+            [self._masters.read(p) for p in group["params"] if p in self._masters]
             for group in self.optimizer.param_groups
         ]
 
     @property
     def loss_scale(self) -> float:
-        """The scale, which may be set."""
+        """The loss scale; settable. Reading it synchronizes."""
         return self.loss_scaler.loss_scale()
 
     @loss_scale.setter
@@ -207,5 +195,5 @@ class FP16_Optimizer:  # noqa: N801 - Apex's spelling
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
-        """The optimizer's groups."""
+        """The optimizer's parameter groups."""
         return self.optimizer.param_groups

@@ -1,4 +1,4 @@
-"""`megengine.functional`: the losses, under both names that MegEngine has for them. What else is in there is said in torch's words."""
+"""`megengine.functional`: its losses, in `loss` and `nn`. Use torch for everything else."""
 
 from mezzo.compat.megengine.functional import loss, nn
 

@@ -1,4 +1,7 @@
-"""`megengine.functional.loss`: losses made of the same ops as there, so that its rules give them the same dtypes: from 16-bit logits a float32 loss."""
+"""`megengine.functional.loss`: losses composed of the same ops as MegEngine's.
+
+The same op rules then give the same dtypes: 16-bit logits give a float32 loss.
+"""
 
 from __future__ import annotations
 
@@ -16,13 +19,13 @@ _REDUCTIONS: Mapping[str, Callable[[torch.Tensor], torch.Tensor]] = {
 
 
 def l1_loss(pred: torch.Tensor, label: torch.Tensor, reduction: str = "mean") -> torch.Tensor:
-    """The mean absolute difference."""
-    return _reduced(torch.abs(pred - label), reduction)
+    """Return the mean absolute difference."""
+    return _reduce(torch.abs(pred - label), reduction)
 
 
 def square_loss(pred: torch.Tensor, label: torch.Tensor, reduction: str = "mean") -> torch.Tensor:
-    """The mean squared difference."""
-    return _reduced((pred - label) ** 2, reduction)
+    """Return the mean squared difference."""
+    return _reduce((pred - label) ** 2, reduction)
 
 
 def cross_entropy(
@@ -33,7 +36,9 @@ def cross_entropy(
     label_smooth: float = 0.0,
     reduction: str = "mean",
 ) -> torch.Tensor:
-    """Cross entropy against classes of any integer dtype, from logits unless they are probabilities.
+    """Return the cross entropy of logits, or of probabilities with `with_logits=False`.
+
+    Labels may have any integer dtype.
 
     >>> round(cross_entropy(torch.zeros(1, 2), torch.ones(1, dtype=torch.int32)).item(), 4)
     0.6931
@@ -41,7 +46,7 @@ def cross_entropy(
     if pred.dim() != label.dim() + 1:
         raise AssertionError(
             f"target ndim must be one less than input ndim; input_ndim={pred.dim()}"
-            f" target_ndim={label.dim()}. Pass class numbers, one for each row of logits."
+            f" target_ndim={label.dim()}. Pass one class index per row of logits."
         )
     chosen = pred.gather(axis, label.long().unsqueeze(axis)).squeeze(axis)
     if with_logits:
@@ -49,33 +54,33 @@ def cross_entropy(
     else:
         normalizer, chosen, logs = torch.zeros_like(chosen), torch.log(chosen), torch.log(pred)
     if not label_smooth:
-        return _reduced(normalizer, reduction) - _reduced(chosen, reduction)
-    even = logs.mean(axis)
+        return _reduce(normalizer, reduction) - _reduce(chosen, reduction)
+    uniform = logs.mean(axis)
     return (
-        _reduced(normalizer, reduction)
-        - label_smooth * _reduced(even, reduction)
-        - (1 - label_smooth) * _reduced(chosen, reduction)
+        _reduce(normalizer, reduction)
+        - label_smooth * _reduce(uniform, reduction)
+        - (1 - label_smooth) * _reduce(chosen, reduction)
     )
 
 
 def binary_cross_entropy(
     pred: torch.Tensor, label: torch.Tensor, with_logits: bool = True, reduction: str = "mean"
 ) -> torch.Tensor:
-    """Binary cross entropy, from logits unless they are probabilities."""
+    """Return the binary cross entropy of logits, or of probabilities."""
     if with_logits:
         sigmoid = torch.nn.functional.logsigmoid
-        return _reduced(-(label * sigmoid(pred) + (1 - label) * sigmoid(-pred)), reduction)
-    return _reduced(-(label * torch.log(pred) + (1 - label) * torch.log(1 - pred)), reduction)
+        return _reduce(-(label * sigmoid(pred) + (1 - label) * sigmoid(-pred)), reduction)
+    return _reduce(-(label * torch.log(pred) + (1 - label) * torch.log(1 - pred)), reduction)
 
 
 def hinge_loss(
     pred: torch.Tensor, label: torch.Tensor, norm: str = "L1", reduction: str = "mean"
 ) -> torch.Tensor:
-    """The hinge loss against labels of −1 and 1."""
+    """Return the hinge loss for labels of −1 and 1."""
     if norm not in ("L1", "L2"):
         raise AssertionError(f"norm must be L1 or L2, got {norm!r}.")
     margin = torch.relu(1.0 - pred * label)
-    return _reduced((margin if norm == "L1" else margin**2).sum(1), reduction)
+    return _reduce((margin if norm == "L1" else margin**2).sum(1), reduction)
 
 
 def _logsumexp(logits: torch.Tensor, axis: int) -> torch.Tensor:
@@ -83,7 +88,7 @@ def _logsumexp(logits: torch.Tensor, axis: int) -> torch.Tensor:
     return largest.squeeze(axis) + torch.log(torch.exp(logits - largest).sum(axis))
 
 
-def _reduced(loss: torch.Tensor, reduction: str) -> torch.Tensor:
+def _reduce(loss: torch.Tensor, reduction: str) -> torch.Tensor:
     if reduction not in _REDUCTIONS:
-        raise PolicyError(f"reduction={reduction!r}. {choices(_REDUCTIONS)}")
+        raise PolicyError(f"Unknown reduction {reduction!r}. {choices(_REDUCTIONS)}")
     return _REDUCTIONS[reduction](loss)

@@ -1,4 +1,4 @@
-"""`megengine.functional.nn`, as far as it holds losses."""
+"""The losses of `megengine.functional.nn`."""
 
 from mezzo.compat.megengine.functional.loss import (
     binary_cross_entropy,

@@ -1,4 +1,4 @@
-"""`convert_model`, `convert_hybrid_block` and `convert_bucketing_module`, in the call shapes of MXNet 1 and 2."""
+"""`mxnet.amp.convert_*`, with the signatures of MXNet 1 and of MXNet 2."""
 
 from __future__ import annotations
 
@@ -12,75 +12,37 @@ from torch import nn
 
 from mezzo.compat.mxnet._block import Block, ConvertRequest
 from mezzo.compat.mxnet.amp._init import PRESET
-from mezzo.compat.mxnet.amp._lists import check_lists, check_names, overrides, read_dtype
+from mezzo.compat.mxnet.amp._lists import (
+    check_excluded_names,
+    check_lists,
+    parse_target_dtype,
+    policy_fields,
+)
 from mezzo.compat.mxnet.mod import BucketingModule
 from mezzo.policy.policy import Policy
 
 Params = Mapping[str, torch.Tensor]
 
 
-@dataclass(frozen=True)
-class _ConvertArgs:
-    """The words of a conversion after those that differ, in the order of both generations."""
-
-    target_dtype: Any = "float16"
-    target_dtype_ops: list[str] | None = None
-    fp32_ops: list[str] | None = None
-    conditional_fp32_ops: list[Any] | None = None
-    excluded_sym_names: list[str] | None = None
-    cast_optional_params: bool = False
-    cast_params_offline: bool = False
-
-    def wishes(self) -> ConvertRequest:
-        """What is asked for, checked."""
-        dtype = read_dtype(
-            self.target_dtype, "Only target_dtype float16 and bfloat16 are supported currently"
-        )
-        check_lists(dtype, self.target_dtype_ops, self.fp32_ops, self.conditional_fp32_ops)
-        lists = overrides(dtype, self.target_dtype_ops, self.fp32_ops, self.conditional_fp32_ops)
-        policy = Policy("O1", dtype, preset=PRESET, **lists)
-        return ConvertRequest(
-            policy,
-            check_names(self.excluded_sym_names),
-            self.cast_optional_params or self.cast_params_offline,
-        )
-
-
-def _read(call: str, words: tuple[Any, ...], named: dict[str, Any]) -> ConvertRequest:
-    """What a call asks for. What it has beyond its words is refused in its own name."""
-    known = [field.name for field in fields(_ConvertArgs)]
-    strange = sorted(named.keys() - set(known))
-    twice = sorted(set(known[: len(words)]) & named.keys())
-    if strange or twice or len(words) > len(known):
-        problem = (
-            f"an unexpected keyword argument {strange[0]!r}"
-            if strange
-            else f"{twice[0]!r} twice"
-            if twice
-            else f"{len(words) - len(known)} arguments too many"
-        )
-        raise TypeError(f"{call}() got {problem}. After the network it takes: {', '.join(known)}.")
-    return _ConvertArgs(*words, **named).wishes()
-
-
 def convert_model(
     sym: nn.Module,
     arg_params: Params,
     aux_params: Params,
-    *words: Any,
+    *args: Any,
     data_example: Any = None,
-    **named: Any,
+    **kwargs: Any,
 ) -> tuple[Block, dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-    """A module with its parameters and buffers, converted: a callable, and both again in the dtypes in which they are stored.
+    """Convert a module; return a callable and its parameters and buffers in their stored dtypes.
 
     `(sym, arg_params, aux_params, target_dtype="float16", target_dtype_ops=None, fp32_ops=None,
     conditional_fp32_ops=None, excluded_sym_names=None, cast_optional_params=False)`; MXNet 2 has
     `input_dtypes` before `target_dtype`, and `cast_params_offline` at the end. With a
-    `data_example` it is converted at once, without one at the first call.
+    `data_example` the module is converted immediately, otherwise on its first call.
 
     >>> net = nn.Sequential(nn.Linear(4, 2))
-    >>> converted, args, aux = convert_model(net, dict(net.named_parameters()), {}, cast_optional_params=True)
-    >>> args["0.weight"].dtype, converted(torch.ones(1, 4)).dtype
+    >>> params = dict(net.named_parameters())
+    >>> converted, params, _ = convert_model(net, params, {}, cast_optional_params=True)
+    >>> params["0.weight"].dtype, converted(torch.ones(1, 4)).dtype
     (torch.float16, torch.float32)
     """
     if not isinstance(sym, nn.Module):
@@ -88,16 +50,19 @@ def convert_model(
             "First argument to convert_model should be Symbol: here a torch.nn.Module, got"
             f" {type(sym).__name__}."
         )
-    for place, params in (("Second", arg_params), ("Third", aux_params)):
+    for position, params in (("Second", arg_params), ("Third", aux_params)):
         if not isinstance(params, dict):
             raise AssertionError(
-                f"{place} argument to convert_model should be a dict of name to ndarray, got"
+                f"{position} argument to convert_model should be a dict of name to ndarray, got"
                 f" {type(params).__name__}."
             )
-    if words and isinstance(words[0], Mapping):
-        words = words[1:]
-    named.pop("input_dtypes", None)
-    block = Block(_with(sym, {**arg_params, **aux_params}), _read("convert_model", words, named))
+    if args and isinstance(args[0], Mapping):
+        args = args[1:]
+    kwargs.pop("input_dtypes", None)
+    block = Block(
+        _with_params(sym, {**arg_params, **aux_params}),
+        _parse_request("convert_model", args, kwargs),
+    )
     _prepare(block, data_example)
     stored = block.params
     return (
@@ -109,20 +74,21 @@ def convert_model(
 
 def convert_hybrid_block(
     block: nn.Module,
-    *words: Any,
+    *args: Any,
     data_example: Any = None,
     ctx: Any = None,
     device: Any = None,
-    **named: Any,
+    **kwargs: Any,
 ) -> Block:
-    """A module, converted: a callable with `forward`, `export` and `params`.
+    """Convert a module; return a callable with `forward`, `export` and `params`.
 
     MXNet 1: `(block, target_dtype="float16", target_dtype_ops=None, fp32_ops=None,
     conditional_fp32_ops=None, excluded_sym_names=None, ctx, cast_optional_params=False)`. MXNet 2:
-    `(block, data_example, target_dtype, ..., device, cast_params_offline=False)`, converted at
-    once.
+    `(block, data_example, target_dtype, ..., device, cast_params_offline=False)`, which converts
+    immediately.
 
-    >>> convert_hybrid_block(nn.Linear(4, 2), target_dtype="bfloat16").forward(torch.ones(1, 4)).dtype
+    >>> block = convert_hybrid_block(nn.Linear(4, 2), target_dtype="bfloat16")
+    >>> block.forward(torch.ones(1, 4)).dtype
     torch.float32
     """
     if not isinstance(block, nn.Module):
@@ -130,22 +96,24 @@ def convert_hybrid_block(
             "block input should be a HybridBlock: here a torch.nn.Module, got"
             f" {type(block).__name__}."
         )
-    if words and _is_example(words[0]):
-        data_example, *rest = words
-        words = tuple(rest)
-    before, place, after = words[:_PLACE], words[_PLACE : _PLACE + 1], words[_PLACE + 1 :]
-    if after:
-        named["cast_optional_params"] = after[0]
-    where = place[0] if place else device if device is not None else ctx
-    made = Block(block, _read("convert_hybrid_block", before, named), device=where)
-    _prepare(made, data_example)
-    return made
+    if args and _is_example(args[0]):
+        data_example, args = args[0], args[1:]
+    if len(args) > _DEVICE_POSITION:
+        device = args[_DEVICE_POSITION]
+    elif device is None:
+        device = ctx
+    if len(args) > _DEVICE_POSITION + 1:
+        kwargs["cast_optional_params"] = args[_DEVICE_POSITION + 1]
+    request = _parse_request("convert_hybrid_block", args[:_DEVICE_POSITION], kwargs)
+    converted = Block(block, request, device=device)
+    _prepare(converted, data_example)
+    return converted
 
 
 def convert_bucketing_module(
-    bucketing_mod: BucketingModule, *words: Any, **named: Any
+    bucketing_mod: BucketingModule, *args: Any, **kwargs: Any
 ) -> BucketingModule:
-    """A bucketing module whose networks are converted, each for the sizes that its bucket is called with.
+    """Convert the networks of a bucketing module, each for the input shapes of its buckets.
 
     `(bucketing_mod, target_dtype="float16", target_dtype_ops=None, fp32_ops=None,
     conditional_fp32_ops=None, excluded_sym_names=None, cast_optional_params=False)`.
@@ -159,20 +127,66 @@ def convert_bucketing_module(
             "Bucketing Module should not be empty. Run it on a batch, or call switch_bucket(key),"
             " before it is converted."
         )
-    wishes = _read("convert_bucketing_module", words, named)
-    made: dict[nn.Module, Block] = {}
+    request = _parse_request("convert_bucketing_module", args, kwargs)
+    blocks: dict[nn.Module, Block] = {}
 
-    def converted(network: nn.Module) -> Block:
-        # Buckets that are one network there are one here, with its weights once.
-        if network not in made:
-            made[network] = Block(network, wishes)
-        return made[network]
+    def convert(network: nn.Module) -> Block:
+        # Buckets that share a network share the converted one and its weights.
+        if network not in blocks:
+            blocks[network] = Block(network, request)
+        return blocks[network]
 
-    return bucketing_mod.mapped(converted)
+    return bucketing_mod.map_networks(convert)
 
 
-_PLACE = 5
-"""Where `ctx` or `device` stands among the words."""
+_DEVICE_POSITION = 5
+"""Position of `ctx` or `device` among the arguments after the network."""
+
+
+@dataclass(frozen=True)
+class _ConvertArgs:
+    """The arguments that follow those in which MXNet 1 and 2 differ, in the order of both."""
+
+    target_dtype: Any = "float16"
+    target_dtype_ops: list[str] | None = None
+    fp32_ops: list[str] | None = None
+    conditional_fp32_ops: list[Any] | None = None
+    excluded_sym_names: list[str] | None = None
+    cast_optional_params: bool = False
+    cast_params_offline: bool = False
+
+    def to_request(self) -> ConvertRequest:
+        """Check the arguments and return the conversion options."""
+        dtype = parse_target_dtype(
+            self.target_dtype, "Only target_dtype float16 and bfloat16 are supported currently"
+        )
+        check_lists(dtype, self.target_dtype_ops, self.fp32_ops, self.conditional_fp32_ops)
+        lists = policy_fields(
+            dtype, self.target_dtype_ops, self.fp32_ops, self.conditional_fp32_ops
+        )
+        policy = Policy("O1", dtype, preset=PRESET, **lists)
+        return ConvertRequest(
+            policy,
+            check_excluded_names(self.excluded_sym_names),
+            self.cast_optional_params or self.cast_params_offline,
+        )
+
+
+def _parse_request(call: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ConvertRequest:
+    """Return the options of a conversion; raise `TypeError` in the name of the public call."""
+    names = [field.name for field in fields(_ConvertArgs)]
+    unexpected = sorted(kwargs.keys() - set(names))
+    repeated = sorted(set(names[: len(args)]) & kwargs.keys())
+    problem = None
+    if unexpected:
+        problem = f"an unexpected keyword argument {unexpected[0]!r}"
+    elif repeated:
+        problem = f"{repeated[0]!r} twice"
+    elif len(args) > len(names):
+        problem = f"{len(args) - len(names)} arguments too many"
+    if problem is not None:
+        raise TypeError(f"{call}() got {problem}. After the network it takes: {', '.join(names)}.")
+    return _ConvertArgs(*args, **kwargs).to_request()
 
 
 def _prepare(block: Block, example: Any) -> None:
@@ -180,19 +194,19 @@ def _prepare(block: Block, example: Any) -> None:
         block.prepare(*(example if isinstance(example, list | tuple) else [example]))
 
 
-def _is_example(word: Any) -> bool:
-    several = word if isinstance(word, list | tuple) else [word]
-    return bool(several) and all(isinstance(one, torch.Tensor) for one in several)
+def _is_example(argument: Any) -> bool:
+    values = argument if isinstance(argument, list | tuple) else [argument]
+    return bool(values) and all(isinstance(value, torch.Tensor) for value in values)
 
 
-def _with(network: nn.Module, params: Params) -> nn.Module:
-    """A network with these parameters and buffers; those that are not given stay its own."""
+def _with_params(network: nn.Module, params: Params) -> nn.Module:
+    """Return a copy of the network with these parameters and buffers loaded."""
     unknown = params.keys() - network.state_dict().keys()
     if unknown:
         raise AssertionError(
             f"The network has no parameters or buffers {sorted(unknown)}. It has:"
             f" {', '.join(network.state_dict())}."
         )
-    made = copy.deepcopy(network)
-    made.load_state_dict(dict(params), strict=False)
-    return made
+    copied = copy.deepcopy(network)
+    copied.load_state_dict(dict(params), strict=False)
+    return copied

@@ -1,4 +1,4 @@
-"""`amp.init`, `init_trainer`, `scale_loss` and `unscale`; outputs that carry their own gradient."""
+"""`mxnet.amp.init`, `init_trainer`, `scale_loss` and `unscale`; gradients of output layers."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ from torch import nn
 
 from mezzo._errors import UnsupportedError
 from mezzo.autocasting.autocast import autocast_all_devices, disable_autocast, set_thread_region
-from mezzo.compat.mxnet.amp._lists import Condition, overrides, read_dtype
+from mezzo.compat.mxnet.amp._lists import Condition, parse_target_dtype, policy_fields
 from mezzo.compat.mxnet.gluon import ScaledOptimizer, Trainer, scaled_optimizer_of
 from mezzo.scaling.scaler import GradScaler
 
 PRESET = "mxnet"
 
 _log = logging.getLogger()
-"""The root logger, as there: whoever greps for `INFO:root:Using AMP` finds it."""
+"""The root logger, as in MXNet, so that the line reads `INFO:root:Using AMP`."""
 
 
 class Initialized:
-    """What `init` switched on; as a context it ends with the block."""
+    """Result of `init`; as a context manager it calls `uninit` on exit."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         self.dtype = dtype
         self.undo = ExitStack()
-        """Takes back what was done since, the last first."""
+        """Callbacks that `uninit` runs, the last first."""
 
     def __enter__(self) -> Self:
         return self
@@ -40,7 +40,7 @@ class Initialized:
         uninit()
 
 
-_now: Initialized | None = None
+_current: Initialized | None = None
 
 
 def init(
@@ -50,51 +50,55 @@ def init(
     fp32_ops: Collection[str] | None = None,
     layout_optimization: bool = False,
 ) -> Initialized:
-    """Switch MXNet's mixed precision on for the rest of this thread; `uninit` switches it off. A second call changes nothing.
+    """Activate autocast by MXNet's op lists in this thread, until `uninit`.
 
-    Each list that is given takes the place of MXNet's own. `layout_optimization` is a hint to
-    MXNet's compiler: say `mezzo.channels_last(net)` here.
+    A second call changes nothing. Each list passed replaces MXNet's. `layout_optimization` is not
+    supported: call `mezzo.channels_last(net)`.
 
+    >>> x = torch.ones(1, 1)
     >>> with init():
-    ...     torch.mm(torch.ones(1, 1), torch.ones(1, 1)).dtype, nn.functional.linear(torch.ones(1, 1), torch.ones(1, 1)).dtype
+    ...     torch.mm(x, x).dtype, nn.functional.linear(x, x).dtype
     (torch.float32, torch.float16)
     """
-    global _now
-    if _now is not None:
-        return _now
-    dtype = read_dtype(
+    global _current
+    if _current is not None:
+        return _current
+    dtype = parse_target_dtype(
         target_dtype, "AMP currently supports only float16 or bfloat16 as a target_dtype"
     )
     if layout_optimization:
         raise UnsupportedError(
-            "layout_optimization=True is an instruction to MXNet's compiler. Call"
+            "layout_optimization=True is not supported: it is an option of MXNet's compiler. Call"
             " mezzo.channels_last(net) on the network instead."
         )
-    words = overrides(dtype, target_precision_ops, fp32_ops, conditional_fp32_ops)
-    region = autocast_all_devices(preset=PRESET, dtype=dtype, **words)
+    fields = policy_fields(dtype, target_precision_ops, fp32_ops, conditional_fp32_ops)
+    region = autocast_all_devices(preset=PRESET, dtype=dtype, **fields)
     _log.info("Using AMP")
-    _warn_of_networks(sys._getframe(1))
+    _warn_about_existing_networks(sys._getframe(1))
     set_thread_region(region)
-    _now = Initialized(dtype)
-    return _now
+    _current = Initialized(dtype)
+    return _current
 
 
 def uninit() -> None:
-    """Switch off what `init` switched on in this thread, trainers included; nothing happens where nothing is on."""
-    global _now
-    before, _now = _now, None
-    if before is not None:
+    """Undo `init` and `init_trainer` in this thread. Without `init` this does nothing."""
+    global _current
+    previous, _current = _current, None
+    if previous is not None:
         disable_autocast()
-        before.undo.close()
+        previous.undo.close()
 
 
 def initialized() -> Initialized | None:
-    """What `init` switched on."""
-    return _now
+    """Return the result of `init`, or None if it is not active."""
+    return _current
 
 
-def _warn_of_networks(frame: FrameType | None) -> None:
-    """MXNet's symbols are made once: a network that was there before keeps its precision. Here it does not, but code that goes back there would be caught."""
+def _warn_about_existing_networks(frame: FrameType | None) -> None:
+    """Warn about a network created before `init`, as MXNet does.
+
+    Here such a network is cast too; the warning is for code that also runs on MXNet.
+    """
     while frame is not None:
         for name, value in frame.f_locals.items():
             if isinstance(value, nn.Module):
@@ -109,11 +113,11 @@ def _warn_of_networks(frame: FrameType | None) -> None:
 
 
 Gradient = Callable[[], torch.Tensor]
-"""What the layer's input gets."""
+"""Computes the gradient of the layer's input."""
 
 
-class _Output(torch.autograd.Function):
-    """An output with a gradient of its own."""
+class _OutputWithGradient(torch.autograd.Function):
+    """Return an output whose backward computes the layer's own gradient."""
 
     @staticmethod
     def forward(
@@ -123,92 +127,97 @@ class _Output(torch.autograd.Function):
         gradient: Gradient,
         times_incoming: bool,
     ) -> torch.Tensor:
-        """The output as it is."""
+        """Return the output unchanged."""
         ctx.gradient, ctx.loss_scale, ctx.times_incoming = gradient, 1.0, times_incoming
         return output.clone()
 
     @staticmethod
     def backward(ctx: Any, *incoming: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
-        """The layer's own gradient, times the scale: an incoming one that counts has it already."""
-        return (
-            ctx.gradient() * (incoming[0] if ctx.times_incoming else ctx.loss_scale),
-            None,
-            None,
-            None,
-        )
+        """Return the layer's gradient times the loss scale, or times the incoming gradient."""
+        # The incoming gradient already contains the loss scale.
+        factor = incoming[0] if ctx.times_incoming else ctx.loss_scale
+        return ctx.gradient() * factor, None, None, None
 
 
-_made = False
-"""Whether there ever was such an output: most never make one, and no graph need be searched for
-it."""
+_has_output_layers = False
+"""Whether any output layer was called; without one, `scale_loss` need not search the graph."""
 
 
 def output_with_gradient(
     data: torch.Tensor, output: torch.Tensor, gradient: Gradient, *, times_incoming: bool = False
 ) -> torch.Tensor:
-    """An output whose input gets this gradient, whatever comes in unless that is to count."""
-    global _made
-    _made = True
-    made: torch.Tensor = _Output.apply(data, output, gradient, times_incoming)  # type: ignore[no-untyped-call]
-    return made
+    """Return `output`, whose backward passes `gradient()` to `data`.
+
+    The incoming gradient is ignored unless `times_incoming` is set.
+    """
+    global _has_output_layers
+    _has_output_layers = True
+    result: torch.Tensor = _OutputWithGradient.apply(data, output, gradient, times_incoming)  # type: ignore[no-untyped-call]
+    return result
 
 
-def tell_scale(loss: Any, scaler: GradScaler) -> None:
-    """Tell the output layers that a loss is made of what it is scaled by. By the loss and not by the moment: several trainers have several scales."""
-    if not _made or not isinstance(loss, torch.Tensor):
+def set_output_scales(loss: Any, scaler: GradScaler) -> None:
+    """Set the loss scale of the output layers in a loss's graph.
+
+    Per loss, because several trainers have different scales.
+    """
+    if not _has_output_layers or not isinstance(loss, torch.Tensor):
         return
-    # On the device, so that nobody waits for it.
+    # A tensor on the device: reading the scale would synchronize.
     scale = scaler.scale(torch.ones((), device=loss.device))
-    waiting, seen = [loss.grad_fn], set[Any]()
-    while waiting:
-        node = waiting.pop()
-        if node is None or node in seen:
+    pending, visited = [loss.grad_fn], set[Any]()
+    while pending:
+        node = pending.pop()
+        if node is None or node in visited:
             continue
-        seen.add(node)
-        if isinstance(node, _Output._backward_cls):
+        visited.add(node)
+        if isinstance(node, _OutputWithGradient._backward_cls):
             node.loss_scale = scale  # type: ignore[attr-defined]
         else:
-            waiting.extend(following for following, _ in node.next_functions)
+            pending.extend(next_node for next_node, _ in node.next_functions)
 
 
-Trained = Trainer | torch.optim.Optimizer
+TrainerLike = Trainer | torch.optim.Optimizer
 Losses = torch.Tensor | Sequence[torch.Tensor]
 
 _MAX_SCALE = 2.0**24
 
-_scaling: WeakSet[torch.optim.Optimizer] = WeakSet()
-"""Optimizers whose steps are scaled since `init`."""
+_scaled_optimizers: WeakSet[torch.optim.Optimizer] = WeakSet()
+"""Optimizers passed to `init_trainer` since `init`."""
 
 
-def init_trainer(optimizer_or_trainer: Trained) -> None:
-    """Let a trainer, or one of torch's optimizers, scale dynamically: from 2^16, doubled after 2000 good steps, halved by a bad one, 2^24 at most.
+def init_trainer(optimizer_or_trainer: TrainerLike) -> None:
+    """Add dynamic loss scaling to a trainer or a torch optimizer.
 
-    Whatever `update_on_kvstore` says: MXNet needs it to be false.
+    The scale starts at 2^16, doubles after 2000 successful steps, halves after a skipped one, and
+    is at most 2^24. Differs from MXNet: `update_on_kvstore` may be true.
     """
-    now = initialized()
-    if now is None:
+    current = initialized()
+    if current is None:
         raise AssertionError(
             "AMP not initialized, did you forget to call amp.init()? Call it before the network and"
-            " the trainer are made."
+            " the trainer are created."
         )
     optimizer = _optimizer_of(optimizer_or_trainer)
-    before = scaled_optimizer_of(optimizer)
-    if before is not None:
-        before.detach()
+    previous = scaled_optimizer_of(optimizer)
+    if previous is not None:
+        previous.detach()
     ScaledOptimizer(optimizer, GradScaler(max_scale=_MAX_SCALE))
-    if not _scaling:
-        now.undo.callback(_forget_all)
-    _scaling.add(optimizer)
+    if not _scaled_optimizers:
+        current.undo.callback(_detach_all)
+    _scaled_optimizers.add(optimizer)
 
 
 @contextmanager
-def scale_loss(loss: Losses, optimizer_or_trainer: Trained | Sequence[Trained]) -> Iterator[Any]:
-    """The loss, or losses, times the trainer's scale; with as many trainers as losses, each times the scale of its own.
+def scale_loss(
+    loss: Losses, optimizer_or_trainer: TrainerLike | Sequence[TrainerLike]
+) -> Iterator[Any]:
+    """Yield the loss or losses times the trainer's scale; a list of trainers scales one loss each.
 
     >>> from mezzo.compat.mxnet import amp, gluon
     >>> weight = torch.nn.Parameter(torch.ones(1))
     >>> with amp.init():
-    ...     trainer = gluon.Trainer([weight], "sgd", {"learning_rate": 0.5}, update_on_kvstore=False)
+    ...     trainer = gluon.Trainer([weight], "sgd", {"learning_rate": 0.5})
     ...     amp.init_trainer(trainer)
     ...     with amp.scale_loss(weight.sum(), trainer) as scaled:
     ...         scaled.backward()
@@ -220,51 +229,50 @@ def scale_loss(loss: Losses, optimizer_or_trainer: Trained | Sequence[Trained]) 
         losses = list(loss) if isinstance(loss, list | tuple) else [loss]
         if len(losses) != len(optimizer_or_trainer):
             raise ValueError(
-                f"{len(losses)} losses and {len(optimizer_or_trainer)} trainers: each trainer has"
-                " its own scale and needs its own loss."
+                f"scale_loss got {len(losses)} losses and {len(optimizer_or_trainer)} trainers."
+                " Each trainer has its own scale: pass one loss for each."
             )
-        yield [
-            _scaled(one, trainer) for one, trainer in zip(losses, optimizer_or_trainer, strict=True)
-        ]
+        pairs = zip(losses, optimizer_or_trainer, strict=True)
+        yield [_scale(one_loss, trainer) for one_loss, trainer in pairs]
     elif isinstance(loss, list | tuple):
-        yield [_scaled(one, optimizer_or_trainer) for one in loss]
+        yield [_scale(one_loss, optimizer_or_trainer) for one_loss in loss]
     else:
-        yield _scaled(loss, optimizer_or_trainer)
+        yield _scale(loss, optimizer_or_trainer)
 
 
-def unscale(optimizer_or_trainer: Trained) -> None:
-    """Divide the gradients by the scale and check them now, for whoever looks at them before the step, such as a clipping."""
+def unscale(optimizer_or_trainer: TrainerLike) -> None:
+    """Unscale and check the gradients before the step, for example to clip them."""
     attached = scaled_optimizer_of(_optimizer_of(optimizer_or_trainer))
     if attached is not None:
         attached.unscale()
 
 
-def _scaled(loss: Any, trainer: Any) -> Any:
+def _scale(loss: Any, trainer: Any) -> Any:
     attached = scaled_optimizer_of(_optimizer_of(trainer))
     if attached is None:
         raise AssertionError(
             "Loss scaler is not initialized, did you forget to call amp.init_trainer()? Call it"
-            " once the trainer is made."
+            " after creating the trainer."
         )
     scaled = attached.scale(loss)
-    tell_scale(loss, attached.scaler)
+    set_output_scales(loss, attached.scaler)
     return scaled
 
 
-def _optimizer_of(trained: Any) -> torch.optim.Optimizer:
-    if isinstance(trained, Trainer):
-        return trained.optimizer
-    if isinstance(trained, torch.optim.Optimizer):
-        return trained
+def _optimizer_of(trainer: Any) -> torch.optim.Optimizer:
+    if isinstance(trainer, Trainer):
+        return trainer.optimizer
+    if isinstance(trainer, torch.optim.Optimizer):
+        return trainer
     raise TypeError(
         "optimizer_or_trainer should be a Gluon Trainer or an optimizer, instead is"
-        f" {type(trained)}. Pass gluon.Trainer(...), or one of torch.optim."
+        f" {type(trainer)}. Pass gluon.Trainer(...), or one of torch.optim."
     )
 
 
-def _forget_all() -> None:
-    for optimizer in list(_scaling):
+def _detach_all() -> None:
+    for optimizer in list(_scaled_optimizers):
         attached = scaled_optimizer_of(optimizer)
         if attached is not None:
             attached.detach()
-    _scaling.clear()
+    _scaled_optimizers.clear()

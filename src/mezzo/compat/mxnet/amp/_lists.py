@@ -1,4 +1,4 @@
-"""MXNet's op lists: give them, check the user's, translate them to policy fields."""
+"""`mxnet.amp.list_*`: MXNet's op lists; checking and translating the user's lists."""
 
 from __future__ import annotations
 
@@ -39,10 +39,10 @@ _FLOAT32_PARAMETERS = {
 }
 
 
-def read_dtype(target_dtype: Any, complaint: str = "not supported type") -> torch.dtype:
-    """A 16-bit dtype from MXNet's words: a name, one of NumPy's or one of torch's.
+def parse_target_dtype(target_dtype: Any, complaint: str = "not supported type") -> torch.dtype:
+    """Return the 16-bit dtype of a name, a NumPy dtype or a torch dtype; otherwise raise.
 
-    >>> read_dtype("bfloat16")
+    >>> parse_target_dtype("bfloat16")
     torch.bfloat16
     """
     for dtype in HALF_DTYPES:
@@ -56,73 +56,79 @@ def read_dtype(target_dtype: Any, complaint: str = "not supported type") -> torc
 
 
 def list_lp16_ops(target_dtype: Any = "float16") -> list[str]:
-    """Ops that run in the 16-bit dtype.
+    """Return the ops that run in the 16-bit dtype.
 
     >>> "Convolution" in list_lp16_ops("float16")
     True
     """
-    return listed_as("half", read_dtype(target_dtype))
+    return listed_as("half", parse_target_dtype(target_dtype))
 
 
 def list_fp32_ops(target_dtype: Any = "float16") -> list[str]:
-    """Ops that run in float32."""
-    return listed_as("full", read_dtype(target_dtype))
+    """Return the ops that run in float32."""
+    return listed_as("full", parse_target_dtype(target_dtype))
 
 
 def list_lp16_fp32_ops(target_dtype: Any = "float16") -> list[str]:
-    """Ops that run in the dtype they are given."""
-    return listed_as("keep", read_dtype(target_dtype))
+    """Return the ops that run in the dtype of their inputs."""
+    return listed_as("keep", parse_target_dtype(target_dtype))
 
 
 def list_widest_type_cast(target_dtype: Any = "float16") -> list[str]:
-    """Ops that run in the widest dtype of their inputs."""
-    return listed_as("promote", read_dtype(target_dtype))
+    """Return the ops that run in the widest dtype of their inputs."""
+    return listed_as("promote", parse_target_dtype(target_dtype))
 
 
 def list_conditional_fp32_ops(target_dtype: Any = "float16") -> list[Condition]:
-    """Ops that run in float32 for some values of a parameter."""
+    """Return the ops that run in float32 for some values of a parameter."""
     return [
         (op, parameter, list(values))
-        for op, parameter, values in _CONDITIONAL[read_dtype(target_dtype)]
+        for op, parameter, values in _CONDITIONAL[parse_target_dtype(target_dtype)]
     ]
 
 
 def list_loss_output_functions(target_dtype: Any = "float16") -> list[str]:
-    """Output layers whose backward ignores the incoming gradient, and which get the scale themselves."""
-    return list(_LOSS_OUTPUTS[read_dtype(target_dtype)])
+    """Return the output layers, whose own gradient is multiplied by the loss scale."""
+    return list(_LOSS_OUTPUTS[parse_target_dtype(target_dtype)])
 
 
 def list_lp16_use_fp32_params(target_dtype: Any = "float16") -> dict[str, list[str]] | None:
-    """Ops of the 16-bit lists that keep float32 parameters; None for float16, whose kernels see to it themselves."""
-    if read_dtype(target_dtype) is torch.float16:
+    """Return the 16-bit ops with float32 parameters; None for float16.
+
+    MXNet's float16 kernels take float32 parameters by themselves.
+    """
+    if parse_target_dtype(target_dtype) is torch.float16:
         return None
     return {name: list(parameters) for name, parameters in _FLOAT32_PARAMETERS.items()}
 
 
 def check_lists(dtype: torch.dtype, target_ops: Any, fp32_ops: Any, conditional: Any) -> None:
-    """Refuse lists that are none, that overlap, or that name an op which MXNet does not list. A list that is not given is MXNet's own."""
-    for name, given in (
+    """Raise MXNet's errors for invalid, overlapping or unknown entries.
+
+    None stands for MXNet's default list.
+    """
+    for name, value in (
         ("target_dtype_ops", target_ops),
         ("fp32_ops", fp32_ops),
         ("conditional_fp32_ops", conditional),
     ):
-        if given is not None and not isinstance(given, list):
-            raise AssertionError(f"{name} should be a list of strs, got {type(given).__name__}.")
+        if value is not None and not isinstance(value, list):
+            raise AssertionError(f"{name} should be a list of strs, got {type(value).__name__}.")
     conditions = (
         list_conditional_fp32_ops(dtype)
         if conditional is None
-        else [_condition(one) for one in conditional]
+        else [_check_condition(entry) for entry in conditional]
     )
     lists = {
         "target_dtype_ops": set(list_lp16_ops(dtype) if target_ops is None else target_ops),
         "fp32_ops": set(list_fp32_ops(dtype) if fp32_ops is None else fp32_ops),
         "conditional_fp32_ops": {op for op, _, _ in conditions},
     }
-    for (one, ones), (other, others) in combinations(lists.items(), 2):
-        if ones & others:
+    for (name, names), (other_name, others) in combinations(lists.items(), 2):
+        if common := names & others:
             raise AssertionError(
-                f"Ops cannot be in two or more lists. Common ops in {one} and {other}:"
-                f" {sorted(ones & others)}. A list that is not given is MXNet's own: give both."
+                f"Ops cannot be in two or more lists. Common ops in {name} and {other_name}:"
+                f" {sorted(common)}. A list that is not passed is MXNet's default: pass both."
             )
     known = {
         *list_lp16_ops(dtype),
@@ -139,8 +145,8 @@ def check_lists(dtype: torch.dtype, target_ops: Any, fp32_ops: Any, conditional:
         )
 
 
-def check_names(excluded: Any) -> list[str]:
-    """The names that are left out, or an error."""
+def check_excluded_names(excluded: Any) -> list[str]:
+    """Return `excluded_sym_names` as a list, or raise MXNet's error."""
     if excluded is None:
         return []
     if isinstance(excluded, str) or not isinstance(excluded, Sequence):
@@ -151,7 +157,7 @@ def check_names(excluded: Any) -> list[str]:
     return list(excluded)
 
 
-def _condition(entry: Any) -> Condition:
+def _check_condition(entry: Any) -> Condition:
     match entry:
         case (str() as op, str() as parameter, list() as values):
             return op, parameter, values
@@ -160,13 +166,13 @@ def _condition(entry: Any) -> Condition:
     )
 
 
-_FORWARDS: Mapping[str, tuple[str, ...]] = {
+_OUTPUT_LAYER_OPS: Mapping[str, tuple[str, ...]] = {
     "SoftmaxOutput": ("softmax",),
     "LogisticRegressionOutput": ("sigmoid",),
     "LinearRegressionOutput": (),
     "MAERegressionOutput": (),
 }
-"""What the output layers compute on their way forward."""
+"""The ops of the output layers' forward."""
 
 _ACTIVATIONS: Mapping[str, Mapping[str, str]] = {
     "Activation": {
@@ -187,77 +193,85 @@ _ACTIVATIONS: Mapping[str, Mapping[str, str]] = {
         "rrelu": "rrelu",
     },
 }
-"""What is one op with a kind there, and several ops here."""
+"""Activation ops of MXNet by their `act_type`, which are separate ops in torch."""
 
-_ARGUMENTS = {"axis": "dim", "keepdims": "keepdim"}
+_ARGUMENT_NAMES = {"axis": "dim", "keepdims": "keepdim"}
 
 
-def ops(names: Iterable[str]) -> set[str]:
-    """Our names for MXNet's ops; what torch has no counterpart for falls out, for nothing here can call it.
+def translate_ops(names: Iterable[str]) -> set[str]:
+    """Return mezzo's op names for MXNet's; ops without a counterpart in torch are left out.
 
-    >>> sorted(ops(["Convolution", "FullyConnected", "SoftmaxOutput"]))
+    >>> sorted(translate_ops(["Convolution", "FullyConnected", "SoftmaxOutput"]))
     ['conv1d', 'conv2d', 'conv3d', 'linear', 'softmax']
     """
-    found: set[str] = set()
+    translated: set[str] = set()
     for name in names:
         if (
-            name not in _FORWARDS
+            name not in _OUTPUT_LAYER_OPS
             and name not in preset.NAMES.known
             and name not in preset.NAMES.unknown
         ):
             raise AttributeError(
                 f"MXNet has no op {name!r} in its lists.{nearest(name, preset.NAMES.known)}"
-                " amp.list_lp16_ops() and its neighbours give all."
+                " See amp.list_lp16_ops() and the other amp.list_* functions."
             )
-        found.update(_FORWARDS.get(name) or preset.NAMES.known.get(name, ()))
-    return found
+        translated.update(_OUTPUT_LAYER_OPS.get(name) or preset.NAMES.known.get(name, ()))
+    return translated
 
 
-def overrides(
+def policy_fields(
     dtype: torch.dtype,
     target_ops: Collection[str] | None,
     fp32_ops: Collection[str] | None,
     conditional: Sequence[Condition] | None,
 ) -> dict[str, Any]:
-    """Fields of a policy: each list that is given takes the place of MXNet's own, whose other ops are then left as they are."""
+    """Return the policy fields for the user's lists.
+
+    Each list that is passed replaces MXNet's; ops that are only in the replaced list get the keep
+    rule.
+    """
     entries = preset.lists(Level.O1, dtype).entries
-    by_condition = {op for op in preset.conditional_ops(dtype) if op in entries}
-    half = set() if target_ops is None else ops(target_ops)
-    full = set() if fp32_ops is None else ops(fp32_ops)
-    kinds, conditions = _conditions(conditional or ())
-    full |= kinds - half
-    dropped: set[str] = set()
+    conditional_full = {op for op in preset.conditional_ops(dtype) if op in entries}
+    half = set() if target_ops is None else translate_ops(target_ops)
+    full = set() if fp32_ops is None else translate_ops(fp32_ops)
+    activations, conditions = _translate_conditions(conditional or ())
+    full |= activations - half
+    replaced: set[str] = set()
     if target_ops is not None:
-        dropped |= {op for op, entry in entries.items() if entry.rule is Rule.HALF}
+        replaced |= {op for op, entry in entries.items() if entry.rule is Rule.HALF}
     if fp32_ops is not None:
-        dropped |= {op for op, entry in entries.items() if entry.rule is Rule.FULL} - by_condition
+        full_ops = {op for op, entry in entries.items() if entry.rule is Rule.FULL}
+        replaced |= full_ops - conditional_full
     if conditional is not None:
-        dropped |= by_condition
-    return {"half": half, "full": full, "keep": dropped - half - full, "conditional": conditions}
+        replaced |= conditional_full
+    return {"half": half, "full": full, "keep": replaced - half - full, "conditional": conditions}
 
 
-def _conditions(entries: Sequence[Condition]) -> tuple[set[str], list[tuple[str, str, list[Any]]]]:
-    """Conditional entries: ops of their own for kinds of activation, and values of an argument for the rest."""
-    kinds: set[str] = set()
+def _translate_conditions(
+    entries: Sequence[Condition],
+) -> tuple[set[str], list[tuple[str, str, list[Any]]]]:
+    """Return the torch ops of conditional activations, and the other conditions translated."""
+    activations: set[str] = set()
     conditions: list[tuple[str, str, list[Any]]] = []
     for op, argument, values in entries:
         if op in _ACTIVATIONS:
-            kinds.update(_ACTIVATIONS[op][value] for value in values if value in _ACTIVATIONS[op])
+            by_type = _ACTIVATIONS[op]
+            activations.update(by_type[value] for value in values if value in by_type)
         else:
             conditions.extend(
-                (ours, _ARGUMENTS.get(argument, argument), [_value(value) for value in values])
-                for ours in sorted(ops([op]))
+                (name, _ARGUMENT_NAMES.get(argument, argument), [_parse_value(v) for v in values])
+                for name in sorted(translate_ops([op]))
             )
-    return kinds, conditions
+    return activations, conditions
 
 
-def _value(word: Any) -> Any:
-    """A value of an argument. MXNet's graphs keep them as strings."""
-    if not isinstance(word, str):
-        return word
-    for read in (int, float):
+def _parse_value(value: Any) -> Any:
+    """Return the value of an argument, which MXNet's graphs store as a string."""
+    if not isinstance(value, str):
+        return value
+    for parse in (int, float):
         try:
-            return read(word)
+            return parse(value)
         except ValueError:
             continue
-    return {"True": True, "False": False, "None": None}.get(word, word)
+    return {"True": True, "False": False, "None": None}.get(value, value)

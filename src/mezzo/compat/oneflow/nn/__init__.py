@@ -1,11 +1,10 @@
-"""OneFlow's `nn`: torch's modules, `Graph`, and losses with OneFlow's defaults."""
+"""`oneflow.nn`: `Graph` and `CrossEntropyLoss`; every other name is `torch.nn`'s."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import torch
-from torch import nn
 from torch import nn as _nn
 
 from mezzo.compat.oneflow.nn import functional
@@ -13,16 +12,15 @@ from mezzo.compat.oneflow.nn.functional import cross_entropy
 from mezzo.compat.oneflow.nn.graph import Graph
 
 
-class CrossEntropyLoss(nn.CrossEntropyLoss):
-    """torch's, for targets of shape (N, 1) too.
+class CrossEntropyLoss(_nn.CrossEntropyLoss):
+    """`torch.nn.CrossEntropyLoss` that also accepts targets of shape (N, 1).
 
     >>> CrossEntropyLoss()(torch.zeros(2, 4), torch.ones(2, 1, dtype=torch.int64)).shape
     torch.Size([])
     """
 
-    # Torch's word.
     def forward(self, input: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-        """The loss."""
+        """Return the loss."""
         return cross_entropy(
             input,
             target,

@@ -1,4 +1,4 @@
-"""`oneflow.nn.functional`: cross entropy. Every other name is `torch.nn.functional`'s."""
+"""`oneflow.nn.functional`: `cross_entropy`; every other name is `torch.nn.functional`'s."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ import torch
 from torch.nn import functional as _functional
 
 
-# Torch's word.
 def cross_entropy(
     input: torch.Tensor, target: torch.Tensor, *args: Any, **kwargs: Any
 ) -> torch.Tensor:
-    """torch's cross entropy, and classes in a column: a target of shape (N, 1, ...) of integers is (N, ...).
+    """`torch.nn.functional.cross_entropy` that also accepts integer targets of shape (N, 1, ...).
 
-    >>> cross_entropy(torch.zeros(2, 4), torch.ones(2, 1, dtype=torch.int64)).item() == cross_entropy(torch.zeros(2, 4), torch.tensor([1, 1])).item()
+    >>> logits, column = torch.zeros(2, 4), torch.ones(2, 1, dtype=torch.int64)
+    >>> torch.equal(cross_entropy(logits, column), cross_entropy(logits, column[:, 0]))
     True
     """
     if not target.is_floating_point():
-        # torch takes int64 alone; OneFlow takes int32 too.
+        # torch accepts int64 only, OneFlow int32 as well.
         target = target.long()
         if target.dim() == input.dim() and target.dim() > 1 and target.shape[1] == 1:
             target = target.squeeze(1)
