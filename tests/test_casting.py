@@ -1,4 +1,4 @@
-"""The one place where a tensor changes dtype."""
+"""Casts of tensors and of nested containers."""
 
 from collections import OrderedDict, defaultdict, namedtuple
 
@@ -8,11 +8,11 @@ import torch
 from mezzo._casting import CASTS, cast, cast_all, device_test, is_castable, map_tensors
 from mezzo._dtypes import CASTABLE_DTYPES
 
-Pair = namedtuple("Pair", ["x", "n"])  # noqa: PYI024 - the kind without types, as models return it
+Pair = namedtuple("Pair", ["x", "n"])  # noqa: PYI024 - without types, as models return it
 
 
 class Output(OrderedDict):
-    """What some libraries' models return: a dictionary with attributes beside."""
+    """A dictionary with attributes, as models of some libraries return it."""
 
     extra = None
 
@@ -22,7 +22,7 @@ def half(tensor):
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
-def test_a_cast_changes_the_dtype_and_lets_the_gradient_through(dtype):
+def test_a_cast_changes_the_dtype_and_passes_the_gradient(dtype):
     x = torch.ones(2, requires_grad=True)
     y = cast(x, dtype)
     y.sum().backward()
@@ -30,19 +30,19 @@ def test_a_cast_changes_the_dtype_and_lets_the_gradient_through(dtype):
     assert torch.equal(x.grad, torch.ones(2))
 
 
-def test_a_cast_to_the_dtype_it_has_is_the_tensor_itself():
+def test_a_cast_to_the_same_dtype_returns_the_tensor_itself():
     x = torch.ones(2)
     assert cast(x, torch.float32) is x
 
 
-def test_there_is_a_fast_cast_to_every_dtype_that_a_policy_casts_to():
+def test_there_is_a_fast_cast_to_every_castable_dtype():
     assert CASTS.keys() == CASTABLE_DTYPES
     for dtype, fast in CASTS.items():
         assert torch.equal(fast(torch.tensor([1.1])), cast(torch.tensor([1.1]), dtype))
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda", "meta", "xpu", "privateuseone"])
-def test_a_tensor_is_asked_for_its_device(device):
+def test_the_device_test_returns_whether_a_tensor_is_on_the_device(device):
     assert device_test(device)(torch.ones(1)) is (device == "cpu")
     assert device_test(device)(torch.ones(1, device="meta")) is (device == "meta")
 
@@ -63,20 +63,20 @@ def test_a_tensor_is_asked_for_its_device(device):
         (None, False),
     ],
 )
-def test_only_float32_and_the_half_types_on_the_device_are_castable(value, castable):
+def test_only_float32_and_16_bit_tensors_on_the_device_are_castable(value, castable):
     assert is_castable(value, "cpu") is castable
 
 
-def test_every_tensor_of_a_nest_is_changed_and_every_container_keeps_its_kind():
+def test_every_tensor_in_nested_containers_is_changed_and_containers_keep_their_type():
     x = torch.ones(1)
-    nest = {
+    nested = {
         "list": [x, 1],
         "tuple": (x, "a"),
         "named": Pair(x, 2),
         "deep": [{"x": (x,)}],
         "none": None,
     }
-    changed = map_tensors(nest, half)
+    changed = map_tensors(nested, half)
     assert (
         changed["list"][0].dtype
         is changed["tuple"][0].dtype
@@ -91,17 +91,17 @@ def test_every_tensor_of_a_nest_is_changed_and_every_container_keeps_its_kind():
         changed["none"],
     ) == (list, tuple, Pair, None)
     assert (changed["list"][1], changed["tuple"][1], changed["named"].n) == (1, "a", 2)
-    assert nest["list"][0] is x
+    assert nested["list"][0] is x
 
 
-def test_what_torch_returns_as_a_named_tuple_keeps_its_kind():
+def test_named_tuples_of_torch_keep_their_type():
     result = torch.max(torch.ones(2, 2), dim=0)
     changed = map_tensors(result, lambda tensor: tensor.double())
     assert type(changed) is type(result)
     assert changed.values.dtype is torch.float64
 
 
-def test_a_dictionary_of_another_kind_keeps_it_and_what_else_it_carries():
+def test_a_subclass_of_dict_keeps_its_type_and_attributes():
     output = Output(x=torch.ones(1), n=1)
     output.extra = "kept"
     changed = map_tensors(output, half)
@@ -133,16 +133,16 @@ def test_a_dictionary_of_another_kind_keeps_it_and_what_else_it_carries():
         torch.Size([1]),
     ],
 )
-def test_what_holds_no_tensor_comes_back_as_the_same_object(value):
+def test_a_value_without_tensors_is_returned_as_the_same_object(value):
     assert map_tensors(value, half) is value
 
 
-def test_what_holds_only_unchanged_tensors_comes_back_as_the_same_object():
+def test_a_container_of_unchanged_tensors_is_returned_as_the_same_object():
     value = {"a": [torch.ones(1), (torch.ones(1),)], "b": Pair(torch.ones(1), 2)}
     assert map_tensors(value, lambda tensor: tensor) is value
 
 
-def test_cast_all_leaves_alone_what_a_policy_may_not_cast():
+def test_cast_all_does_not_change_tensors_that_are_not_castable():
     x, integers, double, elsewhere = (
         torch.ones(1),
         torch.ones(1, dtype=torch.int64),

@@ -1,4 +1,4 @@
-"""The exception tree, and how its messages are made."""
+"""The exceptions, and the helpers for their messages."""
 
 import pytest
 
@@ -21,13 +21,13 @@ from mezzo._errors import (
         (UnsupportedError, RuntimeError),
     ],
 )
-def test_an_error_can_be_caught_as_ours_and_as_pythons(error, builtin):
+def test_an_error_can_be_caught_as_mezzos_and_as_a_builtin_one(error, builtin):
     for caught in (MezzoError, builtin):
         with pytest.raises(caught, match="why"):
             raise error("why")
 
 
-def test_choices_are_spelled_out_in_their_order():
+def test_choices_are_listed_in_their_order():
     assert choices(["O2", "O0"]) == "Choose one of: O2, O0."
 
 
@@ -35,28 +35,28 @@ def test_choices_may_come_from_a_generator():
     assert choices(str(number) for number in range(2)) == "Choose one of: 0, 1."
 
 
-def test_a_misspelt_word_is_answered_with_its_neighbour():
+def test_a_misspelt_name_gets_the_closest_one_as_suggestion():
     assert nearest("sofmax", ["add", "softmax"]) == " Did you mean 'softmax'?"
 
 
-def test_several_neighbours_are_joined():
+def test_several_suggestions_are_joined():
     assert nearest("conv4d", ["conv1d", "conv2d", "add"]) == " Did you mean 'conv2d' or 'conv1d'?"
 
 
-def test_a_word_with_no_neighbour_adds_nothing_to_the_message():
+def test_a_name_without_a_close_one_gets_no_suggestion():
     assert nearest("zzz", ["softmax", "add"]) == ""
 
 
-def test_a_neighbour_is_found_whatever_the_case():
+def test_suggestions_ignore_case():
     assert nearest("o1", ["O1", "OD"]) == " Did you mean 'O1'?"
 
 
-def test_what_contains_the_word_is_named_before_what_is_only_a_little_like_it():
+def test_names_that_contain_it_come_before_names_that_are_only_similar():
     assert (
         nearest("attention", ["flatten", "head_attention"])
         == " Did you mean 'head_attention' or 'flatten'?"
     )
 
 
-def test_a_word_of_two_letters_is_not_looked_for_inside_others():
+def test_a_name_of_two_characters_is_not_searched_inside_others():
     assert nearest("ad", ["gradient", "adaptive"]) == ""

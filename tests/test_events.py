@@ -1,4 +1,4 @@
-"""Events reach those who listen, and cost nothing when nobody does."""
+"""Events reach all listeners, and are not built without one."""
 
 import threading
 from dataclasses import FrozenInstanceError, asdict
@@ -24,7 +24,7 @@ EVERY_EVENT = [
     HardwareDetected("cpu", "AMD EPYC", ("bfloat16",)),
     PolicyResolved("O1", "cpu", "bfloat16", "native"),
     PolicyDowngraded("bfloat16", "float32", "cpu", "no kernels"),
-    OpCastOverridden("add", "half", "float16", "asked for by the user"),
+    OpCastOverridden("add", "half", "float16", "chosen by the user"),
 ]
 
 
@@ -36,18 +36,18 @@ def fail(event):
     raise ListenerError(event.op)
 
 
-def test_nobody_listens_at_first():
+def test_there_is_no_listener_at_first():
     assert not listening()
 
 
-def test_an_event_without_a_listener_goes_nowhere():
+def test_an_event_without_a_listener_is_dropped():
     emit(EVENT)
-    with listen() as heard:
+    with listen() as events:
         pass
-    assert heard == []
+    assert events == []
 
 
-def test_no_record_is_built_when_nobody_listens(monkeypatch):
+def test_no_event_is_built_without_a_listener(monkeypatch):
     from mezzo import _hardware
 
     monkeypatch.setattr(_hardware, "HardwareDetected", fail)
@@ -56,23 +56,23 @@ def test_no_record_is_built_when_nobody_listens(monkeypatch):
         _hardware.hardware("cpu")
 
 
-def test_events_collect_in_order_while_the_block_runs():
-    with listen() as heard:
+def test_events_are_collected_in_order_while_the_block_runs():
+    with listen() as events:
         assert listening()
         for event in EVERY_EVENT:
             emit(event)
     emit(EVENT)
-    assert heard == EVERY_EVENT
+    assert events == EVERY_EVENT
     assert not listening()
 
 
-def test_two_listeners_hear_the_same_event():
+def test_two_listeners_receive_the_same_event():
     with listen() as outer, listen() as inner:
         emit(EVENT)
     assert outer == inner == [EVENT]
 
 
-def test_an_inner_listener_that_leaves_does_not_silence_the_outer_one():
+def test_the_exit_of_an_inner_listener_does_not_remove_the_outer_one():
     with listen() as outer:
         with listen() as inner:
             emit(EVENT)
@@ -80,32 +80,32 @@ def test_an_inner_listener_that_leaves_does_not_silence_the_outer_one():
     assert (len(outer), len(inner)) == (2, 1)
 
 
-def test_listeners_may_leave_in_any_order():
+def test_listeners_may_exit_in_any_order():
     first, second = listen(), listen()
-    heard_first, heard_second = first.__enter__(), second.__enter__()
+    first_events, second_events = first.__enter__(), second.__enter__()
     first.__exit__(None, None, None)
     emit(EVENT)
     second.__exit__(None, None, None)
-    assert (heard_first, heard_second) == ([], [EVENT])
+    assert (first_events, second_events) == ([], [EVENT])
 
 
-def test_a_sink_of_ones_own_receives_instead_of_the_list():
-    mine = []
-    with listen(mine.append) as heard:
+def test_a_sink_receives_events_instead_of_the_list():
+    received = []
+    with listen(received.append) as events:
         emit(EVENT)
-    assert (mine, heard) == ([EVENT], [])
+    assert (received, events) == ([EVENT], [])
 
 
-def test_one_function_that_listens_twice_hears_twice_and_leaves_once():
-    mine = []
-    with listen(mine.append):
-        with listen(mine.append):
+def test_a_sink_that_is_registered_twice_receives_twice_and_exits_once():
+    received = []
+    with listen(received.append):
+        with listen(received.append):
             emit(EVENT)
         emit(EVENT)
-    assert len(mine) == 3
+    assert len(received) == 3
 
 
-def test_what_a_listener_raises_reaches_the_caller_and_the_listener_is_removed():
+def test_an_exception_of_a_listener_reaches_the_caller_and_removes_it():
     with pytest.raises(ListenerError, match="fft"), listen(fail):
         emit(EVENT)
     assert not listening()
@@ -117,21 +117,21 @@ def test_a_listener_is_removed_when_the_body_raises():
     assert not listening()
 
 
-def test_a_listener_hears_other_threads():
-    with listen() as heard:
+def test_a_listener_receives_events_of_other_threads():
+    with listen() as events:
         thread = threading.Thread(target=emit, args=(EVENT,))
         thread.start()
         thread.join()
-    assert heard == [EVENT]
+    assert events == [EVENT]
 
 
-def test_threads_that_come_and_go_leave_nobody_behind():
-    def come_and_go():
+def test_threads_that_listen_concurrently_leave_no_listener():
+    def listen_often():
         for _ in range(200):
             with listen():
                 pass
 
-    threads = [threading.Thread(target=come_and_go) for _ in range(4)]
+    threads = [threading.Thread(target=listen_often) for _ in range(4)]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -140,7 +140,7 @@ def test_threads_that_come_and_go_leave_nobody_behind():
 
 
 @pytest.mark.parametrize("event", EVERY_EVENT, ids=lambda event: type(event).__name__)
-def test_a_record_is_frozen_plain_and_equal_by_value(event):
+def test_an_event_is_frozen_and_equal_by_value(event):
     field = next(iter(asdict(event)))
     with pytest.raises(FrozenInstanceError):
         setattr(event, field, "other")

@@ -1,4 +1,4 @@
-"""What `import mezzo` gives, and what it costs."""
+"""The public API, and what `import mezzo` imports."""
 
 import json
 import subprocess
@@ -9,7 +9,7 @@ import pytest
 
 import mezzo
 
-# Runs in a fresh interpreter; what is set to None there cannot be imported.
+# Runs in a fresh interpreter. A module that is set to None there cannot be imported.
 PROBE = """
 import json, sys, warnings
 warnings.simplefilter("error")
@@ -24,22 +24,25 @@ after = sorted(name for name in set(sys.modules) - before if sys.modules[name] i
 from mezzo import _hardware
 from mezzo.policy import decide, registry
 from mezzo.policy.presets import torch_amp
-caches = (registry.registry, registry._made, registry.aten_overloads, registry._functional, _hardware._detect, decide._effective, torch_amp.torch_entries)
-made = [cache.__qualname__ for cache in caches if cache.cache_info().currsize]
-print(json.dumps({"imported": after, "made": made, "cuda": torch.cuda.is_initialized()}))
+caches = (
+    registry.registry, registry._made, registry.aten_overloads, registry._functional,
+    _hardware._detect, decide._effective, torch_amp.torch_entries,
+)
+filled = [cache.__qualname__ for cache in caches if cache.cache_info().currsize]
+print(json.dumps({"imported": after, "filled": filled, "cuda": torch.cuda.is_initialized()}))
 """
 
 
 @pytest.fixture(scope="module")
 def fresh():
-    """What a fresh interpreter finds after `import mezzo`, with nothing installed but torch."""
+    """The state of a fresh interpreter after `import mezzo`, with nothing installed but torch."""
     ran = subprocess.run([sys.executable, "-c", PROBE], capture_output=True, text=True, check=False)
     assert ran.returncode == 0, ran.stderr
     assert ran.stderr == ""
     return json.loads(ran.stdout)
 
 
-def test_all_is_what_the_package_exposes():
+def test_all_lists_every_public_name():
     exposed = {
         name
         for name, value in vars(mezzo).items()
@@ -48,7 +51,7 @@ def test_all_is_what_the_package_exposes():
     assert set(mezzo.__all__) == exposed
 
 
-def test_all_names_nothing_twice_and_is_sorted():
+def test_all_is_sorted_without_duplicates():
     # ruff's order: constants, classes, functions.
     assert len(set(mezzo.__all__)) == len(mezzo.__all__)
     assert mezzo.__all__ == sorted(
@@ -61,23 +64,23 @@ def test_everything_public_is_documented(name):
     assert getattr(mezzo, name).__doc__
 
 
-def test_every_error_that_is_raised_is_public():
+def test_every_exception_is_public():
     from mezzo import _errors
 
-    raised = {
+    exceptions = {
         name
         for name, value in vars(_errors).items()
         if isinstance(value, type) and issubclass(value, Exception)
     }
-    assert raised <= set(mezzo.__all__)
+    assert exceptions <= set(mezzo.__all__)
 
 
-def test_importing_mezzo_needs_torch_alone_and_warns_of_nothing(fresh):
+def test_importing_mezzo_needs_only_torch_and_does_not_warn(fresh):
     assert "mezzo.policy.policy" in fresh["imported"]
 
 
-def test_importing_mezzo_asks_no_hardware_and_builds_no_registry(fresh):
-    assert fresh["made"] == []
+def test_importing_mezzo_queries_no_device_and_builds_no_registry(fresh):
+    assert fresh["filled"] == []
     assert not fresh["cuda"]
 
 

@@ -1,4 +1,4 @@
-"""Files that are there whole or not at all."""
+"""Atomic file writes."""
 
 import errno
 import os
@@ -35,7 +35,7 @@ def test_a_path_may_be_a_string(tmp_path):
     assert names(tmp_path) == ["a.txt"]
 
 
-def test_the_name_does_not_exist_before_the_file_is_whole(tmp_path):
+def test_the_file_appears_only_when_it_is_complete(tmp_path):
     target = tmp_path / "model.bin"
     with atomic_writer(target) as file:
         file.write(b"bytes")
@@ -46,7 +46,7 @@ def test_the_name_does_not_exist_before_the_file_is_whole(tmp_path):
 @pytest.mark.parametrize(
     "error", [ValueError("bad"), KeyboardInterrupt()], ids=["error", "interrupt"]
 )
-def test_a_write_that_fails_leaves_the_old_file_whole_and_nothing_beside_it(tmp_path, error):
+def test_a_failed_write_keeps_the_old_file_and_leaves_no_other(tmp_path, error):
     target = tmp_path / "policy.toml"
     target.write_text("old")
     with pytest.raises(type(error)):
@@ -55,13 +55,13 @@ def test_a_write_that_fails_leaves_the_old_file_whole_and_nothing_beside_it(tmp_
     assert names(tmp_path) == ["policy.toml"]
 
 
-def test_a_first_write_that_fails_leaves_nothing(tmp_path):
+def test_a_failed_first_write_leaves_no_file(tmp_path):
     with pytest.raises(ValueError, match="bad"):
         write_half(tmp_path / "new", ValueError("bad"))
     assert names(tmp_path) == []
 
 
-def test_a_process_that_dies_in_the_middle_leaves_the_old_file_whole(tmp_path):
+def test_a_process_that_dies_while_writing_keeps_the_old_file(tmp_path):
     target = tmp_path / "policy.toml"
     target.write_text("old")
     program = (
@@ -76,7 +76,7 @@ def test_a_process_that_dies_in_the_middle_leaves_the_old_file_whole(tmp_path):
 
 
 @pytest.mark.parametrize("make", [os.mkfifo, os.mkdir], ids=["fifo", "directory"])
-def test_what_is_no_regular_file_is_refused_and_stays(make, tmp_path):
+def test_a_path_that_is_not_a_regular_file_raises_and_is_not_replaced(make, tmp_path):
     make(tmp_path / "special")
     with pytest.raises(OSError, match=r"special': it is not a regular file"):
         write_text(tmp_path / "special", "x")
@@ -84,7 +84,7 @@ def test_what_is_no_regular_file_is_refused_and_stays(make, tmp_path):
     assert not (tmp_path / "special").is_file()
 
 
-def test_a_neighbour_that_is_still_being_written_is_left_alone(tmp_path):
+def test_a_temporary_file_that_is_being_written_is_not_removed(tmp_path):
     target = tmp_path / "shared"
     with atomic_writer(target) as first:
         first.write(b"first")
@@ -93,13 +93,13 @@ def test_a_neighbour_that_is_still_being_written_is_left_alone(tmp_path):
     assert target.read_bytes() == b"first"
 
 
-def test_a_new_file_has_the_mode_that_open_would_give(tmp_path):
+def test_a_new_file_has_the_mode_that_open_gives(tmp_path):
     (tmp_path / "plain").write_text("x")
     write_text(tmp_path / "atomic", "x")
     assert (tmp_path / "atomic").stat().st_mode == (tmp_path / "plain").stat().st_mode
 
 
-def test_a_private_file_stays_private_when_it_is_written_again(tmp_path):
+def test_a_file_keeps_its_mode_when_it_is_written_again(tmp_path):
     target = tmp_path / "private"
     target.touch(mode=0o600)
     write_text(target, "new")
@@ -115,14 +115,14 @@ def test_a_link_is_followed_and_stays_a_link(tmp_path):
     assert (tmp_path / "real").read_text() == "new"
 
 
-def test_a_missing_directory_is_named(tmp_path):
+def test_a_missing_directory_raises_with_its_name(tmp_path):
     with pytest.raises(
-        FileNotFoundError, match=r"there is no directory '.*missing'. Make it first"
+        FileNotFoundError, match=r"there is no directory '.*missing'. Create it first"
     ):
         write_text(tmp_path / "missing" / "file", "x")
 
 
-def test_two_writers_of_one_name_do_not_mix(tmp_path):
+def test_two_writers_of_one_file_do_not_mix(tmp_path):
     target = tmp_path / "shared"
     with atomic_writer(target) as first, atomic_writer(target) as second:
         first.write(b"first")
@@ -131,7 +131,7 @@ def test_two_writers_of_one_name_do_not_mix(tmp_path):
     assert names(tmp_path) == ["shared"]
 
 
-def test_a_relative_path_is_written_where_the_process_is(tmp_path, monkeypatch):
+def test_a_relative_path_is_relative_to_the_working_directory(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     write_text("here", "x")
     assert names(tmp_path) == ["here"]
@@ -139,7 +139,7 @@ def test_a_relative_path_is_written_where_the_process_is(tmp_path, monkeypatch):
 
 @pytest.fixture
 def limited():
-    """No file may grow beyond 4000 bytes, as under `ulimit -f`."""
+    """Limit files to 4000 bytes, as `ulimit -f` does."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (4000, before[1]))
     yield
@@ -172,7 +172,7 @@ def checkpoint(path):
 
 
 @pytest.mark.parametrize("write", [plain, buffered, zipped, torch_saved, checkpoint])
-def test_a_limit_on_file_sizes_is_one_error_and_the_old_file_stays(write, tmp_path, limited):
+def test_a_limit_on_file_sizes_raises_one_error_and_keeps_the_old_file(write, tmp_path, limited):
     target = tmp_path / "model"
     target.write_text("old")
     with pytest.raises(
@@ -188,7 +188,7 @@ def test_a_limit_on_file_sizes_is_one_error_and_the_old_file_stays(write, tmp_pa
     assert names(tmp_path) == ["model"]
 
 
-def test_a_disk_that_is_full_when_the_file_is_flushed_is_the_same_error(tmp_path, monkeypatch):
+def test_a_full_disk_at_the_final_flush_raises_the_same_error(tmp_path, monkeypatch):
     def full(_):
         raise OSError(errno.ENOSPC, "No space left on device")
 
@@ -202,6 +202,6 @@ def test_a_disk_that_is_full_when_the_file_is_flushed_is_the_same_error(tmp_path
     assert names(tmp_path) == []
 
 
-def test_an_error_of_the_writer_itself_is_not_taken_for_one_of_the_disk(tmp_path):
+def test_an_oserror_of_the_block_itself_is_raised_unchanged(tmp_path):
     with pytest.raises(FileNotFoundError, match="elsewhere"), atomic_writer(tmp_path / "model"):
         (tmp_path / "elsewhere").read_bytes()

@@ -1,4 +1,4 @@
-"""torch's private names: all in `mezzo._torch`, and each can be missing."""
+"""torch's private names are used only in `mezzo._torch`, and each may be missing."""
 
 import ast
 import json
@@ -17,7 +17,7 @@ from mezzo import _torch
 
 SOURCE = Path(mezzo.__file__).parent
 
-# These name something, and reach nothing.
+# Strings that are names of something else.
 EXCEPTIONS = {
     "conversion/export.py": {"torch._subclasses.fake_tensor"},  # a logger
     "conversion/onnx_export.py": {"torch.onnx._internal.exporter"},  # a logger
@@ -28,18 +28,17 @@ EXCEPTIONS = {
 # -- one module ------------------------------------------------------------------------------------
 
 
-def test_no_other_module_reaches_a_private_name_of_torch():
+def test_no_other_module_uses_a_private_name_of_torch():
     names = {
         str(path.relative_to(SOURCE)): set(private_names(ast.parse(path.read_text())))
         for path in SOURCE.rglob("*.py")
     }
-    # No exception that is not needed.
     assert {
         path: found for path, found in names.items() if found and path != "_torch.py"
     } == EXCEPTIONS
 
 
-def test_private_names_are_found_however_they_are_reached():
+def test_private_names_are_found_in_imports_attributes_and_strings():
     code = """
 import torch._dynamo.config as config
 from torch import nn
@@ -53,7 +52,7 @@ b = torch.Tensor.__add__, torch.ops.aten.add_, self._torch, model._parameters, "
     assert sorted(private_names(ast.parse(code))) == sorted(found)
 
 
-def test_every_part_of_a_module_that_is_used_is_named():
+def test_parts_lists_what_is_used_of_each_module():
     used = {
         name: set()
         for name in ("pytree", "schema", "serialize", "inductor_config", "dynamo_config")
@@ -68,14 +67,14 @@ def test_every_part_of_a_module_that_is_used_is_named():
             ):
                 used[node.value.id].add(node.attr)
     parts = {name: set(_torch.PARTS[".".join(_torch.place(name))]) for name in used}
-    # `schema` is also what a dispatcher's schema is called.
+    # Schemas of the dispatcher are called `schema` too.
     used["schema"] -= {"arguments", "returns", "name"}
     used["dynamo_config"] = parts["dynamo_config"]
     assert used == parts
 
 
 def private_names(tree):
-    """The dotted names below torch that have a private part, as code imports, reads or spells them."""
+    """Yield the dotted names below torch with a private part, in imports, code and strings."""
     roots = {"torch": "torch"}
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
@@ -122,9 +121,9 @@ CHILDREN = r"""
 import gc, json, os, sys, warnings
 import torch
 
-torch.optim.SGD([torch.zeros(1, requires_grad=True)], 0.1)  # imports dynamo, once for all
+torch.optim.SGD([torch.zeros(1, requires_grad=True)], 0.1)  # imports dynamo, once
 gc.disable()
-# mezzo is compiled by the first child alone.
+# Only the first child compiles mezzo's bytecode.
 sys.dont_write_bytecode, sys.pycache_prefix = False, os.environ["MEZZO_COMPILED"]
 
 def remove(dotted):
@@ -160,7 +159,7 @@ for line in sys.stdin:
 
 @pytest.fixture(scope="module")
 def without(tmp_path_factory):
-    """What code gives in a process of its own, whose torch lacks some names: its `result`, or its error."""
+    """Run code in a process whose torch lacks some names; return its `result` or its error."""
     command = [sys.executable, "-c", CHILDREN]
     with subprocess.Popen(
         command,
@@ -208,16 +207,16 @@ NAMES = {
     if not dotted.startswith("torch.ops.")
 }
 FOREACH = {dotted for dotted in NAMES if dotted.startswith("torch._foreach_")}
-"""Looked up by one rule, and left out as one."""
+"""Removed together: they share one look-up."""
 CHECK = "torch._amp_foreach_non_finite_check_and_unscale_"
 NEEDED = {CHECK, "torch._C.DisableTorchFunctionSubclass"}
-"""What the step needs, torch's own part of it included."""
+"""Names that the step, or torch in it, cannot work without."""
 
 
-def test_mezzo_is_imported_and_trains_without_any_private_name_that_the_step_does_not_need(without):
+def test_mezzo_trains_without_each_private_name_that_the_step_does_not_need(without):
     looked_up = set(without([], LOOKED_UP)) - NEEDED
     assert len(looked_up) > len(FOREACH) + 15
-    # What nobody asks for on import cannot spoil it: those are removed together.
+    # Names that are not looked up on import are removed together.
     experiments = [
         *([name] for name in sorted(looked_up - FOREACH)),
         FOREACH,
@@ -227,7 +226,7 @@ def test_mezzo_is_imported_and_trains_without_any_private_name_that_the_step_doe
     assert {names: result for names, result in results.items() if result != [0.5, 0.5]} == {}
 
 
-def test_a_region_with_torchs_own_lists_needs_no_private_name_but_the_registrys(without):
+def test_a_region_with_torchs_own_lists_needs_only_the_op_registry(without):
     registry = {dotted for dotted, feature in NAMES.items() if feature == "op registry"}
     assert without(
         NAMES.keys()
@@ -259,11 +258,11 @@ USES = {
 
 
 @pytest.mark.parametrize("name", USES)
-def test_a_feature_without_its_name_says_which_and_what_to_do(name, without):
-    said = without([name], f"import mezzo\n{USES[name]}")
+def test_a_feature_without_its_name_raises_unsupported_error(name, without):
+    message = without([name], f"import mezzo\n{USES[name]}")
     feature = NAMES.get(name, "handling of nested inputs")
     assert (
-        said
+        message
         == f"UnsupportedError: mezzo's {feature} needs {name}, which torch {torch.__version__} does"
         f" not have. Use torch {_torch.FIRST} to {_torch.LAST}."
     )
@@ -292,19 +291,17 @@ OPERANDS = {
     "name",
     sorted(name.removeprefix("foreach_") for name in _torch.FEATURES["math on lists of tensors"]),
 )
-def test_lists_of_tensors_are_computed_one_by_one_as_together(name):
+def test_substitutes_of_foreach_functions_give_the_same_values(name):
     def run(compute):
         tensors = [torch.tensor([-1.5, 2.5]), torch.tensor([4.0, 0.0, 9.0])]
         return [*compute(tensors, *OPERANDS.get(name, ())), *tensors]
 
-    together, alone = (
-        run(getattr(torch, f"_foreach_{name}")),
-        run(_torch._INSTEAD[f"foreach_{name}"]),
-    )
-    torch.testing.assert_close(alone, together, rtol=0, atol=0, equal_nan=True)
+    expected = run(getattr(torch, f"_foreach_{name}"))
+    values = run(_torch._SUBSTITUTES[f"foreach_{name}"])
+    torch.testing.assert_close(values, expected, rtol=0, atol=0, equal_nan=True)
 
 
-def test_torchs_public_functions_on_lists_are_preferred():
+def test_public_foreach_functions_are_preferred():
     if not hasattr(torch, "foreach"):
         pytest.skip("torch.foreach came with 2.15")
     assert _torch.foreach_mul_ is torch.foreach.mul_
@@ -313,7 +310,7 @@ def test_torchs_public_functions_on_lists_are_preferred():
 @pytest.mark.parametrize(
     "kind", [nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm, nn.LazyBatchNorm1d]
 )
-def test_batch_norms_share_a_base_that_other_modules_do_not_have(kind):
+def test_the_base_of_batch_norms_is_found(kind):
     assert issubclass(kind, _torch.BatchNorm)
     assert issubclass(kind, _torch.BatchOrInstanceNorm)
     assert not issubclass(kind, _torch.InstanceNorm)
@@ -322,7 +319,7 @@ def test_batch_norms_share_a_base_that_other_modules_do_not_have(kind):
 @pytest.mark.parametrize(
     "kind", [nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d, nn.LazyInstanceNorm2d]
 )
-def test_instance_norms_share_a_base_that_other_modules_do_not_have(kind):
+def test_the_base_of_instance_norms_is_found(kind):
     assert issubclass(kind, _torch.InstanceNorm)
     assert issubclass(kind, _torch.BatchOrInstanceNorm)
     assert not any(

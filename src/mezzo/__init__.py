@@ -28,8 +28,10 @@ from mezzo.prepare.master_params import master_params
 from mezzo.prepare.plan import Plan, plan
 from mezzo.scaling.scale_state import ScaleRule, ScaleState
 from mezzo.scaling.scaler import GradScaler
+from mezzo.scaling.step_result import StepResult
 from mezzo.step.eval_step import EvalStep
 from mezzo.step.memory_format import channels_last
+from mezzo.step.metrics import StepMetrics
 from mezzo.step.train_step import TrainStep, train_step
 
 __all__ = [
@@ -51,6 +53,8 @@ __all__ = [
     "ScaleRule",
     "ScaleState",
     "ScalerError",
+    "StepMetrics",
+    "StepResult",
     "TrainStep",
     "UnsupportedError",
     "autocast",

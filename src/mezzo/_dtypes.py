@@ -1,4 +1,4 @@
-"""The floating-point types mezzo moves between, and their names."""
+"""The floating-point dtypes that mezzo casts between, and their names."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ import torch
 from mezzo._errors import PolicyError, choices, nearest
 
 HALF_DTYPES: tuple[torch.dtype, ...] = (torch.float16, torch.bfloat16)
-"""The 16-bit types a policy can compute in."""
+"""The 16-bit dtypes that a policy can compute in."""
 
 CASTABLE_DTYPES: frozenset[torch.dtype] = frozenset({torch.float32, *HALF_DTYPES})
-"""The types a policy may cast. float64, float8 and complex tensors carry an intention of their
-own and are left alone."""
+"""The dtypes that a policy may cast. float64, float8 and complex tensors were chosen on purpose
+and keep their dtype."""
 
 _BY_NAME = {
     "float16": torch.float16,
@@ -26,7 +26,7 @@ _BY_NAME = {
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """Name a dtype the way policies spell it.
+    """Return the name of a dtype as policies spell it.
 
     >>> dtype_name(torch.bfloat16)
     'bfloat16'
@@ -35,23 +35,26 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def parse_dtype(
-    word: str | torch.dtype,
+    value: str | torch.dtype,
     *,
     allowed: tuple[torch.dtype, ...] = HALF_DTYPES,
     what: str = "dtype",
     beside: tuple[str, ...] = (),
 ) -> torch.dtype:
-    """Read a dtype from a name or a torch dtype, and refuse what is not allowed; `beside` names what the caller reads itself, such as `auto`.
+    """Return the dtype of a name or a torch dtype; raise `PolicyError` if it is not allowed.
+
+    `what` is the name of the argument. `beside` are further values that the caller accepts, such
+    as "auto": the message lists them.
 
     >>> parse_dtype("bf16")
     torch.bfloat16
     """
-    dtype = _BY_NAME.get(word.removeprefix("torch.")) if isinstance(word, str) else word
+    dtype = _BY_NAME.get(value.removeprefix("torch.")) if isinstance(value, str) else value
     if dtype in allowed:
         return dtype
-    shown = repr(word) if isinstance(word, str) else str(word)
+    shown = repr(value) if isinstance(value, str) else str(value)
     known = [*beside, *(dtype_name(one) for one in allowed)]
-    meant = nearest(word, known) if isinstance(word, str) and dtype is None else ""
+    suggestion = nearest(value, known) if isinstance(value, str) and dtype is None else ""
     raise PolicyError(
-        f"{what}={shown} is not a dtype that can be used here. {choices(known)}{meant}"
+        f"{what}={shown} is not a dtype that can be used here. {choices(known)}{suggestion}"
     )

@@ -1,14 +1,15 @@
-"""Every exception that mezzo raises, and how its messages are made.
+"""Exceptions, and helpers for their messages.
 
     MezzoError
-    ├── CheckpointError (RuntimeError)        a file is no checkpoint, or not one of this model and optimizer
-    ├── ConversionError (RuntimeError)        a model cannot be exported, or a converted one is called with what it was not made for
-    ├── PolicyError (ValueError)              the words of a policy: an unknown op, level or dtype, lists that overlap
-    ├── RefusedOpError (NotImplementedError)  an op that the policy bans was called
-    ├── ScalerError (RuntimeError)            gradient scaling was called out of order, or found nothing to scale
-    └── UnsupportedError (RuntimeError)       what was asked for cannot be done here: hardware, torch or a mechanism lacks it
+    ├── CheckpointError (RuntimeError)        a file is no checkpoint of this model and optimizer
+    ├── ConversionError (RuntimeError)        a model cannot be exported, or its inputs do not fit
+    ├── PolicyError (ValueError)              an argument is invalid: unknown op, level or dtype
+    ├── RefusedOpError (NotImplementedError)  an op was called that the policy refuses
+    ├── ScalerError (RuntimeError)            loss scaling was called out of order
+    └── UnsupportedError (RuntimeError)       hardware, torch or a mechanism cannot do it
 
-A message says what was passed, what is allowed and what to do.
+`except mezzo.MezzoError` catches all of them. Messages state what was passed, what is allowed and
+what to do.
 """
 
 from __future__ import annotations
@@ -16,42 +17,54 @@ from __future__ import annotations
 from collections.abc import Iterable
 from difflib import SequenceMatcher, get_close_matches
 
-_SUGGESTED = 3
-_ALMOST_THE_SAME = 0.8
-_TELLING = 3
-"""How many letters a word needs before what contains it is worth naming."""
+_MAX_SUGGESTIONS = 3
+_CLOSE_RATIO = 0.8
+_MIN_CONTAINED = 3
+"""Shorter names are contained in too many others for that to be a useful suggestion."""
 
 
 class MezzoError(Exception):
-    """The root of everything mezzo raises on purpose."""
+    """Base class of every exception that mezzo raises on purpose."""
 
 
 class CheckpointError(MezzoError, RuntimeError):
-    """A file is no checkpoint, lacks a part, or belongs to another model: raised before anything is changed."""
+    """A file is not a checkpoint, lacks a part, or belongs to another model or optimizer.
+
+    Raised before anything is changed.
+    """
 
 
 class ConversionError(MezzoError, RuntimeError):
-    """A model cannot be exported, its example inputs do not fit, or a converted program is called with inputs that it was not made for."""
+    """A model cannot be exported, or inputs do not fit: its examples, or those of a later call."""
 
 
 class PolicyError(MezzoError, ValueError):
-    """The words of a policy make no sense: raised when a policy is made or bound, never in the middle of training."""
+    """An argument is invalid: an unknown op, level, dtype or device, or lists that overlap.
+
+    Raised when a policy, scaler or region is made, never in the middle of training.
+    """
 
 
 class RefusedOpError(MezzoError, NotImplementedError):
-    """An op was called that the policy bans; the message says what to call instead. Apex's type for it, which is a RuntimeError too, as torch's."""
+    """An op with the rule `refuse` was called; the message names the op to call instead.
+
+    Apex raises NotImplementedError here and torch RuntimeError: this is both.
+    """
 
 
 class ScalerError(MezzoError, RuntimeError):
-    """Gradient scaling was called out of order, or found nothing to work on; the message says what to call when."""
+    """Loss scaling was called out of order, or found no gradients.
+
+    The message names the call that is missing.
+    """
 
 
 class UnsupportedError(MezzoError, RuntimeError):
-    """What was asked for cannot be done on this hardware, by this torch or by this mechanism."""
+    """The hardware, this version of torch or a mechanism cannot do what was requested."""
 
 
 def choices(allowed: Iterable[str]) -> str:
-    """Spell out a closed set.
+    """Format the allowed values of an argument for a message.
 
     >>> choices(["O0", "O1"])
     'Choose one of: O0, O1.'
@@ -59,32 +72,35 @@ def choices(allowed: Iterable[str]) -> str:
     return f"Choose one of: {', '.join(allowed)}."
 
 
-def nearest(word: str, known: Iterable[str]) -> str:
-    """Name the close matches of a misspelt word, or nothing when none is close: first what reads almost the same, then what contains it.
+def nearest(name: str, known: Iterable[str]) -> str:
+    """Format the known names that are close to a misspelt one; empty if none is close.
+
+    Names with almost the same spelling come first, then names that contain it.
 
     >>> nearest("sofmax", ["softmax", "add"])
     " Did you mean 'softmax'?"
     >>> nearest("attention", ["flatten", "scaled_dot_product_attention"])
     " Did you mean 'scaled_dot_product_attention' or 'flatten'?"
     """
-    spelled = {one.lower(): one for one in known}
-    wanted = word.lower()
-    close = get_close_matches(wanted, spelled, n=_SUGGESTED, cutoff=0.6)
-    almost = [one for one in close if SequenceMatcher(a=one, b=wanted).ratio() >= _ALMOST_THE_SAME]
+    spelling = {one.lower(): one for one in known}
+    wanted = name.lower()
+    close = get_close_matches(wanted, spelling, n=_MAX_SUGGESTIONS, cutoff=0.6)
+    almost = [one for one in close if SequenceMatcher(a=one, b=wanted).ratio() >= _CLOSE_RATIO]
     longer = (
-        sorted((one for one in spelled if wanted in one), key=len)
-        if len(wanted) >= _TELLING
+        sorted((one for one in spelling if wanted in one), key=len)
+        if len(wanted) >= _MIN_CONTAINED
         else []
     )
-    matches = [spelled[one] for one in dict.fromkeys((*almost, *longer, *close))][:_SUGGESTED]
-    return f" Did you mean {' or '.join(repr(match) for match in matches)}?" if matches else ""
+    matches = [spelling[one] for one in dict.fromkeys((*almost, *longer, *close))]
+    suggested = " or ".join(repr(match) for match in matches[:_MAX_SUGGESTIONS])
+    return f" Did you mean {suggested}?" if suggested else ""
 
 
-def unknown(what: str, word: object, known: Iterable[str]) -> str:
-    """Say that a word is not known, which are, and which are close.
+def unknown(what: str, name: object, known: Iterable[str]) -> str:
+    """Format the message for an unknown name: the allowed names, and those that are close.
 
     >>> unknown("preset", "padle", ["torch", "paddle"])
     "Unknown preset 'padle'. Choose one of: torch, paddle. Did you mean 'paddle'?"
     """
-    listed = list(known)
-    return f"Unknown {what} {word!r}. {choices(listed)}{nearest(str(word), listed)}"
+    allowed = list(known)
+    return f"Unknown {what} {name!r}. {choices(allowed)}{nearest(str(name), allowed)}"

@@ -1,11 +1,11 @@
-"""What happened, as values: mechanisms emit events, reports consume them, and neither knows the other.
+"""Events: records of what mezzo decided, for reports.
 
-Emitting costs nothing when nobody listens: a mechanism asks `listening()` before it builds a
-record.
+Code that decides emits an event, a report listens, and neither imports the other. Without a
+listener an event costs nothing: check `listening()` before building a record.
 
->>> with listen() as heard:
+>>> with listen() as events:
 ...     emit(PolicyDowngraded("bfloat16", "float32", "cpu", "no kernels"))
->>> heard[0].used
+>>> events[0].used
 'float32'
 """
 
@@ -19,22 +19,22 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """Something that happened. Every record is frozen and made of plain data, so that it can be stored and shown anywhere."""
+    """Base class of all events: frozen records of plain data that can be stored and shown."""
 
 
 @dataclass(frozen=True, slots=True)
 class HardwareDetected(Event):
-    """A device was asked what it can do."""
+    """`hardware()` was called for a device."""
 
     device: str
     name: str
-    fast: tuple[str, ...]
+    native_dtypes: tuple[str, ...]
     """The 16-bit dtypes that the device computes natively."""
 
 
 @dataclass(frozen=True, slots=True)
 class PolicyResolved(Event):
-    """A policy met a device: `dtype="auto"` and the like became facts."""
+    """A policy was resolved for a device, which decides what `dtype="auto"` means."""
 
     policy: str
     device: str
@@ -44,9 +44,10 @@ class PolicyResolved(Event):
 
 @dataclass(frozen=True, slots=True)
 class PolicyDowngraded(Event):
-    """The device lacks what the policy asked for, and something else is used."""
+    """The device does not support the dtype of the policy, and another one is used."""
 
     asked: str
+    """The dtype of the policy."""
     used: str
     device: str
     reason: str
@@ -54,7 +55,7 @@ class PolicyDowngraded(Event):
 
 @dataclass(frozen=True, slots=True)
 class OpCastOverridden(Event):
-    """An op ran in a precision that the policy chose, not torch's own lists."""
+    """The policy overrode torch's own lists for an op."""
 
     op: str
     rule: str
@@ -64,11 +65,12 @@ class OpCastOverridden(Event):
 
 @dataclass(frozen=True, slots=True)
 class Float32Fallback(Event):
-    """An op has no 16-bit kernel on the device and ran in float32 instead of failing."""
+    """An op has no 16-bit kernel on the device, and ran in float32 instead of failing."""
 
     op: str
     device: str
     asked: str
+    """The dtype of the policy."""
     reason: str
 
 
@@ -83,7 +85,7 @@ class ScaleCollapsed(Event):
 
 @dataclass(frozen=True, slots=True)
 class ScalingNotNeeded(Event):
-    """A loss is scaled whose dtype does not need it."""
+    """A loss is scaled although its dtype does not need loss scaling."""
 
     dtype: str
     reason: str
@@ -91,7 +93,7 @@ class ScalingNotNeeded(Event):
 
 @dataclass(frozen=True, slots=True)
 class StepCaptured(Event):
-    """A whole step became one program that the device replays."""
+    """A training or evaluation step was captured as a CUDA graph."""
 
     shapes: str
     seconds: float
@@ -99,34 +101,37 @@ class StepCaptured(Event):
 
 @dataclass(frozen=True, slots=True)
 class StepNotCaptured(Event):
-    """A step runs eagerly that was to be captured."""
+    """A step cannot be captured as a CUDA graph and runs eagerly."""
 
     reason: str
 
 
 @dataclass(frozen=True, slots=True)
 class UpdatesSkipped(Event):
-    """Several updates in a row were skipped, rightly: a gradient is not finite in eager mode too."""
+    """Several steps in a row were skipped; run eagerly, the gradients are not finite either."""
 
     in_a_row: int
     scale: float
     parameter: str
-    """The first one with a non-finite gradient."""
+    """Name of the first parameter with a non-finite gradient."""
 
 
 @dataclass(frozen=True, slots=True)
 class CaptureDisagrees(Event):
-    """A captured step skipped an update that the eager one applies, or the other way round; steps run eagerly from then on."""
+    """A replayed step skipped an update that the eager step applies, or applied a skipped one.
+
+    From then on steps run eagerly.
+    """
 
     skipped: bool
-    """What the captured step did."""
+    """Whether the replayed step skipped the update."""
     parameter: str | None
-    """The first one with a non-finite gradient in eager mode."""
+    """Name of the first parameter with a non-finite gradient in the eager step."""
 
 
 @dataclass(frozen=True, slots=True)
 class LayoutChosen(Event):
-    """A convolutional model was given a memory layout, or left in its own."""
+    """The memory format of a convolutional model was chosen."""
 
     channels_last: bool
     reason: str
@@ -139,18 +144,18 @@ class GraphConverted(Event):
     model: str
     dtype: str
     casts_before: int
-    """What torch.autocast would cast in one call."""
+    """Casts in one call under torch.autocast."""
     casts_after: int
     seconds: float
 
 
 @dataclass(frozen=True, slots=True)
 class LossNotFinite(Event):
-    """A loss was NaN or infinite; it was seen a few steps late."""
+    """A loss was NaN or infinite. On CUDA this is noticed a few steps late."""
 
     loss: float
     skipped: bool
-    """Whether a scaler looks at the gradients and skips such steps."""
+    """Whether a GradScaler checks the gradients and skips such steps."""
 
 
 Sink = Callable[[Event], None]
@@ -160,31 +165,32 @@ _sinks: tuple[Sink, ...] = ()
 
 
 def listening() -> bool:
-    """Whether anybody wants events; false is the common case and decides that no record is built."""
+    """Return whether there is a listener; without one, do not build a record."""
     return bool(_sinks)
 
 
 def emit(event: Event) -> None:
-    """Hand an event to everybody who listens. What a listener raises reaches the caller: a report that breaks is not hidden."""
+    """Pass an event to every listener. An exception of a listener propagates to the caller."""
     for sink in _sinks:
         sink(event)
 
 
 @contextmanager
 def listen(sink: Sink | None = None) -> Iterator[list[Event]]:
-    """Receive the events of the whole process while the block runs; without a sink of your own they collect in the list."""
+    """Receive the events of all threads while the block runs, in the list or through `sink`."""
     global _sinks
-    heard: list[Event] = []
-    receive = sink or heard.append
+    events: list[Event] = []
+    receive = sink or events.append
 
-    # A fresh object for each region: the same function may listen twice, and each leaves alone.
-    def own(event: Event) -> None:
+    # A new function for each region, so that one sink can be registered twice and each exit removes
+    # its own registration.
+    def registered(event: Event) -> None:
         receive(event)
 
     with _lock:
-        _sinks = (*_sinks, own)
+        _sinks = (*_sinks, registered)
     try:
-        yield heard
+        yield events
     finally:
         with _lock:
-            _sinks = tuple(one for one in _sinks if one is not own)
+            _sinks = tuple(one for one in _sinks if one is not registered)

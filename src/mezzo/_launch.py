@@ -1,4 +1,4 @@
-"""Launch Triton kernels, hold address tables in pinned memory, and copy values to the host asynchronously."""
+"""Launch Triton kernels, stage tables in pinned memory, copy values to the host asynchronously."""
 
 from __future__ import annotations
 
@@ -12,19 +12,48 @@ import torch
 
 from mezzo._dtypes import dtype_name
 
+DTYPES = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
+"""The dtypes that mezzo's kernels take."""
+
+_MAX_TABLES = 16
+"""Tables that `keep_recent` keeps. Addresses repeat: torch's allocator gives the gradients of a
+step the blocks of an earlier one."""
+
+
+# -- devices ---------------------------------------------------------------------------------------
+
 
 def needs_sync(device: torch.device) -> bool:
-    """Whether reading a tensor of this device makes the host wait for work that is still under way."""
+    """Return whether reading from this device synchronizes."""
     return device.type != "cpu"
 
 
 def is_capturing(device: torch.device) -> bool:
-    """Whether work for this device is being captured: it does not run now, but at every replay."""
+    """Return whether work for this device is being captured: it runs at each replay, not now."""
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
+def has_triton(device: torch.device) -> bool:
+    """Return whether Triton kernels run on a device."""
+    return device.type == "cuda" and _is_triton_installed()
+
+
+@cache
+def _is_triton_installed() -> bool:
+    return find_spec("triton") is not None
+
+
+def device_guard(device: torch.device) -> AbstractContextManager[object]:
+    """Make a device current: Triton launches there, whatever device its arguments are on."""
+    elsewhere = device.type == "cuda" and device.index != torch.cuda.current_device()
+    return torch.cuda.device(device) if elsewhere else nullcontext()
+
+
+# -- copies to the host ----------------------------------------------------------------------------
+
+
 class AsyncCopy:
-    """One copy under way to the host."""
+    """An asynchronous copy of a tensor to the host, into pinned memory."""
 
     __slots__ = ("_arrived", "_values")
 
@@ -39,25 +68,20 @@ class AsyncCopy:
         self._arrived.record()
 
     def arrived(self) -> bool:
-        """Whether the values are here; this does not wait."""
+        """Return whether the copy is complete. Does not synchronize."""
         return self._arrived is None or bool(self._arrived.query())
 
     def values(self) -> list[float]:
-        """The values. Only what has arrived may be asked."""
-        listed: list[float] = self._values.tolist()
-        return listed
+        """Return the values. Call this only after `arrived()` returned True."""
+        values: list[float] = self._values.tolist()
+        return values
 
 
-_TABLES_KEPT = 16
-"""Addresses repeat: torch's allocator gives the gradients of a step the blocks of an earlier
-one."""
-
-
-DTYPES = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
+# -- tables of addresses and sizes -----------------------------------------------------------------
 
 
 def chunks_of(sizes: Sequence[int], chunk: int) -> torch.Tensor:
-    """Which tensor a program looks at and which of its chunks, int32 [2, programs].
+    """Return the tensor and the chunk of it that each program reads, int32 [2, programs].
 
     >>> chunks_of([5, 0, 8], chunk=4).tolist()
     [[0, 0, 2, 2], [0, 1, 0, 1]]
@@ -69,29 +93,40 @@ def chunks_of(sizes: Sequence[int], chunk: int) -> torch.Tensor:
 
 
 def staged_on(device: torch.device, table: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """A table on a device without waiting for it, and what it was copied from."""
+    """Copy a table to a device asynchronously; return the copy and its pinned source.
+
+    A captured copy reads the source at every replay: keep it as long as the CUDA graph.
+    """
     staged = pinned_for(device, table)
     return staged.to(device, non_blocking=True), staged
 
 
 def table_on(device: torch.device, table: torch.Tensor) -> torch.Tensor:
-    """The same where no captured copy will read it again."""
+    """Copy a table to a device asynchronously. Not for captured copies: see `staged_on`."""
     return staged_on(device, table)[0]
 
 
 def pinned_for(device: torch.device, table: torch.Tensor) -> torch.Tensor:
-    """A table in memory from which a device copies without anybody waiting.
+    """Return a table in memory from which a device copies asynchronously.
 
-    A fresh buffer each time: torch frees pinned memory only when its copies are done, but knows
-    nothing of a buffer that is written again too early.
+    A fresh buffer each time: torch frees pinned memory only after its copies, but does not notice
+    a buffer that is overwritten before.
     """
     return table.pin_memory() if device.type == "cuda" else table
 
 
-def is_dense(tensor: torch.Tensor) -> bool:
-    """Whether a tensor's elements fill one stretch of memory, in whatever order.
+def keep_recent(tables: dict[Any, Any], key: Any, table: Any) -> None:
+    """Add a table to a cache of the last few, and drop the oldest."""
+    if key not in tables and len(tables) >= _MAX_TABLES:
+        del tables[next(iter(tables))]
+    tables[key] = table
 
-    >>> is_dense(torch.ones(2, 3).T), is_dense(torch.ones(2, 3)[:, :2]), is_dense(torch.ones(1).expand(2))
+
+def is_dense(tensor: torch.Tensor) -> bool:
+    """Return whether the elements fill one range of memory without gaps, in any order.
+
+    >>> rows = torch.ones(2, 3)
+    >>> is_dense(rows.T), is_dense(rows[:, :2]), is_dense(torch.ones(1).expand(2))
     (True, False, False)
     """
     if tensor.is_contiguous():
@@ -105,32 +140,11 @@ def is_dense(tensor: torch.Tensor) -> bool:
     return True
 
 
-def has_triton(device: torch.device) -> bool:
-    """Whether the Triton kernel runs on a device."""
-    return device.type == "cuda" and _is_triton_installed()
-
-
-@cache
-def _is_triton_installed() -> bool:
-    return find_spec("triton") is not None
-
-
-def device_guard(device: torch.device) -> AbstractContextManager[object]:
-    """Triton launches on the current device, whatever device its arguments are on."""
-    elsewhere = device.type == "cuda" and device.index != torch.cuda.current_device()
-    return torch.cuda.device(device) if elsewhere else nullcontext()
-
-
-def keep_recent(tables: dict[Any, Any], key: Any, table: Any) -> None:
-    """Keep a table among the last few."""
-    if key not in tables and len(tables) >= _TABLES_KEPT:
-        del tables[next(iter(tables))]
-    tables[key] = table
-
+# -- launches --------------------------------------------------------------------------------------
 
 _compiled: dict[Any, Any] = {}
-"""Kernels as the first launch compiled them: called directly, they spare the host Triton's
-look-up at every launch."""
+"""Kernels as their first launch compiled them. Called directly, they save Triton's look-up on the
+host at every launch."""
 
 
 def run_kernel(
@@ -140,11 +154,15 @@ def run_kernel(
     constants: tuple[Any, ...],
     device: torch.device,
 ) -> None:
-    """Launch a kernel that specializes on none of its numbers."""
+    """Launch a kernel on the current device.
+
+    `numbers` are its pointers and numbers, on none of which the kernel may specialize; `constants`
+    its `tl.constexpr` arguments.
+    """
     key = (kernel, device.index, *constants)
     compiled = _compiled.get(key)
     if compiled is None:
-        # In the interpreter nothing is compiled, and this gives None.
+        # Triton's interpreter compiles nothing and returns None.
         _compiled[key] = kernel[(programs,)](*numbers, *constants)
     else:
         compiled[(programs, 1, 1)](*numbers, *constants)
@@ -152,7 +170,8 @@ def run_kernel(
 
 @cache
 def triton_dtype(dtype: torch.dtype) -> Any:
-    """Triton's name for a dtype."""
-    import triton.language as tl  # type: ignore[import-untyped] # noqa: PLC0415 - as above
+    """Return Triton's dtype for a torch dtype."""
+    # Triton is optional, and slow to import.
+    import triton.language as tl  # type: ignore[import-untyped] # noqa: PLC0415
 
     return getattr(tl, dtype_name(dtype))

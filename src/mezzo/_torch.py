@@ -1,13 +1,13 @@
 """Every private name of torch that mezzo uses, by the feature that needs it.
 
-No other module reaches a name of torch that starts with an underscore: `from mezzo._torch import
+No other module uses a name of torch that starts with an underscore: `from mezzo._torch import
 get_schema` gives `torch._C._get_schema`. A name is looked up when it is first imported from here,
-so that torch's slow parts (Inductor, dynamo, the serializer of torch.export) load when they are
-used.
+so that slow parts of torch (Inductor, dynamo, the serializer of torch.export) load only when they
+are used.
 
-A name that torch does not have fails nowhere but where it is used: what stands for it raises an
-`UnsupportedError` that says which feature is off. Names in `_INSTEAD` have a substitute; None means
-that whoever imports the name does without.
+A name that this torch does not have raises nothing on import. Its replacement raises an
+`UnsupportedError` with the feature when it is used. Names in `_SUBSTITUTES` have a substitute
+instead; None means that the importing module works without the name.
 
 >>> require("conversion")
 """
@@ -47,10 +47,15 @@ __all__ = [
     "schema",
     "serialize",
 ]
-"""The names whose types are known. A type checker takes the others as `Any`."""
+"""The names that have types. For a type checker the others are `Any`."""
 
 FIRST, LAST = "2.11", "2.15"
-"""The versions of torch that the tests are run on."""
+"""The versions of torch that the tests run on."""
+
+_FOREACH = (
+    "abs add_ addcmul_ clamp_max_ clamp_min_ copy_ div div_ lerp_ maximum_ mul mul_ neg norm sign"
+    " sign_ sqrt_ sub_ zero_"
+).split()
 
 FEATURES: Mapping[str, Mapping[str, str]] = {
     "op registry": {
@@ -124,10 +129,7 @@ FEATURES: Mapping[str, Mapping[str, str]] = {
     "scale update": {
         "update_scale_": "torch._amp_update_scale_",
     },
-    "math on lists of tensors": {
-        f"foreach_{name}": f"torch._foreach_{name}"
-        for name in "abs add_ addcmul_ clamp_max_ clamp_min_ copy_ div div_ lerp_ maximum_ mul mul_ neg norm sign sign_ sqrt_ sub_ zero_".split()
-    },
+    "math on lists of tensors": {f"foreach_{name}": f"torch._foreach_{name}" for name in _FOREACH},
     "CUDA graphs": {
         "raw_stream": "torch._C._cuda_getCurrentRawStream",
         "clear_cublas_workspaces": "torch._C._cuda_clearCublasWorkspaces",
@@ -162,101 +164,84 @@ FEATURES: Mapping[str, Mapping[str, str]] = {
         "DisableTorchFunctionSubclass": "torch._C.DisableTorchFunctionSubclass",
     },
 }
-"""What each feature needs: the name it has here, and where torch keeps it."""
+"""What each feature needs: the name in this module, and the dotted name in torch."""
 
-PARTS: Mapping[str, tuple[str, ...]] = {
+PARTS: Mapping[str, Sequence[str]] = {
     "torch.utils._pytree": (
-        *(
-            "NO_SERIALIZED_TYPE_NAME_FOUND",
-            "SERIALIZED_TYPE_TO_PYTHON_TYPE",
-            "SUPPORTED_SERIALIZED_TYPES",
-            "TreeSpec",
-            "is_namedtuple_class",
-            "keystr",
-        ),
-        *(
-            "tree_flatten",
-            "tree_leaves",
-            "tree_leaves_with_path",
-            "tree_map",
-            "tree_map_only",
-            "tree_structure",
-            "tree_unflatten",
-        ),
-    ),
+        "NO_SERIALIZED_TYPE_NAME_FOUND SERIALIZED_TYPE_TO_PYTHON_TYPE SUPPORTED_SERIALIZED_TYPES"
+        " TreeSpec is_namedtuple_class keystr tree_flatten tree_leaves tree_leaves_with_path"
+        " tree_map tree_map_only tree_structure tree_unflatten"
+    ).split(),
     "torch._export.serde.schema": ("ExportedProgram", "Layout", "SCHEMA_VERSION"),
     "torch._export.serde.serialize": ("ExportedProgramDeserializer", "serialize"),
     "torch._inductor.config": ("pre_grad_custom_pass",),
     "torch._dynamo.config": ("skip_fwd_side_effects_in_bwd_under_checkpoint",),
 }
-"""What is used of the modules: one that lacks a part counts as missing."""
+"""The names that are used of each module. A module that lacks one of them counts as missing."""
 
 
 def __getattr__(name: str) -> Any:
-    """Look a name up, the first time that it is asked for."""
+    """Look up a name when it is first imported."""
     for feature, names in FEATURES.items():
         if name in names:
-            found = globals()[name] = _public(name) or _looked_up(names[name], feature, name)
+            found = globals()[name] = _public(name) or _look_up(names[name], feature, name)
             return found
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def require(feature: str) -> None:
-    """Refuse a feature that needs a name which this torch does not have."""
-    if lacking := _lacking(feature):
-        _refuse(feature, lacking)
+    """Raise `UnsupportedError` if this torch lacks a name that a feature needs."""
+    if missing := _first_missing(feature):
+        _raise_unsupported(feature, missing)
 
 
 def lacks(feature: str) -> bool:
-    """Whether this torch misses a name that a feature needs, for features that are left out without an error."""
-    return _lacking(feature) is not None
+    """Return whether this torch lacks a name of a feature that is left out without an error."""
+    return _first_missing(feature) is not None
 
 
 @cache
 def place(name: str) -> tuple[str, str]:
-    """The module of torch that holds a name, and what it is called there, for code that puts a function of its own in its place.
+    """Return the module of torch that holds a name, and the attribute, for code that patches it.
 
     >>> place("export")
     ('torch.export._trace', '_export')
     """
-    module, _, attribute = next(
-        names[name] for names in FEATURES.values() if name in names
-    ).rpartition(".")
+    dotted = next(names[name] for names in FEATURES.values() if name in names)
+    module, _, attribute = dotted.rpartition(".")
     return module, attribute
 
 
 def loaded(name: str) -> Any:
-    """A name, or None while torch has not imported the module that holds it: what asks about compiled code need not wait for dynamo."""
+    """Return a name if torch has imported its module, else None.
+
+    Avoids importing dynamo (seconds) only to learn whether an object comes from it.
+    """
     module, attribute = place(name)
     return getattr(sys.modules.get(module), attribute, None)
 
 
+# -- look-up ---------------------------------------------------------------------------------------
+
+
 @cache
-def _lacking(feature: str) -> str | None:
-    """The first name that a feature needs and this torch lacks."""
-    return next(
-        (
-            lacking
-            for dotted in FEATURES[feature].values()
-            if (lacking := _read(dotted)[1]) is not None
-        ),
-        None,
-    )
+def _first_missing(feature: str) -> str | None:
+    """Return the first dotted name that a feature needs and this torch lacks."""
+    found = (_read(dotted) for dotted in FEATURES[feature].values())
+    return next((missing for _, missing in found if missing is not None), None)
 
 
-def _looked_up(dotted: str, feature: str, name: str) -> Any:
-    found, lacking = _read(dotted)
-    if lacking is None:
+def _look_up(dotted: str, feature: str, name: str) -> Any:
+    found, missing = _read(dotted)
+    if missing is None:
         return found
-    return (
-        _INSTEAD[name]
-        if name in _INSTEAD
-        else _Missing(name, (), {"feature": feature, "lacking": lacking})
-    )
+    if name in _SUBSTITUTES:
+        return _SUBSTITUTES[name]
+    return _Missing(name, (), {"feature": feature, "missing": missing})
 
 
 def _read(dotted: str) -> tuple[Any, str | None]:
-    """What has a dotted name, and the part of it that is missing, if one is."""
+    """Return the object with a dotted name, and the dotted name that is missing, if one is."""
     found, path = torch, "torch"
     for part in dotted.split(".")[1:]:
         path = f"{path}.{part}"
@@ -264,53 +249,54 @@ def _read(dotted: str) -> tuple[Any, str | None]:
             found = getattr(found, part) if hasattr(found, part) else import_module(path)
         except ImportError:
             return None, dotted
-    return found, next(
-        (f"{dotted}.{part}" for part in PARTS.get(dotted, ()) if not hasattr(found, part)), None
-    )
+    missing = (part for part in PARTS.get(dotted, ()) if not hasattr(found, part))
+    return found, next((f"{dotted}.{part}" for part in missing), None)
 
 
-def _refuse(feature: str, lacking: str) -> NoReturn:
+def _raise_unsupported(feature: str, missing: str) -> NoReturn:
     raise UnsupportedError(
-        f"mezzo's {feature} needs {lacking}, which torch {torch.__version__} does not have. Use"
+        f"mezzo's {feature} needs {missing}, which torch {torch.__version__} does not have. Use"
         f" torch {FIRST} to {LAST}."
     )
 
 
 class _Missing(type):
-    """The type of what stands for a missing name: a class, so that it can be a base and an operand of isinstance, and any other use of it raises."""
+    """Metaclass of the replacement for a missing name.
+
+    The replacement is a class, so that it can be a base class and an argument of `isinstance`. Any
+    other use raises `UnsupportedError`.
+    """
 
     feature: str
-    lacking: str
+    missing: str
 
     def __call__(cls, *_: Any, **__: Any) -> Any:
-        _refuse(cls.feature, cls.lacking)
+        _raise_unsupported(cls.feature, cls.missing)
 
     def __getattr__(cls, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
-        _refuse(cls.feature, cls.lacking)
+        _raise_unsupported(cls.feature, cls.missing)
 
     def __contains__(cls, _: object) -> bool:
-        _refuse(cls.feature, cls.lacking)
+        _raise_unsupported(cls.feature, cls.missing)
 
     def __getitem__(cls, _: object) -> Any:
-        _refuse(cls.feature, cls.lacking)
+        _raise_unsupported(cls.feature, cls.missing)
 
 
-# -- Substitutes -----------------------------------------------------------------------------------
+# -- substitutes -----------------------------------------------------------------------------------
 
 
 def _public(name: str) -> Any:
-    """The public function that a later torch has: torch.foreach, from 2.15 on."""
-    return (
-        getattr(getattr(torch, "foreach", None), name.removeprefix("foreach_"), None)
-        if name.startswith("foreach_")
-        else None
-    )
+    """Return the public function for a name, if this torch has one: torch.foreach, since 2.15."""
+    if not name.startswith("foreach_"):
+        return None
+    return getattr(getattr(torch, "foreach", None), name.removeprefix("foreach_"), None)
 
 
 def _one_by_one(name: str) -> Callable[..., list[Any]]:
-    """What `torch._foreach_<name>` does, tensor by tensor."""
+    """Return a loop over tensors that does what `torch._foreach_<name>` does."""
     method: Callable[..., Any] = _METHODS[name] if name in _METHODS else getattr(torch.Tensor, name)
 
     def run(tensors: Sequence[torch.Tensor], *operands: Any, **options: Any) -> list[Any]:
@@ -324,13 +310,12 @@ def _one_by_one(name: str) -> Callable[..., list[Any]]:
 
 _METHODS: dict[str, Callable[..., Any]] = {
     "maximum_": lambda tensor, other: torch.maximum(tensor, other, out=tensor),
-    # Torch's name.
-    "norm": lambda tensor, ord=2: torch.linalg.vector_norm(tensor, ord),  # noqa: A006
+    "norm": lambda tensor, ord=2: torch.linalg.vector_norm(tensor, ord),  # noqa: A006 - as torch
 }
 
 
 def _no_modes() -> int:
-    """Where modes cannot be counted, policies that need one are refused."""
+    """Return 0: where modes cannot be counted, policies that need one raise UnsupportedError."""
     return 0
 
 
@@ -346,11 +331,8 @@ def _known_autocast_devices() -> list[str]:
     ]
 
 
-_INSTEAD: dict[str, Any] = {
-    **{
-        name: _one_by_one(name.removeprefix("foreach_"))
-        for name in FEATURES["math on lists of tensors"]
-    },
+_SUBSTITUTES: dict[str, Any] = {
+    **{f"foreach_{name}": _one_by_one(name) for name in _FOREACH},
     "function_mode_count": _no_modes,
     "raw_stream": _current_stream,
     "autocast_devices": _known_autocast_devices,
@@ -381,7 +363,7 @@ def _shared_base(*kinds: type[nn.Module]) -> type[nn.Module]:
     )
 
 
-# torch's base classes of norms are private; as what the public ones share they need no name.
+# torch's base classes of norms are private: find them as the base that public ones share.
 BatchNorm = _shared_base(nn.BatchNorm1d, nn.BatchNorm2d)
 InstanceNorm = _shared_base(nn.InstanceNorm1d, nn.InstanceNorm2d)
 BatchOrInstanceNorm = _shared_base(BatchNorm, InstanceNorm)

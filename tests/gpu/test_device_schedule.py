@@ -72,7 +72,7 @@ def test_training_equals_a_plain_loop_and_waits_for_nothing(
     one = torch.ones_like(good)
     for step in range(100):
         no_host_reads(step > 0)
-        with schedule.applied(good):
+        with schedule.values_applied(good):
             optimizer.step()
         good += one
     no_host_reads(False)
@@ -96,7 +96,7 @@ def test_a_busy_device_uses_the_rate_of_its_own_count(
     no_host_reads(True)
     for step in range(120):
         torch.cuda._sleep(1_000_000)
-        with schedule.applied(good):
+        with schedule.values_applied(good):
             seen.append(optimizer.param_groups[0]["lr"].clone())
         good += ~skipped[step]
     no_host_reads(False)

@@ -1,4 +1,4 @@
-"""Asking torch; devices that are not here are played by stand-ins for torch's own functions."""
+"""What torch reports about devices; torch's functions are patched for other devices."""
 
 import platform
 from types import ModuleType, SimpleNamespace
@@ -7,24 +7,22 @@ import pytest
 import torch
 
 from mezzo._errors import PolicyError
-from mezzo._hardware.detect import Backend, _cpu_name, _visible, find_device, probe
+from mezzo._hardware.detect import Backend, _cpu_name, _device_count, find_device, probe
 
 NO_GPU = torch.accelerator.current_accelerator(check_available=True) is None
-without_gpu = pytest.mark.skipif(
-    not NO_GPU, reason="states what a machine without an accelerator answers"
-)
+without_gpu = pytest.mark.skipif(not NO_GPU, reason="for machines without an accelerator")
 
 
 @pytest.fixture(autouse=True)
 def _fresh_cache():
-    _visible.cache_clear()
+    _device_count.cache_clear()
     yield
-    _visible.cache_clear()
+    _device_count.cache_clear()
 
 
 @pytest.fixture
 def back_end(monkeypatch):
-    """Make torch answer for a device type through a module of our own."""
+    """Replace torch's module for a device type."""
 
     def install(kind, **functions):
         module = ModuleType(f"torch.{kind}")
@@ -37,7 +35,7 @@ def back_end(monkeypatch):
 
 @pytest.fixture
 def accelerator(monkeypatch):
-    """Make torch believe in a current accelerator."""
+    """Replace torch's current accelerator."""
 
     def install(kind, index, *, count=4):
         monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device(kind))
@@ -52,42 +50,42 @@ def test_without_an_accelerator_the_device_is_the_cpu():
     assert find_device(None) == torch.device("cpu")
 
 
-def test_the_current_accelerator_comes_with_its_current_index(accelerator):
+def test_the_current_accelerator_has_its_current_index(accelerator):
     accelerator("cuda", 2)
     assert find_device(None) == find_device("cuda") == torch.device("cuda:2")
     assert find_device("cuda:0") == torch.device("cuda:0")
     assert find_device("xpu") == torch.device("xpu:0")
 
 
-def test_an_accelerator_that_is_built_in_and_not_there_gives_the_cpu(accelerator):
+def test_an_accelerator_without_devices_gives_the_cpu(accelerator):
     accelerator("cuda", 0, count=0)
     assert find_device(None) == torch.device("cpu")
     assert find_device("cuda") == torch.device("cuda:0")
 
 
-@pytest.mark.parametrize("word", ["cpu", "cpu:0", torch.device("cpu"), torch.device("cpu", 0)])
-def test_every_way_to_say_cpu_is_one_device(word):
-    assert find_device(word) == torch.device("cpu")
+@pytest.mark.parametrize("value", ["cpu", "cpu:0", torch.device("cpu"), torch.device("cpu", 0)])
+def test_every_name_of_the_cpu_gives_one_device(value):
+    assert find_device(value) == torch.device("cpu")
 
 
 @without_gpu
-@pytest.mark.parametrize("word", ["gpu", "", "cuda:x", 3, ["cpu"]])
-def test_an_unknown_device_is_answered_with_what_there_is(word):
+@pytest.mark.parametrize("value", ["gpu", "", "cuda:x", 3, ["cpu"]])
+def test_an_unknown_device_raises_with_the_devices_of_the_machine(value):
     with pytest.raises(PolicyError) as caught:
-        find_device(word)
+        find_device(value)
     message = str(caught.value)
-    assert message.startswith(f"Unknown device {word!r}. This machine has: cpu. Pass one of these")
+    assert message.startswith(f"Unknown device {value!r}. This machine has: cpu. Pass one of these")
     assert "npu, mlu" in message
 
 
-def test_the_accelerator_is_among_what_there_is(accelerator):
+def test_the_message_lists_the_accelerator(accelerator):
     accelerator("xpu", 0)
     with pytest.raises(PolicyError, match="This machine has: cpu, xpu"):
         find_device("gpu")
 
 
 @without_gpu
-def test_cuda_on_a_machine_without_it_is_absent_with_the_reason(monkeypatch):
+def test_without_a_cuda_build_a_cuda_device_is_absent(monkeypatch):
     monkeypatch.setattr(torch.version, "cuda", None)
     facts = probe(torch.device("cuda:0"))
     assert (
@@ -98,7 +96,7 @@ def test_cuda_on_a_machine_without_it_is_absent_with_the_reason(monkeypatch):
 
 
 @without_gpu
-def test_cuda_that_is_built_in_and_not_visible_says_where_to_look(monkeypatch):
+def test_a_cuda_build_without_a_visible_device_gives_a_hint(monkeypatch):
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     assert "check the driver" in probe(torch.device("cuda:0")).absent
 
@@ -115,7 +113,7 @@ def test_an_index_past_the_last_device_is_absent(back_end):
     assert probe(torch.device("cuda:2")).absent == "no CUDA device 2 is visible, torch sees 2"
 
 
-def test_cuda_is_asked_for_name_and_compute_capability(back_end, monkeypatch):
+def test_cuda_reports_name_and_compute_capability(back_end, monkeypatch):
     back_end("cuda", device_count=lambda: 1)
     monkeypatch.setattr(torch.version, "hip", None)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _device: (9, 0))
@@ -129,7 +127,7 @@ def test_cuda_is_asked_for_name_and_compute_capability(back_end, monkeypatch):
     )
 
 
-def test_rocm_is_told_from_cuda_and_loses_the_switches_of_its_build(back_end, monkeypatch):
+def test_rocm_reports_its_architecture_without_build_options(back_end, monkeypatch):
     back_end("cuda", device_count=lambda: 1)
     monkeypatch.setattr(torch.version, "hip", "7.0")
     monkeypatch.setattr(
@@ -148,7 +146,7 @@ def test_rocm_is_told_from_cuda_and_loses_the_switches_of_its_build(back_end, mo
     )
 
 
-def test_xpu_is_asked_for_its_properties(back_end, monkeypatch):
+def test_xpu_reports_its_properties(back_end, monkeypatch):
     properties = SimpleNamespace(
         name="Intel Data Center GPU Max 1550",
         version="12.60.7",
@@ -167,7 +165,7 @@ def test_xpu_is_asked_for_its_properties(back_end, monkeypatch):
 
 
 @pytest.mark.parametrize(("recent", "features"), [(True, {"macos14"}), (False, set())])
-def test_mps_is_asked_for_chip_and_system(back_end, monkeypatch, recent, features):
+def test_mps_reports_chip_and_system(back_end, monkeypatch, recent, features):
     back_end("mps", device_count=lambda: 1)
     monkeypatch.setattr(
         torch.backends.mps,
@@ -179,7 +177,7 @@ def test_mps_is_asked_for_chip_and_system(back_end, monkeypatch, recent, feature
     assert (facts.backend, facts.name, facts.features) == (Backend.MPS, "Apple M3 Max", features)
 
 
-def test_another_back_end_answers_for_itself(back_end):
+def test_another_back_end_reports_its_own_facts(back_end):
     back_end(
         "mtia",
         device_count=lambda: 1,
@@ -195,13 +193,13 @@ def test_another_back_end_answers_for_itself(back_end):
     assert (facts.bfloat16, facts.native_bfloat16) == (True, False)
 
 
-def test_a_back_end_that_draws_no_line_at_emulation_answers_once(back_end):
+def test_a_back_end_may_not_distinguish_emulation(back_end):
     back_end("mtia", device_count=lambda: 1, is_bf16_supported=lambda: True)
     facts = probe(torch.device("mtia:0"))
     assert (facts.bfloat16, facts.native_bfloat16) == (True, None)
 
 
-def test_a_back_end_that_says_nothing_leaves_the_facts_open(back_end, monkeypatch):
+def test_a_back_end_without_queries_reports_none(back_end, monkeypatch):
     monkeypatch.delattr(torch.accelerator, "get_device_capability", raising=False)
     back_end("mtia", device_count=lambda: 1)
     facts = probe(torch.device("mtia:0"))
@@ -213,7 +211,7 @@ def test_a_back_end_that_says_nothing_leaves_the_facts_open(back_end, monkeypatc
     )
 
 
-def test_a_back_end_that_cannot_answer_leaves_the_facts_open(back_end):
+def test_a_back_end_whose_queries_raise_reports_none(back_end):
     def refuse(*_arguments):
         raise NotImplementedError
 
@@ -229,7 +227,7 @@ def test_a_back_end_that_cannot_answer_leaves_the_facts_open(back_end):
     assert (facts.name, facts.capability, facts.bfloat16) == ("MTIA", None, None)
 
 
-def test_a_back_end_beside_the_current_accelerator_is_asked_too(back_end, monkeypatch):
+def test_a_back_end_that_is_not_the_current_accelerator_is_queried(back_end, monkeypatch):
     def refuse(device):
         raise ValueError(f"{device.type} doesn't match the current accelerator cuda.")
 
@@ -239,12 +237,12 @@ def test_a_back_end_beside_the_current_accelerator_is_asked_too(back_end, monkey
     assert (facts.name, facts.dtypes) == ("MTIA 2i", None)
 
 
-def test_a_capability_in_a_form_that_names_no_generation_is_left_out(back_end):
+def test_a_capability_that_is_a_dictionary_is_ignored(back_end):
     back_end("mtia", device_count=lambda: 1, get_device_capability=lambda _index: {"cores": 8})
     assert probe(torch.device("mtia:0")).capability is None
 
 
-def test_dtypes_come_from_torchs_own_query_when_the_back_end_lists_none(back_end, monkeypatch):
+def test_dtypes_come_from_torch_accelerator_if_the_back_end_lists_none(back_end, monkeypatch):
     monkeypatch.setattr(
         torch.accelerator,
         "get_device_capability",
@@ -255,22 +253,22 @@ def test_dtypes_come_from_torchs_own_query_when_the_back_end_lists_none(back_end
     assert probe(torch.device("mtia:0")).dtypes == {torch.float16}
 
 
-def test_the_cpu_here_has_a_name_and_a_capability():
+def test_the_cpu_has_a_name_and_a_capability():
     facts = probe(torch.device("cpu"))
     assert facts.backend is Backend.CPU
     assert facts.name
     assert facts.capability == torch.backends.cpu.get_cpu_capability().lower()
 
 
-def test_only_the_true_abilities_of_a_cpu_are_features(monkeypatch):
-    abilities = {
+def test_features_of_a_cpu_are_its_true_capabilities(monkeypatch):
+    capabilities = {
         "architecture": "x86_64",
         "cpu_name": "AMD EPYC 9654",
         "avx512_bf16": True,
         "amx_bf16": False,
         "num_sockets": 1,
     }
-    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: abilities, raising=False)
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: capabilities, raising=False)
     facts = probe(torch.device("cpu"))
     assert (facts.name, facts.features) == ("AMD EPYC 9654", {"avx512_bf16"})
 
@@ -279,19 +277,19 @@ def test_only_the_true_abilities_of_a_cpu_are_features(monkeypatch):
     ("text", "name"),
     [
         ("processor\t: 0\nmodel name\t: AMD EPYC 7763\nstepping: 1\n", "AMD EPYC 7763"),
-        ("model name:\nprocessor: 0\n", "platform's answer"),
-        ("", "platform's answer"),
-        (None, "platform's answer"),
+        ("model name:\nprocessor: 0\n", "from platform"),
+        ("", "from platform"),
+        (None, "from platform"),
     ],
 )
-def test_the_name_of_a_cpu_is_read_from_the_system(tmp_path, monkeypatch, text, name):
-    monkeypatch.setattr(platform, "processor", lambda: "platform's answer")
+def test_the_name_of_a_cpu_is_read_from_cpuinfo_or_platform(tmp_path, monkeypatch, text, name):
+    monkeypatch.setattr(platform, "processor", lambda: "from platform")
     if text is not None:
         (tmp_path / "cpuinfo").write_text(text)
     assert _cpu_name(tmp_path / "cpuinfo") == name
 
 
-def test_a_cpu_that_nobody_can_name_is_called_so(tmp_path, monkeypatch):
+def test_a_cpu_without_a_name_is_called_cpu(tmp_path, monkeypatch):
     monkeypatch.setattr(platform, "processor", lambda: "")
     monkeypatch.setattr(platform, "machine", lambda: "")
     assert _cpu_name(tmp_path / "none") == "CPU"

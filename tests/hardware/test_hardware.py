@@ -1,4 +1,4 @@
-"""`hardware()`: found once, told to those who listen, cheap to import."""
+"""`hardware()`: cached, emits events, queries nothing at import."""
 
 import subprocess
 import sys
@@ -23,7 +23,7 @@ def test_the_cpu_supports_both_dtypes():
     assert (found.device, found.float16.supported, found.bfloat16.supported) == ("cpu", True, True)
 
 
-def test_a_device_is_probed_once_however_it_is_called(monkeypatch):
+def test_a_device_is_probed_once_under_all_its_names(monkeypatch):
     probed = []
     monkeypatch.setattr(
         _hardware,
@@ -34,22 +34,22 @@ def test_a_device_is_probed_once_however_it_is_called(monkeypatch):
     assert probed == [torch.device("cpu")]
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="states what a machine without CUDA answers")
-def test_a_device_that_is_not_here_answers_that_nothing_is_supported():
+@pytest.mark.skipif(torch.cuda.is_available(), reason="for machines without CUDA")
+def test_nothing_is_supported_on_a_device_that_this_machine_lacks():
     found = hardware("cuda")
     assert found.preferred is None
     assert found.float16.reason.startswith("no CUDA device is visible")
 
 
-def test_whoever_listens_hears_every_question():
+def test_every_call_emits_an_event():
     hardware("cpu")
-    with listen() as heard:
+    with listen() as events:
         found = hardware("cpu")
-    fast = tuple(str(dtype).removeprefix("torch.") for dtype in found.native_dtypes)
-    assert heard == [HardwareDetected("cpu", found.name, fast)]
+    native = tuple(str(dtype).removeprefix("torch.") for dtype in found.native_dtypes)
+    assert events == [HardwareDetected("cpu", found.name, native)]
 
 
-def test_importing_asks_no_device():
+def test_importing_queries_no_device():
     program = "import mezzo._hardware as h; raise SystemExit(h._detect.cache_info().misses)"
     assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
 

@@ -1,4 +1,4 @@
-"""From facts to what a device can do; no device is needed."""
+"""What a device supports, decided from facts; no device is needed."""
 
 import pytest
 import torch
@@ -7,7 +7,7 @@ from mezzo._hardware.detect import Backend, DeviceFacts
 from mezzo._hardware.support import judge
 
 
-def words(facts):
+def labels(facts):
     found = judge(facts)
     return found.float16.label, found.bfloat16.label
 
@@ -40,11 +40,11 @@ def npu(**facts):
     ],
 )
 def test_cuda_is_judged_by_compute_capability(capability, expected):
-    assert words(cuda(capability)) == expected
+    assert labels(cuda(capability)) == expected
 
 
 @pytest.mark.parametrize("capability", ["5.2", "6.1", "7.5", "9.0"])
-def test_every_reason_on_cuda_names_the_capability_that_was_found(capability):
+def test_every_reason_on_cuda_names_the_compute_capability(capability):
     found = judge(cuda(capability))
     assert capability in found.float16.reason
     assert capability in found.bfloat16.reason
@@ -67,7 +67,7 @@ def test_every_reason_on_cuda_names_the_capability_that_was_found(capability):
     ],
 )
 def test_rocm_is_judged_by_architecture(architecture, expected):
-    assert words(DeviceFacts("cuda", "AMD GPU", Backend.ROCM, capability=architecture)) == expected
+    assert labels(DeviceFacts("cuda", "AMD GPU", Backend.ROCM, capability=architecture)) == expected
 
 
 @pytest.mark.parametrize(
@@ -80,7 +80,7 @@ def test_rocm_is_judged_by_architecture(architecture, expected):
 )
 def test_xpu_is_judged_by_its_properties(features, expected):
     assert (
-        words(DeviceFacts("xpu", "Intel GPU", Backend.XPU, features=frozenset(features)))
+        labels(DeviceFacts("xpu", "Intel GPU", Backend.XPU, features=frozenset(features)))
         == expected
     )
 
@@ -97,7 +97,7 @@ def test_xpu_is_judged_by_its_properties(features, expected):
     ],
 )
 def test_mps_is_judged_by_chip_and_system(name, features, expected):
-    assert words(DeviceFacts("mps", name, Backend.MPS, features=frozenset(features))) == expected
+    assert labels(DeviceFacts("mps", name, Backend.MPS, features=frozenset(features))) == expected
 
 
 @pytest.mark.parametrize(
@@ -117,10 +117,10 @@ def test_mps_is_judged_by_chip_and_system(name, features, expected):
     ],
 )
 def test_a_cpu_is_judged_by_its_instructions(features, expected):
-    assert words(cpu(*features)) == expected
+    assert labels(cpu(*features)) == expected
 
 
-def test_a_cpu_says_which_instructions_it_uses_and_which_it_lacks():
+def test_reasons_on_a_cpu_name_the_instructions_it_has_or_lacks():
     found = judge(cpu("avx512_bf16", "amx_bf16"))
     assert found.bfloat16.reason == "this CPU has AMX-BF16 instructions"
     assert (
@@ -147,19 +147,19 @@ def test_a_cpu_says_which_instructions_it_uses_and_which_it_lacks():
         ),
     ],
 )
-def test_any_other_back_end_is_believed(facts, expected):
-    assert words(npu(**facts)) == expected
+def test_another_back_end_is_judged_by_what_it_reports(facts, expected):
+    assert labels(npu(**facts)) == expected
 
 
-def test_a_back_end_is_named_in_what_it_is_believed_to_have_said():
+def test_reasons_name_the_back_end():
     assert (
-        judge(npu(bfloat16=False)).bfloat16.reason == "the npu back end says that it lacks bfloat16"
+        judge(npu(bfloat16=False)).bfloat16.reason == "the npu back end reports no bfloat16 support"
     )
     assert judge(npu(autocast=False)).float16.reason == "torch has no autocast for 'npu' devices"
 
 
 @pytest.mark.parametrize("backend", list(Backend))
-def test_an_absent_device_supports_nothing_and_says_why(backend):
+def test_an_absent_device_supports_nothing_with_the_reason(backend):
     found = judge(
         DeviceFacts("cuda", "no CUDA device", backend, absent="no CUDA device is visible")
     )
@@ -171,7 +171,7 @@ def test_an_absent_device_supports_nothing_and_says_why(backend):
 
 
 @pytest.mark.parametrize("backend", list(Backend))
-def test_facts_arrive_in_the_value(backend):
+def test_device_name_and_capability_are_those_of_the_facts(backend):
     found = judge(DeviceFacts("kind", "Name", backend, capability="1.0"))
     assert (found.device, found.name, found.capability) == ("kind", "Name", "1.0")
     assert found.float16.reason

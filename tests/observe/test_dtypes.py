@@ -1,4 +1,4 @@
-"""Counts of what ran in which dtype."""
+"""Counts of ops by output dtype."""
 
 import pytest
 import torch
@@ -13,7 +13,7 @@ def test_a_product_is_counted_under_the_dtype_of_its_output():
     assert counts.of("mm") == {"bfloat16": 1}
 
 
-def test_autocast_is_seen_from_below_with_its_casts():
+def test_the_casts_of_autocast_are_counted():
     layer = nn.Linear(4, 4)
     with count_dtypes() as counts, torch.autocast("cpu", torch.bfloat16):
         torch.nn.functional.cross_entropy(layer(torch.ones(2, 4)), torch.tensor([0, 1]))
@@ -39,7 +39,7 @@ def test_views_and_integer_results_are_not_counted():
     assert counts.of("detach") == counts.of("argmax") == counts.of("gt") == {}
 
 
-def test_the_first_floating_point_output_speaks_for_the_op():
+def test_an_op_is_counted_under_its_first_floating_point_output():
     x = torch.ones(2, 3, 4, 4).bfloat16()
     with count_dtypes() as counts:
         nn.functional.batch_norm(x, None, None, training=True)
@@ -48,13 +48,13 @@ def test_the_first_floating_point_output_speaks_for_the_op():
     assert counts.of("max") == {"bfloat16": 1}
 
 
-def test_ops_that_write_in_place_are_counted_under_their_own_name():
+def test_in_place_ops_are_counted_under_their_name():
     with count_dtypes() as counts:
         torch.zeros(2).add_(1)
     assert counts.of("add_") == {"float32": 1}
 
 
-def test_rows_are_sorted_plain_values_and_sum_up_by_dtype():
+def test_rows_are_sorted_and_add_up_by_dtype():
     x = torch.ones(2)
     with count_dtypes() as counts:
         x.exp()
@@ -68,7 +68,7 @@ def test_rows_are_sorted_plain_values_and_sum_up_by_dtype():
     assert counts.by_dtype() == {"float64": 2, "float32": 2}
 
 
-def test_nothing_is_counted_after_the_block_even_when_it_raised():
+def test_nothing_is_counted_after_the_block_even_if_it_raised():
     with pytest.raises(RuntimeError, match="stop"), count_dtypes() as counts:
         raise RuntimeError("stop")
     torch.ones(2).exp()
@@ -81,7 +81,7 @@ def test_nested_regions_both_count():
     assert outer.of("exp") == inner.of("exp") == {"float32": 1}
 
 
-def test_results_are_those_of_an_uncounted_run():
+def test_counting_does_not_change_results():
     torch.manual_seed(0)
     model, x = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 1)), torch.randn(3, 4)
     plain = model(x)

@@ -1,4 +1,4 @@
-"""A small training set-up, and a CPU that pretends to be far away."""
+"""A small network, a counter of host reads, and a CPU that counts as another device."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ READS = {
 
 
 class HostReads(TorchDispatchMode):
-    """Counts what would make the host wait for a device: tensors read as numbers."""
+    """Counts reads that would synchronize with a device: tensors read as numbers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -39,17 +39,17 @@ def host_reads() -> Callable[[], HostReads]:
 
 @pytest.fixture
 def far_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The CPU counts as a device whose tensors are not to be read: scales stay in tensors, fused optimizers skip by themselves."""
+    """Treat the CPU as a device that synchronizes: scales are tensors, fused optimizers skip."""
     monkeypatch.setattr(_launch, "needs_sync", lambda _: True)
 
 
 @pytest.fixture(autouse=True)
-def nothing_said_yet(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(diagnostics, "_said", False)
+def no_warning_yet(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(diagnostics, "_has_warned_bfloat16", False)
 
 
 class Net(nn.Module):
-    """Two layers; `x` decides whether the gradients are finite."""
+    """Two layers; an infinite input gives non-finite gradients."""
 
     def __init__(self) -> None:
         super().__init__()

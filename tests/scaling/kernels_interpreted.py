@@ -1,4 +1,7 @@
-"""The kernel that checks and unscales, on a CPU: Triton interprets it. `test_kernels.py` runs these in a process of their own."""
+"""The Triton kernels of scaling in Triton's interpreter, on a CPU.
+
+`test_check_unscale.py` runs this file in a process of its own.
+"""
 
 from __future__ import annotations
 
@@ -24,22 +27,27 @@ from mezzo.scaling import check_unscale
 from mezzo.scaling.scale_state import next_state
 from mezzo.scaling.scale_tensors import DeviceLossScale
 
-# NumPy, which stands in for the GPU, warns where a GPU gives an infinity.
+# The interpreter computes with NumPy, which warns of an overflow to infinity.
 pytestmark = pytest.mark.filterwarnings(
     "ignore:overflow encountered:RuntimeWarning", "ignore:invalid value encountered:RuntimeWarning"
 )
 
 
 @pytest.fixture(autouse=True)
-def on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def use_kernels_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_launch, "has_triton", lambda _: True)
 
 
-def agrees(got: torch.Tensor, wanted: torch.Tensor) -> bool:
-    """Equal, but for bfloat16: the interpreter cuts off what a GPU rounds and errs on subnormals. The GPU's own rounding is tested in tests/gpu."""
+def agrees(got: torch.Tensor, expected: torch.Tensor) -> bool:
+    """Compare exactly, or for bfloat16 nearly.
+
+    The interpreter truncates bfloat16 and errs on subnormals; tests/gpu tests the GPU's rounding.
+    """
     if got.dtype is not torch.bfloat16:
-        return same(got, wanted)
-    return torch.allclose(got.float(), wanted.float(), rtol=2.0**-7, atol=2.0**-124, equal_nan=True)
+        return same(got, expected)
+    return torch.allclose(
+        got.float(), expected.float(), rtol=2.0**-7, atol=2.0**-124, equal_nan=True
+    )
 
 
 @pytest.mark.parametrize("factor", FACTORS)
@@ -66,13 +74,13 @@ def test_checking_writes_nothing_and_neither_does_a_factor_of_one(dtype: torch.d
         ), seed
 
 
-def test_flags_are_raised_and_never_lowered() -> None:
+def test_flags_are_set_and_never_reset() -> None:
     found, flags = torch.ones(()), torch.tensor([1, 0], dtype=torch.int32)
     check_unscale.check_and_unscale([torch.ones(3), torch.ones(3)], torch.tensor(0.5), found, flags)
     assert (found.item(), flags.tolist()) == (1.0, [1, 0])
 
 
-def test_flags_of_single_gradients_need_not_be_asked_for() -> None:
+def test_flags_of_single_gradients_are_optional() -> None:
     found = torch.zeros(())
     check_unscale.check_and_unscale(
         [torch.ones(3), torch.full((2,), torch.nan)], torch.tensor(0.5), found
@@ -80,7 +88,7 @@ def test_flags_of_single_gradients_need_not_be_asked_for() -> None:
     assert found.item() == 1.0
 
 
-def test_a_product_that_overflows_is_found_though_its_factors_are_finite() -> None:
+def test_a_product_that_overflows_is_found_although_its_factors_are_finite() -> None:
     found, flags = raised("cpu", 1)
     check_unscale.check_and_unscale(
         [torch.full((5,), 60000.0, dtype=torch.float16)], torch.tensor(2.0), found, flags
@@ -88,7 +96,7 @@ def test_a_product_that_overflows_is_found_though_its_factors_are_finite() -> No
     assert (found.item(), flags.tolist()) == (1.0, [1])
 
 
-def test_a_bad_element_beyond_the_end_of_a_gradient_is_not_seen() -> None:
+def test_a_nonfinite_element_beyond_the_end_of_a_gradient_is_ignored() -> None:
     storage = torch.full((100,), torch.nan)
     storage[10:43] = 1.0
     found, flags = raised("cpu", 1)
@@ -100,7 +108,7 @@ def test_a_bad_element_beyond_the_end_of_a_gradient_is_not_seen() -> None:
 
 
 def test_many_tiny_gradients_take_one_launch() -> None:
-    tensors = [torch.full((1 + place % 7,), 2.0) for place in range(300)]
+    tensors = [torch.full((1 + index % 7,), 2.0) for index in range(300)]
     tensors[222][0] = torch.inf
     found, flags = raised("cpu", len(tensors))
     check_unscale.check_and_unscale(tensors, torch.tensor(0.5), found, flags)
@@ -108,7 +116,7 @@ def test_many_tiny_gradients_take_one_launch() -> None:
     assert all(tensor[-1] == 1.0 for tensor in tensors if tensor.numel() > 1)
 
 
-def test_only_empty_gradients_need_no_launch() -> None:
+def test_empty_gradients_alone_need_no_launch() -> None:
     found, flags = raised("cpu", 2)
     check_unscale.check_and_unscale(
         [torch.empty(0), torch.empty(3, 0)], torch.tensor(0.5), found, flags
@@ -116,7 +124,7 @@ def test_only_empty_gradients_need_no_launch() -> None:
     assert (found.item(), flags.tolist()) == (0.0, [0, 0])
 
 
-def test_autograd_is_told_of_the_write_and_of_nothing_else() -> None:
+def test_only_a_write_increments_the_version_of_a_gradient() -> None:
     gradient = torch.ones(3)
     found, flags = raised("cpu", 1)
     before = gradient._version
@@ -126,7 +134,7 @@ def test_autograd_is_told_of_the_write_and_of_nothing_else() -> None:
     assert gradient._version > before
 
 
-def test_a_table_is_kept_while_addresses_and_sizes_stay() -> None:
+def test_a_table_is_reused_while_addresses_and_sizes_stay_the_same() -> None:
     found, flags = raised("cpu", 2)
     storage = [torch.ones(64), torch.ones(64)]
     check_unscale._tables.clear()
@@ -140,27 +148,27 @@ def test_a_table_is_kept_while_addresses_and_sizes_stay() -> None:
     assert flags.tolist() == [0, 1]
     for size in range(1, 40):
         check_unscale.check([storage[0][:size]], found, flags)
-    assert len(check_unscale._tables) <= _launch._TABLES_KEPT
+    assert len(check_unscale._tables) <= _launch._MAX_TABLES
 
 
 @pytest.mark.parametrize("rule", RULES, ids=range(len(RULES)))
-def test_the_scale_changes_in_one_launch_as_the_value_does(
+def test_the_kernel_changes_the_scale_as_next_state_does(
     rule: ScaleRule, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(
-        DeviceLossScale, "_change", lambda *_, **__: pytest.fail("torch's kernels were asked")
+        DeviceLossScale, "_change", lambda *_, **__: pytest.fail("torch's kernels were used")
     )
     steps = random.Random(0)
     state = ScaleState(rule.clamp(2.0**10))
     scale = DeviceLossScale(state, torch.device("cpu"))
     for step in range(200):
-        is_bad = steps.random() < (0.7 if step // 50 % 2 else 0.1)
-        scale.advance(torch.tensor(float(is_bad)), rule)
-        state = next_state(state, rule, found_nonfinite=is_bad)
+        is_nonfinite = steps.random() < (0.7 if step // 50 % 2 else 0.1)
+        scale.advance(torch.tensor(float(is_nonfinite)), rule)
+        state = next_state(state, rule, found_nonfinite=is_nonfinite)
         assert scale.read() == state, step
 
 
-def test_sums_of_squares_are_those_of_gradients_divided_by_the_scale() -> None:
+def test_sums_of_squares_are_those_of_the_unscaled_gradients() -> None:
     generator = torch.Generator().manual_seed(seed := fresh_seed())
     tensors = [torch.randn(size, generator=generator).half() for size in (1, 700, 5000)]
     found, scale = torch.zeros(()), torch.tensor(1024.0 * 3.0)
@@ -168,7 +176,7 @@ def test_sums_of_squares_are_those_of_gradients_divided_by_the_scale() -> None:
     squares = check_unscale.launch(
         table, torch.float16, scale, found, None, check_unscale.CHUNK, inverse=True
     )
-    wanted = sum((tensor.double() / scale.double()).square().sum() for tensor in tensors)
+    expected = sum((tensor.double() / scale.double()).square().sum() for tensor in tensors)
     assert squares.shape == (1 + 1 + 3,), seed
-    assert torch.allclose(squares.double().sum(), wanted, rtol=1e-6), seed
+    assert torch.allclose(squares.double().sum(), expected, rtol=1e-6), seed
     assert found.item() == 0.0

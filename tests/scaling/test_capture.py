@@ -1,4 +1,4 @@
-"""What a captured step asks of a scaler, as far as a CPU can show it."""
+"""What a captured step needs of a scaler, as far as a CPU can test it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from mezzo.scaling import capture
 from mezzo.scaling.scaler import GradScaler
 
 
-def test_scalers_that_cannot_be_captured_say_why():
+def test_scalers_that_cannot_be_captured_give_the_reason():
     assert capture.capture_refusal(GradScaler("cpu")) is None
     assert "3 scales" in capture.capture_refusal(GradScaler("cpu", num_losses=3))
     assert "other processes" in capture.capture_refusal(
@@ -16,7 +16,7 @@ def test_scalers_that_cannot_be_captured_say_why():
     )
 
 
-def test_a_scale_on_a_cpu_is_never_captured():
+def test_a_scale_on_a_cpu_has_no_device_counters():
     scaler = GradScaler("cpu")
     scaler.scale(torch.ones(()))
     assert not capture.is_warmed_up(scaler)
@@ -24,7 +24,7 @@ def test_a_scale_on_a_cpu_is_never_captured():
     assert capture.scale_state_of(scaler).scale == 2.0**16
 
 
-def test_a_step_that_did_not_happen_is_forgotten():
+def test_the_records_of_a_step_that_did_not_happen_are_discarded():
     scaler, parameter = GradScaler("cpu"), torch.ones(1, requires_grad=True)
     optimizer = torch.optim.SGD([parameter], lr=0.1)
     scaler.scale(parameter.sum()).backward()

@@ -1,4 +1,4 @@
-"""Gradients of every kind are checked and unscaled in place."""
+"""Check and unscale gradients of every layout and dtype; separate backward passes."""
 
 from __future__ import annotations
 
@@ -12,14 +12,16 @@ from mezzo import ScalerError
 from mezzo.scaling import check_unscale
 from mezzo.scaling.gradients import (
     CpuGradientChecker,
+    backward_isolated,
     check_sorted,
     first_nonfinite,
+    isolated_gradients,
     parameters,
     unscale_tensors,
 )
 from mezzo.scaling.step_result import FlaggedSource, ParameterNames
 
-# Torch says once that such layouts are in beta, and are not validated.
+# torch warns once that sparse layouts are in beta.
 pytestmark = pytest.mark.filterwarnings("ignore:Sparse")
 
 QUARTER = torch.tensor(0.25)
@@ -27,7 +29,7 @@ REALS = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 
 
 def with_gradients(*gradients: torch.Tensor | None) -> torch.optim.Optimizer:
-    held = []
+    owners = []
     for gradient in gradients:
         parameter = nn.Parameter(
             torch.zeros(2)
@@ -35,8 +37,8 @@ def with_gradients(*gradients: torch.Tensor | None) -> torch.optim.Optimizer:
             else torch.zeros(gradient.shape, dtype=gradient.dtype)
         )
         parameter.grad = gradient
-        held.append(parameter)
-    return torch.optim.SGD(held, lr=0.1)
+        owners.append(parameter)
+    return torch.optim.SGD(owners, lr=0.1)
 
 
 def run(optimizer: torch.optim.Optimizer, way: str, factor: torch.Tensor = QUARTER) -> float:
@@ -60,15 +62,15 @@ def test_every_dtype_is_unscaled_in_place(dtype: torch.dtype, way: str):
     assert torch.equal(gradient, torch.ones(2, 3, dtype=dtype))
 
 
-@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("dtype", [*REALS, torch.complex64])
-def test_one_bad_value_raises_the_flag(dtype: torch.dtype, bad: float, way: str):
+def test_one_nonfinite_value_sets_the_flag(dtype: torch.dtype, value: float, way: str):
     gradient = torch.ones(5, 7, dtype=dtype)
-    gradient[4, 6] = bad
+    gradient[4, 6] = value
     assert run(with_gradients(torch.ones(3), gradient), way) == 1
 
 
-def test_a_bad_imaginary_part_raises_the_flag(way: str):
+def test_a_nonfinite_imaginary_part_sets_the_flag(way: str):
     assert run(with_gradients(torch.tensor([complex(1.0, math.inf)])), way) == 1
 
 
@@ -83,15 +85,15 @@ def test_a_bad_imaginary_part_raises_the_flag(way: str):
     ],
     ids=["transposed", "columns", "every other row", "corner", "row"],
 )
-def test_views_and_gaps_are_unscaled_and_what_lies_between_is_left_alone(view, way: str):
+def test_views_are_unscaled_and_the_elements_between_are_not(view, way: str):
     base = torch.full((6, 6), 4.0)
     parameter = nn.Parameter(torch.zeros_like(view(base)))
     parameter.grad = view(base)
     optimizer = torch.optim.SGD([parameter], lr=0.1)
     assert run(optimizer, way) == 0
-    wanted = torch.full((6, 6), 4.0)
-    view(wanted).fill_(1.0)
-    assert torch.equal(base, wanted)
+    expected = torch.full((6, 6), 4.0)
+    view(expected).fill_(1.0)
+    assert torch.equal(base, expected)
 
 
 def test_channels_last_gradients_are_unscaled(way: str):
@@ -117,7 +119,7 @@ def test_sparse_gradients_are_unscaled_coalesced_or_not(
     assert torch.equal(dense, torch.ones(2))
 
 
-def test_sparse_values_that_overflow_only_together_are_seen(way: str):
+def test_sparse_values_that_overflow_only_when_added_are_found(way: str):
     gradient = torch.sparse_coo_tensor(
         torch.tensor([[1, 1]]), torch.tensor([60000.0, 60000.0], dtype=torch.float16), (3,)
     )
@@ -125,47 +127,47 @@ def test_sparse_values_that_overflow_only_together_are_seen(way: str):
     assert run(with_gradients(gradient), way) == 1
 
 
-def test_a_perfect_storm_of_kinds_in_one_optimizer_is_unscaled_once_each(way: str):
-    kinds = [torch.full((3,), 4.0, dtype=dtype) for dtype in (*REALS, torch.complex64)]
-    kinds += [
+def test_gradients_of_many_kinds_in_one_optimizer_are_unscaled_once_each(way: str):
+    gradients = [torch.full((3,), 4.0, dtype=dtype) for dtype in (*REALS, torch.complex64)]
+    gradients += [
         torch.full((4, 4), 4.0).t(),
         torch.full((3,), 4.0).to_sparse(),
         torch.zeros(0),
         torch.tensor(4.0),
     ]
-    optimizer = with_gradients(*kinds, None)
+    optimizer = with_gradients(*gradients, None)
     assert run(optimizer, way) == 0
     for parameter in parameters(optimizer)[:-1]:
         dense = parameter.grad.to_dense()
         assert torch.equal(dense, torch.ones_like(dense))
 
 
-def test_a_bad_gradient_anywhere_in_the_storm_is_found(way: str):
-    for place in range(4):
-        kinds = [
+def test_a_nonfinite_gradient_among_many_kinds_is_found(way: str):
+    for index in range(4):
+        gradients = [
             torch.ones(3),
             torch.ones(3, dtype=torch.float16),
             torch.ones(3).to_sparse(),
             torch.ones(3, dtype=torch.complex64),
         ]
-        kinds[place] = kinds[place] * math.inf
-        assert run(with_gradients(*kinds), way) == 1
+        gradients[index] = gradients[index] * math.inf
+        assert run(with_gradients(*gradients), way) == 1
 
 
-def test_a_flag_that_is_up_stays_up():
+def test_a_flag_that_is_1_stays_1():
     checker, flags = CpuGradientChecker(), {torch.device("cpu"): torch.tensor(1.0)}
     checker.check(with_gradients(torch.ones(2)), QUARTER, flags)
     assert flags[torch.device("cpu")].item() == 1
 
 
-def test_no_gradients_raise_no_flag_and_leave_none():
+def test_no_gradients_create_no_flag():
     flags: dict[torch.device, torch.Tensor] = {}
     CpuGradientChecker().check(with_gradients(None), QUARTER, flags)
     check_sorted(with_gradients(None), QUARTER, flags)
     assert flags == {}
 
 
-def test_kinds_that_appear_later_are_noticed():
+def test_other_kinds_of_gradients_that_appear_later_are_unscaled():
     checker, optimizer = CpuGradientChecker(), with_gradients(torch.full((2,), 4.0), None)
     first, second = parameters(optimizer)
     checker.check(optimizer, QUARTER, {})
@@ -180,7 +182,7 @@ def test_kinds_that_appear_later_are_noticed():
 
 
 @pytest.mark.parametrize("small", [True, False])
-def test_only_checked_gradients_keep_their_values_and_name_their_owner(
+def test_gradients_that_are_only_checked_keep_their_values_and_give_their_name(
     small: bool, monkeypatch: pytest.MonkeyPatch
 ):
     if not small:
@@ -192,16 +194,16 @@ def test_only_checked_gradients_keep_their_values_and_name_their_owner(
         torch.ones(2, dtype=torch.float16),
         torch.tensor([0.0, math.inf], dtype=torch.float16),
     )
-    culprit, flags = FlaggedSource(ParameterNames(), optimizer), {}
-    check_sorted(optimizer, None, flags, culprit)
-    held = [parameter.grad for parameter in parameters(optimizer)]
+    source, flags = FlaggedSource(ParameterNames(), optimizer), {}
+    check_sorted(optimizer, None, flags, source)
+    gradients = [parameter.grad for parameter in parameters(optimizer)]
     optimizer.zero_grad()
     assert flags[torch.device("cpu")].item() == 1
-    assert torch.equal(held[0], torch.tensor([1.0, 2.0**-149]))
-    assert culprit.name() == culprit.name_from(culprit.fetch()) == "parameter 2"
+    assert torch.equal(gradients[0], torch.tensor([1.0, 2.0**-149]))
+    assert source.name() == source.name_from(source.fetch()) == "parameter 2"
 
 
-def test_a_pass_that_unscales_raises_a_flag_for_each_gradient(monkeypatch: pytest.MonkeyPatch):
+def test_a_pass_that_unscales_sets_a_flag_for_each_gradient(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("mezzo._launch.has_triton", lambda _: True)
     monkeypatch.setattr("mezzo.scaling.check_unscale._run", check_unscale._run_in_torch)
     optimizer = with_gradients(
@@ -209,16 +211,16 @@ def test_a_pass_that_unscales_raises_a_flag_for_each_gradient(monkeypatch: pytes
         torch.tensor([math.nan, 4.0]),
         torch.full((2,), 4.0, dtype=torch.float64),
     )
-    culprit, flags = FlaggedSource(ParameterNames(), optimizer), {}
-    check_sorted(optimizer, QUARTER, flags, culprit)
+    source, flags = FlaggedSource(ParameterNames(), optimizer), {}
+    check_sorted(optimizer, QUARTER, flags, source)
     assert flags[torch.device("cpu")].item() == 1
     assert flags[torch.device("cpu")].dtype is torch.float32
     assert parameters(optimizer)[0].grad.tolist() == [1.0, 1.0]
     parameters(optimizer)[0].grad.fill_(math.nan)
-    assert culprit.name() == "parameter 1"
+    assert source.name() == "parameter 1"
 
 
-def test_checking_without_a_factor_writes_nothing():
+def test_a_check_without_a_factor_does_not_write():
     gradient = torch.tensor([1.0, math.inf])
     flags: dict[torch.device, torch.Tensor] = {}
     version = gradient._version
@@ -227,14 +229,14 @@ def test_checking_without_a_factor_writes_nothing():
     assert gradient._version == version
 
 
-def test_a_dtype_that_cannot_be_unscaled_is_refused_with_the_remedy():
+def test_a_dtype_that_cannot_be_unscaled_raises_with_the_remedy():
     parameter = nn.Parameter(torch.zeros(2, dtype=torch.float8_e4m3fn))
     parameter.grad = torch.ones(2).to(torch.float8_e4m3fn)
     with pytest.raises(ScalerError, match=r"float8_e4m3fn.*parameter\.grad\.float\(\)"):
         CpuGradientChecker().check(torch.optim.SGD([parameter], lr=0.1), QUARTER, {})
 
 
-def test_the_first_nonfinite_parameter_is_found_in_any_layout():
+def test_the_first_nonfinite_gradient_is_found_in_any_layout():
     optimizer = with_gradients(
         None, torch.ones(2), torch.tensor([1.0, math.nan]).to_sparse(), torch.tensor([math.inf])
     )
@@ -242,14 +244,14 @@ def test_the_first_nonfinite_parameter_is_found_in_any_layout():
     assert first_nonfinite(parameters(optimizer)[:2]) is None
 
 
-def test_a_checker_tells_what_its_flag_says():
+def test_a_checker_returns_the_value_of_its_flag():
     checker = CpuGradientChecker()
     assert checker.check(with_gradients(torch.ones(2)), QUARTER, {}) is False
     assert checker.check(with_gradients(torch.tensor([math.inf])), QUARTER, {}) is True
     assert checker.check(with_gradients(None), QUARTER, {}) is None
 
 
-def test_a_flag_serves_again_only_when_it_is_down_and_was_taken_back():
+def test_a_flag_is_reused_only_if_it_is_0_and_was_recycled():
     checker = CpuGradientChecker()
 
     def flag_after(gradient: torch.Tensor) -> torch.Tensor:
@@ -259,42 +261,122 @@ def test_a_flag_serves_again_only_when_it_is_down_and_was_taken_back():
 
     first, second = flag_after(torch.ones(2)), flag_after(torch.ones(2))
     assert first is not second
-    checker.unscale()
+    checker.recycle_flags()
     again = [flag_after(torch.ones(2)), flag_after(torch.tensor([math.nan]))]
     assert {id(flag) for flag in again} == {id(first), id(second)}
-    checker.unscale()
+    checker.recycle_flags()
     assert flag_after(torch.ones(2)).item() == 0.0
 
 
-def test_a_flag_raised_by_a_later_check_of_the_same_loss_never_serves_again():
+def test_a_flag_that_a_later_check_set_is_not_reused():
     checker, flags = CpuGradientChecker(), {}
     for gradient in (torch.ones(2), torch.tensor([math.inf])):
         checker.check(with_gradients(gradient), QUARTER, flags)
-    checker.unscale()
+    checker.recycle_flags()
     after: dict[torch.device, torch.Tensor] = {}
     assert checker.check(with_gradients(torch.ones(2)), QUARTER, after) is False
 
 
-def test_a_flag_raised_by_a_gradient_of_another_kind_never_serves_again():
+def test_a_flag_that_a_gradient_of_another_kind_set_is_not_reused():
     checker, flags = CpuGradientChecker(), {}
     checker.check(with_gradients(torch.ones(2)), QUARTER, flags)
     checker.check(with_gradients(torch.tensor([complex(math.nan, 0.0)])), QUARTER, flags)
     assert flags[torch.device("cpu")].item() == 1.0
-    checker.unscale()
+    checker.recycle_flags()
     assert checker.check(with_gradients(torch.ones(2)), QUARTER, {}) is False
 
 
-@pytest.mark.parametrize("bad", [False, True], ids=["finite", "nonfinite"])
-def test_tensors_of_several_kinds_are_unscaled_without_an_optimizer(bad):
+@pytest.mark.parametrize("is_nonfinite", [False, True], ids=["finite", "nonfinite"])
+def test_tensors_of_several_dtypes_are_unscaled_without_an_optimizer(is_nonfinite):
     tensors = [torch.ones(2, dtype=dtype, requires_grad=True) for dtype in REALS]
     for tensor in tensors:
         tensor.grad = torch.full_like(tensor, 16.0)
-    if bad:
+    if is_nonfinite:
         tensors[1].grad[0] = math.nan
 
-    assert unscale_tensors([*tensors, torch.ones(1, requires_grad=True)], 4.0) is bad
+    assert unscale_tensors([*tensors, torch.ones(1, requires_grad=True)], 4.0) is is_nonfinite
     assert all(tensor.grad[1].item() == 4.0 for tensor in tensors)
 
 
-def test_no_gradient_at_all_is_a_good_one():
+def test_tensors_without_gradients_are_finite():
     assert unscale_tensors([torch.ones(1, requires_grad=True)], 3.0) is False
+
+
+# -- separate backward passes ----------------------------------------------------------------------
+
+
+def sgd(*parameters: nn.Parameter) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.1)
+
+
+def test_old_gradients_are_removed_inside_the_block_and_added_in_place_after_it():
+    parameter = nn.Parameter(torch.ones(2))
+    parameter.grad = old = torch.full((2,), 10.0)
+    with backward_isolated((parameter * 3).sum(), [sgd(parameter)]):
+        assert parameter.grad.tolist() == [3.0, 3.0]
+        parameter.grad.mul_(2)
+    assert parameter.grad is old
+    assert old.tolist() == [16.0, 16.0]
+
+
+def test_a_parameter_that_the_loss_does_not_reach_keeps_its_gradient():
+    reached, other = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))
+    other.grad = old = torch.ones(2)
+    with backward_isolated(reached.sum(), [sgd(reached, other)]):
+        assert other.grad is None
+    assert other.grad is old
+
+
+def test_tensors_of_no_optimizer_get_no_gradient():
+    parameter, other = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))
+    with backward_isolated((parameter * other).sum(), [sgd(parameter)]):
+        pass
+    assert other.grad is None
+
+
+def test_old_gradients_are_restored_when_backward_or_the_body_raises():
+    parameter = nn.Parameter(torch.ones(2))
+    parameter.grad = old = torch.ones(2)
+    with pytest.raises(RuntimeError), backward_isolated(parameter * 2, [sgd(parameter)]):
+        pass
+    assert parameter.grad is old
+    with pytest.raises(OSError), backward_isolated(parameter.sum(), [sgd(parameter)]):
+        raise OSError
+    assert parameter.grad is old
+    assert old.tolist() == [1.0, 1.0]
+
+
+@pytest.mark.parametrize("sparse_first", [True, False])
+def test_sparse_and_dense_gradients_add_up(sparse_first: bool):
+    table = nn.Embedding(3, 2, sparse=True)
+    dense, sparse = torch.ones(3, 2), table(torch.tensor([1])).sum()
+    if sparse_first:
+        sparse.backward()
+        with backward_isolated((table.weight * 1).sum(), [sgd(table.weight)]):
+            pass
+    else:
+        table.weight.grad = dense
+        with backward_isolated(sparse, [sgd(table.weight)]):
+            pass
+    assert table.weight.grad.to_dense().tolist() == [[1.0, 1.0], [2.0, 2.0], [1.0, 1.0]]
+
+
+def test_frozen_parameters_get_no_gradient():
+    parameter, frozen = (
+        nn.Parameter(torch.ones(2)),
+        nn.Parameter(torch.ones(2), requires_grad=False),
+    )
+    with backward_isolated(parameter.sum(), [sgd(parameter, frozen)]):
+        pass
+    assert frozen.grad is None
+
+
+def test_several_backward_passes_may_run_in_one_block():
+    parameter = nn.Parameter(torch.ones(2))
+    parameter.grad = old = torch.full((2,), 10.0)
+    with isolated_gradients([sgd(parameter)]) as tensors:
+        assert [tensor is parameter for tensor in tensors] == [True]
+        (parameter * 3).sum().backward()
+        (parameter * 3).sum().backward()
+    assert parameter.grad is old
+    assert old.tolist() == [16.0, 16.0]

@@ -1,4 +1,4 @@
-"""How optimizers are stepped: torch's protocol, the older form of it, and no host read."""
+"""Step optimizers: torch's protocol, its deprecated form, schedulers, wrapped optimizers."""
 
 from __future__ import annotations
 
@@ -6,11 +6,17 @@ import math
 
 import pytest
 import torch
+from support.wrappers import Lookahead, Several
 from torch import nn
 from torch.optim.lr_scheduler import ExponentialLR
 
 import mezzo
-from mezzo.scaling.optimizer_step import refuse_closures, skips_on_device
+from mezzo.scaling.optimizer_step import (
+    bindings_of,
+    inner_optimizers,
+    refuse_closures,
+    skips_on_device,
+)
 from mezzo.scaling.scale_tensors import DeviceLossScale
 
 X = torch.tensor([[1.0, -2.0, 0.5]])
@@ -18,16 +24,16 @@ INF = X * math.inf
 
 
 class Fused(torch.optim.Optimizer):
-    """A double of an optimizer that skips by itself, as torch's fused ones do: plain SGD on the device's terms."""
+    """SGD that skips on the device, as torch's fused optimizers do."""
 
     def __init__(self, parameters) -> None:
         super().__init__(parameters, {"lr": 0.1})
         self._step_supports_amp_scaling = True
-        self.told = []
+        self.received = []
 
     @torch.no_grad()
     def step(self, closure=None):
-        self.told.append((self.grad_scale, self.found_inf))
+        self.received.append((self.grad_scale, self.found_inf))
         for group in self.param_groups:
             for parameter in group["params"]:
                 gradient = (
@@ -62,7 +68,7 @@ def values(model: nn.Module) -> list[torch.Tensor]:
         lambda parameters: torch.optim.AdamW(parameters, fused=True),
     ],
 )
-def test_a_fused_optimizer_off_the_cpu_is_stepped_and_skipped_without_a_host_read(
+def test_a_fused_optimizer_on_a_device_steps_and_skips_without_a_host_read(
     make, net, far_cpu, host_reads
 ):
     scaler, optimizer = (
@@ -72,23 +78,21 @@ def test_a_fused_optimizer_off_the_cpu_is_stepped_and_skipped_without_a_host_rea
     iterate(scaler, net, optimizer)
     before = values(net)
     with host_reads() as reads:
-        bad = iterate(scaler, net, optimizer, INF)
+        skipped = iterate(scaler, net, optimizer, INF)
         after = values(net)
-        good = iterate(scaler, net, optimizer)
+        successful = iterate(scaler, net, optimizer)
     if not isinstance(optimizer, Fused):
-        # torch's fused kernels on a real CPU read the flag themselves; the scaler read nothing.
+        # torch's fused kernels on a CPU read the flag; the scaler does not.
         assert reads.count <= 4
     else:
         assert reads.count == 0
     assert isinstance(scaler._scales.of(0), DeviceLossScale)
     assert all(torch.equal(one, other) for one, other in zip(before, after, strict=True))
-    assert (bad.skipped, good.skipped) == (True, False)
+    assert (skipped.skipped, successful.skipped) == (True, False)
     assert scaler.state() == mezzo.ScaleState(8.0, 1, 0, 2, 1, 0)
 
 
-def test_any_other_optimizer_off_the_cpu_costs_exactly_one_host_read_a_step(
-    net, far_cpu, host_reads
-):
+def test_any_other_optimizer_on_a_device_costs_one_host_read_per_step(net, far_cpu, host_reads):
     scaler, optimizer = mezzo.GradScaler(), torch.optim.SGD(net.parameters(), lr=0.1)
     iterate(scaler, net, optimizer)
     for _ in range(2):
@@ -97,7 +101,7 @@ def test_any_other_optimizer_off_the_cpu_costs_exactly_one_host_read_a_step(
         assert reads.count == 1
 
 
-def test_the_counting_double_counts(host_reads):
+def test_host_reads_are_counted(host_reads):
     with host_reads() as reads:
         bool(torch.ones(1))
         torch.ones(1).item()
@@ -105,22 +109,22 @@ def test_the_counting_double_counts(host_reads):
     assert reads.count == 3
 
 
-def test_on_a_cpu_torchs_fused_optimizers_are_not_bothered_with_the_protocol(net):
+def test_on_a_cpu_torchs_fused_optimizers_do_not_use_the_protocol(net):
     assert not skips_on_device(torch.optim.SGD(net.parameters(), lr=0.1, fused=True))
     assert not skips_on_device(torch.optim.SGD(net.parameters(), lr=0.1))
     assert skips_on_device(Fused(net.parameters()))
 
 
-def test_an_optimizer_is_told_the_scale_and_the_flag_while_it_steps(net):
+def test_an_optimizer_has_the_scale_and_the_flag_while_it_steps(net):
     scaler, optimizer = mezzo.GradScaler(init_scale=16.0), Fused(net.parameters())
     assert iterate(scaler, net, optimizer).value == 42
-    scale, found = optimizer.told[0]
+    scale, found = optimizer.received[0]
     assert (scale.item(), found.item()) == (16.0, 0.0)
     assert not hasattr(optimizer, "grad_scale")
     assert not hasattr(optimizer, "found_inf")
 
 
-def test_an_optimizer_that_skips_by_itself_has_its_first_bad_parameter_named(net, far_cpu):
+def test_the_nonfinite_parameter_of_a_fused_optimizer_is_named(net, far_cpu):
     scaler, optimizer = mezzo.GradScaler(), Fused(net.parameters())
     scaler.register_parameter_names(net)
     scaler.scale(net(X).mean()).backward()
@@ -132,23 +136,23 @@ def test_an_optimizer_that_skips_by_itself_has_its_first_bad_parameter_named(net
     assert iterate(scaler, net, optimizer).first_nonfinite is None
 
 
-def test_after_unscale_the_optimizer_is_told_no_scale(net):
+def test_after_unscale_the_optimizer_gets_no_scale(net):
     scaler, optimizer = mezzo.GradScaler(), Fused(net.parameters())
     scaler.scale(net(X).mean()).backward()
     scaler.unscale_(optimizer)
     net.first.bias.grad.fill_(math.inf)
     assert not scaler.step(optimizer).skipped
-    assert optimizer.told[0][0] is None
+    assert optimizer.received[0][0] is None
 
 
-def test_a_scale_that_the_user_gave_the_optimizer_is_multiplied(net):
+def test_a_grad_scale_that_the_user_set_is_multiplied(net):
     scaler, optimizer = mezzo.GradScaler(init_scale=16.0), Fused(net.parameters())
     optimizer.grad_scale = torch.tensor(2.0)
     iterate(scaler, net, optimizer)
-    assert optimizer.told[0][0].item() == 32.0
+    assert optimizer.received[0][0].item() == 32.0
 
 
-def test_the_attributes_go_away_when_the_step_raises(net):
+def test_the_attributes_are_removed_when_the_step_raises(net):
     class Broken(Fused):
         def step(self, closure=None):
             raise OSError("broken")
@@ -159,7 +163,7 @@ def test_the_attributes_go_away_when_the_step_raises(net):
     assert not hasattr(optimizer, "found_inf")
 
 
-def test_an_optimizer_that_asks_for_the_scaler_gets_it_and_a_warning(net):
+def test_an_optimizer_that_takes_the_scaler_gets_it_with_a_warning(net):
     class Old(torch.optim.Optimizer):
         def __init__(self, parameters) -> None:
             super().__init__(parameters, {})
@@ -171,9 +175,9 @@ def test_an_optimizer_that_asks_for_the_scaler_gets_it_and_a_warning(net):
                 sum(flag.item() for flag in grad_scaler._check_inf_per_device(self).values()) == 0
             )
 
-    with pytest.warns(FutureWarning, match="grad_scaler") as told:
+    with pytest.warns(FutureWarning, match="grad_scaler") as caught:
         result = iterate(mezzo.GradScaler(), net, Old(net.parameters()))
-    assert told[0].filename == __file__
+    assert caught[0].filename == __file__
     assert not result.skipped
 
 
@@ -204,7 +208,7 @@ def test_other_arguments_are_not_taken_for_closures():
     refuse_closures((1, None), {"closure": None, "callback": print})
 
 
-def test_a_schedule_on_the_device_follows_good_steps_only(net, far_cpu):
+def test_a_schedule_on_the_device_advances_with_successful_steps_only(net, far_cpu):
     scaler, optimizer = mezzo.GradScaler(), torch.optim.SGD(net.parameters(), lr=0.1, fused=True)
     scheduler = ExponentialLR(optimizer, gamma=0.5)
     rates = []
@@ -217,3 +221,82 @@ def test_a_schedule_on_the_device_follows_good_steps_only(net, far_cpu):
     scaler.state()
     assert scheduler.get_last_lr() == [pytest.approx(0.0125)]
     assert type(optimizer.param_groups[0]["lr"]) is float
+
+
+# -- optimizers that wrap others -------------------------------------------------------------------
+
+
+def sgd(*, dtype=torch.float32):
+    return torch.optim.SGD([nn.Parameter(torch.ones(1, dtype=dtype))], lr=0.1)
+
+
+def test_inner_optimizers_are_found_in_attributes_and_containers():
+    one, other = sgd(), sgd()
+    assert inner_optimizers(one) == {}
+    assert inner_optimizers(Lookahead(one)) == {".optimizer": one}
+    assert inner_optimizers(Several([one, other])) == {
+        "._parts['all'][0]": one,
+        "._parts['all'][1]": other,
+    }
+    wrapped = Lookahead(Lookahead(one))
+    assert inner_optimizers(wrapped) == {
+        ".optimizer": wrapped.optimizer,
+        ".optimizer.optimizer": one,
+    }
+
+
+def test_an_optimizer_that_holds_itself_has_no_inner_optimizer():
+    one = sgd()
+    one.itself, one.ring = one, []
+    one.ring.append(one.ring)
+    assert inner_optimizers(one) == {}
+
+
+def test_a_path_uses_the_public_name_of_an_attribute():
+    class Delegating(torch.optim.SGD):
+        optimizer = property(lambda self: self._optimizer)
+
+    outer = Delegating([torch.zeros(1)], lr=0.1)
+    outer._optimizer = outer._other = inner = sgd()
+    assert inner_optimizers(outer) == {".optimizer": inner}
+
+
+def test_bindings_are_found_through_wrappers():
+    model = nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    assert bindings_of(Lookahead(optimizer)) == []
+    mezzo.decorate(model, optimizer, dtype="bfloat16")
+    assert bindings_of(optimizer) == bindings_of(Lookahead(optimizer)) == [optimizer._bound]
+
+
+@pytest.mark.parametrize("unscales", [False, True])
+def test_gradients_of_a_wrapped_decorated_optimizer_are_unscaled_in_float32(unscales):
+    model = nn.Linear(1, 1, bias=False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    mezzo.decorate(model, optimizer, dtype="float16", save_dtype="float32")
+    wrapped, scaler = Several([optimizer]), mezzo.GradScaler("cpu", init_scale=2.0**16)
+    nn.init.zeros_(model.weight)
+    scaler.scale(torch.ones(()))
+    # Unscaled in float16 this would be zero.
+    model.weight.grad = torch.full_like(model.weight, 2.0**-12)
+    if unscales:
+        scaler.unscale_(wrapped)
+    assert not scaler.step(wrapped).skipped
+    assert model.state_dict()["weight"].item() == -(2.0**-28)
+    scaler.update()
+    model.weight.grad = torch.full_like(model.weight, torch.inf)
+    assert scaler.step(wrapped).skipped
+
+
+def test_a_wrapper_that_forwards_attributes_of_its_optimizer_gets_unscaled_gradients():
+    class Delegating(Several):
+        def __getattr__(self, name):
+            return getattr(self._parts["all"][0], name)
+
+    inner = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=1.0)
+    inner._step_supports_amp_scaling = True
+    wrapped, scaler = Delegating([inner]), mezzo.GradScaler("cpu", init_scale=4.0)
+    (weight,) = inner.param_groups[0]["params"]
+    scaler.scale(weight * 0.125).backward()
+    scaler.step(wrapped)
+    assert weight.item() == 0.875

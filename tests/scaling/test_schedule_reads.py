@@ -1,4 +1,7 @@
-"""Rates as they are read, saved, loaded and set by hand: those of torch's own scheduler in a float32 run with the same skips."""
+"""Learning rates that are read, saved, loaded and set equal those of plain torch.
+
+The reference is torch's own scheduler in a float32 run with the same skipped steps.
+"""
 
 from __future__ import annotations
 
@@ -36,35 +39,37 @@ def no_reads(host_reads: Callable[[], Any]) -> Callable[[], Any]:
 
 @pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize("name", SCHEDULERS)
-def test_any_sequence_agrees_with_plain_torch_and_steps_read_nothing(name, seed, far_cpu, no_reads):
+def test_random_actions_agree_with_plain_torch_and_steps_read_nothing(
+    name, seed, far_cpu, no_reads
+):
     drive(Scaled(SCHEDULERS[name]), Plain(SCHEDULERS[name]), seed, 40, no_reads)
 
 
-def test_any_sequence_on_a_cpu_agrees_with_plain_torch():
+def test_random_actions_on_a_cpu_agree_with_plain_torch():
     drive(Scaled(SCHEDULERS["SequentialLR"]), Plain(SCHEDULERS["SequentialLR"]), 0, 40)
 
 
 def pair(name: str = "ExponentialLR") -> tuple[Scaled, Plain]:
-    """A run that is behind by three good steps, and what it should be."""
+    """Return a run that lags behind by three successful steps, and its reference."""
     run, plain = Scaled(SCHEDULERS[name]), Plain(SCHEDULERS[name])
     both_step(run, plain, 4)
     return run, plain
 
 
 def both_step(run: Scaled, plain: Plain, count: int) -> None:
-    for place in range(count):
+    for index in range(count):
         for one in (run, plain):
-            one.step(bad=place == 1)
+            one.step(bad=index == 1)
 
 
 @pytest.mark.parametrize("read", READS)
-def test_whatever_is_read_first_all_agree(read, far_cpu):
+def test_any_first_read_updates_everything(read, far_cpu):
     run, plain = pair()
     assert_read_alike(run, plain, read)
     assert_trained_alike(run, plain)
 
 
-def test_reads_after_the_first_wait_for_nothing(far_cpu, host_reads):
+def test_reads_after_the_first_do_not_synchronize(far_cpu, host_reads):
     run, _ = pair("ChainedScheduler")
     with host_reads() as reads:
         for read in READS:
@@ -73,7 +78,7 @@ def test_reads_after_the_first_wait_for_nothing(far_cpu, host_reads):
     assert reads.count == 1
 
 
-def test_a_rate_that_is_multiplied_is_the_true_one(far_cpu):
+def test_a_rate_is_up_to_date_before_it_is_multiplied(far_cpu):
     run, _ = pair("StepLR")
     for group in run.optimizer.param_groups:
         group["lr"] *= 0.1
@@ -83,7 +88,7 @@ def test_a_rate_that_is_multiplied_is_the_true_one(far_cpu):
     ]
 
 
-def test_a_step_without_the_scheduler_uses_the_rate_of_today(far_cpu):
+def test_a_step_without_the_scheduler_uses_the_current_rate(far_cpu):
     run, plain = pair()
     for parameter in run.model.parameters():
         parameter.grad = run.scaler.scale(torch.ones_like(parameter))
@@ -96,7 +101,7 @@ def test_a_step_without_the_scheduler_uses_the_rate_of_today(far_cpu):
     assert_trained_alike(run, plain)
 
 
-def test_another_scheduler_goes_on_where_the_first_one_is(far_cpu):
+def test_another_scheduler_continues_from_the_rate_of_the_first(far_cpu):
     run, plain = pair()
     for one in (run, plain):
         one.first, one.scheduler = one.scheduler, lr_scheduler.StepLR(one.optimizer, 1, 0.3)
@@ -111,40 +116,40 @@ def test_another_scheduler_goes_on_where_the_first_one_is(far_cpu):
 
 
 @pytest.mark.parametrize("enabled", [True, False])
-def test_another_scaler_takes_a_schedule_over_and_gives_it_back(enabled, far_cpu):
+def test_two_scalers_can_step_one_scheduler_alternately(enabled, far_cpu):
     run, plain = pair()
     scalers = run.scaler, mezzo.GradScaler(init_scale=2.0, dynamic=False, enabled=enabled)
-    for place in (1, 0, 1):
-        run.scaler = scalers[place]
+    for index in (1, 0, 1):
+        run.scaler = scalers[index]
         for one in (run, plain):
             one.step(bad=False)
     assert_read_alike(run, plain, "scaler.state_dict" if enabled else "param_groups")
     assert_trained_alike(run, plain)
 
 
-def test_a_captured_step_notices_that_another_scaler_took_its_schedule_over(far_cpu):
+def test_table_addresses_change_after_another_scaler_stepped_the_scheduler(far_cpu):
     run, plain = pair()
-    own, run.scaler = run.scaler, mezzo.GradScaler(init_scale=2.0, dynamic=False)
-    tables = own._schedules.before_replay()
-    assert own._schedules.before_replay() == tables
+    first, run.scaler = run.scaler, mezzo.GradScaler(init_scale=2.0, dynamic=False)
+    tables = first._schedules.before_replay()
+    assert first._schedules.before_replay() == tables
     both_step(run, plain, 1)
-    # What was captured reads another table than what runs now.
-    assert own._schedules.before_replay() != tables
+    # A captured step would read the old table.
+    assert first._schedules.before_replay() != tables
     assert_read_alike(run, plain, "param_groups")
 
 
-def test_a_second_scheduler_is_stepped_by_hand_on_rates_of_today(far_cpu):
+def test_a_second_scheduler_that_the_user_steps_sees_current_rates(far_cpu):
     run, plain = pair()
-    by_hand = [lr_scheduler.StepLR(one.optimizer, 1, 0.7) for one in (run, plain)]
+    manual = [lr_scheduler.StepLR(one.optimizer, 1, 0.7) for one in (run, plain)]
     both_step(run, plain, 2)
-    for scheduler in by_hand:
+    for scheduler in manual:
         scheduler.step()
     both_step(run, plain, 2)
     assert_read_alike(run, plain, "param_groups")
 
 
 class ByEpoch:
-    """As timm's: it has an optimizer, and its step() wants an epoch."""
+    """A scheduler as in timm, whose step() takes an epoch."""
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self.optimizer = optimizer
@@ -158,7 +163,7 @@ class OwnStep(lr_scheduler.StepLR):
         super().step(epoch)
 
 
-REFUSED: dict[str, Callable[[torch.optim.Optimizer], Any]] = {
+UNSUPPORTED: dict[str, Callable[[torch.optim.Optimizer], Any]] = {
     "ReduceLROnPlateau": lr_scheduler.ReduceLROnPlateau,
     "one that is not torch's": ByEpoch,
     "one with a step of its own": lambda optimizer: OwnStep(optimizer, 1),
@@ -167,8 +172,8 @@ REFUSED: dict[str, Callable[[torch.optim.Optimizer], Any]] = {
 
 
 @pytest.mark.parametrize("where", ["cpu", "a device", "disabled"])
-@pytest.mark.parametrize("name", REFUSED)
-def test_a_scheduler_that_cannot_run_ahead_is_refused_before_anything_is_updated(
+@pytest.mark.parametrize("name", UNSUPPORTED)
+def test_a_scheduler_that_cannot_run_ahead_raises_before_anything_is_updated(
     name, where, monkeypatch, request
 ):
     if where == "a device":
@@ -182,13 +187,13 @@ def test_a_scheduler_that_cannot_run_ahead_is_refused_before_anything_is_updated
     scaler = mezzo.GradScaler(enabled=where != "disabled")
     scaler.scale(weight.sum()).backward()
     with pytest.raises(mezzo.UnsupportedError, match=r"Do not pass it: call its step\(\) yourself"):
-        scaler.step(optimizer, scheduler=REFUSED[name](optimizer))
+        scaler.step(optimizer, scheduler=UNSUPPORTED[name](optimizer))
     assert (weight.tolist(), len(optimizer.state)) == ([1.0, 1.0], 0)
     scaler.step(optimizer, scheduler=lr_scheduler.StepLR(optimizer, 1))
     assert weight.tolist() != [1.0, 1.0]
 
 
-def test_the_scheduler_of_another_optimizer_is_refused_though_it_was_accepted_with_its_own():
+def test_a_scheduler_raises_with_another_optimizer_than_before():
     first, second = Scaled(SCHEDULERS["StepLR"]), Scaled(SCHEDULERS["StepLR"])
     first.step(bad=False)
     first.scheduler = second.scheduler

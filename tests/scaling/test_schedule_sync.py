@@ -1,4 +1,4 @@
-"""A scheduler and an optimizer that are behind catch up whenever they are read, and are plain ones in every copy."""
+"""A scheduler and an optimizer that lag behind are updated when they are read."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ from mezzo.scaling.schedule_sync import (
 )
 
 
-class Behind:
-    """A schedule that notes when it is asked to catch up."""
+class CountingSchedule:
+    """A schedule that counts its updates."""
 
     def __init__(self) -> None:
         self.paused = False
@@ -42,15 +42,15 @@ class Behind:
 
 
 class Pair:
-    """An optimizer, its scheduler, and the schedule that both are behind."""
+    """An optimizer, its scheduler, and the schedule that both lag behind."""
 
     def __init__(self) -> None:
         self.weight = torch.nn.Parameter(torch.ones(1))
         self.optimizer = torch.optim.SGD([self.weight], lr=0.1)
         self.scheduler = StepLR(self.optimizer, 2)
-        self.schedule = Behind()
+        self.schedule = CountingSchedule()
 
-    def keep_up(self) -> Pair:
+    def synced(self) -> Pair:
         sync_on_read(self.optimizer, [self.scheduler], self.schedule)
         return self
 
@@ -92,20 +92,20 @@ OPTIMIZER_READS: dict[str, Callable[[Any], Any]] = {
 
 
 @pytest.mark.parametrize("read", SCHEDULER_READS)
-def test_every_way_to_read_a_scheduler_lets_it_catch_up_first(pair: Pair, read: str) -> None:
-    SCHEDULER_READS[read](pair.keep_up().scheduler)
+def test_every_read_of_a_scheduler_updates_it_first(pair: Pair, read: str) -> None:
+    SCHEDULER_READS[read](pair.synced().scheduler)
     assert pair.schedule.calls > 0
     assert pair.schedule.changes == (read in {"loading", "setting"})
 
 
 @pytest.mark.parametrize("read", OPTIMIZER_READS)
-def test_every_way_to_read_an_optimizer_lets_it_catch_up_first(pair: Pair, read: str) -> None:
-    OPTIMIZER_READS[read](pair.keep_up().optimizer)
+def test_every_read_of_an_optimizer_updates_it_first(pair: Pair, read: str) -> None:
+    OPTIMIZER_READS[read](pair.synced().optimizer)
     assert pair.schedule.calls > 0
 
 
-def test_zeroing_gradients_and_reading_the_groups_inside_do_not(pair: Pair) -> None:
-    pair.keep_up()
+def test_zero_grad_and_reads_inside_mezzo_do_not_update(pair: Pair) -> None:
+    pair.synced()
     pair.weight.grad = torch.ones(1)
     pair.optimizer.zero_grad()
     assert pair.weight.grad is None
@@ -120,8 +120,8 @@ def test_zeroing_gradients_and_reading_the_groups_inside_do_not(pair: Pair) -> N
     assert pair.schedule.calls == 0
 
 
-def test_both_look_like_what_they_were(pair: Pair) -> None:
-    pair.keep_up()
+def test_types_names_and_state_dicts_are_the_original_ones(pair: Pair) -> None:
+    pair.synced()
     optimizer, scheduler = pair.optimizer, pair.scheduler
     assert isinstance(optimizer, torch.optim.SGD)
     assert isinstance(scheduler, StepLR)
@@ -143,8 +143,8 @@ def test_both_look_like_what_they_were(pair: Pair) -> None:
 @pytest.mark.parametrize(
     "copied", [copy.copy, copy.deepcopy, lambda one: pickle.loads(pickle.dumps(one))]
 )
-def test_copies_are_plain_and_work(pair: Pair, copied: Callable[[Any], Any]) -> None:
-    pair.keep_up()
+def test_copies_have_the_original_class_and_work(pair: Pair, copied: Callable[[Any], Any]) -> None:
+    pair.synced()
     optimizer, scheduler = copied(pair.optimizer), copied(pair.scheduler)
     assert (type(optimizer), type(scheduler)) == (torch.optim.SGD, StepLR)
     assert is_synced_on_read(pair.optimizer, pair.schedule)
@@ -155,8 +155,8 @@ def test_copies_are_plain_and_work(pair: Pair, copied: Callable[[Any], Any]) -> 
     assert pair.schedule.calls == calls
 
 
-def test_letting_go_catches_up_and_makes_both_plain(pair: Pair) -> None:
-    pair.keep_up()
+def test_stop_sync_updates_both_and_restores_their_classes(pair: Pair) -> None:
+    pair.synced()
     stop_sync(pair.optimizer)
     assert (type(pair.optimizer), type(pair.scheduler), pair.schedule.calls) == (
         torch.optim.SGD,
@@ -171,8 +171,8 @@ def test_letting_go_catches_up_and_makes_both_plain(pair: Pair) -> None:
     assert pair.schedule.calls == 1
 
 
-def test_both_are_plain_even_if_catching_up_fails(pair: Pair) -> None:
-    pair.keep_up()
+def test_classes_are_restored_even_if_the_update_raises(pair: Pair) -> None:
+    pair.synced()
 
     def fail() -> None:
         raise OSError("broken")
@@ -183,23 +183,23 @@ def test_both_are_plain_even_if_catching_up_fails(pair: Pair) -> None:
     assert type(pair.optimizer) is torch.optim.SGD
 
 
-def test_stepping_a_scheduler_by_hand_is_refused_while_it_is_stepped_elsewhere(pair: Pair) -> None:
-    pair.keep_up()
+def test_scheduler_step_raises_while_the_scaler_steps_it(pair: Pair) -> None:
+    pair.synced()
     with pytest.raises(ScalerError, match=r"Remove scheduler\.step"):
         pair.scheduler.step()
 
 
-def test_the_last_schedule_is_the_one_that_is_asked(pair: Pair) -> None:
-    pair.keep_up()
-    first, pair.schedule = pair.schedule, Behind()
-    pair.keep_up()
+def test_the_last_schedule_is_the_one_that_updates(pair: Pair) -> None:
+    pair.synced()
+    first, pair.schedule = pair.schedule, CountingSchedule()
+    pair.synced()
     assert first.calls == 1
     pair.scheduler.get_last_lr()
     assert pair.optimizer.param_groups
     assert (first.calls, pair.schedule.calls) == (1, 2)
 
 
-def test_the_parts_of_a_scheduler_catch_up_too(pair: Pair) -> None:
+def test_the_parts_of_a_scheduler_are_updated_too(pair: Pair) -> None:
     first, second = LinearLR(pair.optimizer), StepLR(pair.optimizer, 3)
     scheduler = SequentialLR(pair.optimizer, [first, second], [2])
     sync_on_read(pair.optimizer, [scheduler, first, second], pair.schedule)
@@ -209,16 +209,16 @@ def test_the_parts_of_a_scheduler_catch_up_too(pair: Pair) -> None:
     assert [type(one) for one in (scheduler, first, second)] == [SequentialLR, LinearLR, StepLR]
 
 
-def test_nothing_keeps_an_optimizer_alive_that_is_no_longer_used() -> None:
-    pair = Pair().keep_up()
-    held = weakref.ref(pair.optimizer)
+def test_an_optimizer_that_is_no_longer_used_is_freed() -> None:
+    pair = Pair().synced()
+    reference = weakref.ref(pair.optimizer)
     pair.schedule.optimizer = pair.optimizer
     del pair
     gc.collect()
-    assert held() is None
+    assert reference() is None
 
 
-def test_the_groups_of_an_optimizer_that_computes_them_are_found() -> None:
+def test_groups_of_a_wrapper_that_computes_them_are_returned() -> None:
     class Wrapper(torch.optim.Optimizer):
         def __init__(self, optimizer: torch.optim.Optimizer) -> None:
             self.optimizer = optimizer

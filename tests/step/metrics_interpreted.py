@@ -23,7 +23,7 @@ def test_the_numbers_arrive_in_one_launch(
     scale = DeviceLossScale(
         mezzo.ScaleState(8.0, good_steps=3, skipped_steps=4, consecutive_skips=2), CPU
     )
-    monkeypatch.setattr(capture, "device_counters", lambda _: scale.shown)
+    monkeypatch.setattr(capture, "device_counters", lambda _: scale.counters)
     board = MetricsBuffer(CPU, mezzo.GradScaler("cpu"))
     board._on_device = True
     board.write(torch.tensor(1.5, dtype=dtype), torch.tensor(bad))

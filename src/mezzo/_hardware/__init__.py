@@ -1,6 +1,7 @@
-"""What the device can do with 16-bit dtypes: probe (asks torch), judge (concludes), `Hardware` (the value everybody passes on).
+"""Which 16-bit dtypes a device supports.
 
-Nothing is asked at import.
+`detect` reads what torch reports about a device, `support` concludes from that. No device is
+queried at import.
 """
 
 from __future__ import annotations
@@ -18,21 +19,18 @@ __all__ = ["DtypeChoice", "Hardware", "Support", "hardware"]
 
 
 def hardware(device: str | torch.device | None = None) -> Hardware:
-    """Say what a device can do; without one, the current accelerator, or the CPU where there is none.
+    """Return the 16-bit dtypes that a device supports and computes natively, with the reasons.
 
-    A device type that torch knows and this machine lacks answers too, with nothing supported and
-    the reason.
+    Without an argument, the device is the current accelerator, or the CPU if there is none. On a
+    device that this machine lacks, nothing is supported.
 
     >>> hardware("cpu").support("bfloat16").supported
     True
     """
     found = _detect(find_device(device))
     if listening():
-        emit(
-            HardwareDetected(
-                found.device, found.name, tuple(dtype_name(dtype) for dtype in found.native_dtypes)
-            )
-        )
+        native = tuple(dtype_name(dtype) for dtype in found.native_dtypes)
+        emit(HardwareDetected(found.device, found.name, native))
     return found
 
 

@@ -1,4 +1,4 @@
-"""Ask torch what a device is."""
+"""Read from torch what a device is."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from mezzo._errors import PolicyError
 
 
 class Backend(Enum):
-    """The families whose abilities mezzo knows by itself, and the rest."""
+    """The families of devices that mezzo has rules for, and the rest."""
 
     CPU = "cpu"
     CUDA = "cuda"
@@ -25,42 +25,46 @@ class Backend(Enum):
     XPU = "xpu"
     MPS = "mps"
     OTHER = "other"
-    """NPU, MLU, HPU, MTIA and whatever comes: judged by what the back end says of itself."""
+    """NPU, MLU, HPU, MTIA and others: judged by what their back end reports."""
 
 
 @dataclass(frozen=True)
 class DeviceFacts:
-    """What is known of one device before anything is concluded from it."""
+    """What torch reports about one device."""
 
     device: str
     """The device type, as torch spells it."""
     name: str
-    """What its maker calls it."""
+    """The product name."""
     backend: Backend
     capability: str | None = None
-    """The generation, in its maker's notation: `9.0`, `gfx90a`, `avx2`."""
+    """The generation, in the vendor's notation: `9.0`, `gfx90a`, `avx2`."""
     absent: str | None = None
-    """Why there is no such device here; None when there is one."""
+    """Why this machine has no such device; None if it has one."""
     features: frozenset[str] = frozenset()
-    """Abilities by name: instruction sets of a CPU, properties of an XPU, `macos14` for MPS."""
+    """Names of features: instruction sets of a CPU, properties of an XPU, `macos14` for MPS."""
     autocast: bool = True
-    """Whether torch has an autocast for this device type."""
+    """Whether torch has autocast for this device type."""
     dtypes: frozenset[torch.dtype] | None = None
-    """The dtypes that the back end lists as supported; None when it lists none."""
+    """The dtypes that the back end lists as supported; None if it has no list."""
     bfloat16: bool | None = None
-    """What the back end answers when asked for bfloat16; None when it cannot be asked."""
+    """Whether the back end reports bfloat16 support; None if it has no such query."""
     native_bfloat16: bool | None = None
-    """The same, emulation not counted; None when the back end draws no such line."""
+    """The same without emulation; None if the back end makes no such distinction."""
 
 
-def find_device(word: str | torch.device | None) -> torch.device:
-    """Read a device from its name, with the index that is current; None is the current accelerator, or the CPU where there is none."""
-    if word is None:
+def find_device(value: str | torch.device | None) -> torch.device:
+    """Return a device with its index: the current one where none is passed.
+
+    None is the current accelerator, or the CPU if there is none. Raises `PolicyError` for an
+    unknown name.
+    """
+    if value is None:
         device = _accelerator() or torch.device("cpu")
-    elif isinstance(word, torch.device):
-        device = word
+    elif isinstance(value, torch.device):
+        device = value
     else:
-        device = _parse(word)
+        device = _parse(value)
     if device.type == "cpu":
         return torch.device("cpu")
     return (
@@ -69,7 +73,7 @@ def find_device(word: str | torch.device | None) -> torch.device:
 
 
 def probe(device: torch.device) -> DeviceFacts:
-    """Read what torch knows of a device. Only this device is asked: a question about the CPU must not wake a GPU."""
+    """Return what torch reports about a device. Queries no other: the CPU must not wake a GPU."""
     if device.type == "cpu":
         return _probe_cpu()
     module = _module(device.type)
@@ -85,40 +89,40 @@ def probe(device: torch.device) -> DeviceFacts:
     return _probe_other(device, module)
 
 
-def _parse(word: object) -> torch.device:
-    if isinstance(word, str):
+def _parse(value: object) -> torch.device:
+    if isinstance(value, str):
         try:
-            return torch.device(word)
+            return torch.device(value)
         except RuntimeError as error:
-            raise PolicyError(_unknown(word)) from error
-    raise PolicyError(_unknown(word))
+            raise PolicyError(_unknown(value)) from error
+    raise PolicyError(_unknown(value))
 
 
-def _unknown(word: object) -> str:
+def _unknown(value: object) -> str:
     accelerator = _accelerator()
     here = ["cpu", *([accelerator.type] if accelerator else [])]
     return (
-        f"Unknown device {word!r}. This machine has: {', '.join(here)}. Pass one of these names or"
-        " a torch.device, or None for the current accelerator; a back end of another package (npu,"
-        " mlu) is known once that package is imported."
+        f"Unknown device {value!r}. This machine has: {', '.join(here)}. Pass one of these names, a"
+        " torch.device, or None for the current accelerator. A back end of another package (npu,"
+        " mlu) is known after that package is imported."
     )
 
 
 def _accelerator() -> torch.device | None:
     accelerator = torch.accelerator.current_accelerator()
-    return accelerator if accelerator is not None and _visible(accelerator.type) else None
+    return accelerator if accelerator is not None and _device_count(accelerator.type) else None
 
 
 @cache
-def _visible(_kind: str) -> int:
-    # Counted once, for none comes or goes while the process runs. With the index of a lone device
-    # taken as 0, a question takes 2.8 µs instead of 15 (H200).
+def _device_count(_kind: str) -> int:
+    # Cached: the number does not change while the process runs. With the index of a single device
+    # taken as 0, `hardware()` takes 2.8 µs instead of 15 (H200).
     return torch.accelerator.device_count()
 
 
 def _current_index(kind: str) -> int:
     accelerator = torch.accelerator.current_accelerator()
-    if accelerator is None or accelerator.type != kind or _visible(kind) <= 1:
+    if accelerator is None or accelerator.type != kind or _device_count(kind) <= 1:
         return 0
     return torch.accelerator.current_device_index()
 
@@ -127,26 +131,26 @@ def _module(kind: str) -> ModuleType | None:
     try:
         module: ModuleType = torch.get_device_module(kind)
     except RuntimeError:
-        # The answer of torch to a device type whose back end is not imported.
+        # torch raises this for a device type whose back end is not imported.
         return None
     return module
 
 
 def _count(module: ModuleType | None) -> int:
-    counted = _ask(module, "device_count")
-    return counted if isinstance(counted, int) else 0
+    count = _query(module, "device_count")
+    return count if isinstance(count, int) else 0
 
 
-def _ask(module: ModuleType | None, question: str, *arguments: Any) -> Any:
-    """Put a question that not every back end understands; None when it does not, or cannot answer."""
-    function = getattr(module, question, None)
+def _query(module: ModuleType | None, name: str, *arguments: Any) -> Any:
+    """Call a function that not every back end has; return None if it is missing or fails."""
+    function = getattr(module, name, None)
     if function is None:
         return None
     try:
         return function(*arguments)
     except (RuntimeError, TypeError, ValueError):
-        # Not implemented there, without the arguments that others take, or (torch.accelerator) only
-        # for the current accelerator.
+        # Not implemented, without the arguments that other back ends take, or (torch.accelerator)
+        # only for the current accelerator.
         return None
 
 
@@ -173,7 +177,7 @@ def _probe_cuda(device: torch.device) -> DeviceFacts:
 
 def _probe_rocm(device: torch.device) -> DeviceFacts:
     properties = torch.cuda.get_device_properties(device)
-    # gcnArchName also carries switches of the build: gfx90a:sramecc+:xnack-
+    # gcnArchName also has build options: gfx90a:sramecc+:xnack-
     return DeviceFacts(
         "cuda", properties.name, Backend.ROCM, capability=properties.gcnArchName.split(":")[0]
     )
@@ -181,8 +185,8 @@ def _probe_rocm(device: torch.device) -> DeviceFacts:
 
 def _probe_xpu(device: torch.device) -> DeviceFacts:
     properties = torch.xpu.get_device_properties(device)
-    asked = ("has_fp16", "has_bfloat16_conversions", "has_subgroup_matrix_multiply_accumulate")
-    features = frozenset(feature for feature in asked if getattr(properties, feature, False))
+    names = ("has_fp16", "has_bfloat16_conversions", "has_subgroup_matrix_multiply_accumulate")
+    features = frozenset(name for name in names if getattr(properties, name, False))
     return DeviceFacts(
         "xpu",
         properties.name,
@@ -197,14 +201,14 @@ def _probe_mps() -> DeviceFacts:
         frozenset({"macos14"}) if torch.backends.mps.is_macos_or_newer(14, 0) else frozenset()
     )
     return DeviceFacts(
-        "mps", _ask(torch.backends.mps, "get_name") or "Apple GPU", Backend.MPS, features=features
+        "mps", _query(torch.backends.mps, "get_name") or "Apple GPU", Backend.MPS, features=features
     )
 
 
 def _probe_cpu() -> DeviceFacts:
-    abilities: dict[str, Any] = dict(_ask(torch.cpu, "get_capabilities") or {})
-    features = frozenset(ability for ability, value in abilities.items() if value is True)
-    name = abilities.get("cpu_name") or _cpu_name(Path("/proc/cpuinfo"))
+    capabilities: dict[str, Any] = dict(_query(torch.cpu, "get_capabilities") or {})
+    features = frozenset(name for name, value in capabilities.items() if value is True)
+    name = capabilities.get("cpu_name") or _cpu_name(Path("/proc/cpuinfo"))
     return DeviceFacts(
         "cpu",
         name,
@@ -215,7 +219,7 @@ def _probe_cpu() -> DeviceFacts:
 
 
 def _cpu_name(cpuinfo: Path) -> str:
-    """The name on the chip: Linux keeps it in a file, other systems answer through `platform`."""
+    """Return the product name: Linux has it in /proc/cpuinfo, other systems in `platform`."""
     if cpuinfo.exists():
         for line in cpuinfo.read_text(errors="replace").splitlines():
             key, _, value = line.partition(":")
@@ -225,28 +229,26 @@ def _cpu_name(cpuinfo: Path) -> str:
 
 
 def _probe_other(device: torch.device, module: ModuleType) -> DeviceFacts:
-    # The back ends answer with tuples, strings or dictionaries; only the first two name a
-    # generation.
-    capability = _ask(module, "get_device_capability", device.index)
+    # Back ends return tuples, strings or dictionaries; only the first two name a generation.
+    capability = _query(module, "get_device_capability", device.index)
     if isinstance(capability, tuple):
         capability = ".".join(str(part) for part in capability)
     return DeviceFacts(
         device.type,
-        _ask(module, "get_device_name", device.index) or device.type.upper(),
+        _query(module, "get_device_name", device.index) or device.type.upper(),
         Backend.OTHER,
         capability=capability if isinstance(capability, str) else None,
         autocast=torch.amp.is_autocast_available(device.type),
         dtypes=_listed_dtypes(device, module),
-        bfloat16=_ask(module, "is_bf16_supported"),
-        # The argument is including_emulation, as torch.cuda has it; back ends that take none draw
-        # no such line.
-        native_bfloat16=_ask(module, "is_bf16_supported", False),
+        bfloat16=_query(module, "is_bf16_supported"),
+        # The argument is including_emulation, as in torch.cuda; back ends without it raise.
+        native_bfloat16=_query(module, "is_bf16_supported", False),
     )
 
 
 def _listed_dtypes(device: torch.device, module: ModuleType) -> frozenset[torch.dtype] | None:
-    listed = _ask(module, "get_amp_supported_dtype")
+    listed = _query(module, "get_amp_supported_dtype")
     if listed is None:
-        described = _ask(torch.accelerator, "get_device_capability", device)
+        described = _query(torch.accelerator, "get_device_capability", device)
         listed = described.get("supported_dtypes") if isinstance(described, dict) else None
     return None if listed is None else frozenset(listed)

@@ -1,4 +1,4 @@
-"""Judge which 16-bit dtypes a device supports, and which of them run natively."""
+"""Decide which 16-bit dtypes a device supports, and which of them it computes natively."""
 
 from __future__ import annotations
 
@@ -14,19 +14,18 @@ from mezzo._hardware.detect import Backend, DeviceFacts
 
 @dataclass(frozen=True)
 class Support:
-    """What a device does with one dtype."""
+    """Support of a device for one dtype."""
 
     supported: bool
-    """Whether ops in this dtype run at all."""
+    """Whether ops in this dtype run."""
     native: bool
-    """Whether the device has instructions that make it pay; a dtype that is emulated is
-    supported and slow."""
+    """Whether the device has instructions for it. An emulated dtype is supported, and slow."""
     reason: str
-    """Why, as a clause that can follow a colon."""
+    """The reason, as a clause that can follow a colon."""
 
     @property
     def label(self) -> str:
-        """The two flags in one word for tables: `native`, `slow` or `unsupported`."""
+        """`native`, `slow` or `unsupported`, for tables."""
         if not self.supported:
             return "unsupported"
         return "native" if self.native else "slow"
@@ -34,18 +33,20 @@ class Support:
 
 @dataclass(frozen=True)
 class DtypeChoice:
-    """The 16-bit dtype that `dtype="auto"` becomes on a device."""
+    """The 16-bit dtype that `dtype="auto"` means on a device."""
 
     dtype: torch.dtype
     reason: str
-    """Why this one, in a sentence."""
+    """The reason, as a sentence."""
 
 
 @dataclass(frozen=True)
 class Hardware:
-    """A device and the 16-bit dtypes it supports, computes natively, and why.
+    """A device, and its support for the 16-bit dtypes.
 
-    >>> native = Support(supported=True, native=True, reason="tensor cores compute it from compute capability 8.0")
+    `hardware()` returns it for a device of this machine; a test can make any other.
+
+    >>> native = Support(supported=True, native=True, reason="it has tensor cores")
     >>> gpu = Hardware("cuda", "NVIDIA H200", "9.0", float16=native, bfloat16=native)
     >>> gpu.preferred.dtype
     torch.bfloat16
@@ -54,14 +55,16 @@ class Hardware:
     device: str
     """The device type, as torch spells it: `cuda`, `cpu`, `xpu`."""
     name: str
-    """What its maker calls it."""
+    """The product name."""
     capability: str | None
-    """The generation, in its maker's notation: `9.0`, `gfx90a`, `avx2`."""
+    """The generation, in the vendor's notation: `9.0`, `gfx90a`, `avx2`."""
     float16: Support
+    """Support for float16."""
     bfloat16: Support
+    """Support for bfloat16."""
 
     def support(self, dtype: str | torch.dtype) -> Support:
-        """What this device does with a 16-bit dtype, or with float32, which every device computes."""
+        """Return the support for a 16-bit dtype, or for float32, which every device has."""
         chosen = parse_dtype(dtype, allowed=(*HALF_DTYPES, torch.float32))
         if chosen == torch.float32:
             return Support(supported=True, native=True, reason="every device computes float32")
@@ -74,20 +77,20 @@ class Hardware:
 
     @property
     def preferred(self) -> DtypeChoice | None:
-        """The 16-bit dtype to use when the user leaves the choice to the hardware, or None when none is supported.
+        """The 16-bit dtype that `dtype="auto"` means here; None if no 16-bit dtype is supported.
 
-        A native dtype comes before a slow one. Between equals bfloat16 wins: it has the range of
-        float32, so that no loss scaling is needed.
+        A native dtype is preferred to a slow one. If both are equal, bfloat16 is: it has the range
+        of float32 and needs no loss scaling.
         """
-        # sorted() is stable: bfloat16 stands first and stays there between equals.
+        # sorted() is stable: bfloat16 stays first if both are equal.
         for dtype in sorted(
             (torch.bfloat16, torch.float16), key=lambda one: not self.support(one).native
         ):
             if self.support(dtype).supported:
-                return DtypeChoice(dtype, self._why(dtype))
+                return DtypeChoice(dtype, self._reason(dtype))
         return None
 
-    def _why(self, dtype: torch.dtype) -> str:
+    def _reason(self, dtype: torch.dtype) -> str:
         support, name = self.support(dtype), dtype_name(dtype)
         other = self.float16 if dtype == torch.bfloat16 else self.bfloat16
         if not support.native:
@@ -100,10 +103,10 @@ class Hardware:
                 f"{name} is native on {self.name} and bfloat16 is {other.label}; train with loss"
                 f" scaling, since {name} has a short range."
             )
-        beside = "float16 is native too, but " if other.native else ""
+        comparison = "float16 is native too, but " if other.native else ""
         return (
-            f"{name} is native on {self.name}; {beside}{name} has the range of float32 and needs no"
-            " loss scaling."
+            f"{name} is native on {self.name}; {comparison}{name} has the range of float32 and"
+            " needs no loss scaling."
         )
 
     def __str__(self) -> str:
@@ -112,19 +115,19 @@ class Hardware:
         for dtype in HALF_DTYPES:
             support = self.support(dtype)
             lines.append(f"  {dtype_name(dtype):9} {support.label:11}  {support.reason}")
-        best = self.preferred
+        choice = self.preferred
         lines.append(
-            f"  {'auto':9} {dtype_name(best.dtype):11}  {best.reason}"
-            if best
+            f"  {'auto':9} {dtype_name(choice.dtype):11}  {choice.reason}"
+            if choice
             else f"  {'auto':9} {'float32':11}  No 16-bit dtype is supported."
         )
         return "\n".join(lines)
 
 
 def judge(facts: DeviceFacts) -> Hardware:
-    """Say what a device can do with the 16-bit dtypes, and why."""
+    """Decide what a device supports from what torch reports about it."""
     if facts.absent is not None:
-        float16 = bfloat16 = _no(facts.absent)
+        float16 = bfloat16 = _unsupported(facts.absent)
     else:
         float16, bfloat16 = _JUDGES[facts.backend](facts)
     return Hardware(facts.device, facts.name, facts.capability, float16=float16, bfloat16=bfloat16)
@@ -138,7 +141,7 @@ def _slow(reason: str) -> Support:
     return Support(supported=True, native=False, reason=reason)
 
 
-def _no(reason: str) -> Support:
+def _unsupported(reason: str) -> Support:
     return Support(supported=False, native=False, reason=reason)
 
 
@@ -152,7 +155,7 @@ def _judge_cuda(facts: DeviceFacts) -> tuple[Support, Support]:
     elif have >= (5, 3):
         float16 = _slow(f"{shown} has float16 arithmetic but no tensor cores, which come with 7.0")
     else:
-        float16 = _no(
+        float16 = _unsupported(
             f"float16 arithmetic comes with compute capability 5.3, this is {facts.capability}"
         )
     if have >= (8, 0):
@@ -191,7 +194,7 @@ def _judge_xpu(facts: DeviceFacts) -> tuple[Support, Support]:
     if "has_fp16" in facts.features:
         float16 = _native("the device reports float16 arithmetic")
     else:
-        float16 = _no("the device reports no float16 arithmetic")
+        float16 = _unsupported("the device reports no float16 arithmetic")
     if "has_bfloat16_conversions" in facts.features:
         return float16, _native("the device reports bfloat16 conversions")
     return float16, _slow(
@@ -205,11 +208,11 @@ _FIRST_APPLE_CHIP_WITH_BFLOAT16 = 3
 def _judge_mps(facts: DeviceFacts) -> tuple[Support, Support]:
     float16 = _native("Metal computes float16 on every GPU")
     if "macos14" not in facts.features:
-        return float16, _no("bfloat16 on MPS needs macOS 14")
+        return float16, _unsupported("bfloat16 on MPS needs macOS 14")
     generation = re.match(r"Apple M(\d+)", facts.name)
     if generation is None:
-        # https://github.com/pytorch/pytorch/issues/141864: the Radeon GPUs of Intel Macs refuse it.
-        return float16, _no(f"bfloat16 on MPS needs an Apple GPU, this is {facts.name}")
+        # The Radeon GPUs of Intel Macs have none: https://github.com/pytorch/pytorch/issues/141864
+        return float16, _unsupported(f"bfloat16 on MPS needs an Apple GPU, this is {facts.name}")
     if int(generation[1]) >= _FIRST_APPLE_CHIP_WITH_BFLOAT16:
         return float16, _native("Apple GPUs have bfloat16 instructions from the M3 on")
     return float16, _slow(
@@ -221,8 +224,8 @@ _X86: Mapping[torch.dtype, Mapping[str, str]] = {
     torch.float16: {"amx_fp16": "AMX-FP16", "avx512_fp16": "AVX512-FP16"},
     torch.bfloat16: {"amx_bf16": "AMX-BF16", "avx512_bf16": "AVX512-BF16"},
 }
-"""Which instruction sets compute a dtype natively, widest first: the name in
-`torch.cpu.get_capabilities` and the maker's."""
+"""Instruction sets that compute a dtype natively, widest first: the name in
+`torch.cpu.get_capabilities`, and the vendor's."""
 
 _ARM: Mapping[torch.dtype, Mapping[str, str]] = {
     torch.float16: {"fp16_arith": "float16 arithmetic (FEAT_FP16)"},
@@ -250,24 +253,24 @@ def _judge_instructions(facts: DeviceFacts, known: Mapping[str, str]) -> Support
 
 def _judge_other(facts: DeviceFacts) -> tuple[Support, Support]:
     if not facts.autocast:
-        unsupported = _no(f"torch has no autocast for {facts.device!r} devices")
-        return unsupported, unsupported
-    return _judge_listed(facts, torch.float16), _judge_answer(facts)
+        neither = _unsupported(f"torch has no autocast for {facts.device!r} devices")
+        return neither, neither
+    return _judge_listed(facts, torch.float16), _judge_bfloat16(facts)
 
 
-def _judge_answer(facts: DeviceFacts) -> Support:
-    """Trust what the back end answers about bfloat16 before what it lists."""
+def _judge_bfloat16(facts: DeviceFacts) -> Support:
+    """Prefer the back end's query for bfloat16 to its list of dtypes."""
     if facts.bfloat16 is None:
         return _judge_listed(facts, torch.bfloat16)
     if not facts.bfloat16:
-        return _no(f"the {facts.device} back end says that it lacks bfloat16")
+        return _unsupported(f"the {facts.device} back end reports no bfloat16 support")
     if facts.native_bfloat16 is False:
-        return _slow(f"the {facts.device} back end says that it emulates bfloat16")
-    return _native(f"the {facts.device} back end says that it supports bfloat16")
+        return _slow(f"the {facts.device} back end reports that it emulates bfloat16")
+    return _native(f"the {facts.device} back end reports bfloat16 support")
 
 
 def _judge_listed(facts: DeviceFacts, dtype: torch.dtype) -> Support:
-    """Trust what the back end lists; silence counts as yes, since torch has an autocast for it."""
+    """Use the back end's list of dtypes; without one assume support, since torch has autocast."""
     name = dtype_name(dtype)
     if facts.dtypes is None:
         return _native(
@@ -276,7 +279,7 @@ def _judge_listed(facts: DeviceFacts, dtype: torch.dtype) -> Support:
         )
     if dtype in facts.dtypes:
         return _native(f"the {facts.device} back end lists {name} as supported")
-    return _no(f"the {facts.device} back end does not list {name} as supported")
+    return _unsupported(f"the {facts.device} back end does not list {name} as supported")
 
 
 def _version(capability: str | None) -> tuple[int, ...]:

@@ -135,7 +135,7 @@ class OptimizerBinding:
                 # begun.
                 self.masters.show(parameter, self.optimizer.state)
 
-    def check(self, scale: torch.Tensor, flags: Flags, culprit: FlaggedSource) -> bool:  # noqa: ARG002
+    def check(self, scale: torch.Tensor, flags: Flags, source: FlaggedSource) -> bool:  # noqa: ARG002
         """Nothing to add to the scaler's own check."""
         return False
 

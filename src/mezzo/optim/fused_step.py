@@ -72,7 +72,7 @@ class FusedBinding(OptimizerBinding):
         """As `Bound`; computed for whoever asks, since most steps are not asked."""
         return self._norm if self._summed is None else self._summed.sqrt().float()
 
-    def check(self, scale: torch.Tensor, flags: Flags, culprit: FlaggedSource) -> bool:
+    def check(self, scale: torch.Tensor, flags: Flags, source: FlaggedSource) -> bool:
         """The scaler's check over this step's own tables, with the norm in the same pass where one is wanted; false where there is no kernel for it."""
         self._gathered = gathered = self._gather()
         if gathered is None:
@@ -86,7 +86,7 @@ class FusedBinding(OptimizerBinding):
                 gathered, None if self.clip_norm is None else scale, flags[device], single
             )
         for launch, raised in zip(prepared.launches, single, strict=True):
-            culprit.add(raised, launch.chosen(prepared.parameters))
+            source.add(raised, launch.chosen(prepared.parameters))
         return True
 
     def step(self, scale: torch.Tensor | None, found: torch.Tensor | None) -> None:

@@ -1,1 +1,1 @@
-"""Gradient scaling: the scale as a value, on a device, and the scaler that moves it."""
+"""Loss scaling: `GradScaler`, the loss scale, and schedulers that follow skipped steps."""

@@ -1,12 +1,13 @@
-"""A schedule that does not advance on a skipped step, without asking the device which steps were skipped.
+"""A schedule that does not advance on a skipped step, without a synchronization.
 
-The learning rates of the coming good steps (and momenta or betas, where the scheduler cycles them)
-lie in a table on the device, and each step looks its own up by the device's count of good steps.
-The host learns that count a few steps late, from copies that it never waits for, and fills the
-table in time. The user's scheduler object and the optimizer's groups stay behind, and catch up when
-they are read: `optimizer.param_groups`, a state dict, `get_last_lr()`. Only a group that was kept
-from an earlier read (`group = optimizer.param_groups[0]`) is not seen to be read: it shows the rate
-of the last read of the others.
+The learning rates of the next successful steps (and momenta or betas, if the scheduler cycles them)
+lie in a table on the device. Each step reads its row by the device's count of successful steps. The
+host gets that count a few steps late, from asynchronous copies, and refills the table in time.
+
+The user's scheduler and the optimizer's groups lag behind, and are brought up to date when they are
+read: `optimizer.param_groups`, a state dict, `get_last_lr()`. Only reads of a group that was kept
+from an earlier read (`group = optimizer.param_groups[0]`) are not noticed: it shows the rate of the
+last update.
 """
 
 from __future__ import annotations
@@ -25,26 +26,28 @@ from mezzo.scaling.schedule_lookahead import (
     AHEAD,
     Lookahead,
     Row,
+    check_kind,
     flat,
     parts,
-    refuse,
     scheduled_keys,
     spread,
 )
 from mezzo.scaling.schedule_sync import groups_of, sync_on_read, without_sync
 
 _FUSED = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW)
-"""The optimizers of torch whose fused steps take a learning rate from a CUDA device and never
-read it (seen on 2.11). None takes betas or a momentum so (2.11, 2.13)."""
+"""Optimizers of torch whose fused steps take a learning rate on a CUDA device and never read it
+on the host (seen on 2.11). None takes betas or a momentum so (2.11, 2.13)."""
 
 
 class DeviceSchedule:
-    """The coming values of a scheduler as a table on a device; `good` good steps are behind it when it is made.
+    """The future values of a scheduler as a table on a device.
+
+    `good` is the number of successful steps before the table starts, `length` the number of rows.
 
     >>> optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1.0)
     >>> scheduler = lr_scheduler.ExponentialLR(optimizer, gamma=0.5)
     >>> schedule = DeviceSchedule(optimizer, scheduler, "cpu")
-    >>> with schedule.applied(torch.tensor(2)):
+    >>> with schedule.values_applied(torch.tensor(2)):
     ...     optimizer.param_groups[0]["lr"]
     tensor(0.2500)
     >>> optimizer.param_groups[0]["lr"]
@@ -63,18 +66,16 @@ class DeviceSchedule:
         *,
         good: int = 0,
     ) -> None:
-        refuse(optimizer, scheduler)
+        check_kind(optimizer, scheduler)
         if length < 1:
-            raise UnsupportedError(
-                f"length={length}: a table of the coming steps has at least one."
-            )
+            raise UnsupportedError(f"length={length}: a table of future steps has at least one.")
         self.paused = False
         self._optimizer = optimizer
         self._scheduler = scheduler
         self._device = torch.device(device)
         self._keys = scheduled_keys(scheduler)
         if _launch.needs_sync(self._device):
-            _refuse_host_reads(optimizer, self._keys)
+            _check_reads_on_device(optimizer, self._keys)
         self._length = length
         # float32 is what torch's fused kernels read.
         self._table = torch.empty((0, 0), dtype=torch.float32, device=self._device)
@@ -83,17 +84,20 @@ class DeviceSchedule:
         self._pending = False
         """Whether a step was taken since the scheduler was last stepped."""
         self._changed = False
-        """Whether the scheduler was changed by hand since."""
+        """Whether the user changed the scheduler since."""
         self._restart(good)
 
     # -- at every step -----------------------------------------------------------------------------
 
     @contextmanager
-    def applied(self, good: torch.Tensor) -> Iterator[None]:
-        """Put the values of this step into the optimizer's groups while it steps. `good`, on the device, counts the good steps before this one."""
+    def values_applied(self, good: torch.Tensor) -> Iterator[None]:
+        """Put the values of this step into the optimizer's groups inside the block.
+
+        `good` counts the successful steps before this one, on the device.
+        """
         if not _launch.is_capturing(self._device):
             self.before_replay(good)
-        groups, before = groups_of(self._optimizer), self._look()
+        groups, before = groups_of(self._optimizer), self._group_values()
         spread(iter(self._on_device_at(good)), groups, self._keys)
         try:
             # A hook of the optimizer that reads the scheduler must not step it on these tensors.
@@ -104,14 +108,14 @@ class DeviceSchedule:
 
     @property
     def address(self) -> int:
-        """Where the table lies."""
+        """The address of the table, which a captured step reads."""
         return self._table.data_ptr()
 
     def before_replay(self, good: torch.Tensor) -> None:
-        """What the host does before a step, or before one that was captured runs again."""
-        if self._changed or self._look() != self._seen:
-            # At which step that was is known, unless a group that was kept from an earlier read was
-            # changed: that is worth one wait.
+        """Do the host work before a step, or before the replay of a captured one."""
+        if self._changed or self._group_values() != self._last_values:
+            # The step of the change is known, unless a group that was kept from an earlier read was
+            # changed: then synchronize once.
             self.reconcile(int(good) if self._pending else self._reconciled)
         self._prepare(good)
         self._pending = True
@@ -119,102 +123,105 @@ class DeviceSchedule:
     # -- when it is read ---------------------------------------------------------------------------
 
     def reconcile(self, good: int) -> None:
-        """Step the real scheduler as often as good steps happened since the last time, so that it and the groups show what is true."""
+        """Step the user's scheduler once for each successful step since the last time.
+
+        `good` counts all successful steps. Values that the user set since then stay.
+        """
         self._pending = False
         with without_sync(self):
-            now = self._look()
-            if not self._changed and now == self._seen:
+            now = self._group_values()
+            if not self._changed and now == self._last_values:
                 self._advance(good)
                 return
-            if len(now) == len(self._seen):
-                # A rate was set by hand: what the scheduler had yet to do came before.
-                groups, before = groups_of(self._optimizer), self._seen
-                spread(iter(before), groups, self._keys)
-                try:
-                    self._advance(good)
-                finally:
-                    spread(
-                        iter(
-                            [
-                                due if new == old else new
-                                for old, new, due in zip(before, now, self._seen, strict=True)
-                            ]
-                        ),
-                        groups,
-                        self._keys,
-                    )
+            if len(now) == len(self._last_values):
+                self._advance_before_change(good, now)
             else:
                 self._advance(good)
             self._restart(good)
 
     def reconcile_when_read(self, count: Callable[[], int]) -> None:
-        """Let scheduler and groups catch up by themselves whenever they are read. `count` gives the good steps, and may wait for them."""
+        """Reconcile whenever the scheduler or the groups are read.
+
+        `count` returns the number of successful steps, and may synchronize.
+        """
         self._count = count
         sync_on_read(self._optimizer, parts(self._scheduler), self)
 
     def catch_up(self) -> None:
-        """Reconcile if a step was taken since the last time; this waits for it."""
+        """Reconcile if a step was taken since the last time. This synchronizes."""
         if self._pending:
             self.reconcile(self._count())
 
     def changed(self) -> None:
-        """Begin anew at the next step, since the scheduler was changed by hand."""
+        """Restart at the next step, since the user changed the scheduler."""
         self._changed = True
 
-    # -- inside ------------------------------------------------------------------------------------
+    # -- private -----------------------------------------------------------------------------------
 
     def _restart(self, good: int) -> None:
-        """Begin anew from what the scheduler and the groups are now."""
+        """Restart from the current values of the scheduler and the groups."""
         self._ahead = Lookahead(self._optimizer, self._scheduler, self._keys, good)
         self._reconciled = self._known = good
-        self._seen = self._look()
-        """What the groups held when the scheduler was last stepped."""
+        self._last_values = self._group_values()
+        """The values of the groups when the scheduler was last stepped."""
         self._pending = self._changed = False
-        # Calls since the count was as known, and how many of them when the copy on its way was
-        # made.
-        self._calls = self._asked = 0
+        # Calls since the count was `_known`, and how many of them came before the running copy.
+        self._calls = self._calls_at_copy = 0
         self._copy: _launch.AsyncCopy | None = None
         self._fill(self._length)
 
-    def _look(self) -> Row:
+    def _group_values(self) -> Row:
         return flat(groups_of(self._optimizer), self._keys)
 
     def _advance(self, good: int) -> None:
-        # Noted first: an error of the scheduler is raised once, as by its own step().
+        # Assigned first: an error of the scheduler is raised once, as by its own step().
         due, self._reconciled = good - self._reconciled, good
         try:
             with warnings.catch_warnings():
-                # The count says that the optimizer has stepped; torch looks for calls of a wrapper,
-                # and warns without.
+                # The optimizer has stepped; torch counts calls of a wrapper, and would warn.
                 warnings.filterwarnings("ignore", message=".*`optimizer.step\\(\\)`")
                 for _ in range(due):
                     self._scheduler.step()
         finally:
-            self._seen = self._look()
+            self._last_values = self._group_values()
+
+    def _advance_before_change(self, good: int, now: Row) -> None:
+        """Advance from the values before the user changed some, and set those again."""
+        groups, before = groups_of(self._optimizer), self._last_values
+        spread(iter(before), groups, self._keys)
+        try:
+            self._advance(good)
+        finally:
+            advanced = zip(before, now, self._last_values, strict=True)
+            values = [due if new == old else new for old, new, due in advanced]
+            spread(iter(values), groups, self._keys)
 
     def _on_device_at(self, good: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        place = (good - self._base).clamp_(0, len(self._table) - 1)
-        return self._table.index_select(0, place.reshape(1))[0].unbind()
+        index = (good - self._base).clamp_(0, len(self._table) - 1)
+        return self._table.index_select(0, index.reshape(1))[0].unbind()
 
     def _prepare(self, good: torch.Tensor) -> None:
-        """See to it that the table holds this step, wherever the device is."""
+        """Refill the table if the device may reach its end."""
         if self._copy is not None and self._copy.arrived():
             self._known, self._copy = int(self._copy.values()[0]), None
-            self._calls -= self._asked
-            self._ahead.refuse_beyond_end(self._known)
-        # Every call since was one good step at most.
+            self._calls -= self._calls_at_copy
+            self._ahead.raise_beyond_end(self._known)
+        # Each call since then was at most one successful step.
         reach, size = self._known + self._calls, len(self._table)
         if self._copy is None and reach - self._filled >= size // 4:
-            self._copy, self._asked = _launch.AsyncCopy(good.reshape(1)), self._calls
+            self._copy, self._calls_at_copy = _launch.AsyncCopy(good.reshape(1)), self._calls
         if reach - self._filled >= size // 2:
-            # A host that is far ahead gets a longer table: better than to wait for the count.
+            # A host that is far ahead gets a longer table, rather than a synchronization.
             while reach - self._known >= size // 2:
                 size *= 2
             self._fill(size)
         self._calls += 1
 
     def _fill(self, size: int) -> None:
-        """Fill the table from the last known step on: in place where it fits, so that a captured step finds it where it was."""
+        """Fill the table from the last known step on.
+
+        In place if it has this size, so that a captured step finds it at its address.
+        """
         self._filled = self._known
         self._ahead.extend(self._known, self._known + size)
         rows = torch.tensor(
@@ -226,31 +233,30 @@ class DeviceSchedule:
         self._base.fill_(self._known)
 
 
-def _refuse_host_reads(optimizer: torch.optim.Optimizer, keys: tuple[str, ...]) -> None:
-    bound = binding_of(optimizer)
-    if bound is not None and bound.reads_on_device:
+def _check_reads_on_device(optimizer: torch.optim.Optimizer, keys: tuple[str, ...]) -> None:
+    """Raise `UnsupportedError` if an optimizer would read scheduled values on the host."""
+    binding = binding_of(optimizer)
+    if binding is not None and binding.reads_on_device:
         return
     if getattr(optimizer, "_step_supports_amp_scaling", False) and not isinstance(
         optimizer, _FUSED
     ):
-        # Another optimizer that skips by itself: what it needs it reads on the device.
+        # Not torch's, but it skips by itself: assume that it reads on the device.
         return
-    name, by_hand = (
-        type(optimizer).__name__,
-        (
-            "Or step the scheduler yourself: `if not result.skipped: scheduler.step()`, which waits"
-            " once a step."
-        ),
+    name = type(optimizer).__name__
+    remedy = (
+        "Or step the scheduler yourself: `if not result.skipped: scheduler.step()`, which"
+        " synchronizes once per step."
     )
     if len(keys) > 1:
         raise UnsupportedError(
             f"The scheduler cycles {keys[1]}, which torch's {name} reads on the host: every step"
-            f" would wait for the device. Pass cycle_momentum=False to it. {by_hand}"
+            f" would synchronize. Pass cycle_momentum=False to the scheduler. {remedy}"
         )
     for group in groups_of(optimizer):
         if not (isinstance(optimizer, _FUSED) and group.get("fused")):
+            fused = ", ".join(kind.__name__ for kind in _FUSED)
             raise UnsupportedError(
-                f"{name} as it is set up reads its learning rate on the host: every step would wait"
-                " for the device. Use a fused optimizer"
-                f" ({', '.join(kind.__name__ for kind in _FUSED)}, with fused=True). {by_hand}"
+                f"This {name} reads its learning rate on the host: every step would synchronize."
+                f" Use a fused optimizer ({fused}, with fused=True). {remedy}"
             )

@@ -1,4 +1,4 @@
-"""Gather, check and unscale the gradients of an optimizer; backward passes with separate scales."""
+"""Check and unscale the gradients of an optimizer; backward passes with separate scales."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
 from operator import attrgetter
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
@@ -20,86 +20,91 @@ from mezzo.scaling.schedule_sync import groups_of
 from mezzo.scaling.step_result import FlaggedSource
 
 Flags = dict[torch.device, torch.Tensor]
-"""Found flags by device: 0 while every gradient there was finite, else 1."""
+"""A `found_inf` flag for each device: 0 while every gradient there was finite, else 1."""
 
 _CPU = torch.device("cpu")
 _GRADIENT, _DTYPE, _LAYOUT, _DEVICE = (
     attrgetter(name) for name in ("grad", "dtype", "layout", "device")
 )
 _SMALL = 2**20
-"""Up to so many elements gradients are checked fastest by torch's own kernel, which also writes
-them (80 µs a step less on an H200), and may be held for a name."""
+"""Up to this many elements, torch's kernel checks gradients faster although it writes them (80 µs
+less per step on an H200), and the gradients may be kept to name their source."""
 
 
 def parameters(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-    """Every parameter of an optimizer."""
+    """Return all parameters of an optimizer. Does not synchronize."""
     return [parameter for group in groups_of(optimizer) for parameter in group["params"]]
 
 
 class CpuGradientChecker:
-    """Checks gradients that are on a CPU with as few questions as possible: for 400 small tensors the questions cost more than the arithmetic."""
+    """Checks and unscales gradients on a CPU.
+
+    Inspects as little as possible: for 400 small tensors, reading their dtypes and layouts costs
+    more than the arithmetic.
+    """
 
     def __init__(self) -> None:
         self._plain: WeakKeyDictionary[torch.optim.Optimizer, int] = WeakKeyDictionary()
-        """How many gradients an optimizer had when their dtypes were last looked at and all were
-        plain."""
-        self._spare: list[torch.Tensor] = []
-        """Flags that are down and that nobody holds: a new one costs 10 µs, or 4 % of the
-        kernel."""
-        self._lent: list[torch.Tensor] = []
-        """Flags of this iteration that are down so far."""
+        """Number of gradients of an optimizer when all were last found to have plain dtypes."""
+        self._free: list[torch.Tensor] = []
+        """Flags that are 0 and not in use. A new one costs 10 µs, or 4 % of the kernel."""
+        self._in_use: list[torch.Tensor] = []
+        """Flags of this iteration that are 0 so far."""
 
     def check(
         self, optimizer: torch.optim.Optimizer, factor: torch.Tensor, flags: Flags
     ) -> bool | None:
-        """Multiply every gradient by `factor`, raise the flag where one is not finite, and say whether it is raised; None where only the flags know."""
-        found = [
+        """Multiply all gradients by `factor`, and set the flag if one is not finite.
+
+        Returns whether one is not finite, or None if a flag would have to be read.
+        """
+        gradients = [
             gradient
             for group in groups_of(optimizer)
             for parameter in group["params"]
             if (gradient := parameter.grad) is not None
         ]
-        if not found:
+        if not gradients:
             return None
-        if not self._are_plain(optimizer, found):
+        if not self._are_plain(optimizer, gradients):
             self._check_sorted(optimizer, factor, flags)
             return None
         flag = flags.get(_CPU)
         if flag is None:
-            flag = self._spare.pop() if self._spare else torch.zeros(())
-            self._lent.append(flag)
+            flag = self._free.pop() if self._free else torch.zeros(())
+            self._in_use.append(flag)
         try:
-            check_and_unscale_(found, flag, factor)
+            check_and_unscale_(gradients, flag, factor)
         except (NotImplementedError, RuntimeError):
-            # Sparse gradients and those of another device are refused before anything is written:
-            # torch chooses the kernel by all of them.
-            if all(gradient.layout is torch.strided and gradient.is_cpu for gradient in found):
+            # torch rejects sparse gradients and other devices before it writes anything: it chooses
+            # the kernel by all gradients.
+            if all(gradient.layout is torch.strided and gradient.is_cpu for gradient in gradients):
                 raise
             self._check_sorted(optimizer, factor, flags)
             return None
         flags[_CPU] = flag
-        bad = bool(flag)
-        if bad:
-            self._lent.clear()
-        return bad if len(flags) == 1 else None
+        is_nonfinite = bool(flag)
+        if is_nonfinite:
+            self._in_use.clear()
+        return is_nonfinite if len(flags) == 1 else None
 
-    def unscale(self) -> None:
-        """Nobody holds the flags of this iteration any longer: those that stayed down serve again."""
-        self._spare.extend(self._lent)
-        self._lent.clear()
+    def recycle_flags(self) -> None:
+        """Reuse the flags of this iteration that stayed 0. Call it when no record holds them."""
+        self._free.extend(self._in_use)
+        self._in_use.clear()
 
     def _check_sorted(
         self, optimizer: torch.optim.Optimizer, factor: torch.Tensor, flags: Flags
     ) -> None:
-        self._lent.clear()
+        self._in_use.clear()
         check_sorted(optimizer, factor, flags)
 
-    def _are_plain(self, optimizer: torch.optim.Optimizer, found: list[torch.Tensor]) -> bool:
-        if self._plain.get(optimizer) == len(found):
+    def _are_plain(self, optimizer: torch.optim.Optimizer, gradients: list[torch.Tensor]) -> bool:
+        if self._plain.get(optimizer) == len(gradients):
             return True
-        plain = _launch.DTYPES.issuperset(map(_DTYPE, found))
+        plain = _launch.DTYPES.issuperset(map(_DTYPE, gradients))
         if plain:
-            self._plain[optimizer] = len(found)
+            self._plain[optimizer] = len(gradients)
         return plain
 
 
@@ -107,48 +112,47 @@ def check_sorted(
     optimizer: torch.optim.Optimizer,
     factor: torch.Tensor | None,
     flags: Flags,
-    culprit: FlaggedSource | None = None,
+    source: FlaggedSource | None = None,
 ) -> None:
-    """The same for gradients of any kind, device by device and dtype by dtype; without a factor they are only checked.
+    """Check gradients of any layout, device by device and dtype by dtype; unscale with a factor.
 
-    Whose gradients are to blame is noted where that costs no pass of its own. Gradients that are
-    only checked are about to be used by the optimizer, which leaves bad ones alone: small ones are
-    held as they are.
+    `source` gets flags for single parameters where these cost no further pass. Gradients that are
+    only checked are used by the optimizer next, which does not change non-finite ones: small ones
+    are kept for the source as they are.
     """
-    for gradients, owners in sorted_gradients(optimizer):
+    for gradients, owners in _gradients_by_kind(optimizer):
         device, single = gradients[0].device, None
         small = (
             factor is None
-            and culprit is not None
+            and source is not None
             and sum(map(torch.Tensor.numel, gradients)) <= _SMALL
         )
-        if culprit is not None and not small and _launch.has_triton(device):
+        if source is not None and not small and _launch.has_triton(device):
             single = room_for_flags(device, len(gradients), flags)
-            culprit.add(single, owners)
+            source.add(single, owners)
         elif device not in flags:
             flags[device] = torch.zeros((), device=device)
-        if culprit is not None and small:
+        if source is not None and small:
             check_and_unscale_(gradients, flags[device], unit_factor(device))
-            culprit.hold(gradients, owners)
+            source.hold(gradients, owners)
         elif factor is None:
             check_unscale.check(gradients, flags[device], single)
         else:
-            check_unscale.check_and_unscale(
-                gradients,
-                factor.to(device, non_blocking=device.type != "cpu"),
-                flags[device],
-                single,
-            )
+            here = factor.to(device, non_blocking=device.type != "cpu")
+            check_unscale.check_and_unscale(gradients, here, flags[device], single)
 
 
 @cache
 def unit_factor(device: torch.device) -> torch.Tensor:
-    """The factor that changes nothing, made once."""
+    """Return a factor of 1 on a device, always the same tensor."""
     return torch.ones((), device=device)
 
 
 def room_for_flags(device: torch.device, count: int, flags: Flags) -> torch.Tensor:
-    """A flag for each gradient, and in the same memory one for all of them if there is none yet: on a small model a second launch is felt."""
+    """Create one flag per gradient, and the device's flag in `flags` if there is none yet.
+
+    Both share one allocation: a second launch is noticeable on a small model.
+    """
     if device in flags:
         return torch.zeros(count, dtype=torch.int32, device=device)
     room = torch.zeros(count + 1, dtype=torch.int32, device=device)
@@ -156,48 +160,10 @@ def room_for_flags(device: torch.device, count: int, flags: Flags) -> torch.Tens
     return room[:count]
 
 
-def sorted_gradients(
-    optimizer: torch.optim.Optimizer,
-) -> Iterable[tuple[list[torch.Tensor], list[torch.Tensor]]]:
-    """Gradients and their owners, in lists of one device and dtype each."""
-    return grouped(
-        [
-            parameter
-            for group in groups_of(optimizer)
-            for parameter in group["params"]
-            if parameter.grad is not None
-        ]
-    )
-
-
-def grouped(owners: list[torch.Tensor]) -> Iterable[tuple[list[torch.Tensor], list[torch.Tensor]]]:
-    """The same for tensors that all have gradients, whoever owns them."""
-    found = list(map(_GRADIENT, owners))
-    # Asked of all at once, the questions cost a third of what they cost in a loop, and mostly have
-    # one answer.
-    dtypes, layouts, devices = (
-        list(map(_DTYPE, found)),
-        set(map(_LAYOUT, found)),
-        list(map(_DEVICE, found)),
-    )
-    if layouts == {torch.strided} and _launch.DTYPES.issuperset(dtypes):
-        if len(set(dtypes)) == len(set(devices)) == 1:
-            return [(found, owners)]
-    else:
-        found = [_plain(owner, gradient) for owner, gradient in zip(owners, found, strict=True)]
-        dtypes, devices = list(map(_DTYPE, found)), list(map(_DEVICE, found))
-    kinds: dict[
-        tuple[torch.device, torch.dtype], tuple[list[torch.Tensor], list[torch.Tensor]]
-    ] = {}
-    for owner, gradient, device, dtype in zip(owners, found, devices, dtypes, strict=True):
-        gradients, theirs = kinds.setdefault((device, dtype), ([], []))
-        gradients.append(gradient)
-        theirs.append(owner)
-    return kinds.values()
-
-
 def unscale_tensors(tensors: Iterable[torch.Tensor], scale: float) -> bool:
-    """Divide the gradients of tensors that no optimizer speaks for by a scale, in place, and say whether one is not finite; this waits for the device.
+    """Unscale the gradients of tensors in place; return whether one is not finite.
+
+    For tensors that belong to no optimizer. This synchronizes.
 
     >>> weight = torch.ones(2, requires_grad=True)
     >>> weight.grad = torch.tensor([8.0, float("inf")])
@@ -207,19 +173,81 @@ def unscale_tensors(tensors: Iterable[torch.Tensor], scale: float) -> bool:
     flags: Flags = {}
     # Divided in float64 and rounded once: a scale need not be a power of two.
     factor = torch.tensor(1.0 / scale, dtype=torch.float32)
-    for gradients, _ in grouped([tensor for tensor in tensors if tensor.grad is not None]):
+    for gradients, _ in _by_kind([tensor for tensor in tensors if tensor.grad is not None]):
         device = gradients[0].device
         flag = flags.setdefault(device, torch.zeros((), device=device))
         check_unscale.check_and_unscale(gradients, factor.to(device), flag)
     return any(bool(flag) for flag in flags.values())
 
 
+def first_nonfinite(tensors: Iterable[torch.Tensor]) -> torch.Tensor | None:
+    """Return the first tensor with a non-finite gradient, or None.
+
+    Reads every gradient and synchronizes: call it only after a skipped step.
+    """
+    return next((one for one in tensors if one.grad is not None and not is_finite(one.grad)), None)
+
+
+def is_finite(gradient: torch.Tensor) -> bool:
+    """Return whether every element is finite. This synchronizes."""
+    return bool((gradient._values() if gradient.is_sparse else gradient).isfinite().all())
+
+
+# -- gradients by device and dtype -----------------------------------------------------------------
+
+
+class _GradientGroup(NamedTuple):
+    """Gradients of one device and dtype, as the kernels take them."""
+
+    gradients: list[torch.Tensor]
+    owners: list[torch.Tensor]
+
+
+def _gradients_by_kind(optimizer: torch.optim.Optimizer) -> Iterable[_GradientGroup]:
+    return _by_kind(
+        [
+            parameter
+            for group in groups_of(optimizer)
+            for parameter in group["params"]
+            if parameter.grad is not None
+        ]
+    )
+
+
+def _by_kind(owners: list[torch.Tensor]) -> Iterable[_GradientGroup]:
+    """Group the gradients of tensors, all of which have one, by device and dtype."""
+    gradients = list(map(_GRADIENT, owners))
+    # `map` over all costs a third of a loop, and mostly all are alike.
+    dtypes, layouts, devices = (
+        list(map(_DTYPE, gradients)),
+        set(map(_LAYOUT, gradients)),
+        list(map(_DEVICE, gradients)),
+    )
+    if layouts == {torch.strided} and _launch.DTYPES.issuperset(dtypes):
+        if len(set(dtypes)) == len(set(devices)) == 1:
+            return [_GradientGroup(gradients, owners)]
+    else:
+        gradients = [_plain(*pair) for pair in zip(owners, gradients, strict=True)]
+        dtypes, devices = list(map(_DTYPE, gradients)), list(map(_DEVICE, gradients))
+    groups: dict[tuple[torch.device, torch.dtype], _GradientGroup] = {}
+    for owner, gradient, device, dtype in zip(owners, gradients, devices, dtypes, strict=True):
+        group = groups.get((device, dtype))
+        if group is None:
+            group = groups[device, dtype] = _GradientGroup([], [])
+        group.gradients.append(gradient)
+        group.owners.append(owner)
+    return groups.values()
+
+
 def _plain(parameter: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
-    """A gradient as the kernels take it. Sparse ones are given by their values, complex ones as pairs of reals: both share the gradient's memory."""
+    """Return a real, strided view of a gradient: sparse values, or complex numbers as pairs.
+
+    The view shares the gradient's memory.
+    """
     if gradient.is_sparse:
         if not gradient.is_coalesced():
-            # Values of one index add up when the optimizer coalesces: what overflows then must be
-            # seen now.
+            # The optimizer adds up values of one index when it coalesces: find an overflow there
+            # now.
             parameter.grad = gradient = gradient.coalesce()
         gradient = gradient._values()
     if gradient.is_complex():
@@ -234,62 +262,58 @@ def _plain(parameter: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
     )
 
 
-def first_nonfinite(tensors: Iterable[torch.Tensor]) -> torch.Tensor | None:
-    """Return the first parameter with a non-finite gradient. Reads every gradient, so it is asked only about a skipped step."""
-    return next((one for one in tensors if one.grad is not None and not is_finite(one.grad)), None)
+# -- backward with separate scales -----------------------------------------------------------------
 
 
-def is_finite(gradient: torch.Tensor) -> bool:
-    """Return whether every element is finite. This synchronizes."""
-    return bool((gradient._values() if gradient.is_sparse else gradient).isfinite().all())
-
-
-IsolatedGradients = list[tuple[torch.Tensor, torch.Tensor | None]]
-"""Parameters and the gradients they had before."""
+class _SavedGradient(NamedTuple):
+    parameter: torch.Tensor
+    gradient: torch.Tensor | None
 
 
 @contextmanager
 def isolated_gradients(optimizers: Sequence[torch.optim.Optimizer]) -> Iterator[list[torch.Tensor]]:
-    """Let the parameters of some optimizers hold no gradients but new ones; afterwards the old ones are added. Nothing is lost if the body fails."""
+    """Remove the gradients of some optimizers inside the block; add them to the new ones after it.
+
+    Yields the parameters. If the block raises, the old gradients are restored.
+    """
     unique = {
         id(parameter): parameter
         for optimizer in optimizers
         for parameter in parameters(optimizer)
         if parameter.requires_grad
     }
-    kept: IsolatedGradients = [(parameter, parameter.grad) for parameter in unique.values()]
-    for parameter, _ in kept:
+    saved = [_SavedGradient(parameter, parameter.grad) for parameter in unique.values()]
+    for parameter, _ in saved:
         parameter.grad = None
     try:
         yield list(unique.values())
     except BaseException:
-        for parameter, old in kept:
+        for parameter, old in saved:
             parameter.grad = old
         raise
-    _add(kept)
+    _add(saved)
 
 
 @contextmanager
 def backward_isolated(
     loss: torch.Tensor, optimizers: Sequence[torch.optim.Optimizer], **kwargs: Any
-) -> Iterator[Sequence[torch.optim.Optimizer]]:
-    """Run backward while the parameters of some optimizers hold no other gradients."""
+) -> Iterator[None]:
+    """Run backward, with only its own gradients in the parameters inside the block."""
     with isolated_gradients(optimizers) as tensors:
         loss.backward(**({"inputs": tensors} | kwargs))
-        yield optimizers
+        yield
 
 
 @torch.no_grad()
-def _add(kept: IsolatedGradients) -> None:
-    for parameter, old in kept:
+def _add(saved: list[_SavedGradient]) -> None:
+    for parameter, old in saved:
         new = parameter.grad
         if old is None:
             continue
         if new is None:
             parameter.grad = old
         elif old.layout is new.layout is torch.strided:
-            # In place: whoever holds the gradient, a bucket of a data-parallel wrapper for one,
-            # keeps holding it.
+            # In place: a bucket of a data-parallel wrapper may hold the old gradient.
             parameter.grad = old.add_(new)
         else:
             parameter.grad = old + new if old.layout is torch.strided else new + old

@@ -1,4 +1,4 @@
-"""One loss scale per loss, and what is recorded for each optimizer between two updates of the scale."""
+"""One loss scale per loss, and a record per optimizer between two updates of the scale."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 from mezzo import _launch
 from mezzo._errors import PolicyError, ScalerError
-from mezzo.scaling.diagnostics import EVERY, CollapseMonitor, ScaleSnapshot
+from mezzo.scaling.diagnostics import CHECK_INTERVAL, CollapseMonitor, ScaleSnapshot
 from mezzo.scaling.gradients import Flags
 from mezzo.scaling.scale_state import OptimizerStage, ScaleRule, ScaleState, float32, is_scale
 from mezzo.scaling.scale_tensors import DeviceLossScale, LossScale, loss_scale_on
@@ -19,76 +19,75 @@ from mezzo.scaling.step_result import NO_SOURCE, FlaggedSource, NonfiniteSource
 
 @dataclass(slots=True)
 class OptimizerRecord:
-    """The stage of an optimizer and the flags found in its gradients, for each loss."""
+    """The stage of an optimizer and the flags of its gradients since the last update."""
 
     stage: OptimizerStage = OptimizerStage.READY
     """What was done with the optimizer so far."""
     found_inf: dict[int, Flags] = field(default_factory=dict)
-    """Index of the loss → flags."""
+    """The `found_inf` flags of each loss, by `loss_id`."""
     known: list[bool | None] = field(default_factory=list)
-    """What each check told the host: whether a gradient was not finite, or None where only the
-    flags know."""
+    """For each check, whether a gradient was not finite; None if only the flags have the answer."""
     source: NonfiniteSource = NO_SOURCE
-    """Who can name the first bad parameter."""
+    """The first parameter with a non-finite gradient."""
 
     @property
     def found_nonfinite(self) -> bool | None:
-        """Whether a gradient was not finite, where the host knows without waiting."""
+        """Whether a gradient was not finite; None if the host would have to read a flag."""
         return None if not self.known or None in self.known else True in self.known
 
-    def flags(self, index: int) -> Flags:
-        """The flags of one loss, to be raised."""
-        flags = self.found_inf.get(index)
+    def flags(self, loss_id: int) -> Flags:
+        """Return the flags of one loss; a check sets them in place."""
+        flags = self.found_inf.get(loss_id)
         if flags is None:
-            flags = self.found_inf[index] = {}
+            flags = self.found_inf[loss_id] = {}
         return flags
 
     def all_flags(self) -> list[torch.Tensor]:
-        """Every flag that was recorded."""
+        """Return the flags of all losses and devices."""
         return [flag for flags in self.found_inf.values() for flag in flags.values()]
 
 
 def combine(flags: list[torch.Tensor], device: torch.device) -> torch.Tensor:
-    """One flag for several, on one device; nothing is read unless that device is the CPU and a flag comes from elsewhere."""
+    """Combine flags into one on a device. Synchronizes only if a flag must move to the CPU."""
     if len(flags) == 1 and flags[0].device == device:
         return flags[0]
-    # A copy to the CPU that does not block could be looked at before it has arrived.
+    # A copy to the CPU blocks: an asynchronous one could be read before it has arrived.
     moved = [flag.reshape(()).to(device, non_blocking=device.type != "cpu") for flag in flags]
     return torch.stack(moved).amax(0) if len(moved) > 1 else moved[0]
 
 
 def common_device(flags: list[torch.Tensor]) -> torch.device:
-    """Where flags are combined to be read once: where the first is that is not on a CPU."""
+    """Return the device on which to combine flags: that of the first one that is not on a CPU."""
     return next((flag.device for flag in flags if flag.device.type != "cpu"), flags[0].device)
 
 
 class LossScales:
-    """A scale, its rule and its watcher for each loss."""
+    """The scale and the collapse monitor of each loss, and the rule of all."""
 
     def __init__(
-        self, rule: ScaleRule, states: list[ScaleState], watchers: list[CollapseMonitor]
+        self, rule: ScaleRule, states: list[ScaleState], monitors: list[CollapseMonitor]
     ) -> None:
         self.rule = rule
         self.initial = states
-        """What a scale starts from where no loss was seen yet."""
-        self.made: list[LossScale | None] = [None] * len(states)
-        """The scales that are on a device."""
-        self._watchers = watchers
+        """The state that each scale starts from."""
+        self.scales: list[LossScale | None] = [None] * len(states)
+        """The scale of each loss; None until the loss is first scaled, which gives the device."""
+        self._monitors = monitors
 
     def __len__(self) -> int:
-        return len(self.made)
+        return len(self.scales)
 
     def require(self, call: str) -> None:
-        """Refuse what makes no sense before a loss was scaled."""
-        if self.made[0] is None and all(scale is None for scale in self.made):
+        """Raise `ScalerError` if no loss was scaled yet; `call` is named in the message."""
+        if self.scales[0] is None and all(scale is None for scale in self.scales):
             raise ScalerError(
                 f"{call} was called before any loss was scaled. Call scaler.scale(loss).backward()"
                 " first."
             )
 
     def of(self, loss_id: int) -> LossScale:
-        """The scale of a loss that was scaled already."""
-        scale = self.made[loss_id]
+        """Return the scale of a loss that was scaled already."""
+        scale = self.scales[loss_id]
         if scale is None:
             raise ScalerError(
                 f"The loss with loss_id={loss_id} was not scaled yet. Call scaler.backward(loss,"
@@ -97,34 +96,42 @@ class LossScales:
         return scale
 
     def make(self, device: torch.device, loss_id: int) -> LossScale:
-        """The scale of a loss, made on the device of the first one."""
-        if not 0 <= loss_id < len(self.made):
+        """Return the scale of a loss; create it on `device` if it does not exist."""
+        if not 0 <= loss_id < len(self.scales):
             raise ScalerError(
-                f"loss_id={loss_id}: this scaler has {len(self.made)} losses, 0 to"
-                f" {len(self.made) - 1}. Make it with GradScaler(num_losses={max(loss_id, 0) + 1})."
+                f"loss_id={loss_id}: this scaler has {len(self.scales)} losses, 0 to"
+                f" {len(self.scales) - 1}. Construct it with"
+                f" GradScaler(num_losses={max(loss_id, 0) + 1})."
             )
-        scale = self.made[loss_id]
+        scale = self.scales[loss_id]
         if scale is None:
-            scale = self.made[loss_id] = loss_scale_on(device, self.initial[loss_id])
+            scale = self.scales[loss_id] = loss_scale_on(device, self.initial[loss_id])
         return scale
 
-    def advance(self, loss_id: int, flags: list[torch.Tensor], culprit: NonfiniteSource) -> None:
+    def advance(self, loss_id: int, flags: list[torch.Tensor], source: NonfiniteSource) -> None:
         """Adapt the scale of a loss to the flags of its gradients."""
         scale = self.of(loss_id)
         scale.advance(combine(flags, scale.scale.device), self.rule)
         if not _launch.is_capturing(scale.scale.device):
-            self._watchers[loss_id].observe(scale, self.rule, culprit)
+            self._monitors[loss_id].observe(scale, self.rule, source)
 
-    def replayed(self, shown: Callable[[], tuple[float, int]], source: NonfiniteSource) -> None:
-        """Count a captured step that ran again on the host, which it did not reach; `shown` gives the scale and the skips in a row that have arrived here."""
-        scale = self.made[0]
+    def replayed(
+        self, scale_and_skips: Callable[[], tuple[float, int]], source: NonfiniteSource
+    ) -> None:
+        """Count a replayed step on the host.
+
+        `scale_and_skips` returns the latest scale and consecutive skips that are on the host.
+        """
+        scale = self.scales[0]
         if isinstance(scale, DeviceLossScale):
             scale.steps += 1
-            if scale.steps % EVERY == 0:
-                self._watchers[0].judge(ScaleSnapshot(scale.steps, *shown(), self.rule, source))
+            if scale.steps % CHECK_INTERVAL == 0:
+                self._monitors[0].judge(
+                    ScaleSnapshot(scale.steps, *scale_and_skips(), self.rule, source)
+                )
 
     def set(self, new_scale: float | torch.Tensor) -> None:
-        """Set every scale by hand, within the floor and the ceiling."""
+        """Set all scales, clamped to the floor and the ceiling."""
         if isinstance(new_scale, torch.Tensor) and (
             new_scale.numel() != 1 or new_scale.requires_grad
         ):
@@ -133,31 +140,31 @@ class LossScales:
                 f" gradient, got shape {tuple(new_scale.shape)},"
                 f" requires_grad={new_scale.requires_grad}. Pass new_scale.detach() or a float."
             )
-        for scale in self.made:
+        for scale in self.scales:
             if scale is not None:
                 scale.set(new_scale, self.rule)
 
     def state(self, loss_id: int) -> ScaleState:
-        """The scale of a loss and its counters as a value; this may wait for the device."""
-        scale = self.made[loss_id]
+        """Return the state of a loss's scale. This synchronizes, unless it is on a CPU."""
+        scale = self.scales[loss_id]
         return self.initial[loss_id] if scale is None else scale.read()
 
     def states(self) -> list[ScaleState]:
-        """All of them."""
-        return [self.state(loss_id) for loss_id in range(len(self.made))]
+        """Return the states of all scales."""
+        return [self.state(loss_id) for loss_id in range(len(self.scales))]
 
     def load(self, states: list[ScaleState], rule: ScaleRule) -> None:
-        """Take over saved states."""
+        """Set the states of all scales, and the rule."""
         self.rule, self.initial = rule, states
-        for scale, state in zip(self.made, states, strict=True):
+        for scale, state in zip(self.scales, states, strict=True):
             if scale is not None:
                 scale.load(state)
 
 
 def first_states(rule: ScaleRule, scale: float, losses: int) -> list[ScaleState]:
-    """What the scales of a new scaler start from."""
+    """Return the states that the scales of a new scaler start from."""
     if isinstance(losses, bool) or not isinstance(losses, int) or losses < 1:
-        raise PolicyError(f"losses={losses!r}: it must be a number of losses, 1 or more.")
+        raise PolicyError(f"num_losses={losses!r}: it must be a number of losses, 1 or more.")
     if not is_scale(float32(scale)):
         raise PolicyError(
             f"init_scale={scale!r}: it must be a positive finite float32, such as 65536.0."
@@ -166,20 +173,23 @@ def first_states(rule: ScaleRule, scale: float, losses: int) -> list[ScaleState]
 
 
 class FusedStepProtocol(Protocol):
-    """A step that skips by itself, on a CPU too: 16-bit gradients are not unscaled in place."""
+    """A bound step that skips by itself, on a CPU too: 16-bit gradients stay scaled."""
 
     reads_on_device: bool
-    """Whether scheduled values may be tensors, for nothing reads them on the host."""
+    """Whether the step reads learning rates on the device, so that they may be tensors."""
 
-    def check(self, scale: torch.Tensor, flags: Flags, culprit: FlaggedSource) -> bool:
-        """Check the gradients, which are `scale` times too large, in a way of one's own; false where there is none."""
+    def check(self, scale: torch.Tensor, flags: Flags, source: FlaggedSource) -> bool:
+        """Check the gradients, which are multiplied by `scale`; return False if it cannot."""
 
     def widen_gradients(self) -> None:
-        """Turn 16-bit gradients into float32 ones, for whoever is going to unscale them in place: in float16 small ones would be gone."""
+        """Cast 16-bit gradients to float32 before they are unscaled in place.
+
+        Unscaled in float16, small ones would become zero.
+        """
 
 
 def binding_of(optimizer: torch.optim.Optimizer) -> FusedStepProtocol | None:
-    """What an optimizer's step was bound to.
+    """Return the binding of a bound optimizer, or None.
 
     >>> binding_of(torch.optim.SGD([torch.zeros(1)], lr=0.1))
     """

@@ -1,4 +1,4 @@
-"""Ways to step an optimizer: torch's `found_inf` protocol, schedulers, optimizers that wrap another one."""
+"""Step an optimizer: torch's `found_inf` protocol, schedulers, optimizers that wrap others."""
 
 from __future__ import annotations
 
@@ -19,14 +19,21 @@ from mezzo.scaling.loss_scales import FusedStepProtocol, binding_of
 from mezzo.scaling.schedule_lookahead import check
 from mezzo.scaling.schedule_sync import catch_up, groups_of, is_synced_on_read, stop_sync
 
+if TYPE_CHECKING:
+    from mezzo.scaling.device_schedule import DeviceSchedule
+
 Optimizer = torch.optim.Optimizer
 
-_OWN = frozenset({"state", "param_groups", "defaults"})
+# -- optimizers that wrap others -------------------------------------------------------------------
+
+_STANDARD_ATTRIBUTES = frozenset({"state", "param_groups", "defaults"})
 """Attributes that every optimizer has, and that hold tensors and numbers."""
 
 
 def inner_optimizers(optimizer: Optimizer) -> dict[str, Optimizer]:
-    """The optimizers among the attributes of an optimizer and of those, by the path to each; lists, tuples, sets and dictionaries are looked into.
+    """Return the optimizers that an optimizer wraps, and those that they wrap, by path.
+
+    Searches attributes, and lists, tuples, sets and dictionaries in them.
 
     >>> outer, inner = (torch.optim.SGD([torch.zeros(1)], lr=0.1) for _ in range(2))
     >>> outer.parts = {"first": inner}
@@ -39,33 +46,29 @@ def inner_optimizers(optimizer: Optimizer) -> dict[str, Optimizer]:
 
 
 def bindings_of(optimizer: Optimizer) -> list[FusedStepProtocol]:
-    """What the step of an optimizer was bound to, or the steps of those that it wraps."""
-    own = binding_of(optimizer)
-    if own is not None:
-        return [own]
+    """Return the binding of an optimizer, or the bindings of the optimizers that it wraps."""
+    binding = binding_of(optimizer)
+    if binding is not None:
+        return [binding]
     if type(optimizer).__module__.startswith("torch.optim."):
-        # Asked at every step: torch's own wrap nothing.
+        # No search at every step: torch's optimizers wrap none.
         return []
-    return [
-        bound
-        for inner in inner_optimizers(optimizer).values()
-        if (bound := binding_of(inner)) is not None
-    ]
+    inner = (binding_of(one) for one in inner_optimizers(optimizer).values())
+    return [binding for binding in inner if binding is not None]
 
 
 def _collect(optimizer: Optimizer, path: str, found: dict[str, Optimizer], seen: set[int]) -> None:
     for name, value in vars(optimizer).items():
-        if name not in _OWN:
+        if name not in _STANDARD_ATTRIBUTES:
             for rest, inner in _optimizers_in(value, "", seen):
-                # The public name of what is also an attribute without the underscore.
+                # Prefer a property without the underscore that returns the same optimizer.
                 public = name.lstrip("_")
-                named = (
-                    public
-                    if public != name and not rest and getattr(optimizer, public, None) is inner
-                    else name
+                is_public = (
+                    public != name and not rest and getattr(optimizer, public, None) is inner
                 )
-                found[f"{path}.{named}{rest}"] = inner
-                _collect(inner, f"{path}.{named}{rest}", found, seen)
+                inner_path = f"{path}.{public if is_public else name}{rest}"
+                found[inner_path] = inner
+                _collect(inner, inner_path, found, seen)
 
 
 def _optimizers_in(value: Any, path: str, seen: set[int]) -> Iterator[tuple[str, Optimizer]]:
@@ -85,33 +88,35 @@ def _optimizers_in(value: Any, path: str, seen: set[int]) -> Iterator[tuple[str,
         yield from _optimizers_in(one, f"{path}[{key!r}]", seen)
 
 
-if TYPE_CHECKING:
-    from mezzo.scaling.device_schedule import DeviceSchedule
+# -- torch's protocol ------------------------------------------------------------------------------
 
 
 def refuse_closures(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-    """Refuse a closure however it is passed."""
-    passed = (
+    """Raise `ScalerError` if a closure is passed, by position or by keyword."""
+    closure = (
         kwargs.get("closure")
         if "closure" in kwargs
         else next((argument for argument in args if callable(argument)), None)
     )
-    if passed is not None:
+    if closure is not None:
         raise ScalerError(
-            f"step() takes no closure, got {passed!r}: it would compute new gradients that nobody"
-            " unscales or checks. Compute the loss and its gradients first, then step."
+            f"step() takes no closure, got {closure!r}: it would compute new gradients that are"
+            " neither unscaled nor checked. Compute the loss and its gradients first, then step."
         )
 
 
 def skips_on_device(optimizer: Optimizer) -> bool:
-    """Whether an optimizer takes part in torch's protocol. On a CPU there is nothing to wait for, and torch's fused steps are faster without it."""
+    """Return whether an optimizer reads `found_inf` itself, by torch's protocol.
+
+    Not on a CPU: nothing synchronizes there, and torch's fused steps are faster without it.
+    """
     if not getattr(optimizer, "_step_supports_amp_scaling", False):
         return False
     if binding_of(optimizer) is not None:
         return True
     if not type(optimizer).__module__.startswith("torch.optim."):
-        # A wrapper shows the attributes of the optimizer that it wraps, which would not be given
-        # the scale and the flag.
+        # A wrapper may forward this attribute from its optimizer without passing on the scale and
+        # the flag.
         return not inner_optimizers(optimizer)
     first = next(
         (parameter for group in groups_of(optimizer) for parameter in group["params"]), None
@@ -120,39 +125,42 @@ def skips_on_device(optimizer: Optimizer) -> bool:
 
 
 def takes_grad_scaler(optimizer: Optimizer) -> bool:
-    """Whether an optimizer asks for the scaler itself, an older form of the protocol that torch is giving up."""
+    """Return whether `step` has a `grad_scaler` argument, the deprecated form of the protocol."""
     step = getattr(optimizer.step, "__func__", optimizer.step)
-    taken = _taking.get(step)
-    if taken is None:
-        taken = _taking[step] = "grad_scaler" in inspect.signature(step).parameters
-    if taken:
-        # Seen from the line that called the scaler's step().
+    takes = _takes_grad_scaler.get(step)
+    if takes is None:
+        takes = _takes_grad_scaler[step] = "grad_scaler" in inspect.signature(step).parameters
+    if takes:
+        # The stack level of the line that called the scaler's step().
         warnings.warn(
             f"{type(optimizer).__name__}.step(grad_scaler=...) is an old form of torch's protocol."
             " Read self.grad_scale and self.found_inf instead.",
             FutureWarning,
             stacklevel=4,
         )
-    return taken
+    return takes
 
 
-_taking: WeakKeyDictionary[Any, bool] = WeakKeyDictionary()
-"""Steps, and whether they take the scaler: asking for a signature costs 20 µs. Weak, since the
-step of a decorated optimizer holds its model and masters."""
+_takes_grad_scaler: WeakKeyDictionary[Any, bool] = WeakKeyDictionary()
+"""Cache of `takes_grad_scaler`: reading a signature costs 20 µs. Weak, since the step of a
+decorated optimizer holds its model and masters."""
 
 
 @contextmanager
 def scaling_info(
-    optimizer: Any, scale: torch.Tensor, found: torch.Tensor, *, unscaled: bool
+    optimizer: Any, scale: torch.Tensor, found_inf: torch.Tensor, *, unscaled: bool
 ) -> Iterator[None]:
-    """Let an optimizer know the scale of its gradients and whether they are finite, as torch's protocol has it."""
+    """Set `grad_scale` and `found_inf` on an optimizer inside the block, as torch's scaler does."""
     before = getattr(optimizer, "grad_scale", None)
     optimizer.grad_scale = before if unscaled else (scale if before is None else scale * before)
-    optimizer.found_inf = found
+    optimizer.found_inf = found_inf
     try:
         yield
     finally:
         del optimizer.grad_scale, optimizer.found_inf
+
+
+# -- schedulers ------------------------------------------------------------------------------------
 
 
 @dataclass(slots=True)
@@ -160,60 +168,66 @@ class _Running:
     scheduler: LRScheduler
     schedule: DeviceSchedule
     good: torch.Tensor
-    """Good steps of the optimizer since, on the device."""
+    """Successful steps of the optimizer since the schedule started, on the device."""
 
 
 class Schedules:
-    """The schedules that run on a device, for each optimizer that was stepped with a scheduler."""
+    """The device schedule of each optimizer that was stepped with a scheduler."""
 
     def __init__(self) -> None:
         self._running: dict[Optimizer, _Running] = {}
         self._accepted: WeakSet[LRScheduler] = WeakSet()
 
     def accept(self, optimizer: Optimizer, scheduler: LRScheduler) -> None:
-        """Refuse a scheduler that cannot be stepped with an optimizer, before anything is updated."""
+        """Raise `UnsupportedError` if a scheduler cannot be stepped with an optimizer."""
         if scheduler not in self._accepted or scheduler.optimizer is not optimizer:
             check(optimizer, scheduler)
             self._accepted.add(scheduler)
 
     @contextmanager
-    def applied(
-        self, optimizer: Optimizer, scheduler: LRScheduler, found: torch.Tensor
+    def values_applied(
+        self, optimizer: Optimizer, scheduler: LRScheduler, found_inf: torch.Tensor
     ) -> Iterator[None]:
-        """Step with the values that the scheduler has for this step; it advances unless the flag says that the step was skipped."""
-        if not _defers(optimizer, found.device):
+        """Set the scheduler's values for one step, and advance it unless the step is skipped."""
+        if not _is_deferred(optimizer, found_inf.device):
             yield
-            if not bool(found):
+            if not bool(found_inf):
                 advance(optimizer, scheduler)
             return
-        running = self._in_charge(optimizer, scheduler, found.device)
-        with running.schedule.applied(running.good):
+        running = self._running_for(optimizer, scheduler, found_inf.device)
+        with running.schedule.values_applied(running.good):
             yield
-        running.good.add_(found == 0)
+        running.good.add_(found_inf == 0)
 
     def before_replay(self) -> tuple[int, ...]:
-        """What the host does before a captured step runs again; where the tables lie that it reads."""
-        # Asked at every step, and mostly there is none.
+        """Do the host work before a replay; return the addresses of the tables that it reads."""
+        # Runs at every replay, mostly without a schedule.
         if not self._running:
             return ()
         for optimizer, last in self._running.items():
-            running = self._in_charge(optimizer, last.scheduler, last.good.device)
+            running = self._running_for(optimizer, last.scheduler, last.good.device)
             running.schedule.before_replay(running.good)
         return self.tables()
 
     def tables(self) -> tuple[int, ...]:
-        """Where the tables of coming values lie."""
+        """Return the addresses of the tables of future values."""
         return tuple([running.schedule.address for running in self._running.values()])
 
     def reconcile(self) -> None:
-        """Let schedulers and optimizers catch up with the device; this waits for it if a step was taken since the last time."""
+        """Bring schedulers and optimizers up to date.
+
+        This synchronizes if a step was taken since the last time.
+        """
         for optimizer in self._running:
             catch_up(optimizer)
 
-    def _in_charge(
+    def _running_for(
         self, optimizer: Optimizer, scheduler: LRScheduler, device: torch.device
     ) -> _Running:
-        """What runs this scheduler; begun anew where another scheduler, or another scaler, has stepped the optimizer since."""
+        """Return the schedule of a scheduler.
+
+        Starts a new one if another scheduler, or another scaler, has stepped the optimizer since.
+        """
         running = self._running.get(optimizer)
         if (
             running is None
@@ -225,24 +239,24 @@ class Schedules:
 
 
 def advance(optimizer: Optimizer, scheduler: LRScheduler) -> None:
-    """Step a scheduler after a step that the host knows to be good."""
+    """Step a scheduler after a step that is known on the host to be successful."""
     # Another scaler may have stepped it on a device before.
     stop_sync(optimizer)
     scheduler.step()
 
 
-def _defers(optimizer: Optimizer, device: torch.device) -> bool:
-    """Whether only the device knows if a step was skipped."""
-    bound = binding_of(optimizer)
-    # A bound step that reads on the host waits for the flag itself.
-    return _launch.needs_sync(device) and (bound is None or bound.reads_on_device)
+def _is_deferred(optimizer: Optimizer, device: torch.device) -> bool:
+    """Return whether only the device has the answer whether a step was skipped."""
+    binding = binding_of(optimizer)
+    # A bound step that reads on the host reads the flag too.
+    return _launch.needs_sync(device) and (binding is None or binding.reads_on_device)
 
 
 def _start(optimizer: Optimizer, scheduler: LRScheduler, device: torch.device) -> _Running:
-    # Most never pass a scheduler.
+    # Imported when a scheduler is first passed, which most users never do.
     from mezzo.scaling.device_schedule import DeviceSchedule  # noqa: PLC0415
 
-    # What another schedule has yet to do comes first.
+    # An earlier schedule brings the optimizer up to date first.
     stop_sync(optimizer)
     good = torch.zeros((), dtype=torch.int64, device=device)
     schedule = DeviceSchedule(optimizer, scheduler, device)

@@ -1,4 +1,4 @@
-"""The loss scale as a value: the rule it follows, its state, the next state, and the saved form."""
+"""The loss scale as a value: its rule, its state, the next state, and the state dict."""
 
 from __future__ import annotations
 
@@ -21,100 +21,88 @@ SMALLEST = 2.0**-126
 
 @dataclass(frozen=True)
 class ScaleRule:
-    """How a scale reacts to good and bad steps.
+    """How a loss scale reacts to successful and skipped steps.
+
+    A step is skipped if a gradient is not finite. The defaults are those of torch's GradScaler,
+    with a floor. `GradScaler` takes the fields as keyword arguments.
 
     >>> ScaleRule(growth_interval=2).after(ScaleState(8.0), found_nonfinite=True).scale
     4.0
     """
 
     growth_factor: float = 2.0
-    """What the scale is multiplied by when it grows."""
+    """Factor by which the scale grows; greater than 1."""
     backoff_factor: float = 0.5
-    """What the scale is multiplied by when it backs off."""
+    """Factor by which the scale backs off; less than 1."""
     growth_interval: int = 2000
-    """Good steps in a row before the scale grows; 0 never grows."""
+    """Successful steps in a row before the scale grows; 0: it never grows."""
     backoff_interval: int = 1
-    """Bad steps before the scale backs off; 0 never backs off."""
+    """Skipped steps before the scale backs off; 0: it never backs off."""
     consecutive_backoff: bool = True
-    """Whether a good step forgets the bad ones before it (Paddle). If not (DeepSpeed), they
-    count until the scale grows, and every one beyond backs off."""
+    """Whether only skipped steps in a row count for `backoff_interval`, as in Paddle. If False,
+    as in DeepSpeed, they are counted until the scale grows, and each further one backs off."""
     min_scale: float = 2.0**-24
-    """The scale never falls below."""
+    """The floor: the scale never backs off below it."""
     max_scale: float = LARGEST
-    """The scale never rises above."""
+    """The ceiling: the scale never grows above it."""
     dynamic: bool = True
-    """Whether the scale changes at all; a static one still skips bad steps."""
+    """Whether the scale changes. With a static scale, non-finite steps are still skipped."""
     warmup_steps: int = 0
-    """Steps at the start in which the scale stands still."""
+    """Number of first steps in which the scale does not change."""
 
     def __post_init__(self) -> None:
-        _refuse(
-            1.0 < self.growth_factor < math.inf,
-            "growth_factor",
-            self.growth_factor,
-            "a finite number greater than 1",
-        )
-        _refuse(self.backoff_factor < 1.0, "backoff_factor", self.backoff_factor, "less than 1")
+        growth, backoff = self.growth_factor, self.backoff_factor
+        growth_ok = 1.0 < growth < math.inf
+        _check("growth_factor", growth, "a finite number greater than 1", growth_ok)
+        _check("backoff_factor", backoff, "less than 1", backoff < 1.0)
         for name in ("growth_interval", "backoff_interval", "warmup_steps"):
             value = getattr(self, name)
-            _refuse(
-                isinstance(value, int) and value >= 0,
-                name,
-                value,
-                "a whole number of steps, 0 or more",
-            )
-        _refuse(
-            SMALLEST <= self.min_scale < math.inf,
-            "min_scale",
-            self.min_scale,
-            f"a finite number of at least {SMALLEST:g}",
-        )
-        _refuse(
-            self.min_scale <= self.max_scale <= LARGEST,
-            "max_scale",
-            self.max_scale,
-            "at least min_scale and at most the largest float32",
-        )
+            is_count = isinstance(value, int) and value >= 0
+            _check(name, value, "a whole number of steps, 0 or more", is_count)
+        low, high = self.min_scale, self.max_scale
+        low_ok, high_ok = SMALLEST <= low < math.inf, low <= high <= LARGEST
+        _check("min_scale", low, f"a finite number of at least {SMALLEST:g}", low_ok)
+        _check("max_scale", high, "at least min_scale and at most the largest float32", high_ok)
 
     def after(self, state: ScaleState, *, found_nonfinite: bool) -> ScaleState:
-        """The state after one step: `next_state` in the order that a sentence has."""
+        """Return the state after one step, as `next_state` does."""
         return next_state(state, self, found_nonfinite=found_nonfinite)
 
     def clamp(self, scale: float) -> float:
-        """The nearest float32 scale within the floor and the ceiling."""
+        """Return the nearest float32 between `min_scale` and `max_scale`."""
         return float32(min(max(scale, self.min_scale), self.max_scale))
 
     @property
     def floor(self) -> float:
-        """The floor as a float32 scale shows it."""
+        """`min_scale`, rounded to float32 as the scale is."""
         return float32(self.min_scale)
 
 
 @dataclass(frozen=True)
 class ScaleState:
-    """A scale and what it has seen."""
+    """A loss scale and its counters; `GradScaler.state()` returns it."""
 
     scale: float = 2.0**16
-    """What losses are multiplied by."""
+    """The loss scale: losses are multiplied by it, and gradients divided."""
     growth_tracker: int = 0
-    """Good steps since the scale last changed or a step was bad: torch's growth tracker."""
+    """Successful steps since the scale last changed or a step was skipped, as in torch."""
     backoff_tracker: int = 0
-    """Bad steps that count towards the next back-off."""
+    """Skipped steps that count for the next back-off."""
     good_steps: int = 0
-    """Good steps in all."""
+    """Number of successful steps."""
     skipped_steps: int = 0
-    """Skipped steps in all."""
+    """Number of skipped steps."""
     consecutive_skips: int = 0
-    """Skipped steps since the last good one."""
+    """Skipped steps since the last successful one."""
 
     def __post_init__(self) -> None:
-        # Asked first, for a state is made on every update.
+        # Compared before the call: a state is made at every update.
         if not 0.0 < self.scale < math.inf:
-            _refuse(False, "scale", self.scale, "a positive finite number")
+            _check("scale", self.scale, "a positive finite number", False)
 
 
 def next_state(state: ScaleState, rule: ScaleRule, *, found_nonfinite: bool) -> ScaleState:
-    """The state after one step whose gradients were finite or not.
+    """Return the state after one step, skipped if a gradient was not finite.
 
     >>> next_state(ScaleState(8.0, growth_tracker=1999), ScaleRule(), found_nonfinite=False).scale
     16.0
@@ -124,19 +112,20 @@ def next_state(state: ScaleState, rule: ScaleRule, *, found_nonfinite: bool) -> 
         if found_nonfinite
         else (state.good_steps + 1, state.skipped_steps)
     )
-    in_a_row = state.consecutive_skips + 1 if found_nonfinite else 0
+    consecutive_skips = state.consecutive_skips + 1 if found_nonfinite else 0
     if not rule.dynamic or state.good_steps + state.skipped_steps < rule.warmup_steps:
         changed = (state.scale, state.growth_tracker, state.backoff_tracker)
     else:
         changed = _after_nonfinite(state, rule) if found_nonfinite else _after_finite(state, rule)
     # Built once and by position: `replace` twice took a third of an update.
-    return ScaleState(*changed, good, skipped, in_a_row)
+    return ScaleState(*changed, good, skipped, consecutive_skips)
 
 
 def _after_nonfinite(state: ScaleState, rule: ScaleRule) -> tuple[float, int, int]:
-    bad = state.backoff_tracker + 1
-    if rule.backoff_interval == 0 or bad < rule.backoff_interval:
-        return state.scale, 0, bad
+    """Return scale, growth tracker and backoff tracker after a skipped step."""
+    skips = state.backoff_tracker + 1
+    if rule.backoff_interval == 0 or skips < rule.backoff_interval:
+        return state.scale, 0, skips
     return (
         rule.clamp(state.scale * rule.backoff_factor),
         0,
@@ -145,16 +134,18 @@ def _after_nonfinite(state: ScaleState, rule: ScaleRule) -> tuple[float, int, in
 
 
 def _after_finite(state: ScaleState, rule: ScaleRule) -> tuple[float, int, int]:
-    good, bad = state.growth_tracker + 1, 0 if rule.consecutive_backoff else state.backoff_tracker
+    """Return scale, growth tracker and backoff tracker after a successful step."""
+    good = state.growth_tracker + 1
+    skips = 0 if rule.consecutive_backoff else state.backoff_tracker
     if rule.growth_interval == 0 or good < rule.growth_interval:
-        return state.scale, good, bad
+        return state.scale, good, skips
     grown = float32(state.scale * rule.growth_factor)
-    # Growth past the largest float32 is dropped, as torch's kernel drops it.
+    # No growth past the largest float32, as in torch's kernel.
     return rule.clamp(grown if math.isfinite(grown) else state.scale), 0, 0
 
 
 def float32(value: float) -> float:
-    """Round to the nearest float32; what is too large becomes infinite.
+    """Round to the nearest float32; a number that is too large becomes infinite.
 
     >>> float32(0.1) == 0.1, float32(1e300)
     (False, inf)
@@ -166,22 +157,40 @@ def float32(value: float) -> float:
 
 
 def is_scale(value: float) -> bool:
-    """Whether a number can be a scale."""
+    """Return whether a number can be a loss scale: positive and finite."""
     return math.isfinite(value) and value > 0.0
 
 
-def _refuse(allowed: bool, name: str, value: object, wanted: str) -> None:  # noqa: FBT001
-    if not allowed:
-        raise PolicyError(f"{name}={value!r}: it must be {wanted}.")
+def _check(name: str, value: object, allowed: str, ok: bool) -> None:  # noqa: FBT001
+    if not ok:
+        raise PolicyError(f"{name}={value!r}: it must be {allowed}.")
 
 
-_TORCH = ("scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker")
-_REMEDY = "Pass what scaler.state_dict() returned."
+class OnCollapse(ParsedEnum):
+    """What to do when the scale is at its floor or too many steps in a row were skipped."""
+
+    WARN = "warn"
+    RAISE = "raise"
+
+
+class OptimizerStage(ParsedEnum):
+    """What was done with an optimizer since the last update of the scale."""
+
+    READY = "ready"
+    UNSCALED = "unscaled"
+    STEPPED = "stepped"
+
+
+# -- state dict ------------------------------------------------------------------------------------
+
+_TORCH_RULE = ("growth_factor", "backoff_factor", "growth_interval")
+_TORCH_ENTRIES = ("scale", *_TORCH_RULE, "_growth_tracker")
 _RULE, _STATES = "mezzo_rule", "mezzo_states"
+_REMEDY = "Pass what scaler.state_dict() returned."
 
 
 def scaler_to_dict(states: list[ScaleState], rule: ScaleRule) -> dict[str, Any]:
-    """torch's five entries, and under names that torch ignores everything else."""
+    """Return torch's five entries, and everything else under keys that torch ignores."""
     return {
         "scale": states[0].scale,
         "growth_factor": rule.growth_factor,
@@ -196,108 +205,90 @@ def scaler_to_dict(states: list[ScaleState], rule: ScaleRule) -> dict[str, Any]:
 def scaler_from_dict(
     entries: Mapping[str, Any], rule: ScaleRule, losses: int
 ) -> tuple[list[ScaleState], ScaleRule]:
-    """Read what `to_dict` or torch's scaler wrote, whole or not at all.
+    """Read a state dict of mezzo's or torch's scaler; raise `ScalerError` if it is not one.
 
-    torch's five entries are public, and win over mezzo's own where they differ: somebody has edited
-    them. The scale and the growth tracker are those of the first loss.
+    Where torch's five entries differ from mezzo's, torch's count: they are public, and a user may
+    have edited them. The scale and the growth tracker are those of the first loss.
     """
-    if not isinstance(entries, Mapping):
-        raise ScalerError(
-            f"This is not the state of a scaler: {entries!r:.80} is no dictionary. {_REMEDY}"
-        )
-    if not entries:
-        raise ScalerError(
-            "The state is empty: it was saved from a scaler that was not enabled. Leave it out, or"
-            " save it from an enabled one."
-        )
-    missing = [name for name in _TORCH if name not in entries]
-    if missing:
-        raise ScalerError(
-            f"This is not the state of a scaler: {', '.join(missing)} missing. {_REMEDY}"
-        )
-    own = ScaleRule(**_known(ScaleRule, entries[_RULE])) if _RULE in entries else rule
-    read = replace(
-        own,
-        **_known(
-            ScaleRule,
-            {
-                name: entries[name]
-                for name in ("growth_factor", "backoff_factor", "growth_interval")
-            },
-        ),
-    )
-    public = {"scale": entries["scale"], "growth_tracker": entries["_growth_tracker"]}
-    saved = entries.get(_STATES) or [public] * losses
+    _check_entries(entries)
+    base = ScaleRule(**_read_fields(ScaleRule, entries[_RULE])) if _RULE in entries else rule
+    torchs = {name: entries[name] for name in _TORCH_RULE}
+    saved_rule = replace(base, **_read_fields(ScaleRule, torchs))
+    first = {"scale": entries["scale"], "growth_tracker": entries["_growth_tracker"]}
+    saved = entries.get(_STATES) or [first] * losses
     if not isinstance(saved, list) or not all(isinstance(one, Mapping) for one in saved):
         raise ScalerError(
             f"The states of the losses are {saved!r:.80}, not a list of dictionaries. {_REMEDY}"
         )
     if len(saved) != losses:
         raise ScalerError(
-            f"The state has {len(saved)} losses, this scaler {losses}. Make it with"
+            f"The state dict has {len(saved)} losses, this scaler {losses}. Construct it with"
             f" GradScaler(num_losses={len(saved)})."
         )
-    return [_state(state, read) for state in ({**saved[0], **public}, *saved[1:])], read
+    states = ({**saved[0], **first}, *saved[1:])
+    return [_read_state(state, saved_rule) for state in states], saved_rule
 
 
-def _state(entries: Mapping[str, Any], rule: ScaleRule) -> ScaleState:
-    known = _known(ScaleState, entries)
-    scale = float(known["scale"]) if "scale" in known else math.nan
+def _check_entries(entries: object) -> None:
+    if not isinstance(entries, Mapping):
+        raise ScalerError(
+            f"This is not the state dict of a scaler: {entries!r:.80} is not a dictionary."
+            f" {_REMEDY}"
+        )
+    if not entries:
+        raise ScalerError(
+            "The state dict is empty: it was saved from a scaler that was not enabled. Do not load"
+            " it, or save it from an enabled scaler."
+        )
+    missing = [name for name in _TORCH_ENTRIES if name not in entries]
+    if missing:
+        raise ScalerError(
+            f"This is not the state dict of a scaler: it lacks {', '.join(missing)}. {_REMEDY}"
+        )
+
+
+def _read_state(entries: Mapping[str, Any], rule: ScaleRule) -> ScaleState:
+    values = _read_fields(ScaleState, entries)
+    scale = float(values["scale"]) if "scale" in values else math.nan
     if not is_scale(scale):
         raise ScalerError(
             f"The saved scale is {scale!r}, which no gradient survives. Start again from a positive"
             " finite scale, such as 65536.0."
         )
-    return ScaleState(**{**known, "scale": rule.clamp(scale)})
+    return ScaleState(**{**values, "scale": rule.clamp(scale)})
 
 
-def _known(kind: type[ScaleRule | ScaleState], entries: Any) -> dict[str, Any]:
-    """What this version knows of, each a number or a flag as it must be: a later one may have saved more."""
+def _read_fields(kind: type[ScaleRule | ScaleState], entries: Any) -> dict[str, Any]:
+    """Return the entries that are fields of `kind`; ignore others, which a later version saved."""
     if not isinstance(entries, Mapping):
         raise ScalerError(
             f"The saved {kind.__name__} is {entries!r:.80}, not a dictionary. {_REMEDY}"
         )
     return {
-        field.name: _value(field, entries[field.name])
+        field.name: _read_field(field, entries[field.name])
         for field in fields(kind)
         if field.name in entries
     }
 
 
-def _value(field: Field[Any], value: Any) -> Any:
+def _read_field(field: Field[Any], value: Any) -> Any:
+    """Return a saved value with the type of the field's default."""
     if isinstance(field.default, bool):
-        wanted, fits = "True or False", isinstance(value, bool)
+        allowed, ok = "True or False", isinstance(value, bool)
     elif isinstance(field.default, int):
-        wanted, fits = (
-            "a whole number of at least 0",
-            _is_number(value) and value == value // 1 and value >= 0,
-        )
+        allowed = "a whole number of at least 0"
+        ok = _is_number(value) and value == value // 1 and value >= 0
     else:
-        wanted, fits = "a number", _is_number(value)
-    if not fits:
+        allowed, ok = "a number", _is_number(value)
+    if not ok:
         raise ScalerError(
-            f"The saved {field.name} is {value!r:.80}, and must be {wanted}. {_REMEDY}"
+            f"The saved {field.name} is {value!r:.80}, and must be {allowed}. {_REMEDY}"
         )
-    made: Any = type(field.default)
-    return made(value)
+    kind: Any = type(field.default)
+    return kind(value)
 
 
 def _is_number(value: Any) -> bool:
     return (isinstance(value, int | float) and not isinstance(value, bool)) or (
         isinstance(value, torch.Tensor) and value.numel() == 1
     )
-
-
-class OnCollapse(ParsedEnum):
-    """What to do when the scale is at its floor or too many steps in a row were skipped."""
-
-    WARN = "warn"
-    RAISE = "raise"
-
-
-class OptimizerStage(ParsedEnum):
-    """Where an optimizer stands between two updates."""
-
-    READY = "ready"
-    UNSCALED = "unscaled"
-    STEPPED = "stepped"

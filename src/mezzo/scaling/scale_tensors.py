@@ -1,7 +1,8 @@
-"""A scale that lives on a device: the same transitions as `next_state`, carried out without asking the device anything.
+"""The loss scale of a running scaler, on the host or on a device.
 
-On a CPU there is nothing to wait for, so the value itself is kept and only mirrored. Elsewhere one
-kernel of our own does it, or a handful of torch's.
+Both do the transitions of `next_state`. On a CPU the scale is a Python value that is mirrored to
+tensors. On other devices it consists of tensors that are updated without a synchronization, by one
+Triton kernel or a few ops of torch.
 """
 
 from __future__ import annotations
@@ -25,57 +26,60 @@ class LossScale(Protocol):
 
     @property
     def growth_tracker(self) -> torch.Tensor:
-        """Good steps in a row, on the device."""
+        """Successful steps in a row, on the device."""
 
     def read(self) -> ScaleState:
-        """The state as a value; this may wait for the device."""
+        """Return the state as a value. This synchronizes, unless the scale is on a CPU."""
 
     def load(self, state: ScaleState) -> None:
-        """Take over a state; the tensors stay the same objects, for captured programs hold them."""
+        """Set the state. The tensors stay the same objects: captured graphs read them."""
 
-    def advance(self, found: torch.Tensor, rule: ScaleRule) -> None:
-        """Take the step into account whose flag this is: 0 for finite gradients, 1 otherwise."""
+    def advance(self, found_inf: torch.Tensor, rule: ScaleRule) -> None:
+        """Adapt the scale to one step; `found_inf` is 0 if its gradients were finite, else 1."""
 
     def set(self, scale: float | torch.Tensor, rule: ScaleRule) -> None:
-        """Set the scale by hand, within the floor and the ceiling."""
+        """Set the scale, clamped to the floor and the ceiling of the rule."""
 
     def inverse(self) -> torch.Tensor:
-        """What gradients are multiplied by: rounded once from float64, since some devices divide float32 less exactly."""
+        """Return the factor that unscales gradients.
+
+        Rounded once from float64, since some devices divide float32 less exactly.
+        """
 
 
 def loss_scale_on(device: torch.device, state: ScaleState) -> LossScale:
-    """A scale on a device."""
+    """Create a loss scale on a device."""
     return DeviceLossScale(state, device) if _launch.needs_sync(device) else HostLossScale(state)
 
 
 class HostLossScale:
-    """A scale on a CPU: the value is the truth, and the tensors show it."""
+    """A loss scale on a CPU: a `ScaleState`, mirrored to tensors."""
 
     def __init__(self, state: ScaleState) -> None:
         self._state = state
-        self._quiet = 0
-        """Good steps since then that changed nothing but the counts: a value for each would take
-        a third of an update."""
+        self._uncounted = 0
+        """Successful steps that are not in `_state` yet and change only its counters: a new value
+        for each would take a third of an update."""
         self.scale = torch.tensor(state.scale, dtype=torch.float32)
         self._tracker: torch.Tensor | None = None
         self._inverse = (0.0, self.scale)
 
     @property
     def growth_tracker(self) -> torch.Tensor:
-        """Good steps in a row; a tensor is made, and kept up, only for whoever asks."""
+        """Successful steps in a row. The tensor is created, and updated, from the first read on."""
         if self._tracker is None:
             self._tracker = torch.tensor(self.latest.growth_tracker, dtype=torch.int32)
         return self._tracker
 
     @property
     def latest(self) -> ScaleState:
-        """The state as of the last transition."""
-        if self._quiet:
-            state, quiet, self._quiet = self._state, self._quiet, 0
+        """The state after the last transition, without values written to the tensors since."""
+        if self._uncounted:
+            state, count, self._uncounted = self._state, self._uncounted, 0
             self._state = replace(
                 state,
-                growth_tracker=state.growth_tracker + quiet,
-                good_steps=state.good_steps + quiet,
+                growth_tracker=state.growth_tracker + count,
+                good_steps=state.good_steps + count,
             )
         return self._state
 
@@ -85,27 +89,27 @@ class HostLossScale:
         return self._state.consecutive_skips > 0
 
     def read(self) -> ScaleState:
-        """The state; whoever wrote to the tensors is heard."""
+        """Return the state, with values that users wrote to the tensors."""
         state, scale = self.latest, self.scale.item()
-        good = state.growth_tracker if self._tracker is None else int(self._tracker.item())
-        if scale != state.scale or good != state.growth_tracker:
-            self._state = state = replace(state, scale=scale, growth_tracker=good)
+        tracker = state.growth_tracker if self._tracker is None else int(self._tracker.item())
+        if scale != state.scale or tracker != state.growth_tracker:
+            self._state = state = replace(state, scale=scale, growth_tracker=tracker)
         return state
 
     def load(self, state: ScaleState) -> None:
-        """Take over a state."""
-        self._show(state)
+        """Set the state."""
+        self._store(state)
 
-    def advance(self, found: torch.Tensor, rule: ScaleRule) -> None:
-        """Advance the value."""
-        bad = bool(found)
-        if bad or not self._is_quiet(rule):
-            self._show(next_state(self.read(), rule, found_nonfinite=bad))
+    def advance(self, found_inf: torch.Tensor, rule: ScaleRule) -> None:
+        """Adapt the scale to one step."""
+        is_nonfinite = bool(found_inf)
+        if is_nonfinite or not self._only_counts(rule):
+            self._store(next_state(self.read(), rule, found_nonfinite=is_nonfinite))
         else:
-            self._quiet += 1
+            self._uncounted += 1
 
-    def _is_quiet(self, rule: ScaleRule) -> bool:
-        """Whether a good step is one more among others, and nothing else."""
+    def _only_counts(self, rule: ScaleRule) -> bool:
+        """Return whether a successful step changes nothing but its counters."""
         state = self._state
         plain = (
             self._tracker is None
@@ -116,62 +120,58 @@ class HostLossScale:
         )
         return (
             plain
-            and state.growth_tracker + self._quiet + 1 < rule.growth_interval
+            and state.growth_tracker + self._uncounted + 1 < rule.growth_interval
             and self.scale.item() == state.scale
         )
 
     def set(self, scale: float | torch.Tensor, rule: ScaleRule) -> None:
-        """Set the scale by hand."""
+        """Set the scale, clamped to the floor and the ceiling of the rule."""
         value = float(scale)
         if not is_scale(value):
-            raise ScalerError(
-                f"update(new_scale={value!r}): a scale is a positive finite number, such as"
-                " 65536.0."
-            )
-        self._show(replace(self.read(), scale=rule.clamp(value)))
+            raise ScalerError(_invalid_scale(value))
+        self._store(replace(self.read(), scale=rule.clamp(value)))
 
     def inverse(self) -> torch.Tensor:
-        """One over the scale, kept while the scale stays."""
+        """Return one over the scale, cached until the scale changes."""
         scale = self.scale.item()
         if self._inverse[0] != scale:
             self._inverse = (scale, torch.tensor(1.0 / scale, dtype=torch.float32))
         return self._inverse[1]
 
-    def _show(self, state: ScaleState) -> None:
+    def _store(self, state: ScaleState) -> None:
         if state.scale != self._state.scale:
             self.scale.fill_(state.scale)
         if self._tracker is not None:
             self._tracker.fill_(state.growth_tracker)
-        self._state, self._quiet = state, 0
+        self._state, self._uncounted = state, 0
 
 
 class DeviceLossScale:
-    """A scale elsewhere: the scale, its growth tracker and its counters are tensors of one element each, and nothing is read."""
+    """A loss scale on another device: tensors of one element, which are updated but never read."""
 
     def __init__(self, state: ScaleState, device: torch.device) -> None:
-        # One buffer, so that one copy brings everything. float32 counts exactly to 2**24.
-        self.shown = torch.zeros(4, dtype=torch.float32, device=device)
-        """Scale, skipped steps, skipped steps in a row, bad steps that count."""
-        self.scale, self.skipped, self.consecutive_skips, self._bad = self.shown.unbind()
-        self._skips = self.shown[1:3]
+        # One buffer, so that one copy moves all of it. float32 counts exactly up to 2**24.
+        self.counters = torch.zeros(4, dtype=torch.float32, device=device)
+        """Scale, skipped steps, consecutive skips, backoff tracker."""
+        self.scale, _, self.consecutive_skips, self._backoff = self.counters.unbind()
+        self._skips = self.counters[1:3]
         self._tracker = torch.zeros((), dtype=torch.int32, device=device)
         self.steps = 0
-        """How many steps were counted: the host knows that without asking."""
-        self._in_one_launch = _launch.has_triton(device)
+        """Number of steps. Counted on the host, which needs no device for it."""
+        self._has_kernel = _launch.has_triton(device)
         self._rule: tuple[ScaleRule, torch.Tensor] | None = None
-        """The numbers of the last rule as the kernel reads them; held, because captured steps
-        read them too."""
+        """The last rule, and its numbers on the device; kept because captured graphs read them."""
         self._interval = 0
         self.load(state)
 
     @property
     def growth_tracker(self) -> torch.Tensor:
-        """Good steps in a row, on the device."""
+        """Successful steps in a row, on the device."""
         return self._tracker
 
     def load(self, state: ScaleState) -> None:
-        """Take over a state."""
-        self.shown.copy_(
+        """Set the state."""
+        self.counters.copy_(
             torch.tensor(
                 [state.scale, state.skipped_steps, state.consecutive_skips, state.backoff_tracker],
                 dtype=torch.float32,
@@ -182,47 +182,47 @@ class DeviceLossScale:
         self._interval = 0
 
     def read(self) -> ScaleState:
-        """The state as a value; this waits for the device."""
-        scale, skipped, in_a_row, bad = self.shown.tolist()
+        """Return the state as a value. This synchronizes."""
+        scale, skipped, consecutive_skips, backoff_tracker = self.counters.tolist()
         return ScaleState(
             scale,
             int(self._tracker.item()),
-            int(bad),
+            int(backoff_tracker),
             self.steps - int(skipped),
             int(skipped),
-            int(in_a_row),
+            int(consecutive_skips),
         )
 
-    def advance(self, found: torch.Tensor, rule: ScaleRule) -> None:
-        """Take the step into account whose flag this is: 0 for finite gradients, 1 otherwise."""
+    def advance(self, found_inf: torch.Tensor, rule: ScaleRule) -> None:
+        """Adapt the scale to one step. Does not synchronize."""
         changes = rule.dynamic and self.steps >= rule.warmup_steps
-        # What is captured runs at its replays, and is counted there.
+        # A captured step does not run now: its replays are counted.
         self.steps += not _launch.is_capturing(self.scale.device)
-        if self._in_one_launch:
-            self._advance_in_one_launch(found, rule, changes=changes)
+        if self._has_kernel:
+            self._advance_in_one_launch(found_inf, rule, changes=changes)
             return
-        self._skips.add_(found)
-        self.consecutive_skips.mul_(found)
+        self._skips.add_(found_inf)
+        self.consecutive_skips.mul_(found_inf)
         if changes:
-            self._change(found, rule)
+            self._change(found_inf, rule)
 
     def set(self, scale: float | torch.Tensor, rule: ScaleRule) -> None:
-        """Set the scale by hand, within the floor and the ceiling. What a tensor holds is not looked at: NaN becomes the floor."""
+        """Set the scale, clamped to the floor and the ceiling of the rule.
+
+        A tensor is not read, so that this does not synchronize: NaN in it becomes the floor.
+        """
         if isinstance(scale, torch.Tensor):
-            given = scale.detach().reshape(()).to(self.scale.device, non_blocking=True)
+            new = scale.detach().reshape(()).to(self.scale.device, non_blocking=True)
             self.scale.copy_(
-                given.nan_to_num(nan=rule.min_scale).clamp(rule.min_scale, rule.max_scale)
+                new.nan_to_num(nan=rule.min_scale).clamp(rule.min_scale, rule.max_scale)
             )
         elif is_scale(scale):
             self.scale.fill_(rule.clamp(scale))
         else:
-            raise ScalerError(
-                f"update(new_scale={scale!r}): a scale is a positive finite number, such as"
-                " 65536.0."
-            )
+            raise ScalerError(_invalid_scale(scale))
 
     def inverse(self) -> torch.Tensor:
-        """One over the scale."""
+        """Return one over the scale."""
         return (
             self.scale.reciprocal()
             if self.scale.device.type == "mps"
@@ -230,9 +230,9 @@ class DeviceLossScale:
         )
 
     def _advance_in_one_launch(
-        self, found: torch.Tensor, rule: ScaleRule, *, changes: bool
+        self, found_inf: torch.Tensor, rule: ScaleRule, *, changes: bool
     ) -> None:
-        # Triton is optional, and takes a while to import.
+        # Triton is optional, and slow to import.
         from mezzo.scaling.triton_kernels import advance_kernel  # noqa: PLC0415
 
         device = self.scale.device
@@ -251,51 +251,50 @@ class DeviceLossScale:
             _launch.run_kernel(
                 advance_kernel,
                 1,
-                (self.shown, self._tracker, found, self._rule[1]),
+                (self.counters, self._tracker, found_inf, self._rule[1]),
                 (changes,),
                 device,
             )
 
-    def _change(self, found: torch.Tensor, rule: ScaleRule) -> None:
+    def _change(self, found_inf: torch.Tensor, rule: ScaleRule) -> None:
+        """Change the scale with torch's kernel, which has no bounds, or with a few ops."""
         if rule.backoff_interval != 1 or rule.growth_interval == 0 or update_scale_ is None:
-            self._change_by_hand(found != 0, rule)
+            self._change_in_ops(found_inf != 0, rule)
         else:
             if rule.growth_interval != self._interval:
-                # torch's kernel compares with ==: a tracker that is past a shortened interval would
-                # never meet it.
+                # torch's kernel compares with ==, and would never grow a scale whose tracker is
+                # past a shortened interval.
                 self._tracker.clamp_(max=rule.growth_interval - 1)
                 self._interval = rule.growth_interval
-            # One kernel of torch's own is the whole rule but for the bounds.
             update_scale_(
                 self.scale,
                 self._tracker,
-                found,
+                found_inf,
                 rule.growth_factor,
                 rule.backoff_factor,
                 rule.growth_interval,
             )
         self.scale.clamp_(rule.min_scale, rule.max_scale)
 
-    def _change_by_hand(self, bad: torch.Tensor, rule: ScaleRule) -> None:
-        never, good_before = torch.zeros_like(bad), self._tracker
-        counted = torch.where(
-            bad,
-            self._bad + 1,
-            torch.zeros_like(self._bad) if rule.consecutive_backoff else self._bad,
+    def _change_in_ops(self, is_nonfinite: torch.Tensor, rule: ScaleRule) -> None:
+        never, zero = torch.zeros_like(is_nonfinite), torch.zeros_like(self._backoff)
+        after_good = zero if rule.consecutive_backoff else self._backoff
+        skips = torch.where(is_nonfinite, self._backoff + 1, after_good)
+        backs_off = (
+            is_nonfinite & (skips >= rule.backoff_interval) if rule.backoff_interval else never
         )
-        back = bad & (counted >= rule.backoff_interval) if rule.backoff_interval else never
-        good = torch.where(bad, torch.zeros_like(good_before), good_before + 1)
-        grow = (good >= rule.growth_interval) & ~bad if rule.growth_interval else never
-        # In float64, as the value does: one rounding at the end.
+        good = torch.where(is_nonfinite, torch.zeros_like(self._tracker), self._tracker + 1)
+        grows = (good >= rule.growth_interval) & ~is_nonfinite if rule.growth_interval else never
+        # In float64 and rounded once, as in `next_state`.
         wide = self.scale if self.scale.device.type == "mps" else self.scale.double()
-        changed = torch.where(
-            back, wide * rule.backoff_factor, torch.where(grow, wide * rule.growth_factor, wide)
-        ).float()
+        grown = torch.where(grows, wide * rule.growth_factor, wide)
+        changed = torch.where(backs_off, wide * rule.backoff_factor, grown).float()
         self.scale.copy_(torch.where(changed.isfinite(), changed, self.scale))
-        self._tracker.copy_(torch.where(grow, torch.zeros_like(good), good))
-        after_back = torch.full_like(
-            counted, 0 if rule.consecutive_backoff else max(rule.backoff_interval - 1, 0)
-        )
-        self._bad.copy_(
-            torch.where(back, after_back, torch.where(grow, torch.zeros_like(counted), counted))
-        )
+        self._tracker.copy_(torch.where(grows, torch.zeros_like(good), good))
+        left = 0 if rule.consecutive_backoff else max(rule.backoff_interval - 1, 0)
+        after_backoff = torch.full_like(skips, left)
+        self._backoff.copy_(torch.where(backs_off, after_backoff, torch.where(grows, zero, skips)))
+
+
+def _invalid_scale(scale: float) -> str:
+    return f"update(new_scale={scale!r}): a scale is a positive finite number, such as 65536.0."

@@ -1,4 +1,4 @@
-"""`mezzo.GradScaler`: torch's scaler without its waits and without its collapse."""
+"""`mezzo.GradScaler`: loss scaling without synchronization, and without scale collapse."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ from mezzo.scaling.torch_scaler_api import TorchScalerApi
 
 Optimizer = torch.optim.Optimizer
 
-_ENABLED_PLACE = 5
-"""Where `enabled` stands among torch's positional arguments."""
+_ENABLED_POSITION = 5
+"""Position of `enabled` among torch's arguments."""
 
 
 @dataclass(frozen=True)
@@ -47,14 +47,15 @@ class _Settings:
     collapse_patience: int
     on_collapse: OnCollapse
     reduce_found_inf: Callable[[torch.Tensor], object] | None
-    """Reduces a flag over a process group in place: its largest value, or its sum."""
 
 
 class GradScaler(TorchScalerApi):
-    """Scales losses so that 16-bit gradients stay representable, skips steps whose gradients are not finite, and adapts the scale.
+    """Loss scaling: scale losses, unscale gradients, skip non-finite steps, adapt the scale.
 
-    torch's constructor and methods, and what torch lacks: a floor, back-off only after several bad
-    steps, a scale for each loss, and steps that tell what happened.
+    Small gradients underflow to zero in float16. Multiplying the loss by a loss scale moves them
+    into range; `step()` divides the gradients by it before the optimizer uses them. If a gradient
+    is not finite, the optimizer step is skipped and `update()` backs the scale off; after enough
+    successful steps it grows the scale.
 
     >>> model = nn.Linear(2, 1)
     >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -63,15 +64,40 @@ class GradScaler(TorchScalerApi):
     >>> scaler.step(optimizer).skipped
     False
     >>> scaler.update()
+
+    It takes the place of `torch.amp.GradScaler`, whose arguments and methods it has. Fused
+    optimizers (torch's with `fused=True`, and those of `mezzo.decorate`) skip on the device, so
+    that an iteration does not synchronize.
+
+    Arguments of torch's scaler:
+
+    - `device`: a CUDA device disables the scaler, with a warning, if CUDA is not available. Each
+      scale is on the device of its loss, whatever is passed here.
+    - `init_scale`: the loss scale to start with.
+    - `growth_factor`, `backoff_factor`, `growth_interval`: fields of `ScaleRule`.
+    - `enabled`: False gives a scaler that does nothing: losses are not scaled, and `step()` only
+      steps the optimizer.
+
+    Further arguments, by keyword:
+
+    - `backoff_interval`, `consecutive_backoff`, `min_scale`, `max_scale`, `dynamic`,
+      `warmup_steps`: fields of `ScaleRule`.
+    - `num_losses`: number of losses with a scale each. With more than one, call `backward()`
+      instead of `scale()`.
+    - `collapse_patience`, `on_collapse`: warn ("warn") or raise `ScalerError` ("raise") when this
+      many steps in a row were skipped, or when a step is skipped at `min_scale`. The message names
+      the first parameter with a non-finite gradient.
+    - `reduce_found_inf`: reduces the `found_inf` flag over a process group in place, by maximum or
+      sum, so that all processes skip a step together. It is called once per check.
     """
 
     _advises = True
-    """Whether it says that a loss computed in bfloat16 needs no scaling."""
+    """Whether to warn that a bfloat16 loss needs no loss scaling."""
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
-        """A scaler that is not enabled is another object, which does nothing and costs nothing."""
+        """Create a scaler, or a `DisabledGradScaler` if it is not enabled."""
         enabled = kwargs.get(
-            "enabled", args[_ENABLED_PLACE] if len(args) > _ENABLED_PLACE else True
+            "enabled", args[_ENABLED_POSITION] if len(args) > _ENABLED_POSITION else True
         )
         device = args[0] if args else kwargs.get("device")
         if (
@@ -81,8 +107,8 @@ class GradScaler(TorchScalerApi):
             and not torch.cuda.is_available()
         ):
             warnings.warn(
-                f"GradScaler({str(device)!r}) is enabled, but no CUDA device is available: it is"
-                " disabled.",
+                f"GradScaler({str(device)!r}) is disabled, since no CUDA device is available. Pass"
+                " enabled=False to silence this warning, or the device of the loss.",
                 UserWarning,
                 stacklevel=2,
             )
@@ -91,8 +117,7 @@ class GradScaler(TorchScalerApi):
 
     def __init__(
         self,
-        # A scale is where its loss is; __new__ looks whether there is such a device.
-        device: str | torch.device | None = None,  # noqa: ARG002
+        device: str | torch.device | None = None,  # noqa: ARG002 - read in __new__
         init_scale: float = 2.0**16,
         growth_factor: float = 2.0,
         backoff_factor: float = 0.5,
@@ -112,8 +137,8 @@ class GradScaler(TorchScalerApi):
     ) -> None:
         if not enabled and not isinstance(self, DisabledGradScaler):
             raise ScalerError(
-                f"{type(self).__name__} was made without enabled=False, which its base class got."
-                " Let its own constructor take `enabled` by keyword."
+                f"{type(self).__name__} passed enabled=False to GradScaler.__init__, but was itself"
+                " constructed without it. Give its constructor a keyword argument `enabled`."
             )
         rule = ScaleRule(
             growth_factor,
@@ -147,14 +172,17 @@ class GradScaler(TorchScalerApi):
     # -- scaling -----------------------------------------------------------------------------------
 
     def scale(self, outputs: Any, loss_id: int = 0) -> Any:
-        """Multiply a loss, or losses in a nested iterable, by the scale; `loss_id` chooses among the scales of a scaler with several losses."""
+        """Multiply a loss, or losses in a nested iterable, by the scale of `loss_id`.
+
+        Does not synchronize. Containers keep their type.
+        """
         return self._scaled(outputs, loss_id)
 
     def _scaled(self, outputs: Any, loss_id: int) -> Any:
         if isinstance(outputs, torch.Tensor):
             return outputs * self._scale_for(outputs, loss_id)
         if isinstance(outputs, Iterable) and not isinstance(outputs, str | bytes | Mapping):
-            # Not by `scale`, which a subclass may have replaced by one that counts its calls.
+            # Not `self.scale`, which a subclass may override with other arguments.
             scaled = (self._scaled(output, loss_id) for output in outputs)
             if isinstance(outputs, tuple) and hasattr(outputs, "_fields"):
                 return type(outputs)(*scaled)
@@ -172,26 +200,30 @@ class GradScaler(TorchScalerApi):
         optimizers: Optimizer | Sequence[Optimizer],
         **kwargs: Any,
     ) -> None:
-        """Run backward of one of several losses. Each has a scale of its own, so its gradients are unscaled at once and added to what is there already.
+        """Run backward of one of several losses, unscale its gradients and add them to the others.
 
-        Gradients go to the parameters of `optimizers` and nowhere else: in other tensors, gradients
-        of different scales would meet unseen.
+        Each loss has its own scale, so its gradients are unscaled at once. They go to the
+        parameters of `optimizers` only: other tensors would sum gradients of different scales.
+        Further arguments are those of `Tensor.backward`.
         """
         chosen = [optimizers] if isinstance(optimizers, Optimizer) else list(optimizers)
         for optimizer in chosen:
-            self._refuse(self._record(optimizer), (OptimizerStage.STEPPED,), "backward()")
-        with backward_isolated(self.scale(loss, loss_id), chosen, **kwargs) as own:
-            for optimizer in own:
+            self._check_stage(self._record(optimizer), (OptimizerStage.STEPPED,), "backward()")
+        with backward_isolated(self.scale(loss, loss_id), chosen, **kwargs):
+            for optimizer in chosen:
                 record = self._record(optimizer)
                 self._check(optimizer, record, loss_id, self._scales.of(loss_id).inverse())
                 record.stage = OptimizerStage.UNSCALED
 
     def unscale_(self, optimizer: Optimizer) -> None:
-        """Divide an optimizer's gradients by the scale in place, and check them; do this before clipping."""
+        """Divide an optimizer's gradients by the scale in place, and check them.
+
+        Call it before reading or clipping gradients, once per step. Does not synchronize.
+        """
         self._scales.require("unscale_()")
         record = self._record(optimizer)
-        self._refuse(record, (OptimizerStage.UNSCALED, OptimizerStage.STEPPED), "unscale_()")
-        self._refuse_mixed_scales("unscale_()")
+        self._check_stage(record, (OptimizerStage.UNSCALED, OptimizerStage.STEPPED), "unscale_()")
+        self._check_one_scale("unscale_()")
         self._check(optimizer, record, 0, self._scales.of(0).inverse())
         record.stage = OptimizerStage.UNSCALED
 
@@ -200,13 +232,16 @@ class GradScaler(TorchScalerApi):
     def step(
         self, optimizer: Optimizer, *args: Any, scheduler: LRScheduler | None = None, **kwargs: Any
     ) -> StepResult:
-        """Step an optimizer if its gradients are finite, skip it otherwise, and say which without waiting unless it is asked.
+        """Step an optimizer, or skip the step if a gradient is not finite.
 
-        A scheduler that is passed advances only with a good step, and must be one of torch's whose
-        coming values can be computed: not a `ReduceLROnPlateau`. Where only the device knows which
-        steps were good, scheduler and optimizer catch up when `optimizer.param_groups`, a state
-        dict or `get_last_lr()` is read, which waits for the device once; a group that was kept from
-        an earlier read shows an old rate. Other arguments are the optimizer's.
+        Unscales the gradients first, unless `unscale_()` or `backward()` did. A fused optimizer
+        skips on the device and nothing synchronizes; for others one flag is read per step.
+
+        A scheduler that is passed advances with successful steps only. It must be one of torch's
+        whose future values can be computed, so not a `ReduceLROnPlateau`. If the step is skipped on
+        the device, scheduler and optimizer are brought up to date when `optimizer.param_groups`, a
+        state dict or `get_last_lr()` is read, which synchronizes once; a group that was kept from
+        an earlier read shows an old rate. Other arguments are passed to the optimizer's step.
         """
         if args or kwargs:
             optimizer_step.refuse_closures(args, kwargs)
@@ -215,7 +250,7 @@ class GradScaler(TorchScalerApi):
         self._scales.require("step()")
         record = self._record(optimizer)
         if record.stage is OptimizerStage.STEPPED:
-            self._refuse(record, (OptimizerStage.STEPPED,), "step()")
+            self._check_stage(record, (OptimizerStage.STEPPED,), "step()")
         if optimizer_step.skips_on_device(optimizer):
             result = self._step_fused(optimizer, record, scheduler, args, kwargs)
         else:
@@ -232,18 +267,17 @@ class GradScaler(TorchScalerApi):
         kwargs: dict[str, Any],
     ) -> StepResult:
         if record.stage is OptimizerStage.READY:
-            self._refuse_mixed_scales("step()")
+            self._check_one_scale("step()")
             self._check(optimizer, record, 0, self._scales.of(0).inverse())
             record.stage = OptimizerStage.UNSCALED
-        bad = record.found_nonfinite
-        # What the host knows already is not asked of the flags again.
-        if bad is None:
-            flags = self._flags_of(record)
-            bad = bool(combine(flags, common_device(flags)))
-        if bad:
-            return StepResult.known(
-                None, skipped=True, culprit=self._nonfinite_source(optimizer, record)
-            )
+        found_nonfinite = record.found_nonfinite
+        # Read the flags only if the outcome is not known on the host.
+        if found_nonfinite is None:
+            flags = self._require_flags(record)
+            found_nonfinite = bool(combine(flags, common_device(flags)))
+        if found_nonfinite:
+            source = self._nonfinite_source(optimizer, record)
+            return StepResult.known(None, skipped=True, source=source)
         value = optimizer.step(*args, **kwargs)
         if scheduler is not None:
             optimizer_step.advance(optimizer, scheduler)
@@ -257,86 +291,104 @@ class GradScaler(TorchScalerApi):
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> StepResult:
-        """Let the optimizer skip by itself: it reads the scale and the flag on the device."""
+        """Step an optimizer that reads the scale and the flag on the device, and skips there."""
         if optimizer_step.takes_grad_scaler(optimizer):
             value = optimizer.step(*args, **kwargs, grad_scaler=self)  # type: ignore[call-overload]
-            # Whether it checked its gradients is its own affair.
+            # The optimizer checks its gradients itself, or does not.
             flags = record.all_flags()
-            found = combine(flags, common_device(flags)) if flags else None
-            if scheduler is not None and (found is None or not bool(found)):
+            found_inf = combine(flags, common_device(flags)) if flags else None
+            if scheduler is not None and (found_inf is None or not bool(found_inf)):
                 optimizer_step.advance(optimizer, scheduler)
-            return StepResult(value, found, record.source)
+            return StepResult(value, found_inf, record.source)
         unscaled = record.stage is OptimizerStage.UNSCALED
         if not unscaled:
-            self._refuse_mixed_scales("step()")
+            self._check_one_scale("step()")
             self._check(optimizer, record, 0, None)
-        scale = next(scale for scale in self._scales.made if scale is not None).scale
-        found = combine(self._flags_of(record), scale.device)
-        with optimizer_step.scaling_info(optimizer, scale, found, unscaled=unscaled):
+        scale = next(scale for scale in self._scales.scales if scale is not None).scale
+        found_inf = combine(self._require_flags(record), scale.device)
+        with optimizer_step.scaling_info(optimizer, scale, found_inf, unscaled=unscaled):
             if scheduler is None:
-                return StepResult(optimizer.step(*args, **kwargs), found, record.source)
-            with self._schedules.applied(optimizer, scheduler, found):
-                return StepResult(optimizer.step(*args, **kwargs), found, record.source)
+                return StepResult(optimizer.step(*args, **kwargs), found_inf, record.source)
+            with self._schedules.values_applied(optimizer, scheduler, found_inf):
+                return StepResult(optimizer.step(*args, **kwargs), found_inf, record.source)
 
     def update(self, new_scale: float | torch.Tensor | None = None) -> None:
-        """Adapt the scale to what the steps since the last update found; a given scale is set instead, within the floor and the ceiling."""
+        """Adapt the scale to the steps since the last update. Does not synchronize.
+
+        `new_scale` sets the scale instead, clamped to `min_scale` and `max_scale`.
+        """
         self._scales.require("update()")
         if new_scale is not None:
             self._scales.set(new_scale)
         else:
             self._advance()
-        self._checker.unscale()
+        self._checker.recycle_flags()
         self._records.clear()
 
     def _advance(self) -> None:
         recorded = False
-        for index in range(len(self._scales)):
+        for loss_id in range(len(self._scales)):
             flags: list[torch.Tensor] = []
-            culprit: NonfiniteSource = NO_SOURCE
+            source: NonfiniteSource = NO_SOURCE
             for record in self._records.values():
-                found = record.found_inf.get(index)
-                if found:
-                    flags.extend(found.values())
-                    if culprit is NO_SOURCE or not culprit.has_candidates():
-                        culprit = record.source
+                found_inf = record.found_inf.get(loss_id)
+                if found_inf:
+                    flags.extend(found_inf.values())
+                    if source is NO_SOURCE or not source.has_candidates():
+                        source = record.source
             if flags:
                 recorded = True
-                self._scales.advance(index, flags, culprit)
+                self._scales.advance(loss_id, flags, source)
         if not recorded:
             raise ScalerError(
-                "update() found no gradients that were checked since the last one. Call"
-                " scaler.step(optimizer) or scaler.unscale_(optimizer) before it, with gradients in"
-                " place."
+                "update() found no gradients that were checked since the last update(). Call"
+                " scaler.step(optimizer) or scaler.unscale_(optimizer) after backward(), then"
+                " update()."
             )
 
-    # -- asking ------------------------------------------------------------------------------------
+    # -- state -------------------------------------------------------------------------------------
 
     def register_parameter_names(self, model: nn.Module) -> None:
-        """Learn the names of a model's parameters, so that a skipped step can name the first bad one."""
+        """Use the names of a model's parameters in `first_nonfinite` and in warnings.
+
+        Without it, the names are those of the optimizer, or positions. Does not keep the model
+        alive.
+        """
         self._names.register(model)
 
     def state(self, loss_id: int = 0) -> ScaleState:
-        """The scale of a loss and its counters as a value; this waits for the device. Schedulers that were passed to `step` catch up."""
+        """Return the scale of a loss and its counters. This synchronizes.
+
+        Schedulers that were passed to `step` are brought up to date.
+        """
         self._schedules.reconcile()
         return self._scales.state(loss_id)
 
     def get_scale(self) -> float:
-        """The scale; this waits for the device."""
+        """Return the scale of the first loss. This synchronizes."""
         return self.state().scale
 
     def is_enabled(self) -> bool:
-        """Whether this scaler does anything."""
+        """Return whether losses are scaled."""
         return True
 
-    # -- saving ------------------------------------------------------------------------------------
+    # -- state dict and pickle ---------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """The scaler's state: torch's five entries, which torch's scaler reads, and mezzo's own beside them."""
+        """Return the scale, its counters and the rule. This synchronizes.
+
+        torch's scaler can load it: it has torch's five entries, and more under keys that torch
+        ignores.
+        """
         self._schedules.reconcile()
         return scale_state.scaler_to_dict(self._scales.states(), self._scales.rule)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take over a state, from mezzo's scaler or from torch's. A scale that is not a positive finite number is refused, and nothing is changed."""
+        """Load a state dict of mezzo's or torch's scaler.
+
+        Raises `ScalerError` and changes nothing if it is invalid, for example if its scale is not
+        positive and finite.
+        """
         self._scales.load(
             *scale_state.scaler_from_dict(state_dict, self._scales.rule, len(self._scales))
         )
@@ -344,7 +396,7 @@ class GradScaler(TorchScalerApi):
     def __getstate__(self) -> dict[str, Any]:
         if self._records:
             raise ScalerError(
-                "A scaler is pickled between iterations only, for flags on a device cannot be"
+                "A scaler can be pickled only between iterations, since flags on a device cannot be"
                 " saved. Call update() first."
             )
         return {
@@ -356,11 +408,11 @@ class GradScaler(TorchScalerApi):
     def __setstate__(self, state: dict[str, Any]) -> None:
         self._start(**state)
 
-    # -- inside ------------------------------------------------------------------------------------
+    # -- private -----------------------------------------------------------------------------------
 
     def _scale_for(self, output: torch.Tensor, loss_id: int) -> torch.Tensor:
-        made = self._scales.made
-        scale = made[loss_id] if 0 <= loss_id < len(made) else None
+        scales = self._scales.scales
+        scale = scales[loss_id] if 0 <= loss_id < len(scales) else None
         if scale is None:
             scale = self._scales.make(output.device, loss_id)
             if self._advises:
@@ -378,30 +430,30 @@ class GradScaler(TorchScalerApi):
         loss_id: int,
         factor: torch.Tensor | None,
     ) -> None:
-        """Check the gradients of an optimizer, and multiply them by a factor if there is one."""
+        """Check the gradients of an optimizer; multiply them by a factor if one is passed."""
         flags = record.flags(loss_id)
-        bound = binding_of(optimizer)
+        binding = binding_of(optimizer)
         if factor is not None:
             for one in bindings_of(optimizer):
                 one.widen_gradients()
         if factor is not None and isinstance(self._scales.of(loss_id), HostLossScale):
-            bad = self._checker.check(optimizer, factor, flags)
-            record.known.append(bad)
-            if bad:
+            found_nonfinite = self._checker.check(optimizer, factor, flags)
+            record.known.append(found_nonfinite)
+            if found_nonfinite:
                 record.source = self._nonfinite_source(optimizer, record)
         else:
-            culprit = (
+            source = (
                 record.source
                 if isinstance(record.source, FlaggedSource)
                 else FlaggedSource(self._names, optimizer)
             )
             if (
-                bound is None
+                binding is None
                 or factor is not None
-                or not bound.check(self._scales.of(loss_id).scale, flags, culprit)
+                or not binding.check(self._scales.of(loss_id).scale, flags, source)
             ):
-                gradients.check_sorted(optimizer, factor, flags, culprit)
-            record.source = culprit
+                gradients.check_sorted(optimizer, factor, flags, source)
+            record.source = source
         if self._settings.reduce_found_inf is not None:
             self._reduce(
                 self._settings.reduce_found_inf,
@@ -417,25 +469,30 @@ class GradScaler(TorchScalerApi):
         flags: gradients.Flags,
         device: torch.device,
     ) -> None:
-        """One flag for all devices, reduced once; a process without gradients takes part, or the others would wait for it."""
-        found = (
+        """Combine the flags of all devices into one, and reduce it over the process group.
+
+        A process without gradients takes part: the others would block without it.
+        """
+        found_inf = (
             combine(list(flags.values()), common_device(list(flags.values()))).clone()
             if flags
             else torch.zeros((), device=device)
         )
-        reduce_found_inf(found)
+        reduce_found_inf(found_inf)
         record.known.append(None)
         flags.clear()
-        flags[found.device] = found.clamp_(max=1.0)
+        flags[found_inf.device] = found_inf.clamp_(max=1.0)
 
     def _nonfinite_source(self, optimizer: Optimizer, record: OptimizerRecord) -> NonfiniteSource:
-        """Who spoiled a step that the host knows to be bad. Noted when the gradients are checked, for clipping spreads a NaN to all of them."""
+        """Return the source of a non-finite gradient. Called before clipping, which spreads NaN."""
         if record.source.has_candidates():
             return record.source
-        bad = gradients.first_nonfinite(gradients.parameters(optimizer))
-        return record.source if bad is None else KnownSource(self._names.name_of(bad, optimizer))
+        first = gradients.first_nonfinite(gradients.parameters(optimizer))
+        if first is None:
+            return record.source
+        return KnownSource(self._names.name_of(first, optimizer))
 
-    def _flags_of(self, record: OptimizerRecord) -> list[torch.Tensor]:
+    def _require_flags(self, record: OptimizerRecord) -> list[torch.Tensor]:
         flags = record.all_flags()
         if not flags:
             raise ScalerError(
@@ -444,10 +501,11 @@ class GradScaler(TorchScalerApi):
             )
         return flags
 
-    def _refuse(
-        self, record: OptimizerRecord, stages: tuple[OptimizerStage, ...], call: str
+    def _check_stage(
+        self, record: OptimizerRecord, forbidden: tuple[OptimizerStage, ...], call: str
     ) -> None:
-        if record.stage in stages:
+        """Raise `ScalerError` if an optimizer is in a stage in which `call` is not allowed."""
+        if record.stage in forbidden:
             done = (
                 "step()" if record.stage is OptimizerStage.STEPPED else "unscale_() or backward()"
             )
@@ -461,20 +519,24 @@ class GradScaler(TorchScalerApi):
                 f" last update(). {remedy}"
             )
 
-    def _refuse_mixed_scales(self, call: str) -> None:
+    def _check_one_scale(self, call: str) -> None:
+        """Raise `ScalerError` if there are several losses, whose scales differ."""
         if len(self._scales) > 1:
             raise ScalerError(
-                f"{call} cannot tell which of {len(self._scales)} scales these gradients have. With"
+                f"{call} cannot choose among the {len(self._scales)} scales of this scaler. With"
                 " several losses call scaler.backward(loss, loss_id=..., optimizers=...), which"
-                " unscales them, instead of scaler.scale(loss).backward()."
+                " unscales their gradients, instead of scaler.scale(loss).backward()."
             )
 
 
 class DisabledGradScaler(GradScaler):
-    """The scaler that does nothing: losses pass as they are, steps are the optimizer's own."""
+    """A scaler that does nothing: losses are not scaled, and steps are never skipped.
+
+    `GradScaler(enabled=False)` returns one.
+    """
 
     def scale(self, outputs: Any, loss_id: int = 0) -> Any:  # noqa: ARG002
-        """The outputs as they are."""
+        """Return the outputs unchanged."""
         return outputs
 
     def backward(
@@ -485,16 +547,16 @@ class DisabledGradScaler(GradScaler):
         optimizers: Optimizer | Sequence[Optimizer] = (),  # noqa: ARG002
         **kwargs: Any,
     ) -> None:
-        """Plain backward."""
+        """Run backward."""
         loss.backward(**kwargs)
 
     def unscale_(self, optimizer: Optimizer) -> None:
-        """Nothing was scaled."""
+        """Do nothing: the gradients are not scaled."""
 
     def step(
         self, optimizer: Optimizer, *args: Any, scheduler: LRScheduler | None = None, **kwargs: Any
     ) -> StepResult:
-        """The optimizer's own step, closures included, and the scheduler's."""
+        """Step the optimizer, with a closure too, and the scheduler."""
         if scheduler is not None:
             self._schedules.accept(optimizer, scheduler)
         value = optimizer.step(*args, **kwargs)
@@ -503,19 +565,19 @@ class DisabledGradScaler(GradScaler):
         return StepResult.known(value, skipped=False)
 
     def update(self, new_scale: float | torch.Tensor | None = None) -> None:
-        """There is no scale."""
+        """Do nothing: there is no scale."""
 
     def get_scale(self) -> float:
-        """One: nothing is scaled."""
+        """Return 1."""
         return 1.0
 
     def is_enabled(self) -> bool:
-        """Whether this scaler does anything."""
+        """Return whether losses are scaled."""
         return False
 
     def state_dict(self) -> dict[str, Any]:
-        """Empty, as torch's."""
+        """Return an empty dictionary, as torch does."""
         return {}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """There is no state."""
+        """Do nothing: there is no state."""

@@ -1,4 +1,7 @@
-"""What a scheduler will do, learned from a copy that runs ahead of it: the scheduler itself, its optimizer and its warnings are left alone."""
+"""Compute the future values of a scheduler from a copy of it.
+
+The scheduler, its optimizer and its warnings are left alone.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,10 @@ from mezzo._errors import UnsupportedError
 from mezzo.scaling.schedule_sync import class_of, groups_of
 
 Row = tuple[float, ...]
-"""The scheduled numbers of one step: group by group, key by key, pairs like betas spread out."""
+"""The scheduled numbers of one step: group by group and key by key, pairs like betas flattened."""
+
+AHEAD = 256
+"""Steps whose values are computed ahead."""
 
 _KNOWN_STEPS = frozenset(
     kind.step
@@ -24,19 +30,64 @@ _KNOWN_STEPS = frozenset(
         lr_scheduler.CosineAnnealingWarmRestarts,
     )
 )
-"""Steps known to change nothing but the scheduler and the optimizer's groups."""
+"""`step` methods that change nothing but the scheduler and the optimizer's groups."""
 
-_BY_HAND = (
+_REMEDY = (
     "Do not pass it: call its step() yourself, after each epoch or after each training step that"
     " was not skipped. The rates that it sets hold from the next step on."
 )
 
-AHEAD = 256
-"""Steps whose values are computed ahead."""
+
+def check(optimizer: torch.optim.Optimizer, scheduler: lr_scheduler.LRScheduler) -> None:
+    """Raise `UnsupportedError` if the future values of a scheduler cannot be computed.
+
+    Changes neither the scheduler nor the optimizer.
+    """
+    check_kind(optimizer, scheduler)
+    Lookahead(optimizer, scheduler, scheduled_keys(scheduler), 0).extend(0, AHEAD)
+
+
+def check_kind(optimizer: torch.optim.Optimizer, scheduler: lr_scheduler.LRScheduler) -> None:
+    """Raise `UnsupportedError` for a kind of scheduler whose values cannot be computed ahead."""
+    if not isinstance(scheduler, lr_scheduler.LRScheduler):
+        raise UnsupportedError(
+            f"scheduler={scheduler!r} is not one of torch.optim.lr_scheduler. {_REMEDY}"
+        )
+    for part in parts(scheduler):
+        _check_part(optimizer, part)
+    tensors = [
+        key
+        for group in groups_of(optimizer)
+        for key in scheduled_keys(scheduler)
+        if isinstance(group[key], torch.Tensor)
+    ]
+    if tensors:
+        raise UnsupportedError(
+            f"group[{tensors[0]!r}] is a tensor. Construct the optimizer with a float: the schedule"
+            " moves it to the device."
+        )
+
+
+def _check_part(optimizer: torch.optim.Optimizer, part: lr_scheduler.LRScheduler) -> None:
+    name = type(part).__name__
+    if isinstance(part, lr_scheduler.ReduceLROnPlateau):
+        raise UnsupportedError(
+            f"{name} decides by a metric, so its future values are not known. {_REMEDY}"
+        )
+    if "step" in vars(part) or class_of(part).step not in _KNOWN_STEPS:
+        raise UnsupportedError(
+            f"{name} has a step() of its own, which may do more than set rates and cannot run"
+            f" ahead. {_REMEDY}"
+        )
+    if part.optimizer is not optimizer:
+        raise UnsupportedError(
+            f"{name} belongs to another optimizer than the {type(optimizer).__name__} that steps."
+            " Pass the optimizer and the scheduler that belong together."
+        )
 
 
 class Lookahead:
-    """The values of the coming steps: `first` good steps are behind the first of them."""
+    """The values of future steps; `first` successful steps come before the first of them."""
 
     def __init__(
         self,
@@ -50,50 +101,51 @@ class Lookahead:
         self._groups = _ReplacementOptimizer(optimizer)
         self._others = self._unscheduled()
         try:
-            # deepcopy meets the optimizer under this name, and takes the stand-in for its copy.
+            # The memo makes deepcopy use the replacement as the copy of the optimizer.
             self._runner = copy.deepcopy(scheduler, {id(optimizer): self._groups})
         except Exception as error:
             raise UnsupportedError(
-                f"{_name(scheduler)} cannot be copied, which is how its coming values are computed:"
-                f" {error} {_BY_HAND}"
+                f"{type(scheduler).__name__} cannot be copied, which is needed to compute its"
+                f" future values: {error} {_REMEDY}"
             ) from error
         self._rows = [flat(self._groups.param_groups, keys)]
         self._end: Exception | None = None
 
     def extend(self, first: int, end: int) -> None:
-        """Forget what comes before `first`, and run on to `end` or to the end of the schedule."""
+        """Compute rows up to `end` or to the end of the schedule, and drop those before `first`."""
         while self.first + len(self._rows) < end and self._end is None:
             self._advance()
-        gone = min(first - self.first, len(self._rows) - 1)
-        del self._rows[:gone]
-        self.first += gone
-        if changed := sorted(
+        dropped = min(first - self.first, len(self._rows) - 1)
+        del self._rows[:dropped]
+        self.first += dropped
+        changed = sorted(
             {
                 key
-                for was, now in zip(self._others, self._unscheduled(), strict=True)
-                for key in was.keys() | now.keys()
-                if was.get(key) != now.get(key)
+                for before, now in zip(self._others, self._unscheduled(), strict=True)
+                for key in before.keys() | now.keys()
+                if before.get(key) != now.get(key)
             }
-        ):
+        )
+        if changed:
             raise UnsupportedError(
-                f"{_name(self._runner)} changes {', '.join(changed)} of the optimizer's groups, and"
-                f" only lr, momentum and betas can lie on the device. {_BY_HAND}"
+                f"{type(self._runner).__name__} changes {', '.join(changed)} of the optimizer's"
+                f" groups; only lr, momentum and betas can be scheduled on the device. {_REMEDY}"
             )
 
     def row(self, good: int) -> Row:
-        """The values of the step after `good` good ones; at the end of a schedule, the last."""
+        """Return the values of the step after `good` successful ones; past the end, the last."""
         return self._rows[min(max(good - self.first, 0), len(self._rows) - 1)]
 
-    def refuse_beyond_end(self, good: int) -> None:
-        """Raise what the scheduler itself raises so far on."""
+    def raise_beyond_end(self, good: int) -> None:
+        """Raise what the scheduler itself raises after `good` successful steps, if it does."""
         if self._end is not None and good >= self.first + len(self._rows):
             raise self._end
 
     def _advance(self) -> None:
         try:
             self._runner.step()
-        # OneCycleLR ends so, and so does a user's list of rates; it is raised if training gets
-        # there.
+        # OneCycleLR ends with an exception, and so does a user's list of rates. It is raised if
+        # training gets there.
         except Exception as error:  # noqa: BLE001
             self._end = error
         else:
@@ -107,9 +159,10 @@ class Lookahead:
 
 
 class _ReplacementOptimizer:
-    """The groups of an optimizer without its parameters."""
+    """The groups of an optimizer without its parameters, for the copy of its scheduler."""
 
-    _opt_called = True  # A scheduler warns of an optimizer that did not step yet.
+    # A scheduler warns if the optimizer did not step before it.
+    _opt_called = True
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self.param_groups = [
@@ -119,15 +172,20 @@ class _ReplacementOptimizer:
         self.defaults = optimizer.defaults
 
     def step(self) -> None:
-        """Is never called."""
+        """Do nothing; schedulers only look at the attributes of this method."""
 
-    step._wrapped_by_lr_sched = True  # type: ignore[attr-defined] # A scheduler warns of an optimizer whose step was replaced.
+    # A scheduler warns if the optimizer's step was replaced after the scheduler was made.
+    step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
+
+
+# -- scheduled numbers of an optimizer's groups ----------------------------------------------------
 
 
 def flat(groups: Sequence[dict[str, Any]], keys: Sequence[str]) -> Row:
-    """The scheduled numbers of an optimizer's groups.
+    """Return the scheduled numbers of an optimizer's groups as one row.
 
-    >>> flat([{"lr": 0.1, "betas": (0.9, 0.99)}, {"lr": 0.2, "betas": (0.8, 0.88)}], ["lr", "betas"])
+    >>> groups = [{"lr": 0.1, "betas": (0.9, 0.99)}, {"lr": 0.2, "betas": (0.8, 0.88)}]
+    >>> flat(groups, ["lr", "betas"])
     (0.1, 0.9, 0.99, 0.2, 0.8, 0.88)
     """
     values = (group[key] for group in groups for key in keys)
@@ -137,7 +195,7 @@ def flat(groups: Sequence[dict[str, Any]], keys: Sequence[str]) -> Row:
 
 
 def spread(numbers: Iterator[Any], groups: Sequence[dict[str, Any]], keys: Sequence[str]) -> None:
-    """Put numbers in the order of `flat` into an optimizer's groups."""
+    """Write a row into an optimizer's groups: the inverse of `flat`."""
     for group in groups:
         group.update(
             {
@@ -152,7 +210,7 @@ def spread(numbers: Iterator[Any], groups: Sequence[dict[str, Any]], keys: Seque
 
 
 def scheduled_keys(scheduler: lr_scheduler.LRScheduler) -> tuple[str, ...]:
-    """Which entries of a group a scheduler changes."""
+    """Return the entries of a group that a scheduler changes."""
     cycled = (
         "betas" if vars(part).get("use_beta1") else "momentum"
         for part in parts(scheduler)
@@ -161,52 +219,8 @@ def scheduled_keys(scheduler: lr_scheduler.LRScheduler) -> tuple[str, ...]:
     return tuple(dict.fromkeys(("lr", *cycled)))
 
 
-def check(optimizer: torch.optim.Optimizer, scheduler: lr_scheduler.LRScheduler) -> None:
-    """Raise `UnsupportedError` for a scheduler whose coming values cannot be computed. Neither it nor the optimizer is changed."""
-    refuse(optimizer, scheduler)
-    Lookahead(optimizer, scheduler, scheduled_keys(scheduler), 0).extend(0, AHEAD)
-
-
-def refuse(optimizer: torch.optim.Optimizer, scheduler: lr_scheduler.LRScheduler) -> None:
-    """Refuse what cannot run ahead."""
-    if not isinstance(scheduler, lr_scheduler.LRScheduler):
-        raise UnsupportedError(
-            f"scheduler={scheduler!r} is not one of torch.optim.lr_scheduler. {_BY_HAND}"
-        )
-    for part in parts(scheduler):
-        if isinstance(part, lr_scheduler.ReduceLROnPlateau):
-            raise UnsupportedError(
-                f"{_name(part)} decides by a metric, so that its coming values are not known."
-                f" {_BY_HAND}"
-            )
-        if "step" in vars(part) or class_of(part).step not in _KNOWN_STEPS:
-            raise UnsupportedError(
-                f"{_name(part)} has a step() of its own, which may do more than set rates and so"
-                f" cannot run ahead. {_BY_HAND}"
-            )
-        if part.optimizer is not optimizer:
-            raise UnsupportedError(
-                f"{_name(part)} belongs to another optimizer than the {type(optimizer).__name__}"
-                " that steps. Pass the two that belong together."
-            )
-    if tensors := [
-        key
-        for group in groups_of(optimizer)
-        for key in scheduled_keys(scheduler)
-        if isinstance(group[key], torch.Tensor)
-    ]:
-        raise UnsupportedError(
-            f"group[{tensors[0]!r}] is a tensor. Make the optimizer with a float: the schedule"
-            " brings it to the device."
-        )
-
-
 def parts(scheduler: lr_scheduler.LRScheduler) -> Iterator[lr_scheduler.LRScheduler]:
-    """A scheduler and those that it is made of."""
+    """Yield a scheduler and the schedulers that it consists of."""
     yield scheduler
     for part in vars(scheduler).get("_schedulers", ()):
         yield from parts(part)
-
-
-def _name(scheduler: lr_scheduler.LRScheduler) -> str:
-    return type(scheduler).__name__

@@ -1,8 +1,8 @@
 """Bring a scheduler and its optimizer up to date before they are read.
 
 While a schedule runs on a device, the scheduler object and `optimizer.param_groups` lag behind it.
-Both get a subclass of their own class, under the same name, that catches up when it is read; copies
-and pickles are of the plain class.
+The class of both is replaced by a subclass with the same name that updates the object before it is
+read; `isinstance` still holds, and copies and pickles are of the original class.
 """
 
 from __future__ import annotations
@@ -21,26 +21,26 @@ from mezzo._errors import ScalerError
 
 Optimizer = torch.optim.Optimizer
 
-_MARK = "_mezzo_schedule"
-"""On the optimizer, whose pickles and state dicts leave it out; a scheduler's `state_dict()` is
-all that its `__dict__` holds."""
+_SYNC = "_mezzo_schedule"
+"""Attribute of the optimizer, whose pickles and state dicts leave it out. Not of the scheduler:
+its `state_dict()` is its whole `__dict__`."""
 
 
 class LaggingSchedule(Protocol):
-    """A schedule that the scheduler and the optimizer's groups lag behind."""
+    """A schedule on a device, which its scheduler and the optimizer's groups lag behind."""
 
     paused: bool
-    """Whether both are read as they are."""
+    """Whether both are read as they are, without an update."""
 
     def catch_up(self) -> None:
         """Bring both up to date. This may synchronize."""
 
     def changed(self) -> None:
-        """Note that the scheduler, which was up to date, was changed by hand."""
+        """Restart from the scheduler, which was up to date and was then changed by the user."""
 
 
 @dataclass(frozen=True)
-class _Kept:
+class _Sync:
     schedule: LaggingSchedule
     schedulers: tuple[LRScheduler, ...]
 
@@ -48,45 +48,51 @@ class _Kept:
 def sync_on_read(
     optimizer: Optimizer, schedulers: Iterable[LRScheduler], schedule: LaggingSchedule
 ) -> None:
-    """Let a schedule catch up before its optimizer's groups are read, or the rates, the state or the epoch of one of its schedulers."""
+    """Update an optimizer and its schedulers from a schedule whenever they are read.
+
+    Reads are `optimizer.param_groups`, state dicts, copies, `get_last_lr()` and `last_epoch`.
+    """
     stop_sync(optimizer)
-    kept = _Kept(schedule, tuple(schedulers))
-    vars(optimizer)[_MARK] = kept
-    _set_class(optimizer, _reader(_OptimizerReader, class_of(optimizer)))
-    for scheduler in kept.schedulers:
-        _set_class(scheduler, _reader(_SchedulerReader, class_of(scheduler)))
+    sync = _Sync(schedule, tuple(schedulers))
+    vars(optimizer)[_SYNC] = sync
+    _set_class(optimizer, _synced_class(_SyncedOptimizer, class_of(optimizer)))
+    for scheduler in sync.schedulers:
+        _set_class(scheduler, _synced_class(_SyncedScheduler, class_of(scheduler)))
 
 
 def stop_sync(optimizer: Optimizer) -> None:
-    """Catch up a last time, and make the optimizer and its schedulers plain again."""
-    kept: _Kept | None = vars(optimizer).get(_MARK)
-    if kept is None:
+    """Update an optimizer and its schedulers a last time, and restore their classes."""
+    sync: _Sync | None = vars(optimizer).get(_SYNC)
+    if sync is None:
         return
     try:
-        kept.schedule.catch_up()
+        sync.schedule.catch_up()
     finally:
-        del vars(optimizer)[_MARK]
+        del vars(optimizer)[_SYNC]
         _set_class(optimizer, class_of(optimizer))
-        for scheduler in kept.schedulers:
+        for scheduler in sync.schedulers:
             _set_class(scheduler, class_of(scheduler))
 
 
 def is_synced_on_read(optimizer: Optimizer, schedule: LaggingSchedule) -> bool:
-    """Return whether it is this schedule that an optimizer lags behind."""
-    kept: _Kept | None = vars(optimizer).get(_MARK)
-    return kept is not None and kept.schedule is schedule
+    """Return whether an optimizer is updated from this schedule."""
+    sync: _Sync | None = vars(optimizer).get(_SYNC)
+    return sync is not None and sync.schedule is schedule
 
 
 def catch_up(optimizer: Optimizer) -> None:
-    """Bring an optimizer's groups and their scheduler up to date. This synchronizes if a step was taken since the last time."""
-    kept: _Kept | None = vars(optimizer).get(_MARK)
-    if kept is not None and not kept.schedule.paused:
-        kept.schedule.catch_up()
+    """Bring an optimizer's groups and their scheduler up to date.
+
+    This synchronizes if a step was taken since the last time.
+    """
+    sync: _Sync | None = vars(optimizer).get(_SYNC)
+    if sync is not None and not sync.schedule.paused:
+        sync.schedule.catch_up()
 
 
 @contextmanager
 def without_sync(schedule: LaggingSchedule) -> Iterator[None]:
-    """Let the scheduler and the optimizer of a schedule be read and stepped as they are."""
+    """Read and step the scheduler and the optimizer of a schedule as they are, without updates."""
     before, schedule.paused = schedule.paused, True
     try:
         yield
@@ -95,23 +101,23 @@ def without_sync(schedule: LaggingSchedule) -> Iterator[None]:
 
 
 def groups_of(optimizer: Optimizer) -> list[dict[str, Any]]:
-    """Return `optimizer.param_groups` without catching up: scheduled values may be old. Never synchronizes.
+    """Return `optimizer.param_groups` as they are: scheduled values may be old. Never synchronizes.
 
     >>> len(groups_of(torch.optim.SGD([torch.zeros(1)], lr=0.1)))
     1
     """
-    # A wrapper may compute its groups, and have none of its own.
-    found: list[dict[str, Any]] | None = vars(optimizer).get("param_groups")
-    return optimizer.param_groups if found is None else found
+    # A wrapper may compute its groups, and have no such attribute.
+    groups: list[dict[str, Any]] | None = vars(optimizer).get("param_groups")
+    return optimizer.param_groups if groups is None else groups
 
 
 def class_of(one: Optimizer | LRScheduler) -> Any:
-    """Return the class that an optimizer or a scheduler was made with."""
-    return vars(type(one)).get("_made_with", type(one))
+    """Return the class of an optimizer or a scheduler, without `sync_on_read`."""
+    return vars(type(one)).get("_original_class", type(one))
 
 
-class _SchedulerReader(LRScheduler):
-    """Goes before the class of a scheduler that lags behind."""
+class _SyncedScheduler(LRScheduler):
+    """First base class of a scheduler that is updated before it is read."""
 
     @property
     def last_epoch(self) -> int:
@@ -127,15 +133,15 @@ class _SchedulerReader(LRScheduler):
         vars(self)["last_epoch"] = epoch
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """What is set by hand holds from the coming step on."""
-        if _kept(self.optimizer).schedule.paused:
+        """Set an attribute, from the next step on."""
+        if _sync_of(self.optimizer).schedule.paused:
             super().__setattr__(name, value)
         else:
-            with self._by_hand():
+            with self._manual_change():
                 super().__setattr__(name, value)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        with self._by_hand():
+        with self._manual_change():
             super().load_state_dict(state_dict)
 
     def get_last_lr(self) -> Any:
@@ -147,7 +153,7 @@ class _SchedulerReader(LRScheduler):
         return super().state_dict()
 
     def step(self, *args: Any, **kwargs: Any) -> None:
-        if not _kept(self.optimizer).schedule.paused:
+        if not _sync_of(self.optimizer).schedule.paused:
             raise ScalerError(
                 "scheduler.step() was called, but this scheduler was passed to scaler.step() or to"
                 " a training step, which steps it after every step that is not skipped. Remove"
@@ -156,19 +162,19 @@ class _SchedulerReader(LRScheduler):
         super().step(*args, **kwargs)
 
     def __reduce_ex__(self, _: Any) -> Any:
-        return _reduced(self, self.optimizer)
+        return _reduce(self, self.optimizer)
 
     @contextmanager
-    def _by_hand(self) -> Iterator[None]:
-        schedule = _kept(self.optimizer).schedule
+    def _manual_change(self) -> Iterator[None]:
+        schedule = _sync_of(self.optimizer).schedule
         schedule.catch_up()
         with without_sync(schedule):
             yield
         schedule.changed()
 
 
-class _OptimizerReader(Optimizer):
-    """Goes before the class of an optimizer whose groups lag behind."""
+class _SyncedOptimizer(Optimizer):
+    """First base class of an optimizer whose groups are updated before they are read."""
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
@@ -181,42 +187,38 @@ class _OptimizerReader(Optimizer):
         vars(self)["param_groups"] = groups
 
     def zero_grad(self, *args: Any, **kwargs: Any) -> None:
-        # It reads the groups for their parameters alone: no reason to synchronize in every
-        # iteration.
-        with without_sync(_kept(self).schedule):
+        # It reads only the parameters of the groups: no reason to synchronize at every step.
+        with without_sync(_sync_of(self).schedule):
             super().zero_grad(*args, **kwargs)
 
     def __reduce_ex__(self, _: Any) -> Any:
-        return _reduced(self, self)
+        return _reduce(self, self)
 
 
 @cache
-def _reader(reader: Any, kind: Any) -> Any:
-    # `steps_as` says whose fused step an optimizer may use: that of the class which it was made
-    # with.
-    own = {
-        "_made_with": kind,
+def _synced_class(base: Any, kind: Any) -> Any:
+    # `steps_as` names the class whose fused step an optimizer may use.
+    namespace = {
+        "_original_class": kind,
         "steps_as": vars(kind).get("steps_as", kind),
         "__module__": kind.__module__,
         "__qualname__": kind.__qualname__,
     }
-    return new_class(
-        kind.__name__, (reader, kind), exec_body=lambda namespace: namespace.update(own)
-    )
+    return new_class(kind.__name__, (base, kind), exec_body=lambda body: body.update(namespace))
 
 
-def _kept(optimizer: Optimizer) -> _Kept:
-    kept: _Kept = vars(optimizer)[_MARK]
-    return kept
+def _sync_of(optimizer: Optimizer) -> _Sync:
+    sync: _Sync = vars(optimizer)[_SYNC]
+    return sync
 
 
 def _set_class(one: Optimizer | LRScheduler, kind: Any) -> None:
-    # Not by the attribute, which a scheduler would take for a change by hand.
+    # Not `one.__class__ = kind`, which a synced scheduler treats as a change by the user.
     object.__setattr__(one, "__class__", kind)
 
 
-def _reduced(one: Any, optimizer: Optimizer) -> Any:
-    """Reduce an object for a copy or a pickle as one of the class that it was made with."""
+def _reduce(one: Any, optimizer: Optimizer) -> Any:
+    """Reduce an object for a copy or a pickle, with its original class."""
     catch_up(optimizer)
     kind = type(one)
     _set_class(one, class_of(one))

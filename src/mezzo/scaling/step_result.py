@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import nn
@@ -15,22 +15,82 @@ from mezzo.scaling import check_unscale
 from mezzo.scaling.schedule_sync import groups_of
 
 
+class StepResult:
+    """The result of `scaler.step(optimizer)`.
+
+    `value` is the return value of the optimizer's own step. Reading `skipped` or `first_nonfinite`
+    synchronizes where only the device has the answer; everything else does not.
+
+    >>> StepResult.known(None, skipped=False)
+    StepResult(stepped, value=None)
+    """
+
+    __slots__ = ("_found_inf", "_skipped", "_source", "value")
+
+    def __init__(
+        self, value: Any, found_inf: torch.Tensor | None, source: NonfiniteSource | None = None
+    ) -> None:
+        self.value = value
+        self._found_inf = found_inf
+        self._skipped: bool | None = None
+        self._source = source
+
+    @classmethod
+    def known(
+        cls, value: Any, *, skipped: bool, source: NonfiniteSource | None = None
+    ) -> StepResult:
+        """Create a result whose outcome is known on the host."""
+        result = cls(value, None, source)
+        result._skipped = skipped
+        return result
+
+    @property
+    def found_inf(self) -> torch.Tensor | None:
+        """The flag on the device: 0 after a successful step, else 1.
+
+        None if the outcome was known on the host.
+        """
+        return self._found_inf
+
+    @property
+    def skipped(self) -> bool:
+        """Whether a gradient was not finite, so that the parameters were not updated."""
+        if self._skipped is None:
+            self._skipped = self._found_inf is not None and bool(self._found_inf)
+        return self._skipped
+
+    @property
+    def first_nonfinite(self) -> str | None:
+        """Name of the first parameter with a non-finite gradient.
+
+        None after a successful step, and if single parameters were not checked.
+        """
+        return (self._source or NO_SOURCE).name() if self.skipped else None
+
+    def __repr__(self) -> str:
+        if self._skipped is None:
+            outcome = "not read yet"
+        else:
+            outcome = "skipped" if self._skipped else "stepped"
+        return f"StepResult({outcome}, value={self.value!r})"
+
+
 class ParameterNames:
-    """What parameters are called: as a watched model calls them, else as the optimizer does, else by their position in it."""
+    """Names of parameters: in a registered model, else in the optimizer, else their position."""
 
     def __init__(self) -> None:
-        self._watched = WeakIdKeyDictionary()
+        self._registered = WeakIdKeyDictionary()
 
     def register(self, model: nn.Module) -> None:
-        """Learn the names of a model's parameters."""
+        """Use the names of a model's parameters. Does not keep the model alive."""
         for name, parameter in model.named_parameters():
-            self._watched[parameter] = name
+            self._registered[parameter] = name
 
     def name_of(self, parameter: torch.Tensor, optimizer: torch.optim.Optimizer) -> str:
-        """The name of one parameter of an optimizer."""
-        watched = self._watched.get(parameter)
-        if watched is not None:
-            return str(watched)
+        """Return the name of a parameter of an optimizer."""
+        registered = self._registered.get(parameter)
+        if registered is not None:
+            return str(registered)
         position = 0
         for group in groups_of(optimizer):
             for index, one in enumerate(group["params"]):
@@ -38,88 +98,98 @@ class ParameterNames:
                     names = group.get("param_names")
                     return f"parameter {position}" if names is None else str(names[index])
                 position += 1
-        return "a parameter that left the optimizer"
+        return "a parameter that is no longer in the optimizer"
 
 
 class NonfiniteSource(Protocol):
-    """Somebody who can name the first bad parameter of a step."""
+    """The first parameter with a non-finite gradient in a step, found when it is needed."""
 
     def name(self) -> str | None:
-        """Its name, or None when every gradient was finite; this may wait for the device."""
+        """Return its name, or None if every gradient was finite. This may synchronize."""
 
     def has_candidates(self) -> bool:
-        """Whether there is anybody to name."""
+        """Return whether any parameter was checked."""
 
     def fetch(self) -> list[AsyncCopy]:
-        """Start what is needed to name it without waiting."""
+        """Start the copies to the host that `name_from` needs."""
 
     def name_from(self, fetched: list[AsyncCopy]) -> str | None:
-        """Its name from what was fetched and has arrived."""
+        """Return its name from copies that have arrived. Does not synchronize."""
 
 
 class KnownSource:
-    """A culprit whose name the host knows already, or nobody."""
+    """A source whose name is known on the host; None means that there is no source."""
 
     def __init__(self, name: str | None = None) -> None:
         self._name = name
 
     def name(self) -> str | None:
-        """The name."""
+        """Return the name."""
         return self._name
 
     def has_candidates(self) -> bool:
-        """Whether a name is known."""
+        """Return whether there is a name."""
         return self._name is not None
 
     def fetch(self) -> list[AsyncCopy]:
-        """Nothing is needed."""
+        """Return no copies: none are needed."""
         return []
 
     def name_from(self, fetched: list[AsyncCopy]) -> str | None:  # noqa: ARG002
-        """The name."""
+        """Return the name."""
         return self._name
 
 
 NO_SOURCE = KnownSource()
-"""No culprit is known."""
+"""No source is known."""
+
+
+class _FlagRow(NamedTuple):
+    flags: Callable[[], torch.Tensor]
+    """Returns one flag per parameter, nonzero if its gradient was not finite."""
+    parameters: Sequence[torch.Tensor]
 
 
 class FlaggedSource:
-    """A culprit among parameters with a flag each on a device: raised by the pass that checked their gradients, or made from those when somebody asks."""
+    """A source among parameters with one flag each on a device.
+
+    The flags are set by the kernel that checked the gradients, or computed from the gradients when
+    the name is needed.
+    """
 
     def __init__(self, names: ParameterNames, optimizer: torch.optim.Optimizer) -> None:
         self._names, self._optimizer = names, optimizer
-        self._rows: list[tuple[Callable[[], torch.Tensor], Sequence[torch.Tensor]]] = []
+        self._rows: list[_FlagRow] = []
 
-    def add(self, flags: torch.Tensor, owners: Sequence[torch.Tensor]) -> None:
+    def add(self, flags: torch.Tensor, parameters: Sequence[torch.Tensor]) -> None:
         """Add the flags of some parameters."""
-        self._rows.append((lambda: flags, owners))
+        self._rows.append(_FlagRow(lambda: flags, parameters))
 
-    def hold(self, gradients: Sequence[torch.Tensor], owners: Sequence[torch.Tensor]) -> None:
-        """Hold the gradients of some parameters, to look at them only if somebody asks."""
-        self._rows.append((partial(_flags_of, gradients), owners))
+    def hold(self, gradients: Sequence[torch.Tensor], parameters: Sequence[torch.Tensor]) -> None:
+        """Keep the gradients of some parameters, to check them when the name is needed."""
+        self._rows.append(_FlagRow(partial(_flags_of, gradients), parameters))
 
     def name(self) -> str | None:
-        """The name; this waits for the device."""
-        return self._first([flags().tolist() for flags, _ in self._rows])
+        """Return the name. This synchronizes."""
+        return self._first([row.flags().tolist() for row in self._rows])
 
     def has_candidates(self) -> bool:
-        """Whether any parameter has a flag."""
+        """Return whether any parameter has a flag."""
         return bool(self._rows)
 
     def fetch(self) -> list[AsyncCopy]:
-        """Start to copy the flags."""
-        return [AsyncCopy(flags()) for flags, _ in self._rows]
+        """Start copies of the flags."""
+        return [AsyncCopy(row.flags()) for row in self._rows]
 
     def name_from(self, fetched: list[AsyncCopy]) -> str | None:
-        """The name."""
+        """Return the name from copies of the flags."""
         return self._first([copy.values() for copy in fetched])
 
-    def _first(self, raised: list[list[float]]) -> str | None:
-        for (_, owners), flags in zip(self._rows, raised, strict=True):
-            for owner, flag in zip(owners, flags, strict=True):
+    def _first(self, values: list[list[float]]) -> str | None:
+        for row, flags in zip(self._rows, values, strict=True):
+            for parameter, flag in zip(row.parameters, flags, strict=True):
                 if flag:
-                    return self._names.name_of(owner, self._optimizer)
+                    return self._names.name_of(parameter, self._optimizer)
         return None
 
 
@@ -128,56 +198,3 @@ def _flags_of(gradients: Sequence[torch.Tensor]) -> torch.Tensor:
     flags = torch.zeros(len(gradients), dtype=torch.int32, device=device)
     check_unscale.check(gradients, torch.zeros((), device=device), flags)
     return flags
-
-
-class StepResult:
-    """The outcome of `scaler.step(optimizer)`.
-
-    `value` is what the optimizer's own step returned; `skipped` says whether the step was skipped,
-    and only reading it may wait for the device.
-
-    >>> StepResult.known(None, skipped=False)
-    StepResult(stepped, value=None)
-    """
-
-    __slots__ = ("_culprit", "_found", "_skipped", "value")
-
-    def __init__(
-        self, value: Any, found: torch.Tensor | None, culprit: NonfiniteSource | None = None
-    ) -> None:
-        self.value = value
-        self._found = found
-        self._skipped: bool | None = None
-        self._culprit = culprit
-
-    @classmethod
-    def known(
-        cls, value: Any, *, skipped: bool, culprit: NonfiniteSource | None = None
-    ) -> StepResult:
-        """A result that the host knows already."""
-        result = cls(value, None, culprit)
-        result._skipped = skipped
-        return result
-
-    @property
-    def found_inf(self) -> torch.Tensor | None:
-        """The flag on the device, where the host does not know it: 0 after a good step, else 1."""
-        return self._found
-
-    @property
-    def skipped(self) -> bool:
-        """Whether the gradients were not finite and the parameters were left alone."""
-        if self._skipped is None:
-            self._skipped = self._found is not None and bool(self._found)
-        return self._skipped
-
-    @property
-    def first_nonfinite(self) -> str | None:
-        """The name of the first parameter whose gradient was not finite; None after a good step, and where nobody looked at single parameters."""
-        return (self._culprit or NO_SOURCE).name() if self.skipped else None
-
-    def __repr__(self) -> str:
-        told = (
-            "not read yet" if self._skipped is None else ("skipped" if self._skipped else "stepped")
-        )
-        return f"StepResult({told}, value={self.value!r})"

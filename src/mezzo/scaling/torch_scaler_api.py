@@ -1,4 +1,4 @@
-"""Attributes and methods of torch's GradScaler that its optimizers, its users and its tests read and write."""
+"""Private attributes and accessors of torch's GradScaler that other code reads and writes."""
 
 from __future__ import annotations
 
@@ -14,13 +14,20 @@ Optimizer = torch.optim.Optimizer
 
 
 class TorchScalerApi:
-    """torch's private names and accessors, on mezzo's scales and records; with several losses they are those of the first."""
+    """torch's private names, for optimizers, users and tests that use them.
+
+    With several losses they are those of the first.
+    """
 
     _scales: LossScales
     _records: dict[int, OptimizerRecord]
 
     def _check(
-        self, optimizer: Optimizer, record: OptimizerRecord, index: int, factor: torch.Tensor | None
+        self,
+        optimizer: Optimizer,
+        record: OptimizerRecord,
+        loss_id: int,
+        factor: torch.Tensor | None,
     ) -> None:
         raise NotImplementedError
 
@@ -61,7 +68,7 @@ class TorchScalerApi:
 
     @property
     def _scale(self) -> torch.Tensor | None:
-        scale = self._scales.made[0]
+        scale = self._scales.scales[0]
         return None if scale is None else scale.scale
 
     @_scale.setter
@@ -70,7 +77,7 @@ class TorchScalerApi:
 
     @property
     def _growth_tracker(self) -> torch.Tensor | None:
-        scale = self._scales.made[0]
+        scale = self._scales.scales[0]
         return None if scale is None else scale.growth_tracker
 
     @_growth_tracker.setter
@@ -97,30 +104,30 @@ class TorchScalerApi:
         first, *others = self._scales.initial
         self._scales.initial = [replace(first, **fields), *others]
 
-    # -- the rule ----------------------------------------------------------------------------------
+    # -- public accessors of the rule --------------------------------------------------------------
 
     def get_growth_factor(self) -> float:
-        """What the scale is multiplied by when it grows."""
+        """Return the factor by which the scale grows."""
         return self._scales.rule.growth_factor
 
     def set_growth_factor(self, new_factor: float) -> None:
-        """Set what the scale is multiplied by when it grows."""
+        """Set the factor by which the scale grows."""
         self._scales.rule = replace(self._scales.rule, growth_factor=new_factor)
 
     def get_backoff_factor(self) -> float:
-        """What the scale is multiplied by when it backs off."""
+        """Return the factor by which the scale backs off."""
         return self._scales.rule.backoff_factor
 
     def set_backoff_factor(self, new_factor: float) -> None:
-        """Set what the scale is multiplied by when it backs off."""
+        """Set the factor by which the scale backs off."""
         self._scales.rule = replace(self._scales.rule, backoff_factor=new_factor)
 
     def get_growth_interval(self) -> int:
-        """How many good steps in a row make the scale grow."""
+        """Return the number of successful steps in a row before the scale grows."""
         return self._scales.rule.growth_interval
 
     def set_growth_interval(self, new_interval: int) -> None:
-        """Set how many good steps in a row make the scale grow."""
+        """Set the number of successful steps in a row before the scale grows."""
         self._scales.rule = replace(self._scales.rule, growth_interval=new_interval)
 
     _growth_factor = property(get_growth_factor, set_growth_factor)

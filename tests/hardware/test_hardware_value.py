@@ -1,4 +1,4 @@
-"""The value that says what a device can do."""
+"""The `Hardware` value."""
 
 from dataclasses import FrozenInstanceError
 
@@ -18,7 +18,7 @@ def device(float16, bfloat16, name="Device", capability="1.0"):
 
 
 @pytest.mark.parametrize(
-    ("float16", "bfloat16", "best"),
+    ("float16", "bfloat16", "preferred"),
     [
         (NATIVE, NATIVE, torch.bfloat16),
         (NATIVE, SLOW, torch.float16),
@@ -30,11 +30,11 @@ def device(float16, bfloat16, name="Device", capability="1.0"):
         (NONE, SLOW, torch.bfloat16),
     ],
 )
-def test_a_native_dtype_is_chosen_first_and_bfloat16_between_equals(float16, bfloat16, best):
-    assert device(float16, bfloat16).preferred.dtype is best
+def test_a_native_dtype_is_preferred_and_bfloat16_if_both_are_equal(float16, bfloat16, preferred):
+    assert device(float16, bfloat16).preferred.dtype is preferred
 
 
-def test_there_is_no_best_dtype_where_none_is_supported():
+def test_no_dtype_is_preferred_if_none_is_supported():
     assert device(NONE, NONE).preferred is None
 
 
@@ -85,13 +85,13 @@ def test_there_is_no_best_dtype_where_none_is_supported():
         ),
     ],
 )
-def test_the_choice_says_why_in_a_sentence(float16, bfloat16, reason):
+def test_the_choice_gives_the_reason_as_a_sentence(float16, bfloat16, reason):
     assert device(float16, bfloat16).preferred.reason == reason
 
 
-@pytest.mark.parametrize("word", ["float16", "fp16", torch.float16])
-def test_support_is_asked_by_name_or_dtype(word):
-    assert device(NATIVE, SLOW).support(word) is NATIVE
+@pytest.mark.parametrize("dtype", ["float16", "fp16", torch.float16])
+def test_support_takes_a_name_or_a_dtype(dtype):
+    assert device(NATIVE, SLOW).support(dtype) is NATIVE
     assert device(SLOW, NATIVE).support("bf16") is NATIVE
 
 
@@ -99,7 +99,7 @@ def test_float32_is_supported_everywhere():
     assert device(NONE, NONE).support(torch.float32).native
 
 
-def test_a_dtype_that_is_no_choice_is_refused():
+def test_support_for_another_dtype_raises():
     with pytest.raises(
         PolicyError, match=r"dtype='int8'.*Choose one of: float16, bfloat16, float32"
     ):
@@ -107,18 +107,18 @@ def test_a_dtype_that_is_no_choice_is_refused():
 
 
 @pytest.mark.parametrize(
-    ("float16", "bfloat16", "fast"),
+    ("float16", "bfloat16", "native"),
     [
         (NATIVE, NATIVE, (torch.float16, torch.bfloat16)),
         (SLOW, NATIVE, (torch.bfloat16,)),
         (SLOW, NONE, ()),
     ],
 )
-def test_fast_lists_the_native_dtypes(float16, bfloat16, fast):
-    assert device(float16, bfloat16).native_dtypes == fast
+def test_native_dtypes_are_listed(float16, bfloat16, native):
+    assert device(float16, bfloat16).native_dtypes == native
 
 
-def test_a_person_can_read_it():
+def test_str_is_a_table():
     shown = str(device(NATIVE, SLOW, name="NVIDIA T4", capability="7.5"))
     assert shown.splitlines() == [
         "NVIDIA T4 (cuda, 7.5)",
@@ -131,13 +131,13 @@ def test_a_person_can_read_it():
     ]
 
 
-def test_a_person_reads_that_nothing_is_supported():
+def test_str_without_supported_dtypes():
     lines = str(device(NONE, NONE, capability=None)).splitlines()
     assert lines[0] == "Device (cuda)"
     assert lines[-1] == "  auto      float32      No 16-bit dtype is supported."
 
 
-def test_it_is_frozen_hashable_and_equal_by_value():
+def test_hardware_is_frozen_hashable_and_equal_by_value():
     one, same, other = device(NATIVE, SLOW), device(NATIVE, SLOW), device(SLOW, SLOW)
     assert one == same
     assert one != other
@@ -146,6 +146,6 @@ def test_it_is_frozen_hashable_and_equal_by_value():
         one.name = "other"
 
 
-def test_its_repr_can_be_pasted_back():
+def test_the_repr_evaluates_to_an_equal_value():
     value = device(NATIVE, SLOW)
     assert eval(repr(value), {"Hardware": Hardware, "Support": Support}) == value
