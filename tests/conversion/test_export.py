@@ -22,7 +22,7 @@ def test_an_untraceable_model_is_refused_with_its_line_and_what_to_do():
     with pytest.raises(
         mezzo.ConversionError,
         match=(
-            r"cannot trace Calls at test_exporting.py:\d+ in _branches: `if x.sum\(\) > 0:`.*use"
+            r"cannot trace Calls at test_export.py:\d+ in _branches: `if x.sum\(\) > 0:`.*use"
             r" torch.cond"
         ),
     ) as raised:

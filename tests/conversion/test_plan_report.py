@@ -23,7 +23,7 @@ def test_every_row_says_where_it_comes_from_and_why():
     linear, tanh, to = plan.row("linear"), plan.row("tanh"), plan.row("to")
     assert (linear.op, linear.module, linear.dtype) == ("linear", "head", "bfloat16")
     assert linear.reason.startswith("a matrix product")
-    assert tanh.source.startswith("test_rows.py:")
+    assert tanh.source.startswith("test_plan_report.py:")
     assert tanh.where == tanh.source
     assert tanh.reason == "in no list: 16 bits here cast the fewest bytes"
     assert (to.op, to.dtype, to.reason) == ("cast", "float32", "the model's own cast")
