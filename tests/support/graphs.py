@@ -37,34 +37,37 @@ class Calls(nn.Module):
         return self.function(self, *args)
 
 
-def words(policy: Policy | None = None, **said: Any) -> ConvertOptions:
+def convert_options(policy: Policy | None = None, **options: Any) -> ConvertOptions:
     return ConvertOptions(
-        policy or Policy("O1", "bfloat16"), said.pop("dtype", HALF), "cpu", **said
+        policy or Policy("O1", "bfloat16"), options.pop("dtype", HALF), "cpu", **options
     )
 
 
 def graph(
-    model: nn.Module | Callable[..., Any], *args: Any, tidied: bool = True, half: torch.dtype = HALF
+    model: nn.Module | Callable[..., Any],
+    *args: Any,
+    normalized: bool = True,
+    half: torch.dtype = HALF,
 ) -> GraphModule:
     """The graph of a model, or of a function of tensors."""
     module = model if isinstance(model, nn.Module) else Calls(lambda _, *given: model(*given))
     found: GraphModule = export(module, args, {}, None).graph_module
-    if tidied:
+    if normalized:
         normalize(found, half, "cpu")
     return found
 
 
 def planned(
-    model: nn.Module, *args: Any, said: ConvertOptions | None = None
+    model: nn.Module, *args: Any, options: ConvertOptions | None = None
 ) -> tuple[GraphModule, PlannedGraph]:
     """A model's tidied graph, and its plan."""
-    said = said or words()
+    options = options or convert_options()
     exported = export(model, args, {}, None)
-    normalize(exported.graph_module, said.dtype, "cpu")
+    normalize(exported.graph_module, options.dtype, "cpu")
     sections = plan_subgraphs(
         exported.graph_module,
-        weight_nodes(exported, exported.graph_module, said.dtype),
-        said,
+        weight_nodes(exported, exported.graph_module, options.dtype),
+        options,
         dict(model.named_modules()),
     )
     return exported.graph_module, sections[0].planned
