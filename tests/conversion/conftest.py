@@ -1,4 +1,4 @@
-"""What several tests of graphs need."""
+"""Fixtures for the tests of conversion."""
 
 from functools import cache
 
@@ -8,17 +8,17 @@ import torch
 
 @pytest.fixture(scope="session")
 def one_registry():
-    """torch makes its table of ONNX translations anew for each file, which takes two seconds."""
+    """Cache torch's table of ONNX translations, which takes two seconds to build per export."""
     from torch.onnx._internal.exporter._registration import ONNXRegistry
 
     original = ONNXRegistry.from_torchlib.__func__
-    made = cache(lambda opset_version: original(ONNXRegistry, opset_version))
+    cached = cache(lambda opset_version: original(ONNXRegistry, opset_version))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ONNXRegistry, "from_torchlib", staticmethod(made))
+        patch.setattr(ONNXRegistry, "from_torchlib", staticmethod(cached))
         yield
 
 
 @pytest.fixture(autouse=True)
 def _seeded():
-    """The same weights whichever tests run before."""
+    """Give each test the same weights, independent of the tests before it."""
     torch.manual_seed(0)

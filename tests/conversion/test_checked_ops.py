@@ -1,4 +1,4 @@
-"""Ops that do not look at the sizes of their arguments are not called with those that do not fit."""
+"""Ops that do not check their arguments are not called with invalid sizes."""
 
 import pytest
 import torch
@@ -21,8 +21,8 @@ from mezzo.conversion.nodes import copied_graph
 GRAPH = "programs/0/graph.json"
 
 
-def recurrent(**words):
-    layer = nn.LSTM(3, 4, **words)
+def recurrent(**options):
+    layer = nn.LSTM(3, 4, **options)
     states = [
         torch.zeros(layer.num_layers * (1 + layer.bidirectional), 2, layer.proj_size or 4),
         torch.zeros(layer.num_layers * (1 + layer.bidirectional), 2, 4),
@@ -32,7 +32,7 @@ def recurrent(**words):
 
 
 @pytest.mark.parametrize(
-    "words",
+    "options",
     [
         {},
         {"bias": False},
@@ -43,10 +43,10 @@ def recurrent(**words):
     ],
     ids=str,
 )
-# The CPU has no fused kernel for projections, and says so.
+# torch warns that the CPU has no fused kernel for projections.
 @pytest.mark.filterwarnings("ignore:LSTM with projections")
-def test_an_lstm_that_fits_runs(words):
-    layer, states, weights, named = recurrent(**words)
+def test_an_lstm_with_valid_sizes_runs(options):
+    layer, states, weights, named = recurrent(**options)
     x = torch.randn(2, 5, 3) if layer.batch_first else torch.randn(5, 2, 3)
     with torch.no_grad():
         assert torch.equal(lstm(x, states, weights, *named)[0], layer(x)[0])
@@ -102,7 +102,7 @@ def few_weights(x, states, weights):
     ],
     ids=lambda change: change.__name__,
 )
-def test_an_lstm_that_does_not_fit_is_not_called(change):
+def test_an_lstm_with_invalid_sizes_is_not_called(change):
     _, states, weights, named = recurrent()
     x, states, weights = change(torch.randn(5, 2, 3), states, weights)
     with pytest.raises(
@@ -111,7 +111,7 @@ def test_an_lstm_that_does_not_fit_is_not_called(change):
         lstm(x, states, weights, *named)
 
 
-def test_an_lstm_with_weights_that_have_gaps_computes_the_same():
+def test_an_lstm_with_noncontiguous_weights_computes_the_same():
     layer, states, weights, named = recurrent()
     gaps = [torch.stack([one, one], -1)[..., 0] for one in weights]
     x = torch.randn(5, 2, 3)
@@ -119,7 +119,7 @@ def test_an_lstm_with_weights_that_have_gaps_computes_the_same():
         assert torch.equal(lstm(x, states, gaps, *named)[0], layer(x)[0])
 
 
-def test_a_weight_norm_needs_a_length_for_each_row():
+def test_weight_norm_needs_one_length_per_row():
     v = torch.randn(4, 3, 2)
     assert torch.equal(
         weight_norm(v, torch.ones(4, 1, 1)), torch._weight_norm(v, torch.ones(4, 1, 1), 0)
@@ -148,7 +148,7 @@ def bags(indices, offsets, *, last=False):
     )[0]
 
 
-def test_bags_lie_within_their_indices_and_these_within_the_table():
+def test_embedding_bag_offsets_and_indices_must_be_in_range():
     assert torch.equal(bags([1, 2, 4], [0, 2]), torch.tensor([[2.0] * 3, [1.0] * 3]))
     for indices, offsets in [
         ([1, 5], [0]),
@@ -173,7 +173,7 @@ SMALLEST = torch.iinfo(torch.int64).min
 
 
 @pytest.mark.parametrize("op", ["div", "div_"])
-def test_a_quotient_that_no_integer_holds_is_not_computed(op):
+def test_an_overflowing_integer_division_is_not_computed(op):
     packet, numbers = getattr(torch.ops.aten, op), torch.tensor([7, SMALLEST])
     for overload, other in [(packet.Tensor_mode, torch.tensor([-1, -1])), (packet.Scalar_mode, -1)]:
         with pytest.raises(RuntimeError, match="whose quotient no integer holds"):
@@ -200,7 +200,7 @@ def test_a_division_is_checked_in_a_converted_program():
         converted(torch.tensor([7, SMALLEST]))
 
 
-def test_attention_needs_a_value_for_each_key():
+def test_attention_needs_one_value_per_key():
     q, k, v = torch.randn(2, 4, 3, 8), torch.randn(2, 4, 5, 8), torch.randn(2, 4, 5, 8)
     assert torch.equal(
         scaled_dot_product_attention(q, k, v, scale=0.5),
@@ -218,7 +218,7 @@ def _attend(self, q, k, v, short):
 
 @pytest.fixture
 def attention(tmp_path):
-    """A saved program, and inputs for it; the last is a key that is too short."""
+    """Return a saved program and inputs for it; the last is a key that is too short."""
     inputs = (
         torch.randn(1, 2, 8, 8),
         torch.randn(1, 2, 8, 8),
@@ -226,7 +226,7 @@ def attention(tmp_path):
         torch.randn(1, 2, 1, 8),
     )
     path = tmp_path / "model"
-    # In float32, so that no casts stand between the inputs and the op.
+    # In float32, so that there are no casts between the inputs and the op.
     mezzo.convert(
         Calls(_attend), inputs, dtype="bfloat16", full=["scaled_dot_product_attention"]
     ).save(path)
@@ -242,7 +242,7 @@ def _use_the_short_key(graph):
     node["inputs"][1]["arg"]["as_tensor"]["name"] = "args_3"
 
 
-def test_a_crafted_program_does_not_reach_the_kernel(attention):
+def test_a_crafted_program_raises_before_the_kernel_runs(attention):
     path, inputs = attention
     loaded = mezzo.Converted.load(edited(path, GRAPH, _use_the_short_key))
     with pytest.raises(
@@ -262,7 +262,7 @@ def test_a_crafted_program_does_not_reach_the_kernel(attention):
         loaded.compare(*inputs, against=Calls(_attend))
 
 
-def test_a_loaded_program_with_checks_is_saved_compiled_and_compared_as_before(attention, tmp_path):
+def test_a_program_with_checks_can_be_saved_compiled_and_compared(attention, tmp_path):
     path, inputs = attention
     loaded = mezzo.Converted.load(path)
     loaded.save(tmp_path / "again")
@@ -271,12 +271,12 @@ def test_a_loaded_program_with_checks_is_saved_compiled_and_compared_as_before(a
     assert [error.op for error in loaded.compare(*inputs, against=Calls(_attend)).outputs] == [""]
 
 
-def test_a_program_without_such_ops_is_left_as_it_is():
+def test_a_program_without_unchecked_ops_is_returned_itself():
     exported = torch.export.export(nn.Linear(3, 2), (torch.ones(1, 3),))
     assert with_checks(exported) is exported
 
 
-def test_ops_inside_branches_are_checked_and_the_program_itself_stays(attention):
+def test_ops_inside_branches_are_checked_and_the_program_is_not_changed(attention):
     def forward(self, q):
         return torch.cond(
             q.sum() > 0, lambda q: F.scaled_dot_product_attention(q, q, q), lambda q: q.sin(), (q,)

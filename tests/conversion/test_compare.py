@@ -1,4 +1,4 @@
-"""A program is compared with its reference output by output and node by node."""
+"""Compare a program with its reference, output by output and node by node."""
 
 import math
 from copy import deepcopy
@@ -10,7 +10,7 @@ from torch import nn
 
 import mezzo
 from mezzo import ConversionError
-from mezzo.conversion.compare import compare, tensor_error
+from mezzo.conversion.compare import Comparison, TensorError, compare, tensor_error
 
 INF, NAN = float("inf"), float("nan")
 
@@ -35,7 +35,7 @@ X = torch.linspace(-1, 1, 40).reshape(5, 8)
 
 
 def by_hand(model, dtype):
-    """The model as an engineer would cast it, whole."""
+    """Export the model with all weights and inputs cast to a dtype."""
 
     class Cast(nn.Module):
         def __init__(self):
@@ -48,7 +48,7 @@ def by_hand(model, dtype):
     return export(Cast().to(dtype), (X,))
 
 
-def test_outputs_are_compared_by_name_with_the_norm_of_the_difference(model):
+def test_output_errors_have_names_and_relative_norms(model):
     converted = mezzo.convert(model, (X,), dtype="bfloat16")
     found = converted.compare(X)
     assert [error.name for error in found.outputs] == ["logits", "best_0", "best_1"]
@@ -62,7 +62,7 @@ def test_outputs_are_compared_by_name_with_the_norm_of_the_difference(model):
     assert 1e-4 < found.worst < 2e-2
 
 
-def test_nodes_are_sorted_worst_first_and_tell_where_they_come_from(model):
+def test_node_errors_are_sorted_worst_first_with_module_and_source(model):
     found = mezzo.convert(model, (X,), dtype="bfloat16").compare(X)
     errors = {error.name: error for error in found.nodes}
     assert [error.relative for error in found.nodes] == sorted(
@@ -74,14 +74,14 @@ def test_nodes_are_sorted_worst_first_and_tell_where_they_come_from(model):
     assert second.source.startswith("test_compare.py:")
 
 
-def test_a_program_is_equal_to_itself(model):
+def test_a_program_compared_with_itself_has_no_error(model):
     reference = export(model, (X,))
     found = compare(reference, export(model, (X,)), (X,), {})
     assert found.worst == 0
     assert {error.relative for error in found.nodes} == {0.0}
 
 
-def test_the_node_that_overflows_is_the_worst_and_its_lost_values_are_counted():
+def test_the_node_that_overflows_is_the_worst_and_its_nonfinite_values_are_counted():
     class Overflow(nn.Module):
         def forward(self, x):
             return (x * 1000).exp().log() / 1000
@@ -111,7 +111,7 @@ def test_programs_with_branches_dynamic_sizes_and_state_are_compared(model):
     assert "getitem" in {error.name for error in found.nodes}  # what the branch gives
 
 
-def test_comparing_changes_neither_buffers_nor_inputs():
+def test_comparing_mutates_neither_buffers_nor_inputs():
     class Writer(nn.Module):
         def __init__(self):
             super().__init__()
@@ -134,7 +134,7 @@ def test_comparing_changes_neither_buffers_nor_inputs():
         ) == ([1, 1], 0, 0, 0)
 
 
-def test_random_ops_draw_the_same_numbers_and_leave_the_generator_alone():
+def test_random_ops_draw_the_same_numbers_and_the_generator_state_is_restored():
     class Drop(nn.Module):
         def forward(self, x):
             return nn.functional.dropout(x, 0.5, training=True) + torch.rand(64)
@@ -145,13 +145,13 @@ def test_random_ops_draw_the_same_numbers_and_leave_the_generator_alone():
     assert torch.equal(torch.get_rng_state(), state)
 
 
-def test_against_a_model_or_function_outputs_alone_are_compared(model):
+def test_against_a_model_or_function_only_outputs_are_compared(model):
     converted = mezzo.convert(model, (X,), dtype="float16")
-    beside = converted.compare(X)
+    by_nodes = converted.compare(X)
     for against in (model, lambda x: model(x)):
         found = converted.compare(X, against=against)
         assert found.nodes == ()
-        assert found.worst == pytest.approx(beside.worst, rel=1e-2)
+        assert found.worst == pytest.approx(by_nodes.worst, rel=1e-2)
 
 
 def test_keyword_arguments_are_passed_on():
@@ -164,33 +164,33 @@ def test_keyword_arguments_are_passed_on():
     )
 
 
-def test_another_structure_is_refused_by_name(model):
+def test_a_different_output_structure_raises(model):
     program = export(model, (X,))
     with pytest.raises(
         ConversionError,
         match=(
-            r"The program returns logits, best_0, best_1, and what it is compared with output."
+            r"The program returns logits, best_0, best_1, and the reference returns output."
             r" Compare it with the model"
         ),
     ):
         compare(lambda x: x, program, (X,), {})
 
 
-def test_another_shape_is_refused_by_name():
+def test_a_different_output_shape_raises():
     program = export(nn.Linear(8, 4), (X,))
     with pytest.raises(
-        ConversionError, match=r"'output' has shape \(5, 4\), and what it is compared with \(5, 8\)"
+        ConversionError, match=r"'output' has shape \(5, 4\), and in the reference \(5, 8\)"
     ):
         compare(lambda x: x, program, (X,), {})
 
 
-def test_nodes_that_only_one_program_has_are_left_out(model):
+def test_nodes_that_only_one_program_has_are_not_compared(model):
     found = compare(export(model, (X,)), by_hand(model, torch.bfloat16), (X,), {})
     assert not any("to" in error.name.split("_") for error in found.nodes)
     assert 0 < found.worst < 1
 
 
-def test_what_only_looks_at_values_of_another_is_left_out():
+def test_views_are_not_compared():
     class Views(nn.Module):
         def forward(self, x):
             left, right = x.sin().t().chunk(2)
@@ -222,10 +222,64 @@ def test_what_only_looks_at_values_of_another_is_left_out():
         (torch.tensor([INF]), torch.tensor([1.0]), 0.0, 0),
     ],
     ids=(
-        "plain mask lost zeros nothing empty integers booleans complex float8 float64 infinite".split()
+        "plain mask lost zeros nothing empty integers booleans complex float8 float64"
+        " infinite".split()
     ),
 )
-def test_errors_of_tensors(expected, found, relative, lost):
+def test_tensor_error(expected, found, relative, lost):
     error = tensor_error(expected, found, "x")
     assert error.relative == relative or math.isclose(error.relative, relative, rel_tol=1e-6)
     assert error.nonfinite == lost
+
+
+# Printed comparisons
+
+
+OUTPUTS = (
+    TensorError("logits", "float32", 3.24e-4, 0.01, 0),
+    TensorError("ids", "int64", 0.5, 1.0, 0),
+)
+NODES = tuple(
+    TensorError(
+        f"linear_{number}",
+        "float16",
+        1e-3 / (number + 1),
+        0.5,
+        0,
+        op="linear",
+        module="head",
+        source="model.py:7",
+    )
+    for number in range(12)
+)
+
+
+def test_a_comparison_prints_outputs_and_the_worst_nodes():
+    assert str(Comparison(OUTPUTS, NODES)).splitlines()[:7] == [
+        "output  dtype    relative error  largest  non-finite",
+        "logits  float32         3.2e-04  1.0e-02           0",
+        "ids     int64           5.0e-01  1.0e+00           0",
+        "",
+        "the worst 10 of 12 nodes",
+        "node      dtype    relative error  largest  non-finite  op      where",
+        "linear_0  float16         1.0e-03  5.0e-01           0  linear  head model.py:7",
+    ]
+    assert len(str(Comparison(OUTPUTS, NODES)).splitlines()) == 16
+
+
+def test_a_comparison_without_nodes_prints_only_outputs():
+    assert len(str(Comparison(OUTPUTS)).splitlines()) == 3
+
+
+def test_the_worst_is_the_largest_error_of_an_output():
+    assert Comparison(OUTPUTS, NODES).worst == 0.5
+    assert Comparison(()).worst == 0.0
+
+
+def test_an_output_with_nonfinite_values_has_infinite_error():
+    assert Comparison((TensorError("logits", "float16", 0.0, 0.0, 3),)).worst == float("inf")
+
+
+def test_nonfinite_values_are_worse_than_any_relative_error():
+    lost, wrong = TensorError("a", "float16", 0.0, 0.0, 1), TensorError("b", "float16", 9.0, 9.0, 0)
+    assert max(lost, wrong, key=lambda error: error.sort_key) is lost

@@ -1,4 +1,4 @@
-"""Tables whose rows are picked by index: stored in 16 bits with the error in the plan, unless they are excluded."""
+"""Tables whose rows are selected by index are stored in 16 bits, with the error in the plan."""
 
 import re
 
@@ -15,7 +15,7 @@ TOKENS = torch.randint(0, 500, (2, 4))
 
 
 def _residual(rows=500, **modules):
-    """A model that returns the rows nearly as they are, so that their error is that of the output."""
+    """Return a model that returns its rows almost unchanged, with their error."""
     return Calls(
         lambda self, i: (x := self.table(i)) + self.down(self.up(x)).mul(1e-4),
         **{"table": nn.Embedding(rows, 64), "up": nn.Linear(64, 64), "down": nn.Linear(64, 64)}
@@ -45,7 +45,7 @@ def test_a_table_is_stored_in_16_bits_whatever_its_size(rows, dtype):
 
 
 @DTYPES
-def test_the_plan_gives_the_largest_relative_error_of_a_row(dtype):
+def test_the_plan_states_the_largest_relative_error_of_a_row(dtype):
     model = _residual()
     with torch.no_grad():
         model.table.weight[7] = 1.0 + 0.49 * torch.finfo(dtype).eps
@@ -56,7 +56,7 @@ def test_the_plan_gives_the_largest_relative_error_of_a_row(dtype):
 
 
 @DTYPES
-def test_no_row_has_a_larger_error_than_the_plan_says(dtype):
+def test_no_row_has_a_larger_error_than_the_plan_states(dtype):
     model = _residual()
     converted = mezzo.convert(model, (TOKENS,), dtype=dtype)
     stated = _stated_error(converted.plan.row("p_table_weight"))
@@ -75,7 +75,7 @@ def test_no_row_has_a_larger_error_than_the_plan_says(dtype):
     )
 
 
-def test_the_name_that_the_plan_tells_to_exclude_keeps_float32():
+def test_excluding_the_node_that_the_plan_names_keeps_float32():
     model = _residual()
     reason = mezzo.convert(model, (TOKENS,), dtype=HALF).plan.row("p_table_weight").reason
     name = re.search(r"exclude='(\w+)' keeps float32", reason)[1]
@@ -95,7 +95,7 @@ def test_the_name_that_the_plan_tells_to_exclude_keeps_float32():
     ],
     ids=["module", "node", "op", "weights", "policy", "O0"],
 )
-def test_a_table_that_is_excluded_stays_exact(options):
+def test_an_excluded_table_stays_float32(options):
     model = _residual()
     converted = mezzo.convert(
         model, (TOKENS,), **{"dtype": HALF} | options if options.get("policy") != "O0" else options
@@ -126,7 +126,7 @@ def test_rows_are_added_in_float32_after_one_cast():
     ],
     ids=["index_select", "embedding"],
 )
-def test_a_parameter_whose_rows_are_picked_by_hand_is_a_table_too(pick):
+def test_a_parameter_whose_rows_are_selected_is_a_table_too(pick):
     model = Calls(
         lambda self, i: pick(self.linear.weight, i), linear=nn.Linear(64, 500, bias=False)
     ).eval()
@@ -146,14 +146,14 @@ def test_a_tied_table_is_stored_once_for_the_rows_and_the_head(dtype):
     assert _stated_error(converted.plan.row("p_head_weight")) < torch.finfo(dtype).eps
 
 
-def test_a_tied_table_that_is_excluded_is_stored_twice():
+def test_an_excluded_tied_table_is_stored_twice():
     model = _tied()
     state = _state(mezzo.convert(model, (TOKENS,), dtype=HALF, exclude="tokens"))
     assert torch.equal(state["head.weight"], model.head.weight)
     assert torch.equal(state["head.weight_bfloat16"], model.head.weight.to(HALF))
 
 
-def test_a_tied_head_that_is_transposed_by_hand_reads_the_same_16_bits():
+def test_a_tied_head_with_an_explicit_transpose_reads_the_16_bit_table():
     model = Calls(
         lambda self, i: self.up(self.table(i).sin()) @ self.table.weight.T,
         table=nn.Embedding(500, 64),
@@ -176,7 +176,7 @@ def test_a_table_that_another_op_reads_in_float32_stays_float32():
 
 
 class Added(nn.Module):
-    """Adds a learnt vector to each of many places: all of them, or those of a shorter input."""
+    """Adds a learned vector per position: of all positions, or of those of a shorter input."""
 
     def __init__(self, *, sliced):
         super().__init__()
@@ -223,7 +223,7 @@ def test_infinities_and_rows_of_zeros_do_not_count_as_errors():
     )
 
 
-def test_arguments_of_embeddings_that_matter_in_training_change_nothing():
+def test_training_arguments_of_embeddings_have_no_effect():
     plain, trained = (
         _residual(table=nn.Embedding(500, 64, **options))
         for options in ({}, {"padding_idx": 3, "scale_grad_by_freq": True})
@@ -235,14 +235,16 @@ def test_arguments_of_embeddings_that_matter_in_training_change_nothing():
 
 @DTYPES
 @pytest.mark.parametrize("model", [_residual, _tied], ids=["alone", "tied"])
-def test_a_table_is_the_same_from_a_file_of_half_the_size_and_compiled(model, dtype, tmp_path):
-    made = model()
-    converted = mezzo.convert(made, (TOKENS,), dtype=dtype)
+def test_a_table_takes_half_the_size_and_computes_the_same_loaded_and_compiled(
+    model, dtype, tmp_path
+):
+    original = model()
+    converted = mezzo.convert(original, (TOKENS,), dtype=dtype)
     converted.save(tmp_path / "model")
     loaded = mezzo.Converted.load(tmp_path / "model")
     assert torch.equal(loaded(TOKENS), converted(TOKENS))
     assert sum(one.nbytes for one in _state(loaded).values()) < 0.51 * sum(
-        one.nbytes for one in made.parameters()
+        one.nbytes for one in original.parameters()
     )
     compiled = torch.compile(
         loaded._converted.programs[0].exported.module(), fullgraph=True, backend="aot_eager"
@@ -252,7 +254,7 @@ def test_a_table_is_the_same_from_a_file_of_half_the_size_and_compiled(model, dt
 
 @pytest.mark.usefixtures("one_registry")
 @pytest.mark.parametrize("model", [_residual, _tied], ids=["alone", "tied"])
-def test_a_table_is_the_same_in_onnx(model, tmp_path):
+def test_a_table_computes_the_same_in_onnxruntime(model, tmp_path):
     onnxruntime = pytest.importorskip("onnxruntime")
     converted = mezzo.convert(model(), (TOKENS,), dtype="float16")
     converted.export_onnx(tmp_path / "model.onnx")
@@ -261,7 +263,7 @@ def test_a_table_is_the_same_in_onnx(model, tmp_path):
     assert relative_error(torch.from_numpy(found), converted(TOKENS)) < 1e-3
 
 
-def test_a_table_serves_sizes_that_change():
+def test_a_table_works_with_dynamic_sizes():
     sizes = {0: torch.export.Dim("batch", min=2, max=8)}
     converted = mezzo.convert(_tied(), (TOKENS,), dtype=HALF, dynamic_shapes=(sizes,))
     assert torch.allclose(converted(TOKENS.repeat(3, 1))[2:4], converted(TOKENS), atol=1e-2)
@@ -288,7 +290,7 @@ def test_two_readers_of_one_table_read_the_same_rows_without_a_cast():
     assert _stated_error(converted.plan.row("p_table_weight")) < torch.finfo(HALF).eps
 
 
-def test_a_table_of_which_another_op_reads_the_shape_is_stored_in_16_bits():
+def test_a_table_whose_shape_is_read_is_stored_in_16_bits():
     model = Calls(
         lambda self, i: (self.table(i), i.sum().float().expand_as(self.table.weight)),
         table=nn.Embedding(500, 64),
@@ -298,7 +300,7 @@ def test_a_table_of_which_another_op_reads_the_shape_is_stored_in_16_bits():
     )
 
 
-def test_a_weight_of_which_only_the_shape_is_read_is_no_table():
+def test_a_weight_read_only_for_its_shape_is_not_a_table():
     model = Calls(
         lambda self, i: i.sum().float().expand_as(self.table.weight), table=nn.Embedding(500, 64)
     ).eval()

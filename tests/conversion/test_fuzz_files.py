@@ -1,7 +1,7 @@
-"""Files that were damaged or crafted are refused in one clear error, or load and run without ending the process.
+"""Damaged and crafted files are rejected with one clear error, or load and run without a crash.
 
-Each file is read in a forked child, since what is looked for would end it. `MEZZO_FUZZ_FILES=10000`
-tries more.
+Each file is read in a forked child, because a crash would end the process.
+`MEZZO_FUZZ_FILES=10000` tries more files.
 """
 
 import os
@@ -54,7 +54,7 @@ def state(converted):
 
 
 def outcomes(make, original, count, judge):
-    """What became of the files number 0 to `count`."""
+    """Return the outcomes of loading the files number 0 to `count`."""
     content, path = original.read_bytes(), original.with_name("fuzzed")
 
     def load(number):
@@ -62,7 +62,7 @@ def outcomes(make, original, count, judge):
         return _outcome(path, judge)
 
     found = in_children(count, load)
-    # Shown to those who try many.
+    # Shown with -s, to see what a larger count tries.
     print(Counter(outcome.partition(":")[0] for outcome in found.values()))  # noqa: T201
     return found
 
@@ -73,7 +73,7 @@ def _outcome(path, judge):
     try:
         loaded = mezzo.Converted.load(path)
     except (mezzo.CheckpointError, mezzo.UnsupportedError) as error:
-        loaded, outcome = None, f"refused: {error}"
+        loaded, outcome = None, f"rejected: {error}"
     except BaseException as error:  # noqa: BLE001
         return f"bare {type(error).__name__}: {error}"
     taken = resident("VmHWM") - before
@@ -88,7 +88,7 @@ def unexpected(found, *expected):
     }
 
 
-def test_damaged_files_never_load_as_something_else(original):
+def test_damaged_files_are_rejected_or_load_unchanged(original):
     expected = mezzo.Converted.load(original)
     weights, output = state(expected), expected(IDS)
 
@@ -99,10 +99,10 @@ def test_damaged_files_never_load_as_something_else(original):
         return "unchanged" if same and torch.equal(loaded(IDS), output) else "changed"
 
     found = outcomes(damaged, original, COUNT * 2 // 3, judge)
-    assert not unexpected(found, "refused", "unchanged")
+    assert not unexpected(found, "rejected", "unchanged")
 
 
-def test_crafted_files_are_refused_or_run_without_ending_the_process(original):
+def test_crafted_files_are_rejected_or_run_without_crashing(original):
     def judge(loaded):
         exported = loaded._converted.programs[0].exported
         for args, kwargs in [((IDS,), {}), exported.example_inputs or ((), {})]:
@@ -113,4 +113,4 @@ def test_crafted_files_are_refused_or_run_without_ending_the_process(original):
         return "ran"
 
     found = outcomes(crafted, original, COUNT - COUNT * 2 // 3, judge)
-    assert not unexpected(found, "refused", "raised", "ran")
+    assert not unexpected(found, "rejected", "raised", "ran")

@@ -1,7 +1,7 @@
-"""Ops that a saved program may call do not end the process, whatever their arguments.
+"""Ops that a saved program may call do not crash the process, whatever their arguments.
 
-Each overload of the list is called in a forked child. Here with few arguments;
-`MEZZO_FUZZ_OPS=1000` calls each a thousand times.
+Each allowed overload is called once in a forked child; `MEZZO_FUZZ_OPS=1000` calls each a thousand
+times.
 """
 
 import os
@@ -43,9 +43,9 @@ DTYPES = [
     torch.complex64,
 ]
 INTEGERS = [0, 1, 2, 3, -1, -2, 7, 100, 2**31 - 1, 2**31, -(2**31) - 1, 2**62, 2**63 - 1, -(2**63)]
-PLACES = [0, 1, 2, -1, 5, 100, -100, 2**31, -(2**40), 2**62, -(2**63)]
+INDICES = [0, 1, 2, -1, 5, 100, -100, 2**31, -(2**40), 2**62, -(2**63)]
 FLOATS = [0.0, 1.0, -1.0, 0.5, 1e-30, 1e308, float("nan"), float("inf")]
-WORDS = [
+STRINGS = [
     "mean",
     "sum",
     "none",
@@ -69,11 +69,11 @@ WORDS = [
 def _tensor(rng, shape=None):
     shape, dtype = rng.choice(SHAPES) if shape is None else shape, rng.choice(DTYPES)
     if dtype in {torch.int64, torch.int32} and rng.random() < 0.5:
-        return torch.full(shape, rng.choice(PLACES), dtype=torch.int64).to(dtype)
+        return torch.full(shape, rng.choice(INDICES), dtype=torch.int64).to(dtype)
     if rng.random() < 0.1:
         return torch.full(shape, rng.choice(FLOATS)).to(dtype)
-    made = torch.randn(shape).abs().to(dtype)
-    return made.transpose(0, -1) if made.dim() and rng.random() < 0.2 else made
+    tensor = torch.randn(shape).abs().to(dtype)
+    return tensor.transpose(0, -1) if tensor.dim() and rng.random() < 0.2 else tensor
 
 
 def _value(rng, kind, name, shape):
@@ -94,7 +94,7 @@ def _value(rng, kind, name, shape):
         "float": lambda: rng.choice(FLOATS),
         "number": lambda: rng.choice([*INTEGERS, *FLOATS, True, 1j]),
         "bool": lambda: rng.random() < 0.5,
-        "str": lambda: rng.choice(WORDS),
+        "str": lambda: rng.choice(STRINGS),
         "Generator": lambda: None,
     }
     return plain.get(name, kinds.get(kind))()
@@ -119,24 +119,24 @@ def _call(op, number):
         one for one in op._schema.arguments if not one.has_default_value() or rng.random() < 0.5
     ]
     try:
-        given = {one.name: _value(rng, str(one.type), one.name, shape) for one in needed}
-        first = [given.pop("self")] if "self" in given else []
+        kwargs = {one.name: _value(rng, str(one.type), one.name, shape) for one in needed}
+        first = [kwargs.pop("self")] if "self" in kwargs else []
         with torch.no_grad():
-            CHECKED.get(op, op)(*first, **given)
+            CHECKED.get(op, op)(*first, **kwargs)
     except Exception:  # noqa: BLE001
         return "raised"
     return "called"
 
 
-def test_no_argument_of_an_op_on_the_list_ends_the_process():
+def test_no_arguments_of_an_allowed_op_crash_the_process():
     calls = [(op, number) for op in _overloads() for number in range(CALLS)]
-    found = in_children(len(calls), lambda place: _call(*calls[place]), seconds=5)
+    found = in_children(len(calls), lambda index: _call(*calls[index]), seconds=5)
     outcomes = Counter(found.values())
-    print(outcomes)  # noqa: T201 - shown to those who try many
+    print(outcomes)  # noqa: T201 - shown with -s
     assert {
-        str(calls[place][0]): outcome
-        for place, outcome in found.items()
+        str(calls[index][0]): outcome
+        for index, outcome in found.items()
         if outcome not in {"called", "raised", "too slow"}
     } == {}
-    # Not all are refused for a reason that has nothing to do with their sizes.
+    # Not all calls fail for a reason unrelated to their sizes.
     assert outcomes["called"] > len(calls) / 10

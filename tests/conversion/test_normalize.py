@@ -3,13 +3,13 @@ import torch.nn.functional as F
 from support.graphs import HALF, Calls, graph, names, node
 from torch import nn
 
-from mezzo.conversion.assignment import OUTPUTS
+from mezzo.conversion.nodes import OUTPUT_DTYPES
 from mezzo.conversion.normalize import REGION_META
 
 X = torch.randn(2, 4)
 
 
-def test_a_private_write_in_place_becomes_an_op_that_gives_its_result():
+def test_an_in_place_op_without_aliases_becomes_functional():
     def function(x):
         y = x * 2
         y += x
@@ -23,7 +23,7 @@ def test_a_private_write_in_place_becomes_an_op_that_gives_its_result():
     ]
 
 
-def test_a_write_that_another_name_sees_stays():
+def test_an_in_place_op_on_an_aliased_tensor_stays():
     def function(x):
         y = x * 2
         seen = y.view(8)
@@ -33,22 +33,22 @@ def test_a_write_that_another_name_sees_stays():
     assert "aten.add_.Tensor" in names(graph(function, X))
 
 
-def test_a_buffer_that_is_written_stays_written():
+def test_an_in_place_op_on_a_buffer_stays():
     model = Calls(lambda self, x: x + self.norm.running_mean.add_(1), norm=nn.BatchNorm1d(4))
     assert "aten.add_.Tensor" in names(graph(model, X))
 
 
-def test_checks_of_old_dtypes_are_dropped():
+def test_dtype_asserts_are_dropped():
     assert names(graph(lambda x: x.float(), X)) == ["aten.to.dtype"]
 
 
-def test_a_conversion_to_another_tensors_dtype_says_it():
+def test_type_as_becomes_a_cast_to_an_explicit_dtype():
     found = node(graph(lambda x, y: x.type_as(y), X, X.double()), "type_as")
     assert found.target is torch.ops.aten.to.dtype
     assert found.args[1] is torch.float64
 
 
-def test_a_region_of_the_same_dtype_is_opened_and_its_values_are_float32_again():
+def test_a_region_of_the_same_dtype_is_inlined_and_its_values_become_float32():
     def function(self, x):
         with torch.autocast("cpu", dtype=HALF):
             return self.linear(x) + 1
@@ -57,7 +57,7 @@ def test_a_region_of_the_same_dtype_is_opened_and_its_values_are_float32_again()
     assert names(found) == ["aten.linear.default", "aten.add.Tensor"]
     assert node(found, "linear").meta["val"].dtype is torch.float32
     assert node(found, "linear").meta[REGION_META] == "on"
-    assert found.graph.output_node().meta[OUTPUTS] == (HALF,)
+    assert found.graph.output_node().meta[OUTPUT_DTYPES] == (HALF,)
 
 
 def test_a_disabled_region_inside_an_enabled_one_is_marked_off():
@@ -75,7 +75,7 @@ def test_a_disabled_region_inside_an_enabled_one_is_marked_off():
     ] == ["on", "off"]
 
 
-def test_a_region_of_another_dtype_stays_closed():
+def test_a_region_of_another_dtype_is_not_inlined():
     def function(self, x):
         with torch.autocast("cpu", dtype=torch.float16):
             return self.linear(x)
@@ -83,7 +83,7 @@ def test_a_region_of_another_dtype_stays_closed():
     assert "wrap_with_autocast" in names(graph(Calls(function, linear=nn.Linear(4, 4)), X))
 
 
-def test_a_branch_inside_a_region_moves_along():
+def test_a_branch_inside_a_region_is_inlined_with_it():
     def function(_, x):
         with torch.autocast("cpu", enabled=False):
             return torch.cond(x.sum() > 0, lambda y: y + 1, lambda y: y - 1, (x,))

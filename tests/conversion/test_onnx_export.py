@@ -1,4 +1,4 @@
-"""Exported files have the program's dtypes, pass ONNX's checker, and give the program's results in onnxruntime."""
+"""ONNX files have the dtypes of the program, and compute the same in onnxruntime."""
 
 import logging
 import sys
@@ -15,7 +15,7 @@ from torch.utils import _pytree as pytree
 
 import mezzo
 from mezzo import UnsupportedError
-from mezzo.conversion import onnx_export as module
+from mezzo.conversion import onnx_export
 
 pytestmark = pytest.mark.usefixtures("one_registry")
 
@@ -114,7 +114,7 @@ def assert_runs_like(program, path, x):
 
 
 def graphs(graph):
-    """A graph and the bodies in it."""
+    """Iterate over a graph and its subgraphs."""
     yield graph
     for node in graph.node:
         for attribute in node.attribute:
@@ -123,7 +123,7 @@ def graphs(graph):
 
 
 def float_casts(model):
-    """Casts between float dtypes of what is no constant, by the dtype they make."""
+    """Count the casts between float dtypes of values that are not constants, by target dtype."""
     inferred = onnx.shape_inference.infer_shapes(model)
     kinds, casts = {}, Counter()
     for graph in graphs(inferred.graph):
@@ -140,7 +140,7 @@ def float_casts(model):
 
 
 def program_casts(exported):
-    """The casts of a program, and those that an addition does within itself: in ONNX they stand before it."""
+    """Count the casts of a program, and the promotions of additions, which ONNX writes as casts."""
     kinds = {
         torch.float32: onnx.TensorProto.FLOAT,
         torch.float16: HALF["float16"],
@@ -160,7 +160,7 @@ def program_casts(exported):
 
 
 @pytest.mark.parametrize(("name", "dtype"), [(name, dtype) for name in MODELS for dtype in HALF])
-def test_dtypes_are_the_program_s_and_float16_runs_like_it_in_onnxruntime(name, dtype, tmp_path):
+def test_onnx_has_the_dtypes_of_the_program_and_float16_computes_the_same(name, dtype, tmp_path):
     program, x = converted(name, dtype)
     exported = program._converted.programs[0].exported
     model = written(program, tmp_path / "model.onnx")
@@ -194,7 +194,7 @@ def test_dynamic_sizes_stay_dynamic(tmp_path):
         assert_runs_like(program, tmp_path / "model.onnx", x)
 
 
-def test_shapes_are_computed_and_layers_are_not_merged(tmp_path):
+def test_shapes_are_folded_and_layers_are_not_fused(tmp_path):
     program, _ = converted("convolutions", "float16")
     assert Counter(
         node.op_type for node in written(program, tmp_path / "model.onnx").graph.node
@@ -213,7 +213,7 @@ def test_shapes_are_computed_and_layers_are_not_merged(tmp_path):
     )
 
 
-def test_splits_of_bfloat16_are_written_as_such(tmp_path):
+def test_splits_of_bfloat16_are_written_as_split(tmp_path):
     class Split(nn.Module):
         def __init__(self):
             super().__init__()
@@ -229,7 +229,7 @@ def test_splits_of_bfloat16_are_written_as_such(tmp_path):
     assert "Split" in {node.op_type for node in model.graph.node}
 
 
-def test_weights_that_were_kept_float32_stay_so(tmp_path):
+def test_float32_weights_stay_float32(tmp_path):
     program = mezzo.convert(
         nn.Linear(8, 8), (torch.randn(2, 8),), dtype="float16", cast_params=False
     )
@@ -239,7 +239,7 @@ def test_weights_that_were_kept_float32_stay_so(tmp_path):
     }
 
 
-def test_a_loaded_program_gives_the_same_file(tmp_path):
+def test_a_loaded_program_is_exported_to_the_same_graph(tmp_path):
     program, _ = converted("mlp", "float16")
     program.save(tmp_path / "model.mezzo")
     first, second = tmp_path / "first.onnx", tmp_path / "second.onnx"
@@ -269,14 +269,14 @@ class Nested(nn.Module):
         }
 
 
-def test_inputs_and_outputs_are_named_by_where_they_stand_and_none_is_left_out(tmp_path):
+def test_inputs_and_outputs_are_named_by_their_paths_and_none_is_left_out(tmp_path):
     exported = export(
         Nested(),
         (torch.randn(2), True),
         {"extra": {"k": torch.ones(1)}},
         dynamic_shapes={"x": {0: torch.export.Dim.AUTO}, "flag": None, "extra": {"k": None}},
     )
-    module.export(exported, tmp_path / "model.onnx")
+    onnx_export.export(exported, tmp_path / "model.onnx")
     session = onnxruntime.InferenceSession(
         tmp_path / "model.onnx", providers=["CPUExecutionProvider"]
     )
@@ -300,16 +300,16 @@ def test_inputs_and_outputs_are_named_by_where_they_stand_and_none_is_left_out(t
         )
 
 
-def test_one_output_alone_is_called_output():
-    assert module.output_names(export(nn.Linear(2, 2), (torch.ones(1, 2),))) == ["output"]
-    assert module.output_names(export(nn.LSTM(2, 2), (torch.ones(1, 1, 2),))) == [
+def test_a_single_output_is_named_output():
+    assert onnx_export.output_names(export(nn.Linear(2, 2), (torch.ones(1, 2),))) == ["output"]
+    assert onnx_export.output_names(export(nn.LSTM(2, 2), (torch.ones(1, 1, 2),))) == [
         "output_0",
         "output_1_0",
         "output_1_1",
     ]
 
 
-def test_a_number_among_the_outputs_is_refused_by_name(tmp_path):
+def test_a_constant_number_among_the_outputs_raises(tmp_path):
     class Number(nn.Module):
         def forward(self, x):
             return {"y": x + 1, "answer": 42}
@@ -318,11 +318,11 @@ def test_a_number_among_the_outputs_is_refused_by_name(tmp_path):
         UnsupportedError,
         match="The model returns 42 as 'answer', and an ONNX graph returns tensors",
     ):
-        module.export(export(Number(), (torch.ones(1),)), tmp_path / "model.onnx")
+        onnx_export.export(export(Number(), (torch.ones(1),)), tmp_path / "model.onnx")
 
 
-def test_an_op_without_counterpart_is_named_and_nothing_is_written(tmp_path):
-    class Odd(nn.Module):
+def test_an_op_without_onnx_counterpart_raises_and_nothing_is_written(tmp_path):
+    class Airy(nn.Module):
         def forward(self, x):
             return torch.special.airy_ai(x)
 
@@ -333,72 +333,74 @@ def test_an_op_without_counterpart_is_named_and_nothing_is_written(tmp_path):
             r" with Converted.save"
         ),
     ):
-        module.export(export(Odd(), (torch.ones(1),)), tmp_path / "model.onnx")
+        onnx_export.export(export(Airy(), (torch.ones(1),)), tmp_path / "model.onnx")
     assert list(tmp_path.iterdir()) == []
 
 
-def test_state_that_onnx_cannot_keep_is_told(tmp_path):
+def test_mutated_buffers_raise_a_warning(tmp_path):
     exported = export(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)), (torch.randn(3, 4),))
     with pytest.warns(
         UserWarning,
         match=(
-            r"The program changes 1.num_batches_tracked, 1.running_mean, 1.running_var when it"
-            r" runs, and an ONNX file keeps no state"
+            r"The program mutates 1.num_batches_tracked, 1.running_mean, 1.running_var when it"
+            r" runs, and an ONNX graph has no state"
         ),
     ):
-        module.export(exported, tmp_path / "model.onnx")
+        onnx_export.export(exported, tmp_path / "model.onnx")
 
 
-def test_a_graph_that_onnx_refuses_is_not_written(tmp_path):
+def test_a_graph_that_onnx_rejects_is_not_written(tmp_path):
     program, _ = converted("convolutions", "bfloat16")
     with pytest.raises(
-        UnsupportedError, match=r"ONNX itself refuses: .*Conv.*bfloat16.* Try another opset="
+        UnsupportedError, match=r"ONNX itself rejects: .*Conv.*bfloat16.* Try another opset="
     ):
-        module.export(program._converted.programs[0].exported, tmp_path / "model.onnx", opset=20)
+        onnx_export.export(
+            program._converted.programs[0].exported, tmp_path / "model.onnx", opset=20
+        )
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_weight_that_changed_its_dtype_is_noticed():
+def test_a_weight_that_changed_its_dtype_raises():
     exported = export(nn.Linear(2, 2).bfloat16(), (torch.ones(1, 2).bfloat16(),))
-    program = module._translated(exported, None)
-    module._check_weights(program.model, exported)
+    program = onnx_export._translated(exported, None)
+    onnx_export._check_weights(program.model, exported)
     exported.state_dict["weight"] = exported.state_dict["weight"].half()
     with pytest.raises(
         UnsupportedError,
-        match=r"the weight 'weight' as BFLOAT16, and the program has torch.float16",
+        match=r"the weight 'weight' as BFLOAT16, and in the program it is torch.float16",
     ):
-        module._check_weights(program.model, exported)
+        onnx_export._check_weights(program.model, exported)
 
 
-def test_large_weights_lie_beside_the_graph(tmp_path, monkeypatch):
-    monkeypatch.setattr(module, "_LARGEST", 0)
+def test_large_weights_are_written_to_a_second_file(tmp_path, monkeypatch):
+    monkeypatch.setattr(onnx_export, "_LARGEST", 0)
     program, x = converted("mlp", "float16")
     program.export_onnx(tmp_path / "model.onnx")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["model.onnx", "model.onnx.data"]
     assert_runs_like(program, tmp_path / "model.onnx", x)
 
 
-def test_large_weights_are_checked_too_and_nothing_is_left_of_what_is_refused(
-    tmp_path, monkeypatch
-):
-    monkeypatch.setattr(module, "_LARGEST", 0)
+def test_a_rejected_graph_with_large_weights_leaves_no_file(tmp_path, monkeypatch):
+    monkeypatch.setattr(onnx_export, "_LARGEST", 0)
     program, _ = converted("convolutions", "bfloat16")
-    with pytest.raises(UnsupportedError, match="ONNX itself refuses"):
-        module.export(program._converted.programs[0].exported, tmp_path / "model.onnx", opset=20)
+    with pytest.raises(UnsupportedError, match="ONNX itself rejects"):
+        onnx_export.export(
+            program._converted.programs[0].exported, tmp_path / "model.onnx", opset=20
+        )
     assert list(tmp_path.iterdir()) == []
 
 
-def test_several_programs_make_a_file_each(tmp_path):
+def test_several_programs_become_one_file_each(tmp_path):
     programs = [export(nn.Linear(2, 2), (torch.ones(count, 2),)) for count in (1, 3)]
-    paths = module.export_each(programs, tmp_path / "model.onnx")
+    paths = onnx_export.export_each(programs, tmp_path / "model.onnx")
     assert [path.name for path in paths] == ["model.0.onnx", "model.1.onnx"]
     assert [
         onnx.load(path).graph.input[0].type.tensor_type.shape.dim[0].dim_value for path in paths
     ] == [1, 3]
-    assert module.export_each(programs[:1], tmp_path / "one.onnx") == (tmp_path / "one.onnx",)
+    assert onnx_export.export_each(programs[:1], tmp_path / "one.onnx") == (tmp_path / "one.onnx",)
 
 
-def test_exporting_says_nothing(tmp_path, capfd, caplog):
+def test_exporting_prints_and_logs_nothing(tmp_path, capfd, caplog):
     program, _ = converted("mlp", "float16")
     with caplog.at_level(logging.WARNING):
         program.export_onnx(tmp_path / "model.onnx")
@@ -406,7 +408,7 @@ def test_exporting_says_nothing(tmp_path, capfd, caplog):
     assert [record for record in caplog.records if record.levelno >= logging.WARNING] == []
 
 
-def test_a_package_that_is_missing_is_named_with_what_to_install(tmp_path, monkeypatch):
+def test_a_missing_package_raises_with_the_install_command(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "onnxscript", None)
     program, _ = converted("mlp", "float16")
     with pytest.raises(
@@ -417,3 +419,53 @@ def test_a_package_that_is_missing_is_named_with_what_to_install(tmp_path, monke
         ),
     ):
         program.export_onnx(tmp_path / "model.onnx")
+
+
+# Translations of norms
+
+
+@pytest.mark.filterwarnings("ignore:The program mutates")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize(
+    ("norm", "shape"),
+    [
+        (nn.BatchNorm2d(3), (4, 3, 5, 5)),
+        (nn.BatchNorm1d(3, affine=False), (6, 3)),
+        (nn.BatchNorm1d(3, track_running_stats=False), (4, 3, 5)),
+    ],
+    ids=["images", "plain", "untracked"],
+)
+def test_batch_norm_in_training_uses_the_statistics_of_the_batch(norm, shape, dtype, tmp_path):
+    torch.manual_seed(0)
+    x = (3 + 2 * torch.randn(shape)).to(dtype)
+    onnx_export.export(export(norm.train(), (x,)), tmp_path / "model.onnx")
+    [found] = onnxruntime.InferenceSession(
+        tmp_path / "model.onnx", providers=["CPUExecutionProvider"]
+    ).run(None, {"input": x.numpy()})
+    expected = norm(x).detach()
+    assert expected.abs().mean() > 0.1
+    torch.testing.assert_close(torch.from_numpy(found), expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize(
+    "norm",
+    [
+        nn.InstanceNorm2d(3, affine=True),
+        nn.InstanceNorm2d(3),
+        nn.InstanceNorm2d(3, track_running_stats=True).eval(),
+    ],
+    ids=str,
+)
+def test_instance_norm_takes_float32_parameters_with_16_bit_inputs(norm, dtype, tmp_path):
+    torch.manual_seed(0)
+    x = 3 + 2 * torch.randn(4, 3, 5, 5)
+    model = nn.Sequential(nn.Conv2d(3, 3, 1), norm)
+    converted = mezzo.convert(
+        model, (x,), dtype=torch.float16, exclude=() if dtype is torch.float16 else ("0", "1")
+    )
+    converted.export_onnx(tmp_path / "model.onnx")
+    [found] = onnxruntime.InferenceSession(
+        tmp_path / "model.onnx", providers=["CPUExecutionProvider"]
+    ).run(None, {"input": x.numpy()})
+    torch.testing.assert_close(torch.from_numpy(found), converted(x), rtol=5e-3, atol=5e-3)

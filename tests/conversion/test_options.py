@@ -1,14 +1,14 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from support.graphs import Calls, graph, node, words
+from support.graphs import Calls, convert_options, graph, node
 from torch import nn
 
 import mezzo
 from mezzo.conversion.options import (
     check_options,
-    condition,
-    exclusion,
+    matching_condition,
+    matching_exclusion,
     module_rule,
     out_of_range,
     read_exclude,
@@ -19,17 +19,17 @@ from mezzo.policy.types import Conditional, Rule
 X = torch.randn(2, 4)
 
 
-def _checked(module, said):
+def _checked(module, options):
     nodes = list(module.graph.nodes)
-    check_options(said, nodes, [one.name for one in nodes])
+    check_options(options, nodes, [one.name for one in nodes])
 
 
-def test_lists_that_overlap_are_refused():
+def test_overlapping_lists_raise():
     with pytest.raises(mezzo.PolicyError, match="half= and full= both list 'softmax'"):
         read_lists({"softmax"}, {"softmax"}, ())
 
 
-def test_an_op_that_is_not_in_the_graph_is_refused_with_those_that_are():
+def test_an_op_that_is_not_in_the_graph_raises_with_those_that_are():
     module = graph(nn.Linear(4, 4), X)
     with pytest.raises(
         mezzo.PolicyError,
@@ -38,18 +38,18 @@ def test_an_op_that_is_not_in_the_graph_is_refused_with_those_that_are():
             r" ops: linear"
         ),
     ):
-        _checked(module, words(half=frozenset({"bilinear"})))
+        _checked(module, convert_options(half=frozenset({"bilinear"})))
     with pytest.raises(mezzo.PolicyError, match="conditional= lists 'softmax'"):
-        _checked(module, words(conditional=(Conditional("softmax", "dim", (-1,)),)))
+        _checked(module, convert_options(conditional=(Conditional("softmax", "dim", (-1,)),)))
 
 
-def test_an_exclusion_that_matches_nothing_is_refused():
+def test_an_exclusion_that_matches_nothing_raises():
     module = graph(Calls(lambda self, x: self.head(x), head=nn.Linear(4, 4)), X)
-    _checked(module, words(exclude=("head", "he*", "linear")))
+    _checked(module, convert_options(exclude=("head", "he*", "linear")))
     with pytest.raises(
-        mezzo.PolicyError, match="exclude= has 'heads', which is no node and no module"
+        mezzo.PolicyError, match="exclude= has 'heads', which matches no node and no module"
     ):
-        _checked(module, words(exclude=("heads",)))
+        _checked(module, convert_options(exclude=("heads",)))
     with pytest.raises(mezzo.PolicyError, match="got 3"):
         read_exclude([3])
 
@@ -58,31 +58,33 @@ def test_nodes_and_modules_are_excluded_by_name_path_and_glob():
     module = graph(Calls(lambda self, x: self.head(x), head=nn.Sequential(nn.Linear(4, 4))), X)
     linear = node(module, "linear")
     for pattern in ("linear", "head", "head.0", "head.*", "lin*"):
-        assert exclusion(words(exclude=(pattern,)), linear, "linear") == pattern
-    assert exclusion(words(exclude=("body.*",)), linear, "linear") is None
+        assert matching_exclusion(convert_options(exclude=(pattern,)), linear, "linear") == pattern
+    assert matching_exclusion(convert_options(exclude=("body.*",)), linear, "linear") is None
 
 
-def test_a_condition_looks_at_the_arguments_given_or_left_out():
+def test_a_condition_matches_explicit_and_default_arguments():
     module = graph(lambda x: (F.gelu(x), F.gelu(x, approximate="tanh"), x.sum([-1])), X)
     conditions = (Conditional("gelu", "approximate", ("none",)), Conditional("sum", "dim", (-1,)))
     assert (
-        condition(conditions, "gelu", node(module, "gelu"))
+        matching_condition(conditions, "gelu", node(module, "gelu"))
         == "approximate='none': listed for these values by the user"
     )
-    assert condition(conditions, "gelu", node(module, "gelu_1")) is None
-    assert condition(conditions, "sum", node(module, "sum_1"))
+    assert matching_condition(conditions, "gelu", node(module, "gelu_1")) is None
+    assert matching_condition(conditions, "sum", node(module, "sum_1"))
 
 
-def test_of_the_policys_module_rules_the_innermost_module_decides():
+def test_the_rule_of_the_innermost_module_applies():
     model = Calls(lambda self, x: self.body(x), body=nn.Sequential(nn.Linear(4, 4), nn.ReLU()))
     module, modules = graph(model, X), dict(model.named_modules())
-    said = words(mezzo.Policy("O1", "bfloat16", modules={"body": "full", "body.1": "half"}))
-    assert module_rule(said, node(module, "linear"), modules)[0] is Rule.FULL
-    assert module_rule(said, node(module, "relu"), modules)[0] is Rule.HALF
-    assert module_rule(words(), node(module, "relu"), modules) is None
+    options = convert_options(
+        mezzo.Policy("O1", "bfloat16", modules={"body": "full", "body.1": "half"})
+    )
+    assert module_rule(options, node(module, "linear"), modules)[0] is Rule.FULL
+    assert module_rule(options, node(module, "relu"), modules)[0] is Rule.HALF
+    assert module_rule(convert_options(), node(module, "relu"), modules) is None
 
 
-def test_numbers_in_a_call_have_to_fit():
+def test_numbers_in_a_call_must_fit_the_16_bit_dtype():
     module = graph(
         lambda x: (
             x.masked_fill(x > 0, -1e9),
@@ -103,10 +105,10 @@ def test_numbers_in_a_call_have_to_fit():
         assert out_of_range(node(module, fine), torch.float16) is None
 
 
-@pytest.mark.parametrize("price", [-1, float("inf"), float("nan"), "dear", None], ids=str)
-def test_a_price_is_a_finite_number(price):
+@pytest.mark.parametrize("cost", [-1, float("inf"), float("nan"), "high", None], ids=str)
+def test_a_cast_cost_must_be_a_finite_number(cost):
     with pytest.raises(
         mezzo.PolicyError,
-        match=r"cast_cost= gave .* from float32 to bfloat16. A price is a finite number",
+        match=r"cast_cost= returned .* from float32 to bfloat16. Return a finite number",
     ):
-        words(cast_cost=lambda *_: price).cast_cost_of(8, torch.float32, torch.bfloat16)
+        convert_options(cast_cost=lambda *_: cost).cast_cost_of(8, torch.float32, torch.bfloat16)

@@ -1,4 +1,4 @@
-"""Each rule lets through what torch writes, and nothing that could do more."""
+"""Each rule accepts what torch writes, and nothing that could execute code."""
 
 import json
 
@@ -29,11 +29,11 @@ SYMBOL = "Symbol('s0', positive=True, integer=True)"
         f"Max(Integer(1), {SYMBOL})",
     ],
 )
-def test_expressions_of_sizes_pass(text):
+def test_expressions_of_sizes_are_accepted(text):
     validate_strings.expression(text)
 
 
-def test_what_sympy_writes_passes():
+def test_expressions_that_sympy_writes_are_accepted():
     s0, s1 = sympy.symbols("s0 s1", positive=True, integer=True)
     for expression in (
         s0 * s1 - 3,
@@ -82,7 +82,7 @@ def test_what_sympy_writes_passes():
         "Integer(True)",
     ],
 )
-def test_other_expressions_are_refused(text):
+def test_other_expressions_are_rejected(text):
     with pytest.raises(CheckpointError, match="expression"):
         validate_strings.expression(text)
 
@@ -99,7 +99,7 @@ def test_other_expressions_are_refused(text):
         "L['x'].storage_offset() == 0",
     ],
 )
-def test_guards_pass(text):
+def test_guards_are_accepted(text):
     validate_strings.guard(text)
 
 
@@ -129,13 +129,13 @@ def test_guards_pass(text):
         "(" * 70 + "1" + ")" * 70 + "*(2*(" * 70 + "1" + "))" * 70,
     ],
 )
-def test_other_guards_are_refused(text):
+def test_other_guards_are_rejected(text):
     with pytest.raises(CheckpointError):
         validate_strings.guard(text)
 
 
 class Options(dict):
-    """A class of the user's, registered as transformers registers its outputs."""
+    """A class of a user, registered as transformers registers its outputs."""
 
 
 pytree.register_pytree_node(
@@ -159,7 +159,7 @@ pytree.register_pytree_node(
     ],
     ids=lambda value: type(value).__name__,
 )
-def test_structures_pass(value):
+def test_structures_are_accepted(value):
     validate_strings.tree(pytree.treespec_dumps(pytree.tree_structure(value)))
 
 
@@ -170,7 +170,7 @@ def spec(kind, context, *children):
 @pytest.mark.parametrize(
     "tree",
     [
-        spec("tests.graph.Nobody", "null"),
+        spec("tests.graph.Unregistered", "null"),
         spec("NO_SERIALIZED_TYPE_NAME_FOUND", "null"),
         spec(None, "null"),
         spec("builtins.dict", json.dumps([{"__enum__": True, "fqn": "os:x", "name": "y"}])),
@@ -194,12 +194,12 @@ def spec(kind, context, *children):
         7,
     ],
 )
-def test_other_structures_are_refused(tree):
+def test_other_structures_are_rejected(tree):
     with pytest.raises(CheckpointError):
         validate_strings.tree(json.dumps([1, tree]))
 
 
-def test_keyword_arguments_are_identifiers():
+def test_keyword_arguments_must_be_identifiers():
     leaf = spec(None, None)
     tree = spec(
         "builtins.tuple",
@@ -208,7 +208,7 @@ def test_keyword_arguments_are_identifiers():
         spec("builtins.dict", '["a b"]', leaf),
     )
     validate_strings.tree(json.dumps([1, tree]))
-    with pytest.raises(CheckpointError, match="no identifier: 'a b'"):
+    with pytest.raises(CheckpointError, match="not an identifier: 'a b'"):
         validate_strings.signature_tree(json.dumps([1, tree]))
 
 
@@ -240,7 +240,7 @@ def test_keyword_arguments_are_identifiers():
     ],
     ids=lambda value: getattr(value, "__name__", ""),
 )
-def test_rules_of_names(rule, good, bad):
+def test_rules_for_names_accept_and_reject(rule, good, bad):
     for text in good:
         rule(text)
     for text in bad:
@@ -248,17 +248,17 @@ def test_rules_of_names(rule, good, bad):
             rule(text)
 
 
-def test_a_refusal_does_not_repeat_a_whole_file():
+def test_an_error_message_shortens_a_long_string():
     with pytest.raises(CheckpointError) as refusal:
         validate_strings.identifier("-" * 10_000)
     assert len(str(refusal.value)) < 400
 
 
 def test_torch_would_import_what_a_structure_names(monkeypatch):
-    """The reason for the rule about enums: the day this fails, the rule can go."""
-    wanted = []
+    """This is why enums are rejected; if it fails, the rule can be removed."""
+    imported = []
     monkeypatch.setattr(
-        pytree.importlib, "import_module", lambda name: wanted.append(name) or torch
+        pytree.importlib, "import_module", lambda name: imported.append(name) or torch
     )
     text = json.dumps(
         [
@@ -272,4 +272,4 @@ def test_torch_would_import_what_a_structure_names(monkeypatch):
     )
     with pytest.raises(TypeError):
         pytree.treespec_loads(text)
-    assert wanted == ["anything"]
+    assert imported == ["anything"]

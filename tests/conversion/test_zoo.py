@@ -1,8 +1,9 @@
-"""Every kind of model that people deploy, small and with random weights: no less exact than torch.autocast, far fewer casts, half the size, and the same from a file.
+"""Small models of every kind that is deployed, with random weights, against torch.autocast.
 
-Tables of embeddings are the exception: torch.autocast reads them in float32, a converted program in
-16 bits. So a program is compared with torch.autocast on a model whose tables are rounded, and one
-whose tables are excluded with torch.autocast on the model itself.
+A converted model is no less precise, has far fewer casts, takes half the size, and is loaded
+unchanged from a file. Embedding tables are the exception: torch.autocast reads them in float32, a
+converted program in 16 bits. So a program is compared with torch.autocast on a model with rounded
+tables, and a program that excludes the tables with torch.autocast on the model itself.
 """
 
 import copy
@@ -23,15 +24,18 @@ DTYPES = pytest.mark.parametrize(
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute")
 
 _LARGER = {"vit-many-places": 0.6}
-"""Models that are stored in more than 0.55 of their size: a fifth of this one's weights is only
-added, and stays float32."""
+"""Models that are stored in more than 0.55 of their size: a fifth of the weights of this one is
+only added, and stays float32."""
 
 
 def _errors(animal, converted, dtype, *, rounded=True):
-    """The errors of a converted model and of torch.autocast, output by output, against float32; each runs on a copy, since some write buffers."""
+    """Return the errors of a converted model and of torch.autocast against float32, per output.
+
+    Each runs on a copy because some models mutate buffers.
+    """
     with torch.no_grad():
         expected = tensors(copy.deepcopy(animal.model)(*animal.args))
-        theirs = tensors(
+        autocast = tensors(
             _in_16_bits(
                 (
                     Animal(with_rounded_tables(animal.model, converted, dtype), animal.args)
@@ -41,18 +45,18 @@ def _errors(animal, converted, dtype, *, rounded=True):
                 dtype,
             )
         )
-    ours = tensors(converted(*animal.args))
+    converted_outputs = tensors(converted(*animal.args))
     return [
-        (relative_error(one, expected[place]), relative_error(theirs[place], expected[place]))
-        for place, one in enumerate(ours)
+        (relative_error(one, expected[index]), relative_error(autocast[index], expected[index]))
+        for index, one in enumerate(converted_outputs)
     ]
 
 
 def _in_16_bits(animal, dtype):
     if isinstance(animal.model, LSTMTagger):
         # oneDNN's recurrent layers, which autocast calls, need a CPU with 16-bit arithmetic;
-        # elsewhere they fail, or run in float32 once mezzo's own autocast has stood in for them.
-        # The same layers in 16 bits are what autocast asks for.
+        # elsewhere they fail, or run in float32 once mezzo has registered its float32 fallback. The
+        # same layers in 16 bits are what autocast would run.
         return copy.deepcopy(animal.model).to(dtype)(*(one.to(dtype) for one in animal.args))
     with torch.autocast("cpu", dtype=dtype):
         return copy.deepcopy(animal.model)(*animal.args)
@@ -137,7 +141,10 @@ def test_layers_that_carry_a_state(name, dtype):
     converted = mezzo.convert(animal.model, animal.args, dtype=dtype)
     assert 2 * converted.casts.after.count <= converted.casts.before.count
     assert _stored(converted) <= 0.55 * sum(one.nbytes for one in animal.model.parameters())
-    assert all(ours < theirs for ours, theirs in _errors(animal, converted, dtype))
+    assert all(
+        converted_outputs < autocast
+        for converted_outputs, autocast in _errors(animal, converted, dtype)
+    )
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""The file of a converted model: a zip archive with checksums, and tensors as raw bytes."""
+"""The file format of a converted model: a zip archive with checksums, tensors as raw bytes."""
 
 from __future__ import annotations
 
@@ -22,31 +22,31 @@ _NAME = re.compile(r"[a-z0-9_]+(/[a-z0-9_]+)*(\.json)?")
 _ENCRYPTED = 0x1
 _JSON = ".json"
 _JSON_ROOM = 2**23
-"""Bytes of JSON that any file may unpack to beyond its own size: about 8,000 nodes. Reading JSON
-as a graph takes up to 32 times its size in memory, so that a small file cannot take more than
-300 MB. A large graph has large weights beside it."""
+"""Bytes of JSON that a file may unpack to beyond its own size: about 8,000 nodes. Reading JSON as a
+graph takes up to 32 times its size in memory, so that a small file cannot take more than 300 MB. A
+large graph comes with large weights, which allow more."""
 _CHUNK = 2**24
-"""Bytes that are copied at a time."""
+"""Bytes copied at a time."""
 
 
 class ArchiveWriter:
-    """Writes parts, one after the other."""
+    """Writes the parts of an archive."""
 
     def __init__(self, archive: ZipFile) -> None:
         self._zip = archive
         self.json_size = 0
-        """Bytes of JSON so far, unpacked."""
+        """Unpacked bytes of JSON written so far."""
 
     def json(self, name: str, value: object) -> None:
-        """Write plain values."""
-        # A name alone gives the zip's first date, 1980: equal programs make equal files.
+        """Write JSON values."""
+        # ZipInfo has the date 1980 by default, so that equal programs make equal files.
         text = json.dumps(value, allow_nan=False, separators=(",", ":")).encode()
         self.json_size += len(text)
         self._zip.writestr(ZipInfo(name), text, ZIP_DEFLATED, compresslevel=9)
 
     def raw(self, name: str, pieces: Iterable[memoryview]) -> None:
-        """Write bytes as they are, one piece behind the other."""
-        # Told beforehand that it may be large: the header comes before the first byte.
+        """Write bytes without compression, one piece after the other."""
+        # force_zip64: the header is written before the size is known.
         with self._zip.open(ZipInfo(name), "w", force_zip64=True) as stream:
             for piece in pieces:
                 for start in range(0, len(piece), _CHUNK):
@@ -54,7 +54,7 @@ class ArchiveWriter:
 
 
 class ArchiveReader:
-    """Reads parts by name. Each is checked against its checksum when its last byte is read."""
+    """Reads the parts of an archive by name, and checks their checksums."""
 
     def __init__(self, archive: ZipFile, size: int) -> None:
         self._zip = archive
@@ -68,7 +68,7 @@ class ArchiveReader:
             raise CheckpointError(f"it has two parts named {repeated[0]!r}")
         for part in self._parts.values():
             _check(part)
-        # Parts that share their bytes make a small file expand without end.
+        # Parts that share their bytes would let a small file expand without limit.
         if sum(part.compress_size for part in self._parts.values()) > size:
             raise CheckpointError("its parts overlap")
         unpacked = sum(part.file_size for name, part in self._parts.items() if name.endswith(_JSON))
@@ -80,17 +80,20 @@ class ArchiveReader:
 
     @property
     def names(self) -> frozenset[str]:
-        """What is in it."""
+        """The names of the parts."""
         return frozenset(self._parts)
 
     def json(self, name: str) -> Any:
-        """Plain values."""
+        """Read JSON values."""
         content = bytearray(self._part(name).file_size)
         self.raw(name, len(content), [content])
         return json.loads(content)
 
     def raw(self, name: str, size: int, buffers: Iterable[bytearray | memoryview]) -> None:
-        """Read bytes into buffers, one behind the other, `size` bytes in all. Nothing is asked of `buffers` before the size is known to be right."""
+        """Read a part of `size` bytes into buffers, one after the other.
+
+        `buffers` is not iterated before the size has been checked, so that it may allocate.
+        """
         part = self._part(name)
         if size != part.file_size:
             raise CheckpointError(
@@ -99,7 +102,7 @@ class ArchiveReader:
         with self._zip.open(part) as stream:
             for buffer in buffers:
                 _fill(buffer, stream)
-            # One byte more than there is: zipfile looks at the checksum when it meets the end.
+            # Read beyond the end: zipfile checks the checksum when it reaches it.
             stream.read(1)
 
     def _part(self, name: str) -> ZipInfo:
@@ -119,7 +122,7 @@ def _fill(buffer: bytearray | memoryview, stream: IO[bytes]) -> None:
 
 @contextmanager
 def writing(file: BinaryIO) -> Iterator[ArchiveWriter]:
-    """Write an archive into an open file. The table of contents, without which nothing can be read, comes last."""
+    """Write an archive to an open file; an incomplete one cannot be read."""
     with ZipFile(file, "w", ZIP_STORED) as archive:
         writer = ArchiveWriter(archive)
         yield writer
@@ -132,7 +135,11 @@ def writing(file: BinaryIO) -> Iterator[ArchiveWriter]:
 
 @contextmanager
 def reading(file: BinaryIO) -> Iterator[ArchiveReader]:
-    """Read an archive from an open file; what is no archive raises whatever `zipfile` finds, what is a strange one `CheckpointError`."""
+    """Read an archive from an open file.
+
+    Raises the errors of `zipfile` if it is not a zip archive, and `CheckpointError` if it is one
+    that `writing` never writes.
+    """
     with ZipFile(file) as archive:
         yield ArchiveReader(archive, os.fstat(file.fileno()).st_size)
 
@@ -140,13 +147,13 @@ def reading(file: BinaryIO) -> Iterator[ArchiveReader]:
 def _check(part: ZipInfo) -> None:
     name = part.filename
     if not _NAME.fullmatch(name):
-        raise CheckpointError(f"it has a part with the odd name {name!r}")
+        raise CheckpointError(f"it has a part with the invalid name {name!r}")
     if part.flag_bits & _ENCRYPTED or part.compress_type not in {ZIP_STORED, ZIP_DEFLATED}:
         raise CheckpointError(
-            f"its part {name!r} is encrypted, or packed in a way that is never written"
+            f"its part {name!r} is encrypted, or compressed with an unexpected method"
         )
     if part.compress_type == ZIP_DEFLATED and not name.endswith(_JSON):
-        raise CheckpointError(f"its part {name!r} is packed in a way that is never written")
+        raise CheckpointError(f"its part {name!r} is compressed with an unexpected method")
     if part.compress_type == ZIP_STORED and part.file_size != part.compress_size:
         raise CheckpointError(
             f"its part {name!r} would grow from {part.compress_size} to {part.file_size} bytes"
@@ -187,24 +194,24 @@ _DTYPES = {
 }
 
 PART = "tensors"
-"""The part of the file that holds their bytes, in order."""
+"""The part of the file that holds the bytes of all tensors."""
 
 Names = Mapping[str, torch.Tensor]
 Entries = dict[str, dict[str, Any]]
 
 
 class TensorWriter:
-    """Collects tensors by name, and writes each piece of memory once."""
+    """Collects tensors by name, and writes each one once."""
 
     def __init__(self) -> None:
         self._places: dict[tuple[object, ...], int] = {}
         self._tensors: list[torch.Tensor] = []
 
     def add(self, tensors: Names) -> Entries:
-        """Describe tensors: which stored one each name means, and whether it is a parameter."""
+        """Add tensors; return the index of each name's tensor and whether it is a parameter."""
         entries: Entries = {}
         for name, tensor in tensors.items():
-            _refuse_unwritable(name, tensor)
+            _check_can_save(name, tensor)
             entries[name] = {
                 "tensor": self._place(tensor),
                 "parameter": isinstance(tensor, nn.Parameter),
@@ -213,7 +220,7 @@ class TensorWriter:
         return entries
 
     def write(self, archive: ArchiveWriter) -> list[dict[str, Any]]:
-        """Write what was collected, and give its descriptions in order."""
+        """Write the tensors, and return their dtypes, shapes, strides and devices in order."""
         archive.raw(PART, self._pieces())
         return [
             {
@@ -227,10 +234,10 @@ class TensorWriter:
 
     def _pieces(self) -> Iterator[memoryview]:
         for tensor in self._tensors:
-            # From the first element to the last, and what lies between: strides are kept so,
-            # whatever they are; a stored weight is dense anyway.
+            # All memory from the first element to the last, so that any strides are kept. Weights
+            # are nearly always dense.
             span = tensor.as_strided((_span(tensor.shape, tensor.stride()),), (1,)).cpu()
-            # Held here while its bytes are written.
+            # `span` stays alive here while its bytes are written.
             yield _bytes(span)
 
     def _place(self, tensor: torch.Tensor) -> int:
@@ -249,7 +256,7 @@ class TensorWriter:
 
 
 class TensorReader:
-    """Gives tensors by name; names that meant one tensor mean one again, in every program of the file."""
+    """Reads tensors by name; names of one tensor share it again, across all programs."""
 
     def __init__(
         self, archive: ArchiveReader, records: list[dict[str, Any]], device: torch.device | None
@@ -262,14 +269,17 @@ class TensorReader:
     def _buffers(
         self, records: list[dict[str, Any]], sizes: list[int], device: torch.device | None
     ) -> Iterator[memoryview]:
-        """The memory of each tensor, to be filled by the reader before it takes the next: no second copy is made, and what goes to a device leaves the host at once."""
+        """Iterate over the memory of each tensor, which the caller fills before it takes the next.
+
+        No second copy is made, and a tensor is moved to its device as soon as it is filled.
+        """
         for record, size in zip(records, sizes, strict=True):
             flat = torch.empty(size, dtype=torch.uint8)
             yield _bytes(flat)
             self._tensors.append(_tensor(flat, record, device))
 
     def named(self, entries: Entries) -> dict[str, torch.Tensor]:
-        """The tensors of some entries."""
+        """Return the tensors of entries that `TensorWriter.add` returned."""
         return {
             name: self._one(
                 entry["tensor"], parameter=entry["parameter"], requires_grad=entry["requires_grad"]
@@ -280,7 +290,7 @@ class TensorReader:
     def _one(self, place: int, *, parameter: bool, requires_grad: bool) -> torch.Tensor:
         if not _is_count(place) or place >= len(self._tensors):
             raise CheckpointError(
-                f"it names the tensor {place!r:.80}, and has {len(self._tensors)}"
+                f"it refers to tensor {place!r:.80}, and has {len(self._tensors)} tensors"
             )
         tensor = self._tensors[place]
         if not parameter:
@@ -293,7 +303,7 @@ class TensorReader:
 
 
 def _size(record: dict[str, Any]) -> int:
-    """How many bytes a described tensor takes."""
+    """Return the bytes of a tensor from its description."""
     shape, stride = record["shape"], record["stride"]
     if len(shape) != len(stride) or not all(map(_is_count, (*shape, *stride))):
         raise CheckpointError(f"it has a tensor of shape {shape!r:.80} with strides {stride!r:.80}")
@@ -314,13 +324,13 @@ def _tensor(
         device or torch.device(record["device"]),
     )
     if dtype == torch.bool:
-        # A bool is 0 or 1, and nothing else: kernels rely on it.
+        # Kernels rely on bools being 0 or 1.
         flat.clamp_(max=1)
     return flat.view(dtype).as_strided(shape, stride).to(target)
 
 
 def _span(shape: Sequence[int], stride: Sequence[int]) -> int:
-    """How many elements lie from the first to the last, between ones included."""
+    """Return the number of elements from the first to the last, gaps included."""
     return (
         0
         if 0 in shape
@@ -329,7 +339,7 @@ def _span(shape: Sequence[int], stride: Sequence[int]) -> int:
 
 
 def _bytes(span: torch.Tensor) -> memoryview:
-    """The bytes themselves, without numpy, which torch does not require."""
+    """Return a view of the bytes, without numpy, which torch does not require."""
     count = span.numel() * span.element_size()
     return (
         memoryview((ctypes.c_ubyte * count).from_address(span.data_ptr())).cast("B")
@@ -338,7 +348,7 @@ def _bytes(span: torch.Tensor) -> memoryview:
     )
 
 
-def _refuse_unwritable(name: str, tensor: object) -> None:
+def _check_can_save(name: str, tensor: object) -> None:
     kinds = (torch.Tensor, nn.Parameter, nn.Buffer)
     if (
         type(tensor) not in kinds
@@ -352,6 +362,6 @@ def _refuse_unwritable(name: str, tensor: object) -> None:
             else f"a {type(tensor).__name__} of {tensor.dtype} and {tensor.layout}"
         )
         raise UnsupportedError(
-            f"{name!r} is {what}, which cannot be saved. A program holds plain dense tensors:"
-            " replace it before you convert."
+            f"{name!r} is {what}, which cannot be saved. A program may hold plain dense tensors"
+            " only: replace it before you convert."
         )

@@ -15,144 +15,136 @@ from torch.fx import GraphModule, Node
 
 from mezzo._casting import cast
 from mezzo._dtypes import dtype_name
-from mezzo._torch import HigherOrderOperator, OpOverload, pytree
+from mezzo._torch import HigherOrderOperator, OpOverload
 from mezzo.conversion.dtype_propagation import fake_mode, set_dtypes
 from mezzo.conversion.nodes import (
     MIXED_PARAMETERS,
+    OUTPUT_DTYPES,
     PROMOTING,
     SHAPE_ARGUMENTS,
     Read,
     Role,
-    deciding,
+    deciding_reads,
+    dtype_argument,
+    float_values,
     op_name,
+    output_values,
     reads,
-    stated_dtype,
-    values,
 )
-
-OUTPUTS = "mezzo_outputs"
-"""In the meta of a graph's output: the dtypes that the model gave."""
 
 
 @dataclass(frozen=True)
 class PrecisionAssignment:
-    """Which nodes run in 16 bits."""
+    """The precision of every node of a graph, as the minimum cut chose it."""
 
     roles: Mapping[Node, Role]
-    """What each node is."""
-    halves: Mapping[Node, bool]
+    """The role of each node."""
+    in_half: Mapping[Node, bool]
     """Whether each op, fill and input is in 16 bits."""
-    half: torch.dtype
+    half_dtype: torch.dtype
     """The 16-bit dtype."""
     keep_io_dtypes: bool
     """Whether outputs keep the dtypes of the model."""
     cast_params: bool = True
     """Whether weights can be stored in the dtype that they are read in."""
-    rounded: frozenset[Node] = field(default=frozenset())
-    """Weights that are stored in 16 bits only, whatever their readers want."""
+    half_only: frozenset[Node] = field(default=frozenset())
+    """Weights that are stored in 16 bits only, also if an op reads them in float32."""
     body_dtypes: Mapping[tuple[Node, Node], torch.dtype] = field(default_factory=dict)
-    """The dtype in which a branch or loop takes a weight that its body reads."""
+    """The dtype in which a branch or loop takes a value, by its node and the value."""
 
     def dtype_of(self, node: Node) -> torch.dtype:
-        """The dtype of a node's floating-point value; of a weight's, the one that it has if nobody else decides."""
-        traced = values(node)[0].dtype
+        """Return the dtype of a node's float values; of a weight, the first that is stored."""
+        traced = float_values(node)[0].dtype
         if traced is not torch.float32:
             return traced
-        found = self.roles[node]
-        if found is Role.WEIGHT:
+        role = self.roles[node]
+        if role is Role.WEIGHT:
             return self.stored(node)[0]
-        if found is Role.ELEMENT:
-            fixed = self.roles[maker(node)] is Role.FIXED
+        if role is Role.ELEMENT:
+            fixed = self.roles[producer(node)] is Role.FIXED
             return traced if fixed else self.dtype_of(node.args[0])  # type: ignore[arg-type]
-        if found is Role.OP and stated_dtype(node) is not None:
+        if role is Role.OP and dtype_argument(node) is not None:
             return traced
-        return self.half if self.halves.get(node) else traced
+        return self.half_dtype if self.in_half.get(node) else traced
 
     def input_dtype(self, node: Node, read: Read) -> torch.dtype | None:
-        """The dtype in which a node reads a value; None takes it as it is."""
+        """Return the dtype in which a node reads a value, or None if it takes any."""
         match self.roles[node]:
             case Role.OP:
                 return self._op_input_dtype(node, read)
             case Role.FIXED:
-                return self.body_dtypes.get((node, read.node), values(read.node)[0].dtype)
+                return self.body_dtypes.get((node, read.node), float_values(read.node)[0].dtype)
             case Role.CAST if (
-                self.cast_params and self.roles[read.node] is Role.WEIGHT and values(node)
+                self.cast_params and self.roles[read.node] is Role.WEIGHT and float_values(node)
             ):
-                # A weight that the model casts itself is stored that way.
-                return (
-                    values(node)[0].dtype
-                    if values(node)[0].dtype in (torch.float32, self.half)
-                    else None
-                )
+                # A weight that the model casts itself is stored in that dtype.
+                dtype = float_values(node)[0].dtype
+                return dtype if dtype in (torch.float32, self.half_dtype) else None
             case Role.OUTPUT if self.keep_io_dtypes:
                 return self._output_dtype(node, read)
         return None
 
     def _op_input_dtype(self, node: Node, read: Read) -> torch.dtype | None:
         op = op_name(node) or ""
-        if stated_dtype(node) is not None or read.argument in SHAPE_ARGUMENTS.get(op, ()):
+        if dtype_argument(node) is not None or read.argument in SHAPE_ARGUMENTS.get(op, ()):
             return None
         if read.argument in MIXED_PARAMETERS.get(op, ()):
-            return values(read.node)[0].dtype
-        wanted = self.half if self.halves.get(node) else torch.float32
+            return float_values(read.node)[0].dtype
+        dtype = self.half_dtype if self.in_half.get(node) else torch.float32
         if op not in PROMOTING:
-            return wanted
-        if read not in deciding(node):
+            return dtype
+        if read not in deciding_reads(node):
             return None
-        if wanted is torch.float32 and read != self._carrier(node):
+        if dtype is torch.float32 and read != self._promoting_input(node):
             return None
-        return wanted
+        return dtype
 
-    def _carrier(self, node: Node) -> Read:
-        """The input that makes a promoting kernel compute in float32: one that is float32 anyhow, else the planned one."""
-        able = deciding(node)
-        ready = [read for read in able if self._can_be_full(read.node)]
-        return ready[0] if ready else carrier(node, self.roles, {})
+    def _promoting_input(self, node: Node) -> Read:
+        """Return the input that makes a promoting kernel compute in float32.
 
-    def _can_be_full(self, node: Node) -> bool:
-        return (
-            node not in self.rounded
-            if self.roles[node] is Role.WEIGHT
-            else self.dtype_of(node) is torch.float32
-        )
+        This is one that is float32 anyway, else the one that the minimum cut counted with.
+        """
+        float32 = [read for read in deciding_reads(node) if self._can_be_float32(read.node)]
+        return float32[0] if float32 else promoting_input(node, self.roles, {})
+
+    def _can_be_float32(self, node: Node) -> bool:
+        if self.roles[node] is Role.WEIGHT:
+            return node not in self.half_only
+        return self.dtype_of(node) is torch.float32
 
     def _output_dtype(self, node: Node, read: Read) -> torch.dtype | None:
-        # One value may be returned twice, in the one dtype that it had.
-        told = zip(output_values(node), node.meta.get(OUTPUTS, ()), strict=False)
+        # A value that is returned twice has one dtype in the model.
+        outputs = zip(output_values(node), node.meta.get(OUTPUT_DTYPES, ()), strict=False)
         return next(
-            (dtype for value, dtype in told if value is read.node), values(read.node)[0].dtype
+            (dtype for value, dtype in outputs if value is read.node),
+            float_values(read.node)[0].dtype,
         )
 
     def demands(self, node: Node) -> set[torch.dtype]:
-        """The dtypes in which a value is read."""
-        wanted = (
+        """Return the dtypes in which a value is read."""
+        dtypes = (
             self.input_dtype(user, read)
             for user in node.users
             for read in reads(user)
             if read.node is node
         )
-        return {dtype for dtype in wanted if dtype is not None}
+        return {dtype for dtype in dtypes if dtype is not None}
 
     def stored(self, weight: Node) -> tuple[torch.dtype, ...]:
-        """The dtypes that a weight is stored in: one, or two where its readers disagree."""
-        if weight in self.rounded:
-            return (self.half,)
+        """Return the dtypes in which a weight is stored: two if it is read in both precisions."""
+        if weight in self.half_only:
+            return (self.half_dtype,)
         if not self.cast_params:
             return (torch.float32,)
-        wanted = self.demands(weight)
-        # What nobody reads is not worth four bytes a number.
-        return tuple(dtype for dtype in (torch.float32, self.half) if dtype in wanted) or (
-            (torch.float32,) if weight.users else (self.half,)
+        demanded = self.demands(weight)
+        # An unread weight is stored in 16 bits: its values do not matter, its size does.
+        return tuple(dtype for dtype in (torch.float32, self.half_dtype) if dtype in demanded) or (
+            (torch.float32,) if weight.users else (self.half_dtype,)
         )
 
 
-def output_values(node: Node) -> list[Any]:
-    """What a graph returns, in order."""
-    return pytree.tree_leaves(node.args, is_leaf=lambda value: isinstance(value, Node))
-
-
-def maker(node: Node) -> Node:
-    """The op that made a value: for one result of several, the op before it."""
+def producer(node: Node) -> Node:
+    """Return the op that produced a value: for one result of several, the op that returned all."""
     while (
         node.op == "call_function"
         and not isinstance(node.target, OpOverload)
@@ -165,36 +157,44 @@ def maker(node: Node) -> Node:
     return node
 
 
-def carrier(node: Node, roles: Mapping[Node, Role], settled: Mapping[Node, bool | None]) -> Read:
-    """The input through which a promoting op would come to float32: a weight, one that is settled float32, else the largest that is open."""
+def promoting_input(
+    node: Node, roles: Mapping[Node, Role], fixed: Mapping[Node, bool | None]
+) -> Read:
+    """Return the input to cast so that a promoting op computes in float32.
+
+    Preferred are weights, which are cast when they are stored, then values that are float32 anyway,
+    then undecided ones; among those, the value with the most dimensions.
+    """
 
     def rank(read: Read) -> tuple[int, int]:
-        free = (
+        preference = (
             3
             if roles[read.node] is Role.WEIGHT
-            else {False: 2, None: 1, True: 0}[settled.get(maker(read.node))]
+            else {False: 2, None: 1, True: 0}[fixed.get(producer(read.node))]
         )
-        return free, values(read.node)[0].dim()
+        return preference, float_values(read.node)[0].dim()
 
-    return max(deciding(node), key=rank)
+    return max(deciding_reads(node), key=rank)
 
 
-NAME = "mezzo_name"
-"""In a placeholder's meta: the name of the tensor that the model has for it."""
+# Stored weights
+
+WEIGHT_NAME = "mezzo_name"
+"""Key in a placeholder's meta: the name of the model's tensor."""
 
 _STORED = (InputKind.PARAMETER, InputKind.BUFFER, InputKind.CONSTANT_TENSOR)
 
 
 @dataclass
 class WeightPool:
-    """Copies of a model's tensors, one for each dtype: programs of several sizes share them, and so do tied weights."""
+    """Copies of a model's tensors, one per dtype, shared by tied weights and by programs."""
 
     copies: dict[tuple[int, torch.dtype], torch.Tensor] = field(default_factory=dict)
     originals: list[torch.Tensor] = field(default_factory=list)
-    """Kept, so that no other tensor gets the identity of one that is gone."""
+    """Kept alive, so that their ids stay unique."""
 
-    def take(self, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """The copy of a tensor in a dtype; a parameter stays one, and wants no gradient."""
+    def copy_of(self, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """Return the copy of a tensor in a dtype; a parameter stays one, without gradient."""
         key = id(tensor), dtype
         if key not in self.copies:
             self.originals.append(tensor)
@@ -214,7 +214,7 @@ class WeightPool:
 
 @dataclass(frozen=True)
 class StoredWeights:
-    """The tensors of a program, and how its graph takes them."""
+    """The tensors of a converted program, and how its graph takes them."""
 
     signature: ExportGraphSignature
     state: dict[str, Any]
@@ -222,44 +222,65 @@ class StoredWeights:
     constants: dict[str, Any]
     """Other tensors and objects by name."""
     variants: Mapping[tuple[Node, torch.dtype], Node]
-    """The second placeholder of each weight that is stored twice."""
+    """The second placeholder of each weight that is stored in two dtypes."""
 
 
 def weight_nodes(
-    exported: ExportedProgram, module: GraphModule, half: torch.dtype
+    exported: ExportedProgram, module: GraphModule, half_dtype: torch.dtype
 ) -> dict[Node, str]:
-    """The placeholders of stored tensors, each with what forbids 16 bits, or nothing; the tensors' names are noted on them."""
+    """Return the placeholders of stored tensors, each with the reason that forbids 16 bits or "".
+
+    The tensors' names are added to the placeholders' meta.
+    """
     placeholders = {node.name: node for node in module.graph.find_nodes(op="placeholder")}
     found = {}
     for spec in exported.graph_signature.input_specs:
         if spec.kind in _STORED and spec.target is not None:
             node = placeholders[spec.arg.name]
-            node.meta[NAME] = spec.target
-            beyond = exceeds(_tensor(exported, spec.target), half)
+            node.meta[WEIGHT_NAME] = spec.target
             found[node] = (
-                f"{spec.target!r} holds numbers beyond the range of {dtype_name(half)}"
-                if beyond
+                f"{spec.target!r} holds numbers beyond the range of {dtype_name(half_dtype)}"
+                if exceeds_range(_tensor(exported, spec.target), half_dtype)
                 else ""
             )
     return found
 
 
+def exceeds_range(tensor: torch.Tensor, dtype: torch.dtype) -> bool:
+    """Return whether a float32 tensor holds finite numbers beyond the range of a dtype.
+
+    >>> exceeds_range(torch.tensor([1e5, torch.inf]), torch.float16)
+    True
+    >>> exceeds_range(torch.tensor([1.0, torch.inf]), torch.float16)
+    False
+    """
+    if tensor.dtype is not torch.float32 or not tensor.numel() or tensor.is_meta:
+        return False
+    with torch.no_grad():
+        low, high = torch.aminmax(tensor.detach())
+        largest = float(torch.maximum(high, -low))
+        if not isfinite(largest):
+            largest = float(tensor.detach().abs().nan_to_num(nan=0.0, posinf=0.0).max())
+    return largest > torch.finfo(dtype).max
+
+
 def rounding_errors(
-    exported: ExportedProgram, choice: PrecisionAssignment, pool: WeightPool
+    exported: ExportedProgram, assignment: PrecisionAssignment, pool: WeightPool
 ) -> dict[Node, float]:
-    """Return the largest relative error of a row, for each table and other weight that is stored in 16 bits whatever its readers want."""
-    found = {}
-    for node in choice.rounded:
-        tensor = _tensor(exported, node.meta[NAME])
-        found[node] = row_error(tensor, pool.take(tensor, choice.half))
-    return found
+    """Return the largest relative error of a row for each weight that is stored in 16 bits only."""
+    errors = {}
+    for node in assignment.half_only:
+        tensor = _tensor(exported, node.meta[WEIGHT_NAME])
+        errors[node] = row_error(tensor, pool.copy_of(tensor, assignment.half_dtype))
+    return errors
 
 
 def row_error(tensor: torch.Tensor, rounded: torch.Tensor) -> float:
-    """Return the largest relative error of a row, in the Euclidean norm. Rows of zeros and rows with infinities do not count.
+    """Return the largest relative error of a row, in the Euclidean norm.
 
-    Not of a single number: in float16 a few numbers near zero always underflow, and that would be
-    the error of every table.
+    Rows of zeros and rows with infinities do not count. The error is that of a row and not of a
+    single number: in float16 a few numbers near zero always underflow, and they would determine the
+    error of every table.
 
     >>> row_error(torch.tensor([[3.0, 4.0], [0.0, 0.0]]), torch.tensor([[3.0, 4.5], [0.0, 0.0]]))
     0.1
@@ -276,9 +297,15 @@ def row_error(tensor: torch.Tensor, rounded: torch.Tensor) -> float:
 
 
 def store_weights(
-    exported: ExportedProgram, module: GraphModule, choice: PrecisionAssignment, pool: WeightPool
+    exported: ExportedProgram,
+    module: GraphModule,
+    assignment: PrecisionAssignment,
+    pool: WeightPool,
 ) -> StoredWeights:
-    """Choose the copies that a program stores, and give its graph a second placeholder where a weight is stored twice."""
+    """Copy the weights in their assigned dtypes.
+
+    A weight that is stored in two dtypes gets a second placeholder in the graph.
+    """
     placeholders = {node.name: node for node in module.graph.find_nodes(op="placeholder")}
     state: dict[str, Any] = {}
     constants: dict[str, Any] = {
@@ -293,55 +320,30 @@ def store_weights(
         if spec.kind not in _STORED or spec.target is None:
             continue
         node, tensor = placeholders[spec.arg.name], _tensor(exported, spec.target)
-        place = state if spec.target in exported.state_dict else constants
-        dtypes = choice.stored(node) if choice.roles[node] is Role.WEIGHT else (tensor.dtype,)
-        place[spec.target] = pool.take(tensor, dtypes[0])
-        for dtype in dtypes[1:]:
+        tensors = state if spec.target in exported.state_dict else constants
+        is_weight = assignment.roles[node] is Role.WEIGHT
+        first, *others = assignment.stored(node) if is_weight else (tensor.dtype,)
+        tensors[spec.target] = pool.copy_of(tensor, first)
+        for dtype in others:
             name, target = f"{node.name}_{dtype_name(dtype)}", f"{spec.target}_{dtype_name(dtype)}"
-            variants[node, dtype] = _second(module, node, name, dtype)
-            place[target] = pool.take(tensor, dtype)
-            specs.append(
-                InputSpec(
-                    spec.kind,
-                    TensorArgument(name=variants[node, dtype].name),
-                    target,
-                    spec.persistent,
-                )
-            )
-    return StoredWeights(
-        ExportGraphSignature(specs, exported.graph_signature.output_specs),
-        state,
-        constants,
-        variants,
-    )
+            variants[node, dtype] = _add_placeholder(module, node, name, dtype)
+            tensors[target] = pool.copy_of(tensor, dtype)
+            arg = TensorArgument(name=variants[node, dtype].name)
+            specs.append(InputSpec(spec.kind, arg, target, spec.persistent))
+    signature = ExportGraphSignature(specs, exported.graph_signature.output_specs)
+    return StoredWeights(signature, state, constants, variants)
 
 
 def _tensor(exported: ExportedProgram, name: str) -> torch.Tensor:
-    found: torch.Tensor = (
+    tensor: torch.Tensor = (
         exported.state_dict[name] if name in exported.state_dict else exported.constants[name]
     )
-    return found
+    return tensor
 
 
-def exceeds(tensor: torch.Tensor, dtype: torch.dtype) -> bool:
-    """Whether a float32 tensor holds finite numbers beyond the range of a dtype.
-
-    >>> exceeds(torch.tensor([1e5, torch.inf]), torch.float16), exceeds(torch.tensor([1.0, torch.inf]), torch.float16)
-    (True, False)
-    """
-    if tensor.dtype is not torch.float32 or not tensor.numel() or tensor.is_meta:
-        return False
-    with torch.no_grad():
-        low, high = torch.aminmax(tensor.detach())
-        largest = float(torch.maximum(high, -low))
-        if not isfinite(largest):
-            largest = float(tensor.detach().abs().nan_to_num(nan=0.0, posinf=0.0).max())
-    return largest > torch.finfo(dtype).max
-
-
-def _second(module: GraphModule, node: Node, name: str, dtype: torch.dtype) -> Node:
+def _add_placeholder(module: GraphModule, node: Node, name: str, dtype: torch.dtype) -> Node:
     with module.graph.inserting_after(node):
-        made = module.graph.placeholder(name)
-    made.target, made.meta = made.name, dict(node.meta)
-    set_dtypes(made, [dtype], fake_mode(module))
-    return made
+        added = module.graph.placeholder(name)
+    added.target, added.meta = added.name, dict(node.meta)
+    set_dtypes(added, [dtype], fake_mode(module))
+    return added

@@ -1,9 +1,9 @@
-"""Ops that models need and that do not check their arguments, with the check in front of them.
+"""Check the arguments of ops that models need and that do not check them themselves.
 
-Their kernels on the CPU compute addresses from sizes that they never compare: oneDNN's LSTM reads
-beyond weights that are too small for the input, attention beyond values that are fewer than the
-keys. The arguments are results of a file's other ops, so that only a running program has their
-sizes.
+Their CPU kernels compute addresses from sizes that they never compare: oneDNN's LSTM reads beyond
+weights that are too small for the input, attention beyond the values if they are fewer than the
+keys. The arguments are results of other ops of a file, so that their sizes are known only when the
+program runs.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ _DIMENSIONS = 3
 
 
 def with_checks(exported: ExportedProgram) -> ExportedProgram:
-    """The program with checks in front of the ops that have none; the same one if it calls no such op."""
+    """Return the program with checks before unchecked ops; itself if it calls no such op."""
     if not any(
         node.target in CHECKED for one in _graphs(exported.graph_module) for node in one.graph.nodes
     ):
         return exported
-    made = copy.copy(exported)
-    made._graph_module = copied_graph(exported.graph_module)
-    for one in _graphs(made.graph_module):
+    checked = copy.copy(exported)
+    checked._graph_module = copied_graph(exported.graph_module)
+    for one in _graphs(checked.graph_module):
         for node in one.graph.nodes:
             node.target = CHECKED.get(node.target, node.target)
         one.recompile()
-    return made
+    return checked
 
 
 def lstm(
@@ -51,14 +51,14 @@ def lstm(
     bidirectional: bool,  # noqa: FBT001
     batch_first: bool,  # noqa: FBT001
 ) -> Any:
-    """Call `aten::lstm.input` if weights and states have the sizes that its input needs."""
+    """Call `aten::lstm.input` if its weights and states fit its input."""
     states = [tuple(one.shape) for one in hx]
     if (
         input.dim() != _DIMENSIONS
         or [len(one) for one in states] != [_DIMENSIONS, _DIMENSIONS]
         or num_layers < 1
     ):
-        raise _misfit("lstm", [input, *hx])
+        raise _size_error("lstm", [input, *hx])
     directions, batch = 2 if bidirectional else 1, input.shape[0 if batch_first else 1]
     outputs, hidden = states[0][2], states[1][2]
     layers = num_layers * directions
@@ -76,8 +76,8 @@ def lstm(
         or states != [(layers, batch, outputs), (layers, batch, hidden)]
         or [tuple(one.shape) for one in params] != needed
     ):
-        raise _misfit("lstm", [input, *hx, *params])
-    # Nor does the kernel look at strides.
+        raise _size_error("lstm", [input, *hx, *params])
+    # The kernel ignores strides.
     input, hx, params = (  # noqa: A001
         input.contiguous(),
         [one.contiguous() for one in hx],
@@ -89,9 +89,9 @@ def lstm(
 
 
 def weight_norm(v: torch.Tensor, g: torch.Tensor, dim: int = 0) -> torch.Tensor:
-    """Call `aten::_weight_norm` if there is one length for each row."""
+    """Call `aten::_weight_norm` if there is one length per row."""
     if dim in (0, v.dim() - 1) and (not v.numel() or g.numel() != v.shape[dim]):
-        raise _misfit("_weight_norm", [v, g])
+        raise _size_error("_weight_norm", [v, g])
     found: torch.Tensor = _aten._weight_norm.default(v, g, dim)
     return found
 
@@ -107,9 +107,12 @@ def embedding_bag(
     include_last_offset: bool,  # noqa: FBT001
     padding_idx: int | None,
 ) -> Any:
-    """Call `aten::embedding_bag.padding_idx` if its bags lie within its indices, and these within the table. On a GPU the check does not synchronize."""
+    """Call `aten::embedding_bag.padding_idx` if offsets and indices are in range.
+
+    The check does not synchronize with a GPU.
+    """
     if indices.dim() != 1 or offsets.dim() != 1 or (indices.numel() and not offsets.numel()):
-        raise _misfit("embedding_bag", [weight, indices, offsets])
+        raise _size_error("embedding_bag", [weight, indices, offsets])
     inside = (
         ((indices >= 0) & (indices < weight.shape[0])).all()
         & ((offsets >= 0) & (offsets <= indices.numel())).all()
@@ -138,19 +141,25 @@ def embedding_bag(
 def scaled_dot_product_attention(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *rest: Any, **named: Any
 ) -> Any:
-    """Call `aten::scaled_dot_product_attention` if there is one value for each key, and heads that can be shared: torch divides by their number."""
+    """Call `aten::scaled_dot_product_attention` if there is one value per key.
+
+    With `enable_gqa`, no size may be 0: torch divides by the number of heads.
+    """
     if key.shape[-2] != value.shape[-2] or (
         named.get("enable_gqa") and 0 in (*key.shape, *value.shape)
     ):
-        raise _misfit("scaled_dot_product_attention", [query, key, value])
+        raise _size_error("scaled_dot_product_attention", [query, key, value])
     return _aten.scaled_dot_product_attention.default(query, key, value, *rest, **named)
 
 
 def _division(op: Any) -> Callable[..., Any]:
     def division(self: torch.Tensor, other: Any, *, rounding_mode: str | None) -> Any:
-        """Call an overload of `aten::div` unless its quotient is 1 more than the largest integer: there the processor ends the process."""
-        # What torch.result_type gives, which torch.compile does not know: tensors without
-        # dimensions count only among themselves.
+        """Call an overload of `aten::div` unless the quotient exceeds the largest integer by 1.
+
+        The CPU traps there, and the signal (SIGFPE) ends the process.
+        """
+        # torch.result_type, which torch.compile does not support: tensors without dimensions count
+        # only if all are.
         tensors = [one for one in (self, other) if isinstance(one, torch.Tensor)]
         dtype = reduce(
             torch.promote_types,
@@ -186,14 +195,14 @@ CHECKED: Mapping[Any, Callable[..., Any]] = {
         )
     },
 }
-"""Ops, and what is called instead."""
+"""Ops, and the functions that are called instead."""
 
 
 def _graphs(module: torch.nn.Module) -> list[GraphModule]:
     return [one for one in module.modules() if isinstance(one, GraphModule)]
 
 
-def _misfit(op: str, tensors: Sequence[torch.Tensor]) -> CheckpointError:
+def _size_error(op: str, tensors: Sequence[torch.Tensor]) -> CheckpointError:
     sizes = ", ".join(str(list(one.shape)) for one in tensors)
     return CheckpointError(
         f"The program calls {op} with tensors that do not fit each other: {sizes:.500}. Its file is"

@@ -21,7 +21,7 @@ from mezzo.conversion.export import source_line
 from mezzo.conversion.options import module_paths
 from mezzo.conversion.signature import named_leaves
 
-_SHOWN = 10
+_SHOWN_NODES = 10
 
 
 @dataclass(frozen=True)
@@ -29,38 +29,40 @@ class TensorError:
     """The error of one tensor."""
 
     name: str
-    """The output's place in what the model returns, or the node's name."""
+    """The path of an output in what the model returns, or the name of a node."""
     dtype: str
-    """What the program computed it in."""
+    """The dtype in which the program computed it."""
     relative: float
-    """The norm of the difference over the norm of the reference; of integers and booleans, the
-    share of elements that differ."""
+    """The norm of the difference divided by the norm of the reference; for integers and booleans,
+    the share of elements that differ."""
     largest: float
     """The largest absolute difference."""
     nonfinite: int
     """Elements that are infinite or NaN here and finite in the reference. They count in no other
-    number."""
+    field."""
     op: str = ""
     """The op; empty for an output."""
     module: str = ""
     """The path of the module that called it; empty for the model itself and for an output."""
     source: str = ""
-    """The file and line that called it."""
+    """The file and line that called it; empty for an output."""
 
     @property
     def where(self) -> str:
         """The module and the source line, as far as they are known."""
-        return " ".join(word for word in (self.module, self.source) if word)
+        return " ".join(text for text in (self.module, self.source) if text)
 
     @property
     def sort_key(self) -> tuple[bool, float]:
-        """What the worst are sorted by: values that are lost, then the relative error."""
+        """Key to sort errors by: non-finite values are worse than any relative error."""
         return self.nonfinite > 0, self.relative
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """A program against its reference: every output, and every node that both have, worst first.
+    """The errors of a converted program against float32.
+
+    Print it to see a table of all outputs and of the ten worst nodes.
 
     >>> print(Comparison((TensorError("logits", "float32", 3.2e-4, 1e-2, 0),)))
     output  dtype    relative error  largest  non-finite
@@ -68,25 +70,25 @@ class Comparison:
     """
 
     outputs: tuple[TensorError, ...]
-    """In the order in which the model returns them."""
+    """The error of each output, in the order in which the model returns them."""
     nodes: tuple[TensorError, ...] = ()
-    """Worst first; empty where there was no graph to compare with."""
+    """The error of each node that both graphs have, the worst first; empty if the program was
+    compared with a model or function."""
 
     @property
     def worst(self) -> float:
-        """The largest relative error of an output; infinite where an output has lost values."""
+        """The largest relative error of an output; infinite if an output has non-finite values."""
         return max(
             (float("inf") if one.nonfinite else one.relative for one in self.outputs), default=0.0
         )
 
     def __str__(self) -> str:
-        lines = _table(["output", "dtype", "relative error", "largest", "non-finite"], self.outputs)
+        heading = ["output", "dtype", "relative error", "largest", "non-finite"]
+        lines = _table(heading, self.outputs)
         if self.nodes:
-            lines += ["", f"the worst {min(_SHOWN, len(self.nodes))} of {len(self.nodes)} nodes"]
-            lines += _table(
-                ["node", "dtype", "relative error", "largest", "non-finite", "op", "where"],
-                self.nodes[:_SHOWN],
-            )
+            shown = self.nodes[:_SHOWN_NODES]
+            lines += ["", f"the worst {len(shown)} of {len(self.nodes)} nodes"]
+            lines += _table(["node", *heading[1:], "op", "where"], shown)
         return "\n".join(lines)
 
 
@@ -104,7 +106,7 @@ def _table(heading: Sequence[str], errors: Sequence[TensorError]) -> list[str]:
         for one in errors
     ]
     widths = [max(len(row[column]) for row in (heading, *cells)) for column in range(len(heading))]
-    # Numbers, columns two to four, stand on the right.
+    # Columns 2 to 4 are numbers and are aligned to the right.
     return [
         "  ".join(
             f"{cell:{'>' if column in {2, 3, 4} else '<'}{widths[column]}}"
@@ -120,23 +122,23 @@ def compare(
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any],
 ) -> Comparison:
-    """Compare a program with the float32 program that it was made of, or with a model or function: then by its outputs alone.
+    """Compare a program with its float32 program, or with the outputs of a model or function.
 
-    Both run on copies of the inputs and buffers: what a program writes stays as it was. Random ops
-    draw the same numbers in both.
+    Both run on copies of the inputs and buffers, so that mutations have no effect outside. Random
+    ops draw the same numbers in both.
     """
     with torch.no_grad(), torch.random.fork_rng():
         if isinstance(reference, ExportedProgram):
-            return _beside(reference, program, args, dict(kwargs))
-        expected = _called(reference, *_copied((args, dict(kwargs))))
-        found = _outputs(program, _Run(program, args, dict(kwargs)).to_the_end())
+            return _compare_nodes(reference, program, args, dict(kwargs))
+        expected = _call_reference(reference, *_with_cloned_tensors((args, dict(kwargs))))
+        found = _outputs(program, _NodeRunner(program, args, dict(kwargs)).run_to_end())
     return Comparison(_output_errors(expected, found))
 
 
 def tensor_error(
     expected: torch.Tensor, found: torch.Tensor, name: str, **where: str
 ) -> TensorError:
-    """The error of one tensor against another of the same shape.
+    """Return the error of one tensor against another of the same shape.
 
     >>> tensor_error(torch.tensor([3.0, 4.0]), torch.tensor([3.0, 4.5]), "output").relative
     0.1
@@ -147,82 +149,40 @@ def tensor_error(
         return TensorError(
             name, dtype, differ / max(expected.numel(), 1), float(differ > 0), 0, **where
         )
-    kind = (
+    wide = (
         torch.promote_types(expected.dtype, torch.float32)
         if expected.dtype.itemsize > 1
         else torch.float32
     )
-    expected, found = expected.to(kind), found.to(kind)
+    expected, found = expected.to(wide), found.to(wide)
     lost = expected.isfinite() & ~found.isfinite()
-    # Where both are infinite, as in a mask, nothing is lost.
+    # Values that are infinite in both, as in a mask, are no error.
     counted = expected.isfinite() & ~lost
-    left = torch.where(counted, expected, 0)
-    difference = torch.where(counted, found, 0) - left
+    reference = torch.where(counted, expected, 0)
+    difference = torch.where(counted, found, 0) - reference
+    norm_dtype = torch.complex128 if wide.is_complex else torch.float64
     size, scale = (
-        float(
-            torch.linalg.vector_norm(
-                one, dtype=torch.complex128 if kind.is_complex else torch.float64
-            )
-        )
-        for one in (difference, left)
+        float(torch.linalg.vector_norm(one, dtype=norm_dtype)) for one in (difference, reference)
     )
     relative = size / scale if scale else float("inf") if size else 0.0
     largest = float(difference.abs().max()) if difference.numel() else 0.0
     return TensorError(name, dtype, relative, largest, int(lost.sum()), **where)
 
 
-class _Run:
-    """One program's way through its nodes, step by step."""
-
-    def __init__(
-        self, program: ExportedProgram, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> None:
-        program = with_checks(program)
-        flat = program._graph_module_flat_inputs(args, kwargs)
-        self._interpreter = Interpreter(program.graph_module)
-        self._interpreter.env = {}
-        # Weights, of which there may be much, are not copied: an inference graph reads them.
-        copies = _copied([None if isinstance(one, nn.Parameter) else one for one in flat])
-        self._interpreter.args_iter = iter(
-            [one if copy is None else copy for one, copy in zip(flat, copies, strict=True)]
-        )
-        self._left = iter(program.graph.nodes)
-        self.nodes = {node.name: node for node in program.graph.nodes}
-        self._passed: set[str] = set()
-
-    def steps(self) -> Iterator[tuple[Node, Any]]:
-        """Run what is left, a node at a time; what no later node reads is let go."""
-        interpreter = self._interpreter
-        for node in self._left:
-            if torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()):
-                torch.manual_seed(crc32(node.name.encode()))
-            value = interpreter.env[node] = interpreter.run_node(node)
-            self._passed.add(node.name)
-            for done in interpreter.user_to_last_uses.get(node, ()):
-                interpreter.env.pop(done, None)
-            yield node, value
-
-    def upto(self, name: str) -> Any:
-        """The value of a node, after all before it have run; None if it is not there, or was passed already."""
-        if name not in self.nodes or name in self._passed:
-            return None
-        return next(value for node, value in self.steps() if node.name == name)
-
-    def to_the_end(self) -> Any:
-        """The flat outputs."""
-        return [value for _, value in self.steps()][-1]
+# Compare node by node
 
 
-def _beside(
+def _compare_nodes(
     reference: ExportedProgram,
     program: ExportedProgram,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> Comparison:
-    first, second = _Run(reference, args, kwargs), _Run(program, args, kwargs)
+    """Run both programs in step, so that only the values still needed are kept in memory."""
+    first, second = _NodeRunner(reference, args, kwargs), _NodeRunner(program, args, kwargs)
     errors, outputs = [], None
     for node, found in second.steps():
-        expected = first.upto(node.name)
+        expected = first.run_until(node.name)
         if node.op == "output":
             outputs = _output_errors(_outputs(reference, expected), _outputs(program, found))
         elif (
@@ -237,8 +197,52 @@ def _beside(
     )
 
 
+class _NodeRunner:
+    """Runs a program one node at a time."""
+
+    def __init__(
+        self, program: ExportedProgram, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        program = with_checks(program)
+        flat = program._graph_module_flat_inputs(args, kwargs)
+        self._interpreter = Interpreter(program.graph_module)
+        self._interpreter.env = {}
+        # Weights can be large and are not copied: an inference graph only reads them.
+        copies = _with_cloned_tensors(
+            [None if isinstance(one, nn.Parameter) else one for one in flat]
+        )
+        self._interpreter.args_iter = iter(
+            [one if copy is None else copy for one, copy in zip(flat, copies, strict=True)]
+        )
+        self._remaining = iter(program.graph.nodes)
+        self._names = {node.name for node in program.graph.nodes}
+        self._done: set[str] = set()
+
+    def steps(self) -> Iterator[tuple[Node, Any]]:
+        """Run the remaining nodes one by one; values that no later node reads are freed."""
+        interpreter = self._interpreter
+        for node in self._remaining:
+            if torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()):
+                torch.manual_seed(crc32(node.name.encode()))
+            value = interpreter.env[node] = interpreter.run_node(node)
+            self._done.add(node.name)
+            for unused in interpreter.user_to_last_uses.get(node, ()):
+                interpreter.env.pop(unused, None)
+            yield node, value
+
+    def run_until(self, name: str) -> Any:
+        """Run up to a node and return its value; None if it does not exist or has run before."""
+        if name not in self._names or name in self._done:
+            return None
+        return next(value for node, value in self.steps() if node.name == name)
+
+    def run_to_end(self) -> Any:
+        """Run all nodes and return the flat outputs."""
+        return [value for _, value in self.steps()][-1]
+
+
 def _computes(node: Node) -> bool:
-    """Whether a node makes values: what only looks at those of another has that one's error."""
+    """Return whether a node computes values; a view has the error of its source."""
     if node.target is operator.getitem:
         return _computes(node.all_input_nodes[0])
     if not isinstance(node.target, OpOverload):
@@ -260,8 +264,11 @@ def _node_error(node: Node, expected: torch.Tensor, found: torch.Tensor) -> Tens
     )
 
 
+# Compare outputs
+
+
 def _outputs(program: ExportedProgram, flat: Any) -> Any:
-    """What the model returns, made of what its graph gives: buffers that it writes come first there."""
+    """Return the model's outputs from those of its graph, where mutated buffers come first."""
     count = len(program.graph_signature.user_outputs)
     return pytree.tree_unflatten(list(flat)[len(flat) - count :], program.call_spec.out_spec)
 
@@ -270,8 +277,8 @@ def _output_errors(expected: Any, found: Any) -> tuple[TensorError, ...]:
     left, right = named_leaves(expected), named_leaves(found)
     if [name for name, _ in left] != [name for name, _ in right]:
         raise ConversionError(
-            f"The program returns {_pair_outputs(right)}, and what it is compared with"
-            f" {_pair_outputs(left)}. Compare it with the model that was converted."
+            f"The program returns {_names(right)}, and the reference returns {_names(left)}."
+            " Compare it with the model that was converted."
         )
     pairs = [
         (name, one, other)
@@ -281,25 +288,28 @@ def _output_errors(expected: Any, found: Any) -> tuple[TensorError, ...]:
     for name, one, other in pairs:
         if not isinstance(one, torch.Tensor) or one.shape != other.shape:
             raise ConversionError(
-                f"{name!r} has shape {tuple(other.shape)}, and what it is compared with"
-                f" {tuple(getattr(one, 'shape', ()))}."
+                f"The output {name!r} has shape {tuple(other.shape)}, and in the reference"
+                f" {tuple(getattr(one, 'shape', ()))}. Compare it with the model that was"
+                " converted."
             )
     return tuple(tensor_error(one, other, name) for name, one, other in pairs)
 
 
-def _pair_outputs(leaves: list[tuple[str, Any]]) -> str:
+def _names(leaves: list[tuple[str, Any]]) -> str:
     return ", ".join(name for name, _ in leaves) or "nothing"
 
 
-def _called(reference: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _call_reference(
+    reference: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
     if not isinstance(reference, nn.Module):
         return reference(*args, **kwargs)
     buffers = {name: buffer.clone() for name, buffer in reference.named_buffers()}
     return torch.func.functional_call(reference, buffers, args, kwargs)
 
 
-def _copied(value: Any) -> Any:
-    """The same around tensors that can be written without harm; one that occurs twice is one again."""
+def _with_cloned_tensors(value: Any) -> Any:
+    """Return nested values with cloned tensors; one that occurs twice is cloned once."""
     copies: dict[int, torch.Tensor] = {}
     return pytree.tree_map_only(
         torch.Tensor, lambda tensor: copies.setdefault(id(tensor), tensor.clone()), value

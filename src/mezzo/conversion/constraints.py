@@ -20,17 +20,23 @@ from mezzo.conversion.nodes import (
     VALUE_PRESERVING,
     Role,
     aten_name,
-    deciding,
-    delicate_ops,
+    deciding_reads,
+    dtype_argument,
+    float32_ops,
+    float_values,
+    mutated_nodes,
     op_name,
     reads,
     role_of,
-    stated_dtype,
-    values,
-    written,
 )
 from mezzo.conversion.normalize import REGION_META
-from mezzo.conversion.options import ConvertOptions, condition, exclusion, module_rule, out_of_range
+from mezzo.conversion.options import (
+    ConvertOptions,
+    matching_condition,
+    matching_exclusion,
+    module_rule,
+    out_of_range,
+)
 from mezzo.conversion.plan import CastBytes
 from mezzo.policy.missing_kernels import lacks_kernel
 from mezzo.policy.types import Level, Rule
@@ -38,322 +44,342 @@ from mezzo.policy.types import Level, Rule
 
 @dataclass(frozen=True)
 class Constraint:
-    """A precision that is settled, or none, and why."""
+    """The precision of a node before the minimum cut, and why."""
 
     half: bool | None
-    """True for 16 bits, False for float32, None where the cut may choose."""
+    """True for 16 bits, False for float32, None if the cut decides."""
     reason: str
 
 
 UNDECIDED = Constraint(None, "in no list")
-"""Left to the cut."""
+"""Left to the minimum cut."""
 
 AS_AUTOCAST = Constraint(False, "reads float32, as under torch.autocast")
-"""Not for the cut: it would be less precise than under torch.autocast."""
+"""Not left to the cut: 16 bits would be less precise than torch.autocast."""
 
 RECURRENT = Constraint(
     False, "carries a state from step to step, in float32 as under torch.autocast"
 )
-"""Its weights may be rounded: torch.autocast rounds them too."""
+"""The weights may be rounded nevertheless: torch.autocast rounds them too."""
 
-GATHERED = Constraint(True, "picks rows of a table that is stored in 16 bits")
-"""Its rows are exact copies of the stored ones; what reads them decides in which precision it
-computes."""
-
-
-def constraint_of(
-    node: Node, name: str, role: Role, said: ConvertOptions, modules: Mapping[str, nn.Module]
-) -> Constraint:
-    """Settle one op: exclusions first, then the conversion's own lists, then the policy's."""
-    if role is not Role.OP:
-        return UNDECIDED
-    found = _by_options(node, name, said) or _by_policy(node, said, modules)
-    if found.half is False:
-        return found
-    return Constraint(False, why) if (why := _unfit(node, said)) else found
-
-
-def _by_options(node: Node, name: str, said: ConvertOptions) -> Constraint | None:
-    op = op_name(node) or ""
-    if said.nothing_to_cast:
-        return Constraint(False, said.nothing_to_cast)
-    if pattern := exclusion(said, node, name):
-        return Constraint(False, f"excluded by {pattern!r}")
-    if node.meta.get(REGION_META) == "off":
-        return Constraint(False, "in a region of the model that switches autocast off")
-    if (dtype := stated_dtype(node)) is not None and values(node):
-        return Constraint(dtype is not torch.float32, f"the call says dtype={dtype_name(dtype)}")
-    if why := condition(said.conditional, op, node):
-        return Constraint(False, why)
-    if op in said.half:
-        return Constraint(True, "listed half in the call")
-    return Constraint(False, "listed full in the call") if op in said.full else None
-
-
-def _by_policy(node: Node, said: ConvertOptions, modules: Mapping[str, nn.Module]) -> Constraint:
-    op = op_name(node) or ""
-    if (ruled := module_rule(said, node, modules)) is not None:
-        rule, reason = ruled
-        return UNDECIDED if rule is Rule.KEEP else Constraint(rule is Rule.HALF, reason)
-    if op in STRUCTURAL:
-        return UNDECIDED
-    if why := condition(said.lists.conditional, op, node):
-        return Constraint(False, why)
-    entry = said.entry(op)
-    if op in said.policy.refuse:
-        raise RefusedOpError(
-            f"The policy refuses {op}, which the graph calls at {node.name}. Take the op out of the"
-            " model, or of refuse=."
-        )
-    if entry.rule is Rule.HALF and _is_recurrent(op, said):
-        return RECURRENT
-    if entry.rule in (Rule.HALF, Rule.FULL, Rule.REFUSE):
-        return Constraint(entry.rule is Rule.HALF, entry.reason)
-    if op not in said.lists.entries and op in delicate_ops():
-        return Constraint(False, delicate_ops()[op])
-    return UNDECIDED
-
-
-def _is_recurrent(op: str, said: ConvertOptions) -> bool:
-    """Whether a layer carries a state that torch.autocast would keep in float32, and nobody asks for 16 bits."""
-    asked = said.policy.level is Level.O3 or op in said.policy.ops_with_rule(Rule.HALF)
-    return op in RECURRENT_STATE and said.device == "cpu" and not asked
-
-
-def _unfit(node: Node, said: ConvertOptions) -> str | None:
-    op = op_name(node) or ""
-    if lacks_kernel(op, said.dtype, said.device):
-        return f"it has no {dtype_name(said.dtype)} kernel on {said.device}"
-    return out_of_range(node, said.dtype)
-
-
-def moved_bytes(value: torch.Tensor, source: torch.dtype, target: torch.dtype) -> int:
-    """The bytes that casting a tensor reads and writes; a dynamic size counts as in the example."""
-    count = 1
-    for size in value.shape:
-        count *= (
-            size.node.hint
-            if isinstance(size, torch.SymInt) and size.node.hint is not None
-            else 1
-            if isinstance(size, torch.SymInt)
-            else size
-        )
-    return count * (source.itemsize + target.itemsize)
-
-
-def autocast_dtypes(
-    roles: Mapping[Node, Role], half_by: Callable[[Node], bool | None], half: torch.dtype
-) -> dict[Node, bool]:
-    """For each node that makes floating-point values, whether autocast would make them in 16 bits; `half_by` holds what lists say, None follows the inputs."""
-    found: dict[Node, bool] = {}
-    for node, role in roles.items():
-        made = values(node)
-        if not made:
-            found[node] = _autocast_dtype(node, half_by(node), found) if role is Role.OP else False
-        elif role is Role.ELEMENT and made[0].dtype is torch.float32:
-            found[node] = found.get(node.args[0], False)  # type: ignore[arg-type]
-        elif role is Role.OP and any(one.dtype is torch.float32 for one in made):
-            found[node] = _autocast_dtype(node, half_by(node), found)
-        else:
-            found[node] = made[0].dtype is half
-    return found
-
-
-def _autocast_dtype(node: Node, listed: bool | None, found: Mapping[Node, bool]) -> bool:  # noqa: FBT001
-    if listed is not None:
-        return listed
-    seen = [found.get(read.node, False) for read in deciding(node)]
-    return bool(seen) and all(seen)
-
-
-def autocast_casts(
-    roles: Mapping[Node, Role], rule_of: Callable[[Node], Rule], half: torch.dtype
-) -> CastBytes:
-    """The casts that torch.autocast makes on a graph: each call casts its inputs, and only weights are remembered."""
-    rules = {node: rule_of(node) for node, role in roles.items() if role is Role.OP}
-    made = autocast_dtypes(
-        roles,
-        lambda node: {Rule.HALF: True, Rule.FULL: False}.get(rules.get(node, Rule.KEEP)),
-        half,
-    )
-    total, remembered = CastBytes(), set[Node]()
-    for node, role in roles.items():
-        for read, target in _asked(node, role, rules, made, half):
-            source = half if made.get(read) else torch.float32
-            if (
-                read in remembered
-                or source is target
-                or values(read)[0].dtype not in (torch.float32, half)
-            ):
-                continue
-            if roles.get(read) is Role.WEIGHT:
-                remembered.add(read)
-            total += CastBytes(1, moved_bytes(values(read)[0], source, target))
-    return total
-
-
-def _asked(
-    node: Node, role: Role, rules: Mapping[Node, Rule], made: Mapping[Node, bool], half: torch.dtype
-) -> Iterable[tuple[Node, torch.dtype]]:
-    if role is Role.CAST and values(node) and values(node)[0].dtype in (torch.float32, half):
-        return [(read.node, values(node)[0].dtype) for read in reads(node)]
-    match rules.get(node):
-        case Rule.HALF:
-            return [(read.node, half) for read in reads(node)]
-        case Rule.FULL:
-            return [(read.node, torch.float32) for read in reads(node)]
-        case Rule.PROMOTE:
-            return [(read.node, half if made[node] else torch.float32) for read in reads(node)]
-    return []
+GATHERED = Constraint(True, "selects rows of a table that is stored in 16 bits")
+"""The rows are exact copies of the stored ones; their readers decide in which precision they
+compute."""
 
 
 @dataclass(frozen=True)
 class GraphFacts:
-    """What is known of a graph before the cut."""
+    """What is known about a graph before the minimum cut."""
 
     roles: Mapping[Node, Role]
-    """What each node is, in the graph's order."""
-    pins: Mapping[Node, Constraint]
-    """The precision of each op, settled or open."""
-    written: frozenset[Node]
-    """Nodes whose memory the graph writes."""
+    """The role of each node, in graph order."""
+    constraints: Mapping[Node, Constraint]
+    """The constraint of each node."""
+    mutated: frozenset[Node]
+    """Nodes whose memory the graph mutates."""
 
 
 def graph_facts(
     module: GraphModule,
     prefix: str,
     weights: Mapping[Node, str],
-    said: ConvertOptions,
+    options: ConvertOptions,
     modules: Mapping[str, nn.Module],
 ) -> GraphFacts:
-    """Read a graph: roles, then what lists and words settle, then what follows from that.
+    """Find the roles of a graph's nodes, the constraints from lists, and those that follow.
 
-    `weights` holds the placeholders whose stored dtype can be chosen, each with what forbids 16
-    bits, or nothing.
+    `weights` maps the placeholders whose stored dtype can be chosen to the reason why they cannot
+    be stored in 16 bits, or to an empty string.
     """
-    touched = written(module.graph)
-    roles = {node: _role(node, weights, touched, said.dtype) for node in module.graph.nodes}
-    listed = {
-        node: constraint_of(node, prefix + node.name, one, said, modules)
-        for node, one in roles.items()
+    mutated = mutated_nodes(module.graph)
+    roles = {node: _role(node, weights, mutated, options.dtype) for node in module.graph.nodes}
+    constraints = {
+        node: constraint_of(node, prefix + node.name, role, options, modules)
+        for node, role in roles.items()
     }
-    listed = {
-        node: _fixed(node, roles[node], touched) or _overflow(node, roles, found, weights) or found
-        for node, found in listed.items()
+    constraints = {
+        node: _fixed_constraint(node, roles[node], mutated)
+        or _overflow_constraint(node, roles[node], found, weights)
+        or found
+        for node, found in constraints.items()
     }
-    as_autocast = autocast_dtypes(roles, lambda node: listed[node].half, said.dtype)
-    return GraphFacts(roles, _followed(roles, listed, as_autocast, said), touched)
+    as_autocast = autocast_dtypes(roles, lambda node: constraints[node].half, options.dtype)
+    constraints = _keep_autocast_precision(roles, constraints, as_autocast, options)
+    return GraphFacts(roles, constraints, mutated)
+
+
+# Roles
 
 
 def _role(
-    node: Node, weights: Collection[Node], touched: Collection[Node], half: torch.dtype
+    node: Node, weights: Collection[Node], mutated: Collection[Node], half_dtype: torch.dtype
 ) -> Role:
     if node.op == "placeholder":
-        if not values(node):
-            return Role.SILENT
-        return (
-            Role.WEIGHT
-            if node in weights and node not in touched and values(node)[0].dtype is torch.float32
-            else Role.INPUT
-        )
-    found = role_of(node, half)
-    if found in (Role.OP, Role.CAST, Role.FILL) and node in touched:
+        if not float_values(node):
+            return Role.NO_FLOATS
+        is_float32 = float_values(node)[0].dtype is torch.float32
+        is_weight = node in weights and node not in mutated and is_float32
+        return Role.WEIGHT if is_weight else Role.INPUT
+    role = role_of(node, half_dtype)
+    if role in (Role.OP, Role.CAST, Role.FILL) and node in mutated:
         return Role.FIXED
-    return (
-        Role.FIXED
-        if found in (Role.OP, Role.FILL)
-        and (node.meta.get(REGION_META) == "kept" or REWRITTEN in node.meta)
-        else found
-    )
+    keeps_dtype = node.meta.get(REGION_META) == "kept" or REWRITTEN in node.meta
+    return Role.FIXED if role in (Role.OP, Role.FILL) and keeps_dtype else role
 
 
-def _fixed(node: Node, found: Role, touched: Collection[Node]) -> Constraint | None:
-    """Why a node keeps the dtypes that it was exported with."""
-    if found is not Role.FIXED:
+# Constraints from the options and the policy
+
+
+def constraint_of(
+    node: Node, name: str, role: Role, options: ConvertOptions, modules: Mapping[str, nn.Module]
+) -> Constraint:
+    """Return the constraint of one op: from exclusions, then the call's lists, then the policy."""
+    if role is not Role.OP:
+        return UNDECIDED
+    found = _from_options(node, name, options) or _from_policy(node, options, modules)
+    if found.half is False:
+        return found
+    reason = _half_not_possible(node, options)
+    return Constraint(False, reason) if reason else found
+
+
+def _from_options(node: Node, name: str, options: ConvertOptions) -> Constraint | None:
+    op = op_name(node) or ""
+    if options.nothing_to_cast:
+        return Constraint(False, options.nothing_to_cast)
+    if pattern := matching_exclusion(options, node, name):
+        return Constraint(False, f"excluded by {pattern!r}")
+    if node.meta.get(REGION_META) == "off":
+        return Constraint(False, "in a region of the model that disables autocast")
+    if (dtype := dtype_argument(node)) is not None and float_values(node):
+        return Constraint(dtype is not torch.float32, f"the call has dtype={dtype_name(dtype)}")
+    if reason := matching_condition(options.conditional, op, node):
+        return Constraint(False, reason)
+    if op in options.half:
+        return Constraint(True, "listed half in the call")
+    return Constraint(False, "listed full in the call") if op in options.full else None
+
+
+def _from_policy(
+    node: Node, options: ConvertOptions, modules: Mapping[str, nn.Module]
+) -> Constraint:
+    op = op_name(node) or ""
+    if (ruled := module_rule(options, node, modules)) is not None:
+        rule, reason = ruled
+        return UNDECIDED if rule is Rule.KEEP else Constraint(rule is Rule.HALF, reason)
+    if op in STRUCTURAL:
+        return UNDECIDED
+    if condition := matching_condition(options.lists.conditional, op, node):
+        return Constraint(False, condition)
+    entry = options.entry(op)
+    if op in options.policy.refuse:
+        raise RefusedOpError(
+            f"The policy refuses {op}, which the graph calls at {node.name}. Take the op out of the"
+            " model, or of refuse=."
+        )
+    if entry.rule is Rule.HALF and _keeps_float32_state(op, options):
+        return RECURRENT
+    if entry.rule in (Rule.HALF, Rule.FULL, Rule.REFUSE):
+        return Constraint(entry.rule is Rule.HALF, entry.reason)
+    if op not in options.lists.entries and op in float32_ops():
+        return Constraint(False, float32_ops()[op])
+    return UNDECIDED
+
+
+def _keeps_float32_state(op: str, options: ConvertOptions) -> bool:
+    """Return whether a recurrent layer keeps its state in float32, as under torch.autocast.
+
+    A policy that lists the layer as half, or level O3, overrides this.
+    """
+    overridden = options.policy.level is Level.O3 or op in options.policy.ops_with_rule(Rule.HALF)
+    return op in RECURRENT_STATE and options.device == "cpu" and not overridden
+
+
+def _half_not_possible(node: Node, options: ConvertOptions) -> str | None:
+    op = op_name(node) or ""
+    if lacks_kernel(op, options.dtype, options.device):
+        return f"it has no {dtype_name(options.dtype)} kernel on {options.device}"
+    return out_of_range(node, options.dtype)
+
+
+# Constraints that follow from the graph
+
+
+def _fixed_constraint(node: Node, role: Role, mutated: Collection[Node]) -> Constraint | None:
+    """Return why a node keeps the dtypes with which it was exported, or None."""
+    if role is not Role.FIXED:
         return None
-    if node in touched:
-        return Constraint(False, "its memory is written in place, so it keeps its dtype")
+    if node in mutated:
+        return Constraint(False, "its memory is mutated in place, so it keeps its dtype")
     if node.meta.get(REGION_META) == "kept":
-        return Constraint(False, "in a mezzo region of the model, which has settled its dtype")
+        return Constraint(False, "in a mezzo region of the model, which has chosen its dtype")
     if REWRITTEN in node.meta:
         return Constraint(False, node.meta[REWRITTEN].reason)
     if aten_name(node) in CASTS:
         return Constraint(False, "the model's own cast")
     if isinstance(node.target, HigherOrderOperator):
-        return Constraint(False, "calls bodies that have rows of their own, or that are left alone")
+        return Constraint(False, "calls subgraphs that have rows of their own, or keep their dtype")
     if op_name(node) is None:
         return Constraint(False, "not an op that mezzo knows: it keeps its dtypes")
+    results = float_values(node)
     return Constraint(
-        False,
-        (
-            f"already {dtype_name(values(node)[0].dtype)}: left alone"
-            if values(node)
-            else "left alone"
-        ),
+        False, f"already {dtype_name(results[0].dtype)}: left alone" if results else "left alone"
     )
 
 
-def _overflow(
-    node: Node, roles: Mapping[Node, Role], found: Constraint, weights: Mapping[Node, str]
+def _overflow_constraint(
+    node: Node, role: Role, found: Constraint, weights: Mapping[Node, str]
 ) -> Constraint | None:
-    """Why an op's weights keep it in float32: `weights` says for each what is wrong with its numbers, or nothing."""
-    if roles[node] is not Role.OP or found.half is False:
+    """Return a float32 constraint for an op whose weights do not fit the 16-bit dtype, or None."""
+    if role is not Role.OP or found.half is False:
         return None
-    faults = [weights[read.node] for read in deciding(node) if weights.get(read.node)]
-    return Constraint(False, faults[0]) if faults else None
+    reasons = [weights[read.node] for read in deciding_reads(node) if weights.get(read.node)]
+    return Constraint(False, reasons[0]) if reasons else None
 
 
-def _followed(
+def _keep_autocast_precision(
     roles: Mapping[Node, Role],
     listed: Mapping[Node, Constraint],
     as_autocast: Mapping[Node, bool],
-    said: ConvertOptions,
+    options: ConvertOptions,
 ) -> dict[Node, Constraint]:
-    """Settle what torch.autocast would run in float32, so that nothing is less precise than there.
+    """Constrain ops that torch.autocast runs in float32, so that none is less precise than there.
 
-    Only an op that gives the same numbers when its result is rounded later stays open, if everybody
-    who reads the result rounds it.
+    A value-preserving op stays undecided if every reader of its result rounds it anyway.
     """
-    settled = dict(listed)
+    constraints = dict(listed)
     rounded: dict[Node, bool] = {}
-    for node, found in reversed(list(roles.items())):
+    for node, role in reversed(list(roles.items())):
         rounded[node] = bool(node.users) and all(
-            _rounds(user, node, roles, settled, rounded, said.dtype) for user in node.users
+            _rounds(user, node, roles, constraints, rounded, options.dtype) for user in node.users
         )
-        open_ended = found in (Role.OP, Role.FILL) or (
-            found is Role.INPUT and not said.keep_io_dtypes and node.op == "placeholder"
+        can_choose = role in (Role.OP, Role.FILL) or (
+            role is Role.INPUT and not options.keep_io_dtypes and node.op == "placeholder"
         )
-        if (
-            not open_ended
-            or listed[node].half is not None
-            or (as_autocast[node] and found is Role.OP)
-        ):
+        half_in_autocast = as_autocast[node] and role is Role.OP
+        if not can_choose or listed[node].half is not None or half_in_autocast:
             continue
-        exact = found is not Role.OP or op_name(node) in VALUE_PRESERVING
+        exact = role is not Role.OP or op_name(node) in VALUE_PRESERVING
         if not (exact and rounded[node]):
-            settled[node] = AS_AUTOCAST
-    return settled
+            constraints[node] = AS_AUTOCAST
+    return constraints
 
 
 def _rounds(
     user: Node,
     node: Node,
     roles: Mapping[Node, Role],
-    settled: Mapping[Node, Constraint],
+    constraints: Mapping[Node, Constraint],
     rounded: Mapping[Node, bool],
-    half: torch.dtype,
+    half_dtype: torch.dtype,
 ) -> bool:
+    """Return whether a reader rounds the value of a node to the 16-bit dtype."""
     match roles[user]:
-        case Role.SILENT:
+        case Role.NO_FLOATS:
             return True
         case Role.ELEMENT:
             return rounded[user]
         case Role.CAST:
-            return bool(values(user)) and values(user)[0].dtype is half
+            return bool(float_values(user)) and float_values(user)[0].dtype is half_dtype
         case Role.OP:
-            if stated_dtype(user) is not None or all(
-                read.node is not node for read in deciding(user)
-            ):
+            decides = any(read.node is node for read in deciding_reads(user))
+            if dtype_argument(user) is not None or not decides:
                 return False
-            return settled[user].half is True or (settled[user] is UNDECIDED and rounded[user])
+            constraint = constraints[user]
+            return constraint.half is True or (constraint is UNDECIDED and rounded[user])
     return False
+
+
+# What torch.autocast does on the same graph
+
+
+def autocast_dtypes(
+    roles: Mapping[Node, Role],
+    listed_half: Callable[[Node], bool | None],
+    half_dtype: torch.dtype,
+) -> dict[Node, bool]:
+    """Return for each node whether its float values would be 16-bit under autocast.
+
+    `listed_half` returns the precision from the op lists, or None if the op follows its inputs.
+    """
+    found: dict[Node, bool] = {}
+    for node, role in roles.items():
+        results = float_values(node)
+        if not results:
+            found[node] = (
+                _autocast_dtype(node, listed_half(node), found) if role is Role.OP else False
+            )
+        elif role is Role.ELEMENT and results[0].dtype is torch.float32:
+            found[node] = found.get(node.args[0], False)  # type: ignore[arg-type]
+        elif role is Role.OP and any(one.dtype is torch.float32 for one in results):
+            found[node] = _autocast_dtype(node, listed_half(node), found)
+        else:
+            found[node] = results[0].dtype is half_dtype
+    return found
+
+
+def _autocast_dtype(node: Node, listed: bool | None, found: Mapping[Node, bool]) -> bool:  # noqa: FBT001
+    if listed is not None:
+        return listed
+    inputs = [found.get(read.node, False) for read in deciding_reads(node)]
+    return bool(inputs) and all(inputs)
+
+
+def autocast_casts(
+    roles: Mapping[Node, Role], rule_of: Callable[[Node], Rule], half_dtype: torch.dtype
+) -> CastBytes:
+    """Count the casts of torch.autocast: each call casts its inputs, and weights are cached."""
+    rules = {node: rule_of(node) for node, role in roles.items() if role is Role.OP}
+    is_half = autocast_dtypes(
+        roles,
+        lambda node: {Rule.HALF: True, Rule.FULL: False}.get(rules.get(node, Rule.KEEP)),
+        half_dtype,
+    )
+    total, cached = CastBytes(), set[Node]()
+    for node, role in roles.items():
+        for value, target in _autocast_reads(node, role, rules, is_half, half_dtype):
+            source = half_dtype if is_half.get(value) else torch.float32
+            traced = float_values(value)[0]
+            if (
+                value in cached
+                or source is target
+                or traced.dtype not in (torch.float32, half_dtype)
+            ):
+                continue
+            if roles.get(value) is Role.WEIGHT:
+                cached.add(value)
+            total += CastBytes(1, cast_bytes(traced, source, target))
+    return total
+
+
+def _autocast_reads(
+    node: Node,
+    role: Role,
+    rules: Mapping[Node, Rule],
+    is_half: Mapping[Node, bool],
+    half_dtype: torch.dtype,
+) -> Iterable[tuple[Node, torch.dtype]]:
+    """Return the values that a node casts under torch.autocast, each with the target dtype."""
+    results = float_values(node)
+    if role is Role.CAST and results and results[0].dtype in (torch.float32, half_dtype):
+        return [(read.node, results[0].dtype) for read in reads(node)]
+    match rules.get(node):
+        case Rule.HALF:
+            return [(read.node, half_dtype) for read in reads(node)]
+        case Rule.FULL:
+            return [(read.node, torch.float32) for read in reads(node)]
+        case Rule.PROMOTE:
+            dtype = half_dtype if is_half[node] else torch.float32
+            return [(read.node, dtype) for read in reads(node)]
+    return []
+
+
+def cast_bytes(value: torch.Tensor, source: torch.dtype, target: torch.dtype) -> int:
+    """Return the bytes that a cast reads and writes; a dynamic size counts as in the example."""
+    count = 1
+    for size in value.shape:
+        if not isinstance(size, torch.SymInt):
+            count *= size
+        elif size.node.hint is not None:
+            count *= size.node.hint
+    return count * (source.itemsize + target.itemsize)

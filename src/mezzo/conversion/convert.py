@@ -1,4 +1,4 @@
-"""`mezzo.convert`: a trained model in, a program with the fewest casts out."""
+"""`mezzo.convert`: convert a trained model to a graph in 16 bits with the fewest casts."""
 
 from __future__ import annotations
 
@@ -32,14 +32,38 @@ def convert(
     keep_io_dtypes: bool = True,
     cast_cost: Callable[[int, torch.dtype, torch.dtype], float] | None = None,
 ) -> Converted:
-    """Convert a model for inference: 16 bits where the policy says so, and the fewest bytes cast between.
+    """Convert a trained model for inference in float16 or bfloat16.
 
-    `args` and `kwargs` are example inputs as the model takes them; a list of tuples makes one
-    program for each size, which share their weights. Ops in `half` and `full`, and those in
-    `conditional` for the values named there, beat the policy's own lists; nodes and modules in
-    `exclude` stay float32 whatever is listed. `cast_params=False` keeps float32 weights,
-    `keep_io_dtypes=False` lets inputs and outputs be 16-bit. `cast_cost` prices a cast of so many
-    bytes from one dtype to another.
+    The model is exported with `torch.export`. The policy's op lists decide which ops run in 16 bits
+    and which in float32; a minimum cut over the bytes cast decides the remaining ops, without
+    making any of them less precise than under `torch.autocast`. Weights are stored in the dtype in
+    which they are read. The model itself is not changed, and the result shares no memory with it.
+
+    Args:
+        model: The model, in the mode (`train` or `eval`) in which it will run. Wrappers of
+            `torch.compile` and of data parallel training are removed.
+        args: Example inputs as a tuple, as the model takes them. A list of tuples makes one
+            program per example; the programs share their weights.
+        kwargs: Example keyword arguments: one mapping, or a sequence with one mapping per example.
+        policy: A level, a `Policy`, or a TOML file.
+        dynamic_shapes: The sizes that may change, as in `torch.export.export`.
+        dtype: The 16-bit dtype; overrides that of the policy.
+        half: Ops to run in 16 bits; overrides the policy's lists.
+        full: Ops to keep in float32; overrides the policy's lists.
+        conditional: Ops to keep in float32 for some values of an argument, each as
+            `(op, argument, values)`; overrides `half` and `full`.
+        exclude: Nodes and modules to keep in float32, by name or glob (`"encoder.*"`); overrides
+            every list.
+        cast_params: Whether to store weights in 16 bits where they are read so. False keeps them in
+            float32 and casts them in each call.
+        keep_io_dtypes: Whether inputs and outputs keep the dtypes of the model. False lets them be
+            16-bit.
+        cast_cost: A function of `(bytes, source dtype, target dtype)` that returns the cost of a
+            cast, for instance a measured time. By default the cost is the number of bytes.
+
+    Raises:
+        ConversionError: `torch.export` cannot trace the model, or the examples do not fit it.
+        PolicyError: An op in a list is not in the graph, or an exclusion matches nothing.
 
     >>> model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 2))
     >>> converted = convert(model, (torch.randn(3, 8),), dtype="bfloat16", exclude="2")
@@ -47,11 +71,10 @@ def convert(
     [('linear', 'bfloat16'), ('relu', 'bfloat16'), ('linear_1', 'float32')]
     """
     require("conversion")
-    # Here, and not above: importing what traces a model would cast_cost every user of mezzo a
-    # second.
-    from mezzo.conversion.pipeline import convert_examples  # noqa: PLC0415
+    # Imported late: torch.export would add a second to `import mezzo`.
+    from mezzo.conversion.pipeline import convert_model  # noqa: PLC0415
 
-    return convert_examples(
+    return convert_model(
         model,
         args,
         kwargs,

@@ -18,6 +18,8 @@ from mezzo.conversion.nodes import copied_graph
 from mezzo.conversion.plan import Casts, GraphPlan
 from mezzo.conversion.signature import InputSignature, available_device, input_signature
 
+StrPath = str | os.PathLike[str]
+
 
 @dataclass(frozen=True)
 class ConvertedProgram:
@@ -26,27 +28,26 @@ class ConvertedProgram:
     exported: ExportedProgram
     """The graph and its weights."""
     plan: GraphPlan
-    """What was decided, and why."""
-
-
-Place = str | os.PathLike[str]
+    """The dtype of each node, and why."""
 
 
 @dataclass(frozen=True)
 class ConvertedPrograms:
-    """What a converted model is made of."""
+    """The programs of a converted model, and how they were made."""
 
     programs: tuple[ConvertedProgram, ...]
-    """One for each example, in their order; they share weights."""
+    """One per example, in their order; they share weights."""
     options: Mapping[str, Any]
-    """How it was converted, as plain data."""
+    """The options of the conversion, as JSON values."""
     references: tuple[ExportedProgram, ...] = ()
-    """The float32 programs, as long as the conversion that made them lives; a loaded file has
-    none."""
+    """The float32 programs, for `Converted.compare`; empty if the model was loaded from a file."""
 
 
 class Converted:
-    """A model converted for inference: call it like the model.
+    """A model converted for inference. Call it like the model; gradients are off.
+
+    Inputs may have other float dtypes than the example inputs and are cast. If the model was
+    converted with several examples, the program that matches the sizes of the inputs runs.
 
     >>> import mezzo
     >>> converted = mezzo.convert(nn.Linear(4, 2), (torch.ones(1, 4),), dtype="bfloat16")
@@ -54,26 +55,28 @@ class Converted:
     (torch.float32, 2)
     """
 
-    def __init__(self, artefact: ConvertedPrograms) -> None:
-        # Here, and not above: what runs a graph knows every op, and importing mezzo builds no table
-        # of them.
+    def __init__(self, converted: ConvertedPrograms) -> None:
+        # Imported late: the runner imports the op registry, which `import mezzo` does not build.
         from mezzo.conversion.program_runner import ProgramRunner  # noqa: PLC0415
 
-        self._converted = artefact
-        self._fits: tuple[InputSignature, ...] = tuple(
-            input_signature(program.exported) for program in artefact.programs
+        self._converted = converted
+        self._signatures: tuple[InputSignature, ...] = tuple(
+            input_signature(program.exported) for program in converted.programs
         )
-        self._runners = tuple(ProgramRunner(program.exported) for program in artefact.programs)
+        self._runners = tuple(ProgramRunner(program.exported) for program in converted.programs)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the program that was made for inputs of these sizes."""
-        place, args, kwargs = self._chosen(args, kwargs)
+        """Run the program that was converted for inputs of these sizes.
+
+        Raises:
+            ConversionError: No program was converted for inputs of these sizes.
+        """
+        index, args, kwargs = self._select_program(args, kwargs)
         try:
             with torch.no_grad():
-                return self._runners[place](args, kwargs)
+                return self._runners[index](args, kwargs)
         except AssertionError as error:
-            # torch says so where an input breaks what it assumed while it traced; what the model
-            # itself asserts is its own affair.
+            # These are torch's guards on the inputs. Asserts of the model itself pass through.
             if not str(error).startswith(("Guard failed", "Expected input")):
                 raise
             raise ConversionError(
@@ -81,43 +84,54 @@ class Converted:
                 " examples or dynamic_shapes= that allow them."
             ) from error
 
-    def _chosen(
+    def _select_program(
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[int, tuple[Any, ...], dict[str, Any]]:
-        for place, one in enumerate(self._fits):
-            taken = one.take(args, kwargs)
-            if taken is not None:
-                return place, *taken
-        made = "; ".join(str(one) for one in self._fits)
+        """Return the index of the program that fits the inputs, and the inputs in its dtypes."""
+        for index, signature in enumerate(self._signatures):
+            inputs = signature.cast_inputs(args, kwargs)
+            if inputs is not None:
+                return index, *inputs
         raise ConversionError(
-            f"No program was converted for these inputs: {self._fits[0].describe(args, kwargs)}."
-            f" There is: {made}. Convert with dynamic_shapes=, or with a list of example inputs,"
-            " one for each size."
+            "No program was converted for these inputs:"
+            f" {InputSignature.describe(args, kwargs)}. There are programs for:"
+            f" {'; '.join(map(str, self._signatures))}. Convert with dynamic_shapes=, or with a"
+            " list of example inputs, one for each size."
         )
 
     @property
     def plan(self) -> GraphPlan:
-        """What was decided for each node, and why; of several programs, the first's. `plans` holds all."""
+        """The dtype of each node of the first program, and why. `print` it to see a table."""
         return self.plans[0]
 
     @property
     def plans(self) -> tuple[GraphPlan, ...]:
-        """The plan of each program."""
+        """The plan of each program, in the order of the examples."""
         return tuple(program.plan for program in self._converted.programs)
 
     @property
     def casts(self) -> Casts:
-        """How many casts there are and how many bytes they move, under torch.autocast and now."""
+        """The casts of the first program, and those that torch.autocast would make."""
         return self.plan.casts
 
     @property
     def module(self) -> nn.Module:
-        """The first program as a module, for torch.compile and the like."""
+        """The first program as an `nn.Module`, for instance for torch.compile."""
         module: nn.Module = self._runners[0].module
         return module
 
-    def save(self, path: Place) -> None:
-        """Write everything to one file, whole or not at all."""
+    def save(self, path: StrPath) -> None:
+        """Write all programs, their weights and plans to one file.
+
+        The file replaces an existing one only once it is complete. Example inputs are not written.
+
+        Args:
+            path: The file to write.
+
+        Raises:
+            UnsupportedError: The program holds something that cannot be saved, such as a sparse
+                tensor or an op that does not check its arguments.
+        """
         from mezzo.conversion import saved_model  # noqa: PLC0415
 
         programs = tuple(
@@ -129,24 +143,46 @@ class Converted:
     @classmethod
     def load(
         cls,
-        path: Place,
+        path: StrPath,
         *,
         device: str | torch.device | None = None,
         custom_ops: Collection[str] = (),
     ) -> Converted:
-        """Read a file that `save` wrote. Nothing in it is run: one that is damaged, or not ours, is refused."""
+        """Read a file that `save` wrote. Loading never executes code from the file.
+
+        Args:
+            path: The file to read.
+            device: Where to put the weights; by default the device from which they were saved.
+            custom_ops: Namespaces of custom ops that the program may call. Name only ops that are
+                safe with any arguments: the file chooses them.
+
+        Raises:
+            CheckpointError: The file is damaged, was not written by `save`, or calls an op that is
+                not allowed.
+            UnsupportedError: The file needs a device that this machine does not have.
+        """
         from mezzo.conversion import saved_model  # noqa: PLC0415
 
-        found = saved_model.load(path, device=device, custom_ops=custom_ops)
+        saved = saved_model.load(path, device=device, custom_ops=custom_ops)
         with saved_model.reading_errors(path):
             programs = tuple(
                 ConvertedProgram(one.exported, GraphPlan.from_dict(one.plan))
-                for one in found.programs
+                for one in saved.programs
             )
-            return cls(ConvertedPrograms(programs, found.options))
+            return cls(ConvertedPrograms(programs, saved.options))
 
-    def export_onnx(self, path: Place) -> tuple[Path, ...]:
-        """Write the program as ONNX, with the same dtypes; several programs become a file each, numbered. The files are given back."""
+    def export_onnx(self, path: StrPath) -> tuple[Path, ...]:
+        """Write the model as ONNX with the same dtypes, and return the paths of the files.
+
+        Needs `pip install 'mezzo[onnx]'`.
+
+        Args:
+            path: The file to write. Several programs become one file each, numbered before the
+                suffix: `model.0.onnx`, `model.1.onnx`.
+
+        Raises:
+            UnsupportedError: An op has no ONNX counterpart, or ONNX rejects the graph.
+        """
         from mezzo.conversion import onnx_export  # noqa: PLC0415
 
         return onnx_export.export_each(
@@ -154,27 +190,45 @@ class Converted:
         )
 
     def compare(self, *args: Any, against: nn.Module | None = None, **kwargs: Any) -> Any:
-        """How far the outputs are from float32, and which nodes lose most. A loaded program has no float32 one: give the model as `against`."""
+        """Compare the outputs with float32, and find the nodes that lose the most precision.
+
+        Args:
+            *args: Inputs of the model.
+            against: The model to compare with, by its outputs only. By default this is the float32
+                program of the conversion, and nodes are compared too. A model loaded from a file
+                has none and needs `against`.
+            **kwargs: Keyword arguments of the model.
+
+        Returns:
+            A `Comparison`. `print` it to see a table.
+        """
         from mezzo.conversion import compare  # noqa: PLC0415
 
-        place, args, kwargs = self._chosen(args, kwargs)
+        index, args, kwargs = self._select_program(args, kwargs)
         references = self._converted.references
-        reference = against if against is not None else references[place] if references else None
+        reference = against if against is not None else references[index] if references else None
         if reference is None:
             raise ConversionError(
-                "A loaded program has no float32 one to compare with. Pass the model:"
+                "A model loaded from a file has no float32 program to compare with. Pass the model:"
                 " converted.compare(x, against=model)."
             )
-        return compare.compare(reference, self._converted.programs[place].exported, args, kwargs)
+        return compare.compare(reference, self._converted.programs[index].exported, args, kwargs)
 
     def to(self, device: str | torch.device) -> Converted:
-        """The same programs on another device; this one stays where it is. The plan is still the one for the device of the conversion: best convert where you deploy."""
+        """Return a copy of the model on another device.
+
+        The precisions stay as they were planned for the device of the conversion. To have them
+        planned for the other device, convert the model there.
+
+        Args:
+            device: A device of this machine.
+        """
         device, memo = available_device(device), dict[int, torch.Tensor]()
         programs = tuple(
-            ConvertedProgram(_moved(program.exported, device, memo), program.plan)
+            ConvertedProgram(_program_on(program.exported, device, memo), program.plan)
             for program in self._converted.programs
         )
-        references = tuple(_moved(one, device, memo) for one in self._converted.references)
+        references = tuple(_program_on(one, device, memo) for one in self._converted.references)
         return Converted(ConvertedPrograms(programs, self._converted.options, references))
 
     def __copy__(self) -> Converted:
@@ -183,11 +237,11 @@ class Converted:
     def __deepcopy__(self, memo: dict[int, Any]) -> Converted:
         tensors: dict[int, torch.Tensor] = {}
         programs = tuple(
-            ConvertedProgram(_rebuilt(program.exported, torch.clone, tensors), program.plan)
+            ConvertedProgram(_copy_program(program.exported, torch.clone, tensors), program.plan)
             for program in self._converted.programs
         )
         references = tuple(
-            _rebuilt(one, torch.clone, tensors) for one in self._converted.references
+            _copy_program(one, torch.clone, tensors) for one in self._converted.references
         )
         return Converted(ConvertedPrograms(programs, self._converted.options, references))
 
@@ -198,57 +252,56 @@ class Converted:
         )
 
     def __repr__(self) -> str:
-        return (
-            f"Converted({len(self._converted.programs)}"
-            f" program{'s' * (len(self._converted.programs) > 1)}, {self.casts})"
-        )
+        count = len(self._converted.programs)
+        return f"Converted({count} program{'s' * (count > 1)}, {self.casts})"
 
 
-def _moved(
+def _program_on(
     exported: ExportedProgram, device: str | torch.device, memo: dict[int, torch.Tensor]
 ) -> ExportedProgram:
     from torch.export.passes import move_to_device_pass  # noqa: PLC0415
 
-    moved = move_to_device_pass(_rebuilt(exported, lambda tensor: tensor.to(device), memo), device)
+    copied = _copy_program(exported, lambda tensor: tensor.to(device), memo)
+    moved = move_to_device_pass(copied, device)
     for part in moved.graph_module.modules():
         if isinstance(part, GraphModule):
-            # torch changes the devices that a graph names, and leaves its code as it was.
+            # torch changes the devices in the graph, and does not regenerate the code.
             part.recompile()
     moved._guards_code = exported._guards_code
     return moved
 
 
-def _rebuilt(
+def _copy_program(
     exported: ExportedProgram,
-    change: Callable[[torch.Tensor], torch.Tensor],
+    copy_tensor: Callable[[torch.Tensor], torch.Tensor],
     memo: dict[int, torch.Tensor],
 ) -> ExportedProgram:
-    """A copy of a program around tensors that `change` makes of its own; `memo` holds those that are made already, so that programs go on sharing them."""
+    """Copy a program and its tensors; `memo` holds copies, so that programs go on sharing them."""
 
-    def changed(value: Any) -> Any:
+    def copied(value: Any) -> Any:
         if not isinstance(value, torch.Tensor):
             return value
         if id(value) not in memo:
-            made = change(value.detach())
+            tensor = copy_tensor(value.detach())
             memo[id(value)] = (
-                nn.Parameter(made, requires_grad=value.requires_grad)
+                nn.Parameter(tensor, requires_grad=value.requires_grad)
                 if isinstance(value, nn.Parameter)
-                else made
+                else tensor
             )
         return memo[id(value)]
 
     module = copied_graph(exported.graph_module)
-    rebuilt = ExportedProgram(
+    program = ExportedProgram(
         root=module,
         graph=module.graph,
         graph_signature=exported.graph_signature,
-        state_dict={name: changed(value) for name, value in exported.state_dict.items()},
+        state_dict={name: copied(value) for name, value in exported.state_dict.items()},
         range_constraints=exported.range_constraints,
         module_call_graph=exported.module_call_graph,
         example_inputs=exported.example_inputs,
-        constants={name: changed(value) for name, value in exported.constants.items()},
+        constants={name: copied(value) for name, value in exported.constants.items()},
         verifiers=exported.verifiers,
     )
-    # A program that was loaded has its guards from the file: its graph alone does not tell them.
-    rebuilt._guards_code = exported._guards_code
-    return rebuilt
+    # A loaded program has its guards from the file; they cannot be derived from its graph.
+    program._guards_code = exported._guards_code
+    return program

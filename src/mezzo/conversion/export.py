@@ -22,42 +22,25 @@ from torch.fx.traceback import preserve_node_meta
 from mezzo._errors import ConversionError
 from mezzo._events import Event
 
-
-@contextmanager
-def quiet_loggers(*names: str, below: int = logging.ERROR) -> Iterator[None]:
-    """Hold back what some loggers say below a level; afterwards they speak as before.
-
-    >>> with quiet_loggers("torch.export"):
-    ...     logging.getLogger("torch.export").isEnabledFor(logging.WARNING)
-    False
-    """
-    loggers = [logging.getLogger(name) for name in names]
-    levels = [logger.level for logger in loggers]
-    for logger in loggers:
-        logger.setLevel(below)
-    try:
-        yield
-    finally:
-        for logger, level in zip(loggers, levels, strict=True):
-            logger.setLevel(level)
-
-
-_BEHIND = "mezzo_behind"
-"""What a decorated model's forward calls the one behind it."""
-
-_LOGGERS = ("torch._subclasses.fake_tensor", "torch.fx.experimental.symbolic_shapes")
-
 Args = tuple[Any, ...]
 Kwargs = Mapping[str, Any]
 
+_WRAPPED_FORWARD = "mezzo_behind"
+"""Attribute of a decorated model's forward wrapper: the forward that it calls."""
+
+_LOGGERS = ("torch._subclasses.fake_tensor", "torch.fx.experimental.symbolic_shapes")
+
 
 def export(model: nn.Module, args: Args, kwargs: Kwargs, dynamic_shapes: Any) -> ExportedProgram:
-    """Export a model as it is, undecomposed: in its own mode, outside of any region around the call."""
-    _check_fit(model, args, kwargs)
-    # What cannot be traced is told once, in the error.
+    """Export a model without decomposing its ops, in the mode that it is in.
+
+    An autocast region around the call has no effect.
+    """
+    _check_inputs(model, args, kwargs)
+    # The error message explains why tracing failed; the logs would repeat it.
     with (
         _undecorated(model),
-        _plainly(model),
+        _export_settings(model),
         preserve_node_meta(),
         quiet_loggers(*_LOGGERS, below=logging.CRITICAL),
     ):
@@ -66,11 +49,11 @@ def export(model: nn.Module, args: Args, kwargs: Kwargs, dynamic_shapes: Any) ->
                 model, args, dict(kwargs), dynamic_shapes=dynamic_shapes, strict=False
             )
         except Exception as error:
-            raise _explained(model, args, kwargs, error) from error
+            raise _conversion_error(model, args, kwargs, error) from error
 
 
-def unwrapped(model: Any) -> nn.Module:
-    """The module itself, without what trains or compiles it around."""
+def unwrap_module(model: Any) -> nn.Module:
+    """Return the module inside wrappers of data parallel training and of torch.compile."""
     while isinstance(model, nn.DataParallel | nn.parallel.DistributedDataParallel) or hasattr(
         model, "_orig_mod"
     ):
@@ -87,21 +70,21 @@ def unwrapped(model: Any) -> nn.Module:
     )
 
 
-def _check_fit(model: nn.Module, args: Args, kwargs: Kwargs) -> None:
+def _check_inputs(model: nn.Module, args: Args, kwargs: Kwargs) -> None:
     if not isinstance(args, tuple):
         several = (
-            " A list holds several examples, each of them a tuple: [(x,), (y,)]."
+            " To pass several examples, make each of them a tuple: [(x,), (y,)]."
             if isinstance(args, list)
             else ""
         )
         raise ConversionError(
-            f"The example inputs are a tuple of the model's arguments, got {type(args).__name__}."
-            f" Write convert(model, (x,)).{several}"
+            "The example inputs must be a tuple of the model's arguments, got"
+            f" {type(args).__name__}. Write convert(model, (x,)).{several}"
         )
     if not isinstance(kwargs, Mapping):
         raise ConversionError(
-            f"kwargs= is a mapping of the model's keyword arguments, got {type(kwargs).__name__}."
-            " Write kwargs={'mask': mask}."
+            "kwargs= must be a mapping of the model's keyword arguments, got"
+            f" {type(kwargs).__name__}. Write kwargs={{'mask': mask}}."
         )
     signature = inspect.signature(model.forward)
     try:
@@ -113,44 +96,47 @@ def _check_fit(model: nn.Module, args: Args, kwargs: Kwargs) -> None:
         ) from error
 
 
+# Settings during the export
+
+
 @contextmanager
 def _undecorated(model: nn.Module) -> Iterator[None]:
-    """Without the region of a decorated float32 model: this conversion's policy takes its place. A 16-bit one needs its door to cast what goes in."""
-    own = model.__dict__.get("forward")
-    behind = getattr(own, _BEHIND, None)
-    if behind is None or any(
+    """Export a decorated float32 model without its autocast region.
+
+    The policy of the conversion replaces it. A decorated 16-bit model keeps its forward wrapper,
+    which casts the inputs.
+    """
+    wrapper = model.__dict__.get("forward")
+    wrapped = getattr(wrapper, _WRAPPED_FORWARD, None)
+    if wrapped is None or any(
         one.is_floating_point() and one.dtype is not torch.float32 for one in model.parameters()
     ):
         yield
         return
-    if behind is type(model).forward:
+    if wrapped is type(model).forward:
         del model.__dict__["forward"]
     else:
-        model.__dict__["forward"] = behind
+        model.__dict__["forward"] = wrapped
     try:
         yield
     finally:
-        model.__dict__["forward"] = own
+        model.__dict__["forward"] = wrapper
 
 
 @contextmanager
-def _plainly(model: nn.Module) -> Iterator[None]:
-    fast = torch.backends.mha.get_fastpath_enabled()
-    # The fast path is one op that no policy can look into.
+def _export_settings(model: nn.Module) -> Iterator[None]:
+    fast_path = torch.backends.mha.get_fastpath_enabled()
+    # The fast path of attention is a single op, whose inner ops no policy could choose.
     torch.backends.mha.set_fastpath_enabled(False)
+    devices = {one.device.type for one in (*model.parameters(), *model.buffers())}
     try:
         with ExitStack() as stack:
-            for device in {one.device.type for one in (*model.parameters(), *model.buffers())} & {
-                "cpu",
-                "cuda",
-                "xpu",
-                "mps",
-            }:
-                # torch.export drops a region around it; the policy speaks instead.
+            for device in devices & {"cpu", "cuda", "xpu", "mps"}:
+                # A region around the call must not change the graph: the policy decides.
                 stack.enter_context(torch.autocast(device, enabled=False))
             stack.enter_context(warnings.catch_warnings())
-            # A recurrent layer sets the list of its own weights while it runs; torch looks for
-            # gradients where there are none when it traces a branch.
+            # A recurrent layer assigns the list of its weights in forward. torch reads .grad of
+            # non-leaf tensors when it traces a branch.
             for message in (
                 r"(?s).*were assigned during export",
                 r"The \.grad attribute of a Tensor that is not a leaf",
@@ -158,34 +144,59 @@ def _plainly(model: nn.Module) -> Iterator[None]:
                 warnings.filterwarnings("ignore", message=message, category=UserWarning)
             yield
     finally:
-        torch.backends.mha.set_fastpath_enabled(fast)
+        torch.backends.mha.set_fastpath_enabled(fast_path)
 
 
-def _explained(model: nn.Module, args: Args, kwargs: Kwargs, error: Exception) -> ConversionError:
-    name, where = type(model).__name__, _users_line(error)
-    failed = _fails_by_itself(model, args, kwargs)
-    if failed is not None:
+@contextmanager
+def quiet_loggers(*names: str, below: int = logging.ERROR) -> Iterator[None]:
+    """Suppress log records below a level, and restore the loggers' levels afterwards.
+
+    >>> with quiet_loggers("torch.export"):
+    ...     logging.getLogger("torch.export").isEnabledFor(logging.WARNING)
+    False
+    """
+    loggers = [logging.getLogger(name) for name in names]
+    levels = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.setLevel(below)
+    try:
+        yield
+    finally:
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)
+
+
+# Errors
+
+
+def _conversion_error(
+    model: nn.Module, args: Args, kwargs: Kwargs, error: Exception
+) -> ConversionError:
+    name = type(model).__name__
+    eager = _eager_error(model, args, kwargs)
+    if eager is not None:
         return ConversionError(
-            f"{name} does not run on these example inputs{_users_line(failed)}: {_short(failed)}"
+            f"{name} does not run on these example inputs{_raised_at(eager)}: {_summary(eager)}"
             " Pass inputs that the model itself takes."
         )
     return ConversionError(
-        f"torch.export cannot trace {name}{where}: {_short(error)} {_remedy(error)}"
+        f"torch.export cannot trace {name}{_raised_at(error)}: {_summary(error)} {_remedy(error)}"
     )
 
 
-def _fails_by_itself(model: nn.Module, args: Args, kwargs: Kwargs) -> Exception | None:
+def _eager_error(model: nn.Module, args: Args, kwargs: Kwargs) -> Exception | None:
+    """Run a copy of the model without tracing; return the error that it raises, if any."""
     try:
         with torch.no_grad():
             copy.deepcopy(model)(*copy.deepcopy(args), **copy.deepcopy(dict(kwargs)))
-    except Exception as failed:  # noqa: BLE001
-        return failed
+    except Exception as error:  # noqa: BLE001
+        return error
     return None
 
 
-def _users_line(error: BaseException) -> str:
-    """Where in the user's code an error came from: the last line that is neither torch's nor ours."""
-    inside = tuple(
+def _raised_at(error: BaseException) -> str:
+    """Return where an error was raised: the last line that is neither torch's nor mezzo's."""
+    libraries = tuple(
         str(Path(module.__file__ or "").parent)
         for module in (torch, inspect.getmodule(Event))
         if module is not None
@@ -193,68 +204,65 @@ def _users_line(error: BaseException) -> str:
     frames = [
         frame
         for frame in traceback.extract_tb(error.__traceback__)
-        if not frame.filename.startswith((*inside, "<"))
+        if not frame.filename.startswith((*libraries, "<"))
     ]
     if not frames:
         return ""
-    return (
-        f" at {Path(frames[-1].filename).name}:{frames[-1].lineno} in {frames[-1].name}:"
-        f" `{frames[-1].line}`"
-    )
+    last = frames[-1]
+    return f" at {Path(last.filename).name}:{last.lineno} in {last.name}: `{last.line}`"
 
 
-def _short(error: BaseException) -> str:
+def _summary(error: BaseException) -> str:
+    """Return the first line of an error, or all violated constraints on dynamic sizes."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    # Of sizes that were to change and cannot, torch tells which and why in a list.
-    told = (
+    shown = (
         [line.removeprefix("- ").partition(". ")[0] for line in lines if line.startswith("- ")]
         if "Constraints violated" in str(error)
         else lines[:1]
     )
-    return f"{type(error).__name__}: {'; '.join(told)}".rstrip(".: ") + "."
+    return f"{type(error).__name__}: {'; '.join(shown)}".rstrip(".: ") + "."
 
 
 def _remedy(error: Exception) -> str:
     text = f"{type(error).__name__} {error}"
-    if any(
-        word in text
-        for word in ("data-dependent", "GuardOnDataDependent", "Dynamic control flow", "bool() on")
-    ):
+
+    def mentions(*phrases: str) -> bool:
+        return any(phrase in text for phrase in phrases)
+
+    if mentions("data-dependent", "GuardOnDataDependent", "Dynamic control flow", "bool() on"):
         return (
-            "The graph cannot branch on a tensor's numbers: use torch.cond or torch.where there, or"
+            "A graph cannot branch on a tensor's values: use torch.cond or torch.where there, or"
             " take that part out of the model."
         )
-    if any(
-        word in text
-        for word in ("Constraints violated", "ConstraintViolation", "dynamic_shapes", "specialized")
-    ):
+    if mentions("Constraints violated", "ConstraintViolation", "dynamic_shapes", "specialized"):
         return (
-            "Correct dynamic_shapes=, which says what sizes may change, or convert with a list of"
-            " example inputs, one for each size."
+            "Correct dynamic_shapes=, or convert with a list of example inputs, one for each size."
         )
-    if "not a known type" in text or "register a pytree" in text:
+    if mentions("not a known type", "register a pytree"):
         return (
-            "A graph takes and gives tensors in tuples, lists and dicts: leave other objects out"
+            "A graph takes and returns tensors in tuples, lists and dicts: leave other objects out"
             " (for a model of transformers: use_cache=False)."
         )
     return (
-        "`torch.export.export(model, args)` shows the same; change that line, or convert the"
+        "`torch.export.export(model, args)` raises the same error; change that line, or convert the"
         " modules around it."
     )
 
+
+# Source lines of nodes
 
 _FRAME = re.compile(r'File "([^"]+)", line (\d+)(?:, in \S+)?')
 _TORCH = str(Path(torch.__file__).parent)
 
 
-def user_frame(trace: str | None) -> re.Match[str] | None:
-    """The line of a traceback that called an op: the last that is not torch's, or torch's last where there is no other."""
-    frames = [frame for frame in _FRAME.finditer(trace or "") if not frame[1].startswith("<")]
-    own = [frame for frame in frames if not frame[1].startswith(_TORCH)] or frames
-    return own[-1] if own else None
-
-
 def source_line(node: Node) -> str:
-    """The file and line of a node's call, or nothing: `model.py:12`."""
+    """Return the file and line that called a node, such as `model.py:12`, or an empty string."""
     frame = user_frame(node.meta.get("stack_trace"))
     return f"{Path(frame[1]).name}:{frame[2]}" if frame else ""
+
+
+def user_frame(trace: str | None) -> re.Match[str] | None:
+    """Return the last frame of a stack trace that is not torch's, or else torch's last."""
+    frames = [frame for frame in _FRAME.finditer(trace or "") if not frame[1].startswith("<")]
+    candidates = [frame for frame in frames if not frame[1].startswith(_TORCH)] or frames
+    return candidates[-1] if candidates else None

@@ -1,4 +1,4 @@
-"""Nodes of a graph: what an op computes, reads and aliases."""
+"""Nodes of a graph: op properties, roles, the tensors a node reads, and aliasing."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.fx import Graph, GraphModule, Node
 
-from mezzo._torch import HigherOrderOperator, OpOverload
+from mezzo._torch import HigherOrderOperator, OpOverload, pytree
 from mezzo.policy.op_names import canonical
 from mezzo.policy.presets.torch_amp import level_lists, torch_entries
 from mezzo.policy.registry import registry
@@ -23,11 +23,11 @@ PROMOTING: frozenset[str] = frozenset(
     "add sub mul div pow maximum minimum fmax fmin fmod remainder floor_divide where eq ne lt le gt"
     " ge cat stack hstack vstack dstack logical_and logical_or logical_xor".split()
 )
-"""Ops whose kernels take float dtypes that differ and compute in the widest: where one input is
-float32, a 16-bit one beside it needs no cast.
+"""Ops whose kernels take inputs of different float dtypes and compute in the widest: if one input
+is float32, a 16-bit one needs no cast.
 
-Tried on a CPU; ops that torch's CUDA list promotes by hand (`atan2`, `addcmul`) are not here,
-for their kernels take one dtype."""
+Tested on a CPU. Ops that torch's CUDA list promotes explicitly (`atan2`, `addcmul`) are not here
+because their kernels take one dtype."""
 
 _MOVES = (
     "slice contiguous clone detach alias lift lift_fresh lift_fresh_copy unsafe_view unsafe_split"
@@ -46,32 +46,32 @@ _MONOTONE = (
     " amax amin max min dropout feature_dropout alpha_dropout"
 )
 
-VIEWS: frozenset[str] = frozenset(
+_VIEWS: frozenset[str] = frozenset(
     name
     for name, entry in level_lists(Level.O3, "cuda").entries.items()
     if entry.rule is Rule.KEEP and not name.endswith("_like") and name != "coalesce"
 )
 """Ops that share their input's memory."""
 
-VALUE_PRESERVING: frozenset[str] = frozenset((*_MOVES.split(), *_MONOTONE.split())) | VIEWS
-"""Ops that give the same numbers whether their inputs or their results are rounded: rounding
-early loses nothing if all who read the result round it."""
+VALUE_PRESERVING: frozenset[str] = frozenset((*_MOVES.split(), *_MONOTONE.split())) | _VIEWS
+"""Ops that give the same numbers whether their inputs or their results are rounded: rounding the
+inputs loses nothing if every reader rounds the result."""
 
 GATHERS: frozenset[str] = frozenset({"embedding", "index_select"})
-"""Ops that pick rows of a table by index and give their numbers unchanged."""
+"""Ops that select rows of a table by index and return them unchanged."""
 
 STRUCTURAL: frozenset[str] = frozenset(
     "slice contiguous clone detach alias lift lift_fresh lift_fresh_copy unsafe_view unsafe_split"
     " unsafe_split_with_sizes unsafe_chunk constant_pad_nd expand_copy view_copy im2col col2im"
     " numpy_T mT matrix_H mH".split()
 )
-"""Ops that a graph holds and no policy has a rule for: they only move numbers."""
+"""Ops of exported graphs that no policy has a rule for: they only move values."""
 
 SHAPE_ONLY: frozenset[str] = frozenset(
     "sym_size size sym_stride stride sym_numel numel sym_storage_offset storage_offset dim"
     " is_floating_point is_complex".split()
 )
-"""Ops that read a tensor's shape, never its numbers."""
+"""Ops that read a tensor's shape or dtype, never its values."""
 
 SHAPE_ARGUMENTS: Mapping[str, frozenset[str]] = dict.fromkeys(
     ("expand_as", "view_as", "reshape_as"), frozenset({"other"})
@@ -79,37 +79,39 @@ SHAPE_ARGUMENTS: Mapping[str, frozenset[str]] = dict.fromkeys(
 """Arguments of other ops of which only the shape is read."""
 
 CASTS: frozenset[str] = frozenset("to to_copy type_as float double half bfloat16".split())
-"""The user's own conversions."""
+"""Casts that the model itself makes."""
 
 FILLS: frozenset[str] = frozenset(
     "zeros ones full scalar_tensor new_zeros new_ones new_full".split()
 )
-"""Ops that make a tensor of one number: made in 16 bits as well as in float32, if the number
-fits."""
+"""Ops that create a tensor filled with one number, in any dtype in which the number fits."""
 
 MIXED_PARAMETERS: Mapping[str, frozenset[str]] = {
     name: frozenset(arguments)
     for name, arguments in level_lists(Level.O2, "cuda").exempt_args.items()
 }
-"""Arguments that stay float32 beside a 16-bit input, which the kernels of CPUs and GPUs take: a
-batch norm's parameters and statistics."""
+"""Arguments that stay float32 although the input is 16-bit, which CPU and GPU kernels accept: the
+parameters and statistics of batch norm."""
 
-STATISTICS: frozenset[str] = frozenset({"running_mean", "running_var"})
-"""Arguments that a norm in training writes, though its schema does not say so."""
+_STATISTICS: frozenset[str] = frozenset({"running_mean", "running_var"})
+"""Arguments that a norm mutates in training mode although its schema does not declare it."""
 
 RECURRENT_STATE: frozenset[str] = frozenset({"gru", "gru_cell", "lstm_cell"})
 """Layers whose kernels carry a state from step to step in the dtype of their weights. On a CPU
-torch.autocast casts around the products inside, and the state stays float32."""
+torch.autocast casts only the inner matrix products, and the state stays float32."""
 
-ALIASING: frozenset[str] = frozenset(
+_ALIASING: frozenset[str] = frozenset(
     {"dropout", "feature_dropout", "alpha_dropout", "feature_alpha_dropout"}
 )
-"""Ops that may give back their input itself, though their schema does not say so."""
+"""Ops that may return their input itself although their schema does not declare it."""
 
 
 @cache
-def delicate_ops() -> Mapping[str, str]:
-    """Return the ops that torch keeps in float32 on GPUs, with the reason. A policy that does not list them keeps them in float32 everywhere."""
+def float32_ops() -> Mapping[str, str]:
+    """Return the ops that torch.autocast keeps in float32 on GPUs, each with the reason.
+
+    Where a policy does not list them, they stay in float32 on every device.
+    """
     listed = torch_entries("cuda").items()
     return {
         name: entry.reason
@@ -119,13 +121,12 @@ def delicate_ops() -> Mapping[str, str]:
 
 
 REWRITTEN = "mezzo_rewritten"
-"""In a node's meta: that it stands for another, as `Rewritten` tells, and keeps the dtypes that
-it has."""
+"""Key in a node's meta: a `Rewritten` record. The node keeps the dtypes that it has."""
 
 
 @dataclass(frozen=True)
 class Rewritten:
-    """What a node was put in place of."""
+    """The op that a node replaces, and why."""
 
     op: str
     """The op that the model called; empty for a weight."""
@@ -133,26 +134,26 @@ class Rewritten:
 
 
 class Role(Enum):
-    """What a node is to the plan."""
+    """How a node takes part in the plan."""
 
     WEIGHT = "weight"
-    """A parameter, buffer or constant that nothing writes: its stored dtype can be chosen."""
+    """A parameter, buffer or constant that is never mutated: its stored dtype can be chosen."""
     INPUT = "input"
-    """What the caller passes, and buffers that the graph writes."""
+    """An input of the program, or a buffer that the graph mutates."""
     OP = "op"
     """An op whose precision is planned."""
     CAST = "cast"
-    """A conversion that the user wrote."""
+    """A cast that the model itself makes."""
     FILL = "fill"
-    """Makes a tensor of one number."""
+    """Creates a tensor filled with one number."""
     ELEMENT = "element"
-    """Takes one result of an op that has several."""
+    """Selects one result of an op that has several."""
     FIXED = "fixed"
-    """Keeps the dtypes that it was exported with."""
+    """Keeps the dtypes with which it was exported."""
     OUTPUT = "output"
-    """What the graph returns."""
-    SILENT = "silent"
-    """Has nothing to do with floating-point tensors, or only looks at their shape."""
+    """The output node of the graph."""
+    NO_FLOATS = "no_floats"
+    """Reads and returns no floating-point values, or only the shape of a tensor."""
 
 
 @dataclass(frozen=True)
@@ -160,32 +161,32 @@ class Read:
     """One floating-point tensor that a node reads."""
 
     argument: str
-    """The argument's name; empty where there is no schema."""
+    """The argument's name; empty if the target has no schema."""
     node: Node
 
 
-def is_float(value: Any) -> bool:
-    """Whether a node's value is a floating-point or complex tensor."""
+def _is_float(value: Any) -> bool:
+    """Return whether a node's value is a floating-point or complex tensor."""
     return isinstance(value, torch.Tensor) and (
         value.dtype.is_floating_point or value.dtype.is_complex
     )
 
 
-def values(node: Node) -> list[torch.Tensor]:
-    """The floating-point tensors that a node makes."""
-    made = node.meta.get("val")
-    several: Iterable[Any] = made if isinstance(made, list | tuple) else [made]
-    return [one for one in several if is_float(one)]
+def float_values(node: Node) -> list[torch.Tensor]:
+    """Return the floating-point tensors among a node's results, as fake tensors."""
+    value = node.meta.get("val")
+    results: Iterable[Any] = value if isinstance(value, list | tuple) else [value]
+    return [one for one in results if _is_float(one)]
 
 
-def bound(node: Node) -> Iterator[tuple[str, Any]]:
-    """A call's arguments with their names, those left out included."""
+def named_arguments(node: Node) -> Iterator[tuple[str, Any]]:
+    """Iterate over a call's arguments with their names, defaults included."""
     if not isinstance(node.target, OpOverload):
         yield from (("", value) for value in (*node.args, *node.kwargs.values()))
         return
-    for place, argument in enumerate(node.target._schema.arguments):
-        if place < len(node.args):
-            yield argument.name, node.args[place]
+    for index, argument in enumerate(node.target._schema.arguments):
+        if index < len(node.args):
+            yield argument.name, node.args[index]
         elif argument.name in node.kwargs:
             yield argument.name, node.kwargs[argument.name]
         elif argument.has_default_value():
@@ -193,7 +194,7 @@ def bound(node: Node) -> Iterator[tuple[str, Any]]:
 
 
 def nodes_in(value: Any) -> Iterator[Node]:
-    """Every node in a nested argument."""
+    """Iterate over the nodes in a nested argument."""
     if isinstance(value, Node):
         yield value
     elif isinstance(value, list | tuple):
@@ -205,59 +206,62 @@ def nodes_in(value: Any) -> Iterator[Node]:
 
 
 def reads(node: Node) -> list[Read]:
-    """The floating-point tensors that a node reads."""
-    looked_at = SHAPE_ARGUMENTS.get(aten_name(node), ())
+    """Return the floating-point tensors whose values a node reads."""
+    shape_only = SHAPE_ARGUMENTS.get(aten_name(node), ())
     return [
         Read(name, one)
-        for name, value in bound(node)
-        if name not in looked_at
+        for name, value in named_arguments(node)
+        if name not in shape_only
         for one in nodes_in(value)
-        if values(one)
+        if float_values(one)
     ]
 
 
 def aten_name(node: Node) -> str:
-    """The name of the op that a node calls, before a policy's registry is asked for it."""
-    return (
-        canonical(node.target._schema.name.partition("::")[2])
-        if isinstance(node.target, OpOverload)
-        else ""
-    )
+    """Return the canonical ATen name of the op that a node calls, without the registry."""
+    return _aten_name(node.target) if isinstance(node.target, OpOverload) else ""
 
 
 def op_name(node: Node) -> str | None:
-    """The name under which policies know a node's op."""
-    return (
-        _op_name(node.target, registry().generation)
-        if isinstance(node.target, OpOverload)
-        else None
-    )
+    """Return the name that policies use for a node's op, or None if it is not registered."""
+    if not isinstance(node.target, OpOverload):
+        return None
+    # The generation is part of the key: registering an op changes names.
+    return _op_name(node.target, registry().generation)
+
+
+@lru_cache(maxsize=4096)
+def _aten_name(target: OpOverload[..., Any]) -> str:
+    return canonical(target._schema.name.partition("::")[2])
 
 
 @lru_cache(maxsize=4096)
 def _op_name(target: OpOverload[..., Any], _generation: int) -> str | None:
-    bare = canonical(target._schema.name.partition("::")[2])
-    return bare if target.namespace == "aten" and bare in STRUCTURAL else registry().name_of(target)
+    name = _aten_name(target)
+    return name if target.namespace == "aten" and name in STRUCTURAL else registry().name_of(target)
 
 
-def role_of(node: Node, half: torch.dtype) -> Role:
-    """What a node is; placeholders are told apart by who plans, and ops that write in place are fixed there too."""
+def role_of(node: Node, half_dtype: torch.dtype) -> Role:
+    """Return the role of a node, without regard to mutation.
+
+    Placeholders and mutated nodes get their roles in `constraints.graph_facts`.
+    """
     if node.op == "output":
         return Role.OUTPUT
-    if node.op != "call_function" or not (values(node) or reads(node)):
-        return Role.SILENT
+    if node.op != "call_function" or not (float_values(node) or reads(node)):
+        return Role.NO_FLOATS
     if node.target is operator.getitem:
         return Role.ELEMENT
     if isinstance(node.target, HigherOrderOperator) or not isinstance(node.target, OpOverload):
         return Role.FIXED
-    return _role_of_op(node, half)
+    return _role_of_op(node, half_dtype)
 
 
-def _role_of_op(node: Node, half: torch.dtype) -> Role:
+def _role_of_op(node: Node, half_dtype: torch.dtype) -> Role:
     name = aten_name(node) if node.target.namespace == "aten" else ""  # type: ignore[union-attr]
     if name in SHAPE_ONLY:
-        return Role.SILENT
-    if is_foreign(node, half):
+        return Role.NO_FLOATS
+    if _has_other_dtypes(node, half_dtype):
         return Role.FIXED
     if name in CASTS:
         return Role.CAST
@@ -266,33 +270,45 @@ def _role_of_op(node: Node, half: torch.dtype) -> Role:
     return Role.OP if op_name(node) is not None else Role.FIXED
 
 
-def is_foreign(node: Node, half: torch.dtype) -> bool:
-    """Whether an op computes in a dtype that is neither float32 nor the 16-bit one, or has no float32 in it at all."""
-    dtypes = {one.dtype for one in values(node)} | {
-        one.dtype for read in reads(node) for one in values(read.node)
+def _has_other_dtypes(node: Node, half_dtype: torch.dtype) -> bool:
+    """Return whether an op has dtypes besides float32 and the 16-bit one, or no float32 at all."""
+    dtypes = {one.dtype for one in float_values(node)} | {
+        one.dtype for read in reads(node) for one in float_values(read.node)
     }
-    return not dtypes <= {torch.float32, half} or torch.float32 not in dtypes
+    return not dtypes <= {torch.float32, half_dtype} or torch.float32 not in dtypes
 
 
-def stated_dtype(node: Node) -> torch.dtype | None:
-    """The dtype that the user wrote in a call (`softmax(x, dtype=torch.float32)`), which stands."""
-    told = dict(bound(node)).get("dtype")
-    return told if isinstance(told, torch.dtype) else None
+def dtype_argument(node: Node) -> torch.dtype | None:
+    """Return the `dtype=` of a call such as `softmax(x, dtype=torch.float32)`, or None."""
+    dtype = dict(named_arguments(node)).get("dtype")
+    return dtype if isinstance(dtype, torch.dtype) else None
 
 
-def deciding(node: Node) -> list[Read]:
-    """The reads that take part in the precision of an op: not a batch norm's parameters, and no single numbers beside whole tensors."""
+def deciding_reads(node: Node) -> list[Read]:
+    """Return the reads that decide the precision of an op under type promotion.
+
+    The parameters of batch norm do not, nor do scalar tensors if another input has dimensions.
+    """
     exempt = MIXED_PARAMETERS.get(op_name(node) or "", frozenset())
-    able = [read for read in reads(node) if read.argument not in exempt]
-    whole = [read for read in able if any(one.dim() for one in values(read.node))]
-    return whole or able
+    candidates = [read for read in reads(node) if read.argument not in exempt]
+    with_dims = [read for read in candidates if any(one.dim() for one in float_values(read.node))]
+    return with_dims or candidates
+
+
+OUTPUT_DTYPES = "mezzo_outputs"
+"""Key in the meta of an output node: the dtypes of the model's outputs, None for other values."""
+
+
+def output_values(node: Node) -> list[Any]:
+    """Return the values of an output node, in order."""
+    return pytree.tree_leaves(node.args, is_leaf=lambda value: isinstance(value, Node))
 
 
 _NORMS = frozenset({"batch_norm", "instance_norm"})
 
 
 def alias_sets(graph: Graph) -> dict[Node, list[Node]]:
-    """For each node the nodes that may share its memory, itself included, in the graph's order."""
+    """Return for each node the nodes that may share its memory, itself included, in graph order."""
     leader: dict[Node, Node] = {}
 
     def find(node: Node) -> Node:
@@ -302,7 +318,7 @@ def alias_sets(graph: Graph) -> dict[Node, list[Node]]:
 
     for node in graph.nodes:
         root = find(node)
-        for shared in _shares(node):
+        for shared in _aliased_inputs(node):
             other = find(shared)
             if other is not root:
                 leader[root] = other
@@ -313,50 +329,56 @@ def alias_sets(graph: Graph) -> dict[Node, list[Node]]:
     return {node: sets[find(node)] for node in graph.nodes}
 
 
-def written(graph: Graph) -> frozenset[Node]:
-    """Every node whose memory some op of the graph writes, under whichever name."""
+def mutated_nodes(graph: Graph) -> frozenset[Node]:
+    """Return every node whose memory an op of the graph mutates, also through an alias."""
     sets = alias_sets(graph)
-    return frozenset(one for node in graph.nodes for target in writes(node) for one in sets[target])
+    return frozenset(
+        alias for node in graph.nodes for value in mutated_inputs(node) for alias in sets[value]
+    )
 
 
-def writes(node: Node) -> list[Node]:
-    """The tensors that a node writes in place."""
+def mutated_inputs(node: Node) -> list[Node]:
+    """Return the tensors that a node mutates."""
     if not isinstance(node.target, OpOverload):
         return []
-    writing = {
+    mutated = {
         argument.name
         for argument in node.target._schema.arguments
         if argument.alias_info is not None and argument.alias_info.is_write
     }
     if aten_name(node) in _NORMS:
-        arguments = dict(bound(node))
-        writing |= (
-            STATISTICS
-            if arguments.get("training", arguments.get("use_input_stats"))
-            else frozenset()
-        )
-    return [one for name, value in bound(node) if name in writing for one in nodes_in(value)]
+        arguments = dict(named_arguments(node))
+        if arguments.get("training", arguments.get("use_input_stats")):
+            mutated |= _STATISTICS
+    return [
+        one for name, value in named_arguments(node) if name in mutated for one in nodes_in(value)
+    ]
 
 
-def _shares(node: Node) -> list[Node]:
+def _aliased_inputs(node: Node) -> list[Node]:
     if node.target is operator.getitem:
         return list(nodes_in(node.args[0]))
     if not isinstance(node.target, OpOverload):
         return []
     schema = node.target._schema
-    if aten_name(node) in ALIASING:
+    if aten_name(node) in _ALIASING:
         return list(nodes_in(node.args[0]))
     if not any(one.alias_info is not None for one in schema.returns):
         return []
-    sharing = {argument.name for argument in schema.arguments if argument.alias_info is not None}
-    return [one for name, value in bound(node) if name in sharing for one in nodes_in(value)]
+    aliased = {argument.name for argument in schema.arguments if argument.alias_info is not None}
+    return [
+        one for name, value in named_arguments(node) if name in aliased for one in nodes_in(value)
+    ]
 
 
 def copied_graph(module: GraphModule) -> GraphModule:
-    """A copy of a graph and its bodies in which every node keeps its name: torch renames those that Python has a word for, such as `input`."""
-    made = copy.deepcopy(module)
-    for one, other in zip(module.modules(), made.modules(), strict=True):
+    """Copy a graph and its subgraphs; every node keeps its name.
+
+    `copy.deepcopy` alone renames nodes that are called like Python builtins, such as `input`.
+    """
+    copied = copy.deepcopy(module)
+    for one, other in zip(module.modules(), copied.modules(), strict=True):
         if isinstance(one, GraphModule) and isinstance(other, GraphModule):
-            for node, twin in zip(one.graph.nodes, other.graph.nodes, strict=True):
-                twin.name = node.name
-    return made
+            for node, copied_node in zip(one.graph.nodes, other.graph.nodes, strict=True):
+                copied_node.name = node.name
+    return copied

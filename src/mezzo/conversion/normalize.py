@@ -1,4 +1,4 @@
-"""A graph made ready for planning: regions opened, checks of old dtypes dropped, writing in place replaced where nobody can tell the difference."""
+"""Normalize an exported graph: inline regions, drop dtype asserts, remove in-place ops."""
 
 from __future__ import annotations
 
@@ -10,81 +10,90 @@ from torch.fx import GraphModule, Node
 from torch.fx.node import map_arg
 
 from mezzo._torch import OpOverload, assert_tensor_metadata, wrap_with_autocast
-from mezzo.conversion.assignment import OUTPUTS, output_values
-from mezzo.conversion.dtype_propagation import note_mixed, propagate
-from mezzo.conversion.nodes import alias_sets, aten_name, values, writes
+from mezzo.conversion.dtype_propagation import propagate, record_mixed_dtypes
+from mezzo.conversion.nodes import (
+    OUTPUT_DTYPES,
+    alias_sets,
+    aten_name,
+    float_values,
+    mutated_inputs,
+    output_values,
+)
 
 REGION_META = "mezzo_region"
-"""In a node's meta: whether a region of the user's around it switches autocast on or off, or is
-one of mezzo's, which has settled its dtypes."""
+"""Key in a node's meta: "on" or "off" in an autocast region of the model, "kept" in a region of
+mezzo, which has chosen the dtypes already."""
 
-_NOTE = "mezzo_region"
-"""What mezzo's regions have torch.export note."""
+_CUSTOM_KEY = "mezzo_region"
+"""Key under which mezzo's regions annotate nodes during torch.export."""
 
-_GRAD, _AUTOCAST = torch.ops.higher_order.wrap_with_set_grad_enabled, wrap_with_autocast
+_SET_GRAD, _AUTOCAST = torch.ops.higher_order.wrap_with_set_grad_enabled, wrap_with_autocast
 
 
-def normalize(module: GraphModule, half: torch.dtype, device: str) -> None:
-    """Tidy a graph and the bodies in it, in place."""
+def normalize(module: GraphModule, half_dtype: torch.dtype, device: str) -> None:
+    """Normalize a graph and its subgraphs, in place."""
     for node in list(module.graph.nodes):
         if node.op == "get_attr" and isinstance(
             inner := getattr(module, str(node.target), None), GraphModule
         ):
-            normalize(inner, half, device)
-    _read_notes(module)
-    _note_outputs(module)
-    opened = [
-        _open(module, node, half, device)
+            normalize(inner, half_dtype, device)
+    _mark_mezzo_regions(module)
+    _record_output_dtypes(module)
+    dtypes_changed = [
+        _inline_region(module, node, half_dtype, device)
         for node in list(module.graph.nodes)
-        if node.target in (_GRAD, _AUTOCAST)
+        if node.target in (_SET_GRAD, _AUTOCAST)
     ]
-    _drop_checks(module)
-    _say_dtypes(module)
-    _write_elsewhere(module)
-    if any(opened):
+    _drop_metadata_asserts(module)
+    _make_cast_dtypes_explicit(module)
+    _remove_in_place_ops(module)
+    if any(dtypes_changed):
         propagate(module)
-    note_mixed(module)
+    record_mixed_dtypes(module)
     module.recompile()
 
 
-def _read_notes(module: GraphModule) -> None:
+def _mark_mezzo_regions(module: GraphModule) -> None:
     for node in module.graph.nodes:
-        # Whatever else is noted was for the tracer, and cannot be saved.
-        if (node.meta.pop("custom", None) or {}).get(_NOTE):
+        # Other annotations were meant for the tracer, and cannot be saved.
+        if (node.meta.pop("custom", None) or {}).get(_CUSTOM_KEY):
             node.meta[REGION_META] = "kept"
 
 
-def _note_outputs(module: GraphModule) -> None:
-    """Remember the dtypes that the model gives: in an opened region they may change."""
+def _record_output_dtypes(module: GraphModule) -> None:
+    """Record the dtypes of the model's outputs, which change when a region is inlined."""
     output = module.graph.output_node()
-    output.meta[OUTPUTS] = tuple(
-        values(one)[0].dtype if isinstance(one, Node) and values(one) else None
+    output.meta[OUTPUT_DTYPES] = tuple(
+        float_values(one)[0].dtype if isinstance(one, Node) and float_values(one) else None
         for one in output_values(output)
     )
 
 
-def _open(module: GraphModule, node: Node, half: torch.dtype, device: str) -> bool:
-    """Put a region's body where its call is. A region of another dtype or device stays closed: torch runs it as the user wrote it."""
-    if node.target is _GRAD:
+def _inline_region(module: GraphModule, node: Node, half_dtype: torch.dtype, device: str) -> bool:
+    """Inline the body of a region, and return whether dtypes change by that.
+
+    A region of another dtype or device is not inlined: torch runs it as the model has it.
+    """
+    if node.target is _SET_GRAD:
         return _inline(module, node, 1, None)
-    kind, dtype, enabled = node.args[:3]
-    if enabled and (kind != device or (dtype is not None and dtype is not half)):
+    region_device, dtype, enabled = node.args[:3]
+    if enabled and (region_device != device or (dtype is not None and dtype is not half_dtype)):
         return False
     return _inline(module, node, 4, "on" if enabled else "off")
 
 
-def _inline(module: GraphModule, node: Node, place: int, mark: str | None) -> bool:
-    body: Any = node.args[place]
+def _inline(module: GraphModule, node: Node, body_index: int, mark: str | None) -> bool:
+    body: Any = node.args[body_index]
     inner: GraphModule = getattr(module, body.target)
     placeholders = inner.graph.find_nodes(op="placeholder")
-    known: dict[Node, Any] = dict(zip(placeholders, node.args[place + 1 :], strict=True))
+    copies: dict[Node, Any] = dict(zip(placeholders, node.args[body_index + 1 :], strict=True))
     results: Any = ()
     with module.graph.inserting_before(node):
         for one in inner.graph.nodes:
             if one.op == "output":
-                results = map_arg(one.args[0], known.__getitem__)
+                results = map_arg(one.args[0], copies.__getitem__)
             elif one.op != "placeholder":
-                known[one] = _copied(module, inner, one, known, mark)
+                copies[one] = _copy_node(module, inner, one, copies, mark)
     for user in list(node.users):
         if user.target is operator.getitem:
             user.replace_all_uses_with(results[user.args[1]])
@@ -95,62 +104,62 @@ def _inline(module: GraphModule, node: Node, place: int, mark: str | None) -> bo
     return mark == "on"
 
 
-def _copied(
-    module: GraphModule, inner: GraphModule, node: Node, known: dict[Node, Any], mark: str | None
+def _copy_node(
+    module: GraphModule, inner: GraphModule, node: Node, copies: dict[Node, Any], mark: str | None
 ) -> Node:
-    made = module.graph.node_copy(node, known.__getitem__)
+    copied = module.graph.node_copy(node, copies.__getitem__)
     if mark is not None:
-        made.meta.setdefault(REGION_META, mark)
+        copied.meta.setdefault(REGION_META, mark)
     if node.op == "get_attr":
-        # A body inside the body moves along under a name of its own.
-        name = f"{node.target}_{made.name}"
+        # A body inside the body moves along, under an unused name.
+        name = f"{node.target}_{copied.name}"
         module.add_module(name, getattr(inner, str(node.target)))
-        made.target = name
-    return made
+        copied.target = name
+    return copied
 
 
-def _drop_checks(module: GraphModule) -> None:
-    """torch notes the dtype and device that a tensor had before the user converted it; both may change."""
+def _drop_metadata_asserts(module: GraphModule) -> None:
+    """Drop torch's asserts about the dtype and device of a cast tensor; both may change."""
     if assert_tensor_metadata is None:
         return
     for node in module.graph.find_nodes(op="call_function", target=assert_tensor_metadata.default):
         module.graph.erase_node(node)
 
 
-def _say_dtypes(module: GraphModule) -> None:
-    """A conversion to another tensor's dtype means the dtype that it had."""
+def _make_cast_dtypes_explicit(module: GraphModule) -> None:
+    """Replace `x.type_as(y)` and `x.to(y)` by a cast to the dtype that `y` has in the model."""
     for node in list(module.graph.nodes):
         if (
             node.op == "call_function"
             and node.target in (torch.ops.aten.type_as.default, torch.ops.aten.to.other)
-            and values(node)
+            and float_values(node)
         ):
             node.target = torch.ops.aten.to.dtype
-            node.args, node.kwargs = (node.args[0], values(node)[0].dtype), {}
+            node.args, node.kwargs = (node.args[0], float_values(node)[0].dtype), {}
 
 
-def _write_elsewhere(module: GraphModule) -> None:
-    """Replace `relu_` by `relu` where the tensor has no other name: no view of it, no buffer, no input."""
+def _remove_in_place_ops(module: GraphModule) -> None:
+    """Replace `relu_` by `relu` where the tensor has no alias: no view, buffer or input."""
     sets = alias_sets(module.graph)
-    # Found before any is replaced: what a memory's other names do tells whether it is private.
-    private = [
+    # All are found before any is replaced: `_has_no_alias` looks at the other in-place ops.
+    replaceable = [
         (node, found)
         for node in module.graph.nodes
-        if (found := _functional(node)) is not None and _is_private(sets[node])
+        if (found := _functional(node)) is not None and _has_no_alias(sets[node])
     ]
-    for node, functional in private:
+    for node, functional in replaceable:
         target: Node = node.args[0]
         target.replace_all_uses_with(node, lambda user, node=node: _is_after(user, node))  # type: ignore[misc]
         node.target = functional
 
 
-def _is_private(names: list[Node]) -> bool:
-    """Whether a memory has no second name up to the last write; a view that is made afterwards only reads."""
-    last = max(place for place, one in enumerate(names) if writes(one))
-    maker, *others = names[: last + 1]
+def _has_no_alias(names: list[Node]) -> bool:
+    """Return whether a memory has no alias up to its last mutation; later views only read it."""
+    last = max(index for index, one in enumerate(names) if mutated_inputs(one))
+    producer, *others = names[: last + 1]
     return (
-        maker.op == "call_function"
-        and maker.target is not operator.getitem
+        producer.op == "call_function"
+        and producer.target is not operator.getitem
         and all(_functional(one) is not None for one in others)
     )
 
@@ -160,20 +169,17 @@ def _is_after(user: Node, node: Node) -> bool:
 
 
 def _functional(node: Node) -> OpOverload[..., Any] | None:
-    """The op that gives back what this one writes in place, if its result has the same dtype."""
+    """Return the functional form of an in-place op if its result has the same dtype, or None."""
     if (
         not isinstance(node.target, OpOverload)
         or node.target.namespace != "aten"
         or not node.target._schema.name.endswith("_")
     ):
         return None
-    found = getattr(
-        getattr(torch.ops.aten, node.target._schema.name.partition("::")[2][:-1], None),
-        node.target._overloadname,
-        None,
-    )
-    dtypes = {one.dtype for read in node.all_input_nodes for one in values(read)} | {
-        one.dtype for one in values(node)
+    name = node.target._schema.name.partition("::")[2][:-1]
+    found = getattr(getattr(torch.ops.aten, name, None), node.target._overloadname, None)
+    dtypes = {one.dtype for read in node.all_input_nodes for one in float_values(read)} | {
+        one.dtype for one in float_values(node)
     }
     return (
         found

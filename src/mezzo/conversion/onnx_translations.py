@@ -1,4 +1,7 @@
-"""Ops that torch's exporter translates to something else than they mean. Imported only where onnxscript is."""
+"""ONNX translations for ops that torch's exporter translates incorrectly.
+
+Import this module only if onnxscript is installed.
+"""
 
 from __future__ import annotations
 
@@ -12,8 +15,8 @@ from onnxscript import opset18
 from mezzo._torch import batch_norm_functional
 
 op: Any = opset18
-"""The operators. Untyped: onnxscript tells types of tensors that it runs itself, and not of a
-graph's values."""
+"""The ONNX operators. Untyped: onnxscript annotates them for tensors that it evaluates itself, not
+for the values of a graph."""
 
 
 def training_batch_norm(
@@ -26,7 +29,10 @@ def training_batch_norm(
     momentum: float,  # noqa: ARG001
     eps: float,
 ) -> tuple[Any, ...]:
-    """Batch norm with the statistics of the batch, computed in float32 as torch does; torch's own translation reads the stored ones, as in eval mode."""
+    """Translate batch norm in training mode, computed in float32 as torch does.
+
+    torch's own translation uses the running statistics, as in eval mode.
+    """
     axes = op.Constant(value_ints=[0, *range(2, len(input.shape))])
     mean, variance = _statistics(_wide(input), axes)
     result = _normalized(input, mean, variance, weight, bias, eps)
@@ -50,7 +56,10 @@ def instance_norm(
     eps: float = 1e-5,
     cudnn_enabled: bool = False,  # noqa: ARG001, FBT001, FBT002
 ) -> Any:
-    """Instance norm computed in float32 as torch does: ONNX has no operator for 16-bit numbers with float32 parameters."""
+    """Translate instance norm, computed in float32 as torch does.
+
+    ONNX has no operator for 16-bit inputs with float32 parameters.
+    """
     if use_input_stats:
         mean, variance = _statistics(
             _wide(input), op.Constant(value_ints=[*range(2, len(input.shape))])
@@ -95,4 +104,4 @@ TRANSLATIONS: dict[Callable[..., Any], Callable[..., Any]] = {
     batch_norm_functional.default: training_batch_norm,
     torch.ops.aten.instance_norm.default: instance_norm,
 }
-"""What to translate instead of torch."""
+"""Translations that replace torch's own."""

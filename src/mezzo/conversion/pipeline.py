@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Iterator, Mapping
-from typing import Any
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -16,52 +16,188 @@ from mezzo import _events
 from mezzo._casting import map_tensors
 from mezzo._dtypes import dtype_name
 from mezzo._errors import ConversionError
-from mezzo._hardware import hardware
 from mezzo._torch import OpOverload, pytree
 from mezzo.conversion.assignment import (
     StoredWeights,
     WeightPool,
-    output_values,
     rounding_errors,
     store_weights,
     weight_nodes,
 )
 from mezzo.conversion.converted import Converted, ConvertedProgram, ConvertedPrograms
 from mezzo.conversion.dtype_propagation import dtypes_of, fake_mode, insert_cast, set_dtypes, verify
-from mezzo.conversion.export import export, unwrapped
-from mezzo.conversion.nodes import Read, Role, copied_graph, values
+from mezzo.conversion.export import export, unwrap_module
+from mezzo.conversion.nodes import Read, Role, copied_graph, float_values, output_values
 from mezzo.conversion.normalize import normalize
-from mezzo.conversion.options import (
-    CastCost,
-    ConvertOptions,
-    bytes_moved,
-    check_options,
-    read_exclude,
-    read_lists,
-)
+from mezzo.conversion.options import ConvertOptions, check_options, read_options
 from mezzo.conversion.plan import CastBytes, Casts, GraphPlan
-from mezzo.conversion.plan_report import casts_after, casts_before, rows
+from mezzo.conversion.plan_report import casts_after, casts_before, plan_rows
 from mezzo.conversion.planner import PlannedGraph
-from mezzo.conversion.rewrites import fold, layers, recurrent_to_float16
+from mezzo.conversion.rewrites import (
+    find_float16_layers,
+    fold_constants,
+    recurrent_to_float16,
+)
 from mezzo.conversion.subgraphs import Subgraph, plan_subgraphs
-from mezzo.policy.decide import resolve
 from mezzo.policy.policy import Policy
 
-_TO = 2
-"""Arguments of a cast that does nothing else: what it reads, and the dtype."""
-
-Variants = Mapping[tuple[Node, torch.dtype], Node]
-"""Weights that are stored twice: the placeholder of each dtype."""
+_CAST_ARGS = 2
+"""Arguments of a cast that does nothing else: the tensor and the dtype."""
 
 
-def apply_plan(module: GraphModule, planned: PlannedGraph, variants: Variants) -> None:
-    """Change a graph as planned; `variants` holds the placeholders of weights in other dtypes than the one their own has."""
-    made = {node: planned.choice.dtype_of(node) for node in planned.choice.roles if values(node)}
-    reader = _CastInserter(module, planned, dict(variants), made)
-    for node in list(planned.choice.roles):
-        reader.rewrite(node)
-    _refresh(module, planned, made)
-    for node in sorted(reader.passed_over, reverse=True):
+def convert_model(
+    model: nn.Module, args: Any, kwargs: Any, policy: Policy, dynamic_shapes: Any, **options: Any
+) -> Converted:
+    """Convert a model, once for each example call; the programs share their weights."""
+    begin = time.perf_counter()
+    module, calls = unwrap_module(model), _example_calls(args, kwargs)
+    checked = read_options(policy, _device_type(module, calls), **options)
+    exported = [export(module, *call, dynamic_shapes) for call in calls]
+    pool, modules = WeightPool(), dict(module.named_modules(remove_duplicate=False))
+    programs = tuple(convert_program(one, checked, modules, pool) for one in exported)
+    converted = Converted(ConvertedPrograms(programs, checked.to_dict(), tuple(exported)))
+    if _events.listening():
+        _emit_event(module, checked, converted, time.perf_counter() - begin)
+    return converted
+
+
+def convert_program(
+    exported: ExportedProgram,
+    options: ConvertOptions,
+    modules: Mapping[str, nn.Module],
+    pool: WeightPool,
+) -> ConvertedProgram:
+    """Normalize, plan, apply and verify one exported program; `exported` itself is not changed."""
+    planned = _normalize_and_plan(exported, options, modules, pool)
+    exported, (main, *bodies) = planned.exported, planned.subgraphs
+    assignment = main.planned.assignment
+    rows = plan_rows(planned.subgraphs, rounding_errors(exported, assignment, pool))
+    for body in bodies:
+        apply_plan(body.module, body.planned, {})
+    stored = store_weights(exported, main.module, assignment, pool)
+    apply_plan(main.module, main.planned, stored.variants)
+    verify(main.module)
+    casts = Casts(planned.casts_before, casts_after(main.module))
+    return ConvertedProgram(_new_program(exported, main.module, stored), GraphPlan(rows, casts))
+
+
+# Example calls
+
+
+def _example_calls(args: Any, kwargs: Any) -> list[tuple[Any, Any]]:
+    """Return the example calls, each as its arguments and keyword arguments."""
+    if not isinstance(args, list) or not all(isinstance(one, tuple) for one in args):
+        return [(args, {} if kwargs is None else kwargs)]
+    if not args:
+        raise ConversionError(
+            "args is an empty list of example inputs. Pass at least one tuple of the model's"
+            " arguments."
+        )
+    if kwargs is None or isinstance(kwargs, Mapping):
+        return [(one, kwargs or {}) for one in args]
+    several = list(kwargs)
+    if len(several) != len(args):
+        raise ConversionError(
+            f"There are {len(args)} example inputs and {len(several)} kwargs. Pass one mapping for"
+            " each example, or one for all."
+        )
+    return list(zip(args, several, strict=True))
+
+
+def _device_type(module: nn.Module, calls: list[tuple[Any, Any]]) -> str:
+    inputs = (one for one in pytree.tree_leaves(calls) if isinstance(one, torch.Tensor))
+    tensors = [*module.parameters(), *module.buffers(), *inputs]
+    return tensors[0].device.type if tensors else "cpu"
+
+
+def _emit_event(
+    module: nn.Module, options: ConvertOptions, converted: Converted, seconds: float
+) -> None:
+    casts = converted.casts
+    _events.emit(
+        _events.GraphConverted(
+            type(module).__name__,
+            dtype_name(options.dtype),
+            casts.before.count,
+            casts.after.count,
+            seconds,
+        )
+    )
+
+
+# Normalize and plan
+
+
+class _PlannedProgram(NamedTuple):
+    exported: ExportedProgram
+    """The weights and signature that belong to the graphs."""
+    subgraphs: list[Subgraph]
+    """The main graph, then the bodies of its branches and loops."""
+    casts_before: CastBytes
+    """What torch.autocast casts on the same graph."""
+
+
+def _normalize_and_plan(
+    exported: ExportedProgram,
+    options: ConvertOptions,
+    modules: Mapping[str, nn.Module],
+    pool: WeightPool,
+) -> _PlannedProgram:
+    """Normalize a copy of the graph and plan it.
+
+    Recurrent layers that torch.autocast runs in float16 are known only after planning; they are
+    rewritten and the graph is planned again.
+    """
+    float16_layers = frozenset[str]()
+    before: CastBytes | None = None
+    while True:
+        module = copied_graph(exported.graph_module)
+        normalize(module, options.dtype, options.device)
+        check_options(options, list(_nodes(module)), list(_node_names(module)))
+        folds = options.cast_params and not options.nothing_to_cast
+        ready = fold_constants(exported, module) if folds else exported
+        ready = recurrent_to_float16(ready, module, float16_layers, pool, store=options.cast_params)
+        weights = weight_nodes(ready, module, options.dtype)
+        subgraphs = plan_subgraphs(module, weights, options, modules)
+        # Counted before recurrent layers are rewritten: torch.autocast sees the model's own graph.
+        before = casts_before(subgraphs, options) if before is None else before
+        found = find_float16_layers(ready, subgraphs[0].planned, options)
+        if not found:
+            return _PlannedProgram(ready, subgraphs, before)
+        float16_layers |= found
+
+
+def _nodes(module: GraphModule) -> Iterator[Node]:
+    for inner in module.modules():
+        if isinstance(inner, GraphModule):
+            yield from inner.graph.nodes
+
+
+def _node_names(module: GraphModule) -> Iterator[str]:
+    for path, inner in module.named_modules():
+        if isinstance(inner, GraphModule):
+            yield from (f"{path}.{node.name}" if path else node.name for node in inner.graph.nodes)
+
+
+# Apply
+
+
+def apply_plan(
+    module: GraphModule,
+    planned: PlannedGraph,
+    variants: Mapping[tuple[Node, torch.dtype], Node],
+) -> None:
+    """Insert the planned casts into a graph, in place.
+
+    `variants` holds, for weights that are stored in two dtypes, the placeholder of the second.
+    """
+    assignment = planned.assignment
+    dtypes = {node: assignment.dtype_of(node) for node in assignment.roles if float_values(node)}
+    inserter = _CastInserter(module, planned, dict(variants), dtypes)
+    for node in list(assignment.roles):
+        inserter.rewrite(node)
+    _update_example_dtypes(module, planned, dtypes)
+    for node in sorted(inserter.bypassed, reverse=True):
         if not node.users:
             module.graph.erase_node(node)
     module.graph.lint()
@@ -69,22 +205,24 @@ def apply_plan(module: GraphModule, planned: PlannedGraph, variants: Variants) -
 
 
 class _CastInserter:
-    """Gives every read the dtype that it wants."""
+    """Casts the inputs of nodes to the dtypes in which they read them."""
 
     def __init__(
         self,
         module: GraphModule,
         planned: PlannedGraph,
-        known: dict[tuple[Node, torch.dtype], Node],
-        made: Mapping[Node, torch.dtype],
+        casts: dict[tuple[Node, torch.dtype], Node],
+        dtypes: Mapping[Node, torch.dtype],
     ) -> None:
-        self._module, self._planned, self._known, self._made = module, planned, known, made
-        self.passed_over: dict[Node, None] = {}
-        """The model's own casts whose results somebody would have cast back."""
+        self._module, self._planned, self._assignment = module, planned, planned.assignment
+        self._casts, self._dtypes = casts, dtypes
+        self.bypassed: dict[Node, None] = {}
+        """Casts of the model to float32 whose source is read instead."""
 
     def rewrite(self, node: Node) -> None:
-        """Cast a node's inputs as the plan says."""
-        if self._planned.choice.roles[node] in (Role.SILENT, Role.ELEMENT):
+        """Cast the inputs of one node as planned."""
+        role = self._assignment.roles[node]
+        if role in (Role.NO_FLOATS, Role.ELEMENT):
             return
         names = (
             [argument.name for argument in node.target._schema.arguments]
@@ -92,18 +230,18 @@ class _CastInserter:
             else []
         )
         node.args = tuple(
-            self._argument(node, names[place] if place < len(names) else "", value)
-            for place, value in enumerate(node.args)
+            self._argument(node, names[index] if index < len(names) else "", value)
+            for index, value in enumerate(node.args)
         )
         node.kwargs = {
             name: self._argument(node, name, value) for name, value in node.kwargs.items()
         }
-        if self._planned.choice.roles[node] is Role.FILL:
-            node.kwargs = {**node.kwargs, "dtype": self._made[node]}
+        if role is Role.FILL:
+            node.kwargs = {**node.kwargs, "dtype": self._dtypes[node]}
 
     def _argument(self, node: Node, name: str, value: Any) -> Any:
         if isinstance(value, Node):
-            return self._read(node, Read(name, value)) if values(value) else value
+            return self._read(node, Read(name, value)) if float_values(value) else value
         if isinstance(value, list | tuple):
             return type(value)(self._argument(node, name, item) for item in value)
         if isinstance(value, dict):
@@ -111,99 +249,57 @@ class _CastInserter:
         return value
 
     def _read(self, node: Node, read: Read) -> Node:
-        wanted = self._planned.choice.input_dtype(node, read)
+        value, dtype = read.node, self._assignment.input_dtype(node, read)
         if (
-            wanted is None
-            or not isinstance(read.node.meta["val"], torch.Tensor)
-            or wanted is self._made[read.node]
+            dtype is None
+            or not isinstance(value.meta["val"], torch.Tensor)
+            or dtype is self._dtypes[value]
         ):
-            return read.node
-        if (source := self._widened(read.node)) is not None and self._made[source] is wanted:
-            self.passed_over[read.node] = None
+            return value
+        if (source := self._widened_source(value)) is not None and self._dtypes[source] is dtype:
+            self.bypassed[value] = None
             return source
-        if read.node in self._planned.written:
-            # Its numbers change between two reads: each casts anew.
-            return insert_cast(self._module, read.node, wanted, node, node)
-        if (read.node, wanted) not in self._known:
-            self._known[read.node, wanted] = insert_cast(
-                self._module, read.node, wanted, node, node
-            )
-        return self._known[read.node, wanted]
+        if value in self._planned.mutated:
+            # The values change between two reads, so a cast cannot be shared.
+            return insert_cast(self._module, value, dtype, node, node)
+        if (value, dtype) not in self._casts:
+            self._casts[value, dtype] = insert_cast(self._module, value, dtype, node, node)
+        return self._casts[value, dtype]
 
-    def _widened(self, node: Node) -> Node | None:
-        """What the model itself casts to a wider dtype here: cast back, it would be the same to the bit."""
+    def _widened_source(self, node: Node) -> Node | None:
+        """Return what the model casts to a wider dtype here.
+
+        Casting the result back would give the same bits, so the source can be read instead.
+        """
         if (
             node.target is not torch.ops.aten.to.dtype
-            or len(node.args) != _TO
+            or len(node.args) != _CAST_ARGS
             or node.kwargs
-            or not self._planned.written.isdisjoint({node, node.args[0]})
+            or not self._planned.mutated.isdisjoint({node, node.args[0]})
         ):
             return None
         source: Any = node.args[0]
-        return (
-            source
-            if source in self._made and self._made[source].itemsize < self._made[node].itemsize
-            else None
-        )
+        if source not in self._dtypes:
+            return None
+        return source if self._dtypes[source].itemsize < self._dtypes[node].itemsize else None
 
 
-def _refresh(module: GraphModule, planned: PlannedGraph, made: Mapping[Node, torch.dtype]) -> None:
+def _update_example_dtypes(
+    module: GraphModule, planned: PlannedGraph, dtypes: Mapping[Node, torch.dtype]
+) -> None:
     mode = fake_mode(module)
     if mode is None:
         return
-    for node, dtype in made.items():
-        told = [dtype if one is torch.float32 else one for one in dtypes_of(node.meta["val"])]
-        if planned.choice.roles[node] is not Role.FIXED:
-            set_dtypes(node, told, mode)
+    for node, dtype in dtypes.items():
+        if planned.assignment.roles[node] is not Role.FIXED:
+            before = dtypes_of(node.meta["val"])
+            set_dtypes(node, [dtype if one is torch.float32 else one for one in before], mode)
 
 
-def assemble(
-    exported: ExportedProgram,
-    said: ConvertOptions,
-    modules: Mapping[str, nn.Module],
-    pool: WeightPool,
-) -> ConvertedProgram:
-    """Convert one exported model; the export itself stays as it is."""
-    exported, module, sections, before = _planned(exported, said, modules, pool)
-    listed = rows(sections, rounding_errors(exported, sections[0].planned.choice, pool))
-    for section in sections[1:]:
-        apply_plan(section.module, section.planned, {})
-    stored = store_weights(exported, module, sections[0].planned.choice, pool)
-    apply_plan(module, sections[0].planned, stored.variants)
-    verify(module)
-    return ConvertedProgram(
-        _program(exported, module, stored), GraphPlan(listed, Casts(before, casts_after(module)))
-    )
+# The converted program
 
 
-def _planned(
-    exported: ExportedProgram,
-    said: ConvertOptions,
-    modules: Mapping[str, nn.Module],
-    pool: WeightPool,
-) -> tuple[ExportedProgram, GraphModule, list[Subgraph], CastBytes]:
-    """Prepare the graph and plan it; plan again if it has recurrent layers that torch.autocast runs in another dtype."""
-    narrowed = frozenset[str]()
-    before: CastBytes | None = None
-    while True:
-        module = copied_graph(exported.graph_module)
-        normalize(module, said.dtype, said.device)
-        check_options(said, list(_nodes(module)), list(_names(module)))
-        ready = (
-            fold(exported, module) if said.cast_params and not said.nothing_to_cast else exported
-        )
-        ready = recurrent_to_float16(ready, module, narrowed, pool, store=said.cast_params)
-        sections = plan_subgraphs(module, weight_nodes(ready, module, said.dtype), said, modules)
-        # Counted on the model's own graph: what is rewritten below is nothing that torch.autocast
-        # would see.
-        before = casts_before(sections, said) if before is None else before
-        found = layers(ready, sections[0].planned, said)
-        if not found:
-            return ready, module, sections, before
-        narrowed |= found
-
-
-def _program(
+def _new_program(
     exported: ExportedProgram, module: GraphModule, stored: StoredWeights
 ) -> ExportedProgram:
     signature = ExportGraphSignature(
@@ -223,8 +319,8 @@ def _program(
 
 
 def _output_specs(module: GraphModule, signature: ExportGraphSignature) -> list[OutputSpec]:
-    """The outputs under the names that they have now: a cast has one of its own."""
-    found = []
+    """Return the outputs under their current names: an inserted cast has a name of its own."""
+    specs = []
     for value, spec in zip(
         output_values(module.graph.output_node()), signature.output_specs, strict=True
     ):
@@ -233,137 +329,25 @@ def _output_specs(module: GraphModule, signature: ExportGraphSignature) -> list[
             if isinstance(value, Node) and isinstance(spec.arg, TensorArgument)
             else spec.arg
         )
-        found.append(OutputSpec(spec.kind, arg, spec.target))
-    return found
+        specs.append(OutputSpec(spec.kind, arg, spec.target))
+    return specs
 
 
 def _cast_examples(exported: ExportedProgram, module: GraphModule) -> Any:
-    """The example inputs in the dtypes that the graph takes."""
+    """Cast the example inputs to the dtypes that the graph takes."""
     inputs = {
         spec.arg.name
         for spec in exported.graph_signature.input_specs
         if spec.target is None and isinstance(spec.arg, TensorArgument)
     }
-    taken = [
-        values(node)[0].dtype
-        for node in module.graph.find_nodes(op="placeholder")
-        if node.name in inputs and values(node)
-    ]
-    wanted = iter(taken)
+    dtypes = iter(
+        [
+            float_values(node)[0].dtype
+            for node in module.graph.find_nodes(op="placeholder")
+            if node.name in inputs and float_values(node)
+        ]
+    )
     return map_tensors(
         exported.example_inputs,
-        lambda one: one.to(dtype=next(wanted)) if one.is_floating_point() else one,
+        lambda one: one.to(dtype=next(dtypes)) if one.is_floating_point() else one,
     )
-
-
-def _nodes(module: GraphModule) -> Iterator[Node]:
-    for inner in module.modules():
-        if isinstance(inner, GraphModule):
-            yield from inner.graph.nodes
-
-
-def _names(module: GraphModule) -> Iterator[str]:
-    for path, inner in module.named_modules():
-        if isinstance(inner, GraphModule):
-            yield from (f"{path}.{node.name}" if path else node.name for node in inner.graph.nodes)
-
-
-def convert_examples(
-    model: nn.Module, args: Any, kwargs: Any, policy: Policy, dynamic_shapes: Any, **words: Any
-) -> Converted:
-    """Convert a model once for each example."""
-    begin = time.perf_counter()
-    module, examples = unwrapped(model), _example_calls(args, kwargs)
-    said = _read_options(policy, _device(module, examples), **words)
-    exported = [export(module, *example, dynamic_shapes) for example in examples]
-    pool, modules = WeightPool(), dict(module.named_modules(remove_duplicate=False))
-    programs = tuple(assemble(one, said, modules, pool) for one in exported)
-    converted = Converted(ConvertedPrograms(programs, _options(said), tuple(exported)))
-    if _events.listening():
-        casts, taken = converted.casts, time.perf_counter() - begin
-        _events.emit(
-            _events.GraphConverted(
-                type(module).__name__,
-                dtype_name(said.dtype),
-                casts.before.count,
-                casts.after.count,
-                taken,
-            )
-        )
-    return converted
-
-
-def _read_options(
-    policy: Policy,
-    device: str,
-    *,
-    half: Collection[str],
-    full: Collection[str],
-    conditional: Collection[Any],
-    exclude: Collection[str] | str,
-    cast_params: bool,
-    keep_io_dtypes: bool,
-    cast_cost: CastCost | None,
-) -> ConvertOptions:
-    halves, fulls, conditions = read_lists(half, full, conditional)
-    resolved = resolve(policy, hardware(device))
-    return ConvertOptions(
-        policy,
-        resolved.dtype or torch.bfloat16,
-        device,
-        half=halves,
-        full=fulls,
-        conditional=conditions,
-        exclude=read_exclude(exclude),
-        cast_params=cast_params,
-        keep_io_dtypes=keep_io_dtypes,
-        cast_cost=cast_cost or bytes_moved,
-        nothing_to_cast=resolved.reason if resolved.dtype is None else "",
-    )
-
-
-def _example_calls(args: Any, kwargs: Any) -> list[tuple[Any, Any]]:
-    """The example calls: one, or a list of them."""
-    if not isinstance(args, list) or not all(isinstance(one, tuple) for one in args):
-        return [(args, {} if kwargs is None else kwargs)]
-    if not args:
-        raise ConversionError(
-            "convert was given an empty list of example inputs. Pass at least one tuple of the"
-            " model's arguments."
-        )
-    named = (
-        [kwargs or {}] * len(args)
-        if kwargs is None or isinstance(kwargs, Mapping)
-        else list(kwargs)
-    )
-    if len(named) != len(args):
-        raise ConversionError(
-            f"There are {len(args)} example inputs and {len(named)} kwargs. Give one mapping for"
-            " each, or one for all."
-        )
-    return list(zip(args, named, strict=True))
-
-
-def _device(module: nn.Module, examples: list[tuple[Any, Any]]) -> str:
-    tensors = [
-        *module.parameters(),
-        *module.buffers(),
-        *(one for one in pytree.tree_leaves(examples) if isinstance(one, torch.Tensor)),
-    ]
-    return tensors[0].device.type if tensors else "cpu"
-
-
-def _options(said: ConvertOptions) -> dict[str, Any]:
-    return {
-        "policy": said.policy.to_dict(),
-        "dtype": dtype_name(said.dtype),
-        "device": said.device,
-        "half": sorted(said.half),
-        "full": sorted(said.full),
-        "conditional": [
-            [one.op, one.argument, list(one.values), one.reason] for one in said.conditional
-        ],
-        "exclude": list(said.exclude),
-        "cast_params": said.cast_params,
-        "keep_io_dtypes": said.keep_io_dtypes,
-    }

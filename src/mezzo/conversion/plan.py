@@ -1,4 +1,4 @@
-"""What a conversion decided: a row for each node, printable, and plain enough to be saved."""
+"""The plan of a converted graph: one row per node, printable and serializable."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any, overload
 from mezzo._errors import CheckpointError
 
 _WIDEST = 48
+"""Characters to which the columns before the last are padded at most."""
 
 
 @dataclass(frozen=True)
@@ -16,31 +17,32 @@ class GraphRow:
     """One node and its precision."""
 
     node: str
-    """Its name; one in the body of a branch or loop has the body's name before it."""
+    """Its name; in the body of a branch or loop, the body's name comes before it."""
     op: str
-    """The op's name, or what else the node is: weight, input, cast."""
+    """The op, or else the kind of node: weight, input, cast, fill."""
     module: str
-    """The path of the module that called it, or a weight's own name; empty for the model itself."""
+    """The path of the module that called it, or the name of a weight; empty for the model."""
     source: str
     """The file and line that called it."""
     dtype: str
-    """What it computes in, or is stored in; two where a weight is stored twice."""
+    """The dtype in which it computes, or is stored; two if a weight is stored twice."""
     reason: str
+    """Why it has this dtype."""
 
     @property
     def where(self) -> str:
-        """The module, or the source line where there is none."""
+        """The module, or the source line if the module is not known."""
         return self.module or self.source
 
 
 @dataclass(frozen=True)
 class CastBytes:
-    """Casts, counted."""
+    """A number of casts, and the bytes that they move."""
 
     count: int = 0
-    """How many there are."""
+    """Number of casts."""
     bytes: int = 0
-    """How many bytes they read and write."""
+    """Bytes that they read and write."""
 
     def __add__(self, other: CastBytes) -> CastBytes:
         return CastBytes(self.count + other.count, self.bytes + other.bytes)
@@ -51,12 +53,12 @@ class CastBytes:
 
 @dataclass(frozen=True)
 class Casts:
-    """The casts of a graph, as torch.autocast would make them and as they are now."""
+    """The casts of a graph under torch.autocast, and after the conversion."""
 
     before: CastBytes
-    """What torch.autocast would do on the same graph: each op casts its inputs, weights once."""
+    """Casts of torch.autocast on the same graph: each op casts its inputs, weights once."""
     after: CastBytes
-    """What the converted graph does."""
+    """Casts of the converted graph."""
 
     def __str__(self) -> str:
         return f"{self.after}; torch.autocast: {self.before}"
@@ -64,16 +66,22 @@ class Casts:
 
 @dataclass(frozen=True)
 class GraphPlan(Sequence[GraphRow]):
-    """The precision of every node, with the reason; printed, it is a table.
+    """The dtype of every node of a converted graph, with the reason.
 
-    >>> print(GraphPlan((GraphRow("linear", "linear", "head", "model.py:7", "bfloat16", "a matrix product"),)))
+    A plan is a sequence of `GraphRow`: first the ops in graph order, then the stored weights. Print
+    it to see a table, find the row of a node with `row("linear_1")`, and read in `casts` how many
+    casts are left. The names in the column `node` are those that `exclude=` takes.
+
+    >>> row = GraphRow("linear", "linear", "head", "model.py:7", "bfloat16", "a matrix product")
+    >>> print(GraphPlan((row,)))
     node    where  dtype     reason
     linear  head   bfloat16  a matrix product
     """
 
     rows: tuple[GraphRow, ...]
+    """One row per node with floating-point values."""
     casts: Casts = field(default=Casts(CastBytes(), CastBytes()))
-    """The casts before and after."""
+    """The casts before and after the conversion."""
 
     @overload
     def __getitem__(self, index: int) -> GraphRow: ...
@@ -93,7 +101,7 @@ class GraphPlan(Sequence[GraphRow]):
         return iter(self.rows)
 
     def row(self, node: str) -> GraphRow:
-        """The row of one node."""
+        """Return the row of a node; raise `KeyError` if there is none of this name."""
         for one in self.rows:
             if one.node == node:
                 return one
@@ -113,12 +121,12 @@ class GraphPlan(Sequence[GraphRow]):
         )
 
     def to_dict(self) -> dict[str, Any]:
-        """The plan as plain data."""
+        """Return the plan as JSON values."""
         return asdict(self)
 
     @classmethod
     def from_dict(cls, plain: Mapping[str, Any]) -> GraphPlan:
-        """Read a plan from plain data, or say that it is none."""
+        """Read a plan from the values of `to_dict`; raise `CheckpointError` if they are not one."""
         try:
             rows = tuple(
                 GraphRow(**{one.name: _text(row[one.name]) for one in fields(GraphRow)})
@@ -137,5 +145,5 @@ class GraphPlan(Sequence[GraphRow]):
 
 def _text(value: Any) -> str:
     if not isinstance(value, str):
-        raise TypeError(f"a text belongs here, not {value!r}")
+        raise TypeError(f"expected a string, got {value!r}")
     return value

@@ -1,4 +1,4 @@
-"""Rows of a conversion plan, and how many casts it counts."""
+"""Report on a plan: one row per node, and the casts before and after."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ import torch
 from torch.fx import GraphModule, Node
 
 from mezzo._dtypes import CASTABLE_DTYPES, dtype_name
-from mezzo.conversion.assignment import NAME
-from mezzo.conversion.constraints import GATHERED, RECURRENT, autocast_casts, moved_bytes
+from mezzo.conversion.assignment import WEIGHT_NAME
+from mezzo.conversion.constraints import GATHERED, RECURRENT, autocast_casts, cast_bytes
 from mezzo.conversion.export import source_line
-from mezzo.conversion.nodes import CASTS, REWRITTEN, Role, aten_name, op_name, reads, values
+from mezzo.conversion.nodes import CASTS, REWRITTEN, Role, aten_name, float_values, op_name, reads
 from mezzo.conversion.options import ConvertOptions, module_paths
 from mezzo.conversion.plan import CastBytes, GraphRow
 from mezzo.conversion.planner import PlannedGraph
@@ -23,26 +23,25 @@ from mezzo.policy.types import Rule
 _WEIGHT = "weight"
 
 
-def rows(sections: Iterable[Subgraph], errors: Mapping[Node, float]) -> tuple[GraphRow, ...]:
-    """Return a row for each node that a dtype was decided for or kept: what computes first, then what is stored.
+def plan_rows(subgraphs: Iterable[Subgraph], errors: Mapping[Node, float]) -> tuple[GraphRow, ...]:
+    """Return one row per node with floating-point values: ops first, then stored tensors.
 
-    `errors` holds the relative errors of weights that are stored in 16 bits whatever their readers
-    want.
+    `errors` holds the relative errors of the weights that are stored in 16 bits only.
     """
-    found = [row for section in sections for row in _section_rows(section, errors)]
-    return tuple(sorted(found, key=lambda row: row.op == _WEIGHT))
+    rows = [row for subgraph in subgraphs for row in _subgraph_rows(subgraph, errors)]
+    return tuple(sorted(rows, key=lambda row: row.op == _WEIGHT))
 
 
-def _section_rows(section: Subgraph, errors: Mapping[Node, float]) -> Iterator[GraphRow]:
-    planned = section.planned
-    for node, role in planned.choice.roles.items():
-        if role in (Role.SILENT, Role.ELEMENT, Role.OUTPUT):
+def _subgraph_rows(subgraph: Subgraph, errors: Mapping[Node, float]) -> Iterator[GraphRow]:
+    planned = subgraph.planned
+    for node, role in planned.assignment.roles.items():
+        if role in (Role.NO_FLOATS, Role.ELEMENT, Role.OUTPUT):
             continue
-        dtype, reason = _decided(node, role, planned)
+        dtype, reason = _dtype_and_reason(node, role, planned)
         if REWRITTEN in node.meta:
             reason = node.meta[REWRITTEN].reason
         elif node in errors:
-            reason = _rounding(node, planned, errors[node])
+            reason = _rounding_reason(node, planned, errors[node])
         kind = (
             _WEIGHT
             if node in planned.stored
@@ -51,7 +50,7 @@ def _section_rows(section: Subgraph, errors: Mapping[Node, float]) -> Iterator[G
             else role.value
         )
         yield GraphRow(
-            section.prefix + node.name, kind, _module(node), source_line(node), dtype, reason
+            subgraph.prefix + node.name, kind, _module(node), source_line(node), dtype, reason
         )
 
 
@@ -59,73 +58,74 @@ def _op(node: Node) -> str:
     return node.meta[REWRITTEN].op if REWRITTEN in node.meta else op_name(node) or str(node.target)
 
 
-def _decided(node: Node, role: Role, planned: PlannedGraph) -> tuple[str, str]:
-    choice = planned.choice
+def _dtype_and_reason(node: Node, role: Role, planned: PlannedGraph) -> tuple[str, str]:
+    assignment = planned.assignment
     match role:
         case Role.WEIGHT:
-            stored = choice.stored(node)
-            told = (
-                "stored for those who read it"
+            stored = assignment.stored(node)
+            reason = (
+                "stored in the dtype in which it is read"
                 if len(stored) == 1
-                else "stored twice: its readers disagree"
+                else "stored twice: it is read in both dtypes"
             )
-            return " + ".join(map(dtype_name, stored)), told
+            return " + ".join(map(dtype_name, stored)), reason
         case Role.INPUT:
-            told = (
-                "written by the graph"
-                if node in planned.written
+            reason = (
+                "mutated by the graph"
+                if node in planned.mutated
                 else "stored as the model has it"
                 if node in planned.stored
                 else "an input"
             )
-            return dtype_name(choice.dtype_of(node)), told
+            return dtype_name(assignment.dtype_of(node)), reason
         case Role.CAST:
-            return _made(node, planned), "the model's own cast"
+            return _result_dtype(node, planned), "the model's own cast"
         case Role.FILL:
-            return _made(node, planned), "made in the dtype that it is read in"
-    pin = planned.pins[node]
-    if pin.half is not None:
-        return _computed(node, planned), pin.reason
-    lowered = choice.halves.get(node)
-    return _computed(node, planned), (
+            return _result_dtype(node, planned), "created in the dtype in which it is read"
+    constraint = planned.constraints[node]
+    if constraint.half is not None:
+        return _compute_dtype(node, planned), constraint.reason
+    return _compute_dtype(node, planned), (
         "in no list: 16 bits here cast the fewest bytes"
-        if lowered
+        if assignment.in_half.get(node)
         else "in no list: float32 here casts the fewest bytes"
     )
 
 
-def _rounding(weight: Node, planned: PlannedGraph, error: float) -> str:
-    reader = next(user for user in weight.users if planned.pins[user] in (GATHERED, RECURRENT))
+def _rounding_reason(weight: Node, planned: PlannedGraph, error: float) -> str:
+    reader = next(
+        user for user in weight.users if planned.constraints[user] in (GATHERED, RECURRENT)
+    )
     return (
         f"stored in 16 bits: largest relative error of a row {error:.1e}; exclude={reader.name!r}"
         " keeps float32"
     )
 
 
-def _made(node: Node, planned: PlannedGraph) -> str:
-    made = values(node)
+def _result_dtype(node: Node, planned: PlannedGraph) -> str:
     return (
-        dtype_name(planned.choice.dtype_of(node))
-        if made
+        dtype_name(planned.assignment.dtype_of(node))
+        if float_values(node)
         else str(node.meta["val"].dtype).removeprefix("torch.")
     )
 
 
-def _computed(node: Node, planned: PlannedGraph) -> str:
-    made = values(node)
-    if planned.choice.roles[node] is Role.OP and (not made or made[0].dtype is torch.float32):
-        return dtype_name(planned.choice.half if planned.choice.halves.get(node) else torch.float32)
-    return dtype_name(made[0].dtype) if made else "–"
+def _compute_dtype(node: Node, planned: PlannedGraph) -> str:
+    results, assignment = float_values(node), planned.assignment
+    if assignment.roles[node] is Role.OP and (not results or results[0].dtype is torch.float32):
+        in_half = assignment.in_half.get(node)
+        return dtype_name(assignment.half_dtype if in_half else torch.float32)
+    return dtype_name(results[0].dtype) if results else "–"
 
 
 def _module(node: Node) -> str:
     paths = module_paths(node)
-    return paths[-1] if paths else str(node.meta.get(NAME, ""))
+    return paths[-1] if paths else str(node.meta.get(WEIGHT_NAME, ""))
 
 
-def casts_before(sections: Iterable[Subgraph], said: ConvertOptions) -> CastBytes:
-    """What torch.autocast would cast on the device of a conversion."""
-    listed = torch_entries(said.device)
+def casts_before(subgraphs: Iterable[Subgraph], options: ConvertOptions) -> CastBytes:
+    """Count the casts of torch.autocast on the device of the conversion."""
+    listed = torch_entries(options.device)
 
     def rule_of(node: Node) -> Rule:
         op = op_name(node) or ""
@@ -135,13 +135,16 @@ def casts_before(sections: Iterable[Subgraph], said: ConvertOptions) -> CastByte
         return Rule.KEEP
 
     return sum(
-        (autocast_casts(section.planned.choice.roles, rule_of, said.dtype) for section in sections),
+        (
+            autocast_casts(subgraph.planned.assignment.roles, rule_of, options.dtype)
+            for subgraph in subgraphs
+        ),
         CastBytes(),
     )
 
 
 def casts_after(module: GraphModule) -> CastBytes:
-    """What a graph and its bodies cast; a conversion to the dtype that a tensor has is none."""
+    """Count the casts of a graph and its subgraphs; one to the same dtype does not count."""
     total = CastBytes()
     for inner in module.modules():
         if isinstance(inner, GraphModule):
@@ -152,10 +155,11 @@ def casts_after(module: GraphModule) -> CastBytes:
 
 
 def _cast(node: Node) -> CastBytes:
-    made, read = values(node), [one for read in reads(node) for one in values(read.node)]
-    if not made or not read:
+    results = float_values(node)
+    read = [one for read in reads(node) for one in float_values(read.node)]
+    if not results or not read:
         return CastBytes()
-    source, target = read[0].dtype, made[0].dtype
+    source, target = read[0].dtype, results[0].dtype
     if source is target or not CASTABLE_DTYPES.issuperset({source, target}):
         return CastBytes()
-    return CastBytes(1, moved_bytes(made[0], source, target))
+    return CastBytes(1, cast_bytes(results[0], source, target))

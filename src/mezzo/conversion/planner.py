@@ -1,15 +1,16 @@
-"""The plan of a graph: what is settled, what the cut chooses, and what the weights are stored in."""
+"""Plan one graph: constraints, minimum cut, and the dtypes of stored weights."""
 
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 from torch import nn
 from torch.fx import GraphModule, Node
 
-from mezzo.conversion.assignment import PrecisionAssignment, carrier, maker
+from mezzo.conversion.assignment import PrecisionAssignment, producer, promoting_input
 from mezzo.conversion.constraints import (
     AS_AUTOCAST,
     GATHERED,
@@ -17,8 +18,8 @@ from mezzo.conversion.constraints import (
     UNDECIDED,
     Constraint,
     GraphFacts,
+    cast_bytes,
     graph_facts,
-    moved_bytes,
 )
 from mezzo.conversion.min_cut import Value, minimum_cut
 from mezzo.conversion.nodes import (
@@ -27,34 +28,32 @@ from mezzo.conversion.nodes import (
     PROMOTING,
     Read,
     Role,
-    deciding,
+    deciding_reads,
+    dtype_argument,
+    float_values,
     op_name,
     reads,
-    stated_dtype,
-    values,
 )
 from mezzo.conversion.options import ConvertOptions
 
 _FULL, _HALF = "full", "half"
-"""Readers that are not ops: what has to be float32 whatever the cut says, and what has to be
-16-bit."""
+"""Readers that are not ops: one that needs float32 and one that needs 16 bits, always."""
 
 
 BodyDtypes = Mapping[tuple[Node, Node], torch.dtype]
-"""The dtype in which a branch or loop takes a value that is handed to its bodies, by the
-operator and the value."""
+"""The dtype in which a branch or loop takes a value, by its node and the value."""
 
 
 @dataclass(frozen=True)
 class PlannedGraph:
-    """One graph, decided."""
+    """The plan of one graph."""
 
-    choice: PrecisionAssignment
+    assignment: PrecisionAssignment
     """The precision of each node."""
-    pins: Mapping[Node, Constraint]
-    """What was settled ahead, and why."""
-    written: frozenset[Node]
-    """Nodes whose memory the graph writes."""
+    constraints: Mapping[Node, Constraint]
+    """The precisions that were fixed before the cut, and why."""
+    mutated: frozenset[Node]
+    """Nodes whose memory the graph mutates."""
     stored: frozenset[Node]
     """Placeholders of tensors that the program stores."""
 
@@ -63,161 +62,179 @@ def plan_graph(
     module: GraphModule,
     prefix: str,
     weights: Mapping[Node, str],
-    said: ConvertOptions,
+    options: ConvertOptions,
     modules: Mapping[str, nn.Module],
-    lent: BodyDtypes,
+    body_dtypes: BodyDtypes,
 ) -> PlannedGraph:
-    """Decide every node of one graph; bodies in it are planned by themselves."""
-    known = graph_facts(module, prefix, weights, said, modules)
-    pins, choice = known.pins, _cut(known, known.pins, said, lent)
+    """Choose the precision of every node of one graph, without the bodies of its branches."""
+    facts = graph_facts(module, prefix, weights, options, modules)
+    constraints = facts.constraints
+    assignment = _assign(facts, constraints, options, body_dtypes)
     # Bodies of branches and loops store no weights: the graph around them does.
-    if not prefix and (rounded := _rounded(choice, pins)):
-        pins = {
-            **pins,
-            **{
-                user: GATHERED
-                for weight in rounded
-                for user in weight.users
-                if _is_open_gather(user, pins)
-            },
+    if not prefix and (half_only := _half_only_weights(assignment, constraints)):
+        gathers = {
+            user: GATHERED
+            for weight in half_only
+            for user in weight.users
+            if _is_unlisted_gather(user, constraints)
         }
-        choice = replace(_cut(known, pins, said, lent), rounded=rounded)
-    return PlannedGraph(choice, pins, known.written, frozenset(weights))
+        constraints = {**constraints, **gathers}
+        assignment = _assign(facts, constraints, options, body_dtypes)
+        assignment = replace(assignment, half_only=half_only)
+    return PlannedGraph(assignment, constraints, facts.mutated, frozenset(weights))
 
 
-def _rounded(choice: PrecisionAssignment, pins: Mapping[Node, Constraint]) -> frozenset[Node]:
-    """Return the weights to store in 16 bits only, even if an op that torch.autocast runs in float32 reads them.
+def _half_only_weights(
+    assignment: PrecisionAssignment, constraints: Mapping[Node, Constraint]
+) -> frozenset[Node]:
+    """Return the weights to store in 16 bits only, although torch.autocast reads them in float32.
 
-    These are tables whose rows are picked by index, and the matrices of layers that carry a state.
-    Their other readers have to run in 16 bits anyway, as a head does that is tied to the table.
-    What is only added stays float32: such weights are small, and no op would round them under
-    torch.autocast.
+    These are tables whose rows are selected by index, and the matrices of layers that carry a
+    state. Their other readers have to run in 16 bits anyway, as a head does that is tied to the
+    table. Weights that are only added stay float32: they are small, and torch.autocast would not
+    round them.
     """
-    if not choice.cast_params:
+    if not assignment.cast_params:
         return frozenset()
 
-    def rounds(user: Node, weight: Node) -> bool:
-        return _is_open_gather(user, pins) or (
-            pins[user] == RECURRENT and values(weight)[0].dim() > 1
+    def tolerates_rounding(user: Node, weight: Node) -> bool:
+        return _is_unlisted_gather(user, constraints) or (
+            constraints[user] == RECURRENT and float_values(weight)[0].dim() > 1
         )
 
-    def takes_half(user: Node, weight: Node) -> bool:
+    def reads_half(user: Node, weight: Node) -> bool:
         return all(
-            choice.input_dtype(user, read) is choice.half
+            assignment.input_dtype(user, read) is assignment.half_dtype
             for read in reads(user)
             if read.node is weight
         )
 
     found = []
-    for weight in (node for node, role in choice.roles.items() if role is Role.WEIGHT):
-        others = [user for user in weight.users if not rounds(user, weight)]
-        if len(others) < len(weight.users) and all(takes_half(user, weight) for user in others):
+    for weight in (node for node, role in assignment.roles.items() if role is Role.WEIGHT):
+        others = [user for user in weight.users if not tolerates_rounding(user, weight)]
+        if len(others) < len(weight.users) and all(reads_half(user, weight) for user in others):
             found.append(weight)
     return frozenset(found)
 
 
-def _is_open_gather(user: Node, pins: Mapping[Node, Constraint]) -> bool:
-    """Whether an op picks rows by index, and neither the call nor the policy says in which precision."""
-    return op_name(user) in GATHERS and pins[user] in (UNDECIDED, AS_AUTOCAST)
+def _is_unlisted_gather(user: Node, constraints: Mapping[Node, Constraint]) -> bool:
+    """Return whether an op selects rows by index, and no list decides its precision."""
+    return op_name(user) in GATHERS and constraints[user] in (UNDECIDED, AS_AUTOCAST)
 
 
-def _cut(
-    known: GraphFacts, pins: Mapping[Node, Constraint], said: ConvertOptions, lent: BodyDtypes
+def _assign(
+    facts: GraphFacts,
+    constraints: Mapping[Node, Constraint],
+    options: ConvertOptions,
+    body_dtypes: BodyDtypes,
 ) -> PrecisionAssignment:
-    settled = {node: _settled(node, known.roles[node], pins[node], said) for node in known.roles}
-    pinned: dict[Hashable, bool] = {
-        node: half for node, half in settled.items() if half is not None
+    """Solve the minimum cut for the nodes that no constraint decides."""
+    fixed = {
+        node: _fixed_precision(node, role, constraints[node], options)
+        for node, role in facts.roles.items()
     }
-    pinned |= {_FULL: False, _HALF: True}
-    found = list(_values(known.roles, settled, said, lent))
-    chosen = minimum_cut(found, pinned)
-    # An op that nobody who matters reads, or that reads only weights, is in no value: 16 bits, as
-    # ties go.
-    halves = {
-        node: half if half is not None else chosen.get(node, True) for node, half in settled.items()
+    fixed_ops: dict[Hashable, bool] = {
+        node: half for node, half in fixed.items() if half is not None
+    }
+    values = list(_cut_values(facts.roles, fixed, options, body_dtypes))
+    chosen = minimum_cut(values, fixed_ops | {_FULL: False, _HALF: True})
+    # Ops whose precision changes no cast are in no value. Like ties, they run in 16 bits.
+    in_half = {
+        node: half if half is not None else chosen.get(node, True) for node, half in fixed.items()
     }
     return PrecisionAssignment(
-        known.roles,
-        halves,
-        said.dtype,
-        said.keep_io_dtypes,
-        said.cast_params and not said.nothing_to_cast,
-        body_dtypes=lent,
+        facts.roles,
+        in_half,
+        options.dtype,
+        options.keep_io_dtypes,
+        options.cast_params and not options.nothing_to_cast,
+        body_dtypes=body_dtypes,
     )
 
 
-def _settled(node: Node, role: Role, pin: Constraint, said: ConvertOptions) -> bool | None:
-    if role in (Role.OP, Role.FILL) or (role is Role.INPUT and not said.keep_io_dtypes):
-        return pin.half
-    made = values(node)
-    return bool(made) and made[0].dtype is said.dtype
+def _fixed_precision(
+    node: Node, role: Role, constraint: Constraint, options: ConvertOptions
+) -> bool | None:
+    if role in (Role.OP, Role.FILL) or (role is Role.INPUT and not options.keep_io_dtypes):
+        return constraint.half
+    results = float_values(node)
+    return bool(results) and results[0].dtype is options.dtype
 
 
-def _values(
+def _cut_values(
     roles: Mapping[Node, Role],
-    settled: Mapping[Node, bool | None],
-    said: ConvertOptions,
-    lent: BodyDtypes,
+    fixed: Mapping[Node, bool | None],
+    options: ConvertOptions,
+    body_dtypes: BodyDtypes,
 ) -> Iterator[Value]:
+    """Iterate over the tensors that the cut counts, with the costs of casting them."""
     for node, role in roles.items():
-        made = node.meta.get("val")
+        traced = node.meta.get("val")
         if (
-            not isinstance(made, torch.Tensor)
-            or made.dtype not in (torch.float32, said.dtype)
-            or (role is Role.WEIGHT and said.cast_params)
+            not isinstance(traced, torch.Tensor)
+            or traced.dtype not in (torch.float32, options.dtype)
+            or (role is Role.WEIGHT and options.cast_params)
         ):
             continue
         strict: list[Hashable] = []
         promoting: list[Hashable] = []
         for user in node.users:
             for read in (one for one in reads(user) if one.node is node):
-                reader, promotes = _reader(user, read, roles, settled, said, lent)
+                reader = _reader(user, read, roles, fixed, options, body_dtypes)
                 if reader is not None:
-                    (promoting if promotes else strict).append(reader)
+                    (promoting if reader.promotes else strict).append(reader.key)
         if strict or promoting:
-            count = moved_bytes(made, torch.float32, said.dtype)
-            up, down = (
-                said.cast_cost_of(count, said.dtype, torch.float32),
-                said.cast_cost_of(count, torch.float32, said.dtype),
-            )
-            yield Value(maker(node), tuple(strict), up, down, promoting=tuple(promoting))
+            count = cast_bytes(traced, torch.float32, options.dtype)
+            up = options.cast_cost_of(count, options.dtype, torch.float32)
+            down = options.cast_cost_of(count, torch.float32, options.dtype)
+            yield Value(producer(node), tuple(strict), up, down, promoting=tuple(promoting))
+
+
+class _Reader(NamedTuple):
+    """A reader of a value, as the cut counts it."""
+
+    key: Hashable
+    """The op, or `_FULL` or `_HALF`."""
+    promotes: bool = False
+    """Whether its kernel promotes a 16-bit value by itself."""
 
 
 def _reader(
     user: Node,
     read: Read,
     roles: Mapping[Node, Role],
-    settled: Mapping[Node, bool | None],
-    said: ConvertOptions,
-    lent: BodyDtypes,
-) -> tuple[Hashable | None, bool]:
-    """Who reads a value in its own precision, and whether its kernel promotes 16 bits by itself."""
+    fixed: Mapping[Node, bool | None],
+    options: ConvertOptions,
+    body_dtypes: BodyDtypes,
+) -> _Reader | None:
+    """Return the reader of a value; None if it takes the value in any precision."""
+    dtype: torch.dtype | None = None
     match roles[user]:
         case Role.OP:
-            return _op_reader(user, read, roles, settled)
+            return _op_reader(user, read, roles, fixed)
         case Role.FIXED:
-            wanted = lent.get((user, read.node), values(read.node)[0].dtype)
-            return {torch.float32: _FULL, said.dtype: _HALF}.get(wanted), False
-        case Role.CAST if values(user) and values(user)[0].dtype in (torch.float32, said.dtype):
-            return (_HALF if values(user)[0].dtype is said.dtype else _FULL), False
-        case Role.OUTPUT if said.keep_io_dtypes:
-            asked = PrecisionAssignment(roles, {}, said.dtype, keep_io_dtypes=True).input_dtype(
-                user, read
-            )
-            return (None if asked is None else _HALF if asked is said.dtype else _FULL), False
-    return None, False
+            dtype = body_dtypes.get((user, read.node), float_values(read.node)[0].dtype)
+        case Role.CAST if float_values(user):
+            dtype = float_values(user)[0].dtype
+        case Role.OUTPUT if options.keep_io_dtypes:
+            io = PrecisionAssignment(roles, {}, options.dtype, keep_io_dtypes=True)
+            dtype = io.input_dtype(user, read)
+            return None if dtype is None else _Reader(_HALF if dtype is options.dtype else _FULL)
+    if dtype is torch.float32:
+        return _Reader(_FULL)
+    return _Reader(_HALF) if dtype is options.dtype else None
 
 
 def _op_reader(
-    user: Node, read: Read, roles: Mapping[Node, Role], settled: Mapping[Node, bool | None]
-) -> tuple[Hashable | None, bool]:
+    user: Node, read: Read, roles: Mapping[Node, Role], fixed: Mapping[Node, bool | None]
+) -> _Reader | None:
     op = op_name(user) or ""
-    if stated_dtype(user) is not None:
-        return None, False
+    if dtype_argument(user) is not None:
+        return None
     if read.argument in MIXED_PARAMETERS.get(op, ()):
-        return _FULL, False
+        return _Reader(_FULL)
     if op not in PROMOTING:
-        return user, False
-    if read not in deciding(user):
-        return None, False
-    return user, read != carrier(user, roles, settled)
+        return _Reader(user)
+    if read not in deciding_reads(user):
+        return None
+    return _Reader(user, promotes=read != promoting_input(user, roles, fixed))

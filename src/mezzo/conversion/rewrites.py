@@ -15,7 +15,7 @@ from torch.fx import GraphModule, Node
 from torch.fx.node import map_arg
 
 from mezzo._torch import OpOverload, pytree
-from mezzo.conversion.assignment import NAME, WeightPool, exceeds
+from mezzo.conversion.assignment import WEIGHT_NAME, WeightPool, exceeds_range
 from mezzo.conversion.dtype_propagation import dtypes_of, fake_mode, insert_cast, set_dtypes
 from mezzo.conversion.nodes import (
     FILLS,
@@ -24,56 +24,59 @@ from mezzo.conversion.nodes import (
     Rewritten,
     Role,
     aten_name,
+    float_values,
+    mutated_nodes,
     reads,
-    values,
-    written,
 )
 from mezzo.conversion.options import ConvertOptions
 from mezzo.conversion.planner import PlannedGraph
 from mezzo.policy.missing_kernels import RECURRENT
 
+# Constant folding
+
 _WEIGHTS = (InputKind.PARAMETER, InputKind.BUFFER, InputKind.CONSTANT_TENSOR)
 
-_COUNTS = frozenset({"arange"})
-"""What makes places of nothing."""
-_EASY = VALUE_PRESERVING | _COUNTS
-"""What takes no computing."""
+_SOURCES = frozenset({"arange"})
+"""Ops that create constants without inputs."""
+_MOVES = VALUE_PRESERVING | _SOURCES
+"""Ops that compute nothing new."""
 
 
-def fold(exported: ExportedProgram, module: GraphModule) -> ExportedProgram:
-    """Replace in a graph what only weights decide by a stored tensor; weights that nobody reads any more are left out. The export itself stays as it is."""
-    exported = _without_spares(exported, module)
-    known = _known(exported, module)
-    folded = {node: known[node] for node in _worth(known)}
+def fold_constants(exported: ExportedProgram, module: GraphModule) -> ExportedProgram:
+    """Replace computations that depend only on weights by stored tensors, in place in `module`.
+
+    Returns a program without the weights that are no longer read; `exported` is not changed.
+    """
+    exported = _without_unread_weights(exported, module)
+    known = _constant_values(exported, module)
+    folded = {node: known[node] for node in _worth_storing(known)}
     if not folded:
         return exported
     read = {node for node in module.graph.find_nodes(op="placeholder") if node.users}
     constants, specs = dict(exported.constants), list(exported.graph_signature.input_specs)
-    place = sum(spec.kind is not InputKind.USER_INPUT for spec in specs)
+    index = sum(spec.kind is not InputKind.USER_INPUT for spec in specs)
     for node, value in folded.items():
-        name = _replace(module, node, specs[place - 1].arg.name if place else None)
+        name = _replace_by_placeholder(module, node, specs[index - 1].arg.name if index else None)
         constants[f"folded_{node.name}"] = value
-        specs.insert(
-            place,
-            InputSpec(InputKind.CONSTANT_TENSOR, TensorArgument(name=name), f"folded_{node.name}"),
-        )
-        place += 1
-    _sweep(module, known)
+        arg = TensorArgument(name=name)
+        specs.insert(index, InputSpec(InputKind.CONSTANT_TENSOR, arg, f"folded_{node.name}"))
+        index += 1
+    _erase_unused(module, known)
     dropped = {node.name for node in read if not node.users and node in known}
     for name in dropped:
         module.graph.erase_node(
             next(node for node in module.graph.find_nodes(op="placeholder") if node.name == name)
         )
-    return _with(exported, [spec for spec in specs if spec.arg.name not in dropped], constants)
-
-
-def _without_spares(exported: ExportedProgram, module: GraphModule) -> ExportedProgram:
-    """Without further names of a tensor that is read under one of them, and without what nobody reads and the model itself would not save."""
-    tensors = {**exported.constants, **exported.state_dict}
-    specs, nodes = (
-        exported.graph_signature.input_specs,
-        {node.name: node for node in module.graph.find_nodes(op="placeholder")},
+    return _with_inputs(
+        exported, [spec for spec in specs if spec.arg.name not in dropped], constants
     )
+
+
+def _without_unread_weights(exported: ExportedProgram, module: GraphModule) -> ExportedProgram:
+    """Drop unread names of tied tensors, and unread tensors that `state_dict` does not have."""
+    tensors = {**exported.constants, **exported.state_dict}
+    specs = exported.graph_signature.input_specs
+    nodes = {node.name: node for node in module.graph.find_nodes(op="placeholder")}
     named = {
         spec.arg.name: spec.target
         for spec in specs
@@ -81,27 +84,25 @@ def _without_spares(exported: ExportedProgram, module: GraphModule) -> ExportedP
     }
     read = {id(tensors[target]) for name, target in named.items() if nodes[name].users}
     unread = {name: target for name, target in named.items() if not nodes[name].users}
-    spare = {
+    dropped = {
         name
         for name, target in unread.items()
         if target not in exported.state_dict or id(tensors[target]) in read
     }
-    for name in spare:
+    if not dropped:
+        return exported
+    for name in dropped:
         module.graph.erase_node(nodes[name])
-    return (
-        _with(
-            exported,
-            [spec for spec in specs if spec.arg.name not in spare],
-            dict(exported.constants),
-        )
-        if spare
-        else exported
+    return _with_inputs(
+        exported,
+        [spec for spec in specs if spec.arg.name not in dropped],
+        dict(exported.constants),
     )
 
 
-def _known(exported: ExportedProgram, module: GraphModule) -> dict[Node, Any]:
-    """The value of every node that depends on stored tensors alone, themselves included."""
-    touched = written(module.graph)
+def _constant_values(exported: ExportedProgram, module: GraphModule) -> dict[Node, Any]:
+    """Return the value of every node that depends only on stored tensors, those included."""
+    mutated = mutated_nodes(module.graph)
     tensors = {**exported.constants, **exported.state_dict}
     named = {
         spec.arg.name: tensors[spec.target]
@@ -111,13 +112,13 @@ def _known(exported: ExportedProgram, module: GraphModule) -> dict[Node, Any]:
     known: dict[Node, Any] = {
         node: named[node.name]
         for node in module.graph.find_nodes(op="placeholder")
-        if node.name in named and node not in touched
+        if node.name in named and node not in mutated
     }
     for node in module.graph.nodes:
         if (
-            node not in touched
+            node not in mutated
             and _is_pure(node)
-            and (node.all_input_nodes or aten_name(node) in _COUNTS)
+            and (node.all_input_nodes or aten_name(node) in _SOURCES)
             and all(one in known for one in node.all_input_nodes)
         ):
             with torch.no_grad():
@@ -127,7 +128,7 @@ def _known(exported: ExportedProgram, module: GraphModule) -> dict[Node, Any]:
 
 
 def _is_pure(node: Node) -> bool:
-    """Whether a call gives the same for the same tensors, in sizes that do not change."""
+    """Return whether a call has static sizes and no side effects or random numbers."""
     sizes = [
         size
         for one in pytree.tree_leaves(node.meta.get("val"))
@@ -145,43 +146,48 @@ def _is_pure(node: Node) -> bool:
     )
 
 
-def _worth(known: Mapping[Node, Any]) -> list[Node]:
-    """The values that others read and that are better stored than the weights behind them: computed and no larger, or at most half of what they make needless."""
-    open_ended = [
+def _worth_storing(known: Mapping[Node, Any]) -> list[Node]:
+    """Return the constants to store in place of the weights from which they are computed.
+
+    Either the value takes some computing and is no larger than its weights, or it takes at most
+    half of the bytes of a weight that is then no longer needed.
+    """
+    read_outside = [
         node
         for node, value in known.items()
         if isinstance(value, torch.Tensor) and not all(user in known for user in node.users)
     ]
-    behind = {node: _behind(node) for node in open_ended if node.op == "call_function"}
-    # Several may be cut from one weight, as a joint product's parts are: together they count.
+    sources = {node: _source_weights(node) for node in read_outside if node.op == "call_function"}
+    # Several values may be slices of one weight, as the parts of a joint projection are: their
+    # sizes are added.
     largest = {
         node: max(weights, key=lambda one: int(known[one].nbytes))
-        for node, (weights, _) in behind.items()
+        for node, (weights, _) in sources.items()
         if weights
     }
-    taken = Counter[Node]()
+    stored_bytes = Counter[Node]()
     for node, weight in largest.items():
-        taken[weight] += _bytes(known[node], known[weight])
+        stored_bytes[weight] += _stored_bytes(known[node], known[weight])
     found = []
     for node, weight in largest.items():
-        weights, computed = behind[node]
-        frees = 2 * taken[weight] <= known[weight].nbytes and all(
+        weights, computed = sources[node]
+        replaces_weight = 2 * stored_bytes[weight] <= known[weight].nbytes and all(
             user in known for user in weight.users
         )
-        if frees or (
+        if replaces_weight or (
             computed and known[node].numel() <= sum(known[one].numel() for one in weights)
         ):
             found.append(node)
     return found
 
 
-def _bytes(value: torch.Tensor, weight: torch.Tensor) -> int:
-    """What a value takes, beside a weight that a cast would make no smaller: the dtypes of both are yet to be chosen."""
+def _stored_bytes(value: torch.Tensor, weight: torch.Tensor) -> int:
+    """Return the bytes of a value in the dtype of a weight: both may be stored in 16 bits later."""
     return value.numel() * (weight if weight.is_floating_point() else value).itemsize
 
 
-def _behind(node: Node) -> tuple[set[Node], bool]:
-    """The weights that decide a value, and whether more than moving them does."""
+def _source_weights(node: Node) -> tuple[set[Node], bool]:
+    """Return the weights that a value depends on, and whether more is done than moving them."""
     weights, computed, waiting = set[Node](), False, [node]
     while waiting:
         one = waiting.pop()
@@ -189,36 +195,37 @@ def _behind(node: Node) -> tuple[set[Node], bool]:
             weights.add(one)
         else:
             computed = computed or (
-                isinstance(one.target, OpOverload) and aten_name(one) not in _EASY
+                isinstance(one.target, OpOverload) and aten_name(one) not in _MOVES
             )
             waiting += one.all_input_nodes
     return weights, computed
 
 
-def _replace(module: GraphModule, node: Node, after: str | None) -> str:
-    """Put a placeholder in a node's place, and give its name."""
+def _replace_by_placeholder(module: GraphModule, node: Node, after: str | None) -> str:
+    """Replace a node by a new placeholder, and return its name."""
     placeholders = {one.name: one for one in module.graph.find_nodes(op="placeholder")}
-    where = (
+    insertion_point = (
         module.graph.inserting_after(placeholders[after])
         if after in placeholders
         else module.graph.inserting_before(next(iter(module.graph.nodes)))
     )
-    with where:
-        made = module.graph.placeholder(f"c_{node.name}")
-    made.target, made.meta = made.name, {"val": node.meta["val"]}
-    node.replace_all_uses_with(made)
-    return made.name
+    with insertion_point:
+        added = module.graph.placeholder(f"c_{node.name}")
+    added.target, added.meta = added.name, {"val": node.meta["val"]}
+    node.replace_all_uses_with(added)
+    return added.name
 
 
-def _sweep(module: GraphModule, known: Mapping[Node, Any]) -> None:
+def _erase_unused(module: GraphModule, known: Mapping[Node, Any]) -> None:
     for node in reversed(list(known)):
         if node.op == "call_function" and not node.users:
             module.graph.erase_node(node)
 
 
-def _with(
+def _with_inputs(
     exported: ExportedProgram, specs: list[InputSpec], constants: dict[str, Any]
 ) -> ExportedProgram:
+    """Return a shallow copy of a program with other inputs, and only the tensors they name."""
     changed = copy.copy(exported)
     kept = {spec.target for spec in specs}
     changed._graph_signature = ExportGraphSignature(specs, exported.graph_signature.output_specs)
@@ -233,29 +240,34 @@ def _with(
     return changed
 
 
-_NARROW = torch.float16
+# Recurrent layers in float16
+
 _REASON = "torch.autocast runs cuDNN's recurrent layers in float16"
 
 
-def layers(
-    exported: ExportedProgram, planned: PlannedGraph, said: ConvertOptions
+def find_float16_layers(
+    exported: ExportedProgram, planned: PlannedGraph, options: ConvertOptions
 ) -> frozenset[str]:
-    """The recurrent layers that torch.autocast would run in another 16-bit dtype than the plan, by name; one that the call lists is left as it says."""
-    if said.device != "cuda" or said.dtype is not torch.bfloat16 or torch.version.hip is not None:
+    """Return the names of the recurrent layers that torch.autocast runs in float16 on CUDA.
+
+    Only layers that are planned in bfloat16 count, and not those that the call lists as half.
+    """
+    is_cuda = options.device == "cuda" and torch.version.hip is None
+    if not is_cuda or options.dtype is not torch.bfloat16:
         return frozenset()
-    choice = planned.choice
-    open_ended = [
+    assignment = planned.assignment
+    candidates = [
         node
-        for node, role in choice.roles.items()
+        for node, role in assignment.roles.items()
         if role is Role.OP
         and aten_name(node) in RECURRENT
-        and choice.halves[node]
-        and aten_name(node) not in said.half
+        and assignment.in_half[node]
+        and aten_name(node) not in options.half
     ]
     return frozenset(
         node.name
-        for node in open_ended
-        if not any(exceeds(tensor, _NARROW) for tensor in _tensors(exported, node))
+        for node in candidates
+        if not any(exceeds_range(tensor, torch.float16) for tensor in _tensors(exported, node))
     )
 
 
@@ -267,7 +279,11 @@ def recurrent_to_float16(
     *,
     store: bool,
 ) -> ExportedProgram:
-    """Put layers into float16: their weights are stored so if `store` allows, other inputs are cast, and results are cast to float32. The export itself stays as it is."""
+    """Run the named layers in float16, in place in `module`; `exported` is not changed.
+
+    Their weights are stored in float16 if `store` is true, other inputs are cast to float16, and
+    results are cast to float32.
+    """
     if not names:
         return exported
     state = dict(exported.state_dict)
@@ -276,17 +292,17 @@ def recurrent_to_float16(
         for spec in exported.graph_signature.input_specs
         if store and spec.target in state
     }
-    found = [node for node in module.graph.nodes if node.name in names]
-    for node in found:
+    layers = [node for node in module.graph.nodes if node.name in names]
+    for node in layers:
         for value in dict.fromkeys(read.node for read in reads(node)):
-            if values(value)[0].dtype is torch.float32:
-                if all(user in found for user in value.users) and (
+            if float_values(value)[0].dtype is torch.float32:
+                if all(user in layers for user in value.users) and (
                     value.name in stored or aten_name(value) in FILLS
                 ):
-                    _store(module, value, stored.get(value.name), state, pool)
+                    _store_in_float16(module, value, stored.get(value.name), state, pool)
                 else:
-                    node.replace_input_with(value, _cast(module, value, _NARROW, node))
-        _narrow_results(module, node)
+                    node.replace_input_with(value, _cast(module, value, torch.float16, node))
+        _cast_results(module, node)
     changed = copy.copy(exported)
     changed._state_dict = state
     return changed
@@ -294,34 +310,32 @@ def recurrent_to_float16(
 
 def _tensors(exported: ExportedProgram, node: Node) -> Iterator[torch.Tensor]:
     for read in reads(node):
-        if (name := read.node.meta.get(NAME)) in exported.state_dict:
+        if (name := read.node.meta.get(WEIGHT_NAME)) in exported.state_dict:
             yield exported.state_dict[name]
 
 
-def _store(
+def _store_in_float16(
     module: GraphModule,
     value: Node,
     name: str | None,
     state: dict[str, torch.Tensor],
     pool: WeightPool,
 ) -> None:
-    """Make a weight, or a state of zeros, float16."""
+    """Store a weight in float16, or create an initial state of zeros in float16."""
     if name is None:
-        value.kwargs = {**value.kwargs, "dtype": _NARROW}
+        value.kwargs = {**value.kwargs, "dtype": torch.float16}
     else:
-        state[name] = pool.take(state[name], _NARROW)
+        state[name] = pool.copy_of(state[name], torch.float16)
     value.meta[REWRITTEN] = Rewritten(aten_name(value), _REASON)
-    set_dtypes(value, [_NARROW], fake_mode(module))
+    set_dtypes(value, [torch.float16], fake_mode(module))
 
 
-def _narrow_results(module: GraphModule, node: Node) -> None:
+def _cast_results(module: GraphModule, node: Node) -> None:
     mode = fake_mode(module)
     for one in (node, *node.users):
-        set_dtypes(
-            one,
-            [_NARROW if dtype is torch.float32 else dtype for dtype in dtypes_of(one.meta["val"])],
-            mode,
-        )
+        before = dtypes_of(one.meta["val"])
+        dtypes = [torch.float16 if dtype is torch.float32 else dtype for dtype in before]
+        set_dtypes(one, dtypes, mode)
     for element in [one for one in node.users if one.users]:
         wide = _cast(module, element, torch.float32, element.next)
         element.replace_all_uses_with(wide, lambda user, wide=wide: user is not wide)  # type: ignore[misc]
@@ -329,6 +343,6 @@ def _narrow_results(module: GraphModule, node: Node) -> None:
 
 
 def _cast(module: GraphModule, value: Node, dtype: torch.dtype, before: Node) -> Node:
-    made = insert_cast(module, value, dtype, before, value)
-    made.meta[REWRITTEN] = Rewritten("cast", _REASON)
-    return made
+    inserted = insert_cast(module, value, dtype, before, value)
+    inserted.meta[REWRITTEN] = Rewritten("cast", _REASON)
+    return inserted

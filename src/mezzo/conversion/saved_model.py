@@ -1,11 +1,13 @@
-"""Converted programs in one file, which never runs code: weights as raw bytes, graphs as plain values that are admitted before torch reads them.
+"""Save a converted model to one file, and load it without executing code from the file.
 
-    contents.json            format, versions, options, and for each program which tensor each of its names means
-    programs/0/graph.json    a graph in torch's schema, without notes that could name Python objects
+Weights are stored as raw bytes. Graphs are stored as JSON and validated before torch reads them.
+
+    contents.json            format, versions, options; per program, the tensor of each name
+    programs/0/graph.json    a graph in torch's schema, without metadata that names Python objects
     programs/0/plan.json     its plan
     tensors                  the bytes of all tensors, in order, each once
 
-Example inputs are not in it: they may be private, and zeros of their sizes serve as well.
+Example inputs are not saved: they may be private, and zeros of the same sizes replace them.
 """
 
 from __future__ import annotations
@@ -37,10 +39,10 @@ from mezzo.conversion.archive import (
     writing,
 )
 from mezzo.conversion.export import quiet_loggers
-from mezzo.conversion.signature import available_device, available_devices, zeros_like_inputs
+from mezzo.conversion.signature import available_device, available_devices, zero_inputs
 from mezzo.conversion.validate_graph import strip_metadata, validate_program
 
-Place = str | os.PathLike[str]
+StrPath = str | os.PathLike[str]
 
 _FORMAT, _VERSION = "mezzo converted program", 1
 _CONTENTS = "contents.json"
@@ -48,39 +50,42 @@ _CONTENTS = "contents.json"
 
 @dataclass(frozen=True)
 class SavedProgram:
-    """One program as it goes into a file and comes back."""
+    """One program of a saved model."""
 
     exported: ExportedProgram
     """The converted graph and its weights."""
     plan: dict[str, Any]
-    """Its plan as plain values."""
+    """Its plan, as JSON values."""
 
 
 @dataclass(frozen=True)
 class SavedModel:
-    """What a file holds."""
+    """The content of a file."""
 
     programs: tuple[SavedProgram, ...]
     """One for each example size; they share weights."""
     options: dict[str, Any]
-    """How they were converted, as plain values."""
+    """The options of the conversion, as JSON values."""
 
 
-def save(path: Place, artefact: SavedModel) -> None:
-    """Write programs to one file, whole or not at all. Weights that several names or programs share are written once; example inputs are not written."""
+def save(path: StrPath, model: SavedModel) -> None:
+    """Write a model to one file, atomically.
+
+    Weights that several names or programs share are written once. Example inputs are not written.
+    """
     require("file format of converted programs")
     tensors = TensorWriter()
-    programs = [_described(stored, tensors) for stored in artefact.programs]
+    programs = [_serialize(program, tensors) for program in model.programs]
     with atomic_writer(path) as file, writing(file) as archive:
-        for place, (stored, (graph, _)) in enumerate(zip(artefact.programs, programs, strict=True)):
-            archive.json(_graph_part(place), graph)
-            archive.json(_plan_part(place), stored.plan)
+        for index, (program, (graph, _)) in enumerate(zip(model.programs, programs, strict=True)):
+            archive.json(_graph_part(index), graph)
+            archive.json(_plan_part(index), program.plan)
         contents = {
             "format": _FORMAT,
             "version": _VERSION,
             "torch": torch.__version__,
             "byteorder": sys.byteorder,
-            "options": artefact.options,
+            "options": model.options,
             "programs": [names for _, names in programs],
             "tensors": tensors.write(archive),
         }
@@ -88,26 +93,25 @@ def save(path: Place, artefact: SavedModel) -> None:
 
 
 def load(
-    path: Place, *, device: str | torch.device | None = None, custom_ops: Collection[str] = ()
+    path: StrPath, *, device: str | torch.device | None = None, custom_ops: Collection[str] = ()
 ) -> SavedModel:
-    """Read programs that `save` wrote, or refuse the file without having run anything from it.
+    """Read and validate a file that `save` wrote; nothing from the file is executed.
 
-    `device` puts everything there instead of where it was saved from. Custom ops run only if
-    `custom_ops` names their namespace: the file chooses their arguments.
+    `device` replaces the device from which the model was saved. Custom ops are accepted only if
+    `custom_ops` names their namespace, because the file chooses their arguments.
     """
     require("file format of converted programs")
     target = None if device is None else available_device(device)
-    # A file that is not there raises FileNotFoundError: it is opened before errors are turned into
-    # others.
+    # Opened outside of `reading_errors`, so that a missing file raises FileNotFoundError.
     with Path(path).open("rb") as file, reading_errors(path), reading(file) as archive:
         contents = _contents(archive)
         _require_device(contents, target)
-        return _artefact(archive, contents, target, custom_ops)
+        return _read_model(archive, contents, target, custom_ops)
 
 
 @contextmanager
-def reading_errors(path: Place) -> Iterator[None]:
-    """Turn whatever goes wrong with a file's content into one `CheckpointError` that names the file."""
+def reading_errors(path: StrPath) -> Iterator[None]:
+    """Convert any error about a file's content to a `CheckpointError` that names the file."""
     name = os.fspath(path)
     try:
         yield
@@ -119,45 +123,50 @@ def reading_errors(path: Place) -> Iterator[None]:
         ) from error.__cause__
     except Exception as error:
         raise CheckpointError(
-            f"{name!r} is no converted program, or is damaged: {_first_line(error)}. Pass a file"
+            f"{name!r} is not a converted model, or is damaged: {_last_line(error)}. Pass a file"
             " that Converted.save wrote."
         ) from error
 
 
-def _described(stored: SavedProgram, tensors: TensorWriter) -> tuple[Any, dict[str, Any]]:
-    """A program as plain values, and the names of its tensors. What could be written but not be read again is refused here."""
-    exported = stored.exported
+def _serialize(program: SavedProgram, tensors: TensorWriter) -> tuple[Any, dict[str, Any]]:
+    """Return a program as JSON values, and the names of its tensors.
+
+    The graph is validated here too, so that every file that is written can be read.
+    """
+    exported = program.exported
     names = {
         "state": tensors.add(exported.state_dict),
         "constants": tensors.add(exported.constants),
     }
     try:
         with quiet_loggers(serialize.__name__):
-            artifact = serialize.serialize(_without_numbers(exported))
-        graph = strip_metadata(json.loads(artifact.exported_program))
+            serialized = serialize.serialize(_without_data(exported))
+        graph = strip_metadata(json.loads(serialized.exported_program))
         validate_program(graph, _namespaces(exported))
     except CheckpointError as error:
         raise UnsupportedError(f"The program cannot be saved: {error}.") from error
     except Exception as error:
         raise UnsupportedError(
-            "The program cannot be saved: torch cannot write it as plain values."
-            f" {_first_line(error)}"
+            f"The program cannot be saved: torch cannot serialize it. {_last_line(error)}"
         ) from error
     return graph, names
 
 
-def _without_numbers(exported: ExportedProgram) -> ExportedProgram:
-    """The same graph around tensors without data: torch pickles whatever a program holds, some versions unasked, and here numbers are written elsewhere."""
+def _without_data(exported: ExportedProgram) -> ExportedProgram:
+    """Return the program with meta tensors: some versions of torch pickle all that it holds.
+
+    The data itself is written by `TensorWriter`.
+    """
     bare = copy.copy(exported)
-    bare._state_dict = {name: _bare(value) for name, value in exported.state_dict.items()}
-    bare._constants = {name: _bare(value) for name, value in exported.constants.items()}
+    bare._state_dict = {name: _to_meta(value) for name, value in exported.state_dict.items()}
+    bare._constants = {name: _to_meta(value) for name, value in exported.constants.items()}
     bare._example_inputs = None
     return bare
 
 
-def _bare(tensor: Any) -> torch.Tensor:
+def _to_meta(tensor: Any) -> torch.Tensor:
     empty = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
-    # torch looks whether a parameter is one.
+    # torch checks that a parameter is an nn.Parameter.
     return nn.Parameter(empty, requires_grad=False) if isinstance(tensor, nn.Parameter) else empty
 
 
@@ -178,33 +187,34 @@ def _contents(archive: ArchiveReader) -> dict[str, Any]:
             f" {sys.byteorder}-endian"
         )
     if not isinstance(contents["options"], dict):
-        raise CheckpointError("its options are no mapping")
-    places = range(len(contents["programs"]))
-    known = {_CONTENTS, *map(_graph_part, places), *map(_plan_part, places), PART}
-    if odd := archive.names ^ known:
-        raise CheckpointError(f"the part {min(odd)!r} is there without reason, or missing")
+        raise CheckpointError("its options are not a mapping")
+    indices = range(len(contents["programs"]))
+    expected = {_CONTENTS, *map(_graph_part, indices), *map(_plan_part, indices), PART}
+    if wrong := archive.names ^ expected:
+        raise CheckpointError(f"the part {min(wrong)!r} is unexpected or missing")
     return contents
 
 
-def _artefact(
+def _read_model(
     archive: ArchiveReader,
     contents: dict[str, Any],
     device: torch.device | None,
     custom_ops: Collection[str],
 ) -> SavedModel:
     graphs = [
-        _graph(archive.json(_graph_part(place)), contents["torch"], device, custom_ops)
-        for place in range(len(contents["programs"]))
+        _read_graph(archive.json(_graph_part(index)), contents["torch"], device, custom_ops)
+        for index in range(len(contents["programs"]))
     ]
     tensors = TensorReader(archive, contents["tensors"], device)
     programs = []
-    for place, (graph, names) in enumerate(zip(graphs, contents["programs"], strict=True)):
-        exported = _program(graph, tensors.named(names["state"]), tensors.named(names["constants"]))
-        programs.append(SavedProgram(exported, archive.json(_plan_part(place))))
+    for index, (graph, names) in enumerate(zip(graphs, contents["programs"], strict=True)):
+        state, constants = tensors.named(names["state"]), tensors.named(names["constants"])
+        exported = _deserialize(graph, state, constants)
+        programs.append(SavedProgram(exported, archive.json(_plan_part(index))))
     return SavedModel(tuple(programs), contents["options"])
 
 
-def _graph(
+def _read_graph(
     plain: Any, written_by: str, device: torch.device | None, custom_ops: Collection[str]
 ) -> schema.ExportedProgram:
     if plain["schema_version"]["major"] != schema.SCHEMA_VERSION[0]:
@@ -212,21 +222,21 @@ def _graph(
             f"its graph was written by torch {written_by}, which this torch {torch.__version__}"
             " does not read; convert the model again"
         )
-    return validate_program(_moved(plain, device), custom_ops)
+    return validate_program(_with_device(plain, device), custom_ops)
 
 
-def _program(
+def _deserialize(
     graph: schema.ExportedProgram,
     state: dict[str, torch.Tensor],
     constants: dict[str, torch.Tensor],
 ) -> ExportedProgram:
-    """Have torch rebuild an admitted graph around tensors that are already there: it is given nothing to unpickle."""
+    """Rebuild a validated graph around tensors that are read already; torch unpickles nothing."""
     with quiet_loggers(serialize.__name__), warnings.catch_warnings():
-        # torch goes on with a graph whose code it could not make; nothing that was saved is one.
+        # torch only warns if it cannot generate code for a graph. `save` never writes such a graph.
         warnings.filterwarnings("error", "Unable to execute the generated python source code")
         exported = serialize.ExportedProgramDeserializer().deserialize(graph, state, constants)
     _check_fit(exported, {**constants, **state})
-    exported._example_inputs = zeros_like_inputs(exported)
+    exported._example_inputs = zero_inputs(exported)
     return exported
 
 
@@ -253,23 +263,23 @@ def _require_device(contents: dict[str, Any], device: torch.device | None) -> No
             )
 
 
-def _moved(graph: Any, device: torch.device | None) -> Any:
-    """The graph with every device replaced."""
+def _with_device(graph: Any, device: torch.device | None) -> Any:
+    """Return the graph with every device replaced."""
     if device is None:
         return graph
     if isinstance(graph, list):
-        return [_moved(one, device) for one in graph]
+        return [_with_device(one, device) for one in graph]
     if not isinstance(graph, dict):
         return graph
-    placed = {"type": device.type, "index": device.index}
+    replacement = {"type": device.type, "index": device.index}
     return {
-        name: placed if name in {"device", "as_device"} else _moved(value, device)
+        name: replacement if name in {"device", "as_device"} else _with_device(value, device)
         for name, value in graph.items()
     }
 
 
 def _namespaces(exported: ExportedProgram) -> set[str]:
-    """The namespaces of the custom ops that a program calls, bodies included."""
+    """Return the namespaces of the custom ops that a program calls, subgraphs included."""
     modules = [
         one for one in exported.graph_module.modules() if isinstance(one, torch.fx.GraphModule)
     ]
@@ -281,15 +291,15 @@ def _namespaces(exported: ExportedProgram) -> set[str]:
     } - {"aten"}
 
 
-def _first_line(error: BaseException) -> str:
-    """What went wrong in a line; torch tells it at the end of a long message."""
+def _last_line(error: BaseException) -> str:
+    """Return the last line of an error, where torch's long messages name the cause."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return (lines[-1] if lines else type(error).__name__)[:300].rstrip(".")
 
 
-def _graph_part(place: int) -> str:
-    return f"programs/{place}/graph.json"
+def _graph_part(index: int) -> str:
+    return f"programs/{index}/graph.json"
 
 
-def _plan_part(place: int) -> str:
-    return f"programs/{place}/plan.json"
+def _plan_part(index: int) -> str:
+    return f"programs/{index}/plan.json"

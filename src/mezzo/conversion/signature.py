@@ -16,29 +16,33 @@ from mezzo._errors import UnsupportedError, choices
 from mezzo._torch import pytree, tree_flatten_spec
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]
+"""Arguments and keyword arguments."""
+
+# Inputs
 
 
 @dataclass(frozen=True)
 class TensorInput:
-    """One tensor that a program takes."""
+    """Size and dtype of one tensor that a program takes."""
 
     sizes: tuple[int | None, ...]
-    """Its sizes; None where it may change."""
+    """Its sizes; None for a dynamic one."""
     dtype: torch.dtype
 
     def fits(self, value: Any) -> bool:
-        """Whether a value can be this input."""
+        """Return whether a value is a tensor of these sizes, in any dtype."""
         return (
             isinstance(value, torch.Tensor)
             and len(value.shape) == len(self.sizes)
             and all(
-                wanted is None or size == wanted
-                for size, wanted in zip(value.shape, self.sizes, strict=True)
+                expected is None or size == expected
+                for size, expected in zip(value.shape, self.sizes, strict=True)
             )
         )
 
     def __str__(self) -> str:
-        return f"{dtype_name(self.dtype)}[{', '.join('any' if size is None else str(size) for size in self.sizes)}]"
+        sizes = ", ".join("any" if size is None else str(size) for size in self.sizes)
+        return f"{dtype_name(self.dtype)}[{sizes}]"
 
 
 @dataclass(frozen=True)
@@ -46,87 +50,63 @@ class InputSignature:
     """The inputs that a program takes."""
 
     tensors: tuple[TensorInput | None, ...]
-    """One for each leaf of the inputs; None for what is no tensor."""
+    """One for each leaf of the inputs; None for a leaf that is not a tensor."""
     keywords: tuple[str, ...] = ()
     """The keyword arguments, in the order of the example."""
     structure: pytree.TreeSpec | None = None
-    """How the inputs are nested, where mappings are among them: their entries may come in
+    """The nesting of the inputs, if they contain mappings: the entries of a mapping may come in
     another order than in the example."""
 
-    def take(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call | None:
-        """The inputs in the dtypes that the program takes, or None where their sizes are others."""
+    def cast_inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call | None:
+        """Cast inputs to the program's dtypes; return None if their shapes do not match."""
         if len(self.keywords) > 1:
             kwargs = {name: kwargs[name] for name in (*self.keywords, *kwargs) if name in kwargs}
-        given = pytree.tree_leaves((args, kwargs))
-        if len(given) != len(self.tensors):
+        leaves = pytree.tree_leaves((args, kwargs))
+        if len(leaves) != len(self.tensors):
             return None
         if self.structure is not None:
-            given = _in_order((args, kwargs), self.structure) or given
-        if not all(
-            wanted is None or wanted.fits(value)
-            for wanted, value in zip(self.tensors, given, strict=True)
-        ):
+            leaves = _in_example_order((args, kwargs), self.structure) or leaves
+        pairs = list(zip(self.tensors, leaves, strict=True))
+        if not all(expected is None or expected.fits(value) for expected, value in pairs):
             return None
-        if all(
-            wanted is None or wanted.dtype is value.dtype
-            for wanted, value in zip(self.tensors, given, strict=True)
-        ):
+        if all(expected is None or expected.dtype is value.dtype for expected, value in pairs):
             return args, kwargs
-        changed = [
-            _in_dtype(value, wanted) for wanted, value in zip(self.tensors, given, strict=True)
-        ]
-        found: Call = pytree.tree_unflatten(
-            changed, self.structure or pytree.tree_structure((args, kwargs))
+        call: Call = pytree.tree_unflatten(
+            [_cast_input(value, expected) for expected, value in pairs],
+            self.structure or pytree.tree_structure((args, kwargs)),
         )
-        return found
+        return call
 
-    def describe(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
-        """What was passed."""
-        return (
-            ", ".join(
-                (
-                    str(TensorInput(tuple(one.shape), one.dtype))
-                    if isinstance(one, torch.Tensor)
-                    else repr(one)
-                )
-                for one in pytree.tree_leaves((args, kwargs))
-            )
-            or "nothing"
-        )
+    @staticmethod
+    def describe(args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
+        """Return the sizes and dtypes of inputs as text, for error messages."""
+        leaves = [
+            str(TensorInput(tuple(one.shape), one.dtype))
+            if isinstance(one, torch.Tensor)
+            else repr(one)
+            for one in pytree.tree_leaves((args, kwargs))
+        ]
+        return ", ".join(leaves) or "nothing"
 
     def __str__(self) -> str:
         return ", ".join(str(one) if one is not None else "…" for one in self.tensors)
 
 
 def input_signature(exported: ExportedProgram) -> InputSignature:
-    """Read what a program takes."""
+    """Return the inputs that a program takes."""
     nodes = {node.name: node.meta["val"] for node in exported.graph.find_nodes(op="placeholder")}
     specs = [
         spec.arg
         for spec in exported.graph_signature.input_specs
         if spec.kind is InputKind.USER_INPUT
     ]
-    taken = tuple(
+    tensors = tuple(
         _tensor_input(nodes[arg.name]) if isinstance(arg, TensorArgument) else None for arg in specs
     )
-    args, kwargs = pytree.tree_unflatten(range(len(taken)), exported.call_spec.in_spec)
-    mapped = any(_has_mapping(one) for one in (*args, *kwargs.values()))
-    return InputSignature(taken, tuple(kwargs), exported.call_spec.in_spec if mapped else None)
-
-
-def _has_mapping(value: Any) -> bool:
-    return isinstance(value, dict) or (
-        isinstance(value, list | tuple) and any(_has_mapping(one) for one in value)
-    )
-
-
-def _in_order(inputs: Any, structure: pytree.TreeSpec) -> list[Any] | None:
-    """The leaves in the order of the example; None where the inputs are nested otherwise."""
-    try:
-        leaves: list[Any] = tree_flatten_spec(inputs, structure)
-    except (KeyError, IndexError, TypeError, RuntimeError):
-        return None
-    return leaves
+    args, kwargs = pytree.tree_unflatten(range(len(tensors)), exported.call_spec.in_spec)
+    has_mapping = any(_has_mapping(one) for one in (*args, *kwargs.values()))
+    structure = exported.call_spec.in_spec if has_mapping else None
+    return InputSignature(tensors, tuple(kwargs), structure)
 
 
 def _tensor_input(value: Any) -> TensorInput | None:
@@ -137,20 +117,33 @@ def _tensor_input(value: Any) -> TensorInput | None:
     )
 
 
-def _in_dtype(value: Any, wanted: TensorInput | None) -> Any:
-    return (
-        cast(value, wanted.dtype)
-        if wanted is not None and value.dtype in CASTABLE_DTYPES and wanted.dtype in CASTABLE_DTYPES
-        else value
+def _has_mapping(value: Any) -> bool:
+    return isinstance(value, dict) or (
+        isinstance(value, list | tuple) and any(_has_mapping(one) for one in value)
     )
 
 
-def zeros_like_inputs(exported: ExportedProgram) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    """Zeros of the sizes that a program was exported with, in the structure of its inputs; None where a size is not known.
+def _in_example_order(inputs: Any, structure: pytree.TreeSpec) -> list[Any] | None:
+    """Return the leaves in the order of the example; None if the inputs are nested differently."""
+    try:
+        leaves: list[Any] = tree_flatten_spec(inputs, structure)
+    except (KeyError, IndexError, TypeError, RuntimeError):
+        return None
+    return leaves
 
-    torch checks a program's guards only if it has example inputs. The user's own are not saved:
-    they may be private, and only their sizes matter. Zeros that are one element in memory serve as
-    well.
+
+def _cast_input(value: Any, expected: TensorInput | None) -> Any:
+    if expected is None or not CASTABLE_DTYPES.issuperset({value.dtype, expected.dtype}):
+        return value
+    return cast(value, expected.dtype)
+
+
+def zero_inputs(exported: ExportedProgram) -> Call | None:
+    """Return zeros in the sizes and nesting of a program's example inputs.
+
+    torch checks a program's guards only if it has example inputs. The original ones are not saved:
+    they may be private, and only their sizes matter. Each tensor of zeros takes one element of
+    memory. Returns None if a size is not known.
     """
     nodes = {node.name: node for node in exported.graph.find_nodes(op="placeholder")}
     leaves = []
@@ -165,8 +158,8 @@ def zeros_like_inputs(exported: ExportedProgram) -> tuple[tuple[Any, ...], dict[
         if value is NotImplemented:
             return None
         leaves.append(value)
-    arguments, keywords = pytree.tree_unflatten(leaves, exported.call_spec.in_spec)
-    return tuple(arguments), dict(keywords)
+    args, kwargs = pytree.tree_unflatten(leaves, exported.call_spec.in_spec)
+    return tuple(args), dict(kwargs)
 
 
 def _zeros(like: Any) -> Any:
@@ -181,42 +174,50 @@ def _zeros(like: Any) -> Any:
 
 
 def _hint(size: Any) -> Any:
-    """The value that a dynamic size had, if it is known."""
+    """Return the value of a dynamic size in the example; NotImplemented if it is not known."""
     if not isinstance(size, torch.SymInt | torch.SymFloat | torch.SymBool):
         return size
     return NotImplemented if size.node.hint is None else size.node.hint
 
 
-def named_leaves(nested: Any) -> list[tuple[str, Any]]:
-    """Everything in nested outputs, by where it stands; what stands alone is `output`.
+# Outputs
 
-    >>> named_leaves({"logits": 1, "hidden": [2, 3]}), named_leaves((1, 2)), named_leaves(1)
-    ([('logits', 1), ('hidden_0', 2), ('hidden_1', 3)], [('output_0', 1), ('output_1', 2)], [('output', 1)])
+
+def named_leaves(nested: Any) -> list[tuple[str, Any]]:
+    """Return the leaves of nested outputs, each with a name made of its path.
+
+    >>> named_leaves({"logits": 1, "hidden": [2, 3]})
+    [('logits', 1), ('hidden_0', 2), ('hidden_1', 3)]
+    >>> named_leaves((1, 2)), named_leaves(1)
+    ([('output_0', 1), ('output_1', 2)], [('output', 1)])
     """
     return [
-        (_name(re.sub(r"\W+", "_", pytree.keystr(path)).strip("_")), leaf)
+        (_output_name(re.sub(r"\W+", "_", pytree.keystr(path)).strip("_")), leaf)
         for path, leaf in pytree.tree_leaves_with_path(nested)
     ]
 
 
-def _name(words: str) -> str:
-    return words if words and not words[0].isdigit() else f"output_{words}".rstrip("_")
+def _output_name(path: str) -> str:
+    return path if path and not path[0].isdigit() else f"output_{path}".rstrip("_")
+
+
+# Devices
 
 
 def available_devices() -> frozenset[str]:
-    """The types of the devices of this machine.
+    """Return the device types of this machine.
 
     >>> sorted(available_devices() & {"cpu", "meta"})
     ['cpu', 'meta']
     """
-    here = torch.accelerator.current_accelerator(check_available=True)
-    return frozenset({"cpu", "meta"} if here is None else {"cpu", "meta", here.type})
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    return frozenset({"cpu", "meta"} if accelerator is None else {"cpu", "meta", accelerator.type})
 
 
 def available_device(device: str | torch.device) -> torch.device:
-    """A device of this machine, or an error that says which there are."""
-    kind = str(device).partition(":")[0]
-    if kind not in available_devices():
+    """Return a device; raise `UnsupportedError` if this machine does not have it."""
+    device_type = str(device).partition(":")[0]
+    if device_type not in available_devices():
         raise UnsupportedError(
             f"There is no device {str(device)!r} here. {choices(sorted(available_devices()))}"
         )

@@ -23,28 +23,36 @@ _OP = re.compile(r"torch\.ops\.([A-Za-z0-9_]+)\.([A-Za-z0-9_]+)\.([A-Za-z0-9_]+)
 _SIZES = frozenset(
     [
         f"_operator.{name}"
-        for name in "eq ne le ge lt gt neg pos mul add sub floordiv mod pow truediv and_ or_ lshift rshift".split()
+        for name in (
+            "eq ne le ge lt gt neg pos mul add sub floordiv mod pow truediv and_ or_ lshift rshift"
+        ).split()
     ]
     + [f"torch.sym_{name}" for name in "not int float ite max min sum".split()]
     + ["math.trunc", "torch._sym_sqrt"]
 )
-"""Functions of sizes, which know no tensors."""
+"""Functions of sizes, which take no tensors."""
 
 _BODIES = frozenset(
     f"torch.ops.higher_order.{name}"
-    for name in "cond while_loop scan associative_scan map_impl wrap_with_autocast wrap_with_set_grad_enabled".split()
+    for name in (
+        "cond while_loop scan associative_scan map_impl wrap_with_autocast"
+        " wrap_with_set_grad_enabled"
+    ).split()
 )
-"""Control flow and regions: each runs graphs of the same file. Others load libraries
-(`aoti_call_delegate`) or call Python objects."""
+"""Control flow and regions: they run graphs of the same file only. Other higher-order operators
+load libraries (`aoti_call_delegate`) or call Python objects."""
 
 
 def check(name: str, custom_ops: Collection[str]) -> None:
-    """Refuse a function that is not on the lists. Ops outside `aten` run only if the caller names their namespace."""
+    """Reject a function that is not allowed.
+
+    Ops outside of `aten` are allowed if `custom_ops` names their namespace.
+    """
     if name in _SIZES or name in _BODIES:
         return
     match = _OP.fullmatch(name)
     if match is None:
-        raise CheckpointError(f"it calls {name[:200]!r}, which is no op")
+        raise CheckpointError(f"it calls {name[:200]!r}, which is not an op")
     namespace, op, overload = match.groups()
     qualified = f"{namespace}::{op}" if overload == "default" else f"{namespace}::{op}.{overload}"
     if namespace == "aten" and not is_allowed(op, overload):
@@ -59,7 +67,7 @@ def check(name: str, custom_ops: Collection[str]) -> None:
             f" custom_ops=({namespace!r},)"
         )
     if qualified not in _registered():
-        # Asked again, for the user may have imported the op since.
+        # Read again: the op may have been registered since.
         _registered.cache_clear()
         if qualified not in _registered():
             raise CheckpointError(
@@ -77,29 +85,28 @@ def check(name: str, custom_ops: Collection[str]) -> None:
 
 @cache
 def _registered() -> frozenset[str]:
-    # The dispatcher's ops alone: `torch.ops.aten` also gives the built-in functions of TorchScript,
-    # which write files among other things.
+    # Only ops of the dispatcher: `torch.ops.aten` also has the built-in functions of TorchScript,
+    # and some of those write files.
     return frozenset(all_op_names())
 
 
 Rule = Callable[[str], None]
 
 _METADATA = ("stack_trace", "nn_module_stack", "torch_fn")
-"""What is kept of a node's notes. The rest names Python objects, or holds what a user has put
-there."""
+"""The metadata of a node that is saved. The rest names Python objects, or is the user's own."""
 _DIALECTS = ("TRAINING", "ATEN")
 _FLOATS = ("Infinity", "-Infinity", "NaN")
 _WIDEST = 2**64
 
 
 def one_of(*allowed: str) -> Rule:
-    """A rule that lets through some words."""
+    """Return a rule that accepts only some strings."""
 
     def check(text: str) -> None:
         if text not in allowed:
             raise CheckpointError(
-                f"it says {text[:200]!r} where only"
-                f" {', '.join(map(repr, allowed)) or 'tensors and numbers'} can stand"
+                f"it has {text[:200]!r} where only"
+                f" {', '.join(map(repr, allowed)) or 'tensors and numbers'} may be"
             )
 
     return check
@@ -123,10 +130,11 @@ _RULES: Mapping[str, Rule] = {
     ),
     **dict.fromkeys(
         "ConstantValue.as_string Graph.inputs>Argument.as_string Argument.as_string_to_argument[]"
-        " Device.type ExportedProgram.torch_version GraphModule.treespec_namedtuple_fields[]".split(),
+        " Device.type ExportedProgram.torch_version"
+        " GraphModule.treespec_namedtuple_fields[]".split(),
         validate_strings.text,
     ),
-    # The name of a constant input is written into source code, and is empty for one that has none.
+    # The name of a constant input is written into source code; it is empty if there is none.
     "InputToConstantInputSpec.name": validate_strings.argument_name,
     "NamedArgument.name": validate_strings.argument_name,
     "Argument.as_string": validate_strings.free_text,
@@ -145,34 +153,39 @@ _RULES: Mapping[str, Rule] = {
 
 
 def validate_program(program: object, custom_ops: Collection[str] = ()) -> schema.ExportedProgram:
-    """Read a saved program from plain values, or refuse it: nothing in what is returned can run as code."""
-    called = partial(check, custom_ops=custom_ops)
-    admitted: schema.ExportedProgram = _validate(
+    """Validate a saved program; raise `CheckpointError` for any unexpected field.
+
+    The result cannot execute code.
+    """
+    check_target = partial(check, custom_ops=custom_ops)
+    validated: schema.ExportedProgram = _validate(
         program,
         schema.ExportedProgram,
         "ExportedProgram",
-        {**_RULES, "Node.target": called, "Argument.as_operator": called},
+        {**_RULES, "Node.target": check_target, "Argument.as_operator": check_target},
     )
-    return admitted
+    return validated
 
 
 def strip_metadata(program: Any) -> Any:
-    """The same program with notes that are admitted alone, and of a traceback the line where the op was called."""
+    """Return a program with only the metadata that may be saved.
+
+    A stack trace is reduced to the line that called the op.
+    """
     if isinstance(program, list):
         return [strip_metadata(one) for one in program]
     if not isinstance(program, dict):
         return program
     return {
-        name: _notes(value) if name == "metadata" else strip_metadata(value)
+        name: _saved_metadata(value) if name == "metadata" else strip_metadata(value)
         for name, value in program.items()
     }
 
 
-def _notes(metadata: dict[str, str]) -> dict[str, str]:
+def _saved_metadata(metadata: dict[str, str]) -> dict[str, str]:
     kept = {name: metadata[name] for name in _METADATA if name in metadata}
     if "stack_trace" in kept:
-        # The place without the source text: a saved file should not tell more of its maker than it
-        # must.
+        # File and line without the source text, which may be private.
         frame = user_frame(kept["stack_trace"])
         kept["stack_trace"] = frame[0].replace("\\", "/") if frame else ""
     return kept
@@ -201,10 +214,10 @@ def _validate_fields(
 ) -> Any:
     hints = _hints(kind)
     if unknown := value.keys() - hints.keys():
-        raise CheckpointError(f"{field} has {min(unknown)!r}, which this torch does not know")
+        raise CheckpointError(f"{field} has the unknown field {min(unknown)!r}")
     is_union = issubclass(kind, _Union)
     if is_union and len(value) != 1:
-        raise CheckpointError(f"{field} is {len(value)} things at once")
+        raise CheckpointError(f"{field} has {len(value)} values, and a union has one")
     fields = {}
     for name, one in value.items():
         own = f"{kind.__name__}.{name}"
@@ -217,7 +230,7 @@ def _validate_fields(
 def _number(value: Any, kind: Any, field: str) -> Any:
     if kind is schema.Layout and value != schema.Layout.Strided:
         raise CheckpointError(
-            f"{field} is {str(value)[:200]!r}, and a saved program has dense tensors only"
+            f"{field} is {str(value)[:200]!r}, and a saved program may have dense tensors only"
         )
     if isinstance(kind, type) and issubclass(kind, IntEnum):
         fits = type(value) is int and value in kind.__members__.values()
@@ -228,13 +241,15 @@ def _number(value: Any, kind: Any, field: str) -> Any:
     else:
         fits = kind is bool and type(value) is bool
     if not fits:
-        raise CheckpointError(f"{field} is {str(value)[:200]!r}, which is no {kind.__name__}")
+        raise CheckpointError(
+            f"{field} is {str(value)[:200]!r}, which is not of type {kind.__name__}"
+        )
     return float(value) if kind is float else value
 
 
 def _text(value: Any, field: str, rules: Mapping[str, Rule]) -> str:
     if field not in rules:
-        raise CheckpointError(f"it has {field}, which a saved program never has")
+        raise CheckpointError(f"it has the field {field}, which a saved program never has")
     text: str = _typed(value, str, field)
     rules[field](text)
     return text
@@ -243,7 +258,7 @@ def _text(value: Any, field: str, rules: Mapping[str, Rule]) -> str:
 def _typed(value: Any, kind: type, field: str) -> Any:
     if type(value) is not kind:
         raise CheckpointError(
-            f"{field} is a {type(value).__name__} and should be a {kind.__name__}"
+            f"{field} has type {type(value).__name__} and should have type {kind.__name__}"
         )
     return value
 

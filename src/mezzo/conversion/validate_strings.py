@@ -1,9 +1,8 @@
-"""What strings in a saved graph may say.
+"""Validate the strings of a saved graph.
 
-torch turns strings of a saved program into code: it evaluates the expressions of dynamic sizes,
-writes names into Python source that it executes, executes guards, and imports the modules that a
-nested output names. Each kind of string has a rule here, and a rule lets through only what cannot
-do anything else.
+torch executes strings of a saved program: it evaluates the expressions of dynamic sizes, writes
+names into Python source that it executes, executes guards, and imports the modules that a nested
+output names. Each kind of string has a rule here that accepts only harmless ones.
 """
 
 from __future__ import annotations
@@ -25,10 +24,10 @@ _WIDEST = 2**63
 _NUMBER = re.compile(r"-?[0-9.]{1,40}(e[+-]?[0-9]{1,3})?")
 _SYMBOL = re.compile(r"[A-Za-z_]{1,40}[0-9]{0,5}")
 _RANGED = re.compile(r"[A-Za-z0-9_ +*/()-]{1,200}")
-_EXPRESSION_LETTERS = re.compile(r"[A-Za-z0-9_(),'=.+ -]*")
+_EXPRESSION_CHARACTERS = re.compile(r"[A-Za-z0-9_(),'=.+ -]*")
 
 _FUNCTIONS = frozenset(
-    # sympy's, and torch's own that its loader knows
+    # Functions of sympy, and functions of torch that its loader supports.
     "Add Mul Mod Max Min Abs Rational Equality Unequality StrictLessThan LessThan StrictGreaterThan"
     " GreaterThan And Or Not Where FloorDiv ModularIndexing PythonMod CleanDiv CeilToInt FloorToInt"
     " CeilDiv FloatTrueDiv IntTrueDiv TruncToFloat TruncToInt RoundToInt RoundDecimal ToFloat"
@@ -62,12 +61,12 @@ _FACTORIES = frozenset({"list", "dict", "set", "tuple", "int", "float", "str", "
 
 
 def free_text(text: str) -> None:
-    """Let through a message, which torch only ever writes as a quoted literal."""
+    """Accept a message, which torch writes only as a quoted literal."""
     _require(len(text) <= _LONGEST, "a text is too long", text)
 
 
 def text(text: str) -> None:
-    """Let through a name that torch writes between quotes: nothing that would end them."""
+    """Accept a name that torch writes between quotes, if nothing in it ends them."""
     _require(
         len(text) <= _LONGEST and text.isprintable() and not set(text) & set("\"'\\"),
         "a name has quotes, backslashes or control characters",
@@ -76,59 +75,61 @@ def text(text: str) -> None:
 
 
 def trace(text: str) -> None:
-    """Let through a source line or a list of modules, which torch may write into a comment or between three quotes."""
+    """Accept a source line or list of modules, which torch may write into a comment or string."""
     _require(
         len(text) <= _LONGEST and text.isprintable() and '"""' not in text and "\\" not in text,
-        "a source line is not one",
+        "a source line has control characters, backslashes or triple quotes",
         text,
     )
 
 
 def identifier(text: str) -> None:
-    """Let through a name that torch writes into source code."""
+    """Accept a name that torch writes into source code."""
     _require(
         len(text) <= _LONGEST and text.isidentifier() and not iskeyword(text),
-        "a name is no identifier",
+        "a name is not an identifier",
         text,
     )
 
 
 def argument_name(text: str) -> None:
-    """Let through the name of an op's argument; the inputs of a body have none."""
-    _require(not text or text.isidentifier(), "an argument's name is no identifier", text)
+    """Accept the name of an op's argument; it is empty for the inputs of a subgraph."""
+    _require(not text or text.isidentifier(), "an argument's name is not an identifier", text)
 
 
 def path(name: str) -> None:
-    """Let through the dotted name of a module, parameter or buffer."""
+    """Accept the dotted name of a module, parameter or buffer."""
     text(name)
     _require(
         not any(part.startswith("__") for part in name.split(".")),
-        "a parameter's name reaches into Python itself",
+        "a parameter's name has a part that starts with two underscores",
         name,
     )
 
 
 def symbol_range(text: str) -> None:
-    """Let through the name of a dynamic size. torch counts up to the number behind `u`, so it must be small."""
-    _require(bool(_RANGED.fullmatch(text)), "a dynamic size has an odd name", text)
+    """Accept the name of a dynamic size. torch counts up to the number after `u`: it is limited."""
+    _require(bool(_RANGED.fullmatch(text)), "a dynamic size has an invalid name", text)
     _require(
         not any(len(digits) > 5 for digits in re.findall(r"[0-9]+", text)),  # noqa: PLR2004
-        "a dynamic size has a huge number",
+        "a dynamic size has too large a number",
         text,
     )
 
 
 def expression(text: str) -> None:
-    """Let through the expression of a dynamic size, which torch evaluates: calls of a few functions on symbols and numbers.
+    """Accept the expression of a dynamic size, which torch evaluates.
+
+    It may call a few functions on symbols and numbers.
 
     >>> expression("Mul(Integer(2), Symbol('s0', positive=True, integer=True))")
-    >>> expression("__import__('os').system('true')")
+    >>> expression("__import__('os')")
     Traceback (most recent call last):
-    mezzo._errors.CheckpointError: a size has an expression that is not allowed: "__import__('os').system('true')"
+    mezzo._errors.CheckpointError: a size has an expression that is not allowed: "__import__('os')"
     """
     _require(
         len(text) <= _LONGEST
-        and bool(_EXPRESSION_LETTERS.fullmatch(text))
+        and bool(_EXPRESSION_CHARACTERS.fullmatch(text))
         and _is_expression(_parsed(text)),
         "a size has an expression that is not allowed",
         text,
@@ -136,7 +137,7 @@ def expression(text: str) -> None:
 
 
 def guard(text: str) -> None:
-    """Let through a condition on the sizes of inputs, which torch executes.
+    """Accept a condition on the sizes of inputs, which torch executes.
 
     >>> guard("(L['x'].size()[0] % 2) == 0")
     """
@@ -148,14 +149,17 @@ def guard(text: str) -> None:
 
 
 def tree(text: str) -> None:
-    """Let through the structure of nested inputs or outputs, for which torch imports modules and looks up classes."""
+    """Accept the structure of nested inputs or outputs.
+
+    torch imports modules and looks up classes that it names.
+    """
     protocol, spec = json.loads(text)
-    _require(protocol == 1, "a structure has another version", text)
+    _require(protocol == 1, "a structure has an unknown version", text)
     _tree(spec, _DEEPEST)
 
 
 def signature_tree(text: str) -> None:
-    """Let through the structure of the inputs; keyword arguments are written into source code."""
+    """Accept the structure of the inputs, whose keyword arguments are written into source code."""
     tree(text)
     _, spec = json.loads(text)
     children = spec["children_spec"]
@@ -225,7 +229,10 @@ def _is_number(node: ast.expr) -> bool:
 
 
 def _is_power(arguments: list[ast.expr], depth: int) -> bool:
-    """A small power of something symbolic: one of numbers alone would be computed, and could fill the memory."""
+    """Return whether this is a small power of a symbolic expression.
+
+    A power of numbers would be computed, and could exhaust the memory.
+    """
     match arguments:
         case [base, ast.Call(func=ast.Name(id="Integer"), args=[exponent], keywords=[])]:
             small = _is_number(exponent) and abs(ast.literal_eval(exponent)) <= _LARGEST_POWER
@@ -261,7 +268,7 @@ def _all_guards(nodes: list[Any], depth: int) -> bool:
 
 
 def _is_source(node: ast.expr) -> bool:
-    """An input or its size: `L['x']['mask'].size()[0]`."""
+    """Return whether this is an input or its size: `L['x']['mask'].size()[0]`."""
     match node:
         case ast.Name(id="L"):
             return True
@@ -281,7 +288,7 @@ def _tree(spec: Any, depth: int) -> None:
         and spec.keys() == {"type", "context", "children_spec"}
         and isinstance(spec["children_spec"], list)
     )
-    _require(shaped and depth > 0, "a structure is none", spec)
+    _require(shaped and depth > 0, "a structure is malformed or too deep", spec)
     kind = spec["type"]
     if kind is None:
         _require(
@@ -300,7 +307,7 @@ def _tree(spec: Any, depth: int) -> None:
     )
     _require(
         _is_context(kind, pytree.SUPPORTED_SERIALIZED_TYPES[known[kind]], spec["context"]),
-        "a structure says something odd about its class",
+        "a structure has an invalid context for its class",
         spec,
     )
     for child in spec["children_spec"]:
@@ -308,7 +315,10 @@ def _tree(spec: Any, depth: int) -> None:
 
 
 def _is_context(kind: str, registered: Any, context: Any) -> bool:
-    """Whether what a class keeps beside its children is plain. torch would import modules for an enum or the factory of a defaultdict."""
+    """Return whether the context of a class, its data besides the children, holds plain values.
+
+    torch would import modules for an enum or for the factory of a defaultdict.
+    """
     if registered.from_dumpable_context is None:
         return isinstance(context, str) and all(
             _is_plain(one) for one in _flat(json.loads(context))
