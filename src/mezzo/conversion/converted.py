@@ -14,7 +14,6 @@ from torch.export import ExportedProgram
 from torch.fx import GraphModule
 
 from mezzo._errors import ConversionError, UnsupportedError
-from mezzo.conversion.nodes import copied_graph
 from mezzo.conversion.plan import Casts, GraphPlan
 from mezzo.conversion.signature import InputSignature, available_device, input_signature
 
@@ -289,6 +288,9 @@ def _copy_program(
                 else tensor
             )
         return memo[id(value)]
+
+    # Imported late: it reads torch's op lists, which `import mezzo` does not build.
+    from mezzo.conversion.nodes import copied_graph  # noqa: PLC0415
 
     module = copied_graph(exported.graph_module)
     program = ExportedProgram(
