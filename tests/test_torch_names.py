@@ -17,13 +17,6 @@ from mezzo import _torch
 
 SOURCE = Path(mezzo.__file__).parent
 
-# Strings that are names of something else.
-EXCEPTIONS = {
-    "conversion/export.py": {"torch._subclasses.fake_tensor"},  # a logger
-    "conversion/onnx_export.py": {"torch.onnx._internal.exporter"},  # a logger
-    "conversion/validate_graph.py": {"torch._sym_sqrt"},  # what a saved graph may call
-}
-
 
 # -- one module ------------------------------------------------------------------------------------
 
@@ -33,9 +26,7 @@ def test_no_other_module_uses_a_private_name_of_torch():
         str(path.relative_to(SOURCE)): set(private_names(ast.parse(path.read_text())))
         for path in SOURCE.rglob("*.py")
     }
-    assert {
-        path: found for path, found in names.items() if found and path != "_torch.py"
-    } == EXCEPTIONS
+    assert [path for path, found in names.items() if found and path != "_torch.py"] == []
 
 
 def test_private_names_are_found_in_imports_attributes_and_strings():

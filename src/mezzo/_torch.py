@@ -180,6 +180,14 @@ PARTS: Mapping[str, Sequence[str]] = {
 """The names that are used of each module. A module that lacks one of them counts as missing."""
 
 
+EXPORT_LOGGERS = ("torch._subclasses.fake_tensor", "torch.fx.experimental.symbolic_shapes")
+"""Loggers that torch.export writes to when a model cannot be traced."""
+ONNX_LOGGER = "torch.onnx._internal.exporter"
+"""The logger of torch's ONNX exporter."""
+SYMBOLIC_SQRT = "torch._sym_sqrt"
+"""The square root of a symbolic size, as a saved graph names it."""
+
+
 def __getattr__(name: str) -> Any:
     """Look up a name when it is first imported."""
     for feature, names in FEATURES.items():

@@ -21,14 +21,13 @@ from torch.fx.traceback import preserve_node_meta
 
 from mezzo._errors import ConversionError
 from mezzo._events import Event
+from mezzo._torch import EXPORT_LOGGERS
 
 Args = tuple[Any, ...]
 Kwargs = Mapping[str, Any]
 
 _WRAPPED_FORWARD = "mezzo_behind"
 """Attribute of a decorated model's forward wrapper: the forward that it calls."""
-
-_LOGGERS = ("torch._subclasses.fake_tensor", "torch.fx.experimental.symbolic_shapes")
 
 
 def export(model: nn.Module, args: Args, kwargs: Kwargs, dynamic_shapes: Any) -> ExportedProgram:
@@ -42,7 +41,7 @@ def export(model: nn.Module, args: Args, kwargs: Kwargs, dynamic_shapes: Any) ->
         _undecorated(model),
         _export_settings(model),
         preserve_node_meta(),
-        quiet_loggers(*_LOGGERS, below=logging.CRITICAL),
+        quiet_loggers(*EXPORT_LOGGERS, below=logging.CRITICAL),
     ):
         try:
             return torch.export.export(

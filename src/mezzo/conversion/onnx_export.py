@@ -14,7 +14,7 @@ from torch.export import ExportedProgram
 
 from mezzo._errors import UnsupportedError
 from mezzo._files import atomic_writer
-from mezzo._torch import pytree
+from mezzo._torch import ONNX_LOGGER, pytree
 from mezzo.conversion.export import quiet_loggers
 from mezzo.conversion.signature import named_leaves
 
@@ -31,7 +31,7 @@ _NAMES = {
     torch.float64: "DOUBLE",
 }
 """ONNX names of the dtypes of weights."""
-_LOGGERS = ("torch.onnx._internal.exporter", "onnxscript", "onnx_ir")
+_LOGGERS = (ONNX_LOGGER, "onnxscript", "onnx_ir")
 
 
 def export_each(

@@ -12,8 +12,8 @@ from functools import cache, partial
 from typing import Any
 
 from mezzo._errors import CheckpointError
+from mezzo._torch import SYMBOLIC_SQRT, all_op_names, get_schema, schema
 from mezzo._torch import Union as _Union
-from mezzo._torch import all_op_names, get_schema, schema
 from mezzo.conversion import validate_strings
 from mezzo.conversion.allowed_ops import is_allowed
 from mezzo.conversion.export import user_frame
@@ -28,7 +28,7 @@ _SIZES = frozenset(
         ).split()
     ]
     + [f"torch.sym_{name}" for name in "not int float ite max min sum".split()]
-    + ["math.trunc", "torch._sym_sqrt"]
+    + ["math.trunc", SYMBOLIC_SQRT]
 )
 """Functions of sizes, which take no tensors."""
 

@@ -25,8 +25,8 @@ class MultiTensorApply:
     def __call__(self, *_: object) -> NoReturn:
         """Raise: torch's `_foreach` functions and mezzo's fused steps replace these kernels."""
         raise UnsupportedError(
-            "Apex's multi-tensor kernels are not available here. Use torch's _foreach functions"
-            " (torch._foreach_mul_, torch._foreach_norm), or an optimizer's own step."
+            "Apex's multi-tensor kernels are not available here. Use torch's foreach functions"
+            " or an optimizer's own step."
         )
 
 
