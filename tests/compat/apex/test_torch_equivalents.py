@@ -80,6 +80,6 @@ def test_multi_tensor_kernels_are_reported_as_unavailable():
     assert not multi_tensor_applier.available
     assert multi_tensor_applier.chunk_size == 2048 * 32
     with pytest.raises(
-        UnsupportedError, match=r"not available here\. Use torch's _foreach functions"
+        UnsupportedError, match=r"not available here\. Use torch's foreach functions"
     ):
         multi_tensor_applier(None, None, [[]])
