@@ -268,7 +268,7 @@ def memory_rows() -> list[Row]:
     whole = (torch.cuda.memory_allocated() - before) / model.count
     bound = optimizer_binding(optimizer)
     if isinstance(bound, FusedBinding):
-        bound._prepared = None
+        bound._plan = None
     gc.collect()
     alone = (torch.cuda.memory_allocated() - before) / model.count
     return [

@@ -169,7 +169,7 @@ def test_parameter_master_and_adam_state_take_twelve_bytes() -> None:
     optimizer.step()
     optimizer.zero_grad()
     # Tables of addresses are none of the three.
-    bound._prepared = None
+    bound._plan = None
     gc.collect()
     held = torch.cuda.memory_allocated()
     count = 16 * 2**20

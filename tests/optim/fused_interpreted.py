@@ -1,4 +1,4 @@
-"""The fused step on a CPU: Triton interprets it. `test_fused.py` runs these in a process of their own."""
+"""The fused step in Triton's interpreter. `test_fused_step.py` runs this in a separate process."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from mezzo import _launch
 from mezzo.optim.fused_tables import LaunchPlan
 from mezzo.scaling.step_result import FlaggedSource, ParameterNames
 
-# NumPy, which stands in for the GPU, warns where a GPU goes on.
+# The interpreter uses NumPy, which warns about overflows.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
 
@@ -22,12 +22,12 @@ def on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 PAIRS = [
-    (kind, half)
-    for kind in step_cases.KINDS
-    for half in step_cases.HALVES
-    if step_cases.fits(kind, half)
+    (master, dtype)
+    for master in step_cases.KINDS
+    for dtype in step_cases.HALVES
+    if step_cases.fits(master, dtype)
 ]
-# Every optimizer, every kind of master: the product of both is run on a GPU.
+# Every optimizer and every master format; all combinations of both run on a GPU.
 CASES = [
     (name, *pair)
     for name in step_cases.OPTIMIZERS
@@ -35,37 +35,39 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("name", "kind", "half"), CASES)
+@pytest.mark.parametrize(("name", "master", "dtype"), CASES)
 def test_weights_and_states_equal_the_float64_reference(
-    name: str, kind: str, half: torch.dtype
+    name: str, master: str, dtype: torch.dtype
 ) -> None:
-    step_cases.check_against_reference(name, kind, half, "cpu", fresh_seed() % 2**31)
+    step_cases.check_against_reference(name, master, dtype, "cpu", fresh_seed() % 2**31)
 
 
-@pytest.mark.parametrize(("kind", "half"), [pair for pair in PAIRS if pair[0] != "stochastic"])
-def test_parameters_are_rounded_masters(kind: str, half: torch.dtype) -> None:
+@pytest.mark.parametrize(("master", "dtype"), [pair for pair in PAIRS if pair[0] != "stochastic"])
+def test_parameters_are_rounded_masters(master: str, dtype: torch.dtype) -> None:
     step_cases.check_that_parameters_are_rounded_masters(
-        "SGD", kind, half, "cpu", fresh_seed() % 2**31
+        "SGD", master, dtype, "cpu", fresh_seed() % 2**31
     )
 
 
 @pytest.mark.parametrize(
-    ("name", "kind", "half"),
+    ("name", "master", "dtype"),
     [("LAMB", "stochastic", torch.bfloat16), ("SGD momentum", "stochastic", torch.float16)],
 )
-def test_the_fused_step_agrees_with_the_optimizers_own(
-    name: str, kind: str, half: torch.dtype
+def test_the_fused_step_agrees_with_the_original_step(
+    name: str, master: str, dtype: torch.dtype
 ) -> None:
-    step_cases.check_against_the_optimizers_own_step(name, kind, half, "cpu", fresh_seed() % 2**31)
-
-
-def small(kind: str = "float32", **options: object) -> step_cases.Training:
-    return step_cases.training(
-        "AdamW", kind, torch.bfloat16, "cpu", seed=fresh_seed() % 2**31, **options
+    step_cases.check_against_the_optimizers_own_step(
+        name, master, dtype, "cpu", fresh_seed() % 2**31
     )
 
 
-def test_a_write_past_the_version_counter_is_followed_where_it_covers_a_block() -> None:
+def small(master: str = "float32", **options: object) -> step_cases.Training:
+    return step_cases.training(
+        "AdamW", master, torch.bfloat16, "cpu", seed=fresh_seed() % 2**31, **options
+    )
+
+
+def test_masters_follow_a_write_through_data_to_a_whole_parameter() -> None:
     trained = small()
     trained.gradients()
     trained.step()
@@ -82,20 +84,20 @@ def test_a_write_past_the_version_counter_is_followed_where_it_covers_a_block() 
     assert torch.equal(written, averaged)
     followed = trained.masters.read(written)
     assert torch.equal(followed.bfloat16(), averaged)
-    # By value: where the old master rounds to what was written, it may stay.
+    # Values are compared: a master that rounds to what was written may stay.
     assert (followed == averaged.float()).float().mean() > 0.95
 
 
 @pytest.mark.parametrize(
-    ("kind", "name"), [("split", "AdamW"), ("kahan", "AdamW"), ("split", "LAMB")]
+    ("master", "name"), [("split", "AdamW"), ("kahan", "AdamW"), ("split", "LAMB")]
 )
-def test_a_write_through_data_to_a_whole_parameter_drops_what_belonged_to_the_old_value(
-    kind: str, name: str
+def test_a_write_through_data_to_a_whole_parameter_drops_its_companion(
+    master: str, name: str
 ) -> None:
-    step_cases.check_a_write_through_data(name, kind, torch.bfloat16, "cpu", fresh_seed() % 2**31)
+    step_cases.check_a_write_through_data(name, master, torch.bfloat16, "cpu", fresh_seed() % 2**31)
 
 
-def test_zeroed_elements_are_zero_though_their_remainder_is_not() -> None:
+def test_elements_that_are_zeroed_through_data_ignore_their_remainder() -> None:
     trained = small("split")
     trained.gradients()
     trained.step()
@@ -113,9 +115,9 @@ def test_zeroed_elements_are_zero_though_their_remainder_is_not() -> None:
     assert (after[~mask].abs() < 2.0**-130).all()
 
 
-@pytest.mark.parametrize("kind", ["float32", "split", "kahan"])
-def test_a_write_that_torch_counts_is_followed_element_by_element(kind: str) -> None:
-    trained = small(kind)
+@pytest.mark.parametrize("master", ["float32", "split", "kahan"])
+def test_masters_follow_a_write_to_one_element(master: str) -> None:
+    trained = small(master)
     for group in trained.optimizer.param_groups:
         group.update(lr=0.0)
     trained.gradients()
@@ -130,14 +132,14 @@ def test_a_write_that_torch_counts_is_followed_element_by_element(kind: str) -> 
     after = trained.masters.read(written)
     assert after[0, 5].item() == 42.0
     before[0, 5] = 42.0
-    # A split or compensated weight knows only that it was written, not where: the others keep what
-    # the parameter shows.
+    # Split and Kahan masters see that a parameter was written, not where: all elements lose their
+    # companion.
     assert torch.equal(
-        after, before if kind == "float32" else before.bfloat16().float()
+        after, before if master == "float32" else before.bfloat16().float()
     ) or step_cases.close(after, before.double(), 2.0**-8)
 
 
-def test_a_scaler_steps_and_clips_in_two_passes() -> None:
+def test_a_scaler_checks_clips_and_steps() -> None:
     trained = small(clip_norm=0.5)
     scaler = mezzo.GradScaler("cpu", init_scale=64.0)
     scaler.scale(torch.ones((), requires_grad=True)).backward()
@@ -152,7 +154,7 @@ def test_a_scaler_steps_and_clips_in_two_passes() -> None:
     )
 
 
-def test_a_scaler_names_the_parameter_that_spoiled_a_clipped_step() -> None:
+def test_a_scaler_names_the_parameter_with_a_nonfinite_gradient() -> None:
     trained = small(clip_norm=0.5)
     scaler = mezzo.GradScaler("cpu", init_scale=64.0)
     scaler.scale(torch.ones((), requires_grad=True)).backward()
@@ -166,27 +168,27 @@ def test_a_scaler_names_the_parameter_that_spoiled_a_clipped_step() -> None:
     assert all(map(torch.equal, trained.exact(), before))
 
 
-def test_gradients_that_move_and_parameters_without_one_are_followed() -> None:
+def test_gradients_may_move_or_be_missing_from_step_to_step() -> None:
     trained = small()
     for missing in (None, 2, 5, None):
         trained.gradients()
         if missing is not None:
             trained.parameters[missing].grad = None
-        held = trained.exact()
+        old = trained.exact()
         steps = [
             int(trained.optimizer.state[parameter].get("step", 0))
             for parameter in trained.parameters
         ]
         trained.step()
-        for place, (parameter, before, after) in enumerate(
-            zip(trained.parameters, held, trained.exact(), strict=True)
+        for index, (parameter, before, after) in enumerate(
+            zip(trained.parameters, old, trained.exact(), strict=True)
         ):
-            moved = place != missing
-            assert int(trained.optimizer.state[parameter].get("step", 0)) == steps[place] + moved
+            moved = index != missing
+            assert int(trained.optimizer.state[parameter].get("step", 0)) == steps[index] + moved
             assert parameter.numel() == 0 or torch.equal(before, after) is not moved
 
 
-def test_momentum_that_is_switched_on_later_starts_then() -> None:
+def test_momentum_that_is_switched_on_later_starts_from_the_next_gradient() -> None:
     trained = step_cases.training("SGD", "float32", torch.bfloat16, "cpu", seed=3)
     trained.gradients()
     trained.step()
@@ -201,7 +203,7 @@ def test_momentum_that_is_switched_on_later_starts_then() -> None:
         )
 
 
-def test_a_replaced_state_is_used() -> None:
+def test_a_replaced_optimizer_state_is_used() -> None:
     trained = small()
     trained.gradients()
     trained.step()
@@ -217,7 +219,7 @@ def test_a_replaced_state_is_used() -> None:
     )
 
 
-def test_gradients_of_other_strides_are_laid_out_as_their_parameters() -> None:
+def test_gradients_with_other_strides_update_the_right_elements() -> None:
     trained = small()
     trained.gradients()
     for parameter in trained.parameters:
@@ -230,10 +232,10 @@ def test_gradients_of_other_strides_are_laid_out_as_their_parameters() -> None:
     )
 
 
-def test_a_learning_rate_in_a_tensor_and_one_that_changes_are_read() -> None:
+def test_learning_rates_may_be_tensors_and_may_change() -> None:
     trained = small()
-    # A step of a weight's own length cancels it, and what float32 leaves is then no longer exact to
-    # the bound: with rates from 0.5 on in 17 of 1,000 draws.
+    # A step as large as the weight cancels it, and float32 is then less accurate than the bound:
+    # with learning rates from 0.5 on in 17 of 1,000 draws.
     for steps, rate in ((1, 0.05), (2, torch.tensor(0.025)), (3, torch.tensor(0.0125)), (4, 0.01)):
         for group in trained.optimizer.param_groups:
             group["lr"] = rate
@@ -245,20 +247,20 @@ def test_a_learning_rate_in_a_tensor_and_one_that_changes_are_read() -> None:
         )
 
 
-def test_the_same_seed_draws_the_same_roundings_and_another_step_others() -> None:
+def test_stochastic_rounding_repeats_with_the_seed() -> None:
     runs = []
     for _ in range(2):
         trained = step_cases.training("SGD", "stochastic", torch.bfloat16, "cpu", seed=11)
-        shown = []
+        results = []
         for _ in range(2):
             trained.gradients()
             trained.step()
-            shown.append(
+            results.append(
                 torch.cat(
                     [parameter.detach().flatten().float() for parameter in trained.parameters]
                 )
             )
-        runs.append(shown)
+        runs.append(results)
     assert torch.equal(runs[0][0], runs[1][0])
     assert torch.equal(runs[0][1], runs[1][1])
 
@@ -270,7 +272,9 @@ def with_transposed_gradients(trained: step_cases.Training) -> None:
             parameter.grad = parameter.grad.mT.contiguous().mT
 
 
-def test_the_check_and_the_step_read_one_set_of_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_check_and_the_step_share_one_table_of_gradients(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     trained = small()
     read = []
     gradients_on = LaunchPlan.gradients_on
@@ -290,7 +294,7 @@ def test_the_check_and_the_step_read_one_set_of_gradients(monkeypatch: pytest.Mo
     assert len(read) == 1
 
 
-def test_a_step_hook_that_replaces_a_gradient_after_the_check_is_heeded() -> None:
+def test_a_gradient_that_a_step_hook_replaces_after_the_check_is_used() -> None:
     trained = small()
     with_transposed_gradients(trained)
     flags: dict[torch.device, torch.Tensor] = {}
@@ -302,16 +306,16 @@ def test_a_step_hook_that_replaces_a_gradient_after_the_check_is_heeded() -> Non
     assert not torch.equal(trained.exact()[2], before[2])
 
 
-@pytest.mark.parametrize("kind", ["float32", "split", "kahan"])
-def test_weights_that_were_lent_and_given_back_train_on_to_the_bit(kind: str) -> None:
+@pytest.mark.parametrize("master", ["float32", "split", "kahan"])
+def test_weights_that_were_backed_up_and_restored_train_on_to_the_bit(master: str) -> None:
     seed, finals = fresh_seed() % 2**31, []
-    for lent in (True, False):
-        trained = step_cases.training("AdamW", kind, torch.bfloat16, "cpu", seed=seed)
+    for swap in (True, False):
+        trained = step_cases.training("AdamW", master, torch.bfloat16, "cpu", seed=seed)
         for _ in range(3):
             trained.gradients()
             trained.step()
-            restores = [trained.masters.hold(parameter) for parameter in trained.masters if lent]
-            for parameter in trained.masters if lent else ():
+            restores = [trained.masters.backup(parameter) for parameter in trained.masters if swap]
+            for parameter in trained.masters if swap else ():
                 trained.masters.write(parameter, torch.randn(parameter.shape))
             for restore in restores:
                 restore()
@@ -319,21 +323,20 @@ def test_weights_that_were_lent_and_given_back_train_on_to_the_bit(kind: str) ->
     assert all(map(torch.equal, *finals))
 
 
-def test_a_parameter_that_joins_a_group_in_place_gets_a_master() -> None:
+def test_a_parameter_appended_to_a_group_gets_a_master() -> None:
     model = torch.nn.Linear(8, 8)
     torch.nn.init.ones_(model.weight)
     optimizer = torch.optim.SGD([model.bias], lr=1e-4)
     mezzo.decorate(model, optimizer, dtype="bfloat16", master="split")
-    grounds = []
+    keys = []
     for count in range(41):
         if count == 1:
             optimizer.param_groups[0]["params"].extend([model.weight])
-        # What a captured step looks at before it is replayed.
-        grounds.append(optimizer._bound.recapture_key())
+        keys.append(optimizer._bound.recapture_key())
         model.weight.grad, model.bias.grad = (
             torch.ones_like(model.weight),
             torch.ones_like(model.bias),
         )
         optimizer.step()
-    assert grounds[1] != grounds[0]
+    assert keys[1] != keys[0]
     assert mezzo.undecorate(model).weight.mean().item() == pytest.approx(1 - 40e-4, abs=1e-5)

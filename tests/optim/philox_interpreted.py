@@ -1,4 +1,4 @@
-"""Triton's own Philox beside ours, on a CPU. `test_philox.py` runs this in a process of its own."""
+"""Triton's Philox against ours, on a CPU. `test_philox.py` runs this in a separate process."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from mezzo.optim.master_formats import philox
 triton = pytest.importorskip("triton")
 tl = pytest.importorskip("triton.language")
 
-# NumPy, which stands in for the GPU, warns where words wrap around.
+# The interpreter uses NumPy, which warns where words wrap around.
 pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning")
 
 
 @triton.jit
-def _words(to, seed, place, step, block: tl.constexpr):
+def _store_words(to, seed, index, step, block: tl.constexpr):
     element = tl.arange(0, block)
-    nothing = element * 0
-    word, _, _, _ = tl.philox(seed, element, nothing, nothing + place, nothing + step)
+    zeros = element * 0
+    word, _, _, _ = tl.philox(seed, element, zeros, zeros + index, zeros + step)
     tl.store(to + element, word.to(tl.int32, bitcast=True))
 
 
@@ -33,22 +33,22 @@ def unsigned(words: torch.Tensor) -> torch.Tensor:
     return words.to(torch.int64) & 0xFFFFFFFF
 
 
-def test_words_of_a_place_and_a_step_are_equal() -> None:
-    generator = torch.Generator().manual_seed(told := fresh_seed())
+def test_words_equal_tritons_for_any_index_and_step() -> None:
+    generator = torch.Generator().manual_seed(test_seed := fresh_seed())
     for _ in range(5):
-        place, step = torch.randint(2**31, (2,), generator=generator).tolist()
+        index, step = torch.randint(2**31, (2,), generator=generator).tolist()
         seed = int(torch.randint(2**62, (), generator=generator))
         got = torch.zeros(1024, dtype=torch.int32)
-        _words[(1,)](got, seed, place, step, 1024)
-        assert torch.equal(unsigned(got), philox(seed, 1024, place, step, torch.device("cpu"))), (
-            told
+        _store_words[(1,)](got, seed, index, step, 1024)
+        assert torch.equal(unsigned(got), philox(seed, 1024, index, step, torch.device("cpu"))), (
+            test_seed
         )
 
 
-def test_tritons_randint_is_the_stream_of_place_and_step_zero() -> None:
+def test_tritons_randint_is_the_stream_of_index_and_step_zero() -> None:
     seed = int(
-        torch.randint(2**62, (), generator=torch.Generator().manual_seed(told := fresh_seed()))
+        torch.randint(2**62, (), generator=torch.Generator().manual_seed(test_seed := fresh_seed()))
     )
     got = torch.zeros(1024, dtype=torch.int32)
     _integers[(1,)](got, seed, 1024)
-    assert torch.equal(unsigned(got), philox(seed, 1024, 0, 0, torch.device("cpu"))), told
+    assert torch.equal(unsigned(got), philox(seed, 1024, 0, 0, torch.device("cpu"))), test_seed

@@ -1,57 +1,24 @@
-"""An optimizer's own step over exact weights: what it does in float32, it does to 16-bit parameters."""
+"""A bound optimizer updates 16-bit parameters exactly as it would update float32 ones."""
 
 from __future__ import annotations
 
 import copy
-import warnings
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from support.bound_twins import OPTIMIZERS, SHAPES, Make, Twins, every_optimizer
 from support.kernel_cases import fresh_seed
 from support.patterns import same_bits
 from torch import nn
 from torch.optim.lr_scheduler import StepLR
-from torch.optim.optimizer import register_optimizer_step_post_hook
 
 import mezzo
-from mezzo import UnsupportedError
 from mezzo.optim.binding import OptimizerBinding
 from mezzo.optim.master_formats import MASTER_FORMATS
 from mezzo.optim.master_weights import MasterWeights, without_companion
-from mezzo.optim.optimizers import LAMB, Lion
 from mezzo.policy.types import Master
 
-Make = Callable[[Any], torch.optim.Optimizer]
-
-OPTIMIZERS: dict[str, Make] = {
-    "SGD": lambda p: torch.optim.SGD(p, lr=0.1, weight_decay=0.01),
-    "SGD momentum": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, dampening=0.3),
-    "SGD nesterov": lambda p: torch.optim.SGD(
-        p, lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.1
-    ),
-    "SGD maximize": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.5, maximize=True),
-    "SGD foreach": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.5, foreach=True),
-    "SGD fused": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.5, fused=True),
-    "Adam": lambda p: torch.optim.Adam(p, lr=0.01, weight_decay=0.1),
-    "Adam foreach": lambda p: torch.optim.Adam(p, lr=0.01, foreach=True),
-    "Adam fused": lambda p: torch.optim.Adam(p, lr=0.01, fused=True),
-    "AdamW": lambda p: torch.optim.AdamW(p, lr=0.01, weight_decay=0.1),
-    "AdamW amsgrad": lambda p: torch.optim.AdamW(p, lr=0.01, amsgrad=True),
-    "Adagrad": lambda p: torch.optim.Adagrad(
-        p, lr=0.1, lr_decay=0.1, initial_accumulator_value=0.1
-    ),
-    "RMSprop": lambda p: torch.optim.RMSprop(p, lr=0.01, momentum=0.9, centered=True),
-    "NAdam": lambda p: torch.optim.NAdam(p, lr=0.01),
-    "Adadelta": lambda p: torch.optim.Adadelta(p, lr=0.5),
-    "Rprop": lambda p: torch.optim.Rprop(p, lr=0.01),
-    "Lion": lambda p: Lion(p, lr=0.01, weight_decay=0.1),
-    "LAMB": lambda p: LAMB(p, lr=0.01),
-}
-SHAPES = [(4, 5), (7,), (), (0,), (2, 3, 2, 2)]
-
-every_optimizer = pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS)
 exact_masters = pytest.mark.parametrize(
     ("master", "half"),
     [("float32", torch.bfloat16), ("float32", torch.float16), ("split", torch.bfloat16)],
@@ -61,54 +28,17 @@ every_master = pytest.mark.parametrize(
 )
 
 
-class Twins:
-    """The same weights twice: 16-bit ones whose optimizer is bound, and float32 ones whose optimizer is plain."""
-
-    def __init__(
-        self, make: Make, master: str, half: torch.dtype = torch.bfloat16, **settings: Any
-    ) -> None:
-        self.seed, self.half = fresh_seed(), half
-        self.generator = torch.Generator().manual_seed(self.seed)
-        values = [torch.randn(shape, generator=self.generator) for shape in SHAPES]
-        values[-1] = values[-1].to(memory_format=torch.channels_last)
-        self.halves, self.wholes = (
-            [nn.Parameter(value.clone()) for value in values] for _ in range(2)
-        )
-        self.optimizer, self.plain = make(self.halves), make(self.wholes)
-        self.masters = MasterWeights(master, seed=3)
-        for parameter in self.halves:
-            self.masters.adopt(parameter, half)
-        self.bound = OptimizerBinding(self.optimizer, self.masters, **settings)
-
-    def give(self, *, without: int | None = None) -> None:
-        """Both the same fresh gradients, each in its dtype."""
-        for place, (half, whole) in enumerate(zip(self.halves, self.wholes, strict=True)):
-            gradient = torch.randn(half.shape, generator=self.generator).to(self.half)
-            half.grad = None if place == without else gradient.to(half.dtype, copy=True)
-            whole.grad = None if place == without else gradient.float()
-
-    def step(self) -> None:
-        for optimizer in (self.optimizer, self.plain):
-            optimizer.step()
-
-    def are_equal(self) -> bool:
-        return all(
-            same_bits(self.masters.read(half), whole.detach())
-            for half, whole in zip(self.halves, self.wholes, strict=True)
-        )
-
-
 def snapshot(optimizer: torch.optim.Optimizer, masters: MasterWeights) -> Any:
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    beside = [
+    companions = [
         masters.companion_tensor(parameter) if parameter in masters else None
         for parameter in parameters
     ]
-    return copy.deepcopy((parameters, beside, optimizer.state_dict()))
+    return copy.deepcopy((parameters, companions, optimizer.state_dict()))
 
 
 def equal(first: Any, second: Any) -> bool:
-    """Equal all the way down, tensors by their bits."""
+    """Return whether nested values are equal, tensors in dtype and values."""
     if isinstance(first, torch.Tensor):
         return (
             isinstance(second, torch.Tensor)
@@ -124,10 +54,12 @@ def equal(first: Any, second: Any) -> bool:
     return bool(first == second)
 
 
-def told(optimizer: torch.optim.Optimizer, scale: float | None, *, bad: bool = False) -> None:
-    """As a scaler does."""
+def set_scaling(
+    optimizer: torch.optim.Optimizer, scale: float | None, *, found_inf: bool = False
+) -> None:
+    """Set the attributes that a scaler sets before a step."""
     optimizer.grad_scale = None if scale is None else torch.tensor(scale)
-    optimizer.found_inf = torch.tensor(float(bad))
+    optimizer.found_inf = torch.tensor(float(found_inf))
 
 
 # -- exactness -------------------------------------------------------------------------------------
@@ -135,24 +67,24 @@ def told(optimizer: torch.optim.Optimizer, scale: float | None, *, bad: bool = F
 
 @every_optimizer
 @exact_masters
-def test_weights_are_those_of_the_same_optimizer_in_float32(
+def test_weights_equal_those_of_the_same_optimizer_in_float32(
     make: Make, master: str, half: torch.dtype
 ):
     twins = Twins(make, master, half)
     for _ in range(5):
-        twins.give()
+        twins.set_gradients()
         twins.step()
         assert twins.are_equal(), twins.seed
 
 
 @every_optimizer
-def test_with_a_compensation_a_value_is_within_half_a_step_of_its_parameter(make: Make):
-    """Rounded to 16 bits itself, a compensation can come to lie on the tie."""
+def test_a_kahan_value_is_within_half_a_step_of_its_parameter(make: Make):
+    # Not below half a step: a compensation that is rounded to 16 bits can lie on the tie.
     twins = Twins(make, "kahan")
     for _ in range(3):
-        twins.give()
+        twins.set_gradients()
         twins.step()
-        for parameter in twins.halves:
+        for parameter in twins.half_weights:
             size = parameter.detach().abs()
             step = torch.nextafter(size, torch.full_like(size, torch.inf)).float() - size.float()
             assert bool(
@@ -162,34 +94,33 @@ def test_with_a_compensation_a_value_is_within_half_a_step_of_its_parameter(make
 
 @every_optimizer
 @pytest.mark.parametrize("master", ["float32", "split", "stochastic", "none"])
-def test_after_a_step_a_parameter_is_the_rounding_of_its_value(make: Make, master: str):
+def test_after_a_step_a_parameter_is_its_rounded_value(make: Make, master: str):
     twins = Twins(make, master)
-    kind = MASTER_FORMATS[Master(master)]
+    master_format = MASTER_FORMATS[Master(master)]
     for _ in range(3):
-        twins.give()
+        twins.set_gradients()
         twins.step()
-        for parameter in twins.halves:
+        for parameter in twins.half_weights:
             assert parameter.dtype is torch.bfloat16
-            rounded, _ = kind.split(twins.masters.read(parameter), torch.bfloat16)
+            rounded, _ = master_format.split(twins.masters.read(parameter), torch.bfloat16)
             assert torch.equal(rounded, parameter), twins.seed
 
 
 @every_optimizer
-def test_the_state_is_float32_and_keyed_by_the_parameters(make: Make):
+def test_the_state_equals_that_of_a_float32_run_and_is_keyed_by_the_parameters(make: Make):
     twins = Twins(make, "split")
-    twins.give()
+    twins.set_gradients()
     twins.step()
-    assert set(twins.optimizer.state) <= set(twins.halves)
+    assert set(twins.optimizer.state) <= set(twins.half_weights)
     state = twins.optimizer.state_dict()
-    # What mezzo adds to it is not torch's.
     state["state"] = {
-        number: own for number, held in state["state"].items() if (own := without_companion(held))
+        key: own for key, entries in state["state"].items() if (own := without_companion(entries))
     }
     assert equal(state, twins.plain.state_dict()), twins.seed
 
 
 @every_master
-def test_updates_too_small_for_16_bits_are_kept_where_there_is_a_master(master: str):
+def test_updates_too_small_for_16_bits_add_up_in_masters(master: str):
     parameter = nn.Parameter(torch.ones(2000))
     optimizer, masters = (
         torch.optim.SGD([parameter], lr=2.0**-12),
@@ -207,7 +138,7 @@ def test_updates_too_small_for_16_bits_are_kept_where_there_is_a_master(master: 
         assert mean == pytest.approx(1.0 - 256 * 2.0**-12, rel=1e-3), masters.seed
 
 
-def test_draws_repeat_with_the_seed_and_differ_from_step_to_step_and_place_to_place():
+def test_random_draws_repeat_with_the_seed_and_differ_between_steps_and_parameters():
     def drawn(seed: int) -> list[torch.Tensor]:
         parameters = [nn.Parameter(torch.ones(500)) for _ in range(2)]
         optimizer, masters = (
@@ -217,24 +148,24 @@ def test_draws_repeat_with_the_seed_and_differ_from_step_to_step_and_place_to_pl
         for parameter in parameters:
             masters.adopt(parameter, torch.bfloat16)
         OptimizerBinding(optimizer, masters)
-        seen = []
+        results = []
         for _ in range(2):
             for parameter in parameters:
                 parameter.data.fill_(1.0)
                 parameter.grad = torch.ones(500, dtype=torch.bfloat16)
             optimizer.step()
-            seen += [parameter.detach().clone() for parameter in parameters]
-        return seen
+            results += [parameter.detach().clone() for parameter in parameters]
+        return results
 
     first, second = drawn(5), drawn(5)
     assert all(map(torch.equal, first, second))
     streams = [*first, drawn(6)[0]]
     assert not any(
-        torch.equal(one, other) for place, one in enumerate(streams) for other in streams[:place]
+        torch.equal(one, other) for index, one in enumerate(streams) for other in streams[:index]
     )
 
 
-def test_strangers_writes_between_steps_are_followed():
+def test_writes_by_other_code_between_steps_count():
     for master in ("float32", "split", "kahan"):
         parameter = nn.Parameter(torch.full((3,), 1.001))
         optimizer, masters = torch.optim.SGD([parameter], lr=2.0**-10), MasterWeights(master)
@@ -250,7 +181,7 @@ def test_strangers_writes_between_steps_are_followed():
 # -- groups and gradients --------------------------------------------------------------------------
 
 
-def test_groups_have_their_own_values():
+def test_groups_use_their_own_options():
     def make(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
         return torch.optim.AdamW(
             [
@@ -263,26 +194,26 @@ def test_groups_have_their_own_values():
 
     twins = Twins(make, "split")
     for _ in range(3):
-        twins.give()
+        twins.set_gradients()
         twins.step()
     assert twins.are_equal(), twins.seed
 
 
-# Torch's raises where a gradient comes later than others.
+# torch's fused SGD raises an error if a gradient appears later than others.
 @pytest.mark.parametrize("name", [name for name in OPTIMIZERS if name != "SGD fused"])
-def test_parameters_without_gradients_are_left_alone(name: str):
+def test_parameters_without_gradients_are_not_changed(name: str):
     twins = Twins(OPTIMIZERS[name], "split")
     before, versions = (
         snapshot(twins.optimizer, twins.masters),
-        [parameter._version for parameter in twins.halves],
+        [parameter._version for parameter in twins.half_weights],
     )
     for _ in range(2):
-        twins.give(without=1)
+        twins.set_gradients(without=1)
         twins.step()
     assert twins.are_equal(), twins.seed
-    assert torch.equal(before[0][1], twins.halves[1])
-    assert twins.halves[1]._version == versions[1]
-    twins.give()
+    assert torch.equal(before[0][1], twins.half_weights[1])
+    assert twins.half_weights[1]._version == versions[1]
+    twins.set_gradients()
     twins.step()
     assert twins.are_equal(), twins.seed
 
@@ -295,37 +226,39 @@ def test_a_step_without_any_gradient_does_nothing():
 
 
 @every_optimizer
-def test_float32_parameters_beside_16_bit_ones_are_stepped_as_ever(make: Make):
+def test_float32_parameters_of_the_same_optimizer_are_updated_as_before(make: Make):
     torch.manual_seed(seed := fresh_seed())
     values = [torch.randn(4) for _ in range(3)]
-    halves, wholes = ([nn.Parameter(value.clone()) for value in values] for _ in range(2))
-    optimizer, plain, masters = make(halves), make(wholes), MasterWeights("split")
-    masters.adopt(halves[1], torch.bfloat16)
+    half_weights, full_weights = (
+        [nn.Parameter(value.clone()) for value in values] for _ in range(2)
+    )
+    optimizer, plain, masters = make(half_weights), make(full_weights), MasterWeights("split")
+    masters.adopt(half_weights[1], torch.bfloat16)
     OptimizerBinding(optimizer, masters)
     for _ in range(3):
-        for half, whole in zip(halves, wholes, strict=True):
+        for half, whole in zip(half_weights, full_weights, strict=True):
             gradient = torch.randn(4).bfloat16()
             half.grad, whole.grad = gradient.to(half.dtype), gradient.float()
         optimizer.step()
         plain.step()
-    assert [half.dtype for half in halves] == [torch.float32, torch.bfloat16, torch.float32]
-    for half, whole in zip(halves, wholes, strict=True):
+    assert [half.dtype for half in half_weights] == [torch.float32, torch.bfloat16, torch.float32]
+    for half, whole in zip(half_weights, full_weights, strict=True):
         assert same_bits(
             masters.read(half) if half in masters else half.detach(), whole.detach()
         ), seed
 
 
-def test_gradients_may_be_float32():
+def test_gradients_of_16_bit_parameters_may_be_float32():
     twins = Twins(OPTIMIZERS["Adam"], "split")
-    twins.give()
-    for half, whole in zip(twins.halves, twins.wholes, strict=True):
+    twins.set_gradients()
+    for half, whole in zip(twins.half_weights, twins.full_weights, strict=True):
         half.grad_dtype = None
         half.grad = whole.grad = torch.randn(half.shape, generator=twins.generator)
     twins.step()
     assert twins.are_equal(), twins.seed
 
 
-def test_sparse_gradients_reach_an_optimizer_that_takes_them():
+def test_sparse_gradients_are_passed_to_the_optimizer():
     embedding, whole = nn.Embedding(5, 3, sparse=True), nn.Embedding(5, 3, sparse=True)
     whole.load_state_dict(embedding.state_dict())
     (optimizer, plain), masters = (
@@ -336,64 +269,67 @@ def test_sparse_gradients_reach_an_optimizer_that_takes_them():
     OptimizerBinding(optimizer, masters)
     for each, factor in ((embedding, 2.0), (whole, 1.0)):
         (each(torch.tensor([1, 1, 2])).float() * 0.5 * factor).sum().backward()
-    told(optimizer, 2.0)
+    set_scaling(optimizer, 2.0)
     optimizer.step()
     plain.step()
     assert same_bits(masters.read(embedding.weight), whole.weight.detach())
 
 
-def test_a_group_that_is_added_later_is_stepped():
+def test_a_group_added_later_is_updated():
     twins = Twins(OPTIMIZERS["AdamW"], "split")
-    for optimizer, parameters in ((twins.optimizer, twins.halves), (twins.plain, twins.wholes)):
+    for optimizer, parameters in (
+        (twins.optimizer, twins.half_weights),
+        (twins.plain, twins.full_weights),
+    ):
         parameters.append(nn.Parameter(torch.full((3,), 1.0001)))
         optimizer.add_param_group({"params": parameters[-1:], "lr": 0.5})
-    twins.masters.adopt(twins.halves[-1], torch.bfloat16)
-    twins.give()
+    twins.masters.adopt(twins.half_weights[-1], torch.bfloat16)
+    twins.set_gradients()
     twins.step()
     assert twins.are_equal(), twins.seed
 
 
-def test_gradients_are_left_as_they_were():
+def test_a_step_does_not_change_gradients():
     for clip_norm in (None, 0.1):
         twins = Twins(OPTIMIZERS["SGD nesterov"], "split", clip_norm=clip_norm)
-        twins.give()
-        before = [parameter.grad.clone() for parameter in twins.halves]
+        twins.set_gradients()
+        before = [parameter.grad.clone() for parameter in twins.half_weights]
         twins.optimizer.step()
-        assert all(map(torch.equal, before, [parameter.grad for parameter in twins.halves]))
+        assert all(map(torch.equal, before, [parameter.grad for parameter in twins.half_weights]))
 
 
-# -- scale and skip --------------------------------------------------------------------------------
+# -- loss scale and skipped steps ------------------------------------------------------------------
 
 
 @every_optimizer
 @every_master
 def test_a_skipped_step_changes_nothing(make: Make, master: str):
     twins, calls = Twins(make, master), []
-    twins.give()
+    twins.set_gradients()
     twins.optimizer.step()
-    twins.give()
+    twins.set_gradients()
     before, held = snapshot(twins.optimizer, twins.masters), dict(twins.optimizer.state)
-    versions = [parameter._version for parameter in twins.halves]
+    versions = [parameter._version for parameter in twins.half_weights]
     twins.optimizer.register_step_post_hook(lambda *_: calls.append("after"))
-    told(twins.optimizer, 4.0, bad=True)
+    set_scaling(twins.optimizer, 4.0, found_inf=True)
     twins.optimizer.step()
     assert equal(snapshot(twins.optimizer, twins.masters), before), twins.seed
     assert all(twins.optimizer.state[parameter] is state for parameter, state in held.items())
-    assert [parameter._version for parameter in twins.halves] == versions
+    assert [parameter._version for parameter in twins.half_weights] == versions
     assert calls == ["after"]
 
 
 @pytest.mark.parametrize("master", ["split", "stochastic"])
-def test_after_a_skip_training_goes_on_as_if_nothing_had_happened(master: str):
+def test_training_continues_after_a_skip_as_without_it(master: str):
     with_skip, without = Twins(OPTIMIZERS["Adam"], master), Twins(OPTIMIZERS["Adam"], master)
-    for one, other in zip(with_skip.halves, without.halves, strict=True):
+    for one, other in zip(with_skip.half_weights, without.half_weights, strict=True):
         without.masters.write(other, value := with_skip.masters.read(one))
         with_skip.masters.write(one, value)
     for step in range(4):
-        with_skip.give()
-        for one, other in zip(with_skip.halves, without.halves, strict=True):
+        with_skip.set_gradients()
+        for one, other in zip(with_skip.half_weights, without.half_weights, strict=True):
             other.grad = one.grad.clone()
-        told(with_skip.optimizer, None, bad=step == 2)
+        set_scaling(with_skip.optimizer, None, found_inf=step == 2)
         with_skip.optimizer.step()
         if step != 2:
             without.optimizer.step()
@@ -405,22 +341,22 @@ def test_after_a_skip_training_goes_on_as_if_nothing_had_happened(master: str):
 
 @every_optimizer
 @pytest.mark.parametrize("scale", [65536.0, 3.0])
-def test_gradients_are_divided_by_the_scale_once(make: Make, scale: float):
+def test_gradients_are_unscaled_once(make: Make, scale: float):
     twins = Twins(make, "split")
     for _ in range(2):
-        twins.give()
-        for whole in twins.wholes:
+        twins.set_gradients()
+        for whole in twins.full_weights:
             whole.grad *= torch.tensor(1.0 / scale)
-        told(twins.optimizer, scale)
+        set_scaling(twins.optimizer, scale)
         twins.step()
     assert twins.are_equal(), twins.seed
     assert twins.optimizer.grad_scale.item() == scale
 
 
-def test_what_the_optimizer_is_told_stays_when_its_step_raises():
+def test_parameters_and_scaling_attributes_are_restored_when_the_step_raises():
     twins = Twins(OPTIMIZERS["Adam"], "split")
-    twins.give()
-    told(twins.optimizer, 8.0)
+    twins.set_gradients()
+    set_scaling(twins.optimizer, 8.0)
     before = snapshot(twins.optimizer, twins.masters)
     twins.optimizer.param_groups[0]["betas"] = "no numbers"
     with pytest.raises(ValueError):
@@ -428,7 +364,9 @@ def test_what_the_optimizer_is_told_stays_when_its_step_raises():
     twins.optimizer.param_groups[0]["betas"] = before[2]["param_groups"][0]["betas"]
     assert all(
         one is other
-        for one, other in zip(twins.optimizer.param_groups[0]["params"], twins.halves, strict=True)
+        for one, other in zip(
+            twins.optimizer.param_groups[0]["params"], twins.half_weights, strict=True
+        )
     )
     assert (twins.optimizer.grad_scale.item(), twins.optimizer.found_inf.item()) == (8.0, 0.0)
     assert equal(snapshot(twins.optimizer, twins.masters), before)
@@ -436,7 +374,7 @@ def test_what_the_optimizer_is_told_stays_when_its_step_raises():
 
 @every_optimizer
 @pytest.mark.parametrize("unscale", [False, True])
-def test_a_scaler_carries_gradients_that_float16_alone_would_lose(make: Make, unscale: bool):
+def test_gradients_that_underflow_in_float16_are_unscaled_in_float32(make: Make, unscale: bool):
     slope = torch.tensor([2.0**-26, -(2.0**-28), 3 * 2.0**-27])
     parameter, whole = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(3))
     optimizer, plain, masters = make([parameter]), make([whole]), MasterWeights("float32")
@@ -458,20 +396,20 @@ def test_a_scaler_carries_gradients_that_float16_alone_would_lose(make: Make, un
     assert same_bits(masters.read(parameter), whole.detach())
 
 
-def test_only_16_bit_gradients_are_widened_to_be_unscaled():
+def test_unscaling_casts_16_bit_gradients_to_float32():
     twins = Twins(OPTIMIZERS["SGD"], "float32", torch.float16)
-    twins.give(without=1)
+    twins.set_gradients(without=1)
     wide = torch.randn(SHAPES[0])
-    twins.halves[0].grad_dtype = None
-    twins.halves[0].grad = wide.clone()
+    twins.half_weights[0].grad_dtype = None
+    twins.half_weights[0].grad = wide.clone()
     scaler = mezzo.GradScaler("cpu", init_scale=4.0)
     scaler.scale(torch.ones(()))
     scaler.unscale_(twins.optimizer)
-    assert torch.equal(twins.halves[0].grad, wide / 4)
-    assert twins.halves[1].grad is None
-    assert {parameter.grad.dtype for parameter in twins.halves if parameter.grad is not None} == {
-        torch.float32
-    }
+    assert torch.equal(twins.half_weights[0].grad, wide / 4)
+    assert twins.half_weights[1].grad is None
+    assert {
+        parameter.grad.dtype for parameter in twins.half_weights if parameter.grad is not None
+    } == {torch.float32}
 
 
 @every_optimizer
@@ -479,8 +417,8 @@ def test_a_scaler_skips_a_step_and_backs_off(make: Make):
     twins = Twins(make, "float32", torch.float16)
     scaler = mezzo.GradScaler("cpu", init_scale=2.0**15)
     scaler.scale(torch.ones(()))
-    twins.give()
-    twins.halves[0].grad[1, 2] = torch.inf
+    twins.set_gradients()
+    twins.half_weights[0].grad[1, 2] = torch.inf
     before = snapshot(twins.optimizer, twins.masters)
     assert scaler.step(twins.optimizer).skipped
     scaler.update()
@@ -489,27 +427,27 @@ def test_a_scaler_skips_a_step_and_backs_off(make: Make):
 
 
 @every_optimizer
-def test_a_schedule_that_the_scaler_steps_waits_on_a_skip(make: Make):
+def test_a_scheduler_passed_to_the_scaler_does_not_advance_on_a_skip(make: Make):
     twins = Twins(make, "split")
     scaler = mezzo.GradScaler("cpu", init_scale=4.0)
     schedulers = [StepLR(optimizer, 1, 0.5) for optimizer in (twins.optimizer, twins.plain)]
     for step in range(4):
         scaler.scale(torch.ones(()))
-        twins.give()
-        for whole in twins.wholes:
+        twins.set_gradients()
+        for whole in twins.full_weights:
             whole.grad /= scaler.get_scale()
-        if bad := step == 2:
-            twins.halves[0].grad[0, 0] = torch.nan
-        assert scaler.step(twins.optimizer, scheduler=schedulers[0]).skipped is bad
+        if found_inf := step == 2:
+            twins.half_weights[0].grad[0, 0] = torch.nan
+        assert scaler.step(twins.optimizer, scheduler=schedulers[0]).skipped is found_inf
         scaler.update()
-        if not bad:
+        if not found_inf:
             twins.plain.step()
             schedulers[1].step()
     assert twins.are_equal(), twins.seed
     assert schedulers[0].get_last_lr() == schedulers[1].get_last_lr()
 
 
-def test_torchs_scaler_is_understood_too():
+def test_torchs_scaler_unscales_and_skips():
     parameter = nn.Parameter(torch.zeros(3))
     optimizer, masters = torch.optim.SGD([parameter], lr=1.0), MasterWeights("float32")
     masters.adopt(parameter, torch.float16)
@@ -530,206 +468,33 @@ def test_torchs_scaler_is_understood_too():
 
 @pytest.mark.parametrize("clip_norm", [0.5, 1e6])
 @pytest.mark.parametrize("scale", [None, 1024.0])
-def test_clipping_is_clip_grad_norm(clip_norm: float, scale: float | None):
+def test_clipping_equals_clip_grad_norm(clip_norm: float, scale: float | None):
     twins = Twins(OPTIMIZERS["AdamW"], "split", clip_norm=clip_norm)
     for _ in range(3):
-        twins.give()
-        for whole in twins.wholes:
+        twins.set_gradients()
+        for whole in twins.full_weights:
             whole.grad /= scale or 1.0
-        norm = nn.utils.clip_grad_norm_(twins.wholes, clip_norm)
-        told(twins.optimizer, scale)
+        norm = nn.utils.clip_grad_norm_(twins.full_weights, clip_norm)
+        set_scaling(twins.optimizer, scale)
         twins.step()
-        assert torch.equal(twins.bound.grad_norm, norm), twins.seed
+        assert torch.equal(twins.binding.grad_norm, norm), twins.seed
         assert twins.are_equal(), twins.seed
 
 
 def test_without_clipping_no_norm_is_computed():
     twins = Twins(OPTIMIZERS["SGD"], "split")
-    twins.give()
+    twins.set_gradients()
     twins.step()
-    assert twins.bound.grad_norm is None
+    assert twins.binding.grad_norm is None
 
 
-def test_clipping_beside_float32_parameters_leaves_their_gradients_as_they_were():
+def test_clipping_does_not_change_gradients_of_float32_parameters():
     half, whole = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))
     optimizer, masters = torch.optim.SGD([half, whole], lr=1.0), MasterWeights("split")
     masters.adopt(half, torch.bfloat16)
-    bound = OptimizerBinding(optimizer, masters, clip_norm=1.0)
+    binding = OptimizerBinding(optimizer, masters, clip_norm=1.0)
     half.grad, whole.grad = torch.full((2,), 3.0, dtype=torch.bfloat16), torch.full((2,), 4.0)
     optimizer.step()
-    assert bound.grad_norm.item() == pytest.approx(50**0.5)
+    assert binding.grad_norm.item() == pytest.approx(50**0.5)
     assert (half.grad.tolist(), whole.grad.tolist()) == ([3.0, 3.0], [4.0, 4.0])
     assert whole.tolist() == pytest.approx([1.0 - 4.0 / 50**0.5] * 2, rel=1e-5)
-
-
-# -- hooks, schedulers, closures -------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("when", ["before", "after"])
-def test_step_hooks_run_once_whenever_they_were_registered(when: str):
-    parameter = nn.Parameter(torch.ones(2))
-    optimizer, masters, calls = torch.optim.SGD([parameter], lr=0.5), MasterWeights("split"), []
-
-    def register() -> None:
-        optimizer.register_step_pre_hook(lambda *_: calls.append(("before", parameter[0].item())))
-        optimizer.register_step_post_hook(lambda *_: calls.append(("after", parameter[0].item())))
-
-    if when == "before":
-        register()
-    masters.adopt(parameter, torch.bfloat16)
-    OptimizerBinding(optimizer, masters)
-    if when == "after":
-        register()
-    parameter.grad = torch.ones(2, dtype=torch.bfloat16)
-    optimizer.step()
-    assert calls == [("before", 1.0), ("after", 0.5)]
-
-
-def test_hooks_of_every_optimizer_run_once():
-    twins, calls = Twins(OPTIMIZERS["Adam"], "split"), []
-    handle = register_optimizer_step_post_hook(lambda optimizer, *_: calls.append(optimizer))
-    try:
-        twins.give()
-        twins.optimizer.step()
-    finally:
-        handle.remove()
-    assert calls == [twins.optimizer]
-
-
-@pytest.mark.parametrize("when", ["before", "after", "both"])
-def test_schedulers_advance_without_a_warning_whenever_they_were_made(when: str):
-    parameter = nn.Parameter(torch.ones(2))
-    optimizer, masters, schedulers = (
-        torch.optim.SGD([parameter], lr=0.5),
-        MasterWeights("split"),
-        [],
-    )
-    if when in {"before", "both"}:
-        schedulers.append(StepLR(optimizer, 1, 0.5))
-    masters.adopt(parameter, torch.bfloat16)
-    OptimizerBinding(optimizer, masters)
-    if when in {"after", "both"}:
-        schedulers.append(StepLR(optimizer, 1, 0.5))
-    seen = []
-    for _ in range(3):
-        parameter.grad = torch.ones(2, dtype=torch.bfloat16)
-        optimizer.step()
-        seen.append(parameter[0].item())
-        for scheduler in schedulers:
-            scheduler.step()
-    assert seen == ([0.5, 0.25, 0.125] if when != "both" else [0.5, 0.375, 0.34375])
-
-
-def test_a_scheduler_that_goes_first_is_still_warned_about():
-    twins = Twins(OPTIMIZERS["SGD"], "split")
-    scheduler = StepLR(twins.optimizer, 1)
-    with pytest.warns(UserWarning, match="before `optimizer.step"):
-        scheduler.step()
-
-
-@pytest.mark.parametrize(
-    "name", ["SGD", "Adam", "AdamW", "Adagrad", "Lion", "LAMB", "RMSprop", "NAdam"]
-)
-def test_a_closure_is_evaluated_once_before_the_step(name: str):
-    parameter = nn.Parameter(torch.ones(2))
-    optimizer, masters, calls = OPTIMIZERS[name]([parameter]), MasterWeights("split"), []
-    masters.adopt(parameter, torch.bfloat16)
-    OptimizerBinding(optimizer, masters)
-
-    def closure() -> torch.Tensor:
-        calls.append((torch.is_grad_enabled(), optimizer.param_groups[0]["params"][0] is parameter))
-        optimizer.zero_grad()
-        loss = parameter.float().square().sum()
-        loss.backward()
-        return loss
-
-    assert optimizer.step(closure).item() == 2.0
-    assert calls == [(True, True)]
-    assert bool((masters.read(parameter) < 1.0).all())
-
-
-def test_a_closure_that_would_be_evaluated_in_between_is_refused_with_the_reason():
-    parameter = nn.Parameter(torch.ones(2))
-    optimizer, masters = torch.optim.LBFGS([parameter]), MasterWeights("split")
-    masters.adopt(parameter, torch.bfloat16)
-    OptimizerBinding(optimizer, masters)
-    with pytest.raises(
-        UnsupportedError,
-        match=(
-            r"LBFGS\.step\(closure\) over 16-bit parameters would evaluate the closure while .*then"
-            r" call step\(\)"
-        ),
-    ):
-        optimizer.step(lambda: parameter.sum())
-
-
-# -- unbinding -------------------------------------------------------------------------------------
-
-
-def taken_back(twins: Twins) -> None:
-    twins.bound.unbind()
-    for parameter in twins.halves:
-        parameter.grad = None
-        twins.masters.release(parameter)
-
-
-@every_optimizer
-def test_an_unbound_optimizer_goes_on_in_float32_bit_for_bit(make: Make):
-    twins = Twins(make, "split")
-    before = set(make([nn.Parameter(torch.ones(1))]).__dict__)
-    for _ in range(2):
-        twins.give()
-        twins.step()
-    taken_back(twins)
-    assert set(twins.optimizer.__dict__) - {"_opt_called"} == before
-    for _ in range(2):
-        twins.give()
-        twins.step()
-    assert all(map(torch.equal, twins.halves, twins.wholes)), twins.seed
-
-
-@pytest.mark.parametrize("when", ["before", "during"])
-def test_hooks_and_schedulers_survive_unbinding(when: str):
-    parameter = nn.Parameter(torch.ones(2))
-    optimizer, masters, calls = torch.optim.SGD([parameter], lr=0.5), MasterWeights("split"), []
-    scheduler = StepLR(optimizer, 1, 0.5) if when == "before" else None
-    masters.adopt(parameter, torch.bfloat16)
-    bound = OptimizerBinding(optimizer, masters)
-    scheduler = scheduler or StepLR(optimizer, 1, 0.5)
-    optimizer.register_step_post_hook(lambda *_: calls.append("after"))
-    bound.unbind()
-    masters.release(parameter)
-    parameter.grad = torch.ones(2)
-    optimizer.step()
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        scheduler.step()
-    assert (calls, parameter.tolist(), optimizer.param_groups[0]["lr"]) == (
-        ["after"],
-        [0.5, 0.5],
-        0.25,
-    )
-
-
-def test_an_optimizer_can_be_bound_again():
-    twins = Twins(OPTIMIZERS["AdamW"], "split")
-    for _ in range(2):
-        twins.give()
-        twins.step()
-        twins.bound.unbind()
-        twins.bound = OptimizerBinding(twins.optimizer, twins.masters)
-    twins.give()
-    twins.step()
-    assert twins.are_equal(), twins.seed
-
-
-def test_a_deep_copy_that_would_train_without_exact_weights_is_refused():
-    weight = nn.Parameter(torch.ones(2))
-    optimizer, masters = torch.optim.SGD([weight], lr=0.1), MasterWeights("split")
-    masters.adopt(weight, torch.bfloat16)
-    bound = OptimizerBinding(optimizer, masters)
-    with pytest.raises(mezzo.UnsupportedError, match=r"Copy optimizer.state_dict\(\)"):
-        copy.deepcopy(optimizer)
-    assert copy.deepcopy(optimizer.state_dict())["param_groups"]
-    bound.unbind()
-    assert type(copy.deepcopy(optimizer)) is torch.optim.SGD

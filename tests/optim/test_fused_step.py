@@ -1,4 +1,4 @@
-"""The fused step where there is no GPU: interpreted in a process of its own, and out of the way everywhere else."""
+"""The fused step without a GPU: kernels in Triton's interpreter, and the original step on a CPU."""
 
 from __future__ import annotations
 
@@ -9,18 +9,19 @@ import torch
 from support import step_cases
 from support.interpreted import needs_triton, run_interpreted
 
+from mezzo.optim.fused_algorithms import ALGORITHMS
 from mezzo.optim.fused_step import FusedBinding
 from mezzo.scaling.loss_scales import binding_of
 
 
 @pytest.mark.slow
 @needs_triton
-def test_the_kernels_do_in_tritons_interpreter_what_they_should() -> None:
+def test_the_kernels_pass_their_tests_in_tritons_interpreter() -> None:
     run_interpreted(Path(__file__).with_name("fused_interpreted.py"))
 
 
 @pytest.mark.parametrize("name", step_cases.OPTIMIZERS)
-def test_on_a_cpu_the_optimizers_own_step_runs(name: str) -> None:
+def test_the_optimizers_own_step_runs_on_a_cpu(name: str) -> None:
     trained = step_cases.training(name, "split", torch.bfloat16, "cpu", seed=5, clip_norm=2.0)
     assert isinstance(trained.bound, FusedBinding)
     for steps in (1, 2):
@@ -32,7 +33,7 @@ def test_on_a_cpu_the_optimizers_own_step_runs(name: str) -> None:
         )
 
 
-def test_unbinding_leaves_steps_where_the_optimizers_own_wants_them() -> None:
+def test_unbinding_moves_step_counts_to_the_cpu() -> None:
     trained = step_cases.training("AdamW", "split", torch.bfloat16, "cpu", seed=5)
     trained.gradients()
     trained.step()
@@ -41,3 +42,56 @@ def test_unbinding_leaves_steps_where_the_optimizers_own_wants_them() -> None:
         trained.optimizer.state[parameter]["step"].device.type for parameter in trained.parameters
     } == {"cpu"}
     assert binding_of(trained.optimizer) is None
+
+
+# -- algorithms ------------------------------------------------------------------------------------
+
+WEIGHT = torch.nn.Parameter(torch.ones(2))
+
+
+def numbers(optimizer_class: type[torch.optim.Optimizer], **options: object) -> tuple[float, ...]:
+    (group,) = optimizer_class([WEIGHT], **options).param_groups
+    return ALGORITHMS[optimizer_class].numbers(group)
+
+
+def test_hyper_parameters_are_in_the_order_that_the_kernel_reads() -> None:
+    sgd, adam = {"lr": 0.1, "momentum": 0.9}, {"lr": 0.1, "betas": (0.2, 0.3), "eps": 1e-4}
+    expected = [
+        (
+            numbers(torch.optim.SGD, **sgd, dampening=0.25, weight_decay=0.5),
+            (0.1, 1.0, 0.5, 0.9, 0.75, 0.0, 0.0),
+        ),
+        (
+            numbers(torch.optim.SGD, **sgd, nesterov=True, maximize=True),
+            (0.1, -1.0, 0, 0.9, 1.0, 0.0, 1.0),
+        ),
+        (
+            numbers(torch.optim.Adam, **adam, weight_decay=0.5),
+            (0.1, 1.0, 0.5, 0.2, 0.3, 1e-4, 0.0),
+        ),
+        (
+            numbers(torch.optim.AdamW, **adam, weight_decay=0.5),
+            (0.1, 1.0, 0.5, 0.2, 0.3, 1e-4, 1.0),
+        ),
+        (
+            numbers(torch.optim.Adagrad, lr=0.1, lr_decay=0.2, eps=1e-4),
+            (0.1, 1.0, 0, 0.2, 0.0, 1e-4, 0.0),
+        ),
+    ]
+    for actual, wanted in expected:
+        assert actual == wanted
+
+
+def test_every_algorithm_has_seven_numbers_and_at_most_three_states() -> None:
+    for optimizer_class, algorithm in ALGORITHMS.items():
+        (group,) = optimizer_class([WEIGHT], lr=0.1).param_groups
+        assert len(algorithm.numbers(group)) == 7
+        assert len(algorithm.states(group)) <= 3
+
+
+def test_state_names_depend_on_the_variant() -> None:
+    sgd, adam = ALGORITHMS[torch.optim.SGD], ALGORITHMS[torch.optim.Adam]
+    assert sgd.states({"momentum": 0.0}) == ()
+    assert sgd.states({"momentum": 0.9}) == ("momentum_buffer",)
+    assert adam.states({"amsgrad": True}) == ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
+    assert (sgd.variant({"momentum": 0.9}), adam.variant({"amsgrad": False})) == (True, False)

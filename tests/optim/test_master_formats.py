@@ -1,4 +1,4 @@
-"""Each way to keep exact weights gives back what it was given, as exactly as it says."""
+"""Master formats: each restores a float32 value as exactly as it promises."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ from mezzo.policy.types import Master
 
 HALVES = [torch.bfloat16, torch.float16]
 FITTING = [
-    (kind, half)
-    for kind in MASTER_FORMATS.values()
+    (master_format, half)
+    for master_format in MASTER_FORMATS.values()
     for half in HALVES
-    if kind.master is not Master.SPLIT or half is torch.bfloat16
+    if master_format.master is not Master.SPLIT or half is torch.bfloat16
 ]
 MILLIONS = 4_000_000
 
@@ -41,12 +41,12 @@ def finite(values: torch.Tensor) -> torch.Tensor:
 
 
 def fitting(values: torch.Tensor, half: torch.dtype) -> torch.Tensor:
-    """Values that do not round to an infinity."""
+    """Return the values that do not round to an infinity."""
     return values[values.to(half).isfinite()]
 
 
 def spread(count: int, half: torch.dtype, generator: torch.Generator) -> torch.Tensor:
-    """Numbers of either sign, of every size that the dtype has, below its smallest too."""
+    """Return random numbers of either sign over the whole range of a dtype, and below it."""
     lowest, highest = (-30.0, 15.0) if half is torch.float16 else (-149.0, 127.0)
     exponents = (
         torch.rand(count, generator=generator, dtype=torch.float64) * (highest - lowest) + lowest
@@ -55,53 +55,63 @@ def spread(count: int, half: torch.dtype, generator: torch.Generator) -> torch.T
     return (exponents.exp2() * signs).float()
 
 
-def test_every_master_that_a_policy_names_has_its_kind():
+def test_every_master_of_a_policy_has_a_format():
     assert set(MASTER_FORMATS) == set(Master) - {Master.AUTO}
-    assert all(kind.master is master for master, kind in MASTER_FORMATS.items())
+    assert all(master_format.master is master for master, master_format in MASTER_FORMATS.items())
 
 
-@pytest.mark.parametrize(("kind", "half"), FITTING)
-def test_what_lies_beside_has_the_dtype_that_is_said_and_the_values_shape(
-    kind: MasterFormat, half: torch.dtype
+@pytest.mark.parametrize(("master_format", "half"), FITTING)
+def test_a_companion_has_the_declared_dtype_and_the_shape_of_the_value(
+    master_format: MasterFormat, half: torch.dtype
 ):
     for shape in [(), (0,), (2, 3)]:
-        parameter, beside = kind.split(torch.ones(shape), half)
+        parameter, companion = master_format.split(torch.ones(shape), half)
         assert (parameter.dtype, parameter.shape) == (half, shape)
-        assert (None if beside is None else beside.dtype) is kind.companion_dtype(half)
-        assert beside is None or beside.shape == shape
-        joined = kind.merge(parameter, beside)
-        assert (joined.dtype, joined.shape) == (torch.float32, shape)
-
-
-@pytest.mark.parametrize("kind", MASTER_FORMATS.values(), ids=lambda kind: type(kind).__name__)
-def test_a_joined_value_is_a_tensor_of_its_own(kind: MasterFormat):
-    parameter, beside = kind.split(torch.tensor([1.0, 1.1]), torch.bfloat16)
-    before = parameter.clone(), None if beside is None else beside.clone()
-    kind.merge(parameter, beside).zero_()
-    assert torch.equal(parameter, before[0])
-    assert beside is None or torch.equal(beside, before[1])
+        assert (None if companion is None else companion.dtype) is master_format.companion_dtype(
+            half
+        )
+        assert companion is None or companion.shape == shape
+        merged = master_format.merge(parameter, companion)
+        assert (merged.dtype, merged.shape) == (torch.float32, shape)
 
 
 @pytest.mark.parametrize(
-    "kind",
-    [kind for kind in MASTER_FORMATS.values() if kind.companion_dtype(torch.bfloat16)],
-    ids=lambda kind: type(kind).__name__,
+    "master_format", MASTER_FORMATS.values(), ids=lambda master_format: type(master_format).__name__
 )
-def test_a_parameter_alone_is_its_own_value(kind: MasterFormat):
-    assert kind.merge(torch.tensor([1.5, -2.0]).bfloat16(), None).tolist() == [1.5, -2.0]
+def test_merge_returns_a_new_tensor(master_format: MasterFormat):
+    parameter, companion = master_format.split(torch.tensor([1.0, 1.1]), torch.bfloat16)
+    before = parameter.clone(), None if companion is None else companion.clone()
+    master_format.merge(parameter, companion).zero_()
+    assert torch.equal(parameter, before[0])
+    assert companion is None or torch.equal(companion, before[1])
 
 
-@pytest.mark.parametrize("kind", MASTER_FORMATS.values(), ids=lambda kind: type(kind).__name__)
-def test_what_is_parted_is_left_as_it_was_and_shared_with_nobody(kind: MasterFormat):
+@pytest.mark.parametrize(
+    "master_format",
+    [
+        master_format
+        for master_format in MASTER_FORMATS.values()
+        if master_format.companion_dtype(torch.bfloat16)
+    ],
+    ids=lambda master_format: type(master_format).__name__,
+)
+def test_merge_without_a_companion_returns_the_parameters_value(master_format: MasterFormat):
+    assert master_format.merge(torch.tensor([1.5, -2.0]).bfloat16(), None).tolist() == [1.5, -2.0]
+
+
+@pytest.mark.parametrize(
+    "master_format", MASTER_FORMATS.values(), ids=lambda master_format: type(master_format).__name__
+)
+def test_split_does_not_change_or_share_the_value(master_format: MasterFormat):
     value = torch.tensor([1.1, -2.2])
     before = value.clone()
-    parameter, beside = kind.split(value, torch.bfloat16)
+    parameter, companion = master_format.split(value, torch.bfloat16)
     assert torch.equal(value, before)
     value.zero_()
     assert parameter[0].item() == pytest.approx(1.1, rel=2**-8)
-    assert beside is None or kind.merge(parameter, beside)[0].item() == pytest.approx(
-        1.1, rel=2**-8
-    )
+    assert companion is None or master_format.merge(parameter, companion)[
+        0
+    ].item() == pytest.approx(1.1, rel=2**-8)
 
 
 # -- split -----------------------------------------------------------------------------------------
@@ -112,17 +122,17 @@ def roundtrip(value: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("values", [edges, every_upper_half])
-def test_split_gives_back_every_edge_to_the_last_bit(values):
+def test_split_restores_every_edge_case_to_the_last_bit(values):
     assert same_bits(roundtrip(values()), values())
 
 
-def test_split_gives_back_millions_of_bit_patterns():
+def test_split_restores_millions_of_bit_patterns():
     values = any_bits(MILLIONS, torch.Generator().manual_seed(seed := fresh_seed()))
     assert same_bits(roundtrip(values), values), seed
 
 
 @given(st.floats(width=32))
-def test_split_gives_back_any_number(number: float):
+def test_split_restores_any_number(number: float):
     got = roundtrip(torch.tensor([number])).item()
     assert (
         math.isnan(got) if math.isnan(number) else struct.pack("d", got) == struct.pack("d", number)
@@ -132,7 +142,7 @@ def test_split_gives_back_any_number(number: float):
 @pytest.mark.parametrize(
     "bits", [0x7FFFFFFF, 0x7FC00000, 0x7F800001, 0x7F808000, 0x7FFF8000, -1, -0x400000, -0x7FFFFF]
 )
-def test_split_keeps_nan_whatever_its_bits(bits: int):
+def test_split_keeps_every_nan(bits: int):
     value = torch.tensor([bits], dtype=torch.int32).view(torch.float32)
     assert value.isnan().all()
     parameter, remainder = Split().split(value, torch.bfloat16)
@@ -148,7 +158,7 @@ def test_split_rounds_to_nearest_and_ties_away_from_zero():
     )
     parameter, _ = Split().split(values, torch.bfloat16)
     below, above = neighbours(values.double(), torch.bfloat16)
-    # Beyond the largest bfloat16 the next step stands in for infinity, as IEEE rounding has it.
+    # Beyond the largest bfloat16, IEEE rounding treats infinity as the next step.
     beyond = 2.0**128
     low, high = (side.double().nan_to_num(posinf=beyond, neginf=-beyond) for side in (below, above))
     wide, exact = parameter.double().nan_to_num(posinf=beyond, neginf=-beyond), values.double()
@@ -163,7 +173,7 @@ def test_split_rounds_to_nearest_and_ties_away_from_zero():
     assert bool((wide[ties].abs() > exact[ties].abs()).all())
 
 
-def test_split_has_no_bias_where_truncation_would():
+def test_split_has_no_bias():
     values = (
         torch.rand(1_000_000, generator=torch.Generator().manual_seed(seed := fresh_seed())) + 1.0
     )
@@ -180,7 +190,7 @@ def test_split_keeps_the_sign_of_zero():
     assert remainder.tolist() == [0, 0]
 
 
-def test_split_refuses_float16_and_says_what_to_use():
+def test_split_refuses_float16():
     with pytest.raises(
         PolicyError,
         match=r"needs bfloat16 parameters, got float16\. Use master='float32', or dtype='bfloat16'",
@@ -192,7 +202,7 @@ def test_split_refuses_float16_and_says_what_to_use():
 
 
 @pytest.mark.parametrize("half", HALVES)
-def test_float32_gives_back_every_edge_to_the_last_bit(half: torch.dtype):
+def test_float32_restores_every_edge_case_to_the_last_bit(half: torch.dtype):
     values = torch.cat(
         [edges(), any_bits(MILLIONS, torch.Generator().manual_seed(seed := fresh_seed()))]
     )
@@ -202,24 +212,24 @@ def test_float32_gives_back_every_edge_to_the_last_bit(half: torch.dtype):
 
 
 @pytest.mark.parametrize("half", HALVES)
-def test_float32_follows_what_others_wrote_element_by_element(half: torch.dtype):
+def test_float32_follows_writes_by_other_code_element_by_element(half: torch.dtype):
     exact = torch.tensor([1.1, 2.2, 3.3, 0.0, math.nan])
     parameter, master = Float32().split(exact, half)
     parameter[1] = 7.0
     parameter[3] = -0.0
-    joined = Float32().merge(parameter, master)
-    assert joined[[0, 2]].tolist() == exact[[0, 2]].tolist()
-    assert joined[1].item() == 7.0
-    assert joined[3].signbit().item()
-    assert joined[4].isnan().item()
+    merged = Float32().merge(parameter, master)
+    assert merged[[0, 2]].tolist() == exact[[0, 2]].tolist()
+    assert merged[1].item() == 7.0
+    assert merged[3].signbit().item()
+    assert merged[4].isnan().item()
 
 
-def test_float32_takes_nan_that_others_wrote():
+def test_float32_follows_nan_written_by_other_code():
     parameter, master = Float32().split(torch.ones(2), torch.bfloat16)
     parameter[0] = math.nan
-    joined = Float32().merge(parameter, master)
-    assert joined[0].isnan().item()
-    assert joined[1].item() == 1.0
+    merged = Float32().merge(parameter, master)
+    assert merged[0].isnan().item()
+    assert merged[1].item() == 1.0
 
 
 # -- kahan -----------------------------------------------------------------------------------------
@@ -253,7 +263,7 @@ def test_kahan_in_float16_loses_at_most_half_of_its_smallest_step_or_the_twenty_
 
 
 @pytest.mark.parametrize("half", HALVES)
-def test_kahan_adds_up_updates_that_the_parameter_alone_would_lose(half: torch.dtype):
+def test_kahan_adds_up_updates_that_a_parameter_alone_would_lose(half: torch.dtype):
     parameter, compensation = Kahan().split(torch.tensor([1.0]), half)
     lost = parameter.clone()
     update = 2.0**-13
@@ -269,7 +279,7 @@ def test_kahan_adds_up_updates_that_the_parameter_alone_would_lose(half: torch.d
 
 
 @pytest.mark.parametrize("half", HALVES)
-def test_kahan_gives_back_what_needs_no_more_than_16_bits(half: torch.dtype):
+def test_kahan_restores_16_bit_values_exactly(half: torch.dtype):
     values = (
         fitting(
             finite(any_bits(100_000, torch.Generator().manual_seed(seed := fresh_seed()))), half
@@ -280,7 +290,7 @@ def test_kahan_gives_back_what_needs_no_more_than_16_bits(half: torch.dtype):
     assert torch.equal(Kahan().merge(*Kahan().split(values, half)), values), seed
 
 
-# -- at random -------------------------------------------------------------------------------------
+# -- stochastic rounding ---------------------------------------------------------------------------
 
 
 def repeated(number: float, count: int = 200_000) -> torch.Tensor:
@@ -319,7 +329,7 @@ TINY = [
         for number in (2.0**-130 * 1.1, -(2.0**-133) * 0.6, 1.234e38, -5.4321e-39)
     ],
 )
-def test_rounding_at_random_is_right_on_average_and_gives_only_the_two_neighbours(
+def test_stochastic_rounding_is_unbiased_and_gives_one_of_two_neighbours(
     number: float, half: torch.dtype
 ):
     value = repeated(number)
@@ -336,7 +346,7 @@ def test_rounding_at_random_is_right_on_average_and_gives_only_the_two_neighbour
 
 
 @pytest.mark.parametrize("half", HALVES)
-def test_rounding_at_random_has_no_bias_over_values_of_every_size(half: torch.dtype):
+def test_stochastic_rounding_has_no_bias_over_the_whole_range(half: torch.dtype):
     value = spread(MILLIONS, half, torch.Generator().manual_seed(seed := fresh_seed()))
     value = value[value.abs() < (2.0**15 if half is torch.float16 else 2.0**126)]
     drawn, exact = (
@@ -356,7 +366,7 @@ def test_rounding_at_random_has_no_bias_over_values_of_every_size(half: torch.dt
 
 
 @pytest.mark.parametrize("half", HALVES)
-def test_values_that_16_bits_hold_are_not_drawn(half: torch.dtype):
+def test_16_bit_values_are_not_rounded(half: torch.dtype):
     every = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(half)
     every = every[every.isfinite()]
     drawn = round_stochastically(every.float(), half, RandomDraw(seed := fresh_seed(), 1, 1))
@@ -364,7 +374,7 @@ def test_values_that_16_bits_hold_are_not_drawn(half: torch.dtype):
 
 
 @pytest.mark.parametrize("half", HALVES)
-def test_what_is_not_finite_stays_what_it_is(half: torch.dtype):
+def test_nonfinite_values_are_kept(half: torch.dtype):
     value = torch.tensor([math.inf, -math.inf, math.nan]).repeat(1000)
     assert same_bits(
         round_stochastically(value, half, RandomDraw(fresh_seed(), 1, 1)), value.to(half)
@@ -372,7 +382,7 @@ def test_what_is_not_finite_stays_what_it_is(half: torch.dtype):
 
 
 @pytest.mark.parametrize("half", HALVES)
-def test_the_same_draw_gives_the_same_bits_and_another_one_others(half: torch.dtype):
+def test_equal_draws_give_equal_bits_and_others_give_others(half: torch.dtype):
     value = spread(10_000, half, torch.Generator().manual_seed(seed := fresh_seed()))
     draw = RandomDraw(seed, 2, 5)
     first = round_stochastically(value, half, draw)
@@ -384,7 +394,7 @@ def test_the_same_draw_gives_the_same_bits_and_another_one_others(half: torch.dt
         assert not same_bits(round_stochastically(value, half, other), first), (seed, other)
 
 
-def test_elements_are_drawn_each_for_itself():
+def test_elements_are_rounded_independently():
     drawn = (
         round_stochastically(
             repeated(1.0 + 2.0**-8, 10_000), torch.bfloat16, RandomDraw(seed := fresh_seed(), 0, 1)
@@ -392,11 +402,11 @@ def test_elements_are_drawn_each_for_itself():
         - 1.0
     )
     ups = (drawn > 0).double() - 0.5
-    # Neighbours that knew each other would have a correlation; six standard deviations.
+    # Dependent neighbours would be correlated; six standard deviations.
     assert abs((ups[1:] * ups[:-1]).mean().item()) < 6 * 0.25 / 100, seed
 
 
-def test_an_element_is_drawn_by_its_place_in_memory_which_is_all_that_a_kernel_sees():
+def test_random_numbers_follow_memory_order():
     flat = torch.rand(2 * 3 * 4 * 5, generator=torch.Generator().manual_seed(seed := fresh_seed()))
     draw = RandomDraw(seed, 0, 1)
     drawn = round_stochastically(flat, torch.bfloat16, draw)
@@ -410,7 +420,7 @@ def test_an_element_is_drawn_by_its_place_in_memory_which_is_all_that_a_kernel_s
         )
 
 
-def test_where_memory_has_gaps_elements_are_drawn_in_reading_order():
+def test_random_numbers_follow_index_order_if_memory_has_gaps():
     wide = torch.rand(30, 20, generator=torch.Generator().manual_seed(seed := fresh_seed()))
     for value in (wide[:, ::2], wide[:, :7].T, wide[:1].expand(4, 20)):
         drawn = round_stochastically(value, torch.bfloat16, RandomDraw(seed, 0, 1))
@@ -419,17 +429,17 @@ def test_where_memory_has_gaps_elements_are_drawn_in_reading_order():
         ), seed
 
 
-def test_stochastic_rounds_to_nearest_where_there_is_nothing_to_draw():
+def test_stochastic_rounds_to_nearest_without_a_draw():
     values = torch.rand(1000)
-    parameter, beside = Stochastic().split(values, torch.bfloat16)
-    assert beside is None
+    parameter, companion = Stochastic().split(values, torch.bfloat16)
+    assert companion is None
     assert torch.equal(parameter, values.bfloat16())
     assert torch.equal(Stochastic().merge(parameter, None), values.bfloat16().float())
 
 
 def test_stochastic_adds_up_updates_that_rounding_to_nearest_would_lose():
     seed, update = fresh_seed(), 2.0**-12
-    # So many that the mean is 5 standard deviations within what is asked for.
+    # As many as needed for a mean that is 5 standard deviations within the tolerance.
     parameter, lost = torch.ones(5000).bfloat16(), torch.ones(5000).bfloat16()
     for step in range(400):
         parameter, _ = Stochastic().split(
@@ -441,14 +451,14 @@ def test_stochastic_adds_up_updates_that_rounding_to_nearest_would_lose():
 
 
 @pytest.mark.parametrize("half", [torch.bfloat16, torch.float16], ids=str)
-def test_a_compensation_of_a_parameter_that_was_overwritten_is_dropped(half: torch.dtype):
+def test_the_compensation_of_an_overwritten_parameter_is_dropped(half: torch.dtype):
     exact = torch.randn(10_000)
     parameter, compensation = MASTER_FORMATS[Master.KAHAN].split(exact, half)
     pruned = parameter * (torch.arange(10_000) % 2)
-    joined = MASTER_FORMATS[Master.KAHAN].merge(pruned, compensation)
-    # What a parameter of zero may have lost is at most half a step of the smallest number.
-    assert joined[::2].abs().max() <= torch.finfo(half).smallest_normal * torch.finfo(half).eps
+    merged = MASTER_FORMATS[Master.KAHAN].merge(pruned, compensation)
+    # The rounding error of zero is at most half of the smallest number.
+    assert merged[::2].abs().max() <= torch.finfo(half).smallest_normal * torch.finfo(half).eps
     assert torch.equal(
-        joined[1::2], MASTER_FORMATS[Master.KAHAN].merge(parameter, compensation)[1::2]
+        merged[1::2], MASTER_FORMATS[Master.KAHAN].merge(parameter, compensation)[1::2]
     )
-    assert (joined[1::2] - exact[1::2]).abs().max() < (parameter.float() - exact).abs().max()
+    assert (merged[1::2] - exact[1::2]).abs().max() < (parameter.float() - exact).abs().max()

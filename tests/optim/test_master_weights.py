@@ -1,4 +1,4 @@
-"""16-bit parameters and what lies beside them make up float32 values, whoever writes the parameters."""
+"""Master weights: 16-bit parameters and their companions make up float32 values."""
 
 from __future__ import annotations
 
@@ -13,12 +13,18 @@ from torch import nn
 
 from mezzo import PolicyError
 from mezzo.optim.master_formats import RandomDraw
-from mezzo.optim.master_weights import MasterWeights
+from mezzo.optim.master_weights import (
+    SAMPLES,
+    MasterWeights,
+    matches_sample,
+    sample_spacing,
+    sampled,
+)
 
 HALF = torch.bfloat16
 EXACT = ["float32", "split"]
-BESIDE = [*EXACT, "kahan"]
-EVERY = [*BESIDE, "stochastic", "none"]
+WITH_COMPANION = [*EXACT, "kahan"]
+EVERY = [*WITH_COMPANION, "stochastic", "none"]
 
 LAYOUTS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "contiguous": lambda value: value,
@@ -63,14 +69,14 @@ def test_an_adopted_parameter_is_the_same_object_in_16_bits(master: str):
 
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
 @pytest.mark.parametrize("master", EVERY)
-def test_parameter_neighbour_and_value_are_laid_out_as_the_parameter_was(
+def test_parameter_companion_and_value_have_the_strides_of_the_parameter(
     master: str, layout: Callable[[torch.Tensor], torch.Tensor]
 ):
     value = layout(weight())
     masters, parameter = adopted(master, value)
-    beside, wanted = masters.companion_tensor(parameter), nn.Parameter(value.clone()).stride()
+    companion, wanted = masters.companion_tensor(parameter), nn.Parameter(value.clone()).stride()
     assert parameter.stride() == wanted
-    assert beside is None or beside.stride() == wanted
+    assert companion is None or companion.stride() == wanted
     masters.write(parameter, torch.ones_like(value), RandomDraw(0, 0, 0))
     assert masters.read(parameter).stride() == parameter.stride() == wanted
     assert parameter.eq(1.0).all()
@@ -78,7 +84,7 @@ def test_parameter_neighbour_and_value_are_laid_out_as_the_parameter_was(
 
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
 @pytest.mark.parametrize("master", EXACT)
-def test_a_released_parameter_has_its_bits_and_strides_back(
+def test_a_released_parameter_gets_its_bits_and_strides_back(
     master: str, layout: Callable[[torch.Tensor], torch.Tensor]
 ):
     value = layout(weight(generator=torch.Generator().manual_seed(seed := fresh_seed())))
@@ -103,7 +109,7 @@ def test_every_float32_number_survives_adoption(master: str):
 
 @pytest.mark.parametrize("master", EVERY)
 @pytest.mark.parametrize("shape", [(), (0,), (3, 0), (1,)])
-def test_single_and_empty_parameters_are_adopted(master: str, shape: tuple[int, ...]):
+def test_scalars_and_empty_parameters_are_adopted(master: str, shape: tuple[int, ...]):
     masters, parameter = adopted(master, torch.full(shape, 1.5))
     assert masters.read(parameter).shape == parameter.shape == shape
     masters.write(parameter, torch.full(shape, 2.5), RandomDraw(0, 0, 0))
@@ -112,20 +118,20 @@ def test_single_and_empty_parameters_are_adopted(master: str, shape: tuple[int, 
 
 
 @pytest.mark.parametrize("master", ["stochastic", "none"])
-def test_without_a_neighbour_the_rounded_value_is_all_there_is(master: str):
+def test_without_a_companion_the_value_is_rounded(master: str):
     value = weight()
     masters, parameter = adopted(master, value)
     assert masters.companion_tensor(parameter) is None
     assert torch.equal(masters.read(parameter), value.to(HALF).float())
 
 
-def test_adoption_rounds_to_nearest_also_where_updates_are_drawn():
+def test_adoption_rounds_to_nearest_with_stochastic_masters_too():
     value = weight()
     _, parameter = adopted("stochastic", value)
     assert torch.equal(parameter, value.to(HALF))
 
 
-def test_the_original_is_not_kept_alive_by_its_master():
+def test_a_master_does_not_share_memory_with_the_original():
     value = weight()
     parameter = nn.Parameter(value)
     masters = MasterWeights("float32")
@@ -134,7 +140,7 @@ def test_the_original_is_not_kept_alive_by_its_master():
     assert masters.read(parameter).abs().sum() > 0
 
 
-def test_every_adoption_and_release_is_a_new_generation():
+def test_every_adoption_and_release_increases_the_generation():
     masters, first, second = MasterWeights(), nn.Parameter(weight()), nn.Parameter(weight())
     seen = [masters.generation]
     for change in (
@@ -166,22 +172,26 @@ def test_a_split_master_in_float16_leaves_the_parameter_as_it_was():
 
 
 @pytest.mark.parametrize("master", EVERY)
-def test_what_is_written_is_written_in_place(master: str):
+def test_writing_is_in_place(master: str):
     masters, parameter = adopted(master, weight())
     addresses = (
         parameter.data_ptr(),
-        (None if (beside := masters.companion_tensor(parameter)) is None else beside.data_ptr()),
+        (
+            None
+            if (companion := masters.companion_tensor(parameter)) is None
+            else companion.data_ptr()
+        ),
     )
     value = weight()
     masters.write(parameter, value, RandomDraw(0, 0, 0))
-    beside = masters.companion_tensor(parameter)
-    assert (parameter.data_ptr(), None if beside is None else beside.data_ptr()) == addresses
+    companion = masters.companion_tensor(parameter)
+    assert (parameter.data_ptr(), None if companion is None else companion.data_ptr()) == addresses
     if master in EXACT:
         assert same_bits(masters.read(parameter), value)
 
 
 @pytest.mark.parametrize("master", EVERY)
-def test_reading_changes_nothing_and_gives_a_tensor_of_its_own(master: str):
+def test_reading_returns_a_new_tensor(master: str):
     masters, parameter = adopted(master, weight())
     first = masters.read(parameter)
     before = first.clone()
@@ -190,7 +200,7 @@ def test_reading_changes_nothing_and_gives_a_tensor_of_its_own(master: str):
     assert not masters.read(parameter).requires_grad
 
 
-def test_writing_draws_from_the_draw():
+def test_writing_uses_the_random_draw():
     masters, parameter = adopted("stochastic", torch.ones(1000))
     masters.write(parameter, torch.full((1000,), 1.0 + 2.0**-8), RandomDraw(1, 2, 3))
     first = parameter.detach().clone()
@@ -201,7 +211,7 @@ def test_writing_draws_from_the_draw():
     assert not torch.equal(parameter, first)
 
 
-# -- what others write -----------------------------------------------------------------------------
+# -- writes by other code --------------------------------------------------------------------------
 
 WRITES: dict[str, Callable[[nn.Parameter], object]] = {
     "clamp": lambda parameter: parameter.clamp_(-0.5, 0.5),
@@ -220,7 +230,9 @@ def _load(parameter: nn.Parameter, value: torch.Tensor) -> None:
 
 @pytest.mark.parametrize("write", WRITES.values(), ids=WRITES)
 @pytest.mark.parametrize("master", EVERY)
-def test_the_value_follows_what_others_wrote(master: str, write: Callable[[nn.Parameter], object]):
+def test_the_value_follows_a_write_by_other_code(
+    master: str, write: Callable[[nn.Parameter], object]
+):
     masters, parameter = adopted(master, weight())
     before = masters.read(parameter)
     old = parameter.detach().clone()
@@ -229,13 +241,13 @@ def test_the_value_follows_what_others_wrote(master: str, write: Callable[[nn.Pa
     after, touched = masters.read(parameter), parameter.detach() != old
     assert bool(touched.any())
     assert torch.equal(after[touched], parameter.detach()[touched].float())
-    # What others left as it was keeps its exact value only where values are compared.
-    kept = before if master == "float32" else parameter.detach().float()
-    assert torch.equal(after[~touched], kept[~touched])
+    # Unchanged elements keep their exact value only if values are compared.
+    rest = before if master == "float32" else parameter.detach().float()
+    assert torch.equal(after[~touched], rest[~touched])
 
 
-@pytest.mark.parametrize("master", BESIDE)
-def test_follow_says_whether_others_wrote(master: str):
+@pytest.mark.parametrize("master", WITH_COMPANION)
+def test_resync_returns_whether_other_code_wrote(master: str):
     masters, parameter = adopted(master, weight())
     assert masters.resync(parameter) is False
     with torch.no_grad():
@@ -244,13 +256,13 @@ def test_follow_says_whether_others_wrote(master: str):
     assert masters.resync(parameter) is False
 
 
-@pytest.mark.parametrize("master", BESIDE)
-def test_what_is_noted_is_not_taken_for_a_strangers_writing(master: str):
+@pytest.mark.parametrize("master", WITH_COMPANION)
+def test_a_write_that_is_marked_is_not_one_by_other_code(master: str):
     masters, parameter = adopted(master, weight())
     with torch.no_grad():
-        # As a kernel does that writes both sides, and then tells torch.
+        # As a kernel that writes parameter and companion, and increments the version.
         parameter.add_(0.0)
-    masters.noted([parameter])
+    masters.mark_written([parameter])
     assert masters.resync(parameter) is False
 
 
@@ -263,10 +275,11 @@ def test_what_is_noted_is_not_taken_for_a_strangers_writing(master: str):
     ids=["written", "set"],
 )
 @pytest.mark.parametrize("master", EVERY)
-def test_data_that_is_written_behind_autograds_back_counts(
+def test_a_write_through_data_sets_the_value(
     master: str, write: Callable[[nn.Parameter, torch.Tensor], object]
 ):
-    """`.data` moves no version. A float32 master compares values, so that one which rounds to what was written stays; the others compare a sample."""
+    # `.data` does not change the version. Float32 masters compare values, so that one which rounds
+    # to what was written stays; the others compare a sample.
     value = torch.rand(1000, generator=torch.Generator().manual_seed(seed := fresh_seed())) + 1.0
     masters, parameter = adopted(master, value)
     new = (torch.rand(1000) + 1.0).to(HALF)
@@ -280,14 +293,14 @@ def test_data_that_is_written_behind_autograds_back_counts(
 
 
 @pytest.mark.parametrize(
-    "order", [("parameter", "beside"), ("beside", "parameter")], ids=" then ".join
+    "order", [("parameter", "companion"), ("companion", "parameter")], ids=" then ".join
 )
-@pytest.mark.parametrize("master", BESIDE)
-def test_a_saved_pair_is_loaded_in_either_order(master: str, order: tuple[str, str]):
+@pytest.mark.parametrize("master", WITH_COMPANION)
+def test_parameter_and_companion_are_loaded_in_either_order(master: str, order: tuple[str, str]):
     source, saved = adopted(master, weight())
     masters, parameter = adopted(master, weight())
     for part in order:
-        if part == "beside":
+        if part == "companion":
             masters.load(parameter, source.companion(saved))
         else:
             _load(parameter, saved.detach().clone())
@@ -295,11 +308,11 @@ def test_a_saved_pair_is_loaded_in_either_order(master: str, order: tuple[str, s
 
 
 FAR = 64.0
-"""No weight is drawn so far out: a master that rounds to what is written may stay as it is."""
+"""Far from all random weights: a master that rounds to what is written may stay as it is."""
 
 
-@pytest.mark.parametrize("master", BESIDE)
-def test_after_loading_others_are_followed_again(master: str):
+@pytest.mark.parametrize("master", WITH_COMPANION)
+def test_writes_by_other_code_count_again_after_loading(master: str):
     source, saved = adopted(master, weight())
     masters, parameter = adopted(master, weight())
     masters.load(parameter, source.companion(saved))
@@ -312,8 +325,8 @@ def test_after_loading_others_are_followed_again(master: str):
     )
 
 
-@pytest.mark.parametrize("master", BESIDE)
-def test_after_a_write_others_are_followed_again_though_only_a_neighbour_was_loaded(master: str):
+@pytest.mark.parametrize("master", WITH_COMPANION)
+def test_writes_by_other_code_count_after_a_write_if_only_a_companion_was_loaded(master: str):
     masters, parameter = adopted(master, weight())
     masters.load(parameter, masters.companion(parameter))
     masters.write(parameter, weight())
@@ -324,27 +337,27 @@ def test_after_a_write_others_are_followed_again_though_only_a_neighbour_was_loa
     )
 
 
-@pytest.mark.parametrize("master", BESIDE)
-def test_a_neighbour_is_loaded_into_the_memory_it_has(master: str):
+@pytest.mark.parametrize("master", WITH_COMPANION)
+def test_a_companion_is_loaded_in_place(master: str):
     masters, parameter = adopted(master, weight())
     address = masters.companion_tensor(parameter).data_ptr()
     masters.load(parameter, masters.companion(parameter))
     assert masters.companion_tensor(parameter).data_ptr() == address
 
 
-def test_without_a_neighbour_there_is_nothing_to_load():
+def test_loading_a_companion_into_a_format_without_one_does_nothing():
     masters, parameter = adopted("none", weight())
     source, saved = adopted("float32", weight())
     masters.load(parameter, source.companion(saved))
     assert masters.companion_tensor(parameter) is None
 
 
-# -- several at a time, and on loan ----------------------------------------------------------------
+# -- several at a time, and backups ----------------------------------------------------------------
 
 
 @pytest.mark.parametrize("layout", ["contiguous", "channels last", "transposed"])
 @pytest.mark.parametrize("master", EVERY)
-def test_a_reader_gives_what_reading_one_by_one_gives(master: str, layout: str):
+def test_a_reader_returns_what_reading_one_by_one_returns(master: str, layout: str):
     generator = torch.Generator().manual_seed(fresh_seed() % 2**31)
     masters, parameters = (
         MasterWeights(master),
@@ -363,12 +376,12 @@ def test_a_reader_gives_what_reading_one_by_one_gives(master: str, layout: str):
             (value is masters.companion_tensor(parameter)) is (master == "float32")
             for value, parameter in zip(values, parameters, strict=True)
         )
-        # What others write is followed, also in between.
+        # A write by other code between two reads.
         with torch.no_grad():
             parameters[1][0, 0] = 0.25
 
 
-def test_a_reader_joins_every_bit_pattern_of_split_masters():
+def test_a_reader_merges_every_bit_pattern_of_split_masters():
     masters, parameter = adopted(
         "split",
         torch.cat([edges(), any_bits(10_000, torch.Generator().manual_seed(fresh_seed() % 2**31))]),
@@ -377,7 +390,7 @@ def test_a_reader_joins_every_bit_pattern_of_split_masters():
     assert same_bits(value, masters.read(parameter))
 
 
-def test_a_reader_gives_zero_where_a_mask_was_written_past_the_version_counter():
+def test_a_reader_returns_zero_where_a_mask_was_written_through_data():
     masters, parameter = adopted(
         "split", torch.tensor([1.0 - 2.0**-12, -1.0 + 2.0**-12, 1.0 + 2.0**-12])
     )
@@ -394,39 +407,132 @@ def test_the_current_value_is_the_live_master_or_a_copy(master: str):
     assert same_bits(value, masters.read(parameter))
     assert (value is masters.companion_tensor(parameter)) is (master == "float32")
     with torch.no_grad():
-        parameter.fill_(64.0)  # no weight is near it, whose master would stay
-    assert bool((masters.current(parameter) == 64.0).all())
+        parameter.fill_(FAR)
+    assert bool((masters.current(parameter) == FAR).all())
 
 
 @pytest.mark.parametrize("master", EVERY)
-def test_what_is_held_comes_back_to_the_bit_and_is_not_taken_for_a_write_of_others(master: str):
+def test_a_backup_is_restored_to_the_bit_and_is_not_a_write_by_other_code(master: str):
     masters, parameter = adopted(master, weight())
-    beside, before, address = (
+    companion, before, address = (
         masters.companion_tensor(parameter),
         masters.read(parameter),
         parameter.data_ptr(),
     )
-    restore = masters.hold(parameter)
+    restore = masters.backup(parameter)
     masters.write(parameter, weight())
     restore()
     assert not masters.resync(parameter)
     assert same_bits(masters.read(parameter), before)
-    assert masters.companion_tensor(parameter) is beside
+    assert masters.companion_tensor(parameter) is companion
     assert parameter.data_ptr() == address
 
 
-@pytest.mark.parametrize(("kind", "warns"), [("split", True), ("kahan", True), ("float32", False)])
-def test_writes_between_steps_that_cost_small_updates_are_reported_once(kind, warns):
+@pytest.mark.parametrize(
+    ("master", "warns"), [("split", True), ("kahan", True), ("float32", False)]
+)
+def test_repeated_writes_that_lose_small_updates_give_one_warning(master, warns):
     weight = torch.nn.Parameter(torch.ones(300))
-    masters = MasterWeights(kind)
+    masters = MasterWeights(master)
     masters.adopt(weight, torch.bfloat16)
-    with warnings.catch_warnings(record=True) as heard:
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for _ in range(5):
-            # As SAM does: a step to another place and back.
+            # As SAM does: a step away and back.
             with torch.no_grad():
                 weight.add_(1.0).sub_(1.0)
             masters.write(weight, masters.read(weight) + 1e-4)
-    assert [str(one.message).partition(" (clamp_")[0] for one in heard] == [
+    assert [str(one.message).partition(" (clamp_")[0] for one in caught] == [
         "A parameter of shape (300,) was written 3 times between steps"
     ] * warns
+
+
+# -- samples ---------------------------------------------------------------------------------------
+
+SAMPLED_SHAPES = [(), (0,), (1,), (10,), (129,), (300, 7)]
+WRITES_THROUGH_DATA: dict[str, Callable[[nn.Parameter], object]] = {
+    "data.fill_": lambda parameter: parameter.data.fill_(2.0),
+    "data.copy_": lambda parameter: parameter.data.copy_(torch.rand(parameter.shape) + 3.0),
+    "init of data": lambda parameter: nn.init.uniform_(parameter.data, 3.0, 4.0),
+    "data =": lambda parameter: setattr(parameter, "data", torch.full_like(parameter.data, 3.0)),
+    "detach().fill_": lambda parameter: parameter.detach().fill_(2.0),
+}
+
+
+def adopted_at_random(
+    master: str, shape: tuple[int, ...] = (300, 7)
+) -> tuple[MasterWeights, nn.Parameter, torch.Tensor]:
+    value = torch.rand(shape, generator=torch.Generator().manual_seed(fresh_seed())) + 0.5
+    masters, parameter = MasterWeights(master), nn.Parameter(value.clone())
+    masters.adopt(parameter, HALF)
+    return masters, parameter, value
+
+
+@pytest.mark.parametrize("numel", [1, 2, 127, 128, 129, 4096, 100_000])
+def test_a_sample_spans_the_parameter_and_has_a_maximum_size(numel: int):
+    sample = sampled(torch.arange(numel))
+    assert numel <= len(sample) << sample_spacing(numel)
+    assert min(numel, SAMPLES // 2 + 1) <= len(sample) <= SAMPLES
+
+
+def test_a_sample_is_taken_in_memory_order():
+    value = torch.arange(1000.0).view(10, 100)
+    assert torch.equal(sampled(value.T), sampled(value))
+    assert len(sampled(value[:, ::2])) == len(sampled(torch.ones(500)))
+
+
+@pytest.mark.parametrize("write", WRITES_THROUGH_DATA.values(), ids=WRITES_THROUGH_DATA)
+@pytest.mark.parametrize("master", ["float32", "split", "kahan", "stochastic", "none"])
+def test_a_write_through_data_to_a_whole_parameter_sets_its_value(
+    master: str, write: Callable[[nn.Parameter], object]
+):
+    masters, parameter, _ = adopted_at_random(master)
+    write(parameter)
+    assert torch.equal(masters.read(parameter), parameter.detach().float())
+    masters.write(parameter, masters.read(parameter))
+    assert torch.equal(masters.read(parameter), parameter.detach().float())
+
+
+@pytest.mark.parametrize("shape", SAMPLED_SHAPES, ids=str)
+@pytest.mark.parametrize("master", ["split", "kahan"])
+def test_parameters_of_every_size_have_a_sample(master: str, shape: tuple[int, ...]):
+    masters, parameter, value = adopted_at_random(master, shape)
+    if master == "split":
+        assert same_bits(masters.read(parameter), value)
+    assert bool(matches_sample(parameter, masters.sample(parameter)))
+    parameter.data.fill_(4.0)
+    assert torch.equal(masters.read(parameter), torch.full(shape, 4.0))
+
+
+def test_weights_that_are_restored_through_data_use_their_remainder_again():
+    masters, parameter, value = adopted_at_random("split")
+    backup = parameter.detach().clone()
+    parameter.data.fill_(7.0)
+    assert torch.equal(masters.read(parameter), torch.full_like(value, 7.0))
+    parameter.data.copy_(backup)
+    assert same_bits(masters.read(parameter), value)
+
+
+def test_a_mask_through_data_leaves_other_elements_exact_and_gives_no_nan():
+    masters, parameter, value = adopted_at_random("split")
+    mask = torch.rand(value.shape) < 0.3
+    parameter.data.mul_(mask)
+    read = masters.read(parameter)
+    assert same_bits(read[mask], value[mask])
+    assert bool((read[~mask].abs() < 2.0**-130).all())
+
+
+def test_a_few_elements_written_through_data_leave_the_others_exact():
+    masters, parameter, value = adopted_at_random("split")
+    parameter.data[0, :] = 2.0
+    assert same_bits(masters.read(parameter)[1:], value[1:])
+
+
+def test_the_sample_is_of_the_value_that_was_written_last():
+    masters, parameter, value = adopted_at_random("split")
+    masters.write(parameter, value * 3)
+    assert same_bits(masters.read(parameter), value * 3)
+    with torch.no_grad():
+        parameter.mul_(2)
+    masters.resync(parameter)
+    assert bool(matches_sample(parameter, masters.sample(parameter)))

@@ -394,7 +394,7 @@ FAILURES = [
     (subject, "bind_optimizer", 1),
     (subject, "bind_optimizer", 2),
     (subject.state_dict, "hook_state_dict", 1),
-    (subject.state_dict, "_Saving", 2),
+    (subject.state_dict, "_StateDictHooks", 2),
     (subject, "mark", 1),
     (subject, "mark", 4),
 ]

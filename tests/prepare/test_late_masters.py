@@ -49,9 +49,9 @@ def test_small_updates_count_from_the_first_gradient_on(kind, optimizer):
 def test_undecorating_ends_the_watch():
     model, optimizer = made("float32")
     bound = optimizer_binding(optimizer)
-    assert bound.newcomers is not None
+    assert bound.on_missing_masters is not None
     mezzo.undecorate(model)
-    assert bound.newcomers is None
+    assert bound.on_missing_masters is None
 
 
 def test_a_parameter_that_joins_the_optimizer_later_gets_a_master():

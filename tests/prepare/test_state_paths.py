@@ -193,7 +193,7 @@ def test_a_flattened_state_of_another_kind_is_taken_or_said():
     for pair in (first, second):
         train(pair, 1, 3)
     model, state = copy.deepcopy(get_state_dict(*second, options=options))
-    with pytest.warns(UserWarning, match="start from the model's weights"):
+    with pytest.warns(UserWarning, match="start from the model's 16-bit weights"):
         set_state_dict(*third, model_state_dict=model, optim_state_dict=state, options=options)
     assert_resumes(first, second)
 

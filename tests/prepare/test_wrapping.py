@@ -106,7 +106,7 @@ WRAPPERS = {
     "Lookahead": (
         lambda model: Lookahead(sgd(model.parameters())),
         (
-            r"decorate\(model, optimizer\.optimizer, \.\.\.\), before it is wrapped.*Lookahead"
+            r"decorate\(model, optimizer\.optimizer, \.\.\.\), before wrapping it.*Lookahead"
             r" does, use policy 'O1'"
         ),
     ),
@@ -201,7 +201,7 @@ def test_a_step_that_was_taken_hold_of_before_decorating_is_refused_before_it_ru
     before = [one.detach().clone() for one in model.parameters()]
     with pytest.raises(
         mezzo.UnsupportedError,
-        match=r"The own step of this SGD was called.*First decorate, then wrap",
+        match=r"The original step of this SGD was called.*First decorate, then wrap",
     ):
         held()
     assert all(map(torch.equal, before, model.parameters()))

@@ -311,7 +311,7 @@ def check_that_parameters_are_rounded_masters(
         trained.step()
     for parameter in trained.masters:
         exact = trained.masters.read(parameter)
-        rounded, beside = trained.masters.kind.split(exact, half)
+        rounded, beside = trained.masters.format.split(exact, half)
         if kind == "kahan":
             # A compensation that was rounded up to half a step makes a tie, and the parameter is
             # one of the two nearest.

@@ -1,1 +1,1 @@
-"""Optimizers over 16-bit parameters: where the exact weights live, and the pass that updates them."""
+"""Optimizers over 16-bit parameters: master weights and the fused optimizer step."""

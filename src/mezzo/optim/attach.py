@@ -1,4 +1,4 @@
-"""Bind an optimizer to its parameters: choose the step that updates them, with or without master weights."""
+"""Bind an optimizer to master weights, and choose the step that updates its parameters."""
 
 from __future__ import annotations
 
@@ -29,49 +29,55 @@ _WRAPPERS = {
         " optimizer)."
     ),
     "ZeroRedundancyOptimizer": (
-        "Pass the one of this process: mezzo.decorate(model, optimizer.optim, ...,"
+        "Pass the optimizer of this process: mezzo.decorate(model, optimizer.optim, ...,"
         " master='float32'), with parameters_as_bucket_view=False, and step the"
         " ZeroRedundancyOptimizer as before. Save optimizer.optim.state_dict() in every process:"
         " its own state_dict() leaves the master weights out."
     ),
 }
-"""Wrappers that need more than the inner optimizer's name."""
+"""Class name → remedy, for wrappers that need more than the inner optimizer's name."""
 
 
 def bind_optimizer(
     optimizer: torch.optim.Optimizer, masters: MasterWeights, *, clip_norm: float | None = None
 ) -> OptimizerBinding:
-    """Let an optimizer's `step` run over exact weights."""
+    """Make `optimizer.step()` update master weights, with the fused step where there is one."""
     refuse_wrapper(optimizer)
-    kind = FusedBinding if algorithm_name(optimizer) in ALGORITHMS else OptimizerBinding
-    return kind(optimizer, masters, clip_norm=clip_norm)
+    is_fused = algorithm_name(optimizer) in ALGORITHMS
+    binding_class = FusedBinding if is_fused else OptimizerBinding
+    return binding_class(optimizer, masters, clip_norm=clip_norm)
 
 
 def refuse_wrapper(optimizer: torch.optim.Optimizer) -> None:
-    """Refuse an optimizer that steps another one: that would update the 16-bit parameters, and not their master weights."""
+    """Raise `UnsupportedError` for an optimizer that steps another one.
+
+    The inner optimizer would update the 16-bit parameters without their master weights.
+    """
     inner = inner_optimizers(optimizer)
     if not inner:
         return
-    # Of wrappers in wrappers the innermost do the arithmetic.
+    # In nested wrappers only the innermost optimizers update parameters.
     paths = [path for path, one in inner.items() if not inner_optimizers(one)]
-    named = [f"optimizer{path}" for path in paths]
-    known = next(
-        (remedy for kind in type(optimizer).__mro__ if (remedy := _WRAPPERS.get(kind.__name__))),
-        None,
-    )
-    passed = named[0] if len(named) == 1 else f"[{', '.join(named)}]"
-    remedy = known or (
-        f"Pass the inner one: mezzo.decorate(model, {passed}, ...), before it is wrapped where you"
-        " make it yourself, and step the wrapper as before. Where the wrapper writes parameters"
-        " too, as SAM does, leave master='float32': other masters start anew from what it writes."
-        " Where it averages parameters, as Lookahead does, use policy 'O1': its averages of 16-bit"
-        " parameters would lose small updates."
-    )
+    found = " and ".join(f"{path} ({type(inner[path]).__name__})" for path in paths)
     raise UnsupportedError(
-        f"{type(optimizer).__name__} steps another optimizer,"
-        f" {' and '.join(f'{path} ({type(inner[path]).__name__})' for path in paths)}, which would"
-        " update the parameters past what decorate binds to the step: master weights and clipping."
-        f" {remedy}"
+        f"{type(optimizer).__name__} steps another optimizer, {found}, which would update the"
+        " parameters without the master weights and clipping that decorate adds to step()."
+        f" {_remedy(optimizer, paths)}"
+    )
+
+
+def _remedy(optimizer: torch.optim.Optimizer, paths: list[str]) -> str:
+    for base in type(optimizer).__mro__:
+        if base.__name__ in _WRAPPERS:
+            return _WRAPPERS[base.__name__]
+    names = [f"optimizer{path}" for path in paths]
+    argument = names[0] if len(names) == 1 else f"[{', '.join(names)}]"
+    return (
+        f"Pass the inner one: mezzo.decorate(model, {argument}, ...), before wrapping it if you"
+        " wrap it yourself, and step the wrapper as before. If the wrapper also writes parameters,"
+        " as SAM does, keep master='float32': other masters are dropped at every such write. If it"
+        " averages parameters, as Lookahead does, use policy 'O1': averages of 16-bit parameters"
+        " lose small updates."
     )
 
 
@@ -81,12 +87,14 @@ def bind_half_parameters(
     *,
     clip_norm: float | None = None,
 ) -> MasterWeights:
-    """Let an optimizer step its 16-bit parameters in float32, with masters beside them or without; those of groups that are added later too.
+    """Make an optimizer update its 16-bit parameters in float32, with or without master weights.
+
+    Parameters of groups that are added later are included.
 
     >>> weight = torch.nn.Parameter(torch.ones(1, dtype=torch.float16))
     >>> optimizer = torch.optim.Adam([weight], lr=0.1)
     >>> masters = bind_half_parameters(optimizer, Master.NONE)
-    >>> weight.grad = torch.full((1,), 1e-4, dtype=torch.float16)  # its square is no float16
+    >>> weight.grad = torch.full((1,), 1e-4, dtype=torch.float16)  # its square underflows
     >>> optimizer.step()
     >>> weight.item(), optimizer.state[weight]["exp_avg_sq"].dtype
     (0.89990234375, torch.float32)
@@ -101,12 +109,12 @@ def bind_half_parameters(
 
 
 def adopt_half_parameters(optimizer: torch.optim.Optimizer, masters: MasterWeights) -> None:
-    """Keep masters of an optimizer's 16-bit parameters that have none, starting from the values that they have."""
+    """Create masters for 16-bit parameters without one, from their current values."""
     for parameter in parameters(optimizer):
         if parameter.requires_grad and parameter.dtype in HALF_DTYPES and parameter not in masters:
             masters.adopt(typed("Parameter", parameter), parameter.dtype)
             state = optimizer.state.get(parameter, {})
-            # Some make their state when they are made, of the parameter's dtype.
+            # Some optimizers create state in __init__, in the dtype of the parameter.
             state.update(
                 {
                     name: cast(value, torch.float32)

@@ -1,8 +1,8 @@
-"""A step bound to the user's own optimizer: its parameters are 16-bit, its arithmetic is not.
+"""Optimizer binding: replace `optimizer.step` so that 16-bit parameters are updated in float32.
 
-The optimizer stays the object it was, with its groups, hooks, schedulers and state. Only what its
-`step` does is replaced: by the fused pass where there is one, else by the optimizer's own step over
-float32 stand-ins.
+The optimizer stays the same object, with its groups, hooks, schedulers and state. Only what `step`
+does is replaced: by the fused step where there is one (`fused_step.py`), else by the optimizer's
+original step over temporary float32 parameters.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import wraps
 from types import MethodType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
@@ -31,54 +31,101 @@ from mezzo.scaling.step_result import FlaggedSource
 Optimizer = torch.optim.Optimizer
 Parameter = torch.nn.Parameter
 
-_PROTOCOL = ("_step_supports_amp_scaling", "_bound", "__deepcopy__")
+_ATTRIBUTES = ("_step_supports_amp_scaling", "_bound", "__deepcopy__")
+"""What a binding sets on its optimizer."""
 
 
 class OptimizerBinding:
-    """An optimizer whose step runs over exact weights."""
+    """An optimizer whose step updates master weights."""
 
     reads_on_device = False
-    """Whether scheduled values may be tensors, for nothing reads them on the host."""
+    """Whether scheduled values may be tensors because the host does not read them."""
 
     def __init__(
         self, optimizer: Optimizer, masters: MasterWeights, *, clip_norm: float | None = None
     ) -> None:
         self.optimizer, self.masters, self.clip_norm = optimizer, masters, clip_norm
         self._norm: torch.Tensor | None = None
-        self.newcomers: Callable[[list[torch.Tensor]], None] | None = None
-        """Called before a step with 16-bit parameters that have gradients and no master: they
-        joined the optimizer, or are trained, since it was bound."""
+        self.on_missing_masters: Callable[[list[torch.Tensor]], None] | None = None
+        """Called before a step with 16-bit parameters that have a gradient and no master: they
+        were added to the optimizer, or unfrozen, after it was bound."""
         self.active = True
-        self._own_step = without_hooks(type(optimizer).step)
-        self._replaced = {
-            name: optimizer.__dict__[name] for name in _PROTOCOL if name in optimizer.__dict__
+        self._original_step = without_hooks(type(optimizer).step)
+        self._replaced_attributes = {
+            name: optimizer.__dict__[name] for name in _ATTRIBUTES if name in optimizer.__dict__
         }
         self._entered = False
         self._restore_step = replace_step(optimizer, self._make_step())
-        # torch's protocol, by which a scaler tells the optimizer the scale and the flag; and ours,
-        # which holds on a CPU too.
+        # torch's protocol, with which a scaler passes the scale and found_inf to the optimizer; and
+        # mezzo's, which is used on a CPU too.
         optimizer._step_supports_amp_scaling = True  # type: ignore[attr-defined]
         optimizer._bound = self  # type: ignore[attr-defined]
         optimizer.__deepcopy__ = _refuse_copy  # type: ignore[attr-defined]
-        self._watch = optimizer.register_step_pre_hook(self._refuse_old_step)
+        self._pre_hook = optimizer.register_step_pre_hook(self._refuse_original_step)
 
     @property
     def grad_norm(self) -> torch.Tensor | None:
-        """The norm of all gradients at the last step, unscaled and before clipping; only with `clip_norm`."""
+        """Norm of all gradients at the last step, unscaled, before clipping; with `clip_norm` only.
+
+        On the device of the gradients; getting it does not synchronize.
+        """
         return self._norm
 
     def unbind(self) -> None:
-        """Let the optimizer's own step run again. A wrapper that somebody put around ours meanwhile stays, and reaches it too."""
+        """Restore the optimizer's original step.
+
+        If other code has wrapped the replaced step meanwhile, its wrapper stays, and calls the
+        original step too.
+        """
         self.active = False
-        self._watch.remove()
+        self._pre_hook.remove()
         self._restore_step()
-        for name in _PROTOCOL:
+        for name in _ATTRIBUTES:
             self.optimizer.__dict__.pop(name, None)
-        self.optimizer.__dict__.update(self._replaced)
+        self.optimizer.__dict__.update(self._replaced_attributes)
+
+    def step(self, scale: torch.Tensor | None, found_inf: torch.Tensor | None) -> None:
+        """Update from gradients that are multiplied by `scale`, unless `found_inf` is set.
+
+        Runs the optimizer's original step over temporary float32 parameters. Synchronizes if
+        `found_inf` is on a device.
+        """
+        if found_inf is not None and bool(found_inf):
+            return
+        self._add_missing_masters(parameters(self.optimizer))
+        with (
+            self._float32_parameters(_unscale_factor(scale)) as swapped,
+            self._refuse_nested_steps(swapped),
+        ):
+            self._original_step(self.optimizer)
+        for index, (parameter, temporary) in enumerate(swapped):
+            if parameter in self.masters and temporary.grad is not None:
+                draw = self._random_draw(parameter, index)
+                self.masters.write(parameter, temporary.detach(), draw)
+                # After the step, because torch's optimizers initialize a state only if it is empty.
+                self.masters.add_to_state(parameter, self.optimizer.state)
+
+    def check(self, scale: torch.Tensor, flags: Flags, source: FlaggedSource) -> bool:  # noqa: ARG002
+        """Return False: the scaler checks the gradients of this optimizer itself."""
+        return False
+
+    def widen_gradients(self) -> None:
+        """Cast 16-bit gradients to float32 before they are unscaled in place.
+
+        In float16 small gradients would underflow when they are divided by the loss scale.
+        """
+        self._add_missing_masters(parameters(self.optimizer))
+        for parameter in self.masters:
+            if parameter.grad is not None and parameter.grad.dtype is not torch.float32:
+                gradient = parameter.grad
+                parameter.grad_dtype = None
+                parameter.grad = cast(gradient, torch.float32)
+
+    # -- the replaced step -------------------------------------------------------------------------
 
     def _make_step(self) -> Any:
-        """The optimizer's new step: torch's hooks around ours."""
-        hooked = Optimizer.profile_hook_step(self._called)
+        """Return the new step of the optimizer, which runs torch's step hooks."""
+        hooked = Optimizer.profile_hook_step(self._run_step)
 
         @wraps(hooked)
         def step(*args: Any, **kwargs: Any) -> Any:
@@ -91,94 +138,126 @@ class OptimizerBinding:
         step.hooked = True  # type: ignore[attr-defined]
         return step
 
-    def _refuse_old_step(self, optimizer: Optimizer, *_: Any) -> None:
-        """torch runs this before every step: refuse the step of the optimizer's class, called by somebody who took hold of it before it was replaced."""
-        if not self._entered:
-            raise UnsupportedError(
-                f"The own step of this {type(optimizer).__name__} was called, which would update"
-                " the parameters without their master weights: a wrapper or a variable has held it"
-                " since before mezzo.decorate. First decorate, then wrap."
-            )
-
-    def _called(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> Any:
+    def _run_step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> Any:
         if not self.active:
-            return (
-                self._own_step(optimizer) if closure is None else self._own_step(optimizer, closure)
-            )
-        loss = None if closure is None else self._once(closure)
-        found = getattr(optimizer, "found_inf", None)
+            arguments = () if closure is None else (closure,)
+            return self._original_step(optimizer, *arguments)
+        loss = None if closure is None else self._evaluate(closure)
+        found_inf = getattr(optimizer, "found_inf", None)
         with torch.no_grad():
-            self.step(getattr(optimizer, "grad_scale", None), found)
+            self.step(getattr(optimizer, "grad_scale", None), found_inf)
         return loss
 
-    def _once(self, closure: Callable[[], Any]) -> Any:
-        if not _calls_once(self.optimizer):
+    def _evaluate(self, closure: Callable[[], Any]) -> Any:
+        if not _calls_closure_once(self.optimizer):
             raise UnsupportedError(
-                f"{type(self.optimizer).__name__}.step(closure) over 16-bit parameters would"
-                " evaluate the closure while the exact weights are elsewhere. Compute the loss and"
-                " its gradients first, then call step()."
+                f"{type(self.optimizer).__name__}.step(closure) is not supported over 16-bit"
+                " parameters: it would evaluate the closure before the parameters are updated from"
+                " their master weights. Compute the loss and its gradients first, then call step()."
             )
         with torch.enable_grad():
             return closure()
 
-    def step(self, scale: torch.Tensor | None, found: torch.Tensor | None) -> None:
-        """Update from gradients that are `scale` times too large, unless `found` says that they are not finite: the optimizer's own step over stand-ins."""
-        if found is not None and bool(found):
+    def _refuse_original_step(self, optimizer: Optimizer, *_: Any) -> None:
+        """Raise if the original step runs, as a step pre-hook.
+
+        Code that stored `optimizer.step` before it was replaced can still call it.
+        """
+        if not self._entered:
+            raise UnsupportedError(
+                f"The original step of this {type(optimizer).__name__} was called, which would"
+                " update the parameters without their master weights: a wrapper or a variable has"
+                " stored optimizer.step before mezzo.decorate replaced it. First decorate, then"
+                " wrap."
+            )
+
+    # -- the original step over float32 parameters -------------------------------------------------
+
+    def _add_missing_masters(self, candidates: list[torch.Tensor]) -> None:
+        if self.on_missing_masters is None:
             return
-        self._admit(parameters(self.optimizer))
-        with self._float32_parameters(self._factor(scale)) as stand_ins, self._alone(stand_ins):
-            self._own_step(self.optimizer)
-        for place, (parameter, stand_in) in enumerate(stand_ins):
-            if parameter in self.masters and stand_in.grad is not None:
-                self.masters.write(parameter, stand_in.detach(), self._draw(parameter, place))
-                # Only now: torch's optimizers take a state that is not empty for one that they have
-                # begun.
-                self.masters.show(parameter, self.optimizer.state)
+        missing = [
+            parameter
+            for parameter in candidates
+            if parameter.grad is not None
+            and parameter.dtype in HALF_DTYPES
+            and parameter not in self.masters
+        ]
+        if missing:
+            self.on_missing_masters(missing)
 
-    def check(self, scale: torch.Tensor, flags: Flags, source: FlaggedSource) -> bool:  # noqa: ARG002
-        """Nothing to add to the scaler's own check."""
-        return False
-
-    def widen_gradients(self) -> None:
-        """Turn 16-bit gradients into float32 ones, for whoever is going to unscale them in place: in float16 small ones would be gone."""
-        self._admit(parameters(self.optimizer))
-        for parameter in self.masters:
-            if parameter.grad is not None and parameter.grad.dtype is not torch.float32:
-                gradient = parameter.grad
-                parameter.grad_dtype = None
-                parameter.grad = cast(gradient, torch.float32)
-
-    def _admit(self, candidates: list[torch.Tensor]) -> None:
-        """Let parameters without a master have one before they are stepped."""
-        if self.newcomers is not None:
-            found = [
-                one
-                for one in candidates
-                if one.grad is not None and one.dtype in HALF_DTYPES and one not in self.masters
-            ]
-            if found:
-                self.newcomers(found)
-
-    def _draw(self, parameter: torch.Tensor, place: int) -> RandomDraw | None:
-        if self.masters.kind.master is not Master.STOCHASTIC:
+    def _random_draw(self, parameter: torch.Tensor, index: int) -> RandomDraw | None:
+        if self.masters.format.master is not Master.STOCHASTIC:
             return None
         state = self.optimizer.state[parameter]
-        # A float32 tensor, as torch's own step counts: what else is in a state,
-        # torch.distributed.checkpoint does not gather.
+        # A float32 tensor, as torch's own step count: torch.distributed.checkpoint gathers only
+        # tensors.
         state["draws"] = torch.as_tensor(state.get("draws", 0), dtype=torch.float32) + 1
-        return RandomDraw(self.masters.seed, place, state["draws"].long())
-
-    def _factor(self, scale: torch.Tensor | None) -> torch.Tensor | None:
-        # Rounded once from float64, as the scaler's own inverse.
-        return None if scale is None else scale.double().reciprocal().float()
+        return RandomDraw(self.masters.seed, index, state["draws"].long())
 
     @contextmanager
-    def _alone(self, stand_ins: list[tuple[torch.Tensor, Parameter]]) -> Iterator[None]:
-        """Refuse that the optimizer's own step lets another optimizer step the same parameters, or their stand-ins under which that has no state."""
+    def _float32_parameters(self, factor: torch.Tensor | None) -> Iterator[list[_Swapped]]:
+        """Replace the optimizer's parameters by float32 ones with unscaled, clipped gradients."""
+        optimizer = self.optimizer
+        originals = [(group, group["params"]) for group in optimizer.param_groups]
+        swapped = [
+            _Swapped(parameter, self._float32_parameter(parameter, factor))
+            for _, params in originals
+            for parameter in params
+        ]
+        self._clip([temporary for _, temporary in swapped])
+        to_temporary = dict(swapped)
+        to_original = {temporary: parameter for parameter, temporary in swapped}
+        # The gradients are unscaled and checked already: torch's fused steps must not do it again.
+        scaling: dict[str, Any] = {
+            name: optimizer.__dict__[name]
+            for name in ("grad_scale", "found_inf")
+            if name in optimizer.__dict__
+        }
+        optimizer.__dict__.update(dict.fromkeys(scaling))
+        for group, params in originals:
+            group["params"] = [to_temporary[parameter] for parameter in params]
+        _rekey_state(optimizer, to_temporary)
+        try:
+            yield swapped
+        finally:
+            for group, params in originals:
+                group["params"] = params
+            _rekey_state(optimizer, to_original)
+            optimizer.__dict__.update(scaling)
+
+    def _float32_parameter(self, parameter: torch.Tensor, factor: torch.Tensor | None) -> Parameter:
+        # Without a master it shares the parameter's memory, so that the step updates the parameter.
+        value = (
+            self.masters.read(parameter)
+            if parameter in self.masters and parameter.grad is not None
+            else parameter.detach()
+        )
+        temporary = Parameter(value, requires_grad=parameter.requires_grad)
+        gradient = parameter.grad
+        if gradient is not None:
+            temporary.grad_dtype = None
+            # Clipping writes to the gradient in place: copy it, to leave parameter.grad unchanged.
+            wide = gradient.to(dtype=value.dtype, copy=self.clip_norm is not None)
+            temporary.grad = wide if factor is None else wide * factor.to(wide.device)
+        return temporary
+
+    def _clip(self, temporaries: list[Parameter]) -> None:
+        if self.clip_norm is not None:
+            gradients = [one.grad for one in temporaries if one.grad is not None]
+            self._norm = torch.nn.utils.get_total_norm(gradients)
+            torch.nn.utils.clip_grads_with_norm_(temporaries, self.clip_norm, self._norm)
+
+    @contextmanager
+    def _refuse_nested_steps(self, swapped: list[_Swapped]) -> Iterator[None]:
+        """Raise if the original step lets another optimizer step the same parameters.
+
+        That optimizer would update 16-bit parameters, or temporary ones it has no state for.
+        """
         if _is_known(self.optimizer):
             yield
             return
-        ours = {id(tensor) for pair in stand_ins for tensor in pair}
+        ours = {id(tensor) for pair in swapped for tensor in pair}
 
         def before_step(other: Optimizer, *_: Any) -> None:
             if other is not self.optimizer and any(
@@ -190,75 +269,70 @@ class OptimizerBinding:
                     " master weights. Pass that one to mezzo.decorate, before it is wrapped."
                 )
 
-        # Heard by every optimizer, for as long as this step runs.
+        # A hook of all optimizers, registered only while this step runs.
         handle = register_optimizer_step_pre_hook(before_step)
         try:
             yield
         finally:
             handle.remove()
 
-    @contextmanager
-    def _float32_parameters(
-        self, factor: torch.Tensor | None
-    ) -> Iterator[list[tuple[torch.Tensor, Parameter]]]:
-        """Float32 parameters in the place of the 16-bit ones, with gradients as the optimizer expects them, for as long as its own step runs."""
-        optimizer = self.optimizer
-        groups = [(group, group["params"]) for group in optimizer.param_groups]
-        pairs = [
-            (parameter, self._float32_parameter(parameter, factor))
-            for _, own in groups
-            for parameter in own
-        ]
-        self._clip([stand_in for _, stand_in in pairs])
-        there, back = dict(pairs), {stand_in: parameter for parameter, stand_in in pairs}
-        told: dict[str, Any] = {
-            name: optimizer.__dict__[name]
-            for name in ("grad_scale", "found_inf")
-            if name in optimizer.__dict__
-        }
-        # The gradients of the stand-ins are unscaled and checked: torch's fused steps are not to do
-        # it again.
-        optimizer.__dict__.update(dict.fromkeys(told))
-        for group, own in groups:
-            group["params"] = [there[parameter] for parameter in own]
-        _rename(optimizer, there)
-        try:
-            yield pairs
-        finally:
-            for group, own in groups:
-                group["params"] = own
-            _rename(optimizer, back)
-            optimizer.__dict__.update(told)
 
-    def _float32_parameter(self, parameter: torch.Tensor, factor: torch.Tensor | None) -> Parameter:
-        # Without a master an alias: what the step writes to it, it writes to the parameter.
-        value = (
-            self.masters.read(parameter)
-            if parameter in self.masters and parameter.grad is not None
-            else parameter.detach()
+class _Swapped(NamedTuple):
+    """A parameter and the float32 parameter that replaces it while the original step runs."""
+
+    parameter: torch.Tensor
+    temporary: Parameter
+
+
+def optimizer_binding(optimizer: Optimizer) -> OptimizerBinding | None:
+    """Return the binding of an optimizer, or None if its step was not replaced."""
+    binding = binding_of(optimizer)
+    return binding if isinstance(binding, OptimizerBinding) else None
+
+
+def grad_norm(optimizer: Optimizer) -> torch.Tensor:
+    """Return the norm of all gradients at an optimizer's last step, unscaled and before clipping.
+
+    Args:
+        optimizer: An optimizer that was decorated with `clip_norm=`.
+
+    Returns:
+        A float32 tensor on the optimizer's device. Getting it does not synchronize; reading it,
+        as `.item()` does, synchronizes.
+
+    Raises:
+        UnsupportedError: The optimizer was decorated without `clip_norm=`, or has not stepped yet.
+
+    >>> import mezzo
+    >>> model = torch.nn.Linear(2, 1, bias=False)
+    >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    >>> model, optimizer = mezzo.decorate(model, optimizer, dtype="bfloat16", clip_norm=1.0)
+    >>> model(torch.tensor([[3.0, 4.0]])).sum().backward()
+    >>> optimizer.step()
+    >>> mezzo.grad_norm(optimizer)
+    tensor(5.)
+    """
+    binding = optimizer_binding(optimizer)
+    if binding is None or binding.clip_norm is None:
+        raise UnsupportedError(
+            f"grad_norm() needs clip_norm=, and this {type(optimizer).__name__} was not decorated"
+            " with it. Pass clip_norm=1.0 to mezzo.decorate(model, optimizer, ...), or call"
+            " torch.nn.utils.get_total_norm on unscaled gradients."
         )
-        stand_in = Parameter(value, requires_grad=parameter.requires_grad)
-        gradient = parameter.grad
-        if gradient is not None:
-            stand_in.grad_dtype = None
-            # Clipping writes to the stand-in's gradient, which is not to be the parameter's own.
-            wide = gradient.to(dtype=value.dtype, copy=self.clip_norm is not None)
-            stand_in.grad = wide if factor is None else wide * factor.to(wide.device)
-        return stand_in
-
-    def _clip(self, stand_ins: list[Parameter]) -> None:
-        if self.clip_norm is not None:
-            gradients = [stand_in.grad for stand_in in stand_ins if stand_in.grad is not None]
-            self._norm = torch.nn.utils.get_total_norm(gradients)
-            torch.nn.utils.clip_grads_with_norm_(stand_ins, self.clip_norm, self._norm)
+    norm = binding.grad_norm
+    if norm is None:
+        raise UnsupportedError(
+            "grad_norm() was called before the first step. Call optimizer.step() first."
+        )
+    return norm
 
 
 def replace_step(optimizer: Optimizer, step: Callable[..., Any]) -> Callable[[], None]:
-    """Replace an optimizer's `step` by a function that takes the optimizer first; return a function that restores the old one.
+    """Replace `optimizer.step` by a function of the optimizer; return one that restores it.
 
-    Schedulers notice nothing: they warn of a step that was replaced or that they did not see
-    called, and every call of the new step counts, also one that updates nothing. If another wrapper
-    was put around the new step meanwhile, restoring leaves it there.
+    Learning rate schedulers do not warn: they accept the new step as the optimizer's own, and every
+    call of it counts, also one that updates nothing. If other code has wrapped the new step
+    meanwhile, restoring leaves that wrapper in place.
 
     >>> optimizer = torch.optim.SGD([torch.zeros(1)], lr=0.1)
     >>> restore = replace_step(optimizer, lambda optimizer, closure=None: print("skipped"))
@@ -275,9 +349,9 @@ def replace_step(optimizer: Optimizer, step: Callable[..., Any]) -> Callable[[],
         return step(optimizer, *args, **kwargs)
 
     if hasattr(before, "_wrapped_by_lr_sched"):
-        # The mark of a scheduler that was made earlier.
+        # The mark of a scheduler that was created earlier.
         counted._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
-    # A scheduler that is made later needs a bound method: it wraps the function in it.
+    # A scheduler that is created later needs a bound method, whose function it wraps.
     replaced = optimizer.step = MethodType(counted, optimizer)  # type: ignore[method-assign]
 
     def restore() -> None:
@@ -289,63 +363,36 @@ def replace_step(optimizer: Optimizer, step: Callable[..., Any]) -> Callable[[],
     return restore
 
 
-def optimizer_binding(optimizer: Optimizer) -> OptimizerBinding | None:
-    """What an optimizer's step was bound to."""
-    bound = binding_of(optimizer)
-    return bound if isinstance(bound, OptimizerBinding) else None
+def without_hooks(step: Any) -> Callable[..., Any]:
+    """Return the step of an optimizer class without torch's wrapper that runs step hooks."""
+    function: Callable[..., Any] = step.__wrapped__ if getattr(step, "hooked", False) else step
+    return function
 
 
 def _refuse_copy(_: object) -> None:
     raise UnsupportedError(
-        "A decorated optimizer steps over exact weights, which a deep copy of it would train"
-        " without. Copy optimizer.state_dict(), or call mezzo.undecorate first."
+        "A decorated optimizer cannot be deep-copied: the copy would train without the master"
+        " weights. Copy optimizer.state_dict(), or call mezzo.undecorate first."
     )
 
 
-def grad_norm(optimizer: Optimizer) -> torch.Tensor:
-    """The norm of all gradients at an optimizer's last step, unscaled and before clipping, on its device: reading it waits, keeping it does not.
-
-    >>> import mezzo
-    >>> model = torch.nn.Linear(2, 1, bias=False)
-    >>> model, optimizer = mezzo.decorate(model, torch.optim.SGD(model.parameters(), lr=0.1), dtype="bfloat16", clip_norm=1.0)
-    >>> model(torch.tensor([[3.0, 4.0]])).sum().backward()
-    >>> optimizer.step()
-    >>> grad_norm(optimizer)
-    tensor(5.)
-    """
-    bound = optimizer_binding(optimizer)
-    if bound is None or bound.clip_norm is None:
-        raise UnsupportedError(
-            f"This {type(optimizer).__name__} takes no norm, for it does not clip. Use"
-            " mezzo.decorate(model, optimizer, ..., clip_norm=1.0), or"
-            " torch.nn.utils.get_total_norm of unscaled gradients."
-        )
-    norm = bound.grad_norm
-    if norm is None:
-        raise UnsupportedError(
-            "There is no norm before the first step. Call optimizer.step() first."
-        )
-    return norm
+def _unscale_factor(scale: torch.Tensor | None) -> torch.Tensor | None:
+    # Rounded once from float64, as the scaler's own inverse.
+    return None if scale is None else scale.double().reciprocal().float()
 
 
-def _rename(optimizer: Optimizer, names: dict[Any, Any]) -> None:
-    """State under other tensors."""
+def _rekey_state(optimizer: Optimizer, replacements: dict[Any, Any]) -> None:
+    """Store the optimizer's state under other tensors."""
     state: defaultdict[Any, Any] = defaultdict(dict)
-    state.update({names.get(key, key): value for key, value in optimizer.state.items()})
+    state.update({replacements.get(key, key): value for key, value in optimizer.state.items()})
     optimizer.state = state
 
 
-def _calls_once(optimizer: Optimizer) -> bool:
-    """Whether a step calls its closure once, before anything else. torch's do, but for LBFGS, and so do mezzo's; of others nothing is known."""
+def _calls_closure_once(optimizer: Optimizer) -> bool:
+    """Return whether a step is known to call its closure once, before it updates anything."""
     return _is_known(optimizer) and not isinstance(optimizer, torch.optim.LBFGS)
 
 
 def _is_known(optimizer: Optimizer) -> bool:
-    """Whether an optimizer's step is torch's or mezzo's."""
+    """Return whether an optimizer's step is torch's or mezzo's."""
     return algorithm_name(optimizer).__module__.startswith(("torch.optim.", "mezzo.optim."))
-
-
-def without_hooks(step: Any) -> Callable[..., Any]:
-    """An optimizer class's step as it was written: torch wraps it so that hooks run, and ours runs them already."""
-    function: Callable[..., Any] = step.__wrapped__ if getattr(step, "hooked", False) else step
-    return function

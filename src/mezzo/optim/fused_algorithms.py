@@ -1,4 +1,4 @@
-"""What the fused step must know of each optimizer: its states, and its hyper-parameters in the order that the kernel reads them."""
+"""Optimizers with a fused step: the states and hyper-parameters that the kernels read."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ Number = float | torch.Tensor
 
 @dataclass(frozen=True)
 class Algorithm:
-    """One optimizer, as the kernels carry it out."""
+    """One update rule of the Triton kernels."""
 
     code: str
-    """The kernel's name for it."""
+    """Name of its constant in `triton_coefficients.py`."""
     states: Callable[[Group], tuple[str, ...]]
-    """The state tensors of a parameter, at most three."""
+    """Names of the state tensors of a parameter, at most three."""
     variant: Callable[[Group], bool]
-    """Which of its two forms the kernel takes: with momentum, with amsgrad."""
+    """Whether the kernel runs the variant: SGD with momentum, Adam with amsgrad."""
     hyper: Callable[[Group], tuple[Number, ...]]
-    """Weight decay and four numbers more: what the kernel calls one, two, three and flag."""
+    """Weight decay and four more numbers: `one`, `two`, `three` and `flag` in `_prepare`."""
     has_step_count: bool = True
-    """Whether steps are counted in the optimizer's state."""
+    """Whether the optimizer's state has a `step`."""
     initial: Callable[[Group], float] = lambda _: 0.0
-    """What a state starts from."""
+    """Initial value of the states."""
 
     def numbers(self, group: Group) -> tuple[Number, ...]:
-        """A group's hyper-parameters, the learning rate first."""
+        """Return a group's hyper-parameters in the order of the kernel, the learning rate first."""
         return (group["lr"], -1.0 if group.get("maximize") else 1.0, *self.hyper(group))
 
 
@@ -46,7 +46,7 @@ def _adam(group: Group) -> tuple[Number, ...]:
 
 
 def _has_momentum(group: Group) -> bool:
-    """Asked of a number alone: a scheduled momentum is a tensor, and to read it would wait for the device."""
+    # A scheduled momentum is a tensor: reading it would synchronize.
     return isinstance(group["momentum"], torch.Tensor) or bool(group["momentum"])
 
 
@@ -99,18 +99,20 @@ ALGORITHMS: dict[type[torch.optim.Optimizer], Algorithm] = {
     Lion: _LION,
     LAMB: _LAMB,
 }
-"""The optimizers with a fused step. By exact type: a subclass may do something else."""
+"""The optimizers with a fused step, by exact type: a subclass may override `step`."""
 
 
 def algorithm_name(optimizer: torch.optim.Optimizer) -> type[torch.optim.Optimizer]:
-    """Whose step an optimizer has: its own class's, or that which a subclass that only renames names in `steps_as`.
+    """Return the class whose step an optimizer runs: its own, or the `steps_as` of its class.
+
+    A subclass that changes the constructor only sets `steps_as` to the class it renames.
 
     >>> class Renamed(torch.optim.SGD):
     ...     steps_as = torch.optim.SGD
     >>> algorithm_name(Renamed([torch.nn.Parameter(torch.ones(1))], lr=0.1)).__name__
     'SGD'
     """
-    kind = type(optimizer)
-    # Its own word alone: what inherits from it may do something else again.
-    named: type[torch.optim.Optimizer] = vars(kind).get("steps_as", kind)
-    return named
+    own_class = type(optimizer)
+    # `steps_as` is not inherited: a subclass may override `step` again.
+    algorithm: type[torch.optim.Optimizer] = vars(own_class).get("steps_as", own_class)
+    return algorithm

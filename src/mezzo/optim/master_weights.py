@@ -1,4 +1,9 @@
-"""The master weights of an optimizer's 16-bit parameters, and what notices that a parameter was written by other code."""
+"""Master weights of an optimizer's 16-bit parameters.
+
+Each parameter has a companion tensor, whose content the master format defines. Other code may write
+a parameter at any time (`clamp_`, `load_state_dict`, swapped weights): the companion of the old
+value must then not be used. That is noticed by the parameter's version or by a sample of it.
+"""
 
 from __future__ import annotations
 
@@ -11,20 +16,413 @@ from typing import Any
 import torch
 
 from mezzo._launch import is_dense
-from mezzo.optim.master_formats import MASTER_FORMATS, MasterFormat, RandomDraw, values_of
+from mezzo.optim.master_formats import MASTER_FORMATS, MasterFormat, RandomDraw, float32_values
 from mezzo.policy.types import Master
 
+Parameter = torch.nn.Parameter
+
+version_of = attrgetter("_version")
+
+_MAX_WRITES = 3
+"""Writes by other code to one parameter after which a warning is given."""
+_UNKNOWN = -1
+"""A version that no tensor has."""
+
+
+class MasterWeights:
+    """Companion tensors of 16-bit parameters, and the float32 values that both make up.
+
+    If other code writes a parameter, its new value counts, and the companion is dropped. Split and
+    Kahan masters notice a write by the parameter's version, or by its sample if a write through
+    `.data` covers most of the parameter. Float32 masters compare values.
+
+    >>> weight = torch.nn.Parameter(torch.tensor([1.0, 1.0 + 2.0**-20]))
+    >>> masters = MasterWeights("split")
+    >>> masters.adopt(weight, torch.bfloat16)
+    >>> weight.data, masters.read(weight)[1].item() == 1.0 + 2.0**-20
+    (tensor([1., 1.], dtype=torch.bfloat16), True)
+    """
+
+    def __init__(self, master: str | Master = Master.FLOAT32, seed: int = 0) -> None:
+        self.format: MasterFormat = MASTER_FORMATS[Master.parse(master)]
+        self.seed = seed
+        self.generation = 0
+        """Increases when a companion tensor is added, removed or replaced. Tables of addresses are
+        valid for one generation."""
+        self._companions: dict[torch.Tensor, Companion | None] = {}
+        # Keys are `id(parameter)`: hashing a tensor is a Python call, which takes 100 µs a step for
+        # 150 parameters.
+        self._versions: dict[int, int] = {}
+        """Parameter id → the version of the parameter that its companion is for."""
+        self._loaded: set[int] = set()
+        """Ids of parameters whose companion was loaded and not used yet. The parameter may be
+        loaded before or after it, so that the sample decides and not the version."""
+        self._dropped: dict[int, int] = {}
+        """Parameter id → how often its companion was dropped because other code wrote it."""
+        self._warned = False
+        self._pending: dict[torch.Tensor, Companion] = {}
+        """Loaded companions of another format. They are converted at the next step, when the
+        parameter is loaded too."""
+
+    def __contains__(self, parameter: torch.Tensor) -> bool:
+        return parameter in self._companions
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        return iter(self._companions)
+
+    def adopt(self, parameter: Parameter, dtype: torch.dtype) -> None:
+        """Cast a parameter to a 16-bit dtype in place, and store its float32 value."""
+        value = parameter.detach()
+        rounded, companion = self.format.split(value.float(), dtype)
+        parameter.data = _with_strides_of(value, rounded)
+        sample = sampled(parameter).clone() if self.format.sampled else None
+        self._companions[parameter] = (
+            None
+            if companion is None
+            else Companion(self.format, _with_strides_of(value, companion), sample)
+        )
+        self._mark_current(parameter)
+        self.generation += 1
+
+    def release(self, parameter: Parameter) -> None:
+        """Cast a parameter back to float32 with its master value, and remove it."""
+        parameter.data = self.read(parameter)
+        self._mark_current(parameter)
+        del self._companions[parameter], self._versions[id(parameter)]
+        self.generation += 1
+
+    # -- values ------------------------------------------------------------------------------------
+
+    def read(self, parameter: torch.Tensor) -> torch.Tensor:
+        """Return the float32 value of a parameter as a new tensor. Does not synchronize."""
+        self.resync(parameter)
+        companion = self.companion(parameter)
+        value = (
+            self.format.merge(parameter.detach(), None)
+            if companion is None
+            else companion.value(parameter)
+        )
+        # Elementwise ops do not keep the strides of dimensions of size 1, by which torch recognizes
+        # channels_last.
+        return _with_strides_of(parameter, value)
+
+    def write(
+        self, parameter: torch.Tensor, value: torch.Tensor, draw: RandomDraw | None = None
+    ) -> None:
+        """Set the float32 value of a parameter: write it and its companion in place."""
+        rounded, companion_value = self.format.split(value, parameter.dtype, draw)
+        companion = self._companions[parameter]
+        with torch.no_grad():
+            parameter.copy_(rounded)
+            if companion is not None and companion_value is not None:
+                companion.tensor.copy_(companion_value)
+                _resample(companion, parameter)
+        self._mark_current(parameter)
+
+    def current(self, parameter: torch.Tensor) -> torch.Tensor:
+        """Return the float32 value of a parameter: the live float32 master, else a new tensor."""
+        self.prepare_companion(parameter)
+        value, live = self.read(parameter), self.companion_tensor(parameter)
+        return live.copy_(value) if live is not None and live.dtype is torch.float32 else value
+
+    def reader(self, parameters: Sequence[torch.Tensor]) -> Callable[[], list[torch.Tensor]]:
+        """Return a function that reads these parameters like `current`, in few launches.
+
+        It is valid as long as `generation` stays the same.
+        """
+        parameters = list(parameters)
+        companions = [self.companion_tensor(parameter) for parameter in parameters]
+        versions: list[int] = []
+
+        def read() -> list[torch.Tensor]:
+            if list(map(version_of, parameters)) != versions:
+                for parameter in parameters:
+                    self.prepare_companion(parameter)
+                versions[:] = map(version_of, parameters)
+            return float32_values(self.format, parameters, companions)
+
+        return read
+
+    # -- writes by other code ----------------------------------------------------------------------
+
+    def resync(self, parameter: torch.Tensor) -> bool:
+        """Drop the companion of a parameter that other code has written; return whether it was.
+
+        Float32 masters are kept, because reading them compares values.
+        """
+        if parameter._version == self._versions[id(parameter)]:
+            return False
+        companion = self._companions[parameter]
+        self._versions[id(parameter)] = parameter._version
+        if (
+            companion is not None
+            and companion.sample is not None
+            and id(parameter) not in self._loaded
+        ):
+            companion.tensor.zero_()
+            _resample(companion, parameter)
+            self._warn_of_repeated_writes(parameter)
+        return True
+
+    def prepare_companion(self, parameter: torch.Tensor) -> None:
+        """Bring a companion up to date, in this format, before a kernel reads it."""
+        was_written = self.resync(parameter)
+        # Compare a float32 master with every element once, here: the kernel compares only the first
+        # elements of each chunk.
+        if parameter in self._pending or (was_written and self.format.master is Master.FLOAT32):
+            self.write(parameter, self.read(parameter))
+
+    def mark_written(self, parameters: Sequence[torch.Tensor]) -> list[int]:
+        """Record that parameters were written with their companions; return their versions."""
+        versions = list(map(version_of, parameters))
+        self._versions.update(zip(map(id, parameters), versions, strict=True))
+        if self._loaded:
+            self._loaded.difference_update(map(id, parameters))
+        return versions
+
+    def _mark_current(self, parameter: torch.Tensor) -> None:
+        self._versions[id(parameter)] = parameter._version
+        self._loaded.discard(id(parameter))
+        self._pending.pop(parameter, None)
+
+    def _warn_of_repeated_writes(self, parameter: torch.Tensor) -> None:
+        self._dropped[id(parameter)] = self._dropped.get(id(parameter), 0) + 1
+        if self._dropped[id(parameter)] == _MAX_WRITES and not self._warned:
+            self._warned = True
+            master = self.format.master.value
+            warnings.warn(
+                f"A parameter of shape {tuple(parameter.shape)} was written {_MAX_WRITES} times"
+                f" between steps (clamp_, SAM, swapped weights). master={master!r}"
+                " cannot tell which elements changed, and drops the part of each update that 16"
+                " bits do not hold. Use master='float32', which compares values.",
+                UserWarning,
+                stacklevel=2,
+            )
+
+    # -- companions --------------------------------------------------------------------------------
+
+    def companion_tensor(self, parameter: torch.Tensor) -> torch.Tensor | None:
+        """Return the live companion tensor of a parameter; None if the format has none."""
+        companion = self._companions[parameter]
+        return None if companion is None else companion.tensor
+
+    def sample(self, parameter: torch.Tensor) -> torch.Tensor | None:
+        """Return the live sample of a parameter, which kernels update; None if it has none."""
+        companion = self._companions[parameter]
+        return None if companion is None else companion.sample
+
+    def companion(self, parameter: torch.Tensor) -> Companion | None:
+        """Return what `read` uses: a loaded companion that is pending, else the live one."""
+        return self._pending.get(parameter) or self._companions[parameter]
+
+    def add_to_state(self, parameter: torch.Tensor, states: Any) -> None:
+        """Add a parameter's companion to its state in an optimizer, as live tensors.
+
+        Only after the optimizer's own first step of that parameter: torch's optimizers initialize a
+        state only if it is empty.
+        """
+        companion = self._companions.get(parameter)
+        if companion is not None:
+            states[parameter].update(companion.entries())
+        elif parameter in self and self.format.master is Master.STOCHASTIC:
+            states[parameter].setdefault("draws", torch.zeros(()))
+
+    def load(self, parameter: torch.Tensor, saved: Companion) -> None:
+        """Load a saved companion of any format.
+
+        It is used once the parameter has the value that it is for, which may be loaded before or
+        after it.
+        """
+        live = self._companions[parameter]
+        if live is None:
+            return
+        if saved.format is not live.format:
+            self.generation += 1
+            self._pending[parameter] = Companion(
+                saved.format,
+                saved.tensor.clone(),
+                None if saved.sample is None else saved.sample.clone(),
+            )
+            return
+        self._pending.pop(parameter, None)
+        live.tensor.copy_(saved.tensor)
+        if live.sample is not None and saved.sample is not None:
+            live.sample.copy_(saved.sample)
+        self._loaded.add(id(parameter))
+        self._versions[id(parameter)] = _UNKNOWN
+
+    # -- backup ------------------------------------------------------------------------------------
+
+    def backup(self, parameter: torch.Tensor) -> Callable[[], None]:
+        """Copy a parameter and its companion; return a function that writes both back in place."""
+        self.prepare_companion(parameter)
+        tensors = (parameter.detach(), self.companion_tensor(parameter), self.sample(parameter))
+        live = [tensor for tensor in tensors if tensor is not None]
+        copies = [tensor.clone() for tensor in live]
+
+        def restore() -> None:
+            for tensor, value in zip(live, copies, strict=True):
+                tensor.copy_(value)
+            # Otherwise the next step would see a write by other code, and drop the companion.
+            self._mark_current(parameter)
+
+        return restore
+
+    def snapshot(self) -> Callable[[], None]:
+        """Copy all companions to host memory; return a function that writes them back.
+
+        Call it after the parameters were restored: it also restores which companions are current.
+        """
+        live = [
+            tensor
+            for companion in self._companions.values()
+            if companion is not None
+            for tensor in (companion.tensor, companion.sample)
+            if tensor is not None
+        ]
+        copies = [tensor.to("cpu", copy=True) for tensor in live]
+        current = [
+            parameter
+            for parameter in self._companions
+            if parameter._version == self._versions[id(parameter)]
+        ]
+        companions, loaded = dict(self._companions), set(self._loaded)
+        dropped, pending, warned = dict(self._dropped), dict(self._pending), self._warned
+
+        def restore() -> None:
+            with torch.no_grad():
+                for tensor, value in zip(live, copies, strict=True):
+                    tensor.copy_(value)
+            self._companions, self._loaded = companions, loaded
+            self._dropped, self._pending, self._warned = dropped, pending, warned
+            self._versions = {
+                **{id(parameter): _UNKNOWN for parameter in companions},
+                **{id(parameter): parameter._version for parameter in current},
+            }
+            self.generation += 1
+
+        return restore
+
+
+def _resample(companion: Companion, parameter: torch.Tensor) -> None:
+    if companion.sample is not None:
+        companion.sample.copy_(sampled(parameter))
+
+
+def _with_strides_of(like: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor with the strides of another, because kernels read both in memory order."""
+    if tensor.stride() == like.stride():
+        return tensor
+    return torch.empty_like(like, dtype=tensor.dtype).copy_(tensor)
+
+
+# -- companions in a parameter's state -------------------------------------------------------------
+
+MASTER = "mezzo_master"
+"""The key of a companion tensor in a parameter's state, in every format."""
+
+_SAMPLE_KEYS = {
+    f"mezzo_{one.master.value}_sample": one for one in MASTER_FORMATS.values() if one.sampled
+}
+"""Key of a sample in a parameter's state → format. The key tells the format because the dtype may
+not: torch casts state to the parameter's dtype when a plain optimizer loads it."""
+
+KEYS = frozenset({MASTER, *_SAMPLE_KEYS})
+"""Keys that mezzo adds to the state of a parameter."""
+
+MASTERS = "mezzo_masters"
+"""Key in an optimizer's state dict, beside `state` and `param_groups`: companions of parameters for
+which the optimizer has no state yet. A plain optimizer ignores it."""
+
+
+@dataclass(frozen=True, eq=False)
+class Companion:
+    """A companion tensor, with a sample of the parameter value that it is for."""
+
+    format: MasterFormat
+    tensor: torch.Tensor
+    sample: torch.Tensor | None
+    """None if the format needs no sample."""
+
+    def value(self, parameter: torch.Tensor) -> torch.Tensor:
+        """Return the float32 value of a parameter. Does not synchronize.
+
+        If the parameter does not match the sample, this is its 16-bit value.
+        """
+        tensor = (
+            self.tensor
+            if self.sample is None
+            else torch.where(matches_sample(parameter, self.sample), self.tensor, 0)
+        )
+        return self.format.merge(parameter.detach(), tensor)
+
+    def entries(self) -> dict[str, torch.Tensor]:
+        """Return the tensors by their keys in a parameter's state."""
+        if self.sample is None:
+            return {MASTER: self.tensor}
+        return {
+            MASTER: self.tensor,
+            **{key: self.sample for key, one in _SAMPLE_KEYS.items() if one is self.format},
+        }
+
+    @classmethod
+    def read(cls, state: Mapping[str, Any], parameter: torch.Tensor) -> Companion | None:
+        """Read the companion of a 16-bit parameter from its state; None if none can be read."""
+        tensor = state.get(MASTER)
+        # torch.distributed.checkpoint reads what is missing in a flattened state as an empty dict.
+        if not isinstance(tensor, torch.Tensor):
+            return None
+        for key, master_format in _SAMPLE_KEYS.items():
+            sample = state.get(key)
+            if isinstance(sample, torch.Tensor):
+                dtype = parameter.dtype
+                if master_format.master is Master.SPLIT and dtype is not torch.bfloat16:
+                    return None
+                return cls(
+                    master_format,
+                    tensor.to(parameter.device, master_format.companion_dtype(dtype)),
+                    sample.to(parameter.device, dtype),
+                )
+        if tensor.dtype is not torch.float32:
+            return None
+        return cls(MASTER_FORMATS[Master.FLOAT32], tensor.to(parameter.device), None)
+
+
+def has_companion(state: Any) -> bool:
+    """Return whether a parameter's state holds a companion tensor."""
+    return isinstance(state, Mapping) and isinstance(state.get(MASTER), torch.Tensor)
+
+
+def without_companion(state: Any) -> Any:
+    """Return a parameter's state without the keys that mezzo added."""
+    if not isinstance(state, Mapping):
+        return state
+    return {name: value for name, value in state.items() if name not in KEYS}
+
+
+def mismatched_tensor(state: Mapping[str, Any], parameter: torch.Tensor) -> torch.Tensor | None:
+    """Return the first companion tensor or sample in a state that does not fit a parameter."""
+    shapes = {MASTER: parameter.shape, **dict.fromkeys(_SAMPLE_KEYS, sampled(parameter).shape)}
+    for key, shape in shapes.items():
+        tensor = state.get(key)
+        if isinstance(tensor, torch.Tensor) and tensor.shape != shape:
+            return tensor
+    return None
+
+
+# -- samples ---------------------------------------------------------------------------------------
+
 SAMPLES = 128
-"""The most elements of a sample; a power of two, as the kernel that compares needs it."""
+"""The largest number of elements of a sample; a power of two, as the comparing kernel needs it."""
 
 _MAGNITUDE = 0x7FFF
-"""The bits of a 16-bit number but for its sign."""
+"""The bits of a 16-bit number except for its sign."""
 
 
-def spacing(numel: int) -> int:
-    """Return how far sampled elements lie apart, as a power of two: with 3, elements 0, 8, 16 and so on.
+def sample_spacing(numel: int) -> int:
+    """Return the log2 of the distance of sampled elements: 3 samples elements 0, 8, 16 and so on.
 
-    >>> [spacing(numel) for numel in (0, 1, 128, 129, 4096)]
+    >>> [sample_spacing(numel) for numel in (0, 1, 128, 129, 4096)]
     [0, 0, 0, 1, 5]
     """
     return max(0, (numel - 1).bit_length() - (SAMPLES.bit_length() - 1))
@@ -37,413 +435,25 @@ def sampled(parameter: torch.Tensor) -> torch.Tensor:
     True
     """
     value = parameter.detach()
-    # In the order of memory, which is all that a kernel sees.
+    # In memory order, which is the only order that a kernel sees.
     flat = value.as_strided((value.numel(),), (1,)) if is_dense(value) else value.reshape(-1)
-    return flat[:: 1 << spacing(flat.numel())]
+    return flat[:: 1 << sample_spacing(flat.numel())]
 
 
-def belongs(parameter: torch.Tensor, sample: torch.Tensor) -> torch.Tensor:
-    """Return whether a parameter still has the values of a sample, as a bool on its device: no synchronization.
+def matches_sample(parameter: torch.Tensor, sample: torch.Tensor) -> torch.Tensor:
+    """Return whether a parameter still has the values of a sample, as a bool on its device.
 
-    It has not if at least half of the sampled elements are others, as after `fill_` or a new
-    initialization. A few may be: dropping the companion of a whole weight that is clamped or masked
-    after each step would lose every small update. Elements that are zero now are left out, because
-    every kind deals with these by itself.
+    Does not synchronize. False if at least half of the sampled elements differ, as after `fill_` or
+    a new initialization. A few may differ: if a weight that is clamped or masked after each step
+    lost its whole companion, every small update would be lost. Elements that are zero now are not
+    counted, because every format handles these itself.
 
-    >>> weight = torch.tensor([1.0, 2.0, 3.0], dtype=torch.bfloat16)
-    >>> [belongs(torch.tensor(values).bfloat16(), weight).item() for values in ([1.0, 2.0, 4.0], [2.0, 2.0, 2.0], [1.0, 0.0, 0.0])]
+    >>> sample = torch.tensor([1.0, 2.0, 3.0], dtype=torch.bfloat16)
+    >>> values = ([1.0, 2.0, 4.0], [2.0, 2.0, 2.0], [1.0, 0.0, 0.0])
+    >>> [matches_sample(torch.tensor(value).bfloat16(), sample).item() for value in values]
     [True, False, True]
     """
     now = sampled(parameter).view(torch.int16)
-    there = (now & _MAGNITUDE) != 0
-    changed = (there & (now != sample.view(torch.int16))).sum()
-    return (changed == 0) | (2 * changed < there.sum())
-
-
-MASTER = "mezzo_master"
-"""The name of a companion tensor in a parameter's state, whatever its kind."""
-
-_SAMPLES = {
-    f"mezzo_{kind.master.value}_sample": kind for kind in MASTER_FORMATS.values() if kind.sampled
-}
-"""The name of a sample tells the kind: torch casts state to the parameter's dtype when a plain
-optimizer loads it, so that the dtype of the tensor may not."""
-
-KEYS = frozenset({MASTER, *_SAMPLES})
-"""What mezzo adds to the state of a parameter."""
-
-
-@dataclass(frozen=True, eq=False)
-class Companion:
-    """A companion tensor, with the sample that tells which parameter value it belongs to."""
-
-    kind: MasterFormat
-    tensor: torch.Tensor
-    sample: torch.Tensor | None
-    """Of the parameter, where the kind needs one."""
-
-    def value(self, parameter: torch.Tensor) -> torch.Tensor:
-        """Return the float32 value of a parameter: exact where this belongs to it, else the 16-bit value. Does not synchronize."""
-        tensor = (
-            self.tensor
-            if self.sample is None
-            else torch.where(belongs(parameter, self.sample), self.tensor, 0)
-        )
-        return self.kind.merge(parameter.detach(), tensor)
-
-    def entries(self) -> dict[str, torch.Tensor]:
-        """Return the tensors by their names in a parameter's state."""
-        if self.sample is None:
-            return {MASTER: self.tensor}
-        return {
-            MASTER: self.tensor,
-            **{name: self.sample for name, kind in _SAMPLES.items() if kind is self.kind},
-        }
-
-    @classmethod
-    def read(cls, state: Mapping[str, Any], parameter: torch.Tensor) -> Companion | None:
-        """Read a companion for a 16-bit parameter from a state; None if there is none, or none that can be read."""
-        tensor = state.get(MASTER)
-        # Not always a tensor: of a flattened state, torch.distributed.checkpoint reads what is
-        # missing as an empty dict.
-        if not isinstance(tensor, torch.Tensor):
-            return None
-        for name, kind in _SAMPLES.items():
-            sample = state.get(name)
-            if isinstance(sample, torch.Tensor):
-                half = torch.bfloat16 if kind.master is Master.SPLIT else parameter.dtype
-                if half is not parameter.dtype:
-                    return None
-                return cls(
-                    kind,
-                    tensor.to(parameter.device, kind.companion_dtype(half)),
-                    sample.to(parameter.device, half),
-                )
-        return (
-            cls(MASTER_FORMATS[Master.FLOAT32], tensor.to(parameter.device), None)
-            if tensor.dtype is torch.float32
-            else None
-        )
-
-
-def without_companion(state: Any) -> Any:
-    """Return a parameter's state without what mezzo added to it."""
-    return (
-        {name: value for name, value in state.items() if name not in KEYS}
-        if isinstance(state, Mapping)
-        else state
-    )
-
-
-def has_companion(state: Any) -> bool:
-    """Return whether a parameter's state holds a companion tensor."""
-    return isinstance(state, Mapping) and isinstance(state.get(MASTER), torch.Tensor)
-
-
-def misfit(state: Mapping[str, Any], parameter: torch.Tensor) -> torch.Tensor | None:
-    """Return the tensor of a companion whose shape is not that of a parameter, or of its sample; None if all fit."""
-    wanted = {MASTER: parameter.shape, **dict.fromkeys(_SAMPLES, sampled(parameter).shape)}
-    found = (
-        (state[name], shape)
-        for name, shape in wanted.items()
-        if isinstance(state.get(name), torch.Tensor)
-    )
-    return next((tensor for tensor, shape in found if tensor.shape != shape), None)
-
-
-Parameter = torch.nn.Parameter
-
-VERSION = attrgetter("_version")
-
-_REPEATED = 3
-"""Writes by other code to one parameter that are reported."""
-_UNKNOWN = -1
-"""The version of no tensor."""
-
-
-class MasterWeights:
-    """What lies beside each 16-bit parameter, and the float32 value that both make up.
-
-    A parameter may be written by others (`clamp_`, `load_state_dict`, a copy of averaged weights):
-    its value then counts, not what lay beside the old one. Split and Kahan masters see a write by
-    the parameter's version, or by its sample where a write through `.data` covers most of the
-    parameter.
-
-    >>> weight = torch.nn.Parameter(torch.tensor([1.0, 1.0 + 2.0**-20]))
-    >>> masters = MasterWeights("split")
-    >>> masters.adopt(weight, torch.bfloat16)
-    >>> weight.data, masters.read(weight)[1].item() == 1.0 + 2.0**-20
-    (tensor([1., 1.], dtype=torch.bfloat16), True)
-    """
-
-    def __init__(self, master: str | Master = Master.FLOAT32, seed: int = 0) -> None:
-        self.kind: MasterFormat = MASTER_FORMATS[Master.parse(master)]
-        self.seed = seed
-        self.generation = 0
-        """Counts what replaced a tensor that lies beside a parameter: tables of addresses are
-        good for one generation."""
-        self._companions: dict[torch.Tensor, Companion | None] = {}
-        # By `id`: to hash a tensor is a call into Python, which for 150 parameters takes 100 µs a
-        # step.
-        self._seen: dict[int, int] = {}
-        """Parameter → the version at which what lies beside it was its."""
-        self._loaded: set[int] = set()
-        """Parameters whose companion was loaded and not used yet: the parameter may be loaded
-        before it or after it, and the sample decides."""
-        self._dropped: dict[int, int] = {}
-        """Parameter → how often other code wrote it, and its companion was dropped."""
-        self._warned = False
-        self._pending: dict[torch.Tensor, Companion] = {}
-        """Companions of another kind that were loaded: they are turned into this kind at the
-        next step, when the parameter is loaded too."""
-
-    def __contains__(self, parameter: torch.Tensor) -> bool:
-        return parameter in self._companions
-
-    def __iter__(self) -> Iterator[torch.Tensor]:
-        return iter(self._companions)
-
-    def adopt(self, parameter: Parameter, half: torch.dtype) -> None:
-        """Make a float32 parameter 16-bit, the same object, and keep its exact value."""
-        value = parameter.detach()
-        rounded, beside = self.kind.split(value.float(), half)
-        parameter.data = _laid_out_as(value, rounded)
-        sample = sampled(parameter).clone() if self.kind.sampled else None
-        self._companions[parameter] = (
-            None if beside is None else Companion(self.kind, _laid_out_as(value, beside), sample)
-        )
-        self._note(parameter)
-        self.generation += 1
-
-    def release(self, parameter: Parameter) -> None:
-        """Give a parameter its exact float32 value back, and forget it."""
-        parameter.data = self.read(parameter)
-        self._note(parameter)
-        del self._companions[parameter], self._seen[id(parameter)]
-        self.generation += 1
-
-    def read(self, parameter: torch.Tensor) -> torch.Tensor:
-        """The float32 value of a parameter, exact as far as its kind is; a tensor of its own."""
-        self.resync(parameter)
-        companion = self.companion(parameter)
-        value = (
-            self.kind.merge(parameter.detach(), None)
-            if companion is None
-            else companion.value(parameter)
-        )
-        # Ops between tensors forget the strides of dimensions of size 1, by which torch tells
-        # channels_last.
-        return _laid_out_as(parameter, value)
-
-    def write(
-        self, parameter: torch.Tensor, value: torch.Tensor, draw: RandomDraw | None = None
-    ) -> None:
-        """Set the float32 value of a parameter: both it and what lies beside it, in place."""
-        rounded, beside = self.kind.split(value, parameter.dtype, draw)
-        companion = self._companions[parameter]
-        with torch.no_grad():
-            parameter.copy_(rounded)
-            if companion is not None and beside is not None:
-                companion.tensor.copy_(beside)
-                _resample(companion, parameter)
-        self._note(parameter)
-
-    def current(self, parameter: torch.Tensor) -> torch.Tensor:
-        """Return the float32 value of a parameter: the live master where masters are float32 tensors, else a copy."""
-        self.settle(parameter)
-        value, held = self.read(parameter), self.companion_tensor(parameter)
-        return held.copy_(value) if held is not None and held.dtype is torch.float32 else value
-
-    def reader(self, parameters: Sequence[torch.Tensor]) -> Callable[[], list[torch.Tensor]]:
-        """Return a function that gives the float32 values of these parameters in few launches: live masters where they are float32 tensors, else copies.
-
-        It is good for as long as `generation` is the same.
-        """
-        parameters, beside = (
-            list(parameters),
-            [self.companion_tensor(parameter) for parameter in parameters],
-        )
-        versions: list[int] = []
-
-        def read() -> list[torch.Tensor]:
-            if list(map(VERSION, parameters)) != versions:
-                for parameter in parameters:
-                    self.settle(parameter)
-                versions[:] = map(VERSION, parameters)
-            return values_of(self.kind, parameters, beside)
-
-        return read
-
-    def hold(self, parameter: torch.Tensor) -> Callable[[], None]:
-        """Copy a parameter and its companion; call what is returned to write both back, to the bit and in place."""
-        self.settle(parameter)
-        live = [
-            tensor
-            for tensor in (
-                parameter.detach(),
-                self.companion_tensor(parameter),
-                self.sample(parameter),
-            )
-            if tensor is not None
-        ]
-        before = [tensor.clone() for tensor in live]
-
-        def restore() -> None:
-            for tensor, value in zip(live, before, strict=True):
-                tensor.copy_(value)
-            # Else the next step would take the parameter for one that others wrote, and drop its
-            # remainder.
-            self._note(parameter)
-
-        return restore
-
-    def snapshot(self) -> Callable[[], None]:
-        """Copy all companions to host memory; call what is returned to write them back, after the parameters were, with all that is known of both."""
-        live = [
-            one
-            for held in self._companions.values()
-            if held is not None
-            for one in (held.tensor, held.sample)
-            if one is not None
-        ]
-        copies = [one.to("cpu", copy=True) for one in live]
-        current = [
-            parameter
-            for parameter in self._companions
-            if parameter._version == self._seen[id(parameter)]
-        ]
-        companions, loaded, dropped, pending, warned = (
-            dict(self._companions),
-            set(self._loaded),
-            dict(self._dropped),
-            dict(self._pending),
-            self._warned,
-        )
-
-        def restore() -> None:
-            with torch.no_grad():
-                for one, value in zip(live, copies, strict=True):
-                    one.copy_(value)
-            self._companions, self._loaded, self._dropped, self._pending, self._warned = (
-                companions,
-                loaded,
-                dropped,
-                pending,
-                warned,
-            )
-            self._seen = {
-                **{id(parameter): _UNKNOWN for parameter in companions},
-                **{id(parameter): parameter._version for parameter in current},
-            }
-            self.generation += 1
-
-        return restore
-
-    def companion_tensor(self, parameter: torch.Tensor) -> torch.Tensor | None:
-        """What lies beside a parameter."""
-        companion = self._companions[parameter]
-        return None if companion is None else companion.tensor
-
-    def sample(self, parameter: torch.Tensor) -> torch.Tensor | None:
-        """The sample of a parameter, where the kind needs one; the kernel writes it with the parameter."""
-        companion = self._companions[parameter]
-        return None if companion is None else companion.sample
-
-    def companion(self, parameter: torch.Tensor) -> Companion | None:
-        """What the value of a parameter is read from: its companion, or one of another kind that was loaded and not used yet."""
-        return self._pending.get(parameter) or self._companions[parameter]
-
-    def show(self, parameter: torch.Tensor, states: Any) -> None:
-        """Add what a step keeps for a parameter to its state in an optimizer, as live tensors.
-
-        Only after the optimizer's own first step of that parameter: torch's optimizers begin a
-        state that is empty, and no other.
-        """
-        companion = self._companions.get(parameter)
-        if companion is not None:
-            states[parameter].update(companion.entries())
-        elif parameter in self and self.kind.master is Master.STOCHASTIC:
-            states[parameter].setdefault("draws", torch.zeros(()))
-
-    def resync(self, parameter: torch.Tensor) -> bool:
-        """Where others wrote a parameter, drop what lay beside the old value; say whether they did. A float32 master compares values, and is left to that."""
-        if parameter._version == self._seen[id(parameter)]:
-            return False
-        companion = self._companions[parameter]
-        self._seen[id(parameter)] = parameter._version
-        if (
-            companion is not None
-            and companion.sample is not None
-            and id(parameter) not in self._loaded
-        ):
-            companion.tensor.zero_()
-            _resample(companion, parameter)
-            self._warn_of_repeated_writes(parameter)
-        return True
-
-    def _warn_of_repeated_writes(self, parameter: torch.Tensor) -> None:
-        """Warn once when other code writes a parameter again and again: each time, what rounding had left of its updates is dropped."""
-        self._dropped[id(parameter)] = self._dropped.get(id(parameter), 0) + 1
-        if self._dropped[id(parameter)] == _REPEATED and not self._warned:
-            self._warned = True
-            warnings.warn(
-                f"A parameter of shape {tuple(parameter.shape)} was written {_REPEATED} times"
-                f" between steps (clamp_, SAM, swapped weights). master={self.kind.master.value!r}"
-                " cannot tell which elements changed, and drops the part of each update that 16"
-                " bits do not hold. Use master='float32', which compares values.",
-                UserWarning,
-                stacklevel=2,
-            )
-
-    def settle(self, parameter: torch.Tensor) -> None:
-        """Make a companion ready for a kernel that updates it: follow other writers, and take over what was loaded from another kind."""
-        followed = self.resync(parameter)
-        # A float32 master is compared value by value, once; the kernel looks at the first of each
-        # block only.
-        if parameter in self._pending or (followed and self.kind.master is Master.FLOAT32):
-            self.write(parameter, self.read(parameter))
-
-    def noted(self, parameters: Sequence[torch.Tensor]) -> list[int]:
-        """Somebody wrote these parameters together with what lies beside them; their versions."""
-        versions = list(map(VERSION, parameters))
-        self._seen.update(zip(map(id, parameters), versions, strict=True))
-        if self._loaded:
-            self._loaded.difference_update(map(id, parameters))
-        return versions
-
-    def load(self, parameter: torch.Tensor, saved: Companion) -> None:
-        """Take over a companion that was saved, of whatever kind. It counts once the parameter has the value that it belongs to: that may be loaded before or after."""
-        own = self._companions[parameter]
-        if own is None:
-            return
-        if saved.kind is not own.kind:
-            self.generation += 1
-            self._pending[parameter] = Companion(
-                saved.kind,
-                saved.tensor.clone(),
-                None if saved.sample is None else saved.sample.clone(),
-            )
-            return
-        self._pending.pop(parameter, None)
-        own.tensor.copy_(saved.tensor)
-        if own.sample is not None and saved.sample is not None:
-            own.sample.copy_(saved.sample)
-        self._loaded.add(id(parameter))
-        self._seen[id(parameter)] = _UNKNOWN
-
-    def _note(self, parameter: torch.Tensor) -> None:
-        self._seen[id(parameter)] = parameter._version
-        self._loaded.discard(id(parameter))
-        self._pending.pop(parameter, None)
-
-
-def _resample(companion: Companion, parameter: torch.Tensor) -> None:
-    if companion.sample is not None:
-        companion.sample.copy_(sampled(parameter))
-
-
-def _laid_out_as(old: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
-    """The same values with the strides of another tensor: parameter, gradient, master and state go through one kernel side by side."""
-    return (
-        new if new.stride() == old.stride() else torch.empty_like(old, dtype=new.dtype).copy_(new)
-    )
+    nonzero = (now & _MAGNITUDE) != 0
+    changed = (nonzero & (now != sample.view(torch.int16))).sum()
+    return (changed == 0) | (2 * changed < nonzero.sum())

@@ -1,4 +1,4 @@
-"""LAMB and Lion, and the base class that they share."""
+"""The optimizers LAMB and Lion, and their base class."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ _BETAS = 2
 
 
 class ForeachOptimizer(torch.optim.Optimizer):
-    """An optimizer in torch's foreach ops: one round of them for each device and dtype of a group."""
+    """Base of optimizers that update all parameters of one device and dtype with foreach ops."""
 
     _state_names: ClassVar[tuple[str, ...]] = ()
-    """What the state of a parameter holds, in the order in which `update` takes it."""
+    """Keys of a parameter's state, in the order in which `_update` takes them."""
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
@@ -42,12 +42,12 @@ class ForeachOptimizer(torch.optim.Optimizer):
             group.setdefault("maximize", False)
 
     def add_param_group(self, param_group: Group) -> None:
-        """Add a group, unless one of its values cannot be meant."""
+        """Add a group of parameters; raise `ValueError` if an option is out of range."""
         self._check({**self.defaults, **param_group})
         super().add_param_group(param_group)
 
     def _check(self, group: Group) -> None:
-        """Refuse values that cannot be meant."""
+        """Raise `ValueError` for options that are out of range."""
         lr, betas = group["lr"], group["betas"]
         if isinstance(lr, torch.Tensor) and lr.numel() != 1:
             self._refuse(
@@ -63,12 +63,11 @@ class ForeachOptimizer(torch.optim.Optimizer):
             self._refuse("weight_decay", group["weight_decay"], "at least 0")
 
     def _refuse(self, name: str, value: object, allowed: str) -> None:
-        """Raise: what was passed, and what is allowed."""
         raise ValueError(f"{type(self).__name__} got {name}={value}: it must be {allowed}.")
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Update every parameter that has a gradient. A closure is called once, before."""
+        """Update every parameter that has a gradient, after one call of the closure."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -86,25 +85,25 @@ class ForeachOptimizer(torch.optim.Optimizer):
     def _update(
         self, group: Group, parameters: Tensors, gradients: Tensors, *state: Tensors
     ) -> None:
-        """Step parameters of one device and dtype down their gradients."""
+        """Update parameters of one device and dtype."""
         raise NotImplementedError
 
     def _start(self, parameter: torch.Tensor) -> dict[str, torch.Tensor]:
-        """The state of a parameter before its first step."""
+        """Return the initial state of a parameter."""
         return {
             name: torch.zeros_like(parameter, memory_format=torch.preserve_format)
             for name in self._state_names
         }
 
     def _gathered(self, group: Group) -> Iterable[list[Tensors]]:
-        """Parameters, gradients and what their state holds, in lists of one device and dtype each."""
+        """Return lists of parameters, gradients and states, grouped by device and dtype."""
         parameters = [parameter for parameter in group["params"] if parameter.grad is not None]
         if not parameters:
             return []
         gradients = [self._dense(parameter.grad) for parameter in parameters]
         for parameter in parameters:
             state = self.state[parameter]
-            # Others may keep things in it too, so that it need not be empty.
+            # It need not be empty: other code may keep values in it too.
             if not state.keys() >= set(self._state_names):
                 state.update(self._start(parameter))
         lists = [
@@ -120,25 +119,29 @@ class ForeachOptimizer(torch.optim.Optimizer):
     def _dense(self, gradient: torch.Tensor) -> torch.Tensor:
         if gradient.layout is torch.strided and not gradient.is_complex():
             return gradient
-        kind = "complex" if gradient.is_complex() else f"sparse ({gradient.layout})"
+        layout = "complex" if gradient.is_complex() else f"sparse ({gradient.layout})"
         raise UnsupportedError(
-            f"{type(self).__name__} takes dense real gradients, got a {kind} one. Make the"
+            f"{type(self).__name__} takes dense real gradients, got a {layout} one. Create the"
             " embedding with sparse=False, or hold complex weights as torch.view_as_real, or use"
             " another optimizer for this parameter."
         )
 
 
-def rate(group: Group, device: torch.device) -> float | torch.Tensor:
-    """A group's learning rate. A number stays one, in float64; a tensor goes to the device without being read."""
-    lr: float | torch.Tensor = group["lr"]
-    return lr.to(device, non_blocking=True).squeeze() if isinstance(lr, torch.Tensor) else lr
-
-
 class LAMB(ForeachOptimizer):
-    """You et al., *Large batch optimization for deep learning: training BERT in 76 minutes* (2019), with bias correction.
+    """LAMB: Adam with each parameter's step scaled to the norm of the parameter.
 
-    A step changes a parameter by the fraction `lr` of its norm, whatever the size of its gradient,
-    so that large batches and rates stay stable.
+    A step changes a parameter by the fraction `lr` of its norm, however large its gradient is, so
+    that training with large batches and learning rates stays stable. With bias correction. From You
+    et al., *Large batch optimization for deep learning: training BERT in 76 minutes* (2019).
+
+    Args:
+        params: Parameters or parameter groups, as for optimizers of torch.
+        lr: Learning rate: the change of a parameter in one step, as a fraction of its norm. A
+            tensor is not read on the host.
+        betas: Decay rates of the averages of the gradient and of its square.
+        eps: Added to the denominator.
+        weight_decay: Multiple of the parameter that is added to the direction of its step.
+        maximize: Whether to maximize the objective instead of minimizing it.
 
     >>> weight = torch.nn.Parameter(torch.tensor([3.0, 4.0]))
     >>> weight.grad = torch.tensor([100.0, 100.0])
@@ -172,24 +175,24 @@ class LAMB(ForeachOptimizer):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        for held in self.state.values():
-            if "step" in held and not isinstance(held["step"], torch.Tensor):
-                held["step"] = torch.tensor(float(held["step"]))
+        for entries in self.state.values():
+            if "step" in entries and not isinstance(entries["step"], torch.Tensor):
+                entries["step"] = torch.tensor(float(entries["step"]))
 
     def _check(self, group: Group) -> None:
-        """Refuse values that cannot be meant."""
+        """Raise `ValueError` for options that are out of range."""
         super()._check(group)
         if not group["eps"] >= 0.0:
             self._refuse("eps", group["eps"], "at least 0")
 
     def _start(self, parameter: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Moments of zeros, and the step count on the CPU, as torch's Adam has it."""
+        """Return moments of zeros, and a step count on the CPU, as torch's Adam has it."""
         return {**super()._start(parameter), "step": torch.zeros((), dtype=torch.float32)}
 
     def _update(
         self, group: Group, parameters: Tensors, gradients: Tensors, *state: Tensors
     ) -> None:
-        """Adam's direction plus the decay, scaled to the norm of the weights."""
+        """Step in Adam's direction plus the weight decay, scaled to the norm of each parameter."""
         steps, moments, squares = state
         beta1, beta2 = group["betas"]
         foreach_add_(steps, 1.0)
@@ -199,46 +202,57 @@ class LAMB(ForeachOptimizer):
         directions = _directions(group, moments, squares, self._corrections(group, steps))
         if group["weight_decay"] != 0:
             foreach_add_(directions, parameters, alpha=group["weight_decay"])
-        sizes = self._ratios(group, parameters, directions) * rate(group, parameters[0].device)
-        foreach_mul_(directions, list(sizes.unbind()))
+        lr = _learning_rate(group, parameters[0].device)
+        factors = self._ratios(group, parameters, directions) * lr
+        foreach_mul_(directions, list(factors.unbind()))
         foreach_sub_(parameters, directions)
 
     def _corrections(self, group: Group, steps: Tensors) -> tuple[list[float], list[float]]:
-        """What each parameter's first and second moment are divided by, for they started at zero."""
+        """Return the bias corrections of each parameter's first and second moment."""
         # In float64: 1 - 0.999 ** t in float32 is off by 6e-5 at the first steps.
         counts = [step.item() for step in steps]
         first, second = ([1 - beta**count for count in counts] for beta in group["betas"])
         return first, second
 
-    # A variant may decide by the group.
     def _ratios(self, group: Group, parameters: Tensors, directions: Tensors) -> torch.Tensor:  # noqa: ARG002
-        """How long each parameter's step is, as a multiple of its direction."""
-        return _trust(parameters, directions)
+        """Return the trust ratios: how many times its direction each parameter moves.
+
+        Subclasses may use the group's options.
+        """
+        return _trust_ratios(parameters, directions)
 
 
 def _directions(
     group: Group, moments: Tensors, squares: Tensors, corrections: tuple[list[float], list[float]]
 ) -> Tensors:
     first, second = corrections
-    widths = list(foreach_div(squares, second))
-    foreach_sqrt_(widths)
-    foreach_add_(widths, group["eps"])
+    denominators = list(foreach_div(squares, second))
+    foreach_sqrt_(denominators)
+    foreach_add_(denominators, group["eps"])
     directions = list(foreach_div(moments, first))
-    foreach_div_(directions, widths)
+    foreach_div_(directions, denominators)
     return directions
 
 
-def _trust(parameters: Tensors, directions: Tensors) -> torch.Tensor:
-    """The norm of each parameter over that of its direction; 1 where either is 0."""
-    weights, lengths = (torch.stack(foreach_norm(tensors)) for tensors in (parameters, directions))
-    return torch.where((weights == 0) | (lengths == 0), 1.0, weights / lengths)
+def _trust_ratios(parameters: Tensors, directions: Tensors) -> torch.Tensor:
+    """Return the norm of each parameter over that of its direction; 1 where either is 0."""
+    weights, steps = (torch.stack(foreach_norm(tensors)) for tensors in (parameters, directions))
+    return torch.where((weights == 0) | (steps == 0), 1.0, weights / steps)
 
 
 class Lion(ForeachOptimizer):
-    """Chen et al., *Symbolic discovery of optimization algorithms* (2023), with decoupled weight decay.
+    """Lion: each weight moves by `lr` in the direction of the sign of an averaged gradient.
 
-    One moment where Adam keeps two. As every weight moves by `lr` at each step, take a rate 3 to 10
-    times smaller than for Adam, and a larger decay.
+    Stores one moment where Adam stores two. Use a learning rate 3 to 10 times smaller than for
+    Adam, and a larger weight decay, which is decoupled. From Chen et al., *Symbolic discovery of
+    optimization algorithms* (2023).
+
+    Args:
+        params: Parameters or parameter groups, as for optimizers of torch.
+        lr: Learning rate: the change of a weight in one step. A tensor is not read on the host.
+        betas: Weight of the average in the direction of a step, and its decay rate.
+        weight_decay: Fraction `lr * weight_decay` of each weight is subtracted in a step.
+        maximize: Whether to maximize the objective instead of minimizing it.
 
     >>> weight = torch.nn.Parameter(torch.tensor([1.0, -1.0]))
     >>> weight.grad = torch.tensor([3.0, -0.001])
@@ -265,9 +279,9 @@ class Lion(ForeachOptimizer):
     def _update(
         self, group: Group, parameters: Tensors, gradients: Tensors, *state: Tensors
     ) -> None:
-        """Decay, step by the sign, and only then let the gradient into the moment."""
+        """Apply the weight decay, step by the sign, then update the moment with the gradient."""
         (moments,), (beta1, beta2) = state, group["betas"]
-        lr = rate(group, parameters[0].device)
+        lr = _learning_rate(group, parameters[0].device)
         if group["weight_decay"] != 0:
             foreach_mul_(parameters, 1 - lr * group["weight_decay"])
         directions = list(foreach_mul(moments, beta1))
@@ -277,3 +291,9 @@ class Lion(ForeachOptimizer):
         foreach_sub_(parameters, directions)
         foreach_mul_(moments, beta2)
         foreach_add_(moments, gradients, alpha=1 - beta2)
+
+
+def _learning_rate(group: Group, device: torch.device) -> float | torch.Tensor:
+    """Return a group's learning rate; copy a tensor to the device without synchronizing."""
+    lr: float | torch.Tensor = group["lr"]
+    return lr.to(device, non_blocking=True).squeeze() if isinstance(lr, torch.Tensor) else lr

@@ -1,11 +1,16 @@
-"""The coefficients of an update, computed on the device from hyper-parameters, step counts, scale, norm and flag: the host need not know any of them."""
+"""Triton kernel that computes the coefficients of an update, one column for each parameter.
+
+It reads hyper-parameters, step counts, loss scale, gradient norm and found_inf on the device, so
+that the host needs none of them. Row 0 is the factor of the gradient, row 10 the number of random
+draws, row 11 whether the parameter matches its sample; the rows between are the algorithm's.
+"""
 
 from __future__ import annotations
 
 import triton  # type: ignore[import-untyped]
 import triton.language as tl  # type: ignore[import-untyped]
 
-# mypy and ruff: kernels are not Python, and take pointers, numbers and constants without annotations that would mean anything.
+# Kernels are not Python: annotations of their pointers, numbers and constants would be useless.
 # mypy: disable-error-code="no-untyped-def,untyped-decorator"
 # ruff: noqa: ANN001, ANN202, ANN201
 
@@ -13,93 +18,84 @@ SGD, ADAM, ADAGRAD, LION, LAMB = (tl.constexpr(code) for code in range(5))
 
 
 @triton.jit
-def _put(coefficients, row: tl.constexpr, count, lane, mask, value):
+def _store_row(coefficients, row: tl.constexpr, count, lane, mask, value):
     tl.store(coefficients + row * count + lane, value.to(tl.float32), mask=mask)
 
 
 @triton.jit
 def _sgd(coefficients, count, lane, mask, lr, decay, momentum, undampened, nesterov, step):
-    _put(coefficients, 1, count, lane, mask, lr)
-    _put(coefficients, 2, count, lane, mask, decay)
-    _put(coefficients, 3, count, lane, mask, momentum)
-    _put(coefficients, 4, count, lane, mask, undampened)
-    _put(coefficients, 5, count, lane, mask, nesterov)
-    _put(coefficients, 6, count, lane, mask, (step == 1.0).to(tl.float64))
+    _store_row(coefficients, 1, count, lane, mask, lr)
+    _store_row(coefficients, 2, count, lane, mask, decay)
+    _store_row(coefficients, 3, count, lane, mask, momentum)
+    _store_row(coefficients, 4, count, lane, mask, undampened)
+    _store_row(coefficients, 5, count, lane, mask, nesterov)
+    _store_row(coefficients, 6, count, lane, mask, (step == 1.0).to(tl.float64))
 
 
 @triton.jit
 def _adagrad(coefficients, count, lane, mask, lr, decay, lr_decay, eps, steps):
-    _put(coefficients, 1, count, lane, mask, lr / (1.0 + (steps - 1.0) * lr_decay))
-    _put(coefficients, 2, count, lane, mask, decay)
-    _put(coefficients, 3, count, lane, mask, eps)
+    _store_row(coefficients, 1, count, lane, mask, lr / (1.0 + (steps - 1.0) * lr_decay))
+    _store_row(coefficients, 2, count, lane, mask, decay)
+    _store_row(coefficients, 3, count, lane, mask, eps)
 
 
 @triton.jit
 def _lion(coefficients, count, lane, mask, lr, decay, first_beta, second_beta):
-    _put(coefficients, 1, count, lane, mask, 1.0 - lr * decay)
-    _put(coefficients, 2, count, lane, mask, lr)
-    _put(coefficients, 3, count, lane, mask, first_beta)
-    _put(coefficients, 4, count, lane, mask, 1.0 - first_beta)
-    _put(coefficients, 5, count, lane, mask, second_beta)
-    _put(coefficients, 6, count, lane, mask, 1.0 - second_beta)
+    _store_row(coefficients, 1, count, lane, mask, 1.0 - lr * decay)
+    _store_row(coefficients, 2, count, lane, mask, lr)
+    _store_row(coefficients, 3, count, lane, mask, first_beta)
+    _store_row(coefficients, 4, count, lane, mask, 1.0 - first_beta)
+    _store_row(coefficients, 5, count, lane, mask, second_beta)
+    _store_row(coefficients, 6, count, lane, mask, 1.0 - second_beta)
 
 
 @triton.jit
 def _adam(
-    coefficients,
-    count,
-    lane,
-    mask,
-    lr,
-    decay,
-    first_beta,
-    second_beta,
-    eps,
-    decoupled,
-    steps,
+    coefficients, count, lane, mask, lr, decay, first_beta, second_beta, eps, decoupled, steps,
     lamb: tl.constexpr,
-):
+):  # fmt: skip
     first = 1.0 - tl.exp(steps * tl.log(first_beta))
     second = 1.0 - tl.exp(steps * tl.log(second_beta))
-    _put(coefficients, 1, count, lane, mask, tl.where(decoupled != 0.0, 1.0 - lr * decay, 1.0))
-    _put(coefficients, 2, count, lane, mask, tl.where(decoupled != 0.0, 0.0, decay))
-    _put(coefficients, 3, count, lane, mask, 1.0 - first_beta)
-    _put(coefficients, 4, count, lane, mask, second_beta)
-    _put(coefficients, 5, count, lane, mask, 1.0 - second_beta)
-    _put(coefficients, 6, count, lane, mask, eps)
-    # LAMB needs the first correction by itself, Adam's step takes it into the learning rate.
-    _put(coefficients, 7, count, lane, mask, 1.0 / first if lamb else lr / first)
-    _put(coefficients, 8, count, lane, mask, tl.sqrt(second))
-    _put(coefficients, 9, count, lane, mask, lr)
+    _store_row(
+        coefficients, 1, count, lane, mask, tl.where(decoupled != 0.0, 1.0 - lr * decay, 1.0)
+    )
+    _store_row(coefficients, 2, count, lane, mask, tl.where(decoupled != 0.0, 0.0, decay))
+    _store_row(coefficients, 3, count, lane, mask, 1.0 - first_beta)
+    _store_row(coefficients, 4, count, lane, mask, second_beta)
+    _store_row(coefficients, 5, count, lane, mask, 1.0 - second_beta)
+    _store_row(coefficients, 6, count, lane, mask, eps)
+    # Adam multiplies the first correction into the learning rate; LAMB needs it separately.
+    _store_row(coefficients, 7, count, lane, mask, 1.0 / first if lamb else lr / first)
+    _store_row(coefficients, 8, count, lane, mask, tl.sqrt(second))
+    _store_row(coefficients, 9, count, lane, mask, lr)
 
 
 @triton.jit
 def _compare_sample(coefficients, addresses, tensor, count, samples: tl.constexpr):
-    """Write 1 if a parameter still has the values of its sample, else 0: `samples.belongs`."""
+    """Store 1 if a parameter matches its sample, else 0: `master_weights.matches_sample`."""
     parameter = tl.load(addresses + tensor).to(tl.pointer_type(tl.int16))
-    left = tl.load(addresses + 5 * count + tensor)
+    numel = tl.load(addresses + 5 * count + tensor)
     sample = tl.load(addresses + 7 * count + tensor).to(tl.pointer_type(tl.int16))
     lane = tl.arange(0, samples)
     # 64 bits: a parameter may have more than 2^31 elements.
     at = lane.to(tl.int64) << tl.load(addresses + 8 * count + tensor)
-    now = tl.load(parameter + at, mask=at < left, other=0)
-    there = (now & 0x7FFF) != 0
-    changed = tl.sum(
-        (there & (now != tl.load(sample + lane, mask=at < left, other=0))).to(tl.int32), axis=0
-    )
-    own = (changed == 0) | (2 * changed < tl.sum(there.to(tl.int32), axis=0))
-    tl.store(coefficients + 11 * count + tensor, own.to(tl.float32))
+    now = tl.load(parameter + at, mask=at < numel, other=0)
+    nonzero = (now & 0x7FFF) != 0
+    before = tl.load(sample + lane, mask=at < numel, other=0)
+    changed = tl.sum((nonzero & (now != before)).to(tl.int32), axis=0)
+    matches = (changed == 0) | (2 * changed < tl.sum(nonzero.to(tl.int32), axis=0))
+    tl.store(coefficients + 11 * count + tensor, matches.to(tl.float32))
 
 
-# Not specialized: a launch through the compiled kernel then fits any addresses and counts.
+# Not specialized, so that one compiled kernel can be launched with any addresses and counts.
 @triton.jit(
     do_not_specialize=[
         "coefficients",
         "counters",
-        "places",
+        "indices",
         "hyper",
         "scale",
-        "found",
+        "found_inf",
         "squares",
         "addresses",
         "count",
@@ -108,18 +104,18 @@ def _compare_sample(coefficients, addresses, tensor, count, samples: tl.constexp
     ]
 )
 def prepare_kernel(
-    coefficients,  # float32 [12, count]: written
-    # Float32 [2, counters_count]: steps and draws of every parameter; those of this launch go up
-    # unless the step is skipped.
+    coefficients,  # float32 [12, count]: output
+    # float32 [2, counters_count]: steps and random draws of all parameters of the optimizer; those
+    # of this launch are incremented unless the step is skipped
     counters,
-    places,  # int32 [2, count]: place among the counters, group
-    # Float64 [8, groups]: learning rate, sign, weight decay, four of the algorithm's own, largest
-    # norm.
+    indices,  # int32 [2, count]: index in the counters, group
+    # float64 [8, groups]: learning rate, sign, weight decay, four numbers of the algorithm, maximum
+    # norm
     hyper,
-    scale,  # float32: gradients are so many times too large
-    found,  # float32: 0, or the step is skipped
-    squares,  # float64: the sum of squares of the unscaled gradients
-    addresses,  # int64 [9, count], as for the update
+    scale,  # float32: the loss scale, by which the gradients are multiplied
+    found_inf,  # float32: the step is skipped unless it is 0
+    squares,  # float64: sum of squares of the unscaled gradients
+    addresses,  # int64 [9, count]: see `update_kernel`
     count,
     groups,
     counters_count,
@@ -131,11 +127,12 @@ def prepare_kernel(
     block: tl.constexpr,
     samples: tl.constexpr,
 ):
-    """Compute the column of coefficients of each parameter; programs beyond those compare the sample of one parameter each."""
+    """Compute the coefficients of a block of parameters; later programs compare one sample each."""
     program, columns = tl.program_id(0), (count + block - 1) // block
     if program < columns:
         _prepare(
-            coefficients, counters, places, hyper, scale, found, squares, count, groups, counters_count, program,
+            coefficients, counters, indices, hyper, scale, found_inf, squares,
+            count, groups, counters_count, program,
             algorithm, scaled, skippable, clipped, block,
         )  # fmt: skip
     elif sampled:
@@ -144,38 +141,40 @@ def prepare_kernel(
 
 @triton.jit
 def _prepare(
-    coefficients, counters, places, hyper, scale, found, squares, count, groups, counters_count, program,
-    algorithm: tl.constexpr, scaled: tl.constexpr, skippable: tl.constexpr, clipped: tl.constexpr, block: tl.constexpr,
+    coefficients, counters, indices, hyper, scale, found_inf, squares,
+    count, groups, counters_count, program,
+    algorithm: tl.constexpr, scaled: tl.constexpr, skippable: tl.constexpr, clipped: tl.constexpr,
+    block: tl.constexpr,
 ):  # fmt: skip
-    """The coefficients of a block of parameters, in float64: in float32 Adam's corrections would be off by 7e-5."""
+    # In float64, because Adam's bias corrections would be off by 7e-5 in float32.
     lane = program * block + tl.arange(0, block)
     mask = lane < count
-    place = tl.load(places + lane, mask=mask, other=0)
-    group = tl.load(places + count + lane, mask=mask, other=0)
-    good = (tl.load(found) == 0.0).to(tl.float32) if skippable else 1.0
-    step = tl.load(counters + place, mask=mask, other=0.0) + good
-    draws = tl.load(counters + counters_count + place, mask=mask, other=0.0) + good
-    tl.store(counters + place, step, mask=mask)
-    tl.store(counters + counters_count + place, draws, mask=mask)
+    index = tl.load(indices + lane, mask=mask, other=0)
+    group = tl.load(indices + count + lane, mask=mask, other=0)
+    take_step = (tl.load(found_inf) == 0.0).to(tl.float32) if skippable else 1.0
+    step = tl.load(counters + index, mask=mask, other=0.0) + take_step
+    draws = tl.load(counters + counters_count + index, mask=mask, other=0.0) + take_step
+    tl.store(counters + index, step, mask=mask)
+    tl.store(counters + counters_count + index, draws, mask=mask)
 
     lr = tl.load(hyper + group, mask=mask, other=0.0)
-    multiplier = tl.load(hyper + groups + group, mask=mask, other=1.0)  # -1 to maximize
+    factor = tl.load(hyper + groups + group, mask=mask, other=1.0)  # -1 to maximize
     decay = tl.load(hyper + 2 * groups + group, mask=mask, other=0.0)
     one = tl.load(hyper + 3 * groups + group, mask=mask, other=0.5)
     two = tl.load(hyper + 4 * groups + group, mask=mask, other=0.5)
     three = tl.load(hyper + 5 * groups + group, mask=mask, other=0.0)
     flag = tl.load(hyper + 6 * groups + group, mask=mask, other=0.0)
     if scaled:
-        multiplier = multiplier / tl.load(scale).to(tl.float64)
+        factor = factor / tl.load(scale).to(tl.float64)
     if clipped:
         norm = tl.sqrt(tl.load(squares))
-        share = tl.load(hyper + 7 * groups + group, mask=mask, other=1.0) / (norm + 1e-6)
+        ratio = tl.load(hyper + 7 * groups + group, mask=mask, other=1.0) / (norm + 1e-6)
         # NaN stays NaN, as in torch's clip_grad_norm_.
-        multiplier = multiplier * tl.where(share > 1.0, 1.0, share)
-    # A skipped first step leaves 0, and nobody uses what is made of it.
+        factor = factor * tl.where(ratio > 1.0, 1.0, ratio)
+    # A skipped first step leaves 0; its coefficients are not used.
     steps = tl.maximum(step, 1.0).to(tl.float64)
 
-    _put(coefficients, 0, count, lane, mask, multiplier)
+    _store_row(coefficients, 0, count, lane, mask, factor)
     if algorithm == SGD:
         _sgd(coefficients, count, lane, mask, lr, decay, one, two, flag, step)
     elif algorithm == ADAGRAD:
@@ -184,17 +183,7 @@ def _prepare(
         _lion(coefficients, count, lane, mask, lr, decay, one, two)
     else:
         _adam(
-            coefficients,
-            count,
-            lane,
-            mask,
-            lr,
-            decay,
-            one,
-            two,
-            three,
-            flag,
-            steps,
+            coefficients, count, lane, mask, lr, decay, one, two, three, flag, steps,
             algorithm == LAMB,
-        )
-    _put(coefficients, 10, count, lane, mask, draws.to(tl.float64))
+        )  # fmt: skip
+    _store_row(coefficients, 10, count, lane, mask, draws.to(tl.float64))

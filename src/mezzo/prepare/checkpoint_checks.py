@@ -8,7 +8,12 @@ import torch
 from torch import nn
 
 from mezzo._errors import CheckpointError
-from mezzo.optim.state_dict import alike, check_masters_fit, refuse_other_content, same_kind
+from mezzo.optim.state_dict_checks import (
+    check_is_optimizer_state,
+    check_state_fits,
+    is_compatible,
+    same_kind,
+)
 
 _SHOWN = 5
 
@@ -144,7 +149,7 @@ def refuse_other_tensor(name: str, saved: Any, own: torch.Tensor, where: str) ->
 
 def refuse_other_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
     """Refuse the state of an optimizer over other parameters."""
-    refuse_other_content(state)
+    check_is_optimizer_state(state)
     own, saved = (
         [len(group["params"]) for group in groups]
         for groups in (optimizer.param_groups, state["param_groups"])
@@ -154,7 +159,7 @@ def refuse_other_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, An
             f"The checkpoint's optimizer has groups of {saved} parameters, this"
             f" {type(optimizer).__name__} has {own}. Make it over the same groups as the saved one."
         )
-    check_masters_fit(optimizer, state)
+    check_state_fits(optimizer, state)
 
 
 def refuse_other_scheduler(scheduler: Any, state: dict[str, Any]) -> None:
@@ -163,7 +168,7 @@ def refuse_other_scheduler(scheduler: Any, state: dict[str, Any]) -> None:
     own = scheduler.state_dict()
     if own.keys() == state.keys():
         for name, value in own.items():
-            if not alike(value, state[name]):
+            if not is_compatible(value, state[name]):
                 raise CheckpointError(
                     f"{name!r} of the checkpoint's scheduler is {state[name]!r:.80}, and this"
                     f" {type(scheduler).__name__} has {value!r:.80}. Pass another checkpoint."

@@ -155,7 +155,7 @@ class _Averaged:
         tensors = dict.fromkeys([*self.tensors, *self._model.parameters(), *self._model.buffers()])
         for tensor in tensors:
             masters = self._exact.masters(tensor)
-            undo.callback(_hold(tensor) if masters is None else masters.hold(tensor))
+            undo.callback(_hold(tensor) if masters is None else masters.backup(tensor))
         for name, tensor in zip(self._names, self.tensors, strict=True):
             masters = self._exact.masters(tensor)
             if masters is None:

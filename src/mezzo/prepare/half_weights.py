@@ -52,7 +52,7 @@ class HalfWeights:
 
     def is_exact(self, tensor: torch.Tensor) -> bool:
         """Whether the tensor's float32 value is kept exactly."""
-        return self._before[tensor].masters.kind.exact
+        return self._before[tensor].masters.format.exact
 
     def read(self, tensor: torch.Tensor) -> torch.Tensor:
         """The tensor's float32 value, a tensor of its own."""
@@ -168,5 +168,5 @@ def add_masters_when_trained(
             if parameter in weights:
                 weights.hand_over(parameter, bound.masters)
 
-    bound.newcomers = newcomers
-    undo.callback(setattr, bound, "newcomers", None)
+    bound.on_missing_masters = newcomers
+    undo.callback(setattr, bound, "on_missing_masters", None)
