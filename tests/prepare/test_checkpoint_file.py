@@ -1,4 +1,4 @@
-"""A checkpoint that is damaged, or that asks for more memory than it holds, is refused whatever its bytes are."""
+"""A checkpoint file that is damaged, or would allocate too much memory, is rejected."""
 
 import io
 import pickle
@@ -7,7 +7,7 @@ import zipfile
 
 import pytest
 import torch
-from support.checkpoint_fuzzer import ALLOWED, memory_limited, refuse_out_of_memory
+from support.checkpoint_fuzzer import ALLOWED, fuzz, memory_limited, refuse_out_of_memory
 
 import mezzo
 from mezzo.prepare import checkpoint_file
@@ -36,7 +36,7 @@ def loaded(content):
 
 
 def archived(pickled, method=zipfile.ZIP_STORED, **entries):
-    """A file as torch writes it, around a pickle of one's own."""
+    """Return a file as torch writes it, with any pickle."""
     buffer = io.BytesIO()
     with zipfile.ZipFile(buffer, "w") as archive:
         for name, content in {
@@ -49,14 +49,14 @@ def archived(pickled, method=zipfile.ZIP_STORED, **entries):
     return buffer.getvalue()
 
 
-def test_what_was_saved_is_loaded():
+def test_saved_content_is_loaded():
     content = loaded(saved())
     assert torch.equal(content["a"], CONTENT["a"])
     assert content["c"] == {1, 2}
     assert content["d"] == CONTENT["d"]
 
 
-def test_a_changed_byte_of_any_entry_is_refused():
+def test_a_changed_byte_of_any_entry_is_rejected():
     whole = saved()
     with zipfile.ZipFile(io.BytesIO(whole)) as archive:
         entries = [one for one in archive.infolist() if one.file_size]
@@ -74,7 +74,7 @@ def test_a_changed_byte_of_any_entry_is_refused():
                 loaded(bytes(changed))
 
 
-def test_checksums_are_written_where_the_process_has_switched_them_off():
+def test_checksums_are_written_if_the_process_has_switched_them_off():
     torch.serialization.set_crc32_options(False)
     try:
         whole = saved()
@@ -95,20 +95,20 @@ def without_checksums():
     return buffer.getvalue()
 
 
-def test_a_file_that_was_written_without_checksums_is_loaded():
+def test_a_file_without_checksums_is_loaded():
     assert torch.equal(loaded(without_checksums())["a"], CONTENT["a"])
 
 
-def test_a_file_that_has_lost_some_of_its_checksums_is_not_taken_for_one_without():
+def test_a_file_that_has_lost_one_checksum_is_rejected():
     whole = bytearray(saved())
     at = whole.rindex(b"PK\1\2")
     whole[at + 16 : at + 20] = bytes(4)
-    with pytest.raises(mezzo.CheckpointError, match="does not have its checksum"):
+    with pytest.raises(mezzo.CheckpointError, match="does not match its checksum"):
         loaded(bytes(whole))
 
 
-def test_an_entry_that_is_marked_as_a_folder_is_refused():
-    # torch reads nothing then, and gives memory that was never written.
+def test_an_entry_marked_as_a_folder_is_rejected():
+    # torch would read nothing, and return memory that was never written.
     whole = bytearray(saved())
     at = whole.index(b"PK\1\2", whole.index(b"PK\1\2") + 1)
     whole[at + 38] |= 16
@@ -117,19 +117,19 @@ def test_an_entry_that_is_marked_as_a_folder_is_refused():
 
 
 @pytest.mark.parametrize("length", [0, 1, 21, 22, 1000, -1, -22, -100])
-def test_a_file_that_was_cut_is_refused(length):
+def test_a_truncated_file_is_rejected(length):
     with pytest.raises(mezzo.CheckpointError):
         loaded(saved()[:length])
 
 
-def test_files_around_other_files_are_refused():
+def test_files_with_a_prefix_a_suffix_or_two_directories_are_rejected():
     whole = saved()
     with pytest.raises(mezzo.CheckpointError, match="directory is damaged"):
         loaded(b"before" + whole)
     with pytest.raises(mezzo.CheckpointError, match="does not end"):
         loaded(whole + b"after")
-    # Two directories: zipfile takes the one before the locator, torch the one that the locator
-    # names.
+    # Two directories: zipfile reads the one before the locator, torch the one that the locator
+    # points to.
     start, end = struct.unpack_from("<I", whole, len(whole) - 6)[0], whole[-22:]
     second = struct.pack(
         "<4sQHHIIQQQQ", b"PK\6\6", 44, 45, 45, 0, 0, 1, 1, len(whole) - 22 - start, start
@@ -140,7 +140,7 @@ def test_files_around_other_files_are_refused():
 
 
 @pytest.mark.parametrize("legacy", [False, True])
-def test_other_files_of_torch_are_refused(tmp_path, legacy):
+def test_other_files_of_torch_are_rejected(tmp_path, legacy):
     if legacy:
         torch.save(CONTENT, tmp_path / "x.pt", _use_new_zipfile_serialization=False)
     else:
@@ -149,7 +149,7 @@ def test_other_files_of_torch_are_refused(tmp_path, legacy):
         loaded((tmp_path / "x.pt").read_bytes())
 
 
-# -- a small file that asks for much ---------------------------------------------------------------
+# -- small files that would allocate much memory ---------------------------------------------------
 
 P = b"\x80\x02"
 
@@ -168,7 +168,7 @@ def text(value):
     return b"X" + struct.pack("<I", len(data)) + data
 
 
-MUCH = {
+LARGE = {
     "a bytearray of a size": P + reference("__builtin__ bytearray") + number(2**36) + b"\x85R.",
     "a tensor of a size": P + reference("torch FloatTensor") + number(2**34) + b"\x85R.",
     "an empty tensor of a size": P + reference("torch Tensor") + number(2**34) + b"\x85R.",
@@ -205,8 +205,8 @@ MUCH = {
 }
 
 
-@pytest.mark.parametrize("pickled", MUCH.values(), ids=MUCH)
-def test_a_pickle_that_makes_large_objects_is_refused(pickled, monkeypatch):
+@pytest.mark.parametrize("pickled", LARGE.values(), ids=LARGE)
+def test_a_pickle_that_allocates_large_objects_is_rejected(pickled, monkeypatch):
     monkeypatch.setattr(checkpoint_file, "_BUDGET", 2**24)
     with pytest.raises(
         mezzo.CheckpointError, match=r"which no checkpoint needs|make objects of more than"
@@ -215,7 +215,7 @@ def test_a_pickle_that_makes_large_objects_is_refused(pickled, monkeypatch):
 
 
 def storage(numel, size=(4,), stride=(1,), offset=0):
-    """A tensor in a pickle, over an entry of 16 bytes."""
+    """Return the pickle of a tensor, over a storage entry of 16 bytes."""
 
     def sequence(values):
         return b"(" + b"".join(map(number, values)) + b"t"
@@ -255,14 +255,14 @@ def storage(numel, size=(4,), stride=(1,), offset=0):
         storage(4, size=(2, 2), stride=(2**60, 2**60)),
     ],
 )
-def test_a_tensor_beyond_its_storage_is_refused(tensor):
+def test_a_tensor_beyond_its_storage_is_rejected(tensor):
     entry = {"data/0": struct.pack("<4f", 1, 2, 3, 4)}
     assert loaded(archived(P + storage(4) + b".", **entry)).tolist() == [1, 2, 3, 4]
     with pytest.raises(mezzo.CheckpointError):
         loaded(archived(P + tensor + b".", **entry))
 
 
-def test_views_that_claim_much_together_are_refused():
+def test_views_larger_than_the_file_are_rejected():
     wide = torch.ones(1).expand(2**26)
     buffer = io.BytesIO()
     torch.save([wide, wide], buffer)
@@ -273,28 +273,28 @@ def test_views_that_claim_much_together_are_refused():
     assert len(loaded(saved([torch.ones(1).expand(2**24), torch.ones(2)]))) == 2
 
 
-def test_compressed_entries_are_refused():
+def test_compressed_entries_are_rejected():
     with pytest.raises(mezzo.CheckpointError, match="compressed"):
         loaded(archived(P + b"}.", zipfile.ZIP_DEFLATED, **{"data/0": bytes(2**25)}))
 
 
-def test_entries_that_share_their_bytes_are_refused():
+def test_overlapping_entries_are_rejected():
     whole = bytearray(archived(P + b"}.", **{f"data/{n}": bytes(1000) for n in range(9)}))
-    places = [at for at in range(len(whole)) if whole[at : at + 4] == b"PK\1\2"]
-    for at in places[3:]:
-        whole[at + 42 : at + 46] = whole[places[3] + 42 : places[3] + 46]
+    offsets = [at for at in range(len(whole)) if whole[at : at + 4] == b"PK\1\2"]
+    for at in offsets[3:]:
+        whole[at + 42 : at + 46] = whole[offsets[3] + 42 : offsets[3] + 46]
         whole[at + 20 : at + 28] = struct.pack("<II", 5000, 5000)
     with pytest.raises(mezzo.CheckpointError, match="overlap"):
         loaded(bytes(whole))
 
 
 @pytest.mark.parametrize("name", ["DATA.PKL", "constants.pkl", "other/data.pkl"])
-def test_archives_with_two_pickles_are_refused(name):
+def test_archives_with_two_pickles_are_rejected(name):
     with pytest.raises(mezzo.CheckpointError, match=r"same name|another kind"):
         loaded(archived(P + b"}.", **{name: P + b"}."}))
 
 
-def test_a_pickle_that_calls_other_functions_is_refused():
+def test_a_pickle_that_calls_other_functions_is_rejected():
     with pytest.raises(
         mezzo.CheckpointError, match=r"it calls os\.system, which no checkpoint needs"
     ):
@@ -302,14 +302,23 @@ def test_a_pickle_that_calls_other_functions_is_refused():
 
 
 class Declared:
-    """A class that the process declares safe."""
+    """A class for `torch.serialization.safe_globals`."""
 
     def __init__(self):
         self.value = 3
 
 
-def test_what_the_process_has_declared_safe_is_loaded():
+def test_safe_globals_of_the_process_are_loaded():
     with torch.serialization.safe_globals([Declared]):
         assert loaded(saved({"x": Declared()}))["x"].value == 3
     with pytest.raises(mezzo.CheckpointError, match="Declared, which no checkpoint needs"):
         loaded(saved({"x": Declared()}))
+
+
+def test_mutated_checkpoints_are_rejected_or_load_what_was_saved(tmp_path):
+    counts = fuzz(tmp_path, range(500))
+    assert counts.total() == 500
+    # Many mutations have correct checksums, and some of them are valid.
+    assert counts["content: refused"] > 100
+    assert counts["content: loaded"] > 20
+    assert counts["damaged: loaded"] > 5

@@ -1,4 +1,4 @@
-"""Decorated, then wrapped in DDP: gradients meet, ranks end equal, and masters are those of one process over the joint batch."""
+"""A decorated model in DistributedDataParallel trains as one process over the joint batch."""
 
 import os
 import subprocess
@@ -17,29 +17,30 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 sys.path.insert(0, sys.argv[2])
-from test_ddp import made, train
+from test_ddp import decorated_pair, train
 
 rank = int(os.environ["RANK"])
-dist.init_process_group("gloo", init_method=f"file://{sys.argv[1]}/meet", rank=rank, world_size=2)
-for kind in sys.argv[3:]:
-    model, optimizer = made(kind)
+dist.init_process_group("gloo", init_method=f"file://{sys.argv[1]}/init", rank=rank, world_size=2)
+for master in sys.argv[3:]:
+    model, optimizer = decorated_pair(master)
     parameters = list(model.parameters())
     wrapped = DistributedDataParallel(model)
     train(wrapped, optimizer, slice(8 * rank, 8 * rank + 8))
-    assert all(one is other for one, other in zip(parameters, wrapped.module.parameters(), strict=True))
-    assert all(one is other for one, other in zip(parameters, optimizer.param_groups[0]["params"], strict=True))
+    for others in (wrapped.module.parameters(), optimizer.param_groups[0]["params"]):
+        assert all(one is other for one, other in zip(parameters, others, strict=True))
     gradients = [parameter.grad.clone() for parameter in parameters]
     mezzo.undecorate(model)
-    torch.save({"weights": model.state_dict(), "gradients": gradients}, f"{sys.argv[1]}/{kind}-{rank}.pt")
+    state = {"weights": model.state_dict(), "gradients": gradients}
+    torch.save(state, f"{sys.argv[1]}/{master}-{rank}.pt")
 dist.destroy_process_group()
 """
 
 
-def made(kind):
+def decorated_pair(master):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(16, 32), nn.LayerNorm(32), nn.Tanh(), nn.Linear(32, 4))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    return mezzo.decorate(model, optimizer, "O2", dtype="bfloat16", master=kind, clip_norm=1.0)
+    return mezzo.decorate(model, optimizer, "O2", dtype="bfloat16", master=master, clip_norm=1.0)
 
 
 def train(model, optimizer, rows, steps=4):
@@ -53,9 +54,9 @@ def train(model, optimizer, rows, steps=4):
 
 @pytest.mark.slow
 def test_two_processes_train_as_one_over_the_joint_batch(tmp_path):
-    here, kinds = str(Path(__file__).parent), ("float32", "split")
+    here, masters = str(Path(__file__).parent), ("float32", "split")
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    command = [sys.executable, "-c", WORKER, str(tmp_path), here, *kinds]
+    command = [sys.executable, "-c", WORKER, str(tmp_path), here, *masters]
     workers = [
         subprocess.Popen(
             command, env={**environment, "RANK": str(rank)}, stderr=subprocess.PIPE, text=True
@@ -65,9 +66,9 @@ def test_two_processes_train_as_one_over_the_joint_batch(tmp_path):
     for worker in workers:
         _, errors = worker.communicate(timeout=120)
         assert worker.returncode == 0, errors
-    for kind in kinds:
+    for master in masters:
         one, other = (
-            torch.load(tmp_path / f"{kind}-{rank}.pt", weights_only=True) for rank in range(2)
+            torch.load(tmp_path / f"{master}-{rank}.pt", weights_only=True) for rank in range(2)
         )
         assert all(
             torch.equal(weight, other["weights"][name]) for name, weight in one["weights"].items()
@@ -76,17 +77,16 @@ def test_two_processes_train_as_one_over_the_joint_batch(tmp_path):
             torch.equal(first, second)
             for first, second in zip(one["gradients"], other["gradients"], strict=True)
         )
-        assert_as_one_process(kind, one["weights"])
+        assert_as_one_process(master, one["weights"])
 
 
-def assert_as_one_process(kind, weights):
-    model, optimizer = made(kind)
+def assert_as_one_process(master, weights):
+    model, optimizer = decorated_pair(master)
     start = {name: value.float().clone() for name, value in model.state_dict().items()}
     train(model, optimizer, slice(None))
     mezzo.undecorate(model)
     for name, weight in model.state_dict().items():
         moved = (weight - start[name]).norm()
         assert moved > 0.01
-        # bfloat16 gradients of 8 rows and of 16 round differently: by a part of what the weights
-        # moved.
+        # bfloat16 gradients of 8 and of 16 rows round differently, by a fraction of the updates.
         assert (weight - weights[name]).norm() < 0.06 * moved, name

@@ -1,4 +1,4 @@
-"""`decorate` applies a plan whole or not at all, and `undecorate` puts everything back."""
+"""`decorate` applies a plan completely or not at all, and `undecorate` restores everything."""
 
 import copy
 import gc
@@ -14,12 +14,12 @@ from mezzo.optim.master_weights import MasterWeights
 from mezzo.prepare import decorate as subject
 from mezzo.prepare import forward, model_state_dict
 
-KINDS = ("float32", "split", "kahan", "stochastic", "none")
+FORMATS = ("float32", "split", "kahan", "stochastic", "none")
 EXACT = ("float32", "split")
 
 
 class Net(nn.Module):
-    """Linear, norm with statistics, a recurrent layer and tied weights."""
+    """Embedding, norms with and without statistics, a recurrent layer and tied weights."""
 
     def __init__(self):
         super().__init__()
@@ -56,7 +56,7 @@ def train(model, optimizer, steps=3, seed=1):
 
 
 def snapshot(model, optimizer=None):
-    """Everything about a model and an optimizer that decorating touches."""
+    """Return all that `decorate` can change of a model and an optimizer."""
     tensors = {
         id(one): (one.dtype, one.data_ptr(), one.detach().clone(), one.grad, one.grad_dtype)
         for one in (*model.parameters(), *model.buffers())
@@ -101,14 +101,14 @@ def assert_same(before, after, *, memory=True):
     assert before[1:] == after[1:]
 
 
-# -- what it does ----------------------------------------------------------------------------------
+# -- decorate --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_parameters_become_16_bit_and_stay_the_same_objects(kind):
+@pytest.mark.parametrize("master", FORMATS)
+def test_parameters_become_16_bit_and_stay_the_same_objects(master):
     model, optimizer = make()
     parameters = list(model.parameters())
-    returned = mezzo.decorate(model, optimizer, "O2", dtype="bfloat16", master=kind)
+    returned = mezzo.decorate(model, optimizer, "O2", dtype="bfloat16", master=master)
     assert returned == (model, optimizer)
     assert all(one is other for one, other in zip(parameters, model.parameters(), strict=True))
     assert [
@@ -126,16 +126,16 @@ def test_parameters_become_16_bit_and_stay_the_same_objects(kind):
     assert all(parameter in optimizer.state for parameter in parameters)
 
 
-@pytest.mark.parametrize("kind", EXACT)
-def test_masters_start_from_the_original_values_not_the_rounded_ones(kind):
+@pytest.mark.parametrize("master", EXACT)
+def test_masters_start_from_the_original_values_not_the_rounded_ones(master):
     model, optimizer = make("SGD")
     exact = copy.deepcopy(model.state_dict())
-    mezzo.decorate(model, optimizer, dtype="bfloat16", master=kind, save_dtype="float32")
+    mezzo.decorate(model, optimizer, dtype="bfloat16", master=master, save_dtype="float32")
     assert not torch.equal(model.embed.weight.float(), exact["embed.weight"])
     assert all(torch.equal(value, exact[name]) for name, value in model.state_dict().items())
 
 
-def test_small_updates_are_kept_by_masters_and_lost_without():
+def test_small_updates_add_up_in_masters_and_are_lost_without():
     def moved(master):
         model = nn.Linear(64, 64, bias=False)
         nn.init.ones_(model.weight)
@@ -156,13 +156,13 @@ def test_small_updates_are_kept_by_masters_and_lost_without():
 
 def test_o2_with_float32_masters_and_split_masters_train_alike():
     ends = []
-    for kind in EXACT:
+    for master in EXACT:
         model, optimizer = make("SGD")
-        mezzo.decorate(model, optimizer, dtype="bfloat16", master=kind)
+        mezzo.decorate(model, optimizer, dtype="bfloat16", master=master)
         train(model, optimizer, 5)
         mezzo.undecorate(model)
         ends.append(model.rnn.weight_ih_l0.detach())
-    # Only half-way cases round otherwise.
+    # The formats differ only in how they round ties.
     torch.testing.assert_close(*ends, rtol=1e-3, atol=1e-3)
 
 
@@ -177,7 +177,7 @@ def test_gradients_accumulate_in_float32_on_request():
     assert model.rnn.weight_ih_l0.grad.dtype is torch.bfloat16
 
 
-def test_gradients_that_are_there_come_along():
+def test_existing_gradients_are_cast():
     model, optimizer = make()
     loss = model(torch.zeros(4, 5, dtype=torch.int64)).sum()
     loss.backward()
@@ -188,7 +188,7 @@ def test_gradients_that_are_there_come_along():
     assert torch.equal(model.rnn.weight_ih_l0.grad, before.bfloat16().float())
 
 
-def test_at_o1_parameters_and_optimizer_stay_and_the_forward_runs_in_the_region():
+def test_at_o1_only_the_forward_changes():
     model = nn.Linear(4, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     before = dict(optimizer.__dict__.items())
@@ -213,7 +213,7 @@ def test_the_step_clips_to_the_norm(level):
 
 @pytest.mark.parametrize("scaling", [mezzo.GradScaler, torch.amp.GradScaler])
 @pytest.mark.parametrize("optimizer", ["SGD", "AdamW", "RMSprop"])
-def test_float16_with_a_scaler_trains_and_skips_what_overflowed(scaling, optimizer):
+def test_float16_with_a_scaler_trains_and_skips_overflows(scaling, optimizer):
     model, optimizer = make(optimizer)
     mezzo.decorate(model, optimizer, dtype="float16", save_dtype="float32")
     scaler = scaling("cpu", init_scale=2.0**10)
@@ -237,7 +237,7 @@ def test_float16_with_a_scaler_trains_and_skips_what_overflowed(scaling, optimiz
     assert losses[-1] < losses[0]
 
 
-def test_lists_come_back_as_they_went_in():
+def test_lists_are_returned_as_they_were_passed():
     (one, first), (other, second) = make(), make()
     models, optimizers = [one, (other,)], [first, second]
     returned = mezzo.decorate(models, optimizers, dtype="bfloat16")
@@ -247,13 +247,13 @@ def test_lists_come_back_as_they_went_in():
     assert one.out.weight.dtype is other.out.weight.dtype is torch.float32
 
 
-def test_one_model_comes_back_alone():
+def test_one_model_is_returned_alone():
     model, _ = make()
     assert mezzo.decorate(model.eval(), dtype="bfloat16") is model
     assert mezzo.undecorate(model) is model
 
 
-def test_a_parameter_that_two_models_share_is_converted_once():
+def test_a_parameter_of_two_models_is_cast_once():
     one, other = nn.Linear(4, 4), nn.Linear(4, 4)
     other.weight = one.weight
     optimizer = torch.optim.SGD([*one.parameters(), other.bias], lr=0.1)
@@ -277,7 +277,7 @@ def test_a_compiled_model_is_decorated_and_runs_compiled():
     assert compiled(torch.ones(2, 4)).dtype is torch.float32
 
 
-def test_a_deep_copy_runs_as_the_original_and_has_a_life_of_its_own():
+def test_a_deep_copy_computes_the_same_and_is_independent():
     model, optimizer = make()
     mezzo.decorate(model, optimizer, dtype="bfloat16", save_dtype="float32")
     copied = copy.deepcopy(model).eval()
@@ -293,7 +293,7 @@ def test_a_deep_copy_runs_as_the_original_and_has_a_life_of_its_own():
         mezzo.undecorate(copied)
 
 
-def test_a_copy_of_averaged_weights_moves_the_master():
+def test_a_write_to_a_parameter_changes_its_master():
     model, optimizer = make("SGD")
     mezzo.decorate(model, optimizer, dtype="bfloat16", master="split", save_dtype="float32")
     with torch.no_grad():
@@ -301,12 +301,12 @@ def test_a_copy_of_averaged_weights_moves_the_master():
     assert torch.equal(model.state_dict()["rnn.weight_ih_l0"], model.rnn.weight_ih_l0.float())
 
 
-# -- the way back ----------------------------------------------------------------------------------
+# -- undecorate ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", EXACT)
+@pytest.mark.parametrize("master", EXACT)
 @pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3"])
-def test_undecorating_untrained_restores_every_bit_and_every_hook(kind, level):
+def test_undecorating_untrained_restores_every_bit_and_every_hook(master, level):
     model, optimizer = make()
     before = snapshot(model, optimizer)
     mezzo.decorate(
@@ -314,7 +314,7 @@ def test_undecorating_untrained_restores_every_bit_and_every_hook(kind, level):
         optimizer,
         level,
         dtype="bfloat16",
-        master=kind,
+        master=master,
         save_dtype="float32",
         clip_norm=1.0,
         modules={"rnn": "full"},
@@ -324,10 +324,10 @@ def test_undecorating_untrained_restores_every_bit_and_every_hook(kind, level):
     assert_same(before, snapshot(model, optimizer), memory=False)
 
 
-@pytest.mark.parametrize("kind", EXACT)
-def test_undecorating_gives_the_trained_exact_values(kind):
+@pytest.mark.parametrize("master", EXACT)
+def test_undecorating_restores_the_trained_exact_values(master):
     model, optimizer = make()
-    mezzo.decorate(model, optimizer, dtype="bfloat16", master=kind, save_dtype="float32")
+    mezzo.decorate(model, optimizer, dtype="bfloat16", master=master, save_dtype="float32")
     train(model, optimizer)
     exact = model.state_dict()
     mezzo.undecorate(model)
@@ -343,15 +343,15 @@ def test_undecorating_gives_the_trained_exact_values(kind):
     )
 
 
-def test_what_was_undecorated_can_be_decorated_anew():
+def test_an_undecorated_pair_can_be_decorated_again():
     model, optimizer = make()
-    for kind in KINDS:
-        mezzo.decorate(model, optimizer, dtype="bfloat16", master=kind)
+    for master in FORMATS:
+        mezzo.decorate(model, optimizer, dtype="bfloat16", master=master)
         train(model, optimizer)
         mezzo.undecorate(model)
 
 
-def test_schedulers_made_before_and_after_keep_working():
+def test_schedulers_created_before_and_after_keep_working():
     model, optimizer = make()
     before = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
     mezzo.decorate(model, optimizer, dtype="bfloat16")
@@ -364,7 +364,7 @@ def test_schedulers_made_before_and_after_keep_working():
     train(model, optimizer, 1)
 
 
-# -- whole or not at all ---------------------------------------------------------------------------
+# -- errors in the middle --------------------------------------------------------------------------
 
 
 def fail_on_call(monkeypatch, target, name, count):
@@ -400,33 +400,33 @@ FAILURES = [
 ]
 
 
-def fits(kind, failure):
-    # Kahan has nothing exact to save.
-    return kind in EXACT or failure[1] != "_AfterSave"
+def fits(master, failure):
+    # With Kahan compensation there are no exact values to save.
+    return master in EXACT or failure[1] != "_AfterSave"
 
 
 @pytest.mark.parametrize(
-    ("kind", "target", "name", "count"),
+    ("master", "target", "name", "count"),
     [
-        (kind, *failure)
-        for kind in ("split", "kahan")
+        (master, *failure)
+        for master in ("split", "kahan")
         for failure in FAILURES
-        if fits(kind, failure)
+        if fits(master, failure)
     ],
 )
-def test_an_error_in_the_middle_leaves_everything_as_it_was(monkeypatch, kind, target, name, count):
+def test_an_error_in_the_middle_restores_everything(monkeypatch, master, target, name, count):
     (one, first), (other, second) = make(), make("SGD")
     train(one, first, 1)
     handle = one.register_forward_hook(lambda *_: None)
     before = snapshot(one, first), snapshot(other, second)
-    save = "float32" if kind == "split" else None
+    save = "float32" if master == "split" else None
     fail_on_call(monkeypatch, target, name, count)
     with pytest.raises(MemoryError, match="injected"):
         mezzo.decorate(
             [one, other],
             [first, second],
             dtype="bfloat16",
-            master=kind,
+            master=master,
             save_dtype=save,
             modules={"rnn": "full"},
             grad_dtype="float32",
@@ -435,10 +435,10 @@ def test_an_error_in_the_middle_leaves_everything_as_it_was(monkeypatch, kind, t
     for old, (model, optimizer) in zip(before, ((one, first), (other, second)), strict=True):
         assert_same(old, snapshot(model, optimizer))
     handle.remove()
-    mezzo.decorate([one, other], [first, second], dtype="bfloat16", master=kind)
+    mezzo.decorate([one, other], [first, second], dtype="bfloat16", master=master)
 
 
-# -- what is refused and what is warned of ---------------------------------------------------------
+# -- errors and warnings ---------------------------------------------------------------------------
 
 
 def test_decorating_twice_is_refused():
@@ -452,7 +452,7 @@ def test_decorating_twice_is_refused():
         mezzo.decorate(make()[0], optimizer, dtype="bfloat16")
 
 
-def test_undecorating_what_is_plain_or_apart_is_refused():
+def test_undecorating_plain_or_separately_decorated_models_is_refused():
     (one, first), (other, _) = make(), make()
     with pytest.raises(mezzo.PolicyError, match="not decorated"):
         mezzo.undecorate(one)
@@ -464,9 +464,9 @@ def test_undecorating_what_is_plain_or_apart_is_refused():
     mezzo.undecorate([one, other])
 
 
-def test_without_an_optimizer_the_lost_updates_are_warned_of_once():
+def test_decorating_without_an_optimizer_warns_once_of_lost_updates():
     model, _ = make()
-    with pytest.warns(UserWarning, match="small|smaller") as caught:
+    with pytest.warns(UserWarning, match="without an optimizer keeps no master weights") as caught:
         mezzo.decorate(model, dtype="bfloat16")
     assert len(caught) == 1
     assert caught[0].filename == __file__
@@ -477,22 +477,22 @@ def frozen(model):
 
 
 @pytest.mark.parametrize(
-    "words",
+    "options",
     [{"master": None}, {"master": "none"}, {"policy": "O1"}, {"policy": "O3"}],
     ids=str,
 )
-def test_nothing_is_warned_of_where_it_is_meant(words):
-    mezzo.decorate(make()[0], dtype="bfloat16", **words)
+def test_no_warning_without_masters_or_at_other_levels(options):
+    mezzo.decorate(make()[0], dtype="bfloat16", **options)
 
 
-@pytest.mark.parametrize("ready", [nn.Module.eval, frozen])
-def test_nothing_is_warned_of_where_nothing_is_trained(ready):
+@pytest.mark.parametrize("prepare", [nn.Module.eval, frozen])
+def test_no_warning_if_nothing_is_trained(prepare):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        mezzo.decorate(ready(make()[0]), dtype="bfloat16")
+        mezzo.decorate(prepare(make()[0]), dtype="bfloat16")
 
 
-def test_undecorating_is_refused_whole_where_a_tensor_no_longer_fits_its_master():
+def test_undecorating_is_refused_if_a_tensor_does_not_fit_its_master():
     model, optimizer = mezzo.decorate(*make(), dtype="bfloat16")
     train(model, optimizer)
     exact = model_state_dict.exact_state_dict(model)
@@ -509,8 +509,8 @@ def test_undecorating_is_refused_whole_where_a_tensor_no_longer_fits_its_master(
         assert torch.equal(tensor, exact[name])
 
 
-def test_decorated_pairs_that_were_stepped_and_dropped_are_freed():
-    def used():
+def test_decorated_pairs_that_were_stepped_are_freed():
+    def use():
         model = nn.Linear(2, 1)
         model, optimizer = mezzo.decorate(
             model, torch.optim.SGD(model.parameters(), lr=0.1), dtype="float16"
@@ -521,6 +521,6 @@ def test_decorated_pairs_that_were_stepped_and_dropped_are_freed():
         scaler.update()
         return weakref.ref(optimizer), weakref.ref(model)
 
-    held = [one for _ in range(5) for one in used()]
+    references = [one for _ in range(5) for one in use()]
     gc.collect()
-    assert [one for one in held if one() is not None] == []
+    assert [one for one in references if one() is not None] == []

@@ -1,4 +1,4 @@
-"""An EMA averages exact weights, and lends them to the model without leaving a trace."""
+"""`EMA` averages float32 weights, and `applied()` uses them in the model for a while."""
 
 import copy
 from contextlib import suppress
@@ -11,22 +11,22 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import mezzo
 
-WAYS = [(None, {}), ("O1", {})] + [
-    ("O2", {"master": kind}) for kind in ("float32", "split", "kahan", "stochastic", "none")
+CASES = [(None, {}), ("O1", {})] + [
+    ("O2", {"master": master}) for master in ("float32", "split", "kahan", "stochastic", "none")
 ]
 IDS = ["plain", "O1", "float32", "split", "kahan", "stochastic", "none"]
-ways = pytest.mark.parametrize(("level", "words"), WAYS, ids=IDS)
+every_case = pytest.mark.parametrize(("level", "options"), CASES, ids=IDS)
 
 
 class Run:
-    def __init__(self, level="O2", decay=0.9, **words):
+    def __init__(self, level="O2", decay=0.9, **options):
         torch.manual_seed(0)
-        self.use_buffers = words.pop("use_buffers", False)
+        self.use_buffers = options.pop("use_buffers", False)
         self.model = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Linear(6, 2))
-        self.model.register_buffer("places", torch.arange(3))
+        self.model.register_buffer("positions", torch.arange(3))
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.001)
         if level is not None:
-            mezzo.decorate(self.model, self.optimizer, level, dtype="bfloat16", **words)
+            mezzo.decorate(self.model, self.optimizer, level, dtype="bfloat16", **options)
         self.ema = mezzo.EMA(self.model, decay, use_buffers=self.use_buffers)
         self.data = torch.Generator().manual_seed(1)
 
@@ -38,7 +38,7 @@ class Run:
             self.ema.update()
 
     def state(self):
-        """Everything, to the bit: 16-bit weights, what lies beside them, moments, buffers."""
+        """Return copies of weights, companions, moments, buffers and averages."""
         return copy.deepcopy(
             (
                 self.model.state_dict(),
@@ -49,22 +49,22 @@ class Run:
         )
 
 
-@ways
-def test_it_averages_the_exact_weights(level, words):
-    run = Run(level, **words)
+@every_case
+def test_the_average_is_of_the_float32_weights(level, options):
+    run = Run(level, **options)
     wanted = {name: value.double() for name, value in mezzo.master_params(run.model).items()}
     for _ in range(20):
         run.train()
         for name, value in mezzo.master_params(run.model).items():
             wanted[name] = 0.9 * wanted[name] + 0.1 * value.double()
-    found = run.ema.state_dict()
-    assert found.keys() == wanted.keys()
-    for name, value in found.items():
+    averages = run.ema.state_dict()
+    assert averages.keys() == wanted.keys()
+    for name, value in averages.items():
         assert value.dtype is torch.float32
         torch.testing.assert_close(value.double(), wanted[name], rtol=3e-6, atol=1e-7)
 
 
-def test_an_average_moves_where_16_bits_would_not():
+def test_the_average_includes_updates_below_16_bit_steps():
     model = nn.Linear(4, 4)
     nn.init.ones_(model.weight)
     mezzo.decorate(
@@ -76,14 +76,14 @@ def test_an_average_moves_where_16_bits_would_not():
         optimizer.step()
         optimizer.zero_grad()
         ema.update()
-    # The weight falls from 1 by 0.001 a step.
+    # The weight decreases from 1 by 0.001 a step.
     assert ema.state_dict()["weight"][0, 0].item() == pytest.approx(
         1.0 - 0.001 * (300 - 999 * (1 - 0.999**300)), abs=1e-5
     )
 
 
 @pytest.mark.parametrize("level", [None, "O1"])
-def test_without_masters_it_is_torchs_own_average(level):
+def test_without_masters_the_average_equals_torchs(level):
     run = Run(level)
     torchs = AveragedModel(run.model, multi_avg_fn=get_ema_multi_avg_fn(0.9))
     torchs.update_parameters(run.model)
@@ -96,17 +96,17 @@ def test_without_masters_it_is_torchs_own_average(level):
     )
 
 
-# -- lending ---------------------------------------------------------------------------------------
+# -- applied ---------------------------------------------------------------------------------------
 
 
-@ways
-def test_inside_the_with_the_model_holds_the_average(level, words):
-    run = Run(level, **words)
+@every_case
+def test_the_model_holds_the_average_inside_applied(level, options):
+    run = Run(level, **options)
     run.train(10)
     average = copy.deepcopy(run.ema.state_dict())
-    exact = level != "O2" or words["master"] in ("float32", "split")
-    with run.ema.applied() as lent:
-        assert lent is run.model
+    exact = level != "O2" or options["master"] in ("float32", "split")
+    with run.ema.applied() as averaged:
+        assert averaged is run.model
         for name, parameter in run.model.named_parameters():
             torch.testing.assert_close(
                 parameter.detach(),
@@ -118,10 +118,10 @@ def test_inside_the_with_the_model_holds_the_average(level, words):
             assert_equal(dict(mezzo.master_params(run.model)), average)
 
 
-@ways
+@every_case
 @pytest.mark.parametrize("raises", [False, True])
-def test_afterwards_everything_is_as_it_was_and_trains_on_to_the_bit(level, words, raises):
-    run, other = Run(level, **words), Run(level, **words)
+def test_everything_is_restored_to_the_bit_after_applied(level, options, raises):
+    run, other = Run(level, **options), Run(level, **options)
     for one in (run, other):
         one.train(5)
     before = run.state()
@@ -136,7 +136,7 @@ def test_afterwards_everything_is_as_it_was_and_trains_on_to_the_bit(level, word
     assert_equal(run.state(), other.state())
 
 
-def test_parameters_and_masters_stay_where_they_are():
+def test_addresses_of_parameters_and_masters_stay_the_same():
     run = Run()
     run.train()
     addresses = lambda: [  # noqa: E731
@@ -153,9 +153,9 @@ def test_parameters_and_masters_stay_where_they_are():
     assert addresses() == before
 
 
-@pytest.mark.parametrize("kind", ["float32", "split"])
-def test_weights_that_were_written_by_others_before_stay_written(kind):
-    run = Run(master=kind)
+@pytest.mark.parametrize("master", ["float32", "split"])
+def test_weights_that_other_code_wrote_before_are_restored(master):
+    run = Run(master=master)
     run.train(2)
     with torch.no_grad():
         run.model[0].weight.fill_(0.25)
@@ -164,9 +164,9 @@ def test_weights_that_were_written_by_others_before_stay_written(kind):
     assert bool((mezzo.master_params(run.model)["0.weight"] == 0.25).all())
 
 
-@pytest.mark.parametrize("kind", ["float32", "split"])
-def test_two_averages_can_be_lent_one_inside_the_other(kind):
-    run = Run(master=kind)
+@pytest.mark.parametrize("master", ["float32", "split"])
+def test_applied_can_be_nested(master):
+    run = Run(master=master)
     slow = mezzo.EMA(run.model, 0.999)
     for _ in range(5):
         run.train()
@@ -179,7 +179,7 @@ def test_two_averages_can_be_lent_one_inside_the_other(kind):
     assert_equal(before, run.state())
 
 
-def test_a_region_around_the_loop_computes_with_the_lent_weights_and_then_with_its_own():
+def test_a_surrounding_autocast_region_uses_the_averaged_weights():
     run, x = Run(None), torch.ones(2, 4)
     with mezzo.autocast("cpu", dtype="bfloat16"):
         run.ema.load_state_dict(
@@ -192,7 +192,7 @@ def test_a_region_around_the_loop_computes_with_the_lent_weights_and_then_with_i
         assert torch.equal(run.model(x), before)
 
 
-def test_the_callers_grad_mode_is_left_alone():
+def test_applied_does_not_change_the_grad_mode():
     run = Run()
     with torch.no_grad(), run.ema.applied():
         assert not run.model(torch.ones(2, 4)).requires_grad
@@ -203,7 +203,7 @@ def test_the_callers_grad_mode_is_left_alone():
 # -- buffers ---------------------------------------------------------------------------------------
 
 
-def test_buffers_are_the_models_own_and_what_an_evaluation_writes_to_them_is_undone():
+def test_changes_of_buffers_inside_applied_are_undone():
     run = Run()
     run.train(2)
     assert "1.running_mean" not in run.ema.state_dict()
@@ -228,12 +228,12 @@ def test_with_use_buffers_floating_point_buffers_are_averaged():
         assert run.model[1].num_batches_tracked == 4
 
 
-# -- steps inside ----------------------------------------------------------------------------------
+# -- steps inside applied --------------------------------------------------------------------------
 
 
-@ways
-def test_an_optimizer_step_inside_is_refused_and_nothing_changes(level, words):
-    run = Run(level, **words)
+@every_case
+def test_an_optimizer_step_inside_applied_is_refused(level, options):
+    run = Run(level, **options)
     run.train(2)
     run.model(torch.ones(2, 4)).sum().backward()
     before = run.state()
@@ -249,7 +249,7 @@ def test_an_optimizer_step_inside_is_refused_and_nothing_changes(level, words):
     run.optimizer.step()
 
 
-def test_other_models_may_be_trained_inside():
+def test_other_models_may_be_trained_inside_applied():
     run, weight = Run(), nn.Parameter(torch.ones(1))
     weight.grad = torch.ones(1)
     with run.ema.applied():
@@ -265,7 +265,7 @@ def test_other_models_may_be_trained_inside():
         lambda step: step.state_dict(),
     ],
 )
-def test_a_training_step_inside_is_refused(call):
+def test_a_train_step_inside_applied_is_refused(call):
     model = nn.Linear(4, 2)
     step = mezzo.TrainStep(
         model,
@@ -285,12 +285,12 @@ def test_a_training_step_inside_is_refused(call):
     call(step)
 
 
-# -- saving ----------------------------------------------------------------------------------------
+# -- checkpoints -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", ["float32", "split"])
-def test_it_resumes_from_a_checkpoint_to_the_bit(tmp_path, kind):
-    run, again = Run(master=kind), Run(master=kind)
+@pytest.mark.parametrize("master", ["float32", "split"])
+def test_an_average_resumes_from_a_checkpoint_to_the_bit(tmp_path, master):
+    run, again = Run(master=master), Run(master=master)
     run.train(3)
     mezzo.save_checkpoint(tmp_path / "run.pt", run.model, run.optimizer, ema=run.ema.state_dict())
     extra = mezzo.load_checkpoint(tmp_path / "run.pt", again.model, again.optimizer)
@@ -309,7 +309,7 @@ def test_it_resumes_from_a_checkpoint_to_the_bit(tmp_path, kind):
         (lambda state: state.update({"2.bias": torch.ones(3)}), r"'2.bias' has shape \(3,\)"),
     ],
 )
-def test_an_average_of_another_model_is_refused_and_nothing_changes(change, message):
+def test_an_average_of_another_model_is_refused_before_anything_changes(change, message):
     run = Run()
     before = copy.deepcopy(run.ema.state_dict())
     state = {name: value + 1 for name, value in before.items()}
@@ -319,7 +319,7 @@ def test_an_average_of_another_model_is_refused_and_nothing_changes(change, mess
     assert_equal(before, run.ema.state_dict())
 
 
-def test_the_averaged_model_alone_is_saved_inside_but_a_run_is_not(tmp_path):
+def test_inside_applied_the_model_can_be_saved_and_a_run_cannot(tmp_path):
     run = Run(master="split")
     run.train(5)
     path, average = tmp_path / "average.pt", copy.deepcopy(run.ema.state_dict())
@@ -333,14 +333,14 @@ def test_the_averaged_model_alone_is_saved_inside_but_a_run_is_not(tmp_path):
     assert_equal({name: saved[name] for name in average}, average)
 
 
-# -- the model changes -----------------------------------------------------------------------------
+# -- changes of the model --------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", ["float32", "split"])
-def test_it_may_be_made_before_decorating_and_outlive_it(kind):
+@pytest.mark.parametrize("master", ["float32", "split"])
+def test_an_average_continues_when_the_model_is_decorated_and_undecorated(master):
     run, other = Run(None), Run(None)
     run.ema, other.ema = (mezzo.EMA(one.model, 0.5) for one in (run, other))
-    mezzo.decorate(run.model, run.optimizer, dtype="bfloat16", master=kind)
+    mezzo.decorate(run.model, run.optimizer, dtype="bfloat16", master=master)
     for step in range(4):
         if step == 2:
             mezzo.undecorate(run.model)
@@ -353,7 +353,7 @@ def test_it_may_be_made_before_decorating_and_outlive_it(kind):
     assert_equal(run.ema.state_dict(), other.ema.state_dict())
 
 
-def test_it_follows_a_model_that_is_laid_out_otherwise_or_gets_other_parameters():
+def test_an_average_follows_new_strides_and_new_parameters():
     model = nn.Conv2d(3, 4, 3)
     ema = mezzo.EMA(model, 0.5)
     before = model.weight.detach().clone()
@@ -374,16 +374,16 @@ def test_tied_weights_are_averaged_once():
     assert list(mezzo.EMA(model).state_dict()) == ["0.weight"]
 
 
-def test_a_wrapped_model_has_the_names_of_the_bare_one():
+def test_names_of_a_wrapped_model_have_no_prefix():
     assert list(mezzo.EMA(nn.DataParallel(nn.Linear(2, 2))).state_dict()) == ["weight", "bias"]
 
 
-def test_weights_that_are_reconstructed_some_at_a_time_are_averaged_alike(monkeypatch):
+def test_weights_reconstructed_in_parts_give_the_same_average(monkeypatch):
     from mezzo.prepare import ema
 
     runs = []
-    for some in (ema._SOME, 5):
-        monkeypatch.setattr(ema, "_SOME", some)
+    for count in (ema._MAX_GROUP_ELEMENTS, 5):
+        monkeypatch.setattr(ema, "_MAX_GROUP_ELEMENTS", count)
         run = Run(master="split")
         run.train(3)
         runs.append((run, run.state()))
@@ -392,7 +392,7 @@ def test_weights_that_are_reconstructed_some_at_a_time_are_averaged_alike(monkey
 
 
 @pytest.mark.parametrize("decay", [-0.1, 1.1, "0.9", True, None])
-def test_a_decay_that_is_no_part_is_refused(decay):
+def test_an_invalid_decay_is_refused(decay):
     with pytest.raises(mezzo.PolicyError, match="a number from 0 to 1"):
         mezzo.EMA(nn.Linear(1, 1), decay)
 
@@ -402,10 +402,10 @@ def test_more_than_one_model_is_refused():
         mezzo.EMA([nn.Linear(1, 1), nn.Linear(1, 1)])
 
 
-# -- torch's own average ---------------------------------------------------------------------------
+# -- torch's AveragedModel -------------------------------------------------------------------------
 
 
-def test_torchs_average_of_a_decorated_model_is_refused_and_told_what_to_do():
+def test_an_averaged_model_of_a_decorated_model_is_refused():
     run = Run()
     with pytest.raises(mezzo.UnsupportedError, match=r"mezzo\.EMA\(model"):
         AveragedModel(run.model)
@@ -416,7 +416,7 @@ def test_torchs_average_of_a_decorated_model_is_refused_and_told_what_to_do():
 
 
 @pytest.mark.parametrize("use_buffers", [False, True])
-def test_torchs_average_made_before_decorating_takes_master_params(use_buffers):
+def test_an_averaged_model_created_before_decorating_accepts_master_params(use_buffers):
     run = Run(None, use_buffers=use_buffers)
     torchs = AveragedModel(
         run.model, multi_avg_fn=get_ema_multi_avg_fn(0.9), use_buffers=use_buffers
@@ -437,7 +437,7 @@ def test_torchs_average_made_before_decorating_takes_master_params(use_buffers):
 
 
 @pytest.mark.parametrize("state", [3, {"weight": 1.0, "bias": torch.ones(1)}])
-def test_what_is_no_average_is_refused(state):
+def test_an_invalid_state_is_refused(state):
     ema = mezzo.EMA(nn.Linear(1, 1))
     before = {name: value.clone() for name, value in ema.state_dict().items()}
     with pytest.raises(mezzo.CheckpointError, match="dictionary of tensors"):

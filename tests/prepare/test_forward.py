@@ -1,4 +1,4 @@
-"""What goes in is cast, what happens inside runs in the policy's region, and what comes out may be cast back."""
+"""The forward wrapper of a decorated model: casts, the policy's region, copies and pickles."""
 
 import copy
 import io
@@ -20,8 +20,8 @@ import mezzo
 from mezzo.prepare import forward
 
 
-class Seen(nn.Module):
-    """Notes the dtypes that it is called with, and of what it computes."""
+class Recorder(nn.Module):
+    """Records its inputs and intermediate results."""
 
     def __init__(self):
         super().__init__()
@@ -29,16 +29,19 @@ class Seen(nn.Module):
         self.norm = nn.LayerNorm(4)
 
     def forward(self, x, *more, **named):
-        self.given = x, more, named
+        self.inputs = x, more, named
         self.linear_out = self.linear(x["x"] if isinstance(x, dict) else x)
         self.norm_out = self.norm(self.linear_out)
         return {"out": self.norm_out, "more": [self.linear_out, 3], "ids": torch.arange(2)}
 
 
-def decorated(level="O2", **words):
-    model = Seen()
+def decorated(level="O2", **options):
+    model = Recorder()
     return mezzo.decorate(
-        model, torch.optim.SGD(model.parameters(), lr=0.1), level, **{"dtype": "bfloat16", **words}
+        model,
+        torch.optim.SGD(model.parameters(), lr=0.1),
+        level,
+        **{"dtype": "bfloat16", **options},
     )[0]
 
 
@@ -56,39 +59,39 @@ class Holder:
 
 
 @pytest.mark.parametrize("level", ["O2", "O3"])
-def test_floating_inputs_are_cast_however_nested(level):
+def test_nested_floating_point_inputs_are_cast(level):
     model = decorated(level)
     holder = Holder(X)
     model(
         {"x": X, "ids": torch.arange(3)},
-        [X.half(), (X.double(), "word")],
+        [X.half(), (X.double(), "text")],
         pair=Pair(X, X.bool()),
         flag=True,
         holder=holder,
     )
-    first, more, named = model.given
+    first, more, named = model.inputs
     assert first["x"].dtype is torch.bfloat16
     assert first["ids"].dtype is torch.int64
     assert more[0][0].dtype is torch.bfloat16
     assert more[0][1][0].dtype is torch.float64
-    assert more[0][1][1] == "word"
+    assert more[0][1][1] == "text"
     assert isinstance(named["pair"], Pair)
     assert [one.dtype for one in named["pair"]] == [torch.bfloat16, torch.bool]
     assert named["flag"] is True
     assert named["holder"] is holder
 
 
-def test_at_o1_inputs_are_left_to_the_ops():
+def test_inputs_are_not_cast_at_o1():
     model = decorated("O1")
     model(X, [X], key=X)
-    first, more, named = model.given
+    first, more, named = model.inputs
     assert first is X
     assert more[0][0] is X
     assert named["key"] is X
     assert model.linear_out.dtype is torch.bfloat16
 
 
-def test_at_o0_an_autocast_around_does_not_reach_inside():
+def test_a_surrounding_autocast_has_no_effect_at_o0():
     model = decorated("O0")
     with torch.autocast("cpu", torch.bfloat16):
         model(X)
@@ -108,7 +111,7 @@ def test_at_o0_an_autocast_around_does_not_reach_inside():
     ],
     ids=["torch", "torch float16", "torch off", "mezzo", "mezzo off", "mezzo O2"],
 )
-def test_an_autocast_around_does_no_harm(level, around):
+def test_a_surrounding_autocast_does_not_change_the_result(level, around):
     model = decorated(level).eval()
     alone = model(X)
     with around():
@@ -117,7 +120,7 @@ def test_an_autocast_around_does_no_harm(level, around):
     assert torch.equal(inside["out"], alone["out"])
 
 
-def test_the_state_around_is_restored_when_the_model_raises():
+def test_the_autocast_state_is_restored_when_the_model_raises():
     model = decorated()
     with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
         model(torch.ones(2, 3))
@@ -126,14 +129,14 @@ def test_the_state_around_is_restored_when_the_model_raises():
 
 
 @pytest.mark.parametrize("output", ["float32", "float16"])
-def test_outputs_are_cast_however_nested(output):
+def test_nested_outputs_are_cast(output):
     result = decorated(output_dtype=output)(X)
     assert result["out"].dtype is result["more"][0].dtype is getattr(torch, output)
     assert result["more"][1] == 3
     assert result["ids"].dtype is torch.int64
 
 
-def test_outputs_are_left_alone_without_a_word():
+def test_outputs_are_not_cast_by_default():
     assert decorated()(X)["more"][0].dtype is torch.bfloat16
 
 
@@ -176,14 +179,14 @@ def test_a_norm_in_float32_computes_in_float32():
     assert (model(x).float() - expected).abs().max() <= 2.0**-7 * expected.abs().max()
 
 
-def test_the_ops_of_the_policy_hold_inside():
+def test_op_rules_of_the_policy_apply():
     model = decorated(full={"linear"})
     model(X)
     assert model.linear_out.dtype is torch.float32
 
 
 @pytest.mark.parametrize("level", ["O1", "O2", "O3"])
-def test_rules_for_modules_hold_inside_and_go_with_the_decoration(level):
+def test_module_rules_apply_until_undecorate(level):
     model = decorated(level, modules={"linear": "full"})
     model(X)
     assert model.linear.weight.dtype is torch.float32
@@ -216,10 +219,10 @@ class Checkpointed(nn.Module):
 @pytest.mark.parametrize(
     "modules", [{"0.block": "full"}, {"0": "full", "0.block": "half"}], ids=["one", "nested"]
 )
-def test_checkpointing_recomputes_under_the_rules_for_modules(modules, level, reentrant):
+def test_activation_checkpointing_recomputes_with_module_rules(modules, level, reentrant):
     results = []
-    for kind in (None, reentrant):
-        model = nn.Sequential(Checkpointed(kind))
+    for use_reentrant in (None, reentrant):
+        model = nn.Sequential(Checkpointed(use_reentrant))
         mezzo.decorate(model, None, level, dtype="bfloat16", modules=modules, master=None)
         x = X.clone().requires_grad_()
         (model(x).float() * X).tanh().sum().backward()
@@ -227,7 +230,7 @@ def test_checkpointing_recomputes_under_the_rules_for_modules(modules, level, re
     assert all(map(torch.equal, *results))
 
 
-def test_rules_for_modules_hold_in_every_thread_and_those_of_a_region_in_its_own():
+def test_module_rules_apply_in_every_thread_and_those_of_a_region_in_one():
     model = decorated("O1", modules={"linear": "full"})
 
     def dtype():
@@ -245,7 +248,7 @@ def test_rules_for_modules_hold_in_every_thread_and_those_of_a_region_in_its_own
             assert dtype() is torch.bfloat16
 
 
-def test_a_rule_for_the_model_itself_lies_behind_the_door():
+def test_a_rule_for_the_model_itself_applies_inside_the_wrapper():
     model = decorated(modules={"": "full"}, output_dtype="float16")
     result = model(X)
     assert model.linear_out.dtype is torch.float32
@@ -254,7 +257,7 @@ def test_a_rule_for_the_model_itself_lies_behind_the_door():
     assert "forward" not in model.__dict__
 
 
-def test_module_rules_of_an_autocast_around_reach_into_the_model_and_leave_the_door():
+def test_module_rules_of_a_surrounding_autocast_leave_the_wrapper_in_place():
     model = decorated(output_dtype="float16")
     with mezzo.autocast(
         "O1", device_type="cpu", dtype="bfloat16", modules={"": "keep"}, model=model
@@ -263,7 +266,7 @@ def test_module_rules_of_an_autocast_around_reach_into_the_model_and_leave_the_d
     assert model(X)["out"].dtype is torch.float16
 
 
-def test_a_forward_that_somebody_replaced_before_runs_behind_the_door_and_comes_back():
+def test_a_forward_replaced_before_runs_inside_the_wrapper_and_is_restored():
     model = nn.Linear(4, 4)
     own = model.forward
     replaced = lambda x: own(x) + 1  # noqa: E731
@@ -275,7 +278,7 @@ def test_a_forward_that_somebody_replaced_before_runs_behind_the_door_and_comes_
     assert model.forward is replaced
 
 
-def test_a_deep_copy_goes_through_a_door_of_its_own():
+def test_a_deep_copy_has_its_own_wrapper():
     model = decorated()
     copied = copy.deepcopy(model)
     copied(X)
@@ -283,22 +286,22 @@ def test_a_deep_copy_goes_through_a_door_of_its_own():
     assert not hasattr(model, "linear_out")
 
 
-def test_hooks_of_the_model_run_around_the_door():
+def test_hooks_of_the_model_run_outside_the_wrapper():
     model = decorated(output_dtype="float32")
-    seen = []
-    model.register_forward_pre_hook(lambda module, args: seen.append(args[0].dtype))
-    model.register_forward_hook(lambda module, args, result: seen.append(result["out"].dtype))
+    dtypes = []
+    model.register_forward_pre_hook(lambda module, args: dtypes.append(args[0].dtype))
+    model.register_forward_hook(lambda module, args, result: dtypes.append(result["out"].dtype))
     model(X)
-    assert seen == [torch.float32, torch.float32]
+    assert dtypes == [torch.float32, torch.float32]
 
 
 @pytest.mark.parametrize("level", ["O1", "O2"])
-@pytest.mark.parametrize("words", [{}, {"full": {"linear"}}, {"modules": {"0": "full"}}], ids=str)
-def test_compiled_whole_it_computes_the_same(level, words):
+@pytest.mark.parametrize("options", [{}, {"full": {"linear"}}, {"modules": {"0": "full"}}], ids=str)
+def test_a_compiled_model_computes_the_same(level, options):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4), nn.Linear(4, 4))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    mezzo.decorate(model, optimizer, level, dtype="bfloat16", output_dtype="float32", **words)
+    mezzo.decorate(model, optimizer, level, dtype="bfloat16", output_dtype="float32", **options)
     eager = model(X)
     compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
     result = compiled(X)
@@ -309,16 +312,16 @@ def test_compiled_whole_it_computes_the_same(level, words):
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
-def test_a_checkpointed_part_is_recomputed_in_the_same_precision(reentrant):
+def test_activation_checkpointing_recomputes_in_the_same_precision(reentrant):
     class Net(nn.Module):
         def __init__(self):
             super().__init__()
             self.part = nn.Linear(4, 4)
-            self.seen = []
+            self.dtypes = []
 
         def run(self, x):
             result = self.part(x)
-            self.seen.append(result.dtype)
+            self.dtypes.append(result.dtype)
             return result.sin().sin()
 
         def forward(self, x):
@@ -327,42 +330,42 @@ def test_a_checkpointed_part_is_recomputed_in_the_same_precision(reentrant):
     model = Net()
     mezzo.decorate(model, torch.optim.SGD(model.parameters(), lr=0.1), "O1", dtype="bfloat16")
     model(X.clone().requires_grad_()).sum().backward()
-    assert model.seen == [torch.bfloat16, torch.bfloat16]
+    assert model.dtypes == [torch.bfloat16, torch.bfloat16]
 
 
-def test_a_decorated_copy_has_one_door_not_two():
+def test_decorating_a_copy_replaces_its_wrapper():
     copied = copy.deepcopy(decorated(output_dtype="float16"))
     mezzo.decorate(copied, torch.optim.SGD(copied.parameters(), lr=0.1), dtype="bfloat16")
     assert copied(X)["more"][0].dtype is torch.bfloat16
 
 
-def test_a_model_that_yields_runs_as_the_region_around_it_says():
+def test_with_defer_to_autocast_a_surrounding_region_is_used():
     model = decorated(defer_to_autocast=True)
     with mezzo.autocast("O1", device_type="cpu", dtype="bfloat16", full={"linear"}):
         out = model(X)
-    assert model.given[0].dtype is torch.float32
+    assert model.inputs[0].dtype is torch.float32
     assert model.linear_out.dtype is out["more"][0].dtype is torch.float32
 
 
 @pytest.mark.parametrize("around", [None, {"enabled": False}], ids=["nothing", "switched off"])
-def test_a_model_that_yields_runs_by_its_own_policy_where_nothing_is_on_around_it(around):
+def test_with_defer_to_autocast_the_own_policy_is_used_outside_regions(around):
     model = decorated(defer_to_autocast=True)
     with nullcontext() if around is None else mezzo.autocast("cpu", dtype=torch.bfloat16, **around):
         model(X)
-    assert model.given[0].dtype is model.linear_out.dtype is torch.bfloat16
+    assert model.inputs[0].dtype is model.linear_out.dtype is torch.bfloat16
 
 
-def test_a_model_that_yields_still_casts_its_output():
+def test_with_defer_to_autocast_outputs_are_still_cast():
     model = decorated(defer_to_autocast=True, output_dtype="float32")
     with mezzo.autocast("cpu", dtype=torch.bfloat16):
         assert model(X)["more"][0].dtype is torch.float32
 
 
-def test_a_plan_says_that_the_model_yields():
-    model = Seen()
-    said = "an autocast region around the model goes before its own policy"
-    assert said in str(mezzo.plan(model, None, "O2", dtype="bfloat16", defer_to_autocast=True))
-    assert said not in str(mezzo.plan(model, None, "O2", dtype="bfloat16"))
+def test_a_plan_shows_defer_to_autocast():
+    model = Recorder()
+    line = "an autocast region around the model is used instead of its own policy"
+    assert line in str(mezzo.plan(model, None, "O2", dtype="bfloat16", defer_to_autocast=True))
+    assert line not in str(mezzo.plan(model, None, "O2", dtype="bfloat16"))
 
 
 def saved_and_loaded(model):
@@ -375,13 +378,13 @@ def saved_and_loaded(model):
 POLICIES = {
     "O1": {"level": "O1"},
     "O2": {},
-    "O2 steered": {"preset": "paddle", "half": {"add"}},
+    "O2 op rules": {"preset": "paddle", "half": {"add"}},
     "O2 exact": {"save_dtype": "float32", "output_dtype": "float32"},
     "O3": {"level": "O3"},
 }
 
 
-@pytest.mark.parametrize("words", POLICIES.values(), ids=POLICIES)
+@pytest.mark.parametrize("options", POLICIES.values(), ids=POLICIES)
 @pytest.mark.parametrize(
     "copied",
     [
@@ -391,31 +394,28 @@ POLICIES = {
     ],
     ids=["file", "deep", "both"],
 )
-def test_a_whole_model_is_copied_and_saved_as_a_model_of_its_own(copied, words):
-    model = decorated(**words)
-    found = copied(model)
-    expected, given = model(X), found(X)
-    assert torch.equal(given["out"], expected["out"])
-    assert (given["out"].dtype, found.linear.weight.dtype) == (
-        expected["out"].dtype,
-        model.linear.weight.dtype,
-    )
-    found.linear.weight.data.zero_()
+def test_a_copy_or_pickle_of_a_model_is_an_independent_model(copied, options):
+    model = decorated(**options)
+    copy_ = copied(model)
+    expected, actual = model(X), copy_(X)
+    assert torch.equal(actual["out"], expected["out"])
+    assert actual["out"].dtype is expected["out"].dtype
+    assert copy_.linear.weight.dtype is model.linear.weight.dtype
+    copy_.linear.weight.data.zero_()
     assert model.linear.weight.any()
-    # It belongs to no masters: it may be loaded, moved, saved once more and decorated anew.
-    found.load_state_dict(model.state_dict())
-    assert torch.equal(saved_and_loaded(found)(X)["out"], expected["out"])
-    assert (
-        mezzo.decorate(found.float(), None, "O3", dtype="float16")(X)["out"].dtype is torch.float16
-    )
+    # It has no masters: it may be loaded, moved, saved again and decorated again.
+    copy_.load_state_dict(model.state_dict())
+    assert torch.equal(saved_and_loaded(copy_)(X)["out"], expected["out"])
+    mezzo.decorate(copy_.float(), None, "O3", dtype="float16")
+    assert copy_(X)["out"].dtype is torch.float16
 
 
-def test_a_decorated_part_is_saved_with_the_whole():
+def test_a_decorated_submodule_is_pickled_with_the_model():
     whole = nn.Sequential(nn.Identity(), decorated())
     assert saved_and_loaded(whole)(X)["out"].dtype is whole(X)["out"].dtype
 
 
-def test_a_file_is_read_in_another_process(tmp_path):
+def test_a_pickle_is_read_in_another_process(tmp_path):
     model = nn.Linear(4, 4)
     mezzo.decorate(
         model, torch.optim.SGD(model.parameters(), lr=0.1), "O2", dtype="bfloat16", half={"tanh"}
@@ -433,7 +433,7 @@ def test_a_file_is_read_in_another_process(tmp_path):
     )
 
 
-def test_a_forward_of_the_models_own_goes_with_it():
+def test_a_replaced_forward_is_pickled():
     model = decorated()
     mezzo.undecorate(model)
     model.forward = nn.functional.relu
@@ -441,18 +441,18 @@ def test_a_forward_of_the_models_own_goes_with_it():
     assert torch.equal(saved_and_loaded(model)(X - 2), torch.zeros(2, 4, dtype=torch.bfloat16))
 
 
-def test_module_rules_do_not_go_into_a_file():
+def test_module_rules_cannot_be_pickled():
     model = decorated(modules={"linear": "full"})
     assert torch.equal(copy.deepcopy(model)(X)["out"], model(X)["out"])
     with pytest.raises(
         mezzo.UnsupportedError,
-        match=r"rules for modules \(linear\).*state_dict\(\), or mezzo\.undecorate",
+        match=r"has module rules \(linear\).*state_dict\(\), or call mezzo\.undecorate",
     ):
         pickle.dumps(model)
 
 
-def test_nothing_stays_on_a_model_that_is_undecorated():
-    model = Seen()
+def test_undecorating_leaves_no_attributes():
+    model = Recorder()
     before = set(model.__dict__)
     assert (
         set(mezzo.undecorate(mezzo.decorate(model, None, "O3", dtype="bfloat16")).__dict__)
@@ -460,7 +460,7 @@ def test_nothing_stays_on_a_model_that_is_undecorated():
     )
 
 
-def test_a_file_is_read_where_the_device_is_missing(monkeypatch):
+def test_a_pickle_is_read_without_its_device(monkeypatch):
     model = decorated(half={"tanh"})
     saved = pickle.dumps(model)
 
@@ -471,11 +471,11 @@ def test_a_file_is_read_where_the_device_is_missing(monkeypatch):
     loaded = pickle.loads(saved).float()
     monkeypatch.undo()
     assert loaded.linear.weight.dtype is torch.float32
-    assert not loaded.forward.mezzo_door.region.enabled
+    assert not loaded.forward.mezzo_wrapper.region.enabled
 
 
-def test_a_file_keeps_the_dtype_that_was_chosen_by_the_hardware():
-    model = Seen()
+def test_a_pickle_keeps_the_dtype_that_was_chosen_by_the_hardware():
+    model = Recorder()
     mezzo.decorate(model, None, "O3", dtype="auto", half={"tanh"})
     chosen = model.linear.weight.dtype
-    assert saved_and_loaded(model).forward.mezzo_door.region.dtype is chosen
+    assert saved_and_loaded(model).forward.mezzo_wrapper.region.dtype is chosen

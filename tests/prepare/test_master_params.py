@@ -1,4 +1,4 @@
-"""Exact float32 weights by name, of models and optimizers, decorated or not."""
+"""`master_params` returns float32 weights by name, of models and optimizers, decorated or not."""
 
 import pytest
 import torch
@@ -24,62 +24,66 @@ class Net(nn.Module):
         return self.head(self.norm(self.body(x))) + self.shift
 
 
-def made(**words):
+def decorated(**options):
     torch.manual_seed(0)
     model = Net()
     original = {name: value.detach().clone() for name, value in model.named_parameters()}
     optimizer = torch.optim.SGD(model.parameters(), lr=2.0**-12)
-    mezzo.decorate(model, optimizer, **{"dtype": "bfloat16", **words})
+    mezzo.decorate(model, optimizer, **{"dtype": "bfloat16", **options})
     return model, optimizer, original
 
 
 @pytest.mark.parametrize(
-    ("dtype", "kind"), [("bfloat16", "float32"), ("bfloat16", "split"), ("float16", "float32")]
+    ("dtype", "master"), [("bfloat16", "float32"), ("bfloat16", "split"), ("float16", "float32")]
 )
-def test_they_are_the_exact_weights_by_the_models_names(dtype, kind):
-    model, optimizer, original = made(dtype=dtype, master=kind)
-    for found in (mezzo.master_params(model), mezzo.master_params(optimizer)):
-        assert list(found) == [name for name, _ in model.named_parameters()]
-        # A frozen one has no master: it is as exact as its 16 bits.
-        assert torch.equal(found["frozen"], original["frozen"].to(getattr(torch, dtype)).float())
-        assert all(torch.equal(found[name], original[name]) for name in found if name != "frozen")
+def test_master_params_are_exact_and_have_the_names_of_the_model(dtype, master):
+    model, optimizer, original = decorated(dtype=dtype, master=master)
+    for masters in (mezzo.master_params(model), mezzo.master_params(optimizer)):
+        assert list(masters) == [name for name, _ in model.named_parameters()]
+        # A frozen parameter has no master: its value is rounded.
+        assert torch.equal(masters["frozen"], original["frozen"].to(getattr(torch, dtype)).float())
         assert all(
-            value.dtype is torch.float32 and not value.requires_grad for value in found.values()
+            torch.equal(masters[name], original[name]) for name in masters if name != "frozen"
+        )
+        assert all(
+            value.dtype is torch.float32 and not value.requires_grad for value in masters.values()
         )
 
 
 def test_float32_masters_are_live_and_split_ones_are_copies():
-    for kind, live in (("float32", True), ("split", False)):
-        model, optimizer, original = made(master=kind)
-        found = mezzo.master_params(model)
+    for master, live in (("float32", True), ("split", False)):
+        model, optimizer, original = decorated(master=master)
+        masters = mezzo.master_params(model)
         model(torch.ones(1, 4)).sum().backward()
         optimizer.step()
-        assert torch.equal(found["body.weight"], original["body.weight"]) is not live
-        assert torch.equal(found["body.weight"], mezzo.master_params(model)["body.weight"]) is live
+        assert torch.equal(masters["body.weight"], original["body.weight"]) is not live
+        assert (
+            torch.equal(masters["body.weight"], mezzo.master_params(model)["body.weight"]) is live
+        )
         assert (
             optimizer_binding(optimizer).masters.companion_tensor(model.body.weight)
-            is found["body.weight"]
+            is masters["body.weight"]
         ) is live
-        assert found["norm.weight"].data_ptr() == model.norm.weight.data_ptr()
+        assert masters["norm.weight"].data_ptr() == model.norm.weight.data_ptr()
 
 
-@pytest.mark.parametrize("kind", ["float32", "split"])
-def test_what_others_wrote_to_a_parameter_is_seen(kind):
-    model, optimizer, _ = made(master=kind)
+@pytest.mark.parametrize("master", ["float32", "split"])
+def test_writes_by_other_code_are_included(master):
+    model, optimizer, _ = decorated(master=master)
     with torch.no_grad():
         model.body.weight.fill_(0.25)
     assert bool((mezzo.master_params(optimizer)["body.weight"] == 0.25).all())
 
 
-def test_a_part_and_what_a_decorated_model_is_part_of_have_exact_weights_too():
-    model, _, original = made(master="split")
+def test_submodules_and_containing_modules_have_exact_weights():
+    model, _, original = decorated(master="split")
     assert torch.equal(mezzo.master_params(model.body)["weight"], original["body.weight"])
     assert torch.equal(
         mezzo.master_params(nn.Sequential(model))["0.body.weight"], original["body.weight"]
     )
 
 
-def test_several_models_are_told_apart():
+def test_names_of_several_models_have_a_prefix():
     models = [nn.Linear(2, 2), nn.Linear(2, 2)]
     optimizer = torch.optim.SGD([one for model in models for one in model.parameters()], lr=0.1)
     mezzo.decorate(models, optimizer, dtype="bfloat16")
@@ -91,7 +95,7 @@ def test_several_models_are_told_apart():
     ]
 
 
-def test_plain_models_and_optimizers_give_their_parameters():
+def test_plain_models_and_optimizers_return_their_parameters():
     model = nn.Linear(2, 2)
     assert mezzo.master_params(model)["weight"].data_ptr() == model.weight.data_ptr()
     assert list(
@@ -107,6 +111,6 @@ def test_plain_models_and_optimizers_give_their_parameters():
     assert mezzo.master_params(nn.Linear(2, 2).double())["weight"].dtype is torch.float64
 
 
-def test_anything_else_is_refused():
+def test_other_arguments_are_refused():
     with pytest.raises(mezzo.PolicyError, match="takes a model or an optimizer, got list"):
         mezzo.master_params([nn.Linear(1, 1)])

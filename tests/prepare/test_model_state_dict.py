@@ -1,4 +1,4 @@
-"""Exact weights come out of `state_dict` where asked for, and whatever is loaded sets the masters."""
+"""`state_dict` of a decorated model can hold exact weights, and loading sets the masters."""
 
 import copy
 
@@ -24,17 +24,17 @@ class Net(nn.Module):
         return self.head(self.body(x)) * self.scale + self.shift + self.hidden
 
 
-def made(seed=0, **words):
+def decorated(seed=0, **options):
     torch.manual_seed(seed)
     model = Net()
     original = copy.deepcopy(model.state_dict())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    mezzo.decorate(model, optimizer, **{"dtype": "bfloat16", **words})
+    mezzo.decorate(model, optimizer, **{"dtype": "bfloat16", **options})
     return model, optimizer, original
 
 
 def exact(model):
-    """The weights behind a model."""
+    """Return the weights of a model after `undecorate`."""
     mezzo.undecorate(model)
     return copy.deepcopy(model.state_dict())
 
@@ -45,16 +45,16 @@ def same(one, other):
     )
 
 
-def test_without_save_dtype_a_state_is_as_torch_gives_it():
-    model, *_ = made()
+def test_without_save_dtype_the_state_holds_16_bit_weights():
+    model, *_ = decorated()
     state = model.state_dict()
     assert state["head.weight"].dtype is state["shift"].dtype is torch.bfloat16
     assert state["head.weight"].data_ptr() == model.head.weight.data_ptr()
 
 
-@pytest.mark.parametrize("kind", EXACT)
-def test_exact_weights_are_saved_for_the_model_its_parts_and_under_a_prefix(kind):
-    model, _, original = made(master=kind, save_dtype="float32")
+@pytest.mark.parametrize("master", EXACT)
+def test_exact_weights_are_saved_for_the_model_its_submodules_and_with_a_prefix(master):
+    model, _, original = decorated(master=master, save_dtype="float32")
     assert same(model.state_dict(), original)
     assert same(
         model.body.state_dict(),
@@ -72,8 +72,8 @@ def test_exact_weights_are_saved_for_the_model_its_parts_and_under_a_prefix(kind
     )
 
 
-def test_what_is_saved_is_a_copy_that_later_steps_leave_alone():
-    model, optimizer, original = made(save_dtype="float32")
+def test_saved_exact_weights_are_copies():
+    model, optimizer, original = decorated(save_dtype="float32")
     state = model.state_dict()
     model(torch.ones(1, 4)).sum().backward()
     optimizer.step()
@@ -81,77 +81,77 @@ def test_what_is_saved_is_a_copy_that_later_steps_leave_alone():
     assert not torch.equal(model.state_dict()["head.weight"], original["head.weight"])
 
 
-def test_who_asks_for_variables_gets_the_parameters():
-    model, *_ = made(save_dtype="float32")
+def test_keep_vars_returns_the_parameters():
+    model, *_ = decorated(save_dtype="float32")
     assert model.state_dict(keep_vars=True)["head.weight"] is model.head.weight
 
 
-@pytest.mark.parametrize("kind", EXACT)
+@pytest.mark.parametrize("master", EXACT)
 @pytest.mark.parametrize("assign", [False, True])
-def test_float32_weights_that_are_loaded_are_the_masters_to_the_bit(kind, assign):
-    model, optimizer, _ = made(master=kind)
+def test_loading_float32_weights_sets_the_masters_to_the_bit(master, assign):
+    model, optimizer, _ = decorated(master=master)
     parameters = dict(model.named_parameters())
-    _, _, other = made(seed=1)
+    _, _, other = decorated(seed=1)
     model.load_state_dict(copy.deepcopy(other), assign=assign)
     assert all(parameter is parameters[name] for name, parameter in model.named_parameters())
-    assert torch.equal(model.head.weight, other["head.weight"].bfloat16()) or kind == "split"
+    assert torch.equal(model.head.weight, other["head.weight"].bfloat16()) or master == "split"
     assert optimizer.param_groups[0]["params"] == list(parameters.values())
     assert same(exact(model), other)
 
 
-@pytest.mark.parametrize("kind", [*EXACT, "kahan"])
-def test_float32_weights_of_a_part_are_loaded_too(kind):
-    model, _, original = made(master=kind)
+@pytest.mark.parametrize("master", [*EXACT, "kahan"])
+def test_loading_float32_weights_of_a_submodule_sets_its_masters(master):
+    model, _, original = decorated(master=master)
     value = torch.full((4, 8), 1 / 3)
     model.head.load_state_dict({"weight": value, "bias": torch.zeros(4)})
-    tolerance = 2.0**-15 if kind == "kahan" else 0.0
+    tolerance = 2.0**-15 if master == "kahan" else 0.0
     loaded = exact(model)
     torch.testing.assert_close(loaded["head.weight"], value, rtol=tolerance, atol=0)
     torch.testing.assert_close(
         loaded["body.0.weight"],
         original["body.0.weight"],
         rtol=0,
-        atol=0 if kind != "kahan" else 2.0**-15,
+        atol=0 if master != "kahan" else 2.0**-15,
     )
 
 
-@pytest.mark.parametrize("kind", EXACT)
-def test_16_bit_weights_that_are_loaded_are_the_masters(kind):
-    model, *_ = made(master=kind)
-    other, *_ = made(seed=1)
+@pytest.mark.parametrize("master", EXACT)
+def test_loading_16_bit_weights_sets_the_masters(master):
+    model, *_ = decorated(master=master)
+    other, *_ = decorated(seed=1)
     state = copy.deepcopy(other.state_dict())
     model.load_state_dict(state)
     assert same(exact(model), {name: value.float() for name, value in state.items()})
 
 
-def test_weights_of_the_other_16_bit_type_are_not_rounded_twice():
-    model, *_ = made()
-    _, _, other = made(seed=1)
+def test_weights_of_the_other_16_bit_dtype_are_not_rounded_twice():
+    model, *_ = decorated()
+    _, _, other = decorated(seed=1)
     halves = {name: value.half() for name, value in other.items()}
     model.load_state_dict(halves)
     loaded = exact(model)
     assert torch.equal(loaded["head.weight"], halves["head.weight"].float())
 
 
-@pytest.mark.parametrize("kind", EXACT)
-def test_weights_in_another_order_of_memory_are_loaded(kind):
-    model, *_ = made(master=kind)
+@pytest.mark.parametrize("master", EXACT)
+def test_weights_with_other_strides_are_loaded(master):
+    model, *_ = decorated(master=master)
     value = torch.rand(8, 4).t() + 1 / 3
     state = {**model.state_dict(), "head.weight": value}
     model.load_state_dict(state)
     assert torch.equal(exact(model)["head.weight"], value)
 
 
-def test_a_load_that_fails_leaves_no_weights_waiting():
-    model, _, original = made()
-    wrong = {**made(seed=1)[2], "head.weight": torch.zeros(3, 3)}
+def test_a_failed_load_does_not_affect_the_next_one():
+    model, _, original = decorated()
+    wrong = {**decorated(seed=1)[2], "head.weight": torch.zeros(3, 3)}
     with pytest.raises(RuntimeError, match="size mismatch"):
         model.load_state_dict(wrong)
     model.load_state_dict({name: value.bfloat16() for name, value in original.items()})
     assert torch.equal(exact(model)["scale"], original["scale"].bfloat16().float())
 
 
-def test_frozen_weights_are_saved_as_the_16_bit_values_they_are():
+def test_frozen_weights_are_saved_as_16_bit_values():
     torch.manual_seed(0)
     model = Net()
     model.head.requires_grad_(requires_grad=False)
@@ -191,8 +191,8 @@ class Tied(nn.Module):
         return self.head(self.twice(self.embed(x)))
 
 
-@pytest.mark.parametrize("kind", EXACT)
-def test_tied_weights_are_one_tensor_in_a_state_and_go_through_safetensors(tmp_path, kind):
+@pytest.mark.parametrize("master", EXACT)
+def test_tied_weights_are_one_tensor_in_a_state_and_in_safetensors(tmp_path, master):
     safetensors = pytest.importorskip("safetensors.torch")
     model = Tied()
     original = copy.deepcopy(model.state_dict())
@@ -200,7 +200,7 @@ def test_tied_weights_are_one_tensor_in_a_state_and_go_through_safetensors(tmp_p
         model,
         torch.optim.SGD(model.parameters(), lr=0.1),
         dtype="bfloat16",
-        master=kind,
+        master=master,
         save_dtype="float32",
     )
     for again in range(2):
@@ -215,8 +215,8 @@ def test_tied_weights_are_one_tensor_in_a_state_and_go_through_safetensors(tmp_p
     assert same(plain.state_dict(), original)
 
 
-def test_a_state_that_is_still_there_does_not_lend_its_weights_to_the_next_one():
-    model, optimizer, _ = made(save_dtype="float32")
+def test_each_state_holds_the_current_weights():
+    model, optimizer, _ = decorated(save_dtype="float32")
     first = model.state_dict()
     model(torch.ones(1, 4)).sum().backward()
     optimizer.step()

@@ -1,4 +1,4 @@
-"""Wide linear layers with an odd number of outputs compute a few more, and nobody notices but the clock."""
+"""Padding of large linear layers whose number of outputs is not a multiple of 8."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from mezzo.prepare import forward
 ODD = 1025
 
 
-class Own(nn.Linear):
-    """May do something else in its forward."""
+class Subclass(nn.Linear):
+    """May override `forward`."""
 
 
 @pytest.fixture
@@ -25,32 +25,31 @@ def model() -> nn.Module:
             "head": nn.Linear(1024, ODD),
             "even": nn.Linear(1024, 1024),
             "small": nn.Linear(8, 9),
-            "own": Own(1024, ODD),
+            "subclass": Subclass(1024, ODD),
         }
     )
 
 
-def test_wide_plain_layers_with_odd_rows_are_found_on_a_gpu_alone(model: nn.Module) -> None:
-    assert [found.name for found in forward.find_paddable([model], "cuda")] == ["head"]
+def test_large_plain_layers_with_unaligned_rows_are_padded_on_a_gpu(model: nn.Module) -> None:
+    assert [layer.name for layer in forward.find_paddable([model], "cuda")] == ["head"]
     assert forward.find_paddable([model], "cpu") == ()
 
 
-def test_a_layer_whose_forward_somebody_replaced_is_left_alone(model: nn.Module) -> None:
+def test_a_layer_with_a_replaced_forward_is_not_padded(model: nn.Module) -> None:
     model["head"].forward = lambda inputs: inputs
     assert forward.find_paddable([model], "cuda") == ()
 
 
-def test_the_words_say_what_is_computed_and_why(model: nn.Module) -> None:
-    (found,) = forward.find_paddable([model], "cuda")
-    assert (
-        str(found)
-        == "head computes 1032 outputs and gives 1025: rows of 16-bit numbers are fast in multiples"
-        " of 8"
+def test_the_description_has_the_number_of_outputs_and_the_reason(model: nn.Module) -> None:
+    (layer,) = forward.find_paddable([model], "cuda")
+    assert str(layer) == (
+        "head computes 1032 outputs and returns 1025:"
+        " rows of 16-bit numbers are fast in multiples of 8"
     )
 
 
 @pytest.mark.parametrize("bias", [True, False])
-def test_outputs_and_gradients_are_those_of_the_layer(bias: bool) -> None:
+def test_outputs_and_gradients_equal_those_of_the_plain_layer(bias: bool) -> None:
     plain = nn.Linear(1024, ODD, bias=bias).double()
     padded = copy.deepcopy(plain)
     forward.pad_outputs(forward.PaddedLinear("", padded))
@@ -71,13 +70,13 @@ def test_outputs_and_gradients_are_those_of_the_layer(bias: bool) -> None:
         assert torch.allclose(one, other, rtol=1e-12)
 
 
-def test_outputs_are_contiguous_as_any_layers() -> None:
+def test_outputs_are_contiguous() -> None:
     layer = nn.Linear(1024, ODD)
     forward.pad_outputs(forward.PaddedLinear("", layer))
     assert layer(torch.ones(2, 1024)).view(-1).shape == (2 * ODD,)
 
 
-def test_the_undo_gives_the_layers_own_forward_back() -> None:
+def test_undo_restores_the_forward() -> None:
     layer = nn.Linear(1024, ODD)
     undo = forward.pad_outputs(forward.PaddedLinear("", layer))
     assert "forward" in layer.__dict__
@@ -85,7 +84,7 @@ def test_the_undo_gives_the_layers_own_forward_back() -> None:
     assert "forward" not in layer.__dict__
 
 
-def test_a_layer_that_computes_more_goes_into_a_file_as_a_plain_one() -> None:
+def test_a_padded_layer_is_pickled_as_a_plain_one() -> None:
     layer = nn.Linear(16, 3)
     forward.pad_outputs(forward.PaddedLinear("head", layer))
     loaded = pickle.loads(pickle.dumps(layer))

@@ -1,4 +1,4 @@
-"""Random generators go on where they were."""
+"""States of random number generators are captured, checked and restored."""
 
 import random
 import sys
@@ -12,7 +12,7 @@ import mezzo
 from mezzo.prepare import rng_state
 
 
-def test_what_is_captured_is_plain_and_restores_every_generator():
+def test_every_generator_is_restored():
     random.gauss(0, 1)
     np.random.randn()  # noqa: NPY002 - leaves the second of a pair for the next call
     state = rng_state.capture_rng_state()
@@ -31,7 +31,7 @@ def test_what_is_captured_is_plain_and_restores_every_generator():
     )
 
 
-def test_a_state_without_numpy_leaves_numpy_alone():
+def test_a_state_without_numpy_does_not_change_numpy():
     state = {
         name: value for name, value in rng_state.capture_rng_state().items() if name != "numpy"
     }
@@ -40,17 +40,17 @@ def test_a_state_without_numpy_leaves_numpy_alone():
     assert np.random.get_state()[1].tolist() == before  # noqa: NPY002
 
 
-def test_where_numpy_is_not_imported_it_is_not_asked(monkeypatch):
+def test_numpy_is_skipped_if_it_is_not_imported(monkeypatch):
     state = rng_state.capture_rng_state()
     monkeypatch.delitem(sys.modules, "numpy")
     assert "numpy" not in rng_state.capture_rng_state()
     rng_state.restore_rng_state(state)
 
 
-def changed(name, place, value):
+def changed(name, index, value):
     state = rng_state.capture_rng_state()
     state[name] = (
-        value if place is None else (*state[name][:place], value, *state[name][place + 1 :])
+        value if index is None else (*state[name][:index], value, *state[name][index + 1 :])
     )
     return state
 
@@ -67,7 +67,7 @@ def changed(name, place, value):
         changed("python", 2, "text"),
         changed("numpy", 0, "PCG"),
         changed("numpy", 1, [1, 2]),
-        # NumPy takes these, and reads beyond its memory at the next draw.
+        # NumPy accepts these, and reads out of bounds at the next draw.
         changed("numpy", 2, 10**9),
         changed("numpy", 2, -5),
         changed("numpy", 4, "text"),
@@ -75,13 +75,13 @@ def changed(name, place, value):
         changed("cuda", None, [torch.zeros(99, dtype=torch.uint8)]),
     ],
 )
-def test_other_states_are_refused_and_no_generator_is_changed(state):
+def test_invalid_states_are_refused_and_no_generator_is_changed(state):
     before = rng_state.capture_rng_state()
     with pytest.raises(mezzo.CheckpointError, match="random generators"):
         rng_state.check_rng_state(state)
     assert_equal(before, rng_state.capture_rng_state())
 
 
-def test_what_is_captured_is_not_refused():
+def test_captured_states_are_valid():
     random.gauss(0, 1)
     rng_state.check_rng_state(rng_state.capture_rng_state())

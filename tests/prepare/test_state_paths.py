@@ -1,4 +1,4 @@
-"""Master weights reach the next run by every road that an optimizer's state takes."""
+"""Master weights are kept by torch's distributed checkpoint and all other ways to load a state."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ OPTIMIZERS = {
     "AdamW": lambda parameters: torch.optim.AdamW(parameters, lr=0.01),
     "Adagrad": lambda parameters: torch.optim.Adagrad(parameters, lr=0.01),
 }
-KINDS = ("float32", "split", "kahan", "stochastic")
+FORMATS = ("float32", "split", "kahan", "stochastic")
 Pair = tuple[nn.Module, torch.optim.Optimizer]
 
 
@@ -38,8 +38,8 @@ def plain(optimizer: str = "AdamW", seed: int = 0) -> Pair:
     return model, OPTIMIZERS[optimizer](model.parameters())
 
 
-def made(optimizer: str = "AdamW", seed: int = 0, **words: Any) -> Pair:
-    return mezzo.decorate(*plain(optimizer, seed), **{"dtype": "bfloat16", **words})
+def decorated(optimizer: str = "AdamW", seed: int = 0, **options: Any) -> Pair:
+    return mezzo.decorate(*plain(optimizer, seed), **{"dtype": "bfloat16", **options})
 
 
 def train(pair: Pair, steps: int, start: int = 0) -> None:
@@ -63,7 +63,7 @@ def assert_resumes(first: Pair, second: Pair, start: int = 3) -> None:
     assert_equal(exact(first), exact(second))
 
 
-def test_an_update_below_the_16_bit_step_survives_torchs_distributed_checkpoint():
+def test_an_update_below_16_bit_steps_is_kept_by_distributed_checkpoint():
     weights = []
     for _ in range(2):
         model = nn.Linear(1, 1, bias=False)
@@ -81,12 +81,12 @@ def test_an_update_below_the_16_bit_step_survives_torchs_distributed_checkpoint(
 
 @pytest.mark.parametrize("flat", [False, True], ids=["nested", "flattened"])
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("master", FORMATS)
 @pytest.mark.parametrize("steps", [0, 3])
-def test_torchs_distributed_checkpoint_keeps_master_weights(
-    kind: str, optimizer: str, flat: bool, steps: int
+def test_distributed_checkpoint_keeps_master_weights(
+    master: str, optimizer: str, flat: bool, steps: int
 ):
-    first, second = made(optimizer, master=kind), made(optimizer, seed=1, master=kind)
+    first, second = decorated(optimizer, master=master), decorated(optimizer, seed=1, master=master)
     train(first, steps)
     options = StateDictOptions(flatten_optimizer_state_dict=flat)
     model, state = copy.deepcopy(get_state_dict(*first, options=options))
@@ -96,9 +96,11 @@ def test_torchs_distributed_checkpoint_keeps_master_weights(
 
 @pytest.mark.parametrize("flat", [False, True], ids=["nested", "flattened"])
 @pytest.mark.parametrize("model_first", [True, False])
-@pytest.mark.parametrize("kind", ["float32", "split", "kahan"])
-def test_models_and_optimizers_are_set_in_either_order(kind: str, model_first: bool, flat: bool):
-    first, second = made(master=kind), made(seed=1, master=kind)
+@pytest.mark.parametrize("master", ["float32", "split", "kahan"])
+def test_model_and_optimizer_states_are_set_in_either_order(
+    master: str, model_first: bool, flat: bool
+):
+    first, second = decorated(master=master), decorated(seed=1, master=master)
     train(first, 3)
     train(second, 1)
     options = StateDictOptions(flatten_optimizer_state_dict=flat)
@@ -107,16 +109,16 @@ def test_models_and_optimizers_are_set_in_either_order(kind: str, model_first: b
     if model_first:
         set_model_state_dict(second[0], model)
     set_optimizer_state_dict(*second, optim_state_dict=state, options=options)
-    # Looking at what was loaded decides nothing.
+    # Reading the loaded state has no side effect.
     second[1].state_dict()
     if not model_first:
         set_model_state_dict(second[0], model)
     assert_resumes(first, second)
 
 
-@pytest.mark.parametrize("kind", ["float32", "split", "kahan"])
-def test_a_full_state_on_the_cpu_keeps_master_weights(kind: str):
-    first, second = made(master=kind), made(seed=1, master=kind)
+@pytest.mark.parametrize("master", ["float32", "split", "kahan"])
+def test_a_full_state_dict_on_the_cpu_keeps_master_weights(master: str):
+    first, second = decorated(master=master), decorated(seed=1, master=master)
     train(first, 3)
     options = StateDictOptions(full_state_dict=True, cpu_offload=True)
     model, state = copy.deepcopy(get_state_dict(*first, options=options))
@@ -125,8 +127,8 @@ def test_a_full_state_on_the_cpu_keeps_master_weights(kind: str):
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled, unavailable or uninitialized")
-def test_files_of_torchs_distributed_checkpoint_keep_master_weights(tmp_path):
-    first, second = made(master="split"), made(seed=1, master="split")
+def test_files_of_distributed_checkpoint_keep_master_weights(tmp_path):
+    first, second = decorated(master="split"), decorated(seed=1, master="split")
     train(first, 3)
     dcp.save(
         dict(zip(("model", "optimizer"), get_state_dict(*first), strict=True)),
@@ -140,7 +142,7 @@ def test_files_of_torchs_distributed_checkpoint_keep_master_weights(tmp_path):
 
 @pytest.mark.parametrize("model_first", [True, False])
 @pytest.mark.parametrize(
-    ("saved", "kept"),
+    ("saved", "loaded"),
     [
         ("float32", "split"),
         ("split", "float32"),
@@ -149,14 +151,14 @@ def test_files_of_torchs_distributed_checkpoint_keep_master_weights(tmp_path):
         ("kahan", "split"),
     ],
 )
-def test_masters_of_one_kind_become_those_of_another_in_either_order(
-    saved: str, kept: str, model_first: bool
+def test_masters_are_converted_to_another_format_in_either_order(
+    saved: str, loaded: str, model_first: bool
 ):
-    first, second = made(master=saved), made(seed=1, master=kept)
+    first, second = decorated(master=saved), decorated(seed=1, master=loaded)
     train(first, 3)
     train(second, 1)
     model, state = copy.deepcopy((first[0].state_dict(), first[1].state_dict()))
-    # A tie: half-way between two bfloat16 numbers, which the kinds round to different sides.
+    # A tie: half-way between two bfloat16 numbers, which the formats round to different sides.
     if saved == "float32":
         state["state"][0]["mezzo_master"][0, 0], model["0.weight"][0, 0] = 1.0 + 2.0**-8, 1.0
         first[0].load_state_dict(model)
@@ -171,17 +173,17 @@ def test_masters_of_one_kind_become_those_of_another_in_either_order(
         second[0].load_state_dict(model)
     train(second, 1, 3)
     train(first, 1, 3)
-    tolerance = 2.0**-15 if "kahan" in (saved, kept) else 0
-    for ours, theirs in zip(exact(second), exact(first), strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=tolerance, atol=tolerance)
+    tolerance = 2.0**-15 if "kahan" in (saved, loaded) else 0
+    for actual, expected in zip(exact(second), exact(first), strict=True):
+        torch.testing.assert_close(actual, expected, rtol=tolerance, atol=tolerance)
 
 
-def test_a_flattened_state_of_another_kind_is_taken_or_said():
+def test_a_flattened_state_of_another_format_is_converted_or_warned_about():
     options = StateDictOptions(flatten_optimizer_state_dict=True)
     first, second, third = (
-        made(master="float32"),
-        made(seed=1, master="split"),
-        made(seed=2, master="float32"),
+        decorated(master="float32"),
+        decorated(seed=1, master="split"),
+        decorated(seed=2, master="float32"),
     )
     train(first, 3)
     model, state = copy.deepcopy(get_state_dict(*first, options=options))
@@ -201,71 +203,71 @@ def test_a_flattened_state_of_another_kind_is_taken_or_said():
 # -- a plain pair that is decorated later ----------------------------------------------------------
 
 
-@pytest.mark.parametrize("road", ["load_state_dict", "distributed checkpoint"])
+@pytest.mark.parametrize("way", ["load_state_dict", "distributed checkpoint"])
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
-@pytest.mark.parametrize("kind", ["float32", "split", "kahan"])
-def test_a_plain_pair_that_loads_and_is_then_decorated_goes_on_exactly(
-    kind: str, optimizer: str, road: str
+@pytest.mark.parametrize("master", ["float32", "split", "kahan"])
+def test_a_plain_pair_that_loads_and_is_then_decorated_continues_exactly(
+    master: str, optimizer: str, way: str
 ):
-    first, second = made(optimizer, master=kind), plain(optimizer, seed=1)
+    first, second = decorated(optimizer, master=master), plain(optimizer, seed=1)
     train(first, 3)
-    if road == "load_state_dict":
+    if way == "load_state_dict":
         model, state = copy.deepcopy((first[0].state_dict(), first[1].state_dict()))
         second[0].load_state_dict(model)
         second[1].load_state_dict(state)
     else:
         model, state = copy.deepcopy(get_state_dict(*first))
         set_state_dict(*second, model_state_dict=model, optim_state_dict=state)
-    assert_resumes(first, mezzo.decorate(*second, dtype="bfloat16", master=kind))
+    assert_resumes(first, mezzo.decorate(*second, dtype="bfloat16", master=master))
 
 
-def test_a_plain_pair_that_was_trained_since_keeps_its_own_values():
-    first, second = made(master="split"), plain(seed=1)
+def test_a_plain_pair_that_was_trained_after_loading_keeps_its_values():
+    first, second = decorated(master="split"), plain(seed=1)
     train(first, 3)
     second[0].load_state_dict(first[0].state_dict())
     second[1].load_state_dict(copy.deepcopy(first[1].state_dict()))
     with torch.no_grad():
-        # Within the rounding of bfloat16, where the remainder would be believed.
+        # Below the rounding of bfloat16, so that the sample still matches.
         second[0][0].weight.add_(2.0**-20)
     wanted = [parameter.detach().clone() for parameter in second[0].parameters()]
     assert_equal(exact(mezzo.decorate(*second, dtype="bfloat16", master="split"))[0], wanted[0])
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
-@pytest.mark.parametrize("kind", KINDS)
-def test_undecorating_leaves_nothing_of_ours_in_the_state(kind: str, optimizer: str):
-    pair = made(optimizer, master=kind)
+@pytest.mark.parametrize("master", FORMATS)
+def test_undecorating_removes_our_keys_from_the_state(master: str, optimizer: str):
+    pair = decorated(optimizer, master=master)
     train(pair, 2)
     mezzo.undecorate(*pair)
     assert not any(KEYS & state.keys() for state in pair[1].state.values())
     train(pair, 1)
-    mezzo.decorate(*pair, dtype="bfloat16", master=kind)
+    mezzo.decorate(*pair, dtype="bfloat16", master=master)
     train(pair, 1)
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
-@pytest.mark.parametrize("kind", ["float32", "split", "kahan"])
-def test_the_masters_in_a_state_are_those_that_a_step_updates(kind: str, optimizer: str):
-    pair = made(optimizer, master=kind)
+@pytest.mark.parametrize("master", ["float32", "split", "kahan"])
+def test_the_masters_in_a_state_are_live(master: str, optimizer: str):
+    pair = decorated(optimizer, master=master)
     train(pair, 1)
-    held = {
+    masters = {
         parameter: state["mezzo_master"]
         for parameter, state in pair[1].state.items()
         if "mezzo_master" in state
     }
-    assert len(held) == 4
-    before = copy.deepcopy(list(held.values()))
+    assert len(masters) == 4
+    before = copy.deepcopy(list(masters.values()))
     train(pair, 1, 1)
     assert all(
-        pair[1].state[parameter]["mezzo_master"] is tensor for parameter, tensor in held.items()
+        pair[1].state[parameter]["mezzo_master"] is tensor for parameter, tensor in masters.items()
     )
-    assert not any(map(torch.equal, before, held.values()))
+    assert not any(map(torch.equal, before, masters.values()))
 
 
 # -- stale companions ------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", ["float32", "split", "kahan"])
+@pytest.mark.parametrize("master", ["float32", "split", "kahan"])
 @pytest.mark.parametrize(
     "write",
     [
@@ -275,10 +277,8 @@ def test_the_masters_in_a_state_are_those_that_a_step_updates(kind: str, optimiz
     ],
     ids=["init", "init of data", "data"],
 )
-def test_weights_that_are_initialized_after_loading_an_optimizer_start_from_their_values(
-    kind: str, write: Any
-):
-    first, second = made(master=kind), made(seed=1, master=kind)
+def test_weights_initialized_after_loading_an_optimizer_keep_their_values(master: str, write: Any):
+    first, second = decorated(master=master), decorated(seed=1, master=master)
     train(first, 3)
     second[1].load_state_dict(copy.deepcopy(first[1].state_dict()))
     for parameter in second[0].parameters():
@@ -286,15 +286,15 @@ def test_weights_that_are_initialized_after_loading_an_optimizer_start_from_thei
     assert all(torch.equal(parameter, torch.ones_like(parameter)) for parameter in exact(second))
 
 
-@pytest.mark.parametrize("kind", ["float32", "split", "kahan"])
-def test_a_weight_that_is_filled_through_data_takes_the_next_step_from_there(kind: str):
+@pytest.mark.parametrize("master", ["float32", "split", "kahan"])
+def test_a_weight_filled_through_data_is_updated_from_its_new_value(master: str):
     model = nn.Linear(16, 16, bias=False)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.001)
-    mezzo.decorate(model, optimizer, dtype="bfloat16", master=kind)
+    mezzo.decorate(model, optimizer, dtype="bfloat16", master=master)
     model.weight.data.fill_(2.0)
     model.weight.grad = torch.ones_like(model.weight)
     optimizer.step()
     value = mezzo.undecorate(model).weight
     torch.testing.assert_close(
-        value, torch.full_like(value, 1.999), rtol=1e-6 if kind != "kahan" else 2.0**-15, atol=0
+        value, torch.full_like(value, 1.999), rtol=1e-6 if master != "kahan" else 2.0**-15, atol=0
     )

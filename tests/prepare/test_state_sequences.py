@@ -1,4 +1,4 @@
-"""Random sequences of steps, loads, writes and decorations end where a float32 run with hand-written masters ends."""
+"""Random sequences of steps, loads, writes and decorations equal hand-written masters."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ def _net() -> nn.Module:
 
 
 class Reference:
-    """Float32 weights that are rounded by hand, as a mixed-precision loop without any library has them."""
+    """Hand-written float32 masters of 16-bit weights, without mezzo."""
 
-    def __init__(self, kind: str, model: nn.Module, make) -> None:
-        self.kind = kind
+    def __init__(self, master: str, model: nn.Module, make) -> None:
+        self.master = master
         self.weights = [
             nn.Parameter(parameter.detach().clone()) for parameter in model.parameters()
         ]
@@ -44,15 +44,18 @@ class Reference:
         self.round()
 
     def round(self) -> None:
-        """Without masters nothing but the 16-bit value is left; the norm is float32 itself."""
-        if self.kind == "none":
+        """Without masters, round the weights; those of the norm stay float32."""
+        if self.master == "none":
             for weight in self.weights[:CONVERTED]:
                 weight.data = weight.data.to(HALF).float()
 
     def write(self, values: list[torch.Tensor], *, whole: bool = True) -> None:
-        """Others write the 16-bit weights. A float32 master stays where it rounds to what is written; the others know only that something was."""
-        for place, (weight, value) in enumerate(zip(self.weights, values, strict=True)):
-            compared = self.kind == "float32" and not whole and place < CONVERTED
+        """Write the 16-bit weights, as other code does.
+
+        A float32 master stays if it rounds to what is written; the other formats drop all.
+        """
+        for index, (weight, value) in enumerate(zip(self.weights, values, strict=True)):
+            compared = self.master == "float32" and not whole and index < CONVERTED
             same = (weight.data.to(HALF).float() == value) & compared
             weight.data = torch.where(same, weight.data, value.float())
 
@@ -68,21 +71,21 @@ class Reference:
 
 
 class Run:
-    """The same run with masters of one kind, and everything that can happen to it."""
+    """The same run with mezzo, and the actions of a sequence."""
 
-    def __init__(self, kind: str, seed: int) -> None:
+    def __init__(self, master: str, seed: int) -> None:
         torch.manual_seed(seed)
-        self.kind, self.random, self.count = kind, random.Random(seed), 0
+        self.master, self.random, self.count = master, random.Random(seed), 0
         self.make = self.random.choice(OPTIMIZERS)
         self.model = _net()
-        self.reference = Reference(kind, self.model, self.make)
+        self.reference = Reference(master, self.model, self.make)
         self.optimizer = self.make(self.model.parameters())
         self.decorate()
         self.step()
         self.save()
 
     def decorate(self) -> None:
-        mezzo.decorate(self.model, self.optimizer, dtype="bfloat16", master=self.kind)
+        mezzo.decorate(self.model, self.optimizer, dtype="bfloat16", master=self.master)
 
     def step(self) -> None:
         gradients = [
@@ -111,13 +114,11 @@ class Run:
         for load in order:
             load()
         self.reference.load(reference)
-        # What was loaded waits for its parameter until the next step; loading the model once more
-        # would still find it.
+        # A loaded companion is pending until the next step: loading the model again would use it.
         self.step()
 
     def load_model(self) -> None:
-        # A master counts again if the very weights come back that it belongs to, until a step has
-        # moved them.
+        # Step first: until then, a companion is used again if the weights it is for are loaded.
         self.step()
         model = self.saved[0][0]
         self.model.load_state_dict(copy.deepcopy(model))
@@ -138,7 +139,7 @@ class Run:
         self.step()
 
     def values(self) -> list[torch.Tensor]:
-        """Far from all that was there before."""
+        """Return values far from all earlier ones."""
         self.count += 1
         return [
             (torch.rand(parameter.shape) + 4.0 * self.count).to(HALF).float()
@@ -161,8 +162,7 @@ class Run:
                 parameter.data = value.to(parameter.dtype)
         self.reference.write(values)
 
-    def travel(self) -> None:
-        """To another pair, by torch's distributed checkpoint."""
+    def move_with_distributed_checkpoint(self) -> None:
         options = StateDictOptions(flatten_optimizer_state_dict=self.random.random() < 0.5)
         model, optimizer = copy.deepcopy(
             get_state_dict(self.model, self.optimizer, options=options)
@@ -178,7 +178,7 @@ class Run:
             options=options,
         )
 
-    def travel_through_a_plain_pair(self) -> None:
+    def move_through_a_plain_pair(self) -> None:
         model, optimizer = copy.deepcopy((self.model.state_dict(), self.optimizer.state_dict()))
         self.model = _net()
         self.optimizer = self.make(self.model.parameters())
@@ -192,13 +192,12 @@ class Run:
 
     def check(self, done: list[str]) -> None:
         mezzo.undecorate(self.model, self.optimizer)
-        for ours, theirs in zip(self.model.parameters(), self.reference.weights, strict=True):
-            # A compensation keeps 16 bits; half a bfloat16 step, which a stale one would be off by,
-            # is 2^-9.
-            tolerance = 2.0**-12 if self.kind == "kahan" else 0.0
+        for actual, expected in zip(self.model.parameters(), self.reference.weights, strict=True):
+            # A compensation keeps 16 bits; a stale one would be off by half a bfloat16 step, 2^-9.
+            tolerance = 2.0**-12 if self.master == "kahan" else 0.0
             torch.testing.assert_close(
-                ours.detach(),
-                theirs.detach(),
+                actual.detach(),
+                expected.detach(),
                 rtol=tolerance,
                 atol=tolerance,
                 msg=lambda text: f"{done}: {text}",
@@ -216,17 +215,17 @@ ACTIONS = [
     "load_optimizer_and_initialize",
     "write",
     "write_data",
-    "travel",
-    "travel_through_a_plain_pair",
+    "move_with_distributed_checkpoint",
+    "move_through_a_plain_pair",
     "redecorate",
 ]
 
 
 @pytest.mark.filterwarnings("ignore:A parameter of shape .* was written 3 times")
 @pytest.mark.parametrize("number", range(5))
-@pytest.mark.parametrize("kind", ["float32", "split", "kahan", "none"])
-def test_any_sequence_ends_where_hand_written_masters_end(kind: str, number: int):
-    run = Run(kind, seed := fresh_seed() + number)
+@pytest.mark.parametrize("master", ["float32", "split", "kahan", "none"])
+def test_any_sequence_equals_hand_written_masters(master: str, number: int):
+    run = Run(master, seed := fresh_seed() + number)
     done = [f"seed {seed}"]
     for _ in range(25):
         done.append(action := run.random.choice(ACTIONS))

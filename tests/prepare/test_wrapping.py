@@ -1,4 +1,4 @@
-"""Optimizers and models that others wrap: decorated first they train as over masters written by hand, wrapped first they are refused with the right order."""
+"""Wrapped optimizers and models: decorated first they train exactly, wrapped first they raise."""
 
 import copy
 import warnings
@@ -24,7 +24,7 @@ def sgd(parameters):
     return torch.optim.SGD(parameters, **OPTIONS)
 
 
-def made():
+def make_model():
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
 
@@ -48,12 +48,12 @@ def train(model, optimizer, *, backward=torch.Tensor.backward, closure=False):
     return losses
 
 
-def by_hand(wrap=lambda optimizer: optimizer, *, make=None, **options):
-    """Losses and exact weights of a 16-bit model over masters that are written by hand."""
-    model = made()
+def reference(wrap=lambda optimizer: optimizer, *, make=None, **options):
+    """Return losses and weights of a 16-bit model with hand-written masters, without mezzo."""
+    model = make_model()
     exact = [one.detach().clone() for one in model.parameters()]
     mezzo.decorate(model, sgd(model.parameters()), dtype="bfloat16")
-    # A copy has the 16-bit weights and the forward, and no masters.
+    # A copy has the 16-bit weights and the forward wrapper, and no masters.
     model = copy.deepcopy(model)
     optimizer = wrap(MasterSGD(model.parameters(), **OPTIONS)) if make is None else make(model)
     masters = getattr(optimizer, "masters", None) or next(
@@ -64,7 +64,7 @@ def by_hand(wrap=lambda optimizer: optimizer, *, make=None, **options):
     return train(model, optimizer, **options), list(masters.values())
 
 
-def assert_as_by_hand(model, losses, expected):
+def assert_equals_reference(model, losses, expected):
     assert losses == expected[0]
     weights = mezzo.undecorate(model).parameters()
     assert all(
@@ -73,12 +73,12 @@ def assert_as_by_hand(model, losses, expected):
     )
 
 
-def assert_refused(model, optimizer, match, **words):
+def assert_refused(model, optimizer, match, **options):
     before = [(one.dtype, one.data_ptr(), one.detach().clone()) for one in model.parameters()]
     attributes = {name: value for name, value in vars(optimizer).items() if name != "state"}
     for call in (mezzo.plan, mezzo.decorate):
         with pytest.raises(mezzo.UnsupportedError, match=match):
-            call(model, optimizer, **{"dtype": "bfloat16", **words})
+            call(model, optimizer, **{"dtype": "bfloat16", **options})
     assert decoration_of(model) is None
     assert {name: value for name, value in vars(optimizer).items() if name != "state"} == attributes
     for one, (dtype, pointer, value) in zip(model.parameters(), before, strict=True):
@@ -89,7 +89,7 @@ def assert_refused(model, optimizer, match, **words):
 @pytest.fixture
 def group(tmp_path):
     torch.distributed.init_process_group(
-        "gloo", init_method=f"file://{tmp_path}/meet", rank=0, world_size=1
+        "gloo", init_method=f"file://{tmp_path}/init", rank=0, world_size=1
     )
     yield
     torch.distributed.destroy_process_group()
@@ -126,26 +126,26 @@ WRAPPERS = {
 
 
 @pytest.mark.parametrize(("wrap", "match"), WRAPPERS.values(), ids=WRAPPERS)
-def test_a_wrapping_optimizer_is_refused_before_anything_changes(wrap, match):
-    model = made()
+def test_a_wrapped_optimizer_is_refused_before_anything_changes(wrap, match):
+    model = make_model()
     assert_refused(model, wrap(model), match)
     assert_refused(model, wrap(model), match, policy="O1", clip_norm=1.0)
 
 
-def test_where_nothing_is_bound_a_wrapping_optimizer_is_welcome():
-    model = made()
+def test_a_wrapped_optimizer_is_accepted_at_o1():
+    model = make_model()
     mezzo.decorate(model, Lookahead(sgd(model.parameters())), "O1", dtype="bfloat16")
     assert train(model, Lookahead(sgd(model.parameters())))
 
 
-def test_sam_over_a_decorated_optimizer_trains_as_over_masters_by_hand():
-    model = made()
+def test_sam_over_a_decorated_optimizer_trains_as_with_hand_written_masters():
+    model = make_model()
     optimizer = SAM(model.parameters(), torch.optim.SGD, **OPTIONS)
     mezzo.decorate(model, optimizer.base_optimizer, dtype="bfloat16")
-    expected = by_hand(
+    expected = reference(
         make=lambda model: SAM(model.parameters(), MasterSGD, **OPTIONS), closure=True
     )
-    assert_as_by_hand(model, train(model, optimizer, closure=True), expected)
+    assert_equals_reference(model, train(model, optimizer, closure=True), expected)
 
 
 @pytest.mark.parametrize(
@@ -153,17 +153,17 @@ def test_sam_over_a_decorated_optimizer_trains_as_over_masters_by_hand():
     [Lookahead, lambda optimizer: Several([optimizer]), lambda optimizer: optimizer],
     ids=["lookahead", "several", "plain"],
 )
-def test_a_decorated_optimizer_that_is_wrapped_trains_as_over_masters_by_hand(wrap):
-    model = made()
+def test_wrappers_of_a_decorated_optimizer_train_as_with_hand_written_masters(wrap):
+    model = make_model()
     optimizer = sgd(model.parameters())
     mezzo.decorate(model, optimizer, dtype="bfloat16")
-    expected = by_hand(wrap if wrap is Lookahead else lambda optimizer: optimizer)
-    assert_as_by_hand(model, train(model, wrap(optimizer)), expected)
+    expected = reference(wrap if wrap is Lookahead else lambda optimizer: optimizer)
+    assert_equals_reference(model, train(model, wrap(optimizer)), expected)
 
 
 @pytest.mark.parametrize("shared", [False, True])
-def test_an_inner_optimizer_that_nobody_saw_is_refused_before_it_steps(shared):
-    model = made()
+def test_a_hidden_inner_optimizer_is_refused_before_it_steps(shared):
+    model = make_model()
     optimizer = Hidden(sgd(model.parameters()), shared=shared)
     mezzo.decorate(model, optimizer, dtype="bfloat16")
     before = [one.detach().clone() for one in model.parameters()]
@@ -173,29 +173,29 @@ def test_an_inner_optimizer_that_nobody_saw_is_refused_before_it_steps(shared):
         train(model, optimizer)
     assert all(map(torch.equal, before, model.parameters()))
     assert optimizer.param_groups[0]["params"][0] is model[0].weight
-    # Heard during that step alone.
+    # The global hook is removed after the step.
     assert not _global_optimizer_pre_hooks
 
 
-def test_another_optimizer_may_step_other_parameters_in_between():
-    class Curious(torch.optim.SGD):
+def test_an_optimizer_of_other_parameters_may_step_inside_the_step():
+    class Nested(torch.optim.SGD):
         def step(self, closure=None):
             other.step()
             return super().step(closure)
 
-    model, extra = made(), nn.Parameter(torch.ones(1))
+    model, extra = make_model(), nn.Parameter(torch.ones(1))
     extra.grad = torch.ones(1)
     other = torch.optim.SGD([extra], lr=1.0)
-    optimizer = Curious(model.parameters(), **OPTIONS)
+    optimizer = Nested(model.parameters(), **OPTIONS)
     mezzo.decorate(model, optimizer, dtype="bfloat16")
-    assert_as_by_hand(model, train(model, optimizer), by_hand())
+    assert_equals_reference(model, train(model, optimizer), reference())
     assert extra.item() == -7.0
 
 
-def test_a_step_that_was_taken_hold_of_before_decorating_is_refused_before_it_runs():
-    model = made()
+def test_a_step_stored_before_decorating_is_refused_before_it_runs():
+    model = make_model()
     optimizer = sgd(model.parameters())
-    held = optimizer.step
+    stored_step = optimizer.step
     mezzo.decorate(model, optimizer, dtype="bfloat16")
     train(model, optimizer)
     before = [one.detach().clone() for one in model.parameters()]
@@ -203,18 +203,18 @@ def test_a_step_that_was_taken_hold_of_before_decorating_is_refused_before_it_ru
         mezzo.UnsupportedError,
         match=r"The original step of this SGD was called.*First decorate, then wrap",
     ):
-        held()
+        stored_step()
     assert all(map(torch.equal, before, model.parameters()))
     mezzo.undecorate(model)
-    held()
+    stored_step()
 
 
-# -- torch's and other packages' -------------------------------------------------------------------
+# -- ZeRO, Fabric and Accelerate -------------------------------------------------------------------
 
 
 @pytest.mark.usefixtures("group")
-def test_zero_redundancy_optimizer_is_decorated_by_its_inner_one():
-    model = made()
+def test_the_inner_optimizer_of_zero_redundancy_optimizer_is_decorated():
+    model = make_model()
     assert_refused(
         model,
         ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, **OPTIONS),
@@ -222,7 +222,7 @@ def test_zero_redundancy_optimizer_is_decorated_by_its_inner_one():
     )
     optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, **OPTIONS)
     mezzo.decorate(model, optimizer.optim, dtype="bfloat16")
-    assert_as_by_hand(model, train(model, optimizer), by_hand())
+    assert_equals_reference(model, train(model, optimizer), reference())
 
 
 @pytest.fixture(scope="module")
@@ -230,19 +230,19 @@ def fabric():
     return pytest.importorskip("lightning_fabric").Fabric(accelerator="cpu", devices=1)
 
 
-def test_fabric_comes_after_decorate(fabric):
-    model = made()
+def test_fabric_setup_after_decorate(fabric):
+    model = make_model()
     optimizer = sgd(model.parameters())
     mezzo.decorate(model, optimizer, dtype="bfloat16", save_dtype="float32")
     wrapped, stepped = fabric.setup(model, optimizer)
     losses = train(wrapped, stepped, backward=fabric.backward)
     assert list(stepped.state_dict()["state"]) == [0, 1, 2, 3]
     assert wrapped.state_dict()["0.weight"].dtype is torch.float32
-    assert_as_by_hand(model, losses, by_hand())
+    assert_equals_reference(model, losses, reference())
 
 
-def test_what_fabric_has_set_up_is_refused(fabric):
-    model = made()
+def test_fabric_setup_before_decorate_is_refused(fabric):
+    model = make_model()
     wrapped, stepped = fabric.setup(model, sgd(model.parameters()))
     assert_refused(
         wrapped,
@@ -263,29 +263,31 @@ def accelerator(request):
     accelerate.state.GradientState._reset_state()
 
 
-def test_accelerate_comes_after_decorate(accelerator):
-    model = made()
+def test_accelerate_prepare_after_decorate(accelerator):
+    model = make_model()
     optimizer = sgd(model.parameters())
     mezzo.decorate(model, optimizer, dtype="bfloat16")
     wrapped, stepped = accelerator.prepare(model, optimizer)
-    assert_as_by_hand(model, train(wrapped, stepped, backward=accelerator.backward), by_hand())
+    assert_equals_reference(
+        model, train(wrapped, stepped, backward=accelerator.backward), reference()
+    )
 
 
-def test_what_accelerate_has_prepared_is_refused(accelerator):
-    model = made()
+def test_accelerate_prepare_before_decorate_is_refused(accelerator):
+    model = make_model()
     wrapped, stepped = accelerator.prepare(model, sgd(model.parameters()))
     match = (
-        "runs in an autocast region that Accelerate"
+        "runs in an autocast region of Accelerate"
         if accelerator.mixed_precision == "bf16"
         else r"AcceleratedOptimizer steps.*then accelerator.prepare"
     )
     assert_refused(wrapped, stepped, match)
 
 
-def test_an_accelerated_optimizer_that_holds_the_step_from_before_is_refused(accelerator):
+def test_an_accelerated_optimizer_that_stored_the_original_step_is_refused(accelerator):
     from accelerate.optimizer import AcceleratedOptimizer
 
-    model = made()
+    model = make_model()
     optimizer = sgd(model.parameters())
     stepped = AcceleratedOptimizer(optimizer, scaler=torch.amp.GradScaler("cpu", init_scale=4.0))
     mezzo.decorate(model, optimizer, dtype="bfloat16")

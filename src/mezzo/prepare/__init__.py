@@ -1,1 +1,1 @@
-"""A model and its optimizer made ready for a policy: planned, applied whole or not at all, saved exactly, and put back."""
+"""Prepare a model and its optimizer for a policy: plan, apply, save and load, restore."""

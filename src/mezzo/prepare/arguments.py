@@ -1,4 +1,4 @@
-"""Read the models, the optimizers and `keep_full=` that a user passes."""
+"""Read and check the arguments of `decorate`: models, optimizers and `keep_full=`."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from mezzo.scaling.gradients import parameters
 
 Optimizer = torch.optim.Optimizer
 Models = nn.Module | Sequence[Any]
-"""A model, or a list of models, nested as you like."""
+"""A model, or a list of models, which may be nested."""
 Optimizers = Optimizer | Sequence[Any]
 """An optimizer, or a list of them."""
 
@@ -40,49 +40,49 @@ _WRAPPERS = {
     "FSDPModule": _SHARDED,
     "_FabricModule": "then fabric.setup(model, optimizer)",
 }
-"""Classes of torch and Lightning that take a model over, and what to do instead."""
+"""Name of a wrapper class of torch or Lightning → what to do after `decorate`."""
 _WRAPPING_PACKAGES = ("torch", "lightning", "lightning_fabric")
 
 
 @dataclass(frozen=True, eq=False)
 class Targets:
-    """Models and optimizers that can be prepared together."""
+    """Models and optimizers that are decorated together."""
 
     models: tuple[nn.Module, ...]
     optimizers: tuple[Optimizer, ...]
 
     @property
     def device(self) -> str:
-        """The one device type that the models live on."""
-        kinds = dict.fromkeys(
+        """The device type of the models' parameters; raises `UnsupportedError` if there are two."""
+        types = dict.fromkeys(
             parameter.device.type
             for model in self.models
             for parameter in model.parameters()
             if parameter.is_floating_point()
         )
-        if len(kinds) > 1:
+        if len(types) > 1:
             raise UnsupportedError(
-                f"The parameters live on {' and '.join(kinds)}, and a policy runs on one device"
+                f"The parameters are on {' and '.join(types)}, and a policy runs on one device"
                 " type. Move the model to one: model.to(...)."
             )
-        return next(iter(kinds))
+        return next(iter(types))
 
 
 def read_targets(models: Any, optimizers: Any) -> Targets:
-    """Read models and optimizers, and refuse what cannot be prepared."""
-    given = Targets(models_of(models), optimizers_of(optimizers))
-    for model in given.models:
+    """Read models and optimizers; raise an error for those that cannot be decorated."""
+    targets = Targets(models_of(models), optimizers_of(optimizers))
+    for model in targets.models:
         _refuse_wrapped(model)
         _refuse_without_values(model)
         _refuse_without_floats(model)
-    _refuse_unknown_parameters(given)
-    return given
+    _check_parameters(targets)
+    return targets
 
 
-def models_of(words: Any) -> tuple[nn.Module, ...]:
-    """The models in what was passed, each once; a compiled one is the model it was compiled from."""
-    found = tuple(dict.fromkeys(_original(one) for one in flat(words)))
-    for one in found:
+def models_of(argument: Any) -> tuple[nn.Module, ...]:
+    """Return the models in an argument, each once; of a compiled model the original."""
+    models = tuple(dict.fromkeys(_original(one) for one in flat(argument)))
+    for one in models:
         if not isinstance(one, nn.Module):
             raise PolicyError(
                 f"model={one!r} is not a torch.nn.Module. Pass the model, or a list of models."
@@ -92,23 +92,28 @@ def models_of(words: Any) -> tuple[nn.Module, ...]:
                 f"{type(one).__name__} is scripted, and its forward cannot be replaced. Pass the"
                 " model that was scripted."
             )
-    if not found:
-        raise PolicyError(f"model={words!r} holds no model. Pass the model, or a list of models.")
-    return found
+    if not models:
+        raise PolicyError(
+            f"model={argument!r} holds no model. Pass the model, or a list of models."
+        )
+    return models
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
-    """The model itself, not what was wrapped around it: a run on one device reads what a run on several wrote."""
-    wrapped: nn.Module = (
-        model.module if isinstance(model, DistributedDataParallel | DataParallel) else model
-    )
-    return wrapped
+    """Return the model inside DistributedDataParallel or DataParallel.
+
+    A checkpoint of it can be loaded with and without the wrapper.
+    """
+    if isinstance(model, DistributedDataParallel | DataParallel):
+        inner: nn.Module = model.module
+        return inner
+    return model
 
 
-def optimizers_of(words: Any) -> tuple[Optimizer, ...]:
-    """The optimizers in what was passed, each once."""
-    found = () if words is None else tuple(dict.fromkeys(flat(words)))
-    for one in found:
+def optimizers_of(argument: Any) -> tuple[Optimizer, ...]:
+    """Return the optimizers in an argument, each once."""
+    optimizers = () if argument is None else tuple(dict.fromkeys(flat(argument)))
+    for one in optimizers:
         if not isinstance(one, Optimizer):
             hint = (
                 f" A policy is the third argument: policy={one!r}." if isinstance(one, str) else ""
@@ -117,20 +122,20 @@ def optimizers_of(words: Any) -> tuple[Optimizer, ...]:
                 f"optimizer={one!r} is not a torch.optim.Optimizer. Pass the optimizer, a list of"
                 f" them, or None.{hint}"
             )
-    return found
+    return optimizers
 
 
-def flat(words: Any) -> Iterable[Any]:
-    """What a list holds, however nested; what is no list holds itself."""
-    if isinstance(words, list | tuple):
-        for word in words:
-            yield from flat(word)
+def flat(argument: Any) -> Iterable[Any]:
+    """Yield the items of a nested list, or the argument itself if it is not a list."""
+    if isinstance(argument, list | tuple):
+        for item in argument:
+            yield from flat(item)
     else:
-        yield words
+        yield argument
 
 
 def _original(model: Any) -> Any:
-    # Asked of what is imported: the compiler itself costs a second to import.
+    # Only if it is imported already: importing the compiler takes a second.
     compiled = loaded("OptimizedModule")
     return model._orig_mod if compiled is not None and isinstance(model, compiled) else model
 
@@ -142,25 +147,25 @@ def _refuse_wrapped(model: nn.Module) -> None:
                 base.__name__ in _WRAPPERS
                 and base.__module__.partition(".")[0] in _WRAPPING_PACKAGES
             ):
-                where = f"Its part {name!r}" if name else "The model"
+                where = f"The submodule {name!r}" if name else "The model"
                 raise UnsupportedError(
-                    f"{where} is wrapped by {base.__name__} already, which holds on to the model as"
-                    " it is. First decorate, then wrap: mezzo.decorate(model, optimizer, ...),"
-                    f" {_WRAPPERS[base.__name__]}."
+                    f"{where} is wrapped by {base.__name__} already, which keeps references to its"
+                    " parameters and forward. First decorate, then wrap: mezzo.decorate(model,"
+                    f" optimizer, ...), {_WRAPPERS[base.__name__]}."
                 )
         if "_original_forward" in module.__dict__:
             raise UnsupportedError(
-                f"The forward of {f'the part {name!r}' if name else 'the model'} runs in an"
-                " autocast region that Accelerate has put into it, where the policy does not hold."
-                " First decorate, then wrap: mezzo.decorate(model, optimizer, ...), then"
-                " accelerator.prepare(model, optimizer)."
+                f"The forward of {f'the submodule {name!r}' if name else 'the model'} runs in an"
+                " autocast region of Accelerate, where the policy is not used. First decorate, then"
+                " wrap: mezzo.decorate(model, optimizer, ...), then accelerator.prepare(model,"
+                " optimizer)."
             )
 
 
 def _refuse_without_floats(model: nn.Module) -> None:
     if not any(parameter.is_floating_point() for parameter in model.parameters()):
-        kinds = sorted({str(parameter.dtype) for parameter in model.parameters()})
-        what = f"only parameters of {', '.join(kinds)}" if kinds else "no parameters"
+        dtypes = sorted({str(parameter.dtype) for parameter in model.parameters()})
+        what = f"only parameters of {', '.join(dtypes)}" if dtypes else "no parameters"
         raise PolicyError(
             f"{type(model).__name__} has {what}: there is nothing to compute in 16 bits. Pass a"
             " model with floating-point parameters."
@@ -171,35 +176,38 @@ def _refuse_without_values(model: nn.Module) -> None:
     for name, parameter in model.named_parameters():
         if is_lazy(parameter):
             raise UnsupportedError(
-                f"The parameter {name!r} has no shape before the model has seen an input. Run the"
-                " model on one batch first, then decorate."
+                f"The parameter {name!r} is lazy and has no shape yet. Run the model on one batch"
+                " first, then decorate."
             )
         if parameter.is_meta:
             raise UnsupportedError(
-                f"The parameter {name!r} is on the meta device and has no values to keep."
-                " Materialise the model first: model.to_empty(device=...) and load its weights."
+                f"The parameter {name!r} is on the meta device and has no values. Materialize the"
+                " model first: call model.to_empty(device=...) and load its weights."
             )
 
 
-def _refuse_unknown_parameters(given: Targets) -> None:
-    owned = {id(parameter) for model in given.models for parameter in model.parameters()}
-    taken: dict[int, Optimizer] = {}
-    for optimizer in given.optimizers:
+def _check_parameters(targets: Targets) -> None:
+    """Raise `PolicyError` unless each optimizer has parameters of the models that no other has."""
+    of_models = {id(parameter) for model in targets.models for parameter in model.parameters()}
+    owners: dict[int, Optimizer] = {}
+    for optimizer in targets.optimizers:
         own = parameters(optimizer)
-        strange = [parameter for parameter in own if id(parameter) not in owned]
-        if strange:
+        unknown = [parameter for parameter in own if id(parameter) not in of_models]
+        if unknown:
             raise PolicyError(
-                f"{type(optimizer).__name__} has {len(own)} parameters, of which {len(strange)} are"
-                f" not the model's (the first of shape {tuple(strange[0].shape)}). Pass every model"
+                f"{type(optimizer).__name__} has {len(own)} parameters, of which {len(unknown)} are"
+                f" not the model's (the first of shape {tuple(unknown[0].shape)}). Pass every model"
                 " that it updates: decorate([model, other], optimizer)."
             )
         for parameter in own:
-            if taken.setdefault(id(parameter), optimizer) is not optimizer:
+            if owners.setdefault(id(parameter), optimizer) is not optimizer:
                 raise PolicyError(
-                    "A parameter is in two of the optimizers, and its exact weight can follow only"
-                    " one. Give each parameter to one optimizer."
+                    "A parameter is in two of the optimizers, and its master weight can be updated"
+                    " by one only. Pass each parameter to one optimizer."
                 )
 
+
+# -- keep_full -------------------------------------------------------------------------------------
 
 _SHOWN = 20
 _DEFAULT = frozenset(Selector.parse(kind) for kind in NORMS)
@@ -209,26 +217,28 @@ _TYPE_RANK = 0
 
 @dataclass(frozen=True, eq=False)
 class KeepFull:
-    """What stays float32: what selectors match, instances, and what the policy runs in float32; of a module its whole subtree."""
+    """Which tensors stay float32, of a module with all its submodules."""
 
     selectors: tuple[Selector, ...]
+    """Names and types of modules, and names of tensors."""
     instances: tuple[nn.Module, ...] = ()
+    """Modules that were passed themselves."""
     ruled: tuple[nn.Module, ...] = ()
-    """Modules that run in float32 by a rule of the policy: 16-bit parameters would have lost
-    what float32 is asked for."""
+    """Modules that run in float32 by a rule of the policy: with 16-bit parameters they would
+    compute with rounded weights."""
 
     def reasons(self, model: nn.Module) -> dict[str, str]:
-        """Why a tensor stays float32, by its qualified name in the model, for those that do."""
+        """Return the tensors that stay float32: qualified name → reason."""
         modules = {
             name: self._of_module(name, module)
             for name, module in model.named_modules(remove_duplicate=False)
         }
-        found = {}
+        reasons = {}
         for name in _tensor_names(model):
-            owners = (reason for parent in _parents(name) if (reason := modules[parent]))
-            if reason := next(owners, "") or self._of_tensor(name):
-                found[name] = reason
-        return found
+            of_parents = (reason for parent in _parents(name) if (reason := modules[parent]))
+            if reason := next(of_parents, "") or self._of_tensor(name):
+                reasons[name] = reason
+        return reasons
 
     def _of_module(self, name: str, module: nn.Module) -> str:
         if any(module is instance for instance in self.instances):
@@ -237,7 +247,7 @@ class KeepFull:
             return f"modules= runs this {type(module).__name__} in float32"
         return next(
             (
-                _said(selector, module)
+                _reason(selector, module)
                 for selector in self.selectors
                 if selector.matches(name, module)
             ),
@@ -255,56 +265,53 @@ class KeepFull:
         )
 
     def check_matches(self, models: tuple[nn.Module, ...]) -> None:
-        """Refuse what matches nothing, but for the normalisation layers, which one writes down to be safe."""
+        """Raise `PolicyError` for an entry that matches nothing, except for `NORMS`."""
         for instance in self.instances:
             if not any(instance is module for model in models for module in model.modules()):
                 raise PolicyError(
-                    f"keep_full has a {type(instance).__name__} that is no part of the model. Pass"
-                    " one of its modules: keep_full=[model.head]."
+                    f"keep_full has a {type(instance).__name__} that is not in the model. Pass one"
+                    " of its modules: keep_full=[model.head]."
                 )
         for selector in self.selectors:
             if selector not in (*_DEFAULT, *_BATCH_NORMS) and not any(
                 _matches_anything(selector, model) for model in models
             ):
-                names = [name for model in models for name in _module_names(model)]
-                known = [*names, *(name for model in models for name in _tensor_names(model))]
-                raise PolicyError(
-                    f"keep_full={selector.text!r} matches nothing in"
-                    f" {', '.join(type(model).__name__ for model in models)}.{nearest(selector.text, known)}"
-                    " Its modules:"
-                    f" {', '.join(names[:_SHOWN])}{', …' if len(names) > _SHOWN else ''}."
-                )
+                raise PolicyError(_no_match(selector, models))
 
 
 def read_keep_full(
     policy: Any, overrides: dict[str, Any], models: tuple[nn.Module, ...]
 ) -> tuple[Policy, KeepFull]:
-    """Read a policy whose `keep_full` may also hold modules themselves, which a policy names by their place in the model."""
-    words = overrides.get("keep_full", NORMS)
-    several = tuple(words) if isinstance(words, list | tuple | set | frozenset) else (words,)
-    instances = tuple(word for word in several if isinstance(word, nn.Module))
+    """Read a policy and its `keep_full`, which may hold modules themselves.
+
+    The policy has the names of these modules in the models.
+    """
+    argument = overrides.get("keep_full", NORMS)
+    is_several = isinstance(argument, list | tuple | set | frozenset)
+    entries = tuple(argument) if is_several else (argument,)
+    instances = tuple(entry for entry in entries if isinstance(entry, nn.Module))
     if instances:
-        named = [escape(name) for instance in instances for name in _names_of(instance, models)]
-        others = tuple(word for word in several if not isinstance(word, nn.Module))
-        plain, full = (
-            Policy.parse(policy, **{**overrides, "keep_full": kept})
-            for kept in (others, (*others, *named))
+        names = [escape(name) for instance in instances for name in _names_of(instance, models)]
+        others = tuple(entry for entry in entries if not isinstance(entry, nn.Module))
+        without_instances, full = (
+            Policy.parse(policy, **{**overrides, "keep_full": keep_full})
+            for keep_full in (others, (*others, *names))
         )
     else:
-        plain = full = Policy.parse(policy, **overrides)
+        without_instances = full = Policy.parse(policy, **overrides)
     if "keep_full" not in overrides and set(full.keep_full) == _DEFAULT:
-        plain = full = replace(full, keep_full=_by_default(full))
-    keep = KeepFull(plain.keep_full, instances, _in_float32(full, models))
+        without_instances = full = replace(full, keep_full=_default_keep_full(full))
+    keep = KeepFull(without_instances.keep_full, instances, _in_float32(full, models))
     keep.check_matches(models)
     return full, keep
 
 
-def _by_default(policy: Policy) -> tuple[Selector, ...]:
-    """What stays float32 where nobody says otherwise: the norms at O2, nothing at O3."""
+def _default_keep_full(policy: Policy) -> tuple[Selector, ...]:
+    """Return what stays float32 by default: the normalisation layers, but nothing at O3."""
     if policy.level is Level.O3:
         return ()
-    # Apex casts no op inside a 16-bit model, and only batch norm's kernels take float32 parameters
-    # beside a 16-bit input wherever they run.
+    # Apex casts no op inside a 16-bit model, and only batch norm's kernels accept float32
+    # parameters with a 16-bit input on every device.
     return (
         _BATCH_NORMS if policy.level is Level.O2 and policy.preset == "apex" else policy.keep_full
     )
@@ -325,12 +332,21 @@ def _names_of(instance: nn.Module, models: tuple[nn.Module, ...]) -> list[str]:
     ]
 
 
-def _said(selector: Selector, module: nn.Module) -> str:
+def _reason(selector: Selector, module: nn.Module) -> str:
     if selector in (*_DEFAULT, *_BATCH_NORMS):
         return f"{type(module).__name__} is a normalisation layer"
+    is_type = selector.rank == _TYPE_RANK
+    return f"keep_full has {type(module).__name__ if is_type else repr(selector.text)}"
+
+
+def _no_match(selector: Selector, models: tuple[nn.Module, ...]) -> str:
+    names = [name for model in models for name, _ in model.named_modules() if name]
+    known = [*names, *(name for model in models for name in _tensor_names(model))]
+    classes = ", ".join(type(model).__name__ for model in models)
+    listed = ", ".join(names[:_SHOWN]) + (", …" if len(names) > _SHOWN else "")
     return (
-        "keep_full has"
-        f" {type(module).__name__ if selector.rank == _TYPE_RANK else repr(selector.text)}"
+        f"keep_full={selector.text!r} matches nothing in {classes}.{nearest(selector.text, known)}"
+        f" Its modules: {listed}."
     )
 
 
@@ -343,17 +359,13 @@ def _matches_anything(selector: Selector, model: nn.Module) -> bool:
     )
 
 
-def _module_names(model: nn.Module) -> list[str]:
-    return [name for name, _ in model.named_modules() if name]
-
-
 def _tensor_names(model: nn.Module) -> Iterator[str]:
     yield from (name for name, _ in model.named_parameters(remove_duplicate=False))
     yield from (name for name, _ in model.named_buffers(remove_duplicate=False))
 
 
 def _parents(name: str) -> Iterator[str]:
-    """The modules that a tensor lies in, the model itself first.
+    """Yield the names of the modules that hold a tensor, the model itself first.
 
     >>> list(_parents("encoder.norm.weight"))
     ['', 'encoder', 'encoder.norm']

@@ -1,4 +1,4 @@
-"""`mezzo.save_checkpoint` and `load_checkpoint`: a whole run in one file, which is there whole or not at all."""
+"""`mezzo.save_checkpoint` and `mezzo.load_checkpoint`: a whole training run in one file."""
 
 from __future__ import annotations
 
@@ -31,24 +31,24 @@ from mezzo.prepare.decoration import Accumulating, Decoration, decoration_of
 from mezzo.prepare.model_state_dict import decorations_of, exact_state_dict
 from mezzo.prepare.rollback import rolled_back_on_error
 
-Place = str | os.PathLike[str]
+FilePath = str | os.PathLike[str]
 
 _FORMAT, _VERSION = "mezzo checkpoint", 1
 
 
 @runtime_checkable
 class Step(Accumulating, Protocol):
-    """A training step of mezzo, as far as a checkpoint knows it."""
+    """The part of a training step that checkpoints use."""
 
     def state_dict(self) -> dict[str, Any]:
-        """All that the step needs to go on."""
+        """Return all that is needed to continue."""
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on from a saved state; what does not fit is refused before anything changes."""
+        """Continue from a saved state. A state that does not fit raises before anything changes."""
 
 
 def save_checkpoint(
-    path: Place,
+    path: FilePath,
     model: Models | None = None,
     optimizer: Optimizers | None = None,
     scaler: Any = None,
@@ -57,14 +57,22 @@ def save_checkpoint(
     step: Step | Any = None,
     **extra: Any,
 ) -> None:
-    """Save a run: models, optimizers, scaler, schedulers, every random generator, and what else you name.
+    """Save a training run, with the states of all random number generators.
 
-    A kill in the middle leaves the old file as it was. Weights are saved as exact float32 values
-    where masters keep them, so that a checkpoint moves between levels.
+    The file is written atomically: an interrupted save leaves the old file unchanged. Weights with
+    exact masters are saved as float32 values, so that a checkpoint can be loaded at another level.
+    The file can also be read with `torch.load`.
 
-    A training step is saved whole, with its counters and the gradients that it has accumulated:
-    `save_checkpoint(path, step=step)`, and `load_checkpoint(path, step=step)`. In the middle of an
-    accumulation its parts alone are refused. `step=1000` is a value like any other.
+    Args:
+        path: The file to write.
+        model: The model, or a list of models.
+        optimizer: The optimizer, or a list of optimizers.
+        scaler: A `mezzo.GradScaler`, or any object with `state_dict()`.
+        scheduler: A learning rate scheduler, or a list of schedulers.
+        step: A `mezzo.TrainStep` instead of the arguments above. It is saved with its counters and
+            the gradients that it has accumulated; between two updates its parts alone cannot be
+            saved. Any other value, such as `step=1000`, is saved like `**extra`.
+        **extra: More values to save: numbers, strings, tensors, and lists and dictionaries of them.
 
     >>> import mezzo, tempfile
     >>> model = nn.Linear(2, 1)
@@ -78,13 +86,13 @@ def save_checkpoint(
     models, optimizers = _models(model), optimizers_of(optimizer)
     _refuse_both(step, (model, optimizer, scaler, scheduler))
     _refuse_mid_accumulation(
-        models, optimizers, "save_checkpoint(path, step=step) saves the step whole"
+        models, optimizers, "call save_checkpoint(path, step=step), which saves them"
     )
     if any(decoration.lent for decoration in _decorations((), optimizers)):
         raise CheckpointError(
-            "The optimizer's model holds averaged weights inside `with ema.applied()`, from which a"
-            " run would not go on. Save the run outside of the `with`, or the averaged model alone:"
-            " save_checkpoint(path, model)."
+            "The optimizer's model holds averaged weights inside `with ema.applied()`, from which"
+            " training cannot continue. Save the run outside of the `with`, or the averaged model"
+            " alone: save_checkpoint(path, model)."
         )
     parts = {
         "step": None if step is None else step.state_dict(),
@@ -104,13 +112,13 @@ def save_checkpoint(
             checkpoint_file.save({"format": _FORMAT, "version": _VERSION, **parts}, file)
         except CheckpointError as error:
             raise CheckpointError(
-                f"{os.fspath(path)!r} could not be loaded again: {error}. Save expanded tensors as"
-                " they are before expand()."
+                f"{os.fspath(path)!r} could not be loaded again: {error}. Save tensors as they are"
+                " before expand()."
             ) from None
 
 
 def load_checkpoint(
-    path: Place,
+    path: FilePath,
     model: Models | None = None,
     optimizer: Optimizers | None = None,
     scaler: Any = None,
@@ -119,20 +127,44 @@ def load_checkpoint(
     step: Step | None = None,
     strict: bool = True,
 ) -> dict[str, Any]:
-    """Load what `save_checkpoint` saved into what is passed, and the random generators; what else was saved is returned.
+    """Load what `save_checkpoint` saved into the objects that are passed.
 
-    The file's checksums are verified, and everything in it is checked, before anything changes: an
-    error leaves all as it was, also one that is raised halfway, by a `load_state_dict` of your own.
-    With `strict=False` the model may have other parameters than the file, but not other shapes. Of
-    a step that was saved whole, the model can be loaded alone too.
+    The states of random number generators are restored too. Checksums and contents of the file are
+    checked before anything changes, and an error during the load restores everything: a run is
+    never half loaded. The file is read with `torch.load(weights_only=True)`.
+
+    Args:
+        path: A file that `save_checkpoint` wrote.
+        model: The model, or the list of models, to load into; None loads no model.
+        optimizer: The optimizer, or the list of optimizers, to load into.
+        scaler: The scaler to load into.
+        scheduler: The scheduler, or the list of schedulers, to load into.
+        step: The `mezzo.TrainStep` to load into, instead of the arguments above. From a file that
+            was saved with `step=`, the model can be loaded alone too.
+        strict: With False the model may have other parameters than the file, but not other shapes.
+
+    Returns:
+        The values that were saved as `**extra`.
+
+    Raises:
+        CheckpointError: The file is damaged, lacks a part, or does not fit.
+
+    >>> import mezzo, tempfile
+    >>> model, other = nn.Linear(2, 1), nn.Linear(2, 1)
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     mezzo.save_checkpoint(f"{folder}/run.pt", model, epoch=3)
+    ...     mezzo.load_checkpoint(f"{folder}/run.pt", other)["epoch"]
+    3
+    >>> torch.equal(model.weight, other.weight)
+    True
     """
     if step is not None and not isinstance(step, Step):
         raise CheckpointError(
-            f"step={step!r} is no training step. Pass what mezzo.TrainStep or mezzo.train_step"
-            " made."
+            f"step={step!r} is not a training step. Pass what mezzo.TrainStep or mezzo.train_step"
+            " returned."
         )
     parts, models, optimizers = _read(path), _models(model), optimizers_of(optimizer)
-    asked = {
+    targets = {
         "step": () if step is None else (step,),
         "scaler": () if scaler is None else (scaler,),
         "model": models,
@@ -143,42 +175,43 @@ def load_checkpoint(
     _refuse_mid_accumulation(
         models,
         optimizers,
-        "call step.flush() first, or load_checkpoint(path, step=step) what was saved so",
+        "call step.flush() first, or load_checkpoint(path, step=step) of a saved step",
     )
     if any(decoration.lent for decoration in _decorations(models, optimizers)):
         raise CheckpointError(
             "The model holds averaged weights inside `with ema.applied()`, whose end would undo the"
-            " loading. Load outside of the `with`."
+            " load. Load outside of the `with`."
         )
-    pairs = checkpoint_checks.match_parts(os.fspath(path), parts, asked)
+    pairs = checkpoint_checks.match_parts(os.fspath(path), parts, targets)
     checkpoint_checks.check_fit(pairs, strict=strict)
     rng_state.check_rng_state(parts["rng"])
-    # A step restores its own parts.
-    with rolled_back_on_error(models, optimizers, (*asked["scaler"], *asked["scheduler"])):
-        for name, several in pairs.items():
-            for one, state in several:
-                with _named(os.fspath(path), name, one):
-                    one.load_state_dict(state, **({"strict": strict} if name == "model" else {}))
+    # A step rolls back its own parts.
+    with rolled_back_on_error(models, optimizers, (*targets["scaler"], *targets["scheduler"])):
+        for name, of_part in pairs.items():
+            for target, state in of_part:
+                options = {"strict": strict} if name == "model" else {}
+                with _as_checkpoint_error(os.fspath(path), name, target):
+                    target.load_state_dict(state, **options)
         rng_state.restore_rng_state(parts["rng"])
     extra: dict[str, Any] = parts["extra"]
     return extra
 
 
 @contextmanager
-def _named(path: str, name: str, one: Any) -> Iterator[None]:
-    """Say which part of a file could not be loaded, whatever was raised."""
+def _as_checkpoint_error(path: str, name: str, target: Any) -> Iterator[None]:
+    """Raise `CheckpointError` with the name of the part for every other error."""
     try:
         yield
     except CheckpointError:
         raise
     except Exception as error:
         raise CheckpointError(
-            f"The {name} in {path!r} cannot be loaded into this {type(one).__name__}:"
+            f"The {name} in {path!r} cannot be loaded into this {type(target).__name__}:"
             f" {error!s:.500} Nothing was changed. Pass a checkpoint of the same run."
         ) from error
 
 
-def _read(path: Place) -> dict[str, Any]:
+def _read(path: FilePath) -> dict[str, Any]:
     name = os.fspath(path)
     if Path(path).exists() and not Path(path).is_file():
         raise CheckpointError(
@@ -189,7 +222,7 @@ def _read(path: Place) -> dict[str, Any]:
             content = checkpoint_file.load(file)
         except CheckpointError as error:
             raise CheckpointError(
-                f"{name!r} is no mezzo checkpoint, or is damaged: {error}. Pass a file that"
+                f"{name!r} is not a mezzo checkpoint, or is damaged: {error}. Pass a file that"
                 " save_checkpoint wrote."
             ) from error.__cause__
     if not isinstance(content, dict) or content.get("format") != _FORMAT:
@@ -215,41 +248,41 @@ def _read(path: Place) -> dict[str, Any]:
 def _refuse_both(step: Step | None, parts: tuple[Any, ...]) -> None:
     if step is not None and any(part is not None for part in parts):
         raise CheckpointError(
-            "step= brings its models, optimizers, scaler and schedulers with it. Pass the step"
-            " alone, or its parts without it."
+            "step= includes its models, optimizers, scaler and schedulers. Pass the step alone, or"
+            " its parts without it."
         )
 
 
 def _refuse_mid_accumulation(
     models: tuple[nn.Module, ...], optimizers: tuple[Optimizer, ...], remedy: str
 ) -> None:
-    """Refuse the parts of a training step that has gradients of an unfinished update: parts know nothing of these."""
+    """Raise if the parts belong to a training step that has accumulated gradients."""
     for decoration in _decorations(models, optimizers):
         for step in decoration.training_steps:
             if step.position:
                 raise CheckpointError(
                     "The model and the optimizer belong to a step that has accumulated the"
-                    f" gradients of {step.position} calls since its last update, which these parts"
-                    f" do not hold: {remedy}."
+                    f" gradients of {step.position} calls since its last update, which are not part"
+                    f" of them: {remedy}."
                 )
 
 
 def _decorations(
     models: tuple[nn.Module, ...], optimizers: tuple[Optimizer, ...]
 ) -> set[Decoration]:
-    found = (decoration_of(one) for one in optimizers)
+    of_optimizers = (decoration_of(one) for one in optimizers)
     return {
         *(one for model in models for one in decorations_of(model)),
-        *(one for one in found if one is not None),
+        *(one for one in of_optimizers if one is not None),
     }
 
 
-def _models(words: Models | None) -> tuple[nn.Module, ...]:
-    return () if words is None else tuple(map(unwrapped, models_of(words)))
+def _models(argument: Models | None) -> tuple[nn.Module, ...]:
+    return () if argument is None else tuple(map(unwrapped, models_of(argument)))
 
 
 def optimizer_state(optimizer: Optimizer, models: tuple[nn.Module, ...]) -> dict[str, Any]:
-    """An optimizer's state, without masters whose exact values are in the states of these models: not twice."""
+    """Return an optimizer's state, without masters if these models are saved with exact values."""
     state, decoration = optimizer.state_dict(), decoration_of(optimizer)
     if (
         decoration is not None
@@ -261,21 +294,21 @@ def optimizer_state(optimizer: Optimizer, models: tuple[nn.Module, ...]) -> dict
 
 
 def _refuse_unreadable(name: str, part: Any) -> None:
-    """Refuse what could be written but not be read again: found out with the same structure around empty tensors."""
+    """Raise for a value that could be written and not be read: tried without tensor contents."""
     buffer = BytesIO()
     try:
         checkpoint_file.save(map_tensors(part, _empty), buffer)
         checkpoint_file.load(buffer)
     except Exception as error:
         raise CheckpointError(
-            f"The part {name!r} holds something that torch.load(weights_only=True) does not read:"
+            f"The part {name!r} holds a value that torch.load(weights_only=True) does not read:"
             f" {error.__cause__ or error} Save plain numbers, strings, tensors, and lists and"
             " dictionaries of them."
         ) from error
 
 
 def _empty(tensor: torch.Tensor) -> torch.Tensor:
-    # Later versions of torch have no quantized tensors.
+    # Later versions of torch have no attribute `is_quantized`.
     if getattr(tensor, "is_quantized", False) or tensor.is_nested or tensor.is_meta:
         raise TypeError(
             f"a tensor of {tensor.dtype} on {tensor.device}, quantized, nested or without values."

@@ -1,4 +1,4 @@
-"""Whether the parts of a checkpoint fit what they are to be loaded into: asked before anything is changed."""
+"""Check that the parts of a checkpoint fit their targets, before anything is changed."""
 
 from __future__ import annotations
 
@@ -18,38 +18,37 @@ from mezzo.optim.state_dict_checks import (
 _SHOWN = 5
 
 Pairs = dict[str, list[tuple[Any, Any]]]
-"""By the name of a part: what to load into, and the state that was saved."""
+"""Name of a part → pairs of a target to load into and its saved state."""
 
 
-def match_parts(path: str, parts: dict[str, Any], asked: dict[str, tuple[Any, ...]]) -> Pairs:
-    """Each thing beside its saved state; a file without a part that is asked for, or with another number of them, is refused."""
-    _refuse_other_content(path, parts, asked)
-    parts = _with_parts_of_step(path, parts, asked)
-    for name, wanted in asked.items():
+def match_parts(path: str, parts: dict[str, Any], targets: dict[str, tuple[Any, ...]]) -> Pairs:
+    """Pair each target with its saved state; raise if a part is missing or has another number."""
+    _check_parts(path, parts, targets)
+    parts = _with_parts_of_step(path, parts, targets)
+    for name, of_part in targets.items():
         saved = parts[name]
-        if wanted and saved is None:
-            there = ", ".join(one for one in asked if parts[one] is not None) or "none of them"
+        if of_part and saved is None:
+            present = ", ".join(one for one in targets if parts[one] is not None) or "none of them"
             raise CheckpointError(
-                f"{path!r} has no {name}. It has: {there}. Leave {name}= out, or save it with the"
+                f"{path!r} has no {name}. It has: {present}. Leave {name}= out, or save it with the"
                 " next checkpoint."
             )
-        if wanted and len(saved) != len(wanted):
+        if of_part and len(saved) != len(of_part):
             raise CheckpointError(
-                f"{path!r} has {len(saved)} of {name}, got {len(wanted)} to load into. Pass as many"
-                " as were saved, in the same order."
+                f"{path!r} has {len(saved)} of {name}, got {len(of_part)} to load into. Pass as"
+                " many as were saved, in the same order."
             )
     return {
-        name: list(zip(wanted, parts[name] or (), strict=False)) for name, wanted in asked.items()
+        name: list(zip(of_part, parts[name] or (), strict=False))
+        for name, of_part in targets.items()
     }
 
 
-def _refuse_other_content(
-    path: str, parts: dict[str, Any], asked: dict[str, tuple[Any, ...]]
-) -> None:
-    """Refuse a file whose parts are not what `save_checkpoint` writes: lists of states or None."""
+def _check_parts(path: str, parts: dict[str, Any], targets: dict[str, tuple[Any, ...]]) -> None:
+    """Raise unless every part is a list of states or None, as `save_checkpoint` writes it."""
     wrong = [
         name
-        for name in asked
+        for name in targets
         if name != "step" and (name not in parts or not isinstance(parts[name], list | None))
     ]
     wrong += ["step"] if not _is_step(parts.get("step")) else []
@@ -61,7 +60,7 @@ def _refuse_other_content(
 
 
 def _is_step(step: Any) -> bool:
-    """Whether this is None, or can be the state of a step as far as its parts are looked for."""
+    """Return whether a value is None, or has the parts of a step's state."""
     if not isinstance(step, dict):
         return step is None
     return (
@@ -72,16 +71,16 @@ def _is_step(step: Any) -> bool:
 
 
 def _with_parts_of_step(
-    path: str, parts: dict[str, Any], asked: dict[str, tuple[Any, ...]]
+    path: str, parts: dict[str, Any], targets: dict[str, tuple[Any, ...]]
 ) -> dict[str, Any]:
-    """The parts of a file, among them those of a step that was saved whole."""
+    """Return the parts of a file; of a file that was saved with `step=` those of the step."""
     step = parts.get("step")
     if step is None:
         return {**parts, "step": None}
-    if step["position"] and asked["optimizer"]:
+    if step["position"] and targets["optimizer"]:
         raise CheckpointError(
             f"{path!r} was saved with the gradients of {step['position']} calls since the last"
-            " update, which an optimizer does not take. Load it with step=."
+            " update, which an optimizer does not hold. Load it with step=."
         )
     scaler = None if step["scaler"] is None else [step["scaler"]]
     return {
@@ -94,37 +93,33 @@ def _with_parts_of_step(
     }
 
 
-def check_fit(found: Pairs, *, strict: bool) -> None:
-    """Refuse what does not fit."""
-    for model, state in found["model"]:
+def check_fit(pairs: Pairs, *, strict: bool) -> None:
+    """Raise `CheckpointError` if the state of a model, optimizer or scheduler does not fit."""
+    for model, state in pairs["model"]:
         refuse_other_model(model, state, strict=strict)
-    for optimizer, state in found["optimizer"]:
+    for optimizer, state in pairs["optimizer"]:
         refuse_other_optimizer(optimizer, state)
-    for scheduler, state in found["scheduler"]:
+    for scheduler, state in pairs["scheduler"]:
         refuse_other_scheduler(scheduler, state)
 
 
 def refuse_other_model(model: nn.Module, state: dict[str, Any], *, strict: bool) -> None:
-    """Refuse the state of a model with other names, shapes or kinds of numbers."""
-    _refuse_no_dictionary("model", state)
-    own = model.state_dict()
-    missing, unexpected = (
-        [name for name in own if name not in state],
-        [name for name in state if name not in own],
-    )
-    if strict and (missing or unexpected):
+    """Raise for the state of a model with other names, shapes or kinds of dtypes."""
+    _check_is_dictionary("model", state)
+    current = model.state_dict()
+    difference = _difference(current, state)
+    if strict and difference:
         raise CheckpointError(
-            f"The checkpoint is of another model than this {type(model).__name__}:"
-            f" {_few('it lacks', missing)}{_few('it also has', unexpected)}Build the model that was"
-            " saved, or pass strict=False to load what both have."
+            f"The checkpoint is of another model than this {type(model).__name__}: {difference}"
+            "Build the model that was saved, or pass strict=False to load what both have."
         )
-    for name in own:
-        if name in state and isinstance(own[name], torch.Tensor):
-            refuse_other_tensor(name, state[name], own[name], type(model).__name__)
+    for name in current:
+        if name in state and isinstance(current[name], torch.Tensor):
+            refuse_other_tensor(name, state[name], current[name], type(model).__name__)
 
 
 def refuse_other_tensor(name: str, saved: Any, own: torch.Tensor, where: str) -> None:
-    """Refuse what cannot be copied into a tensor of one's own without loss of meaning."""
+    """Raise for a saved value that cannot be copied into a tensor."""
     if not isinstance(saved, torch.Tensor) or saved.layout is not torch.strided or saved.is_meta:
         raise CheckpointError(
             f"{name!r} is {saved!r:.80} in the checkpoint, not a tensor with values. Pass another"
@@ -132,7 +127,7 @@ def refuse_other_tensor(name: str, saved: Any, own: torch.Tensor, where: str) ->
         )
     if own.is_meta:
         raise CheckpointError(
-            f"{name!r} of this {where} is on the meta device, and holds no values. Make them first:"
+            f"{name!r} of this {where} is on the meta device, and has no memory. Allocate it first:"
             " model.to_empty(device=...)."
         )
     if own.shape != saved.shape:
@@ -148,7 +143,7 @@ def refuse_other_tensor(name: str, saved: Any, own: torch.Tensor, where: str) ->
 
 
 def refuse_other_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
-    """Refuse the state of an optimizer over other parameters."""
+    """Raise for the state of an optimizer over other parameters."""
     check_is_optimizer_state(state)
     own, saved = (
         [len(group["params"]) for group in groups]
@@ -157,38 +152,44 @@ def refuse_other_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, An
     if own != saved:
         raise CheckpointError(
             f"The checkpoint's optimizer has groups of {saved} parameters, this"
-            f" {type(optimizer).__name__} has {own}. Make it over the same groups as the saved one."
+            f" {type(optimizer).__name__} has {own}. Create it with the same groups as the saved"
+            " one."
         )
     check_state_fits(optimizer, state)
 
 
 def refuse_other_scheduler(scheduler: Any, state: dict[str, Any]) -> None:
-    """Refuse the state of a scheduler of another kind."""
-    _refuse_no_dictionary("scheduler", state)
-    own = scheduler.state_dict()
-    if own.keys() == state.keys():
-        for name, value in own.items():
-            if not is_compatible(value, state[name]):
-                raise CheckpointError(
-                    f"{name!r} of the checkpoint's scheduler is {state[name]!r:.80}, and this"
-                    f" {type(scheduler).__name__} has {value!r:.80}. Pass another checkpoint."
-                )
-    else:
+    """Raise for the state of another class of scheduler."""
+    _check_is_dictionary("scheduler", state)
+    current = scheduler.state_dict()
+    if difference := _difference(current, state):
         raise CheckpointError(
-            f"The checkpoint's scheduler is not a {type(scheduler).__name__}:"
-            f" {_few('it lacks', [name for name in own if name not in state])}{_few('it also has', [name for name in state if name not in own])}Make"
+            f"The checkpoint's scheduler is not a {type(scheduler).__name__}: {difference}Create"
             " the scheduler that was saved."
         )
+    for name, value in current.items():
+        if not is_compatible(value, state[name]):
+            raise CheckpointError(
+                f"{name!r} of the checkpoint's scheduler is {state[name]!r:.80}, and this"
+                f" {type(scheduler).__name__} has {value!r:.80}. Pass another checkpoint."
+            )
 
 
-def _refuse_no_dictionary(what: str, state: Any) -> None:
+def _check_is_dictionary(what: str, state: Any) -> None:
     if not isinstance(state, dict):
         raise CheckpointError(
             f"The checkpoint's {what} is {state!r:.80}, not a dictionary. Pass another checkpoint."
         )
 
 
-def _few(what: str, names: list[str]) -> str:
+def _difference(current: dict[str, Any], saved: dict[str, Any]) -> str:
+    """Return which keys a saved state lacks and which it has in addition, in two sentences."""
+    missing = [name for name in current if name not in saved]
+    unexpected = [name for name in saved if name not in current]
+    return _list_names("it lacks", missing) + _list_names("it also has", unexpected)
+
+
+def _list_names(what: str, names: list[str]) -> str:
     if not names:
         return ""
     more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""

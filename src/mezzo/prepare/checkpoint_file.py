@@ -1,10 +1,10 @@
-"""The file of a checkpoint: what `torch.save` writes, verified before and after `torch.load` reads it.
+"""The file of a checkpoint: written by `torch.save`, validated before and after `torch.load`.
 
-A checkpoint is an ordinary torch file, so that `torch.load` reads it without mezzo. It is a zip
-archive of a pickle and one uncompressed entry for each storage, and the directory of the archive
-holds a CRC32 of every entry. `torch.load` does not compare them; `load` does, in files of every
-release. It also refuses what a small file could ask gigabytes for: compressed or overlapping
-entries, constructors that take a size, and tensors that are larger than the memory behind them.
+`torch.load` can read a checkpoint without mezzo. The file is a zip archive of a pickle and one
+uncompressed entry for each storage, and its directory has a CRC32 of every entry. `torch.load` does
+not compare the checksums; `load` does, for files of every torch release. It also rejects what could
+make a small file allocate gigabytes: compressed or overlapping entries, constructors that take a
+size, and tensors that are larger than their storage.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ import torch
 from mezzo._errors import CheckpointError
 
 _BUDGET = 2**28
-"""Bytes that a load may allocate for objects beside the file's own content."""
+"""Bytes that a load may allocate for objects in addition to the size of the file."""
 _CHUNK = 2**22
 _END, _LOCATOR, _END64 = 22, 20, 56
-"""Sizes of the records at the end of a zip archive: the end of the directory, and for large
-files the locator of a second one and that itself."""
+"""Sizes of the records at the end of a zip archive: the end of central directory record, and for
+large files the zip64 locator and the zip64 record."""
 _FOLDER = 0x10
 _FLAGS = 0x808
-"""Flags of an entry: its name is UTF-8, and its checksum follows its content."""
+"""Allowed flags of an entry: its name is UTF-8, and its checksum follows its content."""
 
 _REBUILDS = (
     "parameter",
@@ -51,11 +51,11 @@ _CALLABLE = {
     **{f"{module} set": 32 for module in ("__builtin__", "builtins")},
     **{f"torch._utils _rebuild_{name}": 0 for name in _REBUILDS},
 }
-"""What a pickle may call, of all that `torch.load(weights_only=True)` lets it: not
-`bytearray(2**40)`, `torch.FloatTensor(2**40)` or `_rebuild_qtensor`.
+"""What a pickle may call → how many times the size of its arguments it may allocate.
 
-With each, how many times the size of its arguments it may allocate: a set of the characters of a
-string has an object for each."""
+Fewer than `torch.load(weights_only=True)` allows: not `bytearray(2**40)`,
+`torch.FloatTensor(2**40)` or `_rebuild_qtensor`. A set of the characters of a string has an object
+for each."""
 
 _COST = {
     "EMPTY_DICT": 64,
@@ -65,9 +65,9 @@ _COST = {
     "NEWOBJ": 720,
     "BINPERSID": 160,
 }
-"""About how many bytes an operation of a pickle allocates. A tensor takes 710, its storage 160."""
+"""Bytes that a pickle operation allocates, about. A tensor takes 710, its storage 160."""
 _OBJECT, _SLOT = 40, 8
-"""The same of a number, and of a place in a container."""
+"""Bytes of a number, and of an item of a container."""
 _NUMBERS = {"BININT", "BININT1", "BININT2", "BINFLOAT", "NEWTRUE", "NEWFALSE", "NONE"}
 _PUTS, _GETS, _NOTHING = {"BINPUT", "LONG_BINPUT"}, {"BINGET", "LONG_BINGET"}, {"PROTO", "STOP"}
 _CALLS, _GROWS, _TO_MARK = (
@@ -86,46 +86,55 @@ _TAKES = {
     "BUILD": 2,
     "BINPERSID": 1,
 }
-"""How many objects an operation of a pickle takes from the stack."""
+"""Number of objects that a pickle operation takes from the stack."""
 
 
 def save(content: Any, file: BinaryIO) -> None:
-    """Write a checkpoint with its checksums, also where the process has switched them off. What `load` would refuse for its size is refused."""
+    """Write a checkpoint, with checksums even if the process has switched them off.
+
+    Raises `CheckpointError` for tensors that `load` would reject for their size.
+    """
     storages = [one.untyped_storage() for one in _plain_tensors(content)]
-    _refuse_claims(content, sum({one.data_ptr(): one.nbytes() for one in storages}.values()))
-    checked = torch.serialization.get_crc32_options()
-    if not checked:
+    _check_tensor_sizes(content, sum({one.data_ptr(): one.nbytes() for one in storages}.values()))
+    has_checksums = torch.serialization.get_crc32_options()
+    if not has_checksums:
         torch.serialization.set_crc32_options(True)
     try:
         torch.save(content, file)
     finally:
-        if not checked:
+        if not has_checksums:
             torch.serialization.set_crc32_options(False)
 
 
 def load(file: BinaryIO) -> Any:
-    """Read what `save` or `torch.save` wrote; raise CheckpointError for a file that is damaged, or that asks for more memory than it holds."""
+    """Read a file of `save` or `torch.save`.
+
+    Raises `CheckpointError` if it is damaged, or would allocate much more memory than its size.
+    """
     try:
         size = file.seek(0, 2)
-        _refuse_ambiguous(file, size)
+        _check_directory(file, size)
         with ZipFile(file) as archive:
-            _refuse_large(archive, size)
-            _refuse_damaged(archive)
-            _refuse_costly(archive.read(_pickle(archive)), 2 * size + _BUDGET)
+            _check_entries(archive, size)
+            _check_checksums(archive)
+            _check_pickle(archive.read(_pickle_entry(archive)), 2 * size + _BUDGET)
         file.seek(0)
         content = torch.load(file, map_location="cpu", weights_only=True, mmap=False)
-        _refuse_claims(content, size)
+        _check_tensor_sizes(content, size)
     except CheckpointError:
         raise
     except Exception as error:
-        # Without torch's own words, which advise to load without safeguards; they are the cause and
-        # are shown above.
+        # Without torch's message, which advises to load without safeguards; it is the cause of this
+        # error and is shown above it.
         raise CheckpointError("torch cannot read it") from error
     return content
 
 
-def _refuse_ambiguous(file: BinaryIO, size: int) -> None:
-    """Refuse an archive that does not end where its directory ends: `zipfile` and torch could then read two different directories."""
+def _check_directory(file: BinaryIO, size: int) -> None:
+    """Raise unless the archive ends where its directory ends.
+
+    Otherwise `zipfile` and torch could read two different directories.
+    """
     file.seek(-min(size, _END + _LOCATOR), 2)
     tail = file.read()
     end, locator = tail[-_END:], tail[:-_END]
@@ -145,8 +154,8 @@ def _refuse_ambiguous(file: BinaryIO, size: int) -> None:
         raise CheckpointError("its directory is damaged")
 
 
-def _refuse_large(archive: ZipFile, size: int) -> None:
-    """Refuse entries that expand, or that share their bytes: together they must fit into the file."""
+def _check_entries(archive: ZipFile, size: int) -> None:
+    """Raise for entries that are compressed or that overlap: together they must fit the file."""
     entries = archive.infolist()
     if any(
         one.compress_type != ZIP_STORED
@@ -157,8 +166,8 @@ def _refuse_large(archive: ZipFile, size: int) -> None:
         raise CheckpointError(
             "it has compressed or encrypted entries, which save_checkpoint never writes"
         )
-    # Where an attribute says that an entry is a folder, torch reads nothing, and gives memory that
-    # was never written.
+    # Of an entry with the attribute of a folder, torch reads nothing, and returns memory that was
+    # never written.
     if any(one.external_attr & _FOLDER or one.is_dir() for one in entries):
         raise CheckpointError("its directory is damaged")
     if sum(one.file_size for one in entries) > size:
@@ -167,51 +176,50 @@ def _refuse_large(archive: ZipFile, size: int) -> None:
         raise CheckpointError("it has two entries of the same name")
 
 
-def _pickle(archive: ZipFile) -> ZipInfo:
+def _pickle_entry(archive: ZipFile) -> ZipInfo:
     """Return the entry of the pickle."""
-    # torch finds an entry whatever its case, in the folder of the first.
-    found = [one for one in archive.infolist() if one.filename.lower().endswith("data.pkl")]
-    if len(found) != 1 or any(
-        one.filename.lower().endswith("constants.pkl") for one in archive.infolist()
-    ):
+    # torch ignores the case of a name, and takes the folder of the first entry.
+    names = [one.filename.lower() for one in archive.infolist()]
+    pickles = [one for one in archive.infolist() if one.filename.lower().endswith("data.pkl")]
+    if len(pickles) != 1 or any(name.endswith("constants.pkl") for name in names):
         raise CheckpointError("it is an archive of another kind")
-    return found[0]
+    return pickles[0]
 
 
-def _refuse_damaged(archive: ZipFile) -> None:
+def _check_checksums(archive: ZipFile) -> None:
     """Compare the checksum of every entry."""
     if not any(one.CRC for one in archive.infolist()):
-        # Written while torch.serialization.set_crc32_options(False) held. Damage does not look like
-        # that: each of at least five checksums is some other number.
+        # Written after torch.serialization.set_crc32_options(False). Damage does not look like
+        # that: at least five checksums would have to become 0.
         for entry in archive.infolist():
-            # zipfile does not compare what an entry does not have.
+            # zipfile does not compare an entry without a checksum.
             del entry.CRC
     for entry in archive.infolist():
         try:
-            # zipfile compares when it meets the end.
+            # zipfile compares at the end of the entry.
             with archive.open(entry) as content:
                 while content.read(_CHUNK):
                     pass
         except BadZipFile as error:
             raise CheckpointError(
-                f"its entry {entry.filename!r} does not have its checksum"
+                f"its entry {entry.filename!r} does not match its checksum"
             ) from error
 
 
-def _refuse_costly(pickled: bytes, budget: int) -> None:
-    """Refuse a pickle that calls what a checkpoint does not need, or that makes objects of more bytes than the budget.
+def _check_pickle(pickled: bytes, budget: int) -> None:
+    """Raise if a pickle calls what a checkpoint does not need, or allocates more than a budget.
 
-    Follows the stack of the unpickler with the size of each object instead of the object: what is
-    fetched again and again from the memo and copied, as by `set`, takes its size each time.
+    Simulates the stack of the unpickler with the size of each object instead of the object. What is
+    taken from the memo again and copied, as by `set`, counts each time.
     """
     spent, stack, marks = 0, list[_Item](), list[int]()
     memo: dict[Any, _Item] = {}
     number = _Item(_OBJECT)
-    allowed: dict[Any, int] = _CALLABLE | dict.fromkeys(_of_the_user(), 4)
+    allowed: dict[Any, int] = _CALLABLE | dict.fromkeys(_safe_globals(), 4)
     for opcode, argument, _ in genops(pickled):
         name = opcode.name
         if name in _NUMBERS:
-            # Most of a pickle, of which the states of generators are the greater part.
+            # First, because most operations are numbers: the states of random generators.
             stack.append(number)
             spent += _OBJECT
         elif name == "MARK":
@@ -222,7 +230,7 @@ def _refuse_costly(pickled: bytes, budget: int) -> None:
             stack.append(memo[argument])
         elif name == "GLOBAL":
             stack.append(_Item(0, allowed.get(argument, 1)))
-            _refuse_unknown(argument, allowed)
+            _check_callable(argument, allowed)
         elif name not in _NOTHING:
             start = marks.pop() if name in _TO_MARK else len(stack) - _TAKES.get(name, 0)
             operands = stack[start:]
@@ -231,13 +239,10 @@ def _refuse_costly(pickled: bytes, budget: int) -> None:
             if name in _GROWS:
                 stack[-1].size += size
             else:
-                own = _COST.get(name, _OBJECT) + (
-                    4 * len(argument) if isinstance(argument, str | bytes) else 0
-                )
-                spent += own + (
-                    size * operands[0].copies if name in _CALLS else _SLOT * len(operands)
-                )
-                stack.append(_Item(size + (own if name not in _CALLS else 0)))
+                cost = _COST.get(name, _OBJECT) + _text_size(argument)
+                is_call = name in _CALLS
+                spent += cost + (size * operands[0].copies if is_call else _SLOT * len(operands))
+                stack.append(_Item(size if is_call else size + cost))
         if spent > budget:
             raise CheckpointError(
                 f"its {len(pickled)} bytes of structure make objects of more than {budget >> 20} MB"
@@ -245,7 +250,7 @@ def _refuse_costly(pickled: bytes, budget: int) -> None:
 
 
 class _Item:
-    """An object on the stack of an unpickler, as far as its size is concerned."""
+    """The size of an object on the stack of an unpickler."""
 
     __slots__ = ("copies", "size")
 
@@ -253,40 +258,47 @@ class _Item:
         self.size, self.copies = size, copies
 
 
-def _refuse_unknown(name: Any, allowed: Mapping[Any, int]) -> None:
-    module, _, own = name.partition(" ")
-    if name not in allowed and not (
-        module == "torch"
-        and (own.endswith("Storage") or isinstance(getattr(torch, own, None), torch.dtype))
-    ):
-        raise CheckpointError(f"it calls {module}.{own}, which no checkpoint needs")
+def _text_size(argument: Any) -> int:
+    return 4 * len(argument) if isinstance(argument, str | bytes) else 0
 
 
-def _of_the_user() -> set[str]:
-    """What the process has declared safe with torch.serialization.add_safe_globals."""
-    named = (
+def _check_callable(name: Any, allowed: Mapping[Any, int]) -> None:
+    module, _, attribute = name.partition(" ")
+    is_storage_or_dtype = module == "torch" and (
+        attribute.endswith("Storage") or isinstance(getattr(torch, attribute, None), torch.dtype)
+    )
+    if name not in allowed and not is_storage_or_dtype:
+        raise CheckpointError(f"it calls {module}.{attribute}, which no checkpoint needs")
+
+
+def _safe_globals() -> set[str]:
+    """Return what the process has passed to `torch.serialization.add_safe_globals`."""
+    names = (
         (one[1] if isinstance(one, tuple) else f"{one.__module__}.{one.__qualname__}")
         for one in torch.serialization.get_safe_globals()
     )
-    return {" ".join(one.rpartition(".")[::2]) for one in named}
+    return {" ".join(one.rpartition(".")[::2]) for one in names}
 
 
-def _refuse_claims(content: Any, size: int) -> None:
-    """Refuse tensors that are together much larger than the file: expanded ones, or many views of one storage, which a copy would make real."""
+def _check_tensor_sizes(content: Any, size: int) -> None:
+    """Raise for tensors that are together much larger than the file.
+
+    Expanded tensors, or many views of one storage, would allocate that memory when they are copied.
+    """
     claimed = sum(one.numel() * one.element_size() for one in _plain_tensors(content))
-    # Tied weights are in a file once, under several names.
+    # Twice the size, because tied weights are in a file once, under several names.
     if claimed > 2 * size + _BUDGET:
         raise CheckpointError(f"its tensors claim {claimed} bytes, and the file has {size}")
 
 
 def _plain_tensors(content: Any) -> Iterator[torch.Tensor]:
-    """Every dense tensor in nested containers, however deep; a container that several places refer to is looked into once."""
-    left, seen = [content], set()
-    while left:
-        one = left.pop()
+    """Yield every dense tensor in nested containers; each container is searched once."""
+    remaining, seen = [content], set()
+    while remaining:
+        one = remaining.pop()
         if type(one) in {torch.Tensor, torch.nn.Parameter}:
             if one.layout is torch.strided and not one.is_meta:
                 yield one
         elif isinstance(one, dict | list | tuple | set) and id(one) not in seen:
             seen.add(id(one))
-            left.extend(one.values() if isinstance(one, dict) else one)
+            remaining.extend(one.values() if isinstance(one, dict) else one)

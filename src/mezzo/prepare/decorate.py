@@ -1,4 +1,4 @@
-"""`decorate` and `undecorate` a model and its optimizers; refuse moves that would lose master weights."""
+"""`mezzo.decorate` and `mezzo.undecorate`: plan what to change, apply it, and undo it."""
 
 from __future__ import annotations
 
@@ -24,59 +24,6 @@ from mezzo.prepare.arguments import Models, Optimizer, Optimizers, models_of, op
 from mezzo.prepare.decoration import Decoration, all_decorated, decoration_of, flatten_rnns, mark
 from mezzo.prepare.half_weights import HalfWeights
 from mezzo.prepare.plan import DecoratePlan, Dtype, PolicyArg, make_plan
-
-Function = Callable[[torch.Tensor], torch.Tensor]
-
-
-def refuse_moves(model: nn.Module, *, converted: bool) -> Callable[[], None]:
-    """Refuse another device type, and where parameters are 16-bit every other device and dtype, of each part too; what comes back takes the guard off."""
-    guarded = dict(model.named_modules()) if converted else {"": model}
-    for name, module in guarded.items():
-        module.__dict__["_apply"] = _MoveGuard(module, name, converted=converted)
-    return partial(_take_off, list(guarded.values()))
-
-
-def _take_off(modules: list[nn.Module]) -> None:
-    for module in modules:
-        module.__dict__.pop("_apply", None)
-
-
-class _MoveGuard:
-    """The `_apply` of a guarded module, through which torch moves and casts."""
-
-    def __init__(self, module: nn.Module, name: str, *, converted: bool) -> None:
-        self._module, self._name, self._converted = module, name, converted
-
-    def __call__(self, function: Function, *args: Any, **kwargs: Any) -> Any:
-        # Every tensor is looked at before the first is moved.
-        for name, tensor in chain(
-            self._module.named_parameters(self._name), self._module.named_buffers(self._name)
-        ):
-            if tensor.is_floating_point():
-                self._refuse_move(name, tensor, function)
-        return type(self._module)._apply(self._module, function, *args, **kwargs)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        """A copy, deep or pickled, has no masters, and goes where it likes: it gets the `_apply` of its class."""
-        return getattr, (self._module, "_apply")
-
-    def _refuse_move(self, name: str, tensor: torch.Tensor, function: Function) -> None:
-        # Asked of a tensor without elements: nothing is moved to find out.
-        before = tensor.detach().new_empty(0)
-        after = function(before)
-        away = (
-            (after.device, after.dtype) != (before.device, before.dtype)
-            if self._converted
-            else after.device.type != before.device.type
-        )
-        if away:
-            raise UnsupportedError(
-                f"The model is decorated, and {name!r} would go from {before.dtype} on"
-                f" {before.device} to {after.dtype} on {after.device}, away from what was planned"
-                " for it. First move, then decorate; or mezzo.undecorate(model), move it, and"
-                " decorate anew."
-            )
-
 
 ModelT = TypeVar("ModelT", bound=Models)
 OptimizerT = TypeVar("OptimizerT", bound=Optimizers)
@@ -120,14 +67,36 @@ def decorate(
     defer_to_autocast: bool = False,
     **overrides: Any,
 ) -> Any:
-    """Make a model and its optimizer ready for a policy, whole or not at all: both stay the objects they were, and so do the parameters.
+    """Prepare a model and its optimizer in place for training or inference with a policy.
 
-    `mezzo.plan` with the same arguments says what will happen; `mezzo.undecorate` puts everything
-    back. Inside an `autocast` that is on, a model with `defer_to_autocast=True` runs as that says,
-    and by its own policy everywhere else.
+    The model's forward runs in the policy's autocast region. At O2 and O3 parameters and buffers
+    are also cast to 16 bits, the optimizer's step updates master weights in float32, and
+    `state_dict()` saves and loads them. Model, optimizer and parameters stay the same objects. If
+    an error is raised, nothing is changed.
 
-    A deep copy of a decorated model is a 16-bit model without masters: average weights with
-    `mezzo.EMA`, and read exact ones with `mezzo.master_params`.
+    `mezzo.plan` with the same arguments returns what would change; `mezzo.undecorate` restores
+    everything. Move the model to its device first, and wrap it (DistributedDataParallel,
+    `torch.compile`) afterwards.
+
+    A deep copy of a decorated model is a 16-bit model without master weights: use `mezzo.EMA` to
+    average weights, and `mezzo.master_params` to read exact ones.
+
+    Args:
+        model: The model, or a list of models.
+        optimizer: The optimizer of these models, or a list of optimizers. Without one there are no
+            master weights, as for inference.
+        policy: A level such as `"O2"`, a `mezzo.Policy`, or the path of a TOML file.
+        clip_norm: Clip the unscaled gradients of each optimizer to this norm in its step;
+            `mezzo.grad_norm` returns the norm.
+        output_dtype: Cast floating-point outputs of the models to this dtype.
+        save_dtype: With `"float32"`, `model.state_dict()` returns exact float32 weights.
+        seed: Seed of stochastic rounding (`master="stochastic"`).
+        defer_to_autocast: If the model is called in an enabled autocast region, use that region
+            instead of the model's own.
+        **overrides: Fields of the policy to change, such as `dtype=`, `master=` or `keep_full=`.
+
+    Returns:
+        The model, or the pair of model and optimizer: the objects that were passed.
 
     >>> import mezzo, torch
     >>> model = nn.Linear(4, 2)
@@ -138,8 +107,8 @@ def decorate(
     >>> model.weight.dtype, mezzo.undecorate(model).weight.dtype
     (torch.bfloat16, torch.float32)
     """
-    _refuse_twice(model, optimizer)
-    job = make_plan(
+    _refuse_decorated(model, optimizer)
+    planned = make_plan(
         model,
         optimizer,
         policy,
@@ -150,8 +119,8 @@ def decorate(
         defer_to_autocast=defer_to_autocast,
         **overrides,
     )
-    _warn_of_lost_updates(job)
-    _apply(job)
+    _warn_of_lost_updates(planned)
+    _apply(planned)
     return model if optimizer is None else (model, optimizer)
 
 
@@ -160,17 +129,30 @@ def undecorate(model: ModelT, optimizer: None = None) -> ModelT: ...
 @overload
 def undecorate(model: ModelT, optimizer: OptimizerT) -> tuple[ModelT, OptimizerT]: ...
 def undecorate(model: Models, optimizer: Optimizers | None = None) -> Any:
-    """Put back what `decorate` changed: float32 parameters with their current exact values, and forward, step and hooks as they were.
+    """Restore what `decorate` changed, in place.
 
-    What was decorated together is put back together; the optimizer need not be passed.
+    Parameters become float32 with their current master values; forward, step and hooks are the
+    original ones. The optimizer keeps its state.
+
+    Args:
+        model: The decorated model, or the list of all models that were decorated together.
+        optimizer: The optimizers that were decorated with it. They are restored in any case.
+
+    Returns:
+        The model, or the pair of model and optimizer: the objects that were passed.
+
+    >>> import mezzo
+    >>> model = mezzo.decorate(nn.Linear(4, 2).eval(), dtype="bfloat16")
+    >>> mezzo.undecorate(model).weight.dtype
+    torch.float32
     """
     models, optimizers = models_of(model), optimizers_of(optimizer)
-    found = {decoration_of(one) for one in all_decorated(models, optimizers)}
-    decoration = found.pop() if len(found) == 1 else None
+    decorations = {decoration_of(one) for one in all_decorated(models, optimizers)}
+    decoration = decorations.pop() if len(decorations) == 1 else None
     if decoration is None:
         raise PolicyError(
-            "These were not decorated, or not together: undecorate(model) takes the model that went"
-            " through mezzo.decorate, not a copy of it."
+            "These were not decorated, or not together: undecorate(model) takes the model that was"
+            " passed to mezzo.decorate, not a copy of it."
         )
     if len(models) != len(decoration.models):
         raise PolicyError(
@@ -181,106 +163,170 @@ def undecorate(model: Models, optimizer: Optimizers | None = None) -> Any:
     return model if optimizer is None else (model, optimizer)
 
 
-def _refuse_twice(model: Models, optimizer: Optimizers | None) -> None:
-    for one in all_decorated(
-        (part for whole in models_of(model) for part in whole.modules()), optimizers_of(optimizer)
-    ):
+def _refuse_decorated(model: Models, optimizer: Optimizers | None) -> None:
+    modules = (module for one in models_of(model) for module in one.modules())
+    for one in all_decorated(modules, optimizers_of(optimizer)):
         if decoration_of(one) is not None:
             raise PolicyError(
                 f"This {type(one).__name__} is decorated already. Call mezzo.undecorate(model,"
-                " optimizer) first, then decorate anew."
+                " optimizer) first, then decorate again."
             )
 
 
-def _warn_of_lost_updates(job: DecoratePlan) -> None:
-    policy, trained = (
-        job.plan.policy,
-        any(one.converted and one.info.tensor.requires_grad for one in job.tensors),
-    )
-    if job.targets.optimizers or policy.level is not Level.O2 or policy.master is Master.NONE:
+def _warn_of_lost_updates(planned: DecoratePlan) -> None:
+    policy = planned.plan.policy
+    if planned.targets.optimizers or policy.level is not Level.O2 or policy.master is Master.NONE:
         return
-    if trained and any(model.training for model in job.targets.models):
+    is_trained = any(one.converted and one.info.tensor.requires_grad for one in planned.tensors)
+    if is_trained and any(model.training for model in planned.targets.models):
         warnings.warn(
-            "decorate(model) without an optimizer keeps no masters: updates smaller than the"
-            " parameters' 16-bit steps will be lost. Pass the optimizer; for inference call"
-            " model.eval() first; or say that it is meant: master=None.",
+            "decorate(model) without an optimizer keeps no master weights: updates that are small"
+            " for 16 bits will be lost. Pass the optimizer; for inference call model.eval() first;"
+            " or pass master=None to silence this warning.",
             UserWarning,
             stacklevel=3,
         )
 
 
-def _apply(job: DecoratePlan) -> None:
-    """Carry a plan out. Whatever fails, what was done before it is undone, tensors last."""
+# -- apply -----------------------------------------------------------------------------------------
+
+
+def _apply(planned: DecoratePlan) -> None:
+    """Apply a plan: cast tensors, wrap models, bind optimizers. An error undoes all of it.
+
+    `rollback` restores tensors, and is used only on an error; `undo` is kept for `undecorate`.
+    """
     with ExitStack() as rollback, ExitStack() as undo:
         masters = {
-            optimizer: MasterWeights(job.plan.master, job.plan.seed)
-            for optimizer in job.targets.optimizers
+            optimizer: MasterWeights(planned.plan.master, planned.plan.seed)
+            for optimizer in planned.targets.optimizers
         }
-        weights = _convert(job, masters, rollback)
-        for aligned in job.padded:
-            undo.callback(forward.pad_outputs(aligned))
-        decoration = Decoration(job.plan, job.targets.models, job.targets.optimizers, weights)
-        for model in job.targets.models:
-            _open(job, model, decoration, undo)
-        for optimizer in job.targets.optimizers:
-            _bind(job, optimizer, masters[optimizer], weights, undo)
-        for one in all_decorated(job.targets.models, job.targets.optimizers):
+        weights = _cast_tensors(planned, masters, rollback)
+        for layer in planned.padded:
+            undo.callback(forward.pad_outputs(layer))
+        decoration = Decoration(
+            planned.plan, planned.targets.models, planned.targets.optimizers, weights
+        )
+        for model in planned.targets.models:
+            _wrap_model(planned, model, decoration, undo)
+        for optimizer in planned.targets.optimizers:
+            _bind_optimizer(planned, optimizer, masters[optimizer], weights, undo)
+        for one in all_decorated(planned.targets.models, planned.targets.optimizers):
             undo.callback(mark(one, decoration))
         decoration.undo_stack = undo.pop_all()
         rollback.pop_all()
 
 
-def _convert(
-    job: DecoratePlan, masters: dict[Optimizer, MasterWeights], rollback: ExitStack
+def _cast_tensors(
+    planned: DecoratePlan, masters: dict[Optimizer, MasterWeights], rollback: ExitStack
 ) -> HalfWeights:
-    weights, frozen, buffers = (
-        HalfWeights(),
-        MasterWeights(Master.NONE),
-        MasterWeights(Master.FLOAT32),
-    )
-    for planned in job.tensors:
-        if planned.converted:
-            tensor, optimizer, half = planned.info.tensor, planned.info.optimizer, planned.row.after
+    """Cast parameters and buffers, and store the float32 values of those that have masters."""
+    weights = HalfWeights()
+    without_master, of_buffers = MasterWeights(Master.NONE), MasterWeights(Master.FLOAT32)
+    for cast in planned.tensors:
+        if cast.converted:
+            tensor, optimizer, dtype = cast.info.tensor, cast.info.optimizer, cast.row.after
             if optimizer is not None and tensor.requires_grad:
-                keeper = masters[optimizer]
+                store = masters[optimizer]
             else:
-                keeper = buffers if planned.row.master else frozen
-            weights.convert(tensor, half, job.plan.policy.grad_dtype or half, keeper, rollback)
-    flatten_rnns(job.targets.models)
+                store = of_buffers if cast.row.master else without_master
+            weights.convert(tensor, dtype, planned.plan.policy.grad_dtype or dtype, store, rollback)
+    flatten_rnns(planned.targets.models)
     return weights
 
 
-def _open(job: DecoratePlan, model: nn.Module, decoration: Decoration, undo: ExitStack) -> None:
-    """Let a model run by the policy, and be loaded and saved exactly."""
-    plan = job.plan
+def _wrap_model(
+    planned: DecoratePlan, model: nn.Module, decoration: Decoration, undo: ExitStack
+) -> None:
+    """Run a model's forward by the policy, and let its state dict hold exact weights."""
+    plan = planned.plan
     region = region_for(plan.policy, plan.device)
     binding = bind_module_rules(plan.policy, region, model) if plan.policy.modules else None
     if binding is not None:
         undo.callback(binding.apply_in_all_threads())
-    inputs = plan.dtype if plan.converts else None
-    undo.callback(
-        forward.wrap_forward(
-            forward.ForwardWrapper(region, inputs, plan.output_dtype, plan.defer_to_autocast), model
-        )
+    wrapper = forward.ForwardWrapper(
+        region,
+        inputs=plan.dtype if plan.converts else None,
+        outputs=plan.output_dtype,
+        defer_to_autocast=plan.defer_to_autocast,
     )
+    undo.callback(forward.wrap_forward(wrapper, model))
     undo.callback(refuse_moves(model, converted=plan.converts))
     model_state_dict.hook_model_state_dict(
         model, decoration, undo, save_exact=plan.save_dtype is not None
     )
 
 
-def _bind(
-    job: DecoratePlan,
+def _bind_optimizer(
+    planned: DecoratePlan,
     optimizer: Optimizer,
     masters: MasterWeights,
     weights: HalfWeights,
     undo: ExitStack,
 ) -> None:
-    """Let an optimizer step over exact weights; where parameters stay float32 and nothing is clipped, it is left alone."""
-    if not job.plan.converts and job.plan.clip_norm is None:
+    """Bind an optimizer to its master weights, unless parameters stay float32 without clipping."""
+    if not planned.plan.converts and planned.plan.clip_norm is None:
         return
-    bound = bind_optimizer(optimizer, masters, clip_norm=job.plan.clip_norm)
-    undo.callback(bound.unbind)
-    if job.plan.converts:
+    binding = bind_optimizer(optimizer, masters, clip_norm=planned.plan.clip_norm)
+    undo.callback(binding.unbind)
+    if planned.plan.converts:
         state_dict.hook_state_dict(optimizer, masters, undo)
-        half_weights.add_masters_when_trained(bound, weights, undo)
+        half_weights.add_masters_when_trained(binding, weights, undo)
+
+
+# -- moves -----------------------------------------------------------------------------------------
+
+Function = Callable[[torch.Tensor], torch.Tensor]
+
+
+def refuse_moves(model: nn.Module, *, converted: bool) -> Callable[[], None]:
+    """Make `.to()` and the like raise errors; return a function that allows them again.
+
+    Refuses other device types. If parameters were cast, refuses every other device and dtype, also
+    for each submodule: master weights would not follow.
+    """
+    guarded = dict(model.named_modules()) if converted else {"": model}
+    for name, module in guarded.items():
+        module.__dict__["_apply"] = _MoveGuard(module, name, converted=converted)
+    return partial(_allow_moves, list(guarded.values()))
+
+
+def _allow_moves(modules: list[nn.Module]) -> None:
+    for module in modules:
+        module.__dict__.pop("_apply", None)
+
+
+class _MoveGuard:
+    """The `_apply` of a guarded module, with which torch moves and casts its tensors."""
+
+    def __init__(self, module: nn.Module, name: str, *, converted: bool) -> None:
+        self._module, self._name, self._converted = module, name, converted
+
+    def __call__(self, function: Function, *args: Any, **kwargs: Any) -> Any:
+        # Check every tensor before the first is moved.
+        for name, tensor in chain(
+            self._module.named_parameters(self._name), self._module.named_buffers(self._name)
+        ):
+            if tensor.is_floating_point():
+                self._refuse_move(name, tensor, function)
+        return type(self._module)._apply(self._module, function, *args, **kwargs)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Give a copy the `_apply` of its class: it has no master weights, and may be moved."""
+        return getattr, (self._module, "_apply")
+
+    def _refuse_move(self, name: str, tensor: torch.Tensor, function: Function) -> None:
+        # Called with an empty tensor, so that nothing is moved to find out.
+        before = tensor.detach().new_empty(0)
+        after = function(before)
+        moves = (
+            (after.device, after.dtype) != (before.device, before.dtype)
+            if self._converted
+            else after.device.type != before.device.type
+        )
+        if moves:
+            raise UnsupportedError(
+                f"The model is decorated: {name!r} cannot be moved from {before.dtype} on"
+                f" {before.device} to {after.dtype} on {after.device}. First move, then decorate;"
+                " or call mezzo.undecorate(model), move it, and decorate it again."
+            )

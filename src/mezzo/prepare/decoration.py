@@ -1,4 +1,4 @@
-"""What `decorate` did to models and optimizers, known by each of them for as long as it lasts."""
+"""`Decoration`: what `decorate` changed, stored on each decorated model and optimizer."""
 
 from __future__ import annotations
 
@@ -12,10 +12,9 @@ import torch
 from torch import nn
 
 from mezzo.prepare.arguments import Optimizer
+from mezzo.prepare.forward import DECORATION
 from mezzo.prepare.half_weights import HalfWeights
 from mezzo.prepare.plan import Plan
-
-_MARK = "_mezzo_decoration"
 
 
 class Accumulating(Protocol):
@@ -23,11 +22,11 @@ class Accumulating(Protocol):
 
     @property
     def position(self) -> int:
-        """Calls since the last update."""
+        """Number of calls since the last update."""
 
 
 class Decoration:
-    """Models and optimizers that were decorated together, and the way back."""
+    """Models and optimizers that were decorated together, and how to undo it."""
 
     def __init__(
         self,
@@ -38,58 +37,62 @@ class Decoration:
     ) -> None:
         self.plan, self.models, self.optimizers, self.weights = plan, models, optimizers, weights
         self.undo_stack = ExitStack()
-        """Takes off what was put on, the last first."""
+        """Callbacks that remove wrappers and hooks, the last first."""
         self.training_steps: WeakSet[Accumulating] = WeakSet()
-        """The training steps that were made of these models and optimizers."""
+        """Training steps that were created from these models and optimizers."""
         self.lent = False
-        """Whether the models hold averaged weights for a while, which must not be trained."""
+        """Whether the models hold averaged weights, inside `EMA.applied()`, and must not train."""
 
     def undo(self) -> None:
-        """Put everything back, with the current exact values: whole or not at all."""
+        """Restore models and optimizers, with the current float32 values of all tensors.
+
+        Raises `UnsupportedError`, before anything changes, if a tensor was cast or moved since.
+        """
         self.weights.refuse_changed()
         self.undo_stack.close()
         self.weights.restore()
         flatten_rnns(self.models)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """A copy of a model, pickled or deep, is a model of its own: it does not belong to this."""
+        """Pickle and copy as None: a copy of a model is not decorated."""
         return _nothing, ()
 
 
 def _nothing() -> None:
+    # Pickles of decorated models refer to this function by name.
     return None
 
 
 def all_decorated(
     models: Iterable[nn.Module], optimizers: Iterable[Optimizer]
 ) -> tuple[nn.Module | Optimizer, ...]:
-    """All that is decorated together."""
+    """Return models and optimizers in one tuple."""
     return (*models, *optimizers)
 
 
 def decoration_of(one: nn.Module | Optimizer) -> Decoration | None:
-    """What a model or an optimizer was decorated with."""
-    found: Decoration | None = one.__dict__.get(_MARK)
-    return found
+    """Return the decoration of a model or an optimizer; None if it is not decorated."""
+    decoration: Decoration | None = one.__dict__.get(DECORATION)
+    return decoration
 
 
 def mark(one: nn.Module | Optimizer, decoration: Decoration) -> Callable[[], None]:
-    """Note on a model or an optimizer what it was decorated with; what comes back takes the note off."""
-    one.__dict__[_MARK] = decoration
-    return partial(one.__dict__.pop, _MARK, None)
+    """Store a decoration on a model or an optimizer; return a function that removes it."""
+    one.__dict__[DECORATION] = decoration
+    return partial(one.__dict__.pop, DECORATION, None)
 
 
 def flatten_rnns(models: tuple[nn.Module, ...]) -> None:
-    """Let cuDNN have the weights of recurrent layers in one piece again, after they moved."""
-    taken = torch.backends.cudnn.CUDNN_TENSOR_DTYPES
-    # torch's list of what cuDNN takes leaves bfloat16 out, which cuDNN's recurrent layers take;
-    # unflattened they would copy their weights at every call.
-    added = {torch.bfloat16} - taken
-    taken |= added
+    """Put the weights of each recurrent layer into one block of memory again, for cuDNN."""
+    supported = torch.backends.cudnn.CUDNN_TENSOR_DTYPES
+    # torch's set lacks bfloat16, which cuDNN's recurrent layers support; with weights that are not
+    # in one block they would copy them at every call.
+    added = {torch.bfloat16} - supported
+    supported |= added
     try:
         for model in models:
             for module in model.modules():
                 if isinstance(module, nn.RNNBase):
                     module.flatten_parameters()
     finally:
-        taken -= added
+        supported -= added

@@ -1,4 +1,8 @@
-"""Forward wrapper of a decorated model: cast inputs, run in the policy's autocast region, cast outputs; pad wide linear layers."""
+"""Forward wrapper of a decorated model, and padding of wide linear layers.
+
+The wrapper casts inputs, runs the forward in the policy's autocast region, and casts outputs. A
+model with a wrapper can be copied and pickled.
+"""
 
 from __future__ import annotations
 
@@ -22,23 +26,31 @@ from mezzo.autocasting.module_rules import Forward, replace_forward
 from mezzo.autocasting.regions import Region, enter_regions
 from mezzo.policy.policy import Policy
 
+DECORATION = "_mezzo_decoration"
+"""The attribute of models and optimizers that holds their `Decoration`."""
+
+_WRAPPED, _RULED = "mezzo_behind", "mezzo_original"
+"""Attributes of forwards that a wrapper and a module rule have put in place: what they replaced."""
+_REDUCE = "__reduce_ex__"
+_NOT_COPIED = (_REDUCE, "_apply", DECORATION)
+"""Attributes of a decorated model that its copies do not get."""
+
 
 @dataclass(frozen=True)
 class ForwardWrapper:
-    """What a model's door does."""
+    """What is done around the forward of a decorated model."""
 
     region: Region
-    """The region that the model runs in."""
+    """The autocast region that the model runs in."""
     inputs: torch.dtype | None
-    """What floating-point inputs are cast to; None leaves them to the region's ops."""
+    """Dtype that floating-point inputs are cast to; None does not cast them."""
     outputs: torch.dtype | None
-    """What outputs are cast to; None leaves them."""
+    """Dtype that outputs are cast to; None does not cast them."""
     defer_to_autocast: bool = False
-    """Whether the door stands open inside a region that is on already: nothing is cast, and that
-    region goes on."""
+    """Whether an enabled region around the call is used instead: then nothing is cast."""
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Copied and pickled with the policy of its region: the table that carries that out lives in one process."""
+        """Copy and pickle with the policy of the region, whose op table exists in one process."""
         return _made_again, (
             replace(self.region, owner=None),
             policy_of(self.region),
@@ -48,24 +60,10 @@ class ForwardWrapper:
         )
 
 
-def _made_again(region: Region, policy: Policy | None, *words: Any) -> ForwardWrapper:
-    if policy is None:
-        return ForwardWrapper(region, *words)
-    try:
-        # In the dtype that was chosen where the model was decorated: its weights have it.
-        again = region_for(
-            replace(policy, dtype=region.dtype), region.device, cache_enabled=region.cache_enabled
-        )
-    except UnsupportedError:
-        # A file is also read where there is no such device; who goes on there casts the model
-        # first.
-        again = Region(region.device, False, region.dtype, region.cache_enabled)
-    return ForwardWrapper(again, *words)
-
-
-def wrap_forward(door: ForwardWrapper, model: nn.Module) -> Callable[[], None]:
-    """Replace the forward of a model; what comes back takes the door out again."""
-    region, inputs, outputs, defers = door.region, door.inputs, door.outputs, door.defer_to_autocast
+def wrap_forward(wrapper: ForwardWrapper, model: nn.Module) -> Callable[[], None]:
+    """Replace the forward of a model; return a function that restores it."""
+    region, inputs, outputs = wrapper.region, wrapper.inputs, wrapper.outputs
+    defers = wrapper.defer_to_autocast
 
     def make(function: Forward, bound: bool) -> Forward:  # noqa: FBT001
         def forward(self_: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -81,44 +79,61 @@ def wrap_forward(door: ForwardWrapper, model: nn.Module) -> Callable[[], None]:
 
         return forward
 
-    # A deep copy of a decorated model has a door already: a new one takes its place.
-    put_back = replace_forward(model, _BEHIND, make)
-    hung: Any = model.__dict__["forward"]
-    hung.__func__.mezzo_door = door
+    # A deep copy of a decorated model has a wrapper already, which this one replaces.
+    restore_forward = replace_forward(model, _WRAPPED, make)
+    wrapped: Any = model.__dict__["forward"]
+    wrapped.__func__.mezzo_wrapper = wrapper
     model.__dict__[_REDUCE] = MethodType(_reduced, model)
 
-    def take_out() -> None:
-        put_back()
+    def restore() -> None:
+        restore_forward()
         model.__dict__.pop(_REDUCE, None)
 
-    return take_out
+    return restore
 
 
-_BEHIND, _RULED = "mezzo_behind", "mezzo_original"
-"""The marks of forwards that a door and a module rule have replaced."""
+# -- copies and pickles ----------------------------------------------------------------------------
+# Pickles refer to `_made_again` and `_unpickled_forward` by name.
 
-_REDUCE = "__reduce_ex__"
 
-_MARK = "_mezzo_decoration"
+def _made_again(region: Region, policy: Policy | None, *options: Any) -> ForwardWrapper:
+    if policy is None:
+        return ForwardWrapper(region, *options)
+    try:
+        # With the dtype of the weights, which was chosen where the model was decorated.
+        rebuilt = region_for(
+            replace(policy, dtype=region.dtype), region.device, cache_enabled=region.cache_enabled
+        )
+    except UnsupportedError:
+        # The file may be read on a machine without such a device; the model must be cast before it
+        # can run there.
+        rebuilt = Region(region.device, False, region.dtype, region.cache_enabled)
+    return ForwardWrapper(rebuilt, *options)
 
-_STAYS = (_REDUCE, "_apply", _MARK)
-"""What belongs to the original alone."""
+
+def _unpickled_forward(model: nn.Module, wrapper: ForwardWrapper, original: Any) -> Any:
+    # The model is being unpickled and has no state yet: only its class can be used.
+    if original is not None:
+        model.__dict__["forward"] = original
+    wrap_forward(wrapper, model)
+    return model.__dict__["forward"]
 
 
 def _reduced(model: nn.Module, protocol: Any) -> tuple[Any, ...]:
-    """What pickle and copy take a model for: itself, with a forward that can be made anew."""
-    made: Any = type(model).__reduce_ex__(model, protocol)
-    state = made[2]
-    if not isinstance(state, dict) or not hasattr(state.get("forward"), "mezzo_door"):
-        return tuple(made)
-    if _MARK in state and state["forward"].mezzo_door.inputs is not None:
-        _refuse_averages()
-    kept = {name: value for name, value in state.items() if name not in _STAYS}
-    return (*made[:2], kept | {"forward": _PickledForward(model, state["forward"])}, *made[3:])
+    """Reduce a model for pickle and copy, with a forward that can be rebuilt."""
+    reduced: Any = type(model).__reduce_ex__(model, protocol)
+    state = reduced[2]
+    if not isinstance(state, dict) or not hasattr(state.get("forward"), "mezzo_wrapper"):
+        return tuple(reduced)
+    if DECORATION in state and state["forward"].mezzo_wrapper.inputs is not None:
+        _refuse_averaged_model()
+    copied = {name: value for name, value in state.items() if name not in _NOT_COPIED}
+    copied["forward"] = _PickledForward(model, state["forward"])
+    return (*reduced[:2], copied, *reduced[3:])
 
 
-def _refuse_averages() -> None:
-    """Refuse a copy for torch's AveragedModel: an average in 16 bits does not move by the small part of each update that it takes."""
+def _refuse_averaged_model() -> None:
+    """Raise if torch's AveragedModel copies the model: 16-bit averages lose small updates."""
     frame = sys._getframe()
     while frame.f_back is not None:
         frame = frame.f_back
@@ -126,13 +141,13 @@ def _refuse_averages() -> None:
             raise UnsupportedError(
                 "AveragedModel(model) of a decorated model would average rounded weights in 16"
                 " bits. Use mezzo.EMA(model, decay=0.999), which averages the float32 masters; or"
-                " make the AveragedModel before mezzo.decorate, and call"
+                " create the AveragedModel before mezzo.decorate, and call"
                 " averaged.update_parameters(mezzo.master_params(model))."
             )
 
 
 class _PickledForward:
-    """The forward of a model with a door, on its way into a file; a shallow copy calls it."""
+    """The forward of a wrapped model while it is copied or pickled. A shallow copy calls it."""
 
     def __init__(self, model: nn.Module, forward: Any) -> None:
         self._model, self._forward = model, forward
@@ -153,70 +168,66 @@ class _PickledForward:
         ]
         if ruled:
             raise UnsupportedError(
-                f"The model has rules for modules ({', '.join(ruled)}), which do not go into a"
-                " pickle. Save its state_dict(), or mezzo.undecorate(model) first."
+                f"The model has module rules ({', '.join(ruled)}), which cannot be pickled. Save"
+                " its state_dict(), or call mezzo.undecorate(model) first."
             )
-        own = getattr(self._forward, _BEHIND)
+        original = getattr(self._forward, _WRAPPED)
         return _unpickled_forward, (
             self._model,
-            self._forward.mezzo_door,
-            None if own is type(self._model).forward else own,
+            self._forward.mezzo_wrapper,
+            None if original is type(self._model).forward else original,
         )
 
 
-def _unpickled_forward(model: nn.Module, door: ForwardWrapper, own: Any) -> Any:
-    # The model is only just made and has no state yet: nothing but its class is asked.
-    if own is not None:
-        model.__dict__["forward"] = own
-    wrap_forward(door, model)
-    return model.__dict__["forward"]
-
+# -- padding ---------------------------------------------------------------------------------------
 
 MULTIPLE = 8
-"""16 bytes of 16-bit numbers."""
-_WORTHWHILE = 2**20
-"""Elements of a weight below which the extra copies cost more than they save."""
+"""Rows of 16-bit numbers are fast if they are multiples of 16 bytes."""
+_MIN_WEIGHT_ELEMENTS = 2**20
+"""Below this size of a weight the extra copies cost more than they save."""
 
 
 @dataclass(frozen=True, eq=False)
 class PaddedLinear:
-    """A layer that computes more outputs than it gives."""
+    """A linear layer that computes more outputs than it returns."""
 
     name: str
     module: nn.Linear
 
     @property
     def outputs(self) -> int:
-        """How many it computes."""
+        """Number of outputs that are computed."""
         return self.module.out_features + -self.module.out_features % MULTIPLE
 
     def __str__(self) -> str:
         return (
-            f"{self.name} computes {self.outputs} outputs and gives {self.module.out_features}:"
+            f"{self.name} computes {self.outputs} outputs and returns {self.module.out_features}:"
             f" rows of 16-bit numbers are fast in multiples of {MULTIPLE}"
         )
 
 
 def find_paddable(models: Iterable[nn.Module], device: str) -> tuple[PaddedLinear, ...]:
-    """The layers that gain by it. Only GPUs mind, and only plain linear layers are known to do nothing but the product."""
+    """Return the linear layers that are faster with padded outputs, which happens on GPUs only."""
     if device != "cuda":
         return ()
     return tuple(
         PaddedLinear(name, module)
         for model in models
         for name, module in model.named_modules()
-        if isinstance(module, nn.Linear) and _gains(module)
+        if isinstance(module, nn.Linear) and _is_faster_padded(module)
     )
 
 
-def _gains(module: nn.Linear) -> bool:
-    plain = type(module) is nn.Linear and "forward" not in module.__dict__
-    return plain and module.out_features % MULTIPLE != 0 and module.weight.numel() >= _WORTHWHILE
+def _is_faster_padded(module: nn.Linear) -> bool:
+    # A subclass or a replaced forward may do more than the product.
+    is_plain = type(module) is nn.Linear and "forward" not in module.__dict__
+    is_unaligned = module.out_features % MULTIPLE != 0
+    return is_plain and is_unaligned and module.weight.numel() >= _MIN_WEIGHT_ELEMENTS
 
 
-def pad_outputs(aligned: PaddedLinear) -> Callable[[], None]:
-    """Replace the layer's forward; what comes back puts it back."""
-    module = aligned.module
+def pad_outputs(layer: PaddedLinear) -> Callable[[], None]:
+    """Replace the forward of a layer; return a function that restores it."""
+    module = layer.module
     module.__dict__["forward"] = MethodType(_forward, module)
     return partial(module.__dict__.pop, "forward", None)
 
@@ -225,10 +236,10 @@ def _forward(module: nn.Linear, inputs: torch.Tensor) -> torch.Tensor:
     missing = -module.out_features % MULTIPLE
     weight = F.pad(module.weight, (0, 0, 0, missing))
     bias = None if module.bias is None else F.pad(module.bias, (0, missing))
-    # Contiguous, as any linear layer's outputs: whoever calls `view` on them need not know.
+    # Contiguous, as the outputs of any linear layer, because callers may use `view`.
     return F.linear(inputs, weight, bias)[..., : module.out_features].contiguous()
 
 
-# A method is pickled by its name: what comes out of a file has the forward of its class, which
-# gives the same.
+# A method is pickled by its name: an unpickled layer has the forward of its class, which returns
+# the same.
 _forward.__name__ = "forward"

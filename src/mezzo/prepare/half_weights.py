@@ -1,10 +1,10 @@
-"""16-bit parameters and buffers of a model, their exact values, and master weights for parameters that are trained later."""
+"""The 16-bit parameters and buffers of decorated models, and where their float32 values are."""
 
 from __future__ import annotations
 
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 from typing import cast as typed
 from weakref import WeakSet
 
@@ -17,126 +17,126 @@ from mezzo.optim.binding import OptimizerBinding
 from mezzo.optim.master_weights import MasterWeights, Parameter
 
 
-@dataclass(frozen=True, eq=False)
-class _Before:
-    masters: MasterWeights
-    grad_dtype: torch.dtype | None
-    converted: tuple[torch.dtype, torch.device, torch.Size]
-    """What the tensor was made."""
-
-
 class HalfWeights:
-    """Every converted tensor, by itself."""
+    """The tensors that one `decorate` has cast to 16 bits, with their masters."""
 
-    _all: ClassVar[WeakSet[HalfWeights]] = WeakSet()
+    _instances: ClassVar[WeakSet[HalfWeights]] = WeakSet()
 
     def __init__(self) -> None:
-        self._before: dict[torch.Tensor, _Before] = {}
-        self._all.add(self)
+        self._records: dict[torch.Tensor, _Record] = {}
+        self._instances.add(self)
 
     @classmethod
     def of(cls, tensor: torch.Tensor) -> HalfWeights | None:
-        """The converted tensors that a tensor is among, whichever models they are of."""
-        return next((weights for weights in cls._all if tensor in weights), None)
+        """Return the instance that has a tensor, of all decorated models; None if none has it."""
+        return next((weights for weights in cls._instances if tensor in weights), None)
 
     def __contains__(self, tensor: torch.Tensor) -> bool:
-        return tensor in self._before
+        return tensor in self._records
 
     def masters(self, tensor: torch.Tensor) -> MasterWeights:
-        """What keeps the tensor's float32 value."""
-        return self._before[tensor].masters
+        """Return the masters that hold the float32 value of a tensor."""
+        return self._records[tensor].masters
 
     def all_masters(self) -> list[MasterWeights]:
-        """Everything that keeps float32 values of these tensors."""
-        return list(dict.fromkeys(before.masters for before in self._before.values()))
+        """Return all masters of these tensors, each once."""
+        return list(dict.fromkeys(record.masters for record in self._records.values()))
 
     def is_exact(self, tensor: torch.Tensor) -> bool:
-        """Whether the tensor's float32 value is kept exactly."""
-        return self._before[tensor].masters.format.exact
+        """Return whether the float32 value of a tensor is stored exactly."""
+        return self._records[tensor].masters.format.exact
 
     def read(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The tensor's float32 value, a tensor of its own."""
-        return self._before[tensor].masters.read(tensor)
+        """Return the float32 value of a tensor, as a new tensor."""
+        return self._records[tensor].masters.read(tensor)
 
     def write(self, tensor: torch.Tensor, value: torch.Tensor) -> None:
-        """Set the tensor's float32 value."""
-        self._before[tensor].masters.write(tensor, value)
+        """Set the float32 value of a tensor."""
+        self._records[tensor].masters.write(tensor, value)
 
     def convert(
         self,
         tensor: torch.Tensor,
-        half: torch.dtype,
+        dtype: torch.dtype,
         grad_dtype: torch.dtype,
         masters: MasterWeights,
         rollback: ExitStack,
     ) -> None:
-        """Make a tensor 16-bit, its gradient too; the stack gets what puts back the very memory that was there."""
-        parameter, gradient, pinned = typed("Parameter", tensor), tensor.grad, tensor.grad_dtype
-        rollback.callback(_put_back, parameter, tensor.data, gradient, pinned)
+        """Cast a tensor and its gradient in place; `rollback` gets what restores their memory."""
+        parameter = typed("Parameter", tensor)
+        gradient, old_grad_dtype = tensor.grad, tensor.grad_dtype
+        rollback.callback(_set_tensors, parameter, tensor.data, gradient, old_grad_dtype)
         parameter.grad = None
-        masters.adopt(parameter, half)
-        _take_gradient(parameter, gradient, grad_dtype)
-        self._before[tensor] = _Before(masters, pinned, _looks(tensor))
+        masters.adopt(parameter, dtype)
+        _cast_gradient(parameter, gradient, grad_dtype)
+        self._records[tensor] = _Record(masters, old_grad_dtype, _Properties.of(tensor))
 
     def hand_over(self, tensor: torch.Tensor, masters: MasterWeights) -> None:
-        """Let other masters keep the exact value from now on."""
-        before, parameter, data, gradient, pinned = (
-            self._before[tensor],
-            typed("Parameter", tensor),
-            tensor.data,
-            tensor.grad,
-            tensor.grad_dtype,
-        )
-        self._before[tensor] = replace(before, masters=masters)
+        """Store the float32 value of a tensor in other masters from now on."""
+        record, parameter = self._records[tensor], typed("Parameter", tensor)
+        data, gradient, grad_dtype = tensor.data, tensor.grad, tensor.grad_dtype
+        self._records[tensor] = replace(record, masters=masters)
         parameter.grad = None
-        before.masters.release(parameter)
+        record.masters.release(parameter)
         masters.adopt(parameter, data.dtype)
-        # Its memory stays: a captured graph may read it there.
-        _put_back(parameter, data.copy_(parameter.data), gradient, pinned)
+        # Keep its memory: a captured graph may read it there.
+        _set_tensors(parameter, data.copy_(parameter.data), gradient, grad_dtype)
 
     def refuse_changed(self) -> None:
-        """Refuse to go on where a tensor was cast, moved or reshaped since: its master does not fit it."""
-        for tensor, before in self._before.items():
-            if _looks(tensor) != before.converted:
-                dtype, device, _ = before.converted
+        """Raise `UnsupportedError` if a tensor was cast, moved or reshaped since `convert`."""
+        for tensor, record in self._records.items():
+            current = _Properties.of(tensor)
+            if current != record.converted:
                 raise UnsupportedError(
-                    f"decorate made a tensor {_words(before.converted)}, and now it is"
-                    f" {_words(_looks(tensor))}, which its master does not fit. Nothing was"
-                    " changed. First make it what it was: parameter.data ="
-                    f" parameter.data.to({str(device)!r}, {dtype})."
+                    f"decorate made a tensor {record.converted}, and now it is {current}, which"
+                    " does not fit its master. Nothing was changed. First make it what it was:"
+                    f" parameter.data = parameter.data.to({str(record.converted.device)!r},"
+                    f" {record.converted.dtype})."
                 )
 
     def restore(self) -> None:
-        """Make every tensor float32 again, with its current exact value."""
-        for tensor, before in self._before.items():
+        """Cast every tensor back to float32, with its current float32 value."""
+        for tensor, record in self._records.items():
             parameter, gradient = typed("Parameter", tensor), tensor.grad
             parameter.grad = None
-            before.masters.release(parameter)
-            _take_gradient(parameter, gradient, before.grad_dtype)
-        self._before.clear()
+            record.masters.release(parameter)
+            _cast_gradient(parameter, gradient, record.grad_dtype)
+        self._records.clear()
 
 
-def _looks(tensor: torch.Tensor) -> tuple[torch.dtype, torch.device, torch.Size]:
-    return tensor.dtype, tensor.device, tensor.shape
+class _Properties(NamedTuple):
+    dtype: torch.dtype
+    device: torch.device
+    shape: torch.Size
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> _Properties:
+        return cls(tensor.dtype, tensor.device, tensor.shape)
+
+    def __str__(self) -> str:
+        return f"{dtype_name(self.dtype)} of shape {tuple(self.shape)} on {self.device}"
 
 
-def _words(looks: tuple[torch.dtype, torch.device, torch.Size]) -> str:
-    dtype, device, shape = looks
-    return f"{dtype_name(dtype)} of shape {tuple(shape)} on {device}"
+@dataclass(frozen=True, eq=False)
+class _Record:
+    masters: MasterWeights
+    grad_dtype: torch.dtype | None
+    """The tensor's `grad_dtype` before it was cast."""
+    converted: _Properties
+    """Properties of the tensor after it was cast."""
 
 
-def _take_gradient(
+def _cast_gradient(
     parameter: Parameter, gradient: torch.Tensor | None, grad_dtype: torch.dtype | None
 ) -> None:
-    # It follows the parameter's dtype by itself, unless somebody has set it: then it stays as it
-    # was set.
+    # Set only if it differs: unless it was set, grad_dtype follows the dtype of the parameter.
     if parameter.grad_dtype != grad_dtype:
         parameter.grad_dtype = grad_dtype
     if gradient is not None:
         parameter.grad = cast(gradient, grad_dtype or parameter.dtype)
 
 
-def _put_back(
+def _set_tensors(
     parameter: Parameter,
     data: torch.Tensor,
     gradient: torch.Tensor | None,
@@ -150,23 +150,26 @@ def _put_back(
 
 
 def add_masters_when_trained(
-    bound: OptimizerBinding, weights: HalfWeights, undo: ExitStack
+    binding: OptimizerBinding, weights: HalfWeights, undo: ExitStack
 ) -> None:
-    """Give masters to parameters that a bound optimizer meets without one; the stack gets what ends that."""
+    """Create master weights for frozen or new parameters when they get their first gradient.
 
-    def newcomers(found: list[torch.Tensor]) -> None:
-        for parameter in found:
+    `undo` gets a callback that ends this.
+    """
+
+    def add_masters(missing: list[torch.Tensor]) -> None:
+        for parameter in missing:
             if parameter not in weights and HalfWeights.of(parameter) is not None:
                 raise UnsupportedError(
-                    f"{type(bound.optimizer).__name__} was given a parameter of shape"
-                    f" {tuple(parameter.shape)} that another mezzo.decorate has made"
-                    f" {parameter.dtype}, and whose master it does not know. Decorate both models"
-                    " with both optimizers in one call: decorate([model, other], [optimizer,"
-                    " other_optimizer])."
+                    f"{type(binding.optimizer).__name__} was given a parameter of shape"
+                    f" {tuple(parameter.shape)} that another mezzo.decorate has cast to"
+                    f" {parameter.dtype}, so that it does not have its master weights. Decorate"
+                    " both models with both optimizers in one call: decorate([model, other],"
+                    " [optimizer, other_optimizer])."
                 )
-        for parameter in found:
+        for parameter in missing:
             if parameter in weights:
-                weights.hand_over(parameter, bound.masters)
+                weights.hand_over(parameter, binding.masters)
 
-    bound.on_missing_masters = newcomers
-    undo.callback(setattr, bound, "on_missing_masters", None)
+    binding.on_missing_masters = add_masters
+    undo.callback(setattr, binding, "on_missing_masters", None)

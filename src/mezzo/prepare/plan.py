@@ -1,4 +1,4 @@
-"""`mezzo.plan`: what `decorate` would do to a model and its optimizer, as a value to read first."""
+"""`mezzo.plan`: what `decorate` would change, as a value that can be printed and tested."""
 
 from __future__ import annotations
 
@@ -17,14 +17,19 @@ from mezzo.optim.master_formats import MASTER_FORMATS
 from mezzo.policy.decide import Resolved, resolve
 from mezzo.policy.policy import Policy
 from mezzo.policy.types import Level, Master
-from mezzo.prepare import arguments, forward
-from mezzo.prepare import arguments as words
-from mezzo.prepare.arguments import Models, Optimizers, Targets
-from mezzo.prepare.forward import PaddedLinear
-from mezzo.prepare.plan_rows import PlannedTensor, PlanRow, TensorRule, plan_tensors, size, table
+from mezzo.prepare.arguments import Models, Optimizers, Targets, read_keep_full, read_targets
+from mezzo.prepare.forward import PaddedLinear, find_paddable
+from mezzo.prepare.plan_rows import (
+    PlannedTensor,
+    PlanRow,
+    TensorRule,
+    format_bytes,
+    format_rows,
+    list_tensors,
+)
 
 PolicyArg = Policy | str | os.PathLike[str] | Level | None
-"""What every entry point takes for a policy: a level, a `Policy`, a TOML file."""
+"""A policy, as every entry point takes it: a level, a `Policy`, or the path of a TOML file."""
 
 Dtype = str | torch.dtype | None
 
@@ -33,96 +38,107 @@ _CONVERTS = (Level.O2, Level.O3)
 
 @dataclass(frozen=True)
 class Plan:
-    """What becomes of every parameter and buffer, and why; `print` shows it as a table."""
+    """What `decorate` changes and why: one row for each tensor, and the settings of the rest.
+
+    `print(plan)` shows a table of the rows, the memory before and after, and the settings.
+
+    >>> import mezzo
+    >>> model = torch.nn.Linear(4, 8)
+    >>> print(mezzo.plan(model.eval(), None, "O3", dtype="bfloat16"))  # doctest: +ELLIPSIS
+    O3 on cpu: bfloat16, ...
+    <BLANKLINE>
+    name    shape  dtype               why
+    weight  8 × 4  float32 → bfloat16  no master: it is in no optimizer
+    bias    8      float32 → bfloat16  no master: it is in no optimizer
+    <BLANKLINE>
+    2 of 2 tensors change: 160 bytes → 80 bytes (master='none')
+    """
 
     policy: Policy
+    """The policy, with the overrides that were passed."""
     device: str
-    """The device type that the models live on."""
+    """The device type of the models."""
     dtype: torch.dtype | None
-    """The 16-bit dtype; None runs everything in float32."""
+    """The 16-bit dtype; None if everything runs in float32."""
     dtype_reason: str
-    """Why that one."""
+    """Why this dtype was chosen."""
     master: Master
-    """Where exact weights live; none where parameters stay float32 or no optimizer was given."""
+    """The master format; `Master.NONE` if parameters stay float32 or there is no optimizer."""
     clip_norm: float | None
-    """The largest norm of all gradients of an optimizer."""
+    """The maximum norm of the gradients of each optimizer; None if they are not clipped."""
     output_dtype: torch.dtype | None
-    """What the models' outputs are cast to; None leaves them."""
+    """The dtype that outputs of the models are cast to; None if they are not cast."""
     save_dtype: torch.dtype | None
-    """The dtype of the weights that `state_dict` gives; None is the parameter's own."""
+    """The dtype of the weights in `model.state_dict()`; None is the dtype of the parameter."""
     seed: int
-    """Where rounding at random starts."""
+    """The seed of stochastic rounding."""
     rows: tuple[PlanRow, ...]
     """Every floating-point parameter and buffer, tied ones once."""
     padded_layers: tuple[str, ...] = ()
-    """Linear layers that compute more outputs than they give, in words."""
+    """Descriptions of linear layers that compute more outputs than they return."""
     defer_to_autocast: bool = False
-    """Whether an enclosing region that is on goes before the model's own."""
+    """Whether an enabled autocast region around a call is used instead of the model's own."""
 
     @property
     def converts(self) -> bool:
-        """Whether float32 tensors become 16-bit: at O2 and O3, where the device computes in such a dtype."""
+        """Whether float32 tensors are cast to 16 bits: at O2 and O3, if a 16-bit dtype is used."""
         return self.dtype is not None and self.policy.level in _CONVERTS
 
     @property
     def bytes_before(self) -> int:
-        """What parameters and buffers take before."""
+        """Bytes of all parameters and buffers before."""
         return sum(row.numel * row.before.itemsize for row in self.rows)
 
     @property
     def bytes_after(self) -> int:
-        """What parameters and buffers take after, without what lies beside them."""
+        """Bytes of all parameters and buffers after, without their companion tensors."""
         return sum(row.numel * row.after.itemsize for row in self.rows)
 
     @property
     def master_bytes(self) -> int:
-        """What lies beside them."""
-        return sum(row.numel * _beside_size(row, self.master) for row in self.rows if row.master)
+        """Bytes of all companion tensors of master weights."""
+        return sum(row.numel * _companion_size(row, self.master) for row in self.rows if row.master)
 
     def __str__(self) -> str:
-        chosen = "float32" if self.dtype is None else dtype_name(self.dtype)
-        head = f"{self.policy.level.value} on {self.device}: {chosen}, {self.dtype_reason}"
-        return "\n".join([head, "", *table(self.rows), "", self._total(), *self._words()])
+        dtype = "float32" if self.dtype is None else dtype_name(self.dtype)
+        head = f"{self.policy.level.value} on {self.device}: {dtype}, {self.dtype_reason}"
+        return "\n".join([head, "", *format_rows(self.rows), "", self._total(), *self._settings()])
 
     def _total(self) -> str:
         converted = sum(row.before is not row.after for row in self.rows)
-        beside = f" + {size(self.master_bytes)} beside them" if self.master_bytes else ""
+        masters = f" + {format_bytes(self.master_bytes)} of masters" if self.master_bytes else ""
         master = f" (master={self.master.value!r})" if converted else ""
         return (
-            f"{converted} of {len(self.rows)} tensors change: {size(self.bytes_before)} →"
-            f" {size(self.bytes_after)}{beside}{master}"
+            f"{converted} of {len(self.rows)} tensors change: {format_bytes(self.bytes_before)} →"
+            f" {format_bytes(self.bytes_after)}{masters}{master}"
         )
 
-    def _words(self) -> list[str]:
-        """What else was asked for."""
-        said = {
+    def _settings(self) -> list[str]:
+        dtypes = {
             "gradients accumulate in": self.policy.grad_dtype if self.converts else None,
             "outputs are cast to": self.output_dtype,
-            "state_dict() gives weights in": self.save_dtype,
+            "state_dict() returns weights in": self.save_dtype,
         }
-        lines = [f"{what} {dtype_name(dtype)}" for what, dtype in said.items() if dtype is not None]
-        said_so = (
-            [f"gradients are clipped to a norm of {self.clip_norm:g}"]
-            if self.clip_norm is not None
-            else []
-        )
-        said_so += (
-            ["an autocast region around the model goes before its own policy"]
-            if self.defer_to_autocast
-            else []
-        )
-        return [*lines, *said_so, *self.padded_layers]
+        lines = [
+            f"{what} {dtype_name(dtype)}" for what, dtype in dtypes.items() if dtype is not None
+        ]
+        if self.clip_norm is not None:
+            lines.append(f"gradients are clipped to a norm of {self.clip_norm:g}")
+        if self.defer_to_autocast:
+            lines.append("an autocast region around the model is used instead of its own policy")
+        return [*lines, *self.padded_layers]
 
 
 @dataclass(frozen=True, eq=False)
 class DecoratePlan:
-    """A plan together with what it speaks of."""
+    """A plan together with the objects that it changes."""
 
     plan: Plan
     targets: Targets
     tensors: tuple[PlannedTensor, ...]
+    """The tensors, in the order of `plan.rows`."""
     padded: tuple[PaddedLinear, ...]
-    """Linear layers that compute more outputs than they give."""
+    """The linear layers to pad."""
 
 
 def plan(
@@ -137,12 +153,26 @@ def plan(
     defer_to_autocast: bool = False,
     **overrides: Any,
 ) -> Plan:
-    """Say what `decorate` would do with the same arguments; nothing is changed.
+    """Return what `decorate` would do with the same arguments, without changing anything.
 
+    Raises the same errors as `decorate`.
+
+    Args:
+        model: The model, or a list of models.
+        optimizer: The optimizer of these models, or a list of optimizers.
+        policy: A level such as `"O2"`, a `mezzo.Policy`, or the path of a TOML file.
+        clip_norm: Norm that gradients are clipped to, see `decorate`.
+        output_dtype: Dtype that outputs are cast to, see `decorate`.
+        save_dtype: Dtype of the weights in `state_dict()`, see `decorate`.
+        seed: Seed of stochastic rounding.
+        defer_to_autocast: Whether an enabled autocast region goes first, see `decorate`.
+        **overrides: Fields of the policy to change, such as `dtype=`, `master=` or `keep_full=`.
+
+    >>> import mezzo
     >>> from torch import nn
     >>> model = nn.Sequential(nn.Linear(4, 8), nn.LayerNorm(8))
     >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    >>> for row in plan(model, optimizer, "O2", dtype="bfloat16").rows:
+    >>> for row in mezzo.plan(model, optimizer, "O2", dtype="bfloat16").rows:
     ...     print(row.name, row.change, row.reason, sep=": ")
     0.weight: float32 → bfloat16: float32 master
     0.bias: float32 → bfloat16: float32 master
@@ -174,54 +204,50 @@ def make_plan(
     defer_to_autocast: bool,
     **overrides: Any,
 ) -> DecoratePlan:
-    """Plan, and keep hold of the tensors that the plan speaks of. Every refusal is raised here, before anything changes."""
-    given = words.read_targets(model, optimizer)
-    read, kept = arguments.read_keep_full(policy, overrides, given.models)
-    resolved = resolve(read, hardware(given.device))
-    half = resolved.dtype if read.level in _CONVERTS else None
+    """Plan a `decorate` call. All its errors are raised here, before anything changes."""
+    targets = read_targets(model, optimizer)
+    read_policy, keep_full = read_keep_full(policy, overrides, targets.models)
+    resolved = resolve(read_policy, hardware(targets.device))
+    half = resolved.dtype if read_policy.level in _CONVERTS else None
     if half is not None or clip_norm is not None:
-        # Else the optimizer's step is left alone.
-        for one in given.optimizers:
+        # Otherwise the optimizer's step is not replaced.
+        for one in targets.optimizers:
             refuse_wrapper(one)
-    master = _master(read, half, given)
-    verdict = TensorRule(read.level, half, _why_not(read, resolved), master)
-    tensors = tuple(PlannedTensor(found, verdict.row(found)) for found in plan_tensors(given, kept))
-    aligned = () if half is None else forward.find_paddable(given.models, given.device)
-    made = Plan(
-        policy=read,
-        device=given.device,
+    master = _master(read_policy, half, targets)
+    rule = TensorRule(read_policy.level, half, _why_float32(read_policy, resolved), master)
+    tensors = tuple(
+        PlannedTensor(info, rule.row(info)) for info in list_tensors(targets, keep_full)
+    )
+    padded = () if half is None else find_paddable(targets.models, targets.device)
+    plan = Plan(
+        policy=read_policy,
+        device=targets.device,
         dtype=resolved.dtype,
         dtype_reason=resolved.reason,
         master=master,
-        clip_norm=_clip_norm(clip_norm, given),
-        output_dtype=(
-            None
-            if output_dtype is None
-            else parse_dtype(
-                output_dtype, allowed=(*HALF_DTYPES, torch.float32), what="output_dtype"
-            )
-        ),
-        save_dtype=_save_dtype(save_dtype, half, master, given),
+        clip_norm=_clip_norm(clip_norm, targets),
+        output_dtype=_output_dtype(output_dtype),
+        save_dtype=_save_dtype(save_dtype, half, master, targets),
         seed=seed,
         rows=tuple(planned.row for planned in tensors),
-        padded_layers=tuple(map(str, aligned)),
+        padded_layers=tuple(map(str, padded)),
         defer_to_autocast=defer_to_autocast,
     )
-    return DecoratePlan(made, given, tensors, aligned)
+    return DecoratePlan(plan, targets, tensors, padded)
 
 
-def _master(policy: Policy, half: torch.dtype | None, given: Targets) -> Master:
-    """The master that the policy comes to."""
+def _master(policy: Policy, half: torch.dtype | None, targets: Targets) -> Master:
+    """Return the master format for a policy and a 16-bit dtype."""
     if half is None:
         return Master.NONE
     default = Master.FLOAT32 if policy.level is Level.O2 else Master.NONE
     master = default if policy.master is Master.AUTO else policy.master
-    # Asked of one number: what cannot be kept beside this dtype is refused before anything changes.
+    # Raises an error if the format does not support this dtype.
     MASTER_FORMATS[master].split(torch.zeros(1), half)
-    return master if given.optimizers else Master.NONE
+    return master if targets.optimizers else Master.NONE
 
 
-def _why_not(policy: Policy, resolved: Resolved) -> str:
+def _why_float32(policy: Policy, resolved: Resolved) -> str:
     return (
         f"parameters stay float32 at {policy.level.value}"
         if policy.level not in _CONVERTS
@@ -229,14 +255,14 @@ def _why_not(policy: Policy, resolved: Resolved) -> str:
     )
 
 
-def _clip_norm(clip_norm: float | None, given: Targets) -> float | None:
+def _clip_norm(clip_norm: float | None, targets: Targets) -> float | None:
     if clip_norm is None:
         return None
     if not isinstance(clip_norm, int | float) or not clip_norm > 0 or not isfinite(clip_norm):
         raise PolicyError(
             f"clip_norm={clip_norm!r} should be a positive number such as 1.0, or None."
         )
-    if not given.optimizers:
+    if not targets.optimizers:
         raise PolicyError(
             f"clip_norm={clip_norm!r} clips in the optimizer's step, and no optimizer was given."
             " Pass it: decorate(model, optimizer, clip_norm=...)."
@@ -244,18 +270,24 @@ def _clip_norm(clip_norm: float | None, given: Targets) -> float | None:
     return float(clip_norm)
 
 
-def _save_dtype(
-    word: Dtype, half: torch.dtype | None, master: Master, given: Targets
-) -> torch.dtype | None:
-    if word is None:
+def _output_dtype(argument: Dtype) -> torch.dtype | None:
+    if argument is None:
         return None
-    dtype = parse_dtype(word, allowed=(torch.float32,), what="save_dtype")
+    return parse_dtype(argument, allowed=(*HALF_DTYPES, torch.float32), what="output_dtype")
+
+
+def _save_dtype(
+    argument: Dtype, half: torch.dtype | None, master: Master, targets: Targets
+) -> torch.dtype | None:
+    if argument is None:
+        return None
+    dtype = parse_dtype(argument, allowed=(torch.float32,), what="save_dtype")
     if half is not None and not MASTER_FORMATS[master].exact:
-        exact = " or ".join(
-            repr(kind.master.value) for kind in MASTER_FORMATS.values() if kind.exact
-        )
+        exact = " or ".join(repr(one.master.value) for one in MASTER_FORMATS.values() if one.exact)
         why = (
-            f"master={master.value!r} has" if given.optimizers else "without an optimizer there are"
+            f"master={master.value!r} has"
+            if targets.optimizers
+            else "without an optimizer there are"
         )
         raise PolicyError(
             f"save_dtype='float32' needs exact float32 weights, and {why} none. Use master={exact}"
@@ -264,7 +296,8 @@ def _save_dtype(
     return dtype
 
 
-def _beside_size(row: PlanRow, master: Master) -> int:
-    kind = MASTER_FORMATS[Master.FLOAT32 if row.kind == "buffer" else master]
-    dtype = kind.companion_dtype(row.after)
+def _companion_size(row: PlanRow, master: Master) -> int:
+    """Return the bytes of a companion per element."""
+    master_format = MASTER_FORMATS[Master.FLOAT32 if row.kind == "buffer" else master]
+    dtype = master_format.companion_dtype(row.after)
     return 0 if dtype is None else dtype.itemsize

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from math import prod
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -25,28 +26,31 @@ class PlanRow:
     """`parameter` or `buffer`."""
     shape: tuple[int, ...]
     before: torch.dtype
+    """Its dtype now."""
     after: torch.dtype
+    """Its dtype when decorated."""
     master: bool
-    """Whether something lies beside it, or updates are rounded, so that small updates count."""
+    """Whether it has a master, or is rounded stochastically, so that small updates count."""
     reason: str
+    """Why it has this dtype and master."""
 
     @property
     def numel(self) -> int:
-        """How many elements."""
+        """Number of elements."""
         return prod(self.shape)
 
     @property
     def change(self) -> str:
-        """Its dtype in words: `float32 → bfloat16`, or just the one that stays."""
+        """The change of its dtype, `float32 → bfloat16`, or the dtype that stays."""
         before, after = dtype_name(self.before), dtype_name(self.after)
         return before if before == after else f"{before} → {after}"
 
 
-def table(rows: tuple[PlanRow, ...]) -> list[str]:
-    """Rows as aligned lines, under a heading."""
+def format_rows(rows: tuple[PlanRow, ...]) -> list[str]:
+    """Return a heading and one line for each row, with aligned columns."""
     cells = [
         ("name", "shape", "dtype", "why"),
-        *((row.name, _shape(row), row.change, row.reason) for row in rows),
+        *((row.name, _format_shape(row), row.change, row.reason) for row in rows),
     ]
     widths = [max(len(line[column]) for line in cells) for column in range(3)]
     return [
@@ -57,10 +61,10 @@ def table(rows: tuple[PlanRow, ...]) -> list[str]:
     ]
 
 
-def size(count: int) -> str:
-    """Bytes as people read them.
+def format_bytes(count: int) -> str:
+    """Return a number of bytes in the largest unit that fits.
 
-    >>> size(12 * 2**20 + 2**19), size(300)
+    >>> format_bytes(12 * 2**20 + 2**19), format_bytes(300)
     ('12.5 MiB', '300 bytes')
     """
     for unit, power in (("GiB", 30), ("MiB", 20), ("KiB", 10)):
@@ -69,26 +73,26 @@ def size(count: int) -> str:
     return f"{count} bytes"
 
 
-def _shape(row: PlanRow) -> str:
+def _format_shape(row: PlanRow) -> str:
     return " × ".join(map(str, row.shape)) or "scalar"
 
 
 @dataclass(frozen=True, eq=False)
 class TensorInfo:
-    """A tensor and the places where it lies: a tied one lies in several."""
+    """A tensor of the models. A tied one has several names."""
 
     tensor: torch.Tensor
     names: tuple[str, ...]
     is_buffer: bool
-    kept: str
-    """Why it stays float32, if one of its places says so."""
+    keep_reason: str
+    """Why `keep_full` keeps it float32 under one of its names; empty if it does not."""
     optimizer: Optimizer | None
-    """Who updates it."""
+    """The optimizer that updates it."""
 
 
 @dataclass(frozen=True, eq=False)
 class PlannedTensor:
-    """A tensor beside its row of the plan."""
+    """A tensor with its row of the plan."""
 
     info: TensorInfo
     row: PlanRow
@@ -99,64 +103,73 @@ class PlannedTensor:
         return self.row.before is not self.row.after
 
 
+class _Decision(NamedTuple):
+    dtype: torch.dtype
+    master: bool
+    reason: str
+
+
 @dataclass(frozen=True)
 class TensorRule:
-    """What decides for every tensor alike."""
+    """The rule that decides the dtype and master of every tensor."""
 
     level: Level
     half: torch.dtype | None
-    """What float32 tensors become; None leaves them."""
-    why_not: str
-    """Why they are left."""
+    """The dtype that float32 tensors are cast to; None if they stay float32."""
+    float32_reason: str
+    """Why they stay float32, if they do."""
     master: Master
 
-    def row(self, found: TensorInfo) -> PlanRow:
-        """What becomes of one tensor, and why."""
-        name, *tied = found.names
-        after, master, reason = self._decide(found)
+    def row(self, info: TensorInfo) -> PlanRow:
+        """Return the row of a tensor."""
+        name, *tied = info.names
+        dtype, master, reason = self._decide(info)
         if tied:
             reason = f"{reason}; tied with {', '.join(tied)}"
         return PlanRow(
             name,
-            "buffer" if found.is_buffer else "parameter",
-            tuple(found.tensor.shape),
-            found.tensor.dtype,
-            after,
+            "buffer" if info.is_buffer else "parameter",
+            tuple(info.tensor.shape),
+            info.tensor.dtype,
+            dtype,
             master,
             reason,
         )
 
-    def _decide(self, found: TensorInfo) -> tuple[torch.dtype, bool, str]:
-        dtype = found.tensor.dtype
+    def _decide(self, info: TensorInfo) -> _Decision:
+        dtype = info.tensor.dtype
         if dtype in HALF_DTYPES:
-            return dtype, False, f"is {dtype_name(dtype)} already and has no float32 value to keep"
+            name = dtype_name(dtype)
+            return _Decision(
+                dtype, master=False, reason=f"is {name} already and has no float32 value to keep"
+            )
         if dtype is not torch.float32:
-            return dtype, False, f"{dtype_name(dtype)} is left alone"
+            return _Decision(dtype, master=False, reason=f"{dtype_name(dtype)} is not cast")
         if self.half is None:
-            return dtype, False, self.why_not
-        if found.kept:
-            return dtype, False, found.kept
-        return self.half, *self._beside(found)
+            return _Decision(dtype, master=False, reason=self.float32_reason)
+        if info.keep_reason:
+            return _Decision(dtype, master=False, reason=info.keep_reason)
+        return _Decision(self.half, *self._decide_master(info))
 
-    def _beside(self, found: TensorInfo) -> tuple[bool, str]:
-        if found.is_buffer:
-            # A buffer is not trained: where weights are exact, so is what it was.
-            exact = self.master in (Master.FLOAT32, Master.SPLIT)
-            return exact, "follows its module"
-        if found.optimizer is None:
+    def _decide_master(self, info: TensorInfo) -> tuple[bool, str]:
+        if info.is_buffer:
+            # A buffer is not trained: keep its original value where weights are exact.
+            is_exact = self.master in (Master.FLOAT32, Master.SPLIT)
+            return is_exact, "follows its module"
+        if info.optimizer is None:
             return False, (
                 "no master: it is in no optimizer"
-                if found.tensor.requires_grad
+                if info.tensor.requires_grad
                 else "no master: it is frozen and in no optimizer"
             )
-        if not found.tensor.requires_grad:
+        if not info.tensor.requires_grad:
             return False, "no master while requires_grad is False"
         if self.master is Master.NONE:
             return False, f"no master at {self.level.value}: small updates are lost"
-        return True, _BESIDE[self.master]
+        return True, _MASTER_REASONS[self.master]
 
 
-_BESIDE = {
+_MASTER_REASONS = {
     Master.FLOAT32: "float32 master",
     Master.SPLIT: "exact with a 16-bit remainder",
     Master.KAHAN: "16-bit compensation",
@@ -164,22 +177,34 @@ _BESIDE = {
 }
 
 
-def plan_tensors(given: Targets, keep: KeepFull) -> tuple[TensorInfo, ...]:
-    """Find every floating-point or complex tensor of the models; one that lies in several places is kept if any of them keeps it."""
-    owners = {id(one): optimizer for optimizer in given.optimizers for one in parameters(optimizer)}
-    places: dict[int, list[tuple[str, str]]] = {}
+class _Place(NamedTuple):
+    """Where a tensor is in the models."""
+
+    name: str
+    keep_reason: str
+
+
+def list_tensors(targets: Targets, keep_full: KeepFull) -> tuple[TensorInfo, ...]:
+    """Return every floating-point or complex tensor of the models, tied ones once.
+
+    A tied tensor stays float32 if `keep_full` matches one of its names.
+    """
+    owners = {id(one): owner for owner in targets.optimizers for one in parameters(owner)}
+    places: dict[int, list[_Place]] = {}
     tensors: dict[int, tuple[torch.Tensor, bool]] = {}
-    for index, model in enumerate(given.models):
-        kept, label = keep.reasons(model), f"models[{index}]." if len(given.models) > 1 else ""
+    for index, model in enumerate(targets.models):
+        reasons = keep_full.reasons(model)
+        prefix = f"models[{index}]." if len(targets.models) > 1 else ""
         for name, tensor, is_buffer in _tensors(model):
             tensors.setdefault(id(tensor), (tensor, is_buffer))
-            places.setdefault(id(tensor), []).append((label + name, kept.get(name, "")))
+            place = _Place(prefix + name, reasons.get(name, ""))
+            places.setdefault(id(tensor), []).append(place)
     return tuple(
         TensorInfo(
             tensor,
-            tuple(name for name, _ in places[key]),
+            tuple(place.name for place in places[key]),
             is_buffer,
-            _why_kept(places[key]),
+            _keep_reason(places[key]),
             owners.get(key),
         )
         for key, (tensor, is_buffer) in tensors.items()
@@ -187,13 +212,16 @@ def plan_tensors(given: Targets, keep: KeepFull) -> tuple[TensorInfo, ...]:
 
 
 def _tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor, bool]]:
+    """Yield the name of each tensor, the tensor, and whether it is a buffer."""
     for prefix, module in model.named_modules(remove_duplicate=False):
-        for own, is_buffer in ((module._parameters, False), (module._buffers, True)):
-            for name, tensor in own.items():
+        for tensors, is_buffer in ((module._parameters, False), (module._buffers, True)):
+            for name, tensor in tensors.items():
                 if tensor is not None and (tensor.is_floating_point() or tensor.is_complex()):
                     yield f"{prefix}.{name}" if prefix else name, tensor, is_buffer
 
 
-def _why_kept(places: list[tuple[str, str]]) -> str:
-    name, reason = next(((name, reason) for name, reason in places if reason), ("", ""))
-    return f"{reason} ({name})" if reason and len(places) > 1 else reason
+def _keep_reason(places: list[_Place]) -> str:
+    for name, reason in places:
+        if reason:
+            return f"{reason} ({name})" if len(places) > 1 else reason
+    return ""

@@ -1,4 +1,4 @@
-"""The random state of a process, in plain values: torch's, Python's and NumPy's."""
+"""States of the random number generators of torch, Python and NumPy, as plain values."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ import torch
 from mezzo._errors import CheckpointError
 
 _CUDA_STATE = 16
-"""Bytes of the state of a CUDA generator: a seed and an offset."""
+"""Bytes of the state of a CUDA generator: seed and offset."""
 _NUMPY_KIND = "MT19937"
 
 
 def capture_rng_state() -> dict[str, Any]:
-    """The state of every generator that is in use."""
+    """Return the states of all generators, of CUDA and NumPy only if they are in use."""
     state: dict[str, Any] = {"torch": torch.get_rng_state(), "python": random.getstate()}
     if torch.cuda.is_initialized():
         state["cuda"] = torch.cuda.get_rng_state_all()
@@ -28,14 +28,13 @@ def capture_rng_state() -> dict[str, Any]:
 
 
 def check_rng_state(state: Any) -> None:
-    """Refuse what is not a state of the generators: each is set on a generator of its own first."""
+    """Raise `CheckpointError` for invalid states: each is set on a new generator first."""
     try:
         torch.Generator().set_state(state["torch"])
-        version, words, gauss = state["python"]
-        # Not for secrets.
-        random.Random().setstate((version, tuple(words), _number(gauss)))  # noqa: S311
-        _refuse_other_cuda(state.get("cuda", []))
-        _refuse_other_numpy(state.get("numpy"))
+        version, internal, gauss = state["python"]
+        random.Random().setstate((version, tuple(internal), _check_gauss(gauss)))  # noqa: S311
+        _check_cuda(state.get("cuda", []))
+        _check_numpy(state.get("numpy"))
     except Exception as error:
         raise CheckpointError(
             f"The states of the random generators are not what mezzo saves: {error}. Save the"
@@ -43,7 +42,7 @@ def check_rng_state(state: Any) -> None:
         ) from error
 
 
-def _refuse_other_cuda(states: Any) -> None:
+def _check_cuda(states: Any) -> None:
     for one in states:
         if (
             one.dtype is not torch.uint8
@@ -51,34 +50,35 @@ def _refuse_other_cuda(states: Any) -> None:
             or one.device.type != "cpu"
             or one.numel() > _CUDA_STATE
         ):
-            raise ValueError(f"CUDA's has shape {tuple(one.shape)} and {one.dtype}")
+            raise ValueError(f"CUDA's state has shape {tuple(one.shape)} and {one.dtype}")
     if torch.cuda.is_initialized():
         for device, one in zip(range(torch.cuda.device_count()), states, strict=False):
             torch.Generator(f"cuda:{device}").set_state(one)
 
 
-def _refuse_other_numpy(state: Any) -> None:
+def _check_numpy(state: Any) -> None:
     numpy = sys.modules.get("numpy")
     if numpy is None or state is None:
         return
     kind, keys, position, has_gauss, gauss = state
-    # NumPy takes any position, and reads beyond its memory at the next draw.
+    # NumPy accepts any position, and reads out of bounds at the next draw.
     if kind == _NUMPY_KIND and not (isinstance(position, int) and 0 <= position <= len(keys)):
-        raise ValueError(f"NumPy's is at {position!r} of {len(keys)}")
-    numpy.random.RandomState().set_state((kind, keys, position, has_gauss, _number(gauss)))
+        raise ValueError(f"NumPy's state is at {position!r} of {len(keys)}")
+    numpy.random.RandomState().set_state((kind, keys, position, has_gauss, _check_gauss(gauss)))
 
 
-def _number(gauss: Any) -> Any:
+def _check_gauss(gauss: Any) -> Any:
+    """Return the normal number that a generator has drawn ahead, or raise if it is not one."""
     if gauss is not None and not isinstance(gauss, float):
-        raise ValueError(f"{gauss!r:.80} is no number that was drawn ahead")
+        raise ValueError(f"{gauss!r:.80} is not a normal number that was drawn ahead")
     return gauss
 
 
 def restore_rng_state(state: dict[str, Any]) -> None:
-    """Let every generator go on from where it was; what is not there now is left out."""
+    """Set the states of all generators; those that are not in use now are skipped."""
     torch.set_rng_state(state["torch"])
-    version, words, gauss = state["python"]
-    random.setstate((version, tuple(words), gauss))
+    version, internal, gauss = state["python"]
+    random.setstate((version, tuple(internal), gauss))
     if "cuda" in state and torch.cuda.is_available():
         for device, one in zip(range(torch.cuda.device_count()), state["cuda"], strict=False):
             torch.cuda.set_rng_state(one, device)

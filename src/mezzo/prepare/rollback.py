@@ -1,4 +1,4 @@
-"""Put models, optimizers, scalers, schedulers and random generators back as they were if a load fails halfway."""
+"""Restore models, optimizers, scalers, schedulers and random generators if a load fails."""
 
 from __future__ import annotations
 
@@ -24,19 +24,18 @@ from mezzo.scaling.optimizer_step import inner_optimizers
 def rolled_back_on_error(
     models: Iterable[nn.Module], optimizers: Iterable[Optimizer], others: Iterable[Any]
 ) -> Iterator[None]:
-    """Restore these to the bit, and the random generators, if the body raises.
+    """Restore all of these to the bit, and the random generators, if the body raises.
 
-    Weights, buffers and master weights are written in place, and are copied beforehand, to host
-    memory if they are on a device. torch's optimizers replace their state when they load, and the
-    old one is only kept. Others, such as scalers and schedulers, are restored by their own
-    `load_state_dict`.
+    Weights, buffers and master weights are copied to host memory first, because a load writes them
+    in place. The state of an optimizer is only kept alive, because torch replaces it when it loads.
+    Others, such as scalers and schedulers, are restored with their own `load_state_dict`.
     """
     models, optimizers = tuple(models), tuple(optimizers)
     with ExitStack() as undo:
         undo.callback(rng_state.restore_rng_state, rng_state.capture_rng_state())
         for one in others:
             undo.callback(_restorer(one))
-        # After the parameters: a version of each tells whether its companion belongs to it.
+        # Runs after the parameters are restored: it records the versions that companions are for.
         for masters in dict.fromkeys(_masters_of(models, optimizers)):
             undo.callback(masters.snapshot())
         for optimizer in optimizers:
@@ -58,43 +57,43 @@ def _masters_of(
     for decoration in dict.fromkeys(decorations):
         yield from decoration.weights.all_masters()
     for optimizer in optimizers:
-        if (bound := optimizer_binding(optimizer)) is not None:
-            yield bound.masters
+        if (binding := optimizer_binding(optimizer)) is not None:
+            yield binding.masters
 
 
 def _model_restorer(model: nn.Module) -> Callable[[], None]:
-    held: list[tuple[dict[str, Any], dict[str, Any]]] = [
-        (own, dict(own))
+    dicts: list[tuple[dict[str, Any], dict[str, Any]]] = [
+        (one, dict(one))
         for module in model.modules()
-        for own in (module._parameters, module._buffers)
+        for one in (module._parameters, module._buffers)
     ]
     tensors = dict.fromkeys(
         tensor
-        for _, before in held
+        for _, before in dicts
         for tensor in before.values()
         if tensor is not None and not tensor.is_meta
     )
     restores = [_tensor_restorer(tensor) for tensor in tensors]
-    extra = [
+    extra_states = [
         (module, deepcopy(module.get_extra_state()))
         for module in model.modules()
         if type(module).get_extra_state is not nn.Module.get_extra_state
     ]
 
     def restore() -> None:
-        _restore_dicts(held)
+        _restore_dicts(dicts)
         for one in restores:
             one()
-        for module, state in extra:
+        for module, state in extra_states:
             with suppress(Exception):
                 module.set_extra_state(state)
 
     return restore
 
 
-def _restore_dicts(held: Iterable[tuple[dict[Any, Any], dict[Any, Any]]]) -> None:
-    """Give each dictionary the content that it had: other objects refer to it, so that it cannot be replaced."""
-    for one, before in held:
+def _restore_dicts(dicts: Iterable[tuple[dict[Any, Any], dict[Any, Any]]]) -> None:
+    """Restore the content of dictionaries in place, because other objects refer to them."""
+    for one, before in dicts:
         one.clear()
         one.update(before)
 
@@ -114,31 +113,29 @@ def _tensor_restorer(tensor: torch.Tensor) -> Callable[[], None]:
 
 
 def _optimizer_restorer(optimizer: Optimizer) -> Callable[[], None]:
-    attributes, gradients = (
-        dict(vars(optimizer)),
-        [(parameter, parameter.grad) for parameter in parameters(optimizer)],
-    )
+    attributes = dict(vars(optimizer))
+    gradients = [(parameter, parameter.grad) for parameter in parameters(optimizer)]
     state, groups = attributes.get("state", {}), attributes.get("param_groups", [])
-    held = [
+    dicts = [
         (one, dict(one))
         for one in (*(one for one in state.values() if isinstance(one, dict)), *groups, state)
     ]
-    listed = list(groups)
-    # torch makes a new state, and leaves the tensors of the old one alone. A class that loads in
-    # its own way may write to them.
-    own = type(optimizer).load_state_dict is not Optimizer.load_state_dict
+    old_groups = list(groups)
+    # torch creates a new state and does not write to tensors of the old one. A class with its own
+    # load_state_dict may write to them.
+    writes_in_place = type(optimizer).load_state_dict is not Optimizer.load_state_dict
     values = [
         _tensor_restorer(value)
-        for one, _ in held
+        for one, _ in dicts
         for value in one.values()
-        if own and isinstance(value, torch.Tensor)
+        if writes_in_place and isinstance(value, torch.Tensor)
     ]
 
     def restore() -> None:
         vars(optimizer).clear()
         vars(optimizer).update(attributes)
-        groups[:] = listed
-        _restore_dicts(held)
+        groups[:] = old_groups
+        _restore_dicts(dicts)
         for one in values:
             one()
         for parameter, gradient in gradients:
@@ -154,7 +151,7 @@ def _restorer(one: Any) -> Callable[[], None]:
         if attributes:
             vars(one).clear()
             vars(one).update(attributes)
-        # Its attributes are back in any case; what they refer to may have been changed.
+        # Also load the state, because objects that the attributes refer to may have changed.
         with suppress(Exception):
             one.load_state_dict(state)
 
