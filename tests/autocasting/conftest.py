@@ -1,4 +1,4 @@
-"""What every test of eager execution starts from and must leave behind: no region open, no mode, torch's own defaults."""
+"""Check that every test restores torch's autocast state; fixtures for the tests of regions."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from mezzo.policy.registry import registry
 
 
 def state() -> tuple[object, ...]:
-    """Everything that a region may change."""
+    """Return the state that a region changes."""
     devices = ("cpu", "cuda")
     return (
         tuple(torch.is_autocast_enabled(device) for device in devices),
@@ -26,7 +26,7 @@ def state() -> tuple[object, ...]:
 
 
 @pytest.fixture(autouse=True)
-def _nothing_is_left_behind() -> Iterator[None]:
+def _state_is_restored() -> Iterator[None]:
     before = state()
     yield
     assert state() == before
@@ -40,12 +40,12 @@ def _fresh_compiler() -> Iterator[None]:
 
 
 @pytest.fixture
-def _forgets_what_it_learns(monkeypatch: pytest.MonkeyPatch) -> None:
+def _own_missing_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(missing_kernels, "_recorded", set())
 
 
 @pytest.fixture
-def _forgets_registered_ops() -> Iterator[None]:
+def _own_registered_ops() -> Iterator[None]:
     before = {op.name for op in registry()}
     yield
     for name in {op.name for op in registry()} - before:
@@ -53,17 +53,17 @@ def _forgets_registered_ops() -> Iterator[None]:
 
 
 class OneDtype(TorchDispatchMode):
-    """A device whose norms read input and parameters as one dtype, as CUDA's do."""
+    """A device whose norms need input and parameters of one dtype, like CUDA."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        given = {value.dtype for value in args if isinstance(value, torch.Tensor)}
+        dtypes = {value.dtype for value in args if isinstance(value, torch.Tensor)}
         if (
             func
             in (
                 torch.ops.aten.native_layer_norm.default,
                 torch.ops.aten.native_group_norm.default,
             )
-            and len(given) > 1
+            and len(dtypes) > 1
         ):
             raise RuntimeError("expected scalar type Half but found Float")
         return func(*args, **(kwargs or {}))
@@ -71,7 +71,7 @@ class OneDtype(TorchDispatchMode):
 
 @pytest.fixture
 def one_dtype(monkeypatch: pytest.MonkeyPatch) -> Iterator[OneDtype]:
-    """A CPU whose norms take no mix, and which is known for it; the kernels refuse inside of what is given."""
+    """Treat the CPU as a device whose norms need one dtype; in the returned mode they do."""
     caches = (arguments._table, arguments._resolved)
     for cache in caches:
         cache.cache_clear()

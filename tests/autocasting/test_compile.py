@@ -1,4 +1,4 @@
-"""Regions and torch.compile: around and inside, on every backend, compiled anew when the policy changes and only then."""
+"""Regions around and inside compiled functions, on every backend, recompiled only when needed."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ import mezzo
 HALF, FULL = torch.bfloat16, torch.float32
 pytestmark = [
     pytest.mark.usefixtures("_fresh_compiler"),
-    # inductor imports a module of torch's that uses what torch itself deprecates
+    # Inductor imports a module that uses deprecated functions of torch.
     pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated:DeprecationWarning"),
 ]
 BACKENDS = pytest.mark.parametrize("backend", ["eager", "aot_eager", "inductor"])
 X = torch.linspace(-1, 1, 4).reshape(2, 2)
 
 
-def region(**words: Any) -> mezzo.autocast:
-    return mezzo.autocast("cpu", dtype=HALF, **words)
+def region(**fields: Any) -> mezzo.autocast:
+    return mezzo.autocast("cpu", dtype=HALF, **fields)
 
 
 def both(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -38,11 +38,11 @@ def dtypes(result: tuple[Tensor, ...]) -> tuple[torch.dtype, ...]:
 
 
 @BACKENDS
-def test_a_region_around_a_compiled_function_is_followed(backend: str) -> None:
+def test_a_region_around_a_compiled_function_applies(backend: str) -> None:
     compiled = torch.compile(both, backend=backend, fullgraph=True)
     assert dtypes(compiled(X)) == (FULL, FULL)
-    for words in ({}, {"half": {"add"}}, {"full": {"matmul"}}):
-        with region(**words):
+    for fields in ({}, {"half": {"add"}}, {"full": {"matmul"}}):
+        with region(**fields):
             expected, found = both(X), compiled(X)
         assert dtypes(found) == dtypes(expected)
         assert all(map(torch.equal, found, expected))
@@ -50,7 +50,7 @@ def test_a_region_around_a_compiled_function_is_followed(backend: str) -> None:
 
 
 @BACKENDS
-def test_a_region_inside_a_compiled_function_is_followed(backend: str) -> None:
+def test_a_region_inside_a_compiled_function_applies(backend: str) -> None:
     def run(x: Tensor) -> tuple[Tensor, ...]:
         with mezzo.autocast("cpu", dtype=torch.bfloat16):
             default = both(x)
@@ -85,8 +85,8 @@ def test_nested_regions_inside_a_compiled_function() -> None:
 
 
 NESTED = (
-    "the eager backend runs the graph under the mode of the region around it, which steers what the"
-    " region inside left alone; the others do not"
+    "the eager backend runs the graph under the mode of the outer region, which casts ops that the"
+    " inner region does not; other backends do not"
 )
 
 
@@ -120,22 +120,20 @@ def test_a_region_inside_a_compiled_function_inside_a_default_region() -> None:
         assert dtypes(both(X)) == (HALF, FULL)
 
 
-@pytest.mark.parametrize("words", [{}, {"half": {"add"}}], ids=["default", "custom"])
-def test_a_decorated_function_is_compiled(words: dict[str, Any]) -> None:
-    decorated = region(**words)(both)
+@pytest.mark.parametrize("fields", [{}, {"half": {"add"}}], ids=["default", "custom"])
+def test_a_decorated_function_can_be_compiled(fields: dict[str, Any]) -> None:
+    decorated = region(**fields)(both)
     compiled = torch.compile(lambda x: (*decorated(x), x @ x), backend="eager", fullgraph=True)
-    assert dtypes(compiled(X)) == (HALF, HALF if words else FULL, FULL)
+    assert dtypes(compiled(X)) == (HALF, HALF if fields else FULL, FULL)
 
 
-@pytest.mark.parametrize("words", [{}, {"half": {"add"}}], ids=["default", "custom"])
-def test_a_decorator_goes_over_a_compiled_function(words: dict[str, Any]) -> None:
-    decorated = region(**words)(torch.compile(both, backend="eager", fullgraph=True))
-    assert dtypes(decorated(X)) == (HALF, HALF if words else FULL)
+@pytest.mark.parametrize("fields", [{}, {"half": {"add"}}], ids=["default", "custom"])
+def test_a_compiled_function_can_be_decorated(fields: dict[str, Any]) -> None:
+    decorated = region(**fields)(torch.compile(both, backend="eager", fullgraph=True))
+    assert dtypes(decorated(X)) == (HALF, HALF if fields else FULL)
 
 
-def test_an_instance_made_outside_and_entered_inside_is_refused_by_dynamo_or_carried_out_and_never_ignored() -> (
-    None
-):
+def test_an_instance_created_outside_and_entered_inside_is_never_ignored() -> None:
     made = region(half={"add"})
 
     def run(x: Tensor) -> tuple[Tensor, ...]:
@@ -151,11 +149,11 @@ def test_an_instance_made_outside_and_entered_inside_is_refused_by_dynamo_or_car
     assert dtypes(torch.compile(run, backend="eager")(X)) == (HALF, HALF)
 
 
-def test_another_policy_is_compiled_anew_and_the_same_one_is_not() -> None:
+def test_another_policy_is_recompiled_and_the_same_one_is_not() -> None:
     counter = CompileCounter()
     compiled = torch.compile(both, backend=counter, fullgraph=True)
     frames = []
-    for words in (
+    for fields in (
         {"half": {"add"}},
         {"half": {"add"}},
         {"full": {"matmul"}},
@@ -164,13 +162,13 @@ def test_another_policy_is_compiled_anew_and_the_same_one_is_not() -> None:
         {},
         {"full": {"matmul"}},
     ):
-        with region(**words):
+        with region(**fields):
             compiled(X)
         frames.append(counter.frame_count)
     assert frames == [1, 1, 2, 2, 3, 3, 3]
 
 
-def test_entering_the_same_region_anew_costs_no_compilation() -> None:
+def test_entering_the_same_region_again_does_not_recompile() -> None:
     counter = CompileCounter()
     compiled = torch.compile(nn.Linear(2, 2), backend=counter, fullgraph=True)
     made = region(half={"add"})
@@ -182,14 +180,14 @@ def test_entering_the_same_region_anew_costs_no_compilation() -> None:
     assert counter.frame_count == 1
 
 
-def test_a_half_type_of_its_own_is_compiled_anew() -> None:
+def test_another_dtype_is_recompiled() -> None:
     compiled = torch.compile(both, backend="eager", fullgraph=True)
     for dtype in (torch.bfloat16, torch.float16, torch.bfloat16):
         with mezzo.autocast("cpu", dtype=dtype, half={"add"}):
             assert dtypes(compiled(X)) == (dtype, dtype)
 
 
-def test_enable_is_followed_by_compiled_code() -> None:
+def test_enable_applies_to_compiled_code() -> None:
     compiled = torch.compile(both, backend="eager", fullgraph=True)
     mezzo.enable_autocast("cpu", dtype="bfloat16", half={"add"})
     try:
@@ -237,16 +235,16 @@ CALLS: dict[str, tuple[Any, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize(("call", "words"), CALLS.values(), ids=CALLS.keys())
-def test_a_call_is_decided_as_in_eager(call: Any, words: dict[str, Any]) -> None:
-    with region(**words):
+@pytest.mark.parametrize(("call", "fields"), CALLS.values(), ids=CALLS.keys())
+def test_compiled_calls_are_cast_as_in_eager(call: Any, fields: dict[str, Any]) -> None:
+    with region(**fields):
         expected = call(X.abs())
         found = torch.compile(call, backend="eager", fullgraph=True)(X.abs())
     assert found.dtype is expected.dtype
     assert torch.equal(found, expected)
 
 
-def test_a_norm_whose_kernel_takes_no_mix_is_computed_in_float32_in_compiled_code(
+def test_a_norm_that_needs_one_dtype_computes_in_float32_in_compiled_code(
     one_dtype: Any,
 ) -> None:
     seen: set[torch.dtype] = set()
@@ -271,7 +269,7 @@ def test_a_norm_whose_kernel_takes_no_mix_is_computed_in_float32_in_compiled_cod
     assert all(map(torch.equal, *found))
 
 
-def test_a_refused_op_is_refused_in_compiled_code() -> None:
+def test_a_refused_op_raises_in_compiled_code() -> None:
     with region(refuse={"exp"}), pytest.raises(Exception, match="refuses exp"):
         torch.compile(torch.exp, backend="eager", fullgraph=True)(X)
 
@@ -288,10 +286,10 @@ def test_compiled_training_gives_the_gradients_of_eager() -> None:
         torch.testing.assert_close(found, expected, rtol=2e-2, atol=2e-2)
 
 
-@pytest.mark.parametrize("words", [{}, {"half": {"add"}}, {"full": {"linear"}}], ids=str)
+@pytest.mark.parametrize("fields", [{}, {"half": {"add"}}, {"full": {"linear"}}], ids=str)
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 def test_checkpointing_in_compiled_code_keeps_the_precision(
-    words: dict[str, Any], backend: str
+    fields: dict[str, Any], backend: str
 ) -> None:
     layer = nn.Linear(2, 2)
 
@@ -301,7 +299,7 @@ def test_checkpointing_in_compiled_code_keeps_the_precision(
     results = []
     for call in (run, torch.compile(run, backend=backend, fullgraph=True)):
         x = X.clone().requires_grad_()
-        with region(**words):
+        with region(**fields):
             result = call(x)
         result.float().sum().backward()
         results.append((result.detach(), x.grad))
@@ -321,7 +319,7 @@ CACHED: dict[str, tuple[Any, tuple[torch.dtype, torch.dtype]]] = {
 }
 
 
-def test_the_cache_on_disk_never_serves_another_policy() -> None:
+def test_the_cache_on_disk_is_not_shared_by_policies() -> None:
     hits = []
     with fresh_cache():
         for _ in range(2):
@@ -329,7 +327,7 @@ def test_the_cache_on_disk_never_serves_another_policy() -> None:
             for name, (made, expected) in CACHED.items():
                 torch._dynamo.reset()
                 with made():
-                    # Without kernels of Inductor's own, which gcc would take seconds for.
+                    # Without Inductor kernels, which take gcc seconds to compile.
                     found = torch.compile(
                         both, fullgraph=True, options={"fallback_by_default": True}
                     )(X)
@@ -380,7 +378,7 @@ def test_compiled_code_holds_the_same_ops_as_casts_by_hand(where: str) -> None:
     assert seen[0]["aten._to_copy.default"] == 3
 
 
-# -- Python functions of torch under O2, which steers nearly every op in them ----------------------
+# -- Python functions of torch under O2, which overrides nearly every op in them -------------------
 
 IMAGES, ROWS, IDS = (
     torch.randn(2, 4, 9, 8),
@@ -423,23 +421,23 @@ WHOLE: dict[str, Any] = {
 
 
 @pytest.mark.parametrize(
-    "words",
+    "fields",
     [{"policy": "O2"}, {"half": {"add", "mul", "sub", "neg", "div", "softmax"}}],
     ids=["O2", "arithmetic"],
 )
 @pytest.mark.parametrize("call", WHOLE.values(), ids=WHOLE)
-def test_functions_of_python_are_compiled_whole_and_steered_as_in_eager(
-    call: Any, words: dict[str, Any]
+def test_python_functions_compile_without_graph_breaks_as_in_eager(
+    call: Any, fields: dict[str, Any]
 ) -> None:
     torch._dynamo.reset()
-    # Not the eager backend, which runs what dynamo has recorded under the mode once more.
+    # Not the eager backend, which runs the recorded graph under the mode again.
     compiled = torch.compile(call, backend="aot_eager", fullgraph=True)
-    with region(**words), torch.no_grad():
+    with region(**fields), torch.no_grad():
         expected, found = call(), compiled()
     torch.testing.assert_close(found, expected, rtol=2e-2, atol=2e-2)
 
 
-def test_an_opened_function_warns_in_eager_and_is_compiled_whole_all_the_same() -> None:
+def test_a_decomposed_function_warns_in_eager_and_compiles_without_graph_breaks() -> None:
     def run() -> Tensor:
         return nn.functional.affine_grid(ROWS[:, :2, :3], [2, 3, 4, 4])
 
@@ -450,7 +448,7 @@ def test_an_opened_function_warns_in_eager_and_is_compiled_whole_all_the_same() 
     torch.testing.assert_close(found, expected, rtol=2e-2, atol=2e-2)
 
 
-def test_a_mask_of_the_wrong_shape_is_refused_as_in_torch() -> None:
+def test_a_mask_of_the_wrong_shape_raises_as_in_torch() -> None:
     with (
         region(policy="O2"),
         pytest.raises(AssertionError, match=r"key_padding_mask.*\(4, 9\).*\(4, 7\)"),
@@ -462,7 +460,7 @@ def test_a_mask_of_the_wrong_shape_is_refused_as_in_torch() -> None:
         )
 
 
-def test_where_a_graph_breaks_inside_a_region_nothing_of_mezzo_is_compiled_for_itself() -> None:
+def test_a_graph_break_inside_a_region_does_not_compile_mezzo() -> None:
     graphs: list[str] = []
 
     def backend(graph: torch.fx.GraphModule, _inputs: Any) -> Any:

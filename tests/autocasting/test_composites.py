@@ -1,4 +1,4 @@
-"""Functions that torch makes of several ops: each op inside is steered, in eager as in compiled code."""
+"""Composite functions of torch: the policy applies to each op inside, eager and compiled."""
 
 from __future__ import annotations
 
@@ -11,8 +11,14 @@ from support.composite_ops import ops_inside
 from torch import Tensor, nn
 
 import mezzo
-from mezzo.autocasting import composite_bodies
-from mezzo.autocasting.composites import body_name, can_open, has_body, is_composite, opened
+from mezzo.autocasting import composites
+from mezzo.autocasting.composites import (
+    can_decompose,
+    decomposed,
+    decomposed_name,
+    is_composite,
+    is_python_function,
+)
 from mezzo.policy.registry import registry
 
 HALF, FULL = torch.bfloat16, torch.float32
@@ -24,8 +30,8 @@ LSTM = nn.LSTM(4, 4, batch_first=True)
 TABLE = torch.linspace(0, 1, 20).reshape(5, 4)
 
 
-def region(**words: Any) -> mezzo.autocast:
-    return mezzo.autocast("cpu", dtype=HALF, **words)
+def region(**fields: Any) -> mezzo.autocast:
+    return mezzo.autocast("cpu", dtype=HALF, **fields)
 
 
 def first(value: Any) -> Tensor:
@@ -100,13 +106,13 @@ COMPOSITES: dict[str, tuple[Any, dict[str, Any]]] = {
         {"full": {"matmul"}},
     ),
 }
-CASES = pytest.mark.parametrize(("call", "words"), COMPOSITES.values(), ids=COMPOSITES.keys())
+CASES = pytest.mark.parametrize(("call", "fields"), COMPOSITES.values(), ids=COMPOSITES.keys())
 
 
 @CASES
-def test_eager_equals_compiled(call: Any, words: dict[str, Any]) -> None:
+def test_eager_equals_compiled(call: Any, fields: dict[str, Any]) -> None:
     torch._dynamo.reset()
-    with region(**words):
+    with region(**fields):
         torch.manual_seed(0)
         expected = call(X)
         torch.manual_seed(0)
@@ -116,15 +122,15 @@ def test_eager_equals_compiled(call: Any, words: dict[str, Any]) -> None:
 
 
 @CASES
-def test_the_policy_makes_a_difference_to_its_composite(call: Any, words: dict[str, Any]) -> None:
+def test_the_policy_changes_the_result_of_its_composite(call: Any, fields: dict[str, Any]) -> None:
     same = {"stft", "Tensor.split", "cdist", "triplet_margin_loss", "layer_norm"}
     with region():
         torch.manual_seed(0)
         plain = call(X)
-    with region(**words):
+    with region(**fields):
         torch.manual_seed(0)
-        steered = call(X)
-    differs = plain.dtype is not steered.dtype or not torch.equal(plain, steered)
+        overridden = call(X)
+    differs = plain.dtype is not overridden.dtype or not torch.equal(plain, overridden)
     assert differs or call in [COMPOSITES[name][0] for name in same]
 
 
@@ -132,11 +138,11 @@ def test_the_policy_makes_a_difference_to_its_composite(call: Any, words: dict[s
 def test_eager_equals_ahead_of_time_compiled_in_value_and_gradient() -> None:
     x = X.clone().requires_grad_()
     for name in ("MultiheadAttention", "TransformerEncoderLayer", "normalize", "softmin"):
-        call, words = COMPOSITES[name]
+        call, fields = COMPOSITES[name]
         gradients = []
         for run in (call, torch.compile(call, backend="aot_eager", fullgraph=True)):
             x.grad = None
-            with region(**words):
+            with region(**fields):
                 result = run(x)
             result.float().sum().backward()
             gradients.append((result.detach(), x.grad))
@@ -147,7 +153,7 @@ def test_eager_equals_ahead_of_time_compiled_in_value_and_gradient() -> None:
 
 
 @pytest.mark.parametrize(
-    ("call", "words", "dtype"),
+    ("call", "fields", "dtype"),
     [
         (lambda x: F.softmin(x, -1), {"half": {"softmax"}}, HALF),
         (lambda x: F.tanhshrink(x), {"half": {"sub"}}, HALF),
@@ -163,12 +169,14 @@ def test_eager_equals_ahead_of_time_compiled_in_value_and_gradient() -> None:
         (lambda x: F.max_pool1d(x, 2, return_indices=True)[0], {"half": {"max_pool1d"}}, HALF),
     ],
 )
-def test_ops_inside_are_steered(call: Any, words: dict[str, Any], dtype: torch.dtype) -> None:
-    with region(**words):
+def test_ops_inside_a_composite_are_overridden(
+    call: Any, fields: dict[str, Any], dtype: torch.dtype
+) -> None:
+    with region(**fields):
         assert call(X).dtype is dtype
 
 
-def test_a_composite_that_is_listed_itself_is_cast_as_a_whole() -> None:
+def test_a_listed_composite_is_cast_as_a_whole() -> None:
     with region(full={"normalize"}, half={"div"}):
         assert F.normalize(X.to(HALF)).dtype is FULL
 
@@ -185,26 +193,29 @@ ABOUT_SIZES = {
     "max_unpool3d": {"add", "mul", "neg", "sub"},
     "split": {"split_with_sizes"},
 }
-"""Ops in the code of wrappers that compute sizes and indices, or that the wrapper calls instead
-for another kind of argument."""
+"""Ops in the code of wrappers that compute sizes and indices, or that the wrapper calls for other
+types of arguments."""
 
 PYTHON_FUNCTIONS = [
-    (op.name, function) for op in registry() for function in op.functions if has_body(function)
+    (op.name, function)
+    for op in registry()
+    for function in op.functions
+    if is_python_function(function)
 ]
 
 
-def test_the_reader_finds_operators_and_calls() -> None:
+def test_ops_inside_finds_operators_and_calls() -> None:
     assert {"add", "sub", "abs"} & ops_inside(F.softsign) == {"add", "abs"}
     assert {"linear", "softmax", "baddbmm", "bmm"} <= ops_inside(F.multi_head_attention_forward)
     assert ops_inside(torch.mm) == set()
     assert "max_pool2d" in ops_inside(F.max_pool2d)
 
 
-def test_a_function_that_is_not_opened_has_no_other_op_inside() -> None:
+def test_a_function_that_is_not_decomposed_has_no_other_op_inside() -> None:
     whole = [
         (name, function)
         for name, function in PYTHON_FUNCTIONS
-        if can_open(name, function) and not is_composite(name, function)
+        if can_decompose(name, function) and not is_composite(name, function)
     ]
     missed = {
         name: others
@@ -215,35 +226,35 @@ def test_a_function_that_is_not_opened_has_no_other_op_inside() -> None:
     assert missed == {}
 
 
-def test_a_function_around_one_op_is_not_opened() -> None:
-    """`norm` calls `torch.linalg.vector_norm`, which the reader does not know by that name."""
-    needless = {
+def test_a_wrapper_of_one_op_is_not_decomposed() -> None:
+    """`norm` calls `torch.linalg.vector_norm`, a name that `ops_inside` does not find."""
+    wrappers = {
         name
         for name, function in PYTHON_FUNCTIONS
         if is_composite(name, function) and ops_inside(function) <= {name}
     }
-    assert needless == {"norm"}
+    assert wrappers == {"norm"}
 
 
-def test_builtins_have_no_body_and_python_functions_do() -> None:
-    assert has_body(F.normalize)
-    assert has_body(torch.Tensor.norm)
-    assert not has_body(torch.add)
-    assert not has_body(F.linear)
+def test_builtins_are_not_python_functions() -> None:
+    assert is_python_function(F.normalize)
+    assert is_python_function(torch.Tensor.norm)
+    assert not is_python_function(torch.add)
+    assert not is_python_function(F.linear)
 
 
-def test_a_body_is_made_once_gives_the_same_and_is_found_by_its_name() -> None:
-    made = opened(F.normalize)
-    assert opened(F.normalize) is made
-    assert getattr(composite_bodies, body_name(F.normalize)) is made
-    assert torch.equal(made(X, dim=0), F.normalize(X, dim=0))
+def test_a_decomposed_copy_is_cached_equivalent_and_found_by_name() -> None:
+    copy = decomposed(F.normalize)
+    assert decomposed(F.normalize) is copy
+    assert getattr(composites, decomposed_name(F.normalize)) is copy
+    assert torch.equal(copy(X, dim=0), F.normalize(X, dim=0))
     assert torch.equal(
-        opened(F.gaussian_nll_loss)(X, X, X.abs() + 1), F.gaussian_nll_loss(X, X, X.abs() + 1)
+        decomposed(F.gaussian_nll_loss)(X, X, X.abs() + 1), F.gaussian_nll_loss(X, X, X.abs() + 1)
     )
 
 
 @pytest.mark.usefixtures("_fresh_compiler")
-def test_a_composite_that_branches_on_values_is_compiled_in_pieces() -> None:
+def test_a_composite_that_branches_on_values_compiles_with_graph_breaks() -> None:
     with region(half={"log", "sub"}):
         expected = F.gaussian_nll_loss(X, X * 0.5, X.abs() + 1)
         found = torch.compile(
@@ -252,7 +263,7 @@ def test_a_composite_that_branches_on_values_is_compiled_in_pieces() -> None:
     assert found.dtype is expected.dtype
 
 
-def test_a_composite_that_branches_on_values_is_steered_in_eager() -> None:
+def test_a_composite_that_branches_on_values_is_overridden_in_eager() -> None:
     with region(half={"log", "sub", "add", "mul"}):
         assert F.gaussian_nll_loss(X, X * 0.5, X.abs() + 1).dtype is HALF
 
@@ -267,15 +278,15 @@ CHOSEN = {
 
 
 @pytest.mark.parametrize("call", CHOSEN.values(), ids=CHOSEN.keys())
-def test_a_function_that_chooses_between_two_by_a_flag_is_opened_once(call: Any) -> None:
-    """It is in no list, and ops in no list run in float32: its body is run, and must not come back to it."""
+def test_a_boolean_dispatch_is_decomposed_once(call: Any) -> None:
+    """Its copy must not call the original again, which would recurse."""
     with region(preset="paddle", default_rule="full"):
         assert call(VOLUME.to(HALF)).dtype is FULL
 
 
-# The others ask for sizes in words that dynamo does not trace.
+# The others read sizes in a way that dynamo does not trace.
 @pytest.mark.parametrize("name", ["max_pool3d", "max_pool3d with indices"])
-def test_it_is_opened_in_compiled_code_too(name: str) -> None:
+def test_a_boolean_dispatch_is_decomposed_in_compiled_code(name: str) -> None:
     torch._dynamo.reset()
     with region(preset="paddle", default_rule="full"):
         expected = CHOSEN[name](VOLUME.to(HALF))

@@ -1,4 +1,4 @@
-"""The user's own ops: functions and custom operators under a name and a rule."""
+"""`mezzo.register_op`: functions and custom operators with a name and a rule."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from torch import Tensor, nn
 import mezzo
 
 HALF = torch.bfloat16
-pytestmark = pytest.mark.usefixtures("_forgets_registered_ops")
+pytestmark = pytest.mark.usefixtures("_own_registered_ops")
 
 
-def region(**words: Any) -> mezzo.autocast:
-    return mezzo.autocast("cpu", dtype=HALF, **words)
+def region(**fields: Any) -> mezzo.autocast:
+    return mezzo.autocast("cpu", dtype=HALF, **fields)
 
 
 def seen(x: Tensor, *rest: Any, **named: Any) -> torch.dtype:
@@ -25,12 +25,12 @@ def seen(x: Tensor, *rest: Any, **named: Any) -> torch.dtype:
 def test_a_registered_function_runs_under_its_rule_in_every_region() -> None:
     mine = mezzo.register_op(seen, "my_seen", "half")
     assert mine(torch.ones(1)) is torch.float32
-    for words in ({}, {"half": {"add"}}):
-        with region(**words):
+    for fields in ({}, {"half": {"add"}}):
+        with region(**fields):
             assert mine(torch.ones(1)) is HALF
 
 
-def test_the_decorator_takes_the_name_from_its_word_or_from_the_function() -> None:
+def test_the_name_is_an_argument_or_that_of_the_function() -> None:
     @mezzo.register_op("first_of_mine", rule="half")
     def one(x: Tensor) -> torch.dtype:
         """One."""
@@ -56,8 +56,8 @@ def test_the_decorator_takes_the_name_from_its_word_or_from_the_function() -> No
 
 def test_the_body_runs_without_further_casts() -> None:
     mine = mezzo.register_op(lambda x: (x @ x).dtype, "my_product", "full")
-    for words in ({}, {"half": {"add"}}):
-        with region(**words):
+    for fields in ({}, {"half": {"add"}}):
+        with region(**fields):
             assert mine(torch.ones(2, 2)) is torch.float32
             assert torch.is_autocast_enabled("cpu")
 
@@ -72,7 +72,7 @@ def test_a_policy_overrides_the_rule() -> None:
         mine(torch.ones(1))
 
 
-def test_a_disabled_region_and_another_device_leave_it_alone() -> None:
+def test_it_is_not_cast_in_a_disabled_region_or_on_another_device() -> None:
     mine = mezzo.register_op(seen, "my_seen", "half")
     with region(), torch.autocast("cpu", enabled=False):
         assert mine(torch.ones(1)) is torch.float32
@@ -94,14 +94,14 @@ def test_tensors_in_containers_and_keywords_are_cast() -> None:
         assert mine([torch.ones(1)], named=torch.ones(1)) == (HALF, HALF)
 
 
-def test_promote_takes_the_widest() -> None:
+def test_promote_uses_the_widest_input() -> None:
     mine = mezzo.register_op(lambda x, y: (x.dtype, y.dtype), "my_widest", "promote")
     with region():
         assert mine(torch.ones(1, dtype=HALF), torch.ones(1)) == (torch.float32, torch.float32)
 
 
-def test_a_torch_ops_name_and_a_nameless_function_are_refused() -> None:
-    with pytest.raises(mezzo.PolicyError, match="op of torch's"):
+def test_the_name_of_a_torch_op_and_a_function_without_a_name_raise() -> None:
+    with pytest.raises(mezzo.PolicyError, match="is an op of torch"):
         mezzo.register_op(seen, "softmax", "half")
     with pytest.raises(mezzo.PolicyError, match="register_op takes"):
         mezzo.register_op(3)
@@ -109,12 +109,12 @@ def test_a_torch_ops_name_and_a_nameless_function_are_refused() -> None:
         mezzo.register_op(seen, "my_seen", "halff")
 
 
-def test_an_unknown_name_in_a_policy_says_how_to_add_ones_own() -> None:
+def test_an_unknown_name_in_a_policy_raises_with_how_to_register_it() -> None:
     with pytest.raises(mezzo.PolicyError, match="register_op"):
         region(half={"my_unregistered_thing"})
 
 
-def test_registering_again_replaces_the_rule_in_regions_made_later() -> None:
+def test_registering_again_replaces_the_rule_in_later_regions() -> None:
     first = mezzo.register_op(seen, "my_seen", "half")
     with region():
         assert first(torch.ones(1)) is HALF
@@ -144,10 +144,10 @@ def operator() -> Any:
     return scaled
 
 
-def test_a_custom_operator_runs_under_its_rule_however_it_is_called(operator: Any) -> None:
+def test_a_custom_operator_runs_under_its_rule_in_every_spelling(operator: Any) -> None:
     assert mezzo.register_op(operator, "my_scaled", "half") is operator
-    for words in ({}, {"half": {"add"}}):
-        with region(**words):
+    for fields in ({}, {"half": {"add"}}):
+        with region(**fields):
             for call in (
                 operator,
                 torch.ops.mezzo_tests.scaled,
@@ -164,19 +164,19 @@ def test_a_policy_overrides_a_custom_operators_rule(operator: Any) -> None:
 
 
 @pytest.mark.usefixtures("_fresh_compiler")
-@pytest.mark.parametrize("words", [{}, {"half": {"add"}}, {"full": {"my_product"}}], ids=str)
-def test_a_registered_function_is_compiled_whole(words: dict[str, Any]) -> None:
+@pytest.mark.parametrize("fields", [{}, {"half": {"add"}}, {"full": {"my_product"}}], ids=str)
+def test_a_registered_function_compiles_without_graph_breaks(fields: dict[str, Any]) -> None:
     mine = mezzo.register_op(lambda x: x * 2, "my_product", "half")
     x = torch.ones(2, 2)
     compiled = torch.compile(lambda x: mine(x) - 1, backend="eager", fullgraph=True)
     assert compiled(x).dtype is torch.float32
-    with region(**words):
+    with region(**fields):
         expected = mine(x) - 1
         assert compiled(x).dtype is expected.dtype
 
 
 @pytest.mark.usefixtures("_fresh_compiler")
-def test_a_registered_custom_operator_is_compiled_whole(operator: Any) -> None:
+def test_a_registered_custom_operator_compiles_without_graph_breaks(operator: Any) -> None:
     mezzo.register_op(operator, "my_scaled", "half")
     compiled = torch.compile(lambda x: operator(x, 2.0), backend="aot_eager", fullgraph=True)
     with region():

@@ -1,4 +1,4 @@
-"""Ops without a 16-bit kernel run in float32, and say so."""
+"""Ops without a 16-bit kernel run in float32, with an event."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ CALLS = {
     "fft_hfft2": lambda x: torch.fft.hfft2(x),
     "pdist": lambda x: torch.pdist(x),
 }
-WORDS = {
+POLICY_FIELDS = {
     "default": {},
     "custom": {"half": {"add"}},
     "default_rule half": {"default_rule": "half"},
@@ -41,18 +41,18 @@ WORDS = {
 }
 
 
-@pytest.mark.parametrize("words", WORDS.values(), ids=WORDS.keys())
+@pytest.mark.parametrize("fields", POLICY_FIELDS.values(), ids=POLICY_FIELDS.keys())
 @pytest.mark.parametrize("half", [HALF, torch.float16], ids=str)
 @pytest.mark.parametrize("call", CALLS.values(), ids=CALLS.keys())
 def test_an_op_without_a_16_bit_kernel_runs_in_float32(
-    call: Any, half: torch.dtype, words: dict[str, Any]
+    call: Any, half: torch.dtype, fields: dict[str, Any]
 ) -> None:
-    with mezzo.autocast(device_type="cpu", dtype=half, **words):
+    with mezzo.autocast(device_type="cpu", dtype=half, **fields):
         result = call(MATRIX.to(half))
     assert result.dtype in (torch.float32, torch.complex64)
 
 
-def test_gradients_flow_through_the_op_that_fell_back() -> None:
+def test_gradients_flow_through_the_float32_fallback() -> None:
     x = MATRIX.to(HALF).requires_grad_()
     with mezzo.autocast("cpu", dtype=HALF):
         torch.linalg.det(x).backward()
@@ -60,26 +60,26 @@ def test_gradients_flow_through_the_op_that_fell_back() -> None:
     assert x.grad.any()
 
 
-@pytest.mark.parametrize("words", [{}, {"half": {"linalg_det"}}], ids=["default", "custom"])
-def test_falling_back_is_an_event(words: dict[str, Any]) -> None:
-    with mezzo.autocast("cpu", dtype=HALF, **words), _events.listen() as heard:
+@pytest.mark.parametrize("fields", [{}, {"half": {"linalg_det"}}], ids=["default", "custom"])
+def test_the_float32_fallback_emits_an_event(fields: dict[str, Any]) -> None:
+    with mezzo.autocast("cpu", dtype=HALF, **fields), _events.listen() as events:
         torch.linalg.det(MATRIX.to(HALF))
     fell = [
         event
-        for event in heard
+        for event in events
         if isinstance(event, _events.Float32Fallback | _events.OpCastOverridden)
     ]
     assert [event.op for event in fell] == ["linalg_det"]
 
 
-def test_an_op_that_was_given_float32_has_nothing_to_say() -> None:
-    with mezzo.autocast("cpu", dtype=HALF), _events.listen() as heard:
+def test_an_op_with_float32_inputs_emits_no_event() -> None:
+    with mezzo.autocast("cpu", dtype=HALF), _events.listen() as events:
         torch.linalg.det(MATRIX)
-    assert not heard
+    assert not events
 
 
-@pytest.mark.usefixtures("_forgets_what_it_learns")
-def test_an_op_that_fails_at_run_time_falls_back_and_is_remembered_and_listed() -> None:
+@pytest.mark.usefixtures("_own_missing_kernels")
+def test_an_op_that_fails_falls_back_and_is_recorded_and_listed() -> None:
     calls = []
 
     def without_kernel(x: torch.Tensor) -> torch.Tensor:
@@ -90,13 +90,13 @@ def test_an_op_that_fails_at_run_time_falls_back_and_is_remembered_and_listed() 
 
     mine = mezzo.register_op(without_kernel, "mine_without_kernel", "half")
     try:
-        with mezzo.autocast("cpu", dtype=HALF), _events.listen() as heard:
+        with mezzo.autocast("cpu", dtype=HALF), _events.listen() as events:
             assert mine(torch.ones(1)).dtype is torch.float32
             assert mine(torch.ones(1)).dtype is torch.float32
         assert calls == [HALF, torch.float32, torch.float32]
         assert [
             (event.op, event.device, event.asked)
-            for event in heard
+            for event in events
             if isinstance(event, _events.Float32Fallback)
         ] == [("mine_without_kernel", "cpu", "bfloat16")]
         (row,) = [op for op in mezzo.ops() if op.name == "mine_without_kernel"]
@@ -107,8 +107,8 @@ def test_an_op_that_fails_at_run_time_falls_back_and_is_remembered_and_listed() 
         registry().unregister("mine_without_kernel")
 
 
-@pytest.mark.usefixtures("_forgets_what_it_learns")
-def test_another_error_is_raised_as_it_is_and_teaches_nothing() -> None:
+@pytest.mark.usefixtures("_own_missing_kernels")
+def test_another_error_is_raised_and_not_recorded() -> None:
     with (
         mezzo.autocast("cpu", dtype=HALF, half={"add"}),
         pytest.raises(RuntimeError, match="must match the size"),
@@ -117,13 +117,13 @@ def test_another_error_is_raised_as_it_is_and_teaches_nothing() -> None:
     assert not missing_kernels.is_recorded_missing("add", HALF, "cpu")
 
 
-def test_only_16_bit_calls_fall_back() -> None:
+def test_only_16_bit_calls_are_retried() -> None:
     error = RuntimeError("not implemented for 'Half'")
     with pytest.raises(RuntimeError, match="Half"):
         retry_in_float32(error, torch.add, "add", torch.float32, "cpu", (), {})
 
 
-def test_torchs_lists_are_completed_once() -> None:
+def test_float32_kernels_are_registered_once() -> None:
     register_float32_kernels("cpu")
     before = torch._C._dispatch_dump("aten::linalg_det")
     # Registering a kernel twice warns, and warnings are errors here.
@@ -132,31 +132,31 @@ def test_torchs_lists_are_completed_once() -> None:
     assert torch._C._dispatch_dump("aten::linalg_det") == before
 
 
-def test_float64_and_complex_inputs_stay_what_they_are() -> None:
+def test_float64_and_complex_inputs_are_not_cast() -> None:
     with mezzo.autocast("cpu", dtype=HALF):
         assert torch.linalg.det(MATRIX.double()).dtype is torch.float64
         assert torch.linalg.det(MATRIX.to(torch.complex128)).dtype is torch.complex128
 
 
 @pytest.mark.usefixtures("_fresh_compiler")
-@pytest.mark.parametrize("words", [{}, {"half": {"add"}}], ids=["default", "custom"])
-def test_compiled_code_falls_back_too(words: dict[str, Any]) -> None:
+@pytest.mark.parametrize("fields", [{}, {"half": {"add"}}], ids=["default", "custom"])
+def test_compiled_code_uses_the_float32_kernels(fields: dict[str, Any]) -> None:
     compiled = torch.compile(
         lambda x: torch.linalg.det(x) + torch.special.bessel_j0(x).sum(),
         backend="aot_eager",
         fullgraph=True,
     )
-    with mezzo.autocast("cpu", dtype=HALF, **words):
+    with mezzo.autocast("cpu", dtype=HALF, **fields):
         assert torch.isfinite(compiled(MATRIX.to(HALF)))
 
 
-def test_a_recurrent_layer_runs_where_the_processor_has_no_16_bit_one() -> None:
+def test_an_lstm_runs_on_a_processor_without_a_16_bit_kernel() -> None:
     program = (
         "import mezzo, torch\nwith mezzo.autocast('cpu', dtype='bfloat16'):\n   "
         " print(torch.nn.LSTM(4, 4)(torch.ones(1, 3, 4))[0].isfinite().all().item())"
     )
-    # In a process of its own, with oneDNN as torch believes it to be: the tests cap it at AVX2, and
-    # torch asks the processor.
+    # In a new process without a limit on oneDNN: the tests limit it to AVX2, which torch does not
+    # take into account.
     done = subprocess.run(
         [sys.executable, "-c", program],
         env=os.environ | {"ONEDNN_MAX_CPU_ISA": "AVX512_CORE_FP16"},
@@ -168,16 +168,14 @@ def test_a_recurrent_layer_runs_where_the_processor_has_no_16_bit_one() -> None:
     assert done.stdout == "True\n"
 
 
-@pytest.mark.usefixtures("_forgets_what_it_learns")
-def test_a_recurrent_layer_that_a_policy_makes_half_runs_where_the_processor_has_no_16_bit_one() -> (
-    None
-):
+@pytest.mark.usefixtures("_own_missing_kernels")
+def test_an_lstm_listed_half_runs_on_a_processor_without_a_16_bit_kernel() -> None:
     with mezzo.autocast("cpu", dtype=HALF, half={"lstm"}):
         assert torch.nn.LSTM(4, 4)(torch.ones(1, 3, 4))[0].isfinite().all()
 
 
 @pytest.mark.usefixtures("_fresh_compiler")
-def test_compiled_code_that_enters_the_region_itself_falls_back_too() -> None:
+def test_compiled_code_that_enters_a_region_uses_the_float32_kernels() -> None:
     @torch.compile(backend="aot_eager", fullgraph=True)
     def compiled(x: torch.Tensor) -> torch.Tensor:
         with mezzo.autocast("cpu", dtype=torch.bfloat16):

@@ -1,4 +1,4 @@
-"""What the mode does to a call: which arguments are cast, when it keeps its hands off, and what it says."""
+"""AutocastMode: which arguments of a call are cast, which calls are not, and events."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from mezzo import _events
 HALF, FULL = torch.bfloat16, torch.float32
 
 
-def region(**words: Any) -> mezzo.autocast:
-    return mezzo.autocast(device_type="cpu", dtype=HALF, **words)
+def region(**fields: Any) -> mezzo.autocast:
+    return mezzo.autocast(device_type="cpu", dtype=HALF, **fields)
 
 
 @pytest.mark.parametrize(
@@ -35,7 +35,7 @@ def region(**words: Any) -> mezzo.autocast:
         lambda x: torch.add(x, x, alpha=2),
     ],
 )
-def test_every_spelling_of_an_op_is_steered(call: Any) -> None:
+def test_every_spelling_of_an_op_is_overridden(call: Any) -> None:
     with region(half={"add"}):
         assert call(torch.ones(2)).dtype is HALF
     with region(full={"add"}):
@@ -56,20 +56,20 @@ def test_every_spelling_of_an_op_is_steered(call: Any) -> None:
     ],
 )
 @pytest.mark.parametrize(
-    "words",
+    "fields",
     [
         {"conditional": [("softmax", "dim", [-1])]},
         {"half": {"softmax"}, "conditional": [("softmax", "dim", [-1])]},
     ],
     ids=str,
 )
-def test_a_conditional_entry_is_seen_in_every_spelling(call: Any, words: dict[str, Any]) -> None:
-    with region(**words):
+def test_a_conditional_entry_applies_to_every_spelling(call: Any, fields: dict[str, Any]) -> None:
+    with region(**fields):
         assert call(torch.ones(2, 2, dtype=HALF)).dtype is FULL
         assert torch.softmax(torch.ones(2, 2, dtype=HALF), 0).dtype is HALF
 
 
-def test_a_condition_on_an_argument_that_is_a_tensor_does_not_ask_it() -> None:
+def test_a_condition_on_a_tensor_argument_does_not_read_it() -> None:
     with region(conditional=[("pow", "exponent", [2])]):
         x = torch.full((2,), 3.0, dtype=HALF)
         assert torch.pow(x, torch.full((2,), 2.0, dtype=HALF)).dtype is HALF
@@ -77,7 +77,7 @@ def test_a_condition_on_an_argument_that_is_a_tensor_does_not_ask_it() -> None:
         assert (x**2).dtype is FULL
 
 
-def test_a_condition_on_an_arguments_default_holds_when_it_is_left_out() -> None:
+def test_a_condition_on_a_default_applies_if_the_argument_is_omitted() -> None:
     with region(conditional=[("gelu", "approximate", ["none"])]):
         assert F.gelu(torch.ones(2, dtype=HALF), approximate="none").dtype is FULL
         assert F.gelu(torch.ones(2, dtype=HALF)).dtype is FULL
@@ -108,7 +108,7 @@ def test_an_exempt_argument_is_not_cast_by_position_or_name() -> None:
     assert seen == [([HALF, HALF, FULL], {}), ([HALF, HALF], {"bias": FULL})]
 
 
-def test_an_exempt_argument_is_cast_up_all_the_same() -> None:
+def test_an_exempt_argument_is_cast_to_float32() -> None:
     x, weight = torch.randn(2, 3, dtype=HALF), torch.ones(3, dtype=HALF)
     with region(full={"layer_norm"}, exempt_args={"layer_norm": ["weight", "bias"]}):
         assert F.layer_norm(x, (3,), weight, weight).dtype is FULL
@@ -126,7 +126,7 @@ NORMS = {
 
 
 @pytest.mark.parametrize(("call", "rule"), NORMS.values(), ids=NORMS.keys())
-def test_float32_parameters_beside_a_16_bit_input_give_a_16_bit_result_where_the_kernel_takes_no_mix(
+def test_float32_parameters_with_a_16_bit_input_give_a_16_bit_result(
     call: Any, rule: str, one_dtype: Any
 ) -> None:
     x = torch.randn(3, 4).to(HALF).requires_grad_()
@@ -146,7 +146,7 @@ def test_float32_parameters_beside_a_16_bit_input_give_a_16_bit_result_where_the
     )
 
 
-def test_16_bit_parameters_are_no_mix(one_dtype: Any) -> None:
+def test_16_bit_parameters_are_not_computed_in_float32(one_dtype: Any) -> None:
     seen: list[torch.dtype] = []
 
     class Spy(TorchDispatchMode):
@@ -175,7 +175,7 @@ def test_batch_norm_keeps_its_statistics_in_float32_at_o2() -> None:
     assert norm.running_mean.any()
 
 
-def test_an_explicit_dtype_stands() -> None:
+def test_an_explicit_dtype_overrides_the_rule() -> None:
     x = torch.ones(2, 2, dtype=HALF)
     with region(full={"softmax", "sum"}):
         assert torch.softmax(x, -1, torch.float64).dtype is torch.float64
@@ -184,14 +184,14 @@ def test_an_explicit_dtype_stands() -> None:
         assert x.sum(0, dtype=torch.float64).dtype is torch.float64
 
 
-def test_a_given_output_is_left_to_its_caller() -> None:
+def test_a_call_with_out_is_not_cast() -> None:
     out = torch.empty(2)
     with region(half={"add"}):
         assert torch.add(torch.ones(2), torch.ones(2), out=out) is out
     assert out.tolist() == [2.0, 2.0]
 
 
-def test_writing_in_place_is_untouched() -> None:
+def test_in_place_calls_are_not_cast() -> None:
     x = torch.ones(2)
     with region(half={"add", "mul", "relu"}):
         x += 1
@@ -206,7 +206,7 @@ def test_writing_in_place_is_untouched() -> None:
     assert x.tolist() == [5.0, 6.0]
 
 
-def test_promote_takes_the_widest_of_several_inputs_and_of_lists() -> None:
+def test_promote_uses_the_widest_of_inputs_and_lists() -> None:
     half, full = torch.ones(2, dtype=HALF), torch.ones(2)
     with region(promote={"cat", "stack", "add", "addcmul", "where"}):
         assert torch.cat([half, full, half]).dtype is FULL
@@ -222,7 +222,7 @@ def test_promoting_the_two_half_types_gives_float32() -> None:
         assert (torch.ones(1, dtype=HALF) * torch.ones(1, dtype=torch.float16)).dtype is FULL
 
 
-def test_keep_switches_torchs_own_cast_off() -> None:
+def test_keep_disables_torchs_cast() -> None:
     with region(keep={"mm", "linear"}):
         assert torch.mm(torch.ones(2, 2), torch.ones(2, 2)).dtype is FULL
         assert nn.Linear(2, 2)(torch.ones(1, 2)).dtype is FULL
@@ -248,16 +248,18 @@ def test_refuse_raises_with_the_ops_name_and_only_for_tensors_it_governs() -> No
 @pytest.mark.parametrize(
     "dtype", [torch.float64, torch.int64, torch.bool, torch.complex64], ids=str
 )
-@pytest.mark.parametrize("words", [{"half": {"add"}}, {"full": {"add"}}, {"policy": "O3"}], ids=str)
-def test_tensors_with_an_intention_of_their_own_are_untouched(
-    dtype: torch.dtype, words: dict[str, Any]
+@pytest.mark.parametrize(
+    "fields", [{"half": {"add"}}, {"full": {"add"}}, {"policy": "O3"}], ids=str
+)
+def test_float64_integer_and_complex_tensors_are_not_cast(
+    dtype: torch.dtype, fields: dict[str, Any]
 ) -> None:
     x = torch.ones(2, dtype=dtype)
-    with region(**words):
+    with region(**fields):
         assert (x + x).dtype is dtype
 
 
-def test_tensors_on_another_device_are_untouched() -> None:
+def test_tensors_on_another_device_are_not_cast() -> None:
     x = torch.ones(2, device="meta")
     with region(half={"add"}, full={"mul"}):
         assert (x + x).dtype is FULL
@@ -293,7 +295,7 @@ def test_lists_and_tuples_of_tensors_are_cast() -> None:
     ],
 )
 @pytest.mark.parametrize("level", ["O2", "O3"])
-def test_what_converts_makes_or_shares_memory_is_never_cast(call: Any, level: str) -> None:
+def test_conversions_constructors_and_views_are_never_cast(call: Any, level: str) -> None:
     x = torch.ones(2, 2)
     expected = call(x).dtype
     with region(policy=level):
@@ -303,22 +305,26 @@ def test_what_converts_makes_or_shares_memory_is_never_cast(call: Any, level: st
 @pytest.mark.parametrize("level", ["O2", "O3"])
 def test_views_share_memory_at_every_level(level: str) -> None:
     views = (
-        lambda x: x.view(4), lambda x: x.reshape(4), lambda x: x.t(), lambda x: x.permute(1, 0), lambda x: x.unsqueeze(0), lambda x: x.expand(1, 2, 2),
-        lambda x: x.select(0, 0), lambda x: x.narrow(0, 0, 1), lambda x: x.chunk(2)[0], lambda x: x.split(1)[0], lambda x: x.unbind()[0], lambda x: x.diagonal(),
-        lambda x: x.flatten(), lambda x: x.mT, lambda x: x.hsplit(2)[0], lambda x: x.vsplit(2)[0], lambda x: torch.atleast_3d(x), lambda x: x.swapaxes(0, 1),
-        lambda x: x.unflatten(0, (1, 2)), lambda x: x.view_as(x), lambda x: x.tensor_split(2)[0], lambda x: torch.squeeze(x), lambda x: x.unfold(0, 1, 1),
-    )  # fmt: skip
+        *(lambda x: x.view(4), lambda x: x.reshape(4), lambda x: x.t()),
+        *(lambda x: x.permute(1, 0), lambda x: x.unsqueeze(0), lambda x: x.expand(1, 2, 2)),
+        *(lambda x: x.select(0, 0), lambda x: x.narrow(0, 0, 1), lambda x: x.chunk(2)[0]),
+        *(lambda x: x.split(1)[0], lambda x: x.unbind()[0], lambda x: x.diagonal()),
+        *(lambda x: x.flatten(), lambda x: x.mT, lambda x: x.hsplit(2)[0]),
+        *(lambda x: x.vsplit(2)[0], lambda x: torch.atleast_3d(x), lambda x: x.swapaxes(0, 1)),
+        *(lambda x: x.unflatten(0, (1, 2)), lambda x: x.view_as(x)),
+        *(lambda x: x.tensor_split(2)[0], lambda x: torch.squeeze(x), lambda x: x.unfold(0, 1, 1)),
+    )
     x = torch.ones(2, 2)
     with region(policy=level):
-        apart = [
+        copies = [
             number
             for number, view in enumerate(views)
             if view(x).untyped_storage().data_ptr() != x.untyped_storage().data_ptr()
         ]
-    assert apart == []
+    assert copies == []
 
 
-def test_backward_inside_a_region_computes_in_forwards_precision() -> None:
+def test_backward_inside_a_region_keeps_the_forward_precision() -> None:
     torch.manual_seed(0)
     layer, x = nn.Linear(5, 5), torch.randn(3, 5)
     layer(x).square().sum().backward()
@@ -347,7 +353,7 @@ def test_backward_inside_a_region_computes_in_forwards_precision() -> None:
         assert all(map(torch.equal, found, expected)), name
 
 
-def test_autocast_is_on_again_after_a_backward_that_raises() -> None:
+def test_autocast_is_enabled_again_after_a_backward_that_raises() -> None:
     x = torch.ones(1, requires_grad=True)
     with region(half={"add"}):
         loss = (x + 1).sum()
@@ -357,20 +363,20 @@ def test_autocast_is_on_again_after_a_backward_that_raises() -> None:
         assert torch.is_autocast_enabled("cpu")
 
 
-def test_a_cast_is_an_event_when_somebody_listens() -> None:
+def test_an_overridden_cast_emits_an_event() -> None:
     with region(half={"add"}, keep={"mm"}):
-        with _events.listen() as heard:
+        with _events.listen() as events:
             torch.ones(1) + torch.ones(1)
             torch.mm(torch.ones(1, 1), torch.ones(1, 1))
             torch.sin(torch.ones(1))
         torch.ones(1) + torch.ones(1)
-    assert heard == [
+    assert events == [
         _events.OpCastOverridden("add", "half", "bfloat16", "listed half by the user"),
         _events.OpCastOverridden("mm", "keep", "as given", "listed keep by the user"),
     ]
 
 
-def test_nothing_is_built_when_nobody_listens(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_event_is_built_without_a_listener(monkeypatch: pytest.MonkeyPatch) -> None:
     def never(*_: Any) -> None:
         raise AssertionError("a record was built")
 
@@ -384,8 +390,8 @@ def test_nothing_is_built_when_nobody_listens(monkeypatch: pytest.MonkeyPatch) -
 def test_functional_transforms_run_inside() -> None:
     layer, x = nn.Linear(3, 3), torch.randn(4, 3)
     parameters = dict(layer.named_parameters())
-    for words in ({"half": {"add"}}, {"cache": "versioned"}, {"full": {"linear"}}):
-        with region(**words):
+    for fields in ({"half": {"add"}}, {"cache": "versioned"}, {"full": {"linear"}}):
+        with region(**fields):
             expected = layer(x)
             called = torch.func.functional_call(layer, parameters, (x,))
             mapped = torch.func.vmap(layer)(x)
@@ -442,14 +448,14 @@ def test_a_default_device_and_a_region_share_the_mode_stack() -> None:
         assert (torch.ones(2) + torch.ones(2)).dtype is HALF
 
 
-def test_a_region_is_entered_and_left_around_another_mode() -> None:
-    class Quiet(TorchFunctionMode):
+def test_another_mode_inside_a_region_works() -> None:
+    class PassThrough(TorchFunctionMode):
         def __torch_function__(
             self, func: Any, types: Any, args: Any = (), kwargs: Any = None
         ) -> Any:
             return func(*args, **(kwargs or {}))
 
-    with Quiet(), region(half={"add"}), Quiet():
+    with PassThrough(), region(half={"add"}), PassThrough():
         assert (torch.ones(2) + torch.ones(2)).dtype is HALF
         with region(full={"add"}):
             assert (torch.ones(2, dtype=HALF) + torch.ones(2, dtype=HALF)).dtype is FULL
@@ -457,7 +463,7 @@ def test_a_region_is_entered_and_left_around_another_mode() -> None:
 
 
 class Tagged(Tensor):
-    """A subclass that counts what reaches it and stays itself."""
+    """A subclass that counts calls."""
 
     calls = 0
 
@@ -467,7 +473,7 @@ class Tagged(Tensor):
         return super().__torch_function__(func, types, args, kwargs or {})
 
 
-def test_a_tensor_subclass_is_cast_and_stays_itself() -> None:
+def test_a_tensor_subclass_is_cast_and_keeps_its_class() -> None:
     x = torch.ones(2, 2).as_subclass(Tagged)
     with region(half={"add"}, full={"softmax"}):
         total, peaks, unit = x + x, F.softmax((x + x), -1), F.normalize(x)
@@ -476,7 +482,7 @@ def test_a_tensor_subclass_is_cast_and_stays_itself() -> None:
     assert type(unit) is Tagged
 
 
-def test_buffers_and_uninitialised_parameters_do_not_break() -> None:
+def test_buffers_and_uninitialized_parameters_work() -> None:
     class Model(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -490,13 +496,13 @@ def test_buffers_and_uninitialised_parameters_do_not_break() -> None:
         assert Model()(torch.ones(2, 5)).dtype is HALF
 
 
-def test_sparse_and_empty_tensors_do_not_break() -> None:
+def test_sparse_and_empty_tensors_work() -> None:
     with region(half={"add"}, full={"mul"}):
         assert (torch.eye(2).to_sparse() + torch.eye(2).to_sparse()).to_dense().dtype is HALF
         assert (torch.ones(0) + torch.ones(0)).dtype is HALF
 
 
-def test_an_autograd_function_of_the_users_is_not_steered_from_outside() -> None:
+def test_an_autograd_function_is_not_cast_from_outside() -> None:
     class Twice(torch.autograd.Function):
         @staticmethod
         def forward(ctx: Any, x: Tensor) -> Tensor:

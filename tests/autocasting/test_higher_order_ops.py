@@ -1,4 +1,4 @@
-"""Operators that take functions: steered inside, or refused with the remedy."""
+"""Higher-order operators: the policy applies in their functions, or they are refused."""
 
 from __future__ import annotations
 
@@ -9,20 +9,25 @@ import torch
 from torch import Tensor
 
 import mezzo
-from mezzo.autocasting.dynamo import CARRIED, REFUSED, operators, under_mode
+from mezzo.autocasting.dynamo import (
+    REFUSED_OPERATORS,
+    WRAPPED_OPERATORS,
+    higher_order_operators,
+    under_mode,
+)
 from mezzo.autocasting.function_mode import AutocastMode
 
 HALF = torch.bfloat16
 X = torch.ones(2, 2)
-REMEDY = r"cannot reach them. Put `with torch.autocast"
+REMEDY = r"cannot be applied. Put `with torch.autocast"
 if torch.__version__ < "2.13":
-    # There torch names the type of an error in traced code, and not always its words.
+    # torch before 2.13 reports the type of an error in traced code, and not always its message.
     REMEDY += "|RefusedOpError"
 pytestmark = pytest.mark.usefixtures("_fresh_compiler")
 
 
-def region(**words: Any) -> mezzo.autocast:
-    return mezzo.autocast("cpu", dtype=HALF, **words)
+def region(**fields: Any) -> mezzo.autocast:
+    return mezzo.autocast("cpu", dtype=HALF, **fields)
 
 
 def conditional(x: Tensor) -> Tensor:
@@ -47,9 +52,7 @@ def test_torch_cond_runs_under_torchs_own_lists(run: Any) -> None:
 
 @pytest.mark.parametrize("call", [conditional, loop], ids=["cond", "while_loop"])
 @pytest.mark.parametrize("wrap", [lambda call: call, compiled], ids=["eager", "compiled"])
-def test_control_flow_is_refused_under_a_custom_policy_with_the_remedy(
-    call: Any, wrap: Any
-) -> None:
+def test_control_flow_raises_under_a_custom_policy_with_the_remedy(call: Any, wrap: Any) -> None:
     with region(half={"add"}), pytest.raises(Exception, match=REMEDY):
         wrap(call)(X)
 
@@ -70,13 +73,13 @@ def test_the_loop_runs_outside_and_under_torchs_own_lists() -> None:
         assert loop(X).tolist() == [[4.0, 4.0], [4.0, 4.0]]
 
 
-def test_every_known_operator_is_either_carried_or_refused() -> None:
-    assert set(operators().values()) <= CARRIED | REFUSED
-    assert {"cond", "while_loop"} <= set(operators().values())
-    assert not CARRIED & REFUSED
+def test_every_higher_order_operator_is_either_wrapped_or_refused() -> None:
+    assert set(higher_order_operators().values()) <= WRAPPED_OPERATORS | REFUSED_OPERATORS
+    assert {"cond", "while_loop"} <= set(higher_order_operators().values())
+    assert not WRAPPED_OPERATORS & REFUSED_OPERATORS
 
 
-def test_a_function_within_a_mode_runs_under_it() -> None:
+def test_under_mode_runs_a_function_under_the_mode() -> None:
     with region(half={"add"}):
         mode = next(
             mode

@@ -1,4 +1,4 @@
-"""Rules for whole modules: what they match, what they do, and that nothing stays."""
+"""Module rules: matching, precision, nesting, threads, and restoring the forward."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from torch import nn
 from torch._dynamo.testing import CompileCounter
 
 import mezzo
-from mezzo.autocasting.module_rules import plan_modules
+from mezzo.autocasting.module_rules import plan_modules, replace_forward
 from mezzo.policy.policy import Policy
 
 HALF = torch.bfloat16
@@ -45,12 +45,12 @@ class Model(nn.Module):
         return self.head(x)
 
 
-def region(model: nn.Module | None, modules: Any, **words: Any) -> mezzo.autocast:
-    return mezzo.autocast("cpu", dtype=HALF, modules=modules, model=model, **words)
+def region(model: nn.Module | None, modules: Any, **fields: Any) -> mezzo.autocast:
+    return mezzo.autocast("cpu", dtype=HALF, modules=modules, model=model, **fields)
 
 
 def dtypes(model: nn.Module, x: torch.Tensor) -> dict[str, torch.dtype]:
-    """What each leaf module gives."""
+    """Return the output dtype of each leaf module."""
     found: dict[str, torch.dtype] = {}
     hooks = [
         module.register_forward_hook(
@@ -69,21 +69,21 @@ def rules(modules: Any) -> dict[str, str]:
     return {one.name: one.rule.value for one in plan_modules(Model(), Policy(modules=modules))}
 
 
-def test_a_glob_an_exact_name_and_a_type_find_their_modules() -> None:
+def test_globs_exact_names_and_classes_match_their_modules() -> None:
     assert rules({"blocks.*.norm": "full"}) == {"blocks.0.norm": "full", "blocks.1.norm": "full"}
     assert rules({"head": "half"}) == {"head": "half"}
     assert rules({nn.LayerNorm: "full"}) == {"blocks.0.norm": "full", "blocks.1.norm": "full"}
     assert rules({Model: "full"}) == {"": "full"}
 
 
-@pytest.mark.parametrize("turned", [False, True])
-def test_an_exact_name_beats_a_glob_and_a_glob_beats_a_type(turned: bool) -> None:
+@pytest.mark.parametrize("reverse", [False, True])
+def test_exact_names_take_precedence_over_globs_and_globs_over_classes(reverse: bool) -> None:
     table = {nn.Linear: "keep", "blocks.*.linear": "full", "blocks.1.linear": "half"}
-    ordered = dict(reversed(table.items())) if turned else table
+    ordered = dict(reversed(table.items())) if reverse else table
     assert rules(ordered) == {"blocks.0.linear": "full", "blocks.1.linear": "half", "head": "keep"}
 
 
-def test_of_two_globs_the_later_wins() -> None:
+def test_of_two_globs_the_later_applies() -> None:
     assert rules({"blocks.*": "half", "*.norm": "full"})["blocks.0.norm"] == "full"
     assert rules({"*.norm": "full", "blocks.*": "half"})["blocks.0.norm"] == "half"
 
@@ -102,25 +102,25 @@ def test_a_half_module_runs_every_op_in_16_bits() -> None:
     assert (found["blocks.0.norm"], found["blocks.1.norm"]) == (torch.float32, HALF)
 
 
-def test_a_kept_module_is_left_alone_with_what_it_is_given() -> None:
+def test_a_kept_module_runs_with_uncast_inputs() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Identity())
     with region(model, {"0": "keep"}):
         assert model(torch.randn(2, 4)).dtype is torch.float32
 
 
 @pytest.mark.parametrize("custom", [False, True])
-def test_a_childs_exception_beats_the_parents_rule(custom: bool) -> None:
+def test_the_rule_of_a_child_overrides_that_of_its_parent(custom: bool) -> None:
     model, x = Model(), torch.randn(2, 4)
-    words = {"half": {"add"}} if custom else {}
-    with region(model, {"blocks.*": "full", "blocks.1.linear": "half"}, **words):
+    fields = {"half": {"add"}} if custom else {}
+    with region(model, {"blocks.*": "full", "blocks.1.linear": "half"}, **fields):
         found = dtypes(model, x)
     assert (found["blocks.0.linear"], found["blocks.1.linear"]) == (torch.float32, HALF)
-    with region(model, {Model: "half", "head": "full"}, **words):
+    with region(model, {Model: "half", "head": "full"}, **fields):
         found = dtypes(model, x)
     assert (found["blocks.0.linear"], found["head"]) == (HALF, torch.float32)
 
 
-def test_gradients_flow_through_a_ruled_module() -> None:
+def test_gradients_flow_through_a_module_with_a_rule() -> None:
     model, x = Model(), torch.randn(2, 4)
     with region(model, {"head": "full", "blocks.0": "half"}):
         model(x).sum().backward()
@@ -145,7 +145,7 @@ def test_keyword_arguments_and_containers_are_cast_too() -> None:
     assert found == [HALF, torch.int64, HALF]
 
 
-def test_rules_are_undone_at_the_end_and_after_an_exception() -> None:
+def test_rules_end_with_the_region_and_after_an_exception() -> None:
     model = Model()
     with region(model, {"head": "full"}):
         assert "forward" in model.head.__dict__
@@ -155,7 +155,7 @@ def test_rules_are_undone_at_the_end_and_after_an_exception() -> None:
     assert "forward" not in model.head.__dict__
 
 
-def test_a_forward_of_the_instances_own_is_kept_and_put_back() -> None:
+def test_a_forward_set_on_the_instance_is_used_and_restored() -> None:
     model = Model()
 
     def own(x: torch.Tensor) -> torch.Tensor:
@@ -167,7 +167,7 @@ def test_a_forward_of_the_instances_own_is_kept_and_put_back() -> None:
     assert model.head.forward is own
 
 
-def test_one_bound_instance_entered_twice_binds_once() -> None:
+def test_one_instance_entered_twice_binds_once() -> None:
     model, x = Model(), torch.randn(2, 4)
     bound = region(model, {"head": "full"})
     with bound:
@@ -177,7 +177,7 @@ def test_one_bound_instance_entered_twice_binds_once() -> None:
     assert "forward" not in model.head.__dict__
 
 
-def test_two_bindings_nest_and_the_inner_one_speaks() -> None:
+def test_of_nested_bindings_the_inner_one_applies() -> None:
     model, x = Model(), torch.randn(2, 4)
     with region(model, {"head": "full"}):
         with region(model, {"head": "half"}):
@@ -185,7 +185,7 @@ def test_two_bindings_nest_and_the_inner_one_speaks() -> None:
         assert model(x).dtype is torch.float32
 
 
-def test_a_shared_module_has_the_rule_of_its_most_exact_name() -> None:
+def test_a_shared_module_has_the_rule_of_its_most_specific_match() -> None:
     model = nn.ModuleDict({"a": nn.Linear(2, 2)})
     model["b"] = model["a"]
     for rule, other, dtype in (("half", "full", HALF), ("full", "half", torch.float32)):
@@ -200,7 +200,7 @@ def test_a_shared_module_has_the_rule_of_its_most_exact_name() -> None:
     assert "forward" not in model["a"].__dict__
 
 
-def test_a_deep_copy_made_inside_follows_the_rules_inside_and_forgets_them_outside() -> None:
+def test_a_deep_copy_made_inside_has_the_rules_only_inside() -> None:
     model, x = Model(), torch.randn(2, 4)
     with region(model, {"head": "full"}):
         again = copy.deepcopy(model)
@@ -222,7 +222,7 @@ def test_a_half_modules_deep_copy_does_not_cast_outside_the_region() -> None:
     assert again(x).dtype is torch.float32
 
 
-def test_a_bound_model_is_pickled_without_its_rules() -> None:
+def test_a_bound_model_pickles_without_its_rules() -> None:
     model, x = Model(), torch.randn(2, 4)
     with region(model, {"head": "half"}):
         again = pickle.loads(pickle.dumps(model))
@@ -242,7 +242,7 @@ def test_the_state_dict_is_the_same_inside() -> None:
     ids=["torch", "mezzo"],
 )
 @pytest.mark.parametrize("rule", ["half", "full"])
-def test_a_disabled_region_inside_switches_the_rules_off(off: Any, rule: str) -> None:
+def test_a_disabled_region_inside_disables_the_rules(off: Any, rule: str) -> None:
     model, x = Model(), torch.randn(2, 4)
     with region(model, {"head": rule}), off():
         assert model(x).dtype is torch.float32
@@ -252,7 +252,7 @@ def test_a_disabled_region_inside_switches_the_rules_off(off: Any, rule: str) ->
 
 
 @pytest.mark.usefixtures("_fresh_compiler")
-def test_a_bound_model_is_compiled_whole_and_again_when_unbound() -> None:
+def test_a_bound_model_compiles_without_graph_breaks_and_again_when_unbound() -> None:
     model, x = Model(), torch.randn(2, 4)
     compiled = torch.compile(model, backend="eager", fullgraph=True)
     with region(model, {"head": "full", "blocks.0.norm": "half"}, half={"add"}):
@@ -264,7 +264,7 @@ def test_a_bound_model_is_compiled_whole_and_again_when_unbound() -> None:
 
 
 @pytest.mark.usefixtures("_fresh_compiler")
-def test_entering_equal_rules_anew_costs_no_compilation() -> None:
+def test_entering_equal_rules_again_does_not_recompile() -> None:
     model, x, counter = Model(), torch.randn(2, 4), CompileCounter()
     compiled = torch.compile(model, backend=counter, fullgraph=True)
     for _ in range(3):
@@ -277,29 +277,29 @@ def test_entering_equal_rules_anew_costs_no_compilation() -> None:
 
 
 @pytest.mark.usefixtures("_fresh_compiler")
-def test_compiled_code_follows_the_rules_of_the_thread_that_runs_it(together: Together) -> None:
+def test_compiled_code_uses_the_rules_of_its_thread(together: Together) -> None:
     model, x = Model(), torch.randn(2, 4)
     compiled = torch.compile(model, backend="eager", fullgraph=True)
 
-    def ruled(rule: str, turn: Callable[[], None]) -> list[torch.dtype]:
+    def with_rule(rule: str, wait: Callable[[], None]) -> list[torch.dtype]:
         with region(model, {"head": rule}):
-            turn()
+            wait()
             found = [compiled(x).dtype]
-            turn()
+            wait()
             found.append(compiled(x).dtype)
-            turn()
+            wait()
         return found
 
-    def plain(turn: Callable[[], None]) -> list[torch.dtype]:
+    def plain(wait: Callable[[], None]) -> list[torch.dtype]:
         with mezzo.autocast("cpu", dtype=HALF):
-            turn()
+            wait()
             found = [compiled(x).dtype]
-            turn()
+            wait()
             found.append(compiled(x).dtype)
-            turn()
+            wait()
         return found
 
-    full, half, none = together(partial(ruled, "full"), partial(ruled, "half"), plain)
+    full, half, none = together(partial(with_rule, "full"), partial(with_rule, "half"), plain)
     assert (full, half, none) == ([torch.float32] * 2, [HALF] * 2, [HALF] * 2)
     assert compiled(x).dtype is torch.float32
 
@@ -311,7 +311,7 @@ Together = Callable[..., list[Any]]
 
 @pytest.fixture
 def together() -> Together:
-    """Runs functions at once, each in a thread; each is given a barrier, which lets all of them go on when all have come to it."""
+    """Run functions in concurrent threads; each takes the `wait` of a barrier of all threads."""
 
     def run(*functions: Callable[[Callable[[], Any]], Any]) -> list[Any]:
         barrier = threading.Barrier(len(functions), timeout=60)
@@ -328,27 +328,27 @@ def replaced(model: nn.Module) -> list[str]:
     return [name for name, module in model.named_modules() if "forward" in module.__dict__]
 
 
-def test_threads_follow_their_own_rules_and_leave_those_of_others(together: Together) -> None:
+def test_threads_have_independent_rules(together: Together) -> None:
     model, x = Model(), torch.randn(2, 4)
 
-    def first(turn: Callable[[], Any]) -> list[torch.dtype]:
+    def first(wait: Callable[[], Any]) -> list[torch.dtype]:
         with region(model, {"head": "full"}):
-            turn()  # both are inside
+            wait()  # both are inside
             found = [model(x).dtype]
-            turn()  # both have run
-        turn()  # this one has left
+            wait()  # both have run
+        wait()  # this one has left
         found.append(model(x).dtype)
-        turn()
+        wait()
         return found
 
-    def second(turn: Callable[[], Any]) -> list[torch.dtype]:
+    def second(wait: Callable[[], Any]) -> list[torch.dtype]:
         with region(model, {"head": "half"}):
-            turn()
+            wait()
             found = [model(x).dtype]
-            turn()
-            turn()
+            wait()
+            wait()
             found.append(model(x).dtype)
-        turn()
+        wait()
         return found
 
     assert together(first, second) == [[torch.float32, torch.float32], [HALF, HALF]]
@@ -357,57 +357,57 @@ def test_threads_follow_their_own_rules_and_leave_those_of_others(together: Toge
 
 
 @pytest.mark.parametrize(
-    "words", [None, {}, {"half": {"add"}}], ids=["no region", "default", "custom"]
+    "fields", [None, {}, {"half": {"add"}}], ids=["no region", "default", "custom"]
 )
-def test_a_thread_without_rules_sees_the_plain_module(
-    words: dict[str, Any] | None, together: Together
+def test_a_thread_without_rules_runs_the_original_forward(
+    fields: dict[str, Any] | None, together: Together
 ) -> None:
     model, x = Model(), torch.randn(2, 4)
-    here = nullcontext() if words is None else mezzo.autocast("cpu", dtype=HALF, **words)
+    here = nullcontext() if fields is None else mezzo.autocast("cpu", dtype=HALF, **fields)
 
-    def ruled(turn: Callable[[], Any]) -> torch.dtype:
+    def with_rule(wait: Callable[[], Any]) -> torch.dtype:
         with region(model, {"head": "full", "blocks.*": "half"}):
-            turn()
-            turn()
+            wait()
+            wait()
             return model(x).dtype
 
-    def plain(turn: Callable[[], Any]) -> Any:
+    def plain(wait: Callable[[], Any]) -> Any:
         with here:
             expected = model(x)
-            turn()
+            wait()
             found = model(x)
-            turn()
+            wait()
             return found.dtype, torch.equal(found, expected)
 
-    assert together(ruled, plain) == [
+    assert together(with_rule, plain) == [
         torch.float32,
-        (torch.float32 if words is None else HALF, True),
+        (torch.float32 if fields is None else HALF, True),
     ]
     assert replaced(model) == []
 
 
-def test_one_region_is_open_in_two_threads_and_holds_until_each_has_left(
+def test_two_threads_in_one_region_have_rules_until_each_leaves(
     together: Together,
 ) -> None:
     model, x = Model(), torch.randn(2, 4)
     shared = region(model, {"head": "full"})
 
-    def leaves_first(turn: Callable[[], Any]) -> None:
+    def leaves_first(wait: Callable[[], Any]) -> None:
         with shared:
-            turn()
-        turn()
+            wait()
+        wait()
 
-    def leaves_last(turn: Callable[[], Any]) -> torch.dtype:
+    def leaves_last(wait: Callable[[], Any]) -> torch.dtype:
         with shared:
-            turn()
-            turn()
+            wait()
+            wait()
             return model(x).dtype
 
     assert together(leaves_first, leaves_last)[1] is torch.float32
     assert replaced(model) == []
 
 
-def test_a_thread_that_ends_inside_a_region_leaves_no_forward_behind() -> None:
+def test_a_thread_that_ends_inside_a_region_restores_the_forward() -> None:
     model = Model()
     thread = threading.Thread(
         target=lambda: mezzo.enable_autocast(
@@ -419,7 +419,7 @@ def test_a_thread_that_ends_inside_a_region_leaves_no_forward_behind() -> None:
     assert replaced(model) == []
 
 
-def test_an_outer_region_left_first_takes_its_rules_alone() -> None:
+def test_leaving_an_outer_region_first_removes_only_its_rules() -> None:
     model, x = Model(), torch.randn(2, 4)
     outer, inner = (
         region(model, {"head": "full", "blocks.0.linear": "full"}),
@@ -434,7 +434,7 @@ def test_an_outer_region_left_first_takes_its_rules_alone() -> None:
     assert replaced(model) == []
 
 
-def test_rules_hold_while_a_decorated_generator_is_closed() -> None:
+def test_rules_apply_while_a_decorated_generator_is_closed() -> None:
     model, x, found = Model(), torch.randn(2, 4), []
 
     @region(model, {"head": "full"})
@@ -459,7 +459,7 @@ def test_an_exported_program_keeps_the_rules() -> None:
     assert expected.dtype is torch.float32
 
 
-def test_a_pattern_that_matches_nothing_is_refused_with_close_names() -> None:
+def test_a_selector_that_matches_nothing_raises_with_close_names() -> None:
     with pytest.raises(mezzo.PolicyError, match=r"'heads' matches nothing in Model.*'head'"):
         region(Model(), {"heads": "full"})
 
@@ -474,12 +474,52 @@ def test_a_disabled_region_needs_no_model() -> None:
         pass
 
 
-def test_data_parallel_is_refused() -> None:
+def test_data_parallel_raises() -> None:
     wrapped = nn.DataParallel(Model())
     with pytest.raises(mezzo.UnsupportedError, match="DataParallel"):
         region(wrapped, {"*.head": "full"})
 
 
-def test_the_rules_that_a_module_cannot_have_are_refused() -> None:
+def test_promote_and_refuse_raise_for_modules() -> None:
     with pytest.raises(mezzo.PolicyError, match="refuse"):
         region(Model(), {"head": "refuse"})
+
+
+def adding(number: float):
+    def make(function, bound):
+        def forward(self_, *args, **kwargs):
+            return (
+                function(*args, **kwargs) if bound else function(self_, *args, **kwargs)
+            ) + number
+
+        return forward
+
+    return make
+
+
+def test_a_forward_with_the_same_mark_is_replaced_and_another_is_kept():
+    module = nn.Identity()
+    replace_forward(module, "first", adding(1))
+    undo = replace_forward(module, "first", adding(10))
+    assert module(torch.zeros(())) == 10
+    undo()
+    assert module(torch.zeros(())) == 1
+    replace_forward(module, "second", adding(100))
+    assert module(torch.zeros(())) == 101
+
+
+def test_a_forward_set_on_the_instance_is_called_and_restored():
+    module = nn.Identity()
+    module.forward = own = lambda inputs: inputs * 2
+    undo = replace_forward(module, "mark", adding(1))
+    assert module(torch.ones(())) == 3
+    undo()
+    assert module.forward is own
+
+
+def test_a_deep_copy_runs_its_own_forward():
+    module = nn.Linear(1, 1, bias=False)
+    replace_forward(module, "mark", adding(0))
+    other = copy.deepcopy(module)
+    nn.init.zeros_(other.weight)
+    assert other(torch.ones(1, 1)) == 0

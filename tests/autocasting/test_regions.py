@@ -1,4 +1,4 @@
-"""Entering and leaving: torch's defects are gone on the default path, threads do not disturb each other, `carry` takes the precision along."""
+"""Enter and leave regions: nested dtypes, threads, suspended generators, and propagation."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def product() -> torch.dtype:
 
 
 @PAIRS
-def test_the_other_half_type_in_a_nested_region_is_not_served_stale_weights(
+def test_a_nested_region_of_the_other_dtype_does_not_get_stale_weights(
     outer: torch.dtype, inner: torch.dtype
 ) -> None:
     layer, x = nn.Linear(3, 3), torch.randn(2, 3)
@@ -49,7 +49,7 @@ def test_the_other_half_type_in_a_nested_region_is_not_served_stale_weights(
 
 
 @PAIRS
-def test_the_other_half_type_is_right_after_a_disabled_region_between(
+def test_the_other_dtype_is_correct_after_a_disabled_region(
     outer: torch.dtype, inner: torch.dtype
 ) -> None:
     layer, x = nn.Linear(3, 3), torch.randn(2, 3)
@@ -71,12 +71,16 @@ def test_the_other_half_type_is_right_after_a_disabled_region_between(
     ids=["SGD", "Adam"],
 )
 @pytest.mark.parametrize(
-    "words", [{}, {"cache": "versioned"}, {"half": {"add"}}], ids=["default", "versioned", "custom"]
+    "fields",
+    [{}, {"cache": "versioned"}, {"half": {"add"}}],
+    ids=["default", "versioned", "custom"],
 )
-def test_an_optimizer_step_inside_a_region_is_seen(make: Any, words: dict[str, Any]) -> None:
+def test_an_optimizer_step_inside_a_region_updates_the_cached_weights(
+    make: Any, fields: dict[str, Any]
+) -> None:
     layer, x = nn.Linear(3, 3), torch.randn(2, 3)
     optimizer = make(layer.parameters())
-    with mezzo.autocast("cpu", dtype=HALF, **words):
+    with mezzo.autocast("cpu", dtype=HALF, **fields):
         for _ in range(2):
             layer(x).float().sum().backward()
             optimizer.step()
@@ -96,10 +100,12 @@ def test_gradients_reach_the_weights_through_torchs_cache_after_a_nested_region(
 
 
 @pytest.mark.parametrize(
-    "words", [{}, {"half": {"add"}}, {"cache": "versioned"}], ids=["default", "custom", "versioned"]
+    "fields",
+    [{}, {"half": {"add"}}, {"cache": "versioned"}],
+    ids=["default", "custom", "versioned"],
 )
-def test_two_threads_with_different_half_types_on_one_module_never_meet(
-    words: dict[str, Any],
+def test_threads_with_different_dtypes_on_one_module_do_not_share_weights(
+    fields: dict[str, Any],
 ) -> None:
     layer, x = nn.Linear(4, 4), torch.randn(2, 4)
     wrong: list[object] = []
@@ -108,18 +114,18 @@ def test_two_threads_with_different_half_types_on_one_module_never_meet(
     def hammer(dtype: torch.dtype, other: torch.dtype) -> None:
         start.wait()
         try:
-            for turn in range(60):
-                with mezzo.autocast("cpu", dtype=dtype, **words):
+            for iteration in range(60):
+                with mezzo.autocast("cpu", dtype=dtype, **fields):
                     wrong.extend(
                         found for found in (layer(x).dtype, layer(x).dtype) if found is not dtype
                     )
-                    if turn % 3 == 0:
+                    if iteration % 3 == 0:
                         with mezzo.autocast("cpu", enabled=False):
                             wrong.extend(
                                 found for found in (layer(x).dtype,) if found is not torch.float32
                             )
-                    if turn % 3 == 1:
-                        with mezzo.autocast("cpu", dtype=other, **words):
+                    if iteration % 3 == 1:
+                        with mezzo.autocast("cpu", dtype=other, **fields):
                             wrong.extend(found for found in (layer(x).dtype,) if found is not other)
                     wrong.extend(found for found in (layer(x).dtype,) if found is not dtype)
         except Exception as error:  # noqa: BLE001 - shown by the assertion
@@ -135,19 +141,19 @@ def test_two_threads_with_different_half_types_on_one_module_never_meet(
     assert wrong == []
 
 
-def step_by_step(*turns: Callable[[], None]) -> None:
-    """Run the first of each pair of turns here and the others in one other thread, strictly in order."""
+def step_by_step(*calls: Callable[[], None]) -> None:
+    """Run calls in order, alternately in this thread and in another one."""
     with ThreadPoolExecutor(1) as pool:
-        for number, turn in enumerate(turns):
+        for number, call in enumerate(calls):
             if number % 2:
-                pool.submit(turn).result()
+                pool.submit(call).result()
             else:
-                turn()
+                call()
 
 
-def test_a_thread_that_opened_while_ours_was_switched_off_does_not_feed_us_its_half_type() -> None:
+def test_a_thread_that_entered_while_ours_was_disabled_does_not_share_its_dtype() -> None:
     layer, x = nn.Linear(4, 4), torch.randn(2, 4)
-    ours, off, theirs = (
+    ours, off, other = (
         mezzo.autocast("cpu", dtype=HALF),
         mezzo.autocast("cpu", enabled=False),
         mezzo.autocast("cpu", dtype=FLOAT),
@@ -155,17 +161,17 @@ def test_a_thread_that_opened_while_ours_was_switched_off_does_not_feed_us_its_h
     found: list[torch.dtype] = []
     step_by_step(
         lambda: (ours.__enter__(), off.__enter__()),
-        lambda: (theirs.__enter__(), found.append(layer(x).dtype)),
+        lambda: (other.__enter__(), found.append(layer(x).dtype)),
         lambda: (off.__exit__(None, None, None), found.append(layer(x).dtype)),
-        lambda: (found.append(layer(x).dtype), theirs.__exit__(None, None, None)),
+        lambda: (found.append(layer(x).dtype), other.__exit__(None, None, None)),
         lambda: (found.append(layer(x).dtype), ours.__exit__(None, None, None)),
     )
     assert found == [FLOAT, HALF, FLOAT, HALF]
 
 
-def test_a_thread_that_opened_while_ours_was_in_its_half_type_does_not_feed_us_that_later() -> None:
+def test_a_thread_that_entered_during_an_inner_region_does_not_share_its_dtype() -> None:
     layer, x = nn.Linear(4, 4), torch.randn(2, 4)
-    ours, inner, theirs = (
+    ours, inner, other = (
         mezzo.autocast("cpu", dtype=HALF),
         mezzo.autocast("cpu", dtype=FLOAT),
         mezzo.autocast("cpu", dtype=FLOAT),
@@ -173,34 +179,34 @@ def test_a_thread_that_opened_while_ours_was_in_its_half_type_does_not_feed_us_t
     found: list[torch.dtype] = []
     step_by_step(
         lambda: (ours.__enter__(), inner.__enter__()),
-        lambda: (theirs.__enter__(), found.append(layer(x).dtype)),
+        lambda: (other.__enter__(), found.append(layer(x).dtype)),
         lambda: (inner.__exit__(None, None, None), found.append(layer(x).dtype)),
-        lambda: (found.append(layer(x).dtype), theirs.__exit__(None, None, None)),
+        lambda: (found.append(layer(x).dtype), other.__exit__(None, None, None)),
         lambda: (found.append(layer(x).dtype), ours.__exit__(None, None, None)),
     )
     assert found == [FLOAT, HALF, FLOAT, HALF]
 
 
-def test_threads_of_one_dtype_keep_torchs_cache() -> None:
+def test_threads_with_one_dtype_keep_torchs_cache() -> None:
     cached: list[bool] = []
-    ours, theirs = mezzo.autocast("cpu"), mezzo.autocast("cpu", dtype=HALF)
+    ours, other = mezzo.autocast("cpu"), mezzo.autocast("cpu", dtype=HALF)
     step_by_step(
         lambda: ours.__enter__(),
         lambda: (
-            theirs.__enter__(),
+            other.__enter__(),
             cached.append(torch.is_autocast_cache_enabled()),
-            theirs.__exit__(None, None, None),
+            other.__exit__(None, None, None),
         ),
         lambda: ours.__exit__(None, None, None),
     )
     assert cached == [True]
 
 
-@pytest.mark.parametrize("words", [{}, {"half": {"add"}}], ids=["default", "custom"])
-def test_one_instance_entered_by_two_threads_is_left_by_each_on_its_own(
-    words: dict[str, Any],
+@pytest.mark.parametrize("fields", [{}, {"half": {"add"}}], ids=["default", "custom"])
+def test_two_threads_can_enter_and_leave_one_instance(
+    fields: dict[str, Any],
 ) -> None:
-    region = mezzo.autocast("cpu", dtype=HALF, **words)
+    region = mezzo.autocast("cpu", dtype=HALF, **fields)
     found: list[Any] = []
 
     def in_a_region_of_its_own() -> None:
@@ -223,32 +229,32 @@ def test_one_instance_entered_by_two_threads_is_left_by_each_on_its_own(
     assert found == [(torch.float32, 0), (FLOAT, 1)]
 
 
-def test_a_worker_starts_without_the_region() -> None:
+def test_a_worker_thread_starts_without_the_region() -> None:
     with mezzo.autocast("cpu", **CUSTOM):
         assert in_thread(total) is torch.float32
 
 
-@pytest.mark.parametrize("words", [{}, {"half": {"add"}}], ids=["default", "custom"])
-def test_carry_takes_the_precision_into_a_thread(words: dict[str, Any]) -> None:
-    with mezzo.autocast("cpu", dtype=HALF, **words):
+@pytest.mark.parametrize("fields", [{}, {"half": {"add"}}], ids=["default", "custom"])
+def test_propagate_applies_the_region_in_a_thread(fields: dict[str, Any]) -> None:
+    with mezzo.autocast("cpu", dtype=HALF, **fields):
         assert in_thread(mezzo.propagate_autocast(product)) is HALF
-        assert in_thread(mezzo.propagate_autocast(total)) is (HALF if words else torch.float32)
+        assert in_thread(mezzo.propagate_autocast(total)) is (HALF if fields else torch.float32)
 
 
-def test_carry_outside_any_region_carries_nothing() -> None:
-    carried = mezzo.propagate_autocast(product)
-    assert carried() is torch.float32
-    assert in_thread(carried) is torch.float32
+def test_propagate_outside_any_region_changes_nothing() -> None:
+    propagated = mezzo.propagate_autocast(product)
+    assert propagated() is torch.float32
+    assert in_thread(propagated) is torch.float32
 
 
-def test_a_carried_function_takes_the_precision_to_a_later_moment() -> None:
+def test_a_propagated_function_applies_the_region_later() -> None:
     with mezzo.autocast("cpu", **CUSTOM):
-        carried = mezzo.propagate_autocast(total)
-    assert carried() is HALF
+        propagated = mezzo.propagate_autocast(total)
+    assert propagated() is HALF
     assert total() is torch.float32
 
 
-def test_carry_takes_the_dtype_in_force_where_the_region_named_none() -> None:
+def test_propagate_uses_the_current_dtype_if_the_region_has_none() -> None:
     with mezzo.autocast("cpu", dtype=FLOAT), mezzo.autocast("cpu"):
         assert in_thread(mezzo.propagate_autocast(product)) is FLOAT
 
@@ -258,19 +264,19 @@ def test_carry_takes_the_dtype_in_force_where_the_region_named_none() -> None:
     [lambda: torch.autocast("cpu", enabled=False), lambda: mezzo.autocast("cpu", enabled=False)],
     ids=["torch", "mezzo"],
 )
-def test_carry_inside_a_switched_off_region_carries_float32(off: Any) -> None:
+def test_propagate_inside_a_disabled_region_runs_in_float32(off: Any) -> None:
     with mezzo.autocast("cpu", **CUSTOM), off():
-        carried = mezzo.propagate_autocast(lambda: (total(), product()))
-        assert carried() == (torch.float32, torch.float32)
-    assert in_thread(carried) == (torch.float32, torch.float32)
+        propagated = mezzo.propagate_autocast(lambda: (total(), product()))
+        assert propagated() == (torch.float32, torch.float32)
+    assert in_thread(propagated) == (torch.float32, torch.float32)
 
 
-def test_carry_takes_a_torch_region_inside_ours_along() -> None:
+def test_propagate_includes_a_torch_region_inside() -> None:
     with mezzo.autocast("cpu", **CUSTOM), torch.autocast("cpu", dtype=FLOAT):
         assert in_thread(mezzo.propagate_autocast(lambda: (total(), product()))) == (FLOAT, FLOAT)
 
 
-def test_carry_keeps_the_functions_name_arguments_result_and_errors() -> None:
+def test_propagate_keeps_name_arguments_result_and_errors() -> None:
     @mezzo.propagate_autocast
     def divide(x: int, *, by: int) -> float:
         """Divide."""
@@ -282,12 +288,12 @@ def test_carry_keeps_the_functions_name_arguments_result_and_errors() -> None:
 
 
 @pytest.mark.parametrize(
-    "words", [{}, {"full": {"linear"}, "half": {"add"}}], ids=["default", "custom"]
+    "fields", [{}, {"full": {"linear"}, "half": {"add"}}], ids=["default", "custom"]
 )
-def test_modules_in_parallel_threads_run_in_the_carried_precision(words: dict[str, Any]) -> None:
+def test_modules_in_parallel_threads_run_in_the_propagated_region(fields: dict[str, Any]) -> None:
     replicas = [nn.Linear(3, 3) for _ in range(3)]
     inputs = [(torch.randn(2, 3),) for _ in range(3)]
-    with mezzo.autocast("cpu", dtype=HALF, **words):
+    with mezzo.autocast("cpu", dtype=HALF, **fields):
         expected = [replica(*one) for replica, one in zip(replicas, inputs, strict=True)]
         results = _in_threads([mezzo.propagate_autocast(replica) for replica in replicas], inputs)
     assert all(
@@ -301,7 +307,7 @@ def _in_threads(functions: list[Callable[..., Any]], inputs: list[tuple[Any, ...
         return list(pool.map(lambda function, arguments: function(*arguments), functions, inputs))
 
 
-def test_a_thread_that_ended_inside_a_region_leaves_nothing_to_its_successors() -> None:
+def test_a_thread_that_ended_inside_a_region_does_not_affect_later_threads() -> None:
     def ends_inside() -> int:
         mezzo.enable_autocast("cpu", **CUSTOM)
         return threading.get_ident()
@@ -316,7 +322,7 @@ def test_a_thread_that_ended_inside_a_region_leaves_nothing_to_its_successors() 
         thread.start()
         thread.join()
 
-    # Thread numbers are used again, if not always at once.
+    # Thread ids are reused, but not always immediately.
     for _ in range(50):
         run(ends_inside)
         run(successor)
@@ -327,7 +333,7 @@ def test_a_thread_that_ended_inside_a_region_leaves_nothing_to_its_successors() 
     pytest.skip("the system never gave a thread the number of a dead one")
 
 
-def test_a_thread_that_ended_inside_a_region_does_not_cost_others_torchs_cache() -> None:
+def test_a_thread_that_ended_inside_a_region_does_not_disable_torchs_cache() -> None:
     thread = threading.Thread(target=lambda: mezzo.enable_autocast("cpu", dtype=FLOAT))
     thread.start()
     thread.join()
@@ -335,7 +341,7 @@ def test_a_thread_that_ended_inside_a_region_does_not_cost_others_torchs_cache()
         assert torch.is_autocast_cache_enabled()
 
 
-def test_current_regions_are_the_innermost_of_each_device_as_they_are_in_force() -> None:
+def test_current_regions_are_the_innermost_of_each_device_with_the_current_state() -> None:
     assert current_regions() == ()
     with mezzo.autocast("cpu", dtype=HALF):
         (found,) = current_regions()
@@ -346,7 +352,7 @@ def test_current_regions_are_the_innermost_of_each_device_as_they_are_in_force()
     assert current_regions() == ()
 
 
-def test_a_region_is_read_back_from_the_string_that_names_it() -> None:
+def test_a_region_round_trips_through_its_string() -> None:
     for region in (
         Region("cpu", True, HALF, False, "some key"),
         Region("cuda", False, None, False),
@@ -354,7 +360,7 @@ def test_a_region_is_read_back_from_the_string_that_names_it() -> None:
         assert Region.decode(region.encode()) == region
 
 
-def test_regions_given_together_are_entered_in_order_and_left_in_reverse() -> None:
+def test_enter_regions_enters_in_order_and_leaves_in_reverse() -> None:
     both = enter_regions(Region("cpu", True, HALF, None), Region("cpu", True, FLOAT, None))
     with both:
         assert product() is FLOAT
@@ -364,12 +370,12 @@ def test_regions_given_together_are_entered_in_order_and_left_in_reverse() -> No
     assert product() is torch.float32
 
 
-@pytest.mark.parametrize("words", [{}, {"half": {"add"}}], ids=["default", "custom"])
-def test_a_generator_that_is_suspended_in_a_region_and_closed_later_puts_back_what_it_found(
-    words: dict[str, Any],
+@pytest.mark.parametrize("fields", [{}, {"half": {"add"}}], ids=["default", "custom"])
+def test_a_generator_closed_later_than_an_outer_region_restores_the_state(
+    fields: dict[str, Any],
 ) -> None:
     def numbers() -> Any:
-        with mezzo.autocast("cpu", dtype=HALF, **words):
+        with mezzo.autocast("cpu", dtype=HALF, **fields):
             yield product()
 
     running = numbers()
@@ -378,18 +384,18 @@ def test_a_generator_that_is_suspended_in_a_region_and_closed_later_puts_back_wh
     assert product() is torch.float32
 
 
-@pytest.mark.parametrize("words", [{}, {"half": {"add"}}], ids=["default", "custom"])
-def test_a_suspended_generators_region_that_is_closed_inside_another_leaves_that_one_in_force(
-    words: dict[str, Any],
+@pytest.mark.parametrize("fields", [{}, {"half": {"add"}}], ids=["default", "custom"])
+def test_closing_a_suspended_generator_inside_another_region_keeps_that_region(
+    fields: dict[str, Any],
 ) -> None:
     def numbers() -> Any:
-        with mezzo.autocast("cpu", dtype=FLOAT, **words):
+        with mezzo.autocast("cpu", dtype=FLOAT, **fields):
             yield
 
     running = numbers()
     next(running)
-    with mezzo.autocast("cpu", dtype=HALF, **words):
+    with mezzo.autocast("cpu", dtype=HALF, **fields):
         running.close()
-        assert (product(), total()) == (HALF, HALF if words else torch.float32)
+        assert (product(), total()) == (HALF, HALF if fields else torch.float32)
     assert (product(), total()) == (torch.float32, torch.float32)
     assert torch.get_autocast_dtype("cpu") is HALF

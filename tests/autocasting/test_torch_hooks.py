@@ -1,4 +1,4 @@
-"""Where torch would drop a region: checkpointing, export, TorchScript."""
+"""Hooks for checkpointing, export, TorchScript and torch's cache of compiled code."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from mezzo.autocasting import torch_hooks
 from mezzo.autocasting.regions import NOTE
 
 HALF = torch.bfloat16
-WORDS = {
+POLICY_FIELDS = {
     "default": {},
     "half add": {"half": {"add"}},
     "full linear": {"full": {"linear"}},
     "O2": {"policy": "O2"},
 }
-POLICIES = pytest.mark.parametrize("words", WORDS.values(), ids=WORDS.keys())
+POLICIES = pytest.mark.parametrize("fields", POLICY_FIELDS.values(), ids=POLICY_FIELDS.keys())
 KINDS = pytest.mark.parametrize("reentrant", [True, False], ids=["reentrant", "plain"])
 
 
-def region(**words: Any) -> mezzo.autocast:
-    return mezzo.autocast(device_type="cpu", dtype=HALF, **words)
+def region(**fields: Any) -> mezzo.autocast:
+    return mezzo.autocast(device_type="cpu", dtype=HALF, **fields)
 
 
 class Body(nn.Module):
@@ -46,10 +46,10 @@ class Body(nn.Module):
 
 
 def gradients(
-    words: dict[str, Any], *, reentrant: bool | None, inside: bool
+    fields: dict[str, Any], *, reentrant: bool | None, inside: bool
 ) -> tuple[list[Tensor], list[Any]]:
     body, x = Body(), torch.linspace(-1, 1, 8).reshape(2, 4).requires_grad_()
-    with region(**words):
+    with region(**fields):
         result = body(x) if reentrant is None else checkpoint(body, x, use_reentrant=reentrant)
         loss = result.float().sum()
         if inside:
@@ -63,10 +63,10 @@ def gradients(
 @KINDS
 @pytest.mark.parametrize("inside", [True, False], ids=["backward inside", "backward outside"])
 def test_checkpointing_recomputes_in_the_precision_of_forward(
-    words: dict[str, Any], reentrant: bool, inside: bool
+    fields: dict[str, Any], reentrant: bool, inside: bool
 ) -> None:
-    expected, _ = gradients(words, reentrant=None, inside=False)
-    found, (forward, recomputed) = gradients(words, reentrant=reentrant, inside=inside)
+    expected, _ = gradients(fields, reentrant=None, inside=False)
+    found, (forward, recomputed) = gradients(fields, reentrant=reentrant, inside=inside)
     assert recomputed == forward
     assert all(map(torch.equal, found, expected))
 
@@ -77,7 +77,7 @@ def test_checkpointing_recomputes_in_the_precision_of_forward(
     [lambda: torch.autocast("cpu", enabled=False), lambda: mezzo.autocast("cpu", enabled=False)],
     ids=["torch", "mezzo"],
 )
-def test_checkpointing_in_a_switched_off_region_stays_in_float32(reentrant: bool, off: Any) -> None:
+def test_checkpointing_in_a_disabled_region_stays_in_float32(reentrant: bool, off: Any) -> None:
     body, x = Body(), torch.ones(2, 4, requires_grad=True)
     with region(half={"add"}):
         with off():
@@ -99,14 +99,14 @@ def test_a_region_inside_the_checkpointed_function_is_entered_again(reentrant: b
 
 
 @KINDS
-def test_checkpointing_outside_any_region_is_untouched(reentrant: bool) -> None:
+def test_checkpointing_outside_any_region_is_unchanged(reentrant: bool) -> None:
     body, x = Body(), torch.ones(2, 4, requires_grad=True)
     checkpoint(body, x, use_reentrant=reentrant).sum().backward()
     assert body.seen == [(torch.float32, torch.float32)] * 2
 
 
 @KINDS
-def test_nested_and_sequential_checkpoints_are_carried(reentrant: bool) -> None:
+def test_nested_and_sequential_checkpoints_are_recomputed_in_the_region(reentrant: bool) -> None:
     first, second, x = Body(), Body(), torch.ones(2, 4, requires_grad=True)
     with region(half={"add"}):
         nested = checkpoint(
@@ -118,7 +118,7 @@ def test_nested_and_sequential_checkpoints_are_carried(reentrant: bool) -> None:
     assert len(first.seen) >= 2
 
 
-def test_backward_of_a_checkpoint_in_another_region_keeps_forwards_precision() -> None:
+def test_backward_of_a_checkpoint_in_another_region_keeps_the_forward_precision() -> None:
     body, x = Body(), torch.ones(2, 4, requires_grad=True)
     with region(half={"add"}):
         result = checkpoint(body, x, use_reentrant=False)
@@ -140,7 +140,7 @@ class Small(nn.Module):
 
 @pytest.mark.parametrize("strict", [True, False], ids=["strict", "plain"])
 @pytest.mark.parametrize(
-    ("words", "dtypes"),
+    ("fields", "dtypes"),
     [
         ({}, (HALF, torch.float32)),
         ({"half": {"add"}}, (HALF, HALF)),
@@ -150,10 +150,10 @@ class Small(nn.Module):
 )
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
 def test_an_exported_program_keeps_the_casts(
-    words: dict[str, Any], dtypes: tuple[torch.dtype, ...], strict: bool
+    fields: dict[str, Any], dtypes: tuple[torch.dtype, ...], strict: bool
 ) -> None:
     model, x = Small(), torch.randn(2, 4)
-    with region(**words):
+    with region(**fields):
         expected = model(x)
         program = torch.export.export(model, (x,), strict=strict)
     found = program.module()(x)
@@ -166,14 +166,14 @@ def test_an_exported_program_keeps_the_casts(
     [lambda: torch.autocast("cpu", enabled=False), lambda: mezzo.autocast("cpu", enabled=False)],
     ids=["torch", "mezzo"],
 )
-def test_export_in_a_switched_off_region_stays_in_float32(off: Any) -> None:
+def test_export_in_a_disabled_region_stays_in_float32(off: Any) -> None:
     with region(half={"add"}), off():
         program = torch.export.export(Small(), (torch.randn(2, 4),), strict=False)
     assert {one.dtype for one in program.module()(torch.randn(2, 4))} == {torch.float32}
 
 
 class Regions(nn.Module):
-    """A region in forward that lists an op, one that is switched off, and an op outside both."""
+    """A region in forward that lists an op, a disabled one, and an op outside both."""
 
     def forward(self, x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, ...]:
         with mezzo.autocast("cpu", dtype="bfloat16", full={"mm"}):
@@ -183,7 +183,7 @@ class Regions(nn.Module):
         return full, half, off, torch.mm(x, y)
 
 
-def test_a_region_inside_an_exported_model_is_carried_out_and_noted() -> None:
+def test_a_region_inside_an_exported_model_is_applied_and_marked() -> None:
     with torch.fx.traceback.preserve_node_meta():
         program = torch.export.export(
             Regions(), (torch.randn(2, 2), torch.randn(2, 2)), strict=False
@@ -202,7 +202,7 @@ def test_a_region_inside_an_exported_model_is_carried_out_and_noted() -> None:
     assert noted == [True, True, True, False]
 
 
-def test_export_outside_any_region_is_untouched() -> None:
+def test_export_outside_any_region_is_unchanged() -> None:
     program = torch.export.export(Small(), (torch.randn(2, 4),), strict=False)
     assert {one.dtype for one in program.module()(torch.randn(2, 4))} == {torch.float32}
 
@@ -219,7 +219,7 @@ def test_torchscript_runs_under_torchs_own_lists(scripted: tuple[Any, Any]) -> N
         assert scripted[0](torch.ones(2, 4)).dtype is HALF
 
 
-def test_torchscript_is_refused_under_a_custom_policy_with_the_remedy(
+def test_torchscript_raises_under_a_custom_policy_with_the_remedy(
     scripted: tuple[Any, Any], tmp_path: Path
 ) -> None:
     module, function = scripted
@@ -244,7 +244,7 @@ def added(x: Tensor, by: int = 1) -> Tensor:
     return x + by
 
 
-def test_a_scripted_function_runs_as_the_python_it_was_made_from_under_a_custom_policy(
+def test_a_scripted_function_runs_as_python_under_a_custom_policy(
     scripted: tuple[Any, Any],
 ) -> None:
     with warnings.catch_warnings():
@@ -257,13 +257,13 @@ def test_a_scripted_function_runs_as_the_python_it_was_made_from_under_a_custom_
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
-@pytest.mark.parametrize("words", [{}, {"half": {"add"}}], ids=["default", "custom"])
-def test_tracing_inside_a_region_keeps_the_casts(words: dict[str, Any]) -> None:
+@pytest.mark.parametrize("fields", [{}, {"half": {"add"}}], ids=["default", "custom"])
+def test_tracing_inside_a_region_keeps_the_casts(fields: dict[str, Any]) -> None:
     x = torch.ones(2, 2)
-    with region(**words), warnings.catch_warnings():
+    with region(**fields), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         traced = torch.jit.trace(lambda x: (x @ x, x + x), x, check_trace=False)
-    assert [one.dtype for one in traced(x)] == [HALF, HALF if words else torch.float32]
+    assert [one.dtype for one in traced(x)] == [HALF, HALF if fields else torch.float32]
 
 
 def test_the_dtype_of_a_region_is_part_of_the_key_of_compiled_code() -> None:

@@ -1,4 +1,4 @@
-"""torch's own modules with the inputs of its own tests: under O2 they compile whole where they do without, and give what eager gives."""
+"""torch's modules with the inputs of its tests: at O2 compiled results equal eager ones."""
 
 from __future__ import annotations
 
@@ -17,45 +17,45 @@ import mezzo
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.usefixtures("_fresh_compiler"),
-    pytest.mark.filterwarnings("ignore"),  # what torch's modules say of their own inputs
+    pytest.mark.filterwarnings("ignore"),  # of torch's modules about their inputs
 ]
 _INPUTS = 2
-"""Of each module, which has up to a hundred."""
+"""Number of inputs tested per module, of up to a hundred."""
 
 
 def _cases(info: ModuleInfo) -> Any:
-    """Modules with arguments that torch compiles whole."""
+    """Yield modules with arguments that torch compiles without graph breaks."""
     for one in info.module_inputs_func(
         info, device="cpu", dtype=torch.float32, requires_grad=True, training=True
     ):
-        made, given = one.constructor_input, one.forward_input
-        if given is None:
+        constructor, inputs = one.constructor_input, one.forward_input
+        if inputs is None:
             continue
-        module = info.module_cls(*made.args, **made.kwargs)
+        module = info.module_cls(*constructor.args, **constructor.kwargs)
         try:
-            _called(module, given, compiles=True)
-        except Exception:  # noqa: BLE001 - whatever torch says of it
+            _called(module, inputs, compiles=True)
+        except Exception:  # noqa: BLE001 - any error of torch
             continue
-        yield module, given
+        yield module, inputs
 
 
-def _called(module: nn.Module, given: Any, *, compiles: bool, region: Any = None) -> list[Tensor]:
+def _called(module: nn.Module, inputs: Any, *, compiles: bool, region: Any = None) -> list[Tensor]:
     torch._dynamo.reset()
     torch.manual_seed(0)
     call = torch.compile(module, backend="eager", fullgraph=True) if compiles else module
     with region or nullcontext():
-        result = call(*given.args, **given.kwargs)
+        result = call(*inputs.args, **inputs.kwargs)
     return [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
 
 
 @pytest.mark.parametrize("info", module_db, ids=lambda info: info.name)
-def test_a_module_compiles_whole_under_o2(info: ModuleInfo) -> None:
+def test_a_module_compiles_without_graph_breaks_at_o2(info: ModuleInfo) -> None:
     cases = list(islice(_cases(info), _INPUTS))
     if not cases:
         pytest.skip("torch does not compile it whole")
-    for module, given in cases:
+    for module, inputs in cases:
         region = mezzo.autocast("cpu", policy="O2", dtype=torch.bfloat16)
         expected, found = (
-            _called(module, given, compiles=compiles, region=region) for compiles in (False, True)
+            _called(module, inputs, compiles=compiles, region=region) for compiles in (False, True)
         )
         torch.testing.assert_close(found, expected, rtol=2e-2, atol=2e-2, equal_nan=True)

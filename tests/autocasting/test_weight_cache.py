@@ -1,4 +1,4 @@
-"""The versioned cache: never stale, serves frozen weights and inference, bounded by the outermost region, holds nothing dead."""
+"""The versioned weight cache: never stale, for frozen weights and inference too, and bounded."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ import mezzo
 from mezzo.autocasting.weight_cache import CacheInfo, WeightCache, is_weight
 
 HALF = torch.bfloat16
-WORDS = pytest.mark.parametrize(
-    "words", [{"cache": "versioned"}, {"half": {"add"}}], ids=["versioned", "custom"]
+POLICY_FIELDS = pytest.mark.parametrize(
+    "fields", [{"cache": "versioned"}, {"half": {"add"}}], ids=["versioned", "custom"]
 )
 
 
-def region(**words: Any) -> mezzo.autocast:
-    return mezzo.autocast("cpu", dtype=HALF, **({"cache": "versioned"} | words))
+def region(**fields: Any) -> mezzo.autocast:
+    return mezzo.autocast("cpu", dtype=HALF, **({"cache": "versioned"} | fields))
 
 
 def expected(layer: nn.Linear, x: Tensor) -> Tensor:
@@ -47,20 +47,20 @@ CHANGES: dict[str, Callable[[Tensor], Any]] = {
 }
 
 
-@WORDS
+@POLICY_FIELDS
 @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES.keys())
-def test_a_changed_weight_is_cast_anew(
-    words: dict[str, Any], change: Callable[[Tensor], Any]
+def test_a_changed_weight_is_cast_again(
+    fields: dict[str, Any], change: Callable[[Tensor], Any]
 ) -> None:
     layer, x = nn.Linear(3, 3), torch.randn(2, 3)
-    with region(**words):
+    with region(**fields):
         layer(x)
         with torch.no_grad():
             change(layer.weight)
         assert torch.equal(layer(x), expected(layer, x))
 
 
-def test_load_state_dict_inside_a_region_is_seen() -> None:
+def test_load_state_dict_inside_a_region_is_detected() -> None:
     layer, other, x = nn.Linear(3, 3), nn.Linear(3, 3), torch.randn(2, 3)
     with region():
         layer(x)
@@ -68,7 +68,7 @@ def test_load_state_dict_inside_a_region_is_seen() -> None:
         assert torch.equal(layer(x), expected(other, x))
 
 
-def test_a_change_that_torch_does_not_count_is_seen_after_invalidate() -> None:
+def test_an_untracked_change_is_detected_after_clear_weight_cache() -> None:
     layer, x = nn.Linear(3, 3), torch.randn(2, 3)
     with region():
         layer(x)
@@ -78,16 +78,16 @@ def test_a_change_that_torch_does_not_count_is_seen_after_invalidate() -> None:
         assert torch.equal(layer(x), expected(layer, x))
 
 
-@WORDS
-def test_weights_are_cast_once(words: dict[str, Any]) -> None:
+@POLICY_FIELDS
+def test_weights_are_cast_once(fields: dict[str, Any]) -> None:
     layer, x = nn.Linear(3, 3), torch.randn(2, 3)
-    with region(**words):
+    with region(**fields):
         for _ in range(5):
             layer(x)
         assert mezzo.weight_cache_info() == CacheInfo(size=2, bytes=2 * (9 + 3), hits=8, misses=2)
 
 
-def test_frozen_weights_are_served() -> None:
+def test_frozen_weights_are_cached() -> None:
     layer, x = nn.Linear(3, 3).requires_grad_(requires_grad=False), torch.randn(2, 3)
     with region():
         layer(x)
@@ -95,7 +95,7 @@ def test_frozen_weights_are_served() -> None:
         assert mezzo.weight_cache_info().hits == 2
 
 
-def test_inference_mode_is_served() -> None:
+def test_weights_are_cached_in_inference_mode() -> None:
     layer, x = nn.Linear(3, 3), torch.randn(2, 3)
     with region(), torch.inference_mode():
         layer(x)
@@ -103,7 +103,7 @@ def test_inference_mode_is_served() -> None:
         assert mezzo.weight_cache_info().hits == 2
 
 
-def test_weights_made_in_inference_mode_are_right_if_not_served() -> None:
+def test_weights_created_in_inference_mode_are_correct_without_the_cache() -> None:
     with torch.inference_mode():
         layer, x = nn.Linear(3, 3), torch.randn(2, 3)
         with region():
@@ -112,7 +112,7 @@ def test_weights_made_in_inference_mode_are_right_if_not_served() -> None:
             assert torch.equal(layer(x), expected(layer, x))
 
 
-def test_a_copy_made_without_gradients_does_not_cut_them_off_later() -> None:
+def test_a_copy_made_without_gradients_is_not_used_with_gradients() -> None:
     layer, x = nn.Linear(3, 3), torch.randn(2, 3)
     with region():
         with torch.no_grad():
@@ -123,7 +123,7 @@ def test_a_copy_made_without_gradients_does_not_cut_them_off_later() -> None:
     assert layer.weight.grad is not None
 
 
-def test_a_weight_that_is_thawed_inside_a_region_gets_its_gradient() -> None:
+def test_a_weight_unfrozen_inside_a_region_gets_its_gradient() -> None:
     layer, x = nn.Linear(3, 3).requires_grad_(requires_grad=False), torch.randn(2, 3)
     with region():
         layer(x)
@@ -132,7 +132,7 @@ def test_a_weight_that_is_thawed_inside_a_region_gets_its_gradient() -> None:
     assert layer.weight.grad is not None
 
 
-def test_a_weight_that_is_frozen_inside_a_region_gets_no_more_gradient() -> None:
+def test_a_weight_frozen_inside_a_region_gets_no_gradient() -> None:
     layer, x = nn.Linear(3, 3), torch.randn(2, 3)
     with region():
         layer(x)
@@ -142,7 +142,7 @@ def test_a_weight_that_is_frozen_inside_a_region_gets_no_more_gradient() -> None
     assert layer.bias.grad is not None
 
 
-def test_gradients_through_a_served_copy_add_up() -> None:
+def test_gradients_through_a_cached_copy_accumulate() -> None:
     layer, x = nn.Linear(3, 3), torch.randn(2, 3)
     with region():
         first, second = layer(x).float().sum(), layer(x).float().sum()
@@ -151,12 +151,12 @@ def test_gradients_through_a_served_copy_add_up() -> None:
     assert torch.equal(layer.bias.grad, torch.full((3,), 4.0))
 
 
-def test_another_threads_exit_clears_nothing_here() -> None:
+def test_leaving_a_region_in_another_thread_clears_nothing() -> None:
     layer, x = nn.Linear(3, 3), torch.randn(2, 3)
 
     def elsewhere() -> None:
-        for words in ({}, {"cache": "versioned"}):
-            with mezzo.autocast("cpu", dtype=HALF, **words):
+        for fields in ({}, {"cache": "versioned"}):
+            with mezzo.autocast("cpu", dtype=HALF, **fields):
                 layer(x)
 
     with region():
@@ -206,14 +206,14 @@ def test_a_dead_models_copies_are_dropped_inside_the_region(recording: bool) -> 
         assert mezzo.weight_cache_info().size == 0
 
 
-def test_many_short_lived_weights_do_not_pile_up() -> None:
+def test_many_short_lived_weights_do_not_accumulate() -> None:
     cache = WeightCache()
     for _ in range(500):
         cache.get(nn.Parameter(torch.zeros(1)), HALF)
     assert len(cache._copies) < 100
 
 
-def test_a_weight_that_a_graph_still_needs_keeps_its_gradient_after_its_copy_was_dropped() -> None:
+def test_a_weight_in_a_graph_keeps_its_gradient_after_its_copy_was_dropped() -> None:
     x = torch.ones(2, 3)
     with region():
         layer = nn.Linear(3, 3)
@@ -225,7 +225,7 @@ def test_a_weight_that_a_graph_still_needs_keeps_its_gradient_after_its_copy_was
     assert torch.equal(weight.grad, torch.full((3, 3), 2.0))
 
 
-def test_both_half_types_are_held_side_by_side() -> None:
+def test_both_dtypes_are_cached_at_the_same_time() -> None:
     layer, x = nn.Linear(3, 3), torch.randn(2, 3)
     with region():
         for dtype in (HALF, torch.float16, HALF):
@@ -236,14 +236,14 @@ def test_both_half_types_are_held_side_by_side() -> None:
 
 def test_cache_off_holds_nothing() -> None:
     layer, x = nn.Linear(3, 3), torch.randn(2, 3)
-    for words in ({"cache": "off"}, {"cache_enabled": False}):
-        with mezzo.autocast("cpu", dtype=HALF, half={"add"}, **words):
+    for fields in ({"cache": "off"}, {"cache_enabled": False}):
+        with mezzo.autocast("cpu", dtype=HALF, half={"add"}, **fields):
             layer(x)
             assert mezzo.weight_cache_info().size == 0
             assert not torch.is_autocast_cache_enabled()
 
 
-def test_only_float32_weights_are_remembered() -> None:
+def test_only_float32_weights_are_cached() -> None:
     x = torch.randn(2, 3)
     with region():
         F.linear(x, torch.randn(3, 3))
@@ -251,7 +251,7 @@ def test_only_float32_weights_are_remembered() -> None:
         assert mezzo.weight_cache_info().size == 0
 
 
-def test_what_is_a_weight() -> None:
+def test_only_parameters_are_weights() -> None:
     assert is_weight(nn.Parameter(torch.zeros(1)))
     assert is_weight(nn.Parameter(torch.zeros(1), requires_grad=False))
     assert not is_weight(torch.zeros(1))
@@ -261,7 +261,7 @@ def test_what_is_a_weight() -> None:
 
 
 @pytest.mark.parametrize(
-    "words",
+    "fields",
     [{"cache": "versioned"}, {"half": {"add"}}, {"half": {"mm"}, "preset": "oneflow"}],
     ids=str,
 )
@@ -270,12 +270,10 @@ def test_what_is_a_weight() -> None:
     [lambda base: base.view(2, 2).requires_grad_(), lambda base: base.requires_grad_()],
     ids=["view", "leaf"],
 )
-def test_a_leaf_that_is_no_parameter_is_never_served_stale(
-    words: dict[str, Any], make: Any
-) -> None:
+def test_a_leaf_that_is_not_a_parameter_is_never_cached(fields: dict[str, Any], make: Any) -> None:
     base = torch.zeros(2, 2)
     leaf = make(base)
-    with region(**words):
+    with region(**fields):
         torch.mm(leaf, leaf)
         with torch.no_grad():
             base.fill_(2.0)

@@ -1,27 +1,29 @@
-"""Regions around functions of every kind."""
+"""Decorated functions, generators and coroutines; `propagate_autocast` with module rules."""
 
 from __future__ import annotations
 
 import asyncio
 import inspect
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import mezzo
 
 HALF = torch.bfloat16
-WORDS = {"default": {}, "custom": {"half": {"add"}}}
+POLICY_FIELDS = {"default": {}, "custom": {"half": {"add"}}}
 
 
 def product() -> torch.dtype:
     return torch.mm(torch.ones(2, 2), torch.ones(2, 2)).dtype
 
 
-@pytest.fixture(params=WORDS.values(), ids=WORDS.keys())
+@pytest.fixture(params=POLICY_FIELDS.values(), ids=POLICY_FIELDS.keys())
 def region(request: pytest.FixtureRequest) -> mezzo.autocast:
     return mezzo.autocast("cpu", dtype=HALF, **request.param)
 
@@ -69,7 +71,7 @@ def test_a_module_can_be_decorated_as_a_function(region: mezzo.autocast) -> None
     assert region(nn.Linear(2, 2).__call__)(torch.ones(1, 2)).dtype is HALF
 
 
-def test_a_decorated_function_calls_itself(region: mezzo.autocast) -> None:
+def test_a_decorated_function_may_recurse(region: mezzo.autocast) -> None:
     @region
     def descend(depth: int) -> torch.dtype:
         return descend(depth - 1) if depth else product()
@@ -78,7 +80,7 @@ def test_a_decorated_function_calls_itself(region: mezzo.autocast) -> None:
     assert product() is torch.float32
 
 
-def test_an_exception_in_a_decorated_function_puts_everything_back(region: mezzo.autocast) -> None:
+def test_an_exception_in_a_decorated_function_restores_the_state(region: mezzo.autocast) -> None:
     @region
     def fails() -> None:
         raise ZeroDivisionError
@@ -100,7 +102,7 @@ def test_a_generator_runs_in_the_region_and_its_caller_does_not(region: mezzo.au
     assert found == [HALF, torch.float32] * 2
 
 
-def test_a_generator_receives_what_is_sent_and_thrown_and_gives_its_result(
+def test_a_decorated_generator_supports_send_throw_and_return(
     region: mezzo.autocast,
 ) -> None:
     closed = []
@@ -108,9 +110,9 @@ def test_a_generator_receives_what_is_sent_and_thrown_and_gives_its_result(
     @region
     def talk() -> Any:
         try:
-            heard = yield product()
+            events = yield product()
             try:
-                yield heard
+                yield events
             except ValueError as error:
                 yield str(error), product()
             return "done"
@@ -126,7 +128,7 @@ def test_a_generator_receives_what_is_sent_and_thrown_and_gives_its_result(
     assert closed == [HALF]
 
 
-def test_a_closed_generator_cleans_up_in_the_region(region: mezzo.autocast) -> None:
+def test_closing_a_generator_runs_its_cleanup_in_the_region(region: mezzo.autocast) -> None:
     closed = []
 
     @region
@@ -143,7 +145,7 @@ def test_a_closed_generator_cleans_up_in_the_region(region: mezzo.autocast) -> N
     assert product() is torch.float32
 
 
-def test_two_generators_are_driven_in_turns(region: mezzo.autocast) -> None:
+def test_two_generators_can_be_interleaved(region: mezzo.autocast) -> None:
     @region
     def numbers() -> Iterator[torch.dtype]:
         for _ in range(3):
@@ -153,7 +155,7 @@ def test_two_generators_are_driven_in_turns(region: mezzo.autocast) -> None:
     assert product() is torch.float32
 
 
-def test_a_decorated_generator_function_is_still_one(region: mezzo.autocast) -> None:
+def test_a_decorated_generator_function_is_a_generator_function(region: mezzo.autocast) -> None:
     @region
     def numbers() -> Iterator[int]:
         yield 1
@@ -162,7 +164,7 @@ def test_a_decorated_generator_function_is_still_one(region: mezzo.autocast) -> 
     assert inspect.isgenerator(numbers())
 
 
-def test_a_coroutine_runs_in_the_region_and_others_in_between_do_not(
+def test_a_coroutine_runs_in_the_region_and_interleaved_ones_do_not(
     region: mezzo.autocast,
 ) -> None:
     @region
@@ -234,7 +236,7 @@ def test_an_asynchronous_generator_runs_in_the_region_and_its_caller_does_not(
     assert closed == [HALF, HALF]
 
 
-def test_module_rules_hold_for_the_calls_of_a_decorated_function() -> None:
+def test_module_rules_apply_in_calls_of_a_decorated_function() -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
 
     @mezzo.autocast("cpu", dtype=HALF, modules={"1": "full"}, model=model)
@@ -245,7 +247,7 @@ def test_module_rules_hold_for_the_calls_of_a_decorated_function() -> None:
     assert "forward" not in model[1].__dict__
 
 
-def test_module_rules_hold_inside_a_decorated_generator_only() -> None:
+def test_module_rules_apply_only_inside_a_decorated_generator() -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
 
     @mezzo.autocast("cpu", dtype=HALF, modules={"1": "full"}, model=model)
@@ -257,14 +259,188 @@ def test_module_rules_hold_inside_a_decorated_generator_only() -> None:
         assert "forward" not in model[1].__dict__
 
 
-def test_what_cannot_be_called_is_refused(region: mezzo.autocast) -> None:
-    with pytest.raises(TypeError, match="goes over a function"):
+def test_decorating_something_that_is_not_callable_raises(region: mezzo.autocast) -> None:
+    with pytest.raises(TypeError, match="decorates functions"):
         region(torch.ones(1))
 
 
-def test_one_decorator_serves_several_functions_in_several_threads(region: mezzo.autocast) -> None:
+def test_one_decorator_can_wrap_several_functions_in_several_threads(
+    region: mezzo.autocast,
+) -> None:
     from concurrent.futures import ThreadPoolExecutor
 
     decorated = [region(product), region(lambda: product())]
     with ThreadPoolExecutor(2) as pool:
         assert list(pool.map(lambda function: function(), decorated * 4)) == [HALF] * 8
+
+
+KINDS = pytest.mark.parametrize("reentrant", [True, False], ids=["reentrant", "plain"])
+PLACES = pytest.mark.parametrize(
+    "inside", [True, False], ids=["backward inside", "backward outside"]
+)
+RULES = {
+    "first": {"body.0": "half"},
+    "all": {"body": "full"},
+    "child": {"body": "full", "body.0": "half"},
+    "kept": {"body.2": "keep", nn.Linear: "half"},
+}
+X = torch.linspace(-3, 3, 8).reshape(2, 4)
+
+
+class Layer(nn.Linear):
+    """Accepts any dtype, since the layer before may have its own rule."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.to(self.weight.dtype)).tanh()
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.body = nn.Sequential(Layer(4, 4), Layer(4, 4), Layer(4, 4))
+        self.reentrant: bool | None = None
+        """`use_reentrant` of the checkpoint; None for no checkpoint."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (
+            self.body(x)
+            if self.reentrant is None
+            else checkpoint(self.body, x, use_reentrant=self.reentrant)
+        )
+
+
+class Whole(Model):
+    """A checkpoint inside a module with a rule, around one with another rule."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        inner = Model()
+        inner.body = self.body[0]
+        self.body = nn.Sequential(inner, self.body[1], self.body[2])
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.body[0].reentrant = self.reentrant
+        return self.body(x)
+
+
+def gradients(
+    run: Callable[[Tensor], Tensor], model: nn.Module, region: Any, *, inside: bool
+) -> list[Tensor]:
+    x = X.clone().requires_grad_()
+    with region:
+        result = run(x)
+        loss = (result.float() * torch.arange(8.0).reshape(2, 4)).sum()
+        if inside:
+            loss.backward()
+    if not inside:
+        loss.backward()
+    return [result.detach(), x.grad, *(parameter.grad for parameter in model.parameters())]
+
+
+def with_rules(
+    kind: type[Model], modules: Any, *, reentrant: bool | None, inside: bool
+) -> list[Tensor]:
+    model = kind()
+    model.reentrant = reentrant
+    region = mezzo.autocast("cpu", dtype=HALF, modules=modules, model=model)
+    found = gradients(model, model, region, inside=inside)
+    assert not any("forward" in module.__dict__ for module in model.modules())
+    return found
+
+
+@KINDS
+@PLACES
+@pytest.mark.parametrize("modules", RULES.values(), ids=RULES.keys())
+def test_checkpointing_recomputes_under_the_rules_of_forward(
+    modules: Any, reentrant: bool, inside: bool
+) -> None:
+    expected = with_rules(Model, modules, reentrant=None, inside=inside)
+    found = with_rules(Model, modules, reentrant=reentrant, inside=inside)
+    assert all(map(torch.equal, found, expected))
+
+
+@KINDS
+@PLACES
+def test_a_checkpoint_inside_a_full_module_keeps_the_rules_of_its_children(
+    reentrant: bool, inside: bool
+) -> None:
+    modules = {"body": "full", "body.0.body": "half"}
+    expected = with_rules(Whole, modules, reentrant=None, inside=inside)
+    found = with_rules(Whole, modules, reentrant=reentrant, inside=inside)
+    assert all(map(torch.equal, found, expected))
+
+
+@KINDS
+def test_recomputation_uses_the_rules_of_forward_when_backward_runs_under_others(
+    reentrant: bool,
+) -> None:
+    expected = with_rules(Model, {"body.0": "half"}, reentrant=None, inside=False)
+    for forward in ({"body.0": "half"}, None):
+        model = Model()
+        model.reentrant = reentrant
+        x = X.clone().requires_grad_()
+        with mezzo.autocast("cpu", dtype=HALF, modules=forward or (), model=model):
+            result = model(x)
+        if forward is None:
+            expected = gradients(
+                again := Model(), again, mezzo.autocast("cpu", dtype=HALF), inside=False
+            )
+        with mezzo.autocast(
+            "cpu", dtype=HALF, modules={"body.2": "full", "body.0": "full"}, model=model
+        ):
+            (result.float() * torch.arange(8.0).reshape(2, 4)).sum().backward()
+            assert model.body[2](X).dtype is torch.float32
+        assert all(
+            map(
+                torch.equal,
+                [x.grad, *(parameter.grad for parameter in model.parameters())],
+                expected[1:],
+            )
+        )
+
+
+@pytest.fixture
+def elsewhere() -> Iterator[Callable[[Callable[[], Any]], Any]]:
+    with ThreadPoolExecutor(1) as pool:
+        yield lambda function: pool.submit(function).result()
+
+
+def test_propagate_binds_module_rules_to_a_thread_and_a_later_time(
+    elsewhere: Callable[..., Any],
+) -> None:
+    model = Model()
+    with mezzo.autocast("cpu", dtype=HALF, modules={"body.2": "full"}, model=model):
+        propagated = mezzo.propagate_autocast(
+            lambda: (model.body[0](X).dtype, model.body[2](X).dtype)
+        )
+        assert elsewhere(propagated) == (HALF, torch.float32)
+        assert elsewhere(lambda: model.body[2](X).dtype) is torch.float32
+    for call in (elsewhere, lambda function: function()):
+        assert call(propagated) == (HALF, torch.float32)
+    assert not any("forward" in module.__dict__ for module in model.modules())
+
+
+def test_a_propagated_function_keeps_its_rules_inside_other_rules() -> None:
+    model = Model()
+    run = lambda: [layer(X).dtype for layer in model.body]  # noqa: E731
+    with mezzo.autocast("cpu", dtype=HALF, modules={"body.0": "full"}, model=model):
+        propagated, expected = mezzo.propagate_autocast(run), run()
+    with mezzo.autocast("cpu", dtype=HALF):
+        plain = mezzo.propagate_autocast(run)
+    with mezzo.autocast("cpu", dtype=HALF, modules={"body.2": "full"}, model=model):
+        assert propagated() == expected == [torch.float32, HALF, HALF]
+        assert plain() == [HALF, HALF, HALF]
+        assert run() == [HALF, HALF, torch.float32]
+        with pytest.raises(ZeroDivisionError):
+            mezzo.propagate_autocast(lambda: 1 / 0)()
+        assert run() == [HALF, HALF, torch.float32]
+
+
+def test_a_function_propagated_outside_any_region_uses_the_rules_of_its_caller() -> None:
+    model = Model()
+    propagated = mezzo.propagate_autocast(lambda: model.body[0](X).dtype)
+    with mezzo.autocast("cpu", dtype=HALF, modules={"body.0": "full"}, model=model):
+        assert propagated() is torch.float32
+    with mezzo.autocast("cpu", dtype=HALF):
+        assert propagated() is HALF

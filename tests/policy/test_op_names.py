@@ -1,4 +1,4 @@
-"""One op, one name."""
+"""Canonical op names and aliases."""
 
 import pytest
 from hypothesis import given
@@ -9,7 +9,7 @@ from mezzo.policy.registry import registry
 
 
 @pytest.mark.parametrize(
-    ("word", "name"),
+    ("spelling", "name"),
     [
         ("__add__", "add"),
         ("__radd__", "add"),
@@ -34,8 +34,8 @@ from mezzo.policy.registry import registry
         ("dsmm", "mm"),
     ],
 )
-def test_every_spelling_leads_to_the_one_name(word, name):
-    assert canonical(word) == name
+def test_every_spelling_has_its_canonical_name(spelling, name):
+    assert canonical(spelling) == name
 
 
 @given(
@@ -43,28 +43,28 @@ def test_every_spelling_leads_to_the_one_name(word, name):
     st.sampled_from(["", "_", "__"]),
     st.sampled_from(["", "_"]),
 )
-def test_the_name_of_a_name_is_itself(word, before, after):
-    name = canonical(before + word + after)
+def test_a_canonical_name_is_its_own_canonical_name(spelling, before, after):
+    name = canonical(before + spelling + after)
     assert canonical(name) == name
 
 
 @given(st.text(st.characters(categories=["Ll", "Nd"]) | st.just("_"), max_size=12))
-def test_naming_any_word_twice_changes_nothing_more(word):
-    assert canonical(canonical(word)) == canonical(word)
+def test_canonical_is_idempotent(spelling):
+    assert canonical(canonical(spelling)) == canonical(spelling)
 
 
-def test_every_alias_means_an_op_that_is_known():
+def test_every_alias_belongs_to_a_known_op():
     assert {name for name in (ALIASES | DUNDERS).values() if name not in registry()} == set()
 
 
-def test_no_alias_is_an_op_of_its_own():
+def test_no_alias_is_a_separate_op():
     assert {alias for alias in ALIASES if alias in registry()} == set()
 
 
 @pytest.mark.parametrize(
     "name", ["softmax", "add", "linear", "nonzero", "index", "complex", "view"]
 )
-def test_what_computes_is_an_op(name):
+def test_functions_that_compute_are_ops(name):
     assert is_op(name)
 
 
@@ -84,9 +84,9 @@ def test_what_computes_is_an_op(name):
         "setitem",
     ],
 )
-def test_what_carries_describes_makes_or_converts_a_tensor_is_no_op(name):
+def test_functions_that_carry_describe_create_or_convert_a_tensor_are_not_ops(name):
     assert not is_op(name)
 
 
-def test_nothing_that_is_no_op_is_in_the_registry():
+def test_the_registry_has_only_ops():
     assert registry().names & NOT_OPS == set()

@@ -1,4 +1,4 @@
-"""The known ops as a table."""
+"""`mezzo.ops`."""
 
 import warnings
 
@@ -29,7 +29,7 @@ def test_the_default_rules_are_those_of_the_device():
     assert by_name(mezzo.ops(device="cuda"))["softmax"].rule == "full"
 
 
-def test_a_device_that_is_not_here_is_listed_without_a_warning():
+def test_an_absent_device_is_listed_without_a_warning():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         table = mezzo.ops(device="cuda", on_unsupported="error")
@@ -54,20 +54,20 @@ def test_nothing_is_cast_at_o0():
     }
 
 
-def test_ops_without_a_kernel_are_listed_with_where():
+def test_ops_without_a_kernel_are_listed_with_device_and_dtype():
     row = by_name(mezzo.ops("O1", device="cpu"))["linalg_qr"]
     assert row.rule == "full"
     assert {("cpu", "bfloat16"), ("cpu", "float16")} <= set(row.no_kernel)
     assert "(no kernel: bfloat16 on cpu, " in str(OpTable([row]))
 
 
-def test_a_missing_kernel_that_was_found_is_listed(monkeypatch):
+def test_a_recorded_missing_kernel_is_listed(monkeypatch):
     monkeypatch.setattr(missing_kernels, "_recorded", set())
     missing_kernels.record_missing("relu", torch.float16, "xpu")
     assert by_name(mezzo.ops(device="cpu"))["relu"].no_kernel == (("xpu", "float16"),)
 
 
-def test_an_op_of_ones_own_is_listed():
+def test_a_registered_op_is_listed():
     registry().register("listed_here", (), Entry(Rule.FULL, "registered by the user"))
     try:
         assert by_name(mezzo.ops(device="cpu"))["listed_here"] == OpInfo(
@@ -78,13 +78,13 @@ def test_an_op_of_ones_own_is_listed():
     assert "listed_here" not in by_name(mezzo.ops(device="cpu"))
 
 
-def test_the_rules_follow_the_dtype_that_the_policy_names_where_the_device_has_none(monkeypatch):
+def test_the_rules_use_the_policys_dtype_on_a_device_without_16_bit_dtypes(monkeypatch):
     monkeypatch.setattr(ops, "hardware", lambda _device: device(NONE, NONE, kind="cpu"))
     assert by_name(mezzo.ops(dtype="bfloat16"))["rrelu"].rule == "keep"
     assert by_name(mezzo.ops(dtype="float16"))["rrelu"].rule == "full"
 
 
-def test_a_table_is_a_sequence_that_prints_as_a_table():
+def test_the_result_is_a_sequence_that_prints_as_a_table():
     rows = [
         OpInfo("add", "keep", "why", ()),
         OpInfo("softmax", "full", "because", (("cpu", "float16"),)),
@@ -99,13 +99,13 @@ def test_a_table_is_a_sequence_that_prints_as_a_table():
 
 
 @pytest.mark.parametrize(
-    ("words", "message"),
+    ("fields", "message"),
     [
         ({"policy": "O9"}, "Unknown level 'O9'"),
         ({"device": "gpu"}, "Unknown device 'gpu'"),
         ({"hlaf": {"add"}}, "Unknown policy field"),
     ],
 )
-def test_bad_words_are_refused(words, message):
+def test_invalid_arguments_raise(fields, message):
     with pytest.raises(PolicyError, match=message):
-        mezzo.ops(**words)
+        mezzo.ops(**fields)

@@ -1,7 +1,8 @@
-"""The value that drives everything: made, compared, printed, saved, explained."""
+"""`Policy`: construct, compare, print, save and explain."""
 
 import copy
 import dataclasses
+import inspect
 import os
 import pickle
 import re
@@ -27,17 +28,17 @@ from mezzo.policy.types import Cache, Level, Master, OnUnsupported, Rule, Select
 FIELDS = [field.name for field in dataclasses.fields(Policy)]
 
 
-def says(message):
+def policy_error(message):
     return pytest.raises(PolicyError, match=message)
 
 
 @pytest.fixture
 def on(monkeypatch):
-    """Put a device in the place of this machine's."""
+    """Replace the hardware of this machine."""
     return lambda hardware: monkeypatch.setattr(module, "hardware", lambda _device=None: hardware)
 
 
-def test_a_plain_policy_is_torchs_own_with_the_dtype_left_to_the_hardware():
+def test_the_default_policy_is_torchs_lists_with_dtype_auto():
     policy = Policy()
     assert (policy.level, policy.dtype, policy.preset, policy.default_rule) == (
         Level.O1,
@@ -59,19 +60,19 @@ def test_a_plain_policy_is_torchs_own_with_the_dtype_left_to_the_hardware():
 
 
 def test_the_fullest_policy_leaves_no_field_at_its_default():
-    plain, fullest = Policy(), Policy(**FULLEST)
-    assert [name for name in FIELDS if getattr(plain, name) == getattr(fullest, name)] == []
+    default, fullest = Policy(), Policy(**FULLEST)
+    assert [name for name in FIELDS if getattr(default, name) == getattr(fullest, name)] == []
     assert FULLEST.keys() == set(FIELDS)
 
 
 @pytest.mark.parametrize("name", FIELDS)
-def test_every_field_round_trips_alone_and_together(name, tmp_path):
-    words = {
+def test_every_field_round_trips_by_itself_and_with_all_others(name, tmp_path):
+    fields = {
         key: value
         for key, value in FULLEST.items()
         if key == name or (name == "preset" and key == "level")
     }
-    for policy in (Policy(**words), Policy(**FULLEST)):
+    for policy in (Policy(**fields), Policy(**FULLEST)):
         policy.save(tmp_path / "policy.toml")
         assert Policy.load(tmp_path / "policy.toml") == policy
         assert eval(repr(policy)) == policy
@@ -82,7 +83,7 @@ def test_every_field_round_trips_alone_and_together(name, tmp_path):
 
 @settings(max_examples=50)
 @given(policies())
-def test_any_policy_can_be_pasted_back_and_is_equal_and_hashes_alike(policy):
+def test_any_policy_round_trips_with_equal_hash_and_repr(policy):
     for again in (
         eval(repr(policy)),
         Policy(**policy.to_dict()),
@@ -122,22 +123,22 @@ def test_any_policy_can_be_pasted_back_and_is_equal_and_hashes_alike(policy):
         ({"exempt_args": {"batch_norm": {"weight"}}}, {"exempt_args": {"batch_norm": "weight"}}),
     ],
 )
-def test_policies_written_differently_that_mean_the_same_are_one_key(one, other):
+def test_equivalent_policies_are_equal_dictionary_keys(one, other):
     assert {Policy(**one): "found"}[Policy(**other)] == "found"
     assert repr(Policy(**one)) == repr(Policy(**other))
 
 
-def test_the_order_of_module_rules_is_part_of_their_meaning():
+def test_policies_with_another_order_of_module_rules_differ():
     assert Policy(modules={"a*": "half", "*b": "full"}) != Policy(
         modules={"*b": "full", "a*": "half"}
     )
 
 
-def test_a_policy_differs_from_what_is_no_policy():
+def test_a_policy_is_not_equal_to_its_level():
     assert Policy("O1") != "O1"
 
 
-def test_a_policy_prints_pickles_and_is_found_as_a_key_alike_in_every_process():
+def test_repr_pickle_and_hash_agree_across_processes():
     policy = Policy(
         "O1", half={"add", "mul", "exp", "cat"}, conditional=[("softmax", "dim", {"a", "b", "c"})]
     )
@@ -159,7 +160,7 @@ def test_a_policy_prints_pickles_and_is_found_as_a_key_alike_in_every_process():
 
 
 @pytest.mark.parametrize("name", ["level", "half", "hlaf", "anything"])
-def test_a_policy_is_frozen_misspelt_fields_included(name):
+def test_neither_fields_nor_misspelt_names_can_be_assigned(name):
     policy = Policy()
     with pytest.raises(dataclasses.FrozenInstanceError):
         setattr(policy, name, "O2")
@@ -167,7 +168,7 @@ def test_a_policy_is_frozen_misspelt_fields_included(name):
         delattr(policy, name)
 
 
-def test_making_a_policy_leaves_what_it_was_made_of_alone():
+def test_a_policy_does_not_share_its_arguments():
     half, modules = {"add"}, {"head": "half"}
     policy = Policy(half=half, modules=modules)
     half.add("exp")
@@ -175,7 +176,7 @@ def test_making_a_policy_leaves_what_it_was_made_of_alone():
     assert policy == Policy(half={"add"}, modules={"head": "half"})
 
 
-def test_a_policy_prints_only_what_differs_from_a_plain_one():
+def test_the_repr_shows_only_fields_that_differ_from_the_default():
     assert repr(Policy("O2")) == "Policy('O2')"
     assert (
         repr(Policy("O1", keep_full=[], grad_dtype="float32", master=None))
@@ -184,7 +185,7 @@ def test_a_policy_prints_only_what_differs_from_a_plain_one():
 
 
 @pytest.mark.parametrize(
-    ("words", "message"),
+    ("fields", "message"),
     [
         (
             {"level": "01"},
@@ -236,7 +237,7 @@ def test_a_policy_prints_only_what_differs_from_a_plain_one():
         ({"half": {"sofmax"}}, r"^Unknown op 'sofmax'\. Did you mean 'softmax'"),
         (
             {"half": "softmax"},
-            r"^half='softmax' should be a set of op names\. Write half=\{'softmax'\}\.$",
+            r"^half='softmax' should be a set of op names\. Pass half=\{'softmax'\}\.$",
         ),
         ({"half": {"add"}, "refuse": {"add_"}}, r"^half= and refuse= both list 'add'\."),
         (
@@ -271,23 +272,21 @@ def test_a_policy_prints_only_what_differs_from_a_plain_one():
         (
             {"modules": {"head": "promote"}},
             (
-                r"^A module cannot be 'promote' as a whole \('head'\)\. Choose one of: half, full,"
-                r" keep\.$"
+                r"^'promote' is not a rule for whole modules \('head'\)\. Choose one of: half,"
+                r" full, keep\.$"
             ),
         ),
     ],
 )
-def test_bad_words_give_one_error_with_what_was_passed_what_is_allowed_and_what_is_close(
-    words, message
-):
+def test_an_invalid_field_raises_with_the_value_the_choices_and_close_matches(fields, message):
     for make in (Policy, Policy.parse, mezzo.ops):
-        with says(message) as error:
-            make(**words)
+        with policy_error(message) as error:
+            make(**fields)
         assert error.value.__cause__ is None
 
 
-def test_a_field_that_does_not_exist_is_refused_with_its_neighbour():
-    with says(
+def test_an_unknown_field_raises_with_the_closest_one():
+    with policy_error(
         r"^Unknown policy field 'hlaf'\. Choose one of: level, dtype, .*on_unsupported\. Did you"
         r" mean 'half'\?$"
     ):
@@ -296,7 +295,7 @@ def test_a_field_that_does_not_exist_is_refused_with_its_neighbour():
         Policy(hlaf={"add"})
 
 
-def test_a_policy_is_had_from_a_level_a_policy_a_file_or_nothing(tmp_path):
+def test_parse_accepts_a_level_a_policy_a_file_or_nothing(tmp_path):
     policy = Policy("O2", half={"exp"})
     policy.save(tmp_path / "policy.toml")
     assert (
@@ -314,14 +313,14 @@ def test_a_policy_is_had_from_a_level_a_policy_a_file_or_nothing(tmp_path):
     )
 
 
-def test_a_path_needs_no_ending_and_a_string_needs_toml(tmp_path):
+def test_a_path_needs_no_suffix_and_a_string_needs_toml(tmp_path):
     Policy("O2").save(tmp_path / "policy")
     assert Policy.parse(tmp_path / "policy") == Policy("O2")
-    with says("^Unknown level "):
+    with policy_error("^Unknown level "):
         Policy.parse(str(tmp_path / "policy"))
 
 
-def test_overrides_change_the_fields_they_name_and_no_other(tmp_path):
+def test_overrides_change_only_their_fields(tmp_path):
     policy = Policy("O2", "float16", half={"exp"}, full={"add"})
     policy.save(tmp_path / "policy.toml")
     expected = Policy("O2", "bfloat16", half={"mul"}, full={"add"})
@@ -331,45 +330,45 @@ def test_overrides_change_the_fields_they_name_and_no_other(tmp_path):
     assert policy == Policy("O2", "float16", half={"exp"}, full={"add"})
 
 
-def test_the_level_of_a_policy_can_be_overridden_but_not_said_twice():
+def test_the_level_can_be_overridden_but_not_passed_twice():
     assert Policy.parse(Policy("O1", half={"add"}), level="O2") == Policy("O2", half={"add"})
     assert Policy.parse(level="O2") == Policy("O2")
-    with says(r"^The level was given twice: 'O1' and level='O2'\. Give it once\.$"):
+    with policy_error(r"^The level is passed twice: 'O1' and level='O2'\. Pass it once\.$"):
         Policy.parse("O1", level="O2")
 
 
-def test_an_override_that_overlaps_is_refused():
-    with says("^half= and full= both list 'add'"):
+def test_an_override_that_overlaps_raises():
+    with policy_error("^half= and full= both list 'add'"):
         Policy.parse(Policy(half={"add"}), full={"add"})
 
 
-def test_a_preset_in_the_place_of_a_level_is_answered_with_how_to_name_it():
-    with says(r"^'paddle' is a preset, not a level\. Write preset='paddle'"):
+def test_a_preset_instead_of_a_level_raises_with_the_fix():
+    with policy_error(r"^'paddle' is a preset, not a level\. Pass preset='paddle'"):
         Policy.parse("paddle")
 
 
-@pytest.mark.parametrize("word", [3, {"level": "O1"}, torch.float16, ["O1"], nn.Linear])
-def test_what_is_no_policy_is_refused_with_what_is(word):
-    with says(
-        r"^A policy is a level such as 'O1', a mezzo.Policy, or a .toml file, got"
-        rf" {re.escape(repr(word))}\.$"
+@pytest.mark.parametrize("value", [3, {"level": "O1"}, torch.float16, ["O1"], nn.Linear])
+def test_other_types_raise_with_the_accepted_ones(value):
+    with policy_error(
+        rf"^{re.escape(repr(value))} is not a policy\. Pass a level such as 'O1', a mezzo.Policy,"
+        r" or the path of a \.toml file\.$"
     ):
-        Policy.parse(word)
+        Policy.parse(value)
 
 
-def test_the_ops_a_policy_lists_itself_are_had_by_rule():
+def test_ops_with_rule_returns_the_ops_of_the_policy():
     assert Policy(**FULLEST).ops_with_rule(Rule.PROMOTE) == {"cat", "stack"}
 
 
-def test_words_are_plain_data_that_other_formats_can_hold():
+def test_to_dict_returns_json_values():
     import json
 
-    words = Policy(**FULLEST | {"conditional": []}).to_dict()
-    assert json.loads(json.dumps(words)) == words
+    fields = Policy(**FULLEST | {"conditional": []}).to_dict()
+    assert json.loads(json.dumps(fields)) == fields
 
 
 @pytest.mark.parametrize("how", [Path, str], ids=["path", "str"])
-def test_a_policy_is_saved_under_a_path_or_a_string(how, tmp_path):
+def test_save_and_load_accept_a_path_or_a_string(how, tmp_path):
     Policy("O3").save(how(tmp_path / "policy.toml"))
     assert Policy.load(how(tmp_path / "policy.toml")) == Policy("O3")
 
@@ -377,15 +376,19 @@ def test_a_policy_is_saved_under_a_path_or_a_string(how, tmp_path):
 def test_an_error_in_a_file_names_the_file(tmp_path):
     path = tmp_path / "policy.toml"
     path.write_text('level = "O1"\nhalf = ["sofmax"]\n')
-    with says(rf"^In {re.escape(repr(str(path)))}: Unknown op 'sofmax'\. Did you mean 'softmax'"):
+    with policy_error(
+        rf"^In {re.escape(repr(str(path)))}: Unknown op 'sofmax'\. Did you mean 'softmax'"
+    ):
         Policy.parse(path)
     path.write_text('levle = "O1"\n')
-    with says(r"Unknown policy field 'levle'\. Choose one of: level, .* Did you mean 'level'\?$"):
+    with policy_error(
+        r"Unknown policy field 'levle'\. Choose one of: level, .* Did you mean 'level'\?$"
+    ):
         Policy.parse(path)
 
 
 @pytest.mark.parametrize(
-    ("words", "op", "inputs", "said"),
+    ("fields", "op", "inputs", "expected"),
     [
         (
             {"half": {"add"}},
@@ -417,8 +420,8 @@ def test_an_error_in_a_file_names_the_file(tmp_path):
             "F.linear",
             [torch.float32],
             (
-                "linear runs in bfloat16: a matrix product: tensor cores make it fast in 16 bits,"
-                " and it accumulates in float32."
+                "linear runs in bfloat16: a matrix product: tensor cores are fast in 16 bits and"
+                " accumulate in float32."
             ),
         ),
         (
@@ -432,15 +435,15 @@ def test_an_error_in_a_file_names_the_file(tmp_path):
             "relu",
             ["torch.float32"],
             (
-                "relu runs in float32: in no list: it follows its inputs, and torch's kernels"
-                " promote where dtypes meet."
+                "relu runs in float32: in no list: runs in the dtype of its inputs; torch promotes"
+                " mixed dtypes."
             ),
         ),
         (
             {"default_rule": "half"},
             "relu",
             [torch.float32],
-            "relu runs in bfloat16: in no list: the policy says half for those.",
+            "relu runs in bfloat16: in no list: the policy's default_rule is half.",
         ),
         ({}, "linear", [torch.float64], "linear runs in float64: float64 inputs are never cast."),
         (
@@ -453,28 +456,28 @@ def test_an_error_in_a_file_names_the_file(tmp_path):
             {"level": "OD"},
             "relu",
             [torch.bfloat16],
-            "relu runs in float32: level OD: what is not listed half runs in float32.",
+            "relu runs in float32: level OD: ops that are not listed half run in float32.",
         ),
         (
             {"level": "O2"},
             "relu",
             [torch.float32],
-            "relu runs in bfloat16: level O2: everything 16-bit but a short list.",
+            "relu runs in bfloat16: level O2: every op is 16-bit except a short list.",
         ),
     ],
 )
-def test_a_policy_explains_an_op_in_a_sentence(words, op, inputs, said):
+def test_explain_prints_a_sentence(fields, op, inputs, expected):
     assert (
         str(
-            Policy(**{"level": "O1", "dtype": "bfloat16"} | words).explain(
+            Policy(**{"level": "O1", "dtype": "bfloat16"} | fields).explain(
                 op, *inputs, device="cpu"
             )
         )
-        == said
+        == expected
     )
 
 
-def test_an_explanation_asks_the_argument_of_a_conditional_entry():
+def test_explain_applies_conditional_entries_to_arguments():
     policy = Policy(
         "O1",
         "bfloat16",
@@ -495,21 +498,21 @@ def test_an_explanation_asks_the_argument_of_a_conditional_entry():
     )
 
 
-def test_an_explanation_is_asked_with_arguments_that_the_op_has():
-    with says(r"^softmax has no argument 'dmi'\. Did you mean 'dim'"):
+def test_explain_rejects_unknown_arguments():
+    with policy_error(r"^softmax has no argument 'dmi'\. Did you mean 'dim'"):
         Policy().explain("softmax", torch.float32, device="cpu", dmi=-1)
 
 
-def test_an_explanation_on_a_device_without_16_bits_says_why_and_neither_warns_nor_emits(on):
+def test_explain_on_a_device_without_16_bit_dtypes_neither_warns_nor_emits(on):
     on(device(NONE, NONE))
-    with warnings.catch_warnings(), listen() as heard:
+    with warnings.catch_warnings(), listen() as events:
         warnings.simplefilter("error")
         decision = Policy("O1", half={"add"}).explain("add", torch.float32)
     assert str(decision) == "add runs in float32: nothing is cast: it has no kernels for it."
-    assert heard == []
+    assert events == []
 
 
-def test_an_explanation_on_a_device_that_the_policy_raises_on_says_so(on):
+def test_explain_reports_refused_where_on_unsupported_is_error(on):
     on(device(NATIVE, NONE))
     decision = Policy("O1", "bfloat16", on_unsupported="error").explain("linear", torch.float32)
     assert (
@@ -524,23 +527,37 @@ def test_an_explanation_on_a_device_that_the_policy_raises_on_says_so(on):
     )
 
 
-def test_an_explanation_follows_the_dtype_that_the_hardware_chooses(on):
+def test_explain_uses_the_dtype_that_the_hardware_prefers(on):
     on(device(NATIVE, NONE))
     assert Policy("O1").explain("linear", torch.float32).dtype is torch.float16
 
 
-def test_an_unknown_op_or_device_is_refused_when_it_is_asked_about():
-    with says("^Unknown op 'lnear'. Did you mean 'linear'"):
+def test_explain_rejects_unknown_ops_and_devices():
+    with policy_error("^Unknown op 'lnear'. Did you mean 'linear'"):
         Policy("O0").explain("lnear", torch.float32)
-    with says("^Unknown device 'gpu'"):
+    with policy_error("^Unknown device 'gpu'"):
         Policy().explain("linear", torch.float32, device="gpu")
 
 
-def test_a_difference_is_asked_of_whatever_is_a_policy(tmp_path):
+def test_diff_accepts_whatever_parse_accepts(tmp_path):
     Policy("O1", half={"exp"}).save(tmp_path / "other.toml")
     assert Policy("O1").diff("O1", device="cpu").ops == ()
     assert Policy("O1").diff(tmp_path / "other.toml", device="cpu").ops == (
         ("exp", "keep", "half"),
     )
-    with says("^A policy is a level such as 'O1'"):
+    with policy_error("^3 is not a policy. Pass a level such as 'O1'"):
         Policy("O1").diff(3)
+
+
+def test_the_docstring_shows_every_field_with_its_default():
+    shown = Policy.__doc__.partition("default = Policy(")[2].partition("... )")[0]
+    arguments = [line.partition("=")[0].split()[-1] for line in shown.splitlines() if "=" in line]
+    assert [name for name in FIELDS if name not in ("level", "dtype", *arguments)] == []
+
+
+def test_the_signature_has_the_fields_with_level_and_dtype_positional():
+    parameters = inspect.signature(Policy).parameters
+    assert list(parameters) == FIELDS
+    positional = [name for name, one in parameters.items() if one.kind is one.POSITIONAL_OR_KEYWORD]
+    assert positional == ["level", "dtype"]
+    assert repr(parameters["dtype"].default) == "'auto'"

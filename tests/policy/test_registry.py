@@ -1,4 +1,4 @@
-"""One op, one name, however it is called; and ops of the user's own."""
+"""The registry of ops: names, functions, overloads and registered ops."""
 
 import threading
 
@@ -25,7 +25,7 @@ ENTRY = Entry(Rule.FULL, "mine")
 
 
 class Recorder(TorchFunctionMode):
-    """Names what a mode sees."""
+    """Record the ops that a function mode sees."""
 
     def __init__(self):
         super().__init__()
@@ -44,8 +44,8 @@ def seen(call):
 
 
 @pytest.fixture
-def own():
-    """A registry that other tests do not see."""
+def fresh():
+    """Return a registry that other tests do not see."""
     return Registry()
 
 
@@ -127,7 +127,7 @@ def test_an_op_has_one_name_however_it_is_called(name, call):
 
 
 @pytest.mark.parametrize(
-    "ask",
+    "convert",
     [
         bool,
         float,
@@ -141,23 +141,23 @@ def test_an_op_has_one_name_however_it_is_called(name, call):
         lambda x: x.clone(),
     ],
 )
-def test_what_python_asks_of_a_tensor_is_no_op(ask):
+def test_python_conversions_of_a_tensor_are_not_ops(convert):
     x = torch.ones(1)
     with Recorder() as recorder:
-        ask(x)
+        convert(x)
     # Printing computes; nothing else does.
-    assert {name for name in recorder.names if name is not None} == set() or ask is str
+    assert {name for name in recorder.names if name is not None} == set() or convert is str
 
 
 @given(st.sampled_from([(op.name, function) for op in registry() for function in op.functions]))
-def test_every_function_has_one_name_and_every_spelling_of_it_leads_there(case):
+def test_every_function_has_one_name_that_every_spelling_parses_to(case):
     name, function = case
     assert registry().name_of(function) == name
     spelling = getattr(function, "__name__", name)
     assert registry().parse(spelling) == name
 
 
-def test_no_function_stands_under_two_names():
+def test_no_function_has_two_names():
     functions = [function for op in registry() for function in op.functions]
     assert len(functions) == len(set(functions))
 
@@ -202,7 +202,7 @@ def test_an_aten_overload_has_the_name_of_its_op_or_none(overload, name):
         nn.Linear,
     ],
 )
-def test_what_is_no_op_has_no_name(function):
+def test_functions_that_are_not_ops_have_no_name(function):
     assert registry().name_of(function) is None
 
 
@@ -211,11 +211,11 @@ def test_overloads_include_in_place_and_out_variants():
     assert {"aten.add.Tensor", "aten.add_.Tensor", "aten.add.out"} <= names
 
 
-def test_an_op_that_aten_does_not_know_has_no_overloads():
+def test_an_op_that_is_not_in_aten_has_no_overloads():
     assert registry().overloads("interpolate") == ()
 
 
-def test_functional_overloads_leave_out_in_place_and_out_variants():
+def test_functional_overloads_exclude_in_place_and_out_variants():
     assert functional_overloads("add") == {"aten::add.Tensor", "aten::add.Scalar"}
     assert functional_overloads("interpolate") == frozenset()
 
@@ -235,12 +235,12 @@ def test_functional_overloads_leave_out_in_place_and_out_variants():
         (object(), ()),
     ],
 )
-def test_parameters_come_in_order_from_the_signature_or_the_schema(function, names):
+def test_parameters_are_in_the_order_of_the_signature_or_the_schema(function, names):
     assert parameters(function) == names
 
 
 @pytest.mark.parametrize(
-    "word",
+    "spelling",
     [
         "softmax",
         "_softmax",
@@ -260,12 +260,12 @@ def test_parameters_come_in_order_from_the_signature_or_the_schema(function, nam
         "torch.ops.aten.softmax.int",
     ],
 )
-def test_a_name_is_read_in_every_spelling_that_people_paste(word):
-    assert registry().parse(word) == "softmax"
+def test_parse_accepts_paths_pasted_from_code(spelling):
+    assert registry().parse(spelling) == "softmax"
 
 
 @pytest.mark.parametrize(
-    ("word", "name"),
+    ("spelling", "name"),
     [
         ("torch.linalg.qr", "linalg_qr"),
         ("linalg.inv", "linalg_inv"),
@@ -273,12 +273,12 @@ def test_a_name_is_read_in_every_spelling_that_people_paste(word):
         ("fft.rfft", "fft_rfft"),
     ],
 )
-def test_a_module_of_torchs_is_part_of_the_name(word, name):
-    assert registry().parse(word) == name
+def test_the_torch_submodule_is_part_of_the_name(spelling, name):
+    assert registry().parse(spelling) == name
 
 
 @pytest.mark.parametrize(
-    ("word", "meant"),
+    ("spelling", "meant"),
     [
         ("sofmax", "softmax"),
         ("Softmax", "softmax"),
@@ -293,36 +293,36 @@ def test_a_module_of_torchs_is_part_of_the_name(word, name):
         ("torch.sofmax", "softmax"),
     ],
 )
-def test_an_unknown_op_is_answered_with_those_that_are_close(word, meant):
+def test_an_unknown_op_raises_with_close_names(spelling, meant):
     with pytest.raises(PolicyError) as error:
-        registry().parse(word)
-    assert str(error.value).startswith(f"Unknown op {word!r}. Did you mean ")
+        registry().parse(spelling)
+    assert str(error.value).startswith(f"Unknown op {spelling!r}. Did you mean ")
     assert repr(meant) in str(error.value)
     assert "`mezzo.ops()` lists the known ones, `mezzo.register_op` adds your own." in str(
         error.value
     )
 
 
-@pytest.mark.parametrize("word", ["", "+", "zzzzzz", "a.b.c", "ünï"])
-def test_an_unknown_op_with_no_neighbour_says_where_to_look(word):
+@pytest.mark.parametrize("spelling", ["", "+", "zzzzzz", "a.b.c", "ünï"])
+def test_an_unknown_op_without_a_close_name_points_to_the_list_of_ops(spelling):
     with pytest.raises(
         PolicyError, match=r"^Unknown op '.*'\. `mezzo.ops\(\)` lists the known ones"
     ):
-        registry().parse(word)
+        registry().parse(spelling)
 
 
 @pytest.mark.parametrize(
-    "word", ["clone", "to", "half", "__getitem__", "copy_", "zeros", "torch.Tensor.item"]
+    "spelling", ["clone", "to", "half", "__getitem__", "copy_", "zeros", "torch.Tensor.item"]
 )
-def test_what_no_rule_applies_to_is_said_to_be_so(word):
+def test_functions_without_a_rule_raise_with_the_reason(spelling):
     with pytest.raises(
         PolicyError, match=r"^No rule applies to .*carries, describes, makes or converts"
     ):
-        registry().parse(word)
+        registry().parse(spelling)
 
 
 @pytest.mark.parametrize(
-    ("word", "example"),
+    ("spelling", "example"),
     [
         (torch.add, "add"),
         (F.layer_norm, "layer_norm"),
@@ -332,20 +332,20 @@ def test_what_no_rule_applies_to_is_said_to_be_so(word):
         (len, "softmax"),
     ],
 )
-def test_a_function_instead_of_a_name_is_answered_with_its_name(word, example):
+def test_a_function_instead_of_a_name_raises_with_its_name(spelling, example):
     with pytest.raises(PolicyError, match=f"^An op is named by a string such as '{example}', got "):
-        registry().parse(word)
+        registry().parse(spelling)
 
 
-def test_the_registry_is_a_collection_of_ops(own):
-    assert "softmax" in own
-    assert "sofmax" not in own
-    assert own["softmax"].name == "softmax"
-    assert [op.name for op in own] == sorted(own.names)
+def test_the_registry_is_a_collection_of_ops(fresh):
+    assert "softmax" in fresh
+    assert "sofmax" not in fresh
+    assert fresh["softmax"].name == "softmax"
+    assert [op.name for op in fresh] == sorted(fresh.names)
 
 
-def test_the_op_names_are_those_that_torch_lists_under(own):
-    assert own.names >= {
+def test_the_op_names_include_those_of_torchs_autocast_lists(fresh):
+    assert fresh.names >= {
         "convolution",
         "thnn_fused_lstm_cell",
         "lstm_cell",
@@ -356,96 +356,96 @@ def test_the_op_names_are_those_that_torch_lists_under(own):
     }
 
 
-def test_an_op_of_ones_own_is_known_by_name_and_function(own):
+def test_a_registered_op_is_found_by_name_and_by_function(fresh):
     def mine(x):
         return x
 
-    before = own.generation
-    own.register("mine", (mine,), ENTRY)
-    assert own.parse("mine") == "mine"
-    assert own.name_of(mine) == "mine"
-    assert own["mine"].entry == ENTRY
-    assert own.generation > before
+    before = fresh.generation
+    fresh.register("mine", (mine,), ENTRY)
+    assert fresh.parse("mine") == "mine"
+    assert fresh.name_of(mine) == "mine"
+    assert fresh["mine"].entry == ENTRY
+    assert fresh.generation > before
 
 
-def test_registering_a_name_again_replaces_the_function(own):
+def test_registering_a_name_again_replaces_the_function(fresh):
     def first(x):
         return x
 
     def second(x):
         return x
 
-    own.register("mine", (first,), ENTRY)
-    own.register("mine", (second,), Entry(Rule.HALF, "changed"))
-    assert own.name_of(first) is None
-    assert own.name_of(second) == "mine"
-    assert own["mine"].entry.rule is Rule.HALF
+    fresh.register("mine", (first,), ENTRY)
+    fresh.register("mine", (second,), Entry(Rule.HALF, "changed"))
+    assert fresh.name_of(first) is None
+    assert fresh.name_of(second) == "mine"
+    assert fresh["mine"].entry.rule is Rule.HALF
 
 
 @pytest.mark.parametrize("name", ["softmax", "add_", "absolute", "__add__", "sdpa"])
-def test_the_name_of_a_torch_op_is_refused_in_every_spelling_and_nothing_changes(own, name):
-    before = own.generation, own.names
+def test_registering_any_spelling_of_a_torch_op_raises_and_changes_nothing(fresh, name):
+    before = fresh.generation, fresh.names
     with pytest.raises(
         PolicyError,
         match=(
-            f"^'{name}'.* is an op of torch's and cannot be registered again. Choose another name,"
+            f"^'{name}'.* is an op of torch and cannot be registered again. Choose another name,"
             " or list it in a policy"
         ),
     ):
-        own.register(name, (len,), ENTRY)
-    assert (own.generation, own.names) == before
-    assert own.name_of(len) is None
+        fresh.register(name, (len,), ENTRY)
+    assert (fresh.generation, fresh.names) == before
+    assert fresh.name_of(len) is None
 
 
-def test_an_op_of_ones_own_can_be_forgotten(own):
-    own.register("mine", (len,), ENTRY)
-    before = own.generation
-    own.unregister("mine")
-    assert "mine" not in own
-    assert own.name_of(len) is None
-    assert own.generation > before
+def test_a_registered_op_can_be_unregistered(fresh):
+    fresh.register("mine", (len,), ENTRY)
+    before = fresh.generation
+    fresh.unregister("mine")
+    assert "mine" not in fresh
+    assert fresh.name_of(len) is None
+    assert fresh.generation > before
 
 
 @pytest.mark.parametrize("name", ["softmax", "never_registered"])
-def test_only_an_op_of_ones_own_can_be_forgotten(own, name):
+def test_torch_and_unknown_ops_cannot_be_unregistered(fresh, name):
     with pytest.raises(PolicyError, match=f"^'{name}' was not registered with mezzo.register_op"):
-        own.unregister(name)
+        fresh.unregister(name)
 
 
-def test_a_custom_operator_is_known_by_any_of_its_overloads(own):
+def test_a_custom_operator_is_found_by_all_of_its_overloads(fresh):
     library = torch.library.Library("mezzo_test_registry", "DEF")
     library.define("twice(Tensor x) -> Tensor")
-    own.register("twice", (torch.ops.mezzo_test_registry.twice,), ENTRY)
-    assert own.name_of(torch.ops.mezzo_test_registry.twice) == "twice"
-    assert own.name_of(torch.ops.mezzo_test_registry.twice.default) == "twice"
+    fresh.register("twice", (torch.ops.mezzo_test_registry.twice,), ENTRY)
+    assert fresh.name_of(torch.ops.mezzo_test_registry.twice) == "twice"
+    assert fresh.name_of(torch.ops.mezzo_test_registry.twice.default) == "twice"
     assert parameters(torch.ops.mezzo_test_registry.twice.default) == ("x",)
     library._destroy()
 
 
-def test_threads_that_register_at_once_lose_nothing(own):
+def test_concurrent_registrations_are_all_kept(fresh):
     names = [f"mine{number}" for number in range(64)]
 
     def register(some):
         for name in some:
-            own.register(name, (), ENTRY)
+            fresh.register(name, (), ENTRY)
 
     threads = [threading.Thread(target=register, args=(names[start::4],)) for start in range(4)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert set(names) <= own.names
-    assert own.generation == len(names)
+    assert set(names) <= fresh.names
+    assert fresh.generation == len(names)
 
 
-def test_threads_that_ask_first_at_once_get_the_same_registry(monkeypatch):
-    monkeypatch.setattr(module, "_made", module.cache(Registry))
-    ask = module.cache(module.registry.__wrapped__)
+def test_concurrent_first_calls_return_the_same_registry(monkeypatch):
+    monkeypatch.setattr(module, "_created", module.cache(Registry))
+    registry_once = module.cache(module.registry.__wrapped__)
     found, barrier = [], threading.Barrier(4)
 
     def first():
         barrier.wait()
-        found.append(ask())
+        found.append(registry_once())
 
     threads = [threading.Thread(target=first) for _ in range(4)]
     for thread in threads:
@@ -455,11 +455,11 @@ def test_threads_that_ask_first_at_once_get_the_same_registry(monkeypatch):
     assert len({id(one) for one in found}) == 1
 
 
-def test_aten_knows_most_ops():
+def test_most_ops_are_in_aten():
     assert len(aten_overloads().keys() & registry().names) > 0.9 * len(registry().names)
 
 
-def test_every_function_of_an_op_tells_its_parameters():
+def test_every_function_of_an_op_has_parameters():
     assert {
         (op.name, function)
         for op in registry()

@@ -6,7 +6,7 @@ import dis
 import inspect
 from types import FunctionType
 
-from mezzo.autocasting.composites import has_body
+from mezzo.autocasting.composites import is_python_function
 from mezzo.policy.op_names import canonical
 from mezzo.policy.registry import Function, registry
 
@@ -31,7 +31,7 @@ def ops_inside(function: Function, depth: int = _DEPTH) -> set[str]:
     precision.
     """
     inner = inspect.unwrap(function)
-    if not has_body(function) or not isinstance(inner, FunctionType):
+    if not is_python_function(function) or not isinstance(inner, FunctionType):
         return set()
     found: set[str] = set()
     for instruction in dis.get_instructions(inner):

@@ -1,4 +1,4 @@
-"""Eager execution under a policy."""
+"""Autocast in eager and compiled code."""
 
 from mezzo.autocasting.torch_hooks import install
 

@@ -24,18 +24,16 @@ from mezzo.policy.registry import registry
 from mezzo.policy.types import Cache, Level, Rule
 
 PolicyArg = Policy | str | os.PathLike[str] | Level | torch.device | None
-"""What the first argument of an entry point may be: a policy, a level, a policy file, or a
-device."""
+"""First argument of an entry point: a policy, a level, a policy file, or a device."""
 
-_KEPT = 64
-"""How many policies, and ways to call for them, are remembered: a table takes about 50 KB, and
-40 ms to make."""
+_CACHE_SIZE = 64
+"""Number of cached policies and calls: a table takes about 50 KB, and 40 ms to make."""
 
 _LEVELS = frozenset(level.value for level in Level)
 
 
 class AutocastCall(NamedTuple):
-    """The words of a call of `autocast`."""
+    """The arguments of a call of `autocast`."""
 
     first: PolicyArg
     """torch's `device_type`, or a policy."""
@@ -45,55 +43,62 @@ class AutocastCall(NamedTuple):
     device_type: str | torch.device | None
     policy: PolicyArg
     overrides: tuple[tuple[str, Any], ...]
-    """Fields of the policy, and what they are set to."""
+    """Fields of the policy with their new values."""
 
 
-def resolve_call(words: tuple[Any, ...]) -> tuple[Region, Policy]:
-    """Read a call, given as the bare tuple of a `Call`; the same words give the same region, and cost a look-up the second time."""
-    if _files and (_is_file(words[0]) or _is_file(words[5])):
-        # A file may say something else the next time.
-        return _resolve(AutocastCall(*words))
+def resolve_call(call: tuple[Any, ...]) -> tuple[Region, Policy]:
+    """Resolve the fields of an `AutocastCall`, passed as a plain tuple, to a region and a policy.
+
+    Equal calls return the same region; all but the first are one dictionary lookup.
+    """
+    if _loaded_files and (_is_file(call[0]) or _is_file(call[5])):
+        # The file may have changed.
+        return _resolve(AutocastCall(*call))
     try:
-        return _resolved(words, registry().generation)
+        return _resolved(call, registry().generation)
     except TypeError as error:
         if "unhashable" not in str(error):
             raise
-    return _resolve(AutocastCall(*words))
+    return _resolve(AutocastCall(*call))
 
 
-_files: set[str] = set()
-"""The policy files that were read: whoever uses none need not be asked for one at every region."""
+_loaded_files: set[str] = set()
+"""Policy files loaded so far: while it is empty, calls need not be checked for files."""
 
 
-def _is_file(word: PolicyArg) -> bool:
-    return word.endswith(".toml") if type(word) is str else isinstance(word, os.PathLike)
+def _is_file(policy: PolicyArg) -> bool:
+    if type(policy) is str:
+        return policy.endswith(".toml")
+    return isinstance(policy, os.PathLike)
 
 
-@lru_cache(maxsize=_KEPT)
-def _resolved(words: tuple[Any, ...], _generation: int) -> tuple[Region, Policy]:
-    return _resolve(AutocastCall(*words))
+@lru_cache(maxsize=_CACHE_SIZE)
+def _resolved(call: tuple[Any, ...], _generation: int) -> tuple[Region, Policy]:
+    return _resolve(AutocastCall(*call))
 
 
 def _resolve(call: AutocastCall) -> tuple[Region, Policy]:
-    first_device, first_policy = _read_first(call.first)
+    first_device, first_policy = _device_or_policy(call.first)
     device = _device(first_device, call.device_type)
-    words = _one_policy(first_policy, call.policy)
-    if _is_file(words):
-        _files.add(str(words))
-    if words is None and not call.overrides:
-        return _torch_shape(
-            device, call, named=first_device is not None or call.device_type is not None
-        )
+    policy_arg = _single_policy(first_policy, call.policy)
+    if _is_file(policy_arg):
+        _loaded_files.add(str(policy_arg))
+    if policy_arg is None and not call.overrides:
+        is_device_passed = first_device is not None or call.device_type is not None
+        return _resolve_torch_call(device, call, is_device_passed=is_device_passed)
     dtype = {} if call.dtype is None else {"dtype": call.dtype}
-    policy = Policy.parse(words, **dict(call.overrides), **dtype)  # type: ignore[arg-type]
-    return (
-        region_for(policy, device, enabled=call.enabled, cache_enabled=call.cache_enabled),
-        policy,
-    )
+    policy = Policy.parse(policy_arg, **dict(call.overrides), **dtype)  # type: ignore[arg-type]
+    region = region_for(policy, device, enabled=call.enabled, cache_enabled=call.cache_enabled)
+    return region, policy
 
 
-def _torch_shape(device: str, call: AutocastCall, *, named: bool) -> tuple[Region, Policy]:
-    """torch's own words mean what they mean there: no dtype is the one that torch has for the device, float32 switches off with a warning."""
+def _resolve_torch_call(
+    device: str, call: AutocastCall, *, is_device_passed: bool
+) -> tuple[Region, Policy]:
+    """Resolve a call without a policy as torch does.
+
+    Without a dtype it uses torch's for the device; float32 disables the region with a warning.
+    """
     dtype, enabled = call.dtype, call.enabled
     if not torch.amp.is_autocast_available(device):
         raise UnsupportedError(
@@ -111,9 +116,9 @@ def _torch_shape(device: str, call: AutocastCall, *, named: bool) -> tuple[Regio
         return Region(device, enabled and device == "cuda", dtype, call.cache_enabled), Policy()
     policy = Policy(dtype="auto" if dtype is None else dtype)
     region = region_for(policy, device, enabled=enabled, cache_enabled=call.cache_enabled)
-    # As in torch: no dtype is the one that is set for the device, which an outer region may have
-    # changed.
-    return replace(region, dtype=None) if dtype is None and named else region, policy
+    # Without a dtype torch uses the one set for the device, which an outer region may have changed.
+    use_current = dtype is None and is_device_passed
+    return replace(region, dtype=None) if use_current else region, policy
 
 
 def region_for(
@@ -124,15 +129,17 @@ def region_for(
     cache_enabled: bool | None = None,
     by_mode: bool = False,
 ) -> Region:
-    """Settle a policy on a device."""
+    """Return the region of a policy on a device.
+
+    With `by_mode` the function mode casts every op, and nothing is left to torch's autocast.
+    """
     if not enabled:
         return Region(device, False, policy.dtype, cache_enabled)
     dtype = resolve(policy, hardware(device)).dtype
     if dtype is None:
         return Region(device, False, None, cache_enabled)
-    if _leaves_all_alone(policy, dtype, device, registry().generation):
-        # Apex's O2 and O3, for instance: an op runs in what it is given, and no mode need look at
-        # it.
+    if _casts_nothing(policy, dtype, device, registry().generation):
+        # Apex's O2 and O3, for example: no mode is needed.
         return Region(device, False, dtype, cache_enabled)
     register_float32_kernels(device)
     off = policy.cache is Cache.OFF or cache_enabled is False
@@ -142,62 +149,56 @@ def region_for(
     )
     if uses_torch_lists(policy, device) and not versioned and not by_mode:
         return Region(device, True, dtype, False if off else cache_enabled)
-    # Beside mezzo's own cache torch's has nothing to do but to go stale.
-    beside = False if off or versioned else cache_enabled
+    # With mezzo's cache, torch's would only become stale.
+    torch_cache = False if off or versioned else cache_enabled
     table = _table(policy, device, dtype, versioned, by_mode, registry().generation)
-    return Region(device, True, dtype, beside, table.key, table)
+    return Region(device, True, dtype, torch_cache, table.key, table)
 
 
-@lru_cache(maxsize=_KEPT)
-def _leaves_all_alone(policy: Policy, dtype: torch.dtype, device: str, _generation: int) -> bool:
+@lru_cache(maxsize=_CACHE_SIZE)
+def _casts_nothing(policy: Policy, dtype: torch.dtype, device: str, _generation: int) -> bool:
     lists = effective_lists(policy, dtype, device)
-    listed = any(
-        entry.rule is not Rule.KEEP for entry in (lists.default_rule, *lists.entries.values())
-    )
-    return not (listed or lists.conditional or policy.modules)
+    entries = (lists.default_rule, *lists.entries.values())
+    casts_ops = any(entry.rule is not Rule.KEEP for entry in entries)
+    return not (casts_ops or lists.conditional or policy.modules)
 
 
-@lru_cache(maxsize=_KEPT)
+@lru_cache(maxsize=_CACHE_SIZE)
 def _table(
     policy: Policy,
     device: str,
     dtype: torch.dtype,
     versioned: bool,  # noqa: FBT001
-    alone: bool,  # noqa: FBT001
+    by_mode: bool,  # noqa: FBT001
     generation: int,
 ) -> PolicyTable:
     require("support for policies with rules of their own")
-    key = f"{device}/{dtype_name(dtype)}/{'versioned' if versioned else 'plain'}{EXPORT_KEY if alone else '/beside/'}{generation}/{policy!r}"
-    return PolicyTable.of(
-        key, policy, lambda: make_table(policy, dtype, device, versioned=versioned, alone=alone)
+    cache = "versioned" if versioned else "plain"
+    kind = EXPORT_KEY if by_mode else "/region/"
+    key = f"{device}/{dtype_name(dtype)}/{cache}{kind}{generation}/{policy!r}"
+    return PolicyTable.shared(
+        key,
+        policy,
+        lambda: make_table(
+            policy, dtype, device, versioned=versioned, without_torch_autocast=by_mode
+        ),
     )
 
 
 def policy_of(region: Region) -> Policy | None:
-    """The policy that a steered region carries out; None where torch's own lists do."""
+    """Return the policy of a region with a table; None if torch's own lists are its policy."""
     return region.owner.policy if isinstance(region.owner, PolicyTable) else None
 
 
 def without_torch_autocast(region: Region) -> Region:
-    """The same region carried out by the mode alone, for where torch's own autocast is not heard."""
+    """Return an equivalent region in which the mode casts every op, for torch.export."""
     policy = replace(policy_of(region) or Policy(), dtype=region.computes_in, cache=Cache.OFF)
     return region_for(policy, region.device, by_mode=True)
 
 
-@lru_cache(maxsize=_KEPT)
-def _own_fields(policy: Policy) -> bool:
-    said = (
-        policy.exempt_args,
-        policy.conditional,
-        policy.default_rule,
-        *(policy.ops_with_rule(rule) for rule in Rule),
-    )
-    return any(bool(word) for word in said)
-
-
 def uses_torch_lists(policy: Policy, device: str) -> bool:
-    """Whether torch's C++ lists carry the policy out as it is, at no cost."""
-    foreign = registry().generation > 0 and any(
+    """Return whether torch's own lists implement the policy, so that no mode is needed."""
+    has_custom_operators = registry().generation > 0 and any(
         isinstance(function, OpOverload)
         for op in registry()
         if op.entry
@@ -206,31 +207,43 @@ def uses_torch_lists(policy: Policy, device: str) -> bool:
     return (
         policy.level is Level.O1
         and policy.preset in ("torch", f"torch-{device}")
-        and not _own_fields(policy)
-        and not foreign
+        and not _overrides_op_lists(policy)
+        and not has_custom_operators
     )
 
 
-def _read_first(word: PolicyArg) -> tuple[str | None, PolicyArg]:
-    if isinstance(word, torch.device):
-        return word.type, None
-    if not isinstance(word, str) or isinstance(word, Policy):
-        return None, word
-    if word in _LEVELS or word.endswith(".toml"):
-        return None, word
-    device = _device_type(word)
+@lru_cache(maxsize=_CACHE_SIZE)
+def _overrides_op_lists(policy: Policy) -> bool:
+    op_fields = (
+        policy.exempt_args,
+        policy.conditional,
+        policy.default_rule,
+        *(policy.ops_with_rule(rule) for rule in Rule),
+    )
+    return any(bool(value) for value in op_fields)
+
+
+def _device_or_policy(first: PolicyArg) -> tuple[str | None, PolicyArg]:
+    """Split the first argument of `autocast` into a device type or a policy."""
+    if isinstance(first, torch.device):
+        return first.type, None
+    if not isinstance(first, str) or isinstance(first, Policy):
+        return None, first
+    if first in _LEVELS or first.endswith(".toml"):
+        return None, first
+    device = _device_type(first)
     if device is not None:
         return device, None
     raise PolicyError(
-        f"autocast({word!r}): that is neither a device type such as 'cuda' or 'cpu', nor a level"
+        f"autocast({first!r}): that is neither a device type such as 'cuda' or 'cpu', nor a level"
         f" ({', '.join(sorted(_LEVELS))}), nor a .toml policy file."
-        + (" The level starts with the letter O, not a zero." if word[:1] == "0" else "")
+        + (" The level starts with the letter O, not a zero." if first[:1] == "0" else "")
     )
 
 
-def _device_type(word: str) -> str | None:
+def _device_type(device: str) -> str | None:
     try:
-        return torch.device(word).type
+        return torch.device(device).type
     except RuntimeError:
         return None
 
@@ -238,7 +251,7 @@ def _device_type(word: str) -> str | None:
 def _device(first: str | None, device_type: str | torch.device | None) -> str:
     if first is not None and device_type is not None:
         raise PolicyError(
-            f"The device was given twice: {first!r} and device_type={device_type!r}. Give it once."
+            f"The device is passed twice: {first!r} and device_type={device_type!r}. Pass it once."
         )
     if first is not None:
         return first
@@ -246,20 +259,19 @@ def _device(first: str | None, device_type: str | torch.device | None) -> str:
         return hardware().device
     if isinstance(device_type, torch.device):
         return device_type.type
-    named = _device_type(device_type) if isinstance(device_type, str) else None
-    if named is None:
-        # torch raises a RuntimeError with these words, and code that was written for it may wait
-        # for that.
+    parsed = _device_type(device_type) if isinstance(device_type, str) else None
+    if parsed is None:
+        # torch raises a RuntimeError with this text, which code written for it may expect.
         raise UnsupportedError(
             f"Invalid device string: {device_type!r}. A device type is one that torch knows, such"
             " as 'cuda', 'cpu', 'xpu' or 'mps'."
         )
-    return named
+    return parsed
 
 
-def _one_policy(first: PolicyArg, policy: PolicyArg) -> PolicyArg:
+def _single_policy(first: PolicyArg, policy: PolicyArg) -> PolicyArg:
     if first is not None and policy is not None:
         raise PolicyError(
-            f"The policy was given twice: {first!r} and policy={policy!r}. Give it once."
+            f"The policy is passed twice: {first!r} and policy={policy!r}. Pass it once."
         )
     return first if first is not None else policy

@@ -1,4 +1,4 @@
-"""`mezzo.autocast`, `enable` and `disable`; autocast on all device types at once."""
+"""`mezzo.autocast`, `enable_autocast` and `disable_autocast`; autocast on all device types."""
 
 from __future__ import annotations
 
@@ -36,24 +36,45 @@ from mezzo.policy.types import Level, Rule
 P = ParamSpec("P")
 R = TypeVar("R")
 
-
 _TRACED = 0
-"""Stands for the thread in compiled code, which has none."""
+"""Replaces the thread id in compiled code, which has none."""
 
 
 class autocast:  # noqa: N801 - torch's spelling
-    """Run what is inside in the precision that a policy says.
+    """Run ops in the precision that a policy chooses, as a context manager or a decorator.
 
-    torch's call shape, or a policy: a level, a `Policy`, a TOML file, and overrides of the policy's
-    fields.
+    The first argument is a device type, as in `torch.autocast`, or a policy: a level, a
+    `mezzo.Policy`, or the path of a TOML file. Further keyword arguments override fields of the
+    policy.
 
     >>> import mezzo
+    >>> x = torch.ones(2, 2)
     >>> with mezzo.autocast("cpu", dtype=torch.bfloat16):
-    ...     torch.mm(torch.ones(2, 2), torch.ones(2, 2)).dtype
+    ...     torch.mm(x, x).dtype
     torch.bfloat16
     >>> with mezzo.autocast("O1", device_type="cpu", dtype="bfloat16", half={"add"}):
-    ...     (torch.ones(2) + torch.ones(2)).dtype
+    ...     (x + x).dtype
     torch.bfloat16
+
+    Args:
+        policy_or_device: `"cuda"`, `torch.device("cpu")`, `"O1"`, a `Policy` or `"policy.toml"`.
+            The default is the default policy on the current accelerator, or on the CPU.
+        dtype: The 16-bit dtype. By default the policy's, or torch's for the device.
+        enabled: False disables casts, also those of an outer region.
+        cache_enabled: False disables the cache of 16-bit copies of weights.
+        device_type: The device type, if the first argument is a policy.
+        policy: The policy, if the first argument is a device type.
+        model: The model that the policy's module rules (`modules=`) apply to.
+        overrides: Fields of the policy, such as `half={"add"}`. See `mezzo.Policy`.
+
+    Regions nest, belong to the current thread (see `mezzo.propagate_autocast`), work inside and
+    around `torch.compile`, and may be entered any number of times. With torch's own op lists a
+    region costs what `torch.autocast` costs; other policies add a function mode.
+
+    Raises:
+        PolicyError: The policy is invalid.
+        UnsupportedError: torch has no autocast for the device, or the device does not support the
+            dtype and `on_unsupported="error"`.
     """
 
     def __init__(
@@ -69,44 +90,25 @@ class autocast:  # noqa: N801 - torch's spelling
         model: nn.Module | None = None,
         **overrides: Any,
     ) -> None:
+        call = (policy_or_device, dtype, enabled, cache_enabled, device_type, policy)
+        resolved: Policy | None = None
+        binding: ModuleRuleBinding | None = None
         if is_dynamo_compiling():
-            region, binding = (
-                Region.decode(
-                    _settled_code(
-                        policy_or_device,
-                        dtype,
-                        enabled,
-                        cache_enabled,
-                        device_type,
-                        policy,
-                        overrides,
-                    )
-                ),
-                None,
-            )
-            settled = None
+            region = Region.decode(_encoded_region(*call, overrides))
         else:
-            words = (
-                policy_or_device,
-                dtype,
-                enabled,
-                cache_enabled,
-                device_type,
-                policy,
-                _frozen(overrides) if overrides else (),
-            )
-            region, settled = resolve_call(words)
-            binding = bind_module_rules(settled, region, model) if settled.modules else None
+            region, resolved = resolve_call((*call, _hashable(overrides) if overrides else ()))
+            if resolved.modules:
+                binding = bind_module_rules(resolved, region, model)
         self._region = region
         self._binding = binding
-        self._policy = settled
+        self._policy = resolved
         self._model = model
         self._entered: dict[int, list[Any]] = {}
 
     def __enter__(self) -> Self:
         if self._binding is not None:
             self._binding.__enter__()
-        # By thread: one instance may be open in several, and each puts back its own.
+        # By thread: several may be inside one instance, and each restores its own state.
         entered: Entered | Traced
         if is_dynamo_compiling():
             thread, entered = _TRACED, enter_traced(self._region)
@@ -131,40 +133,40 @@ class autocast:  # noqa: N801 - torch's spelling
         if self._binding is not None:
             self._binding.__exit__(kind, error, trace)
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        """Copy and pickle what the region was made of: the table that carries it out lives in one process."""
-        return _made_again, (replace(self._region, owner=None), self._policy, self._model)
-
     def __call__(self, function: Callable[P, R]) -> Callable[P, R]:
-        """Decorate a function, a generator function or a coroutine function: every call runs in the region."""
+        """Decorate a function, generator or coroutine function: each call runs in the region."""
         return wrap_function(self._region, self._binding, function)
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Copy and pickle the policy: its table of cast actions exists in one process only."""
+        return _rebuild, (replace(self._region, owner=None), self._policy, self._model)
 
-def _made_again(region: Region, policy: Policy, model: nn.Module | None) -> autocast:
-    again = autocast.__new__(autocast)
+
+def _rebuild(region: Region, policy: Policy, model: nn.Module | None) -> autocast:
+    copy = autocast.__new__(autocast)
     if region.key:
         region = region_for(policy, region.device, cache_enabled=region.cache_enabled)
-    again._region, again._policy, again._model, again._entered = region, policy, model, {}
-    again._binding = bind_module_rules(policy, region, model) if policy.modules else None
-    return again
+    copy._region, copy._policy, copy._model, copy._entered = region, policy, model, {}
+    copy._binding = bind_module_rules(policy, region, model) if policy.modules else None
+    return copy
 
 
 @dynamo_constant
-def _settled_code(*words: Any) -> str:
-    """`settle` as a constant of compiled code: the words of a call inside a compiled function are constants there too."""
-    region, policy = resolve_call((*words[:-1], _frozen(words[-1])))
+def _encoded_region(*call: Any) -> str:
+    """Resolve a call in compiled code, where its arguments are constants, to an encoded region."""
+    region, policy = resolve_call((*call[:-1], _hashable(call[-1])))
     if policy.modules:
         raise PolicyError(
-            "Module rules are bound outside compiled code: enter the region around the compiled"
+            "Module rules cannot be bound in compiled code. Enter the region around the compiled"
             " function, not inside it."
         )
     if isinstance(region.owner, PolicyTable):
-        region.owner.keep()
+        region.owner.keep_alive()
     return region.encode()
 
 
-def _frozen(overrides: dict[str, Any]) -> tuple[tuple[str, Any], ...]:
-    """Overrides as a key: sets of op names, the usual case, are made hashable."""
+def _hashable(overrides: dict[str, Any]) -> tuple[tuple[str, Any], ...]:
+    """Return overrides as a dictionary key; sets of op names become frozen sets."""
     return tuple(
         [
             (name, frozenset(value) if isinstance(value, set) else value)
@@ -176,20 +178,20 @@ def _frozen(overrides: dict[str, Any]) -> tuple[tuple[str, Any], ...]:
 def bind_module_rules(
     policy: Policy, region: Region, model: nn.Module | None
 ) -> ModuleRuleBinding | None:
-    """The module rules of a policy on a model, ready to be applied; None where the region is off."""
+    """Bind the module rules of a policy to a model; None if the region is disabled."""
     if not region.enabled:
         return None
     if model is None:
         names = ", ".join(repr(selector.text) for selector, _ in policy.modules)
         raise PolicyError(
-            f"The policy has module rules ({names}) and needs the model they speak of:"
+            f"The policy has module rules ({names}) and needs the model that they apply to:"
             " autocast(policy, model=model)."
         )
     dtype = region.computes_in
-    off = Region(region.device, False, region.dtype, region.cache_enabled, ruled=True)
+    off = Region(region.device, False, region.dtype, region.cache_enabled, from_module_rule=True)
     half = replace(
         region_for(Policy(Level.O3, dtype, on_unsupported=policy.on_unsupported), region.device),
-        ruled=True,
+        from_module_rule=True,
     )
     precisions = {
         Rule.HALF: Precision(half, dtype),
@@ -201,43 +203,47 @@ def bind_module_rules(
     )
 
 
-_switch = threading.local()
+_thread = threading.local()
 
 
-def enable_autocast(policy: PolicyArg = None, **words: Any) -> None:
-    """Switch a policy on for the rest of this thread, without a region; `disable` switches it off, another `enable` replaces it.
+def enable_autocast(policy: PolicyArg = None, **kwargs: Any) -> None:
+    """Enable autocast for the rest of this thread, without a `with` block.
+
+    Takes the arguments of `mezzo.autocast`. A second call replaces the first, and
+    `mezzo.disable_autocast` ends it. Useful in notebooks, and where a training loop cannot be
+    changed.
 
     >>> enable_autocast("cpu", dtype="bfloat16")
     >>> torch.mm(torch.ones(1, 1), torch.ones(1, 1)).dtype
     torch.bfloat16
     >>> disable_autocast()
     """
-    set_thread_region(autocast(policy, **words))
-
-
-def set_thread_region(region: AbstractContextManager[Any]) -> None:
-    """Stay in a region for the rest of this thread, in place of the one that was switched on before."""
-    disable_autocast()
-    region.__enter__()
-    _switch.region = region
-
-
-def thread_region() -> AbstractContextManager[Any] | None:
-    """The region that this thread was switched to."""
-    return getattr(_switch, "region", None)
+    set_thread_region(autocast(policy, **kwargs))
 
 
 def disable_autocast() -> None:
-    """Switch off what `enable` switched on in this thread; nothing happens where nothing is on."""
+    """End what `mezzo.enable_autocast` enabled in this thread; do nothing if it was not called."""
     region = thread_region()
     if region is not None:
-        _switch.region = None
+        _thread.region = None
         region.__exit__(None, None, None)
+
+
+def set_thread_region(region: AbstractContextManager[Any]) -> None:
+    """Enter a region for the rest of this thread, in place of the one set before."""
+    disable_autocast()
+    region.__enter__()
+    _thread.region = region
+
+
+def thread_region() -> AbstractContextManager[Any] | None:
+    """Return the region that was set for the rest of this thread, if any."""
+    return getattr(_thread, "region", None)
 
 
 @dynamo_constant
 def device_types() -> tuple[str, ...]:
-    """The kinds of device that tensors may be on here: the CPU, and the accelerator if there is one.
+    """Return the device types of this machine: the CPU, and the accelerator if there is one.
 
     >>> device_types()[0]
     'cpu'
@@ -245,8 +251,8 @@ def device_types() -> tuple[str, ...]:
     return tuple(dict.fromkeys(("cpu", hardware().device)))
 
 
-class autocast_all_devices:  # noqa: N801 - reads as a phrase, as `autocast` does
-    """`autocast` for tensors on any device: as context manager and as decorator.
+class autocast_all_devices:  # noqa: N801 - a context manager like `autocast`
+    """`autocast` on all device types, as a context manager or a decorator.
 
     >>> import torch
     >>> with autocast_all_devices(preset="megengine", dtype="bfloat16"):
@@ -255,22 +261,22 @@ class autocast_all_devices:  # noqa: N801 - reads as a phrase, as `autocast` doe
     """
 
     def __init__(self, policy: Any = None, *, enabled: bool = True, **overrides: Any) -> None:
-        self._each = [
+        self._regions = [
             autocast(policy, device_type=device, enabled=enabled, **overrides)
             for device in device_types()
         ]
 
     def __enter__(self) -> Self:
-        for one in self._each:
-            one.__enter__()
+        for region in self._regions:
+            region.__enter__()
         return self
 
     def __exit__(self, *error: object) -> None:
-        for one in reversed(self._each):
-            one.__exit__(*error)  # type: ignore[arg-type]
+        for region in reversed(self._regions):
+            region.__exit__(*error)  # type: ignore[arg-type]
 
     def __call__(self, function: Callable[P, R]) -> Callable[P, R]:
-        """Decorate a function, a generator function or a coroutine function: every call runs in the region."""
-        for one in self._each:
-            function = one(function)
+        """Decorate a function, generator or coroutine function: each call runs in the regions."""
+        for region in self._regions:
+            function = region(function)
         return function

@@ -1,4 +1,4 @@
-"""Ops of the user's own: a function or a custom operator gets a name and a rule, and policies can speak of it."""
+"""`mezzo.register_op`: give a function or a custom operator a name and a rule for policies."""
 
 from __future__ import annotations
 
@@ -33,58 +33,72 @@ def register_op(
     function: str | None = None, name: str | None = None, rule: str | Rule = Rule.KEEP
 ) -> Callable[[Callable[P, R]], Callable[P, R]]: ...
 def register_op(function: Any = None, name: str | None = None, rule: str | Rule = Rule.KEEP) -> Any:
-    """Give a function or a custom operator a name and a rule.
+    """Register a function or a custom operator as an op with a rule.
 
-    Inside a region its inputs are cast as the rule says, and its body runs without further casts. A
-    policy that lists the name overrides the rule. Use what comes back: it is the function that
-    knows of regions. A custom operator comes back as it is.
+    In a region the floating-point inputs of the op are cast by its rule (`"half"`, `"full"`,
+    `"promote"`, `"keep"` or `"refuse"`), and its body runs without further casts. A policy that
+    lists the name overrides the rule. As a decorator it takes the name, which is by default that of
+    the function. Registering a name again replaces the op.
 
-    >>> @register_op("scaled_add", rule="full")
+    Call the returned function: it checks for a region. A custom operator (`torch.library.custom_op`
+    or `torch.ops...`) is returned unchanged.
+
+    >>> import mezzo
+    >>> @mezzo.register_op("scaled_add", rule="full")
     ... def scaled_add(x, y):
     ...     return x + 2 * y
+    >>> x = torch.ones(2, dtype=torch.bfloat16)
+    >>> with mezzo.autocast("cpu", dtype="bfloat16"):
+    ...     scaled_add(x, x).dtype
+    torch.float32
+    >>> with mezzo.autocast("O1", device_type="cpu", dtype="bfloat16", half={"scaled_add"}):
+    ...     scaled_add(x, x).dtype
+    torch.bfloat16
     """
     if function is None or isinstance(function, str):
         return lambda decorated: register_op(decorated, function or name, rule)
     if not callable(function):
         raise PolicyError(f"register_op takes a function or a custom operator, got {function!r}.")
-    chosen = _name(function, name)
+    op = _op_name(function, name)
     entry = Entry(Rule.parse(rule), "registered by the user")
     if isinstance(function, CustomOpDef | OpOverload | OpOverloadPacket):
-        registry().register(chosen, _spellings(function), entry)
+        registry().register(op, _overloads(function), entry)
         return function
-    wrapper = _aware(chosen, function)
-    registry().register(chosen, (wrapper,), entry)
-    publish(
-        _own_table(chosen),
-        {} if entry.rule is Rule.KEEP else {wrapper: CastAction(chosen, entry.rule, entry.reason)},
-    )
+    wrapper = _wrap(op, function)
+    registry().register(op, (wrapper,), entry)
+    action = CastAction(op, entry.rule, entry.reason)
+    publish(_table_key(op), {} if entry.rule is Rule.KEEP else {wrapper: action})
     return wrapper
 
 
-def _name(function: Any, name: str | None) -> str:
-    chosen = name or canonical(getattr(function, "__name__", "") or getattr(function, "_name", ""))
-    if not chosen or not isinstance(chosen, str):
+def _op_name(function: Any, name: str | None) -> str:
+    op = name or canonical(getattr(function, "__name__", "") or getattr(function, "_name", ""))
+    if not op or not isinstance(op, str):
         raise PolicyError(
-            f"{function!r} needs a name that policies can call it by: register_op(function,"
+            f"{function!r} has no name that policies can use. Pass one: register_op(function,"
             " name=...)."
         )
-    return chosen
+    return op
 
 
-def _spellings(
+def _overloads(
     operator: CustomOpDef | OpOverload[..., Any] | OpOverloadPacket[..., Any],
 ) -> tuple[Any, ...]:
+    """Return everything that calls a custom operator: its packet and all overloads."""
     overload = operator._opoverload if isinstance(operator, CustomOpDef) else operator
     packet = overload.overloadpacket if isinstance(overload, OpOverload) else overload
     return (packet, *(getattr(packet, name) for name in packet.overloads()))
 
 
-def _aware(name: str, function: Callable[P, R]) -> Callable[P, R]:
-    """A function that asks for the region it is called in. It needs no mode, so that default regions stay free of one."""
-    alone = _own_table(name)
+def _wrap(op: str, function: Callable[P, R]) -> Callable[P, R]:
+    """Wrap a function so that it applies its rule in a region.
+
+    It needs no function mode, so that regions with torch's own lists have none.
+    """
+    default_key = _table_key(op)
 
     @wraps(function)
-    def aware(*args: P.args, **kwargs: P.kwargs) -> R:
+    def wrapper(*args: P.args, **kwargs: P.kwargs) -> R:
         device = next(
             (
                 leaf.device.type
@@ -95,32 +109,32 @@ def _aware(name: str, function: Callable[P, R]) -> Callable[P, R]:
         )
         if device is None or not _has_autocast(device) or not torch.is_autocast_enabled(device):
             return function(*args, **kwargs)
-        steering = active_mode(device)
-        key = steering.key if steering is not None and steering.key else alone
+        mode = active_mode(device)
+        key = mode.key if mode is not None and mode.key else default_key
         result: R
         if is_dynamo_compiling():
-            rule = rule_of(key, aware)
+            rule = rule_of(key, wrapper)
             result = (
                 function(*args, **kwargs)
                 if rule is None
-                else apply_rule_traced(key, device, rule, aware, args, kwargs, function)
+                else apply_rule_traced(key, device, rule, wrapper, args, kwargs, function)
             )
             return result
-        action = TABLES[key].get(aware)
+        action = TABLES[key].get(wrapper)
         if action is None:
             return function(*args, **kwargs)
-        result = (steering or AutocastMode(device, "")).apply_rule(function, action, args, kwargs)
+        result = (mode or AutocastMode(device, "")).apply_rule(function, action, args, kwargs)
         return result
 
-    return aware
+    return wrapper
 
 
 @dynamo_constant
 def _has_autocast(device: str) -> bool:
-    """torch's question, which dynamo does not trace in torch 2.11."""
+    """Return whether torch has autocast for a device, which dynamo cannot trace in torch 2.11."""
     return torch.amp.is_autocast_available(device)
 
 
-def _own_table(name: str) -> str:
-    """The key of the table that holds for an op where torch's own lists are the policy."""
-    return f"registered/{name}"
+def _table_key(op: str) -> str:
+    """Return the key of an op's table in regions with torch's own lists."""
+    return f"registered/{op}"

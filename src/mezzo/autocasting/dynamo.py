@@ -1,4 +1,4 @@
-"""Marks that dynamo reads, and operators that take functions."""
+"""Marks for dynamo, and higher-order operators in function modes."""
 
 from __future__ import annotations
 
@@ -17,24 +17,23 @@ R = TypeVar("R")
 
 
 def dynamo_constant(function: Callable[P, R]) -> Callable[P, R]:
-    """Mark a function whose answer dynamo takes as a constant of the code it compiles.
+    """Mark a function whose result dynamo takes as a constant of the code it compiles.
 
-    What `torch.compiler.assume_constant_result` does, without importing dynamo for it: that takes
-    1.8 seconds, which everybody who imports mezzo would wait.
+    Does what `torch.compiler.assume_constant_result` does without importing dynamo, which would add
+    1.8 seconds to `import mezzo`.
     """
     function._dynamo_marked_constant = True  # type: ignore[attr-defined]
     return function
 
 
 def skip_frame(function: Callable[P, R]) -> Callable[P, R]:
-    """Mark a function that runs as it is, with all that it calls, wherever it is not part of something that dynamo compiles.
+    """Mark a function that dynamo must not compile by itself, nor anything it calls.
 
-    A model that breaks its graph inside a region runs eagerly there, and dynamo tries every Python
-    function that it comes by: entering the region, and the mode at each op. What
-    `torch._dynamo.eval_frame.skip_code` does, without importing dynamo for it.
+    A model that breaks its graph inside a region runs eagerly there, and dynamo tries to compile
+    every Python function on the way: entering the region, and the mode at each op. Does what
+    `torch._dynamo.eval_frame.skip_code` does without importing dynamo.
     """
-    # torch's own business: where it is no more, everything runs as before, with code compiled that
-    # nobody needs.
+    # In a torch without these names dynamo compiles code that is not needed, with equal results.
     if FrameAction and FrameExecStrategy and set_code_exec_strategy:
         set_code_exec_strategy(
             cast("Any", function).__code__, FrameExecStrategy(FrameAction.SKIP, FrameAction.SKIP)
@@ -42,41 +41,43 @@ def skip_frame(function: Callable[P, R]) -> Callable[P, R]:
     return function
 
 
-CARRIED = frozenset({"tag_activation_checkpoint", "wrap_activation_checkpoint"})
-"""Operators whose function is steered inside."""
+WRAPPED_OPERATORS = frozenset({"tag_activation_checkpoint", "wrap_activation_checkpoint"})
+"""Higher-order operators whose function runs under the mode."""
 
-REFUSED = frozenset({"cond", "while_loop", "map", "map_impl", "scan", "associative_scan"})
-"""Operators whose functions cannot be steered."""
+REFUSED_OPERATORS = frozenset({"cond", "while_loop", "map", "map_impl", "scan", "associative_scan"})
+"""Higher-order operators whose functions run where no mode reaches them."""
+
+REFUSAL = (
+    "it runs its functions where a policy with its own op rules cannot be applied. Put `with"
+    " torch.autocast(device, enabled=False):` around it and cast its inputs, or use a policy"
+    " with torch's own lists there"
+)
+"""Reason for the refused operators, with the remedy."""
 
 
-def operators() -> dict[Function, str]:
-    """The listed operators that this torch has."""
-    known = torch.ops.higher_order
-    return {getattr(known, name): name for name in CARRIED | REFUSED if hasattr(known, name)}
-
-
-def refusal() -> str:
-    """Why a steered region cannot reach into an operator, and what to do."""
-    return (
-        "it runs its functions where a policy with entries of its own cannot reach them. Put `with"
-        " torch.autocast(device, enabled=False):` around it and cast its inputs, or use a policy"
-        " that is torch's own lists there"
-    )
+def higher_order_operators() -> dict[Function, str]:
+    """Return the wrapped and refused operators that the installed torch has, with their names."""
+    namespace = torch.ops.higher_order
+    names = WRAPPED_OPERATORS | REFUSED_OPERATORS
+    return {getattr(namespace, name): name for name in names if hasattr(namespace, name)}
 
 
 def under_mode(mode: TorchFunctionMode, function: Function) -> Function:
-    """A function that runs under the mode."""
+    """Wrap a function so that it runs under a mode."""
 
-    def body(*args: Any, **kwargs: Any) -> Any:
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
         with mode:
             return function(*args, **kwargs)
 
-    return body
+    return wrapped
 
 
 @dynamo_constant
 def permit_mode_changes(permitted: bool) -> bool:  # noqa: FBT001
-    """Let a checkpointed function enter a mode while dynamo traces it: torch's own switch for side effects that need no replay, as a balanced enter and exit."""
+    """Set whether dynamo traces checkpointed functions that enter a mode; return the old value.
+
+    This is torch's setting for side effects that need no replay, such as a balanced enter and exit.
+    """
     config = _torch.dynamo_config
     if config is None:
         return permitted

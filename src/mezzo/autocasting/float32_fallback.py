@@ -1,6 +1,6 @@
-"""Repeat an op in float32 when the device turns out to have no 16-bit kernel for it: what the function mode of a policy does.
+"""Repeat an op in float32 if the device has no 16-bit kernel for it.
 
-Where torch's own lists are the policy, no mode sees the op: see `float32_kernels`.
+For ops that the function mode of a policy sees. For torch's own lists see `float32_kernels`.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def retry_in_float32(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> Any:
-    """Call again in float32 when the device has no kernel for the 16-bit dtype; any other error is raised again."""
+    """Call again in float32 if the error means that a 16-bit kernel is missing; else raise it."""
     if dtype not in HALF_DTYPES or not any(text in str(error) for text in _NO_KERNEL):
         raise error
     missing_kernels.record_missing(op, dtype, device)

@@ -1,9 +1,9 @@
-"""Autocast kernels for ops that have no 16-bit kernel on a device: in mezzo's regions they compute in float32.
+"""Autocast kernels that compute in float32, for ops without a 16-bit kernel on a device.
 
-Where torch's own lists are the policy, no function mode sees an op, and one without a 16-bit kernel
-would raise in the middle of a step. torch's dispatcher has one table for the whole process, so
-these kernels are registered for everybody: outside mezzo's regions each hands its call on to the
-kernel below, as if it were not there.
+With torch's own lists no function mode sees an op, and one without a 16-bit kernel would raise in
+the middle of a step. torch's dispatcher has one table per process, so these kernels are registered
+for all code: outside mezzo's regions each one redispatches to the next kernel, as if it were not
+registered.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ _lock = threading.Lock()
 
 
 def register_float32_kernels(device: str) -> None:
-    """Give the ops that lack a 16-bit kernel on a device an autocast kernel that casts to float32, once.
+    """Register float32 autocast kernels for ops without a 16-bit kernel on a device, once.
 
-    The kernels stay for the life of the process, and act in mezzo's regions alone.
+    They stay registered for the life of the process, and act in mezzo's regions only.
     """
-    # Two threads may enter their first regions at once.
+    # Two threads may enter their first regions at the same time.
     with _lock:
         _registered(device)
 
@@ -49,7 +49,8 @@ def register_float32_kernels(device: str) -> None:
 def _registered(device: str) -> Library | None:
     key = AUTOCAST_KEYS.get(device)
     lacking = sorted(
-        (missing_kernels.known_missing(device) | _lacking_here(device)) - set(torch_entries(device))
+        (missing_kernels.known_missing(device) | _missing_on_this_machine(device))
+        - set(torch_entries(device))
     )
     if key is None or not lacking or lacks("float32 fallback"):
         return None
@@ -66,8 +67,11 @@ def _registered(device: str) -> Library | None:
     return library
 
 
-def _lacking_here(device: str) -> frozenset[str]:
-    """Ops whose 16-bit kernel this very device lacks: oneDNN's LSTM, which torch's autocast calls on a CPU, fails without native instructions."""
+def _missing_on_this_machine(device: str) -> frozenset[str]:
+    """Return ops without a 16-bit kernel on this machine.
+
+    oneDNN's LSTM, which torch's autocast calls on a CPU, fails without native instructions.
+    """
     return (
         frozenset({"lstm"})
         if device == "cpu" and not hardware(device).bfloat16.native
@@ -87,14 +91,9 @@ def _kernel(op: str, qualified: str, device: str, key: str) -> Function:
         if _events.listening() and any(
             is_castable(value, device) and value.dtype in HALF_DTYPES for value in args
         ):
-            _events.emit(
-                _events.Float32Fallback(
-                    op,
-                    device,
-                    dtype_name(torch.get_autocast_dtype(device)),
-                    "it has no 16-bit kernel there",
-                )
-            )
+            requested = dtype_name(torch.get_autocast_dtype(device))
+            reason = "it has no 16-bit kernel there"
+            _events.emit(_events.Float32Fallback(op, device, requested, reason))
         with ExcludeDispatchKeyGuard(DispatchKeySet(autocast)):
             return call(
                 *cast_all(args, torch.float32, device), **cast_all(kwargs, torch.float32, device)

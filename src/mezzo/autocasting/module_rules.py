@@ -1,4 +1,4 @@
-"""Module rules: run the forward of some modules in another precision than what surrounds them."""
+"""Module rules: run the forward of some modules in another precision than the region around."""
 
 from __future__ import annotations
 
@@ -27,77 +27,87 @@ Forward = Callable[..., Any]
 def replace_forward(
     module: nn.Module, mark: str, make: Callable[[Forward, bool], Forward]
 ) -> Callable[[], None]:
-    """Replace the forward of one module; what comes back puts it back.
+    """Replace the forward of one module; return a function that restores it.
 
-    `make` gets the function that was there, and whether it is bound to its module already, and
-    gives one of `self` and the arguments. A forward with the same `mark` gives way: what it had
-    replaced is replaced anew.
+    `make` takes the previous function and whether it is bound to its module, and returns a function
+    of `self` and the arguments. If the previous forward has the same `mark`, it is replaced, and
+    `make` gets the function below it.
     """
-    own = module.__dict__.get("forward")
-    function = getattr(own, mark, own) or type(module).forward
-    forward = make(function, own is not None and function is not type(module).forward)
+    previous = module.__dict__.get("forward")
+    function = getattr(previous, mark, previous) or type(module).forward
+    forward = make(function, previous is not None and function is not type(module).forward)
     setattr(forward, mark, function)
-    # A bound method, so that a deep copy of the model gets one bound to the copy.
+    # A bound method, so that a deep copy of the model gets one that is bound to the copy.
     module.__dict__["forward"] = MethodType(forward, module)
-    return partial(_restore_forward, module, own)
+    return partial(_restore_forward, module, previous)
 
 
-def _restore_forward(module: nn.Module, own: Any) -> None:
-    if own is None:
+def _restore_forward(module: nn.Module, previous: Any) -> None:
+    if previous is None:
         module.__dict__.pop("forward", None)
     else:
-        module.__dict__["forward"] = own
+        module.__dict__["forward"] = previous
 
 
-_SHOWN = 20
+_SHOWN_NAMES = 20
 
 
 @dataclass(frozen=True)
-class RuledModule:
-    """One module under its rule."""
+class ModuleRule:
+    """One module and its rule."""
 
     name: str
     module: nn.Module
     rule: Rule
 
 
-def plan_modules(model: nn.Module, policy: Policy) -> tuple[RuledModule, ...]:
-    """Find the rule of each module that one names. An exact name beats a glob, a glob beats a type, and of equals the later wins."""
+def plan_modules(model: nn.Module, policy: Policy) -> tuple[ModuleRule, ...]:
+    """Return the modules that the module rules of a policy match, with their rules.
+
+    An exact name takes precedence over a glob, a glob over a class, and of equals the later one.
+    """
     if isinstance(model, nn.DataParallel):
         raise UnsupportedError(
-            "Module rules cannot be bound to nn.DataParallel, whose replicas would run the"
-            " original's forward. Bind the module inside it."
+            "Module rules cannot be bound to nn.DataParallel, whose replicas would run the forward"
+            " of the original. Bind them to the module inside it."
         )
     modules = dict(model.named_modules(remove_duplicate=False))
-    chosen: dict[nn.Module, tuple[int, RuledModule]] = {}
+    chosen: dict[nn.Module, tuple[int, ModuleRule]] = {}
     for selector, rule in policy.modules:
         matched = [name for name, module in modules.items() if selector.matches(name, module)]
         if not matched:
-            known = [name for name in modules if name]
-            raise PolicyError(
-                f"The module rule {selector.text!r} matches nothing in"
-                f" {type(model).__name__}.{nearest(selector.text, known)} Its modules:"
-                f" {', '.join(known[:_SHOWN])}{', …' if len(known) > _SHOWN else ''}."
-            )
+            raise PolicyError(_no_match(selector.text, model, [name for name in modules if name]))
         for name in matched:
-            # By the module: one that is shared has several names and runs one precision.
-            if modules[name] not in chosen or chosen[modules[name]][0] <= selector.rank:
-                chosen[modules[name]] = selector.rank, RuledModule(name, modules[name], rule)
-    return tuple(ruled for _, ruled in chosen.values())
+            # By module: a shared module has several names but one precision.
+            module = modules[name]
+            if module not in chosen or chosen[module][0] <= selector.rank:
+                chosen[module] = selector.rank, ModuleRule(name, module, rule)
+    return tuple(module_rule for _, module_rule in chosen.values())
+
+
+def _no_match(selector: str, model: nn.Module, names: list[str]) -> str:
+    shown = ", ".join(names[:_SHOWN_NAMES]) + (", …" if len(names) > _SHOWN_NAMES else "")
+    return (
+        f"The module rule {selector!r} matches nothing in"
+        f" {type(model).__name__}.{nearest(selector, names)} Its modules: {shown}."
+    )
 
 
 @dataclass(frozen=True, slots=True)
 class Precision:
-    """How a module runs under a rule."""
+    """The precision in which a module runs."""
 
     region: Region
-    """The region that its forward runs in."""
+    """The region around its forward."""
     dtype: torch.dtype | None
-    """What its floating-point arguments are cast to; None leaves them."""
+    """The dtype to which its floating-point arguments are cast; None leaves them."""
 
 
 class ModuleRuleBinding:
-    """Module rules on a model: a context in which they hold for the current thread. It can be entered any number of times, in any thread."""
+    """Context manager in which module rules apply to a model, in the current thread.
+
+    It can be entered any number of times, in any thread.
+    """
 
     def __init__(self, precisions: Iterable[tuple[nn.Module, Precision]]) -> None:
         self._precisions = tuple(precisions)
@@ -106,108 +116,114 @@ class ModuleRuleBinding:
         entry = _Entry(self, self._replace_forwards())
         _thread.entries.append(entry)
         for forward, precision in entry.precisions.items():
-            forward.here.precision = precision
+            forward.in_thread.precision = precision
 
     def __exit__(self, *_: object) -> None:
         # Not necessarily the innermost: a suspended generator may be closed late.
-        place = next(
-            place
-            for place in reversed(range(len(_thread.entries)))
-            if _thread.entries[place].binding is self
+        index = next(
+            index
+            for index in reversed(range(len(_thread.entries)))
+            if _thread.entries[index].binding is self
         )
-        entry = _thread.entries.pop(place)
-        _follow_innermost(entry.precisions)
-        _put_back(entry.precisions)
+        entry = _thread.entries.pop(index)
+        _apply_innermost(entry.precisions)
+        _release(entry.precisions)
 
     def apply_in_all_threads(self) -> Callable[[], None]:
-        """Let the rules hold in every thread that has no other for the same module; call what is returned to end this."""
+        """Apply the rules in every thread without another rule for a module; return the undo."""
         precisions = self._replace_forwards()
         for forward, precision in precisions.items():
-            forward.everywhere = precision
+            forward.in_all_threads = precision
 
         def undo() -> None:
             for forward in precisions:
-                forward.everywhere = None
-            _put_back(precisions)
+                forward.in_all_threads = None
+            _release(precisions)
 
         return undo
 
-    def _replace_forwards(self) -> dict[_RuledForward, Precision]:
+    def _replace_forwards(self) -> dict[_SharedForward, Precision]:
         with _lock:
-            return {_RuledForward.of(module): precision for module, precision in self._precisions}
+            return {_SharedForward.of(module): precision for module, precision in self._precisions}
 
 
 class _ThreadPrecision(threading.local):
-    """How one module runs in the current thread. Compiled code guards on what it reads here, so that each thread gets code for its own rules."""
+    """Precision of one module in the current thread.
+
+    Compiled code guards on it, so that each thread gets code for its own rules.
+    """
 
     def __init__(self) -> None:
         self.precision: Precision | None = None
 
 
-class _RuledForward:
+class _SharedForward:
     """The replaced forward of one module, shared by all bindings that need it."""
 
     def __init__(self, module: nn.Module) -> None:
         self.module: nn.Module | None = module
         self.users = 0
-        """How often bindings that need it were entered, in all threads."""
-        self.here = _ThreadPrecision()
-        self.everywhere: Precision | None = None
-        """How the module runs in threads that have no rule of their own for it."""
-        self._put_back = replace_forward(module, "mezzo_original", self._make)
+        """Number of entered bindings that need it, in all threads."""
+        self.in_thread = _ThreadPrecision()
+        self.in_all_threads: Precision | None = None
+        """Precision in threads without a rule for the module."""
+        self._restore = replace_forward(module, "mezzo_original", self._make)
         module.__dict__["forward"].__func__.mezzo_shared = self
 
     @classmethod
-    def of(cls, module: nn.Module) -> _RuledForward:
-        """Replace the forward of a module, unless it is replaced already."""
-        found: _RuledForward | None = getattr(module.__dict__.get("forward"), "mezzo_shared", None)
+    def of(cls, module: nn.Module) -> _SharedForward:
+        """Return the replaced forward of a module; replace it if it is not yet."""
+        existing: _SharedForward | None = getattr(
+            module.__dict__.get("forward"), "mezzo_shared", None
+        )
         # A deep copy has the forward of its original.
-        shared = cls(module) if found is None or found.module is not module else found
+        is_own = existing is not None and existing.module is module
+        shared = existing if existing is not None and is_own else cls(module)
         shared.users += 1
         return shared
 
     def release(self) -> None:
-        """Put the forward back, unless another region needs it."""
+        """Restore the forward if no other binding needs it."""
         self.users -= 1
         if self.users == 0:
-            self._put_back()
-            # Deep copies of the module keep this object, and would keep the original.
+            self._restore()
+            # Deep copies of the module refer to this object, which must not keep the original.
             self.module = None
-            del self._put_back
+            del self._restore
 
     def _make(self, function: Forward, bound: bool) -> Forward:  # noqa: FBT001
-        here, shared = self.here, self
+        in_thread, shared = self.in_thread, self
 
         def forward(self_: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            precision = shared.everywhere if here.precision is None else here.precision
+            precision = (
+                shared.in_all_threads if in_thread.precision is None else in_thread.precision
+            )
             if precision is None or (
-                not is_dynamo_compiling() and _is_switched_off(precision.region.device)
+                not is_dynamo_compiling() and _is_disabled(precision.region.device)
             ):
                 return function(*args, **kwargs) if bound else function(self_, *args, **kwargs)
             if precision.dtype is not None:
-                args, kwargs = (
-                    cast_all(args, precision.dtype, precision.region.device),
-                    cast_all(kwargs, precision.dtype, precision.region.device),
-                )
+                args = cast_all(args, precision.dtype, precision.region.device)
+                kwargs = cast_all(kwargs, precision.dtype, precision.region.device)
             with enter_regions(precision.region):
                 return function(*args, **kwargs) if bound else function(self_, *args, **kwargs)
 
         return forward
 
 
-def _is_switched_off(device: str) -> bool:
-    """Whether a disabled region of the user is around, and not just the float32 rule of a parent."""
+def _is_disabled(device: str) -> bool:
+    """Return whether autocast is disabled, other than by the float32 rule of a parent module."""
     if torch.is_autocast_enabled(device):
         return False
     region = innermost_region(device)
-    return region is None or not region.ruled
+    return region is None or not region.from_module_rule
 
 
 class _Entry(NamedTuple):
     """A binding that a thread has entered."""
 
     binding: ModuleRuleBinding
-    precisions: dict[_RuledForward, Precision]
+    precisions: dict[_SharedForward, Precision]
 
 
 class _Thread(threading.local):
@@ -216,21 +232,22 @@ class _Thread(threading.local):
     def __init__(self) -> None:
         self.entries: list[_Entry] = []
         self._alive = _Alive()
-        # A thread may end inside a region, after `mezzo.enable_autocast` for instance.
-        finalize(self._alive, _put_back_all, self.entries).atexit = False
+        # A thread may end inside a region, for example after `mezzo.enable_autocast`.
+        finalize(self._alive, _release_all, self.entries).atexit = False
 
 
 class _Alive:
-    """Lives as long as its thread."""
+    """An object that lives as long as its thread."""
 
 
 _lock = threading.RLock()
-"""Held while forwards are replaced and put back."""
+"""Held while forwards are replaced and restored."""
 
 
-def _follow_innermost(forwards: Iterable[_RuledForward]) -> None:
+def _apply_innermost(forwards: Iterable[_SharedForward]) -> None:
+    """Set the thread's precision of each forward to that of the innermost entered binding."""
     for forward in forwards:
-        forward.here.precision = next(
+        forward.in_thread.precision = next(
             (
                 entry.precisions[forward]
                 for entry in reversed(_thread.entries)
@@ -240,32 +257,32 @@ def _follow_innermost(forwards: Iterable[_RuledForward]) -> None:
         )
 
 
-def _put_back(forwards: Iterable[_RuledForward]) -> None:
+def _release(forwards: Iterable[_SharedForward]) -> None:
     with _lock:
         for forward in forwards:
             forward.release()
 
 
-def _put_back_all(entries: list[_Entry]) -> None:
+def _release_all(entries: list[_Entry]) -> None:
     for entry in entries:
-        _put_back(entry.precisions)
+        _release(entry.precisions)
 
 
 _thread = _Thread()
 
 
 def current_bindings() -> tuple[ModuleRuleBinding, ...]:
-    """The bindings that this thread has entered, innermost last."""
+    """Return the bindings that this thread has entered, innermost last."""
     return tuple(entry.binding for entry in _thread.entries)
 
 
 @contextmanager
-def only(bindings: tuple[ModuleRuleBinding, ...]) -> Iterator[None]:
-    """Replace the bindings that this thread has entered by others."""
+def replace_bindings(bindings: tuple[ModuleRuleBinding, ...]) -> Iterator[None]:
+    """Context manager in which this thread has entered other bindings instead of its own."""
     outer = _thread.entries.copy()
     _thread.entries.clear()
     for entry in outer:
-        _follow_innermost(entry.precisions)
+        _apply_innermost(entry.precisions)
     try:
         with ExitStack() as stack:
             for binding in bindings:
@@ -274,4 +291,4 @@ def only(bindings: tuple[ModuleRuleBinding, ...]) -> Iterator[None]:
     finally:
         _thread.entries.extend(outer)
         for entry in outer:
-            _follow_innermost(entry.precisions)
+            _apply_innermost(entry.precisions)

@@ -1,4 +1,7 @@
-"""From a policy to what eager execution must do: a table from the functions that a mode sees to actions. What torch does itself is not in it."""
+"""Make the table of cast actions of a policy, by the functions that a function mode sees.
+
+Functions that torch's own autocast handles as the policy requires are not in the table.
+"""
 
 from __future__ import annotations
 
@@ -6,12 +9,18 @@ import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache, cached_property
+from typing import NamedTuple
 
 import torch
 
 from mezzo._torch import get_schema, has_kernel, kernels_of
-from mezzo.autocasting.composites import can_open, has_body, is_composite, opened
-from mezzo.autocasting.dynamo import CARRIED, operators, refusal
+from mezzo.autocasting.composites import (
+    can_decompose,
+    decomposed,
+    is_composite,
+    is_python_function,
+)
+from mezzo.autocasting.dynamo import REFUSAL, WRAPPED_OPERATORS, higher_order_operators
 from mezzo.policy.decide import effective_lists, entry_of
 from mezzo.policy.missing_kernels import RECURRENT, needs_one_dtype
 from mezzo.policy.policy import Policy
@@ -29,41 +38,57 @@ from mezzo.policy.types import Entry, OpLists, Rule
 Value = str | int | float | bool | None
 
 
+class Argument(NamedTuple):
+    """An argument of a function."""
+
+    position: int
+    """-1 if it cannot be passed by position."""
+    name: str
+
+
+class Condition(NamedTuple):
+    """Values of an argument for which an op runs in float32."""
+
+    position: int
+    name: str
+    values: tuple[Value, ...]
+    is_met_by_default: bool
+    """Whether the default of the argument is one of the values."""
+
+
 @dataclass(frozen=True)
 class CastAction:
-    """What happens when one function is called in a region."""
+    """What happens when a function is called in a region."""
 
     op: str
     rule: Rule
     reason: str
     disables_torch_autocast: bool = True
-    """Run with torch's own autocast off, since it would cast again inside."""
-    exempt_args: tuple[tuple[int, str], ...] = ()
-    """Arguments that do not decide and are never cast down, by position and name."""
+    """Run with torch's autocast disabled, which would cast again inside."""
+    exempt_args: tuple[Argument, ...] = ()
+    """Arguments that neither decide the dtype nor are cast to 16 bits."""
     computes_in_float32: bool = False
-    """The device's kernel refuses a float32 exempt argument beside 16-bit inputs: the op is then
-    computed in float32, and gives its result in 16 bits."""
-    halves_alone: bool = False
-    """Refused with 16-bit inputs alone."""
-    conditions: tuple[tuple[int, str, tuple[Value, ...], bool], ...] = ()
-    """Arguments whose values make the op run in float32, by position and name, and whether the
-    value that holds where it is left out is one of them."""
+    """The device's kernel rejects a float32 exempt argument with 16-bit inputs: compute in float32,
+    and cast the result to 16 bits."""
+    refused_only_in_half: bool = False
+    """Refuse only 16-bit inputs."""
+    conditions: tuple[Condition, ...] = ()
     takes_dtype: bool = False
-    """The caller may name the dtype of the result, which then stands."""
-    in_place: tuple[int, str] | None = None
-    """Where the argument stands that asks to write into the input."""
+    """The function has a `dtype` argument, which overrides the rule."""
+    in_place: Argument | None = None
+    """The argument that requests writing into the input."""
     is_composite: bool = False
-    """A composite: run its body, so that the ops inside are seen."""
+    """Run the decomposed copy, so that the ops inside are seen."""
     wraps_function: bool = False
-    """An operator that takes a function, which is steered inside."""
-    weights: bool = False
-    """torch casts the activations itself; only the weights come from the cache."""
+    """A higher-order operator: run its function under the mode."""
+    casts_only_weights: bool = False
+    """torch's autocast casts the activations; cached casts replace the weights."""
     cached: bool = False
-    """Take the copies of weights from the region's cache."""
+    """Use the region's weight cache."""
 
     @cached_property
-    def plain(self) -> bool:
-        """Whether no argument of a call can change the rule."""
+    def has_fixed_rule(self) -> bool:
+        """Whether the rule does not depend on the arguments of a call."""
         return not (self.conditions or self.takes_dtype or self.in_place)
 
 
@@ -79,34 +104,44 @@ _BACKWARD: tuple[Function, ...] = (
 
 
 def make_table(
-    policy: Policy, dtype: torch.dtype, device: str, *, versioned: bool, alone: bool = False
+    policy: Policy,
+    dtype: torch.dtype,
+    device: str,
+    *,
+    versioned: bool,
+    without_torch_autocast: bool = False,
 ) -> Table:
-    """Lay out every steered function. `alone` leaves nothing to torch's own lists, for where those are not heard (torch.export)."""
+    """Make the table of a policy on a device.
+
+    `versioned` uses mezzo's weight cache. `without_torch_autocast` leaves nothing to torch's lists,
+    for torch.export, which ignores them.
+    """
     lists = effective_lists(policy, dtype, device)
-    theirs = {} if alone else torch_entries(device)
-    # torch's own casts are left to these: copies of ours would lie apart, and be compacted at every
-    # call with a warning.
-    left = RECURRENT if device == "cuda" and dtype is torch.float16 and not alone else frozenset()
+    torch_lists = {} if without_torch_autocast else torch_entries(device)
+    # torch casts the weights of these into one buffer. Casts made here would be separate tensors,
+    # which cuDNN compacts at every call with a warning.
+    left_to_torch = (
+        RECURRENT
+        if device == "cuda" and dtype is torch.float16 and not without_torch_autocast
+        else frozenset()
+    )
     actions: dict[Function, CastAction] = {}
     for op in registry():
         entry = entry_of(lists, op.name, dtype, device)
-        if op.name in left and entry.rule is Rule.HALF:
+        if op.name in left_to_torch and entry.rule is Rule.HALF:
             continue
         for function in op.functions:
-            action = _action(op, function, entry, lists, theirs, device, versioned=versioned)
+            action = _action(op, function, entry, lists, torch_lists, device, versioned=versioned)
             if action is not None:
                 actions[function] = action
     if actions:
         actions |= _composites(lists, actions)
-        # Backward runs in the precision that forward saved; torch's own lists know nothing of this
-        # policy.
-        actions |= {function: _operator(name) for function, name in operators().items()}
         actions |= {
-            function: CastAction(
-                "backward", Rule.KEEP, "gradients are computed in the precision of forward"
-            )
-            for function in _BACKWARD
+            function: _operator(name) for function, name in higher_order_operators().items()
         }
+        # Backward runs in the precision that forward saved, not by torch's lists.
+        reason = "gradients are computed in the precision of forward"
+        actions |= dict.fromkeys(_BACKWARD, CastAction("backward", Rule.KEEP, reason))
     return actions
 
 
@@ -115,89 +150,92 @@ def _action(
     function: Function,
     entry: Entry,
     lists: OpLists,
-    theirs: Mapping[str, Entry],
+    torch_lists: Mapping[str, Entry],
     device: str,
     *,
     versioned: bool,
 ) -> CastAction | None:
+    """Return the action for a function of an op; None if torch's autocast does the same."""
     if _writes_in_place(function) and entry.rule is not Rule.REFUSE:
         return None
     if op.name not in lists.entries and is_composite(op.name, function):
         return None
-    exempt = _places(function, lists.exempt_args.get(op.name, ()))
-    conditions = tuple(
-        (
-            *_place(function, one.argument),
+    exempt = _arguments(function, lists.exempt_args.get(op.name, ()))
+    conditions = _conditions(op, function, lists)
+    torch_rule = (
+        torch_lists[op.name].rule
+        if op.name in torch_lists and _is_cast_by_torch(function, device)
+        else Rule.KEEP
+    )
+    if entry.rule is torch_rule and not exempt and not conditions:
+        return _weights_action(op, entry) if versioned and entry.rule is Rule.HALF else None
+    if _has_nothing_to_cast(op, entry.rule) and not conditions and torch_rule is Rule.KEEP:
+        return None
+    return CastAction(
+        op.name,
+        entry.rule,
+        entry.reason,
+        disables_torch_autocast=_may_cast_inside(op, function),
+        exempt_args=exempt,
+        computes_in_float32=bool(exempt) and needs_one_dtype(op.name, device),
+        refused_only_in_half=op.name in lists.refused_in_half,
+        conditions=conditions,
+        takes_dtype="dtype" in parameters(function),
+        in_place=next(iter(_arguments(function, ("inplace",))), None),
+        cached=versioned,
+    )
+
+
+def _weights_action(op: Op, entry: Entry) -> CastAction:
+    """Return the action for an op that torch casts, with weights from mezzo's cache."""
+    return CastAction(
+        op.name,
+        entry.rule,
+        entry.reason,
+        disables_torch_autocast=False,
+        casts_only_weights=True,
+        cached=True,
+    )
+
+
+def _conditions(op: Op, function: Function, lists: OpLists) -> tuple[Condition, ...]:
+    return tuple(
+        Condition(
+            *_argument(function, one.argument),
             one.values,
             _default_of(function, one.argument) in one.values,
         )
         for one in lists.conditional
         if one.op == op.name
     )
-    torchs = (
-        theirs[op.name].rule
-        if op.name in theirs and _is_cast_by_torch(function, device)
-        else Rule.KEEP
-    )
-    if entry.rule is torchs and not exempt and not conditions:
-        return (
-            CastAction(
-                op.name,
-                entry.rule,
-                entry.reason,
-                disables_torch_autocast=False,
-                weights=True,
-                cached=True,
-            )
-            if versioned and entry.rule is Rule.HALF
-            else None
-        )
-    if _has_nothing_to_cast(op, entry.rule) and not conditions and torchs is Rule.KEEP:
-        return None
-    quiet = _may_cast_inside(op, function)
-    in_place = _place(function, "inplace") if "inplace" in parameters(function) else None
-    widens = bool(exempt) and needs_one_dtype(op.name, device)
-    halves_alone = op.name in lists.refused_in_half
-    return CastAction(
-        op.name,
-        entry.rule,
-        entry.reason,
-        quiet,
-        exempt,
-        widens,
-        halves_alone,
-        conditions,
-        "dtype" in parameters(function),
-        in_place,
-        cached=versioned,
-    )
 
 
 def _operator(name: str) -> CastAction:
-    if name in CARRIED:
-        return CastAction(name, Rule.KEEP, "its function is steered inside", wraps_function=True)
-    return CastAction(name, Rule.REFUSE, refusal())
+    if name in WRAPPED_OPERATORS:
+        return CastAction(
+            name, Rule.KEEP, "the policy applies in its function", wraps_function=True
+        )
+    return CastAction(name, Rule.REFUSE, REFUSAL)
 
 
 def _composites(lists: OpLists, known: Table) -> dict[Function, CastAction]:
-    """Open every composite without a rule of its own, and wrappers around a builtin that is steered while they are left to torch."""
-    steered = frozenset(action.op for action in known.values())
-    found: dict[Function, CastAction] = {}
+    """Return actions that decompose composite functions without their own rule.
+
+    Also Python wrappers of a builtin that is in the table while the wrapper is not.
+    """
+    ops_in_table = frozenset(action.op for action in known.values())
+    reason = "composed of several ops, each with its own rule"
+    actions: dict[Function, CastAction] = {}
     for op in registry():
         for function in op.functions:
             if function in known or op.name in lists.entries:
                 continue
             if is_composite(op.name, function) or (
-                op.name in steered and can_open(op.name, function)
+                op.name in ops_in_table and can_decompose(op.name, function)
             ):
-                opened(function)  # made now, so that compiled code finds it
-                found[function] = CastAction(
-                    op.name,
-                    Rule.KEEP,
-                    "made of several ops, each with its own rule",
-                    is_composite=True,
-                )
-    return found
+                decomposed(function)  # compiled code must find the copy
+                actions[function] = CastAction(op.name, Rule.KEEP, reason, is_composite=True)
+    return actions
 
 
 def _writes_in_place(function: Function) -> bool:
@@ -208,14 +246,14 @@ def _writes_in_place(function: Function) -> bool:
 
 
 def _has_nothing_to_cast(op: Op, rule: Rule) -> bool:
-    """KEEP never casts, and an op with one tensor has no widest input."""
+    """Return whether a rule casts nothing: KEEP, and PROMOTE of an op with a single tensor."""
     return rule is Rule.KEEP or (rule is Rule.PROMOTE and op.name in _single_tensor_ops())
 
 
 def _may_cast_inside(op: Op, function: Function) -> bool:
-    """Whether torch's own autocast would act within the call: it lists the op, or the op is made of others."""
+    """Return whether torch's autocast would cast inside a call of the function."""
     return (
-        has_body(function)
+        is_python_function(function)
         or op.entry is not None
         or op.name in _composite_ops()
         or any(op.name in torch_entries(device) for device in ("cpu", "cuda"))
@@ -223,10 +261,13 @@ def _may_cast_inside(op: Op, function: Function) -> bool:
 
 
 def _is_cast_by_torch(function: Function, device: str) -> bool:
-    """Whether torch's autocast has a kernel for every way to call a function. Its lists name overloads, and on a CPU some are missing (`_convolution`)."""
+    """Return whether torch's autocast has kernels for all functional overloads of a function.
+
+    torch registers overloads one by one, and lacks some on CPU (`_convolution`).
+    """
     overloads = (
         frozenset()
-        if has_body(function)
+        if is_python_function(function)
         else functional_overloads(getattr(function, "__name__", ""))
     )
     return overloads <= _registered(device)
@@ -239,20 +280,19 @@ def _registered(device: str) -> frozenset[str]:
 
 @cache
 def _composite_ops() -> frozenset[str]:
-    """The ops that C++ makes of others: torch's autocast acts on those inside."""
-    made = (
+    """Return the ops that C++ composes of others, on which torch's autocast acts."""
+    qualified = (
         (name, f"aten::{base}.{overload}".rstrip("."))
         for name, overloads in aten_overloads().items()
         for base, overload in overloads
     )
-    return frozenset(
-        name for name, qualified in made if has_kernel(qualified, "CompositeImplicitAutograd")
-    )
+    key = "CompositeImplicitAutograd"
+    return frozenset(name for name, overload in qualified if has_kernel(overload, key))
 
 
 @cache
 def _single_tensor_ops() -> frozenset[str]:
-    """The ops that take one tensor, however they are called."""
+    """Return the ops with at most one tensor argument in all overloads."""
     return frozenset(
         name
         for name, overloads in aten_overloads().items()
@@ -261,37 +301,32 @@ def _single_tensor_ops() -> frozenset[str]:
 
 
 def _tensors(base: str, overload: str) -> float:
-    kinds = [
-        str(argument.type)
-        for argument in get_schema(f"aten::{base}", overload).arguments
-        if not argument.is_out
-    ]
-    return (
-        float("inf")
-        if any("List[" in kind and "Tensor" in kind for kind in kinds)
-        else sum("Tensor" in kind for kind in kinds)
-    )
+    schema = get_schema(f"aten::{base}", overload)
+    types = [str(argument.type) for argument in schema.arguments if not argument.is_out]
+    if any("List[" in name and "Tensor" in name for name in types):
+        return float("inf")
+    return sum("Tensor" in name for name in types)
 
 
-def _places(function: Function, names: tuple[str, ...]) -> tuple[tuple[int, str], ...]:
-    return tuple(_place(function, name) for name in names if name in parameters(function))
+def _arguments(function: Function, names: tuple[str, ...]) -> tuple[Argument, ...]:
+    return tuple(_argument(function, name) for name in names if name in parameters(function))
 
 
-def _place(function: Function, name: str) -> tuple[int, str]:
+def _argument(function: Function, name: str) -> Argument:
     known = parameters(function)
-    return (known.index(name) if name in known else -1, name)
+    return Argument(known.index(name) if name in known else -1, name)
 
 
 def _default_of(function: Function, name: str) -> object:
-    """What an argument is when a call leaves it out."""
+    """Return the default of an argument."""
     try:
-        known: object = inspect.signature(function).parameters[name].default
+        default: object = inspect.signature(function).parameters[name].default
     except (ValueError, TypeError, KeyError):
         schemas = (
             get_schema(*qualified.partition(".")[::2])
             for qualified in functional_overloads(getattr(function, "__name__", ""))
         )
-        known = next(
+        default = next(
             (
                 one.default_value
                 for schema in schemas
@@ -300,4 +335,4 @@ def _default_of(function: Function, name: str) -> object:
             ),
             None,
         )
-    return known
+    return default

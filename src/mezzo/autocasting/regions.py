@@ -1,8 +1,9 @@
-"""Entering and leaving a region: torch's own autocast state, and the steering mode where the policy is not torch's own.
+"""Enter and leave autocast regions.
 
-What torch gets wrong is put right here, at no cost while nothing is wrong: another 16-bit dtype
-inside a region or in another thread, and an optimizer step inside a region, would all be served
-stale copies from torch's weight cache.
+A region sets torch's autocast state and, if the policy differs from torch's own lists, pushes the
+function mode. It also avoids errors of torch's weight cache, at no cost in the usual case: the
+cache would return stale copies after an optimizer step inside a region, and copies of the wrong
+dtype in nested regions or in other threads.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from typing import Any, Self
 from weakref import WeakValueDictionary
 
 import torch
-from torch.amp.autocast_mode import autocast as torchs_own
+from torch.amp.autocast_mode import autocast as torch_autocast
 from torch.compiler import is_dynamo_compiling
 from torch.fx import traceback
 from torch.optim.optimizer import register_optimizer_step_post_hook
@@ -31,29 +32,29 @@ from mezzo.autocasting.weight_cache import CacheInfo, WeightCache
 
 @dataclass(frozen=True, slots=True)
 class Region:
-    """What a region does, settled: a plain value that can be entered any number of times, in any thread."""
+    """A resolved region: a plain value that can be entered any number of times, in any thread."""
 
     device: str
     enabled: bool
     dtype: torch.dtype | None
-    """None takes the dtype that torch has for the device at that moment."""
+    """None for the dtype that torch has set for the device when the region is entered."""
     cache_enabled: bool | None
-    """Whether torch's own weight cache is used; None leaves it as it is."""
+    """Whether to use torch's weight cache; None leaves its setting unchanged."""
     key: str = ""
-    """Names the steering table; empty where torch's own lists are the policy."""
+    """Key of the table of cast actions; empty if torch's own lists are the policy."""
     owner: object = field(default=None, compare=False, repr=False)
-    """What keeps that table alive."""
-    ruled: bool = False
-    """Whether a module rule entered it. One that is off does not switch off the rules of the
-    modules inside, as a disabled region of the user does."""
+    """Reference that keeps the table alive."""
+    from_module_rule: bool = False
+    """Whether a module rule entered the region. If it is disabled, the rules of modules inside
+    still apply, unlike in a region that the user disabled."""
 
     @property
     def computes_in(self) -> torch.dtype:
-        """The dtype, which may be the one that torch has for the device just now."""
+        """The dtype, or the one that torch has set for the device now."""
         return torch.get_autocast_dtype(self.device) if self.dtype is None else self.dtype
 
     def encode(self) -> str:
-        """The region as one string: the only kind of value that compiled code can take over without guards on it."""
+        """Return the region as a string, which compiled code can use without guards."""
         return _SEPARATOR.join(
             [
                 self.device,
@@ -65,7 +66,7 @@ class Region:
 
     @classmethod
     def decode(cls, code: str) -> Self:
-        """Read `encode`'s string, in words that dynamo can trace."""
+        """Return the region of a string that `encode` made, in code that dynamo can trace."""
         device, enabled, dtype, key = code.split(_SEPARATOR)
         return cls(device, enabled == "True", getattr(torch, dtype) if dtype else None, False, key)
 
@@ -74,78 +75,77 @@ _SEPARATOR = "\x1f"
 
 
 Entered = list[Any]
-"""What to put back: the region, whether autocast was on, the dtype if it changed, torch's cache,
-the steering mode, whether it was pushed, its key, and the dtype it computes in. A bare list,
-since a region is entered at every step and a record of names costs a tenth of it."""
+"""What `leave` restores: the region, whether autocast was enabled, the previous dtype if it
+changed, torch's cache setting, the mode, whether it was pushed, its previous key, and the region's
+dtype. A plain list: regions are entered at every step, and a record with names takes a tenth
+longer."""
+
+_ENABLED, _DTYPE_BEFORE, _CACHED, _MODE, _PUSHED, _KEY = range(1, 7)
+"""Positions in `Entered`."""
 
 
 class _Stack(list[Entered]):
-    """The regions that a thread has entered, innermost last."""
+    """The regions that a thread has entered, innermost last; a class to be weakly referenced."""
 
 
-class _Mine(threading.local):
+class _Thread(threading.local):
     def __init__(self) -> None:
         self.stack = _Stack()
         self.compiled: object = None
         self.exporting = False
-        self.notes: list[Any] = []
+        self.outer_metadata: list[Any] = []
         _stacks[threading.get_ident()] = self.stack
 
 
 _stacks: WeakValueDictionary[int, _Stack] = WeakValueDictionary()
-"""Every thread's regions. A thread that ends inside a region takes them along: its number will
-be another's."""
+"""The regions of every thread. Weak: a thread that ends inside a region must not leave it to a
+later thread with the same id."""
 
-_mine = _Mine()
+_thread = _Thread()
 
 
 @skip_frame
 def enter(region: Region) -> Entered:
-    """Make a region the current one of this thread."""
+    """Enter a region in this thread; return what `leave` needs."""
     device, dtype = region.device, region.dtype
     before = torch.get_autocast_dtype(device)
     changed = None if dtype is None or dtype is before else before
     cached = torch.is_autocast_cache_enabled()
-    steered = _push_mode(region) if region.key or function_mode_count() else _NO_MODE
+    mode = _push_mode(region) if region.key or function_mode_count() else _NO_MODE
     entered = [
         region,
         torch.is_autocast_enabled(device),
         changed,
         cached,
-        *steered,
+        *mode,
         dtype or before,
     ]
     nesting = torch.autocast_increment_nesting()
     if dtype is not None and changed is not None:
         torch.set_autocast_dtype(device, dtype)
         if nesting > 1:
-            # torch's cache is keyed on the weight alone and would serve the outer region's dtype.
+            # torch's cache is keyed on the weight only and would return the outer region's dtype.
             torch.clear_autocast_cache()
     torch.set_autocast_enabled(device, region.enabled)
-    # First known to the others, then looking at them: of two that enter at once, at least one sees
-    # the other.
-    _mine.stack.append(entered)
-    wanted = cached if region.cache_enabled is None else region.cache_enabled
+    # Publish this region before reading those of other threads: of two threads that enter at the
+    # same time, at least one sees the other.
+    _thread.stack.append(entered)
+    use_cache = cached if region.cache_enabled is None else region.cache_enabled
     torch.set_autocast_cache_enabled(
-        wanted and not (len(_stacks) > 1 and _another_dtype_elsewhere(dtype or before))
+        use_cache and not (len(_stacks) > 1 and _another_dtype_elsewhere(dtype or before))
     )
-    if _mine.exporting:
-        # Through its module: torch replaces the table when it starts to trace.
-        _mine.notes.append(traceback.current_meta.get("custom"))
-        traceback.current_meta["custom"] = {
-            **(traceback.current_meta.get("custom") or {}),
-            NOTE: True,
-        }
+    if _thread.exporting:
+        _mark_exported_nodes()
     return entered
 
 
 @skip_frame
 def leave(entered: Entered) -> None:
-    """Put everything back as it was before `enter`."""
-    region, enabled, changed, cached, steering, pushed, key, _ = entered
-    stack = _mine.stack
-    if _mine.exporting and _mine.notes:
-        traceback.current_meta["custom"] = _mine.notes.pop() or {}
+    """Restore the state before `enter`."""
+    region, enabled, changed, cached, mode, pushed, key, _ = entered
+    stack = _thread.stack
+    if _thread.exporting and _thread.outer_metadata:
+        traceback.current_meta["custom"] = _thread.outer_metadata.pop() or {}
     if torch.autocast_decrement_nesting() == 0 or changed is not None:
         torch.clear_autocast_cache()
     if stack and stack[-1] is not entered:
@@ -157,24 +157,24 @@ def leave(entered: Entered) -> None:
     if changed is not None:
         torch.set_autocast_dtype(region.device, changed)
     torch.set_autocast_cache_enabled(cached)
-    if steering is not None:
-        _pop_mode(steering, key, pushed=pushed)
+    if mode is not None:
+        _pop_mode(mode, key, pushed=pushed)
 
 
 def _hand_over(stack: _Stack, entered: Entered) -> None:
-    """Leave a region that is not the innermost (a suspended generator's, or one that `enable` was called in): the next one puts back what it would have."""
-    place = next(index for index, one in enumerate(stack) if one is entered)
-    del stack[place]
-    _, enabled, changed, cached, steering, pushed, key, _ = entered
-    stack[place][_CACHED] = cached
-    heir = next((one for one in stack[place:] if one[0].device == entered[0].device), None)
-    if heir is not None:
-        kept = heir[_CHANGED] if changed is None else changed
-        mode = [steering, pushed, key] if steering is not None else heir[_STEERING : _KEY + 1]
-        heir[_ENABLED:-1] = [enabled, kept, heir[_CACHED], *mode]
+    """Leave a region that is not the innermost: the next one restores what it would have restored.
 
-
-_ENABLED, _CHANGED, _CACHED, _STEERING, _PUSHED, _KEY = range(1, 7)
+    This happens to a suspended generator, and if `enable_autocast` was called inside the region.
+    """
+    index = next(index for index, one in enumerate(stack) if one is entered)
+    del stack[index]
+    _, enabled, changed, cached, mode, pushed, key, _ = entered
+    stack[index][_CACHED] = cached
+    successor = next((one for one in stack[index:] if one[0].device == entered[0].device), None)
+    if successor is not None:
+        before = successor[_DTYPE_BEFORE] if changed is None else changed
+        modes = [mode, pushed, key] if mode is not None else successor[_MODE : _KEY + 1]
+        successor[_ENABLED:-1] = [enabled, before, successor[_CACHED], *modes]
 
 
 _NO_MODE: tuple[None, bool, str] = (None, False, "")
@@ -182,122 +182,145 @@ _NO_MODE: tuple[None, bool, str] = (None, False, "")
 
 @dynamo_constant
 def is_exporting() -> bool:
-    """Whether torch.export is at work in this thread. torch's own question, `torch.compiler.is_exporting`, says yes to every compilation in torch 2.11."""
-    return _mine.exporting
+    """Return whether torch.export runs in this thread.
+
+    `torch.compiler.is_exporting` returns True in every compilation in torch 2.11.
+    """
+    return _thread.exporting
 
 
 @contextmanager
 def exporting() -> Iterator[None]:
-    """Note that torch.export is at work in this thread."""
-    before, _mine.exporting = _mine.exporting, True
+    """Mark that torch.export runs in this thread."""
+    before, _thread.exporting = _thread.exporting, True
     try:
         yield
     finally:
-        _mine.exporting = before
+        _thread.exporting = before
 
 
 NOTE = "mezzo_region"
-"""What torch.export notes on every node inside a region, for who converts the graph: its
-precision is settled. Nobody else would know that a region was there."""
+"""Metadata of exported nodes inside a region, which `convert` reads: their precision is fixed."""
+
+
+def _mark_exported_nodes() -> None:
+    # `current_meta` is looked up in its module: torch replaces it when it starts to trace.
+    _thread.outer_metadata.append(traceback.current_meta.get("custom"))
+    custom = traceback.current_meta.get("custom") or {}
+    traceback.current_meta["custom"] = {**custom, NOTE: True}
+
 
 # Replaced when the hooks are installed.
 export_region: Callable[[Region], Region] = lambda region: region  # noqa: E731
-"""Turns a region into one that leaves nothing to torch's own lists, which torch.export does not
-hear."""
+"""Return an equivalent region that does not use torch's own lists, which torch.export ignores."""
 
 
 def _push_mode(region: Region) -> tuple[AutocastMode | None, bool, str]:
+    """Push a mode for the region, or set its key in the active one.
+
+    Returns the mode, whether it was pushed, and the key that it had before.
+    """
     if is_exporting() and region.enabled:
         region = export_region(region)
-    steering = active_mode(region.device)
-    if steering is None:
+    mode = active_mode(region.device)
+    if mode is None:
         if not region.key:
             return _NO_MODE
         register_with_dynamo()
-        steering = AutocastMode(region.device, region.key)
-        steering.__enter__()  # type: ignore[no-untyped-call]
-        return steering, True, ""
-    before = steering.key
-    steering.key = region.key
-    return steering, False, before
+        mode = AutocastMode(region.device, region.key)
+        mode.__enter__()  # type: ignore[no-untyped-call]
+        return mode, True, ""
+    before = mode.key
+    mode.key = region.key
+    return mode, False, before
 
 
-def _pop_mode(steering: AutocastMode, key: str, *, pushed: bool) -> None:
+def _pop_mode(mode: AutocastMode, key: str, *, pushed: bool) -> None:
     if pushed:
-        steering.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+        mode.__exit__(None, None, None)  # type: ignore[no-untyped-call]
     else:
-        steering.key = key
+        mode.key = key
 
 
 def _another_dtype_elsewhere(dtype: torch.dtype) -> bool:
-    """Whether another thread has a region of the other 16-bit dtype, if only one to come back to: torch's cache is one for all and does not tell dtypes apart."""
-    others = [stack for stack in _stacks.values() if stack is not _mine.stack]
+    """Return whether another thread has entered a region of the other 16-bit dtype.
+
+    torch's cache is shared by all threads and does not distinguish dtypes. Outer regions count,
+    since the thread returns to them.
+    """
+    others = [stack for stack in _stacks.values() if stack is not _thread.stack]
     return any(one[0].enabled and one[-1] is not dtype for stack in others for one in list(stack))
 
 
 @dataclass(slots=True)
 class Traced:
-    """A region inside compiled code: dynamo records torch's own enter and exit calls in the graph, and the mode in its stack."""
+    """A region that compiled code has entered: torch's own region, and the mode."""
 
     native: Any
-    steering: AutocastMode | None
+    mode: AutocastMode | None
     pushed: bool
     key: str
 
 
 @contextmanager
 def _native(device: str, dtype: torch.dtype, enabled: bool) -> Iterator[None]:  # noqa: FBT001
-    """torch's own region in the one shape that dynamo traces in every version since 2.11: a `with` inside a generator.
+    """Enter torch's own region in the one form that dynamo traces in every version since 2.11.
 
-    Without torch's cache: compiled code shares casts by itself, and the cache's defects stay out.
+    That is a `with` in a generator. torch's cache is off: compiled code shares casts without it.
     """
-    # Not by the name `torch.autocast`, under which others may have put something else.
-    with torchs_own(device, dtype=dtype, enabled=enabled, cache_enabled=False):
+    # Not `torch.autocast`, which other code may have replaced.
+    with torch_autocast(device, dtype=dtype, enabled=enabled, cache_enabled=False):
         yield
 
 
 def enter_traced(region: Region) -> Traced:
-    """`enter` in words that dynamo can trace."""
+    """Enter a region in code that dynamo traces."""
     if is_exporting():
         raise UnsupportedError(
             "torch.export(strict=True) drops a mezzo region inside the model. Export with"
             " strict=False, or put the region around the export."
         )
     _note_compiled()
-    steering, pushed, key = _push_mode(region)
+    mode, pushed, key = _push_mode(region)
     native = _native(region.device, region.computes_in, region.enabled)
     native.__enter__()
-    return Traced(native, steering, pushed, key)
+    return Traced(native, mode, pushed, key)
 
 
 def leave_traced(traced: Traced) -> None:
-    """`leave` in words that dynamo can trace."""
+    """Leave a region in code that dynamo traces."""
     traced.native.__exit__(None, None, None)
-    if traced.steering is not None:
-        _pop_mode(traced.steering, traced.key, pushed=traced.pushed)
+    if traced.mode is not None:
+        _pop_mode(traced.mode, traced.key, pushed=traced.pushed)
 
 
 def in_region() -> bool:
-    """Whether this thread is in a region, or compiles a function that enters one."""
-    if _mine.stack:
+    """Return whether this thread is in a region, or compiles a function that enters one."""
+    if _thread.stack:
         return True
-    return _mine.compiled is not None and _mine.compiled == _compile_id()
+    return _thread.compiled is not None and _thread.compiled == _compile_id()
 
 
 def _compile_id() -> object:
-    """What torch compiles just now, if anything; None too where torch does not say."""
+    """Return torch's id of the current compilation; None if there is none, or torch has no ids."""
     return None if CompileContext is None else CompileContext.current_compile_id()
 
 
 @dynamo_constant
 def _note_compiled() -> None:
-    """Remember that what this thread compiles enters a region: torch traces it once more after dynamo, when no region is on the stack."""
-    _mine.compiled = _compile_id()
+    """Record that the current compilation enters a region.
+
+    torch traces the function again after dynamo, when no region is on the stack.
+    """
+    _thread.compiled = _compile_id()
 
 
 def current_regions() -> tuple[Region, ...]:
-    """The regions of this thread that are in force, for each device type the innermost, as torch's own regions inside them have left them."""
-    innermost = {entered[0].device: entered[0] for entered in _mine.stack}
+    """Return the innermost region of each device type, with torch's current state.
+
+    The state may differ from the region's if a region of torch was entered inside.
+    """
+    innermost = {entered[0].device: entered[0] for entered in _thread.stack}
     return tuple(
         Region(
             device,
@@ -306,51 +329,51 @@ def current_regions() -> tuple[Region, ...]:
             region.cache_enabled,
             region.key,
             region.owner,
-            region.ruled,
+            region.from_module_rule,
         )
         for device, region in innermost.items()
     )
 
 
 def innermost_region(device: str | None = None) -> Region | None:
-    """The region that this thread entered last, for any device type or for one."""
+    """Return the region that this thread entered last, for one device type or any."""
     return next(
         (
             entered[0]
-            for entered in reversed(_mine.stack)
+            for entered in reversed(_thread.stack)
             if device is None or entered[0].device == device
         ),
         None,
     )
 
 
-class enter_regions:  # noqa: N801 - reads as a phrase: `with inside(region):`
-    """Regions as a context: entered in order, left in reverse, any number of times, in eager and in compiled code."""
+class enter_regions:  # noqa: N801 - a function in all but state: `with enter_regions(region):`
+    """Context manager that enters regions in order and leaves them in reverse, also when traced."""
 
     def __init__(self, *regions: Region) -> None:
         self._regions = regions
-        self._records: list[Entered | Traced] = []
+        self._entered: list[Entered | Traced] = []
 
     @skip_frame
     def __enter__(self) -> None:
         for region in self._regions:
-            self._records.append(enter_traced(region) if is_dynamo_compiling() else enter(region))
+            self._entered.append(enter_traced(region) if is_dynamo_compiling() else enter(region))
 
     @skip_frame
     def __exit__(self, *_: object) -> None:
         for _region in self._regions:
-            record = self._records.pop()
-            if isinstance(record, Traced):
-                leave_traced(record)
+            entered = self._entered.pop()
+            if isinstance(entered, Traced):
+                leave_traced(entered)
             else:
-                leave(record)
+                leave(entered)
 
 
 def clear_weight_cache() -> None:
-    """Forget every 16-bit copy of a weight, in torch's cache and in this thread's own.
+    """Drop all 16-bit copies of weights, in torch's cache and in this thread's regions.
 
-    Needed after a change that torch does not count: `p.data.add_(1)`, or a write from outside
-    torch. Optimizer steps and in-place ops are noticed by themselves.
+    Call it inside a region after a change that torch does not track: `p.data.add_(1)`, or a write
+    from outside torch. Optimizer steps and in-place ops are detected without it.
     """
     torch.clear_autocast_cache()
     for cache in _caches():
@@ -358,8 +381,17 @@ def clear_weight_cache() -> None:
 
 
 def weight_cache_info() -> CacheInfo:
-    """What this thread's weight cache holds, and how often it served.
+    """Return size, bytes, hits and misses of the weight cache in this thread's regions.
 
+    The cache holds 16-bit copies of float32 weights and is dropped when the outermost region ends.
+    torch's cache, which regions with torch's own op lists use, has no such counters.
+
+    >>> import mezzo
+    >>> linear = torch.nn.Linear(2, 2, bias=False)
+    >>> with mezzo.autocast("O1", device_type="cpu", dtype="bfloat16", full={"softmax"}):
+    ...     _ = linear(linear(torch.ones(1, 2)))
+    ...     weight_cache_info()
+    CacheInfo(size=1, bytes=8, hits=1, misses=1)
     >>> weight_cache_info()
     CacheInfo(size=0, bytes=0, hits=0, misses=0)
     """
@@ -378,7 +410,7 @@ def _caches() -> list[WeightCache]:
 
 
 def _after_optimizer_step(*_: object) -> None:
-    # Fused optimizers do not move a weight's version, and torch's own cache never looks at it.
+    # Fused optimizers do not increment the version of a weight, and torch's cache ignores it.
     if any(_stacks.values()):
         clear_weight_cache()
 

@@ -1,8 +1,8 @@
-"""Everything that mezzo changes in torch for the whole process, in one table, and the hooks among it that carry autocast regions along.
+"""All process-wide changes that mezzo makes in torch, and the hooks for regions among them.
 
-Outside mezzo's regions, steps and averages each hook passes straight through: code that does not
-use mezzo gets the results and errors of plain torch, in every thread. What the dialects replace
-(`mezzo.compat.*.install`) is asked for by name, undone by `uninstall`, and is not listed here.
+Outside mezzo's regions, steps and averages each hook calls the original: code that does not use
+mezzo gets the results and errors of plain torch, in every thread. Not listed are the replacements
+of the dialects (`mezzo.compat.*.install`), which users call by name and undo with `uninstall`.
 """
 
 from __future__ import annotations
@@ -37,106 +37,105 @@ from mezzo.autocasting.wrappers import propagate_autocast
 
 @dataclass(frozen=True)
 class Hook:
-    """A change of torch that the whole process can see."""
+    """A process-wide change of torch."""
 
     target: str
     """What is changed."""
     when: str
-    """From when on, or for how long."""
+    """When it starts, and how long it lasts."""
     why: str
-    """What it is for."""
+    """Its purpose."""
     acts: str
-    """Where it acts. Everywhere else it passes straight through."""
+    """Where it has an effect. Elsewhere it calls the original."""
 
 
-def _at(private: str) -> str:
+def _path(private: str) -> str:
     return ".".join(place(private))
 
 
 _GENERATOR = (
     "checkpoint_generator" if checkpoint_generator_impl is None else "checkpoint_generator_impl"
 )
-"""What runs a checkpointed function. Since torch 2.14 the one with `_impl` is called, and the
-other is there for those who call it themselves."""
+"""The function that runs a checkpointed function. Since torch 2.14 torch calls the one with
+`_impl`, and keeps the other for code that calls it directly."""
 
-
-_IMPORT = "from the import of mezzo on"
+_IMPORT = "since the import of mezzo"
 
 HOOKS = (
     Hook(
-        _at(_GENERATOR),
+        _path(_GENERATOR),
         _IMPORT,
-        "a recomputed forward pass runs under the policy of the first one",
-        "calls of torch.utils.checkpoint in a region of this thread",
+        "a recomputed forward pass runs under the policy of the original one",
+        "calls of torch.utils.checkpoint in a region",
     ),
     Hook(
         "torch.utils.checkpoint.CheckpointFunction",
         _IMPORT,
-        "the same with use_reentrant=True",
+        "the same for use_reentrant=True",
         "the same",
     ),
     Hook(
         "torch.jit.ScriptFunction.__call__",
         _IMPORT,
         "TorchScript's interpreter ignores policies",
-        "regions with op rules of their own",
+        "regions whose policy overrides torch's op lists",
     ),
-    Hook(_at("ScriptMethod") + ".__call__", _IMPORT, "the same for methods", "the same"),
+    Hook(_path("ScriptMethod") + ".__call__", _IMPORT, "the same for methods", "the same"),
     Hook(
-        _at("export"),
-        "once that module is imported",
+        _path("export"),
+        "after that module is imported",
         "torch.export ignores autocast around it",
-        "exports in a region, or of one",
+        "exports in a region, or of a model that enters one",
     ),
     Hook(
-        _at("AOTAutogradCacheDetails") + ".__init__",
-        "once that module is imported",
-        "the key of torch's cache of compiled code names the region's dtype",
-        "compilation in a region, or of one",
+        _path("AOTAutogradCacheDetails") + ".__init__",
+        "after that module is imported",
+        "the dtype of the region becomes part of the key of torch's cache of compiled code",
+        "compilation in a region, or of a function that enters one",
     ),
     Hook(
         "sys.meta_path",
         "until the two modules above are imported",
-        "importing them early would take a second",
-        "their import",
+        "importing them with mezzo would take a second",
+        "the import of those modules",
     ),
     Hook(
         "autocast kernels of aten ops (torch.library)",
-        "from the first region of a device type on",
+        "since the first region of a device type",
         "an op without a 16-bit kernel computes in float32",
-        "regions: see float32_kernels.py",
+        "mezzo's regions (see float32_kernels.py)",
     ),
     Hook(
         "torch.optim: a global step post-hook",
         _IMPORT,
-        "an optimizer step makes the cached 16-bit copies of weights stale",
-        "processes with an open region: torch's cache is one for all threads",
+        "clears cached 16-bit copies of weights, which an optimizer step makes stale",
+        "while any thread is in a region: torch's cache is shared by all threads",
     ),
     Hook(
-        _at("dynamo_overridable_functions"),
-        "from the first compiled region with op rules of its own on",
-        "dynamo asks function modes about the functions inside torch.nn.functional too, as eager"
-        " mode does",
+        _path("dynamo_overridable_functions"),
+        "since the first region whose policy overrides torch's op lists",
+        "dynamo calls function modes for functions inside torch.nn.functional too, as eager mode"
+        " does",
         "compiled code under a function mode",
     ),
     Hook(
         "torch.cuda.is_current_stream_capturing",
         "during a capture",
-        "model code takes the path that it takes in eager mode",
+        "model code takes the same branches as in eager mode",
         "the capturing thread, for callers outside torch and mezzo",
     ),
     Hook(
         "torch.optim: a global step pre-hook",
-        "during EMA.applied() and the step of a bound optimizer that mezzo does not know",
+        "during EMA.applied() and steps of bound optimizers of unknown classes",
         "refuses a step of the same parameters by another optimizer",
         "optimizers that hold those parameters",
     ),
 )
-"""Every change, for readers and for the test that looks for others."""
+"""All process-wide changes. A test checks that there are no others."""
 
 
 def install() -> None:
-    """Install the hooks that carry regions along; a name that torch does not have leaves out the hook that needs it."""
+    """Install the hooks for regions; hooks of names that torch does not have are left out."""
     regions.export_region = without_torch_autocast
     _hook_checkpoint()
     _hook_script()
@@ -145,7 +144,7 @@ def install() -> None:
 
 
 def _when_imported(private: str, hook: Callable[[ModuleType, str], None]) -> None:
-    """Hook a name of a module that torch imports late: importing torch.export for a hook alone would take a second."""
+    """Install a hook when its module is imported: importing torch.export takes a second."""
     name, attribute = place(private)
 
     def hook_if_there(module: ModuleType) -> None:
@@ -158,18 +157,20 @@ def _when_imported(private: str, hook: Callable[[ModuleType, str], None]) -> Non
         sys.meta_path.insert(0, _OnImport(name, hook_if_there))
 
 
-def _has_mode() -> bool:
+def _has_table() -> bool:
+    """Return whether the policy of a current region overrides torch's op lists."""
     return any(one.key and one.enabled for one in current_regions())
 
 
 def _hook_checkpoint() -> None:
-    """torch restores its own autocast state when it recomputes; a policy's op lists and module rules are carried by the function itself."""
-    generator, function = (
-        checkpoint_generator_impl or checkpoint_generator,
-        torch_checkpoint.CheckpointFunction,
-    )
+    """Bind checkpointed functions to the current regions and module rules.
 
-    def carrying(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    torch restores only its own autocast state when it recomputes.
+    """
+    generator = checkpoint_generator_impl or checkpoint_generator
+    function = torch_checkpoint.CheckpointFunction
+
+    def propagating(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         return generator(
             fn if is_dynamo_compiling() or not current_regions() else propagate_autocast(fn),
             *args,
@@ -182,35 +183,38 @@ def _hook_checkpoint() -> None:
             return function.apply(propagate_autocast(fn) if current_regions() else fn, *args)
 
     if generator is not None:
-        setattr(torch_checkpoint, place(_GENERATOR)[1], wraps(generator)(carrying))
+        setattr(torch_checkpoint, place(_GENERATOR)[1], wraps(generator)(propagating))
     torch_checkpoint.CheckpointFunction = CheckpointFunction  # type: ignore[misc]
 
 
 def _hook_script() -> None:
-    """TorchScript's interpreter knows torch's own lists only. A function is run as the Python that it was made from, as compiled code does too."""
-    for kind in filter(None, (torch.jit.ScriptFunction, ScriptMethod)):
-        kind.__call__ = _under_mode(kind.__call__)
+    """Run scripted functions as the Python function they were made from, where a policy needs it.
+
+    TorchScript's interpreter applies only torch's own lists. torch.compile does the same.
+    """
+    for script_class in filter(None, (torch.jit.ScriptFunction, ScriptMethod)):
+        script_class.__call__ = _call_as_python(script_class.__call__)
 
 
-def _under_mode(call: Callable[..., Any]) -> Callable[..., Any]:
+def _call_as_python(call: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(call)
-    def checked(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if not _has_mode():
+    def call_as_python(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if not _has_table():
             return call(self, *args, **kwargs)
-        written = getattr(self, "_torchdynamo_inline", None)
-        if written is None:
+        python_function = getattr(self, "_torchdynamo_inline", None)
+        if python_function is None:
             raise UnsupportedError(
                 f"{self.name!r} is TorchScript, whose interpreter applies torch's own op lists and"
-                " would ignore this policy. Use the module it was scripted from, or a policy"
-                " without entries of its own around it."
+                " would ignore this policy. Use the module that it was scripted from, or a policy"
+                " with torch's own lists around it."
             )
-        return written(*args, **kwargs)
+        return python_function(*args, **kwargs)
 
-    return checked
+    return call_as_python
 
 
 class _OnImport(importlib.abc.MetaPathFinder):
-    """Hook a module of torch when it is imported."""
+    """Import finder that calls a hook after a module was imported."""
 
     def __init__(self, name: str, hook: Callable[[ModuleType], None]) -> None:
         self._name, self._hook = name, hook
@@ -224,17 +228,17 @@ class _OnImport(importlib.abc.MetaPathFinder):
         spec = importlib.util.find_spec(name)
         if spec is None or spec.loader is None:
             return None
-        spec.loader = _Hooking(spec.loader, self._hook)
+        spec.loader = _HookingLoader(spec.loader, self._hook)
         return spec
 
 
-class _Hooking(importlib.abc.Loader):
+class _HookingLoader(importlib.abc.Loader):
     def __init__(self, loader: Any, hook: Callable[[ModuleType], None]) -> None:
         self._loader, self._hook = loader, hook
 
     def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType | None:
-        made: ModuleType | None = self._loader.create_module(spec)
-        return made
+        module: ModuleType | None = self._loader.create_module(spec)
+        return module
 
     def exec_module(self, module: ModuleType) -> None:
         self._loader.exec_module(module)
@@ -242,35 +246,38 @@ class _Hooking(importlib.abc.Loader):
 
 
 def _hook_export(module: ModuleType, name: str) -> None:
-    """torch.export ignores the autocast state around it; casts made by a mode survive. So the whole policy is given to the mode while it exports."""
+    """Let the function mode cast every op during an export.
+
+    torch.export ignores the autocast state around it, but keeps the casts of a mode.
+    """
     export = getattr(module, name)
 
     @wraps(export)
-    def keeping(*args: Any, **kwargs: Any) -> Any:
+    def export_in_regions(*args: Any, **kwargs: Any) -> Any:
         regions = tuple(without_torch_autocast(one) for one in current_regions() if one.enabled)
         with exporting(), enter_regions(*regions):
             return export(*args, **kwargs)
 
-    setattr(module, name, keeping)
+    setattr(module, name, export_in_regions)
 
 
 def _hook_compile_cache(module: ModuleType, name: str) -> None:
-    """Make mezzo's regions, with their dtypes, part of the key of torch's cache of compiled code on disk.
+    """Add the dtypes of regions to the key of torch's cache of compiled code on disk.
 
-    Before torch 2.13 the key said only whether autocast is on: after bfloat16, a function compiled
-    in a float16 region was served the code for bfloat16. And code in which an op without a 16-bit
-    kernel computes in float32 must not be served to a program without mezzo.
+    Before torch 2.13 the key contains only whether autocast is enabled: a function compiled in a
+    float16 region got the code for bfloat16. Also, code in which an op without a 16-bit kernel
+    computes in float32 must not be used by a program without mezzo.
     """
     details = getattr(module, name)
-    make = details.__init__
+    original = details.__init__
 
-    @wraps(make)
-    def keyed(self: Any, *args: Any, **kwargs: Any) -> None:
-        make(self, *args, **kwargs)
+    @wraps(original)
+    def init_with_dtypes(self: Any, *args: Any, **kwargs: Any) -> None:
+        original(self, *args, **kwargs)
         if in_region():
             enabled = [device for device in autocast_devices() if torch.is_autocast_enabled(device)]
             self.mezzo_autocast_dtypes = {
                 device: torch.get_autocast_dtype(device) for device in enabled
             }
 
-    details.__init__ = keyed
+    details.__init__ = init_with_dtypes

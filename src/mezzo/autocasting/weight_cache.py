@@ -1,8 +1,8 @@
-"""16-bit copies of float32 weights, remembered for as long as they are true.
+"""Cache of 16-bit copies of float32 weights, which detects changes of the weights.
 
-torch's own cache is keyed on the tensor alone. This one is keyed on the tensor, where its data
-lies, its version, the dtype and whether gradients are recorded, so that an in-place change is seen,
-another dtype is another entry, and frozen weights and inference are served too.
+torch's cache is keyed on the tensor only. This one is keyed on the tensor, its dtype and whether
+gradients are recorded, and compares data pointer and version. So it detects in-place changes, holds
+both 16-bit dtypes, and also works for frozen weights and in inference.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ _FIRST_SWEEP = 64
 
 @dataclass(frozen=True)
 class CacheInfo:
-    """What a weight cache holds and how it was used."""
+    """Contents and use of a weight cache."""
 
     size: int
-    """How many 16-bit copies are held."""
+    """Number of 16-bit copies."""
     bytes: int
-    """How much memory they take."""
+    """Memory of the copies."""
     hits: int
     misses: int
 
@@ -41,7 +41,7 @@ class _Copy:
 
 
 class WeightCache:
-    """The copies of one thread's outermost region."""
+    """16-bit copies of weights, for the outermost region of a thread."""
 
     def __init__(self) -> None:
         self._copies: dict[tuple[int, torch.dtype, bool, bool, bool], _Copy] = {}
@@ -50,9 +50,9 @@ class WeightCache:
         self._sweep_at = _FIRST_SWEEP
 
     def get(self, weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """The weight in another dtype, cast once for as long as nobody changes it."""
-        # A copy made without recording gradients would cut them off later, as would one of a weight
-        # that was frozen then; an inference tensor may not be recorded.
+        """Return the weight in another dtype; cast it if there is no current copy."""
+        # A copy that was made without recording gradients, or of a frozen weight, has no graph back
+        # to the weight. An inference tensor cannot be recorded by autograd.
         key = (
             id(weight),
             dtype,
@@ -84,17 +84,22 @@ class WeightCache:
         return copied
 
     def info(self) -> CacheInfo:
-        """What is held now; copies of weights that nobody owns any more are dropped first."""
+        """Return contents and use, after dropping copies of weights that no longer exist."""
         self._sweep()
-        held = [copy.tensor for copy in self._copies.values()]
-        return CacheInfo(len(held), sum(tensor.nbytes for tensor in held), self._hits, self._misses)
+        tensors = [copy.tensor for copy in self._copies.values()]
+        size = sum(tensor.nbytes for tensor in tensors)
+        return CacheInfo(len(tensors), size, self._hits, self._misses)
 
     def clear(self) -> None:
-        """Forget every copy."""
+        """Drop all copies."""
         self._copies.clear()
 
     def _sweep(self) -> None:
-        """Drop the copies of dead weights. A copy that records gradients keeps its weight alive through autograd, so a dead one is told by who refers to it."""
+        """Drop the copies of weights that no longer exist.
+
+        A copy that records gradients keeps its weight alive through autograd. Such a weight is
+        recognized by its reference count.
+        """
         for key, copy in list(self._copies.items()):
             weight = copy.weight()
             if weight is None or (
@@ -107,23 +112,25 @@ class WeightCache:
 
 @cache
 def _orphan_references() -> int:
-    """How many references are counted for a weight that only its own cast keeps alive: torch's versions differ, so it is tried."""
+    """Return the reference count of a weight that only its cast keeps alive.
+
+    Measured, because versions of torch differ.
+    """
     weight = torch.nn.Parameter(torch.zeros(1))
-    seen = weakref.ref(weight)
+    reference = weakref.ref(weight)
     copy = cast(weight, torch.bfloat16)
     del weight
-    orphan = seen()
+    orphan = reference()
     count = sys.getrefcount(orphan) if orphan is not None else 0
     del orphan, copy
     return count
 
 
 def is_weight(value: torch.Tensor) -> bool:
-    """Whether a tensor is worth remembering: a parameter, frozen or not.
+    """Return whether casts of a tensor are cached: parameters only, frozen or not.
 
-    No other leaf is: it may be an activation (reentrant checkpointing detaches its inputs), whose
-    gradients would be summed in 16 bits if its uses shared a cast.
+    Another leaf may be an activation (reentrant checkpointing detaches its inputs), whose gradients
+    would be summed in 16 bits if its uses shared a cast.
     """
-    # Not a subclass: those (a tracer's fake tensors among them) have ideas of their own about where
-    # their data is.
+    # Not for subclasses, such as fake tensors: they may have no data pointer.
     return type(value) is torch.nn.Parameter and not value.is_inference()

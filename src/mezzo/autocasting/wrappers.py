@@ -1,4 +1,4 @@
-"""Run a function in an autocast region, or in the regions that are in force where it was passed on."""
+"""Run a function in an autocast region, or in the regions that were current when it was wrapped."""
 
 from __future__ import annotations
 
@@ -9,7 +9,11 @@ from functools import partial, wraps
 from types import coroutine
 from typing import Any, ParamSpec, TypeVar, cast
 
-from mezzo.autocasting.module_rules import ModuleRuleBinding, current_bindings, only
+from mezzo.autocasting.module_rules import (
+    ModuleRuleBinding,
+    current_bindings,
+    replace_bindings,
+)
 from mezzo.autocasting.regions import Region, current_regions, enter_regions
 
 P = ParamSpec("P")
@@ -19,15 +23,14 @@ R = TypeVar("R")
 def wrap_function(
     region: Region, binding: ModuleRuleBinding | None, function: Callable[P, R]
 ) -> Callable[P, R]:
-    """Wrap a function so that its body runs in the region.
+    """Wrap a function so that its body runs in a region.
 
-    A generator or a coroutine is left and entered again at every suspension: what happens in
-    between is not its business.
+    A generator or a coroutine leaves the region at every suspension and enters it again after.
     """
     if not callable(function):
         raise TypeError(
-            f"autocast(...) as a decorator goes over a function, got {function!r}. As a context it"
-            " is `with mezzo.autocast(...):`."
+            f"autocast(...) decorates functions, got {function!r}. As a context manager it is"
+            " `with mezzo.autocast(...):`."
         )
     if inspect.isgeneratorfunction(function):
 
@@ -42,7 +45,7 @@ def wrap_function(
     @wraps(function)
     def decorated(*args: P.args, **kwargs: P.kwargs) -> R:
         if binding is None:
-            # Without a second context, which dynamo would have to trace too.
+            # No second context manager, which dynamo would have to trace too.
             with enter_regions(region):
                 return function(*args, **kwargs)
         with binding, enter_regions(region):
@@ -76,21 +79,21 @@ def _wrap_asynchronous(
 def _resumed(
     region: Region, binding: ModuleRuleBinding | None, suspended: Generator[Any, Any, Any]
 ) -> Generator[Any, Any, Any]:
-    """Drive a generator or coroutine, in the region only while it runs."""
+    """Run a generator or coroutine, in the region only while it is not suspended."""
     resume = partial(suspended.send, None)
     while True:
         with binding or nullcontext(), enter_regions(region):
             try:
-                given = resume()
+                value = resume()
             except StopIteration as stop:
                 return stop.value
         try:
-            sent = yield given
+            sent = yield value
         except GeneratorExit:
             with binding or nullcontext(), enter_regions(region):
                 suspended.close()
             raise
-        # Whatever is thrown in belongs to the wrapped generator.
+        # Pass every exception that is thrown in to the wrapped generator.
         except BaseException as error:  # noqa: BLE001
             resume = partial(suspended.throw, error)
         else:
@@ -100,41 +103,49 @@ def _resumed(
 async def _streamed(
     region: Region, binding: ModuleRuleBinding | None, source: AsyncGenerator[Any, Any]
 ) -> AsyncGenerator[Any, Any]:
-    """Drive an asynchronous generator, in the region only while it runs. It is iterated, not spoken to: `asend` and `athrow` do not reach it."""
-    drive = coroutine(_resumed)
+    """Run an asynchronous generator, in the region only while it is not suspended.
+
+    It is only iterated: `asend` and `athrow` do not reach it.
+    """
+    resumed = coroutine(_resumed)
     try:
         while True:
             try:
-                item = await drive(region, binding, cast("Any", source.__anext__().__await__()))
+                item = await resumed(region, binding, cast("Any", source.__anext__().__await__()))
             except StopAsyncIteration:
                 return
             yield item
     finally:
-        await drive(region, binding, cast("Any", source.aclose().__await__()))
+        await resumed(region, binding, cast("Any", source.aclose().__await__()))
 
 
 def propagate_autocast(function: Callable[P, R]) -> Callable[P, R]:
-    """Bind a function to the precision that is in force here, whatever thread or moment it is called in.
+    """Bind a function to the current autocast regions, for any thread and any later time.
 
-    Autocast state and module rules belong to a thread: a worker starts without them. A carried
-    function takes them along.
+    Autocast state and module rules belong to a thread, and a worker thread starts without them. The
+    wrapped function runs in the regions and module rules that were current when it was wrapped.
+    Outside any region it returns a function that runs as usual.
 
     >>> from concurrent.futures import ThreadPoolExecutor
     >>> import mezzo, torch
+    >>> def product_dtype():
+    ...     return torch.mm(torch.ones(1, 1), torch.ones(1, 1)).dtype
     >>> with mezzo.autocast("cpu", dtype="bfloat16"), ThreadPoolExecutor() as pool:
-    ...     pool.submit(mezzo.propagate_autocast(lambda: torch.mm(torch.ones(1, 1), torch.ones(1, 1)).dtype)).result()
+    ...     print(pool.submit(product_dtype).result())
+    ...     print(pool.submit(mezzo.propagate_autocast(product_dtype)).result())
+    torch.float32
     torch.bfloat16
     """
     regions, bindings = current_regions(), current_bindings()
 
     @wraps(function)
-    def carried(*args: P.args, **kwargs: P.kwargs) -> R:
-        # Outside any region there is nothing to take along. Entering rules again that hold already
-        # would cost a visit to every module that has one.
+    def propagated(*args: P.args, **kwargs: P.kwargs) -> R:
+        # Outside any region there is nothing to propagate. Bindings that are entered already are
+        # not entered again, which would visit every module with a rule.
         if not regions or current_bindings() == bindings:
             with enter_regions(*regions):
                 return function(*args, **kwargs)
-        with only(bindings), enter_regions(*regions):
+        with replace_bindings(bindings), enter_regions(*regions):
             return function(*args, **kwargs)
 
-    return carried
+    return propagated

@@ -1,1 +1,1 @@
-"""What should happen: policies, the ops they speak of and the lists of other systems, as pure data and pure functions."""
+"""Policies, the ops that they apply to, and op lists: pure data and pure functions."""

@@ -1,4 +1,7 @@
-"""Decide the rule, the dtype and the reason for an op on a device; resolve `dtype="auto"`; compare two policies."""
+"""Decide the rule, dtype and reason of an op on a device.
+
+Also resolves `dtype="auto"`, and compares two policies.
+"""
 
 from __future__ import annotations
 
@@ -24,67 +27,61 @@ from mezzo.policy.types import Entry, Level, OnUnsupported, OpLists, Rule
 if TYPE_CHECKING:
     from mezzo.policy.policy import Policy
 
-_USER = {
-    Rule.HALF: "listed half by the user",
-    Rule.FULL: "listed full by the user",
-    Rule.PROMOTE: "listed promote by the user",
-    Rule.KEEP: "listed keep by the user",
-    Rule.REFUSE: "listed refuse by the user",
-}
-
 
 @dataclass(frozen=True)
 class Decision:
-    """The precision an op runs in, and the reason."""
+    """The dtype in which an op runs, with its rule and the reason."""
 
     op: str
     rule: Rule
     dtype: torch.dtype | None
-    """What it computes in; None when the op is refused."""
+    """The dtype in which the op computes; None if the op is refused."""
     reason: str
 
     def __str__(self) -> str:
-        ran = f"runs in {dtype_name(self.dtype)}" if self.dtype is not None else "is refused"
-        return f"{self.op} {ran}: {self.reason}."
+        outcome = "is refused" if self.dtype is None else f"runs in {dtype_name(self.dtype)}"
+        return f"{self.op} {outcome}: {self.reason}."
 
 
 def effective_lists(policy: Policy, dtype: torch.dtype, device: str) -> OpLists:
-    """The policy's preset with the policy's own words on top, for a 16-bit dtype on a device."""
+    """Return the op lists of the policy's preset, overridden by the policy, on a device."""
     return _effective(policy, dtype, device, registry().generation)
 
 
 @lru_cache(maxsize=64)
 def _effective(policy: Policy, dtype: torch.dtype, device: str, _generation: int) -> OpLists:
-    base = preset_lists(policy.preset, policy.level, dtype, device)
-    entries = {op.name: op.entry for op in registry() if op.entry is not None} | dict(base.entries)
+    preset = preset_lists(policy.preset, policy.level, dtype, device)
+    entries = {op.name: op.entry for op in registry() if op.entry is not None}
+    entries |= preset.entries
     entries |= {
-        name: Entry(rule, _USER[rule]) for rule in Rule for name in policy.ops_with_rule(rule)
+        name: Entry(rule, _by_user(rule)) for rule in Rule for name in policy.ops_with_rule(rule)
     }
     entries |= _composed_of(policy, entries)
     entries = {name: _with_kernel(name, entry, dtype, device) for name, entry in entries.items()}
-    default_rule = (
-        base.default_rule
-        if policy.default_rule is None
-        else Entry(
-            policy.default_rule,
-            f"in no list: the policy says {policy.default_rule.value} for those",
-        )
-    )
-    halves = base.refused_in_half - policy.ops_with_rule(Rule.REFUSE)
     return OpLists(
         entries,
-        default_rule,
-        dict(base.exempt_args) | dict(policy.exempt_args),
-        base.conditional + policy.conditional,
-        halves,
+        _default_entry(policy, preset),
+        dict(preset.exempt_args) | dict(policy.exempt_args),
+        preset.conditional + policy.conditional,
+        preset.refused_in_half - policy.ops_with_rule(Rule.REFUSE),
     )
+
+
+def _default_entry(policy: Policy, preset: OpLists) -> Entry:
+    rule = policy.default_rule
+    if rule is None:
+        return preset.default_rule
+    return Entry(rule, f"in no list: the policy's default_rule is {rule.value}")
+
+
+def _by_user(rule: Rule) -> str:
+    return f"listed {rule.value} by the user"
 
 
 def _with_kernel(name: str, entry: Entry, dtype: torch.dtype, device: str) -> Entry:
     if entry.rule not in (Rule.FULL, Rule.REFUSE) and lacks_kernel(name, dtype, device):
-        return Entry(
-            Rule.FULL, f"{entry.reason}, but it has no {dtype_name(dtype)} kernel on {device}"
-        )
+        reason = f"{entry.reason}, but it has no {dtype_name(dtype)} kernel on {device}"
+        return Entry(Rule.FULL, reason)
     return entry
 
 
@@ -103,8 +100,8 @@ COMPOSED_OF: Mapping[str, tuple[str, ...]] = {
     "rnn_tanh_cell": ("linear",),
     "rnn_relu_cell": ("linear",),
 }
-"""Ops that C++ makes of others, where no mode sees them: in no list themselves, they follow what
-the user says of their parts."""
+"""Composite ops that torch decomposes in C++, where no function mode sees the parts. If they are in
+no list themselves, they take the rule that the user gives to a part."""
 
 
 def _composed_of(policy: Policy, entries: Mapping[str, Entry]) -> dict[str, Entry]:
@@ -113,32 +110,27 @@ def _composed_of(policy: Policy, entries: Mapping[str, Entry]) -> dict[str, Entr
         for rule in (Rule.HALF, Rule.FULL, Rule.KEEP)
         for name in policy.ops_with_rule(rule)
     }
-    following = {
-        whole: part
-        for whole, parts in COMPOSED_OF.items()
-        if whole not in entries
+    return {
+        composite: Entry(listed[part], f"computed by {part}, which is {_by_user(listed[part])}")
+        for composite, parts in COMPOSED_OF.items()
+        if composite not in entries
         for part in parts
         if part in listed
-    }
-    return {
-        whole: Entry(listed[part], f"computed by {part}, which is {_USER[listed[part]]}")
-        for whole, part in following.items()
     }
 
 
 def entry_of(lists: OpLists, name: str, dtype: torch.dtype, device: str) -> Entry:
-    """The entry of an op, listed or not."""
+    """Return the entry of an op; the default rule if it is not listed."""
     return lists.entries.get(name) or _with_kernel(name, lists.default_rule, dtype, device)
 
 
 def all_entries(policy: Policy, dtype: torch.dtype, device: str) -> dict[str, Entry]:
-    """The entry of every known op, in order of their names."""
+    """Return the entry of every known op, sorted by name."""
     names = sorted(registry().names)
     if policy.level is Level.O0:
-        # Whatever else the policy says, and whichever kernels are missing.
-        return dict.fromkeys(
-            names, preset_lists(policy.preset, policy.level, dtype, device).default_rule
-        )
+        # Overrides and missing kernels have no effect where nothing is cast.
+        default_rule = preset_lists(policy.preset, policy.level, dtype, device).default_rule
+        return dict.fromkeys(names, default_rule)
     lists = effective_lists(policy, dtype, device)
     return {name: entry_of(lists, name, dtype, device) for name in names}
 
@@ -152,80 +144,94 @@ def explain(
     device: str,
     arguments: Mapping[str, Any] | None = None,
 ) -> Decision:
-    """Decide one call: the rule, the dtype it computes in and why, as eager and graph both carry it out."""
-    said = list(inputs)
-    name, given = registry().parse(op), _read_inputs(said)
-    for word in arguments or ():
-        check_argument(name, word)
+    """Decide the rule, the dtype and the reason for one call of an op.
+
+    Both autocast regions and converted models carry out this decision.
+    """
+    input_dtypes = list(inputs)
+    name, dtypes = registry().parse(op), _deciding_dtypes(input_dtypes)
+    for argument in arguments or ():
+        check_argument(name, argument)
     lists = effective_lists(policy, dtype, device)
-    entry = entry_of(lists, name, dtype, device)
+    entry = _entry_for_call(
+        lists,
+        name,
+        entry_of(lists, name, dtype, device),
+        dtypes if input_dtypes else None,
+        arguments,
+    )
+    uncastable = [one for one in dtypes if one not in CASTABLE_DTYPES]
+    reason = (
+        f"{dtype_name(uncastable[0])} inputs are never cast"
+        if uncastable and entry.rule in (Rule.HALF, Rule.FULL)
+        else entry.reason
+    )
+    return Decision(name, entry.rule, _computed_in(entry.rule, dtypes, dtype), reason)
+
+
+def _entry_for_call(
+    lists: OpLists,
+    name: str,
+    entry: Entry,
+    dtypes: list[torch.dtype] | None,
+    arguments: Mapping[str, Any] | None,
+) -> Entry:
+    """Apply conditional entries and refusals that depend on the inputs (None: not known)."""
     for condition in lists.conditional:
-        if (
-            condition.op == name
-            and arguments
-            and condition.argument in arguments
-            and arguments[condition.argument] in condition.values
-        ):
-            entry = Entry(
-                Rule.FULL,
-                f"{condition.argument}={arguments[condition.argument]!r}: {condition.reason}",
-            )
+        if condition.op == name and arguments and condition.argument in arguments:
+            value = arguments[condition.argument]
+            if value in condition.values:
+                entry = Entry(Rule.FULL, f"{condition.argument}={value!r}: {condition.reason}")
     if (
         entry.rule is Rule.REFUSE
         and name in lists.refused_in_half
-        and said
-        and not any(one in HALF_DTYPES for one in given)
+        and dtypes is not None
+        and not any(one in HALF_DTYPES for one in dtypes)
     ):
-        entry = Entry(Rule.KEEP, "refused with 16-bit inputs alone")
-    untouched = [one for one in given if one not in CASTABLE_DTYPES]
-    reason = (
-        f"{dtype_name(untouched[0])} inputs are never cast"
-        if untouched and entry.rule in (Rule.HALF, Rule.FULL)
-        else entry.reason
-    )
-    return Decision(name, entry.rule, _computed_in(entry.rule, given, dtype), reason)
+        return Entry(Rule.KEEP, "refused only with 16-bit inputs")
+    return entry
 
 
 def uncast_decision(op: str, inputs: Iterable[torch.dtype | str], reason: str) -> Decision:
-    """The decision where a policy casts nothing."""
-    return Decision(registry().parse(op), Rule.KEEP, _widest(_read_inputs(inputs)), reason)
+    """Return the decision for an op whose inputs are not cast."""
+    return Decision(registry().parse(op), Rule.KEEP, _widest(_deciding_dtypes(inputs)), reason)
 
 
-def _read_inputs(inputs: Iterable[torch.dtype | str]) -> list[torch.dtype]:
-    """The dtypes that decide: integers beside floating-point inputs do not, and where nothing is said it is float32."""
-    read = [_read_input(word) for word in inputs]
-    return (
-        [dtype for dtype in read if dtype.is_floating_point or dtype.is_complex]
-        or read
-        or [torch.float32]
+def _deciding_dtypes(inputs: Iterable[torch.dtype | str]) -> list[torch.dtype]:
+    """Return the input dtypes that decide the result: the floating-point ones if there are any.
+
+    Without inputs, float32.
+    """
+    dtypes = [_parse_input_dtype(value) for value in inputs]
+    floating = [dtype for dtype in dtypes if dtype.is_floating_point or dtype.is_complex]
+    return floating or dtypes or [torch.float32]
+
+
+def _parse_input_dtype(value: torch.dtype | str) -> torch.dtype:
+    dtype: object = (
+        getattr(torch, value.removeprefix("torch."), None) if isinstance(value, str) else value
     )
-
-
-def _read_input(word: torch.dtype | str) -> torch.dtype:
-    read: object = (
-        getattr(torch, word.removeprefix("torch."), None) if isinstance(word, str) else word
-    )
-    if not isinstance(read, torch.dtype):
+    if not isinstance(dtype, torch.dtype):
         raise PolicyError(
-            "The inputs of an op are told by their dtypes, such as torch.float32 or 'float32', got"
-            f" {word!r}."
+            f"{value!r} is not the dtype of an input. Pass dtypes such as torch.float32 or"
+            " 'float32'."
         )
-    return read
+    return dtype
 
 
-def _computed_in(rule: Rule, given: list[torch.dtype], half: torch.dtype) -> torch.dtype | None:
+def _computed_in(rule: Rule, dtypes: list[torch.dtype], half: torch.dtype) -> torch.dtype | None:
     if rule is Rule.REFUSE:
         return None
-    if rule in (Rule.HALF, Rule.FULL) and CASTABLE_DTYPES.issuperset(given):
+    if rule in (Rule.HALF, Rule.FULL) and CASTABLE_DTYPES.issuperset(dtypes):
         return half if rule is Rule.HALF else torch.float32
-    return _widest(given)
+    return _widest(dtypes)
 
 
 def _widest(dtypes: list[torch.dtype]) -> torch.dtype:
     try:
         return reduce(torch.promote_types, dtypes)
     except RuntimeError:
-        # float8 promotes with nothing.
+        # float8 does not promote with any other dtype.
         return max(dtypes, key=lambda dtype: dtype.itemsize)
 
 
@@ -234,15 +240,17 @@ _warned: set[str] = set()
 
 @dataclass(frozen=True)
 class Resolved:
-    """What a policy comes to on a device."""
+    """The dtype of a policy on a device, with the reason."""
 
     dtype: torch.dtype | None
-    """The 16-bit dtype to compute in; None runs everything in float32."""
+    """The 16-bit dtype to compute in; None if everything runs in float32."""
     reason: str
 
 
 def resolve(policy: Policy, hardware: Hardware) -> Resolved:
-    """Choose the 16-bit dtype for a device, or do what the policy says when the device lacks it.
+    """Choose the 16-bit dtype for a device.
+
+    On a device without it, raises, warns or returns None, by the policy's `on_unsupported`.
 
     >>> from mezzo import Policy, hardware
     >>> resolve(Policy("O1", "bfloat16"), hardware("cpu")).dtype
@@ -258,86 +266,79 @@ def resolve(policy: Policy, hardware: Hardware) -> Resolved:
 
 
 def resolve_quietly(policy: Policy, hardware: Hardware) -> Resolved:
-    """What `resolve` comes to, for who only asks: nothing is raised, warned or emitted."""
+    """Return what `resolve` returns, but never raise, warn or emit an event."""
     if policy.level is Level.O0:
         return Resolved(None, "level O0 runs everything in float32")
     if policy.dtype is None:
-        best = hardware.preferred
-        return (
-            Resolved(best.dtype, best.reason) if best else Resolved(None, hardware.float16.reason)
-        )
+        preferred = hardware.preferred
+        if preferred is None:
+            return Resolved(None, hardware.float16.reason)
+        return Resolved(preferred.dtype, preferred.reason)
     support = hardware.support(policy.dtype)
     return Resolved(policy.dtype if support.supported else None, support.reason)
 
 
 def _downgrade(policy: Policy, hardware: Hardware, reason: str) -> None:
-    asked = "a 16-bit dtype" if policy.dtype is None else dtype_name(policy.dtype)
-    instead = [
-        dtype_name(dtype)
-        for dtype in (torch.float16, torch.bfloat16)
-        if hardware.support(dtype).supported
-    ]
-    remedy = f"Use dtype={instead[0]!r}" if instead else "Use another device, or level O0"
-    message = f"{hardware.name} ({hardware.device}) cannot compute in {asked}: {reason}. {remedy}"
+    requested = "a 16-bit dtype" if policy.dtype is None else dtype_name(policy.dtype)
+    supported = [dtype_name(dtype) for dtype in HALF_DTYPES if hardware.support(dtype).supported]
+    remedy = f"Use dtype={supported[0]!r}" if supported else "Use another device, or level O0"
+    device = f"{hardware.name} ({hardware.device})"
+    message = f"{device} cannot compute in {requested}: {reason}. {remedy}"
     if policy.on_unsupported is OnUnsupported.ERROR:
         raise UnsupportedError(f"{message}; or on_unsupported='warn' to run in float32.")
     if _events.listening():
-        _events.emit(_events.PolicyDowngraded(asked, "float32", hardware.device, reason))
+        _events.emit(_events.PolicyDowngraded(requested, "float32", hardware.device, reason))
     if policy.on_unsupported is OnUnsupported.WARN and message not in _warned:
         _warned.add(message)
-        warnings.warn(f"{message}. Running in float32.", UserWarning, stacklevel=_levels_up())
+        warnings.warn(
+            f"{message}. Running in float32.", UserWarning, stacklevel=_user_stack_level()
+        )
 
 
-def _levels_up() -> int:
-    """How far up the stack the user's code is, from where it is asked."""
-    frame, levels = sys._getframe(1), 1
-    while (
-        frame.f_back is not None
-        and frame.f_globals["__name__"].partition(".")[0] == __name__.partition(".")[0]
-    ):
-        frame, levels = frame.f_back, levels + 1
-    return levels
+def _user_stack_level() -> int:
+    """Return the `stacklevel` of the first caller outside mezzo."""
+    package = __name__.partition(".")[0]
+    frame, level = sys._getframe(1), 1
+    while frame.f_back is not None and frame.f_globals["__name__"].partition(".")[0] == package:
+        frame, level = frame.f_back, level + 1
+    return level
 
 
 @dataclass(frozen=True)
 class PolicyDiff:
-    """The differences of two policies; false when there are none."""
+    """The differences of two policies; false if there are none."""
 
     fields: tuple[tuple[str, Any, Any], ...]
-    """Field, what the one says, what the other says, in plain words."""
+    """Name of the field and its two values, as `Policy.format_field` returns them."""
     ops: tuple[tuple[str, str, str], ...]
-    """Op, its rule in the one, its rule in the other."""
+    """Name of the op and its two rules."""
 
     def __bool__(self) -> bool:
         return bool(self.fields or self.ops)
 
     def __str__(self) -> str:
-        said = [f"{name}: {one} → {other}" for name, one, other in self.fields]
-        ruled = [f"op {name}: {one} → {other}" for name, one, other in self.ops]
-        return "\n".join(said + ruled) or "no difference"
+        lines = [f"{name}: {first} → {second}" for name, first, second in self.fields]
+        lines += [f"op {name}: {first} → {second}" for name, first, second in self.ops]
+        return "\n".join(lines) or "no difference"
 
 
-def diff(one: Policy, other: Policy, hardware: Hardware) -> PolicyDiff:
+def diff(first: Policy, second: Policy, hardware: Hardware) -> PolicyDiff:
     """Compare two policies field by field, and op by op on a device."""
-    said = [
-        (field.name, one.format_field(field.name), other.format_field(field.name))
-        for field in fields(one)
-        if getattr(one, field.name) != getattr(other, field.name)
+    changed_fields = [
+        (field.name, first.format_field(field.name), second.format_field(field.name))
+        for field in fields(first)
+        if getattr(first, field.name) != getattr(second, field.name)
     ]
-    rules, others = _rules(one, hardware), _rules(other, hardware)
-    return PolicyDiff(
-        tuple(said),
-        tuple(
-            (name, rules[name], others[name])
-            for name in sorted(rules)
-            if rules[name] != others[name]
-        ),
-    )
+    rules, other_rules = _rules(first, hardware), _rules(second, hardware)
+    changed_ops = [
+        (name, rules[name], other_rules[name])
+        for name in sorted(rules)
+        if rules[name] != other_rules[name]
+    ]
+    return PolicyDiff(tuple(changed_fields), tuple(changed_ops))
 
 
 def _rules(policy: Policy, hardware: Hardware) -> dict[str, str]:
     dtype = resolve_quietly(policy, hardware).dtype or policy.dtype or torch.float16
-    return {
-        name: entry.rule.value
-        for name, entry in all_entries(policy, dtype, hardware.device).items()
-    }
+    entries = all_entries(policy, dtype, hardware.device)
+    return {name: entry.rule.value for name, entry in entries.items()}

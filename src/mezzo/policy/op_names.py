@@ -1,7 +1,7 @@
-"""One op, one name, however it is called.
+"""Canonical op names and their aliases.
 
-An op's name is the ATen base name, or the name of the public Python function where there is one.
-Everything else that means the same is an alias.
+The name of an op is that of the public Python function if there is one, and the ATen base name
+otherwise. All other spellings are aliases.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ DUNDERS: Mapping[str, str] = _aliases(
         "ge": "__ge__",
     }
 )
-"""What Python's operators call."""
+"""Methods that Python's operators call, and their ops."""
 
 ALIASES: Mapping[str, str] = _aliases(
     {
-        # the array API's and NumPy's spellings
+        # Spellings of NumPy and the array API.
         "abs": "absolute",
         "acos": "arccos",
         "acosh": "arccosh",
@@ -65,7 +65,7 @@ ALIASES: Mapping[str, str] = _aliases(
         "trapezoid": "trapz",
         "vstack": "row_stack",
         "transpose": "swapaxes swapdims",
-        # the public function's name for what ATen calls otherwise
+        # Ops that ATen names differently than the public function.
         "batch_norm": (
             "native_batch_norm native_batch_norm_legit native_batch_norm_legit_no_training"
             " batch_norm_impl_index cudnn_batch_norm miopen_batch_norm batch_norm_with_update"
@@ -98,7 +98,7 @@ ALIASES: Mapping[str, str] = _aliases(
         "multilabel_margin_loss": "multilabel_margin_loss_forward",
         "log_sigmoid": "logsigmoid log_sigmoid_forward",
         "embedding_bag": "embedding_bag_forward_only",
-        # torch.special's names for plain ops; the rest keep their prefix
+        # Names in torch.special of ops that exist without it; the others keep their prefix.
         "i0": "special_i0",
         "igamma": "special_gammainc",
         "igammac": "special_gammaincc",
@@ -120,7 +120,7 @@ ALIASES: Mapping[str, str] = _aliases(
         "sinc": "special_sinc",
         "softmax": "special_softmax",
         "xlogy": "special_xlogy",
-        # torch.linalg's names for plain ops
+        # Names in torch.linalg of ops that exist without it.
         "cross": "linalg_cross",
         "matmul": "linalg_matmul",
         "diagonal": "linalg_diagonal",
@@ -134,7 +134,7 @@ ALIASES: Mapping[str, str] = _aliases(
         "outer": "ger",
         "bilinear": "trilinear",
         "linalg_matrix_exp": "matrix_exp",
-        # one builtin under several names: torch.dsmm == torch.mm
+        # One builtin with several names: torch.dsmm == torch.mm.
         "mm": "dsmm spmm",
         "hspmm": "hsmm",
         "sspaddmm": "saddmm",
@@ -143,33 +143,46 @@ ALIASES: Mapping[str, str] = _aliases(
 
 NOT_OPS: frozenset[str] = frozenset(
     """
-    to type type_as float double half bfloat16 int long short char byte bool cfloat cdouble chalf cpu cuda xpu ipu mtia to_copy
-    apply autocast backward grad requires_grad register_hook register_post_accumulate_grad_hook retain_grad retains_grad module_load reinforce
-    size sym_size stride sym_stride dim ndimension numel sym_numel nelement element_size storage_offset sym_storage_offset dim_order data_ptr const_data_ptr
-    item local_scalar_dense tolist numpy array array_wrap len iter hash dir repr format deepcopy reduce_ex reversed contains
+    to type type_as float double half bfloat16 int long short char byte bool cfloat cdouble chalf
+    cpu cuda xpu ipu mtia to_copy
+    apply autocast backward grad requires_grad register_hook register_post_accumulate_grad_hook
+    retain_grad retains_grad module_load reinforce
+    size sym_size stride sym_stride dim ndimension numel sym_numel nelement element_size
+    storage_offset sym_storage_offset dim_order data_ptr const_data_ptr
+    item local_scalar_dense tolist numpy array array_wrap len iter hash dir repr format deepcopy
+    reduce_ex reversed contains
     dlpack dlpack_device setstate setitem getitem index_scalar float_power_scalar
-    storage storage_type untyped_storage typed_storage share_memory is_shared pin_memory is_pinned set resize resize_as
-    as_subclass make_subclass detach clone contiguous alias lift lift_fresh data grad_fn version output_nr
-    is_floating_point is_complex is_contiguous is_conj is_neg is_inference is_nonzero is_same_size is_set_to is_signed is_sparse is_coalesced
-    is_distributed is_leaf is_tensor is_storage is_vulkan_available is_autocast_enabled get_device result_type can_cast promote_types
-    new new_empty new_empty_strided new_full new_ones new_tensor new_zeros tensor as_tensor from_numpy from_file empty empty_strided empty_permuted
+    storage storage_type untyped_storage typed_storage share_memory is_shared pin_memory is_pinned
+    set resize resize_as
+    as_subclass make_subclass detach clone contiguous alias lift lift_fresh data grad_fn version
+    output_nr
+    is_floating_point is_complex is_contiguous is_conj is_neg is_inference is_nonzero is_same_size
+    is_set_to is_signed is_sparse is_coalesced
+    is_distributed is_leaf is_tensor is_storage is_vulkan_available is_autocast_enabled get_device
+    result_type can_cast promote_types
+    new new_empty new_empty_strided new_full new_ones new_tensor new_zeros tensor as_tensor
+    from_numpy from_file empty empty_strided empty_permuted
     zeros ones full arange range linspace logspace eye rand randn randint randperm scalar_tensor
-    save wait str pos values indices nnz qscheme dimI dimV dense_dim sparse_dim coalesced lazy_clone neg_view hash_tensor
-    map map2 names has_names rename refine_names align_as align_to manual_seed seed initial_seed compile vmap
-    sym_float sym_int sym_ite sym_max sym_min sym_not sym_sum sym_sqrt unravel_index record_stream bool float int long invert
-    and or xor iand ior ixor rand ror rxor lshift rshift ilshift irshift rlshift rrshift copy fill zero random uniform normal bernoulli
+    save wait str pos values indices nnz qscheme dimI dimV dense_dim sparse_dim coalesced
+    lazy_clone neg_view hash_tensor
+    map map2 names has_names rename refine_names align_as align_to manual_seed seed initial_seed
+    compile vmap
+    sym_float sym_int sym_ite sym_max sym_min sym_not sym_sum sym_sqrt unravel_index record_stream
+    bool float int long invert
+    and or xor iand ior ixor rand ror rxor lshift rshift ilshift irshift rlshift rrshift copy fill
+    zero random uniform normal bernoulli
     """.split()
 )
-"""What carries, describes, makes or explicitly converts a tensor: no rule ever applies. Writing
-in place has no rule either, but is told by the call."""
+"""Functions that carry, describe, create or explicitly convert a tensor: no rule applies to them.
+Writing in place has no rule either, which depends on the call and not on the name."""
 
 
 _REMOVED: Mapping[str, str] = {"cholesky": "2.14", "qr": "2.14"}
-"""Ops that torch no longer has, by the version that came without them."""
+"""Ops that torch has removed, with the first version without them."""
 
 
 def is_removed(name: str, version: str = torch.__version__) -> bool:
-    """Whether a version of torch no longer has an op that earlier ones had.
+    """Return whether an op was removed from torch in this version or before.
 
     >>> is_removed("qr", "2.13.0"), is_removed("qr", "2.14.0")
     (False, True)
@@ -177,19 +190,19 @@ def is_removed(name: str, version: str = torch.__version__) -> bool:
     return name in _REMOVED and TorchVersion(version) >= _REMOVED[name]
 
 
-def canonical(word: str) -> str:
-    """Find the one name of whatever an op may be called: an operator's dunder, an in-place or private spelling, an alias.
+def canonical(name: str) -> str:
+    """Return the canonical name for a dunder, an in-place or private spelling, or an alias.
 
     >>> canonical("__radd__"), canonical("add_"), canonical("_softmax"), canonical("true_divide")
     ('add', 'add', 'softmax', 'div')
     """
-    if word in DUNDERS:
-        return DUNDERS[word]
-    bare = word.strip("_")
-    return ALIASES.get(bare, DUNDERS.get(bare, bare))
+    if name in DUNDERS:
+        return DUNDERS[name]
+    stripped = name.strip("_")
+    return ALIASES.get(stripped, DUNDERS.get(stripped, stripped))
 
 
-# Questions about a tensor, and machinery that torch keeps in the same namespaces.
+# Predicates, and internal functions in torch's public namespaces.
 _NOT_OP_PREFIXES = (
     "is_",
     "get_",
@@ -210,7 +223,7 @@ _NOT_OP_PREFIXES = (
 
 
 def is_op(name: str) -> bool:
-    """Whether a canonical name is something a rule can apply to."""
+    """Return whether a rule can apply to a canonical name."""
     return (
         bool(name)
         and name not in NOT_OPS

@@ -1,4 +1,4 @@
-"""The known ops as a table: name, rule, reason, and where a 16-bit kernel is missing."""
+"""`mezzo.ops()`: the known ops with their rules, reasons and missing 16-bit kernels."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from mezzo.policy.policy import Policy
 
 @dataclass(frozen=True)
 class OpInfo:
-    """One known op."""
+    """One known op, and the rule that a policy has for it."""
 
     name: str
     rule: str
     reason: str
     no_kernel: tuple[tuple[str, str], ...]
-    """The (device, dtype) pairs for which torch has no kernel: there it runs in float32."""
+    """The (device, dtype) pairs without a kernel in torch: the op runs in float32 there."""
 
 
 class OpTable(Sequence[OpInfo]):
-    """The known ops in order of their names; printed, it is a table."""
+    """The known ops, sorted by name; `print` shows them as a table."""
 
     def __init__(self, rows: Sequence[OpInfo]) -> None:
         self._rows = tuple(rows)
@@ -48,7 +48,7 @@ class OpTable(Sequence[OpInfo]):
     def __str__(self) -> str:
         width = max((len(row.name) for row in self._rows), default=0)
         return "\n".join(
-            f"{row.name:{width}}  {row.rule:7}  {row.reason}{_where(row)}" for row in self._rows
+            f"{row.name:{width}}  {row.rule:7}  {row.reason}{_missing(row)}" for row in self._rows
         )
 
 
@@ -58,15 +58,22 @@ def ops(
     device: str | None = None,
     **overrides: Any,
 ) -> OpTable:
-    """List every op that mezzo knows, with the rule that a policy has for it on a device, and why.
+    """List every known op with its rule in a policy on a device, and the reason.
 
-    >>> next(op for op in ops(device="cpu") if op.name == "linear").rule
-    'half'
+    Takes what `autocast` takes: a `Policy`, a level or a TOML file, and overrides of fields. The
+    result is a sequence of `OpInfo` (`name`, `rule`, `reason`, `no_kernel`) that prints as a table.
+
+    >>> [op.rule for op in ops("O1", device="cpu", full={"add"}) if op.name in ("add", "linear")]
+    ['full', 'half']
+    >>> table = ops("O1", device="cpu")
+    >>> print(table[:2])  # doctest: +ELLIPSIS
+    abs ...
+    acos ...
     """
-    read, found = Policy.parse(policy, **overrides), hardware(device)
-    # A device that is not here is asked about its lists all the same.
-    dtype = resolve_quietly(read, found).dtype or read.dtype or torch.float16
-    entries = all_entries(read, dtype, found.device)
+    parsed, facts = Policy.parse(policy, **overrides), hardware(device)
+    # The op lists of a device can be read on a machine without it.
+    dtype = resolve_quietly(parsed, facts).dtype or parsed.dtype or torch.float16
+    entries = all_entries(parsed, dtype, facts.device)
     return OpTable(
         [
             OpInfo(name, entry.rule.value, entry.reason, missing_kernels.missing(name))
@@ -75,9 +82,6 @@ def ops(
     )
 
 
-def _where(row: OpInfo) -> str:
-    return (
-        f" (no kernel: {', '.join(f'{dtype} on {device}' for device, dtype in row.no_kernel)})"
-        if row.no_kernel
-        else ""
-    )
+def _missing(row: OpInfo) -> str:
+    missing = ", ".join(f"{dtype} on {device}" for device, dtype in row.no_kernel)
+    return f" (no kernel: {missing})" if missing else ""

@@ -1,4 +1,4 @@
-"""Read the user's arguments and TOML files as policy fields, and write them."""
+"""Parse the arguments and TOML files of policies, and format them again."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ from mezzo.policy.registry import parameters, registry
 from mezzo.policy.types import BY_USER, Conditional, Rule, Selector
 
 ConditionalArg = Conditional | tuple[Any, ...] | list[Any]
-"""A conditional entry as a user writes it: `("softmax", "dim", [-1])`."""
+"""A conditional entry as a user passes it: `("softmax", "dim", [-1])`."""
 
 MODULE_RULES = (Rule.HALF, Rule.FULL, Rule.KEEP)
-"""What can be said of a whole module."""
+"""The rules that apply to whole modules."""
 
 
 def op_names(field: str, names: Collection[str] | str) -> frozenset[str]:
-    """Read a set of op names in any of their spellings.
+    """Return canonical op names; accepts every spelling in the registry.
 
     >>> sorted(op_names("half", {"true_divide", "add"}))
     ['add', 'div']
     """
     if isinstance(names, str):
         raise PolicyError(
-            f"{field}={names!r} should be a set of op names. Write {field}={{{names!r}}}."
+            f"{field}={names!r} should be a set of op names. Pass {field}={{{names!r}}}."
         )
     if isinstance(names, Mapping) or not isinstance(names, Collection):
         raise PolicyError(f"{field}={names!r} should be a set of op names such as {{'softmax'}}.")
@@ -39,30 +39,30 @@ def op_names(field: str, names: Collection[str] | str) -> frozenset[str]:
 
 
 def refuse_overlaps(lists: Mapping[str, frozenset[str]]) -> None:
-    """Refuse an op that stands under two rules."""
+    """Raise `PolicyError` if an op is listed under two rules."""
     for (one, ones), (other, others) in combinations(lists.items(), 2):
         if both := sorted(ones & others):
             raise PolicyError(
                 f"{one}= and {other}= both list {', '.join(repr(name) for name in both)}. An op has"
-                " one rule: take it out of one of them."
+                " one rule: remove it from one of the lists."
             )
 
 
 def exemptions(
     table: Mapping[str, Collection[str] | str] | tuple[Any, ...],
 ) -> tuple[tuple[str, tuple[str, ...]], ...]:
-    """Read which arguments of which op are left alone."""
-    read: dict[str, set[str]] = {}
-    for op, names in _pairs(
+    """Parse `exempt_args`: the arguments, by op, that are not cast to 16 bits."""
+    parsed: dict[str, set[str]] = {}
+    for key, names in _pairs(
         "exempt_args", table, "an op to its arguments, such as {'batch_norm': {'weight', 'bias'}}"
     ):
-        name = registry().parse(op)
-        read.setdefault(name, set()).update(check_argument(name, one) for one in _several(names))
-    return tuple(sorted((name, tuple(sorted(names))) for name, names in read.items()))
+        op = registry().parse(key)
+        parsed.setdefault(op, set()).update(check_argument(op, name) for name in _as_tuple(names))
+    return tuple(sorted((op, tuple(sorted(names))) for op, names in parsed.items()))
 
 
 def conditionals(entries: Collection[ConditionalArg]) -> tuple[Conditional, ...]:
-    """Read conditional entries: an op, one of its arguments, and the values for which it runs in float32."""
+    """Parse conditional entries: an op, an argument, and the values that need float32."""
     if isinstance(entries, str | Mapping) or not isinstance(entries, Collection):
         raise PolicyError(
             f"conditional={entries!r} should be a list of (op, argument, values), such as"
@@ -74,48 +74,50 @@ def conditionals(entries: Collection[ConditionalArg]) -> tuple[Conditional, ...]
 def module_rules(
     table: Mapping[str | type, str | Rule] | tuple[Any, ...],
 ) -> tuple[tuple[Selector, Rule], ...]:
-    """Read module rules; their order is kept, since a later glob beats an earlier one."""
-    read: dict[Selector, Rule] = {}
-    for key, word in _pairs(
+    """Parse module rules; their order is kept, since a later glob overrides an earlier one."""
+    parsed: dict[Selector, Rule] = {}
+    for key, value in _pairs(
         "modules", table, "a glob or a class to a rule, such as {'head': 'half'}"
     ):
-        selector, rule = Selector.parse(key), _module_rule(key, word)
-        if read.pop(selector, rule) is not rule:
+        selector, rule = Selector.parse(key), _module_rule(key, value)
+        if parsed.pop(selector, rule) is not rule:
             raise PolicyError(
-                f"modules= has two rules for {selector.text!r}. A module has one: take the other"
-                " out."
+                f"modules= has two rules for {selector.text!r}. A module has one rule: remove one"
+                " of them."
             )
-        read[selector] = rule
-    return tuple(read.items())
+        parsed[selector] = rule
+    return tuple(parsed.items())
 
 
 def selectors(entries: Collection[str | type | Selector] | str | type) -> tuple[Selector, ...]:
-    """Read a set of modules: globs and classes, one or several."""
-    several = (entries,) if isinstance(entries, str | type | Selector) else entries
-    if isinstance(several, Mapping) or not isinstance(several, Collection):
+    """Parse `keep_full`: one or several globs and module classes."""
+    collected = (entries,) if isinstance(entries, str | type | Selector) else entries
+    if isinstance(collected, Mapping) or not isinstance(collected, Collection):
         raise PolicyError(
             f"keep_full={entries!r} should be a set of globs and classes such as"
             " {'encoder.*.norm', nn.LayerNorm}."
         )
-    return tuple(sorted({Selector.parse(entry) for entry in several}))
+    return tuple(sorted({Selector.parse(entry) for entry in collected}))
 
 
 def format_value(field: str, value: Any) -> str:
-    """Spell a field's plain words as Python that the constructor reads: op names as a set, conditions as tuples."""
-    if field in _SETS and value:
+    """Format a field as Python source: op names as a set, conditional entries as tuples.
+
+    >>> format_value("half", ["add", "mul"])
+    "{'add', 'mul'}"
+    """
+    if field in _OP_LISTS and value:
         return "{" + ", ".join(repr(name) for name in value) + "}"
-    return (
-        f"[{', '.join(_format_condition(*entry) for entry in value)}]"
-        if field == "conditional"
-        else repr(value)
-    )
+    if field == "conditional":
+        return f"[{', '.join(_format_conditional(*entry) for entry in value)}]"
+    return repr(value)
 
 
-_SETS = frozenset(rule.value for rule in Rule)
+_OP_LISTS = frozenset(rule.value for rule in Rule)
 
 
 def check_argument(op: str, name: str) -> str:
-    """Read the name of one of an op's arguments, or say which it has."""
+    """Return the name if the op has such an argument; raise `PolicyError` otherwise."""
     known = {
         parameter for function in registry()[op].functions for parameter in parameters(function)
     }
@@ -126,17 +128,17 @@ def check_argument(op: str, name: str) -> str:
     )
 
 
-def _format_condition(op: str, argument: str, values: list[Any], *reason: str) -> str:
-    # Python prints infinity as a word that it does not read.
-    spelled = ", ".join(
+def _format_conditional(op: str, argument: str, values: list[Any], *reason: str) -> str:
+    # repr(inf) is `inf`, which is not a Python expression.
+    formatted = ", ".join(
         f"float({str(value)!r})" if isinstance(value, float) and isinf(value) else repr(value)
         for value in values
     )
-    return f"({', '.join([repr(op), repr(argument), f'[{spelled}]', *map(repr, reason)])})"
+    return f"({', '.join([repr(op), repr(argument), f'[{formatted}]', *map(repr, reason)])})"
 
 
 def _pairs(field: str, table: Any, meaning: str) -> list[tuple[Any, Any]]:
-    """Read a table as a user writes it, or as a policy keeps it: a tuple of pairs."""
+    """Return the items of a mapping, or of the tuple of pairs in which a policy stores it."""
     pairs = list(table.items()) if isinstance(table, Mapping) else table
     if not isinstance(pairs, tuple | list) or any(
         not isinstance(pair, tuple | list) or len(pair) != len(("key", "value")) for pair in pairs
@@ -145,49 +147,52 @@ def _pairs(field: str, table: Any, meaning: str) -> list[tuple[Any, Any]]:
     return [(key, value) for key, value in pairs]
 
 
-def _several(names: Any) -> tuple[Any, ...]:
-    return tuple(names) if isinstance(names, list | tuple | set | frozenset) else (names,)
+def _as_tuple(values: Any) -> tuple[Any, ...]:
+    return tuple(values) if isinstance(values, list | tuple | set | frozenset) else (values,)
 
 
 def _conditional(entry: ConditionalArg) -> Conditional:
     if isinstance(entry, Conditional):
-        op, named, values, reason = entry.op, entry.argument, entry.values, entry.reason
+        op, argument, values, reason = entry.op, entry.argument, entry.values, entry.reason
     elif isinstance(entry, tuple | list) and len(entry) in (3, 4):
-        op, named, values, reason = (*entry, BY_USER)[:4]
+        op, argument, values, reason = (*entry, BY_USER)[:4]
     else:
         raise PolicyError(
-            "A conditional entry is (op, argument, values), such as ('softmax', 'dim', [-1]), got"
-            f" {entry!r}."
+            f"{entry!r} is not a conditional entry. Pass (op, argument, values), such as"
+            " ('softmax', 'dim', [-1])."
         )
     name = registry().parse(op)
-    for value in _several(values):
-        if not (value is None or isinstance(value, str | int | float | bool)) or (
-            isinstance(value, float) and isnan(value)
-        ):
-            raise PolicyError(
-                f"The values of a conditional entry for {name!r} are strings, numbers, booleans or"
-                f" None, got {value!r}."
-            )
+    for value in _as_tuple(values):
+        _check_conditional_value(name, value)
     if not isinstance(reason, str):
         raise PolicyError(
-            f"The reason of a conditional entry for {name!r} is a sentence, got {reason!r}."
+            f"The reason of a conditional entry for {name!r} is a string, got {reason!r}."
         )
-    return Conditional(
-        name, check_argument(name, named), tuple(sorted(set(_several(values)), key=repr)), reason
-    )
+    sorted_values = tuple(sorted(set(_as_tuple(values)), key=repr))
+    return Conditional(name, check_argument(name, argument), sorted_values, reason)
+
+
+def _check_conditional_value(op: str, value: object) -> None:
+    is_plain = value is None or isinstance(value, str | int | float | bool)
+    # nan equals nothing, so that no call could match it.
+    if not is_plain or (isinstance(value, float) and isnan(value)):
+        raise PolicyError(
+            f"The values of a conditional entry for {op!r} are strings, numbers, booleans or None,"
+            f" got {value!r}."
+        )
 
 
 def _module_rule(key: Any, rule: str | Rule) -> Rule:
     if isinstance(rule, Mapping):
         raise PolicyError(
-            f"The module {key!r} has {rule!r} where a rule belongs. A name with dots is quoted in"
-            ' TOML: "encoder.norm" = "full".'
+            f"The rule of module {key!r} is a table: {rule!r}. Quote names with dots in TOML:"
+            ' "encoder.norm" = "full".'
         )
     parsed = Rule.parse(rule)
     if parsed in MODULE_RULES:
         return parsed
     raise PolicyError(
-        f"A module cannot be {parsed.value!r} as a whole ({key!r})."
+        f"{parsed.value!r} is not a rule for whole modules ({key!r})."
         f" {choices(one.value for one in MODULE_RULES)}"
     )
 
@@ -195,28 +200,21 @@ def _module_rule(key: Any, rule: str | Rule) -> Rule:
 _HEADER = "# A mezzo policy: mezzo.Policy.load reads it.\n"
 
 
-def save_toml(path: str | os.PathLike[str], words: Mapping[str, Any]) -> None:
-    """Write a policy's words, whole or not at all."""
-    lines = [
-        f"{name} = {_value(value)}"
-        for name, value in words.items()
-        if not isinstance(value, Mapping)
-    ]
-    for name, table in words.items():
-        if isinstance(table, Mapping):
-            lines += [
-                "",
-                f"[{name}]",
-                *(f"{_json(key)} = {_value(value)}" for key, value in table.items()),
-            ]
+def save_toml(path: str | os.PathLike[str], fields: Mapping[str, Any]) -> None:
+    """Write the fields of a policy to a TOML file, atomically."""
+    tables = {name: value for name, value in fields.items() if isinstance(value, Mapping)}
+    lines = [f"{name} = {_to_toml(value)}" for name, value in fields.items() if name not in tables]
+    for name, table in tables.items():
+        lines += ["", f"[{name}]"]
+        lines += [f"{_to_json(key)} = {_to_toml(value)}" for key, value in table.items()]
     write_text(path, _HEADER + "\n".join(lines) + "\n")
 
 
 def load_toml(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """Read a policy's words, or say what is wrong with the file."""
+    """Read the fields of a policy from a TOML file."""
     try:
-        # utf-8-sig: some editors put a byte order mark before the text.
-        words = tomllib.loads(Path(path).read_text(encoding="utf-8-sig"))
+        # utf-8-sig: some editors write a byte order mark.
+        fields = tomllib.loads(Path(path).read_text(encoding="utf-8-sig"))
     except FileNotFoundError as error:
         raise PolicyError(
             f"There is no policy file at {os.fspath(path)!r}. Write one with `policy.save(path)`."
@@ -235,27 +233,30 @@ def load_toml(path: str | os.PathLike[str]) -> dict[str, Any]:
             f"{os.fspath(path)!r} is not valid TOML: {error}. A policy file holds lines such as"
             ' level = "O1" and full = ["softmax"].'
         ) from error
-    return {name: _plain(value) for name, value in words.items()}
+    return {name: _from_toml(value) for name, value in fields.items()}
 
 
-def _value(value: Any) -> str:
+def _to_toml(value: Any) -> str:
     match value:
         case None:
-            # TOML has no null; an empty table stands for it.
+            # TOML has no null; an empty table represents it.
             return "{}"
         case list():
-            return "[" + ", ".join(_value(item) for item in value) + "]"
+            return "[" + ", ".join(_to_toml(item) for item in value) + "]"
         case float() if isinf(value):
             return str(value)
-    return _json(value)
+    return _to_json(value)
 
 
-def _json(value: Any) -> str:
-    """A string, number or boolean, which is the same text in JSON and in TOML; but TOML takes no halves of a surrogate pair, and no bare DEL."""
+def _to_json(value: Any) -> str:
+    """Format a string, number or boolean, which JSON and TOML write alike.
+
+    Except that TOML accepts neither JSON's escaped surrogate pairs nor a bare DEL.
+    """
     return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
-def _plain(value: Any) -> Any:
+def _from_toml(value: Any) -> Any:
     if isinstance(value, list):
-        return [None if item == {} else _plain(item) for item in value]
+        return [None if item == {} else _from_toml(item) for item in value]
     return value

@@ -1,11 +1,12 @@
-"""The value that drives everything: which op, module and parameter runs in which precision, and why."""
+"""`Policy`: the precision of every op, module and parameter, as one frozen value."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import KW_ONLY, dataclass, fields, replace
 from enum import Enum
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,58 +26,79 @@ from mezzo.policy.types import (
     Level,
     Master,
     OnUnsupported,
+    Parsed,
     Rule,
     Selector,
 )
 
+# A `Parsed` is a descriptor, which all instances share on purpose.
+# ruff: noqa: RUF009
+
 Names = Collection[str] | str
-"""Op names as a user writes them."""
+"""Op names as a user passes them."""
 
 
-@dataclass(frozen=True)
-class _Fields:
-    level: Level
-    """How far the policy goes."""
-    dtype: torch.dtype | None
-    """The 16-bit dtype; None is `"auto"`, decided by the hardware."""
-    preset: str
-    """Whose op lists are the ground: torch's, or another system's."""
-    half: frozenset[str]
-    """Ops that run in the 16-bit dtype, on top of the preset's."""
-    full: frozenset[str]
-    """Ops that run in float32."""
-    promote: frozenset[str]
-    """Ops that run in the widest dtype of their inputs."""
-    keep: frozenset[str]
-    """Ops whose inputs are left alone."""
-    refuse: frozenset[str]
-    """Ops that raise."""
-    default_rule: Rule | None
-    """The rule for ops in no list; None leaves it to the preset."""
-    exempt_args: tuple[tuple[str, tuple[str, ...]], ...]
-    """Arguments that do not decide and are never cast down, by op: a norm's parameters and
-    statistics."""
-    conditional: tuple[Conditional, ...]
-    """Ops that run in float32 for some values of an argument."""
-    modules: tuple[tuple[Selector, Rule], ...]
-    """Rules for whole modules."""
-    keep_full: tuple[Selector, ...]
-    """Modules whose parameters stay float32 at O2."""
-    master: Master
-    """Where exact weights live at O2."""
-    grad_dtype: torch.dtype | None
-    """The dtype gradients accumulate in; None is the parameter's own."""
-    cache: Cache
-    """How 16-bit copies of weights are remembered."""
-    on_unsupported: OnUnsupported
-    """What to do on a device that lacks the dtype."""
+class OpList(Parsed[Names, frozenset[str]]):
+    """A field that holds op names in their canonical spelling."""
+
+    def __init__(self) -> None:
+        super().__init__(frozenset, default=())
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        super().__set_name__(owner, name)
+        self._parse = partial(parse.op_names, name)
 
 
-# A dataclass itself too: of a frozen base alone, Python freezes the fields and lets a misspelt one
-# be set.
-@dataclass(frozen=True, init=False, repr=False)
-class Policy(_Fields):
-    """Which op, module and parameter runs in which precision: frozen, hashable, equal by value, saved as TOML.
+def _half_dtype(value: str | torch.dtype | None) -> torch.dtype | None:
+    return None if value in ("auto", None) else parse_dtype(value, beside=("auto",))
+
+
+def _grad_dtype(value: str | torch.dtype | None) -> torch.dtype | None:
+    allowed = (*HALF_DTYPES, torch.float32)
+    return None if value is None else parse_dtype(value, allowed=allowed, what="grad_dtype")
+
+
+def _default_rule(value: str | Rule | None) -> Rule | None:
+    return None if value is None else Rule.parse(value)
+
+
+def _master(value: str | Master | None) -> Master:
+    return Master.NONE if value is None else Master.parse(value)
+
+
+@dataclass(frozen=True, repr=False)
+class Policy:
+    """The precision of every op, module and parameter: frozen, hashable, compared by value.
+
+    Only the level and the dtype may be passed by position. `Parsed[A, B]` in the signature means
+    that an argument of type A is stored as B. This is the whole value with its defaults:
+
+    >>> default = Policy(
+    ...     "O1",  # level: O0 float32; O1 op lists choose; O2 16-bit parameters, master weights;
+    ...     #        O3 16-bit parameters only; OD like O1, but float32 unless listed half
+    ...     "auto",  # dtype: "float16", "bfloat16", or "auto" for the one the hardware prefers
+    ...     preset="torch",  # op lists to start from: "torch", "torch-cuda", "torch-cpu", "paddle",
+    ...     #                  "oneflow", "megengine", "mxnet" or "apex"
+    ...     half=(),  # ops in the 16-bit dtype, such as {"add"}; these five override the preset
+    ...     full=(),  # ops in float32
+    ...     promote=(),  # ops in the widest dtype of their inputs
+    ...     keep=(),  # ops whose inputs are not cast
+    ...     refuse=(),  # ops that raise mezzo.RefusedOpError
+    ...     default_rule=None,  # rule of unlisted ops, such as "full"; None for the preset's
+    ...     exempt_args=(),  # arguments never cast to 16 bits: {"batch_norm": {"weight", "bias"}}
+    ...     conditional=(),  # float32 for some values of an argument: [("softmax", "dim", [-1])]
+    ...     modules=(),  # rules of whole modules: {"head": "full", nn.LSTM: "half"}
+    ...     keep_full=NORMS,  # modules whose parameters stay float32 at O2: {"head", nn.LayerNorm}
+    ...     master="auto",  # master weights: "float32", "split", "kahan", "stochastic" or "none"
+    ...     grad_dtype=None,  # dtype in which gradients accumulate; None for the parameter's
+    ...     cache="auto",  # 16-bit copies of weights: "versioned", "torch" or "off"
+    ...     on_unsupported="warn",  # device without the dtype: "error", "warn" or "ignore"
+    ... )
+    >>> default == Policy()
+    True
+
+    Change a policy with `dataclasses.replace`, compare two with `diff`, look an op up with
+    `explain`, and store it as TOML with `save` and `load`. The `repr` is the constructor call:
 
     >>> policy = Policy("O1", dtype="float16", full={"softmax"}, modules={"head": "half"})
     >>> policy
@@ -85,52 +107,61 @@ class Policy(_Fields):
     True
     """
 
-    def __init__(
-        self,
-        level: str | Level = Level.O1,
-        dtype: str | torch.dtype | None = "auto",
-        *,
-        preset: str = "torch",
-        half: Names = (),
-        full: Names = (),
-        promote: Names = (),
-        keep: Names = (),
-        refuse: Names = (),
-        default_rule: str | Rule | None = None,
-        exempt_args: Mapping[str, Names] | tuple[Any, ...] = (),
-        conditional: Collection[parse.ConditionalArg] = (),
-        modules: Mapping[str | type, str | Rule] | tuple[Any, ...] = (),
-        keep_full: Collection[str | type | Selector] | str | type = NORMS,
-        master: str | Master | None = Master.AUTO,
-        grad_dtype: str | torch.dtype | None = None,
-        cache: str | Cache = Cache.AUTO,
-        on_unsupported: str | OnUnsupported = OnUnsupported.WARN,
-    ) -> None:
-        super().__init__(
-            level=Level.parse(level),
-            dtype=None if dtype in ("auto", None) else parse_dtype(dtype, beside=("auto",)),
-            preset=presets.parse_preset(preset),
-            half=parse.op_names("half", half),
-            full=parse.op_names("full", full),
-            promote=parse.op_names("promote", promote),
-            keep=parse.op_names("keep", keep),
-            refuse=parse.op_names("refuse", refuse),
-            default_rule=None if default_rule is None else Rule.parse(default_rule),
-            exempt_args=parse.exemptions(exempt_args),
-            conditional=parse.conditionals(conditional),
-            modules=parse.module_rules(modules),
-            keep_full=parse.selectors(keep_full),
-            master=Master.NONE if master is None else Master.parse(master),
-            grad_dtype=(
-                None
-                if grad_dtype is None
-                else parse_dtype(
-                    grad_dtype, allowed=(*HALF_DTYPES, torch.float32), what="grad_dtype"
-                )
-            ),
-            cache=Cache.parse(cache),
-            on_unsupported=OnUnsupported.parse(on_unsupported),
-        )
+    level: Parsed[str | Level, Level] = Parsed(Level.parse, default="O1")
+    """Which parameters and ops become 16-bit."""
+    dtype: Parsed[str | torch.dtype | None, torch.dtype | None] = Parsed(
+        _half_dtype, default="auto"
+    )
+    """The 16-bit dtype; None stands for `"auto"`, which the hardware decides."""
+
+    _: KW_ONLY
+
+    preset: Parsed[str, str] = Parsed(presets.parse_preset, default="torch")
+    """The op lists to start from: torch's, or another system's."""
+    half: OpList = OpList()
+    """Ops that run in the 16-bit dtype, in addition to the preset's."""
+    full: OpList = OpList()
+    """Ops that run in float32."""
+    promote: OpList = OpList()
+    """Ops that run in the widest dtype of their inputs."""
+    keep: OpList = OpList()
+    """Ops whose inputs are not cast."""
+    refuse: OpList = OpList()
+    """Ops that raise `RefusedOpError`."""
+    default_rule: Parsed[str | Rule | None, Rule | None] = Parsed(_default_rule, default=None)
+    """The rule for ops in no list; None for the preset's."""
+    exempt_args: Parsed[
+        Mapping[str, Names] | tuple[Any, ...], tuple[tuple[str, tuple[str, ...]], ...]
+    ] = Parsed(parse.exemptions, default=())
+    """Arguments that neither decide the dtype nor are cast to 16 bits, by op: the parameters and
+    statistics of a norm."""
+    conditional: Parsed[Collection[parse.ConditionalArg], tuple[Conditional, ...]] = Parsed(
+        parse.conditionals, default=()
+    )
+    """Ops that run in float32 for some values of an argument."""
+    modules: Parsed[
+        Mapping[str | type, str | Rule] | tuple[Any, ...], tuple[tuple[Selector, Rule], ...]
+    ] = Parsed(parse.module_rules, default=())
+    """Rules for whole modules; of two that match equally well the later one applies."""
+    keep_full: Parsed[Collection[str | type | Selector] | str | type, tuple[Selector, ...]] = (
+        Parsed(parse.selectors, default=NORMS)
+    )
+    """Modules whose parameters stay float32 at O2."""
+    master: Parsed[str | Master | None, Master] = Parsed(_master, default="auto")
+    """Format of the master weights of 16-bit parameters."""
+    grad_dtype: Parsed[str | torch.dtype | None, torch.dtype | None] = Parsed(
+        _grad_dtype, default=None
+    )
+    """The dtype in which gradients accumulate; None for the parameter's."""
+    cache: Parsed[str | Cache, Cache] = Parsed(Cache.parse, default="auto")
+    """How 16-bit copies of weights are cached."""
+    on_unsupported: Parsed[str | OnUnsupported, OnUnsupported] = Parsed(
+        OnUnsupported.parse, default="warn"
+    )
+    """What to do on a device that does not support the dtype."""
+
+    def __post_init__(self) -> None:
+        """Check the fields against each other."""
         parse.refuse_overlaps({rule.value: self.ops_with_rule(rule) for rule in Rule})
         presets.check_preset(self.preset, self.level)
 
@@ -138,12 +169,12 @@ class Policy(_Fields):
     def parse(
         cls, policy: Policy | str | os.PathLike[str] | Level | None = None, **overrides: Any
     ) -> Policy:
-        """Read a policy from what every entry point takes: a `Policy`, a level, a TOML file, and overrides of fields.
+        """Make a policy of a `Policy`, a level or a TOML file, with some fields overridden.
 
         >>> Policy.parse("O2", dtype="bfloat16")
         Policy('O2', dtype='bfloat16')
         """
-        _refuse_unknown_fields(overrides)
+        _check_field_names(overrides)
         if isinstance(policy, Policy):
             return replace(policy, **overrides) if overrides else policy
         if isinstance(policy, os.PathLike) or (
@@ -154,61 +185,57 @@ class Policy(_Fields):
         if policy is None:
             return cls(**overrides)
         if isinstance(policy, str | Level):
-            return cls(**{"level": _one_level(policy, overrides), **overrides})
+            return cls(**{"level": _single_level(policy, overrides), **overrides})
         raise PolicyError(
-            f"A policy is a level such as 'O1', a mezzo.Policy, or a .toml file, got {policy!r}."
+            f"{policy!r} is not a policy. Pass a level such as 'O1', a mezzo.Policy, or the path of"
+            " a .toml file."
         )
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Policy:
         """Read a policy from a TOML file."""
-        words = parse.load_toml(path)
+        values = parse.load_toml(path)
         try:
-            _refuse_unknown_fields(words)
-            return cls(**words)
+            _check_field_names(values)
+            return cls(**values)
         except PolicyError as error:
             raise PolicyError(f"In {os.fspath(path)!r}: {error}") from error
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the policy to a TOML file that `load` reads back equal."""
+        """Write the policy to a TOML file, from which `load` makes an equal policy."""
         parse.save_toml(path, self.to_dict())
 
     def ops_with_rule(self, rule: Rule) -> frozenset[str]:
-        """The ops that this policy itself puts under a rule."""
+        """Return the ops that this policy lists under a rule, without those of its preset."""
         names: frozenset[str] = getattr(self, rule.value)
         return names
 
     def explain(
         self, op: str, *inputs: torch.dtype | str, device: str | None = None, **arguments: Any
     ) -> decide.Decision:
-        """Say in which dtype an op runs for inputs of these dtypes (float32 where none is given) and these arguments on a device, and why.
+        """Return the dtype in which an op runs on a device, with the rule and the reason.
+
+        `inputs` are the dtypes of its floating-point inputs (float32 if none is passed), and
+        `arguments` are other arguments of the call, which conditional entries may depend on.
 
         >>> print(Policy("O1", "float16", preset="torch-cuda").explain("softmax", torch.float16))
         softmax runs in float32: sums exponentials: float16 overflows past 65504.
         """
-        found = hardware(device)
-        chosen = resolve_quietly(self, found)
-        if (
-            chosen.dtype is None
-            and self.level is not Level.O0
-            and self.on_unsupported is OnUnsupported.ERROR
-        ):
-            return decide.Decision(
-                registry().parse(op),
-                Rule.REFUSE,
-                None,
-                f"on_unsupported='error', and {chosen.reason}",
+        facts = hardware(device)
+        resolved = resolve_quietly(self, facts)
+        if resolved.dtype is not None:
+            return decide.explain(
+                self, op, inputs, dtype=resolved.dtype, device=facts.device, arguments=arguments
             )
-        if chosen.dtype is None:
-            return decide.uncast_decision(op, inputs, f"nothing is cast: {chosen.reason}")
-        return decide.explain(
-            self, op, inputs, dtype=chosen.dtype, device=found.device, arguments=arguments
-        )
+        if self.level is not Level.O0 and self.on_unsupported is OnUnsupported.ERROR:
+            reason = f"on_unsupported='error', and {resolved.reason}"
+            return decide.Decision(registry().parse(op), Rule.REFUSE, None, reason)
+        return decide.uncast_decision(op, inputs, f"nothing is cast: {resolved.reason}")
 
     def diff(
         self, other: Policy | str | os.PathLike[str] | Level, device: str | None = None
     ) -> PolicyDiff:
-        """What another policy says otherwise: the fields, and the ops that end up under another rule on a device.
+        """Return the fields of another policy that differ, and the ops whose rule differs.
 
         >>> print(Policy("O1").diff(Policy("O1", full={"linear"}, keep={"conv1d"}), device="cpu"))
         full: [] → ['linear']
@@ -227,51 +254,55 @@ class Policy(_Fields):
         return diff(self, Policy.parse(other), hardware(device))
 
     def to_dict(self) -> dict[str, Any]:
-        """The fields that differ from a plain `Policy(level)`, in the words its constructor takes: plain strings, lists and tables."""
-        plain = Policy(self.level)
-        told = {
+        """Return the level and all fields that differ from `Policy(level)`, as TOML values.
+
+        >>> Policy("O2", "float16", full={"softmax"}).to_dict()
+        {'level': 'O2', 'dtype': 'float16', 'full': ['softmax']}
+        """
+        default = Policy(self.level)
+        changed = {
             field.name: self.format_field(field.name)
             for field in fields(self)
-            if getattr(self, field.name) != getattr(plain, field.name)
+            if getattr(self, field.name) != getattr(default, field.name)
         }
-        return {"level": self.level.value} | told
+        return {"level": self.level.value} | changed
 
     def format_field(self, field: str) -> Any:
-        """One field in plain words."""
-        return _say(getattr(self, field))
+        """Return a field as strings, numbers, lists and dicts, which the constructor accepts."""
+        return _to_plain(getattr(self, field))
 
     def __repr__(self) -> str:
-        spoken = dict(self.to_dict())
-        level = spoken.pop("level")
-        parts = [
+        values = self.to_dict()
+        level = values.pop("level")
+        arguments = [
             repr(level),
-            *(f"{name}={parse.format_value(name, value)}" for name, value in spoken.items()),
+            *(f"{name}={parse.format_value(name, value)}" for name, value in values.items()),
         ]
-        return f"Policy({', '.join(parts)})"
+        return f"Policy({', '.join(arguments)})"
 
 
-def _refuse_unknown_fields(overrides: Mapping[str, Any]) -> None:
-    known = [field.name for field in fields(_Fields)]
-    for word in overrides:
-        if word not in known:
-            raise PolicyError(unknown("policy field", word, known))
+def _check_field_names(names: Collection[str]) -> None:
+    known = [field.name for field in fields(Policy)]
+    for name in names:
+        if name not in known:
+            raise PolicyError(unknown("policy field", name, known))
 
 
-def _one_level(level: str | Level, overrides: Mapping[str, Any]) -> str | Level:
+def _single_level(level: str | Level, overrides: Mapping[str, Any]) -> str | Level:
     if "level" in overrides:
         raise PolicyError(
-            f"The level was given twice: {level!r} and level={overrides['level']!r}. Give it once."
+            f"The level is passed twice: {level!r} and level={overrides['level']!r}. Pass it once."
         )
     if level in presets.NAMES:
         raise PolicyError(
-            f"{level!r} is a preset, not a level. Write preset={level!r}, with a level if it is"
-            " not O1."
+            f"{level!r} is a preset, not a level. Pass preset={level!r}, and the level if it is not"
+            " O1."
         )
     return level
 
 
-def _say(value: Any) -> Any:
-    """A field in plain words: what TOML can hold and the constructor reads back."""
+def _to_plain(value: Any) -> Any:
+    """Convert a field to values that TOML can hold and the constructor accepts."""
     match value:
         case Enum():
             return value.value
@@ -280,14 +311,14 @@ def _say(value: Any) -> Any:
         case Selector():
             return value.text
         case Conditional():
-            spoken = [value.op, value.argument, list(value.values)]
-            return spoken if value.reason == BY_USER else [*spoken, value.reason]
+            plain = [value.op, value.argument, list(value.values)]
+            return plain if value.reason == BY_USER else [*plain, value.reason]
         case frozenset():
             return sorted(value)
         case tuple() if value and all(_is_pair(item) for item in value):
-            return {_say(key): _say(item) for key, item in value}
+            return {_to_plain(key): _to_plain(item) for key, item in value}
         case tuple():
-            return [_say(item) for item in value]
+            return [_to_plain(item) for item in value]
     return value
 
 

@@ -1,4 +1,4 @@
-"""The ops mezzo knows: one name each, the Python functions that call it, and its ATen overloads.
+"""Registry of known ops: one name each, the Python functions that call it, its ATen overloads.
 
 >>> registry().name_of(torch.Tensor.__add__), registry().name_of(torch.ops.aten.add_.Tensor)
 ('add', 'add')
@@ -44,7 +44,7 @@ _NAMESPACES: tuple[tuple[ModuleType | type, str], ...] = (
     (torch.special, "special_"),
 )
 
-# torch's own autocast lists name these, though no public function does.
+# In torch's autocast lists, but without a public function.
 _PRIVATE_OPS = frozenset(
     "convolution thnn_fused_lstm_cell thnn_fused_gru_cell native_multi_head_attention"
     " mkldnn_rnn_layer addmm_activation lu_with_info upsample_nearest1d upsample_nearest2d"
@@ -62,18 +62,18 @@ _HELPERS = frozenset(
 
 @dataclass(frozen=True)
 class Op:
-    """One op under its one name."""
+    """One op."""
 
     name: str
     functions: tuple[Function, ...] = field(repr=False)
     """The Python functions and methods that call it."""
     entry: Entry | None = None
-    """For a registered op of the user's: its rule and reason in every policy that does not list
-    it itself."""
+    """Rule and reason of an op that `register_op` added, for policies that do not list it; None for
+    torch's ops."""
 
 
 class Registry:
-    """Every op by its name and by everything that calls it."""
+    """All known ops, by name and by the functions that call them."""
 
     def __init__(self) -> None:
         self._ops: dict[str, Op] = {
@@ -84,8 +84,7 @@ class Registry:
             function: op.name for op in self._ops.values() for function in op.functions
         }
         self.generation = 0
-        """Grows with every registration, so that what was computed from the registry knows when
-        it is stale."""
+        """Incremented by every registration; part of the key of caches that depend on the ops."""
         self._lock = threading.Lock()
 
     def __iter__(self) -> Iterator[Op]:
@@ -99,39 +98,39 @@ class Registry:
 
     @property
     def names(self) -> frozenset[str]:
-        """The name of every known op."""
+        """The names of all known ops."""
         return frozenset(self._ops)
 
-    def parse(self, word: str) -> str:
-        """Read an op's name from any of its spellings, or say which are close.
+    def parse(self, name: str) -> str:
+        """Return the canonical name of an op for any of its spellings.
 
-        >>> registry().parse("true_divide"), registry().parse("F.softmax"), registry().parse("aten::softmax.int")
-        ('div', 'softmax', 'softmax')
+        >>> registry().parse("true_divide"), registry().parse("F.softmax")
+        ('div', 'softmax')
+        >>> registry().parse("aten::softmax.int")
+        'softmax'
         """
-        if not isinstance(word, str):
+        if not isinstance(name, str):
+            example = (callable(name) and self.name_of(name)) or "softmax"
             raise PolicyError(
-                f"An op is named by a string such as {self._called(word)!r}, got {word!r}."
+                f"An op is named by a string such as {example!r}, got {name!r}."
                 " `mezzo.ops()` lists them."
             )
-        bare = _bare(word)
-        name = word if word in self._ops else canonical(bare)
-        if name in self._ops:
-            return name
-        if name in NOT_OPS:
+        base = _base_name(name)
+        op = name if name in self._ops else canonical(base)
+        if op in self._ops:
+            return op
+        if op in NOT_OPS:
             raise PolicyError(
-                f"No rule applies to {word!r}: it carries, describes, makes or converts a tensor."
+                f"No rule applies to {name!r}: it carries, describes, makes or converts a tensor."
                 " `mezzo.ops()` lists the ops that have one."
             )
         raise PolicyError(
-            f"Unknown op {word!r}.{nearest(bare, self._ops)} `mezzo.ops()` lists the known ones,"
+            f"Unknown op {name!r}.{nearest(base, self._ops)} `mezzo.ops()` lists the known ones,"
             " `mezzo.register_op` adds your own."
         )
 
-    def _called(self, function: Any) -> str:
-        return (callable(function) and self.name_of(function)) or "softmax"
-
     def name_of(self, function: Function) -> str | None:
-        """Name the op behind a Python function, a method or an ATen overload; nothing when no rule applies to it."""
+        """Return the op that a Python function, a method or an ATen overload calls, if any."""
         if isinstance(function, OpOverload | OpOverloadPacket):
             return self._name_of_overload(function)
         return self._names.get(function)
@@ -155,19 +154,19 @@ class Registry:
         return name if namespace == "aten" and name in self._ops else None
 
     def overloads(self, name: str) -> tuple[OpOverload[..., Any], ...]:
-        """Every ATen overload of an op, in-place and out variants included."""
+        """Return all ATen overloads of an op, with the in-place and out variants."""
         return tuple(
             getattr(getattr(torch.ops.aten, base), overload or "default")
             for base, overload in aten_overloads().get(name, ())
         )
 
     def register(self, name: str, functions: tuple[Function, ...], entry: Entry) -> None:
-        """Add an op of the user's own; the same name again replaces it, a torch op's name is refused."""
-        for word in (name, canonical(name)):
-            if word in self._ops and self._ops[word].entry is None:
-                also = "" if word == name else f" ({word!r} here)"
+        """Add or replace an op that is not torch's."""
+        for spelling in (name, canonical(name)):
+            if spelling in self._ops and self._ops[spelling].entry is None:
+                also = "" if spelling == name else f" ({spelling!r} here)"
                 raise PolicyError(
-                    f"{name!r}{also} is an op of torch's and cannot be registered again. Choose"
+                    f"{name!r}{also} is an op of torch and cannot be registered again. Choose"
                     " another name, or list it in a policy to change its rule."
                 )
         with self._lock:
@@ -178,7 +177,7 @@ class Registry:
             self.generation += 1
 
     def unregister(self, name: str) -> None:
-        """Forget an op of the user's own."""
+        """Remove an op that `register` added."""
         if name not in self._ops or self._ops[name].entry is None:
             raise PolicyError(
                 f"{name!r} was not registered with mezzo.register_op, so it cannot be removed."
@@ -191,26 +190,26 @@ class Registry:
             self.generation += 1
 
 
-_making = threading.Lock()
+_creation_lock = threading.Lock()
 
 
 @cache
 def registry() -> Registry:
-    """The registry of this process, made when it is first asked for."""
-    # Two threads that ask first at once would each make one, and what is registered in the other
+    """Return the registry of this process, which the first call creates."""
+    # Without the lock two threads could each create a registry, and ops registered in one of them
     # would be lost.
-    with _making:
-        return _made()
+    with _creation_lock:
+        return _created()
 
 
 @cache
-def _made() -> Registry:
+def _created() -> Registry:
     return Registry()
 
 
 @cache
 def parameters(function: Function) -> tuple[str, ...]:
-    """Name a function's parameters in order; builtins are asked through the ATen schema that they bind.
+    """Return the names of a function's parameters in order; a builtin's from its ATen schema.
 
     >>> parameters(torch.softmax)
     ('self', 'dim', 'dtype')
@@ -234,47 +233,38 @@ def parameters(function: Function) -> tuple[str, ...]:
 
 def _schemas(base: str) -> list[Any]:
     overloads = aten_overloads().get(canonical(base), ())
-    # An operator's dunder has no schema of its own and takes the arguments of its op.
-    bases = {base} if base in dict(overloads) else {canonical(base)}
-    named = [
-        get_schema(f"aten::{known}", overload) for known, overload in overloads if known in bases
-    ]
-    return [
-        schema
-        for schema in named
-        if not any(argument.is_out for argument in schema.arguments)
-        and "Dimname" not in str(schema)
-    ]
+    # A dunder such as `__add__` has no schema: it takes the arguments of its op.
+    requested = base if base in dict(overloads) else canonical(base)
+    schemas = (
+        get_schema(f"aten::{known}", overload)
+        for known, overload in overloads
+        if known == requested
+    )
+    return [schema for schema in schemas if _is_functional(schema)]
+
+
+def _is_functional(schema: Any) -> bool:
+    """Return whether a schema has no `out=` argument and no named dimensions."""
+    has_out = any(argument.is_out for argument in schema.arguments)
+    return not has_out and "Dimname" not in str(schema)
 
 
 @cache
 def aten_overloads() -> dict[str, tuple[tuple[str, str], ...]]:
-    """The (base name, overload name) pairs that torch's dispatcher knows, by op."""
-    found: dict[str, list[tuple[str, str]]] = {}
+    """Return the (base name, overload name) pairs of torch's dispatcher, by op."""
+    overloads: dict[str, list[tuple[str, str]]] = {}
     for qualified in all_op_names():
         namespace, _, rest = qualified.partition("::")
         if namespace == "aten":
             base, _, overload = rest.partition(".")
-            found.setdefault(canonical(base), []).append((base, overload))
-    return {name: tuple(sorted(overloads)) for name, overloads in found.items()}
-
-
-@cache
-def _functional() -> dict[str, frozenset[str]]:
-    found: dict[str, set[str]] = {}
-    for base, overload in (pair for pairs in aten_overloads().values() for pair in pairs):
-        schema = get_schema(f"aten::{base}", overload)
-        if (
-            not any(argument.is_out for argument in schema.arguments)
-            and "Dimname" not in str(schema)
-            and not base.endswith("_")
-        ):
-            found.setdefault(base, set()).add(f"aten::{base}.{overload}".rstrip("."))
-    return {base: frozenset(overloads) for base, overloads in found.items()}
+            overloads.setdefault(canonical(base), []).append((base, overload))
+    return {name: tuple(sorted(pairs)) for name, pairs in overloads.items()}
 
 
 def functional_overloads(base: str) -> frozenset[str]:
-    """The dispatcher's names for the ways to call an ATen function that returns its result; empty for what ATen does not know.
+    """Return the qualified overloads of an ATen function that return a new tensor.
+
+    Empty if ATen has no function of this name.
 
     >>> sorted(functional_overloads("softmax"))
     ['aten::softmax.int']
@@ -282,27 +272,34 @@ def functional_overloads(base: str) -> frozenset[str]:
     return _functional().get(base, frozenset())
 
 
+@cache
+def _functional() -> dict[str, frozenset[str]]:
+    functional: dict[str, set[str]] = {}
+    for base, overload in (pair for pairs in aten_overloads().values() for pair in pairs):
+        if not base.endswith("_") and _is_functional(get_schema(f"aten::{base}", overload)):
+            qualified = f"aten::{base}.{overload}".rstrip(".")
+            functional.setdefault(base, set()).add(qualified)
+    return {base: frozenset(overloads) for base, overloads in functional.items()}
+
+
 def _torch_functions() -> dict[str, list[Function]]:
-    found: dict[str, list[Function]] = {}
+    """Return the functions of torch's namespaces that call each op."""
+    by_op: dict[str, list[Function]] = {}
     for namespace, prefix in _NAMESPACES:
-        for word in dir(namespace):
-            function = getattr(namespace, word, None)
-            name = canonical(prefix + word if not word.startswith(prefix) else word)
-            if (
-                not callable(function)
-                or isinstance(function, type | ModuleType)
-                or word in _HELPERS
-                or not is_op(name)
-            ):
+        for attribute in dir(namespace):
+            function = getattr(namespace, attribute, None)
+            name = canonical(attribute if attribute.startswith(prefix) else prefix + attribute)
+            if not callable(function) or isinstance(function, type | ModuleType):
                 continue
-            if name in _PRIVATE_OPS or _is_public(word):
-                found.setdefault(name, []).append(function)
+            is_listed = name in _PRIVATE_OPS or _is_public(attribute)
+            if is_listed and attribute not in _HELPERS and is_op(name):
+                by_op.setdefault(name, []).append(function)
     private: dict[str, list[Function]] = {
         name: [] for name in _PRIVATE_OPS if name in aten_overloads()
     }
     return private | {
         name: list(dict.fromkeys(functions))
-        for name, functions in found.items()
+        for name, functions in by_op.items()
         if _is_tensor_op(name, functions)
     }
 
@@ -313,29 +310,35 @@ _PATH = re.compile(
 _ATEN = re.compile(r"(?:torch\.ops\.)?aten(?:::|\.)(\w+)(?:\.\w+)?")
 
 
-def _bare(word: str) -> str:
-    """What an op is called in the paths that people paste: `torch.nn.functional.softmax`, `torch.linalg.qr`, `aten.softmax.int`."""
-    if aten := _ATEN.fullmatch(word):
+def _base_name(path: str) -> str:
+    """Return the last part of the path of an op, as pasted from code.
+
+    >>> _base_name("torch.nn.functional.softmax"), _base_name("aten.softmax.int")
+    ('softmax', 'softmax')
+    >>> _base_name("torch.linalg.qr")
+    'linalg_qr'
+    """
+    if aten := _ATEN.fullmatch(path):
         return aten[1]
-    if path := _PATH.fullmatch(word):
-        return (path[1] or "").replace(".", "_") + path[2]
-    return word
+    if match := _PATH.fullmatch(path):
+        return (match[1] or "").replace(".", "_") + match[2]
+    return path
 
 
-def _is_public(word: str) -> bool:
-    if word.startswith("__"):
-        # What Python asks of a tensor (`__nonzero__`, `__index__`, `__complex__`) is no op, though
-        # an op has the bare name.
-        return word in DUNDERS
+def _is_public(name: str) -> bool:
+    if name.startswith("__"):
+        # Python's conversions of a tensor (`__nonzero__`, `__index__`, `__complex__`) are not ops,
+        # although the name without underscores may be one.
+        return name in DUNDERS
     return (
-        not word.startswith("_")
-        or canonical(word) != word.strip("_")
-        or hasattr(torch.Tensor, word)
+        not name.startswith("_")
+        or canonical(name) != name.strip("_")
+        or hasattr(torch.Tensor, name)
     )
 
 
 def _is_tensor_op(name: str, functions: list[Function]) -> bool:
-    """Tell ops from the other things that live in torch's namespaces: an op is known to ATen, or is a Python function that torch lets modes see."""
+    """Return whether a name is in ATen, or one of its functions is visible to function modes."""
     return name in aten_overloads() or any(function in _overridable() for function in functions)
 
 

@@ -2,47 +2,92 @@
 
 from __future__ import annotations
 
+import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 from fnmatch import fnmatchcase
-from typing import Self
+from typing import TYPE_CHECKING, Generic, Self, TypeVar
 
 from torch import nn
 
 from mezzo._errors import PolicyError, unknown
 from mezzo._torch import BatchOrInstanceNorm
 
+Accepted = TypeVar("Accepted")
+Stored = TypeVar("Stored")
+
+
+class Parsed(Generic[Accepted, Stored]):
+    """A dataclass field that accepts one type and stores another: it parses what is assigned.
+
+    The value lies in the instance's `__dict__` under the field's name. A frozen dataclass assigns
+    only in its generated `__init__`, so the stored value cannot change afterwards.
+
+    >>> @dataclass(frozen=True)
+    ... class Point:
+    ...     x: Parsed[str | int, int] = Parsed(int, default="1")
+    >>> Point().x, Point("2").x
+    (1, 2)
+    """
+
+    def __init__(self, parse: Callable[[Accepted], Stored], *, default: Accepted) -> None:
+        self._parse, self._default = parse, default
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = name
+
+    # Only for type checkers: without `__get__`, Python reads the instance's `__dict__` directly,
+    # and the dataclass takes this object itself as the field's default.
+    if TYPE_CHECKING:
+
+        def __get__(self, instance: object, owner: type) -> Stored: ...
+
+    def __set__(self, instance: object, value: Accepted) -> None:
+        is_default: bool = value is self
+        instance.__dict__[self._name] = self._parse(self._default if is_default else value)
+
+    def __repr__(self) -> str:
+        """Show the default, which is what a signature prints."""
+        return repr(self._default)
+
 
 class ParsedEnum(Enum):
-    """A closed set whose members are read from their spelling."""
+    """A closed set whose members are parsed from their values."""
 
     @classmethod
-    def parse(cls, word: str | Self) -> Self:
-        """Read a member from its spelling, or say what is allowed."""
-        if isinstance(word, cls):
-            return word
+    def parse(cls, value: str | Self) -> Self:
+        """Return the member with this value; raise `PolicyError` with the allowed ones otherwise.
+
+        >>> Rule.parse("half")
+        Rule.HALF
+        """
+        if isinstance(value, cls):
+            return value
         for member in cls:
-            if member.value == word:
+            if member.value == value:
                 return member
-        raise PolicyError(cls._unknown(word))
+        raise PolicyError(cls._unknown(value))
 
     @classmethod
-    def _unknown(cls, word: object) -> str:
-        return unknown(cls._said(), word, (str(member.value) for member in cls))
+    def _unknown(cls, value: object) -> str:
+        return unknown(cls._argument_name(), value, (str(member.value) for member in cls))
 
     @classmethod
-    def _said(cls) -> str:
-        """What the set is called in a message: the name of the field."""
-        return cls.__name__.lower()
+    def _argument_name(cls) -> str:
+        """Return the name of the argument that takes a member, for error messages."""
+        return re.sub(r"(?<!^)(?=[A-Z])", "_", cls.__name__).lower()
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}.{self.name}"
 
 
 class Rule(ParsedEnum):
-    """What happens to the floating-point inputs of an op. Few rules cover every system; they differ only in tables."""
+    """What happens to the floating-point inputs of an op.
+
+    These five rules cover the op lists of every supported system.
+    """
 
     HALF = "half"
     """Cast to the policy's 16-bit dtype."""
@@ -51,92 +96,87 @@ class Rule(ParsedEnum):
     PROMOTE = "promote"
     """Cast to the widest dtype among the inputs."""
     KEEP = "keep"
-    """Leave the inputs alone."""
+    """Leave the inputs as they are."""
     REFUSE = "refuse"
-    """Raise, and say what to call instead."""
+    """Raise `RefusedOpError`, which names the op to call instead."""
 
 
 class Level(ParsedEnum):
-    """How far a policy goes."""
+    """Which parameters and ops become 16-bit."""
 
     O0 = "O0"
     """Everything float32."""
     O1 = "O1"
-    """float32 parameters; op lists decide."""
+    """float32 parameters; op lists choose the precision of each op."""
     O2 = "O2"
-    """16-bit parameters with masters; everything 16-bit but a short list."""
+    """16-bit parameters with master weights; every op 16-bit except a short list."""
     O3 = "O3"
-    """16-bit parameters without masters; everything 16-bit."""
+    """16-bit parameters without master weights; every op 16-bit."""
     OD = "OD"
-    """float32 parameters; only what is listed half is 16-bit, everything else float32."""
+    """float32 parameters; ops listed half are 16-bit, all others float32."""
 
     @classmethod
-    def _unknown(cls, word: object) -> str:
-        hint = (
-            " The first character is the letter O, not a zero." if str(word).startswith("0") else ""
-        )
-        return super()._unknown(word) + hint
+    def _unknown(cls, value: object) -> str:
+        hint = " The first character is the letter O, not a zero."
+        return super()._unknown(value) + (hint if str(value).startswith("0") else "")
 
 
 class Master(ParsedEnum):
-    """Where the exact weights live while the parameters are 16-bit."""
+    """Format of the master weights of 16-bit parameters."""
 
     AUTO = "auto"
-    """What the level says: float32 masters at O2, none at O3."""
+    """The default of the level: float32 master weights at O2, none at O3."""
     FLOAT32 = "float32"
     """A float32 copy of every 16-bit parameter."""
     SPLIT = "split"
-    """A bfloat16 parameter and a 16-bit remainder, together an exact float32."""
+    """A bfloat16 parameter and a 16-bit remainder, which together are an exact float32."""
     KAHAN = "kahan"
-    """A 16-bit parameter and a 16-bit compensation of what rounding lost."""
+    """A 16-bit parameter and a 16-bit compensation of the rounding error."""
     STOCHASTIC = "stochastic"
-    """No master: updates are rounded at random, right on average."""
+    """No master weights: updates are rounded stochastically, without bias."""
     NONE = "none"
-    """No master: small updates are lost."""
+    """No master weights: updates smaller than the rounding error are lost."""
 
 
 class Cache(ParsedEnum):
-    """How a region remembers the 16-bit copies of float32 weights."""
+    """Weight cache of a region: how 16-bit copies of float32 weights are reused."""
 
     AUTO = "auto"
-    """mezzo's own where the policy is steered, torch's where torch's lists do the work."""
+    """mezzo's where the policy overrides torch's op lists, torch's where it does not."""
     VERSIONED = "versioned"
-    """mezzo's own: notices in-place changes, serves frozen weights and inference."""
+    """mezzo's: detects in-place changes, and also caches frozen weights and in inference."""
     TORCH = "torch"
-    """torch's own."""
+    """torch's autocast cache."""
     OFF = "off"
-    """None: every use casts again."""
+    """No cache: every use casts again."""
 
 
 class OnUnsupported(ParsedEnum):
-    """What to do when the device lacks what the policy asks for."""
+    """What to do on a device that does not support the dtype of the policy."""
 
     ERROR = "error"
-    """Raise."""
+    """Raise `UnsupportedError`."""
     WARN = "warn"
     """Warn once, then run in float32."""
     IGNORE = "ignore"
-    """Run in float32."""
-
-    @classmethod
-    def _said(cls) -> str:
-        return "on_unsupported"
+    """Run in float32 without a warning."""
 
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One line of an op list: the rule, and why."""
+    """Rule of one op in an op list, with its reason."""
 
     rule: Rule
     reason: str
 
 
 BY_USER = "listed for these values by the user"
+"""Default reason of a conditional entry."""
 
 
 @dataclass(frozen=True, slots=True)
 class Conditional:
-    """An op that runs in float32 only when an argument has one of these values."""
+    """An op that runs in float32 if an argument has one of these values."""
 
     op: str
     argument: str
@@ -154,87 +194,91 @@ NORMS: tuple[type[nn.Module], ...] = (
     nn.LocalResponseNorm,
     nn.CrossMapLRN2d,
 )
-"""The normalisation layers, batch and instance norm of every dimension included: what
-`keep_full` keeps in float32 by default."""
+"""Normalization layers, with batch and instance norm of every dimension: the default of
+`keep_full`."""
 
 
 @dataclass(frozen=True, order=True)
 class Selector:
-    """A glob on a module's qualified name (`encoder.*.norm`; a star also crosses dots, and the model itself is `""`) or a type with its subclasses (`type:torch.nn….LayerNorm`).
+    """Selects modules by a glob on the qualified name, or by a class and its subclasses.
 
-    A type is kept by name, so that reading a policy file imports nothing.
+    In a glob (`encoder.*.norm`) a star also matches dots, and the name of the model itself is `""`.
+    A class is stored by name (`type:torch.nn.modules.normalization.LayerNorm`), so that loading a
+    policy file imports nothing.
     """
 
     text: str
 
     @classmethod
-    def parse(cls, word: str | type | Self) -> Self:
-        """Read a selector from a glob, a module class or a `type:` name.
+    def parse(cls, value: str | type | Self) -> Self:
+        """Make a selector of a glob, a module class or a `type:` name.
 
         >>> Selector.parse(nn.LayerNorm)
         Selector(text='type:torch.nn.modules.normalization.LayerNorm')
         """
-        if isinstance(word, cls):
-            return word
-        if isinstance(word, type) and issubclass(word, nn.Module):
-            return cls(_TYPE + _path(word))
-        if isinstance(word, str) and word != _TYPE:
-            return cls(word)
+        if isinstance(value, cls):
+            return value
+        if isinstance(value, type) and issubclass(value, nn.Module):
+            return cls(_TYPE + _path(value))
+        if isinstance(value, str) and value != _TYPE:
+            return cls(value)
         raise PolicyError(
-            "A module is named by a glob on its qualified name ('encoder.*.norm') or by its class"
-            f" (nn.LayerNorm), got {word!r}."
+            f"{value!r} does not select modules. Pass a glob on the qualified name"
+            " ('encoder.*.norm') or a module class (nn.LayerNorm)."
         )
 
     @property
     def rank(self) -> int:
-        """How specific: an exact name beats a glob, a glob beats a type."""
+        """Precedence: an exact name beats a glob, a glob beats a class."""
         if self.text.startswith(_TYPE):
             return 0
-        return 1 if any(sign in self.text for sign in "*?[") else 2
+        return 1 if any(wildcard in self.text for wildcard in "*?[") else 2
 
     def matches(self, name: str, module: nn.Module) -> bool:
-        """Whether a module under its qualified name is meant."""
+        """Return whether the module with this qualified name is selected."""
         if not self.text.startswith(_TYPE):
             return fnmatchcase(name, self.text)
-        wanted = self.text.removeprefix(_TYPE)
-        public = _imported(wanted)
+        path = self.text.removeprefix(_TYPE)
+        public = _class_at(path)
         return any(
-            base is public or wanted in (_path(base), base.__qualname__)
+            base is public or path in (_path(base), base.__qualname__)
             for base in type(module).__mro__
         )
 
 
-def _imported(path: str) -> object:
-    """The class that people import from a path (torch.nn.LayerNorm), though it is defined elsewhere; looked for in what is imported already."""
+def _class_at(path: str) -> object:
+    """Return the class at a public path (torch.nn.LayerNorm), which may be defined elsewhere.
+
+    Imports nothing: None if the module is not imported yet.
+    """
     module, _, name = path.rpartition(".")
     return getattr(sys.modules.get(module), name, None)
 
 
-def _path(kind: type) -> str:
-    return f"{kind.__module__}.{kind.__qualname__}"
+def _path(module_class: type) -> str:
+    return f"{module_class.__module__}.{module_class.__qualname__}"
 
 
 @dataclass(frozen=True)
 class OpLists:
-    """A complete answer to 'which op runs in which precision, and why'."""
+    """Complete op lists: the rule and the reason for every op."""
 
     entries: Mapping[str, Entry]
-    """Op name → rule and reason, for every op that is listed."""
+    """Rule and reason by name of the op, for every listed op."""
     default_rule: Entry
-    """The rule for ops in no list."""
+    """Rule and reason for ops that are not listed."""
     exempt_args: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    """Op name → names of the arguments that do not decide and are never cast down: a norm's
-    parameters and statistics."""
+    """Arguments that neither decide the dtype nor are cast to 16 bits, by name of the op: the
+    parameters and statistics of a norm."""
     conditional: tuple[Conditional, ...] = ()
-    """Ops that are float32 only for some values of an argument."""
+    """Ops that run in float32 for some values of an argument."""
     refused_in_half: frozenset[str] = frozenset()
-    """Of the refused ops those that are refused with 16-bit inputs alone: who casts to float32
-    may call them."""
+    """Refused ops that may be called with float32 inputs."""
 
 
 @dataclass(frozen=True)
 class OpNames:
-    """How another system's op names translate."""
+    """Translation of another system's op names."""
 
     known: Mapping[str, tuple[str, ...]]
     """Their name → the names of the ops here that do the same."""

@@ -249,7 +249,7 @@ class Layout(ParsedEnum):
     OFF = False
 
     @classmethod
-    def _said(cls) -> str:
+    def _argument_name(cls) -> str:
         return "channels_last"
 
 
@@ -262,7 +262,7 @@ class Reduction(ParsedEnum):
     """They are added up."""
 
     @classmethod
-    def _said(cls) -> str:
+    def _argument_name(cls) -> str:
         return "accumulate_reduction"
 
 

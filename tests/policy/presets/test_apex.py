@@ -22,9 +22,9 @@ BY_LIST = {
 
 def test_every_patched_function_is_translated_and_has_the_rule_of_its_list(system_lists):
     for key, names in system_lists["apex"].items():
-        for theirs in names.split():
-            if theirs not in apex.NAMES.unknown:
-                assert {LISTS.entries[ours].rule for ours in apex.NAMES.known[theirs]} == {
+        for foreign in names.split():
+            if foreign not in apex.NAMES.unknown:
+                assert {LISTS.entries[ours].rule for ours in apex.NAMES.known[foreign]} == {
                     BY_LIST[key.rpartition(".")[2]]
                 }
 
@@ -33,8 +33,8 @@ def test_nothing_else_is_listed(system_lists):
     listed = {
         ours
         for names in system_lists["apex"].values()
-        for theirs in names.split()
-        for ours in apex.NAMES.known.get(theirs, ())
+        for foreign in names.split()
+        for ours in apex.NAMES.known.get(foreign, ())
     }
     assert {op for op, entry in LISTS.entries.items() if entry is not WIDEST} == listed
 
@@ -56,7 +56,7 @@ def test_levels_that_cast_the_model_patch_nothing(level):
     assert lists.default_rule.rule is Rule.KEEP
 
 
-def test_binary_cross_entropy_is_refused_16_bit_inputs_alone():
+def test_binary_cross_entropy_is_refused_only_with_16_bit_inputs():
     policy = Policy(preset="apex", dtype="float16")
     assert (
         policy.explain("binary_cross_entropy", "float16", "float32", device="cpu").rule

@@ -9,14 +9,14 @@ LISTS = megengine.lists(Level.O1, torch.float16)
 
 
 def translated(names):
-    return {ours for theirs in names.split() for ours in megengine.NAMES.known.get(theirs, ())}
+    return {ours for foreign in names.split() for ours in megengine.NAMES.known.get(foreign, ())}
 
 
 def under(which):
     return {op for op, entry in LISTS.entries.items() if entry.rule is which}
 
 
-def test_every_listed_name_is_translated_or_said_to_have_no_counterpart(system_lists):
+def test_every_listed_name_is_translated_or_has_no_counterpart(system_lists):
     listed = {name for names in system_lists["megengine"].values() for name in names.split()}
     assert listed <= megengine.NAMES.known.keys() | megengine.NAMES.unknown.keys()
 
@@ -37,6 +37,6 @@ def test_three_dimensional_convolutions_only_promote(system_lists):
     assert LISTS.entries["conv3d"].rule is Rule.PROMOTE
 
 
-def test_what_has_no_rule_is_left_alone():
+def test_ops_without_a_rule_are_not_cast():
     assert LISTS.default_rule.rule is Rule.KEEP
     assert "max_pool2d" not in LISTS.entries

@@ -24,11 +24,11 @@ BOTH = pytest.mark.parametrize(
 
 
 def rules_of(facts):
-    return {theirs: rule for key, rule in PLAIN.items() for theirs in facts.get(key, "").split()}
+    return {foreign: rule for key, rule in PLAIN.items() for foreign in facts.get(key, "").split()}
 
 
 @BOTH
-def test_every_listed_name_is_translated_or_said_to_have_no_counterpart(facts, lists, system_lists):
+def test_every_listed_name_is_translated_or_has_no_counterpart(facts, lists, system_lists):
     conditional = {name for name, _, _ in system_lists[facts]["CONDITIONAL_FP32_FUNCS"]}
     losses = set(system_lists[facts]["LOSS_OUTPUT_FUNCTIONS"].split())
     parameters = system_lists[facts].get("BF16_USE_FP32_PARAMS", {}).keys()
@@ -38,26 +38,26 @@ def test_every_listed_name_is_translated_or_said_to_have_no_counterpart(facts, l
 
 
 @BOTH
-def test_every_entry_has_the_rule_of_one_of_its_names_there(facts, lists, system_lists):
+def test_every_entry_has_the_rule_of_one_of_its_mxnet_names(facts, lists, system_lists):
     rules = rules_of(system_lists[facts])
     conditional = {"softplus", "elu", "selu"}
     for op, entry in lists.entries.items():
-        theirs = {
+        foreign = {
             rules[name] for name, ours in mxnet.NAMES.known.items() if op in ours and name in rules
         }
         assert (
-            entry.rule.value in theirs
+            entry.rule.value in foreign
             or (op in conditional and entry.rule is Rule.FULL)
-            or (entry is WIDEST and theirs <= {"keep"})
+            or (entry is WIDEST and foreign <= {"keep"})
         )
 
 
 @BOTH
-def test_every_translated_op_that_is_listed_there_is_listed_here(facts, lists, system_lists):
+def test_every_translated_op_in_a_list_of_mxnet_is_listed(facts, lists, system_lists):
     named = {
         ours
-        for theirs in rules_of(system_lists[facts])
-        for ours in mxnet.NAMES.known.get(theirs, ())
+        for foreign in rules_of(system_lists[facts])
+        for ours in mxnet.NAMES.known.get(foreign, ())
     }
     assert named <= lists.entries.keys()
 
@@ -69,12 +69,12 @@ def test_the_two_dtypes_differ():
     assert BFLOAT16.entries["layer_norm"].rule is Rule.KEEP
 
 
-def test_the_form_in_use_decides_where_several_ops_there_are_one_here():
-    assert FLOAT16.entries["eq"].rule is Rule.PROMOTE  # _equal_scalar alone would be left as it is
+def test_of_several_mxnet_ops_the_first_listed_one_decides():
+    assert FLOAT16.entries["eq"].rule is Rule.PROMOTE  # _equal_scalar by itself is not cast
     assert BFLOAT16.entries["relu"].rule is Rule.KEEP  # Activation, not the bare relu
 
 
-def test_conditional_activations_are_ops_of_their_own_here():
+def test_conditional_activations_are_separate_ops():
     assert {op: FLOAT16.entries[op].rule for op in ("softplus", "elu", "selu")} == dict.fromkeys(
         ("softplus", "elu", "selu"), Rule.FULL
     )
@@ -83,7 +83,7 @@ def test_conditional_activations_are_ops_of_their_own_here():
     assert BFLOAT16.entries["softplus"].rule is Rule.KEEP
 
 
-def test_batch_norm_keeps_its_parameters():
+def test_batch_norm_parameters_are_exempt():
     assert set(BFLOAT16.exempt_args["batch_norm"]) == {
         "weight",
         "bias",
@@ -92,10 +92,10 @@ def test_batch_norm_keeps_its_parameters():
     }
 
 
-def test_loss_outputs_have_no_counterpart_and_say_why(system_lists):
+def test_loss_outputs_have_no_counterpart_and_a_reason(system_lists):
     for name in system_lists["mxnet_fp16"]["LOSS_OUTPUT_FUNCTIONS"].split():
         assert "makes its own gradient" in mxnet.NAMES.unknown[name]
 
 
-def test_what_is_in_no_list_is_left_alone():
+def test_unlisted_ops_are_not_cast():
     assert FLOAT16.default_rule.rule is BFLOAT16.default_rule.rule is Rule.KEEP

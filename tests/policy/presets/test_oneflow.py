@@ -10,14 +10,14 @@ LISTS = oneflow.lists(Level.O1, torch.float16)
 
 
 def translated(names):
-    return {ours for theirs in names.split() for ours in oneflow.NAMES.known.get(theirs, ())}
+    return {ours for foreign in names.split() for ours in oneflow.NAMES.known.get(foreign, ())}
 
 
 def under(which):
     return {op for op, entry in LISTS.entries.items() if entry.rule is which}
 
 
-def test_every_listed_name_is_translated_or_said_to_have_no_counterpart(system_lists):
+def test_every_listed_name_is_translated_or_has_no_counterpart(system_lists):
     listed = {
         name
         for key, names in system_lists["oneflow"].items()
@@ -34,7 +34,7 @@ def test_white_is_half_gray_and_clear_promote_and_the_black_list_is_empty_here(s
     assert under(Rule.FULL) == translated(facts["black_list"]) == set()
 
 
-def test_what_is_in_no_list_runs_in_float32():
+def test_unlisted_ops_run_in_float32():
     assert LISTS.default_rule.rule is Rule.FULL
     assert "conv3d" not in LISTS.entries
 
@@ -54,7 +54,7 @@ def test_the_exceptions_keep_the_parameters_and_statistics_of_batch_norm(system_
     assert set(LISTS.exempt_args["batch_norm"]) == {spelled[name] for name in kept}
 
 
-def test_every_other_exception_is_of_an_op_without_counterpart(system_lists):
+def test_every_other_exception_is_for_an_op_without_a_counterpart(system_lists):
     others = {argument.split(".")[0] for argument in system_lists["oneflow"]["no_cast_args"]} - {
         "normalization"
     }

@@ -1,6 +1,6 @@
-"""The preset's tables predict what PaddlePaddle itself decided, op by op, on every recorded row.
+"""The Paddle preset predicts the recorded decisions of PaddlePaddle for every op.
 
-Pure: nothing runs. `tests/autocasting/test_paddle_oracle.py` runs the ops.
+No op runs here. `tests/autocasting/test_paddle_oracle.py` runs the ops.
 """
 
 from __future__ import annotations
@@ -16,25 +16,13 @@ from mezzo.policy.types import Entry, Level, OpLists, Rule
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
 
 VARIANTS = (
-    *(
-        "OD",
-        "OD_white",
-        "OD_black",
-        "O1",
-        "O1_white",
-        "O1_black",
-        "O1_nopromote",
-        "O2",
-        "O2_white",
-        "O2_black",
-    ),
-    *("O2_nopromote", "O2_nopromote_white", "O2_nopromote_black"),
+    "OD OD_white OD_black O1 O1_white O1_black O1_nopromote O2 O2_white O2_black O2_nopromote"
+    " O2_nopromote_white O2_nopromote_black".split()
 )
 
-# What flows into each op where Paddle makes one function of several: a digit is an input of the
-# row, #n the result of its n-th op, f a tensor that Paddle casts to float32 itself, ~ one that it
-# casts to the first input's dtype, ^ the same but to float32 instead of float16, and nothing an op
-# on integers.
+# Operands of each op of a function that Paddle composes of several: a digit is an input of the row,
+# #n the result of its n-th op, f a tensor that Paddle casts to float32, ~ one that it casts to the
+# first input's dtype, ^ the same but float32 instead of float16. An op on integers has none.
 WIRING = {
     "linear_bias": "0 1, #0 2",
     "softmax_dtype_f32": "f",
@@ -51,20 +39,20 @@ WIRING = {
     "increment_inplace_add": "0",
 }
 
-# The kernel's own doing: its output is float32 whatever dtype it ran in.
+# Kernels whose output is always float32.
 FLOAT32_KERNELS = {("softmax_with_cross_entropy", "bf16")}
 
-# In a list of Paddle's, but without a counterpart here: nothing to compare.
+# In a list of Paddle, but without a counterpart here.
 NO_COUNTERPART = {"log_loss": paddle.NAMES.unknown["log_loss"]}
 
 
 def lists_of(variant: str, listed: str, half: str) -> tuple[OpLists, dict[str, Rule]]:
-    """The lists of a recorded variant, and the rule of a custom-listed op that has no counterpart here."""
-    level, *words = variant.split("_")
+    """Return the lists of a recorded variant, and the rules of listed ops without a counterpart."""
+    level, *options = variant.split("_")
     lists = paddle.lists(Level(level), DTYPES[half])
-    if level == "O2" and "nopromote" in words:  # elsewhere Paddle ignores use_promote
+    if level == "O2" and "nopromote" in options:  # Paddle ignores use_promote at other levels
         lists = replace(lists, default_rule=Entry(Rule.HALF, "use_promote=False"))
-    custom = Rule.HALF if "white" in words else Rule.FULL if "black" in words else None
+    custom = Rule.HALF if "white" in options else Rule.FULL if "black" in options else None
     if custom is None:
         return lists, {}
     ours = paddle.NAMES.known.get(listed, ())
@@ -72,13 +60,13 @@ def lists_of(variant: str, listed: str, half: str) -> tuple[OpLists, dict[str, R
     return replace(lists, entries={**lists.entries, **moved}), {} if ours else {listed: custom}
 
 
-def decide(theirs: str, operands: str, lists: OpLists, custom: dict[str, Rule]) -> str:
-    """The dtype that the tables give one of Paddle's ops, on operands of these dtypes."""
-    ours = paddle.NAMES.known.get(theirs, ())
+def decide(foreign: str, operands: str, lists: OpLists, custom: dict[str, Rule]) -> str:
+    """Return the dtype in which one of Paddle's ops runs on operands of these dtypes."""
+    ours = paddle.NAMES.known.get(foreign, ())
     rules = {lists.entries.get(name, lists.default_rule).rule for name in ours} or {
-        custom.get(theirs, lists.default_rule.rule)
+        custom.get(foreign, lists.default_rule.rule)
     }
-    assert len(rules) == 1, f"{theirs} translates to {ours}, which disagree"
+    assert len(rules) == 1, f"{foreign} translates to {ours}, which disagree"
     match rules.pop():
         case Rule.HALF:
             return "h"
@@ -96,19 +84,19 @@ def predict(row, variant: str) -> str:
         else [[*map(str, range(len(row.inputs)))]]
     )
     decisions, results = "", ""
-    for theirs, wire in zip(row.ops, wires, strict=True):
+    for foreign, wire in zip(row.ops, wires, strict=True):
         values = {"f": "f", "~": row.inputs[0], "^": "f" if row.half == "fp16" else row.inputs[0]}
         values |= {str(n): dtype for n, dtype in enumerate(row.inputs)} | {
             f"#{n}": dtype for n, dtype in enumerate(results)
         }
         operands = "".join(values[source] for source in wire)
-        decisions += decide(theirs, operands, lists, custom)
-        results += "f" if (theirs, row.half) in FLOAT32_KERNELS else decisions[-1]
+        decisions += decide(foreign, operands, lists, custom)
+        results += "f" if (foreign, row.half) in FLOAT32_KERNELS else decisions[-1]
     return decisions
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_the_tables_predict_every_decision_paddle_made(variant, paddle_rows):
+def test_the_lists_predict_every_recorded_decision_of_paddle(variant, paddle_rows):
     wrong = [
         (row.op, row.half, row.inputs, row.results[variant][1], predicted)
         for row in paddle_rows
@@ -124,7 +112,7 @@ def test_every_variant_of_the_recording_is_compared(paddle_rows):
     assert {variant for row in paddle_rows for variant in row.results} == {*VARIANTS, "none", "O0"}
 
 
-def test_rows_compared_are_many(paddle_rows):
+def test_most_recorded_rows_are_compared(paddle_rows):
     compared = sum(
         len(row.results.keys() - {"none", "O0"})
         for row in paddle_rows

@@ -23,7 +23,7 @@ NAMES = name_map(
 )
 
 
-def test_a_name_map_reads_its_three_tables():
+def test_a_name_map_has_known_unknown_and_same_names():
     assert NAMES.known == {
         "relu": ("relu",),
         "exp": ("exp",),
@@ -33,7 +33,7 @@ def test_a_name_map_reads_its_three_tables():
     assert NAMES.unknown == {"fused_a": "fuses two ops", "fused_b": "fuses two ops"}
 
 
-def test_a_group_shares_its_reason_and_what_has_no_counterpart_falls_out():
+def test_a_group_shares_its_reason_and_names_without_a_counterpart_are_left_out():
     entries = translate(Rule.FULL, {"adds up": "reduce_sum fused_a", "copies": "concat"}, NAMES)
     assert entries == {
         "sum": Entry(Rule.FULL, "adds up"),
@@ -42,19 +42,19 @@ def test_a_group_shares_its_reason_and_what_has_no_counterpart_falls_out():
     }
 
 
-def test_an_op_in_two_lists_is_a_mistake_in_the_data():
+def test_an_op_in_two_lists_of_a_preset_raises():
     table = {"sum": Entry(Rule.FULL, "adds up")}
     with pytest.raises(PolicyError, match="two lists of one preset: sum"):
         merge_disjoint(table, table)
 
 
-def test_a_missing_level_is_refused_with_the_ones_there_are():
+def test_require_level_raises_with_the_known_levels():
     require_level("apex", Level.O2, (Level.O1, Level.O2))
     with pytest.raises(PolicyError, match=r"'apex' has no level OD\. Choose one of: O1, O2\."):
         require_level("apex", Level.OD, (Level.O1, Level.O2))
 
 
-def test_what_a_system_leaves_alone_and_torch_would_refuse_is_promoted():
+def test_unlisted_ops_that_need_one_dtype_are_promoted():
     half, kept = Entry(Rule.HALF, "a product"), Entry(Rule.KEEP, "as it is given")
     found = with_promotions({"prelu": half, "scatter": kept, "relu": kept})
     assert (found["prelu"], found["scatter"], found["relu"], found["bilinear"]) == (
@@ -93,7 +93,7 @@ MIXES = {
 
 @pytest.mark.parametrize("op", MIXES)
 @pytest.mark.parametrize("preset", ["apex", "megengine", "mxnet"])
-def test_dtypes_meet_where_torchs_kernel_takes_one(preset, op):
+def test_ops_that_need_one_dtype_run_with_mixed_dtypes(preset, op):
     x, weight = torch.rand(4, 4, dtype=torch.float16), torch.ones(4)
     with pytest.raises(RuntimeError):
         MIXES[op](x, weight)
@@ -101,5 +101,5 @@ def test_dtypes_meet_where_torchs_kernel_takes_one(preset, op):
         MIXES[op](x, weight)
 
 
-def test_every_such_op_is_tried():
+def test_every_op_that_needs_one_dtype_is_tested():
     assert with_promotions({}).keys() == MIXES.keys()

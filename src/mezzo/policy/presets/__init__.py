@@ -1,4 +1,4 @@
-"""Op lists by name: those of torch and of the systems whose dialects mezzo speaks."""
+"""Presets: the op lists of torch and of other systems, by name."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from mezzo.policy.types import Level, OpLists, OpNames
 
 
 class Preset(Protocol):
-    """What each module offers."""
+    """What each module of another system defines."""
 
     @property
     def NAMES(self) -> OpNames:  # noqa: N802 - a constant of the module
-        """How the system's op names translate."""
+        """Translation of the system's op names."""
 
     @property
     def LEVELS(self) -> tuple[Level, ...]:  # noqa: N802 - a constant of the module
-        """The levels it has beside O0."""
+        """The levels of the system except O0."""
 
     def lists(self, level: Level, dtype: torch.dtype) -> OpLists:
-        """Its op lists at a level, for a 16-bit dtype; a level it does not have is refused."""
+        """Return the op lists of a level and a 16-bit dtype; raise for an unknown level."""
 
 
 PRESETS: Mapping[str, Preset] = {
@@ -34,30 +34,30 @@ PRESETS: Mapping[str, Preset] = {
     "mxnet": mxnet,
     "apex": apex,
 }
-"""Every system but torch, by name."""
+"""The systems other than torch, by name."""
 
 
 _TORCH: Mapping[str, str | None] = {"torch": None, "torch-cuda": "cuda", "torch-cpu": "cpu"}
 
 NAMES: tuple[str, ...] = (*_TORCH, *PRESETS)
-"""Every preset: `torch` is the device's own lists, `torch-cuda` and `torch-cpu` choose one
-wherever they run."""
+"""All presets. `torch` has the lists of the device; `torch-cuda` and `torch-cpu` have those of one
+device on all devices."""
 
 
-def parse_preset(word: str) -> str:
-    """Read a preset's name."""
-    if word in NAMES:
-        return word
-    raise PolicyError(unknown("preset", word, NAMES))
+def parse_preset(name: str) -> str:
+    """Return the name of a preset; raise `PolicyError` if it is unknown."""
+    if name in NAMES:
+        return name
+    raise PolicyError(unknown("preset", name, NAMES))
 
 
 def check_preset(preset: str, level: Level) -> None:
-    """Refuse a level that the preset's system does not have."""
+    """Raise `PolicyError` if the preset does not have the level."""
     preset_lists(preset, level, torch.float16, "cpu")
 
 
 def preset_lists(preset: str, level: Level, dtype: torch.dtype, device: str) -> OpLists:
-    """The lists of a preset at a level, for a dtype and a device."""
+    """Return the op lists of a preset at a level, for a dtype and a device."""
     if preset in _TORCH or level is Level.O0:
         return torch_amp.level_lists(level, _TORCH.get(preset) or device)
     return PRESETS[preset].lists(level, dtype)

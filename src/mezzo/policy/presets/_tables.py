@@ -1,4 +1,4 @@
-"""How a preset's tables are read: short strings of names in, entries with their reason out."""
+"""Helpers to write presets: strings of op names in, entries with rule and reason out."""
 
 from __future__ import annotations
 
@@ -10,25 +10,28 @@ from mezzo.policy.types import Entry, Level, OpNames, Rule
 
 
 def name_map(known: Mapping[str, str], unknown: Mapping[str, str], *, same: str = "") -> OpNames:
-    """Read a name map from strings of names.
+    """Build the translation of another system's op names from strings of names.
 
-    ``known`` has their name → our names, ``unknown`` the reason → their names, and ``same`` the
-    names that mean the same op here and there.
+    `known` maps their name → our names, `unknown` the reason → their names without a counterpart,
+    and `same` lists the names that mean the same op in both systems.
 
-    >>> name_map({"concat": "cat"}, {"a quantization step": "quantize"}, same="relu").known["concat"]
-    ('cat',)
+    >>> names = name_map({"concat": "cat"}, {"a quantization step": "quantize"}, same="relu")
+    >>> names.known["concat"], names.known["relu"], names.unknown["quantize"]
+    (('cat',), ('relu',), 'a quantization step')
     """
     translated = {
-        theirs: tuple(name for name in ours.split() if not is_removed(name))
-        for theirs, ours in known.items()
+        foreign: tuple(name for name in ours.split() if not is_removed(name))
+        for foreign, ours in known.items()
     }
     unchanged = {name: (name,) for name in same.split()}
-    missing = {theirs: reason for reason, names in unknown.items() for theirs in names.split()}
+    missing = {foreign: reason for reason, names in unknown.items() for foreign in names.split()}
     return OpNames(known=unchanged | translated, unknown=missing)
 
 
 def translate(rule: Rule, groups: Mapping[str, str], names: OpNames) -> dict[str, Entry]:
-    """Turn one of their lists (reason → their names) into entries for our ops; what has no counterpart falls out.
+    """Translate one list (reason → their names) to entries of our ops.
+
+    Names without a counterpart are left out.
 
     >>> names = name_map({"concat": "cat"}, {})
     >>> translate(Rule.PROMOTE, {"copies its inputs side by side": "concat"}, names)["cat"].rule
@@ -37,42 +40,41 @@ def translate(rule: Rule, groups: Mapping[str, str], names: OpNames) -> dict[str
     return {
         ours: Entry(rule, reason)
         for reason, group in groups.items()
-        for theirs in group.split()
-        for ours in names.known.get(theirs, ())
+        for foreign in group.split()
+        for ours in names.known.get(foreign, ())
     }
 
 
 def merge_disjoint(*tables: Mapping[str, Entry]) -> dict[str, Entry]:
-    """Join tables that must not name the same op: a preset that says two things of one op is a mistake in its data."""
-    result: dict[str, Entry] = {}
+    """Merge lists of one preset; raise `PolicyError` if two of them contain the same op."""
+    merged: dict[str, Entry] = {}
     for table in tables:
-        twice = result.keys() & table.keys()
-        if twice:
+        if duplicates := merged.keys() & table.keys():
             raise PolicyError(
-                f"These ops are in two lists of one preset: {', '.join(sorted(twice))}. Leave each"
-                " in one."
+                f"These ops are in two lists of one preset: {', '.join(sorted(duplicates))}. Keep"
+                " each in one list."
             )
-        result.update(table)
-    return result
+        merged.update(table)
+    return merged
 
 
 _ONE_DTYPE = (
     "bilinear conv_transpose1d cross dot embedding_bag grid_sample index_add index_copy index_put"
     " lerp masked_scatter prelu scaled_dot_product_attention scatter scatter_add vdot"
 )
-"""Ops whose kernels in torch take one dtype only."""
+"""Ops whose kernels in torch need all inputs in one dtype."""
 
 WIDEST = Entry(
     Rule.PROMOTE,
-    "no rule says otherwise, and torch's kernel takes one dtype only: the widest input decides",
+    "in no list, and torch's kernel needs all inputs in one dtype: the widest input decides",
 )
 
 
 def with_promotions(entries: Mapping[str, Entry]) -> dict[str, Entry]:
-    """The entries of a system that leaves other ops as they are, and the ops that torch would then refuse where dtypes meet.
+    """Promote the inputs of unlisted ops that torch rejects with mixed dtypes.
 
-    Attention with float32 rotary positions is such a place: the values are 16-bit, queries and keys
-    are not.
+    For systems that do not cast the inputs of unlisted ops. An example is attention with float32
+    rotary embeddings: values are 16-bit, queries and keys float32.
 
     >>> with_promotions({})["scaled_dot_product_attention"].rule
     Rule.PROMOTE
@@ -86,7 +88,7 @@ def with_promotions(entries: Mapping[str, Entry]) -> dict[str, Entry]:
 
 
 def require_level(system: str, level: Level, known: Iterable[Level]) -> None:
-    """Refuse a level that the system does not have."""
+    """Raise `PolicyError` if the system does not have the level."""
     known = tuple(known)
     if level not in known:
         raise PolicyError(

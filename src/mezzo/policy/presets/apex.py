@@ -1,8 +1,10 @@
-"""NVIDIA Apex (e13873d): the functions that ``apex.amp`` patches at O1. At O2 and O3 it casts the model instead and patches none.
+"""Op lists of NVIDIA Apex (e13873d): the functions that ``apex.amp`` patches at O1.
 
-What a table of ops cannot say, and how it shows: operators there (``__add__``) are listed apart
-from functions (``add``); here they are one op, and ``sub``, of which only the operator is listed
-there, promotes however it is written.
+At O2 and O3 it casts the model instead and patches nothing.
+
+Where Apex's lists do not fit a table of ops: it lists operators (``__add__``) and functions
+(``add``) separately. They are one op here, and ``sub``, which is listed only as an operator there,
+promotes in both forms.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ from mezzo.policy.presets._tables import (
 from mezzo.policy.types import Entry, Level, OpLists, Rule
 
 LEVELS = (Level.O1, Level.O2, Level.O3)
-"""The levels Apex has beside O0."""
+"""The levels of Apex except O0."""
 
 NAMES = name_map(
     known={
@@ -56,9 +58,7 @@ NAMES = name_map(
         "__ge__": "ge",
     },
     unknown={
-        "moves a tensor to the CPU, where Apex's users had no 16-bit kernels; torch has them now": (
-            "cpu"
-        )
+        "moves a tensor to the CPU, which had no 16-bit kernels then; torch has them now": "cpu",
     },
     same=(
         "conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d conv_tbc prelu"
@@ -82,7 +82,7 @@ _HALF = {
     "a convolution: tensor cores are fast in 16 bits and accumulate in float32": (
         "conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d conv_tbc"
     ),
-    "one product an element, and it follows a convolution": "prelu",
+    "one multiplication per element, usually after a convolution": "prelu",
     "matrix products at every step of the sequence": (
         "rnn_tanh rnn_relu lstm gru rnn_tanh_cell rnn_relu_cell lstm_cell gru_cell"
     ),
@@ -93,25 +93,25 @@ _FULL = {
     "sums exponentials: float16 overflows past 65504 and loses the small terms": (
         "softmax softmin log_softmax"
     ),
-    "a logarithm: infinite at zero, to which small float16 values are rounded": "log log2 log10",
-    "steep near the edge of its domain: an input rounded to 16 bits lands far away": (
+    "a logarithm: float16 rounds small values to zero, where it is infinite": "log log2 log10",
+    "steep at the edge of its domain: rounding the input changes the result much": (
         "acos asin erfinv tan"
     ),
-    "a power or an inverse: small and large inputs leave the range of float16": (
+    "a power or an inverse: results of small and large inputs exceed the range of float16": (
         "pow reciprocal rsqrt __pow__ __ipow__ __rpow__"
     ),
-    "adds up or multiplies many values: the result leaves the range of float16, or stops growing": (
+    "sums or multiplies many values: float16 overflows, or small terms are lost": (
         "sum cumsum prod cumprod"
     ),
     "sums powers: float16 overflows past 65504": (
         "dist norm renorm std var normalize cosine_similarity local_response_norm"
     ),
-    "means and variances over many values: their error is in every output": "layer_norm group_norm",
-    "differs from zero by an error function, whose tail 16 bits cut off": "gelu",
-    "blends neighbours by fractional positions, which 16 bits cannot hold for large images": (
+    "computes a mean and a variance, whose errors are in every output": "layer_norm group_norm",
+    "contains an error function, whose tail 16 bits round to zero": "gelu",
+    "interpolates at fractional positions, which 16 bits cannot hold for large images": (
         "interpolate grid_sample"
     ),
-    "a loss: 16 bits lose the differences that make the gradient": (
+    "a loss: 16 bits lose the small differences that make up the gradient": (
         "poisson_nll_loss cosine_embedding_loss cross_entropy hinge_embedding_loss kl_div l1_loss"
         " mse_loss margin_ranking_loss multilabel_margin_loss multilabel_soft_margin_loss"
         " multi_margin_loss nll_loss binary_cross_entropy_with_logits smooth_l1_loss"
@@ -121,28 +121,28 @@ _FULL = {
 }
 
 _PROMOTE = {
-    "takes several tensors of one dtype: the widest decides": (
+    "needs all inputs in one dtype: the widest input decides": (
         "addcdiv addcmul atan2 cross bilinear dot add div mul eq equal ge gt le lt ne __add__"
         " __div__ __eq__ __ge__ __gt__ __iadd__ __idiv__ __imul__ __isub__ __itruediv__ __le__"
         " __lt__ __mul__ __ne__ __radd__ __rdiv__ __rmul__ __rsub__ __rtruediv__ __sub__"
         " __truediv__"
     ),
-    "copies its inputs into one tensor: the widest decides": "cat stack",
+    "copies its inputs into one tensor: the widest input decides": "cat stack",
 }
 
-_REFUSE = {
-    "takes the logarithm of a probability that 16 bits round to 0 or 1; use binary_cross_entropy_with_logits, or cast the probabilities to float32 first": (
-        "binary_cross_entropy"
-    ),
-}
+_UNSAFE_LOSS = (
+    "takes the logarithm of a probability that 16 bits round to 0 or 1; use"
+    " binary_cross_entropy_with_logits, or cast the probabilities to float32 first"
+)
+_REFUSE = {_UNSAFE_LOSS: "binary_cross_entropy"}
 
-_UNLISTED = Entry(Rule.KEEP, "Apex does not patch it: runs in the dtype it is given")
+_UNLISTED = Entry(Rule.KEEP, "Apex does not patch it: runs in the dtype of its inputs")
 
 
 @cache
-# Apex knows float16 only; its lists serve bfloat16 as well.
+# Apex supports only float16; its lists are used for bfloat16 as well.
 def lists(level: Level, dtype: torch.dtype) -> OpLists:  # noqa: ARG001
-    """The functions Apex patches at a level, in our names."""
+    """Return the functions that Apex patches at a level, as op lists."""
     require_level("apex", level, LEVELS)
     if level is not Level.O1:
         return OpLists(entries={}, default_rule=_UNLISTED)

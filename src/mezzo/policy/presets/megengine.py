@@ -1,10 +1,11 @@
-"""MegEngine (rules read at 01040cf): the dtype rules that ``megengine.amp.autocast`` switches on, one a kind of op.
+"""Op lists of MegEngine (01040cf): the dtype rules that ``megengine.amp.autocast`` applies.
 
-What a table of ops cannot say, and how it shows:
+Where its rules do not fit a table of ops:
 
-- Batch norm raises its parameters to float32 there; here they are left as they are, which is float32 unless the model was cast.
-- Softmax, pooling, resizing, losses and the rest have no rule: they run in the dtype they are given.
-- Assigning into a tensor casts the value to the tensor's dtype, as torch's own indexing does.
+- MegEngine casts the parameters of batch norm to float32. They are not cast here, which is the
+  same unless the model was cast.
+- Softmax, pooling, resizing, losses and others have no rule: they run in the dtype of their inputs.
+- Assigning into a tensor casts the value to the tensor's dtype, as torch's indexing does.
 """
 
 from __future__ import annotations
@@ -23,9 +24,9 @@ from mezzo.policy.presets._tables import (
 from mezzo.policy.types import Entry, Level, OpLists, Rule
 
 LEVELS = (Level.O1,)
-"""MegEngine has no levels: its one way of working keeps float32 parameters, as O1 does."""
+"""MegEngine has no levels: it keeps float32 parameters, as O1 does."""
 
-# Elementwise modes are written in capitals there, kinds of op in camel case.
+# MegEngine writes elementwise modes in capitals and other ops in camel case.
 NAMES = name_map(
     known={
         "Convolution": "conv1d conv2d",
@@ -76,8 +77,8 @@ NAMES = name_map(
         "LEQ": "le ge",
     },
     unknown={
-        "a convolution whose kernel differs from place to place; torch has none": "GroupLocal",
-        "assigns into a tensor, and torch's own indexing casts the value already": (
+        "a convolution with a different kernel at each position; torch has none": "GroupLocal",
+        "assigns into a tensor, for which torch's indexing casts the value already": (
             "SetSubtensor IndexingSetMultiAxisVec"
         ),
     },
@@ -86,29 +87,27 @@ NAMES = name_map(
 _HALF = {
     "a convolution: fast in 16 bits, accumulated in float32": "Convolution ConvolutionBackwardData",
     "a matrix product: fast in 16 bits, accumulated in float32": "MatrixMul BatchedMatrixMul",
-    "its kernel takes a 16-bit input and keeps parameters and statistics in float32": "BatchNorm",
+    "its kernel accepts a 16-bit input with float32 parameters and statistics": "BatchNorm",
 }
 
 _FULL = {
-    "means and variances over many values: their error is in every output": "LayerNorm GroupNorm",
-    "adds up many values: a 16-bit sum stops growing, a float16 one overflows": "Reduce.MEAN",
+    "computes a mean and a variance, whose errors are in every output": "LayerNorm GroupNorm",
+    "sums many values: float16 overflows, or small terms are lost": "Reduce.MEAN",
     "grows exponentially: float16 overflows past 65504": "EXP EXPM1 SINH COSH SOFTPLUS LOG_SUM_EXP",
-    "a logarithm: infinite at zero, to which small float16 values are rounded": (
+    "a logarithm: float16 rounds small values to zero, where it is infinite": (
         "LOG LOG1P LOGSIGMOID"
     ),
-    "a power or a quotient: small and large inputs leave the range of float16": "POW TRUE_DIV SQRT",
-    "its result hangs on digits of the angle that 16 bits do not hold": (
-        "SIN COS TAN ASIN ACOS ATAN2"
-    ),
-    "steep near the edge of its domain, or a logarithm of nearly equal numbers": (
+    "a power or a quotient, which exceeds the range of float16": "POW TRUE_DIV SQRT",
+    "depends on digits of the angle that 16 bits cannot hold": ("SIN COS TAN ASIN ACOS ATAN2"),
+    "steep at the edge of its domain, or a logarithm of nearly equal numbers": (
         "ASINH ACOSH ATANH"
     ),
-    "divides after clamping: MegEngine counts it among the quotients": "HSIGMOID",
+    "divides after clamping: MegEngine treats it like a quotient": "HSIGMOID",
 }
 
 _PROMOTE = {
     "elementwise: the widest input decides": "ADD SUB MUL MAX MIN MOD FLOOR_DIV EQ NEQ LT LEQ",
-    "copies its inputs into one tensor: the widest decides": "Concat Stack Where GroupLocal",
+    "copies its inputs into one tensor: the widest input decides": "Concat Stack Where GroupLocal",
     "a convolution for which MegEngine has no 16-bit rule": (
         "Convolution3D Convolution3DBackwardData"
     ),
@@ -116,13 +115,13 @@ _PROMOTE = {
 
 _EXEMPT = {"batch_norm": ("running_mean", "running_var", "weight", "bias")}
 
-_UNLISTED = Entry(Rule.KEEP, "MegEngine has no rule for it: runs in the dtype it is given")
+_UNLISTED = Entry(Rule.KEEP, "MegEngine has no rule for it: runs in the dtype of its inputs")
 
 
 @cache
-# MegEngine has one set of rules for both dtypes.
+# MegEngine has the same rules for both dtypes.
 def lists(level: Level, dtype: torch.dtype) -> OpLists:  # noqa: ARG001
-    """MegEngine's dtype rules, in our names."""
+    """Return MegEngine's dtype rules as op lists."""
     require_level("megengine", level, LEVELS)
     entries = merge_disjoint(
         translate(Rule.HALF, _HALF, NAMES),

@@ -1,10 +1,11 @@
-"""OneFlow (25c8978): the white, black, gray and clear lists of its ``autocast`` and of ``nn.Graph``'s mixed precision.
+"""Op lists of OneFlow (25c8978): the lists of its ``autocast`` and of mixed ``nn.Graph``.
 
-What a table of ops cannot say, and how it shows:
+They are called white, black, gray and clear list. Where they do not fit a table of ops:
 
-- Only ``conv2d`` is in the white list: convolutions in one or three dimensions and transposed ones run in float32 there, and here.
-- ``pow`` by a tensor is in no list there, by a number it is gray; here both are ``pow``, and gray.
-- ``mean`` is a sum and a product by a number there, both gray.
+- Only ``conv2d`` is in the white list: convolutions in one or three dimensions and transposed ones
+  run in float32 there, and here.
+- ``pow`` by a tensor is in no list there, by a number it is gray. Both are ``pow`` here, and gray.
+- ``mean`` is a sum and a multiplication by a number there, both gray.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from mezzo.policy.presets._tables import merge_disjoint, name_map, require_level
 from mezzo.policy.types import Conditional, Entry, Level, OpLists, Rule
 
 LEVELS = (Level.O1,)
-"""OneFlow has no levels: its one way of working keeps float32 parameters, as O1 does."""
+"""OneFlow has no levels: it keeps float32 parameters, as O1 does."""
 
 NAMES = name_map(
     known={
@@ -66,7 +67,7 @@ NAMES = name_map(
         "upsample_nearest_2d": "interpolate upsample_nearest2d",
     },
     unknown={
-        "a gradient: torch's autograd runs a backward op in the dtype its forward left": (
+        "a gradient: torch's autograd runs a backward op in the dtype of its forward": (
             "conv_data_grad conv_filter_grad conv_bias_grad broadcast_matmul_grad_b"
             " fused_self_attention_query_mul_key_and_value_grad prelu_grad tf_prelu_grad"
             " cublas_fused_mlp_grad cublas_bias_add_relu_matmul_grad fused_glu_without_linear_grad"
@@ -85,7 +86,7 @@ NAMES = name_map(
             " tf_max_pool_3d_grad max_pool_1d_grad max_pool_2d_grad max_pool_3d_grad relu_grad"
             " split_like same_padding_grad slice_grad embedding_grad narrow_grad"
         ),
-        "fuses several ops that torch calls one by one": (
+        "fuses several ops that torch calls separately": (
             "fused_self_attention_query_mul_key_and_value cublas_fused_mlp fused_glu"
             " fused_matmul_bias_add_relu_dropout fused_dot_feature_interaction"
             " one_embedding_fused_lookup fused_cross_feature_interaction grouped_matmul_bias"
@@ -94,19 +95,19 @@ NAMES = name_map(
             " fused_bias_add_scale_mask_softmax_dropout fused_bias_add_gelu"
             " fused_bias_add_mask_scale fused_fast_gelu_mul fused_weighted_sum fused_scale_tril"
         ),
-        "marks a place in OneFlow's graph for its own pass": (
+        "marks a position in OneFlow's graph for one of its passes": (
             "amp_white_identity amp_black_identity nvtx_start nvtx_end pinned_identity"
         ),
         "moves a tensor between the ranks or stages of OneFlow's graph": (
             "parallel_cast hierarchical_parallel_cast hierarchical_parallel_cast_like"
             " cast_to_static_shape pack unpack acc"
         ),
-        "torch has no op for it alone": (
+        "torch has no such op": (
             "reciprocal_no_nan gather_nd scatter_nd scatter_nd_like unsorted_segment_sum_like"
             " random_mask_like same_padding"
         ),
-        "copies a tensor as it is, or a part of it": "identity copy to_contiguous slice",
-        "changes a tensor in place: no policy casts its target": "fill_",
+        "copies a tensor or a part of it unchanged": "identity copy to_contiguous slice",
+        "changes a tensor in place, which no policy casts": "fill_",
     },
     same=(
         "conv2d prelu tanh sqrt layer_norm rms_norm dropout softmax log_softmax gelu reciprocal"
@@ -120,14 +121,14 @@ _WHITE = {
         " fused_multi_head_attention_inference"
     ),
     "a convolution: tensor cores are fast in 16 bits and accumulate in float32": "conv2d",
-    "one product an element, and it follows a convolution": "prelu tf_prelu",
-    "its kernel takes 16-bit logits and reduces them in float32": (
+    "one multiplication per element, usually after a convolution": "prelu tf_prelu",
+    "its kernel accepts 16-bit logits and reduces them in float32": (
         "binary_cross_entropy_with_logits_reduce_mean"
     ),
 }
 
 _GRAY = {
-    "safe in 16 bits when its inputs come from an op that is": (
+    "safe in 16 bits if its inputs come from an op that is": (
         "add_n bias_add scalar_add scalar_mul scalar_mul_by_tensor scalar_div scalar_pow"
         " broadcast_add broadcast_sub broadcast_mul broadcast_div tanh sqrt reciprocal gelu"
         " fast_gelu silu dropout"
@@ -136,14 +137,14 @@ _GRAY = {
         "reduce_sum avg_pool_1d avg_pool_2d avg_pool_3d tf_avg_pool_1d tf_avg_pool_2d"
         " tf_avg_pool_3d"
     ),
-    "its kernel takes 16-bit inputs and keeps sums and statistics in float32": (
+    "its kernel accepts 16-bit inputs and keeps sums and statistics in float32": (
         "layer_norm rms_norm group_norm normalization softmax log_softmax"
         " sparse_softmax_cross_entropy nll"
     ),
 }
 
 _CLEAR = {
-    "only picks and moves values: the dtype of its inputs is as good as any": (
+    "only selects and moves values: the dtype of its inputs does not matter": (
         "broadcast_like gather tf_max_pool_1d tf_max_pool_2d tf_max_pool_3d max_pool_1d max_pool_2d"
         " max_pool_3d reshape reshape_like relu transpose cat pad tril slice identity squeeze"
         " embedding expand expand_dims repeat narrow ones_like to_contiguous copy where"
@@ -151,8 +152,8 @@ _CLEAR = {
     ),
 }
 
-_ONLY_NEAREST = "only nearest interpolation is in a list; what blends neighbours runs in float32"
-_ONLY_MEAN = "only the loss that is averaged is in a list"
+_ONLY_NEAREST = "only nearest interpolation is in a list; other modes run in float32"
+_ONLY_MEAN = "only the averaged loss is in a list"
 _CONDITIONAL = (
     Conditional(
         "interpolate",
@@ -163,7 +164,7 @@ _CONDITIONAL = (
     Conditional("binary_cross_entropy_with_logits", "reduction", ("none", "sum"), _ONLY_MEAN),
 )
 
-# OneFlow exempts the batch norm's parameters and statistics; the other exceptions are those of
+# OneFlow exempts the parameters and statistics of batch norm; its other exceptions are for
 # gradients and fused ops.
 _EXEMPT = {"batch_norm": ("running_mean", "running_var", "weight", "bias")}
 
@@ -171,9 +172,9 @@ _UNLISTED = Entry(Rule.FULL, "in none of OneFlow's lists: runs in float32")
 
 
 @cache
-# OneFlow has one set of lists for both dtypes.
+# OneFlow has the same lists for both dtypes.
 def lists(level: Level, dtype: torch.dtype) -> OpLists:  # noqa: ARG001
-    """OneFlow's op lists, in our names."""
+    """Return OneFlow's op lists."""
     require_level("oneflow", level, LEVELS)
     entries = merge_disjoint(
         translate(Rule.HALF, _WHITE, NAMES),

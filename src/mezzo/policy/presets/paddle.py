@@ -1,13 +1,18 @@
-"""PaddlePaddle 3.3.1: the op lists of ``paddle.amp.auto_cast`` in eager mode, for O1, O2 and OD.
+"""Op lists of PaddlePaddle 3.3.1: those of ``paddle.amp.auto_cast`` in eager mode.
 
-What a table of ops cannot say, and how it shows:
+For O1, O2 and OD. Where they do not fit a table of ops:
 
-- ``conv2d`` with as many groups as channels is ``depthwise_conv2d`` there and in no list; here it is ``conv2d``, and 16-bit.
-- A convolution's bias is added there by a separate op that promotes, so a float32 bias makes the result float32; here the bias is
-  cast with the other inputs. ``linear`` follows the CUDA builds, where it is one op (``linear_v2``).
-- ``pow`` by a tensor is ``elementwise_pow`` there and in no list; ``norm`` with ``p`` other than ``"fro"`` is ``p_norm`` and in no list.
-- ``max_pool2d`` with indices is 16-bit there and without them in no list; here both are one op, and in no list.
-- The list of ``float16`` has four more fused and fake-quantization ops than that of ``bfloat16``; none has a counterpart.
+- ``conv2d`` with as many groups as channels is ``depthwise_conv2d`` there and in no list. It is
+  ``conv2d`` here, and 16-bit.
+- The bias of a convolution is added there by a separate op that promotes, so that a float32 bias
+  makes the result float32. The bias is cast with the other inputs here. ``linear`` follows the CUDA
+  builds, where it is one op (``linear_v2``).
+- ``pow`` by a tensor is ``elementwise_pow`` there and in no list; ``norm`` with ``p`` other than
+  ``"fro"`` is ``p_norm`` and in no list.
+- ``max_pool2d`` with indices is 16-bit there and without them in no list. Both are one op here, in
+  no list.
+- The list of ``float16`` has four more fused and fake-quantization ops than that of ``bfloat16``.
+  None has a counterpart.
 """
 
 from __future__ import annotations
@@ -20,15 +25,15 @@ from mezzo.policy.presets._tables import merge_disjoint, name_map, require_level
 from mezzo.policy.types import Entry, Level, OpLists, Rule
 
 LEVELS = (Level.O1, Level.O2, Level.OD)
-"""The levels Paddle has beside O0."""
+"""The levels of Paddle except O0."""
 
 _UPSAMPLE_NEAREST = "interpolate upsample_nearest1d upsample_nearest2d upsample_nearest3d"
 
-# Paddle's lists hold the older 'fluid' names of its ops, and so does this map; a few recorded under
-# their newer name have both.
+# Paddle's lists hold the older 'fluid' names of its ops, and so does this map; a few ops have both
+# names.
 NAMES = name_map(
     known={
-        # the white list
+        # White list.
         "linear_v2": "linear",
         "fused_gemm_epilogue": "linear",
         "matmul": "matmul mm inner",
@@ -36,7 +41,7 @@ NAMES = name_map(
         "mul": "mm",
         "conv2d": "conv2d conv1d",
         "flash_attn": "scaled_dot_product_attention",
-        # the black lists
+        # Black lists.
         "frobenius_norm": "norm linalg_norm linalg_matrix_norm",
         "huber_loss": "huber_loss smooth_l1_loss",
         "lookup_table": "embedding",
@@ -54,7 +59,7 @@ NAMES = name_map(
         "bicubic_interp_v2": "interpolate upsample_bicubic2d",
         "trilinear_interp_v2": "interpolate upsample_trilinear3d",
         "nearest_interp_v2": _UPSAMPLE_NEAREST,
-        # in no list by default; a user may name them
+        # In no list by default; custom lists may contain them.
         "elementwise_add": "add",
         "elementwise_sub": "sub",
         "elementwise_mul": "mul",
@@ -144,35 +149,31 @@ NAMES = name_map(
         "unstack": "unbind",
     },
     unknown={
-        "fuses several ops that torch calls one by one": (
+        "fuses several ops that torch calls separately": (
             "fused_attention fused_feedforward fused_rotary_position_embedding"
         ),
-        "computes its own quantization scale; torch's fake_quantize takes it as an argument": (
+        "computes the quantization scale, which is an argument of torch's fake_quantize": (
             "fake_quantize_dequantize_abs_max fake_quantize_dequantize_moving_average_abs_max"
         ),
         "splits the classes over the ranks of a process group": (
             "c_softmax_with_cross_entropy c_softmax_with_multi_label_cross_entropy"
             " margin_cross_entropy"
         ),
-        "takes probabilities, and no public function calls it any more: what is called cross_entropy is softmax_with_cross_entropy": (
-            "cross_entropy cross_entropy2"
-        ),
-        "adds an epsilon inside the logarithm; torch's binary_cross_entropy clamps it, and is bce_loss there": (
-            "log_loss"
-        ),
-        "matches no op of Paddle: the real name is hierarchical_sigmoid, which torch does not have": (
-            "hsigmoid_loss"
-        ),
+        "takes probabilities, and no public function calls it: Paddle's cross_entropy() is"
+        " softmax_with_cross_entropy": "cross_entropy cross_entropy2",
+        "adds an epsilon in the logarithm; torch's binary_cross_entropy, which is bce_loss in"
+        " Paddle, clamps it": "log_loss",
+        "matches no op of Paddle: the real name is hierarchical_sigmoid, which torch does not"
+        " have": "hsigmoid_loss",
         "matches no op of Paddle: the real name is p_norm, which is in no list": "pnorm",
         "is conv2d here: the number of groups is an argument, not another op": "depthwise_conv2d",
-        "is max_pool2d here: returning indices is an argument, not another op; without them it is pool2d, in no list": (
-            "max_pool2d_with_index"
-        ),
+        "is max_pool2d here: returning indices is an argument; without indices it is pool2d, in no"
+        " list": "max_pool2d_with_index",
         "is a multiplication and an addition of numbers here": "scale",
-        "changes a dtype because the program says so: no policy touches it": "cast",
-        "copies a tensor as it is": "assign",
-        "matches no op of Paddle any more: tril and triu are named apart": "tril_triu",
-        "makes a tensor of the dtype it is told": "fill_any_like fill_constant",
+        "is an explicit cast, which no policy changes": "cast",
+        "copies a tensor unchanged": "assign",
+        "matches no op of Paddle any more: tril and triu are separate ops": "tril_triu",
+        "creates a tensor of an explicit dtype": "fill_any_like fill_constant",
         "reads the shape, not the values": "size",
     },
     same=(
@@ -195,7 +196,7 @@ _WHITE = {
         " fused_feedforward"
     ),
     "a convolution: tensor cores are fast in 16 bits and accumulate in float32": "conv2d",
-    "only picks and moves values: 16 bits halve the memory traffic": (
+    "only selects and moves values: 16 bits halve the memory traffic": (
         "max_pool2d_with_index fused_rotary_position_embedding"
     ),
     "simulates quantization, which is coarser than 16 bits anyway": (
@@ -208,41 +209,39 @@ _BLACK_O1 = {
     "sums exponentials: float16 overflows past 65504 and loses the small terms": (
         "softmax softmin log_softmax"
     ),
-    "a loss on logarithms or exponentials: 16 bits lose the differences that make the gradient": (
+    "a loss with logarithms or exponentials: 16 bits lose the small differences": (
         "softmax_with_cross_entropy cross_entropy cross_entropy2 c_softmax_with_cross_entropy"
         " margin_cross_entropy c_softmax_with_multi_label_cross_entropy"
         " sigmoid_cross_entropy_with_logits log_loss nll_loss hsigmoid_loss"
     ),
-    "a loss on distances: squares and sums leave the range of float16": (
-        "huber_loss triplet_margin_loss"
-    ),
-    "a logarithm: infinite at zero, to which small float16 values are rounded": "log log2 log10",
-    "steep near the edge of its domain: an input rounded to 16 bits lands far away": (
+    "a loss with sums of squares: float16 overflows past 65504": ("huber_loss triplet_margin_loss"),
+    "a logarithm: float16 rounds small values to zero, where it is infinite": "log log2 log10",
+    "steep at the edge of its domain: rounding the input changes the result much": (
         "acos asin atanh erfinv tan"
     ),
     "subtracts nearly equal numbers near zero: 16 bits leave no digits": "tanh_shrink",
-    "a power or an inverse: small and large inputs leave the range of float16": (
+    "a power or an inverse: results of small and large inputs exceed the range of float16": (
         "pow square reciprocal rsqrt"
     ),
-    "adds up many values: a 16-bit sum stops growing, a float16 one overflows": (
+    "sums many values: float16 overflows, or small terms are lost": (
         "reduce_sum reduce_mean mean cumsum"
     ),
-    "multiplies many values: the product leaves the range of float16": "reduce_prod cumprod",
+    "multiplies many values: the product exceeds the range of float16": "reduce_prod cumprod",
     "sums powers: float16 overflows past 65504": "dist frobenius_norm pnorm renorm",
-    "means and variances over many values: their error is in every output": "layer_norm group_norm",
+    "computes a mean and a variance, whose errors are in every output": "layer_norm group_norm",
 }
 
 _BLACK_ALWAYS = {
-    "blends neighbours by fractional positions, which 16 bits cannot hold for large images": (
+    "interpolates at fractional positions, which 16 bits cannot hold for large images": (
         "linear_interp_v2 bilinear_interp_v2 bicubic_interp_v2 trilinear_interp_v2"
         " nearest_interp_v2"
     ),
-    "its backward adds many rows into one: a 16-bit sum stops growing": (
+    "its backward sums many rows into one: small terms are lost in 16 bits": (
         "lookup_table lookup_table_v2 scatter"
     ),
 }
 
-# One op here, several there: at O1 the last of them is in the black list, and so is the result.
+# Several ops in Paddle, of which the last is in the black list of O1: the result is float32.
 _COMPOSED_O1 = {
     "mse_loss": "square and mean",
     "l1_loss": "a mean",
@@ -252,9 +251,11 @@ _COMPOSED_O1 = {
 }
 
 _UNLISTED = {
-    Level.O1: Entry(Rule.PROMOTE, "in no list of Paddle's O1: float32 as soon as one input is"),
-    Level.O2: Entry(Rule.PROMOTE, "in no list of Paddle's O2: float32 as soon as one input is"),
-    Level.OD: Entry(Rule.FULL, "Paddle's OD runs float32 whatever is not in its white list"),
+    Level.O1: Entry(Rule.PROMOTE, "in no list of Paddle's O1: float32 if one input is"),
+    Level.O2: Entry(Rule.PROMOTE, "in no list of Paddle's O2: float32 if one input is"),
+    Level.OD: Entry(
+        Rule.FULL, "Paddle's OD runs every op in float32 that is not in the white list"
+    ),
 }
 
 _NORM_PARAMETERS = {
@@ -264,9 +265,9 @@ _NORM_PARAMETERS = {
 
 
 @cache
-# The lists of both dtypes differ only in ops without counterpart.
+# The lists of the two dtypes differ only in ops without a counterpart.
 def lists(level: Level, dtype: torch.dtype) -> OpLists:  # noqa: ARG001
-    """Paddle's op lists at a level, in our names."""
+    """Return Paddle's op lists at a level."""
     require_level("paddle", level, LEVELS)
     white = translate(Rule.HALF, _WHITE, NAMES)
     black = {
@@ -283,6 +284,6 @@ def lists(level: Level, dtype: torch.dtype) -> OpLists:  # noqa: ARG001
 
 def _composed() -> dict[str, Entry]:
     return {
-        op: Entry(Rule.FULL, f"made of several ops in Paddle, of which {parts} must be float32")
+        op: Entry(Rule.FULL, f"several ops in Paddle, of which {parts} must be float32")
         for op, parts in _COMPOSED_O1.items()
     }

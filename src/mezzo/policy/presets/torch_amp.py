@@ -1,8 +1,8 @@
-"""torch's own autocast lists as data, one reason beside each group, and mezzo's lists for the levels that torch does not have.
+"""torch's autocast op lists as data, with reasons, and mezzo's lists for its other levels.
 
 Source: ATen/autocast_mode.h (CUDA) and autocast_mode.cpp (CPU) of torch 2.11 to 2.15. A test sends
-every op that has an autocast kernel through torch's autocast and compares what is cast with what is
-said here.
+every op that has an autocast kernel through torch's autocast and compares its casts with these
+lists.
 """
 
 from __future__ import annotations
@@ -18,23 +18,23 @@ from mezzo.policy.op_names import is_removed
 from mezzo.policy.types import Entry, Level, OpLists, Rule
 
 Groups = tuple[tuple[Rule, str, str], ...]
-"""Rule, reason, and the ops it is the reason for."""
+"""Rule, reason, and the names of the ops."""
 
-_PRODUCTS = "a matrix product: tensor cores make it fast in 16 bits, and it accumulates in float32"
-_CONVOLUTIONS = "a convolution: a matrix product underneath, which accumulates in float32"
+_PRODUCTS = "a matrix product: tensor cores are fast in 16 bits and accumulate in float32"
+_CONVOLUTIONS = "a convolution: computed as matrix products that accumulate in float32"
 _CELLS = "a recurrent cell: matrix products with a bounded activation"
-_RANGE = "leaves the range of float16 for ordinary inputs, or loses most of its digits"
+_RANGE = "exceeds the range of float16 for ordinary inputs, or loses most of its digits"
 _SUMS = "adds many terms: a 16-bit result overflows or stops growing"
 _EXPONENTIALS = "sums exponentials: float16 overflows past 65504"
-_LOSSES = "a loss: few numbers that decide every gradient"
-_NORMS = "computes a mean and a variance, small differences of large sums"
-_DISTANCES = "squares and sums differences"
-_RESAMPLES = "interpolates with coordinates that need more than 11 bits"
-_WIDEST = "its kernel takes one dtype only, so the widest input decides"
-_NO_KERNEL = "torch has no 16-bit kernel for it on a CPU"
+_LOSSES = "a loss: its rounding error is in every gradient"
+_NORMS = "computes a mean and a variance: small differences of large sums"
+_DISTANCES = "sums squared differences: float16 overflows past 65504"
+_RESAMPLES = "interpolates at coordinates that need more than 11 bits"
+_WIDEST = "its kernel needs all inputs in one dtype: the widest input decides"
+_NO_KERNEL = "torch has no 16-bit kernel for it on CPU"
 _UNSAFE = (
     "takes logarithms of probabilities that float16 rounds to 0 or 1: use"
-    " binary_cross_entropy_with_logits, which fuses the sigmoid and is safe"
+    " binary_cross_entropy_with_logits, which includes the sigmoid and is safe"
 )
 
 _DELICATE: Groups = (
@@ -58,7 +58,7 @@ _DELICATE: Groups = (
     (Rule.FULL, _EXPONENTIALS, "softmax log_softmax logsumexp"),
     (Rule.FULL, _DISTANCES, "cosine_similarity dist pdist cdist"),
 )
-"""What needs float32 wherever it runs: torch's CUDA list and our short list for O2 agree on it."""
+"""Ops that need float32 on every device: in torch's CUDA list and in mezzo's O2 list."""
 
 _CUDA: Groups = (
     (
@@ -82,10 +82,10 @@ _CUDA: Groups = (
         _CELLS,
         "thnn_fused_lstm_cell thnn_fused_gru_cell lstm_cell gru_cell rnn_tanh_cell rnn_relu_cell",
     ),
-    (Rule.HALF, "one multiplication an element", "prelu"),
+    (Rule.HALF, "one multiplication per element", "prelu"),
     *_DELICATE,
     (Rule.FULL, _SUMS, "renorm"),
-    (Rule.FULL, "takes roots of eigenvalues: " + _RANGE, "linalg_matrix_sqrth"),
+    (Rule.FULL, "takes square roots of eigenvalues: " + _RANGE, "linalg_matrix_sqrth"),
     (
         Rule.FULL,
         _LOSSES,
@@ -132,7 +132,7 @@ _CPU: Groups = (
         ),
     ),
     (Rule.HALF, _CELLS, "mkldnn_rnn_layer"),
-    (Rule.HALF, "one multiplication an element", "prelu"),
+    (Rule.HALF, "one multiplication per element", "prelu"),
     (
         Rule.FULL,
         _LOSSES,
@@ -148,7 +148,7 @@ _CPU: Groups = (
     (Rule.FULL, _SUMS, "prod trace quantile nanquantile"),
     (
         Rule.FULL,
-        "transforms to frequencies: sums of many signed terms, and " + _NO_KERNEL,
+        "a Fourier transform sums many terms, and " + _NO_KERNEL,
         (
             "stft fft_fft fft_ifft fft_fft2 fft_ifft2 fft_fftn fft_ifftn fft_rfft fft_irfft"
             " fft_rfft2 fft_irfft2 fft_rfftn fft_irfftn fft_hfft fft_ihfft"
@@ -156,7 +156,7 @@ _CPU: Groups = (
     ),
     (
         Rule.FULL,
-        "factorises or inverts a matrix: " + _NO_KERNEL,
+        "factorizes or inverts a matrix: " + _NO_KERNEL,
         (
             "cholesky cholesky_inverse cholesky_solve geqrf lu_with_info lu_solve"
             " linalg_householder_product ormqr pinverse qr svd triangular_solve linalg_cholesky"
@@ -179,10 +179,10 @@ _CPU: Groups = (
 )
 
 _SINCE: Mapping[str, str] = {"rms_norm": "2.12", "linalg_matrix_sqrth": "2.14"}
-"""The version of torch from which on an op is in torch's lists, where that is not 2.11."""
+"""First version of torch with the op in its lists, if later than 2.11."""
 
 _UNLISTED = Entry(
-    Rule.KEEP, "in no list: it follows its inputs, and torch's kernels promote where dtypes meet"
+    Rule.KEEP, "in no list: runs in the dtype of its inputs; torch promotes mixed dtypes"
 )
 
 _VIEWS = (
@@ -212,10 +212,10 @@ _O2_FULL: Groups = (
 )
 
 _KEPT: Groups = (
-    (Rule.KEEP, "a view: it shares its input's memory, which a cast would break", _VIEWS),
+    (Rule.KEEP, "a view: a cast would break the sharing of memory with its input", _VIEWS),
     (
         Rule.KEEP,
-        "makes a tensor like its input",
+        "creates a tensor like its input",
         "zeros_like ones_like full_like rand_like randn_like randint_like",
     ),
 )
@@ -226,7 +226,7 @@ _STATISTICS = {
 }
 
 DEVICES: Mapping[str, Groups] = {"cuda": _CUDA, "cpu": _CPU}
-"""The lists by the device they are torch's own for."""
+"""torch's lists by device type."""
 
 
 AUTOCAST_KEYS: Mapping[str, str] = {
@@ -236,12 +236,15 @@ AUTOCAST_KEYS: Mapping[str, str] = {
     "mps": "AutocastMPS",
     "privateuseone": "AutocastPrivateUse1",
 }
-"""The dispatch keys under which torch's autocast kernels stand, by device type."""
+"""Dispatch keys of torch's autocast kernels, by device type."""
 
 
 @cache
 def torch_entries(device: str) -> Mapping[str, Entry]:
-    """The op list that this version of torch has for a device; the CUDA one stands for the accelerators whose lists follow it."""
+    """Return the op list of the installed torch for a device.
+
+    Accelerators without a list here get the CUDA one, which they follow.
+    """
     return {
         name: entry
         for name, entry in _entries(DEVICES.get(device, _CUDA)).items()
@@ -250,17 +253,19 @@ def torch_entries(device: str) -> Mapping[str, Entry]:
 
 
 def is_listed(name: str, version: str) -> bool:
-    """Whether an op that is named here is in the lists of a version of torch.
+    """Return whether an op of this module is in the lists of a version of torch.
 
-    >>> is_listed("rms_norm", "2.11.0"), is_listed("rms_norm", "2.12.0"), is_listed("qr", "2.15.0+cu132")
-    (False, True, False)
+    >>> is_listed("rms_norm", "2.11.0"), is_listed("rms_norm", "2.12.0")
+    (False, True)
+    >>> is_listed("qr", "2.15.0+cu132")
+    False
     """
     return TorchVersion(version) >= _SINCE.get(name, "0") and not is_removed(name, version)
 
 
 @cache
 def level_lists(level: Level, device: str) -> OpLists:
-    """The op lists of a level, built on torch's own for a device.
+    """Return the op lists of a level on a device.
 
     >>> level_lists(Level.O1, "cuda").entries["softmax"].reason
     'sums exponentials: float16 overflows past 65504'
@@ -275,18 +280,18 @@ def level_lists(level: Level, device: str) -> OpLists:
                 if entry.rule in (Rule.HALF, Rule.REFUSE)
             }
             return OpLists(
-                half, Entry(Rule.FULL, "level OD: what is not listed half runs in float32")
+                half, Entry(Rule.FULL, "level OD: ops that are not listed half run in float32")
             )
         case Level.O2:
             return OpLists(
                 _entries(_KEPT + _O2_FULL) | _no_kernels(device),
-                Entry(Rule.HALF, "level O2: everything 16-bit but a short list"),
+                Entry(Rule.HALF, "level O2: every op is 16-bit except a short list"),
                 _STATISTICS,
             )
         case Level.O3:
             return OpLists(
                 _entries(_KEPT) | _no_kernels(device),
-                Entry(Rule.HALF, "level O3: everything 16-bit"),
+                Entry(Rule.HALF, "level O3: every op is 16-bit"),
                 _STATISTICS,
             )
         case Level.O0:

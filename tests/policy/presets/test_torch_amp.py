@@ -23,13 +23,12 @@ EVERY = [(level, device) for level in Level for device in ("cpu", "cuda", "xpu",
 
 
 CUDNN = {"cudnn_rnn"}
-"""An op that cuDNN's layers are made of, and that nobody calls: a build with CUDA has an
-autocast kernel for it."""
+"""An internal op of cuDNN's layers, for which a build with CUDA has an autocast kernel."""
 
 
 @pytest.fixture(scope="module")
-def torchs_own():
-    """What autocast does with each op in a process that does not use mezzo."""
+def torch_casts():
+    """Return the casts of torch's autocast for each op, in a process without mezzo."""
     program = Path(support.autocast_rules.__file__)
     keys = json.dumps({device: AUTOCAST_KEYS[device] for device in DEVICES})
     return json.loads(
@@ -40,14 +39,12 @@ def torchs_own():
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_the_lists_say_just_what_this_torch_does_with_every_op_that_it_has_an_autocast_kernel_for(
-    device, torchs_own
-):
-    theirs: dict[str, set[str]] = {}
-    for overload, rule in torchs_own[device].items():
-        theirs.setdefault(canonical(overload.partition(".")[0]), set()).add(rule)
+def test_the_lists_match_the_casts_of_every_autocast_kernel_of_this_torch(device, torch_casts):
+    from_kernels: dict[str, set[str]] = {}
+    for overload, rule in torch_casts[device].items():
+        from_kernels.setdefault(canonical(overload.partition(".")[0]), set()).add(rule)
     ours = {name: {entry.rule.value} for name, entry in torch_entries(device).items()}
-    assert ours == {name: rules for name, rules in theirs.items() if name not in CUDNN}
+    assert ours == {name: rules for name, rules in from_kernels.items() if name not in CUDNN}
 
 
 def test_the_lists_follow_the_version_of_torch():
@@ -66,16 +63,16 @@ def test_the_lists_follow_the_version_of_torch():
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_no_op_stands_in_two_groups(device):
+def test_no_op_is_in_two_groups(device):
     named = [name for _, _, names in DEVICES[device] for name in names.split()]
     assert len(named) == len(set(named))
 
 
 @pytest.mark.parametrize(("level", "device"), EVERY)
 def test_every_entry_names_an_op_and_has_a_reason(level, device):
-    found = level_lists(level, device)
-    assert (found.entries.keys() | found.exempt_args.keys()) - registry().names == set()
-    assert all(entry.reason for entry in (*found.entries.values(), found.default_rule))
+    lists = level_lists(level, device)
+    assert (lists.entries.keys() | lists.exempt_args.keys()) - registry().names == set()
+    assert all(entry.reason for entry in (*lists.entries.values(), lists.default_rule))
 
 
 @pytest.mark.parametrize(
@@ -102,13 +99,13 @@ def test_every_entry_names_an_op_and_has_a_reason(level, device):
         ("add", None, None),
     ],
 )
-def test_torch_differs_between_cuda_and_the_cpu_where_it_does(op, cuda, cpu):
+def test_the_lists_differ_between_cuda_and_cpu(op, cuda, cpu):
     for device, rule in (("cuda", cuda), ("cpu", cpu)):
         entry = level_lists(Level.O1, device).entries.get(op)
         assert (entry and entry.rule) is rule
 
 
-def test_the_refusal_names_what_to_call_instead():
+def test_the_reason_of_a_refused_op_names_the_replacement():
     assert (
         "use binary_cross_entropy_with_logits"
         in torch_entries("cuda")["binary_cross_entropy"].reason
@@ -116,28 +113,28 @@ def test_the_refusal_names_what_to_call_instead():
 
 
 @pytest.mark.parametrize("device", ["xpu", "mps", "npu", "privateuseone"])
-def test_an_accelerator_without_a_list_of_its_own_has_that_of_cuda(device):
+def test_an_accelerator_without_a_list_uses_the_cuda_list(device):
     assert torch_entries(device) == torch_entries("cuda")
 
 
-def test_od_keeps_what_is_half_and_runs_the_rest_in_float32():
-    found = level_lists(Level.OD, "cuda")
-    assert found.default_rule.rule is Rule.FULL
-    assert {entry.rule for entry in found.entries.values()} == {Rule.HALF, Rule.REFUSE}
-    assert found.entries.keys() >= {"linear", "conv2d", "binary_cross_entropy"}
+def test_od_runs_ops_in_float32_unless_they_are_half():
+    lists = level_lists(Level.OD, "cuda")
+    assert lists.default_rule.rule is Rule.FULL
+    assert {entry.rule for entry in lists.entries.values()} == {Rule.HALF, Rule.REFUSE}
+    assert lists.entries.keys() >= {"linear", "conv2d", "binary_cross_entropy"}
 
 
 @pytest.mark.parametrize("level", [Level.O2, Level.O3])
-def test_o2_and_o3_run_everything_in_16_bits_but_views_and_what_has_no_kernel(level):
-    found = level_lists(level, "cpu")
-    assert found.default_rule.rule is Rule.HALF
-    assert found.entries["view"].rule is Rule.KEEP
-    assert found.entries["linalg_qr"].rule is Rule.FULL
-    assert found.exempt_args["batch_norm"] == ("weight", "bias", "running_mean", "running_var")
+def test_o2_and_o3_are_16_bit_except_views_and_ops_without_a_kernel(level):
+    lists = level_lists(level, "cpu")
+    assert lists.default_rule.rule is Rule.HALF
+    assert lists.entries["view"].rule is Rule.KEEP
+    assert lists.entries["linalg_qr"].rule is Rule.FULL
+    assert lists.exempt_args["batch_norm"] == ("weight", "bias", "running_mean", "running_var")
 
 
 @pytest.mark.parametrize("level", [Level.O2, Level.O3])
-def test_no_level_casts_what_shares_memory_with_its_input(level):
+def test_no_level_casts_views(level):
     def is_view(overload):
         return any(
             result.alias_info is not None and not result.alias_info.is_write
@@ -159,7 +156,7 @@ def test_no_level_casts_what_shares_memory_with_its_input(level):
     } == set()
 
 
-def test_o2_keeps_in_float32_what_needs_the_range_and_o3_nothing():
+def test_o2_keeps_delicate_ops_in_float32_and_o3_does_not():
     for op in ("softmax", "layer_norm", "exp", "sum", "mean", "cross_entropy", "cosine_similarity"):
         assert level_lists(Level.O2, "cuda").entries[op].rule is Rule.FULL
         assert op not in level_lists(Level.O3, "cuda").entries
@@ -172,6 +169,6 @@ def test_o0_lists_nothing():
     ) == ({}, Rule.KEEP)
 
 
-def test_lists_are_made_once():
+def test_lists_are_cached():
     assert level_lists(Level.O1, "cuda") is level_lists(Level.O1, "cuda")
     assert torch_entries("cpu") is torch_entries("cpu")
