@@ -422,6 +422,7 @@ WHOLE: dict[str, Any] = {
 }
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize(
     "words",
     [{"policy": "O2"}, {"half": {"add", "mul", "sub", "neg", "div", "softmax"}}],

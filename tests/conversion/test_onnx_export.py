@@ -159,6 +159,7 @@ def program_casts(exported):
     return +casts
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize(("name", "dtype"), [(name, dtype) for name in MODELS for dtype in HALF])
 def test_dtypes_are_the_program_s_and_float16_runs_like_it_in_onnxruntime(name, dtype, tmp_path):
     program, x = converted(name, dtype)

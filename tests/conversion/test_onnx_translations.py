@@ -12,6 +12,7 @@ from mezzo.conversion import onnx_export
 pytestmark = pytest.mark.usefixtures("one_registry")
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.filterwarnings("ignore:The program changes")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 @pytest.mark.parametrize(
@@ -35,6 +36,7 @@ def test_batch_norm_in_training_uses_the_statistics_of_the_batch(norm, shape, dt
     torch.testing.assert_close(torch.from_numpy(found), expected)
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 @pytest.mark.parametrize(
     "norm",

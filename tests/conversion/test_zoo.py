@@ -98,6 +98,7 @@ def _check(animal, dtype, path, size=0.55):
     return converted
 
 
+@pytest.mark.thinned(2)
 @DTYPES
 @pytest.mark.parametrize("name", ZOO)
 def test_the_zoo(name, dtype, tmp_path):
@@ -140,6 +141,7 @@ def test_layers_that_carry_a_state(name, dtype):
     assert all(ours < theirs for ours, theirs in _errors(animal, converted, dtype))
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.slow
 @DTYPES
 @pytest.mark.parametrize("name", HUGGING_FACE)

@@ -42,6 +42,7 @@ def agrees(got: torch.Tensor, wanted: torch.Tensor) -> bool:
     return torch.allclose(got.float(), wanted.float(), rtol=2.0**-7, atol=2.0**-124, equal_nan=True)
 
 
+@pytest.mark.thinned(4)
 @pytest.mark.parametrize("factor", FACTORS)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_gradients_and_flags_equal_the_float64_reference(dtype: torch.dtype, factor: float) -> None:

@@ -32,6 +32,7 @@ def run(case: Case, row, variant: str) -> str:
         return letter(case.call(*inputs).dtype, DTYPES[row.half])
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize("op", CASES)
 def test_the_output_has_the_dtype_paddle_gave_it(op, paddle_rows):
     wrong = [
