@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-# Before torch is imported: the same oneDNN kernels on every machine, so that rounding does not depend
-# on it. Some virtual machines advertise AMX but trap its instructions, which ends the process, in
-# plain torch too.
+# Before torch is imported: use the same oneDNN kernels on every machine, so that rounding does not
+# depend on it. Some virtual machines advertise AMX but trap its instructions, which ends the
+# process, in plain torch too.
 os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX2")
 
 pytest_plugins = ["support.tiers"]

@@ -1,4 +1,4 @@
-"""The pages for people who come from another system: what they show runs as it stands, each page in a process of its own."""
+"""The pages for users of other systems: their examples run, each page in its own process."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ def pages() -> list[Path]:
 @pytest.mark.parametrize("page", pages(), ids=lambda page: page.stem)
 def test_the_examples_of_a_page_run_one_after_the_other(page: Path, tmp_path: Path) -> None:
     blocks = BLOCK.findall(page.read_text())
-    assert blocks, "a page shows at least one example"
+    assert blocks, "a page needs an example"
     program = tmp_path / f"{page.stem}_page.py"
     program.write_text("\n\n".join(blocks))
-    # In a folder of its own, for a page may write files; with mezzo found where this test found it.
+    # In a temporary folder, since a page may write files; with the same mezzo as this test.
     environment = os.environ | {
         "OMP_NUM_THREADS": "1",
         "PYTHONPATH": str(Path(mezzo.__file__).parents[1]),
     }
-    # Warnings are errors as in every test: what a page shows is not what a user is warned of.
-    ran = subprocess.run(
+    # Warnings are errors, as in all tests: examples must not use what mezzo warns about.
+    done = subprocess.run(
         [sys.executable, "-W", "error", str(program)],
         cwd=tmp_path,
         env=environment,
@@ -40,14 +40,14 @@ def test_the_examples_of_a_page_run_one_after_the_other(page: Path, tmp_path: Pa
         text=True,
         check=False,
     )
-    assert ran.returncode == 0, f"{page.name}:\n{ran.stdout}\n{ran.stderr}"
+    assert done.returncode == 0, f"{page.name}:\n{done.stdout}\n{done.stderr}"
 
 
 @pytest.mark.parametrize("page", pages(), ids=lambda page: page.stem)
-def test_a_page_has_a_table_of_calls_and_says_what_differs(page: Path) -> None:
+def test_a_page_has_a_table_of_calls_and_a_section_on_differences(page: Path) -> None:
     text = page.read_text()
-    assert re.search(r"^\| ?-+", text, re.MULTILINE), "a table of calls"
-    assert "differ" in text, "what differs, and why"
+    assert re.search(r"^\| ?-+", text, re.MULTILINE), "a page needs a table of calls"
+    assert "differ" in text, "a page needs a section on differences"
 
 
 @pytest.mark.parametrize("page", pages(), ids=lambda page: page.stem)

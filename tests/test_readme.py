@@ -1,4 +1,4 @@
-"""The README is a promise: what it shows as a session runs as shown, its tables come from stored results, and its links exist."""
+"""The session in the README runs as shown, its tables match the stored results, links exist."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_every_link_of_the_readme_exists() -> None:
         assert target.startswith("http") or (ROOT / target).exists(), target
 
 
-def test_the_tables_are_those_of_the_stored_results(tmp_path: Path) -> None:
+def test_the_tables_match_the_stored_results(tmp_path: Path) -> None:
     copy = tmp_path / "benchmarks"
     copy.mkdir()
     for name in ("tables.py", "measure.py"):

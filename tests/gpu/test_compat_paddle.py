@@ -1,4 +1,4 @@
-"""Paddle's dialect on CUDA: programs that run where their place is, captured."""
+"""mezzo.compat.paddle on CUDA: programs run on the device of their place, captured."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ pytestmark = [
 
 
 @pytest.mark.parametrize(
-    ("words", "dtype"),
+    ("options", "dtype"),
     [({"use_pure_fp16": True, "use_fp16_guard": False}, np.float16), ({"level": "O1"}, np.float32)],
     ids=["pure", "O1"],
 )
-def test_a_program_is_brought_to_its_place_and_trains_there(words, dtype):
+def test_a_program_moves_to_its_place_and_trains_there(options, dtype):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(64, 64), nn.BatchNorm1d(64), nn.Linear(64, 8))
     weight, place, program = model[0].weight, paddle.CUDAPlace(0), static.Program()
@@ -33,7 +33,7 @@ def test_a_program_is_brought_to_its_place_and_trains_there(words, dtype):
         optimizer = static.amp.decorate(
             paddle.optimizer.Momentum(learning_rate=0.1, parameters=model.parameters()),
             init_loss_scaling=128.0,
-            **words,
+            **options,
         )
         optimizer.minimize(loss)
     exe = static.Executor(place)
@@ -78,11 +78,11 @@ NORMS = {
 }
 
 
-# What inductor imports.
+# Raised by modules that Inductor imports.
 @pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated:DeprecationWarning")
 @pytest.mark.parametrize("backend", [None, "aot_eager", "inductor"])
 @pytest.mark.parametrize("norm", NORMS)
-def test_a_norm_keeps_float32_parameters_beside_a_float16_input(norm, backend):
+def test_a_norm_with_float32_parameters_takes_a_float16_input(norm, backend):
     torch.manual_seed(0)
     module, x = (
         NORMS[norm]().cuda(),

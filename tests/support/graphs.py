@@ -25,7 +25,7 @@ HALF = torch.bfloat16
 
 
 class Calls(nn.Module):
-    """A function as a module, with the modules it calls."""
+    """A module that calls a function, with the modules that the function uses."""
 
     def __init__(self, function: Callable[..., Any], **modules: nn.Module) -> None:
         super().__init__()
@@ -46,28 +46,28 @@ def words(policy: Policy | None = None, **said: Any) -> ConvertOptions:
 def graph(
     model: nn.Module | Callable[..., Any], *args: Any, tidied: bool = True, half: torch.dtype = HALF
 ) -> GraphModule:
-    """The graph of a model, or of a function of tensors."""
-    module = model if isinstance(model, nn.Module) else Calls(lambda _, *given: model(*given))
-    found: GraphModule = export(module, args, {}, None).graph_module
+    """Return the exported graph of a model, or of a function of tensors."""
+    module = model if isinstance(model, nn.Module) else Calls(lambda _, *args: model(*args))
+    exported: GraphModule = export(module, args, {}, None).graph_module
     if tidied:
-        normalize(found, half, "cpu")
-    return found
+        normalize(exported, half, "cpu")
+    return exported
 
 
 def planned(
     model: nn.Module, *args: Any, said: ConvertOptions | None = None
 ) -> tuple[GraphModule, PlannedGraph]:
-    """A model's tidied graph, and its plan."""
+    """Return a model's normalized graph and its plan."""
     said = said or words()
     exported = export(model, args, {}, None)
     normalize(exported.graph_module, said.dtype, "cpu")
-    sections = plan_subgraphs(
+    subgraphs = plan_subgraphs(
         exported.graph_module,
         weight_nodes(exported, exported.graph_module, said.dtype),
         said,
         dict(model.named_modules()),
     )
-    return exported.graph_module, sections[0].planned
+    return exported.graph_module, subgraphs[0].planned
 
 
 def node(module: GraphModule, name: str) -> Node:
@@ -83,7 +83,7 @@ def tensors(value: Any) -> list[torch.Tensor]:
 
 
 def relative_error(found: Any, expected: Any) -> float:
-    """The largest relative error among the outputs."""
+    """Return the largest relative error among the outputs."""
     pairs = [
         (one.detach().double(), other.detach().double())
         for one, other in zip(tensors(found), tensors(expected), strict=True)
@@ -92,12 +92,12 @@ def relative_error(found: Any, expected: Any) -> float:
 
 
 def rounded_tables(converted: Converted) -> list[GraphRow]:
-    """The rows of weights that a program stores in 16 bits although torch.autocast would read them in float32."""
+    """Return the rows of weights stored in 16 bits that torch.autocast reads in float32."""
     return [row for row in converted.plan if row.reason.startswith("stored in 16 bits")]
 
 
 def with_rounded_tables(model: nn.Module, converted: Converted, dtype: torch.dtype) -> nn.Module:
-    """A copy of a model whose tables are rounded to a 16-bit dtype where a converted program stores them so."""
+    """Return a copy of a model with its tables rounded as a converted program stores them."""
     copied = copy.deepcopy(model)
     state = copied.state_dict()
     for row in rounded_tables(converted):

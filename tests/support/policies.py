@@ -1,4 +1,4 @@
-"""Policies at random, and one with no default left."""
+"""Random policies, and one without any default value."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ FULLEST = {
     "cache": "versioned",
     "on_unsupported": "error",
 }
-"""The words of a policy in which no field has its default."""
+"""Arguments of a policy in which no field has its default."""
 
 OPS = ("add", "mul", "softmax", "linear", "conv2d", "cat", "layer_norm", "exp", "relu", "matmul")
 
@@ -47,7 +47,7 @@ _classes = st.sampled_from([nn.Linear, nn.LayerNorm, nn.Conv2d])
 
 @st.composite
 def policies(draw: st.DrawFn) -> Policy:
-    """A policy made of any words that make sense."""
+    """Return a random valid policy."""
     preset = draw(st.sampled_from(NAMES))
     levels = (Level.O0, *PRESETS[preset].LEVELS) if preset in PRESETS else tuple(Level)
     places = draw(st.lists(st.sampled_from([None, *Rule]), min_size=len(OPS), max_size=len(OPS)))
