@@ -1,4 +1,7 @@
-"""What eager autocast costs, against torch.autocast and against a bare function mode: `python benchmarks/autocast.py [cpu|cuda]`."""
+"""Cost of autocast, compared with torch.autocast and a minimal function mode.
+
+Run it with `python benchmarks/autocast.py [cpu|cuda]`.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,7 @@ import mezzo
 
 
 class Transformer(nn.Module):
-    """Four blocks of a transformer encoder, written out, so that no fast path skips autocast."""
+    """Four blocks of a transformer encoder, written out so that no fast path skips autocast."""
 
     def __init__(self, width: int = 256, heads: int = 8) -> None:
         super().__init__()
@@ -76,7 +79,7 @@ class Block(nn.Module):
 
 
 def resnet18() -> nn.Module:
-    """The layers of ResNet-18."""
+    """Return the layers of ResNet-18."""
     widths = [
         (64, 64, 1),
         (64, 64, 1),
@@ -103,7 +106,7 @@ def resnet18() -> nn.Module:
 
 
 class BareMode(TorchFunctionMode):
-    """The least that a function mode with the same casts can do."""
+    """The minimal function mode that casts the inputs of one function."""
 
     def __init__(self, function: Any, dtype: torch.dtype) -> None:
         super().__init__()
@@ -116,7 +119,7 @@ class BareMode(TorchFunctionMode):
 
 
 def models(device: str) -> list[Row]:
-    """The default policy against torch.autocast on whole models."""
+    """Compare the default policy with torch.autocast on whole models."""
     rows = []
     for name, model, shape, calls in (
         ("transformer, 4 blocks, forward", Transformer(), (2, 64, 256), 1),
@@ -142,9 +145,9 @@ def models(device: str) -> list[Row]:
 
 
 def regions(device: str) -> list[Row]:
-    """Making, entering and leaving a region."""
+    """Measure creating, entering and exiting an autocast region."""
 
-    def visit(region: Any) -> Any:
+    def enter_and_exit(region: Any) -> Any:
         def run() -> None:
             with region(device, dtype=torch.bfloat16):
                 pass
@@ -152,7 +155,10 @@ def regions(device: str) -> list[Row]:
         return run
 
     times = take_turns(
-        {"torch.autocast": visit(torch.autocast), "mezzo.autocast": visit(mezzo.autocast)},
+        {
+            "torch.autocast": enter_and_exit(torch.autocast),
+            "mezzo.autocast": enter_and_exit(mezzo.autocast),
+        },
         calls=500,
         rounds=121,
     )
@@ -160,7 +166,7 @@ def regions(device: str) -> list[Row]:
 
 
 def within(region: Any, run: Any) -> Any:
-    """Call many times inside one region: what is measured is the op, not the region."""
+    """Call a function many times inside one region, to measure the op and not the region."""
 
     def batch() -> None:
         with region:
@@ -170,8 +176,8 @@ def within(region: Any, run: Any) -> Any:
     return batch
 
 
-def steered(device: str) -> list[Row]:
-    """A policy with entries of its own: an op that it does not name, and one that it casts."""
+def custom_policy(device: str) -> list[Row]:
+    """Measure ops under a custom policy: one that it does not name, and two that it casts."""
     x, h = torch.randn(2, 2, device=device), torch.randn(2, 2, device=device, dtype=torch.bfloat16)
     custom = {"dtype": torch.bfloat16, "half": {"add"}, "full": {"mm"}}
     relu = take_turns(
@@ -212,17 +218,17 @@ def steered(device: str) -> list[Row]:
     return rows
 
 
-class Silent(TorchFunctionMode):
-    """A mode that does nothing: what dynamo's check for any mode costs a call."""
+class EmptyMode(TorchFunctionMode):
+    """A mode that does nothing, to measure dynamo's check for active modes."""
 
     def __torch_function__(self, func: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return func(*args, **(kwargs or {}))
 
 
 def compiled(device: str) -> list[Row]:
-    """Compiled code under a custom policy against the same casts written by hand."""
-    # Large enough that the device's time is what is measured: what dynamo checks before each call
-    # takes the host microseconds.
+    """Compare compiled code under a custom policy with the same casts written by hand."""
+    # Large enough that the computation dominates: dynamo's checks before each call take the host
+    # microseconds.
     size = 4096 if device == "cuda" else 512
     x, weight = torch.randn(size, size, device=device), torch.randn(size, size, device=device)
     policy = {"dtype": torch.bfloat16, "half": {"add", "linear"}}
@@ -258,7 +264,7 @@ def compiled(device: str) -> list[Row]:
     )
     around = take_turns(
         {
-            "casts by hand, silent mode around": many(by_hand, Silent()),
+            "casts by hand, silent mode around": many(by_hand, EmptyMode()),
             "region around": many(plain, mezzo.autocast(device, **policy)),
         },
         calls=3,
@@ -286,9 +292,9 @@ def compiled(device: str) -> list[Row]:
 
 
 def main() -> None:
-    """Measure, print, store."""
+    """Measure, print and store."""
     device = sys.argv[1] if len(sys.argv) > 1 else mezzo.hardware().device
-    rows = [row for part in (regions, steered, models, compiled) for row in part(device)]
+    rows = [row for part in (regions, custom_policy, models, compiled) for row in part(device)]
     for row in rows:
         print(row)
     print(f"stored in {store('autocast', rows, device).name}")

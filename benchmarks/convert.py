@@ -1,4 +1,4 @@
-"""What converting costs, and what it gains: `python benchmarks/convert.py [cpu|cuda]`.
+"""Cost and benefit of `mezzo.convert`: `python benchmarks/convert.py [cpu|cuda]`.
 
 On a CPU: the time to plan graphs of 1,000, 3,000 and 10,000 nodes. On a GPU: inference of the
 converted models against torch.autocast, eager and compiled.
@@ -7,36 +7,31 @@ converted models against torch.autocast, eager and compiled.
 from __future__ import annotations
 
 import sys
-import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+from internals import planner
 from measure import Row, store, take_turns
 from torch import nn
-from torch.utils._pytree import tree_leaves
 
 import mezzo
-from mezzo._casting import map_tensors
-from mezzo._dtypes import HALF_DTYPES
-from mezzo.conversion.assignment import weight_nodes
-from mezzo.conversion.export import export
-from mezzo.conversion.nodes import copied_graph
-from mezzo.conversion.normalize import normalize
-from mezzo.conversion.options import ConvertOptions
-from mezzo.conversion.subgraphs import plan_subgraphs
 
 sys.path.append(str(Path(__file__).parent.parent / "tests"))
 from support.zoo import Block, ResNet50
 
 SIZES = (1_000, 3_000, 10_000)
-"""Nodes of the graphs that are planned."""
+"""Approximate numbers of nodes of the planned graphs."""
+DTYPES = (torch.float16, torch.bfloat16)
 
 
 class Layers(nn.Module):
-    """Residual layers that give the cut something to decide: a norm, a product, a few ops in no list, and one that stays float32 now and then."""
+    """Residual layers with a norm, a product, ops in no list, and a softmax in every third layer.
+
+    So the planner has precisions to choose: the softmax stays float32.
+    """
 
     def __init__(self, layers: int, width: int = 16) -> None:
         super().__init__()
@@ -44,16 +39,16 @@ class Layers(nn.Module):
         self.linears = nn.ModuleList(nn.Linear(width, width) for _ in range(layers))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for place, (norm, linear) in enumerate(zip(self.norms, self.linears, strict=True)):
+        for layer, (norm, linear) in enumerate(zip(self.norms, self.linears, strict=True)):
             y = torch.tanh(linear(norm(x)))
             y = (y * torch.sigmoid(y)).view(-1, 4, y.shape[-1]).transpose(0, 1)
-            y = F.softmax(y, -1) if place % 3 == 0 else F.relu(y) + 1
+            y = F.softmax(y, -1) if layer % 3 == 0 else F.relu(y) + 1
             x = x + y.transpose(0, 1).reshape(x.shape)
         return x
 
 
 class Encoder(nn.Module):
-    """The layers of BERT-base, written out, so that no fast path of torch's skips autocast."""
+    """The layers of BERT-base, written out so that no fast path of torch skips autocast."""
 
     def __init__(
         self, width: int = 768, layers: int = 12, heads: int = 12, vocabulary: int = 30522
@@ -79,22 +74,13 @@ class Encoder(nn.Module):
 
 
 def planning() -> list[Row]:
-    """Time to plan, once per size: a graph is planned once."""
-    said = ConvertOptions(mezzo.Policy("O1", "bfloat16"), torch.bfloat16, "cpu")
+    """Measure the time to plan graphs of several sizes."""
     rows, per_node = [], []
     for size in SIZES:
-        # About 15.6 nodes a layer, the placeholders of its weights included.
+        # A layer has about 15.6 nodes, including the placeholders of its weights.
         model = Layers(round(size / 15.6)).eval()
-        exported = export(model, (torch.randn(8, 16),), {}, None)
-        nodes, modules = len(exported.graph.nodes), dict(model.named_modules())
-        samples = []
-        for _ in range(3):
-            module = copied_graph(exported.graph_module)
-            begin = time.perf_counter()
-            normalize(module, said.dtype, said.device)
-            plan_subgraphs(module, weight_nodes(exported, module, said.dtype), said, modules)
-            samples.append(time.perf_counter() - begin)
-        seconds = sorted(samples)[1]
+        nodes, plan = planner(model, (torch.randn(8, 16),), torch.bfloat16)
+        seconds = sorted(plan() for _ in range(3))[1]
         per_node.append(seconds / nodes)
         rows.append(Row(f"plan {nodes:,} nodes", {"plan": seconds * 1e6}, seconds, "s", 20.0))
     rows.append(
@@ -110,29 +96,27 @@ def planning() -> list[Row]:
 
 
 def inference() -> list[Row]:
-    """Converted models against the same models under torch.autocast, eager and compiled."""
+    """Compare converted models with the same models under torch.autocast, eager and compiled."""
     models: Mapping[str, tuple[nn.Module, tuple[torch.Tensor, ...]]] = {
         "ResNet-50, batch 64": (ResNet50(64, 1000), (torch.randn(64, 3, 224, 224),)),
         "BERT-base-like, 32 × 128": (Encoder(), (torch.randint(0, 30522, (32, 128)),)),
     }
     rows = []
-    for name, (made, inputs) in models.items():
-        model, args = made.eval().cuda(), map_tensors(inputs, lambda one: one.cuda())
-        for dtype, other in (HALF_DTYPES, HALF_DTYPES[::-1]):
+    for name, (built, inputs) in models.items():
+        model, args = built.eval().cuda(), tuple(tensor.cuda() for tensor in inputs)
+        for dtype, other in (DTYPES, DTYPES[::-1]):
             converted = mezzo.convert(model, args, dtype=dtype)
-            for way, wrap in (("eager", lambda one: one), ("compiled", torch.compile)):
+            for way, wrap in (("eager", lambda model: model), ("compiled", torch.compile)):
                 contestants = {
                     "torch.autocast": _under_autocast(wrap(model), args, dtype),
                     "converted": _called(wrap(converted), args),
                 }
-                # torch 2.11 finds in its cache what was compiled under an autocast of another
-                # dtype.
+                # torch 2.11 serves code from its cache that was compiled under an autocast of
+                # another dtype.
                 with torch._functorch.config.patch(enable_autograd_cache=False):
-                    given = {
-                        found.dtype for run in contestants.values() for found in tree_leaves(run())
-                    }
-                if other in given:
-                    raise SystemExit(f"{name}, {way}: asked for {dtype}, and {other} was computed")
+                    computed = {dtype for run in contestants.values() for dtype in _dtypes(run())}
+                if other in computed:
+                    raise SystemExit(f"{name}, {way}: expected {dtype}, but {other} was computed")
                 times = take_turns(contestants, calls=5, rounds=31, device="cuda")
                 ratio = times["converted"] / times["torch.autocast"]
                 rows.append(
@@ -146,6 +130,11 @@ def inference() -> list[Row]:
                 )
             torch.compiler.reset()
     return rows
+
+
+def _dtypes(outputs: torch.Tensor | tuple[torch.Tensor, ...]) -> set[torch.dtype]:
+    tensors = (outputs,) if isinstance(outputs, torch.Tensor) else outputs
+    return {tensor.dtype for tensor in tensors}
 
 
 def _under_autocast(
@@ -167,7 +156,7 @@ def _called(converted: Callable[..., Any], args: tuple[Any, ...]) -> Callable[[]
 
 
 def main() -> None:
-    """Measure what the device can show, print and store it."""
+    """Measure, print and store the rows for the device."""
     device = sys.argv[1] if len(sys.argv) > 1 else "cpu"
     rows = inference() if device == "cuda" else planning()
     for row in rows:

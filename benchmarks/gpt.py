@@ -1,4 +1,4 @@
-"""GPT-2, as small a program as it can be, for the benchmarks."""
+"""A minimal GPT-2 for the benchmarks."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from torch.nn import functional as F
 
 
 class Block(nn.Module):
-    """One layer."""
+    """One transformer layer."""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
@@ -29,7 +29,7 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """Token and position embeddings, layers, a head that shares its weight with the token embedding; gives the loss."""
+    """GPT-2 with tied embedding and head. The forward pass returns the loss."""
 
     def __init__(
         self,
@@ -44,7 +44,7 @@ class GPT(nn.Module):
         self.blocks = nn.ModuleList(Block(width, heads) for _ in range(layers))
         self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, vocabulary, bias=False)
         self.head.weight = self.tokens.weight
-        self.apply(_initialise)
+        self.apply(_initialize)
 
     def forward(self, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         x = self.tokens(tokens) + self.positions(
@@ -55,6 +55,6 @@ class GPT(nn.Module):
         return F.cross_entropy(self.head(self.norm(x)).flatten(0, 1), targets.flatten())
 
 
-def _initialise(module: nn.Module) -> None:
+def _initialize(module: nn.Module) -> None:
     if isinstance(module, nn.Linear | nn.Embedding):
         nn.init.normal_(module.weight, std=0.02)

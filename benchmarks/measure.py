@@ -1,4 +1,7 @@
-"""How the benchmarks measure: contestants take turns in one run, medians are compared, and results are stored with the machine's name."""
+"""How the benchmarks measure: interleaved runs, compared by their medians.
+
+Results are stored with the name of the machine.
+"""
 
 from __future__ import annotations
 
@@ -23,16 +26,16 @@ Contestant = Callable[[], object]
 
 @dataclass(frozen=True)
 class Row:
-    """One comparison: medians in microseconds, and the number that the comparison is about."""
+    """One comparison: median times and the number that is compared."""
 
     name: str
     times: Mapping[str, float]
     """Contestant → median time of one call in microseconds."""
     value: float
-    """What is compared, as `unit` says."""
+    """The number that is compared, in `unit`."""
     unit: str
     bar: float
-    """The value should be at most this."""
+    """The value that must not be exceeded."""
 
     def __str__(self) -> str:
         times = "  ".join(f"{name} {median:.2f} µs" for name, median in self.times.items())
@@ -42,23 +45,29 @@ class Row:
 def take_turns(
     contestants: Mapping[str, Contestant], *, calls: int, rounds: int = 41, device: str = "cpu"
 ) -> dict[str, float]:
-    """Median time of a call for each contestant. They take turns, so that what slows the machine slows all of them."""
+    """Return the median time of a call for each contestant.
+
+    The contestants are called alternately, so that load on the machine slows all of them.
+    """
     samples: dict[str, list[float]] = {name: [] for name in contestants}
     for round_number in range(rounds + 2):
         for name, run in contestants.items():
-            _wait(device)
+            _synchronize(device)
             begin = time.perf_counter()
             for _ in range(calls):
                 run()
-            _wait(device)
-            # Two rounds warm up: caches, plans and compiled code are made in them.
+            _synchronize(device)
+            # The first two rounds are warm-up: they fill caches and compile code.
             if round_number > 1:
                 samples[name].append((time.perf_counter() - begin) / calls * 1e6)
     return {name: statistics.median(values) for name, values in samples.items()}
 
 
 def store(benchmark: str, rows: list[Row], device: str) -> Path:
-    """Write the rows beside the machine's name and torch's version. Other rows of the same machine and torch stay: a benchmark may be run in parts."""
+    """Write the rows with the machine's name and torch's version; return the path.
+
+    Other rows of the same machine and torch are kept: a benchmark may be run in parts.
+    """
     machine = mezzo.hardware(device).name
     path = RESULTS / f"{benchmark}-{re.sub(r'[^a-z0-9]+', '-', machine.lower()).strip('-')}.json"
     record: dict[str, Any] = {
@@ -76,6 +85,6 @@ def store(benchmark: str, rows: list[Row], device: str) -> Path:
     return path
 
 
-def _wait(device: str) -> None:
+def _synchronize(device: str) -> None:
     if device == "cuda":
         torch.cuda.synchronize()

@@ -1,7 +1,7 @@
-"""16-bit parameters with exact masters, against torch.amp with its scaler and its fused optimizers, in the same run on a GPU.
+"""16-bit parameters with master weights, compared with torch.amp and fused optimizers on a GPU.
 
-Whole steps of a wide network and of GPT-2; the optimizer phase alone, against torch's and against a
-copy of the bytes that it must move; memory.
+Rows: whole steps of a wide network and of GPT-2; the optimizer step alone, compared with torch's
+and with a copy of the bytes that it must move; memory.
 
     python benchmarks/optim.py
 """
@@ -9,25 +9,25 @@ copy of the bytes that it must move; memory.
 from __future__ import annotations
 
 import argparse
+import functools
 import gc
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from gpt import GPT
+from internals import drop_step_tables
 from measure import Row, store, take_turns
 from torch import nn
 
 import mezzo
-from mezzo.optim.binding import optimizer_binding
-from mezzo.optim.fused_step import FusedBinding
 
 Step = Callable[[], object]
 AMP, O2, COPY, PRODUCTS = "torch.amp", "mezzo O2", "copy", "products"
 
 
 def gpt_shapes(width: int, layers: int) -> list[tuple[int, ...]]:
-    """The shapes of a GPT's parameters."""
+    """Return the shapes of a GPT's parameters."""
     with torch.device("meta"):
         return [
             tuple(parameter.shape)
@@ -36,29 +36,29 @@ def gpt_shapes(width: int, layers: int) -> list[tuple[int, ...]]:
 
 
 class Parameters(nn.Module):
-    """Parameters of given shapes, with gradients."""
+    """Parameters of given shapes."""
 
     def __init__(self, shapes: Sequence[tuple[int, ...]]) -> None:
         super().__init__()
-        self.held = nn.ParameterList(
+        self.parameter_list = nn.ParameterList(
             nn.Parameter(torch.randn(shape, device="cuda") * 0.02) for shape in shapes
         )
 
     def draw_gradients(self) -> None:
-        for parameter in self.held:
+        for parameter in self.parameter_list:
             parameter.grad = torch.randn_like(parameter) * 1e-3
 
     @property
     def count(self) -> int:
-        return sum(parameter.numel() for parameter in self.held)
+        return sum(parameter.numel() for parameter in self.parameter_list)
 
 
-def phase_of_torch(shapes: Sequence[tuple[int, ...]]) -> Step:
-    """What torch.amp does after backward: unscale, clip, fused AdamW, update the scale."""
+def torch_optimizer_step(shapes: Sequence[tuple[int, ...]]) -> Step:
+    """Return what torch.amp runs after backward: unscale, clip, fused AdamW, update the scale."""
     model = Parameters(shapes)
     model.draw_gradients()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-6, fused=True)
-    scaler = _begun(torch.amp.GradScaler("cuda", init_scale=1.0))
+    scaler = _started(torch.amp.GradScaler("cuda", init_scale=1.0))
 
     def step() -> None:
         scaler.unscale_(optimizer)
@@ -69,13 +69,13 @@ def phase_of_torch(shapes: Sequence[tuple[int, ...]]) -> Step:
     return step
 
 
-def phase_of_mezzo(shapes: Sequence[tuple[int, ...]], **words: Any) -> Step:
-    """The same at O2."""
+def mezzo_optimizer_step(shapes: Sequence[tuple[int, ...]], **options: Any) -> Step:
+    """Return the same for mezzo at O2."""
     model = Parameters(shapes)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-6)
-    mezzo.decorate(model, optimizer, "O2", clip_norm=1.0, **words)
+    mezzo.decorate(model, optimizer, "O2", clip_norm=1.0, **options)
     model.draw_gradients()
-    scaler = _begun(mezzo.GradScaler("cuda", init_scale=1.0))
+    scaler = _started(mezzo.GradScaler("cuda", init_scale=1.0))
 
     def step() -> None:
         scaler.step(optimizer)
@@ -84,28 +84,31 @@ def phase_of_mezzo(shapes: Sequence[tuple[int, ...]], **words: Any) -> Step:
     return step
 
 
-def _begun(scaler: Any) -> Any:
+def _started(scaler: Any) -> Any:
     scaler.scale(torch.ones((), device="cuda", requires_grad=True))
     return scaler
 
 
 def copy_of(size: int) -> Step:
-    """A copy that moves so many bytes: half of them read, half of them written."""
+    """Return a copy that moves `size` bytes: half of them read, half of them written."""
     source, target = (torch.empty(size // 2, dtype=torch.uint8, device="cuda") for _ in range(2))
     return lambda: target.copy_(source)
 
 
-def phase_rows(name: str, shapes: Sequence[tuple[int, ...]], rounds: int) -> list[Row]:
-    """The optimizer phase with clipping. 30 bytes a parameter: the gradient twice, then master, two states and parameter."""
+def optimizer_rows(name: str, shapes: Sequence[tuple[int, ...]], rounds: int) -> list[Row]:
+    """Measure the optimizer step with clipping.
+
+    It moves 30 bytes a parameter: the gradient twice, then master, two states and parameter.
+    """
     count = Parameters(shapes).count
     rows = []
-    for kind, words in {
+    for kind, options in {
         "float16, float32 masters": {"dtype": "float16"},
         "bfloat16, split": {"dtype": "bfloat16", "master": "split"},
     }.items():
         contestants = {
-            AMP: phase_of_torch(shapes),
-            O2: phase_of_mezzo(shapes, **words),
+            AMP: torch_optimizer_step(shapes),
+            O2: mezzo_optimizer_step(shapes, **options),
             COPY: copy_of(30 * count),
         }
         times = take_turns(contestants, calls=10, rounds=rounds, device="cuda")
@@ -165,7 +168,7 @@ class Text:
 def amp(
     optimizer: Callable[..., torch.optim.Optimizer],
 ) -> Callable[[nn.Module], tuple[torch.optim.Optimizer, Any, Any]]:
-    """torch.amp as its documentation has it, with a fused optimizer."""
+    """Set up torch.amp as documented, with a fused optimizer."""
     return lambda model: (
         optimizer(model.parameters(), fused=True),
         torch.amp.GradScaler("cuda"),
@@ -176,19 +179,23 @@ def amp(
 def o2(
     optimizer: Callable[..., torch.optim.Optimizer],
 ) -> Callable[[nn.Module], tuple[torch.optim.Optimizer, Any, Any]]:
-    """O2."""
+    """Set up mezzo at O2."""
 
     def begin(model: nn.Module) -> tuple[torch.optim.Optimizer, Any, Any]:
-        made = optimizer(model.parameters())
-        mezzo.decorate(model, made, "O2", dtype="float16")
-        # The region that a script has around its loss stays, and does no harm to the model's own.
-        return made, mezzo.GradScaler("cuda"), mezzo.autocast("cuda", torch.float16)
+        built = optimizer(model.parameters())
+        mezzo.decorate(model, built, "O2", dtype="float16")
+        # The autocast region around the loss stays as in a script written for torch.amp.
+        return built, mezzo.GradScaler("cuda"), mezzo.autocast("cuda", torch.float16)
 
     return begin
 
 
 def products() -> Step:
-    """The matrix products of a step of the wide network alone, over tensors as many and as large as the network's: 9 forward, 9 for the weights, 8 for the inputs."""
+    """Return the matrix products of a step of the wide network alone.
+
+    9 in the forward pass, 9 for gradients of weights and 8 for gradients of inputs, on as many
+    tensors of the same sizes as in the network.
+    """
     weights = [
         layer.weight.detach().half()
         for layer in nn.Sequential(*(nn.Linear(8192, 8192, bias=False) for _ in range(9))).cuda()
@@ -204,16 +211,16 @@ def products() -> Step:
             torch.mm(flowing[layer % 2].T, activations[layer], out=gradients[layer])
             if layer:
                 torch.mm(flowing[layer % 2], weights[layer], out=flowing[(layer + 1) % 2])
-        # Or they would fade to zero from run to run, and products of zeros take less power and
-        # time.
+        # Otherwise the values decay to zero over the runs, and products of zeros take less power
+        # and time.
         flowing[0].copy_(activations[0])
 
     return run
 
 
 def wide_rows(rounds: int) -> list[Row]:
-    """A whole step of the wide network."""
-    sgd = lambda parameters, **words: torch.optim.SGD(parameters, lr=1e-4, **words)  # noqa: E731
+    """Measure a whole step of the wide network."""
+    sgd = functools.partial(torch.optim.SGD, lr=1e-4)
     contestants = {
         AMP: Wide(amp(sgd)).step,
         O2: Wide(o2(sgd)).step,
@@ -243,8 +250,8 @@ def wide_rows(rounds: int) -> list[Row]:
 
 
 def text_rows(rounds: int) -> list[Row]:
-    """A whole step of GPT-2."""
-    adamw = lambda parameters, **words: torch.optim.AdamW(parameters, lr=1e-4, **words)  # noqa: E731
+    """Measure a whole step of GPT-2."""
+    adamw = functools.partial(torch.optim.AdamW, lr=1e-4)
     contestants = {AMP: Text(amp(adamw)).step, O2: Text(o2(adamw)).step}
     times = take_turns(contestants, calls=10, rounds=rounds, device="cuda")
     contestants.clear()
@@ -255,7 +262,10 @@ def text_rows(rounds: int) -> list[Row]:
 
 
 def memory_rows() -> list[Row]:
-    """Bytes a parameter for parameter, master and Adam's states, as the allocator counts them, and what the tables of the step add."""
+    """Measure the bytes that a parameter takes with its master weight and Adam's states.
+
+    As the allocator counts them, without and with the tables of the fused step.
+    """
     _clear()
     before = torch.cuda.memory_allocated()
     model = Parameters([(4096, 4096)] * 16)
@@ -266,9 +276,7 @@ def memory_rows() -> list[Row]:
     optimizer.zero_grad()
     gc.collect()
     whole = (torch.cuda.memory_allocated() - before) / model.count
-    bound = optimizer_binding(optimizer)
-    if isinstance(bound, FusedBinding):
-        bound._plan = None
+    drop_step_tables(optimizer)
     gc.collect()
     alone = (torch.cuda.memory_allocated() - before) / model.count
     return [
@@ -286,15 +294,15 @@ def main() -> None:
     """Measure, print and store."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--memory", action="store_true", help="memory alone")
+    parser.add_argument("--memory", action="store_true", help="measure only memory")
     options = parser.parse_args()
     if not torch.cuda.is_available():
-        print("16-bit parameters are measured on a GPU, and there is none.")
+        print("This benchmark needs a CUDA device.")
         return
     rows = memory_rows()
     if not options.memory:
         rows += wide_rows(options.rounds) + text_rows(options.rounds)
-        rows += phase_rows("124M", gpt_shapes(768, 12), options.rounds) + phase_rows(
+        rows += optimizer_rows("124M", gpt_shapes(768, 12), options.rounds) + optimizer_rows(
             "1B", gpt_shapes(1536, 34), options.rounds
         )
     for row in rows:

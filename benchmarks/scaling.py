@@ -1,8 +1,8 @@
-"""What gradient scaling costs beside a plain optimizer step, against torch's scaler in the same run.
+"""Cost of gradient scaling beside a plain optimizer step, compared with torch's scaler.
 
 On a CPU: 400 parameters with fresh gradients; the overhead is the time with a scaler minus the time
-without. On CUDA: a whole step of a small network with a fused optimizer, where torch's scaler waits
-for nothing either.
+without. On CUDA: a whole step of a small network with a fused optimizer, where torch's scaler does
+not synchronize either.
 
     python benchmarks/scaling.py --device cpu
 """
@@ -16,11 +16,11 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
+from internals import check_and_unscale
 from measure import Row, store, take_turns
 from torch import nn
 
 import mezzo
-from mezzo.scaling import check_unscale
 
 PARAMETERS = 400
 SHAPES = {"32x32": (32, 32), "16 elements": (16,)}
@@ -31,7 +31,10 @@ OPTIMIZERS: dict[str, Callable[[Iterable[torch.Tensor]], torch.optim.Optimizer]]
 
 
 class Training:
-    """One optimizer over many small parameters. The gradients are made anew for each step, as a backward pass makes them."""
+    """One optimizer over many small parameters.
+
+    Each step gets new gradient tensors, as from a backward pass.
+    """
 
     def __init__(
         self,
@@ -44,15 +47,15 @@ class Training:
         self.optimizer = optimizer(self.parameters)
         self.loss = torch.ones((), requires_grad=True)
 
-    def fresh(self) -> None:
-        """New gradients."""
+    def make_gradients(self) -> None:
+        """Give every parameter a new gradient."""
         for parameter, gradient in zip(
             self.parameters, torch._foreach_mul(self.source, 1.0), strict=True
         ):
             parameter.grad = gradient
 
     def step(self, scaler: Any) -> None:
-        """One step, with a scaler or without."""
+        """Take one step, with a scaler or without."""
         if scaler is None:
             self.loss.backward()
             self.optimizer.step()
@@ -62,12 +65,18 @@ class Training:
         scaler.update()
 
 
-def turns(training: Training, scalers: Mapping[str, Any], rounds: int) -> dict[str, list[float]]:
-    """Times of a step in microseconds. As `take_turns`, but on the same tensors, and making the gradients is not timed: it costs more than what is compared."""
+def step_times(
+    training: Training, scalers: Mapping[str, Any], rounds: int
+) -> dict[str, list[float]]:
+    """Return the times of a step in microseconds.
+
+    Like `take_turns`, but on the same tensors and without the time to make the gradients, which is
+    longer than the difference that is measured.
+    """
     samples: dict[str, list[float]] = {name: [] for name in scalers}
     for round_number in range(rounds + 5):
         for name, scaler in scalers.items():
-            training.fresh()
+            training.make_gradients()
             begin = time.perf_counter()
             training.step(scaler)
             if round_number >= 5:
@@ -76,18 +85,18 @@ def turns(training: Training, scalers: Mapping[str, Any], rounds: int) -> dict[s
 
 
 def overhead(samples: Mapping[str, list[float]], name: str) -> float:
-    """Median of what a scaler adds to the plain step of the same round."""
+    """Return the median time that a scaler adds to the plain step of the same round."""
     return statistics.median(
         scaled - plain for scaled, plain in zip(samples[name], samples["plain"], strict=True)
     )
 
 
 def cpu_rows(rounds: int) -> list[Row]:
-    """The overhead of scaling on a CPU as a share of torch's."""
+    """Measure the overhead of scaling on a CPU, relative to torch's."""
     rows = []
     for name, optimizer in OPTIMIZERS.items():
         for size, shape in SHAPES.items():
-            samples = turns(
+            samples = step_times(
                 Training(optimizer, shape),
                 {
                     "plain": None,
@@ -96,7 +105,7 @@ def cpu_rows(rounds: int) -> list[Row]:
                 },
                 rounds,
             )
-            times = {who: statistics.median(values) for who, values in samples.items()}
+            times = {scaler: statistics.median(values) for scaler, values in samples.items()}
             share = overhead(samples, "mezzo") / overhead(samples, "torch")
             rows.append(
                 Row(f"overhead, {PARAMETERS} parameters of {size}, {name}", times, share, "×", 0.5)
@@ -105,7 +114,7 @@ def cpu_rows(rounds: int) -> list[Row]:
 
 
 class Network:
-    """The step of a small network in float16 with fused SGD."""
+    """A small network in float16 with fused SGD."""
 
     def __init__(self, scaler: Any) -> None:
         torch.manual_seed(0)
@@ -118,7 +127,7 @@ class Network:
         self.scaler = scaler
 
     def step(self) -> None:
-        """One step."""
+        """Take one step."""
         with torch.autocast("cuda", dtype=torch.float16):
             loss = nn.functional.cross_entropy(self.model(self.inputs), self.targets)
         self.optimizer.zero_grad()
@@ -128,7 +137,7 @@ class Network:
 
 
 def cuda_rows(rounds: int) -> list[Row]:
-    """The whole step on a GPU, and the pass over many gradients alone."""
+    """Measure a whole step on a GPU, and the check of many gradients alone."""
     times = take_turns(
         {
             "torch": Network(torch.amp.GradScaler("cuda")).step,
@@ -146,12 +155,15 @@ def cuda_rows(rounds: int) -> list[Row]:
             "×",
             1.0,
         ),
-        _pass_row(),
+        _check_row(),
     ]
 
 
-def _pass_row() -> Row:
-    """Check and unscale half a billion float16 gradients, with a flag for each on mezzo's side, beside a copy that moves the same bytes."""
+def _check_row() -> Row:
+    """Check and unscale half a billion float16 values.
+
+    mezzo's kernel also writes a flag for each tensor. A copy of the same bytes is timed too.
+    """
     many = [torch.ones(5_000_000, dtype=torch.float16, device="cuda") for _ in range(100)]
     flat, other = torch.ones(2, 500_000_000, dtype=torch.float16, device="cuda")
     factor, found, flags = (
@@ -162,7 +174,7 @@ def _pass_row() -> Row:
     times = take_turns(
         {
             "torch": lambda: torch._amp_foreach_non_finite_check_and_unscale_(many, found, factor),
-            "mezzo": lambda: check_unscale.check_and_unscale(many, factor, found, flags),
+            "mezzo": lambda: check_and_unscale(many, factor, found, flags),
             "copy": lambda: flat.copy_(other),
         },
         calls=10,

@@ -1,7 +1,7 @@
-"""Whole training steps: eager torch.amp, the best that torch can be set up to by hand, and `mezzo.TrainStep`.
+"""Whole training steps: eager torch.amp, torch tuned by hand, and `mezzo.TrainStep`.
 
-Run it with `python benchmarks/step.py`, or in parts with `--only mlp cifar`: what was stored of the
-others stays.
+Run it with `python benchmarks/step.py`, or in parts with `--only mlp cifar`: stored rows of the
+other models are kept.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ AMP, MEZZO = "torch.amp", "mezzo"
 
 @dataclass(frozen=True)
 class Case:
-    """One model with its data, and how far it should come."""
+    """A model with its data, and the ratios that mezzo must reach."""
 
     name: str
     model: Callable[[], nn.Module]
@@ -37,19 +37,19 @@ class Case:
     against_amp: float
     against_hand: float
     calls: int
-    words: dict[str, Any]
-    """What mezzo is told."""
+    options: dict[str, Any]
+    """Arguments of `mezzo.TrainStep`."""
     by_hand: tuple[str, ...]
-    """The ways in which torch is set up, of `HANDS`; the fastest of them counts."""
+    """Names of set-ups in `BY_HAND`; the fastest of them counts."""
     images: bool = False
     dtype: torch.dtype = torch.float16
 
 
-def amp(case: Case, **words: Any) -> Step:
-    """torch.amp as its documentation has it."""
+def amp(case: Case, **options: Any) -> Step:
+    """Set up torch.amp as documented."""
     model, (x, y) = case.model().cuda(), case.data()
     optimizer, scaler = (
-        case.optimizer(model.parameters(), **words),
+        case.optimizer(model.parameters(), **options),
         torch.amp.GradScaler("cuda", enabled=case.dtype is torch.float16),
     )
 
@@ -65,18 +65,20 @@ def amp(case: Case, **words: Any) -> Step:
 
 
 def by_hand(case: Case, *, compiles: str | None = None, captures: bool = False) -> Step:
-    """The fastest that torch can be set up to: a fused optimizer, channels_last, compiled code, a whole captured step.
+    """Set torch up by hand: fused optimizer, channels_last, compiled code, a captured step.
 
-    A batch arrives at every step, as it does for everybody: it gets its layout, or is copied to
-    where a captured step reads it.
+    Each step gets a new batch, as in real training: it is brought to the layout, or copied to the
+    static input buffers of the captured step.
     """
     model, (x, y) = case.model().cuda(), case.data()
     layout = torch.channels_last if case.images else torch.preserve_format
     model = model.to(memory_format=layout)
     called: Any = model if compiles is None else torch.compile(model, mode=compiles)
-    words = {"fused": True} | ({"capturable": True} if captures and case.optimizer is adamw else {})
+    options = {"fused": True} | (
+        {"capturable": True} if captures and case.optimizer is adamw else {}
+    )
     optimizer, scaler = (
-        case.optimizer(model.parameters(), **words),
+        case.optimizer(model.parameters(), **options),
         torch.amp.GradScaler("cuda", enabled=case.dtype is torch.float16),
     )
 
@@ -99,14 +101,14 @@ def _captured(
     step: Callable[[Any, Any], None], x: Any, y: Any, layout: torch.memory_format
 ) -> Step:
     batch = [x, *y] if isinstance(x, torch.Tensor) else [*x, *y]
-    held = [
+    buffers = [
         tensor.clone(memory_format=layout if tensor.dim() == 4 else torch.preserve_format)
         for tensor in batch
     ]
     inputs = (
-        (held[0], tuple(held[1:]))
+        (buffers[0], tuple(buffers[1:]))
         if isinstance(x, torch.Tensor)
-        else (tuple(held[: len(x)]), tuple(held[len(x) :]))
+        else (tuple(buffers[: len(x)]), tuple(buffers[len(x) :]))
     )
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
@@ -118,16 +120,16 @@ def _captured(
     with torch.cuda.graph(graph):
         step(*inputs)
 
-    # Whoever holds the graph holds the model too, whose memory it reads.
-    def replay(_model: Any = step) -> None:
-        for buffer, tensor in zip(held, batch, strict=True):
+    # The default argument keeps the model alive: the graph reads its memory.
+    def replay(_keep_alive: Any = step) -> None:
+        for buffer, tensor in zip(buffers, batch, strict=True):
             buffer.copy_(tensor, non_blocking=True)
         graph.replay()
 
     return replay
 
 
-HANDS: dict[str, Callable[[Case], Step]] = {
+BY_HAND: dict[str, Callable[[Case], Step]] = {
     "by hand": by_hand,
     "by hand, captured": lambda case: by_hand(case, captures=True),
     "by hand, compiled with reduce-overhead": lambda case: by_hand(
@@ -136,56 +138,56 @@ HANDS: dict[str, Callable[[Case], Step]] = {
     "by hand, compiled and captured": lambda case: by_hand(case, compiles="default", captures=True),
     "bfloat16, fused, no scaler": lambda case: amp(replace(case, dtype=torch.bfloat16), fused=True),
 }
-"""Ways to set torch up."""
+"""Set-ups of torch by name."""
 
 
-def ours(case: Case) -> tuple[Step, mezzo.TrainStep]:
-    """One call, with the inputs copied at each."""
+def with_mezzo(case: Case) -> tuple[Step, mezzo.TrainStep]:
+    """Set up `mezzo.TrainStep`, and capture it."""
     model, (x, y) = case.model().cuda(), case.data()
     optimizer = case.optimizer(model.parameters())
     step = mezzo.TrainStep(
-        model, case.loss, optimizer, dtype=str(case.dtype).removeprefix("torch."), **case.words
+        model, case.loss, optimizer, dtype=str(case.dtype).removeprefix("torch."), **case.options
     )
     for _ in range(6):
         step(x, y)
     print(
-        f"  captured: {step.captured}, reason: {step.eager_reason}, channels_last:"
+        f"  captured: {step.captured}, eager_reason: {step.eager_reason}, channels_last:"
         f" {step.channels_last_reason}",
         flush=True,
     )
     return lambda: step(x, y), step
 
 
-def sgd(parameters: Any, **words: Any) -> torch.optim.Optimizer:
-    """SGD with momentum."""
-    return torch.optim.SGD(parameters, lr=1e-3, momentum=0.9, **words)
+def sgd(parameters: Any, **options: Any) -> torch.optim.Optimizer:
+    """Return SGD with momentum."""
+    return torch.optim.SGD(parameters, lr=1e-3, momentum=0.9, **options)
 
 
-def plain_sgd(parameters: Any, **words: Any) -> torch.optim.Optimizer:
-    """SGD without."""
-    return torch.optim.SGD(parameters, lr=1e-4, **words)
+def plain_sgd(parameters: Any, **options: Any) -> torch.optim.Optimizer:
+    """Return SGD without momentum."""
+    return torch.optim.SGD(parameters, lr=1e-4, **options)
 
 
-def adamw(parameters: Any, **words: Any) -> torch.optim.Optimizer:
-    """AdamW."""
-    return torch.optim.AdamW(parameters, lr=1e-4, **words)
+def adamw(parameters: Any, **options: Any) -> torch.optim.Optimizer:
+    """Return AdamW."""
+    return torch.optim.AdamW(parameters, lr=1e-4, **options)
 
 
 def mlp() -> nn.Module:
-    """The network of the OneFlow document."""
+    """Return the network of OneFlow's documentation."""
     return nn.Sequential(nn.Linear(256, 128), nn.ReLU(), nn.Linear(128, 10))
 
 
 def resnet(classes: int) -> nn.Module:
-    """ResNet-50."""
+    """Return ResNet-50."""
     import torchvision  # type: ignore[import-not-found, import-untyped] # noqa: PLC0415 - optional
 
-    made: nn.Module = torchvision.models.resnet50(num_classes=classes)
-    return made
+    model: nn.Module = torchvision.models.resnet50(num_classes=classes)
+    return model
 
 
 def wide() -> nn.Module:
-    """Nine layers of 8192 × 8192."""
+    """Return nine layers of 8192 × 8192."""
     return nn.Sequential(*(nn.Linear(8192, 8192) for _ in range(9)))
 
 
@@ -209,8 +211,8 @@ def _wide_rows() -> tuple[Any, Any]:
     return x, (y,)
 
 
-def itself(loss: torch.Tensor) -> torch.Tensor:
-    """For models that compute their loss."""
+def identity(loss: torch.Tensor) -> torch.Tensor:
+    """Return the loss of a model that computes it in its forward pass."""
     return loss
 
 
@@ -257,7 +259,7 @@ CASES = {
         "GPT-2 124M, 8 × 1024, AdamW",
         GPT,
         _tokens,
-        itself,
+        identity,
         adamw,
         0.58,
         0.97,
@@ -281,12 +283,12 @@ CASES = {
 
 
 def rows_of(case: Case, rounds: int) -> list[Row]:
-    """One case, everybody in turns."""
+    """Measure one case."""
     print(case.name, flush=True)
     contestants: dict[str, Step] = {AMP: amp(case)} | {
-        f"torch {kind}": HANDS[kind](case) for kind in case.by_hand
+        f"torch {kind}": BY_HAND[kind](case) for kind in case.by_hand
     }
-    contestants[MEZZO], _ = ours(case)
+    contestants[MEZZO], _ = with_mezzo(case)
     times = take_turns(contestants, calls=case.calls, rounds=rounds, device="cuda")
     contestants.clear()
     _clear()
@@ -312,9 +314,13 @@ def rows_of(case: Case, rounds: int) -> list[Row]:
 
 
 def host_row() -> Row:
-    """Microseconds that the host needs for a replayed step: calls are queued while the device is busy with something else."""
-    run, step = ours(CASES["mlp"])
-    assert step.captured, step.eager_reason  # noqa: S101 - a benchmark of something else would be stored
+    """Measure the host time of a replayed step.
+
+    Calls are queued while the device is busy, so that the host never has to wait.
+    """
+    run, step = with_mezzo(CASES["mlp"])
+    if not step.captured:
+        raise SystemExit(f"The step was not captured: {step.eager_reason}")
     samples = []
     for _ in range(30):
         torch.cuda.synchronize()
@@ -329,9 +335,9 @@ def host_row() -> Row:
 
 
 def recapture_row() -> Row:
-    """Seconds that a new shape costs on ResNet-50: its warm-up and its capture."""
-    # Not compiled: what torch.compile takes for a new shape is not the capture's.
-    _, step = ours(replace(CASES["cifar"], words={"policy": "O2"}))
+    """Measure the time that a new shape takes on ResNet-50: warm-up and capture."""
+    # Not compiled: the time of torch.compile is not part of the capture.
+    _, step = with_mezzo(replace(CASES["cifar"], options={"policy": "O2"}))
     x, y = _images(32, 10)
     torch.cuda.synchronize()
     begin = time.perf_counter()
@@ -342,7 +348,7 @@ def recapture_row() -> Row:
 
 
 def _clear() -> None:
-    # Not between contestants: it would take the graphs of those that dynamo still calls.
+    # Only after all contestants: it would drop compiled code that the others still call.
     torch._dynamo.reset()
     gc.collect()
     torch.cuda.empty_cache()
@@ -363,13 +369,13 @@ def main() -> None:
     parser.add_argument("--only", nargs="*", default=list(CASES), choices=list(CASES))
     options = parser.parse_args()
     if not torch.cuda.is_available():
-        print("Whole steps are captured and measured on a GPU, and there is none.")
+        print("This benchmark needs a CUDA device.")
         return
     skipped = () if _has_torchvision() else ("cifar", "imagenet")
     rows: list[Row] = []
     for name in options.only:
         if name in skipped:
-            print(f"{name} left out: torchvision is not installed")
+            print(f"{name} is skipped: torchvision is not installed.")
             continue
         rows += rows_of(CASES[name], options.rounds)
     if "mlp" in options.only:

@@ -1,4 +1,4 @@
-"""Write the README's tables anew from the stored results: `python benchmarks/tables.py`."""
+"""Write the README's tables from the stored results: `python benchmarks/tables.py`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ README = RESULTS.parent.parent / "README.md"
 
 
 def table(benchmark: str) -> str:
-    """One row a measurement, one column a machine."""
+    """Return a table with a row for each measurement and a column for each machine."""
     records = [json.loads(path.read_text()) for path in sorted(RESULTS.glob(f"{benchmark}-*.json"))]
     names = list(dict.fromkeys(row["name"] for record in records for row in record["rows"]))
     header = [
@@ -24,14 +24,16 @@ def table(benchmark: str) -> str:
         rows = [
             next((row for row in record["rows"] if row["name"] == name), None) for record in records
         ]
-        said = next(row for row in rows if row)
+        first = next(row for row in rows if row)
         cells = [f"{row['value']:.3g} {row['unit']}" if row else "–" for row in rows]
-        lines.append("| " + " | ".join([name, f"{said['bar']:.3g} {said['unit']}", *cells]) + " |")
+        lines.append(
+            "| " + " | ".join([name, f"{first['bar']:.3g} {first['unit']}", *cells]) + " |"
+        )
     return "\n".join(lines)
 
 
 def main() -> None:
-    """Replace what stands between each pair of markers."""
+    """Replace the text between each pair of markers in the README."""
     text = README.read_text()
     marked = re.compile(r"(<!-- benchmarks: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
     README.write_text(marked.sub(lambda match: f"{match[1]}{table(match[2])}\n{match[3]}", text))

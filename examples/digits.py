@@ -1,14 +1,16 @@
-"""Train a small CNN on handwritten digits in float32, in mixed precision and with 16-bit parameters, and say which one pays on this machine.
+"""Train a small CNN on handwritten digits in float32, mixed precision and 16-bit parameters.
 
-The data are the 1,797 scanned digits that come with scikit-learn: nothing is downloaded.
+Prints losses, times and the dtypes of the ops, and which way is the fastest on this machine. The
+data are the 1,797 scanned digits that come with scikit-learn: nothing is downloaded.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from rich.console import Console
@@ -19,7 +21,6 @@ from sklearn.model_selection import train_test_split
 from torch import Tensor, nn
 
 import mezzo
-from mezzo._observe import DtypeCounts, count_dtypes
 
 EPOCHS = 6
 BATCH = 64
@@ -31,10 +32,10 @@ SHOWN_OPS = {
     "nll_loss": ("nll_loss_forward",),
     "casts": ("_to_copy",),
 }
-"""The ops that the table shows, and the names that they have inside torch."""
+"""Ops in the table, and their names in ATen."""
 
 Region = Callable[[], AbstractContextManager[object]]
-"""Makes the context that the forward pass and the loss run in."""
+"""Returns the context in which the forward pass and the loss run."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +45,7 @@ class Way:
     name: str
     region: Region = nullcontext
     level: str = "O0"
-    """At O2 the parameters are 16-bit, with exact masters."""
+    """At O2 the parameters are 16-bit, with float32 master weights."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +59,7 @@ class Digits:
 
     @classmethod
     def load(cls, device: str) -> Digits:
-        """Scale the pixels to 0…1 and keep a quarter for the test."""
+        """Scale the pixels to 0…1 and use a quarter of the images for the test."""
         images, labels = load_digits(return_X_y=True)
         parts = train_test_split(images, labels, test_size=0.25, random_state=0, stratify=labels)
         train_images, test_images = (
@@ -73,19 +74,20 @@ class Digits:
 
 @dataclass(frozen=True)
 class Result:
-    """What one training run gave."""
+    """Results of one training run."""
 
     way: Way
     loss: float
     accuracy: float
     seconds: float
     weights: str
-    """The dtype of the convolutions' weights."""
-    ops: DtypeCounts
+    """Dtype of the weights of the convolutions."""
+    ops: dict[str, str]
+    """How often each op of `SHOWN_OPS` ran in each dtype: `2 × bfloat16`."""
 
 
 def make_model() -> nn.Sequential:
-    """Two convolutions with batch norm, two linear layers: 99 % on this data in a few epochs."""
+    """Return two convolutions with batch norm and two linear layers: 99 % in a few epochs."""
     return nn.Sequential(
         nn.Conv2d(1, 16, 3, padding=1),
         nn.BatchNorm2d(16),
@@ -102,7 +104,7 @@ def make_model() -> nn.Sequential:
 
 
 def train(way: Way, dtype: torch.dtype, digits: Digits, device: str, progress: Progress) -> Result:
-    """Train from the same start in one way."""
+    """Train in one way, always from the same initial weights."""
     torch.manual_seed(0)
     model = make_model().to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
@@ -112,9 +114,8 @@ def train(way: Way, dtype: torch.dtype, digits: Digits, device: str, progress: P
     loss_of = nn.CrossEntropyLoss()
     bar = progress.add_task(way.name, total=EPOCHS * len(digits.train_labels))
 
-    # The first step runs under the counter, and warms the device up before the clock starts:
-    # counting costs time.
-    with count_dtypes() as ops, region():
+    # Count the ops of the first step only, before the clock starts: counting slows every op down.
+    with mezzo.count_dtypes() as counts, region():
         loss = loss_of(model(digits.train_images[:BATCH]), digits.train_labels[:BATCH])
     loss.backward()
 
@@ -127,7 +128,7 @@ def train(way: Way, dtype: torch.dtype, digits: Digits, device: str, progress: P
             loss.backward()
             optimizer.step()
             progress.advance(bar, len(batch))
-    final_loss = loss.item()  # waits for the device, so that the clock below is honest
+    final_loss = loss.item()  # synchronizes, so that the clock below includes all work
     seconds = time.perf_counter() - started
     return Result(
         way,
@@ -135,21 +136,21 @@ def train(way: Way, dtype: torch.dtype, digits: Digits, device: str, progress: P
         accuracy(model, region, digits),
         seconds,
         str(model[0].weight.dtype).removeprefix("torch."),
-        ops,
+        {op: ran_in(counts.rows(), names) for op, names in SHOWN_OPS.items()},
     )
 
 
 @torch.no_grad()
 def accuracy(model: nn.Module, region: Region, digits: Digits) -> float:
-    """The share of test digits that the model reads right."""
+    """Return the fraction of test digits that the model classifies correctly."""
     model.eval()
     with region():
-        guessed = model(digits.test_images).argmax(dim=1)
-    return (guessed == digits.test_labels).float().mean().item()
+        predicted = model(digits.test_images).argmax(dim=1)
+    return (predicted == digits.test_labels).float().mean().item()
 
 
 def show(results: list[Result], console: Console) -> None:
-    """Print a column for each run."""
+    """Print a table with a column for each run."""
     table = Table(title="Handwritten digits, one CNN, three ways to train it")
     table.add_column("")
     for result in results:
@@ -158,37 +159,35 @@ def show(results: list[Result], console: Console) -> None:
     table.add_row("test accuracy", *(f"{result.accuracy:.1%}" for result in results))
     table.add_row("training time", *(f"{result.seconds:.1f} s" for result in results))
     table.add_row("weights", *(result.weights for result in results), end_section=True)
-    for op, inner in SHOWN_OPS.items():
-        table.add_row(op, *(ran_in(result.ops, inner) for result in results))
+    for op in SHOWN_OPS:
+        table.add_row(op, *(result.ops[op] for result in results))
     console.print(table)
 
 
-def ran_in(ops: DtypeCounts, inner: tuple[str, ...]) -> str:
-    """How often an op ran, in each dtype: `2 × bfloat16`."""
-    return (
-        ", ".join(f"{row.calls} × {row.dtype}" for row in ops.rows() if row.op in inner) or "none"
-    )
+def ran_in(rows: Iterable[Any], names: tuple[str, ...]) -> str:
+    """Return how often an op ran in each dtype: `2 × bfloat16`."""
+    return ", ".join(f"{row.calls} × {row.dtype}" for row in rows if row.op in names) or "none"
 
 
-def verdict(full: Result, mixed: Result, dtype: torch.dtype, hardware: mezzo.Hardware) -> str:
-    """Say in plain words what the hardware promises and what the clock says."""
+def conclusion(full: Result, mixed: Result, dtype: torch.dtype, hardware: mezzo.Hardware) -> str:
+    """Describe what the hardware supports and what was measured."""
     name = str(dtype).removeprefix("torch.")
     support = hardware.support(name)
     ratio = full.seconds / mixed.seconds
     measured = f"{ratio:.1f} × faster" if ratio >= 1 else f"{1 / ratio:.1f} × slower"
     lines = [
-        f"{name} is {support.word} on this device ({hardware.name}): {support.reason}.",
+        f"{name} is {support.label} on this device ({hardware.name}): {support.reason}.",
         (
             f"Measured: mixed precision was {measured} than float32, and accuracy moved by"
             f" {mixed.accuracy - full.accuracy:+.1%}."
         ),
     ]
-    if support.fast and ratio < 1:
+    if support.native and ratio < 1:
         lines.append(
             "The model is so small that launching ops costs more than computing them; 16 bits pay"
             " on larger ones."
         )
-    if not support.fast:
+    if not support.native:
         lines.append(
             "Train in float32 here, and in mixed precision on a device that computes it natively."
         )
@@ -196,21 +195,23 @@ def verdict(full: Result, mixed: Result, dtype: torch.dtype, hardware: mezzo.Har
 
 
 def main() -> None:
-    """Train in each way, print the table and the verdict."""
+    """Train in each way, print the table and the conclusion."""
     console = Console()
     hardware = mezzo.hardware()
     console.print(f"{hardware}\n", highlight=False, soft_wrap=True)
-    if hardware.best is None:
+    if hardware.preferred is None:
         console.print("There is no 16-bit dtype to compare with on this device.")
         return
-    dtype = hardware.best.dtype
+    dtype = hardware.preferred.dtype
     digits = Digits.load(hardware.device)
     mixed = lambda: mezzo.autocast(hardware.device, dtype=dtype)  # noqa: E731
     ways = [Way("float32"), Way("mixed, O1", mixed), Way("16-bit weights, O2", mixed, "O2")]
     with Progress(console=console) as progress:
         results = [train(way, dtype, digits, hardware.device, progress) for way in ways]
     show(results, console)
-    console.print(verdict(results[0], results[1], dtype, hardware), highlight=False, soft_wrap=True)
+    console.print(
+        conclusion(results[0], results[1], dtype, hardware), highlight=False, soft_wrap=True
+    )
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Facts about other systems, as several tests need them."""
+"""Fixtures and plugins of all tests: what other systems do, and which tests run when."""
 
 from __future__ import annotations
 
@@ -10,33 +10,40 @@ from typing import Any
 
 import pytest
 
-# Before torch is imported: the same oneDNN kernels on every machine, so that what rounds in a test
-# does not depend on it. Some virtual machines advertise AMX and trap its instructions, which ends
-# the process, in plain torch too.
+# Before torch is imported: use the same oneDNN kernels on every machine, so that rounding does not
+# depend on it. Some virtual machines advertise AMX but trap its instructions, which ends the
+# process, in plain torch too.
 os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX2")
+
+pytest_plugins = ["support.tiers"]
 
 _DATA = Path(__file__).parent / "data"
 
 
 @dataclass(frozen=True)
 class OracleRow:
-    """One op of PaddlePaddle on one mix of input dtypes; dtypes are letters: f float32, h the half type, b bool, i int64."""
+    """One op of PaddlePaddle on one mix of input dtypes.
+
+    A dtype is one character: f float32, h the 16-bit dtype, b bool, i int64.
+    """
 
     op: str
     listed: str
-    """The name that Paddle's custom white or black list held in the variants that have one."""
+    """The op name in Paddle's custom white or black list, in the variants that have one."""
     half: str
     inputs: str
     ops: tuple[str, ...]
-    """The ops that Paddle ran, in its own names."""
+    """The ops that Paddle ran, by its own names."""
     results: dict[str, tuple[str, str]]
-    """Level and variant → the output's dtype, and the dtype each of the ops ran in."""
+    """Level and variant → dtype of the output, and dtype in which each of the ops ran."""
 
 
 @pytest.fixture(scope="session")
 def paddle_rows() -> list[OracleRow]:
+    """Return what PaddlePaddle was recorded to do with each op."""
+
     def results(text: str) -> dict[str, tuple[str, str]]:
-        pairs = (word.split("=") for word in text.split())
+        pairs = (pair.split("=") for pair in text.split())
         return {level: (outcome[0], outcome[2:]) for level, outcome in pairs}
 
     rows = json.loads((_DATA / "paddle-autocast.json").read_text())["rows"]
@@ -55,6 +62,6 @@ def paddle_rows() -> list[OracleRow]:
 
 @pytest.fixture(scope="session")
 def system_lists() -> dict[str, Any]:
-    """Each system's lists as its own source has them, in its own names."""
+    """Return the op lists of each system as in its source, by its own names."""
     lists: dict[str, Any] = json.loads((_DATA / "system-op-lists.json").read_text())
     return lists

@@ -1,4 +1,4 @@
-"""What `make` would run."""
+"""The commands of the Makefile."""
 
 import os
 import re
@@ -13,28 +13,59 @@ ROOT = Path(__file__).parent.parent
 pytestmark = pytest.mark.skipif(shutil.which("make") is None, reason="needs make")
 
 
-def commands(*words):
-    # Without what a make around these tests was told.
-    told = {
-        name: value
-        for name, value in os.environ.items()
-        if name not in {"MAKEFLAGS", "MFLAGS", "MAKEOVERRIDES", "TORCH"}
-    }
+def commands(*arguments):
+    """Return the commands that `make` would run, without the settings of a surrounding make."""
+    names = {"MAKEFLAGS", "MFLAGS", "MAKEOVERRIDES", "TORCH"}
+    environment = {name: value for name, value in os.environ.items() if name not in names}
     return subprocess.run(
-        ["make", "-n", "-B", *words], cwd=ROOT, env=told, check=True, capture_output=True, text=True
+        ["make", "-n", "-B", *arguments],
+        cwd=ROOT,
+        env=environment,
+        check=True,
+        capture_output=True,
+        text=True,
     ).stdout
 
 
 def test_tests_run_on_another_torch_in_an_environment_of_its_own():
-    said = commands("test", "TORCH=2.15.0")
-    assert set(re.findall(r"\.venv[^/ \n]*", said)) == {".venv-2.15.0"}
-    assert re.search(r"install .*torch==2\.15\.0 -e '\.\[dev\]'", said)
-    assert "constraints.txt" not in said
-    assert re.search(r"\.venv-2\.15\.0/bin/python -m pytest -n 2$", said, re.MULTILINE)
+    printed = commands("test", "TORCH=2.15.0")
+    assert set(re.findall(r"\.venv[^/ \n]*", printed)) == {".venv-2.15.0"}
+    assert re.search(r"install .*\s.*torch==2\.15\.0 -e '\.\[dev\]'", printed)
+    assert "constraints.txt" not in printed
+    assert re.search(r"\.venv-2\.15\.0/bin/python -m pytest -n 2$", printed, re.MULTILINE)
 
 
-def test_tests_run_on_the_pinned_torch_unless_another_is_named():
-    said = commands("test")
-    assert set(re.findall(r"\.venv[^/ \n]*", said)) == {".venv"}
-    assert re.search(r"install .*-c constraints\.txt -e '\.\[dev\]'", said)
-    assert all(word in said for word in ("ruff check", "mypy", "lint-imports", "pytest -n 2"))
+@pytest.mark.parametrize("target", ["test", "test-all"])
+def test_tests_and_checks_run_on_the_pinned_torch_unless_another_is_named(target):
+    printed = commands(target)
+    assert set(re.findall(r"\.venv[^/ \n]*", printed)) == {".venv"}
+    assert re.search(r"install .*\s.*-c constraints\.txt -e '\.\[dev\]'", printed)
+    assert all(part in printed for part in ("ruff check", "mypy", "lint-imports", "pytest -n 2"))
+
+
+def test_quick_runs_neither_checks_nor_slow_tests():
+    printed = commands("quick")
+    assert 'pytest -n 2 -m "not gpu and not slow"' in printed
+    assert not any(part in printed for part in ("ruff", "mypy", "lint-imports"))
+
+
+@pytest.mark.parametrize(("target", "exhaustive"), [("test", ""), ("test-all", "1")])
+def test_only_test_all_sets_the_variable_of_exhaustive_tests(target, exhaustive, tmp_path):
+    environment = {
+        name: value for name, value in os.environ.items() if not name.startswith(("MEZZO_", "MAKE"))
+    }
+    # A stand-in for the interpreter of the environment, which prints the variable.
+    (tmp_path / "bin").mkdir()
+    python = tmp_path / "bin" / "python"
+    python.write_text('#!/bin/sh\necho "exhaustive=$MEZZO_EXHAUSTIVE"\n')
+    python.chmod(0o755)
+    (tmp_path / ".dev").touch()
+    printed = subprocess.run(
+        ["make", target, f"VENV={tmp_path}", "CHECKS="],
+        cwd=ROOT,
+        env=environment,
+        check=True,
+        capture_output=True,
+        text=True,
+    ).stdout
+    assert f"exhaustive={exhaustive}\n" in printed

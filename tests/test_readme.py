@@ -44,7 +44,7 @@ def test_every_link_of_the_readme_exists() -> None:
         assert target.startswith("http") or (ROOT / target).exists(), target
 
 
-def test_the_tables_are_those_of_the_stored_results(tmp_path: Path) -> None:
+def test_the_tables_match_the_stored_results(tmp_path: Path) -> None:
     copy = tmp_path / "benchmarks"
     copy.mkdir()
     for name in ("tables.py", "measure.py"):

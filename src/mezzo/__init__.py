@@ -10,6 +10,7 @@ from mezzo._errors import (
     UnsupportedError,
 )
 from mezzo._hardware import Hardware, hardware
+from mezzo._observe import count_dtypes
 from mezzo.autocasting.autocast import autocast, disable_autocast, enable_autocast
 from mezzo.autocasting.custom_ops import register_op
 from mezzo.autocasting.regions import clear_weight_cache, weight_cache_info
@@ -61,6 +62,7 @@ __all__ = [
     "channels_last",
     "clear_weight_cache",
     "convert",
+    "count_dtypes",
     "decorate",
     "disable_autocast",
     "enable_autocast",

@@ -1,7 +1,8 @@
-"""PaddlePaddle's experiment, in small: nine linear layers, two epochs of ten batches of random numbers, plain SGD at a rate of 1e-4.
+"""A small version of the experiment in PaddlePaddle's documentation.
 
-Its document shows losses of 0.6486028 in float32, 0.6486219 at O1, and 0.6743 with 16-bit
-parameters and no masters: 4 % more, for no update reached a weight.
+Nine linear layers, two epochs of ten batches of random numbers, plain SGD with a rate of 1e-4. The
+documentation shows losses of 0.6486028 in float32, 0.6486219 at O1, and 0.6743 with 16-bit
+parameters and no master weights: 4 % more, because no update was large enough to change a weight.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from torch import nn
 import mezzo
 
 LOST = 0.6743 / 0.6486028 - 1
-"""What the document lost at O2."""
+"""Relative increase of the loss at O2 in the documentation."""
 
 
 class SimpleNet(nn.Module):
@@ -36,7 +37,7 @@ class SimpleNet(nn.Module):
 def final_loss(
     size: int, level: str = "O0", dtype: str = "float16", master: str | None = "auto"
 ) -> float:
-    """The loss of the last batch."""
+    """Return the loss of the last batch."""
     torch.manual_seed(100)
     model = SimpleNet(size)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0001)
@@ -59,7 +60,7 @@ def final_loss(
     return loss.item()
 
 
-# 512 wide, for rounding errors average out over the outputs: 128 wide they come to 1.6e-4.
+# 512 wide, because rounding errors average out over the outputs: with 128 they are 1.6e-4.
 
 
 @pytest.mark.slow
@@ -80,7 +81,7 @@ def test_o2_without_masters_shows_the_documents_loss_gap():
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_float32_masters_give_the_loss_of_o1_to_the_last_bit(dtype: str):
-    """The same 16-bit weights go into the same products: at O1 they are cast before each, at O2 after the step."""
+    """The products have the same 16-bit weights: cast before each at O1, after the step at O2."""
     assert final_loss(128, "O2", dtype, "float32") == final_loss(128, "O1", dtype)
 
 

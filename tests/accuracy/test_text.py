@@ -1,4 +1,7 @@
-"""A character language model on text of a small grammar, tuned at O2 on the same grammar with other words."""
+"""Accuracy of a character language model on text of a small grammar.
+
+It is tuned at O2 on text of the same grammar with another vocabulary.
+"""
 
 from __future__ import annotations
 
@@ -6,55 +9,56 @@ from functools import cache
 
 import pytest
 import torch
-from support.text import ALPHABET, OTHER_WORDS, encoded, written
+from support.text import ALPHABET, OTHER_VOCABULARY, encode, generate_text
 from support.tuning import (
-    WITH_MASTERS,
     Data,
     Task,
     float32_losses,
     losses_before_tuning,
     tuned_loss,
+    with_masters,
 )
 from torch import nn
 from torch.nn import functional as F
 
 pytestmark = pytest.mark.slow
 
-WIDTH, HEADS, LETTERS = 32, 2, 16
+WIDTH, HEADS, LENGTH = 32, 2, 16
 
 
 class LanguageModel(nn.Module):
-    """One block of a transformer: every letter is told by those before it."""
+    """One transformer block that predicts each character from those before it."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.letters, self.places = (
+        self.characters, self.positions = (
             nn.Embedding(len(ALPHABET), WIDTH),
-            nn.Parameter(0.1 * torch.randn(LETTERS, WIDTH)),
+            nn.Parameter(0.1 * torch.randn(LENGTH, WIDTH)),
         )
         self.norms = nn.ModuleList(nn.LayerNorm(WIDTH) for _ in range(3))
-        self.attended, self.mixed = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
-        self.widened, self.narrowed = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
-        self.told = nn.Linear(WIDTH, len(ALPHABET))
+        self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+        self.head = nn.Linear(WIDTH, len(ALPHABET))
 
     def forward(self, text: torch.Tensor) -> torch.Tensor:
-        seen = self.letters(text) + self.places
+        x = self.characters(text) + self.positions
         queries, keys, values = (
-            self.attended(self.norms[0](seen)).unflatten(-1, (3, HEADS, -1)).permute(2, 0, 3, 1, 4)
+            self.qkv(self.norms[0](x)).unflatten(-1, (3, HEADS, -1)).permute(2, 0, 3, 1, 4)
         )
-        seen = seen + self.mixed(
+        x = x + self.out(
             F.scaled_dot_product_attention(queries, keys, values, is_causal=True)
             .transpose(1, 2)
             .flatten(2)
         )
-        seen = seen + self.narrowed(F.gelu(self.widened(self.norms[1](seen))))
-        return self.told(self.norms[2](seen))
+        x = x + self.down(F.gelu(self.up(self.norms[1](x))))
+        return self.head(self.norms[2](x))
 
 
 @cache
-def windows(letters: int, seed: int, *, other: bool = False) -> Data:
-    """Pieces of text, and the letter that follows each of theirs."""
-    pieces = encoded(written(letters, seed, OTHER_WORDS if other else {})).unfold(0, LETTERS + 1, 5)
+def windows(length: int, seed: int, *, other: bool = False) -> Data:
+    """Return pieces of text, and the next character for each of their characters."""
+    text = generate_text(length, seed, OTHER_VOCABULARY if other else {})
+    pieces = encode(text).unfold(0, LENGTH + 1, 5)
     return pieces[:, :-1], pieces[:, 1:]
 
 
@@ -68,7 +72,7 @@ TASK = Task(
 )
 
 
-@pytest.mark.parametrize(("dtype", "master"), WITH_MASTERS)
+@pytest.mark.parametrize(("dtype", "master"), with_masters(1))
 def test_with_masters_the_loss_is_within_the_spread_of_three_float32_runs(dtype: str, master: str):
     losses = float32_losses(TASK)
     assert losses[0] <= tuned_loss(TASK, dtype, master) <= losses[-1]

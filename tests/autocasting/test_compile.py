@@ -420,6 +420,7 @@ WHOLE: dict[str, Any] = {
 }
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize(
     "fields",
     [{"policy": "O2"}, {"half": {"add", "mul", "sub", "neg", "div", "softmax"}}],

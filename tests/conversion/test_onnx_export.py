@@ -159,6 +159,7 @@ def program_casts(exported):
     return +casts
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize(("name", "dtype"), [(name, dtype) for name in MODELS for dtype in HALF])
 def test_onnx_has_the_dtypes_of_the_program_and_float16_computes_the_same(name, dtype, tmp_path):
     program, x = converted(name, dtype)
@@ -424,6 +425,7 @@ def test_a_missing_package_raises_with_the_install_command(tmp_path, monkeypatch
 # Translations of norms
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.filterwarnings("ignore:The program mutates")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 @pytest.mark.parametrize(
@@ -447,6 +449,7 @@ def test_batch_norm_in_training_uses_the_statistics_of_the_batch(norm, shape, dt
     torch.testing.assert_close(torch.from_numpy(found), expected)
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 @pytest.mark.parametrize(
     "norm",

@@ -102,6 +102,7 @@ def _check(animal, dtype, path, size=0.55):
     return converted
 
 
+@pytest.mark.thinned(2)
 @DTYPES
 @pytest.mark.parametrize("name", ZOO)
 def test_the_zoo(name, dtype, tmp_path):
@@ -147,6 +148,7 @@ def test_layers_that_carry_a_state(name, dtype):
     )
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.slow
 @DTYPES
 @pytest.mark.parametrize("name", HUGGING_FACE)

@@ -1,4 +1,4 @@
-"""What tests on a GPU share."""
+"""Fixtures and reports of the tests on a GPU."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ import torch
 
 @pytest.fixture
 def no_host_reads() -> Iterator[None]:
-    """Reading from the device raises."""
+    """Make every synchronization with the device raise."""
     torch.cuda.synchronize()
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that the mode is a prototype
+        warnings.simplefilter("ignore")  # torch warns that the mode is a prototype
         torch.cuda.set_sync_debug_mode("error")
     yield
     torch.cuda.set_sync_debug_mode("default")
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Print the table of the differential harness: a line for each row that ran."""
+    """Print the table of the differential harness: a line for each test that ran."""
     reports = [
         report
         for outcome in ("passed", "failed")
@@ -42,7 +42,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
             f"{name:<28} {variant:<44} {skips:>2} skipped  {difference:<10} {how[:110]}"
         )
     exact, captured = (
-        sum(row[place] == word for row in rows)
-        for place, word in ((4, "bit-equal"), (2, "captured"))
+        sum(row[place] == text for row in rows)
+        for place, text in ((4, "bit-equal"), (2, "captured"))
     )
     terminalreporter.write_line(f"{len(rows)} rows, {captured} captured, {exact} bit-equal")

@@ -1,4 +1,4 @@
-"""Eager autocast on a CUDA device: torch's own lists, steering, the cache and compiled code."""
+"""Autocast on a CUDA device: torch's own lists, custom policies, the cache, compiled code."""
 
 from __future__ import annotations
 
@@ -33,30 +33,29 @@ def cases() -> list[Any]:
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("cache", ["torch", "versioned", "off"])
 @pytest.mark.parametrize("case", cases())
-def test_every_entry_of_torchs_cuda_list_runs_as_torch_says(case: Case, cache: str) -> None:
+def test_every_entry_of_torchs_cuda_list_runs_as_in_torch(case: Case, cache: str) -> None:
     check(case, mezzo.autocast("cuda", dtype=torch.float16, cache=cache))
 
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("case", cases())
-def test_the_mode_alone_does_what_torchs_cuda_list_does(case: Case) -> None:
+def test_the_function_mode_alone_casts_as_torchs_cuda_list(case: Case) -> None:
     from mezzo.autocasting.arguments import region_for, without_torch_autocast
     from mezzo.autocasting.regions import enter_regions
 
-    class Alone:
+    class FunctionModeOnly:
         def __enter__(self) -> None:
-            self.inside = enter_regions(
-                without_torch_autocast(region_for(mezzo.Policy(dtype=torch.float16), "cuda"))
-            )
-            self.inside.__enter__()
+            region = region_for(mezzo.Policy(dtype=torch.float16), "cuda")
+            self.entered = enter_regions(without_torch_autocast(region))
+            self.entered.__enter__()
 
         def __exit__(self, *_: object) -> None:
-            self.inside.__exit__()
+            self.entered.__exit__()
 
-    check(case, Alone())  # type: ignore[arg-type]
+    check(case, FunctionModeOnly())  # type: ignore[arg-type]
 
 
-def test_no_dtype_is_torchs_own_default_and_auto_asks_the_hardware() -> None:
+def test_the_default_dtype_is_torchs_own_and_auto_depends_on_the_hardware() -> None:
     x = torch.randn(8, 8, device="cuda")
     with mezzo.autocast("cuda"):
         assert torch.mm(x, x).dtype is torch.float16
@@ -64,7 +63,7 @@ def test_no_dtype_is_torchs_own_default_and_auto_asks_the_hardware() -> None:
         assert torch.mm(x, x).dtype is mezzo.hardware().preferred.dtype
 
 
-def test_the_other_half_type_in_a_nested_region_is_served_no_stale_weight() -> None:
+def test_a_nested_region_of_another_dtype_gets_no_stale_cached_weight() -> None:
     layer, x = nn.Linear(8, 8, device="cuda"), torch.randn(8, 8, device="cuda")
     with mezzo.autocast("cuda", dtype=torch.bfloat16):
         assert layer(x).dtype is torch.bfloat16
@@ -74,7 +73,9 @@ def test_the_other_half_type_in_a_nested_region_is_served_no_stale_weight() -> N
 
 
 @pytest.mark.parametrize("policy", [{}, {"half": {"add"}}], ids=["default", "custom"])
-def test_a_fused_optimizer_step_inside_a_region_is_seen(policy: dict[str, Any]) -> None:
+def test_a_fused_optimizer_step_inside_a_region_invalidates_cached_weights(
+    policy: dict[str, Any],
+) -> None:
     torch.manual_seed(0)
     layer, x = nn.Linear(8, 8, device="cuda"), torch.randn(8, 8, device="cuda")
     optimizer = torch.optim.Adam(layer.parameters(), lr=0.1, fused=True)
@@ -89,16 +90,18 @@ def test_a_fused_optimizer_step_inside_a_region_is_seen(policy: dict[str, Any]) 
     assert not torch.equal(before, after)
 
 
-def test_tensors_on_the_cpu_are_left_alone_by_a_cuda_region() -> None:
+def test_a_cuda_region_does_not_cast_cpu_tensors() -> None:
     x = torch.randn(4, 4)
     with mezzo.autocast("cuda", dtype=torch.bfloat16, half={"add"}):
         assert (x + x).dtype is torch.float32
         assert (x.cuda() + x.cuda()).dtype is torch.bfloat16
 
 
-@pytest.mark.filterwarnings("ignore")  # torch warns of its own modules while inductor imports them
+@pytest.mark.filterwarnings(
+    "ignore"
+)  # torch warns about its own modules while Inductor imports them
 @pytest.mark.parametrize("where", ["around", "inside"])
-def test_compiled_code_runs_as_eager_does_under_a_custom_policy(where: str) -> None:
+def test_compiled_code_equals_eager_code_under_a_custom_policy(where: str) -> None:
     class Model(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -113,18 +116,18 @@ def test_compiled_code_runs_as_eager_does_under_a_custom_policy(where: str) -> N
     torch._dynamo.reset()
     model, x = Model().cuda(), torch.randn(2, 8, 16, device="cuda")
 
-    def within(x: torch.Tensor, policy: dict[str, Any]) -> torch.Tensor:
+    def in_region(x: torch.Tensor, policy: dict[str, Any]) -> torch.Tensor:
         with mezzo.autocast("cuda", dtype=torch.bfloat16, **policy):
             return model(x)
 
     compiled = torch.compile(model, fullgraph=True)
     for policy in ({"half": {"add", "div"}}, {"full": {"linear"}}, {"preset": "paddle"}, {}):
         with mezzo.autocast("cuda", dtype=torch.bfloat16, **policy):
-            eager, fast = model(x), compiled(x) if where == "around" else None
-        if fast is None:
-            fast = torch.compile(lambda x, policy=policy: within(x, policy), fullgraph=True)(x)
-        assert fast.dtype is eager.dtype
-        torch.testing.assert_close(fast.float(), eager.float(), atol=3e-2, rtol=3e-2)
+            eager, found = model(x), compiled(x) if where == "around" else None
+        if found is None:
+            found = torch.compile(lambda x, policy=policy: in_region(x, policy), fullgraph=True)(x)
+        assert found.dtype is eager.dtype
+        torch.testing.assert_close(found.float(), eager.float(), atol=3e-2, rtol=3e-2)
 
 
 @pytest.mark.parametrize(
@@ -159,7 +162,7 @@ def test_checkpointing_recomputes_in_the_precision_of_forward(reentrant: bool) -
 
 
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")
-def test_an_enabled_region_makes_no_host_wait() -> None:
+def test_a_region_does_not_synchronize() -> None:
     layer, x = nn.Linear(8, 8, device="cuda"), torch.randn(8, 8, device="cuda")
     with mezzo.autocast("cuda", dtype=torch.float16, half={"add"}):
         layer(x) + x

@@ -24,7 +24,7 @@ pytestmark = [
 ]
 
 
-def test_the_kernel_is_there() -> None:
+def test_the_kernel_is_available() -> None:
     assert _launch.has_triton(torch.device("cuda"))
 
 
@@ -36,7 +36,7 @@ def test_gradients_and_flags_equal_the_float64_reference(dtype: torch.dtype, fac
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_checking_writes_nothing_and_neither_does_a_factor_of_one(dtype: torch.dtype) -> None:
+def test_checking_or_a_factor_of_one_writes_nothing(dtype: torch.dtype) -> None:
     generator = torch.Generator().manual_seed(seed := fresh_seed())
     tensors = gradients(dtype, "cuda", generator)
     expected = spoil(tensors, generator)
@@ -53,7 +53,7 @@ def test_checking_writes_nothing_and_neither_does_a_factor_of_one(dtype: torch.d
         ), seed
 
 
-def test_a_product_that_overflows_is_found_though_its_factors_are_finite() -> None:
+def test_an_overflow_of_the_product_of_finite_factors_is_found() -> None:
     tensors = [torch.full((5,), 60000.0, dtype=torch.float16, device="cuda")]
     found, flags = raised("cuda", 1)
     check_unscale.check_and_unscale(tensors, torch.tensor(2.0, device="cuda"), found, flags)
@@ -61,7 +61,7 @@ def test_a_product_that_overflows_is_found_though_its_factors_are_finite() -> No
 
 
 @pytest.mark.usefixtures("no_host_reads")
-def test_nothing_is_read_from_the_device() -> None:
+def test_the_check_does_not_synchronize() -> None:
     tensors = [torch.ones(100, device="cuda"), torch.ones(8, 8, device="cuda")[:, ::2]]
     factor = torch.full((), 0.5, device="cuda")
     found, flags = torch.zeros((), device="cuda"), torch.zeros(2, dtype=torch.int32, device="cuda")
@@ -71,7 +71,7 @@ def test_nothing_is_read_from_the_device() -> None:
 
 
 @pytest.mark.usefixtures("no_host_reads")
-def test_nothing_is_read_where_triton_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_check_does_not_synchronize_without_triton(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_launch, "has_triton", lambda _: False)
     tensors = [
         torch.ones(100, device="cuda"),
@@ -83,7 +83,7 @@ def test_nothing_is_read_where_triton_is_missing(monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_torch_alone_raises_the_same_flags(
+def test_the_check_without_triton_sets_the_same_flags(
     monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype
 ) -> None:
     monkeypatch.setattr(_launch, "has_triton", lambda _: False)
@@ -95,7 +95,7 @@ def test_torch_alone_raises_the_same_flags(
     assert (flags.tolist(), found.item()) == (expected, float(any(expected))), seed
 
 
-def test_ten_thousand_tiny_gradients_take_one_launch() -> None:
+def test_ten_thousand_tiny_gradients_are_checked() -> None:
     tensors = [torch.full((1 + place % 7,), 2.0, device="cuda") for place in range(10_000)]
     tensors[7_777][0] = torch.nan
     found, flags = raised("cuda", len(tensors))
@@ -104,7 +104,7 @@ def test_ten_thousand_tiny_gradients_take_one_launch() -> None:
     assert torch.cat(tensors).nansum().item() == sum(1 + place % 7 for place in range(10_000)) - 1
 
 
-def test_a_gradient_of_more_than_two_to_the_31_elements_is_seen_to_its_end() -> None:
+def test_a_gradient_of_more_than_two_to_the_31_elements_is_checked_to_its_end() -> None:
     tensor = torch.ones(2**31 + 12_345, dtype=torch.float16, device="cuda")
     factor = torch.tensor(0.5, device="cuda")
     found, flags = raised("cuda", 1)

@@ -1,4 +1,4 @@
-"""Apex's dialect on a CUDA device."""
+"""mezzo.compat.apex on a CUDA device."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ LEVELS = ("O0", "O1", "O2", "O3")
 
 
 @pytest.fixture(autouse=True)
-def casts_off_at_the_end() -> Iterator[None]:
+def disable_casts_at_the_end() -> Iterator[None]:
     yield
     amp.initialize(nn.Linear(1, 1), enabled=False)
 
@@ -40,7 +40,7 @@ def make(kind: str = "FusedAdam") -> tuple[nn.Module, Any]:
 
 
 def train(model: nn.Module, optimizer: Any, steps: int) -> list[float]:
-    generator, found = torch.Generator().manual_seed(1), []
+    generator, losses = torch.Generator().manual_seed(1), []
     for _ in range(steps):
         x, y = (
             torch.randn(32, 3, 8, 8, generator=generator).cuda(),
@@ -52,8 +52,8 @@ def train(model: nn.Module, optimizer: Any, steps: int) -> list[float]:
             scaled.backward()
         torch.nn.utils.clip_grad_norm_(amp.master_params(optimizer), 1.0)
         optimizer.step()
-        found.append(loss.item())
-    return found
+        losses.append(loss.item())
+    return losses
 
 
 @pytest.mark.parametrize("kind", ["FusedAdam", "FusedLAMB", "FusedSGD"])
@@ -66,7 +66,7 @@ def test_every_level_trains_as_float32_does(level: str, kind: str) -> None:
 
 
 @pytest.mark.parametrize("level", LEVELS)
-def test_a_bad_step_is_skipped(level: str) -> None:
+def test_a_step_with_a_nonfinite_gradient_is_skipped(level: str) -> None:
     model, optimizer = amp.initialize(*make(), opt_level=level, loss_scale="dynamic", verbosity=0)
     before = [parameter.detach().clone() for parameter in model.parameters()]
     with amp.scale_loss(
@@ -80,13 +80,13 @@ def test_a_bad_step_is_skipped(level: str) -> None:
     assert amp.state_dict()["loss_scaler0"]["loss_scale"] == 32768.0
 
 
-def test_o2_resumes_to_the_bit() -> None:
+def test_o2_resumes_from_saved_states() -> None:
     model, optimizer = amp.initialize(*make(), opt_level="O2", verbosity=0)
     train(model, optimizer, 3)
     saved = copy.deepcopy((model.state_dict(), optimizer.state_dict(), amp.state_dict()))
-    went_on = train(model, optimizer, 3)
-    resumed, of_resumed = amp.initialize(*make(), opt_level="O2", verbosity=0)
+    continued = train(model, optimizer, 3)
+    resumed, resumed_optimizer = amp.initialize(*make(), opt_level="O2", verbosity=0)
     resumed.load_state_dict(saved[0])
-    of_resumed.load_state_dict(saved[1])
+    resumed_optimizer.load_state_dict(saved[1])
     amp.load_state_dict(saved[2])
-    assert train(resumed, of_resumed, 3) == pytest.approx(went_on, abs=1e-3)
+    assert train(resumed, resumed_optimizer, 3) == pytest.approx(continued, abs=1e-3)

@@ -1,4 +1,7 @@
-"""Every layer that keeps float32 parameters beside 16-bit inputs somewhere, through each dialect on a CUDA device: forward, backward, ten steps."""
+"""Ten training steps of many layers with each compat package on a CUDA device.
+
+The layers are those that have float32 parameters and 16-bit inputs in one of the systems.
+"""
 
 from __future__ import annotations
 
@@ -24,8 +27,7 @@ from mezzo.compat.oneflow.nn import Graph
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-    # torch's word on float32 weights beside a 16-bit input, where a system leaves RMSNorm as it is
-    # given
+    # torch warns about float32 weights with a 16-bit input, where a system does not cast RMSNorm.
     pytest.mark.filterwarnings("ignore:Mismatch dtype between input and weight"),
 ]
 
@@ -33,19 +35,19 @@ DEVICE, STEPS, WIDTH = "cuda", 10, 16
 
 
 class Attention(nn.Module):
-    """Self-attention over what a batch has been cut into."""
+    """Self-attention over a batch that is split into sequences."""
 
     def __init__(self) -> None:
         super().__init__()
         self.inner = nn.MultiheadAttention(WIDTH, 2, batch_first=True)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        cut = x.reshape(4, -1, WIDTH)
-        return self.inner(cut, cut, cut, need_weights=False)[0].reshape(x.shape)
+        split = x.reshape(4, -1, WIDTH)
+        return self.inner(split, split, split, need_weights=False)[0].reshape(x.shape)
 
 
 class Shaped(nn.Module):
-    """A layer for images, volumes or sequences between two that know none of it."""
+    """A layer for images, volumes or sequences between two linear layers."""
 
     def __init__(self, layer: nn.Module, *shape: int) -> None:
         super().__init__()
@@ -56,7 +58,7 @@ class Shaped(nn.Module):
 
 
 class Embedded(nn.Module):
-    """Rows of a table beside what comes in."""
+    """Adds rows of an embedding table to the input."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -67,7 +69,7 @@ class Embedded(nn.Module):
 
 
 class Recurrent(nn.Module):
-    """A recurrent layer over what a batch has been cut into."""
+    """A recurrent layer over a batch that is split into sequences."""
 
     def __init__(self, kind: type[nn.RNNBase]) -> None:
         super().__init__()
@@ -78,15 +80,15 @@ class Recurrent(nn.Module):
 
 
 class Mixed(nn.Module):
-    """Attention whose queries and keys a float32 parameter has touched, as rotary positions do."""
+    """Attention whose queries and keys are products with a float32 parameter."""
 
     def __init__(self) -> None:
         super().__init__()
         self.rotation = nn.Parameter(torch.ones(WIDTH))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        turned = (x * self.rotation)[None]
-        return nn.functional.scaled_dot_product_attention(turned, turned, x[None])[0]
+        rotated = (x * self.rotation)[None]
+        return nn.functional.scaled_dot_product_attention(rotated, rotated, x[None])[0]
 
 
 LAYERS: dict[str, Callable[[], nn.Module]] = {
@@ -156,18 +158,18 @@ def paddle_o2_without_promotion(model: nn.Module) -> Step:
     )
 
 
-def paddle_o2_by_itself(model: nn.Module) -> Step:
+def paddle_o2_without_region(model: nn.Module) -> Step:
     optimizer = paddle.optimizer.SGD(learning_rate=0.05, parameters=model.parameters())
     return _paddle(
         *paddle.amp.decorate(models=model, optimizers=optimizer, level="O2"), enable=False
     )
 
 
-def _paddle(model: nn.Module, optimizer: Any, **words: Any) -> Step:
+def _paddle(model: nn.Module, optimizer: Any, **options: Any) -> Step:
     scaler = paddle.amp.GradScaler(init_loss_scaling=128.0, use_dynamic_loss_scaling=False)
 
     def step(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        with paddle.amp.auto_cast(**words):
+        with paddle.amp.auto_cast(**options):
             loss = _loss(model(x), y)
         scaler.scale(loss).backward()
         scaler.step(optimizer)
@@ -178,7 +180,7 @@ def _paddle(model: nn.Module, optimizer: Any, **words: Any) -> Step:
     return step
 
 
-def _apex(level: str, **words: Any) -> Callable[[nn.Module], Step]:
+def _apex(level: str, **options: Any) -> Callable[[nn.Module], Step]:
     def prepare(model: nn.Module) -> Step:
         model, optimizer = apex_amp.initialize(
             model,
@@ -186,7 +188,7 @@ def _apex(level: str, **words: Any) -> Callable[[nn.Module], Step]:
             opt_level=level,
             loss_scale=128.0,
             verbosity=0,
-            **words,
+            **options,
         )
 
         def step(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
@@ -260,7 +262,7 @@ def oneflow_eager(model: nn.Module) -> Step:
     )
 
 
-def torchs(model: nn.Module) -> Step:
+def torch_amp(model: nn.Module) -> Step:
     with mezzo.compat.torch.install():
         return _scaled(
             model,
@@ -284,24 +286,21 @@ def _scaled(model: nn.Module, optimizer: Any, region: Any) -> Step:
     return step
 
 
-def _own(level: str, **words: Any) -> Callable[[nn.Module], Step]:
+def _mezzo(level: str, **options: Any) -> Callable[[nn.Module], Step]:
     def prepare(model: nn.Module) -> Step:
-        return _scaled(
-            *mezzo.decorate(
-                model, torch.optim.SGD(model.parameters(), lr=0.05), level, dtype="float16", **words
-            ),
-            mezzo.autocast(DEVICE, enabled=False),
-        )
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+        model, optimizer = mezzo.decorate(model, optimizer, level, dtype="float16", **options)
+        return _scaled(model, optimizer, mezzo.autocast(DEVICE, enabled=False))
 
     return prepare
 
 
-WAYS: dict[str, Callable[[nn.Module], Step]] = {
+SYSTEMS: dict[str, Callable[[nn.Module], Step]] = {
     "paddle O1": paddle_o1,
     "paddle O2": paddle_o2,
     "paddle O2 bfloat16": paddle_o2_bfloat16,
     "paddle O2 without promotion": paddle_o2_without_promotion,
-    "paddle O2 outside auto_cast": paddle_o2_by_itself,
+    "paddle O2 outside auto_cast": paddle_o2_without_region,
     "apex O1": _apex("O1"),
     "apex O2": _apex("O2"),
     "apex O2 all half": _apex("O2", keep_batchnorm_fp32=False),
@@ -311,23 +310,23 @@ WAYS: dict[str, Callable[[nn.Module], Step]] = {
     "megengine": megengine,
     "oneflow graph": Training,
     "oneflow eager": oneflow_eager,
-    "torch": torchs,
-    "mezzo O2": _own("O2"),
-    "mezzo O3 with float32 norms": _own("O3", keep_full=mezzo.NORMS),
-    "mezzo O2 with apex's lists": _own("O2", preset="apex"),
+    "torch": torch_amp,
+    "mezzo O2": _mezzo("O2"),
+    "mezzo O3 with float32 norms": _mezzo("O3", keep_full=mezzo.NORMS),
+    "mezzo O2 with apex's lists": _mezzo("O2", preset="apex"),
 }
 
 
 @pytest.fixture(autouse=True)
-def casts_off_at_the_end() -> Iterator[None]:
+def disable_casts_at_the_end() -> Iterator[None]:
     yield
     apex_amp.initialize(nn.Linear(1, 1), enabled=False)
     mxnet_amp.uninit()
 
 
 @pytest.mark.parametrize("layer", LAYERS)
-@pytest.mark.parametrize("way", WAYS)
-def test_a_layer_trains(way: str, layer: str) -> None:
+@pytest.mark.parametrize("system", SYSTEMS)
+def test_a_layer_trains(system: str, layer: str) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, WIDTH), LAYERS[layer](), nn.Linear(WIDTH, 4)).to(DEVICE)
     generator = torch.Generator().manual_seed(1)
@@ -338,13 +337,13 @@ def test_a_layer_trains(way: str, layer: str) -> None:
     before = {
         name: parameter.detach().float().clone() for name, parameter in model.named_parameters()
     }
-    step = WAYS[way](model)
+    step = SYSTEMS[system](model)
     losses = [step(x, y).item() for _ in range(STEPS)]
     assert losses[-1] < losses[0]
-    moved = {
+    changed = {
         name
         for name, parameter in model.named_parameters()
         if not torch.equal(parameter.detach().float(), before[name])
     }
-    assert {name for name in before if name.startswith(("0.", "2."))} <= moved
-    assert layer == "attention of two dtypes" or [name for name in moved if name.startswith("1.")]
+    assert {name for name in before if name.startswith(("0.", "2."))} <= changed
+    assert layer == "attention of two dtypes" or [name for name in changed if name.startswith("1.")]

@@ -1,4 +1,4 @@
-"""torch's own names on mezzo, on a CUDA device."""
+"""mezzo.compat.torch on a CUDA device."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def cases() -> list[Any]:
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("case", cases())
-def test_every_entry_of_torchs_cuda_list_runs_as_torch_says(case: Case) -> None:
+def test_every_entry_of_torchs_cuda_list_runs_as_in_torch(case: Case) -> None:
     check(case, torch.autocast("cuda", dtype=torch.float16))
 
 
@@ -44,7 +44,8 @@ def losses(autocast: Any, scaler: Any) -> list[float]:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(16, 64), nn.ReLU(), nn.Linear(64, 4)).cuda()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
-    x, y, found = torch.randn(32, 16, device="cuda"), torch.randint(4, (32,), device="cuda"), []
+    x, y = torch.randn(32, 16, device="cuda"), torch.randint(4, (32,), device="cuda")
+    values = []
     for step in range(8):
         optimizer.zero_grad()
         with autocast("cuda", dtype=torch.float16):
@@ -52,18 +53,18 @@ def losses(autocast: Any, scaler: Any) -> list[float]:
         scaler.scale(loss).backward()
         scaler.step(optimizer)
         scaler.update()
-        found.append(loss.item())
-    return [*found[:3], *found[4:], scaler.get_scale()]
+        values.append(loss.item())
+    return [*values[:3], *values[4:], scaler.get_scale()]
 
 
-def test_training_is_torchs_own_to_the_bit() -> None:
-    ours = losses(torch.autocast, torch.amp.GradScaler("cuda", init_scale=1024.0))
+def test_training_is_bit_equal_to_torchs_own() -> None:
+    with_mezzo = losses(torch.autocast, torch.amp.GradScaler("cuda", init_scale=1024.0))
     dialect.uninstall()
-    theirs = losses(torch.autocast, torch.amp.GradScaler("cuda", init_scale=1024.0))
-    assert ours == theirs
+    with_torch = losses(torch.autocast, torch.amp.GradScaler("cuda", init_scale=1024.0))
+    assert with_mezzo == with_torch
 
 
-def test_a_captured_backward_reads_the_scale_as_it_is() -> None:
+def test_a_captured_backward_reads_the_current_scale() -> None:
     scaler = torch.amp.GradScaler("cuda", init_scale=4.0)
     weight = torch.ones(100, device="cuda", requires_grad=True)
     optimizer, x = torch.optim.SGD([weight], lr=0.1), torch.ones(100, device="cuda")

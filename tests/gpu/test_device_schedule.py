@@ -1,4 +1,7 @@
-"""Schedules on a CUDA device: what torch's optimizers read there, that steps do not synchronize, and that reads agree with plain torch."""
+"""Learning rate schedules on a CUDA device.
+
+torch's optimizers read the rates there, steps do not synchronize, and reads agree with plain torch.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +43,7 @@ OPTIMIZERS: dict[str, Build] = {
 def no_host_reads() -> Iterator[Callable[[bool], None]]:
     def switch(on: bool) -> None:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # that the mode is a prototype
+            warnings.simplefilter("ignore")  # torch warns that the mode is a prototype
             torch.cuda.set_sync_debug_mode("error" if on else "default")
 
     yield switch
@@ -48,17 +51,17 @@ def no_host_reads() -> Iterator[Callable[[bool], None]]:
 
 
 def parameters() -> list[torch.Tensor]:
-    made = [
+    tensors = [
         torch.ones(5, device="cuda", requires_grad=True),
         torch.ones(3, 4, device="cuda", requires_grad=True),
     ]
-    for parameter in made:
+    for parameter in tensors:
         parameter.grad = torch.full_like(parameter, 0.5)
-    return made
+    return tensors
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_training_equals_a_plain_loop_and_waits_for_nothing(
+def test_training_equals_a_plain_loop_and_does_not_synchronize(
     name: str, no_host_reads: Callable[[bool], None]
 ) -> None:
     plain, scheduled = parameters(), parameters()
@@ -83,7 +86,7 @@ def test_training_equals_a_plain_loop_and_waits_for_nothing(
     assert optimizer.param_groups[0]["lr"] == reference.param_groups[0]["lr"]
 
 
-def test_a_busy_device_uses_the_rate_of_its_own_count(
+def test_a_busy_device_uses_the_rate_of_its_own_step_count(
     no_host_reads: Callable[[bool], None],
 ) -> None:
     seen: list[Any] = []
@@ -108,7 +111,10 @@ def test_a_busy_device_uses_the_rate_of_its_own_count(
 
 
 class Fused(Scaled):
-    """Stepped by torch's fused kernel, without momentum: torch's does not start it after a first step that is skipped."""
+    """Uses torch's fused kernel, without momentum.
+
+    torch does not initialize momentum if the first step is skipped.
+    """
 
     momentum = 0.0
 
@@ -163,7 +169,7 @@ def test_only_the_first_of_several_reads_synchronizes() -> None:
     run = Stepped(SCHEDULERS["ChainedScheduler"], "cuda", capture=True)
     for _ in range(8):
         run.step(bad=False)
-    with warnings.catch_warnings(record=True) as said:
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         torch.cuda.set_sync_debug_mode("warn")
         try:
@@ -177,4 +183,4 @@ def test_only_the_first_of_several_reads_synchronizes() -> None:
             run.optimizer.zero_grad()
         finally:
             torch.cuda.set_sync_debug_mode("default")
-    assert sum("called a synchronizing CUDA operation" in str(one.message) for one in said) == 1
+    assert sum("called a synchronizing CUDA operation" in str(one.message) for one in caught) == 1

@@ -1,5 +1,6 @@
-"""A captured step does what the eager one does: many models, both levels and dtypes, layouts, accumulation, clipping, planted overflows.
+"""Captured steps equal eager steps.
 
+For many models, both levels and dtypes, layouts, accumulation, clipping and planted overflows.
 `pytest -m gpu tests/gpu/test_differential.py -n 10` prints a table of all rows; `-k "swin_t and
 O2"` selects some.
 """
@@ -58,8 +59,8 @@ CASES = [
         for variant in GRID
         if row.name == "u-net" or not variant.channels_last
     ),
-    # The sizes at which gradients came with other strides than their parameters, and were checked
-    # where they were not.
+    # With these sizes gradients had other strides than their parameters, and the check once read
+    # outside of them.
     *(
         (vision(name, 224, batch), Variant("O2", "float16", channels_last=True))
         for name, batch in (("mobilenet_v3_large", 128), ("squeezenet1_1", 64), ("maxvit_t", 16))
@@ -73,18 +74,18 @@ def _deterministic() -> Iterator[None]:
         yield
 
 
-# Planted overflows beside those of a scale that adapts.
+# Planted overflows add to those of the initial loss scale.
 @pytest.mark.filterwarnings("ignore:.*updates in a row were skipped")
-# DeBERTa is scripted when it is imported.
+# DeBERTa is scripted at import.
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")
 @pytest.mark.parametrize(
     ("row", "variant"), CASES, ids=[f"{row.name}, {variant}" for row, variant in CASES]
 )
-def test_a_captured_step_does_what_the_eager_one_does(
+def test_a_captured_step_equals_the_eager_one(
     row: Row, variant: Variant, record_property: Record
 ) -> None:
     with warnings.catch_warnings():
-        # Rows that cannot be captured say why in the table.
+        # The table shows the reason for rows that cannot be captured.
         warnings.filterwarnings("ignore", message=".*cannot be captured")
         captured = in_steps(row, variant, "cuda", capture="auto")
 

@@ -1,4 +1,8 @@
-"""An EMA beside a captured step: it averages the masters that replays write, lends its weights without a trace, and reads nothing from the device."""
+"""EMA with a captured step.
+
+It averages the master weights that replays write, applies its weights temporarily without changing
+the training, and does not synchronize.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +30,7 @@ CASES: list[tuple[str, str, dict[str, Any]]] = [
     ("O2", "bfloat16", {"master": "kahan"}),
 ]
 cases = pytest.mark.parametrize(
-    ("level", "dtype", "words"),
+    ("level", "dtype", "options"),
     CASES,
     ids=lambda value: str(value) if isinstance(value, str) else value.get("master", ""),
 )
@@ -39,17 +43,17 @@ def _deterministic() -> Iterator[None]:
 
 
 def captured(
-    name: str, level: str, dtype: str, words: dict[str, Any]
+    name: str, level: str, dtype: str, options: dict[str, Any]
 ) -> tuple[mezzo.TrainStep, nn.Module]:
-    """A step that replays by now."""
+    """Return a step that is captured, and its model."""
     made = Made(name, "AdamW", "cuda")
-    _, step = in_steps(made, batches(name, 8, (), "cuda"), level, dtype, **words)
+    _, step = in_steps(made, batches(name, 8, (), "cuda"), level, dtype, **options)
     assert step.captured, step.eager_reason
     return step, made.model
 
 
 def everything(step: mezzo.TrainStep) -> Any:
-    """Weights, masters, moments, buffers and scale; not the generators."""
+    """Return weights, masters, moments, buffers and scale, without random number generators."""
     state = {name: value for name, value in step.state_dict().items() if name != "rng"}
     return copied(
         (
@@ -62,32 +66,32 @@ def everything(step: mezzo.TrainStep) -> Any:
 
 
 @cases
-def test_the_average_equals_a_float64_one_over_the_masters_of_each_step(
-    level: str, dtype: str, words: dict[str, Any]
+def test_the_average_equals_a_float64_average_of_the_masters_of_each_step(
+    level: str, dtype: str, options: dict[str, Any]
 ) -> None:
-    step, model = captured("mlp", level, dtype, words)
+    step, model = captured("mlp", level, dtype, options)
     ema = mezzo.EMA(model, 0.9)
-    wanted = {name: value.double() for name, value in mezzo.master_params(model).items()}
+    expected = {name: value.double() for name, value in mezzo.master_params(model).items()}
     overflows = (3, 4) if dtype == "float16" else ()
     for x, y in batches("mlp", 30, overflows, "cuda"):
         step(x, y)
         ema.update()
         for name, value in mezzo.master_params(model).items():
-            wanted[name] = 0.9 * wanted[name] + 0.1 * value.double()
+            expected[name] = 0.9 * expected[name] + 0.1 * value.double()
     assert step.captured
     for name, average in ema.state_dict().items():
         assert average.dtype is torch.float32
-        torch.testing.assert_close(average.double(), wanted[name], rtol=3e-6, atol=1e-7)
+        torch.testing.assert_close(average.double(), expected[name], rtol=3e-6, atol=1e-7)
 
 
 @cases
 @pytest.mark.parametrize("name", ["mlp", "cnn"])
-def test_an_evaluation_with_lent_weights_leaves_no_trace(
-    name: str, level: str, dtype: str, words: dict[str, Any]
+def test_an_evaluation_with_applied_weights_does_not_change_the_training(
+    name: str, level: str, dtype: str, options: dict[str, Any]
 ) -> None:
     finals = []
     for evaluates in (True, False):
-        step, model = captured(name, level, dtype, words)
+        step, model = captured(name, level, dtype, options)
         ema, evaluate = mezzo.EMA(model, 0.9), mezzo.EvalStep(model)
         data = list(batches(name, 12, (), "cuda"))
         for place, (x, y) in enumerate(data):
@@ -99,38 +103,38 @@ def test_an_evaluation_with_lent_weights_leaves_no_trace(
                     for _ in range(2):
                         evaluate(data[0][0])
                 assert same(before, everything(step))
-        # Nothing was captured anew: the programs stand where they stood.
+        # Nothing was captured again.
         assert step.captured
         finals.append((everything(step), ema.state_dict()))
     if name == "mlp":
         assert same(*finals)
 
 
-def test_captured_evaluation_sees_the_lent_weights() -> None:
+def test_captured_evaluation_uses_the_applied_weights() -> None:
     step, model = captured("mlp", "O2", "bfloat16", {"master": "split"})
     ema, evaluate = mezzo.EMA(model, 0.5), mezzo.EvalStep(model)
     (x, y), *_ = batches("mlp", 1, (), "cuda")
     for _ in range(5):
-        own = evaluate(x)
+        trained = evaluate(x)
     assert evaluate.captured
     ema.load_state_dict({name: torch.zeros_like(value) for name, value in ema.state_dict().items()})
     with ema.applied():
         assert not evaluate(x).any()
         with pytest.raises(mezzo.UnsupportedError, match="inside `with ema"):
             step(x, y)
-    assert torch.equal(evaluate(x), own)
+    assert torch.equal(evaluate(x), trained)
 
 
 @cases
-def test_an_update_reads_nothing_from_the_device(
-    level: str, dtype: str, words: dict[str, Any], request: pytest.FixtureRequest
+def test_an_update_does_not_synchronize(
+    level: str, dtype: str, options: dict[str, Any], request: pytest.FixtureRequest
 ) -> None:
-    step, model = captured("cnn", level, dtype, words)
+    step, model = captured("cnn", level, dtype, options)
     ema = mezzo.EMA(model, use_buffers=True)
     data = list(batches("cnn", 6, (), "cuda"))
     step(*data[0])
     ema.update()
-    # From here on: a capture itself may read.
+    # Only from here on: a capture may synchronize.
     request.getfixturevalue("no_host_reads")
     for x, y in data:
         step(x, y)
@@ -140,7 +144,7 @@ def test_an_update_reads_nothing_from_the_device(
 
 @pytest.mark.filterwarnings("ignore:.*Profiler clears events")
 @pytest.mark.parametrize(("master", "most"), [("float32", 8), ("split", 160)])
-def test_an_update_is_a_few_launches(master: str, most: int) -> None:
+def test_an_update_takes_few_launches(master: str, most: int) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(16, 16, device="cuda") for _ in range(40)))
     step = mezzo.TrainStep(

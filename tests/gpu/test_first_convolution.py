@@ -18,7 +18,7 @@ pytestmark = [
 ]
 
 KERNELS = [(16, 16, 0), (7, 4, 3), (3, 2, 1), (7, 2, 3), (3, 1, 1)]
-BOTH = [
+CASES = [
     (*kernel, dtype)
     for kernel in KERNELS
     for dtype in HALF_DTYPES
@@ -26,10 +26,8 @@ BOTH = [
 ]
 
 
-@pytest.mark.parametrize(("kernel", "stride", "padding", "dtype"), BOTH, ids=str)
-def test_values_and_gradients_are_as_near_to_float64_as_those_of_torch(
-    kernel, stride, padding, dtype
-):
+@pytest.mark.parametrize(("kernel", "stride", "padding", "dtype"), CASES, ids=str)
+def test_errors_of_values_and_gradients_are_at_most_those_of_torch(kernel, stride, padding, dtype):
     x, weight = (
         torch.randn(8, 3, 64, 80, device="cuda"),
         torch.randn(32, 3, kernel, kernel, device="cuda") / kernel,
@@ -46,15 +44,15 @@ def test_values_and_gradients_are_as_near_to_float64_as_those_of_torch(
         F.conv2d(*leaves, None, stride, padding),
         F.conv2d(*exact, None, stride, padding),
     ]
-    given = torch.randn_like(outs[0])
-    ours, theirs, wanted = (
-        (out, *torch.autograd.grad(out, used, given.to(out.dtype)))
+    output_gradient = torch.randn_like(outs[0])
+    results, torch_results, references = (
+        (out, *torch.autograd.grad(out, used, output_gradient.to(out.dtype)))
         for out, used in zip(outs, (leaves, leaves, exact), strict=True)
     )
-    for mine, other, true in zip(ours, theirs, wanted, strict=True):
+    for result, torch_result, reference in zip(results, torch_results, references, strict=True):
         errors = [
-            float(((value.double() - true).norm() / true.norm()).detach())
-            for value in (mine, other)
+            float(((value.double() - reference).norm() / reference.norm()).detach())
+            for value in (result, torch_result)
         ]
         assert errors[0] <= 1.05 * errors[1] + 1e-6, errors
 
@@ -64,15 +62,17 @@ def test_values_and_gradients_are_as_near_to_float64_as_those_of_torch(
 @pytest.mark.parametrize(
     ("kernel", "form"), [(4, inductor_pass.in_blocks), (13, inductor_pass.with_four)]
 )
-def test_a_compiled_step_takes_the_form_and_trains_as_without(kernel, form, level, monkeypatch):
-    # What another test compiled may fit, or make sizes dynamic.
+def test_a_compiled_step_uses_the_fast_form_and_trains_as_without_it(
+    kernel, form, level, monkeypatch
+):
+    # Code that another test compiled could be reused, or sizes become dynamic.
     torch._dynamo.reset()
-    taken = set()
+    used = set()
     monkeypatch.setattr(
         inductor_pass,
         "fast_conv_form",
-        lambda *words, form_of=inductor_pass.fast_conv_form: (
-            taken.add(form_of(*words)) or form_of(*words)
+        lambda *args, form_of=inductor_pass.fast_conv_form: (
+            used.add(form_of(*args)) or form_of(*args)
         ),
     )
     losses = {}
@@ -101,10 +101,10 @@ def test_a_compiled_step_takes_the_form_and_trains_as_without(kernel, form, leve
             (torch.randn(8, 3, 32, 32, device="cuda"), torch.randint(10, (8,), device="cuda"))
             for _ in range(4)
         ]
-        # From a warm cache Inductor takes code that the pass was asked for before.
+        # With a warm cache Inductor would not run the pass.
         with fresh_cache():
             losses[compiles] = [float(step(*batch)) for _ in range(4) for batch in batches]
         assert step.captured, step.eager_reason
-    assert taken == {form}
+    assert used == {form}
     torch.testing.assert_close(losses[True], losses[False], rtol=2e-2, atol=2e-2)
     assert losses[True][-1] < losses[True][0]

@@ -45,7 +45,7 @@ def test_parameters_are_rounded_masters(name: str, kind: str, half: torch.dtype)
 
 
 @pytest.mark.parametrize(("name", "kind", "half"), CASES)
-def test_the_fused_step_agrees_with_the_optimizers_own(
+def test_the_fused_step_agrees_with_the_optimizers_own_step(
     name: str, kind: str, half: torch.dtype
 ) -> None:
     step_cases.check_against_the_optimizers_own_step(name, kind, half, "cuda", fresh_seed() % 2**31)
@@ -54,27 +54,27 @@ def test_the_fused_step_agrees_with_the_optimizers_own(
 @pytest.mark.parametrize(
     ("name", "kind", "half"), [case for case in CASES if case[1] in ("split", "kahan")]
 )
-def test_a_write_through_data_to_a_whole_parameter_drops_what_belonged_to_the_old_value(
+def test_a_write_through_data_to_a_whole_parameter_resets_its_companion_tensor(
     name: str, kind: str, half: torch.dtype
 ) -> None:
     step_cases.check_a_write_through_data(name, kind, half, "cuda", fresh_seed() % 2**31)
 
 
-def test_drawn_roundings_are_those_of_the_cpu() -> None:
-    shown = []
+def test_stochastic_roundings_equal_those_of_the_cpu() -> None:
+    parameters = []
     for device in ("cuda", "cpu"):
         trained = step_cases.training("SGD", "stochastic", torch.bfloat16, device, seed=9)
         trained.gradients()
         trained.step()
-        shown.append(
+        parameters.append(
             torch.cat([parameter.detach().flatten().float().cpu() for parameter in trained.masters])
         )
-    # Where a sum rounds otherwise in its last bit, a draw that lies just there goes the other way.
-    assert (shown[0] != shown[1]).float().mean() < 1e-3
+    # Where a sum differs in its last bit, the rounding may differ.
+    assert (parameters[0] != parameters[1]).float().mean() < 1e-3
 
 
 @pytest.mark.parametrize("clip_norm", [None, 1.0])
-def test_a_step_with_a_scaler_reads_nothing_from_the_device(
+def test_a_step_with_a_scaler_does_not_synchronize(
     no_host_reads: None, clip_norm: float | None
 ) -> None:
     torch.cuda.set_sync_debug_mode("default")
@@ -93,7 +93,7 @@ def test_a_step_with_a_scaler_reads_nothing_from_the_device(
         scaler.update()
 
 
-def test_steps_repeat_bit_for_bit() -> None:
+def test_steps_are_deterministic() -> None:
     runs = []
     for _ in range(2):
         trained = step_cases.training(
@@ -110,15 +110,15 @@ def test_tables_follow_gradients_that_move_while_the_device_is_busy() -> None:
     trained = step_cases.training("SGD", "float32", torch.float16, "cuda", seed=2)
     busy = torch.randn(4096, 4096, device="cuda")
     other = step_cases.training("SGD", "float32", torch.float16, "cuda", seed=2)
-    held = []
+    gradients_of_steps = []
     for _ in range(30):
         for _ in range(4):
             busy = torch.mm(busy, busy).clamp_(-1, 1)
         trained.gradients()
-        held.append([parameter.grad for parameter in trained.parameters])
+        gradients_of_steps.append([parameter.grad for parameter in trained.parameters])
         trained.step()
     torch.cuda.synchronize()
-    for gradients in held:
+    for gradients in gradients_of_steps:
         for parameter, gradient in zip(other.parameters, gradients, strict=True):
             parameter.grad = gradient
         other.step()
@@ -168,12 +168,12 @@ def test_parameter_master_and_adam_state_take_twelve_bytes() -> None:
     bound = bind_optimizer(optimizer, masters)
     optimizer.step()
     optimizer.zero_grad()
-    # Tables of addresses are none of the three.
+    # Without the tables of addresses.
     bound._plan = None
     gc.collect()
-    held = torch.cuda.memory_allocated()
+    allocated = torch.cuda.memory_allocated()
     count = 16 * 2**20
     del parameters, optimizer, masters, parameter, bound
     gc.collect()
-    # What is left beside them are counters: a KiB or two for all.
-    assert (held - torch.cuda.memory_allocated()) / count <= 12.001
+    # The rest are counters: one or two KiB in all.
+    assert (allocated - torch.cuda.memory_allocated()) / count <= 12.001

@@ -32,7 +32,7 @@ LAST = torch.channels_last
 
 @pytest.mark.parametrize("window", WINDOWS.values(), ids=WINDOWS)
 @pytest.mark.parametrize(("dtype", "shape"), CASES, ids=str)
-def test_values_and_gradients_are_those_of_float64(dtype, shape, window):
+def test_values_and_gradients_equal_those_of_float64(dtype, shape, window):
     x = (
         torch.randint(-9, 9, shape, device="cuda")
         .to(dtype)
@@ -44,46 +44,47 @@ def test_values_and_gradients_are_those_of_float64(dtype, shape, window):
     expected = F.max_pool2d(exact, *window) if len(x) else out.double()
     assert torch.equal(out.double(), expected)
     if len(x):
-        given = torch.randn(out.shape, device="cuda").to(dtype)
-        (gradient,) = torch.autograd.grad(out, x, given)
-        (wanted,) = torch.autograd.grad(expected, exact, given.double())
+        output_gradient = torch.randn(out.shape, device="cuda").to(dtype)
+        (gradient,) = torch.autograd.grad(out, x, output_gradient)
+        (reference,) = torch.autograd.grad(expected, exact, output_gradient.double())
         torch.testing.assert_close(
-            gradient.double(), wanted, rtol=torch.finfo(dtype).eps, atol=1e-5
+            gradient.double(), reference, rtol=torch.finfo(dtype).eps, atol=1e-5
         )
 
 
-@pytest.mark.parametrize("odd", [float("nan"), float("-inf"), float("inf")])
-def test_values_that_are_not_finite_win_and_lose_as_with_torch(odd):
+@pytest.mark.parametrize("value", [float("nan"), float("-inf"), float("inf")])
+def test_nonfinite_values_are_pooled_as_in_torch(value):
     x = torch.randn(2, 8, 30, 30, device="cuda")
-    x[:, ::2, :9] = odd
+    x[:, ::2, :9] = value
     x = (
-        torch.where(torch.rand_like(x) < 0.2, odd, x)
+        torch.where(torch.rand_like(x) < 0.2, value, x)
         .contiguous(memory_format=LAST)
         .requires_grad_()
     )
-    # As on a CPU: torch's kernel for CUDA has a place of its own where a window has nothing but
-    # -inf.
-    same = x.detach().cpu().requires_grad_()
-    ours, theirs = max_pool.max_pool2d(x, (3, 3), (2, 2), (1, 1))[0], F.max_pool2d(same, 3, 2, 1)
-    torch.testing.assert_close(ours.cpu(), theirs, rtol=0, atol=0, equal_nan=True)
+    # Compared with a CPU: torch's kernel for CUDA chooses another index in windows of only -inf.
+    on_cpu = x.detach().cpu().requires_grad_()
+    found, expected = (
+        max_pool.max_pool2d(x, (3, 3), (2, 2), (1, 1))[0],
+        F.max_pool2d(on_cpu, 3, 2, 1),
+    )
+    torch.testing.assert_close(found.cpu(), expected, rtol=0, atol=0, equal_nan=True)
     gradients = [
         torch.autograd.grad(out, leaf, torch.ones_like(out))[0].cpu()
-        for out, leaf in ((ours, x), (theirs, same))
+        for out, leaf in ((found, x), (expected, on_cpu))
     ]
     torch.testing.assert_close(*gradients)
 
 
 @pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated")
-def test_a_compiled_step_pools_with_it_and_trains_as_without(monkeypatch):
-    # Where another test compiled the same layers for other batches, dynamo would take the sizes for
-    # dynamic.
+def test_a_compiled_step_uses_the_kernels_and_trains_as_without_them(monkeypatch):
+    # If another test has compiled the same layers for other sizes, dynamo makes sizes dynamic.
     torch._dynamo.reset()
     launched = []
     monkeypatch.setattr(
         max_pool,
         "_grid",
-        lambda out, *apart, grid=max_pool._grid: (
-            launched.append(tuple(out.shape)) or grid(out, *apart)
+        lambda out, *args, grid=max_pool._grid: (
+            launched.append(tuple(out.shape)) or grid(out, *args)
         ),
     )
     losses = {}
@@ -111,7 +112,7 @@ def test_a_compiled_step_pools_with_it_and_trains_as_without(monkeypatch):
             (torch.randn(8, 3, 16, 16, device="cuda"), torch.randint(10, (8,), device="cuda"))
             for _ in range(4)
         ]
-        losses[compiles] = [float(step(*batches[turn % 4])) for turn in range(24)]
+        losses[compiles] = [float(step(*batches[number % 4])) for number in range(24)]
         assert step.captured, step.eager_reason
     assert set(launched) == {(8, 16, 8, 8), (8, 16, 16, 16)}
     assert losses[True] == pytest.approx(losses[False], rel=0.02, abs=0.02)

@@ -1,4 +1,4 @@
-"""Captured steps that are made and dropped give their memory back."""
+"""Captured steps free their memory."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from mezzo.scaling import check_unscale
 pytestmark = pytest.mark.gpu
 
 
-def _captured_once(level: str) -> None:
+def _capture_and_drop(level: str) -> None:
     model = nn.Sequential(nn.Linear(256, 256), nn.GELU(), nn.Linear(256, 256)).cuda()
     step = mezzo.TrainStep(
         model,
@@ -30,14 +30,14 @@ def _captured_once(level: str) -> None:
 
 
 @pytest.mark.parametrize("level", ["O1", "O2"])
-def test_steps_that_are_made_and_dropped_leave_no_memory_and_no_tables(level: str) -> None:
+def test_dropped_steps_leave_no_memory_and_no_tables(level: str) -> None:
     for _ in range(2):
-        _captured_once(level)
+        _capture_and_drop(level)
     gc.collect()
     before, tables = torch.cuda.memory_allocated(), len(check_unscale._captured)
     for _ in range(10):
-        _captured_once(level)
+        _capture_and_drop(level)
     gc.collect()
     assert len(check_unscale._captured) == tables
-    # Tables of the last few gradients are kept, whatever step they were of.
+    # The tables of the last few gradients stay cached.
     assert torch.cuda.memory_allocated() - before < 2**20

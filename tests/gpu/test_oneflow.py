@@ -1,4 +1,4 @@
-"""OneFlow's graphs on a CUDA device: captured, and the same numbers as on the host."""
+"""mezzo.compat.oneflow on a CUDA device: graphs are captured and train as on a CPU."""
 
 from __future__ import annotations
 
@@ -49,13 +49,13 @@ def run(device: str):
     )
     graph = Training(model)
     losses = [graph(x, y).item() for _ in range(12)]
-    bad = x.clone()
-    bad[0, 0] = float("inf")
-    graph(bad, y)
+    overflowing = x.clone()
+    overflowing[0, 0] = float("inf")
+    graph(overflowing, y)
     return graph, losses, Evaluation(model), x
 
 
-def test_a_graph_is_captured_and_trains_as_on_the_host():
+def test_a_graph_is_captured_and_trains_as_on_a_cpu():
     graph, losses, _, _ = run("cuda")
     _, expected, _, _ = run("cpu")
     assert graph.mezzo_step.captured, graph.mezzo_step.eager_reason

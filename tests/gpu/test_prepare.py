@@ -1,4 +1,4 @@
-"""Decorated models on a CUDA device: exact masters, recurrent layers, and runs that resume to the bit."""
+"""Decorated models on a CUDA device: masters, recurrent layers, and bit-exact resumption."""
 
 from __future__ import annotations
 
@@ -48,12 +48,12 @@ class Net(nn.Module):
 
 
 class Run:
-    def __init__(self, optimizer, dtype, kind, seed=0, **words):
+    def __init__(self, optimizer, dtype, kind, seed=0, **options):
         torch.manual_seed(seed)
         self.model = Net().to(DEVICE)
         self.optimizer = OPTIMIZERS[optimizer](self.model.parameters())
         self.scaler = mezzo.GradScaler(DEVICE, init_scale=2.0**8, enabled=dtype == "float16")
-        mezzo.decorate(self.model, self.optimizer, dtype=dtype, master=kind, **words)
+        mezzo.decorate(self.model, self.optimizer, dtype=dtype, master=kind, **options)
 
     @property
     def parts(self):
@@ -73,40 +73,40 @@ class Run:
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize(("dtype", "kind"), CASES)
-def test_a_run_resumes_to_the_bit(tmp_path, optimizer, dtype, kind):
+def test_a_run_resumes_bit_exactly(tmp_path, optimizer, dtype, kind):
     run = Run(optimizer, dtype, kind)
     run.train(4)
     mezzo.save_checkpoint(tmp_path / "run.pt", *run.parts)
     run.train(4)
-    again = Run(optimizer, dtype, kind, seed=7)
-    again.train(1)
-    mezzo.load_checkpoint(tmp_path / "run.pt", *again.parts)
-    again.train(4)
-    assert_equal(run.state(), again.state())
+    resumed = Run(optimizer, dtype, kind, seed=7)
+    resumed.train(1)
+    mezzo.load_checkpoint(tmp_path / "run.pt", *resumed.parts)
+    resumed.train(4)
+    assert_equal(run.state(), resumed.state())
 
 
 @pytest.mark.parametrize("model_first", [True, False])
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("kind", ["float32", "split", "kahan", "stochastic"])
-def test_plain_state_dicts_resume_to_the_bit_in_either_order(kind, optimizer, model_first):
+def test_plain_state_dicts_resume_bit_exactly_in_either_order(kind, optimizer, model_first):
     run = Run(optimizer, "bfloat16", kind)
     run.train(3)
     weights, state = copy.deepcopy((run.model.state_dict(), run.optimizer.state_dict()))
     torch.manual_seed(1)
     run.train(3)
-    again = Run(optimizer, "bfloat16", kind, seed=7)
+    resumed = Run(optimizer, "bfloat16", kind, seed=7)
     if model_first:
-        again.model.load_state_dict(weights)
-    again.optimizer.load_state_dict(state)
+        resumed.model.load_state_dict(weights)
+    resumed.optimizer.load_state_dict(state)
     if not model_first:
-        again.model.load_state_dict(weights)
+        resumed.model.load_state_dict(weights)
     torch.manual_seed(1)
-    again.train(3)
-    assert_equal(run.state(), again.state())
+    resumed.train(3)
+    assert_equal(run.state(), resumed.state())
 
 
 @pytest.mark.parametrize("kind", ["float32", "split"])
-def test_undecorating_untrained_restores_every_bit(kind):
+def test_undecorating_an_untrained_model_restores_every_bit(kind):
     torch.manual_seed(0)
     model = Net().to(DEVICE)
     before = copy.deepcopy(model.state_dict())
@@ -127,7 +127,7 @@ def test_moving_a_decorated_model_to_another_device_is_refused():
 
 @pytest.mark.parametrize("kind", ["float32", "split"])
 def test_a_captured_step_trains_a_parameter_that_joins_a_group_in_place(kind):
-    ended = []
+    weights = []
     for capture in ("auto", False):
         torch.manual_seed(0)
         model = nn.Linear(16, 16).to(DEVICE)
@@ -147,7 +147,7 @@ def test_a_captured_step_trains_a_parameter_that_joins_a_group_in_place(kind):
                 optimizer.param_groups[0]["params"].extend([model.weight])
             step(x, x)
         mezzo.undecorate(model)
-        ended.append(model.weight.detach().clone())
-    assert torch.equal(*ended)
+        weights.append(model.weight.detach().clone())
+    assert torch.equal(*weights)
     torch.manual_seed(0)
-    assert not torch.equal(ended[0], nn.Linear(16, 16).to(DEVICE).weight)
+    assert not torch.equal(weights[0], nn.Linear(16, 16).to(DEVICE).weight)

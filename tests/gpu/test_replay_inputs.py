@@ -1,4 +1,4 @@
-"""Letters to programs that a CUDA device replays: the host runs ahead, memory changes hands, and every replay reads what was meant for it."""
+"""Inputs of captured graphs: every replay reads its own, even if the host runs far ahead."""
 
 from __future__ import annotations
 
@@ -27,51 +27,53 @@ DTYPES = [
     torch.uint8,
     torch.bool,
 ]
-A_WHILE = 20_000_000
+BUSY_CYCLES = 20_000_000
 
 
-def _studio() -> GraphCapturer:
+def _capturer() -> GraphCapturer:
     return GraphCapturer.on(torch.device("cuda", torch.cuda.current_device()))
 
 
-def _summing(*leaves: torch.Tensor) -> CapturedGraph:
-    """Gives the sum of all inputs."""
-    program = _studio().capture(lambda held: sum(one.float().sum() for one in held), leaves, leaves)
-    assert program.replay_inputs is not None
-    return program
+def _sum_of(*leaves: torch.Tensor) -> CapturedGraph:
+    """Capture a graph that returns the sum of all inputs."""
+    graph = _capturer().capture(
+        lambda inputs: sum(tensor.float().sum() for tensor in inputs), leaves, leaves
+    )
+    assert graph.replay_inputs is not None
+    return graph
 
 
 @pytest.mark.parametrize("size", [1, 1000, 4096, 100_003])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_inputs_arrive_bit_by_bit(dtype: torch.dtype, size: int) -> None:
-    program = _summing((torch.randn(size, device="cuda") * 100).to(dtype))
+def test_inputs_are_copied_bit_by_bit(dtype: torch.dtype, size: int) -> None:
+    graph = _sum_of((torch.randn(size, device="cuda") * 100).to(dtype))
     other = (torch.randn(size, device="cuda") * 100).to(dtype)
-    program.replay([other])
-    assert torch.equal(program.inputs[0], other)
+    graph.replay([other])
+    assert torch.equal(graph.inputs[0], other)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_what_is_cast_is_rounded_as_torch_rounds(dtype: torch.dtype) -> None:
+def test_inputs_that_are_cast_are_rounded_as_in_torch(dtype: torch.dtype) -> None:
     leaf = torch.randn(100_003, device="cuda") * 10.0 ** torch.randint(
         -30, 30, (100_003,), device="cuda"
     )
     leaf[:6] = torch.tensor([float("inf"), -float("inf"), float("nan"), 65519.0, 65520.0, -0.0])
-    program = _studio().capture(
-        lambda held: held[0].float().sum(), (torch.zeros_like(leaf, dtype=dtype),), [leaf]
+    graph = _capturer().capture(
+        lambda inputs: inputs[0].float().sum(), (torch.zeros_like(leaf, dtype=dtype),), [leaf]
     )
-    program.replay([leaf])
-    assert torch.equal(program.inputs[0].nan_to_num(nan=7.0), leaf.to(dtype).nan_to_num(nan=7.0))
-    assert torch.equal(program.inputs[0].signbit()[3:], leaf.signbit()[3:])
+    graph.replay([leaf])
+    assert torch.equal(graph.inputs[0].nan_to_num(nan=7.0), leaf.to(dtype).nan_to_num(nan=7.0))
+    assert torch.equal(graph.inputs[0].signbit()[3:], leaf.signbit()[3:])
 
 
-def test_a_host_far_ahead_hands_every_replay_its_own_inputs_even_if_they_are_gone_by_then() -> None:
+def test_every_replay_reads_its_own_inputs_even_if_they_are_freed_before_it_runs() -> None:
     count = 2 * replay_inputs.SLOTS + 100
-    program = _summing(
+    graph = _sum_of(
         torch.zeros(1000, device="cuda"), torch.zeros(10, dtype=torch.int64, device="cuda")
     )
-    torch.cuda._sleep(A_WHILE)
+    torch.cuda._sleep(BUSY_CYCLES)
     losses = [
-        program.replay(
+        graph.replay(
             [
                 torch.full((1000,), number / 1000, device="cuda"),
                 torch.full((10,), number, device="cuda"),
@@ -84,25 +86,25 @@ def test_a_host_far_ahead_hands_every_replay_its_own_inputs_even_if_they_are_gon
     assert len({loss.data_ptr() for loss in losses}) == count
 
 
-STRANGE: dict[str, Any] = {
+LAYOUTS: dict[str, Any] = {
     "strided": lambda: torch.arange(24.0, device="cuda")[::2],
     "misaligned": lambda: torch.arange(13.0, device="cuda")[1:],
     "expanded": lambda: torch.full((1,), 5.0, device="cuda").expand(12),
-    "of the host": lambda: torch.arange(12.0),
+    "on the host": lambda: torch.arange(12.0),
 }
 
 
-@pytest.mark.parametrize("case", STRANGE)
-def test_inputs_that_lie_differently_arrive_too(case: str) -> None:
-    program = _summing(torch.zeros(12, device="cuda"))
-    torch.cuda._sleep(A_WHILE)
-    losses = [program.replay([STRANGE[case]()]) for _ in range(2)]
-    assert [float(loss) for loss in losses] == [float(STRANGE[case]().sum())] * 2
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_inputs_of_other_layouts_are_copied(layout: str) -> None:
+    graph = _sum_of(torch.zeros(12, device="cuda"))
+    torch.cuda._sleep(BUSY_CYCLES)
+    losses = [graph.replay([LAYOUTS[layout]()]) for _ in range(2)]
+    assert [float(loss) for loss in losses] == [float(LAYOUTS[layout]().sum())] * 2
 
 
 def test_streams_may_change() -> None:
-    program, streams = (
-        _summing(torch.zeros(100_000, device="cuda")),
+    graph, streams = (
+        _sum_of(torch.zeros(100_000, device="cuda")),
         [torch.cuda.Stream() for _ in range(3)],
     )
     losses = []
@@ -113,26 +115,26 @@ def test_streams_may_change() -> None:
             torch.cuda._sleep(100_000)
             losses.append(
                 float(number)
-                - program.replay([torch.full((100_000,), number / 100_000, device="cuda")])
+                - graph.replay([torch.full((100_000,), number / 100_000, device="cuda")])
             )
-            # Whoever gets this memory next writes to it.
+            # The freed memory of the inputs is reused and overwritten.
             torch.empty(100_000, device="cuda").fill_(-1.0)
         torch.cuda.current_stream().wait_stream(stream)
     assert torch.stack(losses).abs().max() < 1e-2
 
 
-def test_a_program_that_is_dropped_while_it_runs_finishes() -> None:
+def test_a_graph_that_is_dropped_while_it_runs_finishes() -> None:
     def run() -> list[torch.Tensor]:
-        program = _summing(torch.zeros(1000, device="cuda"))
-        torch.cuda._sleep(A_WHILE)
+        graph = _sum_of(torch.zeros(1000, device="cuda"))
+        torch.cuda._sleep(BUSY_CYCLES)
         return [
-            program.replay([torch.full((1000,), float(number), device="cuda")])
+            graph.replay([torch.full((1000,), float(number), device="cuda")])
             for number in range(100)
         ]
 
     losses = run()
     gc.collect()
-    # Pinned memory that is free would be handed out again, and its numbers be taken for addresses.
+    # Freed pinned memory would be reused, and these numbers be read as addresses.
     garbage = [
         torch.full((1 + replay_inputs.SLOTS * 2,), 3, dtype=torch.int64).pin_memory()
         for _ in range(8)
@@ -141,11 +143,11 @@ def test_a_program_that_is_dropped_while_it_runs_finishes() -> None:
     assert len(garbage) == 8
 
 
-def test_losses_are_ones_own() -> None:
-    program = _summing(torch.zeros(4, device="cuda"))
-    first = program.replay([torch.ones(4, device="cuda")])
+def test_each_replay_returns_its_own_loss_tensor() -> None:
+    graph = _sum_of(torch.zeros(4, device="cuda"))
+    first = graph.replay([torch.ones(4, device="cuda")])
     first.mul_(10.0)
-    second = program.replay([torch.full((4,), 2.0, device="cuda")])
+    second = graph.replay([torch.full((4,), 2.0, device="cuda")])
     assert (float(first), float(second)) == (40.0, 8.0)
     assert first.grad_fn is None
     assert not first._is_view()

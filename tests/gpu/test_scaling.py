@@ -1,4 +1,4 @@
-"""Gradient scaling on a CUDA device: nothing is read that need not be, and bad parameters are named by the pass that checks them."""
+"""Gradient scaling on a CUDA device: synchronizations, and the source of non-finite gradients."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from mezzo.scaling.scale_tensors import DeviceLossScale
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-    # Said once a process by the guard itself.
+    # Raised once in a process by set_sync_debug_mode.
     pytest.mark.filterwarnings("ignore:Synchronization debug mode"),
 ]
 
@@ -70,42 +70,43 @@ def plain(make, xs) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize("name", FUSED)
-def test_a_fused_optimizer_trains_and_skips_without_a_host_read(name: str, x: torch.Tensor):
-    model, bad = network(), x * math.inf
+def test_a_fused_optimizer_trains_and_skips_without_a_synchronization(name: str, x: torch.Tensor):
+    model, overflowing = network(), x * math.inf
     optimizer, scaler = FUSED[name](model.parameters()), mezzo.GradScaler("cuda", growth_interval=2)
     iterate(scaler, model, optimizer, x)
     torch.cuda.synchronize()
     with no_host_reads():
-        results = [iterate(scaler, model, optimizer, one) for one in (bad, x * 2, x * 3)]
+        results = [iterate(scaler, model, optimizer, one) for one in (overflowing, x * 2, x * 3)]
     assert [result.skipped for result in results] == [True, False, False]
     assert scaler.state() == mezzo.ScaleState(2.0**16, 0, 0, 3, 1, 0)
-    for ours, theirs in zip(model.parameters(), plain(FUSED[name], [x, x * 2, x * 3]), strict=True):
-        torch.testing.assert_close(ours, theirs)
+    expected = plain(FUSED[name], [x, x * 2, x * 3])
+    for parameter, reference in zip(model.parameters(), expected, strict=True):
+        torch.testing.assert_close(parameter, reference)
 
 
-def test_a_plain_optimizer_reads_one_flag_however_many_devices_it_spans(x: torch.Tensor):
-    here, there = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(3, device="cuda"))
-    optimizer, scaler = torch.optim.SGD([here, there], lr=0.5), mezzo.GradScaler(init_scale=2.0)
-    for bad in (False, True):
+def test_a_plain_optimizer_on_several_devices_synchronizes_once(x: torch.Tensor):
+    on_cpu, on_gpu = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(3, device="cuda"))
+    optimizer, scaler = torch.optim.SGD([on_cpu, on_gpu], lr=0.5), mezzo.GradScaler(init_scale=2.0)
+    for overflows in (False, True):
         scaler.scale(x.sum())
-        here.grad, there.grad = (
+        on_cpu.grad, on_gpu.grad = (
             torch.full((3,), 2.0),
-            torch.full((3,), math.inf if bad else 2.0, device="cuda"),
+            torch.full((3,), math.inf if overflows else 2.0, device="cuda"),
         )
         scaler.unscale_(optimizer)
         torch.cuda.synchronize()
-        with warnings.catch_warnings(record=True) as told:
+        with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             torch.cuda.set_sync_debug_mode("warn")
             result = scaler.step(optimizer)
             torch.cuda.set_sync_debug_mode("default")
-        assert len([one for one in told if "synchroniz" in str(one.message)]) <= 1
-        assert result.skipped is bad
+        assert len([one for one in caught if "synchroniz" in str(one.message)]) <= 1
+        assert result.skipped is overflows
         scaler.update()
-    assert here.tolist() == there.tolist() == [0.5] * 3
+    assert on_cpu.tolist() == on_gpu.tolist() == [0.5] * 3
 
 
-def test_the_device_state_follows_the_value():
+def test_the_loss_scale_on_the_device_equals_the_one_on_the_host():
     generator = torch.Generator().manual_seed(0)
     for rule in (
         mezzo.ScaleRule(growth_interval=3),
@@ -113,14 +114,14 @@ def test_the_device_state_follows_the_value():
     ):
         state = mezzo.ScaleState(64.0)
         scale = DeviceLossScale(state, torch.device("cuda"))
-        for bad in torch.randint(0, 2, (150,), generator=generator).tolist():
-            scale.advance(torch.full((), float(bad), device="cuda"), rule)
-            state = next_state(state, rule, found_nonfinite=bool(bad))
+        for nonfinite in torch.randint(0, 2, (150,), generator=generator).tolist():
+            scale.advance(torch.full((), float(nonfinite), device="cuda"), rule)
+            state = next_state(state, rule, found_nonfinite=bool(nonfinite))
         assert scale.read() == state
 
 
 @pytest.mark.skipif(not _launch.has_triton(torch.device("cuda")), reason="needs Triton")
-def test_the_first_bad_parameter_is_named(x: torch.Tensor):
+def test_the_first_parameter_with_a_nonfinite_gradient_is_named(x: torch.Tensor):
     model = network()
     optimizer, scaler = FUSED["sgd"](model.parameters()), mezzo.GradScaler("cuda")
     scaler.register_parameter_names(model)
@@ -132,7 +133,7 @@ def test_the_first_bad_parameter_is_named(x: torch.Tensor):
     assert result.first_nonfinite == "2.weight"
 
 
-def test_a_collapse_is_told_once_from_copies_that_nobody_waits_for(x: torch.Tensor):
+def test_a_scale_collapse_warns_once_without_a_synchronization(x: torch.Tensor):
     model = network()
     optimizer, scaler = (
         FUSED["sgd"](model.parameters()),
@@ -141,19 +142,19 @@ def test_a_collapse_is_told_once_from_copies_that_nobody_waits_for(x: torch.Tens
     scaler.register_parameter_names(model)
     iterate(scaler, model, optimizer, x)
     torch.cuda.synchronize()
-    with warnings.catch_warnings(record=True) as told:
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         with no_host_reads():
             for _ in range(12):
                 iterate(scaler, model, optimizer, x * math.inf)
                 time.sleep(0.01)
-    messages = [str(one.message) for one in told if "in a row" in str(one.message)]
+    messages = [str(one.message) for one in caught if "in a row" in str(one.message)]
     assert len(messages) == 1
     if _launch.has_triton(torch.device("cuda")):
         assert "'0.weight'" in messages[0]
 
 
-def test_a_scheduler_follows_good_steps_without_a_host_read(x: torch.Tensor):
+def test_a_scheduler_follows_successful_steps_without_a_synchronization(x: torch.Tensor):
     model = network()
     optimizer, scaler = (
         torch.optim.SGD(model.parameters(), lr=0.1, fused=True),
@@ -175,15 +176,15 @@ def test_a_scheduler_follows_good_steps_without_a_host_read(x: torch.Tensor):
         twin(one).square().mean().backward()
         twin_optimizer.step()
         twin_scheduler.step()
-    for ours, theirs in zip(model.parameters(), twin.parameters(), strict=True):
-        torch.testing.assert_close(ours, theirs)
+    for parameter, reference in zip(model.parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(parameter, reference)
 
 
 @pytest.mark.parametrize(
     "dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64]
 )
 def test_every_dtype_is_unscaled_and_checked(dtype: torch.dtype):
-    for bad in (False, True):
+    for overflows in (False, True):
         parameter = nn.Parameter(torch.ones(70, 33, dtype=dtype, device="cuda"))
         optimizer, scaler = (
             torch.optim.SGD([parameter], lr=1.0),
@@ -191,13 +192,13 @@ def test_every_dtype_is_unscaled_and_checked(dtype: torch.dtype):
         )
         scaler.scale(torch.zeros((), device="cuda"))
         parameter.grad = torch.full_like(parameter, 4.0)
-        if bad:
+        if overflows:
             parameter.grad[69, 32] = math.inf
-        assert scaler.step(optimizer).skipped is bad
-        assert torch.equal(parameter.detach(), torch.full_like(parameter, float(bad)))
+        assert scaler.step(optimizer).skipped is overflows
+        assert torch.equal(parameter.detach(), torch.full_like(parameter, float(overflows)))
 
 
-def test_a_state_saved_on_a_gpu_goes_on_in_torchs_scaler(x: torch.Tensor):
+def test_a_state_saved_on_a_gpu_loads_into_torchs_scaler(x: torch.Tensor):
     model = network()
     optimizer, scaler = (
         FUSED["adam"](model.parameters()),
@@ -205,6 +206,6 @@ def test_a_state_saved_on_a_gpu_goes_on_in_torchs_scaler(x: torch.Tensor):
     )
     for _ in range(4):
         iterate(scaler, model, optimizer, x)
-    theirs = torch.amp.GradScaler("cuda")
-    theirs.load_state_dict(scaler.state_dict())
-    assert (theirs.get_scale(), theirs._get_growth_tracker()) == (2.0**17, 1)
+    loaded = torch.amp.GradScaler("cuda")
+    loaded.load_state_dict(scaler.state_dict())
+    assert (loaded.get_scale(), loaded._get_growth_tracker()) == (2.0**17, 1)

@@ -1,4 +1,4 @@
-"""Captured steps on a CUDA device: the same numbers as eager ones, and nobody waits."""
+"""Captured steps on a CUDA device: they equal eager steps and do not synchronize."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def _deterministic() -> Iterator[None]:
 def no_host_reads() -> Iterator[None]:
     torch.cuda.synchronize()
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that the mode is a prototype
+        warnings.simplefilter("ignore")  # torch warns that the mode is a prototype
         torch.cuda.set_sync_debug_mode("error")
     try:
         yield
@@ -50,15 +50,15 @@ def no_host_reads() -> Iterator[None]:
 
 
 def both(
-    name: str, level: str, dtype: str, count: int = STEPS, optimizer: str = "SGD", **words: Any
+    name: str, level: str, dtype: str, count: int = STEPS, optimizer: str = "SGD", **options: Any
 ) -> tuple[Any, Any]:
-    """The same run captured and eager: losses, weights and step of each."""
+    """Return losses, weights and step of the same run, captured and eager."""
     runs = []
     overflows = OVERFLOWS if dtype == "float16" else ()
     for capture in (True, False):
         made = Made(name, optimizer, "cuda")
         losses, step = in_steps(
-            made, batches(name, count, overflows, "cuda"), level, dtype, capture=capture, **words
+            made, batches(name, count, overflows, "cuda"), level, dtype, capture=capture, **options
         )
         runs.append((losses, weights(made.model), step))
     return tuple(runs)
@@ -74,39 +74,39 @@ def assert_alike(one: list[float], other: list[float], tolerance: float = 0.0) -
 @pytest.mark.parametrize("name", ["mlp", "cnn", "transformer"])
 @pytest.mark.parametrize(("level", "dtype"), LEVELS)
 def test_captured_steps_equal_eager_ones(name: str, level: str, dtype: str) -> None:
-    (captured, theirs, step), (eager, ours, _) = both(name, level, dtype, 200)
+    (captured, weights_captured, step), (eager, weights_eager, _) = both(name, level, dtype, 200)
     assert step.captured
-    # Backward of embeddings and of attention adds up by atomics.
+    # The backward passes of embeddings and attention sum with atomics.
     assert_alike(captured, eager, 0.0 if name == "mlp" else 2e-2)
     if name == "mlp":
-        assert same(theirs, ours)
+        assert same(weights_captured, weights_eager)
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize(("level", "dtype"), LEVELS)
 @pytest.mark.parametrize("optimizer", ["SGD", "AdamW"])
-def test_schedules_advance_with_good_steps_only(
+def test_schedules_advance_with_successful_steps_only(
     level: str, dtype: str, schedule: str, optimizer: str
 ) -> None:
-    (captured, theirs, step), (eager, ours, _) = both(
+    (captured, weights_captured, step), (eager, weights_eager, _) = both(
         "mlp", level, dtype, 200, optimizer, schedule=SCHEDULES[schedule]
     )
     assert step.captured
     assert_alike(captured, eager)
-    assert same(theirs, ours)
+    assert same(weights_captured, weights_eager)
 
 
 @pytest.mark.parametrize(("level", "dtype"), LEVELS)
 def test_three_calls_make_one_captured_update(level: str, dtype: str) -> None:
-    (captured, theirs, step), (eager, ours, _) = both(
+    (captured, weights_captured, step), (eager, weights_eager, _) = both(
         "mlp", level, dtype, 201, accumulate=3, clip_norm=1.0
     )
     assert step.captured
     assert_alike(captured, eager)
-    assert same(theirs, ours)
+    assert same(weights_captured, weights_eager)
 
 
-def test_flush_after_captured_calls_updates_from_what_came() -> None:
+def test_flush_after_captured_calls_updates_with_the_accumulated_gradients() -> None:
     runs = []
     for capture in (True, False):
         made = Made("mlp", device="cuda")
@@ -121,7 +121,7 @@ def test_flush_after_captured_calls_updates_from_what_came() -> None:
 
 
 @pytest.mark.parametrize("clip_norm", [None, 1.0])
-def test_replays_read_nothing_from_the_device(clip_norm: float | None) -> None:
+def test_replays_do_not_synchronize(clip_norm: float | None) -> None:
     made = Made("cnn", device="cuda")
     _, step = in_steps(
         made,
@@ -142,7 +142,7 @@ def test_replays_read_nothing_from_the_device(clip_norm: float | None) -> None:
             step.loss, step.skipped, step.scale  # noqa: B018 - reading is what is tested
 
 
-def test_skips_leave_no_trace_and_are_told() -> None:
+def test_skipped_steps_change_nothing_and_are_reported() -> None:
     made = Made("cnn", device="cuda")
     _, step = in_steps(made, batches("cnn", 8, device="cuda"), "O1", "float16")
     before, state = weights(made.model), copied(made.optimizer.state_dict())
@@ -162,7 +162,7 @@ def test_skips_leave_no_trace_and_are_told() -> None:
 
 
 @pytest.mark.parametrize("kind", ["float32", "split", "kahan"])
-def test_a_weight_that_is_filled_through_data_takes_the_next_captured_step_from_there(
+def test_a_captured_step_starts_from_a_weight_that_was_filled_through_data(
     kind: str,
 ) -> None:
     model = nn.Linear(64, 64, bias=False, device="cuda")
@@ -191,7 +191,7 @@ def test_a_weight_that_is_filled_through_data_takes_the_next_captured_step_from_
     )
 
 
-def test_batch_norm_statistics_advance_and_dropout_draws_anew() -> None:
+def test_batch_norm_statistics_advance_and_dropout_draws_new_numbers() -> None:
     made = Made("cnn", device="cuda")
     _, step = in_steps(made, batches("cnn", 8, device="cuda"), "O1", "bfloat16")
     for group in made.optimizer.param_groups:
@@ -229,27 +229,27 @@ def test_train_eval_and_frozen_parameters_take_effect_at_the_next_step() -> None
         _, step = in_steps(
             made, batches("cnn", 8, device="cuda"), "O1", "bfloat16", capture=capture
         )
-        told = []
+        losses = []
         for change in (
             nn.Module.eval,
             nn.Module.train,
             lambda model: model.conv.requires_grad_(requires_grad=False),
         ):
             change(made.model)
-            told += [float(step(x, y)) for x, y in batches("cnn", 6, device="cuda")]
-        runs.append((told, made.model.conv.weight.detach().clone()))
+            losses += [float(step(x, y)) for x, y in batches("cnn", 6, device="cuda")]
+        runs.append((losses, made.model.conv.weight.detach().clone()))
     assert_alike(runs[0][0], runs[1][0], 2e-2)
 
 
-def test_new_shapes_are_captured_up_to_a_limit_that_is_told() -> None:
+def test_new_shapes_are_captured_up_to_a_limit_with_a_warning() -> None:
     made = Made("mlp", device="cuda")
     _, step = in_steps(made, batches("mlp", 5, device="cuda"), "O1", "bfloat16")
     sizes = list(range(9, 16))
-    with _events.listen() as heard:
+    with _events.listen() as caught:
         for size in sizes:
             for x, y in batches("mlp", 3, device="cuda", size=size):
                 step(x, y)
-    assert sum(isinstance(event, _events.StepCaptured) for event in heard) == len(sizes)
+    assert sum(isinstance(event, _events.StepCaptured) for event in caught) == len(sizes)
     (x, y), *_ = batches("mlp", 1, device="cuda", size=16)
     with pytest.warns(UserWarning, match=r"\(16, 8\) float32"):
         step(x, y)
@@ -281,18 +281,18 @@ class Reads(nn.Module):
         return outputs
 
 
-def test_a_host_read_is_named_by_its_line_and_runs_eagerly() -> None:
+def test_a_synchronizing_line_is_named_and_the_step_runs_eagerly() -> None:
     model = Reads().cuda()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     step = mezzo.TrainStep(model, boosted, optimizer, dtype="float16")
     with (
         pytest.warns(UserWarning, match=r"outputs\.abs\(\)\.sum\(\)\.item\(\) < 0"),
-        _events.listen() as heard,
+        _events.listen() as caught,
     ):
         losses = [float(step(x, y)) for x, y in batches("mlp", 40, device="cuda")]
     assert not step.captured
     assert "test_step.py" in (step.eager_reason or "")
-    assert sum(isinstance(event, _events.StepNotCaptured) for event in heard) == 1
+    assert sum(isinstance(event, _events.StepNotCaptured) for event in caught) == 1
     assert losses[-1] == losses[-1]
 
 
@@ -316,15 +316,15 @@ def test_a_failed_capture_leaves_the_random_numbers_and_the_run_intact(
             model, loss, optimizer, dtype="float16", capture="auto" if fails else False
         )
         torch.manual_seed(3)
-        with warnings.catch_warnings(record=True) as heard:
+        with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             losses = [float(step(x, y)) for x, y in batches("mlp", 12, device="cuda")]
-        assert any("not this one" in str(one.message) for one in heard) is fails
+        assert any("not this one" in str(one.message) for one in caught) is fails
         runs.append(losses)
     assert_alike(*runs)
 
 
-def test_optimizers_without_a_fused_step_run_eagerly_and_say_so() -> None:
+def test_optimizers_without_a_fused_step_run_eagerly_with_a_warning() -> None:
     made = Made("mlp", device="cuda")
     optimizer = torch.optim.RMSprop(made.model.parameters(), lr=0.01)
     with pytest.warns(UserWarning, match="RMSprop has no fused step"):
@@ -334,19 +334,21 @@ def test_optimizers_without_a_fused_step_run_eagerly_and_say_so() -> None:
     assert not step.captured
 
 
-def test_a_captured_run_resumes_to_the_bit() -> None:
+def test_a_captured_run_resumes_from_a_saved_state() -> None:
     data = list(batches("cnn", 24, OVERFLOWS, "cuda"))
     schedule = SCHEDULES["cosine"]
-    made, again = Made("cnn", "AdamW", "cuda"), Made("cnn", "AdamW", "cuda")
+    made, made_again = Made("cnn", "AdamW", "cuda"), Made("cnn", "AdamW", "cuda")
     _, step = in_steps(made, iter(data[:13]), "O2", "float16", accumulate=2, schedule=schedule)
     state = copied(step.state_dict())
     expected = [float(step(x, y)) for x, y in data[13:]]
-    _, resumed = in_steps(again, iter(data[:5]), "O2", "float16", accumulate=2, schedule=schedule)
+    _, resumed = in_steps(
+        made_again, iter(data[:5]), "O2", "float16", accumulate=2, schedule=schedule
+    )
     resumed.load_state_dict(state)
     assert_alike([float(resumed(x, y)) for x, y in data[13:]], expected, 1e-3)
 
 
-def test_a_loaded_optimizer_state_is_captured_anew() -> None:
+def test_a_loaded_optimizer_state_is_captured_again() -> None:
     runs = []
     for capture in (True, False):
         made = Made("mlp", "AdamW", "cuda")
@@ -364,7 +366,7 @@ def test_a_loaded_optimizer_state_is_captured_anew() -> None:
     assert same(*runs)
 
 
-def test_weights_that_others_write_are_followed() -> None:
+def test_weights_written_by_other_code_are_used() -> None:
     runs = []
     for capture in (True, False):
         made = Made("mlp", device="cuda")
@@ -388,13 +390,13 @@ def test_a_gan_is_captured() -> None:
             nn.Linear(4, 8).cuda(),
             nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 1)).cuda(),
         )
-        of_generator, of_critic = (
+        generator_optimizer, critic_optimizer = (
             torch.optim.Adam(model.parameters(), lr=0.01) for model in (generator, critic)
         )
 
         @mezzo.train_step(
             models=[generator, critic],
-            optimizers=[of_generator, of_critic],
+            optimizers=[generator_optimizer, critic_optimizer],
             policy="O1",
             dtype="float16",
             capture=capture,
@@ -405,16 +407,16 @@ def test_a_gan_is_captured() -> None:
             noise,
             generator=generator,
             critic=critic,
-            of_generator=of_generator,
-            of_critic=of_critic,
+            generator_optimizer=generator_optimizer,
+            critic_optimizer=critic_optimizer,
         ):
             fake = generator(noise)
             loss_critic = (
                 F.softplus(critic(fake.detach())).mean() + F.softplus(-critic(real)).mean()
             )
-            update(loss_critic, of_critic)
+            update(loss_critic, critic_optimizer)
             loss = F.softplus(-critic(fake)).mean()
-            update(loss, of_generator)
+            update(loss, generator_optimizer)
             return loss, {"critic": loss_critic}
 
         torch.manual_seed(1)
@@ -431,40 +433,40 @@ def test_a_gan_is_captured() -> None:
     assert_alike(*runs)
 
 
-def test_evaluation_is_captured_and_sees_new_weights() -> None:
+def test_evaluation_is_captured_and_uses_new_weights() -> None:
     made = Made("cnn", device="cuda")
     _, step = in_steps(made, batches("cnn", 6, device="cuda"), "O2", "bfloat16")
     evaluate = mezzo.EvalStep(made.model)
     (x, y), *_ = batches("cnn", 1, device="cuda")
     for _ in range(5):
         outputs = evaluate(x)
-    kept = outputs.clone()
+    copied_outputs = outputs.clone()
     assert evaluate.captured
     for _ in range(3):
         step(x, y)
     after = evaluate(x)
-    assert torch.equal(outputs, kept)
-    assert not torch.equal(after, kept)
+    assert torch.equal(outputs, copied_outputs)
+    assert not torch.equal(after, copied_outputs)
     assert made.model.training
     made.model.eval()
     with torch.no_grad():
         assert torch.equal(made.model(x), after)
 
 
-def test_channels_last_is_measured_and_told() -> None:
+def test_channels_last_is_measured_and_reported() -> None:
     made = Made("cnn", device="cuda")
     step = mezzo.TrainStep(made.model, boosted, made.optimizer, "O2", dtype="float16")
-    with _events.listen() as heard:
+    with _events.listen() as caught:
         for x, y in batches("cnn", 8, device="cuda"):
             step(x, y)
-    told = [event for event in heard if isinstance(event, _events.LayoutChosen)]
-    assert len(told) == 1
-    assert told[0].reason == step.channels_last_reason
+    events = [event for event in caught if isinstance(event, _events.LayoutChosen)]
+    assert len(events) == 1
+    assert events[0].reason == step.channels_last_reason
     assert "ms with channels last" in step.channels_last_reason
     assert step.captured
 
 
-def test_channels_last_on_request_trains_alike() -> None:
+def test_channels_last_on_request_gives_the_same_training() -> None:
     losses = [
         in_steps(
             Made("cnn", device="cuda"),
@@ -478,15 +480,17 @@ def test_channels_last_on_request_trains_alike() -> None:
     assert_alike(*losses, 2e-2)
 
 
-@pytest.mark.filterwarnings("ignore")  # torch warns of its own modules while inductor imports them
+@pytest.mark.filterwarnings(
+    "ignore"
+)  # torch warns about its own modules while Inductor imports them
 @pytest.mark.parametrize("level", ["O1", "O2"])
-def test_a_compiled_convolutional_model_is_captured_and_trains_alike(level: str) -> None:
-    """What is compiled in the warm-up must serve the capture: inputs that enter in another dtype would be compiled for in the middle of it."""
+def test_a_compiled_convolutional_model_is_captured_and_trains_as_an_eager_one(level: str) -> None:
+    """All compilation is in the warm-up: inputs of another dtype would compile in the capture."""
     torch._dynamo.reset()
     runs = []
     for compiled in (True, False):
         made = Made("cnn", device="cuda")
-        made.model.drop.p = 0.0  # compiled code draws other numbers
+        made.model.drop.p = 0.0  # compiled code draws other random numbers
         losses, step = in_steps(
             made,
             batches("cnn", 12, device="cuda"),
@@ -500,7 +504,7 @@ def test_a_compiled_convolutional_model_is_captured_and_trains_alike(level: str)
     assert_alike(*runs, 2e-2)
 
 
-def test_another_captured_program_beside_is_not_disturbed() -> None:
+def test_another_captured_graph_is_not_affected() -> None:
     source = torch.arange(1024.0, device="cuda")
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
@@ -515,8 +519,8 @@ def test_another_captured_program_beside_is_not_disturbed() -> None:
     assert torch.equal(doubled, source * 2)
 
 
-def test_workspaces_that_others_clear_are_not_those_of_a_captured_step() -> None:
-    """cuBLAS adds the parts of a long sum up in a workspace, which torch.compile frees when it captures: a replay must not write to it then."""
+def test_a_captured_step_does_not_use_workspaces_that_other_code_frees() -> None:
+    """cuBLAS sums in a workspace, which torch.compile frees: a replay must not write to it."""
     torch.manual_seed(0)
     model = nn.Linear(16384, 64, device="cuda")
     step = mezzo.TrainStep(
@@ -526,29 +530,29 @@ def test_workspaces_that_others_clear_are_not_those_of_a_captured_step() -> None
     losses = [step(x, y) for _ in range(6)]
     assert step.captured
     torch._C._cuda_clearCublasWorkspaces()
-    taken = []
+    buffers = []
     for stream in (torch.cuda.current_stream(), step._runner._studio.stream):
         with torch.cuda.stream(stream):
-            taken += [
+            buffers += [
                 torch.full((size << 20,), 7, dtype=torch.uint8, device="cuda")
                 for size in (32, 32, 8, 8, 1)
             ]
     torch.cuda.synchronize()
     losses += [step(x, y) for _ in range(3)]
     torch.cuda.synchronize()
-    assert all(bool((one == 7).all()) for one in taken)
+    assert all(bool((one == 7).all()) for one in buffers)
     assert len({float(loss) for loss in losses}) == 1
 
 
-def test_a_captured_graph_that_skips_wrongly_is_found_out_and_training_goes_on_eagerly() -> None:
-    """A stall that is no overflow, made by giving the loss of the capture alone an infinite factor."""
+def test_a_captured_graph_that_skips_wrongly_is_detected_and_training_continues_eagerly() -> None:
+    """Only the captured loss has an infinite factor, so that replays skip without an overflow."""
     made = Made("cnn", "SGD", "cuda")
 
     def broken_in_a_capture(
         outputs: torch.Tensor, target: torch.Tensor, boost: torch.Tensor
     ) -> torch.Tensor:
-        wrong = torch._C._cuda_isCurrentStreamCapturing()
-        return boosted(outputs, target, boost) * (INF if wrong else 1.0)
+        capturing = torch._C._cuda_isCurrentStreamCapturing()
+        return boosted(outputs, target, boost) * (INF if capturing else 1.0)
 
     step = mezzo.TrainStep(
         made.model, broken_in_a_capture, made.optimizer, "O2", dtype="float16", channels_last=False
@@ -568,12 +572,12 @@ def test_a_captured_graph_that_skips_wrongly_is_found_out_and_training_goes_on_e
     assert not same(before, weights(made.model))
 
 
-def test_a_stall_that_is_an_overflow_names_the_parameter_and_leaves_no_trace() -> None:
+def test_a_stall_by_an_overflow_names_the_parameter_and_changes_nothing() -> None:
     overflows = range(20, 30)
     runs = []
     for capture in (True, False):
         made = Made("cnn", "SGD", "cuda")
-        with warnings.catch_warnings(record=True) as heard:
+        with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             losses, step = in_steps(
                 made, batches("cnn", STEPS, overflows, "cuda"), "O2", "float16", capture=capture
@@ -583,14 +587,14 @@ def test_a_stall_that_is_an_overflow_names_the_parameter_and_leaves_no_trace() -
                 losses,
                 weights(made.model),
                 step,
-                [str(one.message) for one in heard if "updates in a row" in str(one.message)],
+                [str(one.message) for one in caught if "updates in a row" in str(one.message)],
             )
         )
-    (losses, got, step, said), (wanted, expected, plain, silent) = runs
-    assert_alike(losses, wanted)
-    assert same(got, expected)
+    (losses, found, step, messages), (expected_losses, expected, plain, no_messages) = runs
+    assert_alike(losses, expected_losses)
+    assert same(found, expected)
     assert step.captured
     assert step.scaler.get_scale() == plain.scaler.get_scale()
-    assert len(said) == 1
-    assert "the gradient of 'conv.weight' is not finite" in said[0]
-    assert silent == []
+    assert len(messages) == 1
+    assert "the gradient of 'conv.weight' is not finite" in messages[0]
+    assert no_messages == []

@@ -1,4 +1,4 @@
-"""What is made and dropped is freed: models, optimizers, steps, converted programs, policies and regions."""
+"""Models, optimizers, steps, converted programs, policies and regions are freed."""
 
 from __future__ import annotations
 
@@ -40,20 +40,20 @@ def decorated(_: int) -> list[Any]:
 
 def step(_: int) -> list[Any]:
     model, optimizer = pair()
-    made = mezzo.TrainStep(model, nn.functional.mse_loss, optimizer, policy="O2", dtype="bfloat16")
-    made(X, X)
-    return [made, model, optimizer, *model.parameters()]
+    train = mezzo.TrainStep(model, nn.functional.mse_loss, optimizer, policy="O2", dtype="bfloat16")
+    train(X, X)
+    return [train, model, optimizer, *model.parameters()]
 
 
 def free_step(_: int) -> list[Any]:
     model, optimizer = pair()
 
     @mezzo.train_step(models=model, optimizers=optimizer, policy="O1", dtype="bfloat16")
-    def made(x: torch.Tensor) -> None:
+    def train(x: torch.Tensor) -> None:
         model(x).square().mean().backward()
 
-    made(X)
-    return [made, model, optimizer, *model.parameters()]
+    train(X)
+    return [train, model, optimizer, *model.parameters()]
 
 
 NAMES = sorted(op.name for op in mezzo.ops() if op.name in vars(torch))[:21]
@@ -61,59 +61,59 @@ PAIRS = list(combinations(NAMES, 2))
 
 
 def region(number: int) -> list[Any]:
-    made = mezzo.autocast(device_type="cpu", dtype="bfloat16", half=set(PAIRS[number]))
-    with made:
+    autocast = mezzo.autocast(device_type="cpu", dtype="bfloat16", half=set(PAIRS[number]))
+    with autocast:
         torch.mm(X, X.T)
-    return [made, made._region.owner]
+    return [autocast, autocast._region.owner]
 
 
-def policy(number: int) -> list[Any]:
-    made = mezzo.Policy("O1", dtype="bfloat16", full=set(PAIRS[number]))
-    with mezzo.autocast(made, device_type="cpu"):
+def custom_policy(number: int) -> list[Any]:
+    policy = mezzo.Policy("O1", dtype="bfloat16", full=set(PAIRS[number]))
+    with mezzo.autocast(policy, device_type="cpu"):
         torch.mm(X, X.T)
-    return [made]
+    return [policy]
 
 
-KEPT = 64
-"""What the caches of policies may hold."""
+CACHED = 64
+"""Maximum size of the caches of policies."""
 
 
 @pytest.mark.parametrize(
     ("make", "alive"),
-    [(decorated, 0), (step, 0), (free_step, 0), (region, KEPT), (policy, KEPT)],
+    [(decorated, 0), (step, 0), (free_step, 0), (region, CACHED), (custom_policy, CACHED)],
     ids=lambda one: getattr(one, "__name__", ""),
 )
-def test_of_200_that_are_made_and_dropped_none_stays_but_what_a_bounded_cache_holds(
+def test_dropped_objects_are_freed_except_those_in_a_bounded_cache(
     make: Callable[[int], list[Any]], alive: int
 ) -> None:
     tables_before = len(table_lookup.TABLES)
-    seen = []
+    references = []
     for number in range(200):
-        seen += [weakref.ref(one) for one in make(number)]
+        references += [weakref.ref(one) for one in make(number)]
     gc.collect()
-    assert sum(one() is not None for one in seen) <= alive
-    assert len(table_lookup.TABLES) <= tables_before + KEPT
+    assert sum(one() is not None for one in references) <= alive
+    assert len(table_lookup.TABLES) <= tables_before + CACHED
 
 
-def test_of_converted_programs_that_are_made_and_dropped_none_stays() -> None:
-    seen = []
+def test_dropped_converted_programs_are_freed() -> None:
+    references = []
     for _ in range(20):
         model = nn.Linear(4, 4)
         converted = mezzo.convert(model, (X,), dtype="bfloat16")
         converted(X)
-        seen += [weakref.ref(one) for one in (model, converted, *model.parameters())]
+        references += [weakref.ref(one) for one in (model, converted, *model.parameters())]
     del model, converted
     gc.collect()
-    assert not any(one() is not None for one in seen)
+    assert not any(one() is not None for one in references)
 
 
-def test_a_region_that_left_the_cache_still_carries_out_its_policy() -> None:
+def test_a_region_applies_its_policy_after_the_cache_has_dropped_it() -> None:
     kept = mezzo.autocast(device_type="cpu", dtype="bfloat16", half={"add", "exp"})
-    for number in range(KEPT + 5):
+    for number in range(CACHED + 5):
         region(number)
     again = mezzo.autocast(device_type="cpu", dtype="bfloat16", half={"add", "exp"})
     del again
-    for number in range(KEPT + 5):
+    for number in range(CACHED + 5):
         region(number)
     gc.collect()
     with kept:

@@ -1,4 +1,4 @@
-"""Code that does not use mezzo does not notice that other code of its process does."""
+"""Code that does not use mezzo is not affected by code in the same process that does."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from mezzo.autocasting.torch_hooks import HOOKS
 
 
 @pytest.fixture(scope="module")
-def seen() -> dict[str, list[str]]:
-    """What a process of its own has seen: in this one mezzo was used long ago."""
+def report() -> dict[str, list[str]]:
+    """Return the report of a new process: in this one mezzo has already been used."""
     environment = os.environ | {
         "PYTHONPATH": os.pathsep.join(
             [str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
@@ -34,27 +34,31 @@ def seen() -> dict[str, list[str]]:
         timeout=300,
     )
     assert done.returncode == 0, done.stderr
-    found: dict[str, list[str]] = json.loads(done.stdout.splitlines()[-1])
-    return found
+    differences: dict[str, list[str]] = json.loads(done.stdout.splitlines()[-1])
+    return differences
 
 
-def test_plain_torch_answers_after_mezzo_was_used_as_before(seen: dict[str, list[str]]) -> None:
-    assert seen["after"] == []
-    assert seen["compiled after"] == []
-
-
-def test_plain_torch_answers_the_same_while_another_thread_uses_mezzo(
-    seen: dict[str, list[str]],
+def test_plain_torch_gives_the_same_results_after_mezzo_was_used(
+    report: dict[str, list[str]],
 ) -> None:
-    assert seen["rounds"]
-    assert seen["beside"] == []
+    assert report["after"] == []
+    assert report["compiled after"] == []
 
 
-def test_whatever_mezzo_replaces_in_torch_is_in_the_table(seen: dict[str, list[str]]) -> None:
+def test_plain_torch_gives_the_same_results_while_another_thread_uses_mezzo(
+    report: dict[str, list[str]],
+) -> None:
+    assert report["rounds"]
+    assert report["beside"] == []
+
+
+def test_everything_that_mezzo_replaces_in_torch_is_in_the_table(
+    report: dict[str, list[str]],
+) -> None:
     listed = {hook.target for hook in HOOKS}
-    assert seen["changed"]
-    # torch has some of its classes under several names.
-    assert [names for names in seen["changed"] if not listed.intersection(names)] == []
+    assert report["changed"]
+    # Some classes of torch have several names.
+    assert [names for names in report["changed"] if not listed.intersection(names)] == []
 
 
 def _pair() -> tuple[torch.nn.Linear, torch.optim.Optimizer]:
@@ -84,7 +88,7 @@ def test_two_threads_step_at_once_and_each_scales_its_own_loss() -> None:
             for _ in range(3):
                 step(torch.ones(1, 1))
             weights[scale] = model.weight.item()
-        except Exception as error:  # noqa: BLE001 - shown in the thread of the test
+        except Exception as error:  # noqa: BLE001 - raised in the thread of the test
             errors.append(error)
             barrier.abort()
 
@@ -117,7 +121,7 @@ def test_a_step_leaves_the_backward_pass_of_other_threads_alone() -> None:
 
     def plain() -> None:
         inside.wait(60)
-        # A vector with a gradient: what a loss of a step may not be.
+        # A vector, which the loss of a step cannot be.
         weight.exp().backward(torch.ones(3))
         finished.set()
 
@@ -129,7 +133,7 @@ def test_a_step_leaves_the_backward_pass_of_other_threads_alone() -> None:
     assert model.weight.item() == -1.0
 
 
-def test_a_region_in_one_thread_knows_nothing_of_an_export_in_another() -> None:
+def test_a_region_in_one_thread_is_not_affected_by_an_export_in_another() -> None:
     inside, finished = threading.Event(), threading.Event()
 
     class Slow(torch.nn.Module):

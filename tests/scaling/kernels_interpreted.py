@@ -50,6 +50,7 @@ def agrees(got: torch.Tensor, expected: torch.Tensor) -> bool:
     )
 
 
+@pytest.mark.thinned(4)
 @pytest.mark.parametrize("factor", FACTORS)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_gradients_and_flags_equal_the_float64_reference(dtype: torch.dtype, factor: float) -> None:

@@ -39,6 +39,7 @@ def close(one, other):
     )
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize("name", ["mlp", "cnn", "transformer"])
 @pytest.mark.parametrize(("level", "dtype"), LEVELS)
 def test_losses_and_weights_equal_the_loop_by_hand(name, level, dtype):
@@ -51,6 +52,7 @@ def test_losses_and_weights_equal_the_loop_by_hand(name, level, dtype):
     assert step.metrics.skipped_steps == len(overflows)
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize(("level", "dtype"), LEVELS)
 def test_schedules_advance_with_good_steps_only(level, dtype, schedule):
@@ -66,6 +68,7 @@ def test_schedules_advance_with_good_steps_only(level, dtype, schedule):
     assert isinstance(made.optimizer.param_groups[0]["lr"], float)
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize("name", ["mlp", "cnn", "transformer"])
 @pytest.mark.parametrize(("level", "dtype"), LEVELS)
 def test_three_calls_make_one_update(name, level, dtype):

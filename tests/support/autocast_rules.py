@@ -1,8 +1,8 @@
-"""What torch's own autocast does with every op that it has a kernel for, as a program that knows nothing of mezzo.
+"""A program without mezzo that prints what torch's own autocast does with each of its ops.
 
-Writes {device: {overload: rule}}, for an argument {device: dispatch key}. The ops are called with
-tensors that note how they are cast on their way through autocast and compute nothing, so that no
-device is needed, and sizes need not fit: casts come first.
+Prints {device: {overload: rule}}; its argument is {device: dispatch key}. The ops are called with
+tensors that record how autocast casts them and compute nothing. So no device is needed, and sizes
+need not fit: casts come first.
 """
 
 import json
@@ -17,11 +17,11 @@ PLAIN = {"int": 1, "float": 1.0, "bool": False, "number": 1, "str": "none"}
 
 
 class ReachedError(Exception):
-    """The call has come through autocast."""
+    """The call has passed autocast."""
 
 
-class Noting(torch.Tensor):
-    """A tensor of any device that notes what it is cast to."""
+class Recording(torch.Tensor):
+    """A tensor of any device that records the dtypes it is cast to."""
 
     casts: ClassVar[list] = []
 
@@ -32,17 +32,17 @@ class Noting(torch.Tensor):
     @classmethod
     def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        # Some ops are told the dtype of their result instead, and softmax whether it is float32.
+        # Some ops take the dtype of their result instead, and softmax a flag for float32.
         cls.casts.append(
             FULL if "softmax" in func.name() and args[2:] == (True,) else kwargs.get("dtype")
         )
         if func is torch.ops.aten._to_copy.default:
-            return Noting(kwargs["dtype"], args[0].device)
+            return Recording(kwargs["dtype"], args[0].device)
         raise ReachedError
 
 
-def given(argument, tensors):
-    """A value of an argument's type."""
+def value_for(argument, tensors):
+    """Return a value of an argument's type."""
     kind = str(argument.type)
     if argument.has_default_value() or kind.startswith("Optional["):
         return argument.default_value
@@ -52,20 +52,23 @@ def given(argument, tensors):
 
 
 def casts(overload, device, *dtypes):
-    """What tensors of these dtypes, of which the last goes on for ever, are cast to in a call; None where the call is refused."""
-    tensors = (Noting(dtypes[min(place, len(dtypes) - 1)], device) for place in range(100))
-    arguments = {one.name: given(one, tensors) for one in overload._schema.arguments}
-    Noting.casts = []
+    """Return the dtypes that tensors are cast to in a call; None if autocast refuses the call.
+
+    The last of `dtypes` is used for all further tensors.
+    """
+    tensors = (Recording(dtypes[min(place, len(dtypes) - 1)], device) for place in range(100))
+    arguments = {one.name: value_for(one, tensors) for one in overload._schema.arguments}
+    Recording.casts = []
     try:
         overload(**arguments)
-    except Exception as error:  # noqa: BLE001 - sizes may be wrong, in whichever way
+    except Exception as error:  # noqa: BLE001 - wrong sizes raise errors of many types
         if "unsafe to autocast" in str(error):
             return None
-    return Noting.casts
+    return Recording.casts
 
 
 def rule(overload, device):
-    """What autocast does with an op."""
+    """Return the rule by which autocast casts an op."""
     narrowed, widened, promoted = (
         casts(overload, device, FULL),
         casts(overload, device, HALF),
@@ -81,7 +84,7 @@ def rule(overload, device):
 
 
 def rules(device, key):
-    """What autocast does with every overload of ATen's that it has a kernel for; not with those for named dimensions."""
+    """Return the rule of every ATen overload with an autocast kernel, without named dimensions."""
     torch.set_autocast_enabled(device, True)
     torch.set_autocast_dtype(device, HALF)
     names = (
@@ -98,7 +101,7 @@ def rules(device, key):
     found = {
         name: rule(overload, device)
         for name, overload in overloads.items()
-        if not any(word in name.lower() for word in ("dimname", "names"))
+        if not any(part in name.lower() for part in ("dimname", "names"))
     }
     torch.set_autocast_enabled(device, False)
     return found

@@ -25,10 +25,10 @@ from mezzo._casting import map_tensors
 from mezzo.prepare import rng_state
 
 ALLOWED = 2**29
-"""Bytes that a load may allocate beside the file."""
+"""Bytes that a load may allocate in addition to the size of the file."""
 
 
-def made(seed=0, **words):
+def make_step(seed=0, **options):
     torch.manual_seed(seed)
     random.seed(seed)
     np.random.seed(seed)  # noqa: NPY002 - the generator whose state a checkpoint has
@@ -40,7 +40,7 @@ def made(seed=0, **words):
         nn.functional.mse_loss,
         optimizer,
         "O2",
-        **{"dtype": "float16", **words},
+        **{"dtype": "float16", **options},
         accumulate=2,
         scheduler=scheduler,
         capture=False,
@@ -53,42 +53,42 @@ def call(step, times=1):
 
 
 class Target:
-    """What mutated files are loaded into: a step whole, or the parts of one; trained or new."""
+    """A step, or its parts, into which mutated files are loaded; trained or new."""
 
-    def __init__(self, folder: Path, *, whole: bool, new: bool = False, **words: Any) -> None:
+    def __init__(self, folder: Path, *, whole: bool, new: bool = False, **options: Any) -> None:
         self._path, self._whole = folder / "mutated.pt", whole
-        self._step, other = made(**words), made(seed=1, **words)
+        self._step, other = make_step(**options), make_step(seed=1, **options)
         call(other, 5 if whole else 4)
         mezzo.save_checkpoint(
             self._path,
-            **self._words(other),
+            **self._arguments(other),
             epoch=3,
             table={"a": [1, 2.5, "x"], "t": torch.ones(3)},
             names={"b"},
         )
         self.file = self._path.read_bytes()
         self.content = torch.load(self._path, weights_only=True)
-        mezzo.load_checkpoint(self._path, **self._words(self._step))
+        mezzo.load_checkpoint(self._path, **self._arguments(self._step))
         self._loaded = self._state()
         call(other, 2)
-        mezzo.save_checkpoint(self._path, **self._words(other))
+        mezzo.save_checkpoint(self._path, **self._arguments(other))
         self.other = self._path.read_bytes()
         if new:
-            self._step = made(**words)
+            self._step = make_step(**options)
         else:
             call(self._step, 3 if whole else 4)
         self._before = self._state()
 
-    def _words(self, step) -> dict[str, Any]:
+    def _arguments(self, step) -> dict[str, Any]:
         if self._whole:
             return {"step": step}
-        words = {
+        parts = {
             "model": step.model,
             "optimizer": step.optimizer,
             "scaler": step.scaler,
             "scheduler": next(iter(step._parts.schedulers.values())),
         }
-        return {name: one for name, one in words.items() if one is not None}
+        return {name: part for name, part in parts.items() if part is not None}
 
     def _state(self):
         step, weights = self._step, [parameter.data for parameter in self._step.model.parameters()]
@@ -101,13 +101,13 @@ class Target:
         return map_tensors(state, torch.clone)
 
     def load(self, content: bytes) -> str | None:
-        """Load a file: the error's message, None if it was loaded. Whatever else is raised is a finding."""
+        """Load a file; return the message of the error, or None. Other exceptions are bugs."""
         self._path.write_bytes(content)
-        # One for all targets.
+        # The targets share the random number generators.
         rng_state.restore_rng_state(self._before[0]["rng"])
         try:
             with memory_limited(len(content) + ALLOWED):
-                mezzo.load_checkpoint(self._path, **self._words(self._step))
+                mezzo.load_checkpoint(self._path, **self._arguments(self._step))
         except mezzo.CheckpointError as error:
             refuse_out_of_memory(error)
             assert_equal(self._before, self._state())
@@ -115,30 +115,30 @@ class Target:
         return None
 
     def is_original(self) -> None:
-        """After a load: everything is as it was saved."""
+        """Assert after a load that everything is as it was saved."""
         loaded = self._state()
         if not self._whole:
-            # A step's count of its updates is no part of its parts.
+            # The number of updates is not part of the model, the optimizer or the scheduler.
             loaded[0]["updates"] = self._loaded[0]["updates"]
         assert_equal(self._loaded, loaded)
 
     def trains(self) -> None:
-        """After a load of other values: the run goes on."""
+        """Assert after a load of other values that training continues."""
         try:
             call(self._step, 2)
         except AssertionError as error:
-            # A flag as any other, with which torch does not step on a CPU.
+            # A mutated flag with which torch refuses to step on a CPU.
             if "capturable=True" not in str(error):
                 raise
 
     def reset(self) -> None:
-        """Go back to the state before the load."""
+        """Restore the state before the load."""
         self._step.load_state_dict(map_tensors(self._before[0], torch.clone))
 
 
 @contextmanager
 def memory_limited(more: int):
-    """Let an allocation fail that takes the process this many bytes further."""
+    """Make allocations fail that exceed the present size of the process by `more` bytes."""
     size = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     before = resource.getrlimit(resource.RLIMIT_AS)
     resource.setrlimit(resource.RLIMIT_AS, (size + more, before[1]))
@@ -150,7 +150,7 @@ def memory_limited(more: int):
 
 def refuse_out_of_memory(error: BaseException | None) -> None:
     while error is not None:
-        assert not isinstance(error, MemoryError), "too much memory was asked for"
+        assert not isinstance(error, MemoryError), "the load requested too much memory"
         assert "allocate" not in str(error), error
         error = error.__cause__
 
@@ -165,7 +165,7 @@ def damaged(draw: random.Random, file: bytes, other: bytes) -> bytes:
         draw.randrange(len(file)),
         draw.choice([1, 2, 8, 64, 512, 4096]),
     )
-    ways: list[Callable[[], Any]] = [
+    mutations: list[Callable[[], Any]] = [
         lambda: content.__setitem__(at, content[at] ^ (1 << draw.randrange(8))),
         lambda: [
             content.__setitem__(draw.randrange(len(file)), draw.randrange(256))
@@ -179,7 +179,7 @@ def damaged(draw: random.Random, file: bytes, other: bytes) -> bytes:
         lambda: content.__setitem__(slice(at, at + length), file[start : start + length]),
         lambda: content.__setitem__(slice(at, at + length), other[at : at + length]),
         lambda: content.extend(draw.randbytes(length)),
-        # The directory, which no checksum covers, and the records behind it.
+        # The directory of the archive, which no checksum covers, and the records after it.
         *[
             lambda: content.__setitem__(
                 -draw.randrange(1, 3000), draw.choice([16, draw.randrange(256)])
@@ -187,7 +187,7 @@ def damaged(draw: random.Random, file: bytes, other: bytes) -> bytes:
         ]
         * 3,
     ]
-    draw.choice(ways)()
+    draw.choice(mutations)()
     return bytes(content)
 
 
@@ -235,7 +235,7 @@ def nest(depth: int) -> Any:
 
 
 def changed_tensor(draw: random.Random, tensor: torch.Tensor) -> torch.Tensor:
-    ways: list[Callable[[], torch.Tensor]] = [
+    mutations: list[Callable[[], torch.Tensor]] = [
         lambda: tensor.to(
             draw.choice(
                 [
@@ -259,11 +259,11 @@ def changed_tensor(draw: random.Random, tensor: torch.Tensor) -> torch.Tensor:
         lambda: torch.cat([tensor.reshape(-1)] * 2)[: tensor.numel()].view(tensor.shape),
         lambda: tensor * math.nan if tensor.is_floating_point() else tensor,
     ]
-    return draw.choice(ways)()
+    return draw.choice(mutations)()
 
 
 def places(content: Any, found: list[tuple[Any, Any]], depth: int = 0) -> list[tuple[Any, Any]]:
-    """Every entry of nested containers, as the container and the key; of long lists of numbers a few."""
+    """Return every entry of nested containers as container and key; of long lists only a few."""
     keys = list(content) if isinstance(content, dict) else list(range(len(content)))
     for key in keys if len(keys) < 100 else keys[:3] + keys[-3:]:
         found.append((content, key))
@@ -309,14 +309,17 @@ def other_content(draw: random.Random, content: Any) -> bytes:
     try:
         torch.save(content, buffer)
     except RecursionError:
-        # Of values that are nested too deep for torch.save.
+        # The values are nested too deep for torch.save.
         buffer = io.BytesIO()
         torch.save({}, buffer)
     return buffer.getvalue()
 
 
 def as_lists(content: Any, *, tuples: bool) -> Any:
-    """The same content in containers that can be changed; the long states of generators are in tuples, and most of the time left alone."""
+    """Return the content in mutable containers.
+
+    The long states of random number generators are in tuples, which mostly stay as they are.
+    """
     if isinstance(content, dict) and not isinstance(content, Counter):
         return {key: as_lists(value, tuples=tuples) for key, value in content.items()}
     return (
@@ -327,7 +330,7 @@ def as_lists(content: Any, *, tuples: bool) -> Any:
 
 
 def repacked(draw: random.Random, file: bytes) -> bytes:
-    """The archive again, with a changed pickle or changed entries, and the checksums that belong to them."""
+    """Return the archive with a changed pickle or changed entries, and correct checksums."""
     archive, buffer = zipfile.ZipFile(io.BytesIO(file)), io.BytesIO()
     entries = {one.filename: bytearray(archive.read(one)) for one in archive.infolist()}
     pickled = next(content for name, content in entries.items() if name.endswith("data.pkl"))
@@ -336,7 +339,7 @@ def repacked(draw: random.Random, file: bytes) -> bytes:
     name = draw.choice(stored)
     if kind == "pickle":
         for _ in range(draw.choice([1, 2, 8])):
-            # The long lists of generators are the greater part of the bytes.
+            # Most bytes belong to the states of random number generators.
             at = draw.choice(
                 [draw.randrange(len(pickled)), draw.randrange(min(len(pickled), 6000))]
             )
@@ -362,8 +365,8 @@ def repacked(draw: random.Random, file: bytes) -> bytes:
 
 
 def fuzz(folder: Path, numbers: range, seed: int = 0) -> Counter[str]:
-    """Load mutated checkpoints, and count what came of them."""
-    told: Counter[str] = Counter()
+    """Load mutated checkpoints, and count the outcomes."""
+    outcomes: Counter[str] = Counter()
     targets = [
         Target(folder, whole=True),
         Target(folder, whole=False),
@@ -374,16 +377,16 @@ def fuzz(folder: Path, numbers: range, seed: int = 0) -> Counter[str]:
         kind = draw.choice(["damaged", "damaged", "content", "content", "repacked"])
         content = _mutated(draw, target, kind)
         try:
-            # Weights that are not finite are reported when they are trained, as they should be.
+            # Training with non-finite weights warns, as it should.
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
-                told[f"{kind}: {_load(target, content, damaged=kind == 'damaged')}"] += 1
-        except Exception as found:
+                outcomes[f"{kind}: {_load(target, content, damaged=kind == 'damaged')}"] += 1
+        except Exception as error:
             (folder / f"finding-{seed}-{number}.pt").write_bytes(content)
             raise AssertionError(
-                f"input {number} of seed {seed}, {kind}: {type(found).__name__}: {found}"
-            ) from found
-    return told
+                f"input {number} of seed {seed}, {kind}: {type(error).__name__}: {error}"
+            ) from error
+    return outcomes
 
 
 def _mutated(draw: random.Random, target: Target, kind: str) -> bytes:

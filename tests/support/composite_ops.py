@@ -1,4 +1,7 @@
-"""Read from the bytecode of torch's Python functions which ops they call. Only for tests: opcodes change with every Python."""
+"""Read from the bytecode of torch's Python functions which ops they call.
+
+Only for tests: opcodes change with every version of Python.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +28,7 @@ _DEPTH = 3
 
 
 def ops_inside(function: Function, depth: int = _DEPTH) -> set[str]:
-    """Name every op that a Python function may call: too many rather than too few.
+    """Return the names of all ops that a Python function may call: rather too many than too few.
 
     Comparisons are left out: in torch's functions they compare sizes, and their results carry no
     precision.

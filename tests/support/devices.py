@@ -1,4 +1,4 @@
-"""Devices that are not there."""
+"""Fake devices."""
 
 from __future__ import annotations
 
@@ -16,5 +16,5 @@ def device(
     kind: str = "cuda",
     name: str = "Fake 100",
 ) -> Hardware:
-    """A device with these abilities."""
+    """Return a device that supports the two dtypes as given."""
     return Hardware(kind, name, "1.0", float16=float16, bfloat16=bfloat16)

@@ -1,4 +1,4 @@
-"""A differential harness: train one model twice from the same seed on the same data, in two ways that must agree.
+"""A differential harness: train a model in two ways, from the same seed on the same data.
 
 On a GPU the two ways are a captured TrainStep and an eager one (`tests/gpu/test_differential.py`),
 on a CPU a TrainStep and the loop that a user writes by hand (`tests/step/test_differential.py`).
@@ -40,7 +40,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Variant:
-    """A way to train it."""
+    """How a model is trained."""
 
     level: str
     dtype: str
@@ -51,14 +51,14 @@ class Variant:
     overflows: Sequence[int] = OVERFLOWS
 
     def __str__(self) -> str:
-        words = [
+        parts = [
             self.level,
             self.dtype,
             "channels_last" if self.channels_last else "",
             f"x{self.accumulate}" if self.accumulate > 1 else "",
         ]
         return " ".join(
-            [*filter(None, words), "clip" if self.clip_norm else "", self.optimizer]
+            [*filter(None, parts), "clip" if self.clip_norm else "", self.optimizer]
         ).replace("  ", " ")
 
     @property
@@ -69,7 +69,7 @@ class Variant:
 
 @dataclass(frozen=True)
 class Trajectory:
-    """What came of a run."""
+    """Results of a run."""
 
     losses: torch.Tensor
     state: dict[str, torch.Tensor]
@@ -85,25 +85,31 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 }
 
 
-def made(row: Row, variant: Variant, device: str) -> tuple[nn.Module, torch.optim.Optimizer]:
-    """The model and its optimizer, always from the same seed."""
+def make_model(row: Row, variant: Variant, device: str) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """Return the model and its optimizer, always from the same seed."""
     torch.manual_seed(0)
     model = row.build().to(device).train()
     return model, OPTIMIZERS[variant.optimizer](model.parameters())
 
 
 def batches(row: Row, variant: Variant, device: str) -> list[tuple[Any, tuple[torch.Tensor, ...]]]:
-    """The data of a run: the last argument of the loss is its factor, infinite where an overflow is planted."""
+    """Return the data of a run.
+
+    The last argument of the loss is a factor, infinite where an overflow is planted.
+    """
     generator, data = torch.Generator().manual_seed(7), []
     for call in range(UPDATES * variant.accumulate):
         update, within = divmod(call, variant.accumulate)
         x, y = row.batch(generator)
         # In the middle of an accumulation, where there is one.
-        bad = update in variant.planted and within == variant.accumulate // 2
+        overflows = update in variant.planted and within == variant.accumulate // 2
         data.append(
             (
                 _moved(x, device),
-                (*_moved(y, device), torch.tensor(float("inf") if bad else 1.0, device=device)),
+                (
+                    *_moved(y, device),
+                    torch.tensor(float("inf") if overflows else 1.0, device=device),
+                ),
             )
         )
     return data
@@ -118,7 +124,7 @@ def _moved(value: Any, device: str) -> Any:
 
 
 def loss_of(row: Row) -> Callable[..., torch.Tensor]:
-    """The row's loss times its factor."""
+    """Return the row's loss function, multiplied by the factor."""
 
     def loss(outputs: Any, *arguments: torch.Tensor) -> torch.Tensor:
         return row.loss(outputs, *arguments[:-1]) * arguments[-1]
@@ -128,7 +134,7 @@ def loss_of(row: Row) -> Callable[..., torch.Tensor]:
 
 def in_steps(row: Row, variant: Variant, device: str, *, capture: bool | str) -> Trajectory:
     """Train with TrainStep."""
-    model, optimizer = made(row, variant, device)
+    model, optimizer = make_model(row, variant, device)
     data = batches(row, variant, device)
     step = mezzo.TrainStep(
         model,
@@ -158,8 +164,8 @@ def in_steps(row: Row, variant: Variant, device: str, *, capture: bool | str) ->
 
 
 def by_hand(row: Row, variant: Variant, device: str) -> Trajectory:
-    """Train with the loop that TrainStep stands for."""
-    model, optimizer = made(row, variant, device)
+    """Train with the loop that TrainStep replaces."""
+    model, optimizer = make_model(row, variant, device)
     data, loss_fn = batches(row, variant, device), loss_of(row)
     if variant.channels_last:
         model.to(memory_format=torch.channels_last)
@@ -199,19 +205,19 @@ def by_hand(row: Row, variant: Variant, device: str) -> Trajectory:
 
 
 def _state(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Weights, buffers and the exact weights behind them."""
+    """Return weights, buffers and master weights."""
     state = {
         name: tensor.detach().clone()
         for name, tensor in (*model.named_parameters(), *model.named_buffers())
     }
     return state | {
-        f"exact {name}": value.clone() for name, value in mezzo.master_params(model).items()
+        f"master {name}": value.clone() for name, value in mezzo.master_params(model).items()
     }
 
 
 @dataclass(frozen=True)
 class Difference:
-    """How far two runs are apart: 0 everywhere where they are bit-equal."""
+    """Differences between two runs: 0 if they are bit-equal."""
 
     loss: float
     weight: float
@@ -221,25 +227,25 @@ class Difference:
 
     @property
     def exact(self) -> bool:
-        """Whether the runs are bit-equal."""
+        """Return whether the runs are bit-equal."""
         return self.loss == self.weight == 0.0
 
 
 def difference(one: Trajectory, other: Trajectory) -> Difference:
     """Compare two runs. Non-finite values must be the same ones."""
-    apart = {name: _apart(value, other.state[name]) for name, value in one.state.items()}
-    where = max(apart, key=lambda name: apart[name])
+    distances = {name: _distance(value, other.state[name]) for name, value in one.state.items()}
+    where = max(distances, key=lambda name: distances[name])
     return Difference(
-        _apart(one.losses, other.losses),
-        apart[where],
+        _distance(one.losses, other.losses),
+        distances[where],
         where,
         (one.skipped_steps, other.skipped_steps),
         (one.scale, other.scale),
     )
 
 
-def _apart(one: torch.Tensor, other: torch.Tensor) -> float:
-    """The largest difference, relative to the largest value."""
+def _distance(one: torch.Tensor, other: torch.Tensor) -> float:
+    """Return the largest difference, relative to the largest value."""
     if torch.equal(one, other):
         return 0.0
     one, other = one.double(), other.double()
@@ -255,19 +261,17 @@ def _apart(one: torch.Tensor, other: torch.Tensor) -> float:
 
 
 SLACK = 20.0
-"""How many times the difference of two equal runs another one may be away, where the kernels are
-not deterministic."""
+"""Where kernels are not deterministic: allowed multiple of the difference between equal runs."""
 
 
 _REPEATS = 4
-"""How often an eager run is repeated to see what its atomics do: a repetition may be bit-equal
-by chance."""
+"""Repetitions of an eager run to measure the effect of atomics: one may be bit-equal by chance."""
 
 
 def assert_agree(
     one: Trajectory, other: Trajectory, repeat: Callable[[], Trajectory]
 ) -> Difference:
-    """Require that a run is bit-equal to another, or as close to it as that one is to its own repetitions."""
+    """Assert that a run is bit-equal to another, or as close as the other's own repetitions."""
     found = difference(one, other)
     assert found.skipped_steps[0] == found.skipped_steps[1], f"skipped steps: {found.skipped_steps}"
     assert found.scales[0] == found.scales[1], f"loss scales: {found.scales}"
@@ -286,7 +290,7 @@ def assert_agree(
 
 @contextmanager
 def deterministic() -> Any:
-    """Ask torch for deterministic kernels where it has them."""
+    """Use deterministic kernels where torch has them."""
     before, fill = (
         torch.are_deterministic_algorithms_enabled(),
         torch.utils.deterministic.fill_uninitialized_memory,

@@ -1,4 +1,4 @@
-"""Models for the differential harness: torchvision's classification families, transformers from their configurations, and what people write themselves."""
+"""Models for the differential harness: own ones, torchvision's and Hugging Face's."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ class Interaction(nn.Module):
 
 
 class DoubleBackward(nn.Module):
-    """Gives the gradient of its output beside it, to be trained on."""
+    """Returns its output and the gradient of it, for losses of both."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -138,7 +138,7 @@ OWN = [
 
 
 def _classified(outputs: Any, target: torch.Tensor) -> torch.Tensor:
-    """The loss of a classifier; Inception and GoogLeNet give auxiliary outputs too."""
+    """Return the loss of a classifier; Inception and GoogLeNet have auxiliary outputs."""
     if isinstance(outputs, torch.Tensor):
         return F.cross_entropy(outputs, target)
     return sum(
@@ -147,8 +147,8 @@ def _classified(outputs: Any, target: torch.Tensor) -> torch.Tensor:
     )
 
 
-# Where features do not divide evenly, the backward pass of adaptive pooling adds up in any order:
-# at these sizes AlexNet, VGG and GoogLeNet repeat themselves.
+# Where features do not divide evenly, the backward pass of adaptive pooling sums in any order: with
+# these sizes AlexNet, VGG and GoogLeNet are deterministic.
 _SIZES = {
     "inception_v3": 299,
     "googlenet": 128,
@@ -164,13 +164,15 @@ _OPTIONS: dict[str, dict[str, Any]] = {
     "vit_b_16": {"image_size": 64},
 }
 _FAMILIES = """
-    alexnet convnext_tiny densenet121 efficientnet_b0 efficientnet_v2_s googlenet inception_v3 maxvit_t mnasnet0_5 mobilenet_v2 mobilenet_v3_small mobilenet_v3_large
-    regnet_x_400mf regnet_y_400mf resnet18 resnet50 resnext50_32x4d wide_resnet50_2 shufflenet_v2_x0_5 squeezenet1_0 squeezenet1_1 swin_t swin_v2_t vgg11_bn vit_b_16
+    alexnet convnext_tiny densenet121 efficientnet_b0 efficientnet_v2_s googlenet inception_v3
+    maxvit_t mnasnet0_5 mobilenet_v2 mobilenet_v3_small mobilenet_v3_large regnet_x_400mf
+    regnet_y_400mf resnet18 resnet50 resnext50_32x4d wide_resnet50_2 shufflenet_v2_x0_5
+    squeezenet1_0 squeezenet1_1 swin_t swin_v2_t vgg11_bn vit_b_16
 """.split()
 
 
 def vision(name: str, size: int | None = None, batch: int = 8) -> Row:
-    """A family of torchvision's."""
+    """Return a model of torchvision."""
 
     def build() -> nn.Module:
         import torchvision
@@ -192,46 +194,86 @@ TORCHVISION = (
 
 # -- transformers ----------------------------------------------------------------------------------
 
-_WORDS, _LENGTH = 97, 16
+_VOCABULARY, _LENGTH = 97, 16
 _ENCODER = {
     "hidden_size": 32,
     "num_hidden_layers": 2,
     "num_attention_heads": 4,
     "intermediate_size": 64,
-    "vocab_size": _WORDS,
+    "vocab_size": _VOCABULARY,
     "pad_token_id": 0,
 }
 _SPECIAL = {"bos_token_id": 1, "eos_token_id": 2, "use_cache": False}
 _DECODER = {**_ENCODER, **_SPECIAL}
 _SEQ2SEQ = {
-    "vocab_size": _WORDS, "d_model": 32, "encoder_layers": 2, "decoder_layers": 2, "encoder_attention_heads": 4, "decoder_attention_heads": 4,
-    "encoder_ffn_dim": 64, "decoder_ffn_dim": 64, "max_position_embeddings": 64, "pad_token_id": 0, "decoder_start_token_id": 1, **_SPECIAL,
-}  # fmt: skip
+    "vocab_size": _VOCABULARY,
+    "d_model": 32,
+    "encoder_layers": 2,
+    "decoder_layers": 2,
+    "encoder_attention_heads": 4,
+    "decoder_attention_heads": 4,
+    "encoder_ffn_dim": 64,
+    "decoder_ffn_dim": 64,
+    "max_position_embeddings": 64,
+    "pad_token_id": 0,
+    "decoder_start_token_id": 1,
+    **_SPECIAL,
+}
+_POSITIONS = {"max_position_embeddings": 64}
+_DISTILBERT = {
+    "vocab_size": _VOCABULARY,
+    "dim": 32,
+    "n_layers": 2,
+    "n_heads": 4,
+    "hidden_dim": 64,
+}
+_GPT2 = {
+    "vocab_size": _VOCABULARY,
+    "n_embd": 32,
+    "n_layer": 2,
+    "n_head": 4,
+    "n_positions": 64,
+    **_SPECIAL,
+}
+_BLOOM = {
+    "vocab_size": _VOCABULARY,
+    "hidden_size": 32,
+    "n_layer": 2,
+    "n_head": 4,
+    "pad_token_id": 0,
+    **_SPECIAL,
+}
+_T5 = {
+    "vocab_size": _VOCABULARY,
+    "d_model": 32,
+    "d_kv": 8,
+    "d_ff": 64,
+    "num_layers": 2,
+    "num_heads": 4,
+    "use_cache": False,
+    "pad_token_id": 0,
+    "decoder_start_token_id": 0,
+}
+_OPT = {**_DECODER, **_POSITIONS, "ffn_dim": 64, "word_embed_proj_dim": 32}
+_GROUPED = {**_DECODER, "num_key_value_heads": 2}
 _LANGUAGE: dict[str, tuple[str, str, dict[str, Any]]] = {
     "bert": ("BertForMaskedLM", "BertConfig", _ENCODER),
-    "roberta": ("RobertaForMaskedLM", "RobertaConfig", {**_ENCODER, "max_position_embeddings": 64}),
+    "roberta": ("RobertaForMaskedLM", "RobertaConfig", {**_ENCODER, **_POSITIONS}),
     "albert": ("AlbertForMaskedLM", "AlbertConfig", {**_ENCODER, "embedding_size": 16}),
     "electra": ("ElectraForMaskedLM", "ElectraConfig", {**_ENCODER, "embedding_size": 16}),
-    "distilbert": ("DistilBertForMaskedLM", "DistilBertConfig", {"vocab_size": _WORDS, "dim": 32, "n_layers": 2, "n_heads": 4, "hidden_dim": 64}),
+    "distilbert": ("DistilBertForMaskedLM", "DistilBertConfig", _DISTILBERT),
     "deberta-v2": ("DebertaV2ForMaskedLM", "DebertaV2Config", _ENCODER),
-    "gpt2": ("GPT2LMHeadModel", "GPT2Config", {"vocab_size": _WORDS, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64, **_SPECIAL}),
+    "gpt2": ("GPT2LMHeadModel", "GPT2Config", _GPT2),
     "gpt-neox": ("GPTNeoXForCausalLM", "GPTNeoXConfig", _DECODER),
-    "opt": ("OPTForCausalLM", "OPTConfig", {**_DECODER, "ffn_dim": 64, "word_embed_proj_dim": 32, "max_position_embeddings": 64}),
-    "bloom": ("BloomForCausalLM", "BloomConfig", {"vocab_size": _WORDS, "hidden_size": 32, "n_layer": 2, "n_head": 4, "pad_token_id": 0, **_SPECIAL}),
-    "llama": ("LlamaForCausalLM", "LlamaConfig", {**_DECODER, "num_key_value_heads": 2}),
-    "mistral": ("MistralForCausalLM", "MistralConfig", {**_DECODER, "num_key_value_heads": 2}),
-    "qwen2": ("Qwen2ForCausalLM", "Qwen2Config", {**_DECODER, "num_key_value_heads": 2}),
+    "opt": ("OPTForCausalLM", "OPTConfig", _OPT),
+    "bloom": ("BloomForCausalLM", "BloomConfig", _BLOOM),
+    "llama": ("LlamaForCausalLM", "LlamaConfig", _GROUPED),
+    "mistral": ("MistralForCausalLM", "MistralConfig", _GROUPED),
+    "qwen2": ("Qwen2ForCausalLM", "Qwen2Config", _GROUPED),
     "phi": ("PhiForCausalLM", "PhiConfig", _DECODER),
-    "t5": (
-        "T5ForConditionalGeneration",
-        "T5Config",
-        {
-            "vocab_size": _WORDS, "d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 2, "num_heads": 4, "use_cache": False, "pad_token_id": 0,
-            "decoder_start_token_id": 0,
-        },
-    ),
+    "t5": ("T5ForConditionalGeneration", "T5Config", _T5),
     "bart": ("BartForConditionalGeneration", "BartConfig", _SEQ2SEQ),
-}  # fmt: skip
+}
 """Name → model class, configuration class and sizes."""
 
 
@@ -244,7 +286,7 @@ def _language(name: str, *, padded: bool) -> Row:
         return getattr(transformers, kind)(getattr(transformers, configuration)(**sizes))
 
     def batch(generator: torch.Generator) -> tuple[Any, tuple[torch.Tensor, ...]]:
-        tokens = torch.randint(3, _WORDS, (4, _LENGTH), generator=generator)
+        tokens = torch.randint(3, _VOCABULARY, (4, _LENGTH), generator=generator)
         inputs = {"input_ids": tokens, "labels": tokens.clone()}
         if padded:
             lengths = torch.randint(_LENGTH // 2, _LENGTH + 1, (4, 1), generator=generator)

@@ -1,4 +1,4 @@
-"""Work that may end the process, done in forked children."""
+"""Run work that may end the process in forked children."""
 
 from __future__ import annotations
 
@@ -19,10 +19,13 @@ SUPPORTED = (
 
 
 def in_children(count: int, work: Callable[[int], str], *, seconds: int = 20) -> dict[int, str]:
-    """What `work` says of each number below `count`; a child that dies is followed by another, and "ended with" its signal is what became of the number."""
-    file, found = os.memfd_create("outcomes"), dict[int, str]()
-    while len(found) < count:
-        start = len(found)
+    """Return the result of `work` for each number below `count`.
+
+    If a child dies, the result is "ended with" its signal, and another child continues.
+    """
+    file, results = os.memfd_create("outcomes"), dict[int, str]()
+    while len(results) < count:
+        start = len(results)
         child = os.fork()
         if not child:
             try:
@@ -32,24 +35,24 @@ def in_children(count: int, work: Callable[[int], str], *, seconds: int = 20) ->
         _, status = os.waitpid(child, 0)
         lines = os.pread(file, _LINE * count, 0).decode()
         done = (lines[place : place + _LINE].strip() for place in range(0, len(lines), _LINE))
-        found = dict(enumerate(done))
-        if len(found) < count:
+        results = dict(enumerate(done))
+        if len(results) < count:
             code = os.waitstatus_to_exitcode(status)
             outcome = (
                 "too slow"
                 if code == -signal.SIGALRM
                 else f"ended with {signal.Signals(-code).name if code < 0 else code}"
             )
-            _write(file, len(found), outcome)
-            found[len(found)] = outcome
+            _write(file, len(results), outcome)
+            results[len(results)] = outcome
     os.close(file)
-    return found
+    return results
 
 
 def _work_through(numbers: range, work: Callable[[int], str], seconds: int, file: int) -> None:
     torch.set_num_threads(1)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    # A tensor of many gigabytes is refused by the system, and does not fill the machine.
+    # A limit, so that a tensor of many gigabytes raises instead of filling the memory.
     mapped = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (mapped + _ROOM, mapped + _ROOM))
     warnings.simplefilter("ignore")
@@ -68,7 +71,7 @@ def _write(file: int, number: int, outcome: str) -> None:
 
 
 def resident(field: str) -> int:
-    """Bytes in memory: now (`VmRSS`), or at most since they were last counted (`VmHWM`)."""
+    """Return bytes in memory: now (`VmRSS`), or the maximum since the last reset (`VmHWM`)."""
     line = next(
         line
         for line in Path("/proc/self/status").read_text().splitlines()

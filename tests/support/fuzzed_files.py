@@ -1,4 +1,4 @@
-"""Damaged and crafted files of converted programs: each number gives one, always the same."""
+"""Damaged and crafted files of converted programs. Each number always gives the same file."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ ARGUMENTS = {
     "as_scalar_type": list(range(1, 14)),
     "as_tensor": [{"name": "ids"}],
 }
-"""Values of an op's arguments, by kind."""
+"""Values of an op's arguments, by their type in the file."""
 OPS = sorted(
     name.removeprefix("aten::")
     for name in torch._C._dispatch_get_all_op_names()
@@ -83,7 +83,7 @@ METHODS = [name for name in OPS if hasattr(torch.Tensor, name.partition(".")[0])
 
 
 def damaged(original: bytes, number: int) -> bytes:
-    """The file with some of its bytes changed, lost, doubled or moved: what disks and networks do."""
+    """Return the file with bytes changed, lost, doubled or moved, as disks and networks do."""
     rng, content = random.Random(f"damaged {number}"), bytearray(original)
     for _ in range(rng.choice([1, 1, 1, 2, 4])):
         place, length = rng.randrange(len(content)), rng.randrange(1, 64)
@@ -107,7 +107,7 @@ def damaged(original: bytes, number: int) -> bytes:
 
 
 def crafted(original: bytes, number: int) -> bytes:
-    """The file with some of its values changed, and every checksum right."""
+    """Return the file with some of its values changed, and correct checksums."""
     rng = random.Random(f"crafted {number}")
     with ZipFile(BytesIO(original)) as archive:
         parts = {name: archive.read(name) for name in archive.namelist()}
@@ -120,7 +120,7 @@ def crafted(original: bytes, number: int) -> bytes:
         value = json.loads(parts[name])
         for _ in range(rng.choice([1, 1, 1, 2, 3])):
             value = _change(rng, value)
-        # A text, not values: what follows is no JSON that `dumps` would write.
+        # From here on as text, since the result need not be valid JSON.
         text = json.dumps(value)
         if rng.random() < 0.05:
             place = rng.randrange(len(text))
@@ -155,7 +155,7 @@ def _change_parts(rng: random.Random, parts: dict[str, bytes]) -> None:
 
 
 def _change(rng: random.Random, value: object) -> object:
-    """One value somewhere inside is changed."""
+    """Change one of the nested values, and return the whole."""
     places = list(_places(value))
     ops = [
         (holder, key)
@@ -165,7 +165,7 @@ def _change(rng: random.Random, value: object) -> object:
     arguments = [
         (holder, key) for holder, key in places if key in ARGUMENTS and isinstance(holder, dict)
     ]
-    # Most of what is changed anywhere is refused; another op, or another argument, makes a program
+    # Most random changes are rejected by the reader. Another op or another argument makes a program
     # that may run.
     match rng.randrange(3):
         case 0 if ops:
@@ -200,7 +200,7 @@ def _change_anything(rng: random.Random, holder, key, places) -> None:
         lambda: json.loads("[" * 100 + json.dumps(value) + "]" * 100),
     ]
     if rng.random() < 0.1:
-        # Lost.
+        # The value is lost.
         return
     if isinstance(holder, list):
         holder.insert(key, rng.choice(changed)())
@@ -216,7 +216,7 @@ def _other_op(rng: random.Random) -> str:
 
 
 def _places(value: object):
-    """Every place inside plain values, as a container and a key."""
+    """Yield every entry of nested values as container and key."""
     entries = (
         value.items()
         if isinstance(value, dict)

@@ -1,4 +1,7 @@
-"""Tests of Triton kernels on a CPU: whether Triton interprets is settled when it is imported, so that a process of its own has to."""
+"""Run tests of Triton kernels on a CPU, in a process of their own.
+
+Triton reads TRITON_INTERPRET when it is imported, so the process of the other tests cannot.
+"""
 
 from __future__ import annotations
 
@@ -13,9 +16,11 @@ import pytest
 
 needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs Triton")
 
+_TESTS = Path(__file__).parents[1]
+
 
 def triton_version() -> str:
-    """The version of Triton, which is not imported for it; empty where there is none."""
+    """Return the version of Triton without importing it, or an empty string if it is missing."""
     try:
         return version("triton")
     except PackageNotFoundError:
@@ -23,21 +28,13 @@ def triton_version() -> str:
 
 
 def run_interpreted(path: Path) -> None:
-    """Run a file of tests with the interpreter; what fails there fails here, with its output."""
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-q",
-        "-p",
-        "no:cacheprovider",
-        "-p",
-        "no:xdist",
-        str(path),
-    ]
+    """Run a test file with Triton's interpreter; fail with its output if one of its tests fails."""
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist"]
+    command += ["-p", "support.triton_interpreter"]
+    paths = [str(_TESTS), *filter(None, [os.environ.get("PYTHONPATH")])]
     done = subprocess.run(
-        command,
-        env=os.environ | {"TRITON_INTERPRET": "1"},
+        [*command, str(path)],
+        env=os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(paths)},
         capture_output=True,
         text=True,
         check=False,

@@ -1,4 +1,7 @@
-"""Gradients for the kernel that checks and unscales, and what must come out: the same in Triton's interpreter and on a GPU."""
+"""Gradients and expected results for the kernel that checks and unscales.
+
+Used in Triton's interpreter and on a GPU.
+"""
 
 from __future__ import annotations
 
@@ -24,16 +27,20 @@ SIZES = [
 
 
 def fresh_seed() -> int:
-    """A seed that no run had before; a test says it when it fails."""
+    """Return a random seed. A test prints it when it fails."""
     return torch.Generator().seed()
 
 
 def gradients(dtype: torch.dtype, device: str, generator: torch.Generator) -> list[torch.Tensor]:
-    """Finite gradients of every layout: contiguous, transposed, channels last, a slice whose start is not aligned, strided, of one element, empty."""
+    """Return finite gradients of every layout.
+
+    Contiguous, transposed, channels last, a slice with an unaligned start, strided, of one element,
+    empty.
+    """
 
     def fresh(*shape: int) -> torch.Tensor:
-        # Magnitudes from subnormal to large, signs, and zeros of both signs.
-        information = torch.finfo(dtype)
+        # Magnitudes from subnormal to large, both signs, and zeros of both signs.
+        limits = torch.finfo(dtype)
         lowest, highest = (-24.0, 14.0) if dtype is torch.float16 else (-135.0, 100.0)
         exponents = (
             torch.rand(shape, generator=generator, dtype=torch.float64) * (highest - lowest)
@@ -41,7 +48,7 @@ def gradients(dtype: torch.dtype, device: str, generator: torch.Generator) -> li
         )
         values = torch.randn(shape, generator=generator, dtype=torch.float64) * exponents.exp2()
         values[torch.rand(shape, generator=generator) < 0.1] *= 0.0
-        return values.clamp(information.min / 4, information.max / 4).to(dtype).to(device)
+        return values.clamp(limits.min / 4, limits.max / 4).to(dtype).to(device)
 
     return [
         *(fresh(size) for size in SIZES),
@@ -56,35 +63,34 @@ def gradients(dtype: torch.dtype, device: str, generator: torch.Generator) -> li
 
 
 def spoil(tensors: list[torch.Tensor], generator: torch.Generator) -> list[int]:
-    """Put NaN or an infinity somewhere into some of the tensors; give the flags to expect."""
+    """Put NaN or an infinity at random into some of the tensors; return the expected flags."""
     expected = []
     for tensor in tensors:
         chosen = tensor.numel() > 0 and torch.rand((), generator=generator).item() < 0.4
         if chosen:
             place = [int(torch.randint(size, (), generator=generator)) for size in tensor.shape]
-            bad = (float("nan"), float("inf"), -float("inf"))[
+            nonfinite = (float("nan"), float("inf"), -float("inf"))[
                 int(torch.randint(3, (), generator=generator))
             ]
-            tensor[tuple(place)] = bad
+            tensor[tuple(place)] = nonfinite
         expected.append(int(chosen))
     return expected
 
 
 def unscaled(tensor: torch.Tensor, factor: float) -> torch.Tensor:
-    """The product rounded once to float32 and once to the dtype, as the definition says, computed in float64."""
+    """Return the product rounded to float32 and then to the dtype, computed in float64."""
     product = tensor.double() * torch.tensor(factor, dtype=torch.float32).item()
-    # Two float32 values of 24 bits make a product of 48: float64 holds it exactly, and this rounds
-    # it once.
+    # The product of two 24-bit float32 values has 48 bits: exact in float64, and rounded once here.
     return product if tensor.dtype is torch.float64 else product.float().to(tensor.dtype)
 
 
 def raised(device: str, count: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Flags, all down."""
+    """Return `found_inf` and the flags of `count` tensors, all zero."""
     return torch.zeros((), device=device), torch.zeros(count, dtype=torch.int32, device=device)
 
 
 def same(got: torch.Tensor, wanted: torch.Tensor) -> bool:
-    """Equal to the last bit, NaN anywhere equal to NaN."""
+    """Return whether tensors are bit-equal, where any NaN equals any other NaN."""
     return (
         got.shape == wanted.shape
         and bool((got.isnan() == wanted.isnan()).all())
@@ -93,7 +99,7 @@ def same(got: torch.Tensor, wanted: torch.Tensor) -> bool:
 
 
 def bits(tensor: torch.Tensor) -> torch.Tensor:
-    """The bits of a tensor, the payload of NaN included."""
+    """Return the bits of a tensor, including the payloads of NaN."""
     return tensor.contiguous().view(
         {2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()]
     )
@@ -105,7 +111,7 @@ def check_against_reference(
     factor: float,
     agree: Callable[[torch.Tensor, torch.Tensor], bool] = same,
 ) -> None:
-    """Unscale fresh gradients, some of them spoilt, and compare every value and every flag with the float64 reference."""
+    """Unscale gradients, some of them non-finite; compare values and flags with the reference."""
     generator = torch.Generator().manual_seed(seed := fresh_seed())
     tensors = gradients(dtype, device, generator)
     expected = spoil(tensors, generator)

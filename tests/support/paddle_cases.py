@@ -1,4 +1,7 @@
-"""torch counterparts of the ops that PaddlePaddle was recorded with, written as Paddle writes them where it makes one function of several ops."""
+"""torch counterparts of the ops that were recorded with PaddlePaddle.
+
+Where a Paddle function consists of several ops, so does its counterpart.
+"""
 
 from __future__ import annotations
 
@@ -14,8 +17,8 @@ DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
 
 NO_COUNTERPART = {
     "conv2d_depthwise": (
-        "conv2d with as many groups as channels is another op in Paddle, in no list; in torch it is"
-        " conv2d"
+        "conv2d with as many groups as channels is an op of its own in Paddle, in no list; in torch"
+        " it is conv2d"
     ),
     "log_loss": (
         "torch has no log_loss: binary_cross_entropy clamps the logarithm, and is another op in"
@@ -34,7 +37,7 @@ LABELS = torch.tensor([0, 1, 2, 3])
 
 
 def kernel_output(loss: Tensor) -> Tensor:
-    """Paddle's cross entropy returns float32 from bfloat16 logits, whatever the policy says: its kernel is declared so."""
+    """Cast as Paddle's cross entropy, whose kernel returns float32 from bfloat16 logits."""
     return loss.float() if loss.dtype is torch.bfloat16 else loss
 
 
@@ -44,7 +47,7 @@ def normalize(x: Tensor) -> Tensor:
 
 
 def variance(x: Tensor) -> Tensor:
-    """Paddle divides in float32 for float16, and returns what it was given."""
+    """Compute the variance as Paddle: float16 divides in float32, and is cast back."""
     wide = torch.float32 if x.dtype is torch.float16 else x.dtype
     total = torch.pow(x - x.mean(), 2).sum().to(wide)
     count = torch.tensor(float(x.numel() - 1), dtype=wide)
@@ -53,15 +56,14 @@ def variance(x: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Case:
-    """A torch counterpart: what to call, on inputs of which shapes."""
+    """A torch counterpart: a function and the shapes of its inputs."""
 
     call: Callable[..., Tensor]
     shapes: tuple[tuple[int, ...], ...]
     listed: tuple[str, ...] | None = None
-    """Our names for what the custom list holds, where they are not those of the preset's name
-    map."""
+    """Names in mezzo of the op in the custom list, where the preset's name map has others."""
     low: float = field(default=0.25)
-    """The smallest input value: within the domain of every op here."""
+    """The smallest input value, within the domain of all these ops."""
 
 
 def unary(call: Callable[..., Tensor], **options: object) -> Case:
@@ -170,7 +172,7 @@ def letter(dtype: torch.dtype, half: torch.dtype) -> str:
 
 
 def inputs_of(case: Case, row: Any) -> list[Tensor]:
-    """Inputs of the recorded dtypes."""
+    """Return inputs of the recorded dtypes."""
     torch.manual_seed(0)
     half = DTYPES[row.half]
     return [
@@ -180,7 +182,11 @@ def inputs_of(case: Case, row: Any) -> list[Tensor]:
 
 
 def is_usable(row, variant: str) -> bool:
-    """Paddle's 16-bit norm takes parameters of any mix of dtypes; torch's kernels want all float32, or all like the input. torch 2.11 has no 16-bit `trace`."""
+    """Return whether torch can run a recorded row.
+
+    Paddle's 16-bit norms take parameters of mixed dtypes; torch's kernels need all float32, or all
+    of the input's dtype. torch 2.11 has no 16-bit `trace`.
+    """
     if row.op == "trace" and row.results[variant][0] == "h" and torch.__version__ < "2.13":
         return False
     mixed_parameters = len(set(row.inputs[1:])) > 1

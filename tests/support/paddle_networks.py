@@ -1,4 +1,7 @@
-"""The five networks that PaddlePaddle's `decorate` was recorded with, in torch's words: a parameter has the name that Paddle gives it, but for `NAMES`."""
+"""torch versions of the five networks that were recorded with PaddlePaddle's `decorate`.
+
+Parameters have the names that Paddle gives them, except for `NAMES`.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,7 @@ NAMES = {
     "scale": "weight",
     "_weight": "weight",
 }
-"""Paddle's names of tensors, where torch has others."""
+"""Paddle's names of tensors that have another name in torch."""
 
 
 class OwnNorm(nn.BatchNorm1d):
@@ -21,7 +24,7 @@ class OwnNorm(nn.BatchNorm1d):
 
 
 class SpectralNorm(nn.Module):
-    """Paddle keeps the two vectors as parameters."""
+    """Spectral norm with the two vectors as parameters, as in Paddle."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -29,7 +32,7 @@ class SpectralNorm(nn.Module):
 
 
 class Attention(nn.Module):
-    """Paddle keeps the projections apart."""
+    """Attention with separate projections, as in Paddle."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -37,7 +40,7 @@ class Attention(nn.Module):
 
 
 class A(nn.Module):
-    """A text classifier's layers."""
+    """Layers of a text classifier."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -51,7 +54,7 @@ class A(nn.Module):
 
 
 class B(nn.Module):
-    """A convolutional network's layers."""
+    """Layers of a convolutional network."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -60,7 +63,7 @@ class B(nn.Module):
 
 
 class C(nn.Module):
-    """Containers in containers, a parameter and buffers of its own."""
+    """Nested containers, with a parameter and buffers of its own."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -74,7 +77,7 @@ class C(nn.Module):
 
 
 class Encoder(nn.Module):
-    """A transformer's layer."""
+    """A transformer layer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -119,7 +122,7 @@ NETWORKS: dict[str, Callable[[], nn.Module]] = {kind.__name__: kind for kind in 
 
 
 def torchs(name: str) -> str:
-    """A recorded name in torch's words.
+    """Return the name in torch of a recorded parameter.
 
     >>> torchs("bn._mean")
     'bn.running_mean'

@@ -1,4 +1,4 @@
-"""Philox4x32-10 in Python's own integers, word by word, as its paper defines it."""
+"""Philox4x32-10 in Python integers, as defined in the paper. A word is a 32-bit integer."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ _WORD = 2**32
 
 
 def reference_words(counter: Sequence[int], key: Sequence[int]) -> tuple[int, ...]:
-    """The four words of a counter under a key."""
+    """Return the four words of a counter and a key."""
     first, second, third, fourth = counter
     left, right = key
     for _ in range(10):
@@ -24,7 +24,7 @@ def reference_words(counter: Sequence[int], key: Sequence[int]) -> tuple[int, ..
 
 
 def reference_word(seed: int, element: int, place: int, step: int) -> int:
-    """The word that an element's rounding takes."""
+    """Return the word that stochastic rounding uses for an element."""
     return reference_words(
         (element % _WORD, element // _WORD, place, step), (seed % _WORD, seed // _WORD % _WORD)
     )[0]

@@ -1,4 +1,4 @@
-"""Small programs that are saved, and files that are taken apart and put together again."""
+"""Small programs to save, and functions that read and change the parts of saved files."""
 
 from __future__ import annotations
 
@@ -13,7 +13,11 @@ from mezzo.conversion import saved_model
 
 
 class Everything(nn.Module):
-    """Keyword and nested inputs, a tied weight, a constant, buffers that change, a branch, nested outputs and a dynamic batch."""
+    """A model with everything that a file must store.
+
+    Keyword and nested inputs, a tied weight, a constant, buffers that change, a branch, nested
+    outputs and a dynamic batch.
+    """
 
     def __init__(self):
         super().__init__()
@@ -39,15 +43,15 @@ def batch(count):
     return (torch.randint(0, 7, (count,)),), {"extra": {"bias": torch.randn(1, 4)}, "gain": 3}
 
 
-def export(model, args, kwargs=None, **words):
-    """Export without gradients, under which torch warns of itself, and without its warnings of its own bodies."""
+def export(model, args, kwargs=None, **options):
+    """Export without gradients and without warnings: torch warns about its own code."""
     with torch.no_grad(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        return torch.export.export(model, args, kwargs, **words)
+        return torch.export.export(model, args, kwargs, **options)
 
 
 def everything():
-    """The program of `Everything` with a batch of 2 to 64."""
+    """Return the program of `Everything` with a batch of 2 to 64."""
     torch.manual_seed(0)
     model, (args, kwargs) = Everything(), batch(6)
     sizes = {
@@ -59,7 +63,7 @@ def everything():
 
 
 def linear():
-    """The smallest program with weights."""
+    """Return the smallest program with weights."""
     torch.manual_seed(0)
     return export(nn.Linear(3, 2), (torch.randn(4, 3),))
 
@@ -74,9 +78,9 @@ def save(path, *programs, **options):
     return path
 
 
-def one(path, **words):
-    """The one program of a file."""
-    [stored] = saved_model.load(path, **words).programs
+def one(path, **options):
+    """Return the only program of a file."""
+    [stored] = saved_model.load(path, **options).programs
     return stored.exported
 
 
@@ -92,7 +96,7 @@ def write_parts(path, contents):
 
 
 def edited(path, name, change):
-    """The file with one JSON part changed in place, and its checksum right again."""
+    """Change one JSON part of a file in place, with a correct checksum; return its path."""
     contents = parts(path)
     value = json.loads(contents[name])
     change(value)
@@ -101,7 +105,7 @@ def edited(path, name, change):
 
 
 def same(left, right):
-    """Whether two nested results agree to the bit, dtypes, strides and structure included."""
+    """Return whether two nested results are bit-equal, with equal dtypes, strides and structure."""
     flat, structure = torch.utils._pytree.tree_flatten(left)
     other, other_structure = torch.utils._pytree.tree_flatten(right)
     return structure == other_structure and all(

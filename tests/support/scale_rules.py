@@ -1,4 +1,4 @@
-"""Rules of every kind, for what a scale must do under each."""
+"""Scale rules of every kind."""
 
 from __future__ import annotations
 

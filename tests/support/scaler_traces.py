@@ -1,4 +1,4 @@
-"""Traces of PaddlePaddle's scaler, and small training set-ups that the scaling tests share."""
+"""Recorded traces of PaddlePaddle's scaler."""
 
 from __future__ import annotations
 
@@ -24,15 +24,18 @@ class Trace:
     optimizer: str
     reload_at: int | None
     kinds: str
-    """A letter a step: `.` finite gradients, N NaN, I inf, J -inf."""
+    """One character for each step: `.` finite gradients, N NaN, I inf, J -inf."""
     after: list[tuple[float, int, int]]
-    """Scale, good steps in a row and bad steps in a row after each step."""
+    """Loss scale, successful steps in a row and skipped steps in a row after each step."""
     unscaled: list[float]
-    """What became of a finite gradient of 1 at each step."""
+    """The unscaled value of a gradient of 1 at each step."""
 
     @property
     def settings(self) -> dict[str, Any]:
-        """The configuration as keywords of `mezzo.GradScaler`; Paddle's factors are float32 and its scale has no bounds."""
+        """Return the configuration as keywords of `mezzo.GradScaler`.
+
+        Paddle's factors are float32, and its scale has no bounds.
+        """
         get = self.config.get
         return {
             "init_scale": float(get("init_loss_scaling", 65536.0)),
@@ -46,7 +49,7 @@ class Trace:
         }
 
     def rule_and_state(self) -> tuple[ScaleRule, ScaleState]:
-        """The same as values."""
+        """Return the configuration as a rule and an initial state."""
         settings = self.settings
         return ScaleRule(
             **{name: value for name, value in settings.items() if name != "init_scale"}
@@ -54,7 +57,7 @@ class Trace:
 
 
 def traces() -> list[Trace]:
-    """All of them."""
+    """Return all recorded traces."""
     return [_trace(entry) for entry in json.loads(_DATA.read_text())["traces"]]
 
 

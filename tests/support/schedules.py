@@ -1,4 +1,4 @@
-"""Schedulers, and runs whose rates are compared with those of plain torch."""
+"""Learning rate schedulers, and runs whose rates are compared with those of plain torch."""
 
 from __future__ import annotations
 
@@ -37,12 +37,12 @@ SCHEDULERS: dict[str, Make] = {
         [lr_scheduler.LinearLR(o, 0.1, 1.0, 6), lr_scheduler.ExponentialLR(o, 0.95)], o
     ),
 }
-"""All that differ in how they compute a rate: from the epoch, from the last rate, by a cycle, or
-by other schedulers."""
+"""All ways to compute a rate: from the epoch, from the last rate, by a cycle, or from other
+schedulers."""
 
 
 class Run:
-    """An optimizer over two groups with its scheduler; every gradient is one."""
+    """An optimizer of two groups with its scheduler; all gradients are one."""
 
     momentum = 0.9
 
@@ -63,7 +63,7 @@ class Run:
         raise NotImplementedError
 
     def again(self) -> Run:
-        """A new run, as after a restart, that goes on from this one's state."""
+        """Return a new run that continues from this one's state, as after a restart."""
         raise NotImplementedError
 
     def exact(self) -> list[torch.Tensor]:
@@ -71,7 +71,7 @@ class Run:
 
 
 class Plain(Run):
-    """Plain torch in float32, which is told what to skip."""
+    """Plain torch in float32, which skips steps with `bad=True`."""
 
     def step(self, *, bad: bool) -> None:
         if not bad:
@@ -81,14 +81,16 @@ class Plain(Run):
             self.scheduler.step()
 
     def again(self) -> Plain:
-        made = type(self)(self.make, self.device)
+        restarted = type(self)(self.make, self.device)
         for name in ("model", "optimizer", "scheduler"):
-            getattr(made, name).load_state_dict(copy.deepcopy(getattr(self, name).state_dict()))
-        return made
+            getattr(restarted, name).load_state_dict(
+                copy.deepcopy(getattr(self, name).state_dict())
+            )
+        return restarted
 
 
 class OnDevice(torch.optim.Optimizer):
-    """SGD that skips by itself and reads its rates where they are, as torch's fused ones do on CUDA."""
+    """SGD that skips on the device and reads its rates there, as torch's fused ones on CUDA."""
 
     _step_supports_amp_scaling = True
 
@@ -129,10 +131,12 @@ class Scaled(Run):
         self.optimizer.zero_grad()
 
     def again(self) -> Scaled:
-        made = type(self)(self.make, self.device)
+        restarted = type(self)(self.make, self.device)
         for name in ("model", "optimizer", "scaler", "scheduler"):
-            getattr(made, name).load_state_dict(copy.deepcopy(getattr(self, name).state_dict()))
-        return made
+            getattr(restarted, name).load_state_dict(
+                copy.deepcopy(getattr(self, name).state_dict())
+            )
+        return restarted
 
 
 def summed(outputs: torch.Tensor, boost: torch.Tensor) -> torch.Tensor:
@@ -142,12 +146,12 @@ def summed(outputs: torch.Tensor, boost: torch.Tensor) -> torch.Tensor:
 class Stepped(Run):
     """A float16 `TrainStep` over float32 master weights."""
 
-    def __init__(self, make: Make, device: str = "cpu", **words: Any) -> None:
+    def __init__(self, make: Make, device: str = "cpu", **options: Any) -> None:
         super().__init__(make, device)
-        self.scaler, self.words = mezzo.GradScaler(init_scale=4.0, dynamic=False), words
-        words = {"dtype": "float16", "channels_last": False, "scaler": self.scaler, **words}
+        self.scaler, self.options = mezzo.GradScaler(init_scale=4.0, dynamic=False), options
+        options = {"dtype": "float16", "channels_last": False, "scaler": self.scaler, **options}
         self.train = mezzo.TrainStep(
-            self.model, summed, self.optimizer, "O2", scheduler=self.scheduler, **words
+            self.model, summed, self.optimizer, "O2", scheduler=self.scheduler, **options
         )
         self.ones = torch.ones(1, 3, device=device)
         self.boosts = [torch.tensor(boost, device=device) for boost in (1.0, float("inf"))]
@@ -156,9 +160,9 @@ class Stepped(Run):
         self.train(self.ones, self.boosts[bad])
 
     def again(self) -> Stepped:
-        made = Stepped(self.make, self.device, **self.words)
-        made.train.load_state_dict(copy.deepcopy(self.train.state_dict()))
-        return made
+        restarted = Stepped(self.make, self.device, **self.options)
+        restarted.train.load_state_dict(copy.deepcopy(self.train.state_dict()))
+        return restarted
 
     def exact(self) -> list[torch.Tensor]:
         masters = optimizer_binding(self.optimizer).masters
@@ -180,7 +184,7 @@ def numbers(groups: list[dict[str, Any]]) -> list[Any]:
 
 
 def known(state: Any) -> Any:
-    """A scheduler's state without the functions in it."""
+    """Return a scheduler's state without its functions."""
     if isinstance(state, dict):
         return {key: known(value) for key, value in state.items() if not callable(value)}
     return (
@@ -191,9 +195,9 @@ def known(state: Any) -> Any:
 
 
 def assert_read_alike(run: Any, plain: Plain, read: str) -> None:
-    """Whatever is read first, everything shows what plain torch shows."""
+    """Assert that after any first read all values are those of plain torch."""
     READS[read](run)
-    # As they are: what was read has brought all the others up to date.
+    # Read directly: the first read must have updated the groups.
     assert numbers(groups_of(run.optimizer)) == numbers(plain.optimizer.param_groups), read
     assert known(run.scheduler.state_dict()) == known(plain.scheduler.state_dict()), read
     assert run.scheduler.get_last_lr() == plain.scheduler.get_last_lr(), read
@@ -203,13 +207,13 @@ def assert_read_alike(run: Any, plain: Plain, read: str) -> None:
 
 
 def assert_trained_alike(run: Run, plain: Plain) -> None:
-    """The rates that were used are in the weights."""
+    """Assert that the weights are equal, which depend on all rates that were used."""
     for got, want in zip(run.exact(), plain.exact(), strict=True):
         torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
 
 
 class Sequence:
-    """The same random things done to a run and to plain torch."""
+    """The same random actions on a run and on plain torch."""
 
     def __init__(
         self, run: Any, plain: Plain, seed: int, stepping: Callable[[], AbstractContextManager[Any]]
@@ -217,11 +221,11 @@ class Sequence:
         self.random, self.both, self.stepping = random.Random(seed), (run, plain), stepping
         self.saved: list[dict[str, Any]] = []
         self.skipped_steps = 0
-        """Bad steps in a row."""
+        """Number of skipped steps in a row."""
         self.keep()
 
     def keep(self) -> None:
-        """Groups as somebody holds them who does not read `param_groups` again."""
+        """Keep references to the groups, as code that reads `param_groups` only once."""
         self.kept = [one.optimizer.param_groups for one in self.both]
 
     def order(self) -> list[str]:
@@ -238,7 +242,7 @@ class Sequence:
         self.step(bad=False)
 
     def bad(self) -> None:
-        # More in a row than two would be a case of their own.
+        # At most two in a row: longer sequences are tested elsewhere.
         self.step(bad=self.skipped_steps < 2)
 
     def read(self) -> None:
@@ -259,7 +263,7 @@ class Sequence:
         place, rate = self.random.randrange(2), self.random.uniform(0.01, 0.5)
         for groups in self.kept:
             groups[place]["lr"] = rate
-        # A step would read the device to learn when this was done.
+        # Otherwise the next step synchronizes to find out when the rate was set.
         self.read()
 
     def save(self) -> None:
@@ -297,7 +301,10 @@ def drive(
     actions: int,
     stepping: Callable[[], AbstractContextManager[Any]] = nullcontext,
 ) -> None:
-    """Do the same random things to a run and to plain torch, and compare whenever something is read. Steps are taken within `stepping()`."""
+    """Apply the same random actions to a run and to plain torch, and compare at each read.
+
+    Steps are taken inside `stepping()`.
+    """
     sequence = Sequence(run, plain, seed, stepping)
     for _ in range(actions):
         getattr(sequence, sequence.random.choice(ACTIONS))()

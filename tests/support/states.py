@@ -1,4 +1,4 @@
-"""Saved states, compared to the bit."""
+"""Compare saved states bit by bit."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 
 
 def assert_equal(one: Any, other: Any) -> None:
-    """Nested states are equal: tensors in dtype and every value, wherever they lie."""
+    """Assert that nested states are equal: dtypes and values of tensors, on any device."""
     if isinstance(one, torch.Tensor):
         assert one.dtype is other.dtype
         assert torch.equal(one.cpu(), other.cpu())

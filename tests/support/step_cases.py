@@ -1,4 +1,7 @@
-"""Steps of every fused optimizer, and what must come out, computed in float64: the same in Triton's interpreter and on a GPU."""
+"""Steps of every fused optimizer, and their expected results computed in float64.
+
+Used in Triton's interpreter and on a GPU.
+"""
 
 from __future__ import annotations
 
@@ -45,13 +48,16 @@ SIZES = [(0,), (), (17,), (BLOCK,), (BLOCK + 1,), (CHUNK - 1,), (3, CHUNK // 2 +
 
 
 def fits(kind: str, half: torch.dtype) -> bool:
-    """Whether there is such a master."""
+    """Return whether the master format supports the dtype."""
     return kind != "split" or half is torch.bfloat16
 
 
 @dataclass
 class Training:
-    """Parameters of every size and layout, most of them 16-bit, in two groups with other hyper-parameters, bound."""
+    """A bound optimizer with parameters of every size and layout.
+
+    Most parameters are 16-bit. They are in two groups with different hyperparameters.
+    """
 
     optimizer: torch.optim.Optimizer
     masters: MasterWeights
@@ -60,7 +66,10 @@ class Training:
     parameters: list[nn.Parameter] = field(default_factory=list)
 
     def gradients(self, scale: float = 1.0, *, wide: bool = False) -> None:
-        """Fresh gradients, `scale` times too large, as backward leaves them: in the parameter's dtype unless they accumulate in float32."""
+        """Set new random gradients, multiplied by `scale`, as backward would.
+
+        In the dtype of the parameter, or with `wide` in float32, as accumulated gradients.
+        """
         for parameter in self.parameters:
             drawn = (
                 torch.randn(parameter.shape, generator=self.generator)
@@ -71,7 +80,7 @@ class Training:
             parameter.grad = drawn.to(parameter.device, torch.float32 if wide else parameter.dtype)
 
     def exact(self) -> list[torch.Tensor]:
-        """The exact weights."""
+        """Return the master weights, and the parameters that have none."""
         return [
             (
                 self.masters.read(parameter)
@@ -82,7 +91,7 @@ class Training:
         ]
 
     def step(self, scale: float | None = None, *, found: bool | None = None) -> None:
-        """One step, told what a scaler would tell."""
+        """Take one step with the attributes that a scaler sets."""
         device = self.parameters[0].device
         if scale is not None:
             self.optimizer.grad_scale = torch.tensor(scale, device=device)
@@ -103,15 +112,15 @@ def training(
     clip_norm: float | None = None,
     fused: bool = True,
 ) -> Training:
-    """A training that begins as the seed says."""
+    """Return a training whose weights depend on the seed only."""
     generator = torch.Generator().manual_seed(seed)
     cls, options = OPTIMIZERS[name]
 
     def fresh(*shape: int) -> torch.Tensor:
         return torch.randn(shape, generator=generator).to(device)
 
-    held = [nn.Parameter(fresh(*size)) for size in SIZES]
-    held += [
+    with_masters = [nn.Parameter(fresh(*size)) for size in SIZES]
+    with_masters += [
         nn.Parameter(fresh(7, 9).T),
         nn.Parameter(fresh(2, 3, 5, 7).to(memory_format=torch.channels_last)),
         nn.Parameter(fresh(101)[1:]),
@@ -119,13 +128,13 @@ def training(
     plain = [nn.Parameter(fresh(33)), nn.Parameter(fresh(CHUNK + 5))]
     optimizer = cls(
         [
-            {"params": held[::2] + plain[:1]},
-            {"params": held[1::2] + plain[1:], "lr": 0.03, "weight_decay": 0.0},
+            {"params": with_masters[::2] + plain[:1]},
+            {"params": with_masters[1::2] + plain[1:], "lr": 0.03, "weight_decay": 0.0},
         ],
         **options,
     )
     masters = MasterWeights(kind, seed=seed)
-    for parameter in held:
+    for parameter in with_masters:
         masters.adopt(parameter, half)
     bound = (bind_optimizer if fused else OptimizerBinding)(optimizer, masters, clip_norm=clip_norm)
     assert isinstance(bound, FusedBinding) is fused
@@ -223,7 +232,7 @@ REFERENCES: dict[type[torch.optim.Optimizer], Callable[..., torch.Tensor]] = {
 def wanted(
     trained: Training, steps: int, scale: float, clip_norm: float | None
 ) -> tuple[list[torch.Tensor], list[State], float]:
-    """Weights, states and the gradients' norm after the step that comes, from the values as they are now."""
+    """Return expected weights, states and gradient norm after the next step."""
     gradients = {
         parameter: parameter.grad.double() / scale
         for parameter in trained.parameters
@@ -260,7 +269,10 @@ def _groups(optimizer: torch.optim.Optimizer) -> Iterator[dict[str, Any]]:
 def close(
     got: torch.Tensor, reference: torch.Tensor, tolerance: float = 2e-6, least: float = 0.0
 ) -> bool:
-    """Equal to float32's precision, relative to the largest value, or within what the numbers cannot hold at all."""
+    """Return whether values are equal to float32 precision, relative to the largest one.
+
+    `least` is an absolute tolerance for what the format cannot represent.
+    """
     if got.numel() == 0:
         return True
     return bool(
@@ -271,7 +283,7 @@ def close(
 def check_against_reference(
     name: str, kind: str, half: torch.dtype, device: str, seed: int
 ) -> None:
-    """Some steps, one of them skipped, some clipped: every exact weight and every state is what float64 arithmetic makes of the values before."""
+    """Take a skipped step and two clipped ones; compare weights and states with float64."""
     clip_norm = 2.0
     trained = training(name, kind, half, device, seed=seed, clip_norm=clip_norm)
     done = 0
@@ -288,7 +300,7 @@ def check_against_reference(
         lost = {"kahan": 2.0**-16, "stochastic": 2.0**-7, "none": 2.0**-8}.get(kind, 0.0) * (
             1 if half is torch.bfloat16 else 2.0**-3
         )
-        # A compensation in float16 has no bits below 2^-24.
+        # A float16 compensation has no bits below 2^-24.
         least = 2.0**-25 if kind == "kahan" and half is torch.float16 else 0.0
         for parameter, got, value, state in zip(
             trained.parameters, trained.exact(), values, states, strict=True
@@ -304,52 +316,58 @@ def check_against_reference(
 def check_that_parameters_are_rounded_masters(
     name: str, kind: str, half: torch.dtype, device: str, seed: int
 ) -> None:
-    """After a step each parameter is what its master rounds to, bit for bit, and what lies beside it is what that leaves."""
+    """Assert that parameters are their rounded masters, and companion tensors the remainders."""
     trained = training(name, kind, half, device, seed=seed)
     for _ in range(2):
         trained.gradients()
         trained.step()
     for parameter in trained.masters:
         exact = trained.masters.read(parameter)
-        rounded, beside = trained.masters.format.split(exact, half)
+        rounded, companion = trained.masters.format.split(exact, half)
         if kind == "kahan":
-            # A compensation that was rounded up to half a step makes a tie, and the parameter is
-            # one of the two nearest.
+            # A compensation that was rounded up to half a step makes a tie: the parameter may be
+            # either of the two nearest values.
             assert torch.equal(
                 (rounded.double() - exact).abs(), (parameter.detach().double() - exact).abs()
             ), seed
             continue
         assert torch.equal(rounded, parameter), seed
-        if beside is not None:
-            assert torch.equal(beside, trained.masters.companion_tensor(parameter)), seed
+        if companion is not None:
+            assert torch.equal(companion, trained.masters.companion_tensor(parameter)), seed
 
 
 def check_against_the_optimizers_own_step(
     name: str, kind: str, half: torch.dtype, device: str, seed: int
 ) -> None:
-    """The fused step and the optimizer's own over stand-ins agree; drawn roundings are the same draws."""
+    """Assert that the fused step agrees with the optimizer's own step on master weights.
+
+    Stochastic rounding draws the same numbers in both.
+    """
     both = [training(name, kind, half, device, seed=seed, fused=fused) for fused in (True, False)]
     for scale in (8.0, 2.0, 4.0):
         for trained in both:
             trained.gradients(scale)
             trained.step(scale, found=False)
-    for ours, theirs in zip(both[0].exact(), both[1].exact(), strict=True):
-        if ours.numel() and kind in ("stochastic", "none"):
-            # Where both results lie beside a step of the 16-bit dtype, a last bit of float32
-            # decides.
-            assert (ours != theirs).float().mean() <= max(0.01, 1.0 / ours.numel()) or close(
-                ours, theirs.double()
+    for fused, own in zip(both[0].exact(), both[1].exact(), strict=True):
+        if fused.numel() and kind in ("stochastic", "none"):
+            # Near a tie the last bit of float32 decides the rounding.
+            assert (fused != own).float().mean() <= max(0.01, 1.0 / fused.numel()) or close(
+                fused, own.double()
             ), seed
         else:
             assert close(
-                ours, theirs.double(), 2e-6 + (2.0**-16 if kind == "kahan" else 0.0), 2.0**-24
-            ), (seed, name, kind, ours.shape)
+                fused, own.double(), 2e-6 + (2.0**-16 if kind == "kahan" else 0.0), 2.0**-24
+            ), (seed, name, kind, fused.shape)
 
 
 def check_a_write_through_data(
     name: str, kind: str, half: torch.dtype, device: str, seed: int
 ) -> None:
-    """Parameters that are filled through `.data`, unseen by torch's version counter, take the next step from there; one that is not written stays exact."""
+    """Assert that the next step starts from values that were written through `.data`.
+
+    torch's version counter does not see such writes. A parameter that was not written keeps its
+    master weight.
+    """
     trained = training(name, kind, half, device, seed=seed)
     trained.gradients()
     trained.step()

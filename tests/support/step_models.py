@@ -1,4 +1,4 @@
-"""Small models and the training loop that a person would write by hand, for the tests of steps."""
+"""Small models and a training loop written by hand, for the tests of steps."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
 
 
 def boosted(outputs: torch.Tensor, target: torch.Tensor, boost: torch.Tensor) -> torch.Tensor:
-    """A loss that overflows where `boost` is infinite."""
+    """Return a loss that overflows where `boost` is infinite."""
     return F.cross_entropy(outputs, target) * boost
 
 
@@ -92,7 +92,7 @@ def batches(
 
 @dataclass
 class Made:
-    """A model with its optimizer, always the same one."""
+    """A model with its optimizer, always from the same seed."""
 
     name: str
     optimizer_name: str = "SGD"
@@ -116,7 +116,7 @@ def by_hand(
     schedule: Callable[[torch.optim.Optimizer], Any] | None = None,
     clip_norm: float | None = None,
 ) -> list[float]:
-    """The losses of the loop that `TrainStep` stands for."""
+    """Return the losses of the loop that `TrainStep` replaces."""
     model, optimizer = mezzo.decorate(
         made.model, made.optimizer, level, dtype=dtype, clip_norm=clip_norm
     )
@@ -149,13 +149,13 @@ def in_steps(
     dtype: str,
     *,
     schedule: Any = None,
-    **words: Any,
+    **options: Any,
 ) -> tuple[list[float], mezzo.TrainStep]:
-    """The same with `TrainStep`."""
+    """Return the losses of the same training with `TrainStep`, and the step."""
     scheduler = None if schedule is None else schedule(made.optimizer)
-    words = {"channels_last": False, **words}
+    options = {"channels_last": False, **options}
     step = mezzo.TrainStep(
-        made.model, boosted, made.optimizer, level, dtype=dtype, scheduler=scheduler, **words
+        made.model, boosted, made.optimizer, level, dtype=dtype, scheduler=scheduler, **options
     )
     torch.manual_seed(1)
     losses = [step(x, y) for x, y in data]
@@ -167,7 +167,7 @@ def weights(model: nn.Module) -> list[torch.Tensor]:
 
 
 def same(one: Any, other: Any) -> bool:
-    """Whether two nested states are equal to the bit."""
+    """Return whether two nested states are bit-equal."""
     if isinstance(one, torch.Tensor):
         return (
             isinstance(other, torch.Tensor)

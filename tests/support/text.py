@@ -1,4 +1,4 @@
-"""English of a kind, by a grammar of ours: regular enough to be learnt by a small model, and never finished."""
+"""Generate English sentences from a small grammar, which a small model can learn."""
 
 from __future__ import annotations
 
@@ -22,34 +22,34 @@ _GRAMMAR: dict[str, list[str]] = {
     "verb": ["sees", "finds", "paints", "follows", "likes"],
     "moves": ["sleeps", "runs", "waits", "sings"],
 }
-OTHER_WORDS = {
+OTHER_VOCABULARY = {
     "noun": ["fish", "lamp", "garden", "winter", "piano", "friend", "window", "mouse"],
     "adjective": ["bright", "cold", "heavy", "funny", "green"],
     "verb": ["holds", "breaks", "paints", "wants", "buys"],
     "moves": ["jumps", "works", "laughs", "hides"],
 }
-"""For a text that reads alike and is spelt otherwise."""
+"""For text of the same structure with other spellings."""
 ALPHABET = " .abcdefghijklmnopqrstuvwxyz"
 
 
-def written(letters: int, seed: int, words: Mapping[str, list[str]] = _GRAMMAR) -> str:
-    """So many letters of text; other words stand in for the grammar's."""
-    chance, rules, text = random.Random(seed), {**_GRAMMAR, **words}, ""
-    while len(text) < letters:
-        text += " ".join(_expanded("sentence", rules, chance)).replace(" .", ".") + " "
-    return text[:letters]
+def generate_text(length: int, seed: int, vocabulary: Mapping[str, list[str]]) -> str:
+    """Return text of a number of characters; `vocabulary` replaces rules of the grammar."""
+    chance, rules, text = random.Random(seed), {**_GRAMMAR, **vocabulary}, ""
+    while len(text) < length:
+        text += " ".join(_expand("sentence", rules, chance)).replace(" .", ".") + " "
+    return text[:length]
 
 
-def encoded(text: str) -> torch.Tensor:
-    """Letters as their places in the alphabet."""
-    return torch.tensor([ALPHABET.index(letter) for letter in text])
+def encode(text: str) -> torch.Tensor:
+    """Return the position of each character in the alphabet."""
+    return torch.tensor([ALPHABET.index(character) for character in text])
 
 
-def _expanded(word: str, rules: Mapping[str, list[str]], chance: random.Random) -> list[str]:
+def _expand(word: str, rules: Mapping[str, list[str]], chance: random.Random) -> list[str]:
     if word not in rules:
         return [word]
     return [
-        spelt
+        result
         for part in chance.choice(rules[word]).split()
-        for spelt in _expanded(part, rules, chance)
+        for result in _expand(part, rules, chance)
     ]

@@ -1,4 +1,4 @@
-"""The cases of torch's own autocast test lists, and how one is checked: the dtype and the bits that torch's rule says."""
+"""The cases of torch's own autocast tests, checked for dtype and bit-equal values."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ CANNOT_RUN = {
     "cudnn_convolution": "calls cuDNN, which a CPU does not have",
     "cudnn_convolution_transpose": "calls cuDNN, which a CPU does not have",
     "einsum": (
-        "torch's own entry is malformed (the equation stands where the arguments belong), and its"
-        " own suite skips it as well"
+        "torch's own entry is malformed (it has the equation in the place of the arguments), and"
+        " its own suite skips it as well"
     ),
     "__div__": "torch.Tensor has had no __div__ since Python 2",
 }
-"""Entries that cannot run here, and why."""
+"""Entries that cannot run on a CPU, with the reason."""
 
 Case = tuple[str, tuple[Any, ...], dict[str, Any], torch.dtype | None, torch.dtype, Any]
 
@@ -105,7 +105,7 @@ def identify(case: Case) -> str:
 def check(case: Case, region: mezzo.autocast) -> None:
     op, args, kwargs, kind, out, module = case
     found = callables(op, module)
-    assert found, f"{op} is nowhere to be called"
+    assert found, f"{op} was not found"
     for function in found:
         torch.manual_seed(0)
         with region:

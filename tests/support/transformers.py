@@ -1,4 +1,4 @@
-"""Tiny models of Hugging Face's transformers, made from configurations with random weights: nothing is downloaded."""
+"""Tiny models of Hugging Face's transformers with random weights: nothing is downloaded."""
 
 from __future__ import annotations
 
@@ -9,15 +9,16 @@ from typing import Any
 import torch
 from support.zoo import Animal
 
-_WORDS, _MANY = 64, 1000
-_HEARD = torch.ones(2, 12, dtype=torch.long)
+_SMALL, _LARGE = 64, 1000
+"""Sizes of the vocabulary."""
+_MASK = torch.ones(2, 12, dtype=torch.long)
 
 
-def _tokens(words: int = _WORDS) -> torch.Tensor:
-    return torch.randint(3, words, (2, 12))
+def _tokens(vocabulary: int = _SMALL) -> torch.Tensor:
+    return torch.randint(3, vocabulary, (2, 12))
 
 
-def _made(kind: str, configuration: str, args: tuple[Any, ...], **sizes: Any) -> Animal:
+def _make(kind: str, configuration: str, args: tuple[Any, ...], **sizes: Any) -> Animal:
     import transformers
 
     config = getattr(transformers, configuration)(**sizes)
@@ -34,33 +35,33 @@ _SPECIAL = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "use_cache"
 
 HUGGING_FACE: dict[str, Callable[[], Animal]] = (
     {
-        "bert": lambda: _made(
+        "bert": lambda: _make(
             "BertModel",
             "BertConfig",
-            (_tokens(), _HEARD),
-            vocab_size=_WORDS,
+            (_tokens(), _MASK),
+            vocab_size=_SMALL,
             max_position_embeddings=32,
             **_SIZES,
         ),
-        "bert-many-words": lambda: _made(
+        "bert-many-words": lambda: _make(
             "BertModel",
             "BertConfig",
-            (_tokens(_MANY), _HEARD),
-            vocab_size=_MANY,
+            (_tokens(_LARGE), _MASK),
+            vocab_size=_LARGE,
             max_position_embeddings=32,
             **_SIZES,
         ),
-        "bert-narrow": lambda: _made(
+        "bert-narrow": lambda: _make(
             "BertModel",
             "BertConfig",
-            (_tokens(), _HEARD),
+            (_tokens(), _MASK),
             vocab_size=99,
             hidden_size=32,
             num_hidden_layers=2,
             num_attention_heads=4,
             intermediate_size=37,
         ),
-        "vit-many-places": lambda: _made(
+        "vit-many-places": lambda: _make(
             "ViTForMaskedImageModeling",
             "ViTConfig",
             (torch.randn(2, 3, 64, 64),),
@@ -69,22 +70,22 @@ HUGGING_FACE: dict[str, Callable[[], Animal]] = (
             encoder_stride=4,
             **_SIZES,
         ),
-        "gpt2": lambda: _made(
+        "gpt2": lambda: _make(
             "GPT2LMHeadModel",
             "GPT2Config",
             (_tokens(),),
-            vocab_size=_WORDS,
+            vocab_size=_SMALL,
             n_embd=64,
             n_layer=2,
             n_head=4,
             n_positions=32,
             **_SPECIAL,
         ),
-        "gpt-neo": lambda: _made(
+        "gpt-neo": lambda: _make(
             "GPTNeoForCausalLM",
             "GPTNeoConfig",
             (_tokens(),),
-            vocab_size=_WORDS,
+            vocab_size=_SMALL,
             hidden_size=64,
             num_layers=2,
             num_heads=4,
@@ -93,26 +94,26 @@ HUGGING_FACE: dict[str, Callable[[], Animal]] = (
             attention_types=[[["global", "local"], 1]],
             **_SPECIAL,
         ),
-        "llama": lambda: _made(
+        "llama": lambda: _make(
             "LlamaForCausalLM",
             "LlamaConfig",
             (_tokens(),),
-            vocab_size=_WORDS,
+            vocab_size=_SMALL,
             num_key_value_heads=2,
             **_SIZES,
             **_SPECIAL,
         ),
-        "llama-tied": lambda: _made(
+        "llama-tied": lambda: _make(
             "LlamaForCausalLM",
             "LlamaConfig",
             (_tokens(),),
-            vocab_size=_WORDS,
+            vocab_size=_SMALL,
             num_key_value_heads=2,
             tie_word_embeddings=True,
             **_SIZES,
             **_SPECIAL,
         ),
-        "vit": lambda: _made(
+        "vit": lambda: _make(
             "ViTForImageClassification",
             "ViTConfig",
             (torch.randn(2, 3, 32, 32),),
@@ -120,11 +121,11 @@ HUGGING_FACE: dict[str, Callable[[], Animal]] = (
             patch_size=8,
             **_SIZES,
         ),
-        "t5": lambda: _made(
+        "t5": lambda: _make(
             "T5ForConditionalGeneration",
             "T5Config",
-            (_tokens(), _HEARD, _tokens()),
-            vocab_size=_WORDS,
+            (_tokens(), _MASK, _tokens()),
+            vocab_size=_SMALL,
             d_model=64,
             d_kv=16,
             d_ff=128,
@@ -132,11 +133,11 @@ HUGGING_FACE: dict[str, Callable[[], Animal]] = (
             num_heads=4,
             use_cache=False,
         ),
-        "bart": lambda: _made(
+        "bart": lambda: _make(
             "BartModel",
             "BartConfig",
-            (_tokens(_MANY), _HEARD, _tokens(_MANY)),
-            vocab_size=_MANY,
+            (_tokens(_LARGE), _MASK, _tokens(_LARGE)),
+            vocab_size=_LARGE,
             d_model=64,
             encoder_layers=2,
             decoder_layers=2,
@@ -151,4 +152,4 @@ HUGGING_FACE: dict[str, Callable[[], Animal]] = (
     if importlib.util.find_spec("transformers")
     else {}
 )
-"""The models by name, if the library is there."""
+"""The models by name; empty if transformers is not installed."""

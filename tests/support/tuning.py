@@ -1,4 +1,7 @@
-"""A network that was trained in float32 on one kind of data and is tuned on another, by updates smaller than the 16-bit steps of its weights."""
+"""Train a network in float32 on one kind of data, then tune it on another kind.
+
+The updates of the tuning are smaller than the spacing of the 16-bit numbers around its weights.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
@@ -16,10 +20,10 @@ import mezzo
 Data = tuple[torch.Tensor, torch.Tensor]
 
 SEEDS = (0, 1, 2)
-"""Fixed: with fresh ones the three runs would at times lie closer together than rounding at
-random makes two equal runs differ."""
+"""Fixed: with random seeds the spread of three runs would at times be smaller than the difference
+that stochastic rounding makes between two equal runs."""
 
-WITH_MASTERS = [
+_WITH_MASTERS = [
     ("float16", "float32"),
     ("float16", "kahan"),
     ("float16", "stochastic"),
@@ -30,38 +34,56 @@ WITH_MASTERS = [
 ]
 
 
+def with_masters(first: int) -> list[Any]:
+    """Return all pairs of dtype and master format, every second one marked exhaustive.
+
+    Two tasks with `first` 0 and 1 cover all pairs between them.
+    """
+    return [
+        pytest.param(*pair, marks=[] if place % 2 == first else pytest.mark.exhaustive)
+        for place, pair in enumerate(_WITH_MASTERS)
+    ]
+
+
 @dataclass(frozen=True, eq=False)
 class Task:
-    """What is learnt, and how."""
+    """A model with its data and hyperparameters."""
 
     make: Callable[[], nn.Module]
     first: Callable[[], Data]
-    """What the network is trained on."""
+    """Data of the training."""
     second: Callable[[], Data]
-    """What it is tuned on."""
+    """Data of the tuning."""
     unseen: Callable[[], Data]
-    """More of the second kind, for the final loss."""
+    """More data like those of the tuning, for the final loss."""
     batch: int
     steps: tuple[int, int]
-    """Of training, of tuning."""
+    """Number of steps of training and of tuning."""
     rates: tuple[float, float] = (3e-3, 3e-5)
-    """AdamW moves a weight by about the rate: the second is a quarter of float16's step for a
-    weight of 0.1, and a thirtieth of bfloat16's."""
+    """Learning rates of training and of tuning.
+
+    AdamW changes a weight by about the rate: the second is a quarter of the spacing of float16
+    around 0.1, and a thirtieth of that of bfloat16.
+    """
 
 
 def float32_losses(task: Task) -> list[float]:
-    """The final losses of three runs in float32, smallest first."""
+    """Return the final losses of three runs in float32, smallest first."""
     return sorted(_float32_loss(task, seed) for seed in SEEDS)
 
 
 def tuned_loss(task: Task, dtype: str, master: str | None) -> float:
-    """The final loss where tuning runs at O2, of the run that comes out in the middle in float32: nearer to its float32 twin than to the other two."""
+    """Return the final loss of a run that is tuned at O2.
+
+    With the seed whose float32 run has the middle loss, so that the loss is nearer to that of this
+    run than to the other two.
+    """
     middle = sorted(SEEDS, key=lambda seed: _float32_loss(task, seed))[1]
     return _tuned(task, middle, dtype=dtype, master=master)
 
 
 def losses_before_tuning(task: Task, data: Data) -> list[float]:
-    """The losses of three float32 runs after the first stage, smallest first."""
+    """Return the losses of three float32 runs after the training, smallest first."""
     losses = []
     for seed in SEEDS:
         model = _seeded(task, seed)
@@ -71,7 +93,7 @@ def losses_before_tuning(task: Task, data: Data) -> list[float]:
 
 
 def loss_from_scratch(task: Task, seed: int, dtype: str, master: str | None) -> float:
-    """The loss after the first stage where it runs at O2."""
+    """Return the loss after a training at O2."""
     model = _seeded(task, seed)
     _train(task, model, task.first(), seed, stage=0, dtype=dtype, master=master)
     return _loss(model, task.first())
@@ -89,10 +111,10 @@ def _weights_before(task: Task, seed: int) -> dict[str, torch.Tensor]:
     return model.state_dict()
 
 
-def _tuned(task: Task, seed: int, **words: Any) -> float:
+def _tuned(task: Task, seed: int, **options: Any) -> float:
     model = _seeded(task, seed)
     model.load_state_dict(_weights_before(task, seed))
-    _train(task, model, task.second(), seed + len(SEEDS), stage=1, **words)
+    _train(task, model, task.second(), seed + len(SEEDS), stage=1, **options)
     return _loss(model, task.unseen())
 
 

@@ -1,4 +1,4 @@
-"""Optimizers that step another optimizer, written as their authors write them, and masters written by hand."""
+"""Optimizers that wrap another optimizer, and one with its own master weights."""
 
 from __future__ import annotations
 
@@ -9,7 +9,10 @@ import torch
 
 
 class SAM(torch.optim.Optimizer):
-    """Sharpness-aware minimisation, as in davda54/sam: the inner optimizer is made inside, and both share their groups."""
+    """Sharpness-aware minimization, as in davda54/sam.
+
+    It creates the inner optimizer, and both share their groups.
+    """
 
     def __init__(self, params, base_optimizer, rho=0.05, **options):
         super().__init__(params, {"rho": rho, **options})
@@ -46,7 +49,10 @@ class SAM(torch.optim.Optimizer):
 
 
 class Lookahead(torch.optim.Optimizer):
-    """Lookahead, as in lonePatient/lookahead_pytorch: it wraps an optimizer, and never calls torch's constructor."""
+    """Lookahead, as in lonePatient/lookahead_pytorch.
+
+    It wraps an optimizer, and does not call the constructor of torch.optim.Optimizer.
+    """
 
     def __init__(self, optimizer, k=2, alpha=0.5):
         self.optimizer, self.k, self.alpha, self.count = optimizer, k, alpha, 0
@@ -87,7 +93,7 @@ class Several(torch.optim.Optimizer):
 
 
 class Hidden(torch.optim.Optimizer):
-    """The inner optimizer where nobody looks for it."""
+    """Keeps its inner optimizer in an attribute that mezzo does not search."""
 
     def __init__(self, optimizer, *, shared):
         super().__init__(
@@ -103,7 +109,7 @@ class Hidden(torch.optim.Optimizer):
 
 
 class MasterSGD(torch.optim.Optimizer):
-    """SGD with float32 masters written by hand, which follow a parameter that somebody else wrote."""
+    """SGD with its own float32 masters, which follow parameters that other code has written."""
 
     def __init__(self, params, **options):
         super().__init__(params, options)

@@ -1,4 +1,4 @@
-"""A zoo of small models with random weights, one of each kind that people deploy."""
+"""Small models with random weights, one of each common kind."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import nn
 
 @dataclass(frozen=True)
 class Animal:
-    """A model and inputs for it."""
+    """A model and its inputs."""
 
     model: nn.Module
     args: tuple[Any, ...]
@@ -164,7 +164,7 @@ class Attention(nn.Module):
 
 
 class Block(nn.Module):
-    """A transformer layer, its norms before or after."""
+    """A transformer layer with its norms before or after."""
 
     def __init__(self, width: int, heads: int, *, causal: bool, before: bool) -> None:
         super().__init__()
@@ -253,7 +253,7 @@ class ViT(nn.Module):
 
 
 class Window(nn.Module):
-    """Attention inside windows that are shifted from layer to layer, with a learnt bias for each distance."""
+    """Attention inside shifted windows, with a learned bias for each distance."""
 
     def __init__(self, width: int, heads: int, size: int, shift: int) -> None:
         super().__init__()
@@ -322,7 +322,7 @@ class LSTMTagger(nn.Module):
 
 
 class Branching(nn.Module):
-    """Control flow on numbers: one of two branches, chosen by the input."""
+    """Control flow that depends on the values of the input."""
 
     def __init__(self, width: int = 64) -> None:
         super().__init__()
@@ -337,7 +337,7 @@ class Branching(nn.Module):
 
 
 def _statistics(model: nn.Module) -> nn.Module:
-    """Batch norms that have seen something, so that their statistics are not 0 and 1."""
+    """Give batch norms random statistics, instead of 0 and 1; return the model."""
     for module in model.modules():
         if isinstance(module, nn.modules.batchnorm._BatchNorm):
             nn.init.uniform_(module.running_mean, -0.3, 0.3)
@@ -366,4 +366,4 @@ ZOO: dict[str, Callable[[], Animal]] = {
     ),
     "branching": lambda: Animal(Branching().eval(), (torch.randn(4, 64),)),
 }
-"""The animals by name, each made anew."""
+"""Functions by name that create a model and its inputs."""

@@ -1,4 +1,4 @@
-"""A program that uses mezzo in every way that changes something of torch's."""
+"""A program that uses every feature of mezzo that changes something in torch."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ X = torch.linspace(-1, 1, 16).reshape(4, 4)
 
 
 def use(*, compiler: bool) -> None:
-    """Enter regions, take steps, decorate, average; with the compiler too: compile, export and convert."""
+    """Enter regions, take steps, decorate and average; optionally compile, export and convert."""
     for half in ("bfloat16", "float16"):
-        for words in ({}, {"half": {"add"}}, {"policy": "O2"}, {"policy": "O3"}):
-            with mezzo.autocast(device_type="cpu", dtype=half, **words):
+        for options in ({}, {"half": {"add"}}, {"policy": "O2"}, {"policy": "O3"}):
+            with mezzo.autocast(device_type="cpu", dtype=half, **options):
                 torch.linalg.det(X.to(getattr(torch, half)))
                 checkpoint(
                     lambda x: torch.mm(x, x) + x, X.clone().requires_grad_(), use_reentrant=False

@@ -1,4 +1,7 @@
-"""Run a program of plain torch before, beside and after one that uses mezzo, and print where its answers differ."""
+"""Run a program of plain torch before, during and after one that uses mezzo.
+
+Prints where the results of the plain program differ.
+"""
 
 from __future__ import annotations
 
@@ -14,8 +17,8 @@ from typing import Any
 from support.process import plain_program
 
 
-def torchs_own() -> dict[str, Any]:
-    """Every function and class of torch's by its name, with the methods of the classes."""
+def torch_functions() -> dict[str, Any]:
+    """Return all functions, classes and methods of torch by name."""
     found = {}
     for module in [one for name, one in sys.modules.items() if name.partition(".")[0] == "torch"]:
         for name, value in list(vars(module).items()):
@@ -30,61 +33,61 @@ def torchs_own() -> dict[str, Any]:
     return found
 
 
-def is_ours(value: Any) -> bool:
-    """Whether it was made by mezzo; dynamo replaces some of torch's functions too."""
+def is_from_mezzo(value: Any) -> bool:
+    """Return whether mezzo defines a function; dynamo replaces some of torch's functions too."""
     if isinstance(value, type):
         return value.__module__.partition(".")[0] == "mezzo"
-    # By the folder of the package: the environment with torch may lie below one of the same name.
+    # By the folder of the package: the environment with torch may be below another mezzo folder.
     made_in = getattr(getattr(value, "__code__", None), "co_filename", "")
     return Path(made_in).is_relative_to(Path(sys.modules["mezzo"].__file__).parent)
 
 
-def differing(these: list[str], those: list[str]) -> list[tuple[str, str]]:
-    """The answers that are not the same."""
-    return [pair for pair in zip(these, those, strict=True) if pair[0] != pair[1]]
+def differences(before: list[str], after: list[str]) -> list[tuple[str, str]]:
+    """Return the pairs of results that differ."""
+    return [pair for pair in zip(before, after, strict=True) if pair[0] != pair[1]]
 
 
 def main() -> None:
-    """Print what differs as JSON."""
+    """Print the differences as JSON."""
     warnings.simplefilter("ignore")
-    # torch loads these late, and mezzo changes something in each.
+    # torch imports these lazily, and mezzo changes something in each.
     for name in (
         "torch.export._trace",
         "torch._dynamo",
         "torch._functorch._aot_autograd.autograd_cache",
     ):
         import_module(name)
-    before = torchs_own()
-    plain = plain_program.warned_answers()
-    compiled = plain_program.compiled_answers()
-    unwarned = plain_program.answers()
+    before = torch_functions()
+    plain = plain_program.warned_results()
+    compiled = plain_program.compiled_results()
+    unwarned = plain_program.results()
 
-    # Only now, since importing mezzo is a part of what is watched.
+    # Imported here, since the effects of importing mezzo are tested too.
     from support.process import mezzo_program
 
     mezzo_program.use(compiler=True)
     done, rounds = threading.Event(), []
 
-    def others() -> None:
+    def use_mezzo() -> None:
         while not done.is_set():
             mezzo_program.use(compiler=False)
             rounds.append(1)
 
-    thread = threading.Thread(target=others)
+    thread = threading.Thread(target=use_mezzo)
     thread.start()
-    beside = [plain_program.answers() for _ in range(2)]
+    beside = [plain_program.results() for _ in range(2)]
     done.set()
     thread.join()
 
-    after, changed = torchs_own(), {}
+    after, changed = torch_functions(), {}
     for name, value in before.items():
-        if after.get(name) is not value and is_ours(after.get(name)):
+        if after.get(name) is not value and is_from_mezzo(after.get(name)):
             changed.setdefault(id(after[name]), []).append(name)
     found = {
         "rounds": len(rounds),
-        "beside": [pair for one in beside for pair in differing(unwarned, one)],
-        "after": differing(plain, plain_program.warned_answers()),
-        "compiled after": differing(compiled, plain_program.compiled_answers()),
+        "beside": [pair for one in beside for pair in differences(unwarned, one)],
+        "after": differences(plain, plain_program.warned_results()),
+        "compiled after": differences(compiled, plain_program.compiled_results()),
         "changed": list(changed.values()),
     }
     json.dump(found, sys.stdout)

@@ -1,4 +1,4 @@
-"""A program that knows nothing of mezzo: what plain torch answers, errors included, as lines of text."""
+"""A program without mezzo: results and errors of plain torch, as lines of text."""
 
 from __future__ import annotations
 
@@ -42,23 +42,23 @@ OPS: dict[str, Callable[[torch.Tensor], Any]] = {
 }
 
 
-def answers() -> list[str]:
-    """Everything that the program asks of torch."""
-    return [f"{name}: {_answer(question)}" for name, question in _questions()]
+def results() -> list[str]:
+    """Return the results of all calls."""
+    return [f"{name}: {_result(call)}" for name, call in _calls()]
 
 
-def warned_answers() -> list[str]:
-    """The same with the warnings, which Python collects for all threads alike."""
-    return [f"{name}: {_warned(question)}" for name, question in _questions()]
+def warned_results() -> list[str]:
+    """Return the results with their warnings, which Python collects for all threads together."""
+    return [f"{name}: {_warned(call)}" for name, call in _calls()]
 
 
-def _questions() -> Iterator[tuple[str, Callable[[], Any]]]:
+def _calls() -> Iterator[tuple[str, Callable[[], Any]]]:
     for name, op in OPS.items():
-        for given in (torch.float32, torch.bfloat16, torch.float16):
+        for dtype in (torch.float32, torch.bfloat16, torch.float16):
             for region in (None, torch.bfloat16, torch.float16):
                 yield (
-                    f"{name} of {given} in {region}",
-                    lambda op=op, given=given, region=region: _call(op, given, region),
+                    f"{name} of {dtype} in {region}",
+                    lambda op=op, dtype=dtype, region=region: _call(op, dtype, region),
                 )
     for region in (None, torch.bfloat16):
         yield f"training in {region}", lambda region=region: _train(region)
@@ -79,14 +79,14 @@ def _questions() -> Iterator[tuple[str, Callable[[], Any]]]:
     yield "backward without a graph", lambda: torch.ones(()).backward()
 
 
-def compiled_answers() -> list[str]:
-    """What the compiler and torch.export answer; one thread at a time may ask them."""
+def compiled_results() -> list[str]:
+    """Return the results of the compiler and torch.export, which are not thread-safe."""
 
     def compiled(op: Callable[[torch.Tensor], Any], region: torch.dtype | None) -> Any:
         torch._dynamo.reset()
         return _call(torch.compile(op, backend="aot_eager", fullgraph=True), torch.float32, region)
 
-    questions = [
+    calls = [
         (
             f"compiled {name} in {region}",
             lambda name=name, region=region: compiled(OPS[name], region),
@@ -94,7 +94,7 @@ def compiled_answers() -> list[str]:
         for name in ("mm", "det")
         for region in (None, torch.bfloat16)
     ]
-    questions.append(
+    calls.append(
         (
             "exported",
             lambda: [
@@ -103,19 +103,19 @@ def compiled_answers() -> list[str]:
             ],
         )
     )
-    return [f"{name}: {_warned(question)}" for name, question in questions]
+    return [f"{name}: {_warned(call)}" for name, call in calls]
 
 
-def _warned(question: Callable[[], Any]) -> str:
-    with warnings.catch_warnings(record=True) as heard:
+def _warned(call: Callable[[], Any]) -> str:
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        return f"{_answer(question)} {[str(one.message) for one in heard]}"
+        return f"{_result(call)} {[str(one.message) for one in caught]}"
 
 
-def _answer(question: Callable[[], Any]) -> str:
+def _result(call: Callable[[], Any]) -> str:
     try:
-        return str(_shown(question()))
-    except Exception as error:  # noqa: BLE001 - an error is an answer
+        return str(_shown(call()))
+    except Exception as error:  # noqa: BLE001 - an error is a result
         return f"{type(error).__name__}({error})"
 
 
@@ -125,9 +125,9 @@ def _shown(value: Any) -> Any:
     return [_shown(one) for one in value] if isinstance(value, list | tuple) else value
 
 
-def _call(op: Callable[[torch.Tensor], Any], given: torch.dtype, region: torch.dtype | None) -> Any:
+def _call(op: Callable[[torch.Tensor], Any], dtype: torch.dtype, region: torch.dtype | None) -> Any:
     with torch.autocast("cpu", dtype=region or torch.bfloat16, enabled=region is not None):
-        return op(MATRIX.clone().to(given).requires_grad_())
+        return op(MATRIX.clone().to(dtype).requires_grad_())
 
 
 def _scripted(x: torch.Tensor) -> torch.Tensor:
@@ -154,7 +154,7 @@ def _train(region: torch.dtype | None, scaler: torch.amp.GradScaler | None = Non
 
 
 def _filled(module: nn.Module) -> nn.Module:
-    """Not by the generator of random numbers, which all threads share."""
+    """Set parameters without random numbers, whose generator all threads share."""
     with torch.no_grad():
         for parameter in module.parameters():
             parameter.copy_(torch.linspace(-0.5, 0.5, parameter.numel()).reshape(parameter.shape))

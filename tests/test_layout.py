@@ -1,0 +1,73 @@
+"""The layout of the repository: folders of tests, names that scripts may use, words to avoid."""
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+
+import mezzo
+
+ROOT = Path(__file__).parent.parent
+PACKAGES = {path.parent.name.lstrip("_") for path in (ROOT / "src" / "mezzo").glob("*/__init__.py")}
+OTHER_FOLDERS = {"accuracy", "data", "gpu", "observe", "process", "seeds", "support"}
+"""Folders of tests that need more than one package, of their data, and of single modules."""
+
+SCRIPTS = sorted([*(ROOT / "benchmarks").glob("*.py"), *(ROOT / "examples").glob("*.py")])
+INTERNALS = ROOT / "benchmarks" / "internals.py"
+"""The only script that may import private modules."""
+
+# Reversed, so that this file does not contain the words.
+AVOIDED = {
+    word[::-1]
+    for word in "dlot tirpluc tcepsus rood gnuh deeh regnarts ydobon ydobemos deliops".split()
+}
+AVOIDED |= {f"{word}{ending}" for word in AVOIDED for ending in ("s", "ed")}
+WORD = re.compile(r"[A-Z]?[a-z]+|[A-Z]+(?![a-z])")
+"""A word of a sentence, or a part of a name: `snake_case` has two and `CamelCase` too."""
+TEXTS = ["src/**/*", "tests/**/*", "benchmarks/*", "examples/*", "docs/**/*", "*.md"]
+
+
+def test_every_folder_of_tests_is_named_after_a_package():
+    folders = {path.name for path in (ROOT / "tests").iterdir() if path.is_dir()}
+    assert folders - PACKAGES - OTHER_FOLDERS - {"__pycache__"} == set()
+
+
+def test_every_package_has_a_folder_of_tests():
+    folders = {path.name for path in (ROOT / "tests").iterdir() if path.is_dir()}
+    assert PACKAGES - folders == set()
+
+
+@pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: path.stem)
+def test_scripts_use_public_names_only(path):
+    tree = ast.parse(path.read_text())
+    if path != INTERNALS:
+        assert [name for name in imported_modules(tree) if name.startswith("mezzo.")] == []
+    attributes = {
+        node.attr
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Attribute)
+        and isinstance(node.value, ast.Name)
+        and node.value.id == "mezzo"
+    }
+    assert attributes <= set(mezzo.__all__)
+
+
+def imported_modules(tree):
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            yield node.module
+
+
+def test_words_of_the_old_style_do_not_come_back():
+    found = [
+        f"{path.relative_to(ROOT)}:{number}: {word}"
+        for path in sorted({path for pattern in TEXTS for path in ROOT.glob(pattern)})
+        if path.suffix in {".py", ".md", ".txt", ".toml"}
+        for number, line in enumerate([path.stem, *path.read_text().splitlines()])
+        for word in WORD.findall(line)
+        if word.lower() in AVOIDED
+    ]
+    assert not found, "\n".join([f"{len(found)} places", *found])
