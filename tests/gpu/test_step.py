@@ -527,7 +527,7 @@ def test_workspaces_that_others_clear_are_not_those_of_a_captured_step() -> None
     assert step.captured
     torch._C._cuda_clearCublasWorkspaces()
     taken = []
-    for stream in (torch.cuda.current_stream(), step._runner._studio.stream):
+    for stream in (torch.cuda.current_stream(), step._runner._capturer.stream):
         with torch.cuda.stream(stream):
             taken += [
                 torch.full((size << 20,), 7, dtype=torch.uint8, device="cuda")

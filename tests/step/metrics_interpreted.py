@@ -25,7 +25,6 @@ def test_the_numbers_arrive_in_one_launch(
     )
     monkeypatch.setattr(capture, "device_counters", lambda _: scale.shown)
     board = MetricsBuffer(CPU, mezzo.GradScaler("cpu"))
-    board._on_device = True
     board.write(torch.tensor(1.5, dtype=dtype), torch.tensor(bad))
     assert board.read() == StepMetrics(1.5, skipped=bool(bad), scale=8.0, skipped_steps=4)
     assert board.scale_and_skips() == (8.0, 2)

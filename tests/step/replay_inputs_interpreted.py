@@ -26,7 +26,7 @@ class Later:
 
     def run(self, *_: object) -> None:
         while self.queue:
-            self.mail.around(lambda _: self.body(), None)
+            self.mail.wrap(lambda _: self.body())(None)
             self.queue -= 1
 
 
@@ -34,7 +34,7 @@ def _program(
     leaves: list[torch.Tensor], buffers: list[torch.Tensor], body: Callable[[], torch.Tensor]
 ) -> tuple[CapturedGraph, Later]:
     mail = ReplayInputs(CPU, leaves, buffers)
-    mail.rehearse(leaves)
+    mail.warm_up(leaves)
     later = Later(mail, body)
     return CapturedGraph(later, buffers, None, mail), later  # type: ignore[arg-type]
 
@@ -164,7 +164,7 @@ def test_what_torch_copies_better_is_left_to_torch(
 def test_what_is_no_loss_is_copied(returned: object) -> None:
     leaf = torch.zeros(2)
     mail = ReplayInputs(CPU, [leaf], [leaf.clone()])
-    mail.rehearse([leaf])
+    mail.warm_up([leaf])
     mail.store_loss(returned)
     assert mail.write([leaf]) is None
 
@@ -173,11 +173,11 @@ def test_letters_outlive_their_program_until_they_are_read() -> None:
     leaf = torch.zeros(2)
     mail = ReplayInputs(CPU, [leaf], [leaf.clone()])
     mail.write([leaf])
-    box = mail._box
+    box = mail._ring
     del mail
-    words, memory = box.words, box.memory
+    words, memory = box.values, box.memory
     del box
-    assert any(box.memory is memory for box in mails._ring_buffers)
+    assert any(box.memory is memory for box in mails._unread_buffers)
     words[0] = 1
     ReplayInputs(CPU, [leaf], [leaf.clone()])
-    assert not any(box.memory is memory for box in mails._ring_buffers)
+    assert not any(box.memory is memory for box in mails._unread_buffers)

@@ -13,7 +13,7 @@ import mezzo
 from mezzo.step import capture as module
 from mezzo.step.capture import MAX_GRAPHS, CaptureRunner
 from mezzo.step.components import Capture
-from mezzo.step.inputs import buffers_for, copies
+from mezzo.step.inputs import copy_outputs, make_static_buffers
 
 
 @dataclass
@@ -28,7 +28,7 @@ class Pretended:
     def replay(self, leaves):
         torch._foreach_copy_(self.inputs, leaves)
         self.replayed += 1
-        return copies(self.run(self.held))
+        return copy_outputs(self.run(self.held))
 
 
 @dataclass
@@ -37,7 +37,7 @@ class PretendedStudio:
     warmed: int = 0
     fails: bool = False
 
-    def emptied(self):
+    def with_new_pool(self):
         return self
 
     def run_on_capture_stream(self, run):
@@ -53,7 +53,7 @@ class PretendedStudio:
     def capture(self, run, values, leaves, kept):
         if self.fails:
             self.fail()
-        held, inputs = buffers_for(values)
+        held, inputs = make_static_buffers(values)
         self.programs.append(Pretended(run, held, inputs))
         return self.programs[-1]
 
@@ -84,7 +84,7 @@ def step_of(made, capture="auto", **words):
         capture=False,
         **words,
     )
-    step._runner = CaptureRunner(step._engine, Capture.parse(capture))
+    step._runner = CaptureRunner(step._executor, Capture.parse(capture))
     return step
 
 
@@ -106,11 +106,11 @@ def test_three_real_steps_warm_up_and_then_one_program_is_replayed(studio):
 
 def test_warm_ups_run_on_inputs_as_the_program_holds_them(studio, monkeypatch):
     step = step_of(Made("mlp"), policy="O2")
-    seen, run_one = [], step._engine.run
+    seen, run_one = [], step._executor.run
     monkeypatch.setattr(
-        step._engine,
+        step._executor,
         "run",
-        lambda arguments, *rest: (seen.append(arguments[0].dtype), run_one(arguments, *rest))[1],
+        lambda call, *rest: (seen.append(call.args[0].dtype), run_one(call, *rest))[1],
     )
     run(step, 5)
     assert seen == [torch.bfloat16] * 5
@@ -164,7 +164,7 @@ def test_a_changed_value_of_the_loss_functions_closure_is_another_program(studio
         return boosted(outputs, target, boost) * factor
 
     step = mezzo.TrainStep(made.model, loss, made.optimizer, dtype="bfloat16", capture=False)
-    step._runner = CaptureRunner(step._engine, Capture.AUTO)
+    step._runner = CaptureRunner(step._executor, Capture.AUTO)
     first = run(step, 5)
     factor = 0.0
     assert run(step, 3) == [0.0] * 3
@@ -242,7 +242,7 @@ def test_inputs_that_cannot_be_compared_run_eagerly(studio):
         dtype="bfloat16",
         capture=False,
     )
-    step._runner = CaptureRunner(step._engine, Capture.AUTO)
+    step._runner = CaptureRunner(step._executor, Capture.AUTO)
     with pytest.warns(UserWarning, match="type set"):
         step(torch.ones(2, 8), {1, 2})
     step(torch.ones(2, 8), {1, 2})

@@ -42,14 +42,14 @@ class TestAskingWhetherACaptureIsUnderWay:
         monkeypatch.setattr(cuda_graph, "_is_capturing", lambda: True)
 
     def test_model_code_gets_the_eager_answer_in_the_capturing_thread_alone(self):
-        with cuda_graph.eager_answers():
+        with cuda_graph.report_eager():
             here = torch.cuda.is_current_stream_capturing()
             with ThreadPoolExecutor(1) as pool:
                 there = pool.submit(lambda: torch.cuda.is_current_stream_capturing()).result()
         assert (here, there) == (False, True)
 
     def test_torch_and_mezzo_get_the_truth(self):
-        with cuda_graph.eager_answers():
+        with cuda_graph.report_eager():
             assert _launch.is_capturing(torch.device("cuda"))
             assert eval(
                 "torch.cuda.is_current_stream_capturing()",
@@ -57,7 +57,7 @@ class TestAskingWhetherACaptureIsUnderWay:
             )
 
     def test_torchs_function_is_put_back_when_the_last_capture_ends(self):
-        with pytest.raises(RuntimeError), cuda_graph.eager_answers(), cuda_graph.eager_answers():
+        with pytest.raises(RuntimeError), cuda_graph.report_eager(), cuda_graph.report_eager():
             raise RuntimeError
         assert torch.cuda.is_current_stream_capturing() is True
         assert torch.cuda.is_current_stream_capturing is cuda_graph._is_capturing

@@ -11,7 +11,7 @@ from support.step_models import Made, boosted
 
 import mezzo
 from mezzo import _events
-from mezzo.step.capture import EagerRunner, first_line, refusal, warn_not_captured
+from mezzo.step.capture import EagerRunner, capture_obstacle, root_cause, warn_not_captured
 from mezzo.step.components import Capture
 
 
@@ -20,9 +20,9 @@ def test_on_a_cpu_steps_run_eagerly_and_quietly():
     with _events.listen() as heard:
         step = mezzo.TrainStep(made.model, boosted, made.optimizer, dtype="bfloat16")
     assert isinstance(step._runner, EagerRunner)
-    assert "captures nothing" in step.eager_reason
+    assert "no CUDA graphs" in step.eager_reason
     assert sum(isinstance(event, _events.StepNotCaptured) for event in heard) == 1
-    assert "cpu" in refusal(step._parts)
+    assert "cpu" in capture_obstacle(step._components)
 
 
 def test_who_asks_for_no_capture_needs_no_reason():
@@ -36,7 +36,9 @@ def test_who_asks_for_no_capture_needs_no_reason():
 
 
 def test_elsewhere_it_is_said_aloud():
-    with pytest.warns(UserWarning, match="runs eagerly, for it cannot be captured: because"):
+    with pytest.warns(
+        UserWarning, match="cannot be captured as a CUDA graph and runs eagerly: because"
+    ):
         warn_not_captured("because", Capture.AUTO)
 
 
@@ -50,5 +52,6 @@ def test_the_first_of_several_errors_is_named():
     with warnings.catch_warnings(), pytest.raises(RuntimeError) as caught:
         fail()
     assert re.fullmatch(
-        r"KeyError: 'first', in .*test_runner\.py:\d+: \{\}\[\"first\"\]", first_line(caught.value)
+        r"KeyError: 'first', in .*test_eager_runner\.py:\d+: \{\}\[\"first\"\]",
+        root_cause(caught.value),
     )

@@ -8,6 +8,7 @@ from support.step_models import Made
 
 from mezzo.step.components import PrecisionArgs, Reduction, prepare_components
 from mezzo.step.executor import AccumulationPhase, StepExecutor, StepOptions
+from mezzo.step.inputs import Call
 
 
 def engine_of(body, dtype="bfloat16", **rules):
@@ -19,6 +20,9 @@ def engine_of(body, dtype="bfloat16", **rules):
     return StepExecutor(parts, lambda x: body(made.model, x), StepOptions(**words)), made
 
 
+CALL = Call((torch.ones(2, 8),), {})
+
+
 def mean(model, x):
     return model(x).square().mean()
 
@@ -27,7 +31,7 @@ def mean(model, x):
     ("reduction", "factor"), [(Reduction.MEAN, 0.25), (Reduction.SUM, 1.0)], ids=["mean", "sum"]
 )
 def test_a_loss_counts_for_its_part(reduction, factor):
-    assert StepOptions(4, reduction).factor == factor
+    assert StepOptions(4, reduction).loss_factor == factor
 
 
 def test_the_body_runs_in_the_region_and_with_gradients():
@@ -39,7 +43,7 @@ def test_the_body_runs_in_the_region_and_with_gradients():
 
     engine, _ = engine_of(body)
     with torch.no_grad():
-        engine.run((torch.ones(2, 8),), {}, AccumulationPhase(first=True, last=True), None)
+        engine.run(CALL, AccumulationPhase(first=True, last=True), None)
     assert seen == [(True, True)]
     assert not torch.is_autocast_enabled("cpu")
 
@@ -47,25 +51,31 @@ def test_the_body_runs_in_the_region_and_with_gradients():
 def test_gradients_wait_for_the_last_call():
     engine, made = engine_of(mean, accumulate=2)
     before = made.model.layers[0].weight.clone()
-    engine.run((torch.ones(2, 8),), {}, AccumulationPhase(first=True, last=False), None)
+    engine.run(CALL, AccumulationPhase(first=True, last=False), None)
     assert torch.equal(made.model.layers[0].weight, before)
     assert made.model.layers[0].weight.grad is not None
-    engine.run((torch.ones(2, 8),), {}, AccumulationPhase(first=False, last=True), None)
+    engine.run(CALL, AccumulationPhase(first=False, last=True), None)
     assert not torch.equal(made.model.layers[0].weight, before)
     assert made.model.layers[0].weight.grad is None
 
 
-def test_static_gradients_are_zeroed_and_stay_where_they_are():
-    engine, made = engine_of(mean)
-    engine.static = [torch.zeros_like(parameter) for parameter in made.model.parameters()]
-    for parameter, gradient in zip(made.model.parameters(), engine.static, strict=True):
-        parameter.grad = gradient
-    engine.run((torch.ones(2, 8),), {}, AccumulationPhase(first=True, last=True), None)
+def test_static_gradients_are_zeroed_and_keep_their_addresses():
+    executor, made = engine_of(mean, accumulate=2)
+    first, last = (AccumulationPhase(first, not first) for first in (True, False))
+    executor.record_gradients()
+    assert not executor.make_gradients_static()
+    for phase in (first, last):
+        executor.run(CALL, phase, None)
+    assert executor.make_gradients_static()
+    gradients = [parameter.grad for parameter in made.model.parameters()]
+    executor.run(CALL, first, None)
+    assert any(bool(gradient.any()) for gradient in gradients)
+    executor.run(CALL, last, None)
     assert all(
         parameter.grad is gradient
-        for parameter, gradient in zip(made.model.parameters(), engine.static, strict=True)
+        for parameter, gradient in zip(made.model.parameters(), gradients, strict=True)
     )
-    assert not any(bool(gradient.any()) for gradient in engine.static)
+    assert not any(bool(gradient.any()) for gradient in gradients)
 
 
 def test_a_body_that_raises_leaves_the_precision_as_it_was():
@@ -74,5 +84,5 @@ def test_a_body_that_raises_leaves_the_precision_as_it_was():
 
     engine, _ = engine_of(body)
     with pytest.raises(KeyError, match="mine"):
-        engine.run((torch.ones(2, 8),), {}, AccumulationPhase(first=True, last=True), None)
+        engine.run(CALL, AccumulationPhase(first=True, last=True), None)
     assert not torch.is_autocast_enabled("cpu")

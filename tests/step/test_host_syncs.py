@@ -20,7 +20,7 @@ def test_the_users_line_is_named_not_torchs():
             return 0
 
     torch.nn.functional.relu(torch.ones(1).as_subclass(Noticed))  # here
-    assert "test_hostreads.py" in lines[0]
+    assert "test_host_syncs.py" in lines[0]
 
 
 def test_reads_are_collected_and_other_warnings_pass(monkeypatch):
@@ -33,7 +33,7 @@ def test_reads_are_collected_and_other_warnings_pass(monkeypatch):
             warnings.warn("called a synchronizing CUDA operation", UserWarning, stacklevel=1)
             warnings.warn("something else", UserWarning, stacklevel=1)
     assert len(found) == 1
-    assert "test_hostreads.py" in found[0]
+    assert "test_host_syncs.py" in found[0]
     assert "called a synchronizing" in found[0]
     assert [str(one.message) for one in heard] == ["something else"]
     assert modes == ["default", "warn", "default"]

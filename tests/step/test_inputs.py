@@ -7,9 +7,9 @@ import torch
 
 from mezzo.step.inputs import (
     UnsupportedInput,
-    buffers_for,
-    copies,
+    copy_outputs,
     format_shapes,
+    make_static_buffers,
     move_inputs,
     signature,
 )
@@ -55,7 +55,7 @@ def test_leaves_come_in_the_order_of_the_buffers():
     value = ({"b": torch.ones(1), "a": [torch.ones(2), 5]}, torch.ones(3))
     leaves = []
     signature(value, leaves)
-    held, made = buffers_for(value)
+    held, made = make_static_buffers(value)
     assert [len(leaf) for leaf in leaves] == [len(buffer) for buffer in made] == [1, 2, 3]
     assert held[0]["a"][1] == 5
     assert held[1] is made[2]
@@ -63,7 +63,7 @@ def test_leaves_come_in_the_order_of_the_buffers():
 
 def test_buffers_are_ones_own_and_keep_the_layout():
     source = IMAGES.contiguous(memory_format=torch.channels_last)
-    (held,), _ = buffers_for((source,))
+    (held,), _ = make_static_buffers((source,))
     assert held.data_ptr() != source.data_ptr()
     assert held.is_contiguous(memory_format=torch.channels_last)
 
@@ -74,9 +74,9 @@ def test_images_are_placed_with_channels_last_and_the_rest_is_left():
     assert tokens is ONES
 
 
-def test_copies_have_no_history():
+def test_copy_outputs_have_no_history():
     source = torch.ones(2, requires_grad=True)
-    (copy,) = copies((source * 2,))
+    (copy,) = copy_outputs((source * 2,))
     assert not copy.requires_grad
 
 

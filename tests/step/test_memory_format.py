@@ -31,7 +31,7 @@ def test_a_tensor_that_is_no_batch_of_images_is_refused():
 def test_a_decorated_model_is_refused():
     made = Made("cnn")
     mezzo.decorate(made.model, made.optimizer, "O2", dtype="bfloat16")
-    with pytest.raises(mezzo.PolicyError, match="First channels_last, then decorate"):
+    with pytest.raises(mezzo.PolicyError, match="before decorate"):
         mezzo.channels_last(made.model)
 
 

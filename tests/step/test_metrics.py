@@ -48,7 +48,7 @@ def test_an_update_tells_scale_and_skips():
 def test_a_loss_that_is_not_finite_is_said_once():
     board = MetricsBuffer(CPU, None)
     board.write(torch.tensor(float("nan")), False)
-    with pytest.warns(UserWarning, match="nothing skips such steps"):
+    with pytest.warns(UserWarning, match="no GradScaler is used"):
         board.warn_if_nonfinite()
     board.warn_if_nonfinite()
 

@@ -21,15 +21,15 @@ def learned(model):
     buffers = ModuleBuffers([model])
     buffers.save("mode")
     model(torch.randn(4, 3))
-    buffers.look()
+    buffers.find_written()
     return buffers
 
 
 def test_only_what_is_written_is_kept():
     buffers = learned(norm())
-    assert buffers.learned("mode")
-    assert not buffers.learned("another mode")
-    assert sum(len(kept._buffers) for kept in buffers._known["mode"]) == 3
+    assert buffers.knows("mode")
+    assert not buffers.knows("another mode")
+    assert sum(len(kept._buffers) for kept in buffers._written["mode"]) == 3
 
 
 @pytest.mark.parametrize("bad", [True, torch.tensor(1.0)], ids=["known", "flag"])

@@ -15,7 +15,7 @@ from mezzo.scaling import capture
 from mezzo.step import capture as module
 from mezzo.step.capture import CaptureRunner, EagerRunner
 from mezzo.step.components import Capture
-from mezzo.step.inputs import buffers_for, copies
+from mezzo.step.inputs import copy_outputs, make_static_buffers
 
 
 class Program:
@@ -23,13 +23,13 @@ class Program:
 
     def __init__(self, run, values, *, broken):
         self._run, self._broken = run, broken
-        self._held, self.inputs = buffers_for(values)
+        self._held, self.inputs = make_static_buffers(values)
 
     def replay(self, leaves):
         torch._foreach_copy_(self.inputs, leaves)
         if self._broken:
             self.inputs[-1].fill_(INF)
-        return copies(self._run(self._held))
+        return copy_outputs(self._run(self._held))
 
 
 @pytest.fixture
@@ -39,7 +39,7 @@ def pretend(monkeypatch):
     class Studio:
         broken = False
 
-        def emptied(self):
+        def with_new_pool(self):
             return self
 
         def run_on_capture_stream(self, run):
@@ -70,7 +70,7 @@ def pretend(monkeypatch):
             **words,
         )
         monkeypatch.setattr(Studio, "broken", broken)
-        step._runner = CaptureRunner(step._engine, Capture.AUTO)
+        step._runner = CaptureRunner(step._executor, Capture.AUTO)
         return made, step
 
     return make
@@ -157,7 +157,7 @@ def test_an_update_that_was_not_replayed_whole_is_not_compared(pretend, monkeypa
 
 def test_two_skips_in_a_row_are_not_looked_into(pretend, monkeypatch):
     _, step = pretend()
-    monkeypatch.setattr(step._engine, "compute_gradients", None)
+    monkeypatch.setattr(step._executor, "compute_gradients", None)
     train(step, "mlp", 20, overflows=[6, 7, 10, 11])
     assert step.captured
 
@@ -166,7 +166,7 @@ def test_two_skips_in_a_row_are_not_looked_into(pretend, monkeypatch):
 def test_a_float16_scale_below_one_is_reported_once_with_the_parameter(pretend, captured):
     _, step = pretend(scaler=mezzo.GradScaler(init_scale=8.0))
     if not captured:
-        step._runner = EagerRunner(step._engine)
+        step._runner = EagerRunner(step._executor)
     with warnings.catch_warnings(record=True) as heard:
         warnings.simplefilter("always")
         train(step, "mlp", 30, overflows=range(5, 30))

@@ -24,7 +24,7 @@ def made(dtype="float16", **words):
         (lambda state: state.update(position=-1), "position is -1, not a number of calls"),
         (lambda state: state.update(updates="many"), "updates is 'many'"),
         (lambda state: state.update(models={}), "models are {}, not a list"),
-        (lambda state: state.update(gradients=None), "has no gradients, and position 1"),
+        (lambda state: state.update(gradients=None), "has no gradients, but position 1"),
         (lambda state: state["gradients"][0].pop(), r"gradients\[0\] are not a list"),
         (
             lambda state: state["gradients"][0].__setitem__(0, torch.ones(1)),
@@ -55,7 +55,7 @@ def test_a_state_that_does_not_fit_changes_nothing(change, message):
 
 
 def test_what_is_no_dictionary_is_refused():
-    with pytest.raises(mezzo.CheckpointError, match="no state of a step"):
+    with pytest.raises(mezzo.CheckpointError, match="not the state of a step"):
         made().load_state_dict([])
 
 

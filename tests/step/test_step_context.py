@@ -9,7 +9,7 @@ from support.step_models import Made
 import mezzo
 from mezzo.autocasting.regions import enter_regions
 from mezzo.step.components import PrecisionArgs, prepare_components
-from mezzo.step.executor import ScaledBackward, StepContext, refuse_other_steps
+from mezzo.step.executor import ScaledBackward, StepContext, refuse_manual_step
 
 
 def turn_of(dtype="float16", factor=1.0, **words):
@@ -17,7 +17,7 @@ def turn_of(dtype="float16", factor=1.0, **words):
     parts = prepare_components(
         made.model, made.optimizer, PrecisionArgs("O1", None, {"dtype": dtype} | words), None, None
     )
-    return StepContext(parts, factor=factor, updates=True), made
+    return StepContext(parts, loss_factor=factor, can_update=True), made
 
 
 def test_gradients_are_scaled_and_divided():
@@ -41,7 +41,7 @@ def test_a_loss_is_scaled_once_under_a_policy_that_is_steered_by_a_mode(handed):
     bias = made.model.layers[2].bias
     seen = []
     bias.register_hook(lambda gradient: seen.append(gradient[0].item()))
-    with enter_regions(turn._parts.region), ScaledBackward(turn):
+    with enter_regions(turn._components.region), ScaledBackward(turn):
         loss = bias.sum()
         if handed:
             turn(loss, made.optimizer)
@@ -52,14 +52,14 @@ def test_a_loss_is_scaled_once_under_a_policy_that_is_steered_by_a_mode(handed):
 
 def test_only_what_has_gradients_is_stepped():
     turn, _ = turn_of()
-    with pytest.raises(mezzo.ScalerError, match="got a gradient"):
-        turn.step_rest()
+    with pytest.raises(mezzo.ScalerError, match="has a gradient"):
+        turn.step_remaining()
 
 
 def test_what_is_known_on_the_host_needs_no_flag():
     turn, made = turn_of()
     turn.backward(made.model.layers[2].bias.sum() * float("nan"))
-    turn.step_rest()
+    turn.step_remaining()
     assert turn.found_nonfinite() is True
 
 
@@ -78,9 +78,9 @@ def test_losses_of_other_threads_are_left_alone():
 
 def test_a_step_by_hand_is_told_from_ours():
     turn, made = turn_of()
-    handle = made.optimizer.register_step_pre_hook(refuse_other_steps)
+    handle = made.optimizer.register_step_pre_hook(refuse_manual_step)
     turn.backward(made.model.layers[2].bias.sum())
-    turn.step_rest()
+    turn.step_remaining()
     with pytest.raises(mezzo.ScalerError, match=r"SGD\.step\(\) was called"):
         made.optimizer.step()
     handle.remove()
