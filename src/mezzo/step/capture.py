@@ -312,7 +312,7 @@ class CaptureRunner:
         needed = _WARM_UP_AGAIN if self._current.number in self._captured_modes else _WARM_UP
         if done < needed or not self._is_ready(phase, modes):
             # The call that finds the written buffers reads from the device itself; it does not
-            # count as warm-up, and host reads of the body cannot be told from its own.
+            # count as warm-up, and its own reads would hide those of the body.
             known = self._executor.buffers.knows(modes)
             self._warm_up_calls[key] = done + known
             inputs = self._static_inputs(call, leaves)

@@ -367,7 +367,7 @@ def _check_state(
     if (state["scaler"] is None) != (components.scaler is None):
         has, lacks = ("state", "step") if components.scaler is None else ("step", "state")
         raise CheckpointError(
-            f"The {has} has a scaler, but the {lacks} has none. Create the step with the same dtype"
+            f"The {has} has a scaler, and the {lacks} has none. Create the step with the same dtype"
             " and scaler."
         )
     _check_counters(state, accumulate)
@@ -395,7 +395,7 @@ def _check_counters(state: dict[str, Any], accumulate: int) -> None:
             )
     if state["position"] >= accumulate:
         raise CheckpointError(
-            f"The state was saved after {state['position']} calls without an update, but this step"
+            f"The state was saved after {state['position']} calls without an update, and this step"
             f" has accumulate={accumulate}. Create the step with the same accumulate."
         )
 
