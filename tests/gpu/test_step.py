@@ -531,7 +531,7 @@ def test_a_captured_step_does_not_use_workspaces_that_other_code_frees() -> None
     assert step.captured
     torch._C._cuda_clearCublasWorkspaces()
     buffers = []
-    for stream in (torch.cuda.current_stream(), step._runner._studio.stream):
+    for stream in (torch.cuda.current_stream(), step._runner._capturer.stream):
         with torch.cuda.stream(stream):
             buffers += [
                 torch.full((size << 20,), 7, dtype=torch.uint8, device="cuda")

@@ -1,4 +1,4 @@
-"""The kernel that writes what a step tells, on a CPU: Triton interprets it. `test_told.py` runs these in a process of their own."""
+"""The kernel that writes step metrics, in Triton's interpreter; `test_metrics.py` runs this."""
 
 from __future__ import annotations
 
@@ -15,20 +15,19 @@ CPU = torch.device("cpu")
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.float64])
-@pytest.mark.parametrize("bad", [0.0, 1.0])
-def test_the_numbers_arrive_in_one_launch(
-    dtype: torch.dtype, bad: float, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("found_inf", [0.0, 1.0])
+def test_the_metrics_are_written_in_one_launch(
+    dtype: torch.dtype, found_inf: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(_launch, "has_triton", lambda _: True)
     scale = DeviceLossScale(
         mezzo.ScaleState(8.0, good_steps=3, skipped_steps=4, consecutive_skips=2), CPU
     )
     monkeypatch.setattr(capture, "device_counters", lambda _: scale.counters)
-    board = MetricsBuffer(CPU, mezzo.GradScaler("cpu"))
-    board._on_device = True
-    board.write(torch.tensor(1.5, dtype=dtype), torch.tensor(bad))
-    assert board.read() == StepMetrics(1.5, skipped=bool(bad), scale=8.0, skipped_steps=4)
-    assert board.scale_and_skips() == (8.0, 2)
+    metrics = MetricsBuffer(CPU, mezzo.GradScaler("cpu"))
+    metrics.write(torch.tensor(1.5, dtype=dtype), torch.tensor(found_inf))
+    assert metrics.read() == StepMetrics(1.5, skipped=bool(found_inf), scale=8.0, skipped_steps=4)
+    assert metrics.scale_and_skips() == (8.0, 2)
     scale.scale.fill_(16.0)
-    board.write(None, torch.tensor(1.0 - bad))
-    assert board.read() == StepMetrics(1.5, skipped=not bad, scale=16.0, skipped_steps=4)
+    metrics.write(None, torch.tensor(1.0 - found_inf))
+    assert metrics.read() == StepMetrics(1.5, skipped=not found_inf, scale=16.0, skipped_steps=4)

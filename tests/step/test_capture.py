@@ -1,90 +1,50 @@
-"""When a step is captured, replayed and captured anew: shown with programs that only pretend, since a CPU captures nothing."""
+"""Eager runs, and when a step is warmed up, captured, replayed and captured again.
+
+Captured graphs are fakes that run the captured function; `tests/gpu/test_step.py` captures.
+"""
 
 from __future__ import annotations
 
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+import re
 
 import pytest
 import torch
+from support.fake_graphs import fake_captures, use_capture
 from support.step_models import Made, batches, boosted, same, weights
 
 import mezzo
-from mezzo.step import capture as module
-from mezzo.step.capture import MAX_GRAPHS, CaptureRunner
+from mezzo import _events
+from mezzo.step.capture import (
+    MAX_GRAPHS,
+    EagerRunner,
+    capture_obstacle,
+    root_cause,
+    warn_not_captured,
+)
 from mezzo.step.components import Capture
-from mezzo.step.inputs import buffers_for, copies
-
-
-@dataclass
-class Pretended:
-    """A program that runs again what was to be captured."""
-
-    run: object
-    held: object
-    inputs: list
-    replayed: int = 0
-
-    def replay(self, leaves):
-        torch._foreach_copy_(self.inputs, leaves)
-        self.replayed += 1
-        return copies(self.run(self.held))
-
-
-@dataclass
-class PretendedStudio:
-    programs: list = field(default_factory=list)
-    warmed: int = 0
-    fails: bool = False
-
-    def emptied(self):
-        return self
-
-    def run_on_capture_stream(self, run):
-        self.warmed += 1
-        return run()
-
-    def fail(self):
-        try:
-            {}["what was wrong"]
-        except KeyError:
-            torch.ones(2).view(3)
-
-    def capture(self, run, values, leaves, kept):
-        if self.fails:
-            self.fail()
-        held, inputs = buffers_for(values)
-        self.programs.append(Pretended(run, held, inputs))
-        return self.programs[-1]
 
 
 @pytest.fixture
-def studio(monkeypatch):
-    made = PretendedStudio()
-
-    @contextmanager
-    def watching():
-        yield made.found
-
-    made.found = []
-    monkeypatch.setattr(module.GraphCapturer, "on", lambda _: made)
-    monkeypatch.setattr(module, "find_host_syncs", watching)
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda *_: None)
-    return made
+def capturer(monkeypatch):
+    return fake_captures(monkeypatch)
 
 
-def step_of(made, capture="auto", **words):
-    step = mezzo.TrainStep(
+def eager_step(made, loss=boosted, policy="O1", **kwargs):
+    return mezzo.TrainStep(
         made.model,
-        boosted,
+        loss,
         made.optimizer,
-        words.pop("policy", "O1"),
+        policy,
         dtype="bfloat16",
         channels_last=False,
         capture=False,
-        **words,
+        **kwargs,
     )
-    step._runner = CaptureRunner(step._engine, Capture.parse(capture))
+
+
+def captured_step(made, loss=boosted, capture="auto", **kwargs):
+    step = eager_step(made, loss, **kwargs)
+    use_capture(step, capture)
     return step
 
 
@@ -92,182 +52,181 @@ def run(step, count, size=8):
     return [float(step(x, y)) for x, y in batches("mlp", count, size=size)]
 
 
-def test_three_real_steps_warm_up_and_then_one_program_is_replayed(studio):
+def test_three_calls_warm_up_and_then_one_graph_is_replayed(capturer):
     made, other = Made("mlp"), Made("mlp")
-    step = step_of(made)
+    step = captured_step(made)
     losses = run(step, 8)
-    assert studio.warmed == 3
-    assert [program.replayed for program in studio.programs] == [5]
+    assert capturer.warm_ups == 3
+    assert [graph.replays for graph in capturer.graphs] == [5]
     assert step.captured
-    plain = mezzo.TrainStep(other.model, boosted, other.optimizer, dtype="bfloat16", capture=False)
-    assert losses == run(plain, 8)
+    assert losses == run(eager_step(other), 8)
     assert same(weights(made.model), weights(other.model))
 
 
-def test_warm_ups_run_on_inputs_as_the_program_holds_them(studio, monkeypatch):
-    step = step_of(Made("mlp"), policy="O2")
-    seen, run_one = [], step._engine.run
+def test_warm_up_runs_on_inputs_in_the_dtypes_of_the_static_buffers(capturer, monkeypatch):
+    step = captured_step(Made("mlp"), policy="O2")
+    dtypes, run_call = [], step._executor.run
     monkeypatch.setattr(
-        step._engine,
+        step._executor,
         "run",
-        lambda arguments, *rest: (seen.append(arguments[0].dtype), run_one(arguments, *rest))[1],
+        lambda call, *args: (dtypes.append(call.args[0].dtype), run_call(call, *args))[1],
     )
     run(step, 5)
-    assert seen == [torch.bfloat16] * 5
+    assert dtypes == [torch.bfloat16] * 5
 
 
-def test_a_new_shape_is_captured_after_two_steps(studio):
-    step = step_of(Made("mlp"))
+def test_the_copy_of_an_input_casts_it_as_the_model_would(capturer):
+    made, other = Made("mlp"), Made("mlp")
+    losses = run(captured_step(made, policy="O2"), 8)
+    dtypes = [buffer.dtype for buffer in capturer.graphs[0].inputs]
+    assert dtypes == [torch.bfloat16, torch.int64, torch.float32]
+    assert losses == run(eager_step(other, policy="O2"), 8)
+
+
+def test_a_new_shape_is_captured_after_two_calls(capturer):
+    step = captured_step(Made("mlp"))
     run(step, 5)
     run(step, 3, size=4)
     run(step, 2)
-    assert [program.replayed for program in studio.programs] == [4, 1]
+    assert [graph.replays for graph in capturer.graphs] == [4, 1]
 
 
-def test_too_many_shapes_run_eagerly_and_are_told_once(studio):
-    step = step_of(Made("mlp"))
+def test_too_many_shapes_run_eagerly_with_one_warning(capturer):
+    step = captured_step(Made("mlp"))
     for size in range(1, MAX_GRAPHS + 1):
         run(step, 4, size=size)
-    with pytest.warns(UserWarning, match=r"\(20, 8\) float32") as heard:
+    with pytest.warns(
+        UserWarning, match=r"Already 8 captured graphs; inputs of shape \(20, 8\) float32"
+    ) as warned:
         run(step, 3, size=20)
-    assert len(heard) == 1
+    assert len(warned) == 1
     run(step, 3, size=21)
-    assert len(studio.programs) == MAX_GRAPHS
+    assert len(capturer.graphs) == MAX_GRAPHS
 
 
 @pytest.mark.parametrize("change", ["eval", "frozen"])
-def test_modes_and_frozen_parameters_have_programs_of_their_own(studio, change):
+def test_modes_and_frozen_parameters_have_their_own_graphs(capturer, change):
     made = Made("mlp")
-    step = step_of(made)
+    step = captured_step(made)
     run(step, 5)
     if change == "eval":
         made.model.eval()
     else:
         made.model.layers[0].requires_grad_(requires_grad=False)
     run(step, 5)
-    assert len(studio.programs) == 2
+    assert len(capturer.graphs) == 2
 
 
-def test_parameters_that_moved_are_captured_anew(studio):
+def test_a_parameter_at_another_address_causes_a_new_capture(capturer):
     made = Made("mlp")
-    step = step_of(made)
+    step = captured_step(made)
     run(step, 5)
     made.model.layers[0].weight.data = made.model.layers[0].weight.data.clone()
     run(step, 5)
-    assert len(studio.programs) == 2
+    assert len(capturer.graphs) == 2
 
 
-def test_a_changed_value_of_the_loss_functions_closure_is_another_program(studio):
-    made, factor = Made("mlp"), 1.0
+def test_a_changed_closure_value_of_the_loss_function_causes_a_new_capture(capturer):
+    factor = 1.0
 
     def loss(outputs, target, boost):
         return boosted(outputs, target, boost) * factor
 
-    step = mezzo.TrainStep(made.model, loss, made.optimizer, dtype="bfloat16", capture=False)
-    step._runner = CaptureRunner(step._engine, Capture.AUTO)
+    step = captured_step(Made("mlp"), loss)
     first = run(step, 5)
     factor = 0.0
     assert run(step, 3) == [0.0] * 3
     assert first[0] > 0
-    assert len(studio.programs) == 2
+    assert len(capturer.graphs) == 2
 
 
-@pytest.mark.parametrize("accumulate", [2, 3])
-def test_calls_that_share_gradients_are_captured_by_phase(studio, accumulate):
-    made, other = Made("mlp"), Made("mlp")
-    step = step_of(made, accumulate=accumulate)
-    losses = run(step, 30)
-    assert len(studio.programs) == accumulate
-    plain = mezzo.TrainStep(
-        other.model,
-        boosted,
-        other.optimizer,
-        dtype="bfloat16",
-        capture=False,
-        accumulate=accumulate,
-    )
-    assert losses == run(plain, 30)
-    assert same(weights(made.model), weights(other.model))
-
-
-def test_a_partial_accumulation_can_be_flushed_after_replays(studio):
-    made, other = Made("mlp"), Made("mlp")
-    steps = [
-        step_of(made, accumulate=3),
-        mezzo.TrainStep(
-            other.model, boosted, other.optimizer, dtype="bfloat16", capture=False, accumulate=3
-        ),
-    ]
-    for step in steps:
-        run(step, 31)
-        step.flush()
-        run(step, 6)
-    assert studio.programs
-    assert same(weights(made.model), weights(other.model))
-
-
-def test_a_host_read_is_told_and_runs_eagerly(studio):
-    studio.found = ["model.py:3: x.item()"]
-    step = step_of(Made("mlp"))
-    with pytest.warns(UserWarning, match=r"model\.py:3: x\.item\(\)"):
-        run(step, 6)
-    assert not step.captured
-    assert "model.py:3" in step.eager_reason
-    assert studio.programs == []
-
-
-def test_a_capture_that_fails_is_told_with_its_first_cause_and_the_call_still_happens(studio):
-    studio.fails = True
-    made, other = Made("mlp"), Made("mlp")
-    step = step_of(made)
-    with pytest.warns(UserWarning, match="what was wrong"):
-        losses = run(step, 6)
-    plain = mezzo.TrainStep(other.model, boosted, other.optimizer, dtype="bfloat16", capture=False)
-    assert losses == run(plain, 6)
-
-
-def test_capture_that_must_be_raises_instead(studio):
-    studio.fails = True
-    step = step_of(Made("mlp"), capture=True)
-    with pytest.raises(mezzo.UnsupportedError, match="capture=True"):
-        run(step, 6)
-
-
-def test_inputs_that_cannot_be_compared_run_eagerly(studio):
-    made = Made("mlp")
-    step = mezzo.TrainStep(
-        made.model,
-        lambda outputs, _: outputs.square().mean(),
-        made.optimizer,
-        dtype="bfloat16",
-        capture=False,
-    )
-    step._runner = CaptureRunner(step._engine, Capture.AUTO)
-    with pytest.warns(UserWarning, match="type set"):
-        step(torch.ones(2, 8), {1, 2})
-    step(torch.ones(2, 8), {1, 2})
-    assert studio.programs == []
-
-
-def test_what_the_model_casts_first_is_cast_by_the_copy_of_the_inputs(studio):
-    made, other = Made("mlp"), Made("mlp")
-    step = step_of(made, policy="O2")
-    losses = run(step, 8)
-    assert [buffer.dtype for buffer in studio.programs[0].inputs] == [
-        torch.bfloat16,
-        torch.int64,
-        torch.float32,
-    ]
-    plain = mezzo.TrainStep(
-        other.model, boosted, other.optimizer, "O2", dtype="bfloat16", capture=False
-    )
-    assert losses == run(plain, 8)
-
-
-def test_a_loaded_state_drops_the_programs(studio):
-    step = step_of(Made("mlp"))
+def test_a_loaded_state_drops_the_graphs(capturer):
+    step = captured_step(Made("mlp"))
     run(step, 5)
     step.load_state_dict(step.state_dict())
     assert not step.captured
     run(step, 5)
     assert step.captured
+
+
+@pytest.mark.parametrize("accumulate", [2, 3])
+def test_each_call_of_an_accumulation_has_its_own_graph(capturer, accumulate):
+    made, other = Made("mlp"), Made("mlp")
+    losses = run(captured_step(made, accumulate=accumulate), 30)
+    assert len(capturer.graphs) == accumulate
+    assert losses == run(eager_step(other, accumulate=accumulate), 30)
+    assert same(weights(made.model), weights(other.model))
+
+
+def test_a_partial_accumulation_can_be_flushed_after_replays(capturer):
+    made, other = Made("mlp"), Made("mlp")
+    for step in (captured_step(made, accumulate=3), eager_step(other, accumulate=3)):
+        run(step, 31)
+        step.flush()
+        run(step, 6)
+    assert capturer.graphs
+    assert same(weights(made.model), weights(other.model))
+
+
+class TestStepsThatCannotBeCaptured:
+    def test_a_host_read_is_named_and_the_step_runs_eagerly(self, capturer):
+        capturer.host_syncs = ["model.py:3: x.item()"]
+        step = captured_step(Made("mlp"))
+        with pytest.warns(UserWarning, match=r"model\.py:3: x\.item\(\)"):
+            run(step, 6)
+        assert not step.captured
+        assert "model.py:3" in step.eager_reason
+        assert capturer.graphs == []
+
+    def test_a_failed_capture_warns_with_its_root_cause_and_the_call_runs_eagerly(self, capturer):
+        capturer.fails = True
+        step = captured_step(Made("mlp"))
+        with pytest.warns(UserWarning, match="the root cause"):
+            losses = run(step, 6)
+        assert losses == run(eager_step(Made("mlp")), 6)
+
+    def test_a_failed_capture_raises_with_capture_true(self, capturer):
+        capturer.fails = True
+        step = captured_step(Made("mlp"), capture=True)
+        with pytest.raises(mezzo.UnsupportedError, match="capture=True"):
+            run(step, 6)
+
+    def test_inputs_that_cannot_be_compared_run_eagerly(self, capturer):
+        step = captured_step(Made("mlp"), lambda outputs, _: outputs.square().mean())
+        with pytest.warns(UserWarning, match="type set"):
+            step(torch.ones(2, 8), {1, 2})
+        step(torch.ones(2, 8), {1, 2})
+        assert capturer.graphs == []
+
+    def test_on_a_cpu_steps_run_eagerly_without_a_warning(self):
+        made = Made("mlp")
+        with _events.listen() as events:
+            step = mezzo.TrainStep(made.model, boosted, made.optimizer, dtype="bfloat16")
+        assert isinstance(step._runner, EagerRunner)
+        assert "no CUDA graphs" in step.eager_reason
+        assert sum(isinstance(event, _events.StepNotCaptured) for event in events) == 1
+        assert "cpu" in capture_obstacle(step._components)
+
+    def test_capture_false_needs_no_reason(self):
+        assert eager_step(Made("mlp")).eager_reason is None
+
+    def test_on_other_devices_there_is_a_warning(self):
+        with pytest.warns(
+            UserWarning,
+            match="cannot be captured as a CUDA graph and runs eagerly: because.*capture=False",
+        ):
+            warn_not_captured("because", Capture.AUTO)
+
+    def test_the_first_of_several_errors_is_named(self):
+        def fail():
+            try:
+                {}["first"]
+            except KeyError:
+                torch.ones(2).view(3)
+
+        with pytest.raises(RuntimeError) as caught:
+            fail()
+        assert re.fullmatch(
+            r"KeyError: 'first', in .*test_capture\.py:\d+: \{\}\[\"first\"\]",
+            root_cause(caught.value),
+        )

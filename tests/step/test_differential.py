@@ -1,4 +1,4 @@
-"""TrainStep does what the loop by hand does, on models that people write: the CPU side of the differential harness."""
+"""`TrainStep` equals the loop by hand on many models: the CPU part of the differential harness."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ VARIANTS = [
 
 @pytest.fixture(autouse=True)
 def _without_onednn() -> Iterator[None]:
-    """oneDNN has no 16-bit LSTM on many CPUs, and torch does not fall back to its own."""
+    """Disable oneDNN: it has no 16-bit LSTM on many CPUs, and torch does not fall back."""
     torch._C._set_mkldnn_enabled(False)
     yield
     torch._C._set_mkldnn_enabled(True)
@@ -27,7 +27,7 @@ def _without_onednn() -> Iterator[None]:
 
 @pytest.mark.parametrize("variant", VARIANTS, ids=str)
 @pytest.mark.parametrize("row", OWN, ids=lambda row: row.name)
-def test_a_step_does_what_the_loop_by_hand_does(row: Row, variant: Variant) -> None:
+def test_a_step_equals_the_loop_by_hand(row: Row, variant: Variant) -> None:
     step, hand = in_steps(row, variant, "cpu", capture=False), by_hand(row, variant, "cpu")
     assert assert_agree(step, hand, lambda: by_hand(row, variant, "cpu")).exact
     assert step.skipped_steps >= len(variant.planted)

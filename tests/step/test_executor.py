@@ -1,78 +1,161 @@
-"""One call, whole."""
+"""One call of a step: forward, scaled backward, update."""
 
 from __future__ import annotations
+
+import threading
 
 import pytest
 import torch
 from support.step_models import Made
 
+import mezzo
+from mezzo.autocasting.regions import enter_regions
 from mezzo.step.components import PrecisionArgs, Reduction, prepare_components
-from mezzo.step.executor import AccumulationPhase, StepExecutor, StepOptions
+from mezzo.step.executor import (
+    AccumulationPhase,
+    ScaledBackward,
+    StepContext,
+    StepExecutor,
+    StepOptions,
+    refuse_manual_step,
+)
+from mezzo.step.inputs import Call
+
+CALL = Call((torch.ones(2, 8),), {})
+ONLY = AccumulationPhase(first=True, last=True)
+FIRST, LAST = AccumulationPhase(first=True, last=False), AccumulationPhase(first=False, last=True)
 
 
-def engine_of(body, dtype="bfloat16", **rules):
+def prepared(dtype, **overrides):
     made = Made("mlp")
-    parts = prepare_components(
-        made.model, made.optimizer, PrecisionArgs("O1", None, {"dtype": dtype}), None, None
-    )
-    words = {"accumulate": 1, "reduction": Reduction.MEAN, **rules}
-    return StepExecutor(parts, lambda x: body(made.model, x), StepOptions(**words)), made
+    precision = PrecisionArgs("O1", None, {"dtype": dtype} | overrides)
+    return prepare_components(made.model, made.optimizer, precision, None, None), made
 
 
-def mean(model, x):
+def mean_square(model, x):
     return model(x).square().mean()
 
 
-@pytest.mark.parametrize(
-    ("reduction", "factor"), [(Reduction.MEAN, 0.25), (Reduction.SUM, 1.0)], ids=["mean", "sum"]
-)
-def test_a_loss_counts_for_its_part(reduction, factor):
-    assert StepOptions(4, reduction).factor == factor
+class TestExecutor:
+    def executor(self, body, accumulate=1):
+        components, made = prepared("bfloat16")
+        options = StepOptions(accumulate, Reduction.MEAN)
+        return StepExecutor(components, lambda x: body(made.model, x), options), made
 
-
-def test_the_body_runs_in_the_region_and_with_gradients():
-    seen = []
-
-    def body(model, x):
-        seen.append((torch.is_autocast_enabled("cpu"), torch.is_grad_enabled()))
-        return mean(model, x)
-
-    engine, _ = engine_of(body)
-    with torch.no_grad():
-        engine.run((torch.ones(2, 8),), {}, AccumulationPhase(first=True, last=True), None)
-    assert seen == [(True, True)]
-    assert not torch.is_autocast_enabled("cpu")
-
-
-def test_gradients_wait_for_the_last_call():
-    engine, made = engine_of(mean, accumulate=2)
-    before = made.model.layers[0].weight.clone()
-    engine.run((torch.ones(2, 8),), {}, AccumulationPhase(first=True, last=False), None)
-    assert torch.equal(made.model.layers[0].weight, before)
-    assert made.model.layers[0].weight.grad is not None
-    engine.run((torch.ones(2, 8),), {}, AccumulationPhase(first=False, last=True), None)
-    assert not torch.equal(made.model.layers[0].weight, before)
-    assert made.model.layers[0].weight.grad is None
-
-
-def test_static_gradients_are_zeroed_and_stay_where_they_are():
-    engine, made = engine_of(mean)
-    engine.static = [torch.zeros_like(parameter) for parameter in made.model.parameters()]
-    for parameter, gradient in zip(made.model.parameters(), engine.static, strict=True):
-        parameter.grad = gradient
-    engine.run((torch.ones(2, 8),), {}, AccumulationPhase(first=True, last=True), None)
-    assert all(
-        parameter.grad is gradient
-        for parameter, gradient in zip(made.model.parameters(), engine.static, strict=True)
+    @pytest.mark.parametrize(
+        ("reduction", "factor"), [(Reduction.MEAN, 0.25), (Reduction.SUM, 1.0)], ids=["mean", "sum"]
     )
-    assert not any(bool(gradient.any()) for gradient in engine.static)
+    def test_the_reduction_sets_the_factor_of_each_loss(self, reduction, factor):
+        assert StepOptions(4, reduction).loss_factor == factor
+
+    def test_the_body_runs_in_the_autocast_region_and_with_gradients(self):
+        seen = []
+
+        def body(model, x):
+            seen.append((torch.is_autocast_enabled("cpu"), torch.is_grad_enabled()))
+            return mean_square(model, x)
+
+        executor, _ = self.executor(body)
+        with torch.no_grad():
+            executor.run(CALL, ONLY, None)
+        assert seen == [(True, True)]
+        assert not torch.is_autocast_enabled("cpu")
+
+    def test_the_last_call_of_an_accumulation_updates(self):
+        executor, made = self.executor(mean_square, accumulate=2)
+        weight = made.model.layers[0].weight
+        before = weight.clone()
+        executor.run(CALL, FIRST, None)
+        assert torch.equal(weight, before)
+        assert weight.grad is not None
+        executor.run(CALL, LAST, None)
+        assert not torch.equal(weight, before)
+        assert weight.grad is None
+
+    def test_static_gradients_are_zeroed_and_keep_their_addresses(self):
+        executor, made = self.executor(mean_square, accumulate=2)
+        executor.record_gradients()
+        assert not executor.make_gradients_static()
+        for phase in (FIRST, LAST):
+            executor.run(CALL, phase, None)
+        assert executor.make_gradients_static()
+        gradients = [parameter.grad for parameter in made.model.parameters()]
+        executor.run(CALL, FIRST, None)
+        assert any(bool(gradient.any()) for gradient in gradients)
+        executor.run(CALL, LAST, None)
+        assert all(
+            parameter.grad is gradient
+            for parameter, gradient in zip(made.model.parameters(), gradients, strict=True)
+        )
+        assert not any(bool(gradient.any()) for gradient in gradients)
+
+    def test_autocast_is_off_again_after_a_body_that_raises(self):
+        def body(model, x):
+            raise KeyError("mine")
+
+        executor, _ = self.executor(body)
+        with pytest.raises(KeyError, match="mine"):
+            executor.run(CALL, ONLY, None)
+        assert not torch.is_autocast_enabled("cpu")
 
 
-def test_a_body_that_raises_leaves_the_precision_as_it_was():
-    def body(model, x):
-        raise KeyError("mine")
+class TestContext:
+    def context(self, dtype="float16", loss_factor=1.0, **overrides):
+        components, made = prepared(dtype, **overrides)
+        return StepContext(components, loss_factor=loss_factor, can_update=True), made
 
-    engine, _ = engine_of(body)
-    with pytest.raises(KeyError, match="mine"):
-        engine.run((torch.ones(2, 8),), {}, AccumulationPhase(first=True, last=True), None)
-    assert not torch.is_autocast_enabled("cpu")
+    def test_gradients_are_scaled_and_multiplied_by_the_loss_factor(self):
+        context, made = self.context(loss_factor=0.5)
+        context.backward(made.model.layers[2].bias.sum())
+        assert torch.equal(made.model.layers[2].bias.grad, torch.full((4,), 2.0**15))
+
+    def test_backward_runs_with_autocast_off(self):
+        context, made = self.context("bfloat16")
+        bias, seen = made.model.layers[2].bias, []
+        bias.register_hook(lambda _: seen.append(torch.is_autocast_enabled("cpu")))
+        with mezzo.autocast("O1", device_type="cpu", dtype="bfloat16"):
+            context.backward(bias.sum())
+        assert seen == [False]
+
+    @pytest.mark.parametrize("takes_update", [False, True], ids=["loss.backward()", "update"])
+    def test_a_loss_is_scaled_once_in_a_region_with_a_function_mode(self, takes_update):
+        context, made = self.context(preset="oneflow")
+        bias, seen = made.model.layers[2].bias, []
+        bias.register_hook(lambda gradient: seen.append(gradient[0].item()))
+        with enter_regions(context._components.region), ScaledBackward(context):
+            loss = bias.sum()
+            if takes_update:
+                context(loss, made.optimizer)
+            else:
+                loss.backward()
+        assert seen == [2.0**16]
+
+    def test_an_update_without_gradients_is_refused(self):
+        context, _ = self.context()
+        with pytest.raises(mezzo.ScalerError, match="has a gradient"):
+            context.step_remaining()
+
+    def test_on_a_cpu_found_nonfinite_is_a_bool(self):
+        context, made = self.context()
+        context.backward(made.model.layers[2].bias.sum() * float("nan"))
+        context.step_remaining()
+        assert context.found_nonfinite() is True
+
+    def test_losses_of_other_threads_are_not_scaled(self):
+        context, made = self.context()
+        bias = made.model.layers[2].bias
+        with ScaledBackward(context):
+            thread = threading.Thread(target=lambda: bias.sum().backward())
+            thread.start()
+            thread.join()
+        assert torch.equal(bias.grad, torch.ones(4))
+        assert context.loss is None
+
+    def test_only_a_manual_step_is_refused(self):
+        context, made = self.context()
+        handle = made.optimizer.register_step_pre_hook(refuse_manual_step)
+        context.backward(made.model.layers[2].bias.sum())
+        context.step_remaining()
+        with pytest.raises(mezzo.ScalerError, match=r"SGD\.step\(\) was called"):
+            made.optimizer.step()
+        handle.remove()

@@ -1,4 +1,4 @@
-"""Steps whose body is the user's own."""
+"""Steps whose body is a user's function."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ def pair(seed=0):
     return model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
 
 
-DATA = [torch.randn(6, 4, generator=torch.Generator().manual_seed(place)) for place in range(20)]
+DATA = [torch.randn(6, 4, generator=torch.Generator().manual_seed(index)) for index in range(20)]
 
 
-def train(body_of, dtype="float16", **words):
+def train(make_body, dtype="float16", **kwargs):
     model, optimizer = pair()
-    step = mezzo.train_step(models=model, optimizers=optimizer, dtype=dtype, **words)(
-        body_of(model)
+    step = mezzo.train_step(models=model, optimizers=optimizer, dtype=dtype, **kwargs)(
+        make_body(model)
     )
     return [step(x) for x in DATA], step, model
 
@@ -51,11 +51,11 @@ def test_a_returned_loss_is_trained_on_as_by_train_step():
 
 
 def test_a_body_may_call_backward_itself_and_return_anything():
-    told, step, _ = train(calling_backward)
-    assert [float(one["loss"]) for one in told] == [float(loss) for loss in train(returning)[0]]
-    assert told[0]["note"] == "mine"
-    assert step.loss == float(told[-1]["loss"])
-    assert not told[0]["loss"].requires_grad
+    returned, step, _ = train(calling_backward)
+    assert [float(one["loss"]) for one in returned] == [float(loss) for loss in train(returning)[0]]
+    assert returned[0]["note"] == "mine"
+    assert step.loss == float(returned[-1]["loss"])
+    assert not returned[0]["loss"].requires_grad
 
 
 def test_gradients_of_several_losses_add_up():
@@ -73,13 +73,13 @@ def test_gradients_of_several_losses_add_up():
         assert torch.allclose(one, two, rtol=2e-2, atol=1e-3)
 
 
-def test_accumulation_works_with_a_body_of_ones_own():
+def test_a_body_that_calls_backward_can_accumulate():
     _, _, model = train(returning, accumulate=2)
     _, _, other = train(calling_backward, accumulate=2)
     assert all(map(torch.equal, model.parameters(), other.parameters()))
 
 
-def test_backward_is_torchs_own_again_afterwards():
+def test_tensor_backward_is_not_patched():
     before = torch.Tensor.backward
     train(calling_backward)
 
@@ -110,11 +110,11 @@ def gan(dtype, infinite=()):
         update(loss, of_generator)
         return loss, loss_critic
 
-    for place in range(20):
+    for index in range(20):
         step(
             torch.randn(6, 8),
             torch.randn(6, 4),
-            torch.tensor(float("inf") if place in infinite else 1.0),
+            torch.tensor(float("inf") if index in infinite else 1.0),
         )
     return step, generator, critic
 
@@ -129,7 +129,7 @@ def gan_by_hand(dtype, infinite=()):
         mezzo.GradScaler("cpu", enabled=dtype == "float16"),
         mezzo.autocast("O1", device_type="cpu", dtype=dtype),
     )
-    for place in range(20):
+    for index in range(20):
         real, noise = torch.randn(6, 8), torch.randn(6, 4)
         with region:
             fake = generator(noise)
@@ -139,7 +139,7 @@ def gan_by_hand(dtype, infinite=()):
         scaler.scale(loss_critic).backward()
         scaler.step(of_critic)
         with region:
-            loss = F.softplus(-critic(fake)).mean() * (float("inf") if place in infinite else 1.0)
+            loss = F.softplus(-critic(fake)).mean() * (float("inf") if index in infinite else 1.0)
         of_critic.zero_grad()
         scaler.scale(loss).backward(inputs=list(generator.parameters()))
         scaler.step(of_generator)
@@ -151,14 +151,14 @@ def gan_by_hand(dtype, infinite=()):
 @pytest.mark.parametrize(
     ("dtype", "infinite"), [("bfloat16", ()), ("float16", ()), ("float16", (0, 7, 8))], ids=str
 )
-def test_a_gan_trains_as_by_hand(dtype, infinite):
+def test_a_gan_trains_as_the_loop_by_hand(dtype, infinite):
     step, *models = gan(dtype, infinite)
     for model, other in zip(models, gan_by_hand(dtype, infinite), strict=True):
         assert all(map(torch.equal, model.parameters(), other.parameters()))
     assert step.metrics.skipped_steps >= len(infinite)
 
 
-def test_it_looks_like_the_function_it_was_made_of():
+def test_the_step_has_name_and_docstring_of_the_function():
     model, optimizer = pair()
 
     @mezzo.train_step(models=model, optimizers=optimizer, dtype="bfloat16")
@@ -171,13 +171,13 @@ def test_it_looks_like_the_function_it_was_made_of():
 
 
 class TestErrors:
-    def made(self, body, **words):
+    def make(self, make_body, **kwargs):
         model, optimizer = pair()
-        return mezzo.train_step(models=model, optimizers=optimizer, dtype="bfloat16", **words)(
-            body(model, optimizer)
+        return mezzo.train_step(models=model, optimizers=optimizer, dtype="bfloat16", **kwargs)(
+            make_body(model, optimizer)
         )
 
-    def test_an_optimizer_that_the_body_steps_itself(self):
+    def test_a_body_that_steps_an_optimizer(self):
         def body(model, optimizer):
             def step(x):
                 model(x).sum().backward()
@@ -185,17 +185,17 @@ class TestErrors:
 
             return step
 
-        with pytest.raises(mezzo.ScalerError, match="steps by itself"):
-            self.made(body)(DATA[0])
+        with pytest.raises(mezzo.ScalerError, match="steps its optimizers itself"):
+            self.make(body)(DATA[0])
 
-    def test_a_body_that_returns_no_loss(self):
-        with pytest.raises(mezzo.ScalerError, match="got NoneType"):
-            self.made(lambda model, _: lambda x: None)(DATA[0])
+    def test_a_body_without_a_loss(self):
+        with pytest.raises(mezzo.ScalerError, match="returned NoneType"):
+            self.make(lambda model, _: lambda x: None)(DATA[0])
 
-    def test_an_update_of_a_foreign_optimizer(self):
+    def test_an_update_of_another_optimizer(self):
         other = pair()[1]
-        with pytest.raises(mezzo.ScalerError, match="not one of the step's"):
-            self.made(lambda model, _: lambda update, x: update(model(x).sum(), other))(DATA[0])
+        with pytest.raises(mezzo.ScalerError, match="not an optimizer of the step"):
+            self.make(lambda model, _: lambda update, x: update(model(x).sum(), other))(DATA[0])
 
     def test_two_updates_of_one_optimizer(self):
         def body(model, optimizer):
@@ -205,12 +205,12 @@ class TestErrors:
 
             return step
 
-        with pytest.raises(mezzo.ScalerError, match="stepped already"):
-            self.made(body)(DATA[0])
+        with pytest.raises(mezzo.ScalerError, match="already stepped"):
+            self.make(body)(DATA[0])
 
-    def test_updates_that_should_accumulate(self):
-        with pytest.raises(mezzo.PolicyError, match="Return the loss instead"):
-            self.made(
+    def test_update_with_accumulation(self):
+        with pytest.raises(mezzo.PolicyError, match="return the loss instead"):
+            self.make(
                 lambda model, optimizer: lambda update, x: update(model(x).sum(), optimizer),
                 accumulate=2,
             )
@@ -223,11 +223,11 @@ class TestErrors:
             return step
 
         with pytest.raises(mezzo.PolicyError, match="plain function"):
-            self.made(body)
+            self.make(body)
 
-    def test_something_that_is_no_function(self):
-        with pytest.raises(mezzo.PolicyError, match="makes a step of a function"):
-            self.made(lambda *_: 3)
+    def test_an_object_that_is_not_a_function(self):
+        with pytest.raises(mezzo.PolicyError, match="decorates a function"):
+            self.make(lambda *_: 3)
 
     def test_no_optimizer(self):
         model, _ = pair()

@@ -1,4 +1,4 @@
-"""What tells one kind of inputs from another."""
+"""Signatures of inputs, static buffers, copies of outputs, and closure values."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ import torch
 
 from mezzo.step.inputs import (
     UnsupportedInput,
-    buffers_for,
-    copies,
+    closure_values,
+    copy_outputs,
     format_shapes,
+    make_static_buffers,
     move_inputs,
     signature,
 )
@@ -17,68 +18,99 @@ from mezzo.step.inputs import (
 ONES = torch.ones(2, 3)
 IMAGES = torch.ones(2, 3, 4, 4)
 
-SAME = {
+EQUAL = {
     "other values": (ONES, torch.zeros(2, 3)),
     "a slice": (ONES, torch.ones(4, 3)[::2]),
     "equal numbers": ((ONES, 3), (ONES, 3)),
 }
-OTHER = {
+DIFFERENT = {
     "shape": (ONES, torch.ones(3, 3)),
     "dtype": (ONES, ONES.half()),
-    "layout": (IMAGES, IMAGES.contiguous(memory_format=torch.channels_last)),
+    "memory format": (IMAGES, IMAGES.contiguous(memory_format=torch.channels_last)),
     "number": ((ONES, 3), (ONES, 4)),
     "type of number": ((ONES, 1), (ONES, True)),
-    "list for tuple": ([ONES], (ONES,)),
+    "list and tuple": ([ONES], (ONES,)),
     "key": ({"a": ONES}, {"b": ONES}),
     "nesting": ((ONES, (ONES,)), ((ONES, ONES),)),
 }
 
 
-@pytest.mark.parametrize("case", SAME)
-def test_inputs_of_one_kind_share_a_program(case):
-    one, other = SAME[case]
+@pytest.mark.parametrize("case", EQUAL)
+def test_inputs_that_can_share_a_graph_have_equal_signatures(case):
+    one, other = EQUAL[case]
     assert signature(one, []) == signature(other, [])
 
 
-@pytest.mark.parametrize("case", OTHER)
-def test_inputs_of_another_kind_do_not(case):
-    one, other = OTHER[case]
+@pytest.mark.parametrize("case", DIFFERENT)
+def test_inputs_that_need_another_graph_have_another_signature(case):
+    one, other = DIFFERENT[case]
     assert signature(one, []) != signature(other, [])
 
 
-def test_what_cannot_be_compared_is_named():
+def test_an_input_that_cannot_be_compared_is_named():
     with pytest.raises(UnsupportedInput, match="set"):
         signature((ONES, {1}), [])
 
 
-def test_leaves_come_in_the_order_of_the_buffers():
+def test_leaves_have_the_order_of_the_static_buffers():
     value = ({"b": torch.ones(1), "a": [torch.ones(2), 5]}, torch.ones(3))
     leaves = []
     signature(value, leaves)
-    held, made = buffers_for(value)
-    assert [len(leaf) for leaf in leaves] == [len(buffer) for buffer in made] == [1, 2, 3]
-    assert held[0]["a"][1] == 5
-    assert held[1] is made[2]
+    buffers = make_static_buffers(value)
+    assert [len(leaf) for leaf in leaves] == [len(buffer) for buffer in buffers.tensors]
+    assert [len(leaf) for leaf in leaves] == [1, 2, 3]
+    assert buffers.values[0]["a"][1] == 5
+    assert buffers.values[1] is buffers.tensors[2]
 
 
-def test_buffers_are_ones_own_and_keep_the_layout():
+def test_static_buffers_are_copies_with_the_same_memory_format():
     source = IMAGES.contiguous(memory_format=torch.channels_last)
-    (held,), _ = buffers_for((source,))
-    assert held.data_ptr() != source.data_ptr()
-    assert held.is_contiguous(memory_format=torch.channels_last)
+    (buffer,) = make_static_buffers((source,)).values
+    assert buffer.data_ptr() != source.data_ptr()
+    assert buffer.is_contiguous(memory_format=torch.channels_last)
 
 
-def test_images_are_placed_with_channels_last_and_the_rest_is_left():
-    placed_images, tokens = move_inputs((IMAGES, ONES), torch.device("cpu"), channels_last=True)
-    assert placed_images.is_contiguous(memory_format=torch.channels_last)
+def test_images_are_moved_to_channels_last_and_other_tensors_are_unchanged():
+    images, tokens = move_inputs((IMAGES, ONES), torch.device("cpu"), channels_last=True)
+    assert images.is_contiguous(memory_format=torch.channels_last)
     assert tokens is ONES
 
 
-def test_copies_have_no_history():
-    source = torch.ones(2, requires_grad=True)
-    (copy,) = copies((source * 2,))
+@pytest.mark.parametrize("nested", [False, True])
+def test_copies_of_outputs_are_detached(nested):
+    output = torch.ones(2, requires_grad=True) * 2
+    copy = copy_outputs((output,))[0] if nested else copy_outputs(output)
     assert not copy.requires_grad
+    assert copy.data_ptr() != output.data_ptr()
 
 
-def test_shapes_are_said():
+def test_shapes_and_dtypes_are_formatted():
     assert format_shapes([ONES, IMAGES.half()]) == "(2, 3) float32, (2, 3, 4, 4) float16"
+
+
+WEIGHT = 1.0
+
+
+def weighted(loss):
+    return loss * WEIGHT
+
+
+class TestClosureValues:
+    def test_globals_that_change_are_read(self, monkeypatch):
+        read = closure_values(weighted)
+        before = read()
+        monkeypatch.setitem(globals(), "WEIGHT", 2.0)
+        assert (before, read()) == ((1.0,), (2.0,))
+
+    def test_tensors_in_a_closure_are_left_out(self):
+        held = torch.ones(2)
+        assert closure_values(lambda: held)() == ()
+
+    def test_a_module_has_none(self):
+        assert closure_values(torch.nn.MSELoss())() == ()
+
+    def test_a_variable_that_is_not_assigned_yet_is_left_out(self):
+        read = closure_values(lambda: later)
+        before = read()
+        later = 3
+        assert (before, read()) == ((), (3,))

@@ -1,4 +1,4 @@
-"""What a step tells."""
+"""Step metrics: what is written and read, and warnings about the loss."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ CPU = torch.device("cpu")
 
 
 @needs_triton
-def test_the_kernel_does_in_tritons_interpreter_what_it_should() -> None:
+def test_the_kernel_in_tritons_interpreter() -> None:
     run_interpreted(Path(__file__).with_name("metrics_interpreted.py"))
 
 
@@ -27,35 +27,36 @@ def test_before_the_first_step_only_the_scale_is_known():
     assert MetricsBuffer(CPU, mezzo.GradScaler("cpu", init_scale=4.0)).read().scale == 4.0
 
 
-def test_a_call_without_an_update_tells_its_loss_alone():
-    board = MetricsBuffer(CPU, None)
-    board.write(torch.tensor(3.0), None)
-    assert board.read() == StepMetrics(3.0, skipped=False, scale=1.0, skipped_steps=0)
+def test_a_call_without_an_update_writes_its_loss_only():
+    metrics = MetricsBuffer(CPU, None)
+    metrics.write(torch.tensor(3.0), None)
+    assert metrics.read() == StepMetrics(3.0, skipped=False, scale=1.0, skipped_steps=0)
 
 
-def test_an_update_tells_scale_and_skips():
+def test_an_update_writes_scale_and_skips():
     scaler = mezzo.GradScaler("cpu", init_scale=4.0)
     parameter = torch.ones(1, requires_grad=True)
     optimizer = torch.optim.SGD([parameter], lr=0.1)
     scaler.scale(parameter.sum() * float("inf")).backward()
-    bad = scaler.step(optimizer).skipped
+    found_nonfinite = scaler.step(optimizer).skipped
     scaler.update()
-    board = MetricsBuffer(CPU, scaler)
-    board.write(torch.tensor(2.0), bad)
-    assert board.read() == StepMetrics(2.0, skipped=True, scale=2.0, skipped_steps=1)
+    metrics = MetricsBuffer(CPU, scaler)
+    metrics.write(torch.tensor(2.0), found_nonfinite)
+    assert metrics.read() == StepMetrics(2.0, skipped=True, scale=2.0, skipped_steps=1)
+    assert metrics.scale_and_skips() == (2.0, 1)
 
 
-def test_a_loss_that_is_not_finite_is_said_once():
-    board = MetricsBuffer(CPU, None)
-    board.write(torch.tensor(float("nan")), False)
-    with pytest.warns(UserWarning, match="nothing skips such steps"):
-        board.warn_if_nonfinite()
-    board.warn_if_nonfinite()
+def test_a_nonfinite_loss_without_a_scaler_is_warned_about_once():
+    metrics = MetricsBuffer(CPU, None)
+    metrics.write(torch.tensor(float("nan")), False)
+    with pytest.warns(UserWarning, match="The loss is nan and no GradScaler is used"):
+        metrics.warn_if_nonfinite()
+    metrics.warn_if_nonfinite()
 
 
-def test_with_a_scaler_nobody_is_warned():
-    board = MetricsBuffer(CPU, mezzo.GradScaler("cpu"))
-    board.write(torch.tensor(float("nan")), None)
+def test_a_nonfinite_loss_with_a_scaler_is_not_warned_about():
+    metrics = MetricsBuffer(CPU, mezzo.GradScaler("cpu"))
+    metrics.write(torch.tensor(float("nan")), None)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        board.warn_if_nonfinite()
+        metrics.warn_if_nonfinite()

@@ -1,4 +1,4 @@
-"""Letters to captured programs."""
+"""Inputs that captured graphs read by pointer."""
 
 from __future__ import annotations
 
@@ -8,5 +8,5 @@ from support.interpreted import needs_triton, run_interpreted
 
 
 @needs_triton
-def test_the_kernels_do_in_tritons_interpreter_what_they_should() -> None:
+def test_the_kernels_in_tritons_interpreter() -> None:
     run_interpreted(Path(__file__).with_name("replay_inputs_interpreted.py"))

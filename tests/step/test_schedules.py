@@ -1,4 +1,7 @@
-"""The rates of a step with a scheduler: as plain torch has them, whatever is read, saved, loaded or set by hand; and schedulers that are refused."""
+"""Learning rates of a step with a scheduler: as with plain torch, after any sequence of reads.
+
+Also saves, loads and manual changes, and schedulers that are not supported.
+"""
 
 from __future__ import annotations
 
@@ -24,18 +27,18 @@ from mezzo import _launch
 
 
 @pytest.fixture
-def far_cpu(monkeypatch):
-    """The CPU counts as a device whose tensors are not to be read."""
+def asynchronous_cpu(monkeypatch):
+    """Treat the CPU as a device from which a read synchronizes."""
     monkeypatch.setattr(_launch, "needs_sync", lambda _: True)
 
 
-def fixed() -> mezzo.GradScaler:
-    """A scaler whose first steps are not skipped."""
+def fixed_scaler() -> mezzo.GradScaler:
+    """Return a scaler whose first steps are not skipped."""
     return mezzo.GradScaler(init_scale=4.0, dynamic=False)
 
 
 @pytest.mark.parametrize("name", SCHEDULERS)
-def test_any_sequence_agrees_with_plain_torch(name, far_cpu):
+def test_any_sequence_agrees_with_plain_torch(name, asynchronous_cpu):
     drive(Stepped(SCHEDULERS[name]), Plain(SCHEDULERS[name]), 1, 40)
 
 
@@ -43,11 +46,11 @@ def test_any_sequence_on_a_cpu_agrees_with_plain_torch():
     drive(Stepped(SCHEDULERS["SequentialLR"]), Plain(SCHEDULERS["SequentialLR"]), 2, 40)
 
 
-@pytest.mark.parametrize("far", [True, False])
+@pytest.mark.parametrize("asynchronous", [True, False])
 @pytest.mark.parametrize("read", READS)
-def test_whatever_is_read_first_all_agree(read, far, request):
-    if far:
-        request.getfixturevalue("far_cpu")
+def test_any_first_read_agrees_with_plain_torch(read, asynchronous, request):
+    if asynchronous:
+        request.getfixturevalue("asynchronous_cpu")
     run, plain = Stepped(SCHEDULERS["ExponentialLR"]), Plain(SCHEDULERS["ExponentialLR"])
     for bad in (False, True, False, False):
         run.step(bad=bad)
@@ -56,17 +59,19 @@ def test_whatever_is_read_first_all_agree(read, far, request):
 
 
 @pytest.mark.parametrize("name", SCHEDULERS)
-def test_a_checkpoint_holds_the_rate_and_a_resumed_run_trains_at_it(name, tmp_path, far_cpu):
+def test_a_checkpoint_holds_the_learning_rate_and_a_resumed_run_uses_it(
+    name, tmp_path, asynchronous_cpu
+):
     run, plain = Stepped(SCHEDULERS[name]), Plain(SCHEDULERS[name])
     for bad in (False, False, True, False):
         run.step(bad=bad)
         plain.step(bad=bad)
     parts = ("model", "optimizer", "scaler", "scheduler")
     mezzo.save_checkpoint(tmp_path / "run.pt", **{part: getattr(run, part) for part in parts})
-    held = torch.load(tmp_path / "run.pt", weights_only=True)["optimizer"][0]["param_groups"]
-    assert numbers(held) == numbers(plain.optimizer.param_groups)
+    saved = torch.load(tmp_path / "run.pt", weights_only=True)["optimizer"][0]["param_groups"]
+    assert numbers(saved) == numbers(plain.optimizer.param_groups)
     resumed = Stepped(SCHEDULERS[name])
-    # What is loaded replaces steps of which the host does not know yet.
+    # The loaded state replaces a step whose result the host has not read yet.
     resumed.step(bad=False)
     mezzo.load_checkpoint(tmp_path / "run.pt", **{part: getattr(resumed, part) for part in parts})
     assert_read_alike(resumed, plain, "param_groups")
@@ -77,7 +82,7 @@ def test_a_checkpoint_holds_the_rate_and_a_resumed_run_trains_at_it(name, tmp_pa
     assert_read_alike(resumed, plain, "optimizer.state_dict")
 
 
-def test_two_optimizers_catch_up_each_with_its_own_scheduler(far_cpu):
+def test_two_optimizers_have_their_own_schedulers(asynchronous_cpu):
     models = [nn.Linear(3, 1) for _ in range(2)]
     optimizers = [torch.optim.SGD(model.parameters(), lr=1.0) for model in models]
     schedulers = [
@@ -91,7 +96,7 @@ def test_two_optimizers_catch_up_each_with_its_own_scheduler(far_cpu):
         policy="O2",
         dtype="float16",
         scheduler=schedulers,
-        scaler=fixed(),
+        scaler=fixed_scaler(),
     )
     def step(x, boosts):
         return sum((model(x) * boost).sum() for model, boost in zip(models, boosts, strict=True))
@@ -105,14 +110,14 @@ def test_two_optimizers_catch_up_each_with_its_own_scheduler(far_cpu):
     ]
 
 
-def test_an_optimizer_without_a_fused_step_takes_schedulers_in_float16_too(far_cpu):
+def test_an_optimizer_without_a_fused_step_can_have_a_scheduler_in_float16(asynchronous_cpu):
     model = nn.Linear(3, 2)
     optimizer = torch.optim.RMSprop(model.parameters(), lr=0.1)
     scheduler = lr_scheduler.OneCycleLR(optimizer, 0.5, total_steps=20)
     plain = torch.optim.RMSprop(nn.Linear(3, 2).parameters(), lr=0.1)
     expected = lr_scheduler.OneCycleLR(plain, 0.5, total_steps=20)
     step = mezzo.TrainStep(
-        model, summed, optimizer, "O2", dtype="float16", scheduler=scheduler, scaler=fixed()
+        model, summed, optimizer, "O2", dtype="float16", scheduler=scheduler, scaler=fixed_scaler()
     )
     for boost in (1.0, float("inf"), 1.0):
         step(torch.ones(1, 3), torch.tensor(boost))
@@ -122,11 +127,11 @@ def test_an_optimizer_without_a_fused_step_takes_schedulers_in_float16_too(far_c
     assert numbers(optimizer.param_groups) == numbers(plain.param_groups)
 
 
-def test_a_step_without_a_scaler_takes_over_a_scheduler_of_one_with(far_cpu):
+def test_a_scheduler_can_move_to_a_step_without_a_scaler(asynchronous_cpu):
     made = Made("mlp")
     scheduler = lr_scheduler.ExponentialLR(made.optimizer, 0.5)
     x, y = torch.ones(2, 8), (torch.zeros(2, dtype=torch.long), torch.tensor(1.0))
-    for dtype, scaler in (("float16", fixed()), ("bfloat16", None)):
+    for dtype, scaler in (("float16", fixed_scaler()), ("bfloat16", None)):
         step = mezzo.TrainStep(
             made.model,
             boosted,
@@ -145,7 +150,7 @@ def test_a_step_without_a_scaler_takes_over_a_scheduler_of_one_with(far_cpu):
 
 
 class ByEpoch:
-    """As timm's: it has an optimizer, and its step() wants an epoch."""
+    """Like timm's: it has an optimizer, and its step() takes an epoch."""
 
     def __init__(self, optimizer):
         self.optimizer = optimizer
@@ -155,7 +160,7 @@ class ByEpoch:
 
 
 class Decaying(lr_scheduler.StepLR):
-    """Changes more than a rate."""
+    """Changes the weight decay too."""
 
     def get_lr(self):
         for group in self.optimizer.param_groups:
@@ -163,36 +168,38 @@ class Decaying(lr_scheduler.StepLR):
         return super().get_lr()
 
 
-REFUSED = {
+UNSUPPORTED = {
     "ReduceLROnPlateau": (lr_scheduler.ReduceLROnPlateau, "decides by a metric"),
-    "one that is not torch's": (ByEpoch, "not one of torch"),
-    "one that changes more than rates": (
+    "not torch's": (ByEpoch, "not one of torch"),
+    "changes the weight decay": (
         lambda optimizer: Decaying(optimizer, 1),
         "changes weight_decay",
     ),
-    "a name": (lambda _: "cosine", "not one of torch"),
+    "a string": (lambda _: "cosine", "not one of torch"),
 }
 
 
-WAYS = {
-    "TrainStep": lambda made, words: mezzo.TrainStep(made.model, boosted, made.optimizer, **words),
-    "train_step": lambda made, words: mezzo.train_step(
-        models=made.model, optimizers=made.optimizer, **words
+STEPS = {
+    "TrainStep": lambda made, kwargs: mezzo.TrainStep(
+        made.model, boosted, made.optimizer, **kwargs
+    ),
+    "train_step": lambda made, kwargs: mezzo.train_step(
+        models=made.model, optimizers=made.optimizer, **kwargs
     )(lambda x: made.model(x).sum()),
 }
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("name", REFUSED)
-def test_a_scheduler_that_cannot_run_ahead_is_refused_when_the_step_is_made(name, way, dtype):
-    make, reason = REFUSED[name]
+@pytest.mark.parametrize("kind", STEPS)
+@pytest.mark.parametrize("name", UNSUPPORTED)
+def test_a_scheduler_that_cannot_run_ahead_is_refused_when_the_step_is_made(name, kind, dtype):
+    make, reason = UNSUPPORTED[name]
     made = Made("mlp")
     scheduler = make(made.optimizer)
     with pytest.raises(
         mezzo.UnsupportedError, match=rf"{reason}.*Do not pass it: call its step\(\) yourself"
     ):
-        WAYS[way](made, {"policy": "O2", "dtype": dtype, "scheduler": scheduler})
+        STEPS[kind](made, {"policy": "O2", "dtype": dtype, "scheduler": scheduler})
     assert {parameter.dtype for parameter in made.model.parameters()} == {torch.float32}
     assert not hasattr(made.optimizer, "_bound")
 

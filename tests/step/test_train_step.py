@@ -1,4 +1,4 @@
-"""`TrainStep` on a CPU: the same numbers as the loop that a person would write."""
+"""`TrainStep` on a CPU: the same numbers as the training loop written by hand."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_losses_and_weights_equal_the_loop_by_hand(name, level, dtype):
 @pytest.mark.thinned(2)
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize(("level", "dtype"), LEVELS)
-def test_schedules_advance_with_good_steps_only(level, dtype, schedule):
+def test_schedulers_advance_with_successful_steps_only(level, dtype, schedule):
     hand, made = Made("mlp", "AdamW"), Made("mlp", "AdamW")
     overflows = OVERFLOWS if dtype == "float16" else ()
     expected = by_hand(
@@ -88,8 +88,8 @@ def test_clipping_equals_the_decorated_loop(level):
     assert close(losses, expected)
 
 
-@pytest.mark.parametrize(("reduction", "by"), [("mean", 1.0), ("sum", 2.0)])
-def test_flush_updates_from_the_calls_that_came(reduction, by):
+@pytest.mark.parametrize(("reduction", "factor"), [("mean", 1.0), ("sum", 2.0)])
+def test_flush_updates_from_the_calls_so_far(reduction, factor):
     made, hand = Made("mlp"), Made("mlp")
     _, step = in_steps(
         made, batches("mlp", 2), "O0", "auto", accumulate=3, accumulate_reduction=reduction
@@ -97,14 +97,14 @@ def test_flush_updates_from_the_calls_that_came(reduction, by):
     step.flush()
     step.flush()
     for x, y in batches("mlp", 2):
-        (boosted(hand.model(x), *y) * by / 2).backward()
+        (boosted(hand.model(x), *y) * factor / 2).backward()
     hand.optimizer.step()
     for one, other in zip(weights(made.model), weights(hand.model), strict=True):
         assert torch.allclose(one, other, rtol=1e-5, atol=1e-7)
     assert all(parameter.grad is None for parameter in made.model.parameters())
 
 
-def test_infinite_inputs_do_not_poison_batch_norm():
+def test_infinite_inputs_leave_batch_norm_statistics_unchanged():
     made = Made("cnn")
     _, step = in_steps(made, batches("cnn", 3), "O1", "float16")
     before = weights(made.model)
@@ -114,7 +114,7 @@ def test_infinite_inputs_do_not_poison_batch_norm():
     assert same(weights(made.model), before)
 
 
-def test_the_first_step_may_be_skipped_without_a_trace():
+def test_a_skipped_first_step_changes_nothing():
     made = Made("cnn")
     before = weights(made.model)
     _, step = in_steps(made, batches("cnn", 1, overflows=[0]), "O1", "float16")
@@ -124,7 +124,7 @@ def test_the_first_step_may_be_skipped_without_a_trace():
     assert not made.optimizer.state
 
 
-def test_what_is_told_belongs_to_the_last_step_on_a_cpu():
+def test_on_a_cpu_metrics_are_those_of_the_last_step():
     losses, step = in_steps(Made("mlp"), batches("mlp", 4, overflows=[3]), "O1", "float16")
     assert isinf(step.loss)
     assert isinf(losses[-1])
@@ -147,7 +147,7 @@ def test_the_returned_loss_is_a_detached_copy():
 @pytest.mark.parametrize("name", ["mlp", "cnn"])
 @pytest.mark.parametrize(("level", "dtype"), LEVELS)
 @pytest.mark.parametrize("at", [6, 7])
-def test_a_saved_step_resumes_to_the_bit(name, level, dtype, at):
+def test_a_saved_step_resumes_bit_for_bit(name, level, dtype, at):
     schedule = SCHEDULES["cosine"]
     made, again = Made(name, "AdamW"), Made(name, "AdamW")
     data = list(batches(name, 20, overflows=[2, 7, 9] if dtype == "float16" else ()))
@@ -164,8 +164,8 @@ def test_a_saved_step_resumes_to_the_bit(name, level, dtype, at):
     )
 
 
-def test_a_nan_loss_without_a_scaler_is_said_once():
-    with pytest.warns(UserWarning, match="The loss is nan"), _events.listen() as heard:
+def test_a_nan_loss_without_a_scaler_is_warned_about_once():
+    with pytest.warns(UserWarning, match="The loss is nan"), _events.listen() as events:
         _, step = in_steps(
             Made("mlp"),
             ((x, (t, torch.tensor(float("nan")))) for x, (t, _) in batches("mlp", 3)),
@@ -173,10 +173,10 @@ def test_a_nan_loss_without_a_scaler_is_said_once():
             "bfloat16",
         )
     assert isnan(step.loss)
-    assert sum(isinstance(event, _events.LossNotFinite) for event in heard) == 1
+    assert sum(isinstance(event, _events.LossNotFinite) for event in events) == 1
 
 
-def test_a_nan_loss_with_a_scaler_is_skipped_and_training_goes_on():
+def test_a_nan_loss_with_a_scaler_is_skipped_and_training_continues():
     made = Made("mlp")
     data = [
         (x, (t, torch.tensor(float("nan") if place == 1 else 1.0)))
@@ -186,6 +186,30 @@ def test_a_nan_loss_with_a_scaler_is_skipped_and_training_goes_on():
     assert isnan(losses[1])
     assert not any(isnan(loss) for loss in losses[2:])
     assert step.metrics.skipped_steps == 1
+
+
+class TestAccumulation:
+    def test_calls_and_updates_are_counted(self):
+        _, step = in_steps(Made("mlp"), batches("mlp", 7), "O1", "bfloat16", accumulate=3)
+        assert (step.state_dict()["position"], step.state_dict()["updates"]) == (1, 2)
+        step.flush()
+        assert (step.state_dict()["position"], step.state_dict()["updates"]) == (0, 3)
+
+    def test_a_flush_without_calls_does_nothing(self):
+        made = Made("mlp")
+        _, step = in_steps(made, batches("mlp", 3), "O1", "bfloat16", accumulate=3)
+        before = made.model.layers[0].weight.clone()
+        step.flush()
+        assert step.state_dict()["updates"] == 1
+        assert (made.model.layers[0].weight == before).all()
+
+    def test_a_call_that_raises_is_not_counted(self):
+        made = Made("mlp")
+        _, step = in_steps(made, batches("mlp", 1), "O1", "bfloat16", accumulate=3)
+        (x, _), *_ = batches("mlp", 1)
+        with pytest.raises(TypeError, match="boost"):
+            step(x, "no target")
+        assert step.state_dict()["position"] == 1
 
 
 class TestArguments:
@@ -210,7 +234,7 @@ class TestArguments:
         )
         assert step((torch.ones(2, 4), torch.ones(2, 4))).shape == ()
 
-    def test_a_compiled_model_trains_alike(self, monkeypatch):
+    def test_a_compiled_model_gives_the_same_losses(self, monkeypatch):
         compiled = []
         monkeypatch.setattr(torch, "compile", lambda model: compiled.append(model) or model)
         made = Made("mlp")
@@ -229,62 +253,62 @@ class Two(nn.Module):
 
 
 class TestScalers:
-    def step(self, **words):
+    def step(self, **kwargs):
         made = Made("mlp")
-        return mezzo.TrainStep(made.model, boosted, made.optimizer, **words)
+        return mezzo.TrainStep(made.model, boosted, made.optimizer, **kwargs)
 
-    @pytest.mark.parametrize(("dtype", "there"), [("float16", True), ("bfloat16", False)])
-    def test_the_dtype_decides_whether_there_is_one(self, dtype, there):
-        assert (self.step(dtype=dtype).scaler is not None) is there
+    @pytest.mark.parametrize(("dtype", "scaled"), [("float16", True), ("bfloat16", False)])
+    def test_by_default_float16_has_one(self, dtype, scaled):
+        assert (self.step(dtype=dtype).scaler is not None) is scaled
 
     def test_false_means_none(self):
         assert self.step(dtype="float16", scaler=False).scaler is None
 
-    def test_one_that_is_passed_is_used_as_it_is(self):
+    def test_a_scaler_that_is_passed_is_used(self):
         scaler = mezzo.GradScaler("cpu", init_scale=8.0)
         step = self.step(dtype="bfloat16", scaler=scaler)
         assert step.scaler is scaler
         assert step.scale == 8.0
 
-    def test_a_disabled_one_is_none(self):
+    def test_a_disabled_scaler_means_none(self):
         assert (
             self.step(dtype="float16", scaler=mezzo.GradScaler("cpu", enabled=False)).scaler is None
         )
 
-    def test_o3_checks_at_a_scale_of_one(self):
+    def test_o3_has_a_fixed_scale_of_one(self):
         assert self.step(policy="O3", dtype="float16").scale == 1.0
 
-    def test_torchs_own_is_refused(self):
+    def test_torchs_scaler_is_refused(self):
         with pytest.raises(mezzo.PolicyError, match=r"not a mezzo\.GradScaler"):
             self.step(dtype="float16", scaler=torch.amp.GradScaler("cpu"))
 
 
 class TestErrors:
-    def test_a_policy_that_is_not_the_decorated_pairs(self):
+    def test_another_policy_than_that_of_the_decorated_model(self):
         made = Made("mlp")
         mezzo.decorate(made.model, made.optimizer, "O2", dtype="bfloat16")
-        with pytest.raises(mezzo.PolicyError, match="the model brings its own"):
+        with pytest.raises(mezzo.PolicyError, match="to use the model's"):
             mezzo.TrainStep(made.model, boosted, made.optimizer, "O1")
 
-    def test_the_decorated_pairs_own_policy_may_be_said_again(self):
+    def test_the_policy_of_the_decorated_model_may_be_repeated(self):
         made = Made("mlp")
         mezzo.decorate(made.model, made.optimizer, "O2", dtype="bfloat16")
         mezzo.TrainStep(made.model, boosted, made.optimizer, "O2", dtype="bfloat16")
 
-    def test_a_clip_norm_that_the_decorated_pair_does_not_have(self):
+    def test_another_clip_norm_than_that_of_the_decorated_optimizer(self):
         made = Made("mlp")
         mezzo.decorate(made.model, made.optimizer, "O2", dtype="bfloat16")
-        with pytest.raises(mezzo.PolicyError, match="Say it once"):
+        with pytest.raises(mezzo.PolicyError, match=r"clip_norm=\.\.\.\) only"):
             mezzo.TrainStep(made.model, boosted, made.optimizer, clip_norm=1.0)
 
-    def test_a_pair_that_was_not_decorated_together(self):
+    def test_models_and_optimizers_that_were_not_decorated_together(self):
         made = Made("mlp")
         mezzo.decorate(made.model.eval(), None, "O2", dtype="bfloat16")
         with pytest.raises(mezzo.PolicyError, match="not together"):
             mezzo.TrainStep(made.model, boosted, made.optimizer)
 
     @pytest.mark.parametrize(
-        "words",
+        "kwargs",
         [
             {"accumulate": 0},
             {"accumulate": True},
@@ -294,20 +318,20 @@ class TestErrors:
         ],
         ids=str,
     )
-    def test_words_that_make_no_sense(self, words):
+    def test_invalid_arguments(self, kwargs):
         made = Made("mlp")
-        with pytest.raises(mezzo.PolicyError, match=next(iter(words))):
-            mezzo.TrainStep(made.model, boosted, made.optimizer, dtype="bfloat16", **words)
+        with pytest.raises(mezzo.PolicyError, match=next(iter(kwargs))):
+            mezzo.TrainStep(made.model, boosted, made.optimizer, dtype="bfloat16", **kwargs)
 
-    def test_a_loss_of_several_numbers(self):
+    def test_a_loss_of_several_elements(self):
         made = Made("mlp")
         step = mezzo.TrainStep(
             made.model, lambda output, target: output - target, made.optimizer, dtype="bfloat16"
         )
-        with pytest.raises(mezzo.ScalerError, match="one number"):
+        with pytest.raises(mezzo.ScalerError, match="one element"):
             step(torch.ones(2, 8), torch.ones(2, 4))
 
-    def test_a_loss_that_is_no_tensor(self):
+    def test_a_loss_that_is_not_a_tensor(self):
         made = Made("mlp")
         step = mezzo.TrainStep(
             made.model, lambda output: output.sum().item(), made.optimizer, dtype="bfloat16"
@@ -315,7 +339,7 @@ class TestErrors:
         with pytest.raises(mezzo.PolicyError, match=r"without \.item\(\)"):
             step(torch.ones(2, 8))
 
-    def test_a_loss_that_no_parameter_reaches(self):
+    def test_a_loss_that_depends_on_no_parameter(self):
         made = Made("mlp")
         step = mezzo.TrainStep(
             made.model, lambda output: output.detach().sum(), made.optimizer, dtype="bfloat16"
@@ -323,7 +347,7 @@ class TestErrors:
         with pytest.raises(mezzo.ScalerError, match="does not depend"):
             step(torch.ones(2, 8))
 
-    def test_a_loss_function_that_cannot_be_called(self):
+    def test_a_loss_function_that_is_not_callable(self):
         made = Made("mlp")
         with pytest.raises(mezzo.PolicyError, match="loss_fn"):
             mezzo.TrainStep(made.model, "mse", made.optimizer)
@@ -338,5 +362,5 @@ class TestErrors:
 
     def test_capture_on_a_cpu(self):
         made = Made("mlp")
-        with pytest.raises(mezzo.UnsupportedError, match="captures nothing"):
+        with pytest.raises(mezzo.UnsupportedError, match="no CUDA graphs"):
             mezzo.TrainStep(made.model, boosted, made.optimizer, dtype="bfloat16", capture=True)

@@ -86,7 +86,7 @@ class Target:
             "model": step.model,
             "optimizer": step.optimizer,
             "scaler": step.scaler,
-            "scheduler": next(iter(step._parts.schedulers.values())),
+            "scheduler": next(iter(step._components.schedulers.values())),
         }
         return {name: part for name, part in parts.items() if part is not None}
 

@@ -1,1 +1,1 @@
-"""The whole training step as one object: forward, backward, check, clip, update, recast, new scale, captured where a device can replay it."""
+"""Whole training and evaluation steps as one call, captured as CUDA graphs where possible."""

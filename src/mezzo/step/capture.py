@@ -7,7 +7,7 @@ import traceback
 import warnings
 from collections.abc import Hashable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -21,7 +21,7 @@ from mezzo.scaling import capture
 from mezzo.step.components import Capture, StepComponents
 from mezzo.step.cuda_graph import CapturedGraph, GraphCapturer, find_host_syncs, user_line
 from mezzo.step.executor import AccumulationPhase, StepExecutor
-from mezzo.step.inputs import UnsupportedInput, copies, format_shapes, signature
+from mezzo.step.inputs import Call, UnsupportedInput, copy_outputs, format_shapes, signature
 from mezzo.step.module_buffers import module_modes
 from mezzo.step.stall_check import StallCheck
 
@@ -29,254 +29,242 @@ from mezzo.step.stall_check import StallCheck
 class Runner(Protocol):
     """Runs the calls of a step."""
 
-    reason: str | None
-    """Why calls run eagerly, where they were to be captured."""
+    eager_reason: str | None
+    """Why calls run eagerly although they were to be captured."""
+
+    def __call__(self, call: Call, phase: AccumulationPhase) -> Any:
+        """Run one call and return detached copies of what the body returned."""
+
+    def flush(self, calls: int) -> None:
+        """Update from the gradients of fewer calls than usual."""
+
+    def first_nonfinite(self) -> str | None:
+        """Return the name of the parameter with the last non-finite gradient, if it is known.
+
+        This synchronizes.
+        """
 
     @property
     def captured(self) -> bool:
-        """Whether programs are replayed by now."""
+        """Whether calls are replayed as CUDA graphs by now."""
 
-    def __call__(
-        self, arguments: tuple[Any, ...], words: dict[str, Any], phase: AccumulationPhase
-    ) -> Any:
-        """One call; what comes back is the caller's own."""
+    def drop_graphs(self) -> None:
+        """Drop captured graphs: what they depend on may have changed."""
 
-    def flush(self, calls: int) -> None:
-        """Update from fewer calls than usual."""
 
-    def forget(self) -> None:
-        """Everything that programs stand on may have changed."""
+def runner_for(executor: StepExecutor, capture: Capture) -> Runner:
+    """Return a runner that captures, or an eager one if that is requested or necessary."""
+    if capture is Capture.OFF:
+        return EagerRunner(executor)
+    reason = capture_obstacle(executor.components)
+    if reason is None:
+        return CaptureRunner(executor, capture)
+    warn_not_captured(reason, capture, quietly=executor.components.device.type != "cuda")
+    return EagerRunner(executor, reason)
 
-    def first_nonfinite(self) -> str | None:
-        """Return the name of the parameter with the last non-finite gradient, if it is known. This synchronizes."""
+
+def capture_obstacle(components: StepComponents) -> str | None:
+    """Return why a step cannot be captured, as far as that is known before the first call."""
+    device = components.device
+    if device.type != "cuda":
+        return f"the model is on {device.type}, which has no CUDA graphs"
+    parameters = (parameter for model in components.models for parameter in model.parameters())
+    if len({parameter.device for parameter in parameters}) > 1:
+        return "the parameters are on several devices"
+    if not _launch.has_triton(device):
+        return "Triton is not installed, which the fused steps need"
+    for optimizer in components.optimizers:
+        if not isinstance(optimizer_binding(optimizer), FusedBinding):
+            return f"{type(optimizer).__name__} has no fused step, and its own step synchronizes"
+    return None if components.scaler is None else capture.capture_refusal(components.scaler)
 
 
 class EagerRunner:
-    """Runs everything as it is written."""
+    """Runs every call eagerly."""
 
     captured = False
 
-    def __init__(self, engine: StepExecutor, reason: str | None = None) -> None:
-        self.reason = reason
-        self._engine = engine
-        self._modules = [module for model in engine.parts.models for module in model.modules()]
-        self._parameters = [
-            parameter for model in engine.parts.models for parameter in model.parameters()
-        ]
+    def __init__(self, executor: StepExecutor, eager_reason: str | None = None) -> None:
+        self.eager_reason = eager_reason
+        self._executor = executor
+        models = executor.components.models
+        self._modules = [module for model in models for module in model.modules()]
+        self._parameters = [parameter for model in models for parameter in model.parameters()]
 
-    def __call__(
-        self, arguments: tuple[Any, ...], words: dict[str, Any], phase: AccumulationPhase
-    ) -> Any:
-        """One call."""
-        mode = (
+    def __call__(self, call: Call, phase: AccumulationPhase) -> Any:
+        """Run one call."""
+        # Without a scaler no step is skipped, and no buffer is restored.
+        modes = (
             None
-            if self._engine.parts.scaler is None
+            if self._executor.components.scaler is None
             else module_modes(self._modules, self._parameters)
         )
-        arguments, words = self._engine.place((arguments, words))
-        return copies(self._engine.run(arguments, words, phase, mode))
+        return run_eagerly(self._executor, call, phase, modes)
 
     def flush(self, calls: int) -> None:
-        """Update from fewer calls than usual."""
-        self._engine.flush(calls)
-
-    def forget(self) -> None:
-        """Nothing is kept."""
+        """Update from the gradients of fewer calls than usual."""
+        self._executor.flush(calls)
 
     def first_nonfinite(self) -> str | None:
         """Return the name of the first parameter with a non-finite gradient in the last update."""
-        return first_nonfinite(self._engine)
+        return first_nonfinite(self._executor)
+
+    def drop_graphs(self) -> None:
+        """Do nothing: an eager runner has no graphs."""
 
 
-def first_nonfinite(engine: StepExecutor) -> str | None:
-    """Return the name of the first parameter with a non-finite gradient in the last eager update. This synchronizes."""
-    names = (result.first_nonfinite for result in engine.results if result is not None)
+def run_eagerly(
+    executor: StepExecutor, call: Call, phase: AccumulationPhase, modes: Hashable
+) -> Any:
+    """Run one call eagerly and return detached copies of what the body returned."""
+    return copy_outputs(executor.run(executor.move_inputs(call), phase, modes))
+
+
+def first_nonfinite(executor: StepExecutor) -> str | None:
+    """Return the first parameter with a non-finite gradient in the last eager update, by name.
+
+    This synchronizes.
+    """
+    names = (result.first_nonfinite for result in executor.results if result is not None)
     return next((name for name in names if name is not None), None)
 
 
-def refusal(parts: StepComponents) -> str | None:
-    """Why the steps of these parts cannot be captured, as far as can be said before one ran."""
-    if parts.device.type != "cuda":
-        return f"the model is on {parts.device.type}, which captures nothing"
-    if len({parameter.device for model in parts.models for parameter in model.parameters()}) > 1:
-        return "the parameters live on several devices"
-    if not _launch.has_triton(parts.device):
-        return "Triton is not installed, and the fused steps need it"
-    for optimizer in parts.optimizers:
-        if not isinstance(optimizer_binding(optimizer), FusedBinding):
-            return f"{type(optimizer).__name__} has no fused step, and its own decides on the host"
-    return None if parts.scaler is None else capture.capture_refusal(parts.scaler)
-
-
-def runner_for(engine: StepExecutor, capture: Capture) -> Runner:
-    """The runner that was asked for, or that is possible."""
-    if capture is Capture.OFF:
-        return EagerRunner(engine)
-    reason = refusal(engine.parts)
-    if reason is None:
-        return CaptureRunner(engine, capture)
-    warn_not_captured(reason, capture, quietly=engine.parts.device.type != "cuda")
-    return EagerRunner(engine, reason)
-
-
-def first_line(error: BaseException) -> str:
-    """What went wrong first, and in which line: the end of a capture that failed raises too."""
-    while error.__context__ is not None:
-        error = error.__context__
-    stack = traceback.extract_tb(error.__traceback__)
-    return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}" + (
-        f", in {user_line(stack)}" if stack else ""
-    )
-
-
-def warn_not_captured(reason: str, capture: Capture, *, quietly: bool = False) -> None:
-    """Tell that steps run eagerly; an error where they must not. On a CPU nobody expects otherwise."""
-    if capture is Capture.ON:
-        raise UnsupportedError(
-            f"capture=True, but the step cannot be captured: {reason}. Change that, or use"
-            " capture='auto'."
-        )
-    if _events.listening():
-        _events.emit(_events.StepNotCaptured(reason))
-    if not quietly:
-        warnings.warn(
-            f"The step runs eagerly, for it cannot be captured: {reason}. capture=False says that"
-            " this is meant.",
-            UserWarning,
-            stacklevel=5,
-        )
-
-
-def warn_full(leaves: list[torch.Tensor], kinds: int) -> bool:
-    """Tell that inputs are of one kind too many; true, so that it is told once."""
-    warnings.warn(
-        f"{kinds} kinds of inputs are captured, and inputs of {format_shapes(leaves)} are another:"
-        " they run eagerly. Pad inputs to fewer shapes.",
-        UserWarning,
-        stacklevel=6,
-    )
-    return True
-
-
 MAX_GRAPHS = 8
-"""Kinds of inputs that are captured; more run eagerly."""
-_WARM, _WARM_AGAIN = 3, 2
-"""Real steps before a capture: optimizer states, tables and compiled kernels are made in them.
-Another shape of inputs needs less. Host reads are looked for in the last, for the first of a
-kind may have some of its own: a kernel is chosen, code is compiled."""
+"""Input signatures that are captured; others run eagerly."""
+_WARM_UP, _WARM_UP_AGAIN = 3, 2
+"""Real calls before a capture, which create optimizer states, tables and compiled kernels. Another
+signature of inputs needs fewer. Host reads are looked for in the last one: the first may have some
+of its own, when a kernel is chosen or code is compiled."""
+
+
+class ReplayedBinding(NamedTuple):
+    """An optimizer that a captured graph steps."""
+
+    binding: FusedBinding
+    plan: LaunchPlan
+    """The tables that the graph reads."""
 
 
 @dataclass(frozen=True, eq=False)
 class CapturedStep:
-    """A program with what its host side needs."""
+    """A captured graph with what the host prepares before each replay."""
 
-    program: CapturedGraph
-    bounds: tuple[tuple[FusedBinding, LaunchPlan], ...]
-    """Optimizers that it steps, each with its tables."""
-    tables: tuple[int, ...]
-    """Where the tables of schedules lay."""
-    kept: tuple[Any, ...]
-    """What it reads, and so must live as long."""
+    graph: CapturedGraph
+    bindings: tuple[ReplayedBinding, ...]
+    schedule_tables: tuple[int, ...]
+    """Addresses of the schedules' tables at the capture."""
+    kept_alive: tuple[Any, ...]
+    """Tensors that the graph reads."""
+
+
+class _NumberedModes(NamedTuple):
+    """Modes of modules and parameters, with a small number that is fast to hash."""
+
+    modes: Hashable
+    number: int
 
 
 class CaptureRunner:
-    """Captures calls, and replays them."""
+    """Captures calls as CUDA graphs and replays them."""
 
-    def __init__(self, engine: StepExecutor, capture: Capture) -> None:
-        self.reason: str | None = None
-        self._engine, self._capture = engine, capture
-        self._studio = GraphCapturer.on(engine.parts.device)
-        self._modules = [module for model in engine.parts.models for module in model.modules()]
+    def __init__(self, executor: StepExecutor, capture: Capture) -> None:
+        self.eager_reason: str | None = None
+        self._executor, self._capture = executor, capture
+        components = executor.components
+        self._capturer = GraphCapturer.on(components.device)
+        self._modules = [module for model in components.models for module in model.modules()]
         self._parameters = [
-            parameter for model in engine.parts.models for parameter in model.parameters()
+            parameter for model in components.models for parameter in model.parameters()
         ]
-        self._bounds = [
-            bound
-            for optimizer in engine.parts.optimizers
-            if isinstance(bound := optimizer_binding(optimizer), FusedBinding)
+        self._bindings = [
+            binding
+            for optimizer in components.optimizers
+            if isinstance(binding := optimizer_binding(optimizer), FusedBinding)
         ]
-        self._programs: dict[Hashable, CapturedStep] = {}
-        self._warm: dict[Hashable, int] = {}
-        self._input_keys: dict[Hashable, None] = {}
-        self._modes: dict[Hashable, int] = {}
-        self._mode: tuple[Hashable, int] = (None, 0)
-        self._warm_modes: set[int] = set()
-        """Modes in which something was captured: another shape needs less warming up there."""
-        self._stall = StallCheck(engine)
+        self._graphs: dict[Hashable, CapturedStep] = {}
+        """Captured steps by input key and accumulation phase."""
+        self._warm_up_calls: dict[Hashable, int] = {}
+        self._input_keys: set[Hashable] = set()
+        self._mode_numbers: dict[Hashable, int] = {}
+        self._current = _NumberedModes(None, 0)
+        self._captured_modes: set[int] = set()
+        """Modes in which a graph was captured: another signature needs a shorter warm-up there."""
+        self._stall_check = StallCheck(executor)
         self._recapture_key: Any = None
-        self._full = False
-        self.forget()
+        self._warned_full = False
+        self.drop_graphs()
 
-    @property
-    def captured(self) -> bool:
-        """Whether programs are replayed by now."""
-        return bool(self._programs)
+    # -- one call ----------------------------------------------------------------------------------
 
-    def __call__(
-        self, arguments: tuple[Any, ...], words: dict[str, Any], phase: AccumulationPhase
-    ) -> Any:
-        """One call."""
-        values, leaves = (arguments, words), list[torch.Tensor]()
-        mode = module_modes(self._modules, self._parameters)
-        if self.reason is not None:
-            return self._eagerly(values, phase, mode)
+    def __call__(self, call: Call, phase: AccumulationPhase) -> Any:
+        """Run one call: replay it if its graph is captured, else warm up or capture."""
+        leaves: list[torch.Tensor] = []
+        modes = module_modes(self._modules, self._parameters)
+        if self.eager_reason is not None:
+            return run_eagerly(self._executor, call, phase, modes)
         try:
-            kind = (signature(values, leaves), self._number(mode), self._engine.closure_values())
+            input_key = (
+                signature(call, leaves),
+                self._number(modes),
+                self._executor.options.closure_values(),
+            )
         except UnsupportedInput as error:
             self._give_up(
-                f"an input of type {error} is neither a tensor, a list, a tuple, a dict nor a plain"
-                " value"
+                f"an input of type {error} is neither a tensor, a list, a tuple, a dict nor a"
+                " hashable value"
             )
-            return self._eagerly(values, phase, mode)
+            return run_eagerly(self._executor, call, phase, modes)
         self._check_recapture_key()
-        captured = self._programs.get((kind, phase))
+        captured = self._graphs.get((input_key, phase))
         if (
             captured is not None
-            and (returned := self._replay_checked(captured, values, leaves, phase)) is not None
+            and (returned := self._replay_checked(captured, call, leaves, phase)) is not None
         ):
             return returned[0]
-        self._stall.drop()
-        return self._warm_up_or_capture(values, leaves, kind, phase, mode)
+        self._stall_check.drop()
+        return self._warm_up_or_capture(call, leaves, input_key, phase, modes)
 
-    def flush(self, calls: int) -> None:
-        """Update from fewer calls than usual; too rare to be captured."""
-        self._engine.flush(calls)
+    def _number(self, modes: Hashable) -> int:
+        """Return a small number for these modes, which rarely change between calls."""
+        if modes != self._current.modes:
+            number = self._mode_numbers.setdefault(modes, len(self._mode_numbers))
+            self._current = _NumberedModes(modes, number)
+            if self._executor.has_static_gradients:
+                # Other parameters may get gradients now: backward passes allocate them again.
+                self.drop_graphs()
+        return self._current.number
 
-    def forget(self) -> None:
-        """Drop the programs: what they read is elsewhere by now. They may be running, so this waits."""
-        if self._programs:
-            torch.cuda.synchronize(self._engine.parts.device)
-            self._studio = self._studio.emptied()
-        self._programs.clear()
-        self._warm.clear()
-        self._warm_modes.clear()
-        self._input_keys.clear()
-        self._engine.static = []
-        self._engine.wants_gradients = self._engine.rules.accumulate > 1
+    def _check_recapture_key(self) -> None:
+        """Drop graphs if parameter addresses, the scale rule or optimizer tables changed."""
+        scaler = self._executor.components.scaler
+        key = [
+            list(map(torch.Tensor.data_ptr, self._parameters)),
+            None if scaler is None else capture.scale_rule(scaler),
+            *[binding.recapture_key() for binding in self._bindings],
+        ]
+        if key != self._recapture_key:
+            self._recapture_key = key
+            self.drop_graphs()
 
-    def first_nonfinite(self) -> str | None:
-        """Return the name of the parameter with the last non-finite gradient, if it is known. This synchronizes."""
-        return self._stall.source.name() if self._programs else first_nonfinite(self._engine)
-
-    # -- replaying ---------------------------------------------------------------------------------
+    # -- replay ------------------------------------------------------------------------------------
 
     def _replay_checked(
         self,
         captured: CapturedStep,
-        values: tuple[Any, ...],
+        call: Call,
         leaves: list[torch.Tensor],
         phase: AccumulationPhase,
     ) -> tuple[Any] | None:
-        """Replay; where updates are skipped in a row, compare one with the eager step."""
+        """Replay; after consecutive skips, compare one update with the eager step."""
         if phase.first:
-            self._stall.start()
-        self._stall.compute(values)
+            self._stall_check.start()
+        self._stall_check.compute(call)
         returned = self._replay(captured, leaves, phase)
-        if returned is not None and phase.last and (wrong := self._stall.judge()) is not None:
-            self.reason = wrong
-            self.forget()
+        if returned is not None and phase.last and (error := self._stall_check.judge()) is not None:
+            self.eager_reason = error
+            self.drop_graphs()
             warnings.warn(
-                f"The step runs eagerly from here on: {wrong}. One batch was skipped.",
+                f"The step runs eagerly from now on: {error}. One batch was skipped.",
                 UserWarning,
                 stacklevel=5,
             )
@@ -285,174 +273,214 @@ class CaptureRunner:
     def _replay(
         self, captured: CapturedStep, leaves: list[torch.Tensor], phase: AccumulationPhase
     ) -> tuple[Any] | None:
-        """What a program returns, in a tuple of its own; None where it can no longer run."""
-        scaler = self._engine.parts.scaler
+        """Replay a graph; return its outputs in a 1-tuple, None if it cannot run any more."""
+        scaler = self._executor.components.scaler
         if phase.last:
-            for bound, prepared in captured.bounds:
-                bound.before_replay(prepared)
-            if scaler is not None and capture.before_replay(scaler) != captured.tables:
-                self.forget()
+            for binding, plan in captured.bindings:
+                binding.before_replay(plan)
+            if scaler is not None and capture.before_replay(scaler) != captured.schedule_tables:
+                self.drop_graphs()
                 return None
-        returned = captured.program.replay(leaves)
+        returned = captured.graph.replay(leaves)
         if phase.last:
             if scaler is not None:
                 capture.after_replay(
-                    scaler, self._engine.metrics.scale_and_skips, self._stall.source
+                    scaler, self._executor.metrics.scale_and_skips, self._stall_check.source
                 )
             if innermost_region() is not None:
-                # Copies of weights that a region around the loop holds are old now.
+                # A region around the training loop holds cached casts of the old weights.
                 clear_weight_cache()
         return (returned,)
 
-    # -- learning ----------------------------------------------------------------------------------
+    # -- warm-up and capture -----------------------------------------------------------------------
 
     def _warm_up_or_capture(
         self,
-        values: tuple[Any, ...],
+        call: Call,
         leaves: list[torch.Tensor],
-        kind: Hashable,
+        input_key: Hashable,
         phase: AccumulationPhase,
-        mode: Hashable,
+        modes: Hashable,
     ) -> Any:
-        if kind not in self._input_keys:
+        if input_key not in self._input_keys:
             if len(self._input_keys) >= MAX_GRAPHS:
-                self._full = self._full or warn_full(leaves, MAX_GRAPHS)
-                return self._eagerly(values, phase, mode)
-            self._input_keys[kind] = None
-        key = (kind, phase)
-        done = self._warm.get(key, 0)
-        needed = _WARM_AGAIN if self._mode[1] in self._warm_modes else _WARM
-        if done < needed or not self._ready(phase, mode):
-            # Where something is yet to be learned the host looks at the device itself, and nobody
-            # else can be watched for it.
-            known = self._engine.buffers.learned(mode)
-            self._warm[key] = done + known
-            return self._warm_up(
-                self._placed(values, leaves), phase, mode, watched=known and done + 1 >= needed
-            )
+                self._warned_full = self._warned_full or warn_full(leaves)
+                return run_eagerly(self._executor, call, phase, modes)
+            self._input_keys.add(input_key)
+        key = (input_key, phase)
+        done = self._warm_up_calls.get(key, 0)
+        needed = _WARM_UP_AGAIN if self._current.number in self._captured_modes else _WARM_UP
+        if done < needed or not self._is_ready(phase, modes):
+            # The call that finds the written buffers reads from the device itself; it does not
+            # count as warm-up, and its own reads would hide those of the body.
+            known = self._executor.buffers.knows(modes)
+            self._warm_up_calls[key] = done + known
+            inputs = self._static_inputs(call, leaves)
+            return self._warm_up(inputs, phase, modes, finds_syncs=known and done + 1 >= needed)
         try:
-            self._programs[key] = captured = self._captured(values, leaves, phase, mode)
-            self._warm_modes.add(self._mode[1])
-        # Whatever a body does that cannot be captured: it is told, and the call runs eagerly.
+            self._graphs[key] = captured = self._capture_step(call, leaves, phase, modes)
+            self._captured_modes.add(self._current.number)
+        # Any error: a body may do anything that cannot be captured. The call then runs eagerly.
         except Exception as error:  # noqa: BLE001
-            self._tidy_up()
-            self._give_up(first_line(error), error)
-            return self._eagerly(values, phase, mode)
+            self._discard_failed_capture()
+            self._give_up(root_cause(error), error)
+            return run_eagerly(self._executor, call, phase, modes)
         returned = self._replay(captured, leaves, phase)
-        return returned[0] if returned is not None else self._eagerly(values, phase, mode)
+        if returned is None:
+            return run_eagerly(self._executor, call, phase, modes)
+        return returned[0]
 
-    def _placed(self, values: tuple[Any, ...], leaves: list[torch.Tensor]) -> tuple[Any, Any]:
-        """Inputs as a captured step holds them; a warm-up runs on the same, or code compiled in it would have to be compiled again while it is captured."""
-        placed = self._engine.place(values)
-        # From elsewhere, torch would cast before it copies, and wait.
-        return (
-            self._engine.entering(placed)
-            if all(leaf.device == self._engine.parts.device for leaf in leaves)
-            else placed
-        )
+    def _is_ready(self, phase: AccumulationPhase, modes: Hashable) -> bool:
+        """Return whether a capture has what it needs.
 
-    def _warm_up(
-        self, placed: tuple[Any, Any], phase: AccumulationPhase, mode: Hashable, *, watched: bool
-    ) -> Any:
-        """A real step, on the stream of the captures."""
-        run = lambda: copies(self._engine.run(*placed, phase, mode))  # noqa: E731
-        if not watched:
-            return self._studio.run_on_capture_stream(run)
-        with find_host_syncs() as found:
-            returned = self._studio.run_on_capture_stream(run)
-        if found:
-            self._give_up(f"the host reads from the device in {found[0]}")
-        return returned
-
-    def _ready(self, phase: AccumulationPhase, mode: Hashable) -> bool:
-        """Whether what a capture needs has been made: known buffers, a scale that adapts, and gradients that stay where they are if calls share them."""
-        engine, scaler = self._engine, self._engine.parts.scaler
-        if not engine.buffers.learned(mode) or (
+        That is known buffers, a loss scale past its warm-up and, if calls accumulate, gradients at
+        fixed addresses, which this allocates.
+        """
+        executor, scaler = self._executor, self._executor.components.scaler
+        if not executor.buffers.knows(modes) or (
             scaler is not None and not capture.is_warmed_up(scaler)
         ):
             return False
-        if engine.rules.accumulate > 1 and not engine.static:
-            if not phase.first or not engine.had:
-                return False
-            # With the strides of their parameters, which the fused step needs.
-            engine.static = [
-                torch.zeros_like(parameter, dtype=gradient.dtype)
-                for parameter, gradient in engine.had
-            ]
-            for (parameter, _), gradient in zip(engine.had, engine.static, strict=True):
-                parameter.grad = gradient
-            engine.had, engine.wants_gradients = [], False
+        if executor.options.accumulate > 1 and not executor.has_static_gradients:
+            return phase.first and executor.make_gradients_static()
         return True
 
-    def _captured(
-        self,
-        values: tuple[Any, ...],
-        leaves: list[torch.Tensor],
-        phase: AccumulationPhase,
-        mode: Hashable,
+    def _static_inputs(self, call: Call, leaves: list[torch.Tensor]) -> Call:
+        """Return inputs as the static buffers of a captured graph hold them.
+
+        A warm-up runs on the same dtypes: code compiled in it would else be compiled again in the
+        capture.
+        """
+        moved = self._executor.move_inputs(call)
+        # A copy from another device would cast on the host first, and synchronize.
+        if all(leaf.device == self._executor.components.device for leaf in leaves):
+            return self._executor.cast_inputs(moved)
+        return moved
+
+    def _warm_up(
+        self, call: Call, phase: AccumulationPhase, modes: Hashable, *, finds_syncs: bool
+    ) -> Any:
+        """Run a real call on the capture stream; with `finds_syncs`, look for host reads."""
+
+        def run() -> Any:
+            return copy_outputs(self._executor.run(call, phase, modes))
+
+        if not finds_syncs:
+            return self._capturer.run_on_capture_stream(run)
+        with find_host_syncs() as lines:
+            returned = self._capturer.run_on_capture_stream(run)
+        if lines:
+            self._give_up(f"the host reads from the device in {lines[0]}")
+        return returned
+
+    def _capture_step(
+        self, call: Call, leaves: list[torch.Tensor], phase: AccumulationPhase, modes: Hashable
     ) -> CapturedStep:
-        engine, scaler = self._engine, self._engine.parts.scaler
-        if not engine.static:
-            engine.clear()
-        placed = self._placed(values, leaves)
-        tables = () if scaler is None else capture.schedule_tables(scaler)
+        executor, scaler = self._executor, self._executor.components.scaler
+        if not executor.has_static_gradients:
+            executor.clear_gradients()
+        inputs = self._static_inputs(call, leaves)
+        schedule_tables = () if scaler is None else capture.schedule_tables(scaler)
         begin = time.perf_counter()
-        for bound in self._bounds:
-            bound.before_capture()
-        program = self._studio.capture(
-            lambda held: engine.run(held[0], held[1], phase, mode),
-            placed,
+        for binding in self._bindings:
+            binding.before_capture()
+        graph = self._capturer.capture(
+            lambda buffers: executor.run(buffers, phase, modes),
+            inputs,
             leaves,
-            engine.metrics.memory,
+            executor.metrics.memory,
         )
-        for bound in self._bounds:
-            bound.after_capture()
+        for binding in self._bindings:
+            binding.after_capture()
         if _events.listening():
-            _events.emit(
-                _events.StepCaptured(format_shapes(program.inputs), time.perf_counter() - begin)
-            )
-        found = [(bound, bound.captured()) for bound in self._bounds]
-        bounds = tuple((bound, prepared) for bound, (prepared, _) in found if prepared is not None)
-        return CapturedStep(program, bounds, tables, tuple(kept for _, (_, kept) in found))
+            seconds = time.perf_counter() - begin
+            _events.emit(_events.StepCaptured(format_shapes(graph.inputs), seconds))
+        bindings, kept_alive = [], []
+        for binding in self._bindings:
+            plan, kept = binding.captured()
+            kept_alive.append(kept)
+            if plan is not None:
+                bindings.append(ReplayedBinding(binding, plan))
+        return CapturedStep(graph, tuple(bindings), schedule_tables, tuple(kept_alive))
 
-    # -- inside ------------------------------------------------------------------------------------
-
-    def _eagerly(self, values: tuple[Any, ...], phase: AccumulationPhase, mode: Hashable) -> Any:
-        arguments, words = self._engine.place(values)
-        return copies(self._engine.run(arguments, words, phase, mode))
-
-    def _number(self, mode: Hashable) -> int:
-        """A small number for a mode, which is compared at every call and rarely another."""
-        if mode != self._mode[0]:
-            self._mode = mode, self._modes.setdefault(mode, len(self._modes))
-            if self._engine.static:
-                # Other parameters may get gradients now: each backward makes its own again.
-                self.forget()
-        return self._mode[1]
-
-    def _check_recapture_key(self) -> None:
-        scaler = self._engine.parts.scaler
-        rule = None if scaler is None else capture.scale_rule(scaler)
-        ground = [
-            list(map(torch.Tensor.data_ptr, self._parameters)),
-            rule,
-            *[bound.recapture_key() for bound in self._bounds],
-        ]
-        if ground != self._recapture_key:
-            self._recapture_key = ground
-            self.forget()
-
-    def _tidy_up(self) -> None:
-        """After a capture that failed in the middle: gradients in its memory, and what the scaler noted of them."""
-        if self._engine.parts.scaler is not None:
-            capture.discard_records(self._engine.parts.scaler)
-        if not self._engine.static:
-            self._engine.clear()
+    def _discard_failed_capture(self) -> None:
+        """Discard gradients in a failed graph's memory, and the scaler's records of them."""
+        if self._executor.components.scaler is not None:
+            capture.discard_records(self._executor.components.scaler)
+        if not self._executor.has_static_gradients:
+            self._executor.clear_gradients()
 
     def _give_up(self, reason: str, error: Exception | None = None) -> None:
-        self.reason = reason
-        self.forget()
+        """Run eagerly from now on, with a warning or, if capture=True, an error."""
+        self.eager_reason = reason
+        self.drop_graphs()
         try:
             warn_not_captured(reason, self._capture)
         except Exception as refused:
             raise refused from error
+
+    # -- other calls -------------------------------------------------------------------------------
+
+    def flush(self, calls: int) -> None:
+        """Update from the gradients of fewer calls than usual, eagerly."""
+        self._executor.flush(calls)
+
+    def first_nonfinite(self) -> str | None:
+        """Return the name of the parameter with the last non-finite gradient, if it is known."""
+        return self._stall_check.source.name() if self._graphs else first_nonfinite(self._executor)
+
+    @property
+    def captured(self) -> bool:
+        """Whether calls are replayed by now."""
+        return bool(self._graphs)
+
+    def drop_graphs(self) -> None:
+        """Drop captured graphs. This synchronizes if there are any, since they may be running."""
+        if self._graphs:
+            torch.cuda.synchronize(self._executor.components.device)
+            self._capturer = self._capturer.with_new_pool()
+        self._graphs.clear()
+        self._warm_up_calls.clear()
+        self._captured_modes.clear()
+        self._input_keys.clear()
+        if self._executor.options.accumulate > 1:
+            self._executor.record_gradients()
+
+
+def warn_not_captured(reason: str, capture: Capture, *, quietly: bool = False) -> None:
+    """Warn that a step runs eagerly; raise `UnsupportedError` if it must be captured."""
+    if capture is Capture.ON:
+        raise UnsupportedError(
+            f"capture=True, but the step cannot be captured as a CUDA graph: {reason}. Change that,"
+            " or pass capture='auto'."
+        )
+    if _events.listening():
+        _events.emit(_events.StepNotCaptured(reason))
+    if not quietly:
+        warnings.warn(
+            f"The step cannot be captured as a CUDA graph and runs eagerly: {reason}. Pass"
+            " capture=False to silence this warning.",
+            UserWarning,
+            stacklevel=6,
+        )
+
+
+def warn_full(leaves: list[torch.Tensor]) -> bool:
+    """Warn that no further input signatures are captured; return True."""
+    warnings.warn(
+        f"Already {MAX_GRAPHS} captured graphs; inputs of shape {format_shapes(leaves)} run"
+        " eagerly. Pad inputs to fewer distinct shapes.",
+        UserWarning,
+        stacklevel=6,
+    )
+    return True
+
+
+def root_cause(error: BaseException) -> str:
+    """Return the first error of a chain, with its line: ending a failed capture raises another."""
+    while error.__context__ is not None:
+        error = error.__context__
+    stack = traceback.extract_tb(error.__traceback__)
+    return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}" + (
+        f", in {user_line(stack)}" if stack else ""
+    )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -34,13 +34,13 @@ from mezzo.scaling.schedule_lookahead import check
 from mezzo.step.module_buffers import ModuleBuffers
 
 Scaler = GradScaler | bool | None
-"""A scaler, False for none, None for what the dtype needs."""
+"""A scaler, False for none, None for one if the dtype is float16."""
 Schedulers = LRScheduler | list[LRScheduler] | tuple[LRScheduler, ...] | None
 
 
 @dataclass(frozen=True, eq=False)
 class StepComponents:
-    """Models and optimizers that were decorated together, with all that steps them."""
+    """Models and optimizers that were decorated together, with everything that steps them."""
 
     models: tuple[nn.Module, ...]
     optimizers: tuple[Optimizer, ...]
@@ -48,70 +48,76 @@ class StepComponents:
     schedulers: Mapping[Optimizer, LRScheduler]
     policy: Policy
     region: Region
-    """What the body of a step runs in, the loss included."""
+    """Autocast region of the body of a step, the loss included."""
+    backward_region: Region
+    """The same with autocast off: backward ops use the dtypes of their forward ops."""
     device: torch.device
-    """Where the parameters live."""
+    """Device of the parameters."""
     input_dtype: torch.dtype | None
-    """What the models cast their floating-point inputs to before anything else; None where they
-    leave them."""
+    """Dtype that the models cast floating-point inputs to first; None if they do not."""
     decoration: Decoration
-    """What the models and optimizers were decorated with."""
 
 
 @dataclass(frozen=True)
 class PrecisionArgs:
-    """What a user said about precision."""
+    """Arguments of a step about precision."""
 
     policy: PolicyArg | None
     clip_norm: float | None
     overrides: Mapping[str, Any]
 
-    def prepare(self, model: Models, optimizer: Optimizers) -> None:
-        """Decorate a plain pair."""
-        decorate(
-            model,
-            optimizer,
-            "O1" if self.policy is None else self.policy,
-            clip_norm=self.clip_norm,
-            **self.overrides,
-        )
+    @property
+    def policy_or_default(self) -> PolicyArg:
+        """The policy, O1 if none was passed."""
+        return "O1" if self.policy is None else self.policy
 
 
 def prepare_components(
     model: Models,
     optimizer: Optimizers,
-    asked: PrecisionArgs,
+    precision: PrecisionArgs,
     scaler: Scaler,
     scheduler: Schedulers,
 ) -> StepComponents:
-    """Make everything ready for a step. A plain pair is decorated as the policy says; a decorated one brings its own."""
+    """Prepare everything that a step needs.
+
+    Plain models and optimizers are decorated; decorated ones keep their policy.
+    """
     models, optimizers = models_of(model), optimizers_of(optimizer)
     if not optimizers:
         raise PolicyError(
             "A training step needs an optimizer. Pass one, or use mezzo.EvalStep for inference."
         )
-    # First, for a scheduler that is refused must leave model and optimizer as they were.
-    schedulers = _schedulers(scheduler, optimizers)
-    found = decoration_of(models[0])
-    if found is None:
-        asked.prepare(model, optimizer)
+    # First: a scheduler that is not supported must leave model and optimizer unchanged.
+    schedulers = _check_schedulers(scheduler, optimizers)
+    decoration = decoration_of(models[0])
+    if decoration is None:
+        decorate(
+            model,
+            optimizer,
+            precision.policy_or_default,
+            clip_norm=precision.clip_norm,
+            **precision.overrides,
+        )
+        decoration = _decoration(models[0])
     else:
-        _agree(found, models, optimizers, asked)
-    decoration = _decorated(models[0])
+        _check_decoration(decoration, models, optimizers, precision)
     plan, device = decoration.plan, next(models[0].parameters()).device
     if device.type == "cuda":
-        _let_skip_by_themselves(optimizers)
-    made = _scaler(scaler, plan.dtype, plan.policy.level, device)
-    if made is not None:
+        _bind_fused_steps(optimizers)
+    step_scaler = _choose_scaler(scaler, plan.dtype, plan.policy.level, device)
+    if step_scaler is not None:
         for one in models:
-            made.register_parameter_names(one)
+            step_scaler.register_parameter_names(one)
+    region = region_for(plan.policy, device.type)
     return StepComponents(
         models,
         optimizers,
-        made,
+        step_scaler,
         schedulers,
         plan.policy,
-        region_for(plan.policy, device.type),
+        region,
+        Region(region.device, False, region.dtype, region.cache_enabled),
         device,
         plan.dtype if plan.converts else None,
         decoration,
@@ -120,7 +126,7 @@ def prepare_components(
 
 @contextmanager
 def restored_on_error(model: Models, optimizer: Optimizers) -> Iterator[None]:
-    """Put a plain pair back as it was, layout included, if a step cannot be made of it."""
+    """Undo decoration, binding and memory format of plain models and optimizers on an error."""
     models, optimizers = models_of(model), optimizers_of(optimizer)
     plain = all(decoration_of(one) is None for one in models)
     unbound = [one for one in optimizers if optimizer_binding(one) is None]
@@ -135,56 +141,60 @@ def restored_on_error(model: Models, optimizer: Optimizers) -> Iterator[None]:
         if plain and decoration_of(models[0]) is not None:
             undecorate(model)
         for one in unbound:
-            if (bound := optimizer_binding(one)) is not None:
-                bound.unbind()
+            if (binding := optimizer_binding(one)) is not None:
+                binding.unbind()
         for tensor, data in memory:
             tensor.data = data
         raise
 
 
-def _decorated(model: nn.Module) -> Decoration:
-    found = decoration_of(model)
-    if found is None:
+def _decoration(model: nn.Module) -> Decoration:
+    decoration = decoration_of(model)
+    if decoration is None:
         raise PolicyError("The model is not decorated.")
-    return found
+    return decoration
 
 
-def _agree(
-    found: Decoration,
+def _check_decoration(
+    decoration: Decoration,
     models: tuple[nn.Module, ...],
     optimizers: tuple[Optimizer, ...],
-    asked: PrecisionArgs,
+    precision: PrecisionArgs,
 ) -> None:
-    """Refuse a decorated pair that is not the pair, or that a policy was given for that is not its own."""
-    if any(decoration_of(one) is not found for one in all_decorated(models, optimizers)):
+    """Check that all were decorated together, and with the requested policy if there is one."""
+    if any(decoration_of(one) is not decoration for one in all_decorated(models, optimizers)):
         raise PolicyError(
-            "The model is decorated, but not together with the rest. Decorate everything in one"
-            " call, or pass it plain: the step decorates it."
+            "The model is decorated, but not together with the other models and optimizers."
+            " Decorate all in one call, or pass them plain: the step decorates them."
         )
-    if asked.policy is not None or asked.overrides:
-        read = arguments.read_keep_full(
-            "O1" if asked.policy is None else asked.policy, dict(asked.overrides), models
+    if precision.policy is not None or precision.overrides:
+        requested = arguments.read_keep_full(
+            precision.policy_or_default, dict(precision.overrides), models
         )[0]
-        if read != found.plan.policy:
+        if requested != decoration.plan.policy:
             raise PolicyError(
-                f"The model was decorated with {found.plan.policy!r}, and the step was given"
-                f" {read!r}. Leave the policy out: the model brings its own."
+                f"The model was decorated with {decoration.plan.policy!r}, but the step was given"
+                f" {requested!r}. Leave the policy out to use the model's."
             )
-    if asked.clip_norm is not None and asked.clip_norm != found.plan.clip_norm:
+    clip_norm = decoration.plan.clip_norm
+    if precision.clip_norm is not None and precision.clip_norm != clip_norm:
         raise PolicyError(
-            f"clip_norm={asked.clip_norm!r}, but the optimizer was decorated with"
-            f" clip_norm={found.plan.clip_norm!r}. Say it once: decorate(..., clip_norm=...)."
+            f"The step was given clip_norm={precision.clip_norm!r}, but the optimizer was decorated"
+            f" with clip_norm={clip_norm!r}. Pass it to decorate(..., clip_norm=...) only."
         )
 
 
-def _let_skip_by_themselves(optimizers: tuple[Optimizer, ...]) -> None:
-    """At O1 an optimizer is as it was: the fused step lets it skip, count and read its rates on the device, as a captured step must."""
+def _bind_fused_steps(optimizers: tuple[Optimizer, ...]) -> None:
+    """Give optimizers without master weights, as at O1, a fused step.
+
+    It skips, counts and reads learning rates on the device, as a captured step must.
+    """
     for optimizer in optimizers:
         if optimizer_binding(optimizer) is None and algorithm_name(optimizer) in ALGORITHMS:
             bind_optimizer(optimizer, MasterWeights(Master.NONE))
 
 
-def _scaler(
+def _choose_scaler(
     scaler: Scaler, dtype: torch.dtype | None, level: Level, device: torch.device
 ) -> GradScaler | None:
     if scaler is False or isinstance(scaler, DisabledGradScaler):
@@ -192,59 +202,58 @@ def _scaler(
     if scaler is None or scaler is True:
         if dtype is not torch.float16:
             return None
-        # At O3 the scale is 1 for ever: gradients are checked, and a bad step is skipped.
-        return (
-            GradScaler(device.type)
-            if level is not Level.O3
-            else GradScaler(device.type, init_scale=1.0, dynamic=False)
-        )
+        if level is Level.O3:
+            # A fixed scale of 1: gradients are checked, and non-finite steps are skipped.
+            return GradScaler(device.type, init_scale=1.0, dynamic=False)
+        return GradScaler(device.type)
     if not isinstance(scaler, GradScaler):
         raise PolicyError(
-            f"scaler={scaler!r} is not a mezzo.GradScaler. Pass one, False for none, or None for"
-            " what the dtype needs."
+            f"scaler={scaler!r} is not a mezzo.GradScaler. Pass one, False for none, or None to"
+            " create one if the dtype is float16."
         )
     return scaler
 
 
-def _schedulers(
-    given: Schedulers, optimizers: tuple[Optimizer, ...]
+def _check_schedulers(
+    scheduler: Schedulers, optimizers: tuple[Optimizer, ...]
 ) -> dict[Optimizer, LRScheduler]:
-    found: dict[Optimizer, LRScheduler] = {}
-    for one in () if given is None else flat(given):
+    """Check that schedulers can run ahead; return them by optimizer."""
+    schedulers: dict[Optimizer, LRScheduler] = {}
+    for one in () if scheduler is None else flat(scheduler):
         owner = getattr(one, "optimizer", None)
         if isinstance(one, LRScheduler) and owner not in optimizers:
             raise PolicyError(
-                f"{type(one).__name__} belongs to another optimizer than the step's. Make it with"
-                " the optimizer that the step was given."
+                f"{type(one).__name__} belongs to another optimizer than the step's. Create it with"
+                " the optimizer that is passed to the step."
             )
-        # Alike with a scaler and without: what is accepted does not depend on the dtype.
+        # With and without a scaler: what is accepted does not depend on the dtype.
         check(optimizers[0] if owner is None else owner, one)
-        if one.optimizer in found:
+        if one.optimizer in schedulers:
             raise PolicyError(
-                f"Got {type(found[one.optimizer]).__name__} and {type(one).__name__} for the same"
-                " optimizer. Pass one scheduler for each: torch's ChainedScheduler steps several"
-                " together, SequentialLR one after the other."
+                f"Got {type(schedulers[one.optimizer]).__name__} and {type(one).__name__} for the"
+                " same optimizer. Pass one scheduler for each: torch's ChainedScheduler steps"
+                " several together, SequentialLR one after the other."
             )
-        found[one.optimizer] = one
-    return found
+        schedulers[one.optimizer] = one
+    return schedulers
 
 
 class Capture(ParsedEnum):
-    """Whether a step becomes one program that the device replays."""
+    """Whether a step is captured as a CUDA graph."""
 
     AUTO = "auto"
-    """Where it can be; else it runs eagerly, and says why."""
+    """Captured if possible; else it runs eagerly, with a warning."""
     ON = True
-    """It must be: what cannot be captured is an error."""
+    """Captured; `UnsupportedError` if that is not possible."""
     OFF = False
-    """It runs eagerly."""
+    """Runs eagerly."""
 
 
 class Layout(ParsedEnum):
     """Whether a convolutional model is converted to channels_last."""
 
     AUTO = "auto"
-    """Where that is faster, measured once on the real model."""
+    """Converted if that is faster, measured once with the first batch."""
     ON = True
     OFF = False
 
@@ -254,12 +263,12 @@ class Layout(ParsedEnum):
 
 
 class Reduction(ParsedEnum):
-    """What becomes of the gradients of several calls."""
+    """How the gradients of several calls are combined."""
 
     MEAN = "mean"
-    """They are averaged."""
+    """Averaged."""
     SUM = "sum"
-    """They are added up."""
+    """Added."""
 
     @classmethod
     def _argument_name(cls) -> str:
@@ -267,167 +276,187 @@ class Reduction(ParsedEnum):
 
 
 def step_state_dict(
-    parts: StepComponents, buffers: ModuleBuffers, *, position: int, updates: int
+    components: StepComponents, buffers: ModuleBuffers, *, position: int, updates: int
 ) -> dict[str, Any]:
-    """The state as nested plain values and tensors."""
+    """Return the state of a step as nested plain values and tensors."""
+    models, optimizers = components.models, components.optimizers
     return {
-        "models": [exact_state_dict(model) for model in parts.models],
-        "optimizers": [optimizer_state(optimizer, parts.models) for optimizer in parts.optimizers],
-        "scaler": None if parts.scaler is None else parts.scaler.state_dict(),
-        "schedulers": [scheduler.state_dict() for scheduler in parts.schedulers.values()],
-        "gradients": _gradients(parts) if position else None,
-        "buffers": buffers.saved() if position else None,
+        "models": [exact_state_dict(model) for model in models],
+        "optimizers": [optimizer_state(optimizer, models) for optimizer in optimizers],
+        "scaler": None if components.scaler is None else components.scaler.state_dict(),
+        "schedulers": [scheduler.state_dict() for scheduler in components.schedulers.values()],
+        "gradients": _gradients(components) if position else None,
+        "buffers": buffers.state() if position else None,
         "position": position,
         "updates": updates,
         "rng": rng_state.capture_rng_state(),
     }
 
 
+class Progress(NamedTuple):
+    """Counters of a step."""
+
+    position: int
+    """Calls since the last update."""
+    updates: int
+    """Updates so far."""
+
+
 def load_step_state(
-    parts: StepComponents, buffers: ModuleBuffers, state: dict[str, Any], accumulate: int
-) -> tuple[int, int]:
-    """Load a state; return the calls since the last update and the updates so far. An error leaves everything as it was."""
-    _check(parts, buffers, state, accumulate)
-    schedulers, scaler = (
-        tuple(parts.schedulers.values()),
-        (() if parts.scaler is None else (parts.scaler,)),
-    )
-    order: list[tuple[tuple[Any, ...], list[Any]]] = [
+    components: StepComponents, buffers: ModuleBuffers, state: dict[str, Any], accumulate: int
+) -> Progress:
+    """Load the state of a step and return its counters. An error changes nothing."""
+    _check_state(components, buffers, state, accumulate)
+    schedulers = tuple(components.schedulers.values())
+    scaler = () if components.scaler is None else (components.scaler,)
+    in_order: list[tuple[tuple[Any, ...], list[Any]]] = [
         (scaler, [state["scaler"]] if scaler else []),
-        (parts.models, state["models"]),
+        (components.models, state["models"]),
         (schedulers, state["schedulers"]),
-        (parts.optimizers, state["optimizers"]),
+        (components.optimizers, state["optimizers"]),
     ]
-    name = "state"
+    loading = "state"
     try:
-        with rolled_back_on_error(parts.models, parts.optimizers, (*scaler, *schedulers)):
-            for one, saved in (
-                pair for several, states in order for pair in zip(several, states, strict=True)
-            ):
-                name = type(one).__name__
-                one.load_state_dict(saved)
-            name = "gradients and buffers"
-            _load_gradients(parts, state["gradients"])
+        with rolled_back_on_error(components.models, components.optimizers, (*scaler, *schedulers)):
+            for targets, states in in_order:
+                for target, saved in zip(targets, states, strict=True):
+                    loading = type(target).__name__
+                    target.load_state_dict(saved)
+            loading = "gradients and buffers"
+            _load_gradients(components, state["gradients"])
             rng_state.restore_rng_state(state["rng"])
             if state["buffers"] is not None:
-                buffers.load(state["buffers"])
+                buffers.load_state(state["buffers"])
     except CheckpointError:
         raise
     except Exception as error:
         raise CheckpointError(
-            f"The saved {name} cannot be loaded: {error!s:.500} Nothing was changed. Pass what"
-            " step.state_dict() gave."
+            f"The saved {loading} cannot be loaded: {error!s:.500} Nothing was changed. {_EXPECTED}"
         ) from error
-    return state["position"], state["updates"]
+    return Progress(state["position"], state["updates"])
 
 
-def _check(
-    parts: StepComponents, buffers: ModuleBuffers, state: dict[str, Any], accumulate: int
+_EXPECTED = "Pass what step.state_dict() returned."
+
+
+def _check_state(
+    components: StepComponents, buffers: ModuleBuffers, state: dict[str, Any], accumulate: int
 ) -> None:
-    expected = {
-        "models": len(parts.models),
-        "optimizers": len(parts.optimizers),
-        "schedulers": len(parts.schedulers),
+    """Raise `CheckpointError` for a state that does not fit the step."""
+    lengths = {
+        "models": len(components.models),
+        "optimizers": len(components.optimizers),
+        "schedulers": len(components.schedulers),
     }
-    wanted = (*expected, "scaler", "gradients", "buffers", "position", "updates", "rng")
-    missing = [name for name in wanted if not isinstance(state, dict) or name not in state]
+    names = (*lengths, "scaler", "gradients", "buffers", "position", "updates", "rng")
+    missing = [name for name in names if not isinstance(state, dict) or name not in state]
     if missing:
         raise CheckpointError(
-            f"This is no state of a step: it lacks {', '.join(missing)}. Pass what"
-            " step.state_dict() gave."
+            f"This is not the state of a step: it lacks {', '.join(missing)}. {_EXPECTED}"
         )
-    for name, count in expected.items():
+    for name, length in lengths.items():
         if not isinstance(state[name], list):
             raise CheckpointError(
-                f"The state's {name} are {state[name]!r:.80}, not a list. Pass what"
-                " step.state_dict() gave."
+                f"The state's {name} are {state[name]!r:.80}, not a list. {_EXPECTED}"
             )
-        if len(state[name]) != count:
+        if len(state[name]) != length:
             raise CheckpointError(
-                f"The state has {len(state[name])} {name}, and this step {count}. Make the step"
-                " with the same parts."
+                f"The state has {len(state[name])} {name}, but this step has {length}. Create the"
+                " step with the same models, optimizers and schedulers."
             )
-    if (state["scaler"] is None) != (parts.scaler is None):
-        has, lacks = ("state", "step") if parts.scaler is None else ("step", "state")
+    if (state["scaler"] is None) != (components.scaler is None):
+        has, lacks = ("state", "step") if components.scaler is None else ("step", "state")
         raise CheckpointError(
-            f"The {has} has a scaler, and the {lacks} has none. Make the step with the same dtype"
+            f"The {has} has a scaler, and the {lacks} has none. Create the step with the same dtype"
             " and scaler."
         )
+    _check_counters(state, accumulate)
+    pairs = {
+        "model": components.models,
+        "optimizer": components.optimizers,
+        "scheduler": tuple(components.schedulers.values()),
+    }
+    checkpoint_checks.check_fit(
+        {
+            name: list(zip(targets, state[f"{name}s"], strict=True))
+            for name, targets in pairs.items()
+        },
+        strict=True,
+    )
+    rng_state.check_rng_state(state["rng"])
+    _check_unfinished_update(components, buffers, state)
+
+
+def _check_counters(state: dict[str, Any], accumulate: int) -> None:
     for name in ("position", "updates"):
         if not isinstance(state[name], int) or isinstance(state[name], bool) or state[name] < 0:
             raise CheckpointError(
-                f"The state's {name} is {state[name]!r:.80}, not a number of calls. Pass what"
-                " step.state_dict() gave."
+                f"The state's {name} is {state[name]!r:.80}, not a number of calls. {_EXPECTED}"
             )
     if state["position"] >= accumulate:
         raise CheckpointError(
             f"The state was saved after {state['position']} calls without an update, and this step"
-            f" has accumulate={accumulate}."
+            f" has accumulate={accumulate}. Create the step with the same accumulate."
         )
-    several = {
-        "model": parts.models,
-        "optimizer": parts.optimizers,
-        "scheduler": tuple(parts.schedulers.values()),
-    }
-    checkpoint_checks.check_fit(
-        {name: list(zip(own, state[f"{name}s"], strict=True)) for name, own in several.items()},
-        strict=True,
-    )
-    rng_state.check_rng_state(state["rng"])
-    _refuse_other_gradients(parts, buffers, state)
 
 
-def _refuse_other_gradients(
-    parts: StepComponents, buffers: ModuleBuffers, state: dict[str, Any]
+def _check_unfinished_update(
+    components: StepComponents, buffers: ModuleBuffers, state: dict[str, Any]
 ) -> None:
-    """Refuse gradients and buffers of an unfinished update that do not belong to these parameters and buffers."""
-    own: dict[str, list[Any]] = {
-        "gradients": [parameters(optimizer) for optimizer in parts.optimizers],
+    """Check the gradients and buffers of an unfinished update."""
+    tensors: dict[str, list[Any]] = {
+        "gradients": [parameters(optimizer) for optimizer in components.optimizers],
         "buffers": buffers.tensors,
     }
-    for name, tensors in own.items():
+    for name, expected in tensors.items():
         saved = state[name]
         if (saved is not None) != bool(state["position"]):
             raise CheckpointError(
-                f"The state has {'' if saved else 'no '}{name}, and position {state['position']}."
-                " Pass what step.state_dict() gave."
+                f"The state has {'' if saved else 'no '}{name}, but position {state['position']}."
+                f" {_EXPECTED}"
             )
-        for place, tensor, value in () if saved is None else _side_by_side(name, tensors, saved):
+        for path, tensor, value in () if saved is None else _pair_nested(name, expected, saved):
             if value is not None:
-                checkpoint_checks.refuse_other_tensor(place, value, tensor, "step")
+                checkpoint_checks.refuse_other_tensor(path, value, tensor, "step")
 
 
-def _side_by_side(
-    name: str, own: Sequence[Any], saved: Any
+def _pair_nested(
+    name: str, tensors: Sequence[Any], saved: Any
 ) -> Iterator[tuple[str, torch.Tensor, Any]]:
-    """Each tensor with what was saved for it, in lists of lists; a list of another length is refused."""
-    if not isinstance(saved, list) or len(saved) != len(own):
+    """Yield path, tensor and saved value for nested lists; check their lengths."""
+    if not isinstance(saved, list) or len(saved) != len(tensors):
         raise CheckpointError(
-            f"The state's {name} are not a list of {len(own)}. Make the step with the same parts."
+            f"The state's {name} are not a list of {len(tensors)}. Create the step with the same"
+            " models, optimizers and schedulers."
         )
-    for place, (one, value) in enumerate(zip(own, saved, strict=True)):
+    for index, (one, value) in enumerate(zip(tensors, saved, strict=True)):
         if isinstance(one, torch.Tensor):
-            yield f"{name}[{place}]", one, value
+            yield f"{name}[{index}]", one, value
         else:
-            yield from _side_by_side(f"{name}[{place}]", one, value)
+            yield from _pair_nested(f"{name}[{index}]", one, value)
 
 
-def _gradients(parts: StepComponents) -> list[list[torch.Tensor | None]]:
+def _gradients(components: StepComponents) -> list[list[torch.Tensor | None]]:
     return [
-        [None if one.grad is None else one.grad.clone() for one in parameters(optimizer)]
-        for optimizer in parts.optimizers
+        [
+            None if parameter.grad is None else parameter.grad.clone()
+            for parameter in parameters(optimizer)
+        ]
+        for optimizer in components.optimizers
     ]
 
 
 def _load_gradients(
-    parts: StepComponents, gradients: list[list[torch.Tensor | None]] | None
+    components: StepComponents, gradients: list[list[torch.Tensor | None]] | None
 ) -> None:
-    for place, optimizer in enumerate(parts.optimizers):
+    for optimizer in components.optimizers:
         optimizer.zero_grad(set_to_none=True)
-        if gradients is not None:
-            for parameter, gradient in zip(parameters(optimizer), gradients[place], strict=True):
-                parameter.grad = (
-                    None
-                    if gradient is None
-                    else torch.empty_like(parameter, dtype=gradient.dtype).copy_(gradient)
-                )
+    if gradients is None:
+        return
+    for optimizer, saved in zip(components.optimizers, gradients, strict=True):
+        for parameter, gradient in zip(parameters(optimizer), saved, strict=True):
+            parameter.grad = (
+                None
+                if gradient is None
+                else torch.empty_like(parameter, dtype=gradient.dtype).copy_(gradient)
+            )

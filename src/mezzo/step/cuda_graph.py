@@ -1,4 +1,4 @@
-"""One captured CUDA graph, and the host reads that keep a step from being captured."""
+"""Capture one CUDA graph, and find the host reads that prevent a capture."""
 
 from __future__ import annotations
 
@@ -18,41 +18,44 @@ from mezzo._casting import map_tensors
 from mezzo._launch import has_triton
 from mezzo._torch import clear_cublas_workspaces
 from mezzo.scaling.check_unscale import captured_tables
-from mezzo.step.inputs import buffers_for, copies
+from mezzo.step.inputs import copy_outputs, make_static_buffers
 from mezzo.step.replay_inputs import ReplayInputs
 
 
 @dataclass(frozen=True, eq=False)
 class CapturedGraph:
-    """A step that was captured for one kind of inputs."""
+    """A captured CUDA graph for one signature of inputs."""
 
     graph: torch.cuda.CUDAGraph
     inputs: list[torch.Tensor]
-    """Where it reads its inputs."""
+    """Static buffers that the graph reads its inputs from."""
     returned: Any
-    """Where it writes what the body returns."""
+    """Outputs of the captured function, which each replay overwrites."""
     replay_inputs: ReplayInputs | None = None
-    """How it learns where its inputs are; without, they are copied before it runs."""
+    """Passes the addresses of inputs to the graph; None if inputs are copied before a replay."""
     tables: Sequence[Any] = ()
-    """What the gradient check reads at every replay, kept for it."""
+    """Tables that the gradient check reads at each replay, kept alive."""
 
     def replay(self, leaves: list[torch.Tensor]) -> Any:
-        """Run it on other inputs; what comes back is the caller's own."""
+        """Run the graph on other inputs; return copies of its outputs."""
         loss = None
         if self.replay_inputs is not None:
             loss = self.replay_inputs.write(leaves)
         else:
-            # One by one: inputs differ in dtype and size, and for such torch's list of copies is a
+            # One by one: inputs differ in dtype and size, for which torch's foreach copy is a
             # slower loop.
             for buffer, leaf in zip(self.inputs, leaves, strict=True):
                 buffer.copy_(leaf, non_blocking=True)
         self.graph.replay()
-        return copies(self.returned) if loss is None else loss
+        return copy_outputs(self.returned) if loss is None else loss
 
 
 @dataclass(frozen=True, eq=False)
 class GraphCapturer:
-    """Where programs of one step are captured: a stream on which it also warms up, and memory that the programs share and nobody else uses."""
+    """Captures the graphs of one step, on a stream that warm-ups use too.
+
+    The graphs share one memory pool, which nothing else uses.
+    """
 
     device: torch.device
     stream: torch.cuda.Stream
@@ -60,15 +63,15 @@ class GraphCapturer:
 
     @classmethod
     def on(cls, device: torch.device) -> GraphCapturer:
-        """Make one."""
+        """Create one with a new stream and memory pool."""
         return cls(device, torch.cuda.Stream(device), torch.cuda.graph_pool_handle())
 
-    def emptied(self) -> GraphCapturer:
-        """The same with other memory: torch takes none again whose programs are gone."""
+    def with_new_pool(self) -> GraphCapturer:
+        """Return a copy with a new pool: torch does not reuse one whose graphs are gone."""
         return replace(self, pool=torch.cuda.graph_pool_handle())
 
     def run_on_capture_stream(self, run: Callable[[], Any]) -> Any:
-        """Run something on the stream, in order with the current one."""
+        """Run a function on the capture stream, in order with the current stream."""
         current = torch.cuda.current_stream(self.device)
         self.stream.wait_stream(current)
         try:
@@ -82,52 +85,46 @@ class GraphCapturer:
         run: Callable[[Any], Any],
         values: Any,
         leaves: Sequence[torch.Tensor] = (),
-        kept: object = None,
+        host_memory: object = None,
     ) -> CapturedGraph:
-        """Capture a function of nested inputs, whose tensors come as `leaves` from the caller. `kept` is what it writes to of the host's memory.
+        """Capture a function of nested inputs, whose tensors the caller passes as `leaves`.
 
-        Where that fails, the random generator is as it was: torch leaves it in the middle of a
-        capture.
+        `host_memory` is what the graph writes to on the host; it is kept alive. If the capture
+        fails, the random generator is restored: torch leaves it in its capturing state.
         """
-        held, inputs = buffers_for(values)
-        mail = (
-            ReplayInputs(self.device, leaves, inputs, kept)
-            if leaves and has_triton(self.device)
-            else None
-        )
-        if mail is not None:
-            mail.rehearse(leaves)
-        graph, generator = (
-            torch.cuda.CUDAGraph(),
-            torch.cuda.default_generators[self.device.index or 0],
-        )
-        safe = generator.clone_state()
+        buffers = make_static_buffers(values)
+        replay_inputs = None
+        if leaves and has_triton(self.device):
+            replay_inputs = ReplayInputs(self.device, leaves, buffers.tensors, host_memory)
+            replay_inputs.warm_up(leaves)
+            run = replay_inputs.wrap(run)
+        graph = torch.cuda.CUDAGraph()
+        generator = torch.cuda.default_generators[self.device.index or 0]
+        saved_state = generator.clone_state()
         try:
-            # Pinned memory may be asked for meanwhile, here and in other threads, such as a
-            # loader's. What waits for the stream fails in every mode.
+            # "relaxed": this thread and others, such as a data loader's, may allocate pinned memory
+            # meanwhile. Synchronizing with the stream fails in every mode.
             with (
-                _own_workspaces(),
-                eager_answers(),
+                _private_workspaces(),
+                report_eager(),
                 captured_tables() as tables,
                 torch.cuda.graph(
                     graph, pool=self.pool, stream=self.stream, capture_error_mode="relaxed"
                 ),
             ):
-                returned = map_tensors(
-                    run(held) if mail is None else mail.around(run, held), torch.Tensor.detach
-                )
+                returned = map_tensors(run(buffers.values), torch.Tensor.detach)
         except BaseException:
-            generator.graphsafe_set_state(safe)
+            generator.graphsafe_set_state(saved_state)
             raise
-        return CapturedGraph(graph, inputs, returned, mail, tables)
+        return CapturedGraph(graph, buffers.tensors, returned, replay_inputs, tables)
 
 
 @contextmanager
-def _own_workspaces() -> Iterator[None]:
-    """Let cuBLAS ask for workspaces in the program's own memory.
+def _private_workspaces() -> Iterator[None]:
+    """Let cuBLAS allocate its workspaces in the graph's memory pool.
 
-    It keeps one for each stream, and a captured product goes on using the one it had. That of the
-    warm-up is anybody's to free, and torch.compile does so whenever it captures.
+    cuBLAS keeps one workspace per stream, and a captured matrix product keeps using it. That of the
+    warm-up can be freed by other code, as torch.compile does when it captures.
     """
     clear_cublas_workspaces()
     try:
@@ -137,53 +134,54 @@ def _own_workspaces() -> Iterator[None]:
 
 
 _is_capturing = torch.cuda.is_current_stream_capturing
-_capturing: list[int] = []
-"""Threads that capture just now."""
+_capturing_threads: list[int] = []
 _lock = threading.Lock()
 
 
 @contextmanager
-def eager_answers() -> Iterator[None]:
-    """Let model code of this thread see what it sees in eager mode when it asks whether it is being captured.
+def report_eager() -> Iterator[None]:
+    """Make `torch.cuda.is_current_stream_capturing` return False to model code of this thread.
 
-    transformers builds masks in a capture that it drops in eager mode, and attention then runs
+    transformers builds masks in a capture that it omits in eager mode, and attention then runs
     another kernel. torch itself, mezzo and other threads get the true answer. What a model does in
-    eager mode and cannot do in a capture, such as reading from the device, has been found in the
-    warm-up.
+    eager mode only and cannot be captured, such as a host read, was found in the warm-up.
     """
     with _lock:
-        _capturing.append(threading.get_ident())
-        torch.cuda.is_current_stream_capturing = _answer
+        _capturing_threads.append(threading.get_ident())
+        torch.cuda.is_current_stream_capturing = _is_capturing_for_caller
     try:
         yield
     finally:
         with _lock:
-            _capturing.remove(threading.get_ident())
-            if not _capturing:
+            _capturing_threads.remove(threading.get_ident())
+            if not _capturing_threads:
                 torch.cuda.is_current_stream_capturing = _is_capturing
 
 
-def _answer() -> bool:
-    asking = sys._getframe(1).f_globals.get("__name__", "")
-    if threading.get_ident() in _capturing and asking.partition(".")[0] not in {"torch", "mezzo"}:
+def _is_capturing_for_caller() -> bool:
+    package = sys._getframe(1).f_globals.get("__name__", "").partition(".")[0]
+    if threading.get_ident() in _capturing_threads and package not in {"torch", "mezzo"}:
         return False
     return _is_capturing()
 
 
-_SAID_BY_TORCH = "called a synchronizing CUDA operation"
-_PROTOTYPE = "Synchronization debug mode"
-_OURS = Path(__file__).parents[1]
-_STEP, _NOTING = str(_OURS / "step"), (__file__, warnings.__file__)
-_NOT_THE_USERS = (str(Path(torch.__file__).parent), str(_OURS), str(Path(warnings.__file__).parent))
+_SYNC_MESSAGE = "called a synchronizing CUDA operation"
+_PROTOTYPE_MESSAGE = "Synchronization debug mode"
+_MEZZO = Path(__file__).parents[1]
+_STEP_PACKAGE = str(_MEZZO / "step")
+_RECORDING_FILES = (__file__, warnings.__file__)
+_LIBRARIES = tuple(
+    str(path) for path in (Path(torch.__file__).parent, _MEZZO, Path(warnings.__file__).parent)
+)
 
 
 @contextmanager
 def find_host_syncs() -> Iterator[list[str]]:
-    """Collect the lines that read from the device, in the order in which they do. Nothing is stopped: the step that is watched is a real one."""
-    found: list[str] = []
-    others: list[warnings.WarningMessage] = []
+    """Collect the lines that synchronize with the device, in order. They run as usual."""
+    lines: list[str] = []
+    other_warnings: list[warnings.WarningMessage] = []
 
-    def note(
+    def record(
         message: Warning | str,
         category: type[Warning],
         filename: str,
@@ -191,38 +189,40 @@ def find_host_syncs() -> Iterator[list[str]]:
         file: Any = None,
         line: str | None = None,
     ) -> None:
-        if _SAID_BY_TORCH in str(message):
-            found.append(user_line(traceback.extract_stack()))
-        elif _PROTOTYPE not in str(message):
-            others.append(warnings.WarningMessage(message, category, filename, lineno, file, line))
+        if _SYNC_MESSAGE in str(message):
+            lines.append(user_line(traceback.extract_stack()))
+        elif _PROTOTYPE_MESSAGE not in str(message):
+            other_warnings.append(
+                warnings.WarningMessage(message, category, filename, lineno, file, line)
+            )
 
     before = torch.cuda.get_sync_debug_mode()
     with warnings.catch_warnings():
         warnings.simplefilter("always")
-        warnings.showwarning = note
+        warnings.showwarning = record
         torch.cuda.set_sync_debug_mode("warn")
         try:
-            yield found
+            yield lines
         finally:
             torch.cuda.set_sync_debug_mode(before)
-    for other in others:
+    for other in other_warnings:
         warnings.warn_explicit(str(other.message), other.category, other.filename, other.lineno)
 
 
 def user_line(stack: traceback.StackSummary) -> str:
-    """The innermost line within a step that is neither torch's nor ours; where there is none, the innermost at all."""
-    inner = [
+    """Return the innermost line of user code within a step; without one, the innermost line."""
+    frames = [
         frame
         for frame in stack
-        if frame.filename not in _NOTING and not frame.filename.startswith("<")
+        if frame.filename not in _RECORDING_FILES and not frame.filename.startswith("<")
     ]
-    for frame in reversed(inner):
-        if frame.filename.startswith(_STEP):
+    for frame in reversed(frames):
+        if frame.filename.startswith(_STEP_PACKAGE):
             break
-        if not frame.filename.startswith(_NOT_THE_USERS):
-            return _described(frame)
-    return _described(inner[-1]) if inner else "a line that is not in a file"
+        if not frame.filename.startswith(_LIBRARIES):
+            return _format_frame(frame)
+    return _format_frame(frames[-1]) if frames else "a line that is not in a file"
 
 
-def _described(frame: traceback.FrameSummary) -> str:
+def _format_frame(frame: traceback.FrameSummary) -> str:
     return f"{frame.filename}:{frame.lineno}: {frame.line}"

@@ -1,9 +1,9 @@
-"""One call of a step: forward, scaled backward, update."""
+"""One call of a step: forward, scaled backward, update. Classes and methods are in call order."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from collections.abc import Callable, Hashable, Iterable
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
 from threading import get_ident
 from typing import Any, NamedTuple
@@ -15,51 +15,248 @@ from mezzo._casting import cast_all
 from mezzo._errors import ScalerError
 from mezzo._torch import foreach_mul_, foreach_zero_
 from mezzo.autocasting.dynamo import skip_frame
-from mezzo.autocasting.regions import Region, enter_regions
+from mezzo.autocasting.regions import enter_regions
 from mezzo.prepare.arguments import Optimizer
 from mezzo.scaling import capture
 from mezzo.scaling.gradients import parameters
 from mezzo.scaling.optimizer_step import advance
 from mezzo.scaling.step_result import StepResult
 from mezzo.step.components import Reduction, StepComponents
-from mezzo.step.inputs import move_inputs
+from mezzo.step.inputs import Call, move_inputs
 from mezzo.step.metrics import MetricsBuffer
 from mezzo.step.module_buffers import BatchCounters, ModuleBuffers
 
+Body = Callable[..., Any]
+
+
+@dataclass(frozen=True)
+class StepOptions:
+    """What a step does with its inputs, its body and the gradients of several calls."""
+
+    accumulate: int
+    """Calls for each update."""
+    reduction: Reduction
+    """How the gradients of these calls are combined."""
+    custom_body: bool = False
+    """Whether the body is a user's function, which may call `loss.backward()` itself."""
+    takes_update: bool = False
+    """Whether the body takes `update`, which steps a single optimizer, as its first argument."""
+    closure_values: Callable[[], Hashable] = tuple
+    """Returns the plain values that the body closes over; a captured graph depends on them."""
+    casts_first_input: bool = False
+    """Whether the first argument goes to the model only, so that it can be cast in advance."""
+    channels_last: bool = False
+    """Whether images are converted to channels_last, as the model is."""
+
+    @property
+    def loss_factor(self) -> float:
+        """What each loss is multiplied by before backward."""
+        return 1.0 / self.accumulate if self.reduction is Reduction.MEAN else 1.0
+
+
+class AccumulationPhase(NamedTuple):
+    """Position of a call among those that make up one update."""
+
+    first: bool
+    last: bool
+
+
+class StepExecutor:
+    """Runs the calls of a step eagerly; also during warm-up and capture."""
+
+    def __init__(self, components: StepComponents, body: Body, options: StepOptions) -> None:
+        self.components, self.options = components, options
+        self._body = body
+        self.buffers = ModuleBuffers(components.models if components.scaler is not None else ())
+        self._batch_counters = BatchCounters(components.models)
+        self.metrics = MetricsBuffer(components.device, components.scaler)
+        self.results: Iterable[StepResult | None] = ()
+        """Results of the optimizers in the last eager update."""
+        self._records_gradients = False
+        self._recorded_gradients: list[tuple[torch.Tensor, torch.Tensor]] = []
+        """Parameters with their gradients in the last update, if gradients are recorded."""
+        self._static_gradients: list[torch.Tensor] = []
+        """Gradients that keep their addresses; empty if each backward pass allocates its own."""
+
+    # -- one call, in order ------------------------------------------------------------------------
+
+    def move_inputs(self, call: Call) -> Call:
+        """Move inputs to the device of the models and to their memory format."""
+        moved: Call = move_inputs(
+            call, self.components.device, channels_last=self.options.channels_last
+        )
+        return moved
+
+    def cast_inputs(self, call: Call) -> Call:
+        """Cast the inputs that the model would cast first, so that a capture copies and casts once.
+
+        Called for inputs on the device of the models, by captured steps only.
+        """
+        dtype = self.components.input_dtype
+        if not self.options.casts_first_input or dtype is None:
+            return call
+        first, *rest = call.args
+        return Call((cast_all(first, dtype, self.components.device.type), *rest), call.kwargs)
+
+    def run(self, call: Call, phase: AccumulationPhase, modes: Hashable) -> Any:
+        """Run one call and return what the body returned.
+
+        `modes` tells forward passes apart that may write different buffers.
+        """
+        if phase.first:
+            self.buffers.save(modes)
+        context = StepContext(
+            self.components,
+            loss_factor=self.options.loss_factor,
+            can_update=self.options.accumulate == 1,
+        )
+        returned = self._forward_and_backward(context, call)
+        self.buffers.find_written()
+        found_nonfinite = self._update(context) if phase.last else None
+        self.metrics.write(context.loss, found_nonfinite)
+        return returned
+
+    def _forward_and_backward(self, context: StepContext, call: Call) -> Any:
+        args = (context, *call.args) if self.options.takes_update else call.args
+        with ExitStack() as stack:
+            if self.options.custom_body:
+                stack.enter_context(ScaledBackward(context))
+                for optimizer in self.components.optimizers:
+                    stack.callback(optimizer.register_step_pre_hook(refuse_manual_step).remove)
+            stack.enter_context(self._batch_counters.counting())
+            stack.enter_context(enter_regions(self.components.region))
+            if not torch.is_grad_enabled():
+                stack.enter_context(torch.enable_grad())
+            returned = self._body(*args, **call.kwargs)
+        if context.loss is None:
+            if not isinstance(returned, torch.Tensor):
+                raise ScalerError(
+                    f"The body of a step returned {type(returned).__name__}, not a loss tensor."
+                    " Return the loss, or call loss.backward() in the body and return anything."
+                )
+            context.backward(returned)
+        return returned
+
+    def _update(self, context: StepContext) -> torch.Tensor | bool:
+        """Step the optimizers, update the scale; return whether a gradient was non-finite."""
+        if self._records_gradients:
+            self._recorded_gradients = [
+                (parameter, parameter.grad)
+                for optimizer in self.components.optimizers
+                for parameter in parameters(optimizer)
+                if parameter.grad is not None
+            ]
+        context.step_remaining()
+        self.results = context.results.values()
+        self.clear_gradients()
+        found_nonfinite = context.found_nonfinite()
+        self.buffers.restore(found_nonfinite)
+        return found_nonfinite
+
+    def clear_gradients(self) -> None:
+        """Set gradients to None; static ones to zero."""
+        if self._static_gradients:
+            foreach_zero_(self._static_gradients)
+        else:
+            for optimizer in self.components.optimizers:
+                optimizer.zero_grad(set_to_none=True)
+
+    def advance_schedulers(self) -> None:
+        """Advance the schedulers after an update; with a scaler, its step has advanced them."""
+        if self.components.scaler is None:
+            for optimizer, scheduler in self.components.schedulers.items():
+                advance(optimizer, scheduler)
+
+    # -- parts of a call ---------------------------------------------------------------------------
+
+    def flush(self, calls: int) -> None:
+        """Update from the gradients of fewer calls than usual."""
+        if self.options.reduction is Reduction.MEAN:
+            gradients = [
+                parameter.grad
+                for optimizer in self.components.optimizers
+                for parameter in parameters(optimizer)
+                if parameter.grad is not None
+            ]
+            foreach_mul_(gradients, self.options.accumulate / calls)
+        context = StepContext(self.components, loss_factor=1.0, can_update=True)
+        self.metrics.write(None, self._update(context))
+
+    def compute_gradients(self, call: Call) -> None:
+        """Run forward and scaled backward only: gradients are added to the existing ones."""
+        context = StepContext(
+            self.components, loss_factor=self.options.loss_factor, can_update=False
+        )
+        self._forward_and_backward(context, call)
+
+    # -- gradients at fixed addresses, for captured steps that accumulate --------------------------
+
+    @property
+    def has_static_gradients(self) -> bool:
+        """Whether gradients keep their addresses from call to call."""
+        return bool(self._static_gradients)
+
+    def record_gradients(self) -> None:
+        """Let backward passes allocate gradients again; record them at each update."""
+        self._static_gradients = []
+        self._records_gradients = True
+
+    def make_gradients_static(self) -> bool:
+        """Allocate static gradients like the recorded ones; return False if none are recorded."""
+        if not self._recorded_gradients:
+            return False
+        # With the strides of their parameters, which the fused step needs.
+        self._static_gradients = [
+            torch.zeros_like(parameter, dtype=gradient.dtype)
+            for parameter, gradient in self._recorded_gradients
+        ]
+        for (parameter, _), gradient in zip(
+            self._recorded_gradients, self._static_gradients, strict=True
+        ):
+            parameter.grad = gradient
+        self._recorded_gradients, self._records_gradients = [], False
+        return True
+
 
 class StepContext:
-    """Backward and update, scaled and skipped as the parts say. A body that asks for it is handed this as its first argument, `update`.
+    """Scaled backward and optimizer updates of one call.
 
-    `update(loss, optimizer)` runs backward into the parameters of this optimizer alone, and steps
-    it: what follows in the body sees the new weights.
+    A body whose first parameter is named `update` receives this object: `update(loss, optimizer)`
+    computes gradients for the parameters of that optimizer only and steps it at once.
     """
 
-    def __init__(self, parts: StepComponents, *, factor: float, updates: bool) -> None:
-        self._parts, self._factor, self._updates = parts, factor, updates
+    def __init__(self, components: StepComponents, *, loss_factor: float, can_update: bool) -> None:
+        self._components, self._loss_factor = components, loss_factor
+        self._can_update = can_update
         self.loss: torch.Tensor | None = None
         """The last loss whose gradients were computed."""
         self.results: dict[Optimizer, StepResult | None] = {}
-        """What came of the optimizers that were stepped; None where nobody looked at gradients."""
+        """Results of the optimizers stepped so far; None without a scaler."""
 
-    def __call__(self, loss: torch.Tensor, optimizer: Optimizer, **words: Any) -> None:
-        """Compute the gradients of a loss for an optimizer's parameters, and step it."""
-        if optimizer not in self._parts.optimizers:
+    def __call__(self, loss: torch.Tensor, optimizer: Optimizer, **kwargs: Any) -> None:
+        """Compute the gradients of a loss for an optimizer's parameters, and step it.
+
+        Keyword arguments are those of `Tensor.backward`.
+        """
+        if optimizer not in self._components.optimizers:
             raise ScalerError(
-                "update(loss, optimizer): this optimizer is not one of the step's. Pass it to"
-                " train_step(optimizers=...)."
+                f"update(loss, optimizer): this {type(optimizer).__name__} is not an optimizer of"
+                " the step. Pass it to train_step(optimizers=...)."
             )
         if optimizer in self.results:
             raise ScalerError(
-                f"update(loss, optimizer): this {type(optimizer).__name__} was stepped already in"
-                " this call. Add the losses up, and update once."
+                f"update(loss, optimizer): this {type(optimizer).__name__} was already stepped in"
+                " this call. Add the losses and call update once."
             )
-        if not self._updates:
+        if not self._can_update:
             raise ScalerError(
-                "update(loss, optimizer) steps at once and cannot accumulate. Leave accumulate=1,"
-                " or return the loss."
+                "update(loss, optimizer) steps at once and cannot accumulate. Use accumulate=1, or"
+                " return the loss."
             )
         self.backward(
-            loss, inputs=[one for one in parameters(optimizer) if one.requires_grad], **words
+            loss,
+            inputs=[parameter for parameter in parameters(optimizer) if parameter.requires_grad],
+            **kwargs,
         )
         self.step(optimizer)
         optimizer.zero_grad(set_to_none=True)
@@ -68,17 +265,18 @@ class StepContext:
         self,
         loss: torch.Tensor,
         gradient: torch.Tensor | None = None,
-        retain_graph: bool | None = None,  # noqa: FBT001 - the shape of Tensor.backward
+        retain_graph: bool | None = None,  # noqa: FBT001 - the signature of Tensor.backward
         create_graph: bool = False,  # noqa: FBT001, FBT002
         inputs: Any = None,
     ) -> None:
         """Compute scaled gradients, with the arguments of `Tensor.backward`.
 
-        Outside the autocast region: backward runs in the precision of the forward pass by itself.
+        Runs with autocast off: backward ops use the dtypes of their forward ops.
         """
         if loss.numel() != 1:
             raise ScalerError(
-                f"A loss is one number, got shape {tuple(loss.shape)}. Reduce it: loss.mean()."
+                f"The loss must have one element, got shape {tuple(loss.shape)}. Reduce it:"
+                " loss.mean()."
             )
         if not loss.requires_grad:
             raise ScalerError(
@@ -86,95 +284,68 @@ class StepContext:
                 " output, without detach() or no_grad()."
             )
         self.loss = loss
-        part = loss if self._factor == 1.0 else loss * self._factor
-        scaler = self._parts.scaler
+        scaled = loss if self._loss_factor == 1.0 else loss * self._loss_factor
+        scaler, region = self._components.scaler, self._components.backward_region
         if scaler is not None and gradient is None:
-            gradient = capture.backward_seed(scaler, part)
+            gradient = capture.backward_seed(scaler, scaled)
         elif scaler is not None:
-            part = scaler.scale(part)
-        with enter_regions(_off(self._parts.region)):
-            # Not `part.backward()`, which would come back here through the function mode of the
-            # body.
-            torch.autograd.backward(part, gradient, retain_graph, create_graph, inputs=inputs)
+            scaled = scaler.scale(scaled)
+        in_region = torch.is_autocast_enabled(region.device)
+        with enter_regions(region) if in_region else nullcontext():
+            # Not `scaled.backward()`, which `ScaledBackward` would send here again.
+            torch.autograd.backward(scaled, gradient, retain_graph, create_graph, inputs=inputs)
+
+    def step_remaining(self) -> None:
+        """Step the optimizers that have gradients and were not stepped; update the loss scale."""
+        for optimizer in self._components.optimizers:
+            if optimizer not in self.results and any(
+                parameter.grad is not None for parameter in parameters(optimizer)
+            ):
+                self.step(optimizer)
+        if not self.results:
+            raise ScalerError(
+                "No parameter of the step's optimizers has a gradient. Check that the loss depends"
+                " on the models' parameters."
+            )
+        if self._components.scaler is not None:
+            self._components.scaler.update()
 
     def step(self, optimizer: Optimizer) -> None:
-        """Step an optimizer, unless its gradients are not finite."""
-        scaler = self._parts.scaler
-        with _stepping_here():
+        """Step an optimizer; a scaler skips the step if a gradient is non-finite."""
+        scaler = self._components.scaler
+        _stepping_threads.add(get_ident())
+        try:
             if scaler is None:
                 optimizer.step()
                 self.results[optimizer] = None
             else:
                 self.results[optimizer] = scaler.step(
-                    optimizer, scheduler=self._parts.schedulers.get(optimizer)
+                    optimizer, scheduler=self._components.schedulers.get(optimizer)
                 )
-
-    def step_rest(self) -> None:
-        """Step what has gradients and was not stepped yet, and adapt the scale."""
-        for optimizer in self._parts.optimizers:
-            if optimizer not in self.results and any(
-                one.grad is not None for one in parameters(optimizer)
-            ):
-                self.step(optimizer)
-        if not self.results:
-            raise ScalerError(
-                "No parameter of the step's optimizers got a gradient. Does the loss depend on the"
-                " models?"
-            )
-        if self._parts.scaler is not None:
-            self._parts.scaler.update()
+        finally:
+            _stepping_threads.discard(get_ident())
 
     def found_nonfinite(self) -> torch.Tensor | bool:
-        """Whether a step was skipped: on the device where only it knows."""
-        known = [result for result in self.results.values() if result is not None]
-        flags = [result.found_inf for result in known if result.found_inf is not None]
-        # On a CPU the flag is here already, and what it decides need not be computed.
+        """Return whether a step was skipped: as a tensor where reading it would synchronize."""
+        results = [result for result in self.results.values() if result is not None]
+        flags = [flag for result in results if (flag := result.found_inf) is not None]
         if not flags or all(flag.device.type == "cpu" for flag in flags):
-            return any(result.skipped for result in known)
-        return (
-            flags[0]
-            if len(flags) == 1
-            else torch.stack([flag.reshape(()) for flag in flags]).amax(0)
-        )
-
-
-def _off(region: Region) -> Region:
-    return Region(region.device, False, region.dtype, region.cache_enabled)
-
-
-_stepping: set[int] = set()
-"""Threads in which a step of ours steps an optimizer."""
-
-
-@contextmanager
-def _stepping_here() -> Iterator[None]:
-    _stepping.add(get_ident())
-    try:
-        yield
-    finally:
-        _stepping.discard(get_ident())
-
-
-# The shape of a step hook.
-def refuse_other_steps(optimizer: Optimizer, arguments: Any, words: Any) -> None:  # noqa: ARG001
-    """A hook of optimizers while a body runs: who steps by hand steps on scaled gradients."""
-    if get_ident() not in _stepping:
-        raise ScalerError(
-            f"{type(optimizer).__name__}.step() was called in the body of a step, which steps by"
-            " itself. Remove it, or call update(loss, optimizer) to step there and then."
-        )
+            return any(result.skipped for result in results)
+        if len(flags) == 1:
+            return flags[0]
+        return torch.stack([flag.reshape(()) for flag in flags]).amax(0)
 
 
 class ScaledBackward(TorchFunctionMode):
-    """Let `loss.backward()` in the body of a step compute scaled gradients.
+    """Scale the gradients of `loss.backward()` in the body of a step.
 
-    A function mode acts in its own thread only, and `torch.Tensor` stays as it is. It costs 1.5 µs
-    an op in bodies that run eagerly, and nothing in captured ones.
+    A function mode acts in its own thread only, and `torch.Tensor` stays unpatched. It costs 1.5 µs
+    per op in bodies that run eagerly, and nothing in captured ones.
     """
 
-    def __init__(self, turn: StepContext) -> None:
+    def __init__(self, context: StepContext) -> None:
         super().__init__()
-        self._turn = turn
+        self._context = context
 
     @skip_frame
     def __torch_function__(
@@ -185,156 +356,20 @@ class ScaledBackward(TorchFunctionMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         if func is torch.Tensor.backward:
-            return self._turn.backward(*args, **(kwargs or {}))
+            return self._context.backward(*args, **(kwargs or {}))
         return func(*args, **kwargs) if kwargs else func(*args)
 
 
-Body = Callable[..., Any]
+_stepping_threads: set[int] = set()
+"""Threads in which a `StepContext` steps an optimizer."""
 
 
-@dataclass(frozen=True)
-class StepOptions:
-    """How calls become updates."""
-
-    accumulate: int
-    """Calls for each update."""
-    reduction: Reduction
-    custom_body: bool = False
-    """Whether the body is a user's own: it may call backward by itself."""
-    takes_update: bool = False
-    """Whether the body asks for `update`."""
-
-    @property
-    def factor(self) -> float:
-        """What a loss is multiplied by."""
-        return 1.0 / self.accumulate if self.reduction is Reduction.MEAN else 1.0
-
-
-class AccumulationPhase(NamedTuple):
-    """Where a call stands among those that make up one update."""
-
-    first: bool
-    last: bool
-
-
-class StepExecutor:
-    """Runs the body of a step and what follows it."""
-
-    def __init__(self, parts: StepComponents, body: Body, rules: StepOptions) -> None:
-        self.parts, self.rules = parts, rules
-        self._body = body
-        self.casts_first_input = False
-        """Whether the first argument goes to a model and nowhere else."""
-        self.channels_last = False
-        """Whether the model has its channels last, and images are to have them too."""
-        self.buffers = ModuleBuffers(parts.models if parts.scaler is not None else ())
-        self._tallies = BatchCounters(parts.models)
-        self.metrics = MetricsBuffer(parts.device, parts.scaler)
-        self.closure_values: Callable[[], Hashable] = tuple
-        """Values beside the inputs that a body sees, and that a captured one would not see
-        change."""
-        self.results: Iterable[StepResult | None] = ()
-        """Of the last eager update."""
-        self.had: list[tuple[torch.Tensor, torch.Tensor]] = []
-        """Parameters with the gradients of the last update, where these are wanted."""
-        self.wants_gradients = False
-        self.static: list[torch.Tensor] = []
-        """Gradients that stay where they are from update to update; empty where each backward
-        makes its own."""
-
-    def place(self, values: tuple[Any, ...]) -> tuple[Any, Any]:
-        """Arguments and words on the device of the models, in their layout."""
-        moved: tuple[Any, Any] = move_inputs(
-            values, self.parts.device, channels_last=self.channels_last
+# The signature of an optimizer's step hook.
+def refuse_manual_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:  # noqa: ARG001
+    """Raise for `optimizer.step()` in the body of a step: its gradients are still scaled."""
+    if get_ident() not in _stepping_threads:
+        raise ScalerError(
+            f"{type(optimizer).__name__}.step() was called in the body of a step, which steps its"
+            " optimizers itself. Remove the call, or take `update` as the first parameter and call"
+            " update(loss, optimizer)."
         )
-        return moved
-
-    def entering(self, values: tuple[Any, Any]) -> tuple[Any, Any]:
-        """Inputs of the device as a captured step holds them: what the model would cast first is cast by the copy that brings it, in one pass."""
-        if not self.casts_first_input or self.parts.input_dtype is None:
-            return values
-        (first, *rest), words = values
-        return (cast_all(first, self.parts.input_dtype, self.parts.device.type), *rest), words
-
-    def run(
-        self,
-        arguments: tuple[Any, ...],
-        words: dict[str, Any],
-        phase: AccumulationPhase,
-        mode: Hashable,
-    ) -> Any:
-        """One call, whole."""
-        if phase.first:
-            self.buffers.save(mode)
-        turn = StepContext(self.parts, factor=self.rules.factor, updates=self.rules.accumulate == 1)
-        returned = self._compute(turn, arguments, words)
-        self.buffers.look()
-        bad = self._update(turn) if phase.last else None
-        self.metrics.write(turn.loss, bad)
-        return returned
-
-    def compute_gradients(self, arguments: tuple[Any, ...], words: dict[str, Any]) -> None:
-        """Run the body and its scaled backward pass alone: gradients are added to what is there, nothing is updated."""
-        self._compute(
-            StepContext(self.parts, factor=self.rules.factor, updates=False), arguments, words
-        )
-
-    def flush(self, calls: int) -> None:
-        """Update from fewer calls than usual."""
-        turn = StepContext(self.parts, factor=1.0, updates=True)
-        if self.rules.reduction is Reduction.MEAN:
-            gradients = [
-                one.grad
-                for optimizer in self.parts.optimizers
-                for one in parameters(optimizer)
-                if one.grad is not None
-            ]
-            foreach_mul_(gradients, self.rules.accumulate / calls)
-        self.metrics.write(None, self._update(turn))
-
-    def after_update(self) -> None:
-        """What the host does after an update: schedulers that no scaler steps."""
-        if self.parts.scaler is None:
-            for optimizer, scheduler in self.parts.schedulers.items():
-                advance(optimizer, scheduler)
-
-    def clear(self) -> None:
-        """Forget the gradients."""
-        if self.static:
-            foreach_zero_(self.static)
-        else:
-            for optimizer in self.parts.optimizers:
-                optimizer.zero_grad(set_to_none=True)
-
-    def _compute(self, turn: StepContext, arguments: tuple[Any, ...], words: dict[str, Any]) -> Any:
-        handed = (turn, *arguments) if self.rules.takes_update else arguments
-        with ExitStack() as around:
-            if self.rules.custom_body:
-                around.enter_context(ScaledBackward(turn))
-                for optimizer in self.parts.optimizers:
-                    around.callback(optimizer.register_step_pre_hook(refuse_other_steps).remove)
-            around.enter_context(self._tallies.counting())
-            around.enter_context(enter_regions(self.parts.region))
-            around.enter_context(
-                torch.enable_grad() if not torch.is_grad_enabled() else nullcontext()
-            )
-            returned = self._body(*handed, **words)
-        if turn.loss is None:
-            if not isinstance(returned, torch.Tensor):
-                raise ScalerError(
-                    f"A step's loss is a tensor, got {type(returned).__name__}. Return the loss, or"
-                    " call loss.backward() in the body and return what you like."
-                )
-            turn.backward(returned)
-        return returned
-
-    def _update(self, turn: StepContext) -> torch.Tensor | bool:
-        if self.wants_gradients:
-            every = (one for optimizer in self.parts.optimizers for one in parameters(optimizer))
-            self.had = [(one, one.grad) for one in every if one.grad is not None]
-        turn.step_rest()
-        self.results = turn.results.values()
-        self.clear()
-        bad = turn.found_nonfinite()
-        self.buffers.restore(bad)
-        return bad

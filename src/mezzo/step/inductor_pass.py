@@ -1,4 +1,4 @@
-"""Replace max pooling and first convolutions in models that Inductor compiles."""
+"""Inductor pass: faster max pooling and first convolutions in compiled channels_last models."""
 
 from __future__ import annotations
 
@@ -16,101 +16,26 @@ from mezzo._dtypes import HALF_DTYPES
 from mezzo._launch import has_triton
 from mezzo._torch import CustomGraphPass, FakeTensor, get_hash_for_files, inductor_config
 from mezzo.step import inputs, max_pool
-from mezzo.step.inputs import IMAGES, is_channels_last
+from mezzo.step.inputs import IMAGE_DIMS, is_channels_last
 
 Pair: TypeAlias = tuple[int, int]
-Form: TypeAlias = Callable[[Any, Any, Any, tuple[Sequence[int], Sequence[int]], Pair, Pair], Any]
-"""Input, weight and bias, the shapes of the first two, stride and padding: tensors, or what
-stands for them in a graph."""
-
-_FEW = 4
-"""Channels that are few, and those that kernels for few channels in float16 have."""
-_TOGETHER = 8
-"""Channels that blocks have come in multiples of it."""
-_BLOCKS = {torch.float16: 3, torch.bfloat16: 4}
-"""How many blocks a kernel may reach over in either direction: 7 × 7 by 2 is slower on them in
-float16, for which cuDNN has kernels of its own."""
-
-
-def fast_conv_form(weight: Sequence[int], stride: Pair, dtype: torch.dtype) -> Form | None:
-    """The fastest known form for a weight of this shape; None is as it is. A kernel that is smaller than its stride does not look at all of a block.
-
-    >>> [form and form.__name__ for form in (fast_conv_form((64, 3, 4, 4), (4, 4), torch.bfloat16), fast_conv_form((64, 3, 7, 7), (2, 2), torch.float16))]
-    ['in_blocks', 'with_four']
-    >>> fast_conv_form((64, 3, 3, 3), (1, 1), torch.bfloat16), fast_conv_form((64, 16, 4, 4), (4, 4), torch.float16)
-    (None, None)
-    """
-    _, channels, *kernel = weight
-    if channels > _FEW or dtype not in _BLOCKS:
-        return None
-    if stride != (1, 1) and all(
-        step <= taps <= _BLOCKS[dtype] * step for taps, step in zip(kernel, stride, strict=True)
-    ):
-        return in_blocks
-    return with_four if dtype is torch.float16 and channels < _FEW else None
-
-
-def in_blocks(
-    x: Any,
-    weight: Any,
-    bias: Any,
-    shapes: tuple[Sequence[int], Sequence[int]],
-    stride: Pair,
-    padding: Pair,
-) -> Any:
-    """With the pixels of a block as channels. Blocks reach over the edge of a kernel whose size is no multiple of the stride; weights there are 0.
-
-    >>> x, weight = torch.randn(2, 3, 15, 16), torch.randn(8, 3, 7, 5)
-    >>> out = in_blocks(x, weight, None, (x.shape, weight.shape), (2, 3), (3, 1))
-    >>> torch.allclose(out, F.conv2d(x, weight, None, (2, 3), (3, 1)), atol=1e-4)
-    True
-    """
-    (_, channels, *sizes), (_, _, *kernel) = shapes
-    window, blocks, beyond, spare = [], [], [], []
-    for size, taps, step, pad in zip(sizes, kernel, stride, padding, strict=True):
-        window.append(-(-taps // step))
-        blocks.append((size + 2 * pad - taps) // step + window[-1])
-        beyond.append(blocks[-1] * step - pad - size)
-        spare.append(window[-1] * step - taps)
-    images = _blocks(
-        F.pad(x, (padding[1], beyond[1], padding[0], beyond[0])), channels, blocks, stride
-    )
-    return F.conv2d(
-        images, _blocks(F.pad(weight, (0, spare[1], 0, spare[0])), channels, window, stride), bias
-    )
-
-
-def with_four(
-    x: Any,
-    weight: Any,
-    bias: Any,
-    shapes: tuple[Sequence[int], Sequence[int]],
-    stride: Pair,
-    padding: Pair,
-) -> Any:
-    """With zeros for the channels that are missing."""
-    spare = (0, 0, 0, 0, 0, _FEW - shapes[1][1])
-    return F.conv2d(F.pad(x, spare), F.pad(weight, spare), bias, stride, padding)
-
-
-def _blocks(tensor: Any, channels: int, counts: Sequence[int], stride: Pair) -> Any:
-    """Pixels of a block as channels, in memory innermost as channels are in `channels_last`."""
-    (rows, columns), (height, width) = counts, stride
-    inside = height * width * channels
-    apart = tensor.reshape(-1, channels, rows, height, columns, width).permute(0, 2, 4, 3, 5, 1)
-    return F.pad(apart.reshape(-1, rows, columns, inside), (0, -inside % _TOGETHER)).permute(
-        0, 3, 1, 2
-    )
-
+Shapes: TypeAlias = tuple[Sequence[int], Sequence[int]]
+"""Shapes of input and weight."""
+ConvForm: TypeAlias = Callable[[Any, Any, Any, Shapes, Pair, Pair], Any]
+"""Computes a convolution from input, weight, bias, shapes, stride and padding. The first three are
+tensors, or proxies of them in a graph."""
 
 _POOLS = (F.max_pool2d, torch.max_pool2d)
 _DTYPES = (*HALF_DTYPES, torch.float32)
-_PLACES = 127
-"""The largest window whose places an int8 can tell."""
+_MAX_WINDOW = 127
+"""Values in a window at most: positions are stored as int8."""
 
 
 def compiled(model: nn.Module) -> Any:
-    """The model as `torch.compile` makes it. A pass that the user has given Inductor stays, and keeps ours out."""
+    """Return `torch.compile(model)` with this pass; a pass that the user has set takes precedence.
+
+    The pass is left out where Triton does not run.
+    """
     device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
     if inductor_config.pre_grad_custom_pass is not None or not has_triton(device):
         return torch.compile(model)
@@ -118,59 +43,64 @@ def compiled(model: nn.Module) -> Any:
 
 
 class ConvPoolPass(CustomGraphPass):
-    """A pass over what a model calls, for images with channels last: max pooling goes to the ops of `pool.py`, a first convolution to `stem.py`."""
+    """Replace calls whose outputs are channels_last images on one device type.
+
+    Max pooling is replaced by the custom op of `max_pool.py`, a convolution of few channels by its
+    fastest form.
+    """
 
     def __init__(self, device: str) -> None:
         self.device = device
 
     def __call__(self, graph: fx.Graph) -> None:
-        """Replace such calls."""
+        """Replace the calls in a graph."""
         for node in graph.nodes:
-            call = _call(node) if self._gives_images(node) else None
+            call = _parse_call(node) if self._returns_images(node) else None
             if call is not None:
                 with graph.inserting_before(node):
-                    made = call.replacement(graph)
-                made.meta = dict(node.meta)
-                node.replace_all_uses_with(made)
+                    new = call.replacement(graph)
+                new.meta = dict(node.meta)
+                node.replace_all_uses_with(new)
                 graph.erase_node(node)
 
     def uuid(self) -> Any:
-        """Identify the pass in the keys of Inductor's caches: a graph compiled without it, or with another version of it, is never served."""
-        return get_hash_for_files(
-            (__file__, max_pool.__file__, __file__, inputs.__file__), self.device
-        )
+        """Return a hash of the sources for the keys of Inductor's caches.
 
-    def _gives_images(self, node: fx.Node) -> bool:
-        """Of a call's result, which has the layout that whoever comes next relies on, and the dtype that a region around the model may have cast the inputs to."""
-        value = _value(node)
+        A graph compiled without the pass, or with another version of it, is then not reused.
+        """
+        return get_hash_for_files((__file__, max_pool.__file__, inputs.__file__), self.device)
+
+    def _returns_images(self, node: fx.Node) -> bool:
+        """Return whether the output of a node is to be replaced.
+
+        The output and not the inputs: later nodes rely on its memory format, and an autocast region
+        around the model may cast the inputs to its dtype.
+        """
+        value = _example_value(node)
         return (
             value is not None
             and value.device.type == self.device
             and value.dtype in _DTYPES
-            and value.dim() == IMAGES
+            and value.dim() == IMAGE_DIMS
             and _has_channels_last(value)
         )
 
 
 @dataclass(frozen=True)
 class Pooling:
-    """A max pooling."""
+    """A max pooling call."""
 
     x: fx.Node
-    """Its input."""
-    kernel: tuple[int, int]
-    """Rows and columns of a window."""
-    stride: tuple[int, int]
-    """From window to window."""
-    padding: tuple[int, int]
-    """On either side."""
+    kernel: Pair
+    stride: Pair
+    padding: Pair
 
     def replacement(self, graph: fx.Graph) -> fx.Node:
-        """Our op, of whose results the maxima are the first."""
-        both = graph.call_function(
+        """Add the custom op to a graph; return the node of its first output, the maxima."""
+        outputs = graph.call_function(
             torch.ops.mezzo.max_pool2d.default, (self.x, self.kernel, self.stride, self.padding)
         )
-        return graph.call_function(getitem, (both, 0))
+        return graph.call_function(getitem, (outputs, 0))
 
 
 @dataclass(frozen=True)
@@ -180,36 +110,31 @@ class Convolution:
     operands: tuple[fx.Node, fx.Node, fx.Node | None]
     """Input, weight and bias."""
     shapes: tuple[torch.Size, torch.Size]
-    """Of the first two."""
-    stride: tuple[int, int]
-    """Rows and columns from window to window."""
-    padding: tuple[int, int]
-    """On either side."""
-    form: Form
-    """How it is computed."""
+    """Shapes of input and weight."""
+    stride: Pair
+    padding: Pair
+    form: ConvForm
 
     def replacement(self, graph: fx.Graph) -> fx.Node:
-        """What the form calls."""
+        """Add the ops of the form to a graph; return the node of the result."""
         tracer = fx.proxy.GraphAppendingTracer(graph)
         x, weight, bias = (node and fx.Proxy(node, tracer) for node in self.operands)
-        made: fx.Proxy = self.form(x, weight, bias, self.shapes, self.stride, self.padding)
-        return made.node
+        result: fx.Proxy = self.form(x, weight, bias, self.shapes, self.stride, self.padding)
+        return result.node
 
 
-def _call(node: fx.Node) -> Pooling | Convolution | None:
-    """A call in one form, or None if it is of no kind that is done here."""
+def _parse_call(node: fx.Node) -> Pooling | Convolution | None:
+    """Return the arguments of a call in one form; None if it is not replaced."""
     if node.op != "call_function":
         return None
     if node.target in _POOLS:
-        return _pooling(*node.args, **node.kwargs)
-    return (
-        _convolution(node.meta["example_value"].dtype, *node.args, **node.kwargs)
-        if node.target is torch.conv2d
-        else None
-    )
+        return _parse_pooling(*node.args, **node.kwargs)
+    if node.target is torch.conv2d:
+        return _parse_convolution(node.meta["example_value"].dtype, *node.args, **node.kwargs)
+    return None
 
 
-def _pooling(
+def _parse_pooling(
     input: Any,  # noqa: A002
     kernel_size: Any,
     stride: Any = None,
@@ -218,21 +143,21 @@ def _pooling(
     ceil_mode: Any = False,  # noqa: FBT002
     return_indices: Any = False,  # noqa: FBT002
 ) -> Pooling | None:
-    kernel, steps, pads = _pair(kernel_size), _pair(stride or kernel_size), _pair(padding)
+    kernel, strides, pads = _pair(kernel_size), _pair(stride or kernel_size), _pair(padding)
     if (
         ceil_mode
         or return_indices
         or _pair(dilation) != (1, 1)
         or kernel is None
-        or steps is None
+        or strides is None
         or pads is None
-        or prod(kernel) > _PLACES
+        or prod(kernel) > _MAX_WINDOW
     ):
         return None
-    return Pooling(input, kernel, steps, pads)
+    return Pooling(input, kernel, strides, pads)
 
 
-def _convolution(
+def _parse_convolution(
     dtype: torch.dtype,
     input: Any,  # noqa: A002
     weight: Any,
@@ -242,35 +167,31 @@ def _convolution(
     dilation: Any = 1,
     groups: Any = 1,
 ) -> Convolution | None:
-    steps, pads, x, kernel = _pair(stride), _pair(padding), _value(input), _value(weight)
+    strides, pads = _pair(stride), _pair(padding)
+    x, kernel = _example_value(input), _example_value(weight)
     if (
-        steps is None
+        strides is None
         or pads is None
         or _pair(dilation) != (1, 1)
         or groups != 1
         or x is None
         or kernel is None
-        or x.dim() != IMAGES
+        or x.dim() != IMAGE_DIMS
+        or not all(isinstance(size, int) for size in (*x.shape[1:], *kernel.shape))
     ):
         return None
-    form = (
-        fast_conv_form(kernel.shape, steps, dtype)
-        if all(isinstance(size, int) for size in (*x.shape[1:], *kernel.shape))
-        else None
-    )
-    return (
-        None
-        if form is None
-        else Convolution((input, weight, bias), (x.shape, kernel.shape), steps, pads, form)
-    )
+    form = fast_conv_form(kernel.shape, strides, dtype)
+    if form is None:
+        return None
+    return Convolution((input, weight, bias), (x.shape, kernel.shape), strides, pads, form)
 
 
 def _has_channels_last(value: FakeTensor) -> bool:
     _, channels, rows, columns = value.shape
     if not all(isinstance(size, int) for size in (channels, rows, columns)):
         return is_channels_last(value)
-    # By strides: of a convolution's result with a batch of any size torch 2.11 says that its
-    # channels are not last.
+    # By strides: for the output of a convolution with a dynamic batch size, torch 2.11 returns
+    # False for `is_contiguous(memory_format=torch.channels_last)`.
     return (
         channels > 1
         and rows * columns > 1
@@ -278,24 +199,94 @@ def _has_channels_last(value: FakeTensor) -> bool:
     )
 
 
-def _value(node: Any) -> FakeTensor | None:
-    """What is known of a node's tensor."""
+def _example_value(node: Any) -> FakeTensor | None:
+    """Return the fake tensor of a node, if it has one."""
     value = node.meta.get("example_value") if isinstance(node, fx.Node) else None
     return value if isinstance(value, FakeTensor) else None
 
 
-def _pair(value: Any) -> tuple[int, int] | None:
-    """A size in both directions, if it is one: torch takes a number, or a sequence of one or two."""
-    match (
-        [value]
-        if isinstance(value, int)
-        else list(value)
-        if isinstance(value, list | tuple)
-        else []
-    ):
+def _pair(value: Any) -> Pair | None:
+    """Return a size for rows and columns: torch takes a number, or a sequence of one or two."""
+    values = [value] if isinstance(value, int) else value
+    match values:
         case [int(both)]:
             return both, both
         case [int(first), int(second)]:
             return first, second
         case _:
             return None
+
+
+# -- faster forms of convolutions of few channels --------------------------------------------------
+
+_FEW = 4
+"""Channels that are few; also the number that cuDNN's float16 kernels for few channels take."""
+_CHANNEL_MULTIPLE = 8
+"""Channels of blocks are padded to a multiple of this."""
+_MAX_BLOCKS = {torch.float16: 3, torch.bfloat16: 4}
+"""Blocks that a kernel may span in either direction. 7 × 7 with stride 2 is slower in blocks in
+float16, for which cuDNN has its own kernels."""
+
+
+def fast_conv_form(weight: Sequence[int], stride: Pair, dtype: torch.dtype) -> ConvForm | None:
+    """Return the fastest known form for a weight of this shape; None if that is `conv2d` itself.
+
+    A kernel smaller than its stride is left alone: it does not read all of a block.
+
+    >>> fast_conv_form((64, 3, 4, 4), (4, 4), torch.bfloat16).__name__
+    'in_blocks'
+    >>> fast_conv_form((64, 3, 7, 7), (2, 2), torch.float16).__name__
+    'with_four'
+    >>> fast_conv_form((64, 3, 3, 3), (1, 1), torch.bfloat16) is None
+    True
+    """
+    _, channels, *kernel = weight
+    if channels > _FEW or dtype not in _MAX_BLOCKS:
+        return None
+    if stride != (1, 1) and all(
+        step <= taps <= _MAX_BLOCKS[dtype] * step for taps, step in zip(kernel, stride, strict=True)
+    ):
+        return in_blocks
+    return with_four if dtype is torch.float16 and channels < _FEW else None
+
+
+def in_blocks(x: Any, weight: Any, bias: Any, shapes: Shapes, stride: Pair, padding: Pair) -> Any:
+    """Compute a convolution with the pixels of each stride-sized block as channels.
+
+    A kernel whose size is not a multiple of the stride is padded with zeros.
+
+    >>> x, weight = torch.randn(2, 3, 15, 16), torch.randn(8, 3, 7, 5)
+    >>> out = in_blocks(x, weight, None, (x.shape, weight.shape), (2, 3), (3, 1))
+    >>> torch.allclose(out, F.conv2d(x, weight, None, (2, 3), (3, 1)), atol=1e-4)
+    True
+    """
+    (_, channels, *sizes), (_, _, *kernel) = shapes
+    window, blocks, x_pads, weight_pads = [], [], [], []
+    for size, taps, step, pad in zip(sizes, kernel, stride, padding, strict=True):
+        window.append(-(-taps // step))
+        blocks.append((size + 2 * pad - taps) // step + window[-1])
+        x_pads.append(blocks[-1] * step - pad - size)
+        weight_pads.append(window[-1] * step - taps)
+    padded_x = F.pad(x, (padding[1], x_pads[1], padding[0], x_pads[0]))
+    padded_weight = F.pad(weight, (0, weight_pads[1], 0, weight_pads[0]))
+    return F.conv2d(
+        _blocks(padded_x, channels, blocks, stride),
+        _blocks(padded_weight, channels, window, stride),
+        bias,
+    )
+
+
+def with_four(x: Any, weight: Any, bias: Any, shapes: Shapes, stride: Pair, padding: Pair) -> Any:
+    """Compute a convolution with zero channels added, four in all."""
+    pads = (0, 0, 0, 0, 0, _FEW - shapes[1][1])
+    return F.conv2d(F.pad(x, pads), F.pad(weight, pads), bias, stride, padding)
+
+
+def _blocks(tensor: Any, channels: int, counts: Sequence[int], stride: Pair) -> Any:
+    """Return the pixels of each block as channels, in the channels_last memory format."""
+    (rows, columns), (height, width) = counts, stride
+    inside = height * width * channels
+    split = tensor.reshape(-1, channels, rows, height, columns, width).permute(0, 2, 4, 3, 5, 1)
+    return F.pad(
+        split.reshape(-1, rows, columns, inside), (0, -inside % _CHANNEL_MULTIPLE)
+    ).permute(0, 3, 1, 2)

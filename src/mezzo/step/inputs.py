@@ -1,29 +1,48 @@
-"""Inputs of a step: their signature, static buffers, and values that a body closes over."""
+"""Inputs of a step: signature, static buffers, and plain values that a function closes over."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
 from types import FunctionType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from mezzo._casting import map_tensors
 
-IMAGES = 4
-"""Dimensions of a batch of images, which may have their channels last."""
+IMAGE_DIMS = 4
+"""Dimensions of a batch of images, which can have the channels_last memory format."""
 
 
-# It is no error: it says that inputs cannot be told apart.
-class UnsupportedInput(Exception):  # noqa: N818
-    """Something among the inputs is neither a tensor nor a plain value."""
+class Call(NamedTuple):
+    """The arguments of one call of a step."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+
+class StaticBuffers(NamedTuple):
+    """Copies of inputs at fixed addresses, which a captured graph reads."""
+
+    values: Any
+    """The inputs, nested as they were, with a buffer for each tensor."""
+    tensors: list[torch.Tensor]
+    """The buffers, in the order in which `signature` lists tensors."""
+
+
+class UnsupportedInput(Exception):  # noqa: N818 - not an error: the call runs eagerly
+    """An input is neither a tensor nor a hashable value, so that inputs cannot be compared."""
 
 
 def signature(value: Any, leaves: list[torch.Tensor]) -> Hashable:
-    """What a captured step depends on: the nesting, shapes, dtypes, devices and layouts, and every value that is no tensor. Tensors are added to `leaves` in order.
+    """Return what a captured graph depends on, and append the tensors to `leaves` in order.
 
+    That is the nesting, the shape, dtype, device and memory format of each tensor, and every value
+    that is not a tensor.
+
+    >>> one, other = (torch.ones(2, 3), 7), [torch.zeros(2, 3), 7]
     >>> leaves = []
-    >>> signature((torch.ones(2, 3), 7), leaves) == signature([torch.zeros(2, 3), 7], []), len(leaves)
+    >>> signature(one, leaves) == signature(other, []), len(leaves)
     (False, 1)
     """
     if isinstance(value, torch.Tensor):
@@ -32,7 +51,7 @@ def signature(value: Any, leaves: list[torch.Tensor]) -> Hashable:
             value.shape,
             value.dtype,
             value.is_cuda,
-            value.dim() == IMAGES and is_channels_last(value),
+            value.dim() == IMAGE_DIMS and is_channels_last(value),
         )
     if isinstance(value, list | tuple):
         return type(value), tuple([signature(item, leaves) for item in value])
@@ -42,12 +61,50 @@ def signature(value: Any, leaves: list[torch.Tensor]) -> Hashable:
         hash(value)
     except TypeError:
         raise UnsupportedInput(type(value).__name__) from None
-    # 1, 1.0 and True are equal and yet not the same.
+    # With the type: 1, 1.0 and True are equal, and a body can tell them apart.
     return type(value), value
 
 
+def is_channels_last(tensor: torch.Tensor) -> bool:
+    """Return whether images are channels_last and not contiguous.
+
+    With one channel or one pixel a tensor is both, and this returns False.
+    """
+    return not tensor.is_contiguous() and tensor.is_contiguous(memory_format=torch.channels_last)
+
+
+def move_inputs(value: Any, device: torch.device, *, channels_last: bool = False) -> Any:
+    """Move nested inputs to a device; with `channels_last`, convert floating-point images too."""
+
+    def move(tensor: torch.Tensor) -> torch.Tensor:
+        if channels_last and tensor.dim() == IMAGE_DIMS and tensor.is_floating_point():
+            return tensor.to(device, non_blocking=True, memory_format=torch.channels_last)
+        return tensor if tensor.device == device else tensor.to(device, non_blocking=True)
+
+    return map_tensors(value, move)
+
+
+def make_static_buffers(value: Any) -> StaticBuffers:
+    """Copy nested inputs into new buffers."""
+    buffers: list[torch.Tensor] = []
+
+    def copy(tensor: torch.Tensor) -> torch.Tensor:
+        buffers.append(torch.empty_like(tensor, requires_grad=False).copy_(tensor.detach()))
+        return buffers[-1]
+
+    return StaticBuffers(map_tensors(value, copy), buffers)
+
+
+def copy_outputs(value: Any) -> Any:
+    """Return detached copies of nested outputs, which no later call overwrites."""
+    if isinstance(value, torch.Tensor):
+        # Outputs of captured graphs are detached already.
+        return (value.detach() if value.requires_grad else value).clone()
+    return map_tensors(value, lambda tensor: tensor.detach().clone())
+
+
 def format_shapes(leaves: Sequence[torch.Tensor]) -> str:
-    """The shapes of inputs, for a message."""
+    """Return the shapes and dtypes of inputs, for a message."""
     return (
         ", ".join(
             f"{tuple(leaf.shape)} {str(leaf.dtype).removeprefix('torch.')}" for leaf in leaves
@@ -56,45 +113,13 @@ def format_shapes(leaves: Sequence[torch.Tensor]) -> str:
     )
 
 
-def move_inputs(value: Any, device: torch.device, *, channels_last: bool = False) -> Any:
-    """Inputs on the device of the model; images get their channels last if the model has."""
-
-    def place(tensor: torch.Tensor) -> torch.Tensor:
-        if channels_last and tensor.dim() == IMAGES and tensor.is_floating_point():
-            return tensor.to(device, non_blocking=True, memory_format=torch.channels_last)
-        return tensor if tensor.device == device else tensor.to(device, non_blocking=True)
-
-    return map_tensors(value, place)
-
-
-def buffers_for(value: Any) -> tuple[Any, list[torch.Tensor]]:
-    """The same nesting around buffers of one's own, and these in the order of `signature`."""
-    made: list[torch.Tensor] = []
-
-    def make(tensor: torch.Tensor) -> torch.Tensor:
-        made.append(torch.empty_like(tensor, requires_grad=False).copy_(tensor.detach()))
-        return made[-1]
-
-    return map_tensors(value, make), made
-
-
-def copies(value: Any) -> Any:
-    """Outputs that are the user's own: nobody writes to them again."""
-    if isinstance(value, torch.Tensor) and not value.requires_grad:
-        return value.clone()
-    return map_tensors(value, lambda tensor: tensor.detach().clone())
-
-
-def is_channels_last(tensor: torch.Tensor) -> bool:
-    """Whether images have their channels last; with one channel or one pixel, either layout is both, and counts as neither."""
-    return not tensor.is_contiguous() and tensor.is_contiguous(memory_format=torch.channels_last)
-
-
 _PLAIN = (bool, int, float, str)
 
 
 def closure_values(function: Any) -> Callable[[], Hashable]:
-    """A question for the plain values that a function sees now.
+    """Return a function that reads the numbers and strings that `function` closes over.
+
+    A captured graph keeps the values of its capture; comparing them tells when to capture again.
 
     >>> def outer():
     ...     weight = 1.0
@@ -102,28 +127,21 @@ def closure_values(function: Any) -> Callable[[], Hashable]:
     ...         nonlocal weight
     ...         weight = to
     ...     return change, closure_values(lambda: weight)
-    >>> change, ask = outer()
-    >>> before = ask()
+    >>> change, read = outer()
+    >>> before = read()
     >>> change(2.0)
-    >>> before, ask()
+    >>> before, read()
     ((1.0,), (2.0,))
     """
     if not isinstance(function, FunctionType):
         return tuple
-    cells = function.__closure__ or ()
-    space, names = (
-        function.__globals__,
-        [
-            name
-            for name in function.__code__.co_names
-            if isinstance(function.__globals__.get(name), _PLAIN)
-        ],
-    )
+    cells, namespace = function.__closure__ or (), function.__globals__
+    names = [name for name in function.__code__.co_names if isinstance(namespace.get(name), _PLAIN)]
     if not cells and not names:
         return tuple
     return lambda: (
         *[content for cell in cells if isinstance(content := _content(cell), _PLAIN)],
-        *[space.get(name) for name in names],
+        *[namespace.get(name) for name in names],
     )
 
 
@@ -131,5 +149,5 @@ def _content(cell: Any) -> Any:
     try:
         return cell.cell_contents
     except ValueError:
-        # Nothing is in it yet.
+        # The variable is not assigned yet.
         return None

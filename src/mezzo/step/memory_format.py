@@ -1,4 +1,7 @@
-"""channels_last: the layout in which convolutions run on tensor cores without transposing, chosen where it is faster."""
+"""channels_last: convert a model, or choose by measuring whether to.
+
+In this memory format convolutions run on tensor cores without transposing.
+"""
 
 from __future__ import annotations
 
@@ -15,53 +18,55 @@ from mezzo._hardware import hardware
 from mezzo.prepare.decoration import decoration_of
 from mezzo.step.components import Layout
 from mezzo.step.cuda_graph import GraphCapturer, find_host_syncs
-from mezzo.step.inputs import IMAGES
+from mezzo.step.inputs import IMAGE_DIMS, is_channels_last
 
-ThingT = TypeVar("ThingT", nn.Module, torch.Tensor)
-
-_WARM, _TIMED = 2, 5
-_WORTH = 0.98
-"""Faster by less is not told from noise, and the model stays as it is."""
+ModelOrTensor = TypeVar("ModelOrTensor", nn.Module, torch.Tensor)
 
 
-def channels_last(thing: ThingT) -> ThingT:
-    """Lay a model or a batch of images out with the channels last. A model is converted in place; do it before `decorate`.
+def channels_last(model_or_tensor: ModelOrTensor) -> ModelOrTensor:
+    """Convert a model or a batch of images to the channels_last memory format.
+
+    - `model_or_tensor`: a model is converted in place and returned; it must not be decorated yet,
+      since master weights and optimizer states take the memory format of the parameters. A tensor
+      of 4 dimensions is returned as it is if it is channels_last, else as a copy.
 
     >>> channels_last(torch.ones(2, 3, 4, 4)).is_contiguous(memory_format=torch.channels_last)
     True
     """
-    if isinstance(thing, nn.Module):
-        if decoration_of(thing) is not None:
+    if isinstance(model_or_tensor, nn.Module):
+        if decoration_of(model_or_tensor) is not None:
             raise PolicyError(
-                "Exact weights and states have the layout that the parameters had when they were"
-                " decorated. First channels_last, then decorate."
+                "The model is decorated, and its master weights and optimizer states have the"
+                " memory format that the parameters had then. Call channels_last(model) before"
+                " decorate."
             )
-        return thing.to(memory_format=torch.channels_last)  # type: ignore[call-overload, no-any-return]
-    if thing.dim() != IMAGES:
+        return model_or_tensor.to(memory_format=torch.channels_last)  # type: ignore[call-overload, no-any-return]
+    if model_or_tensor.dim() != IMAGE_DIMS:
         raise PolicyError(
-            "channels_last takes a batch of images with 4 dimensions, got shape"
-            f" {tuple(thing.shape)}."
+            "channels_last takes a model or a batch of images with 4 dimensions, got shape"
+            f" {tuple(model_or_tensor.shape)}."
         )
-    return thing.contiguous(memory_format=torch.channels_last)
+    return model_or_tensor.contiguous(memory_format=torch.channels_last)
 
 
 @dataclass(frozen=True)
 class LayoutChoice:
-    """What was decided about the layout of a model, and why."""
+    """Whether a model is converted to channels_last, and why."""
 
     channels_last: bool | None
-    """None where it has to be measured, which needs inputs."""
+    """None if it is to be measured, which needs inputs."""
     reason: str
 
 
-def decide(model: nn.Module, asked: Layout) -> LayoutChoice:
-    """What can be said about a model's layout before it has seen inputs."""
+def decide(model: nn.Module, layout: Layout) -> LayoutChoice:
+    """Choose the memory format of a model as far as that is possible without inputs."""
     convolutions = [module for module in model.modules() if isinstance(module, nn.Conv2d)]
-    if convolutions and all(_has_channels_last(module.weight) for module in convolutions):
-        return LayoutChoice(channels_last=True, reason="the model has its channels last already")
-    if asked is Layout.ON:
+    # A 1 × 1 kernel is contiguous in both formats: torch then chooses by strides.
+    if convolutions and all(is_channels_last(module.weight) for module in convolutions):
+        return LayoutChoice(channels_last=True, reason="the model is channels_last already")
+    if layout is Layout.ON:
         return LayoutChoice(channels_last=True, reason="channels_last=True")
-    if asked is Layout.OFF:
+    if layout is Layout.OFF:
         return LayoutChoice(channels_last=False, reason="channels_last=False")
     if not convolutions:
         return LayoutChoice(channels_last=False, reason="the model has no Conv2d")
@@ -78,20 +83,27 @@ def decide(model: nn.Module, asked: Layout) -> LayoutChoice:
     return LayoutChoice(channels_last=None, reason="not measured yet")
 
 
+_WARM_UP, _TIMED = 2, 5
+"""Runs before the timed ones, and timed runs."""
+_FASTER = 0.98
+"""Part of the time that channels_last must stay below: smaller gains are noise."""
+
+
 def measure(
     model: nn.Module, run: Callable[[nn.Module, bool], torch.Tensor], *, captured: bool
 ) -> LayoutChoice:
-    """Time forward and backward of copies of a model in both layouts, as the step is going to run; `run` gives the loss of a model.
+    """Time forward and backward of copies of a model in both memory formats.
 
-    Small models keep the host busier than the device: run eagerly, both layouts take the same time
-    and the captured step is left with the slower one. The random generators are as they were.
+    `run` returns the loss of a model. With `captured`, CUDA graphs are timed: eager runs of small
+    models are bound by the host and take the same time in both formats. Random generators are
+    restored.
     """
     device = next(model.parameters()).device
     state = torch.cuda.get_rng_state(device)
     try:
-        plain, last = (
+        contiguous, last = (
             _time(
-                _laid_out(model, last=last),
+                _copy_in_format(model, last=last),
                 run,
                 GraphCapturer.on(device),
                 last=last,
@@ -101,19 +113,19 @@ def measure(
         )
     finally:
         torch.cuda.set_rng_state(state, device)
-    faster = last < _WORTH * plain
     return LayoutChoice(
-        channels_last=faster,
+        channels_last=last < _FASTER * contiguous,
         reason=(
-            f"forward and backward take {last:.2f} ms with channels last, {plain:.2f} ms without"
+            f"forward and backward take {last:.2f} ms with channels_last,"
+            f" {contiguous:.2f} ms without"
         ),
     )
 
 
-def _laid_out(model: nn.Module, *, last: bool) -> nn.Module:
+def _copy_in_format(model: nn.Module, *, last: bool) -> nn.Module:
     copied = copy.deepcopy(model)
     for parameter in copied.parameters():
-        if last and parameter.dim() == IMAGES:
+        if last and parameter.dim() == IMAGE_DIMS:
             parameter.data = parameter.data.contiguous(memory_format=torch.channels_last)
     return copied
 
@@ -121,23 +133,24 @@ def _laid_out(model: nn.Module, *, last: bool) -> nn.Module:
 def _time(
     model: nn.Module,
     run: Callable[[nn.Module, bool], torch.Tensor],
-    studio: GraphCapturer,
+    capturer: GraphCapturer,
     *,
     last: bool,
     captured: bool,
 ) -> float:
-    """Milliseconds of the fastest of a few runs."""
+    """Return the milliseconds of the fastest of a few runs."""
 
-    def once(_: Any = None) -> None:
+    def run_once(_: Any = None) -> None:
         run(model, last).backward()
         model.zero_grad(set_to_none=True)
 
-    for _ in range(_WARM):
-        studio.run_on_capture_stream(once)
-    with find_host_syncs() as reads:
-        studio.run_on_capture_stream(once)
-    # What cannot be captured is timed as it will run then: eagerly.
-    timed: Callable[[], object] = (captured and not reads and _replay_of(studio, once)) or once
+    for _ in range(_WARM_UP):
+        capturer.run_on_capture_stream(run_once)
+    with find_host_syncs() as syncs:
+        capturer.run_on_capture_stream(run_once)
+    timed: Callable[[], object] = run_once
+    if captured and not syncs:
+        timed = _capture_replay(capturer, run_once) or run_once
     times: list[float] = []
     for _ in range(_TIMED):
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -149,15 +162,11 @@ def _time(
     return min(times)
 
 
-def _replay_of(studio: GraphCapturer, once: Callable[[Any], None]) -> Callable[[], object] | None:
+def _capture_replay(
+    capturer: GraphCapturer, run: Callable[[Any], None]
+) -> Callable[[], object] | None:
+    """Return a function that replays a run; None if it cannot be captured."""
     try:
-        return studio.capture(once, ()).graph.replay
+        return capturer.capture(run, ()).graph.replay
     except RuntimeError:
         return None
-
-
-def _has_channels_last(weight: Any) -> bool:
-    # A kernel of one pixel is laid out both ways at once: torch tells by the strides.
-    return bool(weight.is_contiguous(memory_format=torch.channels_last)) and not bool(
-        weight.is_contiguous()
-    )

@@ -1,9 +1,10 @@
-"""What a step tells: loss, scale and skips, from copies that the device makes on its own time into memory that the host may read at any moment."""
+"""Step metrics: loss, loss scale and skipped steps, copied asynchronously to pinned memory."""
 
 from __future__ import annotations
 
 import warnings
 from dataclasses import dataclass
+from enum import IntEnum
 from math import isfinite
 
 import torch
@@ -12,106 +13,121 @@ from mezzo import _events, _launch
 from mezzo.scaling import capture
 from mezzo.scaling.scaler import GradScaler
 
-_SKIPPED = 1
-
 
 @dataclass(frozen=True, slots=True)
 class StepMetrics:
-    """What is known of the last step that a device has finished: on a CPU that is the last one."""
+    """Metrics of the last finished step. On CUDA this can lag a few steps."""
 
     loss: float
-    """Its loss; 0 before the first."""
+    """Loss of the step; 0 before the first."""
     skipped: bool
     """Whether the last update was skipped."""
     scale: float
-    """The loss scale after it; 1 without a scaler."""
+    """Loss scale after the step; 1 without a scaler."""
     skipped_steps: int
-    """Updates that were skipped so far."""
+    """Number of updates skipped so far."""
+
+
+class MetricIndex(IntEnum):
+    """Positions of the metrics in the memory of a `MetricsBuffer`, for the kernel too."""
+
+    LOSS = 0
+    SKIPPED = 1
+    SCALE = 2
+    """First of the scaler's counters, which follow in the order of `capture.device_counters`."""
+    SKIPPED_STEPS = 3
+    CONSECUTIVE_SKIPS = 4
 
 
 class MetricsBuffer:
-    """Where a step's numbers are written to. Pinned memory: a captured step copies to it, and nobody waits."""
+    """Memory that each step writes its metrics to, pinned on CUDA: no call synchronizes."""
 
     def __init__(self, device: torch.device, scaler: GradScaler | None) -> None:
-        self._on_device, self._scaler = device.type == "cuda", scaler
-        self.memory = torch.tensor(
-            [0.0, 0.0, 1.0 if scaler is None else scaler.get_scale(), 0.0, 0.0],
-            pin_memory=self._on_device,
-        )
-        """Loss, whether it was skipped, scale, skipped updates, and skipped ones in a row."""
+        self._scaler = scaler
+        self.memory = torch.zeros(len(MetricIndex), pin_memory=device.type == "cuda")
+        """One float32 for each `MetricIndex`."""
+        self.memory[MetricIndex.SCALE] = 1.0 if scaler is None else scaler.get_scale()
         self._warned = False
 
-    def read(self) -> StepMetrics:
-        """The numbers as they have arrived."""
-        loss, skipped, scale, skips, _ = self.memory.tolist()
-        return StepMetrics(loss, bool(skipped), scale, int(skips))
+    # The flag itself, on the host or on the device.
+    def write(self, loss: torch.Tensor | None, found_nonfinite: torch.Tensor | bool | None) -> None:  # noqa: FBT001
+        """Write the metrics of a call.
 
-    def scale_and_skips(self) -> tuple[float, int]:
-        """The scale, and the skips in a row, as they have arrived."""
-        _, _, scale, _, in_a_row = self.memory.tolist()
-        return scale, int(in_a_row)
+        `loss` is None if none was computed, `found_nonfinite` is None if nothing was updated.
+        """
+        if isinstance(found_nonfinite, torch.Tensor) and self._scaler is not None:
+            counters = capture.device_counters(self._scaler)
+            if counters is not None:
+                flag = found_nonfinite.reshape(()).to(counters)
+                self._write_from_device(loss, flag, counters)
+                return
+        if loss is not None:
+            place = slice(MetricIndex.LOSS, MetricIndex.LOSS + 1)
+            self.memory[place].copy_(loss.detach().reshape(1), non_blocking=True)
+        if found_nonfinite is not None and self._scaler is not None:
+            state = capture.scale_state_of(self._scaler)
+            skipped = (state.skipped_steps, state.consecutive_skips)
+            self.memory[MetricIndex.SKIPPED :] = torch.tensor(
+                [float(found_nonfinite), state.scale, *map(float, skipped)]
+            )
 
-    # The flag itself, known to the host or not.
-    def write(self, loss: torch.Tensor | None, bad: torch.Tensor | bool | None) -> None:  # noqa: FBT001
-        """Let the numbers of a step arrive. `bad` is None where nothing was updated."""
-        if loss is not None and (bad is None or not self._on_device):
-            self.memory[:1].copy_(loss.detach().reshape(1), non_blocking=True)
-        if bad is None:
-            return
-        shown = None if self._scaler is None else capture.device_counters(self._scaler)
-        if shown is not None and isinstance(bad, torch.Tensor):
-            self._write_on_device(loss, bad.reshape(()).to(shown), shown)
-        else:
-            self._write_on_host(loss, bad=bool(bad))
-
-    def _write_on_device(
-        self, loss: torch.Tensor | None, bad: torch.Tensor, shown: torch.Tensor
+    def _write_from_device(
+        self, loss: torch.Tensor | None, flag: torch.Tensor, counters: torch.Tensor
     ) -> None:
-        if _launch.has_triton(shown.device) and (loss is None or loss.dtype in _launch.DTYPES):
-            # One launch that writes to the host's memory: putting the numbers together and copying
-            # them takes 5 µs of a captured step on an H200. Triton is optional, and takes a while
-            # to import.
+        device = counters.device
+        if _launch.has_triton(device) and (loss is None or loss.dtype in _launch.DTYPES):
+            # One launch that writes to pinned memory: concatenating and copying the numbers takes
+            # 5 µs of a captured step on an H200.
+            # Imported here: Triton is optional and slow to import.
             from mezzo.step.triton_kernels import metrics_kernel  # noqa: PLC0415
 
-            numbers = (self.memory, bad if loss is None else loss.detach(), bad, shown)
+            numbers = (self.memory, flag if loss is None else loss.detach(), flag, counters)
+            loss_dtype = torch.float32 if loss is None else loss.dtype
             constants = (
-                _launch.triton_dtype(torch.float32 if loss is None else loss.dtype),
+                _launch.triton_dtype(loss_dtype),
                 loss is not None,
+                MetricIndex.LOSS.value,
+                MetricIndex.SKIPPED.value,
+                MetricIndex.SCALE.value,
+                len(MetricIndex),
             )
-            with _launch.device_guard(shown.device):
-                _launch.run_kernel(metrics_kernel, 1, numbers, constants, shown.device)
+            with _launch.device_guard(device):
+                _launch.run_kernel(metrics_kernel, 1, numbers, constants, device)
             return
-        first = [] if loss is None else [loss.detach().reshape(1).to(shown)]
-        self.memory[_SKIPPED - len(first) :].copy_(
-            torch.cat([*first, bad.reshape(1), shown[:3]]), non_blocking=True
-        )
-
-    def _write_on_host(self, loss: torch.Tensor | None, *, bad: bool) -> None:
-        if loss is not None and self._on_device:
-            self.memory[:1].copy_(loss.detach().reshape(1), non_blocking=True)
-        if self._scaler is not None:
-            state = capture.scale_state_of(self._scaler)
-            self.memory[_SKIPPED:] = torch.tensor(
-                [
-                    float(bad),
-                    state.scale,
-                    float(state.skipped_steps),
-                    float(state.consecutive_skips),
-                ]
-            )
+        values = [flag.reshape(1), counters[: len(MetricIndex) - MetricIndex.SCALE]]
+        start = MetricIndex.SKIPPED
+        if loss is not None:
+            values.insert(0, loss.detach().reshape(1).to(counters))
+            start = MetricIndex.LOSS
+        self.memory[start:].copy_(torch.cat(values), non_blocking=True)
 
     def warn_if_nonfinite(self) -> None:
-        """Say once that a loss is not finite, as soon as that is known."""
-        if self._warned or isfinite(loss := self.memory.tolist()[0]):
+        """Warn once that a loss is NaN or infinite, as soon as that has arrived."""
+        if self._warned or isfinite(loss := self.memory.tolist()[MetricIndex.LOSS]):
             return
         self._warned = True
         if _events.listening():
             _events.emit(_events.LossNotFinite(loss, skipped=self._scaler is not None))
         if self._scaler is None:
             warnings.warn(
-                f"The loss is {loss}, and nothing skips such steps: the parameters take it over."
-                " Look for a division or logarithm near zero, or a learning rate that is too high;"
-                " scaler=mezzo.GradScaler() skips steps whose gradients are not finite.",
+                f"The loss is {loss} and no GradScaler is used, so this step's update was applied."
+                " Pass scaler=mezzo.GradScaler() to skip such steps. Look for a division or"
+                " logarithm near zero, or a learning rate that is too high.",
                 UserWarning,
                 stacklevel=4,
             )
+
+    def read(self) -> StepMetrics:
+        """Return the metrics that have arrived. Does not synchronize."""
+        values = self.memory.tolist()
+        return StepMetrics(
+            values[MetricIndex.LOSS],
+            bool(values[MetricIndex.SKIPPED]),
+            values[MetricIndex.SCALE],
+            int(values[MetricIndex.SKIPPED_STEPS]),
+        )
+
+    def scale_and_skips(self) -> tuple[float, int]:
+        """Return the loss scale and the consecutive skips that have arrived."""
+        values = self.memory.tolist()
+        return values[MetricIndex.SCALE], int(values[MetricIndex.CONSECUTIVE_SKIPS])

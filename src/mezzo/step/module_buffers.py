@@ -1,9 +1,9 @@
-"""Buffers of modules across a skipped step: restore batch-norm statistics, count batches in one launch."""
+"""Restore buffers such as batch-norm statistics after a skip; count batches in one launch."""
 
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from operator import attrgetter
 
 import torch
@@ -14,176 +14,199 @@ from mezzo._torch import foreach_add_, foreach_copy_
 _TRAINING, _REQUIRES_GRAD = attrgetter("training"), attrgetter("requires_grad")
 
 
+def module_modes(
+    modules: Sequence[nn.Module], parameters: Sequence[nn.Parameter]
+) -> tuple[tuple[bool, ...], tuple[bool, ...]]:
+    """Return `training` of each module and `requires_grad` of each parameter.
+
+    A step may depend on these beside its inputs.
+    """
+    return tuple(map(_TRAINING, modules)), tuple(map(_REQUIRES_GRAD, parameters))
+
+
+class ModuleBuffers:
+    """Buffers that a forward pass writes, with their values before the step.
+
+    Which buffers these are is found by comparison, once for each combination of modes.
+    """
+
+    def __init__(self, models: Iterable[nn.Module]) -> None:
+        self._all = list(dict.fromkeys(buffer for model in models for buffer in model.buffers()))
+        self._written: dict[Hashable, list[BufferSnapshot]] = {}
+        """Snapshots of the buffers that are written, by modes."""
+        self._current: list[BufferSnapshot] = []
+        self._unknown_modes: Hashable | None = None
+        """Modes of the current step, if its written buffers are to be found."""
+
+    def knows(self, modes: Hashable) -> bool:
+        """Return whether it is known which buffers a forward pass writes in these modes."""
+        return not self._all or modes in self._written
+
+    def save(self, modes: Hashable) -> None:
+        """Save the values before a step: of the written buffers, or of all if not known."""
+        if self._all:
+            known = modes in self._written
+            self._unknown_modes = None if known else modes
+            self._current = self._written[modes] if known else _snapshots(self._all)
+            for snapshot in self._current:
+                snapshot.save()
+
+    def find_written(self) -> None:
+        """Find the buffers that a forward pass has written, if not known. This synchronizes."""
+        if self._unknown_modes is not None:
+            self._written[self._unknown_modes] = _snapshots(
+                [buffer for snapshot in self._current for buffer in snapshot.changed()]
+            )
+            self._unknown_modes = None
+
+    # The flag itself, on the host or on the device.
+    def restore(self, found_nonfinite: torch.Tensor | bool) -> None:  # noqa: FBT001
+        """Restore the saved values if the step was skipped."""
+        for snapshot in self._current:
+            if isinstance(found_nonfinite, torch.Tensor):
+                snapshot.restore_where(found_nonfinite)
+            elif found_nonfinite:
+                snapshot.restore()
+
+    # -- checkpoints of an unfinished update -------------------------------------------------------
+
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        """All buffers of the models, in the order of `state`."""
+        return self._all
+
+    def state(self) -> list[torch.Tensor | None]:
+        """Return copies of the saved values; None for buffers that are not written."""
+        saved = {
+            buffer: before.clone()
+            for snapshot in self._current
+            for buffer, before in snapshot.pairs()
+        }
+        return [saved.get(buffer) for buffer in self._all]
+
+    def load_state(self, values: list[torch.Tensor | None]) -> None:
+        """Load saved values that `state` returned."""
+        saved = {
+            buffer: value
+            for buffer, value in zip(self._all, values, strict=True)
+            if value is not None
+        }
+        self._current = _snapshots(list(saved))
+        for snapshot in self._current:
+            for buffer, before in snapshot.pairs():
+                before.copy_(saved[buffer])
+
+
 class BufferSnapshot:
-    """Buffers of one dtype and device, with room for their values before a step. One piece of memory, so that a handful of launches serve all of them."""
+    """Buffers of one dtype and device, with memory for their values before a step.
+
+    The memory is one allocation, so that a few launches copy all of them.
+    """
 
     def __init__(self, buffers: Sequence[torch.Tensor]) -> None:
         self._buffers = list(buffers)
         self._sizes = [buffer.numel() for buffer in buffers]
-        self._before = torch.empty(
+        self._memory = torch.empty(
             sum(self._sizes), dtype=buffers[0].dtype, device=buffers[0].device
         )
-        self._parts = self._split(self._before)
+        self._before = self._split(self._memory)
 
     def save(self) -> None:
-        """Note the values."""
-        foreach_copy_(self._parts, self._buffers)
-
-    def restore(self, bad: torch.Tensor) -> None:
-        """Put the noted values back where `bad`, on the device, is not 0. Chosen and not blended: what is put back may replace a NaN."""
-        now = torch.cat([buffer.reshape(-1) for buffer in self._buffers])
-        foreach_copy_(
-            self._buffers, self._split(torch.where(bad.to(now.device) != 0, self._before, now))
-        )
-
-    def put_back(self) -> None:
-        """The same where the host knows that the step was bad."""
-        foreach_copy_(self._buffers, self._parts)
-
-    def saved(self) -> Iterable[tuple[torch.Tensor, torch.Tensor]]:
-        """Each buffer with its noted values."""
-        return zip(self._buffers, self._parts, strict=True)
+        """Save the values."""
+        foreach_copy_(self._before, self._buffers)
 
     def changed(self) -> list[torch.Tensor]:
-        """The buffers that are not as they were; this waits for the device."""
-        return [
-            buffer
-            for buffer, before in zip(self._buffers, self._parts, strict=True)
-            if not torch.equal(buffer, before)
-        ]
+        """Return the buffers that differ from their saved values. This synchronizes."""
+        return [buffer for buffer, before in self.pairs() if not torch.equal(buffer, before)]
+
+    def restore(self) -> None:
+        """Restore the saved values."""
+        foreach_copy_(self._buffers, self._before)
+
+    def restore_where(self, flag: torch.Tensor) -> None:
+        """Restore the saved values if a flag on the device is not 0. Does not synchronize."""
+        now = torch.cat([buffer.reshape(-1) for buffer in self._buffers])
+        # Selected and not multiplied by the flag: the current value may be NaN.
+        foreach_copy_(
+            self._buffers, self._split(torch.where(flag.to(now.device) != 0, self._memory, now))
+        )
+
+    def pairs(self) -> Iterable[tuple[torch.Tensor, torch.Tensor]]:
+        """Return each buffer with its saved value."""
+        return zip(self._buffers, self._before, strict=True)
 
     def _split(self, flat: torch.Tensor) -> list[torch.Tensor]:
-        parts = flat.split(self._sizes)
-        return [part.view(buffer.shape) for part, buffer in zip(parts, self._buffers, strict=True)]
-
-
-class ModuleBuffers:
-    """The buffers of models that a forward pass writes. Which ones is learned by looking, once for each combination of training and evaluation modes."""
-
-    def __init__(self, models: Iterable[nn.Module]) -> None:
-        self._all = list(dict.fromkeys(buffer for model in models for buffer in model.buffers()))
-        self._known: dict[Hashable, list[BufferSnapshot]] = {}
-        self._now: list[BufferSnapshot] = []
-        self._learning: Hashable | None = None
-
-    def learned(self, mode: Hashable) -> bool:
-        """Whether it is known what a forward pass writes in this mode."""
-        return not self._all or mode in self._known
-
-    def save(self, mode: Hashable) -> None:
-        """Note the values before a step."""
-        if self._all:
-            self._learning = None if mode in self._known else mode
-            self._now = self._known.get(mode) or ([] if mode in self._known else _kept(self._all))
-            for kept in self._now:
-                kept.save()
-
-    def look(self) -> None:
-        """After a forward pass in a new mode: see what it wrote."""
-        if self._learning is not None:
-            self._known[self._learning] = _kept(
-                [buffer for kept in self._now for buffer in kept.changed()]
-            )
-            self._learning = None
-
-    @property
-    def tensors(self) -> list[torch.Tensor]:
-        """All buffers of the models, in the order of `saved`."""
-        return self._all
-
-    def saved(self) -> list[torch.Tensor | None]:
-        """The noted values, for a state that is saved in the middle of an update; None for buffers that nothing writes."""
-        noted = {buffer: before.clone() for kept in self._now for buffer, before in kept.saved()}
-        return [noted.get(buffer) for buffer in self._all]
-
-    def load(self, values: list[torch.Tensor | None]) -> None:
-        """Take noted values over."""
-        pairs = [
-            (buffer, value)
-            for buffer, value in zip(self._all, values, strict=True)
-            if value is not None
+        pieces = flat.split(self._sizes)
+        return [
+            piece.view(buffer.shape) for piece, buffer in zip(pieces, self._buffers, strict=True)
         ]
-        before = dict(pairs)
-        self._now = _kept([buffer for buffer, _ in pairs])
-        for kept in self._now:
-            for buffer, part in kept.saved():
-                part.copy_(before[buffer])
-
-    # The flag itself, known to the host or not.
-    def restore(self, bad: torch.Tensor | bool) -> None:  # noqa: FBT001
-        """Put the noted values back if the step was bad."""
-        for kept in self._now:
-            if isinstance(bad, torch.Tensor):
-                kept.restore(bad)
-            elif bad:
-                kept.put_back()
 
 
-def module_modes(
-    modules: Sequence[nn.Module], parameters: Sequence[nn.Parameter]
-) -> tuple[tuple[bool, ...], tuple[bool, ...]]:
-    """What a step may depend on beside its inputs: the modes of modules, and which parameters are trained."""
-    return tuple(map(_TRAINING, modules)), tuple(map(_REQUIRES_GRAD, parameters))
-
-
-def _kept(buffers: Sequence[torch.Tensor]) -> list[BufferSnapshot]:
-    sorted_: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
+def _snapshots(buffers: Sequence[torch.Tensor]) -> list[BufferSnapshot]:
+    groups: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
     for buffer in buffers:
-        sorted_.setdefault((buffer.dtype, buffer.device), []).append(buffer)
-    return [BufferSnapshot(group) for group in sorted_.values()]
+        groups.setdefault((buffer.dtype, buffer.device), []).append(buffer)
+    return [BufferSnapshot(group) for group in groups.values()]
 
 
-_COUNTED = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+_BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 _NAME = "num_batches_tracked"
 
 
 class BatchCounter:
-    """Stands where a layer's counter is while a model runs; a layer does nothing to it but add."""
+    """Replaces a layer's `num_batches_tracked` while a model runs; the layer only adds to it."""
 
     __slots__ = ("count",)
 
     def __init__(self) -> None:
         self.count = 0
 
+    def reset(self) -> None:
+        """Start again from 0."""
+        self.count = 0
+
     def add_(self, number: int) -> BatchCounter:
-        """Note so many."""
+        """Add to the count."""
         self.count += number
         return self
 
 
 class BatchCounters:
-    """The counters of models' batch norms."""
+    """The `num_batches_tracked` buffers of models, incremented together."""
 
     def __init__(self, models: Iterable[nn.Module]) -> None:
         modules = {module: None for model in models for module in model.modules()}
-        # Without a momentum the average is over all batches, and the counter is read. What is a
-        # subclass may do with it what it likes.
-        self._tallied = [
+        # Not without momentum: the average is then over all batches, and the layer reads the
+        # counter. Not subclasses, which may do anything with it.
+        self._counters = [
             (module, BatchCounter())
             for module in modules
-            if type(module) in _COUNTED and module.momentum is not None
+            if type(module) in _BATCH_NORMS and module.momentum is not None
         ]
 
+    def counting(self) -> AbstractContextManager[None]:
+        """Return a context that counts batches on the host and adds them at its end."""
+        return self._counting() if self._counters else nullcontext()
+
     @contextmanager
-    def counting(self) -> Iterator[None]:
-        """Count for as long as this lasts, and add to the counters at the end."""
-        tallied = [
-            (module, tally)
-            for module, tally in self._tallied
+    def _counting(self) -> Iterator[None]:
+        active = [
+            (module, counter)
+            for module, counter in self._counters
             if module.training and module._buffers.get(_NAME) is not None
         ]
-        for module, tally in tallied:
-            tally.count = 0
-            # What an object's own dictionary holds is found before what a module looks up among its
-            # buffers, which stay as they are for everybody else.
-            module.__dict__[_NAME] = tally
+        for module, counter in active:
+            counter.reset()
+            # Python finds an entry of the instance's dictionary before `Module.__getattr__` looks
+            # at the buffers, which stay as they are for all other code.
+            module.__dict__[_NAME] = counter
         try:
             yield
         finally:
-            for module, _ in tallied:
+            for module, _ in active:
                 del module.__dict__[_NAME]
         counted = [
-            (module._buffers[_NAME], tally.count) for module, tally in tallied if tally.count
+            (module._buffers[_NAME], counter.count) for module, counter in active if counter.count
         ]
         if counted:
             buffers, counts = zip(*counted, strict=True)

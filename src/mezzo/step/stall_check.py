@@ -1,15 +1,15 @@
-"""Notice that a captured step skips update after update, and find out whether that is right.
+"""Check a captured step that skips several updates in a row against the eager step.
 
-The gradients of one batch are computed eagerly beside the replay, from the same weights, buffers,
-random numbers and loss scale. If they are finite where the replay skipped, the captured graph is
-wrong: that is an error of mezzo's, which is reported, and training goes on eagerly. If they are
+The gradients of one update are computed eagerly beside the replay, from the same weights, buffers,
+random numbers and loss scale. If they are finite and the replay skipped, the captured graph is
+wrong: that is an error in mezzo, which is reported, and training continues eagerly. If they are
 not, the first parameter with a non-finite gradient is named.
 """
 
 from __future__ import annotations
 
 import warnings
-from typing import Any
+from typing import NamedTuple
 
 import torch
 
@@ -20,118 +20,123 @@ from mezzo.scaling import capture
 from mezzo.scaling.gradients import is_finite, parameters
 from mezzo.scaling.step_result import NO_SOURCE, KnownSource, NonfiniteSource
 from mezzo.step.executor import StepExecutor
+from mezzo.step.inputs import Call
 
 LIMIT = 3
-"""Skipped updates in a row that are looked into."""
+"""Consecutive skipped updates that cause a check."""
+
+
+class _EagerGradient(NamedTuple):
+    """A parameter's optimizer, and its gradient in the eager calls so far."""
+
+    optimizer: Optimizer
+    gradient: torch.Tensor | None
 
 
 class StallCheck:
-    """Compares replays with eager gradients while updates are skipped in a row."""
+    """Compares replays with eager gradients after consecutive skips. Methods are in call order."""
 
-    def __init__(self, engine: StepExecutor) -> None:
-        self._engine = engine
-        # A body that steps by itself cannot be run without updating.
-        self._can_compare = engine.parts.scaler is not None and not engine.rules.takes_update
-        self._eager: dict[torch.Tensor, tuple[Optimizer, torch.Tensor | None]] | None = None
-        """Parameters with their optimizers and the eager gradients of the update under way; None
-        where nothing is compared."""
+    def __init__(self, executor: StepExecutor) -> None:
+        self._executor = executor
+        # A body that takes `update` cannot run without updating.
+        self._can_compare = (
+            executor.components.scaler is not None and not executor.options.takes_update
+        )
+        self._eager: dict[torch.Tensor, _EagerGradient] | None = None
+        """Eager gradients of the current update by parameter; None if it is not compared."""
         self._judged = False
-        """Whether the skips in a row that are under way were looked into."""
+        """Whether the current run of skips was checked."""
         self._warned = False
         self.source: NonfiniteSource = NO_SOURCE
-        """The parameter that was found last."""
+        """The parameter with a non-finite gradient found last."""
 
     def start(self) -> None:
-        """Begin an update: compare it if the last ones were skipped in a row. Does not synchronize: on CUDA the count lags a few steps."""
+        """Begin an update: compare it if the last ones were skipped.
+
+        Does not synchronize: on CUDA the count lags a few steps.
+        """
         self.drop()
         if not self._can_compare:
             return
-        _, consecutive_skips = self._engine.metrics.scale_and_skips()
+        _, consecutive_skips = self._executor.metrics.scale_and_skips()
         if consecutive_skips < LIMIT:
             self._judged = False
         elif not self._judged:
             self._eager = {
-                parameter: (optimizer, None)
-                for optimizer in self._engine.parts.optimizers
+                parameter: _EagerGradient(optimizer, None)
+                for optimizer in self._executor.components.optimizers
                 for parameter in parameters(optimizer)
             }
 
     def drop(self) -> None:
-        """Compare nothing: a call of this update was not replayed."""
+        """Do not compare the current update: one of its calls was not replayed."""
         self._eager = None
 
-    def compute(self, values: tuple[Any, ...]) -> None:
-        """Add up the gradients of a call eagerly; weights, gradients, buffers and random generators stay as they were."""
+    def compute(self, call: Call) -> None:
+        """Add the eager gradients of a call.
+
+        Weights, gradients, buffers and random generators are restored afterwards.
+        """
         if self._eager is None:
             return
-        held, state = (
-            [(parameter, parameter.grad) for parameter in self._eager],
-            rng_state.capture_rng_state(),
-        )
-        buffers = [
-            (buffer, buffer.clone())
-            for model in self._engine.parts.models
-            for buffer in model.buffers()
-        ]
+        gradients = [(parameter, parameter.grad) for parameter in self._eager]
+        rng = rng_state.capture_rng_state()
+        models = self._executor.components.models
+        buffers = [(buffer, buffer.clone()) for model in models for buffer in model.buffers()]
         try:
-            for parameter, (_, gradient) in self._eager.items():
-                parameter.grad = gradient
-            self._engine.compute_gradients(*self._engine.place(values))
+            for parameter, eager in self._eager.items():
+                parameter.grad = eager.gradient
+            self._executor.compute_gradients(self._executor.move_inputs(call))
             self._eager = {
-                parameter: (optimizer, parameter.grad)
-                for parameter, (optimizer, _) in self._eager.items()
+                parameter: _EagerGradient(eager.optimizer, parameter.grad)
+                for parameter, eager in self._eager.items()
             }
         except torch.OutOfMemoryError:
-            # An eager pass needs more memory than a replay. Training goes on without the
-            # comparison.
+            # An eager pass needs more memory than a replay. Training continues unchecked.
             self._eager, self._judged = None, True
         finally:
-            for parameter, gradient in held:
+            for parameter, gradient in gradients:
                 parameter.grad = gradient
             with torch.no_grad():
                 for buffer, before in buffers:
                     buffer.copy_(before)
-            rng_state.restore_rng_state(state)
+            rng_state.restore_rng_state(rng)
 
     def judge(self) -> str | None:
-        """Compare the update that was just replayed with the eager gradients; return what is wrong with the capture, if anything. This synchronizes."""
+        """Compare the replayed update with the eager gradients; return what is wrong, if anything.
+
+        This synchronizes.
+        """
         if self._eager is None:
             return None
         eager, self._eager, self._judged = self._eager, None, True
-        if self._engine.parts.device.type == "cuda":
-            torch.cuda.synchronize(self._engine.parts.device)
-        name, now = self._first_nonfinite(eager), self._engine.metrics.read()
+        device = self._executor.components.device
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        name, metrics = self._first_nonfinite(eager), self._executor.metrics.read()
         self.source = NO_SOURCE if name is None else KnownSource(name)
-        if now.skipped == (name is not None):
+        if metrics.skipped == (name is not None):
             if name is not None:
-                self._warn(name, now.scale)
+                self._warn(name, metrics.scale)
             return None
         if _events.listening():
-            _events.emit(_events.CaptureDisagrees(skipped=now.skipped, parameter=name))
-        found = (
+            _events.emit(_events.CaptureDisagrees(skipped=metrics.skipped, parameter=name))
+        difference = (
             "skipped an update whose gradients are finite"
-            if now.skipped
+            if metrics.skipped
             else f"applied an update although the gradient of {name!r} is not finite"
         )
         return (
-            f"the captured graph {found} when the same batch runs eagerly. This is an error in"
+            f"the captured graph {difference} when the same batch runs eagerly. This is an error in"
             " mezzo: please report it with the model"
         )
 
-    def _first_nonfinite(
-        self, eager: dict[torch.Tensor, tuple[Optimizer, torch.Tensor | None]]
-    ) -> str | None:
-        bad = (
-            parameter
-            for parameter, (_, gradient) in eager.items()
-            if gradient is not None and not is_finite(gradient)
-        )
-        parameter, scaler = next(bad, None), self._engine.parts.scaler
-        return (
-            None
-            if parameter is None or scaler is None
-            else capture.name_of(scaler, parameter, eager[parameter][0])
-        )
+    def _first_nonfinite(self, eager: dict[torch.Tensor, _EagerGradient]) -> str | None:
+        scaler = self._executor.components.scaler
+        for parameter, (optimizer, gradient) in eager.items():
+            if scaler is not None and gradient is not None and not is_finite(gradient):
+                return capture.name_of(scaler, parameter, optimizer)
+        return None
 
     def _warn(self, name: str, scale: float) -> None:
         if _events.listening():

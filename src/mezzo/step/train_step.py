@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import warnings
 from collections.abc import Callable
+from dataclasses import replace
 from functools import update_wrapper
 from typing import Any
 
@@ -19,7 +20,7 @@ from mezzo.prepare.decorate import undecorate
 from mezzo.prepare.ema import refused_while_lent
 from mezzo.prepare.plan import PolicyArg
 from mezzo.scaling.scaler import GradScaler
-from mezzo.step import components, memory_format
+from mezzo.step import memory_format
 from mezzo.step.capture import Runner, runner_for
 from mezzo.step.components import (
     Capture,
@@ -29,55 +30,120 @@ from mezzo.step.components import (
     Scaler,
     Schedulers,
     StepComponents,
+    load_step_state,
     prepare_components,
     restored_on_error,
+    step_state_dict,
 )
 from mezzo.step.executor import AccumulationPhase, Body, StepExecutor, StepOptions
-from mezzo.step.inputs import closure_values, move_inputs
+from mezzo.step.inputs import Call, closure_values, move_inputs
 from mezzo.step.metrics import StepMetrics
 
 
 class Step:
-    """A training step over models and optimizers that are ready."""
+    """Base of training steps. Methods are in the order of one call.
+
+    A call moves the inputs to the device, runs the body (forward pass and loss) in the policy's
+    autocast region, computes scaled gradients and, after `accumulate` calls, updates: check for
+    non-finite gradients, step the optimizers, update the loss scale. Metrics and warnings follow.
+    On a CPU, `StepExecutor` does this eagerly; on CUDA, `CaptureRunner` captures it as a CUDA
+    graph and replays that.
+    """
 
     def __init__(
-        self, parts: StepComponents, body: Body, rules: StepOptions, capture: Capture
+        self, components: StepComponents, body: Body, options: StepOptions, capture: Capture
     ) -> None:
-        self._parts = parts
-        self._engine = StepExecutor(parts, body, rules)
-        self._runner: Runner = runner_for(self._engine, capture)
-        self._capture = capture
-        scaler = parts.scaler
-        self._watches_scale = (
-            scaler is not None
-            and parts.region.computes_in is torch.float16
-            and scaler.get_scale() >= 1.0
-        )
-        """Whether a loss scale below 1 is still to be reported."""
+        self._body, self._capture = body, capture
         self._position = 0
         """Calls since the last update."""
         self._updates = 0
-        parts.decoration.training_steps.add(self)
         self._phases = [
-            AccumulationPhase(place == 0, place + 1 == rules.accumulate)
-            for place in range(rules.accumulate)
+            AccumulationPhase(first=index == 0, last=index + 1 == options.accumulate)
+            for index in range(options.accumulate)
         ]
+        self._build(components, options)
 
-    # -- asking ------------------------------------------------------------------------------------
+    def _build(self, components: StepComponents, options: StepOptions) -> None:
+        """Create the executor and the runner for these components."""
+        self._components = components
+        self._executor = StepExecutor(components, self._body, options)
+        self._runner: Runner = runner_for(self._executor, self._capture)
+        scaler = components.scaler
+        self._checks_small_scale = (
+            scaler is not None
+            and components.region.computes_in is torch.float16
+            and scaler.get_scale() >= 1.0
+        )
+        """Whether to warn when the loss scale falls below 1; at most once."""
+        components.decoration.training_steps.add(self)
 
-    @property
-    def scaler(self) -> GradScaler | None:
-        """The scaler, if there is one."""
-        return self._parts.scaler
+    # -- one call ----------------------------------------------------------------------------------
+
+    def _call(self, call: Call) -> Any:
+        """Run one call, with an update if it is the last of an accumulation."""
+        if self._components.decoration.lent:
+            self._check_not_lent("The training step")
+        phase = self._phases[self._position]
+        returned = self._runner(call, phase)
+        if phase.last:
+            self._position = 0
+            self._finish_update()
+        else:
+            self._position += 1
+        self._executor.metrics.warn_if_nonfinite()
+        if self._checks_small_scale:
+            self._warn_if_scale_small()
+        return returned
+
+    def flush(self) -> None:
+        """Update from the calls since the last update, if there are any.
+
+        Call this at the end of an epoch whose number of batches is not a multiple of `accumulate`.
+        """
+        if self._position:
+            self._check_not_lent("flush()")
+            calls, self._position = self._position, 0
+            self._runner.flush(calls)
+            self._finish_update()
+
+    def _check_not_lent(self, operation: str) -> None:
+        """Raise while the model holds averaged weights."""
+        if self._components.decoration.lent:
+            raise UnsupportedError(refused_while_lent(operation))
+
+    def _finish_update(self) -> None:
+        self._updates += 1
+        self._executor.advance_schedulers()
+
+    def _warn_if_scale_small(self) -> None:
+        """Warn once that skipped updates have lowered the loss scale of a float16 run below 1."""
+        scale, consecutive_skips = self._executor.metrics.scale_and_skips()
+        if scale >= 1.0 or not consecutive_skips:
+            return
+        self._checks_small_scale = False
+        name = self._runner.first_nonfinite()
+        source = f"; the gradient of {name!r} is not finite" if name else ""
+        warnings.warn(
+            f"The loss scale fell to {scale:g}, below 1{source}. The gradients overflow float16"
+            " even without scaling: look for a loss that is summed where it should be averaged, or"
+            " use dtype='bfloat16'.",
+            UserWarning,
+            stacklevel=4,
+        )
+
+    # -- metrics: reading them does not synchronize ------------------------------------------------
 
     @property
     def metrics(self) -> StepMetrics:
-        """What is known of the last finished step. Nothing waits: on a GPU that may be a few steps ago."""
-        return self._engine.metrics.read()
+        """Loss, loss scale and skipped steps of the last finished step.
+
+        Does not synchronize: on CUDA this can lag a few steps.
+        """
+        return self._executor.metrics.read()
 
     @property
     def loss(self) -> float:
-        """The loss of the last finished step."""
+        """Loss of the last finished step."""
         return self.metrics.loss
 
     @property
@@ -87,116 +153,102 @@ class Step:
 
     @property
     def scale(self) -> float:
-        """The loss scale after the last finished update; 1 without a scaler."""
+        """Loss scale after the last finished update; 1 without a scaler."""
         return self.metrics.scale
 
     @property
+    def scaler(self) -> GradScaler | None:
+        """The gradient scaler; None if gradients are not scaled."""
+        return self._components.scaler
+
+    @property
     def position(self) -> int:
-        """Calls since the last update: 0 right after one, less than `accumulate`."""
+        """Calls since the last update: 0 right after one, always less than `accumulate`."""
         return self._position
 
     @property
     def captured(self) -> bool:
-        """Whether steps are replayed as captured programs by now."""
+        """Whether calls are replayed as CUDA graphs by now."""
         return self._runner.captured
 
     @property
     def eager_reason(self) -> str | None:
-        """Why steps run eagerly, where they were to be captured."""
-        return self._runner.reason
+        """Why calls run eagerly although `capture` is not False; None if they are captured."""
+        return self._runner.eager_reason
 
-    # -- stepping ----------------------------------------------------------------------------------
-
-    def flush(self) -> None:
-        """Update from the calls since the last update, if there are any: the last batch of an epoch may be a partial one."""
-        if self._position:
-            self._refuse_lent("flush()")
-            calls, self._position = self._position, 0
-            self._runner.flush(calls)
-            self._updated()
-
-    def _call(self, arguments: tuple[Any, ...], words: dict[str, Any]) -> Any:
-        if self._parts.decoration.lent:
-            self._refuse_lent("The training step")
-        phase = self._phases[self._position]
-        returned = self._runner(arguments, words, phase)
-        if phase.last:
-            self._position = 0
-            self._updated()
-        else:
-            self._position += 1
-        self._engine.metrics.warn_if_nonfinite()
-        if self._watches_scale:
-            self._warn_of_a_small_scale()
-        return returned
-
-    def _warn_of_a_small_scale(self) -> None:
-        """Warn once when skipped updates have brought the loss scale of a float16 run below 1."""
-        scale, in_a_row = self._engine.metrics.scale_and_skips()
-        if scale >= 1.0 or not in_a_row:
-            return
-        self._watches_scale = False
-        name = self._runner.first_nonfinite()
-        where = f"; the gradient of {name!r} is not finite" if name else ""
-        warnings.warn(
-            f"The loss scale fell to {scale:g}, below 1{where}. The gradients overflow float16"
-            " without any scaling: look for a loss that is summed where it should be averaged, or"
-            " use dtype='bfloat16'.",
-            UserWarning,
-            stacklevel=4,
-        )
-
-    def _refuse_lent(self, what: str) -> None:
-        if self._parts.decoration.lent:
-            raise UnsupportedError(refused_while_lent(what))
-
-    def _updated(self) -> None:
-        self._updates += 1
-        self._engine.after_update()
-
-    # -- saving ------------------------------------------------------------------------------------
+    # -- checkpoints -------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """All that a run needs to go on to the bit: models, optimizers, scaler, schedulers, gradients so far, counters, random generators."""
-        self._refuse_lent("state_dict() of a step")
-        return components.step_state_dict(
-            self._parts, self._engine.buffers, position=self._position, updates=self._updates
+        """Return everything needed to resume bit for bit.
+
+        That is the state of models, optimizers, scaler and schedulers, gradients accumulated so
+        far, counters and random generators.
+        """
+        self._check_not_lent("state_dict() of a step")
+        return step_state_dict(
+            self._components,
+            self._executor.buffers,
+            position=self._position,
+            updates=self._updates,
         )
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on from a saved state, the random generators included."""
-        self._refuse_lent("load_state_dict() of a step")
-        self._position, self._updates = components.load_step_state(
-            self._parts, self._engine.buffers, state_dict, self._engine.rules.accumulate
+        """Resume from a saved state, random generators included.
+
+        A state that does not fit raises `CheckpointError` and changes nothing.
+        """
+        self._check_not_lent("load_state_dict() of a step")
+        self._position, self._updates = load_step_state(
+            self._components,
+            self._executor.buffers,
+            state_dict,
+            self._executor.options.accumulate,
         )
-        self._runner.forget()
+        self._runner.drop_graphs()
 
 
-_NOTHING: Any = ()
+_NO_TARGET: Any = ()
 
 
 class TrainStep(Step):
-    """Forward, loss, backward, check, clip, update, recast and new scale: one call, and on CUDA one captured program.
+    """A training step as one call: forward, loss, backward, check, clip, update, new loss scale.
 
-    `step(x, y)` computes `loss_fn(model(x), y)` in the policy's precision, trains on it and gives
-    the loss. A tuple or a dict as `x` is unpacked into the model, a tuple as `y` into the loss;
-    without `y` the loss function gets the model's output alone. A plain pair is decorated as the
-    policy says, a decorated one brings its own.
+    `step(x, y)` computes `loss_fn(model(x), y)` in the policy's precision, trains on it and returns
+    the loss. A tuple or dict `x` is unpacked into the model, a tuple `y` into the loss function;
+    without `y`, the loss function gets the model's output only. On CUDA the call is captured as a
+    CUDA graph after a few warm-up calls, then replayed.
 
-    A scheduler advances after every update that is not skipped. It must be one of torch's whose
-    coming values can be computed, which is checked here: step others, such as `ReduceLROnPlateau`,
-    yourself. Calls never synchronize; reading `optimizer.param_groups`, a state dict or
-    `get_last_lr()` does, once after a call. A group that is kept from an earlier read (`group =
-    optimizer.param_groups[0]`) shows an old rate: read `optimizer.param_groups` again.
+    - `model`, `optimizer`: plain, then they are decorated as `mezzo.decorate` does; or decorated
+      together before, then `policy` and the overrides can be left out.
+    - `loss_fn`: a function of the model's output and the target that returns a loss tensor.
+    - `policy`: a level such as `"O1"` (the default) or `"O2"`, a preset's name or a `mezzo.Policy`.
+      Further keyword arguments override its fields, such as `dtype="bfloat16"`.
+    - `scaler`: a `mezzo.GradScaler`; None creates one if the dtype is float16, False uses none.
+    - `clip_norm`: the largest norm of all gradients together; larger ones are scaled down to it.
+    - `accumulate`: calls for each update. `flush()` updates from fewer.
+    - `accumulate_reduction`: `"mean"` averages the gradients of these calls, `"sum"` adds them.
+    - `scheduler`: a learning-rate scheduler, or one for each optimizer. It advances after each
+      update that is not skipped. It must be one of torch's whose future values can be computed;
+      step others, such as `ReduceLROnPlateau`, yourself.
+    - `capture`: `"auto"` captures where that is possible and warns where it is not, True raises
+      `UnsupportedError` instead, False always runs eagerly.
+    - `compile`: whether to run the model through `torch.compile`.
+    - `channels_last`: `"auto"` converts a convolutional model on CUDA if the first batch shows that
+      this is faster, True converts it, False does not. `channels_last_reason` explains the choice.
 
-    A captured program sees new inputs, shapes, modes, rates and other numbers of the optimizer's
-    groups, and plain values that the loss function refers to. Other attributes of modules, such as
-    a dropout's `p`, and Python values that a model looks at are those of the capture.
+    Calls do not synchronize. Reading `optimizer.param_groups`, a state dict or `get_last_lr()`
+    does, once after a call. A group kept from an earlier read (`group = optimizer.param_groups[0]`)
+    shows an old learning rate: read `optimizer.param_groups` again.
+
+    A captured step follows changes of inputs, shapes, train and eval modes, learning rates and
+    other numbers of the optimizer's groups, and plain values that the loss function closes over.
+    Other attributes of modules, such as a dropout's `p`, and Python values that a model reads keep
+    the values they had at the capture.
 
     >>> import mezzo
     >>> model = nn.Linear(4, 2)
     >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    >>> step = mezzo.TrainStep(model, nn.functional.mse_loss, optimizer, "O2", dtype="bfloat16", clip_norm=1.0)
+    >>> step = mezzo.TrainStep(model, nn.functional.mse_loss, optimizer, "O2", dtype="bfloat16")
     >>> losses = [float(step(torch.ones(8, 4), torch.zeros(8, 2))) for _ in range(20)]
     >>> losses[-1] < losses[0], step.skipped
     (True, False)
@@ -215,7 +267,7 @@ class TrainStep(Step):
         accumulate_reduction: str | Reduction = Reduction.MEAN,
         scheduler: Schedulers = None,
         capture: str | bool | Capture = Capture.AUTO,
-        compile: bool = False,  # noqa: A002 - torch's word
+        compile: bool = False,  # noqa: A002 - torch's name
         channels_last: str | bool | Layout = Layout.AUTO,
         **overrides: Any,
     ) -> None:
@@ -224,138 +276,111 @@ class TrainStep(Step):
                 f"loss_fn={loss_fn!r} cannot be called. Pass a function of the model's output and"
                 " the target, such as nn.CrossEntropyLoss()."
             )
-        rules = StepOptions(count_of(accumulate), Reduction.parse(accumulate_reduction))
-        self._asked, self._words = PrecisionArgs(policy, clip_norm, overrides), (scaler, scheduler)
-        wanted = Layout.parse(channels_last)  # type: ignore[arg-type]
+        calls, reduction = check_accumulate(accumulate), Reduction.parse(accumulate_reduction)
+        layout = Layout.parse(channels_last)  # type: ignore[arg-type]
         capture = Capture.parse(capture)  # type: ignore[arg-type]
-        self._layout = memory_format.decide(model, wanted)
         self.model, self.optimizer, self.loss_fn = model, optimizer, loss_fn
-        self._called: Any = _compiled(model) if compile else model
+        self._precision = PrecisionArgs(policy, clip_norm, overrides)
+        self._scheduler = scheduler
+        self._layout = memory_format.decide(model, layout)
+        self._forward: Any = _compile(model) if compile else model
+        options = StepOptions(
+            calls,
+            reduction,
+            closure_values=closure_values(loss_fn),
+            casts_first_input=True,
+            channels_last=bool(self._layout.channels_last),
+        )
         with restored_on_error(model, optimizer):
-            if wanted is Layout.ON:
+            if layout is Layout.ON:
                 memory_format.channels_last(model)
-            super().__init__(
-                prepare_components(model, optimizer, self._asked, scaler, scheduler),
-                self._body,
-                rules,
-                capture,
-            )
-        self._engine.closure_values, self._engine.casts_first_input = closure_values(loss_fn), True
-        self._engine.channels_last = bool(self._layout.channels_last)
+            components = prepare_components(model, optimizer, self._precision, scaler, scheduler)
+            super().__init__(components, self._compute_loss, options, capture)
         if self._layout.channels_last is not None:
-            self._tell_layout()
+            self._emit_layout()
 
-    @property
-    def channels_last_reason(self) -> str:
-        """Why the model has its channels last, or has not."""
-        return self._layout.reason
-
-    def __call__(self, x: Any, y: Any = _NOTHING) -> torch.Tensor:
-        """Train on a batch, and give its loss: a copy that is the caller's own."""
-        arguments = (x,) if y is _NOTHING else (x, y)
+    def __call__(self, x: Any, y: Any = _NO_TARGET) -> torch.Tensor:
+        """Train on one batch and return a copy of its loss. Does not synchronize."""
+        args = (x,) if y is _NO_TARGET else (x, y)
         if self._layout.channels_last is None:
-            self._measure_layout(arguments)
-        loss: torch.Tensor = self._call(arguments, {})
+            self._measure_layout(args)
+        loss: torch.Tensor = self._call(Call(args, {}))
         return loss
 
-    def _body(self, x: Any, y: Any = _NOTHING) -> torch.Tensor:
-        return self._loss(self._called, x, y)
-
-    def _loss(self, model: Any, x: Any, y: Any = _NOTHING) -> torch.Tensor:
+    def _compute_loss(
+        self, x: Any, y: Any = _NO_TARGET, *, model: nn.Module | None = None
+    ) -> torch.Tensor:
+        """Run the forward pass and the loss function: the body of the step."""
+        forward = self._forward if model is None else model
         if isinstance(x, dict):
-            outputs = model(**x)
+            outputs = forward(**x)
         else:
-            outputs = model(*x) if isinstance(x, tuple) else model(x)
+            outputs = forward(*x) if isinstance(x, tuple) else forward(x)
         loss = self.loss_fn(outputs, *y) if isinstance(y, tuple) else self.loss_fn(outputs, y)
         if not isinstance(loss, torch.Tensor):
             raise PolicyError(
-                f"The loss function gave {type(loss).__name__}, not a tensor. Return the loss"
+                f"The loss function returned {type(loss).__name__}, not a tensor. Return the loss"
                 " itself, without .item()."
             )
         return loss
 
-    # -- layout ------------------------------------------------------------------------------------
+    # -- memory format -----------------------------------------------------------------------------
 
-    def _measure_layout(self, arguments: tuple[Any, ...]) -> None:
-        """Decide by the first batch, before anything was trained."""
-        region, inputs = (
-            self._parts.region,
-            [
-                move_inputs(arguments, self._parts.device, channels_last=last)
-                for last in (False, True)
-            ],
-        )
+    @property
+    def channels_last_reason(self) -> str:
+        """Why the model is or is not converted to channels_last."""
+        return self._layout.reason
+
+    def _measure_layout(self, args: tuple[Any, ...]) -> None:
+        """Choose the memory format by timing the first batch, before the first update."""
+        region, device = self._components.region, self._components.device
+        inputs = [move_inputs(args, device, channels_last=last) for last in (False, True)]
 
         def run(model: nn.Module, last: bool) -> torch.Tensor:  # noqa: FBT001
             with enter_regions(region):
-                return self._loss(model, *inputs[last])
+                return self._compute_loss(*inputs[last], model=model)
 
-        self._layout = memory_format.measure(
-            self.model,
-            run,
-            captured=self._capture is not Capture.OFF and self._runner.reason is None,
-        )
+        captured = self._capture is not Capture.OFF and self._runner.eager_reason is None
+        self._layout = memory_format.measure(self.model, run, captured=captured)
         if self._layout.channels_last:
-            self._rebuild(self._converted())
-        self._tell_layout()
+            self._build(self._convert_model(), replace(self._executor.options, channels_last=True))
+        self._emit_layout()
 
-    def _converted(self) -> StepComponents:
-        """The parts again, with the model converted: layouts come before exact weights."""
+    def _convert_model(self) -> StepComponents:
+        """Convert the model to channels_last and decorate it again.
+
+        Master weights and optimizer states take the memory format of the parameters.
+        """
+        scaler = self._components.scaler
         undecorate(self.model)
         memory_format.channels_last(self.model)
         return prepare_components(
-            self.model, self.optimizer, self._asked, self._parts.scaler or False, self._words[1]
+            self.model, self.optimizer, self._precision, scaler or False, self._scheduler
         )
 
-    def _rebuild(self, parts: StepComponents) -> None:
-        seen, rules, capture = self._engine.closure_values, self._engine.rules, self._capture
-        super().__init__(parts, self._body, rules, capture)
-        self._engine.closure_values, self._engine.channels_last, self._engine.casts_first_input = (
-            seen,
-            True,
-            True,
-        )
-
-    def _tell_layout(self) -> None:
+    def _emit_layout(self) -> None:
         if _events.listening():
             _events.emit(
                 _events.LayoutChosen(bool(self._layout.channels_last), self._layout.reason)
             )
 
 
-def _compiled(model: nn.Module) -> Any:
-    # Inductor takes a while to import.
-    from mezzo.step.inductor_pass import compiled  # noqa: PLC0415
-
-    return compiled(model)
-
-
-def count_of(accumulate: int) -> int:
-    """A number of calls, or an error."""
-    if isinstance(accumulate, bool) or not isinstance(accumulate, int) or accumulate < 1:
-        raise PolicyError(
-            f"accumulate={accumulate!r}: it must be a number of calls for each update, 1 or more."
-        )
-    return accumulate
-
-
-HANDLE = "update"
-"""A body whose first parameter has this name is handed what updates single optimizers."""
-
-
 class FunctionStep(Step):
-    """A training step whose body is a function; called like the function."""
+    """A training step whose body is a user's function; it is called like the function."""
 
     def __init__(
-        self, body: Callable[..., Any], parts: StepComponents, rules: StepOptions, capture: Capture
+        self,
+        body: Callable[..., Any],
+        components: StepComponents,
+        options: StepOptions,
+        capture: Capture,
     ) -> None:
-        super().__init__(parts, body, rules, capture)
-        self._engine.closure_values = closure_values(body)
+        super().__init__(components, body, options, capture)
         update_wrapper(self, body)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Train on a batch, and give copies of what the body returns."""
-        return self._call(args, kwargs)
+        """Train on one batch and return detached copies of what the function returned."""
+        return self._call(Call(args, kwargs))
 
 
 def train_step(
@@ -371,11 +396,16 @@ def train_step(
     capture: str | bool | Capture = Capture.AUTO,
     **overrides: Any,
 ) -> Callable[[Callable[..., Any]], FunctionStep]:
-    """Make a training step of a function that computes a loss.
+    """Make a training step from a function that computes a loss; use as a decorator.
 
-    The function returns the loss, and gradients, update and scaling follow; or it calls
-    `loss.backward()` itself, as often as it likes, and returns what it likes. Every optimizer that
-    got gradients is then stepped.
+    The function returns the loss, and backward, update and scaling follow. Or it calls
+    `loss.backward()` itself, any number of times, and returns anything. Then every optimizer whose
+    parameters have gradients is stepped.
+
+    - `models`, `optimizers`: one or a list of each. Plain ones are decorated; decorated ones must
+      have been decorated together.
+    - The other arguments are those of `TrainStep`; `scheduler` may be a list with at most one
+      scheduler for each optimizer.
 
     >>> import mezzo, torch
     >>> from torch import nn
@@ -387,9 +417,9 @@ def train_step(
     >>> bool(step(torch.ones(8, 4)) > step(torch.ones(8, 4)))
     True
 
-    Where an optimizer is to step in the middle of the body, as those of a GAN, the function takes
-    `update` first: `update(loss, optimizer)` computes gradients for the parameters of this
-    optimizer alone, and steps it.
+    To step an optimizer in the middle of the function, as GANs do, take `update` as the first
+    parameter: `update(loss, optimizer)` computes gradients for the parameters of this optimizer
+    only, and steps it.
 
         @mezzo.train_step(models=[generator, critic], optimizers=[of_generator, of_critic])
         def step(update, real, noise):
@@ -400,37 +430,63 @@ def train_step(
             update(loss, of_generator)
             return loss, loss_critic
     """
-    rules = (count_of(accumulate), Reduction.parse(accumulate_reduction))
-    chosen = Capture.parse(capture)  # type: ignore[arg-type]
+    calls, reduction = check_accumulate(accumulate), Reduction.parse(accumulate_reduction)
+    parsed_capture = Capture.parse(capture)  # type: ignore[arg-type]
+    precision = PrecisionArgs(policy, clip_norm, overrides)
 
     def make(body: Callable[..., Any]) -> FunctionStep:
-        handed = _takes_update(body)
-        if handed and accumulate > 1:
+        takes_update = _takes_update(body)
+        if takes_update and calls > 1:
             raise PolicyError(
-                f"A body that takes {HANDLE!r} steps there and then, and accumulate={accumulate}"
-                " would not. Return the loss instead."
+                f"The function takes {_UPDATE!r}, which steps at once and cannot accumulate, got"
+                f" accumulate={accumulate}. Use accumulate=1, or return the loss instead."
             )
+        options = StepOptions(
+            calls,
+            reduction,
+            custom_body=True,
+            takes_update=takes_update,
+            closure_values=closure_values(body),
+        )
         with restored_on_error(models, optimizers):
-            parts = prepare_components(
-                models, optimizers, PrecisionArgs(policy, clip_norm, overrides), scaler, scheduler
-            )
-            return FunctionStep(
-                body, parts, StepOptions(*rules, custom_body=True, takes_update=handed), chosen
-            )
+            components = prepare_components(models, optimizers, precision, scaler, scheduler)
+            return FunctionStep(body, components, options, parsed_capture)
 
     return make
 
 
+_UPDATE = "update"
+"""Name of a first parameter that receives the function which steps single optimizers."""
+
+
 def _takes_update(body: Any) -> bool:
+    """Check the body of a step; return whether its first parameter is `update`."""
     if not callable(body):
         raise PolicyError(
-            f"train_step(...) makes a step of a function, got {body!r}. Write"
-            " @mezzo.train_step(models=..., optimizers=...) above it."
+            f"train_step(...) decorates a function, got {body!r}. Write"
+            " @mezzo.train_step(models=..., optimizers=...) above one."
         )
     if inspect.iscoroutinefunction(body) or inspect.isgeneratorfunction(body):
         raise PolicyError(
-            f"{body.__name__} is a generator or a coroutine, which runs on after it was called."
-            " Pass a plain function."
+            f"{body.__name__} is a generator or a coroutine function, which does not run when it is"
+            " called. Pass a plain function."
         )
     names = list(inspect.signature(body).parameters)
-    return bool(names) and names[0] == HANDLE
+    return bool(names) and names[0] == _UPDATE
+
+
+def check_accumulate(accumulate: int) -> int:
+    """Return the number of calls for each update; raise `PolicyError` unless it is one."""
+    if isinstance(accumulate, bool) or not isinstance(accumulate, int) or accumulate < 1:
+        raise PolicyError(
+            f"accumulate={accumulate!r} is not a number of calls for each update. Pass an integer"
+            " of 1 or more."
+        )
+    return accumulate
+
+
+def _compile(model: nn.Module) -> Any:
+    # Imported here: Inductor is slow to import.
+    from mezzo.step.inductor_pass import compiled  # noqa: PLC0415
+
+    return compiled(model)

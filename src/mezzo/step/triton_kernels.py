@@ -1,111 +1,109 @@
-"""Triton kernels of a step: write metrics, read inputs by pointer, pool images with channels last."""
+"""Triton kernels of a step: write metrics, read inputs by pointer, max pooling in channels_last."""
 
 from __future__ import annotations
 
 import triton  # type: ignore[import-untyped]
 import triton.language as tl  # type: ignore[import-untyped]
 
-# mypy and ruff: kernels are not Python, and take pointers, numbers and constants without annotations that would mean anything.
-# mypy: disable-error-code="no-untyped-def,untyped-decorator"
-# ruff: noqa: ANN001, ANN201, PLR2004
-
-
-# Not specialized: a launch through the compiled kernel then fits any addresses.
-@triton.jit(do_not_specialize=["board", "loss", "found", "shown"])
-def metrics_kernel(
-    board,  # float32 [5]: loss, whether skipped, scale, skipped steps, skipped steps in a row
-    loss,
-    found,  # float32
-    shown,  # float32 [4]: scale, skipped steps, skipped steps in a row, and one more
-    dtype: tl.constexpr,  # of the loss
-    has_loss: tl.constexpr,
-):
-    """Write the numbers side by side."""
-    lane = tl.arange(0, 8)
-    values = tl.load(shown + lane - 2, mask=(lane >= 2) & (lane < 5), other=0.0)
-    values = tl.where(lane == 1, tl.load(found), values)
-    if has_loss:
-        values = tl.where(
-            lane == 0, tl.load(loss.to(tl.pointer_type(dtype))).to(tl.float32), values
-        )
-        tl.store(board + lane, values, mask=lane < 5)
-    else:
-        tl.store(board + lane, values, mask=(lane > 0) & (lane < 5))
-
-
-# mypy and ruff: kernels are not Python, and take pointers, numbers and constants without annotations that would mean anything.
+# Kernels are not Python: annotations of pointers, numbers and constants would mean nothing.
 # mypy: disable-error-code="no-untyped-def,untyped-decorator"
 # ruff: noqa: ANN001, ANN201
 
 
-# Not specialized: a launch through the compiled kernel then fits any addresses and counts.
-@triton.jit(do_not_specialize=["box", "letter", "count", "width"])
+# Not specialized: the compiled kernel can then be launched with any addresses.
+@triton.jit(do_not_specialize=["memory", "loss", "flag", "counters"])
+def metrics_kernel(
+    memory,  # float32 [size], pinned: see `MetricIndex`
+    loss,
+    flag,  # float32: 1 if the step was skipped
+    counters,  # float32 [4]: scale, skipped steps, consecutive skips, and one that is not copied
+    dtype: tl.constexpr,  # of the loss
+    has_loss: tl.constexpr,
+    loss_index: tl.constexpr,
+    skipped_index: tl.constexpr,
+    scale_index: tl.constexpr,  # where the counters go, up to the end
+    size: tl.constexpr,
+):
+    """Write the metrics of a step to pinned memory; without a loss, leave the old one there."""
+    lane = tl.arange(0, 8)
+    is_counter = (lane >= scale_index) & (lane < size)
+    values = tl.load(counters + lane - scale_index, mask=is_counter, other=0.0)
+    values = tl.where(lane == skipped_index, tl.load(flag), values)
+    if has_loss:
+        loaded = tl.load(loss.to(tl.pointer_type(dtype))).to(tl.float32)
+        values = tl.where(lane == loss_index, loaded, values)
+        tl.store(memory + lane, values, mask=lane < size)
+    else:
+        tl.store(memory + lane, values, mask=(lane != loss_index) & (lane < size))
+
+
+# Not specialized: the compiled kernels can then be launched with any addresses and counts.
+@triton.jit(do_not_specialize=["ring", "record", "count", "width"])
 def read_record(
-    box,  # int64 [1 + slots × width] of the host: letters that were done, and the letters
-    letter,  # int64 [width]: addresses
-    count,  # int64: letters that were done
+    ring,  # int64 [1 + slots × width], pinned: the number of records done, then the records
+    record,  # int64 [width]: addresses
+    count,  # int64: records done
     width,
     slots: tl.constexpr,
     block: tl.constexpr,  # at least `width`
 ):
-    """Fetch the next letter. One program does, in one request: the host's memory is far away, and others would ask for it thousands of times."""
+    """Copy the next record to the device.
+
+    One program does this in one request: host memory is slow, and the programs that copy inputs
+    would read it thousands of times.
+    """
     lane = tl.arange(0, block)
-    row = box + 1 + (tl.load(count) % slots) * width
-    tl.store(letter + lane, tl.load(row + lane, mask=lane < width, other=0), mask=lane < width)
+    row = ring + 1 + (tl.load(count) % slots) * width
+    tl.store(record + lane, tl.load(row + lane, mask=lane < width, other=0), mask=lane < width)
 
 
-@triton.jit(do_not_specialize=["letter", "buffer", "size", "place"])
+@triton.jit(do_not_specialize=["record", "buffer", "size", "index"])
 def load_input(
-    letter,
+    record,
     buffer,
     size,  # elements
-    place,  # of the input's address in the letter
+    index,  # of the input's address in the record
     dtype: tl.constexpr,  # of the input, which is aligned to 16 bytes as the buffer is
-    held: tl.constexpr,  # of the buffer
+    buffer_dtype: tl.constexpr,
     chunk: tl.constexpr,
 ):
-    """Copy an input into its buffer."""
-    address = tl.load(letter + place)
+    """Copy an input into its static buffer."""
+    address = tl.load(record + index)
     # 64 bits: a tensor may have more than 2^31 bytes.
     start = tl.program_id(0).to(tl.int64) * chunk
     within = tl.arange(0, chunk)
     source = tl.multiple_of(address.to(tl.pointer_type(dtype)) + start, 16) + within
     target = tl.multiple_of(buffer + start, 16) + within
     if size - start >= chunk:
-        tl.store(target, tl.load(source).to(held))
+        tl.store(target, tl.load(source).to(buffer_dtype))
     else:
         mask = within < size - start
-        tl.store(target, tl.load(source, mask=mask, other=0).to(held), mask=mask)
+        tl.store(target, tl.load(source, mask=mask, other=0).to(buffer_dtype), mask=mask)
 
 
-@triton.jit(do_not_specialize=["box", "letter", "count", "loss", "place"])
+@triton.jit(do_not_specialize=["ring", "record", "count", "loss", "index"])
 def store_loss(
-    box,
-    letter,
+    ring,
+    record,
     count,
     loss,  # float32
-    place,
+    index,  # of the loss's address in the record
 ):
-    """Put the loss where the letter wants it, if it does, and note that the letter is done."""
-    address = tl.load(letter + place)
+    """Store the loss at its address, unless that is 0; mark the record as done."""
+    address = tl.load(record + index)
     if address != 0:
         tl.store(address.to(tl.pointer_type(tl.float32)), tl.load(loss))
-    # One thread stores, and what it loaded before is the old count; what others load is not used.
+    # One thread stores, and it has loaded the old count; what other threads load is not used.
     done = tl.load(count) + 1
     tl.store(count, done)
-    tl.store(box, done)
-
-
-# mypy and ruff: kernels are not Python, and take pointers, numbers and constants without annotations that would mean anything.
-# mypy: disable-error-code="no-untyped-def,untyped-decorator"
-# ruff: noqa: ANN001, ANN201
+    tl.store(ring, done)
 
 
 @triton.jit
 def pool_kernel(
     x,  # [images, rows, columns, channels]
     out,  # [images, out_rows, out_columns, channels]
-    places,  # int8, of the same shape: where in its window each maximum was
+    positions,  # int8, of the same shape: where in its window each maximum is
     rows,
     columns,
     out_rows,
@@ -120,14 +118,17 @@ def pool_kernel(
     block_columns: tl.constexpr,
     block_channels: tl.constexpr,
 ):
-    """The first of the largest values of each window; a NaN is larger than anything, and the last of several counts, as torch has it."""
+    """Compute the maximum of each window and its position, as torch does.
+
+    Of equal values the first counts. A NaN is larger than anything; of several the last counts.
+    """
     image, out_row = tl.program_id(0) // out_rows, tl.program_id(0) % out_rows
     out_column = tl.program_id(1) * block_columns + tl.arange(0, block_columns)[:, None]
     channel = tl.program_id(2) * block_channels + tl.arange(0, block_channels)[None, :]
-    inside, known = out_column < out_columns, channel < channels
+    in_image, in_channels = out_column < out_columns, channel < channels
     top, left = out_row * row_stride - row_padding, out_column * column_stride - column_padding
-    # Where a window has nothing but -inf its first value counts that is in the image.
-    place = (
+    # In a window of nothing but -inf, the first value inside the image counts.
+    position = (
         tl.maximum(-top, 0) * kernel_columns
         + tl.maximum(-left, 0)
         + tl.zeros([block_columns, block_channels], tl.int32)
@@ -136,25 +137,29 @@ def pool_kernel(
     for i in tl.static_range(kernel_rows):
         row = top + i
         first = (image * rows + row).to(tl.int64) * columns * channels
-        in_row = inside & (row >= 0) & (row < rows)
+        in_row = in_image & (row >= 0) & (row < rows)
         for j in tl.static_range(kernel_columns):
             column = left + j
-            there = in_row & (column >= 0) & (column < columns)
+            valid = in_row & (column >= 0) & (column < columns)
             value = tl.load(
-                x + first + (column * channels + channel), mask=there & known, other=float("-inf")
+                x + first + (column * channels + channel),
+                mask=valid & in_channels,
+                other=float("-inf"),
             ).to(tl.float32)
             wins = (value > best) | (value != value)  # noqa: PLR0124 - a NaN differs from itself
             best = tl.where(wins, value, best)
-            place = tl.where(wins, i * kernel_columns + j, place)
-    at = tl.program_id(0).to(tl.int64) * out_columns * channels + (out_column * channels + channel)
-    tl.store(out + at, best.to(out.dtype.element_ty), mask=inside & known)
-    tl.store(places + at, place.to(tl.int8), mask=inside & known)
+            position = tl.where(wins, i * kernel_columns + j, position)
+    offset = tl.program_id(0).to(tl.int64) * out_columns * channels + (
+        out_column * channels + channel
+    )
+    tl.store(out + offset, best.to(out.dtype.element_ty), mask=in_image & in_channels)
+    tl.store(positions + offset, position.to(tl.int8), mask=in_image & in_channels)
 
 
 @triton.jit
 def pool_backward_kernel(
-    given,  # [images, out_rows, out_columns, channels]
-    places,  # int8, of the same shape
+    out_gradient,  # [images, out_rows, out_columns, channels]
+    positions,  # int8, of the same shape
     out,  # [images, rows, columns, channels]
     rows,
     columns,
@@ -170,10 +175,10 @@ def pool_backward_kernel(
     block_columns: tl.constexpr,
     block_channels: tl.constexpr,
 ):
-    """What each value gets from the windows whose maximum it was, in an order that never changes.
+    """Add the gradients of the windows whose maximum each value is, in a fixed order.
 
-    A program's columns are a stride apart: all are at the same places of their windows, and windows
-    that have no such place are not looked at.
+    A program's columns are a stride apart: all have the same positions in their windows, and
+    windows without such a position are not read.
     """
     image, row = tl.program_id(0) // rows, tl.program_id(0) % rows
     phase, chunk = tl.program_id(1) % column_stride, tl.program_id(1) // column_stride
@@ -181,23 +186,23 @@ def pool_backward_kernel(
     column = number * column_stride + phase
     channel = tl.program_id(2) * block_channels + tl.arange(0, block_channels)[None, :]
     inside = (column < columns) & (channel < channels)
-    last_row, last_column = (
-        (row + row_padding) // row_stride,
-        number + (phase + column_padding) // column_stride,
-    )
+    last_row = (row + row_padding) // row_stride
+    last_column = number + (phase + column_padding) // column_stride
     total = tl.zeros([block_columns, block_channels], tl.float32)
     for i in tl.static_range((kernel_rows + row_stride - 1) // row_stride):
-        out_row, below = last_row - i, (row + row_padding) % row_stride + i * row_stride
-        if (out_row >= 0) & (out_row < out_rows) & (below < kernel_rows):
+        out_row = last_row - i
+        window_row = (row + row_padding) % row_stride + i * row_stride
+        if (out_row >= 0) & (out_row < out_rows) & (window_row < kernel_rows):
             first = (image * out_rows + out_row).to(tl.int64) * out_columns * channels
             for j in tl.static_range((kernel_columns + column_stride - 1) // column_stride):
-                beside = (phase + column_padding) % column_stride + j * column_stride
-                if beside < kernel_columns:
+                window_column = (phase + column_padding) % column_stride + j * column_stride
+                if window_column < kernel_columns:
                     out_column = last_column - j
-                    there = inside & (out_column >= 0) & (out_column < out_columns)
-                    at = first + (out_column * channels + channel)
-                    place = tl.load(places + at, mask=there, other=-1).to(tl.int32)
-                    gradient = tl.load(given + at, mask=there, other=0.0).to(tl.float32)
-                    total += tl.where(place == below * kernel_columns + beside, gradient, 0.0)
-    at = tl.program_id(0).to(tl.int64) * columns * channels + (column * channels + channel)
-    tl.store(out + at, total.to(out.dtype.element_ty), mask=inside)
+                    valid = inside & (out_column >= 0) & (out_column < out_columns)
+                    offset = first + (out_column * channels + channel)
+                    position = tl.load(positions + offset, mask=valid, other=-1).to(tl.int32)
+                    gradient = tl.load(out_gradient + offset, mask=valid, other=0.0).to(tl.float32)
+                    is_maximum = position == window_row * kernel_columns + window_column
+                    total += tl.where(is_maximum, gradient, 0.0)
+    offset = tl.program_id(0).to(tl.int64) * columns * channels + (column * channels + channel)
+    tl.store(out + offset, total.to(out.dtype.element_ty), mask=inside)

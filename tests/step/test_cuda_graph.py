@@ -1,0 +1,94 @@
+"""Replay of a captured graph, and host reads. `tests/gpu` shows that graphs are captured."""
+
+from __future__ import annotations
+
+import traceback
+import warnings
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+
+from mezzo import _launch
+from mezzo.step import cuda_graph
+from mezzo.step.cuda_graph import CapturedGraph
+
+
+class DoublingGraph:
+    """Replaces a CUDA graph: doubles what is in the input buffer."""
+
+    def __init__(self, source, target):
+        self.source, self.target = source, target
+
+    def replay(self):
+        self.target.copy_(self.source * 2)
+
+
+def test_inputs_are_copied_in_and_outputs_are_copies():
+    source, target = torch.zeros(2), torch.zeros(2)
+    graph = CapturedGraph(DoublingGraph(source, target), [source], {"out": target})
+    first = graph.replay([torch.ones(2)])["out"]
+    second = graph.replay([torch.full((2,), 3.0)])["out"]
+    assert first.tolist() == [2.0, 2.0]
+    assert second.tolist() == [6.0, 6.0]
+
+
+def test_a_graph_may_have_no_inputs():
+    source, target = torch.ones(1), torch.zeros(1)
+    assert CapturedGraph(DoublingGraph(source, target), [], target).replay([]).tolist() == [2.0]
+
+
+class TestIsCurrentStreamCapturing:
+    @pytest.fixture(autouse=True)
+    def _capturing(self, monkeypatch):
+        monkeypatch.setattr(cuda_graph, "_is_capturing", lambda: True)
+
+    def test_it_is_false_for_model_code_in_the_capturing_thread_only(self):
+        with cuda_graph.report_eager():
+            here = torch.cuda.is_current_stream_capturing()
+            with ThreadPoolExecutor(1) as pool:
+                there = pool.submit(lambda: torch.cuda.is_current_stream_capturing()).result()
+        assert (here, there) == (False, True)
+
+    def test_it_is_true_for_torch_and_mezzo(self):
+        with cuda_graph.report_eager():
+            assert _launch.is_capturing(torch.device("cuda"))
+            assert eval(
+                "torch.cuda.is_current_stream_capturing()",
+                {"torch": torch, "__name__": "torch.nn.modules._functions"},
+            )
+
+    def test_it_is_restored_when_the_last_capture_ends(self):
+        with pytest.raises(RuntimeError), cuda_graph.report_eager(), cuda_graph.report_eager():
+            raise RuntimeError
+        assert torch.cuda.is_current_stream_capturing() is True
+        assert torch.cuda.is_current_stream_capturing is cuda_graph._is_capturing
+
+
+class TestHostReads:
+    def test_the_line_of_user_code_is_named(self):
+        lines = []
+
+        class Recording(torch.Tensor):
+            @classmethod
+            def __torch_function__(cls, *_, **__):
+                lines.append(cuda_graph.user_line(traceback.extract_stack()))
+                return 0
+
+        torch.nn.functional.relu(torch.ones(1).as_subclass(Recording))
+        assert "test_cuda_graph.py" in lines[0]
+
+    def test_reads_are_collected_and_other_warnings_pass(self, monkeypatch):
+        modes = ["default"]
+        monkeypatch.setattr(torch.cuda, "get_sync_debug_mode", lambda: modes[-1])
+        monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", modes.append)
+        with warnings.catch_warnings(record=True) as warned:
+            warnings.simplefilter("always")
+            with cuda_graph.find_host_syncs() as lines:
+                warnings.warn("called a synchronizing CUDA operation", UserWarning, stacklevel=1)
+                warnings.warn("something else", UserWarning, stacklevel=1)
+        assert len(lines) == 1
+        assert "test_cuda_graph.py" in lines[0]
+        assert "called a synchronizing" in lines[0]
+        assert [str(one.message) for one in warned] == ["something else"]
+        assert modes == ["default", "warn", "default"]
