@@ -71,3 +71,38 @@ def test_words_of_the_old_style_do_not_come_back():
         if word.lower() in AVOIDED
     ]
     assert not found, "\n".join([f"{len(found)} places", *found])
+
+
+CONTRIBUTING = (ROOT / "CONTRIBUTING.md").read_text()
+SOURCE = ROOT / "src" / "mezzo"
+
+
+def core_modules():
+    for path in sorted(SOURCE.rglob("*.py")):
+        name = path.relative_to(SOURCE).with_suffix("").as_posix()
+        if not name.startswith("compat/") and not name.endswith("__init__"):
+            yield name
+
+
+def test_contributing_describes_every_module_of_the_core():
+    expected = []
+    for name in core_modules():
+        summary = ast.get_docstring(ast.parse((SOURCE / f"{name}.py").read_text()))
+        shown = name if name.startswith("_") else name.partition("/")[2]
+        expected.append(f"| `{shown}` | {' '.join(summary.split(chr(10) * 2)[0].split())[:-1]} |")
+    assert [row for row in expected if row not in CONTRIBUTING] == []
+
+
+def test_the_walks_in_contributing_name_existing_functions():
+    walks = CONTRIBUTING.partition("## Three walks")[2].partition("## The tree")[0]
+    stops = re.findall(r"`([a-z_]+(?:/[a-z_]+)?)`: ((?:`[\w.]+`,? ?)+)", walks)
+    assert len(stops) >= 28
+    for module, functions in stops:
+        tree = ast.parse((SOURCE / f"{module}.py").read_text())
+        names = set()
+        for node in tree.body:
+            if isinstance(node, ast.FunctionDef | ast.ClassDef):
+                names.add(node.name)
+                names |= {f"{node.name}.{part.name}" for part in node.body if hasattr(part, "name")}
+        assert set(re.findall(r"`([\w.]+)`", functions)) <= names, module
+    assert max(map(int, re.findall(r"^(\d+)\. ", walks, re.MULTILINE))) <= 10

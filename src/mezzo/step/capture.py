@@ -387,7 +387,6 @@ class CaptureRunner:
         graph = self._capturer.capture(
             lambda buffers: executor.run(buffers, phase, modes),
             inputs,
-            leaves,
             executor.metrics.memory,
         )
         for binding in self._bindings:

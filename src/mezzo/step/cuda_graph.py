@@ -6,7 +6,7 @@ import sys
 import threading
 import traceback
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -15,11 +15,9 @@ from typing import Any
 import torch
 
 from mezzo._casting import map_tensors
-from mezzo._launch import has_triton
 from mezzo._torch import clear_cublas_workspaces
 from mezzo.scaling.check_unscale import captured_tables
 from mezzo.step.inputs import copy_outputs, make_static_buffers
-from mezzo.step.replay_inputs import ReplayInputs
 
 
 @dataclass(frozen=True, eq=False)
@@ -31,23 +29,17 @@ class CapturedGraph:
     """Static buffers that the graph reads its inputs from."""
     returned: Any
     """Outputs of the captured function, which each replay overwrites."""
-    replay_inputs: ReplayInputs | None = None
-    """Passes the addresses of inputs to the graph; None if inputs are copied before a replay."""
-    tables: Sequence[Any] = ()
-    """Tables that the gradient check reads at each replay, kept alive."""
+    kept_alive: tuple[Any, ...] = ()
+    """Tables and host memory that the graph reads and writes at each replay."""
 
     def replay(self, leaves: list[torch.Tensor]) -> Any:
         """Run the graph on other inputs; return copies of its outputs."""
-        loss = None
-        if self.replay_inputs is not None:
-            loss = self.replay_inputs.write(leaves)
-        else:
-            # One by one: inputs differ in dtype and size, for which torch's foreach copy is a
-            # slower loop.
-            for buffer, leaf in zip(self.inputs, leaves, strict=True):
-                buffer.copy_(leaf, non_blocking=True)
+        # One by one: inputs differ in dtype and size, for which torch's foreach copy is a slower
+        # loop. Reading them by pointer inside the graph saves 1.3 % of a step of 63 µs on an H200.
+        for buffer, leaf in zip(self.inputs, leaves, strict=True):
+            buffer.copy_(leaf, non_blocking=True)
         self.graph.replay()
-        return copy_outputs(self.returned) if loss is None else loss
+        return copy_outputs(self.returned)
 
 
 @dataclass(frozen=True, eq=False)
@@ -81,23 +73,14 @@ class GraphCapturer:
             current.wait_stream(self.stream)
 
     def capture(
-        self,
-        run: Callable[[Any], Any],
-        values: Any,
-        leaves: Sequence[torch.Tensor] = (),
-        host_memory: object = None,
+        self, run: Callable[[Any], Any], values: Any, host_memory: object = None
     ) -> CapturedGraph:
-        """Capture a function of nested inputs, whose tensors the caller passes as `leaves`.
+        """Capture a function of nested inputs.
 
         `host_memory` is what the graph writes to on the host; it is kept alive. If the capture
         fails, the random generator is restored: torch leaves it in its capturing state.
         """
         buffers = make_static_buffers(values)
-        replay_inputs = None
-        if leaves and has_triton(self.device):
-            replay_inputs = ReplayInputs(self.device, leaves, buffers.tensors, host_memory)
-            replay_inputs.warm_up(leaves)
-            run = replay_inputs.wrap(run)
         graph = torch.cuda.CUDAGraph()
         generator = torch.cuda.default_generators[self.device.index or 0]
         saved_state = generator.clone_state()
@@ -116,7 +99,7 @@ class GraphCapturer:
         except BaseException:
             generator.graphsafe_set_state(saved_state)
             raise
-        return CapturedGraph(graph, buffers.tensors, returned, replay_inputs, tables)
+        return CapturedGraph(graph, buffers.tensors, returned, (*tables, host_memory))
 
 
 @contextmanager

@@ -124,9 +124,7 @@ class EvalStep:
                 self._give_up(f"the host reads from the device in {lines[0]}")
             return returned
         try:
-            self._graphs[key] = graph = capturer.capture(
-                self._run, move_inputs(call, self._device), leaves
-            )
+            self._graphs[key] = graph = capturer.capture(self._run, move_inputs(call, self._device))
         # Any error: a model may do anything that cannot be captured. The call then runs eagerly.
         except Exception as error:  # noqa: BLE001
             self._give_up(root_cause(error))

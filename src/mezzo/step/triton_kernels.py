@@ -1,4 +1,4 @@
-"""Triton kernels of a step: write metrics, read inputs by pointer, max pooling in channels_last."""
+"""Triton kernels of a step: write metrics, max pooling in channels_last."""
 
 from __future__ import annotations
 
@@ -35,68 +35,6 @@ def metrics_kernel(
         tl.store(memory + lane, values, mask=lane < size)
     else:
         tl.store(memory + lane, values, mask=(lane != loss_index) & (lane < size))
-
-
-# Not specialized: the compiled kernels can then be launched with any addresses and counts.
-@triton.jit(do_not_specialize=["ring", "record", "count", "width"])
-def read_record(
-    ring,  # int64 [1 + slots × width], pinned: the number of records done, then the records
-    record,  # int64 [width]: addresses
-    count,  # int64: records done
-    width,
-    slots: tl.constexpr,
-    block: tl.constexpr,  # at least `width`
-):
-    """Copy the next record to the device.
-
-    One program does this in one request: host memory is slow, and the programs that copy inputs
-    would read it thousands of times.
-    """
-    lane = tl.arange(0, block)
-    row = ring + 1 + (tl.load(count) % slots) * width
-    tl.store(record + lane, tl.load(row + lane, mask=lane < width, other=0), mask=lane < width)
-
-
-@triton.jit(do_not_specialize=["record", "buffer", "size", "index"])
-def load_input(
-    record,
-    buffer,
-    size,  # elements
-    index,  # of the input's address in the record
-    dtype: tl.constexpr,  # of the input, which is aligned to 16 bytes as the buffer is
-    buffer_dtype: tl.constexpr,
-    chunk: tl.constexpr,
-):
-    """Copy an input into its static buffer."""
-    address = tl.load(record + index)
-    # 64 bits: a tensor may have more than 2^31 bytes.
-    start = tl.program_id(0).to(tl.int64) * chunk
-    within = tl.arange(0, chunk)
-    source = tl.multiple_of(address.to(tl.pointer_type(dtype)) + start, 16) + within
-    target = tl.multiple_of(buffer + start, 16) + within
-    if size - start >= chunk:
-        tl.store(target, tl.load(source).to(buffer_dtype))
-    else:
-        mask = within < size - start
-        tl.store(target, tl.load(source, mask=mask, other=0).to(buffer_dtype), mask=mask)
-
-
-@triton.jit(do_not_specialize=["ring", "record", "count", "loss", "index"])
-def store_loss(
-    ring,
-    record,
-    count,
-    loss,  # float32
-    index,  # of the loss's address in the record
-):
-    """Store the loss at its address, unless that is 0; mark the record as done."""
-    address = tl.load(record + index)
-    if address != 0:
-        tl.store(address.to(tl.pointer_type(tl.float32)), tl.load(loss))
-    # One thread stores, and it has loaded the old count; what other threads load is not used.
-    done = tl.load(count) + 1
-    tl.store(count, done)
-    tl.store(ring, done)
 
 
 @triton.jit
