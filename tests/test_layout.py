@@ -25,6 +25,8 @@ AVOIDED = {
 AVOIDED |= {f"{word}{ending}" for word in AVOIDED for ending in ("s", "ed")}
 WORD = re.compile(r"[A-Z]?[a-z]+|[A-Z]+(?![a-z])")
 """A word of a sentence, or a part of a name: `snake_case` has two and `CamelCase` too."""
+CONTRIBUTING = (ROOT / "CONTRIBUTING.md").read_text()
+SOURCE = ROOT / "src" / "mezzo"
 TEXTS = ["src/**/*", "tests/**/*", "benchmarks/*", "examples/*", "docs/**/*", "*.md"]
 
 
@@ -67,14 +69,12 @@ def test_words_of_the_old_style_do_not_come_back():
         for path in sorted({path for pattern in TEXTS for path in ROOT.glob(pattern)})
         if path.suffix in {".py", ".md", ".txt", ".toml"}
         for number, line in enumerate([path.stem, *path.read_text().splitlines()])
+        # The changelog's table of renamed names has the old ones.
+        if not (path.name == "CHANGELOG.md" and line.startswith("|"))
         for word in WORD.findall(line)
         if word.lower() in AVOIDED
     ]
     assert not found, "\n".join([f"{len(found)} places", *found])
-
-
-CONTRIBUTING = (ROOT / "CONTRIBUTING.md").read_text()
-SOURCE = ROOT / "src" / "mezzo"
 
 
 def core_modules():
