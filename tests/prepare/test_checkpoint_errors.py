@@ -237,7 +237,7 @@ CHANGES = {
         put(-1.0, "scaler", 0, "scale"),
         "scaler in .* cannot be loaded.*which no gradient survives",
     ),
-    "no factor": (without("scaler", 0, "growth_factor"), "growth_factor missing"),
+    "no factor": (without("scaler", 0, "growth_factor"), "lacks growth_factor"),
     "interval": (put("often", "scaler", 0, "growth_interval"), "growth_interval is 'often'"),
 }
 
