@@ -158,7 +158,7 @@ def test_skipped_steps_change_nothing_and_are_reported() -> None:
     torch.cuda.synchronize()
     assert not step.skipped
     assert step.scaler is not None
-    assert step.scaler.state().good == 9
+    assert step.scaler.state().good_steps == 9
 
 
 @pytest.mark.parametrize("kind", ["float32", "split", "kahan"])
@@ -462,7 +462,7 @@ def test_channels_last_is_measured_and_reported() -> None:
     events = [event for event in caught if isinstance(event, _events.LayoutChosen)]
     assert len(events) == 1
     assert events[0].reason == step.channels_last_reason
-    assert "ms with channels last" in step.channels_last_reason
+    assert "ms with channels_last" in step.channels_last_reason
     assert step.captured
 
 
