@@ -33,15 +33,16 @@ class EvalStep:
     policy's precision and returns copies of its outputs. Modules are in evaluation mode during the
     call only. On CUDA the call is captured as a CUDA graph after two calls, then replayed.
 
-    - `model`: plain, then it is decorated as `mezzo.decorate` does; or decorated, such as that of a
-      `TrainStep`, then `policy` and the overrides can be left out.
-    - `policy`: a level such as `"O1"` (the default), a preset's name or a `mezzo.Policy`. Further
-      keyword arguments override its fields, such as `dtype="bfloat16"`. Levels that make
-      parameters 16-bit need a model in evaluation mode.
-    - `capture`: `"auto"` captures where that is possible and warns where it is not, True raises
-      `UnsupportedError` instead, False always runs eagerly.
-
     `captured` and `eager_reason` show how calls run.
+
+    Args:
+        model: The model. A plain one is decorated as by `mezzo.decorate`; for a decorated one, such
+            as that of a `TrainStep`, leave out `policy` and `overrides`.
+        policy: A level such as `"O1"` (the default), a `mezzo.Policy`, or the path of a TOML file.
+            O2 and O3, which make parameters 16-bit, need a model in evaluation mode.
+        capture: `"auto"` captures if possible and warns if not, True raises `UnsupportedError`
+            instead, False always runs eagerly.
+        **overrides: Fields of the policy to change, such as `dtype=`.
 
     >>> import mezzo
     >>> model = nn.Sequential(nn.Linear(4, 2), nn.Dropout(0.5))

@@ -26,9 +26,17 @@ ModelOrTensor = TypeVar("ModelOrTensor", nn.Module, torch.Tensor)
 def channels_last(model_or_tensor: ModelOrTensor) -> ModelOrTensor:
     """Convert a model or a batch of images to the channels_last memory format.
 
-    - `model_or_tensor`: a model is converted in place and returned; it must not be decorated yet,
-      since master weights and optimizer states take the memory format of the parameters. A tensor
-      of 4 dimensions is returned as it is if it is channels_last, else as a copy.
+    Convolutions on tensor cores then need no transposed copies. Convert a model before it is
+    decorated: master weights and optimizer states take the memory format of the parameters.
+
+    Args:
+        model_or_tensor: A model, which is converted in place, or a tensor with 4 dimensions.
+
+    Returns:
+        The model itself, or the tensor: a copy unless it is channels_last already.
+
+    Raises:
+        PolicyError: The model is decorated, or the tensor does not have 4 dimensions.
 
     >>> channels_last(torch.ones(2, 3, 4, 4)).is_contiguous(memory_format=torch.channels_last)
     True

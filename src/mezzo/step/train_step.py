@@ -218,24 +218,6 @@ class TrainStep(Step):
     without `y`, the loss function gets the model's output only. On CUDA the call is captured as a
     CUDA graph after a few warm-up calls, then replayed.
 
-    - `model`, `optimizer`: plain, then they are decorated as `mezzo.decorate` does; or decorated
-      together before, then `policy` and the overrides can be left out.
-    - `loss_fn`: a function of the model's output and the target that returns a loss tensor.
-    - `policy`: a level such as `"O1"` (the default) or `"O2"`, a preset's name or a `mezzo.Policy`.
-      Further keyword arguments override its fields, such as `dtype="bfloat16"`.
-    - `scaler`: a `mezzo.GradScaler`; None creates one if the dtype is float16, False uses none.
-    - `clip_norm`: the largest norm of all gradients together; larger ones are scaled down to it.
-    - `accumulate`: calls for each update. `flush()` updates from fewer.
-    - `accumulate_reduction`: `"mean"` averages the gradients of these calls, `"sum"` adds them.
-    - `scheduler`: a learning-rate scheduler, or one for each optimizer. It advances after each
-      update that is not skipped. It must be one of torch's whose future values can be computed;
-      step others, such as `ReduceLROnPlateau`, yourself.
-    - `capture`: `"auto"` captures where that is possible and warns where it is not, True raises
-      `UnsupportedError` instead, False always runs eagerly.
-    - `compile`: whether to run the model through `torch.compile`.
-    - `channels_last`: `"auto"` converts a convolutional model on CUDA if the first batch shows that
-      this is faster, True converts it, False does not. `channels_last_reason` explains the choice.
-
     Calls do not synchronize. Reading `optimizer.param_groups`, a state dict or `get_last_lr()`
     does, once after a call. A group kept from an earlier read (`group = optimizer.param_groups[0]`)
     shows an old learning rate: read `optimizer.param_groups` again.
@@ -244,6 +226,28 @@ class TrainStep(Step):
     other numbers of the optimizer's groups, and plain values that the loss function closes over.
     Other attributes of modules, such as a dropout's `p`, and Python values that a model reads keep
     the values they had at the capture.
+
+    Args:
+        model: The model. A plain model and its optimizer are decorated as by `mezzo.decorate`; if
+            both are decorated, leave out `policy` and `overrides`.
+        loss_fn: A function of the model's output and the target that returns the loss, a tensor
+            with one element.
+        optimizer: The optimizer of the model.
+        policy: A level such as `"O1"` (the default) or `"O2"`, a `mezzo.Policy`, or the path of a
+            TOML file.
+        scaler: A `mezzo.GradScaler`. None creates one if the dtype is float16; False uses none.
+        clip_norm: Clip the unscaled gradients to this norm.
+        accumulate: Number of calls for each update; `flush()` updates from fewer.
+        accumulate_reduction: `"mean"` averages the gradients of these calls, `"sum"` adds them.
+        scheduler: A learning rate scheduler of the optimizer. It advances after each update that
+            is not skipped. It must be one of torch's whose future values can be computed; step
+            others, such as `ReduceLROnPlateau`, yourself.
+        capture: `"auto"` captures if possible and warns if not, True raises `UnsupportedError`
+            instead, False always runs eagerly.
+        compile: Whether to run the model through `torch.compile`.
+        channels_last: `"auto"` converts a convolutional model on CUDA if the first batch shows that
+            this is faster, True converts it, False does not. `channels_last_reason` is the reason.
+        **overrides: Fields of the policy to change, such as `dtype=`, `master=` or `keep_full=`.
 
     >>> import mezzo
     >>> model = nn.Linear(4, 2)
@@ -402,21 +406,6 @@ def train_step(
     `loss.backward()` itself, any number of times, and returns anything. Then every optimizer whose
     parameters have gradients is stepped.
 
-    - `models`, `optimizers`: one or a list of each. Plain ones are decorated; decorated ones must
-      have been decorated together.
-    - The other arguments are those of `TrainStep`; `scheduler` may be a list with at most one
-      scheduler for each optimizer.
-
-    >>> import mezzo, torch
-    >>> from torch import nn
-    >>> model = nn.Linear(4, 1)
-    >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    >>> @mezzo.train_step(models=model, optimizers=optimizer, policy="O1", dtype="bfloat16")
-    ... def step(x):
-    ...     return model(x).square().mean()
-    >>> bool(step(torch.ones(8, 4)) > step(torch.ones(8, 4)))
-    True
-
     To step an optimizer in the middle of the function, as GANs do, take `update` as the first
     parameter: `update(loss, optimizer)` computes gradients for the parameters of this optimizer
     only, and steps it.
@@ -429,6 +418,32 @@ def train_step(
             loss = generator_loss(critic(fake))
             update(loss, of_generator)
             return loss, loss_critic
+
+    Args:
+        models: The model, or a list of models. Plain models and optimizers are decorated; decorated
+            ones must have been decorated together.
+        optimizers: The optimizer, or a list of optimizers.
+        policy: As for `TrainStep`, like all arguments below.
+        scaler: A `mezzo.GradScaler`. None creates one if the dtype is float16; False uses none.
+        clip_norm: Clip the unscaled gradients of each optimizer to this norm.
+        accumulate: Number of calls for each update.
+        accumulate_reduction: `"mean"` or `"sum"` of the gradients of these calls.
+        scheduler: A learning rate scheduler, or a list with at most one for each optimizer.
+        capture: Whether to capture the function as a CUDA graph: `"auto"`, True or False.
+        **overrides: Fields of the policy to change, such as `dtype=`.
+
+    Returns:
+        A decorator. The step it returns is called like the function.
+
+    >>> import mezzo, torch
+    >>> from torch import nn
+    >>> model = nn.Linear(4, 1)
+    >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    >>> @mezzo.train_step(models=model, optimizers=optimizer, policy="O1", dtype="bfloat16")
+    ... def step(x):
+    ...     return model(x).square().mean()
+    >>> bool(step(torch.ones(8, 4)) > step(torch.ones(8, 4)))
+    True
     """
     calls, reduction = check_accumulate(accumulate), Reduction.parse(accumulate_reduction)
     parsed_capture = Capture.parse(capture)  # type: ignore[arg-type]
