@@ -21,7 +21,7 @@ def test_a_scale_on_a_cpu_has_no_device_counters():
     scaler.scale(torch.ones(()))
     assert not capture.is_warmed_up(scaler)
     assert capture.device_counters(scaler) is None
-    assert capture.scale_state_of(scaler).scale == 2.0**16
+    assert capture.host_counters(scaler) == (2.0**16, 0, 0)
 
 
 def test_the_records_of_a_step_that_did_not_happen_are_discarded():

@@ -96,7 +96,7 @@ class AutocastMode(TorchFunctionMode):
             dtype = torch.float32 if rule is _FULL else self._widest(rule, action, args, kwargs)
         if dtype is not None:
             args, kwargs = self._cast(action, dtype, args, kwargs)
-        if _events.listening() and not action.casts_only_weights:
+        if not action.casts_only_weights and _events.listening():
             name = "as given" if dtype is None else dtype_name(dtype)
             event = _events.OpCastOverridden(action.op, rule.value, name, action.reason)
             _events.emit(event)

@@ -51,6 +51,7 @@ class OptimizerBinding:
         were added to the optimizer, or unfrozen, after it was bound."""
         self.active = True
         self._original_step = without_hooks(type(optimizer).step)
+        self._has_known_step = _is_known(optimizer)
         self._replaced_attributes = {
             name: optimizer.__dict__[name] for name in _ATTRIBUTES if name in optimizer.__dict__
         }
@@ -149,7 +150,7 @@ class OptimizerBinding:
         return loss
 
     def _evaluate(self, closure: Callable[[], Any]) -> Any:
-        if not _calls_closure_once(self.optimizer):
+        if not self._has_known_step or isinstance(self.optimizer, torch.optim.LBFGS):
             raise UnsupportedError(
                 f"{type(self.optimizer).__name__}.step(closure) is not supported over 16-bit"
                 " parameters: it would evaluate the closure before the parameters are updated from"
@@ -254,7 +255,7 @@ class OptimizerBinding:
 
         That optimizer would update 16-bit parameters, or temporary ones it has no state for.
         """
-        if _is_known(self.optimizer):
+        if self._has_known_step:
             yield
             return
         ours = {id(tensor) for pair in swapped for tensor in pair}
@@ -386,11 +387,6 @@ def _rekey_state(optimizer: Optimizer, replacements: dict[Any, Any]) -> None:
     state: defaultdict[Any, Any] = defaultdict(dict)
     state.update({replacements.get(key, key): value for key, value in optimizer.state.items()})
     optimizer.state = state
-
-
-def _calls_closure_once(optimizer: Optimizer) -> bool:
-    """Return whether a step is known to call its closure once, before it updates anything."""
-    return _is_known(optimizer) and not isinstance(optimizer, torch.optim.LBFGS)
 
 
 def _is_known(optimizer: Optimizer) -> bool:

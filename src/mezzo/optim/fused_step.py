@@ -190,6 +190,8 @@ class FusedBinding(OptimizerBinding):
             if parameter.grad is not None
         ]
         gradients = list(map(_GRADIENT, parameters))
+        if not gradients or not _launch.has_triton(gradients[0].device):
+            return None
         variants = tuple([self._algorithm.variant(group) for group in groups])
         plan = self._plan
         if plan is None or not plan.fits(
@@ -208,11 +210,11 @@ class FusedBinding(OptimizerBinding):
         gradients: list[torch.Tensor],
         variants: tuple[bool, ...],
     ) -> LaunchPlan | None:
-        devices = {gradient.device for gradient in gradients}
-        if len(devices) != 1 or not _launch.has_triton(next(iter(devices))):
-            return None
+        device = gradients[0].device
         gradients_supported = all(
-            gradient.layout is torch.strided and gradient.dtype in _GRADIENT_DTYPES
+            gradient.device == device
+            and gradient.layout is torch.strided
+            and gradient.dtype in _GRADIENT_DTYPES
             for gradient in gradients
         )
         if not gradients_supported or not all(map(self._is_supported, parameters)):

@@ -11,7 +11,7 @@ from typing import Protocol
 
 import torch
 
-from mezzo._casting import cast
+from mezzo._casting import CASTS, cast
 from mezzo._errors import PolicyError
 from mezzo._launch import is_dense
 from mezzo._torch import (
@@ -88,14 +88,15 @@ class Float32:
         draw: RandomDraw | None = None,  # noqa: ARG002
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Round to nearest, ties to even; return a copy of the value as companion."""
-        return cast(value, dtype), value.clone()
+        return CASTS[dtype](value), value.clone()
 
     def merge(self, parameter: torch.Tensor, companion: torch.Tensor | None) -> torch.Tensor:
         """Return the copy, and the parameter's value in elements where both differ."""
         if companion is None:
             return _float32_copy(parameter)
-        same = cast(companion, parameter.dtype).view(torch.int16) == parameter.view(torch.int16)
-        return torch.where(same, companion, cast(parameter, torch.float32))
+        rounded = CASTS[parameter.dtype](companion)
+        same = rounded.view(torch.int16) == parameter.view(torch.int16)
+        return torch.where(same, companion, CASTS[torch.float32](parameter))
 
 
 class Split:

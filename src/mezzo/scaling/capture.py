@@ -9,8 +9,8 @@ from collections.abc import Callable
 
 import torch
 
-from mezzo.scaling.scale_state import ScaleRule, ScaleState
-from mezzo.scaling.scale_tensors import DeviceLossScale
+from mezzo.scaling.scale_state import ScaleRule
+from mezzo.scaling.scale_tensors import DeviceLossScale, HostLossScale
 from mezzo.scaling.scaler import GradScaler
 from mezzo.scaling.step_result import NonfiniteSource
 
@@ -65,9 +65,13 @@ def device_counters(scaler: GradScaler) -> torch.Tensor | None:
     return scale.counters if isinstance(scale, DeviceLossScale) else None
 
 
-def scale_state_of(scaler: GradScaler) -> ScaleState:
-    """Return the scale and its counters, without updating schedulers. Synchronizes on a device."""
-    return scaler._scales.state(0)
+def host_counters(scaler: GradScaler) -> tuple[float, int, int]:
+    """Return scale, skipped steps and consecutive skips. Synchronizes on a device."""
+    scale = scaler._scales.scales[0]
+    if isinstance(scale, HostLossScale):
+        return scale.counters()
+    state = scaler._scales.state(0)
+    return state.scale, state.skipped_steps, state.consecutive_skips
 
 
 def scale_rule(scaler: GradScaler) -> ScaleRule:

@@ -88,6 +88,10 @@ class HostLossScale:
         """Whether the last step was skipped."""
         return self._state.consecutive_skips > 0
 
+    def counters(self) -> tuple[float, int, int]:
+        """Return scale, skipped steps and consecutive skips, which uncounted steps do not change."""
+        return self.scale.item(), self._state.skipped_steps, self._state.consecutive_skips
+
     def read(self) -> ScaleState:
         """Return the state, with values that users wrote to the tensors."""
         state, scale = self.latest, self.scale.item()

@@ -423,6 +423,13 @@ class GradScaler(TorchScalerApi):
             else scale.scale.to(output.device, non_blocking=output.device.type != "cpu")
         )
 
+    def _record(self, optimizer: Optimizer) -> OptimizerRecord:
+        """Return the record of an optimizer since the last update."""
+        record = self._records.get(id(optimizer))
+        if record is None:
+            record = self._records[id(optimizer)] = OptimizerRecord()
+        return record
+
     def _check(
         self,
         optimizer: Optimizer,

@@ -32,10 +32,7 @@ class TorchScalerApi:
         raise NotImplementedError
 
     def _record(self, optimizer: Optimizer) -> OptimizerRecord:
-        record = self._records.get(id(optimizer))
-        if record is None:
-            record = self._records[id(optimizer)] = OptimizerRecord()
-        return record
+        raise NotImplementedError
 
     def _check_inf_per_device(self, optimizer: Optimizer) -> Flags:
         record = self._record(optimizer)

@@ -65,11 +65,8 @@ class MetricsBuffer:
             place = slice(MetricIndex.LOSS, MetricIndex.LOSS + 1)
             self.memory[place].copy_(loss.detach().reshape(1), non_blocking=True)
         if found_nonfinite is not None and self._scaler is not None:
-            state = capture.scale_state_of(self._scaler)
-            skipped = (state.skipped_steps, state.consecutive_skips)
-            self.memory[MetricIndex.SKIPPED :] = torch.tensor(
-                [float(found_nonfinite), state.scale, *map(float, skipped)]
-            )
+            numbers = (found_nonfinite, *capture.host_counters(self._scaler))
+            self.memory[MetricIndex.SKIPPED :] = torch.tensor([*map(float, numbers)])
 
     def _write_from_device(
         self, loss: torch.Tensor | None, flag: torch.Tensor, counters: torch.Tensor
