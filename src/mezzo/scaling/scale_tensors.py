@@ -89,7 +89,7 @@ class HostLossScale:
         return self._state.consecutive_skips > 0
 
     def counters(self) -> tuple[float, int, int]:
-        """Return scale, skipped steps and consecutive skips, which uncounted steps do not change."""
+        """Return the scale, skipped steps and consecutive skips; uncounted steps do not matter."""
         return self.scale.item(), self._state.skipped_steps, self._state.consecutive_skips
 
     def read(self) -> ScaleState:
