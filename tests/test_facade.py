@@ -25,7 +25,7 @@ from mezzo import _hardware
 from mezzo.policy import decide, registry
 from mezzo.policy.presets import torch_amp
 caches = (
-    registry.registry, registry._made, registry.aten_overloads, registry._functional,
+    registry.registry, registry._created, registry.aten_overloads, registry._functional,
     _hardware._detect, decide._effective, torch_amp.torch_entries,
 )
 filled = [cache.__qualname__ for cache in caches if cache.cache_info().currsize]

@@ -184,6 +184,16 @@ EXPORT_LOGGERS = ("torch._subclasses.fake_tensor", "torch.fx.experimental.symbol
 """Loggers that torch.export writes to when a model cannot be traced."""
 ONNX_LOGGER = "torch.onnx._internal.exporter"
 """The logger of torch's ONNX exporter."""
+PICKLED_REBUILDS = (
+    "torch._tensor _rebuild_from_type_v2",
+    "torch._utils _rebuild_parameter",
+    "torch._utils _rebuild_parameter_with_state",
+    "torch._utils _rebuild_sparse_tensor",
+    "torch._utils _rebuild_tensor_v2",
+    "torch._utils _rebuild_tensor_v3",
+    "torch._utils _rebuild_wrapper_subclass",
+)
+"""Functions that pickles of tensors call, as module and name."""
 SYMBOLIC_SQRT = "torch._sym_sqrt"
 """The square root of a symbolic size, as a saved graph names it."""
 

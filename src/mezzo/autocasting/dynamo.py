@@ -31,7 +31,7 @@ def skip_frame(function: Callable[P, R]) -> Callable[P, R]:
 
     A model that breaks its graph inside a region runs eagerly there, and dynamo tries to compile
     every Python function on the way: entering the region, and the mode at each op. Does what
-    `torch._dynamo.eval_frame.skip_code` does without importing dynamo.
+    dynamo's `skip_code` does without importing dynamo.
     """
     # In a torch without these names dynamo compiles code that is not needed, with equal results.
     if FrameAction and FrameExecStrategy and set_code_exec_strategy:

@@ -85,8 +85,8 @@ def register_with_dynamo() -> None:
     """Let dynamo call function modes for every function that a table can contain.
 
     By default it calls them only for functions that torch lists as overridable. The builtins of
-    `torch._C._nn` that Python functions call are not listed, although modes see them in eager mode.
-    Does nothing until dynamo is imported.
+    torch's C++ modules that Python functions call are not listed, although modes see them in eager
+    mode. Does nothing until dynamo is imported.
     """
     overridable_functions = loaded("dynamo_overridable_functions")
     if overridable_functions is not None:

@@ -19,6 +19,7 @@ from zipfile import ZIP_STORED, BadZipFile, ZipFile, ZipInfo
 import torch
 
 from mezzo._errors import CheckpointError
+from mezzo._torch import PICKLED_REBUILDS
 
 _BUDGET = 2**28
 """Bytes that a load may allocate for objects in addition to the size of the file."""
@@ -30,14 +31,6 @@ _FOLDER = 0x10
 _FLAGS = 0x808
 """Allowed flags of an entry: its name is UTF-8, and its checksum follows its content."""
 
-_REBUILDS = (
-    "parameter",
-    "parameter_with_state",
-    "sparse_tensor",
-    "tensor_v2",
-    "tensor_v3",
-    "wrapper_subclass",
-)
 _CALLABLE = {
     "_codecs encode": 4,
     "collections Counter": 32,
@@ -46,10 +39,9 @@ _CALLABLE = {
     "torch device": 0,
     "torch.serialization _get_layout": 0,
     "torch.storage UntypedStorage": 0,
-    "torch._tensor _rebuild_from_type_v2": 0,
     **{f"{module} complex": 1 for module in ("__builtin__", "builtins")},
     **{f"{module} set": 32 for module in ("__builtin__", "builtins")},
-    **{f"torch._utils _rebuild_{name}": 0 for name in _REBUILDS},
+    **dict.fromkeys(PICKLED_REBUILDS, 0),
 }
 """What a pickle may call → how many times the size of its arguments it may allocate.
 
