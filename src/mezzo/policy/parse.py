@@ -11,19 +11,53 @@ from math import isinf, isnan
 from pathlib import Path
 from typing import Any
 
+import torch
+
+from mezzo._dtypes import HALF_DTYPES, parse_dtype
 from mezzo._errors import PolicyError, choices, nearest
 from mezzo._files import write_text
 from mezzo.policy.registry import parameters, registry
-from mezzo.policy.types import BY_USER, Conditional, Rule, Selector
+from mezzo.policy.types import BY_USER, Conditional, Master, Rule, Selector
 
+DtypeArg = str | torch.dtype | None
+"""`"bfloat16"`, `torch.bfloat16` or None."""
+OpNamesArg = Collection[str] | str
+"""`{"add", "torch.nn.functional.softmax"}`; a single string raises with a hint."""
+ExemptArgs = Mapping[str, OpNamesArg] | tuple[Any, ...]
+"""`{"batch_norm": {"weight", "bias"}}`, or the tuple of pairs that a policy stores."""
 ConditionalArg = Conditional | tuple[Any, ...] | list[Any]
-"""A conditional entry as a user passes it: `("softmax", "dim", [-1])`."""
+"""A conditional entry: `("softmax", "dim", [-1])`."""
+ModuleRules = Mapping[str | type, str | Rule] | tuple[Any, ...]
+"""`{"head": "full", nn.LSTM: "half"}`, or the tuple of pairs that a policy stores."""
+Selectors = Collection[str | type | Selector] | str | type
+"""One or several globs and module classes: `{"head", nn.LayerNorm}`."""
 
 MODULE_RULES = (Rule.HALF, Rule.FULL, Rule.KEEP)
 """The rules that apply to whole modules."""
 
 
-def op_names(field: str, names: Collection[str] | str) -> frozenset[str]:
+def half_dtype(value: DtypeArg) -> torch.dtype | None:
+    """Parse `dtype`; None stands for `"auto"`."""
+    return None if value in ("auto", None) else parse_dtype(value, beside=("auto",))
+
+
+def grad_dtype(value: DtypeArg) -> torch.dtype | None:
+    """Parse `grad_dtype`, which may also be float32."""
+    allowed = (*HALF_DTYPES, torch.float32)
+    return None if value is None else parse_dtype(value, allowed=allowed, what="grad_dtype")
+
+
+def default_rule(value: str | Rule | None) -> Rule | None:
+    """Parse `default_rule`."""
+    return None if value is None else Rule.parse(value)
+
+
+def master(value: str | Master | None) -> Master:
+    """Parse `master`; None is the same as `"none"`."""
+    return Master.NONE if value is None else Master.parse(value)
+
+
+def op_names(field: str, names: OpNamesArg) -> frozenset[str]:
     """Return canonical op names; accepts every spelling in the registry.
 
     >>> sorted(op_names("half", {"true_divide", "add"}))
@@ -48,9 +82,7 @@ def refuse_overlaps(lists: Mapping[str, frozenset[str]]) -> None:
             )
 
 
-def exemptions(
-    table: Mapping[str, Collection[str] | str] | tuple[Any, ...],
-) -> tuple[tuple[str, tuple[str, ...]], ...]:
+def exemptions(table: ExemptArgs) -> tuple[tuple[str, tuple[str, ...]], ...]:
     """Parse `exempt_args`: the arguments, by op, that are not cast to 16 bits."""
     parsed: dict[str, set[str]] = {}
     for key, names in _pairs(
@@ -71,9 +103,7 @@ def conditionals(entries: Collection[ConditionalArg]) -> tuple[Conditional, ...]
     return tuple(sorted({_conditional(entry) for entry in entries}, key=repr))
 
 
-def module_rules(
-    table: Mapping[str | type, str | Rule] | tuple[Any, ...],
-) -> tuple[tuple[Selector, Rule], ...]:
+def module_rules(table: ModuleRules) -> tuple[tuple[Selector, Rule], ...]:
     """Parse module rules; their order is kept, since a later glob overrides an earlier one."""
     parsed: dict[Selector, Rule] = {}
     for key, value in _pairs(
@@ -89,7 +119,7 @@ def module_rules(
     return tuple(parsed.items())
 
 
-def selectors(entries: Collection[str | type | Selector] | str | type) -> tuple[Selector, ...]:
+def selectors(entries: Selectors) -> tuple[Selector, ...]:
     """Parse `keep_full`: one or several globs and module classes."""
     collected = (entries,) if isinstance(entries, str | type | Selector) else entries
     if isinstance(collected, Mapping) or not isinstance(collected, Collection):

@@ -12,11 +12,19 @@ from typing import Any
 
 import torch
 
-from mezzo._dtypes import HALF_DTYPES, dtype_name, parse_dtype
+from mezzo._dtypes import dtype_name
 from mezzo._errors import PolicyError, unknown
 from mezzo._hardware import hardware
 from mezzo.policy import decide, parse, presets
 from mezzo.policy.decide import PolicyDiff, diff, resolve_quietly
+from mezzo.policy.parse import (
+    ConditionalArg,
+    DtypeArg,
+    ExemptArgs,
+    ModuleRules,
+    OpNamesArg,
+    Selectors,
+)
 from mezzo.policy.registry import registry
 from mezzo.policy.types import (
     BY_USER,
@@ -34,11 +42,8 @@ from mezzo.policy.types import (
 # A `Parsed` is a descriptor, which all instances share on purpose.
 # ruff: noqa: RUF009
 
-Names = Collection[str] | str
-"""Op names as a user passes them."""
 
-
-class OpList(Parsed[Names, frozenset[str]]):
+class OpList(Parsed[OpNamesArg, frozenset[str]]):
     """A field that holds op names in their canonical spelling."""
 
     def __init__(self) -> None:
@@ -49,29 +54,13 @@ class OpList(Parsed[Names, frozenset[str]]):
         self._parse = partial(parse.op_names, name)
 
 
-def _half_dtype(value: str | torch.dtype | None) -> torch.dtype | None:
-    return None if value in ("auto", None) else parse_dtype(value, beside=("auto",))
-
-
-def _grad_dtype(value: str | torch.dtype | None) -> torch.dtype | None:
-    allowed = (*HALF_DTYPES, torch.float32)
-    return None if value is None else parse_dtype(value, allowed=allowed, what="grad_dtype")
-
-
-def _default_rule(value: str | Rule | None) -> Rule | None:
-    return None if value is None else Rule.parse(value)
-
-
-def _master(value: str | Master | None) -> Master:
-    return Master.NONE if value is None else Master.parse(value)
-
-
 @dataclass(frozen=True, repr=False)
 class Policy:
     """The precision of every op, module and parameter: frozen, hashable, compared by value.
 
-    Only the level and the dtype may be passed by position. `Parsed[A, B]` in the signature means
-    that an argument of type A is stored as B. This is the whole value with its defaults:
+    Only the level and the dtype may be passed by position. `Parsed[A, B]` in the signature is an
+    argument of type A that is stored as B, and `OpList` is a set of op names. This is the whole
+    value with its defaults:
 
     >>> default = Policy(
     ...     "O1",  # level: O0 float32; O1 op lists choose; O2 16-bit parameters, master weights;
@@ -109,9 +98,7 @@ class Policy:
 
     level: Parsed[str | Level, Level] = Parsed(Level.parse, default="O1")
     """Which parameters and ops become 16-bit."""
-    dtype: Parsed[str | torch.dtype | None, torch.dtype | None] = Parsed(
-        _half_dtype, default="auto"
-    )
+    dtype: Parsed[DtypeArg, torch.dtype | None] = Parsed(parse.half_dtype, default="auto")
     """The 16-bit dtype; None stands for `"auto"`, which the hardware decides."""
 
     _: KW_ONLY
@@ -128,30 +115,26 @@ class Policy:
     """Ops whose inputs are not cast."""
     refuse: OpList = OpList()
     """Ops that raise `RefusedOpError`."""
-    default_rule: Parsed[str | Rule | None, Rule | None] = Parsed(_default_rule, default=None)
+    default_rule: Parsed[str | Rule | None, Rule | None] = Parsed(parse.default_rule, default=None)
     """The rule for ops in no list; None for the preset's."""
-    exempt_args: Parsed[
-        Mapping[str, Names] | tuple[Any, ...], tuple[tuple[str, tuple[str, ...]], ...]
-    ] = Parsed(parse.exemptions, default=())
+    exempt_args: Parsed[ExemptArgs, tuple[tuple[str, tuple[str, ...]], ...]] = Parsed(
+        parse.exemptions, default=()
+    )
     """Arguments that neither decide the dtype nor are cast to 16 bits, by op: the parameters and
     statistics of a norm."""
-    conditional: Parsed[Collection[parse.ConditionalArg], tuple[Conditional, ...]] = Parsed(
+    conditional: Parsed[Collection[ConditionalArg], tuple[Conditional, ...]] = Parsed(
         parse.conditionals, default=()
     )
     """Ops that run in float32 for some values of an argument."""
-    modules: Parsed[
-        Mapping[str | type, str | Rule] | tuple[Any, ...], tuple[tuple[Selector, Rule], ...]
-    ] = Parsed(parse.module_rules, default=())
+    modules: Parsed[ModuleRules, tuple[tuple[Selector, Rule], ...]] = Parsed(
+        parse.module_rules, default=()
+    )
     """Rules for whole modules; of two that match equally well the later one applies."""
-    keep_full: Parsed[Collection[str | type | Selector] | str | type, tuple[Selector, ...]] = (
-        Parsed(parse.selectors, default=NORMS)
-    )
+    keep_full: Parsed[Selectors, tuple[Selector, ...]] = Parsed(parse.selectors, default=NORMS)
     """Modules whose parameters stay float32 at O2."""
-    master: Parsed[str | Master | None, Master] = Parsed(_master, default="auto")
+    master: Parsed[str | Master | None, Master] = Parsed(parse.master, default="auto")
     """Format of the master weights of 16-bit parameters."""
-    grad_dtype: Parsed[str | torch.dtype | None, torch.dtype | None] = Parsed(
-        _grad_dtype, default=None
-    )
+    grad_dtype: Parsed[DtypeArg, torch.dtype | None] = Parsed(parse.grad_dtype, default=None)
     """The dtype in which gradients accumulate; None for the parameter's."""
     cache: Parsed[str | Cache, Cache] = Parsed(Cache.parse, default="auto")
     """How 16-bit copies of weights are cached."""

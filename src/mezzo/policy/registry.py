@@ -199,11 +199,11 @@ def registry() -> Registry:
     # Without the lock two threads could each create a registry, and ops registered in one of them
     # would be lost.
     with _creation_lock:
-        return _created()
+        return _made()
 
 
 @cache
-def _created() -> Registry:
+def _made() -> Registry:
     return Registry()
 
 

@@ -56,6 +56,10 @@ class Parsed(Generic[Accepted, Stored]):
 class ParsedEnum(Enum):
     """A closed set whose members are parsed from their values."""
 
+    # Members are singletons. Enum's `__hash__` is a Python function: with it the hash of a policy,
+    # which every entry of a region with that policy needs, takes 1.6 µs instead of 1.3.
+    __hash__ = object.__hash__
+
     @classmethod
     def parse(cls, value: str | Self) -> Self:
         """Return the member with this value; raise `PolicyError` with the allowed ones otherwise.
