@@ -69,6 +69,7 @@ def test_the_example_trains_and_prints_its_table():
     assert "Measured: mixed precision was" in printed
 
 
+@pytest.mark.exhaustive
 def test_the_benchmarks_for_a_cpu_give_rows_of_the_stored_results():
     rows = json.loads(run(BENCHMARKS).splitlines()[-1])
     assert any(row["name"].startswith("plan ") and row["value"] > 0 for row in rows)

@@ -148,7 +148,7 @@ def test_layers_that_carry_a_state(name, dtype):
     )
 
 
-@pytest.mark.thinned(2)
+@pytest.mark.thinned(4)
 @pytest.mark.slow
 @DTYPES
 @pytest.mark.parametrize("name", HUGGING_FACE)

@@ -59,9 +59,8 @@ def test_the_fused_step_agrees_with_the_original_step(
 
 
 def small(master: str = "float32", **options: object) -> step_cases.Training:
-    return step_cases.training(
-        "AdamW", master, torch.bfloat16, "cpu", seed=fresh_seed() % 2**31, **options
-    )
+    options = {"seed": fresh_seed() % 2**31, "sizes": step_cases.FEW_SIZES, **options}
+    return step_cases.training("AdamW", master, torch.bfloat16, "cpu", **options)
 
 
 def test_masters_follow_a_write_through_data_to_a_whole_parameter() -> None:

@@ -38,6 +38,8 @@ def _with_gradient(
     return out, torch.autograd.grad(out, leaf, out_gradient.to(out))[0]
 
 
+# One of two cases has every window and every shape.
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("window", WINDOWS.values(), ids=WINDOWS)
 @pytest.mark.parametrize(("dtype", "shape"), CASES, ids=str)
 def test_values_and_gradients_equal_torchs(dtype, shape, window, monkeypatch):

@@ -6,7 +6,7 @@ Used in Triton's interpreter and on a GPU.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -45,6 +45,8 @@ OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
 KINDS = ["float32", "split", "kahan", "stochastic", "none"]
 HALVES = [torch.bfloat16, torch.float16]
 SIZES = [(0,), (), (17,), (BLOCK,), (BLOCK + 1,), (CHUNK - 1,), (3, CHUNK // 2 + 3)]
+FEW_SIZES = [(17,), (BLOCK + 1,), (3, CHUNK // 2 + 3)]
+"""For tests in Triton's interpreter that do not depend on the sizes."""
 
 
 def fits(kind: str, half: torch.dtype) -> bool:
@@ -111,6 +113,7 @@ def training(
     seed: int,
     clip_norm: float | None = None,
     fused: bool = True,
+    sizes: Sequence[tuple[int, ...]] = SIZES,
 ) -> Training:
     """Return a training whose weights depend on the seed only."""
     generator = torch.Generator().manual_seed(seed)
@@ -119,7 +122,7 @@ def training(
     def fresh(*shape: int) -> torch.Tensor:
         return torch.randn(shape, generator=generator).to(device)
 
-    with_masters = [nn.Parameter(fresh(*size)) for size in SIZES]
+    with_masters = [nn.Parameter(fresh(*size)) for size in sizes]
     with_masters += [
         nn.Parameter(fresh(7, 9).T),
         nn.Parameter(fresh(2, 3, 5, 7).to(memory_format=torch.channels_last)),

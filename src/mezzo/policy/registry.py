@@ -199,11 +199,11 @@ def registry() -> Registry:
     # Without the lock two threads could each create a registry, and ops registered in one of them
     # would be lost.
     with _creation_lock:
-        return _made()
+        return _created()
 
 
 @cache
-def _made() -> Registry:
+def _created() -> Registry:
     return Registry()
 
 
