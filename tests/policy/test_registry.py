@@ -439,7 +439,7 @@ def test_concurrent_registrations_are_all_kept(fresh):
 
 
 def test_concurrent_first_calls_return_the_same_registry(monkeypatch):
-    monkeypatch.setattr(module, "_made", module.cache(Registry))
+    monkeypatch.setattr(module, "_created", module.cache(Registry))
     registry_once = module.cache(module.registry.__wrapped__)
     found, barrier = [], threading.Barrier(4)
 
