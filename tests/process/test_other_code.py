@@ -38,6 +38,7 @@ def report() -> dict[str, list[str]]:
     return differences
 
 
+@pytest.mark.slow
 def test_plain_torch_gives_the_same_results_after_mezzo_was_used(
     report: dict[str, list[str]],
 ) -> None:
@@ -45,6 +46,7 @@ def test_plain_torch_gives_the_same_results_after_mezzo_was_used(
     assert report["compiled after"] == []
 
 
+@pytest.mark.slow
 def test_plain_torch_gives_the_same_results_while_another_thread_uses_mezzo(
     report: dict[str, list[str]],
 ) -> None:
@@ -52,6 +54,7 @@ def test_plain_torch_gives_the_same_results_while_another_thread_uses_mezzo(
     assert report["beside"] == []
 
 
+@pytest.mark.slow
 def test_everything_that_mezzo_replaces_in_torch_is_in_the_table(
     report: dict[str, list[str]],
 ) -> None:
