@@ -7,46 +7,19 @@ import warnings
 
 import pytest
 import torch
+from support.scaler_cases import INF, X, loss_of, same, sgd, train, values
 from support.scaler_traces import Trace, traces
 from torch import nn
 
 from mezzo import GradScaler, ScalerError
 
 TRACES = traces()
-X = torch.tensor([[1.0, -2.0, 0.5], [0.3, 0.1, -1.0]])
-INF = X * math.inf
 OPTIMIZERS = {
     "sgd": (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9}),
     "adam": (torch.optim.Adam, {"lr": 0.1}),
     "adamw": (torch.optim.AdamW, {"lr": 0.1, "weight_decay": 0.1}),
 }
 WAYS = {"loop": {"foreach": False}, "foreach": {"foreach": True}, "fused": {"fused": True}}
-
-
-def sgd(model: nn.Module, lr: float = 0.1) -> torch.optim.Optimizer:
-    return torch.optim.SGD(model.parameters(), lr=lr)
-
-
-def loss_of(model: nn.Module, x: torch.Tensor = X) -> torch.Tensor:
-    return model(x).square().mean()
-
-
-def train(
-    scaler: GradScaler, model: nn.Module, optimizer: torch.optim.Optimizer, x: torch.Tensor = X
-):
-    optimizer.zero_grad()
-    scaler.scale(loss_of(model, x)).backward()
-    result = scaler.step(optimizer)
-    scaler.update()
-    return result
-
-
-def values(model: nn.Module) -> list[torch.Tensor]:
-    return [parameter.detach().clone() for parameter in model.parameters()]
-
-
-def same(some: list[torch.Tensor], others: list[torch.Tensor]) -> bool:
-    return all(torch.equal(one, other) for one, other in zip(some, others, strict=True))
 
 
 def one_parameter(size: int = 3) -> tuple[nn.Parameter, torch.optim.Optimizer]:

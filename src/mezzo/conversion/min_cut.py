@@ -69,21 +69,6 @@ def minimum_cut(values: Sequence[Value], fixed: Mapping[Hashable, bool]) -> dict
     return {one: chosen[one] for one in free}
 
 
-def cast_cost_of(values: Iterable[Value], in_half: Mapping[Hashable, bool]) -> float:
-    """Return the cost of all casts, given for every op whether it runs in 16 bits."""
-    ups = sum(
-        value.up
-        for value in values
-        if in_half[value.producer] and not all(in_half[one] for one in value.readers)
-    )
-    return ups + sum(
-        value.down
-        for value in values
-        if not in_half[value.producer]
-        and any(in_half[one] for one in (*value.readers, *value.promoting))
-    )
-
-
 # From values to arcs
 
 _Arc = tuple[Hashable, Hashable, float]

@@ -15,54 +15,14 @@ import torch
 from torch.amp.autocast_mode import autocast as torch_autocast
 from torch.compiler import is_dynamo_compiling
 
-from mezzo._torch import qualified_name
 from mezzo.autocasting import regions
 from mezzo.autocasting.autocast import autocast as mezzo_autocast
 from mezzo.autocasting.dynamo import dynamo_constant
 from mezzo.autocasting.regions import Region
+from mezzo.compat.torch._counterparts import EqualsTorch
 
 P = ParamSpec("P")
 R = TypeVar("R")
-
-
-class EqualsTorch(type):
-    """Metaclass of classes that compare equal to their counterpart in torch.
-
-    Compilers check whether a class is *equal* to torch's and then put torch's region into the
-    graph. Compiled, exported and scripted code is therefore the same as without mezzo; the op lists
-    are the same in both.
-    """
-
-    torch_counterpart: type | None
-    _jit_override_qualname: str
-
-    def __new__(
-        cls,
-        name: str,
-        bases: tuple[type, ...],
-        namespace: dict[str, Any],
-        counterpart: type | None = None,
-    ) -> Any:
-        """Create a class with its counterpart in torch, which subclasses do not inherit."""
-        new_class = super().__new__(cls, name, bases, namespace)
-        new_class.torch_counterpart = counterpart
-        if counterpart is not None and qualified_name is not None:
-            # TorchScript looks a class up by this name.
-            new_class._jit_override_qualname = qualified_name(counterpart)
-        return new_class
-
-    def __eq__(cls, other: object) -> bool:
-        return cls is other or (
-            cls.torch_counterpart is not None and cls.torch_counterpart is other
-        )
-
-    def __hash__(cls) -> int:
-        return type.__hash__(cls if cls.torch_counterpart is None else cls.torch_counterpart)
-
-    def __init__(
-        cls, name: str, bases: tuple[type, ...], namespace: dict[str, Any], **_: Any
-    ) -> None:
-        super().__init__(name, bases, namespace)
 
 
 _DEVICES = ("cpu", "cuda")

@@ -13,6 +13,7 @@ from torch.amp.grad_scaler import OptState
 
 from mezzo._errors import PolicyError, ScalerError
 from mezzo.compat.torch._autocast import warn_deprecated
+from mezzo.compat.torch._counterparts import AcceptsTorch
 from mezzo.scaling.loss_scales import OptimizerRecord
 from mezzo.scaling.optimizer_step import refuse_closures
 from mezzo.scaling.scale_state import OptimizerStage
@@ -109,43 +110,7 @@ _SCALE_HINT = (
 )
 
 
-class _AcceptsTorch(type):
-    """Metaclass whose `isinstance` also accepts instances of the counterpart in torch.
-
-    Scalers that torch derives from its own class, such as FSDP's, are then instances too.
-    """
-
-    torch_counterpart: type | None
-
-    def __new__(
-        cls,
-        name: str,
-        bases: tuple[type, ...],
-        namespace: dict[str, Any],
-        counterpart: type | None = None,
-    ) -> Any:
-        """Create a class with its counterpart in torch, which subclasses do not inherit."""
-        new_class = super().__new__(cls, name, bases, namespace)
-        new_class.torch_counterpart = counterpart
-        return new_class
-
-    def __init__(
-        cls, name: str, bases: tuple[type, ...], namespace: dict[str, Any], **_: Any
-    ) -> None:
-        super().__init__(name, bases, namespace)
-
-    def __instancecheck__(cls, instance: object) -> bool:
-        return super().__instancecheck__(instance) or (
-            cls.torch_counterpart is not None and isinstance(instance, cls.torch_counterpart)
-        )
-
-    def __subclasscheck__(cls, subclass: type) -> bool:
-        return super().__subclasscheck__(subclass) or (
-            cls.torch_counterpart is not None and issubclass(subclass, cls.torch_counterpart)
-        )
-
-
-class GradScaler(_StatefulScaler, TorchScaler, metaclass=_AcceptsTorch, counterpart=TorchScaler):  # type: ignore[misc]
+class GradScaler(_StatefulScaler, TorchScaler, metaclass=AcceptsTorch, counterpart=TorchScaler):  # type: ignore[misc]
     """`torch.amp.GradScaler`: the same arguments, defaults, return values and errors.
 
     Differs from torch: the scale has a floor, and 16-bit gradients can be unscaled.
