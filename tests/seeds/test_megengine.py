@@ -166,3 +166,52 @@ def test_manual_accumulates_over_several_iterations(net, image, label):
     before = net[5].weight.detach().clone()
     opt.step().clear_grad()
     assert not torch.equal(net[5].weight, before)
+
+
+HUBCONF = """
+import megengine.functional as F
+import megengine.module as M
+
+dependencies = ["megengine"]
+
+
+class Network(M.Module):
+    def __init__(self, num_classes=10):
+        super().__init__()
+        self.stem = M.Sequential(M.Conv2d(3, 8, 3, bias=False), M.BatchNorm2d(8), M.ReLU())
+        self.fc = M.Linear(8, num_classes)
+
+    def forward(self, x):
+        return self.fc(F.flatten(F.adaptive_avg_pool2d(self.stem(x), 1), 1))
+
+
+def network(pretrained=False, **kwargs):
+    return Network(**kwargs)
+"""
+
+
+def test_the_guide_runs_with_a_network_of_the_hub(tmp_path, monkeypatch, image, label):
+    from mezzo.compat.megengine.hub import load
+
+    monkeypatch.setenv("MGE_HOME", str(tmp_path))
+    folder = tmp_path / "hub" / "megengine_models_master"
+    folder.mkdir(parents=True)
+    (folder / "hubconf.py").write_text(HUBCONF)
+    torch.manual_seed(0)
+    net = load("megengine/models", "network", pretrained=False)
+    gm = GradManager().attach(net.parameters())
+    opt = SGD(net.parameters(), lr=0.1)
+    scaler = amp.GradScaler()
+
+    @amp.autocast()
+    def train_step(image, label):
+        with gm:
+            logits = net(image)
+            loss = F.nn.cross_entropy(logits, label)
+            scaler.backward(gm, loss)
+        opt.step().clear_grad()
+        return logits, loss
+
+    losses = [float(train_step(image, label)[1].numpy()) for _ in range(10)]
+    assert losses[-1] < 0.8 * losses[0]
+    assert train_step(image, label)[0].dtype is torch.float16

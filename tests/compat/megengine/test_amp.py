@@ -249,6 +249,23 @@ def test_gradients_accumulate_scaled_until_they_are_unscaled(gm, weight):
     assert (weight.grad.tolist(), scaler.scale_factor) == ([3.0, 3.0], 32.0)
 
 
+def test_several_losses_keep_their_own_scales(gm, weight):
+    first, second = amp.GradScaler(init_scale=16.0), amp.GradScaler(init_scale=4.0)
+    run(gm, first, weight, 3.0)
+    run(gm, second, weight, 5.0)
+    assert weight.grad.tolist() == [8.0, 8.0]
+    run(gm, second, weight, math.inf)
+    assert (weight.grad, first.scale_factor, second.scale_factor) == (None, 16.0, 2.0)
+
+
+def test_gradients_are_kept_when_backward_fails(gm, weight):
+    scaler = amp.GradScaler()
+    run(gm, scaler, weight, 3.0)
+    with pytest.raises(RuntimeError, match="no computation history"):
+        scaler.backward(gm, weight.sum())
+    assert weight.grad.tolist() == [3.0, 3.0]
+
+
 def test_a_non_finite_gradient_counts_until_the_update(gm, weight):
     scaler, other = amp.GradScaler(), nn.Parameter(torch.ones(1))
     weight.grad, other.grad = torch.full((2,), math.nan), torch.ones(1)
@@ -356,3 +373,56 @@ def test_a_converted_module_keeps_values_and_parameter_identity(inplace):
     assert is_channels_last(module[0].weight) is inplace
     assert all(one is other for one, other in zip(module.parameters(), parameters, strict=True))
     assert all(torch.equal(value, before[name]) for name, value in converted.state_dict().items())
+
+
+def test_autocast_without_brackets_is_refused_at_once():
+    with pytest.raises(TypeError, match=r"got the function 'step'. Write @amp.autocast\(\)"):
+
+        @amp.autocast
+        def step():
+            pass
+
+
+def scaled_weight():
+    weight = torch.ones(1)
+    gm = GradManager().attach(weight)
+    with gm:
+        gm.backward(weight * 1.0, dy=16.0)
+    return weight, gm
+
+
+def test_unscaling_twice_is_refused_until_the_next_update():
+    scaler, (weight, gm) = amp.GradScaler(), scaled_weight()
+    scaler.unscale(gm.attached_tensors())
+    with pytest.raises(mezzo.ScalerError, match=r"already called.*unscale_grad=False"):
+        scaler.unscale([weight])
+    assert weight.grad.item() == 1.0
+    scaler.update()
+    scaler.unscale(weight)
+    assert weight.grad.item() == 1.0 / 16
+
+
+def test_new_gradients_may_be_unscaled_without_an_update():
+    scaler, (weight, gm) = amp.GradScaler(), scaled_weight()
+    scaler.unscale(gm.attached_tensors())
+    weight.grad = None
+    with gm:
+        scaler.backward(gm, weight * 2.0, update_scale=False)
+    assert weight.grad.item() == 2.0
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (lambda s, gm, y: s.backward(y), TypeError, r"takes a GradManager first, got Tensor"),
+        (lambda s, gm, y: s.backward(gm, 3.0), TypeError, "a list of tensors, got float"),
+        (lambda s, gm, y: s.backward(gm, y, [1.0, 2.0]), ValueError, "got 1 y and 2 dy"),
+        (lambda s, gm, y: s.backward(gm, y.detach()), RuntimeError, "do not depend on an attached"),
+        (lambda s, gm, y: s.load_state_dict({"scale_factor": 1.0}), KeyError, "needs growth_fac"),
+    ],
+    ids=["loss", "number", "dy", "detached", "state"],
+)
+def test_wrong_arguments_of_the_scaler_are_refused_in_plain_words(call, error, message):
+    weight = torch.ones(1)
+    with GradManager().attach(weight) as gm, pytest.raises(error, match=message):
+        call(amp.GradScaler(), gm, 2 * weight)

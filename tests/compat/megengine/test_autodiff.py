@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+import mezzo.compat.megengine as mge
 from mezzo.compat.megengine import amp
 from mezzo.compat.megengine.autodiff import GradManager
 
@@ -131,3 +132,49 @@ def test_backward_inside_a_region_keeps_the_dtypes_of_the_forward_pass():
         gm.backward(Probe.apply(net(torch.ones(1, 2))).sum())
     assert dtypes == [torch.float32]
     assert net.weight.grad.dtype is torch.float32
+
+
+def test_gradients_of_parameters_are_plain_tensors():
+    net = torch.nn.Linear(2, 1)
+    with GradManager().attach(net.parameters()) as gm:
+        gm.backward(net(mge.tensor([[1.0, 2.0]])).sum())
+    assert {type(parameter.grad) for parameter in net.parameters()} == {torch.Tensor}
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        (lambda: torch.nn.Linear(1, 1), "should be Tensor, got Linear. Pass tensors, such as net"),
+        (lambda: 3, "should be Tensor, got int"),
+        (lambda: [torch.ones(1), "weight"], "should be Tensor, got str"),
+        (lambda: torch.ones(1, dtype=torch.int32), "must be floating-point, got torch.int32"),
+    ],
+    ids=["module", "number", "text", "integers"],
+)
+def test_what_cannot_be_attached_is_refused_and_nothing_is_attached(wrong, message):
+    gm = GradManager()
+    with pytest.raises(AssertionError, match=message):
+        gm.attach(wrong())
+    assert gm.attached_tensors() == []
+
+
+@pytest.mark.parametrize(
+    ("y", "dy", "error", "message"),
+    [
+        (3.0, None, TypeError, r"tensor or a list of tensors, got float. Pass the loss itself"),
+        (torch.ones(1), None, RuntimeError, "do not depend on an attached tensor"),
+        ([torch.ones(1)], [1.0, 2.0], ValueError, "one dy for each y, got 1 y and 2 dy"),
+    ],
+    ids=["number", "constant", "dy"],
+)
+def test_outputs_without_gradients_are_refused_in_plain_words(y, dy, error, message):
+    weight = torch.ones(1)
+    with GradManager().attach(weight) as gm, pytest.raises(error, match=message):
+        gm.backward(y, dy)
+
+
+def test_outputs_that_do_not_depend_on_attached_tensors_are_left_out():
+    weight = torch.ones(1)
+    with GradManager().attach(weight) as gm:
+        gm.backward([2 * weight, torch.ones(1)])
+    assert weight.grad.item() == 2.0

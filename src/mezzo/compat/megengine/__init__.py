@@ -1,40 +1,56 @@
-"""MegEngine's mixed-precision API on mezzo's engine, with torch tensors and modules."""
+"""MegEngine's mixed precision on mezzo, with its layers, functions, tensors and local hub.
+
+>>> import mezzo.compat.megengine as mge
+>>> import mezzo.compat.megengine.functional as F
+>>> F.relu(mge.tensor([-1.0, 1.0])).numpy().tolist()
+[0.0, 1.0]
+"""
 
 from __future__ import annotations
 
-from typing import Any
+import torch as _torch
 
-import torch
+from mezzo.compat._missing import module_getattr
+from mezzo.compat.megengine import (
+    amp,
+    autodiff,
+    device,
+    functional,
+    hub,
+    module,
+    optimizer,
+    random,
+    serialization,
+)
+from mezzo.compat.megengine._substitutions import SUBSTITUTIONS
+from mezzo.compat.megengine._tensor import Parameter, Tensor, tensor
+from mezzo.compat.megengine.device import (
+    get_default_device,
+    get_device_count,
+    is_cuda_available,
+    set_default_device,
+)
+from mezzo.compat.megengine.serialization import load, save
 
-from mezzo._errors import PolicyError, unknown
-from mezzo.compat.megengine import amp, autodiff, functional, optimizer
+__all__ = [
+    "Parameter",
+    "Tensor",
+    "amp",
+    "autodiff",
+    "device",
+    "functional",
+    "get_default_device",
+    "get_device_count",
+    "hub",
+    "is_cuda_available",
+    "load",
+    "module",
+    "optimizer",
+    "random",
+    "save",
+    "serialization",
+    "set_default_device",
+    "tensor",
+]
 
-_DTYPE_NAMES = tuple("bool uint8 int8 int16 int32 int64 float16 bfloat16 float32 float64".split())
-
-
-def tensor(data: Any, dtype: Any = None, device: str | torch.device | None = None) -> torch.Tensor:
-    """`megengine.tensor`: copy an array, a list or a number into a tensor.
-
-    float64 data become float32 unless `dtype` is passed, since MegEngine has no float64.
-
-    >>> tensor([0.0, 1.0], dtype="int32")
-    tensor([0, 1], dtype=torch.int32)
-    """
-    result = torch.as_tensor(data, device=device).detach().clone()
-    if dtype is not None:
-        return result.to(_parse_dtype(dtype))
-    return result.to(torch.float32) if result.dtype is torch.float64 else result
-
-
-def _parse_dtype(dtype: Any) -> torch.dtype:
-    """Return the torch dtype of a name, a NumPy dtype or a torch dtype."""
-    if isinstance(dtype, torch.dtype):
-        return dtype
-    name = dtype if isinstance(dtype, str) else getattr(dtype, "__name__", None) or str(dtype)
-    if name not in _DTYPE_NAMES:
-        raise PolicyError(unknown("dtype", name, _DTYPE_NAMES))
-    parsed: torch.dtype = getattr(torch, name)
-    return parsed
-
-
-__all__ = ["amp", "autodiff", "functional", "optimizer", "tensor"]
+__getattr__ = module_getattr(__name__, SUBSTITUTIONS, counterpart=_torch)

@@ -8,17 +8,19 @@ from __future__ import annotations
 
 import copy
 import sys
-from collections.abc import Iterable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from threading import get_ident
 from types import ModuleType
 from typing import Any, Self, TypeVar
+from weakref import ref
 
 import torch
 from torch import nn
 from torch.compiler import is_dynamo_compiling
 
 from mezzo._dtypes import dtype_name, parse_dtype
+from mezzo._errors import ScalerError
 from mezzo.autocasting.autocast import (
     autocast_all_devices,
     disable_autocast,
@@ -26,7 +28,9 @@ from mezzo.autocasting.autocast import (
     thread_region,
 )
 from mezzo.autocasting.regions import current_regions
-from mezzo.compat.megengine.autodiff import GradManager, Outputs, as_list
+from mezzo.compat._missing import module_getattr
+from mezzo.compat.megengine._substitutions import SUBSTITUTIONS
+from mezzo.compat.megengine.autodiff import GradManager, Outputs, as_list, check_outputs
 from mezzo.scaling.gradients import unscale_tensors
 from mezzo.scaling.scale_state import ScaleRule, ScaleState, next_state
 
@@ -59,6 +63,7 @@ class autocast(autocast_all_devices):  # noqa: N801 - MegEngine's spelling
         high_prec_dtype: str | torch.dtype = "float32",
     ) -> None:
         if not is_dynamo_compiling():
+            _check_flag(enabled)
             _require_float32(high_prec_dtype)
         self.enabled, self.high_prec_dtype = enabled, "float32"
         low = parse_dtype(low_prec_dtype, what="low_prec_dtype")
@@ -114,6 +119,9 @@ class GradScaler:
         self.growth_interval = growth_interval
         self._growth_tracker = 0
         self._found_non_finite = False
+        self._unscaled: dict[int, ref[torch.Tensor]] = {}
+        self._accumulates = False
+        """Whether gradients are scaled because of `unscale_grad=False`."""
         # Both raise for invalid numbers, here instead of at the first update.
         ScaleState(self.scale_factor)
         self._rule()
@@ -129,34 +137,78 @@ class GradScaler:
     ) -> None:
         """Run backward with `dy` times the scale, then `unscale` and `update`.
 
-        With `unscale_grad=False` do neither, to accumulate scaled gradients.
+        With `unscale_grad=False` do neither, to accumulate scaled gradients. Differs from
+        MegEngine: gradients that an earlier call unscaled, such as those of another loss with its
+        own scaler, are not divided again.
         """
-        outputs = as_list(y)
-        output_grads: Sequence[Any] = (
-            [torch.ones_like(output) for output in outputs] if dy is None else as_list(dy)
-        )
-        gm.backward(outputs, [gradient * self.scale_factor for gradient in output_grads])
+        if not isinstance(gm, GradManager):
+            raise TypeError(
+                f"scaler.backward(gm, y) takes a GradManager first, got {type(gm).__name__}. Call"
+                " scaler.backward(gm, loss)."
+            )
+        outputs, output_grads = as_list(y), as_list(dy)
+        check_outputs(outputs, output_grads)
+        if dy is None:
+            output_grads = [torch.ones_like(output) for output in outputs]
+        scaled_grads = [gradient * self.scale_factor for gradient in output_grads]
+        if not unscale_grad or self._accumulates:
+            gm.backward(outputs, scaled_grads)
+            self._accumulates = True
+            earlier: list[tuple[torch.Tensor, torch.Tensor]] = []
+        else:
+            with _set_aside(gm.attached_tensors()) as earlier:
+                gm.backward(outputs, scaled_grads)
         if unscale_grad:
             self.unscale(gm.attached_tensors())
+            if not self._found_non_finite:
+                for tensor, gradient in earlier:
+                    tensor.grad = gradient if tensor.grad is None else gradient.add_(tensor.grad)
             if update_scale:
                 self.update()
 
     def unscale(self, grad_tensors: Iterable[torch.Tensor]) -> GradScaler:
-        """Unscale gradients; if one is non-finite, set all to None. This synchronizes."""
+        """Unscale gradients; if one is non-finite, set all to None. This synchronizes.
+
+        Raises `ScalerError` for gradients that were unscaled since the last `update`.
+        """
+        if isinstance(grad_tensors, torch.Tensor):
+            grad_tensors = [grad_tensors]
+        if isinstance(grad_tensors, nn.Module) or not isinstance(grad_tensors, Iterable):
+            raise TypeError(
+                f"unscale() takes tensors, got {type(grad_tensors).__name__}. Pass"
+                " gm.attached_tensors()."
+            )
+        self._accumulates = False
         tensors = [
             tensor for tensor in grad_tensors if tensor is not None and tensor.grad is not None
         ]
+        gradients = [tensor.grad for tensor in tensors if tensor.grad is not None]
+        self._check_scaled(gradients)
         self._found_non_finite = (
             unscale_tensors(tensors, self.scale_factor) or self._found_non_finite
         )
         if self._found_non_finite:
             for tensor in tensors:
                 tensor.grad = None
+        else:
+            self._unscaled |= {id(gradient): ref(gradient) for gradient in gradients}
         return self
+
+    def _check_scaled(self, gradients: Iterable[torch.Tensor]) -> None:
+        """Raise if a gradient was unscaled since the last update."""
+        for gradient in gradients:
+            unscaled = self._unscaled.get(id(gradient))
+            if unscaled is not None and unscaled() is gradient:
+                raise ScalerError(
+                    "unscale() was already called for these gradients since the last update()."
+                    " Call it once, after the last backward(). To accumulate gradients, pass"
+                    " unscale_grad=False to every scaler.backward() but the last."
+                )
 
     def update(self, new_scale: float | None = None) -> None:
         """Grow the scale or back off after `unscale`, or set it. A static scale never changes."""
         found_nonfinite, self._found_non_finite = self._found_non_finite, False
+        self._unscaled.clear()
         rule = self._rule()
         if not rule.dynamic:
             return
@@ -172,7 +224,13 @@ class GradScaler:
         return {name: getattr(self, name) for name in _STATE_FIELDS}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Load a `state_dict`."""
+        """Load a `state_dict`; nothing is changed if an entry is missing."""
+        missing = [name for name in _STATE_FIELDS if name not in state]
+        if missing:
+            raise KeyError(
+                f"The state of a GradScaler needs {', '.join(missing)}; it has"
+                f" {', '.join(map(str, state)) or 'no entries'}. Pass scaler.state_dict()."
+            )
         for name in _STATE_FIELDS:
             setattr(self, name, state[name])
 
@@ -180,6 +238,20 @@ class GradScaler:
         if self.growth_factor == 0.0 or self.growth_interval == 0:
             return ScaleRule(dynamic=False)
         return ScaleRule(self.growth_factor, self.backoff_factor, self.growth_interval)
+
+
+@contextmanager
+def _set_aside(tensors: list[torch.Tensor]) -> Iterator[list[tuple[torch.Tensor, torch.Tensor]]]:
+    """Remove gradients inside; yield them with their tensors. Put them back if the body raises."""
+    kept = [(tensor, tensor.grad) for tensor in tensors if tensor.grad is not None]
+    for tensor, _ in kept:
+        tensor.grad = None
+    try:
+        yield kept
+    except BaseException:
+        for tensor, gradient in kept:
+            tensor.grad = gradient
+        raise
 
 
 _STATE_FIELDS = (
@@ -202,6 +274,8 @@ def convert_tensor_format(x: torch.Tensor, inplace: bool = True) -> torch.Tensor
     >>> image.is_contiguous(memory_format=torch.channels_last)
     True
     """
+    if not isinstance(x, torch.Tensor):
+        raise TypeError(f"convert_tensor_format takes a tensor, got {type(x).__name__}.")
     memory_format = _CHANNELS_LAST.get(x.dim())
     if memory_format is None:
         return x
@@ -218,6 +292,11 @@ def convert_module_format(module: ModuleT, inplace: bool = True) -> ModuleT:
     >>> conv.weight.is_contiguous(memory_format=torch.channels_last)
     True
     """
+    if not isinstance(module, nn.Module):
+        raise TypeError(
+            f"convert_module_format takes a module, got {type(module).__name__}. Convert a tensor"
+            " with convert_tensor_format."
+        )
     converted = module if inplace else copy.deepcopy(module)
     for tensor in (*converted.parameters(), *converted.buffers()):
         convert_tensor_format(tensor)
@@ -252,6 +331,16 @@ def _set_default_dtype(dtype: str | torch.dtype) -> None:
     _default_dtype = parse_dtype(dtype, what="low_prec_dtype")
     if thread_region() is not None and _is_enabled():
         _set_enabled(enabled=True)
+
+
+def _check_flag(enabled: Any) -> None:
+    """Raise for `@amp.autocast` without brackets, which MegEngine accepts and breaks later."""
+    if callable(enabled):
+        name = getattr(enabled, "__name__", type(enabled).__name__)
+        raise TypeError(
+            f"amp.autocast takes enabled=True or False, got the function {name!r}. Write"
+            " @amp.autocast(), with brackets."
+        )
 
 
 def _require_float32(dtype: str | torch.dtype) -> None:
@@ -290,4 +379,5 @@ class _AmpModule(ModuleType):
         _require_float32(dtype)
 
 
+__getattr__ = module_getattr(__name__, SUBSTITUTIONS)
 sys.modules[__name__].__class__ = _AmpModule

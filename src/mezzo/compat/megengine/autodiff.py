@@ -8,7 +8,12 @@ from weakref import ref
 
 import torch
 
+from mezzo._torch import DisableTorchFunctionSubclass
 from mezzo.autocasting.autocast import autocast_all_devices
+from mezzo.compat._missing import module_getattr
+from mezzo.compat.megengine._substitutions import SUBSTITUTIONS
+
+__all__ = ["GradManager"]
 
 Outputs = torch.Tensor | Sequence[torch.Tensor] | None
 """Outputs to differentiate, or their gradients."""
@@ -47,13 +52,10 @@ class GradManager:
     ) -> Self:
         """Compute gradients for these tensors; attaching one again adds the callbacks."""
         new_callbacks = [callbacks] if callable(callbacks) else list(callbacks or ())
-        for tensor in [tensors] if isinstance(tensors, torch.Tensor) else tensors:
-            if not isinstance(tensor, torch.Tensor):
-                # MegEngine raises AssertionError.
-                raise AssertionError(
-                    f"Object to be attached should be Tensor, got {type(tensor).__name__}. Pass"
-                    " tensors, such as net.parameters()."
-                )
+        if isinstance(tensors, torch.Tensor) or not isinstance(tensors, Iterable):
+            tensors = [tensors]
+        attachable = [_check_attachable(tensor) for tensor in tensors]
+        for tensor in attachable:
             self._attach(tensor, new_callbacks)
         return self
 
@@ -109,17 +111,24 @@ class GradManager:
 
     def _accumulate(self, outputs: list[torch.Tensor], output_grads: list[Any]) -> None:
         attached = self.attached_tensors()
+        check_outputs(outputs, output_grads)
         if not outputs or not attached:
             return
-        if output_grads:
-            pairs = zip(output_grads, outputs, strict=True)
-            output_grads = [_expand_output_grad(gradient, output) for gradient, output in pairs]
-        else:
+        if not output_grads:
             output_grads = [torch.ones_like(output) for output in outputs]
+        pairs = [pair for pair in zip(outputs, output_grads, strict=True) if pair[0].requires_grad]
+        if not pairs:
+            raise RuntimeError(
+                "The outputs passed to backward() do not depend on an attached tensor. Call"
+                " gm.attach(net.parameters()) before the forward pass, and compute the loss inside"
+                " `with gm:` without detach(), numpy() or torch.no_grad()."
+            )
+        outputs = [output for output, _ in pairs]
+        output_grads = [_expand_output_grad(gradient, output) for output, gradient in pairs]
         # Read before autograd.grad, which writes .grad of attached non-leaf tensors.
         old_gradients = [tensor.grad for tensor in attached]
         # Backward runs in the dtypes of the forward pass, without casts of its own.
-        with autocast_all_devices(enabled=False):
+        with autocast_all_devices(enabled=False), DisableTorchFunctionSubclass():
             gradients = torch.autograd.grad(outputs, attached, output_grads, allow_unused=True)
         for tensor, gradient, old in zip(attached, gradients, old_gradients, strict=True):
             if gradient is not None:
@@ -150,7 +159,39 @@ def as_list(values: Any) -> list[Any]:
     return list(values) if isinstance(values, list | tuple) else [values]
 
 
+def check_outputs(outputs: list[Any], output_grads: list[Any]) -> None:
+    """Raise for outputs that are no tensors, and for more or fewer gradients than outputs."""
+    for output in outputs:
+        if not isinstance(output, torch.Tensor):
+            raise TypeError(
+                f"backward(y) takes a tensor or a list of tensors, got {type(output).__name__}."
+                " Pass the loss itself, not loss.item() or loss.numpy()."
+            )
+    if output_grads and len(output_grads) != len(outputs):
+        raise ValueError(
+            f"backward() needs one dy for each y, got {len(outputs)} y and {len(output_grads)} dy."
+        )
+
+
+def _check_attachable(tensor: Any) -> torch.Tensor:
+    """Return a tensor that can have gradients; raise AssertionError, as MegEngine, for others."""
+    if not isinstance(tensor, torch.Tensor):
+        raise AssertionError(
+            f"Object to be attached should be Tensor, got {type(tensor).__name__}. Pass tensors,"
+            " such as net.parameters()."
+        )
+    if not (tensor.is_floating_point() or tensor.is_complex()):
+        raise AssertionError(
+            f"A tensor to be attached must be floating-point, got {tensor.dtype}: integers have no"
+            " gradients. Convert it: tensor.astype('float32')."
+        )
+    return tensor
+
+
 def _expand_output_grad(gradient: Any, output: torch.Tensor) -> torch.Tensor:
     """Return the gradient of an output; a single number is expanded to its shape."""
     tensor = torch.as_tensor(gradient, dtype=output.dtype, device=output.device)
     return tensor.expand_as(output) if tensor.numel() == 1 else tensor
+
+
+__getattr__ = module_getattr(__name__, SUBSTITUTIONS)

@@ -9,6 +9,8 @@ import torch
 from torch.optim.optimizer import ParamsT
 
 import mezzo
+from mezzo.compat._missing import module_getattr
+from mezzo.compat.megengine._substitutions import SUBSTITUTIONS
 from mezzo.optim.binding import without_hooks
 
 __all__ = [
@@ -28,6 +30,14 @@ Optimizer = torch.optim.Optimizer
 
 class _ChainedOptimizer(torch.optim.Optimizer):
     """Return the optimizer from each call, for `opt.step().clear_grad()`."""
+
+    def __init__(self, params: ParamsT, *args: Any, **kwargs: Any) -> None:
+        if isinstance(params, torch.nn.Module):
+            raise TypeError(
+                f"{type(self).__name__} takes parameters, got the module"
+                f" {type(params).__name__}. Pass net.parameters()."
+            )
+        super().__init__(params, *args, **kwargs)
 
     def step(self, closure: Any = None) -> Any:
         """Update the parameters that have gradients; return the optimizer."""
@@ -154,3 +164,6 @@ def clip_grad_value(
     for tensor in [tensors] if isinstance(tensors, torch.Tensor) else tensors:
         if tensor.grad is not None:
             tensor.grad.clamp_(lower, upper)
+
+
+__getattr__ = module_getattr(__name__, SUBSTITUTIONS, counterpart=torch.optim)

@@ -10,6 +10,10 @@ from collections.abc import Callable, Mapping
 import torch
 
 from mezzo._errors import PolicyError, choices
+from mezzo.compat._missing import module_getattr
+from mezzo.compat.megengine._substitutions import SUBSTITUTIONS
+
+__all__ = ["binary_cross_entropy", "cross_entropy", "hinge_loss", "l1_loss", "square_loss"]
 
 _REDUCTIONS: Mapping[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "mean": torch.mean,
@@ -43,6 +47,12 @@ def cross_entropy(
     >>> round(cross_entropy(torch.zeros(1, 2), torch.ones(1, dtype=torch.int32)).item(), 4)
     0.6931
     """
+    for name, value in (("pred", pred), ("label", label)):
+        if not isinstance(value, torch.Tensor):
+            raise TypeError(
+                f"cross_entropy takes tensors, got {type(value).__name__} as {name}. Convert it:"
+                " megengine.tensor(array)."
+            )
     if pred.dim() != label.dim() + 1:
         raise AssertionError(
             f"target ndim must be one less than input ndim; input_ndim={pred.dim()}"
@@ -92,3 +102,6 @@ def _reduce(loss: torch.Tensor, reduction: str) -> torch.Tensor:
     if reduction not in _REDUCTIONS:
         raise PolicyError(f"Unknown reduction {reduction!r}. {choices(_REDUCTIONS)}")
     return _REDUCTIONS[reduction](loss)
+
+
+__getattr__ = module_getattr(__name__, SUBSTITUTIONS, counterpart=torch.nn.functional)
