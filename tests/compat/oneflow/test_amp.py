@@ -67,7 +67,7 @@ def test_a_backoff_other_than_one_over_growth_raises_as_in_oneflow():
 
 @pytest.mark.parametrize("scale", [0.0, -1.0])
 def test_a_static_scale_must_be_positive(scale):
-    with pytest.raises(ValueError, match=r"StaticGradScaler's scale_factor must > 0.0, got"):
+    with pytest.raises(ValueError, match=r"scale_factor must be a number > 0.0, got"):
         amp.StaticGradScaler(scale)
 
 

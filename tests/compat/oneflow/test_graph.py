@@ -145,6 +145,15 @@ def test_the_scale_stays_at_least_one():
     assert graph.mezzo_step.scale == 1.0
 
 
+def test_several_graphs_keep_their_own_scales():
+    settings = amp.GradScaler(init_scale=8.0, growth_interval=1)
+    skipping, growing = (Training(make_model(), scaler=settings) for _ in range(2))
+    for _ in range(2):
+        skipping(X, torch.tensor(math.inf))
+        growing(X, torch.tensor(1.0))
+    assert (skipping.mezzo_step.scale, growing.mezzo_step.scale) == (2.0, 32.0)
+
+
 def test_a_static_scale_does_not_change_the_updates():
     graph, other = (
         Training(make_model(), scaler=amp.StaticGradScaler(128.0)),
@@ -292,6 +301,9 @@ def test_invalid_optimizers_schedulers_and_scalers_raise_as_in_oneflow():
         graph.add_optimizer(optimizer, lr_sch=torch.optim.lr_scheduler.StepLR(other, 1))
     with pytest.raises(AssertionError, match="must be an LRScheduler, got float"):
         graph.add_optimizer(optimizer, lr_sch=0.1)
+    groups = [{"params": [nn.Parameter(torch.ones(1))], "clip_grad_max_norm": 1.0}]
+    with pytest.raises(ValueError, match=r"Leave it out, and use clip_norm= of mezzo.TrainStep"):
+        graph.add_optimizer(torch.optim.SGD(groups, lr=0.1))
     with pytest.raises(AssertionError, match=r"amp.StaticGradScaler, got GradScaler"):
         graph.set_grad_scaler(torch.amp.GradScaler("cpu"))
 
@@ -371,11 +383,67 @@ def test_other_dtypes_raise_as_in_oneflow():
 
 def test_compiler_hints_are_accepted_and_other_settings_raise():
     GraphConfig().allow_fuse_model_update_ops(True)
-    with pytest.raises(
-        AttributeError,
-        match=r"not support 'set_gradient_accumulation_steps'. Available: enable_amp",
-    ):
+    GraphConfig().enable_straighten_algorithm("MemoryFirst")
+    with pytest.raises(AttributeError, match=r"Use accumulate= of mezzo.TrainStep"):
         GraphConfig().set_gradient_accumulation_steps(4)
+    with pytest.raises(AttributeError, match=r"not support 'enable_apm'. Available: enable_amp"):
+        GraphConfig().enable_apm(True)
+
+
+# -- printing --------------------------------------------------------------------------------------
+
+
+def printed_graph():
+    return Training(nn.Linear(4, 2), scaler=amp.GradScaler(init_scale=2**12))
+
+
+def test_a_printed_graph_lists_settings_and_modules_and_after_a_call_inputs_and_outputs():
+    graph = printed_graph()
+    before = repr(graph)
+    assert before.startswith(f"(GRAPH:{graph.name}:Training): (")
+    for line in (
+        "(CONFIG:config:GraphConfig(amp=float16), training=True)",
+        "(OPTIMIZER:SGD)",
+        "(SCALER:GradScaler(init_scale=4096",
+        "(MODULE:model:Linear(in_features=4, out_features=2, bias=True))",
+    ):
+        assert line in before
+    assert "INPUT" not in before
+    graph(torch.ones(8, 4))
+    assert "(INPUT:tensor(..., device='cpu', size=(8, 4), dtype=torch.float32))" in repr(graph)
+    assert "(OUTPUT:tensor(..., device='cpu', size=(), dtype=torch.float32))" in repr(graph)
+
+
+def test_debug_prints_the_stages_of_the_first_call_and_minus_one_disables_it(capsys):
+    graph = printed_graph()
+    graph.debug(1)
+    graph(torch.ones(8, 4))
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split(") ", 1)[1] for line in lines] == [
+        "start building graph.",
+        "(MODULE:model:Linear()) is part of the graph.",
+        "end building graph, first call done: training in float16.",
+    ]
+    quiet = printed_graph()
+    quiet.debug()
+    quiet.debug(-1)
+    quiet(torch.ones(8, 4))
+    other_rank = printed_graph()
+    other_rank.debug(ranks=[1])
+    other_rank(torch.ones(8, 4))
+    assert not capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("level", "ranks"), [(4, None), ("1", None), (0, "all")])
+def test_debug_rejects_other_levels_and_ranks(level, ranks):
+    with pytest.raises((AssertionError, ValueError), match=r"takes -1|int or List"):
+        printed_graph().debug(level, ranks=ranks)
+
+
+def test_a_method_that_only_oneflow_has_names_what_to_use():
+    with pytest.raises(AttributeError, match=r"no runtime_state_dict\(\) here. Use state_dict"):
+        printed_graph().runtime_state_dict()
+    assert not hasattr(printed_graph(), "modle")
 
 
 # -- runners ---------------------------------------------------------------------------------------

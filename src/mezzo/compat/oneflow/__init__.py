@@ -7,15 +7,14 @@ Every other name is torch's of the same name: `flow.randn`, `flow.optim`, `flow.
 torch.Size([2, 1])
 """
 
-from typing import Any
-
 import torch
 
+from mezzo.compat._missing import module_getattr
 from mezzo.compat.oneflow import amp, nn
+from mezzo.compat.oneflow._substitutions import SUBSTITUTIONS
 from mezzo.compat.oneflow.amp import autocast
 
 __all__ = ["amp", "autocast", "nn"]
 
 
-def __getattr__(name: str) -> Any:
-    return getattr(torch, name)
+__getattr__ = module_getattr(__name__, SUBSTITUTIONS, fallback=torch)

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch.compiler import is_dynamo_compiling
 
 from mezzo._errors import PolicyError, UnsupportedError
 from mezzo.autocasting.autocast import autocast as _autocast
+from mezzo.compat._missing import module_getattr
+from mezzo.compat.oneflow._substitutions import SUBSTITUTIONS
 from mezzo.scaling.scaler import GradScaler as EngineScaler
 
 __all__ = ["GradScaler", "StaticGradScaler", "autocast"]
@@ -51,6 +54,12 @@ class autocast(_autocast):  # noqa: N801 - OneFlow's spelling
         )
 
 
+def _check_numbers(scaler: str, **numbers: Any) -> None:
+    for name, number in numbers.items():
+        if isinstance(number, bool) or not isinstance(number, int | float) or not number > 0:
+            raise PolicyError(f"{scaler}'s {name} must be a number > 0.0, got {number!r}.")
+
+
 @dataclass(frozen=True)
 class GradScaler:
     """`oneflow.amp.GradScaler`: settings of a dynamic loss scale, which stays at least 1.
@@ -69,6 +78,7 @@ class GradScaler:
     """Successful steps in a row before the scale grows."""
 
     def __post_init__(self) -> None:
+        _check_numbers("GradScaler", **vars(self))
         if self.backoff_factor != 1.0 / self.growth_factor:
             raise PolicyError(
                 "Only support 1.0/growth_factor as backoff_factor at the moment, got"
@@ -102,11 +112,11 @@ class StaticGradScaler:
     """The loss scale."""
 
     def __post_init__(self) -> None:
-        if self.scale_factor <= 0.0:
-            raise PolicyError(
-                f"StaticGradScaler's scale_factor must > 0.0, got {self.scale_factor}."
-            )
+        _check_numbers("StaticGradScaler", scale_factor=self.scale_factor)
 
     def make_scaler(self) -> EngineScaler:
         """Return the `mezzo.GradScaler` of a graph."""
         return EngineScaler(init_scale=self.scale_factor, dynamic=False)
+
+
+__getattr__ = module_getattr(__name__, SUBSTITUTIONS, counterpart=torch.amp)

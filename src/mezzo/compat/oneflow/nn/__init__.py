@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import nn as _nn
 
+from mezzo.compat._missing import module_getattr
+from mezzo.compat.oneflow._substitutions import SUBSTITUTIONS
 from mezzo.compat.oneflow.nn import functional
 from mezzo.compat.oneflow.nn.functional import cross_entropy
 from mezzo.compat.oneflow.nn.graph import Graph
@@ -34,5 +34,4 @@ class CrossEntropyLoss(_nn.CrossEntropyLoss):
 __all__ = ["CrossEntropyLoss", "Graph", "functional"]
 
 
-def __getattr__(name: str) -> Any:
-    return getattr(_nn, name)
+__getattr__ = module_getattr(__name__, SUBSTITUTIONS, fallback=_nn)

@@ -7,6 +7,9 @@ from typing import Any
 import torch
 from torch.nn import functional as _functional
 
+from mezzo.compat._missing import module_getattr
+from mezzo.compat.oneflow._substitutions import SUBSTITUTIONS
+
 
 def cross_entropy(
     input: torch.Tensor, target: torch.Tensor, *args: Any, **kwargs: Any
@@ -25,5 +28,4 @@ def cross_entropy(
     return _functional.cross_entropy(input, target, *args, **kwargs)
 
 
-def __getattr__(name: str) -> Any:
-    return getattr(_functional, name)
+__getattr__ = module_getattr(__name__, SUBSTITUTIONS, fallback=_functional)

@@ -6,6 +6,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from itertools import count
+from textwrap import indent
 from typing import Any, Protocol
 
 import torch
@@ -13,10 +14,12 @@ from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 
 from mezzo._casting import cast_all
-from mezzo._dtypes import HALF_DTYPES
+from mezzo._dtypes import dtype_name
 from mezzo._errors import PolicyError
+from mezzo._torch import pytree
 from mezzo.autocasting.autocast import autocast_all_devices
 from mezzo.compat.oneflow.amp import GradScaler, StaticGradScaler
+from mezzo.compat.oneflow.nn.graph_config import GraphConfig
 from mezzo.policy.policy import Policy
 from mezzo.policy.types import Level
 from mezzo.prepare.decorate import undecorate
@@ -24,19 +27,20 @@ from mezzo.scaling.scaler import GradScaler as EngineScaler
 from mezzo.step.eval_step import EvalStep
 from mezzo.step.train_step import train_step
 
-_COMPILER_HINTS = (
-    "allow_fuse_add_to_output allow_fuse_cast_scale allow_fuse_model_update_ops"
-    " enable_cudnn_conv_heuristic_search_algo enable_cudnn_fused_normalization_add_relu"
-    " enable_fuse_model_update_ops set_outputs_buffer_size"
-).split()
-"""Hints for OneFlow's compiler, accepted without effect: mezzo fuses and captures anyway."""
+_OTHER_METHODS = {
+    "enable_shared": "the same graph for all shapes: other shapes are captured separately",
+    "share_from": "the same graph for all shapes: other shapes are captured separately",
+    "enable_save_runtime_state_dict": "state_dict()",
+    "runtime_state_dict": "state_dict()",
+    "load_runtime_state_dict": "load_state_dict()",
+    "build_graph": "the first call of the graph",
+    "trace": "a subclass with build()",
+    "to_global": "torch.distributed.tensor.distribute_module",
+}
+"""Methods of OneFlow's graphs that are not here, and what to use."""
 
 
-_GRAPH_END_OPS = frozenset({"cross_entropy", "nll_loss", "log_softmax", "mean", "sum"})
-"""Ops at the end of a graph, which run in float32. OneFlow's pass makes a "follow" op 16-bit only
-if another listed op comes after it, so losses are float32, as is the first gradient, which is a
-loss scale of up to 2^16."""
-
+_MAX_DEBUG_LEVEL = 3
 
 _instance_counts: dict[str, Any] = {}
 
@@ -70,6 +74,10 @@ class Graph:
         self._optimizers: list[torch.optim.Optimizer] = []
         self._schedulers: list[LRScheduler] = []
         self._scaler: EngineScaler | None = None
+        self._scaler_settings: GradScaler | StaticGradScaler | None = None
+        self._inputs: list[str] = []
+        self._outputs: list[str] = []
+        self._debug_level = -1
         self._runner: GraphRunner | None = None
         class_name = type(self).__name__
         number = next(_instance_counts.setdefault(class_name, count()))
@@ -109,6 +117,12 @@ class Graph:
                 f"optimizer must be an instance of Optimizer, got {type(optim).__name__}. Pass one"
                 " of torch.optim."
             )
+        if any("clip_grad_max_norm" in group for group in optim.param_groups):
+            # torch's optimizers accept any entry of a group without effect.
+            raise ValueError(
+                "clip_grad_max_norm of a parameter group is not supported: gradients would not be"
+                " clipped. Leave it out, and use clip_norm= of mezzo.TrainStep."
+            )
         if lr_sch is not None:
             if not isinstance(lr_sch, LRScheduler):
                 raise AssertionError(
@@ -130,14 +144,82 @@ class Graph:
                 "grad_scaler must be an amp.GradScaler or an amp.StaticGradScaler, got"
                 f" {type(grad_scaler).__name__}."
             )
-        self._scaler = grad_scaler.make_scaler()
+        self._scaler, self._scaler_settings = grad_scaler.make_scaler(), grad_scaler
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the graph; the first call prepares it."""
         if self._runner is None:
-            self._runner = make_runner(self._spec(), self._blocks)
-            self.config.freeze()
+            return self._first_call(args, kwargs)
         return self._runner(*args, **kwargs)
+
+    def _first_call(self, args: Any, kwargs: Any) -> Any:
+        self._log(0, "start building graph.")
+        runner = make_runner(self._spec(), self._blocks)
+        for name, block in self._blocks.items():
+            self._log(1, f"(MODULE:{name}:{type(block).__name__}()) is part of the graph.")
+        self._runner = runner
+        self.config.freeze()
+        outputs = runner(*args, **kwargs)
+        self._inputs, self._outputs = _describe((args, kwargs)), _describe(outputs)
+        self._log(0, f"end building graph, first call done: {self._kind()}.")
+        return outputs
+
+    def debug(
+        self,
+        v_level: int = 0,
+        *,
+        ranks: int | list[int] | None = None,
+        max_py_stack_depth: int = 2,
+        only_user_py_stack: bool = True,
+        op_repr_with_py_stack: bool = False,
+    ) -> None:
+        """Print the stages of the first call (`v_level` 0) and the modules (1); −1 disables it.
+
+        On ranks other than 0 nothing is printed, unless `ranks` lists them or is −1. The other
+        arguments, and levels above 1, have no effect.
+        """
+        if type(v_level) is not int or not -1 <= v_level <= _MAX_DEBUG_LEVEL:
+            raise AssertionError(f"debug(v_level) takes -1 (off), 0, 1, 2 or 3, got {v_level!r}.")
+        chosen = [0] if ranks is None else [ranks] if isinstance(ranks, int) else ranks
+        if not isinstance(chosen, list):
+            raise ValueError(f"ranks must be int or List[int], got {type(ranks).__name__}.")
+        if -1 in chosen or _rank() in chosen:
+            self._debug_level = v_level
+
+    def _log(self, level: int, message: str) -> None:
+        if level <= self._debug_level:
+            print(f"[rank:{_rank()}] {self._shallow_repr()} {message}", flush=True)  # noqa: T201
+
+    def _kind(self) -> str:
+        """Return what the graph does, for messages."""
+        precision = self.config.amp_dtype or torch.float32
+        return f"{'training' if self.training else 'evaluation'} in {dtype_name(precision)}"
+
+    def _shallow_repr(self) -> str:
+        return f"(GRAPH:{self._name}:{type(self).__name__})"
+
+    def __repr__(self) -> str:
+        """Return the graph's settings and modules; after the first call its inputs and outputs."""
+        lines = [f"(CONFIG:config:{self.config!r}, training={self.training})"]
+        lines += [f"(OPTIMIZER:{type(optimizer).__name__})" for optimizer in self._optimizers]
+        lines += [f"(LR_SCHEDULER:{type(one).__name__})" for one in self._schedulers]
+        if self._scaler_settings is not None:
+            lines.append(f"(SCALER:{self._scaler_settings!r})")
+        lines += [f"(INPUT:{described})" for described in self._inputs]
+        lines += [f"(MODULE:{name}:{block!r})" for name, block in self._blocks.items()]
+        lines += [f"(OUTPUT:{described})" for described in self._outputs]
+        body = indent("\n".join(lines), "  ")
+        return f"{self._shallow_repr()}: (\n{body}\n)"
+
+    def __getattr__(self, name: str) -> Any:
+        if name in _OTHER_METHODS:
+            raise AttributeError(f"nn.Graph has no {name}() here. Use {_OTHER_METHODS[name]}.")
+        if "_runner" not in self.__dict__:
+            raise AttributeError(
+                f"{type(self).__name__} was not initialized as a graph. Call super().__init__()"
+                " first in its __init__."
+            )
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     def _spec(self) -> TrainingSpec | EvaluationSpec:
         policy = self.config.policy()
@@ -179,6 +261,11 @@ class Graph:
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> None:
         """Load a `state_dict`; with `strict` its names must equal those of the graph."""
         parts = self._stateful_parts()
+        if not isinstance(state_dict, Mapping):
+            raise TypeError(
+                f"load_state_dict takes a dictionary, got {type(state_dict).__name__}. Pass what"
+                " graph.state_dict() returned."
+            )
         if strict and state_dict.keys() != parts.keys():
             raise RuntimeError(
                 f"The state has the parts {sorted(state_dict)}, the graph has {sorted(parts)}. Pass"
@@ -199,55 +286,6 @@ class Graph:
             raise RuntimeError(
                 f"{call}() was called after the graph's first call. Call it in __init__."
             )
-
-
-class GraphConfig:
-    """`Graph.config`: `enable_amp`, and hints for OneFlow's compiler, which have no effect.
-
-    >>> config = GraphConfig()
-    >>> config.enable_amp(True, dtype=torch.bfloat16)
-    >>> config.policy().dtype
-    torch.bfloat16
-    """
-
-    def __init__(self) -> None:
-        self._amp: torch.dtype | None = None
-        self._frozen = False
-
-    def freeze(self) -> None:
-        """Reject later changes: the graph was called."""
-        self._frozen = True
-
-    def enable_amp(self, mode: bool = True, *, dtype: torch.dtype = torch.float16) -> None:
-        """Enable or disable mixed precision, before the first call of the graph."""
-        if type(mode) is not bool:
-            raise AssertionError(f"enable_amp(mode) takes True or False, got {mode!r}.")
-        if dtype not in HALF_DTYPES:
-            raise AssertionError(f"enable_amp(dtype=...) takes float16 or bfloat16, got {dtype!r}.")
-        if self._frozen:
-            raise RuntimeError(
-                "config.enable_amp() was called after the graph's first call. Call it in __init__."
-            )
-        self._amp = dtype if mode else None
-
-    @property
-    def amp_dtype(self) -> torch.dtype | None:
-        """The 16-bit dtype of listed ops; None if mixed precision is disabled."""
-        return self._amp
-
-    def policy(self) -> Policy:
-        """Return the settings as a policy."""
-        if self._amp is None:
-            return Policy("O0")
-        return Policy("O1", self._amp, preset="oneflow", full=_GRAPH_END_OPS)
-
-    def __getattr__(self, name: str) -> Any:
-        if name in _COMPILER_HINTS:
-            return lambda *_, **__: None
-        raise AttributeError(
-            f"GraphConfig does not support {name!r}. Available: enable_amp, and without effect"
-            f" {', '.join(_COMPILER_HINTS)}."
-        )
 
 
 Build = Callable[..., Any]
@@ -328,6 +366,23 @@ def make_runner(
 ) -> GraphRunner:
     """Return what runs a graph with these modules."""
     return spec.make_runner(BuildModule(spec.build, spec.policy, blocks))
+
+
+def _describe(values: Any) -> list[str]:
+    """Describe the tensors of arguments or outputs."""
+    return [
+        f"tensor(..., device='{leaf.device}', size={tuple(leaf.shape)}, dtype={leaf.dtype})"
+        for leaf in pytree.tree_leaves(values)
+        if isinstance(leaf, torch.Tensor)
+    ]
+
+
+def _rank() -> int:
+    """Return the number of this process; 0 without torch.distributed."""
+    distributed = torch.distributed
+    return (
+        distributed.get_rank() if distributed.is_available() and distributed.is_initialized() else 0
+    )
 
 
 def _to_float32(value: Any) -> Any:
