@@ -12,6 +12,7 @@ import sys
 from types import ModuleType
 
 from mezzo._errors import UnsupportedError
+from mezzo.compat._missing import module_getattr
 from mezzo.compat.apex import (
     amp,
     fp16_utils,
@@ -20,6 +21,7 @@ from mezzo.compat.apex import (
     optimizers,
     parallel,
 )
+from mezzo.compat.apex._substitutions import SUBSTITUTIONS
 
 _DIALECT = "mezzo.compat.apex"
 _SUBMODULES = (
@@ -89,3 +91,5 @@ __all__ = [
     "parallel",
     "uninstall",
 ]
+
+__getattr__ = module_getattr(__name__, SUBSTITUTIONS)

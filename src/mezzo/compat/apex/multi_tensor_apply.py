@@ -5,6 +5,8 @@ from __future__ import annotations
 from typing import NoReturn
 
 from mezzo._errors import UnsupportedError
+from mezzo.compat._missing import module_getattr
+from mezzo.compat.apex._substitutions import SUBSTITUTIONS
 
 __all__ = ["MultiTensorApply", "multi_tensor_applier"]
 
@@ -31,3 +33,6 @@ class MultiTensorApply:
 
 
 multi_tensor_applier = MultiTensorApply(2048 * 32)
+
+
+__getattr__ = module_getattr(__name__, SUBSTITUTIONS)

@@ -5,6 +5,9 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+from mezzo.compat._missing import module_getattr
+from mezzo.compat.apex._substitutions import SUBSTITUTIONS
+
 __all__ = ["FusedLayerNorm", "FusedRMSNorm", "MixedFusedLayerNorm", "MixedFusedRMSNorm"]
 
 
@@ -34,3 +37,5 @@ class FusedRMSNorm(_Norm, nn.RMSNorm):
 
 
 MixedFusedLayerNorm, MixedFusedRMSNorm = FusedLayerNorm, FusedRMSNorm
+
+__getattr__ = module_getattr(__name__, SUBSTITUTIONS, counterpart=nn)

@@ -13,6 +13,8 @@ from torch.optim.optimizer import ParamsT
 
 from mezzo._errors import UnsupportedError
 from mezzo._torch import foreach_mul
+from mezzo.compat._missing import module_getattr
+from mezzo.compat.apex._substitutions import SUBSTITUTIONS
 from mezzo.compat.apex.fp16_utils import FP16_Optimizer
 from mezzo.optim.binding import without_hooks
 from mezzo.optim.optimizers import LAMB, ForeachOptimizer, Group, Tensors
@@ -263,3 +265,6 @@ class FusedNovoGrad:
 
 class FusedMixedPrecisionLamb(FusedNovoGrad):
     """Not available: use `FusedLAMB` with `amp.initialize(..., opt_level="O2")`."""
+
+
+__getattr__ = module_getattr(__name__, SUBSTITUTIONS, counterpart=torch.optim)

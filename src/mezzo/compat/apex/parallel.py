@@ -9,6 +9,8 @@ from torch import nn
 from torch.nn import SyncBatchNorm
 
 from mezzo._errors import UnsupportedError
+from mezzo.compat._missing import module_getattr
+from mezzo.compat.apex._substitutions import SUBSTITUTIONS
 
 __all__ = ["LARC", "DistributedDataParallel", "Reducer", "SyncBatchNorm", "convert_syncbn_model"]
 
@@ -61,3 +63,6 @@ class Reducer(LARC):
         "Wrap the model in DistributedDataParallel, or call torch.distributed.all_reduce on the"
         " gradients."
     )
+
+
+__getattr__ = module_getattr(__name__, SUBSTITUTIONS, counterpart=nn.parallel)

@@ -7,7 +7,10 @@ from functools import wraps
 from types import ModuleType, TracebackType
 from typing import Any, NamedTuple
 
+from torch import amp as _amp
+
 from mezzo import _torch
+from mezzo.compat._missing import module_getattr
 from mezzo.compat.torch import _autocast, _grad_scaler
 from mezzo.compat.torch._autocast import autocast
 from mezzo.compat.torch._grad_scaler import GradScaler
@@ -115,3 +118,6 @@ class Installed:
     ) -> None:
         if self._first:
             uninstall()
+
+
+__getattr__ = module_getattr(__name__, {}, counterpart=_amp)

@@ -1,5 +1,7 @@
 """`apex.amp`: `initialize`, `scale_loss`, their state, and the functions of O1."""
 
+from mezzo.compat._missing import module_getattr
+from mezzo.compat.apex._substitutions import SUBSTITUTIONS
 from mezzo.compat.apex.amp._amp_state import _amp_state, master_params
 from mezzo.compat.apex.amp._casts import (
     disable_casts,
@@ -30,3 +32,5 @@ __all__ = [
     "scale_loss",
     "state_dict",
 ]
+
+__getattr__ = module_getattr(__name__, SUBSTITUTIONS)

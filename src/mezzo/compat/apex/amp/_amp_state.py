@@ -71,6 +71,11 @@ def master_params(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
     >>> [parameter is weight for parameter in master_params(torch.optim.SGD([weight], lr=0.1))]
     [True]
     """
+    if not hasattr(optimizer, "param_groups"):
+        raise TypeError(
+            f"amp.master_params takes an optimizer, got {type(optimizer).__name__}. Pass the"
+            " optimizer that amp.initialize returned."
+        )
     binding = optimizer_binding(optimizer)
     for group in optimizer.param_groups:
         for parameter in group["params"]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from types import MethodType
 from typing import Any, cast
@@ -102,7 +102,15 @@ def state_dict() -> dict[str, dict[str, float | int]]:
 def load_state_dict(state_dict: dict[str, Any]) -> None:
     """Load a `state_dict` after `initialize`; print if the number of losses differs."""
     scalers = _amp_state.loss_scalers
+    if not isinstance(state_dict, Mapping):
+        raise TypeError(
+            f"amp.load_state_dict takes a dictionary, got {type(state_dict).__name__}. Pass what"
+            " amp.state_dict() returned."
+        )
     unknown = [name for name in state_dict if not name.startswith("loss_scaler")]
+    unknown += [
+        name for name, entry in state_dict.items() if {"loss_scale", "unskipped"} - set(entry)
+    ]
     if unknown:
         raise RuntimeError(
             f"Unexpected key(s) in state_dict: {', '.join(map(repr, unknown))}. Pass what"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cached_property
@@ -49,7 +49,8 @@ def scale_loss(
         yield loss
         return
     scaler = _scaler(loss_id)
-    optimizers = [optimizers] if isinstance(optimizers, Optimizer) else list(optimizers)
+    optimizers = _optimizer_list(optimizers)
+    _check_loss(loss)
     if scaler.is_noop and not _amp_state.opt_properties.master_weights:
         yield loss.float()
     elif delay_unscale:
@@ -62,6 +63,31 @@ def scale_loss(
         )
     if _amp_state.handle is not None:
         _amp_state.handle._clear_cache()
+
+
+def _optimizer_list(optimizers: Any) -> list[Optimizer]:
+    if isinstance(optimizers, Optimizer):
+        return [optimizers]
+    if isinstance(optimizers, torch.nn.Module) or not isinstance(optimizers, Iterable):
+        raise TypeError(
+            "amp.scale_loss(loss, optimizers) takes an optimizer or a list of optimizers, got"
+            f" {type(optimizers).__name__}. Pass the optimizer that amp.initialize returned."
+        )
+    return list(optimizers)
+
+
+def _check_loss(loss: Any) -> None:
+    """Raise for a loss whose `backward()` would fail with an error that does not name it."""
+    if not isinstance(loss, torch.Tensor):
+        raise TypeError(
+            f"amp.scale_loss(loss, optimizers) takes a tensor, got {type(loss).__name__}. Pass the"
+            " loss itself, and call it once for each of several losses, with loss_id=."
+        )
+    if not loss.requires_grad and torch.is_grad_enabled():
+        raise RuntimeError(
+            "The loss passed to amp.scale_loss does not depend on any trained parameter. Compute it"
+            " from the model's output, without detach() or no_grad()."
+        )
 
 
 def _scale_and_delay_unscale(

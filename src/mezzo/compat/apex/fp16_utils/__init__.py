@@ -12,6 +12,8 @@ from torch.nn.utils import parameters_to_vector
 
 from mezzo._casting import cast
 from mezzo._torch import BatchNorm
+from mezzo.compat._missing import module_getattr
+from mezzo.compat.apex._substitutions import SUBSTITUTIONS
 from mezzo.compat.apex.fp16_utils._optimizer import FP16_Optimizer
 from mezzo.scaling.scale_state import ScaleRule, ScaleState
 
@@ -178,6 +180,11 @@ def BN_convert_float(module: nn.Module) -> nn.Module:
 
 def network_to_half(network: nn.Module) -> nn.Module:
     """Return a float16 model that casts its inputs; batch norms stay float32."""
+    if not isinstance(network, nn.Module):
+        raise TypeError(
+            f"network_to_half takes a model, got {type(network).__name__}. Cast a tensor with"
+            " tensor.half()."
+        )
     return nn.Sequential(tofp16(), BN_convert_float(network.half()))
 
 
@@ -219,3 +226,6 @@ __all__ = [
     "to_python_float",
     "tofp16",
 ]
+
+
+__getattr__ = module_getattr(__name__, SUBSTITUTIONS)

@@ -35,6 +35,11 @@ class FP16_Optimizer:  # noqa: N801 - Apex's spelling
         dynamic_loss_args: dict[str, Any] | None = None,
         verbose: bool = True,
     ) -> None:
+        if not isinstance(init_optimizer, torch.optim.Optimizer):
+            raise TypeError(
+                f"FP16_Optimizer takes an optimizer, got {type(init_optimizer).__name__}. Pass one"
+                " of torch.optim, made with the float16 model's parameters."
+            )
         self.optimizer = init_optimizer
         self.dynamic_loss_scale = dynamic_loss_scale
         self.verbose = verbose
