@@ -6,6 +6,8 @@ from torch import nn
 
 from mezzo import Policy
 from mezzo.compat.mxnet._block import Block, ConvertRequest, LoadedBlock, file_name
+from mezzo.compat.mxnet._ndarray import NDArray, as_ndarray, as_tensor
+from mezzo.compat.mxnet._params import read_params
 
 X = torch.randn(2, 4, generator=torch.Generator().manual_seed(0))
 
@@ -144,3 +146,45 @@ def test_a_failed_shape_is_not_kept_as_an_example():
 
 def test_files_are_named_by_prefix_and_epoch():
     assert file_name("a/model", 12) == "a/model-0012.pt2"
+
+
+# -- a block is a module ---------------------------------------------------------------------------
+
+
+def test_a_block_is_a_module_that_stays_in_evaluation_mode():
+    network, block = make()
+    whole = nn.Sequential(block, nn.ReLU()).train()
+    assert not block.network[2].training
+    assert torch.equal(whole(X), block(X).relu())
+    assert list(block.state_dict()) == [f"network.{name}" for name in network.state_dict()]
+    assert block.to("cpu") is block
+    assert block.eval() is block
+
+
+def test_loaded_and_moved_parameters_are_converted_again():
+    network, block = make()
+    before = block(X)
+    zeros = {name: torch.zeros_like(value) for name, value in block.state_dict().items()}
+    nn.Sequential(block).load_state_dict({f"0.{name}": value for name, value in zeros.items()})
+    assert block.converted is None
+    assert not block(X).any()
+    assert before.any()
+    block.to(torch.float64)
+    assert block.converted is None
+    assert block(X.double()).dtype is torch.float64
+    assert network[0].weight.any()
+
+
+def test_a_block_takes_arrays_and_writes_mxnets_parameters(tmp_path):
+    _, block = make(cast_params=True)
+    array = as_ndarray(X)
+    assert isinstance(block.forward(array), NDArray)
+    assert torch.equal(as_tensor(block(array)), block(X))
+    assert type(block(X)) is torch.Tensor
+    block.save_parameters(tmp_path / "net.params")
+    stored = read_params(tmp_path / "net.params")
+    assert {name: value.dtype for name, value in stored.items()} == dict.fromkeys(
+        block.params, torch.float16
+    )
+    block.save(tmp_path / "net.pt2")
+    assert isinstance(LoadedBlock(tmp_path / "net.pt2")(array), NDArray)

@@ -9,15 +9,17 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import nn
 
-from mezzo._casting import cast
+from mezzo._casting import cast, map_tensors
 from mezzo._errors import ConversionError, UnsupportedError
 from mezzo._torch import pytree
 from mezzo.autocasting.autocast import autocast_all_devices
+from mezzo.compat.mxnet._ndarray import as_tensor, on_arrays
+from mezzo.compat.mxnet._params import write_params
 from mezzo.conversion.convert import convert
 from mezzo.conversion.converted import Converted
 from mezzo.policy.policy import Policy
@@ -88,19 +90,37 @@ def _is_stored_in_half(request: ConvertRequest, path: str, module: nn.Module) ->
 _log = logging.getLogger()
 
 
-class Block:
+class Block(nn.Module):
     """A network that `mezzo.convert` converts on its first call, or by `prepare` for an example.
 
-    Inputs of a new shape are converted for as well. Calling the block or `forward` runs it.
+    Inputs of a new shape are converted for as well. It is a module: `state_dict` has the float32
+    network under `network.`, and after `to` or `load_state_dict` the next call converts again. It
+    stays in evaluation mode, since a converted network is for inference. Takes arrays of MXNet too.
     """
 
     def __init__(self, network: nn.Module, request: ConvertRequest, device: Any = None) -> None:
+        super().__init__()
         # A copy: the original network may be trained further.
-        self._network = copy.deepcopy(network).eval().to(device)
+        self.network = copy.deepcopy(network).to(device)
         self._request = request
+        self._reset()
+        self.eval()
+        self.register_load_state_dict_post_hook(_reset_after_load)  # type: ignore[no-untyped-call]
+
+    def _reset(self) -> None:
+        """Forget the converted programs, which contain the parameters."""
         self._examples: list[tuple[Any, ...]] = []
         self._converted: Converted | None = None
         self._any_batch = True
+
+    def train(self, mode: bool = True) -> Self:
+        """Stay in evaluation mode: a converted network is for inference."""
+        return super().train(mode=False)
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Self:
+        self._reset()
+        applied: Self = super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        return applied
 
     @property
     def converted(self) -> Converted | None:
@@ -112,14 +132,21 @@ class Block:
         """Parameters and buffers by name, in their stored dtypes."""
         if self._converted is not None:
             return dict(self._converted._converted.programs[0].exported.state_dict)
-        return expected_params(self._network, self._request)
+        return expected_params(self.network, self._request)
 
     def collect_params(self) -> dict[str, torch.Tensor]:
         """Return `params`, under gluon's name."""
         return self.params
 
-    def __call__(self, *args: Any) -> Any:
+    def save_parameters(self, filename: str | os.PathLike[str]) -> None:
+        """Write `params` to a `.params` file of MXNet, as gluon does."""
+        write_params(filename, self.params)
+
+    def forward(self, *args: Any) -> Any:
         """Run the network; convert again for inputs of a new shape."""
+        return on_arrays(self._run)(*args)
+
+    def _run(self, *args: Any) -> Any:
         if self._converted is not None:
             try:
                 return _run(self._converted, args)
@@ -132,14 +159,12 @@ class Block:
                     self._any_batch = False
         return _run(self.prepare(*args), args)
 
-    forward = __call__
-
     def prepare(self, *args: Any) -> Converted:
         """Convert for inputs of these shapes as well.
 
         The first dimension is the batch; it stays dynamic if the network allows that.
         """
-        examples = [*self._examples, args]
+        examples = [*self._examples, map_tensors(args, as_tensor)]
         self._converted = self._convert(examples)
         self._examples = examples
         return self._converted
@@ -154,7 +179,7 @@ class Block:
         if remove_amp_cast:
             with _autocast_disabled():
                 _convert_network(
-                    self._network, self._examples, {"policy": "O0"}, any_batch=self._any_batch
+                    self.network, self._examples, {"policy": "O0"}, any_batch=self._any_batch
                 ).save(path)
         else:
             self._converted.save(path)
@@ -170,7 +195,7 @@ class Block:
 
     def _convert(self, examples: list[tuple[Any, ...]]) -> Converted:
         names = self._request.excluded
-        paths = [name for name, _ in self._network.named_modules()]
+        paths = [name for name, _ in self.network.named_modules()]
         modules = [name for name in names if any(fnmatchcase(path, name) for path in paths)]
         converted = self._convert_excluding(examples, modules)
         if len(modules) == len(names):
@@ -196,7 +221,12 @@ class Block:
                 "exclude": excluded,
                 "cast_params": self._request.cast_params,
             }
-            return _convert_network(self._network, examples, options, any_batch=self._any_batch)
+            return _convert_network(self.network, examples, options, any_batch=self._any_batch)
+
+
+def _reset_after_load(block: Block, _: Any) -> None:
+    # Not a lambda, which could not be pickled.
+    block._reset()
 
 
 class LoadedBlock:
@@ -212,7 +242,7 @@ class LoadedBlock:
 
     def __call__(self, *args: Any) -> Any:
         """Run the network."""
-        return _run(self.converted, args)
+        return on_arrays(lambda *tensors: _run(self.converted, tensors))(*args)
 
     forward = __call__
 
