@@ -160,6 +160,9 @@ FEATURES: Mapping[str, Mapping[str, str]] = {
         "serialize": "torch._export.serde.serialize",
         "Union": "torch._export.serde.union._Union",
     },
+    "MXNet arrays": {
+        "is_torch_function_enabled": "torch._C._is_torch_function_enabled",
+    },
     "static programs": {
         "DisableTorchFunctionSubclass": "torch._C.DisableTorchFunctionSubclass",
     },

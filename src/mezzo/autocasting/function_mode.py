@@ -44,6 +44,8 @@ _is_enabled, _set_enabled, _get_dtype = (
     torch.set_autocast_enabled,
     torch.get_autocast_dtype,
 )
+_DTYPE = Tensor.dtype
+"""The attribute of ordinary tensors and of most subclasses."""
 
 
 class AutocastMode(TorchFunctionMode):
@@ -75,6 +77,10 @@ class AutocastMode(TorchFunctionMode):
         # torch's autocast state decides: a disabled torch region inside disables this mode too.
         if action is None or not _is_enabled(self.device):
             return func(*args, **kwargs) if kwargs else func(*args)
+        if types and any(getattr(cls, "dtype", _DTYPE) is not _DTYPE for cls in types):
+            # A subclass with another system's dtypes: inside its own handler they are torch's.
+            with self:
+                return types[0].__torch_function__(func, types, args, kwargs or {})
         return self.apply_rule(func, action, args, kwargs or {})
 
     # -- Eager mode --------------------------------------------------------------------------------

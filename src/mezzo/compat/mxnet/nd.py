@@ -1,118 +1,214 @@
-"""The output layers of `mxnet.nd`.
-
-Their forward returns predictions; their backward ignores the incoming gradient and gives the
-gradient of the layer's loss.
-"""
+"""`mxnet.nd`: arrays, and MXNet's operators on arrays and tensors."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from typing import Any
 
 import torch
+from torch.nn import functional
 
-from mezzo._casting import cast
-from mezzo._errors import PolicyError, choices
-from mezzo.compat.mxnet.amp._init import output_with_gradient
+from mezzo.compat._missing import module_getattr
+from mezzo.compat.mxnet import _ops, _output_layers, autograd, random
+from mezzo.compat.mxnet._context import Context, current_context
+from mezzo.compat.mxnet._dtype import torch_dtype
+from mezzo.compat.mxnet._ndarray import NDArray, as_ndarray, as_tensor, on_arrays
+from mezzo.compat.mxnet._substitutions import SUBSTITUTIONS
 
-__all__ = [
-    "LinearRegressionOutput",
-    "LogisticRegressionOutput",
-    "MAERegressionOutput",
-    "SoftmaxOutput",
-]
+__all__ = ["random"]
 
-Unary = Callable[[torch.Tensor], torch.Tensor]
-
-_NORMALIZATIONS = ("null", "batch", "valid")
+Shape = int | tuple[int, ...] | list[int]
 
 
-def SoftmaxOutput(
-    data: torch.Tensor,
-    label: torch.Tensor,
-    grad_scale: float = 1.0,
-    ignore_label: float = -1.0,
-    multi_output: bool = False,
-    use_ignore: bool = False,
-    preserve_shape: bool = False,
-    normalization: str = "null",
-    out_grad: bool = False,
-    smooth_alpha: float = 0.0,
-    name: str | None = None,
-) -> torch.Tensor:
-    """Return the softmax; backward gives the gradient of the cross entropy with the labels.
+def array(source_array: Any, ctx: Context | None = None, dtype: Any = None) -> NDArray:
+    """Return a new array of a list, a NumPy array or a tensor; float32 by default, as in MXNet.
 
-    It is the sum over samples (`normalization="null"`), divided by the number of samples
-    (`"batch"`), or of samples not ignored (`"valid"`). `out_grad=True` multiplies it by the
-    incoming gradient. `smooth_alpha` is the total target probability of the other classes.
-
-    >>> logits = torch.zeros(1, 2, requires_grad=True)
-    >>> SoftmaxOutput(logits, torch.tensor([1.0])).sum().backward()
-    >>> logits.grad
-    tensor([[ 0.5000, -0.5000]])
+    >>> array([1, 2, 3]) * 2
+    <BLANKLINE>
+    [2. 4. 6.]
+    <NDArray 3 @cpu(0)>
     """
-    if normalization not in _NORMALIZATIONS:
-        raise PolicyError(f"Unknown normalization {normalization!r}. {choices(_NORMALIZATIONS)}")
-    axis = -1 if preserve_shape or not multi_output else 1
-    data32 = cast(data, torch.float32)
-    flat = data32 if preserve_shape or multi_output else data32.flatten(1)
-    probabilities = flat.detach().softmax(axis)
-    label_shape = list(probabilities.shape)
-    del label_shape[axis]
-    classes = label.long().reshape(label_shape)
-
-    def gradient() -> torch.Tensor:
-        valid = (
-            classes != int(ignore_label)
-            if use_ignore
-            else torch.ones_like(classes, dtype=torch.bool)
-        )
-        smoothed = smooth_alpha / max(probabilities.shape[axis] - 1, 1)
-        target = torch.full_like(probabilities, smoothed).scatter_(
-            axis, (classes * valid).unsqueeze(axis), 1.0 - smooth_alpha
-        )
-        gradient = (probabilities - target) * valid.unsqueeze(axis) * grad_scale
-        if normalization != "null":
-            gradient = gradient / (
-                len(data) if normalization == "batch" else valid.sum().clamp(min=1)
-            )
-        return gradient.reshape(data32.shape)
-
-    return output_with_gradient(
-        data32, probabilities.reshape(data32.shape), gradient, times_incoming=out_grad
-    )
+    if dtype is None and isinstance(source_array, torch.Tensor):
+        dtype = as_tensor(source_array).dtype
+    if isinstance(source_array, list | tuple) and any(
+        isinstance(item, NDArray) for item in source_array
+    ):
+        source_array = torch.stack([as_tensor(item) for item in source_array])
+    tensor = torch.as_tensor(as_tensor(source_array)).detach()
+    copied = tensor.to(dtype=torch_dtype(dtype), copy=True)
+    return as_ndarray((ctx or current_context()).place(copied))
 
 
-def LinearRegressionOutput(
-    data: torch.Tensor, label: torch.Tensor, grad_scale: float = 1.0, name: str | None = None
-) -> torch.Tensor:
-    """Return the data; backward gives the gradient of half the squared error."""
-    return _regression(data, label, grad_scale, _identity, _identity)
+def zeros(shape: Shape, ctx: Context | None = None, dtype: Any = None, **_: Any) -> NDArray:
+    """Return zeros.
+
+    >>> zeros((2, 1)).shape
+    torch.Size([2, 1])
+    """
+    return full(shape, 0.0, ctx, dtype)
 
 
-def LogisticRegressionOutput(
-    data: torch.Tensor, label: torch.Tensor, grad_scale: float = 1.0, name: str | None = None
-) -> torch.Tensor:
-    """Return the sigmoid; backward gives the gradient of the binary cross entropy."""
-    return _regression(data, label, grad_scale, torch.sigmoid, _identity)
+def ones(shape: Shape, ctx: Context | None = None, dtype: Any = None, **_: Any) -> NDArray:
+    """Return ones."""
+    return full(shape, 1.0, ctx, dtype)
 
 
-def MAERegressionOutput(
-    data: torch.Tensor, label: torch.Tensor, grad_scale: float = 1.0, name: str | None = None
-) -> torch.Tensor:
-    """Return the data; backward gives the gradient of the absolute error."""
-    return _regression(data, label, grad_scale, _identity, torch.sign)
+def full(shape: Shape, val: float, ctx: Context | None = None, dtype: Any = None) -> NDArray:
+    """Return an array of one value."""
+    sizes = (shape,) if isinstance(shape, int) else tuple(shape)
+    context = ctx or current_context()
+    made = torch.full(sizes, val, dtype=torch_dtype(dtype), device=context.device)
+    return as_ndarray(context.place(made))
 
 
-def _identity(value: torch.Tensor) -> torch.Tensor:
-    return value
+empty = zeros
 
 
-def _regression(
-    data: torch.Tensor, label: torch.Tensor, grad_scale: float, forward: Unary, derivative: Unary
-) -> torch.Tensor:
-    data32 = cast(data, torch.float32)
-    output = forward(data32.detach())
-    target = cast(label, torch.float32).reshape(output.shape)
-    # As in MXNet: divided by the elements of one sample, not by the number of samples.
-    factor = grad_scale / max(output[0].numel(), 1) if output.dim() else grad_scale
-    return output_with_gradient(data32, output, lambda: derivative(output - target) * factor)
+def arange(
+    start: float,
+    stop: float | None = None,
+    step: float = 1.0,
+    repeat: int = 1,
+    ctx: Context | None = None,
+    dtype: Any = None,
+) -> NDArray:
+    """Return evenly spaced values, each repeated."""
+    start, stop = (0, start) if stop is None else (start, stop)
+    context = ctx or current_context()
+    made = torch.arange(start, stop, step, dtype=torch_dtype(dtype), device=context.device)
+    return as_ndarray(context.place(made.repeat_interleave(repeat)))
+
+
+def eye(N: int, M: int = 0, ctx: Context | None = None, dtype: Any = None) -> NDArray:  # noqa: N803
+    """Return an identity matrix."""
+    context = ctx or current_context()
+    return as_ndarray(torch.eye(N, M or N, dtype=torch_dtype(dtype), device=context.device))
+
+
+def waitall() -> None:
+    """Wait until all GPUs have computed everything."""
+    if torch.cuda.is_initialized():
+        for index in range(torch.cuda.device_count()):
+            torch.cuda.synchronize(index)
+
+
+@on_arrays
+def Dropout(data: torch.Tensor, p: float = 0.5, mode: str = "training") -> torch.Tensor:
+    """Drop elements inside `autograd.record()`, or always with `mode="always"`."""
+    return functional.dropout(data, p, mode == "always" or autograd.is_training())
+
+
+@on_arrays
+def LeakyReLU(data: torch.Tensor, act_type: str = "leaky", slope: float = 0.25) -> torch.Tensor:
+    """Apply leaky, elu, selu or gelu."""
+    functions = {
+        "leaky": lambda: functional.leaky_relu(data, slope),
+        "elu": lambda: functional.elu(data, slope),
+        "selu": lambda: functional.selu(data),
+        "gelu": lambda: functional.gelu(data),
+    }
+    if act_type not in functions:
+        raise ValueError(f"Unknown act_type {act_type!r}. Choose one of: {', '.join(functions)}.")
+    return functions[act_type]()
+
+
+# -- operators whose meaning is torch's
+
+sign = on_arrays(torch.sign)
+ceil = on_arrays(torch.ceil)
+floor = on_arrays(torch.floor)
+trunc = on_arrays(torch.trunc)
+exp = on_arrays(torch.exp)
+log = on_arrays(torch.log)
+log2 = on_arrays(torch.log2)
+log10 = on_arrays(torch.log10)
+log1p = on_arrays(torch.log1p)
+expm1 = on_arrays(torch.expm1)
+sqrt = on_arrays(torch.sqrt)
+rsqrt = on_arrays(torch.rsqrt)
+square = on_arrays(torch.square)
+reciprocal = on_arrays(torch.reciprocal)
+relu = on_arrays(torch.relu)
+sigmoid = on_arrays(torch.sigmoid)
+tanh = on_arrays(torch.tanh)
+sin = on_arrays(torch.sin)
+cos = on_arrays(torch.cos)
+tan = on_arrays(torch.tan)
+arcsin = on_arrays(torch.arcsin)
+arccos = on_arrays(torch.arccos)
+arctan = on_arrays(torch.arctan)
+sinh = on_arrays(torch.sinh)
+cosh = on_arrays(torch.cosh)
+erf = on_arrays(torch.erf)
+clip = on_arrays(torch.clip)
+maximum = on_arrays(torch.maximum)
+minimum = on_arrays(torch.minimum)
+zeros_like = on_arrays(torch.zeros_like)
+ones_like = on_arrays(torch.ones_like)
+diag = on_arrays(torch.diag)
+abs = on_arrays(torch.abs)  # noqa: A001 - MXNet's name
+round = on_arrays(torch.round)  # noqa: A001 - MXNet's name
+negative = on_arrays(torch.neg)
+identity = on_arrays(torch.clone)
+stop_gradient = BlockGrad = on_arrays(torch.detach)
+softrelu = on_arrays(functional.softplus)
+power = broadcast_power = on_arrays(torch.pow)
+add = elemwise_add = broadcast_add = broadcast_plus = on_arrays(torch.add)
+subtract = elemwise_sub = broadcast_sub = broadcast_minus = on_arrays(torch.sub)
+multiply = elemwise_mul = broadcast_mul = on_arrays(torch.mul)
+divide = elemwise_div = broadcast_div = on_arrays(torch.div)
+broadcast_maximum, broadcast_minimum = maximum, minimum
+add_n = on_arrays(lambda *arrays: torch.stack(arrays).sum(0))
+
+cast = Cast = on_arrays(lambda data, dtype: data.to(dtype=torch_dtype(dtype)))
+
+# -- operators of MXNet
+
+mean = on_arrays(_ops.mean)
+norm = on_arrays(_ops.norm)
+argmax = on_arrays(_ops.argmax)
+argmin = on_arrays(_ops.argmin)
+argsort = on_arrays(_ops.argsort)
+reshape = on_arrays(_ops.reshape)
+flatten = on_arrays(_ops.flatten)
+transpose = on_arrays(_ops.transpose)
+swapaxes = on_arrays(_ops.swapaxes)
+expand_dims = on_arrays(_ops.expand_dims)
+squeeze = on_arrays(_ops.squeeze)
+broadcast_to = on_arrays(_ops.broadcast_to)
+tile = on_arrays(_ops.tile)
+repeat = on_arrays(_ops.repeat)
+concat = on_arrays(_ops.concat)
+stack = on_arrays(_ops.stack)
+split = on_arrays(_ops.split)
+slice_axis = on_arrays(_ops.slice_axis)
+take = on_arrays(_ops.take)
+pick = on_arrays(_ops.pick)
+one_hot = on_arrays(_ops.one_hot)
+where = on_arrays(_ops.where)
+dot = on_arrays(_ops.dot)
+batch_dot = on_arrays(_ops.batch_dot)
+softmax = on_arrays(_ops.softmax)
+log_softmax = on_arrays(_ops.log_softmax)
+smooth_l1 = on_arrays(_ops.smooth_l1)
+Activation = on_arrays(_ops.Activation)
+FullyConnected = on_arrays(_ops.FullyConnected)
+Convolution = on_arrays(_ops.Convolution)
+equal = on_arrays(_ops.equal)
+not_equal = on_arrays(_ops.not_equal)
+greater = on_arrays(_ops.greater)
+greater_equal = on_arrays(_ops.greater_equal)
+lesser = on_arrays(_ops.lesser)
+lesser_equal = on_arrays(_ops.lesser_equal)
+sum = on_arrays(_ops.sum)  # noqa: A001 - MXNet's name
+max = on_arrays(_ops.max)  # noqa: A001 - MXNet's name
+min = on_arrays(_ops.min)  # noqa: A001 - MXNet's name
+Concat, Flatten, Reshape = concat, flatten, reshape
+
+# -- output layers
+
+SoftmaxOutput = on_arrays(_output_layers.SoftmaxOutput)
+LinearRegressionOutput = on_arrays(_output_layers.LinearRegressionOutput)
+LogisticRegressionOutput = on_arrays(_output_layers.LogisticRegressionOutput)
+MAERegressionOutput = on_arrays(_output_layers.MAERegressionOutput)
+
+__getattr__ = module_getattr(__name__, SUBSTITUTIONS, counterpart=torch)

@@ -179,7 +179,7 @@ def test_invalid_calls_raise_as_in_mxnet(net):
     args, aux = params(net)
     with pytest.raises(
         AssertionError,
-        match=r"First argument to convert_model should be Symbol: here a torch.nn.Module, got str",
+        match=r"First argument to convert_model should be Symbol: here also a .*Module, got str",
     ):
         amp.convert_model("model", args, aux)
     with pytest.raises(
@@ -204,6 +204,11 @@ def test_invalid_calls_raise_as_in_mxnet(net):
         amp.convert_bucketing_module(mod.BucketingModule(lambda _: net))
     with pytest.raises(AssertionError, match=r"no parameters or buffers \['conv0_weight'\]"):
         amp.convert_model(net, {"conv0_weight": torch.ones(1)}, aux)
+    for value, shape in ((torch.ones(1), r"\(1,\)"), (3, "int")):
+        with pytest.raises(
+            AssertionError, match=rf"'0.weight' of the network has shape .*, got {shape}"
+        ):
+            amp.convert_model(net, args | {"0.weight": value}, aux)
     with pytest.raises(TypeError, match="target_precision_ops"):
         amp.convert_hybrid_block(net, target_precision_ops=["Convolution"])
 

@@ -1,16 +1,19 @@
-"""`amp.init`, `init_trainer` and `scale_loss`, and the gradients of output layers."""
+"""`amp.init` and `amp.uninit`, in one thread and in several."""
 
+import importlib
 import logging
-import math
+import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.utils.data import DataLoader, Dataset
 
-from mezzo.compat.mxnet import amp, autograd, gluon, nd
-
-# -- init ------------------------------------------------------------------------------------------
+import mezzo
+from mezzo import PolicyError, UnsupportedError
+from mezzo.compat.mxnet import amp, gluon
 
 
 def linear_dtype():
@@ -46,7 +49,7 @@ def test_init_as_a_context_manager_ends_with_the_block():
 def test_using_amp_is_logged_once(caplog):
     with caplog.at_level(logging.INFO):
         amp.init()
-        amp.init("bfloat16")
+        amp.init("float16")
     assert [(r.name, r.levelname, r.getMessage()) for r in caplog.records] == [
         ("root", "INFO", "Using AMP")
     ]
@@ -90,230 +93,211 @@ def test_other_dtypes_raise_and_activate_nothing():
     assert linear_dtype() is torch.float32
 
 
+@pytest.mark.parametrize(
+    ("lists", "message"),
+    [
+        (
+            {"target_precision_ops": "Convolution"},
+            r"target_precision_ops should be a list of strs, got str.*\['Convolution'\]",
+        ),
+        ({"fp32_ops": [1]}, "fp32_ops should be a list of strs, got 1 in it"),
+        ({"fp32_ops": 3}, "fp32_ops should be a list of strs, got int"),
+        (
+            {"conditional_fp32_ops": [("Activation", "act_type")]},
+            r"should be a list of \(str, str, list of str\), got \('Activation', 'act_type'\)",
+        ),
+        ({"conditional_fp32_ops": "Activation"}, r"list of \(str, str, list of str\), got str"),
+        (
+            {"target_precision_ops": ["Convolution", "softmax"], "fp32_ops": ["softmax"]},
+            r"Ops cannot be in two or more lists. Common ops in target_precision_ops and fp32_ops",
+        ),
+        (
+            {
+                "fp32_ops": ["Activation"],
+                "conditional_fp32_ops": [("Activation", "act_type", ["relu"])],
+            },
+            r"Common ops in fp32_ops and conditional_fp32_ops: \['Activation'\]",
+        ),
+    ],
+    ids=[
+        "a name",
+        "a number in a list",
+        "a number",
+        "a short condition",
+        "a name as conditions",
+        "an op in both lists",
+        "a conditional op in a list",
+    ],
+)
+def test_invalid_lists_raise_and_activate_nothing(lists, message):
+    with pytest.raises(AssertionError, match=message):
+        amp.init(**lists)
+    assert linear_dtype() is torch.float32
+
+
+def test_an_unknown_op_in_a_condition_raises():
+    with pytest.raises(AttributeError, match=r"MXNet has no op 'Activatoin'.*'Activation'"):
+        amp.init(conditional_fp32_ops=[("Activatoin", "act_type", ["relu"])])
+
+
+@pytest.mark.parametrize("path", ["mezzo.compat.mxnet.contrib.amp", "mezzo.compat.mxnet.amp"])
+def test_both_paths_of_the_module_are_imported(path):
+    assert importlib.import_module(path) is amp
+
+
+# -- a second call ---------------------------------------------------------------------------------
+
+
+def test_a_second_init_with_other_arguments_is_refused():
+    amp.init()
+    with pytest.raises(
+        PolicyError,
+        match=(
+            r"active in this thread with target_dtype='float16', and a second call cannot change"
+            r" it. This one has target_dtype='bfloat16' and differs in: target_dtype, .*"
+            r"Call amp.uninit\(\) first"
+        ),
+    ):
+        amp.init("bfloat16")
+    with pytest.raises(PolicyError, match=r"differs in: fp32_ops\. Call"):
+        amp.init(fp32_ops=["softmax"])
+    assert linear_dtype() is torch.float16
+    amp.uninit()
+    amp.init("bfloat16")
+    assert linear_dtype() is torch.bfloat16
+
+
+def test_a_second_init_with_the_same_arguments_changes_nothing():
+    amp.init(fp32_ops=["softmax", "log"])
+    amp.init(
+        np.float16,
+        fp32_ops=("log", "softmax"),
+        target_precision_ops=amp.list_lp16_ops(),
+        conditional_fp32_ops=amp.list_conditional_fp32_ops(),
+    )
+    assert linear_dtype() is torch.float16
+
+
+def test_leaving_an_inner_init_keeps_the_outer_one():
+    with amp.init():
+        with amp.init():
+            pass
+        assert linear_dtype() is torch.float16
+    assert linear_dtype() is torch.float32
+
+
+def test_init_works_again_after_other_code_disabled_autocast():
+    amp.init()
+    trainer = gluon.Trainer([nn.Parameter(torch.ones(1))], "sgd")
+    amp.init_trainer(trainer)
+    mezzo.disable_autocast()
+    with pytest.raises(AssertionError, match="AMP not initialized"):
+        amp.init_trainer(trainer)
+    amp.init()
+    assert (linear_dtype(), trainer.amp_loss_scale) == (torch.float16, 65536.0)
+    amp.uninit()
+    assert trainer.amp_loss_scale == 1.0
+
+
+def test_uninit_leaves_the_region_of_other_code():
+    amp.init()
+    mezzo.enable_autocast("cpu", dtype="bfloat16")
+    amp.uninit()
+    assert linear_dtype() is torch.bfloat16
+    mezzo.disable_autocast()
+
+
+# -- threads ---------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def worker():
+    with ThreadPoolExecutor(1, thread_name_prefix="worker") as pool:
+        yield lambda function, *args: pool.submit(function, *args).result()
+
+
+def test_init_applies_to_the_thread_that_called_it(worker):
+    worker(amp.init)
+    assert (worker(linear_dtype), linear_dtype()) == (torch.float16, torch.float32)
+    amp.init("bfloat16")
+    assert (worker(linear_dtype), linear_dtype()) == (torch.float16, torch.bfloat16)
+    worker(amp.uninit)
+    assert (worker(linear_dtype), linear_dtype()) == (torch.float32, torch.bfloat16)
+
+
+def test_a_trainer_needs_init_in_its_own_thread(worker):
+    amp.init()
+    trainer = gluon.Trainer([nn.Parameter(torch.ones(1))], "sgd")
+    with pytest.raises(AssertionError, match=r"call amp.init\(\)\? Call it in this thread"):
+        worker(amp.init_trainer, trainer)
+
+
+def test_uninit_removes_loss_scaling_of_its_own_thread_only(worker):
+    amp.init()
+    worker(amp.init)
+    here, there = (gluon.Trainer([nn.Parameter(torch.ones(1))], "sgd") for _ in range(2))
+    amp.init_trainer(here)
+    worker(amp.init_trainer, there)
+    worker(amp.uninit)
+    assert (here.amp_loss_scale, there.amp_loss_scale) == (65536.0, 1.0)
+
+
+def test_uninit_in_a_thread_without_init_raises(worker):
+    amp.init()
+    with pytest.raises(
+        UnsupportedError,
+        match=r"in thread 'worker_0', but amp.init\(\) in 'MainThread'.*amp.uninit\(\) there",
+    ):
+        worker(amp.uninit)
+    assert linear_dtype() is torch.float16
+    amp.uninit()
+    worker(amp.uninit)
+
+
+def test_a_thread_that_ended_does_not_count():
+    kept = []
+    thread = threading.Thread(target=lambda: kept.append(amp.init()))
+    thread.start()
+    thread.join()
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(amp.uninit).result()
+    assert kept[0].dtype is torch.float16
+
+
+def test_a_function_for_another_thread_takes_init_along(worker):
+    amp.init()
+    assert worker(mezzo.propagate_autocast(linear_dtype)) is torch.float16
+
+
+def test_backward_runs_in_the_dtypes_of_the_forward_pass():
+    amp.init()
+    net = nn.Linear(2, 2)
+    dtypes = []
+    net.weight.register_hook(lambda gradient: dtypes.append(gradient.dtype))
+    output = net(torch.ones(1, 2))
+    output.register_hook(lambda gradient: dtypes.append(gradient.dtype))
+    output.float().sum().backward()
+    assert dtypes == [torch.float16, torch.float32]
+
+
+class _Dtypes(Dataset):
+    def __len__(self):
+        return 2
+
+    def __getitem__(self, index):
+        return linear_dtype() is torch.float16
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_data_loader_worker_inherits_init_when_forked(workers):
+    amp.init()
+    loader = DataLoader(
+        _Dtypes(), num_workers=workers, multiprocessing_context="fork" if workers else None
+    )
+    assert [bool(batch) for batch in loader] == [True, True]
+
+
 def test_layout_optimization_raises_with_a_remedy():
     with pytest.raises(RuntimeError, match=r"mezzo.channels_last\(net\)"):
         amp.init(layout_optimization=True)
-
-
-# -- loss scaling ----------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def weight():
-    return nn.Parameter(torch.ones(2))
-
-
-@pytest.fixture
-def trainer(weight):
-    amp.init()
-    trainer = gluon.Trainer([weight], "sgd", {"learning_rate": 0.5}, update_on_kvstore=False)
-    amp.init_trainer(trainer)
-    return trainer
-
-
-def test_the_scale_starts_at_65536_and_a_step_unscales(weight, trainer):
-    with amp.scale_loss(weight.sum(), trainer) as scaled:
-        assert scaled.item() == 2 * 65536.0
-        autograd.backward(scaled)
-    assert weight.grad.tolist() == [65536.0] * 2
-    trainer.step(2)
-    assert weight.tolist() == [0.75, 0.75]
-    assert weight.grad is None
-
-
-def test_a_non_finite_gradient_skips_the_step_and_halves_the_scale(weight, trainer):
-    with amp.scale_loss(weight.sum() * math.inf, trainer) as scaled:
-        scaled.backward()
-    trainer.step(1)
-    assert (weight.tolist(), trainer.amp_loss_scale) == ([1.0, 1.0], 32768.0)
-    with amp.scale_loss(weight.sum(), trainer) as scaled:
-        scaled.backward()
-    trainer.step(1)
-    assert (weight.tolist(), trainer.amp_loss_scale) == ([0.5, 0.5], 32768.0)
-
-
-def test_the_scale_doubles_after_2000_successful_steps(weight, trainer):
-    trainer.set_learning_rate(0.0)
-    for _ in range(2000):
-        with amp.scale_loss(weight.sum(), trainer) as scaled:
-            scaled.backward()
-        trainer.step(1)
-    assert trainer.amp_loss_scale == 131072.0
-
-
-def test_the_largest_scale_is_two_to_the_24(weight, trainer):
-    from mezzo.compat.mxnet.gluon import scaled_optimizer_of
-
-    assert scaled_optimizer_of(trainer.optimizer).scaler._scales.rule.max_scale == 2.0**24
-
-
-def test_several_losses_are_scaled_together(weight, trainer):
-    with amp.scale_loss([weight.sum(), 2.0 * weight.sum()], trainer) as scaled:
-        assert isinstance(scaled, list)
-        autograd.backward(scaled)
-    trainer.step(1)
-    assert weight.tolist() == [-0.5, -0.5]
-
-
-def test_a_vector_of_losses_is_scaled_and_divided_by_the_batch_size(weight, trainer):
-    with amp.scale_loss(weight * torch.tensor([1.0, 2.0]), trainer) as scaled:
-        autograd.backward(scaled)
-    trainer.step(2)
-    assert weight.tolist() == [0.75, 0.5]
-
-
-def test_each_trainer_has_its_own_scale(weight, trainer):
-    other = nn.Parameter(torch.ones(1))
-    second = gluon.Trainer([other], "sgd", {"learning_rate": 0.5})
-    amp.init_trainer(second)
-    with (
-        amp.scale_loss(weight.sum(), trainer) as scaled,
-        amp.scale_loss(other.sum() * math.inf, second) as other_scaled,
-    ):
-        autograd.backward([scaled, other_scaled])
-    trainer.step(1)
-    second.step(1)
-    assert (weight.tolist(), other.tolist()) == ([0.5, 0.5], [1.0])
-    assert (trainer.amp_loss_scale, second.amp_loss_scale) == (65536.0, 32768.0)
-    with amp.scale_loss([weight.sum(), other.sum()], [trainer, second]) as scaled:
-        assert [loss.item() for loss in scaled] == [65536.0, 32768.0]
-
-
-def test_a_different_number_of_losses_and_trainers_raises(weight, trainer):
-    with (
-        pytest.raises(ValueError, match="1 losses and 2 trainers"),
-        amp.scale_loss(weight.sum(), [trainer, trainer]),
-    ):
-        pass
-
-
-def test_a_torch_optimizer_is_scaled_in_its_step(weight):
-    amp.init()
-    optimizer = torch.optim.SGD([weight], lr=0.5)
-    amp.init_trainer(optimizer)
-    for factor, expected in ((math.nan, 1.0), (1.0, 0.5)):
-        optimizer.zero_grad()
-        with amp.scale_loss(weight.sum() * factor, optimizer) as scaled:
-            scaled.backward()
-        optimizer.step()
-        assert weight.tolist() == [expected, expected]
-
-
-def test_unscaled_gradients_can_be_clipped(weight, trainer):
-    with amp.scale_loss(8.0 * weight.sum(), trainer) as scaled:
-        scaled.backward()
-    amp.unscale(trainer)
-    assert weight.grad.tolist() == [8.0, 8.0]
-    torch.nn.utils.clip_grad_value_([weight], 1.0)
-    trainer.step(1)
-    assert weight.tolist() == [0.5, 0.5]
-
-
-def test_an_unscaled_loss_runs_the_original_step(weight, trainer):
-    weight.sum().backward()
-    trainer.step(1)
-    assert weight.tolist() == [0.5, 0.5]
-
-
-def test_uninit_removes_loss_scaling_from_trainers(weight, trainer):
-    amp.uninit()
-    assert trainer.amp_loss_scale == 1.0
-    with (
-        pytest.raises(AssertionError, match="Loss scaler is not initialized"),
-        amp.scale_loss(weight.sum(), trainer),
-    ):
-        pass
-    amp.init()
-    amp.init_trainer(trainer)
-    assert trainer.amp_loss_scale == 65536.0
-
-
-def test_calls_out_of_order_raise_as_in_mxnet(weight):
-    trainer = gluon.Trainer([weight], "sgd")
-    with pytest.raises(
-        AssertionError, match=r"AMP not initialized, did you forget to call amp.init\(\)"
-    ):
-        amp.init_trainer(trainer)
-    with (
-        pytest.raises(AssertionError, match=r"did you forget to call amp.init_trainer\(\)"),
-        amp.scale_loss(weight.sum(), trainer),
-    ):
-        pass
-
-
-@pytest.mark.parametrize("call", [amp.init_trainer, amp.unscale], ids=["init_trainer", "unscale"])
-def test_another_object_than_a_trainer_raises_as_in_mxnet(call):
-    amp.init()
-    with pytest.raises(
-        TypeError, match="should be a Gluon Trainer or an optimizer, instead is <class 'str'>"
-    ):
-        call("sgd")
-
-
-# -- output layers ---------------------------------------------------------------------------------
-
-
-# Small, because 65536 times the gradients must fit into float16.
-X, Y = torch.tensor([[0.125, 0.25]]), torch.tensor([1.0])
-OUTPUTS = {
-    "SoftmaxOutput": (nd.SoftmaxOutput, Y),
-    "LinearRegressionOutput": (nd.LinearRegressionOutput, torch.zeros(1, 3)),
-    "LogisticRegressionOutput": (nd.LogisticRegressionOutput, torch.zeros(1, 3)),
-    "MAERegressionOutput": (nd.MAERegressionOutput, torch.zeros(1, 3)),
-}
-
-
-def make():
-    torch.manual_seed(0)
-    net = nn.Linear(2, 3)
-    trainer = gluon.Trainer(
-        dict(net.named_parameters()), "sgd", {"learning_rate": 1.0}, update_on_kvstore=False
-    )
-    return net, trainer
-
-
-@pytest.mark.parametrize("name", amp.list_loss_output_functions("float16"))
-def test_gradients_of_output_layers_are_scaled_and_unscaled(name):
-    layer, label = OUTPUTS[name]
-    plain, plain_trainer = make()
-    layer(plain(X), label).sum().backward()
-    expected = plain.weight.grad.clone()
-    plain_trainer.step(1)
-    amp.init()
-    net, trainer = make()
-    amp.init_trainer(trainer)
-    with amp.scale_loss(layer(net(X), label), trainer) as scaled:
-        autograd.backward(scaled)
-    assert torch.allclose(net.weight.grad / 65536.0, expected, rtol=1e-2)
-    trainer.step(1)
-    assert torch.allclose(net.weight, plain.weight, rtol=1e-2, atol=1e-3)
-
-
-def test_two_trainers_have_two_scales_when_backward_runs_later():
-    amp.init()
-    (first_net, first), (second_net, second) = make(), make()
-    for trainer in (first, second):
-        amp.init_trainer(trainer)
-    with amp.scale_loss(second_net(X).float().sum() * float("inf"), second) as scaled:
-        scaled.backward()
-    second.step(1)
-    with (
-        amp.scale_loss(nd.SoftmaxOutput(first_net(X), Y).mean(), first) as first_scaled,
-        amp.scale_loss(nd.SoftmaxOutput(second_net(X), Y), second) as second_scaled,
-    ):
-        pass
-    autograd.backward([first_scaled, second_scaled])
-    assert torch.equal(first_net.weight.grad, 2.0 * second_net.weight.grad)
-    for trainer in (first, second):
-        trainer.step(1)
-    assert torch.equal(first_net.weight, second_net.weight)
-
-
-def test_a_loss_without_output_layers_is_scaled_once():
-    amp.init()
-    net, trainer = make()
-    amp.init_trainer(trainer)
-    nd.SoftmaxOutput(net(X), Y)
-    with amp.scale_loss(net(X).float().sum() * 0.25, trainer) as scaled:
-        scaled.backward()
-    assert net.bias.grad.tolist() == [16384.0] * 3

@@ -75,8 +75,10 @@ def test_a_list_of_another_type_is_rejected(name):
     lists = {"target_dtype_ops": None, "fp32_ops": None, "conditional_fp32_ops": None} | {
         name: "Convolution"
     }
-    with pytest.raises(AssertionError, match=f"{name} should be a list of strs, got str"):
+    with pytest.raises(AssertionError, match=f"{name} should be a list of .*str.*, got str"):
         check(*lists.values())
+    with pytest.raises(AssertionError, match=r"should be a list of strs, got list of int"):
+        check([1], None)
 
 
 def test_an_op_in_two_lists_is_rejected():
@@ -127,6 +129,8 @@ def test_excluded_names_must_be_a_list():
         match=r"excluded_sym_names must be a list of strings .* while received type <class 'str'>",
     ):
         check_excluded_names("conv0")
+    with pytest.raises(ValueError, match=r"must be a list of strings .*: \[0\]"):
+        check_excluded_names([0])
 
 
 # -- translation -----------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import combinations
 from typing import Any
 
@@ -107,29 +108,20 @@ def check_lists(dtype: torch.dtype, target_ops: Any, fp32_ops: Any, conditional:
 
     None stands for MXNet's default list.
     """
-    for name, value in (
-        ("target_dtype_ops", target_ops),
-        ("fp32_ops", fp32_ops),
-        ("conditional_fp32_ops", conditional),
-    ):
-        if value is not None and not isinstance(value, list):
-            raise AssertionError(f"{name} should be a list of strs, got {type(value).__name__}.")
+    for name, value in (("target_dtype_ops", target_ops), ("fp32_ops", fp32_ops)):
+        if value is not None and not (
+            isinstance(value, list) and all(isinstance(entry, str) for entry in value)
+        ):
+            raise AssertionError(f"{name} should be a list of strs, got {_type_of(value)}.")
     conditions = (
-        list_conditional_fp32_ops(dtype)
-        if conditional is None
-        else [_check_condition(entry) for entry in conditional]
+        list_conditional_fp32_ops(dtype) if conditional is None else check_conditions(conditional)
     )
     lists = {
         "target_dtype_ops": set(list_lp16_ops(dtype) if target_ops is None else target_ops),
         "fp32_ops": set(list_fp32_ops(dtype) if fp32_ops is None else fp32_ops),
         "conditional_fp32_ops": {op for op, _, _ in conditions},
     }
-    for (name, names), (other_name, others) in combinations(lists.items(), 2):
-        if common := names & others:
-            raise AssertionError(
-                f"Ops cannot be in two or more lists. Common ops in {name} and {other_name}:"
-                f" {sorted(common)}. A list that is not passed is MXNet's default: pass both."
-            )
+    _check_disjoint(lists, " A list that is not passed is MXNet's default: pass both.")
     known = {
         *list_lp16_ops(dtype),
         *list_fp32_ops(dtype),
@@ -145,25 +137,113 @@ def check_lists(dtype: torch.dtype, target_ops: Any, fp32_ops: Any, conditional:
         )
 
 
+@dataclass(frozen=True)
+class OpLists:
+    """The arguments of `amp.init`; a list that was not passed is MXNet's."""
+
+    target_dtype: torch.dtype
+    target_precision_ops: frozenset[str]
+    fp32_ops: frozenset[str]
+    conditional_fp32_ops: frozenset[tuple[str, str, frozenset[str]]]
+
+
+def check_init_lists(
+    dtype: torch.dtype, target_ops: Any, fp32_ops: Any, conditional: Any
+) -> OpLists:
+    """Return the lists of `amp.init`, or raise for invalid, unknown or repeated entries.
+
+    An op that is passed in one list leaves MXNet's other lists; in two lists that are passed it is
+    an error.
+
+    >>> lists = check_init_lists(torch.float16, ["Convolution"], None, None)
+    >>> sorted(lists.target_precision_ops), "softmax" in lists.fp32_ops
+    (['Convolution'], True)
+    """
+    passed = {"target_precision_ops": target_ops, "fp32_ops": fp32_ops}
+    for name, names in passed.items():
+        _check_names(name, names)
+    conditions = [] if conditional is None else check_conditions(conditional)
+    translate_ops(op for op, _, _ in conditions)
+    _check_disjoint(
+        {name: set(names) for name, names in passed.items() if names is not None}
+        | {"conditional_fp32_ops": {op for op, _, _ in conditions}}
+    )
+    if conditional is None:
+        conditions = list_conditional_fp32_ops(dtype)
+    return OpLists(
+        dtype,
+        frozenset(list_lp16_ops(dtype) if target_ops is None else target_ops),
+        frozenset(list_fp32_ops(dtype) if fp32_ops is None else fp32_ops),
+        frozenset((op, argument, frozenset(values)) for op, argument, values in conditions),
+    )
+
+
+def _check_names(argument: str, names: Any) -> None:
+    """Raise unless a list of op names is None or a collection of MXNet's ops."""
+    if names is None:
+        return
+    if isinstance(names, str) or not isinstance(names, Collection):
+        raise AssertionError(
+            f"{argument} should be a list of strs, got {type(names).__name__}. Pass for example"
+            f" {argument}=['Convolution']."
+        )
+    for name in names:
+        if not isinstance(name, str):
+            raise AssertionError(
+                f"{argument} should be a list of strs, got {name!r} in it. Pass op names such as"
+                " 'Convolution'."
+            )
+    translate_ops(names)
+
+
 def check_excluded_names(excluded: Any) -> list[str]:
     """Return `excluded_sym_names` as a list, or raise MXNet's error."""
     if excluded is None:
         return []
-    if isinstance(excluded, str) or not isinstance(excluded, Sequence):
+    if (
+        isinstance(excluded, str)
+        or not isinstance(excluded, Sequence)
+        or not all(isinstance(name, str) for name in excluded)
+    ):
         raise ValueError(
             "excluded_sym_names must be a list of strings representing the names of the symbols"
-            f" that should not be casted, while received type {type(excluded)}."
+            f" that should not be casted, while received type {type(excluded)}: {excluded!r}."
         )
     return list(excluded)
 
 
-def _check_condition(entry: Any) -> Condition:
-    match entry:
-        case (str() as op, str() as parameter, list() as values):
-            return op, parameter, values
-    raise AssertionError(
-        f"conditional_fp32_ops should be a list of (str, str, list of str), got {entry!r}."
-    )
+def check_conditions(conditional: Any) -> list[Condition]:
+    """Return `conditional_fp32_ops` as a list, or raise MXNet's error."""
+    complaint = "conditional_fp32_ops should be a list of (str, str, list of str), got"
+    if not isinstance(conditional, list | tuple):
+        raise AssertionError(f"{complaint} {type(conditional).__name__}.")
+    conditions: list[Condition] = []
+    for entry in conditional:
+        match entry:
+            case (str() as op, str() as parameter, list() | tuple() as values):
+                conditions.append((op, parameter, list(values)))
+            case _:
+                raise AssertionError(
+                    f"{complaint} {entry!r}. Pass for example"
+                    " [('Activation', 'act_type', ['softrelu'])]."
+                )
+    return conditions
+
+
+def _check_disjoint(lists: Mapping[str, set[str]], remedy: str = "") -> None:
+    for (name, names), (other_name, others) in combinations(lists.items(), 2):
+        if common := names & others:
+            raise AssertionError(
+                f"Ops cannot be in two or more lists. Common ops in {name} and {other_name}:"
+                f" {sorted(common)}.{remedy or ' Keep each op in one of them.'}"
+            )
+
+
+def _type_of(value: Any) -> str:
+    """Return the type of a value, of a list with the types of its entries."""
+    if not isinstance(value, list):
+        return type(value).__name__
+    return f"list of {', '.join(sorted({type(entry).__name__ for entry in value}))}"
 
 
 _OUTPUT_LAYER_OPS: Mapping[str, tuple[str, ...]] = {

@@ -1,26 +1,25 @@
-"""`mxnet.gluon.Trainer` with torch optimizers, and the loss scaling of `amp.init_trainer`."""
+"""`gluon.Trainer` with torch optimizers, and the loss scaling of `amp.init_trainer`."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
-from functools import partial
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
 
-from mezzo._errors import nearest
+from mezzo._errors import CheckpointError, ScalerError, UnsupportedError
 from mezzo._torch import foreach_clamp_max_, foreach_clamp_min_, foreach_mul_
+from mezzo.compat.mxnet._optimizers import check_arguments, check_number, make_optimizer
+from mezzo.compat.mxnet._parameter import Parameter
 from mezzo.optim.binding import replace_step
-from mezzo.optim.optimizers import LAMB
 from mezzo.scaling.scaler import GradScaler
 from mezzo.scaling.step_result import StepResult
 
 __all__ = ["Trainer"]
 
-Parameters = list[torch.nn.Parameter]
-TrainerParams = Mapping[str, torch.nn.Parameter] | Iterable[torch.nn.Parameter]
+AnyParameter = torch.nn.Parameter | Parameter
+TrainerParams = Mapping[str, AnyParameter] | Iterable[AnyParameter]
 
 
 class Trainer:
@@ -47,7 +46,8 @@ class Trainer:
         update_on_kvstore: bool | None = None,
     ) -> None:
         self._names = _named_parameters(params)
-        arguments = dict(optimizer_params or {})
+        arguments = check_arguments(optimizer_params)
+        _check_one_process(kvstore, compression_params)
         if isinstance(optimizer, torch.optim.Optimizer):
             if arguments:
                 raise AssertionError(
@@ -58,7 +58,9 @@ class Trainer:
         else:
             self._optimizer = make_optimizer(optimizer, list(self._names.values()), arguments)
         self._rescale_grad = float(arguments.get("rescale_grad", 1.0))
-        self._clip_gradient: float | None = arguments.get("clip_gradient")
+        self._clip_gradient: float | None = None
+        if arguments.get("clip_gradient") is not None:
+            self._clip_gradient = check_number("clip_gradient", arguments["clip_gradient"])
         self._update_on_kvstore = bool(update_on_kvstore)
 
     @property
@@ -74,8 +76,9 @@ class Trainer:
 
     def set_learning_rate(self, lr: float) -> None:
         """Set the learning rate of all parameter groups."""
+        rate = check_number("lr", lr)
         for group in self._optimizer.param_groups:
-            group["lr"] = lr
+            group["lr"] = rate
 
     @property
     def amp_loss_scale(self) -> float:
@@ -85,6 +88,7 @@ class Trainer:
 
     def step(self, batch_size: int, ignore_stale_grad: bool = False) -> None:
         """Divide gradients by `batch_size`, step, and set them to None."""
+        check_number("batch_size", batch_size, positive=True)
         if not ignore_stale_grad:
             self._check_stale_gradients()
         self._prepare(batch_size)
@@ -113,7 +117,7 @@ class Trainer:
 
     def load_states(self, fname: str | os.PathLike[str]) -> None:
         """Load a file of `save_states`."""
-        saved = torch.load(fname, weights_only=True)
+        saved = _load_states(fname)
         self._optimizer.load_state_dict(saved["optimizer"])
         attached = scaled_optimizer_of(self._optimizer)
         if attached is not None and saved["scaler"] is not None:
@@ -125,7 +129,7 @@ class Trainer:
         attached = scaled_optimizer_of(self._optimizer)
         if self._clip_gradient is not None and attached is not None:
             # clip_gradient bounds the unscaled gradients.
-            attached.unscale()
+            attached.unscale_pending()
         if not gradients:
             return
         if self._rescale_grad != batch_size:
@@ -159,7 +163,7 @@ class Trainer:
 def _named_parameters(params: Any) -> dict[str, torch.nn.Parameter]:
     """Return parameters by name, shared ones once; dicts sorted by name, as in MXNet."""
     if isinstance(params, Mapping):
-        pairs = [(str(name), params[name]) for name in sorted(params)]
+        pairs = [(str(name), params[name]) for name in sorted(params, key=str)]
     elif isinstance(params, Iterable) and not isinstance(
         params, str | torch.Tensor | torch.nn.Module
     ):
@@ -167,18 +171,57 @@ def _named_parameters(params: Any) -> dict[str, torch.nn.Parameter]:
     else:
         raise ValueError(
             f"First argument must be a list or dict of Parameters, got {type(params)}. Pass"
-            " dict(net.named_parameters())."
+            " net.collect_params(), or dict(net.named_parameters()) of a torch module."
         )
+    pairs = [
+        (name, value.tensor if isinstance(value, Parameter) else value)
+        for name, value in pairs
+        if not isinstance(value, Parameter) or value.grad_req != "null"
+    ]
     for _, value in pairs:
         if not isinstance(value, torch.Tensor):
             # MXNet raises ValueError.
             raise ValueError(
                 f"First argument must be a list or dict of Parameters, got list of {type(value)}."
             )
+        if not value.is_leaf:
+            raise ValueError(
+                "First argument must be a list or dict of Parameters, got a list with the result of"
+                " an operation. Pass net.collect_params()."
+            )
     first_names: dict[int, str] = {}
     for name, value in pairs:
         first_names.setdefault(id(value), name)
     return {name: value for name, value in pairs if first_names[id(value)] == name}
+
+
+def _check_one_process(kvstore: Any, compression_params: Any) -> None:
+    """Raise for a kvstore that would train in several processes or compress gradients."""
+    name = kvstore if isinstance(kvstore, str) else getattr(kvstore, "type", "")
+    if name.startswith(("dist", "p3", "horovod", "byteps")):
+        raise UnsupportedError(
+            f"kvstore={name!r} is not supported: a Trainer does not exchange gradients between"
+            " processes. Wrap the network in torch.nn.parallel.DistributedDataParallel, and pass"
+            " kvstore='device'."
+        )
+    if compression_params:
+        raise UnsupportedError(
+            f"compression_params={compression_params!r} is not supported: gradients are not"
+            " compressed. Leave it out."
+        )
+
+
+def _load_states(fname: str | os.PathLike[str]) -> dict[str, Any]:
+    try:
+        saved = torch.load(fname, map_location="cpu", weights_only=True)
+    except OSError:
+        raise
+    except Exception as error:
+        # torch's unpickler raises any of many errors for bytes of another format.
+        raise CheckpointError(f"{os.fspath(fname)!r} is no file of Trainer.save_states.") from error
+    if not isinstance(saved, dict) or not {"optimizer", "scaler"} <= saved.keys():
+        raise CheckpointError(f"{os.fspath(fname)!r} is no file of Trainer.save_states.")
+    return saved
 
 
 Optimizer = torch.optim.Optimizer
@@ -204,6 +247,8 @@ class ScaledOptimizer:
         self.optimizer, self.scaler = optimizer, scaler
         self.last_result: StepResult | None = None
         """Result of the last step of the scaler."""
+        self.detached = False
+        """Whether `detach` was called; the step of pending gradients still uses the scaler."""
         self._scaled = self._unscaled = self._stepping = False
         self._original_step = optimizer.step
 
@@ -214,26 +259,82 @@ class ScaledOptimizer:
         self._restore = replace_step(optimizer, step)
         optimizer.__dict__[_ATTRIBUTE] = self
 
+    def is_pending(self) -> bool:
+        """Return whether gradients of a scaled loss have not been used by a step."""
+        return self._scaled and self._has_gradients()
+
     def scale(self, losses: Any) -> Any:
         """Return the losses times the loss scale; the next step uses the scaler."""
+        self.check_not_unscaled()
+        if self._unscaled:
+            self._forget_dropped()
         self._scaled = True
         return self.scaler.scale(losses)
 
+    def check_not_unscaled(self) -> None:
+        """Raise if a loss would be scaled while unscaled gradients have not been used."""
+        if self._unscaled and self._has_gradients():
+            raise ScalerError(
+                "amp.scale_loss was called after amp.unscale and before the step of this trainer:"
+                " scaled gradients would be added to unscaled ones. Call trainer.step(batch_size)"
+                " first, or net.zero_grad() to drop the gradients."
+            )
+
     def unscale(self) -> None:
-        """Unscale and check the gradients in place before the step. A second call does nothing."""
-        if self._scaled and not self._unscaled:
+        """Unscale and check the gradients in place, once, after backward and before the step."""
+        if not self._scaled:
+            raise ScalerError(
+                "amp.unscale was called, but no loss of this trainer was scaled since its last"
+                " step. Call it after backward of the loss that amp.scale_loss returned, and before"
+                " trainer.step."
+            )
+        if self._unscaled:
+            raise ScalerError(
+                "amp.unscale was called twice before the step of this trainer. Its gradients are"
+                " unscaled already: call it once for each trainer.step."
+            )
+        if not self._has_gradients():
+            raise ScalerError(
+                "amp.unscale found no gradients: no parameter of this trainer has one. Call"
+                " autograd.backward(scaled_loss) first, with a loss that reaches them."
+            )
+        self.unscale_pending()
+
+    def unscale_pending(self) -> None:
+        """Unscale and check the gradients if they are scaled; otherwise do nothing."""
+        if self._scaled and not self._unscaled and self._has_gradients():
             self.scaler.unscale_(self.optimizer)
             self._unscaled = True
 
     def detach(self) -> None:
-        """Restore the original step. A wrapper added later, as by a scheduler, stays in place."""
+        """Restore the original step. A wrapper added later, as by a scheduler, stays in place.
+
+        Gradients that are still scaled are unscaled by their step; only then is it restored.
+        """
+        self.detached = True
+        if self.is_pending():
+            return
         self._scaled = False
         if self.optimizer.__dict__.get(_ATTRIBUTE) is self:
             del self.optimizer.__dict__[_ATTRIBUTE]
         self._restore()
 
+    def _has_gradients(self) -> bool:
+        groups = self.optimizer.param_groups
+        return any(p.grad is not None for group in groups for p in group["params"])
+
+    def _forget_dropped(self) -> None:
+        """Forget a scaled loss whose gradients were dropped instead of used by a step."""
+        if self._unscaled:
+            # They were checked: if they were not finite, the scale is backed off nevertheless.
+            self.scaler.update()
+        self._scaled = self._unscaled = False
+
     def _step(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if self._stepping or not self._scaled:
+        if self._stepping:
+            return self._original_step(*args, **kwargs)
+        if not self.is_pending():
+            self._forget_dropped()
             return self._original_step(*args, **kwargs)
         self._stepping = True
         try:
@@ -242,6 +343,8 @@ class ScaledOptimizer:
             self._stepping = False
         self._scaled = self._unscaled = False
         self.scaler.update()
+        if self.detached:
+            self.detach()
         return self.last_result.value
 
 
@@ -249,112 +352,3 @@ def scaled_optimizer_of(optimizer: Optimizer) -> ScaledOptimizer | None:
     """Return the `ScaledOptimizer` of an optimizer, or None."""
     scaled_optimizer: ScaledOptimizer | None = optimizer.__dict__.get(_ATTRIBUTE)
     return scaled_optimizer
-
-
-_COMMON_ARGUMENTS = {"learning_rate": "lr", "wd": "weight_decay"}
-_ADAM_ARGUMENTS = _COMMON_ARGUMENTS | {"epsilon": "eps", "beta1": "beta1", "beta2": "beta2"}
-
-
-@dataclass(frozen=True)
-class _OptimizerSpec:
-    """The torch counterpart of an MXNet optimizer."""
-
-    factory: Callable[..., torch.optim.Optimizer]
-    argument_names: Mapping[str, str]
-    """MXNet's argument names → torch's."""
-    defaults: Mapping[str, Any]
-    """MXNet's defaults, by torch's argument names."""
-
-
-_OPTIMIZERS = {
-    "sgd": _OptimizerSpec(
-        torch.optim.SGD, _COMMON_ARGUMENTS | {"momentum": "momentum"}, {"lr": 0.01}
-    ),
-    "nag": _OptimizerSpec(
-        partial(torch.optim.SGD, nesterov=True),
-        _COMMON_ARGUMENTS | {"momentum": "momentum"},
-        {"lr": 0.1, "momentum": 0.9},
-    ),
-    "adam": _OptimizerSpec(torch.optim.Adam, _ADAM_ARGUMENTS, {"lr": 0.001}),
-    "adamw": _OptimizerSpec(torch.optim.AdamW, _ADAM_ARGUMENTS, {"lr": 0.001, "weight_decay": 0.0}),
-    "adamax": _OptimizerSpec(torch.optim.Adamax, _ADAM_ARGUMENTS, {"lr": 0.002}),
-    "nadam": _OptimizerSpec(
-        torch.optim.NAdam, _ADAM_ARGUMENTS | {"schedule_decay": "momentum_decay"}, {"lr": 0.001}
-    ),
-    "adagrad": _OptimizerSpec(
-        torch.optim.Adagrad,
-        _COMMON_ARGUMENTS | {"epsilon": "eps", "eps": "eps"},
-        {"lr": 0.01, "eps": 1e-6},
-    ),
-    "adadelta": _OptimizerSpec(
-        torch.optim.Adadelta,
-        _COMMON_ARGUMENTS | {"rho": "rho", "epsilon": "eps"},
-        {"lr": 1.0, "eps": 1e-5},
-    ),
-    "rmsprop": _OptimizerSpec(
-        torch.optim.RMSprop,
-        _COMMON_ARGUMENTS
-        | {
-            "rho": "alpha",
-            "gamma1": "alpha",
-            "momentum": "momentum",
-            "gamma2": "momentum",
-            "epsilon": "eps",
-            "centered": "centered",
-        },
-        {"lr": 0.001, "alpha": 0.9},
-    ),
-    "lamb": _OptimizerSpec(LAMB, _ADAM_ARGUMENTS, {"lr": 0.001, "weight_decay": 0.0}),
-}
-
-
-_IGNORED_ARGUMENTS = (
-    "multi_precision",
-    "lazy_update",
-    "use_fused_step",
-    "aggregate_num",
-    "begin_num_update",
-)
-"""Arguments about MXNet's kernels and 16-bit weights, without effect: weights are float32."""
-
-
-_TRAINER_ARGUMENTS = ("rescale_grad", "clip_gradient")
-"""Arguments that `Trainer` applies itself."""
-
-
-def make_optimizer(
-    name: str, parameters: Parameters, arguments: Mapping[str, Any]
-) -> torch.optim.Optimizer:
-    """Create a torch optimizer from MXNet's name and arguments.
-
-    >>> weight = torch.nn.Parameter(torch.ones(1))
-    >>> optimizer = make_optimizer("sgd", [weight], {"learning_rate": 0.1, "wd": 0.01})
-    >>> optimizer.param_groups[0]["weight_decay"]
-    0.01
-    """
-    spec = _OPTIMIZERS.get(name.lower())
-    if spec is None:
-        raise ValueError(
-            f"Cannot find optimizer {name}. There are: {', '.join(_OPTIMIZERS)}; or pass one of"
-            f" torch.optim.{nearest(name, _OPTIMIZERS)}"
-        )
-    return spec.factory(parameters, **_translate_arguments(name, spec, arguments))
-
-
-def _translate_arguments(
-    name: str, spec: _OptimizerSpec, arguments: Mapping[str, Any]
-) -> dict[str, Any]:
-    kwargs = dict(spec.defaults)
-    for argument, value in arguments.items():
-        if argument in (*_IGNORED_ARGUMENTS, *_TRAINER_ARGUMENTS):
-            continue
-        if argument not in spec.argument_names:
-            allowed = ", ".join([*spec.argument_names, *_TRAINER_ARGUMENTS])
-            raise TypeError(
-                f"The optimizer {name!r} got an unexpected keyword argument {argument!r}. It takes:"
-                f" {allowed}.{nearest(argument, spec.argument_names)}"
-            )
-        kwargs[spec.argument_names[argument]] = value
-    if {"beta1", "beta2"} & kwargs.keys():
-        kwargs["betas"] = (kwargs.pop("beta1", 0.9), kwargs.pop("beta2", 0.999))
-    return kwargs

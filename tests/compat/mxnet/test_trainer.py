@@ -8,9 +8,10 @@ import pytest
 import torch
 from torch import nn
 
-from mezzo import GradScaler, ScalerError
+from mezzo import CheckpointError, GradScaler, ScalerError, UnsupportedError
 from mezzo.compat.mxnet import amp, gluon
-from mezzo.compat.mxnet.gluon import ScaledOptimizer, make_optimizer, scaled_optimizer_of
+from mezzo.compat.mxnet._optimizers import make_optimizer
+from mezzo.compat.mxnet._trainer import ScaledOptimizer, scaled_optimizer_of
 
 
 @pytest.fixture
@@ -132,10 +133,97 @@ def test_params_of_another_type_raise_as_in_mxnet(params):
         ValueError,
         match=(
             r"First argument must be a list or dict of Parameters, got <class.*Pass"
-            r" dict\(net.named_parameters\(\)\)"
+            r" net.collect_params\(\), or dict\(net.named_parameters\(\)\)"
         ),
     ):
         gluon.Trainer(params, "sgd")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ((None,), TypeError, "should be the name of an optimizer or one of torch.optim, got.*None"),
+        ((torch.optim.SGD,), TypeError, "got <class 'torch.optim.sgd.SGD'>. The names are: sgd"),
+        (("sgd", 0.1), TypeError, r"optimizer_params should be a dict.*got float.*'learning_rate'"),
+        (("sgd", "lr"), TypeError, "optimizer_params should be a dict.*got str"),
+        (("sgd", {"learning_rate": "0.1"}), TypeError, "learning_rate should be a number, got str"),
+        (("sgd", {"learning_rate": -1}), ValueError, "learning_rate should be .* at least 0"),
+        (("sgd", {"clip_gradient": "1"}), TypeError, "clip_gradient should be a number, got str"),
+        (("sgd", {"rescale_grad": None}), TypeError, "rescale_grad should be a number, got None"),
+        (
+            ("sgd", {"lr_scheduler": object()}),
+            UnsupportedError,
+            r"lr_scheduler, which is not supported. Call trainer.set_learning_rate",
+        ),
+        (
+            ("sgd", None, "dist_sync"),
+            UnsupportedError,
+            "kvstore='dist_sync' is not supported.*DistributedDataParallel",
+        ),
+        (
+            ("sgd", None, "device", {"type": "2bit"}),
+            UnsupportedError,
+            "gradients are not compressed",
+        ),
+    ],
+    ids=lambda value: str(value)[:40] if isinstance(value, tuple) else "",
+)
+def test_invalid_arguments_of_a_trainer_raise(weight, arguments, error, message):
+    with pytest.raises(error, match=message):
+        gluon.Trainer([weight], *arguments)
+
+
+@pytest.mark.parametrize("params", [[], {}], ids=["list", "dict"])
+def test_a_trainer_without_parameters_raises(params):
+    with pytest.raises(ValueError, match="got an empty one"):
+        gluon.Trainer(params, "sgd")
+
+
+def test_a_computed_tensor_is_no_parameter(weight):
+    with pytest.raises(ValueError, match="got a list with the result of an operation"):
+        gluon.Trainer([weight * 2.0], "sgd")
+
+
+@pytest.mark.parametrize(
+    ("batch_size", "error", "message"),
+    [
+        (0, ValueError, "batch_size should be a number greater than 0, got 0"),
+        ("8", TypeError, "batch_size should be a number, got str '8'"),
+        ([8], TypeError, r"batch_size should be a number, got list \[8\]"),
+    ],
+    ids=str,
+)
+def test_an_invalid_batch_size_raises_before_the_step(weight, batch_size, error, message):
+    trainer = gluon.Trainer([weight], "sgd")
+    weight.sum().backward()
+    with pytest.raises(error, match=message):
+        trainer.step(batch_size)
+    with pytest.raises(error, match=message):
+        trainer.update(batch_size)
+    assert (weight.tolist(), weight.grad.tolist()) == ([1.0, 1.0], [1.0, 1.0])
+
+
+def test_an_invalid_learning_rate_raises(weight):
+    trainer = gluon.Trainer([weight], "sgd")
+    with pytest.raises(TypeError, match="lr should be a number, got str"):
+        trainer.set_learning_rate("0.1")
+    assert trainer.learning_rate == 0.01
+
+
+def test_another_file_than_saved_states_raises(weight, tmp_path):
+    trainer = gluon.Trainer([weight], "sgd")
+    (tmp_path / "text").write_text("text")
+    torch.save({"weight": weight}, tmp_path / "weights")
+    for name in ("text", "weights"):
+        with pytest.raises(CheckpointError, match=f"{name}' is no file of Trainer.save_states"):
+            trainer.load_states(tmp_path / name)
+
+
+def test_nesterov_without_momentum_is_plain_sgd(weight):
+    trainer = gluon.Trainer([weight], "nag", {"learning_rate": 0.5, "momentum": 0.0})
+    weight.sum().backward()
+    trainer.step(1)
+    assert weight.tolist() == [0.5, 0.5]
 
 
 def test_a_list_of_other_objects_raises_as_in_mxnet():
@@ -258,7 +346,7 @@ def test_gradients_are_unscaled_once(scalar, optimizer):
     step = scale_steps(optimizer)
     step.scale(scalar.sum() * 0.25).backward()
     step.unscale()
-    step.unscale()
+    step.unscale_pending()
     assert scalar.grad.item() == 0.25
     optimizer.step()
     assert scalar.item() == 0.75
@@ -295,13 +383,23 @@ def test_a_scheduler_created_earlier_counts_skipped_steps(scalar, optimizer, rec
 def test_detach_restores_the_original_step(scalar, optimizer):
     original = optimizer.step.__func__
     step = scale_steps(optimizer)
-    step.scale(scalar.sum()).backward()
     assert scaled_optimizer_of(optimizer) is step
     step.detach()
     assert scaled_optimizer_of(optimizer) is None
     assert optimizer.step.__func__ is original
+    scalar.sum().backward()
     optimizer.step()
-    assert scalar.item() == -7.0
+    assert scalar.item() == 0.0
+
+
+def test_scaled_gradients_are_unscaled_by_a_step_after_detach(scalar, optimizer):
+    original = optimizer.step.__func__
+    step = scale_steps(optimizer)
+    step.scale(scalar.sum()).backward()
+    step.detach()
+    optimizer.step()
+    assert scalar.item() == 0.0
+    assert optimizer.step.__func__ is original
 
 
 def test_a_scheduler_created_in_between_survives_detach(scalar, optimizer):
