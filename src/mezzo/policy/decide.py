@@ -290,12 +290,10 @@ def _downgrade(policy: Policy, hardware: Hardware, reason: str) -> None:
         _events.emit(_events.PolicyDowngraded(requested, "float32", hardware.device, reason))
     if policy.on_unsupported is OnUnsupported.WARN and message not in _warned:
         _warned.add(message)
-        warnings.warn(
-            f"{message}. Running in float32.", UserWarning, stacklevel=_user_stack_level()
-        )
+        warnings.warn(f"{message}. Running in float32.", UserWarning, stacklevel=user_stack_level())
 
 
-def _user_stack_level() -> int:
+def user_stack_level() -> int:
     """Return the `stacklevel` of the first caller outside mezzo."""
     package = __name__.partition(".")[0]
     frame, level = sys._getframe(1), 1

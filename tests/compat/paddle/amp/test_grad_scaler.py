@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from mezzo.compat import paddle
-from mezzo.compat.paddle.amp._grad_scaler import ScalerParameters
+from mezzo.compat.paddle.amp._scaler_parameters import ScalerParameters
 
 INF = float("inf")
 
@@ -87,6 +87,27 @@ def test_each_optimizer_is_skipped_by_its_own_gradients_only():
         0.0,
         4.0,
     )
+
+
+@pytest.mark.parametrize("skipped", [0, 1])
+def test_several_losses_with_their_own_scalers_keep_their_scales(skipped):
+    trainings = [Training(), Training()]
+    scalers = [paddle.amp.GradScaler(init_loss_scaling=scale) for scale in (8.0, 32.0)]
+    factors = [1.0, 1.0]
+    factors[skipped] = INF
+    scaled = [
+        scaler.scale((training.weight * factor).sum())
+        for scaler, training, factor in zip(scalers, trainings, factors, strict=True)
+    ]
+    # One backward for both: each gradient has the scale of its own loss.
+    (scaled[0] + scaled[1]).backward()
+    for scaler, training in zip(scalers, trainings, strict=True):
+        scaler.minimize(training.optimizer, scaled)
+    expected = [8.0, 32.0]
+    expected[skipped] /= 2
+    assert [scaler.state_dict()["scale"].item() for scaler in scalers] == expected
+    assert trainings[skipped].weight.item() == 1.0
+    assert trainings[1 - skipped].weight.item() == 0.0
 
 
 def test_unscale_unscales_gradients_in_place(training):
@@ -357,3 +378,50 @@ def test_the_rule_has_every_parameter():
         rule.min_scale,
     ) == (1.5, 4, 3, True, 1.0)
     assert rule.backoff_factor == pytest.approx(0.7)
+
+
+OPTIONS = ("init_loss_scaling", "incr_ratio", "decr_ratio")
+
+
+@pytest.mark.parametrize("value", ["2", [2.0], None], ids=str)
+@pytest.mark.parametrize("name", OPTIONS)
+def test_an_option_that_is_no_number_raises(name, value):
+    with pytest.raises(TypeError, match=rf"{name}=.* is .*\. It should be a number"):
+        paddle.amp.GradScaler(**{name: value})
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "message"),
+    [
+        ({"init_loss_scaling": 0}, "The init_loss_scaling must be a positive finite number"),
+        ({"init_loss_scaling": float("nan")}, "It is nan"),
+        ({"incr_every_n_steps": "1000"}, "The incr_every_n_steps must be a number of steps, 0 or"),
+        ({"incr_every_n_steps": 0.5}, "It is 0.5"),
+        ({"decr_every_n_nan_or_inf": -1}, "The decr_every_n_nan_or_inf must be a number of steps"),
+    ],
+    ids=str,
+)
+def test_an_invalid_option_raises_under_paddles_name(kwargs, message):
+    with pytest.raises(ValueError, match=message):
+        paddle.amp.GradScaler(**kwargs)
+
+
+@pytest.mark.parametrize("method", ["step", "unscale_", "minimize"])
+@pytest.mark.parametrize(
+    "value", [None, nn.Linear(1, 1), torch.ones(1)], ids=lambda v: type(v).__name__
+)
+def test_something_else_than_an_optimizer_raises(method, value):
+    scaler = paddle.amp.GradScaler()
+    message = rf"{method}\(\) takes an optimizer, but received {type(value).__name__}"
+    with pytest.raises(TypeError, match=message):
+        getattr(scaler, method)(value)
+
+
+def test_an_incomplete_state_dict_raises_and_names_what_is_missing():
+    scaler = paddle.amp.GradScaler()
+    state = scaler.state_dict()
+    del state["incr_ratio"]
+    with pytest.raises(KeyError, match=r"The state dict has no incr_ratio. Pass what"):
+        scaler.load_state_dict(state)
+    with pytest.raises(TypeError, match=r"takes what state_dict.* returned, but received str"):
+        scaler.load_state_dict("state")

@@ -8,7 +8,7 @@ from torch import nn
 
 from mezzo.compat import paddle
 from mezzo.compat.paddle import static
-from mezzo.compat.paddle.amp._grad_scaler import ScalerParameters
+from mezzo.compat.paddle.amp._scaler_parameters import ScalerParameters
 from mezzo.compat.paddle.static.amp import AutoMixedPrecisionLists, CustomOpLists
 
 
@@ -113,6 +113,26 @@ def test_dynamic_scaling_with_bfloat16_warns_in_the_callers_file():
             r"decorate\(\) got an unexpected keyword argument 'colour'.*takes: level, dtype",
         ),
         (
+            lambda: precision_of({"conv2d"}),
+            TypeError,
+            "amp_lists should be a CustomOpLists, got set",
+        ),
+        (
+            lambda: precision_of(init_loss_scaling="128"),
+            TypeError,
+            "init_loss_scaling='128' is str. It should be a number",
+        ),
+        (
+            lambda: static.amp.decorate(static.amp.decorate(make_optimizer())),
+            TypeError,
+            "got OptimizerWithMixedPrecision. It is decorated already",
+        ),
+        (
+            lambda: static.amp.decorate(make_optimizer()).minimize("loss"),
+            TypeError,
+            r"minimize\(\) takes the loss of a static program.*received str",
+        ),
+        (
             lambda: static.amp.decorate("SGD"),
             TypeError,
             "optimizer should be an optimizer, got str",
@@ -139,6 +159,10 @@ def test_dynamic_scaling_with_bfloat16_warns_in_the_callers_file():
         "level",
         "dtype",
         "unknown",
+        "lists",
+        "scaling",
+        "twice",
+        "loss",
         "optimizer",
         "amp_init",
         "scale",
@@ -211,3 +235,19 @@ def test_both_names_of_the_lists_are_one_class():
 def test_invalid_lists_raise(kwargs, message):
     with pytest.raises(ValueError, match=message):
         CustomOpLists(**kwargs)
+
+
+@pytest.mark.parametrize("names", ["conv2d", 3, [["conv2d"]]], ids=str)
+def test_a_list_that_holds_no_names_raises(names):
+    with pytest.raises(TypeError, match=r"custom_white_list=.* should be a set of op names"):
+        CustomOpLists(custom_white_list=names)
+
+
+def test_amp_init_with_something_else_than_a_test_program_raises():
+    model = nn.Linear(4, 1)
+    optimizer = static.amp.decorate(
+        paddle.optimizer.SGD(learning_rate=0.1, parameters=model.parameters())
+    )
+    optimizer.minimize(model(static.data("x", [-1, 4])).mean())
+    with pytest.raises(TypeError, match="test_program should be a Program, got str"):
+        optimizer.amp_init(paddle.CPUPlace(), test_program="test")

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from mezzo.compat import paddle
-from mezzo.compat.paddle import static
+from mezzo.compat.paddle import _places, static
 from mezzo.compat.paddle.static._executor import call_in_eval, run_nodes
 
 
@@ -20,6 +20,30 @@ def test_variables_are_fetched_in_order_by_name_or_by_object(exe, program):
         value.tolist()
         for value in exe.run(program, feed={"x": [1.0, 2.0]}, fetch_list=["x", double, double.name])
     ] == [[1, 2], [2, 4], [2, 4]]
+
+
+def test_one_variable_or_name_may_be_fetched_without_a_list(exe, program):
+    y = static.data("x", [1]) + 1
+    for fetched in (y, y.name):
+        assert exe.run(program, feed={"x": [1.0]}, fetch_list=fetched) == [2.0]
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        np.broadcast_to(np.float32(1), (2,)),
+        torch.ones(2, requires_grad=True),
+        nn.Parameter(torch.ones(2)),
+        paddle.to_tensor([1.0, 1.0]),
+        [1, 1.0],
+    ],
+    ids=["read-only", "requires grad", "parameter", "paddle", "list"],
+)
+def test_a_feed_may_be_any_array_or_tensor(value, exe, program):
+    y = static.data("x", [2]) + 1
+    (result,) = exe.run(program, feed={"x": value}, fetch_list=[y], return_numpy=False)
+    assert type(result) is paddle.Tensor
+    assert result.tolist() == [2.0, 2.0]
 
 
 def test_the_default_program_is_run_if_none_is_passed(exe):
@@ -82,7 +106,7 @@ def test_return_numpy_false_returns_tensors(exe, program):
                 program, feed={"x": torch.ones(3, 4).long()}, fetch_list=["x"]
             ),
             ValueError,
-            "The data type of fed Variable 'x' must be torch.float32, but received torch.int64",
+            "The data type of fed Variable 'x' must be float32, but received int64",
         ),
         (
             lambda exe, program: exe.run(program, feed={}, fetch_list=["x"]),
@@ -90,12 +114,57 @@ def test_return_numpy_false_returns_tensors(exe, program):
             "The program needs 'x', which was not fed",
         ),
         (
+            lambda exe, program: exe.run(program, feed=[torch.ones(3, 4)], fetch_list=["x"]),
+            TypeError,
+            r"feed requires dict as its Parameter.*But you passed in list",
+        ),
+        (
+            lambda exe, program: exe.run(program, feed={"x": "data"}, fetch_list=["x"]),
+            TypeError,
+            "The feed of 'x' should be an array, a tensor or a list of numbers, but received str",
+        ),
+        (
+            lambda exe, program: exe.run(
+                program, feed={"x": program.variable("x")}, fetch_list=["x"]
+            ),
+            TypeError,
+            "The feed of 'x' is the variable 'x', which has no value",
+        ),
+        (
+            lambda exe, program: exe.run(program, fetch_list=["y"]),
+            ValueError,
+            "The program has no variable 'y'. Its feeds are x",
+        ),
+        (
+            lambda exe, program: exe.run(program, fetch_list=[torch.ones(1)]),
+            TypeError,
+            "fetch_list should have variables of the program or their names.*received Tensor",
+        ),
+        (
+            lambda exe, program: exe.run(static.Program(), fetch_list=[program.variable("x")]),
+            ValueError,
+            "The variable 'x' belongs to another program",
+        ),
+        (
             lambda exe, _: exe.run("main"),
             TypeError,
             "Executor requires Program as its Parameter. But you passed in str",
         ),
     ],
-    ids=["name", "dimensions", "size", "dtype", "missing", "program"],
+    ids=[
+        "name",
+        "dimensions",
+        "size",
+        "dtype",
+        "missing",
+        "list",
+        "str",
+        "variable",
+        "fetch",
+        "tensor",
+        "other",
+        "program",
+    ],
 )
 def test_invalid_feeds_and_programs_raise(run, error, message, exe, program):
     static.data("x", [-1, 4])
@@ -193,3 +262,26 @@ def test_dropout_and_batch_norm_evaluate_in_eval_mode(program):
     value = torch.randn(4, 2)
     (result,) = run_nodes(program.nodes, {x: value}, [out], call_in_eval)
     assert torch.equal(result, norm.eval()(value))
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_a_program_for_a_gpu_runs_on_the_cpu_with_one_warning(program, monkeypatch):
+    monkeypatch.setattr(_places, "_warned", set())
+    model, place = paddle.nn.Linear(4, 1), paddle.CUDAPlace(0)
+    loss = model(static.data("x", [-1, 4])).square().mean()
+    optimizer = static.amp.decorate(
+        paddle.optimizer.SGD(learning_rate=0.1, parameters=model.parameters()),
+        level="O2",
+        init_loss_scaling=8.0,
+    )
+    optimizer.minimize(loss)
+    feed = {"x": paddle.to_tensor(np.ones((2, 4), "float32"))}
+    with pytest.warns(UserWarning, match=r"CUDAPlace\(0\) is used .*Place\(cpu\) is used instead"):
+        exe = static.Executor(place)
+    optimizer.amp_init(place, scope=static.global_scope())
+    feed["x"]._to(place)
+    losses = [
+        exe.run(program, feed=feed, fetch_list=[loss], use_program_cache=True)[0] for _ in range(3)
+    ]
+    assert losses[0].dtype == np.float16
+    assert losses[-1] < losses[0]

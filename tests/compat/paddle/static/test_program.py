@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 
 from mezzo.compat import paddle
 from mezzo.compat.paddle import static
+from mezzo.compat.paddle._places import device_of
 from mezzo.compat.paddle.static._program import UNKNOWN_SIZES, Variable
 
 
@@ -30,7 +32,7 @@ def test_attributes_of_a_variable_are_read_without_recording(program):
         3,
         3,
         torch.int64,
-        torch.device("cpu"),
+        device_of(None),
     )
     assert program.nodes == []
 
@@ -90,9 +92,50 @@ def test_auto_cast_around_a_program_being_recorded_raises():
         nn.Linear(2, 2)(x)
 
 
-def test_a_variable_has_no_value():
-    with pytest.raises(RuntimeError, match="meta"):
-        static.data("x", [1]).item()
+@pytest.mark.parametrize(
+    ("read", "call"),
+    [
+        (float, r"float\(Variable\)"),
+        (int, r"int\(Variable\)"),
+        (bool, r"bool\(Variable\)"),
+        (np.asarray, r"numpy.array\(Variable\)"),
+        (lambda x: x.item(), r"Variable.item\(\)"),
+        (lambda x: x.numpy(), r"Variable.numpy\(\)"),
+        (lambda x: x.detach().cpu().numpy(), r"Variable.numpy\(\)"),
+        (lambda x: x.tolist(), r"Variable.tolist\(\)"),
+        (lambda x: f"{x:.3f}", r"format\(Variable\)"),
+        (lambda x: x.backward(), r"Variable.backward\(\)"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_reading_a_variables_value_raises(read, call):
+    message = rf"{call} is not supported in static graph mode: '.*' has no value until its program"
+    with pytest.raises(TypeError, match=message):
+        read(static.data("x", [1]))
+
+
+def test_a_variable_prints_itself_in_an_f_string():
+    assert f"{static.data('x', [1])}" == "var x : shape[1], dtype float32"
+
+
+def test_moving_a_variable_has_no_effect(program):
+    x = static.data("x", [1])
+    assert x.cpu() is x.cuda() is x._to(paddle.CUDAPlace(0)) is x.to("cpu") is x
+    assert program.nodes == []
+
+
+def test_a_variable_has_the_methods_of_paddles_tensors(program):
+    x = static.data("x", [-1, 2, 3])
+    y = x.transpose([1, 0, 2]).astype("float16").to("float32").max(axis=2)
+    assert (y.dtype, static._program.paddle_shape(y)) == (torch.float32, [2, -1])
+    assert node_names(program) == ["permute", "to", "to", "amax"]
+
+
+def test_errors_of_torch_name_the_op_and_have_no_placeholders():
+    with pytest.raises(RuntimeError, match=r"^linear in a static program: .*\[-1, 4\]"):
+        nn.Linear(5, 2)(static.data("x", [-1, 4]))
+    with pytest.raises(NotImplementedError, match=r"^nonzero cannot be part of a static program"):
+        static.data("x", [4]).nonzero()
 
 
 def test_a_clone_is_independent(program):
@@ -137,7 +180,32 @@ def test_program_guards_nest(program):
         (
             lambda: static.data("x", [1], "floaty"),
             TypeError,
-            "The data type of 'x' is 'floaty'. Use one such as 'float32'",
+            "dtype must be one of bool, .*float32.*, but got 'floaty'",
+        ),
+        (
+            lambda: static.data("x", 4),
+            TypeError,
+            r"The type of 'shape' in data must be list or tuple.*received 4 for 'x'",
+        ),
+        (
+            lambda: static.data("x", [-1] * 9),
+            TypeError,
+            "at most 8 sizes",
+        ),
+        (
+            lambda: static.data("x", [1.5]),
+            TypeError,
+            "Its sizes should be ints, with -1 or None.*but received 1.5",
+        ),
+        (
+            lambda: static.data("x", [-2]),
+            TypeError,
+            "but received -2",
+        ),
+        (
+            lambda: static.data("x", [1], ["float32"]),
+            TypeError,
+            r"dtype must be one of .*, but got \['float32'\]",
         ),
         (
             lambda: static.program_guard("main").__enter__(),
@@ -145,7 +213,7 @@ def test_program_guards_nest(program):
             "The type of programs in program_guard must be Program, but received str",
         ),
     ],
-    ids=["name", "dtype", "program"],
+    ids=["name", "dtype", "int", "long", "float", "negative", "list", "program"],
 )
 def test_invalid_arguments_raise(call, error, message):
     with pytest.raises(error, match=message):
@@ -167,6 +235,11 @@ def test_static_mode_changes_in_dynamic_mode_only():
     assert not paddle.in_dynamic_mode()
     paddle.disable_static()
     assert paddle.in_dynamic_mode()
+
+
+def test_a_dtype_may_be_numpys():
+    assert static.data("x", [1], np.float16).dtype is torch.float16
+    assert static.data("y", [1], np.dtype("int64")).dtype is torch.int64
 
 
 def test_declaring_a_name_again_replaces_the_feed(program):

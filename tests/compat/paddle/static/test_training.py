@@ -11,6 +11,7 @@ from torch import nn
 import mezzo
 from mezzo.compat import paddle
 from mezzo.compat.paddle import static
+from mezzo.compat.paddle.static import _executor, _training
 from mezzo.compat.paddle.static._training import GRAY, Precision
 from mezzo.optim.master_weights import has_companion
 from mezzo.policy.presets.paddle import NAMES
@@ -69,6 +70,48 @@ def test_a_function_with_unknown_parameters_or_without_a_loss_raises():
         TypeError, match="The function returned float, not a loss computed from its arguments"
     ):
         optimizer.minimize(lambda x: 0.5)
+
+
+@pytest.mark.parametrize(
+    ("make_loss", "message"),
+    [
+        (lambda x, model: x, r"The loss.shape should be \[\], but .*is \[-1, 4\].*paddle.mean"),
+        (lambda x, model: x.mean(), "does not depend on any parameter of the optimizer"),
+        (lambda x, model: nn.Linear(4, 1)(x).mean(), "Pass the parameters of the network"),
+        (lambda x, model: model.requires_grad_(False)(x).mean(), "that needs a gradient"),
+    ],
+    ids=["shape", "no parameters", "another model", "frozen"],
+)
+def test_a_loss_that_cannot_be_minimized_raises(make_loss, message, program):
+    model = nn.Linear(4, 1)
+    optimizer = paddle.optimizer.SGD(learning_rate=0.1, parameters=model.parameters())
+    with pytest.raises(ValueError, match=message):
+        optimizer.minimize(make_loss(static.data("x", [-1, 4]), model))
+    assert program.trainer is None
+
+
+def test_a_run_on_another_place_than_the_first_raises(exe, program, monkeypatch):
+    _, loss, optimizer = record_program()
+    optimizer.minimize(loss)
+    exe.run(program, feed={"x": X})
+    monkeypatch.setattr(exe, "_device", torch.device("meta"))
+    with pytest.raises(ValueError, match=r"parameters of this program are on Place\(cpu\)"):
+        exe.run(program, feed={"x": X})
+
+
+@pytest.mark.parametrize("is_trained", [True, False])
+def test_parameters_move_to_the_executors_place(is_trained, monkeypatch, exe, program):
+    moved = []
+    for module in (_executor, _training):
+        monkeypatch.setattr(
+            module, "move_tensors", lambda tensors, device: moved.extend([*tensors, device])
+        )
+    model, loss, optimizer = record_program()
+    if is_trained:
+        optimizer.minimize(loss)
+    exe.run(program, feed={"x": X}, fetch_list=[loss])
+    assert {id(model.weight), id(model.bias)} <= {id(one) for one in moved}
+    assert moved[-1] == torch.device("cpu")
 
 
 def test_a_skipped_step_changes_neither_parameters_nor_statistics(exe, program):

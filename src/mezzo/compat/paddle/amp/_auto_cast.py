@@ -1,4 +1,4 @@
-"""`paddle.amp.auto_cast`: levels, op lists, and which dtypes a device supports."""
+"""`paddle.amp.auto_cast`: levels and op lists."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from typing import Any, NamedTuple, ParamSpec, Self, TypeVar
 import torch
 from torch.compiler import is_dynamo_compiling
 
-from mezzo import hardware
 from mezzo._dtypes import dtype_name
 from mezzo._errors import nearest
 from mezzo.autocasting.autocast import autocast_all_devices
 from mezzo.autocasting.dynamo import dynamo_constant
 from mezzo.autocasting.regions import innermost_region
-from mezzo.compat.paddle._places import device_of
+from mezzo.compat.paddle._places import chosen_device
+from mezzo.compat.paddle.amp._support import warn_if_slow
 from mezzo.policy.presets import paddle
 from mezzo.policy.registry import registry
 
@@ -72,7 +72,9 @@ class auto_cast:  # noqa: N801 - Paddle's spelling
         if is_dynamo_compiling():
             self._region = autocast_all_devices(**_decode_kwargs(_encode_args(*args)))
         else:
-            self._region = _cached_region(*_resolve(*args), generation=registry().generation)
+            self._region = _cached_region(
+                *_resolve(*args), generation=registry().generation, place=chosen_device()
+            )
 
     def __enter__(self) -> Self:
         self._region.__enter__()
@@ -126,30 +128,6 @@ def get_autocast_dtype() -> str:
     )
 
 
-def is_float16_supported(device: Any = None) -> bool:
-    """Return whether `auto_cast` computes in float16 on a device.
-
-    The device is a name (`"cpu"`, `"gpu:0"`), a place, or None for the default device. Paddle
-    returns True for GPUs of compute capability 5.3 or later and False for every CPU. Here a CPU
-    computes in float16 too, slowly; `mezzo.hardware()` has the dtypes that are fast.
-
-    >>> is_float16_supported("cpu")
-    True
-    """
-    return hardware(device_of(device).type).float16.supported
-
-
-def is_bfloat16_supported(device: Any = None) -> bool:
-    """Return whether `auto_cast` computes in bfloat16 on a device.
-
-    Paddle returns True for GPUs of compute capability 8.0 or later and for CPUs with AVX-512.
-
-    >>> is_bfloat16_supported("cpu")
-    True
-    """
-    return hardware(device_of(device).type).bfloat16.supported
-
-
 # -- from Paddle's arguments to mezzo's ------------------------------------------------------------
 
 
@@ -160,8 +138,8 @@ def custom_lists(white: Names, black: Names) -> tuple[frozenset[str], frozenset[
     A linear layer is a matmul and an addition in Paddle's guide but one op in its CUDA builds:
     matmul in the black list keeps linear layers in float32 too.
     """
-    whites = _check_names("custom_white_list", white)
-    blacks = _check_names("custom_black_list", black)
+    whites = check_names("custom_white_list", white)
+    blacks = check_names("custom_black_list", black)
     if both := whites & blacks:
         raise ValueError(
             f"Custom white list overlap custom black list: {', '.join(sorted(both))}. An op can be"
@@ -192,6 +170,7 @@ def _resolve(
     dtype: str | torch.dtype,
     use_promote: bool,
 ) -> _RegionArgs:
+    _check_enable(enable)
     level = _parse_level(level)
     half_dtype = _parse_half_dtype(dtype, required=enable) or "float16"
     if level == "O0":
@@ -203,11 +182,14 @@ def _resolve(
 
 
 # Programs construct the same region at every step. The registry's generation is part of the key:
-# the same names can mean other ops after `mezzo.register_op`.
+# the same names can mean other ops after `mezzo.register_op`. So is the place, which may be slow.
 @lru_cache(maxsize=64)
-def _cached_region(*args: Any, generation: int) -> autocast_all_devices:
+def _cached_region(*args: Any, generation: int, place: torch.device | None) -> autocast_all_devices:
     """Return the region for `_RegionArgs`; equal arguments share one."""
-    return autocast_all_devices(**_autocast_kwargs(_RegionArgs(*args)))
+    region_args = _RegionArgs(*args)
+    if region_args.enabled:
+        warn_if_slow(region_args.dtype)
+    return autocast_all_devices(**_autocast_kwargs(region_args))
 
 
 def _autocast_kwargs(args: _RegionArgs) -> dict[str, Any]:
@@ -217,6 +199,7 @@ def _autocast_kwargs(args: _RegionArgs) -> dict[str, Any]:
             "default_rule": args.default_rule,
             "half": args.half,
             "full": args.full,
+            "on_unsupported": "ignore",  # `warn_if_slow` has warned
         }
         if args.level != "O0"
         else {}
@@ -228,6 +211,8 @@ def _autocast_kwargs(args: _RegionArgs) -> dict[str, Any]:
 def _encode_args(*args: Any) -> str:
     """Resolve arguments to a string, which dynamo can hold as a constant of compiled code."""
     enabled, level, dtype, default_rule, half, full = _resolve(*args)
+    if enabled:
+        warn_if_slow(dtype)
     lists = (" ".join(sorted(half)), " ".join(sorted(full)))
     return "/".join((str(int(enabled)), level, dtype, default_rule or "", *lists))
 
@@ -244,6 +229,19 @@ def _decode_kwargs(code: str) -> dict[str, Any]:
             tuple(full.split()),
         )
     )
+
+
+def _check_enable(enable: Any) -> None:
+    if callable(enable):
+        raise TypeError(
+            f"auto_cast got the function {getattr(enable, '__name__', enable)!r} as 'enable'. As a"
+            " decorator it has brackets: @paddle.amp.auto_cast()."
+        )
+    if isinstance(enable, str | list | tuple | dict):
+        raise TypeError(
+            f"enable={enable!r} is {type(enable).__name__}. It should be True or False; a level is"
+            " level='O1'."
+        )
 
 
 def _parse_level(level: Any) -> str:
@@ -277,13 +275,18 @@ def _parse_half_dtype(dtype: Any, *, required: bool) -> str | None:
     return None
 
 
-def _check_names(argument: str, names: Names) -> frozenset[str]:
+def check_names(argument: str, names: Names) -> frozenset[str]:
+    """Return the op names of a custom list as a set."""
     if isinstance(names, str):
         # Paddle would take each character for a name.
         raise TypeError(
             f"{argument}={names!r} should be a set of op names: {argument}={{{names!r}}}."
         )
-    return frozenset(names or ())
+    if names is None:
+        return frozenset()
+    if not isinstance(names, Iterable) or not all(isinstance(name, str) for name in names):
+        raise TypeError(f"{argument}={names!r} should be a set of op names, such as {{'conv2d'}}.")
+    return frozenset(names)
 
 
 def _to_mezzo_names(names: frozenset[str]) -> frozenset[str]:

@@ -15,7 +15,8 @@ import mezzo
 from mezzo._casting import cast
 from mezzo._torch import BatchNorm, InstanceNorm
 from mezzo.compat.paddle.amp._auto_cast import DTYPES
-from mezzo.compat.paddle.nn import shared_clip_norm
+from mezzo.compat.paddle.amp._support import warn_if_slow
+from mezzo.compat.paddle.nn._clip import shared_clip_norm
 from mezzo.compat.paddle.parallel import DataParallel
 from mezzo.optim.binding import optimizer_binding
 from mezzo.policy.types import Master
@@ -69,7 +70,7 @@ def decorate(
     >>> model[0].weight.dtype, model[1].weight.dtype
     (torch.float16, torch.float32)
     """
-    if level not in ("O1", "O2"):
+    if not isinstance(level, str) or level not in ("O1", "O2"):
         raise ValueError(
             "level should be O1 or O2, O1 represent AMP train mode, O2 represent Pure fp16 train"
             f" mode. It is {level!r}."
@@ -90,6 +91,7 @@ def decorate(
         options["master"] = "float32" if masters else None
         if master_grad:
             options["grad_dtype"] = "float32"
+        warn_if_slow(dtype)
         _convert(model_list, optimizer_list, options)
         if saved_as is not None:
             for model in model_list:
@@ -187,7 +189,9 @@ def _check_optimizers(optimizers: Any) -> list[torch.optim.Optimizer]:
 
 
 def _parse_save_dtype(save_dtype: Any) -> torch.dtype | None:
-    if save_dtype is not None and save_dtype not in _SAVE_DTYPES:
+    if save_dtype is not None and (
+        not isinstance(save_dtype, str) or save_dtype not in _SAVE_DTYPES
+    ):
         raise ValueError(
             "save_dtype can only be float16 float32 or float64, but your input save_dtype is"
             f" {save_dtype}. bfloat16 is allowed, too."
@@ -242,6 +246,7 @@ def _convert(models: list[nn.Module], optimizers: list[Any], options: dict[str, 
         optimizers or None,
         "O2",
         preset="paddle",
+        on_unsupported="ignore",  # `warn_if_slow` has warned
         clip_norm=shared_clip_norm(optimizers) if optimizers else None,
         defer_to_autocast=True,
         **options,

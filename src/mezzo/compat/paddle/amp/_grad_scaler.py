@@ -1,139 +1,36 @@
-"""`paddle.amp.GradScaler`, `AmpScaler`, and the state dict that Paddle saves."""
+"""`paddle.amp.GradScaler` and `AmpScaler`."""
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 import mezzo
-from mezzo.compat.paddle.nn import hook_clip
-from mezzo.scaling.diagnostics import half_dtypes
-from mezzo.scaling.scale_state import (
-    LARGEST,
-    SMALLEST,
-    OptimizerStage,
-    ScaleRule,
-    ScaleState,
-    float32,
-    scaler_to_dict,
+from mezzo.compat.paddle.amp._scaler_parameters import (
+    ScalerParameters,
+    check_above_one,
+    check_below_one,
+    check_scale,
+    parse_state_dict,
 )
+from mezzo.compat.paddle.nn._clip import hook_clip
+from mezzo.scaling.diagnostics import half_dtypes
+from mezzo.scaling.scale_state import OptimizerStage
 from mezzo.scaling.step_result import StepResult
 
 Optimizer = torch.optim.Optimizer
 
-_COLLAPSE_PATIENCE = 1000
-"""Consecutive skipped steps before the warning about scale collapse. Paddle never warns, so this is
-high: programs that skip for a while under Paddle stay quiet here."""
 
-
-@dataclass(frozen=True)
-class ScalerParameters:
-    """Parameters of a scaler, under Paddle's names."""
-
-    init_loss_scaling: float
-    """The first loss scale."""
-    incr_ratio: float
-    """Factor by which the loss scale grows."""
-    decr_ratio: float
-    """Factor by which the loss scale backs off."""
-    incr_every_n_steps: int
-    """Successful steps in a row before the loss scale grows; 0 never grows."""
-    decr_every_n_nan_or_inf: int
-    """Skipped steps in a row before the loss scale backs off; 0 never backs off."""
-    use_dynamic_loss_scaling: bool
-    """Whether the loss scale changes at all."""
-    min_scale: float = SMALLEST
-    """Paddle's eager scaler has no floor: the default is the smallest scale that can be divided by.
-    In static programs the floor is 1."""
-
-    def __post_init__(self) -> None:
-        _check_above_one("incr_ratio", self.incr_ratio)
-        _check_below_one("decr_ratio", self.decr_ratio)
-
-    @property
-    def rule(self) -> ScaleRule:
-        """The equivalent rule in mezzo. Paddle multiplies in float32."""
-        return ScaleRule(
-            growth_factor=float32(self.incr_ratio),
-            backoff_factor=float32(self.decr_ratio),
-            growth_interval=self.incr_every_n_steps,
-            backoff_interval=self.decr_every_n_nan_or_inf,
-            min_scale=self.min_scale,
-            max_scale=LARGEST,
-            dynamic=self.use_dynamic_loss_scaling,
+def _check_optimizer(method: str, optimizer: Any) -> None:
+    if not hasattr(optimizer, "step") or not hasattr(optimizer, "param_groups"):
+        raise TypeError(
+            f"{method}() takes an optimizer, but received {type(optimizer).__name__}. Pass one of"
+            " paddle.optimizer."
         )
-
-    def make_scaler(self, *, enabled: bool = True) -> mezzo.GradScaler:
-        """Return a scaler with these parameters."""
-        scaler = mezzo.GradScaler(
-            init_scale=self.init_loss_scaling, enabled=enabled, collapse_patience=_COLLAPSE_PATIENCE
-        )
-        # This dialect has its own warning about bfloat16 losses.
-        scaler._advises = False
-        self.load_into(scaler, ScaleState(float32(self.init_loss_scaling)))
-        return scaler
-
-    def load_into(self, scaler: mezzo.GradScaler, state: ScaleState) -> None:
-        """Give a scaler these parameters and a state."""
-        if scaler.is_enabled():
-            scaler.load_state_dict(scaler_to_dict([state], self.rule))
-
-    def to_state_dict(self, state: ScaleState) -> dict[str, Any]:
-        """Return the entries that Paddle saves.
-
-        The loss scale is a tensor of one element, which `torch.load(weights_only=True)` can read.
-        """
-        return {
-            "scale": torch.tensor([state.scale], dtype=torch.float32),
-            "incr_ratio": self.incr_ratio,
-            "decr_ratio": self.decr_ratio,
-            "incr_every_n_steps": self.incr_every_n_steps,
-            "decr_every_n_nan_or_inf": self.decr_every_n_nan_or_inf,
-            "incr_count": state.growth_tracker,
-            "decr_count": state.backoff_tracker,
-            "use_dynamic_loss_scaling": self.use_dynamic_loss_scaling,
-        }
-
-
-def parse_state_dict(
-    entries: Mapping[str, Any], min_scale: float
-) -> tuple[ScalerParameters, ScaleState]:
-    """Read a state dict of this module or of Paddle itself.
-
-    The loss scale may be an array, a tensor or a number.
-    """
-    if not entries:
-        raise RuntimeError(
-            "The input state dict is empty, possibly because it was saved from a disabled instance"
-            " of GradScaler. Leave it out, or save it from an enabled one."
-        )
-    scale = float(torch.as_tensor(entries["scale"]).reshape(-1)[0])
-    parameters = ScalerParameters(
-        scale,
-        entries["incr_ratio"],
-        entries["decr_ratio"],
-        entries["incr_every_n_steps"],
-        entries["decr_every_n_nan_or_inf"],
-        bool(entries["use_dynamic_loss_scaling"]),
-        min_scale,
-    )
-    return parameters, ScaleState(
-        scale, growth_tracker=entries["incr_count"], backoff_tracker=entries["decr_count"]
-    )
-
-
-def _check_above_one(name: str, value: float) -> None:
-    if not value > 1.0:
-        raise AssertionError(f"The {name} must be > 1.0. It is {value!r}.")
-
-
-def _check_below_one(name: str, value: float) -> None:
-    if not value < 1.0:
-        raise AssertionError(f"The {name} must be < 1.0. It is {value!r}.")
 
 
 class _ScalerAccessors:
@@ -160,6 +57,7 @@ class _ScalerAccessors:
 
     def set_init_loss_scaling(self, new_init_loss_scaling: float) -> None:
         """Set the loss scale; the counters stay."""
+        check_scale("new_init_loss_scaling", new_init_loss_scaling)
         scale = float(new_init_loss_scaling)
         self._parameters = replace(self._parameters, init_loss_scaling=scale)
         if self.is_enable():
@@ -171,7 +69,7 @@ class _ScalerAccessors:
 
     def set_incr_ratio(self, new_incr_ratio: float) -> None:
         """Set the factor by which the loss scale grows."""
-        _check_above_one("new_incr_ratio", new_incr_ratio)
+        check_above_one("new_incr_ratio", new_incr_ratio)
         self._change(incr_ratio=new_incr_ratio)
 
     def get_decr_ratio(self) -> float:
@@ -180,7 +78,7 @@ class _ScalerAccessors:
 
     def set_decr_ratio(self, new_decr_ratio: float) -> None:
         """Set the factor by which the loss scale backs off."""
-        _check_below_one("new_decr_ratio", new_decr_ratio)
+        check_below_one("new_decr_ratio", new_decr_ratio)
         self._change(decr_ratio=new_decr_ratio)
 
     def get_incr_every_n_steps(self) -> int:
@@ -262,6 +160,7 @@ class AmpScaler(_ScalerAccessors):
         decr_every_n_nan_or_inf: int = 1,
         use_dynamic_loss_scaling: bool = True,
     ) -> None:
+        check_scale("init_loss_scaling", init_loss_scaling)
         self._parameters = ScalerParameters(
             float(init_loss_scaling),
             incr_ratio,
@@ -302,6 +201,7 @@ class AmpScaler(_ScalerAccessors):
 
     def unscale_(self, optimizer: Optimizer) -> None:
         """Unscale an optimizer's gradients in place, to clip or inspect them before the step."""
+        _check_optimizer("unscale_", optimizer)
         if not self.is_enable():
             return
         stage = self._stages.get(id(optimizer), OptimizerStage.READY)
@@ -322,6 +222,7 @@ class AmpScaler(_ScalerAccessors):
 
         Call `update()` afterwards, unless the loss scale is fixed.
         """
+        _check_optimizer("step", optimizer)
         if not self.is_enable():
             optimizer.step()
             return
@@ -349,6 +250,7 @@ class AmpScaler(_ScalerAccessors):
         Other arguments are accepted without effect: as in Paddle, the loss has been run backward
         already.
         """
+        _check_optimizer("minimize", optimizer)
         self.step(optimizer)
         self.update()
         return None, [

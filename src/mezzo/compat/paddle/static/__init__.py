@@ -1,8 +1,11 @@
 """`paddle.static`: programs that are recorded first and run later, by `mezzo.train_step`."""
 
+from mezzo.compat._missing import module_getattr
 from mezzo.compat.paddle._places import CPUPlace, CUDAPlace
+from mezzo.compat.paddle._substitutions import SUBSTITUTIONS
 from mezzo.compat.paddle.static import amp
 from mezzo.compat.paddle.static._executor import Executor, Scope, global_scope
+from mezzo.compat.paddle.static._input_spec import InputSpec
 from mezzo.compat.paddle.static._program import (
     Program,
     Variable,
@@ -16,6 +19,7 @@ __all__ = [
     "CPUPlace",
     "CUDAPlace",
     "Executor",
+    "InputSpec",
     "Program",
     "Scope",
     "Variable",
@@ -26,3 +30,6 @@ __all__ = [
     "global_scope",
     "program_guard",
 ]
+
+
+__getattr__ = module_getattr(__name__, SUBSTITUTIONS)

@@ -10,7 +10,9 @@ from typing import Any
 import torch
 
 from mezzo._casting import map_tensors
+from mezzo._dtypes import dtype_name
 from mezzo.compat.paddle._places import device_of
+from mezzo.compat.paddle._tensor import Tensor, as_tensor, plain_tensor
 from mezzo.compat.paddle.static._program import (
     UNKNOWN_SIZES,
     Node,
@@ -79,13 +81,13 @@ class Executor:
                 "Executor requires Program as its Parameter. But you passed in"
                 f" {type(program).__name__}."
             )
-        fetched = [program.variable(key) for key in fetch_list or ()]
+        fetched = [program.variable(key) for key in _as_list(fetch_list)]
         trainer = _trainer_of(program)
         if trainer is None and not fetched:
             return []
-        feeds = self._prepare_feeds(program, feed or {})
+        feeds = self._prepare_feeds(program, feed)
         if trainer is None:
-            values = _compute(program, feeds, fetched)
+            values = self._compute(program, feeds, fetched)
         else:
             trainer.move(self._device)
             values = (
@@ -93,21 +95,53 @@ class Executor:
                 if program.for_test
                 else trainer.train(feeds, fetched, capture=use_program_cache)
             )
-        return [_to_array(value) for value in values] if return_numpy else values
+        convert = _to_array if return_numpy else _to_paddle_tensor
+        return [convert(value) for value in values]
 
     def close(self) -> None:
         """Do nothing: an executor holds no resources."""
 
-    def _prepare_feeds(self, program: Program, feed: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    def _prepare_feeds(self, program: Program, feed: Any) -> dict[str, torch.Tensor]:
+        if feed is not None and not isinstance(feed, Mapping):
+            raise TypeError(
+                "feed requires dict as its Parameter, {name: array}. But you passed in"
+                f" {type(feed).__name__}."
+            )
+        feed = feed or {}
         if unknown := [name for name in feed if name not in program.feeds]:
             raise ValueError(
                 f"The feed has {', '.join(map(repr, unknown))}, and the program has no static.data"
-                f" of that name: {', '.join(program.feeds)}."
+                f" of that name: {', '.join(program.feeds) or 'it has none at all'}."
             )
         return {
-            name: _check_feed(name, torch.as_tensor(value), program.feeds[name]).to(self._device)
+            name: _check_feed(name, _to_tensor(name, value), program.feeds[name]).to(self._device)
             for name, value in feed.items()
         }
+
+    def _compute(
+        self, program: Program, feeds: dict[str, torch.Tensor], fetched: list[Variable]
+    ) -> list[torch.Tensor]:
+        """Compute variables of a program that no optimizer trains."""
+        by_variable = {program.feeds[name]: value for name, value in feeds.items()}
+        nodes = program.needed_for(fetched)
+        move_tensors(tensors_read_by(nodes), self._device)
+        call = call_in_eval if program.for_test else call_node
+        with torch.no_grad():
+            return run_nodes(nodes, by_variable, fetched, call)
+
+
+def tensors_read_by(nodes: Iterable[Node]) -> list[torch.Tensor]:
+    """Return the parameters, buffers and constants that nodes read."""
+    return [
+        tensor for node in nodes for tensor in node.tensors() if not isinstance(tensor, Variable)
+    ]
+
+
+def move_tensors(tensors: Iterable[torch.Tensor], device: torch.device) -> None:
+    """Move parameters, buffers and constants to a device, in place."""
+    for tensor in tensors:
+        if tensor.device != device:
+            tensor.data = tensor.data.to(device)
 
 
 def _trainer_of(program: Program) -> Any:
@@ -120,14 +154,34 @@ def _trainer_of(program: Program) -> Any:
     return program.trainer
 
 
-def _compute(
-    program: Program, feeds: dict[str, torch.Tensor], fetched: list[Variable]
-) -> list[torch.Tensor]:
-    """Compute variables of a program that no optimizer trains."""
-    by_variable = {program.feeds[name]: value for name, value in feeds.items()}
-    call = call_in_eval if program.for_test else call_node
-    with torch.no_grad():
-        return run_nodes(program.needed_for(fetched), by_variable, fetched, call)
+def _as_list(fetch_list: Any) -> list[Any]:
+    """Return what to fetch as a list; one variable or name may stand alone, as in Paddle."""
+    if fetch_list is None:
+        return []
+    if isinstance(fetch_list, list | tuple):
+        return list(fetch_list)
+    return [fetch_list]
+
+
+def _to_tensor(name: str, value: Any) -> torch.Tensor:
+    """Return a fed tensor, array or nested list as a plain tensor of torch."""
+    if isinstance(value, Variable):
+        raise TypeError(
+            f"The feed of {name!r} is the variable {value.name!r}, which has no value. Feed an"
+            " array or a tensor."
+        )
+    if isinstance(value, torch.Tensor):
+        return plain_tensor(value.detach())
+    if not getattr(getattr(value, "flags", None), "writeable", True):
+        # torch warns about sharing the memory of an array that must not be written.
+        value = value.copy()
+    try:
+        return torch.as_tensor(value)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise TypeError(
+            f"The feed of {name!r} should be an array, a tensor or a list of numbers, but received"
+            f" {type(value).__name__}: {error}."
+        ) from None
 
 
 def _check_feed(name: str, value: torch.Tensor, variable: Variable) -> torch.Tensor:
@@ -144,13 +198,17 @@ def _check_feed(name: str, value: torch.Tensor, variable: Variable) -> torch.Ten
         )
     if value.is_floating_point() is not variable.dtype.is_floating_point:
         raise ValueError(
-            f"The data type of fed Variable {name!r} must be {variable.dtype}, but received"
-            f" {value.dtype}."
+            f"The data type of fed Variable {name!r} must be {dtype_name(variable.dtype)}, but"
+            f" received {dtype_name(value.dtype)}."
         )
     # A 16-bit feed is not widened: Paddle's guide feeds pure 16-bit programs so. Any other feed is
     # cast to the declared dtype.
     is_narrower = value.is_floating_point() and value.dtype.itemsize < variable.dtype.itemsize
     return value if is_narrower else value.to(variable.dtype)
+
+
+def _to_paddle_tensor(value: torch.Tensor) -> Tensor:
+    return as_tensor(value.detach())
 
 
 def _to_array(value: torch.Tensor) -> Any:

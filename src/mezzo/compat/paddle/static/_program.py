@@ -7,15 +7,17 @@ import threading
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn, Self
 
 import torch
 
 from mezzo._casting import map_tensors
 from mezzo._torch import DisableTorchFunctionSubclass
 from mezzo.autocasting.regions import innermost_region
+from mezzo.compat.paddle._places import device_of
+from mezzo.compat.paddle._tensor import Tensor, parse_dtype, parse_to
 
-UNKNOWN_SIZES = (9973, 9967, 9949, 9941, 9931)
+UNKNOWN_SIZES = (9973, 9967, 9949, 9941, 9931, 9929, 9923, 9907)
 """Placeholders for sizes that are unknown until the program runs, one per dimension. They are
 primes, so that a product with a placeholder is recognised as a multiple of it."""
 
@@ -79,8 +81,18 @@ class Program:
     def variable(self, key: Any) -> Variable:
         """Return a variable, given itself, its name, or the function that builds it as a loss."""
         if isinstance(key, Variable):
+            if key.program is not self and key.program is not self.origin:
+                raise ValueError(
+                    f"The variable {key.name!r} belongs to another program. Run that one, or fetch"
+                    " a variable of this program."
+                )
             return key
-        name = key if isinstance(key, str) else getattr(key, "__name__", repr(key))
+        name = key if isinstance(key, str) else getattr(key, "__name__", None)
+        if name is None:
+            raise TypeError(
+                "fetch_list should have variables of the program or their names, but received"
+                f" {type(key).__name__}. Tensors with values, such as parameters, need no fetch."
+            )
         if name not in self._variables:
             raise ValueError(
                 f"The program has no variable {name!r}. Its feeds are"
@@ -110,10 +122,11 @@ class Program:
         return nodes[::-1]
 
 
-class Variable(torch.Tensor):
+class Variable(Tensor):
     """`paddle.static.Variable`: a tensor without values, part of a program.
 
-    A torch function called with one is recorded as a node of its program, not executed.
+    A torch function called with one is recorded as a node of its program, not executed. It has no
+    device: a program runs on the place of its executor.
     """
 
     program: Program
@@ -136,21 +149,55 @@ class Variable(torch.Tensor):
             f" {str(self.dtype).removeprefix('torch.')}"
         )
 
+    def to(self, *args: Any, **kwargs: Any) -> Any:
+        """Return it in a dtype; a device has no effect."""
+        args, kwargs = parse_to(args, kwargs)
+        dtypes = [value for value in (*args, *kwargs.values()) if isinstance(value, torch.dtype)]
+        return torch.Tensor.to(self, dtypes[0]) if dtypes else self
+
+    def _to(self, device: Any = None, dtype: Any = None, blocking: bool | None = None) -> Self:
+        """Return it; a dtype has no effect in place: use `astype`."""
+        return self
+
+    def cpu(self, *args: Any, **kwargs: Any) -> Self:
+        """Return it."""
+        return self
+
+    def cuda(self, *args: Any, **kwargs: Any) -> Self:
+        """Return it."""
+        return self
+
+    def numpy(self, *, force: bool = True) -> NoReturn:
+        """Raise: it has no value."""
+        raise _no_value_error("Variable.numpy()", self)
+
+    def __float__(self) -> NoReturn:
+        raise _no_value_error("float(Variable)", self)
+
+    def __int__(self) -> NoReturn:
+        raise _no_value_error("int(Variable)", self)
+
+    def __format__(self, spec: str) -> str:
+        if spec:
+            raise _no_value_error("format(Variable)", self)
+        return repr(self)
+
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Record a call and return variables for its outputs, with shapes from the meta device."""
         kwargs = kwargs or {}
         # `==` and not `is`: each access of `__get__` creates a new wrapper.
         if func == _get_device:
-            # Tensors created with `device=x.device` must be where the program will run.
-            return torch.get_default_device()
+            # Tensors created with `device=x.device` must be on a real device.
+            return device_of(None)
+        if func in _READS_VALUE:
+            raise _no_value_error(_READS_VALUE[func], args[0])
         tensors = _tensors_in((args, kwargs))
         _check_constant_sizes(tensors)
-        with DisableTorchFunctionSubclass(), torch.no_grad():
-            meta_result = func(*map_tensors(args, _to_meta), **map_tensors(kwargs, _to_meta))
+        meta_result = _call_on_meta(func, args, kwargs)
         outputs: list[Variable] = []
         program = next(tensor.program for tensor in tensors if isinstance(tensor, Variable))
-        op = str(getattr(func, "__name__", "op")).strip("_")
+        op = _op_name(func)
 
         def wrap(meta: torch.Tensor) -> torch.Tensor:
             outputs.append(cls.from_meta(meta, program, program.unique_name(op)))
@@ -161,6 +208,52 @@ class Variable(torch.Tensor):
             _check_no_autocast()
             program.nodes.append(Node(func, args, kwargs, tuple(outputs), _fp16_guard.depth > 0))
         return result
+
+
+def _op_name(function: Any) -> str:
+    return str(getattr(function, "__name__", "op")).strip("_")
+
+
+def _call_on_meta(function: Any, args: Any, kwargs: Any) -> Any:
+    """Call a function on the meta device, for the shapes and dtypes of its results."""
+    try:
+        with DisableTorchFunctionSubclass(), torch.no_grad():
+            return function(*map_tensors(args, _to_meta), **map_tensors(kwargs, _to_meta))
+    except NotImplementedError as error:
+        raise NotImplementedError(
+            f"{_op_name(function)} cannot be part of a static program: its result depends on"
+            f" values, which exist only when the program runs. torch reports: {error}"
+        ) from None
+    except (RuntimeError, ValueError) as error:
+        # torch's message has the placeholders of unknown sizes.
+        text = str(error)
+        for size in UNKNOWN_SIZES:
+            text = text.replace(str(size), "-1")
+        raise type(error)(f"{_op_name(function)} in a static program: {text}") from None
+
+
+_READS_VALUE = {
+    torch.Tensor.__bool__: "bool(Variable)",
+    torch.Tensor.__complex__: "complex(Variable)",
+    torch.Tensor.__index__: "int(Variable)",
+    torch.Tensor.__array__: "numpy.array(Variable)",
+    torch.Tensor.item: "Variable.item()",
+    torch.Tensor.tolist: "Variable.tolist()",
+    torch.Tensor.backward: "Variable.backward()",
+}
+"""Functions that need the value of a variable → how a program calls them."""
+
+
+def _no_value_error(call: str, variable: Variable) -> TypeError:
+    remedy = (
+        "Call optimizer.minimize(loss); every run of the program trains then."
+        if call == _READS_VALUE[torch.Tensor.backward]
+        else f"Run the program: exe.run(program, feed=..., fetch_list=[{variable.name!r}])."
+    )
+    return TypeError(
+        f"{call} is not supported in static graph mode: {variable.name!r} has no value until its"
+        f" program runs. {remedy}"
+    )
 
 
 def paddle_shape(variable: Variable) -> list[int]:
@@ -307,20 +400,29 @@ def data(
         raise TypeError(
             f"The type of 'name' in data must be str, but received {type(name).__name__}."
         )
-    chosen = dtype if isinstance(dtype, torch.dtype) else getattr(torch, dtype or "float32", None)
-    if not isinstance(chosen, torch.dtype):
-        raise TypeError(
-            f"The data type of {name!r} is {dtype!r}. Use one such as 'float32', 'float16', 'int64'"
-            " or 'bool'."
-        )
     program = default_main_program()
-    sizes = [
-        UNKNOWN_SIZES[dimension] if size in (None, -1) else int(size)
-        for dimension, size in enumerate(shape)
-    ]
-    meta = torch.empty(sizes, dtype=chosen, device="meta")
+    sizes = _parse_shape(name, shape)
+    meta = torch.empty(sizes, dtype=parse_dtype(dtype or "float32"), device="meta")
     program.feeds[name] = Variable.from_meta(meta, program, name)
     return program.feeds[name]
+
+
+def _parse_shape(name: str, shape: Any) -> list[int]:
+    if not isinstance(shape, list | tuple) or len(shape) > len(UNKNOWN_SIZES):
+        raise TypeError(
+            f"The type of 'shape' in data must be list or tuple, of at most {len(UNKNOWN_SIZES)}"
+            f" sizes, but received {shape!r} for {name!r}. Pass shape=[-1, 784], for example."
+        )
+    for size in shape:
+        if size is not None and (not isinstance(size, int) or size < -1):
+            raise TypeError(
+                f"The shape of {name!r} is {list(shape)}. Its sizes should be ints, with -1 or None"
+                f" for one that is unknown, but received {size!r}."
+            )
+    return [
+        UNKNOWN_SIZES[dimension] if size in (None, -1) else size
+        for dimension, size in enumerate(shape)
+    ]
 
 
 def enable_static() -> None:

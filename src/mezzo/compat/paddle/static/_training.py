@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Sequence
+import math
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
@@ -17,13 +18,29 @@ from mezzo._casting import cast_all
 from mezzo._dtypes import parse_dtype
 from mezzo.autocasting.arguments import region_for
 from mezzo.autocasting.regions import Region, enter_regions
-from mezzo.compat.paddle.amp._grad_scaler import ScalerParameters
-from mezzo.compat.paddle.nn import hook_clip, shared_clip_norm
-from mezzo.compat.paddle.static._executor import CallNode, call_in_eval, call_node, run_nodes
-from mezzo.compat.paddle.static._program import Node, Program, Variable, default_main_program
+from mezzo.compat.paddle._places import place_of
+from mezzo.compat.paddle.amp._scaler_parameters import ScalerParameters
+from mezzo.compat.paddle.amp._support import warn_if_slow
+from mezzo.compat.paddle.nn._clip import hook_clip, shared_clip_norm
+from mezzo.compat.paddle.static._executor import (
+    CallNode,
+    call_in_eval,
+    call_node,
+    move_tensors,
+    run_nodes,
+    tensors_read_by,
+)
+from mezzo.compat.paddle.static._program import (
+    Node,
+    Program,
+    Variable,
+    default_main_program,
+    paddle_shape,
+)
 from mezzo.policy.presets import paddle
 from mezzo.policy.registry import registry
 from mezzo.policy.types import Level, Rule
+from mezzo.scaling.gradients import parameters
 from mezzo.step.train_step import FunctionStep
 
 Optimizer = torch.optim.Optimizer
@@ -102,6 +119,7 @@ def _policy(precision: Precision) -> mezzo.Policy:
         "half": precision.half,
         "full": precision.full,
         "master": "float32" if precision.masters else None,
+        "on_unsupported": "ignore",  # `warn_if_slow` has warned
     }
     if precision.master_grad:
         fields["grad_dtype"] = "float32"
@@ -116,7 +134,7 @@ def _policy(precision: Precision) -> mezzo.Policy:
 
 
 def _is_full(policy: mezzo.Policy, function: Any) -> bool:
-    name = registry().name_of(function)
+    name = registry().name_of(inspect.unwrap(function))
     return name is not None and policy.explain(name, device="cpu").rule is Rule.FULL
 
 
@@ -128,6 +146,7 @@ def attach_trainer(loss: Any, optimizer: Optimizer, precision: Precision) -> Pro
     """
     variable = loss if isinstance(loss, Variable) else _build_loss(loss)
     program = variable.program
+    _check_loss(variable, optimizer)
     program.trainer = trainer = ProgramTrainer(program, variable, optimizer, precision)
     return trainer
 
@@ -155,6 +174,8 @@ class ProgramTrainer:
     def prepare(self) -> None:
         """Cast parameters to 16 bits if the level requires it; the first run does so too."""
         if not self.prepared:
+            if self.precision.level != "O0":
+                warn_if_slow(self.precision.dtype, self.device)
             # Constructing a step decorates the parameters and the optimizer. This first one
             # fetches nothing.
             self._steps[()] = self._make_step(())
@@ -163,9 +184,13 @@ class ProgramTrainer:
     def move(self, device: torch.device) -> None:
         """Move parameters and buffers to a device, before the first run."""
         if not self.prepared:
-            for tensor in (*self._module.parameters(), *self._module.buffers()):
-                if tensor.device.type != device.type:
-                    tensor.data = tensor.data.to(device)
+            move_tensors((*self._module.parameters(), *self._module.buffers()), device)
+        elif self.device != device:
+            raise ValueError(
+                f"The parameters of this program are on {place_of(self.device)!r}, where it ran"
+                f" first or amp_init put them, and this run is on {place_of(device)!r}. Use one"
+                " place for both."
+            )
 
     def train(
         self, feeds: dict[str, torch.Tensor], fetched: Sequence[Variable], *, capture: bool
@@ -183,12 +208,16 @@ class ProgramTrainer:
         """Return the values of variables in the precision of training, without training."""
         self.prepare()
         call = call_in_eval if program.for_test else call_node
+        nodes = program.needed_for(fetched)
+        move_tensors(tensors_read_by(nodes), self.device)
         with torch.no_grad(), enter_regions(self._region()):
-            return self._run(program, program.needed_for(fetched), feeds, fetched, call)
+            return self._run(program, nodes, feeds, fetched, call)
 
     def _make_step(self, fetched: Sequence[Variable], *, capture: bool = False) -> FunctionStep:
         computed = [self.loss, *fetched]
         nodes = self.program.needed_for(computed)
+        # What is fetched beside the loss may read other tensors than it.
+        move_tensors(tensors_read_by(nodes), self.device)
 
         def body(feeds: dict[str, torch.Tensor]) -> tuple[torch.Tensor, ...]:
             loss, *values = self._run(self.program, nodes, feeds, computed, call_node)
@@ -246,12 +275,7 @@ class _ProgramModule(nn.Module):
 
     def __init__(self, nodes: Sequence[Node], optimizer: Optimizer) -> None:
         super().__init__()
-        read = [
-            tensor
-            for node in nodes
-            for tensor in node.tensors()
-            if not isinstance(tensor, Variable)
-        ]
+        read = tensors_read_by(nodes)
         stepped = [tensor for group in optimizer.param_groups for tensor in group["params"]]
         self._names: dict[int, str] = {}
         for tensor in (*read, *stepped):
@@ -268,7 +292,28 @@ class _ProgramModule(nn.Module):
         return sorted({*names, *(name for name, _ in self.named_buffers())})
 
 
-def _build_loss(function: Callable[..., Any]) -> Variable:
+def _check_loss(loss: Variable, optimizer: Optimizer) -> None:
+    if math.prod(loss.sizes) != 1:
+        raise ValueError(
+            f"The loss.shape should be [], but the current loss.shape is {paddle_shape(loss)}."
+            " Maybe that you should call paddle.mean to process the current loss."
+        )
+    stepped = {id(tensor) for tensor in parameters(optimizer) if tensor.requires_grad}
+    nodes = loss.program.needed_for([loss])
+    if stepped.isdisjoint(id(tensor) for node in nodes for tensor in node.tensors()):
+        raise ValueError(
+            f"The loss {loss.name!r} does not depend on any parameter of the optimizer that needs a"
+            " gradient. Pass the parameters of the network that computes it:"
+            " parameters=model.parameters()."
+        )
+
+
+def _build_loss(function: Any) -> Variable:
+    if not callable(function):
+        raise TypeError(
+            "minimize() takes the loss of a static program, or a function that builds it, but"
+            f" received {type(function).__name__}."
+        )
     program = default_main_program()
     names = list(inspect.signature(function).parameters)
     if missing := [name for name in names if name not in program.feeds]:
@@ -284,7 +329,7 @@ def _build_loss(function: Callable[..., Any]) -> Variable:
     program.set_name(loss, getattr(function, "__name__", "loss"))
     with suppress(AttributeError):
         # Makes `fetch_list=[loss.name]` work with a function. A method has no settable attributes.
-        function.name = loss.name  # type: ignore[attr-defined]
+        function.name = loss.name
     return loss
 
 

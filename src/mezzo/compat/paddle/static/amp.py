@@ -8,9 +8,11 @@ from typing import Any
 
 import torch
 
+from mezzo.compat._missing import module_getattr
 from mezzo.compat.paddle._places import device_of
-from mezzo.compat.paddle.amp._auto_cast import Names, custom_lists
-from mezzo.compat.paddle.amp._grad_scaler import ScalerParameters
+from mezzo.compat.paddle._substitutions import SUBSTITUTIONS
+from mezzo.compat.paddle.amp._auto_cast import Names, check_names, custom_lists
+from mezzo.compat.paddle.amp._scaler_parameters import ScalerParameters
 from mezzo.compat.paddle.static._program import Program, fp16_guard
 from mezzo.compat.paddle.static._training import GRAY, Precision, ProgramTrainer, attach_trainer
 from mezzo.policy.presets import paddle
@@ -47,7 +49,8 @@ class AutoMixedPrecisionLists:
         custom_black_varnames: Names = None,
         dtype: str = "float16",
     ) -> None:
-        white, black = set(custom_white_list or ()), set(custom_black_list or ())
+        white = set(check_names("custom_white_list", custom_white_list))
+        black = set(check_names("custom_black_list", custom_black_list))
         if both := sorted(white & black):
             raise ValueError(
                 "The given custom_white_list overlaps custom_black_list with <"
@@ -119,7 +122,17 @@ def decorate(
     (dtype('float32'), 128.0)
     """
     if not isinstance(optimizer, torch.optim.Optimizer):
-        raise TypeError(f"optimizer should be an optimizer, got {type(optimizer).__name__}.")
+        hint = (
+            " It is decorated already."
+            if isinstance(optimizer, OptimizerWithMixedPrecision)
+            else ""
+        )
+        raise TypeError(f"optimizer should be an optimizer, got {type(optimizer).__name__}.{hint}")
+    if amp_lists is not None and not isinstance(amp_lists, AutoMixedPrecisionLists):
+        raise TypeError(
+            f"amp_lists should be a CustomOpLists, got {type(amp_lists).__name__}. Pass"
+            " static.amp.CustomOpLists(custom_white_list=[...])."
+        )
     positional_scale = bool(args) and isinstance(args[0], int | float)
     older, newer = _OLDER_ONLY & kwargs.keys(), _NEWER_ONLY & kwargs.keys()
     if (older or positional_scale) and newer:
@@ -182,6 +195,11 @@ class OptimizerWithMixedPrecision:
         start from the float32 values.
         """
         trainer = self._require_trainer()
+        if test_program is not None and not isinstance(test_program, Program):
+            raise TypeError(
+                f"test_program should be a Program, got {type(test_program).__name__}. Pass"
+                " main_program.clone(for_test=True)."
+            )
         if test_program is not None:
             test_program.trainer = trainer
         trainer.move(device_of(place))
@@ -228,7 +246,7 @@ def _parse_older(
         scaling=_scaler_parameters(
             dtype,
             use_dynamic_loss_scaling,
-            init_loss_scaling=float(init_loss_scaling),
+            init_loss_scaling=init_loss_scaling,
             incr_ratio=incr_ratio,
             decr_ratio=decr_ratio,
             incr_every_n_steps=incr_every_n_steps,
@@ -273,7 +291,7 @@ def _parse_newer(
         scaling=_scaler_parameters(
             dtype,
             use_dynamic_loss_scaling,
-            init_loss_scaling=float(init_loss_scaling),
+            init_loss_scaling=init_loss_scaling,
             incr_ratio=incr_ratio,
             decr_ratio=decr_ratio,
             incr_every_n_steps=incr_every_n_steps,
@@ -296,3 +314,6 @@ def _scaler_parameters(dtype: str, dynamic: bool | None, **options: Any) -> Scal
         return None
     dynamic = dynamic is None or bool(dynamic)
     return ScalerParameters(use_dynamic_loss_scaling=dynamic, min_scale=1.0, **options)
+
+
+__getattr__ = module_getattr(__name__, SUBSTITUTIONS)
