@@ -102,7 +102,7 @@ def prepare_components(
         decoration = _decoration(models[0])
     else:
         _check_decoration(decoration, models, optimizers, precision)
-    plan, device = decoration.plan, next(models[0].parameters()).device
+    plan, device = decoration.plan, next(iter(models[0].parameters())).device
     if device.type == "cuda":
         _bind_fused_steps(optimizers)
     step_scaler = _choose_scaler(scaler, plan.dtype, plan.policy.level, device)

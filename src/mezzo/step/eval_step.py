@@ -63,7 +63,7 @@ class EvalStep:
         _prepare(model, policy, overrides)
         self.eager_reason: str | None = None
         """Why calls run eagerly although `capture` is not False; None if they are captured."""
-        self._device = next(model.parameters()).device
+        self._device = next(iter(model.parameters())).device
         self._capture = Capture.parse(capture)  # type: ignore[arg-type]
         self._tensors = [*model.parameters(), *model.buffers()]
         self._graphs: dict[Hashable, CapturedGraph] = {}

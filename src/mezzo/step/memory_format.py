@@ -106,7 +106,7 @@ def measure(
     models are bound by the host and take the same time in both formats. Random generators are
     restored.
     """
-    device = next(model.parameters()).device
+    device = next(iter(model.parameters())).device
     state = torch.cuda.get_rng_state(device)
     try:
         contiguous, last = (

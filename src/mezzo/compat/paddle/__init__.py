@@ -1,48 +1,153 @@
-"""PaddlePaddle's mixed precision on torch and mezzo.
+"""PaddlePaddle's mixed precision, layers and data loading on torch and mezzo.
 
-Write `from mezzo.compat import paddle`, and a program's calls of `paddle.amp`, `paddle.static.amp`,
-`paddle.Model` and `paddle.optimizer` stay as they are. Layers, tensors and data loaders are
-torch's; docs/coming-from/paddle.md has the table of substitutions and the differences.
+Write `from mezzo.compat import paddle`, and a program's calls stay as they are. Tensors and layers
+are subclasses of torch's; docs/coming-from/paddle.md has the differences, and what to use for names
+that are not here.
 """
 
-from typing import NoReturn
+import torch as _torch
+from torch import (
+    bfloat16,
+    bool,  # noqa: A004 - Paddle's name
+    complex64,
+    complex128,
+    enable_grad,
+    float16,
+    float32,
+    float64,
+    int8,
+    int16,
+    int32,
+    int64,
+    is_grad_enabled,
+    no_grad,
+    set_grad_enabled,
+    uint8,
+)
 
-from mezzo.compat.paddle import amp, callbacks, metric, nn, optimizer, static
-from mezzo.compat.paddle._places import (
+from mezzo.compat._missing import module_getattr
+from mezzo.compat.paddle import (
+    _creation,
+    _math,
+    amp,
+    callbacks,
+    device,
+    io,
+    jit,
+    metric,
+    nn,
+    optimizer,
+    static,
+    vision,
+)
+from mezzo.compat.paddle._creation import *  # noqa: F403 - its __all__
+from mezzo.compat.paddle._files import load, save
+from mezzo.compat.paddle._math import *  # noqa: F403 - its __all__
+from mezzo.compat.paddle._substitutions import SUBSTITUTIONS
+from mezzo.compat.paddle._tensor import Tensor, parse_dtype, to_tensor
+from mezzo.compat.paddle.device import (
     CPUPlace,
+    CUDAPinnedPlace,
     CUDAPlace,
+    CustomPlace,
+    IPUPlace,
+    MLUPlace,
+    NPUPlace,
     XPUPlace,
+    get_cudnn_version,
     get_device,
+    is_compiled_with_cinn,
     is_compiled_with_cuda,
+    is_compiled_with_custom_device,
+    is_compiled_with_distribute,
+    is_compiled_with_ipu,
+    is_compiled_with_mlu,
+    is_compiled_with_npu,
+    is_compiled_with_rocm,
+    is_compiled_with_xpu,
     set_device,
 )
 from mezzo.compat.paddle.hapi import Model
-from mezzo.compat.paddle.nn import raise_missing
+from mezzo.compat.paddle.nn import ParamAttr
 from mezzo.compat.paddle.parallel import DataParallel
 from mezzo.compat.paddle.static._program import disable_static, enable_static, in_dynamic_mode
 
-__all__ = [
+__all__ = [  # noqa: PLE0604 - strings
+    *_creation.__all__,
+    *_math.__all__,
     "CPUPlace",
+    "CUDAPinnedPlace",
     "CUDAPlace",
+    "CustomPlace",
     "DataParallel",
+    "IPUPlace",
+    "MLUPlace",
     "Model",
+    "NPUPlace",
+    "ParamAttr",
+    "Tensor",
     "XPUPlace",
     "amp",
+    "bfloat16",
+    "bool",
     "callbacks",
+    "complex128",
+    "complex64",
+    "device",
     "disable_static",
+    "enable_grad",
     "enable_static",
+    "float16",
+    "float32",
+    "float64",
+    "get_cudnn_version",
+    "get_default_dtype",
     "get_device",
     "in_dynamic_mode",
+    "int16",
+    "int32",
+    "int64",
+    "int8",
+    "io",
+    "is_compiled_with_cinn",
     "is_compiled_with_cuda",
+    "is_compiled_with_custom_device",
+    "is_compiled_with_distribute",
+    "is_compiled_with_ipu",
+    "is_compiled_with_mlu",
+    "is_compiled_with_npu",
+    "is_compiled_with_rocm",
+    "is_compiled_with_xpu",
+    "is_grad_enabled",
+    "jit",
+    "load",
     "metric",
     "nn",
+    "no_grad",
     "optimizer",
+    "save",
+    "set_default_dtype",
     "set_device",
+    "set_grad_enabled",
     "static",
+    "to_tensor",
+    "uint8",
+    "vision",
 ]
 
 
-def __getattr__(name: str) -> NoReturn:
-    if name.startswith("__"):
-        raise AttributeError(name)
-    raise_missing("", name)
+def get_default_dtype() -> str:
+    """Return the dtype of new floating-point tensors."""
+    return "float32"
+
+
+def set_default_dtype(d: object) -> None:
+    """Accept float32, the only default dtype here."""
+    if parse_dtype(d) is not float32:
+        raise ValueError(
+            f"set_default_dtype({d!r}) is not supported: new tensors and layers are float32. Use"
+            " paddle.amp.decorate(level='O2') or layer.to(dtype=...)."
+        )
+
+
+__getattr__ = module_getattr(__name__, SUBSTITUTIONS, counterpart=_torch)

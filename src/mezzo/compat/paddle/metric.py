@@ -8,6 +8,9 @@ from typing import Any
 
 import torch
 
+from mezzo.compat._missing import module_getattr
+from mezzo.compat.paddle._substitutions import SUBSTITUTIONS
+
 
 class Metric(ABC):
     """`paddle.metric.Metric`: base class of metrics."""
@@ -84,3 +87,6 @@ class Accuracy(Metric):
     def name(self) -> list[str]:
         """Return the names of the numbers that `accumulate` returns."""
         return [self._name] if len(self.topk) == 1 else [f"{self._name}_top{k}" for k in self.topk]
+
+
+__getattr__ = module_getattr(__name__, SUBSTITUTIONS)

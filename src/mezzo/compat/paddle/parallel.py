@@ -9,8 +9,10 @@ import torch
 from torch import distributed, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from mezzo.compat.paddle.nn import Layer
 
-class DataParallel(nn.Module):
+
+class DataParallel(Layer):
     """`paddle.DataParallel`: average a model's gradients over the processes of a group.
 
     Decorate the model first, then wrap it. In a single process it calls the model directly.
@@ -72,4 +74,9 @@ class DataParallel(nn.Module):
         """Load a state dict of the model."""
         return self._layers.load_state_dict(*args, **kwargs)
 
-    set_state_dict = load_state_dict
+    def set_state_dict(self, state_dict: Any, use_structured_name: bool = True) -> Any:
+        """Load a state dict of the model; of a `Layer` in Paddle's way, with its warnings."""
+        load = getattr(self._layers, "set_state_dict", self._layers.load_state_dict)
+        return load(state_dict)
+
+    set_dict = set_state_dict

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from mezzo.compat import paddle
+from mezzo.compat.paddle import hapi
 from mezzo.compat.paddle.hapi import AmpConfigs, read_amp_configs
 
 X = torch.randn(16, 4, generator=torch.Generator().manual_seed(0))
@@ -118,7 +119,7 @@ def test_skip_mismatch_leaves_out_entries_that_do_not_fit(tmp_path):
         (
             {"loss": 3},
             TypeError,
-            "'loss' must be a torch.nn.Module or any callable function, got int",
+            "'loss' must be a paddle.nn.Layer or any callable function, got int",
         ),
         ({"metrics": ["acc"]}, AssertionError, "str is not sub class of Metric"),
         (
@@ -151,7 +152,7 @@ def test_training_an_unprepared_model_raises():
 
 
 def test_a_network_that_is_no_module_raises():
-    with pytest.raises(TypeError, match=r"'network' should be a torch.nn.Module, got function"):
+    with pytest.raises(TypeError, match=r"'network' should be a paddle.nn.Layer, got function"):
         paddle.Model(lambda x: x)
 
 
@@ -237,3 +238,8 @@ def test_o2_allows_clipping_by_norm_only(amp_configs):
 def test_amp_configs_of_another_type_raise():
     with pytest.raises(TypeError, match=r"amp_configs=3 is int.*a dict with a 'level'"):
         read_amp_configs(3, None)
+
+
+def test_a_network_on_the_cpu_moves_to_the_default_place(monkeypatch):
+    monkeypatch.setattr(hapi, "device_of", lambda _: torch.device("meta"))
+    assert paddle.Model(nn.Linear(4, 1)).network.weight.is_meta

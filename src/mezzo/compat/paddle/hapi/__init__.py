@@ -12,6 +12,7 @@ from torch import nn
 
 from mezzo._errors import nearest
 from mezzo._files import atomic_writer
+from mezzo.compat.paddle._places import device_of
 from mezzo.compat.paddle.amp import GradScaler, auto_cast, decorate
 from mezzo.compat.paddle.hapi._training_loop import (
     Callback,
@@ -21,7 +22,7 @@ from mezzo.compat.paddle.hapi._training_loop import (
     to_list,
 )
 from mezzo.compat.paddle.metric import Metric
-from mezzo.compat.paddle.nn import ClipGradByGlobalNorm, ClipGradByNorm
+from mezzo.compat.paddle.nn._clip import ClipGradByGlobalNorm, ClipGradByNorm
 
 __all__ = ["Callback", "Model"]
 
@@ -42,8 +43,11 @@ class Model(TrainingLoop):
 
     def __init__(self, network: nn.Module, inputs: Any = None, labels: Any = None) -> None:
         if not isinstance(network, nn.Module):
-            raise TypeError(f"'network' should be a torch.nn.Module, got {type(network).__name__}.")
+            raise TypeError(f"'network' should be a paddle.nn.Layer, got {type(network).__name__}.")
         self.network = network
+        if all(parameter.device.type == "cpu" for parameter in network.parameters()):
+            # torch's layers are made on the CPU; Paddle's are on the default place already.
+            network.to(device_of(None))
         # Counted before `prepare`: the forward of a decorated network has the signature (*args,
         # **kwargs).
         self._num_inputs = len(to_list(inputs)) or count_inputs(network.forward)
@@ -64,7 +68,7 @@ class Model(TrainingLoop):
         """
         if loss is not None and not callable(loss):
             raise TypeError(
-                "'loss' must be a torch.nn.Module or any callable function, got"
+                "'loss' must be a paddle.nn.Layer or any callable function, got"
                 f" {type(loss).__name__}."
             )
         for metric in to_list(metrics):
@@ -140,7 +144,7 @@ class Model(TrainingLoop):
 
     @property
     def _device(self) -> torch.device:
-        return next(self.network.parameters()).device
+        return next(iter(self.network.parameters())).device
 
     # -- parameters and files ----------------------------------------------------------------------
 

@@ -5,14 +5,16 @@ from __future__ import annotations
 import inspect
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from itertools import islice
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader, Sampler
+from torch.utils.data import DataLoader as TorchLoader
 
 from mezzo._casting import map_tensors
+from mezzo.compat.paddle._tensor import as_tensor
+from mezzo.compat.paddle.io import DataLoader
 from mezzo.compat.paddle.metric import Metric
 
 
@@ -256,22 +258,6 @@ class _CallbackList:
 # -- data ------------------------------------------------------------------------------------------
 
 
-class ShuffledSampler(Sampler[int]):
-    """Indices of a data set in a new random order for each pass.
-
-    Drawn on the CPU: torch's own sampler fails if the default device is another one.
-    """
-
-    def __init__(self, count: int) -> None:
-        self._count = count
-
-    def __iter__(self) -> Iterator[int]:
-        yield from torch.randperm(self._count, device="cpu").tolist()
-
-    def __len__(self) -> int:
-        return self._count
-
-
 def make_loader(
     data: Any,
     *,
@@ -282,17 +268,19 @@ def make_loader(
 ) -> Iterable[Any]:
     """Return a loader for a data set; a loader or a list of batches is returned unchanged."""
     is_dataset = hasattr(data, "__getitem__") and hasattr(data, "__len__")
-    if not is_dataset or isinstance(data, DataLoader | list | tuple):
+    if not is_dataset or isinstance(data, TorchLoader | list | tuple):
         if not isinstance(data, Iterable):
             raise TypeError(
-                "The data should be a torch Dataset or DataLoader, or an iterable of batches, got"
-                f" {type(data).__name__}."
+                "The data should be a paddle.io.Dataset or DataLoader, or an iterable of batches,"
+                f" got {type(data).__name__}."
             )
         return data
+    # On the CPU: each batch is moved to the network's device, which may not be the default place.
     return DataLoader(
         data,
+        places="cpu",
         batch_size=batch_size,
-        sampler=ShuffledSampler(len(data)) if shuffle else None,
+        shuffle=shuffle,
         drop_last=drop_last,
         num_workers=num_workers,
     )
@@ -323,11 +311,11 @@ def to_list(values: Any) -> list[Any]:
 
 
 def to_device(values: Any, device: torch.device) -> list[Any]:
-    """Move values of a batch to a device; arrays and numbers become tensors."""
+    """Return values of a batch as tensors on a device; also arrays and numbers."""
     return [
         map_tensors(
             value if isinstance(value, torch.Tensor) else torch.as_tensor(value),
-            lambda tensor: tensor.to(device),
+            lambda tensor: as_tensor(tensor.to(device)),
         )
         for value in to_list(values)
     ]

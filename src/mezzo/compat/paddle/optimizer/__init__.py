@@ -8,12 +8,13 @@ methods that torch's optimizers lack. `steps_as` marks those that mezzo's fused 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 
 import mezzo
-from mezzo.compat.paddle.nn import raise_missing
+from mezzo.compat._missing import module_getattr
+from mezzo.compat.paddle._substitutions import SUBSTITUTIONS
 from mezzo.compat.paddle.optimizer._base import (
     Decay,
     Optimizer,
@@ -334,7 +335,4 @@ class Momentum(Optimizer, torch.optim.SGD):
         self._finish_init(grad_clip, multi_precision=multi_precision)
 
 
-def __getattr__(name: str) -> NoReturn:
-    if name.startswith("__"):
-        raise AttributeError(name)
-    raise_missing("optimizer", name)
+__getattr__ = module_getattr(__name__, SUBSTITUTIONS, counterpart=torch.optim)

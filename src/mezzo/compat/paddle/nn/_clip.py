@@ -1,17 +1,15 @@
-"""`paddle.nn`: gradient clipping. Any other name raises with its torch equivalent."""
+"""Gradient clipping of optimizers: by the norm of all gradients, by each norm, or by value."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NoReturn, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch.nn import utils
 
 from mezzo.optim.binding import optimizer_binding
-
-__all__ = ["ClipGradByGlobalNorm", "ClipGradByNorm", "ClipGradByValue"]
 
 Optimizer = torch.optim.Optimizer
 
@@ -102,61 +100,3 @@ def shared_clip_norm(optimizers: Sequence[Optimizer]) -> float | None:
     clips = {getattr(optimizer, "_grad_clip", None) for optimizer in optimizers}
     shared = clips.pop() if len(clips) == 1 else None
     return shared.clip_norm if isinstance(shared, ClipGradByGlobalNorm) else None
-
-
-SUBSTITUTIONS = {
-    "nn.Layer": "torch.nn.Module",
-    "nn.LayerList": "torch.nn.ModuleList",
-    "nn.Sequential": "torch.nn.Sequential",
-    "nn.Linear": (
-        "torch.nn.Linear; Paddle starts from Xavier-uniform weights and zero biases:"
-        " torch.nn.init.xavier_uniform_, zeros_"
-    ),
-    "nn.Conv2D": "torch.nn.Conv2d",
-    "nn.BatchNorm2D": "torch.nn.BatchNorm2d",
-    "nn.LayerNorm": "torch.nn.LayerNorm",
-    "nn.Embedding": "torch.nn.Embedding",
-    "nn.ReLU": "torch.nn.ReLU",
-    "nn.MSELoss": "torch.nn.MSELoss",
-    "nn.CrossEntropyLoss": "torch.nn.CrossEntropyLoss; its labels have no last dimension of one",
-    "nn.functional": "torch.nn.functional",
-    "io.Dataset": "torch.utils.data.Dataset",
-    "io.DataLoader": "torch.utils.data.DataLoader",
-    "vision.transforms": "torchvision.transforms",
-    "vision.datasets": "torchvision.datasets",
-    "optimizer.lr": "torch.optim.lr_scheduler, constructed with the optimizer",
-    "regularizer.L2Decay": "the coefficient itself: weight_decay=1e-4",
-    "to_tensor": "torch.as_tensor",
-    "seed": "torch.manual_seed",
-    "no_grad": "torch.no_grad",
-    "save": "torch.save",
-    "load": "torch.load",
-    "distributed.init_parallel_env": "torch.distributed.init_process_group",
-    "loss.numpy()": "loss.item(), or loss.detach().numpy()",
-    "label._to(place)": "label.to(device)",
-    "model.set_state_dict": "model.load_state_dict",
-    "tensor.stop_gradient = False": "tensor.requires_grad_()",
-}
-"""Name in Paddle → what to use of torch."""
-
-
-def raise_missing(module: str, name: str) -> NoReturn:
-    """Raise `AttributeError` for a name that only Paddle has, with its torch equivalent."""
-    full_name = f"{module}.{name}" if module else name
-    members = [call for call in SUBSTITUTIONS if call.startswith(f"{full_name}.")]
-    if full_name in SUBSTITUTIONS:
-        remedy = f"Use {SUBSTITUTIONS[full_name]}."
-    elif members:
-        equivalents = "; ".join(f"{call} is {SUBSTITUTIONS[call]}" for call in members)
-        remedy = f"Use torch's: {equivalents}."
-    else:
-        remedy = "Layers, tensors and data are torch's: docs/coming-from/paddle.md has the table."
-    raise AttributeError(
-        f"mezzo.compat.paddle has no {full_name}: it has only Paddle's mixed precision. {remedy}"
-    )
-
-
-def __getattr__(name: str) -> NoReturn:
-    if name.startswith("__"):
-        raise AttributeError(name)
-    raise_missing("nn", name)

@@ -1,0 +1,482 @@
+"""Functions on tensors with Paddle's names and arguments, where torch's meaning agrees."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from mezzo.compat.paddle._tensor import as_tensor, copy_zero_sizes, parse_dtype, split
+
+__all__ = [
+    "all",
+    "any",
+    "argmax",
+    "argmin",
+    "argsort",
+    "broadcast_to",
+    "cast",
+    "chunk",
+    "clip",
+    "concat",
+    "cumsum",
+    "einsum",
+    "expand",
+    "flatten",
+    "gather",
+    "grad",
+    "index_select",
+    "is_tensor",
+    "logsumexp",
+    "masked_select",
+    "matmul",
+    "max",
+    "mean",
+    "min",
+    "nonzero",
+    "norm",
+    "numel",
+    "pow",
+    "prod",
+    "reshape",
+    "scale",
+    "shape",
+    "sort",
+    "split",
+    "squeeze",
+    "stack",
+    "std",
+    "sum",
+    "tile",
+    "topk",
+    "transpose",
+    "tril",
+    "triu",
+    "unbind",
+    "unsqueeze",
+    "unstack",
+    "var",
+    "where",
+]
+
+Tensors = Any
+"""A tensor of Paddle or torch, or a variable of a static program."""
+
+_UNARY = (
+    "abs acos asin atan ceil cos cosh erf exp expm1 floor isfinite isinf isnan log log10 log1p log2"
+    " logical_not neg reciprocal rsqrt sigmoid sign sin sinh sqrt square tan tanh t"
+).split()
+"""Functions of one tensor with the same name and meaning in both systems."""
+
+_BINARY = {
+    "add": torch.add,
+    "subtract": torch.subtract,
+    "multiply": torch.multiply,
+    "divide": torch.true_divide,
+    "floor_divide": torch.floor_divide,
+    "remainder": torch.remainder,
+    "mod": torch.remainder,
+    "maximum": torch.maximum,
+    "minimum": torch.minimum,
+    "equal": torch.eq,
+    "not_equal": torch.ne,
+    "greater_than": torch.gt,
+    "greater_equal": torch.ge,
+    "less_than": torch.lt,
+    "less_equal": torch.le,
+    "logical_and": torch.logical_and,
+    "logical_or": torch.logical_or,
+    "logical_xor": torch.logical_xor,
+    "dot": torch.linalg.vecdot,
+    "mm": torch.mm,
+    "bmm": torch.bmm,
+    "mv": torch.mv,
+    "outer": torch.outer,
+    "atan2": torch.atan2,
+}
+"""Functions of two tensors: Paddle's name → torch's function."""
+
+
+def _unary(name: str) -> Callable[..., Any]:
+    """Return a function of one tensor with Paddle's arguments."""
+    function = getattr(torch, name)
+
+    def call(x: Tensors, name: str | None = None) -> Any:
+        return function(x)
+
+    return _named(call, name, f"Return torch's `{name}`.")
+
+
+def _binary(name: str) -> Callable[..., Any]:
+    """Return a function of two tensors with Paddle's arguments."""
+    function = _BINARY[name]
+
+    def call(x: Tensors, y: Tensors, name: str | None = None) -> Any:
+        return function(x, y)
+
+    return _named(call, name, f"Return torch's `{function.__name__}`.")
+
+
+def _named(function: Callable[..., Any], name: str, summary: str) -> Callable[..., Any]:
+    function.__name__ = function.__qualname__ = name
+    function.__doc__ = summary
+    return function
+
+
+globals().update({name: _unary(name) for name in _UNARY})
+globals().update({name: _binary(name) for name in _BINARY})
+__all__ += [*_UNARY, *_BINARY]  # noqa: PLE0604 - strings
+
+
+def matmul(
+    x: Tensors,
+    y: Tensors,
+    transpose_x: bool = False,
+    transpose_y: bool = False,
+    name: str | None = None,
+) -> Any:
+    """Return the matrix product.
+
+    >>> matmul(torch.ones(2, 3), torch.ones(4, 3), transpose_y=True).shape
+    torch.Size([2, 4])
+    """
+    return torch.matmul(x.mT if transpose_x else x, y.mT if transpose_y else y)
+
+
+def pow(x: Tensors, y: Any, name: str | None = None) -> Any:  # noqa: A001 - Paddle's name
+    """Return a power."""
+    return torch.pow(x, y)
+
+
+def scale(
+    x: Tensors,
+    scale: Any = 1.0,
+    bias: float = 0.0,
+    bias_after_scale: bool = True,
+    act: str | None = None,
+    name: str | None = None,
+) -> Any:
+    """Return `scale * x + bias`, or `scale * (x + bias)`."""
+    result = x * scale + bias if bias_after_scale else (x + bias) * scale
+    return result if act is None else getattr(torch, act)(result)
+
+
+def clip(x: Tensors, min: Any = None, max: Any = None, name: str | None = None) -> Any:
+    """Limit values to a range."""
+    return torch.clip(x, min, max)
+
+
+def cast(x: Tensors, dtype: Any) -> Any:
+    """Cast to a dtype, given as itself or by name."""
+    return x.to(dtype=parse_dtype(dtype))
+
+
+# -- reductions ------------------------------------------------------------------------------------
+
+
+def _axes(axis: Any, keepdim: bool) -> dict[str, Any]:
+    """Return torch's arguments for Paddle's `axis` and `keepdim`; None reduces all axes."""
+    dim = tuple(axis) if isinstance(axis, list | tuple) else axis
+    return {"dim": dim, "keepdim": keepdim}
+
+
+def mean(x: Tensors, axis: Any = None, keepdim: bool = False, name: str | None = None) -> Any:
+    """Return the mean.
+
+    >>> mean(torch.tensor([[1.0, 2.0], [3.0, 4.0]]), axis=[1]).tolist()
+    [1.5, 3.5]
+    """
+    return torch.mean(x, **_axes(axis, keepdim))
+
+
+def sum(  # noqa: A001 - Paddle's name
+    x: Tensors, axis: Any = None, dtype: Any = None, keepdim: bool = False, name: str | None = None
+) -> Any:
+    """Return the sum."""
+    wanted = None if dtype is None else parse_dtype(dtype)
+    return torch.sum(x, **_axes(axis, keepdim), dtype=wanted)
+
+
+def max(  # noqa: A001 - Paddle's name
+    x: Tensors, axis: Any = None, keepdim: bool = False, name: str | None = None
+) -> Any:
+    """Return the largest values, without their indices."""
+    return torch.amax(x, **_axes(() if axis is None else axis, keepdim))
+
+
+def min(  # noqa: A001 - Paddle's name
+    x: Tensors, axis: Any = None, keepdim: bool = False, name: str | None = None
+) -> Any:
+    """Return the smallest values, without their indices."""
+    return torch.amin(x, **_axes(() if axis is None else axis, keepdim))
+
+
+def prod(
+    x: Tensors, axis: int | None = None, keepdim: bool = False, dtype: Any = None, name: Any = None
+) -> Any:
+    """Return the product."""
+    wanted = None if dtype is None else parse_dtype(dtype)
+    if axis is None:
+        return torch.prod(x, dtype=wanted)
+    return torch.prod(x, axis, keepdim, dtype=wanted)
+
+
+def std(
+    x: Tensors, axis: Any = None, unbiased: bool = True, keepdim: bool = False, name: Any = None
+) -> Any:
+    """Return the standard deviation."""
+    return torch.std(x, **_axes(axis, keepdim), correction=int(unbiased))
+
+
+def var(
+    x: Tensors, axis: Any = None, unbiased: bool = True, keepdim: bool = False, name: Any = None
+) -> Any:
+    """Return the variance."""
+    return torch.var(x, **_axes(axis, keepdim), correction=int(unbiased))
+
+
+def all(  # noqa: A001 - Paddle's name
+    x: Tensors, axis: Any = None, keepdim: bool = False, name: str | None = None
+) -> Any:
+    """Return whether all values are true."""
+    return torch.all(x) if axis is None else torch.all(x, **_axes(axis, keepdim))
+
+
+def any(  # noqa: A001 - Paddle's name
+    x: Tensors, axis: Any = None, keepdim: bool = False, name: str | None = None
+) -> Any:
+    """Return whether a value is true."""
+    return torch.any(x) if axis is None else torch.any(x, **_axes(axis, keepdim))
+
+
+def logsumexp(x: Tensors, axis: Any = None, keepdim: bool = False, name: Any = None) -> Any:
+    """Return the logarithm of the sum of exponentials."""
+    return torch.logsumexp(x, **_axes(tuple(range(x.dim())) if axis is None else axis, keepdim))
+
+
+def norm(
+    x: Tensors, p: Any = None, axis: Any = None, keepdim: bool = False, name: str | None = None
+) -> Any:
+    """Return the norm of a vector, the 2-norm by default."""
+    order = 2 if p in (None, "fro") else p
+    return torch.linalg.vector_norm(x, order, **_axes(axis, keepdim))
+
+
+def argmax(
+    x: Tensors,
+    axis: int | None = None,
+    keepdim: bool = False,
+    dtype: Any = "int64",
+    name: Any = None,
+) -> Any:
+    """Return the index of the largest value."""
+    return torch.argmax(x, axis, keepdim).to(parse_dtype(dtype))
+
+
+def argmin(
+    x: Tensors,
+    axis: int | None = None,
+    keepdim: bool = False,
+    dtype: Any = "int64",
+    name: Any = None,
+) -> Any:
+    """Return the index of the smallest value."""
+    return torch.argmin(x, axis, keepdim).to(parse_dtype(dtype))
+
+
+def cumsum(x: Tensors, axis: int | None = None, dtype: Any = None, name: str | None = None) -> Any:
+    """Return the cumulative sum; of all values in order without an axis."""
+    wanted = None if dtype is None else parse_dtype(dtype)
+    return torch.cumsum(x.flatten() if axis is None else x, axis or 0, dtype=wanted)
+
+
+def topk(
+    x: Tensors,
+    k: Any,
+    axis: int | None = None,
+    largest: bool = True,
+    sorted: bool = True,
+    name: str | None = None,
+) -> Any:
+    """Return the largest values and their indices."""
+    return torch.topk(x, int(k), -1 if axis is None else axis, largest, sorted)
+
+
+def sort(x: Tensors, axis: int = -1, descending: bool = False, name: str | None = None) -> Any:
+    """Return sorted values, without their indices."""
+    return torch.sort(x, dim=axis, descending=descending).values
+
+
+def argsort(x: Tensors, axis: int = -1, descending: bool = False, name: str | None = None) -> Any:
+    """Return the indices that sort a tensor."""
+    return torch.argsort(x, dim=axis, descending=descending)
+
+
+def numel(x: Tensors, name: str | None = None) -> Any:
+    """Return the number of elements, as a tensor."""
+    return as_tensor(torch.tensor(x.numel(), device=x.device))
+
+
+# -- shapes ----------------------------------------------------------------------------------------
+
+
+def shape(input: Tensors) -> Any:
+    """Return the sizes as an int32 tensor, as Paddle does."""
+    return as_tensor(torch.tensor(list(input.shape), dtype=torch.int32, device=input.device))
+
+
+def reshape(x: Tensors, shape: Any, name: str | None = None) -> Any:
+    """Return a tensor in another shape; -1 is computed, and 0 copies the size of that axis.
+
+    >>> reshape(torch.ones(2, 3, 4), [0, -1]).shape
+    torch.Size([2, 12])
+    """
+    return torch.reshape(x, copy_zero_sizes(x, [int(size) for size in shape]))
+
+
+def transpose(x: Tensors, perm: Sequence[int], name: str | None = None) -> Any:
+    """Permute all axes.
+
+    >>> transpose(torch.ones(2, 3, 4), perm=[1, 0, 2]).shape
+    torch.Size([3, 2, 4])
+    """
+    return torch.permute(x, tuple(perm))
+
+
+def flatten(x: Tensors, start_axis: int = 0, stop_axis: int = -1, name: str | None = None) -> Any:
+    """Flatten a range of axes."""
+    return torch.flatten(x, start_axis, stop_axis)
+
+
+def squeeze(x: Tensors, axis: Any = None, name: str | None = None) -> Any:
+    """Remove axes of size one."""
+    if axis is None:
+        return torch.squeeze(x)
+    return torch.squeeze(x, tuple(axis) if isinstance(axis, list | tuple) else axis)
+
+
+def unsqueeze(x: Tensors, axis: Any, name: str | None = None) -> Any:
+    """Insert axes of size one."""
+    for one in axis if isinstance(axis, list | tuple) else [axis]:
+        x = torch.unsqueeze(x, int(one))
+    return x
+
+
+def concat(x: Sequence[Tensors], axis: Any = 0, name: str | None = None) -> Any:
+    """Join tensors along an axis.
+
+    >>> concat([torch.ones(1, 2), torch.ones(1, 2)], axis=1).shape
+    torch.Size([1, 4])
+    """
+    return torch.cat(list(x), int(axis))
+
+
+def stack(x: Sequence[Tensors], axis: int = 0, name: str | None = None) -> Any:
+    """Join tensors along a new axis."""
+    return torch.stack(list(x), axis)
+
+
+def chunk(x: Tensors, chunks: int, axis: int = 0, name: str | None = None) -> Any:
+    """Split into a number of parts."""
+    return list(torch.chunk(x, chunks, axis))
+
+
+def unbind(input: Tensors, axis: int = 0) -> Any:
+    """Return the slices along an axis."""
+    return list(torch.unbind(input, axis))
+
+
+def unstack(x: Tensors, axis: int = 0, num: int | None = None) -> Any:
+    """Return the slices along an axis."""
+    return unbind(x, axis)
+
+
+def expand(x: Tensors, shape: Any, name: str | None = None) -> Any:
+    """Repeat axes of size one."""
+    return x.expand([int(size) for size in shape])
+
+
+broadcast_to = expand
+
+
+def tile(x: Tensors, repeat_times: Any, name: str | None = None) -> Any:
+    """Repeat a tensor along each axis."""
+    return torch.tile(x, tuple(int(times) for times in repeat_times))
+
+
+def tril(x: Tensors, diagonal: int = 0, name: str | None = None) -> Any:
+    """Return the lower triangle."""
+    return torch.tril(x, diagonal)
+
+
+def triu(x: Tensors, diagonal: int = 0, name: str | None = None) -> Any:
+    """Return the upper triangle."""
+    return torch.triu(x, diagonal)
+
+
+# -- selection -------------------------------------------------------------------------------------
+
+
+def gather(x: Tensors, index: Tensors, axis: Any = None, name: str | None = None) -> Any:
+    """Return slices along an axis by number; torch calls this `index_select`."""
+    return torch.index_select(x, int(axis or 0), index.reshape(-1))
+
+
+def index_select(x: Tensors, index: Tensors, axis: int = 0, name: str | None = None) -> Any:
+    """Return slices along an axis by number."""
+    return torch.index_select(x, axis, index)
+
+
+def masked_select(x: Tensors, mask: Tensors, name: str | None = None) -> Any:
+    """Return the values where a mask is true."""
+    return torch.masked_select(x, mask)
+
+
+def where(condition: Tensors, x: Any = None, y: Any = None, name: str | None = None) -> Any:
+    """Return values of x or y, or without them the indices where the condition is true."""
+    return torch.where(condition) if x is None else torch.where(condition, x, y)
+
+
+def nonzero(x: Tensors, as_tuple: bool = False) -> Any:
+    """Return the indices of values that are not zero."""
+    return torch.nonzero(x, as_tuple=True) if as_tuple else torch.nonzero(x)
+
+
+def einsum(equation: str, *operands: Tensors) -> Any:
+    """Return an Einstein sum."""
+    return torch.einsum(equation, *operands)
+
+
+def is_tensor(x: Any) -> bool:
+    """Return whether this is a tensor."""
+    return isinstance(x, torch.Tensor)
+
+
+def grad(
+    outputs: Any,
+    inputs: Any,
+    grad_outputs: Any = None,
+    retain_graph: bool | None = None,
+    create_graph: bool = False,
+    only_inputs: bool = True,
+    allow_unused: bool = False,
+    no_grad_vars: Any = None,
+) -> list[Any]:
+    """Return the gradients of outputs with respect to inputs, as a list.
+
+    >>> x = torch.ones(2, requires_grad=True)
+    >>> grad([(x * 3).sum()], [x])[0].numpy()
+    array([3., 3.], dtype=float32)
+    """
+    if no_grad_vars is not None:
+        raise ValueError("no_grad_vars is not supported. Detach these tensors: x.detach().")
+    gradients = torch.autograd.grad(
+        outputs,
+        inputs,
+        grad_outputs,
+        retain_graph=retain_graph,
+        create_graph=create_graph,
+        allow_unused=allow_unused,
+    )
+    return [None if gradient is None else as_tensor(gradient) for gradient in gradients]
