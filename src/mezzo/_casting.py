@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from copy import copy
+from dataclasses import fields, is_dataclass
 from operator import attrgetter, methodcaller
 from typing import Any
 
@@ -52,8 +53,8 @@ def is_castable(value: object, device: str) -> bool:
 def map_tensors(value: Any, change: Cast) -> Any:
     """Apply a function to every tensor of a nested container.
 
-    Lists, tuples, named tuples and dictionaries keep their type. A container in which no tensor
-    changes is returned as it is, the same object.
+    Lists, tuples, named tuples, dictionaries and dataclasses keep their type. A container in which
+    no tensor changes is returned as it is, the same object.
 
     >>> map_tensors({"x": [torch.ones(1)], "n": 3}, torch.neg)
     {'x': [tensor([-1.])], 'n': 3}
@@ -67,6 +68,8 @@ def map_tensors(value: Any, change: Cast) -> Any:
         return type(value)(*changed) if hasattr(value, "_fields") else type(value)(changed)
     if isinstance(value, dict):
         return _map_dict(value, change)
+    if is_dataclass(value) and not isinstance(value, type):
+        return _map_fields(value, change)
     return value
 
 
@@ -86,5 +89,19 @@ def _map_dict(value: dict[Any, Any], change: Cast) -> dict[Any, Any]:
     # A copy, since a subclass has more than items: a default factory, the attributes of a model's
     # output.
     rebuilt = copy(value)
-    rebuilt.update(changed)
+    for key, item in changed.items():
+        # Not `update`, which the outputs of transformers refuse.
+        rebuilt[key] = item
+    return rebuilt
+
+
+def _map_fields(value: Any, change: Cast) -> Any:
+    names = [field.name for field in fields(value) if hasattr(value, field.name)]
+    changed = {name: map_tensors(getattr(value, name), change) for name in names}
+    if all(new is getattr(value, name) for name, new in changed.items()):
+        return value
+    # Not `replace`, which runs `__post_init__` again; it may be frozen, too.
+    rebuilt = copy(value)
+    for name, new in changed.items():
+        object.__setattr__(rebuilt, name, new)
     return rebuilt

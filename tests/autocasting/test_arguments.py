@@ -50,7 +50,6 @@ def test_a_policy_with_torchs_lists_needs_no_table() -> None:
         {"exempt_args": {"linear": ["bias"]}},
         {"conditional": [("softmax", "dim", [-1])]},
         {"preset": "torch-cuda"},
-        {"level": "O2"},
         {"level": "O3"},
         {"level": "OD"},
     ],

@@ -423,8 +423,8 @@ WHOLE: dict[str, Any] = {
 @pytest.mark.thinned(2)
 @pytest.mark.parametrize(
     "fields",
-    [{"policy": "O2"}, {"half": {"add", "mul", "sub", "neg", "div", "softmax"}}],
-    ids=["O2", "arithmetic"],
+    [{"policy": "O3"}, {"half": {"add", "mul", "sub", "neg", "div", "softmax"}}],
+    ids=["O3", "arithmetic"],
 )
 @pytest.mark.parametrize("call", WHOLE.values(), ids=WHOLE)
 def test_python_functions_compile_without_graph_breaks_as_in_eager(
@@ -442,7 +442,7 @@ def test_a_decomposed_function_warns_in_eager_and_compiles_without_graph_breaks(
     def run() -> Tensor:
         return nn.functional.affine_grid(ROWS[:, :2, :3], [2, 3, 4, 4])
 
-    with region(policy="O2"):
+    with region(policy="O3"):
         with pytest.warns(UserWarning, match="affine_grid"):
             expected = run()
         found = torch.compile(run, backend="aot_eager", fullgraph=True)()
@@ -451,7 +451,7 @@ def test_a_decomposed_function_warns_in_eager_and_compiles_without_graph_breaks(
 
 def test_a_mask_of_the_wrong_shape_raises_as_in_torch() -> None:
     with (
-        region(policy="O2"),
+        region(policy="O3"),
         pytest.raises(AssertionError, match=r"key_padding_mask.*\(4, 9\).*\(4, 7\)"),
     ):
         ATTENTION(

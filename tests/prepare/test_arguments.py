@@ -113,7 +113,7 @@ class Part(nn.Module):
         super().__init__()
         self.linear = nn.Linear(4, 4)
         self.norm = nn.LayerNorm(4)
-        self.register_buffer("scale", torch.ones(4))
+        self.scale = nn.Parameter(torch.ones(4))
 
 
 def model():

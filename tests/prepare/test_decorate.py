@@ -118,7 +118,8 @@ def test_parameters_become_16_bit_and_stay_the_same_objects(master):
     ]
     assert model.rnn.weight_ih_l0.dtype is torch.bfloat16
     assert model.norm.weight.dtype is model.batch.running_var.dtype is torch.float32
-    assert model.table.dtype is torch.bfloat16
+    # A buffer, such as a table of positions, keeps its digits.
+    assert model.table.dtype is torch.float32
     assert model.count.dtype is torch.int64
     assert model.out.weight is model.embed.weight
     losses = train(model, optimizer, 20)
@@ -381,7 +382,8 @@ def fail_on_call(monkeypatch, target, name, count):
 
 FAILURES = [
     (MasterWeights, "adopt", 1),
-    (MasterWeights, "adopt", 4),
+    (MasterWeights, "adopt", 2),
+    (subject, "keep_input_dtype", 1),
     (subject, "flatten_rnns", 1),
     (subject, "region_for", 1),
     (subject, "bind_module_rules", 1),

@@ -1,6 +1,7 @@
 """The forward wrapper of a decorated model: casts, the policy's region, copies and pickles."""
 
 import copy
+import inspect
 import io
 import pickle
 import subprocess
@@ -58,9 +59,15 @@ class Holder:
     value: torch.Tensor
 
 
-@pytest.mark.parametrize("level", ["O2", "O3"])
-def test_nested_floating_point_inputs_are_cast(level):
-    model = decorated(level)
+def test_inputs_are_not_cast_at_o2():
+    model = decorated("O2")
+    model({"x": X})
+    assert model.inputs[0]["x"] is X
+    assert model.linear_out.dtype is torch.bfloat16
+
+
+def test_nested_floating_point_inputs_are_cast_at_o3():
+    model = decorated("O3")
     holder = Holder(X)
     model(
         {"x": X, "ids": torch.arange(3)},
@@ -78,7 +85,8 @@ def test_nested_floating_point_inputs_are_cast(level):
     assert isinstance(named["pair"], Pair)
     assert [one.dtype for one in named["pair"]] == [torch.bfloat16, torch.bool]
     assert named["flag"] is True
-    assert named["holder"] is holder
+    assert named["holder"].value.dtype is torch.bfloat16
+    assert holder.value is X
 
 
 def test_inputs_are_not_cast_at_o1():
@@ -352,7 +360,8 @@ def test_with_defer_to_autocast_the_own_policy_is_used_outside_regions(around):
     model = decorated(defer_to_autocast=True)
     with nullcontext() if around is None else mezzo.autocast("cpu", dtype=torch.bfloat16, **around):
         model(X)
-    assert model.inputs[0].dtype is model.linear_out.dtype is torch.bfloat16
+    assert model.inputs[0].dtype is torch.float32
+    assert model.linear_out.dtype is torch.bfloat16
 
 
 def test_with_defer_to_autocast_outputs_are_still_cast():
@@ -479,3 +488,120 @@ def test_a_pickle_keeps_the_dtype_that_was_chosen_by_the_hardware():
     mezzo.decorate(model, None, "O3", dtype="auto", half={"tanh"})
     chosen = model.linear.weight.dtype
     assert saved_and_loaded(model).forward.mezzo_wrapper.region.dtype is chosen
+
+
+# -- O2 leaves explicit float32 alone --------------------------------------------------------------
+
+
+class Explicit(nn.Module):
+    """Makes float32 in the ways that users do."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.register_buffer("table", torch.full((4,), 1e5))
+
+    def forward(self, x):
+        h = self.linear(x)
+        return {
+            "float": h.float().abs().add(1e5).sum() / x.numel(),
+            "to": h.to(torch.float32) * 1e5,
+            "dtype": h.sum(dtype=torch.float32) + 1e5,
+            "constant": h + torch.full((4,), 1e5),
+            "buffer": h + self.table,
+            "normalized": nn.functional.normalize(h * 0, eps=1e-12),
+            "half": self.linear(h.float()),
+        }
+
+
+def run_eager(model, x):
+    return model(x)
+
+
+def run_compiled(model, x):
+    return torch.compile(model, backend="aot_eager", fullgraph=True)(x)
+
+
+def run_exported(model, x):
+    return torch.export.export(model, (x,)).module()(x)
+
+
+@pytest.mark.parametrize("preset", ["torch-cpu", "torch-cuda"])
+@pytest.mark.parametrize("run", [run_eager, run_compiled, run_exported])
+def test_float32_that_the_model_makes_stays_float32_until_an_op_of_the_half_list(run, preset):
+    model = mezzo.decorate(Explicit().eval(), None, "O2", dtype="float16", preset=preset)
+    result = run(model, torch.randn(3, 4))
+    if preset == "torch-cpu":
+        # torch's list for CPUs does not have the norm: its eps of 1e-12 is zero in float16.
+        del result["normalized"]
+    dtypes = {name: value.dtype for name, value in result.items()}
+    assert dtypes.pop("half") is torch.float16
+    assert set(dtypes.values()) == {torch.float32}
+    assert all(bool(value.isfinite().all()) for value in result.values())
+
+
+# -- outputs of any kind, and the signature --------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Output:
+    """An output as models return it."""
+
+    logits: torch.Tensor
+    nested: Pair
+    name: str = "out"
+
+
+class StrictOutput(OrderedDict):
+    """A dictionary with attributes that cannot be updated, as transformers' outputs."""
+
+    def update(self, *_args, **_kwargs):
+        raise AttributeError("You cannot use ``update`` here")
+
+    def __setitem__(self, key, value):
+        super().__setitem__(key, value)
+        super().__setattr__(key, value)
+
+
+class Returning(nn.Module):
+    def __init__(self, make):
+        super().__init__()
+        self.linear, self.make = nn.Linear(4, 4), make
+
+    def forward(self, x, labels=None, *, scale: float = 1.0):
+        """Return what `make` makes."""
+        return self.make(self.linear(x) * scale)
+
+
+def strict_output(value):
+    output = StrictOutput()
+    output["logits"] = value
+    return output
+
+
+def test_outputs_of_any_kind_are_cast_and_come_back_as_what_they_were():
+    made = Returning(lambda value: Output(value, Pair(value, value)))
+    output = mezzo.decorate(made.eval(), dtype="bfloat16", output_dtype="float32")(X)
+    assert type(output) is Output
+    assert output.name == "out"
+    assert type(output.nested) is Pair
+    assert output.logits.dtype is output.nested.other.dtype is torch.float32
+    strict = mezzo.decorate(
+        Returning(strict_output).eval(), dtype="bfloat16", output_dtype="float32"
+    )(X)
+    assert type(strict) is StrictOutput
+    assert strict.logits is strict["logits"]
+    assert strict.logits.dtype is torch.float32
+
+
+def test_a_decorated_model_has_the_signature_of_its_forward():
+    model = Returning(lambda value: value)
+    before = inspect.signature(model.forward)
+    mezzo.decorate(model.eval(), dtype="bfloat16")
+    assert inspect.signature(model.forward) == before
+    assert model.forward.__doc__ == "Return what `make` makes."
+    bound = Returning(lambda value: value)
+    bound.forward = bound.linear.forward
+    mezzo.decorate(bound.eval(), dtype="bfloat16")
+    assert list(inspect.signature(bound.forward).parameters) == ["input"]
+    assert bound(X).dtype is torch.bfloat16

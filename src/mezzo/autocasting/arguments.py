@@ -205,7 +205,7 @@ def uses_torch_lists(policy: Policy, device: str) -> bool:
         for function in op.functions
     )
     return (
-        policy.level is Level.O1
+        policy.level in (Level.O1, Level.O2)
         and policy.preset in ("torch", f"torch-{device}")
         and not _overrides_op_lists(policy)
         and not has_custom_operators

@@ -88,7 +88,7 @@ FILLS: frozenset[str] = frozenset(
 
 MIXED_PARAMETERS: Mapping[str, frozenset[str]] = {
     name: frozenset(arguments)
-    for name, arguments in level_lists(Level.O2, "cuda").exempt_args.items()
+    for name, arguments in level_lists(Level.O3, "cuda").exempt_args.items()
 }
 """Arguments that stay float32 although the input is 16-bit, which CPU and GPU kernels accept: the
 parameters and statistics of batch norm."""

@@ -39,13 +39,21 @@ _WRAPPERS = {
 
 
 def bind_optimizer(
-    optimizer: torch.optim.Optimizer, masters: MasterWeights, *, clip_norm: float | None = None
+    optimizer: torch.optim.Optimizer,
+    masters: MasterWeights,
+    *,
+    clip_norm: float | None = None,
+    takes_scale: bool = True,
 ) -> OptimizerBinding:
-    """Make `optimizer.step()` update master weights, with the fused step where there is one."""
+    """Make `optimizer.step()` update master weights, with the fused step where there is one.
+
+    `takes_scale` declares, by torch's protocol, that the step unscales gradients itself. Libraries
+    refuse to clip the gradients of such an optimizer, which is not wanted where nothing is scaled.
+    """
     refuse_wrapper(optimizer)
     is_fused = algorithm_name(optimizer) in ALGORITHMS
     binding_class = FusedBinding if is_fused else OptimizerBinding
-    return binding_class(optimizer, masters, clip_norm=clip_norm)
+    return binding_class(optimizer, masters, clip_norm=clip_norm, takes_scale=takes_scale)
 
 
 def refuse_wrapper(optimizer: torch.optim.Optimizer) -> None:

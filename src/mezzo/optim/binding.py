@@ -42,7 +42,12 @@ class OptimizerBinding:
     """Whether scheduled values may be tensors because the host does not read them."""
 
     def __init__(
-        self, optimizer: Optimizer, masters: MasterWeights, *, clip_norm: float | None = None
+        self,
+        optimizer: Optimizer,
+        masters: MasterWeights,
+        *,
+        clip_norm: float | None = None,
+        takes_scale: bool = True,
     ) -> None:
         self.optimizer, self.masters, self.clip_norm = optimizer, masters, clip_norm
         self._norm: torch.Tensor | None = None
@@ -57,9 +62,10 @@ class OptimizerBinding:
         }
         self._entered = False
         self._restore_step = replace_step(optimizer, self._make_step())
-        # torch's protocol, with which a scaler passes the scale and found_inf to the optimizer; and
-        # mezzo's, which is used on a CPU too.
-        optimizer._step_supports_amp_scaling = True  # type: ignore[attr-defined]
+        if takes_scale:
+            # torch's protocol, with which a scaler passes the scale and found_inf to the optimizer.
+            optimizer._step_supports_amp_scaling = True  # type: ignore[attr-defined]
+        # mezzo's protocol, which is used on a CPU too.
         optimizer._bound = self  # type: ignore[attr-defined]
         optimizer.__deepcopy__ = _refuse_copy  # type: ignore[attr-defined]
         self._pre_hook = optimizer.register_step_pre_hook(self._refuse_original_step)

@@ -42,9 +42,14 @@ class FusedBinding(OptimizerBinding):
     reads_on_device = True
 
     def __init__(
-        self, optimizer: Optimizer, masters: MasterWeights, *, clip_norm: float | None = None
+        self,
+        optimizer: Optimizer,
+        masters: MasterWeights,
+        *,
+        clip_norm: float | None = None,
+        takes_scale: bool = True,
     ) -> None:
-        super().__init__(optimizer, masters, clip_norm=clip_norm)
+        super().__init__(optimizer, masters, clip_norm=clip_norm, takes_scale=takes_scale)
         self._algorithm = ALGORITHMS[algorithm_name(optimizer)]
         self._slots = ParameterSlots(optimizer, masters, self._algorithm)
         self._plan: LaunchPlan | None = None

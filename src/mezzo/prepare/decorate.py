@@ -23,6 +23,7 @@ from mezzo.prepare import forward, half_weights, model_state_dict
 from mezzo.prepare.arguments import Models, Optimizer, Optimizers, models_of, optimizers_of
 from mezzo.prepare.decoration import Decoration, all_decorated, decoration_of, flatten_rnns, mark
 from mezzo.prepare.half_weights import HalfWeights
+from mezzo.prepare.norms import keep_input_dtype
 from mezzo.prepare.plan import DecoratePlan, Dtype, PolicyArg, make_plan
 
 ModelT = TypeVar("ModelT", bound=Models)
@@ -69,10 +70,10 @@ def decorate(
 ) -> Any:
     """Prepare a model and its optimizer in place for training or inference with a policy.
 
-    The model's forward runs in the policy's autocast region. At O2 and O3 parameters and buffers
-    are also cast to 16 bits, the optimizer's step updates master weights in float32, and
-    `state_dict()` saves and loads them. Model, optimizer and parameters stay the same objects. If
-    an error is raised, nothing is changed.
+    The model's forward runs in the policy's autocast region. At O2 parameters are cast to 16 bits,
+    the optimizer's step updates master weights in float32, and `state_dict()` saves and loads them;
+    ops run in the precisions of O1. At O3 buffers and inputs are cast too. Model, optimizer and
+    parameters stay the same objects. If an error is raised, nothing is changed.
 
     `mezzo.plan` with the same arguments returns what would change; `mezzo.undecorate` restores
     everything. Move the model to its device first, and wrap it (DistributedDataParallel,
@@ -204,6 +205,8 @@ def _apply(planned: DecoratePlan) -> None:
         weights = _cast_tensors(planned, masters, rollback)
         for layer in planned.padded:
             undo.callback(forward.pad_outputs(layer))
+        for norm in planned.norms:
+            undo.callback(keep_input_dtype(norm, planned.plan.device))
         decoration = Decoration(
             planned.plan, planned.targets.models, planned.targets.optimizers, weights
         )
@@ -246,7 +249,7 @@ def _wrap_model(
         undo.callback(binding.apply_in_all_threads())
     wrapper = forward.ForwardWrapper(
         region,
-        inputs=plan.dtype if plan.converts else None,
+        inputs=plan.dtype if plan.converts and not plan.casts_only_parameters else None,
         outputs=plan.output_dtype,
         defer_to_autocast=plan.defer_to_autocast,
     )
@@ -267,7 +270,13 @@ def _bind_optimizer(
     """Bind an optimizer to its master weights, unless parameters stay float32 without clipping."""
     if not planned.plan.converts and planned.plan.clip_norm is None:
         return
-    binding = bind_optimizer(optimizer, masters, clip_norm=planned.plan.clip_norm)
+    plan = planned.plan
+    binding = bind_optimizer(
+        optimizer,
+        masters,
+        clip_norm=plan.clip_norm,
+        takes_scale=plan.dtype is not torch.bfloat16,
+    )
     undo.callback(binding.unbind)
     if planned.plan.converts:
         state_dict.hook_state_dict(optimizer, masters, undo)

@@ -6,6 +6,7 @@ model with a wrapper can be copied and pickled.
 
 from __future__ import annotations
 
+import inspect
 import sys
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
@@ -25,6 +26,7 @@ from mezzo.autocasting.arguments import policy_of, region_for
 from mezzo.autocasting.module_rules import Forward, replace_forward
 from mezzo.autocasting.regions import Region, enter_regions
 from mezzo.policy.policy import Policy
+from mezzo.prepare.mixed_dtypes import explaining_mixed_dtypes
 
 DECORATION = "_mezzo_decoration"
 """The attribute of models and optimizers that holds their `Decoration`."""
@@ -66,6 +68,8 @@ def wrap_forward(wrapper: ForwardWrapper, model: nn.Module) -> Callable[[], None
     defers = wrapper.defer_to_autocast
 
     def make(function: Forward, bound: bool) -> Forward:  # noqa: FBT001
+        explained = explaining_mixed_dtypes(function)
+
         def forward(self_: nn.Module, *args: Any, **kwargs: Any) -> Any:
             outer = defers and torch.is_autocast_enabled(region.device)
             if inputs is not None and not outer:
@@ -74,9 +78,11 @@ def wrap_forward(wrapper: ForwardWrapper, model: nn.Module) -> Callable[[], None
                     cast_all(kwargs, inputs, region.device),
                 )
             with nullcontext() if outer else enter_regions(region):
-                result = function(*args, **kwargs) if bound else function(self_, *args, **kwargs)
+                result = explained(*args, **kwargs) if bound else explained(self_, *args, **kwargs)
             return result if outputs is None else cast_all(result, outputs, region.device)
 
+        forward.__name__, forward.__doc__ = "forward", function.__doc__
+        forward.__signature__ = _signature(function, bound=bound)  # type: ignore[attr-defined]
         return forward
 
     # A deep copy of a decorated model has a wrapper already, which this one replaces.
@@ -90,6 +96,19 @@ def wrap_forward(wrapper: ForwardWrapper, model: nn.Module) -> Callable[[], None
         model.__dict__.pop(_REDUCE, None)
 
     return restore
+
+
+def _signature(function: Forward, *, bound: bool) -> inspect.Signature:
+    """Return the signature of a forward with `self`.
+
+    Libraries read the parameters of `model.forward`: Hugging Face's Trainer drops the columns of a
+    dataset that are not among them.
+    """
+    signature = inspect.signature(function)
+    if not bound:
+        return signature
+    self_ = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
+    return signature.replace(parameters=[self_, *signature.parameters.values()])
 
 
 # -- copies and pickles ----------------------------------------------------------------------------
@@ -125,7 +144,7 @@ def _reduced(model: nn.Module, protocol: Any) -> tuple[Any, ...]:
     state = reduced[2]
     if not isinstance(state, dict) or not hasattr(state.get("forward"), "mezzo_wrapper"):
         return tuple(reduced)
-    if DECORATION in state and state["forward"].mezzo_wrapper.inputs is not None:
+    if DECORATION in state and state[DECORATION].plan.converts:
         _refuse_averaged_model()
     copied = {name: value for name, value in state.items() if name not in _NOT_COPIED}
     copied["forward"] = _PickledForward(model, state["forward"])

@@ -8,6 +8,7 @@ from math import isfinite
 from typing import Any
 
 import torch
+from torch import nn
 
 from mezzo._dtypes import HALF_DTYPES, dtype_name, parse_dtype
 from mezzo._errors import PolicyError
@@ -16,9 +17,11 @@ from mezzo.optim.attach import refuse_wrapper
 from mezzo.optim.master_formats import MASTER_FORMATS
 from mezzo.policy.decide import Resolved, resolve
 from mezzo.policy.policy import Policy
+from mezzo.policy.presets import is_torch
 from mezzo.policy.types import Level, Master
 from mezzo.prepare.arguments import Models, Optimizers, Targets, read_keep_full, read_targets
 from mezzo.prepare.forward import PaddedLinear, find_paddable
+from mezzo.prepare.norms import find_norms
 from mezzo.prepare.plan_rows import (
     PlannedTensor,
     PlanRow,
@@ -85,6 +88,14 @@ class Plan:
         return self.dtype is not None and self.policy.level in _CONVERTS
 
     @property
+    def casts_only_parameters(self) -> bool:
+        """Whether buffers and inputs keep their dtype: at O2, except with another system's preset.
+
+        Ops then take the precisions of O1, and explicit float32 stays float32.
+        """
+        return _casts_only_parameters(self.policy)
+
+    @property
     def bytes_before(self) -> int:
         """Bytes of all parameters and buffers before."""
         return sum(row.numel * row.before.itemsize for row in self.rows)
@@ -139,6 +150,8 @@ class DecoratePlan:
     """The tensors, in the order of `plan.rows`."""
     padded: tuple[PaddedLinear, ...]
     """The linear layers to pad."""
+    norms: tuple[nn.Module, ...]
+    """The normalisation layers that return the dtype of their input."""
 
 
 def plan(
@@ -214,11 +227,22 @@ def make_plan(
         for one in targets.optimizers:
             refuse_wrapper(one)
     master = _master(read_policy, half, targets)
-    rule = TensorRule(read_policy.level, half, _why_float32(read_policy, resolved), master)
+    rule = TensorRule(
+        read_policy.level,
+        half,
+        _why_float32(read_policy, resolved),
+        master,
+        casts_buffers=not _casts_only_parameters(read_policy),
+    )
     tensors = tuple(
         PlannedTensor(info, rule.row(info)) for info in list_tensors(targets, keep_full)
     )
     padded = () if half is None else find_paddable(targets.models, targets.device)
+    norms = (
+        find_norms(targets.models, read_policy)
+        if half is not None and _casts_only_parameters(read_policy)
+        else ()
+    )
     plan = Plan(
         policy=read_policy,
         device=targets.device,
@@ -233,7 +257,11 @@ def make_plan(
         padded_layers=tuple(map(str, padded)),
         defer_to_autocast=defer_to_autocast,
     )
-    return DecoratePlan(plan, targets, tensors, padded)
+    return DecoratePlan(plan, targets, tensors, padded, norms)
+
+
+def _casts_only_parameters(policy: Policy) -> bool:
+    return policy.level is Level.O2 and is_torch(policy.preset)
 
 
 def _master(policy: Policy, half: torch.dtype | None, targets: Targets) -> Master:

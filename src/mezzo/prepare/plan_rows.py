@@ -119,6 +119,8 @@ class TensorRule:
     float32_reason: str
     """Why they stay float32, if they do."""
     master: Master
+    casts_buffers: bool = True
+    """Whether buffers are cast with the parameters."""
 
     def row(self, info: TensorInfo) -> PlanRow:
         """Return the row of a tensor."""
@@ -149,6 +151,9 @@ class TensorRule:
             return _Decision(dtype, master=False, reason=self.float32_reason)
         if info.keep_reason:
             return _Decision(dtype, master=False, reason=info.keep_reason)
+        if info.is_buffer and not self.casts_buffers:
+            reason = f"buffers stay float32 at {self.level.value}"
+            return _Decision(dtype, master=False, reason=reason)
         return _Decision(self.half, *self._decide_master(info))
 
     def _decide_master(self, info: TensorInfo) -> tuple[bool, str]:

@@ -110,10 +110,10 @@ def skips_on_device(optimizer: Optimizer) -> bool:
 
     Not on a CPU: nothing synchronizes there, and torch's fused steps are faster without it.
     """
-    if not getattr(optimizer, "_step_supports_amp_scaling", False):
-        return False
     if binding_of(optimizer) is not None:
         return True
+    if not getattr(optimizer, "_step_supports_amp_scaling", False):
+        return False
     if not type(optimizer).__module__.startswith("torch.optim."):
         # A wrapper may forward this attribute from its optimizer without passing on the scale and
         # the flag.

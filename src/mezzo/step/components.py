@@ -119,7 +119,7 @@ def prepare_components(
         region,
         Region(region.device, False, region.dtype, region.cache_enabled),
         device,
-        plan.dtype if plan.converts else None,
+        plan.dtype if plan.converts and not plan.casts_only_parameters else None,
         decoration,
     )
 

@@ -51,6 +51,11 @@ def parse_preset(name: str) -> str:
     raise PolicyError(unknown("preset", name, NAMES))
 
 
+def is_torch(preset: str) -> bool:
+    """Return whether a preset has torch's lists, and not those of another system."""
+    return preset in _TORCH
+
+
 def check_preset(preset: str, level: Level) -> None:
     """Raise `PolicyError` if the preset does not have the level."""
     preset_lists(preset, level, torch.float16, "cpu")

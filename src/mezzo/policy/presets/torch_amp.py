@@ -58,7 +58,6 @@ _DELICATE: Groups = (
     (Rule.FULL, _EXPONENTIALS, "softmax log_softmax logsumexp"),
     (Rule.FULL, _DISTANCES, "cosine_similarity dist pdist cdist"),
 )
-"""Ops that need float32 on every device: in torch's CUDA list and in mezzo's O2 list."""
 
 _CUDA: Groups = (
     (
@@ -194,23 +193,6 @@ _VIEWS = (
     " row_indices"
 )
 
-_O2_FULL: Groups = (
-    *_DELICATE,
-    (Rule.FULL, _SUMS, "mean var std var_mean std_mean"),
-    (
-        Rule.FULL,
-        _LOSSES,
-        (
-            "cross_entropy nll_loss mse_loss l1_loss smooth_l1_loss huber_loss kl_div"
-            " poisson_nll_loss gaussian_nll_loss binary_cross_entropy"
-            " binary_cross_entropy_with_logits cosine_embedding_loss hinge_embedding_loss"
-            " margin_ranking_loss multilabel_margin_loss multilabel_soft_margin_loss"
-            " soft_margin_loss triplet_margin_loss triplet_margin_with_distance_loss"
-            " multi_margin_loss ctc_loss"
-        ),
-    ),
-)
-
 _KEPT: Groups = (
     (Rule.KEEP, "a view: a cast would break the sharing of memory with its input", _VIEWS),
     (
@@ -271,7 +253,7 @@ def level_lists(level: Level, device: str) -> OpLists:
     'sums exponentials: float16 overflows past 65504'
     """
     match level:
-        case Level.O1:
+        case Level.O1 | Level.O2:
             return OpLists(torch_entries(device), _UNLISTED)
         case Level.OD:
             half = {
@@ -281,12 +263,6 @@ def level_lists(level: Level, device: str) -> OpLists:
             }
             return OpLists(
                 half, Entry(Rule.FULL, "level OD: ops that are not listed half run in float32")
-            )
-        case Level.O2:
-            return OpLists(
-                _entries(_KEPT + _O2_FULL) | _no_kernels(device),
-                Entry(Rule.HALF, "level O2: every op is 16-bit except a short list"),
-                _STATISTICS,
             )
         case Level.O3:
             return OpLists(

@@ -1,0 +1,48 @@
+"""Errors of ops that do not accept 16-bit parameters together with float32."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import mezzo
+
+INDEX = torch.arange(4)
+CALLS = {
+    "index_add": lambda weight, x: weight.index_add(0, INDEX, x),
+    "scatter": lambda weight, x: weight.scatter(0, INDEX[None], x[:1]),
+    "masked_scatter": lambda weight, x: weight.masked_scatter(x > 0, x),
+    "mv": lambda weight, x: torch.mv(weight, x[0]),
+    "embedding_bag": lambda weight, x: F.embedding_bag(
+        INDEX[None], weight, per_sample_weights=x[:1], mode="sum"
+    ),
+}
+
+
+class Net(nn.Module):
+    def __init__(self, call) -> None:
+        super().__init__()
+        self.weight, self.call = nn.Parameter(torch.randn(4, 4)), call
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.call(self.weight, x)
+
+
+def decorated(call, **options) -> nn.Module:
+    return mezzo.decorate(Net(call).eval(), None, "O2", dtype="float16", **options)
+
+
+@pytest.mark.parametrize(("op", "call"), CALLS.items(), ids=CALLS)
+def test_the_error_names_the_op_and_a_remedy_that_works(op, call):
+    with pytest.raises(mezzo.UnsupportedError, match=rf"^{op} got 16-bit.*promote={{'{op}'}}") as e:
+        decorated(call)(torch.randn(4, 4))
+    assert isinstance(e.value.__cause__, RuntimeError)
+    assert decorated(call, promote={op})(torch.randn(4, 4)).dtype is torch.float32
+
+
+def test_other_errors_are_torchs():
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied") as raised:
+        decorated(lambda weight, x: x[:, :3] @ weight)(torch.randn(4, 4))
+    assert not isinstance(raised.value, mezzo.MezzoError)

@@ -1,0 +1,123 @@
+"""Normalisation layers at O2: float32 inside, the dtype of the input outside."""
+
+from __future__ import annotations
+
+import copy
+import io
+
+import pytest
+import torch
+from torch import nn
+
+import mezzo
+
+HALVES = [torch.float16, torch.bfloat16]
+NORMS = {
+    "layer": lambda: nn.LayerNorm(16),
+    "layer without weights": lambda: nn.LayerNorm(16, elementwise_affine=False),
+    "group": lambda: nn.GroupNorm(4, 16),
+    "rms": lambda: nn.RMSNorm(16),
+}
+
+
+class Net(nn.Module):
+    def __init__(self, norm: nn.Module) -> None:
+        super().__init__()
+        self.linear, self.norm = nn.Linear(16, 16), norm
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.norm(self.linear(x))
+
+
+def decorated(norm: nn.Module, dtype: torch.dtype = torch.bfloat16, **options) -> Net:
+    return mezzo.decorate(Net(norm).eval(), None, "O2", dtype=dtype, **options)
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize("make", NORMS.values(), ids=NORMS)
+def test_a_norm_returns_the_dtype_of_its_input(make, dtype):
+    net = decorated(make(), dtype)
+    assert net(torch.randn(3, 16)).dtype is dtype
+    assert net.norm(torch.randn(3, 16)).dtype is torch.float32
+    with mezzo.autocast("O2", device_type="cpu", dtype=dtype):
+        # A float32 input that the user made stays float32.
+        assert net.norm(net.linear(torch.randn(3, 16)).float()).dtype is torch.float32
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize("make", NORMS.values(), ids=NORMS)
+def test_the_result_is_that_of_float32_rounded_once(make, dtype):
+    torch.manual_seed(0)
+    norm = make()
+    for parameter in norm.parameters():
+        nn.init.uniform_(parameter, 0.5, 1.5)
+        parameter.data = parameter.data.to(dtype).float()
+    # Sums of squares of such values exceed 65504.
+    x = (torch.randn(32, 16) * 100 + 1000).to(dtype)
+    expected = copy.deepcopy(norm).double()(x.double())
+    found = decorated(norm, dtype).norm(x)
+    assert found.dtype is dtype
+    error = (found.double() - expected).abs().max()
+    assert error <= torch.finfo(dtype).eps * expected.abs().max()
+
+
+def test_parameters_of_norms_stay_float32_and_get_float32_gradients():
+    net = Net(nn.LayerNorm(16))
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    mezzo.decorate(net, optimizer, "O2", dtype="bfloat16")
+    net(torch.randn(3, 16)).square().mean().backward()
+    assert net.norm.weight.dtype is net.norm.weight.grad.dtype is torch.float32
+    before = net.norm.weight.clone()
+    optimizer.step()
+    assert not torch.equal(before, net.norm.weight)
+
+
+def test_a_policy_that_lists_the_op_decides():
+    net = decorated(nn.LayerNorm(16), full={"layer_norm"})
+    assert net(torch.randn(3, 16)).dtype is torch.float32
+
+
+class Doubled(nn.LayerNorm):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) * 2
+
+
+def test_a_subclass_with_its_own_forward_runs_it():
+    torch.manual_seed(0)
+    net, x = Net(Doubled(16)), torch.randn(3, 16)
+    expected = net(x)
+    mezzo.decorate(net.eval(), None, "O2", dtype="bfloat16")
+    torch.testing.assert_close(net(x).float(), expected, rtol=0.05, atol=0.05)
+
+
+def test_other_levels_and_presets_of_other_systems_keep_torchs_forward():
+    for policy in ({"policy": "O1"}, {"policy": "O3"}, {"policy": "O2", "preset": "paddle"}):
+        net = mezzo.decorate(Net(nn.LayerNorm(16)).eval(), None, dtype="bfloat16", **policy)
+        assert "forward" not in net.norm.__dict__
+
+
+def test_undecorate_restores_the_forward():
+    net = decorated(nn.LayerNorm(16))
+    mezzo.undecorate(net)
+    assert "forward" not in net.norm.__dict__
+
+
+def test_copies_and_pickles_normalise_with_their_own_parameters():
+    net, x = decorated(nn.LayerNorm(16)), torch.randn(3, 16)
+    file = io.BytesIO()
+    torch.save(net, file)
+    file.seek(0)
+    for copied in (copy.deepcopy(net), torch.load(file, weights_only=False)):
+        assert torch.equal(copied(x), net(x))
+        assert copied(x).dtype is torch.bfloat16
+        with torch.no_grad():
+            copied.norm.bias += 1
+        assert not torch.equal(copied(x), net(x))
+
+
+def test_compiled_and_exported_models_normalise_as_in_eager():
+    net, x = decorated(nn.GroupNorm(4, 16)), torch.randn(3, 16)
+    compiled = torch.compile(net, backend="aot_eager", fullgraph=True)
+    exported = torch.export.export(net, (x,)).module()
+    assert torch.equal(compiled(x), net(x))
+    assert torch.equal(exported(x), net(x))
