@@ -167,9 +167,9 @@ def test_16_bit_parameters_are_not_computed_in_float32(one_dtype: Any) -> None:
     assert seen == [HALF]
 
 
-def test_batch_norm_keeps_its_statistics_in_float32_at_o2() -> None:
+def test_batch_norm_keeps_its_statistics_in_float32_at_o3() -> None:
     norm = nn.BatchNorm1d(3)
-    with region(policy="O2"):
+    with region(policy="O3"):
         assert norm(torch.randn(4, 3)).dtype is HALF
     assert norm.running_mean.dtype is FULL
     assert norm.running_mean.any()
@@ -518,3 +518,26 @@ def test_an_autograd_function_is_not_cast_from_outside() -> None:
     result.float().sum().backward()
     assert result.dtype is HALF
     assert x.grad.tolist() == [2.0, 2.0]
+
+
+# -- float32_inside --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_float32_inside_returns_the_dtype_of_the_input_and_rounds_once(compiled: bool) -> None:
+    weight = torch.rand(64) + 0.5
+    x = (torch.randn(8, 64) * 100 + 1000).to(HALF)
+
+    def run(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return torch.softmax(x / 100, -1), F.layer_norm(x, (64,), weight), F.softmax(x.float(), 0)
+
+    function = torch.compile(run, backend="aot_eager", fullgraph=True) if compiled else run
+    with region(preset="torch-cuda", float32_inside={"softmax", "layer_norm"}):
+        softmax, norm, of_float = function(x)
+    assert (softmax.dtype, norm.dtype, of_float.dtype) == (HALF, HALF, FULL)
+    eps = torch.finfo(HALF).eps
+    expected = torch.softmax((x / 100).double(), -1)
+    assert (softmax.double() - expected).abs().max() <= eps * expected.max()
+    rounded = weight.to(HALF).double()
+    expected = F.layer_norm(x.double(), (64,), rounded)
+    assert (norm.double() - expected).abs().max() <= eps * expected.abs().max()

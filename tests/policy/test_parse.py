@@ -336,6 +336,7 @@ def test_a_file_has_the_fields_of_the_constructor(tmp_path):
         'promote = ["cat", "stack"]',
         'keep = ["relu"]',
         'refuse = ["binary_cross_entropy"]',
+        'float32_inside = ["log_softmax"]',
         'default_rule = "promote"',
         (
             'conditional = [["linalg_vector_norm", "ord", [inf], "a maximum needs no sum"],'

@@ -243,7 +243,8 @@ def test_the_repr_shows_only_fields_that_differ_from_the_default():
         (
             {"default_rule": "ful"},
             (
-                r"^Unknown rule 'ful'\. Choose one of: half, full, promote, keep, refuse\. Did you"
+                r"^Unknown rule 'ful'\. Choose one of: half, full, promote, keep, refuse,"
+                r" float32_inside\. Did you"
                 r" mean 'full'\?$"
             ),
         ),
@@ -459,10 +460,10 @@ def test_an_error_in_a_file_names_the_file(tmp_path):
             "relu runs in float32: level OD: ops that are not listed half run in float32.",
         ),
         (
-            {"level": "O2"},
+            {"level": "O3"},
             "relu",
             [torch.float32],
-            "relu runs in bfloat16: level O2: every op is 16-bit except a short list.",
+            "relu runs in bfloat16: level O3: every op is 16-bit.",
         ),
     ],
 )
@@ -561,3 +562,18 @@ def test_the_signature_has_the_fields_with_level_and_dtype_positional():
     positional = [name for name, one in parameters.items() if one.kind is one.POSITIONAL_OR_KEYWORD]
     assert positional == ["level", "dtype"]
     assert repr(parameters["dtype"].default) == "'auto'"
+
+
+# -- float32_inside --------------------------------------------------------------------------------
+
+
+def test_float32_inside_is_explained_and_restricted():
+    policy = Policy("O1", "bfloat16", preset="torch-cuda", float32_inside={"softmax"})
+    decision = policy.explain("softmax", torch.bfloat16, device="cpu")
+    assert decision.dtype is torch.bfloat16
+    assert "sums in float32 and returns the input's dtype" in decision.reason
+    assert policy.explain("softmax", torch.float32, device="cpu").dtype is torch.float32
+    with pytest.raises(PolicyError, match=r"kernel of exp does not compute in float32 inside"):
+        Policy(float32_inside={"exp"})
+    with pytest.raises(PolicyError, match="default_rule='float32_inside' is not possible"):
+        Policy(default_rule="float32_inside")

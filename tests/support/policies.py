@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from mezzo import Policy
+from mezzo.policy.parse import FLOAT32_INSIDE_OPS
 from mezzo.policy.presets import NAMES, PRESETS
 from mezzo.policy.types import Cache, Level, Master, OnUnsupported, Rule
 
@@ -19,6 +20,7 @@ FULLEST = {
     "promote": {"cat", "stack"},
     "keep": {"relu"},
     "refuse": {"binary_cross_entropy"},
+    "float32_inside": {"log_softmax"},
     "default_rule": "promote",
     "exempt_args": {"batch_norm": ["weight", "bias"], "layer_norm": "weight"},
     "conditional": [
@@ -33,6 +35,8 @@ FULLEST = {
     "on_unsupported": "error",
 }
 """Fields of a policy in which none has its default."""
+
+DEFAULT_RULES = tuple(rule for rule in Rule if rule is not Rule.FLOAT32_INSIDE)
 
 OPS = ("add", "mul", "softmax", "linear", "conv2d", "cat", "layer_norm", "exp", "relu", "matmul")
 
@@ -56,10 +60,16 @@ def policies(draw: st.DrawFn) -> Policy:
         draw(st.sampled_from(["auto", None, "float16", "bf16", torch.bfloat16])),
         preset=preset,
         **{
-            rule.value: {name for name, place in zip(OPS, places, strict=True) if place is rule}
+            rule.value: {
+                name
+                for name, place in zip(OPS, places, strict=True)
+                if place is rule and (rule is not Rule.FLOAT32_INSIDE or name in FLOAT32_INSIDE_OPS)
+            }
             for rule in Rule
         },
-        default_rule=draw(st.sampled_from([None, *Rule])),
+        default_rule=draw(
+            st.sampled_from([None, *(rule for rule in Rule if rule is not Rule.FLOAT32_INSIDE)])
+        ),
         exempt_args=draw(
             st.dictionaries(
                 st.sampled_from(["batch_norm", "layer_norm"]),

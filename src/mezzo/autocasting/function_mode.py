@@ -153,6 +153,8 @@ class AutocastMode(TorchFunctionMode):
             only_half = action.refused_only_in_half
             if any(dtype in HALF_DTYPES for dtype in dtypes) if only_half else dtypes:
                 raise RefusedOpError(refusal_message(action))
+        if rule is Rule.FLOAT32_INSIDE:
+            return dtypes[0] if dtypes else None
         return reduce(torch.promote_types, dtypes) if dtypes else None
 
     def _cast(
@@ -426,6 +428,8 @@ def _dtype(
     )
     if rule == "refuse" and refused:
         raise RefusedOpError(table_lookup.refusal(key, func))
+    if rule == "float32_inside":
+        return dtypes[0] if dtypes else None
     return reduce(torch.promote_types, dtypes) if dtypes else None
 
 

@@ -75,6 +75,8 @@ def _default_entry(policy: Policy, preset: OpLists) -> Entry:
 
 
 def _by_user(rule: Rule) -> str:
+    if rule is Rule.FLOAT32_INSIDE:
+        return "listed float32_inside by the user: sums in float32 and returns the input's dtype"
     return f"listed {rule.value} by the user"
 
 
@@ -224,7 +226,7 @@ def _computed_in(rule: Rule, dtypes: list[torch.dtype], half: torch.dtype) -> to
         return None
     if rule in (Rule.HALF, Rule.FULL) and CASTABLE_DTYPES.issuperset(dtypes):
         return half if rule is Rule.HALF else torch.float32
-    return _widest(dtypes)
+    return dtypes[0] if rule is Rule.FLOAT32_INSIDE else _widest(dtypes)
 
 
 def _widest(dtypes: list[torch.dtype]) -> torch.dtype:

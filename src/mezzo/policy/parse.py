@@ -49,7 +49,34 @@ def grad_dtype(value: DtypeArg) -> torch.dtype | None:
 
 def default_rule(value: str | Rule | None) -> Rule | None:
     """Parse `default_rule`."""
-    return None if value is None else Rule.parse(value)
+    rule = None if value is None else Rule.parse(value)
+    if rule is Rule.FLOAT32_INSIDE:
+        raise PolicyError(
+            "default_rule='float32_inside' is not possible: few kernels compute in float32 inside."
+            f" List such ops: float32_inside={{...}}. {choices(FLOAT32_INSIDE_OPS)}"
+        )
+    return rule
+
+
+FLOAT32_INSIDE_OPS = (
+    "layer_norm",
+    "group_norm",
+    "rms_norm",
+    "softmax",
+    "log_softmax",
+    "sum",
+    "mean",
+)
+"""Ops whose 16-bit kernels sum in float32 on every device, and round once at the end."""
+
+
+def check_float32_inside(names: frozenset[str]) -> None:
+    """Raise `PolicyError` for ops whose 16-bit kernels do not compute in float32 inside."""
+    for name in sorted(names.difference(FLOAT32_INSIDE_OPS)):
+        raise PolicyError(
+            f"float32_inside={{{name!r}}}: the 16-bit kernel of {name} does not compute in float32"
+            f" inside. {choices(FLOAT32_INSIDE_OPS)}"
+        )
 
 
 def master(value: str | Master | None) -> Master:

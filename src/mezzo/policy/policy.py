@@ -68,11 +68,12 @@ class Policy:
     ...     "auto",  # dtype: "float16", "bfloat16", or "auto" for the one the hardware prefers
     ...     preset="torch",  # op lists to start from: "torch", "torch-cuda", "torch-cpu", "paddle",
     ...     #                  "oneflow", "megengine", "mxnet" or "apex"
-    ...     half=(),  # ops in the 16-bit dtype, such as {"add"}; these five override the preset
+    ...     half=(),  # ops in the 16-bit dtype, such as {"add"}; these six override the preset
     ...     full=(),  # ops in float32
     ...     promote=(),  # ops in the widest dtype of their inputs
     ...     keep=(),  # ops whose inputs are not cast
     ...     refuse=(),  # ops that raise mezzo.RefusedOpError
+    ...     float32_inside=(),  # ops that return the dtype of their input: {"softmax"}
     ...     default_rule=None,  # rule of unlisted ops, such as "full"; None for the preset's
     ...     exempt_args=(),  # arguments never cast to 16 bits: {"batch_norm": {"weight", "bias"}}
     ...     conditional=(),  # float32 for some values of an argument: [("softmax", "dim", [-1])]
@@ -115,6 +116,8 @@ class Policy:
     """Ops whose inputs are not cast."""
     refuse: OpList = OpList()
     """Ops that raise `RefusedOpError`."""
+    float32_inside: OpList = OpList()
+    """Ops that take and return 16 bits and compute in float32 inside; see `FLOAT32_INSIDE_OPS`."""
     default_rule: Parsed[str | Rule | None, Rule | None] = Parsed(parse.default_rule, default=None)
     """The rule for ops in no list; None for the preset's."""
     exempt_args: Parsed[ExemptArgs, tuple[tuple[str, tuple[str, ...]], ...]] = Parsed(
@@ -146,6 +149,7 @@ class Policy:
     def __post_init__(self) -> None:
         """Check the fields against each other."""
         parse.refuse_overlaps({rule.value: self.ops_with_rule(rule) for rule in Rule})
+        parse.check_float32_inside(self.float32_inside)
         presets.check_preset(self.preset, self.level)
 
     @classmethod

@@ -90,7 +90,7 @@ class ParsedEnum(Enum):
 class Rule(ParsedEnum):
     """What happens to the floating-point inputs of an op.
 
-    These five rules cover the op lists of every supported system.
+    The first five cover the op lists of every supported system.
     """
 
     HALF = "half"
@@ -103,6 +103,8 @@ class Rule(ParsedEnum):
     """Leave the inputs as they are."""
     REFUSE = "refuse"
     """Raise `RefusedOpError`, which names the op to call instead."""
+    FLOAT32_INSIDE = "float32_inside"
+    """Run the kernel for the dtype of the first input, which computes in float32 inside."""
 
 
 class Level(ParsedEnum):
