@@ -189,6 +189,9 @@ def by_hand(row: Row, variant: Variant, device: str) -> Trajectory:
                 ),
                 *y,
             )
+        if call == 0:
+            # As a step does: the first batch is not lost to a scale that is too high.
+            scaler.find_scale(loss / variant.accumulate, optimizer)
         scaler.scale(loss / variant.accumulate).backward()
         losses.append(loss.detach())
         if (call + 1) % variant.accumulate == 0:

@@ -9,6 +9,7 @@ from collections.abc import Callable
 
 import torch
 
+from mezzo.scaling.scale_search import Backward, can_search, search
 from mezzo.scaling.scale_state import ScaleRule
 from mezzo.scaling.scale_tensors import DeviceLossScale, HostLossScale
 from mezzo.scaling.scaler import GradScaler
@@ -44,6 +45,21 @@ def name_of(scaler: GradScaler, parameter: torch.Tensor, optimizer: torch.optim.
 def backward_seed(scaler: GradScaler, loss: torch.Tensor) -> torch.Tensor:
     """Return the gradient to start backward with: the scale, which saves multiplying the loss."""
     return scaler._scale_for(loss, 0).to(loss.dtype).reshape(loss.shape)
+
+
+def find_first_scale(
+    scaler: GradScaler, loss: torch.Tensor, parameters: list[torch.Tensor], backward: Backward
+) -> bool:
+    """Compute gradients at a scale at which they are finite, if the scaler is new.
+
+    Returns False, without gradients, if there is nothing to search: compute them as usual.
+    """
+    scaler._scale_for(loss, 0)
+    scales = scaler._scales
+    if not can_search(scales, 0, parameters) or not bool(loss.isfinite().all()):
+        return False
+    search(scales, 0, parameters, backward)
+    return True
 
 
 def capture_refusal(scaler: GradScaler) -> str | None:

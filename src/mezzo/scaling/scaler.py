@@ -12,7 +12,7 @@ from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 
 from mezzo._errors import ScalerError
-from mezzo.scaling import gradients, optimizer_step, scale_state
+from mezzo.scaling import gradients, optimizer_step, scale_search, scale_state
 from mezzo.scaling.diagnostics import CollapseMonitor, warn_if_not_needed
 from mezzo.scaling.gradients import backward_isolated
 from mezzo.scaling.loss_scales import (
@@ -214,6 +214,51 @@ class GradScaler(TorchScalerApi):
                 record = self._record(optimizer)
                 self._check(optimizer, record, loss_id, self._scales.of(loss_id).inverse())
                 record.stage = OptimizerStage.UNSCALED
+
+    def find_scale(
+        self,
+        loss: torch.Tensor,
+        optimizers: Optimizer | Sequence[Optimizer],
+        *,
+        loss_id: int = 0,
+    ) -> float:
+        """Lower the initial scale until the gradients of a loss are finite; return the scale.
+
+        Call it once, at the first iteration, before `scale(loss).backward()`: no batch is lost to a
+        scale that is too high. Runs backward several times with `retain_graph=True` and leaves no
+        gradients; a found scale is divided by 4, since later gradients may be larger. `TrainStep`
+        does this itself. Synchronizes.
+
+        The scale stays as it is if it is not dynamic or was used before, if the loss or its
+        gradients are non-finite at every scale, and in a process group: gradients of a second
+        backward are not reduced over processes.
+
+        >>> model = nn.Linear(2, 1)
+        >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        >>> scaler = GradScaler("cpu")
+        >>> scaler.find_scale(1e35 * model(torch.ones(1, 2)).sum(), optimizer)
+        256.0
+        """
+        chosen = [optimizers] if isinstance(optimizers, Optimizer) else list(optimizers)
+        parameters = [one for optimizer in chosen for one in gradients.parameters(optimizer)]
+        if any(parameter.grad is not None for parameter in parameters):
+            raise ScalerError(
+                "find_scale() computes gradients and drops them, and there are gradients already."
+                " Call it before backward(), after optimizer.zero_grad()."
+            )
+        self._scale_for(loss, loss_id)
+        if scale_search.can_search(self._scales, loss_id, parameters) and bool(
+            loss.isfinite().all()
+        ):
+            scale_search.search(
+                self._scales,
+                loss_id,
+                parameters,
+                lambda _: self._scaled(loss, loss_id).backward(retain_graph=True),
+            )
+            for parameter in parameters:
+                parameter.grad = None
+        return self._scales.state(loss_id).scale
 
     def unscale_(self, optimizer: Optimizer) -> None:
         """Divide an optimizer's gradients by the scale in place, and check them.
@@ -556,6 +601,16 @@ class DisabledGradScaler(GradScaler):
     ) -> None:
         """Run backward."""
         loss.backward(**kwargs)
+
+    def find_scale(
+        self,
+        loss: torch.Tensor,  # noqa: ARG002
+        optimizers: Optimizer | Sequence[Optimizer],  # noqa: ARG002
+        *,
+        loss_id: int = 0,  # noqa: ARG002
+    ) -> float:
+        """Return 1."""
+        return 1.0
 
     def unscale_(self, optimizer: Optimizer) -> None:
         """Do nothing: the gradients are not scaled."""

@@ -75,6 +75,8 @@ class StepExecutor:
         self._records_gradients = False
         self._recorded_gradients: list[tuple[torch.Tensor, torch.Tensor]] = []
         """Parameters with their gradients in the last update, if gradients are recorded."""
+        self.finds_scale = components.scaler is not None
+        """Whether the next update is the first one, which searches for a loss scale."""
         self._static_gradients: list[torch.Tensor] = []
         """Gradients that keep their addresses; empty if each backward pass allocates its own."""
 
@@ -109,10 +111,12 @@ class StepExecutor:
             self.components,
             loss_factor=self.options.loss_factor,
             can_update=self.options.accumulate == 1,
+            finds_scale=self.finds_scale and phase.first,
         )
         returned = self._forward_and_backward(context, call)
         self.buffers.find_written()
         found_nonfinite = self._update(context) if phase.last else None
+        self.finds_scale = self.finds_scale and not phase.last
         self.metrics.write(context.loss, found_nonfinite)
         return returned
 
@@ -225,9 +229,16 @@ class StepContext:
     computes gradients for the parameters of that optimizer only and steps it at once.
     """
 
-    def __init__(self, components: StepComponents, *, loss_factor: float, can_update: bool) -> None:
+    def __init__(
+        self,
+        components: StepComponents,
+        *,
+        loss_factor: float,
+        can_update: bool,
+        finds_scale: bool = False,
+    ) -> None:
         self._components, self._loss_factor = components, loss_factor
-        self._can_update = can_update
+        self._can_update, self._finds_scale = can_update, finds_scale
         self.loss: torch.Tensor | None = None
         """The last loss whose gradients were computed."""
         self.results: dict[Optimizer, StepResult | None] = {}
@@ -286,14 +297,39 @@ class StepContext:
         self.loss = loss
         scaled = loss if self._loss_factor == 1.0 else loss * self._loss_factor
         scaler, region = self._components.scaler, self._components.backward_region
-        if scaler is not None and gradient is None:
-            gradient = capture.backward_seed(scaler, scaled)
-        elif scaler is not None:
-            scaled = scaler.scale(scaled)
         in_region = torch.is_autocast_enabled(region.device)
         with enter_regions(region) if in_region else nullcontext():
+            if (
+                self._finds_scale
+                and gradient is None
+                and not create_graph
+                and self._find_scale(scaled, retain_graph, inputs)
+            ):
+                return
+            if scaler is not None and gradient is None:
+                gradient = capture.backward_seed(scaler, scaled)
+            elif scaler is not None:
+                scaled = scaler.scale(scaled)
             # Not `scaled.backward()`, which `ScaledBackward` would send here again.
             torch.autograd.backward(scaled, gradient, retain_graph, create_graph, inputs=inputs)
+
+    def _find_scale(self, loss: torch.Tensor, retain_graph: bool | None, inputs: Any) -> bool:  # noqa: FBT001
+        """Compute the first gradients, and lower the loss scale if they are non-finite.
+
+        Returns False if the scale is not searched; gradients are not computed then.
+        """
+        scaler = self._components.scaler
+        if scaler is None:
+            return False
+
+        def backward(repeats: bool) -> None:  # noqa: FBT001
+            seed = capture.backward_seed(scaler, loss)
+            torch.autograd.backward(loss, seed, repeats or retain_graph, inputs=inputs)
+
+        trained = [
+            one for optimizer in self._components.optimizers for one in parameters(optimizer)
+        ]
+        return capture.find_first_scale(scaler, loss, trained, backward)
 
     def step_remaining(self) -> None:
         """Step the optimizers that have gradients and were not stepped; update the loss scale."""

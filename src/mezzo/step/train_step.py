@@ -126,7 +126,8 @@ class Step:
         warnings.warn(
             f"The loss scale fell to {scale:g}, below 1{source}. The gradients overflow float16"
             " even without scaling: look for a loss that is summed where it should be averaged, or"
-            " use dtype='bfloat16'.",
+            " use dtype='bfloat16'. mezzo.find_precision_loss(model, loss_fn, x, y) names the op"
+            " that overflows.",
             UserWarning,
             stacklevel=4,
         )
@@ -204,6 +205,7 @@ class Step:
             state_dict,
             self._executor.options.accumulate,
         )
+        self._executor.finds_scale = False
         self._runner.drop_graphs()
 
 
@@ -315,7 +317,9 @@ class TrainStep(Step):
         self, x: Any, y: Any = _NO_TARGET, *, model: nn.Module | None = None
     ) -> torch.Tensor:
         """Run the forward pass and the loss function: the body of the step."""
-        forward = self._forward if model is None else model
+        # The first update may run backward several times, which compiled code does not support.
+        compiled = self.model if self._executor.finds_scale else self._forward
+        forward = compiled if model is None else model
         if isinstance(x, dict):
             outputs = forward(**x)
         else:
