@@ -11,6 +11,7 @@ from mezzo._errors import (
 )
 from mezzo._hardware import Hardware, hardware
 from mezzo._observe import count_dtypes
+from mezzo.advising.precision_loss import PrecisionLoss, find_precision_loss
 from mezzo.autocasting.autocast import autocast, disable_autocast, enable_autocast
 from mezzo.autocasting.custom_ops import register_op
 from mezzo.autocasting.regions import clear_weight_cache, weight_cache_info
@@ -50,6 +51,7 @@ __all__ = [
     "Plan",
     "Policy",
     "PolicyError",
+    "PrecisionLoss",
     "RefusedOpError",
     "ScaleRule",
     "ScaleState",
@@ -66,6 +68,7 @@ __all__ = [
     "decorate",
     "disable_autocast",
     "enable_autocast",
+    "find_precision_loss",
     "grad_norm",
     "hardware",
     "load_checkpoint",

@@ -122,6 +122,7 @@ FEATURES: Mapping[str, Mapping[str, str]] = {
     },
     "observer": {
         "TorchDispatchMode": "torch.utils._python_dispatch.TorchDispatchMode",
+        "current_autograd_node": "torch._C._current_autograd_node",
     },
     "gradient check": {
         "check_and_unscale_": "torch._amp_foreach_non_finite_check_and_unscale_",

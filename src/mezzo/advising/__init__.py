@@ -1,0 +1,1 @@
+"""Advice on precision, made from observed runs."""
