@@ -68,6 +68,7 @@ bench: $(VENV)/.dev ## Run all benchmarks, and write the tables of the README.
 	$(BIN)/python benchmarks/optim.py
 	$(BIN)/python benchmarks/step.py
 	$(BIN)/python benchmarks/convert.py
+	$(BIN)/python benchmarks/numerics.py
 	$(BIN)/python benchmarks/tables.py
 
 clean: ## Remove the environments, caches and build products.

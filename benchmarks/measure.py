@@ -68,10 +68,9 @@ def store(benchmark: str, rows: list[Row], device: str) -> Path:
 
     Other rows of the same machine and torch are kept: a benchmark may be run in parts.
     """
-    machine = mezzo.hardware(device).name
-    path = RESULTS / f"{benchmark}-{re.sub(r'[^a-z0-9]+', '-', machine.lower()).strip('-')}.json"
+    path = results_path(benchmark, device)
     record: dict[str, Any] = {
-        "machine": machine,
+        "machine": mezzo.hardware(device).name,
         "torch": torch.__version__,
         "python": platform.python_version(),
         "rows": [],
@@ -80,9 +79,15 @@ def store(benchmark: str, rows: list[Row], device: str) -> Path:
         record = old
     kept = {row["name"]: row for row in record["rows"]}
     record["rows"] = list((kept | {row.name: asdict(row) for row in rows}).values())
-    RESULTS.mkdir(exist_ok=True)
     path.write_text(json.dumps(record, indent=1) + "\n")
     return path
+
+
+def results_path(benchmark: str, device: str) -> Path:
+    """Return the file for the results of a benchmark on this machine."""
+    RESULTS.mkdir(exist_ok=True)
+    machine = re.sub(r"[^a-z0-9]+", "-", mezzo.hardware(device).name.lower()).strip("-")
+    return RESULTS / f"{benchmark}-{machine}.json"
 
 
 def _synchronize(device: str) -> None:

@@ -40,7 +40,7 @@ runpy.run_path("examples/digits.py", run_name="__main__")
 BENCHMARKS = """
 import dataclasses, json, sys
 sys.path.append("benchmarks")
-import autocast, convert, optim, scaling, step  # the others need a GPU to run
+import autocast, convert, long_run, numerics, optim, scaling, step  # most need a GPU to run
 convert.SIZES = (50,)
 rows = [*convert.planning(), *scaling.cpu_rows(rounds=1)]
 print(json.dumps([dataclasses.asdict(row) for row in rows]))
