@@ -16,7 +16,7 @@ from torch import nn
 
 from mezzo.compat import paddle
 
-SIZE = 256
+SIZE = 512
 BATCH = 16
 BATCHES = 10
 EPOCHS = 2
@@ -26,6 +26,8 @@ of the last batch comes after one update, not nineteen."""
 O2_ERROR = 0.6743 / 0.6486028 - 1
 """Relative increase of the loss at O2 in the guide. It grows with the width: 2.7 % for 256, 3.2 %
 for 512 and 4.0 % for the 8192 of the guide."""
+GUARD_ERROR = 0.6691731 / 0.6486028 - 1
+"""Relative increase of the loss with a guarded network in the guide."""
 
 
 class SimpleNet(paddle.nn.Layer):
@@ -176,7 +178,7 @@ def test_4_o1_ends_with_the_loss_of_float32_to_four_digits(loader, float32_loss)
 
 
 def test_5_o2_without_masters_has_the_error_of_the_guide(loader, float32_loss):
-    assert dynamic_o2(loader) / float32_loss - 1 == pytest.approx(O2_ERROR, rel=0.4)
+    assert dynamic_o2(loader) / float32_loss - 1 == pytest.approx(O2_ERROR, abs=0.01)
 
 
 def test_5_o2_with_masters_ends_with_the_loss_of_o1(loader):
@@ -362,7 +364,7 @@ def test_11_a_pure_float16_program_has_a_float16_loss_with_the_error_of_the_guid
         lambda: optimizer.amp_init(paddle.CPUPlace(), scope=paddle.static.global_scope()),
     )
     assert value.dtype == np.float16
-    assert float(value) / float32_loss - 1 == pytest.approx(O2_ERROR, rel=0.4)
+    assert float(value) / float32_loss - 1 == pytest.approx(O2_ERROR, abs=0.01)
     assert {parameter.dtype for parameter in model.parameters()} == {torch.float16}
 
 
@@ -400,8 +402,8 @@ def test_13_a_guarded_program_has_a_float32_loss_and_float32_parameters_outside_
         torch.float32,
         *[torch.float16] * 8,
     ]
-    # 0.6691731 in the guide: only one layer of nine has float32 updates.
-    assert 0 < float(value) / float32_loss - 1 < 1.3 * O2_ERROR
+    # Less than at O2: one layer of nine has float32 updates.
+    assert float(value) / float32_loss - 1 == pytest.approx(GUARD_ERROR, abs=0.01)
 
 
 # -- common problems -------------------------------------------------------------------------------
