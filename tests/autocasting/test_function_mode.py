@@ -525,6 +525,7 @@ def test_an_autograd_function_is_not_cast_from_outside() -> None:
 
 @pytest.mark.parametrize("compiled", [False, True])
 def test_float32_inside_returns_the_dtype_of_the_input_and_rounds_once(compiled: bool) -> None:
+    torch._dynamo.reset()
     weight = torch.rand(64) + 0.5
     x = (torch.randn(8, 64) * 100 + 1000).to(HALF)
 

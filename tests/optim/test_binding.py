@@ -498,3 +498,14 @@ def test_clipping_does_not_change_gradients_of_float32_parameters():
     assert binding.grad_norm.item() == pytest.approx(50**0.5)
     assert (half.grad.tolist(), whole.grad.tolist()) == ([3.0, 3.0], [4.0, 4.0])
     assert whole.tolist() == pytest.approx([1.0 - 4.0 / 50**0.5] * 2, rel=1e-5)
+
+
+def test_a_step_keeps_the_state_dictionary():
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+    mezzo.decorate(model, optimizer, "O2", dtype="bfloat16")
+    state = optimizer.state
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    assert optimizer.state is state
+    assert set(state) == set(model.parameters())

@@ -519,6 +519,7 @@ def run_eager(model, x):
 
 
 def run_compiled(model, x):
+    torch._dynamo.reset()
     return torch.compile(model, backend="aot_eager", fullgraph=True)(x)
 
 

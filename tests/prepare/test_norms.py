@@ -116,6 +116,7 @@ def test_copies_and_pickles_normalise_with_their_own_parameters():
 
 
 def test_compiled_and_exported_models_normalise_as_in_eager():
+    torch._dynamo.reset()
     net, x = decorated(nn.GroupNorm(4, 16)), torch.randn(3, 16)
     compiled = torch.compile(net, backend="aot_eager", fullgraph=True)
     exported = torch.export.export(net, (x,)).module()

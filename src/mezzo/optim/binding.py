@@ -7,7 +7,6 @@ original step over temporary float32 parameters.
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import wraps
@@ -389,10 +388,13 @@ def _unscale_factor(scale: torch.Tensor | None) -> torch.Tensor | None:
 
 
 def _rekey_state(optimizer: Optimizer, replacements: dict[Any, Any]) -> None:
-    """Store the optimizer's state under other tensors."""
-    state: defaultdict[Any, Any] = defaultdict(dict)
-    state.update({replacements.get(key, key): value for key, value in optimizer.state.items()})
-    optimizer.state = state
+    """Store the optimizer's state under other tensors, in the same dictionary.
+
+    Captured steps and user code may hold it.
+    """
+    state = {replacements.get(key, key): value for key, value in optimizer.state.items()}
+    optimizer.state.clear()
+    optimizer.state.update(state)
 
 
 def _is_known(optimizer: Optimizer) -> bool:
