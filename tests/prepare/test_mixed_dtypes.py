@@ -42,6 +42,13 @@ def test_the_error_names_the_op_and_a_remedy_that_works(op, call):
     assert decorated(call, promote={op})(torch.randn(4, 4)).dtype is torch.float32
 
 
+@pytest.mark.parametrize("index", [torch.ones(4), torch.ones(4).half()])
+def test_a_floating_point_index_is_not_explained_as_mixed_dtypes(index):
+    with pytest.raises(RuntimeError, match="Long") as raised:
+        decorated(lambda weight, _: F.embedding(index, weight))(torch.randn(4, 4))
+    assert not isinstance(raised.value, mezzo.MezzoError)
+
+
 def test_other_errors_are_torchs():
     with pytest.raises(RuntimeError, match="shapes cannot be multiplied") as raised:
         decorated(lambda weight, x: x[:, :3] @ weight)(torch.randn(4, 4))

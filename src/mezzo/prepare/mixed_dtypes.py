@@ -19,8 +19,12 @@ from mezzo._errors import MezzoError, UnsupportedError
 from mezzo.policy.registry import registry
 
 _MIXED_DTYPES = re.compile(
-    r"dtype|scalar type|same type|mixed dtype|both vectors", flags=re.IGNORECASE
+    r"half|bfloat16|mixed dtype|inputs should have same dtype|self\.dtype to be equal to src",
+    flags=re.IGNORECASE,
 )
+"""Found in torch's messages about 16-bit and float32 tensors."""
+_OTHER_DTYPES = re.compile(r"long|\bint\b", flags=re.IGNORECASE)
+"""Found in messages about a floating-point index."""
 
 
 def explaining_mixed_dtypes(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -44,14 +48,16 @@ def _explain(error: RuntimeError) -> UnsupportedError | None:
     """Return an error that names the op and the remedy; None if dtypes were not the cause."""
     if isinstance(error, MezzoError) or not _MIXED_DTYPES.search(str(error)):
         return None
+    if _OTHER_DTYPES.search(str(error)):
+        return None
     op = _failed_op(error)
     if op is None:
         return None
     message = str(error).splitlines()[0]
     return UnsupportedError(
-        f"{op} got 16-bit and float32 tensors, which it does not accept ({message}). Parameters are"
-        f" 16-bit at this level: pass promote={{{op!r}}} to run it in the widest dtype of its"
-        " inputs, or keep the parameter float32 with keep_full=."
+        f"{op} got 16-bit and float32 tensors, which it does not accept ({message}). Pass"
+        f" promote={{{op!r}}} to run it in the widest dtype of its inputs; or, if one of them is a"
+        " parameter, keep it float32 with keep_full=."
     )
 
 

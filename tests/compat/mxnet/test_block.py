@@ -5,6 +5,7 @@ import torch
 from torch import nn
 
 from mezzo import Policy
+from mezzo.compat.mxnet import amp
 from mezzo.compat.mxnet._block import Block, ConvertRequest, LoadedBlock, file_name
 from mezzo.compat.mxnet._ndarray import NDArray, as_ndarray, as_tensor
 from mezzo.compat.mxnet._params import read_params
@@ -188,3 +189,8 @@ def test_a_block_takes_arrays_and_writes_mxnets_parameters(tmp_path):
     )
     block.save(tmp_path / "net.pt2")
     assert isinstance(LoadedBlock(tmp_path / "net.pt2")(array), NDArray)
+
+
+def test_an_unknown_device_is_named():
+    with pytest.raises(ValueError, match=r"ctx='gpuu' is no device. Pass mx.cpu"):
+        amp.convert_hybrid_block(nn.Linear(2, 2), ctx="gpuu")

@@ -113,3 +113,8 @@ def test_a_symbol_is_saved_and_loaded_alone(tmp_path):
     symbol = sym.load(f"{prefix}-symbol.json")
     symbol.save(tmp_path / "copy.json")
     assert sym.load(tmp_path / "copy.json").graph == symbol.graph
+
+
+def test_an_epoch_that_is_no_number_is_named():
+    with pytest.raises(TypeError, match="epoch should be an integer, got '0'"):
+        model.load_checkpoint("nowhere", "0")

@@ -234,3 +234,23 @@ def test_importing_and_using_tensors_leaves_torch_unchanged():
     assert (dict(vars(torch.Tensor)), dict(vars(nn.Parameter))) == before
     with pytest.raises(RuntimeError, match="requires grad"):
         torch.ones(1, requires_grad=True).numpy()
+
+
+def test_backward_of_a_tensor_that_needs_no_gradient_says_why():
+    with pytest.raises(RuntimeError, match=r"stop_gradient=True: it depends on no parameter"):
+        paddle.to_tensor([1.0]).sum().backward()
+    scaled = paddle.amp.GradScaler(init_loss_scaling=2.0).scale(paddle.to_tensor(1.0))
+    with pytest.raises(RuntimeError, match=r"stop_gradient=True"):
+        scaled.backward()
+
+
+def test_backward_takes_paddles_arguments():
+    x = paddle.to_tensor([1.0, 2.0], stop_gradient=False)
+    y = x * x
+    y.backward(grad_tensor=paddle.to_tensor([1.0, 10.0]), retain_graph=True)
+    assert x.grad.tolist() == [2.0, 40.0]
+
+
+def test_a_shape_that_is_no_shape_is_named():
+    with pytest.raises(TypeError, match=r"shape should be integers such as \[2, 3\], got 'a'"):
+        paddle.zeros("a")

@@ -281,4 +281,6 @@ def file_name(prefix: str | os.PathLike[str], epoch: int) -> str:
     >>> file_name("model", 3)
     'model-0003.pt2'
     """
+    if not isinstance(epoch, int):
+        raise TypeError(f"epoch should be an integer, got {epoch!r}.")
     return f"{Path(prefix)}-{epoch:04d}.pt2"

@@ -183,7 +183,11 @@ def _sizes(shape: Sizes) -> list[int]:
     """Return a shape as a list of ints."""
     if isinstance(shape, torch.Tensor):
         shape = shape.tolist()
-    return [int(size) for size in shape] if isinstance(shape, list | tuple) else [int(shape)]
+    sizes = list(shape) if isinstance(shape, list | tuple) else [shape]
+    try:
+        return [int(size) for size in sizes]
+    except (TypeError, ValueError) as error:
+        raise TypeError(f"shape should be integers such as [2, 3], got {shape!r}.") from error
 
 
 def _options(dtype: Any) -> dict[str, Any]:

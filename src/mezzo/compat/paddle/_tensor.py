@@ -142,6 +142,22 @@ class Tensor(torch.Tensor):
         """Whether it is a parameter."""
         return isinstance(self, nn.Parameter)
 
+    def backward(
+        self,
+        grad_tensor: torch.Tensor | None = None,
+        retain_graph: bool | None = None,
+        create_graph: bool = False,
+        inputs: Any = None,
+    ) -> None:
+        """Compute gradients, with Paddle's arguments and then torch's."""
+        if not self.requires_grad:
+            raise RuntimeError(
+                "backward() of a tensor with stop_gradient=True: it depends on no parameter that is"
+                " trained. Compute the loss from a layer's output, outside paddle.no_grad(), or set"
+                " stop_gradient = False on what should get a gradient."
+            )
+        super().backward(grad_tensor, retain_graph, create_graph, inputs)  # type: ignore[no-untyped-call]
+
     # -- values ------------------------------------------------------------------------------------
 
     def numpy(self, *, force: bool = True) -> Any:

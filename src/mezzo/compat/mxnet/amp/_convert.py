@@ -153,10 +153,20 @@ def convert_hybrid_block(
         device = ctx
     if len(args) > _DEVICE_POSITION + 1:
         kwargs["cast_optional_params"] = args[_DEVICE_POSITION + 1]
+    _check_device(device)
     request = _parse_request("convert_hybrid_block", args[:_DEVICE_POSITION], kwargs)
     converted = Block(block, request, device=device)
     _prepare(converted, data_example)
     return converted
+
+
+def _check_device(device: Any) -> None:
+    """Raise `ValueError` for a string that names no device."""
+    if isinstance(device, str):
+        try:
+            torch.device(device)
+        except RuntimeError as error:
+            raise ValueError(f"ctx={device!r} is no device. Pass mx.cpu() or mx.gpu(0).") from error
 
 
 def convert_bucketing_module(

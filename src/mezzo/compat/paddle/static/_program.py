@@ -143,6 +143,9 @@ class Variable(Tensor):
         program.set_name(variable, name)
         return variable
 
+    # Reaches `__torch_function__`, which raises with what to call in a static program.
+    backward = torch.Tensor.backward
+
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return (
             f"var {self.name} : shape{paddle_shape(self)}, dtype"
