@@ -134,6 +134,8 @@ FEATURES: Mapping[str, Mapping[str, str]] = {
     "CUDA graphs": {
         "raw_stream": "torch._C._cuda_getCurrentRawStream",
         "clear_cublas_workspaces": "torch._C._cuda_clearCublasWorkspaces",
+        "end_allocate_to_pool": "torch._C._cuda_endAllocateToPool",
+        "release_pool": "torch._C._cuda_releasePool",
     },
     "compile=True": {
         "inductor_config": "torch._inductor.config",

@@ -241,19 +241,35 @@ def test_train_eval_and_frozen_parameters_take_effect_at_the_next_step() -> None
     assert_alike(runs[0][0], runs[1][0], 2e-2)
 
 
-def test_new_shapes_are_captured_up_to_a_limit_with_a_warning() -> None:
+def test_new_shapes_are_captured_when_they_come_again() -> None:
     made = Made("mlp", device="cuda")
     _, step = in_steps(made, batches("mlp", 5, device="cuda"), "O1", "bfloat16")
-    sizes = list(range(9, 16))
+    sizes = list(range(2, 8))
     with _events.listen() as caught:
         for size in sizes:
             for x, y in batches("mlp", 3, device="cuda", size=size):
                 step(x, y)
     assert sum(isinstance(event, _events.StepCaptured) for event in caught) == len(sizes)
-    (x, y), *_ = batches("mlp", 1, device="cuda", size=16)
-    with pytest.warns(UserWarning, match=r"\(16, 8\) float32"):
-        step(x, y)
-    step(x, y)
+
+
+def test_graphs_of_many_shapes_take_little_more_memory_than_the_largest() -> None:
+    def peak(sizes: list[int]) -> int:
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_reserved()
+        torch.manual_seed(0)
+        layers = [nn.Sequential(nn.Linear(512, 512), nn.GELU()) for _ in range(8)]
+        model = nn.Sequential(*layers).cuda()
+        optimizer = torch.optim.AdamW(model.parameters())
+        step = mezzo.TrainStep(model, lambda outputs: outputs.square().mean(), optimizer, "O2")
+        for size in sizes:
+            step(torch.randn(size, 512, device="cuda"))
+        assert step.captured, step.eager_reason
+        return torch.cuda.max_memory_reserved() - before
+
+    lengths = [64 * (index * 7 % 40 + 1) * 8 for index in range(40)]
+    alone = peak([max(lengths)] * 8)
+    assert peak(lengths * 3) <= 1.3 * alone
 
 
 def test_results_are_the_same_over_changing_shapes() -> None:
@@ -324,14 +340,131 @@ def test_a_failed_capture_leaves_the_random_numbers_and_the_run_intact(
     assert_alike(*runs)
 
 
-def test_optimizers_without_a_fused_step_run_eagerly_with_a_warning() -> None:
-    made = Made("mlp", device="cuda")
-    optimizer = torch.optim.RMSprop(made.model.parameters(), lr=0.01)
-    with pytest.warns(UserWarning, match="RMSprop has no fused step"):
-        step = mezzo.TrainStep(made.model, boosted, optimizer, dtype="float16")
-    for x, y in batches("mlp", 5, device="cuda"):
-        step(x, y)
-    assert not step.captured
+class Signs(torch.optim.Optimizer):
+    """An optimizer of a user, with a state and a host number."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.01})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    state = self.state[parameter]
+                    state["count"] = state.get("count", 0) + 1
+                    rate = group["lr"] / state["count"]
+                    parameter.sub_(parameter.grad.sign(), alpha=rate)
+
+
+@pytest.mark.parametrize(
+    ("level", "dtype"), [("O1", "float16"), ("O2", "float16"), ("O2", "bfloat16")]
+)
+@pytest.mark.parametrize("accumulate", [1, 3])
+def test_any_optimizer_steps_behind_a_captured_forward_and_backward_pass(
+    level: str, dtype: str, accumulate: int
+) -> None:
+    runs = []
+    for capture in (True, False):
+        made = Made("mlp", device="cuda")
+        step = mezzo.TrainStep(
+            made.model,
+            boosted,
+            Signs(made.model.parameters()),
+            level,
+            dtype=dtype,
+            capture=capture,
+            accumulate=accumulate,
+        )
+        losses = []
+        for index, (x, (target, boost)) in enumerate(batches("mlp", 30, device="cuda")):
+            factor = float("inf") if dtype == "float16" and index == 20 else 1.0
+            losses.append(float(step(x, (target, boost * factor))))
+        assert step.captured is capture
+        runs.append((losses, weights(made.model)))
+    assert runs[0][0][:20] == runs[1][0][:20]
+    assert same(runs[0][1], runs[1][1])
+
+
+class LayerDrop(nn.Module):
+    """Drops a layer by a random number of the host, as wav2vec2 does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.out = nn.Linear(8, 8), nn.Linear(8, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.out(self.first(x) * float(torch.rand([]) < 0.5))
+
+
+def test_random_numbers_of_the_host_are_not_captured() -> None:
+    runs = []
+    for capture in ("auto", False):
+        torch.manual_seed(0)
+        model = LayerDrop().cuda()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        step = mezzo.TrainStep(model, boosted, optimizer, dtype="bfloat16", capture=capture)
+        torch.manual_seed(1)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            runs.append([float(step(x, y)) for x, y in batches("mlp", 20, device="cuda")])
+        assert any("random numbers on the host" in str(one.message) for one in caught) == (
+            capture == "auto"
+        )
+        assert not step.captured
+    assert_alike(*runs)
+
+
+class ReadsUnlessCaptured(nn.Module):
+    """Reads from the device unless it is captured, as transformers' masks do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.out = nn.Linear(8, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if not torch.cuda.is_current_stream_capturing() and x.isnan().any():
+            return self.out(x) * 0
+        return self.out(x)
+
+
+def test_a_model_that_reads_only_when_it_is_not_captured_is_captured() -> None:
+    runs = []
+    for capture in (True, False):
+        torch.manual_seed(0)
+        model = ReadsUnlessCaptured().cuda()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        step = mezzo.TrainStep(model, boosted, optimizer, dtype="float16", capture=capture)
+        runs.append([float(step(x, y)) for x, y in batches("mlp", 12, device="cuda")])
+        assert step.captured is capture
+    assert_alike(*runs)
+
+
+def test_an_eager_step_with_a_captured_update_trains_as_an_eager_one() -> None:
+    runs = []
+    for capture in ("auto", False):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(8, 8), Reads()).cuda()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 5)
+        step = mezzo.TrainStep(
+            model,
+            boosted,
+            optimizer,
+            "O2",
+            dtype="float16",
+            capture=capture,
+            scheduler=scheduler,
+            clip_norm=1.0,
+        )
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            for index, (x, (target, boost)) in enumerate(batches("mlp", 30, device="cuda")):
+                step(x, (target, boost * (float("inf") if index in (18, 19) else 1.0)))
+        assert not step.captured
+        runs.append((weights(model), step.metrics.skipped_steps, scheduler.get_last_lr()))
+    assert same(runs[0][0], runs[1][0])
+    assert runs[0][1:] == runs[1][1:]
 
 
 def test_a_captured_run_resumes_from_a_saved_state() -> None:
@@ -531,7 +664,7 @@ def test_a_captured_step_does_not_use_workspaces_that_other_code_frees() -> None
     assert step.captured
     torch._C._cuda_clearCublasWorkspaces()
     buffers = []
-    for stream in (torch.cuda.current_stream(), step._runner._capturer.stream):
+    for stream in (torch.cuda.current_stream(), step._runner._graphs.capturer.stream):
         with torch.cuda.stream(stream):
             buffers += [
                 torch.full((size << 20,), 7, dtype=torch.uint8, device="cuda")

@@ -14,14 +14,10 @@ from support.step_models import Made, batches, boosted, same, weights
 
 import mezzo
 from mezzo import _events
-from mezzo.step.capture import (
-    MAX_GRAPHS,
-    EagerRunner,
-    capture_obstacle,
-    root_cause,
-    warn_not_captured,
-)
+from mezzo.step import replay_timing
+from mezzo.step.capture import EagerRunner, capture_obstacle, warn_not_captured
 from mezzo.step.components import Capture
+from mezzo.step.cuda_graph import failure_reason
 
 
 @pytest.fixture
@@ -42,9 +38,9 @@ def eager_step(made, loss=boosted, policy="O1", **kwargs):
     )
 
 
-def captured_step(made, loss=boosted, capture="auto", **kwargs):
+def captured_step(made, loss=boosted, capture="auto", *, captures_update=True, **kwargs):
     step = eager_step(made, loss, **kwargs)
-    use_capture(step, capture)
+    use_capture(step, capture, captures_update=captures_update)
     return step
 
 
@@ -83,25 +79,156 @@ def test_the_copy_of_an_input_casts_it_as_the_model_would(capturer):
     assert losses == run(eager_step(other, policy="O2", preset="paddle"), 8)
 
 
-def test_a_new_shape_is_captured_after_two_calls(capturer):
+def test_a_new_shape_is_captured_when_it_comes_again(capturer):
     step = captured_step(Made("mlp"))
     run(step, 5)
-    run(step, 3, size=4)
-    run(step, 2)
-    assert [graph.replays for graph in capturer.graphs] == [4, 1]
+    run(step, 1, size=4)
+    run(step, 1, size=5)
+    assert [graph.replays for graph in capturer.graphs] == [2]
+    run(step, 2, size=4)
+    assert [graph.replays for graph in capturer.graphs] == [2, 2]
+    assert step.replays == 4
 
 
-def test_too_many_shapes_run_eagerly_with_one_warning(capturer):
-    step = captured_step(Made("mlp"))
-    for size in range(1, MAX_GRAPHS + 1):
-        run(step, 4, size=size)
-    with pytest.warns(
-        UserWarning, match=r"Already 8 captured graphs; inputs of shape \(20, 8\) float32"
-    ) as warned:
-        run(step, 3, size=20)
-    assert len(warned) == 1
-    run(step, 3, size=21)
-    assert len(capturer.graphs) == MAX_GRAPHS
+class TestManyShapes:
+    def test_calls_of_all_shapes_warm_up_and_each_shape_is_captured_when_it_comes_again(
+        self, capturer
+    ):
+        step = captured_step(Made("mlp"))
+        for _ in range(2):
+            for size in range(8, 3, -1):
+                run(step, 1, size=size)
+        assert capturer.warm_ups == 5
+        assert [graph.replays for graph in capturer.graphs] == [1] * 5
+
+    @pytest.mark.filterwarnings("ignore:The step was called")
+    def test_shapes_that_take_turns_beyond_the_limit_run_eagerly(self, capturer):
+        step = captured_step(Made("mlp"), max_graphs=2)
+        run(step, 5)
+        for _ in range(4):
+            for size in (8, 7, 5):
+                run(step, 1, size=size)
+        assert len(capturer.graphs) == 2
+
+    def test_more_kinds_of_inputs_than_graphs_cause_one_warning(self, capturer):
+        step = captured_step(Made("mlp"), max_graphs=2)
+        run(step, 4)
+        run(step, 1, size=2)
+        with pytest.warns(
+            UserWarning,
+            match=r"more than 2 kinds of inputs.* \(3, 8\) float32.*pad_to=64.*max_graphs",
+        ):
+            run(step, 1, size=3)
+        run(step, 1, size=4)
+
+    @pytest.mark.filterwarnings("ignore:The step was called")
+    def test_the_shape_not_used_for_longest_makes_room_for_one_used_twice_since(self, capturer):
+        step = captured_step(Made("mlp"), max_graphs=2)
+        run(step, 5)
+        run(step, 2, size=4)
+        run(step, 1)
+        run(step, 3, size=3)
+        assert [graph.replays for graph in capturer.graphs] == [3, 1, 2]
+        run(step, 1)
+        assert capturer.graphs[0].replays == 4
+
+    def test_a_larger_shape_is_captured_into_new_memory_that_serves_the_others(self, capturer):
+        step = captured_step(Made("mlp"))
+        run(step, 5, size=4)
+        assert capturer.pools == 1
+        warm_ups = capturer.warm_ups
+        run(step, 2, size=8)
+        assert capturer.pools == 2
+        run(step, 2, size=4)
+        assert capturer.pools == 2
+        assert [graph.inputs[0].shape[0] for graph in capturer.graphs] == [4, 8, 4]
+        assert capturer.warm_ups == warm_ups + 1
+
+    @pytest.mark.filterwarnings("ignore:The step was called")
+    def test_results_are_those_of_eager_calls(self, capturer):
+        made, other = Made("mlp"), Made("mlp")
+        sizes = [8, 8, 8, 8, 4, 6, 4, 9, 9, 6, 8, 4, 9, 6]
+        captured, eager = captured_step(made, max_graphs=2), eager_step(other)
+        for size in sizes:
+            assert run(captured, 1, size=size) == run(eager, 1, size=size)
+        assert same(weights(made.model), weights(other.model))
+
+    @pytest.mark.parametrize("number", [0, -1, 2.5, True, "8"])
+    def test_the_limit_is_checked(self, number):
+        with pytest.raises(mezzo.PolicyError, match="max_graphs="):
+            eager_step(Made("mlp"), max_graphs=number)
+
+
+class TestOptimizersThatCannotBeCaptured:
+    @pytest.mark.parametrize("accumulate", [1, 3])
+    def test_they_step_behind_a_captured_forward_and_backward_pass(self, capturer, accumulate):
+        made, other = Made("mlp"), Made("mlp")
+        step = captured_step(made, captures_update=False, accumulate=accumulate)
+        losses = run(step, 24)
+        assert step.captured
+        assert losses == run(eager_step(other, accumulate=accumulate), 24)
+        assert same(weights(made.model), weights(other.model))
+
+    def test_an_overflow_is_skipped(self, capturer):
+        made, other = Made("mlp"), Made("mlp")
+        steps = [
+            mezzo.TrainStep(one.model, boosted, one.optimizer, dtype="float16", capture=False)
+            for one in (made, other)
+        ]
+        use_capture(steps[0], captures_update=False)
+        steps[0]._runner._is_ready = lambda *_: True
+        for step in steps:
+            for x, (target, boost) in batches("mlp", 12):
+                step(x, (target, boost * (float("inf") if step._updates == 8 else 1.0)))
+        assert steps[0].captured
+        assert [step.metrics.skipped_steps for step in steps] == [1, 1]
+        assert same(weights(made.model), weights(other.model))
+
+
+class TestModelsThatKnowWhetherTheyAreCaptured:
+    def test_a_second_attempt_reports_the_capture(self, capturer):
+        capturer.fails_as_eager = True
+        step = captured_step(Made("mlp"))
+        losses = run(step, 6)
+        assert step.captured
+        assert capturer.reports == [True, False]
+        assert losses == run(eager_step(Made("mlp")), 6)
+        run(step, 2, size=3)
+        assert capturer.reports == [True, False, False]
+
+
+class TestTiming:
+    @pytest.fixture
+    def slow_replays(self, monkeypatch):
+        """Let replays take twice the time of eager calls."""
+
+        def timed(_, run):
+            return run(), 2.0 if "replay" in run.__name__ else 1.0
+
+        monkeypatch.setattr(replay_timing, "MARGIN", 1.02)
+        monkeypatch.setattr(replay_timing.ReplayTiming, "_timed", timed)
+
+    def test_a_slower_replay_is_not_used(self, capturer, slow_replays):
+        made, other = Made("mlp"), Made("mlp")
+        step = captured_step(made)
+        with pytest.warns(UserWarning, match=r"a replay takes 2000.00 ms and an eager call 1000"):
+            losses = run(step, 10)
+        assert not step.captured
+        assert capturer.graphs[0].replays == replay_timing.REPLAYS
+        assert "a replay takes" in step.eager_reason
+        assert losses == run(eager_step(other), 10)
+        assert same(weights(made.model), weights(other.model))
+
+    def test_a_faster_replay_is_timed_three_times_only(self, capturer, monkeypatch):
+        timed = []
+        plain = replay_timing.ReplayTiming._timed
+        monkeypatch.setattr(
+            replay_timing.ReplayTiming,
+            "_timed",
+            lambda self, run: (timed.append(run), plain(self, run))[1],
+        )
+        run(captured_step(Made("mlp")), 12)
+        assert len(timed) == 3 + replay_timing.REPLAYS
 
 
 @pytest.mark.parametrize("change", ["eval", "frozen"])
@@ -169,21 +296,29 @@ def test_a_partial_accumulation_can_be_flushed_after_replays(capturer):
 
 
 class TestStepsThatCannotBeCaptured:
-    def test_a_host_read_is_named_and_the_step_runs_eagerly(self, capturer):
-        capturer.host_syncs = ["model.py:3: x.item()"]
-        step = captured_step(Made("mlp"))
-        with pytest.warns(UserWarning, match=r"model\.py:3: x\.item\(\)"):
-            run(step, 6)
-        assert not step.captured
-        assert "model.py:3" in step.eager_reason
-        assert capturer.graphs == []
-
     def test_a_failed_capture_warns_with_its_root_cause_and_the_call_runs_eagerly(self, capturer):
         capturer.fails = True
         step = captured_step(Made("mlp"))
         with pytest.warns(UserWarning, match="the root cause"):
             losses = run(step, 6)
+        assert capturer.reports == [True, False]
         assert losses == run(eager_step(Made("mlp")), 6)
+
+    @pytest.mark.parametrize("accumulate", [1, 3])
+    def test_the_update_is_captured_by_itself(self, capturer, accumulate):
+        capturer.fails = True
+        made, other = Made("mlp"), Made("mlp")
+        step = captured_step(made, accumulate=accumulate)
+        with pytest.warns(UserWarning, match="the root cause"):
+            losses = run(step, 4 * accumulate)
+        capturer.fails = False
+        losses += run(step, 8 * accumulate)
+        assert len(capturer.graphs) == 1
+        assert capturer.graphs[0].replays > 1
+        assert not step.captured
+        eager = eager_step(other, accumulate=accumulate)
+        assert losses == run(eager, 4 * accumulate) + run(eager, 8 * accumulate)
+        assert same(weights(made.model), weights(other.model))
 
     def test_a_failed_capture_raises_with_capture_true(self, capturer):
         capturer.fails = True
@@ -228,5 +363,9 @@ class TestStepsThatCannotBeCaptured:
             fail()
         assert re.fullmatch(
             r"KeyError: 'first', in .*test_capture\.py:\d+: \{\}\[\"first\"\]",
-            root_cause(caught.value),
+            failure_reason(caught.value, []),
         )
+
+    def test_a_host_read_is_named_before_the_error_that_it_causes(self):
+        reason = failure_reason(RuntimeError("invalidated"), ["model.py:3: x.item()"])
+        assert reason == "the host reads from the device in model.py:3: x.item()"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,9 +10,10 @@ import pytest
 import torch
 
 import mezzo
-from mezzo.step import capture
+from mezzo.step import captured_step, replay_timing
 from mezzo.step.capture import CaptureRunner
 from mezzo.step.components import Capture
+from mezzo.step.cuda_graph import CaptureFailed
 from mezzo.step.inputs import Call, copy_outputs, make_static_buffers
 
 
@@ -42,45 +42,51 @@ class FakeCapturer:
 
     graphs: list[FakeGraph] = field(default_factory=list)
     warm_ups: int = 0
-    host_syncs: list[str] = field(default_factory=list)
-    """Lines that `find_host_syncs` reports."""
+    reports: list[bool] = field(default_factory=list)
+    """`reports_eager` of each attempt."""
     fails: bool = False
+    fails_as_eager: bool = False
+    """Whether attempts fail in which the capture is hidden from the model."""
     broken: bool = False
 
+    pools: int = 1
+
     def with_new_pool(self) -> FakeCapturer:
+        self.pools += 1
         return self
 
     def run_on_capture_stream(self, run: Callable[[], Any]) -> Any:
         self.warm_ups += 1
         return run()
 
-    def capture(self, run: Callable[[Call], Any], call: Call, *_: object) -> FakeGraph:
-        if self.fails:
-            self._fail()
-        self.graphs.append(FakeGraph(run, call, broken=self.broken))
+    def capture(
+        self, run: Callable[[Any], Any], values: Any, *_: object, reports_eager: bool = True
+    ) -> FakeGraph:
+        self.reports.append(reports_eager)
+        if self.fails or (self.fails_as_eager and reports_eager):
+            raise CaptureFailed("the root cause")
+        self.graphs.append(FakeGraph(run, values, broken=self.broken))
         return self.graphs[-1]
-
-    def _fail(self) -> None:
-        try:
-            {}["the root cause"]
-        except KeyError:
-            torch.ones(2).view(3)
 
 
 def fake_captures(monkeypatch: pytest.MonkeyPatch) -> FakeCapturer:
     """Let every `CaptureRunner` use one fake capturer."""
     capturer = FakeCapturer()
 
-    @contextmanager
-    def find_host_syncs():
-        yield capturer.host_syncs
-
-    monkeypatch.setattr(capture.GraphCapturer, "on", lambda _: capturer)
-    monkeypatch.setattr(capture, "find_host_syncs", find_host_syncs)
+    monkeypatch.setattr(captured_step.GraphCapturer, "on", lambda _: capturer)
+    # Fake replays run the function again, and are about as fast as eager calls.
+    monkeypatch.setattr(replay_timing, "MARGIN", 1e9)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda *_: None)
     return capturer
 
 
-def use_capture(step: mezzo.TrainStep, mode: str | bool | Capture = Capture.AUTO) -> None:
-    """Give a step that was created on a CPU a runner that captures."""
-    step._runner = CaptureRunner(step._executor, Capture.parse(mode))
+def use_capture(
+    step: mezzo.TrainStep,
+    mode: str | bool | Capture = Capture.AUTO,
+    *,
+    captures_update: bool = True,
+) -> None:
+    """Give a step that was created on a CPU a runner that captures, with or without updates."""
+    runner = CaptureRunner(step._executor, Capture.parse(mode))
+    runner._graphs.captures_update = captures_update
+    step._runner = runner

@@ -17,9 +17,15 @@ _NUMPY_KIND = "MT19937"
 
 def capture_rng_state() -> dict[str, Any]:
     """Return the states of all generators, of CUDA and NumPy only if they are in use."""
-    state: dict[str, Any] = {"torch": torch.get_rng_state(), "python": random.getstate()}
+    state = capture_host_rng_state()
     if torch.cuda.is_initialized():
         state["cuda"] = torch.cuda.get_rng_state_all()
+    return state
+
+
+def capture_host_rng_state() -> dict[str, Any]:
+    """Return the states of the generators on the host, of NumPy only if it is in use."""
+    state: dict[str, Any] = {"torch": torch.get_rng_state(), "python": random.getstate()}
     numpy = sys.modules.get("numpy")
     if numpy is not None:
         kind, keys, *rest = numpy.random.get_state()
@@ -72,6 +78,21 @@ def _check_gauss(gauss: Any) -> Any:
     if gauss is not None and not isinstance(gauss, float):
         raise ValueError(f"{gauss!r:.80} is not a normal number that was drawn ahead")
     return gauss
+
+
+def host_rng_has_moved(since: dict[str, Any]) -> bool:
+    """Return whether numbers were drawn on the host since a state was captured.
+
+    >>> before = capture_host_rng_state()
+    >>> host_rng_has_moved(before), torch.rand(1).shape, host_rng_has_moved(before)
+    (False, torch.Size([1]), True)
+    """
+    now = capture_host_rng_state()
+    return any(
+        not torch.equal(now[name], saved) if name == "torch" else now[name] != saved
+        for name, saved in since.items()
+        if name in now
+    )
 
 
 def restore_rng_state(state: dict[str, Any]) -> None:

@@ -2,27 +2,24 @@
 
 from __future__ import annotations
 
-import time
-import traceback
 import warnings
+from collections import Counter
 from collections.abc import Hashable
-from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 import torch
 
 from mezzo import _events, _launch
 from mezzo._errors import UnsupportedError
-from mezzo.autocasting.regions import clear_weight_cache, innermost_region
-from mezzo.optim.binding import optimizer_binding
-from mezzo.optim.fused_step import FusedBinding
-from mezzo.optim.fused_tables import LaunchPlan
 from mezzo.scaling import capture
+from mezzo.step.captured_step import CapturedStep, StepGraphs, UpdateRunner
 from mezzo.step.components import Capture, StepComponents
-from mezzo.step.cuda_graph import CapturedGraph, GraphCapturer, find_host_syncs, user_line
+from mezzo.step.cuda_graph import CaptureFailed
 from mezzo.step.executor import AccumulationPhase, StepExecutor
+from mezzo.step.input_kinds import InputKind, InputKinds, Room
 from mezzo.step.inputs import Call, UnsupportedInput, copy_outputs, format_shapes, signature
 from mezzo.step.module_buffers import module_modes
+from mezzo.step.replay_timing import ReplayTiming
 from mezzo.step.stall_check import StallCheck
 
 
@@ -47,6 +44,14 @@ class Runner(Protocol):
     @property
     def captured(self) -> bool:
         """Whether calls are replayed as CUDA graphs by now."""
+
+    @property
+    def graph_count(self) -> int:
+        """Kinds of inputs whose calls are replayed."""
+
+    @property
+    def replays(self) -> int:
+        """Calls replayed so far."""
 
     def drop_graphs(self) -> None:
         """Drop captured graphs: what they depend on may have changed."""
@@ -73,9 +78,6 @@ def capture_obstacle(components: StepComponents) -> str | None:
         return "the parameters are on several devices"
     if not _launch.has_triton(device):
         return "Triton is not installed, which the fused steps need"
-    for optimizer in components.optimizers:
-        if not isinstance(optimizer_binding(optimizer), FusedBinding):
-            return f"{type(optimizer).__name__} has no fused step, and its own step synchronizes"
     return None if components.scaler is None else capture.capture_refusal(components.scaler)
 
 
@@ -83,6 +85,7 @@ class EagerRunner:
     """Runs every call eagerly."""
 
     captured = False
+    graph_count = replays = 0
 
     def __init__(self, executor: StepExecutor, eager_reason: str | None = None) -> None:
         self.eager_reason = eager_reason
@@ -99,7 +102,7 @@ class EagerRunner:
             if self._executor.components.scaler is None
             else module_modes(self._modules, self._parameters)
         )
-        return run_eagerly(self._executor, call, phase, modes)
+        return copy_outputs(self._executor.run(self._executor.move_inputs(call), phase, modes))
 
     def flush(self, calls: int) -> None:
         """Update from the gradients of fewer calls than usual."""
@@ -113,13 +116,6 @@ class EagerRunner:
         """Do nothing: an eager runner has no graphs."""
 
 
-def run_eagerly(
-    executor: StepExecutor, call: Call, phase: AccumulationPhase, modes: Hashable
-) -> Any:
-    """Run one call eagerly and return detached copies of what the body returned."""
-    return copy_outputs(executor.run(executor.move_inputs(call), phase, modes))
-
-
 def first_nonfinite(executor: StepExecutor) -> str | None:
     """Return the first parameter with a non-finite gradient in the last eager update, by name.
 
@@ -129,32 +125,9 @@ def first_nonfinite(executor: StepExecutor) -> str | None:
     return next((name for name in names if name is not None), None)
 
 
-MAX_GRAPHS = 8
-"""Input signatures that are captured; others run eagerly."""
-_WARM_UP, _WARM_UP_AGAIN = 3, 2
-"""Real calls before a capture, which create optimizer states, tables and compiled kernels. Another
-signature of inputs needs fewer. Host reads are looked for in the last one: the first may have some
-of its own, when a kernel is chosen or code is compiled."""
-
-
-class ReplayedBinding(NamedTuple):
-    """An optimizer that a captured graph steps."""
-
-    binding: FusedBinding
-    plan: LaunchPlan
-    """The tables that the graph reads."""
-
-
-@dataclass(frozen=True, eq=False)
-class CapturedStep:
-    """A captured graph with what the host prepares before each replay."""
-
-    graph: CapturedGraph
-    bindings: tuple[ReplayedBinding, ...]
-    schedule_tables: tuple[int, ...]
-    """Addresses of the schedules' tables at the capture."""
-    kept_alive: tuple[Any, ...]
-    """Tensors that the graph reads."""
+_WARM_UP = 3
+"""Real calls before the first capture, which create optimizer states, tables and compiled kernels.
+One of them at least has the inputs that are captured: inputs that are seen once are not."""
 
 
 class _NumberedModes(NamedTuple):
@@ -169,27 +142,24 @@ class CaptureRunner:
 
     def __init__(self, executor: StepExecutor, capture: Capture) -> None:
         self.eager_reason: str | None = None
+        self._replays = 0
         self._executor, self._capture = executor, capture
         components = executor.components
-        self._capturer = GraphCapturer.on(components.device)
         self._modules = [module for model in components.models for module in model.modules()]
         self._parameters = [
             parameter for model in components.models for parameter in model.parameters()
         ]
-        self._bindings = [
-            binding
-            for optimizer in components.optimizers
-            if isinstance(binding := optimizer_binding(optimizer), FusedBinding)
-        ]
-        self._graphs: dict[Hashable, CapturedStep] = {}
-        """Captured steps by input key and accumulation phase."""
-        self._warm_up_calls: dict[Hashable, int] = {}
-        self._input_keys: set[Hashable] = set()
+        self._graphs = StepGraphs(executor)
+        self._inputs: InputKinds[CapturedStep] = InputKinds(executor.options.max_graphs)
         self._mode_numbers: dict[Hashable, int] = {}
         self._current = _NumberedModes(None, 0)
-        self._captured_modes: set[int] = set()
-        """Modes in which a graph was captured: another signature needs a shorter warm-up there."""
+        self._warm_up_calls: Counter[Hashable] = Counter()
+        """Calls so far by modes and phase, of all kinds of inputs."""
+        self._reports_eager = True
+        """Whether a capture is hidden from models, until that fails."""
         self._stall_check = StallCheck(executor)
+        self._update: UpdateRunner | None = None
+        """Runs updates if calls cannot be captured."""
         self._recapture_key: Any = None
         self._warned_full = False
         self.drop_graphs()
@@ -201,9 +171,9 @@ class CaptureRunner:
         leaves: list[torch.Tensor] = []
         modes = module_modes(self._modules, self._parameters)
         if self.eager_reason is not None:
-            return run_eagerly(self._executor, call, phase, modes)
+            return self._run_eagerly(call, phase, modes)
         try:
-            input_key = (
+            key = (
                 signature(call, leaves),
                 self._number(modes),
                 self._executor.options.closure_values(),
@@ -213,16 +183,19 @@ class CaptureRunner:
                 f"an input of type {error} is neither a tensor, a list, a tuple, a dict nor a"
                 " hashable value"
             )
-            return run_eagerly(self._executor, call, phase, modes)
+            return self._run_eagerly(call, phase, modes)
         self._check_recapture_key()
-        captured = self._graphs.get((input_key, phase))
-        if (
-            captured is not None
-            and (returned := self._replay_checked(captured, call, leaves, phase)) is not None
-        ):
-            return returned[0]
+        kind = self._inputs.use(key)
+        if self._inputs.exceed_limit and not self._warned_full:
+            self._warned_full = True
+            warn_many_kinds(self._inputs.limit, leaves)
+        captured = kind.graphs.get(phase)
+        if captured is not None:
+            returned = self._replay_checked(kind, captured, call, leaves, phase, modes)
+            if returned is not None:
+                return returned[0]
         self._stall_check.drop()
-        return self._warm_up_or_capture(call, leaves, input_key, phase, modes)
+        return self._warm_up_or_capture(kind, call, leaves, phase, modes)
 
     def _number(self, modes: Hashable) -> int:
         """Return a small number for these modes, which rarely change between calls."""
@@ -236,30 +209,32 @@ class CaptureRunner:
 
     def _check_recapture_key(self) -> None:
         """Drop graphs if parameter addresses, the scale rule or optimizer tables changed."""
-        scaler = self._executor.components.scaler
-        key = [
-            list(map(torch.Tensor.data_ptr, self._parameters)),
-            None if scaler is None else capture.scale_rule(scaler),
-            *[binding.recapture_key() for binding in self._bindings],
-        ]
+        key = [list(map(torch.Tensor.data_ptr, self._parameters)), *self._graphs.recapture_key()]
         if key != self._recapture_key:
             self._recapture_key = key
             self.drop_graphs()
+
+    def _run_eagerly(self, call: Call, phase: AccumulationPhase, modes: Hashable) -> Any:
+        """Run a call eagerly; if no calls can be captured, with a captured update."""
+        moved = self._executor.move_inputs(call)
+        return copy_outputs(self._executor.run(moved, phase, modes, self._update))
 
     # -- replay ------------------------------------------------------------------------------------
 
     def _replay_checked(
         self,
+        kind: InputKind[CapturedStep],
         captured: CapturedStep,
         call: Call,
         leaves: list[torch.Tensor],
         phase: AccumulationPhase,
+        modes: Hashable,
     ) -> tuple[Any] | None:
         """Replay; after consecutive skips, compare one update with the eager step."""
         if phase.first:
             self._stall_check.start()
         self._stall_check.compute(call)
-        returned = self._replay(captured, leaves, phase)
+        returned = self._replay(kind, captured, leaves, phase, modes)
         if returned is not None and phase.last and (error := self._stall_check.judge()) is not None:
             self.eager_reason = error
             self.drop_graphs()
@@ -271,64 +246,74 @@ class CaptureRunner:
         return returned
 
     def _replay(
-        self, captured: CapturedStep, leaves: list[torch.Tensor], phase: AccumulationPhase
+        self,
+        kind: InputKind[CapturedStep],
+        captured: CapturedStep,
+        leaves: list[torch.Tensor],
+        phase: AccumulationPhase,
+        modes: Hashable,
     ) -> tuple[Any] | None:
         """Replay a graph; return its outputs in a 1-tuple, None if it cannot run any more."""
-        scaler = self._executor.components.scaler
-        if phase.last:
-            for binding, plan in captured.bindings:
-                binding.before_replay(plan)
-            if scaler is not None and capture.before_replay(scaler) != captured.schedule_tables:
-                self.drop_graphs()
-                return None
-        returned = captured.graph.replay(leaves)
-        if phase.last:
-            if scaler is not None:
-                capture.after_replay(
-                    scaler, self._executor.metrics.scale_and_skips, self._stall_check.source
-                )
-            if innermost_region() is not None:
-                # A region around the training loop holds cached casts of the old weights.
-                clear_weight_cache()
-        return (returned,)
+
+        def replay() -> tuple[Any] | None:
+            return self._graphs.replay_call(
+                captured, leaves, phase, modes, self._stall_check.source
+            )
+
+        timing = kind.timings[phase]
+        returned: tuple[Any] | None = timing.time_replay(replay)
+        if returned is None:
+            self.drop_graphs()
+            return None
+        self._replays += 1
+        if timing.judges_slower() and self._capture is Capture.AUTO:
+            self._reject(kind, phase, timing, leaves)
+        return returned
+
+    def _reject(
+        self,
+        kind: InputKind[CapturedStep],
+        phase: AccumulationPhase,
+        timing: ReplayTiming,
+        leaves: list[torch.Tensor],
+    ) -> None:
+        """Run these inputs eagerly from now on, because replays are slower."""
+        torch.cuda.synchronize(self._executor.components.device)
+        kind.graphs.pop(phase)
+        kind.is_slower = True
+        reason = f"for inputs of shape {format_shapes(leaves)}, {timing.reason}"
+        if self._inputs.has_graphs:
+            if _events.listening():
+                _events.emit(_events.StepNotCaptured(reason))
+        else:
+            self._give_up(reason)
 
     # -- warm-up and capture -----------------------------------------------------------------------
 
     def _warm_up_or_capture(
         self,
+        kind: InputKind[CapturedStep],
         call: Call,
         leaves: list[torch.Tensor],
-        input_key: Hashable,
         phase: AccumulationPhase,
         modes: Hashable,
     ) -> Any:
-        if input_key not in self._input_keys:
-            if len(self._input_keys) >= MAX_GRAPHS:
-                self._warned_full = self._warned_full or warn_full(leaves)
-                return run_eagerly(self._executor, call, phase, modes)
-            self._input_keys.add(input_key)
-        key = (input_key, phase)
-        done = self._warm_up_calls.get(key, 0)
-        needed = _WARM_UP_AGAIN if self._current.number in self._captured_modes else _WARM_UP
-        if done < needed or not self._is_ready(phase, modes):
-            # The call that finds the written buffers reads from the device itself; it does not
-            # count as warm-up, and its own reads would hide those of the body.
+        if kind.is_slower:
+            return self._run_eagerly(call, phase, modes)
+        warmed_up = self._warm_up_calls[self._current.number, phase] >= _WARM_UP
+        if not (warmed_up and phase in kind.timings and self._is_ready(phase, modes)):
+            # The call that finds the written buffers does not count.
             known = self._executor.buffers.knows(modes)
-            self._warm_up_calls[key] = done + known
-            inputs = self._static_inputs(call, leaves)
-            return self._warm_up(inputs, phase, modes, finds_syncs=known and done + 1 >= needed)
-        try:
-            self._graphs[key] = captured = self._capture_step(call, leaves, phase, modes)
-            self._captured_modes.add(self._current.number)
-        # Any error: a body may do anything that cannot be captured. The call then runs eagerly.
-        except Exception as error:  # noqa: BLE001
-            self._discard_failed_capture()
-            self._give_up(root_cause(error), error)
-            return run_eagerly(self._executor, call, phase, modes)
-        returned = self._replay(captured, leaves, phase)
-        if returned is None:
-            return run_eagerly(self._executor, call, phase, modes)
-        return returned[0]
+            self._warm_up_calls[self._current.number, phase] += known
+            return self._warm_up(kind, self._static_inputs(call, leaves), phase, modes)
+        if not kind.graphs and not self._make_room(kind, leaves):
+            return self._run_eagerly(call, phase, modes)
+        captured = self._try_capture(self._static_inputs(call, leaves), phase, modes)
+        if captured is None:
+            return self._run_eagerly(call, phase, modes)
+        kind.graphs[phase] = captured
+        returned = self._replay(kind, captured, leaves, phase, modes)
+        return self._run_eagerly(call, phase, modes) if returned is None else returned[0]
 
     def _is_ready(self, phase: AccumulationPhase, modes: Hashable) -> bool:
         """Return whether a capture has what it needs.
@@ -358,56 +343,44 @@ class CaptureRunner:
         return moved
 
     def _warm_up(
-        self, call: Call, phase: AccumulationPhase, modes: Hashable, *, finds_syncs: bool
+        self, kind: InputKind[CapturedStep], call: Call, phase: AccumulationPhase, modes: Hashable
     ) -> Any:
-        """Run a real call on the capture stream; with `finds_syncs`, look for host reads."""
+        """Run a real call on the capture stream, and time it."""
 
         def run() -> Any:
             return copy_outputs(self._executor.run(call, phase, modes))
 
-        if not finds_syncs:
-            return self._capturer.run_on_capture_stream(run)
-        with find_host_syncs() as lines:
-            returned = self._capturer.run_on_capture_stream(run)
-        if lines:
-            self._give_up(f"the host reads from the device in {lines[0]}")
-        return returned
+        timing = kind.timings.setdefault(phase, ReplayTiming(self._executor.components.device))
+        return timing.time_eager(lambda: self._graphs.capturer.run_on_capture_stream(run))
 
-    def _capture_step(
-        self, call: Call, leaves: list[torch.Tensor], phase: AccumulationPhase, modes: Hashable
-    ) -> CapturedStep:
-        executor, scaler = self._executor, self._executor.components.scaler
-        if not executor.has_static_gradients:
-            executor.clear_gradients()
-        inputs = self._static_inputs(call, leaves)
-        schedule_tables = () if scaler is None else capture.schedule_tables(scaler)
-        begin = time.perf_counter()
-        for binding in self._bindings:
-            binding.before_capture()
-        graph = self._capturer.capture(
-            lambda buffers: executor.run(buffers, phase, modes),
-            inputs,
-            executor.metrics.memory,
-        )
-        for binding in self._bindings:
-            binding.after_capture()
-        if _events.listening():
-            seconds = time.perf_counter() - begin
-            _events.emit(_events.StepCaptured(format_shapes(graph.inputs), seconds))
-        bindings, kept_alive = [], []
-        for binding in self._bindings:
-            plan, kept = binding.captured()
-            kept_alive.append(kept)
-            if plan is not None:
-                bindings.append(ReplayedBinding(binding, plan))
-        return CapturedStep(graph, tuple(bindings), schedule_tables, tuple(kept_alive))
+    def _make_room(self, kind: InputKind[CapturedStep], leaves: list[torch.Tensor]) -> bool:
+        """Make room for the graphs of other inputs; return False if there is none."""
+        torch.cuda.synchronize(self._executor.components.device)
+        room = self._inputs.make_room(kind, sum(leaf.nbytes for leaf in leaves))
+        if room is Room.NEW_POOL:
+            self._release_graphs()
+        return room is not Room.NONE
 
-    def _discard_failed_capture(self) -> None:
-        """Discard gradients in a failed graph's memory, and the scaler's records of them."""
-        if self._executor.components.scaler is not None:
-            capture.discard_records(self._executor.components.scaler)
-        if not self._executor.has_static_gradients:
-            self._executor.clear_gradients()
+    def _try_capture(
+        self, call: Call, phase: AccumulationPhase, modes: Hashable
+    ) -> CapturedStep | None:
+        """Capture a call; if that fails, give up and return None.
+
+        Models that read from the device only when they are not captured are captured at the second
+        attempt, from which on captures are not hidden from them.
+        """
+        while True:
+            try:
+                return self._graphs.capture_call(
+                    call, phase, modes, reports_eager=self._reports_eager
+                )
+            except CaptureFailed as failure:
+                # torch's allocators cannot begin another capture in the pool of a failed one.
+                self._graphs.use_new_pool()
+                if not self._reports_eager:
+                    self._give_up(str(failure), failure)
+                    return None
+                self._reports_eager = False
 
     def _give_up(self, reason: str, error: Exception | None = None) -> None:
         """Run eagerly from now on, with a warning or, if capture=True, an error."""
@@ -417,6 +390,7 @@ class CaptureRunner:
             warn_not_captured(reason, self._capture)
         except Exception as refused:
             raise refused from error
+        self._update = UpdateRunner(self._executor, self._graphs)
 
     # -- other calls -------------------------------------------------------------------------------
 
@@ -426,24 +400,37 @@ class CaptureRunner:
 
     def first_nonfinite(self) -> str | None:
         """Return the name of the parameter with the last non-finite gradient, if it is known."""
-        return self._stall_check.source.name() if self._graphs else first_nonfinite(self._executor)
+        return self._stall_check.source.name() if self.captured else first_nonfinite(self._executor)
 
     @property
     def captured(self) -> bool:
         """Whether calls are replayed by now."""
-        return bool(self._graphs)
+        return self._inputs.has_graphs
+
+    @property
+    def graph_count(self) -> int:
+        """Kinds of inputs whose calls are replayed."""
+        return self._inputs.graph_count
+
+    @property
+    def replays(self) -> int:
+        """Calls replayed so far."""
+        return self._replays
 
     def drop_graphs(self) -> None:
         """Drop captured graphs. This synchronizes if there are any, since they may be running."""
-        if self._graphs:
-            torch.cuda.synchronize(self._executor.components.device)
-            self._capturer = self._capturer.with_new_pool()
-        self._graphs.clear()
+        self._release_graphs()
+        self._inputs.clear()
         self._warm_up_calls.clear()
-        self._captured_modes.clear()
-        self._input_keys.clear()
         if self._executor.options.accumulate > 1:
             self._executor.record_gradients()
+
+    def _release_graphs(self) -> None:
+        """Free the memory of all graphs; inputs are captured again without a warm-up."""
+        if self._inputs.has_graphs:
+            torch.cuda.synchronize(self._executor.components.device)
+            self._inputs.drop_graphs()
+            self._graphs.use_new_pool()
 
 
 def warn_not_captured(reason: str, capture: Capture, *, quietly: bool = False) -> None:
@@ -464,22 +451,12 @@ def warn_not_captured(reason: str, capture: Capture, *, quietly: bool = False) -
         )
 
 
-def warn_full(leaves: list[torch.Tensor]) -> bool:
-    """Warn that no further input signatures are captured; return True."""
+def warn_many_kinds(limit: int, leaves: list[torch.Tensor]) -> None:
+    """Warn that there are more kinds of inputs than graphs."""
     warnings.warn(
-        f"Already {MAX_GRAPHS} captured graphs; inputs of shape {format_shapes(leaves)} run"
-        " eagerly. Pad inputs to fewer distinct shapes.",
+        f"The step was called with more than {limit} kinds of inputs, now with"
+        f" {format_shapes(leaves)}. Those that have no CUDA graph run eagerly. Pad inputs to fewer"
+        " distinct shapes (pad_to=64), pass numbers that change as tensors, or raise max_graphs.",
         UserWarning,
-        stacklevel=6,
-    )
-    return True
-
-
-def root_cause(error: BaseException) -> str:
-    """Return the first error of a chain, with its line: ending a failed capture raises another."""
-    while error.__context__ is not None:
-        error = error.__context__
-    stack = traceback.extract_tb(error.__traceback__)
-    return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}" + (
-        f", in {user_line(stack)}" if stack else ""
+        stacklevel=5,
     )

@@ -16,14 +16,25 @@ from mezzo.prepare import arguments
 from mezzo.prepare.decorate import decorate
 from mezzo.prepare.decoration import decoration_of
 from mezzo.prepare.plan import PolicyArg
-from mezzo.step.capture import MAX_GRAPHS, root_cause, warn_full, warn_not_captured
+from mezzo.step.capture import warn_many_kinds, warn_not_captured
 from mezzo.step.components import Capture
-from mezzo.step.cuda_graph import CapturedGraph, GraphCapturer, find_host_syncs
-from mezzo.step.inputs import Call, UnsupportedInput, copy_outputs, move_inputs, signature
+from mezzo.step.cuda_graph import CapturedGraph, CaptureFailed, GraphCapturer
+from mezzo.step.input_kinds import MAX_GRAPHS, InputKind, InputKinds, Room, check_max_graphs
+from mezzo.step.inputs import (
+    Call,
+    UnsupportedInput,
+    copy_outputs,
+    format_shapes,
+    move_inputs,
+    signature,
+)
+from mezzo.step.replay_timing import ReplayTiming
 
 _ADDRESS = methodcaller("data_ptr")
 _WARM_UP = 2
-"""Eager calls before a capture."""
+"""Eager calls before the first capture; one of them at least has the inputs that are captured."""
+_CALL = "call"
+"""Key of the only graph of each kind of inputs."""
 
 
 class EvalStep:
@@ -40,8 +51,9 @@ class EvalStep:
             as that of a `TrainStep`, leave out `policy` and `overrides`.
         policy: A level such as `"O1"` (the default), a `mezzo.Policy`, or the path of a TOML file.
             O2 and O3, which make parameters 16-bit, need a model in evaluation mode.
-        capture: `"auto"` captures if possible and warns if not, True raises `UnsupportedError`
-            instead, False always runs eagerly.
+        capture: `"auto"` captures if that is possible and not slower, and warns if not; True raises
+            `UnsupportedError` if it is not possible; False always runs eagerly.
+        max_graphs: Kinds of inputs, such as shapes, that CUDA graphs are kept for.
         **overrides: Fields of the policy to change, such as `dtype=`.
 
     >>> import mezzo
@@ -57,20 +69,22 @@ class EvalStep:
         policy: PolicyArg | None = None,
         *,
         capture: str | bool | Capture = Capture.AUTO,
+        max_graphs: int = MAX_GRAPHS,
         **overrides: Any,
     ) -> None:
         self.model = model
+        check_max_graphs(max_graphs)
         _prepare(model, policy, overrides)
         self.eager_reason: str | None = None
         """Why calls run eagerly although `capture` is not False; None if they are captured."""
         self._device = next(iter(model.parameters())).device
         self._capture = Capture.parse(capture)  # type: ignore[arg-type]
         self._tensors = [*model.parameters(), *model.buffers()]
-        self._graphs: dict[Hashable, CapturedGraph] = {}
-        self._warm_up_calls: dict[Hashable, int] = {}
+        self._inputs: InputKinds[CapturedGraph] = InputKinds(max_graphs)
         self._recapture_key: Hashable = None
         """Addresses of parameters and buffers at the captures."""
-        self._warned_full = False
+        self._warm_up_calls = 0
+        self._warned_many = False
         self._capturer = self._make_capturer()
 
     def _make_capturer(self) -> GraphCapturer | None:
@@ -85,7 +99,7 @@ class EvalStep:
     @property
     def captured(self) -> bool:
         """Whether calls are replayed as CUDA graphs by now."""
-        return bool(self._graphs)
+        return self._inputs.has_graphs
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the model and return copies of its outputs."""
@@ -104,33 +118,66 @@ class EvalStep:
         recapture_key = tuple(map(_ADDRESS, self._tensors))
         if recapture_key != self._recapture_key:
             self._drop_graphs(recapture_key)
-        graph = self._graphs.get(key)
+        kind = self._inputs.use(key)
+        if self._inputs.exceed_limit and not self._warned_many:
+            self._warned_many = True
+            warn_many_kinds(self._inputs.limit, leaves)
+        graph = kind.graphs.get(_CALL)
         if graph is None:
-            return self._warm_up_or_capture(self._capturer, key, call, leaves)
-        return graph.replay(leaves)
+            return self._warm_up_or_capture(self._capturer, kind, call, leaves)
+        return self._replay(kind, graph, leaves)
+
+    def _replay(
+        self, kind: InputKind[CapturedGraph], graph: CapturedGraph, leaves: list[torch.Tensor]
+    ) -> Any:
+        timing = kind.timings[_CALL]
+        returned = timing.time_replay(lambda: graph.replay(leaves))
+        if timing.judges_slower() and self._capture is Capture.AUTO:
+            kind.is_slower = bool(kind.graphs.pop(_CALL))
+            if not self._inputs.has_graphs:
+                self._give_up(f"for inputs of shape {format_shapes(leaves)}, {timing.reason}")
+        return returned
 
     def _warm_up_or_capture(
-        self, capturer: GraphCapturer, key: Hashable, call: Call, leaves: list[torch.Tensor]
+        self,
+        capturer: GraphCapturer,
+        kind: InputKind[CapturedGraph],
+        call: Call,
+        leaves: list[torch.Tensor],
     ) -> Any:
-        done = self._warm_up_calls.get(key, 0)
-        if len(self._graphs) >= MAX_GRAPHS:
-            self._warned_full = self._warned_full or warn_full(leaves)
+        if kind.is_slower:
             return self._run_eagerly(call)
-        if done < _WARM_UP:
-            self._warm_up_calls[key] = done + 1
-            with find_host_syncs() as lines:
-                returned = capturer.run_on_capture_stream(lambda: self._run_eagerly(call))
-            # Not in the first call, when a kernel is chosen or code is compiled.
-            if lines and done:
-                self._give_up(f"the host reads from the device in {lines[0]}")
-            return returned
-        try:
-            self._graphs[key] = graph = capturer.capture(self._run, move_inputs(call, self._device))
-        # Any error: a model may do anything that cannot be captured. The call then runs eagerly.
-        except Exception as error:  # noqa: BLE001
-            self._give_up(root_cause(error))
+        if self._warm_up_calls < _WARM_UP or _CALL not in kind.timings:
+            self._warm_up_calls += 1
+            timing = kind.timings.setdefault(_CALL, ReplayTiming(self._device))
+            return timing.time_eager(
+                lambda: capturer.run_on_capture_stream(lambda: self._run_eagerly(call))
+            )
+        torch.cuda.synchronize(self._device)
+        room = self._inputs.make_room(kind, sum(leaf.nbytes for leaf in leaves))
+        if room is Room.NEW_POOL:
+            self._inputs.drop_graphs()
+            self._capturer = capturer = capturer.with_new_pool()
+        inputs = move_inputs(call, self._device)
+        graph = None if room is Room.NONE else self._try_capture(capturer, inputs)
+        if graph is None:
             return self._run_eagerly(call)
-        return graph.replay(leaves)
+        kind.graphs[_CALL] = graph
+        return self._replay(kind, graph, leaves)
+
+    def _try_capture(self, capturer: GraphCapturer, call: Call) -> CapturedGraph | None:
+        """Capture a call; if that fails, give up and return None."""
+        reason = ""
+        # Models that read from the device only when they are not captured need the second attempt.
+        for reports_eager in (True, False):
+            try:
+                return capturer.capture(self._run, call, reports_eager=reports_eager)
+            except CaptureFailed as failure:
+                reason = str(failure)
+                # torch's allocators cannot begin another capture in the pool of a failed one.
+                self._capturer = capturer = capturer.with_new_pool()
+        self._give_up(reason)
+        return None
 
     def _run_eagerly(self, call: Call) -> Any:
         return copy_outputs(self._run(move_inputs(call, self._device)))
@@ -141,16 +188,16 @@ class EvalStep:
 
     def _drop_graphs(self, recapture_key: Hashable) -> None:
         """Drop captured graphs. This synchronizes if there are any, since they may be running."""
-        if self._graphs and self._capturer is not None:
+        if self._inputs.has_graphs and self._capturer is not None:
             torch.cuda.synchronize(self._device)
             self._capturer = self._capturer.with_new_pool()
-        self._graphs.clear()
+        self._inputs.clear()
         self._recapture_key = recapture_key
 
     def _give_up(self, reason: str) -> None:
         """Run eagerly from now on, with a warning or, if capture=True, an error."""
         self.eager_reason = reason
-        self._graphs.clear()
+        self._inputs.clear()
         warn_not_captured(reason, self._capture)
 
 

@@ -22,6 +22,7 @@ from mezzo.scaling.gradients import parameters
 from mezzo.scaling.optimizer_step import advance
 from mezzo.scaling.step_result import StepResult
 from mezzo.step.components import Reduction, StepComponents
+from mezzo.step.input_kinds import MAX_GRAPHS
 from mezzo.step.inputs import Call, move_inputs
 from mezzo.step.metrics import MetricsBuffer
 from mezzo.step.module_buffers import BatchCounters, ModuleBuffers
@@ -47,6 +48,8 @@ class StepOptions:
     """Whether the first argument goes to the model only, so that it can be cast in advance."""
     channels_last: bool = False
     """Whether images are converted to channels_last, as the model is."""
+    max_graphs: int = MAX_GRAPHS
+    """Kinds of inputs that graphs are kept for."""
 
     @property
     def loss_factor(self) -> float:
@@ -100,11 +103,27 @@ class StepExecutor:
         first, *rest = call.args
         return Call((cast_all(first, dtype, self.components.device.type), *rest), call.kwargs)
 
-    def run(self, call: Call, phase: AccumulationPhase, modes: Hashable) -> Any:
+    def run(
+        self,
+        call: Call,
+        phase: AccumulationPhase,
+        modes: Hashable,
+        update: Callable[[StepContext], None] | None = None,
+    ) -> Any:
         """Run one call and return what the body returned.
 
-        `modes` tells forward passes apart that may write different buffers.
+        `modes` tells forward passes apart that may write different buffers. `update` replaces the
+        method of this name.
         """
+        context, returned = self.run_body(call, phase, modes)
+        if phase.last:
+            (update or self.update)(context)
+        return returned
+
+    def run_body(
+        self, call: Call, phase: AccumulationPhase, modes: Hashable
+    ) -> tuple[StepContext, Any]:
+        """Run everything but the update; return what the update needs and the body's outputs."""
         if phase.first:
             self.buffers.save(modes)
         context = StepContext(
@@ -115,10 +134,22 @@ class StepExecutor:
         )
         returned = self._forward_and_backward(context, call)
         self.buffers.find_written()
-        found_nonfinite = self._update(context) if phase.last else None
-        self.finds_scale = self.finds_scale and not phase.last
+        if not phase.last:
+            self.metrics.write(context.loss, None)
+        return context, returned
+
+    def update(self, context: StepContext) -> None:
+        """Update from the gradients of the last calls, and write the metrics."""
+        found_nonfinite = self._update(context)
+        self.finds_scale = False
         self.metrics.write(context.loss, found_nonfinite)
-        return returned
+
+    def update_after_replay(self, loss: torch.Tensor | None, modes: Hashable) -> None:
+        """Update eagerly from gradients that a captured graph has computed."""
+        self.buffers.select(modes)
+        context = StepContext(self.components, loss_factor=1.0, can_update=True)
+        context.loss = loss
+        self.update(context)
 
     def _forward_and_backward(self, context: StepContext, call: Call) -> Any:
         args = (context, *call.args) if self.options.takes_update else call.args

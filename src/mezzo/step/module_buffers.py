@@ -51,6 +51,10 @@ class ModuleBuffers:
             for snapshot in self._current:
                 snapshot.save()
 
+    def select(self, modes: Hashable) -> None:
+        """Use the values that a captured graph has saved in these modes."""
+        self._current = self._written.get(modes, [])
+
     def find_written(self) -> None:
         """Find the buffers that a forward pass has written, if not known. This synchronizes."""
         if self._unknown_modes is not None:

@@ -36,6 +36,7 @@ from mezzo.step.components import (
     step_state_dict,
 )
 from mezzo.step.executor import AccumulationPhase, Body, StepExecutor, StepOptions
+from mezzo.step.input_kinds import MAX_GRAPHS, check_max_graphs
 from mezzo.step.inputs import Call, closure_values, move_inputs
 from mezzo.step.metrics import StepMetrics
 
@@ -173,6 +174,11 @@ class Step:
         return self._runner.captured
 
     @property
+    def replays(self) -> int:
+        """Number of calls that were replayed so far."""
+        return self._runner.replays
+
+    @property
     def eager_reason(self) -> str | None:
         """Why calls run eagerly although `capture` is not False; None if they are captured."""
         return self._runner.eager_reason
@@ -244,11 +250,13 @@ class TrainStep(Step):
         scheduler: A learning rate scheduler of the optimizer. It advances after each update that
             is not skipped. It must be one of torch's whose future values can be computed; step
             others, such as `ReduceLROnPlateau`, yourself.
-        capture: `"auto"` captures if possible and warns if not, True raises `UnsupportedError`
-            instead, False always runs eagerly.
+        capture: `"auto"` captures if that is possible and not slower, and warns if not; True raises
+            `UnsupportedError` if it is not possible; False always runs eagerly.
         compile: Whether to run the model through `torch.compile`.
         channels_last: `"auto"` converts a convolutional model on CUDA if the first batch shows that
             this is faster, True converts it, False does not. `channels_last_reason` is the reason.
+        max_graphs: Kinds of inputs, such as sequence lengths, that CUDA graphs are kept for. Their
+            graphs share one memory pool. Others run eagerly.
         **overrides: Fields of the policy to change, such as `dtype=`, `master=` or `keep_full=`.
 
     >>> import mezzo
@@ -275,6 +283,7 @@ class TrainStep(Step):
         capture: str | bool | Capture = Capture.AUTO,
         compile: bool = False,  # noqa: A002 - torch's name
         channels_last: str | bool | Layout = Layout.AUTO,
+        max_graphs: int = MAX_GRAPHS,
         **overrides: Any,
     ) -> None:
         if not callable(loss_fn):
@@ -296,6 +305,7 @@ class TrainStep(Step):
             closure_values=closure_values(loss_fn),
             casts_first_input=True,
             channels_last=bool(self._layout.channels_last),
+            max_graphs=check_max_graphs(max_graphs),
         )
         with restored_on_error(model, optimizer):
             if layout is Layout.ON:
@@ -402,6 +412,7 @@ def train_step(
     accumulate_reduction: str | Reduction = Reduction.MEAN,
     scheduler: Schedulers = None,
     capture: str | bool | Capture = Capture.AUTO,
+    max_graphs: int = MAX_GRAPHS,
     **overrides: Any,
 ) -> Callable[[Callable[..., Any]], FunctionStep]:
     """Make a training step from a function that computes a loss; use as a decorator.
@@ -434,6 +445,7 @@ def train_step(
         accumulate_reduction: `"mean"` or `"sum"` of the gradients of these calls.
         scheduler: A learning rate scheduler, or a list with at most one for each optimizer.
         capture: Whether to capture the function as a CUDA graph: `"auto"`, True or False.
+        max_graphs: Kinds of inputs that CUDA graphs are kept for.
         **overrides: Fields of the policy to change, such as `dtype=`.
 
     Returns:
@@ -451,6 +463,7 @@ def train_step(
     """
     calls, reduction = check_accumulate(accumulate), Reduction.parse(accumulate_reduction)
     parsed_capture = Capture.parse(capture)  # type: ignore[arg-type]
+    check_max_graphs(max_graphs)
     precision = PrecisionArgs(policy, clip_norm, overrides)
 
     def make(body: Callable[..., Any]) -> FunctionStep:
@@ -466,6 +479,7 @@ def train_step(
             custom_body=True,
             takes_update=takes_update,
             closure_values=closure_values(body),
+            max_graphs=max_graphs,
         )
         with restored_on_error(models, optimizers):
             components = prepare_components(models, optimizers, precision, scaler, scheduler)

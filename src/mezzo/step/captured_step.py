@@ -1,0 +1,295 @@
+"""Capture and replay the graphs of a step: a whole call, or only its update."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+
+from mezzo import _events
+from mezzo.autocasting.regions import clear_weight_cache, innermost_region
+from mezzo.optim.binding import optimizer_binding
+from mezzo.optim.fused_step import FusedBinding
+from mezzo.optim.fused_tables import LaunchPlan
+from mezzo.scaling import capture
+from mezzo.scaling.gradients import parameters
+from mezzo.scaling.step_result import NO_SOURCE, NonfiniteSource
+from mezzo.step.cuda_graph import CapturedGraph, CaptureFailed, GraphCapturer
+from mezzo.step.executor import AccumulationPhase, StepContext, StepExecutor
+from mezzo.step.inputs import Call, format_shapes
+from mezzo.step.replay_timing import ReplayTiming
+
+
+class ReplayedBinding(NamedTuple):
+    """An optimizer that a captured graph steps."""
+
+    binding: FusedBinding
+    plan: LaunchPlan
+    """The tables that the graph reads."""
+
+
+@dataclass(frozen=True, eq=False)
+class CapturedUpdate:
+    """What the host prepares before each replay of a graph that updates."""
+
+    bindings: tuple[ReplayedBinding, ...]
+    schedule_tables: tuple[int, ...]
+    """Addresses of the schedules' tables at the capture."""
+    kept_alive: tuple[Any, ...]
+    """Tensors that the graph reads."""
+
+
+@dataclass(frozen=True, eq=False)
+class CapturedStep:
+    """A captured graph of a call or of an update."""
+
+    graph: CapturedGraph
+    update: CapturedUpdate | None
+    """None if the graph does not update."""
+    gradients: tuple[tuple[torch.Tensor, torch.Tensor], ...] = ()
+    """Parameters with their gradients in the graph's memory, for an eager update."""
+
+
+class StepGraphs:
+    """Captures and replays the graphs of one step."""
+
+    def __init__(self, executor: StepExecutor) -> None:
+        self._executor = executor
+        self.capturer = GraphCapturer.on(executor.components.device)
+        bindings = [optimizer_binding(one) for one in executor.components.optimizers]
+        self.bindings = [one for one in bindings if isinstance(one, FusedBinding)]
+        self.captures_update = len(self.bindings) == len(bindings)
+        """Whether every optimizer can be stepped in a graph. Otherwise all are stepped eagerly,
+        after a graph of the forward and backward pass."""
+
+    def recapture_key(self) -> list[Any]:
+        """Return what a captured update depends on beside its gradients."""
+        scaler = self._executor.components.scaler
+        return [
+            None if scaler is None else capture.scale_rule(scaler),
+            *[binding.recapture_key() for binding in self.bindings],
+        ]
+
+    def use_new_pool(self) -> None:
+        """Capture the next graphs in new memory."""
+        self.capturer = self.capturer.with_new_pool()
+
+    # -- capture -----------------------------------------------------------------------------------
+
+    def capture_call(
+        self, call: Call, phase: AccumulationPhase, modes: Hashable, *, reports_eager: bool
+    ) -> CapturedStep:
+        """Capture a call, with its update if possible; raise `CaptureFailed` if it cannot be.
+
+        The inputs are on the device of the models.
+        """
+        executor = self._executor
+        if not executor.has_static_gradients:
+            executor.clear_gradients()
+        if self.captures_update or not phase.last:
+            return self._capture(
+                lambda inputs: executor.run(inputs, phase, modes),
+                call,
+                updates=phase.last,
+                reports_eager=reports_eager,
+            )
+
+        def run_body(inputs: Call) -> tuple[torch.Tensor | None, Any]:
+            context, returned = executor.run_body(inputs, phase, modes)
+            return context.loss, returned
+
+        captured = self._capture(run_body, call, updates=False, reports_eager=reports_eager)
+        return CapturedStep(captured.graph, None, self._take_gradients())
+
+    def capture_update(self, loss: torch.Tensor | None, gradients: list[Any]) -> CapturedStep:
+        """Capture an update from gradients of these parameters, given as pairs."""
+        executor = self._executor
+
+        def run(values: tuple[torch.Tensor | None, list[torch.Tensor]]) -> None:
+            context = StepContext(executor.components, loss_factor=1.0, can_update=True)
+            context.loss = values[0]
+            for (parameter, _), gradient in zip(gradients, values[1], strict=True):
+                parameter.grad = gradient
+            executor.update(context)
+
+        values = (loss, [gradient for _, gradient in gradients])
+        return self._capture(run, values, updates=True, reports_eager=False)
+
+    def _capture(
+        self, run: Callable[[Any], Any], values: Any, *, updates: bool, reports_eager: bool
+    ) -> CapturedStep:
+        scaler = self._executor.components.scaler
+        schedule_tables = () if scaler is None else capture.schedule_tables(scaler)
+        begin = time.perf_counter()
+        for binding in self.bindings if updates else ():
+            binding.before_capture()
+        try:
+            graph = self.capturer.capture(
+                run, values, self._executor.metrics.memory, reports_eager=reports_eager
+            )
+        except CaptureFailed:
+            self._discard_records()
+            raise
+        if _events.listening():
+            seconds = time.perf_counter() - begin
+            _events.emit(_events.StepCaptured(format_shapes(graph.inputs), seconds))
+        if not updates:
+            return CapturedStep(graph, None)
+        bindings, kept_alive = [], []
+        for binding in self.bindings:
+            binding.after_capture()
+            plan, kept = binding.captured()
+            kept_alive.append(kept)
+            if plan is not None:
+                bindings.append(ReplayedBinding(binding, plan))
+        update = CapturedUpdate(tuple(bindings), schedule_tables, tuple(kept_alive))
+        return CapturedStep(graph, update)
+
+    def _discard_records(self) -> None:
+        """Discard gradients in a failed graph's memory, and the scaler's records of them."""
+        if self._executor.components.scaler is not None:
+            capture.discard_records(self._executor.components.scaler)
+        if not self._executor.has_static_gradients:
+            self._executor.clear_gradients()
+
+    def _take_gradients(self) -> tuple[tuple[torch.Tensor, torch.Tensor], ...]:
+        """Return the gradients that were just captured; static ones stay where they are."""
+        if self._executor.has_static_gradients:
+            return ()
+        gradients = tuple(trained_gradients(self._executor))
+        self._executor.clear_gradients()
+        return gradients
+
+    # -- replay ------------------------------------------------------------------------------------
+
+    def replay_call(
+        self,
+        captured: CapturedStep,
+        leaves: list[torch.Tensor],
+        phase: AccumulationPhase,
+        modes: Hashable,
+        source: NonfiniteSource,
+    ) -> tuple[Any] | None:
+        """Replay a call; return its outputs in a 1-tuple, None if it cannot be replayed any more.
+
+        `source` names the parameter of the last non-finite gradient, if it is known.
+        """
+        if captured.update is not None:
+            return self._replay(captured, captured.update, leaves, source)
+        returned = captured.graph.replay(leaves)
+        if not phase.last:
+            return (returned,)
+        loss, returned = returned
+        for parameter, gradient in captured.gradients:
+            parameter.grad = gradient
+        self._executor.update_after_replay(loss, modes)
+        return (returned,)
+
+    def replay_update(self, captured: CapturedStep, leaves: list[torch.Tensor]) -> bool:
+        """Replay an update from other gradients; return False if it cannot be replayed any more."""
+        if captured.update is None:
+            return False
+        if self._replay(captured, captured.update, leaves, NO_SOURCE) is None:
+            return False
+        self._executor.clear_gradients()
+        return True
+
+    def _replay(
+        self,
+        captured: CapturedStep,
+        update: CapturedUpdate,
+        leaves: list[torch.Tensor],
+        source: NonfiniteSource,
+    ) -> tuple[Any] | None:
+        """Replay a graph that updates, with the host work around it."""
+        scaler = self._executor.components.scaler
+        for binding, plan in update.bindings:
+            binding.before_replay(plan)
+        if scaler is not None and capture.before_replay(scaler) != update.schedule_tables:
+            return None
+        returned = captured.graph.replay(leaves)
+        if scaler is not None:
+            capture.after_replay(scaler, self._executor.metrics.scale_and_skips, source)
+        if innermost_region() is not None:
+            # A region around the training loop holds cached casts of the old weights.
+            clear_weight_cache()
+        return (returned,)
+
+
+def trained_gradients(executor: StepExecutor) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Return the parameters of the optimizers that have a gradient, with it."""
+    return [
+        (parameter, parameter.grad)
+        for optimizer in executor.components.optimizers
+        for parameter in parameters(optimizer)
+        if parameter.grad is not None
+    ]
+
+
+class UpdateRunner:
+    """Runs the updates of a step whose forward and backward pass cannot be captured.
+
+    The update is captured by itself after a few calls, on copies of the gradients, and replayed if
+    that is faster.
+    """
+
+    WARM_UP = 3
+    """Eager updates that are timed before the capture."""
+
+    def __init__(self, executor: StepExecutor, graphs: StepGraphs) -> None:
+        self._executor, self._graphs = executor, graphs
+        self._captured: CapturedStep | None = None
+        self._key: Any = None
+        """What the captured update depends on."""
+        self._eager_updates = 0
+        self._is_off = not graphs.captures_update or executor.options.takes_update
+        self._timing = ReplayTiming(executor.components.device)
+
+    def __call__(self, context: StepContext) -> None:
+        """Update from the current gradients."""
+        scaler = self._executor.components.scaler
+        if (
+            self._is_off
+            or self._executor.finds_scale
+            or (scaler is not None and not capture.is_warmed_up(scaler))
+        ):
+            self._executor.update(context)
+            return
+        gradients = trained_gradients(self._executor)
+        key = [[(parameter.data_ptr(), one.dtype) for parameter, one in gradients]]
+        key += self._graphs.recapture_key()
+        if key != self._key:
+            self._key, self._captured, self._eager_updates = key, None, 0
+        if self._captured is None:
+            self._run_or_capture(context, gradients)
+        else:
+            self._replay(self._captured, context, gradients)
+
+    def _run_or_capture(self, context: StepContext, gradients: list[Any]) -> None:
+        if self._eager_updates < self.WARM_UP:
+            self._eager_updates += 1
+            self._timing.time_eager(lambda: self._executor.update(context))
+            return
+        try:
+            self._captured = self._graphs.capture_update(context.loss, gradients)
+        except CaptureFailed:
+            self._is_off = True
+            self._graphs.use_new_pool()
+        for parameter, gradient in gradients:
+            parameter.grad = gradient
+        if self._captured is None:
+            self._executor.update(context)
+        else:
+            self._replay(self._captured, context, gradients)
+
+    def _replay(self, captured: CapturedStep, context: StepContext, gradients: list[Any]) -> None:
+        loss = [] if context.loss is None else [context.loss.detach()]
+        leaves = [*loss, *[gradient for _, gradient in gradients]]
+        if not self._timing.time_replay(lambda: self._graphs.replay_update(captured, leaves)):
+            self._captured, self._key = None, None
+            self._executor.update(context)
+        if self._timing.judges_slower():
+            self._is_off, self._captured = True, None

@@ -1,0 +1,129 @@
+"""Kinds of inputs that a step was called with, and for which of them graphs are kept."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from dataclasses import dataclass, field
+from enum import Enum, auto
+from typing import Generic, TypeVar
+
+from mezzo._errors import PolicyError
+from mezzo.step.replay_timing import ReplayTiming
+
+Graph = TypeVar("Graph")
+MAX_GRAPHS = 64
+"""Kinds of inputs that graphs are kept for, unless the user sets another number."""
+REMEMBERED = 1024
+"""Kinds that are remembered; inputs that contain a changing number make a new one each call."""
+
+
+class Room(Enum):
+    """Whether the graphs of another kind of inputs can be kept."""
+
+    FREE = auto()
+    NEW_POOL = auto()
+    """After all graphs were dropped: the new one is the largest. Captured last it would take new
+    memory beside theirs, captured first its memory serves them all."""
+    NONE = auto()
+
+
+@dataclass(eq=False)
+class InputKind(Generic[Graph]):
+    """Inputs that one graph can run: equal shapes, dtypes, nesting and plain values.
+
+    Calls that accumulate gradients have a graph for each of their phases.
+    """
+
+    last_use: int = 0
+    """Number of the call that used it last."""
+    previous_use: int = 0
+    """Number of the call that used it before that; 0 if there was none."""
+    size: int = 0
+    """Bytes of the inputs, once it has graphs."""
+    is_slower: bool = False
+    """Whether replays were slower than eager calls."""
+    timings: dict[Hashable, ReplayTiming] = field(default_factory=dict)
+    """Durations of its eager calls and first replays; there is one after the first eager call."""
+    graphs: dict[Hashable, Graph] = field(default_factory=dict)
+
+
+class InputKinds(Generic[Graph]):
+    """The kinds of inputs so far. Graphs are kept for a limited number of them.
+
+    When there is no room, the kind that was not used for longest makes room for one that was used
+    twice since. So inputs that take turns do not push each other out at every call.
+
+    >>> kinds: InputKinds[str] = InputKinds(1)
+    >>> first = kinds.use("first")
+    >>> kinds.make_room(first, 8)
+    <Room.FREE: 1>
+    """
+
+    def __init__(self, limit: int) -> None:
+        self.limit = limit
+        self._kinds: dict[Hashable, InputKind[Graph]] = {}
+        self._calls = 0
+
+    def use(self, key: Hashable) -> InputKind[Graph]:
+        """Return the kind with this key, which the current call uses."""
+        self._calls += 1
+        kind = self._kinds.get(key)
+        if kind is None:
+            self._forget()
+            kind = self._kinds[key] = InputKind()
+        kind.previous_use, kind.last_use = kind.last_use, self._calls
+        return kind
+
+    def _forget(self) -> None:
+        """Forget the kind that was not used for longest, if there are too many."""
+        if len(self._kinds) >= REMEMBERED:
+            without = [key for key, kind in self._kinds.items() if not kind.graphs]
+            if without:
+                del self._kinds[min(without, key=lambda key: self._kinds[key].last_use)]
+
+    def make_room(self, kind: InputKind[Graph], size: int) -> Room:
+        """Make room for the graphs of a kind whose inputs have this many bytes."""
+        captured = [one for one in self._kinds.values() if one.graphs]
+        if len(captured) >= self.limit:
+            oldest = min(captured, key=lambda one: one.last_use)
+            if kind.previous_use <= oldest.last_use:
+                return Room.NONE
+            oldest.graphs.clear()
+            captured.remove(oldest)
+        kind.size = size
+        larger = captured and size > max(one.size for one in captured)
+        return Room.NEW_POOL if larger else Room.FREE
+
+    @property
+    def exceed_limit(self) -> bool:
+        """Whether there are more kinds than graphs can be kept for."""
+        return len(self._kinds) > self.limit
+
+    @property
+    def has_graphs(self) -> bool:
+        """Whether any kind has graphs."""
+        return any(kind.graphs for kind in self._kinds.values())
+
+    @property
+    def graph_count(self) -> int:
+        """Kinds that have graphs."""
+        return sum(bool(kind.graphs) for kind in self._kinds.values())
+
+    def drop_graphs(self) -> None:
+        """Drop all graphs, and keep what is known about the kinds."""
+        for kind in self._kinds.values():
+            kind.graphs.clear()
+
+    def clear(self) -> None:
+        """Forget all kinds."""
+        self._kinds.clear()
+
+
+def check_max_graphs(max_graphs: int) -> int:
+    """Return the number of kinds of inputs that are captured; raise `PolicyError` unless it is."""
+    if isinstance(max_graphs, bool) or not isinstance(max_graphs, int) or max_graphs < 1:
+        raise PolicyError(
+            f"max_graphs={max_graphs!r} is not a number of captured graphs. Pass an integer of 1 or"
+            " more, or capture=False for none."
+        )
+    return max_graphs
