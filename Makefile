@@ -67,6 +67,8 @@ bench: $(VENV)/.dev ## Run all benchmarks, and write the tables of the README.
 	$(BIN)/python benchmarks/scaling.py
 	$(BIN)/python benchmarks/optim.py
 	$(BIN)/python benchmarks/step.py
+	$(BIN)/python benchmarks/models.py
+	$(BIN)/python benchmarks/levels.py
 	$(BIN)/python benchmarks/convert.py
 	$(BIN)/python benchmarks/numerics.py
 	$(BIN)/python benchmarks/tables.py
