@@ -319,6 +319,36 @@ def test_a_compiled_model_computes_the_same(level, options):
     assert model[2].weight.grad is not None
 
 
+def wide_linear(width):
+    model = nn.Sequential(nn.Linear(4, width), nn.ReLU())
+    return mezzo.decorate(model.eval(), None, "O2", dtype="bfloat16")
+
+
+def test_more_models_than_dynamos_recompile_limit_compile_in_one_process():
+    torch._dynamo.reset()
+    assert torch._dynamo.config.recompile_limit < 12
+    for model in map(wide_linear, range(1, 13)):
+        compiled = torch.compile(model, backend="eager", fullgraph=True)
+        assert torch.equal(compiled(X), model(X))
+    torch._dynamo.reset()
+
+
+def test_sizes_of_one_compiled_model_do_not_make_those_of_another_dynamic():
+    torch._dynamo.reset()
+    sizes = []
+
+    def record(graph, inputs):
+        sizes.extend(one for one in inputs if isinstance(one, torch.SymInt))
+        return graph
+
+    for batch, cls in ((2, Returning), (3, Recorder)):
+        model = cls(lambda value: value) if cls is Returning else cls()
+        mezzo.decorate(model.eval(), None, "O2", dtype="bfloat16")
+        torch.compile(model, backend=record)(torch.ones(batch, 4))
+    assert not sizes
+    torch._dynamo.reset()
+
+
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_activation_checkpointing_recomputes_in_the_same_precision(reentrant):
     class Net(nn.Module):
