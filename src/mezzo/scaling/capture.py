@@ -39,7 +39,7 @@ def after_replay(
 
 def name_of(scaler: GradScaler, parameter: torch.Tensor, optimizer: torch.optim.Optimizer) -> str:
     """Return the name of a parameter in the scaler's messages."""
-    return scaler._names.name_of(parameter, optimizer)
+    return scaler._records.names.name_of(parameter, optimizer)
 
 
 def backward_seed(scaler: GradScaler, loss: torch.Tensor) -> torch.Tensor:
@@ -102,4 +102,4 @@ def schedule_tables(scaler: GradScaler) -> tuple[int, ...]:
 
 def discard_records(scaler: GradScaler) -> None:
     """Discard what was recorded since the last update, after a step that did not happen."""
-    scaler._records.clear()
+    scaler._records.by_id.clear()

@@ -136,7 +136,7 @@ def takes_grad_scaler(optimizer: Optimizer) -> bool:
             f"{type(optimizer).__name__}.step(grad_scaler=...) is an old form of torch's protocol."
             " Read self.grad_scale and self.found_inf instead.",
             FutureWarning,
-            stacklevel=4,
+            stacklevel=3,
         )
     return takes
 

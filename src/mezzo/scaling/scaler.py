@@ -15,25 +15,10 @@ from mezzo._errors import ScalerError
 from mezzo.scaling import gradients, optimizer_step, scale_search, scale_state
 from mezzo.scaling.diagnostics import CollapseMonitor, warn_if_not_needed
 from mezzo.scaling.gradients import backward_isolated
-from mezzo.scaling.loss_scales import (
-    LossScales,
-    OptimizerRecord,
-    binding_of,
-    combine,
-    common_device,
-    first_states,
-)
-from mezzo.scaling.optimizer_step import bindings_of
+from mezzo.scaling.loss_scales import LossScales, first_states
+from mezzo.scaling.optimizer_records import OptimizerRecords
 from mezzo.scaling.scale_state import LARGEST, OnCollapse, OptimizerStage, ScaleRule, ScaleState
-from mezzo.scaling.scale_tensors import HostLossScale
-from mezzo.scaling.step_result import (
-    NO_SOURCE,
-    FlaggedSource,
-    KnownSource,
-    NonfiniteSource,
-    ParameterNames,
-    StepResult,
-)
+from mezzo.scaling.step_result import StepResult
 from mezzo.scaling.torch_scaler_api import TorchScalerApi
 
 Optimizer = torch.optim.Optimizer
@@ -164,10 +149,8 @@ class GradScaler(TorchScalerApi):
             states,
             [CollapseMonitor(settings.collapse_patience, settings.on_collapse) for _ in states],
         )
-        self._records: dict[int, OptimizerRecord] = {}
-        self._names = ParameterNames()
-        self._checker = gradients.CpuGradientChecker()
         self._schedules = optimizer_step.Schedules()
+        self._records = OptimizerRecords(self._scales, self._schedules, settings.reduce_found_inf)
 
     # -- scaling -----------------------------------------------------------------------------------
 
@@ -208,11 +191,13 @@ class GradScaler(TorchScalerApi):
         """
         chosen = [optimizers] if isinstance(optimizers, Optimizer) else list(optimizers)
         for optimizer in chosen:
-            self._check_stage(self._record(optimizer), (OptimizerStage.STEPPED,), "backward()")
+            self._records.check_stage(
+                self._records.of(optimizer), (OptimizerStage.STEPPED,), "backward()"
+            )
         with backward_isolated(self.scale(loss, loss_id), chosen, **kwargs):
             for optimizer in chosen:
-                record = self._record(optimizer)
-                self._check(optimizer, record, loss_id, self._scales.of(loss_id).inverse())
+                record = self._records.of(optimizer)
+                self._records.check(optimizer, record, loss_id, self._scales.of(loss_id).inverse())
                 record.stage = OptimizerStage.UNSCALED
 
     def find_scale(
@@ -266,10 +251,12 @@ class GradScaler(TorchScalerApi):
         Call it before reading or clipping gradients, once per step. Does not synchronize.
         """
         self._scales.require("unscale_()")
-        record = self._record(optimizer)
-        self._check_stage(record, (OptimizerStage.UNSCALED, OptimizerStage.STEPPED), "unscale_()")
-        self._check_one_scale("unscale_()")
-        self._check(optimizer, record, 0, self._scales.of(0).inverse())
+        record = self._records.of(optimizer)
+        self._records.check_stage(
+            record, (OptimizerStage.UNSCALED, OptimizerStage.STEPPED), "unscale_()"
+        )
+        self._records.check_one_scale("unscale_()")
+        self._records.check(optimizer, record, 0, self._scales.of(0).inverse())
         record.stage = OptimizerStage.UNSCALED
 
     # -- stepping ----------------------------------------------------------------------------------
@@ -293,69 +280,18 @@ class GradScaler(TorchScalerApi):
         if scheduler is not None:
             self._schedules.accept(optimizer, scheduler)
         self._scales.require("step()")
-        record = self._record(optimizer)
+        record = self._records.of(optimizer)
         if record.stage is OptimizerStage.STEPPED:
-            self._check_stage(record, (OptimizerStage.STEPPED,), "step()")
-        if optimizer_step.skips_on_device(optimizer):
-            result = self._step_fused(optimizer, record, scheduler, args, kwargs)
+            self._records.check_stage(record, (OptimizerStage.STEPPED,), "step()")
+        if not optimizer_step.skips_on_device(optimizer):
+            step = self._records.step_or_skip
+        elif optimizer_step.takes_grad_scaler(optimizer):
+            step, kwargs = self._records.step_with_scaler, {**kwargs, "grad_scaler": self}
         else:
-            result = self._step(optimizer, record, scheduler, args, kwargs)
+            step = self._records.step_fused
+        result = step(optimizer, record, scheduler, args, kwargs)
         record.stage = OptimizerStage.STEPPED
         return result
-
-    def _step(
-        self,
-        optimizer: Optimizer,
-        record: OptimizerRecord,
-        scheduler: LRScheduler | None,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-    ) -> StepResult:
-        if record.stage is OptimizerStage.READY:
-            self._check_one_scale("step()")
-            self._check(optimizer, record, 0, self._scales.of(0).inverse())
-            record.stage = OptimizerStage.UNSCALED
-        found_nonfinite = record.found_nonfinite
-        # Read the flags only if the outcome is not known on the host.
-        if found_nonfinite is None:
-            flags = self._require_flags(record)
-            found_nonfinite = bool(combine(flags, common_device(flags)))
-        if found_nonfinite:
-            source = self._nonfinite_source(optimizer, record)
-            return StepResult.known(None, skipped=True, source=source)
-        value = optimizer.step(*args, **kwargs)
-        if scheduler is not None:
-            optimizer_step.advance(optimizer, scheduler)
-        return StepResult.known(value, skipped=False)
-
-    def _step_fused(
-        self,
-        optimizer: Optimizer,
-        record: OptimizerRecord,
-        scheduler: LRScheduler | None,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-    ) -> StepResult:
-        """Step an optimizer that reads the scale and the flag on the device, and skips there."""
-        if optimizer_step.takes_grad_scaler(optimizer):
-            value = optimizer.step(*args, **kwargs, grad_scaler=self)  # type: ignore[call-overload]
-            # The optimizer checks its gradients itself, or does not.
-            flags = record.all_flags()
-            found_inf = combine(flags, common_device(flags)) if flags else None
-            if scheduler is not None and (found_inf is None or not bool(found_inf)):
-                optimizer_step.advance(optimizer, scheduler)
-            return StepResult(value, found_inf, record.source)
-        unscaled = record.stage is OptimizerStage.UNSCALED
-        if not unscaled:
-            self._check_one_scale("step()")
-            self._check(optimizer, record, 0, None)
-        scale = next(scale for scale in self._scales.scales if scale is not None).scale
-        found_inf = combine(self._require_flags(record), scale.device)
-        with optimizer_step.scaling_info(optimizer, scale, found_inf, unscaled=unscaled):
-            if scheduler is None:
-                return StepResult(optimizer.step(*args, **kwargs), found_inf, record.source)
-            with self._schedules.values_applied(optimizer, scheduler, found_inf):
-                return StepResult(optimizer.step(*args, **kwargs), found_inf, record.source)
 
     def update(self, new_scale: float | torch.Tensor | None = None) -> None:
         """Adapt the scale to the steps since the last update. Does not synchronize.
@@ -366,30 +302,8 @@ class GradScaler(TorchScalerApi):
         if new_scale is not None:
             self._scales.set(new_scale)
         else:
-            self._advance()
-        self._checker.recycle_flags()
+            self._records.advance_scales()
         self._records.clear()
-
-    def _advance(self) -> None:
-        recorded = False
-        for loss_id in range(len(self._scales)):
-            flags: list[torch.Tensor] = []
-            source: NonfiniteSource = NO_SOURCE
-            for record in self._records.values():
-                found_inf = record.found_inf.get(loss_id)
-                if found_inf:
-                    flags.extend(found_inf.values())
-                    if source is NO_SOURCE or not source.has_candidates():
-                        source = record.source
-            if flags:
-                recorded = True
-                self._scales.advance(loss_id, flags, source)
-        if not recorded:
-            raise ScalerError(
-                "update() found no gradients that were checked since the last update(). Call"
-                " scaler.step(optimizer) or scaler.unscale_(optimizer) after backward(), then"
-                " update()."
-            )
 
     # -- state -------------------------------------------------------------------------------------
 
@@ -399,7 +313,7 @@ class GradScaler(TorchScalerApi):
         Without it, the names are those of the optimizer, or positions. Does not keep the model
         alive.
         """
-        self._names.register(model)
+        self._records.names.register(model)
 
     def state(self, loss_id: int = 0) -> ScaleState:
         """Return the scale of a loss and its counters. This synchronizes.
@@ -439,7 +353,7 @@ class GradScaler(TorchScalerApi):
         )
 
     def __getstate__(self) -> dict[str, Any]:
-        if self._records:
+        if self._records.by_id:
             raise ScalerError(
                 "A scaler can be pickled only between iterations, since flags on a device cannot be"
                 " saved. Call update() first."
@@ -467,118 +381,6 @@ class GradScaler(TorchScalerApi):
             if scale.scale.device == output.device
             else scale.scale.to(output.device, non_blocking=output.device.type != "cpu")
         )
-
-    def _record(self, optimizer: Optimizer) -> OptimizerRecord:
-        """Return the record of an optimizer since the last update."""
-        record = self._records.get(id(optimizer))
-        if record is None:
-            record = self._records[id(optimizer)] = OptimizerRecord()
-        return record
-
-    def _check(
-        self,
-        optimizer: Optimizer,
-        record: OptimizerRecord,
-        loss_id: int,
-        factor: torch.Tensor | None,
-    ) -> None:
-        """Check the gradients of an optimizer; multiply them by a factor if one is passed."""
-        flags = record.flags(loss_id)
-        binding = binding_of(optimizer)
-        if factor is not None:
-            for one in bindings_of(optimizer):
-                one.widen_gradients()
-        if factor is not None and isinstance(self._scales.of(loss_id), HostLossScale):
-            found_nonfinite = self._checker.check(optimizer, factor, flags)
-            record.known.append(found_nonfinite)
-            if found_nonfinite:
-                record.source = self._nonfinite_source(optimizer, record)
-        else:
-            source = (
-                record.source
-                if isinstance(record.source, FlaggedSource)
-                else FlaggedSource(self._names, optimizer)
-            )
-            if (
-                binding is None
-                or factor is not None
-                or not binding.check(self._scales.of(loss_id).scale, flags, source)
-            ):
-                gradients.check_sorted(optimizer, factor, flags, source)
-            record.source = source
-        if self._settings.reduce_found_inf is not None:
-            self._reduce(
-                self._settings.reduce_found_inf,
-                record,
-                flags,
-                self._scales.of(loss_id).scale.device,
-            )
-
-    def _reduce(
-        self,
-        reduce_found_inf: Callable[[torch.Tensor], object],
-        record: OptimizerRecord,
-        flags: gradients.Flags,
-        device: torch.device,
-    ) -> None:
-        """Combine the flags of all devices into one, and reduce it over the process group.
-
-        A process without gradients takes part: the others would block without it.
-        """
-        found_inf = (
-            combine(list(flags.values()), common_device(list(flags.values()))).clone()
-            if flags
-            else torch.zeros((), device=device)
-        )
-        reduce_found_inf(found_inf)
-        record.known.append(None)
-        flags.clear()
-        flags[found_inf.device] = found_inf.clamp_(max=1.0)
-
-    def _nonfinite_source(self, optimizer: Optimizer, record: OptimizerRecord) -> NonfiniteSource:
-        """Return the source of a non-finite gradient. Called before clipping, which spreads NaN."""
-        if record.source.has_candidates():
-            return record.source
-        first = gradients.first_nonfinite(gradients.parameters(optimizer))
-        if first is None:
-            return record.source
-        return KnownSource(self._names.name_of(first, optimizer))
-
-    def _require_flags(self, record: OptimizerRecord) -> list[torch.Tensor]:
-        flags = record.all_flags()
-        if not flags:
-            raise ScalerError(
-                "step() found no gradients: no parameter of this optimizer has one. Call"
-                " scaler.scale(loss).backward() first, with a loss that reaches them."
-            )
-        return flags
-
-    def _check_stage(
-        self, record: OptimizerRecord, forbidden: tuple[OptimizerStage, ...], call: str
-    ) -> None:
-        """Raise `ScalerError` if an optimizer is in a stage in which `call` is not allowed."""
-        if record.stage in forbidden:
-            done = (
-                "step()" if record.stage is OptimizerStage.STEPPED else "unscale_() or backward()"
-            )
-            remedy = (
-                "Call it once, before step()."
-                if record.stage is OptimizerStage.UNSCALED
-                else "Call update() once at the end of the iteration, then go on."
-            )
-            raise ScalerError(
-                f"{call} was called, but {done} has already been called on this optimizer since the"
-                f" last update(). {remedy}"
-            )
-
-    def _check_one_scale(self, call: str) -> None:
-        """Raise `ScalerError` if there are several losses, whose scales differ."""
-        if len(self._scales) > 1:
-            raise ScalerError(
-                f"{call} cannot choose among the {len(self._scales)} scales of this scaler. With"
-                " several losses call scaler.backward(loss, loss_id=..., optimizers=...), which"
-                " unscales their gradients, instead of scaler.scale(loss).backward()."
-            )
 
 
 class DisabledGradScaler(GradScaler):

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 
 from mezzo.scaling.gradients import Flags, check_sorted
-from mezzo.scaling.loss_scales import LossScales, OptimizerRecord
+from mezzo.scaling.loss_scales import LossScales
+from mezzo.scaling.optimizer_records import OptimizerRecords
 
 Optimizer = torch.optim.Optimizer
 
@@ -20,28 +21,16 @@ class TorchScalerApi:
     """
 
     _scales: LossScales
-    _records: dict[int, OptimizerRecord]
-
-    def _check(
-        self,
-        optimizer: Optimizer,
-        record: OptimizerRecord,
-        loss_id: int,
-        factor: torch.Tensor | None,
-    ) -> None:
-        raise NotImplementedError
-
-    def _record(self, optimizer: Optimizer) -> OptimizerRecord:
-        raise NotImplementedError
+    _records: OptimizerRecords
 
     def _check_inf_per_device(self, optimizer: Optimizer) -> Flags:
-        record = self._record(optimizer)
+        record = self._records.of(optimizer)
         record.found_inf.pop(0, None)
-        self._check(optimizer, record, 0, None)
+        self._records.check(optimizer, record, 0, None)
         return record.flags(0)
 
     def _found_inf_per_device(self, optimizer: Optimizer) -> Flags:
-        return self._record(optimizer).flags(0)
+        return self._records.of(optimizer).flags(0)
 
     def _unscale_grads_(
         self,

@@ -77,12 +77,12 @@ class _StatefulScaler(MezzoScaler):
 
     @property
     def _per_optimizer_states(self) -> OptimizerStates:
-        return OptimizerStates(self._records)
+        return OptimizerStates(self._records.by_id)
 
     @_per_optimizer_states.setter
     def _per_optimizer_states(self, states: MutableMapping[Any, dict[str, Any]]) -> None:
-        self._records.clear()
-        OptimizerStates(self._records).update(states)
+        self._records.by_id.clear()
+        OptimizerStates(self._records.by_id).update(states)
 
 
 class TorchScalerError(ScalerError, AssertionError):
@@ -153,7 +153,7 @@ class GradScaler(_StatefulScaler, TorchScaler, metaclass=AcceptsTorch, counterpa
         """Unscale an optimizer's gradients, including 16-bit ones, which torch rejects."""
         if self._enabled:
             self._require("unscale_")
-            stage = self._record(optimizer).stage
+            stage = self._records.of(optimizer).stage
             if stage is OptimizerStage.UNSCALED:
                 raise ScalerError(
                     "unscale_() has already been called on this optimizer since the last update()."
@@ -176,7 +176,7 @@ class GradScaler(_StatefulScaler, TorchScaler, metaclass=AcceptsTorch, counterpa
                 " and its gradients first, then step."
             )
         self._require("step")
-        if self._record(optimizer).stage is OptimizerStage.STEPPED:
+        if self._records.of(optimizer).stage is OptimizerStage.STEPPED:
             raise ScalerError(
                 "step() has already been called since the last update(). Call update() once at the"
                 " end of the iteration."
@@ -248,9 +248,7 @@ class GradScaler(_StatefulScaler, TorchScaler, metaclass=AcceptsTorch, counterpa
             self._scales.require(f"{call}()")
 
 
-_ENGINE_ATTRIBUTES = frozenset(
-    ("_settings", "_scales", "_records", "_names", "_checker", "_schedules")
-)
+_ENGINE_ATTRIBUTES = frozenset(("_settings", "_scales", "_records", "_schedules"))
 """Attributes that `mezzo.GradScaler` pickles itself."""
 
 
