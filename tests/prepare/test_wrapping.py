@@ -241,6 +241,77 @@ def test_fabric_setup_after_decorate(fabric):
     assert_equals_reference(model, losses, reference())
 
 
+def clipped_reference(limit, policy):
+    """Return the weights after the same training, with torch's clipping called by hand."""
+    model = make_model()
+    optimizer = sgd(model.parameters())
+    mezzo.decorate(model, optimizer, policy, dtype="bfloat16")
+
+    def backward(loss):
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), limit)
+
+    train(model, optimizer, backward=backward)
+    return list(mezzo.undecorate(model).parameters())
+
+
+LIMIT = 1e-2
+"""A norm below that of every gradient of `train`."""
+
+
+@pytest.mark.parametrize("policy", ["O1", "O2"])
+def test_fabric_clips_the_gradients_of_bfloat16_models(fabric, policy):
+    model = make_model()
+    optimizer = sgd(model.parameters())
+    mezzo.decorate(model, optimizer, policy, dtype="bfloat16")
+    wrapped, stepped = fabric.setup(model, optimizer)
+
+    def backward(loss):
+        fabric.backward(loss)
+        assert fabric.clip_gradients(wrapped, stepped, max_norm=LIMIT) > LIMIT
+
+    train(wrapped, stepped, backward=backward)
+    expected = clipped_reference(LIMIT, policy)
+    assert all(map(torch.equal, mezzo.undecorate(model).parameters(), expected))
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning:pytorch_lightning")
+@pytest.mark.filterwarnings("ignore::FutureWarning:pytorch_lightning")
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+@pytest.mark.parametrize("policy", ["O1", "O2"])
+def test_lightning_clips_the_gradients_of_bfloat16_models(policy, precision):
+    lightning = pytest.importorskip("pytorch_lightning")
+
+    class Module(lightning.LightningModule):
+        def __init__(self):
+            super().__init__()
+            self.model = make_model()
+            self.optimizer = sgd(self.model.parameters())
+            mezzo.decorate(self.model, self.optimizer, policy, dtype="bfloat16")
+
+        def training_step(self, batch, _index):
+            return self.model(batch).float().square().mean()
+
+        def configure_optimizers(self):
+            return self.optimizer
+
+    module = Module()
+    batches = [torch.randn(4, 4, generator=torch.Generator().manual_seed(n)) for n in range(8)]
+    lightning.Trainer(
+        accelerator="cpu",
+        devices=1,
+        max_epochs=1,
+        precision=precision,
+        gradient_clip_val=LIMIT,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    ).fit(module, torch.utils.data.DataLoader(batches, batch_size=None))
+    expected = clipped_reference(LIMIT, policy)
+    assert all(map(torch.equal, mezzo.undecorate(module.model).parameters(), expected))
+
+
 def test_fabric_setup_before_decorate_is_refused(fabric):
     model = make_model()
     wrapped, stepped = fabric.setup(model, sgd(model.parameters()))
