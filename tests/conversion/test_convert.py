@@ -270,3 +270,68 @@ def test_a_decorated_model_can_be_converted(level):
         if name[0] in "02"
     } == {HALF}
     assert torch.equal(model(X), expected)
+
+
+# -- a softmax that feeds a product ----------------------------------------------------------------
+
+
+class Attention(nn.Module):
+    def __init__(self, *, dim=-1, mask=None, returned=False):
+        super().__init__()
+        torch.manual_seed(0)
+        self.inputs = nn.Linear(16, 48)
+        self.dim, self.mask, self.returned = dim, mask, returned
+
+    def forward(self, x):
+        q, k, v = self.inputs(x).chunk(3, -1)
+        scores = q @ k.transpose(1, 2)
+        weights = (scores if self.mask is None else scores + self.mask).softmax(self.dim)
+        return (weights @ v, weights) if self.returned else weights @ v
+
+
+ATTENDED = torch.randn(2, 12, 16, generator=torch.Generator().manual_seed(1)) * 8
+
+
+def _softmax_dtype(model, **options):
+    converted = mezzo.convert(model.eval(), (ATTENDED,), **{"dtype": "float16", **options})
+    return next(row.dtype for row in converted.plan if row.op == "softmax")
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_a_softmax_that_feeds_a_product_is_narrowed_without_a_larger_error(dtype):
+    model = Attention().eval()
+    narrowed = mezzo.convert(model, (ATTENDED,), dtype=dtype)
+    wide = mezzo.convert(model, (ATTENDED,), dtype=dtype, full={"softmax"})
+    row = next(row for row in narrowed.plan if row.op == "softmax")
+    assert row.dtype == str(dtype).removeprefix("torch.")
+    assert row.reason == "computes in float32 inside, and its readers round the result"
+    exact = model.double()(ATTENDED.double()).detach()
+    errors = [
+        float((one(ATTENDED).detach().double() - exact).abs().max()) for one in (narrowed, wide)
+    ]
+    # Each rounds the weights of the attention once, after the same sums in float32.
+    assert errors[0] == pytest.approx(errors[1], rel=0.02)
+
+
+def test_a_softmax_stays_float32_where_16_bits_could_give_another_result():
+    assert _softmax_dtype(Attention()) == "float16"
+    # Another reader gets its float32 result; its kernel for other dimensions rounds twice on CPUs;
+    # torch.autocast adds a float32 mask in float32.
+    for model in (
+        Attention(returned=True),
+        Attention(dim=1),
+        Attention(mask=torch.full((12, 12), -1e5)),
+    ):
+        assert _softmax_dtype(model) == "float32"
+    for options in ({"full": {"softmax"}}, {"exclude": "softmax"}):
+        assert _softmax_dtype(Attention(), **options) == "float32"
+    policy = mezzo.Policy("O1", "float16", full={"softmax"})
+    assert _softmax_dtype(Attention(), policy=policy) == "float32"
+
+
+def test_a_softmax_listed_float32_inside_follows_the_cut():
+    policy = mezzo.Policy("O1", "float16", float32_inside={"softmax"})
+    converted = mezzo.convert(Attention(dim=1).eval(), (ATTENDED,), policy=policy)
+    row = next(row for row in converted.plan if row.op == "softmax")
+    assert row.dtype == "float16"
+    assert row.reason == "listed float32_inside: 16 bits here cast the fewest bytes"

@@ -25,6 +25,7 @@ from mezzo.conversion.nodes import (
     float32_ops,
     float_values,
     mutated_nodes,
+    named_arguments,
     op_name,
     reads,
     role_of,
@@ -49,6 +50,8 @@ class Constraint:
     half: bool | None
     """True for 16 bits, False for float32, None if the cut decides."""
     reason: str
+    may_narrow: bool = False
+    """Whether 16 bits give the same result where every reader of it rounds it."""
 
 
 UNDECIDED = Constraint(None, "in no list")
@@ -65,6 +68,10 @@ RECURRENT = Constraint(
 GATHERED = Constraint(True, "selects rows of a table that is stored in 16 bits")
 """The rows are exact copies of the stored ones; their readers decide in which precision they
 compute."""
+
+
+NARROWED = Constraint(True, "computes in float32 inside, and its readers round the result")
+"""The result of float32 and a cast, without writing float32."""
 
 
 @dataclass(frozen=True)
@@ -180,10 +187,25 @@ def _from_policy(
     if entry.rule is Rule.HALF and _keeps_float32_state(op, options):
         return RECURRENT
     if entry.rule in (Rule.HALF, Rule.FULL, Rule.REFUSE):
-        return Constraint(entry.rule is Rule.HALF, entry.reason)
+        may_narrow = entry.rule is Rule.FULL and _rounds_once(node, options)
+        return Constraint(entry.rule is Rule.HALF, entry.reason, may_narrow)
+    if entry.rule is Rule.FLOAT32_INSIDE:
+        return Constraint(None, "listed float32_inside")
     if op not in options.lists.entries and op in float32_ops():
-        return Constraint(False, float32_ops()[op])
+        return Constraint(False, float32_ops()[op], _rounds_once(node, options))
     return UNDECIDED
+
+
+def _rounds_once(node: Node, options: ConvertOptions) -> bool:
+    """Return whether the 16-bit kernel of an op computes in float32 and rounds at the end.
+
+    A softmax over another dimension than the last one rounds twice on CPUs.
+    """
+    if op_name(node) != "softmax" or "softmax" in options.policy.ops_with_rule(Rule.FULL):
+        return False
+    dim = dict(named_arguments(node)).get("dim")
+    is_last = isinstance(dim, int) and dim in (-1, float_values(node)[0].dim() - 1)
+    return is_last and _half_not_possible(node, options) is None
 
 
 def _keeps_float32_state(op: str, options: ConvertOptions) -> bool:
@@ -245,7 +267,8 @@ def _keep_autocast_precision(
 ) -> dict[Node, Constraint]:
     """Constrain ops that torch.autocast runs in float32, so that none is less precise than there.
 
-    A value-preserving op stays undecided if every reader of its result rounds it anyway.
+    A value-preserving op stays undecided if every reader of its result rounds it anyway. An op that
+    reads 16 bits and computes in float32 inside is then narrowed: a softmax that feeds a product.
     """
     constraints = dict(listed)
     rounded: dict[Node, bool] = {}
@@ -256,6 +279,9 @@ def _keep_autocast_precision(
         can_choose = role in (Role.OP, Role.FILL) or (
             role is Role.INPUT and not options.keep_io_dtypes and node.op == "placeholder"
         )
+        reads_half = bool(reads(node)) and all(as_autocast[read.node] for read in reads(node))
+        if listed[node].may_narrow and rounded[node] and reads_half:
+            constraints[node] = NARROWED
         half_in_autocast = as_autocast[node] and role is Role.OP
         if not can_choose or listed[node].half is not None or half_in_autocast:
             continue

@@ -85,11 +85,8 @@ def _dtype_and_reason(node: Node, role: Role, planned: PlannedGraph) -> tuple[st
     constraint = planned.constraints[node]
     if constraint.half is not None:
         return _compute_dtype(node, planned), constraint.reason
-    return _compute_dtype(node, planned), (
-        "in no list: 16 bits here cast the fewest bytes"
-        if assignment.in_half.get(node)
-        else "in no list: float32 here casts the fewest bytes"
-    )
+    chosen = "16 bits here cast" if assignment.in_half.get(node) else "float32 here casts"
+    return _compute_dtype(node, planned), f"{constraint.reason}: {chosen} the fewest bytes"
 
 
 def _rounding_reason(weight: Node, planned: PlannedGraph, error: float) -> str:
