@@ -36,6 +36,9 @@ def resolved(*first: Any, **fields: Any) -> Any:
 def test_a_policy_with_torchs_lists_needs_no_table() -> None:
     region, _ = resolved("cpu", dtype=torch.bfloat16)
     assert region.key == ""
+    # Without a function mode, which costs host time at every op.
+    for device in ("cpu", "cuda"):
+        assert uses_torch_lists(Policy("O2", "bfloat16"), device)
 
 
 @pytest.mark.parametrize(

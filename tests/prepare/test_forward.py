@@ -320,8 +320,7 @@ def test_a_compiled_model_computes_the_same(level, options):
 
 
 def wide_linear(width):
-    model = nn.Sequential(nn.Linear(4, width), nn.ReLU())
-    return mezzo.decorate(model.eval(), None, "O2", dtype="bfloat16")
+    return mezzo.decorate(nn.Linear(4, width).eval(), None, "O2", dtype="bfloat16")
 
 
 def test_more_models_than_dynamos_recompile_limit_compile_in_one_process():
@@ -530,6 +529,7 @@ class Explicit(nn.Module):
         super().__init__()
         self.linear = nn.Linear(4, 4)
         self.register_buffer("table", torch.full((4,), 1e5))
+        self.register_buffer("square", torch.eye(4) * 1e5)
 
     def forward(self, x):
         h = self.linear(x)
@@ -540,8 +540,14 @@ class Explicit(nn.Module):
             "constant": h + torch.full((4,), 1e5),
             "buffer": h + self.table,
             "normalized": nn.functional.normalize(h * 0, eps=1e-12),
+            "disabled": self.without_autocast(h),
             "half": self.linear(h.float()),
+            "half too": h.relu() + h,
         }
+
+    def without_autocast(self, h):
+        with torch.autocast("cpu", enabled=False):
+            return h.float() @ self.square
 
 
 def run_eager(model, x):
@@ -566,7 +572,7 @@ def test_float32_that_the_model_makes_stays_float32_until_an_op_of_the_half_list
         # torch's list for CPUs does not have the norm: its eps of 1e-12 is zero in float16.
         del result["normalized"]
     dtypes = {name: value.dtype for name, value in result.items()}
-    assert dtypes.pop("half") is torch.float16
+    assert dtypes.pop("half") is dtypes.pop("half too") is torch.float16
     assert set(dtypes.values()) == {torch.float32}
     assert all(bool(value.isfinite().all()) for value in result.values())
 
@@ -623,6 +629,21 @@ def test_outputs_of_any_kind_are_cast_and_come_back_as_what_they_were():
     assert type(strict) is StrictOutput
     assert strict.logits is strict["logits"]
     assert strict.logits.dtype is torch.float32
+
+
+@pytest.mark.parametrize("run", [run_compiled, run_exported])
+def test_outputs_of_any_kind_are_cast_in_compiled_and_exported_code(run):
+    makes = [lambda value: {"logits": value, "more": [Pair(value, value)]}]
+    if run is run_compiled:
+        # torch.export takes containers that are registered with it only.
+        makes += [strict_output, lambda value: Output(value, Pair(value, value))]
+    for make in makes:
+        model = Returning(make)
+        mezzo.decorate(model.eval(), dtype="bfloat16", output_dtype="float32")
+        expected, result = model(X), run(model, X)
+        assert type(result) is type(expected)
+        logits = result.logits if isinstance(result, Output) else result["logits"]
+        assert logits.dtype is torch.float32
 
 
 def test_a_decorated_model_has_the_signature_of_its_forward():

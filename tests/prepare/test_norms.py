@@ -8,6 +8,7 @@ import io
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional as F
 
 import mezzo
 
@@ -115,10 +116,52 @@ def test_copies_and_pickles_normalise_with_their_own_parameters():
         assert not torch.equal(copied(x), net(x))
 
 
-def test_compiled_and_exported_models_normalise_as_in_eager():
+@pytest.mark.parametrize("name", ["layer", "group", "rms"])
+def test_compiled_and_exported_models_normalise_as_in_eager(name):
     torch._dynamo.reset()
-    net, x = decorated(nn.GroupNorm(4, 16)), torch.randn(3, 16)
+    net, x = decorated(NORMS[name]()), torch.randn(3, 16)
     compiled = torch.compile(net, backend="aot_eager", fullgraph=True)
     exported = torch.export.export(net, (x,)).module()
     assert torch.equal(compiled(x), net(x))
     assert torch.equal(exported(x), net(x))
+    assert compiled(x).dtype is exported(x).dtype is torch.bfloat16
+
+
+class Functions(nn.Module):
+    """Calls a norm and a softmax as functions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(16, 16)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        h = self.linear(x)
+        return F.layer_norm(h, (16,)), h.softmax(-1)
+
+
+def run_eager(model: nn.Module, x: torch.Tensor):
+    return model(x)
+
+
+def run_compiled(model: nn.Module, x: torch.Tensor):
+    torch._dynamo.reset()
+    return torch.compile(model, backend="aot_eager", fullgraph=True)(x)
+
+
+def run_exported(model: nn.Module, x: torch.Tensor):
+    return torch.export.export(model, (x,)).module()(x)
+
+
+@pytest.mark.parametrize("run", [run_eager, run_compiled, run_exported])
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_a_norm_and_a_softmax_called_directly_return_float32_unless_listed(level, run):
+    x, options = torch.randn(3, 16), {"dtype": "bfloat16", "preset": "torch-cuda"}
+    plain = mezzo.decorate(Functions().eval(), None, level, **options)
+    assert [one.dtype for one in run(plain, x)] == [torch.float32, torch.float32]
+    inside = {"layer_norm", "softmax"}
+    listed = mezzo.decorate(Functions().eval(), None, level, float32_inside=inside, **options)
+    norm, softmax = run(listed, x)
+    assert norm.dtype is softmax.dtype is torch.bfloat16
+    h = listed.linear(x.bfloat16() if level == "O2" else x).double()
+    assert (softmax - h.softmax(-1)).abs().max() <= 2.0**-7
+    assert (norm - F.layer_norm(h, (16,))).abs().max() <= 2.0**-5

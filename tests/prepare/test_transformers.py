@@ -49,6 +49,14 @@ def test_an_output_comes_back_as_its_class_with_the_output_dtype(output):
     assert model(input_ids=IDS, return_dict=False)[0].dtype is getattr(torch, output)
 
 
+def test_an_exported_model_returns_its_class_with_the_output_dtype():
+    model, _ = decorated(output_dtype="float32")
+    program = torch.export.export(model.eval(), (), {"input_ids": IDS, "use_cache": False})
+    result = program.module()(input_ids=IDS, use_cache=False)
+    assert type(result) is type(model(input_ids=IDS))
+    assert result.logits.dtype is torch.float32
+
+
 def test_a_loss_divided_by_the_number_of_tokens_is_finite_in_float16():
     model, _ = decorated(dtype="float16")
     ids = IDS.repeat(2500, 1)

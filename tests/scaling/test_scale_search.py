@@ -110,12 +110,14 @@ class _OnlyOnce(torch.autograd.Function):
     def backward(ctx, gradient):
         ctx.calls += 1
         if ctx.calls > 1:
-            raise RuntimeError("the context was freed")
+            raise _OnlyOnce.error("the context was freed")
         return gradient
 
 
-def test_a_backward_that_cannot_run_twice_leaves_the_scale_and_warns_once(net, monkeypatch):
+@pytest.mark.parametrize("error", [RuntimeError, torch.OutOfMemoryError])
+def test_a_backward_that_cannot_run_twice_leaves_the_scale_and_warns_once(net, monkeypatch, error):
     monkeypatch.setattr(scale_search, "_warned", False)
+    monkeypatch.setattr(_OnlyOnce, "error", error, raising=False)
     scaler, optimizer = GradScaler("cpu"), sgd(net)
     with pytest.warns(UserWarning, match="the context was freed"):
         found = scaler.find_scale(_OnlyOnce.apply(overflowing_loss(net)), optimizer)
@@ -123,9 +125,21 @@ def test_a_backward_that_cannot_run_twice_leaves_the_scale_and_warns_once(net, m
     assert scaler.find_scale(_OnlyOnce.apply(overflowing_loss(net)), optimizer) == 65536.0
 
 
-def test_in_a_process_group_nothing_is_searched(net, monkeypatch):
-    monkeypatch.setattr(scale_search, "_reduces_gradients", lambda: True)
-    assert GradScaler("cpu").find_scale(overflowing_loss(net), sgd(net)) == 65536.0
+@pytest.mark.parametrize("processes", [1, 2])
+def test_with_several_processes_nothing_is_searched_which_is_warned_about_once(
+    net, monkeypatch, processes
+):
+    monkeypatch.setattr(scale_search, "_warned", False)
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: processes)
+    optimizer = sgd(net)
+    if processes == 1:
+        assert GradScaler("cpu").find_scale(overflowing_loss(net), optimizer) < 65536.0
+        return
+    with pytest.warns(UserWarning, match="not searched with several processes"):
+        assert GradScaler("cpu").find_scale(overflowing_loss(net), optimizer) == 65536.0
+    assert GradScaler("cpu").find_scale(overflowing_loss(net), optimizer) == 65536.0
+    assert all(parameter.grad is None for parameter in net.parameters())
 
 
 def test_a_disabled_scaler_returns_1(net):

@@ -7,6 +7,8 @@ import torch
 from torch import nn
 
 import mezzo
+from mezzo.scaling import scale_search
+from mezzo.step import train_step
 
 X, Y = torch.randn(8, 4), torch.randn(8, 2)
 LARGE = 100.0
@@ -91,3 +93,53 @@ def test_a_batch_with_non_finite_values_is_skipped_as_before():
     step(X * float("inf"), Y)
     assert step.skipped
     assert step.scale == 32768
+
+
+def test_the_first_update_runs_the_model_that_is_not_compiled(monkeypatch):
+    compiled_calls = []
+
+    def compile_model(model):
+        def call(*args):
+            compiled_calls.append(model.calls)
+            return model(*args)
+
+        return call
+
+    monkeypatch.setattr(train_step, "_compile", compile_model)
+    step = make_step("O2", compile=True)
+    for _ in range(3):
+        step(X, Y)
+    assert compiled_calls == [1, 2]
+    assert step.scaler.state().skipped_steps == 0
+
+
+class _OnlyOnce(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        ctx.used = False
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        if ctx.used:
+            raise RuntimeError("the context was freed")
+        ctx.used = True
+        return gradient
+
+
+def test_where_backward_cannot_run_twice_updates_are_skipped_as_usual(monkeypatch):
+    monkeypatch.setattr(scale_search, "_warned", False)
+    model = Counting()
+    step = mezzo.TrainStep(
+        model,
+        lambda output, target: loss_fn(_OnlyOnce.apply(output), target),
+        torch.optim.SGD(model.parameters(), lr=1e-6),
+        "O2",
+        dtype="float16",
+    )
+    with pytest.warns(UserWarning, match="the context was freed"):
+        step(X, Y)
+    assert step.skipped
+    assert step.scale == 32768
+    step(X, Y)
+    assert model.calls == 2

@@ -28,14 +28,24 @@ Backward = Callable[[bool], None]
 
 
 def can_search(scales: LossScales, loss_id: int, parameters: Sequence[torch.Tensor]) -> bool:
-    """Return whether to search: the scale is dynamic, unused, and there are no gradients yet."""
+    """Return whether to search: the scale is dynamic, unused, and there are no gradients yet.
+
+    Not with several processes, which is warned about once.
+    """
     state = scales.state(loss_id)
-    return (
+    is_new = (
         scales.rule.dynamic
         and state.good_steps == state.skipped_steps == 0
         and all(parameter.grad is None for parameter in parameters)
-        and not _reduces_gradients()
     )
+    if is_new and _reduces_gradients():
+        _warn_once(
+            "The initial loss scale is not searched with several processes, since the gradients of"
+            " a second backward pass are not reduced. If it is too high, the first steps are"
+            " skipped. Pass GradScaler(init_scale=1024.0) to avoid this."
+        )
+        return False
+    return is_new
 
 
 def search(
@@ -100,14 +110,16 @@ _warned = False
 
 
 def _warn_not_repeated(error: RuntimeError) -> None:
+    reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+    _warn_once(
+        "The first gradients overflow at the initial loss scale, and backward cannot be repeated to"
+        f" find a lower one ({reason}). The first steps are skipped instead. Pass"
+        " GradScaler(init_scale=1024.0) to avoid this."
+    )
+
+
+def _warn_once(message: str) -> None:
     global _warned
     if not _warned:
         _warned = True
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        warnings.warn(
-            "The first gradients overflow at the initial loss scale, and backward cannot be"
-            f" repeated to find a lower one ({reason}). The first steps are skipped instead. Pass"
-            " GradScaler(init_scale=1024.0) to avoid this.",
-            UserWarning,
-            stacklevel=2,
-        )
+        warnings.warn(message, UserWarning, stacklevel=3)
