@@ -7,11 +7,13 @@ import torch
 from support.wrappers import Lookahead
 
 import mezzo
-from mezzo.optim.attach import bind_half_parameters, bind_optimizer
+from mezzo.optim.attach import bind_half_parameters, bind_optimizer, has_device_step
 from mezzo.optim.binding import OptimizerBinding, optimizer_binding
+from mezzo.optim.capturable_step import CAPTURABLE, CapturableBinding
 from mezzo.optim.fused_algorithms import ALGORITHMS
 from mezzo.optim.fused_step import FusedBinding
 from mezzo.optim.master_weights import MASTERS, MasterWeights
+from mezzo.optim.muon_step import MuonBinding
 from mezzo.policy.types import Master
 
 
@@ -45,7 +47,7 @@ def test_known_optimizers_get_the_fused_step(optimizer_class: type[torch.optim.O
 
 @pytest.mark.parametrize(
     "optimizer_class",
-    [torch.optim.RMSprop, torch.optim.NAdam, Subclass, Inherits],
+    [torch.optim.Adafactor, Subclass, Inherits],
     ids=lambda optimizer_class: optimizer_class.__name__,
 )
 def test_other_optimizers_and_subclasses_keep_their_own_step(
@@ -59,6 +61,30 @@ def test_other_optimizers_and_subclasses_keep_their_own_step(
         )
         is OptimizerBinding
     )
+
+
+@pytest.mark.parametrize(
+    "optimizer_class", CAPTURABLE, ids=lambda optimizer_class: optimizer_class.__name__
+)
+def test_optimizers_with_a_capturable_form_get_a_step_on_the_device(
+    optimizer_class: type[torch.optim.Optimizer],
+) -> None:
+    optimizer = optimizer_class([torch.nn.Parameter(torch.ones(2, 2))])
+    assert has_device_step(optimizer)
+    assert type(bind_optimizer(optimizer, MasterWeights())) is CapturableBinding
+
+
+def test_muon_gets_a_step_of_its_own() -> None:
+    optimizer = torch.optim.Muon([torch.nn.Parameter(torch.ones(2, 2))])
+    assert has_device_step(optimizer)
+    assert type(bind_optimizer(optimizer, MasterWeights())) is MuonBinding
+
+
+def test_stochastic_rounding_without_a_kernel_keeps_the_original_step() -> None:
+    optimizer = torch.optim.RMSprop([torch.nn.Parameter(torch.ones(2))])
+    binding = bind_optimizer(optimizer, MasterWeights(Master.STOCHASTIC))
+    assert type(binding) is OptimizerBinding
+    assert not binding.captures
 
 
 # -- 16-bit parameters -----------------------------------------------------------------------------

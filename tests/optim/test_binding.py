@@ -488,6 +488,16 @@ def test_without_clipping_no_norm_is_computed():
     assert twins.binding.grad_norm is None
 
 
+def test_a_tracked_norm_is_computed_without_clipping():
+    twins = Twins(OPTIMIZERS["SGD"], "split")
+    twins.binding.tracks_norm = True
+    twins.set_gradients()
+    norm = nn.utils.get_total_norm([whole.grad for whole in twins.full_weights])
+    twins.step()
+    assert torch.equal(mezzo.grad_norm(twins.optimizer), norm), twins.seed
+    assert twins.are_equal(), twins.seed
+
+
 def test_clipping_does_not_change_gradients_of_float32_parameters():
     half, whole = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))
     optimizer, masters = torch.optim.SGD([half, whole], lr=1.0), MasterWeights("split")

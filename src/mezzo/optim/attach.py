@@ -12,9 +12,11 @@ from mezzo._dtypes import HALF_DTYPES
 from mezzo._errors import UnsupportedError
 from mezzo.optim import state_dict
 from mezzo.optim.binding import OptimizerBinding
+from mezzo.optim.capturable_step import CAPTURABLE, CapturableBinding
 from mezzo.optim.fused_algorithms import ALGORITHMS, algorithm_name
 from mezzo.optim.fused_step import FusedBinding
 from mezzo.optim.master_weights import MasterWeights, Parameter
+from mezzo.optim.muon_step import MuonBinding
 from mezzo.policy.types import Master
 from mezzo.scaling.gradients import parameters
 from mezzo.scaling.optimizer_step import inner_optimizers
@@ -45,15 +47,40 @@ def bind_optimizer(
     clip_norm: float | None = None,
     takes_scale: bool = True,
 ) -> OptimizerBinding:
-    """Make `optimizer.step()` update master weights, with the fused step where there is one.
+    """Make `optimizer.step()` update master weights, by a step on the device where there is one.
 
     `takes_scale` declares, by torch's protocol, that the step unscales gradients itself. Libraries
     refuse to clip the gradients of such an optimizer, which is not wanted where nothing is scaled.
     """
     refuse_wrapper(optimizer)
-    is_fused = algorithm_name(optimizer) in ALGORITHMS
-    binding_class = FusedBinding if is_fused else OptimizerBinding
+    binding_class = _binding_class(optimizer, masters)
     return binding_class(optimizer, masters, clip_norm=clip_norm, takes_scale=takes_scale)
+
+
+def has_device_step(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether an optimizer without master weights can be stepped without a host read.
+
+    >>> parameter = torch.nn.Parameter(torch.ones(1))
+    >>> has_device_step(torch.optim.RMSprop([parameter]))
+    True
+    >>> has_device_step(torch.optim.Adafactor([parameter]))
+    False
+    """
+    return _binding_class(optimizer, MasterWeights(Master.NONE)).captures
+
+
+def _binding_class(
+    optimizer: torch.optim.Optimizer, masters: MasterWeights
+) -> type[OptimizerBinding]:
+    algorithm = algorithm_name(optimizer)
+    if algorithm in ALGORITHMS:
+        return FusedBinding
+    if masters.format.master is Master.STOCHASTIC:
+        # Drawn for each parameter: only the kernel of the fused step does that on the device.
+        return OptimizerBinding
+    if algorithm is torch.optim.Muon:
+        return MuonBinding
+    return CapturableBinding if algorithm in CAPTURABLE else OptimizerBinding
 
 
 def refuse_wrapper(optimizer: torch.optim.Optimizer) -> None:

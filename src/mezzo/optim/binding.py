@@ -37,8 +37,11 @@ _ATTRIBUTES = ("_step_supports_amp_scaling", "_bound", "__deepcopy__")
 class OptimizerBinding:
     """An optimizer whose step updates master weights."""
 
-    reads_on_device = False
-    """Whether scheduled values may be tensors because the host does not read them."""
+    captures = False
+    """Whether the step can be captured in a CUDA graph: then it is a `DeviceBinding`."""
+    device_values: frozenset[str] = frozenset()
+    """Entries of a group that may be tensors on a device, as a schedule makes them, because the
+    host does not read them."""
 
     def __init__(
         self,
@@ -49,6 +52,8 @@ class OptimizerBinding:
         takes_scale: bool = True,
     ) -> None:
         self.optimizer, self.masters, self.clip_norm = optimizer, masters, clip_norm
+        self.tracks_norm = False
+        """Whether steps compute `grad_norm` also without `clip_norm`."""
         self._norm: torch.Tensor | None = None
         self.on_missing_masters: Callable[[list[torch.Tensor]], None] | None = None
         """Called before a step with 16-bit parameters that have a gradient and no master: they
@@ -71,11 +76,17 @@ class OptimizerBinding:
 
     @property
     def grad_norm(self) -> torch.Tensor | None:
-        """Norm of all gradients at the last step, unscaled, before clipping; with `clip_norm` only.
+        """Norm of all gradients at the last step, unscaled and before clipping.
 
-        On the device of the gradients; getting it does not synchronize.
+        None before the first step, and if the binding neither clips nor tracks the norm. On the
+        device of the gradients; getting it does not synchronize.
         """
         return self._norm
+
+    @property
+    def computes_norm(self) -> bool:
+        """Whether steps compute `grad_norm`."""
+        return self.tracks_norm or self.clip_norm is not None
 
     def unbind(self) -> None:
         """Restore the optimizer's original step.
@@ -100,7 +111,7 @@ class OptimizerBinding:
             return
         self._add_missing_masters(parameters(self.optimizer))
         with (
-            self._float32_parameters(_unscale_factor(scale)) as swapped,
+            self._float32_parameters(unscale_factor(scale)) as swapped,
             self._refuse_nested_steps(swapped),
         ):
             self._original_step(self.optimizer)
@@ -249,9 +260,10 @@ class OptimizerBinding:
         return temporary
 
     def _clip(self, temporaries: list[Parameter]) -> None:
-        if self.clip_norm is not None:
+        if self.computes_norm:
             gradients = [one.grad for one in temporaries if one.grad is not None]
             self._norm = torch.nn.utils.get_total_norm(gradients)
+        if self.clip_norm is not None and self._norm is not None:
             torch.nn.utils.clip_grads_with_norm_(temporaries, self.clip_norm, self._norm)
 
     @contextmanager
@@ -300,14 +312,15 @@ def grad_norm(optimizer: Optimizer) -> torch.Tensor:
     """Return the norm of all gradients at an optimizer's last step, unscaled and before clipping.
 
     Args:
-        optimizer: An optimizer that was decorated with `clip_norm=`.
+        optimizer: An optimizer that was decorated with `clip_norm=`, or whose training step
+            tracks the norm.
 
     Returns:
         A float32 tensor on the optimizer's device. Getting it does not synchronize; reading it,
         as `.item()` does, synchronizes.
 
     Raises:
-        UnsupportedError: The optimizer was decorated without `clip_norm=`, or has not stepped yet.
+        UnsupportedError: The optimizer computes no norm, or has not stepped yet.
 
     >>> import mezzo
     >>> model = torch.nn.Linear(2, 1, bias=False)
@@ -319,11 +332,11 @@ def grad_norm(optimizer: Optimizer) -> torch.Tensor:
     tensor(5.)
     """
     binding = optimizer_binding(optimizer)
-    if binding is None or binding.clip_norm is None:
+    if binding is None or not binding.computes_norm:
         raise UnsupportedError(
-            f"grad_norm() needs clip_norm=, and this {type(optimizer).__name__} was not decorated"
-            " with it. Pass clip_norm=1.0 to mezzo.decorate(model, optimizer, ...), or call"
-            " torch.nn.utils.get_total_norm on unscaled gradients."
+            f"This {type(optimizer).__name__} computes no norm of its gradients: it was decorated"
+            " without clip_norm=. Pass clip_norm=1.0 to mezzo.decorate(model, optimizer, ...), or"
+            " call torch.nn.utils.get_total_norm on unscaled gradients."
         )
     norm = binding.grad_norm
     if norm is None:
@@ -382,7 +395,8 @@ def _refuse_copy(_: object) -> None:
     )
 
 
-def _unscale_factor(scale: torch.Tensor | None) -> torch.Tensor | None:
+def unscale_factor(scale: torch.Tensor | None) -> torch.Tensor | None:
+    """Return what scaled gradients are multiplied by; None if they are not scaled."""
     # Rounded once from float64, as the scaler's own inverse.
     return None if scale is None else scale.double().reciprocal().float()
 

@@ -16,10 +16,11 @@ from typing import Any
 import torch
 
 from mezzo import _launch
-from mezzo.optim.binding import Optimizer, OptimizerBinding
+from mezzo.optim.binding import Optimizer
+from mezzo.optim.device_binding import DeviceBinding, write_table
 from mezzo.optim.fused_algorithms import ALGORITHMS, algorithm_name
 from mezzo.optim.fused_tables import Launch, LaunchPlan, ParameterSlots, make_launches
-from mezzo.optim.master_weights import SAMPLES, MasterWeights, version_of
+from mezzo.optim.master_weights import SAMPLES, MasterWeights
 from mezzo.scaling import check_unscale
 from mezzo.scaling.gradients import Flags, room_for_flags, unit_factor
 from mezzo.scaling.schedule_sync import groups_of
@@ -36,10 +37,10 @@ _GRADIENT = attrgetter("grad")
 _GRADIENT_DTYPES = frozenset({torch.float16, torch.bfloat16, torch.float32})
 
 
-class FusedBinding(OptimizerBinding):
+class FusedBinding(DeviceBinding):
     """A bound optimizer with a fused step on CUDA; elsewhere it runs its original step."""
 
-    reads_on_device = True
+    device_values = frozenset({"lr", "momentum", "betas"})
 
     def __init__(
         self,
@@ -56,7 +57,8 @@ class FusedBinding(OptimizerBinding):
         self._hyper: tuple[Any, torch.Tensor | None] = (None, None)
         """Hyper-parameters of all groups, as numbers on the host and as a table on the device."""
         self._square_sum: torch.Tensor | None = None
-        """Sum of squares of all unscaled gradients, float64; only with `clip_norm`."""
+        """Sum of squares of all unscaled gradients, float64; None if it is not computed. All
+        captured steps write this tensor."""
         self._copied_groups: list[list[Any]] | None = None
         """Values of the groups when hyper-parameters were last copied for a replay; None if the
         table on the device may differ from them."""
@@ -77,7 +79,7 @@ class FusedBinding(OptimizerBinding):
 
     @property
     def grad_norm(self) -> torch.Tensor | None:
-        """Norm of all gradients at the last step, unscaled, before clipping; with `clip_norm` only.
+        """Norm of all gradients at the last step, unscaled and before clipping.
 
         Computed here from the sum of squares, because most steps do not need it.
         """
@@ -97,7 +99,7 @@ class FusedBinding(OptimizerBinding):
         )
         with _launch.device_guard(device):
             self._square_sum = self._check_and_norm(
-                batch, None if self.clip_norm is None else scale, flags[device], launch_flags
+                batch, scale if self.computes_norm else None, flags[device], launch_flags
             )
         for launch, flagged in zip(plan.launches, launch_flags, strict=True):
             source.add(flagged, launch.select(plan.parameters))
@@ -119,7 +121,7 @@ class FusedBinding(OptimizerBinding):
             return
         plan, device = batch.plan, batch.device
         with _launch.device_guard(device):
-            if self.clip_norm is not None and not is_checked:
+            if self.computes_norm and not is_checked:
                 self._square_sum = self._check_and_norm(
                     batch,
                     unit_factor(device) if scale is None else scale,
@@ -180,8 +182,7 @@ class FusedBinding(OptimizerBinding):
             )
             # The content of a tensor can change without a change of the group.
             self._copied_groups = None if has_tensors else groups
-        if list(map(version_of, plan.parameters)) != plan.versions:
-            self._resync_masters(plan)
+        self._resync_written(plan)
 
     # -- tables ------------------------------------------------------------------------------------
 
@@ -205,8 +206,8 @@ class FusedBinding(OptimizerBinding):
             # Only here: a plan is for one list of parameters, so that a new one does not fit it.
             self._add_missing_masters(parameters)
             self._plan = plan = self._make_plan(parameters, gradients, variants)
-        elif list(map(version_of, parameters)) != plan.versions:
-            self._resync_masters(plan)
+        else:
+            self._resync_written(plan)
         return None if plan is None else GradientBatch.of(plan, gradients)
 
     def _make_plan(
@@ -235,13 +236,6 @@ class FusedBinding(OptimizerBinding):
     def _is_supported(self, parameter: torch.Tensor) -> bool:
         has_format = parameter in self.masters or parameter.dtype is torch.float32
         return has_format and _launch.is_dense(parameter)
-
-    def _resync_masters(self, plan: LaunchPlan) -> None:
-        """Update the masters of parameters that other code has written."""
-        for parameter in plan.parameters:
-            if parameter in self.masters:
-                self.masters.prepare_companion(parameter)
-        plan.versions = list(map(version_of, plan.parameters))
 
     # -- launches ----------------------------------------------------------------------------------
 
@@ -272,7 +266,10 @@ class FusedBinding(OptimizerBinding):
         ]
         if scale is None:
             return None
-        return (squares[0] if len(squares) == 1 else torch.cat(squares)).sum(dtype=torch.float64)
+        all_squares = squares[0] if len(squares) == 1 else torch.cat(squares)
+        if self._square_sum is None or self._square_sum.device != all_squares.device:
+            return all_squares.sum(dtype=torch.float64)
+        return torch.sum(all_squares, 0, dtype=torch.float64, out=self._square_sum)
 
     def _hyper_on(self, device: torch.device, groups: list[dict[str, Any]]) -> torch.Tensor:
         """Return the hyper-parameters of all groups, float64 [8, groups].
@@ -289,7 +286,7 @@ class FusedBinding(OptimizerBinding):
         # copies what has changed.
         if hyper is None or (last_numbers != numbers and not _launch.is_capturing(device)):
             table = torch.tensor(numbers, dtype=torch.float64).T.contiguous()
-            hyper = _write_table(hyper, device, table)
+            hyper = write_table(hyper, device, table)
             self._hyper, self._copied_groups = (numbers, hyper), None
         for column, group in enumerate(values):
             for row, value in enumerate(group):
@@ -428,15 +425,6 @@ def _run_lamb(launch: Launch, tensors: tuple[Any, ...], constants: tuple[Any, ..
         device,
     )
     _launch.run_kernel(kernels.lamb_kernel, programs, arguments, (*constants, True), device)
-
-
-def _write_table(
-    existing: torch.Tensor | None, device: torch.device, table: torch.Tensor
-) -> torch.Tensor:
-    """Copy a table to the device, into the existing memory if it fits: captured steps read it."""
-    if existing is None or existing.shape != table.shape or existing.device != device:
-        return _launch.table_on(device, table)
-    return existing.copy_(_launch.pinned_for(device, table), non_blocking=True)
 
 
 @cache

@@ -236,7 +236,7 @@ class DeviceSchedule:
 def _check_reads_on_device(optimizer: torch.optim.Optimizer, keys: tuple[str, ...]) -> None:
     """Raise `UnsupportedError` if an optimizer would read scheduled values on the host."""
     binding = binding_of(optimizer)
-    if binding is not None and binding.reads_on_device:
+    if binding is not None and binding.device_values.issuperset(keys):
         return
     if getattr(optimizer, "_step_supports_amp_scaling", False) and not isinstance(
         optimizer, _FUSED

@@ -175,8 +175,8 @@ def first_states(rule: ScaleRule, scale: float, losses: int) -> list[ScaleState]
 class FusedStepProtocol(Protocol):
     """A bound step that skips by itself, on a CPU too: 16-bit gradients stay scaled."""
 
-    reads_on_device: bool
-    """Whether the step reads learning rates on the device, so that they may be tensors."""
+    device_values: frozenset[str]
+    """Entries of a group, such as the learning rate, that the step reads on the device only."""
 
     def check(self, scale: torch.Tensor, flags: Flags, source: FlaggedSource) -> bool:
         """Check the gradients, which are multiplied by `scale`; return False if it cannot."""

@@ -16,7 +16,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from mezzo import _launch
 from mezzo._errors import ScalerError
 from mezzo.scaling.loss_scales import FusedStepProtocol, binding_of
-from mezzo.scaling.schedule_lookahead import check
+from mezzo.scaling.schedule_lookahead import check, scheduled_keys
 from mezzo.scaling.schedule_sync import catch_up, groups_of, is_synced_on_read, stop_sync
 
 if TYPE_CHECKING:
@@ -189,7 +189,7 @@ class Schedules:
         self, optimizer: Optimizer, scheduler: LRScheduler, found_inf: torch.Tensor
     ) -> Iterator[None]:
         """Set the scheduler's values for one step, and advance it unless the step is skipped."""
-        if not _is_deferred(optimizer, found_inf.device):
+        if not _is_deferred(optimizer, scheduler, found_inf.device):
             yield
             if not bool(found_inf):
                 advance(optimizer, scheduler)
@@ -245,11 +245,13 @@ def advance(optimizer: Optimizer, scheduler: LRScheduler) -> None:
     scheduler.step()
 
 
-def _is_deferred(optimizer: Optimizer, device: torch.device) -> bool:
+def _is_deferred(optimizer: Optimizer, scheduler: LRScheduler, device: torch.device) -> bool:
     """Return whether only the device has the answer whether a step was skipped."""
+    if not _launch.needs_sync(device):
+        return False
     binding = binding_of(optimizer)
-    # A bound step that reads on the host reads the flag too.
-    return _launch.needs_sync(device) and (binding is None or binding.reads_on_device)
+    # If a bound step reads a scheduled value on the host, the flag may be read there too.
+    return binding is None or binding.device_values.issuperset(scheduled_keys(scheduler))
 
 
 def _start(optimizer: Optimizer, scheduler: LRScheduler, device: torch.device) -> _Running:

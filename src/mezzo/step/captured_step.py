@@ -11,9 +11,7 @@ import torch
 
 from mezzo import _events
 from mezzo.autocasting.regions import clear_weight_cache, innermost_region
-from mezzo.optim.binding import optimizer_binding
-from mezzo.optim.fused_step import FusedBinding
-from mezzo.optim.fused_tables import LaunchPlan
+from mezzo.optim.device_binding import DeviceBinding, ReplayPlan, device_binding
 from mezzo.scaling import capture
 from mezzo.scaling.gradients import parameters
 from mezzo.scaling.step_result import NO_SOURCE, NonfiniteSource
@@ -26,9 +24,9 @@ from mezzo.step.replay_timing import ReplayTiming
 class ReplayedBinding(NamedTuple):
     """An optimizer that a captured graph steps."""
 
-    binding: FusedBinding
-    plan: LaunchPlan
-    """The tables that the graph reads."""
+    binding: DeviceBinding
+    plan: ReplayPlan
+    """What the graph updates."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -59,8 +57,8 @@ class StepGraphs:
     def __init__(self, executor: StepExecutor) -> None:
         self._executor = executor
         self.capturer = GraphCapturer.on(executor.components.device)
-        bindings = [optimizer_binding(one) for one in executor.components.optimizers]
-        self.bindings = [one for one in bindings if isinstance(one, FusedBinding)]
+        bindings = [device_binding(one) for one in executor.components.optimizers]
+        self.bindings = [one for one in bindings if one is not None]
         self.captures_update = len(self.bindings) == len(bindings)
         """Whether every optimizer can be stepped in a graph. Otherwise all are stepped eagerly,
         after a graph of the forward and backward pass."""

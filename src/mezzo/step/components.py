@@ -14,9 +14,8 @@ from torch.optim.lr_scheduler import LRScheduler
 from mezzo._errors import CheckpointError, PolicyError
 from mezzo.autocasting.arguments import region_for
 from mezzo.autocasting.regions import Region
-from mezzo.optim.attach import bind_optimizer
+from mezzo.optim.attach import bind_optimizer, has_device_step
 from mezzo.optim.binding import optimizer_binding
-from mezzo.optim.fused_algorithms import ALGORITHMS, algorithm_name
 from mezzo.optim.master_weights import MasterWeights
 from mezzo.policy.policy import Policy
 from mezzo.policy.types import Level, Master, ParsedEnum
@@ -104,7 +103,7 @@ def prepare_components(
         _check_decoration(decoration, models, optimizers, precision)
     plan, device = decoration.plan, next(iter(models[0].parameters())).device
     if device.type == "cuda":
-        _bind_fused_steps(optimizers)
+        _bind_device_steps(optimizers)
     step_scaler = _choose_scaler(scaler, plan.dtype, plan.policy.level, device)
     if step_scaler is not None:
         for one in models:
@@ -184,13 +183,13 @@ def _check_decoration(
         )
 
 
-def _bind_fused_steps(optimizers: tuple[Optimizer, ...]) -> None:
-    """Give optimizers without master weights, as at O1, a fused step.
+def _bind_device_steps(optimizers: tuple[Optimizer, ...]) -> None:
+    """Give optimizers without master weights, as at O1, a step on the device.
 
     It skips, counts and reads learning rates on the device, as a captured step must.
     """
     for optimizer in optimizers:
-        if optimizer_binding(optimizer) is None and algorithm_name(optimizer) in ALGORITHMS:
+        if optimizer_binding(optimizer) is None and has_device_step(optimizer):
             bind_optimizer(optimizer, MasterWeights(Master.NONE))
 
 

@@ -15,7 +15,7 @@ from torch import nn
 from mezzo import _events
 from mezzo._errors import PolicyError, UnsupportedError
 from mezzo.autocasting.regions import enter_regions
-from mezzo.prepare.arguments import Models, Optimizer, Optimizers
+from mezzo.prepare.arguments import Models, Optimizers
 from mezzo.prepare.decorate import undecorate
 from mezzo.prepare.ema import refused_while_lent
 from mezzo.prepare.plan import PolicyArg
@@ -240,7 +240,7 @@ class TrainStep(Step):
             both are decorated, leave out `policy` and `overrides`.
         loss_fn: A function of the model's output and the target that returns the loss, a tensor
             with one element.
-        optimizer: The optimizer of the model.
+        optimizer: The optimizer of the model, or a list of several: `[muon, adamw]`.
         policy: A level such as `"O1"` (the default) or `"O2"`, a `mezzo.Policy`, or the path of a
             TOML file.
         scaler: A `mezzo.GradScaler`. None creates one if the dtype is float16; False uses none.
@@ -272,7 +272,7 @@ class TrainStep(Step):
         self,
         model: nn.Module,
         loss_fn: Callable[..., torch.Tensor],
-        optimizer: Optimizer,
+        optimizer: Optimizers,
         policy: PolicyArg | None = None,
         *,
         scaler: Scaler = None,
