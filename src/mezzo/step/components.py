@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -11,7 +12,7 @@ import torch
 from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 
-from mezzo._errors import CheckpointError, PolicyError
+from mezzo._errors import CheckpointError, PolicyError, UnsupportedError
 from mezzo.autocasting.arguments import region_for
 from mezzo.autocasting.regions import Region
 from mezzo.optim.attach import bind_optimizer, has_device_step
@@ -87,7 +88,8 @@ def prepare_components(
         raise PolicyError(
             "A training step needs an optimizer. Pass one, or use mezzo.EvalStep for inference."
         )
-    # First: a scheduler that is not supported must leave model and optimizer unchanged.
+    # First: what is not supported must leave models and optimizers unchanged.
+    _refuse_step_arguments(optimizers)
     schedulers = _check_schedulers(scheduler, optimizers)
     decoration = decoration_of(models[0])
     if decoration is None:
@@ -181,6 +183,22 @@ def _check_decoration(
             f"The step was given clip_norm={precision.clip_norm!r}, but the optimizer was decorated"
             f" with clip_norm={clip_norm!r}. Pass it to decorate(..., clip_norm=...) only."
         )
+
+
+def _refuse_step_arguments(optimizers: tuple[Optimizer, ...]) -> None:
+    """Raise `UnsupportedError` for optimizers whose step needs a closure, as LBFGS does."""
+    variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    for optimizer in optimizers:
+        name = type(optimizer).__name__
+        _, *arguments = inspect.signature(type(optimizer).step).parameters.values()
+        for argument in arguments:
+            if argument.default is inspect.Parameter.empty and argument.kind not in variadic:
+                raise UnsupportedError(
+                    f"{name}.step() needs its argument {argument.name!r}, and a training step calls"
+                    " it without arguments: it computes the gradients of an update once, scaled."
+                    " Use another optimizer, or train in float32 without a training step and call"
+                    f" {name}.step({argument.name}) yourself."
+                )
 
 
 def _bind_device_steps(optimizers: tuple[Optimizer, ...]) -> None:
