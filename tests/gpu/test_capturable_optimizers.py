@@ -220,6 +220,19 @@ def test_cycled_momentum_reads_the_flag_on_the_host_and_trains(name: str) -> Non
     assert torch.isfinite(torch.tensor(losses[:OVERFLOW])).all()
 
 
+@pytest.mark.parametrize("name", ["NAdam", "Muon and AdamW"])
+def test_bfloat16_gradients_may_be_scaled(name: str) -> None:
+    runs = [
+        Run(name, "O2", "bfloat16", capture=capture, scaler=mezzo.GradScaler("cuda"))
+        for capture in (True, False)
+    ]
+    for run in runs:
+        run.train()
+        assert run.skips == [OVERFLOW]
+    assert runs[0].step.captured
+    assert same(runs[0].state(), runs[1].state())
+
+
 @pytest.mark.parametrize("clip_norm", [None, 0.1])
 def test_a_tracked_norm_is_that_of_the_replayed_gradients(clip_norm: float | None) -> None:
     norms = []

@@ -150,6 +150,23 @@ def test_a_scaler_checks_clips_and_steps() -> None:
     )
 
 
+def test_a_tracked_norm_is_computed_without_clipping() -> None:
+    trained = small()
+    trained.bound.tracks_norm = True
+    memory = set()
+    for done in range(2):
+        trained.gradients(64.0)
+        values, _, norm = step_cases.wanted(trained, done + 1, 64.0, None)
+        trained.step(64.0, found=False)
+        assert abs(trained.bound.grad_norm.item() - norm) <= 1e-5 * norm
+        memory.add(trained.bound._square_sum.data_ptr())
+        assert all(
+            step_cases.close(got, value) for got, value in zip(trained.exact(), values, strict=True)
+        )
+    # Every captured step writes the sum to the same memory.
+    assert len(memory) == 1
+
+
 def test_a_scaler_names_the_parameter_with_a_nonfinite_gradient() -> None:
     trained = small(clip_norm=0.5)
     scaler = mezzo.GradScaler("cpu", init_scale=64.0)

@@ -18,8 +18,11 @@ from support.kernel_cases import fresh_seed
 from support.patterns import same_bits
 from support.step_models import Made, batches, boosted, same, weights
 from torch import nn
+from torch.optim.lr_scheduler import StepLR
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import mezzo
+from mezzo import _launch
 from mezzo.optim import capturable_step, flat_values
 from mezzo.optim.attach import bind_optimizer
 from mezzo.optim.capturable_step import CapturableBinding
@@ -194,6 +197,32 @@ def test_a_tracked_norm_is_computed_without_clipping() -> None:
     assert all_same(twins.values(), [one.detach() for one in twins.full]), twins.seed
 
 
+class Labelled(torch.Tensor):
+    """A tensor of another class, as a distributed one."""
+
+
+@pytest.mark.parametrize("reason", ["sparse", "subclass", "strides"])
+def test_gradients_that_cannot_be_flattened_take_the_original_step(reason: str) -> None:
+    value = torch.ones(4, 8)[:, ::2] if reason == "strides" else torch.ones(4, 4)
+    parameter = nn.Parameter(value)
+    optimizer = torch.optim.Adadelta([parameter], lr=0.5)
+    binding = bind_optimizer(optimizer, MasterWeights("none"))
+    gradient = torch.ones(4, 4)
+    if reason == "sparse":
+        parameter.grad = gradient.to_sparse()
+        assert not binding._batches(optimizer.param_groups)
+        return
+    parameter.grad = gradient.as_subclass(Labelled) if reason == "subclass" else gradient
+    assert not binding._batches(optimizer.param_groups)
+    step(optimizer, 2.0)
+    reference = nn.Parameter(torch.ones(4, 4))
+    reference.grad = gradient / 2.0
+    torch.optim.Adadelta([reference], lr=0.5).step()
+    assert torch.equal(parameter, reference)
+    step(optimizer, 2.0, found_inf=True)
+    assert torch.equal(parameter, reference)
+
+
 def test_parameters_without_a_gradient_are_left_out_until_they_get_one() -> None:
     twins = Twins("RAdam")
     for count in range(3):
@@ -247,6 +276,55 @@ def test_a_first_step_that_is_skipped_creates_no_state() -> None:
     step(twins.optimizer, found_inf=True)
     assert not twins.optimizer.state
     assert all_same(twins.tensors(), before)
+
+
+# -- with a scaler ---------------------------------------------------------------------------------
+
+
+class HostReads(TorchDispatchMode):
+    """Count reads of a tensor's value by the host."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func is torch.ops.aten._local_scalar_dense.default
+        return func(*args, **(kwargs or {}))
+
+
+def train(optimizers: dict[str, Make], name: str, level: str, *, reads: int | None) -> list[Any]:
+    """Train with a schedule and an overflow; count host reads after the first step."""
+    torch.manual_seed(0)
+    model = nn.Linear(6, 6)
+    optimizer = optimizers[name](model.parameters())
+    mezzo.decorate(model, optimizer, level, dtype="float16", clip_norm=1.0)
+    scheduler = StepLR(optimizer, 2, gamma=0.5)
+    scaler = mezzo.GradScaler("cpu", init_scale=64.0)
+    inputs = [torch.randn(4, 6) for _ in range(6)]
+    for index, x in enumerate(inputs):
+        loss = model(x).float().square().mean() * (torch.inf if index == 3 else 1.0)
+        scaler.scale(loss).backward()
+        with HostReads() as mode:
+            result = scaler.step(optimizer, scheduler=scheduler)
+            scaler.update()
+        assert reads is None or index == 0 or mode.count == reads
+        assert result.skipped == (index == 3)
+        optimizer.zero_grad()
+    assert optimizer.param_groups[0]["lr"] == pytest.approx(scheduler.base_lrs[0] * 0.25)
+    return [mezzo.master_params(model), copy.deepcopy(optimizer.state_dict()["state"])]
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+@pytest.mark.parametrize("name", [*OPTIMIZERS, "Muon"])
+def test_a_scaler_steps_skips_and_schedules_without_a_host_read(
+    monkeypatch: pytest.MonkeyPatch, name: str, level: str
+) -> None:
+    def matrices_only(parameters: Any) -> torch.optim.Optimizer:
+        return torch.optim.Muon([one for one in parameters if one.dim() == 2], lr=0.05)
+
+    optimizers = {**OPTIMIZERS, "Muon": matrices_only}
+    on_host = train(optimizers, name, level, reads=None)
+    monkeypatch.setattr(_launch, "needs_sync", lambda _: True)
+    assert same(train(optimizers, name, level, reads=0), on_host)
 
 
 # -- groups and state dicts ------------------------------------------------------------------------

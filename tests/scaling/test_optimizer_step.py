@@ -8,10 +8,13 @@ import pytest
 import torch
 from support.wrappers import Lookahead, Several
 from torch import nn
-from torch.optim.lr_scheduler import ExponentialLR
+from torch.optim.lr_scheduler import ExponentialLR, OneCycleLR
 
 import mezzo
+from mezzo.optim.attach import bind_optimizer
+from mezzo.optim.master_weights import MasterWeights
 from mezzo.scaling.optimizer_step import (
+    _is_deferred,
     bindings_of,
     inner_optimizers,
     refuse_closures,
@@ -221,6 +224,27 @@ def test_a_schedule_on_the_device_advances_with_successful_steps_only(net, far_c
     scaler.state()
     assert scheduler.get_last_lr() == [pytest.approx(0.0125)]
     assert type(optimizer.param_groups[0]["lr"]) is float
+
+
+@pytest.mark.parametrize(
+    ("make_scheduler", "device_values", "deferred"),
+    [
+        (lambda one: ExponentialLR(one, gamma=0.5), {"lr"}, True),
+        (lambda one: OneCycleLR(one, 0.1, total_steps=9), {"lr"}, False),
+        (lambda one: OneCycleLR(one, 0.1, total_steps=9), {"lr", "betas"}, True),
+        (lambda one: ExponentialLR(one, gamma=0.5), set(), False),
+    ],
+    ids=["rate", "betas on the host", "betas on the device", "rate on the host"],
+)
+def test_a_schedule_runs_on_the_device_if_the_bound_step_reads_all_its_values_there(
+    make_scheduler, device_values, deferred, monkeypatch
+):
+    optimizer = torch.optim.NAdam([nn.Parameter(torch.ones(1))], lr=0.1)
+    binding = bind_optimizer(optimizer, MasterWeights("none"))
+    monkeypatch.setattr(binding, "device_values", frozenset(device_values))
+    scheduler = make_scheduler(optimizer)
+    assert _is_deferred(optimizer, scheduler, torch.device("cuda")) == deferred
+    assert not _is_deferred(optimizer, scheduler, torch.device("cpu"))
 
 
 # -- optimizers that wrap others -------------------------------------------------------------------

@@ -1,8 +1,8 @@
 """Optimizer binding: replace `optimizer.step` so that 16-bit parameters are updated in float32.
 
 The optimizer stays the same object, with its groups, hooks, schedulers and state. Only what `step`
-does is replaced: by the fused step where there is one (`fused_step.py`), else by the optimizer's
-original step over temporary float32 parameters.
+does is replaced: by a step on the device where there is one (`fused_step.py`, `capturable_step.py`,
+`muon_step.py`), else by the optimizer's original step over temporary float32 parameters.
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ from mezzo.optim.binding import Optimizer, Parameter, unscale_factor
 from mezzo.optim.device_binding import DeviceBinding, write_table
 from mezzo.optim.flat_values import FlatValues, SavedTensors, views_like
 from mezzo.optim.fused_algorithms import algorithm_name
-from mezzo.optim.master_weights import KEYS, MasterWeights
+from mezzo.optim.master_weights import KEYS, MasterWeights, version_of
 from mezzo.scaling.gradients import parameters
 from mezzo.scaling.schedule_sync import groups_of
 
@@ -135,7 +135,7 @@ class CapturableBinding(DeviceBinding):
         for parameter in updated:
             # After the step, because torch's optimizers initialize a state only if it is empty.
             self.masters.add_to_state(parameter, self.optimizer.state)
-        self._plan = StepPlan(updated, [parameter._version for parameter in updated])
+        self._plan = StepPlan(updated, list(map(version_of, updated)))
 
     # -- capture and replay ------------------------------------------------------------------------
 
@@ -191,6 +191,8 @@ class CapturableBinding(DeviceBinding):
         return (
             parameter.device.type in self.device_types
             and not group.get("differentiable")
+            # Distributed tensors have no memory order of their own.
+            and type(gradient) is torch.Tensor
             and gradient.layout is torch.strided
             and gradient.dtype in _GRADIENT_DTYPES
             and (parameter.dtype is torch.float32 or parameter in self.masters)
@@ -355,6 +357,6 @@ def _part(batch: Batch, start: int, stop: int) -> Batch:
 
 def _address(rate: Any) -> int:
     """Return the address of a learning rate that is a tensor on a device; 0 for a number."""
-    if isinstance(rate, torch.Tensor) and rate.device.type != "cpu":
+    if isinstance(rate, torch.Tensor) and _launch.needs_sync(rate.device):
         return rate.data_ptr()
     return 0

@@ -47,7 +47,7 @@ def kept_if(
 ) -> torch.Tensor:
     """Return `before` if the bool tensor `skipped` is set, else `after`.
 
-    Selects: a product with zero would turn infinite elements into NaN.
+    Selects: infinite elements times zero would be NaN.
     """
     return after if skipped is None else torch.where(skipped, before, after)
 
