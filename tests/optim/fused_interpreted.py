@@ -167,6 +167,26 @@ def test_a_tracked_norm_is_computed_without_clipping() -> None:
     assert len(memory) == 1
 
 
+@pytest.mark.parametrize("has_scaler", [True, False])
+def test_the_norm_is_computed_without_clipping(has_scaler: bool) -> None:
+    trained = small()
+    trained.bound.tracks_norm = True
+    scale = 64.0 if has_scaler else 1.0
+    scaler = mezzo.GradScaler("cpu", init_scale=scale)
+    scaler.scale(torch.ones((), requires_grad=True)).backward()
+    trained.gradients(scale)
+    values, _, norm = step_cases.wanted(trained, 1, scale, 1e9)
+    if has_scaler:
+        scaler.step(trained.optimizer)
+    else:
+        trained.optimizer.step()
+    assert trained.bound.square_sum.sqrt().item() == pytest.approx(norm, rel=1e-5)
+    assert trained.bound.device_rate.flatten()[0] == trained.optimizer.param_groups[0]["lr"]
+    assert all(
+        step_cases.close(got, value) for got, value in zip(trained.exact(), values, strict=True)
+    )
+
+
 def test_a_scaler_names_the_parameter_with_a_nonfinite_gradient() -> None:
     trained = small(clip_norm=0.5)
     scaler = mezzo.GradScaler("cpu", init_scale=64.0)

@@ -488,14 +488,19 @@ def test_without_clipping_no_norm_is_computed():
     assert twins.binding.grad_norm is None
 
 
-def test_a_tracked_norm_is_computed_without_clipping():
-    twins = Twins(OPTIMIZERS["SGD"], "split")
+@pytest.mark.parametrize("scale", [None, 1024.0])
+def test_a_norm_can_be_computed_without_clipping(scale: float | None):
+    twins = Twins(OPTIMIZERS["AdamW"], "split")
     twins.binding.tracks_norm = True
     twins.set_gradients()
+    for whole in twins.full_weights:
+        whole.grad /= scale or 1.0
     norm = nn.utils.get_total_norm([whole.grad for whole in twins.full_weights])
+    set_scaling(twins.optimizer, scale)
     twins.step()
-    assert torch.equal(mezzo.grad_norm(twins.optimizer), norm), twins.seed
-    assert twins.are_equal(), twins.seed
+    assert torch.equal(twins.binding.grad_norm, norm)
+    assert twins.binding.square_sum.item() == pytest.approx(norm.item() ** 2)
+    assert twins.are_equal()
 
 
 def test_clipping_does_not_change_gradients_of_float32_parameters():

@@ -55,6 +55,9 @@ class OptimizerBinding:
         self.tracks_norm = False
         """Whether steps compute `grad_norm` also without `clip_norm`."""
         self._norm: torch.Tensor | None = None
+        self.device_rate: torch.Tensor | None = None
+        """Where the last step read its learning rates on a device: a tensor whose first element
+        is that of the first group."""
         self.on_missing_masters: Callable[[list[torch.Tensor]], None] | None = None
         """Called before a step with 16-bit parameters that have a gradient and no master: they
         were added to the optimizer, or unfrozen, after it was bound."""
@@ -88,6 +91,11 @@ class OptimizerBinding:
         """Whether steps compute `grad_norm`."""
         return self.tracks_norm or self.clip_norm is not None
 
+    @property
+    def square_sum(self) -> torch.Tensor | None:
+        """Square of `grad_norm`, float64: the sum of squares of all unscaled gradients."""
+        return None if self._norm is None else self._norm.double().square()
+
     def unbind(self) -> None:
         """Restore the optimizer's original step.
 
@@ -108,6 +116,8 @@ class OptimizerBinding:
         `found_inf` is on a device.
         """
         if found_inf is not None and bool(found_inf):
+            if self.computes_norm:
+                self._norm = torch.full_like(found_inf, torch.inf)
             return
         self._add_missing_masters(parameters(self.optimizer))
         with (
@@ -261,7 +271,7 @@ class OptimizerBinding:
 
     def _clip(self, temporaries: list[Parameter]) -> None:
         if self.computes_norm:
-            gradients = [one.grad for one in temporaries if one.grad is not None]
+            gradients = [_values(one.grad) for one in temporaries if one.grad is not None]
             self._norm = torch.nn.utils.get_total_norm(gradients)
         if self.clip_norm is not None and self._norm is not None:
             torch.nn.utils.clip_grads_with_norm_(temporaries, self.clip_norm, self._norm)
@@ -295,6 +305,11 @@ class OptimizerBinding:
             handle.remove()
 
 
+def _values(gradient: torch.Tensor) -> torch.Tensor:
+    """Return the values whose norm is that of a gradient, which may be sparse."""
+    return gradient.coalesce().values() if gradient.is_sparse else gradient
+
+
 class _Swapped(NamedTuple):
     """A parameter and the float32 parameter that replaces it while the original step runs."""
 
@@ -312,8 +327,8 @@ def grad_norm(optimizer: Optimizer) -> torch.Tensor:
     """Return the norm of all gradients at an optimizer's last step, unscaled and before clipping.
 
     Args:
-        optimizer: An optimizer that was decorated with `clip_norm=`, or whose training step
-            tracks the norm.
+        optimizer: An optimizer that was decorated with `clip_norm=`, or is in a training step
+            with `clip_norm=` or `grad_norm=True`.
 
     Returns:
         A float32 tensor on the optimizer's device. Getting it does not synchronize; reading it,

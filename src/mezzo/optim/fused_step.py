@@ -79,11 +79,17 @@ class FusedBinding(DeviceBinding):
 
     @property
     def grad_norm(self) -> torch.Tensor | None:
-        """Norm of all gradients at the last step, unscaled and before clipping.
+        """Norm of all gradients at the last step, unscaled, before clipping.
 
-        Computed here from the sum of squares, because most steps do not need it.
+        None if it is not computed: see `computes_norm`. Computed here from the sum of squares,
+        because most steps do not need it.
         """
         return self._norm if self._square_sum is None else self._square_sum.sqrt().float()
+
+    @property
+    def square_sum(self) -> torch.Tensor | None:
+        """Square of `grad_norm`, float64: the sum of squares of all unscaled gradients."""
+        return super().square_sum if self._square_sum is None else self._square_sum
 
     def check(self, scale: torch.Tensor, flags: Flags, source: FlaggedSource) -> bool:
         """Check the gradients for the scaler, and compute their norm in the same pass.
@@ -116,7 +122,7 @@ class FusedBinding(DeviceBinding):
         if not is_checked:
             batch = self._gather()
         if batch is None:
-            self._square_sum = None
+            self._square_sum = self.device_rate = None
             super().step(scale, found_inf)
             return
         plan, device = batch.plan, batch.device
@@ -130,7 +136,7 @@ class FusedBinding(DeviceBinding):
                 )
             # Not `groups_of`: a step that no schedule has prepared, such as a plain
             # optimizer.step(), needs the current learning rates.
-            hyper = self._hyper_on(device, self.optimizer.param_groups)
+            hyper = self.device_rate = self._hyper_on(device, self.optimizer.param_groups)
             for launch, addresses in zip(plan.launches, batch.addresses, strict=True):
                 self._run(launch, addresses, hyper, scale, found_inf)
         # The kernels write past torch's version counters, which autograd and weight caches use.

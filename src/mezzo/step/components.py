@@ -65,6 +65,8 @@ class PrecisionArgs:
     policy: PolicyArg | None
     clip_norm: float | None
     overrides: Mapping[str, Any]
+    grad_norm: bool = False
+    """Whether the norm of the gradients is computed without `clip_norm` too."""
 
     @property
     def policy_or_default(self) -> PolicyArg:
@@ -106,6 +108,8 @@ def prepare_components(
     plan, device = decoration.plan, next(iter(models[0].parameters())).device
     if device.type == "cuda":
         _bind_device_steps(optimizers)
+    if precision.grad_norm:
+        _track_norms(optimizers, decoration)
     step_scaler = _choose_scaler(scaler, plan.dtype, plan.policy.level, device)
     if step_scaler is not None:
         for one in models:
@@ -209,6 +213,16 @@ def _bind_device_steps(optimizers: tuple[Optimizer, ...]) -> None:
     for optimizer in optimizers:
         if optimizer_binding(optimizer) is None and has_device_step(optimizer):
             bind_optimizer(optimizer, MasterWeights(Master.NONE))
+
+
+def _track_norms(optimizers: tuple[Optimizer, ...], decoration: Decoration) -> None:
+    """Let the steps of optimizers compute the norm of their gradients."""
+    for optimizer in optimizers:
+        binding = optimizer_binding(optimizer)
+        if binding is None:
+            binding = bind_optimizer(optimizer, MasterWeights(Master.NONE))
+            decoration.undo_stack.callback(binding.unbind)
+        binding.tracks_norm = True
 
 
 def _choose_scaler(

@@ -16,15 +16,17 @@ from mezzo._errors import ScalerError
 from mezzo._torch import foreach_mul_, foreach_zero_
 from mezzo.autocasting.dynamo import skip_frame
 from mezzo.autocasting.regions import enter_regions
+from mezzo.optim.binding import optimizer_binding
 from mezzo.prepare.arguments import Optimizer
 from mezzo.scaling import capture
 from mezzo.scaling.gradients import parameters
 from mezzo.scaling.optimizer_step import advance
+from mezzo.scaling.schedule_sync import groups_of
 from mezzo.scaling.step_result import StepResult
 from mezzo.step.components import Reduction, StepComponents
 from mezzo.step.input_kinds import MAX_GRAPHS
 from mezzo.step.inputs import Call, move_inputs
-from mezzo.step.metrics import MetricsBuffer
+from mezzo.step.metrics import MetricsBuffer, Rate
 from mezzo.step.module_buffers import BatchCounters, ModuleBuffers
 
 Body = Callable[..., Any]
@@ -72,7 +74,12 @@ class StepExecutor:
         self._body = body
         self.buffers = ModuleBuffers(components.models if components.scaler is not None else ())
         self._batch_counters = BatchCounters(components.models)
-        self.metrics = MetricsBuffer(components.device, components.scaler)
+        self.metrics = MetricsBuffer(
+            components.device,
+            components.scaler,
+            rate=first_rate(components.optimizers[0]),
+            computes_norm=all(map(computes_norm, components.optimizers)),
+        )
         self.results: Iterable[StepResult | None] = ()
         """Results of the optimizers in the last eager update."""
         self._records_gradients = False
@@ -142,7 +149,7 @@ class StepExecutor:
         """Update from the gradients of the last calls, and write the metrics."""
         found_nonfinite = self._update(context)
         self.finds_scale = False
-        self.metrics.write(context.loss, found_nonfinite)
+        self._write_metrics(context, found_nonfinite)
 
     def update_after_replay(self, loss: torch.Tensor | None, modes: Hashable) -> None:
         """Update eagerly from gradients that a captured graph has computed."""
@@ -188,6 +195,22 @@ class StepExecutor:
         self.buffers.restore(found_nonfinite)
         return found_nonfinite
 
+    # The flag itself, on the host or on the device; None if nothing was updated.
+    def _write_metrics(
+        self,
+        context: StepContext,
+        found_nonfinite: torch.Tensor | bool | None,  # noqa: FBT001
+    ) -> None:
+        if found_nonfinite is None:
+            self.metrics.write(context.loss, None)
+        else:
+            self.metrics.write(
+                context.loss,
+                found_nonfinite,
+                rate=context.rate(),
+                square_sum=context.square_sum(),
+            )
+
     def clear_gradients(self) -> None:
         """Set gradients to None; static ones to zero."""
         if self._static_gradients:
@@ -215,7 +238,7 @@ class StepExecutor:
             ]
             foreach_mul_(gradients, self.options.accumulate / calls)
         context = StepContext(self.components, loss_factor=1.0, can_update=True)
-        self.metrics.write(None, self._update(context))
+        self._write_metrics(context, self._update(context))
 
     def compute_gradients(self, call: Call) -> None:
         """Run forward and scaled backward only: gradients are added to the existing ones."""
@@ -274,6 +297,8 @@ class StepContext:
         """The last loss whose gradients were computed."""
         self.results: dict[Optimizer, StepResult | None] = {}
         """Results of the optimizers stepped so far; None without a scaler."""
+        self._host_rate: Rate = None
+        """Learning rate of the first optimizer on the host, before a scheduler advanced it."""
 
     def __call__(self, loss: torch.Tensor, optimizer: Optimizer, **kwargs: Any) -> None:
         """Compute the gradients of a loss for an optimizer's parameters, and step it.
@@ -380,6 +405,8 @@ class StepContext:
     def step(self, optimizer: Optimizer) -> None:
         """Step an optimizer; a scaler skips the step if a gradient is non-finite."""
         scaler = self._components.scaler
+        if optimizer is self._components.optimizers[0]:
+            self._host_rate = first_rate(optimizer)
         _stepping_threads.add(get_ident())
         try:
             if scaler is None:
@@ -401,6 +428,36 @@ class StepContext:
         if len(flags) == 1:
             return flags[0]
         return torch.stack([flag.reshape(()) for flag in flags]).amax(0)
+
+    def rate(self) -> Rate:
+        """Return the learning rate of the first optimizer; a tensor if it was read on a device."""
+        binding = optimizer_binding(self._components.optimizers[0])
+        on_device = None if binding is None else binding.device_rate
+        return self._host_rate if on_device is None else on_device
+
+    def square_sum(self) -> torch.Tensor | None:
+        """Return the sum of squares of the gradients of all stepped optimizers, if it is known."""
+        bindings = [optimizer_binding(optimizer) for optimizer in self.results]
+        squares = [None if binding is None else binding.square_sum for binding in bindings]
+        known = [one for one in squares if one is not None]
+        if not known or len(known) < len(squares):
+            return None
+        return known[0] if len(known) == 1 else torch.stack(known).sum()
+
+
+def computes_norm(optimizer: Optimizer) -> bool:
+    """Return whether an optimizer's step computes the norm of its gradients."""
+    binding = optimizer_binding(optimizer)
+    return binding is not None and binding.computes_norm
+
+
+def first_rate(optimizer: Optimizer) -> Rate:
+    """Return the learning rate of the first group, as it is on the host. Never synchronizes."""
+    rate: Rate = groups_of(optimizer)[0].get("lr")
+    if isinstance(rate, torch.Tensor) and rate.device.type == "cpu":
+        # A number: a scheduler may write the next rate to the tensor.
+        return float(rate)
+    return rate
 
 
 class ScaledBackward(TorchFunctionMode):

@@ -1,4 +1,4 @@
-"""Step metrics: loss, loss scale and skipped steps, copied asynchronously to pinned memory."""
+"""Step metrics: loss, loss scale, skips, learning rate and gradient norm, without a wait."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import warnings
 from dataclasses import dataclass
 from enum import IntEnum
 from math import isfinite
+from typing import NamedTuple
 
 import torch
 
@@ -26,6 +27,13 @@ class StepMetrics:
     """Loss scale after the step; 1 without a scaler."""
     skipped_steps: int
     """Number of updates skipped so far."""
+    rate: float = 0.0
+    """Learning rate of the last update, in the first group of the first optimizer."""
+    grad_norm: float | None = None
+    """Norm of the unscaled gradients of all optimizers in the last update, before clipping.
+
+    None unless the step has `clip_norm=` or `grad_norm=True`; 0 before the first update; infinite
+    or NaN if that update was skipped."""
 
 
 class MetricIndex(IntEnum):
@@ -37,66 +45,132 @@ class MetricIndex(IntEnum):
     """First of the scaler's counters, which follow in the order of `capture.device_counters`."""
     SKIPPED_STEPS = 3
     CONSECUTIVE_SKIPS = 4
+    RATE = 5
+    """First after the counters."""
+    GRAD_NORM = 6
+
+
+Rate = torch.Tensor | float | None
+"""A learning rate: a number, the first element of a tensor, or None if there is none."""
+
+
+class _Tensors(NamedTuple):
+    """Metrics to write that are tensors, in the order of the kernel's arguments."""
+
+    loss: torch.Tensor | None
+    flag: torch.Tensor | None
+    """float32: 1 if the update was skipped; passed together with `counters`."""
+    counters: torch.Tensor | None
+    rate: torch.Tensor | None
+    square_sum: torch.Tensor | None
+
+    def suit_kernel(self, device: torch.device) -> bool:
+        """Return whether the kernel can read all of them."""
+        given = [one for one in self if one is not None]
+        return bool(given) and all(
+            one.device == device and one.dtype in _launch.DTYPES for one in given
+        )
 
 
 class MetricsBuffer:
-    """Memory that each step writes its metrics to, pinned on CUDA: no call synchronizes."""
+    """Memory that each step writes its metrics to, pinned on CUDA: no call synchronizes.
 
-    def __init__(self, device: torch.device, scaler: GradScaler | None) -> None:
-        self._scaler = scaler
-        self.memory = torch.zeros(len(MetricIndex), pin_memory=device.type == "cuda")
-        """One float32 for each `MetricIndex`."""
+    `rate` is the learning rate before the first update, `computes_norm` whether updates have a norm.
+    """
+
+    def __init__(
+        self,
+        device: torch.device,
+        scaler: GradScaler | None,
+        *,
+        rate: Rate = None,
+        computes_norm: bool = False,
+    ) -> None:
+        self._device, self._scaler, self._computes_norm = device, scaler, computes_norm
+        # float64: a learning rate is read as the number that was set.
+        self.memory = torch.zeros(
+            len(MetricIndex), dtype=torch.float64, pin_memory=device.type == "cuda"
+        )
+        """One number for each `MetricIndex`."""
         self.memory[MetricIndex.SCALE] = 1.0 if scaler is None else scaler.get_scale()
+        self.memory[MetricIndex.RATE] = 0.0 if rate is None else float(rate)
         self._warned = False
 
-    # The flag itself, on the host or on the device.
-    def write(self, loss: torch.Tensor | None, found_nonfinite: torch.Tensor | bool | None) -> None:  # noqa: FBT001
+    def write(
+        self,
+        loss: torch.Tensor | None,
+        # The flag itself, on the host or on the device.
+        found_nonfinite: torch.Tensor | bool | None,  # noqa: FBT001
+        *,
+        rate: Rate = None,
+        square_sum: torch.Tensor | None = None,
+    ) -> None:
         """Write the metrics of a call.
 
         `loss` is None if none was computed, `found_nonfinite` is None if nothing was updated.
+        `square_sum` is the sum of squares of the unscaled gradients, float64.
         """
-        if isinstance(found_nonfinite, torch.Tensor) and self._scaler is not None:
-            counters = capture.device_counters(self._scaler)
-            if counters is not None:
-                flag = found_nonfinite.reshape(()).to(counters)
-                self._write_from_device(loss, flag, counters)
-                return
-        if loss is not None:
-            place = slice(MetricIndex.LOSS, MetricIndex.LOSS + 1)
-            self.memory[place].copy_(loss.detach().reshape(1), non_blocking=True)
+        flag = counters = None
         if found_nonfinite is not None and self._scaler is not None:
-            numbers = (found_nonfinite, *capture.host_counters(self._scaler))
-            self.memory[MetricIndex.SKIPPED :] = torch.tensor([*map(float, numbers)])
+            counters = capture.device_counters(self._scaler)
+            if counters is None or not isinstance(found_nonfinite, torch.Tensor):
+                numbers = (found_nonfinite, *capture.host_counters(self._scaler))
+                place = slice(MetricIndex.SKIPPED, MetricIndex.RATE)
+                self.memory[place] = self.memory.new_tensor([*map(float, numbers)])
+                counters = None
+            else:
+                flag = found_nonfinite.reshape(()).to(counters)
+        if isinstance(rate, float | int):
+            self.memory[MetricIndex.RATE] = rate
+            rate = None
+        tensors = _Tensors(
+            None if loss is None else loss.detach(), flag, counters, rate, square_sum
+        )
+        if _launch.has_triton(self._device) and tensors.suit_kernel(self._device):
+            self._run_kernel(tensors)
+        else:
+            self._copy(tensors)
 
-    def _write_from_device(
-        self, loss: torch.Tensor | None, flag: torch.Tensor, counters: torch.Tensor
-    ) -> None:
-        device = counters.device
-        if _launch.has_triton(device) and (loss is None or loss.dtype in _launch.DTYPES):
-            # One launch that writes to pinned memory: concatenating and copying the numbers takes
-            # 5 µs of a captured step on an H200.
-            # Imported here: Triton is optional and slow to import.
-            from mezzo.step.triton_kernels import metrics_kernel  # noqa: PLC0415
+    def _run_kernel(self, tensors: _Tensors) -> None:
+        """Write to pinned memory by one kernel.
 
-            numbers = (self.memory, flag if loss is None else loss.detach(), flag, counters)
-            loss_dtype = torch.float32 if loss is None else loss.dtype
-            constants = (
-                _launch.triton_dtype(loss_dtype),
-                loss is not None,
-                MetricIndex.LOSS.value,
-                MetricIndex.SKIPPED.value,
-                MetricIndex.SCALE.value,
-                len(MetricIndex),
-            )
-            with _launch.device_guard(device):
-                _launch.run_kernel(metrics_kernel, 1, numbers, constants, device)
-            return
-        values = [flag.reshape(1), counters[: len(MetricIndex) - MetricIndex.SCALE]]
-        start = MetricIndex.SKIPPED
-        if loss is not None:
-            values.insert(0, loss.detach().reshape(1).to(counters))
-            start = MetricIndex.LOSS
-        self.memory[start:].copy_(torch.cat(values), non_blocking=True)
+        Concatenating and copying the numbers takes 5 µs of a captured step on an H200.
+        """
+        # Imported here: Triton is optional and slow to import.
+        from mezzo.step.triton_kernels import metrics_kernel  # noqa: PLC0415
+
+        # The memory is passed where the kernel does not read.
+        numbers = [self.memory if one is None else one for one in tensors]
+        constants = (
+            _launch.triton_dtype(torch.float32 if tensors.loss is None else tensors.loss.dtype),
+            _launch.triton_dtype(torch.float32 if tensors.rate is None else tensors.rate.dtype),
+            tensors.loss is not None,
+            tensors.counters is not None,
+            tensors.rate is not None,
+            tensors.square_sum is not None,
+            MetricIndex.LOSS.value,
+            MetricIndex.SKIPPED.value,
+            MetricIndex.SCALE.value,
+            MetricIndex.RATE.value,
+            MetricIndex.GRAD_NORM.value,
+        )
+        with _launch.device_guard(self._device):
+            _launch.run_kernel(metrics_kernel, 1, (self.memory, *numbers), constants, self._device)
+
+    def _copy(self, tensors: _Tensors) -> None:
+        """Write by one copy for each metric."""
+        norm = None if tensors.square_sum is None else tensors.square_sum.sqrt()
+        for index, value in (
+            (MetricIndex.LOSS, tensors.loss),
+            (MetricIndex.SKIPPED, tensors.flag),
+            (MetricIndex.SCALE, tensors.counters),
+            (MetricIndex.RATE, tensors.rate),
+            (MetricIndex.GRAD_NORM, norm),
+        ):
+            if value is not None:
+                count = MetricIndex.RATE - MetricIndex.SCALE if index is MetricIndex.SCALE else 1
+                place = slice(index, index + count)
+                self.memory[place].copy_(value.reshape(-1)[:count], non_blocking=True)
 
     def warn_if_nonfinite(self) -> None:
         """Warn once that a loss is NaN or infinite, as soon as that has arrived."""
@@ -122,6 +196,8 @@ class MetricsBuffer:
             bool(values[MetricIndex.SKIPPED]),
             values[MetricIndex.SCALE],
             int(values[MetricIndex.SKIPPED_STEPS]),
+            values[MetricIndex.RATE],
+            values[MetricIndex.GRAD_NORM] if self._computes_norm else None,
         )
 
     def scale_and_skips(self) -> tuple[float, int]:

@@ -137,9 +137,10 @@ class Step:
 
     @property
     def metrics(self) -> StepMetrics:
-        """Loss, loss scale and skipped steps of the last finished step.
+        """Loss, loss scale, skipped steps, learning rate and gradient norm of the last step.
 
-        Does not synchronize: on CUDA this can lag a few steps.
+        That is the last one that has finished: reading does not synchronize, and on CUDA this can
+        lag a few steps.
         """
         return self._executor.metrics.read()
 
@@ -157,6 +158,19 @@ class Step:
     def scale(self) -> float:
         """Loss scale after the last finished update; 1 without a scaler."""
         return self.metrics.scale
+
+    @property
+    def rate(self) -> float:
+        """Learning rate of the last finished update, in the optimizer's first group."""
+        return self.metrics.rate
+
+    @property
+    def grad_norm(self) -> float | None:
+        """Norm of the unscaled gradients of the last finished update, before clipping.
+
+        None unless the step has `clip_norm=` or `grad_norm=True`.
+        """
+        return self.metrics.grad_norm
 
     @property
     def scaler(self) -> GradScaler | None:
@@ -245,6 +259,8 @@ class TrainStep(Step):
             TOML file.
         scaler: A `mezzo.GradScaler`. None creates one if the dtype is float16; False uses none.
         clip_norm: Clip the unscaled gradients to this norm.
+        grad_norm: Whether to compute the norm of the gradients for `metrics` without `clip_norm`
+            too. On CUDA that is one more pass over the gradients, unless a scaler checks them.
         accumulate: Number of calls for each update; `flush()` updates from fewer.
         accumulate_reduction: `"mean"` averages the gradients of these calls, `"sum"` adds them.
         scheduler: A learning rate scheduler of the optimizer. It advances after each update that
@@ -281,6 +297,7 @@ class TrainStep(Step):
         accumulate_reduction: str | Reduction = Reduction.MEAN,
         scheduler: Schedulers = None,
         capture: str | bool | Capture = Capture.AUTO,
+        grad_norm: bool = False,
         compile: bool = False,  # noqa: A002 - torch's name
         channels_last: str | bool | Layout = Layout.AUTO,
         max_graphs: int = MAX_GRAPHS,
@@ -295,7 +312,7 @@ class TrainStep(Step):
         layout = Layout.parse(channels_last)  # type: ignore[arg-type]
         capture = Capture.parse(capture)  # type: ignore[arg-type]
         self.model, self.optimizer, self.loss_fn = model, optimizer, loss_fn
-        self._precision = PrecisionArgs(policy, clip_norm, overrides)
+        self._precision = PrecisionArgs(policy, clip_norm, overrides, grad_norm)
         self._scheduler = scheduler
         self._layout = memory_format.decide(model, layout)
         self._forward: Any = _compile(model) if compile else model
@@ -413,6 +430,7 @@ def train_step(
     scheduler: Schedulers = None,
     capture: str | bool | Capture = Capture.AUTO,
     max_graphs: int = MAX_GRAPHS,
+    grad_norm: bool = False,
     **overrides: Any,
 ) -> Callable[[Callable[..., Any]], FunctionStep]:
     """Make a training step from a function that computes a loss; use as a decorator.
@@ -441,6 +459,7 @@ def train_step(
         policy: As for `TrainStep`, like all arguments below.
         scaler: A `mezzo.GradScaler`. None creates one if the dtype is float16; False uses none.
         clip_norm: Clip the unscaled gradients of each optimizer to this norm.
+        grad_norm: Whether to compute the norm of all gradients without `clip_norm` too.
         accumulate: Number of calls for each update.
         accumulate_reduction: `"mean"` or `"sum"` of the gradients of these calls.
         scheduler: A learning rate scheduler, or a list with at most one for each optimizer.
@@ -464,7 +483,7 @@ def train_step(
     calls, reduction = check_accumulate(accumulate), Reduction.parse(accumulate_reduction)
     parsed_capture = Capture.parse(capture)  # type: ignore[arg-type]
     check_max_graphs(max_graphs)
-    precision = PrecisionArgs(policy, clip_norm, overrides)
+    precision = PrecisionArgs(policy, clip_norm, overrides, grad_norm)
 
     def make(body: Callable[..., Any]) -> FunctionStep:
         takes_update = _takes_update(body)

@@ -11,30 +11,41 @@ import triton.language as tl  # type: ignore[import-untyped]
 
 
 # Not specialized: the compiled kernel can then be launched with any addresses.
-@triton.jit(do_not_specialize=["memory", "loss", "flag", "counters"])
+@triton.jit(do_not_specialize=["memory", "loss", "flag", "counters", "rate", "square_sum"])
 def metrics_kernel(
-    memory,  # float32 [size], pinned: see `MetricIndex`
+    memory,  # float64, pinned: see `MetricIndex`
     loss,
     flag,  # float32: 1 if the step was skipped
     counters,  # float32 [4]: scale, skipped steps, consecutive skips, and one that is not copied
-    dtype: tl.constexpr,  # of the loss
+    rate,
+    square_sum,  # float64: of the gradients
+    loss_dtype: tl.constexpr,
+    rate_dtype: tl.constexpr,
     has_loss: tl.constexpr,
+    has_counters: tl.constexpr,  # and a flag
+    has_rate: tl.constexpr,
+    has_norm: tl.constexpr,
     loss_index: tl.constexpr,
     skipped_index: tl.constexpr,
-    scale_index: tl.constexpr,  # where the counters go, up to the end
-    size: tl.constexpr,
+    scale_index: tl.constexpr,  # where the counters go, up to the rate
+    rate_index: tl.constexpr,
+    norm_index: tl.constexpr,
 ):
-    """Write the metrics of a step to pinned memory; without a loss, leave the old one there."""
-    lane = tl.arange(0, 8)
-    is_counter = (lane >= scale_index) & (lane < size)
-    values = tl.load(counters + lane - scale_index, mask=is_counter, other=0.0)
-    values = tl.where(lane == skipped_index, tl.load(flag), values)
+    """Write the metrics of a step to pinned memory; those that are not passed keep their values."""
     if has_loss:
-        loaded = tl.load(loss.to(tl.pointer_type(dtype))).to(tl.float32)
-        values = tl.where(lane == loss_index, loaded, values)
-        tl.store(memory + lane, values, mask=lane < size)
-    else:
-        tl.store(memory + lane, values, mask=(lane != loss_index) & (lane < size))
+        value = tl.load(loss.to(tl.pointer_type(loss_dtype))).to(tl.float64)
+        tl.store(memory + loss_index, value)
+    if has_counters:
+        tl.store(memory + skipped_index, tl.load(flag).to(tl.float64))
+        lane = tl.arange(0, 8)
+        is_counter = lane < rate_index - scale_index
+        values = tl.load(counters + lane, mask=is_counter, other=0.0).to(tl.float64)
+        tl.store(memory + scale_index + lane, values, mask=is_counter)
+    if has_rate:
+        value = tl.load(rate.to(tl.pointer_type(rate_dtype))).to(tl.float64)
+        tl.store(memory + rate_index, value)
+    if has_norm:
+        tl.store(memory + norm_index, tl.sqrt(tl.load(square_sum)))
 
 
 @triton.jit
