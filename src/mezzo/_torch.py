@@ -137,6 +137,9 @@ FEATURES: Mapping[str, Mapping[str, str]] = {
         "end_allocate_to_pool": "torch._C._cuda_endAllocateToPool",
         "release_pool": "torch._C._cuda_releasePool",
     },
+    "profiler ranges": {
+        "is_profiler_enabled": "torch._C._autograd._profiler_enabled",
+    },
     "compile=True": {
         "inductor_config": "torch._inductor.config",
         "CustomGraphPass": "torch._inductor.custom_graph_pass.CustomGraphPass",
@@ -347,6 +350,11 @@ def _current_stream(device: int) -> int:
     return torch.cuda.current_stream(device).cuda_stream
 
 
+def _always() -> bool:
+    """Return True: where it is not known whether a profiler runs, ranges are recorded."""
+    return True
+
+
 def _known_autocast_devices() -> list[str]:
     return [
         device
@@ -359,6 +367,7 @@ _SUBSTITUTES: dict[str, Any] = {
     **{f"foreach_{name}": _one_by_one(name) for name in _FOREACH},
     "function_mode_count": _no_modes,
     "raw_stream": _current_stream,
+    "is_profiler_enabled": _always,
     "autocast_devices": _known_autocast_devices,
     "functions": torch,
     "nn_functions": nn.functional,

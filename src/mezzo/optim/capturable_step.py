@@ -128,6 +128,7 @@ class CapturableBinding(DeviceBinding):
         skipped = None if found_inf is None else found_inf.to(device).reshape(()) != 0
         factor = self._gradient_factor(batches, scale)
         rates = self._rates_on(device, groups)
+        self.device_rate = rates[0]
         for batch in batches:
             values = FlatValues(self.masters, batch.parameters)
             self._update(batch, values, _unscaled(batch, factor), rates, skipped)

@@ -19,12 +19,14 @@ from mezzo._torch import (
     clear_cublas_workspaces,
     end_allocate_to_pool,
     foreach_copy_,
+    is_profiler_enabled,
     loaded,
     release_pool,
 )
 from mezzo.prepare import rng_state
 from mezzo.scaling.check_unscale import captured_tables
 from mezzo.step.inputs import copy_outputs, make_static_buffers
+from mezzo.step.profiler_ranges import Range, profiled
 
 _MANY = 16
 """More tensors than a batch has, such as gradients, are copied in a few launches."""
@@ -52,7 +54,11 @@ class CapturedGraph:
             # on an H200.
             for buffer, leaf in zip(self.inputs, leaves, strict=True):
                 buffer.copy_(leaf, non_blocking=True)
-        self.graph.replay()
+        if is_profiler_enabled():
+            with profiled(Range.REPLAY):
+                self.graph.replay()
+        else:
+            self.graph.replay()
         return copy_outputs(self.returned)
 
 

@@ -28,6 +28,7 @@ from mezzo.step.input_kinds import MAX_GRAPHS
 from mezzo.step.inputs import Call, move_inputs
 from mezzo.step.metrics import MetricsBuffer, Rate
 from mezzo.step.module_buffers import BatchCounters, ModuleBuffers
+from mezzo.step.profiler_ranges import Range, profiled
 
 Body = Callable[..., Any]
 
@@ -169,6 +170,7 @@ class StepExecutor:
             stack.enter_context(enter_regions(self.components.region))
             if not torch.is_grad_enabled():
                 stack.enter_context(torch.enable_grad())
+            stack.enter_context(profiled(Range.FORWARD))
             returned = self._body(*args, **call.kwargs)
         if context.loss is None:
             if not isinstance(returned, torch.Tensor):
@@ -188,11 +190,12 @@ class StepExecutor:
                 for parameter in parameters(optimizer)
                 if parameter.grad is not None
             ]
-        context.step_remaining()
-        self.results = context.results.values()
-        self.clear_gradients()
-        found_nonfinite = context.found_nonfinite()
-        self.buffers.restore(found_nonfinite)
+        with profiled(Range.UPDATE):
+            context.step_remaining()
+            self.results = context.results.values()
+            self.clear_gradients()
+            found_nonfinite = context.found_nonfinite()
+            self.buffers.restore(found_nonfinite)
         return found_nonfinite
 
     # The flag itself, on the host or on the device; None if nothing was updated.
@@ -325,8 +328,9 @@ class StepContext:
             inputs=[parameter for parameter in parameters(optimizer) if parameter.requires_grad],
             **kwargs,
         )
-        self.step(optimizer)
-        optimizer.zero_grad(set_to_none=True)
+        with profiled(Range.UPDATE):
+            self.step(optimizer)
+            optimizer.zero_grad(set_to_none=True)
 
     def backward(
         self,
@@ -354,7 +358,7 @@ class StepContext:
         scaled = loss if self._loss_factor == 1.0 else loss * self._loss_factor
         scaler, region = self._components.scaler, self._components.backward_region
         in_region = torch.is_autocast_enabled(region.device)
-        with enter_regions(region) if in_region else nullcontext():
+        with profiled(Range.BACKWARD), enter_regions(region) if in_region else nullcontext():
             if (
                 self._finds_scale
                 and gradient is None
