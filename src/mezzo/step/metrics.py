@@ -75,7 +75,7 @@ class _Tensors(NamedTuple):
 class MetricsBuffer:
     """Memory that each step writes its metrics to, pinned on CUDA: no call synchronizes.
 
-    `rate` is the learning rate before the first update, `computes_norm` whether updates have a norm.
+    `rate` is the learning rate before the first update, `computes_norm` whether there is a norm.
     """
 
     def __init__(
