@@ -1,4 +1,4 @@
-"""Learning rate and gradient norm of captured steps: those of the eager step, without a wait."""
+"""Metrics and profiler ranges of captured steps: those of the eager step, without a wait."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import pytest
 import torch
 from support.step_models import Made, batches, boosted
 from torch.optim import lr_scheduler
+from torch.profiler import ProfilerActivity, profile
 
 import mezzo
 
@@ -113,3 +114,16 @@ def test_several_optimizers_have_one_norm() -> None:
         torch.cuda.synchronize()
         assert step.grad_norm == pytest.approx(expected, rel=1e-4)
     assert step.captured
+
+
+def test_a_profiler_shows_replays_by_name() -> None:
+    made = Made("mlp", "AdamW", "cuda")
+    step = mezzo.TrainStep(made.model, boosted, made.optimizer, "O2", dtype="bfloat16")
+    data = list(batches("mlp", STEPS, device="cuda"))
+    for x, y in data:
+        step(x, y)
+    with profile(activities=[ProfilerActivity.CPU]) as profiler:
+        for x, y in data[:3]:
+            step(x, y)
+    names = [event.name for event in profiler.events() if event.name.startswith("mezzo::")]
+    assert names == ["mezzo::replay"] * 3

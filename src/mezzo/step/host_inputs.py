@@ -2,7 +2,7 @@
 
 A copy into the buffers that a captured graph reads has to wait for the graph's last replay. These
 inputs are copied to a staging buffer meanwhile, and from there to the graph's buffer within the
-device, which is some thirty times faster. There are two staging buffers for each input, so that the
+device, in a small part of the time. There are two staging buffers for each input, so that the
 copy for the next step runs beside this one.
 
 As with any `non_blocking` copy, the host must not change an input before its copy is done, and an
