@@ -4,6 +4,7 @@ from collections import OrderedDict, defaultdict, namedtuple
 
 import pytest
 import torch
+from support.containers import Encoding, Frozen
 
 from mezzo._casting import CASTS, cast, cast_all, device_test, is_castable, map_tensors
 from mezzo._dtypes import CASTABLE_DTYPES
@@ -154,3 +155,12 @@ def test_cast_all_does_not_change_tensors_that_are_not_castable():
     assert all(
         one is other for one, other in zip(others, (integers, double, elsewhere), strict=True)
     )
+
+
+def test_mappings_that_are_no_dicts_keep_their_type_and_attributes():
+    value = Encoding({"x": torch.ones(1), "frozen": Frozen({"y": torch.ones(1)})}, note="mine")
+    changed = map_tensors(value, half)
+    assert (type(changed), changed.note) == (Encoding, "mine")
+    assert changed["x"].dtype is changed["frozen"]["y"].dtype is torch.float16
+    assert type(changed["frozen"]) is Frozen
+    assert value["x"].dtype is value["frozen"]["y"].dtype is torch.float32

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import UserDict
 from collections.abc import Callable, Mapping
 from copy import copy
 from dataclasses import fields, is_dataclass
@@ -50,27 +51,51 @@ def is_castable(value: object, device: str) -> bool:
     )
 
 
+PLAIN_TYPES = frozenset({type(None), bool, int, float, str})
+"""Types of values that are common in inputs and hold no tensors."""
+SEQUENCES = (list, tuple)
+"""As a tuple of types: a union in a call of `isinstance` is made again at each call."""
+
+
 def map_tensors(value: Any, change: Cast) -> Any:
     """Apply a function to every tensor of a nested container.
 
-    Lists, tuples, named tuples, dictionaries and dataclasses keep their type. A container in which
-    no tensor changes is returned as it is, the same object.
+    Lists, tuples, named tuples, mappings and dataclasses keep their type. A container in which no
+    tensor changes is returned as it is, the same object.
 
     >>> map_tensors({"x": [torch.ones(1)], "n": 3}, torch.neg)
     {'x': [tensor([-1.])], 'n': 3}
     """
     if isinstance(value, torch.Tensor):
         return change(value)
-    if isinstance(value, list | tuple):
+    if isinstance(value, SEQUENCES):
         changed = [map_tensors(item, change) for item in value]
         if all(new is old for new, old in zip(changed, value, strict=True)):
             return value
         return type(value)(*changed) if hasattr(value, "_fields") else type(value)(changed)
     if isinstance(value, dict):
-        return _map_dict(value, change)
-    if is_dataclass(value) and not isinstance(value, type):
+        return _map_items(value, change)
+    if type(value) in PLAIN_TYPES:
+        return value
+    if isinstance(value, Mapping):
+        return _map_items(value, change)
+    if is_dataclass_instance(value):
         return _map_fields(value, change)
     return value
+
+
+def is_dataclass_instance(value: object) -> bool:
+    """Return whether this is an instance of a dataclass, not a dataclass itself."""
+    return is_dataclass(value) and not isinstance(value, type)
+
+
+def field_items(value: Any) -> list[tuple[str, Any]]:
+    """Return the names and values of the fields of a dataclass that are set, in order."""
+    return [
+        (field.name, getattr(value, field.name))
+        for field in fields(value)
+        if hasattr(value, field.name)
+    ]
 
 
 def cast_all(value: Any, dtype: torch.dtype, device: str) -> Any:
@@ -80,14 +105,16 @@ def cast_all(value: Any, dtype: torch.dtype, device: str) -> Any:
     )
 
 
-def _map_dict(value: dict[Any, Any], change: Cast) -> dict[Any, Any]:
+def _map_items(value: Mapping[Any, Any], change: Cast) -> Any:
     changed = {key: map_tensors(item, change) for key, item in value.items()}
     if all(changed[key] is item for key, item in value.items()):
         return value
     if type(value) is dict:
         return changed
+    if not isinstance(value, dict | UserDict):
+        return type(value)(changed)  # type: ignore[call-arg]
     # A copy, since a subclass has more than items: a default factory, the attributes of a model's
-    # output.
+    # output, the encodings of a tokenizer.
     rebuilt = copy(value)
     for key, item in changed.items():
         # Not `update`, which the outputs of transformers refuse.
@@ -96,12 +123,12 @@ def _map_dict(value: dict[Any, Any], change: Cast) -> dict[Any, Any]:
 
 
 def _map_fields(value: Any, change: Cast) -> Any:
-    names = [field.name for field in fields(value) if hasattr(value, field.name)]
-    changed = {name: map_tensors(getattr(value, name), change) for name in names}
-    if all(new is getattr(value, name) for name, new in changed.items()):
+    items = field_items(value)
+    changed = [map_tensors(item, change) for _, item in items]
+    if all(new is old for new, (_, old) in zip(changed, items, strict=True)):
         return value
     # Not `replace`, which runs `__post_init__` again; it may be frozen, too.
     rebuilt = copy(value)
-    for name, new in changed.items():
+    for new, (name, _) in zip(changed, items, strict=True):
         object.__setattr__(rebuilt, name, new)
     return rebuilt
