@@ -32,9 +32,11 @@ from mezzo.scaling.scale_state import ScaleRule, ScaleState
 from mezzo.scaling.scaler import GradScaler
 from mezzo.scaling.step_result import StepResult
 from mezzo.step.eval_step import EvalStep
+from mezzo.step.function_step import train_step
 from mezzo.step.memory_format import channels_last
 from mezzo.step.metrics import StepMetrics
-from mezzo.step.train_step import TrainStep, train_step
+from mezzo.step.padding import pad_batch
+from mezzo.step.train_step import TrainStep
 
 __all__ = [
     "EMA",
@@ -74,6 +76,7 @@ __all__ = [
     "load_checkpoint",
     "master_params",
     "ops",
+    "pad_batch",
     "plan",
     "propagate_autocast",
     "register_op",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from support.containers import CONTAINERS, Encoding, Fields, FrozenFields, sizes, values_of
 
 from mezzo.step.inputs import (
     UnsupportedInput,
@@ -31,6 +32,10 @@ DIFFERENT = {
     "type of number": ((ONES, 1), (ONES, True)),
     "list and tuple": ([ONES], (ONES,)),
     "key": ({"a": ONES}, {"b": ONES}),
+    "type of mapping": (Encoding({"a": ONES}), {"a": ONES}),
+    "number in a mapping": (Encoding({"a": 1}), Encoding({"a": 2})),
+    "shape in a dataclass": (Fields(ONES, 1), Fields(IMAGES, 1)),
+    "number in a dataclass": (FrozenFields(ONES, 1), FrozenFields(ONES, 2)),
     "nesting": ((ONES, (ONES,)), ((ONES, ONES),)),
 }
 
@@ -61,6 +66,32 @@ def test_leaves_have_the_order_of_the_static_buffers():
     assert [len(leaf) for leaf in leaves] == [1, 2, 3]
     assert buffers.values[0]["a"][1] == 5
     assert buffers.values[1] is buffers.tensors[2]
+
+
+@pytest.mark.parametrize("kind", CONTAINERS)
+def test_every_container_has_a_signature_whose_leaves_are_in_the_order_of_the_buffers(kind):
+    def make(factor):
+        nested = CONTAINERS[kind](one=torch.ones(2) * factor, two=[torch.ones(3), 5])
+        return CONTAINERS[kind](one=nested, two=torch.ones(4) * factor)
+
+    leaves = []
+    key = signature(make(1), leaves)
+    assert key == signature(make(2), [])
+    assert hash(key) == hash(signature(make(3), []))
+    buffers = make_static_buffers(make(1))
+    assert sizes(leaves) == sizes(buffers.tensors) == [2, 3, 4]
+    assert type(buffers.values) is type(make(1))
+    first, last = values_of(buffers.values)
+    assert values_of(first)[0] is buffers.tensors[0]
+    assert last is buffers.tensors[2]
+
+
+@pytest.mark.parametrize("kind", CONTAINERS)
+def test_every_container_is_moved(kind):
+    moved = move_inputs(CONTAINERS[kind](one=ONES, two=3), torch.device("meta"))
+    assert values_of(moved)[0].device.type == "meta"
+    assert values_of(moved)[1] == 3
+    assert values_of(CONTAINERS[kind](one=ONES, two=3))[0] is ONES
 
 
 def test_static_buffers_are_copies_with_the_same_memory_format():

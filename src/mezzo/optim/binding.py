@@ -270,11 +270,7 @@ class OptimizerBinding:
         return temporary
 
     def _clip(self, temporaries: list[Parameter]) -> None:
-<<<<<<< ours
         if self.computes_norm:
-=======
-        if self.keeps_norm:
->>>>>>> theirs
             gradients = [_values(one.grad) for one in temporaries if one.grad is not None]
             self._norm = torch.nn.utils.get_total_norm(gradients)
         if self.clip_norm is not None and self._norm is not None:

@@ -180,8 +180,8 @@ class CaptureRunner:
             )
         except UnsupportedInput as error:
             self._give_up(
-                f"an input of type {error} is neither a tensor, a list, a tuple, a dict nor a"
-                " hashable value"
+                f"an input of type {error} is neither a tensor, a list, a tuple, a mapping, a"
+                " dataclass nor a hashable value"
             )
             return self._run_eagerly(call, phase, modes)
         self._check_recapture_key()

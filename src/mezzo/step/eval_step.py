@@ -21,8 +21,9 @@ from mezzo.step.components import Capture
 from mezzo.step.cuda_graph import CapturedGraph, CaptureFailed, GraphCapturer
 from mezzo.step.input_kinds import MAX_GRAPHS, InputKind, InputKinds, Room, check_max_graphs
 from mezzo.step.inputs import (
-    Call,
+    ModelArguments,
     UnsupportedInput,
+    call_model,
     copy_outputs,
     format_shapes,
     move_inputs,
@@ -41,8 +42,10 @@ class EvalStep:
     """Inference as one call: the model in evaluation mode, without gradients.
 
     `evaluate(*args, **kwargs)` moves the inputs to the model's device, runs the model in the
-    policy's precision and returns copies of its outputs. Modules are in evaluation mode during the
-    call only. On CUDA the call is captured as a CUDA graph after two calls, then replayed.
+    policy's precision and returns copies of its outputs. A mapping or dataclass that is the only
+    argument is unpacked into keywords, a tuple into positional arguments, unless the model can only
+    take it whole. Modules are in evaluation mode during the call only. On CUDA the call is captured
+    as a CUDA graph after two calls, then replayed.
 
     `captured` and `eager_reason` show how calls run.
 
@@ -72,8 +75,8 @@ class EvalStep:
         max_graphs: int = MAX_GRAPHS,
         **overrides: Any,
     ) -> None:
-        self.model = model
         check_max_graphs(max_graphs)
+        self.model, self._arguments = model, ModelArguments(model)
         _prepare(model, policy, overrides)
         self.eager_reason: str | None = None
         """Why calls run eagerly although `capture` is not False; None if they are captured."""
@@ -103,18 +106,34 @@ class EvalStep:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the model and return copies of its outputs."""
-        call = Call(args, kwargs)
+        return self._evaluate(self._arguments.arrange(args, kwargs))
+
+    def __repr__(self) -> str:
+        """Describe the step: model, precision and capture."""
+        decoration = decoration_of(self.model)
+        plan = None if decoration is None else decoration.plan
+        level = "" if plan is None else f", {plan.policy.level.value}"
+        if self._capture is Capture.OFF:
+            how = "eager: capture=False"
+        elif self.eager_reason is not None:
+            how = f"eager: {self.eager_reason}"
+        else:
+            how = f"captured shapes: {len(self._graphs)}"
+        return f"EvalStep({type(self.model).__name__}{level}, {how})"
+
+    def _evaluate(self, inputs: Any) -> Any:
+        """Run the model on inputs as `ModelArguments.arrange` returned them."""
         if self._capturer is None or self.eager_reason is not None:
-            return self._run_eagerly(call)
+            return self._run_eagerly(inputs)
         leaves: list[torch.Tensor] = []
         try:
-            key = signature(call, leaves)
+            key = signature(inputs, leaves)
         except UnsupportedInput as error:
             self._give_up(
-                f"an input of type {error} is neither a tensor, a list, a tuple, a dict nor a"
-                " hashable value"
+                f"an input of type {error} is neither a tensor, a list, a tuple, a mapping, a"
+                " dataclass nor a hashable value"
             )
-            return self._run_eagerly(call)
+            return self._run_eagerly(inputs)
         recapture_key = tuple(map(_ADDRESS, self._tensors))
         if recapture_key != self._recapture_key:
             self._drop_graphs(recapture_key)
@@ -124,7 +143,7 @@ class EvalStep:
             warn_many_kinds(self._inputs.limit, leaves)
         graph = kind.graphs.get(_CALL)
         if graph is None:
-            return self._warm_up_or_capture(self._capturer, kind, call, leaves)
+            return self._warm_up_or_capture(self._capturer, kind, inputs, leaves)
         return self._replay(kind, graph, leaves)
 
     def _replay(
@@ -142,36 +161,36 @@ class EvalStep:
         self,
         capturer: GraphCapturer,
         kind: InputKind[CapturedGraph],
-        call: Call,
+        inputs: Any,
         leaves: list[torch.Tensor],
     ) -> Any:
         if kind.is_slower:
-            return self._run_eagerly(call)
+            return self._run_eagerly(inputs)
         if self._warm_up_calls < _WARM_UP or _CALL not in kind.timings:
             self._warm_up_calls += 1
             timing = kind.timings.setdefault(_CALL, ReplayTiming(self._device))
             return timing.time_eager(
-                lambda: capturer.run_on_capture_stream(lambda: self._run_eagerly(call))
+                lambda: capturer.run_on_capture_stream(lambda: self._run_eagerly(inputs))
             )
         torch.cuda.synchronize(self._device)
         room = self._inputs.make_room(kind, sum(leaf.nbytes for leaf in leaves))
         if room is Room.NEW_POOL:
             self._inputs.drop_graphs()
             self._capturer = capturer = capturer.with_new_pool()
-        inputs = move_inputs(call, self._device)
-        graph = None if room is Room.NONE else self._try_capture(capturer, inputs)
+        moved = move_inputs(inputs, self._device)
+        graph = None if room is Room.NONE else self._try_capture(capturer, moved)
         if graph is None:
-            return self._run_eagerly(call)
+            return self._run_eagerly(inputs)
         kind.graphs[_CALL] = graph
         return self._replay(kind, graph, leaves)
 
-    def _try_capture(self, capturer: GraphCapturer, call: Call) -> CapturedGraph | None:
+    def _try_capture(self, capturer: GraphCapturer, inputs: Any) -> CapturedGraph | None:
         """Capture a call; if that fails, give up and return None."""
         reason = ""
         # Models that read from the device only when they are not captured need the second attempt.
         for reports_eager in (True, False):
             try:
-                return capturer.capture(self._run, call, reports_eager=reports_eager)
+                return capturer.capture(self._run, inputs, reports_eager=reports_eager)
             except CaptureFailed as failure:
                 reason = str(failure)
                 # torch's allocators cannot begin another capture in the pool of a failed one.
@@ -179,12 +198,12 @@ class EvalStep:
         self._give_up(reason)
         return None
 
-    def _run_eagerly(self, call: Call) -> Any:
-        return copy_outputs(self._run(move_inputs(call, self._device)))
+    def _run_eagerly(self, inputs: Any) -> Any:
+        return copy_outputs(self._run(move_inputs(inputs, self._device)))
 
-    def _run(self, call: Call) -> Any:
+    def _run(self, inputs: Any) -> Any:
         with _evaluation_mode(self.model), torch.inference_mode():
-            return self.model(*call.args, **call.kwargs)
+            return call_model(self.model, inputs)
 
     def _drop_graphs(self, recapture_key: Hashable) -> None:
         """Drop captured graphs. This synchronizes if there are any, since they may be running."""

@@ -28,6 +28,7 @@ from mezzo.step.input_kinds import MAX_GRAPHS
 from mezzo.step.inputs import Call, move_inputs
 from mezzo.step.metrics import MetricsBuffer, Rate
 from mezzo.step.module_buffers import BatchCounters, ModuleBuffers
+from mezzo.step.outputs import split_loss
 from mezzo.step.profiler_ranges import Range, profiled
 
 Body = Callable[..., Any]
@@ -173,12 +174,14 @@ class StepExecutor:
             stack.enter_context(profiled(Range.FORWARD))
             returned = self._body(*args, **call.kwargs)
         if context.loss is None:
-            if not isinstance(returned, torch.Tensor):
+            loss = split_loss(returned).loss
+            if loss is None:
                 raise ScalerError(
                     f"The body of a step returned {type(returned).__name__}, not a loss tensor."
-                    " Return the loss, or call loss.backward() in the body and return anything."
+                    " Return the loss or (loss, aux), or call loss.backward() in the body and"
+                    " return anything."
                 )
-            context.backward(returned)
+            context.backward(loss)
         return returned
 
     def _update(self, context: StepContext) -> torch.Tensor | bool:

@@ -1,14 +1,23 @@
-"""Inputs of a step: signature, static buffers, and plain values that a function closes over."""
+"""Inputs of a step: call shapes, signature, static buffers, values that a function closes over."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+import inspect
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from types import FunctionType
 from typing import Any, NamedTuple
 
 import torch
+from torch import nn
 
-from mezzo._casting import map_tensors
+from mezzo._casting import (
+    PLAIN_TYPES,
+    SEQUENCES,
+    field_items,
+    is_dataclass_instance,
+    map_tensors,
+)
+from mezzo._errors import PolicyError
 
 IMAGE_DIMS = 4
 """Dimensions of a batch of images, which can have the channels_last memory format."""
@@ -19,6 +28,88 @@ class Call(NamedTuple):
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
+
+
+class ModelArguments:
+    """Arranges the arguments of a call for a model.
+
+    >>> arguments = ModelArguments(nn.Bilinear(2, 2, 1))
+    >>> arguments.arrange(({"input1": 1, "input2": 2},), {})
+    {'input1': 1, 'input2': 2}
+    >>> arguments.arrange((1,), {"input2": 2})
+    Call(args=(1,), kwargs={'input2': 2})
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._unpacks: dict[Hashable, bool] = {}
+        """Whether a container is unpacked, by its type and its names or its length."""
+
+    def arrange(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Return the arguments as one value for `call_model`.
+
+        A mapping or a dataclass that is the only argument becomes keywords, a tuple positional
+        arguments, unless the model can only take it whole.
+        """
+        if len(args) == 1:
+            (first,) = args
+            if isinstance(first, torch.Tensor):
+                return Call(args, kwargs) if kwargs else first
+            keywords = as_keywords(first)
+            if keywords is not None:
+                return self._arrange_keywords(first, keywords, kwargs)
+            if isinstance(first, tuple) and self._is_unpacked(first, Call(first, kwargs)):
+                args = tuple(first)
+        if kwargs:
+            return Call(args, kwargs) if args else kwargs
+        return args
+
+    def _arrange_keywords(
+        self, batch: Any, keywords: dict[str, Any], kwargs: dict[str, Any]
+    ) -> Any:
+        if not self._is_unpacked(batch, Call((), keywords)):
+            return Call((batch,), kwargs) if kwargs else (batch,)
+        if kwargs:
+            raise PolicyError(
+                f"Got a {type(batch).__name__} with {_listed(keywords)} and the keywords"
+                f" {_listed(kwargs)}. Pass one of them: step(batch) or step(**batch)."
+            )
+        return keywords
+
+    def _is_unpacked(self, batch: Any, unpacked: Call) -> bool:
+        key = (type(batch), len(unpacked.args), *unpacked.kwargs)
+        if key not in self._unpacks:
+            whole = Call((batch,), unpacked.kwargs if unpacked.args else {})
+            self._unpacks[key] = self.accepts(unpacked) or not self.accepts(whole)
+        return self._unpacks[key]
+
+    def accepts(self, call: Call) -> bool:
+        """Return whether the model's forward has parameters for these arguments."""
+        try:
+            inspect.signature(self._model.forward).bind(*call.args, **call.kwargs)
+        except (TypeError, ValueError):
+            return False
+        return True
+
+
+def as_keywords(value: Any) -> dict[str, Any] | None:
+    """Return the items of a mapping or the fields of a dataclass; None for other values."""
+    if isinstance(value, dict) or isinstance(value, Mapping):  # noqa: SIM101
+        return value if type(value) is dict else dict(value.items())
+    return dict(field_items(value)) if is_dataclass_instance(value) else None
+
+
+def call_model(model: Callable[..., Any], inputs: Any) -> Any:
+    """Call a model with what `ModelArguments.arrange` returned."""
+    if isinstance(inputs, torch.Tensor):
+        return model(inputs)
+    if type(inputs) is Call:
+        return model(*inputs.args, **inputs.kwargs)
+    return model(**inputs) if type(inputs) is dict else model(*inputs)
+
+
+def _listed(names: Mapping[str, Any]) -> str:
+    return ", ".join(map(repr, names))
 
 
 class StaticBuffers(NamedTuple):
@@ -53,16 +144,23 @@ def signature(value: Any, leaves: list[torch.Tensor]) -> Hashable:
             value.is_cuda,
             value.dim() == IMAGE_DIMS and is_channels_last(value),
         )
-    if isinstance(value, list | tuple):
-        return type(value), tuple([signature(item, leaves) for item in value])
+    kind = type(value)
+    if isinstance(value, SEQUENCES):
+        return kind, tuple([signature(item, leaves) for item in value])
     if isinstance(value, dict):
-        return type(value), tuple([(key, signature(item, leaves)) for key, item in value.items()])
+        return kind, tuple([(key, signature(item, leaves)) for key, item in value.items()])
+    if kind in PLAIN_TYPES:
+        # With the type: 1, 1.0 and True are equal, and a body can tell them apart.
+        return kind, value
+    if isinstance(value, Mapping):
+        return kind, tuple([(key, signature(item, leaves)) for key, item in value.items()])
+    if is_dataclass_instance(value):
+        return kind, tuple([(key, signature(item, leaves)) for key, item in field_items(value)])
     try:
         hash(value)
     except TypeError:
-        raise UnsupportedInput(type(value).__name__) from None
-    # With the type: 1, 1.0 and True are equal, and a body can tell them apart.
-    return type(value), value
+        raise UnsupportedInput(kind.__name__) from None
+    return kind, value
 
 
 def is_channels_last(tensor: torch.Tensor) -> bool:

@@ -17,7 +17,7 @@ from mezzo.compat.oneflow.nn.graph import (
     make_runner,
 )
 from mezzo.prepare.decoration import decoration_of
-from mezzo.step.train_step import FunctionStep
+from mezzo.step.function_step import FunctionStep
 
 
 def make_model():
@@ -479,3 +479,9 @@ def test_an_optimizer_without_a_module_is_rejected():
     optimizer = torch.optim.SGD(nn.Linear(2, 1).parameters(), lr=0.1)
     with pytest.raises(ValueError, match="no module with parameters"):
         make_runner(TrainingSpec(torch.sum, HALF, (optimizer,), (), None), {})
+
+
+def test_an_evaluation_passes_dictionaries_to_build_whole():
+    model = nn.Linear(2, 1)
+    runner = make_runner(EvaluationSpec(lambda batch: model(batch["x"]), HALF), {"model": model})
+    assert runner({"x": torch.ones(3, 2)}).shape == (3, 1)

@@ -25,7 +25,8 @@ from mezzo.policy.types import Level
 from mezzo.prepare.decorate import undecorate
 from mezzo.scaling.scaler import GradScaler as EngineScaler
 from mezzo.step.eval_step import EvalStep
-from mezzo.step.train_step import train_step
+from mezzo.step.function_step import train_step
+from mezzo.step.inputs import Call
 
 _OTHER_METHODS = {
     "enable_shared": "the same graph for all shapes: other shapes are captured separately",
@@ -291,6 +292,14 @@ class Graph:
 Build = Callable[..., Any]
 
 
+class GraphEvaluation(EvalStep):
+    """An `EvalStep` that passes its arguments to `build` as they are, dictionaries too."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run `build` and return copies of its outputs."""
+        return self._evaluate(Call(args, kwargs))
+
+
 @dataclass(frozen=True, eq=False)
 class EvaluationSpec:
     """Parts of a graph without an optimizer."""
@@ -302,7 +311,7 @@ class EvaluationSpec:
         """Return an `EvalStep`, or without parameters a function in an autocast region."""
         if next(module.parameters(), None) is None:
             return _functional_runner(module, self.policy)
-        return EvalStep(module, self.policy)
+        return GraphEvaluation(module, self.policy)
 
 
 @dataclass(frozen=True, eq=False)

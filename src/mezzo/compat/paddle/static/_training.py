@@ -41,7 +41,7 @@ from mezzo.policy.presets import paddle
 from mezzo.policy.registry import registry
 from mezzo.policy.types import Level, Rule
 from mezzo.scaling.gradients import parameters
-from mezzo.step.train_step import FunctionStep
+from mezzo.step.function_step import FunctionStep
 
 Optimizer = torch.optim.Optimizer
 

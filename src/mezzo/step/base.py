@@ -1,0 +1,300 @@
+"""Base class of training steps: one call in order, metrics, outputs and checkpoints."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import torch
+
+from mezzo._dtypes import dtype_name
+from mezzo._errors import PolicyError, UnsupportedError
+from mezzo.prepare.ema import refused_while_lent
+from mezzo.scaling.scaler import GradScaler
+from mezzo.step.capture import Runner, runner_for
+from mezzo.step.components import Capture, StepComponents, load_step_state, step_state_dict
+from mezzo.step.executor import AccumulationPhase, Body, StepExecutor, StepOptions
+from mezzo.step.inputs import Call
+from mezzo.step.metrics import StepMetrics
+from mezzo.step.outputs import HostOutputs, KeptOutputs, RunningMeans
+
+
+class Step:
+    """Base of training steps. Methods are in the order of one call.
+
+    A call moves the inputs to the device, runs the body (forward pass and loss) in the policy's
+    autocast region, computes scaled gradients and, after `accumulate` calls, updates: check for
+    non-finite gradients, step the optimizers, update the loss scale. Metrics and warnings follow.
+    On a CPU, `StepExecutor` does this eagerly; on CUDA, `CaptureRunner` captures it as a CUDA
+    graph and replays that.
+    """
+
+    def __init__(
+        self,
+        components: StepComponents,
+        body: Body,
+        options: StepOptions,
+        capture: Capture,
+        mean_over: int | None = None,
+    ) -> None:
+        self._body, self._capture = body, capture
+        self._outputs: Any = None
+        """Outputs of the last call; `KeptOutputs` until they are read."""
+        self._means = None if mean_over is None else RunningMeans(mean_over, components.device)
+        self._position = 0
+        """Calls since the last update."""
+        self._updates = 0
+        self._phases = [
+            AccumulationPhase(first=index == 0, last=index + 1 == options.accumulate)
+            for index in range(options.accumulate)
+        ]
+        self._build(components, options)
+
+    def _build(self, components: StepComponents, options: StepOptions) -> None:
+        """Create the executor and the runner for these components."""
+        self._components = components
+        self._executor = StepExecutor(components, self._body, options)
+        self._runner: Runner = runner_for(self._executor, self._capture)
+        scaler = components.scaler
+        self._checks_small_scale = (
+            scaler is not None
+            and components.region.computes_in is torch.float16
+            and scaler.get_scale() >= 1.0
+        )
+        """Whether to warn when the loss scale falls below 1; at most once."""
+        components.decoration.training_steps.add(self)
+
+    # -- one call ----------------------------------------------------------------------------------
+
+    def _call(self, call: Call) -> Any:
+        """Run one call, with an update if it is the last of an accumulation."""
+        if self._components.decoration.lent:
+            self._check_not_lent("The training step")
+        # Freed before the forward pass, which needs the memory.
+        self._outputs = None
+        phase = self._phases[self._position]
+        returned = self._runner(call, phase)
+        if phase.last:
+            self._position = 0
+            self._finish_update()
+        else:
+            self._position += 1
+        self._executor.metrics.warn_if_nonfinite()
+        if self._checks_small_scale:
+            self._warn_if_scale_small()
+        return returned
+
+    def flush(self) -> None:
+        """Update from the calls since the last update, if there are any.
+
+        Call this at the end of an epoch whose number of batches is not a multiple of `accumulate`.
+        """
+        if self._position:
+            self._check_not_lent("flush()")
+            calls, self._position = self._position, 0
+            self._runner.flush(calls)
+            self._finish_update()
+
+    def _check_not_lent(self, operation: str) -> None:
+        """Raise while the model holds averaged weights."""
+        if self._components.decoration.lent:
+            raise UnsupportedError(refused_while_lent(operation))
+
+    def _finish_update(self) -> None:
+        self._updates += 1
+        self._executor.advance_schedulers()
+
+    def _warn_if_scale_small(self) -> None:
+        """Warn once that skipped updates have lowered the loss scale of a float16 run below 1."""
+        scale, consecutive_skips = self._executor.metrics.scale_and_skips()
+        if scale >= 1.0 or not consecutive_skips:
+            return
+        self._checks_small_scale = False
+        name = self._runner.first_nonfinite()
+        source = f"; the gradient of {name!r} is not finite" if name else ""
+        warnings.warn(
+            f"The loss scale fell to {scale:g}, below 1{source}. The gradients overflow float16"
+            " even without scaling: look for a loss that is summed where it should be averaged, or"
+            " use dtype='bfloat16'. mezzo.find_precision_loss(model, loss_fn, x, y) names the op"
+            " that overflows.",
+            UserWarning,
+            stacklevel=4,
+        )
+
+    # -- metrics: reading them does not synchronize ------------------------------------------------
+
+    @property
+    def metrics(self) -> StepMetrics:
+        """Loss, loss scale, skips, learning rate and gradient norm of the last finished step.
+
+        Does not synchronize: on CUDA this can lag a few steps.
+        """
+        return self._executor.metrics.read()
+
+    @property
+    def loss(self) -> float:
+        """Loss of the last finished step."""
+        return self.metrics.loss
+
+    @property
+    def skipped(self) -> bool:
+        """Whether the last finished update was skipped."""
+        return self.metrics.skipped
+
+    @property
+    def scale(self) -> float:
+        """Loss scale after the last finished update; 1 without a scaler."""
+        return self.metrics.scale
+
+    @property
+    def rate(self) -> float:
+        """Learning rate of the last finished update, in the optimizer's first group."""
+        return self.metrics.rate
+
+    @property
+    def grad_norm(self) -> float | None:
+        """Norm of the unscaled gradients of the last finished update, before clipping.
+
+        None unless the step has `clip_norm=` or `grad_norm=True`.
+        """
+        return self.metrics.grad_norm
+
+    @property
+    def outputs(self) -> Any:
+        """What the last call computed beside its loss, as detached copies that are yours.
+
+        That is the `aux` of a loss function or body that returned `(loss, aux)`; None if it
+        returned the loss alone. No later call overwrites the copies. Plain values among them are
+        those of the capture, if the step is captured. Does not synchronize.
+        """
+        if isinstance(self._outputs, KeptOutputs):
+            self._outputs = self._outputs.copy()
+        return self._outputs
+
+    def outputs_on_host(self) -> HostOutputs:
+        """Start to copy the outputs of the last call to the host. Does not synchronize.
+
+        The result has `ready()`, which does not wait either, and `get()`, which waits for the
+        copies and returns them. On a CPU they are ready at once.
+        """
+        kept = isinstance(self._outputs, KeptOutputs)
+        return HostOutputs(self._outputs.value if kept else self.outputs)
+
+    @property
+    def means(self) -> dict[str, float]:
+        """Means over the last finished window of `mean_over` calls; empty before the first.
+
+        Of the loss, and of the numbers and tensors with one element in a dict of outputs, by their
+        names. A single such output is `"outputs"`. Does not synchronize: on CUDA the means appear
+        a few calls after the end of the window.
+        """
+        if self._means is None:
+            raise PolicyError(
+                "Means need the number of calls that they are taken over. Pass mean_over=50 when"
+                " the step is created."
+            )
+        return self._means.read()
+
+    @property
+    def scaler(self) -> GradScaler | None:
+        """The gradient scaler; None if gradients are not scaled."""
+        return self._components.scaler
+
+    @property
+    def position(self) -> int:
+        """Calls since the last update: 0 right after one, always less than `accumulate`."""
+        return self._position
+
+    @property
+    def captured(self) -> bool:
+        """Whether calls are replayed as CUDA graphs by now."""
+        return self._runner.captured
+
+    @property
+    def replays(self) -> int:
+        """Number of calls that were replayed so far."""
+        return self._runner.replays
+
+    @property
+    def eager_reason(self) -> str | None:
+        """Why calls run eagerly although `capture` is not False; None if they are captured."""
+        return self._runner.eager_reason
+
+    def __repr__(self) -> str:
+        """Describe the step: precision, capture, updates and metrics. Does not synchronize."""
+        components, metrics = self._components, self.metrics
+        plan = components.decoration.plan
+        dtype = "float32" if plan.dtype is None else dtype_name(plan.dtype)
+        return "\n  ".join(
+            [
+                f"{self._title()}:",
+                f"precision: {plan.policy.level.value}, {dtype}",
+                self._describe_capture(),
+                f"updates: {self._updates}, skipped: {metrics.skipped_steps}",
+                f"loss: {metrics.loss:.4g}, loss scale: {metrics.scale:g}, rate: {metrics.rate:g}",
+            ]
+        )
+
+    def _title(self) -> str:
+        components = self._components
+        names = [type(one).__name__ for one in (*components.models, *components.optimizers)]
+        return f"{type(self).__name__}({', '.join(names)})"
+
+    def _describe_capture(self) -> str:
+        if self._capture is Capture.OFF:
+            return "eager: capture=False"
+        if self._runner.eager_reason is not None:
+            return f"eager: {self._runner.eager_reason}"
+        count = self._runner.graph_count
+        return f"captured: {count} {'shape' if count == 1 else 'shapes'}" if count else "warming up"
+
+    # -- checkpoints -------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return everything needed to resume bit for bit.
+
+        That is the state of models, optimizers, scaler and schedulers, gradients accumulated so
+        far, counters and random generators.
+        """
+        self._check_not_lent("state_dict() of a step")
+        return step_state_dict(
+            self._components,
+            self._executor.buffers,
+            position=self._position,
+            updates=self._updates,
+        )
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Resume from a saved state, random generators included.
+
+        A state that does not fit raises `CheckpointError` and changes nothing.
+        """
+        self._check_not_lent("load_state_dict() of a step")
+        self._position, self._updates = load_step_state(
+            self._components,
+            self._executor.buffers,
+            state_dict,
+            self._executor.options.accumulate,
+        )
+        self._executor.finds_scale = False
+        self._runner.drop_graphs()
+
+
+def check_mean_over(mean_over: Any) -> None:
+    """Raise `PolicyError` unless this is a number of calls, or None."""
+    is_number = isinstance(mean_over, int) and not isinstance(mean_over, bool)
+    if mean_over is not None and (not is_number or mean_over < 1):
+        raise PolicyError(
+            f"mean_over={mean_over!r} is not a number of calls. Pass an integer of 1 or more, or"
+            " None."
+        )
+
+
+def check_accumulate(accumulate: int) -> int:
+    """Return the number of calls for each update; raise `PolicyError` unless it is one."""
+    if isinstance(accumulate, bool) or not isinstance(accumulate, int) or accumulate < 1:
+        raise PolicyError(
+            f"accumulate={accumulate!r} is not a number of calls for each update. Pass an integer"
+            " of 1 or more."
+        )
+    return accumulate
