@@ -118,7 +118,7 @@ class EvalStep:
         elif self.eager_reason is not None:
             how = f"eager: {self.eager_reason}"
         else:
-            how = f"captured shapes: {len(self._graphs)}"
+            how = f"captured shapes: {self._inputs.graph_count}"
         return f"EvalStep({type(self.model).__name__}{level}, {how})"
 
     def _evaluate(self, inputs: Any) -> Any:

@@ -70,7 +70,7 @@ class TrainStep(Step):
         loss_fn: A function of the model's output and the target that returns the loss, a tensor
             with one element, or `(loss, aux)`. None takes the loss from the model's output:
             `output.loss`, `output["loss"]`, or the only tensor with one element.
-        optimizer: The optimizer of the model, or a list of optimizers, such as Muon for matrices and
+        optimizer: The optimizer of the model, or a list of them, such as Muon for matrices and
             AdamW for the other parameters.
         policy: A level such as `"O1"` (the default) or `"O2"`, a `mezzo.Policy`, or the path of a
             TOML file.
