@@ -152,8 +152,10 @@ def run_exported(model: nn.Module, x: torch.Tensor):
     return torch.export.export(model, (x,)).module()(x)
 
 
-@pytest.mark.parametrize("run", [run_eager, run_compiled, run_exported])
-@pytest.mark.parametrize("level", ["O1", "O2"])
+@pytest.mark.parametrize(
+    ("level", "run"),
+    [("O1", run_eager), ("O2", run_eager), ("O2", run_compiled), ("O2", run_exported)],
+)
 def test_a_norm_and_a_softmax_called_directly_return_float32_unless_listed(level, run):
     x, options = torch.randn(3, 16), {"dtype": "bfloat16", "preset": "torch-cuda"}
     plain = mezzo.decorate(Functions().eval(), None, level, **options)

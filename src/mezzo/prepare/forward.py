@@ -81,6 +81,9 @@ def wrap_forward(wrapper: ForwardWrapper, model: nn.Module) -> Callable[[], None
                 result = explained(*args, **kwargs) if bound else explained(self_, *args, **kwargs)
             return result if outputs is None else cast_all(result, outputs, region.device)
 
+        # Dynamo keeps its caches by code object: models that share one recompile for each other, at
+        # most 8 times. By name it collects the sizes that vary, for which it compiles dynamic code.
+        forward.__code__ = forward.__code__.replace(co_name=f"{type(model).__qualname__}.forward")
         forward.__name__, forward.__doc__ = "forward", function.__doc__
         forward.__signature__ = _signature(function, bound=bound)  # type: ignore[attr-defined]
         return forward
