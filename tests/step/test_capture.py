@@ -104,8 +104,7 @@ class TestManyShapes:
     @pytest.mark.filterwarnings("ignore:The step was called")
     def test_shapes_that_take_turns_beyond_the_limit_run_eagerly(self, capturer):
         step = captured_step(Made("mlp"), max_graphs=2)
-        run(step, 5)
-        for _ in range(4):
+        for _ in range(5):
             for size in (8, 7, 5):
                 run(step, 1, size=size)
         assert len(capturer.graphs) == 2
@@ -124,25 +123,50 @@ class TestManyShapes:
     @pytest.mark.filterwarnings("ignore:The step was called")
     def test_the_shape_not_used_for_longest_makes_room_for_one_used_twice_since(self, capturer):
         step = captured_step(Made("mlp"), max_graphs=2)
-        run(step, 5)
+        for size in (8, 4, 3):
+            run(step, 1, size=size)
+        run(step, 2)
         run(step, 2, size=4)
         run(step, 1)
         run(step, 3, size=3)
-        assert [graph.replays for graph in capturer.graphs] == [3, 1, 2]
+        assert [graph.replays for graph in capturer.graphs] == [3, 2, 2]
         run(step, 1)
         assert capturer.graphs[0].replays == 4
 
     def test_a_larger_shape_is_captured_into_new_memory_that_serves_the_others(self, capturer):
         step = captured_step(Made("mlp"))
+        run(step, 1, size=8)
         run(step, 5, size=4)
         assert capturer.pools == 1
         warm_ups = capturer.warm_ups
-        run(step, 2, size=8)
+        run(step, 1, size=8)
         assert capturer.pools == 2
         run(step, 2, size=4)
         assert capturer.pools == 2
         assert [graph.inputs[0].shape[0] for graph in capturer.graphs] == [4, 8, 4]
-        assert capturer.warm_ups == warm_ups + 1
+        assert capturer.warm_ups == warm_ups
+
+    def test_an_eager_call_of_a_large_new_shape_gets_the_memory_of_the_graphs(self, capturer):
+        step = captured_step(Made("mlp"))
+        run(step, 5, size=20)
+        run(step, 1, size=2)
+        assert step.captured
+        run(step, 1, size=12)
+        assert not step.captured
+        run(step, 1, size=20)
+        assert step.captured
+        assert capturer.warm_ups == 5
+
+    def test_nothing_is_captured_while_new_shapes_keep_coming(self, capturer):
+        step = captured_step(Made("mlp"))
+        for size in range(1, 31):
+            run(step, 1, size=size)
+            run(step, 1, size=1)
+        assert [graph.inputs[0].shape[0] for graph in capturer.graphs] == [1] * len(capturer.graphs)
+        before = len(capturer.graphs)
+        run(step, 1, size=1)
+        run(step, 4, size=30)
+        assert len(capturer.graphs) == before + 1
 
     @pytest.mark.filterwarnings("ignore:The step was called")
     def test_results_are_those_of_eager_calls(self, capturer):

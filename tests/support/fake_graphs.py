@@ -77,6 +77,7 @@ def fake_captures(monkeypatch: pytest.MonkeyPatch) -> FakeCapturer:
     # Fake replays run the function again, and are about as fast as eager calls.
     monkeypatch.setattr(replay_timing, "MARGIN", 1e9)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda *_: None)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
     return capturer
 
 

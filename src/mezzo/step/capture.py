@@ -185,10 +185,12 @@ class CaptureRunner:
             )
             return self._run_eagerly(call, phase, modes)
         self._check_recapture_key()
-        kind = self._inputs.use(key)
+        kind = self._inputs.use(key, leaves)
         if self._inputs.exceed_limit and not self._warned_full:
             self._warned_full = True
             warn_many_kinds(self._inputs.limit, leaves)
+        if self._inputs.needs_memory_of_graphs(kind):
+            self._release_graphs()
         captured = kind.graphs.get(phase)
         if captured is not None:
             returned = self._replay_checked(kind, captured, call, leaves, phase, modes)
@@ -301,12 +303,14 @@ class CaptureRunner:
         if kind.is_slower:
             return self._run_eagerly(call, phase, modes)
         warmed_up = self._warm_up_calls[self._current.number, phase] >= _WARM_UP
-        if not (warmed_up and phase in kind.timings and self._is_ready(phase, modes)):
+        settled = bool(kind.graphs) or self._inputs.are_settled
+        is_known = warmed_up and settled and phase in kind.timings
+        if not (is_known and self._is_ready(phase, modes)):
             # The call that finds the written buffers does not count.
             known = self._executor.buffers.knows(modes)
             self._warm_up_calls[self._current.number, phase] += known
             return self._warm_up(kind, self._static_inputs(call, leaves), phase, modes)
-        if not kind.graphs and not self._make_room(kind, leaves):
+        if not kind.graphs and not self._make_room(kind):
             return self._run_eagerly(call, phase, modes)
         captured = self._try_capture(self._static_inputs(call, leaves), phase, modes)
         if captured is None:
@@ -353,10 +357,10 @@ class CaptureRunner:
         timing = kind.timings.setdefault(phase, ReplayTiming(self._executor.components.device))
         return timing.time_eager(lambda: self._graphs.capturer.run_on_capture_stream(run))
 
-    def _make_room(self, kind: InputKind[CapturedStep], leaves: list[torch.Tensor]) -> bool:
+    def _make_room(self, kind: InputKind[CapturedStep]) -> bool:
         """Make room for the graphs of other inputs; return False if there is none."""
         torch.cuda.synchronize(self._executor.components.device)
-        room = self._inputs.make_room(kind, sum(leaf.nbytes for leaf in leaves))
+        room = self._inputs.make_room(kind)
         if room is Room.NEW_POOL:
             self._release_graphs()
         return room is not Room.NONE
@@ -431,6 +435,7 @@ class CaptureRunner:
             torch.cuda.synchronize(self._executor.components.device)
             self._inputs.drop_graphs()
             self._graphs.use_new_pool()
+            torch.cuda.empty_cache()
 
 
 def warn_not_captured(reason: str, capture: Capture, *, quietly: bool = False) -> None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import Generic, TypeVar
+
+import torch
 
 from mezzo._errors import PolicyError
 from mezzo.step.replay_timing import ReplayTiming
@@ -13,6 +15,8 @@ from mezzo.step.replay_timing import ReplayTiming
 Graph = TypeVar("Graph")
 MAX_GRAPHS = 64
 """Kinds of inputs that graphs are kept for, unless the user sets another number."""
+SMALL = 0.3
+"""Size of a new kind, compared with the largest captured one, whose eager call leaves graphs."""
 REMEMBERED = 1024
 """Kinds that are remembered; inputs that contain a changing number make a new one each call."""
 
@@ -39,7 +43,7 @@ class InputKind(Generic[Graph]):
     previous_use: int = 0
     """Number of the call that used it before that; 0 if there was none."""
     size: int = 0
-    """Bytes of the inputs, once it has graphs."""
+    """Bytes of the inputs."""
     is_slower: bool = False
     """Whether replays were slower than eager calls."""
     timings: dict[Hashable, ReplayTiming] = field(default_factory=dict)
@@ -54,23 +58,26 @@ class InputKinds(Generic[Graph]):
     twice since. So inputs that take turns do not push each other out at every call.
 
     >>> kinds: InputKinds[str] = InputKinds(1)
-    >>> first = kinds.use("first")
-    >>> kinds.make_room(first, 8)
-    <Room.FREE: 1>
+    >>> first = kinds.use("first", [torch.ones(2)])
+    >>> kinds.make_room(first), first.size
+    (<Room.FREE: 1>, 8)
     """
 
     def __init__(self, limit: int) -> None:
         self.limit = limit
         self._kinds: dict[Hashable, InputKind[Graph]] = {}
         self._calls = 0
+        self._last_new = 0
+        """Number of the last call that used a new kind."""
 
-    def use(self, key: Hashable) -> InputKind[Graph]:
+    def use(self, key: Hashable, leaves: Sequence[torch.Tensor]) -> InputKind[Graph]:
         """Return the kind with this key, which the current call uses."""
         self._calls += 1
         kind = self._kinds.get(key)
         if kind is None:
             self._forget()
-            kind = self._kinds[key] = InputKind()
+            kind = self._kinds[key] = InputKind(size=sum(leaf.nbytes for leaf in leaves))
+            self._last_new = self._calls
         kind.previous_use, kind.last_use = kind.last_use, self._calls
         return kind
 
@@ -81,8 +88,22 @@ class InputKinds(Generic[Graph]):
             if without:
                 del self._kinds[min(without, key=lambda key: self._kinds[key].last_use)]
 
-    def make_room(self, kind: InputKind[Graph], size: int) -> Room:
-        """Make room for the graphs of a kind whose inputs have this many bytes."""
+    def needs_memory_of_graphs(self, kind: InputKind[Graph]) -> bool:
+        """Return whether an eager call of a new kind needs so much memory that graphs must go.
+
+        The memory of graphs stays reserved beside that of the call.
+        """
+        return kind.last_use == self._last_new == self._calls and kind.size > SMALL * max(
+            (one.size for one in self._kinds.values() if one.graphs), default=kind.size
+        )
+
+    @property
+    def are_settled(self) -> bool:
+        """Whether enough calls have passed since the last new kind: it may make graphs go."""
+        return self._calls - self._last_new >= len(self._kinds) // 10
+
+    def make_room(self, kind: InputKind[Graph]) -> Room:
+        """Make room for the graphs of a kind."""
         captured = [one for one in self._kinds.values() if one.graphs]
         if len(captured) >= self.limit:
             oldest = min(captured, key=lambda one: one.last_use)
@@ -90,8 +111,7 @@ class InputKinds(Generic[Graph]):
                 return Room.NONE
             oldest.graphs.clear()
             captured.remove(oldest)
-        kind.size = size
-        larger = captured and size > max(one.size for one in captured)
+        larger = captured and kind.size > max(one.size for one in captured)
         return Room.NEW_POOL if larger else Room.FREE
 
     @property
