@@ -159,14 +159,17 @@ class PointNet(nn.Module):
 
 
 class PostNormEncoder(nn.Module):
-    """torch's own post-norm transformer encoder. Vectors → logits of two classes."""
+    """torch's own post-norm transformer encoder. Tokens → logits of two classes."""
 
-    def __init__(self, width: int = 768, layers: int = 12, heads: int = 12) -> None:
+    def __init__(
+        self, vocabulary: int = 20_000, width: int = 768, layers: int = 12, heads: int = 12
+    ) -> None:
         super().__init__()
+        self.embedding = nn.Embedding(vocabulary, width)
         layer = nn.TransformerEncoderLayer(width, heads, 4 * width, batch_first=True)
         self.encoder = nn.TransformerEncoder(layer, layers)
         self.head = nn.Linear(width, 2)
 
     def forward(self, x: Tensor) -> Tensor:
-        logits: Tensor = self.head(self.encoder(x).mean(dim=1))
+        logits: Tensor = self.head(self.encoder(self.embedding(x)).mean(dim=1))
         return logits

@@ -166,20 +166,32 @@ class GraphCapturer:
         A capture that CUDA has invalidated leaves its stream current, the device's generator in its
         capturing state and the allocator waiting for the end of the capture.
         """
-        stream = torch.cuda.current_stream(self.device)
-        generator = torch.cuda.default_generators[self.device.index or 0]
-        device_state, host_state = generator.clone_state(), rng_state.capture_host_rng_state()
+        stream, index = torch.cuda.current_stream(self.device), self.device.index or 0
+        host_state = rng_state.capture_host_rng_state()
         try:
             yield host_state
         except BaseException:
             torch.cuda.set_stream(stream)
-            generator.graphsafe_set_state(device_state)
             rng_state.restore_rng_state(host_state)
             # An error means that the capture has ended in order.
             with suppress(RuntimeError):
-                end_allocate_to_pool(self.device.index or 0, self.pool)
-                release_pool(self.device.index or 0, self.pool)
+                end_allocate_to_pool(index, self.pool)
+                release_pool(index, self.pool)
+            self._end_capturing_state(torch.cuda.default_generators[index])
             raise
+
+    def _end_capturing_state(self, generator: torch.Generator) -> None:
+        """Let the device's generator leave its capturing state, by a capture that succeeds.
+
+        Graphs that were captured before use the same state, so that another one is the last resort.
+        """
+        try:
+            with torch.cuda.graph(
+                torch.cuda.CUDAGraph(), stream=self.stream, capture_error_mode="relaxed"
+            ):
+                torch.zeros(1, device=self.device)
+        except RuntimeError:
+            generator.graphsafe_set_state(generator.clone_state())
 
 
 class CaptureFailed(Exception):  # noqa: N818 - not an error: the call runs eagerly
