@@ -221,6 +221,16 @@ class TestModelsThatKnowWhetherTheyAreCaptured:
         assert capturer.reports == [True, False, False]
 
 
+class TestModelsThatDrawOnTheHost:
+    def test_draws_are_recorded_at_another_attempt(self, capturer):
+        capturer.draws = True
+        step = captured_step(Made("mlp"))
+        losses = run(step, 6)
+        assert step.captured
+        assert capturer.reports == [True, True]
+        assert losses == run(eager_step(Made("mlp")), 6)
+
+
 class TestTiming:
     @pytest.fixture
     def slow_replays(self, monkeypatch):

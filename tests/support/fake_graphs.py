@@ -13,7 +13,7 @@ import mezzo
 from mezzo.step import captured_step, replay_timing
 from mezzo.step.capture import CaptureRunner
 from mezzo.step.components import Capture
-from mezzo.step.cuda_graph import CaptureFailed
+from mezzo.step.cuda_graph import CaptureFailed, HostDrawsFound
 from mezzo.step.inputs import Call, copy_outputs, make_static_buffers
 
 
@@ -44,6 +44,8 @@ class FakeCapturer:
     warm_ups: int = 0
     reports: list[bool] = field(default_factory=list)
     """`reports_eager` of each attempt."""
+    draws: bool = False
+    """Whether attempts fail that do not record draws on the host."""
     fails: bool = False
     fails_as_eager: bool = False
     """Whether attempts fail in which the capture is hidden from the model."""
@@ -60,9 +62,16 @@ class FakeCapturer:
         return run()
 
     def capture(
-        self, run: Callable[[Any], Any], values: Any, *_: object, reports_eager: bool = True
+        self,
+        run: Callable[[Any], Any],
+        values: Any,
+        *_: object,
+        reports_eager: bool = True,
+        records_draws: bool = False,
     ) -> FakeGraph:
         self.reports.append(reports_eager)
+        if self.draws and not records_draws:
+            raise HostDrawsFound
         if self.fails or (self.fails_as_eager and reports_eager):
             raise CaptureFailed("the root cause")
         self.graphs.append(FakeGraph(run, values, broken=self.broken))

@@ -12,7 +12,7 @@ import torch
 from mezzo import _events, _launch
 from mezzo._errors import UnsupportedError
 from mezzo.scaling import capture
-from mezzo.step.captured_step import CapturedStep, StepGraphs, UpdateRunner
+from mezzo.step.captured_step import Attempt, CapturedStep, StepGraphs, UpdateRunner
 from mezzo.step.components import Capture, StepComponents
 from mezzo.step.cuda_graph import CaptureFailed
 from mezzo.step.executor import AccumulationPhase, StepExecutor
@@ -155,8 +155,8 @@ class CaptureRunner:
         self._current = _NumberedModes(None, 0)
         self._warm_up_calls: Counter[Hashable] = Counter()
         """Calls so far by modes and phase, of all kinds of inputs."""
-        self._reports_eager = True
-        """Whether a capture is hidden from models, until that fails."""
+        self._attempt = Attempt()
+        """How calls are captured: the last attempt that did not fail."""
         self._stall_check = StallCheck(executor)
         self._update: UpdateRunner | None = None
         """Runs updates if calls cannot be captured."""
@@ -368,23 +368,18 @@ class CaptureRunner:
     def _try_capture(
         self, call: Call, phase: AccumulationPhase, modes: Hashable
     ) -> CapturedStep | None:
-        """Capture a call; if that fails, give up and return None.
-
-        Models that read from the device only when they are not captured are captured at the second
-        attempt, from which on captures are not hidden from them.
-        """
+        """Capture a call; if no attempt succeeds, give up and return None."""
         while True:
             try:
-                return self._graphs.capture_call(
-                    call, phase, modes, reports_eager=self._reports_eager
-                )
+                return self._graphs.capture_call(call, phase, modes, self._attempt)
             except CaptureFailed as failure:
                 # torch's allocators cannot begin another capture in the pool of a failed one.
                 self._graphs.use_new_pool()
-                if not self._reports_eager:
+                attempt = self._attempt.after(failure)
+                if attempt is None:
                     self._give_up(str(failure), failure)
                     return None
-                self._reports_eager = False
+                self._attempt = attempt
 
     def _give_up(self, reason: str, error: Exception | None = None) -> None:
         """Run eagerly from now on, with a warning or, if capture=True, an error."""

@@ -15,7 +15,7 @@ from mezzo.optim.device_binding import DeviceBinding, ReplayPlan, device_binding
 from mezzo.scaling import capture
 from mezzo.scaling.gradients import parameters
 from mezzo.scaling.step_result import NO_SOURCE, NonfiniteSource
-from mezzo.step.cuda_graph import CapturedGraph, CaptureFailed, GraphCapturer
+from mezzo.step.cuda_graph import CapturedGraph, CaptureFailed, GraphCapturer, HostDrawsFound
 from mezzo.step.executor import AccumulationPhase, StepContext, StepExecutor
 from mezzo.step.inputs import Call, format_shapes
 from mezzo.step.replay_timing import ReplayTiming
@@ -51,6 +51,23 @@ class CapturedStep:
     """Parameters with their gradients in the graph's memory, for an eager update."""
 
 
+class Attempt(NamedTuple):
+    """How a call is captured; see `GraphCapturer.capture`."""
+
+    reports_eager: bool = True
+    records_draws: bool = False
+
+    def after(self, failure: CaptureFailed) -> Attempt | None:
+        """Return what to try after a failure, None if there is nothing left.
+
+        Models that read from the device only when they are not captured are captured when captures
+        are not hidden from them.
+        """
+        if isinstance(failure, HostDrawsFound) and not self.records_draws:
+            return self._replace(records_draws=True)
+        return self._replace(reports_eager=False) if self.reports_eager else None
+
+
 class StepGraphs:
     """Captures and replays the graphs of one step."""
 
@@ -78,7 +95,7 @@ class StepGraphs:
     # -- capture -----------------------------------------------------------------------------------
 
     def capture_call(
-        self, call: Call, phase: AccumulationPhase, modes: Hashable, *, reports_eager: bool
+        self, call: Call, phase: AccumulationPhase, modes: Hashable, attempt: Attempt
     ) -> CapturedStep:
         """Capture a call, with its update if possible; raise `CaptureFailed` if it cannot be.
 
@@ -92,14 +109,14 @@ class StepGraphs:
                 lambda inputs: executor.run(inputs, phase, modes),
                 call,
                 updates=phase.last,
-                reports_eager=reports_eager,
+                attempt=attempt,
             )
 
         def run_body(inputs: Call) -> tuple[torch.Tensor | None, Any]:
             context, returned = executor.run_body(inputs, phase, modes)
             return context.loss, returned
 
-        captured = self._capture(run_body, call, updates=False, reports_eager=reports_eager)
+        captured = self._capture(run_body, call, updates=False, attempt=attempt)
         return CapturedStep(captured.graph, None, self._take_gradients())
 
     def capture_update(self, loss: torch.Tensor | None, gradients: list[Any]) -> CapturedStep:
@@ -114,10 +131,10 @@ class StepGraphs:
             executor.update(context)
 
         values = (loss, [gradient for _, gradient in gradients])
-        return self._capture(run, values, updates=True, reports_eager=False)
+        return self._capture(run, values, updates=True, attempt=Attempt())
 
     def _capture(
-        self, run: Callable[[Any], Any], values: Any, *, updates: bool, reports_eager: bool
+        self, run: Callable[[Any], Any], values: Any, *, updates: bool, attempt: Attempt
     ) -> CapturedStep:
         scaler = self._executor.components.scaler
         schedule_tables = () if scaler is None else capture.schedule_tables(scaler)
@@ -126,7 +143,7 @@ class StepGraphs:
             binding.before_capture()
         try:
             graph = self.capturer.capture(
-                run, values, self._executor.metrics.memory, reports_eager=reports_eager
+                run, values, self._executor.metrics.memory, **attempt._asdict()
             )
         except CaptureFailed:
             self._discard_records()

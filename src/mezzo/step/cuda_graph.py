@@ -26,6 +26,7 @@ from mezzo._torch import (
 from mezzo.prepare import rng_state
 from mezzo.scaling.check_unscale import captured_tables
 from mezzo.step.host_inputs import HostInput, HostInputs
+from mezzo.step.host_random import HostDraws, draw_again
 from mezzo.step.inputs import copy_outputs, make_static_buffers
 from mezzo.step.profiler_ranges import Range, profiled
 
@@ -46,6 +47,8 @@ class CapturedGraph:
     """Tables and host memory that the graph reads and writes at each replay."""
     host_inputs: HostInputs | None = None
     """Copies inputs from the host; None copies them like others."""
+    host_draws: tuple[torch.Size, ...] = ()
+    """Random numbers without an effect that the function draws on the host."""
 
     def replay(self, leaves: list[torch.Tensor]) -> Any:
         """Run the graph on other inputs; return copies of its outputs."""
@@ -58,6 +61,7 @@ class CapturedGraph:
                 self.graph.replay()
         else:
             self.graph.replay()
+        draw_again(self.host_draws)
         return copy_outputs(self.returned)
 
     def _copy_inputs(self, leaves: list[torch.Tensor]) -> None:
@@ -126,14 +130,16 @@ class GraphCapturer:
         host_memory: object = None,
         *,
         reports_eager: bool = True,
+        records_draws: bool = False,
     ) -> CapturedGraph:
         """Capture a function of nested inputs, or raise `CaptureFailed` with all generators reset.
 
         `host_memory` is what the graph writes to on the host; it is kept alive. `reports_eager` is
-        for models that ask whether they are captured, see `report_eager`.
+        for models that ask whether they are captured, see `report_eager`, `records_draws` for those
+        that draw random numbers on the host, see `HostDraws`.
         """
         buffers = make_static_buffers(values)
-        graph = torch.cuda.CUDAGraph()
+        graph, draws = torch.cuda.CUDAGraph(), HostDraws()
         with self._restored_on_error() as host_state, find_host_syncs() as host_reads:
             try:
                 # "relaxed": this thread and others, such as a data loader's, may allocate pinned
@@ -142,6 +148,7 @@ class GraphCapturer:
                     _private_workspaces(),
                     report_eager() if reports_eager else nullcontext(),
                     _no_recompilation(),
+                    draws if records_draws else nullcontext(),
                     captured_tables() as tables,
                     torch.cuda.graph(
                         graph, pool=self.pool, stream=self.stream, capture_error_mode="relaxed"
@@ -151,13 +158,16 @@ class GraphCapturer:
             # Any error: a function may do anything that cannot be captured.
             except Exception as error:
                 raise CaptureFailed(failure_reason(error, host_reads)) from error
-            if rng_state.host_rng_has_moved(host_state):
-                raise CaptureFailed(
-                    "it draws random numbers on the host (torch on the CPU, random or numpy), which"
-                    " a captured graph would repeat at each replay"
-                )
-        kept_alive = (*tables, host_memory)
-        return CapturedGraph(graph, buffers.tensors, returned, kept_alive, self.host_inputs)
+            if rng_state.host_rng_has_moved(host_state) and not draws.explain(host_state):
+                raise HostDrawsFound
+        return CapturedGraph(
+            graph,
+            buffers.tensors,
+            returned,
+            (*tables, host_memory),
+            self.host_inputs,
+            tuple(draws.shapes),
+        )
 
     @contextmanager
     def _restored_on_error(self) -> Iterator[dict[str, Any]]:
@@ -196,6 +206,16 @@ class GraphCapturer:
 
 class CaptureFailed(Exception):  # noqa: N818 - not an error: the call runs eagerly
     """A function cannot be captured; the message is the reason."""
+
+
+class HostDrawsFound(CaptureFailed):
+    """A function draws random numbers on the host, which may have an effect."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            "it draws random numbers on the host (torch on the CPU, random or numpy), which a"
+            " captured graph would repeat at each replay"
+        )
 
 
 def failure_reason(error: BaseException, host_reads: list[str]) -> str:
