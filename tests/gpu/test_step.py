@@ -416,6 +416,34 @@ def test_random_numbers_of_the_host_are_not_captured() -> None:
     assert_alike(*runs)
 
 
+class NeverDrops(nn.Module):
+    """Draws a number on the host for a layer that is never dropped, as BART does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.out = nn.Linear(8, 8), nn.Linear(8, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if torch.rand([]) < 0.0:
+            return self.out(x)
+        return self.out(F.dropout(self.first(x), 0.2))
+
+
+def test_random_numbers_of_the_host_without_an_effect_are_captured_and_drawn_again() -> None:
+    runs = []
+    for capture in (True, False):
+        torch.manual_seed(0)
+        model = NeverDrops().cuda()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        step = mezzo.TrainStep(model, boosted, optimizer, dtype="float16", capture=capture)
+        data = batches("mlp", 12, device="cuda")
+        torch.manual_seed(1)
+        losses = [float(step(x, y)) for x, y in data]
+        assert step.captured is capture
+        runs.append([*losses, float(torch.rand(1))])
+    assert_alike(*runs)
+
+
 class ReadsUnlessCaptured(nn.Module):
     """Reads from the device unless it is captured, as transformers' masks do."""
 
