@@ -36,20 +36,10 @@ def replace_forward(
     previous = module.__dict__.get("forward")
     function = getattr(previous, mark, previous) or type(module).forward
     forward = make(function, previous is not None and function is not type(module).forward)
-    _give_own_code(forward, type(module))
     setattr(forward, mark, function)
     # A bound method, so that a deep copy of the model gets one that is bound to the copy.
     module.__dict__["forward"] = MethodType(forward, module)
     return partial(_restore_forward, module, previous)
-
-
-def _give_own_code(forward: Any, module_class: type[nn.Module]) -> None:
-    """Give a function a code object of its own, named after a module class.
-
-    Dynamo keeps its caches by code object: models that share one recompile for each other, at most
-    8 times. By name it collects the sizes that vary, which it then compiles as dynamic shapes.
-    """
-    forward.__code__ = forward.__code__.replace(co_name=f"{module_class.__qualname__}.forward")
 
 
 def _restore_forward(module: nn.Module, previous: Any) -> None:
