@@ -20,7 +20,14 @@ from mezzo.optim.attach import bind_optimizer
 from mezzo.optim.master_weights import MasterWeights
 from mezzo.policy.types import Level, Master
 from mezzo.prepare import forward, half_weights, model_state_dict
-from mezzo.prepare.arguments import Models, Optimizer, Optimizers, models_of, optimizers_of
+from mezzo.prepare.arguments import (
+    Models,
+    Optimizer,
+    Optimizers,
+    is_inside_ddp,
+    models_of,
+    optimizers_of,
+)
 from mezzo.prepare.decoration import Decoration, all_decorated, decoration_of, flatten_rnns, mark
 from mezzo.prepare.half_weights import HalfWeights
 from mezzo.prepare.norms import keep_input_dtype
@@ -120,6 +127,7 @@ def decorate(
         defer_to_autocast=defer_to_autocast,
         **overrides,
     )
+    _refuse_wrapped_parameters(planned)
     _warn_of_lost_updates(planned)
     _apply(planned)
     return model if optimizer is None else (model, optimizer)
@@ -172,6 +180,19 @@ def _refuse_decorated(model: Models, optimizer: Optimizers | None) -> None:
                 f"This {type(one).__name__} is decorated already. Call mezzo.undecorate(model,"
                 " optimizer) first, then decorate again."
             )
+
+
+def _refuse_wrapped_parameters(planned: DecoratePlan) -> None:
+    """Raise if parameters would be cast that DistributedDataParallel has taken its hooks of."""
+    if planned.plan.converts and is_inside_ddp(planned.targets.models):
+        level = planned.plan.policy.level.value
+        raise UnsupportedError(
+            f"The model is wrapped by DistributedDataParallel already, and {level} casts its"
+            " parameters: the wrapper would not see their gradients any more. First decorate, then"
+            f" wrap: model, optimizer = mezzo.decorate(model, optimizer, {level!r}); ddp ="
+            " DistributedDataParallel(model). A training step takes the wrapper:"
+            " mezzo.TrainStep(ddp, loss_fn, optimizer)."
+        )
 
 
 def _warn_of_lost_updates(planned: DecoratePlan) -> None:

@@ -17,6 +17,7 @@ from mezzo.step.executor import AccumulationPhase, Body, StepExecutor, StepOptio
 from mezzo.step.inputs import Call
 from mezzo.step.metrics import StepMetrics
 from mezzo.step.outputs import HostOutputs, KeptOutputs, RunningMeans
+from mezzo.step.shared_settings import check_shared_settings
 
 
 class Step:
@@ -44,6 +45,8 @@ class Step:
         self._position = 0
         """Calls since the last update."""
         self._updates = 0
+        self._is_checked = False
+        """Whether this and other processes were found to train the same step."""
         self._phases = [
             AccumulationPhase(first=index == 0, last=index + 1 == options.accumulate)
             for index in range(options.accumulate)
@@ -70,6 +73,8 @@ class Step:
         """Run one call, with an update if it is the last of an accumulation."""
         if self._components.decoration.lent:
             self._check_not_lent("The training step")
+        if not self._is_checked:
+            self._check_processes()
         # Freed before the forward pass, which needs the memory.
         self._outputs = None
         phase = self._phases[self._position]
@@ -84,11 +89,21 @@ class Step:
             self._warn_if_scale_small()
         return returned
 
+    def _check_processes(self) -> None:
+        """Check before the first call that the wrappers and the other processes fit the step."""
+        progress = {"updates": self._updates, "position": self._position}
+        check_shared_settings(self._components, self._executor.options, progress)
+        self._is_checked = True
+
     def flush(self) -> None:
         """Update from the calls since the last update, if there are any.
 
         Call this at the end of an epoch whose number of batches is not a multiple of `accumulate`.
+        With DistributedDataParallel all ranks must call it, after the same number of calls; the
+        gradients are averaged over the ranks first.
         """
+        if self._components.replicas:
+            self._components.replicas.check_positions(self._position)
         if self._position:
             self._check_not_lent("flush()")
             calls, self._position = self._position, 0

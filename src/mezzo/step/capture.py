@@ -76,6 +76,11 @@ def capture_obstacle(components: StepComponents) -> str | None:
     parameters = (parameter for model in components.models for parameter in model.parameters())
     if len({parameter.device for parameter in parameters}) > 1:
         return "the parameters are on several devices"
+    if components.replicas:
+        return (
+            "the model is wrapped by DistributedDataParallel, and all ranks would have to capture"
+            " and replay the same graph in the same call"
+        )
     if not _launch.has_triton(device):
         return "Triton is not installed, which the fused steps need"
     return None if components.scaler is None else capture.capture_refusal(components.scaler)

@@ -18,10 +18,11 @@ from mezzo.autocasting.regions import Region
 from mezzo.optim.attach import bind_optimizer, has_device_step
 from mezzo.optim.binding import optimizer_binding
 from mezzo.optim.master_weights import MasterWeights
+from mezzo.parallel.ddp import Replicas, find_replicas, inner_models
 from mezzo.policy.policy import Policy
 from mezzo.policy.types import Level, Master, ParsedEnum
 from mezzo.prepare import arguments, checkpoint_checks, rng_state
-from mezzo.prepare.arguments import Models, Optimizer, Optimizers, flat, models_of, optimizers_of
+from mezzo.prepare.arguments import Models, Optimizer, Optimizers, flat, optimizers_of
 from mezzo.prepare.checkpoint import optimizer_state
 from mezzo.prepare.decorate import decorate, undecorate
 from mezzo.prepare.decoration import Decoration, all_decorated, decoration_of
@@ -56,6 +57,8 @@ class StepComponents:
     input_dtype: torch.dtype | None
     """Dtype that the models cast floating-point inputs to first; None if they do not."""
     decoration: Decoration
+    replicas: Replicas
+    """Wrappers of the models that average gradients over processes."""
 
 
 @dataclass(frozen=True)
@@ -67,6 +70,8 @@ class PrecisionArgs:
     overrides: Mapping[str, Any]
     grad_norm: bool = False
     """Whether the norm of the gradients is computed without `clip_norm` too."""
+    reduce_dtype: str | torch.dtype | None = None
+    """Dtype in which DistributedDataParallel averages gradients; None for their own."""
 
     @property
     def policy_or_default(self) -> PolicyArg:
@@ -85,7 +90,8 @@ def prepare_components(
 
     Plain models and optimizers are decorated; decorated ones keep their policy.
     """
-    models, optimizers = models_of(model), optimizers_of(optimizer)
+    replicas = find_replicas(model, precision.reduce_dtype)
+    models, optimizers = inner_models(model), optimizers_of(optimizer)
     if not optimizers:
         raise PolicyError(
             "A training step needs an optimizer. Pass one, or use mezzo.EvalStep for inference."
@@ -96,7 +102,7 @@ def prepare_components(
     decoration = decoration_of(models[0])
     if decoration is None:
         decorate(
-            model,
+            models,
             optimizer,
             precision.policy_or_default,
             clip_norm=precision.clip_norm,
@@ -114,6 +120,7 @@ def prepare_components(
     if step_scaler is not None:
         for one in models:
             step_scaler.register_parameter_names(one)
+    replicas.check(models, optimizers, scales_loss=step_scaler is not None)
     region = region_for(plan.policy, device.type)
     return StepComponents(
         models,
@@ -126,13 +133,14 @@ def prepare_components(
         device,
         plan.dtype if plan.converts and not plan.casts_only_parameters else None,
         decoration,
+        replicas,
     )
 
 
 @contextmanager
 def restored_on_error(model: Models, optimizer: Optimizers) -> Iterator[None]:
     """Undo decoration, binding and memory format of plain models and optimizers on an error."""
-    models, optimizers = models_of(model), optimizers_of(optimizer)
+    models, optimizers = inner_models(model), optimizers_of(optimizer)
     plain = all(decoration_of(one) is None for one in models)
     unbound = [one for one in optimizers if optimizer_binding(one) is None]
     memory = (
@@ -144,7 +152,7 @@ def restored_on_error(model: Models, optimizer: Optimizers) -> Iterator[None]:
         yield
     except BaseException:
         if plain and decoration_of(models[0]) is not None:
-            undecorate(model)
+            undecorate(models)
         for one in unbound:
             if (binding := optimizer_binding(one)) is not None:
                 binding.unbind()

@@ -76,6 +76,8 @@ class EvalStep:
         **overrides: Any,
     ) -> None:
         check_max_graphs(max_graphs)
+        # Inference needs no gradients of other processes.
+        model = arguments.unwrapped(model)
         self.model, self._arguments = model, ModelArguments(model)
         _prepare(model, policy, overrides)
         self.eager_reason: str | None = None

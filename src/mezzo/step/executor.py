@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable
-from contextlib import ExitStack, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
 from threading import get_ident
 from typing import Any, NamedTuple
@@ -141,7 +141,8 @@ class StepExecutor:
             can_update=self.options.accumulate == 1,
             finds_scale=self.finds_scale and phase.first,
         )
-        returned = self._forward_and_backward(context, call)
+        with self._reducing(phase):
+            returned = self._forward_and_backward(context, call)
         self.buffers.find_written()
         if not phase.last:
             self.metrics.write(context.loss, None)
@@ -159,6 +160,16 @@ class StepExecutor:
         context = StepContext(self.components, loss_factor=1.0, can_update=True)
         context.loss = loss
         self.update(context)
+
+    def _reducing(self, phase: AccumulationPhase) -> AbstractContextManager[None]:
+        """Return a context in which gradients are averaged over processes in the last call only."""
+        replicas = self.components.replicas
+        if replicas and not phase.last:
+            return replicas.unreduced()
+        # A body of a user may call the model without its wrapper.
+        return (
+            replicas.refusing_bypass() if replicas and self.options.custom_body else nullcontext()
+        )
 
     def _forward_and_backward(self, context: StepContext, call: Call) -> Any:
         args = (context, *call.args) if self.options.takes_update else call.args
@@ -235,6 +246,7 @@ class StepExecutor:
 
     def flush(self, calls: int) -> None:
         """Update from the gradients of fewer calls than usual."""
+        self.components.replicas.reduce_gradients()
         if self.options.reduction is Reduction.MEAN:
             gradients = [
                 parameter.grad

@@ -7,7 +7,10 @@ from collections.abc import Callable
 from functools import update_wrapper
 from typing import Any
 
+import torch
+
 from mezzo._errors import PolicyError
+from mezzo.parallel.ddp import find_replicas
 from mezzo.prepare.arguments import Models, Optimizers
 from mezzo.prepare.plan import PolicyArg
 from mezzo.step.base import Step, check_accumulate, check_mean_over
@@ -65,6 +68,7 @@ def train_step(
     scheduler: Schedulers = None,
     capture: str | bool | Capture = Capture.AUTO,
     grad_norm: bool = False,
+    reduce_dtype: str | torch.dtype | None = None,
     max_graphs: int = MAX_GRAPHS,
     mean_over: int | None = None,
     **overrides: Any,
@@ -90,13 +94,15 @@ def train_step(
             return loss, loss_critic
 
     Args:
-        models: The model, or a list of models. Plain models and optimizers are decorated; decorated
+        models: The model, or a list of models, or DistributedDataParallel of them, which the
+            function then calls. Plain models and optimizers are decorated; decorated
             ones must have been decorated together.
         optimizers: The optimizer, or a list of optimizers.
         policy: As for `TrainStep`, like all arguments below.
         scaler: A `mezzo.GradScaler`. None creates one if the dtype is float16; False uses none.
         clip_norm: Clip the unscaled gradients of each optimizer to this norm.
         grad_norm: Whether to compute the norm of all gradients without `clip_norm` too.
+        reduce_dtype: Dtype in which DistributedDataParallel averages gradients over processes.
         accumulate: Number of calls for each update.
         accumulate_reduction: `"mean"` or `"sum"` of the gradients of these calls.
         scheduler: A learning rate scheduler, or a list with at most one for each optimizer.
@@ -122,7 +128,7 @@ def train_step(
     check_mean_over(mean_over)
     check_max_graphs(max_graphs)
     parsed_capture = Capture.parse(capture)  # type: ignore[arg-type]
-    precision = PrecisionArgs(policy, clip_norm, overrides, grad_norm)
+    precision = PrecisionArgs(policy, clip_norm, overrides, grad_norm, reduce_dtype)
 
     def make(body: Callable[..., Any]) -> FunctionStep:
         takes_update = _takes_update(body)
@@ -130,6 +136,12 @@ def train_step(
             raise PolicyError(
                 f"The function takes {_UPDATE!r}, which steps at once and cannot accumulate, got"
                 f" accumulate={accumulate}. Use accumulate=1, or return the loss instead."
+            )
+        if takes_update and find_replicas(models):
+            raise PolicyError(
+                f"The function takes {_UPDATE!r}, which computes the gradients of a part of the"
+                " parameters, and DistributedDataParallel waits for those of all. Return the loss,"
+                " or call loss.backward() in the function."
             )
         options = StepOptions(
             calls,

@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 from mezzo._errors import PolicyError
 from mezzo._hardware import hardware
@@ -72,6 +73,13 @@ def decide(model: nn.Module, layout: Layout) -> LayoutChoice:
     # A 1 × 1 kernel is contiguous in both formats: torch then chooses by strides.
     if convolutions and all(is_channels_last(module.weight) for module in convolutions):
         return LayoutChoice(channels_last=True, reason="the model is channels_last already")
+    wrapped = isinstance(model, DistributedDataParallel)
+    if wrapped and layout is Layout.ON:
+        raise PolicyError(
+            "channels_last=True converts the parameters, and the model is wrapped by"
+            " DistributedDataParallel already, which keeps their memory format. Call"
+            " mezzo.channels_last(model) first, then wrap."
+        )
     if layout is Layout.ON:
         return LayoutChoice(channels_last=True, reason="channels_last=True")
     if layout is Layout.OFF:
@@ -82,6 +90,11 @@ def decide(model: nn.Module, layout: Layout) -> LayoutChoice:
     if device.type != "cuda" or not hardware("cuda").float16.native:
         return LayoutChoice(
             channels_last=False, reason=f"there are no tensor cores on {device.type}"
+        )
+    if wrapped:
+        return LayoutChoice(
+            channels_last=False,
+            reason="the model was wrapped before: call mezzo.channels_last(model) first",
         )
     if decoration_of(model) is not None:
         return LayoutChoice(

@@ -13,7 +13,7 @@ from torch import nn
 from mezzo import _events
 from mezzo._errors import PolicyError
 from mezzo.autocasting.regions import enter_regions
-from mezzo.prepare.arguments import Optimizer, Optimizers
+from mezzo.prepare.arguments import Optimizer, Optimizers, unwrapped
 from mezzo.prepare.decorate import undecorate
 from mezzo.prepare.plan import PolicyArg
 from mezzo.step import memory_format
@@ -64,9 +64,18 @@ class TrainStep(Step):
     Other attributes of modules, such as a dropout's `p`, and Python values that a model reads keep
     the values they had at the capture.
 
+    With several processes, pass the model in DistributedDataParallel. At O1 the order is free; at
+    O2 and O3, which cast parameters, first decorate, then wrap. All ranks skip an update together.
+    The step runs eagerly then.
+
+        model, optimizer = mezzo.decorate(model, optimizer, "O2")
+        ddp = DistributedDataParallel(model)
+        step = mezzo.TrainStep(ddp, loss_fn, optimizer)
+
     Args:
-        model: The model. A plain model and its optimizer are decorated as by `mezzo.decorate`; if
-            both are decorated, leave out `policy` and `overrides`.
+        model: The model, or DistributedDataParallel of it. A plain model and its optimizer are
+            decorated as by `mezzo.decorate`; if both are decorated, leave out `policy` and
+            `overrides`.
         loss_fn: A function of the model's output and the target that returns the loss, a tensor
             with one element, or `(loss, aux)`. None takes the loss from the model's output:
             `output.loss`, `output["loss"]`, or the only tensor with one element.
@@ -78,13 +87,17 @@ class TrainStep(Step):
         clip_norm: Clip the unscaled gradients to this norm.
         grad_norm: Whether to compute the norm of the gradients for `metrics` without `clip_norm`
             too. On CUDA that is one more pass over the gradients, unless a scaler checks them.
-        accumulate: Number of calls for each update; `flush()` updates from fewer.
+        accumulate: Number of calls for each update; `flush()` updates from fewer. Gradients are
+            averaged over processes in the last of these calls only.
         accumulate_reduction: `"mean"` averages the gradients of these calls, `"sum"` adds them.
         scheduler: A learning rate scheduler of the optimizer. It advances after each update that
             is not skipped. It must be one of torch's whose future values can be computed; step
             others, such as `ReduceLROnPlateau`, yourself.
         capture: `"auto"` captures if that is possible and not slower, and warns if not; True raises
             `UnsupportedError` if it is not possible; False always runs eagerly.
+        reduce_dtype: Dtype in which DistributedDataParallel averages gradients over processes:
+            `"float32"` rounds 16-bit gradients once. None leaves it to the wrapper, which uses the
+            dtype of the gradients.
         compile: Whether to run the model through `torch.compile`.
         channels_last: `"auto"` converts a convolutional model on CUDA if the first batch shows that
             this is faster, True converts it, False does not. `channels_last_reason` is the reason.
@@ -122,6 +135,7 @@ class TrainStep(Step):
         scheduler: Schedulers = None,
         capture: str | bool | Capture = Capture.AUTO,
         grad_norm: bool = False,
+        reduce_dtype: str | torch.dtype | None = None,
         compile: bool = False,  # noqa: A002 - torch's name
         channels_last: str | bool | Layout = Layout.AUTO,
         max_graphs: int = MAX_GRAPHS,
@@ -144,10 +158,11 @@ class TrainStep(Step):
         self.model, self.loss_fn = model, loss_fn
         self.optimizer: Any = () if optimizer is None else optimizer
         self._needs_target = loss_fn is not None and _needs_target(loss_fn)
-        self._arguments, self._keep_outputs = ModelArguments(model), keep_outputs
-        self._padding = InputPadding.parse(pad_to, model)
+        inner = unwrapped(model)
+        self._arguments, self._keep_outputs = ModelArguments(inner), keep_outputs
+        self._padding = InputPadding.parse(pad_to, inner)
         self._takes_pairs = loss_fn is not None and self._padding is None
-        self._precision = PrecisionArgs(policy, clip_norm, overrides, grad_norm)
+        self._precision = PrecisionArgs(policy, clip_norm, overrides, grad_norm, reduce_dtype)
         self._scheduler = scheduler
         self._layout = memory_format.decide(model, layout)
         self._forward: Any = _compile(model) if compile else model
@@ -160,7 +175,7 @@ class TrainStep(Step):
             max_graphs=check_max_graphs(max_graphs),
         )
         with restored_on_error(model, self.optimizer):
-            if layout is Layout.ON:
+            if layout is Layout.ON and inner is model:
                 memory_format.channels_last(model)
             components = prepare_components(
                 model, self.optimizer, self._precision, scaler, scheduler

@@ -1,0 +1,1 @@
+"""Training with several processes: wrappers of torch.distributed, and agreement of ranks."""
