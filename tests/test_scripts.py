@@ -74,6 +74,27 @@ def test_the_example_trains_and_prints_its_table():
     assert "Measured: mixed precision was" in printed
 
 
+def test_the_example_for_several_processes_learns_under_torchrun():
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    environment = os.environ | {
+        "PYTHONPATH": str(Path(mezzo.__file__).parents[1]),
+        "OMP_NUM_THREADS": "1",
+    }
+    done = subprocess.run(
+        [*torchrun, "--nproc-per-node=2", "examples/ddp.py"],
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=100,
+    )
+    assert done.returncode == 0, done.stderr
+    first, *_, last = [float(loss) for loss in re.findall(r"epoch \d: loss (\S+),", done.stdout)]
+    assert last < first
+    assert float(re.search(r"accuracy (\S+)", done.stdout)[1]) > 0.95
+
+
 def logged_accuracies(printed):
     pattern = r"call \d+: loss \S+, accuracy (\S+)"
     return [float(accuracy) for accuracy in re.findall(pattern, printed)]

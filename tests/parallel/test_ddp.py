@@ -5,7 +5,10 @@ All scenarios run in one pair of processes; a test reads the outcome of one of t
 
 import copy
 import gc
+import os
+import time
 import traceback
+from pathlib import Path
 
 import pytest
 import torch
@@ -453,6 +456,25 @@ def every_trained_model_of_a_step_is_wrapped(rank):
     )
 
 
+@scenario
+def paddles_order_error_keeps_its_message(rank):
+    from mezzo.compat import paddle
+
+    message = (
+        r"For distributed AMP training, you should first use paddle.amp.decorate\(\) to decorate"
+        r" origin model, and then call paddle.DataParallel get distributed model\."
+    )
+    for wrapped in (
+        paddle.DataParallel(nn.Linear(2, 2)),
+        DistributedDataParallel(nn.Linear(2, 2)),
+    ):
+        assert_raises(
+            RuntimeError,
+            message,
+            lambda wrapped=wrapped: paddle.amp.decorate(models=wrapped, level="O2"),
+        )
+
+
 # -- communication hooks ---------------------------------------------------------------------------
 
 
@@ -647,6 +669,16 @@ def test_two_ranks(name, outcomes):
     assert not failed, "\n".join(f"rank {rank}: {text}" for rank, text in failed.items())
 
 
+def test_a_failing_rank_raises_with_its_traceback():
+    with pytest.raises(AssertionError, match=r"(?s)rank 0:.*ZeroDivisionError"):
+        run_ranks(2, fail)
+
+
+def fail(rank):
+    # The other rank waits for this one in vain.
+    return 1 / rank if rank == 0 else distributed.barrier()
+
+
 def test_many_differing_fields_are_counted():
     by_rank = [{f"field {index}": str(rank) for index in range(7)} for rank in range(2)]
     message = disagreement(by_rank)
@@ -655,6 +687,30 @@ def test_many_differing_fields_are_counted():
 
 def test_long_values_are_shortened():
     assert len(disagreement([{"a": "x" * 500}, {"a": "y" * 500}])) < 300
+
+
+def train_until_a_rank_is_gone(rank, path, seconds):
+    """Train; rank 1 ends or stops after two calls, and rank 0 writes how it ends."""
+    step, _ = make_step()
+    train(step, rank, 2)
+    if rank == 1:
+        time.sleep(seconds)
+        os._exit(9)
+    begin = time.monotonic()
+    try:
+        train(step, rank, 2)
+    except RuntimeError as error:
+        Path(path).write_text(f"{type(error).__name__} {time.monotonic() - begin}")
+
+
+@pytest.mark.parametrize("seconds", [0.0, 4.0], ids=["ends", "stops"])
+def test_a_rank_that_is_gone_ends_the_others_within_the_time_out(tmp_path, seconds):
+    path, limit = tmp_path / "ended", 2.0
+    with pytest.raises(AssertionError, match="rank 1 was ended"):
+        run_ranks(2, train_until_a_rank_is_gone, str(path), seconds, group_seconds=limit)
+    error, waited = path.read_text().split()
+    assert error in {"RuntimeError", "DistBackendError"}
+    assert float(waited) < limit + 1.5
 
 
 def agree_alone(rank):

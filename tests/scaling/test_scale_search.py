@@ -142,5 +142,13 @@ def test_with_several_processes_nothing_is_searched_which_is_warned_about_once(
     assert all(parameter.grad is None for parameter in net.parameters())
 
 
+def test_a_low_initial_scale_is_not_warned_about_with_several_processes(net, monkeypatch):
+    monkeypatch.setattr(scale_search, "_warned", False)
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
+    scaler = GradScaler("cpu", init_scale=1024.0)
+    assert scaler.find_scale(overflowing_loss(net), sgd(net)) == 1024.0
+
+
 def test_a_disabled_scaler_returns_1(net):
     assert GradScaler("cpu", enabled=False).find_scale(net(X).sum(), sgd(net)) == 1.0

@@ -23,6 +23,9 @@ _HEADROOM = 4.0
 _SMALLEST = 1.0
 """The smallest scale that is tried: gradients that overflow below it need another remedy."""
 
+_LOW = 1024.0
+"""An initial scale up to this is not warned about where it cannot be searched."""
+
 Backward = Callable[[bool], None]
 """Computes gradients at the current scale; its argument is `retain_graph`."""
 
@@ -39,11 +42,12 @@ def can_search(scales: LossScales, loss_id: int, parameters: Sequence[torch.Tens
         and all(parameter.grad is None for parameter in parameters)
     )
     if is_new and _reduces_gradients():
-        _warn_once(
-            "The initial loss scale is not searched with several processes, since the gradients of"
-            " a second backward pass are not reduced. If it is too high, the first steps are"
-            " skipped. Pass GradScaler(init_scale=1024.0) to avoid this."
-        )
+        if state.scale > _LOW:
+            _warn_once(
+                "The initial loss scale is not searched with several processes, since the gradients"
+                " of a second backward pass are not reduced. If it is too high, the first steps are"
+                f" skipped. Pass GradScaler(init_scale={_LOW}) to avoid this."
+            )
         return False
     return is_new
 
