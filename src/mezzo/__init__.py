@@ -20,12 +20,14 @@ from mezzo.conversion.convert import convert
 from mezzo.conversion.converted import Converted
 from mezzo.optim.binding import grad_norm
 from mezzo.optim.optimizers import LAMB, Lion
+from mezzo.parallel.sharded_state import RunState
 from mezzo.policy.ops import ops
 from mezzo.policy.policy import Policy
 from mezzo.policy.types import NORMS
 from mezzo.prepare.checkpoint import load_checkpoint, save_checkpoint
 from mezzo.prepare.decorate import decorate, undecorate
 from mezzo.prepare.ema import EMA
+from mezzo.prepare.latest_checkpoint import latest_checkpoint
 from mezzo.prepare.master_params import master_params
 from mezzo.prepare.plan import Plan, plan
 from mezzo.scaling.scale_state import ScaleRule, ScaleState
@@ -55,6 +57,7 @@ __all__ = [
     "PolicyError",
     "PrecisionLoss",
     "RefusedOpError",
+    "RunState",
     "ScaleRule",
     "ScaleState",
     "ScalerError",
@@ -73,6 +76,7 @@ __all__ = [
     "find_precision_loss",
     "grad_norm",
     "hardware",
+    "latest_checkpoint",
     "load_checkpoint",
     "master_params",
     "ops",

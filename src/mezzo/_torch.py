@@ -131,6 +131,9 @@ FEATURES: Mapping[str, Mapping[str, str]] = {
         "update_scale_": "torch._amp_update_scale_",
     },
     "math on lists of tensors": {f"foreach_{name}": f"torch._foreach_{name}" for name in _FOREACH},
+    "checkpoints of DistributedDataParallel": {
+        "default_store": "torch.distributed.distributed_c10d._get_default_store",
+    },
     "CUDA graphs": {
         "raw_stream": "torch._C._cuda_getCurrentRawStream",
         "clear_cublas_workspaces": "torch._C._cuda_clearCublasWorkspaces",

@@ -122,6 +122,18 @@ def load(file: BinaryIO) -> Any:
     return content
 
 
+def is_complete(file: BinaryIO, text: str) -> bool:
+    """Return whether a file ends as `save` ends it and holds a text; reads no tensors."""
+    try:
+        size = file.seek(0, 2)
+        _check_directory(file, size)
+        with ZipFile(file) as archive:
+            _check_entries(archive, size)
+            return text.encode() in archive.read(_pickle_entry(archive))
+    except (CheckpointError, OSError, BadZipFile, struct.error):
+        return False
+
+
 def _check_directory(file: BinaryIO, size: int) -> None:
     """Raise unless the archive ends where its directory ends.
 

@@ -11,6 +11,7 @@ from weakref import WeakSet
 import torch
 from torch import nn
 
+from mezzo.optim.master_formats import MASTER_FORMATS
 from mezzo.prepare.arguments import Optimizer
 from mezzo.prepare.forward import DECORATION
 from mezzo.prepare.half_weights import HalfWeights
@@ -74,6 +75,16 @@ def decoration_of(one: nn.Module | Optimizer) -> Decoration | None:
     """Return the decoration of a model or an optimizer; None if it is not decorated."""
     decoration: Decoration | None = one.__dict__.get(DECORATION)
     return decoration
+
+
+def has_exact_masters(optimizer: Optimizer, models: tuple[nn.Module, ...]) -> bool:
+    """Return whether the exact values of these models are those of the optimizer's masters."""
+    decoration = decoration_of(optimizer)
+    return (
+        decoration is not None
+        and MASTER_FORMATS[decoration.plan.master].exact
+        and all(one in models for one in decoration.models)
+    )
 
 
 def mark(one: nn.Module | Optimizer, decoration: Decoration) -> Callable[[], None]:

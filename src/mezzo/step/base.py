@@ -6,13 +6,21 @@ import warnings
 from typing import Any
 
 import torch
+from torch import nn
 
 from mezzo._dtypes import dtype_name
 from mezzo._errors import PolicyError, UnsupportedError
 from mezzo.prepare.ema import refused_while_lent
 from mezzo.scaling.scaler import GradScaler
 from mezzo.step.capture import Runner, runner_for
-from mezzo.step.components import Capture, StepComponents, load_step_state, step_state_dict
+from mezzo.step.components import (
+    Capture,
+    StepComponents,
+    load_run_state,
+    load_step_state,
+    run_state_dict,
+    step_state_dict,
+)
 from mezzo.step.executor import AccumulationPhase, Body, StepExecutor, StepOptions
 from mezzo.step.inputs import Call
 from mezzo.step.metrics import StepMetrics
@@ -264,6 +272,33 @@ class Step:
         return f"captured: {count} {'shape' if count == 1 else 'shapes'}" if count else "warming up"
 
     # -- checkpoints -------------------------------------------------------------------------------
+
+    @property
+    def models(self) -> tuple[nn.Module, ...]:
+        """The models that the step trains, without wrappers."""
+        return self._components.models
+
+    @property
+    def optimizers(self) -> tuple[torch.optim.Optimizer, ...]:
+        """The optimizers that the step updates with."""
+        return self._components.optimizers
+
+    def run_state(self) -> dict[str, Any]:
+        """Return scaler, schedulers and counters: the state without models and optimizers."""
+        self._check_not_lent("run_state()")
+        return run_state_dict(self._components, position=self._position, updates=self._updates)
+
+    def load_run_state(self, state: dict[str, Any]) -> None:
+        """Resume scaler, schedulers and counters; models and optimizers are loaded elsewhere.
+
+        A state that does not fit raises `CheckpointError` and changes nothing.
+        """
+        self._check_not_lent("load_run_state()")
+        self._position, self._updates = load_run_state(
+            self._components, state, self._executor.options.accumulate
+        )
+        self._executor.finds_scale = False
+        self._runner.drop_graphs()
 
     def state_dict(self) -> dict[str, Any]:
         """Return everything needed to resume bit for bit.

@@ -17,6 +17,7 @@ from mezzo.autocasting.arguments import region_for
 from mezzo.autocasting.regions import Region
 from mezzo.optim.attach import bind_optimizer, has_device_step
 from mezzo.optim.binding import optimizer_binding
+from mezzo.optim.fused_algorithms import ALGORITHMS, algorithm_name
 from mezzo.optim.master_weights import MasterWeights
 from mezzo.parallel.ddp import Replicas, find_replicas, inner_models
 from mezzo.policy.policy import Policy
@@ -375,6 +376,37 @@ def load_step_state(
     return Progress(state["position"], state["updates"])
 
 
+def run_state_dict(components: StepComponents, *, position: int, updates: int) -> dict[str, Any]:
+    """Return the state of a step without its models and optimizers."""
+    if position:
+        raise CheckpointError(
+            f"The step has accumulated the gradients of {position} calls since its last update,"
+            " which are on this rank only. Save after an update, or call step.flush() first."
+        )
+    return {
+        "scaler": None if components.scaler is None else components.scaler.state_dict(),
+        "schedulers": [scheduler.state_dict() for scheduler in components.schedulers.values()],
+        "position": position,
+        "updates": updates,
+    }
+
+
+def load_run_state(components: StepComponents, state: dict[str, Any], accumulate: int) -> Progress:
+    """Load the state of a step without models and optimizers. An error changes nothing."""
+    schedulers = tuple(components.schedulers.values())
+    _check_run_state(components, state, {"schedulers": len(schedulers)}, accumulate)
+    for scheduler, saved in zip(schedulers, state["schedulers"], strict=True):
+        checkpoint_checks.refuse_other_scheduler(scheduler, saved)
+    scaler = () if components.scaler is None else (components.scaler,)
+    with rolled_back_on_error((), (), (*scaler, *schedulers)):
+        for one in scaler:
+            one.load_state_dict(state["scaler"])
+        for scheduler, saved in zip(schedulers, state["schedulers"], strict=True):
+            scheduler.load_state_dict(saved)
+    _load_gradients(components, None)
+    return Progress(state["position"], state["updates"])
+
+
 _EXPECTED = "Pass what step.state_dict() returned."
 
 
@@ -387,7 +419,53 @@ def _check_state(
         "optimizers": len(components.optimizers),
         "schedulers": len(components.schedulers),
     }
-    names = (*lengths, "scaler", "gradients", "buffers", "position", "updates", "rng")
+    _check_run_state(components, state, lengths, accumulate, ("gradients", "buffers", "rng"))
+    pairs = {
+        "model": components.models,
+        "optimizer": components.optimizers,
+        "scheduler": tuple(components.schedulers.values()),
+    }
+    checkpoint_checks.check_fit(
+        {
+            name: list(zip(targets, state[f"{name}s"], strict=True))
+            for name, targets in pairs.items()
+        },
+        strict=True,
+    )
+    _refuse_lost_optimizer_state(components, state)
+    rng_state.check_rng_state(state["rng"])
+    _check_unfinished_update(components, buffers, state)
+
+
+def _refuse_lost_optimizer_state(components: StepComponents, state: dict[str, Any]) -> None:
+    """Raise if updates were counted, and an optimizer has no state that it has after an update.
+
+    `torch.distributed.checkpoint` loads only entries that the state of the fresh step has too.
+    """
+    scales = (state["scaler"] or {}).get("mezzo_states", [{"good_steps": state["updates"]}])
+    if not any(one.get("good_steps") for one in scales):
+        return
+    for optimizer, saved in zip(components.optimizers, state["optimizers"], strict=True):
+        algorithm = ALGORITHMS.get(algorithm_name(optimizer))
+        if algorithm is not None and algorithm.has_step_count and not saved["state"]:
+            raise CheckpointError(
+                f"The state is that of a step after {state['updates']} updates, without the state"
+                f" of its {type(optimizer).__name__}. If torch.distributed.checkpoint has loaded"
+                " it: that loads only what a fresh optimizer has already. Save the step with"
+                " mezzo.save_checkpoint(path, step=step), or get_state_dict(model, optimizer) with"
+                " mezzo.RunState(step)."
+            )
+
+
+def _check_run_state(
+    components: StepComponents,
+    state: dict[str, Any],
+    lengths: Mapping[str, int],
+    accumulate: int,
+    others: tuple[str, ...] = (),
+) -> None:
+    """Check that all names are there, the lengths of lists, the scaler and the counters."""
+    names = (*lengths, "scaler", "position", "updates", *others)
     missing = [name for name in names if not isinstance(state, dict) or name not in state]
     if missing:
         raise CheckpointError(
@@ -410,20 +488,6 @@ def _check_state(
             " and scaler."
         )
     _check_counters(state, accumulate)
-    pairs = {
-        "model": components.models,
-        "optimizer": components.optimizers,
-        "scheduler": tuple(components.schedulers.values()),
-    }
-    checkpoint_checks.check_fit(
-        {
-            name: list(zip(targets, state[f"{name}s"], strict=True))
-            for name, targets in pairs.items()
-        },
-        strict=True,
-    )
-    rng_state.check_rng_state(state["rng"])
-    _check_unfinished_update(components, buffers, state)
 
 
 def _check_counters(state: dict[str, Any], accumulate: int) -> None:
