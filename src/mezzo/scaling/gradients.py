@@ -16,6 +16,7 @@ from mezzo._dtypes import dtype_name
 from mezzo._errors import ScalerError
 from mezzo._torch import check_and_unscale_
 from mezzo.scaling import check_unscale
+from mezzo.scaling.mesh import any_sharded, local, local_gradients, mesh_of
 from mezzo.scaling.schedule_sync import groups_of
 from mezzo.scaling.step_result import FlaggedSource
 
@@ -23,9 +24,7 @@ Flags = dict[torch.device, torch.Tensor]
 """A `found_inf` flag for each device: 0 while every gradient there was finite, else 1."""
 
 _CPU = torch.device("cpu")
-_GRADIENT, _DTYPE, _LAYOUT, _DEVICE = (
-    attrgetter(name) for name in ("grad", "dtype", "layout", "device")
-)
+_DTYPE, _LAYOUT, _DEVICE = (attrgetter(name) for name in ("dtype", "layout", "device"))
 _SMALL = 2**20
 """Up to this many elements, torch's kernel checks gradients faster although it writes them (80 µs
 less per step on an H200), and the gradients may be kept to name their source."""
@@ -165,7 +164,8 @@ def room_for_flags(device: torch.device, count: int, flags: Flags) -> torch.Tens
 def unscale_tensors(tensors: Iterable[torch.Tensor], scale: float) -> bool:
     """Unscale the gradients of tensors in place; return whether one is not finite.
 
-    For tensors that belong to no optimizer. This synchronizes.
+    For tensors that belong to no optimizer. This synchronizes. If some are sharded, all processes
+    return the same.
 
     >>> weight = torch.ones(2, requires_grad=True)
     >>> weight.grad = torch.tensor([8.0, float("inf")])
@@ -175,11 +175,17 @@ def unscale_tensors(tensors: Iterable[torch.Tensor], scale: float) -> bool:
     flags: Flags = {}
     # Divided in float64 and rounded once: a scale need not be a power of two.
     factor = torch.tensor(1.0 / scale, dtype=torch.float32)
-    for gradients, _ in _by_kind([tensor for tensor in tensors if tensor.grad is not None]):
+    owners = list(tensors)
+    for gradients, _ in _by_kind([tensor for tensor in owners if tensor.grad is not None]):
         device = gradients[0].device
         flag = flags.setdefault(device, torch.zeros((), device=device))
         check_unscale.check_and_unscale(gradients, factor.to(device), flag)
-    return any(bool(flag) for flag in flags.values())
+    found = any(bool(flag) for flag in flags.values())
+    mesh = mesh_of(owners)
+    if mesh is None:
+        return found
+    device = owners[0].device
+    return bool(mesh.reduce(None, torch.tensor(float(found), device=device), device)[1])
 
 
 def first_nonfinite(tensors: Iterable[torch.Tensor]) -> torch.Tensor | None:
@@ -191,8 +197,12 @@ def first_nonfinite(tensors: Iterable[torch.Tensor]) -> torch.Tensor | None:
 
 
 def is_finite(gradient: torch.Tensor) -> bool:
-    """Return whether every element is finite. This synchronizes."""
-    return bool((gradient._values() if gradient.is_sparse else gradient).isfinite().all())
+    """Return whether every element, of a sharded gradient those here, is finite.
+
+    This synchronizes, but not with other processes, which may not call it.
+    """
+    here = local(gradient)
+    return bool((here._values() if here.is_sparse else here).isfinite().all())
 
 
 # -- gradients by device and dtype -----------------------------------------------------------------
@@ -217,8 +227,11 @@ def _gradients_by_kind(optimizer: torch.optim.Optimizer) -> Iterable[_GradientGr
 
 
 def _by_kind(owners: list[torch.Tensor]) -> Iterable[_GradientGroup]:
-    """Group the gradients of tensors, all of which have one, by device and dtype."""
-    gradients = list(map(_GRADIENT, owners))
+    """Group the gradients of tensors, all of which have one, by device and dtype.
+
+    Of sharded gradients, the shards of this process.
+    """
+    gradients = local_gradients(owners)
     # `map` over all costs a third of a loop, and mostly all are alike.
     dtypes, layouts, devices = (
         list(map(_DTYPE, gradients)),
@@ -303,7 +316,18 @@ def backward_isolated(
     """Run backward, with only its own gradients in the parameters inside the block."""
     with isolated_gradients(optimizers) as tensors:
         loss.backward(**({"inputs": tensors} | kwargs))
+        refuse_unreached(tensors)
         yield
+
+
+def refuse_unreached(tensors: Sequence[torch.Tensor]) -> None:
+    """Raise `ScalerError` if a backward pass for some sharded tensors has reached none of them."""
+    if any_sharded(tensors) and all(tensor.grad is None for tensor in tensors):
+        raise ScalerError(
+            "A backward pass for the parameters of one optimizer does not reach parameters that"
+            " FSDP2 shards: it computes gradients of gathered copies. Add up the losses and run"
+            " backward once: scaler.scale(loss + other).backward(), then step each optimizer."
+        )
 
 
 @torch.no_grad()

@@ -12,6 +12,7 @@ from mezzo import _launch
 from mezzo._errors import PolicyError, ScalerError
 from mezzo.scaling.diagnostics import CHECK_INTERVAL, CollapseMonitor, ScaleSnapshot
 from mezzo.scaling.gradients import Flags
+from mezzo.scaling.mesh import ProcessMesh
 from mezzo.scaling.scale_state import OptimizerStage, ScaleRule, ScaleState, float32, is_scale
 from mezzo.scaling.scale_tensors import DeviceLossScale, LossScale, loss_scale_on
 from mezzo.scaling.step_result import NO_SOURCE, FlaggedSource, NonfiniteSource
@@ -59,6 +60,18 @@ def combine(flags: list[torch.Tensor], device: torch.device) -> torch.Tensor:
 def common_device(flags: list[torch.Tensor]) -> torch.device:
     """Return the device on which to combine flags: that of the first one that is not on a CPU."""
     return next((flag.device for flag in flags if flag.device.type != "cpu"), flags[0].device)
+
+
+def share_flags(
+    mesh: ProcessMesh, flags: Flags, square_sum: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Make flags, in place, hold for all processes of a mesh; return a sum of squares over it."""
+    found = list(flags.values())
+    flag = combine(found, common_device(found))
+    total, shared = mesh.reduce(square_sum, flag, flag.device)
+    flags.clear()
+    flags[shared.device] = shared
+    return total
 
 
 class LossScales:
@@ -179,7 +192,10 @@ class FusedStepProtocol(Protocol):
     """Entries of a group, such as the learning rate, that the step reads on the device only."""
 
     def check(self, scale: torch.Tensor, flags: Flags, source: FlaggedSource) -> bool:
-        """Check the gradients, which are multiplied by `scale`; return False if it cannot."""
+        """Check the gradients, which are multiplied by `scale`; return False if it cannot.
+
+        The flags hold for all processes of the mesh if parameters are sharded.
+        """
 
     def widen_gradients(self) -> None:
         """Cast 16-bit gradients to float32 before they are unscaled in place.

@@ -16,7 +16,9 @@ from mezzo.scaling.loss_scales import (
     binding_of,
     combine,
     common_device,
+    share_flags,
 )
+from mezzo.scaling.mesh import ProcessMesh, mesh_of
 from mezzo.scaling.scale_state import OptimizerStage
 from mezzo.scaling.scale_tensors import HostLossScale
 from mezzo.scaling.step_result import (
@@ -98,19 +100,23 @@ class OptimizerRecords:
         loss_id: int,
         factor: torch.Tensor | None,
     ) -> None:
-        """Check the gradients of an optimizer; multiply them by a factor if one is passed."""
+        """Check the gradients of an optimizer; multiply them by a factor if one is passed.
+
+        If its parameters are sharded, the flags hold for all processes of their mesh.
+        """
         flags = record.flags(loss_id)
         scale = self._scales.of(loss_id)
+        mesh = mesh_of(gradients.parameters(optimizer))
         if factor is not None:
             for one in optimizer_step.bindings_of(optimizer):
                 one.widen_gradients()
-        if factor is not None and isinstance(scale, HostLossScale):
+        if factor is not None and mesh is None and isinstance(scale, HostLossScale):
             found_nonfinite = self._checker.check(optimizer, factor, flags)
             record.known.append(found_nonfinite)
             if found_nonfinite:
                 record.source = self._nonfinite_source(optimizer, record)
         else:
-            self._check_on_device(optimizer, record, flags, factor, scale.scale)
+            self._check_on_device(optimizer, record, flags, factor, scale.scale, mesh)
         if self._reduce_found_inf is not None:
             self._reduce(self._reduce_found_inf, record, flags, scale.scale.device)
 
@@ -121,6 +127,7 @@ class OptimizerRecords:
         flags: gradients.Flags,
         factor: torch.Tensor | None,
         scale: torch.Tensor,
+        mesh: ProcessMesh | None,
     ) -> None:
         binding = binding_of(optimizer)
         source = (
@@ -130,6 +137,9 @@ class OptimizerRecords:
         )
         if binding is None or factor is not None or not binding.check(scale, flags, source):
             gradients.check_sorted(optimizer, factor, flags, source)
+            # Without any gradient, step() raises on every process.
+            if mesh is not None and flags:
+                share_flags(mesh, flags)
         record.source = source
 
     def _reduce(
@@ -233,7 +243,9 @@ class OptimizerRecords:
         if not flags:
             raise ScalerError(
                 "step() found no gradients: no parameter of this optimizer has one. Call"
-                " scaler.scale(loss).backward() first, with a loss that reaches them."
+                " scaler.scale(loss).backward() first, with a loss that reaches them. If the model"
+                " was sharded after the optimizer was created, the optimizer's parameters are no"
+                " longer the model's: first fully_shard(model), then create the optimizer."
             )
         return flags
 

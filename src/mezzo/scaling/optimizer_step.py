@@ -16,6 +16,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from mezzo import _launch
 from mezzo._errors import ScalerError
 from mezzo.scaling.loss_scales import FusedStepProtocol, binding_of
+from mezzo.scaling.mesh import any_sharded
 from mezzo.scaling.schedule_lookahead import check, scheduled_keys
 from mezzo.scaling.schedule_sync import catch_up, groups_of, is_synced_on_read, stop_sync
 
@@ -118,10 +119,9 @@ def skips_on_device(optimizer: Optimizer) -> bool:
         # A wrapper may forward this attribute from its optimizer without passing on the scale and
         # the flag.
         return not inner_optimizers(optimizer)
-    first = next(
-        (parameter for group in groups_of(optimizer) for parameter in group["params"]), None
-    )
-    return first is None or _launch.needs_sync(first.device)
+    owned = [parameter for group in groups_of(optimizer) for parameter in group["params"]]
+    # torch's fused steps do not take the plain flag of a scaler together with DTensors.
+    return not owned or (_launch.needs_sync(owned[0].device) and not any_sharded(owned))
 
 
 def takes_grad_scaler(optimizer: Optimizer) -> bool:

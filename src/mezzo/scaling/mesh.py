@@ -1,0 +1,167 @@
+"""Tensors that are sharded over processes: their local shards, and sums over a device mesh.
+
+FSDP2 and tensor parallelism make parameters and gradients `DTensor`s. Each process checks, unscales
+and updates its own shards as plain tensors; one all-reduce of a sum of squares and a flag then
+makes all processes clip and skip alike. Nothing here synchronizes with the host.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from math import prod
+from operator import attrgetter
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import distributed
+
+from mezzo._torch import foreach_norm
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+_GRADIENT = attrgetter("grad")
+
+
+def any_sharded(tensors: Iterable[torch.Tensor]) -> bool:
+    """Return whether a tensor is a `DTensor`, as parameters of FSDP2 and tensor parallelism are.
+
+    >>> any_sharded([torch.ones(2)])
+    False
+    """
+    # No DTensor can exist before its module is imported, which takes half a second.
+    kind = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", None)
+    # By the few types: a check of each of 400 tensors would take as long as checking their values.
+    return kind is not None and any(issubclass(one, kind) for one in set(map(type, tensors)))
+
+
+def is_sharded(tensor: torch.Tensor) -> bool:
+    """Return whether one tensor is a `DTensor`."""
+    return any_sharded((tensor,))
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the shard of this process, in the tensor's own memory; a plain tensor as it is."""
+    if not is_sharded(tensor):
+        return tensor
+    with torch.no_grad():
+        shard: Any = tensor.to_local()  # type: ignore[attr-defined]
+    # The result of a collective that is still running has a method to wait for it.
+    finished: torch.Tensor = shard.wait() if hasattr(shard, "wait") else shard
+    return finished
+
+
+def local_tensors(tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+    """Return the shards of this process of some tensors; plain tensors as they are."""
+    return [local(one) for one in tensors] if any_sharded(tensors) else tensors
+
+
+def local_gradients(parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    """Return this process's shards of the gradients of parameters.
+
+    A gradient that is a partial sum, or placed differently from its parameter, is reduced first and
+    becomes `parameter.grad`.
+    """
+    owners = list(parameters)
+    gradients = list(map(_GRADIENT, owners))
+    if not any_sharded(gradients):
+        return gradients
+    return [_placed(*pair) for pair in zip(owners, gradients, strict=True)]
+
+
+def _placed(parameter: torch.Tensor, gradient: Any) -> torch.Tensor:
+    if is_sharded(gradient) and is_sharded(parameter):
+        placements = parameter.placements  # type: ignore[attr-defined]
+        if gradient.placements != placements:
+            gradient = gradient.redistribute(placements=placements)
+            parameter.grad = gradient
+    return local(gradient)
+
+
+@dataclass(frozen=True)
+class ProcessMesh:
+    """The processes that hold a list of parameters, some of which are sharded."""
+
+    size: int
+    """Number of processes."""
+    groups: tuple[Any, ...]
+    """Process groups over which a sum in turn is the sum of all processes; None for the default."""
+
+    def copies(self, parameter: torch.Tensor) -> int:
+        """Return how many processes hold each element of a parameter.
+
+        Parameters outside a mesh, or on a smaller one, are replicated over the other processes.
+        """
+        if not is_sharded(parameter):
+            return self.size
+        mesh, placements = parameter.device_mesh, parameter.placements  # type: ignore[attr-defined]
+        replicated: list[int] = [
+            count
+            for count, placement in zip(mesh.shape, placements, strict=True)
+            if placement.is_replicate()
+        ]
+        others: int = self.size // mesh.size()
+        return prod(replicated) * others
+
+    def square_sum(
+        self, parameters: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor]
+    ) -> torch.Tensor:
+        """Return this process's part of the sum of squares of local gradients, in float64.
+
+        Each element counts once in the sum over all processes, however many hold it.
+        """
+        by_copies: dict[int, list[torch.Tensor]] = {}
+        for parameter, gradient in zip(parameters, gradients, strict=True):
+            by_copies.setdefault(self.copies(parameter), []).append(gradient)
+        parts = [
+            torch.stack(foreach_norm(same)).double().square().sum() / copies
+            for copies, same in by_copies.items()
+        ]
+        return torch.stack(parts).sum()
+
+    def reduce(
+        self, square_sum: torch.Tensor | None, found_inf: torch.Tensor | None, device: torch.device
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Add up a sum of squares and a flag over all processes, in one all-reduce.
+
+        Returns the sum in float64 and the flag in float32, 0 or 1.
+        """
+        zero = torch.zeros((), dtype=torch.float64, device=device)
+        values = torch.stack(
+            [zero if one is None else one.double() for one in (square_sum, found_inf)]
+        )
+        for group in self.groups:
+            distributed.all_reduce(values, group=group)
+        return values[0], values[1].clamp(max=1.0).float()
+
+
+def mesh_of(parameters: Sequence[torch.Tensor]) -> ProcessMesh | None:
+    """Return the processes that hold some parameters; None if no parameter is sharded.
+
+    Processes of the smallest mesh that holds all parameters; if no mesh of a parameter does, all
+    processes of the default group.
+    """
+    if not any_sharded(parameters):
+        return None
+    # By identity: hashing a mesh is slow.
+    meshes: dict[int, DeviceMesh] = {
+        id(mesh): mesh
+        for mesh in (
+            parameter.device_mesh  # type: ignore[attr-defined]
+            for parameter in parameters
+            if is_sharded(parameter)
+        )
+    }
+    world = distributed.get_world_size()
+    largest = max(meshes.values(), key=lambda mesh: mesh.size())
+    if largest.size() < world and _holds_all(largest, meshes.values()):
+        groups = tuple(largest.get_group(dimension) for dimension in range(largest.ndim))
+        return ProcessMesh(largest.size(), groups)
+    return ProcessMesh(world, (None,))
+
+
+def _holds_all(largest: DeviceMesh, meshes: Iterable[DeviceMesh]) -> bool:
+    ranks = set(largest.mesh.flatten().tolist())
+    return all(mesh is largest or ranks.issuperset(mesh.mesh.flatten().tolist()) for mesh in meshes)
