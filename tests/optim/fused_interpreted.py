@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 import torch
 from support import step_cases
 from support.kernel_cases import fresh_seed
+from torch import distributed
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import mezzo
 from mezzo import _launch
+from mezzo.optim.attach import bind_optimizer
+from mezzo.optim.fused_step import FusedBinding
 from mezzo.optim.fused_tables import LaunchPlan
+from mezzo.optim.master_weights import MasterWeights
+from mezzo.policy.types import Master
 from mezzo.scaling.step_result import FlaggedSource, ParameterNames
 
 # The interpreter uses NumPy, which warns about overflows.
@@ -373,3 +383,69 @@ def test_a_parameter_appended_to_a_group_gets_a_master() -> None:
         optimizer.step()
     assert keys[1] != keys[0]
     assert mezzo.undecorate(model).weight.mean().item() == pytest.approx(1 - 40e-4, abs=1e-5)
+
+
+# -- shards ----------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def device_mesh() -> Iterator[DeviceMesh]:
+    """Yield a mesh of two ranks, of which this process is the first; collectives do nothing."""
+    distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    yield init_device_mesh("cpu", (2,))
+    distributed.destroy_process_group()
+
+
+def shards(device_mesh: DeviceMesh, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Return tensors as a shard of five rows, a replicated tensor and a plain one."""
+    matrix, vector, plain = tensors
+    return [
+        DTensor.from_local(matrix, device_mesh, [Shard(0)], shape=(5, 4), stride=(4, 1)),
+        DTensor.from_local(vector, device_mesh, [Replicate()], run_check=False),
+        plain,
+    ]
+
+
+@pytest.mark.parametrize("optimizer_class", [torch.optim.AdamW, torch.optim.SGD])
+def test_local_shards_are_updated_like_plain_tensors(
+    device_mesh: DeviceMesh, optimizer_class: type[torch.optim.Optimizer]
+) -> None:
+    torch.manual_seed(fresh_seed() % 2**31)
+    values, trained = [torch.randn(3, 4), torch.randn(7), torch.randn(9)], []
+    for is_sharded in (False, True):
+        here = [value.clone() for value in values]
+        parameters = [
+            torch.nn.Parameter(one) for one in (shards(device_mesh, here) if is_sharded else here)
+        ]
+        optimizer = optimizer_class(parameters, lr=0.1)
+        bound = bind_optimizer(optimizer, MasterWeights(Master.NONE), clip_norm=1e9)
+        assert isinstance(bound, FusedBinding)
+        scaler = mezzo.GradScaler("cpu", init_scale=64.0)
+        scaler.scale(torch.ones((), requires_grad=True)).backward()
+        generator = torch.Generator().manual_seed(1)
+        for number in range(4):
+            gradients = [64.0 * torch.randn(one.shape, generator=generator) for one in values]
+            if number == 2:
+                gradients[0][1, 2] = torch.inf
+            # The rows in another order in memory, as a gradient of tensor parallelism may be.
+            gradients[0] = gradients[0].mT.contiguous().mT
+            placed = shards(device_mesh, gradients) if is_sharded else gradients
+            for parameter, gradient in zip(parameters, placed, strict=True):
+                parameter.grad = gradient
+            before = [one.clone() for one in here]
+            assert scaler.step(optimizer).skipped is (number == 2)
+            assert all(map(torch.equal, here, before)) is (number == 2)
+            scaler.update()
+        # Each element counts once in the sum over both ranks: those of the shard are here only, the
+        # others on both. The collectives of this mesh add up nothing.
+        weights = (1.0, 0.5, 0.5) if is_sharded else (1.0, 1.0, 1.0)
+        squares = sum(
+            weight * float((gradient / 32).double().square().sum())
+            for weight, gradient in zip(weights, gradients, strict=True)
+        )
+        assert float(mezzo.grad_norm(optimizer)) == pytest.approx(squares**0.5, rel=1e-5)
+        state = optimizer.state[parameters[0]]
+        if optimizer_class is torch.optim.AdamW:
+            assert isinstance(state["exp_avg"], DTensor) is is_sharded
+        trained.append(here)
+    assert all(map(torch.equal, *trained))

@@ -17,8 +17,10 @@ from mezzo.optim.fused_algorithms import ALGORITHMS, algorithm_name
 from mezzo.optim.fused_step import FusedBinding
 from mezzo.optim.master_weights import MasterWeights, Parameter
 from mezzo.optim.muon_step import MuonBinding
+from mezzo.optim.optimizers import LAMB
 from mezzo.policy.types import Master
 from mezzo.scaling.gradients import parameters
+from mezzo.scaling.mesh import any_sharded
 from mezzo.scaling.optimizer_step import inner_optimizers
 
 _WRAPPERS = {
@@ -31,10 +33,10 @@ _WRAPPERS = {
         " optimizer)."
     ),
     "ZeroRedundancyOptimizer": (
-        "Pass the optimizer of this process: mezzo.decorate(model, optimizer.optim, ...,"
-        " master='float32'), with parameters_as_bucket_view=False, and step the"
-        " ZeroRedundancyOptimizer as before. Save optimizer.optim.state_dict() in every process:"
-        " its own state_dict() leaves the master weights out."
+        "Each process would update and clip its own share only, and its checkpoints would lack the"
+        " masters of the others. Shard parameters, gradients and states with FSDP2 instead:"
+        " torch.distributed.fsdp.fully_shard(model), then create the optimizer, then"
+        " mezzo.decorate(model, optimizer, ...)."
     ),
 }
 """Class name → remedy, for wrappers that need more than the inner optimizer's name."""
@@ -73,6 +75,11 @@ def _binding_class(
     optimizer: torch.optim.Optimizer, masters: MasterWeights
 ) -> type[OptimizerBinding]:
     algorithm = algorithm_name(optimizer)
+    if any_sharded(parameters(optimizer)):
+        # LAMB needs norms of whole parameters, and the other steps take no DTensors: these run
+        # the optimizer's original step.
+        is_elementwise = algorithm in ALGORITHMS and algorithm is not LAMB
+        return FusedBinding if is_elementwise else OptimizerBinding
     if algorithm in ALGORITHMS:
         return FusedBinding
     if masters.format.master is Master.STOCHASTIC:
@@ -99,6 +106,11 @@ def refuse_wrapper(optimizer: torch.optim.Optimizer) -> None:
         " parameters without the master weights and clipping that decorate adds to step()."
         f" {_remedy(optimizer, paths)}"
     )
+
+
+def is_zero_redundancy(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether an optimizer is torch's `ZeroRedundancyOptimizer`, refused at every level."""
+    return any(base.__name__ == "ZeroRedundancyOptimizer" for base in type(optimizer).__mro__)
 
 
 def _remedy(optimizer: torch.optim.Optimizer, paths: list[str]) -> str:

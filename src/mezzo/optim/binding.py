@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import wraps
+from operator import is_
 from types import MethodType
 from typing import Any, NamedTuple
 
@@ -19,12 +20,14 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from mezzo._casting import cast
 from mezzo._dtypes import HALF_DTYPES
 from mezzo._errors import UnsupportedError
+from mezzo._torch import foreach_mul_
 from mezzo.optim.fused_algorithms import algorithm_name
 from mezzo.optim.master_formats import RandomDraw
 from mezzo.optim.master_weights import MasterWeights
 from mezzo.policy.types import Master
-from mezzo.scaling.gradients import Flags, parameters
-from mezzo.scaling.loss_scales import binding_of
+from mezzo.scaling.gradients import Flags, check_sorted, parameters
+from mezzo.scaling.loss_scales import binding_of, share_flags
+from mezzo.scaling.mesh import ProcessMesh, is_sharded, local, local_gradients, mesh_of
 from mezzo.scaling.step_result import FlaggedSource
 
 Optimizer = torch.optim.Optimizer
@@ -55,6 +58,7 @@ class OptimizerBinding:
         self.tracks_norm = False
         """Whether steps compute `grad_norm` also without `clip_norm`."""
         self._norm: torch.Tensor | None = None
+        self._checked_norm: _CheckedNorm | None = None
         self.device_rate: torch.Tensor | None = None
         """Where the last step read its learning rates on a device: a tensor whose first element
         is that of the first group."""
@@ -115,13 +119,14 @@ class OptimizerBinding:
         Runs the optimizer's original step over temporary float32 parameters. Synchronizes if
         `found_inf` is on a device.
         """
+        checked, self._checked_norm = self._checked_norm, None
         if found_inf is not None and bool(found_inf):
             if self.computes_norm:
                 self._norm = torch.full_like(found_inf, torch.inf)
             return
         self._add_missing_masters(parameters(self.optimizer))
         with (
-            self._float32_parameters(unscale_factor(scale)) as swapped,
+            self._float32_parameters(unscale_factor(scale), checked) as swapped,
             self._refuse_nested_steps(swapped),
         ):
             self._original_step(self.optimizer)
@@ -132,9 +137,21 @@ class OptimizerBinding:
                 # After the step, because torch's optimizers initialize a state only if it is empty.
                 self.masters.add_to_state(parameter, self.optimizer.state)
 
-    def check(self, scale: torch.Tensor, flags: Flags, source: FlaggedSource) -> bool:  # noqa: ARG002
-        """Return False: the scaler checks the gradients of this optimizer itself."""
-        return False
+    def check(self, scale: torch.Tensor, flags: Flags, source: FlaggedSource) -> bool:
+        """Return False, so that the scaler checks the gradients of this optimizer itself.
+
+        If they are sharded and the step needs their norm, check them here: one all-reduce then
+        carries the flag and the norm.
+        """
+        mesh = mesh_of(parameters(self.optimizer)) if self.computes_norm else None
+        owners = [one for one in parameters(self.optimizer) if one.grad is not None]
+        if mesh is None or not owners:
+            return False
+        check_sorted(self.optimizer, None, flags, source)
+        gradients = local_gradients(owners)
+        total = share_flags(mesh, flags, mesh.square_sum(owners, gradients))
+        self._checked_norm = _CheckedNorm(gradients, (total.sqrt() / scale.double()).float())
+        return True
 
     def widen_gradients(self) -> None:
         """Cast 16-bit gradients to float32 before they are unscaled in place.
@@ -223,7 +240,9 @@ class OptimizerBinding:
         return RandomDraw(self.masters.seed, index, state["draws"].long())
 
     @contextmanager
-    def _float32_parameters(self, factor: torch.Tensor | None) -> Iterator[list[_Swapped]]:
+    def _float32_parameters(
+        self, factor: torch.Tensor | None, checked: _CheckedNorm | None
+    ) -> Iterator[list[_Swapped]]:
         """Replace the optimizer's parameters by float32 ones with unscaled, clipped gradients."""
         optimizer = self.optimizer
         originals = [(group, group["params"]) for group in optimizer.param_groups]
@@ -232,7 +251,7 @@ class OptimizerBinding:
             for _, params in originals
             for parameter in params
         ]
-        self._clip([temporary for _, temporary in swapped])
+        self._clip(swapped, checked)
         to_temporary = dict(swapped)
         to_original = {temporary: parameter for parameter, temporary in swapped}
         # The gradients are unscaled and checked already: torch's fused steps must not do it again.
@@ -265,16 +284,46 @@ class OptimizerBinding:
         if gradient is not None:
             temporary.grad_dtype = None
             # Clipping writes to the gradient in place: copy it, to leave parameter.grad unchanged.
-            wide = gradient.to(dtype=value.dtype, copy=self.clip_norm is not None)
-            temporary.grad = wide if factor is None else wide * factor.to(wide.device)
+            # Sharded gradients are unscaled in place too, because a DTensor takes no plain factor.
+            sharded = is_sharded(gradient)
+            copies = self.clip_norm is not None or (sharded and factor is not None)
+            wide = gradient.to(dtype=value.dtype, copy=copies)
+            if factor is not None and sharded:
+                local(wide).mul_(factor)
+            elif factor is not None:
+                wide = wide * factor.to(wide.device)
+            temporary.grad = wide
         return temporary
 
-    def _clip(self, temporaries: list[Parameter]) -> None:
-        if self.computes_norm:
-            gradients = [_values(one.grad) for one in temporaries if one.grad is not None]
-            self._norm = torch.nn.utils.get_total_norm(gradients)
-        if self.clip_norm is not None and self._norm is not None:
+    def _clip(self, swapped: list[_Swapped], checked: _CheckedNorm | None) -> None:
+        if not self.computes_norm:
+            return
+        with_gradient = [pair for pair in swapped if pair.temporary.grad is not None]
+        temporaries = [temporary for _, temporary in with_gradient]
+        mesh = mesh_of([parameter for parameter, _ in swapped])
+        if mesh is not None:
+            self._clip_over(mesh, with_gradient, checked)
+            return
+        gradients = [_values(one.grad) for one in temporaries if one.grad is not None]
+        self._norm = torch.nn.utils.get_total_norm(gradients)
+        if self.clip_norm is not None:
             torch.nn.utils.clip_grads_with_norm_(temporaries, self.clip_norm, self._norm)
+
+    def _clip_over(
+        self, mesh: ProcessMesh, swapped: list[_Swapped], checked: _CheckedNorm | None
+    ) -> None:
+        """Clip by the norm over all processes of a mesh."""
+        owners = [parameter for parameter, _ in swapped]
+        gradients = local_gradients(temporary for _, temporary in swapped)
+        if checked is not None and checked.is_current(local_gradients(owners)):
+            self._norm = checked.norm
+        else:
+            squares = mesh.square_sum(owners, gradients) if owners else None
+            device = parameters(self.optimizer)[0].device
+            self._norm = mesh.reduce(squares, None, device)[0].sqrt().float()
+        if self.clip_norm is not None and gradients:
+            # As torch's clip_grads_with_norm_, which does not take DTensors of several meshes.
+            foreach_mul_(gradients, (self.clip_norm / (self._norm + 1e-6)).clamp(max=1.0))
 
     @contextmanager
     def _refuse_nested_steps(self, swapped: list[_Swapped]) -> Iterator[None]:
@@ -303,6 +352,18 @@ class OptimizerBinding:
             yield
         finally:
             handle.remove()
+
+
+class _CheckedNorm(NamedTuple):
+    """Norm of sharded gradients over all processes, as `check` has computed it."""
+
+    gradients: list[torch.Tensor]
+    """The local gradients that were checked."""
+    norm: torch.Tensor
+
+    def is_current(self, gradients: list[torch.Tensor]) -> bool:
+        """Return whether no step hook has replaced a gradient since."""
+        return len(gradients) == len(self.gradients) and all(map(is_, gradients, self.gradients))
 
 
 def _values(gradient: torch.Tensor) -> torch.Tensor:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
-from operator import attrgetter, is_
+from operator import is_
 from types import SimpleNamespace
 from typing import Any
 
@@ -23,6 +23,9 @@ from mezzo.optim.fused_tables import Launch, LaunchPlan, ParameterSlots, make_la
 from mezzo.optim.master_weights import SAMPLES, MasterWeights
 from mezzo.scaling import check_unscale
 from mezzo.scaling.gradients import Flags, room_for_flags, unit_factor
+from mezzo.scaling.gradients import parameters as all_parameters
+from mezzo.scaling.loss_scales import share_flags
+from mezzo.scaling.mesh import local, local_gradients, mesh_of
 from mezzo.scaling.schedule_sync import groups_of
 from mezzo.scaling.step_result import FlaggedSource
 
@@ -33,7 +36,6 @@ CHUNK = 4 * BLOCK
 """Elements that a program updates in all, block after block, so that it reads its tables once. With
 one block a program the same update takes 9.7 ms."""
 _LANES = 128
-_GRADIENT = attrgetter("grad")
 _GRADIENT_DTYPES = frozenset({torch.float16, torch.bfloat16, torch.float32})
 
 
@@ -98,7 +100,7 @@ class FusedBinding(DeviceBinding):
         """
         self._checked = batch = self._gather()
         if batch is None:
-            return False
+            return super().check(scale, flags, source)
         plan, device = batch.plan, batch.device
         launch_flags = room_for_flags(device, len(plan.parameters), flags).split(
             [launch.count for launch in plan.launches]
@@ -107,6 +109,9 @@ class FusedBinding(DeviceBinding):
             self._square_sum = self._check_and_norm(
                 batch, scale if self.computes_norm else None, flags[device], launch_flags
             )
+        if plan.mesh is not None:
+            total = share_flags(plan.mesh, flags, self._square_sum)
+            self._square_sum = total if self.computes_norm else None
         for launch, flagged in zip(plan.launches, launch_flags, strict=True):
             source.add(flagged, launch.select(plan.parameters))
         return True
@@ -134,6 +139,8 @@ class FusedBinding(DeviceBinding):
                     torch.zeros((), device=device),
                     [None] * len(plan.launches),
                 )
+                if plan.mesh is not None:
+                    self._square_sum = plan.mesh.reduce(self._square_sum, None, device)[0]
             # Not `groups_of`: a step that no schedule has prepared, such as a plain
             # optimizer.step(), needs the current learning rates.
             hyper = self.device_rate = self._hyper_on(device, self.optimizer.param_groups)
@@ -141,6 +148,8 @@ class FusedBinding(DeviceBinding):
                 self._run(launch, addresses, hyper, scale, found_inf)
         # The kernels write past torch's version counters, which autograd and weight caches use.
         torch.autograd.graph.increment_version(plan.parameters)
+        if plan.mesh is not None:
+            torch.autograd.graph.increment_version([slot.shard for slot in plan.slots])
         plan.versions = self.masters.mark_written(plan.parameters)
 
     # -- capture and replay ------------------------------------------------------------------------
@@ -201,7 +210,7 @@ class FusedBinding(DeviceBinding):
             for parameter in group["params"]
             if parameter.grad is not None
         ]
-        gradients = list(map(_GRADIENT, parameters))
+        gradients = local_gradients(parameters)
         if not gradients or not _launch.has_triton(gradients[0].device):
             return None
         variants = tuple([self._algorithm.variant(group) for group in groups])
@@ -231,17 +240,18 @@ class FusedBinding(DeviceBinding):
         )
         if not gradients_supported or not all(map(self._is_supported, parameters)):
             return None
-        slots, dtypes = self._slots.of(parameters), [gradient.dtype for gradient in gradients]
+        mesh = mesh_of(all_parameters(self.optimizer))
+        slots, dtypes = self._slots.of(parameters, mesh), [gradient.dtype for gradient in gradients]
         launches = make_launches(slots, dtypes, variants, CHUNK)
         plan = LaunchPlan(
-            slots, launches, self.optimizer.state, self.masters.generation, variants, dtypes
+            slots, launches, self.optimizer.state, self.masters.generation, variants, dtypes, mesh
         )
         self._resync_masters(plan)
         return plan
 
     def _is_supported(self, parameter: torch.Tensor) -> bool:
         has_format = parameter in self.masters or parameter.dtype is torch.float32
-        return has_format and _launch.is_dense(parameter)
+        return has_format and _launch.is_dense(local(parameter))
 
     # -- launches ----------------------------------------------------------------------------------
 
@@ -272,6 +282,13 @@ class FusedBinding(DeviceBinding):
         ]
         if scale is None:
             return None
+        if batch.plan.mesh is not None:
+            # The part of this process, to be added up over the mesh.
+            weighted = [
+                part.sum(dtype=torch.float64) / launch.copies
+                for part, launch in zip(squares, batch.plan.launches, strict=True)
+            ]
+            return torch.stack(weighted).sum()
         all_squares = squares[0] if len(squares) == 1 else torch.cat(squares)
         if self._square_sum is None or self._square_sum.device != all_squares.device:
             return all_squares.sum(dtype=torch.float64)
@@ -414,7 +431,7 @@ class GradientBatch:
 
     def is_current(self) -> bool:
         """Return whether the parameters still have these gradients: a step hook may replace one."""
-        return all(map(is_, map(_GRADIENT, self.plan.parameters), self.gradients))
+        return all(map(is_, local_gradients(self.plan.parameters), self.gradients))
 
 
 def _run_lamb(launch: Launch, tensors: tuple[Any, ...], constants: tuple[Any, ...]) -> None:

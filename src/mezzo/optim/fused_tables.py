@@ -14,6 +14,7 @@ from mezzo import _launch
 from mezzo.optim.fused_algorithms import Algorithm, Group
 from mezzo.optim.master_weights import MasterWeights, sample_spacing
 from mezzo.policy.types import Master
+from mezzo.scaling.mesh import ProcessMesh, local, local_gradients, local_tensors
 from mezzo.scaling.schedule_sync import groups_of
 
 _STEPS, _DRAWS = 0, 1
@@ -29,8 +30,12 @@ class ParameterSlot:
     """Index of its group."""
     index: int
     """Index of the parameter in the optimizer and in the counters."""
+    shard: torch.Tensor
+    """What is updated: the parameter, or if it is sharded, the shard of this process."""
     address: int
-    """Address of its data when the tables were made."""
+    """Address of the shard when the tables were made."""
+    copies: int
+    """Processes that hold each element; 1 if no parameter of the optimizer is sharded."""
     states: tuple[tuple[str, torch.Tensor], ...]
     """Names and tensors of the optimizer's state."""
     counters: tuple[tuple[str, torch.Tensor], ...]
@@ -52,8 +57,13 @@ class ParameterSlots:
         """float32 [2, parameters]: steps and random draws of each parameter. float32 counts exactly
         up to 2**24, as torch's own `step`."""
 
-    def of(self, parameters: Sequence[torch.Tensor]) -> list[ParameterSlot]:
-        """Return the slots of parameters that have gradients on one device."""
+    def of(
+        self, parameters: Sequence[torch.Tensor], mesh: ProcessMesh | None = None
+    ) -> list[ParameterSlot]:
+        """Return the slots of parameters that have gradients on one device.
+
+        `mesh` has the processes that hold all parameters of the optimizer, if some are sharded.
+        """
         positions = [
             (group_index, parameter)
             for group_index, group in enumerate(groups_of(self._optimizer))
@@ -64,12 +74,14 @@ class ParameterSlots:
             self.counters = torch.zeros(2, len(positions), device=parameters[0].device)
         selected = set(parameters)
         return [
-            self._make(group_index, index, parameter)
+            self._make(group_index, index, parameter, mesh)
             for index, (group_index, parameter) in enumerate(positions)
             if parameter in selected
         ]
 
-    def _make(self, group_index: int, index: int, parameter: torch.Tensor) -> ParameterSlot:
+    def _make(
+        self, group_index: int, index: int, parameter: torch.Tensor, mesh: ProcessMesh | None
+    ) -> ParameterSlot:
         group, state = groups_of(self._optimizer)[group_index], self._optimizer.state[parameter]
         names = self._algorithm.states(group)
         has_state = all(state.get(name) is not None for name in names)
@@ -87,7 +99,9 @@ class ParameterSlots:
             parameter,
             group_index,
             index,
-            parameter.data_ptr(),
+            local(parameter),
+            local(parameter).data_ptr(),
+            1 if mesh is None else mesh.copies(parameter),
             tuple((name, state[name]) for name in names),
             counters,
             companion,
@@ -132,7 +146,7 @@ class ParameterSlots:
         return tuple(counters)
 
 
-_DTYPE, _GRADIENT, _LAYOUT = attrgetter("dtype"), attrgetter("grad"), attrgetter("layout")
+_DTYPE, _LAYOUT = attrgetter("dtype"), attrgetter("layout")
 _get: Callable[[Any, Any], Any] = dict.get
 _COEFFICIENTS = 12
 """Rows of the coefficients, see `triton_coefficients.py`."""
@@ -148,6 +162,8 @@ class Launch:
     gradient_dtype: torch.dtype
     variant: bool
     """Whether the algorithm's variant runs: SGD with momentum, Adam with amsgrad."""
+    copies: int
+    """Processes that hold each element of these parameters."""
     count: int
     """Number of parameters."""
     select: Callable[[Sequence[Any]], tuple[Any, ...]]
@@ -179,12 +195,14 @@ class LaunchPlan:
     """Variant of each group: momentum that is switched on later needs a buffer."""
     dtypes: list[torch.dtype]
     """Dtypes of the gradients."""
+    mesh: ProcessMesh | None = None
+    """The processes that hold the parameters, if some are sharded."""
     versions: list[int] = field(default_factory=list)
     """Versions of the parameters after the last step, to notice writes by other code."""
 
     def __post_init__(self) -> None:
         self.parameters = [slot.parameter for slot in self.slots]
-        self._strides = [parameter.stride() for parameter in self.parameters]
+        self._strides = [slot.shard.stride() for slot in self.slots]
         """Strides of gradients that need no copy."""
         self._addresses = [slot.address for slot in self.slots]
         entries: list[tuple[Any, Any, Any]] = [
@@ -222,7 +240,7 @@ class LaunchPlan:
             and variants == self.variants
             and list(map(_DTYPE, gradients)) == self.dtypes
             and set(map(_LAYOUT, gradients)) == {torch.strided}
-            and list(map(torch.Tensor.data_ptr, parameters)) == self._addresses
+            and list(map(torch.Tensor.data_ptr, local_tensors(parameters))) == self._addresses
             and all(map(is_, map(_get, self._dicts, self._names), self._tensors))
         )
 
@@ -236,16 +254,17 @@ class LaunchPlan:
         if strides == self._strides:
             return gradients
         to_copy = [
-            (parameter, gradient)
-            for parameter, gradient in zip(self.parameters, gradients, strict=True)
-            if not _same_memory_order(parameter, gradient)
+            (slot, gradient)
+            for slot, gradient in zip(self.slots, gradients, strict=True)
+            if not _same_memory_order(slot.shard, gradient)
         ]
         if not to_copy:
             self._strides = strides
             return gradients
-        for parameter, gradient in to_copy:
-            parameter.grad = torch.empty_like(parameter, dtype=gradient.dtype).copy_(gradient)
-        return list(map(_GRADIENT, self.parameters))
+        for slot, gradient in to_copy:
+            slot.parameter.grad = torch.empty_like(slot.parameter, dtype=gradient.dtype)
+            local(slot.parameter.grad).copy_(gradient)
+        return local_gradients(self.parameters)
 
     def gradients_on(
         self, device: torch.device, gradients: list[torch.Tensor]
@@ -302,6 +321,7 @@ class _LaunchKey(NamedTuple):
     parameter_dtype: torch.dtype
     gradient_dtype: torch.dtype
     variant: bool
+    copies: int
 
 
 def make_launches(
@@ -313,7 +333,7 @@ def make_launches(
     """Group parameters into launches. Groups with different hyper-parameters share a launch."""
     indices_by_key: dict[_LaunchKey, list[int]] = {}
     for index, (slot, dtype) in enumerate(zip(slots, dtypes, strict=True)):
-        key = _LaunchKey(slot.parameter.dtype, dtype, variants[slot.group])
+        key = _LaunchKey(slot.parameter.dtype, dtype, variants[slot.group], slot.copies)
         indices_by_key.setdefault(key, []).append(index)
     return tuple(
         _make_launch(key, indices, [slots[index] for index in indices], chunk)
@@ -325,7 +345,7 @@ def _make_launch(
     key: _LaunchKey, indices: Sequence[int], slots: Sequence[ParameterSlot], chunk: int
 ) -> Launch:
     device = slots[0].parameter.device
-    sizes = [slot.parameter.numel() for slot in slots]
+    sizes = [slot.shard.numel() for slot in slots]
     programs = [-(-size // chunk) for size in sizes]
     first_programs = accumulate(programs[:-1], initial=0)
     rows = [_row(slot, first) for slot, first in zip(slots, first_programs, strict=True)]
@@ -346,13 +366,13 @@ def _make_launch(
 
 def _row(slot: ParameterSlot, first_program: int) -> Iterable[int]:
     """Return the column of `Launch.addresses` of one parameter."""
-    states = [tensor.data_ptr() for _, tensor in slot.states]
+    states = [local(tensor).data_ptr() for _, tensor in slot.states]
     companion, sample = (
         0 if tensor is None else tensor.data_ptr() for tensor in (slot.companion, slot.sample)
     )
-    numel = slot.parameter.numel()
+    numel = slot.shard.numel()
     return [
-        slot.parameter.data_ptr(),
+        slot.address,
         companion,
         *states,
         *[0] * (3 - len(states)),
