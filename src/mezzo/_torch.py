@@ -16,9 +16,9 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from functools import cache
+from functools import cache, partial
 from importlib import import_module
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 import torch
 from torch import nn
@@ -403,3 +403,71 @@ def _shared_base(*kinds: type[nn.Module]) -> type[nn.Module]:
 BatchNorm = _shared_base(nn.BatchNorm1d, nn.BatchNorm2d)
 InstanceNorm = _shared_base(nn.InstanceNorm1d, nn.InstanceNorm2d)
 BatchOrInstanceNorm = _shared_base(BatchNorm, InstanceNorm)
+
+
+# -- FSDP2 -----------------------------------------------------------------------------------------
+
+
+class FsdpGroup(NamedTuple):
+    """A group of parameters that `torch.distributed.fsdp.fully_shard` gathers together."""
+
+    module: nn.Module
+    """The module that was sharded; of several in one group the first."""
+    parameters: list[nn.Parameter]
+    """The shards, which the optimizer updates."""
+    policy: Any
+    """Its `MixedPrecisionPolicy`."""
+    has_run: bool
+    """Whether a forward pass has fixed the dtypes of the policy."""
+    set_policy: Callable[[Any], None]
+    """Replaces the policy, before the first forward pass."""
+
+
+def fsdp_groups(model: nn.Module) -> list[FsdpGroup]:
+    """Return the groups of a model that FSDP2 has sharded; none for other models.
+
+    torch has no public way to read or change the mixed precision of a sharded model.
+    """
+    # Slow to import, and no module can be sharded before.
+    if "torch.distributed.fsdp" not in sys.modules:
+        return []
+    from torch.distributed.fsdp import FSDPModule  # noqa: PLC0415
+
+    states = {
+        id(state): (module, state)
+        for module in reversed(list(model.modules()))
+        if isinstance(module, FSDPModule)
+        for state in [_attribute(module, "_get_fsdp_state")()]
+    }
+    return [
+        FsdpGroup(
+            module,
+            [one.sharded_param for one in _attribute(group, "fsdp_params")],
+            _attribute(group, "mp_policy"),
+            _attribute(state, "_is_root") is not None,
+            partial(_set_policy, state, group),
+        )
+        for module, state in reversed(states.values())
+        for group in _param_groups(state)
+    ]
+
+
+def _param_groups(state: Any) -> list[Any]:
+    """Return the parameter groups of a state; it has one at most before torch 2.12."""
+    if hasattr(state, "_fsdp_param_groups"):
+        return list(state._fsdp_param_groups)
+    group = _attribute(state, "_fsdp_param_group")
+    return [] if group is None else [group]
+
+
+def _set_policy(state: Any, group: Any, policy: Any) -> None:
+    # The state casts inputs and outputs of forward, the group chooses the dtypes of collectives.
+    state._mp_policy = group.mp_policy = policy
+    for parameter in group.fsdp_params:
+        parameter.mp_policy = policy
+
+
+def _attribute(owner: Any, name: str) -> Any:
+    if not hasattr(owner, name):
+        _raise_unsupported("support for FSDP2", f"{type(owner).__name__}.{name}")
+    return getattr(owner, name)

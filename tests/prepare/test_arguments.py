@@ -3,7 +3,7 @@
 import pytest
 import torch
 from torch import nn
-from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+from torch.distributed.fsdp import FullyShardedDataParallel
 
 import mezzo
 from mezzo.prepare.arguments import models_of, optimizers_of
@@ -29,9 +29,7 @@ def test_nested_lists_are_flattened_without_duplicates():
     assert optimizers_of(None) == ()
 
 
-@pytest.mark.parametrize(
-    "wrapper", [nn.DataParallel, nn.parallel.DistributedDataParallel, FullyShardedDataParallel]
-)
+@pytest.mark.parametrize("wrapper", [nn.DataParallel, nn.parallel.DistributedDataParallel])
 def test_a_wrapped_model_is_refused(wrapper):
     inner = nn.Linear(2, 2)
     wrapped = wrapper.__new__(wrapper)
@@ -43,11 +41,15 @@ def test_a_wrapped_model_is_refused(wrapper):
         assert wrapper.__name__ in message
 
 
-def test_a_fully_sharded_module_is_refused():
-    # fully_shard replaces the class of a module like this.
-    model = nn.Linear(2, 2)
-    model.__class__ = type("FSDPLinear", (FSDPModule, nn.Linear), {})
-    assert "First decorate, then wrap" in refused(model, error=mezzo.UnsupportedError)
+def test_fsdp1_is_refused_with_a_pointer_to_fsdp2():
+    inner = nn.Linear(2, 2)
+    wrapped = FullyShardedDataParallel.__new__(FullyShardedDataParallel)
+    nn.Module.__init__(wrapped)
+    wrapped.module = inner
+    for model, where in ((wrapped, "The model"), (nn.Sequential(wrapped), "The submodule '0'")):
+        message = refused(model, sgd(inner), error=mezzo.UnsupportedError)
+        assert message.startswith(f"{where} is wrapped by FullyShardedDataParallel (FSDP1)")
+        assert "torch.distributed.fsdp.fully_shard(model), then create the optimizer" in message
 
 
 def test_a_model_without_floating_point_parameters_is_refused():

@@ -21,6 +21,7 @@ from mezzo.autocasting.module_rules import plan_modules
 from mezzo.policy.policy import Policy
 from mezzo.policy.types import NORMS, Level, Rule, Selector
 from mezzo.scaling.gradients import parameters
+from mezzo.scaling.mesh import any_sharded, is_sharded
 
 Optimizer = torch.optim.Optimizer
 Models = nn.Module | Sequence[Any]
@@ -28,18 +29,18 @@ Models = nn.Module | Sequence[Any]
 Optimizers = Optimizer | Sequence[Any]
 """An optimizer, or a list of them."""
 
-_SHARDED = (
-    "at O1 wrap afterwards; at O2 leave 16-bit parameters to FSDP's own mixed precision, whose"
-    " float32 shards are the masters: ours cannot follow into shards"
-)
+_FSDP1 = "FullyShardedDataParallel"
 _WRAPPERS = {
     "DistributedDataParallel": "then DistributedDataParallel(model)",
     "DataParallel": (
         "then DistributedDataParallel(model): DataParallel runs copies of the model that would call"
         " the original's forward"
     ),
-    "FullyShardedDataParallel": _SHARDED,
-    "FSDPModule": _SHARDED,
+    _FSDP1: (
+        "(FSDP1), which flattens parameters: masters and names cannot follow. Use FSDP2 instead:"
+        " torch.distributed.fsdp.fully_shard(model), then create the optimizer, then"
+        " mezzo.decorate(model, optimizer, ...)."
+    ),
     "_FabricModule": "then fabric.setup(model, optimizer)",
 }
 """Name of a wrapper class of torch or Lightning → what to do after `decorate`."""
@@ -184,6 +185,8 @@ def _refuse_wrapped(model: nn.Module) -> None:
                 and base.__module__.partition(".")[0] in _WRAPPING_PACKAGES
             ):
                 where = f"The submodule {name!r}" if name else "The model"
+                if base.__name__ == _FSDP1:
+                    raise UnsupportedError(f"{where} is wrapped by {_FSDP1} {_WRAPPERS[_FSDP1]}")
                 raise UnsupportedError(
                     f"{where} is wrapped by {base.__name__} already, which keeps references to its"
                     " parameters and forward. First decorate, then wrap: mezzo.decorate(model,"
@@ -215,6 +218,12 @@ def _refuse_without_values(model: nn.Module) -> None:
                 f"The parameter {name!r} is lazy and has no shape yet. Run the model on one batch"
                 " first, then decorate."
             )
+        if is_sharded(parameter) and parameter.device_mesh.device_type != parameter.device.type:  # type: ignore[attr-defined]
+            raise UnsupportedError(
+                f"The parameter {name!r} is a shard on {parameter.device.type}, and computes on"
+                f" another device: CPUOffloadPolicy is not supported. Leave offload_policy out of"
+                " fully_shard(...)."
+            )
         if parameter.is_meta:
             raise UnsupportedError(
                 f"The parameter {name!r} is on the meta device and has no values. Materialize the"
@@ -230,10 +239,16 @@ def _check_parameters(targets: Targets) -> None:
         own = parameters(optimizer)
         unknown = [parameter for parameter in own if id(parameter) not in of_models]
         if unknown:
+            is_late = any(any_sharded(model.parameters()) for model in targets.models)
+            remedy = (
+                "Sharding replaces the parameters of a model: create the optimizer after"
+                " fully_shard(model)."
+                if is_late and not any_sharded(unknown)
+                else "Pass every model that it updates: decorate([model, other], optimizer)."
+            )
             raise PolicyError(
                 f"{type(optimizer).__name__} has {len(own)} parameters, of which {len(unknown)} are"
-                f" not the model's (the first of shape {tuple(unknown[0].shape)}). Pass every model"
-                " that it updates: decorate([model, other], optimizer)."
+                f" not the model's (the first of shape {tuple(unknown[0].shape)}). {remedy}"
             )
         for parameter in own:
             if owners.setdefault(id(parameter), optimizer) is not optimizer:

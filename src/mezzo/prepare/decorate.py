@@ -32,6 +32,7 @@ from mezzo.prepare.decoration import Decoration, all_decorated, decoration_of, f
 from mezzo.prepare.half_weights import HalfWeights
 from mezzo.prepare.norms import keep_input_dtype
 from mezzo.prepare.plan import DecoratePlan, Dtype, PolicyArg, make_plan
+from mezzo.prepare.sharding import refuse_replaced_parameters, refuse_undo
 
 ModelT = TypeVar("ModelT", bound=Models)
 OptimizerT = TypeVar("OptimizerT", bound=Optimizers)
@@ -85,6 +86,11 @@ def decorate(
     `mezzo.plan` with the same arguments returns what would change; `mezzo.undecorate` restores
     everything. Move the model to its device first, and wrap it (DistributedDataParallel,
     `torch.compile`) afterwards.
+
+    Shard a model before: first `torch.distributed.fsdp.fully_shard(model)`, then create the
+    optimizer, then decorate, before the first forward pass. At O2 the shards stay float32 and are
+    the master weights; they are gathered in 16 bits, and gradients are reduced in float32
+    (`grad_dtype=` for another dtype). Clipping and skipped steps hold for all processes.
 
     A deep copy of a decorated model is a 16-bit model without master weights: use `mezzo.EMA` to
     average weights, and `mezzo.master_params` to read exact ones.
@@ -168,6 +174,8 @@ def undecorate(model: Models, optimizer: Optimizers | None = None) -> Any:
             f"{len(decoration.models)} models were decorated together, got {len(models)}. Pass all"
             " of them, as to decorate."
         )
+    if decoration.plan.sharded and decoration.plan.policy.level is not Level.O1:
+        refuse_undo(decoration.models)
     decoration.undo()
     return model if optimizer is None else (model, optimizer)
 
@@ -228,6 +236,8 @@ def _apply(planned: DecoratePlan) -> None:
             undo.callback(forward.pad_outputs(layer))
         for norm in planned.norms:
             undo.callback(keep_input_dtype(norm, planned.plan.device))
+        for group in planned.groups:
+            undo.callback(group.apply())
         decoration = Decoration(
             planned.plan, planned.targets.models, planned.targets.optimizers, weights
         )
@@ -235,6 +245,7 @@ def _apply(planned: DecoratePlan) -> None:
             _wrap_model(planned, model, decoration, undo)
         for optimizer in planned.targets.optimizers:
             _bind_optimizer(planned, optimizer, masters[optimizer], weights, undo)
+            undo.callback(refuse_replaced_parameters(optimizer, planned.targets.models))
         for one in all_decorated(planned.targets.models, planned.targets.optimizers):
             undo.callback(mark(one, decoration))
         decoration.undo_stack = undo.pop_all()
@@ -275,7 +286,7 @@ def _wrap_model(
         defer_to_autocast=plan.defer_to_autocast,
     )
     undo.callback(forward.wrap_forward(wrapper, model))
-    undo.callback(refuse_moves(model, converted=plan.converts))
+    undo.callback(refuse_moves(model, converted=plan.converts or bool(planned.groups)))
     model_state_dict.hook_model_state_dict(
         model, decoration, undo, save_exact=plan.save_dtype is not None
     )
@@ -288,10 +299,13 @@ def _bind_optimizer(
     weights: HalfWeights,
     undo: ExitStack,
 ) -> None:
-    """Bind an optimizer to its master weights, unless parameters stay float32 without clipping."""
-    if not planned.plan.converts and planned.plan.clip_norm is None:
-        return
+    """Bind an optimizer to its master weights, unless parameters stay float32 without clipping.
+
+    One of a sharded model at O2 is bound for its fused step, which updates the float32 shards.
+    """
     plan = planned.plan
+    if not plan.converts and plan.clip_norm is None and not planned.groups:
+        return
     binding = bind_optimizer(
         optimizer,
         masters,
@@ -299,7 +313,7 @@ def _bind_optimizer(
         takes_scale=plan.dtype is not torch.bfloat16,
     )
     undo.callback(binding.unbind)
-    if planned.plan.converts:
+    if plan.converts:
         state_dict.hook_state_dict(optimizer, masters, undo)
         half_weights.add_masters_when_trained(binding, weights, undo)
 
@@ -312,8 +326,8 @@ Function = Callable[[torch.Tensor], torch.Tensor]
 def refuse_moves(model: nn.Module, *, converted: bool) -> Callable[[], None]:
     """Make `.to()` and the like raise errors; return a function that allows them again.
 
-    Refuses other device types. If parameters were cast, refuses every other device and dtype, also
-    for each submodule: master weights would not follow.
+    Refuses other device types. If parameters were cast or are sharded at O2, refuses every other
+    device and dtype, also for each submodule: master weights would not follow.
     """
     guarded = dict(model.named_modules()) if converted else {"": model}
     for name, module in guarded.items():

@@ -13,7 +13,7 @@ from torch import nn
 from mezzo._dtypes import HALF_DTYPES, dtype_name, parse_dtype
 from mezzo._errors import PolicyError
 from mezzo._hardware import hardware
-from mezzo.optim.attach import refuse_wrapper
+from mezzo.optim.attach import is_zero_redundancy, refuse_wrapper
 from mezzo.optim.master_formats import MASTER_FORMATS
 from mezzo.policy.decide import Resolved, resolve
 from mezzo.policy.policy import Policy
@@ -30,6 +30,7 @@ from mezzo.prepare.plan_rows import (
     format_rows,
     list_tensors,
 )
+from mezzo.prepare.sharding import GroupPrecision, is_sharded_model, plan_groups
 
 PolicyArg = Policy | str | os.PathLike[str] | Level | None
 """A policy, as every entry point takes it: a level, a `Policy`, or the path of a TOML file."""
@@ -81,11 +82,16 @@ class Plan:
     """Descriptions of linear layers that compute more outputs than they return."""
     defer_to_autocast: bool = False
     """Whether an enabled autocast region around a call is used instead of the model's own."""
+    sharded: bool = False
+    """Whether parameters are sharded over processes, by FSDP2 or tensor parallelism."""
 
     @property
     def converts(self) -> bool:
-        """Whether float32 tensors are cast to 16 bits: at O2 and O3, if a 16-bit dtype is used."""
-        return self.dtype is not None and self.policy.level in _CONVERTS
+        """Whether float32 tensors are cast to 16 bits: at O2 and O3, if a 16-bit dtype is used.
+
+        The shards of a sharded model stay float32.
+        """
+        return self.dtype is not None and self.policy.level in _CONVERTS and not self.sharded
 
     @property
     def casts_only_parameters(self) -> bool:
@@ -152,6 +158,8 @@ class DecoratePlan:
     """The linear layers to pad."""
     norms: tuple[nn.Module, ...]
     """The normalisation layers that return the dtype of their input."""
+    groups: tuple[GroupPrecision, ...] = ()
+    """The groups of a sharded model, with their precision at O2."""
 
 
 def plan(
@@ -222,27 +230,36 @@ def make_plan(
     read_policy, keep_full = read_keep_full(policy, overrides, targets.models)
     resolved = resolve(read_policy, hardware(targets.device))
     half = resolved.dtype if read_policy.level in _CONVERTS else None
-    if half is not None or clip_norm is not None:
+    for one in targets.optimizers:
         # Otherwise the optimizer's step is not replaced.
-        for one in targets.optimizers:
+        if half is not None or clip_norm is not None or is_zero_redundancy(one):
             refuse_wrapper(one)
-    master = _master(read_policy, half, targets)
-    rule = TensorRule(
-        read_policy.level,
-        half,
-        _why_float32(read_policy, resolved),
-        master,
-        casts_buffers=not _casts_only_parameters(read_policy),
+    sharded = is_sharded_model(targets.models)
+    groups = (
+        plan_groups(targets.models, read_policy, half, keep_full)
+        if sharded and half is not None
+        else ()
     )
-    tensors = tuple(
-        PlannedTensor(info, rule.row(info)) for info in list_tensors(targets, keep_full)
-    )
-    padded = () if half is None else find_paddable(targets.models, targets.device)
     norms = (
         find_norms(targets.models, read_policy)
         if half is not None and _casts_only_parameters(read_policy)
         else ()
     )
+    half = None if sharded else half
+    master = _master(read_policy, half, targets)
+    rule = TensorRule(
+        read_policy.level,
+        half,
+        _why_float32(read_policy, resolved, sharded=sharded),
+        master,
+        casts_buffers=not _casts_only_parameters(read_policy),
+    )
+    reasons = {id(one): group.reason for group in groups for one in group.group.parameters}
+    tensors = tuple(
+        PlannedTensor(info, rule.row(info, reasons.get(id(info.tensor))))
+        for info in list_tensors(targets, keep_full)
+    )
+    padded = () if half is None else find_paddable(targets.models, targets.device)
     plan = Plan(
         policy=read_policy,
         device=targets.device,
@@ -256,8 +273,9 @@ def make_plan(
         rows=tuple(planned.row for planned in tensors),
         padded_layers=tuple(map(str, padded)),
         defer_to_autocast=defer_to_autocast,
+        sharded=sharded,
     )
-    return DecoratePlan(plan, targets, tensors, padded, norms)
+    return DecoratePlan(plan, targets, tensors, padded, norms, groups)
 
 
 def _casts_only_parameters(policy: Policy) -> bool:
@@ -275,12 +293,12 @@ def _master(policy: Policy, half: torch.dtype | None, targets: Targets) -> Maste
     return master if targets.optimizers else Master.NONE
 
 
-def _why_float32(policy: Policy, resolved: Resolved) -> str:
-    return (
-        f"parameters stay float32 at {policy.level.value}"
-        if policy.level not in _CONVERTS
-        else f"stays float32: {resolved.reason}"
-    )
+def _why_float32(policy: Policy, resolved: Resolved, *, sharded: bool) -> str:
+    if policy.level not in _CONVERTS:
+        return f"parameters stay float32 at {policy.level.value}"
+    if sharded and resolved.dtype is not None:
+        return f"buffers stay float32 at {policy.level.value}"
+    return f"stays float32: {resolved.reason}"
 
 
 def _clip_norm(clip_norm: float | None, targets: Targets) -> float | None:

@@ -122,10 +122,11 @@ class TensorRule:
     casts_buffers: bool = True
     """Whether buffers are cast with the parameters."""
 
-    def row(self, info: TensorInfo) -> PlanRow:
-        """Return the row of a tensor."""
+    def row(self, info: TensorInfo, shard_reason: str | None = None) -> PlanRow:
+        """Return the row of a tensor. `shard_reason` is why a shard stays float32."""
         name, *tied = info.names
         dtype, master, reason = self._decide(info)
+        reason = shard_reason or reason
         if tied:
             reason = f"{reason}; tied with {', '.join(tied)}"
         return PlanRow(

@@ -11,6 +11,7 @@ import torch
 
 from mezzo import _events, _launch
 from mezzo._errors import UnsupportedError
+from mezzo.prepare.sharding import is_sharded_model
 from mezzo.scaling import capture
 from mezzo.step.captured_step import Attempt, CapturedStep, StepGraphs, UpdateRunner
 from mezzo.step.components import Capture, StepComponents
@@ -74,6 +75,8 @@ def capture_obstacle(components: StepComponents) -> str | None:
     if device.type != "cuda":
         return f"the model is on {device.type}, which has no CUDA graphs"
     parameters = (parameter for model in components.models for parameter in model.parameters())
+    if is_sharded_model(components.models):
+        return "the model is sharded over processes, which is not captured"
     if len({parameter.device for parameter in parameters}) > 1:
         return "the parameters are on several devices"
     if components.replicas:

@@ -16,6 +16,7 @@ from mezzo.prepare import arguments
 from mezzo.prepare.decorate import decorate
 from mezzo.prepare.decoration import decoration_of
 from mezzo.prepare.plan import PolicyArg
+from mezzo.prepare.sharding import is_sharded_model
 from mezzo.step.capture import warn_many_kinds, warn_not_captured
 from mezzo.step.components import Capture
 from mezzo.step.cuda_graph import CapturedGraph, CaptureFailed, GraphCapturer
@@ -84,6 +85,7 @@ class EvalStep:
         """Why calls run eagerly although `capture` is not False; None if they are captured."""
         self._device = next(iter(model.parameters())).device
         self._capture = Capture.parse(capture)  # type: ignore[arg-type]
+        self._is_sharded = is_sharded_model((model,))
         self._tensors = [*model.parameters(), *model.buffers()]
         self._inputs: InputKinds[CapturedGraph] = InputKinds(max_graphs)
         self._recapture_key: Hashable = None
@@ -98,6 +100,10 @@ class EvalStep:
         if self._device.type != "cuda":
             self.eager_reason = f"the model is on {self._device.type}, which has no CUDA graphs"
             warn_not_captured(self.eager_reason, self._capture, quietly=True)
+            return None
+        if self._is_sharded:
+            self.eager_reason = "the model is sharded over processes, which is not captured"
+            warn_not_captured(self.eager_reason, self._capture)
             return None
         return GraphCapturer.on(self._device)
 
@@ -205,7 +211,9 @@ class EvalStep:
         return copy_outputs(self._run(move_inputs(inputs, self._device)))
 
     def _run(self, inputs: Any) -> Any:
-        with _evaluation_mode(self.model), torch.inference_mode():
+        # FSDP2 keeps the tensors that it gathers into, and backward cannot use inference tensors.
+        without_gradients = torch.no_grad() if self._is_sharded else torch.inference_mode()
+        with _evaluation_mode(self.model), without_gradients:
             return call_model(self.model, inputs)
 
     def _drop_graphs(self, recapture_key: Hashable) -> None:

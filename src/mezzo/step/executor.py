@@ -19,7 +19,8 @@ from mezzo.autocasting.regions import enter_regions
 from mezzo.optim.binding import optimizer_binding
 from mezzo.prepare.arguments import Optimizer
 from mezzo.scaling import capture
-from mezzo.scaling.gradients import parameters
+from mezzo.scaling.gradients import parameters, refuse_unreached
+from mezzo.scaling.mesh import local_tensors
 from mezzo.scaling.optimizer_step import advance
 from mezzo.scaling.schedule_sync import groups_of
 from mezzo.scaling.step_result import StepResult
@@ -254,7 +255,7 @@ class StepExecutor:
                 for parameter in parameters(optimizer)
                 if parameter.grad is not None
             ]
-            foreach_mul_(gradients, self.options.accumulate / calls)
+            foreach_mul_(local_tensors(gradients), self.options.accumulate / calls)
         context = StepContext(self.components, loss_factor=1.0, can_update=True)
         self._write_metrics(context, self._update(context))
 
@@ -338,11 +339,9 @@ class StepContext:
                 "update(loss, optimizer) steps at once and cannot accumulate. Use accumulate=1, or"
                 " return the loss."
             )
-        self.backward(
-            loss,
-            inputs=[parameter for parameter in parameters(optimizer) if parameter.requires_grad],
-            **kwargs,
-        )
+        trained = [parameter for parameter in parameters(optimizer) if parameter.requires_grad]
+        self.backward(loss, inputs=trained, **kwargs)
+        refuse_unreached(trained)
         with profiled(Range.UPDATE):
             self.step(optimizer)
             optimizer.zero_grad(set_to_none=True)
@@ -416,7 +415,8 @@ class StepContext:
         if not self.results:
             raise ScalerError(
                 "No parameter of the step's optimizers has a gradient. Check that the loss depends"
-                " on the models' parameters."
+                " on the models' parameters. A model is sharded before its optimizer and the step"
+                " are created: fully_shard replaces its parameters."
             )
         if self._components.scaler is not None:
             self._components.scaler.update()

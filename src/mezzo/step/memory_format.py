@@ -17,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from mezzo._errors import PolicyError
 from mezzo._hardware import hardware
 from mezzo.prepare.decoration import decoration_of
+from mezzo.scaling.mesh import any_sharded
 from mezzo.step.components import Layout
 from mezzo.step.cuda_graph import GraphCapturer, find_host_syncs
 from mezzo.step.inputs import IMAGE_DIMS, is_channels_last
@@ -69,6 +70,13 @@ class LayoutChoice:
 
 def decide(model: nn.Module, layout: Layout) -> LayoutChoice:
     """Choose the memory format of a model as far as that is possible without inputs."""
+    if any_sharded(model.parameters()):
+        if layout is Layout.ON:
+            raise PolicyError(
+                "channels_last=True cannot convert a sharded model. Call mezzo.channels_last(model)"
+                " before fully_shard(model)."
+            )
+        return LayoutChoice(channels_last=False, reason="the model is sharded over processes")
     convolutions = [module for module in model.modules() if isinstance(module, nn.Conv2d)]
     # A 1 × 1 kernel is contiguous in both formats: torch then chooses by strides.
     if convolutions and all(is_channels_last(module.weight) for module in convolutions):

@@ -1,0 +1,238 @@
+"""Models that FSDP2 has sharded: float32 shards with 16-bit compute at O2, and what is refused.
+
+The float32 shards are the master weights: each group of parameters is gathered in 16 bits, and its
+gradients are reduced in float32. torch's `MixedPrecisionPolicy` of the group does both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from mezzo._dtypes import dtype_name
+from mezzo._errors import PolicyError, UnsupportedError
+from mezzo._torch import BatchOrInstanceNorm, FsdpGroup, fsdp_groups
+from mezzo.policy.policy import Policy
+from mezzo.policy.presets import is_torch
+from mezzo.policy.types import NORMS, Level, Master, Selector
+from mezzo.prepare.arguments import KeepFull, Optimizer
+from mezzo.scaling.gradients import parameters
+from mezzo.scaling.mesh import any_sharded, is_sharded
+
+Models = tuple[nn.Module, ...]
+
+_ORDER = (
+    "First fully_shard(model), then create the optimizer from model.parameters(), then"
+    " mezzo.decorate(model, optimizer, ...)."
+)
+_DEFAULT = frozenset(Selector.parse(kind) for kind in NORMS)
+_STRICT = Selector.parse(BatchOrInstanceNorm)
+"""Layers whose kernels need float32 parameters beside their float32 statistics."""
+
+
+@dataclass(frozen=True, eq=False)
+class GroupPrecision:
+    """A group of parameters that are gathered together, and the precision to give it."""
+
+    group: FsdpGroup
+    policy: Any
+    """The new `MixedPrecisionPolicy`; the present one if the user has set it."""
+
+    @property
+    def reason(self) -> str:
+        """Why the parameters of this group stay float32."""
+        gathered = self.policy.param_dtype or torch.float32
+        reduced = self.policy.reduce_dtype or gathered
+        return (
+            f"float32 shard, gathered in {dtype_name(gathered)}, gradient reduced in"
+            f" {dtype_name(reduced)}"
+        )
+
+    def apply(self) -> Callable[[], None]:
+        """Set the policy of the group; return a function that restores the present one."""
+        self.group.set_policy(self.policy)
+        return partial(self.group.set_policy, self.group.policy)
+
+
+def is_sharded_model(models: Models) -> bool:
+    """Return whether FSDP2 or tensor parallelism has sharded parameters of a model."""
+    # A model that has run may hold whole parameters of its last group for a while.
+    return any(any_sharded(model.parameters()) or fsdp_groups(model) for model in models)
+
+
+def plan_groups(
+    models: Models, policy: Policy, half: torch.dtype, keep_full: KeepFull
+) -> tuple[GroupPrecision, ...]:
+    """Choose the precision of each group of sharded models at O2; raise for what cannot be."""
+    groups = [group for model in models for group in fsdp_groups(model)]
+    names = {id(one): name for model in models for name, one in model.named_parameters()}
+    _refuse_unsharded(names, groups, models)
+    _refuse_policy(policy)
+    if any(group.has_run for group in groups):
+        raise UnsupportedError(
+            "The sharded model has run already, and FSDP2 fixes the dtypes of its groups at the"
+            f" first forward pass. Decorate before it. {_ORDER}"
+        )
+    kept, strictly_kept = (
+        {id(one) for model in models for one in _kept(model, keep)}
+        for keep in (keep_full, _without_plain_norms(keep_full))
+    )
+    return tuple(
+        _precision(group, policy, half, names, kept=kept, strictly_kept=strictly_kept)
+        for group in groups
+    )
+
+
+def _refuse_policy(policy: Policy) -> None:
+    if policy.level is Level.O3:
+        raise PolicyError(
+            "O3 casts the parameters themselves to 16 bits, and the shards of a sharded model stay"
+            " float32. Use policy 'O2', which computes in 16 bits."
+        )
+    if policy.master not in (Master.AUTO, Master.FLOAT32):
+        raise PolicyError(
+            f"master={policy.master.value!r} needs 16-bit parameters, and O2 keeps float32 shards"
+            " under FSDP2, which are the masters. Leave master= out: each process holds only its"
+            " shards of them."
+        )
+    if not is_torch(policy.preset):
+        raise PolicyError(
+            f"preset={policy.preset!r} casts parameters in another way than FSDP2 gathers them. Use"
+            " policy 'O2' of mezzo for a sharded model."
+        )
+
+
+def _refuse_unsharded(names: dict[int, str], groups: list[FsdpGroup], models: Models) -> None:
+    """Raise for parameters that FSDP2 does not shard, alone or after tensor parallelism."""
+    managed = {id(one) for group in groups for one in group.parameters}
+    for model in models:
+        for parameter in model.parameters():
+            if id(parameter) in managed or not parameter.is_floating_point():
+                continue
+            how = (
+                "is split by tensor parallelism alone, which has no 16-bit copy of a float32 shard"
+                if is_sharded(parameter)
+                else "is not sharded, while others are"
+            )
+            raise UnsupportedError(
+                f"The parameter {names[id(parameter)]!r} {how}. At O2 shard the whole model:"
+                " fully_shard(model), after parallelize_module if you use it; or use policy 'O1',"
+                " which computes in 16 bits without casting parameters."
+            )
+
+
+def _kept(model: nn.Module, keep: KeepFull) -> list[nn.Parameter]:
+    reasons = keep.reasons(model)
+    return [one for name, one in model.named_parameters(remove_duplicate=False) if name in reasons]
+
+
+def _without_plain_norms(keep: KeepFull) -> KeepFull:
+    """Return what must be gathered in float32.
+
+    Layer, group and RMS norms compute in float32 from 16-bit weights too, as at O2 without shards.
+    """
+    required = tuple(one for one in keep.selectors if one not in _DEFAULT or one == _STRICT)
+    return replace(keep, selectors=required)
+
+
+def _precision(
+    group: FsdpGroup,
+    policy: Policy,
+    half: torch.dtype,
+    names: dict[int, str],
+    *,
+    kept: set[int],
+    strictly_kept: set[int],
+) -> GroupPrecision:
+    from torch.distributed.fsdp import MixedPrecisionPolicy  # noqa: PLC0415 - slow to import
+
+    trained = [one for one in group.parameters if one.is_floating_point()]
+    stays = bool(trained) and all(id(one) in kept for one in trained)
+    required = [names.get(id(one), "") for one in trained if id(one) in strictly_kept]
+    if group.policy != MixedPrecisionPolicy():
+        if group.policy.param_dtype is not half or (required and not stays):
+            _refuse_group_policy(group, half)
+        stays = False
+        chosen = group.policy
+    else:
+        chosen = MixedPrecisionPolicy(
+            param_dtype=None if stays else half,
+            # Explicit: torch's own default depends on its version.
+            reduce_dtype=policy.grad_dtype or torch.float32,
+            cast_forward_inputs=False,
+        )
+    if required and not stays:
+        parent = required[0].rpartition(".")[0]
+        raise UnsupportedError(
+            f"keep_full keeps {required[0]!r} in float32, but FSDP2 gathers it together with"
+            f" parameters in {dtype_name(half)}. Shard each such module by itself, before the"
+            f" module around it: fully_shard(model.get_submodule({parent!r}))."
+        )
+    return GroupPrecision(group, chosen)
+
+
+def _refuse_group_policy(group: FsdpGroup, half: torch.dtype) -> None:
+    raise PolicyError(
+        f"{type(group.module).__name__} was sharded with mp_policy={group.policy}, but the policy"
+        f" computes in {dtype_name(half)}. Leave mp_policy out of fully_shard(...): decorate sets"
+        f" it. Or pass MixedPrecisionPolicy(param_dtype={half}, reduce_dtype=torch.float32,"
+        " cast_forward_inputs=False)."
+    )
+
+
+def refuse_undo(models: Models) -> None:
+    """Raise `UnsupportedError` if forward passes have fixed the dtypes of sharded models."""
+    if any(group.has_run for model in models for group in fsdp_groups(model)):
+        raise UnsupportedError(
+            "A sharded model cannot be undecorated after it has run at O2: FSDP2 fixes the dtypes"
+            " of its groups at the first forward pass. Save its state_dict(), whose values are"
+            " float32, and load it into a new model."
+        )
+
+
+# -- optimizers whose parameters were replaced -----------------------------------------------------
+
+
+def refuse_replaced_parameters(optimizer: Optimizer, models: Models) -> Callable[[], None]:
+    """Check at an optimizer's first step that its parameters are still the models'.
+
+    `fully_shard` and `parallelize_module` replace the parameters of a model: an optimizer that was
+    decorated before would train nothing. Returns a function that removes the check.
+    """
+    decorated, is_checked = parameters(optimizer), False
+
+    def before_step(*_: Any) -> None:
+        nonlocal is_checked
+        if not is_checked and not any_sharded(decorated):
+            _check_parameters(optimizer, decorated, models)
+        is_checked = True
+
+    try:
+        handle: Any = optimizer.register_step_pre_hook(before_step)
+    except AttributeError:
+        # A wrapper that does not initialize its base class has no hooks.
+        return lambda: None
+    remove: Callable[[], None] = handle.remove
+    return remove
+
+
+def _check_parameters(optimizer: Optimizer, decorated: list[torch.Tensor], models: Models) -> None:
+    present = {id(one) for model in models for one in model.parameters()}
+    lost = [one for one in decorated if id(one) not in present]
+    sharded = is_sharded_model(models)
+    if lost and (sharded or len(lost) == len(decorated)):
+        why = (
+            "it was sharded after it was decorated"
+            if sharded
+            else "other code has replaced them since mezzo.decorate"
+        )
+        raise UnsupportedError(
+            f"{len(lost)} of the {len(decorated)} parameters of this {type(optimizer).__name__} are"
+            f" no longer the model's: {why}. A step would not train the model."
+            f" {_ORDER if sharded else 'Create the optimizer and decorate again.'}"
+        )
