@@ -1,0 +1,186 @@
+"""Models that FSDP2 has sharded on a CUDA device, with one rank and NCCL."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import distributed, nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+
+import mezzo
+from mezzo.optim.binding import optimizer_binding
+from mezzo.optim.fused_step import FusedBinding
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+    pytest.mark.skipif(not distributed.is_nccl_available(), reason="needs NCCL"),
+]
+
+LEVELS = [("O1", "bfloat16"), ("O1", "float16"), ("O2", "bfloat16"), ("O2", "float16")]
+CALLS = 8
+NOT_CAPTURED = "the model is sharded over processes, which is not captured"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _group(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    store = Path(tmp_path_factory.mktemp("store")) / "store"
+    torch.cuda.set_device(0)
+    distributed.init_process_group("nccl", init_method=f"file://{store}", rank=0, world_size=1)
+    yield
+    distributed.destroy_process_group()
+
+
+def make_model(*, sharded: bool) -> Any:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 128), nn.LayerNorm(128), nn.Tanh(), nn.Linear(128, 16))
+    model.cuda()
+    if sharded:
+        fully_shard(model[0])
+        fully_shard(model)
+    return model
+
+
+def adamw(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=0.01)
+
+
+def make_batch(index: int) -> torch.Tensor:
+    return torch.randn(32, 64, generator=torch.Generator().manual_seed(index)).cuda()
+
+
+def whole(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Return the float32 values of a model's parameters."""
+    return {
+        name: (value.full_tensor() if isinstance(value, DTensor) else value).detach().clone()
+        for name, value in mezzo.master_params(model).items()
+    }
+
+
+def train(level: str, dtype: str, *, sharded: bool) -> tuple[dict[str, Any], torch.optim.Optimizer]:
+    """Train with a step that skips its fourth update in float16."""
+    model = make_model(sharded=sharded)
+    optimizer = adamw(model)
+    scaler = (
+        # Not dynamic: a dynamic scale is searched at the first update.
+        mezzo.GradScaler("cuda", init_scale=256.0, dynamic=False) if dtype == "float16" else None
+    )
+    step = mezzo.TrainStep(
+        model,
+        nn.functional.mse_loss,
+        optimizer,
+        level,
+        dtype=dtype,
+        scaler=scaler,
+        clip_norm=0.5,
+        capture=False,
+    )
+    losses, norms = [], []
+    for index in range(CALLS):
+        x = make_batch(index)
+        overflows = index == 3 and scaler is not None
+        losses.append(step(x, x[:, :16] * (float("inf") if overflows else 1.0)))
+        norms.append(mezzo.grad_norm(optimizer).clone())
+        assert step.skipped is overflows
+    finite = [index for index in range(CALLS) if index != 3]
+    results = {"losses": torch.stack(losses)[finite], "norms": torch.stack(norms)[finite]}
+    return {**results, **whole(model)}, optimizer
+
+
+@pytest.mark.parametrize(("level", "dtype"), LEVELS)
+def test_one_rank_equals_a_step_without_shards(level: str, dtype: str) -> None:
+    sharded, optimizer = train(level, dtype, sharded=True)
+    plain, _ = train(level, dtype, sharded=False)
+    torch.testing.assert_close(sharded, plain, rtol=1e-3, atol=1e-4)
+    assert isinstance(optimizer_binding(optimizer), FusedBinding)
+    for state in optimizer.state.values():
+        assert isinstance(state["exp_avg"], DTensor)
+        assert state["exp_avg"].to_local().abs().sum() > 0
+
+
+def test_a_step_of_a_scaler_over_shards_does_not_synchronize() -> None:
+    model = make_model(sharded=True)
+    optimizer, scaler = adamw(model), mezzo.GradScaler("cuda", init_scale=256.0)
+    mezzo.decorate(model, optimizer, "O2", dtype="float16", clip_norm=0.5)
+    for index in range(5):
+        x = make_batch(index)
+        scaler.scale(nn.functional.mse_loss(model(x).float(), x[:, :16])).backward()
+        torch.cuda.synchronize()
+        if index >= 2:
+            torch.cuda.set_sync_debug_mode("error")
+        try:
+            scaler.step(optimizer)
+            scaler.update()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        optimizer.zero_grad()
+    assert scaler.state().skipped_steps == 0
+
+
+def test_an_inf_in_a_shard_skips_the_step_on_the_device() -> None:
+    model = make_model(sharded=True)
+    optimizer, scaler = adamw(model), mezzo.GradScaler("cuda", init_scale=256.0)
+    mezzo.decorate(model, optimizer, "O2", dtype="float16")
+    scaler.register_parameter_names(model)
+    x = make_batch(0)
+    scaler.scale(nn.functional.mse_loss(model(x).float(), x[:, :16])).backward()
+    model[0].weight.grad.to_local()[5, 7] = torch.inf
+    before = whole(model)
+    result = scaler.step(optimizer)
+    scaler.update()
+    assert result.skipped
+    assert result.first_nonfinite == "0.weight"
+    assert scaler.get_scale() == 128.0
+    torch.testing.assert_close(whole(model), before, rtol=0, atol=0)
+
+
+def test_torchs_fused_optimizer_steps_with_a_scaler_at_o1() -> None:
+    model = make_model(sharded=True)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, fused=True)
+    scaler = mezzo.GradScaler("cuda", init_scale=256.0)
+    x, before = make_batch(0), None
+    for overflows in (False, True):
+        with mezzo.autocast("cuda", torch.float16):
+            loss = nn.functional.mse_loss(model(x), x[:, :16])
+        scaler.scale(loss).backward()
+        before = [one.to_local().clone() for one in model.parameters()]
+        if overflows:
+            model[3].weight.grad.to_local()[0, 0] = torch.inf
+        assert scaler.step(optimizer).skipped is overflows
+        scaler.update()
+        optimizer.zero_grad()
+        same = [
+            torch.equal(one.to_local(), old)
+            for one, old in zip(model.parameters(), before, strict=True)
+        ]
+        assert all(same) is overflows
+
+
+def test_a_sharded_step_runs_eagerly_with_one_warning() -> None:
+    model = make_model(sharded=True)
+    with pytest.warns(UserWarning, match=NOT_CAPTURED):
+        step = mezzo.TrainStep(model, nn.functional.mse_loss, adamw(model), "O2", dtype="bfloat16")
+    x = make_batch(0)
+    losses = [float(step(x, x[:, :16])) for _ in range(6)]
+    assert losses[-1] < losses[0]
+    assert step.eager_reason == NOT_CAPTURED
+    assert not step.captured
+    model = make_model(sharded=True)
+    with pytest.raises(mezzo.UnsupportedError, match=NOT_CAPTURED):
+        mezzo.TrainStep(
+            model, nn.functional.mse_loss, adamw(model), "O2", dtype="bfloat16", capture=True
+        )
+
+
+def test_an_evaluation_of_a_sharded_model_equals_that_of_the_whole() -> None:
+    x = make_batch(0)
+    outputs = [
+        mezzo.EvalStep(make_model(sharded=sharded).eval(), "O2", dtype="bfloat16", capture=False)(x)
+        for sharded in (True, False)
+    ]
+    torch.testing.assert_close(*outputs, rtol=0, atol=0)

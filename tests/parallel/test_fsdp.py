@@ -1,0 +1,287 @@
+"""Models that FSDP2 and tensor parallelism have sharded, in two and four processes.
+
+`support/sharded_ranks.py` has what each rank does; all scenarios share one start of the processes.
+"""
+
+import pytest
+import torch
+from support import sharded_ranks
+from support.processes import run_ranks
+from torch import distributed, nn
+
+import mezzo
+
+BOUNDS = {"bfloat16": 1e-2, "float16": 1e-3}
+"""Largest difference of a loss (1 to 2) from that of one process: halves of a batch are rounded
+separately."""
+SKIPS = [False, True, False, False]
+
+
+@pytest.fixture(scope="module")
+def two():
+    return run_ranks(2, sharded_ranks.two_ranks)
+
+
+@pytest.fixture(scope="module")
+def four():
+    return run_ranks(4, sharded_ranks.four_ranks)
+
+
+@pytest.fixture(scope="module")
+def one(tmp_path_factory):
+    """Return a function that trains in one process on whole batches."""
+    store = tmp_path_factory.mktemp("store") / "store"
+    distributed.init_process_group("gloo", init_method=f"file://{store}", rank=0, world_size=1)
+    yield lambda *args, **options: sharded_ranks.train(
+        sharded_ranks.make_model(), *args, 0, 1, **options
+    )
+    distributed.destroy_process_group()
+
+
+def assert_equal_within(results, reference, bound):
+    for result in results:
+        for losses in ("losses", "norms"):
+            assert result[losses] == pytest.approx(reference[losses], abs=bound)
+    first, *others = (result["weights"] for result in results)
+    assert all(
+        torch.equal(*pair) for weights in others for pair in zip(first, weights, strict=True)
+    )
+
+
+def assert_all_skip(results, bad_rank, name):
+    """Assert that every rank skips the second step, and only the bad one names the parameter."""
+    for rank, result in enumerate(results):
+        assert result["skipped"] == SKIPS
+        assert result["scales"] == [1024.0, 512.0, 512.0, 512.0]
+        assert result["changed"] == [not skips for skips in SKIPS]
+        assert result["names"] == [None, name if rank == bad_rank else None, None, None]
+
+
+# -- losses and norms ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize(("level", "options"), [("O1", {}), ("O2", {"clip_norm": 0.5})])
+def test_losses_and_norms_equal_those_of_one_process(two, one, level, options, dtype):
+    results = [rank[f"train {level} {dtype}"] for rank in two]
+    assert_equal_within(results, one(level, dtype, **options), BOUNDS[dtype])
+
+
+def test_float32_losses_differ_by_the_order_of_sums_only(two, one):
+    results = [rank["train O0"] for rank in two]
+    assert_equal_within(results, one("O0", None, clip_norm=0.5), 1e-6)
+
+
+@pytest.mark.parametrize("mesh", ["hybrid", "both"])
+def test_norms_are_right_on_meshes_of_two_dimensions(four, one, mesh):
+    reference = one("O2", "float16", clip_norm=0.5)
+    assert_equal_within([rank[mesh] for rank in four], reference, BOUNDS["float16"])
+
+
+def test_accumulated_gradients_equal_those_of_the_whole_batch(two):
+    whole, *others = (two[0]["accumulate"][name] for name in ("whole", "by hand", "step", "flush"))
+    for weights in others:
+        for expected, found in zip(whole, weights, strict=True):
+            # Gradients of two examples are rounded to bfloat16 before they are added up.
+            torch.testing.assert_close(found, expected, atol=2e-3, rtol=0)
+
+
+def test_an_evaluation_of_a_sharded_model_equals_that_of_the_whole(two):
+    torch.testing.assert_close(*two[0]["eval"]["outputs"], rtol=2.0**-7, atol=2.0**-8)
+
+
+def test_a_sharded_model_trains_after_an_evaluation(two):
+    assert two[0]["eval"]["falls"]
+
+
+# -- overflows -------------------------------------------------------------------------------------
+
+
+def test_all_ranks_skip_for_an_inf_in_one_shard(two):
+    assert_all_skip([rank["one shard"] for rank in two], 1, "blocks.1.up.weight")
+
+
+def test_all_ranks_skip_for_an_overflow_of_the_data_of_one_rank(two):
+    for rank in two:
+        assert rank["one batch"]["skipped"] == SKIPS
+        assert rank["one batch"]["scales"] == [1024.0, 512.0, 512.0, 512.0]
+
+
+def test_all_ranks_skip_after_unscale_of_an_optimizer_that_is_not_decorated(two):
+    expected = [(skips, not skips) for skips in SKIPS]
+    assert [rank["unscaled"] for rank in two] == [expected, expected]
+
+
+def test_all_ranks_skip_for_an_inf_in_one_shard_of_hybrid_sharding(four):
+    assert_all_skip([rank["hybrid, one shard"] for rank in four], 3, "blocks.0.up.weight")
+
+
+def test_all_ranks_skip_for_an_inf_in_one_tensor_parallel_shard(two, four):
+    assert_all_skip(
+        [rank["tensor parallel"]["one shard"] for rank in two], 1, "blocks.0.down.weight"
+    )
+    assert_all_skip([rank["both, one shard"] for rank in four], 1, "blocks.1.up.weight")
+
+
+def test_all_ranks_skip_for_an_inf_in_a_parameter_outside_the_tensor_mesh(four):
+    assert_all_skip([rank["both, one norm"] for rank in four], 2, "blocks.1.norm.weight")
+
+
+def test_ranks_of_another_mesh_do_not_skip(four):
+    skips = [rank["pairs"] for rank in four]
+    assert skips == [SKIPS, [False] * 4, SKIPS, [False] * 4]
+
+
+def test_a_step_needs_one_all_reduce_for_flag_and_norm(two):
+    for rank in two:
+        assert (rank["all-reduces"]["float16"], rank["all-reduces"]["bfloat16"]) == (1, 1)
+
+
+def test_reading_the_result_on_one_rank_needs_no_other_rank(two):
+    assert two[0]["all-reduces"]["read"] == 0
+
+
+def test_tensors_without_an_optimizer_are_unscaled_with_one_answer(two):
+    assert [rank["tensors"] for rank in two] == [[False, True], [False, True]]
+
+
+def test_a_partial_gradient_is_added_up_before_it_is_checked(two):
+    # 4 from each of two ranks, unscaled by 2; the sum of 3e38 and 3e38 is infinite.
+    for rank in two:
+        assert rank["partial"]["finite"] == (False, [-4.0, -4.0, -4.0])
+        assert rank["partial"]["overflow"] == (True, [-4.0, -4.0, -4.0])
+
+
+# -- tensor parallelism ----------------------------------------------------------------------------
+
+
+def test_tensor_parallel_losses_equal_those_of_one_process(two, one):
+    results = [rank["tensor parallel"]["train"] for rank in two]
+    assert_equal_within(results, one("O1", "float16", clip_norm=0.5), BOUNDS["float16"])
+
+
+def test_tensor_parallelism_alone_is_refused_at_o2(two):
+    message = two[0]["tensor parallel"]["O2"]
+    assert message.startswith("UnsupportedError: The parameter 'blocks.0.norm.weight' is not")
+    assert "fully_shard(model), after parallelize_module" in message
+    assert "'O1'" in message
+
+
+# -- precision of groups ---------------------------------------------------------------------------
+
+
+def test_groups_are_gathered_in_16_bits_and_reduced_in_float32_by_default(two):
+    # Explicit, because torch's own default differs between its versions.
+    assert two[0]["groups"]["default"] == {(torch.float16, torch.float32, False)}
+
+
+def test_norms_in_groups_of_their_own_are_gathered_in_float32(two):
+    groups = two[0]["groups"]["groups"]
+    assert ("FSDPLayerNorm", None, torch.bfloat16) in groups
+    assert ("FSDPBlock", torch.bfloat16, torch.bfloat16) in groups
+    assert two[0]["batch norm"] == ["torch.float32", True]
+
+
+def test_the_plan_of_a_sharded_model_shows_its_shards(two):
+    rows = two[0]["groups"]["rows"]
+    reason = "float32 shard, gathered in {}, gradient reduced in float32"
+    assert rows["head.weight"] == ("float32", reason.format("bfloat16"))
+    assert rows["blocks.0.norm.weight"] == ("float32", reason.format("float32"))
+    assert two[0]["groups"]["untouched"]
+
+
+def test_a_mixed_precision_policy_of_the_user_is_kept(two):
+    assert two[0]["groups"]["chosen"]
+
+
+# -- errors ----------------------------------------------------------------------------------------
+
+ORDER = "First fully_shard(model), then create the optimizer"
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_a_model_that_is_sharded_after_decorate_raises_at_the_first_step(two, level):
+    message = two[0]["orders"][f"decorated before, {level}"]
+    assert message.startswith("UnsupportedError: 2 of the 2 parameters of this AdamW are no longer")
+    assert ORDER in message
+
+
+def test_a_function_step_trains_a_sharded_model(two):
+    assert two[0]["function"]["falls"]
+
+
+def test_a_backward_pass_that_reaches_no_shard_raises(two):
+    assert "gradients of gathered copies" in two[0]["function"]["unreached"]
+
+
+def test_a_scaler_step_without_gradients_raises_on_every_rank(two):
+    for rank in two:
+        assert "step() found no gradients" in rank["function"]["no gradients"]
+        assert "first fully_shard(model)" in rank["function"]["no gradients"]
+
+
+def test_shards_of_a_decorated_model_keep_their_dtype(two):
+    assert "cannot be moved from torch.float32 on cpu" in two[0]["function"]["cast"]
+    assert two[0]["function"]["moved"] == "no error"
+
+
+def test_an_optimizer_from_before_sharding_is_refused(two):
+    message = two[0]["orders"]["optimizer before"]
+    assert "create the optimizer after fully_shard(model)" in message
+
+
+def test_sharding_after_a_training_step_raises(two):
+    assert "Error" in two[0]["orders"]["step before"]
+
+
+def test_a_sharded_model_that_has_run_is_refused_at_o2_only(two):
+    orders = two[0]["orders"]
+    assert "has run already" in orders["forward before"]
+    assert ORDER in orders["forward before"]
+    assert orders["forward before, O1"] == "no error"
+
+
+@pytest.mark.parametrize(
+    ("case", "words"),
+    [
+        ("O3", "Use policy 'O2'"),
+        ("split", "O2 keeps float32 shards under FSDP2"),
+        ("preset", "preset='apex'"),
+        ("partly", "'blocks.1.norm.weight' is not sharded, while others are"),
+        ("other dtype", "Leave mp_policy out of fully_shard"),
+        ("keep_full", "fully_shard(model.get_submodule('blocks.0.up'))"),
+        ("batch norm", "fully_shard(model.get_submodule('1'))"),
+        ("channels_last", "before fully_shard(model)"),
+        ("capture", "cannot be captured"),
+    ],
+)
+def test_what_shards_do_not_support_is_refused(two, case, words):
+    message = two[0]["refused"][case]
+    assert message.partition(":")[0] in ("PolicyError", "UnsupportedError")
+    assert words in message
+
+
+def test_a_sharded_model_is_undecorated_before_its_first_forward_only(two):
+    undone = two[0]["undecorate"]
+    assert undone["restored"]
+    assert undone["dtype"] == "torch.float32"
+    assert "cannot be undecorated after it has run" in undone["after a forward"]
+    assert undone["still decorated"] == "torch.bfloat16"
+
+
+def test_an_optimizer_whose_layers_were_all_replaced_raises_at_the_first_step():
+    model = nn.Sequential(nn.Linear(2, 2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    mezzo.decorate(model, optimizer, "O1", dtype="bfloat16")
+    model[0] = nn.Linear(2, 2)
+    with pytest.raises(mezzo.UnsupportedError, match=r"2 of the 2 parameters.*decorate again"):
+        optimizer.step()
+
+
+def test_a_step_after_some_layers_were_replaced_is_not_refused():
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    mezzo.decorate(model, optimizer, "O1", dtype="bfloat16")
+    model[0] = nn.Linear(2, 2)
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
