@@ -428,6 +428,15 @@ def sample_spacing(numel: int) -> int:
     return max(0, (numel - 1).bit_length() - (SAMPLES.bit_length() - 1))
 
 
+def sample_size(numel: int) -> int:
+    """Return the number of elements of the sample of a parameter.
+
+    >>> [sample_size(numel) for numel in (0, 1, 128, 129, 4095)]
+    [0, 1, 128, 65, 128]
+    """
+    return -(-numel >> sample_spacing(numel))
+
+
 def sampled(parameter: torch.Tensor) -> torch.Tensor:
     """Return a view of a parameter's sampled elements.
 

@@ -19,7 +19,14 @@ from mezzo.policy.decide import Resolved, resolve
 from mezzo.policy.policy import Policy
 from mezzo.policy.presets import is_torch
 from mezzo.policy.types import Level, Master
-from mezzo.prepare.arguments import Models, Optimizers, Targets, read_keep_full, read_targets
+from mezzo.prepare.arguments import (
+    KeepFull,
+    Models,
+    Optimizers,
+    Targets,
+    read_keep_full,
+    read_targets,
+)
 from mezzo.prepare.forward import PaddedLinear, find_paddable
 from mezzo.prepare.norms import find_norms
 from mezzo.prepare.plan_rows import (
@@ -347,3 +354,28 @@ def _companion_size(row: PlanRow, master: Master) -> int:
     master_format = MASTER_FORMATS[Master.FLOAT32 if row.kind == "buffer" else master]
     dtype = master_format.companion_dtype(row.after)
     return 0 if dtype is None else dtype.itemsize
+
+
+# -- without values --------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, eq=False)
+class PlannedTensors:
+    """The tensors of a model as `decorate` would store them in one process."""
+
+    half: torch.dtype | None
+    """The dtype that parameters are cast to; None if they are not."""
+    master: Master
+    tensors: tuple[PlannedTensor, ...]
+
+
+def plan_tensors(
+    targets: Targets, policy: Policy, keep_full: KeepFull, dtype: torch.dtype | None
+) -> PlannedTensors:
+    """Plan the tensors of a model that need not have values, as on the meta device."""
+    half = dtype if policy.level in _CONVERTS else None
+    master = _master(policy, half, targets)
+    casts_buffers = not _casts_only_parameters(policy)
+    rule = TensorRule(policy.level, half, "stays float32", master, casts_buffers=casts_buffers)
+    infos = list_tensors(targets, keep_full)
+    return PlannedTensors(half, master, tuple(PlannedTensor(one, rule.row(one)) for one in infos))
