@@ -11,6 +11,7 @@ from mezzo._errors import (
 )
 from mezzo._hardware import Hardware, hardware
 from mezzo._observe import count_dtypes
+from mezzo.advising.estimate import Estimate, estimate
 from mezzo.advising.precision_loss import PrecisionLoss, find_precision_loss
 from mezzo.autocasting.autocast import autocast, disable_autocast, enable_autocast
 from mezzo.autocasting.custom_ops import register_op
@@ -47,6 +48,7 @@ __all__ = [
     "CheckpointError",
     "ConversionError",
     "Converted",
+    "Estimate",
     "EvalStep",
     "GradScaler",
     "Hardware",
@@ -73,6 +75,7 @@ __all__ = [
     "decorate",
     "disable_autocast",
     "enable_autocast",
+    "estimate",
     "find_precision_loss",
     "grad_norm",
     "hardware",
