@@ -129,6 +129,14 @@ def run_fsdp(region=None, **options):
     return found | {"estimated": {name: getattr(groups, name) for name in WIRE}}
 
 
+def run_decorated(options):
+    """Run a model that was sharded without a precision, which `decorate` then sets."""
+    model = sharded()
+    optimizer = torch.optim.AdamW(trained(model))
+    mezzo.decorate(model, optimizer, dtype="bfloat16", **options)
+    return run_step(model, optimizer)
+
+
 WIRE = ("all_gather_forward", "all_gather_backward", "reduce_scatter", "all_reduce", "broadcast")
 
 
@@ -148,9 +156,15 @@ def measure(rank):
         "fsdp O2 resharded": run_fsdp(**half, reshard=True),
         "fsdp O2 kept": run_fsdp(**half, reshard=False),
         "hsdp O2": run_fsdp(**half, mesh=replicated),
+        **{name: run_decorated(options) for name, options in DECORATED.items()},
     }
 
 
+DECORATED = {
+    "decorated O1": {"policy": "O1"},
+    "decorated O2": {"policy": "O2"},
+    "decorated O2 reduced in 16 bits": {"policy": "O2", "grad_dtype": "bfloat16"},
+}
 SCENARIOS = {
     "ddp O0": {"policy": "O0", "strategy": "ddp"},
     "ddp O1": {"policy": "O1", "strategy": "ddp"},
@@ -163,6 +177,7 @@ SCENARIOS = {
     "fsdp O2 resharded": {"policy": "O2", "reshard_after_forward": True},
     "fsdp O2 kept": {"policy": "O2", "reshard_after_forward": False},
     "hsdp O2": {"policy": "O2", "strategy": "hsdp", "shard_ranks": 1},
+    **DECORATED,
 }
 
 
