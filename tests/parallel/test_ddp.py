@@ -642,7 +642,7 @@ def channels_last_of_a_wrapped_model_raises(rank):
     make = {"policy": "O1", "dtype": "bfloat16", "channels_last": True}
     assert_raises(
         mezzo.PolicyError,
-        "channels_last.model. first, then wrap",
+        "channels_last.model. before that",
         lambda: mezzo.TrainStep(DistributedDataParallel(model), mse, optimizer, **make),
     )
     ddp = DistributedDataParallel(mezzo.channels_last(model))

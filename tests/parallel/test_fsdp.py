@@ -244,6 +244,7 @@ def test_a_sharded_model_that_has_run_is_refused_at_o2_only(two):
 @pytest.mark.parametrize(
     ("case", "words"),
     [
+        ("settings", "clip_norm: 1.0 on rank 0; 2.0 on rank 1"),
         ("O3", "Use policy 'O2'"),
         ("split", "O2 keeps float32 shards under FSDP2"),
         ("preset", "preset='apex'"),
@@ -251,7 +252,7 @@ def test_a_sharded_model_that_has_run_is_refused_at_o2_only(two):
         ("other dtype", "Leave mp_policy out of fully_shard"),
         ("keep_full", "fully_shard(model.get_submodule('blocks.0.up'))"),
         ("batch norm", "fully_shard(model.get_submodule('1'))"),
-        ("channels_last", "before fully_shard(model)"),
+        ("channels_last", "mezzo.channels_last(model) before that"),
         ("capture", "cannot be captured"),
     ],
 )

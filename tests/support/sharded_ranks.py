@@ -206,7 +206,7 @@ def two_ranks(rank: int) -> dict[str, Any]:
     results["function"] = _function_step(rank)
     results["orders"] = _orders(rank)
     results["groups"] = _groups()
-    results["refused"] = _refused()
+    results["refused"] = _refused(rank)
     results["batch norm"] = _batch_norm()
     results["undecorate"] = _undecorate(rank)
     results["eval"] = _evaluate(rank)
@@ -425,7 +425,21 @@ def _groups() -> dict[str, Any]:
     }
 
 
-def _refused() -> dict[str, str]:
+def _different_settings(rank: int) -> str:
+    """The message of ranks that clip differently."""
+    model = shard(make_model())
+    step = mezzo.TrainStep(
+        model,
+        nn.functional.mse_loss,
+        adamw(model),
+        dtype="bfloat16",
+        clip_norm=1.0 + rank,
+        capture=False,
+    )
+    return message_of(lambda: step(*part(make_batches()[0], rank, 2)))
+
+
+def _refused(rank: int) -> dict[str, str]:
     """What a sharded model does not support, and that an error changes nothing."""
 
     def decorate(model: nn.Module, policy: str = "O2", **options: Any) -> str:
@@ -442,6 +456,7 @@ def _refused() -> dict[str, str]:
     other = shard(make_model(), mp_policy=MixedPrecisionPolicy(torch.float16))
     convolution = fully_shard(nn.Sequential(nn.Conv2d(1, 2, 1), nn.BatchNorm2d(2)))
     return {
+        "settings": _different_settings(rank),
         "O3": decorate(shard(make_model()), "O3"),
         "split": decorate(shard(make_model()), master="split"),
         "preset": decorate(shard(make_model()), preset="apex"),

@@ -7,7 +7,6 @@ folder can be loaded by another number of ranks, and by one process without shar
 from __future__ import annotations
 
 import shutil
-import sys
 import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -24,6 +23,7 @@ from mezzo.prepare.arguments import Optimizer
 from mezzo.prepare.decoration import has_exact_masters
 from mezzo.prepare.model_state_dict import exact_state_dict
 from mezzo.scaling.gradients import parameters
+from mezzo.scaling.mesh import any_sharded
 
 _METADATA = ".metadata"
 """The file that torch writes last."""
@@ -36,10 +36,9 @@ def is_sharded(models: Iterable[nn.Module], optimizers: Iterable[Optimizer] = ()
     >>> is_sharded([nn.Linear(1, 1)])
     False
     """
-    # Not imported here: without the module there are no DTensors.
-    module = sys.modules.get("torch.distributed.tensor")
-    tensors = chain(*(model.parameters() for model in models), *map(parameters, optimizers))
-    return module is not None and any(isinstance(one, module.DTensor) for one in tensors)
+    return any_sharded(
+        chain(*(model.parameters() for model in models), *map(parameters, optimizers))
+    )
 
 
 def is_complete(path: Path) -> bool:

@@ -70,25 +70,17 @@ class LayoutChoice:
 
 def decide(model: nn.Module, layout: Layout) -> LayoutChoice:
     """Choose the memory format of a model as far as that is possible without inputs."""
-    if any_sharded(model.parameters()):
-        if layout is Layout.ON:
-            raise PolicyError(
-                "channels_last=True cannot convert a sharded model. Call mezzo.channels_last(model)"
-                " before fully_shard(model)."
-            )
-        return LayoutChoice(channels_last=False, reason="the model is sharded over processes")
     convolutions = [module for module in model.modules() if isinstance(module, nn.Conv2d)]
+    fixed = _why_fixed(model)
     # A 1 × 1 kernel is contiguous in both formats: torch then chooses by strides.
     if convolutions and all(is_channels_last(module.weight) for module in convolutions):
         return LayoutChoice(channels_last=True, reason="the model is channels_last already")
-    wrapped = isinstance(model, DistributedDataParallel)
-    if wrapped and layout is Layout.ON:
-        raise PolicyError(
-            "channels_last=True converts the parameters, and the model is wrapped by"
-            " DistributedDataParallel already, which keeps their memory format. Call"
-            " mezzo.channels_last(model) first, then wrap."
-        )
     if layout is Layout.ON:
+        if fixed is not None:
+            raise PolicyError(
+                f"channels_last=True converts the parameters, and {fixed}. Call"
+                " mezzo.channels_last(model) before that."
+            )
         return LayoutChoice(channels_last=True, reason="channels_last=True")
     if layout is Layout.OFF:
         return LayoutChoice(channels_last=False, reason="channels_last=False")
@@ -99,17 +91,21 @@ def decide(model: nn.Module, layout: Layout) -> LayoutChoice:
         return LayoutChoice(
             channels_last=False, reason=f"there are no tensor cores on {device.type}"
         )
-    if wrapped:
-        return LayoutChoice(
-            channels_last=False,
-            reason="the model was wrapped before: call mezzo.channels_last(model) first",
-        )
-    if decoration_of(model) is not None:
-        return LayoutChoice(
-            channels_last=False,
-            reason="the model was decorated before: call mezzo.channels_last(model) first",
-        )
+    if fixed is None and decoration_of(model) is not None:
+        fixed = "the model was decorated before"
+    if fixed is not None:
+        reason = f"{fixed}: call mezzo.channels_last(model) first"
+        return LayoutChoice(channels_last=False, reason=reason)
     return LayoutChoice(channels_last=None, reason="not measured yet")
+
+
+def _why_fixed(model: nn.Module) -> str | None:
+    """Return why the memory format of a model cannot be changed any more."""
+    if any_sharded(model.parameters()):
+        return "the model is sharded over processes already"
+    if isinstance(model, DistributedDataParallel):
+        return "the model is wrapped by DistributedDataParallel already"
+    return None
 
 
 _WARM_UP, _TIMED = 2, 5

@@ -9,6 +9,7 @@ from typing import Any
 from mezzo._dtypes import dtype_name
 from mezzo.parallel.agreement import check_agreement
 from mezzo.prepare.arguments import Optimizer
+from mezzo.scaling.mesh import mesh_of
 from mezzo.scaling.schedule_sync import groups_of
 from mezzo.step.components import StepComponents
 from mezzo.step.executor import StepOptions
@@ -21,17 +22,20 @@ def check_shared_settings(
 ) -> None:
     """Check before the first call that all ranks train the same step; raise on all if not.
 
-    Only for steps whose models are wrapped: in other programs with several processes each may train
-    a model of its own. Synchronizes.
+    Only for steps whose models are wrapped or sharded: in other programs with several processes
+    each may train a model of its own. Synchronizes.
     """
     replicas = components.replicas
     replicas.check(
         components.models, components.optimizers, scales_loss=components.scaler is not None
     )
-    if replicas:
+    mesh = mesh_of([one for model in components.models for one in model.parameters()])
+    groups = (replicas.group,) if replicas else () if mesh is None else mesh.groups
+    if groups:
         settings = shared_settings(components, options) | dict(_text(progress.items()))
-        check_agreement(settings, replicas.group, components.device)
-        replicas.register_hooks()
+        for group in groups:
+            check_agreement(settings, group, components.device)
+    replicas.register_hooks()
 
 
 def shared_settings(components: StepComponents, options: StepOptions) -> dict[str, str]:
