@@ -242,7 +242,7 @@ def test_a_sharded_model_that_has_run_is_refused_at_o2_only(two):
 
 
 @pytest.mark.parametrize(
-    ("case", "words"),
+    ("case", "expected"),
     [
         ("settings", "clip_norm: 1.0 on rank 0; 2.0 on rank 1"),
         ("O3", "Use policy 'O2'"),
@@ -256,10 +256,10 @@ def test_a_sharded_model_that_has_run_is_refused_at_o2_only(two):
         ("capture", "cannot be captured"),
     ],
 )
-def test_what_shards_do_not_support_is_refused(two, case, words):
+def test_what_shards_do_not_support_is_refused(two, case, expected):
     message = two[0]["refused"][case]
     assert message.partition(":")[0] in ("PolicyError", "UnsupportedError")
-    assert words in message
+    assert expected in message
 
 
 def test_a_sharded_model_is_undecorated_before_its_first_forward_only(two):

@@ -146,6 +146,15 @@ class TestManyShapes:
         assert [graph.inputs[0].shape[0] for graph in capturer.graphs] == [4, 8, 4]
         assert capturer.warm_ups == warm_ups
 
+    @pytest.mark.filterwarnings("ignore:The step was called")
+    def test_a_pool_whose_only_graph_made_room_is_not_used_again(self, capturer):
+        step = captured_step(Made("mlp"), max_graphs=1)
+        for size in (8, 4, 8, 8):
+            run(step, 1, size=size)
+        assert (len(capturer.graphs), capturer.pools) == (1, 1)
+        run(step, 3, size=4)
+        assert (len(capturer.graphs), capturer.pools) == (2, 2)
+
     def test_an_eager_call_of_a_large_new_shape_gets_the_memory_of_the_graphs(self, capturer):
         step = captured_step(Made("mlp"))
         run(step, 5, size=20)

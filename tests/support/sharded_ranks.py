@@ -134,9 +134,9 @@ def train(
 
 
 def train_by_hand(
-    model: nn.Module, level: str, index: int, count: int, bad_rank: int, spoil: Any
+    model: nn.Module, level: str, index: int, count: int, bad_rank: int, corrupt: Any
 ) -> dict[str, Any]:
-    """Train with a loop and a scaler; `spoil` changes gradients of one rank at the second step."""
+    """Train with a loop and a scaler; `corrupt` changes gradients of a rank at the second step."""
     optimizer, grad_scaler = adamw(model), scaler()
     mezzo.decorate(model, optimizer, level, dtype="float16", clip_norm=0.5)
     grad_scaler.register_parameter_names(model)
@@ -145,7 +145,7 @@ def train_by_hand(
         x, y = part(batch, index, count)
         grad_scaler.scale(nn.functional.mse_loss(model(x).float(), y)).backward()
         if number == 1 and distributed.get_rank() == bad_rank:
-            spoil(model)
+            corrupt(model)
         before = full_values(model)
         result = grad_scaler.step(optimizer)
         grad_scaler.update()
@@ -160,11 +160,11 @@ def train_by_hand(
 def put_inf(name: str) -> Any:
     """Return a function that makes one element of a local gradient infinite."""
 
-    def spoil(model: nn.Module) -> None:
+    def corrupt(model: nn.Module) -> None:
         gradient = dict(model.named_parameters())[name].grad
         gradient.to_local().view(-1)[-1] = torch.inf
 
-    return spoil
+    return corrupt
 
 
 def message_of(function: Any) -> str:

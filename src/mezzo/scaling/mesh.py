@@ -87,7 +87,7 @@ class ProcessMesh:
     size: int
     """Number of processes."""
     groups: tuple[Any, ...]
-    """Process groups over which a sum in turn is the sum of all processes; None for the default."""
+    """Process groups to add up over, one after the other; None is the default group."""
 
     def copies(self, parameter: torch.Tensor) -> int:
         """Return how many processes hold each element of a parameter.

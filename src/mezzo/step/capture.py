@@ -291,6 +291,8 @@ class CaptureRunner:
         torch.cuda.synchronize(self._executor.components.device)
         kind.graphs.pop(phase)
         kind.is_slower = True
+        if not self._inputs.has_graphs:
+            self._graphs.use_new_pool()
         reason = f"for inputs of shape {format_shapes(leaves)}, {timing.reason}"
         if self._inputs.has_graphs:
             if _events.listening():
@@ -368,9 +370,12 @@ class CaptureRunner:
     def _make_room(self, kind: InputKind[CapturedStep]) -> bool:
         """Make room for the graphs of other inputs; return False if there is none."""
         torch.cuda.synchronize(self._executor.components.device)
-        room = self._inputs.make_room(kind)
+        had_graphs, room = self._inputs.has_graphs, self._inputs.make_room(kind)
         if room is Room.NEW_POOL:
             self._release_graphs()
+        elif had_graphs and not self._inputs.has_graphs:
+            # torch does not capture into a pool whose graphs are gone.
+            self._graphs.use_new_pool()
         return room is not Room.NONE
 
     def _try_capture(
