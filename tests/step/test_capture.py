@@ -15,7 +15,12 @@ from support.step_models import Made, batches, boosted, same, weights
 import mezzo
 from mezzo import _events
 from mezzo.step import replay_timing
-from mezzo.step.capture import EagerRunner, capture_obstacle, warn_not_captured
+from mezzo.step.capture import (
+    EagerRunner,
+    capture_obstacle,
+    optimizer_obstacle,
+    warn_not_captured,
+)
 from mezzo.step.components import Capture
 from mezzo.step.cuda_graph import failure_reason
 
@@ -100,6 +105,18 @@ class TestManyShapes:
                 run(step, 1, size=size)
         assert capturer.warm_ups == 5
         assert [graph.replays for graph in capturer.graphs] == [1] * 5
+
+    @pytest.mark.filterwarnings("ignore:The step was called")
+    def test_shapes_without_room_do_not_synchronize(self, capturer, monkeypatch):
+        step = captured_step(Made("mlp"), max_graphs=1)
+        for _ in range(3):
+            for size in (8, 7):
+                run(step, 1, size=size)
+        waits = []
+        monkeypatch.setattr(torch.cuda, "synchronize", waits.append)
+        run(step, 1, size=8)
+        run(step, 1, size=7)
+        assert waits == []
 
     @pytest.mark.filterwarnings("ignore:The step was called")
     def test_shapes_that_take_turns_beyond_the_limit_run_eagerly(self, capturer):
@@ -193,14 +210,39 @@ class TestManyShapes:
 
 
 class TestOptimizersThatCannotBeCaptured:
-    @pytest.mark.parametrize("accumulate", [1, 3])
-    def test_they_step_behind_a_captured_forward_and_backward_pass(self, capturer, accumulate):
+    def test_they_step_behind_a_captured_forward_and_backward_pass(self, capturer):
         made, other = Made("mlp"), Made("mlp")
-        step = captured_step(made, captures_update=False, accumulate=accumulate)
+        step = captured_step(made, captures_update=False)
         losses = run(step, 24)
         assert step.captured
-        assert losses == run(eager_step(other, accumulate=accumulate), 24)
+        assert losses == run(eager_step(other), 24)
         assert same(weights(made.model), weights(other.model))
+
+    def test_they_may_keep_gradients(self, capturer):
+        made = Made("mlp")
+        step, kept = captured_step(made, captures_update=False), []
+        made.optimizer.register_step_pre_hook(
+            lambda *_: kept.append(made.model.layers[0].weight.grad)
+        )
+        run(step, 8)
+        assert step.captured
+        assert len({one.data_ptr() for one in kept[-3:]}) == 3
+
+    def test_they_step_eagerly_in_a_body_and_if_calls_accumulate(self):
+        made = Made("mlp")
+        assert optimizer_obstacle(eager_step(made)._executor) is None
+        accumulated = eager_step(Made("mlp"), accumulate=2)._executor
+        assert "SGD has no step that can be captured, and calls acc" in optimizer_obstacle(
+            accumulated
+        )
+
+        @mezzo.train_step(
+            models=(one := Made("mlp")).model, optimizers=one.optimizer, dtype="bfloat16"
+        )
+        def step(update, x):
+            update(one.model(x).square().mean(), one.optimizer)
+
+        assert "by update()" in optimizer_obstacle(step._executor)
 
     def test_an_overflow_is_skipped(self, capturer):
         made, other = Made("mlp"), Made("mlp")

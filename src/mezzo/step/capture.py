@@ -11,6 +11,7 @@ import torch
 
 from mezzo import _events, _launch
 from mezzo._errors import UnsupportedError
+from mezzo.optim.device_binding import device_binding
 from mezzo.prepare.sharding import is_sharded_model
 from mezzo.scaling import capture
 from mezzo.step.captured_step import Attempt, CapturedStep, StepGraphs, UpdateRunner
@@ -62,7 +63,7 @@ def runner_for(executor: StepExecutor, capture: Capture) -> Runner:
     """Return a runner that captures, or an eager one if that is requested or necessary."""
     if capture is Capture.OFF:
         return EagerRunner(executor)
-    reason = capture_obstacle(executor.components)
+    reason = capture_obstacle(executor.components) or optimizer_obstacle(executor)
     if reason is None:
         return CaptureRunner(executor, capture)
     warn_not_captured(reason, capture, quietly=executor.components.device.type != "cuda")
@@ -87,6 +88,22 @@ def capture_obstacle(components: StepComponents) -> str | None:
     if not _launch.has_triton(device):
         return "Triton is not installed, which the fused steps need"
     return None if components.scaler is None else capture.capture_refusal(components.scaler)
+
+
+def optimizer_obstacle(executor: StepExecutor) -> str | None:
+    """Return why optimizers without a captured step prevent the capture of calls.
+
+    They step behind a captured forward and backward pass, from copies of its gradients: not in the
+    middle of a body, and not from gradients that calls add to at fixed addresses.
+    """
+    options = executor.options
+    names = [
+        type(one).__name__ for one in executor.components.optimizers if device_binding(one) is None
+    ]
+    if not names or (options.accumulate == 1 and not options.takes_update):
+        return None
+    how = "the body steps it by update()" if options.takes_update else "calls accumulate gradients"
+    return f"{' and '.join(names)} has no step that can be captured, and {how}"
 
 
 class EagerRunner:
@@ -369,6 +386,9 @@ class CaptureRunner:
 
     def _make_room(self, kind: InputKind[CapturedStep]) -> bool:
         """Make room for the graphs of other inputs; return False if there is none."""
+        if not self._inputs.has_room(kind):
+            return False
+        # Graphs that are dropped may be running.
         torch.cuda.synchronize(self._executor.components.device)
         had_graphs, room = self._inputs.has_graphs, self._inputs.make_room(kind)
         if room is Room.NEW_POOL:

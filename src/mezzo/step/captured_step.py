@@ -199,7 +199,8 @@ class StepGraphs:
             return (returned,)
         loss, returned = returned
         for parameter, gradient in captured.gradients:
-            parameter.grad = gradient
+            # A copy: an optimizer may keep it, and the next replay overwrites this one.
+            parameter.grad = gradient.clone()
         self._executor.update_after_replay(loss, modes)
         return (returned,)
 

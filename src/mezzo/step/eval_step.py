@@ -181,13 +181,15 @@ class EvalStep:
             return timing.time_eager(
                 lambda: capturer.run_on_capture_stream(lambda: self._run_eagerly(inputs))
             )
+        if not self._inputs.has_room(kind):
+            return self._run_eagerly(inputs)
         torch.cuda.synchronize(self._device)
         room = self._inputs.make_room(kind)
         if room is Room.NEW_POOL:
             self._inputs.drop_graphs()
             self._capturer = capturer = capturer.with_new_pool()
         moved = move_inputs(inputs, self._device)
-        graph = None if room is Room.NONE else self._try_capture(capturer, moved)
+        graph = self._try_capture(capturer, moved)
         if graph is None:
             return self._run_eagerly(inputs)
         kind.graphs[_CALL] = graph

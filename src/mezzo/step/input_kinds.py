@@ -102,6 +102,13 @@ class InputKinds(Generic[Graph]):
         """Whether enough calls have passed since the last new kind: it may make graphs go."""
         return self._calls - self._last_new >= len(self._kinds) // 10
 
+    def has_room(self, kind: InputKind[Graph]) -> bool:
+        """Return whether graphs of a kind can be kept, maybe in place of those of another."""
+        captured = [one for one in self._kinds.values() if one.graphs]
+        return len(captured) < self.limit or kind.previous_use > min(
+            one.last_use for one in captured
+        )
+
     def make_room(self, kind: InputKind[Graph]) -> Room:
         """Make room for the graphs of a kind."""
         captured = [one for one in self._kinds.values() if one.graphs]
