@@ -10,6 +10,8 @@ from torch import nn
 import mezzo
 from mezzo.optim.master_weights import KEYS
 
+pytestmark = pytest.mark.slow
+
 MASTERS = {
     torch.bfloat16: ("float32", "split", "kahan", "stochastic", "none"),
     torch.float16: ("float32", "kahan", "stochastic", "none"),

@@ -10,6 +10,8 @@ import torch
 
 import mezzo
 
+pytestmark = pytest.mark.slow
+
 transformers = pytest.importorskip("transformers")
 safetensors = pytest.importorskip("safetensors.torch")
 

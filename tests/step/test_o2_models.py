@@ -8,6 +8,8 @@ from torch import nn
 
 import mezzo
 
+pytestmark = pytest.mark.slow
+
 STEPS = 6
 SIZES = {
     "hidden_size": 32,

@@ -7,6 +7,8 @@ import torch
 
 import mezzo
 
+pytestmark = pytest.mark.slow
+
 transformers = pytest.importorskip("transformers")
 
 SIZES = {

@@ -24,7 +24,10 @@ from support.training_models import (
 import mezzo
 from mezzo.optim.binding import optimizer_binding
 
-pytestmark = pytest.mark.skipif(not find_spec("transformers"), reason="needs transformers")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not find_spec("transformers"), reason="needs transformers"),
+]
 EVERY_LEVEL = pytest.mark.parametrize(("level", "dtype"), LEVELS)
 
 
