@@ -423,6 +423,15 @@ class FsdpGroup(NamedTuple):
     """Replaces the policy, before the first forward pass."""
 
 
+def communication_hooks(wrapper: nn.Module) -> list[tuple[Callable[..., Any], Any]]:
+    """Return the hooks of a DistributedDataParallel wrapper, each with its state.
+
+    torch has no public way to read them.
+    """
+    hooks: list[tuple[Callable[..., Any], Any]] = wrapper._comm_hooks  # type: ignore[assignment]
+    return hooks
+
+
 def fsdp_groups(model: nn.Module) -> list[FsdpGroup]:
     """Return the groups of a model that FSDP2 has sharded; none for other models.
 

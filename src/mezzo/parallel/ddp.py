@@ -19,6 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from mezzo._dtypes import dtype_name
 from mezzo._errors import PolicyError, UnsupportedError
+from mezzo._torch import communication_hooks
 from mezzo.prepare.arguments import Optimizer, is_inside_ddp, models_of
 from mezzo.scaling.gradients import parameters
 
@@ -72,8 +73,7 @@ class Replicas:
             self._refuse_unreduced(models, optimizers)
 
     def _check_hooks(self, wrapper: DistributedDataParallel, *, scales_loss: bool) -> None:
-        hooks = wrapper._comm_hooks
-        for hook, state in hooks:
+        for hook, state in communication_hooks(wrapper):
             reason = next(
                 (why for one in type(state).__mro__ if (why := _UNFIT_HOOKS.get(one.__name__))),
                 None,
@@ -114,7 +114,7 @@ class Replicas:
         if self.reduce_dtype is None:
             return
         for wrapper in self.wrappers:
-            if not wrapper._comm_hooks:
+            if not communication_hooks(wrapper):
                 wrapper.register_comm_hook(self._hook_state(wrapper), reduce_in_dtype)
 
     def _hook_state(self, wrapper: DistributedDataParallel) -> _HookState | None:

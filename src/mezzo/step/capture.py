@@ -18,7 +18,7 @@ from mezzo.step.captured_step import Attempt, CapturedStep, StepGraphs, UpdateRu
 from mezzo.step.components import Capture, StepComponents
 from mezzo.step.cuda_graph import CaptureFailed
 from mezzo.step.executor import AccumulationPhase, StepExecutor
-from mezzo.step.input_kinds import InputKind, InputKinds, Room
+from mezzo.step.input_kinds import InputKind, InputKinds
 from mezzo.step.inputs import Call, UnsupportedInput, copy_outputs, format_shapes, signature
 from mezzo.step.module_buffers import module_modes
 from mezzo.step.replay_timing import ReplayTiming
@@ -390,13 +390,14 @@ class CaptureRunner:
             return False
         # Graphs that are dropped may be running.
         torch.cuda.synchronize(self._executor.components.device)
-        had_graphs, room = self._inputs.has_graphs, self._inputs.make_room(kind)
-        if room is Room.NEW_POOL:
+        had_graphs = self._inputs.has_graphs
+        self._inputs.make_room()
+        if self._inputs.is_largest(kind):
             self._release_graphs()
         elif had_graphs and not self._inputs.has_graphs:
             # torch does not capture into a pool whose graphs are gone.
             self._graphs.use_new_pool()
-        return room is not Room.NONE
+        return True
 
     def _try_capture(
         self, call: Call, phase: AccumulationPhase, modes: Hashable

@@ -124,8 +124,9 @@ class StepGraphs:
         executor = self._executor
 
         def run(values: tuple[torch.Tensor | None, list[torch.Tensor]]) -> None:
-            context = StepContext(executor.components, loss_factor=1.0, can_update=True)
-            context.loss = values[0]
+            context = StepContext(
+                executor.components, loss_factor=1.0, can_update=True, loss=values[0]
+            )
             for (parameter, _), gradient in zip(gradients, values[1], strict=True):
                 parameter.grad = gradient
             executor.update(context)

@@ -20,7 +20,7 @@ from mezzo.prepare.sharding import is_sharded_model
 from mezzo.step.capture import warn_many_kinds, warn_not_captured
 from mezzo.step.components import Capture
 from mezzo.step.cuda_graph import CapturedGraph, CaptureFailed, GraphCapturer
-from mezzo.step.input_kinds import MAX_GRAPHS, InputKind, InputKinds, Room, check_max_graphs
+from mezzo.step.input_kinds import MAX_GRAPHS, InputKind, InputKinds, check_max_graphs
 from mezzo.step.inputs import (
     ModelArguments,
     UnsupportedInput,
@@ -184,8 +184,8 @@ class EvalStep:
         if not self._inputs.has_room(kind):
             return self._run_eagerly(inputs)
         torch.cuda.synchronize(self._device)
-        room = self._inputs.make_room(kind)
-        if room is Room.NEW_POOL:
+        self._inputs.make_room()
+        if self._inputs.is_largest(kind):
             self._inputs.drop_graphs()
             self._capturer = capturer = capturer.with_new_pool()
         moved = move_inputs(inputs, self._device)

@@ -158,19 +158,17 @@ class StepExecutor:
     def update_after_replay(self, loss: torch.Tensor | None, modes: Hashable) -> None:
         """Update eagerly from gradients that a captured graph has computed."""
         self.buffers.select(modes)
-        context = StepContext(self.components, loss_factor=1.0, can_update=True)
-        context.loss = loss
-        self.update(context)
+        self.update(StepContext(self.components, loss_factor=1.0, can_update=True, loss=loss))
 
     def _reducing(self, phase: AccumulationPhase) -> AbstractContextManager[None]:
         """Return a context in which gradients are averaged over processes in the last call only."""
         replicas = self.components.replicas
-        if replicas and not phase.last:
+        if not replicas.wrappers:
+            return nullcontext()
+        if not phase.last:
             return replicas.unreduced()
         # A body of a user may call the model without its wrapper.
-        return (
-            replicas.refusing_bypass() if replicas and self.options.custom_body else nullcontext()
-        )
+        return replicas.refusing_bypass() if self.options.custom_body else nullcontext()
 
     def _forward_and_backward(self, context: StepContext, call: Call) -> Any:
         args = (context, *call.args) if self.options.takes_update else call.args
@@ -309,10 +307,11 @@ class StepContext:
         loss_factor: float,
         can_update: bool,
         finds_scale: bool = False,
+        loss: torch.Tensor | None = None,
     ) -> None:
         self._components, self._loss_factor = components, loss_factor
         self._can_update, self._finds_scale = can_update, finds_scale
-        self.loss: torch.Tensor | None = None
+        self.loss = loss
         """The last loss whose gradients were computed."""
         self.results: dict[Optimizer, StepResult | None] = {}
         """Results of the optimizers stepped so far; None without a scaler."""

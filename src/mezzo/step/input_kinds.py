@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
-from enum import Enum, auto
 from typing import Generic, TypeVar
 
 import torch
@@ -19,16 +18,6 @@ SMALL = 0.3
 """Size of a new kind, compared with the largest captured one, whose eager call leaves graphs."""
 REMEMBERED = 1024
 """Kinds that are remembered; inputs that contain a changing number make a new one each call."""
-
-
-class Room(Enum):
-    """Whether the graphs of another kind of inputs can be kept."""
-
-    FREE = auto()
-    NEW_POOL = auto()
-    """After all graphs were dropped: the new one is the largest. Captured last it would take new
-    memory beside theirs, captured first its memory serves them all."""
-    NONE = auto()
 
 
 @dataclass(eq=False)
@@ -59,8 +48,8 @@ class InputKinds(Generic[Graph]):
 
     >>> kinds: InputKinds[str] = InputKinds(1)
     >>> first = kinds.use("first", [torch.ones(2)])
-    >>> kinds.make_room(first), first.size
-    (<Room.FREE: 1>, 8)
+    >>> kinds.has_room(first), first.size
+    (True, 8)
     """
 
     def __init__(self, limit: int) -> None:
@@ -104,22 +93,29 @@ class InputKinds(Generic[Graph]):
 
     def has_room(self, kind: InputKind[Graph]) -> bool:
         """Return whether graphs of a kind can be kept, maybe in place of those of another."""
-        captured = [one for one in self._kinds.values() if one.graphs]
-        return len(captured) < self.limit or kind.previous_use > min(
-            one.last_use for one in captured
-        )
+        oldest = self._oldest_if_full()
+        return oldest is None or kind.previous_use > oldest.last_use
 
-    def make_room(self, kind: InputKind[Graph]) -> Room:
-        """Make room for the graphs of a kind."""
-        captured = [one for one in self._kinds.values() if one.graphs]
-        if len(captured) >= self.limit:
-            oldest = min(captured, key=lambda one: one.last_use)
-            if kind.previous_use <= oldest.last_use:
-                return Room.NONE
+    def make_room(self) -> None:
+        """Drop the graphs of the kind that was not used for longest, if there are too many."""
+        oldest = self._oldest_if_full()
+        if oldest is not None:
             oldest.graphs.clear()
-            captured.remove(oldest)
-        larger = captured and kind.size > max(one.size for one in captured)
-        return Room.NEW_POOL if larger else Room.FREE
+
+    def _oldest_if_full(self) -> InputKind[Graph] | None:
+        captured = [one for one in self._kinds.values() if one.graphs]
+        if len(captured) < self.limit:
+            return None
+        return min(captured, key=lambda one: one.last_use)
+
+    def is_largest(self, kind: InputKind[Graph]) -> bool:
+        """Return whether a kind is larger than all that have graphs.
+
+        Captured last it would take new memory beside theirs, captured first its memory serves them
+        all.
+        """
+        sizes = [one.size for one in self._kinds.values() if one.graphs]
+        return bool(sizes) and kind.size > max(sizes)
 
     @property
     def exceed_limit(self) -> bool:

@@ -7,6 +7,7 @@ from dataclasses import fields
 from typing import Any
 
 from mezzo._dtypes import dtype_name
+from mezzo._torch import communication_hooks
 from mezzo.parallel.agreement import check_agreement
 from mezzo.prepare.arguments import Optimizer
 from mezzo.scaling.mesh import mesh_of
@@ -46,7 +47,7 @@ def shared_settings(components: StepComponents, options: StepOptions) -> dict[st
 def _settings(components: StepComponents, options: StepOptions) -> Iterator[tuple[str, str]]:
     plan, policy, replicas = components.decoration.plan, components.policy, components.replicas
     yield from _text((one.name, policy.format_field(one.name)) for one in fields(policy))
-    hooks = [hook.__qualname__ for one in replicas.wrappers for hook, _ in one._comm_hooks]
+    hooks = [hook.__qualname__ for one in replicas.wrappers for hook, _ in communication_hooks(one)]
     yield from _text(
         {
             "dtype": plan.dtype and dtype_name(plan.dtype),
