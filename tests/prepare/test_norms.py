@@ -11,6 +11,25 @@ from torch import nn
 from torch.nn import functional as F
 
 import mezzo
+from mezzo.prepare.norms import is_rms_norm
+
+
+class WrittenOut(nn.Module):
+    """An RMS norm as language models of transformers have it."""
+
+    def __init__(self, width: int, eps: float = 1e-6) -> None:
+        super().__init__()
+        self.weight, self.variance_epsilon = nn.Parameter(torch.ones(width)), eps
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        dtype, x = hidden_states.dtype, hidden_states.to(torch.float32)
+        x = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.variance_epsilon)
+        return self.weight * x.to(dtype)
+
+
+class WrittenOutNorm(WrittenOut):
+    """The name says that it is a norm."""
+
 
 HALVES = [torch.float16, torch.bfloat16]
 NORMS = {
@@ -18,6 +37,7 @@ NORMS = {
     "layer without weights": lambda: nn.LayerNorm(16, elementwise_affine=False),
     "group": lambda: nn.GroupNorm(4, 16),
     "rms": lambda: nn.RMSNorm(16),
+    "rms, written out": lambda: WrittenOutNorm(16),
 }
 
 
@@ -167,3 +187,68 @@ def test_a_norm_and_a_softmax_called_directly_return_float32_unless_listed(level
     h = listed.linear(x.bfloat16() if level == "O2" else x).double()
     assert (softmax - h.softmax(-1)).abs().max() <= 2.0**-7
     assert (norm - F.layer_norm(h, (16,))).abs().max() <= 2.0**-5
+
+
+class OneMoreNorm(WrittenOut):
+    """Gemma's norm: the weight counts from one."""
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        return super().forward(hidden_states) + super().forward(hidden_states) / self.weight
+
+
+class OtherEpsNorm(WrittenOut):
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        x = hidden_states.float()
+        x = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 2 * self.variance_epsilon)
+        return self.weight * x.to(hidden_states.dtype)
+
+
+class GatedNorm(WrittenOut):
+    def forward(self, hidden_states: torch.Tensor, gate: torch.Tensor | None = None):
+        x = super().forward(hidden_states)
+        return x if gate is None else x * gate
+
+
+class SquaredWeightNorm(WrittenOut):
+    """Equal to an RMS norm as long as the weight is one."""
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        return self.weight * super().forward(hidden_states)
+
+
+class RaisingNorm(WrittenOut):
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        raise NotImplementedError
+
+
+@pytest.mark.parametrize(
+    "cls", [OneMoreNorm, OtherEpsNorm, GatedNorm, SquaredWeightNorm, RaisingNorm, WrittenOut]
+)
+def test_a_written_out_norm_that_computes_something_else_is_left_alone(cls):
+    net = Net(cls(16)).eval()
+    state = torch.get_rng_state()
+    mezzo.decorate(net, None, "O2", dtype="bfloat16")
+    assert "forward" not in net.norm.__dict__
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_a_written_out_norm_is_restored():
+    net = Net(WrittenOutNorm(16)).eval()
+    mezzo.decorate(net, None, "O2", dtype="bfloat16")
+    assert "forward" in net.norm.__dict__
+    mezzo.undecorate(net)
+    assert "forward" not in net.norm.__dict__
+    assert isinstance(net.norm.weight, nn.Parameter)
+
+
+def test_a_policy_that_lists_rms_norm_leaves_written_out_norms_alone():
+    assert "forward" not in decorated(WrittenOutNorm(16), full={"rms_norm"}).norm.__dict__
+
+
+def test_norms_of_transformers_are_found():
+    llama = pytest.importorskip("transformers.models.llama.modeling_llama")
+    t5 = pytest.importorskip("transformers.models.t5.modeling_t5")
+    gemma = pytest.importorskip("transformers.models.gemma.modeling_gemma")
+    assert is_rms_norm(llama.LlamaRMSNorm(16))
+    assert is_rms_norm(t5.T5LayerNorm(16))
+    assert not is_rms_norm(gemma.GemmaRMSNorm(16))

@@ -7,8 +7,11 @@ variance in float32 as well and read and write half the bytes.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
+from inspect import signature
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -29,7 +32,7 @@ NORM_OPS: Mapping[type[nn.Module], str] = {
 
 
 def find_norms(models: Iterable[nn.Module], policy: Policy) -> tuple[nn.Module, ...]:
-    """Return the layers of `NORM_OPS` whose op the policy does not list.
+    """Return the layers of `NORM_OPS`, and hand-written RMS norms, whose op is not listed.
 
     Subclasses with a forward of their own are left alone: it may do more than the norm.
     """
@@ -39,8 +42,56 @@ def find_norms(models: Iterable[nn.Module], policy: Policy) -> tuple[nn.Module, 
         module
         for model in models
         for module in model.modules()
-        if any(type(module).forward is cls.forward for cls in ops)
-        and "forward" not in module.__dict__
+        if "forward" not in module.__dict__
+        and (
+            any(type(module).forward is cls.forward for cls in ops)
+            or (nn.RMSNorm in ops and is_rms_norm(module))
+        )
+    )
+
+
+def is_rms_norm(module: nn.Module) -> bool:
+    """Return whether a layer that is not torch's computes the RMS norm, as transformers' do.
+
+    Found by its name and state, then by running it: with a random weight and input, in float32, it
+    must return what `F.rms_norm` returns. Written out, the norm takes six passes over memory.
+    """
+    weight, eps = getattr(module, "weight", None), _eps(module)
+    if (
+        "norm" not in type(module).__name__.lower()
+        or type(weight) is not nn.Parameter
+        or weight.dim() != 1
+        or eps is None
+        or [*module.state_dict()] != ["weight"]
+        or next(module.children(), None) is not None
+        # self and the input
+        or len(signature(type(module).forward).parameters) != 2  # noqa: PLR2004
+    ):
+        return False
+    generator = torch.Generator().manual_seed(0)
+    # The last row is so small that eps counts.
+    scales = torch.tensor([[1.0], [1.0], [100.0], [eps**0.5]])
+    values = scales * torch.randn(len(scales), len(weight), generator=generator)
+    probe = copy.copy(module)
+    probe.__dict__["_parameters"] = {"weight": nn.Parameter(values[0])}
+    try:
+        with torch.no_grad(), torch_autocast("cpu", enabled=False):
+            result = type(module).forward(probe, values[1:])
+            expected = F.rms_norm(values[1:], values[0].shape, values[0], eps)
+    # It is the layer's own code, and takes other arguments or more than the weight.
+    except Exception:  # noqa: BLE001
+        return False
+    return (
+        isinstance(result, Tensor)
+        and result.shape == expected.shape
+        and torch.allclose(result, expected, rtol=1e-5, atol=1e-6)
+    )
+
+
+def _eps(module: nn.Module) -> float | None:
+    names = ("variance_epsilon", "eps", "epsilon")
+    return next(
+        (eps for name in names if isinstance(eps := getattr(module, name, None), float)), None
     )
 
 
@@ -85,7 +136,8 @@ def _normalize(module: nn.Module, input: Tensor) -> Tensor:  # noqa: A002
             return F.group_norm(input, module.num_groups, weight, bias, module.eps)
         case nn.RMSNorm():
             return F.rms_norm(input, module.normalized_shape, _as(module.weight, input), module.eps)
-    raise TypeError(f"{type(module).__name__} is not a normalisation layer.")
+    own: Any = module.weight
+    return F.rms_norm(input, own.shape, _as(own, input), _eps(module))
 
 
 def _as(weight: Tensor | None, input: Tensor) -> Tensor | None:  # noqa: A002
