@@ -35,6 +35,7 @@ from zoo import (
     MLP,
     MNASNET,
     POST_NORM,
+    POST_NORM_WITHOUT_DROPOUT,
     SWIN_V2,
     TORCHVISION,
     TRANSFORMERS,
@@ -155,6 +156,7 @@ GROUPS = {
     "memory": {
         "bert-memory": partial(memory_rows, TRANSFORMERS["bert"], 0.8),
         "post-norm-memory": partial(memory_rows, POST_NORM, 0.8),
+        "post-norm-no-dropout-memory": partial(memory_rows, POST_NORM_WITHOUT_DROPOUT, 0.8),
     },
     "skips": {
         "mnasnet-skips": partial(skip_rows, MNASNET),

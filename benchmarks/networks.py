@@ -162,11 +162,16 @@ class PostNormEncoder(nn.Module):
     """torch's own post-norm transformer encoder. Tokens → logits of two classes."""
 
     def __init__(
-        self, vocabulary: int = 20_000, width: int = 768, layers: int = 12, heads: int = 12
+        self,
+        vocabulary: int = 20_000,
+        width: int = 768,
+        layers: int = 12,
+        heads: int = 12,
+        dropout: float = 0.1,
     ) -> None:
         super().__init__()
         self.embedding = nn.Embedding(vocabulary, width)
-        layer = nn.TransformerEncoderLayer(width, heads, 4 * width, batch_first=True)
+        layer = nn.TransformerEncoderLayer(width, heads, 4 * width, dropout, batch_first=True)
         self.encoder = nn.TransformerEncoder(layer, layers)
         self.head = nn.Linear(width, 2)
 

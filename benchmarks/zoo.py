@@ -308,12 +308,20 @@ OWN = {
     ),
 }
 
-POST_NORM = Case(
-    "post-norm nn.TransformerEncoder, 12 × 768, 32 × 128",
-    lambda small: PostNormEncoder(100, 64, 2, 2) if small else PostNormEncoder(),
-    _sentences,
-    {},
-    F.cross_entropy,
+
+def _post_norm(dropout: float) -> Make:
+    def make(small: bool) -> nn.Module:  # noqa: FBT001
+        size = (100, 64, 2, 2) if small else (20_000, 768, 12, 12)
+        return PostNormEncoder(*size, dropout=dropout)
+
+    return make
+
+
+_POST_NORM = "post-norm nn.TransformerEncoder, 12 × 768, 32 × 128"
+POST_NORM = Case(_POST_NORM, _post_norm(0.1), _sentences, {}, F.cross_entropy)
+# Dropout keeps a mask and a copy of each activation, in the same number of bits at both levels.
+POST_NORM_WITHOUT_DROPOUT = Case(
+    f"{_POST_NORM}, no dropout", _post_norm(0.0), _sentences, {}, F.cross_entropy
 )
 MLP = Case(
     "MLP of 16 layers, 256 wide, batch 128",
