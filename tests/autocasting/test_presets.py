@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import cache
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ import mezzo
 from mezzo.policy.presets import paddle
 
 
+@cache
 def policy_of(variant: str, listed: tuple[str, ...]) -> mezzo.Policy:
     level, *options = variant.split("_")
     custom = {"white": "half", "black": "full"}

@@ -102,7 +102,7 @@ def _check(animal, dtype, path, size=0.55):
     return converted
 
 
-@pytest.mark.thinned(2)
+@pytest.mark.thinned(4)
 @DTYPES
 @pytest.mark.parametrize("name", ZOO)
 def test_the_zoo(name, dtype, tmp_path):

@@ -37,7 +37,7 @@ def output_dtype(case: Case, row, variant: str) -> str:
         return letter(case.call(*inputs).dtype, DTYPES[row.half])
 
 
-@pytest.mark.thinned(3)
+@pytest.mark.thinned(6)
 @pytest.mark.parametrize("op", CASES)
 def test_the_output_dtype_is_paddles(op, paddle_rows):
     mismatches = [
