@@ -6,6 +6,7 @@ Captured graphs are fakes that run the captured function; `tests/gpu/test_step.p
 from __future__ import annotations
 
 import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -14,15 +15,16 @@ from support.step_models import Made, batches, boosted, same, weights
 
 import mezzo
 from mezzo import _events
+from mezzo.scaling import capture
 from mezzo.step import replay_timing
-from mezzo.step.capture import (
-    EagerRunner,
+from mezzo.step.capture_obstacles import (
     capture_obstacle,
     optimizer_obstacle,
     warn_not_captured,
 )
 from mezzo.step.components import Capture
 from mezzo.step.cuda_graph import failure_reason
+from mezzo.step.eager_runner import EagerRunner
 
 
 @pytest.fixture
@@ -30,16 +32,15 @@ def capturer(monkeypatch):
     return fake_captures(monkeypatch)
 
 
-def eager_step(made, loss=boosted, policy="O1", **kwargs):
+def eager_step(made, loss=boosted, policy="O1", optimizer=None, **kwargs):
     return mezzo.TrainStep(
         made.model,
         loss,
-        made.optimizer,
+        optimizer or made.optimizer,
         policy,
-        dtype="bfloat16",
         channels_last=False,
         capture=False,
-        **kwargs,
+        **{"dtype": "bfloat16"} | kwargs,
     )
 
 
@@ -66,11 +67,11 @@ def test_three_calls_warm_up_and_then_one_graph_is_replayed(capturer):
 
 def test_warm_up_runs_on_inputs_in_the_dtypes_of_the_static_buffers(capturer, monkeypatch):
     step = captured_step(Made("mlp"), policy="O2", preset="paddle")
-    dtypes, run_call = [], step._executor.run
+    dtypes, run_body = [], step._executor.run_body
     monkeypatch.setattr(
         step._executor,
-        "run",
-        lambda call, *args: (dtypes.append(call.args[0].dtype), run_call(call, *args))[1],
+        "run_body",
+        lambda call, *args: (dtypes.append(call.args[0].dtype), run_body(call, *args))[1],
     )
     run(step, 5)
     assert dtypes == [torch.bfloat16] * 5
@@ -154,12 +155,10 @@ class TestManyShapes:
         step = captured_step(Made("mlp"))
         run(step, 1, size=8)
         run(step, 5, size=4)
-        assert capturer.pools == 1
         warm_ups = capturer.warm_ups
         run(step, 1, size=8)
-        assert capturer.pools == 2
         run(step, 2, size=4)
-        assert capturer.pools == 2
+        assert capturer.pools == [1, 2, 2]
         assert [graph.inputs[0].shape[0] for graph in capturer.graphs] == [4, 8, 4]
         assert capturer.warm_ups == warm_ups
 
@@ -168,9 +167,10 @@ class TestManyShapes:
         step = captured_step(Made("mlp"), max_graphs=1)
         for size in (8, 4, 8, 8):
             run(step, 1, size=size)
-        assert (len(capturer.graphs), capturer.pools) == (1, 1)
+        assert capturer.pools == [1]
         run(step, 3, size=4)
-        assert (len(capturer.graphs), capturer.pools) == (2, 2)
+        assert capturer.pools == [1, 2]
+        assert capturer.reports == [True, True]
 
     def test_an_eager_call_of_a_large_new_shape_gets_the_memory_of_the_graphs(self, capturer):
         step = captured_step(Made("mlp"))
@@ -202,6 +202,54 @@ class TestManyShapes:
         for size in sizes:
             assert run(captured, 1, size=size) == run(eager, 1, size=size)
         assert same(weights(made.model), weights(other.model))
+
+    @pytest.mark.filterwarnings("ignore:The step was called")
+    def test_calls_of_shapes_that_have_no_graph_do_not_wait_for_the_device(
+        self, capturer, monkeypatch
+    ):
+        step = captured_step(Made("mlp"), max_graphs=1)
+        run(step, 5, size=20)
+        run(step, 1, size=3)
+        run(step, 2, size=20)
+        waits, timed = [], []
+        monkeypatch.setattr(torch.cuda, "synchronize", waits.append)
+        monkeypatch.setattr(
+            replay_timing.ReplayTiming,
+            "_timed",
+            lambda _, call: (call(), timed.append(call) or 1.0),
+        )
+        # Alternating with the captured shape, and each shape once only.
+        for size in (3, 20, 3, 20, 3, 20, 1, 2, 4, 5):
+            run(step, 1, size=size)
+        assert len(capturer.graphs) == 1
+        assert (len(waits), len(timed)) == (0, 1)
+
+    def test_inputs_that_cannot_be_captured_leave_the_graphs_of_others(self, capturer):
+        made, other = Made("mlp"), Made("mlp")
+        step, eager = captured_step(made), eager_step(other)
+        losses = run(step, 5)
+        capturer.fails = True
+        with pytest.warns(UserWarning, match=r"\(2, 8\) float32.*the root cause"):
+            losses += run(step, 2, size=2)
+        capturer.fails = False
+        losses += run(step, 3, size=2) + run(step, 3) + run(step, 2, size=4)
+        assert step.captured
+        assert step.eager_reason is None
+        assert [graph.inputs[0].shape[0] for graph in capturer.graphs] == [8, 4]
+        assert capturer.reports == [True, True, False, True]
+        assert losses == [
+            loss
+            for count, size in ((5, 8), (2, 2), (3, 2), (3, 8), (2, 4))
+            for loss in run(eager, count, size)
+        ]
+        assert same(weights(made.model), weights(other.model))
+
+    def test_with_capture_true_inputs_that_cannot_be_captured_raise(self, capturer):
+        step = captured_step(Made("mlp"), capture=True)
+        run(step, 5)
+        capturer.fails = True
+        with pytest.raises(mezzo.UnsupportedError, match="capture=True"):
+            run(step, 2, size=3)
 
     @pytest.mark.parametrize("number", [0, -1, 2.5, True, "8"])
     def test_the_limit_is_checked(self, number):
@@ -259,6 +307,35 @@ class TestOptimizersThatCannotBeCaptured:
         assert [step.metrics.skipped_steps for step in steps] == [1, 1]
         assert same(weights(made.model), weights(other.model))
 
+    def test_one_that_keeps_gradients_steps_as_it_does_eagerly(self, capturer):
+        steps = []
+        for _ in range(2):
+            made = Made("mlp")
+            optimizer = Reversing(made.model.parameters(), lr=0.1)
+            steps.append((made, eager_step(made, optimizer=optimizer)))
+        (made, step), (other, eager) = steps
+        use_capture(step, captures_update=False)
+        losses = run(step, 8)
+        assert step.captured
+        assert losses == run(eager, 8)
+        assert same(weights(made.model), weights(other.model))
+
+
+class Reversing(torch.optim.Optimizer):
+    """Steps along the difference of the last two gradients, which it does not copy."""
+
+    def __init__(self, params, lr):
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                state = self.state[parameter]
+                last = state.get("last", parameter.grad)
+                parameter.add_(2 * parameter.grad - last, alpha=-group["lr"])
+                state["last"] = parameter.grad
+
 
 class TestModelsThatKnowWhetherTheyAreCaptured:
     def test_a_second_attempt_reports_the_capture(self, capturer):
@@ -303,6 +380,17 @@ class TestTiming:
         assert "a replay takes" in step.eager_reason
         assert losses == run(eager_step(other), 10)
         assert same(weights(made.model), weights(other.model))
+
+    @pytest.mark.filterwarnings("ignore:The step cannot be captured")
+    def test_the_update_is_captured_if_that_alone_is_faster(self, capturer, monkeypatch):
+        step = captured_step(Made("mlp"))
+        monkeypatch.setattr(replay_timing, "MARGIN", 0.0)
+        run(step, 6)
+        assert not step.captured
+        monkeypatch.setattr(replay_timing, "MARGIN", 1e9)
+        run(step, 6)
+        assert [len(graph.inputs) for graph in capturer.graphs] == [3, 1 + 4]
+        assert capturer.pools == [1, 2]
 
     def test_a_faster_replay_is_timed_three_times_only(self, capturer, monkeypatch):
         timed = []
@@ -370,6 +458,51 @@ def test_each_call_of_an_accumulation_has_its_own_graph(capturer, accumulate):
     assert same(weights(made.model), weights(other.model))
 
 
+class Branching(torch.nn.Module):
+    """Has parameters that only some calls use."""
+
+    def __init__(self):
+        super().__init__()
+        self.always, self.sometimes = torch.nn.Linear(8, 4), torch.nn.Linear(8, 4)
+
+    def forward(self, x):
+        return self.always(x) + (self.sometimes(x) if len(x) == 8 else 0)
+
+
+@pytest.mark.filterwarnings("ignore:The step cannot be captured")
+@pytest.mark.parametrize("sizes", [(8, 3), (3, 8)])
+def test_parameters_that_some_accumulations_do_not_use_are_not_stepped_in_them(capturer, sizes):
+    results = []
+    for captured in (True, False):
+        made = Made("mlp")
+        torch.manual_seed(0)
+        made.model = Branching()
+        # Both change a parameter whose gradient is zero.
+        made.optimizer = torch.optim.SGD(
+            made.model.parameters(), lr=0.1, momentum=0.9, weight_decay=0.1
+        )
+        step = eager_step(made, accumulate=2)
+        if captured:
+            use_capture(step)
+        losses = [run(step, 8, sizes[0]), run(step, 8, sizes[1]), run(step, 5, sizes[0])]
+        losses += [run(step, 1, size) for size in (*sizes, *sizes, *sizes)]
+        results.append([losses, weights(made.model)])
+    assert {graph.inputs[0].shape[0] for graph in capturer.graphs} == {sizes[0]}
+    assert same(*results)
+
+
+def test_gradients_that_the_user_sets_to_none_between_updates_do_not_matter(capturer):
+    made, other = Made("mlp"), Made("mlp")
+    for step in (captured_step(made, accumulate=2), eager_step(other, accumulate=2)):
+        for size in (*[8] * 12, 3, 3, 8, 8, 8):
+            if not step.position:
+                step.optimizer.zero_grad()
+            run(step, 1, size)
+        step.flush()
+    assert capturer.graphs
+    assert same(weights(made.model), weights(other.model))
+
+
 def test_a_partial_accumulation_can_be_flushed_after_replays(capturer):
     made, other = Made("mlp"), Made("mlp")
     for step in (captured_step(made, accumulate=3), eager_step(other, accumulate=3)):
@@ -404,6 +537,88 @@ class TestStepsThatCannotBeCaptured:
         eager = eager_step(other, accumulate=accumulate)
         assert losses == run(eager, 4 * accumulate) + run(eager, 8 * accumulate)
         assert same(weights(made.model), weights(other.model))
+
+    @pytest.fixture
+    def update_only(self, capturer):
+        """Make a step with a model of a name, whose update is captured by itself."""
+
+        def make(name="mlp", **kwargs):
+            capturer.fails = True
+            made = Made(name)
+            step = captured_step(made, **kwargs)
+            with pytest.warns(UserWarning, match="the root cause"):
+                train(step, name, 5)
+            capturer.fails = False
+            train(step, name, 6)
+            assert len(capturer.graphs) == 1
+            return made, step
+
+        def train(step, name, count):
+            for x, y in batches(name, count):
+                step(x, y)
+
+        make.train = train
+        return make
+
+    def test_a_loaded_state_drops_the_captured_update(self, update_only, capturer):
+        _, step = update_only()
+        step.load_state_dict(step.state_dict())
+        run(step, 3)
+        assert len(capturer.graphs) == 1
+        run(step, 2)
+        assert [graph.replays for graph in capturer.graphs] == [5, 2]
+        assert capturer.pools == [1, 2]
+
+    def test_a_captured_update_is_for_the_buffers_that_the_model_writes(
+        self, update_only, capturer, monkeypatch
+    ):
+        monkeypatch.setattr(capture, "is_warmed_up", lambda _: True)
+        made, step = update_only("cnn", dtype="float16")
+        replays = capturer.graphs[0].replays
+        made.model.norm.eval()
+        update_only.train(step, "cnn", 3)
+        assert capturer.graphs[0].replays == replays
+        update_only.train(step, "cnn", 3)
+        assert len(capturer.graphs) == 2
+
+    def test_sparse_gradients_are_not_copied_for_a_captured_update(self, capturer):
+        capturer.fails = True
+        made = Made("transformer")
+        made.model.embed.sparse = True
+        made.optimizer = torch.optim.SGD(made.model.parameters(), lr=0.1)
+        step = captured_step(made)
+        with pytest.warns(UserWarning, match="the root cause"):
+            losses = [float(step(x, y)) for x, y in batches("transformer", 4)]
+        capturer.fails = False
+        losses += [float(step(x, y)) for x, y in batches("transformer", 6)]
+        assert capturer.graphs == []
+        assert losses[4:8] != losses[:4]
+
+    def test_gradients_are_not_recorded_any_more(self, capturer):
+        capturer.fails = True
+        step = captured_step(Made("mlp"), accumulate=2)
+        with pytest.warns(UserWarning, match="the root cause"):
+            run(step, 10)
+        assert not step._executor.static_gradients.are_recorded
+        assert not step._executor.static_gradients._recorded
+
+    def test_the_warning_points_to_the_line_that_calls_the_step(self, capturer):
+        capturer.fails = True
+        step = captured_step(Made("mlp"))
+        with pytest.warns(UserWarning, match="the root cause") as warned:
+            run(step, 6)
+        assert [Path(one.filename).name for one in warned] == ["test_capture.py"]
+
+    def test_a_graph_of_an_earlier_loss_is_named_if_the_capture_fails_over_streams(self, capturer):
+        capturer.fails, capturer.failure = True, "legacy stream depends on a capturing stream"
+        made = Made("mlp")
+        kept = made.model(torch.ones(2, 8))
+        with pytest.warns(UserWarning, match=r"legacy stream.*Delete it.*torch\.no_grad\(\)"):
+            run(captured_step(made), 6)
+        assert kept.requires_grad
+        with pytest.warns(UserWarning, match="legacy stream") as warned:
+            run(captured_step(Made("mlp")), 6)
+        assert "no_grad" not in str(warned[0].message)
 
     def test_a_failed_capture_raises_with_capture_true(self, capturer):
         capturer.fails = True

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import traceback
 import warnings
 from concurrent.futures import ThreadPoolExecutor
@@ -11,7 +12,7 @@ import torch
 
 from mezzo import _launch
 from mezzo.step import cuda_graph
-from mezzo.step.cuda_graph import CapturedGraph
+from mezzo.step.cuda_graph import CapturedGraph, GraphPool
 
 
 class DoublingGraph:
@@ -36,6 +37,43 @@ def test_inputs_are_copied_in_and_outputs_are_copies():
 def test_a_graph_may_have_no_inputs():
     source, target = torch.ones(1), torch.zeros(1)
     assert CapturedGraph(DoublingGraph(source, target), [], target).replay([]).tolist() == [2.0]
+
+
+def test_many_inputs_on_the_host_are_copied_asynchronously():
+    buffers = [torch.zeros(1) for _ in range(20)]
+    copied = []
+
+    class Copies:
+        def copy(self, inputs):
+            copied.extend(inputs)
+
+    graph = CapturedGraph(DoublingGraph(buffers[0], torch.zeros(1)), buffers, (), (), Copies())
+    graph.replay([torch.ones(1) for _ in buffers])
+    assert [one.buffer for one in copied] == buffers
+
+
+class TestGraphPool:
+    @pytest.fixture(autouse=True)
+    def _handles(self, monkeypatch):
+        numbers = itertools.count(1)
+        monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: next(numbers))
+
+    def test_graphs_share_it_as_long_as_there_is_one(self):
+        pool, graphs = GraphPool(), [DoublingGraph(None, None) for _ in range(2)]
+        for graph in graphs:
+            assert pool.handle() == 1
+            pool.add(graph)
+        del graph, graphs[1]
+        assert pool.handle() == 1
+        graphs.clear()
+        assert pool.handle() == 2
+
+    def test_that_of_a_failed_capture_is_not_used_again(self):
+        pool, graph = GraphPool(), DoublingGraph(None, None)
+        assert pool.handle() == 1
+        pool.add(graph)
+        pool.leave()
+        assert pool.handle() == 2
 
 
 class TestIsCurrentStreamCapturing:

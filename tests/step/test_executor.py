@@ -13,13 +13,12 @@ from mezzo.autocasting.regions import enter_regions
 from mezzo.step.components import PrecisionArgs, Reduction, prepare_components
 from mezzo.step.executor import (
     AccumulationPhase,
-    ScaledBackward,
     StepContext,
     StepExecutor,
     StepOptions,
-    refuse_manual_step,
 )
 from mezzo.step.inputs import Call
+from mezzo.step.user_body import ScaledBackward, refuse_manual_step
 
 CALL = Call((torch.ones(2, 8),), {})
 ONLY = AccumulationPhase(first=True, last=True)
@@ -74,11 +73,11 @@ class TestExecutor:
 
     def test_static_gradients_are_zeroed_and_keep_their_addresses(self):
         executor, made = self.executor(mean_square, accumulate=2)
-        executor.record_gradients()
-        assert not executor.make_gradients_static()
+        executor.static_gradients.release(records=True)
+        assert not executor.static_gradients.allocate()
         for phase in (FIRST, LAST):
             executor.run(CALL, phase, None)
-        assert executor.make_gradients_static()
+        assert executor.static_gradients.allocate()
         gradients = [parameter.grad for parameter in made.model.parameters()]
         executor.run(CALL, FIRST, None)
         assert any(bool(gradient.any()) for gradient in gradients)
@@ -122,7 +121,7 @@ class TestContext:
         context, made = self.context(preset="oneflow")
         bias, seen = made.model.layers[2].bias, []
         bias.register_hook(lambda gradient: seen.append(gradient[0].item()))
-        with enter_regions(context._components.region), ScaledBackward(context):
+        with enter_regions(context._components.region), ScaledBackward(context.backward):
             loss = bias.sum()
             if takes_update:
                 context(loss, made.optimizer)
@@ -144,7 +143,7 @@ class TestContext:
     def test_losses_of_other_threads_are_not_scaled(self):
         context, made = self.context()
         bias = made.model.layers[2].bias
-        with ScaledBackward(context):
+        with ScaledBackward(context.backward):
             thread = threading.Thread(target=lambda: bias.sum().backward())
             thread.start()
             thread.join()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,27 +14,79 @@ import mezzo
 from mezzo.step import captured_step, replay_timing
 from mezzo.step.capture import CaptureRunner
 from mezzo.step.components import Capture
-from mezzo.step.cuda_graph import CaptureFailed, HostDrawsFound
+from mezzo.step.cuda_graph import CaptureFailed, GraphPool, HostDrawsFound
+from mezzo.step.executor import StepExecutor
 from mezzo.step.inputs import Call, copy_outputs, make_static_buffers
 
 
 class FakeGraph:
     """Runs the captured function on every replay.
 
+    The first time it runs at the capture, which its first replay follows: what a capture raises is
+    raised, and gradients of later replays are written to the memory of the first ones.
+
     A broken one sets the last input to infinity, as a graph that reads the wrong memory might.
     """
 
-    def __init__(self, run: Callable[[Call], Any], call: Call, *, broken: bool = False) -> None:
-        self._run, self._broken = run, broken
+    def __init__(
+        self,
+        run: Callable[[Call], Any],
+        call: Call,
+        executor: StepExecutor | None = None,
+        *,
+        broken: bool = False,
+    ) -> None:
+        self._run_captured, self._executor, self._broken = run, executor, broken
         self._values, self.inputs = make_static_buffers(call)
         self.replays = 0
+        before = [(parameter, grad, grad.clone()) for parameter, grad in self._new_gradients()]
+        try:
+            self._first = self._run()
+        except Exception as error:
+            for parameter, _ in self._new_gradients():
+                parameter.grad = None
+            for parameter, gradient, values in before:
+                parameter.grad = gradient
+                if not torch.equal(gradient, values):
+                    gradient.copy_(values)
+            raise CaptureFailed(str(error)) from error
+        self._gradients = [] if self._has_static() else self._new_gradients()
 
     def replay(self, leaves: list[torch.Tensor]) -> Any:
+        self.replays += 1
+        if self.replays == 1:
+            return self._first
         torch._foreach_copy_(self.inputs, leaves)
+        returned = self._run()
+        fresh = [] if self._has_static() else self._new_gradients()
+        for (parameter, memory), (_, gradient) in zip(self._gradients, fresh, strict=True):
+            parameter.grad = memory.copy_(gradient)
+        return returned
+
+    def _run(self) -> Any:
         if self._broken:
             self.inputs[-1].fill_(float("inf"))
-        self.replays += 1
-        return copy_outputs(self._run(self._values))
+        return copy_outputs(self._run_captured(self._values))
+
+    def _new_gradients(self) -> list[Any]:
+        return [] if self._executor is None else self._executor.gradients()
+
+    def _has_static(self) -> bool:
+        return self._executor is not None and self._executor.static_gradients.exist
+
+
+@dataclass(frozen=True, eq=False)
+class Replayed:
+    """What a step holds of a fake graph: a graph is gone when no step holds it any more."""
+
+    graph: FakeGraph
+
+    @property
+    def inputs(self) -> list[torch.Tensor]:
+        return self.graph.inputs
+
+    def replay(self, leaves: list[torch.Tensor]) -> Any:
+        return self.graph.replay(leaves)
 
 
 @dataclass
@@ -47,15 +100,14 @@ class FakeCapturer:
     draws: bool = False
     """Whether attempts fail that do not record draws on the host."""
     fails: bool = False
+    failure: str = "the root cause"
     fails_as_eager: bool = False
     """Whether attempts fail in which the capture is hidden from the model."""
     broken: bool = False
-
-    pools: int = 1
-
-    def with_new_pool(self) -> FakeCapturer:
-        self.pools += 1
-        return self
+    executor: StepExecutor | None = None
+    pool: GraphPool = field(default_factory=GraphPool)
+    pools: list[Any] = field(default_factory=list)
+    """The pool of each graph."""
 
     def run_on_capture_stream(self, run: Callable[[], Any]) -> Any:
         self.warm_ups += 1
@@ -68,21 +120,26 @@ class FakeCapturer:
         *_: object,
         reports_eager: bool = True,
         records_draws: bool = False,
-    ) -> FakeGraph:
+    ) -> Replayed:
         self.reports.append(reports_eager)
         if self.draws and not records_draws:
             raise HostDrawsFound
         if self.fails or (self.fails_as_eager and reports_eager):
-            raise CaptureFailed("the root cause")
-        self.graphs.append(FakeGraph(run, values, broken=self.broken))
-        return self.graphs[-1]
+            raise CaptureFailed(self.failure)
+        self.pools.append(self.pool.handle())
+        self.graphs.append(FakeGraph(run, values, self.executor, broken=self.broken))
+        replayed = Replayed(self.graphs[-1])
+        self.pool.add(replayed)
+        return replayed
 
 
 def fake_captures(monkeypatch: pytest.MonkeyPatch) -> FakeCapturer:
     """Let every `CaptureRunner` use one fake capturer."""
     capturer = FakeCapturer()
 
+    numbers = itertools.count(1)
     monkeypatch.setattr(captured_step.GraphCapturer, "on", lambda _: capturer)
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: next(numbers))
     # Fake replays run the function again, and are about as fast as eager calls.
     monkeypatch.setattr(replay_timing, "MARGIN", 1e9)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda *_: None)
@@ -98,5 +155,6 @@ def use_capture(
 ) -> None:
     """Give a step that was created on a CPU a runner that captures, with or without updates."""
     runner = CaptureRunner(step._executor, Capture.parse(mode))
+    runner._graphs.capturer.executor = step._executor
     runner._graphs.captures_update = captures_update
     step._runner = runner

@@ -12,7 +12,7 @@ from mezzo._dtypes import dtype_name
 from mezzo._errors import PolicyError, UnsupportedError
 from mezzo.prepare.ema import refused_while_lent
 from mezzo.scaling.scaler import GradScaler
-from mezzo.step.capture import Runner, runner_for
+from mezzo.step.capture import runner_for
 from mezzo.step.components import (
     Capture,
     StepComponents,
@@ -21,6 +21,7 @@ from mezzo.step.components import (
     run_state_dict,
     step_state_dict,
 )
+from mezzo.step.eager_runner import Runner
 from mezzo.step.executor import AccumulationPhase, Body, StepExecutor, StepOptions
 from mezzo.step.inputs import Call
 from mezzo.step.metrics import StepMetrics

@@ -1,62 +1,33 @@
-"""Run a step eagerly, or warm it up, capture it as a CUDA graph and replay it."""
+"""Warm a step up, capture it as a CUDA graph and replay it, or choose to run it eagerly."""
 
 from __future__ import annotations
 
 import warnings
 from collections import Counter
 from collections.abc import Hashable
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 
-from mezzo import _events, _launch
-from mezzo._errors import UnsupportedError
-from mezzo.optim.device_binding import device_binding
-from mezzo.prepare.sharding import is_sharded_model
+from mezzo import _events
+from mezzo.policy.decide import user_stack_level
 from mezzo.scaling import capture
+from mezzo.step.capture_obstacles import (
+    capture_obstacle,
+    optimizer_obstacle,
+    warn_many_kinds,
+    warn_not_captured,
+)
 from mezzo.step.captured_step import Attempt, CapturedStep, StepGraphs, UpdateRunner
-from mezzo.step.components import Capture, StepComponents
-from mezzo.step.cuda_graph import CaptureFailed
+from mezzo.step.components import Capture
+from mezzo.step.cuda_graph import CaptureFailed, keeps_autograd_graph
+from mezzo.step.eager_runner import EagerRunner, Runner, first_nonfinite
 from mezzo.step.executor import AccumulationPhase, StepExecutor
 from mezzo.step.input_kinds import InputKind, InputKinds
 from mezzo.step.inputs import Call, UnsupportedInput, copy_outputs, format_shapes, signature
 from mezzo.step.module_buffers import module_modes
 from mezzo.step.replay_timing import ReplayTiming
 from mezzo.step.stall_check import StallCheck
-
-
-class Runner(Protocol):
-    """Runs the calls of a step."""
-
-    eager_reason: str | None
-    """Why calls run eagerly although they were to be captured."""
-
-    def __call__(self, call: Call, phase: AccumulationPhase) -> Any:
-        """Run one call and return detached copies of what the body returned."""
-
-    def flush(self, calls: int) -> None:
-        """Update from the gradients of fewer calls than usual."""
-
-    def first_nonfinite(self) -> str | None:
-        """Return the name of the parameter with the last non-finite gradient, if it is known.
-
-        This synchronizes.
-        """
-
-    @property
-    def captured(self) -> bool:
-        """Whether calls are replayed as CUDA graphs by now."""
-
-    @property
-    def graph_count(self) -> int:
-        """Kinds of inputs whose calls are replayed."""
-
-    @property
-    def replays(self) -> int:
-        """Calls replayed so far."""
-
-    def drop_graphs(self) -> None:
-        """Drop captured graphs: what they depend on may have changed."""
 
 
 def runner_for(executor: StepExecutor, capture: Capture) -> Runner:
@@ -70,89 +41,16 @@ def runner_for(executor: StepExecutor, capture: Capture) -> Runner:
     return EagerRunner(executor, reason)
 
 
-def capture_obstacle(components: StepComponents) -> str | None:
-    """Return why a step cannot be captured, as far as that is known before the first call."""
-    device = components.device
-    if device.type != "cuda":
-        return f"the model is on {device.type}, which has no CUDA graphs"
-    parameters = (parameter for model in components.models for parameter in model.parameters())
-    if is_sharded_model(components.models):
-        return "the model is sharded over processes, which is not captured"
-    if len({parameter.device for parameter in parameters}) > 1:
-        return "the parameters are on several devices"
-    if components.replicas:
-        return (
-            "the model is wrapped by DistributedDataParallel, and all ranks would have to capture"
-            " and replay the same graph in the same call"
-        )
-    if not _launch.has_triton(device):
-        return "Triton is not installed, which the fused steps need"
-    return None if components.scaler is None else capture.capture_refusal(components.scaler)
-
-
-def optimizer_obstacle(executor: StepExecutor) -> str | None:
-    """Return why optimizers without a captured step prevent the capture of calls.
-
-    They step behind a captured forward and backward pass, from copies of its gradients: not in the
-    middle of a body, and not from gradients that calls add to at fixed addresses.
-    """
-    options = executor.options
-    names = [
-        type(one).__name__ for one in executor.components.optimizers if device_binding(one) is None
-    ]
-    if not names or (options.accumulate == 1 and not options.takes_update):
-        return None
-    how = "the body steps it by update()" if options.takes_update else "calls accumulate gradients"
-    return f"{' and '.join(names)} has no step that can be captured, and {how}"
-
-
-class EagerRunner:
-    """Runs every call eagerly."""
-
-    captured = False
-    graph_count = replays = 0
-
-    def __init__(self, executor: StepExecutor, eager_reason: str | None = None) -> None:
-        self.eager_reason = eager_reason
-        self._executor = executor
-        models = executor.components.models
-        self._modules = [module for model in models for module in model.modules()]
-        self._parameters = [parameter for model in models for parameter in model.parameters()]
-
-    def __call__(self, call: Call, phase: AccumulationPhase) -> Any:
-        """Run one call."""
-        # Without a scaler no step is skipped, and no buffer is restored.
-        modes = (
-            None
-            if self._executor.components.scaler is None
-            else module_modes(self._modules, self._parameters)
-        )
-        return copy_outputs(self._executor.run(self._executor.move_inputs(call), phase, modes))
-
-    def flush(self, calls: int) -> None:
-        """Update from the gradients of fewer calls than usual."""
-        self._executor.flush(calls)
-
-    def first_nonfinite(self) -> str | None:
-        """Return the name of the first parameter with a non-finite gradient in the last update."""
-        return first_nonfinite(self._executor)
-
-    def drop_graphs(self) -> None:
-        """Do nothing: an eager runner has no graphs."""
-
-
-def first_nonfinite(executor: StepExecutor) -> str | None:
-    """Return the first parameter with a non-finite gradient in the last eager update, by name.
-
-    This synchronizes.
-    """
-    names = (result.first_nonfinite for result in executor.results if result is not None)
-    return next((name for name in names if name is not None), None)
-
-
 _WARM_UP = 3
 """Real calls before the first capture, which create optimizer states, tables and compiled kernels.
 One of them at least has the inputs that are captured: inputs that are seen once are not."""
+
+
+_KEPT_GRAPH = (
+    ". An output or a loss of the model that was computed before is still in memory, and its"
+    " autograd graph belongs to another stream. Delete it before the first steps, or compute it"
+    " under torch.no_grad()"
+)
 
 
 class _NumberedModes(NamedTuple):
@@ -216,6 +114,8 @@ class CaptureRunner:
             warn_many_kinds(self._inputs.limit, leaves)
         if self._inputs.needs_memory_of_graphs(kind):
             self._release_graphs()
+        if phase.first:
+            self._executor.static_gradients.attach()
         captured = kind.graphs.get(phase)
         if captured is not None:
             returned = self._replay_checked(kind, captured, call, leaves, phase, modes)
@@ -229,7 +129,7 @@ class CaptureRunner:
         if modes != self._current.modes:
             number = self._mode_numbers.setdefault(modes, len(self._mode_numbers))
             self._current = _NumberedModes(modes, number)
-            if self._executor.has_static_gradients:
+            if self._executor.static_gradients.exist:
                 # Other parameters may get gradients now: backward passes allocate them again.
                 self.drop_graphs()
         return self._current.number
@@ -244,7 +144,17 @@ class CaptureRunner:
     def _run_eagerly(self, call: Call, phase: AccumulationPhase, modes: Hashable) -> Any:
         """Run a call eagerly; if no calls can be captured, with a captured update."""
         moved = self._executor.move_inputs(call)
-        return copy_outputs(self._executor.run(moved, phase, modes, self._update))
+        returned = copy_outputs(self._executor.run(moved, phase, modes, self._update))
+        self._check_gradients(phase)
+        return returned
+
+    def _check_gradients(self, phase: AccumulationPhase) -> None:
+        """Drop graphs if an eager call has made gradients that a captured update does not read."""
+        static = self._executor.static_gradients
+        if static.exist and not phase.last:
+            static.has_run = True
+            if static.lack(self._executor.gradients()):
+                self.drop_graphs()
 
     # -- replay ------------------------------------------------------------------------------------
 
@@ -268,7 +178,7 @@ class CaptureRunner:
             warnings.warn(
                 f"The step runs eagerly from now on: {error}. One batch was skipped.",
                 UserWarning,
-                stacklevel=5,
+                stacklevel=user_stack_level(),
             )
         return returned
 
@@ -294,28 +204,15 @@ class CaptureRunner:
             return None
         self._replays += 1
         if timing.judges_slower() and self._capture is Capture.AUTO:
-            self._reject(kind, phase, timing, leaves)
-        return returned
-
-    def _reject(
-        self,
-        kind: InputKind[CapturedStep],
-        phase: AccumulationPhase,
-        timing: ReplayTiming,
-        leaves: list[torch.Tensor],
-    ) -> None:
-        """Run these inputs eagerly from now on, because replays are slower."""
-        torch.cuda.synchronize(self._executor.components.device)
-        kind.graphs.pop(phase)
-        kind.is_slower = True
-        if not self._inputs.has_graphs:
-            self._graphs.use_new_pool()
-        reason = f"for inputs of shape {format_shapes(leaves)}, {timing.reason}"
-        if self._inputs.has_graphs:
-            if _events.listening():
+            torch.cuda.synchronize(self._executor.components.device)
+            del kind.graphs[phase]
+            kind.is_eager = True
+            reason = f"for inputs of shape {format_shapes(leaves)}, {timing.reason}"
+            if not (kind.graphs or self._inputs.are_others_captured(kind)):
+                self._give_up(reason)
+            elif _events.listening():
                 _events.emit(_events.StepNotCaptured(reason))
-        else:
-            self._give_up(reason)
+        return returned
 
     # -- warm-up and capture -----------------------------------------------------------------------
 
@@ -327,7 +224,7 @@ class CaptureRunner:
         phase: AccumulationPhase,
         modes: Hashable,
     ) -> Any:
-        if kind.is_slower:
+        if kind.is_eager:
             return self._run_eagerly(call, phase, modes)
         warmed_up = self._warm_up_calls[self._current.number, phase] >= _WARM_UP
         settled = bool(kind.graphs) or self._inputs.are_settled
@@ -336,13 +233,16 @@ class CaptureRunner:
             # The call that finds the written buffers does not count.
             known = self._executor.buffers.knows(modes)
             self._warm_up_calls[self._current.number, phase] += known
+            if self._inputs.is_new_beyond_limit(kind):
+                # A number that changes makes ever new kinds. Timing their calls would synchronize.
+                return self._run_eagerly(call, phase, modes)
             return self._warm_up(kind, self._static_inputs(call, leaves), phase, modes)
         if not kind.graphs and not self._make_room(kind):
             return self._run_eagerly(call, phase, modes)
-        captured = self._try_capture(self._static_inputs(call, leaves), phase, modes)
+        captured = self._try_capture(kind, call, leaves, phase, modes)
         if captured is None:
             return self._run_eagerly(call, phase, modes)
-        kind.graphs[phase] = captured
+        self._inputs.add(kind, phase, captured)
         returned = self._replay(kind, captured, leaves, phase, modes)
         return self._run_eagerly(call, phase, modes) if returned is None else returned[0]
 
@@ -357,8 +257,8 @@ class CaptureRunner:
             scaler is not None and not capture.is_warmed_up(scaler)
         ):
             return False
-        if executor.options.accumulate > 1 and not executor.has_static_gradients:
-            return phase.first and executor.make_gradients_static()
+        if executor.options.accumulate > 1 and not executor.static_gradients.exist:
+            return phase.first and executor.static_gradients.allocate()
         return True
 
     def _static_inputs(self, call: Call, leaves: list[torch.Tensor]) -> Call:
@@ -382,7 +282,9 @@ class CaptureRunner:
             return copy_outputs(self._executor.run(call, phase, modes))
 
         timing = kind.timings.setdefault(phase, ReplayTiming(self._executor.components.device))
-        return timing.time_eager(lambda: self._graphs.capturer.run_on_capture_stream(run))
+        returned = timing.time_eager(lambda: self._graphs.capturer.run_on_capture_stream(run))
+        self._check_gradients(phase)
+        return returned
 
     def _make_room(self, kind: InputKind[CapturedStep]) -> bool:
         """Make room for the graphs of other inputs; return False if there is none."""
@@ -390,30 +292,52 @@ class CaptureRunner:
             return False
         # Graphs that are dropped may be running.
         torch.cuda.synchronize(self._executor.components.device)
-        had_graphs = self._inputs.has_graphs
         self._inputs.make_room()
         if self._inputs.is_largest(kind):
             self._release_graphs()
-        elif had_graphs and not self._inputs.has_graphs:
-            # torch does not capture into a pool whose graphs are gone.
-            self._graphs.use_new_pool()
         return True
 
     def _try_capture(
-        self, call: Call, phase: AccumulationPhase, modes: Hashable
+        self,
+        kind: InputKind[CapturedStep],
+        call: Call,
+        leaves: list[torch.Tensor],
+        phase: AccumulationPhase,
+        modes: Hashable,
     ) -> CapturedStep | None:
-        """Capture a call; if no attempt succeeds, give up and return None."""
+        """Capture a call; return None if no attempt succeeds.
+
+        All calls run eagerly from then on, or only those of this kind if others are captured.
+        """
+        inputs, attempt = self._static_inputs(call, leaves), self._attempt
+        hint = _KEPT_GRAPH if keeps_autograd_graph(self._parameters) else ""
         while True:
             try:
-                return self._graphs.capture_call(call, phase, modes, self._attempt)
+                captured = self._graphs.capture_call(inputs, phase, modes, attempt)
             except CaptureFailed as failure:
-                # torch's allocators cannot begin another capture in the pool of a failed one.
-                self._graphs.use_new_pool()
-                attempt = self._attempt.after(failure)
-                if attempt is None:
-                    self._give_up(str(failure), failure)
+                following = attempt.after(failure)
+                if following is None:
+                    self._run_kind_eagerly(kind, leaves, failure, hint)
                     return None
+                attempt = following
+            else:
                 self._attempt = attempt
+                return captured
+
+    def _run_kind_eagerly(
+        self,
+        kind: InputKind[CapturedStep],
+        leaves: list[torch.Tensor],
+        failure: CaptureFailed,
+        hint: str,
+    ) -> None:
+        reason = f"{failure}{hint if 'stream' in str(failure) else ''}"
+        if self._inputs.are_others_captured(kind):
+            kind.is_eager = True
+            reason = f"for inputs of shape {format_shapes(leaves)}, {reason}"
+            warn_not_captured(reason, self._capture)
+        else:
+            self._give_up(reason, failure)
 
     def _give_up(self, reason: str, error: Exception | None = None) -> None:
         """Run eagerly from now on, with a warning or, if capture=True, an error."""
@@ -455,42 +379,14 @@ class CaptureRunner:
         self._release_graphs()
         self._inputs.clear()
         self._warm_up_calls.clear()
+        if self._update is not None:
+            self._update.drop()
         if self._executor.options.accumulate > 1:
-            self._executor.record_gradients()
+            self._executor.static_gradients.release(records=self.eager_reason is None)
 
     def _release_graphs(self) -> None:
         """Free the memory of all graphs; inputs are captured again without a warm-up."""
         if self._inputs.has_graphs:
             torch.cuda.synchronize(self._executor.components.device)
             self._inputs.drop_graphs()
-            self._graphs.use_new_pool()
             torch.cuda.empty_cache()
-
-
-def warn_not_captured(reason: str, capture: Capture, *, quietly: bool = False) -> None:
-    """Warn that a step runs eagerly; raise `UnsupportedError` if it must be captured."""
-    if capture is Capture.ON:
-        raise UnsupportedError(
-            f"capture=True, but the step cannot be captured as a CUDA graph: {reason}. Change that,"
-            " or pass capture='auto'."
-        )
-    if _events.listening():
-        _events.emit(_events.StepNotCaptured(reason))
-    if not quietly:
-        warnings.warn(
-            f"The step cannot be captured as a CUDA graph and runs eagerly: {reason}. Pass"
-            " capture=False to silence this warning.",
-            UserWarning,
-            stacklevel=6,
-        )
-
-
-def warn_many_kinds(limit: int, leaves: list[torch.Tensor]) -> None:
-    """Warn that there are more kinds of inputs than graphs."""
-    warnings.warn(
-        f"The step was called with more than {limit} kinds of inputs, now with"
-        f" {format_shapes(leaves)}. Those that have no CUDA graph run eagerly. Pad inputs to fewer"
-        " distinct shapes (pad_to=64), pass numbers that change as tensors, or raise max_graphs.",
-        UserWarning,
-        stacklevel=5,
-    )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Hashable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -13,12 +13,12 @@ from mezzo import _events
 from mezzo.autocasting.regions import clear_weight_cache, innermost_region
 from mezzo.optim.device_binding import DeviceBinding, ReplayPlan, device_binding
 from mezzo.scaling import capture
-from mezzo.scaling.gradients import parameters
 from mezzo.scaling.step_result import NO_SOURCE, NonfiniteSource
 from mezzo.step.cuda_graph import CapturedGraph, CaptureFailed, GraphCapturer, HostDrawsFound
 from mezzo.step.executor import AccumulationPhase, StepContext, StepExecutor
 from mezzo.step.inputs import Call, format_shapes
 from mezzo.step.replay_timing import ReplayTiming
+from mezzo.step.static_gradients import Gradients
 
 
 class ReplayedBinding(NamedTuple):
@@ -47,8 +47,8 @@ class CapturedStep:
     graph: CapturedGraph
     update: CapturedUpdate | None
     """None if the graph does not update."""
-    gradients: tuple[tuple[torch.Tensor, torch.Tensor], ...] = ()
-    """Parameters with their gradients in the graph's memory, for an eager update."""
+    gradients: Gradients = field(default_factory=list)
+    """Those in the graph's memory, for an eager update."""
 
 
 class Attempt(NamedTuple):
@@ -88,10 +88,6 @@ class StepGraphs:
             *[binding.recapture_key() for binding in self.bindings],
         ]
 
-    def use_new_pool(self) -> None:
-        """Capture the next graphs in new memory."""
-        self.capturer = self.capturer.with_new_pool()
-
     # -- capture -----------------------------------------------------------------------------------
 
     def capture_call(
@@ -101,26 +97,39 @@ class StepGraphs:
 
         The inputs are on the device of the models.
         """
-        executor = self._executor
-        if not executor.has_static_gradients:
+        executor, updates = self._executor, phase.last and self.captures_update
+        if not executor.static_gradients.exist:
             executor.clear_gradients()
-        if self.captures_update or not phase.last:
-            return self._capture(
-                lambda inputs: executor.run(inputs, phase, modes),
-                call,
-                updates=phase.last,
-                attempt=attempt,
+
+        def run(inputs: Call) -> Any:
+            context, returned = self._run_body(inputs, phase, modes)
+            if updates:
+                executor.update(context)
+            return (context.loss, returned) if phase.last and not updates else returned
+
+        captured = self._capture(run, call, updates=updates, attempt=attempt)
+        if updates or executor.static_gradients.exist:
+            return captured
+        gradients = executor.gradients()
+        executor.clear_gradients()
+        return CapturedStep(captured.graph, None, gradients)
+
+    def _run_body(
+        self, inputs: Call, phase: AccumulationPhase, modes: Hashable
+    ) -> tuple[StepContext, Any]:
+        """Run forward and backward; check that static gradients are those of eager calls."""
+        executor, static = self._executor, self._executor.static_gradients
+        versions = static.versions()
+        context, returned = executor.run_body(inputs, phase, modes)
+        if static.exist and not static.were_added_to(versions, executor.gradients()):
+            raise CaptureFailed(
+                "calls accumulate gradients, and these add to those of other parameters than the"
+                " calls before"
             )
+        return context, returned
 
-        def run_body(inputs: Call) -> tuple[torch.Tensor | None, Any]:
-            context, returned = executor.run_body(inputs, phase, modes)
-            return context.loss, returned
-
-        captured = self._capture(run_body, call, updates=False, attempt=attempt)
-        return CapturedStep(captured.graph, None, self._take_gradients())
-
-    def capture_update(self, loss: torch.Tensor | None, gradients: list[Any]) -> CapturedStep:
-        """Capture an update from gradients of these parameters, given as pairs."""
+    def capture_update(self, loss: torch.Tensor | None, gradients: Gradients) -> CapturedStep:
+        """Capture an update from these gradients."""
         executor = self._executor
 
         def run(values: tuple[torch.Tensor | None, list[torch.Tensor]]) -> None:
@@ -137,7 +146,7 @@ class StepGraphs:
     def _capture(
         self, run: Callable[[Any], Any], values: Any, *, updates: bool, attempt: Attempt
     ) -> CapturedStep:
-        scaler = self._executor.components.scaler
+        scaler, gradients = self._executor.components.scaler, self._executor.gradients()
         schedule_tables = () if scaler is None else capture.schedule_tables(scaler)
         begin = time.perf_counter()
         for binding in self.bindings if updates else ():
@@ -147,7 +156,7 @@ class StepGraphs:
                 run, values, self._executor.metrics.memory, **attempt._asdict()
             )
         except CaptureFailed:
-            self._discard_records()
+            self._discard(gradients)
             raise
         if _events.listening():
             seconds = time.perf_counter() - begin
@@ -164,20 +173,14 @@ class StepGraphs:
         update = CapturedUpdate(tuple(bindings), schedule_tables, tuple(kept_alive))
         return CapturedStep(graph, update)
 
-    def _discard_records(self) -> None:
-        """Discard gradients in a failed graph's memory, and the scaler's records of them."""
+    def _discard(self, gradients: Gradients) -> None:
+        """Return to the gradients before a failed capture, without the scaler's records of it."""
         if self._executor.components.scaler is not None:
             capture.discard_records(self._executor.components.scaler)
-        if not self._executor.has_static_gradients:
-            self._executor.clear_gradients()
-
-    def _take_gradients(self) -> tuple[tuple[torch.Tensor, torch.Tensor], ...]:
-        """Return the gradients that were just captured; static ones stay where they are."""
-        if self._executor.has_static_gradients:
-            return ()
-        gradients = tuple(trained_gradients(self._executor))
-        self._executor.clear_gradients()
-        return gradients
+        for optimizer in self._executor.components.optimizers:
+            optimizer.zero_grad(set_to_none=True)
+        for parameter, gradient in gradients:
+            parameter.grad = gradient
 
     # -- replay ------------------------------------------------------------------------------------
 
@@ -196,13 +199,14 @@ class StepGraphs:
         if captured.update is not None:
             return self._replay(captured, captured.update, leaves, source)
         returned = captured.graph.replay(leaves)
-        if not phase.last:
-            return (returned,)
-        loss, returned = returned
-        for parameter, gradient in captured.gradients:
-            # A copy: an optimizer may keep it, and the next replay overwrites this one.
-            parameter.grad = gradient.clone()
-        self._executor.update_after_replay(loss, modes)
+        if phase.last:
+            loss, returned = returned
+            for parameter, gradient in captured.gradients:
+                # A copy: an optimizer may keep it, and the next replay overwrites this one.
+                parameter.grad = gradient.clone()
+            self._executor.update_after_replay(loss, modes)
+        else:
+            self._executor.static_gradients.has_replayed = True
         return (returned,)
 
     def replay_update(self, captured: CapturedStep, leaves: list[torch.Tensor]) -> bool:
@@ -228,22 +232,13 @@ class StepGraphs:
         if scaler is not None and capture.before_replay(scaler) != update.schedule_tables:
             return None
         returned = captured.graph.replay(leaves)
+        self._executor.static_gradients.note_zeros()
         if scaler is not None:
             capture.after_replay(scaler, self._executor.metrics.scale_and_skips, source)
         if innermost_region() is not None:
             # A region around the training loop holds cached casts of the old weights.
             clear_weight_cache()
         return (returned,)
-
-
-def trained_gradients(executor: StepExecutor) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Return the parameters of the optimizers that have a gradient, with it."""
-    return [
-        (parameter, parameter.grad)
-        for optimizer in executor.components.optimizers
-        for parameter in parameters(optimizer)
-        if parameter.grad is not None
-    ]
 
 
 class UpdateRunner:
@@ -259,7 +254,7 @@ class UpdateRunner:
     def __init__(self, executor: StepExecutor, graphs: StepGraphs) -> None:
         self._executor, self._graphs = executor, graphs
         self._captured: CapturedStep | None = None
-        self._key: Any = None
+        self._key: list[Any] | None = None
         """What the captured update depends on."""
         self._eager_updates = 0
         self._is_off = not graphs.captures_update or executor.options.takes_update
@@ -275,17 +270,26 @@ class UpdateRunner:
         ):
             self._executor.update(context)
             return
-        gradients = trained_gradients(self._executor)
-        key = [[(parameter.data_ptr(), one.dtype) for parameter, one in gradients]]
-        key += self._graphs.recapture_key()
+        gradients = self._executor.gradients()
+        if any(gradient.is_sparse for _, gradient in gradients):
+            self._executor.update(context)
+            return
+        key: list[Any] = [(parameter.data_ptr(), one.dtype) for parameter, one in gradients]
+        key += [*self._executor.buffers.current, *self._graphs.recapture_key()]
         if key != self._key:
-            self._key, self._captured, self._eager_updates = key, None, 0
+            self.drop()
+            self._key = key
         if self._captured is None:
             self._run_or_capture(context, gradients)
         else:
             self._replay(self._captured, context, gradients)
 
-    def _run_or_capture(self, context: StepContext, gradients: list[Any]) -> None:
+    def drop(self) -> None:
+        """Drop the captured update: what it depends on may have changed."""
+        self._captured, self._key, self._eager_updates = None, None, 0
+        self._timing = ReplayTiming(self._executor.components.device)
+
+    def _run_or_capture(self, context: StepContext, gradients: Gradients) -> None:
         if self._eager_updates < self.WARM_UP:
             self._eager_updates += 1
             self._timing.time_eager(lambda: self._executor.update(context))
@@ -294,7 +298,6 @@ class UpdateRunner:
             self._captured = self._graphs.capture_update(context.loss, gradients)
         except CaptureFailed:
             self._is_off = True
-            self._graphs.use_new_pool()
         for parameter, gradient in gradients:
             parameter.grad = gradient
         if self._captured is None:
@@ -302,11 +305,12 @@ class UpdateRunner:
         else:
             self._replay(self._captured, context, gradients)
 
-    def _replay(self, captured: CapturedStep, context: StepContext, gradients: list[Any]) -> None:
+    def _replay(self, captured: CapturedStep, context: StepContext, gradients: Gradients) -> None:
         loss = [] if context.loss is None else [context.loss.detach()]
         leaves = [*loss, *[gradient for _, gradient in gradients]]
         if not self._timing.time_replay(lambda: self._graphs.replay_update(captured, leaves)):
-            self._captured, self._key = None, None
+            self.drop()
             self._executor.update(context)
-        if self._timing.judges_slower():
-            self._is_off, self._captured = True, None
+        elif self._timing.judges_slower():
+            self.drop()
+            self._is_off = True

@@ -17,7 +17,7 @@ from mezzo.prepare.decorate import decorate
 from mezzo.prepare.decoration import decoration_of
 from mezzo.prepare.plan import PolicyArg
 from mezzo.prepare.sharding import is_sharded_model
-from mezzo.step.capture import warn_many_kinds, warn_not_captured
+from mezzo.step.capture_obstacles import warn_many_kinds, warn_not_captured
 from mezzo.step.components import Capture
 from mezzo.step.cuda_graph import CapturedGraph, CaptureFailed, GraphCapturer
 from mezzo.step.input_kinds import MAX_GRAPHS, InputKind, InputKinds, check_max_graphs
@@ -160,8 +160,9 @@ class EvalStep:
         timing = kind.timings[_CALL]
         returned = timing.time_replay(lambda: graph.replay(leaves))
         if timing.judges_slower() and self._capture is Capture.AUTO:
-            kind.is_slower = bool(kind.graphs.pop(_CALL))
-            if not self._inputs.has_graphs:
+            del kind.graphs[_CALL]
+            kind.is_eager = True
+            if not (kind.graphs or self._inputs.are_others_captured(kind)):
                 self._give_up(f"for inputs of shape {format_shapes(leaves)}, {timing.reason}")
         return returned
 
@@ -172,11 +173,13 @@ class EvalStep:
         inputs: Any,
         leaves: list[torch.Tensor],
     ) -> Any:
-        if kind.is_slower:
+        if kind.is_eager:
             return self._run_eagerly(inputs)
         is_known = _CALL in kind.timings and self._inputs.are_settled
         if self._warm_up_calls < _WARM_UP or not is_known:
             self._warm_up_calls += 1
+            if self._inputs.is_new_beyond_limit(kind):
+                return self._run_eagerly(inputs)
             timing = kind.timings.setdefault(_CALL, ReplayTiming(self._device))
             return timing.time_eager(
                 lambda: capturer.run_on_capture_stream(lambda: self._run_eagerly(inputs))
@@ -187,26 +190,33 @@ class EvalStep:
         self._inputs.make_room()
         if self._inputs.is_largest(kind):
             self._inputs.drop_graphs()
-            self._capturer = capturer = capturer.with_new_pool()
-        moved = move_inputs(inputs, self._device)
-        graph = self._try_capture(capturer, moved)
+        graph = self._try_capture(capturer, kind, inputs, leaves)
         if graph is None:
             return self._run_eagerly(inputs)
-        kind.graphs[_CALL] = graph
+        self._inputs.add(kind, _CALL, graph)
         return self._replay(kind, graph, leaves)
 
-    def _try_capture(self, capturer: GraphCapturer, inputs: Any) -> CapturedGraph | None:
-        """Capture a call; if that fails, give up and return None."""
-        reason = ""
+    def _try_capture(
+        self,
+        capturer: GraphCapturer,
+        kind: InputKind[CapturedGraph],
+        inputs: Any,
+        leaves: list[torch.Tensor],
+    ) -> CapturedGraph | None:
+        """Capture a call; if that fails, return None: calls, or those of this kind, run eagerly."""
+        reason, moved = "", move_inputs(inputs, self._device)
         # Models that read from the device only when they are not captured need the second attempt.
         for reports_eager in (True, False):
             try:
-                return capturer.capture(self._run, inputs, reports_eager=reports_eager)
+                return capturer.capture(self._run, moved, reports_eager=reports_eager)
             except CaptureFailed as failure:
                 reason = str(failure)
-                # torch's allocators cannot begin another capture in the pool of a failed one.
-                self._capturer = capturer = capturer.with_new_pool()
-        self._give_up(reason)
+        if self._inputs.are_others_captured(kind):
+            kind.is_eager = True
+            reason = f"for inputs of shape {format_shapes(leaves)}, {reason}"
+            warn_not_captured(reason, self._capture)
+        else:
+            self._give_up(reason)
         return None
 
     def _run_eagerly(self, inputs: Any) -> Any:
@@ -220,9 +230,8 @@ class EvalStep:
 
     def _drop_graphs(self, recapture_key: Hashable) -> None:
         """Drop captured graphs. This synchronizes if there are any, since they may be running."""
-        if self._inputs.has_graphs and self._capturer is not None:
+        if self._inputs.has_graphs:
             torch.cuda.synchronize(self._device)
-            self._capturer = self._capturer.with_new_pool()
         self._inputs.clear()
         self._recapture_key = recapture_key
 

@@ -9,12 +9,10 @@ from threading import get_ident
 from typing import Any, NamedTuple
 
 import torch
-from torch.overrides import TorchFunctionMode
 
 from mezzo._casting import cast_all
 from mezzo._errors import ScalerError
-from mezzo._torch import foreach_mul_, foreach_zero_
-from mezzo.autocasting.dynamo import skip_frame
+from mezzo._torch import foreach_mul_
 from mezzo.autocasting.regions import enter_regions
 from mezzo.optim.binding import optimizer_binding
 from mezzo.prepare.arguments import Optimizer
@@ -31,6 +29,8 @@ from mezzo.step.metrics import MetricsBuffer, Rate
 from mezzo.step.module_buffers import BatchCounters, ModuleBuffers
 from mezzo.step.outputs import split_loss
 from mezzo.step.profiler_ranges import Range, profiled
+from mezzo.step.static_gradients import Gradients, StaticGradients
+from mezzo.step.user_body import ScaledBackward, refuse_manual_step, stepping_threads
 
 Body = Callable[..., Any]
 
@@ -85,13 +85,9 @@ class StepExecutor:
         )
         self.results: Iterable[StepResult | None] = ()
         """Results of the optimizers in the last eager update."""
-        self._records_gradients = False
-        self._recorded_gradients: list[tuple[torch.Tensor, torch.Tensor]] = []
-        """Parameters with their gradients in the last update, if gradients are recorded."""
         self.finds_scale = components.scaler is not None
         """Whether the next update is the first one, which searches for a loss scale."""
-        self._static_gradients: list[torch.Tensor] = []
-        """Gradients that keep their addresses; empty if each backward pass allocates its own."""
+        self.static_gradients = StaticGradients()
 
     # -- one call, in order ------------------------------------------------------------------------
 
@@ -174,7 +170,7 @@ class StepExecutor:
         args = (context, *call.args) if self.options.takes_update else call.args
         with ExitStack() as stack:
             if self.options.custom_body:
-                stack.enter_context(ScaledBackward(context))
+                stack.enter_context(ScaledBackward(context.backward))
                 for optimizer in self.components.optimizers:
                     stack.callback(optimizer.register_step_pre_hook(refuse_manual_step).remove)
             stack.enter_context(self._batch_counters.counting())
@@ -196,13 +192,10 @@ class StepExecutor:
 
     def _update(self, context: StepContext) -> torch.Tensor | bool:
         """Step the optimizers, update the scale; return whether a gradient was non-finite."""
-        if self._records_gradients:
-            self._recorded_gradients = [
-                (parameter, parameter.grad)
-                for optimizer in self.components.optimizers
-                for parameter in parameters(optimizer)
-                if parameter.grad is not None
-            ]
+        if self.static_gradients.exist:
+            self.static_gradients.detach_unused()
+        elif self.static_gradients.are_recorded:
+            self.static_gradients.record(self.gradients())
         with profiled(Range.UPDATE):
             context.step_remaining()
             self.results = context.results.values()
@@ -229,11 +222,10 @@ class StepExecutor:
 
     def clear_gradients(self) -> None:
         """Set gradients to None; static ones to zero."""
-        if self._static_gradients:
-            foreach_zero_(self._static_gradients)
-        else:
-            for optimizer in self.components.optimizers:
-                optimizer.zero_grad(set_to_none=True)
+        for optimizer in self.components.optimizers:
+            optimizer.zero_grad(set_to_none=True)
+        if self.static_gradients.exist:
+            self.static_gradients.zero()
 
     def advance_schedulers(self) -> None:
         """Advance the schedulers after an update; with a scaler, its step has advanced them."""
@@ -247,12 +239,7 @@ class StepExecutor:
         """Update from the gradients of fewer calls than usual."""
         self.components.replicas.reduce_gradients()
         if self.options.reduction is Reduction.MEAN:
-            gradients = [
-                parameter.grad
-                for optimizer in self.components.optimizers
-                for parameter in parameters(optimizer)
-                if parameter.grad is not None
-            ]
+            gradients = [gradient for _, gradient in self.gradients()]
             foreach_mul_(local_tensors(gradients), self.options.accumulate / calls)
         context = StepContext(self.components, loss_factor=1.0, can_update=True)
         self._write_metrics(context, self._update(context))
@@ -264,33 +251,14 @@ class StepExecutor:
         )
         self._forward_and_backward(context, call)
 
-    # -- gradients at fixed addresses, for captured steps that accumulate --------------------------
-
-    @property
-    def has_static_gradients(self) -> bool:
-        """Whether gradients keep their addresses from call to call."""
-        return bool(self._static_gradients)
-
-    def record_gradients(self) -> None:
-        """Let backward passes allocate gradients again; record them at each update."""
-        self._static_gradients = []
-        self._records_gradients = True
-
-    def make_gradients_static(self) -> bool:
-        """Allocate static gradients like the recorded ones; return False if none are recorded."""
-        if not self._recorded_gradients:
-            return False
-        # With the strides of their parameters, which the fused step needs.
-        self._static_gradients = [
-            torch.zeros_like(parameter, dtype=gradient.dtype)
-            for parameter, gradient in self._recorded_gradients
+    def gradients(self) -> Gradients:
+        """Return the parameters of the optimizers that have a gradient, with it."""
+        return [
+            (parameter, parameter.grad)
+            for optimizer in self.components.optimizers
+            for parameter in parameters(optimizer)
+            if parameter.grad is not None
         ]
-        for (parameter, _), gradient in zip(
-            self._recorded_gradients, self._static_gradients, strict=True
-        ):
-            parameter.grad = gradient
-        self._recorded_gradients, self._records_gradients = [], False
-        return True
 
 
 class StepContext:
@@ -425,7 +393,7 @@ class StepContext:
         scaler = self._components.scaler
         if optimizer is self._components.optimizers[0]:
             self._host_rate = first_rate(optimizer)
-        _stepping_threads.add(get_ident())
+        stepping_threads.add(get_ident())
         try:
             if scaler is None:
                 optimizer.step()
@@ -435,7 +403,7 @@ class StepContext:
                     optimizer, scheduler=self._components.schedulers.get(optimizer)
                 )
         finally:
-            _stepping_threads.discard(get_ident())
+            stepping_threads.discard(get_ident())
 
     def found_nonfinite(self) -> torch.Tensor | bool:
         """Return whether a step was skipped: as a tensor where reading it would synchronize."""
@@ -476,42 +444,3 @@ def first_rate(optimizer: Optimizer) -> Rate:
         # A number: a scheduler may write the next rate to the tensor.
         return float(rate)
     return rate
-
-
-class ScaledBackward(TorchFunctionMode):
-    """Scale the gradients of `loss.backward()` in the body of a step.
-
-    A function mode acts in its own thread only, and `torch.Tensor` stays unpatched. It costs 1.5 µs
-    per op in bodies that run eagerly, and nothing in captured ones.
-    """
-
-    def __init__(self, context: StepContext) -> None:
-        super().__init__()
-        self._context = context
-
-    @skip_frame
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        if func is torch.Tensor.backward:
-            return self._context.backward(*args, **(kwargs or {}))
-        return func(*args, **kwargs) if kwargs else func(*args)
-
-
-_stepping_threads: set[int] = set()
-"""Threads in which a `StepContext` steps an optimizer."""
-
-
-# The signature of an optimizer's step hook.
-def refuse_manual_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:  # noqa: ARG001
-    """Raise for `optimizer.step()` in the body of a step: its gradients are still scaled."""
-    if get_ident() not in _stepping_threads:
-        raise ScalerError(
-            f"{type(optimizer).__name__}.step() was called in the body of a step, which steps its"
-            " optimizers itself. Remove the call, or take `update` as the first parameter and call"
-            " update(loss, optimizer)."
-        )

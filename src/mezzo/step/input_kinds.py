@@ -33,8 +33,10 @@ class InputKind(Generic[Graph]):
     """Number of the call that used it before that; 0 if there was none."""
     size: int = 0
     """Bytes of the inputs."""
-    is_slower: bool = False
-    """Whether replays were slower than eager calls."""
+    was_captured: bool = False
+    """Whether it had a graph."""
+    is_eager: bool = False
+    """Whether its calls run eagerly: they cannot be captured, or replays were slower."""
     timings: dict[Hashable, ReplayTiming] = field(default_factory=dict)
     """Durations of its eager calls and first replays; there is one after the first eager call."""
     graphs: dict[Hashable, Graph] = field(default_factory=dict)
@@ -121,6 +123,19 @@ class InputKinds(Generic[Graph]):
     def exceed_limit(self) -> bool:
         """Whether there are more kinds than graphs can be kept for."""
         return len(self._kinds) > self.limit
+
+    def is_new_beyond_limit(self, kind: InputKind[Graph]) -> bool:
+        """Return whether a kind is used for the first time, and there are too many already."""
+        return self.exceed_limit and not kind.previous_use
+
+    def add(self, kind: InputKind[Graph], place: Hashable, graph: Graph) -> None:
+        """Keep a graph of a kind."""
+        kind.graphs[place], kind.was_captured = graph, True
+
+    def are_others_captured(self, kind: InputKind[Graph]) -> bool:
+        """Return whether other kinds have graphs, or had them and will be captured again."""
+        others = (one for one in self._kinds.values() if one is not kind)
+        return any(one.was_captured and not one.is_eager for one in others)
 
     @property
     def has_graphs(self) -> bool:

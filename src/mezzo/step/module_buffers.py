@@ -35,6 +35,7 @@ class ModuleBuffers:
         self._written: dict[Hashable, list[BufferSnapshot]] = {}
         """Snapshots of the buffers that are written, by modes."""
         self._current: list[BufferSnapshot] = []
+        """Snapshots of the current step, which `restore` reads."""
         self._unknown_modes: Hashable | None = None
         """Modes of the current step, if its written buffers are to be found."""
 
@@ -50,6 +51,11 @@ class ModuleBuffers:
             self._current = self._written[modes] if known else _snapshots(self._all)
             for snapshot in self._current:
                 snapshot.save()
+
+    @property
+    def current(self) -> list[BufferSnapshot]:
+        """Snapshots that a skipped step restores; a captured update depends on them."""
+        return self._current
 
     def select(self, modes: Hashable) -> None:
         """Use the values that a captured graph has saved in these modes."""

@@ -1,0 +1,82 @@
+"""What prevents the capture of a step, and the warnings that it runs eagerly."""
+
+from __future__ import annotations
+
+import warnings
+
+import torch
+
+from mezzo import _events, _launch
+from mezzo._errors import UnsupportedError
+from mezzo.optim.device_binding import device_binding
+from mezzo.policy.decide import user_stack_level
+from mezzo.prepare.sharding import is_sharded_model
+from mezzo.scaling.capture import capture_refusal
+from mezzo.step.components import Capture, StepComponents
+from mezzo.step.executor import StepExecutor
+from mezzo.step.inputs import format_shapes
+
+
+def capture_obstacle(components: StepComponents) -> str | None:
+    """Return why a step cannot be captured, as far as that is known before the first call."""
+    device = components.device
+    if device.type != "cuda":
+        return f"the model is on {device.type}, which has no CUDA graphs"
+    parameters = (parameter for model in components.models for parameter in model.parameters())
+    if is_sharded_model(components.models):
+        return "the model is sharded over processes, which is not captured"
+    if len({parameter.device for parameter in parameters}) > 1:
+        return "the parameters are on several devices"
+    if components.replicas:
+        return (
+            "the model is wrapped by DistributedDataParallel, and all ranks would have to capture"
+            " and replay the same graph in the same call"
+        )
+    if not _launch.has_triton(device):
+        return "Triton is not installed, which the fused steps need"
+    return None if components.scaler is None else capture_refusal(components.scaler)
+
+
+def optimizer_obstacle(executor: StepExecutor) -> str | None:
+    """Return why optimizers without a captured step prevent the capture of calls.
+
+    They step behind a captured forward and backward pass, from copies of its gradients: not in the
+    middle of a body, and not from gradients that calls add to at fixed addresses.
+    """
+    options = executor.options
+    names = [
+        type(one).__name__ for one in executor.components.optimizers if device_binding(one) is None
+    ]
+    if not names or (options.accumulate == 1 and not options.takes_update):
+        return None
+    how = "the body steps it by update()" if options.takes_update else "calls accumulate gradients"
+    return f"{' and '.join(names)} has no step that can be captured, and {how}"
+
+
+def warn_not_captured(reason: str, capture: Capture, *, quietly: bool = False) -> None:
+    """Warn that a step runs eagerly; raise `UnsupportedError` if it must be captured."""
+    if capture is Capture.ON:
+        raise UnsupportedError(
+            f"capture=True, but the step cannot be captured as a CUDA graph: {reason}. Change that,"
+            " or pass capture='auto'."
+        )
+    if _events.listening():
+        _events.emit(_events.StepNotCaptured(reason))
+    if not quietly:
+        warnings.warn(
+            f"The step cannot be captured as a CUDA graph and runs eagerly: {reason}. Pass"
+            " capture=False to silence this warning.",
+            UserWarning,
+            stacklevel=user_stack_level(),
+        )
+
+
+def warn_many_kinds(limit: int, leaves: list[torch.Tensor]) -> None:
+    """Warn that there are more kinds of inputs than graphs."""
+    warnings.warn(
+        f"The step was called with more than {limit} kinds of inputs, now with"
+        f" {format_shapes(leaves)}. Those that have no CUDA graph run eagerly. Pad inputs to fewer"
+        " distinct shapes (pad_to=64), pass numbers that change as tensors, or raise max_graphs.",
+        UserWarning,
+        stacklevel=user_stack_level(),
+    )

@@ -1,0 +1,102 @@
+"""Gradients at fixed addresses, to which the captured calls of an accumulation add."""
+
+from __future__ import annotations
+
+from operator import ne
+
+import torch
+
+from mezzo._torch import foreach_zero_
+from mezzo.optim.master_weights import version_of
+
+Gradients = list[tuple[torch.Tensor, torch.Tensor]]
+"""Parameters with their gradients."""
+
+
+class StaticGradients:
+    """The gradients of a step that keep their addresses, if calls accumulate and are captured.
+
+    There are none at first: each backward pass allocates its own, which are recorded. Methods are
+    in the order in which a step calls them.
+    """
+
+    def __init__(self) -> None:
+        self.exist = False
+        """Whether gradients keep their addresses from call to call."""
+        self.are_recorded = False
+        """Whether updates are to call `record`."""
+        self._recorded: Gradients = []
+        self._static: Gradients = []
+        self._zeroed: list[int] = []
+        """Versions of the gradients when they were set to zero."""
+        self.has_replayed = False
+        """Whether a captured graph has added to all of them since the last update."""
+        self.has_run = False
+        """Whether an eager call has added to some of them since the last update."""
+
+    def release(self, *, records: bool) -> None:
+        """Let backward passes allocate gradients again.
+
+        With `records`, those of each update are recorded, and kept until the next one.
+        """
+        self.detach_unused()
+        self._recorded, self._static, self._zeroed = [], [], []
+        self.exist, self.are_recorded = False, records
+        self.has_replayed = self.has_run = False
+
+    def record(self, gradients: Gradients) -> None:
+        """Record the gradients of an update."""
+        self._recorded = gradients
+
+    def allocate(self) -> bool:
+        """Allocate gradients like the recorded ones; return False if none are recorded."""
+        if not self._recorded:
+            return False
+        # With the strides of their parameters, which the fused step needs.
+        self._static = [
+            (parameter, torch.zeros_like(parameter, dtype=gradient.dtype))
+            for parameter, gradient in self._recorded
+        ]
+        self._recorded, self.are_recorded, self.exist = [], False, True
+        self.zero()
+        return True
+
+    def attach(self) -> None:
+        """Make these the gradients of their parameters, also after `optimizer.zero_grad()`."""
+        first = self._static[:1]
+        if any(parameter.grad is not gradient for parameter, gradient in first):
+            for parameter, gradient in self._static:
+                parameter.grad = gradient
+
+    def versions(self) -> list[int]:
+        """Return the versions of the gradients, for `were_added_to`."""
+        return [version_of(gradient) for _, gradient in self._static]
+
+    def were_added_to(self, versions: list[int], gradients: Gradients) -> bool:
+        """Return whether a call since then has added to all of them, and there are no others."""
+        are_same = [id(one) for _, one in gradients] == [id(one) for _, one in self._static]
+        return are_same and all(map(ne, versions, self.versions()))
+
+    def lack(self, gradients: Gradients) -> bool:
+        """Return whether there are others among these."""
+        return len(gradients) > len(self._static)
+
+    def detach_unused(self) -> None:
+        """Remove gradients that no call has added to: such parameters are not stepped."""
+        if not self.has_replayed:
+            for (parameter, gradient), zeroed in zip(self._static, self._zeroed, strict=True):
+                if parameter.grad is gradient and version_of(gradient) == zeroed:
+                    parameter.grad = None
+
+    def zero(self) -> None:
+        """Set the gradients to zero after an eager update."""
+        foreach_zero_([gradient for _, gradient in self._static])
+        self.attach()
+        self.has_run = True
+        self.note_zeros()
+
+    def note_zeros(self) -> None:
+        """Note that the gradients are zero: after a replay, their versions do not show it."""
+        if self.has_run:
+            self._zeroed = self.versions()
+        self.has_replayed = self.has_run = False
