@@ -1,6 +1,7 @@
 """Captured steps equal eager steps.
 
-For many models, both levels and dtypes, layouts, accumulation, clipping and planted overflows.
+For many models, both levels and dtypes, layouts, accumulation, clipping and planted overflows; and
+for each call shape, optimizer and option of a step with a few of them.
 `pytest -m gpu tests/gpu/test_differential.py -n 10` prints a table of all rows; `-k "swin_t and
 O2"` selects some.
 """
@@ -12,6 +13,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 import torch
+from support import differential_paths as paths
 from support.differential import (
     OVERFLOWS,
     Row,
@@ -22,6 +24,8 @@ from support.differential import (
     in_steps,
 )
 from support.differential_zoo import OWN, TORCHVISION, TRANSFORMERS, vision
+
+import mezzo
 
 pytestmark = [
     pytest.mark.gpu,
@@ -52,7 +56,13 @@ GRID = [
 ]
 CASES = [
     *((row, variant) for row in TORCHVISION for variant in VISION),
-    *((row, variant) for row in TRANSFORMERS for variant in LANGUAGE),
+    # Two variants of each: those of a model with padding are the others.
+    *(
+        (row, variant)
+        for row in TRANSFORMERS
+        for place, variant in enumerate(LANGUAGE)
+        if place // 2 == ("padded" in row.name)
+    ),
     *(
         (row, variant)
         for row in OWN
@@ -99,3 +109,52 @@ def test_a_captured_step_equals_the_eager_one(
     record_property("difference", "bit-equal" if found.exact else f"{found.weight:.1e}")
     if variant.planted == OVERFLOWS:
         assert captured.skipped_steps >= len(OVERFLOWS)
+
+
+_PATHS = [*paths.PATHS, *([paths.compiled_path()] if TRANSFORMERS else [])]
+
+
+@pytest.mark.filterwarnings("ignore:.*updates in a row were skipped")
+@pytest.mark.filterwarnings("ignore:The step was called with more than")
+@pytest.mark.parametrize("path", _PATHS, ids=str)
+def test_a_captured_step_of_each_kind_equals_the_eager_one(
+    path: paths.Path, record_property: Record
+) -> None:
+    compiles = "compile" in path.options
+    with warnings.catch_warnings():
+        if path.captures == "update":
+            warnings.filterwarnings("ignore", message="The step cannot be captured")
+        if compiles:
+            torch._dynamo.reset()
+            # Of torch itself, while it compiles.
+            warnings.simplefilter("ignore")
+        captured = paths.in_steps(path, "cuda", capture="auto")
+
+        def run_eagerly() -> Trajectory:
+            return paths.in_steps(path, "cuda", capture=False)
+
+        eager = run_eagerly()
+        how = "captured" if captured.captured else f"eager: {captured.reason}"
+        record_property("differential", (path.name, str(path), how, captured.skipped_steps))
+        found = assert_agree(captured, eager, run_eagerly)
+        if compiles:
+            torch._dynamo.reset()
+    record_property("difference", "bit-equal" if found.exact else f"{found.weight:.1e}")
+    assert captured.norms == pytest.approx(eager.norms, rel=1e-4, nan_ok=True)
+    assert captured.captured == (path.captures != "update"), captured.reason
+    if path.captures == "update":
+        assert captured.reason is not None
+        assert "the host reads from the device" in captured.reason
+
+
+@pytest.mark.filterwarnings("ignore:.*updates in a row were skipped")
+@pytest.mark.parametrize("path", [one for one in paths.PATHS if one.captures == "update"], ids=str)
+def test_the_update_of_a_model_that_cannot_be_captured_is_captured_by_itself(
+    path: paths.Path,
+) -> None:
+    steps: list[mezzo.TrainStep] = []
+    with pytest.warns(UserWarning, match="the host reads from the device"):
+        paths.in_steps(path, "cuda", capture="auto", prepare=steps.append)
+    update = steps[0]._runner._update
+    assert update is not None
+    assert update._captured is not None

@@ -77,6 +77,8 @@ class Trajectory:
     scale: float
     captured: bool
     reason: str | None = None
+    norms: Sequence[float] = ()
+    """Norms of the gradients after each call, if they are computed."""
 
 
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
@@ -105,9 +107,9 @@ def batches(row: Row, variant: Variant, device: str) -> list[tuple[Any, tuple[to
         overflows = update in variant.planted and within == variant.accumulate // 2
         data.append(
             (
-                _moved(x, device),
+                moved(x, device),
                 (
-                    *_moved(y, device),
+                    *moved(y, device),
                     torch.tensor(float("inf") if overflows else 1.0, device=device),
                 ),
             )
@@ -115,12 +117,13 @@ def batches(row: Row, variant: Variant, device: str) -> list[tuple[Any, tuple[to
     return data
 
 
-def _moved(value: Any, device: str) -> Any:
+def moved(value: Any, device: str) -> Any:
+    """Move nested tensors to a device."""
     if isinstance(value, torch.Tensor):
         return value.to(device)
     if isinstance(value, dict):
-        return {key: _moved(one, device) for key, one in value.items()}
-    return tuple(_moved(one, device) for one in value)
+        return {key: moved(one, device) for key, one in value.items()}
+    return tuple(moved(one, device) for one in value)
 
 
 def loss_of(row: Row) -> Callable[..., torch.Tensor]:
@@ -155,7 +158,7 @@ def in_steps(row: Row, variant: Variant, device: str, *, capture: bool | str) ->
     )
     return Trajectory(
         torch.stack(losses).double().cpu(),
-        _state(model),
+        state_of(model),
         skips,
         scale,
         step.captured,
@@ -203,11 +206,15 @@ def by_hand(row: Row, variant: Variant, device: str) -> Trajectory:
                 for buffer, old in zip(model.buffers(), before, strict=True):
                     buffer.copy_(old)
     return Trajectory(
-        torch.stack(losses).double().cpu(), _state(model), skips, scaler.get_scale(), captured=False
+        torch.stack(losses).double().cpu(),
+        state_of(model),
+        skips,
+        scaler.get_scale(),
+        captured=False,
     )
 
 
-def _state(model: nn.Module) -> dict[str, torch.Tensor]:
+def state_of(model: nn.Module) -> dict[str, torch.Tensor]:
     """Return weights, buffers and master weights."""
     state = {
         name: tensor.detach().clone()

@@ -101,6 +101,8 @@ class FakeCapturer:
     """Whether attempts fail that do not record draws on the host."""
     fails: bool = False
     failure: str = "the root cause"
+    fails_for_calls: bool = False
+    """Whether only captures of updates succeed."""
     fails_as_eager: bool = False
     """Whether attempts fail in which the capture is hidden from the model."""
     broken: bool = False
@@ -124,7 +126,8 @@ class FakeCapturer:
         self.reports.append(reports_eager)
         if self.draws and not records_draws:
             raise HostDrawsFound
-        if self.fails or (self.fails_as_eager and reports_eager):
+        fails_for_calls = self.fails_for_calls and isinstance(values, Call)
+        if self.fails or fails_for_calls or (self.fails_as_eager and reports_eager):
             raise CaptureFailed(self.failure)
         self.pools.append(self.pool.handle())
         self.graphs.append(FakeGraph(run, values, self.executor, broken=self.broken))

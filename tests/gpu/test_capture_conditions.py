@@ -1,0 +1,186 @@
+"""When steps are captured on a device: kept losses, few graphs, inputs that fail, many inputs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from support.differential_paths import Reading
+from torch import nn
+from torch.nn import functional as F
+
+import mezzo
+from mezzo.step import replay_timing
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+
+def make_model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(16, 64), nn.Tanh(), nn.Linear(64, 16)).cuda()
+
+
+def make_step(model: nn.Module, **options: Any) -> mezzo.TrainStep:
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    return mezzo.TrainStep(model, F.mse_loss, optimizer, **{"dtype": "bfloat16"} | options)
+
+
+def inputs(size: int = 8) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(size)
+    x, y = torch.randn(2, size, 16, generator=generator).cuda()
+    return x, y
+
+
+def run(step: mezzo.TrainStep, sizes: list[int]) -> list[float]:
+    return [float(step(*inputs(size))) for size in sizes]
+
+
+# torch's, once for each process: the nodes of the kept loss run on the stream of their creation.
+@pytest.mark.filterwarnings("ignore:The AccumulateGrad node's stream")
+@pytest.mark.filterwarnings("ignore:The step cannot be captured")
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_a_loss_from_before_the_step_that_is_kept_does_not_change_training(dtype: str) -> None:
+    losses = []
+    for keeps in (True, False):
+        model = make_model()
+        kept = F.mse_loss(model(inputs()[0]), inputs()[1]) if keeps else None
+        step = make_step(model, dtype=dtype)
+        losses.append(run(step, [8] * 10))
+        if kept is not None:
+            assert step.captured or "torch.no_grad()" in str(step.eager_reason)
+            assert kept.requires_grad
+        else:
+            assert step.captured
+    assert losses[0] == pytest.approx(losses[1], rel=1e-3)
+
+
+@pytest.mark.filterwarnings("ignore:The step was called with more than")
+@pytest.mark.parametrize("limit", [1, 2])
+def test_few_graphs_are_replaced_and_every_call_computes_what_it_does_eagerly(limit: int) -> None:
+    sizes = [*[20] * 6, *[4] * 5, *[5] * 5, 20, 4, 5, *[20] * 4]
+    step = make_step(make_model(), max_graphs=limit)
+    losses = run(step, sizes)
+    assert step.captured, step.eager_reason
+    assert step._runner.graph_count == limit
+    assert step.replays >= 10
+    eager = run(make_step(make_model(), capture=False), sizes)
+    assert losses == pytest.approx(eager, rel=1e-3)
+
+
+class ReadsSmall(nn.Module):
+    """Reads from the device for small batches only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = make_model()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if len(x) < 4 and float(x.detach().sum()) == 0:
+            x = x + 1
+        return self.layers(x)
+
+
+def test_inputs_that_cannot_be_captured_leave_the_graphs_of_others() -> None:
+    step = make_step(ReadsSmall())
+    losses = run(step, [20] * 6)
+    with pytest.warns(UserWarning, match=r"\(2, 16\).*the host reads from the device"):
+        losses += run(step, [2, 2])
+    losses += run(step, [20, 2, 20, 5, 5, 5])
+    assert step.captured
+    assert step.eager_reason is None
+    assert step._runner.graph_count == 2
+    sizes = [*[20] * 6, 2, 2, 20, 2, 20, 5, 5, 5]
+    assert losses == pytest.approx(run(make_step(ReadsSmall(), capture=False), sizes), rel=1e-3)
+
+
+def test_more_than_sixteen_inputs_on_the_host_are_copied_without_a_wait(
+    request: pytest.FixtureRequest,
+) -> None:
+    model = make_model()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+    @mezzo.train_step(models=model, optimizers=optimizer, dtype="bfloat16", capture=True)
+    def step(parts: list[torch.Tensor]) -> torch.Tensor:
+        return model(torch.stack(parts)).square().mean()
+
+    batches = [[torch.randn(16).pin_memory() for _ in range(20)] for _ in range(8)]
+    for batch in batches[:5]:
+        step(batch)
+    assert step.captured
+    torch.cuda.synchronize()
+    request.getfixturevalue("no_host_reads")
+    for batch in batches[5:]:
+        step(batch)
+
+
+def _captured_update(step: mezzo.TrainStep) -> Any:
+    return step._runner._update._captured
+
+
+@pytest.mark.filterwarnings("ignore:The step cannot be captured")
+def test_the_update_alone_is_captured_again_after_a_loaded_state() -> None:
+    losses = []
+    for capture in ("auto", False):
+        torch.manual_seed(0)
+        model = Reading().cuda()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        step = mezzo.TrainStep(
+            model, F.cross_entropy, optimizer, "O2", dtype="float16", capture=capture
+        )
+        x, y = torch.randn(8, 8, device="cuda"), torch.arange(8, device="cuda")
+        found = [float(step(x, y)) for _ in range(12)]
+        if capture:
+            assert _captured_update(step) is not None
+        step.load_state_dict(step.state_dict())
+        found += [float(step(x, y)) for _ in range(6)]
+        if capture:
+            assert _captured_update(step) is not None
+        losses.append(found)
+    assert losses[0] == pytest.approx(losses[1], rel=1e-3)
+
+
+@pytest.mark.filterwarnings("ignore:The step cannot be captured")
+def test_the_update_alone_is_captured_after_a_slower_graph_was_dropped(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    step = make_step(make_model())
+    monkeypatch.setattr(replay_timing, "MARGIN", 0.0)
+    run(step, [8] * 7)
+    assert "a replay takes" in str(step.eager_reason)
+    monkeypatch.setattr(replay_timing, "MARGIN", 1e9)
+    run(step, [8] * 6)
+    assert _captured_update(step) is not None
+
+
+class Branching(nn.Module):
+    """Has parameters that only some calls use."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.always, self.sometimes = nn.Linear(16, 16).cuda(), nn.Linear(16, 16).cuda()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.always(x) + (self.sometimes(x) if len(x) == 8 else 0)
+
+
+@pytest.mark.filterwarnings("ignore:The step cannot be captured")
+@pytest.mark.parametrize("sizes", [(8, 3), (3, 8)])
+def test_parameters_that_some_accumulations_do_not_use_are_not_stepped_in_them(
+    sizes: tuple[int, int],
+) -> None:
+    one, other = sizes
+    calls = [*[one] * 8, *[other] * 8, *[one] * 5, *[one, other] * 3]
+    # Ends with an eager and a captured call for one update, and two eager calls for the next.
+    calls += [other, other, one, other, other]
+    weights = []
+    for capture in ("auto", False):
+        model = Branching()
+        run(make_step(model, accumulate=2, capture=capture), calls)
+        weights.append([parameter.detach().clone() for parameter in model.parameters()])
+    for captured, eager in zip(*weights, strict=True):
+        assert torch.allclose(captured, eager, rtol=1e-3, atol=1e-4)
