@@ -86,6 +86,8 @@ def train(level: str, dtype: str, *, sharded: bool) -> tuple[dict[str, Any], tor
         overflows = index == 3 and scaler is not None
         losses.append(step(x, x[:, :16] * (float("inf") if overflows else 1.0)))
         norms.append(mezzo.grad_norm(optimizer).clone())
+        # Reading does not wait.
+        torch.cuda.synchronize()
         assert step.skipped is overflows
     finite = [index for index in range(CALLS) if index != 3]
     results = {"losses": torch.stack(losses)[finite], "norms": torch.stack(norms)[finite]}

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import pytest
@@ -468,15 +469,17 @@ def test_a_model_that_reads_only_when_it_is_not_captured_is_captured() -> None:
 
 
 def test_a_failed_capture_leaves_graphs_of_other_steps_and_their_random_numbers_intact() -> None:
-    def make(module: nn.Module, capture: bool) -> mezzo.TrainStep:
+    def make(module: Callable[[], nn.Module], capture: bool) -> mezzo.TrainStep:
         torch.manual_seed(0)
-        model = nn.Sequential(nn.Dropout(0.3), module).cuda()
+        model = nn.Sequential(nn.Dropout(0.3), module()).cuda()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         return mezzo.TrainStep(model, boosted, optimizer, dtype="float16", capture=capture)
 
     runs = []
     for capture in (True, False):
-        one, other = (make(module, capture) for module in (nn.Linear(8, 4), ReadsUnlessCaptured()))
+        one, other = (
+            make(each, capture) for each in (partial(nn.Linear, 8, 4), ReadsUnlessCaptured)
+        )
         torch.manual_seed(1)
         losses = [float(one(x, y)) for x, y in batches("mlp", 8, device="cuda")]
         losses += [float(other(x, y)) for x, y in batches("mlp", 8, device="cuda")]

@@ -10,11 +10,12 @@ for a multiple of that difference.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 
@@ -268,6 +269,19 @@ def _distance(one: torch.Tensor, other: torch.Tensor) -> float:
         if not len(one)
         else ((one - other).abs().max() / other.abs().max().clamp_min(1e-12)).item()
     )
+
+
+@contextmanager
+def on_the_captured_path() -> Iterator[None]:
+    """Run models of transformers eagerly on the path that they take while they are captured.
+
+    A model that reads from the device in eager mode only is captured on that path: it builds masks
+    which it omits otherwise, and attention runs another kernel.
+    """
+    name = "transformers.utils.import_utils.is_cuda_stream_capturing"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(name, lambda: True)
+        yield
 
 
 SLACK = 20.0
