@@ -53,3 +53,15 @@ def test_other_errors_are_torchs():
     with pytest.raises(RuntimeError, match="shapes cannot be multiplied") as raised:
         decorated(lambda weight, x: x[:, :3] @ weight)(torch.randn(4, 4))
     assert not isinstance(raised.value, mezzo.MezzoError)
+
+
+def test_the_forward_wrapper_adds_one_frame_to_the_traceback_of_a_model():
+    def fail(*_):
+        raise ValueError("in the model")
+
+    with pytest.raises(ValueError, match="in the model") as raised:
+        decorated(fail)(torch.randn(4, 4))
+    files = [entry.path.as_posix() for entry in raised.traceback]
+    assert [path.rpartition("/src/")[2] for path in files if "/src/mezzo/" in path] == [
+        "mezzo/prepare/forward.py"
+    ]

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.compiler import is_dynamo_compiling
 from torch.nn import functional as F
 
 from mezzo._casting import cast_all
@@ -26,7 +27,7 @@ from mezzo.autocasting.arguments import policy_of, region_for
 from mezzo.autocasting.module_rules import Forward, replace_forward
 from mezzo.autocasting.regions import Region, enter_regions
 from mezzo.policy.policy import Policy
-from mezzo.prepare.mixed_dtypes import explaining_mixed_dtypes
+from mezzo.prepare.mixed_dtypes import explain_mixed_dtypes
 
 DECORATION = "_mezzo_decoration"
 """The attribute of models and optimizers that holds their `Decoration`."""
@@ -68,8 +69,6 @@ def wrap_forward(wrapper: ForwardWrapper, model: nn.Module) -> Callable[[], None
     defers = wrapper.defer_to_autocast
 
     def make(function: Forward, bound: bool) -> Forward:  # noqa: FBT001
-        explained = explaining_mixed_dtypes(function)
-
         def forward(self_: nn.Module, *args: Any, **kwargs: Any) -> Any:
             outer = defers and torch.is_autocast_enabled(region.device)
             if inputs is not None and not outer:
@@ -77,8 +76,19 @@ def wrap_forward(wrapper: ForwardWrapper, model: nn.Module) -> Callable[[], None
                     cast_all(args, inputs, region.device),
                     cast_all(kwargs, inputs, region.device),
                 )
+            if not bound:
+                args = (self_, *args)
             with nullcontext() if outer else enter_regions(region):
-                result = explained(*args, **kwargs) if bound else explained(self_, *args, **kwargs)
+                if is_dynamo_compiling():
+                    # Not in `try`, where dynamo cannot break a graph.
+                    result = function(*args, **kwargs)
+                else:
+                    try:
+                        result = function(*args, **kwargs)
+                    except RuntimeError as error:
+                        if (explained := explain_mixed_dtypes(error)) is None:
+                            raise
+                        raise explained from error
             return result if outputs is None else cast_all(result, outputs, region.device)
 
         # Dynamo keeps its caches by code object: models that share one recompile for each other, at

@@ -10,10 +10,6 @@ import ast
 import linecache
 import re
 import traceback
-from collections.abc import Callable
-from typing import Any
-
-from torch.compiler import is_dynamo_compiling
 
 from mezzo._errors import MezzoError, UnsupportedError
 from mezzo.policy.registry import registry
@@ -27,24 +23,7 @@ _OTHER_DTYPES = re.compile(r"long|\bint\b", flags=re.IGNORECASE)
 """Found in messages about a floating-point index."""
 
 
-def explaining_mixed_dtypes(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function that raises an error with the op and the remedy, where dtypes are mixed."""
-
-    def call(*args: Any, **kwargs: Any) -> Any:
-        if is_dynamo_compiling():
-            return function(*args, **kwargs)
-        try:
-            return function(*args, **kwargs)
-        except RuntimeError as error:
-            explained = _explain(error)
-            if explained is None:
-                raise
-            raise explained from error
-
-    return call
-
-
-def _explain(error: RuntimeError) -> UnsupportedError | None:
+def explain_mixed_dtypes(error: RuntimeError) -> UnsupportedError | None:
     """Return an error that names the op and the remedy; None if dtypes were not the cause."""
     if isinstance(error, MezzoError) or not _MIXED_DTYPES.search(str(error)):
         return None
