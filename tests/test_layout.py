@@ -2,9 +2,13 @@
 
 import ast
 import re
+import sys
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
+import torch
+from torch import nn
 
 import mezzo
 
@@ -106,3 +110,34 @@ def test_the_walks_in_contributing_name_existing_functions():
                 names |= {f"{node.name}.{part.name}" for part in node.body if hasattr(part, "name")}
         assert set(re.findall(r"`([\w.]+)`", functions)) <= names, module
     assert max(map(int, re.findall(r"^(\d+)\. ", walks, re.MULTILINE))) <= 10
+
+
+def test_a_warm_train_step_enters_few_files_and_seldom_changes_the_package():
+    model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
+    optimizer = torch.optim.AdamW(model.parameters())
+    step = mezzo.TrainStep(
+        model, nn.functional.cross_entropy, optimizer, "O2", dtype="float16", clip_norm=1.0
+    )
+    x, y = torch.randn(4, 8), torch.randint(4, (4,))
+    for _ in range(3):
+        step(x, y)
+    entered = entered_files(lambda: step(x, y))
+    packages = [path.partition("/")[0] for path in entered]
+    assert len(set(entered)) <= 28
+    assert sum(one != other for one, other in pairwise(packages)) <= 60
+
+
+def entered_files(call):
+    entered = []
+
+    def record(frame, event, _):
+        path = Path(frame.f_code.co_filename)
+        if event == "call" and path.is_relative_to(SOURCE):
+            entered.append(path.relative_to(SOURCE).as_posix())
+
+    sys.setprofile(record)
+    try:
+        call()
+    finally:
+        sys.setprofile(None)
+    return entered

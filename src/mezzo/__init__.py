@@ -19,7 +19,7 @@ from mezzo.autocasting.regions import clear_weight_cache, weight_cache_info
 from mezzo.autocasting.wrappers import propagate_autocast
 from mezzo.conversion.convert import convert
 from mezzo.conversion.converted import Converted
-from mezzo.optim.binding import grad_norm
+from mezzo.optim.grad_norm import grad_norm
 from mezzo.optim.optimizers import LAMB, Lion
 from mezzo.parallel.sharded_state import RunState
 from mezzo.policy.ops import ops

@@ -18,6 +18,7 @@ from mezzo.optim.binding import OptimizerBinding
 from mezzo.optim.master_formats import MASTER_FORMATS
 from mezzo.optim.master_weights import MasterWeights, without_companion
 from mezzo.policy.types import Master
+from mezzo.scaling import mesh
 
 exact_masters = pytest.mark.parametrize(
     ("master", "half"),
@@ -524,3 +525,38 @@ def test_a_step_keeps_the_state_dictionary():
     optimizer.step()
     assert optimizer.state is state
     assert set(state) == set(model.parameters())
+
+
+# -- shards ----------------------------------------------------------------------------------------
+
+
+def test_a_warm_step_of_plain_parameters_does_not_search_for_shards(monkeypatch):
+    model = nn.Linear(4, 2)
+    optimizer = torch.optim.AdamW(model.parameters())
+    mezzo.decorate(model, optimizer, dtype="float16", clip_norm=1.0)
+    scaler = mezzo.GradScaler("cpu")
+
+    def step() -> None:
+        scaler.scale(model(torch.ones(1, 4)).sum()).backward()
+        scaler.step(optimizer)
+        scaler.update()
+
+    def fail(_: Any) -> bool:
+        raise AssertionError("searched for shards")
+
+    step()
+    monkeypatch.setattr(mesh, "any_sharded", fail)
+    step()
+
+
+def test_the_mesh_of_a_bound_optimizer_is_found_again_when_parameters_are_added(monkeypatch):
+    first, added = (nn.Parameter(torch.ones(2)) for _ in range(2))
+    binding = OptimizerBinding(torch.optim.SGD([first]), MasterWeights("none"))
+    calls: list[list[torch.Tensor]] = []
+    monkeypatch.setattr("mezzo.optim.binding.mesh_of", calls.append)
+    for _ in range(2):
+        assert binding.mesh is None
+    assert len(calls) == 1
+    binding.optimizer.add_param_group({"params": [added]})
+    assert binding.mesh is None
+    assert [len(parameters) for parameters in calls] == [1, 2]

@@ -10,6 +10,7 @@ from support.processes import run_ranks
 from torch import distributed, nn
 
 import mezzo
+from mezzo.optim.binding import optimizer_binding
 
 BOUNDS = {"bfloat16": 1e-2, "float16": 1e-3}
 """Largest difference of a loss (1 to 2) from that of one process: halves of a batch are rounded
@@ -270,19 +271,46 @@ def test_a_sharded_model_is_undecorated_before_its_first_forward_only(two):
     assert undone["still decorated"] == "torch.bfloat16"
 
 
-def test_an_optimizer_whose_layers_were_all_replaced_raises_at_the_first_step():
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_an_optimizer_whose_layers_were_all_replaced_raises_at_the_first_step(level):
     model = nn.Sequential(nn.Linear(2, 2))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    mezzo.decorate(model, optimizer, "O1", dtype="bfloat16")
+    mezzo.decorate(model, optimizer, level, dtype="bfloat16")
+    replaced, model[0] = model[0], nn.Linear(2, 2)
+    for _ in range(2):
+        with pytest.raises(mezzo.UnsupportedError, match=r"2 of the 2 parameters.*decorate again"):
+            optimizer.step()
+    model[0] = replaced
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+
+
+def test_the_first_step_of_a_bound_optimizer_checks_its_parameters_and_no_later_one():
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    mezzo.decorate(model, optimizer, "O2", dtype="bfloat16")
+    binding = optimizer_binding(optimizer)
+    assert binding.before_first_step is not None
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    assert binding.before_first_step is None
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_an_undecorated_optimizer_steps_after_its_layers_were_replaced(level):
+    model = nn.Sequential(nn.Linear(2, 2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    mezzo.decorate(model, optimizer, level, dtype="bfloat16")
+    mezzo.undecorate(model, optimizer)
     model[0] = nn.Linear(2, 2)
-    with pytest.raises(mezzo.UnsupportedError, match=r"2 of the 2 parameters.*decorate again"):
-        optimizer.step()
+    optimizer.step()
 
 
-def test_a_step_after_some_layers_were_replaced_is_not_refused():
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_a_step_after_some_layers_were_replaced_is_not_refused(level):
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    mezzo.decorate(model, optimizer, "O1", dtype="bfloat16")
-    model[0] = nn.Linear(2, 2)
+    mezzo.decorate(model, optimizer, level, dtype="bfloat16")
+    model[0] = nn.Linear(2, 2, dtype=model[1].weight.dtype)
     model(torch.ones(1, 2)).sum().backward()
     optimizer.step()

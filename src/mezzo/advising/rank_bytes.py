@@ -12,7 +12,7 @@ import torch
 from mezzo.advising.model_sizes import ROOT, ModelSizes, Weight
 from mezzo.advising.optimizer_states import OptimizerStates
 from mezzo.optim.master_formats import MASTER_FORMATS
-from mezzo.optim.master_weights import sample_size
+from mezzo.optim.samples import sample_size
 from mezzo.policy.types import Master, ParsedEnum
 
 _DRAWS = 4

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import wraps
-from operator import is_
 from types import MethodType
 from typing import Any, NamedTuple
 
@@ -20,14 +19,15 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from mezzo._casting import cast
 from mezzo._dtypes import HALF_DTYPES
 from mezzo._errors import UnsupportedError
-from mezzo._torch import foreach_mul_
 from mezzo.optim.fused_algorithms import algorithm_name
 from mezzo.optim.master_formats import RandomDraw
 from mezzo.optim.master_weights import MasterWeights
+from mezzo.optim.sharded_norm import CheckedNorm, check_with_norm, clip_over
 from mezzo.policy.types import Master
-from mezzo.scaling.gradients import Flags, check_sorted, parameters
-from mezzo.scaling.loss_scales import binding_of, share_flags
-from mezzo.scaling.mesh import ProcessMesh, is_sharded, local, local_gradients, mesh_of
+from mezzo.scaling.gradients import Flags, parameters
+from mezzo.scaling.loss_scales import binding_of
+from mezzo.scaling.mesh import ProcessMesh, is_sharded, local, mesh_of
+from mezzo.scaling.schedule_sync import groups_of
 from mezzo.scaling.step_result import FlaggedSource
 
 Optimizer = torch.optim.Optimizer
@@ -35,6 +35,14 @@ Parameter = torch.nn.Parameter
 
 _ATTRIBUTES = ("_step_supports_amp_scaling", "_bound", "__deepcopy__")
 """What a binding sets on its optimizer."""
+
+
+class _FoundMesh(NamedTuple):
+    """The processes that hold the parameters of an optimizer."""
+
+    parameters: int
+    """Number of parameters that the mesh was found for."""
+    mesh: ProcessMesh | None
 
 
 class OptimizerBinding:
@@ -58,13 +66,16 @@ class OptimizerBinding:
         self.tracks_norm = False
         """Whether steps compute `grad_norm` also without `clip_norm`."""
         self._norm: torch.Tensor | None = None
-        self._checked_norm: _CheckedNorm | None = None
+        self._checked_norm: CheckedNorm | None = None
+        self._found_mesh: _FoundMesh | None = None
         self.device_rate: torch.Tensor | None = None
         """Where the last step read its learning rates on a device: a tensor whose first element
         is that of the first group."""
         self.on_missing_masters: Callable[[list[torch.Tensor]], None] | None = None
         """Called before a step with 16-bit parameters that have a gradient and no master: they
         were added to the optimizer, or unfrozen, after it was bound."""
+        self.before_first_step: Callable[[], None] | None = None
+        """Called once, before the first step."""
         self.active = True
         self._original_step = without_hooks(type(optimizer).step)
         self._has_known_step = _is_known(optimizer)
@@ -96,6 +107,15 @@ class OptimizerBinding:
         return self.tracks_norm or self.clip_norm is not None
 
     @property
+    def mesh(self) -> ProcessMesh | None:
+        """The processes that hold the parameters; None if no parameter is sharded."""
+        # Found once for each number of parameters, which only `add_param_group` changes.
+        count = sum([len(group["params"]) for group in groups_of(self.optimizer)])
+        if self._found_mesh is None or self._found_mesh.parameters != count:
+            self._found_mesh = _FoundMesh(count, mesh_of(parameters(self.optimizer)))
+        return self._found_mesh.mesh
+
+    @property
     def square_sum(self) -> torch.Tensor | None:
         """Square of `grad_norm`, float64: the sum of squares of all unscaled gradients."""
         return None if self._norm is None else self._norm.double().square()
@@ -124,7 +144,6 @@ class OptimizerBinding:
             if self.computes_norm:
                 self._norm = torch.full_like(found_inf, torch.inf)
             return
-        self._add_missing_masters(parameters(self.optimizer))
         with (
             self._float32_parameters(unscale_factor(scale), checked) as swapped,
             self._refuse_nested_steps(swapped),
@@ -143,15 +162,11 @@ class OptimizerBinding:
         If they are sharded and the step needs their norm, check them here: one all-reduce then
         carries the flag and the norm.
         """
-        mesh = mesh_of(parameters(self.optimizer)) if self.computes_norm else None
-        owners = [one for one in parameters(self.optimizer) if one.grad is not None]
-        if mesh is None or not owners:
+        mesh = self.mesh if self.computes_norm else None
+        if mesh is None:
             return False
-        check_sorted(self.optimizer, None, flags, source)
-        gradients = local_gradients(owners)
-        total = share_flags(mesh, flags, mesh.square_sum(owners, gradients))
-        self._checked_norm = _CheckedNorm(gradients, (total.sqrt() / scale.double()).float())
-        return True
+        self._checked_norm = check_with_norm(self.optimizer, mesh, scale, flags, source)
+        return self._checked_norm is not None
 
     def widen_gradients(self) -> None:
         """Cast 16-bit gradients to float32 before they are unscaled in place.
@@ -186,6 +201,9 @@ class OptimizerBinding:
         if not self.active:
             arguments = () if closure is None else (closure,)
             return self._original_step(optimizer, *arguments)
+        if self.before_first_step is not None:
+            self.before_first_step()
+            self.before_first_step = None
         loss = None if closure is None else self._evaluate(closure)
         found_inf = getattr(optimizer, "found_inf", None)
         with torch.no_grad():
@@ -241,17 +259,18 @@ class OptimizerBinding:
 
     @contextmanager
     def _float32_parameters(
-        self, factor: torch.Tensor | None, checked: _CheckedNorm | None
+        self, factor: torch.Tensor | None, checked: CheckedNorm | None
     ) -> Iterator[list[_Swapped]]:
         """Replace the optimizer's parameters by float32 ones with unscaled, clipped gradients."""
-        optimizer = self.optimizer
+        optimizer, mesh = self.optimizer, self.mesh
         originals = [(group, group["params"]) for group in optimizer.param_groups]
+        owned = [parameter for _, params in originals for parameter in params]
+        self._add_missing_masters(owned)
         swapped = [
-            _Swapped(parameter, self._float32_parameter(parameter, factor))
-            for _, params in originals
-            for parameter in params
+            _Swapped(parameter, self._float32_parameter(parameter, factor, mesh))
+            for parameter in owned
         ]
-        self._clip(swapped, checked)
+        self._clip(swapped, mesh, checked)
         to_temporary = dict(swapped)
         to_original = {temporary: parameter for parameter, temporary in swapped}
         # The gradients are unscaled and checked already: torch's fused steps must not do it again.
@@ -272,7 +291,9 @@ class OptimizerBinding:
             _rekey_state(optimizer, to_original)
             optimizer.__dict__.update(scaling)
 
-    def _float32_parameter(self, parameter: torch.Tensor, factor: torch.Tensor | None) -> Parameter:
+    def _float32_parameter(
+        self, parameter: torch.Tensor, factor: torch.Tensor | None, mesh: ProcessMesh | None
+    ) -> Parameter:
         # Without a master it shares the parameter's memory, so that the step updates the parameter.
         value = (
             self.masters.read(parameter)
@@ -285,7 +306,7 @@ class OptimizerBinding:
             temporary.grad_dtype = None
             # Clipping writes to the gradient in place: copy it, to leave parameter.grad unchanged.
             # Sharded gradients are unscaled in place too, because a DTensor takes no plain factor.
-            sharded = is_sharded(gradient)
+            sharded = mesh is not None and is_sharded(gradient)
             copies = self.clip_norm is not None or (sharded and factor is not None)
             wide = gradient.to(dtype=value.dtype, copy=copies)
             if factor is not None and sharded:
@@ -295,35 +316,19 @@ class OptimizerBinding:
             temporary.grad = wide
         return temporary
 
-    def _clip(self, swapped: list[_Swapped], checked: _CheckedNorm | None) -> None:
+    def _clip(
+        self, swapped: list[_Swapped], mesh: ProcessMesh | None, checked: CheckedNorm | None
+    ) -> None:
         if not self.computes_norm:
             return
-        with_gradient = [pair for pair in swapped if pair.temporary.grad is not None]
-        temporaries = [temporary for _, temporary in with_gradient]
-        mesh = mesh_of([parameter for parameter, _ in swapped])
         if mesh is not None:
-            self._clip_over(mesh, with_gradient, checked)
+            self._norm = clip_over(mesh, swapped, self.clip_norm, checked)
             return
+        temporaries = [temporary for _, temporary in swapped if temporary.grad is not None]
         gradients = [_values(one.grad) for one in temporaries if one.grad is not None]
         self._norm = torch.nn.utils.get_total_norm(gradients)
         if self.clip_norm is not None:
             torch.nn.utils.clip_grads_with_norm_(temporaries, self.clip_norm, self._norm)
-
-    def _clip_over(
-        self, mesh: ProcessMesh, swapped: list[_Swapped], checked: _CheckedNorm | None
-    ) -> None:
-        """Clip by the norm over all processes of a mesh."""
-        owners = [parameter for parameter, _ in swapped]
-        gradients = local_gradients(temporary for _, temporary in swapped)
-        if checked is not None and checked.is_current(local_gradients(owners)):
-            self._norm = checked.norm
-        else:
-            squares = mesh.square_sum(owners, gradients) if owners else None
-            device = parameters(self.optimizer)[0].device
-            self._norm = mesh.reduce(squares, None, device)[0].sqrt().float()
-        if self.clip_norm is not None and gradients:
-            # As torch's clip_grads_with_norm_, which does not take DTensors of several meshes.
-            foreach_mul_(gradients, (self.clip_norm / (self._norm + 1e-6)).clamp(max=1.0))
 
     @contextmanager
     def _refuse_nested_steps(self, swapped: list[_Swapped]) -> Iterator[None]:
@@ -354,18 +359,6 @@ class OptimizerBinding:
             handle.remove()
 
 
-class _CheckedNorm(NamedTuple):
-    """Norm of sharded gradients over all processes, as `check` has computed it."""
-
-    gradients: list[torch.Tensor]
-    """The local gradients that were checked."""
-    norm: torch.Tensor
-
-    def is_current(self, gradients: list[torch.Tensor]) -> bool:
-        """Return whether no step hook has replaced a gradient since."""
-        return len(gradients) == len(self.gradients) and all(map(is_, gradients, self.gradients))
-
-
 def _values(gradient: torch.Tensor) -> torch.Tensor:
     """Return the values whose norm is that of a gradient, which may be sparse."""
     return gradient.coalesce().values() if gradient.is_sparse else gradient
@@ -382,44 +375,6 @@ def optimizer_binding(optimizer: Optimizer) -> OptimizerBinding | None:
     """Return the binding of an optimizer, or None if its step was not replaced."""
     binding = binding_of(optimizer)
     return binding if isinstance(binding, OptimizerBinding) else None
-
-
-def grad_norm(optimizer: Optimizer) -> torch.Tensor:
-    """Return the norm of all gradients at an optimizer's last step, unscaled and before clipping.
-
-    Args:
-        optimizer: An optimizer that was decorated with `clip_norm=`, or is in a training step
-            with `clip_norm=` or `grad_norm=True`.
-
-    Returns:
-        A float32 tensor on the optimizer's device. Getting it does not synchronize; reading it,
-        as `.item()` does, synchronizes.
-
-    Raises:
-        UnsupportedError: The optimizer computes no norm, or has not stepped yet.
-
-    >>> import mezzo
-    >>> model = torch.nn.Linear(2, 1, bias=False)
-    >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    >>> model, optimizer = mezzo.decorate(model, optimizer, dtype="bfloat16", clip_norm=1.0)
-    >>> model(torch.tensor([[3.0, 4.0]])).sum().backward()
-    >>> optimizer.step()
-    >>> mezzo.grad_norm(optimizer)
-    tensor(5.)
-    """
-    binding = optimizer_binding(optimizer)
-    if binding is None or not binding.computes_norm:
-        raise UnsupportedError(
-            f"This {type(optimizer).__name__} computes no norm of its gradients: it was decorated"
-            " without clip_norm=. Pass clip_norm=1.0 to mezzo.decorate(model, optimizer, ...), or"
-            " call torch.nn.utils.get_total_norm on unscaled gradients."
-        )
-    norm = binding.grad_norm
-    if norm is None:
-        raise UnsupportedError(
-            "grad_norm() was called before the first step. Call optimizer.step() first."
-        )
-    return norm
 
 
 def replace_step(optimizer: Optimizer, step: Callable[..., Any]) -> Callable[[], None]:

@@ -8,9 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
 from operator import is_
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -19,23 +17,17 @@ from mezzo import _launch
 from mezzo.optim.binding import Optimizer
 from mezzo.optim.device_binding import DeviceBinding, write_table
 from mezzo.optim.fused_algorithms import ALGORITHMS, algorithm_name
-from mezzo.optim.fused_tables import Launch, LaunchPlan, ParameterSlots, make_launches
-from mezzo.optim.master_weights import SAMPLES, MasterWeights
+from mezzo.optim.fused_launch import CHUNK, StepInputs, launch_update
+from mezzo.optim.fused_tables import LaunchPlan, ParameterSlots, gradients_of, make_launches
+from mezzo.optim.master_weights import MasterWeights
 from mezzo.scaling import check_unscale
 from mezzo.scaling.gradients import Flags, room_for_flags, unit_factor
 from mezzo.scaling.gradients import parameters as all_parameters
 from mezzo.scaling.loss_scales import share_flags
-from mezzo.scaling.mesh import local, local_gradients, mesh_of
+from mezzo.scaling.mesh import local
 from mezzo.scaling.schedule_sync import groups_of
 from mezzo.scaling.step_result import FlaggedSource
 
-BLOCK = 512
-"""Elements that a program updates at a time. AdamW over a billion parameters takes 7.1, 7.1 and 7.7
-ms with 512, 1024 and 2048 on an H200; copying as many bytes takes 7.4."""
-CHUNK = 4 * BLOCK
-"""Elements that a program updates in all, block after block, so that it reads its tables once. With
-one block a program the same update takes 9.7 ms."""
-_LANES = 128
 _GRADIENT_DTYPES = frozenset({torch.float16, torch.bfloat16, torch.float32})
 
 
@@ -54,6 +46,8 @@ class FusedBinding(DeviceBinding):
     ) -> None:
         super().__init__(optimizer, masters, clip_norm=clip_norm, takes_scale=takes_scale)
         self._algorithm = ALGORITHMS[algorithm_name(optimizer)]
+        # A decorated model stays on its type of device.
+        self._has_kernels = any(_launch.has_triton(one.device) for one in all_parameters(optimizer))
         self._slots = ParameterSlots(optimizer, masters, self._algorithm)
         self._plan: LaunchPlan | None = None
         self._hyper: tuple[Any, torch.Tensor | None] = (None, None)
@@ -98,7 +92,7 @@ class FusedBinding(DeviceBinding):
 
         Returns False if the kernel cannot take these gradients.
         """
-        self._checked = batch = self._gather()
+        self._checked = batch = self._gather() if self._has_kernels else None
         if batch is None:
             return super().check(scale, flags, source)
         plan, device = batch.plan, batch.device
@@ -125,7 +119,7 @@ class FusedBinding(DeviceBinding):
         # The step uses the tables of the check, unless a step hook has replaced a gradient since.
         is_checked = batch is not None and found_inf is not None and batch.is_current()
         if not is_checked:
-            batch = self._gather()
+            batch = self._gather() if self._has_kernels else None
         if batch is None:
             self._square_sum = self.device_rate = None
             super().step(scale, found_inf)
@@ -144,8 +138,10 @@ class FusedBinding(DeviceBinding):
             # Not `groups_of`: a step that no schedule has prepared, such as a plain
             # optimizer.step(), needs the current learning rates.
             hyper = self.device_rate = self._hyper_on(device, self.optimizer.param_groups)
+            squares = None if self.clip_norm is None else self._square_sum
+            inputs = StepInputs(hyper, self._slots.counters, scale, found_inf, squares)
             for launch, addresses in zip(plan.launches, batch.addresses, strict=True):
-                self._run(launch, addresses, hyper, scale, found_inf)
+                launch_update(launch, addresses, inputs, self._algorithm, self.masters)
         # The kernels write past torch's version counters, which autograd and weight caches use.
         torch.autograd.graph.increment_version(plan.parameters)
         if plan.mesh is not None:
@@ -210,7 +206,7 @@ class FusedBinding(DeviceBinding):
             for parameter in group["params"]
             if parameter.grad is not None
         ]
-        gradients = local_gradients(parameters)
+        gradients = gradients_of(parameters, self.mesh)
         if not gradients or not _launch.has_triton(gradients[0].device):
             return None
         variants = tuple([self._algorithm.variant(group) for group in groups])
@@ -240,11 +236,17 @@ class FusedBinding(DeviceBinding):
         )
         if not gradients_supported or not all(map(self._is_supported, parameters)):
             return None
-        mesh = mesh_of(all_parameters(self.optimizer))
-        slots, dtypes = self._slots.of(parameters, mesh), [gradient.dtype for gradient in gradients]
+        slots = self._slots.of(parameters, self.mesh)
+        dtypes = [gradient.dtype for gradient in gradients]
         launches = make_launches(slots, dtypes, variants, CHUNK)
         plan = LaunchPlan(
-            slots, launches, self.optimizer.state, self.masters.generation, variants, dtypes, mesh
+            slots,
+            launches,
+            self.optimizer.state,
+            self.masters.generation,
+            variants,
+            dtypes,
+            self.mesh,
         )
         self._resync_masters(plan)
         return plan
@@ -317,96 +319,6 @@ class FusedBinding(DeviceBinding):
                     hyper[row, column].copy_(value, non_blocking=True)
         return hyper
 
-    def _run(
-        self,
-        launch: Launch,
-        gradients: torch.Tensor,
-        hyper: torch.Tensor,
-        scale: torch.Tensor | None,
-        found_inf: torch.Tensor | None,
-    ) -> None:
-        """Compute the coefficients of a launch, then update its parameters."""
-        # Passed where a kernel does not read.
-        unused = launch.coefficients
-        flag = unused if found_inf is None else found_inf
-        self._run_coefficients(launch, hyper, scale, found_inf, unused)
-        programs = launch.chunks.shape[1]
-        if programs == 0:
-            return
-        device = gradients.device
-        tensors = (
-            launch.addresses,
-            gradients,
-            launch.chunks,
-            launch.coefficients,
-            launch.indices,
-            flag,
-            _seed_on(self.masters.seed, device),
-        )
-        update = _kernels().update
-        constants = (
-            (
-                update.PLAIN
-                if launch.parameter_dtype is torch.float32
-                else getattr(update, self.masters.format.master.name)
-            ).value,
-            launch.parameter_dtype is torch.bfloat16,
-            _launch.triton_dtype(launch.gradient_dtype),
-            found_inf is not None,
-            CHUNK,
-        )
-        if self._algorithm.code == "LAMB":
-            _run_lamb(launch, tensors, constants)
-        else:
-            algorithm = getattr(_kernels().coefficients, self._algorithm.code).value
-            _launch.run_kernel(
-                update.update_kernel,
-                programs,
-                (*tensors, launch.count),
-                (algorithm, launch.variant, *constants, BLOCK),
-                device,
-            )
-
-    def _run_coefficients(
-        self,
-        launch: Launch,
-        hyper: torch.Tensor,
-        scale: torch.Tensor | None,
-        found_inf: torch.Tensor | None,
-        unused: torch.Tensor,
-    ) -> None:
-        kernels, counters, count = _kernels().coefficients, self._slots.counters, launch.count
-        squares = None if self.clip_norm is None else self._square_sum
-        is_sampled = self.masters.format.sampled and launch.parameter_dtype is not torch.float32
-        _launch.run_kernel(
-            kernels.prepare_kernel,
-            # One more program for the sample of each parameter.
-            -(-count // _LANES) + (count if is_sampled else 0),
-            (
-                launch.coefficients,
-                counters,
-                launch.indices,
-                hyper,
-                unused if scale is None else scale,
-                unused if found_inf is None else found_inf,
-                unused if squares is None else squares,
-                launch.addresses,
-                count,
-                hyper.shape[1],
-                counters.shape[1],
-            ),
-            (
-                getattr(kernels, self._algorithm.code).value,
-                scale is not None,
-                found_inf is not None,
-                squares is not None,
-                is_sampled,
-                _LANES,
-                SAMPLES,
-            ),
-            launch.addresses.device,
-        )
-
 
 @dataclass(frozen=True)
 class GradientBatch:
@@ -431,33 +343,5 @@ class GradientBatch:
 
     def is_current(self) -> bool:
         """Return whether the parameters still have these gradients: a step hook may replace one."""
-        return all(map(is_, local_gradients(self.plan.parameters), self.gradients))
-
-
-def _run_lamb(launch: Launch, tensors: tuple[Any, ...], constants: tuple[Any, ...]) -> None:
-    kernels, count, programs = _kernels().lamb, launch.count, launch.chunks.shape[1]
-    device = launch.addresses.device
-    partials = torch.zeros(2, programs, dtype=torch.float32, device=device)
-    arguments = (*tensors, partials, count)
-    _launch.run_kernel(kernels.lamb_kernel, programs, arguments, (*constants, False), device)
-    _launch.run_kernel(
-        kernels.trust_kernel,
-        count,
-        (launch.addresses, launch.coefficients, partials, count, programs),
-        (CHUNK, 1024),
-        device,
-    )
-    _launch.run_kernel(kernels.lamb_kernel, programs, arguments, (*constants, True), device)
-
-
-@cache
-def _seed_on(seed: int, device: torch.device) -> torch.Tensor:
-    return torch.tensor([seed], dtype=torch.int64, device=device)
-
-
-@cache
-def _kernels() -> SimpleNamespace:
-    """Import the kernels at first use: Triton is optional, and slow to import."""
-    from mezzo.optim import triton_coefficients, triton_lamb, triton_update  # noqa: PLC0415
-
-    return SimpleNamespace(coefficients=triton_coefficients, lamb=triton_lamb, update=triton_update)
+        now = gradients_of(self.plan.parameters, self.plan.mesh)
+        return all(map(is_, now, self.gradients))

@@ -12,7 +12,8 @@ import torch
 
 from mezzo import _launch
 from mezzo.optim.fused_algorithms import Algorithm, Group
-from mezzo.optim.master_weights import MasterWeights, sample_spacing
+from mezzo.optim.master_weights import MasterWeights
+from mezzo.optim.samples import sample_spacing
 from mezzo.policy.types import Master
 from mezzo.scaling.mesh import ProcessMesh, local, local_gradients, local_tensors
 from mezzo.scaling.schedule_sync import groups_of
@@ -146,7 +147,7 @@ class ParameterSlots:
         return tuple(counters)
 
 
-_DTYPE, _LAYOUT = attrgetter("dtype"), attrgetter("layout")
+_GRADIENT, _DTYPE, _LAYOUT = map(attrgetter, ("grad", "dtype", "layout"))
 _get: Callable[[Any, Any], Any] = dict.get
 _COEFFICIENTS = 12
 """Rows of the coefficients, see `triton_coefficients.py`."""
@@ -240,9 +241,12 @@ class LaunchPlan:
             and variants == self.variants
             and list(map(_DTYPE, gradients)) == self.dtypes
             and set(map(_LAYOUT, gradients)) == {torch.strided}
-            and list(map(torch.Tensor.data_ptr, local_tensors(parameters))) == self._addresses
+            and list(map(torch.Tensor.data_ptr, self._shards(parameters))) == self._addresses
             and all(map(is_, map(_get, self._dicts, self._names), self._tensors))
         )
+
+    def _shards(self, parameters: list[torch.Tensor]) -> Sequence[torch.Tensor]:
+        return parameters if self.mesh is None else local_tensors(parameters)
 
     def lay_out(self, gradients: list[torch.Tensor]) -> list[torch.Tensor]:
         """Copy gradients whose strides differ from their parameter's; return all gradients.
@@ -264,7 +268,7 @@ class LaunchPlan:
         for slot, gradient in to_copy:
             slot.parameter.grad = torch.empty_like(slot.parameter, dtype=gradient.dtype)
             local(slot.parameter.grad).copy_(gradient)
-        return local_gradients(self.parameters)
+        return gradients_of(self.parameters, self.mesh)
 
     def gradients_on(
         self, device: torch.device, gradients: list[torch.Tensor]
@@ -381,6 +385,13 @@ def _row(slot: ParameterSlot, first_program: int) -> Iterable[int]:
         sample,
         sample_spacing(numel),
     ]
+
+
+def gradients_of(
+    parameters: Sequence[torch.Tensor], mesh: ProcessMesh | None
+) -> list[torch.Tensor]:
+    """Return the gradients of parameters; this process's shards if a mesh holds them."""
+    return list(map(_GRADIENT, parameters)) if mesh is None else local_gradients(parameters)
 
 
 def _same_memory_order(first: torch.Tensor, second: torch.Tensor) -> bool:

@@ -1,4 +1,4 @@
-"""Triton kernel of the fused step. Triton is optional: `fused_step.py` imports this at first use.
+"""Triton kernel of the fused step. Triton is optional: `fused_launch.py` imports this at first use.
 
 A launch covers many parameters of one dtype, master format and gradient dtype. A program updates
 one chunk of one parameter. It reads tables: addresses that are constant from step to step,

@@ -17,6 +17,7 @@ from torch import nn
 from mezzo._dtypes import dtype_name
 from mezzo._errors import PolicyError, UnsupportedError
 from mezzo._torch import BatchOrInstanceNorm, FsdpGroup, fsdp_groups
+from mezzo.optim.binding import optimizer_binding
 from mezzo.policy.policy import Policy
 from mezzo.policy.presets import is_torch
 from mezzo.policy.types import NORMS, Level, Master, Selector
@@ -204,21 +205,34 @@ def refuse_replaced_parameters(optimizer: Optimizer, models: Models) -> Callable
     `fully_shard` and `parallelize_module` replace the parameters of a model: an optimizer that was
     decorated before would train nothing. Returns a function that removes the check.
     """
-    decorated, is_checked = parameters(optimizer), False
+    decorated = parameters(optimizer)
+    if any_sharded(decorated):
+        return _do_nothing
+    check = partial(_check_parameters, optimizer, decorated, models)
+    binding = optimizer_binding(optimizer)
+    if binding is not None:
+        binding.before_first_step = check
+        return partial(setattr, binding, "before_first_step", None)
+    is_checked = False
 
     def before_step(*_: Any) -> None:
+        # Not removed after the first step: torch iterates over the hooks while it calls them.
         nonlocal is_checked
-        if not is_checked and not any_sharded(decorated):
-            _check_parameters(optimizer, decorated, models)
+        if not is_checked:
+            check()
         is_checked = True
 
     try:
         handle: Any = optimizer.register_step_pre_hook(before_step)
     except AttributeError:
         # A wrapper that does not initialize its base class has no hooks.
-        return lambda: None
+        return _do_nothing
     remove: Callable[[], None] = handle.remove
     return remove
+
+
+def _do_nothing() -> None:
+    pass
 
 
 def _check_parameters(optimizer: Optimizer, decorated: list[torch.Tensor], models: Models) -> None:

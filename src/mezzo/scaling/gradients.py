@@ -16,7 +16,7 @@ from mezzo._dtypes import dtype_name
 from mezzo._errors import ScalerError
 from mezzo._torch import check_and_unscale_
 from mezzo.scaling import check_unscale
-from mezzo.scaling.mesh import any_sharded, local, local_gradients, mesh_of
+from mezzo.scaling.mesh import ProcessMesh, any_sharded, local, local_gradients, mesh_of
 from mezzo.scaling.schedule_sync import groups_of
 from mezzo.scaling.step_result import FlaggedSource
 
@@ -24,7 +24,7 @@ Flags = dict[torch.device, torch.Tensor]
 """A `found_inf` flag for each device: 0 while every gradient there was finite, else 1."""
 
 _CPU = torch.device("cpu")
-_DTYPE, _LAYOUT, _DEVICE = (attrgetter(name) for name in ("dtype", "layout", "device"))
+_GRADIENT, _DTYPE, _LAYOUT, _DEVICE = map(attrgetter, ("grad", "dtype", "layout", "device"))
 _SMALL = 2**20
 """Up to this many elements, torch's kernel checks gradients faster although it writes them (80 µs
 less per step on an H200), and the gradients may be kept to name their source."""
@@ -112,14 +112,18 @@ def check_sorted(
     factor: torch.Tensor | None,
     flags: Flags,
     source: FlaggedSource | None = None,
+    *,
+    mesh: ProcessMesh | None = None,
 ) -> None:
     """Check gradients of any layout, device by device and dtype by dtype; unscale with a factor.
 
     `source` gets flags for single parameters where these cost no further pass. Gradients that are
     only checked are used by the optimizer next, which does not change non-finite ones: small ones
-    are kept for the source as they are.
+    are kept for the source as they are. `mesh` has the processes that hold the parameters, if some
+    are sharded.
     """
-    for gradients, owners in _gradients_by_kind(optimizer):
+    owned = [one for one in parameters(optimizer) if one.grad is not None]
+    for gradients, owners in _by_kind(owned, mesh):
         device, single = gradients[0].device, None
         small = (
             factor is None
@@ -176,12 +180,12 @@ def unscale_tensors(tensors: Iterable[torch.Tensor], scale: float) -> bool:
     # Divided in float64 and rounded once: a scale need not be a power of two.
     factor = torch.tensor(1.0 / scale, dtype=torch.float32)
     owners = list(tensors)
-    for gradients, _ in _by_kind([tensor for tensor in owners if tensor.grad is not None]):
+    mesh = mesh_of(owners)
+    for gradients, _ in _by_kind([tensor for tensor in owners if tensor.grad is not None], mesh):
         device = gradients[0].device
         flag = flags.setdefault(device, torch.zeros((), device=device))
         check_unscale.check_and_unscale(gradients, factor.to(device), flag)
     found = any(bool(flag) for flag in flags.values())
-    mesh = mesh_of(owners)
     if mesh is None:
         return found
     device = owners[0].device
@@ -215,23 +219,12 @@ class _GradientGroup(NamedTuple):
     owners: list[torch.Tensor]
 
 
-def _gradients_by_kind(optimizer: torch.optim.Optimizer) -> Iterable[_GradientGroup]:
-    return _by_kind(
-        [
-            parameter
-            for group in groups_of(optimizer)
-            for parameter in group["params"]
-            if parameter.grad is not None
-        ]
-    )
-
-
-def _by_kind(owners: list[torch.Tensor]) -> Iterable[_GradientGroup]:
+def _by_kind(owners: list[torch.Tensor], mesh: ProcessMesh | None) -> Iterable[_GradientGroup]:
     """Group the gradients of tensors, all of which have one, by device and dtype.
 
-    Of sharded gradients, the shards of this process.
+    Of sharded gradients, the shards of this process; without a mesh none is sharded.
     """
-    gradients = local_gradients(owners)
+    gradients = list(map(_GRADIENT, owners)) if mesh is None else local_gradients(owners)
     # `map` over all costs a third of a loop, and mostly all are alike.
     dtypes, layouts, devices = (
         list(map(_DTYPE, gradients)),

@@ -191,6 +191,10 @@ class FusedStepProtocol(Protocol):
     device_values: frozenset[str]
     """Entries of a group, such as the learning rate, that the step reads on the device only."""
 
+    @property
+    def mesh(self) -> ProcessMesh | None:
+        """The processes that hold the parameters; None if no parameter is sharded."""
+
     def check(self, scale: torch.Tensor, flags: Flags, source: FlaggedSource) -> bool:
         """Check the gradients, which are multiplied by `scale`; return False if it cannot.
 

@@ -106,7 +106,8 @@ class OptimizerRecords:
         """
         flags = record.flags(loss_id)
         scale = self._scales.of(loss_id)
-        mesh = mesh_of(gradients.parameters(optimizer))
+        binding = binding_of(optimizer)
+        mesh = mesh_of(gradients.parameters(optimizer)) if binding is None else binding.mesh
         if factor is not None:
             for one in optimizer_step.bindings_of(optimizer):
                 one.widen_gradients()
@@ -136,7 +137,7 @@ class OptimizerRecords:
             else FlaggedSource(self.names, optimizer)
         )
         if binding is None or factor is not None or not binding.check(scale, flags, source):
-            gradients.check_sorted(optimizer, factor, flags, source)
+            gradients.check_sorted(optimizer, factor, flags, source, mesh=mesh)
             # Without any gradient, step() raises on every process.
             if mesh is not None and flags:
                 share_flags(mesh, flags)

@@ -7,8 +7,9 @@ from typing import Any
 
 import torch
 
-from mezzo.scaling.gradients import Flags, check_sorted
+from mezzo.scaling.gradients import Flags, check_sorted, parameters
 from mezzo.scaling.loss_scales import LossScales
+from mezzo.scaling.mesh import mesh_of
 from mezzo.scaling.optimizer_records import OptimizerRecords
 
 Optimizer = torch.optim.Optimizer
@@ -40,7 +41,7 @@ class TorchScalerApi:
         allow_fp16: bool,  # noqa: ARG002, FBT001
     ) -> Flags:
         flags: Flags = {found_inf.device: found_inf}
-        check_sorted(optimizer, inv_scale, flags)
+        check_sorted(optimizer, inv_scale, flags, mesh=mesh_of(parameters(optimizer)))
         return flags
 
     def _lazy_init_scale_growth_tracker(self, dev: torch.device) -> None:

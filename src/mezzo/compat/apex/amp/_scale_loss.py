@@ -14,8 +14,9 @@ from mezzo.compat.apex.amp._amp_state import _amp_state, maybe_print
 from mezzo.compat.apex.amp._casts import disable_casts
 from mezzo.optim.binding import replace_step
 from mezzo.scaling.diagnostics import CollapseMonitor
-from mezzo.scaling.gradients import Flags, check_sorted, isolated_gradients
+from mezzo.scaling.gradients import Flags, check_sorted, isolated_gradients, parameters
 from mezzo.scaling.loss_scales import LossScales, binding_of, first_states
+from mezzo.scaling.mesh import mesh_of
 from mezzo.scaling.scale_state import LARGEST, OnCollapse, ScaleRule
 from mezzo.scaling.step_result import NO_SOURCE
 
@@ -211,7 +212,8 @@ class LossScaler:
         binding, flags = binding_of(optimizer), Flags()
         if binding is not None:
             binding.widen_gradients()
-        check_sorted(optimizer, self._scales.of(0).inverse(), flags)
+        mesh = mesh_of(parameters(optimizer)) if binding is None else binding.mesh
+        check_sorted(optimizer, self._scales.of(0).inverse(), flags, mesh=mesh)
         return list(flags.values())
 
     def update_scale(self, flags: list[torch.Tensor]) -> bool:
