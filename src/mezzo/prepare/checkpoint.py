@@ -3,25 +3,20 @@
 from __future__ import annotations
 
 import os
-import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
-from io import BytesIO
 from pathlib import Path
 from secrets import token_hex
 from typing import Any, Protocol, runtime_checkable
 
-import torch
 from torch import nn
 
-from mezzo._casting import map_tensors
 from mezzo._errors import CheckpointError
-from mezzo._files import atomic_writer
 from mezzo.optim.state_dict import without_masters
 from mezzo.prepare import (
     checkpoint_checks,
-    checkpoint_file,
     checkpoint_folder,
+    checkpoint_parts,
     ranks,
     rng_state,
     run_state,
@@ -35,6 +30,7 @@ from mezzo.prepare.arguments import (
     optimizers_of,
     unwrapped,
 )
+from mezzo.prepare.checkpoint_parts import FilePath
 from mezzo.prepare.decoration import (
     Accumulating,
     Decoration,
@@ -43,11 +39,6 @@ from mezzo.prepare.decoration import (
 )
 from mezzo.prepare.model_state_dict import decorations_of, exact_state_dict
 from mezzo.prepare.rollback import rolled_back_on_error
-
-FilePath = str | os.PathLike[str]
-
-FORMAT, _VERSION = "mezzo checkpoint", 1
-_RANDOM_STATES = "mezzo random states"
 
 
 @runtime_checkable
@@ -134,19 +125,19 @@ def save_checkpoint(
         return
     parts = (model, optimizer, scaler, scheduler)
     if not ranks.is_replicated(_with_wrappers(model, step)):
-        _write(path, _parts(*parts, step, extra))
+        checkpoint_parts.write(path, _parts(*parts, step, extra))
         return
     if step is not None:
         # Raises with accumulated gradients: those of the other ranks would be lost.
         step.run_state()
     if ranks.rank():
-        _save_random_states(path)
+        checkpoint_parts.save_random_states(path)
         return
     save_id = ""
     try:
         new_id = token_hex(8)
         of_ranks = {"count": ranks.world_size(), "id": new_id}
-        _write(path, {**_parts(*parts, step, extra), "ranks": of_ranks})
+        checkpoint_parts.write(path, {**_parts(*parts, step, extra), "ranks": of_ranks})
         save_id = new_id
     finally:
         ranks.announce_save(path, save_id)
@@ -183,27 +174,6 @@ def _states_of(parts: Any) -> list[dict[str, Any]] | None:
     return None if parts is None else [one.state_dict() for one in flat(parts)]
 
 
-def _write(path: FilePath, parts: dict[str, Any]) -> None:
-    for name, part in parts.items():
-        _refuse_unreadable(name, part)
-    with atomic_writer(path) as file:
-        try:
-            checkpoint_file.save({"format": FORMAT, "version": _VERSION, **parts}, file)
-        except CheckpointError as error:
-            raise CheckpointError(
-                f"{os.fspath(path)!r} could not be loaded again: {error}. Save tensors as they are"
-                " before expand()."
-            ) from None
-
-
-def _save_random_states(path: FilePath) -> None:
-    """Wait for the file that rank 0 writes, and write the random states of this rank beside it."""
-    state = rng_state.capture_rng_state()
-    save_id = ranks.wait_for_save(path)
-    with atomic_writer(ranks.rng_file(path)) as file:
-        checkpoint_file.save({"format": _RANDOM_STATES, "id": save_id, "rng": state}, file)
-
-
 def _save_folder(
     path: FilePath,
     models: tuple[nn.Module, ...],
@@ -229,7 +199,7 @@ def _save_folder(
         "extra": extra,
     }
     for name, part in run.items():
-        _refuse_unreadable(name, part)
+        checkpoint_parts.refuse_unreadable(name, part)
     checkpoint_folder.save(Path(path), models, optimizers, run_state.pack(run))
 
 
@@ -267,7 +237,7 @@ def load_checkpoint(
     Raises:
         CheckpointError: The file is damaged, lacks a part, or does not fit.
 
-    >>> import mezzo, tempfile
+    >>> import mezzo, tempfile, torch
     >>> model, other = nn.Linear(2, 1), nn.Linear(2, 1)
     >>> with tempfile.TemporaryDirectory() as folder:
     ...     mezzo.save_checkpoint(f"{folder}/run.pt", model, epoch=3)
@@ -308,10 +278,10 @@ def load_checkpoint(
             " the model is sharded, or pass a folder that save_checkpoint wrote of sharded"
             " parameters."
         )
-    parts = _read(path)
+    parts = checkpoint_parts.read(path)
     pairs = checkpoint_checks.match_parts(os.fspath(path), parts, targets)
     checkpoint_checks.check_fit(pairs, strict=strict)
-    own_rng = _own_random_states(path, parts)
+    own_rng = checkpoint_parts.own_random_states(path, parts)
     rng_state.check_rng_state(own_rng)
     # A step rolls back its own parts.
     with rolled_back_on_error(models, optimizers, (*targets["scaler"], *targets["scheduler"])):
@@ -323,28 +293,6 @@ def load_checkpoint(
         rng_state.restore_rng_state(own_rng)
     extra: dict[str, Any] = parts["extra"]
     return extra
-
-
-def _own_random_states(path: FilePath, parts: dict[str, Any]) -> dict[str, Any]:
-    """Return the random states of this rank, those of rank 0 if there are no others."""
-    states: dict[str, Any] = parts["rng"]
-    saved = parts.get("ranks")
-    if not isinstance(saved, dict) or ranks.world_size() == 1 or not ranks.rank():
-        return states
-    file = ranks.rng_file(path)
-    if saved.get("count") == ranks.world_size() and file.is_file():
-        with file.open("rb") as content:
-            own = checkpoint_file.load(content)
-        if isinstance(own, dict) and own.get("id") == saved.get("id"):
-            return dict(own["rng"])
-    warnings.warn(
-        f"{os.fspath(path)!r} has no random states of rank {ranks.rank()} of {ranks.world_size()}:"
-        " its random generators continue from those of rank 0. Call save_checkpoint on every rank"
-        " to keep them.",
-        UserWarning,
-        stacklevel=3,
-    )
-    return states
 
 
 def _load_folder(
@@ -406,40 +354,6 @@ def _as_checkpoint_error(path: str, name: str, target: Any) -> Iterator[None]:
         ) from error
 
 
-def _read(path: FilePath) -> dict[str, Any]:
-    name = os.fspath(path)
-    if Path(path).exists() and not Path(path).is_file():
-        raise CheckpointError(
-            f"{name!r} is not a regular file. Pass a file that save_checkpoint wrote."
-        )
-    with Path(path).open("rb") as file:
-        try:
-            content = checkpoint_file.load(file)
-        except CheckpointError as error:
-            raise CheckpointError(
-                f"{name!r} is not a mezzo checkpoint, or is damaged: {error}. Pass a file that"
-                " save_checkpoint wrote."
-            ) from error.__cause__
-    if not isinstance(content, dict) or content.get("format") != FORMAT:
-        raise CheckpointError(
-            f"{name!r} was not written by mezzo.save_checkpoint. Read it with torch.load, and load"
-            " its parts with their load_state_dict."
-        )
-    version = content.get("version")
-    if not isinstance(version, int) or version > _VERSION:
-        raise CheckpointError(
-            f"{name!r} has version {version!r:.80}, and this mezzo reads up to {_VERSION}. Load it"
-            " with a newer mezzo."
-        )
-    wrong = [part for part in ("rng", "extra") if not isinstance(content.get(part), dict)]
-    if wrong:
-        raise CheckpointError(
-            f"{name!r} is damaged: {' and '.join(wrong)} in it is missing, or not what"
-            " save_checkpoint writes. Pass another checkpoint."
-        )
-    return content
-
-
 def _refuse_both(step: Step | None, parts: tuple[Any, ...]) -> None:
     if step is not None and any(part is not None for part in parts):
         raise CheckpointError(
@@ -480,26 +394,3 @@ def optimizer_state(optimizer: Optimizer, models: tuple[nn.Module, ...]) -> dict
     """Return an optimizer's state, without masters if these models are saved with exact values."""
     state = optimizer.state_dict()
     return without_masters(state) if has_exact_masters(optimizer, models) else state
-
-
-def _refuse_unreadable(name: str, part: Any) -> None:
-    """Raise for a value that could be written and not be read: tried without tensor contents."""
-    buffer = BytesIO()
-    try:
-        checkpoint_file.save(map_tensors(part, _empty), buffer)
-        checkpoint_file.load(buffer)
-    except Exception as error:
-        raise CheckpointError(
-            f"The part {name!r} holds a value that torch.load(weights_only=True) does not read:"
-            f" {error.__cause__ or error} Save plain numbers, strings, tensors, and lists and"
-            " dictionaries of them."
-        ) from error
-
-
-def _empty(tensor: torch.Tensor) -> torch.Tensor:
-    # Later versions of torch have no attribute `is_quantized`.
-    if getattr(tensor, "is_quantized", False) or tensor.is_nested or tensor.is_meta:
-        raise TypeError(
-            f"a tensor of {tensor.dtype} on {tensor.device}, quantized, nested or without values."
-        )
-    return torch.empty(0)

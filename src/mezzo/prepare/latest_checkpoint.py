@@ -7,7 +7,7 @@ from pathlib import Path
 
 from mezzo._errors import CheckpointError
 from mezzo.prepare import checkpoint_file, checkpoint_folder
-from mezzo.prepare.checkpoint import FORMAT, FilePath
+from mezzo.prepare.checkpoint_parts import FORMAT, FilePath
 
 
 def latest_checkpoint(folder: FilePath) -> Path | None:

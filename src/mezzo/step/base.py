@@ -13,20 +13,19 @@ from mezzo._errors import PolicyError, UnsupportedError
 from mezzo.prepare.ema import refused_while_lent
 from mezzo.scaling.scaler import GradScaler
 from mezzo.step.capture import runner_for
-from mezzo.step.components import (
-    Capture,
-    StepComponents,
-    load_run_state,
-    load_step_state,
-    run_state_dict,
-    step_state_dict,
-)
+from mezzo.step.components import Capture, StepComponents
 from mezzo.step.eager_runner import Runner
 from mezzo.step.executor import AccumulationPhase, Body, StepExecutor, StepOptions
 from mezzo.step.inputs import Call
 from mezzo.step.metrics import StepMetrics
 from mezzo.step.outputs import HostOutputs, KeptOutputs, RunningMeans
 from mezzo.step.shared_settings import check_shared_settings
+from mezzo.step.step_state import (
+    load_run_state,
+    load_step_state,
+    run_state_dict,
+    step_state_dict,
+)
 
 
 class Step:
