@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -88,15 +90,18 @@ def _deterministic() -> Iterator[None]:
 
 
 def compare(
-    row: Row, captured: Trajectory, run_eagerly: Callable[[], Trajectory]
+    row: Row, captured: Trajectory, run: Callable[[Any], Trajectory]
 ) -> tuple[Difference, Trajectory]:
-    """Compare with the eager run; models of transformers may take the path of a capture."""
-    eager = run_eagerly()
+    """Compare a captured run with an eager one; `run` takes the argument `capture` of a step.
+
+    A model of transformers may take another path in a capture. Then both runs take it.
+    """
+    eager = run(False)
     if row.name in {one.name for one in TRANSFORMERS} and not difference(captured, eager).exact:
         with on_the_captured_path():
-            eager = run_eagerly()
-            return assert_agree(captured, eager, run_eagerly), eager
-    return assert_agree(captured, eager, run_eagerly), eager
+            eager = run(False)
+            return assert_agree(run("auto"), eager, partial(run, False)), eager
+    return assert_agree(captured, eager, partial(run, False)), eager
 
 
 # Planted overflows add to those of the initial loss scale.
@@ -114,12 +119,12 @@ def test_a_captured_step_equals_the_eager_one(
         warnings.filterwarnings("ignore", message=".*cannot be captured")
         captured = in_steps(row, variant, "cuda", capture="auto")
 
-    def run_eagerly() -> Trajectory:
-        return in_steps(row, variant, "cuda", capture=False)
+    def run(capture: Any) -> Trajectory:
+        return in_steps(row, variant, "cuda", capture=capture)
 
     how = "captured" if captured.captured else f"eager: {captured.reason}"
     record_property("differential", (row.name, str(variant), how, captured.skipped_steps))
-    found, _ = compare(row, captured, run_eagerly)
+    found, _ = compare(row, captured, run)
     record_property("difference", "bit-equal" if found.exact else f"{found.weight:.1e}")
     if variant.planted == OVERFLOWS:
         assert captured.skipped_steps >= len(OVERFLOWS)
@@ -143,14 +148,14 @@ def test_a_captured_step_of_each_kind_equals_the_eager_one(
             torch._dynamo.reset()
             # Of torch itself, while it compiles.
             warnings.simplefilter("ignore")
-        captured = paths.in_steps(path, "cuda", capture="auto")
 
-        def run_eagerly() -> Trajectory:
-            return paths.in_steps(path, "cuda", capture=False)
+        def run(capture: Any) -> Trajectory:
+            return paths.in_steps(path, "cuda", capture=capture)
 
+        captured = run("auto")
         how = "captured" if captured.captured else f"eager: {captured.reason}"
         record_property("differential", (path.name, str(path), how, captured.skipped_steps))
-        found, eager = compare(path.row, captured, run_eagerly)
+        found, eager = compare(path.row, captured, run)
         if compiles:
             torch._dynamo.reset()
     record_property("difference", "bit-equal" if found.exact else f"{found.weight:.1e}")

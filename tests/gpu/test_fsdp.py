@@ -105,6 +105,7 @@ def test_one_rank_equals_a_step_without_shards(level: str, dtype: str) -> None:
         assert state["exp_avg"].to_local().abs().sum() > 0
 
 
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode")
 def test_a_step_of_a_scaler_over_shards_does_not_synchronize() -> None:
     model = make_model(sharded=True)
     optimizer, scaler = adamw(model), mezzo.GradScaler("cuda", init_scale=256.0)
