@@ -461,6 +461,16 @@ def fsdp_groups(model: nn.Module) -> list[FsdpGroup]:
     ]
 
 
+def set_sharded_data(parameter: nn.Parameter, data: torch.Tensor) -> None:
+    """Set the data of a parameter that is a DTensor to a DTensor of any dtype.
+
+    Setting `.data` alone changes what dtype the parameter has, and not its local tensor.
+    """
+    parameter.data = data
+    for name in ("_local_tensor", "_spec"):
+        setattr(parameter, name, _attribute(data, name))
+
+
 def _param_groups(state: Any) -> list[Any]:
     """Return the parameter groups of a state; it has one at most before torch 2.12."""
     if hasattr(state, "_fsdp_param_groups"):

@@ -62,7 +62,9 @@ def whole(model: nn.Module) -> dict[str, torch.Tensor]:
     }
 
 
-def train(level: str, dtype: str, *, sharded: bool) -> tuple[dict[str, Any], torch.optim.Optimizer]:
+def train(
+    level: str, dtype: str, *, sharded: bool, **options: Any
+) -> tuple[dict[str, Any], torch.optim.Optimizer]:
     """Train with a step that skips its fourth update in float16."""
     model = make_model(sharded=sharded)
     optimizer = adamw(model)
@@ -79,6 +81,7 @@ def train(level: str, dtype: str, *, sharded: bool) -> tuple[dict[str, Any], tor
         scaler=scaler,
         clip_norm=0.5,
         capture=False,
+        **options,
     )
     losses, norms = [], []
     for index in range(CALLS):
@@ -103,6 +106,46 @@ def test_one_rank_equals_a_step_without_shards(level: str, dtype: str) -> None:
     for state in optimizer.state.values():
         assert isinstance(state["exp_avg"], DTensor)
         assert state["exp_avg"].to_local().abs().sum() > 0
+
+
+@pytest.mark.parametrize(
+    ("dtype", "master"),
+    [
+        ("bfloat16", "split"),
+        ("bfloat16", "kahan"),
+        ("float16", "kahan"),
+        ("bfloat16", "stochastic"),
+    ],
+)
+def test_one_rank_with_16_bit_shards_equals_a_step_without_shards(dtype: str, master: str) -> None:
+    sharded, optimizer = train("O2", dtype, sharded=True, master=master)
+    plain, _ = train("O2", dtype, sharded=False, master=master)
+    # The norm is in a group with other layers, and 16-bit with a master too.
+    torch.testing.assert_close(sharded, plain, rtol=2e-2, atol=2e-2)
+    for parameter in optimizer.param_groups[0]["params"]:
+        assert parameter.dtype is parameter.to_local().dtype is getattr(torch, dtype)
+        assert optimizer.state[parameter]["exp_avg"].dtype is torch.float32
+        if master != "stochastic":
+            assert isinstance(optimizer.state[parameter]["mezzo_master"], DTensor)
+
+
+def test_16_bit_shards_take_less_memory() -> None:
+    used = {}
+    for master in ("float32", "split", "stochastic"):
+        torch.cuda.synchronize()
+        before = torch.cuda.memory_allocated()
+        model = nn.Sequential(*(nn.Linear(1024, 1024, bias=False) for _ in range(4))).cuda()
+        fully_shard(model)
+        optimizer = adamw(model)
+        mezzo.decorate(model, optimizer, "O2", dtype="bfloat16", master=master)
+        model(torch.ones(1, 1024, device="cuda")).float().sum().backward()
+        optimizer.step()
+        model.reshard()
+        torch.cuda.synchronize()
+        used[master] = (torch.cuda.memory_allocated() - before) / (4 * 1024**2)
+        del model, optimizer
+    assert used["float32"] - used["split"] == pytest.approx(2, abs=0.5)
+    assert used["float32"] - used["stochastic"] == pytest.approx(4, abs=0.5)
 
 
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode")

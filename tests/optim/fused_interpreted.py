@@ -15,11 +15,13 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import mezzo
 from mezzo import _launch
+from mezzo.optim import fused_tables
 from mezzo.optim.attach import bind_optimizer
 from mezzo.optim.fused_step import FusedBinding
 from mezzo.optim.fused_tables import LaunchPlan
 from mezzo.optim.master_weights import MasterWeights
 from mezzo.policy.types import Master
+from mezzo.scaling.mesh import local
 from mezzo.scaling.step_result import FlaggedSource, ParameterNames
 
 # The interpreter uses NumPy, which warns about overflows.
@@ -404,6 +406,52 @@ def shards(device_mesh: DeviceMesh, tensors: list[torch.Tensor]) -> list[torch.T
         DTensor.from_local(vector, device_mesh, [Replicate()], run_check=False),
         plain,
     ]
+
+
+@pytest.mark.parametrize("master", ["split", "kahan", "stochastic"])
+def test_16_bit_shards_are_updated_like_plain_tensors(device_mesh: DeviceMesh, master: str) -> None:
+    torch.manual_seed(fresh_seed() % 2**31)
+    values, trained = [torch.randn(3, 4), torch.randn(7), torch.randn(9)], []
+    for is_sharded in (False, True):
+        here = [value.clone() for value in values]
+        parameters = [
+            torch.nn.Parameter(one) for one in (shards(device_mesh, here) if is_sharded else here)
+        ]
+        masters = MasterWeights(master, seed=3)
+        for parameter in parameters:
+            masters.adopt(parameter, torch.bfloat16)
+        optimizer = torch.optim.AdamW(parameters, lr=0.1)
+        assert isinstance(bind_optimizer(optimizer, masters), FusedBinding)
+        generator = torch.Generator().manual_seed(1)
+        for _ in range(3):
+            gradients = [torch.randn(one.shape, generator=generator).bfloat16() for one in values]
+            placed = shards(device_mesh, gradients) if is_sharded else gradients
+            for parameter, gradient in zip(parameters, placed, strict=True):
+                parameter.grad = gradient
+            optimizer.step()
+        trained.append([local(masters.read(one)) for one in parameters])
+        assert all(one.dtype is local(one).dtype is torch.bfloat16 for one in parameters)
+    assert all(map(torch.equal, *trained))
+
+
+@pytest.mark.parametrize("name", ["SGD", "Adam"])
+def test_a_later_shard_is_rounded_as_its_elements_of_the_whole(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.manual_seed(fresh_seed() % 2**31)
+    value, gradient = torch.randn(5000), torch.randn(5000).bfloat16()
+    trained = []
+    for first in (0, 2500):
+        monkeypatch.setattr(fused_tables, "first_element", lambda _, first=first: first)
+        weight = torch.nn.Parameter(value[first:].clone())
+        masters = MasterWeights("stochastic", seed=3)
+        masters.adopt(weight, torch.bfloat16)
+        optimizer = getattr(torch.optim, name)([weight], lr=1e-3)
+        assert isinstance(bind_optimizer(optimizer, masters), FusedBinding)
+        weight.grad = gradient[first:].clone()
+        optimizer.step()
+        trained.append(weight.detach())
+    assert torch.equal(trained[0][2500:], trained[1])
 
 
 @pytest.mark.parametrize("optimizer_class", [torch.optim.AdamW, torch.optim.SGD])

@@ -156,6 +156,7 @@ def test_a_table_holds_addresses_sizes_and_first_programs(case: Case) -> None:
         0,
         case.masters.sample(first).data_ptr(),
         0,
+        0,
     ]
     assert half.addresses[5:7, 1].tolist() == [second.numel(), 2]
     assert half.chunks.tolist() == [[0, 0, 1], [0, 1, 0]]

@@ -74,6 +74,11 @@ def test_elements_beyond_32_bits_have_their_own_words(monkeypatch: pytest.Monkey
     ]
 
 
+def test_a_shard_gets_the_words_of_its_elements():
+    whole = philox(7, 100, 3, 2, CPU)
+    assert torch.equal(philox(7, 40, 3, 2, CPU, first=60), whole[60:])
+
+
 def test_each_argument_changes_the_words():
     seed = fresh_seed() % 2**32
     streams = [

@@ -5,7 +5,7 @@
 
 import pytest
 import torch
-from support import sharded_ranks
+from support import half_shards, sharded_ranks
 from support.processes import run_ranks
 from torch import distributed, nn
 
@@ -163,9 +163,59 @@ def test_tensor_parallel_losses_equal_those_of_one_process(two, one):
 
 def test_tensor_parallelism_alone_is_refused_at_o2(two):
     message = two[0]["tensor parallel"]["O2"]
-    assert message.startswith("UnsupportedError: The parameter 'blocks.0.norm.weight' is not")
+    assert message.startswith("UnsupportedError: The parameter 'blocks.0.up.weight' is split by")
+    assert "tensor parallelism alone" in message
     assert "fully_shard(model), after parallelize_module" in message
     assert "'O1'" in message
+
+
+# -- 16-bit shards ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("dtype", "master"), half_shards.FORMATS)
+def test_16_bit_shards_train_as_one_process_bit_for_bit(two, dtype, master):
+    expected = half_shards.train(dtype, master, sharded=False)
+    for rank in two:
+        assert all(map(torch.equal, rank["16-bit shards"][f"{dtype} {master}"], expected))
+
+
+@pytest.mark.parametrize("case", half_shards.CASES)
+def test_16_bit_shards_do_what_whole_weights_do(two, case):
+    expected = half_shards.CASES[case](sharded=False)
+    for rank in two:
+        assert all(map(torch.equal, rank["16-bit shards"][case], expected))
+
+
+def test_losses_and_norms_of_16_bit_shards_equal_those_of_one_process(two, four, one):
+    results = [rank["train split"] for rank in two], [rank["both, split"] for rank in four]
+    reference = one("O2", "bfloat16", clip_norm=0.5, master="split")
+    for found in results:
+        assert_equal_within(found, reference, BOUNDS["bfloat16"])
+
+
+def test_replicas_of_16_bit_shards_are_rounded_alike(four, one):
+    results = [rank["hybrid, stochastic"] for rank in four]
+    reference = one("O2", "bfloat16", clip_norm=0.5, master="stochastic")
+    # Norms in groups with other layers are rounded too, and quarters of a batch separately.
+    assert_equal_within(results, reference, 2 * BOUNDS["bfloat16"])
+
+
+def test_all_ranks_skip_for_an_inf_in_one_16_bit_shard(two):
+    assert_all_skip([rank["one 16-bit shard"] for rank in two], 1, "blocks.1.up.weight")
+
+
+def test_shards_their_gradients_and_masters_are_16_bit(two):
+    found = two[0]["16-bit shards"]["describe"]
+    half, full = [(torch.bfloat16,) * 2] * 2, [(torch.float32,) * 2] * 2
+    assert found["shards"] == found["gradients"] == [*half, *full, *half]
+    assert found["master"] == ("DTensor", (12, 8))
+
+
+def test_the_plan_states_what_16_bit_shards_save(two):
+    found, weights = two[0]["16-bit shards"]["describe"], 8 * 12 + 3 * 12
+    assert found["saved"] == 4 * weights
+    assert "16-bit shards, their gradients and masters take 528 bytes less" in found["plan"]
+    assert "updates are rounded at random; bfloat16 shard, gathered in bfloat16" in found["plan"]
 
 
 # -- precision of groups ---------------------------------------------------------------------------
@@ -247,7 +297,9 @@ def test_a_sharded_model_that_has_run_is_refused_at_o2_only(two):
     [
         ("settings", "clip_norm: 1.0 on rank 0; 2.0 on rank 1"),
         ("O3", "Use policy 'O2'"),
-        ("split", "O2 keeps float32 shards under FSDP2"),
+        ("no master", "master='none' loses small updates of 16-bit shards"),
+        ("no optimizer", "no optimizer was given"),
+        ("split in float16", "master='split' needs bfloat16 parameters"),
         ("preset", "preset='apex'"),
         ("partly", "'blocks.1.norm.weight' is not sharded, while others are"),
         ("other dtype", "Leave mp_policy out of fully_shard"),

@@ -7,6 +7,7 @@ from typing import Any
 from unittest import mock
 
 import torch
+from support import half_shards
 from torch import distributed, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -134,11 +135,17 @@ def train(
 
 
 def train_by_hand(
-    model: nn.Module, level: str, index: int, count: int, bad_rank: int, corrupt: Any
+    model: nn.Module,
+    level: str,
+    index: int,
+    count: int,
+    bad_rank: int,
+    corrupt: Any,
+    **options: Any,
 ) -> dict[str, Any]:
     """Train with a loop and a scaler; `corrupt` changes gradients of a rank at the second step."""
     optimizer, grad_scaler = adamw(model), scaler()
-    mezzo.decorate(model, optimizer, level, dtype="float16", clip_norm=0.5)
+    mezzo.decorate(model, optimizer, level, dtype="float16", clip_norm=0.5, **options)
     grad_scaler.register_parameter_names(model)
     record: dict[str, Any] = {"skipped": [], "scales": [], "names": [], "changed": []}
     for number, batch in enumerate(make_batches()):
@@ -197,6 +204,13 @@ def two_ranks(rank: int) -> dict[str, Any]:
     results["one shard"] = train_by_hand(
         shard(make_model()), "O2", rank, 2, 1, put_inf("blocks.1.up.weight")
     )
+    results["one 16-bit shard"] = train_by_hand(
+        shard(make_model()), "O2", rank, 2, 1, put_inf("blocks.1.up.weight"), master="kahan"
+    )
+    results["train split"] = train(
+        shard(make_model()), "O2", "bfloat16", rank, 2, clip_norm=0.5, master="split"
+    )
+    results["16-bit shards"] = half_shards.run()
     results["one batch"] = _overflow_of_one_batch(rank)
     results["unscaled"] = _unscaled_by_hand(rank)
     results["accumulate"] = _accumulate(rank)
@@ -458,7 +472,15 @@ def _refused(rank: int) -> dict[str, str]:
     return {
         "settings": _different_settings(rank),
         "O3": decorate(shard(make_model()), "O3"),
-        "split": decorate(shard(make_model()), master="split"),
+        "no master": decorate(shard(make_model()), master="none"),
+        "no optimizer": message_of(
+            lambda: mezzo.decorate(shard(make_model()), None, dtype="bfloat16", master="split")
+        ),
+        "split in float16": message_of(
+            lambda: mezzo.decorate(
+                convolution, adamw(convolution), dtype="float16", master="split", keep_full=[]
+            )
+        ),
         "preset": decorate(shard(make_model()), preset="apex"),
         "partly": decorate(partly),
         "other dtype": decorate(other),
@@ -546,12 +568,17 @@ def four_ranks(rank: int) -> dict[str, Any]:
     def clip(model: nn.Module, level: str, index: int, count: int) -> Any:
         return train(model, level, "float16", index, count, clip_norm=0.5)
 
+    def cast_shards(model: nn.Module, index: int, count: int, master: str) -> Any:
+        return train(model, "O2", "bfloat16", index, count, clip_norm=0.5, master=master)
+
     # Two pairs of ranks that train on their own, as a group within a larger one.
     return {
         "hybrid": clip(shard(make_model(), mesh=hybrid), "O2", rank, 4),
         "hybrid, one shard": train_by_hand(
             shard(make_model(), mesh=hybrid), "O2", rank, 4, 3, put_inf("blocks.0.up.weight")
         ),
+        "hybrid, stochastic": cast_shards(shard(make_model(), mesh=hybrid), rank, 4, "stochastic"),
+        "both, split": cast_shards(split_and_sharded(), index, 2, "split"),
         "both": clip(split_and_sharded(), "O2", index, 2),
         "both, one shard": train_by_hand(
             split_and_sharded(), "O2", index, 2, 1, put_inf("blocks.1.up.weight")

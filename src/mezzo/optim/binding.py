@@ -26,7 +26,7 @@ from mezzo.optim.sharded_norm import CheckedNorm, check_with_norm, clip_over
 from mezzo.policy.types import Master
 from mezzo.scaling.gradients import Flags, parameters
 from mezzo.scaling.loss_scales import binding_of
-from mezzo.scaling.mesh import ProcessMesh, is_sharded, local, mesh_of
+from mezzo.scaling.mesh import ProcessMesh, first_element, is_sharded, local, mesh_of
 from mezzo.scaling.schedule_sync import groups_of
 from mezzo.scaling.step_result import FlaggedSource
 
@@ -255,7 +255,8 @@ class OptimizerBinding:
         # A float32 tensor, as torch's own step count: torch.distributed.checkpoint gathers only
         # tensors.
         state["draws"] = torch.as_tensor(state.get("draws", 0), dtype=torch.float32) + 1
-        return RandomDraw(self.masters.seed, index, state["draws"].long())
+        first = first_element(parameter)
+        return RandomDraw(self.masters.seed, index, state["draws"].long(), first)
 
     @contextmanager
     def _float32_parameters(

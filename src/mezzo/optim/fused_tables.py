@@ -15,7 +15,7 @@ from mezzo.optim.fused_algorithms import Algorithm, Group
 from mezzo.optim.master_weights import MasterWeights
 from mezzo.optim.samples import sample_spacing
 from mezzo.policy.types import Master
-from mezzo.scaling.mesh import ProcessMesh, local, local_gradients, local_tensors
+from mezzo.scaling.mesh import ProcessMesh, first_element, local, local_gradients, local_tensors
 from mezzo.scaling.schedule_sync import groups_of
 
 _STEPS, _DRAWS = 0, 1
@@ -170,8 +170,8 @@ class Launch:
     select: Callable[[Sequence[Any]], tuple[Any, ...]]
     """Returns the items of this launch from a list over all parameters."""
     addresses: torch.Tensor
-    """int64 [9, parameters]: parameter, companion, three states, number of elements, first program,
-    sample, sample spacing."""
+    """int64 [10, parameters]: parameter, companion, three states, number of elements, first
+    program, sample, sample spacing, number of the first element in the whole parameter."""
     sizes: torch.Tensor
     """Numbers of elements: a row of `addresses`."""
     chunks: torch.Tensor
@@ -384,6 +384,7 @@ def _row(slot: ParameterSlot, first_program: int) -> Iterable[int]:
         first_program,
         sample,
         sample_spacing(numel),
+        first_element(slot.parameter),
     ]
 
 

@@ -37,6 +37,8 @@ class RandomDraw:
     """Index of the parameter in its optimizer."""
     step: torch.Tensor | int
     """Number of updates of the parameter."""
+    first: int = 0
+    """Number of the first element in the whole parameter, if this is a shard of it."""
 
 
 class MasterFormat(Protocol):
@@ -274,7 +276,7 @@ def round_stochastically(value: torch.Tensor, dtype: torch.dtype, draw: RandomDr
     >>> sorted(set(rounded.tolist())), abs(rounded.double().mean().item() - value[0].item()) < 1e-4
     ([1.0, 1.0078125], True)
     """
-    words = philox(draw.seed, value.numel(), draw.index, draw.step, value.device)
+    words = philox(draw.seed, value.numel(), draw.index, draw.step, value.device, draw.first)
     # Elements are numbered in memory order, which is the only order that a kernel sees.
     words = (
         words.as_strided(value.shape, value.stride())
@@ -299,16 +301,22 @@ _ROUNDS = 10
 
 
 def philox(
-    seed: int, count: int, index: int, step: torch.Tensor | int, device: torch.device
+    seed: int,
+    count: int,
+    index: int,
+    step: torch.Tensor | int,
+    device: torch.device,
+    first: int = 0,
 ) -> torch.Tensor:
     """Return a random 32-bit word, as int64, for each of `count` elements of a parameter.
 
-    Philox 4x32-10, as Triton computes it; `index` is that of the parameter in its optimizer.
+    Philox 4x32-10, as Triton computes it; `index` is that of the parameter in its optimizer, and
+    `first` the number of the first element.
 
     >>> philox(0, 2, index=0, step=0, device=torch.device("cpu")).tolist()
     [1713891541, 4175744164]
     """
-    element = torch.arange(count, dtype=torch.int64, device=device)
+    element = torch.arange(first, first + count, dtype=torch.int64, device=device)
     words = [
         element & _WORD,
         element >> 32,

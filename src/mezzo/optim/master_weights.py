@@ -3,6 +3,8 @@
 Each parameter has a companion tensor, whose content the master format defines. Other code may write
 a parameter at any time (`clamp_`, `load_state_dict`, swapped weights): the companion of the old
 value must then not be used. That is noticed by the parameter's version or by a sample of it.
+
+The companion of a sharded parameter belongs to the shard of this process.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ import torch
 from mezzo.optim.master_formats import MASTER_FORMATS, MasterFormat, RandomDraw, float32_values
 from mezzo.optim.samples import matches_sample, sampled
 from mezzo.policy.types import Master
+from mezzo.scaling.mesh import any_sharded, is_sharded, local, set_local, sharded_like
 
 Parameter = torch.nn.Parameter
 
@@ -57,6 +60,9 @@ class MasterWeights:
         self._loaded: set[int] = set()
         """Ids of parameters whose companion was loaded and not used yet. The parameter may be
         loaded before or after it, so that the sample decides and not the version."""
+        self._unsampled: set[int] = set()
+        """Ids of those whose companion was loaded without a sample, as that of shards is saved: it
+        is for the value that the parameter has when the companion is used."""
         self._dropped: dict[int, int] = {}
         """Parameter id → how often its companion was dropped because other code wrote it."""
         self._warned = False
@@ -72,9 +78,9 @@ class MasterWeights:
 
     def adopt(self, parameter: Parameter, dtype: torch.dtype) -> None:
         """Cast a parameter to a 16-bit dtype in place, and store its float32 value."""
-        value = parameter.detach()
+        value = local(parameter.detach())
         rounded, companion = self.format.split(value.float(), dtype)
-        parameter.data = _with_strides_of(value, rounded)
+        set_local(parameter, _with_strides_of(value, rounded))
         sample = sampled(parameter).clone() if self.format.sampled else None
         self._companions[parameter] = (
             None
@@ -86,7 +92,7 @@ class MasterWeights:
 
     def release(self, parameter: Parameter) -> None:
         """Cast a parameter back to float32 with its master value, and remove it."""
-        parameter.data = self.read(parameter)
+        set_local(parameter, local(self.read(parameter)))
         self._mark_current(parameter)
         del self._companions[parameter], self._versions[id(parameter)]
         self.generation += 1
@@ -96,24 +102,20 @@ class MasterWeights:
     def read(self, parameter: torch.Tensor) -> torch.Tensor:
         """Return the float32 value of a parameter as a new tensor. Does not synchronize."""
         self.resync(parameter)
-        companion = self.companion(parameter)
-        value = (
-            self.format.merge(parameter.detach(), None)
-            if companion is None
-            else companion.value(parameter)
-        )
+        companion, shard = self.companion(parameter), local(parameter.detach())
+        value = self.format.merge(shard, None) if companion is None else companion.value(parameter)
         # Elementwise ops do not keep the strides of dimensions of size 1, by which torch recognizes
         # channels_last.
-        return _with_strides_of(parameter, value)
+        return sharded_like(parameter, _with_strides_of(shard, value))
 
     def write(
         self, parameter: torch.Tensor, value: torch.Tensor, draw: RandomDraw | None = None
     ) -> None:
         """Set the float32 value of a parameter: write it and its companion in place."""
-        rounded, companion_value = self.format.split(value, parameter.dtype, draw)
+        rounded, companion_value = self.format.split(local(value), parameter.dtype, draw)
         companion = self._companions[parameter]
         with torch.no_grad():
-            parameter.copy_(rounded)
+            _write_local(parameter, rounded)
             if companion is not None and companion_value is not None:
                 companion.tensor.copy_(companion_value)
                 _resample(companion, parameter)
@@ -133,13 +135,17 @@ class MasterWeights:
         parameters = list(parameters)
         companions = [self.companion_tensor(parameter) for parameter in parameters]
         versions: list[int] = []
+        has_shards = any_sharded(parameters)
 
         def read() -> list[torch.Tensor]:
             if list(map(version_of, parameters)) != versions:
                 for parameter in parameters:
                     self.prepare_companion(parameter)
                 versions[:] = map(version_of, parameters)
-            return float32_values(self.format, parameters, companions)
+            if not has_shards:
+                return float32_values(self.format, parameters, companions)
+            values = float32_values(self.format, list(map(local, parameters)), companions)
+            return list(map(sharded_like, parameters, values))
 
         return read
 
@@ -154,14 +160,13 @@ class MasterWeights:
             return False
         companion = self._companions[parameter]
         self._versions[id(parameter)] = parameter._version
-        if (
-            companion is not None
-            and companion.sample is not None
-            and id(parameter) not in self._loaded
-        ):
-            companion.tensor.zero_()
-            _resample(companion, parameter)
-            self._warn_of_repeated_writes(parameter)
+        if companion is not None and companion.sample is not None:
+            if id(parameter) not in self._loaded:
+                companion.tensor.zero_()
+                _resample(companion, parameter)
+                self._warn_of_repeated_writes(parameter)
+            elif id(parameter) in self._unsampled:
+                _resample(companion, parameter)
         return True
 
     def prepare_companion(self, parameter: torch.Tensor) -> None:
@@ -178,11 +183,13 @@ class MasterWeights:
         self._versions.update(zip(map(id, parameters), versions, strict=True))
         if self._loaded:
             self._loaded.difference_update(map(id, parameters))
+            self._unsampled.intersection_update(self._loaded)
         return versions
 
     def _mark_current(self, parameter: torch.Tensor) -> None:
         self._versions[id(parameter)] = parameter._version
         self._loaded.discard(id(parameter))
+        self._unsampled.discard(id(parameter))
         self._pending.pop(parameter, None)
 
     def _warn_of_repeated_writes(self, parameter: torch.Tensor) -> None:
@@ -223,7 +230,7 @@ class MasterWeights:
         """
         companion = self._companions.get(parameter)
         if companion is not None:
-            states[parameter].update(companion.entries())
+            states[parameter].update(companion.entries(parameter))
         elif parameter in self and self.format.master is Master.STOCHASTIC:
             states[parameter].setdefault("draws", torch.zeros(()))
 
@@ -246,8 +253,12 @@ class MasterWeights:
             return
         self._pending.pop(parameter, None)
         live.tensor.copy_(saved.tensor)
+        self._unsampled.discard(id(parameter))
         if live.sample is not None and saved.sample is not None:
-            live.sample.copy_(saved.sample)
+            if saved.has_sample:
+                live.sample.copy_(saved.sample)
+            else:
+                self._unsampled.add(id(parameter))
         self._loaded.add(id(parameter))
         self._versions[id(parameter)] = _UNKNOWN
 
@@ -256,7 +267,8 @@ class MasterWeights:
     def backup(self, parameter: torch.Tensor) -> Callable[[], None]:
         """Copy a parameter and its companion; return a function that writes both back in place."""
         self.prepare_companion(parameter)
-        tensors = (parameter.detach(), self.companion_tensor(parameter), self.sample(parameter))
+        shard = local(parameter.detach())
+        tensors = (shard, self.companion_tensor(parameter), self.sample(parameter))
         live = [tensor for tensor in tensors if tensor is not None]
         copies = [tensor.clone() for tensor in live]
 
@@ -287,13 +299,14 @@ class MasterWeights:
             if parameter._version == self._versions[id(parameter)]
         ]
         companions, loaded = dict(self._companions), set(self._loaded)
+        unsampled = set(self._unsampled)
         dropped, pending, warned = dict(self._dropped), dict(self._pending), self._warned
 
         def restore() -> None:
             with torch.no_grad():
                 for tensor, value in zip(live, copies, strict=True):
                     tensor.copy_(value)
-            self._companions, self._loaded = companions, loaded
+            self._companions, self._loaded, self._unsampled = companions, loaded, unsampled
             self._dropped, self._pending, self._warned = dropped, pending, warned
             self._versions = {
                 **{id(parameter): _UNKNOWN for parameter in companions},
@@ -307,6 +320,14 @@ class MasterWeights:
 def _resample(companion: Companion, parameter: torch.Tensor) -> None:
     if companion.sample is not None:
         companion.sample.copy_(sampled(parameter))
+
+
+def _write_local(parameter: torch.Tensor, value: torch.Tensor) -> None:
+    """Write the shard of a parameter, or a plain parameter, and count the write."""
+    local(parameter).copy_(value)
+    if is_sharded(parameter):
+        # Only the version of the shard has changed.
+        torch.autograd.graph.increment_version(parameter)
 
 
 def _with_strides_of(like: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
@@ -342,27 +363,39 @@ class Companion:
     format: MasterFormat
     tensor: torch.Tensor
     sample: torch.Tensor | None
-    """None if the format needs no sample."""
+    """None if the format needs no sample. Empty if it was saved without one."""
+
+    @property
+    def has_sample(self) -> bool:
+        """Whether there is a sample to compare the parameter with."""
+        return self.sample is not None and self.sample.numel() > 0
 
     def value(self, parameter: torch.Tensor) -> torch.Tensor:
-        """Return the float32 value of a parameter. Does not synchronize.
+        """Return the float32 value of a parameter, or of its shard. Does not synchronize.
 
         If the parameter does not match the sample, this is its 16-bit value.
         """
-        tensor = (
-            self.tensor
-            if self.sample is None
-            else torch.where(matches_sample(parameter, self.sample), self.tensor, 0)
-        )
-        return self.format.merge(parameter.detach(), tensor)
+        tensor = self.tensor
+        if self.sample is not None and self.has_sample:
+            tensor = torch.where(matches_sample(parameter, self.sample), tensor, 0)
+        return self.format.merge(local(parameter.detach()), tensor)
 
-    def entries(self) -> dict[str, torch.Tensor]:
-        """Return the tensors by their keys in a parameter's state."""
+    def entries(self, parameter: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Return the tensors by their keys in a parameter's state.
+
+        The companion of a sharded parameter is sharded alike, as bits of the parameter's dtype,
+        because no process group sends 16-bit integers. Its sample is empty: that of a shard would
+        not fit another number of processes.
+        """
         if self.sample is None:
-            return {MASTER: self.tensor}
+            return {MASTER: sharded_like(parameter, self.tensor)}
+        tensor, sample = self.tensor, self.sample
+        if is_sharded(parameter):
+            tensor = sharded_like(parameter, tensor.view(parameter.dtype))
+            sample = sample.new_empty(0)
         return {
-            MASTER: self.tensor,
-            **{key: self.sample for key, one in _SAMPLE_KEYS.items() if one is self.format},
+            MASTER: tensor,
+            **{key: sample for key, one in _SAMPLE_KEYS.items() if one is self.format},
         }
 
     @classmethod
@@ -378,14 +411,20 @@ class Companion:
                 dtype = parameter.dtype
                 if master_format.master is Master.SPLIT and dtype is not torch.bfloat16:
                     return None
+                own = master_format.companion_dtype(dtype) or dtype
+                if is_sharded(parameter):
+                    sample = sample[:0]
+                if sample.numel() == 0 and tensor.is_floating_point():
+                    # The bits of a companion of shards.
+                    tensor = local(tensor).to(dtype).view(own)
                 return cls(
                     master_format,
-                    tensor.to(parameter.device, master_format.companion_dtype(dtype)),
+                    local(tensor).to(parameter.device, own),
                     sample.to(parameter.device, dtype),
                 )
         if tensor.dtype is not torch.float32:
             return None
-        return cls(MASTER_FORMATS[Master.FLOAT32], tensor.to(parameter.device), None)
+        return cls(MASTER_FORMATS[Master.FLOAT32], local(tensor).to(parameter.device), None)
 
 
 def has_companion(state: Any) -> bool:
@@ -400,11 +439,22 @@ def without_companion(state: Any) -> Any:
     return {name: value for name, value in state.items() if name not in KEYS}
 
 
+def without_sample(state: Any) -> Any:
+    """Return a parameter's state with an empty sample, which fits any number of processes."""
+    if not isinstance(state, Mapping):
+        return state
+    return {name: value[:0] if name in _SAMPLE_KEYS else value for name, value in state.items()}
+
+
 def mismatched_tensor(state: Mapping[str, Any], parameter: torch.Tensor) -> torch.Tensor | None:
     """Return the first companion tensor or sample in a state that does not fit a parameter."""
-    shapes = {MASTER: parameter.shape, **dict.fromkeys(_SAMPLE_KEYS, sampled(parameter).shape)}
+    samples = () if is_sharded(parameter) else _SAMPLE_KEYS
+    shapes = {MASTER: parameter.shape, **dict.fromkeys(samples, sampled(parameter).shape)}
     for key, shape in shapes.items():
         tensor = state.get(key)
-        if isinstance(tensor, torch.Tensor) and tensor.shape != shape:
+        if not isinstance(tensor, torch.Tensor) or tensor.shape == shape:
+            continue
+        # A companion of shards has an empty sample.
+        if key == MASTER or tensor.numel() > 0:
             return tensor
     return None

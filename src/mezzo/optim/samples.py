@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from mezzo._launch import is_dense
+from mezzo.scaling.mesh import local
 
 SAMPLES = 128
 """The largest number of elements of a sample; a power of two, as the comparing kernel needs it."""
@@ -32,12 +33,12 @@ def sample_size(numel: int) -> int:
 
 
 def sampled(parameter: torch.Tensor) -> torch.Tensor:
-    """Return a view of a parameter's sampled elements.
+    """Return a view of a parameter's sampled elements, or of those of its shard.
 
     >>> sampled(torch.arange(256)).tolist() == list(range(0, 256, 2))
     True
     """
-    value = parameter.detach()
+    value = local(parameter.detach())
     # In memory order, which is the only order that a kernel sees.
     flat = value.as_strided((value.numel(),), (1,)) if is_dense(value) else value.reshape(-1)
     return flat[:: 1 << sample_spacing(flat.numel())]

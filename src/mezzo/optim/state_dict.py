@@ -32,6 +32,7 @@ from mezzo.optim.state_dict_checks import (
     parameters_by_key,
 )
 from mezzo.scaling.gradients import parameters
+from mezzo.scaling.mesh import local
 
 
 def hook_state_dict(optimizer: Optimizer, masters: MasterWeights, undo: ExitStack) -> None:
@@ -71,9 +72,9 @@ class _StateDictHooks:
                 companion = self._masters.companion(parameter)
                 if companion is not None and states.get(key):
                     own_state = without_companion(states[key])
-                    with_companions[key] = {**own_state, **companion.entries()}
+                    with_companions[key] = {**own_state, **companion.entries(parameter)}
                 elif companion is not None:
-                    not_stepped[key] = companion.entries()
+                    not_stepped[key] = companion.entries(parameter)
         if with_companions and all(map(_has_only_our_keys, with_companions.values())):
             # torch.distributed.checkpoint needs an entry for every parameter or for none, and this
             # optimizer has no state of its own.
@@ -133,10 +134,10 @@ def _use_loaded_companions(optimizer: Optimizer, masters: MasterWeights) -> None
         if state and parameter in masters and masters.companion_tensor(parameter) is not None:
             companion = Companion.read(state, parameter)
             if companion is not None:
-                value = masters.read(parameter)
+                value = local(masters.read(parameter))
                 # A float32 parameter with a 16-bit value is as it was saved with the companion; any
                 # other value was trained since.
-                unchanged = value == parameter.detach().float()
+                unchanged = value == local(parameter.detach()).float()
                 exact = torch.where(unchanged, companion.value(parameter), value)
                 masters.write(parameter, exact)
     _remove_companions(optimizer)

@@ -115,7 +115,7 @@ def prepare_kernel(
     scale,  # float32: the loss scale, by which the gradients are multiplied
     found_inf,  # float32: the step is skipped unless it is 0
     squares,  # float64: sum of squares of the unscaled gradients
-    addresses,  # int64 [9, count]: see `update_kernel`
+    addresses,  # int64 [10, count]: see `update_kernel`
     count,
     groups,
     counters_count,

@@ -233,7 +233,7 @@ def _descend(
 @triton.jit
 def _update(
     parameter, companion, gradients, first, second, third, sample, spacing, start, remaining,
-    column, seed, index,
+    column, seed, index, first_element,
     algorithm: tl.constexpr, variant: tl.constexpr, master_format: tl.constexpr,
     bfloat16: tl.constexpr, gradient_dtype: tl.constexpr, block: tl.constexpr, whole: tl.constexpr,
 ):  # fmt: skip
@@ -249,7 +249,9 @@ def _update(
         algorithm, variant, whole,
     )  # fmt: skip
     word = (
-        _random_word(column[10], seed, index, start, offsets) if master_format == STOCHASTIC else 0
+        _random_word(column[10], seed, index, first_element + start, offsets)
+        if master_format == STOCHASTIC
+        else 0
     )
     _write_weight(
         parameter, companion, sample, spacing, start, offsets, mask, value, word,
@@ -285,8 +287,8 @@ def _random_word(draw, seed, index, start, offsets):
     ]
 )
 def update_kernel(
-    # int64 [9, count]: parameter, companion, three states, number of elements, first program,
-    # sample, sample spacing
+    # int64 [10, count]: parameter, companion, three states, number of elements, first program,
+    # sample, sample spacing, number of the first element in the whole parameter
     addresses,
     gradients,  # int64 [count]: addresses
     chunks,  # int32 [2, programs]: parameter, chunk of it
@@ -319,6 +321,7 @@ def update_kernel(
         tl.load(addresses + 7 * count + tensor),
         tl.load(addresses + 8 * count + tensor),
     )
+    first_element = tl.load(addresses + 9 * count + tensor)
     gradient, index = tl.load(gradients + tensor), tl.load(indices + tensor)
     column = _column(coefficients, count, tensor)
     take_step = tl.load(found_inf) == 0.0 if skippable else True
@@ -329,7 +332,7 @@ def update_kernel(
             for at in range(0, chunk, block):
                 _update(
                     parameter, companion, gradient, first, second, third, sample, spacing,
-                    start + at, remaining - at, column, seed, index,
+                    start + at, remaining - at, column, seed, index, first_element,
                     algorithm, variant, master_format, bfloat16, gradient_dtype, block, True,
                 )  # fmt: skip
         else:
@@ -337,6 +340,6 @@ def update_kernel(
                 if remaining > at:
                     _update(
                         parameter, companion, gradient, first, second, third, sample, spacing,
-                        start + at, remaining - at, column, seed, index,
+                        start + at, remaining - at, column, seed, index, first_element,
                         algorithm, variant, master_format, bfloat16, gradient_dtype, block, False,
                     )  # fmt: skip

@@ -17,7 +17,7 @@ from typing import Any
 from torch import nn
 
 from mezzo._errors import CheckpointError
-from mezzo.optim.master_weights import KEYS, without_companion
+from mezzo.optim.master_weights import KEYS, without_companion, without_sample
 from mezzo.prepare import ranks
 from mezzo.prepare.arguments import Optimizer
 from mezzo.prepare.decoration import has_exact_masters
@@ -236,11 +236,9 @@ def _states(
     }
     for index, optimizer in enumerate(optimizers):
         state: dict[str, Any] = get_optimizer_state_dict(_root(models), optimizer)
-        if has_exact_masters(optimizer, models):
-            # The models are saved with the values of these masters.
-            state["state"] = {
-                name: without_companion(entries) for name, entries in state["state"].items()
-            }
+        # With exact masters the models are saved with the values of these.
+        drop = without_companion if has_exact_masters(optimizer, models) else without_sample
+        state["state"] = {name: drop(entries) for name, entries in state["state"].items()}
         states[f"optimizer{index}"] = state
     return states
 

@@ -15,6 +15,7 @@ from mezzo._dtypes import dtype_name
 from mezzo._errors import UnsupportedError
 from mezzo.optim.binding import OptimizerBinding
 from mezzo.optim.master_weights import MasterWeights, Parameter
+from mezzo.scaling.mesh import local, set_local
 
 
 class HalfWeights:
@@ -65,7 +66,8 @@ class HalfWeights:
         """Cast a tensor and its gradient in place; `rollback` gets what restores their memory."""
         parameter = typed("Parameter", tensor)
         gradient, old_grad_dtype = tensor.grad, tensor.grad_dtype
-        rollback.callback(_set_tensors, parameter, tensor.data, gradient, old_grad_dtype)
+        data = local(tensor.data)
+        rollback.callback(_set_tensors, parameter, data, gradient, old_grad_dtype)
         parameter.grad = None
         masters.adopt(parameter, dtype)
         _cast_gradient(parameter, gradient, grad_dtype)
@@ -74,13 +76,14 @@ class HalfWeights:
     def hand_over(self, tensor: torch.Tensor, masters: MasterWeights) -> None:
         """Store the float32 value of a tensor in other masters from now on."""
         record, parameter = self._records[tensor], typed("Parameter", tensor)
-        data, gradient, grad_dtype = tensor.data, tensor.grad, tensor.grad_dtype
+        data, gradient, grad_dtype = local(tensor.data), tensor.grad, tensor.grad_dtype
         self._records[tensor] = replace(record, masters=masters)
         parameter.grad = None
         record.masters.release(parameter)
         masters.adopt(parameter, data.dtype)
         # Keep its memory: a captured graph may read it there.
-        _set_tensors(parameter, data.copy_(parameter.data), gradient, grad_dtype)
+        data.copy_(local(parameter.data))
+        _set_tensors(parameter, data, gradient, grad_dtype)
 
     def refuse_changed(self) -> None:
         """Raise `UnsupportedError` if a tensor was cast, moved or reshaped since `convert`."""
@@ -143,7 +146,7 @@ def _set_tensors(
     grad_dtype: torch.dtype | None,
 ) -> None:
     parameter.grad = None
-    parameter.data = data
+    set_local(parameter, data)
     if parameter.grad_dtype != grad_dtype:
         parameter.grad_dtype = grad_dtype
     parameter.grad = gradient

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import isfinite
 from typing import Any
 
@@ -32,12 +32,18 @@ from mezzo.prepare.norms import find_norms
 from mezzo.prepare.plan_rows import (
     PlannedTensor,
     PlanRow,
+    TensorInfo,
     TensorRule,
     format_bytes,
     format_rows,
     list_tensors,
 )
-from mezzo.prepare.sharding import GroupPrecision, is_sharded_model, plan_groups
+from mezzo.prepare.sharding import (
+    GroupPrecision,
+    casts_shards,
+    is_sharded_model,
+    plan_groups,
+)
 
 PolicyArg = Policy | str | os.PathLike[str] | Level | None
 """A policy, as every entry point takes it: a level, a `Policy`, or the path of a TOML file."""
@@ -96,9 +102,11 @@ class Plan:
     def converts(self) -> bool:
         """Whether float32 tensors are cast to 16 bits: at O2 and O3, if a 16-bit dtype is used.
 
-        The shards of a sharded model stay float32.
+        The shards of a sharded model stay float32, unless a master format makes 16-bit ones
+        smaller.
         """
-        return self.dtype is not None and self.policy.level in _CONVERTS and not self.sharded
+        casts = not self.sharded or casts_shards(self.master)
+        return self.dtype is not None and self.policy.level in _CONVERTS and casts
 
     @property
     def casts_only_parameters(self) -> bool:
@@ -123,6 +131,21 @@ class Plan:
         """Bytes of all companion tensors of master weights."""
         return sum(row.numel * _companion_size(row, self.master) for row in self.rows if row.master)
 
+    @property
+    def shard_bytes_saved(self) -> int:
+        """Bytes that 16-bit shards, their gradients and masters save, over all processes.
+
+        0 unless the shards are cast to 16 bits.
+        """
+        if not (self.sharded and self.converts):
+            return 0
+        # A gradient has the dtype of its shard; what has a master is trained.
+        saved = sum(
+            row.numel * (row.before.itemsize - row.after.itemsize) * (2 if row.master else 1)
+            for row in self.rows
+        )
+        return saved - self.master_bytes
+
     def __str__(self) -> str:
         dtype = "float32" if self.dtype is None else dtype_name(self.dtype)
         head = f"{self.policy.level.value} on {self.device}: {dtype}, {self.dtype_reason}"
@@ -139,7 +162,9 @@ class Plan:
 
     def _settings(self) -> list[str]:
         dtypes = {
-            "gradients accumulate in": self.policy.grad_dtype if self.converts else None,
+            "gradients accumulate in": (
+                self.policy.grad_dtype if self.converts and not self.sharded else None
+            ),
             "outputs are cast to": self.output_dtype,
             "state_dict() returns weights in": self.save_dtype,
         }
@@ -148,6 +173,12 @@ class Plan:
         ]
         if self.clip_norm is not None:
             lines.append(f"gradients are clipped to a norm of {self.clip_norm:g}")
+        if self.shard_bytes_saved:
+            lines.append(
+                "16-bit shards, their gradients and masters take"
+                f" {format_bytes(self.shard_bytes_saved)} less than float32 shards, over all"
+                " processes"
+            )
         if self.defer_to_autocast:
             lines.append("an autocast region around the model is used instead of its own policy")
         return [*lines, *self.padded_layers]
@@ -243,7 +274,7 @@ def make_plan(
             refuse_wrapper(one)
     sharded = is_sharded_model(targets.models)
     groups = (
-        plan_groups(targets.models, read_policy, half, keep_full)
+        plan_groups(targets.models, read_policy, half, keep_full, targets.optimizers)
         if sharded and half is not None
         else ()
     )
@@ -252,7 +283,7 @@ def make_plan(
         if half is not None and _casts_only_parameters(read_policy)
         else ()
     )
-    half = None if sharded else half
+    half = None if sharded and not casts_shards(read_policy.master) else half
     master = _master(read_policy, half, targets)
     rule = TensorRule(
         read_policy.level,
@@ -261,12 +292,12 @@ def make_plan(
         master,
         casts_buffers=not _casts_only_parameters(read_policy),
     )
-    reasons = {id(one): group.reason for group in groups for one in group.group.parameters}
+    group_of = {id(one): group for group in groups for one in group.group.parameters}
     tensors = tuple(
-        PlannedTensor(info, rule.row(info, reasons.get(id(info.tensor))))
+        _planned(rule, info, group_of.get(id(info.tensor)))
         for info in list_tensors(targets, keep_full)
     )
-    padded = () if half is None else find_paddable(targets.models, targets.device)
+    padded = () if half is None or sharded else find_paddable(targets.models, targets.device)
     plan = Plan(
         policy=read_policy,
         device=targets.device,
@@ -283,6 +314,15 @@ def make_plan(
         sharded=sharded,
     )
     return DecoratePlan(plan, targets, tensors, padded, norms, groups)
+
+
+def _planned(rule: TensorRule, info: TensorInfo, group: GroupPrecision | None) -> PlannedTensor:
+    """Plan a tensor, which is in a group if the model is sharded."""
+    if group is None or not group.casts_shards:
+        return PlannedTensor(info, rule.row(info, None if group is None else group.reason))
+    # All shards of a group have one dtype: norms among them are cast too, and have masters.
+    row = rule.row(replace(info, keep_reason=""))
+    return PlannedTensor(info, replace(row, reason=f"{row.reason}; {group.reason}"))
 
 
 def _casts_only_parameters(policy: Policy) -> bool:

@@ -1,7 +1,8 @@
-"""Models that FSDP2 has sharded: float32 shards with 16-bit compute at O2, and what is refused.
+"""Models that FSDP2 has sharded: their shards and their 16-bit compute at O2; what is refused.
 
 The float32 shards are the master weights: each group of parameters is gathered in 16 bits, and its
-gradients are reduced in float32. torch's `MixedPrecisionPolicy` of the group does both.
+gradients are reduced in float32. torch's `MixedPrecisionPolicy` of the group does both. With split,
+Kahan or stochastic masters the shards and their gradients are 16-bit too, which saves memory.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ _ORDER = (
 _DEFAULT = frozenset(Selector.parse(kind) for kind in NORMS)
 _STRICT = Selector.parse(BatchOrInstanceNorm)
 """Layers whose kernels need float32 parameters beside their float32 statistics."""
+_OF_16_BIT_SHARDS = frozenset({Master.SPLIT, Master.KAHAN, Master.STOCHASTIC})
 
 
 @dataclass(frozen=True, eq=False)
@@ -43,14 +45,18 @@ class GroupPrecision:
     group: FsdpGroup
     policy: Any
     """The new `MixedPrecisionPolicy`; the present one if the user has set it."""
+    casts_shards: bool
+    """Whether shards are cast to 16 bits. All of a group are: FSDP2 gathers and reduces tensors of
+    one dtype."""
 
     @property
     def reason(self) -> str:
-        """Why the parameters of this group stay float32."""
+        """How the parameters of this group are stored, gathered and reduced."""
         gathered = self.policy.param_dtype or torch.float32
         reduced = self.policy.reduce_dtype or gathered
+        stored = gathered if self.casts_shards else torch.float32
         return (
-            f"float32 shard, gathered in {dtype_name(gathered)}, gradient reduced in"
+            f"{dtype_name(stored)} shard, gathered in {dtype_name(gathered)}, gradient reduced in"
             f" {dtype_name(reduced)}"
         )
 
@@ -66,14 +72,27 @@ def is_sharded_model(models: Models) -> bool:
     return any(any_sharded(model.parameters()) or fsdp_groups(model) for model in models)
 
 
+def casts_shards(master: Master) -> bool:
+    """Return whether shards are 16-bit with a master format: if that takes fewer bytes.
+
+    A float32 shard and its gradient have 8 bytes. A 16-bit shard, its gradient and its companion
+    have 8 too with float32 masters, 6 with split and Kahan masters, and 4 without a companion.
+    """
+    return master in _OF_16_BIT_SHARDS
+
+
 def plan_groups(
-    models: Models, policy: Policy, half: torch.dtype, keep_full: KeepFull
+    models: Models,
+    policy: Policy,
+    half: torch.dtype,
+    keep_full: KeepFull,
+    optimizers: tuple[Optimizer, ...],
 ) -> tuple[GroupPrecision, ...]:
     """Choose the precision of each group of sharded models at O2; raise for what cannot be."""
     groups = [group for model in models for group in fsdp_groups(model)]
     names = {id(one): name for model in models for name, one in model.named_parameters()}
     _refuse_unsharded(names, groups, models)
-    _refuse_policy(policy)
+    _refuse_policy(policy, optimizers)
     if any(group.has_run for group in groups):
         raise UnsupportedError(
             "The sharded model has run already, and FSDP2 fixes the dtypes of its groups at the"
@@ -89,17 +108,23 @@ def plan_groups(
     )
 
 
-def _refuse_policy(policy: Policy) -> None:
+def _refuse_policy(policy: Policy, optimizers: tuple[Optimizer, ...]) -> None:
     if policy.level is Level.O3:
         raise PolicyError(
-            "O3 casts the parameters themselves to 16 bits, and the shards of a sharded model stay"
-            " float32. Use policy 'O2', which computes in 16 bits."
+            "O3 trains 16-bit parameters without masters, and the shards of a sharded model need"
+            " them. Use policy 'O2', which computes in 16 bits; with master='split' or 'stochastic'"
+            " its shards are 16-bit too."
         )
-    if policy.master not in (Master.AUTO, Master.FLOAT32):
+    if policy.master is Master.NONE:
         raise PolicyError(
-            f"master={policy.master.value!r} needs 16-bit parameters, and O2 keeps float32 shards"
-            " under FSDP2, which are the masters. Leave master= out: each process holds only its"
-            " shards of them."
+            "master='none' loses small updates of 16-bit shards. Leave master= out for float32"
+            " shards, or use master='stochastic', which stores as few bytes."
+        )
+    if casts_shards(policy.master) and not optimizers:
+        raise PolicyError(
+            f"master={policy.master.value!r} stores 16-bit shards with the masters of an optimizer,"
+            " and no optimizer was given. Pass it, created after fully_shard(model), or leave"
+            " master= out."
         )
     if not is_torch(policy.preset):
         raise PolicyError(
@@ -111,20 +136,26 @@ def _refuse_policy(policy: Policy) -> None:
 def _refuse_unsharded(names: dict[int, str], groups: list[FsdpGroup], models: Models) -> None:
     """Raise for parameters that FSDP2 does not shard, alone or after tensor parallelism."""
     managed = {id(one) for group in groups for one in group.parameters}
-    for model in models:
-        for parameter in model.parameters():
-            if id(parameter) in managed or not parameter.is_floating_point():
-                continue
-            how = (
-                "is split by tensor parallelism alone, which has no 16-bit copy of a float32 shard"
-                if is_sharded(parameter)
-                else "is not sharded, while others are"
-            )
-            raise UnsupportedError(
-                f"The parameter {names[id(parameter)]!r} {how}. At O2 shard the whole model:"
-                " fully_shard(model), after parallelize_module if you use it; or use policy 'O1',"
-                " which computes in 16 bits without casting parameters."
-            )
+    others = [
+        parameter
+        for model in models
+        for parameter in model.parameters()
+        if id(parameter) not in managed and parameter.is_floating_point()
+    ]
+    if not others:
+        return
+    # One that tensor parallelism has split, if there is one: the reason of the others.
+    parameter = next(filter(is_sharded, others), others[0])
+    how = (
+        "is split by tensor parallelism alone: only FSDP2 gathers 16-bit copies of float32 shards"
+        if is_sharded(parameter)
+        else "is not sharded, while others are"
+    )
+    raise UnsupportedError(
+        f"The parameter {names[id(parameter)]!r} {how}. At O2 shard the whole model:"
+        " fully_shard(model), after parallelize_module if you use it; or use policy 'O1', which"
+        " computes in 16 bits without casting parameters."
+    )
 
 
 def _kept(model: nn.Module, keep: KeepFull) -> list[nn.Parameter]:
@@ -174,7 +205,7 @@ def _precision(
             f" parameters in {dtype_name(half)}. Shard each such module by itself, before the"
             f" module around it: fully_shard(model.get_submodule({parent!r}))."
         )
-    return GroupPrecision(group, chosen)
+    return GroupPrecision(group, chosen, casts_shards(policy.master) and not stays)
 
 
 def _refuse_group_policy(group: FsdpGroup, half: torch.dtype) -> None:
@@ -191,8 +222,8 @@ def refuse_undo(models: Models) -> None:
     if any(group.has_run for model in models for group in fsdp_groups(model)):
         raise UnsupportedError(
             "A sharded model cannot be undecorated after it has run at O2: FSDP2 fixes the dtypes"
-            " of its groups at the first forward pass. Save its state_dict(), whose values are"
-            " float32, and load it into a new model."
+            " of its groups at the first forward pass. Save a mezzo.save_checkpoint, and load it"
+            " into a new model."
         )
 
 

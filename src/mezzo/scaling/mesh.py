@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import distributed
 
-from mezzo._torch import foreach_norm
+from mezzo._torch import foreach_norm, set_sharded_data
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -51,6 +51,52 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
     # The result of a collective that is still running has a method to wait for it.
     finished: torch.Tensor = shard.wait() if hasattr(shard, "wait") else shard
     return finished
+
+
+def sharded_like(tensor: torch.Tensor, shard: torch.Tensor) -> torch.Tensor:
+    """Return a tensor that is sharded as another, with this shard; a shard of none as it is."""
+    if not is_sharded(tensor):
+        return shard
+    from torch.distributed.tensor import DTensor  # noqa: PLC0415 - slow to import
+
+    like: Any = tensor
+    whole: torch.Tensor = DTensor.from_local(
+        shard,
+        like.device_mesh,
+        like.placements,
+        run_check=False,
+        shape=like.shape,
+        stride=like.stride(),
+    )
+    return whole
+
+
+def set_local(parameter: torch.nn.Parameter, shard: torch.Tensor) -> None:
+    """Replace the shard of a parameter, or the data of a plain one, by a tensor of any dtype."""
+    if is_sharded(parameter):
+        set_sharded_data(parameter, sharded_like(parameter, shard))
+    else:
+        parameter.data = shard
+
+
+def first_element(parameter: torch.Tensor) -> int:
+    """Return the number of a shard's first element in the whole parameter.
+
+    Exact for FSDP2, which shards the first dimension. With tensor parallelism too it still differs
+    between all shards, and is the same for the replicas of one.
+    """
+    if not is_sharded(parameter):
+        return 0
+    like: Any = parameter
+    position, shape = 0, list(parameter.shape)
+    coordinates = zip(
+        like.placements, like.device_mesh.shape, like.device_mesh.get_coordinate(), strict=True
+    )
+    for placement, count, coordinate in coordinates:
+        if not placement.is_replicate():
+            position = position * count + coordinate
+            shape[placement.dim] = -(-shape[placement.dim] // count)
+    return position * prod(shape)
 
 
 def local_tensors(tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
