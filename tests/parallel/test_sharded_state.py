@@ -62,6 +62,15 @@ def sharded(seed: int = 0) -> tuple[Any, torch.optim.Optimizer]:
     return model, torch.optim.AdamW(model.parameters(), lr=0.01)
 
 
+def half_sharded(master: str = "split", seed: int = 0) -> tuple[Any, torch.optim.Optimizer]:
+    """Return a pair with 16-bit shards."""
+    model = network(seed)
+    for layer in (model[0], model[3], model):
+        fully_shard(layer)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    return mezzo.decorate(model, optimizer, "O2", dtype="bfloat16", master=master)
+
+
 def train(model: nn.Module, optimizer: torch.optim.Optimizer, updates: int = 2) -> None:
     for index in range(updates):
         x = torch.randn(4, 6, generator=torch.Generator().manual_seed(index))
@@ -85,6 +94,9 @@ def whole(value: Any) -> Any:
 
 def same(one: Any, other: Any) -> bool:
     if isinstance(one, torch.Tensor):
+        if one.dtype is torch.bfloat16:
+            # Bits: those of a 16-bit remainder may be a NaN.
+            one, other = one.view(torch.int16), other.view(torch.int16)
         return one.dtype is other.dtype and torch.equal(one, other)
     if isinstance(one, dict):
         return one.keys() == other.keys() and all(same(one[key], other[key]) for key in one)
@@ -202,11 +214,19 @@ def another_model_is_refused_and_changes_nothing(folder: Path) -> Any:
 def four_ranks_continue_as_two(folder: Path) -> Any:
     """Load what four ranks have saved: the folder of shards, and the file of replicas."""
     shards, replicas = sharded(seed=1), replicated("split", seed=1)
+    halves = {master: half_sharded(master, seed=1) for master in MASTERS[1:]}
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         mezzo.load_checkpoint(folder.parent / "four" / "shards", *shards)
         mezzo.load_checkpoint(folder.parent / "four" / "run.pt", *replicas)
-    return snapshot(*shards), snapshot(*replicas), [str(one.message) for one in caught]
+        for master, pair in halves.items():
+            mezzo.load_checkpoint(folder.parent / "four" / master, *pair)
+    return (
+        snapshot(*shards),
+        snapshot(*replicas),
+        [str(one.message) for one in caught],
+        {master: snapshot(*pair) for master, pair in halves.items()},
+    )
 
 
 SCENARIOS: dict[str, Scenario] = {
@@ -222,17 +242,22 @@ SCENARIOS: dict[str, Scenario] = {
         four_ranks_continue_as_two,
     )
 }
+KINDS = [*MASTERS, "sharded", *(f"shards of {master}" for master in MASTERS[1:])]
+"""Format of the masters of replicas, plain shards, and format of the masters of 16-bit shards."""
 CARRIED = [
-    *(
-        f"{master}-{way}"
-        for master in MASTERS
-        for way in WAYS
-        # Neither gloo nor NCCL sends 16-bit integers.
-        if (master, way) != ("split", "broadcast")
-    ),
-    *(f"sharded-{way}" for way in WAYS),
+    f"{kind}-{way}"
+    for kind in KINDS
+    for way in WAYS
+    # Neither gloo nor NCCL sends 16-bit integers.
+    if (kind, way) != ("split", "broadcast")
 ]
-"""Format of the masters, or "sharded", and how the state is read and set."""
+"""Kind, and how the state is read and set."""
+CHECKED = [
+    name
+    for name in CARRIED
+    if name.startswith(("float32-", "sharded-", "shards of split-")) or name.endswith("-full")
+]
+"""What `make test` checks: each kind and each way."""
 
 
 def run_scenarios(_rank: int, folder: str) -> dict[str, Any]:
@@ -242,10 +267,19 @@ def run_scenarios(_rank: int, folder: str) -> dict[str, Any]:
         path.mkdir(exist_ok=True)
         results[name] = scenario(path)
         distributed.barrier()
-    for name in CARRIED:
+    return {**results, **carry(_rank, CHECKED)}
+
+
+def carry(_rank: int, names: list[str]) -> dict[str, bool]:
+    """Return by name whether a kind of state was carried over in one way."""
+    results = {}
+    for name in names:
         master, _, way = name.partition("-")
-        make = sharded if master == "sharded" else partial(replicated, master)
-        results[name] = state_dicts_are_carried(make, way)
+        of_shards = master.removeprefix("shards of ")
+        make = (
+            partial(replicated, master) if of_shards == master else partial(half_sharded, of_shards)
+        )
+        results[name] = state_dicts_are_carried(sharded if master == "sharded" else make, way)
     return results
 
 
@@ -255,6 +289,11 @@ def save_with_four_ranks(_rank: int, folder: str) -> Any:
         train(*pair)
     mezzo.save_checkpoint(Path(folder, "shards"), *pairs[0], epoch=3)
     mezzo.save_checkpoint(Path(folder, "run.pt"), *pairs[1])
+    for master in MASTERS[1:]:
+        pair = half_sharded(master)
+        train(*pair)
+        mezzo.save_checkpoint(Path(folder, master), *pair)
+        pairs = *pairs, pair
     return [snapshot(*pair) for pair in pairs]
 
 
@@ -284,9 +323,15 @@ def of(results: list[dict[str, Any]], scenario: Scenario) -> list[Any]:
 # -- tests -----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", CARRIED)
+@pytest.mark.parametrize("name", CHECKED)
 def test_plain_state_dicts_carry_all_values_to_a_fresh_pair(results, name: str):
     assert [one[name] for one in results] == [True, True]
+
+
+@pytest.mark.exhaustive
+def test_every_kind_of_state_is_carried_in_every_way():
+    expected = dict.fromkeys(CARRIED, True)
+    assert run_ranks(2, carry, CARRIED) == [expected, expected]
 
 
 def test_masters_of_a_replicated_model_are_plain_tensors(results):
@@ -334,9 +379,12 @@ def test_the_folder_of_another_model_is_refused_and_changes_nothing(results):
 
 
 def test_four_ranks_continue_as_two_bit_for_bit(results, saved):
-    for rank, (shards, replicas, messages) in enumerate(of(results, four_ranks_continue_as_two)):
+    for rank, found in enumerate(of(results, four_ranks_continue_as_two)):
+        shards, replicas, messages, halves = found
         assert same(shards, saved[0])
         assert same(replicas, saved[1])
+        for master, expected in zip(MASTERS[1:], saved[2:], strict=True):
+            assert same(halves[master], expected)
         assert ("4 ranks, and there are 2 now" in messages[0]) == (rank == 0)
 
 
@@ -347,6 +395,18 @@ def test_a_folder_of_shards_is_loaded_by_one_process(saved, folder: Path):
     with pytest.warns(UserWarning, match="4 ranks, and there are 1 now"):
         assert mezzo.load_checkpoint(folder / "four" / "shards", model, optimizer) == {"epoch": 3}
     assert same(dict(mezzo.undecorate(model).state_dict()), saved[0][0])
+
+
+@pytest.mark.parametrize("master", MASTERS[1:])
+def test_a_folder_of_16_bit_shards_is_loaded_by_one_process(saved, folder: Path, master: str):
+    model = network(seed=1)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    mezzo.decorate(model, optimizer, "O2", dtype="bfloat16", master=master)
+    with pytest.warns(UserWarning, match="4 ranks, and there are 1 now"):
+        mezzo.load_checkpoint(folder / "four" / master, model, optimizer)
+    expected = saved[2 + MASTERS[1:].index(master)]
+    for name in ("0.weight", "3.bias"):
+        assert torch.equal(model.state_dict()[name], expected[0][name])
 
 
 def test_the_file_of_replicas_is_loaded_by_one_process(saved, folder: Path):
