@@ -23,7 +23,7 @@ MEMORY: Mapping[str, Mapping[str, Any]] = {
     "O2, `split` or `kahan`": {"policy": "O2", "master": "split"},
     "O2, `stochastic`": {"policy": "O2", "master": "stochastic"},
 }
-"""Options by row of the tables of memory. Shards have float32 masters only."""
+"""Options by row of the tables of memory."""
 WIRE: Mapping[str, Mapping[str, Any]] = {
     "O0, O1": {"policy": "O0"},
     "O2, reduced in float32": {"policy": "O2", "reduce_dtype": "float32"},
@@ -107,9 +107,7 @@ def _table(
     lines = [f"| | {' | '.join(heads)} |", f"|---{'|---:' * len(columns)}|"]
     for label, options in rows.items():
         cells = [
-            "–"
-            if strategy == "fsdp" and "master" in options
-            else show(mezzo.estimate(model, ranks=ranks, strategy=strategy, **options))
+            show(mezzo.estimate(model, ranks=ranks, strategy=strategy, **options))
             for strategy, ranks in columns
         ]
         lines.append(f"| {label} | {' | '.join(cells)} |")

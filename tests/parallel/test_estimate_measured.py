@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import mezzo
+from mezzo.optim.binding import optimizer_binding
 
 RANKS = 2
 COLLECTIVES = {
@@ -88,6 +89,9 @@ def run_step(model, optimizer, region=None):
     optimizer.step()
     states = [one for state in optimizer.state.values() for one in state.items()]
     sizes = [(name, local(value).nbytes) for name, value in states if torch.is_tensor(value)]
+    binding = optimizer_binding(optimizer)
+    masters = () if binding is None else binding.masters
+    companions = [get(one) for one in masters for get in (masters.companion_tensor, masters.sample)]
     parameters = list(model.parameters())
     return {
         "forward": forward.calls,
@@ -96,7 +100,7 @@ def run_step(model, optimizer, region=None):
         "parameters": sum(local(one).nbytes for one in parameters),
         "gradients": sum(local(one.grad).nbytes for one in parameters if one.grad is not None),
         "buffers": sum(one.nbytes for one in model.buffers()),
-        "masters": sum(size for name, size in sizes if name.startswith("mezzo_")),
+        "masters": sum(one.nbytes for one in companions if one is not None),
         "optimizer_states": sum(size for name, size in sizes if not name.startswith("mezzo_")),
     }
 
@@ -164,6 +168,9 @@ DECORATED = {
     "decorated O1": {"policy": "O1"},
     "decorated O2": {"policy": "O2"},
     "decorated O2 reduced in 16 bits": {"policy": "O2", "grad_dtype": "bfloat16"},
+    "decorated O2 split": {"policy": "O2", "master": "split"},
+    "decorated O2 kahan": {"policy": "O2", "master": "kahan"},
+    "decorated O2 stochastic": {"policy": "O2", "master": "stochastic"},
 }
 SCENARIOS = {
     "ddp O0": {"policy": "O0", "strategy": "ddp"},
@@ -216,6 +223,17 @@ def test_bytes_on_the_wire_equal_those_of_the_collectives(measurements, name):
         "broadcast": sent(forward, "broadcast"),
     }
     assert found.wire == sent([*forward, *backward], *COLLECTIVES.values())
+
+
+@pytest.mark.parametrize(("master", "saved"), [("split", 2), ("kahan", 2), ("stochastic", 4)])
+def test_16_bit_shards_take_2_or_4_bytes_less_for_each_parameter(master, saved):
+    n = 1_000_000
+    float32 = mezzo.estimate(n, ranks=4, strategy="fsdp")
+    found = mezzo.estimate(n, ranks=4, strategy="fsdp", master=master)
+    parts = ("parameters", "masters", "gradients", "optimizer_states")
+    assert sum(getattr(float32, one) for one in parts) * 4 == 16 * n
+    assert sum(getattr(found, one) for one in parts) * 4 == (16 - saved) * n
+    assert found.wire == float32.wire
 
 
 @pytest.mark.parametrize("name", ["ddp O0", "ddp O1", "fsdp O0", "fsdp O1"])

@@ -271,11 +271,12 @@ def _refuse_policy(sizes: ModelSizes, strategy: Strategy) -> None:
                 " DistributedDataParallel, whose buckets have the dtype of the parameters. Leave it"
                 " out, and pass reduce_dtype='float32' to reduce in float32."
             )
-    elif policy.level is Level.O3 or policy.master not in (Master.AUTO, Master.FLOAT32):
+    elif policy.level is Level.O3 or policy.master is Master.NONE:
+        what = "O3" if policy.level is Level.O3 else "master='none'"
         raise PolicyError(
-            f"{policy.level.value} with master={policy.master.value!r} stores 16-bit parameters,"
-            " and the shards of FSDP2 stay float32: they are the masters. Use policy 'O2' without"
-            " master=, which computes in 16 bits and shards the float32 values."
+            f"{what} trains 16-bit parameters without masters, which the shards of FSDP2 need. Use"
+            " policy 'O2', which computes in 16 bits; with master='split' or 'stochastic' its"
+            " shards are 16-bit too."
         )
     elif not is_torch(policy.preset):
         raise PolicyError(

@@ -14,6 +14,7 @@ from mezzo.advising.optimizer_states import OptimizerStates
 from mezzo.optim.master_formats import MASTER_FORMATS
 from mezzo.optim.samples import sample_size
 from mezzo.policy.types import Master, ParsedEnum
+from mezzo.prepare.sharding import casts_shards
 
 _DRAWS = 4
 """Bytes of the count of random roundings of a parameter, with stochastic masters."""
@@ -61,7 +62,7 @@ class Rank:
 
     def masters(self) -> int:
         """Return the bytes of companion tensors, with the samples that belong to them."""
-        of_weights = sum(self._companion(one) for one in self._weights if one.has_master)
+        of_weights = sum(self._companion(one) for one in self._weights if self._has_master(one))
         return of_weights + self.sizes.buffer_masters
 
     def optimizer_states(self) -> int:
@@ -168,9 +169,22 @@ class Rank:
     def _padded(self, weight: Weight, dtype: torch.dtype) -> int:
         return self.shard_ranks * self._shard_numel(weight) * dtype.itemsize
 
+    @property
+    def _casts_shards(self) -> bool:
+        return self._is_sharded and casts_shards(self.sizes.master)
+
     def _stored(self, weight: Weight) -> torch.dtype:
         """Return the dtype in memory: float32 shards are their own masters."""
+        if self._casts_shards:
+            # FSDP2 gathers and stores all shards of a group in one dtype.
+            return weight.gathered
         return weight.before if self._is_sharded else weight.after
+
+    def _has_master(self, weight: Weight) -> bool:
+        if not self._is_sharded:
+            return weight.has_master
+        is_trained = self._is_updated(weight) and weight.parameter.requires_grad
+        return self._stored(weight) is not weight.before and is_trained
 
     def _gradient(self, weight: Weight) -> torch.dtype:
         """Return the dtype of a gradient; FSDP2 casts it to that of the shard."""
@@ -188,14 +202,12 @@ class Rank:
         return self._gradient(weight)
 
     def _companion(self, weight: Weight) -> int:
-        if self._is_sharded:
-            return 0
-        master_format = MASTER_FORMATS[self.sizes.master]
-        dtype, numel = master_format.companion_dtype(weight.after), self._shard_numel(weight)
+        master_format, stored = MASTER_FORMATS[self.sizes.master], self._stored(weight)
+        dtype, numel = master_format.companion_dtype(stored), self._shard_numel(weight)
         if dtype is None:
             return 0
         is_sampled = master_format.sampled and self.sizes.has_tensors
-        sample = sample_size(numel) * weight.after.itemsize if is_sampled else 0
+        sample = sample_size(numel) * stored.itemsize if is_sampled else 0
         return numel * dtype.itemsize + sample
 
     def _state(self, weight: Weight) -> int:
@@ -203,5 +215,5 @@ class Rank:
         state = self.states.of(weight.parameter, weight.shard(self.shard_ranks), weight.before)
         if not self.sizes.has_tensors:
             return state.elements
-        is_drawn = weight.has_master and self.sizes.master is Master.STOCHASTIC
+        is_drawn = self._has_master(weight) and self.sizes.master is Master.STOCHASTIC
         return state.elements + state.scalars + (_DRAWS if is_drawn else 0)
