@@ -16,6 +16,7 @@ from support.processes import run_ranks
 from torch import distributed, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import mezzo
 from mezzo.parallel.agreement import check_agreement, disagreement
@@ -190,6 +191,30 @@ def accumulated_calls_equal_those_of_one_process(rank):
 def flush_averages_the_gradients_of_all_ranks_first(rank):
     assert_as_one_process(rank, "O0", "auto", 1e-5, calls=5, accumulate=3)
     assert_as_one_process(rank, "O2", "float16", 2e-3, calls=4, accumulate=3, clip_norm=0.1)
+
+
+class _Reductions(TorchDispatchMode):
+    """Counts the all-reduces of a region."""
+
+    count = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.count += function._schema.name == "c10d::allreduce_"
+        return function(*args, **(kwargs or {}))
+
+
+@scenario
+def gradients_are_reduced_in_the_last_call_of_an_accumulation_only(rank):
+    step, _ = make_step("O2", "bfloat16", wrap={"bucket_cap_mb": 0.001}, accumulate=3)
+    # torch rebuilds its buckets after the first update.
+    train(step, rank, 3)
+    counts = []
+    for index in range(3):
+        with _Reductions() as reductions:
+            step(*batch(index, rank))
+        counts.append(reductions.count)
+    assert counts[:2] == [0, 0]
+    assert counts[2] > 1, "one for each bucket"
 
 
 @scenario

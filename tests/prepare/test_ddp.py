@@ -1,39 +1,30 @@
 """A decorated model in DistributedDataParallel trains as one process over the joint batch."""
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
+from support.processes import run_ranks
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 import mezzo
 
-WORKER = """
-import os, sys, torch, mezzo
-import torch.distributed as dist
-from torch.nn.parallel import DistributedDataParallel
+MASTERS = ("float32", "split")
 
-sys.path.insert(0, sys.argv[2])
-from test_ddp import decorated_pair, train
 
-rank = int(os.environ["RANK"])
-dist.init_process_group("gloo", init_method=f"file://{sys.argv[1]}/init", rank=rank, world_size=2)
-for master in sys.argv[3:]:
-    model, optimizer = decorated_pair(master)
-    parameters = list(model.parameters())
-    wrapped = DistributedDataParallel(model)
-    train(wrapped, optimizer, slice(8 * rank, 8 * rank + 8))
-    for others in (wrapped.module.parameters(), optimizer.param_groups[0]["params"]):
-        assert all(one is other for one, other in zip(parameters, others, strict=True))
-    gradients = [parameter.grad.clone() for parameter in parameters]
-    mezzo.undecorate(model)
-    state = {"weights": model.state_dict(), "gradients": gradients}
-    torch.save(state, f"{sys.argv[1]}/{master}-{rank}.pt")
-dist.destroy_process_group()
-"""
+def train_wrapped(rank):
+    """Train on half of each batch; return weights and gradients by master format."""
+    results = {}
+    for master in MASTERS:
+        model, optimizer = decorated_pair(master)
+        parameters = list(model.parameters())
+        wrapped = DistributedDataParallel(model)
+        train(wrapped, optimizer, slice(8 * rank, 8 * rank + 8))
+        for others in (wrapped.module.parameters(), optimizer.param_groups[0]["params"]):
+            assert all(one is other for one, other in zip(parameters, others, strict=True))
+        gradients = [parameter.grad.clone() for parameter in parameters]
+        mezzo.undecorate(model)
+        results[master] = {"weights": dict(model.state_dict()), "gradients": gradients}
+    return results
 
 
 def decorated_pair(master):
@@ -53,23 +44,10 @@ def train(model, optimizer, rows, steps=4):
 
 
 @pytest.mark.slow
-def test_two_processes_train_as_one_over_the_joint_batch(tmp_path):
-    here, masters = str(Path(__file__).parent), ("float32", "split")
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    command = [sys.executable, "-c", WORKER, str(tmp_path), here, *masters]
-    workers = [
-        subprocess.Popen(
-            command, env={**environment, "RANK": str(rank)}, stderr=subprocess.PIPE, text=True
-        )
-        for rank in range(2)
-    ]
-    for worker in workers:
-        _, errors = worker.communicate(timeout=120)
-        assert worker.returncode == 0, errors
-    for master in masters:
-        one, other = (
-            torch.load(tmp_path / f"{master}-{rank}.pt", weights_only=True) for rank in range(2)
-        )
+def test_two_processes_train_as_one_over_the_joint_batch():
+    ranks = run_ranks(2, train_wrapped)
+    for master in MASTERS:
+        one, other = (rank[master] for rank in ranks)
         assert all(
             torch.equal(weight, other["weights"][name]) for name, weight in one["weights"].items()
         )

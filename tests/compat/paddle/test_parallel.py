@@ -3,42 +3,34 @@
 from __future__ import annotations
 
 import contextlib
-import os
-import subprocess
-import sys
 
 import pytest
 import torch
+from support.processes import run_ranks
 from torch import distributed, nn
 
 from mezzo.compat import paddle
 
-WORKER = """
-import os, sys, torch
-import torch.distributed as dist
-from mezzo.compat import paddle
 
-rank = int(os.environ["RANK"])
-dist.init_process_group("gloo", init_method=f"file://{sys.argv[1]}/meet", rank=rank, world_size=2)
-torch.manual_seed(0)
-model = torch.nn.Linear(4, 1)
-optimizer = paddle.optimizer.SGD(learning_rate=0.1, parameters=model.parameters())
-model, optimizer = paddle.amp.decorate(models=model, optimizers=optimizer, level="O2")
-scaler = paddle.amp.GradScaler(init_loss_scaling=8.0)
-dp_model = paddle.DataParallel(model)
-with dp_model.no_sync():
-    pass
-for step in range(3):
-    with paddle.amp.auto_cast(level="O2"):
-        loss = dp_model(torch.full((2, 4), float(1 + rank))).sum()
-    scaler.scale(loss).backward()
-    gradient = model.weight.grad.tolist()
-    scaler.step(optimizer)
-    scaler.update()
-    optimizer.clear_grad()
-torch.save({"gradient": gradient, "state": dp_model.state_dict()}, f"{sys.argv[1]}/{rank}.pt")
-dist.destroy_process_group()
-"""
+def train_wrapped(rank):
+    """Train in a group of two; return the last gradient and the weights."""
+    torch.manual_seed(0)
+    model = nn.Linear(4, 1)
+    optimizer = paddle.optimizer.SGD(learning_rate=0.1, parameters=model.parameters())
+    model, optimizer = paddle.amp.decorate(models=model, optimizers=optimizer, level="O2")
+    scaler = paddle.amp.GradScaler(init_loss_scaling=8.0)
+    dp_model = paddle.DataParallel(model)
+    with dp_model.no_sync():
+        pass
+    for _ in range(3):
+        with paddle.amp.auto_cast(level="O2"):
+            loss = dp_model(torch.full((2, 4), float(1 + rank))).sum()
+        scaler.scale(loss).backward()
+        gradient = model.weight.grad.tolist()
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.clear_grad()
+    return {"gradient": gradient, "state": dict(dp_model.state_dict())}
 
 
 @pytest.fixture
@@ -94,19 +86,8 @@ def test_a_wrapped_decorated_model_trains():
 
 
 @pytest.mark.slow
-def test_two_processes_average_their_gradients(tmp_path):
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    command = [sys.executable, "-c", WORKER, str(tmp_path)]
-    workers = [
-        subprocess.Popen(
-            command, env={**environment, "RANK": str(rank)}, stderr=subprocess.PIPE, text=True
-        )
-        for rank in range(2)
-    ]
-    for worker in workers:
-        _, errors = worker.communicate(timeout=120)
-        assert worker.returncode == 0, errors
-    first, second = (torch.load(tmp_path / f"{rank}.pt", weights_only=True) for rank in range(2))
+def test_two_processes_average_their_gradients():
+    first, second = run_ranks(2, train_wrapped)
     # Two rows of 1 on rank 0 and of 2 on rank 1, scaled by 8: 16 and 32, averaged to 24.
     assert first["gradient"] == second["gradient"] == [[24.0] * 4]
     assert all(torch.equal(value, second["state"][name]) for name, value in first["state"].items())
