@@ -235,9 +235,9 @@ USES = {
     "torch._C._get_function_stack_at": "mezzo.autocast('cpu', half={'add'}).__enter__()",
     CHECK: SCALED,
     "torch.utils._python_dispatch.TorchDispatchMode": (
-        "from mezzo._observe import count_dtypes; count_dtypes().__enter__()"
+        "from mezzo.observing.count_dtypes import count_dtypes; count_dtypes().__enter__()"
     ),
-    "torch.utils._pytree.tree_leaves": "from mezzo._observe import pytree; pytree.tree_leaves([])",
+    "torch.utils._pytree.tree_leaves": "from mezzo._torch import pytree; pytree.tree_leaves([])",
     "torch._subclasses.fake_tensor.FakeTensor": (
         "mezzo.convert(torch.nn.Linear(2, 2), (torch.ones(1, 2),), dtype='bfloat16')"
     ),

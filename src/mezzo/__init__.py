@@ -10,7 +10,6 @@ from mezzo._errors import (
     UnsupportedError,
 )
 from mezzo._hardware import Hardware, hardware
-from mezzo._observe import count_dtypes
 from mezzo.advising.estimate import Estimate, estimate
 from mezzo.advising.precision_loss import PrecisionLoss, find_precision_loss
 from mezzo.autocasting.autocast import autocast, disable_autocast, enable_autocast
@@ -19,6 +18,8 @@ from mezzo.autocasting.regions import clear_weight_cache, weight_cache_info
 from mezzo.autocasting.wrappers import propagate_autocast
 from mezzo.conversion.convert import convert
 from mezzo.conversion.converted import Converted
+from mezzo.observing.count_dtypes import count_dtypes
+from mezzo.observing.op_stats import op_stats
 from mezzo.optim.grad_norm import grad_norm
 from mezzo.optim.optimizers import LAMB, Lion
 from mezzo.parallel.sharded_state import RunState
@@ -82,6 +83,7 @@ __all__ = [
     "latest_checkpoint",
     "load_checkpoint",
     "master_params",
+    "op_stats",
     "ops",
     "pad_batch",
     "plan",

@@ -123,6 +123,7 @@ FEATURES: Mapping[str, Mapping[str, str]] = {
     "observer": {
         "TorchDispatchMode": "torch.utils._python_dispatch.TorchDispatchMode",
         "current_autograd_node": "torch._C._current_autograd_node",
+        "next_sequence_number": "torch._C._autograd._get_sequence_nr",
     },
     "gradient check": {
         "check_and_unscale_": "torch._amp_foreach_non_finite_check_and_unscale_",
@@ -139,6 +140,9 @@ FEATURES: Mapping[str, Mapping[str, str]] = {
         "clear_cublas_workspaces": "torch._C._cuda_clearCublasWorkspaces",
         "end_allocate_to_pool": "torch._C._cuda_endAllocateToPool",
         "release_pool": "torch._C._cuda_releasePool",
+    },
+    "observer of captured steps": {
+        "dispatch_mode_count": "torch._C._len_torch_dispatch_stack",
     },
     "profiler ranges": {
         "is_profiler_enabled": "torch._C._autograd._profiler_enabled",
@@ -369,6 +373,7 @@ def _known_autocast_devices() -> list[str]:
 _SUBSTITUTES: dict[str, Any] = {
     **{f"foreach_{name}": _one_by_one(name) for name in _FOREACH},
     "function_mode_count": _no_modes,
+    "dispatch_mode_count": _no_modes,
     "raw_stream": _current_stream,
     "is_profiler_enabled": _always,
     "autocast_devices": _known_autocast_devices,
@@ -403,6 +408,25 @@ def _shared_base(*kinds: type[nn.Module]) -> type[nn.Module]:
 BatchNorm = _shared_base(nn.BatchNorm1d, nn.BatchNorm2d)
 InstanceNorm = _shared_base(nn.InstanceNorm1d, nn.InstanceNorm2d)
 BatchOrInstanceNorm = _shared_base(BatchNorm, InstanceNorm)
+
+
+# -- places of ops ---------------------------------------------------------------------------------
+
+
+def sequence_number(node: Any) -> int:
+    """Return the number of an autograd node: nodes of a thread are numbered as they are made."""
+    return int(node._sequence_nr())
+
+
+def line_modules(graph: torch.fx.GraphModule) -> dict[int, str]:
+    """Return the module path of each line of a graph's code, counted from its first line.
+
+    Empty if torch keeps no map of lines.
+    """
+    nodes = list(graph.graph.nodes)
+    lines: dict[int, int] = getattr(graph, "_lineno_map", None) or {}
+    stacks = {line: nodes[index].meta.get("nn_module_stack") for line, index in lines.items()}
+    return {line: [*stack.values()][-1][0] if stack else "" for line, stack in stacks.items()}
 
 
 # -- FSDP2 -----------------------------------------------------------------------------------------

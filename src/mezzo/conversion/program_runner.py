@@ -37,6 +37,8 @@ class ProgramRunner:
         if self._guards is not None:
             # `InputSignature` has checked the structure of the inputs already.
             self.module.validate_inputs = False  # type: ignore[assignment]
+        self.graphs = (exported.graph_module, self.module)
+        """The graphs that calls run, one or the other."""
         self._forward = exported.graph_module.forward
         self._inputs, self._outputs = exported.call_spec.in_spec, exported.call_spec.out_spec
         args, kwargs = pytree.tree_unflatten(range(self._inputs.num_leaves), self._inputs)

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import torch
 
 from mezzo import _events
+from mezzo._torch import dispatch_mode_count
 from mezzo.policy.decide import user_stack_level
 from mezzo.scaling import capture
 from mezzo.step.capture_obstacles import (
@@ -93,6 +94,9 @@ class CaptureRunner:
         """Run one call: replay it if its graph is captured, else warm up or capture."""
         leaves: list[torch.Tensor] = []
         modes = module_modes(self._modules, self._parameters)
+        if dispatch_mode_count():
+            # A mode sees the ops that run, and a replay runs none.
+            return copy_outputs(self._executor.run(self._executor.move_inputs(call), phase, modes))
         if self.eager_reason is not None:
             return self._run_eagerly(call, phase, modes)
         try:

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from mezzo._errors import PolicyError
+from mezzo._torch import dispatch_mode_count
 from mezzo.policy.types import Level
 from mezzo.prepare import arguments
 from mezzo.prepare.decorate import decorate
@@ -131,7 +132,8 @@ class EvalStep:
 
     def _evaluate(self, inputs: Any) -> Any:
         """Run the model on inputs as `ModelArguments.arrange` returned them."""
-        if self._capturer is None or self.eager_reason is not None:
+        # A dispatch mode sees the ops that run, and a replay runs none.
+        if self._capturer is None or self.eager_reason is not None or dispatch_mode_count():
             return self._run_eagerly(inputs)
         leaves: list[torch.Tensor] = []
         try:

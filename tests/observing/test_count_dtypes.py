@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from mezzo._observe import DtypeCount, count_dtypes
+from mezzo.observing.count_dtypes import DtypeCount, count_dtypes
 
 
 def test_a_product_is_counted_under_the_dtype_of_its_output():

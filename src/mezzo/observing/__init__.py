@@ -1,0 +1,1 @@
+"""Observe a run: its log, op statistics, numerics, and the op that overflowed."""

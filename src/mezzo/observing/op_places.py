@@ -1,0 +1,186 @@
+"""Where an op runs: its module, its line in the user's code, forward or backward."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import CodeType, FrameType
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from mezzo._errors import PolicyError
+from mezzo._torch import (
+    current_autograd_node,
+    line_modules,
+    next_sequence_number,
+    sequence_number,
+)
+from mezzo.conversion.converted import Converted
+from mezzo.parallel.ddp import inner_models
+from mezzo.step.base import Step
+from mezzo.step.eval_step import EvalStep
+
+_MAX_PLACES = 200_000
+"""Autograd nodes whose places are kept: those of a few dozen steps of a large model."""
+
+_LIBRARIES = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]), "<")
+"""Prefixes of the files whose frames are not the user's."""
+
+
+@dataclass(frozen=True, slots=True)
+class OpPlace:
+    """Where an op runs."""
+
+    module: str = ""
+    """The path of the module; empty for the model itself and for code outside of it."""
+    source: str = ""
+    """The file and line in the user's code, of a backward op those of its forward op."""
+    backward: bool = False
+
+
+class PlaceTracker:
+    """Follows which module runs, with hooks that are removed by `stop()`.
+
+    Each autograd node has a number, and numbers grow as a forward pass makes nodes. The place of a
+    backward op is that of the forward op which ran when the node with its number was new.
+
+    `target` is a model, a list of models, a training or evaluation step, a converted model, or
+    None, for which all modules are "".
+    """
+
+    def __init__(self, target: Any = None, *, sources: bool = False) -> None:
+        self._models = models_of(target)
+        self._graphs = _graph_lines(target) if isinstance(target, Converted) else {}
+        self._sources = sources
+        self._handles: list[RemovableHandle] = []
+        self._modules: list[tuple[str, bool]] = [("", False)]
+        """Paths of the modules that run, and whether they run inside a backward pass."""
+        self._forward: dict[int, OpPlace] = {}
+        """Places of forward ops, by the number of their autograd node."""
+        self._owners: dict[int, str] = {}
+        """Paths of the modules that own parameters, by the address of the parameter's object."""
+
+    def start(self) -> None:
+        """Register the hooks."""
+        for path, module in self._named_modules():
+            self._owners |= {id(one): path for one in module.parameters(recurse=False)}
+            self._handles += [
+                module.register_forward_pre_hook(lambda *_, path=path: self._enter(path)),
+                module.register_forward_hook(lambda *_: self._leave(), always_call=True),
+            ]
+
+    def stop(self) -> None:
+        """Remove the hooks."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        self._forward.clear()
+        self._owners.clear()
+        del self._modules[1:]
+
+    def _named_modules(self) -> Iterator[tuple[str, nn.Module]]:
+        for index, model in enumerate(self._models):
+            prefix = f"{index}." if len(self._models) > 1 else ""
+            for name, module in model.named_modules():
+                # The wrapper of torch.compile is not part of the user's model.
+                path = f"{prefix}{name}".replace("_orig_mod.", "").removesuffix("_orig_mod")
+                yield path.removesuffix("."), module
+
+    def _enter(self, path: str) -> None:
+        self._modules.append((path, current_autograd_node() is not None))
+
+    def _leave(self) -> None:
+        if len(self._modules) > 1:
+            self._modules.pop()
+
+    # -- one op ------------------------------------------------------------------------------------
+
+    def place(self) -> OpPlace:
+        """Return the place of the op that runs now. Call this before the op runs."""
+        node = current_autograd_node()
+        path, is_recomputed = self._modules[-1]
+        if node is not None and not is_recomputed:
+            return self._backward_place(node)
+        found = OpPlace(
+            self._graph_path() if self._graphs else path,
+            user_source() if self._sources else "",
+            node is not None,
+        )
+        # Autograd makes a node just before its op runs. Ops without gradients find an older node,
+        # whose place is known.
+        self._forward.setdefault(next_sequence_number() - 1, found)
+        if len(self._forward) > _MAX_PLACES:
+            for number in list(self._forward)[: _MAX_PLACES // 2]:
+                del self._forward[number]
+        return found
+
+    def _backward_place(self, node: Any) -> OpPlace:
+        found = self._forward.get(sequence_number(node))
+        if found is not None:
+            return OpPlace(found.module, found.source, backward=True)
+        # AccumulateGrad, which has no forward op.
+        variable = getattr(node, "variable", None)
+        return OpPlace(self._owners.get(id(variable), ""), backward=True)
+
+    def _graph_path(self) -> str:
+        """Return the module path of the line of a converted graph that runs now."""
+        frame: FrameType | None = sys._getframe()
+        while frame is not None:
+            lines = self._graphs.get(frame.f_code)
+            if lines is not None:
+                return lines.get(frame.f_lineno - frame.f_code.co_firstlineno, "")
+            frame = frame.f_back
+        return ""
+
+
+def models_of(target: Any) -> tuple[nn.Module, ...]:
+    """Return the models to observe, without wrappers that average gradients."""
+    if target is None or isinstance(target, Converted):
+        return ()
+    if isinstance(target, Step):
+        return tuple(target.models)
+    models = target.model if isinstance(target, EvalStep) else target
+    listed = models if isinstance(models, list | tuple) else [models]
+    if not all(isinstance(one, nn.Module) for one in listed):
+        raise PolicyError(
+            f"Cannot observe {type(target).__name__}. Pass a torch.nn.Module, a list of them, a"
+            " TrainStep, an EvalStep or a converted model."
+        )
+    return inner_models(listed)
+
+
+def user_source() -> str:
+    """Return the file and line of the user's code that runs now; empty if there is none."""
+    frame: FrameType | None = sys._getframe()
+    while frame is not None:
+        file = frame.f_code.co_filename
+        if not file.startswith(_LIBRARIES):
+            return f"{Path(file).name}:{frame.f_lineno}"
+        frame = frame.f_back
+    return ""
+
+
+@contextmanager
+def compiled_code_as_written() -> Iterator[None]:
+    """Run compiled functions as they are written, for no mode sees the ops of compiled code."""
+    # Importing dynamo takes seconds, and without it nothing is compiled.
+    if "torch._dynamo" not in sys.modules:
+        yield
+        return
+    with torch.compiler.set_stance("force_eager"):
+        yield
+
+
+def _graph_lines(converted: Converted) -> Mapping[CodeType, dict[int, str]]:
+    """Return the module path of each line of the graphs of a converted model."""
+    return {
+        type(graph).forward.__code__: line_modules(graph)
+        for runner in converted._runners
+        for graph in runner.graphs
+    }
