@@ -4,6 +4,7 @@ from mezzo._errors import (
     CheckpointError,
     ConversionError,
     MezzoError,
+    NumericsError,
     PolicyError,
     RefusedOpError,
     ScalerError,
@@ -18,6 +19,7 @@ from mezzo.autocasting.regions import clear_weight_cache, weight_cache_info
 from mezzo.autocasting.wrappers import propagate_autocast
 from mezzo.conversion.convert import convert
 from mezzo.conversion.converted import Converted
+from mezzo.observing.check_numerics import check_numerics
 from mezzo.observing.count_dtypes import count_dtypes
 from mezzo.observing.op_stats import op_stats
 from mezzo.optim.grad_norm import grad_norm
@@ -55,6 +57,7 @@ __all__ = [
     "Hardware",
     "Lion",
     "MezzoError",
+    "NumericsError",
     "Plan",
     "Policy",
     "PolicyError",
@@ -70,6 +73,7 @@ __all__ = [
     "UnsupportedError",
     "autocast",
     "channels_last",
+    "check_numerics",
     "clear_weight_cache",
     "convert",
     "count_dtypes",

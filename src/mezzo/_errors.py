@@ -3,6 +3,7 @@
     MezzoError
     ├── CheckpointError (RuntimeError)        a file is no checkpoint of this model and optimizer
     ├── ConversionError (RuntimeError)        a model cannot be exported, or its inputs do not fit
+    ├── NumericsError (FloatingPointError)    an op made a NaN or an infinite value
     ├── PolicyError (ValueError)              an argument is invalid: unknown op, level or dtype
     ├── RefusedOpError (NotImplementedError)  an op was called that the policy refuses
     ├── ScalerError (RuntimeError)            loss scaling was called out of order
@@ -36,6 +37,17 @@ class CheckpointError(MezzoError, RuntimeError):
 
 class ConversionError(MezzoError, RuntimeError):
     """A model cannot be exported, or inputs do not fit: its examples, or those of a later call."""
+
+
+class NumericsError(MezzoError, FloatingPointError):
+    """An op made a NaN or an infinite value inside `mezzo.check_numerics`.
+
+    `finding` has the op, its module, its line and the ranges of its inputs.
+    """
+
+    def __init__(self, message: str, finding: object = None) -> None:
+        super().__init__(message)
+        self.finding = finding
 
 
 class PolicyError(MezzoError, ValueError):

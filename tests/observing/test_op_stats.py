@@ -384,5 +384,5 @@ def test_counting_changes_neither_results_nor_random_numbers():
 
 
 def test_an_object_without_modules_is_refused():
-    with pytest.raises(mezzo.PolicyError, match="Cannot observe dict. Pass a torch.nn.Module"):
+    with pytest.raises(mezzo.PolicyError, match="Cannot observe dict"):
         mezzo.op_stats({"a": 1})

@@ -5,13 +5,14 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any
 
 import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import RemovableHandle
 
 from mezzo._errors import PolicyError
@@ -23,6 +24,7 @@ from mezzo._torch import (
 )
 from mezzo.conversion.converted import Converted
 from mezzo.parallel.ddp import inner_models
+from mezzo.policy.registry import registry
 from mezzo.step.base import Step
 from mezzo.step.eval_step import EvalStep
 
@@ -42,6 +44,21 @@ class OpPlace:
     source: str = ""
     """The file and line in the user's code, of a backward op those of its forward op."""
     backward: bool = False
+    function: str = ""
+    """The torch function that ran the op, as policies name it; of a backward op, its forward's."""
+
+
+class CurrentFunction(TorchFunctionMode):
+    """Follows which torch function runs."""
+
+    name = ""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        before, self.name = self.name, registry().name_of(func) or self.name
+        try:
+            return func(*args, **(kwargs or {}))
+        finally:
+            self.name = before
 
 
 class PlaceTracker:
@@ -58,6 +75,8 @@ class PlaceTracker:
         self._models = models_of(target)
         self._graphs = _graph_lines(target) if isinstance(target, Converted) else {}
         self._sources = sources
+        self.functions = CurrentFunction()
+        """Names the functions in places; to be entered where these are needed."""
         self._handles: list[RemovableHandle] = []
         self._modules: list[tuple[str, bool]] = [("", False)]
         """Paths of the modules that run, and whether they run inside a backward pass."""
@@ -111,6 +130,7 @@ class PlaceTracker:
             self._graph_path() if self._graphs else path,
             user_source() if self._sources else "",
             node is not None,
+            self.functions.name,
         )
         # Autograd makes a node just before its op runs. Ops without gradients find an older node,
         # whose place is known.
@@ -123,7 +143,7 @@ class PlaceTracker:
     def _backward_place(self, node: Any) -> OpPlace:
         found = self._forward.get(sequence_number(node))
         if found is not None:
-            return OpPlace(found.module, found.source, backward=True)
+            return replace(found, backward=True)
         # AccumulateGrad, which has no forward op.
         variable = getattr(node, "variable", None)
         return OpPlace(self._owners.get(id(variable), ""), backward=True)
