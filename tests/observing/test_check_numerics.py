@@ -131,6 +131,25 @@ def test_uninitialised_memory_is_not_checked():
         torch.zeros(4).copy_(torch.ones(4))
 
 
+def test_infinite_values_inside_a_formula_of_gradients_are_not_reported():
+    x = torch.tensor([1.0, 0.0, 0.0], requires_grad=True)
+    y = torch.tensor([0.0, 0.0, 1.0])
+    with mezzo.check_numerics() as check:
+        x.pow(y).sum().backward()
+        torch.linalg.vector_norm(x * 0).backward()
+    assert check.findings == ()
+    assert checked(lambda: x.pow(y).sum().backward()) == []
+
+
+def test_an_overflow_in_accumulated_gradients_is_reported():
+    x = torch.ones(2, dtype=torch.float16, requires_grad=True)
+    x.grad = torch.full((2,), 6e4, dtype=torch.float16)
+    check = mezzo.check_numerics(mode="record")
+    with check:
+        (x * 3e4).sum().backward()
+    assert [(found.aten, found.backward) for found in check.findings] == [("add_", True)]
+
+
 # -- modes -----------------------------------------------------------------------------------------
 
 
@@ -290,6 +309,15 @@ def test_nothing_is_checked_after_an_exception():
         network(X)
     assert all(not one._forward_hooks and not one._forward_pre_hooks for one in network.modules())
     assert network(X).isinf().all()
+
+
+def test_a_check_is_not_stopped_inside_a_region_that_was_entered_after_it():
+    check = mezzo.check_numerics()
+    check.start()
+    region = mezzo.autocast("cpu", half={"add"}, dtype="bfloat16")
+    with region, pytest.raises(RuntimeError, match="Stop the observation in the block"):
+        check.stop()
+    check.stop()
 
 
 def test_a_check_that_runs_cannot_be_started_again():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import CodeType, FrameType
@@ -18,6 +18,8 @@ from torch.utils.hooks import RemovableHandle
 from mezzo._errors import PolicyError
 from mezzo._torch import (
     current_autograd_node,
+    dispatch_mode_count,
+    function_mode_count,
     line_modules,
     next_sequence_number,
     sequence_number,
@@ -186,15 +188,41 @@ def user_source() -> str:
     return ""
 
 
-@contextmanager
-def compiled_code_as_written() -> Iterator[None]:
-    """Run compiled functions as they are written, for no mode sees the ops of compiled code."""
-    # Importing dynamo takes seconds, and without it nothing is compiled.
-    if "torch._dynamo" not in sys.modules:
-        yield
-        return
-    with torch.compiler.set_stance("force_eager"):
-        yield
+class Observation:
+    """Modes that see the ops that run, from `start` to `stop`."""
+
+    def __init__(self) -> None:
+        self._stack = ExitStack()
+        self._modes: tuple[int, int] | None = None
+
+    def start(self, tracker: PlaceTracker, *modes: AbstractContextManager[Any]) -> None:
+        """Enter modes that use a tracker.
+
+        Compiled functions run as they are written: no mode sees the ops of compiled code.
+        """
+        with ExitStack() as stack:
+            tracker.start()
+            stack.callback(tracker.stop)
+            # Importing dynamo takes seconds, and without it nothing is compiled.
+            if "torch._dynamo" in sys.modules:
+                stack.enter_context(torch.compiler.set_stance("force_eager"))
+            for mode in modes:
+                stack.enter_context(mode)
+            self._modes = function_mode_count(), dispatch_mode_count()
+            self._stack = stack.pop_all()
+
+    def stop(self) -> None:
+        """Leave the modes.
+
+        Raises RuntimeError if other modes were entered since and not left: torch would leave those.
+        """
+        if self._modes not in (None, (function_mode_count(), dispatch_mode_count())):
+            raise RuntimeError(
+                "An autocast region or a mode was entered after the observation began, and was not"
+                " left. Stop the observation in the block in which it was started."
+            )
+        self._modes = None
+        self._stack.close()
 
 
 def _graph_lines(converted: Converted) -> Mapping[CodeType, dict[int, str]]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable
-from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from time import perf_counter
@@ -24,7 +23,7 @@ from mezzo._torch import (
     pytree,
     sequence_number,
 )
-from mezzo.observing.op_places import PlaceTracker, compiled_code_as_written
+from mezzo.observing.op_places import Observation, PlaceTracker
 from mezzo.observing.op_table import OpRow, format_table
 
 _CAST_FUNCTIONS = frozenset(
@@ -71,28 +70,25 @@ class OpStats:
         self._tracker = PlaceTracker(model)
         self._times = time
         self._counts: dict[_Key, _Counts] = {}
-        self._stack: ExitStack | None = None
+        self._observation: Observation | None = None
 
     # -- collect -----------------------------------------------------------------------------------
 
     def start(self) -> None:
         """Begin to count; `with` does this."""
-        if self._stack is not None:
+        if self._observation is not None:
             raise RuntimeError("These op statistics are being collected. Call stop() before.")
-        with ExitStack() as stack:
-            self._tracker.start()
-            stack.callback(self._tracker.stop)
-            functions = _CastFunctions()
-            stack.enter_context(compiled_code_as_written())
-            stack.enter_context(functions)
-            stack.enter_context(_CountingMode(self._counts, self._tracker, functions, self._times))
-            self._stack = stack.pop_all()
+        functions = _CastFunctions()
+        mode = _CountingMode(self._counts, self._tracker, functions, self._times)
+        observation = Observation()
+        observation.start(self._tracker, functions, mode)
+        self._observation = observation
 
     def stop(self) -> None:
         """Stop counting and remove all hooks. Counts stay."""
-        stack, self._stack = self._stack, None
-        if stack is not None:
-            stack.close()
+        if self._observation is not None:
+            self._observation.stop()
+        self._observation = None
 
     def clear(self) -> None:
         """Set all counts to zero."""

@@ -1,0 +1,214 @@
+"""Give every op that runs, and that a filter allows, to a recorder which judges its values."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Any, NamedTuple, Protocol
+from weakref import WeakSet
+
+import torch
+from torch import Tensor
+
+from mezzo._torch import OpOverload, TorchDispatchMode, current_autograd_node, pytree
+from mezzo.observing.nonfinite import NonFiniteOp, TensorRange
+from mezzo.observing.op_places import OpPlace, PlaceTracker
+from mezzo.policy.registry import registry
+
+
+@dataclass(frozen=True)
+class OpFilter:
+    """Which ops are checked: all by default."""
+
+    ops: tuple[str, ...] | None = None
+    skip_ops: tuple[str, ...] = ()
+    modules: tuple[str, ...] | None = None
+    skip_modules: tuple[str, ...] = ()
+    backward: bool = True
+
+    def allows(self, names: Sequence[str], place: OpPlace) -> bool:
+        """Return whether an op with one of these names is checked at a place."""
+        if place.backward and not self.backward:
+            return False
+        if self.ops is not None and not _any_matches(names, self.ops):
+            return False
+        if self.modules is not None and not _any_contains(self.modules, place.module):
+            return False
+        return not (
+            _any_matches(names, self.skip_ops) or _any_contains(self.skip_modules, place.module)
+        )
+
+
+class _Flags(NamedTuple):
+    """Whether tensors contain NaN or infinite values, as bool tensors."""
+
+    nan: Tensor
+    inf: Tensor
+
+
+class CheckedOp(NamedTuple):
+    """An op that has run."""
+
+    name: str
+    aten: str
+    place: OpPlace
+    inputs: list[Tensor]
+    outputs: list[Tensor]
+    unknown: list[Tensor]
+    """Inputs that no checked op has made."""
+    before: _Flags | None
+    """The flags of the inputs before an op that writes to them."""
+    fills: bool
+    """Whether it was called with a non-finite number on purpose."""
+    node: Any
+    """The autograd node that computes gradients with it; None in the forward pass."""
+
+    def made(self) -> Tensor:
+        """Return whether the op made a non-finite value that no input explains."""
+        if self.fills:
+            return self.outputs[0].new_zeros((), dtype=torch.bool)
+        results = _flags(self.outputs)
+        given = self.before or (_flags(self.inputs) if self.inputs else None)
+        if given is None:
+            return results.nan | results.inf
+        return (results.nan & ~given.nan) | (results.inf & ~(given.inf | given.nan))
+
+    def read(self) -> Tensor | None:
+        """Return whether an input from outside has NaN or plus infinity; None if there is none.
+
+        Minus infinity masks logits, and tensors without dimensions are constants.
+        """
+        found = [
+            one.isnan().any() | one.isposinf().any()
+            for one in self.unknown
+            if one.device == self.unknown[0].device
+        ]
+        return torch.stack(found).any() if found else None
+
+
+class Recorder(Protocol):
+    """Is called for each op that is checked."""
+
+    def start_step(self, step: int) -> None:
+        """Begin a step."""
+
+    def ranges(self, tensors: list[Tensor]) -> tuple[TensorRange, ...]:
+        """Return the ranges of the inputs of an op that is going to write to them."""
+
+    def add(self, op: CheckedOp, ranges: tuple[TensorRange, ...]) -> None:
+        """Judge an op that has run."""
+
+    def findings(self) -> tuple[NonFiniteOp, ...]:
+        """Return what was found, in order."""
+
+
+class CheckingMode(TorchDispatchMode):
+    """Gives ops to a recorder while it is active."""
+
+    def __init__(self, tracker: PlaceTracker, chosen: OpFilter, recorder: Recorder) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.active = True
+        self._tracker, self._filter, self._recorder = tracker, chosen, recorder
+        self._known: WeakSet[Any] = WeakSet()
+        """Storages that checked ops have read or written."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if not self.active or not isinstance(func, OpOverload) or func.is_view:
+            return func(*args, **kwargs)
+        place, aten = self._tracker.place(), func.overloadpacket.__name__
+        name = place.function or registry().name_of(func) or aten
+        if not self._filter.allows((name, aten, registry().name_of(func) or aten), place):
+            return func(*args, **kwargs)
+        leaves = pytree.tree_leaves((args, kwargs))
+        inputs = [one for one in leaves if _is_checkable(one)]
+        unknown = [one for one in inputs if one.dim() and one.untyped_storage() not in self._known]
+        writes = func._schema.is_mutable
+        before = _flags(inputs) if writes and inputs else None
+        fills = any(isinstance(one, float) and not math.isfinite(one) for one in leaves)
+        ranges = self._recorder.ranges(inputs) if writes else ()
+        result = func(*args, **kwargs)
+        outputs = [one for one in pytree.tree_leaves(result) if _is_checkable(one)]
+        outputs = outputs or (inputs if writes else [])
+        self._known.update(one.untyped_storage() for one in (*inputs, *outputs))
+        if aten.startswith("_scaled_dot_product_") and not place.backward:
+            # The logarithms of sums beside it are minus infinity in masked rows.
+            outputs = outputs[:1]
+        if outputs and not aten.startswith(("empty", "new_empty")):
+            unknown = [] if writes else unknown
+            node = _gradient_node(place)
+            op = CheckedOp(name, aten, place, inputs, outputs, unknown, before, fills, node)
+            self._recorder.add(op, ranges)
+        return result
+
+
+# -- gradients -------------------------------------------------------------------------------------
+
+
+def _gradient_node(place: OpPlace) -> Any:
+    """Return the node that computes gradients now; None for one that only adds them up."""
+    node = current_autograd_node() if place.backward else None
+    return None if hasattr(node, "variable") else node
+
+
+def call_with_gradients(node: Any, function: Callable[[list[Tensor]], None]) -> None:
+    """Call a function once after the node that runs now, with the gradients that it computed."""
+    functions = iter([function])
+
+    def hook(gradients: Any, _: Any) -> None:
+        # The graph may be retained, and run again.
+        call = next(functions, None)
+        checked = [one for one in gradients if _is_checkable(one)]
+        if call is not None and checked:
+            call(checked)
+
+    node.register_hook(hook)
+
+
+def call_after(node: Any, report: Callable[[Any], None]) -> None:
+    """Call a function after the node that runs now, with whether its gradients are non-finite.
+
+    Formulas of gradients compute infinite values that they leave out of the result: that of the
+    norm of zeros divides by zero.
+    """
+
+    def check(gradients: list[Tensor]) -> None:
+        flags = _flags(gradients)
+        report(flags.nan | flags.inf)
+
+    call_with_gradients(node, check)
+
+
+# -- helpers --------------------------------------------------------------------------------------
+
+
+def _flags(tensors: list[Tensor]) -> _Flags:
+    values = [one.detach() for one in tensors]
+    nan, inf = values[0].isnan().any(), values[0].isinf().any()
+    for one in values[1:]:
+        # Optimizers pass steps on the host beside parameters on a device.
+        if one.device == nan.device:
+            nan, inf = nan | one.isnan().any(), inf | one.isinf().any()
+    return _Flags(nan, inf)
+
+
+def _is_checkable(value: Any) -> bool:
+    return (
+        isinstance(value, Tensor)
+        and value.is_floating_point()
+        and value.layout == torch.strided
+        and value.numel() > 0
+        and value.device.type != "meta"
+    )
+
+
+def _any_matches(names: Sequence[str], patterns: Sequence[str]) -> bool:
+    return any(fnmatchcase(name, pattern) for pattern in patterns for name in names)
+
+
+def _any_contains(patterns: Sequence[str], path: str) -> bool:
+    parts = path.split(".")
+    prefixes = [".".join(parts[: count + 1]) for count in range(len(parts))]
+    return _any_matches(prefixes, patterns)
