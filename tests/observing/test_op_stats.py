@@ -145,8 +145,18 @@ def test_casts_of_the_users_code_differ_from_those_of_autocast():
         train(model)
     casts = [row for row in ops.rows if row.op == "_to_copy"]
     # `.float()` of the output and its backward.
-    assert sum(row.calls - row.inserted for row in casts) == 2
+    assert sum(row.casts - row.inserted for row in casts) == 2
     assert sum(row.inserted for row in casts) == 9
+
+
+def test_copies_and_moves_are_no_casts():
+    with mezzo.op_stats() as ops:
+        torch.zeros(3).copy_(torch.ones(3))
+        torch.zeros(3).copy_(torch.ones(3, dtype=torch.float64))
+        torch.arange(3).float()
+    rows = {row.op: (row.calls, row.casts, row.cast_bytes) for row in ops.rows}
+    assert rows["copy_"] == (2, 1, 3 * (8 + 4))
+    assert rows["_to_copy"] == (1, 0, 0)
 
 
 def test_casts_of_a_policy_with_rules_of_its_own_are_inserted():

@@ -116,6 +116,7 @@ class OpStats:
                 counts.casts_in,
                 counts.casts_out,
                 counts.cast_bytes,
+                counts.casts,
                 counts.inserted,
                 counts.microseconds() if self._times else None,
             )
@@ -156,6 +157,7 @@ class _Counts:
     casts_in: int = 0
     casts_out: int = 0
     cast_bytes: int = 0
+    casts: int = 0
     inserted: int = 0
     seconds: float = 0.0
     events: list[tuple[torch.cuda.Event, torch.cuda.Event]] = field(default_factory=list)
@@ -248,6 +250,7 @@ class _CountingMode(TorchDispatchMode):
         cast = _cast_bytes(op, inputs, first)
         if cast:
             counts.cast_bytes += cast
+            counts.casts += 1
             counts.inserted += not self._is_user_cast()
             self._count_output_cast(inputs[-1], cast)
         else:

@@ -37,15 +37,17 @@ class OpRow:
     """Casts between floating-point dtypes of the results of these calls."""
     cast_bytes: int
     """Bytes that these casts read and wrote; if the op is a cast itself, its own."""
+    casts: int
+    """If the op is a cast: the calls that changed a floating-point dtype; others copy or move."""
     inserted: int
-    """If the op is a cast: the calls that autocast or mezzo made, not the code of the model."""
+    """The casts of these that autocast or mezzo made, not the code of the model."""
     microseconds: float | None = None
     """The time of all calls; None if it was not measured."""
 
     @property
     def is_cast(self) -> bool:
         """Whether the op casts between floating-point dtypes."""
-        return self.op == _CAST or (self.op in {"copy_", "copy"} and self.cast_bytes > 0)
+        return self.op == _CAST or self.casts > 0
 
 
 def format_table(rows: Sequence[OpRow], depth: int = 0) -> str:
@@ -93,6 +95,7 @@ def _sum(key: tuple[str, str, str], rows: list[OpRow]) -> OpRow:
         sum(row.casts_in for row in rows),
         sum(row.casts_out for row in rows),
         sum(row.cast_bytes for row in rows),
+        sum(row.casts for row in rows),
         sum(row.inserted for row in rows),
         sum(times) if times else None,
     )
@@ -110,8 +113,8 @@ def _cells(row: OpRow, depth: int, *, timed: bool) -> list[str]:
 def _totals(rows: Sequence[OpRow]) -> list[str]:
     computing = [row for row in rows if not row.is_cast and "float" in row.dtype]
     products = [row for row in computing if row.op in _PRODUCTS or row.op.startswith(_ATTENTION)]
-    casts = [row for row in rows if row.is_cast and row.cast_bytes]
-    made, inserted = sum(row.calls for row in casts), sum(row.inserted for row in casts)
+    casts = [row for row in rows if row.casts]
+    made, inserted = sum(row.casts for row in casts), sum(row.inserted for row in casts)
     cast_bytes = format_bytes(sum(row.cast_bytes for row in casts))
     products_share, share = _share_of_calls(products), _share_of_calls(computing)
     lines = [

@@ -228,7 +228,6 @@ def test_without_a_gpu_no_memory_is_used_and_properties_raise():
         ("device.cuda.Stream", "Use torch.cuda.Stream"),
         ("static.nn", "Use the layers of paddle.nn"),
         ("static.amp.bf16", r"Use static.amp.decorate\(optimizer, dtype='bfloat16'\)"),
-        ("amp.debugging", "Use mezzo.count_dtypes"),
         ("device.nope", "mezzo.compat.paddle.device has no nope"),
     ],
 )

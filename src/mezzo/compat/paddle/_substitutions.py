@@ -5,9 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 SUBSTITUTIONS: Mapping[str, str] = {
-    "amp.debugging": (
-        "mezzo.count_dtypes for the dtypes of ops, torch.autograd.detect_anomaly for NaN"
-    ),
     "device.cuda.Event": "torch.cuda.Event",
     "device.cuda.Stream": "torch.cuda.Stream",
     "device.cuda.current_stream": "torch.cuda.current_stream",

@@ -2,6 +2,7 @@
 
 from mezzo.compat._missing import module_getattr
 from mezzo.compat.paddle._substitutions import SUBSTITUTIONS
+from mezzo.compat.paddle.amp import debugging
 from mezzo.compat.paddle.amp._auto_cast import (
     amp_guard,
     auto_cast,
@@ -23,6 +24,7 @@ __all__ = [
     "amp_guard",
     "auto_cast",
     "autocast",
+    "debugging",
     "decorate",
     "get_autocast_dtype",
     "is_autocast_enabled",
