@@ -669,3 +669,24 @@ class TestStepsThatCannotBeCaptured:
     def test_a_host_read_is_named_before_the_error_that_it_causes(self):
         reason = failure_reason(RuntimeError("invalidated"), ["model.py:3: x.item()"])
         assert reason == "the host reads from the device in model.py:3: x.item()"
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_a_call_that_a_mode_observes_runs_eagerly_between_replays(capturer, accumulate):
+    made, other = Made("mlp"), Made("mlp")
+    step = captured_step(made, accumulate=accumulate)
+    losses, counts = [], []
+    for index, (x, y) in enumerate(batches("mlp", 16)):
+        replays = step._runner.replays
+        if index in {1, 13}:
+            with mezzo.op_stats(step) as ops:
+                losses.append(float(step(x, y)))
+            counts.append(sum(row.calls for row in ops.rows if row.op == "addmm"))
+            assert step._runner.replays == replays
+        else:
+            losses.append(float(step(x, y)))
+    assert step._runner.replays == replays + 1
+    assert counts[0] == counts[1] > 0
+    eager = eager_step(other, accumulate=accumulate)
+    assert losses == run(eager, 16)
+    assert same(weights(made.model), weights(other.model))

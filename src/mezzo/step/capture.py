@@ -96,6 +96,7 @@ class CaptureRunner:
         modes = module_modes(self._modules, self._parameters)
         if dispatch_mode_count():
             # A mode sees the ops that run, and a replay runs none.
+            self._stall_check.drop()
             return copy_outputs(self._executor.run(self._executor.move_inputs(call), phase, modes))
         if self.eager_reason is not None:
             return self._run_eagerly(call, phase, modes)
