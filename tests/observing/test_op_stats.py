@@ -173,6 +173,7 @@ def test_ops_with_integer_results_count_under_their_dtype():
     with mezzo.op_stats() as ops:
         torch.ones(3).argmax()
         torch.empty(3)
+        torch.ops.aten._unsafe_view(torch.empty(4), [2, 2])
     assert ops.by_dtype() == {"float32": 1, "int64": 1}
 
 

@@ -12,9 +12,9 @@ from weakref import WeakSet
 import torch
 from torch import Tensor
 
-from mezzo._torch import OpOverload, TorchDispatchMode, current_autograd_node, pytree
+from mezzo._torch import OpOverload, TorchDispatchMode, current_autograd_node
 from mezzo.observing.nonfinite import NonFiniteOp, TensorRange
-from mezzo.observing.op_places import OpPlace, PlaceTracker
+from mezzo.observing.op_places import OpPlace, PlaceTracker, leaves_of
 from mezzo.policy.registry import registry
 
 
@@ -122,7 +122,7 @@ class CheckingMode(TorchDispatchMode):
         name = place.function or registry().name_of(func) or aten
         if not self._filter.allows((name, aten, registry().name_of(func) or aten), place):
             return func(*args, **kwargs)
-        leaves = pytree.tree_leaves((args, kwargs))
+        leaves = leaves_of((*args, *kwargs.values()))
         inputs = [one for one in leaves if _is_checkable(one)]
         unknown = [one for one in inputs if one.dim() and one.untyped_storage() not in self._known]
         writes = func._schema.is_mutable
@@ -130,7 +130,7 @@ class CheckingMode(TorchDispatchMode):
         fills = any(isinstance(one, float) and not math.isfinite(one) for one in leaves)
         ranges = self._recorder.ranges(inputs) if writes else ()
         result = func(*args, **kwargs)
-        outputs = [one for one in pytree.tree_leaves(result) if _is_checkable(one)]
+        outputs = [one for one in leaves_of((result,)) if _is_checkable(one)]
         outputs = outputs or (inputs if writes else [])
         self._known.update(one.untyped_storage() for one in (*inputs, *outputs))
         if aten.startswith("_scaled_dot_product_") and not place.backward:

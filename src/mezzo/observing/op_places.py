@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -159,6 +159,22 @@ class PlaceTracker:
                 return lines.get(frame.f_lineno - frame.f_code.co_firstlineno, "")
             frame = frame.f_back
         return ""
+
+
+def leaves_of(values: Iterable[Any]) -> list[Any]:
+    """Return arguments or results of an op, with those in lists one by one.
+
+    >>> leaves_of([1, [2, (3,)], None])
+    [1, 2, 3, None]
+    """
+    # Arguments of ATen ops are nested in lists only, for which pytree takes four times as long.
+    found: list[Any] = []
+    for value in values:
+        if isinstance(value, list | tuple):
+            found += leaves_of(value)
+        else:
+            found.append(value)
+    return found
 
 
 def models_of(target: Any) -> tuple[nn.Module, ...]:
