@@ -21,6 +21,7 @@ from mezzo._torch import (
     dispatch_mode_count,
     function_mode_count,
     line_modules,
+    loaded,
     next_sequence_number,
     sequence_number,
 )
@@ -220,7 +221,7 @@ class Observation:
             tracker.start()
             stack.callback(tracker.stop)
             # Importing dynamo takes seconds, and without it nothing is compiled.
-            if "torch._dynamo" in sys.modules:
+            if loaded("OptimizedModule") is not None:
                 stack.enter_context(torch.compiler.set_stance("force_eager"))
             for mode in modes:
                 stack.enter_context(mode)
