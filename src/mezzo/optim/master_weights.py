@@ -66,6 +66,8 @@ class MasterWeights:
         self._dropped: dict[int, int] = {}
         """Parameter id → how often its companion was dropped because other code wrote it."""
         self._warned = False
+        self._has_shards = False
+        """Whether parameters are sharded over processes: otherwise no step looks for shards."""
         self._pending: dict[torch.Tensor, Companion] = {}
         """Loaded companions of another format. They are converted at the next step, when the
         parameter is loaded too."""
@@ -78,7 +80,8 @@ class MasterWeights:
 
     def adopt(self, parameter: Parameter, dtype: torch.dtype) -> None:
         """Cast a parameter to a 16-bit dtype in place, and store its float32 value."""
-        value = local(parameter.detach())
+        self._has_shards |= is_sharded(parameter)
+        value = self._shard(parameter.detach())
         rounded, companion = self.format.split(value.float(), dtype)
         set_local(parameter, _with_strides_of(value, rounded))
         sample = sampled(parameter).clone() if self.format.sampled else None
@@ -102,24 +105,31 @@ class MasterWeights:
     def read(self, parameter: torch.Tensor) -> torch.Tensor:
         """Return the float32 value of a parameter as a new tensor. Does not synchronize."""
         self.resync(parameter)
-        companion, shard = self.companion(parameter), local(parameter.detach())
-        value = self.format.merge(shard, None) if companion is None else companion.value(parameter)
+        companion, shard = self.companion(parameter), self._shard(parameter.detach())
+        value = self.format.merge(shard, None) if companion is None else companion.value(shard)
         # Elementwise ops do not keep the strides of dimensions of size 1, by which torch recognizes
         # channels_last.
-        return sharded_like(parameter, _with_strides_of(shard, value))
+        value = _with_strides_of(shard, value)
+        return sharded_like(parameter, value) if self._has_shards else value
 
     def write(
         self, parameter: torch.Tensor, value: torch.Tensor, draw: RandomDraw | None = None
     ) -> None:
         """Set the float32 value of a parameter: write it and its companion in place."""
-        rounded, companion_value = self.format.split(local(value), parameter.dtype, draw)
+        rounded, companion_value = self.format.split(self._shard(value), parameter.dtype, draw)
         companion = self._companions[parameter]
         with torch.no_grad():
-            _write_local(parameter, rounded)
+            self._shard(parameter).copy_(rounded)
+            if self._has_shards:
+                # Only the version of the shard has changed.
+                torch.autograd.graph.increment_version(parameter)
             if companion is not None and companion_value is not None:
                 companion.tensor.copy_(companion_value)
                 _resample(companion, parameter)
         self._mark_current(parameter)
+
+    def _shard(self, tensor: torch.Tensor) -> torch.Tensor:
+        return local(tensor) if self._has_shards else tensor
 
     def current(self, parameter: torch.Tensor) -> torch.Tensor:
         """Return the float32 value of a parameter: the live float32 master, else a new tensor."""
@@ -230,7 +240,8 @@ class MasterWeights:
         """
         companion = self._companions.get(parameter)
         if companion is not None:
-            states[parameter].update(companion.entries(parameter))
+            sharded = self._has_shards and is_sharded(parameter)
+            states[parameter].update(companion.entries(parameter, sharded=sharded))
         elif parameter in self and self.format.master is Master.STOCHASTIC:
             states[parameter].setdefault("draws", torch.zeros(()))
 
@@ -322,14 +333,6 @@ def _resample(companion: Companion, parameter: torch.Tensor) -> None:
         companion.sample.copy_(sampled(parameter))
 
 
-def _write_local(parameter: torch.Tensor, value: torch.Tensor) -> None:
-    """Write the shard of a parameter, or a plain parameter, and count the write."""
-    local(parameter).copy_(value)
-    if is_sharded(parameter):
-        # Only the version of the shard has changed.
-        torch.autograd.graph.increment_version(parameter)
-
-
 def _with_strides_of(like: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
     """Return a tensor with the strides of another, because kernels read both in memory order."""
     if tensor.stride() == like.stride():
@@ -370,27 +373,27 @@ class Companion:
         """Whether there is a sample to compare the parameter with."""
         return self.sample is not None and self.sample.numel() > 0
 
-    def value(self, parameter: torch.Tensor) -> torch.Tensor:
-        """Return the float32 value of a parameter, or of its shard. Does not synchronize.
+    def value(self, shard: torch.Tensor) -> torch.Tensor:
+        """Return the float32 value of a parameter's shard. Does not synchronize.
 
         If the parameter does not match the sample, this is its 16-bit value.
         """
         tensor = self.tensor
         if self.sample is not None and self.has_sample:
-            tensor = torch.where(matches_sample(parameter, self.sample), tensor, 0)
-        return self.format.merge(local(parameter.detach()), tensor)
+            tensor = torch.where(matches_sample(shard, self.sample), tensor, 0)
+        return self.format.merge(shard, tensor)
 
-    def entries(self, parameter: torch.Tensor) -> dict[str, torch.Tensor]:
+    def entries(self, parameter: torch.Tensor, *, sharded: bool) -> dict[str, torch.Tensor]:
         """Return the tensors by their keys in a parameter's state.
 
         The companion of a sharded parameter is sharded alike, as bits of the parameter's dtype,
         because no process group sends 16-bit integers. Its sample is empty: that of a shard would
         not fit another number of processes.
         """
-        if self.sample is None:
-            return {MASTER: sharded_like(parameter, self.tensor)}
         tensor, sample = self.tensor, self.sample
-        if is_sharded(parameter):
+        if sample is None:
+            return {MASTER: sharded_like(parameter, tensor) if sharded else tensor}
+        if sharded:
             tensor = sharded_like(parameter, tensor.view(parameter.dtype))
             sample = sample.new_empty(0)
         return {

@@ -32,7 +32,7 @@ from mezzo.optim.state_dict_checks import (
     parameters_by_key,
 )
 from mezzo.scaling.gradients import parameters
-from mezzo.scaling.mesh import local
+from mezzo.scaling.mesh import is_sharded, local
 
 
 def hook_state_dict(optimizer: Optimizer, masters: MasterWeights, undo: ExitStack) -> None:
@@ -70,11 +70,13 @@ class _StateDictHooks:
             if parameter in self._masters:
                 self._masters.resync(parameter)
                 companion = self._masters.companion(parameter)
-                if companion is not None and states.get(key):
-                    own_state = without_companion(states[key])
-                    with_companions[key] = {**own_state, **companion.entries(parameter)}
-                elif companion is not None:
-                    not_stepped[key] = companion.entries(parameter)
+                if companion is None:
+                    continue
+                entries = companion.entries(parameter, sharded=is_sharded(parameter))
+                if states.get(key):
+                    with_companions[key] = {**without_companion(states[key]), **entries}
+                else:
+                    not_stepped[key] = entries
         if with_companions and all(map(_has_only_our_keys, with_companions.values())):
             # torch.distributed.checkpoint needs an entry for every parameter or for none, and this
             # optimizer has no state of its own.
@@ -138,7 +140,7 @@ def _use_loaded_companions(optimizer: Optimizer, masters: MasterWeights) -> None
                 # A float32 parameter with a 16-bit value is as it was saved with the companion; any
                 # other value was trained since.
                 unchanged = value == local(parameter.detach()).float()
-                exact = torch.where(unchanged, companion.value(parameter), value)
+                exact = torch.where(unchanged, companion.value(local(parameter.detach())), value)
                 masters.write(parameter, exact)
     _remove_companions(optimizer)
     for parameter in masters:
