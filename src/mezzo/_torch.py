@@ -179,6 +179,9 @@ FEATURES: Mapping[str, Mapping[str, str]] = {
     "static programs": {
         "DisableTorchFunctionSubclass": "torch._C.DisableTorchFunctionSubclass",
     },
+    "sampling of activations": {
+        "DisableTorchFunction": "torch._C.DisableTorchFunction",
+    },
 }
 """What each feature needs: the name in this module, and the dotted name in torch."""
 
@@ -514,3 +517,16 @@ def _attribute(owner: Any, name: str) -> Any:
     if not hasattr(owner, name):
         _raise_unsupported("support for FSDP2", f"{type(owner).__name__}.{name}")
     return getattr(owner, name)
+
+
+def torch_scaler_flags(scaler: Any) -> list[torch.Tensor]:
+    """Return the `found_inf` flags of torch's scaler since its last update."""
+    states = getattr(scaler, "_per_optimizer_states", {}).values()
+    return [flag for state in states for flag in state["found_inf_per_device"].values()]
+
+
+def torch_scaler_scale(scaler: Any) -> torch.Tensor | float:
+    """Return the scale of torch's scaler, on its device; a number before the first loss."""
+    scale: torch.Tensor | None = getattr(scaler, "_scale", None)
+    # Reading a number on the host is no synchronization before there is a tensor.
+    return float(scaler.get_scale()) if scale is None else scale

@@ -8,7 +8,7 @@ import pytest
 import torch
 from support import step_cases
 from support.kernel_cases import fresh_seed
-from torch import distributed
+from torch import distributed, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -21,6 +21,8 @@ from mezzo.optim.fused_step import FusedBinding
 from mezzo.optim.fused_tables import LaunchPlan
 from mezzo.optim.master_weights import MasterWeights
 from mezzo.policy.types import Master
+from mezzo.scaling import observed_scaler
+from mezzo.scaling.gradient_counts import GradientCounts
 from mezzo.scaling.mesh import local
 from mezzo.scaling.step_result import FlaggedSource, ParameterNames
 
@@ -211,6 +213,36 @@ def test_a_scaler_names_the_parameter_with_a_nonfinite_gradient() -> None:
     assert result.skipped
     assert result.first_nonfinite == "parameter 3"
     assert all(map(torch.equal, trained.exact(), before))
+
+
+def test_the_fused_check_counts_by_parameter_and_changes_no_bit() -> None:
+    weights = []
+    for counted in (False, True):
+        model, optimizer = counted_model()
+        scaler = mezzo.GradScaler("cpu", init_scale=8.0)
+        counts = GradientCounts(list(model.parameters()))
+        if counted:
+            observed_scaler.count_gradients(scaler, counts)
+        for bad in (False, True):
+            x = torch.ones(2, 4) * (torch.inf if bad else 1.0)
+            scaler.scale(model(x).float().sum()).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+        weights.append([one.detach().clone() for one in model.parameters()])
+        found = counts.by_parameter(counts.used().tolist())
+    assert all(torch.equal(one, other) for one, other in zip(*weights, strict=True))
+    # The norm has float32 gradients, and takes a launch of its own.
+    assert {index: one.total for index, one in found.items()} == {0: 24, 1: 6, 2: 6, 3: 6}
+    assert found[0].overflowed == 12
+    assert counts.first_parameter(counts.first.item()) == 0
+
+
+def counted_model() -> tuple[nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 3), nn.LayerNorm(3))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    return mezzo.decorate(model, optimizer, "O2", dtype="float16")
 
 
 def test_gradients_may_move_or_be_missing_from_step_to_step() -> None:

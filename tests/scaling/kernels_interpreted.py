@@ -24,6 +24,7 @@ from support.scale_rules import RULES
 
 from mezzo import ScaleRule, ScaleState, _launch
 from mezzo.scaling import check_unscale
+from mezzo.scaling.gradient_counts import Counts, GradientCounts
 from mezzo.scaling.scale_state import next_state
 from mezzo.scaling.scale_tensors import DeviceLossScale
 
@@ -106,6 +107,44 @@ def test_a_nonfinite_element_beyond_the_end_of_a_gradient_is_ignored() -> None:
     assert storage[10:43].eq(0.5).all()
     assert storage[:10].isnan().all()
     assert storage[43:].isnan().all()
+
+
+@pytest.mark.parametrize("unscale", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64])
+def test_the_check_counts_what_torch_counts_and_changes_no_result(
+    dtype: torch.dtype, unscale: bool
+) -> None:
+    small = torch.finfo(dtype).smallest_normal / 2
+    tensors = [
+        torch.tensor([0.0, -0.0, small, -small, 1.0, torch.inf, torch.nan], dtype=dtype),
+        torch.zeros(5000, dtype=dtype),
+        torch.ones(3, dtype=dtype),
+        torch.empty(0, dtype=dtype),
+        torch.full((4100,), -torch.inf, dtype=dtype),
+    ]
+    tensors[1][:4097] = 2 * small
+    parameters = [torch.zeros_like(one) for one in tensors]
+    by_kernel, in_torch = GradientCounts(parameters), GradientCounts(parameters)
+    for counts in (by_kernel, in_torch):
+        counts.of(parameters[:2])
+    plain = [one.clone() for one in tensors]
+    in_torch.of(parameters).add(tensors)
+    results = []
+    for grads, counted in ((plain, None), (tensors, by_kernel.of(parameters))):
+        found, flags = raised("cpu", len(tensors))
+        if unscale:
+            check_unscale.check_and_unscale(grads, torch.tensor(0.5), found, flags, counted)
+        else:
+            check_unscale.check(grads, found, flags, counted)
+        results.append((found.item(), flags.tolist()))
+    assert results[0] == results[1]
+    assert all(same(one, other) for one, other in zip(plain, tensors, strict=True))
+    assert torch.equal(by_kernel.memory, in_torch.memory)
+    assert by_kernel.first_parameter(by_kernel.first.item()) == 0
+    counts = by_kernel.by_parameter(by_kernel.used().tolist())
+    assert counts[0] == Counts(overflowed=2, underflowed=4, zeros=2, total=7)
+    assert counts[1] == Counts(overflowed=0, underflowed=903, zeros=903, total=5000)
+    assert counts[4].overflowed == 4100
 
 
 def test_many_tiny_gradients_take_one_launch() -> None:

@@ -10,8 +10,10 @@ import torch
 import mezzo
 from mezzo import _launch
 from mezzo.scaling import capture
+from mezzo.scaling.gradient_counts import GradientCounts
 from mezzo.scaling.scale_tensors import DeviceLossScale
 from mezzo.step.metrics import MetricsBuffer, StepMetrics
+from mezzo.step.step_history import HistoryIndex, StepHistory
 
 CPU = torch.device("cpu")
 
@@ -79,3 +81,44 @@ def test_a_loss_on_another_device_is_copied_instead(monkeypatch: pytest.MonkeyPa
     metrics._device = torch.device("meta")
     metrics.write(torch.tensor(1.5), False, rate=torch.tensor([0.25]))
     assert (metrics.read().loss, metrics.read().rate) == (1.5, 0.25)
+
+
+def test_the_kernel_writes_a_row_of_the_history_for_each_call(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(_launch, "has_triton", lambda _: True)
+    scale = DeviceLossScale(mezzo.ScaleState(8.0), CPU)
+    monkeypatch.setattr(capture, "device_counters", lambda _: scale.counters)
+    counts = GradientCounts([torch.zeros(2), torch.zeros(3)])
+    metrics = MetricsBuffer(CPU, mezzo.GradScaler("cpu"), computes_norm=True)
+    metrics.record_to(history := StepHistory(CPU, counts, rows=4))
+    rows: list[list[float]] = []
+    for number in range(1, 8):
+        if number == 2:
+            counts.of(counts.parameters).add([torch.zeros(2), torch.tensor([1.0, torch.nan, 1.0])])
+        if number > 3:
+            metrics.write(torch.tensor(1.0), torch.tensor(0.0))
+        else:
+            flag = (torch.tensor(0.0), torch.tensor(1.0), None)[number - 1]
+            square_sum = torch.tensor(25.0, dtype=torch.float64) if number == 2 else None
+            metrics.write(None if number == 2 else torch.tensor(0.5), flag, square_sum=square_sum)
+        if number in (1, 3, 5):
+            rows += history.take(all_arrived=False)
+    rows += history.take(all_arrived=True)
+    first = rows[1].pop(HistoryIndex.FIRST)
+    assert counts.first_parameter(first) == 1
+    assert str(rows[0]) == "[1.0, 0.5, 0.0, 8.0, nan, 0.0, 1.0]"
+    assert str(rows[1]) == "[2.0, nan, 1.0, 8.0, 5.0, 0.0]"
+    assert str(rows[2]) == "[3.0, 0.5, -1.0, nan, nan, 0.0, 1.0]"
+    assert [row[HistoryIndex.NUMBER] for row in rows] == list(range(1, 8))
+
+
+def test_a_skip_that_the_host_decided_is_in_the_history(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_launch, "has_triton", lambda _: True)
+    scaler = mezzo.GradScaler("cpu", init_scale=4.0)
+    scaler.scale(torch.ones((), requires_grad=True))
+    metrics = MetricsBuffer(CPU, scaler)
+    metrics.record_to(history := StepHistory(CPU))
+    metrics.write(torch.tensor(0.5), True)
+    assert str(history.take(all_arrived=True)) == "[[1.0, 0.5, 1.0, 4.0, nan, 0.0, 1.0]]"
+    assert metrics.read().skipped

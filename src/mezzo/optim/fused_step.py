@@ -21,6 +21,7 @@ from mezzo.optim.fused_launch import CHUNK, StepInputs, launch_update
 from mezzo.optim.fused_tables import LaunchPlan, ParameterSlots, gradients_of, make_launches
 from mezzo.optim.master_weights import MasterWeights
 from mezzo.scaling import check_unscale
+from mezzo.scaling.gradient_counts import CountedGradients
 from mezzo.scaling.gradients import Flags, room_for_flags, unit_factor
 from mezzo.scaling.gradients import parameters as all_parameters
 from mezzo.scaling.loss_scales import share_flags
@@ -99,15 +100,20 @@ class FusedBinding(DeviceBinding):
         launch_flags = room_for_flags(device, len(plan.parameters), flags).split(
             [launch.count for launch in plan.launches]
         )
+        owners = [launch.select(plan.parameters) for launch in plan.launches]
         with _launch.device_guard(device):
             self._square_sum = self._check_and_norm(
-                batch, scale if self.computes_norm else None, flags[device], launch_flags
+                batch,
+                scale if self.computes_norm else None,
+                flags[device],
+                launch_flags,
+                list(map(source.counted, owners)),
             )
         if plan.mesh is not None:
             total = share_flags(plan.mesh, flags, self._square_sum)
             self._square_sum = total if self.computes_norm else None
-        for launch, flagged in zip(plan.launches, launch_flags, strict=True):
-            source.add(flagged, launch.select(plan.parameters))
+        for flagged, flagged_owners in zip(launch_flags, owners, strict=True):
+            source.add(flagged, flagged_owners)
         return True
 
     def step(self, scale: torch.Tensor | None, found_inf: torch.Tensor | None) -> None:
@@ -131,6 +137,7 @@ class FusedBinding(DeviceBinding):
                     batch,
                     unit_factor(device) if scale is None else scale,
                     torch.zeros((), device=device),
+                    [None] * len(plan.launches),
                     [None] * len(plan.launches),
                 )
                 if plan.mesh is not None:
@@ -263,6 +270,7 @@ class FusedBinding(DeviceBinding):
         scale: torch.Tensor | None,
         found_inf: torch.Tensor,
         launch_flags: Sequence[torch.Tensor | None],
+        counted: Sequence[CountedGradients | None],
     ) -> torch.Tensor | None:
         """Set flags for non-finite gradients: `found_inf`, and one per parameter of each launch.
 
@@ -277,9 +285,10 @@ class FusedBinding(DeviceBinding):
                 flags,
                 CHUNK,
                 inverse=scale is not None,
+                counted=rows,
             )
-            for launch, addresses, flags in zip(
-                batch.plan.launches, batch.addresses, launch_flags, strict=True
+            for launch, addresses, flags, rows in zip(
+                batch.plan.launches, batch.addresses, launch_flags, counted, strict=True
             )
         ]
         if scale is None:

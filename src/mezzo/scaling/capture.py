@@ -95,6 +95,11 @@ def scale_rule(scaler: GradScaler) -> ScaleRule:
     return scaler._scales.rule
 
 
+def counts_revision(scaler: GradScaler) -> int:
+    """Return a number that changes with `count_gradients`: counting is part of a captured step."""
+    return scaler._records.revision
+
+
 def schedule_tables(scaler: GradScaler) -> tuple[int, ...]:
     """Return the addresses of the schedule tables."""
     return scaler._schedules.tables()

@@ -16,6 +16,7 @@ from mezzo._dtypes import dtype_name
 from mezzo._errors import ScalerError
 from mezzo._torch import check_and_unscale_
 from mezzo.scaling import check_unscale
+from mezzo.scaling.gradient_counts import GradientCounts
 from mezzo.scaling.mesh import ProcessMesh, any_sharded, local, local_gradients, mesh_of
 from mezzo.scaling.schedule_sync import groups_of
 from mezzo.scaling.step_result import FlaggedSource
@@ -125,9 +126,11 @@ def check_sorted(
     owned = [one for one in parameters(optimizer) if one.grad is not None]
     for gradients, owners in _by_kind(owned, mesh):
         device, single = gradients[0].device, None
+        counted = None if source is None else source.counted(owners)
         small = (
             factor is None
             and source is not None
+            and not (counted is not None and _launch.has_triton(device))
             # torch's kernel does not take bfloat16 on CUDA (2.11).
             and not (device.type == "cuda" and gradients[0].dtype is torch.bfloat16)
             and sum(map(torch.Tensor.numel, gradients)) <= _SMALL
@@ -138,13 +141,26 @@ def check_sorted(
         elif device not in flags:
             flags[device] = torch.zeros((), device=device)
         if source is not None and small:
+            if counted is not None:
+                counted.add(gradients)
             check_and_unscale_(gradients, flags[device], unit_factor(device))
             source.hold(gradients, owners)
         elif factor is None:
-            check_unscale.check(gradients, flags[device], single)
+            check_unscale.check(gradients, flags[device], single, counted)
         else:
             here = factor.to(device, non_blocking=device.type != "cpu")
-            check_unscale.check_and_unscale(gradients, here, flags[device], single)
+            check_unscale.check_and_unscale(gradients, here, flags[device], single, counted)
+
+
+def count(optimizer: torch.optim.Optimizer, counts: GradientCounts) -> None:
+    """Count the values of an optimizer's gradients, in a pass of its own."""
+    owned = [one for one in parameters(optimizer) if one.grad is not None]
+    for gradients, owners in _by_kind(owned, mesh_of(owned)):
+        counted, device = counts.of(owners), gradients[0].device
+        if counted is not None and _launch.has_triton(device):
+            check_unscale.check(gradients, torch.zeros((), device=device), None, counted)
+        elif counted is not None:
+            counted.add(gradients)
 
 
 @cache

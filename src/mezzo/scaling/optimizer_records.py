@@ -10,6 +10,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from mezzo._errors import ScalerError
 from mezzo.scaling import gradients, optimizer_step
+from mezzo.scaling.gradient_counts import GradientCounts
 from mezzo.scaling.loss_scales import (
     LossScales,
     OptimizerRecord,
@@ -49,6 +50,10 @@ class OptimizerRecords:
         """Names of parameters in messages."""
         self.by_id: dict[int, OptimizerRecord] = {}
         """The records, by `id(optimizer)`."""
+        self.counts: GradientCounts | None = None
+        """Where checks count the values of gradients; None if they do not."""
+        self.revision = 0
+        """Changes with `counts`."""
 
     def of(self, optimizer: Optimizer) -> OptimizerRecord:
         """Return the record of an optimizer since the last update."""
@@ -61,6 +66,11 @@ class OptimizerRecords:
         """Discard all records, after an update."""
         self._checker.recycle_flags()
         self.by_id.clear()
+
+    def count_gradients(self, counts: GradientCounts | None) -> None:
+        """Count the values of gradients in every check from now on, or do not."""
+        self.counts = counts
+        self.revision += 1
 
     # -- order of calls ----------------------------------------------------------------------------
 
@@ -112,6 +122,8 @@ class OptimizerRecords:
             for one in optimizer_step.bindings_of(optimizer):
                 one.widen_gradients()
         if factor is not None and mesh is None and isinstance(scale, HostLossScale):
+            if self.counts is not None:
+                gradients.count(optimizer, self.counts)
             found_nonfinite = self._checker.check(optimizer, factor, flags)
             record.known.append(found_nonfinite)
             if found_nonfinite:
@@ -134,7 +146,7 @@ class OptimizerRecords:
         source = (
             record.source
             if isinstance(record.source, FlaggedSource)
-            else FlaggedSource(self.names, optimizer)
+            else FlaggedSource(self.names, optimizer, self.counts)
         )
         if binding is None or factor is not None or not binding.check(scale, flags, source):
             gradients.check_sorted(optimizer, factor, flags, source, mesh=mesh)

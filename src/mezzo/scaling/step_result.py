@@ -12,6 +12,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from mezzo._launch import AsyncCopy
 from mezzo.scaling import check_unscale
+from mezzo.scaling.gradient_counts import CountedGradients, GradientCounts
 from mezzo.scaling.schedule_sync import groups_of
 
 
@@ -157,9 +158,19 @@ class FlaggedSource:
     the name is needed.
     """
 
-    def __init__(self, names: ParameterNames, optimizer: torch.optim.Optimizer) -> None:
+    def __init__(
+        self,
+        names: ParameterNames,
+        optimizer: torch.optim.Optimizer,
+        counts: GradientCounts | None = None,
+    ) -> None:
         self._names, self._optimizer = names, optimizer
+        self._counts = counts
         self._rows: list[_FlagRow] = []
+
+    def counted(self, parameters: Sequence[torch.Tensor]) -> CountedGradients | None:
+        """Return where the check counts the gradients of some parameters; None if it does not."""
+        return None if self._counts is None else self._counts.of(parameters)
 
     def add(self, flags: torch.Tensor, parameters: Sequence[torch.Tensor]) -> None:
         """Add the flags of some parameters."""

@@ -19,10 +19,30 @@ def _finish(
     dtype: tl.constexpr,
     write: tl.constexpr,
     summed: tl.constexpr,
+    counted: tl.constexpr,
     masked: tl.constexpr,
 ):
-    """Multiply and write back; return whether a result is not finite, and the sum of squares."""
+    """Multiply and write back; return what is not finite, the sum of squares, and what is small.
+
+    That is, if `counted` is set, how many results are not finite, else whether one is; and how many
+    values are below the smallest normal number before they are multiplied, plus 2^16 times how many
+    of them are zero. A chunk has fewer than 2^16 values.
+    """
     wide = tl.float64 if dtype == tl.float64 else tl.float32
+    small = 0
+    if counted:
+        magnitude = tl.abs(values if dtype == tl.float64 else values.to(tl.float32))
+        smallest_normal = (
+            6.103515625e-05
+            if dtype == tl.float16
+            else 2.2250738585072014e-308
+            if dtype == tl.float64
+            else 1.1754943508222875e-38
+        )
+        is_small, is_zero = magnitude < smallest_normal, magnitude == 0.0
+        if masked:
+            is_small, is_zero = is_small & mask, is_zero & mask
+        small = tl.sum(is_small.to(tl.int32) + (is_zero.to(tl.int32) << 16), axis=0)
     if write:
         # Check the result, not the input: a factor above 1 can make a finite float16 overflow.
         values = tl.where(factor == 1.0, values, (values.to(wide) * factor.to(wide)).to(dtype))
@@ -32,17 +52,44 @@ def _finish(
             tl.store(destination, values)
     # NaN compares false too. float32 represents every 16-bit value.
     finite = tl.abs(values if dtype == tl.float64 else values.to(tl.float32)) < float("inf")
-    nonfinite = tl.max((finite == 0).to(tl.int32), axis=0)
+    if counted:
+        nonfinite = tl.sum((finite == 0).to(tl.int32), axis=0)
+    else:
+        nonfinite = tl.max((finite == 0).to(tl.int32), axis=0)
     total = 0.0
     if summed:
         unscaled = values.to(wide) if write else values.to(wide) * factor.to(wide)
         total = tl.sum(unscaled * unscaled, axis=0).to(tl.float32)
-    return nonfinite, total
+    return nonfinite, total, small
+
+
+@triton.jit
+def _count(counts, slot, nonfinite, small, size, is_first):
+    """Add the counts of one chunk to the row of its gradient; see `GradientCounts`."""
+    row = counts + slot.to(tl.int64) * 4
+    if nonfinite != 0:
+        tl.atomic_add(row, nonfinite.to(tl.int64), sem="relaxed")
+        tl.atomic_max(counts, (2147483647 - slot).to(tl.int64), sem="relaxed")
+    if small != 0:
+        tl.atomic_add(row + 1, (small & 65535).to(tl.int64), sem="relaxed")
+        tl.atomic_add(row + 2, (small >> 16).to(tl.int64), sem="relaxed")
+    if is_first:
+        tl.atomic_add(row + 3, size, sem="relaxed")
 
 
 # Not specialized, so that one compiled kernel takes any addresses and counts.
 @triton.jit(
-    do_not_specialize=["addresses", "sizes", "chunks", "factor", "found", "flags", "squares"]
+    do_not_specialize=[
+        "addresses",
+        "sizes",
+        "chunks",
+        "factor",
+        "found",
+        "flags",
+        "squares",
+        "counts",
+        "first_slot",
+    ]
 )
 def check_kernel(
     addresses,
@@ -52,12 +99,15 @@ def check_kernel(
     found,
     flags,
     squares,
+    counts,  # int64 [slots, 4]: see `GradientCounts`
+    first_slot,  # of the first gradient
     dtype: tl.constexpr,
     chunk: tl.constexpr,
     write: tl.constexpr,
     flagged: tl.constexpr,
     summed: tl.constexpr,
     inverse: tl.constexpr,
+    counted: tl.constexpr,
 ):
     """Check one chunk of one tensor per program, and multiply it if `write` is set."""
     program = tl.program_id(0)
@@ -75,12 +125,12 @@ def check_kernel(
     if (left >= chunk) & (address % 16 == 0):
         # Without a mask and with known alignment, loads and stores are 16 bytes wide.
         aligned = tl.multiple_of(base, 16) + within
-        nonfinite, total = _finish(
-            tl.load(aligned), aligned, scale, within, dtype, write, summed, False
+        nonfinite, total, small = _finish(
+            tl.load(aligned), aligned, scale, within, dtype, write, summed, counted, False
         )
     else:
         mask = within < left
-        nonfinite, total = _finish(
+        nonfinite, total, small = _finish(
             tl.load(base + within, mask=mask, other=0.0),
             base + within,
             scale,
@@ -88,8 +138,11 @@ def check_kernel(
             dtype,
             write,
             summed,
+            counted,
             True,
         )
+    if counted:
+        _count(counts, first_slot + tensor, nonfinite, small, left, start == 0)
     if summed:
         # One number per program, added up later in a fixed order: deterministic.
         tl.store(squares + program, total)

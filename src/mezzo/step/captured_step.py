@@ -84,6 +84,8 @@ class StepGraphs:
         """Return what a captured update depends on beside its gradients."""
         scaler = self._executor.components.scaler
         return [
+            self._executor.metrics.revision,
+            None if scaler is None else capture.counts_revision(scaler),
             None if scaler is None else capture.scale_rule(scaler),
             *[binding.recapture_key() for binding in self.bindings],
         ]

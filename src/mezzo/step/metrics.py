@@ -11,8 +11,9 @@ from typing import NamedTuple
 import torch
 
 from mezzo import _events, _launch
-from mezzo.scaling import capture
+from mezzo.scaling import capture, check_unscale
 from mezzo.scaling.scaler import GradScaler
+from mezzo.step.step_history import NO_UPDATE, StepHistory
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +96,15 @@ class MetricsBuffer:
         self.memory[MetricIndex.SCALE] = 1.0 if scaler is None else scaler.get_scale()
         self.memory[MetricIndex.RATE] = 0.0 if rate is None else float(rate)
         self._warned = False
+        self.history: StepHistory | None = None
+        """Where the metrics of every call are written too; set by `record_to`."""
+        self.revision = 0
+        """Changes with the history, which is part of a captured step."""
+
+    def record_to(self, history: StepHistory | None) -> None:
+        """Write the metrics of each call to a history too, or to none."""
+        self.history = history
+        self.revision += 1
 
     def write(
         self,
@@ -118,6 +128,9 @@ class MetricsBuffer:
                 place = slice(MetricIndex.SKIPPED, MetricIndex.RATE)
                 self.memory[place] = self.memory.new_tensor([*map(float, numbers)])
                 counters = None
+                if self.history is not None and _launch.has_triton(self._device):
+                    table = _launch.table_on(self._device, torch.tensor([*map(float, numbers), 0]))
+                    flag, counters = table[0], table[1:]
             else:
                 flag = found_nonfinite.reshape(()).to(counters)
         if isinstance(rate, float | int):
@@ -126,12 +139,15 @@ class MetricsBuffer:
         tensors = _Tensors(
             None if loss is None else loss.detach(), flag, counters, rate, square_sum
         )
+        updates = found_nonfinite is not None
         if _launch.has_triton(self._device) and tensors.suit_kernel(self._device):
-            self._run_kernel(tensors)
+            self._run_kernel(tensors, updates=updates)
         else:
             self._copy(tensors)
+            if self.history is not None:
+                self._append(self.history, tensors, updates=updates)
 
-    def _run_kernel(self, tensors: _Tensors) -> None:
+    def _run_kernel(self, tensors: _Tensors, *, updates: bool) -> None:
         """Write to pinned memory by one kernel.
 
         Concatenating and copying the numbers takes 5 µs of a captured step on an H200.
@@ -141,6 +157,15 @@ class MetricsBuffer:
 
         # The memory is passed where the kernel does not read.
         numbers = [self.memory if one is None else one for one in tensors]
+        history = self.history
+        counts = None if history is None else history.counts
+        numbers += [
+            self.memory if history is None else history.rows,
+            self.memory if history is None else history.cursor,
+            self.memory if counts is None else counts.memory,
+        ]
+        if history is not None and _launch.is_capturing(self._device):
+            check_unscale.keep_captured((history.rows, history.cursor))
         constants = (
             _launch.triton_dtype(torch.float32 if tensors.loss is None else tensors.loss.dtype),
             _launch.triton_dtype(torch.float32 if tensors.rate is None else tensors.rate.dtype),
@@ -153,6 +178,10 @@ class MetricsBuffer:
             MetricIndex.SCALE.value,
             MetricIndex.RATE.value,
             MetricIndex.GRAD_NORM.value,
+            history is not None,
+            counts is not None,
+            updates,
+            1 if history is None else len(history.rows),
         )
         with _launch.device_guard(self._device):
             _launch.run_kernel(metrics_kernel, 1, (self.memory, *numbers), constants, self._device)
@@ -171,6 +200,16 @@ class MetricsBuffer:
                 count = MetricIndex.RATE - MetricIndex.SCALE if index is MetricIndex.SCALE else 1
                 place = slice(index, index + count)
                 self.memory[place].copy_(value.reshape(-1)[:count], non_blocking=True)
+
+    def _append(self, history: StepHistory, tensors: _Tensors, *, updates: bool) -> None:
+        """Write a row of the history where there is no kernel: all values are on the host."""
+        values = self.memory.tolist()
+        history.append(
+            tensors.loss,
+            values[MetricIndex.SKIPPED] if updates else NO_UPDATE,
+            values[MetricIndex.SCALE],
+            None if tensors.square_sum is None else tensors.square_sum.sqrt(),
+        )
 
     def warn_if_nonfinite(self) -> None:
         """Warn once that a loss is NaN or infinite, as soon as that has arrived."""

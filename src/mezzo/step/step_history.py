@@ -1,0 +1,108 @@
+"""History of steps: a ring of their metrics that each step writes without a wait."""
+
+from __future__ import annotations
+
+from enum import IntEnum
+from math import nan
+
+import torch
+
+from mezzo.scaling.gradient_counts import GradientCounts
+
+ROWS = 1024
+"""Steps that the ring holds; the host takes them out long before."""
+_BLOCK = 32
+NO_UPDATE = -1.0
+"""`SKIPPED` of a call that only accumulated gradients."""
+
+
+class HistoryIndex(IntEnum):
+    """Positions of the numbers in a row, for the kernel too."""
+
+    NUMBER = 0
+    """Number of the call since the history was attached, from 1. A flush counts as a call."""
+    LOSS = 1
+    """The loss, if `HAS_LOSS`."""
+    SKIPPED = 2
+    """1 if the update was skipped, 0 if it was applied; else `NO_UPDATE`."""
+    SCALE = 3
+    """Loss scale after the step; NaN if it did not change."""
+    NORM = 4
+    """Norm of the unscaled gradients; NaN if it is not computed."""
+    FIRST = 5
+    """The first parameter with a non-finite gradient, for `GradientCounts.first_parameter`."""
+    HAS_LOSS = 6
+    """1 if the call computed a loss, else 0."""
+
+
+class StepHistory:
+    """Rows of metrics in pinned memory, one for each call of a step.
+
+    On CUDA the kernel that writes the metrics of a step writes its row too: nothing synchronizes,
+    and nothing is launched for it. The host takes the rows that have arrived.
+
+    >>> history = StepHistory(torch.device("cpu"))
+    >>> history.append(torch.tensor(0.5), 0.0, 8.0, None)
+    >>> history.take(all_arrived=True)
+    [[1.0, 0.5, 0.0, 8.0, nan, 0.0, 1.0]]
+    """
+
+    def __init__(
+        self, device: torch.device, counts: GradientCounts | None = None, rows: int = ROWS
+    ) -> None:
+        self.counts = counts
+        """Counts of the gradients, whose first bad parameter goes into the rows."""
+        self.rows = torch.zeros(
+            rows, len(HistoryIndex), dtype=torch.float64, pin_memory=device.type == "cuda"
+        )
+        """float64 [rows, numbers of a row]."""
+        self.cursor = torch.zeros(1, dtype=torch.int64, device=device)
+        """Number of the last row that a kernel has written."""
+        self._device, self._is_pinned = device, device.type == "cuda"
+        self._appended = self._taken = 0
+
+    def append(
+        self,
+        loss: torch.Tensor | None,
+        skipped: torch.Tensor | float,
+        scale: torch.Tensor | float,
+        norm: torch.Tensor | None,
+    ) -> None:
+        """Write a row with ops of torch. Does not synchronize."""
+        first = 0.0 if self.counts is None else self.counts.first.clone()
+        if self.counts is not None:
+            self.counts.first.zero_()
+        index = self._appended % len(self.rows)
+        self._appended += 1
+        values = (self._appended, loss, skipped, scale, norm, first, float(loss is not None))
+        row = torch.stack([self._number(nan if one is None else one) for one in values])
+        self.rows[index].copy_(row, non_blocking=self._is_pinned)
+
+    def _number(self, value: torch.Tensor | float) -> torch.Tensor:
+        if isinstance(value, torch.Tensor):
+            number = value.detach().reshape(()).double()
+            return number.to(self._device, non_blocking=self._device.type != "cpu")
+        # A fill: a copy from the host would synchronize.
+        return torch.full((), value, dtype=torch.float64, device=self._device)
+
+    def take(self, *, all_arrived: bool) -> list[list[float]]:
+        """Return the rows that have arrived since the last call, in order.
+
+        Unless `all_arrived`, which is after a synchronization, the newest row is left for the next
+        call: the device may be writing it. Rows that were overwritten are missing.
+        """
+        fresh: list[list[float]] = []
+        position, is_full = self._taken, True
+        while is_full:
+            place = position % len(self.rows)
+            # Few at a time: the host looks often, and finds few.
+            block: list[list[float]] = self.rows[place : place + _BLOCK].tolist()
+            arrived = [row for row in block if row[0] > position]
+            fresh += arrived
+            is_full = len(arrived) == len(block)
+            position = int(fresh[-1][0]) if fresh else position
+        if fresh and not all_arrived:
+            fresh.pop()
+        if fresh:
+            self._taken = int(fresh[-1][0])
+        return fresh
