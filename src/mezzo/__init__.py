@@ -21,7 +21,9 @@ from mezzo.conversion.convert import convert
 from mezzo.conversion.converted import Converted
 from mezzo.observing.check_numerics import check_numerics
 from mezzo.observing.count_dtypes import count_dtypes
+from mezzo.observing.log import read_log
 from mezzo.observing.op_stats import op_stats
+from mezzo.observing.run import Run, observe
 from mezzo.optim.grad_norm import grad_norm
 from mezzo.optim.optimizers import LAMB, Lion
 from mezzo.parallel.sharded_state import RunState
@@ -63,6 +65,7 @@ __all__ = [
     "PolicyError",
     "PrecisionLoss",
     "RefusedOpError",
+    "Run",
     "RunState",
     "ScaleRule",
     "ScaleState",
@@ -87,11 +90,13 @@ __all__ = [
     "latest_checkpoint",
     "load_checkpoint",
     "master_params",
+    "observe",
     "op_stats",
     "ops",
     "pad_batch",
     "plan",
     "propagate_autocast",
+    "read_log",
     "register_op",
     "save_checkpoint",
     "train_step",

@@ -1,0 +1,281 @@
+"""Attach a run to a training step, or to the model, optimizers and scaler of a loop; detach it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+from torch.compiler import is_compiling
+
+from mezzo import _launch
+from mezzo._errors import UnsupportedError
+from mezzo.observing.numerics import named_models
+from mezzo.scaling import observed_scaler
+from mezzo.scaling.gradient_counts import GradientCounts
+from mezzo.scaling.gradients import parameters
+from mezzo.scaling.observed_scaler import Scaler
+from mezzo.step.base import Step
+from mezzo.step.eager_runner import EagerRunner
+from mezzo.step.inputs import Call
+from mezzo.step.step_history import HistoryIndex, StepHistory
+
+Optimizer = torch.optim.Optimizer
+
+
+class Listener(Protocol):
+    """What a run does around each step."""
+
+    def begin(self) -> bool:
+        """Begin a step, before its forward pass; return whether it is sampled."""
+
+    def end(self) -> None:
+        """End a step, after its update."""
+
+    def fail(self) -> None:
+        """End a step that raised: it does not count."""
+
+    def count(self) -> None:
+        """Count a step whose beginning was not seen."""
+
+
+class Attachment:
+    """What is observed, and how to leave it as it was.
+
+    The base of the ways to attach. `models` and `names` are what the records name.
+    """
+
+    def __init__(self, models: list[nn.Module], optimizers: list[Optimizer]) -> None:
+        self.models, self.optimizers = models, optimizers
+        self.device = _device_of(models, optimizers)
+        self._names = {
+            id(parameter): prefix + name
+            for prefix, model in named_models(models)
+            for name, parameter in model.named_parameters()
+        }
+        self.counts: GradientCounts | None = None
+        """Counts of the gradients; None if nothing checks them."""
+        self.history = StepHistory(self.device)
+        self._detach = ExitStack()
+
+    def name_of(self, index: int) -> str:
+        """Return the name of a counted parameter, or its position."""
+        if self.counts is None:
+            return f"parameter {index}"
+        return self._names.get(id(self.counts.parameters[index]), f"parameter {index}")
+
+    def first_bad(self, row: list[float]) -> str | None:
+        """Return the first parameter with a non-finite gradient, from a row of the history."""
+        if self.counts is None:
+            return None
+        index = self.counts.first_parameter(row[HistoryIndex.FIRST])
+        return None if index is None else self.name_of(index)
+
+    def detach(self) -> None:
+        """Remove everything that was attached; the device is done with it then."""
+        self._detach.close()
+        if _launch.needs_sync(self.device):
+            # Replays of a captured step may still write to the history.
+            torch.accelerator.synchronize(self.device)
+
+    def _count_gradients(self, scaler: Scaler | None) -> None:
+        trained = [one for optimizer in self.optimizers for one in parameters(optimizer)]
+        trained = [one for one in trained if one.device == self.device]
+        if scaler is None or not observed_scaler.is_enabled(scaler) or not trained:
+            return
+        if observed_scaler.is_counted(scaler):
+            raise UnsupportedError(
+                "This step or scaler is observed by another run, and only one at a time can count"
+                " its gradients. Call stop() of that run first."
+            )
+        self.counts = GradientCounts(trained)
+        self.history = StepHistory(self.device, self.counts)
+        observed_scaler.count_gradients(scaler, self.counts)
+        self._detach.callback(observed_scaler.count_gradients, scaler, None)
+
+
+class StepAttachment(Attachment):
+    """Observes a `TrainStep` or a `@train_step` function.
+
+    Metrics and counts are part of the step, captured or not: it is captured again when a run is
+    attached, and when it is detached. A sampled call runs eagerly.
+    """
+
+    def __init__(self, step: Step, listener: Listener) -> None:
+        super().__init__(list(step.models), list(step.optimizers))
+        self._step, self._listener = step, listener
+        self._executor = step._executor
+        if self._executor.metrics.history is not None:
+            raise UnsupportedError(
+                "This step is observed by another run, and one at a time can record it. Call stop()"
+                " of that run first."
+            )
+        self._count_gradients(step.scaler)
+        self._executor.metrics.record_to(self.history)
+        self._detach.callback(self._stop_recording)
+        self._detach.callback(_Wrapper(step, "_call", self._wrap_call).remove)
+        self._detach.callback(_Wrapper(step, "flush", self._wrap_flush).remove)
+
+    def _stop_recording(self) -> None:
+        self._executor.metrics.record_to(None)
+
+    def _wrap_call(self, call: Callable[[Call], Any]) -> Callable[[Call], Any]:
+        step, listener = self._step, self._listener
+
+        def observed(inputs: Call) -> Any:
+            if step._executor is not self._executor:
+                # The step was rebuilt, for another memory format.
+                self._executor = step._executor
+                self._executor.metrics.record_to(self.history)
+            is_sampled = listener.begin()
+            try:
+                returned = self._run_eagerly(call, inputs) if is_sampled else call(inputs)
+            except BaseException:
+                listener.fail()
+                raise
+            listener.end()
+            return returned
+
+        return observed
+
+    def _wrap_flush(self, flush: Callable[[], None]) -> Callable[[], None]:
+        def flushed() -> None:
+            updates = self._step.position > 0
+            flush()
+            if updates:
+                self._listener.count()
+
+        return flushed
+
+    def _run_eagerly(self, call: Callable[[Call], Any], inputs: Call) -> Any:
+        """Run one call eagerly; captured graphs stay."""
+        step, before = self._step, self._step._runner
+        eager = step._runner = EagerRunner(self._executor, before.eager_reason)
+        try:
+            return call(inputs)
+        finally:
+            if step._runner is eager:
+                step._runner = before
+
+
+class LoopAttachment(Attachment):
+    """Observes the model, optimizers and scaler of a loop that the user wrote.
+
+    A step begins with a forward pass of the model, and ends with `scaler.update()`, without a
+    scaler with the step of the last optimizer, and without optimizers with the next forward pass.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizers: list[Optimizer],
+        scaler: Scaler | None,
+        listener: Listener,
+        inner: nn.Module,
+    ) -> None:
+        super().__init__([inner], optimizers)
+        self._listener, self._scaler = listener, scaler
+        self._is_open = False
+        self._loss: torch.Tensor | None = None
+        self._count_gradients(scaler)
+        self._detach.callback(model.register_forward_pre_hook(self._before_forward).remove)
+        if scaler is not None and observed_scaler.is_enabled(scaler):
+            self._detach.callback(_Wrapper(scaler, "scale", self._wrap_scale).remove)
+            self._detach.callback(_Wrapper(scaler, "update", self._wrap_update).remove)
+        elif optimizers:
+            hook = optimizers[-1].register_step_post_hook(self._after_step)
+            self._detach.callback(hook.remove)
+
+    def _before_forward(self, *_: Any) -> None:
+        if is_compiling():
+            # Code that is compiled in this call must not keep the hook.
+            return
+        if not self.optimizers:
+            self._end(0.0)
+        elif not torch.is_grad_enabled():
+            # A validation between two steps.
+            return
+        if not self._is_open:
+            self._is_open = True
+            self._listener.begin()
+
+    def _wrap_scale(self, scale: Callable[..., Any]) -> Callable[..., Any]:
+        def scaled(outputs: Any, *args: Any, **kwargs: Any) -> Any:
+            if isinstance(outputs, torch.Tensor) and outputs.numel() == 1:
+                self._loss = outputs.detach()
+            return scale(outputs, *args, **kwargs)
+
+        return scaled
+
+    def _wrap_update(self, update: Callable[..., Any]) -> Callable[..., Any]:
+        def updated(*args: Any, **kwargs: Any) -> Any:
+            scaler = self._scaler
+            if scaler is None:
+                return update(*args, **kwargs)
+            if self.counts is not None:
+                observed_scaler.count_unchecked(scaler, self.optimizers, self.counts)
+            skipped = observed_scaler.found_inf(scaler)
+            returned = update(*args, **kwargs)
+            self._end(0.0 if skipped is None else skipped.clone(), observed_scaler.scale_of(scaler))
+            return returned
+
+        return updated
+
+    def _after_step(self, *_: Any) -> None:
+        self._end(0.0)
+
+    def _end(self, skipped: torch.Tensor | float, scale: torch.Tensor | float = 1.0) -> None:
+        if not self._is_open and not self.optimizers:
+            return
+        loss, self._loss = self._loss, None
+        self.history.append(loss, skipped, scale, None)
+        if self._is_open:
+            self._is_open = False
+            self._listener.end()
+        else:
+            # The forward pass was not seen: a compiled model does not run the hook.
+            self._listener.count()
+
+    def detach(self) -> None:
+        """Remove hooks and wrappers; end the step that is open."""
+        if not self.optimizers:
+            self._end(0.0)
+        super().detach()
+
+
+class _Wrapper:
+    """A method of one object that is wrapped until the wrapper is removed."""
+
+    def __init__(
+        self, owner: Any, name: str, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]
+    ) -> None:
+        self._owner, self._name = owner, name
+        self._before = vars(owner).get(name)
+        self._method = getattr(owner, name)
+        self._run = wrap(self._method)
+        setattr(owner, name, self)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._run(*args, **kwargs)
+
+    def remove(self) -> None:
+        """Restore the method, or below a wrapper of other code only what this one calls."""
+        self._run = self._method
+        attributes = vars(self._owner)
+        # Also wrappers of runs that stopped earlier, and were below this one.
+        while isinstance(top := attributes.get(self._name), _Wrapper) and top._is_removed:
+            delattr(self._owner, self._name)
+            if top._before is not None:
+                setattr(self._owner, self._name, top._before)
+
+    @property
+    def _is_removed(self) -> bool:
+        return self._run is self._method
+
+
+def _device_of(models: list[nn.Module], optimizers: list[Optimizer]) -> torch.device:
+    tensors = [one for optimizer in optimizers for one in parameters(optimizer)]
+    tensors += [one for model in models for one in (*model.parameters(), *model.buffers())]
+    return next((one.device for one in tensors), torch.device("cpu"))

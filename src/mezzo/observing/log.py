@@ -1,0 +1,171 @@
+"""The log of a run: JSON Lines with a version, written as it runs and read up to any damage."""
+
+from __future__ import annotations
+
+import json
+import os
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from mezzo._errors import MezzoError, PolicyError
+from mezzo.observing.records import VERSION, Record, StepRecord, is_important
+
+Line = dict[str, Any]
+"""One record of a log as plain data: `kind`, `step`, `time` and the fields of its kind."""
+
+_FULL_STEPS = 1000
+"""Steps that are all logged; then every 10th of the first 10 000, every 100th of 100 000, ..."""
+
+
+class LogWriter:
+    """Writes records to a log file, a line each, complete after every call.
+
+    The size is bounded: step records become rarer (all of the first 1000, every 10th up to 10 000,
+    every 100th up to 100 000, ...), and each time the log has used half of what was left of
+    `max_bytes`, all but every fourth of the records so far is left out from then on. Skipped steps,
+    gradients that overflowed and events are always written.
+    """
+
+    def __init__(self, path: Path, max_bytes: int) -> None:
+        self.path = path
+        self._file = path.open("w", encoding="utf-8")
+        self._size, self._max_bytes = 0, max_bytes
+        self._next_limit = max_bytes / 2
+        self._interval = 1
+        self._offered: dict[str, int] = {}
+
+    def write(self, records: list[Record]) -> None:
+        """Write records, or as many of them as the size allows, and flush."""
+        for record in records:
+            if is_important(record) or self._is_due(record):
+                self._add(json.dumps(record.to_json()) + "\n", optional=not is_important(record))
+        self._file.flush()
+
+    def step_interval(self, step: int) -> int:
+        """Return of how many steps that were not skipped one is written, at this step."""
+        return step_interval(step) * self._interval
+
+    def _is_due(self, record: Record) -> bool:
+        if isinstance(record, StepRecord):
+            return record.step is None or record.step % self.step_interval(record.step) == 0
+        # Of samples, all kinds of one step or none.
+        name = f"{record.kind} {getattr(record, 'which', '')}"
+        self._offered[name] = self._offered.get(name, -1) + 1
+        return self._offered[name] % self._interval == 0
+
+    def _add(self, line: str, *, optional: bool) -> None:
+        if optional and self._size + len(line) > self._max_bytes:
+            return
+        self._file.write(line)
+        self._size += len(line)
+        if optional and self._size > self._next_limit:
+            self._next_limit = (self._size + self._max_bytes) / 2
+            self._interval *= 4
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+
+def step_interval(step: int) -> int:
+    """Return of how many steps one is logged, at this step.
+
+    >>> [step_interval(step) for step in (1, 1000, 1001, 10_000, 10_001)]
+    [1, 1, 10, 10, 100]
+    """
+    interval = 1
+    while step > _FULL_STEPS * interval:
+        interval *= 10
+    return interval
+
+
+def read_log(path: str | os.PathLike[str]) -> list[Line]:
+    """Return the records of a log, also of one that is still being written.
+
+    A line that is cut off or damaged ends the reading, with one warning; what is before it is
+    returned. Kinds and fields that this version of mezzo does not have are returned as they are.
+
+    Args:
+        path: The file that `mezzo.observe(..., log=path)` writes.
+
+    Returns:
+        A dictionary for each line: `kind`, `step`, `time` and the fields of that kind.
+
+    Raises:
+        MezzoError: The file is not a log of mezzo, or of a newer format.
+
+    >>> import mezzo, tempfile, torch
+    >>> path = tempfile.mktemp(suffix=".jsonl")
+    >>> model = torch.nn.Linear(2, 1)
+    >>> with mezzo.observe(model, log=path):
+    ...     output = model(torch.ones(1, 2))
+    >>> [line["kind"] for line in mezzo.read_log(path)][0]
+    'run'
+    """
+    path = Path(path)
+    lines: list[Line] = []
+    for number, text in enumerate(_raw_lines(path), 1):
+        line = _parse(text)
+        if line is None:
+            warnings.warn(
+                f"{path} is damaged or cut off at line {number}: the {len(lines)} records before"
+                " it were read.",
+                UserWarning,
+                stacklevel=2,
+            )
+            break
+        if not lines:
+            _check_header(path, line)
+        lines.append(line)
+    if not lines:
+        raise MezzoError(
+            f"{path} has no complete first line, so it is not a log of mezzo.observe. Pass the path"
+            " that was passed as log=."
+        )
+    return lines
+
+
+def _raw_lines(path: Path) -> Iterator[bytes]:
+    with path.open("rb") as file:
+        yield from file
+
+
+def _parse(text: bytes) -> Line | None:
+    """Return the record of a line, None if it is damaged; a line without an end is cut off."""
+    try:
+        line = json.loads(text)
+    except ValueError:
+        return None
+    is_record = isinstance(line, dict) and isinstance(line.get("kind"), str)
+    return line if is_record and text.endswith(b"\n") else None
+
+
+def _check_header(path: Path, line: Line) -> None:
+    if line["kind"] != "run":
+        raise MezzoError(
+            f"{path} begins with a record of kind {line['kind']!r}, so it is not a log of"
+            " mezzo.observe, which begins with 'run'. Pass the path that was passed as log=."
+        )
+    version = line.get("version")
+    if not isinstance(version, int) or version > VERSION:
+        raise MezzoError(
+            f"{path} has version {version!r} of the log format, and this mezzo reads up to"
+            f" {VERSION}. Update mezzo."
+        )
+
+
+def log_path(path: str | os.PathLike[str], rank: int, ranks: int) -> Path:
+    """Return the file of a rank: with several ranks, `run.jsonl` becomes `run.rank1.jsonl`.
+
+    >>> log_path("run.jsonl", 0, 1).name, log_path("run.jsonl", 1, 2).name
+    ('run.jsonl', 'run.rank1.jsonl')
+    """
+    path = Path(path)
+    if path.is_dir() or not path.parent.is_dir():
+        raise PolicyError(
+            f"log={str(path)!r} is no file in an existing folder. Pass the path of a file, such as"
+            " log='run.jsonl', and make its folder first."
+        )
+    return path if ranks == 1 else path.with_name(f"{path.stem}.rank{rank}{path.suffix}")

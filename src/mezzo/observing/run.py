@@ -1,0 +1,435 @@
+"""`mezzo.observe`: watch the precision of a run, keep its history and write its log."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Sequence
+from contextlib import ExitStack
+from math import isnan
+from types import TracebackType
+from typing import Self
+
+import torch
+from torch import nn
+
+from mezzo import _events
+from mezzo._errors import PolicyError
+from mezzo._launch import AsyncCopy, needs_sync
+from mezzo.observing.arguments import check_number, check_target, header, ranks
+from mezzo.observing.attach import Attachment, LoopAttachment, StepAttachment
+from mezzo.observing.log import LogWriter, log_path
+from mezzo.observing.numerics import Collector, NumericsCollector, NumericsTable
+from mezzo.observing.op_sampler import OpSampler, SampledOps
+from mezzo.observing.records import (
+    EventRecord,
+    GradientsRecord,
+    Record,
+    RunEnded,
+    StepRecord,
+)
+from mezzo.prepare.arguments import unwrapped
+from mezzo.scaling.gradient_counts import Counts
+from mezzo.scaling.observed_scaler import Scaler
+from mezzo.step.base import Step
+from mezzo.step.step_history import NO_UPDATE, HistoryIndex
+
+Optimizer = torch.optim.Optimizer
+
+_KEPT = 10_000
+"""Steps, skips and events that a run keeps in memory; the oldest are dropped."""
+_TAKE_EVERY = 32
+"""Steps between two looks at the history of a device, which lags anyway."""
+_SKIPPED, _SCALE = HistoryIndex.SKIPPED.value, HistoryIndex.SCALE.value
+
+
+def observe(
+    target: nn.Module | Step,
+    optimizer: Optimizer | Sequence[Optimizer] | None = None,
+    scaler: Scaler | None = None,
+    *,
+    log: str | os.PathLike[str] | None = None,
+    every: int = 100,
+    max_bytes: int = 64 * 2**20,
+    numerics: bool = True,
+    ops: bool = False,
+) -> Run:
+    """Observe a training run: its skips, its loss scale, and how its numbers fit their dtypes.
+
+    All the time, and without waiting for the device: loss, loss scale, skipped steps with the first
+    parameter whose gradient was not finite, and how many values of each gradient overflowed and
+    underflowed. The last needs a loss scaler, whose check of the gradients counts them. Every
+    `every` steps, from the first: range, headroom, underflow and exponents of parameters,
+    activations, gradients and updates.
+
+    A step is captured again when a run is attached, and when it stops. A sampled call of a captured
+    step runs eagerly. Compiled models run as compiled: their activations are not seen. After
+    `stop()`, or the end of the block, models, optimizers, scaler and step are as before.
+
+    Args:
+        target: A `TrainStep`, a `@train_step` function, or the model of a loop that you wrote.
+        optimizer: The optimizer of that loop, or a list of them. Without one, each forward pass of
+            the model is a step.
+        scaler: The `mezzo.GradScaler` or `torch.amp.GradScaler` of that loop.
+        log: File to write records to, as JSON Lines; `mezzo.read_log` reads it, also while the run
+            goes on. With several processes, each writes its own: `run.jsonl` becomes
+            `run.rank1.jsonl`.
+        every: Steps between samples.
+        max_bytes: Size that the log is to keep: records become rarer as it grows. Skipped steps,
+            gradients that overflowed and events are always written.
+        numerics: Whether to sample tensors.
+        ops: Whether to count the ops of a step too, in another step of each interval. Each op takes
+            about 20 µs more in it. For a loop of your own, use `mezzo.op_stats` around a step.
+
+    Returns:
+        A `Run`: a context manager, with `stop()`.
+
+    >>> import mezzo
+    >>> model = nn.Linear(4, 2)
+    >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    >>> step = mezzo.TrainStep(model, nn.functional.mse_loss, optimizer, "O2", dtype="float16")
+    >>> with mezzo.observe(step) as run:
+    ...     for scale in (1.0, 1.0, 1e30):
+    ...         loss = step(torch.full((8, 4), scale), torch.zeros(8, 2))
+    >>> [(skip.step, skip.parameter) for skip in run.skips]
+    [(3, 'weight')]
+    """
+    return Run(
+        target,
+        optimizer,
+        scaler,
+        log=log,
+        every=every,
+        max_bytes=max_bytes,
+        numerics=numerics,
+        ops=ops,
+    )
+
+
+class Run:
+    """An observed run; see `mezzo.observe`. What it has collected stays readable after `stop()`."""
+
+    def __init__(
+        self,
+        target: nn.Module | Step,
+        optimizer: Optimizer | Sequence[Optimizer] | None = None,
+        scaler: Scaler | None = None,
+        *,
+        log: str | os.PathLike[str] | None = None,
+        every: int = 100,
+        max_bytes: int = 64 * 2**20,
+        numerics: bool = True,
+        ops: bool = False,
+    ) -> None:
+        optimizers = check_target(target, optimizer, scaler, ops=ops)
+        check_number("every", every)
+        check_number("max_bytes", max_bytes)
+        self.every = every
+        """Steps between samples."""
+        rank, world_size = ranks()
+        self.log = None if log is None else log_path(log, rank, world_size)
+        """Path of the log; None without one."""
+        self._writer: LogWriter | None = None
+        self._lock = threading.RLock()
+        self._began = time.perf_counter()
+        self._steps: deque[tuple[list[float], float]] = deque(maxlen=_KEPT)
+        """Rows of the history, with the times when they arrived."""
+        self._bad_parameters: dict[int, str | None] = {}
+        """First parameters with a non-finite gradient, by the step that was skipped."""
+        self._skips: deque[StepRecord] = deque(maxlen=_KEPT)
+        self._events: deque[EventRecord] = deque(maxlen=_KEPT)
+        self._seen_events: set[_events.Event] = set()
+        self._gradients: dict[str, Counts] = {}
+        self._logged_gradients: dict[str, Counts] = {}
+        self._copies: deque[tuple[int, AsyncCopy]] = deque()
+        self._number = self._skipped = self._counted = 0
+        self._scale = 1.0
+        self._next_sample, self._next_take, self._turn = 1, 1, 0
+        self._sampling: Collector | None = None
+        self._numerics = NumericsTable({})
+        self._attachment: Attachment | None = self._attach(target, optimizers, scaler)
+        self._take_every = _TAKE_EVERY if needs_sync(self._attachment.device) else 1
+        self._sampler = NumericsCollector(self._attachment.models) if numerics else None
+        self._op_sampler = OpSampler(self._attachment.models) if ops else None
+        self._ops = SampledOps() if ops else None
+        samplers = (self._sampler, self._op_sampler)
+        self.collectors: list[Collector] = [one for one in samplers if one is not None]
+        """What collects records from sampled steps: of each interval the first has the first step,
+        the second the next one, and so on."""
+        self._header = header(self._attachment, rank, world_size)
+        self._stack = ExitStack()
+        self._open_log(max_bytes)
+        self._stack.enter_context(_events.listen(self._add_event))
+
+    def _open_log(self, max_bytes: int) -> None:
+        """Create the log, over an old one of that name. If that fails, nothing is attached."""
+        try:
+            self._writer = None if self.log is None else LogWriter(self.log, max_bytes)
+            self._write([self._header])
+        except BaseException:
+            if self._attachment is not None:
+                self._attachment.detach()
+            raise
+
+    def _attach(
+        self, target: nn.Module | Step, optimizers: list[Optimizer], scaler: Scaler | None
+    ) -> Attachment:
+        if isinstance(target, Step):
+            return StepAttachment(target, self)
+        return LoopAttachment(target, optimizers, scaler, self, unwrapped(target))
+
+    # -- around each step --------------------------------------------------------------------------
+
+    def begin(self) -> bool:
+        """Begin a step; return whether it is sampled. The observed step or loop calls this."""
+        self._number += 1
+        if self._number < self._next_sample or not self.collectors:
+            return False
+        # One collector a step, so that none sees the work of another.
+        place = self._turn % len(self.collectors)
+        is_last = place + 1 == len(self.collectors)
+        self._turn = 0 if is_last else place + 1
+        self._next_sample = self._number + (max(1, self.every - place) if is_last else 1)
+        self._sampling = self.collectors[place]
+        self._sampling.start(self._number)
+        return True
+
+    def end(self) -> None:
+        """End a step. The observed step or loop calls this."""
+        if self._sampling is not None:
+            self._stop_sampling(self._sampling)
+        if self._number % self.every == 0:
+            self._copy_counts()
+        if self._number >= self._next_take:
+            self._next_take = self._number + self._take_every
+            self._take(all_arrived=self._take_every == 1)
+
+    def fail(self) -> None:
+        """End a step that raised: it does not count."""
+        self._number -= 1
+        if self._sampling is not None:
+            self._stop_sampling(self._sampling)
+
+    def count(self) -> None:
+        """Count a step whose beginning was not seen, such as `flush()`."""
+        self._number += 1
+        self.end()
+
+    def _stop_sampling(self, collector: Collector) -> None:
+        self._sampling = None
+        collector.stop()
+
+    def _copy_counts(self) -> None:
+        counts = None if self._attachment is None else self._attachment.counts
+        if counts is not None and self._counted < self._number:
+            self._counted = self._number
+            self._copies.append((self._number, AsyncCopy(counts.used())))
+
+    # -- records -----------------------------------------------------------------------------------
+
+    def _take(self, *, all_arrived: bool) -> None:
+        """Take what has arrived on the host, and write it to the log. Does not synchronize."""
+        attachment = self._attachment
+        if attachment is None:
+            return
+        records: list[Record] = []
+        rows = attachment.history.take(all_arrived=all_arrived)
+        if rows:
+            records += self._add_steps(rows, attachment)
+        while self._copies and self._copies[0][1].arrived():
+            number, copy = self._copies.popleft()
+            records += self._gradient_records(number, copy, attachment)
+        for collector in self.collectors:
+            records += collector.take(self._time())
+        self._write(records)
+
+    def _add_steps(self, rows: list[list[float]], attachment: Attachment) -> list[Record]:
+        """Keep the numbers of some steps; return the records of those that are logged."""
+        now, scale, skipped = self._time(), self._scale, []
+        # Plain indices and no records: this runs for every step, and small steps are short.
+        for row in rows:
+            if row[_SCALE] != row[_SCALE]:  # a NaN: the call did not change it
+                row[_SCALE] = scale
+            scale = row[_SCALE]
+            if row[_SKIPPED] > 0:
+                skipped.append(row)
+        self._scale = scale
+        self._steps.extend([(row, now) for row in rows])
+        self._skipped += len(skipped)
+        self._bad_parameters |= {int(row[0]): attachment.first_bad(row) for row in skipped}
+        self._skips.extend([self._record(row, now) for row in skipped])
+        if self._writer is None:
+            return []
+        interval = self._writer.step_interval(int(rows[0][0]))
+        logged = [row for row in rows if row[_SKIPPED] > 0 or row[0] % interval == 0]
+        return [self._record(row, now) for row in logged]
+
+    def _record(self, row: list[float], time: float) -> StepRecord:
+        number, skipped = int(row[HistoryIndex.NUMBER]), row[HistoryIndex.SKIPPED]
+        norm = row[HistoryIndex.NORM]
+        return StepRecord(
+            step=number,
+            time=time,
+            loss=row[HistoryIndex.LOSS] if row[HistoryIndex.HAS_LOSS] else None,
+            scale=row[HistoryIndex.SCALE],
+            skipped=None if skipped == NO_UPDATE else bool(skipped),
+            norm=None if isnan(norm) else norm,
+            parameter=self._bad_parameters.get(number),
+        )
+
+    def _gradient_records(
+        self, number: int, copy: AsyncCopy, attachment: Attachment
+    ) -> list[Record]:
+        if attachment.counts is None:
+            return []
+        rows: list[list[int]] = copy.values()  # type: ignore[assignment]
+        by_parameter = attachment.counts.by_parameter(rows)
+        self._gradients = {
+            attachment.name_of(index): one for index, one in sorted(by_parameter.items())
+        }
+        last, self._logged_gradients = self._logged_gradients, self._gradients
+        layers = {
+            name: one.minus(last[name]) if name in last else one
+            for name, one in self._gradients.items()
+        }
+        return [GradientsRecord(step=number, time=self._time(), layers=layers)]
+
+    def _add_event(self, event: _events.Event) -> None:
+        # Some are emitted at every op.
+        if event in self._seen_events:
+            return
+        with self._lock:
+            self._seen_events.add(event)
+            record = EventRecord.of(event, self._number, self._time())
+            self._events.append(record)
+        self._write([record])
+
+    def _write(self, records: Sequence[Record]) -> None:
+        if self._writer is not None and records:
+            with self._lock:
+                self._writer.write(list(records))
+
+    def _time(self) -> float:
+        return round(time.perf_counter() - self._began, 6)
+
+    # -- what was collected ------------------------------------------------------------------------
+
+    @property
+    def steps(self) -> list[StepRecord]:
+        """The last steps, at most 10 000, with their loss, scale and whether they were skipped.
+
+        Does not synchronize: on CUDA the last few steps may be missing until `stop()`.
+        """
+        self._refresh()
+        return [self._record(*one) for one in self._steps]
+
+    @property
+    def skips(self) -> list[StepRecord]:
+        """The steps that were skipped, with the first parameter whose gradient was not finite."""
+        self._refresh()
+        return list(self._skips)
+
+    @property
+    def gradients(self) -> dict[str, Counts]:
+        """Values of each gradient that overflowed and underflowed, by parameter name.
+
+        Up to the last multiple of `every` steps; after `stop()` up to the end. Empty if no loss
+        scaler checks the gradients.
+        """
+        self._refresh()
+        return dict(self._gradients)
+
+    @property
+    def numerics(self) -> NumericsTable:
+        """Statistics of the last sampled step: print it, or read `numerics["gradients"][name]`."""
+        self._refresh()
+        return self._numerics if self._sampler is None else NumericsTable(self._sampler.latest)
+
+    @property
+    def ops(self) -> SampledOps:
+        """The ops of the last sampled step, by module and dtype, with their casts: print it."""
+        if self._ops is None:
+            raise PolicyError(
+                "This run does not count ops. Pass ops=True to mezzo.observe, or use"
+                " mezzo.op_stats around a step."
+            )
+        return self._ops if self._op_sampler is None else self._op_sampler.latest
+
+    @property
+    def events(self) -> list[EventRecord]:
+        """Events of mezzo since the run began, such as captured steps; equal ones once."""
+        return list(self._events)
+
+    def _refresh(self) -> None:
+        self._take(all_arrived=self._take_every == 1)
+
+    def __repr__(self) -> str:
+        """Summarize the run. Does not synchronize."""
+        self._refresh()
+        started = self._header
+        state = "running" if self._attachment is not None else "stopped"
+        lines = [
+            f"Run of {started.model}, {started.policy or 'no policy'}, {started.dtype}: {state}",
+            f"steps: {self._number}, skipped: {self._skipped}, loss scale: {self._scale:g}",
+        ]
+        loss = self._record(*self._steps[-1]).loss if self._steps else None
+        if loss is not None:
+            lines[1] += f", loss: {loss:.4g}"
+        lines += [f"last skip: step {one.step}, {one.parameter}" for one in [*self._skips][-1:]]
+        lines += _worst_gradients(self._gradients)
+        if numerics := self.numerics:
+            sampled = ", ".join(f"{len(one)} {which}" for which, one in numerics.items())
+            lines.append(f"sampled: {sampled} (print run.numerics)")
+        if self.log is not None:
+            lines.append(f"log: {self.log}")
+        return "\n  ".join(lines)
+
+    # -- the end -----------------------------------------------------------------------------------
+
+    def stop(self, reason: str = "stopped") -> None:
+        """End the run, and leave model, optimizers, scaler and step as they were.
+
+        Waits for the device once. Calling it again does nothing.
+        """
+        attachment = self._attachment
+        if attachment is None:
+            return
+        self._copy_counts()
+        if self._sampling is not None:
+            self._stop_sampling(self._sampling)
+        # Waits for the device, after which everything has arrived.
+        attachment.detach()
+        self._take(all_arrived=True)
+        self._stack.close()
+        self._numerics = self.numerics
+        self._ops = None if self._op_sampler is None else self._op_sampler.latest
+        self._attachment, self._sampler, self._op_sampler = None, None, None
+        self.collectors = []
+        self._write([RunEnded(step=self._number, time=self._time(), reason=reason)])
+        if self._writer is not None:
+            self._writer.close()
+            self._writer = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.stop("stopped" if kind is None else f"{kind.__name__}: {error}")
+
+
+def _worst_gradients(gradients: dict[str, Counts]) -> list[str]:
+    """Return a line for the gradient that underflows most, and one for what overflowed."""
+    total = sum(one.overflowed for one in gradients.values())
+    known = {name: one for name, one in gradients.items() if one.total}
+    if not known:
+        return []
+    name = max(known, key=lambda one: known[one].underflowed / known[one].total)
+    share = known[name].underflowed / known[name].total
+    return [f"gradients: {total} values overflowed; most underflow: {name} ({share:.2%})"]
