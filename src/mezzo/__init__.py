@@ -12,6 +12,8 @@ from mezzo._errors import (
 )
 from mezzo._hardware import Hardware, hardware
 from mezzo.advising.estimate import Estimate, estimate
+from mezzo.advising.findings import LintFinding, LintFindings
+from mezzo.advising.lint import lint
 from mezzo.advising.precision_loss import PrecisionLoss, find_precision_loss
 from mezzo.autocasting.autocast import autocast, disable_autocast, enable_autocast
 from mezzo.autocasting.custom_ops import register_op
@@ -57,6 +59,8 @@ __all__ = [
     "EvalStep",
     "GradScaler",
     "Hardware",
+    "LintFinding",
+    "LintFindings",
     "Lion",
     "MezzoError",
     "NumericsError",
@@ -88,6 +92,7 @@ __all__ = [
     "grad_norm",
     "hardware",
     "latest_checkpoint",
+    "lint",
     "load_checkpoint",
     "master_params",
     "observe",

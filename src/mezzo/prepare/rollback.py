@@ -1,4 +1,4 @@
-"""Restore models, optimizers, scalers, schedulers and random generators if a load fails."""
+"""Restore models, optimizers, scalers, schedulers and random generators after a run or an error."""
 
 from __future__ import annotations
 
@@ -30,21 +30,63 @@ def rolled_back_on_error(
     in place. The state of an optimizer is only kept alive, because torch replaces it when it loads.
     Others, such as scalers and schedulers, are restored with their own `load_state_dict`.
     """
-    models, optimizers = tuple(models), tuple(optimizers)
     with ExitStack() as undo:
-        undo.callback(rng_state.restore_rng_state, rng_state.capture_rng_state())
-        for one in others:
-            undo.callback(_restorer(one))
-        # Runs after the parameters are restored: it records the versions that companions are for.
-        for masters in dict.fromkeys(_masters_of(models, optimizers)):
-            undo.callback(masters.snapshot())
-        for optimizer in optimizers:
-            for one in (optimizer, *inner_optimizers(optimizer).values()):
-                undo.callback(_optimizer_restorer(one))
-        for model in models:
-            undo.callback(_model_restorer(model))
+        _push_restorers(undo, tuple(models), tuple(optimizers), others)
         yield
         undo.pop_all()
+
+
+@contextmanager
+def rolled_back(
+    models: Iterable[nn.Module], optimizers: Iterable[Optimizer], others: Iterable[Any]
+) -> Iterator[None]:
+    """Restore all of these to the bit afterwards, also what a training step writes in place.
+
+    That is the state of `rolled_back_on_error`, the tensors of the optimizers' states, and the
+    gradients.
+    """
+    models, optimizers = tuple(models), tuple(optimizers)
+    with ExitStack() as undo:
+        for tensor in _written_by_steps(models, optimizers):
+            undo.callback(_tensor_restorer(tensor))
+        for model in models:
+            for parameter in model.parameters():
+                undo.callback(setattr, parameter, "grad", parameter.grad)
+        _push_restorers(undo, models, optimizers, others)
+        yield
+
+
+def _written_by_steps(
+    models: tuple[nn.Module, ...], optimizers: tuple[Optimizer, ...]
+) -> Iterator[torch.Tensor]:
+    trained = [
+        *(parameter for model in models for parameter in model.parameters()),
+        *(parameter for one in optimizers for parameter in parameters(one)),
+    ]
+    yield from (one.grad for one in dict.fromkeys(trained) if one.grad is not None)
+    for optimizer in optimizers:
+        for state in optimizer.state.values():
+            if isinstance(state, dict):
+                yield from (one for one in state.values() if isinstance(one, torch.Tensor))
+
+
+def _push_restorers(
+    undo: ExitStack,
+    models: tuple[nn.Module, ...],
+    optimizers: tuple[Optimizer, ...],
+    others: Iterable[Any],
+) -> None:
+    undo.callback(rng_state.restore_rng_state, rng_state.capture_rng_state())
+    for one in others:
+        undo.callback(_restorer(one))
+    # Runs after the parameters are restored: it records the versions that companions are for.
+    for masters in dict.fromkeys(_masters_of(models, optimizers)):
+        undo.callback(masters.snapshot())
+    for optimizer in optimizers:
+        for one in (optimizer, *inner_optimizers(optimizer).values()):
+            undo.callback(_optimizer_restorer(one))
+    for model in models:
+        undo.callback(_model_restorer(model))
 
 
 def _masters_of(
@@ -146,13 +188,26 @@ def _optimizer_restorer(optimizer: Optimizer) -> Callable[[], None]:
 
 def _restorer(one: Any) -> Callable[[], None]:
     state, attributes = deepcopy(one.state_dict()), dict(getattr(one, "__dict__", {}))
+    contents = list(_contents(attributes))
 
     def restore() -> None:
         if attributes:
             vars(one).clear()
             vars(one).update(attributes)
+        # torch's scaler keeps the stage of each optimizer in nested dictionaries.
+        for container, before in contents:
+            container.clear()
+            (container.extend if isinstance(container, list) else container.update)(before)
         # Also load the state, because objects that the attributes refer to may have changed.
         with suppress(Exception):
             one.load_state_dict(state)
 
     return restore
+
+
+def _contents(container: Any) -> Iterator[tuple[Any, Any]]:
+    """Yield the dictionaries and lists inside of one, each with a copy of its content."""
+    for value in container.values() if isinstance(container, dict) else container:
+        if isinstance(value, dict | list):
+            yield value, dict(value) if isinstance(value, dict) else list(value)
+            yield from _contents(value)

@@ -1,0 +1,97 @@
+"""Time functions on a device: medians of runs that alternate between them."""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from statistics import median
+from typing import Any
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from mezzo._torch import TorchDispatchMode
+
+_WARM_UP = 2
+
+
+def interleaved_medians(
+    runs: Sequence[Callable[[], object]], device: torch.device, rounds: int = 7
+) -> list[float]:
+    """Return the median seconds of each function.
+
+    Each round runs all of them, so that a change of the clock or of the load meets all alike.
+
+    >>> first, second = interleaved_medians(
+    ...     [lambda: sum(range(10)), lambda: sum(range(100_000))], torch.device("cpu")
+    ... )
+    >>> first < second
+    True
+    """
+    for run in runs:
+        for _ in range(_WARM_UP):
+            run()
+    times: list[list[float]] = [[] for _ in runs]
+    for _ in range(rounds):
+        for run, taken in zip(runs, times, strict=True):
+            taken.append(time_once(run, device))
+    return [median(taken) for taken in times]
+
+
+def time_once(run: Callable[[], object], device: torch.device) -> float:
+    """Return the seconds of one run, until the device has finished it."""
+    synchronize(device)
+    begin = time.perf_counter()
+    run()
+    synchronize(device)
+    return time.perf_counter() - begin
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait until a device has finished; a CPU always has."""
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)
+
+
+def time_ops(run: Callable[[], object], device: torch.device) -> dict[str, float]:
+    """Return the seconds that each ATen op takes in one run: of its kernels on a GPU.
+
+    >>> x = torch.ones(8, 8)
+    >>> sorted(time_ops(lambda: (x @ x).relu(), torch.device("cpu")))
+    ['mm', 'relu']
+    """
+    if device.type == "cuda":
+        return _profile(run, device)
+    timer = _OpTimer()
+    with timer:
+        run()
+    return timer.seconds
+
+
+def _profile(run: Callable[[], object], device: torch.device) -> dict[str, float]:
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiled:
+        run()
+        synchronize(device)
+    seconds: dict[str, float] = defaultdict(float)
+    for event in profiled.key_averages():
+        # Kernels are listed beside the ops that launch them, and would count twice.
+        if event.key.startswith("aten::") and event.self_device_time_total:
+            seconds[event.key.removeprefix("aten::")] += event.self_device_time_total / 1e6
+    return seconds
+
+
+class _OpTimer(TorchDispatchMode):
+    """Times each op on the host. `torch.profiler` would write to stderr, and take longer."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.seconds: dict[str, float] = defaultdict(float)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        begin = time.perf_counter()
+        result = func(*args, **(kwargs or {}))
+        taken = time.perf_counter() - begin
+        if not func.is_view:
+            self.seconds[func.overloadpacket.__name__] += taken
+        return result
