@@ -11,6 +11,9 @@ from mezzo._errors import (
     UnsupportedError,
 )
 from mezzo._hardware import Hardware, hardware
+from mezzo._observe import count_dtypes
+from mezzo.advising.advice import Advice
+from mezzo.advising.advise import advise
 from mezzo.advising.estimate import Estimate, estimate
 from mezzo.advising.findings import LintFinding, LintFindings
 from mezzo.advising.lint import lint
@@ -52,6 +55,7 @@ __all__ = [
     "EMA",
     "LAMB",
     "NORMS",
+    "Advice",
     "CheckpointError",
     "ConversionError",
     "Converted",
@@ -78,6 +82,7 @@ __all__ = [
     "StepResult",
     "TrainStep",
     "UnsupportedError",
+    "advise",
     "autocast",
     "channels_last",
     "check_numerics",

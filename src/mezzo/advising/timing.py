@@ -14,6 +14,8 @@ from torch.profiler import ProfilerActivity, profile
 from mezzo._torch import TorchDispatchMode
 
 _WARM_UP = 2
+_RUNS = 3
+"""Runs whose ops are timed."""
 
 
 def interleaved_medians(
@@ -61,8 +63,12 @@ def time_ops(run: Callable[[], object], device: torch.device) -> dict[str, float
     >>> sorted(time_ops(lambda: (x @ x).relu(), torch.device("cpu")))
     ['mm', 'relu']
     """
-    if device.type == "cuda":
-        return _profile(run, device)
+    run()
+    tables = [_profile(run, device) if device.type == "cuda" else _time(run) for _ in range(_RUNS)]
+    return {op: median(table.get(op, 0.0) for table in tables) for op in tables[0]}
+
+
+def _time(run: Callable[[], object]) -> dict[str, float]:
     timer = _OpTimer()
     with timer:
         run()

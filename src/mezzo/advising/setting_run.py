@@ -1,0 +1,112 @@
+"""Run a copy of a model at one level and dtype, as a training step or a forward pass."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from copy import deepcopy
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from mezzo.advising.advice import Precision, Setting
+from mezzo.advising.lint_subject import device_of
+from mezzo.prepare.arguments import Optimizers, optimizers_of
+from mezzo.step.eval_step import EvalStep
+from mezzo.step.train_step import TrainStep
+
+_WARM_UP = 4
+"""Calls before the timed ones: a step is captured after a few."""
+
+
+class Workload(NamedTuple):
+    """What is timed: a model, its sample, and how it trains."""
+
+    model: nn.Module
+    sample: Any
+    loss_fn: Callable[..., Any] | None
+    optimizer: Optimizers | None
+    training: bool
+    overrides: dict[str, Any]
+
+    @property
+    def device(self) -> torch.device:
+        """The device of the model."""
+        return device_of(self.model)
+
+
+class SettingRun:
+    """A copy of a model that runs at one setting. Calls change the copy only."""
+
+    def __init__(self, workload: Workload, setting: Setting) -> None:
+        self.setting, self.device = setting, workload.device
+        self._sample, self._has_target = workload.sample, workload.loss_fn is not None
+        dtype = {} if setting.level == "O0" else {"dtype": setting.precision.value}
+        options = {"capture": setting.captured, **dtype, **workload.overrides}
+        with self._precision():
+            # Copied together, so that the copy of the optimizer has the copied parameters.
+            model, optimizer = deepcopy((workload.model, workload.optimizer))
+            self._call: Any
+            if workload.training:
+                optimizer = optimizer or torch.optim.AdamW(model.parameters(), 1e-6)
+                self._call = TrainStep(model, workload.loss_fn, optimizer, setting.level, **options)
+            else:
+                self._call = EvalStep(model.eval(), setting.level, **options)
+            self._model, self._optimizer = model, optimizer
+            for _ in range(_WARM_UP):
+                self()
+
+    def __call__(self) -> Any:
+        """Run one call."""
+        with self._precision():
+            if self._has_target:
+                return self._call(*self._sample)
+            return self._call(self._sample)
+
+    def state_bytes(self) -> int:
+        """Return the bytes of parameters, buffers, gradients and optimizer states."""
+        tensors = [*self._model.parameters(), *self._model.buffers()]
+        tensors += [one.grad for one in self._model.parameters() if one.grad is not None]
+        for optimizer in () if self._optimizer is None else optimizers_of(self._optimizer):
+            for state in optimizer.state.values():
+                tensors += [one for one in state.values() if isinstance(one, Tensor)]
+        return sum(one.numel() * one.element_size() for one in tensors)
+
+    @contextmanager
+    def _precision(self) -> Iterator[None]:
+        """Compute float32 products in TF32, if that is the setting."""
+        before = torch.get_float32_matmul_precision()
+        wanted = "high" if self.setting.precision is Precision.TF32 else before
+        torch.set_float32_matmul_precision(wanted)
+        try:
+            yield
+        finally:
+            torch.set_float32_matmul_precision(before)
+
+
+class Peak:
+    """Measures the peak of memory of a setting on CUDA, from before it is built."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._before = 0
+        if device.type == "cuda":
+            free_memory(device)
+            self._before = torch.cuda.memory_allocated(device)
+            torch.cuda.reset_peak_memory_stats(device)
+
+    def bytes_of(self, run: SettingRun) -> int:
+        """Return the peak since, or the bytes of all state on other devices."""
+        if self._device.type != "cuda":
+            return run.state_bytes()
+        return torch.cuda.max_memory_allocated(self._device) - self._before
+
+
+def free_memory(device: torch.device) -> None:
+    """Release what deleted copies occupied on a GPU."""
+    if device.type == "cuda":
+        gc.collect()
+        torch.cuda.synchronize(device)
+        torch.cuda.empty_cache()
