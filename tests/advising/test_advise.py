@@ -1,6 +1,7 @@
 """`mezzo.advise`: which setting is chosen, what is printed, and that nothing else changes."""
 
 import copy
+import time
 
 import pytest
 import torch
@@ -189,6 +190,12 @@ def test_the_verdict_names_gain_and_memory():
     assert "needs 0.50 of the memory" in verdict
 
 
+def test_the_verdict_if_no_setting_runs():
+    nothing = SettingTime(FLOAT32, problem="out of memory")
+    verdict = mezzo.Advice("H200", True, (nothing,), choose([nothing]), "line").verdict
+    assert verdict == "No setting runs on H200: out of memory. Use smaller batches."
+
+
 @pytest.mark.parametrize(
     ("setting", "line"),
     [
@@ -299,7 +306,26 @@ def test_medians_are_of_interleaved_runs():
     interleaved_medians(
         [lambda: calls.append("a"), lambda: calls.append("b")], torch.device("cpu"), rounds=3
     )
-    assert "".join(calls) == "aabb" + "ab" * 3
+    assert "".join(calls) == "abab" + "ab" * 3
+
+
+def test_slow_runs_are_timed_once():
+    calls = []
+
+    def slow():
+        calls.append(0)
+        time.sleep(0.02)
+
+    (seconds,) = interleaved_medians([slow], torch.device("cpu"), rounds=50, budget=0.01)
+    assert len(calls) == 2
+    assert seconds >= 0.02
+
+
+def test_a_level_is_left_out_if_a_lower_one_in_the_dtype_is_too_slow():
+    advice = mezzo.advise(mlp(), batch(), F.cross_entropy, rounds=1, budget=1e-9)
+    problems = {str(one.setting): one.problem for one in advice.times}
+    assert problems["O1 float16"] == problems["float32"] == ""
+    assert problems["O2 float16"].startswith("not timed: O1 float16 is 0.")
 
 
 def test_ops_are_timed_in_forward_and_backward():

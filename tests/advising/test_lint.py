@@ -128,6 +128,20 @@ def test_clipping_before_unscaling_is_found_with_its_line(clip):
     assert "unscale_" in found.instead
 
 
+def test_clipping_after_a_backward_that_unscales_is_not_found():
+    loop = Loop()
+    scaler = mezzo.GradScaler(num_losses=2)
+
+    def step():
+        for index in range(2):
+            scaler.backward(loop.forward(), loss_id=index, optimizers=loop.optimizer)
+        nn.utils.clip_grad_norm_(loop.model.parameters(), 1.0)
+        scaler.step(loop.optimizer)
+        scaler.update()
+
+    assert rules_of(lint(loop.model, loop.optimizer, scaler, step=step)) == []
+
+
 def test_dividing_scaled_gradients_by_a_number_is_no_clipping():
     loop = Loop()
 
@@ -598,6 +612,7 @@ def test_ignored_rules_are_left_out():
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     found = mezzo.lint(model, optimizer, ignore=["masters-missing", "slow-dtype"])
     assert rules_of(found) == ["float16-without-scaler"]
+    assert "masters-bypassed" in found.checked
 
 
 @pytest.mark.parametrize(

@@ -103,6 +103,8 @@ class Advice:
         """The advice in a sentence."""
         what = "a training step" if self.training else "a forward pass"
         how = " (computed, not measured)" if self.computed else ""
+        if self.chosen.seconds is None:
+            return f"No setting runs on {self.device}: {self.chosen.problem}. Use smaller batches."
         if self.switch_off:
             best = best_half(self.times)
             seen = "" if best is None else f": {best.setting} is {_times(best.gain)} float32"

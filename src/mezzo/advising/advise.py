@@ -37,6 +37,7 @@ def advise(
     levels: Sequence[str] = _LEVELS,
     gpu: str | None = None,
     rounds: int = 7,
+    budget: float = 10.0,
     **overrides: Any,
 ) -> Advice:
     """Time a model at each level and dtype on this machine, and say which to use.
@@ -57,6 +58,8 @@ def advise(
         gpu: Name of a GPU, such as `"H100"`: times are computed from its data sheet and the sizes
             of the model's tensors, not measured.
         rounds: Timed calls of each setting; the median counts.
+        budget: Seconds for each setting: there are fewer rounds if they would take longer. A level
+            is left out if a lower one in the same dtype takes longer and is slower than float32.
         **overrides: Fields of the policies to change, such as `keep_full=`.
 
     >>> import mezzo
@@ -74,12 +77,12 @@ def advise(
         # Each setting would warn again, about what the table shows.
         warnings.simplefilter("ignore")
         try:
-            times = _time_settings(
-                workload, list(_settings(workload.device, chosen_levels)), rounds
-            )
+            settings = list(_settings(workload.device, chosen_levels))
+            times = _Timer(workload, rounds, budget).time(settings)
             best = choose(times)
             compared = _compared(times, best)
-            ops = _time_ops(workload, compared)
+            slow = any((one.seconds or 0.0) * _TOP > budget for one in times)
+            ops = _time_ops(workload, compared, runs=1 if slow else 3)
         finally:
             restore_rng_state(random)
     name = hardware(workload.device).name
@@ -105,26 +108,57 @@ def _settings(device: torch.device, levels: Sequence[str]) -> Iterator[Setting]:
             yield from (Setting(level, precision, captured=one) for one in captures)
 
 
-def _time_settings(
-    workload: Workload, settings: Sequence[Setting], rounds: int
-) -> tuple[SettingTime, ...]:
-    """Time each setting in turn with float32, which keeps a copy of the model meanwhile."""
-    baseline, first = _build(workload, settings[0])
-    times = [first]
-    if baseline is not None:
-        (seconds,) = interleaved_medians([baseline], workload.device, rounds)
-        times = [SettingTime(settings[0], seconds, 1.0, first.memory)]
-    for setting in settings[1:]:
-        run, built = _build(workload, setting)
-        if run is None and built.problem == _OUT_OF_MEMORY and baseline is not None:
+class _Timer:
+    """Times settings one by one, each in turn with float32, of which it keeps a copy."""
+
+    def __init__(self, workload: Workload, rounds: int, budget: float) -> None:
+        self._workload, self._rounds, self._budget = workload, rounds, budget
+        self._baseline: SettingRun | None = None
+
+    def time(self, settings: Sequence[Setting]) -> tuple[SettingTime, ...]:
+        """Return the time of each setting; the first is eager float32."""
+        self._baseline, first = _build(self._workload, settings[0])
+        if self._baseline is not None:
+            (seconds,) = self._medians([self._baseline])
+            first = SettingTime(settings[0], seconds, 1.0, first.memory)
+        times = [first]
+        for setting in settings[1:]:
+            problem = self._too_slow(times, setting)
+            times.append(
+                SettingTime(setting, problem=problem) if problem else self._timed(setting, first)
+            )
+            free_memory(self._workload.device)
+        return tuple(times)
+
+    def _timed(self, setting: Setting, first: SettingTime) -> SettingTime:
+        run, built = _build(self._workload, setting)
+        if run is None and built.problem == _OUT_OF_MEMORY and self._baseline is not None:
             # It may fit alone.
-            baseline = None
-            free_memory(workload.device)
-            run, built = _build(workload, setting)
-        times.append(built if run is None else _timed(run, baseline, times[0], built, rounds))
-        del run
-        free_memory(workload.device)
-    return tuple(times)
+            self._baseline = None
+            free_memory(self._workload.device)
+            run, built = _build(self._workload, setting)
+        if run is None:
+            return built
+        if self._baseline is None:
+            (seconds,) = self._medians([run])
+            before = first.seconds
+        else:
+            before, seconds = self._medians([self._baseline, run])
+        gain = None if before is None else before / seconds
+        # Relative to the float32 calls beside it: the load of the machine may have changed since.
+        shown = seconds if gain is None or first.seconds is None else first.seconds / gain
+        return SettingTime(setting, shown, gain, built.memory)
+
+    def _medians(self, runs: Sequence[SettingRun]) -> list[float]:
+        return interleaved_medians(runs, self._workload.device, self._rounds, self._budget)
+
+    def _too_slow(self, times: Sequence[SettingTime], setting: Setting) -> str:
+        """Return why a setting is not worth the time to measure it; empty if it is."""
+        for one in times:
+            is_alike = one.setting.precision is setting.precision and one.setting.level != "O0"
+            if is_alike and (one.gain or 1.0) < 1.0 and (one.seconds or 0.0) > self._budget:
+                return f"not timed: {one.setting} is {one.gain:.2f}× as fast as float32"
+        return ""
 
 
 _OUT_OF_MEMORY = "out of memory"
@@ -150,36 +184,18 @@ def _first_sentence(error: Exception) -> str:
     return text if len(text) <= _SHOWN else f"{text[: _SHOWN - 1]}…"
 
 
-def _timed(
-    run: SettingRun,
-    baseline: SettingRun | None,
-    first: SettingTime,
-    built: SettingTime,
-    rounds: int,
-) -> SettingTime:
-    if baseline is None:
-        (seconds,) = interleaved_medians([run], run.device, rounds)
-        before = first.seconds
-    else:
-        before, seconds = interleaved_medians([baseline, run], run.device, rounds)
-    gain = None if before is None else before / seconds
-    # Relative to the float32 calls beside it: the load of the machine may have changed since.
-    shown = seconds if gain is None or first.seconds is None else first.seconds / gain
-    return SettingTime(run.setting, shown, gain, built.memory)
-
-
 def _compared(times: Sequence[SettingTime], best: SettingTime) -> Setting:
     """Return the setting whose ops are shown: if the best is float32, why 16 bits are not."""
     half = best_half(times) if best.setting.precision is Precision.FLOAT32 else None
     return best.setting if half is None else half.setting
 
 
-def _time_ops(workload: Workload, best: Setting) -> tuple[OpTime, ...]:
+def _time_ops(workload: Workload, best: Setting, runs: int) -> tuple[OpTime, ...]:
     """Return the times of the ops that take most of the time, eagerly, in float32 and the best."""
     tables: list[dict[str, float]] = []
     for setting in (_FLOAT32, Setting(best.level, best.precision)):
         run, _ = _build(workload, setting)
-        tables.append({} if run is None else time_ops(run, workload.device))
+        tables.append({} if run is None else time_ops(run, workload.device, runs))
         del run
         free_memory(workload.device)
     before, after = tables

@@ -46,7 +46,7 @@ RULES: Sequence[Rule] = (
     Rule("clip-before-unscale", loop_rules.clip_before_unscale, ("loop",)),
     Rule("16-bit-optimizer-state", setup_rules.half_optimizer_states, ("optimizers",)),
     Rule("masters-missing, masters-bypassed", setup_rules.missing_masters, ("optimizers",)),
-    Rule("16-bit-softmax, 16-bit-loss", setup_rules.half_softmax, ("products",)),
+    Rule("16-bit-softmax, 16-bit-loss", setup_rules.half_softmax, ("traced",)),
     Rule("backward-in-autocast", loop_rules.backward_in_autocast, ("loop",)),
     Rule("autocast-never-entered", loop_rules.autocast_never_entered, ("loop",)),
     Rule("parameter-in-no-optimizer", setup_rules.parameters_in_no_optimizer, ("optimizers",)),
@@ -113,7 +113,7 @@ def lint(
     >>> [finding.rule for finding in mezzo.lint(model, optimizer, ignore={"slow-dtype"})]
     ['float16-without-scaler', 'masters-missing']
     """
-    rules = _select_rules(ignore)
+    ignored = _checked_rules(ignore)
     is_step = isinstance(model, Step)
     if isinstance(model, Step):
         inner = model.models[0]
@@ -137,7 +137,7 @@ def lint(
     subject = _observed(subject, run, step)
     if measure and run is not None and gpu is None and subject.dtype is not None:
         subject = _measured(subject, run)
-    return _apply(rules, subject)
+    return _apply(subject, ignored)
 
 
 def _observed(
@@ -169,25 +169,30 @@ def _measured(subject: Subject, run: SampleRun) -> Subject:
     )
 
 
-def _apply(rules: Sequence[Rule], subject: Subject) -> LintFindings:
-    able = [rule for rule in rules if all(getattr(subject, need) for need in rule.needs)]
-    return LintFindings(
-        tuple(finding for rule in able for finding in rule.check(subject)),
-        tuple(name for rule in able for name in rule.names),
-        tuple(name for rule in rules if rule not in able for name in rule.names),
-    )
+def _apply(subject: Subject, ignored: set[str]) -> LintFindings:
+    findings: list[LintFinding] = []
+    checked: list[str] = []
+    skipped: list[str] = []
+    for rule in RULES:
+        names = [name for name in rule.names if name not in ignored]
+        if not all(getattr(subject, need) for need in rule.needs):
+            skipped += names
+        elif names:
+            checked += names
+            findings += [one for one in rule.check(subject) if one.rule in names]
+    return LintFindings(tuple(findings), tuple(checked), tuple(skipped))
 
 
 # -- arguments -------------------------------------------------------------------------------------
 
 
-def _select_rules(ignore: Iterable[str]) -> list[Rule]:
+def _checked_rules(ignore: Iterable[str]) -> set[str]:
     ignored = {ignore} if isinstance(ignore, str) else set(ignore)
     known = [name for rule in RULES for name in rule.names]
     unknown = sorted(ignored - set(known))
     if unknown:
         raise PolicyError(f"ignore={unknown[0]!r} is no rule. Choose from: {', '.join(known)}.")
-    return [rule for rule in RULES if not ignored.intersection(rule.names)]
+    return ignored
 
 
 def _checked_model(model: Any) -> nn.Module:

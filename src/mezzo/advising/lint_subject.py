@@ -94,6 +94,11 @@ class Subject:
             return self.forward.products
         return [] if self.loop is None else self.loop.ops.products
 
+    @property
+    def traced(self) -> bool:
+        """Whether ops were traced, of a sample or a step."""
+        return any(True for _ in self.traces())
+
     def traces(self) -> Iterator[OpTrace]:
         """Yield all traces."""
         if self.forward is not None:

@@ -26,6 +26,8 @@ _CLIPS = frozenset(
 )
 """Ops with which gradients are clipped in place."""
 _SCALINGS = frozenset({"mul_", "_foreach_mul_"})
+_SCALER_METHODS = ("scale", "backward", "find_scale", "unscale_", "step", "update")
+"""Methods of scalers that are followed. torch's has no `backward`, which unscales at once."""
 
 
 @dataclass(frozen=True)
@@ -178,7 +180,9 @@ class _ScalerWatch:
     def attached(self) -> Iterator[None]:
         """Wrap the methods of this scaler, not those of its class."""
         with ExitStack() as stack:
-            for name in ("scale", "unscale_", "step", "update") if self._scaler else ():
+            for name in _SCALER_METHODS:
+                if not hasattr(self._scaler, name):
+                    continue
                 stack.enter_context(_wrapped(self._scaler, name, partial(self._call, name)))
             yield
 

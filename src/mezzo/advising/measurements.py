@@ -23,6 +23,8 @@ _PRODUCTS = frozenset(
     " _cudnn_attention_forward".split()
 )
 _ROUNDS = 5
+_BUDGET = 10.0
+"""Seconds for the comparison with float32, which may be slow on a CPU."""
 _REPEATS = 20
 """Products that are timed at once: a single one is shorter than its launch."""
 
@@ -37,7 +39,9 @@ def measure_cost(run: SampleRun) -> Cost:
         products, total = profile_products(run.forward, device)
         gain = None
         if run.is_comparable:
-            fast, slow = interleaved_medians([run.forward, run.forward_float32], device, _ROUNDS)
+            fast, slow = interleaved_medians(
+                [run.forward, run.forward_float32], device, _ROUNDS, _BUDGET
+            )
             gain = slow / fast
     utilisation = min(total / wall, 1.0) if device.type == "cuda" else None
     return Cost(products / total if total else 0.0, utilisation, used, gain)

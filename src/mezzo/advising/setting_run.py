@@ -17,7 +17,7 @@ from mezzo.prepare.arguments import Optimizers, optimizers_of
 from mezzo.step.eval_step import EvalStep
 from mezzo.step.train_step import TrainStep
 
-_WARM_UP = 4
+_CALLS_TO_CAPTURE = 4
 """Calls before the timed ones: a step is captured after a few."""
 
 
@@ -55,7 +55,7 @@ class SettingRun:
             else:
                 self._call = EvalStep(model.eval(), setting.level, **options)
             self._model, self._optimizer = model, optimizer
-            for _ in range(_WARM_UP):
+            for _ in range(_CALLS_TO_CAPTURE if setting.captured else 1):
                 self()
 
     def __call__(self) -> Any:

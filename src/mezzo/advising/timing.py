@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
@@ -13,17 +14,20 @@ from torch.profiler import ProfilerActivity, profile
 
 from mezzo._torch import TorchDispatchMode
 
-_WARM_UP = 2
 _RUNS = 3
 """Runs whose ops are timed."""
 
 
 def interleaved_medians(
-    runs: Sequence[Callable[[], object]], device: torch.device, rounds: int = 7
+    runs: Sequence[Callable[[], object]],
+    device: torch.device,
+    rounds: int = 7,
+    budget: float = math.inf,
 ) -> list[float]:
     """Return the median seconds of each function.
 
-    Each round runs all of them, so that a change of the clock or of the load meets all alike.
+    Each round runs all of them, so that a change of the clock or of the load meets all alike. There
+    are fewer rounds, at least one, if they would take longer than the budget in seconds.
 
     >>> first, second = interleaved_medians(
     ...     [lambda: sum(range(10)), lambda: sum(range(100_000))], torch.device("cpu")
@@ -31,11 +35,12 @@ def interleaved_medians(
     >>> first < second
     True
     """
-    for run in runs:
-        for _ in range(_WARM_UP):
+    once = sum(time_once(run, device) for run in runs)
+    if once * (rounds + 2) <= budget:
+        for run in runs:
             run()
     times: list[list[float]] = [[] for _ in runs]
-    for _ in range(rounds):
+    for _ in range(max(1, min(rounds, int(budget / once - 1) if budget < math.inf else rounds))):
         for run, taken in zip(runs, times, strict=True):
             taken.append(time_once(run, device))
     return [median(taken) for taken in times]
@@ -56,15 +61,16 @@ def synchronize(device: torch.device) -> None:
         torch.accelerator.synchronize(device)
 
 
-def time_ops(run: Callable[[], object], device: torch.device) -> dict[str, float]:
+def time_ops(
+    run: Callable[[], object], device: torch.device, runs: int = _RUNS
+) -> dict[str, float]:
     """Return the seconds that each ATen op takes in one run: of its kernels on a GPU.
 
     >>> x = torch.ones(8, 8)
     >>> sorted(time_ops(lambda: (x @ x).relu(), torch.device("cpu")))
     ['mm', 'relu']
     """
-    run()
-    tables = [_profile(run, device) if device.type == "cuda" else _time(run) for _ in range(_RUNS)]
+    tables = [_profile(run, device) if device.type == "cuda" else _time(run) for _ in range(runs)]
     return {op: median(table.get(op, 0.0) for table in tables) for op in tables[0]}
 
 
