@@ -234,6 +234,8 @@ def _read(
             "The model is decorated, and each level is applied to a copy of the plain model. Call"
             " mezzo.undecorate(model) first, or advise before decorate."
         )
+    if next(model.parameters(), None) is None:
+        raise PolicyError(f"{type(model).__name__} has no parameters: there is nothing to compare.")
     half = next((one.dtype for one in model.parameters() if one.dtype in HALF_DTYPES), None)
     if half is not None:
         raise PolicyError(

@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.utils.flop_counter import flop_registry
 
 from mezzo._dtypes import HALF_DTYPES, dtype_name
 from mezzo._torch import FakeTensorMode, TorchDispatchMode, pytree
@@ -81,8 +80,8 @@ def estimate_times(
     times: list[SettingTime] = []
     for setting in settings:
         tables[setting] = _op_seconds(workload, setting, gpu)
-        seconds = sum(tables[setting].values())
-        gain = sum(tables[settings[0]].values()) / seconds
+        seconds = max(sum(tables[setting].values()), _KERNEL)
+        gain = (times[0].seconds or seconds) / seconds if times else 1.0
         times.append(SettingTime(setting, seconds, gain, _state_bytes(workload, setting)))
     rates = ", ".join(
         f"{gpu.rate(name):g} TFLOPS {name}"
@@ -184,7 +183,11 @@ class _CostMode(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        # Imported here: it loads private parts of torch that training does not need.
+        from torch.utils.flop_counter import flop_registry  # noqa: PLC0415
+
         self.costs: list[OpCost] = []
+        self._flops: dict[Any, Callable[..., int]] = flop_registry
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -192,7 +195,7 @@ class _CostMode(TorchDispatchMode):
         packet = func.overloadpacket
         computes = func.namespace == "aten" and not func.is_view
         if computes and packet.__name__ not in _NO_KERNEL:
-            count = flop_registry.get(packet)
+            count = self._flops.get(packet)
             flops = 0 if count is None else count(*args, **kwargs, out_val=result)
             tensors = [
                 one for one in pytree.tree_leaves((args, kwargs, result)) if isinstance(one, Tensor)

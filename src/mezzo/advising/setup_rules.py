@@ -217,7 +217,7 @@ def little_gain(subject: Subject) -> Found:
     if cost is None or subject.dtype is None:
         return
     is_small = cost.share < _SMALL_SHARE or (cost.utilisation or 1.0) < _IDLE
-    if cost.gain is not None and (cost.gain < 1.0 or (cost.gain < _USEFUL and is_small)):
+    if cost.gain is not None and (cost.gain * _USEFUL < 1.0 or (cost.gain < _USEFUL and is_small)):
         gains = (
             f"forward takes {1 / cost.gain:.2f} of its float32 time in {dtype_name(subject.dtype)}"
         )
@@ -233,7 +233,8 @@ def little_gain(subject: Subject) -> Found:
         " of kernels take the time.",
         'Switch it off: policy="O0". Or use larger batches and layers; on a GPU, a captured step:'
         " mezzo.TrainStep(model, loss_fn, optimizer). mezzo.advise(model, sample) times each.",
-        cost.gain,
+        # Of switching it off.
+        None if cost.gain is None or cost.gain * _USEFUL > 1.0 else 1.0 / cost.gain,
     )
 
 
