@@ -11,7 +11,6 @@ from mezzo._errors import (
     UnsupportedError,
 )
 from mezzo._hardware import Hardware, hardware
-from mezzo._observe import count_dtypes
 from mezzo.advising.advice import Advice
 from mezzo.advising.advise import advise
 from mezzo.advising.estimate import Estimate, estimate
