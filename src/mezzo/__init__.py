@@ -28,6 +28,7 @@ from mezzo.observing.count_dtypes import count_dtypes
 from mezzo.observing.log import read_log
 from mezzo.observing.op_stats import op_stats
 from mezzo.observing.run import Run, observe
+from mezzo.observing.trace_overflow import Overflow, trace_overflow
 from mezzo.optim.grad_norm import grad_norm
 from mezzo.optim.optimizers import LAMB, Lion
 from mezzo.parallel.sharded_state import RunState
@@ -67,6 +68,7 @@ __all__ = [
     "Lion",
     "MezzoError",
     "NumericsError",
+    "Overflow",
     "Plan",
     "Policy",
     "PolicyError",
@@ -108,6 +110,7 @@ __all__ = [
     "read_log",
     "register_op",
     "save_checkpoint",
+    "trace_overflow",
     "train_step",
     "undecorate",
     "weight_cache_info",

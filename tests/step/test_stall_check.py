@@ -138,7 +138,7 @@ def test_a_float16_scale_below_one_is_reported_once_with_the_parameter(captured_
         "The loss scale fell to 0.5, below 1; the gradient of 'layers.0.weight' is not finite"
         in messages[0]
     )
-    assert "mezzo.find_precision_loss(model, loss_fn, x, y) names the op" in messages[0]
+    assert "mezzo.trace_overflow(step, batch) names the op that overflows" in messages[0]
 
 
 def test_a_scale_that_started_below_one_is_not_reported(captured_step):

@@ -142,7 +142,7 @@ def _collapse_message(snapshot: ScaleSnapshot, name: str | None) -> str:
     return (
         f"{what} (step {snapshot.step}): gradients are not finite{where}. The cause is rarely the"
         " scale: look for a loss that is not finite, a division or logarithm near zero, or a"
-        " learning rate that is too high. mezzo.find_precision_loss names an op that overflows."
+        " learning rate that is too high. mezzo.trace_overflow names the op and its line."
         " bfloat16 needs no loss scaling."
     )
 

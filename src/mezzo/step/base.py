@@ -138,8 +138,8 @@ class Step:
         warnings.warn(
             f"The loss scale fell to {scale:g}, below 1{source}. The gradients overflow float16"
             " even without scaling: look for a loss that is summed where it should be averaged, or"
-            " use dtype='bfloat16'. mezzo.find_precision_loss(model, loss_fn, x, y) names the op"
-            " that overflows.",
+            " use dtype='bfloat16'. mezzo.trace_overflow(step, batch) names the op that overflows"
+            " and its line.",
             UserWarning,
             stacklevel=4,
         )

@@ -1,0 +1,475 @@
+"""Run one batch again on a copy of a model or a step, under any policy; nothing else changes.
+
+The objects of the user stand in for the copy meanwhile: code that refers to the model, as the body
+of `@train_step` and many loss functions do, runs on the copy too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from copy import deepcopy
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from mezzo._casting import map_tensors
+from mezzo._dtypes import HALF_DTYPES
+from mezzo._errors import PolicyError, UnsupportedError
+from mezzo.autocasting.arguments import region_for
+from mezzo.autocasting.regions import enter_regions
+from mezzo.observing.shadow_run import Finding, Kind, NamedTensor, OpError, ShadowMode, shadowed
+from mezzo.policy.policy import Policy
+from mezzo.prepare import rng_state
+from mezzo.prepare.arguments import models_of, unwrapped
+from mezzo.prepare.decorate import decorate
+from mezzo.prepare.decoration import decoration_of
+from mezzo.prepare.half_weights import HalfWeights
+from mezzo.prepare.plan import PolicyArg
+from mezzo.prepare.sharding import is_sharded_model
+from mezzo.step.base import Step
+from mezzo.step.executor import ScaledBackward
+from mezzo.step.inputs import Call, ModelArguments, call_model, move_inputs
+from mezzo.step.outputs import loss_of_output, split_loss
+from mezzo.step.train_step import TrainStep
+
+_LARGEST_SCALE = 65536.0
+_LARGEST_HALF_SCALE = 32768.0
+"""The largest scale of a loss in float16."""
+Body = Callable[..., Any]
+
+
+@dataclass(frozen=True)
+class Trace:
+    """What one run of a batch showed."""
+
+    finding: Finding | None
+    """The first op that lost precision, or what made the loss or a gradient non-finite."""
+    loss: float | None
+    """The loss, if there is one."""
+    scale: float
+    """The loss scale that backward ran with."""
+
+
+@dataclass(frozen=True)
+class Replay:
+    """One batch of a step or a model, which can be run under any policy."""
+
+    models: tuple[nn.Module, ...]
+    body: Body
+    """Computes the loss from the batch; with `takes_update`, after the function that steps."""
+    call: Call
+    policy: Policy
+    """The policy that the batch was run with."""
+    scale: float | None
+    """The loss scale; None for the largest with finite gradients, as scalers find it."""
+    number: int | None = None
+    """Calls of the step so far."""
+    takes_update: bool = False
+    wrappers: tuple[DistributedDataParallel, ...] = ()
+    """Wrappers of the models, which would call collectives."""
+    output_dtype: torch.dtype | None = None
+    """Dtype that the models cast their outputs to."""
+
+    @property
+    def device(self) -> torch.device:
+        """The device of the models."""
+        tensors = [one for model in self.models for one in (*model.parameters(), *model.buffers())]
+        return tensors[0].device if tensors else torch.device("cpu")
+
+    def run(
+        self,
+        policy: Policy | None,
+        scale: float | None = None,
+        observe: Callable[[OpError], None] | None = None,
+    ) -> Trace:
+        """Run forward and backward under a policy, None for float32; change nothing else."""
+        copies = [_plain_copy(model, to_float32=policy is None) for model in self.models]
+        call = Call(*map_tensors(self.call, partial(_copied, to_float32=policy is None)))
+        with ExitStack() as stack:
+            # First: it is restored last, after what an error left behind.
+            stack.callback(rng_state.restore_rng_state, rng_state.capture_rng_state())
+            # Compiled code is not seen by modes.
+            stack.enter_context(torch.compiler.set_stance("force_eager"))
+            stack.enter_context(torch.enable_grad())
+            region = None
+            if policy is not None:
+                # Without an optimizer there are no updates to lose.
+                applied = replace(policy, master="none")
+                decorate(copies, None, applied, output_dtype=self.output_dtype)
+                region = region_for(applied, self.device.type)
+            stack.enter_context(_standing_in(self.models, copies, self.wrappers))
+            return self._run(copies, call, region, self.scale if scale is None else scale, observe)
+
+    def _run(
+        self,
+        copies: list[nn.Module],
+        call: Call,
+        region: Any,
+        scale: float | None,
+        observe: Callable[[OpError], None] | None,
+    ) -> Trace:
+        parameters = [one for model in copies for one in model.parameters() if one.requires_grad]
+        dtype = torch.float32 if region is None else region.computes_in
+        context = _Backward(parameters, dict(self._twins(copies)), scale, dtype)
+        named = self._named(copies, call)
+        regions = () if region is None else (region,)
+        with ExitStack() as stack:
+            # The region first: the mode that tracks functions must see calls before their casts.
+            stack.enter_context(enter_regions(*regions))
+            stack.enter_context(ScaledBackward(context))  # type: ignore[arg-type]
+            context.mode = stack.enter_context(
+                shadowed(_module_names(copies), Replay._run.__code__, named, observe)
+            )
+            args = (context, *call.args) if self.takes_update else call.args
+            loss = split_loss(self.body(*args, **call.kwargs)).loss
+        if context.loss is None and loss is not None:
+            self._backward(context, loss)
+        results = [] if context.loss is None else [context.loss]
+        results += [one.grad for one in parameters if one.grad is not None]
+        shown = context.loss if context.loss is not None else loss
+        return Trace(
+            context.mode.outcome(results if context.loss is not None else _tensors(loss)),
+            None if shown is None or shown.numel() != 1 else float(shown.detach()),
+            context.scale or 1.0,
+        )
+
+    def _backward(self, context: _Backward, loss: Tensor) -> None:
+        if context.mode.finding is None and loss.requires_grad and loss.numel() == 1:
+            with context.mode:
+                context.backward(loss)
+
+    def _twins(self, copies: list[nn.Module]) -> Iterator[tuple[Tensor, Tensor]]:
+        for model, copy in zip(self.models, copies, strict=True):
+            yield from zip(_parameters(model), _parameters(copy), strict=True)
+
+    def _named(self, copies: list[nn.Module], call: Call) -> list[NamedTensor]:
+        named = [
+            NamedTensor(Kind.PARAMETERS, name, tensor)
+            for model in copies
+            for name, tensor in (*model.named_parameters(), *model.named_buffers())
+        ]
+        return named + [NamedTensor(Kind.DATA, *one) for one in named_tensors(call)]
+
+
+def replay_of(
+    target: Any,
+    batch: Any,
+    loss_fn: Callable[..., Any] | None = None,
+    policy: PolicyArg | None = None,
+    scaler: Any = None,
+    **overrides: Any,
+) -> Replay:
+    """Return the replay of a batch of a step, or of a model with a loss function."""
+    if isinstance(target, Step):
+        if loss_fn is not None:
+            raise PolicyError("A training step has its loss function. Leave loss_fn out.")
+        replay = _step_replay(target, batch)
+    elif isinstance(target, nn.Module):
+        replay = _model_replay(target, batch, loss_fn)
+    else:
+        raise PolicyError(
+            f"Got {type(target).__name__}. Pass a mezzo.TrainStep, a @mezzo.train_step function or"
+            " a torch.nn.Module."
+        )
+    if is_sharded_model(replay.models):
+        raise UnsupportedError(
+            "The model is sharded by FSDP2 or tensor parallelism: a batch would have to be replayed"
+            " by all ranks. Pass the model before fully_shard, with the same batch."
+        )
+    if policy is not None or overrides:
+        start = replay.policy if policy is None else policy
+        replay = replace(replay, policy=Policy.parse(start, **overrides))
+    return replay if scaler is None else replace(replay, scale=_scale(scaler))
+
+
+def _step_replay(step: Step, batch: Any) -> Replay:
+    components, executor = step._components, step._executor
+    args, kwargs = _arguments(batch)
+    call = step._arrange(args, kwargs) if isinstance(step, TrainStep) else Call(args, kwargs)
+    options, scaler = executor.options, components.scaler
+    searches = scaler is not None and executor.finds_scale
+    return Replay(
+        components.models,
+        step._body,
+        executor.move_inputs(call),
+        components.policy,
+        None if searches else _scale(scaler or False),
+        step._updates * options.accumulate + step.position,
+        options.takes_update,
+        components.replicas.wrappers,
+        components.decoration.plan.output_dtype,
+    )
+
+
+def _model_replay(target: nn.Module, batch: Any, loss_fn: Callable[..., Any] | None) -> Replay:
+    (outer,) = models_of(target)
+    (model,) = models_of(unwrapped(outer))
+    decoration = decoration_of(model)
+    arguments = ModelArguments(model)
+    if loss_fn is None:
+        inputs, target_values = arguments.arrange(*_arguments(batch)), ()
+    else:
+        x, *target_values = batch if isinstance(batch, tuple | list) else (batch,)  # type: ignore[assignment]
+        if len(target_values) > 1:
+            raise PolicyError(
+                f"With loss_fn the batch is (inputs, target), got {len(target_values) + 1} values."
+                " Pass several inputs as a tuple: ((a, b), target)."
+            )
+        inputs = arguments.arrange((x,), {})
+
+    def body(inputs: Any, *target_values: Any) -> Any:
+        outputs = call_model(model, inputs)
+        if loss_fn is None:
+            return _loss_or_output(outputs)
+        y = target_values[0] if target_values and isinstance(target_values[0], tuple) else None
+        return loss_fn(outputs, *(target_values if y is None else y))
+
+    plan = None if decoration is None else decoration.plan
+    parameters = [*model.parameters(), *model.buffers()]
+    device = parameters[0].device if parameters else torch.device("cpu")
+    return Replay(
+        (model,),
+        body,
+        Call(move_inputs((inputs, *target_values), device), {}),
+        Policy("O1") if plan is None else plan.policy,
+        None,
+        wrappers=(outer,) if isinstance(outer, DistributedDataParallel) else (),
+        output_dtype=None if plan is None else plan.output_dtype,
+    )
+
+
+def _loss_or_output(outputs: Any) -> Any:
+    """Return the loss of a model; what it returned if there is none, so that only forward runs."""
+    try:
+        return loss_of_output(outputs)
+    except PolicyError:
+        return outputs
+
+
+def _arguments(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    if isinstance(batch, tuple | list) and not hasattr(batch, "_fields"):
+        return tuple(batch), {}
+    return (batch,), {}
+
+
+def _scale(scaler: Any) -> float:
+    """Return the loss scale of a scaler of mezzo or torch, or a number; 1 without one."""
+    if scaler is False:
+        return 1.0
+    return float(scaler.get_scale() if hasattr(scaler, "get_scale") else scaler)
+
+
+# -- the copy --------------------------------------------------------------------------------------
+
+
+def _plain_copy(model: nn.Module, *, to_float32: bool) -> nn.Module:
+    """Return a copy of a model, not decorated, with exact float32 weights where it has them."""
+    copied = deepcopy(model, _memo(model))
+    for module in copied.modules():
+        forward = module.__dict__.get("forward")
+        if getattr(forward, "__module__", type(forward).__module__).startswith("mezzo."):
+            _strip(module)
+        if isinstance(module, nn.SyncBatchNorm):
+            module.__class__ = _LocalBatchNorm  # type: ignore[assignment]
+    for source, tensor in zip(_tensors_of(model), _tensors_of(copied), strict=True):
+        weights = HalfWeights.of(source)
+        if weights is not None:
+            tensor.data = weights.read(source)
+        elif to_float32 and tensor.dtype in HALF_DTYPES:
+            tensor.data = tensor.data.float()
+        tensor.grad = None
+    return copied
+
+
+def _strip(module: nn.Module) -> None:
+    """Remove the forwards that decoration and module rules have put before the module's own."""
+    forward = module.__dict__.pop("forward")
+    while True:
+        behind = getattr(forward, "mezzo_behind", getattr(forward, "mezzo_original", None))
+        if behind is None:
+            return
+        forward = behind
+        if not getattr(forward, "__module__", "").startswith("mezzo."):
+            if forward is not type(module).forward:
+                module.__dict__["forward"] = forward
+            return
+
+
+def _memo(model: nn.Module) -> dict[int, Any]:
+    """Return replacements for what cannot or must not be copied.
+
+    That is results of an earlier forward pass, and hooks that observe the model.
+    """
+    memo: dict[int, Any] = {}
+    for module in model.modules():
+        for value in vars(module).values():
+            if isinstance(value, Tensor) and not value.is_leaf:
+                memo[id(value)] = value.detach().clone()
+        for hooks in (module._forward_hooks, module._forward_pre_hooks):
+            for hook in hooks.values():
+                owner = getattr(getattr(hook, "func", hook), "__module__", None) or ""
+                if owner.startswith("mezzo.observing"):
+                    memo[id(hook)] = _no_hook
+    return memo
+
+
+def _no_hook(*_: Any) -> None:
+    """Stand for a hook that observes the model."""
+
+
+class _LocalBatchNorm(nn.BatchNorm1d):
+    """Batch norm over the batch of this rank: no collective is called."""
+
+    def _check_input_dim(self, input: Tensor) -> None:  # noqa: A002 - the name in torch
+        pass
+
+
+@contextmanager
+def _standing_in(
+    models: Sequence[nn.Module],
+    copies: Sequence[nn.Module],
+    wrappers: Sequence[DistributedDataParallel],
+) -> Iterator[None]:
+    """Give the modules of the user the content of their copies in the block."""
+    pairs = [
+        pair
+        for model, copy in zip(models, copies, strict=True)
+        for pair in zip(model.modules(), copy.modules(), strict=True)
+    ]
+    contents = [(vars(one), dict(vars(one))) for one, _ in pairs]
+    contents += [(vars(one), dict(vars(one))) for one in wrappers]
+    try:
+        for module, copy in pairs:
+            vars(module).clear()
+            vars(module).update(vars(copy))
+        for wrapper in wrappers:
+            vars(wrapper)["forward"] = wrapper.module
+        yield
+    finally:
+        for content, before in contents:
+            content.clear()
+            content.update(before)
+
+
+def _copied(tensor: Tensor, *, to_float32: bool) -> Tensor:
+    copied = tensor.detach().clone().requires_grad_(tensor.requires_grad)
+    return copied.float() if to_float32 and copied.dtype in HALF_DTYPES else copied
+
+
+def _module_names(models: Sequence[nn.Module]) -> dict[str, nn.Module]:
+    if len(models) == 1:
+        return dict(models[0].named_modules())
+    # Of several models the class tells which.
+    return {
+        ".".join(filter(None, (type(model).__name__, name))): module
+        for model in models
+        for name, module in model.named_modules()
+    }
+
+
+def named_tensors(call: Call) -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors among the arguments of a call with their names."""
+    for index, value in enumerate(call.args):
+        yield from _named_in(f"argument {index}", value)
+    for name, value in call.kwargs.items():
+        yield from _named_in(f"argument {name!r}", value)
+
+
+def _named_in(path: str, value: Any) -> Iterator[tuple[str, Tensor]]:
+    if isinstance(value, Tensor):
+        yield path, value
+    elif isinstance(value, Mapping):
+        for name, item in value.items():
+            yield from _named_in(f"{path}[{name!r}]", item)
+    elif isinstance(value, tuple | list):
+        for index, item in enumerate(value):
+            yield from _named_in(f"{path}[{index}]", item)
+
+
+def _parameters(model: nn.Module) -> list[nn.Parameter]:
+    return list(model.parameters())
+
+
+def _tensors_of(model: nn.Module) -> list[Tensor]:
+    return [*model.parameters(), *model.buffers()]
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    return [value] if isinstance(value, Tensor) and value.is_floating_point() else []
+
+
+# -- backward --------------------------------------------------------------------------------------
+
+
+class _Backward:
+    """Computes scaled gradients of the copy.
+
+    A body that takes `update` gets this object, and `loss.backward()` in a body calls it.
+    """
+
+    mode: ShadowMode
+
+    def __init__(
+        self,
+        parameters: list[nn.Parameter],
+        twins: Mapping[Tensor, Tensor],
+        scale: float | None,
+        dtype: torch.dtype | None,
+    ) -> None:
+        self._parameters, self._twins, self._dtype = parameters, twins, dtype
+        self.scale = scale
+        self.loss: Tensor | None = None
+        """The last loss whose gradients were computed."""
+
+    def __call__(self, loss: Tensor, optimizer: Any, **kwargs: Any) -> None:
+        """Compute the gradients of an optimizer's parameters; nothing is stepped."""
+        trained = [one for group in optimizer.param_groups for one in group["params"]]
+        self.backward(loss, inputs=[one for one in trained if one.requires_grad], **kwargs)
+
+    def backward(
+        self,
+        loss: Tensor,
+        gradient: Tensor | None = None,
+        retain_graph: bool | None = None,  # noqa: FBT001 - the signature of Tensor.backward
+        create_graph: bool = False,  # noqa: FBT001, FBT002
+        inputs: Any = None,
+    ) -> None:
+        """Compute scaled gradients, with the arguments of `Tensor.backward`."""
+        self.loss = loss
+        if self.mode.finding is not None:
+            return
+        if self.scale is None:
+            self.scale = self._finite_scale(loss)
+        limit = _LARGEST_HALF_SCALE if loss.dtype is torch.float16 else torch.inf
+        seed = torch.full_like(loss, min(self.scale, limit)) if gradient is None else gradient
+        if inputs is not None:
+            inputs = [self._twins.get(one, one) for one in inputs]
+        torch.autograd.backward(loss, seed, retain_graph, create_graph, inputs=inputs)
+
+    def _finite_scale(self, loss: Tensor) -> float:
+        """Return the largest scale with finite gradients, as scalers find it; 1 if none has."""
+        scale = _LARGEST_SCALE if self._dtype is torch.float16 else 1.0
+        if loss.dtype is torch.float16:
+            scale = min(scale, _LARGEST_HALF_SCALE)
+        self.mode.paused = True
+        try:
+            while scale > 1.0 and not self._is_finite(loss, scale):
+                scale /= 4.0
+        finally:
+            self.mode.paused = False
+        return max(scale, 1.0)
+
+    def _is_finite(self, loss: Tensor, scale: float) -> bool:
+        gradients = torch.autograd.grad(
+            loss,
+            self._parameters,
+            torch.full_like(loss, scale),
+            retain_graph=True,
+            allow_unused=True,
+        )
+        return all(bool(one.isfinite().all()) for one in gradients if one is not None)

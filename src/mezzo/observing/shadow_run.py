@@ -1,0 +1,417 @@
+"""Run code beside a float64 shadow of every tensor, and find the first op that loses precision.
+
+Each ATen op runs twice: as it is, and on float64 copies of its inputs that were never rounded to 16
+bits. Views and in-place ops are repeated on the shadows, so that these alias as the tensors do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from enum import StrEnum
+from math import isinf
+from types import CodeType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from mezzo._dtypes import HALF_DTYPES, dtype_name
+from mezzo._torch import OpOverload, TorchDispatchMode, current_autograd_node, pytree
+from mezzo.observing.places import Place, PlaceTracker
+
+_LOST = 0.25
+"""Relative error from which a result has lost its digits."""
+_AMPLIFIED = 8.0
+"""How much larger it must be than the error of the inputs: otherwise another op is the cause."""
+_CANCELLED = 1e-7
+"""Results smaller than this, relative to the inputs, are zero for float32 too."""
+_NOISE = 1e-12
+"""Results smaller than this, relative to the inputs, may be rounding errors of float64."""
+_FLUSHED = 0.5
+"""Share of a result, by its norm, from which it has underflowed."""
+_MASK = -1e8
+"""Smaller values fill masks: that 16 bits make them minus infinity changes nothing."""
+
+
+class Kind(StrEnum):
+    """What happened to a result."""
+
+    OVERFLOW = "overflow"
+    """It is not finite, and the exact result is."""
+    DIGITS = "digits"
+    """It has no correct digits."""
+    UNDERFLOW = "underflow"
+    """It became zero."""
+    NONFINITE = "nonfinite"
+    """It is not finite, and neither is the exact result; or the exact one could not be computed."""
+    DATA = "data"
+    """A tensor of the batch was not finite."""
+    PARAMETERS = "parameters"
+    """A parameter or buffer was not finite."""
+
+
+@dataclass(frozen=True)
+class InputRange:
+    """One floating-point input of an op."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    smallest: float
+    """The smallest value, without NaN."""
+    largest: float
+    """The largest value, without NaN."""
+    nan: int = 0
+    """Number of NaN."""
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> InputRange:
+        """Read the range of a tensor. Synchronizes."""
+        values = tensor.detach().double().flatten()
+        known = values[~values.isnan()]
+        low, high = (float(known.min()), float(known.max())) if known.numel() else (0.0, 0.0)
+        name = dtype_name(tensor.dtype)
+        return cls(name, tuple(tensor.shape), low, high, values.numel() - known.numel())
+
+    def __str__(self) -> str:
+        nan = f", {self.nan} NaN" if self.nan else ""
+        return (
+            f"{self.dtype} {list(self.shape)} from {self.smallest:.3g} to {self.largest:.3g}{nan}"
+        )
+
+
+@dataclass(frozen=True)
+class Finding:
+    """An op that lost precision or made a non-finite value, or a tensor that was not finite."""
+
+    kind: Kind
+    place: Place
+    """For a tensor of the batch or a parameter, the op is its name."""
+    dtype: torch.dtype
+    largest: float = 0.0
+    """The largest absolute value of the exact result."""
+    error: float = torch.inf
+    """The relative error of the result; infinite if it is not finite."""
+    backward: bool = False
+    """Whether the op ran in the backward pass."""
+    causes: frozenset[Place] = frozenset()
+    """The ops that rounded to 16 bits on the way to this result."""
+    inputs: tuple[InputRange, ...] = ()
+    number: int = 0
+    """How many ops ran before."""
+    is_nan: bool = False
+    """Whether the result has NaN, not only infinities."""
+
+    @property
+    def nonfinite(self) -> bool:
+        """Whether the result is not finite."""
+        return self.kind not in {Kind.DIGITS, Kind.UNDERFLOW}
+
+
+@dataclass(frozen=True)
+class Shadow:
+    """The exact value of a tensor, and how far the tensor is from it."""
+
+    exact: Tensor
+    error: float
+    norm: float
+    causes: frozenset[Place]
+    """The ops whose rounding to 16 bits is in the value."""
+    origin: Finding | None = None
+    """What made the exact value non-finite; None if it is finite, or a mask."""
+    flushed: Finding | None = None
+    """The op that underflowed on the way to this value, if that matters for it."""
+
+
+@dataclass(frozen=True)
+class NamedTensor:
+    """A tensor that existed before the run."""
+
+    kind: Kind
+    name: str
+    tensor: Tensor
+
+
+@dataclass(frozen=True)
+class OpError:
+    """The relative error of one result of one op."""
+
+    place: Place
+    dtype: torch.dtype
+    backward: bool
+    error: float
+    before: float
+    """The largest error of the inputs."""
+
+
+class ShadowMode(TorchDispatchMode):
+    """Runs every op on shadows too, and keeps the first that loses precision in `finding`."""
+
+    def __init__(
+        self,
+        tracker: PlaceTracker,
+        named: Iterable[NamedTensor] = (),
+        observe: Callable[[OpError], None] | None = None,
+    ) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.finding: Finding | None = None
+        self.paused = False
+        """Whether ops run without shadows."""
+        self._tracker = tracker
+        self._observe = observe
+        """Called with every result; then nothing ends the run."""
+        self._named = {_storage(one.tensor): one for one in named}
+        self._shadows: dict[Any, Shadow] = {}
+        self._kept: list[Tensor] = []
+        """All tensors with a shadow: freed memory would be used again, with the same key."""
+        self._number = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        # Higher-order operators call functions, whose ops come here one by one.
+        if self.paused or self.finding is not None or not isinstance(func, OpOverload):
+            return func(*args, **kwargs)
+        leaves = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if _real(leaf)]
+        inputs = [self.shadow_of(leaf) for leaf in leaves]
+        exact_args, exact_kwargs = pytree.tree_map(self._exact, (args, kwargs))
+        # An in-place op overwrites what is to be reported.
+        is_in_place = func.overloadpacket.__name__.endswith("_")
+        ranges = tuple(map(InputRange.of, leaves)) if is_in_place else ()
+        result = func(*args, **kwargs)
+        call = _Call(func, args, kwargs, leaves, inputs, ranges)
+        exact = _run(func, exact_args, exact_kwargs)
+        self._number += 1
+        for index, leaf in enumerate(pytree.tree_leaves(result)):
+            if _real(leaf):
+                expected = exact[index] if index < len(exact) else None
+                self._add(call, leaf, expected)
+        return result
+
+    def shadow_of(self, tensor: Tensor) -> Shadow:
+        """Return the shadow of a tensor; one that no op has made is exact."""
+        known = self._shadows.get(_key(tensor))
+        if known is None:
+            exact = tensor.detach().double()
+            origin = None if _is_finite_or_mask(exact) else self._origin_outside(tensor)
+            shadow = Shadow(exact, 0.0, _norm(exact), frozenset(), origin)
+            known = self._keep(tensor, shadow)
+        return known
+
+    def _origin_outside(self, tensor: Tensor) -> Finding:
+        named = self._named.get(_storage(tensor))
+        kind = Kind.DATA if named is None else named.kind
+        name = "a tensor made outside of the step" if named is None else named.name
+        return Finding(kind, Place(name), tensor.dtype, inputs=(InputRange.of(tensor),))
+
+    def _exact(self, value: Any) -> Any:
+        if isinstance(value, torch.dtype):
+            return torch.float64 if value.is_floating_point else value
+        return self.shadow_of(value).exact if _real(value) else value
+
+    def _keep(self, tensor: Tensor, shadow: Shadow) -> Shadow:
+        self._shadows[_key(tensor)] = shadow
+        self._kept.append(tensor)
+        return shadow
+
+    def _add(self, call: _Call, result: Tensor, exact: Any) -> None:
+        """Store the shadow of a result, and a finding if the result lost precision."""
+        inputs = call.inputs
+        causes = frozenset[Place]().union(*(one.causes for one in inputs))
+        if "empty" in call.name:
+            # Not initialised: an op that writes it follows.
+            self._keep(result, Shadow(torch.zeros_like(result).double(), 0.0, 0.0, causes))
+            return
+        if not isinstance(exact, Tensor) or exact.shape != result.shape:
+            exact = result.detach().double()
+        origin = None
+        if not bool(exact.isfinite().all()):
+            origin = self._origin(call, result, exact, causes)
+        flushed = next((one.flushed for one in inputs if one.flushed is not None), None)
+        if call.func.is_view:
+            error = max((one.error for one in inputs), default=0.0)
+            self._keep(result, Shadow(exact, error, _norm(exact), causes, origin, flushed))
+            return
+        found = result.detach().double()
+        is_mask = found.isneginf() & (exact <= _MASK)
+        exact = exact.masked_fill(is_mask, -torch.inf) if bool(is_mask.any()) else exact
+        norm, difference = _norm(exact), _norm(torch.where(exact.isfinite(), found - exact, 0.0))
+        error = difference / norm if norm else 0.0
+        rounds = result.dtype in HALF_DTYPES
+        if rounds:
+            causes = frozenset({self._tracker.place_of(call.func)})
+        shadow = Shadow(exact, error, norm, causes, origin, flushed if error >= _LOST else None)
+        before = max((one.error for one in inputs), default=0.0)
+        causes = causes.union(*(one.causes for one in inputs))
+        if rounds and error >= _LOST and self._is_flushed(found, shadow, call):
+            made = self._found(Kind.UNDERFLOW, call, result, exact, error, causes)
+            shadow = replace(shadow, flushed=shadow.flushed or made)
+        self._keep(result, shadow)
+        if self._observe is not None:
+            place = self._tracker.place_of(call.func)
+            backward = current_autograd_node() is not None
+            self._observe(OpError(place, result.dtype, backward, error, before))
+            return
+        if bool((exact.isfinite() & ~found.isfinite()).any()):
+            self.finding = flushed or self._found(
+                Kind.OVERFLOW, call, result, exact, torch.inf, causes
+            )
+        # Without a rounding to 16 bits float32 has lost these digits.
+        elif causes and _lost_digits(result, shadow, before, inputs):
+            self.finding = flushed or self._found(Kind.DIGITS, call, result, exact, error, causes)
+
+    def _found(
+        self,
+        kind: Kind,
+        call: _Call,
+        result: Tensor,
+        exact: Tensor,
+        error: float,
+        causes: frozenset[Place],
+    ) -> Finding:
+        finite = exact[exact.isfinite()]
+        return Finding(
+            kind,
+            self._tracker.place_of(call.func),
+            result.dtype,
+            float(finite.abs().max()) if finite.numel() else 0.0,
+            error,
+            current_autograd_node() is not None,
+            causes,
+            call.ranges or tuple(map(InputRange.of, call.leaves)),
+            self._number,
+            bool(result.isnan().any()),
+        )
+
+    def _origin(
+        self, call: _Call, result: Tensor, exact: Tensor, causes: frozenset[Place]
+    ) -> Finding | None:
+        """Return what made an exact result non-finite; None if it is a mask."""
+        before = [one.origin for one in call.inputs if one.origin is not None]
+        if before:
+            return min(before, key=lambda one: one.number)
+        is_given = call.func.is_view or call.has_infinite_number or call.reads_infinity
+        if is_given and not bool(exact.isnan().any()):
+            return None
+        return self._found(Kind.NONFINITE, call, result, exact, torch.inf, causes)
+
+    @staticmethod
+    def _is_flushed(found: Tensor, shadow: Shadow, call: _Call) -> bool:
+        """Return whether most of a result became zero, which was more than rounding errors."""
+        zeros = _norm(torch.where((found == 0.0), shadow.exact, 0.0))
+        before = max((one.error for one in call.inputs), default=0.0)
+        largest = max((one.norm for one in call.inputs), default=0.0)
+        return (
+            zeros > _FLUSHED * shadow.norm
+            and shadow.norm > max(_NOISE * largest, torch.finfo(torch.float32).tiny)
+            and before < _LOST
+        )
+
+    def outcome(self, results: Iterable[Tensor]) -> Finding | None:
+        """Return what made one of these results, a loss and gradients, non-finite or zero."""
+        if self.finding is not None:
+            return self.finding
+        found = []
+        for result in results:
+            shadow = self.shadow_of(result)
+            if not bool(result.isfinite().all()):
+                found.append(shadow.origin or Finding(Kind.NONFINITE, Place(""), result.dtype))
+            elif shadow.flushed is not None and shadow.error >= _FLUSHED:
+                found.append(shadow.flushed)
+        return min(found, key=lambda one: one.number, default=None)
+
+
+@dataclass(frozen=True)
+class _Call:
+    """One call of an op."""
+
+    func: Any
+    args: Any
+    kwargs: Any
+    leaves: list[Tensor]
+    inputs: list[Shadow]
+    ranges: tuple[InputRange, ...]
+
+    @property
+    def name(self) -> str:
+        name: str = self.func.overloadpacket.__name__
+        return name
+
+    @property
+    def has_infinite_number(self) -> bool:
+        """Whether an argument is infinity itself, as the value of `masked_fill`."""
+        numbers = pytree.tree_leaves((self.args, self.kwargs))
+        return any(isinstance(one, float) and isinf(one) for one in numbers)
+
+    @property
+    def reads_infinity(self) -> bool:
+        return any(not bool(one.exact.isfinite().all()) for one in self.inputs)
+
+
+def _lost_digits(result: Tensor, shadow: Shadow, before: float, inputs: list[Shadow]) -> bool:
+    # Gradients may be zero but for rounding, such as that of a bias before a norm.
+    if current_autograd_node() is not None or shadow.error < _LOST:
+        return False
+    largest = max((one.norm for one in inputs), default=0.0)
+    return (
+        shadow.error > _AMPLIFIED * max(before, torch.finfo(result.dtype).eps)
+        and shadow.norm > _CANCELLED * largest
+    )
+
+
+@contextmanager
+def shadowed(
+    modules: Mapping[str, nn.Module],
+    caller: CodeType,
+    named: Iterable[NamedTensor] = (),
+    observe: Callable[[OpError], None] | None = None,
+) -> Iterator[ShadowMode]:
+    """Run the block with shadows. `caller` is the code of the function that runs the user's."""
+    tracker = PlaceTracker(modules, caller)
+    with tracker, ShadowMode(tracker, named, observe) as mode:
+        yield mode
+
+
+def _run(func: Any, args: Any, kwargs: Any) -> list[Any]:
+    """Run an op on shadows.
+
+    Empty if the result is random or not initialised, or if the op has no float64 kernel.
+    """
+    name = func.overloadpacket.__name__
+    if torch.Tag.nondeterministic_seeded in func.tags or "empty" in name:
+        return []
+    if name in {"_softmax", "_log_softmax"}:
+        args = (*args[:2], False)
+    try:
+        return pytree.tree_leaves(func(*args, **kwargs))
+    except Exception:  # noqa: BLE001 - a custom op may raise anything for a dtype it does not know
+        return []
+
+
+def _is_finite_or_mask(exact: Tensor) -> bool:
+    """Return whether a tensor is finite, or a mask of zeros and minus infinities."""
+    if bool(exact.isfinite().all()):
+        return True
+    return bool((exact.isneginf() | (exact == 0.0)).all())
+
+
+def _real(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.is_floating_point() and value.layout == torch.strided
+
+
+def _storage(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+def _key(tensor: Tensor) -> Any:
+    return (
+        _storage(tensor),
+        tensor.storage_offset(),
+        tensor.shape,
+        tensor.stride(),
+        tensor.dtype,
+    )
+
+
+def _norm(tensor: Tensor) -> float:
+    return float(torch.linalg.vector_norm(torch.where(tensor.isfinite(), tensor, 0.0)))

@@ -1,0 +1,230 @@
+"""`trace_overflow`: what is named for steps and models of all kinds, and that nothing changes."""
+
+import random
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import mezzo
+
+# ruff: noqa: NPY002 - the generator whose state is kept
+FLOAT16 = {"dtype": "float16"}
+
+
+class Energy(nn.Module):
+    def forward(self, h):
+        return (h * h).sum(-1, keepdim=True) * 1e-6
+
+
+LINE = f"test_trace_overflow.py:{Energy.forward.__code__.co_firstlineno + 1}"
+
+
+def energetic():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Linear(16, 16), Energy())
+    nn.init.constant_(model[2].bias, 1000.0)
+    return model
+
+
+def batch():
+    torch.manual_seed(1)
+    return torch.randn(4, 8), torch.randn(4, 1)
+
+
+def sgd(model):
+    return torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+
+
+def train_step(model, **kwargs):
+    return mezzo.TrainStep(model, F.mse_loss, sgd(model), **(FLOAT16 | kwargs))
+
+
+def function_step(model):
+    @mezzo.train_step(models=model, optimizers=sgd(model), **FLOAT16)
+    def step(x, y):
+        return F.mse_loss(model(x), y)
+
+    return step
+
+
+def backward_in_body(model):
+    @mezzo.train_step(models=model, optimizers=sgd(model), **FLOAT16)
+    def step(x, y):
+        loss = F.mse_loss(model(x), y)
+        loss.backward()
+        return {"seen": 1}
+
+    return step
+
+
+def update_in_body(model):
+    optimizer = sgd(model)
+
+    @mezzo.train_step(models=model, optimizers=optimizer, **FLOAT16)
+    def step(update, x, y):
+        loss = F.mse_loss(model(x), y)
+        update(loss, optimizer)
+        return loss
+
+    return step
+
+
+def decorated(model):
+    mezzo.decorate(model, sgd(model), "O2", **FLOAT16)
+    return model
+
+
+TARGETS = {
+    "TrainStep at O1": train_step,
+    "TrainStep at O2": lambda model: train_step(model, policy="O2"),
+    "train_step": function_step,
+    "train_step that calls backward": backward_in_body,
+    "train_step with update": update_in_body,
+    "decorated model": decorated,
+    "compiled model": lambda model: torch.compile(model, backend="eager"),
+    "plain model": lambda model: model,
+}
+MODELS = {"decorated model", "compiled model", "plain model"}
+
+
+def trace(kind, target):
+    arguments = (F.mse_loss,) if kind in MODELS else ()
+    return mezzo.trace_overflow(target, batch(), *arguments, **(FLOAT16 if kind in MODELS else {}))
+
+
+@pytest.mark.parametrize("kind", TARGETS)
+def test_the_op_its_module_line_and_cure_are_named_for(kind):
+    found = trace(kind, TARGETS[kind](energetic()))
+    assert found
+    assert (found.op, found.module, found.line) == ("mul", "3", LINE)
+    assert (found.direction, found.precision, found.verified) == ("forward", True, True)
+    assert found.cure == "full={'mul'}"
+    assert [(one.dtype, one.shape) for one in found.inputs] == [("float16", (4, 16))] * 2
+    assert found.inputs[0].largest == pytest.approx(1000, rel=0.01)
+
+
+def test_the_cure_can_be_passed_to_a_step_which_then_trains():
+    found = trace("TrainStep at O1", train_step(energetic()))
+    step = train_step(energetic(), policy=found.policy)
+    assert torch.isfinite(step(*batch()))
+    assert not step.skipped
+    assert not mezzo.trace_overflow(step, batch())
+
+
+def test_the_paragraph_says_what_where_and_what_to_pass():
+    text = str(trace("TrainStep at O1", train_step(energetic())))
+    assert text.startswith(f"mul ({LINE}, in 3) left the range of float16: 1.0e+06. Its inputs: ")
+    assert "float16 [4, 16] from" in text
+    assert text.endswith("Pass full={'mul'} (verified: run with it, the batch does not fail).")
+
+
+def test_a_batch_without_a_fault_is_reported_as_such():
+    model = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 1))
+    found = mezzo.trace_overflow(model, batch(), F.mse_loss, **FLOAT16)
+    assert not found
+    assert found.direction == "none"
+    assert str(found).startswith("No op of this batch made a non-finite value or lost its digits")
+
+
+# -- nothing changes -------------------------------------------------------------------------------
+
+
+def snapshot(step):
+    models, scaler = step.models, step.scaler
+    tensors = [one for model in models for one in (*model.parameters(), *model.buffers())]
+    states = [
+        value
+        for optimizer in step.optimizers
+        for state in optimizer.state.values()
+        for value in state.values()
+        if isinstance(value, torch.Tensor)
+    ]
+    gradients = [one.grad for one in tensors]
+    return {
+        "bits": [one.detach().clone() for one in (*tensors, *states)],
+        "addresses": [one.data_ptr() for one in (*tensors, *states)],
+        "gradients": [one if one is None else one.clone() for one in gradients],
+        "scaler": None if scaler is None else scaler.state_dict(),
+        "torch": torch.get_rng_state(),
+        "python": random.getstate(),
+        "numpy": np.random.get_state()[1].tolist(),
+        "dicts": [dict(vars(one)) for model in models for one in model.modules()],
+        "hooks": [len(one._forward_hooks) for model in models for one in model.modules()],
+    }
+
+
+def assert_same(before, after):
+    for name in ("bits", "gradients"):
+        for one, other in zip(before[name], after[name], strict=True):
+            assert (one is None) == (other is None)
+            assert one is None or torch.equal(one, other)
+    assert torch.equal(before["torch"], after["torch"])
+    for name in ("addresses", "scaler", "python", "numpy", "hooks"):
+        assert before[name] == after[name], name
+    for one, other in zip(before["dicts"], after["dicts"], strict=True):
+        assert one.keys() == other.keys()
+        assert all(one[key] is other[key] for key in one)
+
+
+class Noisy(nn.Module):
+    def forward(self, h):
+        if not torch.is_grad_enabled():
+            return h
+        return F.dropout(h + random.random() + float(np.random.rand()), 0.1)
+
+
+def noisy():
+    model = energetic()
+    return nn.Sequential(*model[:3], Noisy(), nn.Linear(16, 1))
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_model_optimizer_scaler_and_random_states_are_as_before(level):
+    step = train_step(noisy(), policy=level)
+    for _ in range(2):
+        step(*batch())
+    x, y = batch()
+    before = snapshot(step)
+    mezzo.trace_overflow(step, (x, y))
+    assert_same(before, snapshot(step))
+    twin = train_step(noisy(), policy=level)
+    for _ in range(2):
+        twin(*batch())
+    torch.manual_seed(2), random.seed(2), np.random.seed(2)
+    expected = twin(*batch())
+    torch.manual_seed(2), random.seed(2), np.random.seed(2)
+    assert torch.equal(step(*batch()), expected)
+
+
+def test_all_states_are_as_before_when_the_model_raises():
+    model = noisy()
+    step = train_step(model)
+    step(*batch())
+    calls = []
+
+    def fail(module, args):
+        calls.append(torch.rand(1) + random.random())
+        raise ValueError("broken")
+
+    handle = model[3].register_forward_pre_hook(fail)
+    x, y = batch()
+    before = snapshot(step)
+    with pytest.raises(ValueError, match="broken"):
+        mezzo.trace_overflow(step, (x, y))
+    assert calls
+    assert_same(before, snapshot(step))
+    handle.remove()
+
+
+def test_the_batch_is_not_changed_by_a_model_that_works_in_place():
+    class InPlace(nn.Linear):
+        def forward(self, x):
+            return super().forward(x.mul_(2.0))
+
+    x = torch.randn(4, 8)
+    before = x.clone()
+    mezzo.trace_overflow(InPlace(8, 1), (x, torch.zeros(4, 1)), F.mse_loss, **FLOAT16)
+    assert torch.equal(x, before)
