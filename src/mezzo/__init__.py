@@ -24,10 +24,13 @@ from mezzo.autocasting.wrappers import propagate_autocast
 from mezzo.conversion.convert import convert
 from mezzo.conversion.converted import Converted
 from mezzo.observing.check_numerics import check_numerics
+from mezzo.observing.compare_runs import RunDifference, compare_runs
 from mezzo.observing.count_dtypes import count_dtypes
 from mezzo.observing.log import read_log
 from mezzo.observing.op_stats import op_stats
+from mezzo.observing.recorded_values import record_values
 from mezzo.observing.run import Run, observe
+from mezzo.observing.shadow_errors import ShadowErrors, shadow
 from mezzo.observing.trace_overflow import Overflow, trace_overflow
 from mezzo.optim.grad_norm import grad_norm
 from mezzo.optim.optimizers import LAMB, Lion
@@ -75,10 +78,12 @@ __all__ = [
     "PrecisionLoss",
     "RefusedOpError",
     "Run",
+    "RunDifference",
     "RunState",
     "ScaleRule",
     "ScaleState",
     "ScalerError",
+    "ShadowErrors",
     "StepMetrics",
     "StepResult",
     "TrainStep",
@@ -88,6 +93,7 @@ __all__ = [
     "channels_last",
     "check_numerics",
     "clear_weight_cache",
+    "compare_runs",
     "convert",
     "count_dtypes",
     "decorate",
@@ -108,8 +114,10 @@ __all__ = [
     "plan",
     "propagate_autocast",
     "read_log",
+    "record_values",
     "register_op",
     "save_checkpoint",
+    "shadow",
     "trace_overflow",
     "train_step",
     "undecorate",

@@ -38,6 +38,9 @@ def find_cure(replay: Replay, finding: Finding) -> Cure | None:
     returned unverified if nothing helps; None if no policy changes the op.
     """
     start = policy = replay.policy
+    if replay.scale is not None and replay.scale > 1.0:
+        # As a dynamic scaler does after a skip.
+        replay = replace(replay, scale=None)
     current: Finding | None = finding
     tried: Policy | None = None
     for _ in range(_ATTEMPTS):
@@ -63,9 +66,12 @@ def _extended(policy: Policy, finding: Finding, replay: Replay) -> Policy | None
     # Without a rounding to 16 bits on its way, the op fails in float32 too.
     if not finding.causes and finding.kind is not Kind.NONFINITE:
         return None
-    places = {finding.place} if finding.nonfinite else finding.causes
-    extended = _in_float32(policy, places, replay)
-    return None if extended == policy else extended
+    # If float32 for the op alone is not enough, its inputs must not be rounded either.
+    for places in [{finding.place}, finding.causes] if finding.nonfinite else [finding.causes]:
+        extended = _in_float32(policy, places, replay)
+        if extended != policy:
+            return extended
+    return None
 
 
 def _in_bfloat16(replay: Replay, finding: Finding) -> Policy | None:
@@ -123,6 +129,8 @@ def reason_of(finding: Finding) -> str:
     match finding.kind:
         case Kind.OVERFLOW if finding.is_nan:
             return f"is NaN in {dtype}, where the exact result is finite"
+        case Kind.OVERFLOW if finding.largest < torch.finfo(finding.dtype).max:
+            return f"is infinite in {dtype}, where the exact result is {finding.largest:.1e}"
         case Kind.OVERFLOW:
             return f"left the range of {dtype}: {finding.largest:.1e}"
         case Kind.UNDERFLOW:

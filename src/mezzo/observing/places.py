@@ -77,12 +77,12 @@ class PlaceTracker(TorchFunctionMode):
         self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        before, self._function = self._function, _function_name(func)
+        before, self._function = self._function, function_name(func)
         try:
             inputs = _nodes((args, kwargs))
             self._mark_custom((args, kwargs))
             result = func(*args, **kwargs)
-            self._mark(_nodes(result), inputs, self._function, self._source)
+            self._mark(_nodes(result), inputs, self._function, self.source)
         finally:
             self._function = before
         return result
@@ -92,14 +92,20 @@ class PlaceTracker(TorchFunctionMode):
         node = current_autograd_node()
         aten = registry().name_of(overload) or overload.overloadpacket.__name__
         if node is None:
-            return Place(self._function or aten, self._modules[-1], self._source())
+            return Place(self._function or aten, self._modules[-1], self.source())
         place: Place | None = node.metadata.get(_METADATA)
         if place is None:
-            return Place(_name(node) or aten, "", self._source())
+            return Place(_name(node) or aten, "", self.source())
         # The backward of a torch.autograd.Function is the user's code too.
-        return place if place.source else Place(place.op, place.module, self._source())
+        return place if place.source else Place(place.op, place.module, self.source())
 
-    def _source(self) -> str:
+    @property
+    def module(self) -> str:
+        """The path of the module that runs now."""
+        return self._modules[-1]
+
+    def source(self) -> str:
+        """Return the file and line of the user's code that runs now; empty if there is none."""
         frame: FrameType | None = sys._getframe()
         while frame is not None and frame.f_code is not self._caller:
             file = frame.f_code.co_filename
@@ -130,7 +136,7 @@ class PlaceTracker(TorchFunctionMode):
             nodes += [parent for parent, _ in node.next_functions if parent is not None]
 
 
-def _function_name(func: Callable[..., Any]) -> str | None:
+def function_name(func: Callable[..., Any]) -> str | None:
     """Return the name of a torch function for policies, or its own; None for properties."""
     name: str | None = registry().name_of(func)
     own = getattr(func, "__name__", "")

@@ -6,12 +6,13 @@ of `@train_step` and many loss functions do, runs on the copy too.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from types import CodeType
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -22,7 +23,7 @@ from mezzo._dtypes import HALF_DTYPES
 from mezzo._errors import PolicyError, UnsupportedError
 from mezzo.autocasting.arguments import region_for
 from mezzo.autocasting.regions import enter_regions
-from mezzo.observing.shadow_run import Finding, Kind, NamedTensor, OpError, ShadowMode, shadowed
+from mezzo.observing.shadow_run import Finding, Kind, NamedTensor, shadowed
 from mezzo.policy.policy import Policy
 from mezzo.prepare import rng_state
 from mezzo.prepare.arguments import models_of, unwrapped
@@ -41,6 +42,30 @@ _LARGEST_SCALE = 65536.0
 _LARGEST_HALF_SCALE = 32768.0
 """The largest scale of a loss in float16."""
 Body = Callable[..., Any]
+
+
+class ObservingMode(Protocol):
+    """A mode that the batch runs in, such as `ShadowMode`."""
+
+    finding: Finding | None
+    """What ends the run; None if nothing does."""
+    paused: bool
+    """Whether ops are not observed."""
+
+    def outcome(self, results: Iterable[Tensor]) -> Finding | None:
+        """Return what is wrong with the loss and the gradients."""
+
+    def __enter__(self) -> Any:
+        """Enter the mode."""
+
+    def __exit__(self, *error: object) -> Any:
+        """Leave the mode."""
+
+
+Observer = Callable[
+    [Mapping[str, nn.Module], CodeType, Iterable[NamedTensor]], AbstractContextManager[Any]
+]
+"""Makes the mode from the modules by name, the code that runs the body, and named tensors."""
 
 
 @dataclass(frozen=True)
@@ -85,7 +110,7 @@ class Replay:
         self,
         policy: Policy | None,
         scale: float | None = None,
-        observe: Callable[[OpError], None] | None = None,
+        observer: Observer = shadowed,
     ) -> Trace:
         """Run forward and backward under a policy, None for float32; change nothing else."""
         copies = [_plain_copy(model, to_float32=policy is None) for model in self.models]
@@ -103,7 +128,7 @@ class Replay:
                 decorate(copies, None, applied, output_dtype=self.output_dtype)
                 region = region_for(applied, self.device.type)
             stack.enter_context(_standing_in(self.models, copies, self.wrappers))
-            return self._run(copies, call, region, self.scale if scale is None else scale, observe)
+            return self._run(copies, call, region, self.scale if scale is None else scale, observer)
 
     def _run(
         self,
@@ -111,7 +136,7 @@ class Replay:
         call: Call,
         region: Any,
         scale: float | None,
-        observe: Callable[[OpError], None] | None,
+        observer: Observer,
     ) -> Trace:
         parameters = [one for model in copies for one in model.parameters() if one.requires_grad]
         dtype = torch.float32 if region is None else region.computes_in
@@ -123,7 +148,7 @@ class Replay:
             stack.enter_context(enter_regions(*regions))
             stack.enter_context(ScaledBackward(context))  # type: ignore[arg-type]
             context.mode = stack.enter_context(
-                shadowed(_module_names(copies), Replay._run.__code__, named, observe)
+                observer(_module_names(copies), Replay._run.__code__, named)
             )
             args = (context, *call.args) if self.takes_update else call.args
             loss = split_loss(self.body(*args, **call.kwargs)).loss
@@ -412,7 +437,7 @@ class _Backward:
     A body that takes `update` gets this object, and `loss.backward()` in a body calls it.
     """
 
-    mode: ShadowMode
+    mode: ObservingMode
 
     def __init__(
         self,
@@ -446,10 +471,16 @@ class _Backward:
         if self.scale is None:
             self.scale = self._finite_scale(loss)
         limit = _LARGEST_HALF_SCALE if loss.dtype is torch.float16 else torch.inf
-        seed = torch.full_like(loss, min(self.scale, limit)) if gradient is None else gradient
+        seed = self._seed(loss, min(self.scale, limit)) if gradient is None else gradient
         if inputs is not None:
             inputs = [self._twins.get(one, one) for one in inputs]
         torch.autograd.backward(loss, seed, retain_graph, create_graph, inputs=inputs)
+
+    def _seed(self, loss: Tensor, scale: float) -> Tensor:
+        paused, self.mode.paused = self.mode.paused, True
+        seed = torch.full_like(loss, scale)
+        self.mode.paused = paused
+        return seed
 
     def _finite_scale(self, loss: Tensor) -> float:
         """Return the largest scale with finite gradients, as scalers find it; 1 if none has."""
@@ -468,7 +499,7 @@ class _Backward:
         gradients = torch.autograd.grad(
             loss,
             self._parameters,
-            torch.full_like(loss, scale),
+            self._seed(loss, scale),
             retain_graph=True,
             allow_unused=True,
         )

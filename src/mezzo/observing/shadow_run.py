@@ -161,7 +161,9 @@ class ShadowMode(TorchDispatchMode):
         self._tracker = tracker
         self._observe = observe
         """Called with every result; then nothing ends the run."""
-        self._named = {_storage(one.tensor): one for one in named}
+        listed = list(named)
+        self._named = {_storage(one.tensor): one for one in listed}
+        self._order = {one.name: index - len(listed) for index, one in enumerate(listed)}
         self._shadows: dict[Any, Shadow] = {}
         self._kept: list[Tensor] = []
         """All tensors with a shadow: freed memory would be used again, with the same key."""
@@ -202,7 +204,10 @@ class ShadowMode(TorchDispatchMode):
         named = self._named.get(_storage(tensor))
         kind = Kind.DATA if named is None else named.kind
         name = "a tensor made outside of the step" if named is None else named.name
-        return Finding(kind, Place(name), tensor.dtype, inputs=(InputRange.of(tensor),))
+        # Before all ops, and in the order of the parameters.
+        number = self._order.get(name, 0)
+        inputs = (InputRange.of(tensor),)
+        return Finding(kind, Place(name), tensor.dtype, inputs=inputs, number=number)
 
     def _exact(self, value: Any) -> Any:
         if isinstance(value, torch.dtype):
@@ -250,6 +255,8 @@ class ShadowMode(TorchDispatchMode):
         if self._observe is not None:
             place = self._tracker.place_of(call.func)
             backward = current_autograd_node() is not None
+            # Infinite where only the exact result is finite.
+            error = error if bool((exact.isfinite() <= found.isfinite()).all()) else torch.inf
             self._observe(OpError(place, result.dtype, backward, error, before))
             return
         if bool((exact.isfinite() & ~found.isfinite()).any()):

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mezzo._dtypes import HALF_DTYPES
 from mezzo.observing.cures import Cure, find_cure, reason_of
 from mezzo.observing.places import Place
 from mezzo.observing.replay import Replay, Trace, named_tensors, replay_of
@@ -53,7 +54,7 @@ class Overflow:
     inputs: tuple[InputRange, ...] = ()
     """Dtype, shape and range of its floating-point inputs."""
     step: int | None = None
-    """Calls of the step so far; None for a model."""
+    """Calls of the step so far; None if it is not known."""
     precision: bool = False
     """Whether 16 bits are the cause: in float32 the batch does not fail."""
     cure: str = ""
@@ -84,7 +85,9 @@ class Overflow:
         if not self.precision:
             return ["float32 fails too: precision is not the cause."]
         if not self.cure:
-            return ["float32 does not fail. No policy was found that cures it: change the code."]
+            return [
+                "16 bits are the cause, and no policy was found that cures it: change the code."
+            ]
         outcome = (
             "verified: run with it, the batch does not fail"
             if self.verified
@@ -105,6 +108,7 @@ def trace_overflow(
     policy: PolicyArg | None = None,
     *,
     scaler: Any = None,
+    step: int | None = None,
     **overrides: Any,
 ) -> Overflow:
     """Replay a batch, and name the op that made a non-finite value or lost its digits.
@@ -131,6 +135,7 @@ def trace_overflow(
             `mezzo.Policy`; a decorated model and a step have theirs.
         scaler: The scaler or the loss scale to run backward with; False for none. A step uses its
             own. By default that is the largest scale with finite gradients.
+        step: The number of the call, for the report; a step counts its calls itself.
         **overrides: Fields of the policy to change, such as `dtype=`.
 
     Returns:
@@ -147,6 +152,7 @@ def trace_overflow(
     ('mul', '1', 'left the range of float16: 1.0e+06', "full={'mul'}", True)
     """
     replay = replay_of(step_or_model, batch, loss_fn, policy, scaler, **overrides)
+    replay = replay if step is None else replace(replay, number=step)
     trace = replay.run(replay.policy)
     if trace.finding is None:
         return _clean(replay, trace)
@@ -189,7 +195,8 @@ def _other_scale(replay: Replay, finding: Finding, scale: float, better: float) 
 def _float32_failure(replay: Replay) -> Overflow | None:
     """Run the batch in float32; return what is wrong if that fails too."""
     finding = replay.run(None, scale=1.0).finding
-    if finding is None or not finding.nonfinite:
+    # Code that casts to 16 bits itself does so in a float32 run too.
+    if finding is None or not finding.nonfinite or finding.dtype in HALF_DTYPES:
         return None
     match finding.kind:
         case Kind.DATA:
