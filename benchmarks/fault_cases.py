@@ -382,6 +382,65 @@ class CausalMask(nn.Module):
         return scores.softmax(-1) @ h
 
 
+class Temperature(nn.Module):
+    """A softmax whose logits are divided by a low temperature."""
+
+    def forward(self, h: Tensor) -> Tensor:
+        logits = h / 1e-4  # fault
+        return logits.softmax(-1)
+
+
+class Product(nn.Module):
+    """A geometric mean by the product of all features."""
+
+    def forward(self, h: Tensor) -> Tensor:
+        product = h.abs().prod(-1, keepdim=True)  # fault
+        return h / product ** (1 / 32)
+
+
+class Outer(nn.Module):
+    """An outer product by einsum."""
+
+    def forward(self, h: Tensor) -> Tensor:
+        outer = torch.einsum("bi,bj->ij", h, h)  # fault
+        return h @ (outer / 1e6)
+
+
+class ShiftedLog(nn.Module):
+    """A logarithm of numbers that are positive for most batches."""
+
+    def forward(self, h: Tensor) -> Tensor:
+        return (h + 20.0).log()  # fault
+
+
+class MultiplyAdd(nn.Module):
+    """A fused product and sum."""
+
+    def forward(self, h: Tensor) -> Tensor:
+        return torch.addcmul(h, h, h) * 1e-4  # fault
+
+
+class Inverse(nn.Module):
+    """A division by small numbers, whose gradient has their squares."""
+
+    def forward(self, h: Tensor) -> Tensor:
+        small = h.abs() * 1e-4 + 1e-3
+        return torch.ones_like(h) / small * 1e-3 + h  # fault
+
+
+class Hinge(nn.Module):
+    """A squared hinge."""
+
+    def forward(self, h: Tensor) -> Tensor:
+        return h.clamp(min=0.0).square() * 1e-5  # fault
+
+
+def with_bad_statistics(model: nn.Sequential) -> None:
+    """Put NaN into the running mean of a batch norm."""
+    model.middle.running_mean[3] = math.nan  # type: ignore[index,union-attr]
+    model.middle.eval()
+
+
 def tiny_loss(outputs: Tensor, target: Tensor) -> Tensor:
     """Return a loss whose gradients are too small for float16 without a loss scale."""
     return F.mse_loss(outputs.float(), target) * 1e-8  # fault
@@ -468,6 +527,26 @@ FAULTS = [
           rank=1, run="distributed"),
     Fault("variance by hand, distributed", "mul", middle=Variance, prepare=biased(1000.0, 1.0),
           run="distributed", policy=policy("O2")),
+    # -- written after the mechanism was finished
+    Fault("temperature", "div", middle=Temperature, prepare=biased(10.0)),
+    Fault("product", "prod", middle=Product, policy=policy("O3"), prepare=biased(2.0, 0.02)),
+    Fault("NaN in a buffer", "middle.running_mean", "parameters", "middle",
+          middle=lambda: nn.BatchNorm1d(32), prepare=with_bad_statistics, precision=False,
+          cured=False),
+    Fault("gradient of a division", "div", "backward", middle=Inverse),
+    Fault("outer product, compiled", "einsum", middle=Outer, change=scaled(200.0), step=2,
+          run="compiled"),
+    Fault("hinge, compiled", "square", middle=Hinge, change=scaled(400.0), step=2,
+          run="compiled"),
+    Fault("logarithm of a negative number, captured", "log", middle=ShiftedLog,
+          change=scaled(100.0), step=8, precision=False, cured=False, run="captured"),
+    Fault("fused product and sum, captured", "addcmul", middle=MultiplyAdd, change=scaled(300.0),
+          step=8, run="captured"),
+    Fault("log of zero, distributed", "log", middle=LogOfZero, precision=False, cured=False,
+          run="distributed"),
+    Fault("NaN in the target of rank 1", "argument 1", "data", "",
+          change=filled(math.nan, target=True), step=2, rank=1, precision=False, cured=False,
+          run="distributed"),
     Fault("no fault, a causal mask", "", "none", "", middle=CausalMask, precision=False,
           cured=False),
 ]  # fmt: skip

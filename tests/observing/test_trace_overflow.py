@@ -1,5 +1,6 @@
 """`trace_overflow`: what is named for steps and models of all kinds, and that nothing changes."""
 
+import json
 import random
 
 import numpy as np
@@ -228,3 +229,140 @@ def test_the_batch_is_not_changed_by_a_model_that_works_in_place():
     before = x.clone()
     mezzo.trace_overflow(InPlace(8, 1), (x, torch.zeros(4, 1)), F.mse_loss, **FLOAT16)
     assert torch.equal(x, before)
+
+
+# -- where it fails --------------------------------------------------------------------------------
+
+
+def test_a_weight_beyond_float16_is_named_as_the_parameter():
+    model = nn.Linear(8, 1)
+    nn.init.constant_(model.weight, 1e5)
+    found = mezzo.trace_overflow(train_step(model, policy="O2"), batch())
+    assert (found.direction, found.op, found.precision) == ("parameters", "weight", True)
+    assert (found.cure, found.verified) == ("dtype='bfloat16'", True)
+
+
+def test_nested_inputs_are_named_by_their_path():
+    class Two(nn.Linear):
+        def forward(self, image, extra):
+            return super().forward(image) + extra["bias"]
+
+    x, y = batch()
+    bias = torch.zeros(4, 1)
+    bias[2, 0] = float("nan")
+    inputs = {"image": x, "extra": {"bias": bias}}
+    found = mezzo.trace_overflow(Two(8, 1), (inputs, y), F.mse_loss, **FLOAT16)
+    assert (found.direction, found.op) == ("data", "argument 0['extra']['bias']")
+    assert str(found).startswith("argument 0['extra']['bias'] has NaN at index [2, 0]")
+    assert str(found).endswith("float32 fails too: precision is not the cause.")
+
+
+def test_a_mask_of_infinities_is_no_fault():
+    def loss(outputs, y, mask):
+        return (outputs.softmax(-1) * (outputs + mask).softmax(-1)).sum() + y.mean()
+
+    mask = torch.zeros(4, 4).masked_fill(torch.ones(4, 4).triu(1).bool(), float("-inf"))
+    x, y = batch()
+    model = nn.Linear(8, 4)
+    assert not mezzo.trace_overflow(model, (x, (y, mask)), loss, **FLOAT16)
+
+
+def test_a_loss_scale_that_is_too_high_is_reported_as_such():
+    step = train_step(nn.Linear(8, 1), scaler=mezzo.GradScaler(init_scale=2.0**15))
+    step(*batch())
+    x, y = batch()
+    found = mezzo.trace_overflow(step, (x, y * 300))
+    assert found.direction == "backward"
+    assert f"at the loss scale {step.scale:g}, and not at " in found.reason
+    assert "a dynamic scaler skips such a step and lowers the scale" in str(found)
+    assert found.cure.startswith("scaler=mezzo.GradScaler(init_scale=")
+
+
+def test_the_calls_of_the_step_are_counted():
+    step = train_step(energetic(), accumulate=2)
+    for _ in range(3):
+        step(*batch())
+    assert mezzo.trace_overflow(step, batch()).step == 3
+    model = energetic()
+    assert mezzo.trace_overflow(model, batch(), F.mse_loss, step=7, **FLOAT16).step == 7
+
+
+def test_several_models_are_told_apart_by_their_class():
+    class Generator(nn.Linear):
+        pass
+
+    class Critic(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.energy = Energy()
+
+        def forward(self, h):
+            return self.energy(1000.0 + h)
+
+    generator, critic = Generator(8, 8), Critic()
+    critic.scale = nn.Parameter(torch.ones(1))
+    models, optimizer = [generator, critic], sgd(generator)
+
+    @mezzo.train_step(models=models, optimizers=optimizer, **FLOAT16)
+    def step(x):
+        return critic(generator(x)).mean()
+
+    found = mezzo.trace_overflow(step, batch()[0])
+    assert (found.op, found.module) == ("mul", "Critic.energy")
+
+
+def test_a_model_without_a_loss_is_run_forward():
+    found = mezzo.trace_overflow(energetic(), batch()[0], **FLOAT16)
+    assert (found.op, found.module) == ("mul", "3")
+
+
+def test_a_mapping_is_passed_by_keywords():
+    model = energetic()
+
+    @mezzo.train_step(models=model, optimizers=sgd(model), **FLOAT16)
+    def step(inputs, target):
+        return F.mse_loss(model(inputs), target)
+
+    x, y = batch()
+    assert mezzo.trace_overflow(step, {"inputs": x, "target": y}).op == "mul"
+
+
+def test_the_region_of_the_caller_does_not_matter():
+    with mezzo.autocast("cpu", dtype="float16", full={"add"}):
+        found = trace("plain model", energetic())
+    assert (found.op, found.precision, found.verified) == ("mul", True, True)
+
+
+def test_activations_that_a_model_keeps_are_no_obstacle():
+    class Keeps(nn.Linear):
+        def forward(self, x):
+            self.last = super().forward(x)
+            return self.last
+
+    model = Keeps(8, 1)
+    model(batch()[0])
+    assert not mezzo.trace_overflow(model, batch(), F.mse_loss, **FLOAT16)
+
+
+def test_the_record_can_be_written_as_json():
+    found = trace("plain model", energetic())
+    read = json.loads(json.dumps(found.to_dict()))
+    assert read["direction"] == "forward"
+    assert read["policy"]["full"] == ["mul"]
+
+
+@pytest.mark.parametrize(
+    ("target", "batch_", "loss_fn", "message"),
+    [
+        ("model", None, None, "Got str. Pass a mezzo.TrainStep"),
+        (nn.Linear(8, 1), (1, 2, 3), F.mse_loss, r"the batch is \(inputs, target\), got 3 values"),
+    ],
+)
+def test_what_cannot_be_traced_raises(target, batch_, loss_fn, message):
+    with pytest.raises(mezzo.PolicyError, match=message):
+        mezzo.trace_overflow(target, batch_, loss_fn)
+
+
+def test_a_step_has_its_own_loss_function():
+    with pytest.raises(mezzo.PolicyError, match="Leave loss_fn out"):
+        mezzo.trace_overflow(train_step(energetic()), batch(), F.mse_loss)

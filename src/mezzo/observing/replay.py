@@ -6,6 +6,7 @@ of `@train_step` and many loss functions do, runs on the copy too.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from copy import deepcopy
@@ -21,8 +22,9 @@ from torch.nn.parallel import DistributedDataParallel
 from mezzo._casting import map_tensors
 from mezzo._dtypes import HALF_DTYPES
 from mezzo._errors import PolicyError, UnsupportedError
+from mezzo._torch import loaded
 from mezzo.autocasting.arguments import region_for
-from mezzo.autocasting.regions import enter_regions
+from mezzo.autocasting.regions import Region, enter_regions
 from mezzo.observing.shadow_run import Finding, Kind, NamedTensor, shadowed
 from mezzo.policy.policy import Policy
 from mezzo.prepare import rng_state
@@ -118,15 +120,16 @@ class Replay:
         with ExitStack() as stack:
             # First: it is restored last, after what an error left behind.
             stack.callback(rng_state.restore_rng_state, rng_state.capture_rng_state())
-            # Compiled code is not seen by modes.
-            stack.enter_context(torch.compiler.set_stance("force_eager"))
+            if loaded("OptimizedModule") is not None:
+                # Compiled code is not seen by modes.
+                stack.enter_context(torch.compiler.set_stance("force_eager"))
             stack.enter_context(torch.enable_grad())
-            region = None
+            # Also in float32: the caller may be in an autocast region.
+            region = region_for(policy or Policy("O0"), self.device.type)
             if policy is not None:
                 # Without an optimizer there are no updates to lose.
                 applied = replace(policy, master="none")
                 decorate(copies, None, applied, output_dtype=self.output_dtype)
-                region = region_for(applied, self.device.type)
             stack.enter_context(_standing_in(self.models, copies, self.wrappers))
             return self._run(copies, call, region, self.scale if scale is None else scale, observer)
 
@@ -134,18 +137,17 @@ class Replay:
         self,
         copies: list[nn.Module],
         call: Call,
-        region: Any,
+        region: Region,
         scale: float | None,
         observer: Observer,
     ) -> Trace:
         parameters = [one for model in copies for one in model.parameters() if one.requires_grad]
-        dtype = torch.float32 if region is None else region.computes_in
+        dtype = region.dtype or torch.float32
         context = _Backward(parameters, dict(self._twins(copies)), scale, dtype)
         named = self._named(copies, call)
-        regions = () if region is None else (region,)
         with ExitStack() as stack:
             # The region first: the mode that tracks functions must see calls before their casts.
-            stack.enter_context(enter_regions(*regions))
+            stack.enter_context(enter_regions(region))
             stack.enter_context(ScaledBackward(context))  # type: ignore[arg-type]
             context.mode = stack.enter_context(
                 observer(_module_names(copies), Replay._run.__code__, named)
@@ -215,7 +217,10 @@ def replay_of(
 def _step_replay(step: Step, batch: Any) -> Replay:
     components, executor = step._components, step._executor
     args, kwargs = _arguments(batch)
-    call = step._arrange(args, kwargs) if isinstance(step, TrainStep) else Call(args, kwargs)
+    if isinstance(step, TrainStep):
+        call = step._arrange(args, kwargs)
+    else:
+        call = _keywords(step._body, batch) or Call(args, kwargs)
     options, scaler = executor.options, components.scaler
     searches = scaler is not None and executor.finds_scale
     return Replay(
@@ -280,6 +285,14 @@ def _arguments(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     if isinstance(batch, tuple | list) and not hasattr(batch, "_fields"):
         return tuple(batch), {}
     return (batch,), {}
+
+
+def _keywords(body: Body, batch: Any) -> Call | None:
+    """Return a call with keywords if the batch is a mapping whose names the function has."""
+    names = inspect.signature(body).parameters
+    if isinstance(batch, Mapping) and batch and all(name in names for name in batch):
+        return Call((), dict(batch))
+    return None
 
 
 def _scale(scaler: Any) -> float:
@@ -444,7 +457,7 @@ class _Backward:
         parameters: list[nn.Parameter],
         twins: Mapping[Tensor, Tensor],
         scale: float | None,
-        dtype: torch.dtype | None,
+        dtype: torch.dtype,
     ) -> None:
         self._parameters, self._twins, self._dtype = parameters, twins, dtype
         self.scale = scale

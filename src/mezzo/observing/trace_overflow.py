@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mezzo._dtypes import HALF_DTYPES
+from mezzo._dtypes import HALF_DTYPES, dtype_name
 from mezzo.observing.cures import Cure, find_cure, reason_of
 from mezzo.observing.places import Place
 from mezzo.observing.replay import Replay, Trace, named_tensors, replay_of
@@ -75,7 +75,7 @@ class Overflow:
         parts = [f"{gradient}{self.op}{f' ({where})' if where else ''} {self.reason}.".lstrip()]
         if self.inputs and self.direction in {Direction.FORWARD, Direction.BACKWARD}:
             parts.append(f"Its inputs: {'; '.join(map(str, self.inputs))}.")
-        if self.step is not None and self:
+        if self.step and self:
             parts.append(f"That is after call {self.step} of the step.")
         return " ".join([*parts, *self._advice()])
 
@@ -127,8 +127,9 @@ def trace_overflow(
     Args:
         step_or_model: A `TrainStep`, a `@train_step` function, or a model: plain, decorated,
             compiled or in DistributedDataParallel.
-        batch: The arguments of the step as a tuple, `(x, y)`, or its only argument. For a model
-            with `loss_fn` the inputs and the target; without it the arguments of the model.
+        batch: The arguments of the step as a tuple, `(x, y)`, its only argument, or a mapping of
+            keywords. For a model with `loss_fn` the inputs and the target, `(x, y)`; without it the
+            arguments of the model.
         loss_fn: For a model: a function of its output and the target. Without it the loss is that
             of the model's output; if there is none, only the forward pass is run.
         policy: For a model: what it was trained with, such as `"O1"` (the default) or a
@@ -181,6 +182,9 @@ def _explained(replay: Replay, trace: Trace, finding: Finding) -> Overflow:
         if searched.finding is None:
             return _other_scale(replay, finding, trace.scale, searched.scale)
     cure = find_cure(replay, finding)
+    if finding.kind is Kind.PARAMETERS:
+        dtype = dtype_name(finding.dtype)
+        return _of_parameter(replay, finding.place.op, f"is beyond the range of {dtype}", cure)
     return _overflow(replay, finding, reason_of(finding), cure, precision=True)
 
 
@@ -230,7 +234,7 @@ def _first_nonfinite(tensor: Tensor) -> tuple[list[int], str, int] | None:
     return index, f"{float(tensor[tuple(index)]):g}".replace("nan", "NaN"), found.shape[0]
 
 
-def _of_parameter(replay: Replay, name: str, reason: str) -> Overflow:
+def _of_parameter(replay: Replay, name: str, reason: str, cure: Cure | None = None) -> Overflow:
     tensors = {
         one: tensor
         for model in replay.models
@@ -243,6 +247,10 @@ def _of_parameter(replay: Replay, name: str, reason: str) -> Overflow:
         reason=reason,
         inputs=(InputRange.of(tensors[name]),) if name in tensors else (),
         step=replay.number,
+        precision=cure is not None,
+        cure="" if cure is None else cure.entry,
+        policy=None if cure is None else cure.policy,
+        verified=cure is not None and cure.verified,
     )
 
 
