@@ -1,4 +1,4 @@
-"""`record_values` and `compare_runs`: two runs are told apart at the op that differs."""
+"""`record_values` and `compare_runs`: the op at which two runs differ."""
 
 import copy
 import json

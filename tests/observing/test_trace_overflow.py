@@ -287,7 +287,7 @@ def test_the_calls_of_the_step_are_counted():
     assert mezzo.trace_overflow(model, batch(), F.mse_loss, step=7, **FLOAT16).step == 7
 
 
-def test_several_models_are_told_apart_by_their_class():
+def test_of_several_models_the_class_is_named():
     class Generator(nn.Linear):
         pass
 

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
-from copy import deepcopy
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from types import CodeType
@@ -25,13 +24,13 @@ from mezzo._errors import PolicyError, UnsupportedError
 from mezzo._torch import loaded
 from mezzo.autocasting.arguments import region_for
 from mezzo.autocasting.regions import Region, enter_regions
+from mezzo.observing.model_copy import plain_copy, standing_in
 from mezzo.observing.shadow_run import Finding, Kind, NamedTensor, shadowed
 from mezzo.policy.policy import Policy
 from mezzo.prepare import rng_state
 from mezzo.prepare.arguments import models_of, unwrapped
 from mezzo.prepare.decorate import decorate
 from mezzo.prepare.decoration import decoration_of
-from mezzo.prepare.half_weights import HalfWeights
 from mezzo.prepare.plan import PolicyArg
 from mezzo.prepare.sharding import is_sharded_model
 from mezzo.step.base import Step
@@ -115,7 +114,7 @@ class Replay:
         observer: Observer = shadowed,
     ) -> Trace:
         """Run forward and backward under a policy, None for float32; change nothing else."""
-        copies = [_plain_copy(model, to_float32=policy is None) for model in self.models]
+        copies = [plain_copy(model, to_float32=policy is None) for model in self.models]
         call = Call(*map_tensors(self.call, partial(_copied, to_float32=policy is None)))
         with ExitStack() as stack:
             # First: it is restored last, after what an error left behind.
@@ -130,7 +129,7 @@ class Replay:
                 # Without an optimizer there are no updates to lose.
                 applied = replace(policy, master="none")
                 decorate(copies, None, applied, output_dtype=self.output_dtype)
-            stack.enter_context(_standing_in(self.models, copies, self.wrappers))
+            stack.enter_context(standing_in(self.models, copies, self.wrappers))
             return self._run(copies, call, region, self.scale if scale is None else scale, observer)
 
     def _run(
@@ -302,96 +301,7 @@ def _scale(scaler: Any) -> float:
     return float(scaler.get_scale() if hasattr(scaler, "get_scale") else scaler)
 
 
-# -- the copy --------------------------------------------------------------------------------------
-
-
-def _plain_copy(model: nn.Module, *, to_float32: bool) -> nn.Module:
-    """Return a copy of a model, not decorated, with exact float32 weights where it has them."""
-    copied = deepcopy(model, _memo(model))
-    for module in copied.modules():
-        forward = module.__dict__.get("forward")
-        if getattr(forward, "__module__", type(forward).__module__).startswith("mezzo."):
-            _strip(module)
-        if isinstance(module, nn.SyncBatchNorm):
-            module.__class__ = _LocalBatchNorm  # type: ignore[assignment]
-    for source, tensor in zip(_tensors_of(model), _tensors_of(copied), strict=True):
-        weights = HalfWeights.of(source)
-        if weights is not None:
-            tensor.data = weights.read(source)
-        elif to_float32 and tensor.dtype in HALF_DTYPES:
-            tensor.data = tensor.data.float()
-        tensor.grad = None
-    return copied
-
-
-def _strip(module: nn.Module) -> None:
-    """Remove the forwards that decoration and module rules have put before the module's own."""
-    forward = module.__dict__.pop("forward")
-    while True:
-        behind = getattr(forward, "mezzo_behind", getattr(forward, "mezzo_original", None))
-        if behind is None:
-            return
-        forward = behind
-        if not getattr(forward, "__module__", "").startswith("mezzo."):
-            if forward is not type(module).forward:
-                module.__dict__["forward"] = forward
-            return
-
-
-def _memo(model: nn.Module) -> dict[int, Any]:
-    """Return replacements for what cannot or must not be copied.
-
-    That is results of an earlier forward pass, and hooks that observe the model.
-    """
-    memo: dict[int, Any] = {}
-    for module in model.modules():
-        for value in vars(module).values():
-            if isinstance(value, Tensor) and not value.is_leaf:
-                memo[id(value)] = value.detach().clone()
-        for hooks in (module._forward_hooks, module._forward_pre_hooks):
-            for hook in hooks.values():
-                owner = getattr(getattr(hook, "func", hook), "__module__", None) or ""
-                if owner.startswith("mezzo.observing"):
-                    memo[id(hook)] = _no_hook
-    return memo
-
-
-def _no_hook(*_: Any) -> None:
-    """Stand for a hook that observes the model."""
-
-
-class _LocalBatchNorm(nn.BatchNorm1d):
-    """Batch norm over the batch of this rank: no collective is called."""
-
-    def _check_input_dim(self, input: Tensor) -> None:  # noqa: A002 - the name in torch
-        pass
-
-
-@contextmanager
-def _standing_in(
-    models: Sequence[nn.Module],
-    copies: Sequence[nn.Module],
-    wrappers: Sequence[DistributedDataParallel],
-) -> Iterator[None]:
-    """Give the modules of the user the content of their copies in the block."""
-    pairs = [
-        pair
-        for model, copy in zip(models, copies, strict=True)
-        for pair in zip(model.modules(), copy.modules(), strict=True)
-    ]
-    contents = [(vars(one), dict(vars(one))) for one, _ in pairs]
-    contents += [(vars(one), dict(vars(one))) for one in wrappers]
-    try:
-        for module, copy in pairs:
-            vars(module).clear()
-            vars(module).update(vars(copy))
-        for wrapper in wrappers:
-            vars(wrapper)["forward"] = wrapper.module
-        yield
-    finally:
-        for content, before in contents:
-            content.clear()
-            content.update(before)
+# -- tensors and their names -----------------------------------------------------------------------
 
 
 def _copied(tensor: Tensor, *, to_float32: bool) -> Tensor:
@@ -431,10 +341,6 @@ def _named_in(path: str, value: Any) -> Iterator[tuple[str, Tensor]]:
 
 def _parameters(model: nn.Module) -> list[nn.Parameter]:
     return list(model.parameters())
-
-
-def _tensors_of(model: nn.Module) -> list[Tensor]:
-    return [*model.parameters(), *model.buffers()]
 
 
 def _tensors(value: Any) -> list[Tensor]:

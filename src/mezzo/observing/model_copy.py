@@ -1,0 +1,107 @@
+"""Copy a model without its decoration, and let the user's objects stand in for the copy."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from copy import deepcopy
+from typing import Any
+
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from mezzo._dtypes import HALF_DTYPES
+from mezzo.prepare.half_weights import HalfWeights
+
+
+def plain_copy(model: nn.Module, *, to_float32: bool) -> nn.Module:
+    """Return a copy of a model, not decorated, with exact float32 weights where it has them."""
+    copied = deepcopy(model, _memo(model))
+    for module in copied.modules():
+        forward = module.__dict__.get("forward")
+        if getattr(forward, "__module__", type(forward).__module__).startswith("mezzo."):
+            _strip(module)
+        if isinstance(module, nn.SyncBatchNorm):
+            module.__class__ = _LocalBatchNorm  # type: ignore[assignment]
+    for source, tensor in zip(_tensors_of(model), _tensors_of(copied), strict=True):
+        weights = HalfWeights.of(source)
+        if weights is not None:
+            tensor.data = weights.read(source)
+        elif to_float32 and tensor.dtype in HALF_DTYPES:
+            tensor.data = tensor.data.float()
+        tensor.grad = None
+    return copied
+
+
+def _strip(module: nn.Module) -> None:
+    """Remove the forwards that decoration and module rules have put before the module's own."""
+    forward = module.__dict__.pop("forward")
+    while True:
+        behind = getattr(forward, "mezzo_behind", getattr(forward, "mezzo_original", None))
+        if behind is None:
+            return
+        forward = behind
+        if not getattr(forward, "__module__", "").startswith("mezzo."):
+            if forward is not type(module).forward:
+                module.__dict__["forward"] = forward
+            return
+
+
+def _memo(model: nn.Module) -> dict[int, Any]:
+    """Return replacements for what cannot or must not be copied.
+
+    That is results of an earlier forward pass, and hooks that observe the model.
+    """
+    memo: dict[int, Any] = {}
+    for module in model.modules():
+        for value in vars(module).values():
+            if isinstance(value, Tensor) and not value.is_leaf:
+                memo[id(value)] = value.detach().clone()
+        for hooks in (module._forward_hooks, module._forward_pre_hooks):
+            for hook in hooks.values():
+                owner = getattr(getattr(hook, "func", hook), "__module__", None) or ""
+                if owner.startswith("mezzo.observing"):
+                    memo[id(hook)] = _no_hook
+    return memo
+
+
+def _no_hook(*_: Any) -> None:
+    """Stand for a hook that observes the model."""
+
+
+class _LocalBatchNorm(nn.BatchNorm1d):
+    """Batch norm over the batch of this rank: no collective is called."""
+
+    def _check_input_dim(self, input: Tensor) -> None:  # noqa: A002 - the name in torch
+        pass
+
+
+@contextmanager
+def standing_in(
+    models: Sequence[nn.Module],
+    copies: Sequence[nn.Module],
+    wrappers: Sequence[DistributedDataParallel],
+) -> Iterator[None]:
+    """Give the modules of the user the content of their copies in the block."""
+    pairs = [
+        pair
+        for model, copy in zip(models, copies, strict=True)
+        for pair in zip(model.modules(), copy.modules(), strict=True)
+    ]
+    contents = [(vars(one), dict(vars(one))) for one, _ in pairs]
+    contents += [(vars(one), dict(vars(one))) for one in wrappers]
+    try:
+        for module, copy in pairs:
+            vars(module).clear()
+            vars(module).update(vars(copy))
+        for wrapper in wrappers:
+            vars(wrapper)["forward"] = wrapper.module
+        yield
+    finally:
+        for content, before in contents:
+            content.clear()
+            content.update(before)
+
+
+def _tensors_of(model: nn.Module) -> list[Tensor]:
+    return [*model.parameters(), *model.buffers()]
