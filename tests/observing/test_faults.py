@@ -9,7 +9,6 @@ import torch
 FOLDER = str(Path(__file__).parents[2] / "benchmarks")
 EAGER = [
     "attention logits",
-    "cosine attention",
     "cumsum",
     "custom op with a wrong backward",
     "division by underflow",

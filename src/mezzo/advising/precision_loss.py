@@ -65,7 +65,8 @@ def find_precision_loss(
     digits if its relative error is above 25 % and far above that of its inputs, as after a
     subtraction of nearly equal numbers. Then it searches a policy with which no op does so.
 
-    Needs several times the time and memory of a step, and synchronizes. Compiled code is not seen.
+    Needs several times the time and memory of a step, and synchronizes. `mezzo.trace_overflow`
+    takes steps and decorated models too, and reports faults of data and parameters.
 
     Args:
         model: The model, not decorated. It is not changed.

@@ -42,6 +42,8 @@ from mezzo.step.train_step import TrainStep
 _LARGEST_SCALE = 65536.0
 _LARGEST_HALF_SCALE = 32768.0
 """The largest scale of a loss in float16."""
+_INPUTS_AND_TARGET = (1, 2)
+"""Values of a batch for a model and a loss function."""
 Body = Callable[..., Any]
 
 
@@ -238,38 +240,40 @@ def _step_replay(step: Step, batch: Any) -> Replay:
 def _model_replay(target: nn.Module, batch: Any, loss_fn: Callable[..., Any] | None) -> Replay:
     (outer,) = models_of(target)
     (model,) = models_of(unwrapped(outer))
-    decoration = decoration_of(model)
-    arguments = ModelArguments(model)
-    if loss_fn is None:
-        inputs, target_values = arguments.arrange(*_arguments(batch)), ()
-    else:
-        x, *target_values = batch if isinstance(batch, tuple | list) else (batch,)  # type: ignore[assignment]
-        if len(target_values) > 1:
-            raise PolicyError(
-                f"With loss_fn the batch is (inputs, target), got {len(target_values) + 1} values."
-                " Pass several inputs as a tuple: ((a, b), target)."
-            )
-        inputs = arguments.arrange((x,), {})
+    values = _inputs_and_target(ModelArguments(model), batch, has_loss=loss_fn is not None)
 
-    def body(inputs: Any, *target_values: Any) -> Any:
+    def body(inputs: Any, *target: Any) -> Any:
         outputs = call_model(model, inputs)
         if loss_fn is None:
             return _loss_or_output(outputs)
-        y = target_values[0] if target_values and isinstance(target_values[0], tuple) else None
-        return loss_fn(outputs, *(target_values if y is None else y))
+        y = target[0] if target and isinstance(target[0], tuple) else target
+        return loss_fn(outputs, *y)
 
+    decoration = decoration_of(model)
     plan = None if decoration is None else decoration.plan
-    parameters = [*model.parameters(), *model.buffers()]
-    device = parameters[0].device if parameters else torch.device("cpu")
-    return Replay(
+    replay = Replay(
         (model,),
         body,
-        Call(move_inputs((inputs, *target_values), device), {}),
+        Call(values, {}),
         Policy("O1") if plan is None else plan.policy,
         None,
         wrappers=(outer,) if isinstance(outer, DistributedDataParallel) else (),
         output_dtype=None if plan is None else plan.output_dtype,
     )
+    return replace(replay, call=move_inputs(replay.call, replay.device))
+
+
+def _inputs_and_target(arguments: ModelArguments, batch: Any, *, has_loss: bool) -> tuple[Any, ...]:
+    """Return the inputs as one value for `call_model`, and the target if there is one."""
+    args, kwargs = _arguments(batch)
+    if not has_loss:
+        return (arguments.arrange(args, kwargs),)
+    if len(args) not in _INPUTS_AND_TARGET:
+        raise PolicyError(
+            f"With loss_fn the batch is (inputs, target), got {len(args)} values. Pass several"
+            " inputs as a tuple: ((a, b), target)."
+        )
+    return arguments.arrange(args[:1], {}), *args[1:]
 
 
 def _loss_or_output(outputs: Any) -> Any:

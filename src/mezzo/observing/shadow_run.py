@@ -221,51 +221,60 @@ class ShadowMode(TorchDispatchMode):
 
     def _add(self, call: _Call, result: Tensor, exact: Any) -> None:
         """Store the shadow of a result, and a finding if the result lost precision."""
-        inputs = call.inputs
-        causes = frozenset[Place]().union(*(one.causes for one in inputs))
         if "empty" in call.name:
             # Not initialised: an op that writes it follows.
-            self._keep(result, Shadow(torch.zeros_like(result).double(), 0.0, 0.0, causes))
+            zeros = torch.zeros_like(result).double()
+            self._keep(result, Shadow(zeros, 0.0, 0.0, call.causes))
             return
         if not isinstance(exact, Tensor) or exact.shape != result.shape:
             exact = result.detach().double()
-        origin = None
-        if not bool(exact.isfinite().all()):
-            origin = self._origin(call, result, exact, causes)
-        flushed = next((one.flushed for one in inputs if one.flushed is not None), None)
+        is_finite = bool(exact.isfinite().all())
+        origin = None if is_finite else self._origin(call, result, exact)
         if call.func.is_view:
-            error = max((one.error for one in inputs), default=0.0)
-            self._keep(result, Shadow(exact, error, _norm(exact), causes, origin, flushed))
+            shadow = Shadow(exact, call.error, _norm(exact), call.causes, origin, call.flushed)
+            self._keep(result, shadow)
             return
         found = result.detach().double()
         is_mask = found.isneginf() & (exact <= _MASK)
         exact = exact.masked_fill(is_mask, -torch.inf) if bool(is_mask.any()) else exact
+        shadow = self._keep(result, self._compare(call, result, found, exact, origin))
+        if self._observe is None:
+            self.finding = self._judge(call, result, found, shadow)
+        else:
+            self._observe(self._error_of(call, result, found, shadow))
+
+    def _compare(
+        self, call: _Call, result: Tensor, found: Tensor, exact: Tensor, origin: Finding | None
+    ) -> Shadow:
+        """Return the shadow of a result with its error, and whether it underflowed."""
         norm, difference = _norm(exact), _norm(torch.where(exact.isfinite(), found - exact, 0.0))
         error = difference / norm if norm else 0.0
         rounds = result.dtype in HALF_DTYPES
-        if rounds:
-            causes = frozenset({self._tracker.place_of(call.func)})
-        shadow = Shadow(exact, error, norm, causes, origin, flushed if error >= _LOST else None)
-        before = max((one.error for one in inputs), default=0.0)
-        causes = causes.union(*(one.causes for one in inputs))
-        if rounds and error >= _LOST and self._is_flushed(found, shadow, call):
-            made = self._found(Kind.UNDERFLOW, call, result, exact, error, causes)
-            shadow = replace(shadow, flushed=shadow.flushed or made)
-        self._keep(result, shadow)
-        if self._observe is not None:
-            place = self._tracker.place_of(call.func)
-            backward = current_autograd_node() is not None
-            # Infinite where only the exact result is finite.
-            error = error if bool((exact.isfinite() <= found.isfinite()).all()) else torch.inf
-            self._observe(OpError(place, result.dtype, backward, error, before))
-            return
+        causes = frozenset({self._tracker.place_of(call.func)}) if rounds else call.causes
+        shadow = Shadow(exact, error, norm, causes, origin)
+        if error < _LOST:
+            return shadow
+        flushed = call.flushed
+        if flushed is None and rounds and self._is_flushed(found, shadow, call):
+            flushed = self._found(Kind.UNDERFLOW, call, result, exact, error)
+        return replace(shadow, flushed=flushed)
+
+    def _judge(self, call: _Call, result: Tensor, found: Tensor, shadow: Shadow) -> Finding | None:
+        """Return a finding if a result lost precision; that of an underflow if one is the cause."""
+        exact = shadow.exact
         if bool((exact.isfinite() & ~found.isfinite()).any()):
-            self.finding = flushed or self._found(
-                Kind.OVERFLOW, call, result, exact, torch.inf, causes
-            )
+            return call.flushed or self._found(Kind.OVERFLOW, call, result, exact, torch.inf)
         # Without a rounding to 16 bits float32 has lost these digits.
-        elif causes and _lost_digits(result, shadow, before, inputs):
-            self.finding = flushed or self._found(Kind.DIGITS, call, result, exact, error, causes)
+        if (call.causes or shadow.causes) and _lost_digits(result, shadow, call):
+            return call.flushed or self._found(Kind.DIGITS, call, result, exact, shadow.error)
+        return None
+
+    def _error_of(self, call: _Call, result: Tensor, found: Tensor, shadow: Shadow) -> OpError:
+        """Return the error of a result; infinite where only the exact result is finite."""
+        is_lost = bool((shadow.exact.isfinite() & ~found.isfinite()).any())
+        error = torch.inf if is_lost else shadow.error
+        backward = current_autograd_node() is not None
+        return OpError(self._tracker.place_of(call.func), result.dtype, backward, error, call.error)
 
     def _found(
         self,
@@ -274,25 +283,23 @@ class ShadowMode(TorchDispatchMode):
         result: Tensor,
         exact: Tensor,
         error: float,
-        causes: frozenset[Place],
     ) -> Finding:
-        finite = exact[exact.isfinite()]
+        finite, place = exact[exact.isfinite()], self._tracker.place_of(call.func)
+        rounds = result.dtype in HALF_DTYPES
         return Finding(
             kind,
-            self._tracker.place_of(call.func),
+            place,
             result.dtype,
             float(finite.abs().max()) if finite.numel() else 0.0,
             error,
             current_autograd_node() is not None,
-            causes,
+            call.causes | {place} if rounds else call.causes,
             call.ranges or tuple(map(InputRange.of, call.leaves)),
             self._number,
             bool(result.isnan().any()),
         )
 
-    def _origin(
-        self, call: _Call, result: Tensor, exact: Tensor, causes: frozenset[Place]
-    ) -> Finding | None:
+    def _origin(self, call: _Call, result: Tensor, exact: Tensor) -> Finding | None:
         """Return what made an exact result non-finite; None if it is a mask."""
         before = [one.origin for one in call.inputs if one.origin is not None]
         if before:
@@ -300,18 +307,16 @@ class ShadowMode(TorchDispatchMode):
         is_given = call.func.is_view or call.has_infinite_number or call.reads_infinity
         if is_given and not bool(exact.isnan().any()):
             return None
-        return self._found(Kind.NONFINITE, call, result, exact, torch.inf, causes)
+        return self._found(Kind.NONFINITE, call, result, exact, torch.inf)
 
     @staticmethod
     def _is_flushed(found: Tensor, shadow: Shadow, call: _Call) -> bool:
         """Return whether most of a result became zero, which was more than rounding errors."""
         zeros = _norm(torch.where((found == 0.0), shadow.exact, 0.0))
-        before = max((one.error for one in call.inputs), default=0.0)
-        largest = max((one.norm for one in call.inputs), default=0.0)
         return (
             zeros > _FLUSHED * shadow.norm
-            and shadow.norm > max(_NOISE * largest, torch.finfo(torch.float32).tiny)
-            and before < _LOST
+            and shadow.norm > max(_NOISE * call.norm, torch.finfo(torch.float32).tiny)
+            and call.error < _LOST
         )
 
     def outcome(self, results: Iterable[Tensor]) -> Finding | None:
@@ -345,6 +350,26 @@ class _Call:
         return name
 
     @property
+    def causes(self) -> frozenset[Place]:
+        """The ops whose rounding to 16 bits is in the inputs."""
+        return frozenset[Place]().union(*(one.causes for one in self.inputs))
+
+    @property
+    def flushed(self) -> Finding | None:
+        """The op that underflowed on the way to the inputs."""
+        return next((one.flushed for one in self.inputs if one.flushed is not None), None)
+
+    @property
+    def error(self) -> float:
+        """The largest error of the inputs."""
+        return max((one.error for one in self.inputs), default=0.0)
+
+    @property
+    def norm(self) -> float:
+        """The largest norm of the inputs."""
+        return max((one.norm for one in self.inputs), default=0.0)
+
+    @property
     def has_infinite_number(self) -> bool:
         """Whether an argument is infinity itself, as the value of `masked_fill`."""
         numbers = pytree.tree_leaves((self.args, self.kwargs))
@@ -355,14 +380,13 @@ class _Call:
         return any(not bool(one.exact.isfinite().all()) for one in self.inputs)
 
 
-def _lost_digits(result: Tensor, shadow: Shadow, before: float, inputs: list[Shadow]) -> bool:
+def _lost_digits(result: Tensor, shadow: Shadow, call: _Call) -> bool:
     # Gradients may be zero but for rounding, such as that of a bias before a norm.
     if current_autograd_node() is not None or shadow.error < _LOST:
         return False
-    largest = max((one.norm for one in inputs), default=0.0)
     return (
-        shadow.error > _AMPLIFIED * max(before, torch.finfo(result.dtype).eps)
-        and shadow.norm > _CANCELLED * largest
+        shadow.error > _AMPLIFIED * max(call.error, torch.finfo(result.dtype).eps)
+        and shadow.norm > _CANCELLED * call.norm
     )
 
 
