@@ -53,6 +53,12 @@ def test_a_result_that_overflows_has_an_infinite_error_and_the_run_goes_on():
     assert "mse_loss" in {row.op for row in errors.rows}
 
 
+def test_a_gradient_that_is_zero_but_for_rounding_has_no_large_error():
+    normed = nn.Sequential(nn.Linear(16, 32), nn.BatchNorm1d(32), nn.Linear(32, 4))
+    errors = mezzo.shadow(normed, batch(), F.mse_loss, "O2", dtype="bfloat16")
+    assert errors.modules("backward")["0"] < 0.1
+
+
 def test_the_table_has_a_line_for_each_op():
     errors = mezzo.shadow(model(), batch(), F.mse_loss, dtype="float16")
     lines = str(errors).splitlines()

@@ -366,3 +366,14 @@ def test_what_cannot_be_traced_raises(target, batch_, loss_fn, message):
 def test_a_step_has_its_own_loss_function():
     with pytest.raises(mezzo.PolicyError, match="Leave loss_fn out"):
         mezzo.trace_overflow(train_step(energetic()), batch(), F.mse_loss)
+
+
+def test_sparse_gradients_are_no_obstacle():
+    model = nn.Sequential(nn.Embedding(10, 8, sparse=True), nn.Flatten(), nn.Linear(16, 1))
+    data = torch.randint(10, (4, 2)), torch.randn(4, 1)
+    assert not mezzo.trace_overflow(model, data, F.mse_loss, **FLOAT16)
+
+
+def test_a_model_without_trained_parameters_is_run_forward():
+    model = energetic().requires_grad_(False)
+    assert mezzo.trace_overflow(model, batch(), F.mse_loss, **FLOAT16).op == "mul"

@@ -110,7 +110,7 @@ class ValueRecorder(PlaceTracker):
     def _watch(self, tensor: Tensor, place: tuple[str, str, int, str]) -> None:
         def record(gradient: Tensor) -> None:
             # The search for a loss scale runs backward too.
-            if not self.paused:
+            if not self.paused and _is_value(gradient):
                 self._add(gradient, "backward", place)
 
         tensor.register_hook(record)
@@ -141,7 +141,8 @@ def _numbers(tensor: Tensor) -> list[float]:
 
 
 def _is_value(one: Any) -> bool:
-    return isinstance(one, Tensor) and one.is_floating_point() and one.numel() > 0
+    is_dense = isinstance(one, Tensor) and one.layout == torch.strided
+    return is_dense and one.is_floating_point() and one.numel() > 0
 
 
 def record_values(

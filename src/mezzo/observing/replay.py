@@ -426,4 +426,9 @@ class _Backward:
             retain_graph=True,
             allow_unused=True,
         )
-        return all(bool(one.isfinite().all()) for one in gradients if one is not None)
+        values = [
+            one.coalesce().values() if one.is_sparse else one
+            for one in gradients
+            if one is not None
+        ]
+        return all(bool(one.isfinite().all()) for one in values)

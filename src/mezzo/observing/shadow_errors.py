@@ -30,7 +30,8 @@ class ErrorRow:
     calls: int
     """How many results were compared."""
     error: float
-    """The largest relative error of a result; infinite if it is not finite and should be."""
+    """The largest relative error of a result; infinite if it is not finite and should be. For a
+    result that is zero but for rounding, relative to the inputs."""
     inputs: float
     """The largest relative error of the inputs: what the op was given, not what it added."""
     line: str

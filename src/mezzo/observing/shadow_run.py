@@ -273,6 +273,9 @@ class ShadowMode(TorchDispatchMode):
         """Return the error of a result; infinite where only the exact result is finite."""
         is_lost = bool((shadow.exact.isfinite() & ~found.isfinite()).any())
         error = torch.inf if is_lost else shadow.error
+        if shadow.norm < _CANCELLED * call.norm:
+            # Zero but for rounding, such as the gradient of a bias before a norm.
+            error *= shadow.norm / call.norm
         backward = current_autograd_node() is not None
         return OpError(self._tracker.place_of(call.func), result.dtype, backward, error, call.error)
 
@@ -324,7 +327,7 @@ class ShadowMode(TorchDispatchMode):
         if self.finding is not None:
             return self.finding
         found = []
-        for result in results:
+        for result in filter(_real, results):
             shadow = self.shadow_of(result)
             if not bool(result.isfinite().all()):
                 found.append(shadow.origin or Finding(Kind.NONFINITE, Place(""), result.dtype))
