@@ -432,6 +432,69 @@ def line_modules(graph: torch.fx.GraphModule) -> dict[int, str]:
     return {line: [*stack.values()][-1][0] if stack else "" for line, stack in stacks.items()}
 
 
+# -- DistributedDataParallel -----------------------------------------------------------------------
+
+
+def communication_hooks(wrapper: nn.Module) -> list[tuple[Callable[..., Any], Any]]:
+    """Return the hooks of a DistributedDataParallel wrapper, each with its state.
+
+    torch has no public way to read them.
+    """
+    hooks: list[tuple[Callable[..., Any], Any]] = wrapper._comm_hooks  # type: ignore[assignment]
+    return hooks
+
+
+_NEVER = 2**31 - 1
+"""A sample rate that no run reaches."""
+
+
+def reducer_refusal(wrapper: Any) -> str | None:
+    """Return why `renew_reducer` cannot be called for a DistributedDataParallel wrapper, if so."""
+    names = ("_build_params_for_reducer", "_build_debug_param_to_name_mapping", "_ddp_init_helper")
+    missing = [name for name in names if not hasattr(wrapper, name)]
+    if missing:
+        return f"torch {torch.__version__} has no DistributedDataParallel.{missing[0]}"
+    # Hooks in C++ are not among `communication_hooks`, and a new reducer would not have them.
+    logged = wrapper._get_ddp_logging_data().get("comm_hook", "")
+    if logged and not communication_hooks(wrapper):
+        return f"the wrapper has the communication hook {logged}, which is not known in Python"
+    return None
+
+
+def renew_reducer(wrapper: Any) -> None:
+    """Give a DistributedDataParallel wrapper a new reducer, on the current stream.
+
+    A reducer holds the nodes that accumulate gradients, which run on the stream on which it was
+    created, and cannot be used any more after an error in backward. torch makes new ones only for
+    unpickled wrappers. All ranks have to do this together: the new reducers agree on their buckets
+    in their second call.
+    """
+    hooks = list(communication_hooks(wrapper))
+    # First free the old one: parameters keep their nodes as long as anything holds them.
+    wrapper.reducer = wrapper.logger = None
+    parameters, expect_sparse = wrapper._build_params_for_reducer()
+    names = wrapper._build_debug_param_to_name_mapping(parameters)
+    wrapper._ddp_init_helper(parameters, expect_sparse, names, wrapper.static_graph)
+    wrapper._has_rebuilt_buckets = False
+    if wrapper.static_graph:
+        wrapper._static_graph_delay_allreduce_enqueued = False
+        wrapper.reducer._set_static_graph()
+        wrapper.logger._set_static_graph()
+    communication_hooks(wrapper).clear()
+    for hook, state in hooks:
+        wrapper.register_comm_hook(state, hook)
+    # After ten calls a reducer times every hundredth, by events that a capture cannot read.
+    wrapper._set_ddp_runtime_logging_sample_rate(_NEVER)
+
+
+def group_timeout(group: Any, device: torch.device) -> Any:
+    """Return the time-out of a process group on a device; None if torch does not show it."""
+    try:
+        return group._get_backend(device).options._timeout
+    except (AttributeError, RuntimeError):
+        return None
+
+
 # -- FSDP2 -----------------------------------------------------------------------------------------
 
 
@@ -448,15 +511,6 @@ class FsdpGroup(NamedTuple):
     """Whether a forward pass has fixed the dtypes of the policy."""
     set_policy: Callable[[Any], None]
     """Replaces the policy, before the first forward pass."""
-
-
-def communication_hooks(wrapper: nn.Module) -> list[tuple[Callable[..., Any], Any]]:
-    """Return the hooks of a DistributedDataParallel wrapper, each with its state.
-
-    torch has no public way to read them.
-    """
-    hooks: list[tuple[Callable[..., Any], Any]] = wrapper._comm_hooks  # type: ignore[assignment]
-    return hooks
 
 
 def fsdp_groups(model: nn.Module) -> list[FsdpGroup]:

@@ -75,6 +75,20 @@ class FakeGraph:
         return self._executor is not None and self._executor.static_gradients.exist
 
 
+class DeferredGraph(FakeGraph):
+    """Runs the captured function at replays only, as a graph with collectives does."""
+
+    def __init__(self, run: Callable[[Call], Any], call: Call) -> None:
+        self._run_captured, self._executor, self._broken = run, None, False
+        self._values, self.inputs = make_static_buffers(call)
+        self.replays = 0
+
+    def replay(self, leaves: list[torch.Tensor]) -> Any:
+        self.replays += 1
+        torch._foreach_copy_(self.inputs, leaves)
+        return self._run()
+
+
 @dataclass(frozen=True, eq=False)
 class Replayed:
     """What a step holds of a fake graph: a graph is gone when no step holds it any more."""
@@ -106,6 +120,8 @@ class FakeCapturer:
     fails_as_eager: bool = False
     """Whether attempts fail in which the capture is hidden from the model."""
     broken: bool = False
+    defers: bool = False
+    """Whether captures do not run the function."""
     executor: StepExecutor | None = None
     pool: GraphPool = field(default_factory=GraphPool)
     pools: list[Any] = field(default_factory=list)
@@ -130,7 +146,11 @@ class FakeCapturer:
         if self.fails or fails_for_calls or (self.fails_as_eager and reports_eager):
             raise CaptureFailed(self.failure)
         self.pools.append(self.pool.handle())
-        self.graphs.append(FakeGraph(run, values, self.executor, broken=self.broken))
+        self.graphs.append(
+            DeferredGraph(run, values)
+            if self.defers
+            else FakeGraph(run, values, self.executor, broken=self.broken)
+        )
         replayed = Replayed(self.graphs[-1])
         self.pool.add(replayed)
         return replayed

@@ -15,11 +15,16 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import distributed, nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import (
+    allreduce_hook,
+    bf16_compress_hook,
+    fp16_compress_hook,
+)
 from torch.nn.parallel import DistributedDataParallel
 
 from mezzo._dtypes import dtype_name
 from mezzo._errors import PolicyError, UnsupportedError
-from mezzo._torch import communication_hooks
+from mezzo._torch import communication_hooks, reducer_refusal, renew_reducer
 from mezzo.prepare.arguments import Optimizer, is_inside_ddp, models_of
 from mezzo.scaling.gradients import parameters
 
@@ -106,6 +111,25 @@ class Replicas:
                         " different updates. Wrap every trained model in DistributedDataParallel,"
                         " and let it ignore no parameter of the optimizers."
                     )
+
+    # -- capture -----------------------------------------------------------------------------------
+
+    def capture_refusal(self, *, accumulates: bool) -> str | None:
+        """Return why steps over these wrappers cannot be captured, or None if they can."""
+        if len({id(wrapper.process_group) for wrapper in self.wrappers}) > 1:
+            return "the models are wrapped with different process groups"
+        if self.wrappers and not distributed.is_gloo_available():
+            return "torch has no gloo, by which ranks agree what to capture"
+        reasons = (_capture_refusal(one, accumulates=accumulates) for one in self.wrappers)
+        return next((reason for reason in reasons if reason is not None), None)
+
+    def renew_reducers(self) -> None:
+        """Give the wrappers new reducers, which accumulate gradients on the current stream.
+
+        All ranks have to do this together.
+        """
+        for wrapper in self.wrappers:
+            renew_reducer(wrapper)
 
     # -- reduction of gradients --------------------------------------------------------------------
 
@@ -237,6 +261,31 @@ def _has_gradients(wrapper: DistributedDataParallel) -> bool:
     return any(parameter.grad is not None for parameter in _reduced_parameters(wrapper))
 
 
+def _capture_refusal(wrapper: DistributedDataParallel, *, accumulates: bool) -> str | None:
+    backends = distributed.get_backend_config(wrapper.process_group)
+    if "cuda:nccl" not in backends:
+        return (
+            f"DistributedDataParallel averages gradients by {backends}, and only NCCL is captured"
+        )
+    if wrapper.find_unused_parameters and not wrapper.static_graph:
+        return (
+            "DistributedDataParallel(find_unused_parameters=True) looks for them on the host. Leave"
+            " it out, or add static_graph=True if they are always the same"
+        )
+    if wrapper.gradient_as_bucket_view and accumulates:
+        return (
+            "calls accumulate gradients, and those of"
+            " DistributedDataParallel(gradient_as_bucket_view=True) change their addresses"
+        )
+    for hook, _ in communication_hooks(wrapper):
+        if not is_capturable(hook):
+            return (
+                f"the communication hook {hook.__qualname__!r} may keep state on the host, which a"
+                " captured graph would not change"
+            )
+    return reducer_refusal(wrapper)
+
+
 # -- communication hook ----------------------------------------------------------------------------
 
 
@@ -261,3 +310,12 @@ def _copy_back(buffer: torch.Tensor, future: Any) -> torch.Tensor:
 
 # torch compares the annotations of a hook with types, and ours are strings.
 reduce_in_dtype.__annotations__.clear()
+
+
+def is_capturable(hook: Any) -> bool:
+    """Return whether a communication hook does the same at each call, on the device.
+
+    >>> is_capturable(reduce_in_dtype), is_capturable(print)
+    (True, False)
+    """
+    return hook in (reduce_in_dtype, allreduce_hook, fp16_compress_hook, bf16_compress_hook)

@@ -12,13 +12,13 @@ from mezzo._dtypes import dtype_name
 from mezzo._errors import PolicyError, UnsupportedError
 from mezzo.prepare.ema import refused_while_lent
 from mezzo.scaling.scaler import GradScaler
-from mezzo.step.capture import runner_for
 from mezzo.step.components import Capture, StepComponents
 from mezzo.step.eager_runner import Runner
 from mezzo.step.executor import AccumulationPhase, Body, StepExecutor, StepOptions
 from mezzo.step.inputs import Call
 from mezzo.step.metrics import StepMetrics
 from mezzo.step.outputs import HostOutputs, KeptOutputs, RunningMeans
+from mezzo.step.runners import agreed_runner, runner_for
 from mezzo.step.shared_settings import check_shared_settings
 from mezzo.step.step_state import (
     load_run_state,
@@ -99,8 +99,13 @@ class Step:
 
     def _check_processes(self) -> None:
         """Check before the first call that the wrappers and the other processes fit the step."""
-        progress = {"updates": self._updates, "position": self._position}
-        check_shared_settings(self._components, self._executor.options, progress)
+        own = {
+            "updates": self._updates,
+            "position": self._position,
+            "capture": self._capture.value,
+        }
+        check_shared_settings(self._components, self._executor.options, own)
+        self._runner = agreed_runner(self._runner, self._executor, self._capture)
         self._is_checked = True
 
     def flush(self) -> None:

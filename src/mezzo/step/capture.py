@@ -1,4 +1,4 @@
-"""Warm a step up, capture it as a CUDA graph and replay it, or choose to run it eagerly."""
+"""Warm the calls of a step up, capture them as CUDA graphs and replay them."""
 
 from __future__ import annotations
 
@@ -13,38 +13,24 @@ from mezzo import _events
 from mezzo._torch import dispatch_mode_count
 from mezzo.policy.decide import user_stack_level
 from mezzo.scaling import capture
-from mezzo.step.capture_obstacles import (
-    capture_obstacle,
-    optimizer_obstacle,
-    warn_many_kinds,
-    warn_not_captured,
-)
+from mezzo.step.capture_obstacles import warn_many_kinds, warn_not_captured
 from mezzo.step.captured_step import Attempt, CapturedStep, StepGraphs, UpdateRunner
 from mezzo.step.components import Capture
 from mezzo.step.cuda_graph import CaptureFailed, keeps_autograd_graph
-from mezzo.step.eager_runner import EagerRunner, Runner, first_nonfinite
+from mezzo.step.eager_runner import first_nonfinite
 from mezzo.step.executor import AccumulationPhase, StepExecutor
 from mezzo.step.input_kinds import InputKind, InputKinds
 from mezzo.step.inputs import Call, UnsupportedInput, copy_outputs, format_shapes, signature
 from mezzo.step.module_buffers import module_modes
 from mezzo.step.replay_timing import ReplayTiming
+from mezzo.step.shared_calls import CallState, shared_calls
 from mezzo.step.stall_check import StallCheck
-
-
-def runner_for(executor: StepExecutor, capture: Capture) -> Runner:
-    """Return a runner that captures, or an eager one if that is requested or necessary."""
-    if capture is Capture.OFF:
-        return EagerRunner(executor)
-    reason = capture_obstacle(executor.components) or optimizer_obstacle(executor)
-    if reason is None:
-        return CaptureRunner(executor, capture)
-    warn_not_captured(reason, capture, quietly=executor.components.device.type != "cuda")
-    return EagerRunner(executor, reason)
-
 
 _WARM_UP = 3
 """Real calls before the first capture, which create optimizer states, tables and compiled kernels.
 One of them at least has the inputs that are captured: inputs that are seen once are not."""
+_WRAPPED_WARM_UP = 11
+"""The same for DistributedDataParallel, which arranges its buckets and times ten calls first."""
 
 
 _KEPT_GRAPH = (
@@ -74,13 +60,23 @@ class CaptureRunner:
             parameter for model in components.models for parameter in model.parameters()
         ]
         self._graphs = StepGraphs(executor)
+        self._shared = shared_calls(components, same_shapes=executor.options.same_shapes)
+        """Agrees with the other ranks about each call; None if there are none."""
+        self._warm_up_length = _WRAPPED_WARM_UP if components.replicas else _WARM_UP
+        self._has_reducers = not components.replicas
+        """Whether wrappers reduce gradients on the capture stream."""
+        self._are_ready = False
+        """Whether all ranks can capture the current call."""
+        self._has_dropped = False
+        """Whether graphs were dropped since the last agreement."""
+        self._schedule_tables: tuple[int, ...] = ()
         self._inputs: InputKinds[CapturedStep] = InputKinds(executor.options.max_graphs)
         self._mode_numbers: dict[Hashable, int] = {}
         self._current = _NumberedModes(None, 0)
         self._warm_up_calls: Counter[Hashable] = Counter()
         """Calls so far by modes and phase, of all kinds of inputs."""
         self._attempt = Attempt()
-        """How calls are captured: the last attempt that did not fail."""
+        """How calls are captured: the last attempt that did not fail, or the next one to try."""
         self._stall_check = StallCheck(executor)
         self._update: UpdateRunner | None = None
         """Runs updates if calls cannot be captured."""
@@ -100,20 +96,11 @@ class CaptureRunner:
             return copy_outputs(self._executor.run(self._executor.move_inputs(call), phase, modes))
         if self.eager_reason is not None:
             return self._run_eagerly(call, phase, modes)
-        try:
-            key = (
-                signature(call, leaves),
-                self._number(modes),
-                self._executor.options.closure_values(),
-            )
-        except UnsupportedInput as error:
-            self._give_up(
-                f"an input of type {error} is neither a tensor, a list, a tuple, a mapping, a"
-                " dataclass nor a hashable value"
-            )
+        if not self._has_reducers:
+            self._renew_reducers()
+        kind = self._find_kind(call, leaves, phase, modes)
+        if kind is None:
             return self._run_eagerly(call, phase, modes)
-        self._check_recapture_key()
-        kind = self._inputs.use(key, leaves)
         if self._inputs.exceed_limit and not self._warned_full:
             self._warned_full = True
             warn_many_kinds(self._inputs.limit, leaves)
@@ -129,6 +116,34 @@ class CaptureRunner:
         self._stall_check.drop()
         return self._warm_up_or_capture(kind, call, leaves, phase, modes)
 
+    def _find_kind(
+        self, call: Call, leaves: list[torch.Tensor], phase: AccumulationPhase, modes: Hashable
+    ) -> InputKind[CapturedStep] | None:
+        """Return the kind of a call, and collect its tensors; None if it cannot be captured."""
+        key: Hashable = None
+        size = refusal = None
+        try:
+            values = self._executor.options.closure_values()
+            key = (signature(call, leaves), self._number(modes), values)
+        except UnsupportedInput as error:
+            refusal = (
+                f"an input of type {error} is neither a tensor, a list, a tuple, a mapping, a"
+                " dataclass nor a hashable value"
+            )
+        self._check_recapture_key(phase)
+        if self._shared is not None:
+            own = sum(leaf.nbytes for leaf in leaves)
+            is_ready = key is not None and self._is_ready(phase, modes)
+            agreed = self._shared.agree(CallState(key, own, is_ready, self._has_dropped))
+            if agreed.drops:
+                self.drop_graphs()
+            self._has_dropped, self._are_ready = False, agreed.is_ready
+            key, size, refusal = agreed.key, agreed.size, refusal or agreed.refusal
+        if refusal is not None:
+            self._give_up(refusal)
+            return None
+        return self._inputs.use(key, leaves, size)
+
     def _number(self, modes: Hashable) -> int:
         """Return a small number for these modes, which rarely change between calls."""
         if modes != self._current.modes:
@@ -139,17 +154,31 @@ class CaptureRunner:
                 self.drop_graphs()
         return self._current.number
 
-    def _check_recapture_key(self) -> None:
+    def _check_recapture_key(self, phase: AccumulationPhase) -> None:
         """Drop graphs if parameter addresses, the scale rule or optimizer tables changed."""
-        key = [list(map(torch.Tensor.data_ptr, self._parameters)), *self._graphs.recapture_key()]
+        scaler = self._executor.components.scaler
+        if self._shared is not None and scaler is not None and phase.last:
+            # Before ranks agree: that the tables have moved would else be found by one of them.
+            self._schedule_tables = capture.before_replay(scaler)
+        key = [
+            list(map(torch.Tensor.data_ptr, self._parameters)),
+            self._schedule_tables,
+            *self._graphs.recapture_key(),
+        ]
         if key != self._recapture_key:
             self._recapture_key = key
             self.drop_graphs()
 
     def _run_eagerly(self, call: Call, phase: AccumulationPhase, modes: Hashable) -> Any:
         """Run a call eagerly; if no calls can be captured, with a captured update."""
-        moved = self._executor.move_inputs(call)
-        returned = copy_outputs(self._executor.run(moved, phase, modes, self._update))
+
+        def run() -> Any:
+            moved = self._executor.move_inputs(call)
+            return copy_outputs(self._executor.run(moved, phase, modes, self._update))
+
+        # Wrappers that may be captured accumulate gradients on the capture stream.
+        on_current = self._shared is None or self.eager_reason is not None
+        returned = run() if on_current else self._graphs.capturer.run_on_capture_stream(run)
         self._check_gradients(phase)
         return returned
 
@@ -208,7 +237,7 @@ class CaptureRunner:
             self.drop_graphs()
             return None
         self._replays += 1
-        if timing.judges_slower() and self._capture is Capture.AUTO:
+        if self._capture is Capture.AUTO and self._is_slower(timing):
             torch.cuda.synchronize(self._executor.components.device)
             del kind.graphs[phase]
             kind.is_eager = True
@@ -218,6 +247,13 @@ class CaptureRunner:
             elif _events.listening():
                 _events.emit(_events.StepNotCaptured(reason))
         return returned
+
+    def _is_slower(self, timing: ReplayTiming) -> bool:
+        """Return once, after enough replays, whether they take longer on all ranks."""
+        if not timing.is_due:
+            return False
+        slower = timing.judges_slower()
+        return slower if self._shared is None else self._shared.agree_on_slower(slower=slower)
 
     # -- warm-up and capture -----------------------------------------------------------------------
 
@@ -231,10 +267,10 @@ class CaptureRunner:
     ) -> Any:
         if kind.is_eager:
             return self._run_eagerly(call, phase, modes)
-        warmed_up = self._warm_up_calls[self._current.number, phase] >= _WARM_UP
         settled = bool(kind.graphs) or self._inputs.are_settled
-        is_known = warmed_up and settled and phase in kind.timings
-        if not (is_known and self._is_ready(phase, modes)):
+        is_known = settled and phase in kind.timings
+        alone = self._shared is None
+        if not (is_known and (self._is_ready(phase, modes) if alone else self._are_ready)):
             # The call that finds the written buffers does not count.
             known = self._executor.buffers.knows(modes)
             self._warm_up_calls[self._current.number, phase] += known
@@ -254,12 +290,14 @@ class CaptureRunner:
     def _is_ready(self, phase: AccumulationPhase, modes: Hashable) -> bool:
         """Return whether a capture has what it needs.
 
-        That is known buffers, a loss scale past its warm-up and, if calls accumulate, gradients at
-        fixed addresses, which this allocates.
+        That is warm-up calls, known buffers, a loss scale past its warm-up and, if calls
+        accumulate, gradients at fixed addresses, which this allocates.
         """
         executor, scaler = self._executor, self._executor.components.scaler
-        if not executor.buffers.knows(modes) or (
-            scaler is not None and not capture.is_warmed_up(scaler)
+        if (
+            self._warm_up_calls[self._current.number, phase] < self._warm_up_length
+            or not executor.buffers.knows(modes)
+            or (scaler is not None and not capture.is_warmed_up(scaler))
         ):
             return False
         if executor.options.accumulate > 1 and not executor.static_gradients.exist:
@@ -315,19 +353,50 @@ class CaptureRunner:
         All calls run eagerly from then on, or only those of this kind if others are captured.
         """
         inputs, attempt = self._static_inputs(call, leaves), self._attempt
-        hint = _KEPT_GRAPH if keeps_autograd_graph(self._parameters) else ""
+        hint = "" if self._shared or not keeps_autograd_graph(self._parameters) else _KEPT_GRAPH
         while True:
-            try:
-                captured = self._graphs.capture_call(inputs, phase, modes, attempt)
-            except CaptureFailed as failure:
-                following = attempt.after(failure)
-                if following is None:
-                    self._run_kind_eagerly(kind, leaves, failure, hint)
-                    return None
-                attempt = following
-            else:
+            captured, failure = self._capture_once(inputs, phase, modes, attempt)
+            if failure is None:
                 self._attempt = attempt
                 return captured
+            following = attempt.after(failure)
+            if self._shared is not None:
+                # The wrappers are warmed up again before the next attempt.
+                self._recover()
+                self._attempt = following or Attempt()
+            if following is None:
+                self._run_kind_eagerly(kind, leaves, failure, hint)
+            if following is None or self._shared is not None:
+                return None
+            attempt = following
+
+    def _capture_once(
+        self, inputs: Call, phase: AccumulationPhase, modes: Hashable, attempt: Attempt
+    ) -> tuple[CapturedStep | None, CaptureFailed | None]:
+        """Capture a call, on all ranks or on none; return the graph or why it failed."""
+        captured = failure = None
+        try:
+            captured = self._graphs.capture_call(inputs, phase, modes, attempt)
+        except CaptureFailed as error:
+            failure = error
+        if self._shared is not None:
+            failure = self._shared.agree_on_capture(failure)
+        return captured, failure
+
+    def _recover(self) -> None:
+        """Let wrappers reduce gradients again after a failed capture.
+
+        An error in backward leaves their reducers unusable, whose memory captured graphs use.
+        """
+        self._release_graphs()
+        self._warm_up_calls.clear()
+        self._renew_reducers()
+
+    def _renew_reducers(self) -> None:
+        """Let wrappers reduce gradients on the capture stream, once no graph uses their memory."""
+        replicas = self._executor.components.replicas
+        self._graphs.capturer.run_on_capture_stream(replicas.renew_reducers)
+        self._has_reducers = True
 
     def _run_kind_eagerly(
         self,
@@ -348,6 +417,9 @@ class CaptureRunner:
         """Run eagerly from now on, with a warning or, if capture=True, an error."""
         self.eager_reason = reason
         self.drop_graphs()
+        if self._shared is not None:
+            # Calls run on the current stream from now on.
+            self._executor.components.replicas.renew_reducers()
         try:
             warn_not_captured(reason, self._capture)
         except Exception as refused:
@@ -382,6 +454,7 @@ class CaptureRunner:
     def drop_graphs(self) -> None:
         """Drop captured graphs. This synchronizes if there are any, since they may be running."""
         self._release_graphs()
+        self._has_dropped = True
         self._inputs.clear()
         self._warm_up_calls.clear()
         if self._update is not None:

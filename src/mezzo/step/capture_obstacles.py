@@ -27,14 +27,15 @@ def capture_obstacle(components: StepComponents) -> str | None:
         return "the model is sharded over processes, which is not captured"
     if len({parameter.device for parameter in parameters}) > 1:
         return "the parameters are on several devices"
-    if components.replicas:
-        return (
-            "the model is wrapped by DistributedDataParallel, and all ranks would have to capture"
-            " and replay the same graph in the same call"
-        )
     if not _launch.has_triton(device):
         return "Triton is not installed, which the fused steps need"
     return None if components.scaler is None else capture_refusal(components.scaler)
+
+
+def process_obstacle(executor: StepExecutor) -> str | None:
+    """Return why a step that ranks run together cannot be captured on this one."""
+    replicas = executor.components.replicas
+    return replicas.capture_refusal(accumulates=executor.options.accumulate > 1)
 
 
 def optimizer_obstacle(executor: StepExecutor) -> str | None:

@@ -55,6 +55,8 @@ class StepOptions:
     """Whether images are converted to channels_last, as the model is."""
     max_graphs: int = MAX_GRAPHS
     """Kinds of inputs that graphs are kept for."""
+    same_shapes: bool = False
+    """Whether all ranks get inputs of equal kinds in every call, as the user has promised."""
 
     @property
     def loss_factor(self) -> float:

@@ -70,6 +70,7 @@ def train_step(
     grad_norm: bool = False,
     reduce_dtype: str | torch.dtype | None = None,
     max_graphs: int = MAX_GRAPHS,
+    same_shapes: bool = False,
     mean_over: int | None = None,
     **overrides: Any,
 ) -> Callable[[Callable[..., Any]], FunctionStep]:
@@ -108,6 +109,7 @@ def train_step(
         scheduler: A learning rate scheduler, or a list with at most one for each optimizer.
         capture: Whether to capture the function as a CUDA graph: `"auto"`, True or False.
         max_graphs: Kinds of inputs that CUDA graphs are kept for.
+        same_shapes: A promise that all processes get inputs of equal shapes in every call.
         mean_over: Number of calls over which `step.means` are taken; None for no means.
         **overrides: Fields of the policy to change, such as `dtype=`.
 
@@ -150,6 +152,7 @@ def train_step(
             takes_update=takes_update,
             closure_values=closure_values(body),
             max_graphs=max_graphs,
+            same_shapes=same_shapes,
         )
         with restored_on_error(models, optimizers):
             components = prepare_components(models, optimizers, precision, scaler, scheduler)

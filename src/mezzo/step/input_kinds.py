@@ -61,13 +61,19 @@ class InputKinds(Generic[Graph]):
         self._last_new = 0
         """Number of the last call that used a new kind."""
 
-    def use(self, key: Hashable, leaves: Sequence[torch.Tensor]) -> InputKind[Graph]:
-        """Return the kind with this key, which the current call uses."""
+    def use(
+        self, key: Hashable, leaves: Sequence[torch.Tensor], size: int | None = None
+    ) -> InputKind[Graph]:
+        """Return the kind with this key, which the current call uses.
+
+        `size` replaces the bytes of the leaves.
+        """
         self._calls += 1
         kind = self._kinds.get(key)
         if kind is None:
             self._forget()
-            kind = self._kinds[key] = InputKind(size=sum(leaf.nbytes for leaf in leaves))
+            size = sum(leaf.nbytes for leaf in leaves) if size is None else size
+            kind = self._kinds[key] = InputKind(size=size)
             self._last_new = self._calls
         kind.previous_use, kind.last_use = kind.last_use, self._calls
         return kind

@@ -47,9 +47,14 @@ class ReplayTiming:
         self._replays += 1
         return returned
 
+    @property
+    def is_due(self) -> bool:
+        """Whether enough replays were timed, and they were not judged yet."""
+        return not self._judged and self._replays >= REPLAYS
+
     def judges_slower(self) -> bool:
         """Return once, after enough replays, whether they take longer than eager calls."""
-        if self._judged or self._replays < REPLAYS:
+        if not self.is_due:
             return False
         self._judged = True
         return self._replay > self._eager * MARGIN

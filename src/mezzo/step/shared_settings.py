@@ -19,7 +19,7 @@ _PLAIN = (bool, int, float, str, type(None))
 
 
 def check_shared_settings(
-    components: StepComponents, options: StepOptions, progress: Mapping[str, int]
+    components: StepComponents, options: StepOptions, others: Mapping[str, int | str]
 ) -> None:
     """Check before the first call that all ranks train the same step; raise on all if not.
 
@@ -33,7 +33,7 @@ def check_shared_settings(
     mesh = mesh_of([one for model in components.models for one in model.parameters()])
     groups = (replicas.group,) if replicas else () if mesh is None else mesh.groups
     if groups:
-        settings = shared_settings(components, options) | dict(_text(progress.items()))
+        settings = shared_settings(components, options) | dict(_text(others.items()))
         for group in groups:
             check_agreement(settings, group, components.device)
     replicas.register_hooks()
@@ -55,6 +55,8 @@ def _settings(components: StepComponents, options: StepOptions) -> Iterator[tupl
             "clip_norm": plan.clip_norm,
             "accumulate": options.accumulate,
             "accumulate_reduction": options.reduction.value,
+            "max_graphs": options.max_graphs,
+            "same_shapes": options.same_shapes,
             "reduce_dtype": replicas.reduce_dtype and dtype_name(replicas.reduce_dtype),
             "communication hooks": ", ".join(hooks),
             **_scaler_settings(components),

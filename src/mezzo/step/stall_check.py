@@ -38,9 +38,12 @@ class StallCheck:
 
     def __init__(self, executor: StepExecutor) -> None:
         self._executor = executor
-        # A body that takes `update` cannot run without updating.
+        # A body that takes `update` cannot run without updating. Ranks that train together see
+        # skips at different times, and would run different collectives.
         self._can_compare = (
-            executor.components.scaler is not None and not executor.options.takes_update
+            executor.components.scaler is not None
+            and not executor.options.takes_update
+            and not executor.components.replicas
         )
         self._eager: dict[torch.Tensor, _EagerGradient] | None = None
         """Eager gradients of the current update by parameter; None if it is not compared."""

@@ -66,7 +66,10 @@ class TrainStep(Step):
 
     With several processes, pass the model in DistributedDataParallel. At O1 the order is free; at
     O2 and O3, which cast parameters, first decorate, then wrap. All ranks skip an update together.
-    The step runs eagerly then.
+    With NCCL the step is captured after eleven warm-up calls: before each call the ranks agree
+    whether it runs eagerly, is captured or replayed. Give all ranks batches of equal shapes (pad
+    them, or drop the last one): each new combination of shapes is a graph of its own. The step uses
+    the wrapper on a stream of its own, and gives it a new reducer for that.
 
         model, optimizer = mezzo.decorate(model, optimizer, "O2")
         ddp = DistributedDataParallel(model)
@@ -103,6 +106,9 @@ class TrainStep(Step):
             this is faster, True converts it, False does not. `channels_last_reason` is the reason.
         max_graphs: Kinds of inputs, such as sequence lengths, that CUDA graphs are kept for. Their
             graphs share one memory pool. Others run eagerly.
+        same_shapes: A promise that in every call all processes get inputs of equal shapes, dtypes
+            and plain values. They then do not exchange those before each call, which takes about
+            0.1 ms.
         keep_outputs: Whether `step.outputs` is the model's output if the loss function returns the
             loss alone. A captured step then holds the memory of that output for each shape.
         mean_over: Number of calls over which `step.means` are taken; None for no means.
@@ -139,6 +145,7 @@ class TrainStep(Step):
         compile: bool = False,  # noqa: A002 - torch's name
         channels_last: str | bool | Layout = Layout.AUTO,
         max_graphs: int = MAX_GRAPHS,
+        same_shapes: bool = False,
         keep_outputs: bool = False,
         mean_over: int | None = None,
         pad_to: Padding = None,
@@ -173,6 +180,7 @@ class TrainStep(Step):
             casts_first_input=True,
             channels_last=bool(self._layout.channels_last),
             max_graphs=check_max_graphs(max_graphs),
+            same_shapes=same_shapes,
         )
         with restored_on_error(model, self.optimizer):
             if layout is Layout.ON and inner is model:
