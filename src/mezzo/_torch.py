@@ -518,6 +518,22 @@ def fsdp_groups(model: nn.Module) -> list[FsdpGroup]:
 
     torch has no public way to read or change the mixed precision of a sharded model.
     """
+    states = _fsdp_states(model)
+    return [
+        FsdpGroup(
+            module,
+            [one.sharded_param for one in _attribute(group, "fsdp_params")],
+            _attribute(group, "mp_policy"),
+            _attribute(state, "_is_root") is not None,
+            partial(_set_policy, state, group),
+        )
+        for module, state in states
+        for group in _param_groups(state)
+    ]
+
+
+def _fsdp_states(model: nn.Module) -> list[tuple[nn.Module, Any]]:
+    """Return the states of a sharded model, each with its first module."""
     # Slow to import, and no module can be sharded before.
     if "torch.distributed.fsdp" not in sys.modules:
         return []
@@ -529,17 +545,7 @@ def fsdp_groups(model: nn.Module) -> list[FsdpGroup]:
         if isinstance(module, FSDPModule)
         for state in [_attribute(module, "_get_fsdp_state")()]
     }
-    return [
-        FsdpGroup(
-            module,
-            [one.sharded_param for one in _attribute(group, "fsdp_params")],
-            _attribute(group, "mp_policy"),
-            _attribute(state, "_is_root") is not None,
-            partial(_set_policy, state, group),
-        )
-        for module, state in reversed(states.values())
-        for group in _param_groups(state)
-    ]
+    return list(reversed(states.values()))
 
 
 def set_sharded_data(parameter: nn.Parameter, data: torch.Tensor) -> None:
@@ -571,6 +577,73 @@ def _attribute(owner: Any, name: str) -> Any:
     if not hasattr(owner, name):
         _raise_unsupported("support for FSDP2", f"{type(owner).__name__}.{name}")
     return getattr(owner, name)
+
+
+# What a pass that was interrupted leaves behind: attributes, and lists or dictionaries.
+_PASS_STATE = {
+    "group": (
+        "_all_gather_result _post_reduce_event _all_reduce_state _reshard_after_forward_event"
+        " _partial_reduce_output"
+    ).split(),
+    "group lists": ["_post_forward_indices"],
+    "communication": ["all_gather_state", "reduce_scatter_state"],
+    "communication lists": [
+        "post_forward_order",
+        "reduce_scatter_states",
+        "_last_post_reduce_events",
+    ],
+}
+
+
+def fsdp_reset_refusal(model: nn.Module) -> str | None:
+    """Return why `reset_fsdp` cannot be called for a sharded model, or None if it can."""
+    for _, state in _fsdp_states(model):
+        context, groups = _attribute(state, "_state_ctx"), _param_groups(state)
+        owners = [(state, "_training_state"), (state, "_comm_ctx"), (context, "iter_forward_root")]
+        owners += [(one, name) for one in groups for name in ("_training_state", "_to_sharded")]
+        for owner, name in owners:
+            if not hasattr(owner, name):
+                return f"torch {torch.__version__} has no {type(owner).__name__}.{name}"
+    return None
+
+
+def reset_fsdp(model: nn.Module) -> None:
+    """Let a sharded model forget a forward or backward pass that an error has interrupted.
+
+    Whole parameters that were gathered in a failed capture hold no values, and events that were
+    recorded in it cannot be waited for. Gradients of the pass are lost, those of shards are kept.
+    """
+    for _, state in _fsdp_states(model):
+        idle = type(state._training_state).IDLE
+        state._training_state, context = idle, state._state_ctx
+        context.iter_forward_root, context.post_backward_final_callback_queued = None, False
+        _clear(state, (), ["_modules_to_run_forward"])
+        _clear(state._comm_ctx, _PASS_STATE["communication"], _PASS_STATE["communication lists"])
+        for group in _param_groups(state):
+            group._training_state = idle
+            _clear(group, _PASS_STATE["group"], _PASS_STATE["group lists"])
+            for parameter in group.fsdp_params:
+                parameter.unsharded_accumulated_grad = None
+                if (whole := getattr(parameter, "_unsharded_param", None)) is not None:
+                    whole.grad = None
+            group._to_sharded()
+
+
+def _clear(owner: Any, values: Sequence[str], containers: Sequence[str]) -> None:
+    for name in values:
+        if hasattr(owner, name):
+            setattr(owner, name, None)
+    for name in containers:
+        if hasattr(owner, name):
+            getattr(owner, name).clear()
+
+
+def shards(tensors: Sequence[Any]) -> list[torch.Tensor]:
+    """Return the local tensors of DTensors; plain tensors as they are.
+
+    Without the checks of `to_local`, which take microseconds for each.
+    """
+    return [getattr(one, "_local_tensor", one) for one in tensors]
 
 
 def torch_scaler_flags(scaler: Any) -> list[torch.Tensor]:

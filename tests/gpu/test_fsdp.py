@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 import mezzo
+from mezzo._casting import map_tensors
 from mezzo.optim.binding import optimizer_binding
 from mezzo.optim.fused_step import FusedBinding
 
@@ -24,7 +26,6 @@ pytestmark = [
 
 LEVELS = [("O1", "bfloat16"), ("O1", "float16"), ("O2", "bfloat16"), ("O2", "float16")]
 CALLS = 8
-NOT_CAPTURED = "the model is sharded over processes, which is not captured"
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -207,20 +208,134 @@ def test_torchs_fused_optimizer_steps_with_a_scaler_at_o1() -> None:
         assert all(same) is overflows
 
 
-def test_a_sharded_step_runs_eagerly_with_one_warning() -> None:
-    model = make_model(sharded=True)
-    with pytest.warns(UserWarning, match=NOT_CAPTURED):
-        step = mezzo.TrainStep(model, nn.functional.mse_loss, adamw(model), "O2", dtype="bfloat16")
-    x = make_batch(0)
-    losses = [float(step(x, x[:, :16])) for _ in range(6)]
-    assert losses[-1] < losses[0]
-    assert step.eager_reason == NOT_CAPTURED
-    assert not step.captured
-    model = make_model(sharded=True)
-    with pytest.raises(mezzo.UnsupportedError, match=NOT_CAPTURED):
-        mezzo.TrainStep(
-            model, nn.functional.mse_loss, adamw(model), "O2", dtype="bfloat16", capture=True
-        )
+# -- capture ---------------------------------------------------------------------------------------
+
+
+class HostRead(nn.Module):
+    """Reads from the device, in forward or in backward, or not at all."""
+
+    def __init__(self, where: str) -> None:
+        super().__init__()
+        self.where = where
+        self.total = 0.0
+
+    def _read(self, value: torch.Tensor) -> None:
+        self.total += float(value.sum())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.where == "forward":
+            self._read(x)
+        elif self.where == "backward" and x.requires_grad:
+            x.register_hook(self._read)
+        return x.tanh()
+
+
+def make_step(
+    level: str,
+    dtype: str,
+    capture: str | bool,
+    shard: dict[str, Any] | None = None,
+    read: str = "",
+    **args: Any,
+) -> tuple[Any, nn.Module]:
+    torch.manual_seed(0)
+    layers = [nn.Linear(64, 128), nn.LayerNorm(128), HostRead(read), nn.Linear(128, 16)]
+    model = nn.Sequential(*layers).cuda()
+    for part in (model[0], model[3], model):
+        fully_shard(part, **(shard or {}))
+    if dtype == "float16":
+        args["scaler"] = mezzo.GradScaler("cuda", init_scale=256.0, dynamic=False)
+    step = mezzo.TrainStep(
+        model,
+        nn.functional.mse_loss,
+        adamw(model),
+        level,
+        dtype=dtype,
+        clip_norm=0.5,
+        capture=capture,
+        **args,
+    )
+    return step, model
+
+
+def train_step(
+    step: Any, calls: int, overflow: tuple[int, ...] = (), start: int = 0, rows: int = 32
+) -> torch.Tensor:
+    losses = []
+    for index in range(start, start + calls):
+        x = make_batch(index)[:rows]
+        losses.append(step(x, x[:, :16] * (float("inf") if index in overflow else 1.0)))
+    torch.cuda.synchronize()
+    return torch.stack(losses)
+
+
+SHARDS: dict[str, dict[str, Any]] = {
+    "default": {},
+    "resharded": {"reshard_after_forward": True},
+    "not resharded": {"reshard_after_forward": False},
+}
+
+
+@pytest.mark.parametrize(("level", "dtype"), LEVELS)
+@pytest.mark.parametrize("shard", SHARDS)
+@pytest.mark.parametrize("accumulate", [1, 3])
+def test_a_captured_step_equals_the_eager_one(
+    level: str, dtype: str, shard: str, accumulate: int
+) -> None:
+    overflow = (2, 18) if dtype == "float16" else ()
+    runs = []
+    for capture in (True, False):
+        step, model = make_step(level, dtype, capture, SHARDS[shard], accumulate=accumulate)
+        losses = train_step(step, 24, overflow)
+        assert step.metrics.skipped_steps == len(overflow)
+        assert (step.replays > 0) is capture
+        assert step.eager_reason is None
+        runs.append({"losses": losses, **whole(model)})
+    torch.testing.assert_close(*runs, rtol=0, atol=0)
+
+
+def test_two_shapes_are_captured_and_others_run_eagerly_between() -> None:
+    runs = []
+    for capture in (True, False):
+        step, model = make_step("O2", "bfloat16", capture)
+        rows = [32] * 6 + [16] * 4 + [8, 32, 16, 32, 24, 16, 32]
+        losses = [train_step(step, 1, start=i, rows=one) for i, one in enumerate(rows)]
+        if capture:
+            assert step._runner.graph_count == 2
+        runs.append({"losses": torch.cat(losses), **whole(model)})
+    torch.testing.assert_close(*runs, rtol=0, atol=0)
+
+
+def test_a_captured_step_resumes_from_a_state_in_the_middle() -> None:
+    step, model = make_step("O2", "bfloat16", capture=True)
+    train_step(step, 8)
+    run_state = step.run_state()
+    model_state = map_tensors(model.state_dict(), torch.clone)
+    optimizer_state = map_tensors(step.optimizer.state_dict(), torch.clone)
+    first = {"losses": train_step(step, 8, start=8), **whole(model)}
+    model.load_state_dict(model_state)
+    step.optimizer.load_state_dict(optimizer_state)
+    step.load_run_state(run_state)
+    replays = step.replays
+    again = {"losses": train_step(step, 8, start=8), **whole(model)}
+    assert step.replays > replays
+    torch.testing.assert_close(first, again, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("read", ["forward", "backward"])
+@pytest.mark.parametrize("shard", ["default", "resharded"])
+def test_a_step_that_cannot_be_captured_trains_on_eagerly(read: str, shard: str) -> None:
+    runs = []
+    for capture in ("auto", False):
+        step, model = make_step("O2", "bfloat16", capture, SHARDS[shard], read)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            losses = train_step(step, 16)
+        if capture:
+            assert "the host reads from the device" in step.eager_reason
+            assert len(caught) == 1
+        runs.append({"losses": losses, **whole(model)})
+    torch.testing.assert_close(*runs, rtol=0, atol=0)
 
 
 def test_an_evaluation_of_a_sharded_model_equals_that_of_the_whole() -> None:

@@ -12,11 +12,18 @@ import torch
 from support.fake_graphs import fake_captures, use_capture
 from support.processes import run_ranks
 from torch import distributed, nn
+from torch.distributed.algorithms.ddp_comm_hooks.debugging_hooks import noop_hook
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
 import mezzo
-from mezzo._torch import communication_hooks, renew_reducer
+from mezzo._torch import communication_hooks, renew_reducer, reset_fsdp
+from mezzo.parallel.ddp import Replicas
 from mezzo.parallel.host_group import HostGroup
+from mezzo.prepare.sharding import sharding_obstacle
 from mezzo.step import capture
 from mezzo.step.capture import CaptureRunner
 from mezzo.step.eager_runner import EagerRunner
@@ -343,6 +350,122 @@ def a_new_reducer_trains_on_after_an_error_in_backward(rank, capturer, patch):
     assert communication_hooks(ddp) == hooks
     losses += train(step, rank, [8] * 3, 3)[0]
     assert_trains_like_eager(step, rank, [8] * 6, losses, reduce_dtype="float32")
+
+
+# -- FSDP2 -----------------------------------------------------------------------------------------
+
+
+def make_sharded(*, captured=True, **args):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 16), nn.LayerNorm(16), Failing(), nn.Linear(16, 4))
+    options = args.pop("shard", {})
+    for part in (model[0], model[3], model):
+        fully_shard(part, **options)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    step = mezzo.TrainStep(
+        model, mse, optimizer, "O1", dtype="bfloat16", channels_last=False, capture=False, **args
+    )
+    if captured:
+        step._capture = capture.Capture.AUTO
+        use_capture(step, "auto")
+    return step
+
+
+class Failing(nn.Module):
+    """Raises on request, in forward or in backward."""
+
+    raises_in = None
+
+    def forward(self, x):
+        if self.raises_in == "forward":
+            raise ZeroDivisionError
+        if self.raises_in == "backward":
+            x.register_hook(lambda _: 1 / 0)
+        return x.tanh()
+
+
+def shard_values(step):
+    return [one.to_local().detach().clone() for one in step.models[0].parameters()]
+
+
+@scenario
+def sharded_models_are_captured_and_replayed_in_the_same_calls(rank, capturer, patch):
+    sizes = [8] * 6 + [8, 8, 4, 4, 4, 8] if rank == 0 else [6] * 6 + [5, 5, 5, 6, 6, 6]
+    for args in ({}, {"accumulate": 2}, {"shard": {"reshard_after_forward": False}}):
+        step, other = make_sharded(**args), make_sharded(captured=False, **args)
+        losses, replayed = train(step, rank, sizes * 2)
+        assert_same_on_all_ranks(replayed)
+        assert any(replayed)
+        assert losses == train(other, rank, sizes * 2)[0]
+        assert all(map(torch.equal, shard_values(step), shard_values(other)))
+
+
+@scenario
+def a_sharded_step_whose_capture_fails_on_one_rank_runs_eagerly(rank, capturer, patch):
+    capturer.fails = rank == 0
+    step, other = make_sharded(), make_sharded(captured=False)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        losses = train(step, rank, [8] * 12)[0]
+    assert ("rank 0" in step.eager_reason) is (rank == 1)
+    # The update of shards has a collective: no rank captures it by itself.
+    assert step._runner._update is None
+    assert losses == train(other, rank, [8] * 12)[0]
+
+
+@scenario
+def a_sharded_model_trains_on_after_an_error_in_a_pass(rank, capturer, patch):
+    for where in ("forward", "backward"):
+        step, other = make_sharded(captured=False), make_sharded(captured=False)
+        losses = train(step, rank, [8] * 3)[0]
+        model = step.models[0]
+        model[2].raises_in = where
+        with pytest.raises(ZeroDivisionError):
+            step(*batch(rank, 0))
+        model[2].raises_in = None
+        step.optimizer.zero_grad()
+        reset_fsdp(model)
+        losses += train(step, rank, [8] * 3, 3)[0]
+        assert losses == train(other, rank, [8] * 6)[0]
+
+
+@scenario
+def what_of_sharded_models_is_not_captured_has_a_reason(rank, capturer, patch):
+    model = make_sharded(captured=False).models[0]
+    assert "cpu:gloo" in sharding_obstacle((model,))
+    patch.setattr(distributed, "get_backend_config", lambda _: "cuda:nccl")
+    assert sharding_obstacle((model,)) is None
+    mesh = init_device_mesh("cpu", (2,))
+    parallel = parallelize_module(nn.Sequential(nn.Linear(4, 4)), mesh, {"0": ColwiseParallel()})
+    assert "tensor parallelism" in sharding_obstacle((parallel,))
+    patch.setattr(distributed, "is_gloo_available", lambda: False)
+    assert "gloo" in sharding_obstacle((model,))
+
+
+@scenario
+def what_of_wrappers_is_not_captured_has_a_reason(rank, capturer, patch):
+    def reason(accumulates=False, hook=None, **wrap):
+        ddp = DistributedDataParallel(nn.Linear(2, 2), **wrap)
+        if hook is not None:
+            ddp.register_comm_hook(None, hook)
+        return Replicas((ddp,)).capture_refusal(accumulates=accumulates)
+
+    assert "cpu:gloo" in reason()
+    patch.setattr(distributed, "get_backend_config", lambda _: "cpu:gloo,cuda:nccl")
+    assert reason() is None
+    assert reason(gradient_as_bucket_view=True) is None
+    assert "change their addresses" in reason(accumulates=True, gradient_as_bucket_view=True)
+    assert "find_unused_parameters=True" in reason(find_unused_parameters=True)
+    warnings.simplefilter("ignore")
+    assert reason(find_unused_parameters=True, static_graph=True) is None
+    assert reason(hook=fp16_compress_hook) is None
+    assert "'noop_hook' may keep state" in reason(hook=noop_hook)
+    wrapper = DistributedDataParallel(nn.Linear(2, 2))
+    wrapper._register_builtin_comm_hook(distributed.BuiltinCommHookType.FP16_COMPRESS)
+    assert "not known in Python" in Replicas((wrapper,)).capture_refusal(accumulates=False)
+    other = DistributedDataParallel(nn.Linear(2, 2), process_group=distributed.new_group([0, 1]))
+    both = Replicas((DistributedDataParallel(nn.Linear(2, 2)), other))
+    assert "different process groups" in both.capture_refusal(accumulates=False)
 
 
 @pytest.mark.parametrize("name", SCENARIOS)

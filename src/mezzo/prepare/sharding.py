@@ -13,18 +13,18 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
+from torch import distributed, nn
 
 from mezzo._dtypes import dtype_name
 from mezzo._errors import PolicyError, UnsupportedError
-from mezzo._torch import BatchOrInstanceNorm, FsdpGroup, fsdp_groups
+from mezzo._torch import BatchOrInstanceNorm, FsdpGroup, fsdp_groups, fsdp_reset_refusal
 from mezzo.optim.binding import optimizer_binding
 from mezzo.policy.policy import Policy
 from mezzo.policy.presets import is_torch
 from mezzo.policy.types import NORMS, Level, Master, Selector
 from mezzo.prepare.arguments import KeepFull, Optimizer
 from mezzo.scaling.gradients import parameters
-from mezzo.scaling.mesh import any_sharded, is_sharded
+from mezzo.scaling.mesh import any_sharded, is_sharded, mesh_of
 
 Models = tuple[nn.Module, ...]
 
@@ -79,6 +79,38 @@ def casts_shards(master: Master) -> bool:
     have 8 too with float32 masters, 6 with split and Kahan masters, and 4 without a companion.
     """
     return master in _OF_16_BIT_SHARDS
+
+
+def sharding_obstacle(models: Models) -> str | None:
+    """Return why steps of sharded models cannot be captured as a CUDA graph, or None if they can.
+
+    FSDP2 alone is captured, over all processes or one dimension of a mesh.
+    """
+    grouped = {
+        id(one) for model in models for group in fsdp_groups(model) for one in group.parameters
+    }
+    sharded: list[Any] = [one for model in models for one in model.parameters() if is_sharded(one)]
+    if any(id(one) not in grouped or not _is_plain_fsdp(one) for one in sharded):
+        return "tensor parallelism has sharded the model, which is not captured"
+    mesh = mesh_of(sharded)
+    if mesh is not None and len(mesh.groups) > 1:
+        return "the model is sharded over several dimensions of a part of the processes"
+    backends = {
+        distributed.get_backend_config(one.device_mesh.get_group(dimension))
+        for one in sharded
+        for dimension in range(one.device_mesh.ndim)
+    }
+    if any("cuda:nccl" not in one for one in backends):
+        return f"the model is sharded by {', '.join(sorted(backends))}; only NCCL is captured"
+    if not distributed.is_gloo_available():
+        return "torch has no gloo, by which ranks agree what to capture"
+    return next((why for one in models if (why := fsdp_reset_refusal(one)) is not None), None)
+
+
+def _is_plain_fsdp(parameter: Any) -> bool:
+    """Return whether a parameter is sharded in its last mesh dimension, and copied in others."""
+    *others, last = parameter.placements
+    return last.is_shard() and all(one.is_replicate() for one in others)
 
 
 def plan_groups(

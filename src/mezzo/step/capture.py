@@ -10,9 +10,10 @@ from typing import Any, NamedTuple
 import torch
 
 from mezzo import _events
-from mezzo._torch import dispatch_mode_count
+from mezzo._torch import dispatch_mode_count, reset_fsdp, shards
 from mezzo.policy.decide import user_stack_level
 from mezzo.scaling import capture
+from mezzo.scaling.mesh import any_sharded
 from mezzo.step.capture_obstacles import warn_many_kinds, warn_not_captured
 from mezzo.step.captured_step import Attempt, CapturedStep, StepGraphs, UpdateRunner
 from mezzo.step.components import Capture
@@ -161,7 +162,7 @@ class CaptureRunner:
             # Before ranks agree: that the tables have moved would else be found by one of them.
             self._schedule_tables = capture.before_replay(scaler)
         key = [
-            list(map(torch.Tensor.data_ptr, self._parameters)),
+            list(map(torch.Tensor.data_ptr, shards(self._parameters))),
             self._schedule_tables,
             *self._graphs.recapture_key(),
         ]
@@ -384,13 +385,15 @@ class CaptureRunner:
         return captured, failure
 
     def _recover(self) -> None:
-        """Let wrappers reduce gradients again after a failed capture.
+        """Let wrapped and sharded models run again after a failed capture.
 
-        An error in backward leaves their reducers unusable, whose memory captured graphs use.
+        An error in backward leaves reducers unusable, whose memory captured graphs use.
         """
         self._release_graphs()
         self._warm_up_calls.clear()
         self._renew_reducers()
+        for model in self._executor.components.models:
+            reset_fsdp(model)
 
     def _renew_reducers(self) -> None:
         """Let wrappers reduce gradients on the capture stream, once no graph uses their memory."""
@@ -424,7 +427,9 @@ class CaptureRunner:
             warn_not_captured(reason, self._capture)
         except Exception as refused:
             raise refused from error
-        self._update = UpdateRunner(self._executor, self._graphs)
+        if not any_sharded(self._parameters):
+            # The update of shards has a collective, about which ranks would have to agree.
+            self._update = UpdateRunner(self._executor, self._graphs)
 
     # -- other calls -------------------------------------------------------------------------------
 

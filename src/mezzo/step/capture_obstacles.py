@@ -10,7 +10,7 @@ from mezzo import _events, _launch
 from mezzo._errors import UnsupportedError
 from mezzo.optim.device_binding import device_binding
 from mezzo.policy.decide import user_stack_level
-from mezzo.prepare.sharding import is_sharded_model
+from mezzo.prepare.sharding import is_sharded_model, sharding_obstacle
 from mezzo.scaling.capture import capture_refusal
 from mezzo.step.components import Capture, StepComponents
 from mezzo.step.executor import StepExecutor
@@ -23,8 +23,6 @@ def capture_obstacle(components: StepComponents) -> str | None:
     if device.type != "cuda":
         return f"the model is on {device.type}, which has no CUDA graphs"
     parameters = (parameter for model in components.models for parameter in model.parameters())
-    if is_sharded_model(components.models):
-        return "the model is sharded over processes, which is not captured"
     if len({parameter.device for parameter in parameters}) > 1:
         return "the parameters are on several devices"
     if not _launch.has_triton(device):
@@ -34,7 +32,9 @@ def capture_obstacle(components: StepComponents) -> str | None:
 
 def process_obstacle(executor: StepExecutor) -> str | None:
     """Return why a step that ranks run together cannot be captured on this one."""
-    replicas = executor.components.replicas
+    models, replicas = executor.components.models, executor.components.replicas
+    if is_sharded_model(models):
+        return sharding_obstacle(models)
     return replicas.capture_refusal(accumulates=executor.options.accumulate > 1)
 
 

@@ -12,7 +12,7 @@ from mezzo.step.capture_obstacles import (
 from mezzo.step.components import Capture
 from mezzo.step.eager_runner import EagerRunner, Runner
 from mezzo.step.executor import StepExecutor
-from mezzo.step.shared_calls import do_all_capture
+from mezzo.step.shared_calls import do_all_capture, process_groups
 
 
 def runner_for(executor: StepExecutor, capture: Capture) -> Runner:
@@ -35,10 +35,10 @@ def agreed_runner(runner: Runner, executor: StepExecutor, capture: Capture) -> R
 
     All ranks call this before the first call of their steps. Synchronizes.
     """
-    components, captures = executor.components, isinstance(runner, CaptureRunner)
-    if capture is Capture.OFF or not components.replicas:
+    captures = isinstance(runner, CaptureRunner)
+    if capture is Capture.OFF or not process_groups(executor.components):
         return runner
-    if do_all_capture(components, own=captures) or not captures:
+    if do_all_capture(executor.components, own=captures) or not captures:
         return runner
     reason = "another rank cannot capture its step; its warning states the reason"
     warn_not_captured(reason, capture)

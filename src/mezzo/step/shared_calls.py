@@ -16,6 +16,7 @@ import torch
 from torch import distributed
 
 from mezzo.parallel.host_group import HostGroup
+from mezzo.scaling.mesh import mesh_of
 from mezzo.step.components import StepComponents
 from mezzo.step.cuda_graph import CaptureFailed, HostDrawsFound
 from mezzo.step.input_kinds import REMEMBERED
@@ -114,16 +115,31 @@ def on_other_ranks(ranks: Sequence[int]) -> str:
     return f"it cannot be captured on rank {ranks[0]}, whose warning states the reason"
 
 
+# -- ranks of a step -------------------------------------------------------------------------------
+
+
+def process_groups(components: StepComponents) -> tuple[distributed.ProcessGroup | None, ...]:
+    """Return the groups of the ranks that train together; none if this process trains alone.
+
+    Collectives over all ranks run in one group after the other; None is the default group.
+    """
+    if components.replicas:
+        return (components.replicas.group,)
+    mesh = mesh_of([one for model in components.models for one in model.parameters()])
+    return () if mesh is None else mesh.groups
+
+
 def shared_calls(components: StepComponents, *, same_shapes: bool) -> SharedCalls | None:
-    """Return the agreement about the calls of a step; None if it runs in this process alone."""
-    replicas = components.replicas
-    if not replicas:
+    """Return the agreement about the calls of a step; None if this process trains alone."""
+    groups = process_groups(components)
+    if not groups:
         return None
-    return SharedCalls(HostGroup(replicas.group, components.device), same_shapes=same_shapes)
+    return SharedCalls(HostGroup(groups[0], components.device), same_shapes=same_shapes)
 
 
 def do_all_capture(components: StepComponents, *, own: bool) -> bool:
     """Return whether the steps of all ranks are to be captured. Synchronizes."""
     flag = torch.tensor([own], dtype=torch.int32, device=components.device)
-    distributed.all_reduce(flag, distributed.ReduceOp.MIN, group=components.replicas.group)
+    for group in process_groups(components):
+        distributed.all_reduce(flag, distributed.ReduceOp.MIN, group=group)
     return bool(flag.item())

@@ -10,10 +10,10 @@ from mezzo._dtypes import dtype_name
 from mezzo._torch import communication_hooks
 from mezzo.parallel.agreement import check_agreement
 from mezzo.prepare.arguments import Optimizer
-from mezzo.scaling.mesh import mesh_of
 from mezzo.scaling.schedule_sync import groups_of
 from mezzo.step.components import StepComponents
 from mezzo.step.executor import StepOptions
+from mezzo.step.shared_calls import process_groups
 
 _PLAIN = (bool, int, float, str, type(None))
 
@@ -30,8 +30,7 @@ def check_shared_settings(
     replicas.check(
         components.models, components.optimizers, scales_loss=components.scaler is not None
     )
-    mesh = mesh_of([one for model in components.models for one in model.parameters()])
-    groups = (replicas.group,) if replicas else () if mesh is None else mesh.groups
+    groups = process_groups(components)
     if groups:
         settings = shared_settings(components, options) | dict(_text(others.items()))
         for group in groups:

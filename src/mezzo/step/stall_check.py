@@ -21,6 +21,7 @@ from mezzo.scaling.gradients import is_finite, parameters
 from mezzo.scaling.step_result import NO_SOURCE, KnownSource, NonfiniteSource
 from mezzo.step.executor import StepExecutor
 from mezzo.step.inputs import Call
+from mezzo.step.shared_calls import process_groups
 
 LIMIT = 3
 """Consecutive skipped updates that cause a check."""
@@ -43,7 +44,7 @@ class StallCheck:
         self._can_compare = (
             executor.components.scaler is not None
             and not executor.options.takes_update
-            and not executor.components.replicas
+            and not process_groups(executor.components)
         )
         self._eager: dict[torch.Tensor, _EagerGradient] | None = None
         """Eager gradients of the current update by parameter; None if it is not compared."""

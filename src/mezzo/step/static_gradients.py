@@ -6,7 +6,7 @@ from operator import ne
 
 import torch
 
-from mezzo._torch import foreach_zero_
+from mezzo._torch import foreach_zero_, shards
 from mezzo.optim.master_weights import version_of
 
 Gradients = list[tuple[torch.Tensor, torch.Tensor]]
@@ -70,7 +70,8 @@ class StaticGradients:
 
     def versions(self) -> list[int]:
         """Return the versions of the gradients, for `were_added_to`."""
-        return [version_of(gradient) for _, gradient in self._static]
+        # Those of shards: FSDP2 adds to them, and leaves the versions of sharded tensors alone.
+        return [version_of(one) for one in shards([gradient for _, gradient in self._static])]
 
     def were_added_to(self, versions: list[int], gradients: Gradients) -> bool:
         """Return whether a call since then has added to all of them, and there are no others."""
@@ -84,13 +85,14 @@ class StaticGradients:
     def detach_unused(self) -> None:
         """Remove gradients that no call has added to: such parameters are not stepped."""
         if not self.has_replayed:
-            for (parameter, gradient), zeroed in zip(self._static, self._zeroed, strict=True):
-                if parameter.grad is gradient and version_of(gradient) == zeroed:
+            versions = zip(self._static, self.versions(), self._zeroed, strict=True)
+            for (parameter, gradient), version, zeroed in versions:
+                if parameter.grad is gradient and version == zeroed:
                     parameter.grad = None
 
     def zero(self) -> None:
         """Set the gradients to zero after an eager update."""
-        foreach_zero_([gradient for _, gradient in self._static])
+        foreach_zero_(shards([gradient for _, gradient in self._static]))
         self.attach()
         self.has_run = True
         self.note_zeros()
