@@ -4,6 +4,7 @@ Captured graphs are fakes that run the captured function at replays; `tests/gpu/
 captures. All scenarios run in one pair of processes; a test reads the outcome of one of them.
 """
 
+import time
 import traceback
 import warnings
 
@@ -20,7 +21,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_modul
 from torch.nn.parallel import DistributedDataParallel
 
 import mezzo
-from mezzo._torch import communication_hooks, renew_reducer, reset_fsdp
+from mezzo._torch import communication_hooks, group_timeout, renew_reducer, reset_fsdp
 from mezzo.parallel.ddp import Replicas
 from mezzo.parallel.host_group import HostGroup
 from mezzo.prepare.sharding import sharding_obstacle
@@ -169,6 +170,26 @@ def a_capture_that_fails_on_one_rank_makes_all_run_eagerly(rank, capturer, patch
 
 
 @scenario
+def a_model_that_reads_the_host_on_one_rank_is_not_tried_to_be_captured(rank, capturer, patch):
+    capturer.reads = ("/somewhere/model.py:7: if x.sum() > 0:",) if rank == 1 else ()
+    step, sizes = make_step(), [8] * 7
+    where = "model.py:7" if rank == 1 else "this one nowhere"
+    with pytest.warns(UserWarning, match=f"different lines, .*{where}"):
+        losses, replayed = train(step, rank, sizes)
+    assert not any(replayed)
+    # One rank in the middle of a capture might wait for the other one in NCCL.
+    assert capturer.reports == []
+    assert_trains_like_eager(step, rank, sizes, losses)
+
+
+@scenario
+def a_model_that_reads_the_same_on_all_ranks_is_captured_if_that_succeeds(rank, capturer, patch):
+    capturer.reads = (f"/machine_{rank}/model.py:7: if x.sum() > 0:",) * (rank + 1)
+    step = make_step()
+    assert train(step, rank, [8] * 8)[1][-1]
+
+
+@scenario
 def a_failed_capture_is_tried_again_after_another_warm_up(rank, capturer, patch):
     capturer.fails_as_eager = rank == 1
     step, sizes = make_step(), [8] * 12
@@ -235,6 +256,31 @@ def graphs_that_one_rank_drops_are_dropped_by_all(rank, capturer, patch):
 
 
 @scenario
+def graphs_are_dropped_before_a_process_group_shuts_down(rank, capturer, patch):
+    # NCCL would wait for them.
+    step = make_step()
+    train(step, rank, [8] * 6)
+    assert step.captured
+    group = distributed.new_group([0, 1])
+    distributed.destroy_process_group(group)
+    assert not step.captured
+    assert train(step, rank, [8] * 6, 6)[1][-1]
+
+
+@scenario
+def an_exchange_ends_with_the_time_out_of_the_training_group(rank, capturer, patch):
+    hosts = HostGroup(None, torch.device("cpu"))
+    assert hosts.gather([rank, 7]) == [(0, 7), (1, 7)]
+    cpu = torch.device("cpu")
+    assert group_timeout(hosts._group, cpu) == group_timeout(distributed.group.WORLD, cpu)
+    assert group_timeout(hosts._group, cpu).total_seconds() == 30.0
+    begin = time.perf_counter()
+    for _ in range(200):
+        hosts.gather([rank, 7, 0, 1])
+    assert time.perf_counter() - begin < 200 * 0.01
+
+
+@scenario
 def modes_that_change_on_one_rank_only_do_not_separate_the_ranks(rank, capturer, patch):
     step = make_step()
     replayed = []
@@ -271,11 +317,11 @@ def each_call_exchanges_once_until_the_step_is_eager(rank, capturer, patch):
     counts = count_exchanges(patch)
     train(step, rank, [8] * 4)
     assert len(counts) == 4
-    # The capture, and the judgement whether three replays were slower, are agreed as well.
+    # Agreed as well: host reads, the capture, and whether three replays were slower.
     train(step, rank, [8] * 4, 4)
-    assert len(counts) == 4 + 4 + 2
+    assert len(counts) == 4 + 4 + 3
     train(step, rank, [8] * 4, 8)
-    assert len(counts) == 10 + 4
+    assert len(counts) == 11 + 4
 
 
 @scenario
@@ -284,7 +330,7 @@ def same_shapes_exchange_nothing_before_calls(rank, capturer, patch):
     counts = count_exchanges(patch)
     losses, replayed = train(step, rank, [8] * 8)
     assert replayed[-1]
-    assert len(counts) == 2
+    assert len(counts) == 3
     assert_trains_like_eager(step, rank, [8] * 8, losses)
 
 

@@ -120,6 +120,8 @@ class FakeCapturer:
     fails_as_eager: bool = False
     """Whether attempts fail in which the capture is hidden from the model."""
     broken: bool = False
+    reads: tuple[str, ...] = ()
+    """Lines that read from the device in warm-up calls."""
     defers: bool = False
     """Whether captures do not run the function."""
     executor: StepExecutor | None = None
@@ -130,6 +132,9 @@ class FakeCapturer:
     def run_on_capture_stream(self, run: Callable[[], Any]) -> Any:
         self.warm_ups += 1
         return run()
+
+    def find_host_reads(self, run: Callable[[], Any]) -> tuple[Any, list[str]]:
+        return self.run_on_capture_stream(run), list(self.reads)
 
     def capture(
         self,

@@ -11,6 +11,7 @@ import torch
 
 from mezzo import _events
 from mezzo._torch import dispatch_mode_count, reset_fsdp, shards
+from mezzo.parallel.group_shutdown import drop_before_shutdown
 from mezzo.policy.decide import user_stack_level
 from mezzo.scaling import capture
 from mezzo.scaling.mesh import any_sharded
@@ -46,6 +47,17 @@ class _NumberedModes(NamedTuple):
 
     modes: Hashable
     number: int
+
+
+class _CallInputs(NamedTuple):
+    """One call of a step, with what its graph depends on."""
+
+    call: Call
+    leaves: list[torch.Tensor]
+    """Tensors of the call, in order."""
+    phase: AccumulationPhase
+    modes: Hashable
+    """Modes of modules and parameters."""
 
 
 class CaptureRunner:
@@ -84,43 +96,44 @@ class CaptureRunner:
         self._recapture_key: Any = None
         self._warned_full = False
         self.drop_graphs()
+        if self._shared is not None:
+            drop_before_shutdown(self)
 
     # -- one call ----------------------------------------------------------------------------------
 
     def __call__(self, call: Call, phase: AccumulationPhase) -> Any:
         """Run one call: replay it if its graph is captured, else warm up or capture."""
-        leaves: list[torch.Tensor] = []
         modes = module_modes(self._modules, self._parameters)
         if dispatch_mode_count():
             # A mode sees the ops that run, and a replay runs none.
             self._stall_check.drop()
             return copy_outputs(self._executor.run(self._executor.move_inputs(call), phase, modes))
+        inputs = _CallInputs(call, [], phase, modes)
         if self.eager_reason is not None:
-            return self._run_eagerly(call, phase, modes)
+            return self._run_eagerly(inputs)
         if not self._has_reducers:
             self._renew_reducers()
-        kind = self._find_kind(call, leaves, phase, modes)
+        kind = self._find_kind(inputs)
         if kind is None:
-            return self._run_eagerly(call, phase, modes)
+            return self._run_eagerly(inputs)
         if self._inputs.exceed_limit and not self._warned_full:
             self._warned_full = True
-            warn_many_kinds(self._inputs.limit, leaves)
+            warn_many_kinds(self._inputs.limit, inputs.leaves)
         if self._inputs.needs_memory_of_graphs(kind):
             self._release_graphs()
         if phase.first:
             self._executor.static_gradients.attach()
         captured = kind.graphs.get(phase)
         if captured is not None:
-            returned = self._replay_checked(kind, captured, call, leaves, phase, modes)
+            returned = self._replay_checked(kind, captured, inputs)
             if returned is not None:
                 return returned[0]
         self._stall_check.drop()
-        return self._warm_up_or_capture(kind, call, leaves, phase, modes)
+        return self._warm_up_or_capture(kind, inputs)
 
-    def _find_kind(
-        self, call: Call, leaves: list[torch.Tensor], phase: AccumulationPhase, modes: Hashable
-    ) -> InputKind[CapturedStep] | None:
+    def _find_kind(self, inputs: _CallInputs) -> InputKind[CapturedStep] | None:
         """Return the kind of a call, and collect its tensors; None if it cannot be captured."""
+        call, leaves, phase, modes = inputs
         key: Hashable = None
         size = refusal = None
         try:
@@ -170,8 +183,9 @@ class CaptureRunner:
             self._recapture_key = key
             self.drop_graphs()
 
-    def _run_eagerly(self, call: Call, phase: AccumulationPhase, modes: Hashable) -> Any:
+    def _run_eagerly(self, inputs: _CallInputs) -> Any:
         """Run a call eagerly; if no calls can be captured, with a captured update."""
+        call, _, phase, modes = inputs
 
         def run() -> Any:
             moved = self._executor.move_inputs(call)
@@ -194,19 +208,14 @@ class CaptureRunner:
     # -- replay ------------------------------------------------------------------------------------
 
     def _replay_checked(
-        self,
-        kind: InputKind[CapturedStep],
-        captured: CapturedStep,
-        call: Call,
-        leaves: list[torch.Tensor],
-        phase: AccumulationPhase,
-        modes: Hashable,
+        self, kind: InputKind[CapturedStep], captured: CapturedStep, inputs: _CallInputs
     ) -> tuple[Any] | None:
         """Replay; after consecutive skips, compare one update with the eager step."""
+        phase = inputs.phase
         if phase.first:
             self._stall_check.start()
-        self._stall_check.compute(call)
-        returned = self._replay(kind, captured, leaves, phase, modes)
+        self._stall_check.compute(inputs.call)
+        returned = self._replay(kind, captured, inputs)
         if returned is not None and phase.last and (error := self._stall_check.judge()) is not None:
             self.eager_reason = error
             self.drop_graphs()
@@ -218,14 +227,10 @@ class CaptureRunner:
         return returned
 
     def _replay(
-        self,
-        kind: InputKind[CapturedStep],
-        captured: CapturedStep,
-        leaves: list[torch.Tensor],
-        phase: AccumulationPhase,
-        modes: Hashable,
+        self, kind: InputKind[CapturedStep], captured: CapturedStep, inputs: _CallInputs
     ) -> tuple[Any] | None:
         """Replay a graph; return its outputs in a 1-tuple, None if it cannot run any more."""
+        _, leaves, phase, modes = inputs
 
         def replay() -> tuple[Any] | None:
             return self._graphs.replay_call(
@@ -258,16 +263,10 @@ class CaptureRunner:
 
     # -- warm-up and capture -----------------------------------------------------------------------
 
-    def _warm_up_or_capture(
-        self,
-        kind: InputKind[CapturedStep],
-        call: Call,
-        leaves: list[torch.Tensor],
-        phase: AccumulationPhase,
-        modes: Hashable,
-    ) -> Any:
+    def _warm_up_or_capture(self, kind: InputKind[CapturedStep], inputs: _CallInputs) -> Any:
         if kind.is_eager:
-            return self._run_eagerly(call, phase, modes)
+            return self._run_eagerly(inputs)
+        phase, modes = inputs.phase, inputs.modes
         settled = bool(kind.graphs) or self._inputs.are_settled
         is_known = settled and phase in kind.timings
         alone = self._shared is None
@@ -277,16 +276,16 @@ class CaptureRunner:
             self._warm_up_calls[self._current.number, phase] += known
             if self._inputs.is_new_beyond_limit(kind):
                 # A number that changes makes ever new kinds. Timing their calls would synchronize.
-                return self._run_eagerly(call, phase, modes)
-            return self._warm_up(kind, self._static_inputs(call, leaves), phase, modes)
+                return self._run_eagerly(inputs)
+            return self._warm_up(kind, inputs)
         if not kind.graphs and not self._make_room(kind):
-            return self._run_eagerly(call, phase, modes)
-        captured = self._try_capture(kind, call, leaves, phase, modes)
+            return self._run_eagerly(inputs)
+        captured = self._try_capture(kind, inputs)
         if captured is None:
-            return self._run_eagerly(call, phase, modes)
+            return self._run_eagerly(inputs)
         self._inputs.add(kind, phase, captured)
-        returned = self._replay(kind, captured, leaves, phase, modes)
-        return self._run_eagerly(call, phase, modes) if returned is None else returned[0]
+        returned = self._replay(kind, captured, inputs)
+        return self._run_eagerly(inputs) if returned is None else returned[0]
 
     def _is_ready(self, phase: AccumulationPhase, modes: Hashable) -> bool:
         """Return whether a capture has what it needs.
@@ -305,28 +304,34 @@ class CaptureRunner:
             return phase.first and executor.static_gradients.allocate()
         return True
 
-    def _static_inputs(self, call: Call, leaves: list[torch.Tensor]) -> Call:
+    def _static_inputs(self, inputs: _CallInputs) -> Call:
         """Return inputs as the static buffers of a captured graph hold them.
 
         A warm-up runs on the same dtypes: code compiled in it would else be compiled again in the
         capture.
         """
-        moved = self._executor.move_inputs(call)
+        moved = self._executor.move_inputs(inputs.call)
         # A copy from another device would cast on the host first, and synchronize.
-        if all(leaf.device == self._executor.components.device for leaf in leaves):
+        if all(leaf.device == self._executor.components.device for leaf in inputs.leaves):
             return self._executor.cast_inputs(moved)
         return moved
 
-    def _warm_up(
-        self, kind: InputKind[CapturedStep], call: Call, phase: AccumulationPhase, modes: Hashable
-    ) -> Any:
+    def _warm_up(self, kind: InputKind[CapturedStep], inputs: _CallInputs) -> Any:
         """Run a real call on the capture stream, and time it."""
+        call, phase = self._static_inputs(inputs), inputs.phase
+        capturer = self._graphs.capturer
 
         def run() -> Any:
-            return copy_outputs(self._executor.run(call, phase, modes))
+            return copy_outputs(self._executor.run(call, phase, inputs.modes))
+
+        def warm_up() -> Any:
+            if self._shared is None:
+                return capturer.run_on_capture_stream(run)
+            returned, kind.host_reads[phase] = capturer.find_host_reads(run)
+            return returned
 
         timing = kind.timings.setdefault(phase, ReplayTiming(self._executor.components.device))
-        returned = timing.time_eager(lambda: self._graphs.capturer.run_on_capture_stream(run))
+        returned = timing.time_eager(warm_up)
         self._check_gradients(phase)
         return returned
 
@@ -342,27 +347,27 @@ class CaptureRunner:
         return True
 
     def _try_capture(
-        self,
-        kind: InputKind[CapturedStep],
-        call: Call,
-        leaves: list[torch.Tensor],
-        phase: AccumulationPhase,
-        modes: Hashable,
+        self, kind: InputKind[CapturedStep], inputs: _CallInputs
     ) -> CapturedStep | None:
         """Capture a call; return None if no attempt succeeds.
 
         All calls run eagerly from then on, or only those of this kind if others are captured.
         """
-        inputs, attempt = self._static_inputs(call, leaves), self._attempt
+        leaves, attempt = inputs.leaves, self._attempt
+        if self._shared is not None:
+            failure = self._shared.agree_on_reads(kind.host_reads[inputs.phase])
+            if failure is not None:
+                self._run_kind_eagerly(kind, leaves, failure, "")
+                return None
         hint = "" if self._shared or not keeps_autograd_graph(self._parameters) else _KEPT_GRAPH
         while True:
-            captured, failure = self._capture_once(inputs, phase, modes, attempt)
+            captured, failure = self._capture_once(inputs, attempt)
             if failure is None:
                 self._attempt = attempt
                 return captured
             following = attempt.after(failure)
             if self._shared is not None:
-                # The wrappers are warmed up again before the next attempt.
+                # The models are warmed up again before the next attempt.
                 self._recover()
                 self._attempt = following or Attempt()
             if following is None:
@@ -372,12 +377,12 @@ class CaptureRunner:
             attempt = following
 
     def _capture_once(
-        self, inputs: Call, phase: AccumulationPhase, modes: Hashable, attempt: Attempt
+        self, inputs: _CallInputs, attempt: Attempt
     ) -> tuple[CapturedStep | None, CaptureFailed | None]:
         """Capture a call, on all ranks or on none; return the graph or why it failed."""
-        captured = failure = None
+        call, captured, failure = self._static_inputs(inputs), None, None
         try:
-            captured = self._graphs.capture_call(inputs, phase, modes, attempt)
+            captured = self._graphs.capture_call(call, inputs.phase, inputs.modes, attempt)
         except CaptureFailed as error:
             failure = error
         if self._shared is not None:

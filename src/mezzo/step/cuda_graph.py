@@ -140,6 +140,11 @@ class GraphCapturer:
         finally:
             current.wait_stream(self.stream)
 
+    def find_host_reads(self, run: Callable[[], Any]) -> tuple[Any, list[str]]:
+        """Run a function on the capture stream; return also the lines that read from the device."""
+        with find_host_syncs() as lines:
+            return self.run_on_capture_stream(run), lines
+
     def capture(
         self,
         run: Callable[[Any], Any],

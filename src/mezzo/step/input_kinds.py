@@ -39,6 +39,8 @@ class InputKind(Generic[Graph]):
     """Whether its calls run eagerly: they cannot be captured, or replays were slower."""
     timings: dict[Hashable, ReplayTiming] = field(default_factory=dict)
     """Durations of its eager calls and first replays; there is one after the first eager call."""
+    host_reads: dict[Hashable, list[str]] = field(default_factory=dict)
+    """Lines that read from the device in its last eager call, if ranks have to agree on them."""
     graphs: dict[Hashable, Graph] = field(default_factory=dict)
 
 

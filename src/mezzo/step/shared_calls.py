@@ -9,6 +9,7 @@ graphs that it had to drop, a capture that failed) is exchanged as well.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Hashable, Sequence
 from typing import NamedTuple
 
@@ -84,6 +85,23 @@ class SharedCalls:
             self._numbers[key] = self._count
             self._count += 1
         return self._numbers[key]
+
+    def agree_on_reads(self, lines: Sequence[str]) -> CaptureFailed | None:
+        """Return why a call is not captured: ranks read from their devices in different lines.
+
+        A capture would fail on some of them only, and others might wait for those in NCCL, which
+        prepares collectives with its peers while they are captured.
+        """
+        # Without folders, which may differ between machines.
+        text = "\n".join(sorted({line.rpartition("/")[2] for line in lines}))
+        digest = hashlib.sha256(text.encode()).digest()[:8]
+        rows = self._hosts.gather([int.from_bytes(digest, signed=True)])
+        if all(row == rows[0] for row in rows):
+            return None
+        here = f"in {lines[0]}" if lines else "nowhere"
+        return CaptureFailed(
+            f"the hosts of the ranks read from their devices in different lines, this one {here}"
+        )
 
     def agree_on_capture(self, failure: CaptureFailed | None) -> CaptureFailed | None:
         """Return why the capture of a call failed on some rank; None if it failed on none."""

@@ -64,12 +64,13 @@ class TrainStep(Step):
     Other attributes of modules, such as a dropout's `p`, and Python values that a model reads keep
     the values they had at the capture.
 
-    With several processes, pass the model in DistributedDataParallel. At O1 the order is free; at
-    O2 and O3, which cast parameters, first decorate, then wrap. All ranks skip an update together.
-    With NCCL the step is captured after eleven warm-up calls: before each call the ranks agree
-    whether it runs eagerly, is captured or replayed. Give all ranks batches of equal shapes (pad
-    them, or drop the last one): each new combination of shapes is a graph of its own. The step uses
-    the wrapper on a stream of its own, and gives it a new reducer for that.
+    With several processes, pass the model in DistributedDataParallel, or one that `fully_shard` has
+    sharded. At O1 the order is free; at O2 and O3, which cast parameters, first decorate, then
+    wrap, but shard first. All ranks skip an update together. With NCCL the step is captured, with
+    DistributedDataParallel after eleven warm-up calls: before each call the ranks agree whether it
+    runs eagerly, is captured or replayed. Give all ranks batches of equal shapes (pad them, or drop
+    the last one), since each new combination of shapes is a graph of its own. The step runs the
+    wrapper on a stream of its own, and gives it a new reducer for that.
 
         model, optimizer = mezzo.decorate(model, optimizer, "O2")
         ddp = DistributedDataParallel(model)
