@@ -13,7 +13,7 @@ from mezzo._torch import group_timeout
 class HostGroup:
     """The hosts of the ranks of a process group. Every rank makes the same calls in order.
 
-    An exchange takes about 0.1 ms on one machine. It waits for the slowest host, not for work that
+    An exchange is one small all-gather by gloo. It waits for the slowest host, not for work that
     was launched on devices.
     """
 
