@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from support import fsdp_streams
 from torch import distributed, nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
@@ -336,6 +340,30 @@ def test_a_step_that_cannot_be_captured_trains_on_eagerly(read: str, shard: str)
             assert len(caught) == 1
         runs.append({"losses": losses, **whole(model)})
     torch.testing.assert_close(*runs, rtol=0, atol=0)
+
+
+@pytest.fixture(scope="module")
+def outcomes_of_streams() -> dict[str, Any]:
+    """Return what happened in a process whose collectives only copy, by case."""
+    command = [sys.executable, fsdp_streams.__file__]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
+    assert done.returncode == 0, done.stderr
+    outcomes: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return outcomes
+
+
+@pytest.mark.parametrize("case", fsdp_streams.CASES)
+def test_streams_and_buffers_of_several_ranks_are_captured(
+    case: str, outcomes_of_streams: dict[str, Any]
+) -> None:
+    outcome = outcomes_of_streams[case]
+    assert "error" not in outcome, outcome["error"]
+    assert outcome["equal"]
+    if "read" in fsdp_streams.CASES[case]:
+        assert "the host reads from the device" in outcome["reason"]
+    else:
+        assert outcome["reason"] is None or "a replay takes" in outcome["reason"]
+        assert outcome["replays"] > 0
 
 
 def test_an_evaluation_of_a_sharded_model_equals_that_of_the_whole() -> None:
