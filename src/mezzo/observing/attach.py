@@ -152,6 +152,8 @@ class StepAttachment(Attachment):
     def _run_eagerly(self, call: Callable[[Call], Any], inputs: Call) -> Any:
         """Run one call eagerly; captured graphs stay."""
         step, before = self._step, self._step._runner
+        if before.shares_calls:
+            return call(inputs)
         eager = step._runner = EagerRunner(self._executor, before.eager_reason)
         try:
             return call(inputs)

@@ -34,10 +34,10 @@ from mezzo.prepare.decoration import decoration_of
 from mezzo.prepare.plan import PolicyArg
 from mezzo.prepare.sharding import is_sharded_model
 from mezzo.step.base import Step
-from mezzo.step.executor import ScaledBackward
 from mezzo.step.inputs import Call, ModelArguments, call_model, move_inputs
 from mezzo.step.outputs import loss_of_output, split_loss
 from mezzo.step.train_step import TrainStep
+from mezzo.step.user_body import ScaledBackward
 
 _LARGEST_SCALE = 65536.0
 _LARGEST_HALF_SCALE = 32768.0
@@ -149,7 +149,7 @@ class Replay:
         with ExitStack() as stack:
             # The region first: the mode that tracks functions must see calls before their casts.
             stack.enter_context(enter_regions(region))
-            stack.enter_context(ScaledBackward(context))  # type: ignore[arg-type]
+            stack.enter_context(ScaledBackward(context.backward))
             context.mode = stack.enter_context(
                 observer(_module_names(copies), Replay._run.__code__, named)
             )

@@ -65,7 +65,8 @@ def observe(
     activations, gradients and updates.
 
     A step is captured again when a run is attached, and when it stops. A sampled call of a captured
-    step runs eagerly. Compiled models run as compiled: their activations are not seen. After
+    step runs eagerly, except with several processes: their graphs hold collectives, which all ranks
+    run alike, and only what needs no other call is sampled. Compiled models run as compiled: their activations are not seen. After
     `stop()`, or the end of the block, models, optimizers, scaler and step are as before.
 
     Args:

@@ -72,6 +72,7 @@ class CaptureRunner:
         self._parameters = [
             parameter for model in components.models for parameter in model.parameters()
         ]
+        self._is_sharded = any_sharded(self._parameters)
         self._graphs = StepGraphs(executor)
         self._shared = shared_calls(components, same_shapes=executor.options.same_shapes)
         """Agrees with the other ranks about each call; None if there are none."""
@@ -104,7 +105,7 @@ class CaptureRunner:
     def __call__(self, call: Call, phase: AccumulationPhase) -> Any:
         """Run one call: replay it if its graph is captured, else warm up or capture."""
         modes = module_modes(self._modules, self._parameters)
-        if dispatch_mode_count():
+        if dispatch_mode_count() and not self.shares_calls:
             # A mode sees the ops that run, and a replay runs none.
             self._stall_check.drop()
             return copy_outputs(self._executor.run(self._executor.move_inputs(call), phase, modes))
@@ -174,8 +175,9 @@ class CaptureRunner:
         if self._shared is not None and scaler is not None and phase.last:
             # Before ranks agree: that the tables have moved would else be found by one of them.
             self._schedule_tables = capture.before_replay(scaler)
+        addressed = shards(self._parameters) if self._is_sharded else self._parameters
         key = [
-            list(map(torch.Tensor.data_ptr, shards(self._parameters))),
+            list(map(torch.Tensor.data_ptr, addressed)),
             self._schedule_tables,
             *self._graphs.recapture_key(),
         ]
@@ -432,7 +434,7 @@ class CaptureRunner:
             warn_not_captured(reason, self._capture)
         except Exception as refused:
             raise refused from error
-        if not any_sharded(self._parameters):
+        if not self._is_sharded:
             # The update of shards has a collective, about which ranks would have to agree.
             self._update = UpdateRunner(self._executor, self._graphs)
 
@@ -450,6 +452,11 @@ class CaptureRunner:
     def captured(self) -> bool:
         """Whether calls are replayed by now."""
         return self._inputs.has_graphs
+
+    @property
+    def shares_calls(self) -> bool:
+        """Whether all ranks run each call alike, so that none may run one eagerly by itself."""
+        return self._shared is not None and self.eager_reason is None
 
     @property
     def graph_count(self) -> int:

@@ -32,6 +32,10 @@ class Runner(Protocol):
         """Whether calls are replayed as CUDA graphs by now."""
 
     @property
+    def shares_calls(self) -> bool:
+        """Whether all ranks run each call alike, so that none may run one eagerly by itself."""
+
+    @property
     def graph_count(self) -> int:
         """Kinds of inputs whose calls are replayed."""
 
@@ -46,7 +50,7 @@ class Runner(Protocol):
 class EagerRunner:
     """Runs every call eagerly."""
 
-    captured = False
+    captured = shares_calls = False
     graph_count = replays = 0
 
     def __init__(self, executor: StepExecutor, eager_reason: str | None = None) -> None:
