@@ -66,8 +66,9 @@ def observe(
 
     A step is captured again when a run is attached, and when it stops. A sampled call of a captured
     step runs eagerly, except with several processes: their graphs hold collectives, which all ranks
-    run alike, and only what needs no other call is sampled. Compiled models run as compiled: their activations are not seen. After
-    `stop()`, or the end of the block, models, optimizers, scaler and step are as before.
+    run alike, and only what needs no other call is sampled. Compiled models run as compiled: their
+    activations are not seen. After `stop()`, or the end of the block, models, optimizers, scaler
+    and step are as before.
 
     Args:
         target: A `TrainStep`, a `@train_step` function, or the model of a loop that you wrote.
