@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections import Counter
 from collections.abc import Hashable
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -117,12 +118,7 @@ class CaptureRunner:
         kind = self._find_kind(inputs)
         if kind is None:
             return self._run_eagerly(inputs)
-        if self._inputs.exceed_limit and not self._warned_full:
-            self._warned_full = True
-            warn_many_kinds(self._inputs.limit, inputs.leaves)
-        if self._inputs.needs_memory_of_graphs(kind):
-            self._release_graphs()
-        if phase.first:
+        if phase.first and self._executor.static_gradients.exist:
             self._executor.static_gradients.attach()
         captured = kind.graphs.get(phase)
         if captured is not None:
@@ -130,6 +126,11 @@ class CaptureRunner:
             if returned is not None:
                 return returned[0]
         self._stall_check.drop()
+        if self._inputs.exceed_limit and not self._warned_full:
+            self._warned_full = True
+            warn_many_kinds(self._inputs.limit, inputs.leaves)
+        if self._inputs.needs_memory_of_graphs(kind):
+            self._release_graphs()
         return self._warm_up_or_capture(kind, inputs)
 
     def _find_kind(self, inputs: _CallInputs) -> InputKind[CapturedStep] | None:
@@ -213,12 +214,14 @@ class CaptureRunner:
         self, kind: InputKind[CapturedStep], captured: CapturedStep, inputs: _CallInputs
     ) -> tuple[Any] | None:
         """Replay; after consecutive skips, compare one update with the eager step."""
-        phase = inputs.phase
+        phase, check = inputs.phase, self._stall_check
         if phase.first:
-            self._stall_check.start()
-        self._stall_check.compute(inputs.call)
+            check.start()
+        if check.compared is None:
+            return self._replay(kind, captured, inputs)
+        check.compute(inputs.call)
         returned = self._replay(kind, captured, inputs)
-        if returned is not None and phase.last and (error := self._stall_check.judge()) is not None:
+        if returned is not None and phase.last and (error := check.judge()) is not None:
             self.eager_reason = error
             self.drop_graphs()
             warnings.warn(
@@ -233,19 +236,19 @@ class CaptureRunner:
     ) -> tuple[Any] | None:
         """Replay a graph; return its outputs in a 1-tuple, None if it cannot run any more."""
         _, leaves, phase, modes = inputs
-
-        def replay() -> tuple[Any] | None:
-            return self._graphs.replay_call(
-                captured, leaves, phase, modes, self._stall_check.source
-            )
-
+        replay = self._graphs.replay_call
+        arguments = (captured, leaves, phase, modes, self._stall_check.source)
         timing = kind.timings[phase]
-        returned: tuple[Any] | None = timing.time_replay(replay)
+        returned: tuple[Any] | None = (
+            timing.time_replay(partial(replay, *arguments))
+            if timing.is_running
+            else replay(*arguments)
+        )
         if returned is None:
             self.drop_graphs()
             return None
         self._replays += 1
-        if self._capture is Capture.AUTO and self._is_slower(timing):
+        if not timing.is_judged and self._capture is Capture.AUTO and self._is_slower(timing):
             torch.cuda.synchronize(self._executor.components.device)
             del kind.graphs[phase]
             kind.is_eager = True

@@ -234,7 +234,8 @@ class StepGraphs:
         if scaler is not None and capture.before_replay(scaler) != update.schedule_tables:
             return None
         returned = captured.graph.replay(leaves)
-        self._executor.static_gradients.note_zeros()
+        if self._executor.static_gradients.exist:
+            self._executor.static_gradients.note_zeros()
         if scaler is not None:
             capture.after_replay(scaler, self._executor.metrics.scale_and_skips, source)
         if innermost_region() is not None:

@@ -30,7 +30,10 @@ class ReplayTiming:
         self._device = device
         self._eager = self._replay = inf
         self._replays = 0
-        self._judged = False
+        self.is_running = True
+        """Whether the next replay is timed."""
+        self.is_judged = False
+        """Whether replays were compared with eager calls."""
 
     def time_eager(self, run: Callable[[], Any]) -> Any:
         """Run an eager call and time it. This synchronizes."""
@@ -40,23 +43,24 @@ class ReplayTiming:
 
     def time_replay(self, run: Callable[[], Any]) -> Any:
         """Run a replay; the first ones are timed, which synchronizes."""
-        if self._replays >= REPLAYS:
+        if not self.is_running:
             return run()
         returned, seconds = self._timed(run)
         self._replay = min(self._replay, seconds)
         self._replays += 1
+        self.is_running = self._replays < REPLAYS
         return returned
 
     @property
     def is_due(self) -> bool:
         """Whether enough replays were timed, and they were not judged yet."""
-        return not self._judged and self._replays >= REPLAYS
+        return not (self.is_running or self.is_judged)
 
     def judges_slower(self) -> bool:
         """Return once, after enough replays, whether they take longer than eager calls."""
         if not self.is_due:
             return False
-        self._judged = True
+        self.is_judged = True
         return self._replay > self._eager * MARGIN
 
     @property

@@ -46,7 +46,7 @@ class StallCheck:
             and not executor.options.takes_update
             and not process_groups(executor.components)
         )
-        self._eager: dict[torch.Tensor, _EagerGradient] | None = None
+        self.compared: dict[torch.Tensor, _EagerGradient] | None = None
         """Eager gradients of the current update by parameter; None if it is not compared."""
         self._judged = False
         """Whether the current run of skips was checked."""
@@ -59,14 +59,14 @@ class StallCheck:
 
         Does not synchronize: on CUDA the count lags a few steps.
         """
-        self.drop()
+        self.compared = None
         if not self._can_compare:
             return
         _, consecutive_skips = self._executor.metrics.scale_and_skips()
         if consecutive_skips < LIMIT:
             self._judged = False
         elif not self._judged:
-            self._eager = {
+            self.compared = {
                 parameter: _EagerGradient(optimizer, None)
                 for optimizer in self._executor.components.optimizers
                 for parameter in parameters(optimizer)
@@ -74,30 +74,30 @@ class StallCheck:
 
     def drop(self) -> None:
         """Do not compare the current update: one of its calls was not replayed."""
-        self._eager = None
+        self.compared = None
 
     def compute(self, call: Call) -> None:
         """Add the eager gradients of a call.
 
         Weights, gradients, buffers and random generators are restored afterwards.
         """
-        if self._eager is None:
+        if self.compared is None:
             return
-        gradients = [(parameter, parameter.grad) for parameter in self._eager]
+        gradients = [(parameter, parameter.grad) for parameter in self.compared]
         rng = rng_state.capture_rng_state()
         models = self._executor.components.models
         buffers = [(buffer, buffer.clone()) for model in models for buffer in model.buffers()]
         try:
-            for parameter, eager in self._eager.items():
+            for parameter, eager in self.compared.items():
                 parameter.grad = eager.gradient
             self._executor.compute_gradients(self._executor.move_inputs(call))
-            self._eager = {
+            self.compared = {
                 parameter: _EagerGradient(eager.optimizer, parameter.grad)
-                for parameter, eager in self._eager.items()
+                for parameter, eager in self.compared.items()
             }
         except torch.OutOfMemoryError:
             # An eager pass needs more memory than a replay. Training continues unchecked.
-            self._eager, self._judged = None, True
+            self.compared, self._judged = None, True
         finally:
             for parameter, gradient in gradients:
                 parameter.grad = gradient
@@ -111,9 +111,9 @@ class StallCheck:
 
         This synchronizes.
         """
-        if self._eager is None:
+        if self.compared is None:
             return None
-        eager, self._eager, self._judged = self._eager, None, True
+        eager, self.compared, self._judged = self.compared, None, True
         device = self._executor.components.device
         if device.type == "cuda":
             torch.cuda.synchronize(device)
