@@ -536,7 +536,7 @@ FAULTS = [
     Fault("gradient of a division", "div", "backward", middle=Inverse),
     Fault("outer product, compiled", "einsum", middle=Outer, change=scaled(200.0), step=2,
           run="compiled"),
-    Fault("hinge, compiled", "square", middle=Hinge, change=scaled(400.0), step=2,
+    Fault("hinge, compiled", "square", middle=Hinge, change=scaled(4000.0), step=2,
           run="compiled"),
     Fault("logarithm of a negative number, captured", "log", middle=ShiftedLog,
           change=scaled(100.0), step=8, precision=False, cured=False, run="captured"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import subprocess
 import sys
@@ -137,6 +138,7 @@ def test_one_rank_with_16_bit_shards_equals_a_step_without_shards(dtype: str, ma
 def test_16_bit_shards_take_less_memory() -> None:
     used = {}
     for master in ("float32", "split", "stochastic"):
+        gc.collect()
         torch.cuda.synchronize()
         before = torch.cuda.memory_allocated()
         model = nn.Sequential(*(nn.Linear(1024, 1024, bias=False) for _ in range(4))).cuda()
@@ -147,6 +149,7 @@ def test_16_bit_shards_take_less_memory() -> None:
         optimizer.step()
         model.reshard()
         torch.cuda.synchronize()
+        gc.collect()
         used[master] = (torch.cuda.memory_allocated() - before) / (4 * 1024**2)
         del model, optimizer
     assert used["float32"] - used["split"] == pytest.approx(2, abs=0.5)
@@ -302,7 +305,8 @@ def test_two_shapes_are_captured_and_others_run_eagerly_between() -> None:
     runs = []
     for capture in (True, False):
         step, model = make_step("O2", "bfloat16", capture)
-        rows = [32] * 6 + [16] * 4 + [8, 32, 16, 32, 24, 16, 32]
+        # A new shape of more than 0.3 of the largest makes graphs go.
+        rows = [32] * 6 + [8] * 4 + [4, 32, 8, 32, 6, 8, 32]
         losses = [train_step(step, 1, start=i, rows=one) for i, one in enumerate(rows)]
         if capture:
             assert step._runner.graph_count == 2

@@ -64,6 +64,7 @@ def test_a_captured_step_is_traced_and_left_as_it_was(level):
     assert step.replays == replays + 1
 
 
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")
 def test_a_model_compiled_by_inductor_is_run_eagerly():
     model = torch.compile(network())
     with mezzo.autocast("cuda", dtype="float16"):

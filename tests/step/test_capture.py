@@ -5,7 +5,9 @@ Captured graphs are fakes that run the captured function; `tests/gpu/test_step.p
 
 from __future__ import annotations
 
+import gc
 import re
+import weakref
 from pathlib import Path
 
 import pytest
@@ -357,6 +359,38 @@ class TestModelsThatDrawOnTheHost:
         assert step.captured
         assert capturer.reports == [True, True]
         assert losses == run(eager_step(Made("mlp")), 6)
+
+
+class FailsWhileCaptured(torch.nn.Linear):
+    """Raises in its captures, with an autograd graph in a local variable."""
+
+    def __init__(self):
+        super().__init__(8, 4)
+        self.calls, self.graphs, self.kept = 0, [], []
+
+    def forward(self, x):
+        result = super().forward(x)
+        self.calls += 1
+        self.kept.append([graph() is not None for graph in self.graphs])
+        if self.calls in (4, 5):
+            self.graphs.append(weakref.ref(result))
+            raise RuntimeError("not permitted")
+        return result
+
+
+@pytest.mark.filterwarnings("ignore:The step cannot be captured")
+def test_a_failed_capture_keeps_no_autograd_graph(capturer):
+    made = Made("mlp")
+    made.model = FailsWhileCaptured()
+    made.optimizer = torch.optim.SGD(made.model.parameters(), lr=0.1)
+    step = captured_step(made)
+    gc.collect()
+    gc.disable()
+    try:
+        run(step, 5)
+    finally:
+        gc.enable()
+    assert made.model.kept[5] == [False, False]
 
 
 class TestTiming:

@@ -18,7 +18,6 @@ from mezzo.scaling.gradient_counts import GradientCounts
 from mezzo.scaling.gradients import parameters
 from mezzo.scaling.observed_scaler import Scaler
 from mezzo.step.base import Step
-from mezzo.step.eager_runner import EagerRunner
 from mezzo.step.inputs import Call
 from mezzo.step.step_history import HistoryIndex, StepHistory
 
@@ -121,7 +120,7 @@ class StepAttachment(Attachment):
     def _stop_recording(self) -> None:
         self._executor.metrics.record_to(None)
 
-    def _wrap_call(self, call: Callable[[Call], Any]) -> Callable[[Call], Any]:
+    def _wrap_call(self, call: Callable[..., Any]) -> Callable[[Call], Any]:
         step, listener = self._step, self._listener
 
         def observed(inputs: Call) -> Any:
@@ -131,7 +130,7 @@ class StepAttachment(Attachment):
                 self._executor.metrics.record_to(self.history)
             is_sampled = listener.begin()
             try:
-                returned = self._run_eagerly(call, inputs) if is_sampled else call(inputs)
+                returned = call(inputs, eagerly=True) if is_sampled else call(inputs)
             except BaseException:
                 listener.fail()
                 raise
@@ -148,18 +147,6 @@ class StepAttachment(Attachment):
                 self._listener.count()
 
         return flushed
-
-    def _run_eagerly(self, call: Callable[[Call], Any], inputs: Call) -> Any:
-        """Run one call eagerly; captured graphs stay."""
-        step, before = self._step, self._step._runner
-        if before.shares_calls:
-            return call(inputs)
-        eager = step._runner = EagerRunner(self._executor, before.eager_reason)
-        try:
-            return call(inputs)
-        finally:
-            if step._runner is eager:
-                step._runner = before
 
 
 class LoopAttachment(Attachment):

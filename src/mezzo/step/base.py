@@ -77,16 +77,21 @@ class Step:
 
     # -- one call ----------------------------------------------------------------------------------
 
-    def _call(self, call: Call) -> Any:
-        """Run one call, with an update if it is the last of an accumulation."""
+    def _call(self, call: Call, *, eagerly: bool = False) -> Any:
+        """Run one call, with an update if it is the last of an accumulation.
+
+        With `eagerly` it is not replayed, unless all ranks have to run it alike.
+        """
         if self._components.decoration.lent:
             self._check_not_lent("The training step")
         if not self._is_checked:
             self._check_processes()
         # Freed before the forward pass, which needs the memory.
         self._outputs = None
-        phase = self._phases[self._position]
-        returned = self._runner(call, phase)
+        phase, run = self._phases[self._position], self._runner
+        returned = (
+            run.run_eagerly(call, phase) if eagerly and not run.shares_calls else run(call, phase)
+        )
         if phase.last:
             self._position = 0
             self._finish_update()

@@ -19,7 +19,7 @@ from mezzo.scaling.mesh import any_sharded
 from mezzo.step.capture_obstacles import warn_many_kinds, warn_not_captured
 from mezzo.step.captured_step import Attempt, CapturedStep, StepGraphs, UpdateRunner
 from mezzo.step.components import Capture
-from mezzo.step.cuda_graph import CaptureFailed, keeps_autograd_graph
+from mezzo.step.cuda_graph import CaptureFailed, keeps_autograd_graph, release_frames
 from mezzo.step.eager_runner import first_nonfinite
 from mezzo.step.executor import AccumulationPhase, StepExecutor
 from mezzo.step.input_kinds import InputKind, InputKinds
@@ -108,8 +108,7 @@ class CaptureRunner:
         modes = module_modes(self._modules, self._parameters)
         if dispatch_mode_count() and not self.shares_calls:
             # A mode sees the ops that run, and a replay runs none.
-            self._stall_check.drop()
-            return copy_outputs(self._executor.run(self._executor.move_inputs(call), phase, modes))
+            return self.run_eagerly(call, phase)
         inputs = _CallInputs(call, [], phase, modes)
         if self.eager_reason is not None:
             return self._run_eagerly(inputs)
@@ -199,6 +198,14 @@ class CaptureRunner:
         returned = run() if on_current else self._graphs.capturer.run_on_capture_stream(run)
         self._check_gradients(phase)
         return returned
+
+    def run_eagerly(self, call: Call, phase: AccumulationPhase) -> Any:
+        """Run one call eagerly; graphs stay. On the stream on which gradients are accumulated."""
+        self._stall_check.drop()
+        inputs = _CallInputs(call, [], phase, module_modes(self._modules, self._parameters))
+        if self.eager_reason is not None:
+            return self._run_eagerly(inputs)
+        return self._graphs.capturer.run_on_capture_stream(lambda: self._run_eagerly(inputs))
 
     def _check_gradients(self, phase: AccumulationPhase) -> None:
         """Drop graphs if an eager call has made gradients that a captured update does not read."""
@@ -389,6 +396,7 @@ class CaptureRunner:
         try:
             captured = self._graphs.capture_call(call, inputs.phase, inputs.modes, attempt)
         except CaptureFailed as error:
+            release_frames(error)
             failure = error
         if self._shared is not None:
             failure = self._shared.agree_on_capture(failure)

@@ -259,6 +259,18 @@ def failure_reason(error: BaseException, host_reads: list[str]) -> str:
     )
 
 
+def release_frames(error: BaseException) -> None:
+    """Clear the local variables of the frames that an error, and those before it, went through.
+
+    An autograd graph among them would keep the nodes that accumulate gradients, on the capture
+    stream.
+    """
+    following: BaseException | None = error
+    while following is not None:
+        traceback.clear_frames(following.__traceback__)
+        following = following.__cause__ or following.__context__
+
+
 def keeps_autograd_graph(parameters: Iterable[torch.Tensor]) -> bool:
     """Return whether an autograd graph of these parameters is in memory, such as that of a loss.
 

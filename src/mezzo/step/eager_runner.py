@@ -18,6 +18,9 @@ class Runner(Protocol):
     def __call__(self, call: Call, phase: AccumulationPhase) -> Any:
         """Run one call and return detached copies of what the body returned."""
 
+    def run_eagerly(self, call: Call, phase: AccumulationPhase) -> Any:
+        """Run one call eagerly, also if it is captured; graphs stay."""
+
     def flush(self, calls: int) -> None:
         """Update from the gradients of fewer calls than usual."""
 
@@ -69,6 +72,8 @@ class EagerRunner:
             else module_modes(self._modules, self._parameters)
         )
         return copy_outputs(self._executor.run(self._executor.move_inputs(call), phase, modes))
+
+    run_eagerly = __call__
 
     def flush(self, calls: int) -> None:
         """Update from the gradients of fewer calls than usual."""
