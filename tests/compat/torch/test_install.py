@@ -3,6 +3,7 @@
 import subprocess
 import sys
 
+import pytest
 import torch
 
 import mezzo
@@ -123,3 +124,33 @@ def test_a_program_that_installs_first_runs_and_compiles():
     )
     assert result.returncode == 0, result.stderr
     assert result.stdout.split() == ["mezzo.compat.torch._grad_scaler", "65536.0", "torch.float16"]
+
+
+def test_a_policy_decides_op_rules_and_dtype_of_all_regions():
+    x = torch.ones(2, 2)
+    dialect.uninstall()
+    with dialect.install(policy=mezzo.Policy(dtype="bfloat16", half={"softmax"}, full={"mm"})):
+        with torch.autocast("cpu", dtype=torch.float16):
+            assert torch.softmax(x, 0).dtype is torch.bfloat16
+            assert torch.mm(x, x).dtype is torch.float32
+        with torch.autocast("cpu", enabled=False):
+            assert torch.softmax(x, 0).dtype is torch.float32
+    with dialect.install(), torch.autocast("cpu", dtype=torch.bfloat16):
+        assert torch.mm(x, x).dtype is torch.bfloat16
+
+
+def test_a_policy_without_a_dtype_leaves_the_one_that_is_passed():
+    x = torch.ones(2, 2)
+    dialect.uninstall()
+    install = dialect.install(policy=mezzo.Policy(full={"mm"}))
+    with install, torch.autocast("cpu", dtype=torch.float16):
+        assert torch.nn.functional.linear(x, x).dtype is torch.float16
+        assert torch.mm(x, x).dtype is torch.float32
+
+
+def test_a_policy_is_refused_while_another_one_is_installed():
+    with pytest.raises(mezzo.UnsupportedError, match="is installed without a policy"):
+        dialect.install(policy=mezzo.Policy("O1"))
+    dialect.uninstall()
+    dialect.install(policy=mezzo.Policy("O1"))
+    dialect.install(policy=mezzo.Policy("O1"))

@@ -10,10 +10,12 @@ from typing import Any, NamedTuple
 from torch import amp as _amp
 
 from mezzo import _torch
+from mezzo._errors import UnsupportedError
 from mezzo.compat._missing import module_getattr
 from mezzo.compat.torch import _autocast, _grad_scaler
 from mezzo.compat.torch._autocast import autocast
 from mezzo.compat.torch._grad_scaler import GradScaler
+from mezzo.policy.policy import Policy
 
 __all__ = ["GradScaler", "autocast", "install", "is_installed", "uninstall"]
 
@@ -35,11 +37,16 @@ _REPLACEMENTS: dict[str, dict[str, Any]] = {
 }
 
 
-def install() -> Installed:
+def install(policy: Policy | None = None) -> Installed:
     """Replace autocast and GradScaler in `torch`, `torch.amp`, `torch.cuda.amp`, `torch.cpu.amp`.
 
     They run on mezzo until `uninstall`. A second call changes nothing. Names imported before, by
     `from torch.amp import autocast`, stay torch's: install first, or import mezzo's.
+
+    Args:
+        policy: The op rules and the dtype of all regions that are created from then on; without
+            one, torch's own lists and the dtype that is passed. A policy whose dtype is `"auto"`
+            leaves the dtype. Regions inside compiled functions stay torch's.
 
     >>> import mezzo, torch
     >>> with install():
@@ -49,7 +56,9 @@ def install() -> Installed:
     False
     """
     if _replaced:
+        _check_same_policy(policy)
         return Installed(first=False)
+    _autocast.use_policy(policy)
     for device, module_names in _MODULES.items():
         for module_name in module_names:
             module = importlib.import_module(module_name)
@@ -65,12 +74,23 @@ def install() -> Installed:
     return Installed(first=True)
 
 
+def _check_same_policy(policy: Policy | None) -> None:
+    current = _autocast.current_policy()
+    if policy is not None and policy != current:
+        raise UnsupportedError(
+            f"install(policy={policy!r}): mezzo is installed"
+            f" {'without a policy' if current is None else f'with {current!r}'}. Call uninstall()"
+            " first."
+        )
+
+
 def uninstall() -> None:
     """Restore torch's names, except those that other code has replaced since."""
     for module, name, original, replacement in _replaced:
         if vars(module).get(name) is replacement:
             setattr(module, name, original)
     _replaced.clear()
+    _autocast.use_policy(None)
 
 
 def is_installed() -> bool:

@@ -20,6 +20,7 @@ from mezzo.autocasting.autocast import autocast as mezzo_autocast
 from mezzo.autocasting.dynamo import dynamo_constant
 from mezzo.autocasting.regions import Region
 from mezzo.compat.torch._counterparts import EqualsTorch
+from mezzo.policy.policy import Policy
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -29,6 +30,26 @@ _DEVICES = ("cpu", "cuda")
 
 _PROCESS_LOCAL = "_entered"
 """Attribute with per-thread state, which copies and pickles leave out."""
+
+
+_policy: Policy | None = None
+"""The policy of all new regions; None for torch's own lists."""
+
+
+def use_policy(policy: Policy | None) -> None:
+    """Set the policy of all regions that are created from now on."""
+    global _policy
+    _policy = policy
+
+
+def current_policy() -> Policy | None:
+    """Return the policy of new regions; None for torch's own lists."""
+    return _policy
+
+
+def _dtype(passed: torch.dtype) -> torch.dtype | None:
+    """Return the dtype of a region: the policy's if it has one, or the one that is passed."""
+    return passed if _policy is None or _policy.dtype is None else None
 
 
 class autocast(mezzo_autocast, torch_autocast, metaclass=EqualsTorch, counterpart=torch_autocast):  # noqa: N801
@@ -60,7 +81,12 @@ class autocast(mezzo_autocast, torch_autocast, metaclass=EqualsTorch, counterpar
         # with torch's settings.
         known = device_type in _DEVICES
         mezzo_autocast.__init__(
-            self, device_type, self.fast_dtype, self._enabled and known, self._cache_enabled
+            self,
+            device_type,
+            _dtype(self.fast_dtype),
+            self._enabled and known,
+            self._cache_enabled,
+            policy=_policy,
         )
         if not known:
             self._region = Region(self.device, self._enabled, self.fast_dtype, self._cache_enabled)
