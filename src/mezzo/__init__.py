@@ -44,6 +44,7 @@ from mezzo.prepare.ema import EMA
 from mezzo.prepare.latest_checkpoint import latest_checkpoint
 from mezzo.prepare.master_params import master_params
 from mezzo.prepare.plan import Plan, plan
+from mezzo.reporting.page import write_report
 from mezzo.scaling.scale_state import ScaleRule, ScaleState
 from mezzo.scaling.scaler import GradScaler
 from mezzo.scaling.step_result import StepResult
@@ -122,4 +123,5 @@ __all__ = [
     "train_step",
     "undecorate",
     "weight_cache_info",
+    "write_report",
 ]

@@ -1,0 +1,1 @@
+"""Reports of observed runs: an HTML page, a terminal summary, and TensorBoard."""

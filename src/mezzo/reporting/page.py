@@ -1,0 +1,162 @@
+"""`mezzo.write_report`: one HTML page about a run, which opens without a network."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from importlib import import_module, resources
+from pathlib import Path
+from typing import Any, Protocol
+
+from mezzo._errors import UnsupportedError
+from mezzo._files import atomic_writer
+from mezzo.reporting import charts, tables
+from mezzo.reporting.figures import KeyFigure, key_figures
+from mezzo.reporting.policy_diff import policy_changes
+from mezzo.reporting.run_data import RunData, Source, finite, read_run
+from mezzo.reporting.verdict import judge
+
+
+class Findings(Protocol):
+    """What `mezzo.lint` returns."""
+
+    def to_dicts(self) -> list[dict[str, Any]]:
+        """Return the findings as plain data."""
+
+
+class Finding(Protocol):
+    """What `mezzo.trace_overflow` returns."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the fields as plain data."""
+
+
+def write_report(
+    log: Source,
+    path: str | os.PathLike[str],
+    *,
+    lint: Findings | None = None,
+    findings: Iterable[Finding] = (),
+) -> Path:
+    """Write one self-contained HTML page about a run, and return its path.
+
+    The page has the verdict in a sentence, the loss scale with the skipped steps and their causes,
+    the loss, headroom and underflow by layer and time, ops by dtype, casts, lint findings and the
+    policy that a finding suggests. It needs no network. The file is complete, or it is not there.
+
+    Args:
+        log: The log that `mezzo.observe(..., log=...)` or `mezzo run --log` wrote, also while it is
+            being written; what `mezzo.observe` returned; or a list with one of them for each rank.
+        path: The file to write.
+        lint: The result of `mezzo.lint`, if it is not in the log.
+        findings: Results of `mezzo.trace_overflow`, whose cures become the suggested policy.
+
+    Raises:
+        UnsupportedError: plotly is not installed.
+        MezzoError: The log is not there, or is no log.
+
+    >>> import mezzo, tempfile, torch
+    >>> folder = Path(tempfile.mkdtemp())
+    >>> model = torch.nn.Linear(2, 1)
+    >>> with mezzo.observe(model, log=folder / "run.jsonl"):
+    ...     output = model(torch.ones(1, 2))
+    >>> mezzo.write_report(folder / "run.jsonl", folder / "report.html").name
+    'report.html'
+    """
+    run = read_run(log)
+    extra = [{"kind": "finding", **one.to_dict()} for one in findings]
+    if lint is not None:
+        extra.append({"kind": "lint", "findings": lint.to_dicts()})
+    page = render(run.with_records(extra))
+    target = Path(path)
+    with atomic_writer(target) as file:
+        file.write(page.encode())
+    return target
+
+
+def render(run: RunData) -> str:
+    """Return the page about a run."""
+    jinja2 = _required("jinja2")
+    environment = jinja2.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
+    timeline = charts.timeline(run)
+    template = environment.from_string(_asset("page.html"))
+    return str(
+        template.render(
+            title=run.header.get("model") or "run",
+            verdict=judge(run),
+            figures=key_figures(run),
+            sections=_sections(run),
+            changes=policy_changes(run),
+            timeline=timeline,
+            layer_maps=charts.layer_maps(run),
+            about=_about(run),
+            style=jinja2.utils.markupsafe.Markup(_asset("page.css")),
+            script=jinja2.utils.markupsafe.Markup(_asset("page.js")),
+            plotly=jinja2.utils.markupsafe.Markup(_plotly_script()),
+        )
+    )
+
+
+@dataclass(frozen=True)
+class Section:
+    """A table of the page."""
+
+    key: str
+    title: str
+    table: tables.Table
+    note: str
+    """What the table shows; or, if it is empty, how to get it into the log."""
+
+
+def _sections(run: RunData) -> list[Section]:
+    made = [
+        Section("skips", "Skipped steps", tables.skip_table(run), "One row for each skipped step."),
+        Section(
+            "layers",
+            "Layers",
+            tables.layer_table(run),
+            "Gradients over the whole run; headroom is the least that was sampled.",
+        ),
+        Section(
+            "ops", "Ops by dtype", tables.op_table(run), "Calls of each op in one step, by dtype."
+        ),
+        Section("casts", "Casts", tables.cast_table(run), "Where tensors change their dtype."),
+        Section("lint", "Lint", tables.lint_table(run), "Findings of mezzo.lint."),
+        Section("events", "Events", tables.event_table(run), "What mezzo decided while it ran."),
+    ]
+    return [section for section in made if section.table.rows]
+
+
+def _about(run: RunData) -> list[KeyFigure]:
+    started = finite(run.header.get("started"))
+    values = {
+        name: run.header.get(name)
+        for name in ("model", "policy", "dtype", "device", "torch", "mezzo")
+    } | {"dtype": run.dtype, "policy": run.policy}
+    if started:
+        values["started"] = datetime.fromtimestamp(started, UTC).strftime("%Y-%m-%d %H:%M UTC")
+    if run.world_size > 1:
+        values["ranks"] = ", ".join(str(log.rank) for log in run.ranks)
+    return [KeyFigure(name, str(value)) for name, value in values.items() if value]
+
+
+def _asset(name: str) -> str:
+    return (resources.files("mezzo.reporting") / name).read_text(encoding="utf-8")
+
+
+def _plotly_script() -> str:
+    script: str = _required("plotly.offline").get_plotlyjs()
+    # An end tag in the script would end it.
+    return script.replace("</script", "<\\/script")
+
+
+def _required(name: str) -> Any:
+    try:
+        return import_module(name)
+    except ImportError as error:
+        raise UnsupportedError(
+            f"write_report() needs {name.partition('.')[0]}, which is not installed. Run:"
+            " pip install 'mezzo[report]'"
+        ) from error

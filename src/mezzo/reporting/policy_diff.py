@@ -1,0 +1,40 @@
+"""The policy that findings suggest, as a difference to the policy of the run."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from mezzo.reporting.run_data import Line, RunData, describe_finding
+
+
+@dataclass(frozen=True)
+class PolicyChange:
+    """A change of the policy that a finding of `trace_overflow` suggests."""
+
+    reason: str
+    """The finding in a sentence."""
+    before: str | None
+    """The policy of the run; None if the change is not one of the policy."""
+    after: str
+    verified: bool
+    """Whether the batch was run with it and did not fail."""
+
+
+def policy_changes(run: RunData) -> list[PolicyChange]:
+    """Return the changes that the findings of a log suggest; each once."""
+    found: dict[str, PolicyChange] = {}
+    for line in run.of("finding"):
+        cure = line.get("cure")
+        if isinstance(cure, str) and cure:
+            found.setdefault(cure, _change(run, line, cure))
+    return list(found.values())
+
+
+def _change(run: RunData, line: Line, cure: str) -> PolicyChange:
+    reason, verified = f"{describe_finding(line)}.", line.get("verified") is True
+    if cure.startswith("scaler="):
+        return PolicyChange(reason, None, cure, verified)
+    policy = run.policy or "O1"
+    # A log has the level, or the whole policy.
+    before = policy if policy.endswith(")") else f"Policy({policy!r})"
+    return PolicyChange(reason, before, f"{before[:-1]}, {cure})".replace("(, ", "("), verified)

@@ -1,0 +1,318 @@
+"""Read the logs of a run for reports: the records of each rank, by kind."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from mezzo._errors import MezzoError
+from mezzo.observing.log import read_log
+from mezzo.observing.records import GradientsRecord, Record, TensorsRecord
+from mezzo.observing.run import Run
+
+Line = Mapping[str, Any]
+"""One record of a log as plain data."""
+Source = str | os.PathLike[str] | Any
+"""A log file, a run that `mezzo.observe` returned, or a list of either with one entry a rank."""
+
+_SAME_SEARCH = 10
+"""Steps after a skip of the scale search in which another one belongs to it."""
+
+
+@dataclass(frozen=True)
+class Skip:
+    """A skipped step, with what is known of its cause."""
+
+    step: int
+    rank: int
+    scale: float | None
+    """Loss scale of the step; None if no step before it is in the log."""
+    next_scale: float | None
+    """Loss scale after the step."""
+    loss: float | None
+    parameter: str | None
+    """The first parameter with a non-finite gradient."""
+    cause: str
+    """Why the gradients were not finite, as far as the log shows it."""
+    is_normal: bool
+    """Whether skips like this one belong to the search for the loss scale."""
+
+
+@dataclass(frozen=True)
+class RankLog:
+    """The records of one rank, by kind."""
+
+    header: Line
+    """The first line: model, policy, dtype, device, versions, rank."""
+    records: Mapping[str, Sequence[Line]]
+
+    @property
+    def rank(self) -> int:
+        """The rank that wrote the log."""
+        return int(number(self.header.get("rank")) or 0)
+
+    def of(self, kind: str) -> Sequence[Line]:
+        """Return the records of a kind, in their order."""
+        return self.records.get(kind, ())
+
+    @property
+    def end(self) -> str | None:
+        """Why the log ended; None if it was not closed."""
+        ends = self.of("end")
+        return str(ends[-1].get("reason")) if ends else None
+
+    @cached_property
+    def skips(self) -> tuple[Skip, ...]:
+        """The skipped steps."""
+        return tuple(_skips(self))
+
+
+@dataclass(frozen=True)
+class RunData:
+    """The logs of all ranks of a run that are there, in the order of ranks."""
+
+    ranks: tuple[RankLog, ...]
+
+    @property
+    def header(self) -> Line:
+        """The header of the first rank."""
+        return self.ranks[0].header
+
+    @property
+    def policy(self) -> str | None:
+        """The policy of the run; None for torch's own op lists."""
+        return self._setting("policy")
+
+    @property
+    def dtype(self) -> str | None:
+        """The dtype that ops compute in."""
+        return self._setting("dtype")
+
+    def _setting(self, name: str) -> str | None:
+        """Return a field of the header.
+
+        Without a policy the header has the dtype of the parameters: a region is an event.
+        """
+        regions = [
+            line["fields"].get(name)
+            for line in self.of("event")
+            if line.get("name") == "PolicyResolved" and isinstance(line.get("fields"), dict)
+        ]
+        is_known = self.header.get("policy") is not None or not regions
+        found = self.header.get(name) if is_known else regions[0]
+        return str(found) if found else None
+
+    @property
+    def world_size(self) -> int:
+        """How many ranks the run had, with or without a log."""
+        return max(len(self.ranks), int(number(self.header.get("ranks")) or 1))
+
+    @property
+    def missing_ranks(self) -> tuple[int, ...]:
+        """Ranks without a log."""
+        return tuple(sorted(set(range(self.world_size)) - {one.rank for one in self.ranks}))
+
+    @property
+    def steps(self) -> int:
+        """The number of the last step."""
+        steps = [step_of(line) for one in self.ranks for line in one.of("step")]
+        return max((one for one in steps if one is not None), default=0)
+
+    @property
+    def seconds(self) -> float:
+        """The time of the last record, since the run began."""
+        return max(
+            (
+                number(lines[-1].get("time")) or 0.0
+                for one in self.ranks
+                for lines in one.records.values()
+            ),
+            default=0.0,
+        )
+
+    @cached_property
+    def skips(self) -> tuple[Skip, ...]:
+        """The skipped steps of all ranks, by step; one that all ranks skipped is listed once."""
+        found: dict[tuple[int, str | None], Skip] = {}
+        for one in self.ranks:
+            for skip in one.skips:
+                found.setdefault((skip.step, skip.parameter), skip)
+        return tuple(sorted(found.values(), key=lambda skip: (skip.step, skip.rank)))
+
+    def with_records(self, lines: Iterable[Line]) -> RunData:
+        """Return the run with further records of its first rank."""
+        first, *others = self.ranks
+        records = {kind: list(known) for kind, known in first.records.items()}
+        for line in lines:
+            records.setdefault(str(line["kind"]), []).append(line)
+        return RunData((replace(first, records=records), *others))
+
+    def of(self, kind: str) -> list[Line]:
+        """Return the records of a kind of all ranks."""
+        return [line for one in self.ranks for line in one.of(kind)]
+
+
+def read_run(source: Source) -> RunData:
+    """Read the log of a run. Of a run with ranks, the logs of those that have one.
+
+    `source` is a log file, the result of `mezzo.observe`, or a list of either. A path whose ranks
+    wrote files of their own (`run.rank0.jsonl` for `run.jsonl`) reads all of them.
+    """
+    if isinstance(source, RunData):
+        return source
+    parts: Iterable[Source] = source if isinstance(source, list | tuple) else [source]
+    logs = [_by_kind(lines) for part in parts for lines in _lines(part)]
+    if not logs:
+        raise MezzoError("write_report() got an empty list of logs. Pass at least one log file.")
+    return RunData(tuple(sorted(logs, key=lambda one: one.rank)))
+
+
+def number(value: Any) -> float | None:
+    """Return a number of a log; None if it is none."""
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return float(value) if is_number else None
+
+
+def finite(value: Any) -> float | None:
+    """Return a finite number of a log; None if it is none."""
+    found = number(value)
+    return found if found is not None and math.isfinite(found) else None
+
+
+def plain_number(value: float) -> str:
+    """Return a number as a person writes it.
+
+    >>> plain_number(8388608.0), plain_number(0.0043)
+    ('8,388,608', '0.0043')
+    """
+    is_whole = value == int(value) and abs(value) < 10**15
+    return f"{int(value):,}" if is_whole else f"{value:.4g}"
+
+
+def step_of(line: Line) -> int | None:
+    """Return the number of a record's step; None without one."""
+    found = finite(line.get("step"))
+    return None if found is None else int(found)
+
+
+def _lines(source: Source) -> list[list[dict[str, Any]]]:
+    if not isinstance(source, str | os.PathLike):
+        return [_lines_of_run(source)]
+    path = Path(source)
+    if path.exists():
+        return [read_log(path)]
+    ranks = sorted(path.parent.glob(f"{path.stem}.rank*{path.suffix}"))
+    if not ranks:
+        raise MezzoError(
+            f"There is no log {str(path)!r}, and no log of a rank such as"
+            f" {f'{path.stem}.rank0{path.suffix}'!r}. Pass the path that was passed as log= or"
+            " --log."
+        )
+    return [read_log(one) for one in ranks]
+
+
+def _lines_of_run(run: Any) -> list[dict[str, Any]]:
+    """Return the records of a run: those of its log, or without one what it keeps in memory."""
+    if not isinstance(run, Run):
+        raise MezzoError(
+            "A report is made from a log file, or from what mezzo.observe() returned, not from"
+            f" {type(run).__name__!r}. Pass the path of the log."
+        )
+    steps = run.steps
+    if run.log is not None:
+        return read_log(run.log)
+    last = steps[-1].step if steps else None
+    records: list[Record] = [run._header, *steps, *run.events]
+    if run.gradients:
+        records.append(GradientsRecord(step=last, layers=run.gradients))
+    records += [
+        TensorsRecord(step=last, which=which, stats=stats) for which, stats in run.numerics.items()
+    ]
+    return [one.to_json() for one in records]
+
+
+def _by_kind(lines: Iterable[Line]) -> RankLog:
+    records: defaultdict[str, list[Line]] = defaultdict(list)
+    for line in lines:
+        records[str(line.get("kind"))].append(line)
+    return RankLog(records["run"][0], dict(records))
+
+
+def _skips(log: RankLog) -> Iterable[Skip]:
+    findings = {step_of(line): line for line in log.of("finding")}
+    scale: float | None = None
+    last, searched, stepped, grew = 0, -_SAME_SEARCH - 1, False, False
+    for line in log.of("step"):
+        step, after = step_of(line), finite(line.get("scale"))
+        if step is None:
+            continue
+        if line.get("skipped") is True:
+            if step > last + 1 and after is not None and scale is not None and after >= scale:
+                # The step in which the scale grew is not in the log, which has every 10th, say.
+                scale, grew = after * 2, True
+            cause, is_normal = _cause(
+                line,
+                findings.get(step),
+                scale,
+                stepped=stepped,
+                grew=grew,
+                follows=step - searched <= _SAME_SEARCH,
+            )
+            searched = step if is_normal else searched
+            parameter = line.get("parameter")
+            yield Skip(
+                step=step,
+                rank=log.rank,
+                scale=scale,
+                next_scale=after,
+                loss=number(line.get("loss")),
+                parameter=None if parameter is None else str(parameter),
+                cause=cause,
+                is_normal=is_normal,
+            )
+            grew = False
+        else:
+            stepped = True
+            grew = grew or (scale is not None and after is not None and after > scale)
+        scale, last = after if after is not None else scale, step
+
+
+def _cause(
+    line: Line,
+    finding: Line | None,
+    scale: float | None,
+    *,
+    stepped: bool,
+    grew: bool,
+    follows: bool,
+) -> tuple[str, bool]:
+    if finding is not None and finding.get("op"):
+        sentence = describe_finding(finding)
+        return sentence[:1].lower() + sentence[1:], False
+    loss = number(line.get("loss"))
+    if loss is not None and not math.isfinite(loss):
+        return f"the loss was {loss}: the forward pass overflowed, or its input was bad", False
+    at = "" if scale is None else f" {plain_number(scale)}"
+    if not stepped:
+        return f"the first scale{at} was too large: the search for it goes on", True
+    if grew:
+        return f"the scale had grown to{at or ' its limit'}: the search for the largest one", True
+    if follows:
+        return f"the scale{at} was still too large: the search for the largest one", True
+    return f"gradients overflowed at the scale{at}, which had not grown", False
+
+
+def describe_finding(finding: Line) -> str:
+    """Return the result of `trace_overflow` as one sentence, without its full stop."""
+    what = "The gradient of the op" if finding.get("direction") == "backward" else "The op"
+    if finding.get("direction") in {"data", "parameters"}:
+        what = "The tensor"
+    module = f" in {finding['module']}" if finding.get("module") else ""
+    line = f" ({finding['line']})" if finding.get("line") else ""
+    return f"{what} {finding.get('op')}{module}{line} {finding.get('reason') or 'failed'}"

@@ -1,0 +1,200 @@
+"""The verdict on a run: one sentence, and the facts that it rests on."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from dataclasses import dataclass
+from enum import StrEnum
+
+from mezzo.reporting.layers import LayerRow, layer_rows
+from mezzo.reporting.run_data import (
+    Line,
+    RunData,
+    describe_finding,
+    finite,
+    number,
+    plain_number,
+    step_of,
+)
+
+_MANY_SKIPS = 0.05
+"""Share of skipped steps above which scaling costs more than it should."""
+_IN_A_ROW = 10
+"""Skipped steps at the end of a run that mean that it does not train any more."""
+_UNDERFLOW = 0.25
+"""Share of a layer's gradient values that underflow above which it is named."""
+_WINDOW = 20
+
+
+class Status(StrEnum):
+    """How a run went."""
+
+    GOOD = "good"
+    WATCH = "watch"
+    BAD = "bad"
+    EMPTY = "empty"
+    """There is nothing to judge."""
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """The verdict on a run."""
+
+    status: Status
+    sentence: str
+    facts: tuple[str, ...] = ()
+    """Further sentences, the most important first."""
+
+
+def judge(run: RunData) -> Verdict:
+    """Judge a run by its log."""
+    if not run.of("step"):
+        return Verdict(Status.EMPTY, "No training step was recorded.", tuple(_ends(run)))
+    failures = [*_ends(run), *_collapse(run), *_bad_loss(run), *_findings(run)]
+    odd_skips = _odd_skips(run)
+    concerns = [*odd_skips, *_underflow(run), *_lint(run)]
+    comforts = [*([] if odd_skips else [_skip_sentence(run)]), *_loss_sentence(run)]
+    what = f"{run.steps:,} step{'' if run.steps == 1 else 's'} in {run.dtype or 'an unknown dtype'}"
+    if failures:
+        return Verdict(Status.BAD, failures[0], (*failures[1:], *concerns, *comforts))
+    if concerns:
+        return Verdict(
+            Status.WATCH,
+            f"It trains, with something to look at: {lowered(concerns[0])}",
+            (*concerns[1:], *comforts),
+        )
+    sentence = f"Healthy: {what}, {lowered(comforts[0])}"
+    return Verdict(Status.GOOD, sentence, tuple(comforts[1:]))
+
+
+def lowered(sentence: str) -> str:
+    """Return a sentence to follow a colon or a comma."""
+    first = sentence.partition(" ")[0]
+    return sentence if first[1:] != first[1:].lower() else sentence[:1].lower() + sentence[1:]
+
+
+def _ends(run: RunData) -> list[str]:
+    found = []
+    for one in run.ranks:
+        if one.end not in {None, "stopped"}:
+            name = f"Rank {one.rank}" if run.world_size > 1 else "The run"
+            found.append(f"{name} ended with {one.end}.")
+    if run.missing_ranks:
+        names = ", ".join(map(str, run.missing_ranks))
+        found.append(f"There is no log of rank {names}, of {run.world_size} ranks.")
+    return found
+
+
+def _collapse(run: RunData) -> list[str]:
+    events = [line for line in run.of("event") if line.get("name") == "ScaleCollapsed"]
+    if events:
+        fields = events[0].get("fields") or {}
+        step = f" at step {events[0]['step']:,}" if step_of(events[0]) else ""
+        scale = number(fields.get("scale")) or 0.0
+        collapsed = f"The loss scale collapsed to {plain_number(scale)}{step}"
+        return [f"{collapsed}: gradients overflow at every scale."]
+    steps = run.ranks[0].of("step")
+    updates = [line for line in steps if line.get("skipped") is not None]
+    last = updates[-_IN_A_ROW:]
+    if len(last) == _IN_A_ROW and all(line.get("skipped") for line in last):
+        first_bad = len(updates) - next(
+            (index for index, line in enumerate(reversed(updates)) if not line.get("skipped")),
+            len(updates),
+        )
+        since = updates[first_bad].get("step")
+        return [f"The run does not train: every step since step {since} was skipped."]
+    return []
+
+
+def _bad_loss(run: RunData) -> list[str]:
+    bad = [
+        line
+        for line in run.of("step")
+        if (loss := number(line.get("loss"))) is not None and not math.isfinite(loss)
+    ]
+    if not bad:
+        return []
+    first = bad[0]
+    kept = [line for line in bad if line.get("skipped") is not True]
+    name = "NaN" if math.isnan(number(first.get("loss")) or 0.0) else "infinite"
+    fate = f"{len(kept)} applied to the weights" if kept else "all skipped"
+    count = "1 such step" if len(bad) == 1 else f"{len(bad)} such steps"
+    return [f"The loss was {name} at step {first.get('step')} ({count}, {fate})."]
+
+
+def _findings(run: RunData) -> list[str]:
+    found = [line for line in run.of("finding") if line.get("op")]
+    return [f"{describe_finding(line)}{_cured(line)}." for line in found[:3]]
+
+
+def _cured(finding: Line) -> str:
+    if not finding.get("cure"):
+        return ""
+    outcome = "cures it" if finding.get("verified") else "may cure it"
+    return f"; {finding['cure']} {outcome}"
+
+
+def _odd_skips(run: RunData) -> list[str]:
+    odd = [skip for skip in run.skips if not skip.is_normal]
+    share = len(run.skips) / max(run.steps, 1)
+    found = []
+    if len(odd) > 1 or share > _MANY_SKIPS:
+        names = Counter(skip.parameter for skip in (odd or run.skips) if skip.parameter)
+        first = f", most often first in {names.most_common(1)[0][0]}" if names else ""
+        found.append(
+            f"{len(run.skips):,} of {run.steps:,} steps were skipped ({share:.1%}),"
+            f" {len(odd):,} of them outside the search for the scale{first}."
+        )
+    return found
+
+
+def _underflow(run: RunData) -> list[str]:
+    rows = [row for row in layer_rows(run) if (row.underflow or 0) > _UNDERFLOW]
+    if not rows:
+        return []
+    worst: LayerRow = max(rows, key=lambda row: row.underflow or 0)
+    others = f", and more than {_UNDERFLOW:.0%} in {len(rows) - 1} others" if len(rows) > 1 else ""
+    return [f"{worst.underflow:.0%} of the gradient values of {worst.name} underflow{others}."]
+
+
+def _lint(run: RunData) -> list[str]:
+    count = len(lint_findings(run))
+    return [f"Lint has {count} finding{'s' if count > 1 else ''}."] if count else []
+
+
+def lint_findings(run: RunData) -> list[dict[str, object]]:
+    """Return the findings of `mezzo.lint` in a log; each once."""
+    found: dict[str, dict[str, object]] = {}
+    for line in run.of("lint"):
+        listed = line.get("findings")
+        for one in listed if isinstance(listed, list) else [line]:
+            if isinstance(one, dict):
+                found.setdefault(f"{one.get('rule')} {one.get('where')} {one.get('what')}", one)
+    return list(found.values())
+
+
+def _skip_sentence(run: RunData) -> str:
+    if not run.skips:
+        return "No step was skipped."
+    normal = sum(skip.is_normal for skip in run.skips)
+    share = len(run.skips) / max(run.steps, 1)
+    end = "all" if normal == len(run.skips) else f"{normal:,}"
+    steps = "steps were" if len(run.skips) > 1 else "step was"
+    return (
+        f"{len(run.skips):,} {steps} skipped ({share:.1%}), {end} in the search for the loss scale."
+    )
+
+
+def _loss_sentence(run: RunData) -> list[str]:
+    losses = [
+        loss
+        for line in run.ranks[0].of("step")
+        if (loss := finite(line.get("loss"))) is not None and line.get("skipped") is not True
+    ]
+    if len(losses) < 2:  # noqa: PLR2004
+        return []
+    window = max(1, min(_WINDOW, len(losses) // 4))
+    first, last = sum(losses[:window]) / window, sum(losses[-window:]) / window
+    verb = "fell" if last < first else "rose"
+    return [f"The loss {verb} from {first:.4g} to {last:.4g}."]

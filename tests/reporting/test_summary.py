@@ -1,0 +1,208 @@
+"""The verdict, the terminal summary and TensorBoard's files."""
+
+import io
+import math
+import sys
+
+import pytest
+from support import synthetic_logs as logs
+
+import mezzo
+from mezzo.reporting.policy_diff import policy_changes
+from mezzo.reporting.run_data import RankLog, RunData, read_run
+from mezzo.reporting.summary import print_summary, summary
+from mezzo.reporting.tensorboard import write_tensorboard
+from mezzo.reporting.verdict import Status, judge
+
+
+def run_of(*lines, **header):
+    records = {}
+    for line in ({**logs.header(**header)}, *lines):
+        records.setdefault(line["kind"], []).append(line)
+    return RunData((RankLog(records["run"][0], records),))
+
+
+def steps(*skipped, scale=1024.0, loss=1.0, first=1):
+    return [
+        {"kind": "step", "step": first + i, "time": 1.0, "loss": loss, "scale": scale, "skipped": s}
+        for i, s in enumerate(skipped)
+    ]
+
+
+def step(number, *, scale, skipped=False, **fields):
+    base = {"kind": "step", "step": number, "time": 1.0, "loss": 1.0, "parameter": None}
+    return base | {"scale": scale, "skipped": skipped} | fields
+
+
+def test_a_run_without_skips_is_healthy():
+    verdict = judge(run_of(*steps(*[False] * 8)))
+    assert verdict.status is Status.GOOD
+    assert verdict.sentence == "Healthy: 8 steps in float16, no step was skipped."
+
+
+def test_skips_of_the_scale_search_are_normal():
+    run = run_of(
+        step(1, scale=512.0, skipped=True, parameter="a"),
+        *(step(number, scale=512.0) for number in range(2, 30)),
+        step(30, scale=1024.0),
+        step(31, scale=512.0, skipped=True, parameter="a"),
+        *(step(number, scale=512.0) for number in range(32, 60)),
+    )
+    assert [skip.is_normal for skip in run.skips] == [True, True]
+    assert "the first scale was too large" in run.skips[0].cause
+    assert "the scale had grown to 1,024" in run.skips[1].cause
+    assert judge(run).status is Status.GOOD
+
+
+def test_skips_right_after_a_skip_of_the_search_belong_to_it():
+    run = run_of(
+        *(step(number, scale=512.0) for number in range(1, 9)),
+        step(9, scale=1024.0),
+        step(10, scale=512.0, skipped=True),
+        step(11, scale=512.0),
+        step(13, scale=256.0, skipped=True),
+        *(step(number, scale=256.0) for number in range(14, 60)),
+        step(60, scale=128.0, skipped=True),
+    )
+    assert [skip.is_normal for skip in run.skips] == [True, True, False]
+
+
+def test_growth_between_logged_steps_is_recognized():
+    run = run_of(
+        *(step(number, scale=512.0) for number in range(10, 60, 10)),
+        step(63, scale=512.0, skipped=True),
+    )
+    assert run.skips[0].is_normal
+    assert run.skips[0].scale == 1024.0
+
+
+def test_repeated_skips_at_a_scale_that_did_not_grow_are_reported_with_their_parameter():
+    lines = [step(number, scale=512.0) for number in range(1, 50)]
+    lines += [
+        step(50, scale=256.0, skipped=True, parameter="head.weight"),
+        step(51, scale=128.0, skipped=True, parameter="head.weight"),
+        *(step(number, scale=128.0) for number in range(52, 80)),
+    ]
+    verdict = judge(run_of(*lines))
+    assert verdict.status is Status.WATCH
+    assert "2 of 79 steps were skipped" in verdict.sentence
+    assert "head.weight" in verdict.sentence
+
+
+@pytest.mark.parametrize("loss", [math.nan, math.inf])
+def test_a_loss_that_is_not_finite_is_the_verdict(loss):
+    verdict = judge(run_of(*steps(*[False] * 5), *steps(False, loss=loss, first=6)))
+    assert verdict.status is Status.BAD
+    assert "at step 6 (1 such step, 1 applied to the weights)" in verdict.sentence
+
+
+def test_a_collapsed_scale_is_the_verdict():
+    event = logs.event("ScaleCollapsed", 40, scale=0.5, consecutive_skips=30, message="")
+    verdict = judge(run_of(*steps(*[False] * 5), event))
+    assert verdict.sentence.startswith("The loss scale collapsed to 0.5 at step 40")
+
+
+def test_a_run_whose_last_steps_were_all_skipped_does_not_train():
+    verdict = judge(run_of(*steps(*[False] * 5, *[True] * 12)))
+    assert verdict.status is Status.BAD
+    assert verdict.sentence == "The run does not train: every step since step 6 was skipped."
+
+
+def test_the_exception_that_ended_a_run_is_the_verdict():
+    end = {"kind": "end", "step": 5, "time": 1.0, "reason": "ValueError: no data"}
+    verdict = judge(run_of(*steps(*[False] * 5), end))
+    assert verdict.sentence == "The run ended with ValueError: no data."
+    assert judge(run_of(end)).facts == ("The run ended with ValueError: no data.",)
+
+
+def test_layers_that_underflow_are_named():
+    record = {"kind": "gradients", "step": 4, "time": 1.0}
+    layers = {"stem": [0, 40, 100], "head": [0, 99, 100]}
+    line = record | {"layers": layers, "zeros": {"head": 99}}
+    verdict = judge(run_of(*steps(*[False] * 5), line))
+    assert verdict.status is Status.WATCH
+    assert "40% of the gradient values of stem underflow." in verdict.sentence
+
+
+def test_a_region_s_dtype_is_that_of_the_run_if_there_is_no_policy():
+    event = logs.event("PolicyResolved", 1, policy="", device="cpu", dtype="bfloat16", reason="")
+    assert run_of(event, policy=None, dtype="float32").dtype == "bfloat16"
+    assert run_of(event, policy="O2", dtype="float16").dtype == "float16"
+
+
+def test_the_cure_of_a_finding_is_a_difference_of_policies():
+    by_level = policy_changes(run_of(logs.finding(), policy="O2"))
+    assert (by_level[0].before, by_level[0].after) == ("Policy('O2')", "Policy('O2', full={'mul'})")
+    cure = "scaler=mezzo.GradScaler(init_scale=1024)"
+    other = policy_changes(run_of(logs.finding(cure=cure, verified=False)))
+    assert (other[0].before, other[0].after, other[0].verified) == (None, cure, False)
+    assert policy_changes(run_of(logs.finding(cure=""))) == []
+
+
+def test_a_summary_has_verdict_numbers_skips_layers_and_policy(tmp_path):
+    lines = [*logs.training_run(300)[:-1], logs.finding(), logs.lint()]
+    text = summary(logs.write(tmp_path / "run.jsonl", lines))
+    assert text.startswith("The op mul in transformer.h.2.attn")
+    for part in (
+        "steps 300",
+        "Skipped steps (",
+        "Layers whose gradients underflow most",
+        "matrix-multiple",
+        "+ Policy('O1', dtype='float16', full={'mul'}) (verified)",
+    ):
+        assert part in text
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+def test_a_terminal_gets_the_same_in_color_and_a_file_plain_text(tmp_path):
+    lines = [*logs.training_run(60, blocks=1)[:-1], logs.lint(where="[red]lm_head[/nothing]")]
+    log = logs.write(tmp_path / "run.jsonl", lines)
+    terminal, file = Terminal(), io.StringIO()
+    print_summary(log, terminal)
+    print_summary(log, file)
+    assert "[red]lm_head[/nothing]" in terminal.getvalue().replace("\n", "")
+    assert file.getvalue() == summary(log) + "\n"
+
+
+def test_tensorboard_gets_scalars_histograms_and_texts(tmp_path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    lines = logs.training_run(20, blocks=1)
+    folder = write_tensorboard(logs.write(tmp_path / "run.jsonl", lines), tmp_path / "board")
+    events = EventAccumulator(str(folder))
+    events.Reload()
+    losses = events.Scalars("step/loss")
+    assert [one.step for one in losses] == list(range(1, 21))
+    assert losses[0].value == pytest.approx(lines[1]["loss"])
+    assert "gradient underflow/lm_head.weight" in events.Tags()["scalars"]
+    histogram = events.Histograms("exponents of gradients/lm_head.weight")[0].histogram_value
+    assert (histogram.min, histogram.num) == (-4, 300)
+    assert "verdict/text_summary" in events.Tags()["tensors"]
+
+
+def test_each_rank_has_its_folder_for_tensorboard(tmp_path):
+    for rank in range(2):
+        lines = logs.training_run(3, blocks=1, rank=rank, ranks=2)
+        logs.write(tmp_path / f"run.rank{rank}.jsonl", lines)
+    folder = write_tensorboard(tmp_path / "run.jsonl", tmp_path / "board")
+    assert sorted(one.name for one in folder.iterdir()) == ["rank0", "rank1"]
+
+
+def test_a_missing_tensorboard_is_named_with_the_command_that_installs_it(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
+    log = logs.write(tmp_path / "run.jsonl", [logs.header()])
+    with pytest.raises(mezzo.UnsupportedError, match=r"pip install 'mezzo\[tensorboard\]'"):
+        write_tensorboard(log, tmp_path / "board")
+
+
+def test_a_damaged_log_is_reported_up_to_the_damage(tmp_path):
+    path = logs.write(tmp_path / "run.jsonl", logs.training_run(20, blocks=1))
+    text = path.read_text()
+    path.write_text(text[: len(text) // 3])
+    with pytest.warns(UserWarning, match="damaged or cut off at line"):
+        run = read_run(path)
+    assert 0 < run.steps < 20
