@@ -16,6 +16,8 @@ import pytest
 os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX2")
 
 pytest_plugins = ["support.tiers"]
+# Scripts that tests run; doctests would import them.
+collect_ignore = ["support/scripts"]
 
 _DATA = Path(__file__).parent / "data"
 

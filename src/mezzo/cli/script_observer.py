@@ -1,0 +1,274 @@
+"""Find the model, the optimizers and the scaler of a script as it trains, and observe them."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import asdict, dataclass
+from functools import wraps
+from itertools import count
+from pathlib import Path
+from types import TracebackType
+from typing import Any, ClassVar, Self
+from weakref import WeakValueDictionary
+
+import torch
+from torch import nn
+from torch.nn.modules.module import register_module_forward_pre_hook
+
+from mezzo import _events
+from mezzo._dtypes import dtype_name
+from mezzo._errors import MezzoError
+from mezzo.advising.lint import lint
+from mezzo.cli.apex_observer import observe_apex
+from mezzo.cli.rank_logs import Ranks
+from mezzo.observing.attach import LoopAttachment
+from mezzo.observing.log import LogWriter, log_path
+from mezzo.observing.op_stats import OpStats
+from mezzo.observing.records import OpsRecord, Record, RunEnded, RunStarted
+from mezzo.observing.run import Run, observe
+from mezzo.policy.policy import Policy
+from mezzo.prepare.arguments import unwrapped
+from mezzo.scaling.scaler import GradScaler
+from mezzo.step.base import Step
+
+_LARGE = 64 * 2**20
+"""Bytes of a log that ended before a run was observed."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LintRecord(Record):
+    """What `mezzo.lint` finds in the setup of a script."""
+
+    kind: ClassVar[str] = "lint"
+    findings: tuple[dict[str, Any], ...]
+
+
+class ScriptObserver:
+    """Observes the first model that a script trains.
+
+    While it is entered, optimizers and scalers are noted as they are created. The first forward
+    pass, with gradients, of a module that has parameters of a noted optimizer begins the run.
+    """
+
+    def __init__(self, log: Path, every: int, ranks: Ranks, policy: Policy | None = None) -> None:
+        self._policy = policy
+        self._region: torch.dtype | None = None
+        """Dtype of the autocast region around the model, with a scaler of torch's or none."""
+        self._log, self._every, self._ranks = log, every, ranks
+        # By number: in the order of their creation, without keeping them alive.
+        self._optimizers: WeakValueDictionary[int, torch.optim.Optimizer] = WeakValueDictionary()
+        self._scalers: WeakValueDictionary[int, GradScaler] = WeakValueDictionary()
+        self._patches, self._began = ExitStack(), time.time()
+        self._is_done = False
+        """Whether a run has begun, or could not."""
+        self.run: Run | None = None
+        """The run, once it has begun."""
+
+    def __enter__(self) -> Self:
+        self._patches.callback(_after(torch.optim.Optimizer, "__init__", _adder(self._optimizers)))
+        self._patches.callback(_after(GradScaler, "__init__", _adder(self._scalers)))
+        self._patches.callback(self._wrap_steps())
+        self._patches.callback(register_module_forward_pre_hook(self._before_forward).remove)
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._patches.close()
+
+    def close(self, reason: str) -> None:
+        """End the run and its log; without a run, write a log that has no step."""
+        if self.run is not None:
+            with suppress(MezzoError):
+                self._lint(self.run)
+            self.run.stop(reason)
+            return
+        writer = LogWriter(log_path(self._log, self._ranks.rank, self._ranks.size), _LARGE)
+        started = RunStarted(
+            torch=torch.__version__,
+            rank=self._ranks.rank,
+            ranks=self._ranks.size,
+            started=self._began,
+        )
+        writer.write([started, RunEnded(reason=reason, time=round(time.time() - self._began, 6))])
+        writer.close()
+
+    def _lint(self, run: Run) -> None:
+        """Write to the log what is wrong with the setup, as far as that shows without a sample."""
+        attachment = run._attachment
+        if isinstance(attachment, LoopAttachment) and self._region is not None:
+            found = lint(
+                attachment.models[0],
+                attachment.optimizers,
+                attachment._scaler,
+                self._policy or "O1",
+                dtype=self._region,
+                measure=False,
+            )
+            if found:
+                run._write([LintRecord(time=run._time(), findings=tuple(found.to_dicts()))])
+
+    # -- begin a run -------------------------------------------------------------------------------
+
+    def _wrap_steps(self) -> Callable[[], None]:
+        """Observe the first `TrainStep` that is called; return what undoes this."""
+        call = Step._call
+
+        def observed(step: Step, *args: Any) -> Any:
+            if self._is_done:
+                return call(step, *args)
+            with self._unless_it_fails():
+                self.run = observe(step, log=self._path(), every=self._every, ops=True)
+            # Observed, the step has another one.
+            return step._call(*args)
+
+        return _replace(Step, "_call", observed)
+
+    def _before_forward(self, module: nn.Module, _: Any) -> None:
+        if self._is_done or not self._optimizers or not torch.is_grad_enabled():
+            return
+        trained = {id(one) for one in module.parameters() if one.requires_grad}
+        optimizers = [one for one in self._optimizers.values() if _steps_any(one, trained)]
+        if not optimizers or torch.compiler.is_compiling():
+            return
+        scaler = next((one for one in self._scalers.values() if one.is_enabled()), None)
+        with self._unless_it_fails():
+            self._observe_loop(module, optimizers, scaler)
+
+    def _observe_loop(
+        self,
+        module: nn.Module,
+        optimizers: list[torch.optim.Optimizer],
+        scaler: GradScaler | None,
+    ) -> None:
+        self.run = run = observe(module, optimizers, scaler, log=self._path(), every=self._every)
+        attachment = run._attachment
+        is_apex = False
+        if isinstance(attachment, LoopAttachment):
+            # Its own hook is registered too late for this forward pass.
+            attachment._before_forward()
+            is_apex = scaler is None and observe_apex(attachment)
+            if scaler is None and not is_apex:
+                _note_losses(attachment)
+        region = _emit_region(run, self._policy)
+        self._region = None if is_apex else region
+        _count_ops(run, module)
+
+    @contextmanager
+    def _unless_it_fails(self) -> Iterator[None]:
+        """Begin a run; if that fails, the script goes on without one."""
+        self._is_done = True
+        self._patches.close()
+        try:
+            yield
+        except MezzoError as error:
+            print(f"mezzo: this run is not observed: {error}", file=sys.stderr)  # noqa: T201
+
+    def _path(self) -> Path:
+        distributed = torch.distributed
+        if distributed.is_available() and distributed.is_initialized():
+            return self._log
+        return log_path(self._log, self._ranks.rank, self._ranks.size)
+
+
+def _adder(objects: WeakValueDictionary[int, Any]) -> Callable[[Any], None]:
+    numbers = count()
+
+    def add(one: Any) -> None:
+        objects[next(numbers)] = one
+
+    return add
+
+
+def _steps_any(optimizer: torch.optim.Optimizer, parameters: set[int]) -> bool:
+    return any(id(one) in parameters for group in optimizer.param_groups for one in group["params"])
+
+
+def _note_losses(attachment: LoopAttachment) -> None:
+    """Note the loss of a loop without a scaler: the number that backward is called on."""
+
+    def note(tensor: torch.Tensor) -> None:
+        if tensor.numel() == 1:
+            attachment._loss = tensor.detach()
+
+    attachment._detach.callback(_before(torch.Tensor, "backward", note))
+
+
+def _emit_region(run: Run, policy: Policy | None) -> torch.dtype | None:
+    """Write dtype and policy of the region around the model to the log; return the dtype."""
+    device = "cpu" if run._attachment is None else run._attachment.device.type
+    if not torch.is_autocast_enabled(device):
+        return None
+    dtype = torch.get_autocast_dtype(device)
+    name, reason = "" if policy is None else repr(policy), "the autocast region around the model"
+    _events.emit(_events.PolicyResolved(name, device, dtype_name(dtype), reason))
+    return dtype
+
+
+def _count_ops(run: Run, module: nn.Module) -> None:
+    """Count the ops of the first forward pass that is not sampled, and write them to the log.
+
+    Only the forward pass: modes that stayed active beyond it would end in another order than the
+    regions of the script.
+    """
+    stats, handles = OpStats(unwrapped(module)), ExitStack()
+
+    def start(*_: Any) -> None:
+        if torch.is_grad_enabled() and run._sampling is None:
+            handles.close()
+            end = module.register_forward_hook(stop, always_call=True)
+            handles.callback(end.remove)
+            stats.start()
+
+    def stop(*_: Any) -> None:
+        handles.close()
+        stats.stop()
+        rows = tuple(asdict(row) for row in stats.rows)
+        run._write([OpsRecord(step=run._number, time=run._time(), rows=rows)])
+
+    handles.callback(module.register_forward_pre_hook(start).remove)
+
+
+# -- wrap methods ----------------------------------------------------------------------------------
+
+
+def _before(owner: type, name: str, note: Callable[[Any], object]) -> Callable[[], None]:
+    """Call `note` with each object before a method of its class; return what undoes this."""
+    method = vars(owner)[name]
+
+    @wraps(method)
+    def wrapped(self: Any, *args: Any, **kwargs: Any) -> Any:
+        note(self)
+        return method(self, *args, **kwargs)
+
+    return _replace(owner, name, wrapped)
+
+
+def _after(owner: type, name: str, note: Callable[[Any], object]) -> Callable[[], None]:
+    """Call `note` with each object after a method of its class; return what undoes this."""
+    method = vars(owner)[name]
+
+    @wraps(method)
+    def wrapped(self: Any, *args: Any, **kwargs: Any) -> Any:
+        returned = method(self, *args, **kwargs)
+        note(self)
+        return returned
+
+    return _replace(owner, name, wrapped)
+
+
+def _replace(owner: type, name: str, function: Callable[..., Any]) -> Callable[[], None]:
+    method = vars(owner)[name]
+    setattr(owner, name, function)
+
+    def restore() -> None:
+        if vars(owner).get(name) is function:
+            setattr(owner, name, method)
+
+    return restore

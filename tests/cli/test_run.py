@@ -1,0 +1,364 @@
+"""`mezzo run`: scripts run on mezzo as with python, and leave a report."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from support.command_line import SCRIPTS, run_mezzo, run_python, start_mezzo, wait
+
+import mezzo
+from mezzo.cli.rank_logs import Ranks, remove_old_logs
+from mezzo.cli.script_observer import ScriptObserver
+from mezzo.step.base import Step
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork"),
+]
+
+GPT = SCRIPTS / "nano_gpt.py"
+CLASSIFIER = SCRIPTS / "image_classifier.py"
+APEX = SCRIPTS / "apex_imagenet.py"
+
+
+def records(path, kind):
+    return [line for line in mezzo.read_log(path) if line["kind"] == kind]
+
+
+def script(folder, text):
+    path = folder / "script.py"
+    path.write_text(text)
+    return path
+
+
+def start_python(folder, *arguments):
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
+    return subprocess.Popen(
+        [sys.executable, *map(str, arguments)],
+        cwd=folder,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+# -- three scripts ---------------------------------------------------------------------------------
+
+
+def test_a_gpt_script_prints_the_same_and_leaves_a_report(tmp_path):
+    finished = run_mezzo(tmp_path, "run", "--every", 4, GPT, "--max-iters", 8)
+    assert finished.code == 0, finished.stderr
+    assert finished.stdout == run_python(tmp_path, GPT, "--max-iters", 8).stdout
+    page = (tmp_path / "mezzo-report.html").read_text()
+    assert "Healthy: 8 steps in float16" in page
+    assert finished.stderr.endswith(f"Report: {tmp_path / 'mezzo-report.html'}\n")
+    log = tmp_path / "mezzo-report.jsonl"
+    steps = records(log, "step")
+    assert [one["step"] for one in steps] == list(range(1, 9))
+    assert all(one["loss"] > 0 and one["scale"] == 65536 for one in steps)
+    assert "h.0.attn.c_attn.weight" in records(log, "gradients")[-1]["layers"]
+    assert {one["which"] for one in records(log, "tensors")} >= {"gradients", "activations"}
+    (ops,) = records(log, "ops")
+    assert ("h.0.attn.c_attn", "addmm", "float16") in {
+        (row["module"], row["op"], row["dtype"]) for row in ops["rows"]
+    }
+
+
+def test_an_image_classifier_leaves_a_report(tmp_path):
+    finished = run_mezzo(tmp_path, "run", "--report", "out.html", "--log", "l.jsonl", CLASSIFIER, 2)
+    assert finished.code == 0, finished.stderr
+    assert finished.stdout == run_python(tmp_path, CLASSIFIER, 2).stdout
+    page = (tmp_path / "out.html").read_text()
+    assert "It trains, with something to look at: lint has 1 finding." in page
+    assert "scaler-with-bfloat16" in page
+    assert len(records(tmp_path / "l.jsonl", "step")) == 12
+    assert records(tmp_path / "l.jsonl", "run")[0]["model"] == "Net"
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_a_script_with_apex_runs_without_apex(tmp_path, level):
+    finished = run_mezzo(tmp_path, "run", APEX, "--opt-level", level)
+    assert finished.code == 0, finished.stderr
+    assert "Gradient overflow.  Skipping step, loss scaler 0 reducing" in finished.stdout
+    steps = records(tmp_path / "mezzo-report.jsonl", "step")
+    assert [one["skipped"] for one in steps] == [number == 6 for number in range(1, 11)]
+    assert [one["scale"] for one in steps] == [65536.0] * 5 + [32768.0] * 5
+    assert "The loss was NaN at step 6" in (tmp_path / "mezzo-report.html").read_text()
+
+
+def test_a_loop_without_a_scaler_has_its_losses_in_the_report(tmp_path):
+    run_mezzo(tmp_path, "run", GPT, "--dtype", "bfloat16", "--max-iters", 4)
+    steps = records(tmp_path / "mezzo-report.jsonl", "step")
+    assert len(steps) == 4
+    assert all(1 < one["loss"] < 4 for one in steps)
+
+
+def test_a_train_step_is_observed_too(tmp_path):
+    path = script(
+        tmp_path,
+        "import mezzo, torch\n"
+        "model = torch.nn.Linear(4, 2)\n"
+        "optimizer = torch.optim.SGD(model.parameters(), lr=0.1)\n"
+        "loss = torch.nn.functional.mse_loss\n"
+        "step = mezzo.TrainStep(model, loss, optimizer, 'O2', dtype='float16')\n"
+        "for _ in range(5):\n"
+        "    step(torch.ones(8, 4), torch.zeros(8, 2))\n",
+    )
+    assert run_mezzo(tmp_path, "run", path).code == 0
+    assert len(records(tmp_path / "mezzo-report.jsonl", "step")) == 5
+
+
+def test_a_script_that_observes_itself_runs_undisturbed(tmp_path):
+    path = script(
+        tmp_path,
+        "import mezzo, torch\n"
+        "model = torch.nn.Linear(4, 2)\n"
+        "optimizer = torch.optim.SGD(model.parameters(), lr=0.1)\n"
+        "scaler = torch.amp.GradScaler('cpu')\n"
+        "with mezzo.observe(model, optimizer, scaler) as run:\n"
+        "    for _ in range(3):\n"
+        "        scaler.scale(model(torch.ones(1, 4)).sum()).backward()\n"
+        "        scaler.step(optimizer)\n"
+        "        scaler.update()\n"
+        "print(len(run.steps))\n",
+    )
+    finished = run_mezzo(tmp_path, "run", path)
+    assert (finished.code, finished.stdout) == (0, "3\n")
+    assert finished.stderr.startswith("mezzo: this run is not observed: This step or scaler is")
+
+
+@pytest.mark.exhaustive
+def test_a_compiled_gpt_leaves_a_report(tmp_path):
+    process = start_python(tmp_path, "-m", "mezzo", "run", GPT, "--max-iters", 8, "--compile")
+    _, stderr = process.communicate(timeout=300)
+    assert process.returncode == 0, stderr
+    assert len(records(tmp_path / "mezzo-report.jsonl", "step")) == 8
+
+
+# -- policies --------------------------------------------------------------------------------------
+
+
+def test_a_policy_replaces_dtype_and_op_rules_of_all_regions(tmp_path):
+    policy = tmp_path / "policy.toml"
+    mezzo.Policy(dtype="bfloat16", full={"scaled_dot_product_attention"}).save(policy)
+    finished = run_mezzo(tmp_path, "run", "--policy", policy, GPT, "--max-iters", 3)
+    assert finished.code == 0, finished.stderr
+    (ops,) = records(tmp_path / "mezzo-report.jsonl", "ops")
+    dtypes = {(row["op"], row["dtype"]) for row in ops["rows"]}
+    assert ("addmm", "bfloat16") in dtypes
+    assert {dtype for op, dtype in dtypes if "attention" in op or op == "_softmax"} == {"float32"}
+    assert "float16" not in {dtype for _, dtype in dtypes}
+    assert "scaled_dot_product_attention" in (tmp_path / "mezzo-report.html").read_text()
+
+
+def test_a_policy_without_a_dtype_leaves_the_script_s(tmp_path):
+    run_mezzo(tmp_path, "run", "--policy", "O1", GPT, "--max-iters", 3)
+    (event,) = [
+        one
+        for one in records(tmp_path / "mezzo-report.jsonl", "event")
+        if one["name"] == "PolicyResolved"
+    ]
+    assert event["fields"]["dtype"] == "float16"
+
+
+# -- as with python --------------------------------------------------------------------------------
+
+ENDS = {
+    "an exception": "def f():\n    raise ValueError\ntry:\n    1 / 0\nexcept Exception:\n    f()",
+    "a syntax error": "def (",
+    "a number": "import sys; sys.exit(3)",
+    "a message": "import sys; sys.exit('bye')",
+    "success": "import sys; sys.exit()",
+    "its end": "pass",
+    "a hook": (
+        "import sys, traceback\n"
+        "def hook(*error):\n"
+        "    print(len(traceback.extract_tb(error[2])), 'frames', file=sys.stderr)\n"
+        "sys.excepthook = hook\n"
+        "1 / 0\n"
+    ),
+}
+
+
+@pytest.mark.parametrize("end", ENDS)
+def test_exit_code_and_traceback_are_those_of_python(tmp_path, end):
+    path = script(tmp_path, ENDS[end] + "\n")
+    expected = subprocess.run(
+        [sys.executable, path], cwd=tmp_path, capture_output=True, text=True, check=False
+    )
+    finished = run_mezzo(tmp_path, "run", path)
+    assert finished.code == expected.returncode
+    line, _, rest = finished.stderr.partition("\n")
+    assert rest == expected.stderr
+    assert line.startswith("mezzo: No training step was recorded. Report: ")
+
+
+def test_a_script_sees_what_it_sees_under_python(tmp_path):
+    text = (
+        "import json, pickle, sys\n"
+        "class Config: pass\n"
+        "pickle.loads(pickle.dumps(Config()))\n"
+        "main = sys.modules['__main__']\n"
+        "print(json.dumps([sys.argv, __name__, __file__, sys.path[0], main.__file__,"
+        " main.Config is Config, __doc__, str(__spec__), __builtins__.__name__]))\n"
+    )
+    path = script(tmp_path, f'"""A script."""\n{text}')
+    arguments = ["script.py", "--policy", "-x", "--help"]
+    expected = subprocess.run(
+        [sys.executable, *arguments], cwd=tmp_path, capture_output=True, text=True, check=True
+    )
+    finished = run_mezzo(tmp_path, "run", *arguments)
+    assert json.loads(finished.stdout) == json.loads(expected.stdout)
+    assert json.loads(expected.stdout)[2] == str(path)
+
+
+def test_a_module_runs_as_with_python_m(tmp_path):
+    (tmp_path / "package").mkdir()
+    (tmp_path / "package" / "train.py").write_text("import sys\nprint(__name__, sys.argv)\n")
+    expected = subprocess.run(
+        [sys.executable, "-m", "package.train", "-x"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert run_mezzo(tmp_path, "run", "-m", "package.train", "-x").stdout == expected.stdout
+
+
+def test_a_run_that_fails_has_a_report_with_the_reason(tmp_path):
+    finished = run_mezzo(tmp_path, "run", CLASSIFIER, 1, "fail", 0)
+    assert finished.code == 1
+    assert finished.stderr.endswith("\nRuntimeError: the disk is full\n")
+    trace = finished.stderr[finished.stderr.index("Traceback") :]
+    assert f"{os.sep}mezzo{os.sep}" not in trace
+    page = (tmp_path / "mezzo-report.html").read_text()
+    assert "<h1>The run ended with RuntimeError: the disk is full.</h1>" in page
+    assert len(records(tmp_path / "mezzo-report.jsonl", "step")) == 6
+
+
+def test_ctrl_c_ends_a_script_by_the_signal_and_leaves_a_report(tmp_path):
+    path = script(
+        tmp_path, "import time\nprint('ready', flush=True)\nwhile True:\n    time.sleep(0.05)\n"
+    )
+    process = start_python(tmp_path, "-m", "mezzo", "run", path)
+    assert process.stdout.readline() == "ready\n"
+    process.send_signal(signal.SIGINT)
+    _, stderr = process.communicate(timeout=60)
+    assert process.returncode == -signal.SIGINT
+    assert re.search(
+        r'\nTraceback \(most recent call last\):\n  File "[^"]*script.py", line 4', stderr
+    )
+    assert stderr.endswith("KeyboardInterrupt\n")
+    assert "The run ended with KeyboardInterrupt." in (tmp_path / "mezzo-report.html").read_text()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["nothing.py"], "can't open file '.*nothing.py': there is no such file"),
+        (["--policy", "O9", "script.py"], "Unknown level 'O9'. Choose one of: O0, O1"),
+        (["--report", "no/such.html", "script.py"], "is no file in an existing folder"),
+    ],
+)
+def test_options_that_are_wrong_are_refused_before_the_script_runs(tmp_path, arguments, message):
+    script(tmp_path, "print('it runs')")
+    finished = run_mezzo(tmp_path, "run", *arguments)
+    assert (finished.code, finished.stdout) == (2, "")
+    assert re.match(f"mezzo: .*{message}", finished.stderr)
+
+
+# -- several ranks ---------------------------------------------------------------------------------
+
+
+def run_ranks(folder, *arguments):
+    """Run two ranks as torchrun does: it serves the store, so that no port has to be guessed."""
+    store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    common = {
+        "WORLD_SIZE": "2",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(store.port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "TORCHELASTIC_RESTART_COUNT": "0",
+    }
+    started = [
+        start_mezzo(folder, *arguments, name=f"rank{rank}", RANK=str(rank), **common)
+        for rank in range(2)
+    ]
+    return [wait(process, folder, f"rank{rank}") for rank, process in enumerate(started)]
+
+
+def test_ranks_leave_one_report_that_names_them(tmp_path):
+    ranks = run_ranks(tmp_path, "run", "--report", "out.html", CLASSIFIER, 2)
+    assert [one.code for one in ranks] == [0, 0], ranks
+    assert sorted(path.name for path in tmp_path.glob("*.jsonl")) == [
+        "out.rank0.jsonl",
+        "out.rank1.jsonl",
+    ]
+    page = (tmp_path / "out.html").read_text()
+    assert "<dt>ranks</dt><dd>2</dd>" in page
+    assert '"name": "rank 1"' in page
+    assert "Report:" in ranks[0].stderr
+    assert "Report:" not in ranks[1].stderr
+
+
+def test_a_rank_that_fails_is_named_in_the_report(tmp_path):
+    ranks = run_ranks(tmp_path, "run", CLASSIFIER, 1, "fail", 1)
+    assert ranks[1].code == 1
+    page = (tmp_path / "mezzo-report.html").read_text()
+    assert "<h1>Rank 1 ended with RuntimeError: the disk is full.</h1>" in page
+
+
+@pytest.mark.exhaustive
+def test_torchrun_leaves_one_report(tmp_path):
+    process = start_python(
+        tmp_path,
+        *("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2),
+        *("-m", "mezzo", "run", "--report", "out.html", CLASSIFIER, 1),
+    )
+    _, stderr = process.communicate(timeout=120)
+    assert process.returncode == 0, stderr
+    assert '"name": "rank 1"' in (tmp_path / "out.html").read_text()
+
+
+def test_logs_of_earlier_runs_are_not_merged(tmp_path):
+    names = ("run.jsonl", "run.rank0.jsonl", "run.rank1.jsonl", "run.rank5.jsonl", "other.jsonl")
+    for name in names:
+        (tmp_path / name).touch()
+    remove_old_logs(tmp_path / "run.jsonl", Ranks(0, 2))
+    assert {one.name for one in tmp_path.iterdir()} == {"run.rank1.jsonl", "other.jsonl"}
+
+
+# -- what an observer changes ----------------------------------------------------------------------
+
+
+def test_an_observer_restores_what_it_wraps(tmp_path):
+    def wrapped():
+        return (
+            vars(torch.optim.Optimizer)["__init__"],
+            vars(mezzo.GradScaler)["__init__"],
+            vars(Step)["_call"],
+            vars(torch.Tensor)["backward"],
+            len(torch.nn.modules.module._global_forward_pre_hooks),
+        )
+
+    before = wrapped()
+    model = torch.nn.Linear(2, 1)
+    observer = ScriptObserver(Path(tmp_path) / "run.jsonl", 100, Ranks())
+    with observer:
+        assert wrapped() != before
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for _ in range(3):
+            model(torch.ones(1, 2)).sum().backward()
+            optimizer.step()
+    observer.close("stopped")
+    assert wrapped() == before
+    assert not model._forward_hooks
+    assert not model._forward_pre_hooks
+    assert len(records(tmp_path / "run.jsonl", "step")) == 3
