@@ -253,7 +253,7 @@ def test_ctrl_c_ends_a_script_by_the_signal_and_leaves_a_report(tmp_path):
     _, stderr = process.communicate(timeout=60)
     assert process.returncode == -signal.SIGINT
     assert re.search(
-        r'\nTraceback \(most recent call last\):\n  File "[^"]*script.py", line 4', stderr
+        r'\nTraceback \(most recent call last\):\n  File "[^"]*script.py", line \d', stderr
     )
     assert stderr.endswith("KeyboardInterrupt\n")
     assert "The run ended with KeyboardInterrupt." in (tmp_path / "mezzo-report.html").read_text()
