@@ -165,7 +165,7 @@ def test_loss_curves_are_compared():
 def test_a_damaged_log_is_read_up_to_the_damage(record, tmp_path):
     path = record("a", network(nn.GELU()))
     (tmp_path / "b").write_text(path.read_text() + '{"kind": "values", "st')
-    with pytest.warns(UserWarning, match="damaged at line 3"):
+    with pytest.warns(UserWarning, match="cut off at line 3"):
         assert not mezzo.compare_runs(path, tmp_path / "b")
 
 

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
-import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from mezzo._errors import PolicyError
+from mezzo.observing.log import read_log
 from mezzo.observing.recorded_values import KIND, Fingerprint
 
 _MARGIN = 8.0
@@ -105,7 +103,9 @@ def compare_runs(log_a: Log, log_b: Log) -> RunDifference:
     >>> found.op, found.module, found.direction
     ('gelu', '1', 'forward')
     """
-    records = [list(_read(log)) for log in (log_a, log_b)]
+    records: list[list[Mapping[str, Any]]] = [
+        list(read_log(log) if isinstance(log, str | os.PathLike) else log) for log in (log_a, log_b)
+    ]
     values = [{one.get("step"): one for one in of if one.get("kind") == KIND} for of in records]
     if not all(values) and not all(any("loss" in one for one in of) for of in records):
         raise PolicyError(
@@ -233,21 +233,3 @@ def _first_loss(
 def _eps(name: str) -> float:
     """Return the distance between 1 and the next number of a dtype."""
     return float(torch.finfo(getattr(torch, name)).eps)
-
-
-def _read(log: Log) -> Iterator[Mapping[str, Any]]:
-    """Yield the records of a log, up to the first damaged line."""
-    if not isinstance(log, str | os.PathLike):
-        yield from log
-        return
-    with Path(log).open(encoding="utf-8", errors="replace") as file:
-        for number, line in enumerate(file, 1):
-            try:
-                yield json.loads(line)
-            except ValueError:
-                warnings.warn(
-                    f"{os.fspath(log)} is damaged at line {number}: it is read up to there.",
-                    UserWarning,
-                    stacklevel=4,
-                )
-                return

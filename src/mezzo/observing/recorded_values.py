@@ -20,13 +20,13 @@ from torch import Tensor, nn
 from mezzo._dtypes import dtype_name
 from mezzo._torch import pytree
 from mezzo.observing.places import PlaceTracker, function_name
+from mezzo.observing.records import RunStarted
 from mezzo.observing.replay import Replay, replay_of
 from mezzo.observing.shadow_run import Finding, Kind, NamedTensor
 from mezzo.prepare.plan import PolicyArg
 
 KIND = "values"
 """The kind of the record in a log."""
-_VERSION = 1
 _SAMPLES = 16
 """Values of each result that are stored, at fixed positions."""
 _CASTS = frozenset({"to", "float", "half", "bfloat16", "double", "type", "type_as"})
@@ -209,17 +209,15 @@ def _append(path: Path, replay: Replay, record: dict[str, Any]) -> None:
     lines = [json.dumps(record)]
     if not path.exists() or not path.stat().st_size:
         dtype = replay.policy.dtype
-        header = {
-            "kind": "run",
-            "version": _VERSION,
-            "model": type(replay.models[0]).__name__,
-            "policy": repr(replay.policy),
-            "dtype": None if dtype is None else dtype_name(dtype),
-            "device": str(replay.device),
-            "torch": torch.__version__,
-            "started": time.time(),
-        }
-        lines.insert(0, json.dumps(header))
+        header = RunStarted(
+            model=type(replay.models[0]).__name__,
+            policy=repr(replay.policy),
+            dtype=None if dtype is None else dtype_name(dtype),
+            device=str(replay.device),
+            torch=torch.__version__,
+            started=time.time(),
+        )
+        lines.insert(0, json.dumps(header.to_json()))
     with path.open("a", encoding="utf-8") as file:
         file.write("\n".join(lines) + "\n")
 
