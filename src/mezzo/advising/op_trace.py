@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import math
-import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import torch
@@ -18,11 +15,9 @@ from torch import Tensor, nn
 
 from mezzo._dtypes import dtype_name
 from mezzo._torch import TorchDispatchMode, current_autograd_node, pytree
+from mezzo.observing.user_lines import user_line
 from mezzo.prepare.rng_state import capture_rng_state, restore_rng_state
 from mezzo.step.inputs import IMAGE_DIMS
-
-_LIBRARIES = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]), "<")
-"""Prefixes of the files whose frames are not the user's."""
 
 SOFTMAX = frozenset({"_softmax", "_safe_softmax"})
 LOSSES = frozenset(
@@ -178,17 +173,8 @@ def _is_channels_first(image: Tensor) -> bool:
 
 
 def source_line() -> str:
-    """Return the file and line of the user's code that runs now; empty if torch's code was called.
-
-    Code that calls mezzo itself, such as the line with `mezzo.lint(...)`, is not what runs.
-    """
-    frame: FrameType | None = sys._getframe()
-    while frame is not None and frame.f_code is not _run.__code__:
-        file = frame.f_code.co_filename
-        if not file.startswith(_LIBRARIES):
-            return f"{Path(file).name}:{frame.f_lineno}"
-        frame = frame.f_back
-    return ""
+    """Return the file and line of the traced code that runs now; empty if torch's was called."""
+    return user_line(_run.__code__)
 
 
 def _run(function: Callable[[], Any]) -> Any:

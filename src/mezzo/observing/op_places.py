@@ -6,7 +6,6 @@ import sys
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, replace
-from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any
 
@@ -26,6 +25,7 @@ from mezzo._torch import (
     sequence_number,
 )
 from mezzo.conversion.converted import Converted
+from mezzo.observing.user_lines import user_line
 from mezzo.parallel.ddp import inner_models
 from mezzo.policy.registry import registry
 from mezzo.step.base import Step
@@ -33,9 +33,6 @@ from mezzo.step.eval_step import EvalStep
 
 _MAX_PLACES = 200_000
 """Autograd nodes whose places are kept: those of a few dozen steps of a large model."""
-
-_LIBRARIES = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]), "<")
-"""Prefixes of the files whose frames are not the user's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,7 +128,7 @@ class PlaceTracker:
             return self._backward_place(node)
         found = OpPlace(
             self._graph_path() if self._graphs else path,
-            user_source() if self._sources else "",
+            user_line() if self._sources else "",
             node is not None,
             self.functions.name,
         )
@@ -192,17 +189,6 @@ def models_of(target: Any) -> tuple[nn.Module, ...]:
             " TrainStep, an EvalStep or a converted model."
         )
     return inner_models(listed)
-
-
-def user_source() -> str:
-    """Return the file and line of the user's code that runs now; empty if there is none."""
-    frame: FrameType | None = sys._getframe()
-    while frame is not None:
-        file = frame.f_code.co_filename
-        if not file.startswith(_LIBRARIES):
-            return f"{Path(file).name}:{frame.f_lineno}"
-        frame = frame.f_back
-    return ""
 
 
 class Observation:

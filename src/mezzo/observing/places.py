@@ -2,28 +2,18 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
-from pathlib import Path
-from types import CodeType, FrameType
+from types import CodeType
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from mezzo._torch import current_autograd_node, pytree
+from mezzo.observing.user_lines import user_line
 from mezzo.policy.registry import registry
 
-_LIBRARIES = (
-    str(Path(torch.__file__).parent),
-    str(Path(__file__).parents[1]),
-    "<frozen",
-    "<string>",
-    "<eval_with_key>",
-)
-"""Prefixes of the files whose frames are not the user's."""
 _METADATA = "mezzo_place"
 _BACKWARD = "Backward"
 
@@ -106,13 +96,7 @@ class PlaceTracker(TorchFunctionMode):
 
     def source(self) -> str:
         """Return the file and line of the user's code that runs now; empty if there is none."""
-        frame: FrameType | None = sys._getframe()
-        while frame is not None and frame.f_code is not self._caller:
-            file = frame.f_code.co_filename
-            if not file.startswith(_LIBRARIES):
-                return f"{Path(file).name}:{frame.f_lineno}"
-            frame = frame.f_back
-        return ""
+        return user_line(self._caller)
 
     def _mark_custom(self, values: Any) -> None:
         """Mark nodes that no torch function has made; their line is found in backward."""
