@@ -111,7 +111,7 @@ def prepare_components(
         _bind_device_steps(optimizers)
     if precision.grad_norm:
         _track_norms(optimizers, decoration)
-    step_scaler = _choose_scaler(scaler, plan.dtype, plan.policy.level, device)
+    step_scaler = choose_scaler(scaler, plan.dtype, plan.policy.level, device)
     if step_scaler is not None:
         for one in models:
             step_scaler.register_parameter_names(one)
@@ -228,9 +228,10 @@ def _track_norms(optimizers: tuple[Optimizer, ...], decoration: Decoration) -> N
         binding.tracks_norm = True
 
 
-def _choose_scaler(
+def choose_scaler(
     scaler: Scaler, dtype: torch.dtype | None, level: Level, device: torch.device
 ) -> GradScaler | None:
+    """Return the scaler for a `scaler=` argument; None if the loss is not scaled."""
     if scaler is False or isinstance(scaler, DisabledGradScaler):
         return None
     if scaler is None or scaler is True:

@@ -1,0 +1,1 @@
+"""mezzo inside Lightning, Accelerate and transformers. `import mezzo` imports none of them."""

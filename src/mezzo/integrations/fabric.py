@@ -1,0 +1,133 @@
+"""`MezzoFabricPrecision`: mezzo as the precision plugin of Lightning Fabric.
+
+from mezzo.integrations.fabric import MezzoFabricPrecision
+
+fabric = Fabric(plugins=MezzoFabricPrecision("O2", dtype="float16"))
+model, optimizer = fabric.setup(model, optimizer)
+"""
+
+from __future__ import annotations
+
+import sys
+from contextlib import AbstractContextManager
+from importlib.util import find_spec
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import nn
+
+from mezzo._errors import UnsupportedError
+from mezzo.integrations.precision import CASTS, Optimizer, Precision, import_extra
+from mezzo.prepare.decoration import decoration_of
+from mezzo.prepare.plan import PolicyArg
+from mezzo.scaling.scaler import GradScaler
+from mezzo.step.components import Scaler
+
+_USES_LIGHTNING = "lightning" in sys.modules or (
+    "lightning_fabric" not in sys.modules and find_spec("lightning") is not None
+)
+_fabric = import_extra("lightning.fabric" if _USES_LIGHTNING else "lightning_fabric", "lightning")
+_plugins = import_extra(f"{_fabric.__name__}.plugins", "lightning")
+_strategies = import_extra(f"{_fabric.__name__}.strategies", "lightning")
+
+
+class MezzoFabricPrecision(_plugins.Precision):  # type: ignore[misc,name-defined]
+    """A precision plugin of Lightning Fabric that trains with a policy of mezzo.
+
+    `fabric.setup(model, optimizer)` decorates the two together; a model that is decorated already
+    keeps its policy. `fabric.backward` scales the loss in float16, and `optimizer.step()` returns a
+    `mezzo.StepResult`. `fabric.clip_gradients` works with every optimizer, fused ones too.
+
+    Save the plugin with the model: `fabric.save(path, {"model": model, "optimizer": optimizer,
+    "precision": plugin})`. It holds the loss scale. Runs on one device and with the strategy DDP.
+
+    Args:
+        policy: A level such as `"O2"`, a `mezzo.Policy`, or the path of a TOML file.
+        scaler: A `mezzo.GradScaler`; False for none. By default one is created for float16.
+        **options: Further arguments of `mezzo.decorate`, such as `dtype=` or `keep_full=`.
+
+    >>> plugin = MezzoFabricPrecision("O2", dtype="bfloat16")
+    >>> plugin.precision
+    'mezzo-O2'
+    """
+
+    def __init__(self, policy: PolicyArg = "O2", *, scaler: Scaler = None, **options: Any) -> None:
+        super().__init__()
+        self._shared = Precision(policy, scaler, {"save_dtype": "float32", **options})
+        self.precision = f"mezzo-{self._shared.level.value}"
+
+    @property
+    def scaler(self) -> GradScaler | None:
+        """The scaler; None if nothing is scaled, and before `fabric.setup`."""
+        return self._shared.scaler
+
+    def convert_module(self, module: nn.Module) -> nn.Module:
+        """Decorate a model with the optimizers that were passed to `fabric.setup` with it."""
+        # Fabric passes the model only, and a strategy such as DDP wraps it right afterwards.
+        fabric, optimizers, moves = _setup_call(sys._getframe(1))
+        if fabric is not None:
+            _refuse_strategy(fabric.strategy)
+            if moves and decoration_of(module) is None:
+                fabric.to_device(module)
+        if optimizers or decoration_of(module) is not None:
+            self._shared.decorate(module, optimizers)
+        elif self._shared.level in CASTS and _is_trained(module):
+            raise UnsupportedError(
+                f"fabric.setup(model) without its optimizer, and {self._shared.level.value} needs"
+                " both: the optimizer steps master weights. Call fabric.setup(model, optimizer);"
+                " or mezzo.decorate(model, optimizer, ...) first; for inference model.eval()."
+            )
+        else:
+            self._shared.evaluate(module)
+        return module
+
+    def forward_context(self) -> AbstractContextManager[Any]:
+        """Return the autocast region that the model runs in."""
+        return self._shared.autocast()
+
+    def convert_input(self, data: Any) -> Any:
+        """Cast inputs at O3."""
+        return self._shared.cast_inputs(data)
+
+    def backward(self, tensor: torch.Tensor, model: Any, *args: Any, **kwargs: Any) -> None:
+        """Scale a loss and run its backward pass."""
+        super().backward(self._shared.scale(tensor), model, *args, **kwargs)
+
+    def optimizer_step(self, optimizer: Optimizer, **kwargs: Any) -> Any:
+        """Step an optimizer; return a `StepResult` if the loss is scaled."""
+        return self._shared.step(optimizer, **kwargs)
+
+    def unscale_gradients(self, optimizer: Optimizer) -> None:
+        """Unscale gradients before they are clipped."""
+        self._shared.unscale_(optimizer)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state of the scaler."""
+        return self._shared.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load the state of the scaler."""
+        self._shared.load_state_dict(state_dict)
+
+
+def _setup_call(frame: FrameType) -> tuple[Any, list[Optimizer], bool]:
+    """Return Fabric, the optimizers, and whether the model is moved, of a call of its `setup`."""
+    values = frame.f_locals
+    if not isinstance(values.get("self"), _fabric.Fabric):
+        return None, [], False
+    return values["self"], list(values.get("optimizers", ())), bool(values.get("move_to_device"))
+
+
+def _is_trained(module: nn.Module) -> bool:
+    return module.training and any(one.requires_grad for one in module.parameters())
+
+
+def _refuse_strategy(strategy: Any) -> None:
+    supported = (_strategies.SingleDeviceStrategy, _strategies.DDPStrategy)
+    if not isinstance(strategy, supported):
+        raise UnsupportedError(
+            f"MezzoFabricPrecision does not run with {type(strategy).__name__}. Use one device or"
+            " strategy='ddp'; or shard with torch's fully_shard, create the optimizer, and call"
+            " mezzo.decorate(model, optimizer, ...) without a plugin."
+        )

@@ -1,0 +1,202 @@
+"""What the integrations share: decorate models, scale losses, and step optimizers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from importlib import import_module
+from typing import Any
+
+import torch
+from torch import nn
+
+from mezzo._casting import cast_all
+from mezzo._errors import PolicyError, UnsupportedError
+from mezzo.autocasting.arguments import region_for
+from mezzo.autocasting.autocast import autocast
+from mezzo.autocasting.regions import enter_regions
+from mezzo.policy.policy import Policy
+from mezzo.policy.types import Level
+from mezzo.prepare.decorate import decorate, undecorate
+from mezzo.prepare.decoration import decoration_of
+from mezzo.prepare.plan import Plan, PolicyArg
+from mezzo.scaling.scaler import GradScaler
+from mezzo.step.components import Scaler, choose_scaler
+
+Optimizer = torch.optim.Optimizer
+
+
+def import_extra(name: str, extra: str) -> Any:
+    """Import a module of a package that is an extra, or raise an error with the install command.
+
+    >>> import_extra("json", "transformers").__name__
+    'json'
+    """
+    try:
+        return import_module(name)
+    except ModuleNotFoundError as error:
+        package = name.partition(".")[0]
+        if error.name is None or error.name.partition(".")[0] != package:
+            raise
+        raise UnsupportedError(
+            f"This integration needs {package}, which is not installed. Run:"
+            f" pip install 'mezzo[{extra}]'"
+        ) from error
+
+
+class Precision:
+    """The precision of one training run: a policy, its autocast region, and a scaler.
+
+    The loss scale is updated late: at the first loss after a step, not at the step. Where several
+    optimizers step after one backward pass, all unscale with the scale of that pass.
+
+    >>> model = nn.Linear(2, 1)
+    >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    >>> precision = Precision("O2", None, {"dtype": "float16"})
+    >>> precision.decorate(model, [optimizer])
+    >>> precision.scale(0.1 * model(torch.ones(1, 2)).float().sum()).backward()
+    >>> precision.step(optimizer).skipped
+    False
+    """
+
+    def __init__(self, policy: PolicyArg, scaler: Scaler, options: dict[str, Any]) -> None:
+        self.policy, self.options = policy, options
+        fields = {name: options[name] for name in options if name not in _DECORATE_ONLY}
+        self._parsed = Policy.parse(policy, **fields)
+        self.level = self._parsed.level
+        # Checks the argument before anything changes; the scaler itself depends on the dtype.
+        choose_scaler(scaler, torch.float16, self.level, torch.device("cpu"))
+        self.scaler: GradScaler | None = None
+        self.plan: Plan | None = None
+        """The plan of the model that was decorated last."""
+        self._scaler_argument = scaler
+        self._enter: Callable[[], AbstractContextManager[Any]] = nullcontext
+        """Creates the autocast region that models run in."""
+        self._decorated: list[nn.Module] = []
+        """Models that were decorated here, and will be undecorated."""
+        self._stepped: set[Optimizer] = set()
+        """Optimizers that stepped since the last update of the scale."""
+        self._unscaled: set[Optimizer] = set()
+        """Optimizers whose gradients were unscaled since the last update of the scale."""
+
+    # -- models ------------------------------------------------------------------------------------
+
+    def decorate(self, model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
+        """Decorate a model with its optimizers, and choose the scaler.
+
+        A model that is decorated already keeps its policy.
+        """
+        if decoration_of(model) is None:
+            decorate(model, list(optimizers), self.policy, **self.options)
+            self._decorated.append(model)
+        decoration = decoration_of(model)
+        if decoration is None or any(decoration_of(one) is not decoration for one in optimizers):
+            raise PolicyError(
+                "The model is decorated already, but not with these optimizers. Decorate both in"
+                " one call, or call mezzo.undecorate(model) first."
+            )
+        plan = self._use(decoration.plan)
+        if self.scaler is None:
+            self.scaler = choose_scaler(
+                self._scaler_argument, plan.dtype, plan.policy.level, torch.device(plan.device)
+            )
+        if self.scaler is not None:
+            self.scaler.register_parameter_names(model)
+
+    def evaluate(self, model: nn.Module) -> None:
+        """Use the policy's autocast region for a model that is not trained.
+
+        Its parameters stay float32: without master weights their exact values would be lost.
+        """
+        decoration = decoration_of(model)
+        if decoration is not None:
+            self._use(decoration.plan)
+        elif self.plan is None:
+            device = next((one.device.type for one in model.parameters()), "cpu")
+            region = autocast(self._parsed, device_type=device, model=model)
+            self._enter = lambda: region
+
+    def _use(self, plan: Plan) -> Plan:
+        self.plan = plan
+        self._enter = partial(enter_regions, region_for(plan.policy, plan.device))
+        return plan
+
+    def undecorate(self) -> None:
+        """Restore the models that were decorated here; sharded ones at O2 stay as they are."""
+        models, self._decorated = self._decorated, []
+        for model in models:
+            decoration = decoration_of(model)
+            if decoration is not None and not decoration.plan.sharded:
+                undecorate(model)
+        self.plan, self._enter = None, nullcontext
+
+    def autocast(self) -> AbstractContextManager[Any]:
+        """Return the policy's autocast region; a null context before there is a model."""
+        return self._enter()
+
+    def cast_inputs(self, data: Any) -> Any:
+        """Cast inputs as the decorated model casts its own: at O3, and with some presets."""
+        plan = self.plan
+        if plan is None or not plan.converts or plan.casts_only_parameters or plan.dtype is None:
+            return data
+        return cast_all(data, plan.dtype, plan.device)
+
+    # -- scaling -----------------------------------------------------------------------------------
+
+    def scale(self, loss: torch.Tensor) -> torch.Tensor:
+        """Multiply a loss by the loss scale, if there is one."""
+        if self.scaler is None:
+            return loss
+        self.update()
+        scaled: torch.Tensor = self.scaler.scale(loss)
+        return scaled
+
+    def unscale_(self, optimizer: Optimizer) -> None:
+        """Unscale the gradients of an optimizer, unless that was done since its last step."""
+        if self.scaler is None:
+            return
+        if optimizer in self._stepped:
+            self.update()
+        if optimizer not in self._unscaled:
+            self.scaler.unscale_(optimizer)
+            self._unscaled.add(optimizer)
+
+    def step(self, optimizer: Optimizer, **kwargs: Any) -> Any:
+        """Step an optimizer: return a `StepResult`, or what its step returns without a scaler."""
+        if self.scaler is None:
+            return optimizer.step(**kwargs)
+        if optimizer in self._stepped:
+            self.update()
+        result = self.scaler.step(optimizer, **kwargs)
+        self._stepped.add(optimizer)
+        return result
+
+    def update(self) -> None:
+        """Update the loss scale, if an optimizer stepped since the last update."""
+        if self.scaler is not None and self._stepped:
+            self.scaler.update()
+            self._stepped.clear()
+            self._unscaled.clear()
+
+    # -- state -------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state of the scaler; empty if there is none."""
+        self.update()
+        return {} if self.scaler is None else self.scaler.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Load the state of the scaler."""
+        if self.scaler is not None and state:
+            self.scaler.load_state_dict(state)
+
+
+_DECORATE_ONLY = (
+    *("clip_norm", "output_dtype", "save_dtype", "seed", "defer_to_autocast"),
+    "keep_full",  # may hold modules
+)
+"""Arguments of `decorate` that are not fields of a policy alone."""
+
+CASTS = (Level.O2, Level.O3)
+"""Levels that cast parameters."""
