@@ -449,7 +449,11 @@ def test_fabric_setup_without_the_optimizer_is_refused_in_training():
     with pytest.raises(mezzo.UnsupportedError, match=r"fabric\.setup\(model, optimizer\)"):
         fabric.setup(model)
     assert model[0].weight.dtype is torch.float32
-    assert fabric.setup(model.eval())(BATCHES[0]).dtype is torch.float16
+    evaluated = fabric.setup(model.eval())
+    with torch.autocast("cpu", torch.float16):
+        expected = model(BATCHES[0]).float()
+    assert torch.equal(evaluated(BATCHES[0]), expected)
+    assert model[0].weight.dtype is torch.float32
 
 
 @pytest.mark.usefixtures("one_process")

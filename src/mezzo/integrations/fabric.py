@@ -71,7 +71,7 @@ class MezzoFabricPrecision(_plugins.Precision):  # type: ignore[misc,name-define
             if moves and decoration_of(module) is None:
                 fabric.to_device(module)
         if optimizers or decoration_of(module) is not None:
-            self._shared.decorate(module, optimizers)
+            self._shared.decorate([module], optimizers)
         elif self._shared.level in CASTS and _is_trained(module):
             raise UnsupportedError(
                 f"fabric.setup(model) without its optimizer, and {self._shared.level.value} needs"
@@ -89,6 +89,10 @@ class MezzoFabricPrecision(_plugins.Precision):  # type: ignore[misc,name-define
     def convert_input(self, data: Any) -> Any:
         """Cast inputs at O3."""
         return self._shared.cast_inputs(data)
+
+    def convert_output(self, data: Any) -> Any:
+        """Cast outputs to float32, as Fabric's own plugins do: the loss is computed outside."""
+        return self._shared.cast_outputs(data)
 
     def backward(self, tensor: torch.Tensor, model: Any, *args: Any, **kwargs: Any) -> None:
         """Scale a loss and run its backward pass."""

@@ -85,7 +85,7 @@ class MezzoPrecision(_plugins.Precision):  # type: ignore[misc,name-defined]
         if trainer.state.fn == "fit" and isinstance(strategy, _strategies.DDPStrategy):
             strategy.model_to_device()
             strategy.setup_optimizers(trainer)
-            self._shared.decorate(module, strategy.optimizers)
+            self._shared.decorate([module], strategy.optimizers)
             vars(strategy)["setup_optimizers"] = lambda _trainer: None
         return module
 
@@ -95,7 +95,7 @@ class MezzoPrecision(_plugins.Precision):  # type: ignore[misc,name-defined]
         # For the next run.
         vars(module.trainer.strategy).pop("setup_optimizers", None)
         if module.trainer.state.fn == "fit":
-            self._shared.decorate(module, optimizers)
+            self._shared.decorate([module], optimizers)
         else:
             self._shared.evaluate(module)
         return model, optimizers, lr_schedulers

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from functools import partial
 from importlib import import_module
 from typing import Any
@@ -19,7 +20,7 @@ from mezzo.autocasting.regions import enter_regions
 from mezzo.policy.policy import Policy
 from mezzo.policy.types import Level
 from mezzo.prepare.decorate import decorate, undecorate
-from mezzo.prepare.decoration import decoration_of
+from mezzo.prepare.decoration import all_decorated, decoration_of
 from mezzo.prepare.plan import Plan, PolicyArg
 from mezzo.scaling.scaler import GradScaler
 from mezzo.step.components import Scaler, choose_scaler
@@ -54,7 +55,7 @@ class Precision:
     >>> model = nn.Linear(2, 1)
     >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     >>> precision = Precision("O2", None, {"dtype": "float16"})
-    >>> precision.decorate(model, [optimizer])
+    >>> precision.decorate([model], [optimizer])
     >>> precision.scale(0.1 * model(torch.ones(1, 2)).float().sum()).backward()
     >>> precision.step(optimizer).skipped
     False
@@ -73,8 +74,11 @@ class Precision:
         self._scaler_argument = scaler
         self._enter: Callable[[], AbstractContextManager[Any]] = nullcontext
         """Creates the autocast region that models run in."""
-        self._decorated: list[nn.Module] = []
+        self._device = "cpu"
+        self._decorated: list[list[nn.Module]] = []
         """Models that were decorated here, and will be undecorated."""
+        self._untrained: list[nn.Module] = []
+        """Models that were decorated here for evaluation."""
         self._stepped: set[Optimizer] = set()
         """Optimizers that stepped since the last update of the scale."""
         self._unscaled: set[Optimizer] = set()
@@ -82,16 +86,20 @@ class Precision:
 
     # -- models ------------------------------------------------------------------------------------
 
-    def decorate(self, model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
-        """Decorate a model with its optimizers, and choose the scaler.
+    def decorate(self, models: Sequence[nn.Module], optimizers: Sequence[Optimizer]) -> None:
+        """Decorate models together with their optimizers, and choose the scaler.
 
-        A model that is decorated already keeps its policy.
+        Models that are decorated already keep their policy.
         """
-        if decoration_of(model) is None:
-            decorate(model, list(optimizers), self.policy, **self.options)
-            self._decorated.append(model)
-        decoration = decoration_of(model)
-        if decoration is None or any(decoration_of(one) is not decoration for one in optimizers):
+        for model in filter(self.evaluates, list(models)):
+            self._untrained.remove(model)
+            undecorate(model)
+        if all(decoration_of(model) is None for model in models):
+            decorate(list(models), list(optimizers), self.policy, **self.options)
+            self._decorated.append(list(models))
+        decoration = decoration_of(models[0])
+        both = all_decorated(models, optimizers)
+        if decoration is None or any(decoration_of(one) is not decoration for one in both):
             raise PolicyError(
                 "The model is decorated already, but not with these optimizers. Decorate both in"
                 " one call, or call mezzo.undecorate(model) first."
@@ -102,7 +110,8 @@ class Precision:
                 self._scaler_argument, plan.dtype, plan.policy.level, torch.device(plan.device)
             )
         if self.scaler is not None:
-            self.scaler.register_parameter_names(model)
+            for model in models:
+                self.scaler.register_parameter_names(model)
 
     def evaluate(self, model: nn.Module) -> None:
         """Use the policy's autocast region for a model that is not trained.
@@ -113,22 +122,34 @@ class Precision:
         if decoration is not None:
             self._use(decoration.plan)
         elif self.plan is None:
-            device = next((one.device.type for one in model.parameters()), "cpu")
-            region = autocast(self._parsed, device_type=device, model=model)
+            self._device = next((one.device.type for one in model.parameters()), "cpu")
+            region = autocast(self._parsed, device_type=self._device, model=model)
             self._enter = lambda: region
 
+    def wrap_untrained(self, model: nn.Module) -> None:
+        """Run a model that is not trained in the autocast region, until it is decorated."""
+        self.evaluate(model)
+        if decoration_of(model) is None:
+            policy = replace(self._parsed, level=Level.O1)
+            decorate(model, None, policy, output_dtype=self.options.get("output_dtype"))
+            self._untrained.append(model)
+
+    def evaluates(self, model: nn.Module) -> bool:
+        """Return whether a model was wrapped for evaluation."""
+        return model in self._untrained
+
     def _use(self, plan: Plan) -> Plan:
-        self.plan = plan
+        self.plan, self._device = plan, plan.device
         self._enter = partial(enter_regions, region_for(plan.policy, plan.device))
         return plan
 
     def undecorate(self) -> None:
         """Restore the models that were decorated here; sharded ones at O2 stay as they are."""
-        models, self._decorated = self._decorated, []
-        for model in models:
-            decoration = decoration_of(model)
+        decorated, self._decorated = self._decorated, []
+        for models in decorated:
+            decoration = decoration_of(models[0])
             if decoration is not None and not decoration.plan.sharded:
-                undecorate(model)
+                undecorate(models)
         self.plan, self._enter = None, nullcontext
 
     def autocast(self) -> AbstractContextManager[Any]:
@@ -141,6 +162,10 @@ class Precision:
         if plan is None or not plan.converts or plan.casts_only_parameters or plan.dtype is None:
             return data
         return cast_all(data, plan.dtype, plan.device)
+
+    def cast_outputs(self, data: Any) -> Any:
+        """Cast outputs to float32, for code outside of the autocast region."""
+        return cast_all(data, torch.float32, self._device)
 
     # -- scaling -----------------------------------------------------------------------------------
 

@@ -1,0 +1,228 @@
+"""`use`: train with mezzo instead of the mixed precision of an `accelerate.Accelerator`.
+
+from mezzo.integrations.accelerate import use
+
+accelerator = use(Accelerator(), "O2", dtype="float16")
+model, optimizer, scheduler = accelerator.prepare(model, optimizer, scheduler)
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from typing import Any, TypeVar
+
+from torch import nn
+
+from mezzo._errors import PolicyError, UnsupportedError
+from mezzo.integrations.precision import CASTS, Optimizer, Precision, import_extra
+from mezzo.prepare.decoration import decoration_of
+from mezzo.prepare.plan import PolicyArg
+from mezzo.scaling.gradients import parameters
+from mezzo.scaling.step_result import StepResult
+from mezzo.step.components import Scaler
+
+_accelerate = import_extra("accelerate", "accelerate")
+_optimizer = import_extra("accelerate.optimizer", "accelerate")
+
+AcceleratorT = TypeVar("AcceleratorT")
+
+_DTYPES = {"fp16": "float16", "bf16": "bfloat16"}
+_SUPPORTED = ("NO", "MULTI_CPU", "MULTI_GPU")
+
+
+def use(
+    accelerator: AcceleratorT, policy: PolicyArg = "O2", *, scaler: Scaler = None, **options: Any
+) -> AcceleratorT:
+    """Make an `Accelerator` train with a policy of mezzo, and return it.
+
+    Call it before `accelerator.prepare`, which then decorates models together with the optimizers
+    that are passed in the same call; models that are decorated already keep their policy. The mixed
+    precision of the accelerator itself is switched off. `accelerator.backward` scales the loss in
+    float16; clipping, accumulation, prepared schedulers, `save_state` and `load_state` work as
+    before, with every optimizer. `optimizer.step()` returns a `mezzo.StepResult`, and
+    `optimizer.step_was_skipped` tells whether gradients were not finite. Outputs of models are cast
+    to float32, as Accelerate does.
+
+    Runs on one device, and on several with DistributedDataParallel.
+
+    Args:
+        accelerator: The accelerator, before its first `prepare`.
+        policy: A level such as `"O2"`, a `mezzo.Policy`, or the path of a TOML file.
+        scaler: A `mezzo.GradScaler`; False for none. By default one is created for float16.
+        **options: Further arguments of `mezzo.decorate`, such as `dtype=` or `keep_full=`. The
+            default dtype is that of the accelerator's `mixed_precision=`.
+
+    Raises:
+        PolicyError: Something was prepared already, or the policy is invalid.
+        UnsupportedError: The accelerator uses FSDP, DeepSpeed or FP8.
+
+    >>> import accelerate, torch
+    >>> accelerator = use(accelerate.Accelerator(cpu=True), "O2", dtype="bfloat16")
+    >>> model = nn.Linear(2, 1)
+    >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    >>> model, optimizer = accelerator.prepare(model, optimizer)
+    >>> model.weight.dtype
+    torch.bfloat16
+    """
+    _check(accelerator)
+    target: Any = accelerator
+    dtype = _DTYPES.get(target.mixed_precision)
+    defaults = {"save_dtype": "float32", "output_dtype": "float32"}
+    if dtype is not None:
+        defaults["dtype"] = dtype
+    precision = Precision(policy, scaler, {**defaults, **options})
+    target._mezzo = precision
+    target.native_amp, target.scaler = False, None
+    target.__class__ = type(f"Mezzo{type(target).__name__}", (_MezzoAccelerator, type(target)), {})
+    return accelerator
+
+
+def _check(accelerator: Any) -> None:
+    if not isinstance(accelerator, _accelerate.Accelerator):
+        raise PolicyError(
+            f"use() takes an accelerate.Accelerator, got {type(accelerator).__name__}. Pass the"
+            " accelerator itself, before prepare()."
+        )
+    if isinstance(accelerator, _MezzoAccelerator) or accelerator._models or accelerator._optimizers:
+        raise PolicyError(
+            "This accelerator is in use already: a model or an optimizer was prepared, or use() was"
+            " called before. Call use(accelerator, ...) once, before accelerator.prepare(...)."
+        )
+    kind = str(accelerator.distributed_type).rpartition(".")[2]
+    if kind not in _SUPPORTED or accelerator.mixed_precision not in {"no", *_DTYPES}:
+        raise UnsupportedError(
+            f"mezzo does not run in an Accelerator with distributed_type={kind} and"
+            f" mixed_precision={accelerator.mixed_precision!r}. Use one device or"
+            " DistributedDataParallel, and mixed_precision='no'. For FSDP2 shard the model with"
+            " torch's fully_shard and call mezzo.decorate without an Accelerator."
+        )
+
+
+class _MezzoAccelerator:
+    """The methods of an accelerator that mezzo replaces."""
+
+    _mezzo: Precision
+
+    def prepare(self, *args: Any, device_placement: Any = None) -> Any:
+        """Decorate models and optimizers, then prepare them."""
+        models = [
+            one
+            for one in args
+            if _is_new(one, nn.Module)
+            or (isinstance(one, nn.Module) and self._mezzo.evaluates(one))
+        ]
+        optimizers = [one for one in args if _is_new(one, Optimizer)]
+        owners = _owners(models, optimizers)
+        if owners:
+            self._move(owners, args, device_placement)
+            self._mezzo.decorate(owners, optimizers)
+            target: Any = self
+            target.scaler = None if self._mezzo.scaler is None else self._mezzo
+        elif self._mezzo.level in CASTS:
+            _refuse_plain(optimizers)
+        for model in models:
+            if model not in owners:
+                self._prepare_untrained(model)
+        return super().prepare(*args, device_placement=device_placement)  # type: ignore[misc]
+
+    def _move(self, models: list[nn.Module], args: Any, device_placement: Any) -> None:
+        # Master weights do not follow a later move.
+        target: Any = self
+        for index, one in enumerate(args):
+            placed = None if device_placement is None else device_placement[index]
+            if one in models and (target.device_placement if placed is None else placed):
+                one.to(target.device)
+
+    def _prepare_untrained(self, model: nn.Module) -> None:
+        is_trained = model.training and any(one.requires_grad for one in model.parameters())
+        if is_trained and self._mezzo.level in CASTS:
+            raise PolicyError(
+                f"prepare() was called with a {type(model).__name__} in training mode and without"
+                f" its optimizer, and {self._mezzo.level.value} needs both: the optimizer steps"
+                " master weights. Call accelerator.prepare(model, optimizer); for inference"
+                " model.eval() first."
+            )
+        self._mezzo.wrap_untrained(model)
+
+    def prepare_model(self, model: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        """Prepare a model; one that is evaluated only runs in the autocast region."""
+        if kwargs.get("evaluation_mode") and _is_new(model, nn.Module):
+            self._mezzo.wrap_untrained(model)
+        return super().prepare_model(model, *args, **kwargs)  # type: ignore[misc]
+
+    def prepare_optimizer(self, optimizer: Any, device_placement: Any = None) -> Any:
+        """Prepare an optimizer whose steps report what was skipped."""
+        target: Any = self
+        if getattr(optimizer, "_is_accelerate_prepared", False):
+            return super().prepare_optimizer(optimizer, device_placement)  # type: ignore[misc]
+        placed = target.device_placement if device_placement is None else device_placement
+        prepared = MezzoOptimizer(optimizer, self._mezzo, device_placement=placed)
+        target._optimizers.append(prepared)
+        return prepared
+
+    def unscale_gradients(self, optimizer: Any = None) -> None:
+        """Unscale gradients of some optimizers, or of all that have any."""
+        target: Any = self
+        chosen = target._optimizers if optimizer is None else optimizer
+        for one in chosen if isinstance(chosen, list | tuple) else [chosen]:
+            plain = one.optimizer if isinstance(one, _optimizer.AcceleratedOptimizer) else one
+            if any(parameter.grad is not None for parameter in parameters(plain)):
+                self._mezzo.unscale_(plain)
+
+    def autocast(self, autocast_handler: Any = None) -> AbstractContextManager[Any]:
+        """Return the policy's autocast region, or that of a handler."""
+        if autocast_handler is not None:
+            region: AbstractContextManager[Any] = super().autocast(autocast_handler)  # type: ignore[misc]
+            return region
+        return self._mezzo.autocast()
+
+
+class MezzoOptimizer(_optimizer.AcceleratedOptimizer):  # type: ignore[misc,name-defined]
+    """An optimizer that `accelerator.prepare` returns, after `use(accelerator, ...)`."""
+
+    def __init__(
+        self, optimizer: Optimizer, precision: Precision, *, device_placement: bool
+    ) -> None:
+        super().__init__(optimizer, device_placement=device_placement, scaler=None)
+        self._mezzo = precision
+        self._result: StepResult | None = None
+
+    def step(self, closure: Any = None) -> StepResult | None:
+        """Step the optimizer, unless gradients are being accumulated."""
+        if not self.gradient_state.sync_gradients:
+            return None
+        arguments = {} if closure is None else {"closure": closure}
+        result = self._mezzo.step(self.optimizer, **arguments)
+        self._result = result if isinstance(result, StepResult) else None
+        return self._result
+
+    @property
+    def step_was_skipped(self) -> bool:
+        """Whether the last step was skipped. This may synchronize."""
+        return self._result is not None and self._result.skipped
+
+
+def _is_new(one: Any, kind: type) -> bool:
+    return isinstance(one, kind) and not getattr(one, "_is_accelerate_prepared", False)
+
+
+def _refuse_plain(optimizers: list[Optimizer]) -> None:
+    """Raise for optimizers without their models: they would step 16-bit parameters themselves."""
+    for optimizer in optimizers:
+        if decoration_of(optimizer) is None:
+            raise PolicyError(
+                f"prepare() was called with {type(optimizer).__name__} and without its model, or"
+                " with a model that was prepared before. Pass both in one call:"
+                " accelerator.prepare(model, optimizer). For a second optimizer of the same model"
+                " call mezzo.undecorate(model) and create a new Accelerator."
+            )
+
+
+def _owners(models: list[nn.Module], optimizers: list[Optimizer]) -> list[nn.Module]:
+    """Return the models that have a parameter in one of the optimizers."""
+    trained = {id(one) for optimizer in optimizers for one in parameters(optimizer)}
+    return [
+        model
+        for model in models
+        if any(id(parameter) in trained for parameter in model.parameters())
+    ]

@@ -1,0 +1,198 @@
+"""An Accelerator that trains with mezzo, against a plain loop with mezzo."""
+
+import pytest
+import torch
+from torch import nn
+
+import mezzo
+
+accelerate = pytest.importorskip("accelerate")
+
+from mezzo.integrations.accelerate import use  # noqa: E402
+
+BATCHES = [torch.randn(4, 4, generator=torch.Generator().manual_seed(n)) for n in range(8)]
+INF = torch.full((4, 4), torch.inf)
+LIMIT = 1e-2
+"""A norm below that of every gradient."""
+LEVELS = [("O1", "bfloat16"), ("O1", "float16"), ("O2", "bfloat16"), ("O2", "float16")]
+
+
+@pytest.fixture(autouse=True)
+def fresh_state():
+    yield
+    accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
+    accelerate.state.GradientState._reset_state()
+
+
+def make_model():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
+
+
+def adam(model, **options):
+    return torch.optim.AdamW(model.parameters(), lr=1e-2, **options)
+
+
+def decay(optimizer):
+    return torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+
+
+def loss_of(model, batch):
+    return model(batch).float().square().mean()
+
+
+def train_plain(policy, dtype, batches=BATCHES, *, clip=None, every=1, fused=False):
+    model = make_model()
+    optimizer = adam(model, fused=fused)
+    scheduler = decay(optimizer)
+    mezzo.decorate(model, optimizer, policy, dtype=dtype)
+    scaler = mezzo.GradScaler("cpu", enabled=dtype == "float16")
+    losses = []
+    for index, batch in enumerate(batches):
+        loss = loss_of(model, batch)
+        losses.append(loss.item())
+        scaler.scale(loss / every).backward()
+        if (index + 1) % every == 0:
+            if clip is not None:
+                scaler.unscale_(optimizer)
+                nn.utils.clip_grad_norm_(model.parameters(), clip)
+            if not scaler.step(optimizer).skipped:
+                scheduler.step()
+            scaler.update()
+            optimizer.zero_grad()
+    return losses, list(mezzo.undecorate(model).parameters())
+
+
+def start(policy, dtype, *, fused=False, **options):
+    accelerator = use(accelerate.Accelerator(cpu=True, **options), policy, dtype=dtype)
+    model = make_model()
+    optimizer = adam(model, fused=fused)
+    return accelerator, *accelerator.prepare(model, optimizer, decay(optimizer))
+
+
+def train(accelerator, model, optimizer, scheduler, batches=BATCHES, clip=None):
+    losses = []
+    for batch in batches:
+        with accelerator.accumulate(model):
+            loss = loss_of(model, batch)
+            losses.append(loss.item())
+            accelerator.backward(loss)
+            if clip is not None and accelerator.sync_gradients:
+                accelerator.clip_grad_norm_(model.parameters(), clip)
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad()
+    return losses
+
+
+def assert_equal(actual, expected):
+    assert all(map(torch.equal, actual, expected))
+
+
+@pytest.mark.parametrize("clip", [None, LIMIT])
+@pytest.mark.parametrize(("policy", "dtype"), LEVELS)
+def test_accelerator_trains_as_the_plain_loop(policy, dtype, clip):
+    accelerator, model, optimizer, scheduler = start(policy, dtype, fused=True)
+    losses = train(accelerator, model, optimizer, scheduler, clip=clip)
+    expected, weights = train_plain(policy, dtype, clip=clip, fused=True)
+    assert losses == expected
+    assert_equal(mezzo.undecorate(model).parameters(), weights)
+
+
+def test_accelerator_accumulates():
+    accelerator, model, *rest = start("O2", "float16", gradient_accumulation_steps=2)
+    losses, weights = train_plain("O2", "float16", every=2, clip=LIMIT)
+    assert train(accelerator, model, *rest, clip=LIMIT) == losses
+    assert_equal(mezzo.undecorate(model).parameters(), weights)
+
+
+def test_a_skipped_step_is_reported_and_does_not_move_the_scheduler():
+    accelerator, model, optimizer, scheduler = start("O2", "float16")
+    rates, skips = [], []
+    for batch in (BATCHES[0], INF, BATCHES[1]):
+        accelerator.backward(loss_of(model, batch))
+        result = optimizer.step()
+        scheduler.step()
+        optimizer.zero_grad()
+        rates.append(scheduler.get_last_lr()[0])
+        skips.append((result.skipped, optimizer.step_was_skipped))
+        assert accelerator.optimizer_step_was_skipped is result.skipped
+    assert rates == [0.005, 0.005, 0.0025]
+    assert skips == [(False, False), (True, True), (False, False)]
+
+
+@pytest.mark.parametrize("safe", [True, False])
+def test_accelerator_resumes_to_the_bit(tmp_path, safe):
+    batches = [*BATCHES[:2], INF, *BATCHES[2:]]
+    run = start("O2", "float16")
+    train(*run, batches[:5])
+    run[0].save_state(str(tmp_path), safe_serialization=safe)
+    losses = train(*run, batches[5:])
+    fresh_accelerator, model, optimizer, scheduler = start("O2", "float16")
+    fresh_accelerator.load_state(str(tmp_path))
+    assert train(fresh_accelerator, model, optimizer, scheduler, batches[5:]) == losses
+    assert fresh_accelerator.scaler.state_dict() == run[0].scaler.state_dict()
+    assert scheduler.get_last_lr() == run[3].get_last_lr()
+    assert_equal(mezzo.undecorate(model).parameters(), mezzo.undecorate(run[1]).parameters())
+
+
+def test_the_mixed_precision_of_the_accelerator_gives_the_dtype_and_is_switched_off():
+    accelerator = use(accelerate.Accelerator(cpu=True, mixed_precision="bf16"), "O2")
+    model = make_model()
+    model, _ = accelerator.prepare(model, adam(model))
+    assert model[0].weight.dtype is torch.bfloat16
+    assert not hasattr(model, "_original_forward")
+    assert model(BATCHES[0]).dtype is torch.float32
+    assert accelerator.get_state_dict(model)["0.weight"].dtype is torch.float32
+    with accelerator.autocast():
+        assert torch.mm(torch.ones(1, 1), torch.ones(1, 1)).dtype is torch.bfloat16
+
+
+def test_two_models_with_an_optimizer_each_train_with_one_scaler():
+    accelerator = use(accelerate.Accelerator(cpu=True), "O2", dtype="float16")
+    models = [make_model(), make_model()]
+    optimizers = [adam(model) for model in models]
+    *models, first, second = accelerator.prepare(*models, *optimizers)
+    for batch in BATCHES:
+        accelerator.backward(sum(loss_of(model, batch) for model in models))
+        for model, optimizer in zip(models, (first, second), strict=True):
+            accelerator.clip_grad_norm_(model.parameters(), LIMIT)
+            optimizer.step()
+            optimizer.zero_grad()
+    assert_equal(models[0].parameters(), models[1].parameters())
+
+
+def test_a_model_that_is_only_evaluated_stays_float32_and_can_be_trained_later():
+    accelerator = use(accelerate.Accelerator(cpu=True), "O2", dtype="float16")
+    model = accelerator.prepare_model(make_model().eval(), evaluation_mode=True)
+    with torch.autocast("cpu", torch.float16):
+        expected = make_model()(BATCHES[0]).float()
+    assert torch.equal(model(BATCHES[0]), expected)
+    assert model[0].weight.dtype is torch.float32
+    model, _ = accelerator.prepare(model.train(), adam(model))
+    assert model[0].weight.dtype is torch.float16
+
+
+def test_a_decorated_model_keeps_its_policy():
+    accelerator = use(accelerate.Accelerator(cpu=True), "O1", dtype="bfloat16")
+    model = make_model()
+    optimizer = adam(model)
+    mezzo.decorate(model, optimizer, "O2", dtype="float16")
+    run = accelerator.prepare(model, optimizer, decay(optimizer))
+    assert train(accelerator, *run) == train_plain("O2", "float16")[0]
+
+
+def test_wrong_use_is_refused_and_changes_nothing():
+    accelerator = accelerate.Accelerator(cpu=True)
+    with pytest.raises(mezzo.PolicyError, match="O9"):
+        use(accelerator, "O9")
+    assert type(accelerator) is accelerate.Accelerator
+    with pytest.raises(mezzo.PolicyError, match=r"takes an accelerate\.Accelerator, got str"):
+        use("cpu")
+    use(accelerator, "O2", dtype="float16")
+    with pytest.raises(mezzo.PolicyError, match="in use already"):
+        use(accelerator, "O2")
+    with pytest.raises(mezzo.PolicyError, match=r"accelerator\.prepare\(model, optimizer\)"):
+        accelerator.prepare(make_model())
+    with pytest.raises(mezzo.PolicyError, match="AdamW and without its model"):
+        accelerator.prepare(adam(make_model()))
