@@ -19,7 +19,13 @@ LEVELS = [("O1", "bfloat16"), ("O1", "float16"), ("O2", "bfloat16"), ("O2", "flo
 
 @pytest.fixture(autouse=True)
 def fresh_state():
+    """Reset the state that all accelerators share, which a doctest may have created."""
+    reset_state()
     yield
+    reset_state()
+
+
+def reset_state():
     accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
     accelerate.state.GradientState._reset_state()
 

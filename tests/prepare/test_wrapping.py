@@ -328,7 +328,13 @@ def test_fabric_setup_before_decorate_is_refused(fabric):
 @pytest.fixture(scope="module", params=["no", "bf16"])
 def accelerator(request):
     accelerate = pytest.importorskip("accelerate")
+    # Accelerators share one state, and a doctest may have created it.
+    reset_accelerators(accelerate)
     yield accelerate.Accelerator(cpu=True, mixed_precision=request.param)
+    reset_accelerators(accelerate)
+
+
+def reset_accelerators(accelerate):
     accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
     accelerate.state.GradientState._reset_state()
 

@@ -37,7 +37,8 @@ class MezzoFabricPrecision(_plugins.Precision):  # type: ignore[misc,name-define
 
     `fabric.setup(model, optimizer)` decorates the two together; a model that is decorated already
     keeps its policy. `fabric.backward` scales the loss in float16, and `optimizer.step()` returns a
-    `mezzo.StepResult`. `fabric.clip_gradients` works with every optimizer, fused ones too.
+    `mezzo.StepResult`. `fabric.clip_gradients` works with every optimizer, fused ones too; in
+    float16 pass `error_if_nonfinite=False` to it, so that a step can be skipped instead.
 
     Save the plugin with the model: `fabric.save(path, {"model": model, "optimizer": optimizer,
     "precision": plugin})`. It holds the loss scale. Runs on one device and with the strategy DDP.
