@@ -75,6 +75,13 @@ def test_every_exception_is_public():
     assert exceptions <= set(mezzo.__all__)
 
 
+def test_importing_mezzo_imports_no_integration(fresh):
+    packages = {"accelerate", "lightning", "lightning_fabric", "pytorch_lightning", "transformers"}
+    imported = {name.partition(".")[0] for name in fresh["imported"]}
+    assert not imported & packages
+    assert not any(name.startswith("mezzo.integrations") for name in fresh["imported"])
+
+
 def test_importing_mezzo_needs_only_torch_and_does_not_warn(fresh):
     assert "mezzo.policy.policy" in fresh["imported"]
 

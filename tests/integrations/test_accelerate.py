@@ -124,6 +124,7 @@ def test_a_skipped_step_is_reported_and_does_not_move_the_scheduler():
         skips.append((result.skipped, optimizer.step_was_skipped))
         assert accelerator.optimizer_step_was_skipped is result.skipped
     assert rates == [0.005, 0.005, 0.0025]
+    assert accelerator.scaler.get_scale() == 2.0**15
     assert skips == [(False, False), (True, True), (False, False)]
 
 

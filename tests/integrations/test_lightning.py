@@ -360,6 +360,40 @@ def test_trainer_trains_a_module_that_is_sharded_by_fsdp2(policy, tmp_path):
     assert first.losses + second.losses == whole.losses
 
 
+@pytest.mark.parametrize("options", [{"master": None}, {"master": "stochastic"}, {"level": "O3"}])
+def test_policies_without_exact_weights_train(options):
+    module = Module()
+    plugin = MezzoPrecision(options.pop("level", "O2"), dtype="bfloat16", **options)
+    make_trainer(plugin).fit(module, loader())
+    assert len(module.losses) == 8
+    assert module.model[0].weight.dtype is torch.float32
+
+
+def test_lbfgs_is_refused_where_the_loss_is_scaled():
+    class Lbfgs(Module):
+        def configure_optimizers(self):
+            return torch.optim.LBFGS(self.parameters())
+
+    with pytest.raises(mezzo.UnsupportedError, match=r"LBFGS.*dtype='bfloat16'"):
+        make_trainer(MezzoPrecision("O1", dtype="float16")).fit(Lbfgs(), loader())
+    module = Lbfgs()
+    make_trainer(MezzoPrecision("O1", dtype="bfloat16")).fit(module, loader(BATCHES[:1]))
+    assert module.losses
+
+
+def test_a_step_after_a_callback_skipped_backward_is_left_out():
+    class Averaged(Module):
+        def __init__(self):
+            super().__init__()
+            # Its statistics are updated in an epoch without backward passes.
+            self.model.append(nn.BatchNorm1d(2))
+
+    module, plugin = Averaged(), MezzoPrecision("O1", dtype="float16")
+    average = pl.callbacks.StochasticWeightAveraging(1e-2, swa_epoch_start=1)
+    make_trainer(plugin, max_epochs=2, callbacks=[average]).fit(module, loader())
+    assert plugin.scaler.state().good_steps == 16
+
+
 def test_a_missing_package_is_named_with_its_install_command():
     with pytest.raises(mezzo.UnsupportedError, match=r"pip install 'mezzo\[lightning\]'"):
         import_extra("no_such_package.plugins", "lightning")
@@ -441,6 +475,14 @@ def test_fabric_keeps_the_policy_of_a_decorated_model():
     wrapped, stepped = fabric.setup(model, optimizer)
     assert train_fabric(fabric, wrapped, stepped)[0] == train_plain("O2", "float16")[0]
     assert plugin.scaler is not None
+
+
+def test_fabric_refuses_a_decorated_model_with_another_optimizer():
+    fabric, _ = make_fabric("O2", "float16")
+    model = make_model()
+    mezzo.decorate(model, adam(model), "O2", dtype="float16")
+    with pytest.raises(mezzo.PolicyError, match="not with these optimizers"):
+        fabric.setup(model, adam(model))
 
 
 def test_fabric_setup_without_the_optimizer_is_refused_in_training():

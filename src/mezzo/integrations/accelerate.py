@@ -40,8 +40,8 @@ def use(
     precision of the accelerator itself is switched off. `accelerator.backward` scales the loss in
     float16; clipping, accumulation, prepared schedulers, `save_state` and `load_state` work as
     before, with every optimizer. `optimizer.step()` returns a `mezzo.StepResult`, and
-    `optimizer.step_was_skipped` tells whether gradients were not finite. Outputs of models are cast
-    to float32, as Accelerate does.
+    `optimizer.step_was_skipped` is True if gradients were not finite. Outputs of models are cast to
+    float32, as Accelerate does.
 
     Runs on one device, and on several with DistributedDataParallel.
 
@@ -67,9 +67,7 @@ def use(
     _check(accelerator)
     target: Any = accelerator
     dtype = _DTYPES.get(target.mixed_precision)
-    defaults = {"save_dtype": "float32", "output_dtype": "float32"}
-    if dtype is not None:
-        defaults["dtype"] = dtype
+    defaults = {"output_dtype": "float32"} | ({} if dtype is None else {"dtype": dtype})
     precision = Precision(policy, scaler, {**defaults, **options})
     target._mezzo = precision
     target.native_amp, target.scaler = False, None

@@ -55,7 +55,7 @@ class MezzoFabricPrecision(_plugins.Precision):  # type: ignore[misc,name-define
 
     def __init__(self, policy: PolicyArg = "O2", *, scaler: Scaler = None, **options: Any) -> None:
         super().__init__()
-        self._shared = Precision(policy, scaler, {"save_dtype": "float32", **options})
+        self._shared = Precision(policy, scaler, options)
         self.precision = f"mezzo-{self._shared.level.value}"
 
     @property

@@ -62,7 +62,7 @@ class MezzoPrecision(_plugins.Precision):  # type: ignore[misc,name-defined]
 
     def __init__(self, policy: PolicyArg = "O2", *, scaler: Scaler = None, **options: Any) -> None:
         super().__init__()
-        self._shared = Precision(policy, scaler, {"save_dtype": "float32", **options})
+        self._shared = Precision(policy, scaler, options)
         self.precision = f"mezzo-{self._shared.level.value}"
 
     @property
@@ -128,8 +128,8 @@ class MezzoPrecision(_plugins.Precision):  # type: ignore[misc,name-defined]
         if self.scaler is None:
             return super().optimizer_step(optimizer, model=model, closure=closure, **kwargs)
         result = closure()
-        if result is None and model.automatic_optimization:
-            # `training_step` returned None: there was no backward pass.
+        if model.automatic_optimization and (result is None or self._shared.has_stepped(optimizer)):
+            # `training_step` returned None, or a callback such as SWA skips the backward pass.
             self._after_closure(model, optimizer)
             return None
         if _reads_gradients(model):

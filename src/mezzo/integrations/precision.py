@@ -17,8 +17,9 @@ from mezzo._errors import PolicyError, UnsupportedError
 from mezzo.autocasting.arguments import region_for
 from mezzo.autocasting.autocast import autocast
 from mezzo.autocasting.regions import enter_regions
+from mezzo.optim.master_formats import MASTER_FORMATS
 from mezzo.policy.policy import Policy
-from mezzo.policy.types import Level
+from mezzo.policy.types import Level, Master
 from mezzo.prepare.decorate import decorate, undecorate
 from mezzo.prepare.decoration import all_decorated, decoration_of
 from mezzo.prepare.plan import Plan, PolicyArg
@@ -62,10 +63,13 @@ class Precision:
     """
 
     def __init__(self, policy: PolicyArg, scaler: Scaler, options: dict[str, Any]) -> None:
-        self.policy, self.options = policy, options
+        self.policy = policy
         fields = {name: options[name] for name in options if name not in _DECORATE_ONLY}
         self._parsed = Policy.parse(policy, **fields)
         self.level = self._parsed.level
+        # Checkpoints with exact weights, where there are any.
+        exact = self.level is not Level.O3 and self._parsed.master in _EXACT
+        self.options = {"save_dtype": "float32", **options} if exact else options
         # Checks the argument before anything changes; the scaler itself depends on the dtype.
         choose_scaler(scaler, torch.float16, self.level, torch.device("cpu"))
         self.scaler: GradScaler | None = None
@@ -191,11 +195,25 @@ class Precision:
         """Step an optimizer: return a `StepResult`, or what its step returns without a scaler."""
         if self.scaler is None:
             return optimizer.step(**kwargs)
+        if isinstance(optimizer, torch.optim.LBFGS):
+            raise UnsupportedError(
+                "LBFGS computes the loss several times in a step, which cannot be scaled. Use"
+                " dtype='bfloat16', which needs no loss scale, or another optimizer."
+            )
         if optimizer in self._stepped:
             self.update()
         result = self.scaler.step(optimizer, **kwargs)
         self._stepped.add(optimizer)
         return result
+
+    def get_scale(self) -> float:
+        """Return the loss scale; 1 if there is none. This synchronizes."""
+        self.update()
+        return 1.0 if self.scaler is None else self.scaler.get_scale()
+
+    def has_stepped(self, optimizer: Optimizer) -> bool:
+        """Return whether an optimizer has stepped since the last scaled loss."""
+        return optimizer in self._stepped
 
     def update(self) -> None:
         """Update the loss scale, if an optimizer stepped since the last update."""
@@ -222,6 +240,9 @@ _DECORATE_ONLY = (
     "keep_full",  # may hold modules
 )
 """Arguments of `decorate` that are not fields of a policy alone."""
+
+_EXACT = (Master.AUTO, *(name for name, one in MASTER_FORMATS.items() if one.exact))
+"""Master formats with which the model has exact weights to save."""
 
 CASTS = (Level.O2, Level.O3)
 """Levels that cast parameters."""
