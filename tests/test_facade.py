@@ -1,13 +1,19 @@
 """The public API, and what `import mezzo` imports."""
 
+import ast
 import json
+import re
 import subprocess
 import sys
+import tomllib
+from pathlib import Path
 from types import ModuleType
 
 import pytest
 
 import mezzo
+
+ROOT = Path(__file__).parent.parent
 
 # Runs in a fresh interpreter. A module that is set to None there cannot be imported.
 PROBE = """
@@ -45,10 +51,30 @@ def fresh():
 def test_all_lists_every_public_name():
     exposed = {
         name
-        for name, value in vars(mezzo).items()
-        if not name.startswith("_") and not isinstance(value, ModuleType)
+        for name in dir(mezzo)
+        if not name.startswith("_") and not isinstance(getattr(mezzo, name), ModuleType)
     }
     assert set(mezzo.__all__) == exposed
+
+
+def test_names_imported_late_have_the_types_that_checkers_see():
+    # The imports for type checkers and the table of modules state the same.
+    tree = ast.parse(Path(mezzo.__file__).read_text())
+    (block,) = [node for node in tree.body if isinstance(node, ast.If)]
+    stated = {alias.name: node.module for node in block.body for alias in node.names}
+    assert stated == mezzo._IMPORTED_LATE
+
+
+def test_an_unknown_name_is_an_attribute_error():
+    with pytest.raises(AttributeError, match="module 'mezzo' has no attribute 'decorat'"):
+        mezzo.decorat  # noqa: B018
+
+
+def test_the_version_is_the_one_of_the_package():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    assert project["project"]["dynamic"] == ["version"]
+    assert ROOT / project["tool"]["hatch"]["version"]["path"] == Path(mezzo.__file__)
+    assert re.fullmatch(r"\d+\.\d+\.\d+(\.dev\d+)?", mezzo.__version__)
 
 
 def test_all_is_sorted_without_duplicates():
@@ -98,6 +124,23 @@ def test_importing_mezzo_does_not_import_the_compiler(fresh):
         "torch._functorch.aot_autograd",
         "torch.onnx",
         "torch.distributed.fsdp",
+        "torch.distributed.tensor",
         "sympy",
     )
     assert [name for name in fresh["imported"] if name in heavy] == []
+
+
+def test_importing_mezzo_imports_no_optional_package(fresh):
+    optional = {"torch.utils.tensorboard", "plotly", "rich", "typer", "jinja2", "transformers"}
+    optional |= {"lightning", "pytorch_lightning", "accelerate", "triton", "onnx"}
+    assert [name for name in fresh["imported"] if name in optional] == []
+
+
+def test_importing_mezzo_imports_the_policy_autocast_and_scaler_alone(fresh):
+    # The rest doubles the time of the import; each name loads what it needs when it is used.
+    packages = {name.split(".")[1] for name in fresh["imported"] if name.startswith("mezzo.")}
+    assert {name for name in packages if not name.startswith("_")} == {
+        "autocasting",
+        "policy",
+        "scaling",
+    }
