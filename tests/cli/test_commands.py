@@ -2,6 +2,7 @@
 
 import importlib
 import json
+import re
 import sys
 import tomllib
 from pathlib import Path
@@ -10,13 +11,28 @@ import pytest
 from support import synthetic_logs as logs
 from typer.testing import CliRunner
 
+import mezzo
 from mezzo.cli import main
 from mezzo.cli.app import app
 
 ROOT = Path(__file__).parents[2]
 SETUP = """
+import sys
 import torch
 from torch import nn
+
+def raises():
+    raise ValueError("no data here")
+
+def exits():
+    sys.exit(0)
+
+class Broken(nn.Linear):
+    def forward(self, x):
+        raise KeyError("mask")
+
+def fails_in_forward():
+    return Broken(4, 4), torch.randn(2, 4)
 
 def plain():
     return nn.Linear(32, 32)
@@ -110,7 +126,7 @@ def test_advise_prints_the_setting_to_use(setup):
     assert "H100" in data["device"]
 
 
-@pytest.mark.parametrize("command", ["run", "report", "lint", "advise"])
+@pytest.mark.parametrize("command", ["run", "report", "lint", "advise", "doctor"])
 def test_help_has_an_example(command):
     result = invoke(command, "--help")
     assert result.exit_code == 0
@@ -130,3 +146,66 @@ def test_a_missing_extra_is_one_line_with_the_command_that_installs_it(monkeypat
         SystemExit, match=r"typer is not installed. Run: pip install 'mezzo\[cli\]'"
     ):
         main()
+
+
+def test_the_version_is_printed():
+    result = invoke("--version")
+    assert result.exit_code == 0
+    assert result.stdout == f"mezzo {mezzo.__version__}\n"
+
+
+@pytest.mark.parametrize(
+    ("factory", "line", "error"),
+    [
+        ("raises", 'raise ValueError("no data here")', "raised ValueError: no data here"),
+        ("exits", "sys.exit(0)", "raised SystemExit: 0"),
+        ("fails_in_forward", 'raise KeyError("mask")', "raised KeyError: 'mask'"),
+    ],
+)
+def test_a_factory_that_raises_shows_its_own_frames_and_one_line(setup, factory, line, error):
+    result = invoke("advise", f"{setup}:{factory}")
+    assert result.exit_code == 2
+    assert result.stderr.startswith("Traceback (most recent call last):\n  File ")
+    assert line in result.stderr
+    assert "mezzo/" not in result.stderr.split("torch/nn")[0].replace(str(Path.cwd()), "")
+    assert result.stderr.endswith(f"mezzo: {setup}:{factory} {error}\n")
+
+
+@pytest.mark.parametrize(
+    ("text", "error"),
+    [
+        ("import no_such_package\n", "raised ModuleNotFoundError: No module named 'no_such_pac"),
+        ("def f(:\n", "raised SyntaxError: "),
+    ],
+)
+@pytest.mark.parametrize("name", ["broken", "broken.py"])
+def test_a_module_that_cannot_be_imported_shows_its_own_frames(setup, name, text, error):
+    Path("broken.py").write_text(text)
+    sys.modules.pop("broken", None)
+    importlib.invalidate_caches()
+    result = invoke("lint", f"{name}:f")
+    assert result.exit_code == 2
+    assert text.strip() in result.stderr
+    assert "importlib" not in result.stderr
+    assert f"\nmezzo: {name} {error}" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["lint"], r"Missing argument '(?i:factory)'\. Run: mezzo lint --help"),
+        (["lin"], r"No such command 'lin'\. Did you mean 'lint'\? Run: mezzo --help"),
+        (["report", "-x"], r"No such option:? -x\. Run: mezzo report --help"),
+        (["doctor", "a"], r"Got unexpected extra argument.* \(a\)\. Run: mezzo doctor --help"),
+    ],
+)
+def test_wrong_arguments_are_one_line_and_exit_with_2(arguments, message):
+    result = CliRunner().invoke(app, arguments, prog_name="mezzo")
+    assert result.exit_code == 2
+    assert re.fullmatch(f"mezzo: {message}\n", result.stderr)
+
+
+def test_without_a_command_the_help_is_shown():
+    result = invoke()
+    assert result.exit_code == 0
+    assert "doctor" in result.stdout

@@ -2,24 +2,27 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any, NoReturn
+from typing import Annotated, Any
 
 import typer
 
+import mezzo
 from mezzo._errors import MezzoError
-from mezzo.cli.factory import load_setup
+from mezzo.cli.console import FOUND, CommandGroup, fail, print_json, spinner
+from mezzo.cli.factory import load_setup, user_code
 from mezzo.cli.run_script import PendingScript, Script
 
 app = typer.Typer(
-    no_args_is_help=True,
+    cls=CommandGroup,
+    invoke_without_command=True,
     pretty_exceptions_enable=False,
-    add_completion=False,
     rich_markup_mode="markdown",
     context_settings={"help_option_names": ["-h", "--help"]},
-    help="Automatic mixed precision for PyTorch: run scripts on mezzo, report, lint and advise.",
+    help="Automatic mixed precision for PyTorch.",
+    epilog="Exit codes: 0 done, 1 something was found or differs, 2 it could not be done, 130"
+    " interrupted. Start with: mezzo doctor",
 )
 pending_script = PendingScript()
 """The script that `run` leaves for `main`, which runs it outside of typer."""
@@ -30,9 +33,26 @@ _FACTORY = (
 )
 
 
-def _fail(error: MezzoError | OSError, code: int = 2) -> NoReturn:
-    typer.echo(f"mezzo: {error}", err=True)
-    raise typer.Exit(code)
+def _print_version(requested: bool) -> None:  # noqa: FBT001 - called by typer
+    if requested:
+        typer.echo(f"mezzo {mezzo.__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    context: typer.Context,
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version", callback=_print_version, is_eager=True, help="Print the version."
+        ),
+    ] = False,
+) -> None:
+    """Automatic mixed precision for PyTorch."""
+    del version
+    if context.invoked_subcommand is None:
+        typer.echo(context.get_help())
 
 
 @app.command(
@@ -76,7 +96,7 @@ def run(
             script, arguments or [], policy, report, log, every, is_module=module
         )
     except (MezzoError, OSError) as error:
-        _fail(error)
+        fail(error)
 
 
 @app.command(epilog="Example: mezzo report run.jsonl -o report.html")
@@ -106,9 +126,9 @@ def report(
         if tensorboard is not None:
             write_tensorboard(data, tensorboard)
     except (MezzoError, OSError) as error:
-        _fail(error)
+        fail(error)
     if as_json:
-        typer.echo(json.dumps(summary_data(data) | {"report": str(path)}, indent=2))
+        print_json(summary_data(data) | {"report": str(path)})
     else:
         print_summary(data)
         typer.echo(f"\nReport: {path}")
@@ -120,14 +140,12 @@ def lint(
     as_json: Annotated[bool, typer.Option("--json", help="Print the findings as JSON.")] = False,
 ) -> None:
     """Find what costs precision or time in a training setup. Exit code 1 if something is found."""
-    import mezzo  # noqa: PLC0415
-
     found = _call(factory, mezzo.lint)
     if as_json:
-        typer.echo(json.dumps(found.to_dicts(), indent=2))
+        print_json(found.to_dicts())
     else:
         typer.echo(str(found))
-    raise typer.Exit(1 if len(found) else 0)
+    raise typer.Exit(FOUND if len(found) else 0)
 
 
 @app.command(epilog="Example: mezzo advise train:make_model")
@@ -139,18 +157,49 @@ def advise(
     as_json: Annotated[bool, typer.Option("--json", help="Print the advice as JSON.")] = False,
 ) -> None:
     """Time a model at each level and dtype on this machine, and say which to use."""
-    import mezzo  # noqa: PLC0415
-
     advice = _call(factory, mezzo.advise, **({} if gpu is None else {"gpu": gpu}))
-    typer.echo(json.dumps(asdict(advice), indent=2, default=str) if as_json else str(advice))
+    if as_json:
+        print_json(asdict(advice))
+    else:
+        typer.echo(str(advice))
+
+
+@app.command(epilog="Example: mezzo doctor --json")
+def doctor(
+    device: Annotated[
+        str | None, typer.Option(help="The device; by default the accelerator, or else the CPU.")
+    ] = None,
+    measure: Annotated[
+        bool, typer.Option(help="Time matrix products in each dtype, in a process of its own.")
+    ] = True,
+    as_json: Annotated[bool, typer.Option("--json", help="Print everything as JSON.")] = False,
+) -> None:
+    """Show what is fast on this machine and why, known traps, and which extras are missing.
+
+    Exit code 1 if something prevents training in 16 bits.
+    """
+    from mezzo.cli.doctor import diagnose  # noqa: PLC0415
+    from mezzo.cli.machine import read_machine  # noqa: PLC0415
+
+    try:
+        with spinner("timing matrix products"):
+            diagnosis = diagnose(read_machine(device, measure=measure))
+    except MezzoError as error:
+        fail(error)
+    if as_json:
+        print_json(diagnosis.to_dict())
+    else:
+        typer.echo(str(diagnosis))
+    raise typer.Exit(FOUND if diagnosis.has_problem else 0)
 
 
 def _call(factory: str, function: Any, **arguments: Any) -> Any:
     try:
-        return function(**load_setup(factory), **arguments)
+        with spinner(f"{function.__name__} {factory}"), user_code(factory):
+            return function(**load_setup(factory), **arguments)
     except MezzoError as error:
-        _fail(error)
+        fail(error)
     except TypeError as error:
         if function.__name__ not in str(error):
             raise
-        _fail(MezzoError(f"{factory}: {error}. Return arguments of mezzo.{function.__name__}()."))
+        fail(MezzoError(f"{factory}: {error}. Return arguments of mezzo.{function.__name__}()."))

@@ -1,18 +1,55 @@
-"""Load a training setup from `module:factory`, for `mezzo lint` and `mezzo advise`."""
+"""Load a model or a training setup from `module:factory`, and report the errors of its code."""
 
 from __future__ import annotations
 
 import importlib
 import importlib.util
 import sys
-from collections.abc import Mapping
+import traceback
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, TracebackType
 from typing import Any
 
 from torch import nn
 
 from mezzo._errors import MezzoError, nearest
+
+_OWN = (str(Path(__file__).parents[1]), str(Path(importlib.__file__).parent), "<frozen importlib")
+"""Where frames before those of the user's code are: mezzo, and the import system."""
+
+
+class UserCodeError(MezzoError):
+    """The user's code raised; `traceback` has its frames, without mezzo's before them."""
+
+    def __init__(self, name: str, error: BaseException) -> None:
+        text = str(error).strip().partition("\n")[0]
+        super().__init__(f"{name} raised {type(error).__name__}{f': {text}' if text else '.'}")
+        frames = _user_frames(error.__traceback__)
+        self.traceback = "".join(traceback.format_exception(type(error), error, frames)).rstrip()
+
+
+@contextmanager
+def user_code(name: str) -> Iterator[None]:
+    """Raise `UserCodeError` for what the code of a module, a factory or a model raises.
+
+    Errors of mezzo, and those that have no frame outside of mezzo, propagate as they are.
+    """
+    try:
+        yield
+    except MezzoError:
+        raise
+    except (Exception, SystemExit) as error:
+        if _user_frames(error.__traceback__) is None and not isinstance(error, SyntaxError):
+            raise
+        raise UserCodeError(name, error) from error
+
+
+def _user_frames(frames: TracebackType | None) -> TracebackType | None:
+    while frames is not None and frames.tb_frame.f_code.co_filename.startswith(_OWN):
+        frames = frames.tb_next
+    return frames
 
 
 def load_setup(text: str) -> dict[str, Any]:
@@ -32,7 +69,9 @@ def load_setup(text: str) -> dict[str, Any]:
     if factory is None:
         public = [one for one in vars(module) if not one.startswith("_")]
         raise MezzoError(f"{source} has no {name!r}.{nearest(name, public)}")
-    return _arguments(text, factory() if callable(factory) and not _is_model(factory) else factory)
+    with user_code(text):
+        result = factory() if callable(factory) and not _is_model(factory) else factory
+    return _arguments(text, result)
 
 
 def _load(source: str) -> ModuleType:
@@ -40,7 +79,8 @@ def _load(source: str) -> ModuleType:
     if path.suffix != ".py":
         sys.path.insert(0, str(Path.cwd()))
         try:
-            return importlib.import_module(source)
+            with user_code(source):
+                return importlib.import_module(source)
         except ModuleNotFoundError as error:
             if error.name is None or not f"{source}.".startswith(f"{error.name}."):
                 raise
@@ -55,7 +95,8 @@ def _load(source: str) -> ModuleType:
     if spec is None or spec.loader is None:
         raise MezzoError(f"{source!r} cannot be imported. Pass a Python file.")
     module = sys.modules[path.stem] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    with user_code(source):
+        spec.loader.exec_module(module)
     return module
 
 

@@ -1,0 +1,67 @@
+"""What all commands print: errors in one line, JSON, and a spinner while something takes long."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, NoReturn
+
+import typer
+from typer.core import TyperGroup
+
+from mezzo._errors import MezzoError
+from mezzo.cli.factory import UserCodeError
+
+FOUND, FAILED, INTERRUPTED = 1, 2, 130
+"""Exit codes: a command has found something, it could not do its work, Ctrl-C ended it."""
+
+
+class CommandGroup(TyperGroup):
+    """The commands of `mezzo`. Wrong arguments and Ctrl-C are one line on stderr."""
+
+    def main(self, *args: Any, **options: Any) -> NoReturn:
+        """Run a command, and exit with its code."""
+        try:
+            code = super().main(*args, **options | {"standalone_mode": False})
+        except Exception as error:
+            # Not by its class: recent versions of typer have a click of their own.
+            message = getattr(error, "format_message", None)
+            if message is None:
+                raise
+            context = getattr(error, "ctx", None)
+            command = "mezzo" if context is None else context.command_path
+            text = " ".join(message().split())
+            end = "" if text.endswith((".", "?")) else "."
+            typer.echo(f"mezzo: {text}{end} Run: {command} --help", err=True)
+            sys.exit(FAILED)
+        if code == INTERRUPTED:
+            typer.echo("mezzo: interrupted", err=True)
+        sys.exit(code if isinstance(code, int) else 0)
+
+
+def fail(error: MezzoError | OSError) -> NoReturn:
+    """Print an error in one line, after the traceback of the user's code, and exit with 2."""
+    if isinstance(error, UserCodeError):
+        typer.echo(error.traceback, err=True)
+    typer.echo(f"mezzo: {error}", err=True)
+    raise typer.Exit(FAILED)
+
+
+def print_json(data: Any) -> None:
+    """Print data as JSON; what JSON has no type for is printed as text."""
+    typer.echo(json.dumps(data, indent=2, default=str))
+
+
+@contextmanager
+def spinner(text: str) -> Iterator[None]:
+    """Show a spinner on stderr; nothing if that is not a terminal."""
+    from rich.console import Console  # noqa: PLC0415 - not needed by most commands
+
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        yield
+        return
+    with console.status(text):
+        yield

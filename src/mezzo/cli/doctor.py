@@ -1,0 +1,246 @@
+"""`mezzo doctor`: what is fast on this machine and why, known traps, and what to do about them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+from mezzo._torch import FIRST, LAST
+from mezzo.cli.machine import ISA_LIMIT, WITHOUT_AMX, Machine, version_of
+
+_SLOWER, _FASTER = 0.9, 1.1
+"""Speeds relative to float32 below and above which a dtype counts as slower or faster."""
+
+
+@dataclass(frozen=True)
+class Note:
+    """Something to change on this machine, or to keep in mind."""
+
+    kind: Literal["problem", "hint"]
+    """A problem prevents training in 16 bits; a hint does not."""
+    text: str
+    remedy: str = ""
+
+
+@dataclass(frozen=True)
+class _Trap:
+    """A known trap of torch, in the versions from `first` on and before `fixed`."""
+
+    text: str
+    remedy: str
+    first: tuple[int, int] = (0, 0)
+    fixed: tuple[int, int] = (99, 0)
+
+
+_TRAPS = (
+    _Trap(
+        "torch.autocast does not list rms_norm before torch 2.12, so it runs in 16 bits there.",
+        "A policy with full={'rms_norm'} runs it in float32, as later versions do.",
+        fixed=(2, 12),
+    ),
+    _Trap(
+        "Before torch 2.13, a function that is compiled in a float16 torch.autocast region can get"
+        " the code for bfloat16 from the cache on disk.",
+        "Regions of mezzo.autocast are not affected.",
+        fixed=(2, 13),
+    ),
+    _Trap(
+        "torch.cholesky and torch.qr do not exist from torch 2.14 on.",
+        "Call torch.linalg.cholesky and torch.linalg.qr.",
+        first=(2, 14),
+    ),
+    _Trap(
+        "Ranks that torchrun restarts can find the addresses of the old ones and fail"
+        " (pytorch#135712).",
+        "With --max-restarts set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1.",
+    ),
+)
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """What `mezzo doctor` prints: the machine, the dtypes that are fast on it, and notes."""
+
+    machine: Machine
+    notes: tuple[Note, ...]
+    traps: tuple[Note, ...]
+    """Known traps of this version of torch."""
+
+    @property
+    def speeds(self) -> Mapping[str, float]:
+        """How many times as fast as float32 a product is, by dtype."""
+        times = {one.dtype: one.seconds for one in self.machine.products if one.seconds}
+        return {
+            name: round(times["float32"] / seconds, 2)
+            for name, seconds in times.items()
+            if "float32" in times
+        }
+
+    @property
+    def has_problem(self) -> bool:
+        """Whether something prevents training in 16 bits."""
+        return any(note.kind == "problem" for note in self.notes)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return all of it as plain values."""
+        extras = [
+            {"name": one.name, "installed": not one.missing, "missing": list(one.missing)}
+            | {"install": one.install}
+            for one in self.machine.extras
+        ]
+        return {
+            **asdict(self.machine),
+            "extras": extras,
+            "speeds": dict(self.speeds),
+            "notes": [asdict(note) for note in self.notes],
+            "traps": [asdict(note) for note in self.traps],
+        }
+
+    def __str__(self) -> str:
+        return "\n".join([*self._facts(), *self._dtypes(), *self._advice(), *self._extras()])
+
+    def _facts(self) -> Iterator[str]:
+        machine = self.machine
+        yield f"mezzo {machine.mezzo}, torch {machine.torch}, Python {machine.python}"
+        yield f"{machine.system}, {machine.threads} threads on {machine.cores} cores"
+        yield ""
+
+    def _dtypes(self) -> Iterator[str]:
+        yield str(self.machine.device)
+        for one in self.machine.products:
+            if one.seconds is None:
+                yield f"  {one.dtype:9} product failed: {one.failure}"
+            else:
+                speed = self.speeds.get(one.dtype)
+                relative = "" if speed is None else f"  {speed:5.2f} × float32"
+                yield f"  {one.dtype:9} product {one.seconds * 1e3:8.3f} ms{relative}"
+
+    def _advice(self) -> Iterator[str]:
+        for title, notes in (
+            ("What to do", self.notes),
+            (f"Known traps of torch {self.machine.torch}", self.traps),
+        ):
+            if notes:
+                yield f"\n{title}"
+            for note in notes:
+                mark = "!" if note.kind == "problem" else "-"
+                yield f"  {mark} {note.text} {note.remedy}".rstrip()
+
+    def _extras(self) -> Iterator[str]:
+        if self.machine.extras:
+            yield "\nExtras"
+        for one in self.machine.extras:
+            yield f"  {one.name:12} " + (
+                f"lacks {', '.join(one.missing)}: {one.install}" if one.missing else "installed"
+            )
+
+
+def diagnose(machine: Machine) -> Diagnosis:
+    """Judge a machine."""
+    notes = (
+        *_crashes(machine),
+        *_missing_gpu(machine),
+        *_slow_dtypes(machine),
+        *_cuda_settings(machine),
+        *_cpu_settings(machine),
+        *_torch_version(machine),
+    )
+    version = version_of(machine.torch)
+    traps = tuple(
+        Note("hint", one.text, one.remedy) for one in _TRAPS if one.first <= version < one.fixed
+    )
+    return Diagnosis(machine, notes, traps)
+
+
+def _crashes(machine: Machine) -> Iterator[Note]:
+    cured = {one.dtype for one in machine.products_without_amx if one.seconds is not None}
+    for one in machine.products:
+        if one.seconds is not None:
+            continue
+        text = f"A product in {one.dtype} failed on {machine.device.name}: {one.failure}."
+        if one.failure != "SIGILL":
+            yield Note("problem", text, "Check the driver, the free memory and the build of torch.")
+            continue
+        text += " The CPU reports instructions (AMX) that this virtual machine does not allow."
+        works = "with which it runs here" if one.dtype in cured else "which does not cure it here"
+        remedy = f"Set {ISA_LIMIT}={WITHOUT_AMX}, {works}."
+        if one.dtype not in cured:
+            remedy += f" {ISA_LIMIT}=AVX2 emulates 16 bits, slowly."
+        yield Note("problem", text, remedy)
+
+
+def _missing_gpu(machine: Machine) -> Iterator[Note]:
+    if machine.nvidia_driver and machine.device.device == "cpu":
+        yield Note(
+            "hint",
+            f"This machine has NVIDIA's driver, and torch {machine.torch} runs on the CPU.",
+            "Install a CUDA build of torch (https://pytorch.org/get-started), or check"
+            " CUDA_VISIBLE_DEVICES.",
+        )
+
+
+def _slow_dtypes(machine: Machine) -> Iterator[Note]:
+    speeds = Diagnosis(machine, (), ()).speeds
+    halves = {name: speed for name, speed in speeds.items() if name in {"float16", "bfloat16"}}
+    for name, speed in halves.items():
+        if speed < _SLOWER:
+            why = machine.device.support(name).reason
+            if machine.isa_limit is not None:
+                why = f"{ISA_LIMIT}={machine.isa_limit} limits the instructions"
+            yield Note(
+                "hint",
+                f"{name} is {1 / speed:.1f} times slower than float32 here: {why}.",
+                "Train in float32 on this device; 16 bits save memory only.",
+            )
+    if halves and max(halves.values()) > _FASTER:
+        best = max(halves, key=lambda name: (halves[name] > _FASTER, name == "bfloat16"))
+        scaling = "without loss scaling" if best == "bfloat16" else "with a GradScaler"
+        yield Note(
+            "hint",
+            f"{best} products are {halves[best]:.1f} times as fast as float32.",
+            f"Train with dtype='{best}', {scaling}.",
+        )
+
+
+def _cuda_settings(machine: Machine) -> Iterator[Note]:
+    if machine.device.device != "cuda" or not machine.device.float16.supported:
+        return
+    if not machine.triton:
+        yield Note(
+            "hint",
+            "Triton is not installed: optimizer steps of O2 and loss scaling run as several torch"
+            " kernels instead of fused ones.",
+            "Run: pip install triton",
+        )
+    if not machine.tf32:
+        yield Note(
+            "hint",
+            "float32 products do not use TF32, which is off by default.",
+            "torch.set_float32_matmul_precision('high') is faster where ops stay in float32, with"
+            " 10 bits of mantissa.",
+        )
+    if not machine.cudnn_benchmark:
+        yield Note(
+            "hint",
+            "cuDNN does not search for the fastest convolution.",
+            "For convolutions of constant size set torch.backends.cudnn.benchmark = True.",
+        )
+
+
+def _cpu_settings(machine: Machine) -> Iterator[Note]:
+    if machine.device.device == "cpu" and machine.threads < machine.cores:
+        yield Note(
+            "hint",
+            f"torch uses {machine.threads} of {machine.cores} cores.",
+            "Set OMP_NUM_THREADS, or call torch.set_num_threads().",
+        )
+
+
+def _torch_version(machine: Machine) -> Iterator[Note]:
+    if machine.is_tested:
+        return
+    text = f"mezzo is tested on torch {FIRST} to {LAST}, this is {machine.torch}."
+    if machine.lacking:
+        text += f" It lacks what these need: {', '.join(machine.lacking)}."
+    yield Note("hint", text, "Run mezzo's tests on it, or use a version in this range.")
