@@ -12,6 +12,7 @@ import mezzo
 from mezzo._errors import MezzoError
 from mezzo.cli.console import FOUND, CommandGroup, fail, print_json, spinner
 from mezzo.cli.factory import load_setup, user_code
+from mezzo.cli.policy_commands import policy_app
 from mezzo.cli.run_script import PendingScript, Script
 
 app = typer.Typer(
@@ -24,6 +25,7 @@ app = typer.Typer(
     epilog="Exit codes: 0 done, 1 something was found or differs, 2 it could not be done, 130"
     " interrupted. Start with: mezzo doctor",
 )
+app.add_typer(policy_app, name="policy")
 pending_script = PendingScript()
 """The script that `run` leaves for `main`, which runs it outside of typer."""
 
@@ -191,6 +193,58 @@ def doctor(
     else:
         typer.echo(str(diagnosis))
     raise typer.Exit(FOUND if diagnosis.has_problem else 0)
+
+
+@app.command(
+    epilog="Example: mezzo explain softmax; mezzo explain my.toml batch_norm --input float16;"
+    " mezzo explain O2 train:make_model"
+)
+def explain(
+    policy: Annotated[
+        str | None,
+        typer.Argument(
+            help="A level, a dtype or a .toml file; by default O1, and O2 for a model.",
+            metavar="[POLICY]",
+        ),
+    ] = None,
+    target: Annotated[
+        str | None,
+        typer.Argument(help=f"An op such as softmax, or {_FACTORY} mezzo.lint.", metavar="[OP]"),
+    ] = None,
+    dtype: Annotated[str | None, typer.Option(help="float16 or bfloat16.")] = None,
+    inputs: Annotated[
+        list[str] | None, typer.Option("--input", help="Dtype of an input of the op.")
+    ] = None,
+    device: Annotated[str | None, typer.Option(help="The device of the ops.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print it as JSON.")] = False,
+) -> None:
+    """Explain what a policy does: with all ops, with one op, or with a model.
+
+    With a model it prints the dtype of every parameter, and, if the factory returns a sample, the
+    ops of a forward pass.
+    """
+    from mezzo.cli import explain as explaining  # noqa: PLC0415
+
+    policy, target = explaining.split_arguments(policy, target)
+    is_factory = target is not None and ":" in target
+    try:
+        parsed = explaining.parse_policy(policy or ("O2" if is_factory else "O1"), dtype)
+        if target is None:
+            summary: Any = explaining.explain_policy(parsed, device)
+            data = summary.to_dict()
+        elif is_factory:
+            with spinner(f"explain {target}"):
+                summary = explaining.explain_model(target, parsed)
+            data = summary.to_dict()
+        else:
+            summary = parsed.explain(target, *inputs or (), device=device)
+            data = explaining.decision_data(summary)
+    except MezzoError as error:
+        fail(error)
+    if as_json:
+        print_json(data)
+    else:
+        typer.echo(str(summary))
 
 
 def _call(factory: str, function: Any, **arguments: Any) -> Any:

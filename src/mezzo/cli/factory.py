@@ -74,6 +74,22 @@ def load_setup(text: str) -> dict[str, Any]:
     return _arguments(text, result)
 
 
+def sample_arguments(setup: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    """Return the arguments with which the sample of a setup is passed to its model.
+
+    A tuple is passed by position, a dictionary by name. With `loss_fn` a sample has a target too.
+
+    >>> sample_arguments({"sample": (1, 2)}), sample_arguments({"sample": (1, 2), "loss_fn": max})
+    (((1, 2), {}), ((1,), {}))
+    """
+    if "sample" not in setup:
+        return None
+    sample = setup["sample"] if setup.get("loss_fn") is None else setup["sample"][0]
+    if isinstance(sample, Mapping):
+        return (), dict(sample)
+    return (tuple(sample) if isinstance(sample, tuple | list) else (sample,)), {}
+
+
 def _load(source: str) -> ModuleType:
     path = Path(source)
     if path.suffix != ".py":

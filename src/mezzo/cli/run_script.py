@@ -16,6 +16,7 @@ from types import ModuleType, TracebackType
 from typing import Any, Self
 
 from mezzo._errors import MezzoError, UnsupportedError
+from mezzo.cli.explain import parse_policy
 from mezzo.cli.rank_logs import Ranks, all_logs, remove_old_logs, wait_for_logs
 from mezzo.cli.script_observer import ScriptObserver
 from mezzo.compat import apex
@@ -24,8 +25,6 @@ from mezzo.policy.policy import Policy
 from mezzo.reporting.page import write_report
 from mezzo.reporting.run_data import read_run
 from mezzo.reporting.verdict import judge
-
-_DTYPES = ("float16", "bfloat16")
 
 
 @dataclass(frozen=True)
@@ -76,12 +75,8 @@ class Script:
                     f"{str(path)!r} is no file in an existing folder. Pass a file to --report and"
                     " --log, and make its folder first."
                 )
-        parsed = None if policy is None else _parse_policy(policy)
+        parsed = None if policy is None else parse_policy(policy)
         return cls(target, tuple(arguments), parsed, report, log, every, is_module)
-
-
-def _parse_policy(text: str) -> Policy:
-    return Policy(dtype=text) if text in _DTYPES else Policy.parse(text)
 
 
 @dataclass

@@ -259,12 +259,22 @@ _HEADER = "# A mezzo policy: mezzo.Policy.load reads it.\n"
 
 def save_toml(path: str | os.PathLike[str], fields: Mapping[str, Any]) -> None:
     """Write the fields of a policy to a TOML file, atomically."""
+    write_text(path, _HEADER + format_toml(fields))
+
+
+def format_toml(fields: Mapping[str, Any]) -> str:
+    """Format the fields of a policy as TOML.
+
+    >>> print(format_toml({"level": "O2", "full": ["softmax"]}), end="")
+    level = "O2"
+    full = ["softmax"]
+    """
     tables = {name: value for name, value in fields.items() if isinstance(value, Mapping)}
     lines = [f"{name} = {_to_toml(value)}" for name, value in fields.items() if name not in tables]
     for name, table in tables.items():
         lines += ["", f"[{name}]"]
         lines += [f"{_to_json(key)} = {_to_toml(value)}" for key, value in table.items()]
-    write_text(path, _HEADER + "\n".join(lines) + "\n")
+    return "\n".join(lines) + "\n"
 
 
 def load_toml(path: str | os.PathLike[str]) -> dict[str, Any]:
