@@ -126,7 +126,9 @@ def test_advise_prints_the_setting_to_use(setup):
     assert "H100" in data["device"]
 
 
-@pytest.mark.parametrize("command", ["run", "report", "lint", "advise", "doctor", "explain"])
+@pytest.mark.parametrize(
+    "command", ["run", "report", "lint", "advise", "doctor", "explain", "convert"]
+)
 def test_help_has_an_example(command):
     result = invoke(command, "--help")
     assert result.exit_code == 0

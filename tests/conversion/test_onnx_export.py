@@ -2,6 +2,7 @@
 
 import logging
 import sys
+import warnings
 from collections import Counter
 
 import onnx
@@ -17,7 +18,11 @@ import mezzo
 from mezzo import UnsupportedError
 from mezzo.conversion import onnx_export
 
-pytestmark = pytest.mark.usefixtures("one_registry")
+IGNORE_BFLOAT16 = "ignore:The program computes in bfloat16:UserWarning"
+pytestmark = [
+    pytest.mark.usefixtures("one_registry"),
+    pytest.mark.filterwarnings(IGNORE_BFLOAT16),
+]
 
 HALF = {"float16": onnx.TensorProto.FLOAT16, "bfloat16": onnx.TensorProto.BFLOAT16}
 FLOATS = {onnx.TensorProto.FLOAT, *HALF.values()}
@@ -472,3 +477,18 @@ def test_instance_norm_takes_float32_parameters_with_16_bit_inputs(norm, dtype, 
         tmp_path / "model.onnx", providers=["CPUExecutionProvider"]
     ).run(None, {"input": x.numpy()})
     torch.testing.assert_close(torch.from_numpy(found), converted(x), rtol=5e-3, atol=5e-3)
+
+
+def test_export_in_bfloat16_warns_that_no_cpu_runs_it_and_how_to_export_float16(tmp_path):
+    model, x = nn.Linear(4, 4), torch.ones(2, 4)
+    path = tmp_path / "model.onnx"
+    remedy = r"no kernels on a CPU.*mezzo\.convert\(model, args, dtype='float16'\)\.export_onnx"
+    with pytest.warns(UserWarning, match=remedy) as caught:
+        mezzo.convert(model, (x,), dtype="bfloat16").export_onnx(path)
+    assert caught[0].filename == __file__
+    # The day that onnxruntime loads it, the warning has to go.
+    with pytest.raises(Exception, match="Could not find an implementation"):
+        onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
+    with warnings.catch_warnings(action="error"):
+        mezzo.convert(model, (x,), dtype="float16").export_onnx(path)
+    onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])

@@ -247,6 +247,47 @@ def explain(
         typer.echo(str(summary))
 
 
+@app.command(epilog="Example: mezzo convert train:make_model -o model.pt2 --dtype float16")
+def convert(
+    factory: Annotated[str, typer.Argument(help=f"{_FACTORY} mezzo.lint.")],
+    output: Annotated[
+        Path,
+        typer.Option(
+            "-o", "--output", help="The file: .pt2 for mezzo.Converted.load, .onnx for ONNX."
+        ),
+    ],
+    policy: Annotated[str, typer.Option(help="A level, a dtype or a .toml file.")] = "O1",
+    dtype: Annotated[str | None, typer.Option(help="float16 or bfloat16.")] = None,
+    inputs: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--input",
+            help="Shape of an input, if the factory returns no sample: 8,3,224,224 or"
+            " 8,128:int64. Can be repeated.",
+        ),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
+) -> None:
+    """Convert a model to 16 bits for inference, and write it to a file.
+
+    The model is put into eval mode. Prints the casts, the size and the error against float32.
+    """
+    from mezzo.cli.convert_model import convert_model  # noqa: PLC0415
+    from mezzo.cli.explain import parse_policy  # noqa: PLC0415
+
+    try:
+        with spinner(f"convert {factory}"):
+            result = convert_model(factory, output, parse_policy(policy, dtype), inputs or ())
+    except (MezzoError, OSError) as error:
+        fail(error)
+    for warning in result.warnings:
+        typer.echo(f"mezzo: {warning}", err=True)
+    if as_json:
+        print_json(result.to_dict())
+    else:
+        typer.echo(str(result))
+
+
 def _call(factory: str, function: Any, **arguments: Any) -> Any:
     try:
         with spinner(f"{function.__name__} {factory}"), user_code(factory):

@@ -173,7 +173,8 @@ class Converted:
     def export_onnx(self, path: StrPath) -> tuple[Path, ...]:
         """Write the model as ONNX with the same dtypes, and return the paths of the files.
 
-        Needs `pip install 'mezzo[onnx]'`.
+        Needs `pip install 'mezzo[onnx]'`. On a CPU, onnxruntime computes float16 but not
+        bfloat16: this warns about a program in bfloat16, with how to export float16.
 
         Args:
             path: The file to write. Several programs become one file each, numbered before the

@@ -46,6 +46,8 @@ def export_each(
         target.with_name(f"{target.stem}.{index}{target.suffix}") for index in range(len(programs))
     )
     paths = several if len(programs) > 1 else (target,)
+    if any(torch.bfloat16 in _dtypes(exported) for exported in programs):
+        _warn_about_bfloat16()
     for exported, one in zip(programs, paths, strict=True):
         export(exported, one, opset=opset)
     return paths
@@ -197,6 +199,16 @@ def _check_weights(model: Any, exported: ExportedProgram) -> None:
                 f"torch wrote the weight {name!r} as {written.dtype}, and in the program it is"
                 f" {tensor.dtype}. Save the model with Converted.save."
             )
+
+
+def _warn_about_bfloat16() -> None:
+    """Warn that onnxruntime will not load the file on a CPU, which no check of ONNX finds."""
+    warnings.warn(
+        "The program computes in bfloat16, for which onnxruntime has no kernels on a CPU: it does"
+        " not load the file there. For a CPU convert to float16: mezzo.convert(model, args,"
+        " dtype='float16').export_onnx(path).",
+        stacklevel=4,
+    )
 
 
 def _warn_about_state(program: Any) -> None:
