@@ -171,6 +171,7 @@ def without(tmp_path_factory):
 
 STEP = """
 import mezzo
+from mezzo import *  # what is imported late too
 model = torch.nn.Linear(2, 2)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
 scaler = mezzo.GradScaler("cpu", init_scale=8.0)
@@ -187,8 +188,8 @@ SCALED = STEP.replace("REGION", "torch.autocast('cpu', dtype=torch.float16)")
 TRAINED = STEP.replace("REGION", "mezzo.autocast('cpu', dtype='float16')")
 """A step with a scaler, in a region of mezzo's."""
 LOOKED_UP = (
-    "import mezzo; from mezzo import _torch; result = [n[a] for n in _torch.FEATURES.values() for a"
-    " in n if a in vars(_torch)]"
+    "from mezzo import *; from mezzo import _torch; result = [n[a] for n in"
+    " _torch.FEATURES.values() for a in n if a in vars(_torch)]"
 )
 
 NAMES = {

@@ -8,6 +8,7 @@ import tomllib
 from pathlib import Path
 
 import pytest
+import typer
 from support import synthetic_logs as logs
 from typer.testing import CliRunner
 
@@ -133,6 +134,13 @@ def test_help_has_an_example(command):
     result = invoke(command, "--help")
     assert result.exit_code == 0
     assert f"Example: mezzo {command}" in result.stdout
+
+
+def test_the_page_about_the_command_line_has_every_command():
+    page = (ROOT / "docs" / "cli.md").read_text()
+    commands = typer.main.get_command(app).commands
+    assert len(commands) >= 8
+    assert [name for name in commands if f"| `mezzo {name}` |" not in page] == []
 
 
 def test_the_installed_command_is_this_one():

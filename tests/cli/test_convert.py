@@ -23,6 +23,13 @@ def pair():
 def alone():
     return nn.Sequential(nn.Embedding(100, 8), nn.Linear(8, 2))
 
+class Large(nn.Module):
+    def forward(self, x):
+        return (x @ x) * 1e4
+
+def overflows():
+    return Large(), torch.ones(64, 64)
+
 class Loop(nn.Module):
     def forward(self, x):
         raise KeyError("mask")
@@ -62,6 +69,13 @@ def test_json_has_the_casts_the_sizes_and_the_error():
     assert data["model_bytes"] == 4 * (8 * 16 + 16 + 16 * 2 + 2)
     assert data["casts"] <= data["autocast_casts"]
     assert 0 < data["relative_error"] < 0.05
+
+
+def test_outputs_that_overflow_are_named_and_the_json_stays_valid():
+    result = convert("nets_of_test:overflows", "-o", "m.pt2", "--dtype", "float16", "--json")
+    assert result.exit_code == 0, result.output
+    assert "The outputs of the sample are not finite in float16" in result.stderr
+    assert json.loads(result.stdout, parse_constant=pytest.fail)["relative_error"] == "inf"
 
 
 def test_a_shape_replaces_the_sample():

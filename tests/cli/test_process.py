@@ -7,6 +7,7 @@ import sys
 import time
 
 import pytest
+from support.command_line import Finished, run_mezzo
 
 import mezzo
 
@@ -18,11 +19,15 @@ def factory():
     open("started", "w").close()
     time.sleep(60)
 """
+QUICK = """
+from torch import nn
+def factory():
+    return nn.Linear(4, 4)
+"""
 
 
 def start(folder, *arguments, **options):
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
-    environment |= options.pop("environment", {})
     return subprocess.Popen(
         [sys.executable, "-m", "mezzo", *arguments],
         cwd=folder,
@@ -34,15 +39,19 @@ def start(folder, *arguments, **options):
 
 def test_the_shell_completes_commands(tmp_path):
     asked = {"_MEZZO_COMPLETE": "complete_bash", "COMP_WORDS": "mezzo do", "COMP_CWORD": "1"}
-    output, errors = start(tmp_path, environment=asked).communicate(timeout=60)
-    assert output.split() == ["doctor"], errors
+    finished = run_mezzo(tmp_path, **asked)
+    assert finished.stdout.split() == ["doctor"], finished.stderr
 
 
 def test_the_version_goes_to_stdout_and_nothing_to_stderr(tmp_path):
-    assert start(tmp_path, "--version").communicate(timeout=60) == (
-        f"mezzo {mezzo.__version__}\n",
-        "",
-    )
+    finished = run_mezzo(tmp_path, "--version")
+    assert finished == Finished(0, f"mezzo {mezzo.__version__}\n", "")
+
+
+def test_progress_is_silent_without_a_terminal(tmp_path):
+    (tmp_path / "quick.py").write_text(QUICK)
+    finished = run_mezzo(tmp_path, "lint", "quick.py:factory", "--json")
+    assert finished == Finished(0, "[]\n", "")
 
 
 def test_ctrl_c_ends_with_one_line_and_restores_the_terminal(tmp_path):

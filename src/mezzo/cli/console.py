@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from math import isfinite
 from typing import Any, NoReturn
 
 import typer
@@ -50,8 +51,16 @@ def fail(error: MezzoError | OSError) -> NoReturn:
 
 
 def print_json(data: Any) -> None:
-    """Print data as JSON; what JSON has no type for is printed as text."""
-    typer.echo(json.dumps(data, indent=2, default=str))
+    """Print data as JSON; what JSON has no type for is printed as text, infinities too."""
+    typer.echo(json.dumps(_without_nonfinite(data), indent=2, default=str))
+
+
+def _without_nonfinite(data: Any) -> Any:
+    if isinstance(data, Mapping):
+        return {str(name): _without_nonfinite(value) for name, value in data.items()}
+    if isinstance(data, list | tuple):
+        return [_without_nonfinite(value) for value in data]
+    return str(data) if isinstance(data, float) and not isfinite(data) else data
 
 
 @contextmanager

@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import isfinite
 from pathlib import Path
 from typing import Any
 
@@ -105,9 +106,13 @@ def convert_model(
         converted = mezzo.convert(model, arguments[0], arguments[1], policy)
         error = converted.compare(*arguments[0], **arguments[1]).worst
     files, notes = _write(converted, output)
+    dtype = _dtype(converted)
+    if not isfinite(error):
+        remedy = "Convert with --dtype bfloat16, or keep ops in float32 with a policy."
+        notes += (f"The outputs of the sample are not finite in {dtype}. {remedy}",)
     return Conversion(
         files,
-        _dtype(converted),
+        dtype,
         sum(one.nbytes for one in [*model.parameters(), *model.buffers()]),
         sum(file.stat().st_size for file in files),
         converted.casts.after.count,
