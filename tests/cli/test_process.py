@@ -21,7 +21,9 @@ def factory():
 """
 QUICK = """
 from torch import nn
+print("imported")
 def factory():
+    print("made")
     return nn.Linear(4, 4)
 """
 
@@ -48,10 +50,10 @@ def test_the_version_goes_to_stdout_and_nothing_to_stderr(tmp_path):
     assert finished == Finished(0, f"mezzo {mezzo.__version__}\n", "")
 
 
-def test_progress_is_silent_without_a_terminal(tmp_path):
+def test_stdout_has_the_json_alone_and_progress_is_silent_without_a_terminal(tmp_path):
     (tmp_path / "quick.py").write_text(QUICK)
     finished = run_mezzo(tmp_path, "lint", "quick.py:factory", "--json")
-    assert finished == Finished(0, "[]\n", "")
+    assert finished == Finished(0, "[]\n", "imported\nmade\n")
 
 
 def test_ctrl_c_ends_with_one_line_and_restores_the_terminal(tmp_path):

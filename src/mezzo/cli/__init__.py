@@ -6,7 +6,7 @@ import sys
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from mezzo.cli.run_script import PendingScript
+    from mezzo.cli.app import PendingScript
 
 
 def main() -> None:

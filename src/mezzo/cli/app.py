@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -13,7 +13,9 @@ from mezzo._errors import MezzoError
 from mezzo.cli.console import FOUND, CommandGroup, fail, print_json, spinner
 from mezzo.cli.factory import load_setup, user_code
 from mezzo.cli.policy_commands import policy_app
-from mezzo.cli.run_script import PendingScript, Script
+
+if TYPE_CHECKING:
+    from mezzo.cli.run_script import Script
 
 app = typer.Typer(
     cls=CommandGroup,
@@ -26,6 +28,22 @@ app = typer.Typer(
     " interrupted. Start with: mezzo doctor",
 )
 app.add_typer(policy_app, name="policy")
+
+
+@dataclass
+class PendingScript:
+    """The script that was named on the command line, if one was."""
+
+    script: Script | None = None
+
+    def run(self) -> None:
+        """Run it; raises what it raises, `SystemExit` too."""
+        from mezzo.cli.run_script import run_script  # noqa: PLC0415 - a second faster to --help
+
+        if self.script is not None:
+            run_script(self.script)
+
+
 pending_script = PendingScript()
 """The script that `run` leaves for `main`, which runs it outside of typer."""
 
@@ -92,6 +110,8 @@ def run(
     Under torchrun each rank writes a log, and one report names them:
     `torchrun --nproc-per-node 2 -m mezzo run --report out.html train.py`
     """
+    from mezzo.cli.run_script import Script  # noqa: PLC0415
+
     del context
     try:
         pending_script.script = Script.of(
@@ -204,12 +224,14 @@ def explain(
         str | None,
         typer.Argument(
             help="A level, a dtype or a .toml file; by default O1, and O2 for a model.",
-            metavar="[POLICY]",
+            metavar="POLICY",
         ),
     ] = None,
     target: Annotated[
         str | None,
-        typer.Argument(help=f"An op such as softmax, or {_FACTORY} mezzo.lint.", metavar="[OP]"),
+        typer.Argument(
+            help=f"An op such as softmax, or {_FACTORY} mezzo.lint.", metavar="OP|FACTORY"
+        ),
     ] = None,
     dtype: Annotated[str | None, typer.Option(help="float16 or bfloat16.")] = None,
     inputs: Annotated[

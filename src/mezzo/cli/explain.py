@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -15,9 +15,11 @@ import mezzo
 from mezzo._dtypes import HALF_DTYPES, dtype_name
 from mezzo._hardware import hardware
 from mezzo.cli.factory import load_setup, sample_arguments, user_code
-from mezzo.observing.op_stats import OpStats
 from mezzo.policy.decide import Decision, Resolved, resolve_quietly
 from mezzo.policy.policy import Policy
+
+if TYPE_CHECKING:
+    from mezzo.observing.op_stats import OpStats
 
 _SHOWN_OPS = 6
 

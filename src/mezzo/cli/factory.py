@@ -7,7 +7,7 @@ import importlib.util
 import sys
 import traceback
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
 from types import ModuleType, TracebackType
 from typing import Any
@@ -34,10 +34,12 @@ class UserCodeError(MezzoError):
 def user_code(name: str) -> Iterator[None]:
     """Raise `UserCodeError` for what the code of a module, a factory or a model raises.
 
-    Errors of mezzo, and those that have no frame outside of mezzo, propagate as they are.
+    Errors of mezzo, and those that have no frame outside of mezzo, propagate as they are. What the
+    code prints goes to stderr: stdout is for the result of the command.
     """
     try:
-        yield
+        with redirect_stdout(sys.stderr):
+            yield
     except MezzoError:
         raise
     except (Exception, SystemExit) as error:

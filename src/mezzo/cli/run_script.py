@@ -79,18 +79,6 @@ class Script:
         return cls(target, tuple(arguments), parsed, report, log, every, is_module)
 
 
-@dataclass
-class PendingScript:
-    """The script that was named on the command line, if one was."""
-
-    script: Script | None = None
-
-    def run(self) -> None:
-        """Run it; raises what it raises, `SystemExit` too."""
-        if self.script is not None:
-            run_script(self.script)
-
-
 def run_script(script: Script) -> None:
     """Run a script on mezzo, and write its report, also if it fails.
 
