@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import warnings
 from itertools import pairwise
@@ -15,7 +16,7 @@ from torch.nn import functional as F
 import mezzo
 from mezzo import _events
 from mezzo.observing.log import LogWriter, log_path, read_log
-from mezzo.observing.records import GradientsRecord, StepRecord, TensorsRecord
+from mezzo.observing.records import GradientsRecord, RunStarted, StepRecord, TensorsRecord
 from mezzo.scaling.gradient_counts import Counts
 
 
@@ -198,3 +199,31 @@ def test_gradients_that_overflowed_are_written_at_any_size(path):
     writer.close()
     assert set(range(10, 101, 10)) <= set(steps_logged(path))
     assert len(steps_logged(path)) < 20
+
+
+def test_steps_that_are_written_together_are_lines_of_their_own(path):
+    writer = LogWriter(path, 2**20)
+    writer.write([RunStarted()])
+    fields = {"time": 0.0, "loss": math.nan, "scale": 1.0, "norm": None}
+    writer.write_steps([])
+    for parameter in ("weight", "odd}, {name"):
+        writer.write_steps(
+            [
+                {"step": step, **fields, "skipped": step == 1003, "parameter": parameter}
+                for step in range(995, 1021)
+            ]
+        )
+    writer.close()
+    lines = read_log(path)[1:]
+    assert [line["step"] for line in lines] == [*range(995, 1001), 1003, 1010, 1020] * 2
+    assert {line["parameter"] for line in lines} == {"weight", "odd}, {name"}
+    assert math.isnan(lines[0]["loss"])
+
+
+def test_of_short_steps_fewer_are_written(path):
+    writer = LogWriter(path, 2**20)
+    intervals = [writer.step_interval(5000, together=count) for count in (1, 320, 321, 2048)]
+    assert intervals == [10, 10, 100, 100]
+    # Those of the first 1000 are all written.
+    assert writer.step_interval(1, together=2048) == 1
+    writer.close()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import time
 import weakref
 
 import pytest
@@ -252,6 +253,72 @@ def test_a_sampled_call_of_a_captured_step_runs_eagerly_and_keeps_the_graph(capt
     assert capturer.warm_ups == 3 + 3
     assert [graph.replays for graph in capturer.graphs] == [3]
     assert run.numerics["activations"]["0"].count == 64
+
+
+@pytest.fixture
+def few_looks(monkeypatch):
+    """Let runs look at the history every 20 steps, as on a device, and count the calls they see."""
+    seen = []
+    end = mezzo.Run.end
+    monkeypatch.setattr(mezzo.Run, "_steps_to_next_take", lambda *_: 20)
+    monkeypatch.setattr(
+        mezzo.Run, "end", lambda run, number: seen.append(number) or end(run, number)
+    )
+    return seen
+
+
+def test_a_run_sees_only_the_calls_in_which_it_has_something_to_do(capturer, few_looks):
+    step = make_step(dtype="bfloat16", channels_last=False)
+    use_capture(step)
+    with mezzo.observe(step, every=25) as run:
+        train(step, calls=70)
+    assert few_looks == [1, 21, 25, 26, 41, 50, 51, 61]
+    assert [one.step for one in run.steps] == list(range(1, 71))
+    assert run.steps[-1].scale == 1.0
+
+
+def test_a_call_that_raises_is_observed_again(few_looks):
+    step = make_step()
+    with mezzo.observe(step, every=20) as run:
+        train(step, calls=20)
+        with pytest.raises(RuntimeError):
+            step(torch.ones(2, 3), torch.ones(2, 2))
+        train(step, calls=1)
+    assert few_looks == [1, 20, 21]
+    assert run.steps[-1].step == 21
+    assert run.numerics["activations"]["0"].count == 64
+
+
+def test_short_steps_are_looked_at_rarely_and_long_ones_often():
+    with mezzo.observe(make_step()) as run:
+        run._lags = True
+        for seconds, steps in ((0.0, 2048), (0.5, 50), (1000.0, 1)):
+            run._taken = (0, time.perf_counter() - seconds)
+            assert run._steps_to_next_take(100) == pytest.approx(steps, abs=2)
+
+
+def test_events_have_the_number_of_their_step():
+    step = make_step()
+    with mezzo.observe(step) as run:
+        train(step, calls=2)
+        _events.emit(_events.ScalingNotNeeded("bfloat16", "between steps"))
+        hook = step.models[0].register_forward_hook(
+            lambda *_: _events.emit(_events.ScalingNotNeeded("bfloat16", "in a step"))
+        )
+        train(step, calls=1)
+        hook.remove()
+    found = {one.fields["reason"]: one.step for one in run.events if "reason" in one.fields}
+    assert (found["between steps"], found["in a step"]) == (2, 3)
+
+
+def test_a_step_that_is_built_again_is_still_observed():
+    step = make_step()
+    with mezzo.observe(step) as run:
+        train(step, calls=2)
+        step._build(step._components, step._executor.options)
+        train(step, calls=2)
+    assert [one.step for one in run.steps] == [1, 2, 3, 4]
+    assert step._executor.metrics.history is None
 
 
 # -- collectors ------------------------------------------------------------------------------------

@@ -103,8 +103,8 @@ def test_the_kernel_writes_a_row_of_the_history_for_each_call(
             square_sum = torch.tensor(25.0, dtype=torch.float64) if number == 2 else None
             metrics.write(None if number == 2 else torch.tensor(0.5), flag, square_sum=square_sum)
         if number in (1, 3, 5):
-            rows += history.take(all_arrived=False)
-    rows += history.take(all_arrived=True)
+            rows += history.take(all_arrived=False).tolist()
+    rows += history.take(all_arrived=True).tolist()
     first = rows[1].pop(HistoryIndex.FIRST)
     assert counts.first_parameter(first) == 1
     assert str(rows[0]) == "[1.0, 0.5, 0.0, 8.0, nan, 0.0, 1.0]"
@@ -120,5 +120,5 @@ def test_a_skip_that_the_host_decided_is_in_the_history(monkeypatch: pytest.Monk
     metrics = MetricsBuffer(CPU, scaler)
     metrics.record_to(history := StepHistory(CPU))
     metrics.write(torch.tensor(0.5), True)
-    assert str(history.take(all_arrived=True)) == "[[1.0, 0.5, 1.0, 4.0, nan, 0.0, 1.0]]"
+    assert str(history.take(all_arrived=True).tolist()) == "[[1.0, 0.5, 1.0, 4.0, nan, 0.0, 1.0]]"
     assert metrics.read().skipped

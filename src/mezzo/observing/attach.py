@@ -19,25 +19,25 @@ from mezzo.scaling.gradients import parameters
 from mezzo.scaling.observed_scaler import Scaler
 from mezzo.step.base import Step
 from mezzo.step.inputs import Call
-from mezzo.step.step_history import HistoryIndex, StepHistory
+from mezzo.step.step_history import StepHistory
 
 Optimizer = torch.optim.Optimizer
 
 
 class Listener(Protocol):
-    """What a run does around each step."""
+    """What a run does around steps, which are numbered from 1."""
 
-    def begin(self) -> bool:
+    def begin(self, number: int) -> bool:
         """Begin a step, before its forward pass; return whether it is sampled."""
 
-    def end(self) -> None:
-        """End a step, after its update."""
+    def end(self, number: int) -> int:
+        """End a step, after its update; return the next one that the run has to see.
+
+        It need not see the steps between: their rows are in the history.
+        """
 
     def fail(self) -> None:
         """End a step that raised: it does not count."""
-
-    def count(self) -> None:
-        """Count a step whose beginning was not seen."""
 
 
 class Attachment:
@@ -57,7 +57,13 @@ class Attachment:
         self.counts: GradientCounts | None = None
         """Counts of the gradients; None if nothing checks them."""
         self.history = StepHistory(self.device)
+        self._number = 0
         self._detach = ExitStack()
+
+    @property
+    def number(self) -> int:
+        """Number of the current step, or of the last one between steps; 0 before the first."""
+        return self._number
 
     def name_of(self, index: int) -> str:
         """Return the name of a counted parameter, or its position."""
@@ -65,11 +71,11 @@ class Attachment:
             return f"parameter {index}"
         return self._names.get(id(self.counts.parameters[index]), f"parameter {index}")
 
-    def first_bad(self, row: list[float]) -> str | None:
-        """Return the first parameter with a non-finite gradient, from a row of the history."""
+    def first_bad(self, first: float) -> str | None:
+        """Return the first parameter with a non-finite gradient, from `HistoryIndex.FIRST`."""
         if self.counts is None:
             return None
-        index = self.counts.first_parameter(row[HistoryIndex.FIRST])
+        index = self.counts.first_parameter(first)
         return None if index is None else self.name_of(index)
 
     def detach(self) -> None:
@@ -105,48 +111,41 @@ class StepAttachment(Attachment):
     def __init__(self, step: Step, listener: Listener) -> None:
         super().__init__(list(step.models), list(step.optimizers))
         self._step, self._listener = step, listener
-        self._executor = step._executor
-        if self._executor.metrics.history is not None:
+        if step._history is not None:
             raise UnsupportedError(
                 "This step is observed by another run, and one at a time can record it. Call stop()"
                 " of that run first."
             )
+        self._before = step._calls
         self._count_gradients(step.scaler)
-        self._executor.metrics.record_to(self.history)
+        step._record_to(self.history)
         self._detach.callback(self._stop_recording)
-        self._detach.callback(_Wrapper(step, "_call", self._wrap_call).remove)
-        self._detach.callback(_Wrapper(step, "flush", self._wrap_flush).remove)
+        step._observe_calls(self._observe, step._calls)
 
     def _stop_recording(self) -> None:
-        self._executor.metrics.record_to(None)
+        self._step._observe_calls(None)
+        self._step._record_to(None)
 
-    def _wrap_call(self, call: Callable[..., Any]) -> Callable[[Call], Any]:
+    @property
+    def number(self) -> int:
+        """Number of the current step, or of the last one between steps; 0 before the first."""
+        return self._step._calls - self._before
+
+    def _observe(self, call: Call) -> Any:
         step, listener = self._step, self._listener
-
-        def observed(inputs: Call) -> Any:
-            if step._executor is not self._executor:
-                # The step was rebuilt, for another memory format.
-                self._executor = step._executor
-                self._executor.metrics.record_to(self.history)
-            is_sampled = listener.begin()
-            try:
-                returned = call(inputs, eagerly=True) if is_sampled else call(inputs)
-            except BaseException:
-                listener.fail()
-                raise
-            listener.end()
-            return returned
-
-        return observed
-
-    def _wrap_flush(self, flush: Callable[[], None]) -> Callable[[], None]:
-        def flushed() -> None:
-            updates = self._step.position > 0
-            flush()
-            if updates:
-                self._listener.count()
-
-        return flushed
+        step._observe_calls(self._observe)
+        following = self.number + 1
+        try:
+            is_sampled = listener.begin(following)
+            returned = step._call(call, eagerly=is_sampled)
+            following = listener.end(self.number)
+        except BaseException:
+            listener.fail()
+            raise
+        finally:
+            if step._observer is not None:
+                step._observe_calls(self._observe, self._before + following - 1)
+        return returned
 
 
 class LoopAttachment(Attachment):
@@ -188,7 +187,8 @@ class LoopAttachment(Attachment):
             return
         if not self._is_open:
             self._is_open = True
-            self._listener.begin()
+            self._number += 1
+            self._listener.begin(self._number)
 
     def _wrap_scale(self, scale: Callable[..., Any]) -> Callable[..., Any]:
         def scaled(outputs: Any, *args: Any, **kwargs: Any) -> Any:
@@ -220,12 +220,11 @@ class LoopAttachment(Attachment):
             return
         loss, self._loss = self._loss, None
         self.history.append(loss, skipped, scale, None)
-        if self._is_open:
-            self._is_open = False
-            self._listener.end()
-        else:
+        if not self._is_open:
             # The forward pass was not seen: a compiled model does not run the hook.
-            self._listener.count()
+            self._number += 1
+        self._is_open = False
+        self._listener.end(self._number)
 
     def detach(self) -> None:
         """Remove hooks and wrappers; end the step that is open."""

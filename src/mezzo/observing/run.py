@@ -8,7 +8,6 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from contextlib import ExitStack
-from math import isnan
 from types import TracebackType
 from typing import Self
 
@@ -20,6 +19,7 @@ from mezzo._errors import PolicyError
 from mezzo._launch import AsyncCopy, needs_sync
 from mezzo.observing.arguments import check_number, check_target, header, ranks
 from mezzo.observing.attach import Attachment, LoopAttachment, StepAttachment
+from mezzo.observing.kept_steps import KEPT, KeptSteps
 from mezzo.observing.log import LogWriter, log_path
 from mezzo.observing.numerics import Collector, NumericsCollector, NumericsTable
 from mezzo.observing.op_sampler import OpSampler, SampledOps
@@ -34,15 +34,13 @@ from mezzo.prepare.arguments import unwrapped
 from mezzo.scaling.gradient_counts import Counts
 from mezzo.scaling.observed_scaler import Scaler
 from mezzo.step.base import Step
-from mezzo.step.step_history import NO_UPDATE, HistoryIndex
 
 Optimizer = torch.optim.Optimizer
 
-_KEPT = 10_000
-"""Steps, skips and events that a run keeps in memory; the oldest are dropped."""
-_TAKE_EVERY = 32
-"""Steps between two looks at the history of a device, which lags anyway."""
-_SKIPPED, _SCALE = HistoryIndex.SKIPPED.value, HistoryIndex.SCALE.value
+_TAKE_MOST = 2048
+"""Steps between two looks at the history of a device, at most: it holds a few times as many."""
+_TAKE_SECONDS = 0.25
+"""Seconds between them, if steps are long."""
 
 
 def observe(
@@ -66,7 +64,8 @@ def observe(
 
     A step is captured again when a run is attached, and when it stops. A sampled call of a captured
     step runs eagerly, except with several processes: their graphs hold collectives, which all ranks
-    run alike, and only what needs no other call is sampled. Compiled models run as compiled: their
+    run alike, and only what needs no other call is sampled. Gradients are sampled at the end of the
+    backward pass: scaled, and averaged over processes. Compiled models run as compiled: their
     activations are not seen. After `stop()`, or the end of the block, models, optimizers, scaler
     and step are as before.
 
@@ -136,23 +135,21 @@ class Run:
         self._writer: LogWriter | None = None
         self._lock = threading.RLock()
         self._began = time.perf_counter()
-        self._steps: deque[tuple[list[float], float]] = deque(maxlen=_KEPT)
-        """Rows of the history, with the times when they arrived."""
-        self._bad_parameters: dict[int, str | None] = {}
-        """First parameters with a non-finite gradient, by the step that was skipped."""
-        self._skips: deque[StepRecord] = deque(maxlen=_KEPT)
-        self._events: deque[EventRecord] = deque(maxlen=_KEPT)
+        self._steps = KeptSteps()
+        self._events: deque[EventRecord] = deque(maxlen=KEPT)
         self._seen_events: set[_events.Event] = set()
         self._gradients: dict[str, Counts] = {}
         self._logged_gradients: dict[str, Counts] = {}
         self._copies: deque[tuple[int, AsyncCopy]] = deque()
-        self._number = self._skipped = self._counted = 0
-        self._scale = 1.0
-        self._next_sample, self._next_take, self._turn = 1, 1, 0
+        self._number = self._counted = 0
+        self._taken = (0, self._began)
+        """Step and time of the last look at the history."""
+        self._next_sample = self._next_take = self._interval = 1
+        self._next_copy, self._place = every, 0
         self._sampling: Collector | None = None
         self._numerics = NumericsTable({})
         self._attachment: Attachment | None = self._attach(target, optimizers, scaler)
-        self._take_every = _TAKE_EVERY if needs_sync(self._attachment.device) else 1
+        self._lags = needs_sync(self._attachment.device)
         self._sampler = NumericsCollector(self._attachment.models) if numerics else None
         self._op_sampler = OpSampler(self._attachment.models) if ops else None
         self._ops = SampledOps() if ops else None
@@ -184,50 +181,57 @@ class Run:
 
     # -- around each step --------------------------------------------------------------------------
 
-    def begin(self) -> bool:
+    def begin(self, number: int) -> bool:
         """Begin a step; return whether it is sampled. The observed step or loop calls this."""
-        self._number += 1
-        if self._number < self._next_sample or not self.collectors:
+        if number < self._next_sample or not self.collectors:
             return False
         # One collector a step, so that none sees the work of another.
-        place = self._turn % len(self.collectors)
+        place = self._place % len(self.collectors)
         is_last = place + 1 == len(self.collectors)
-        self._turn = 0 if is_last else place + 1
-        self._next_sample = self._number + (max(1, self.every - place) if is_last else 1)
+        self._place = 0 if is_last else place + 1
+        self._next_sample = number + (max(1, self.every - place) if is_last else 1)
         self._sampling = self.collectors[place]
-        self._sampling.start(self._number)
+        self._sampling.start(number)
         return True
 
-    def end(self) -> None:
-        """End a step. The observed step or loop calls this."""
+    def end(self, number: int) -> int:
+        """End a step; return the next one to see. The observed step or loop calls this."""
         if self._sampling is not None:
             self._stop_sampling(self._sampling)
-        if self._number % self.every == 0:
-            self._copy_counts()
-        if self._number >= self._next_take:
-            self._next_take = self._number + self._take_every
-            self._take(all_arrived=self._take_every == 1)
+        if number >= self._next_copy:
+            # At a multiple of `every`, and not more often than the history is looked at.
+            self._next_copy = -(-(number + self._interval) // self.every) * self.every
+            self._copy_counts(number)
+        if number >= self._next_take:
+            self._interval = self._steps_to_next_take(number)
+            self._next_take = number + self._interval
+            self._take(all_arrived=not self._lags)
+        following = min(self._next_copy, self._next_take)
+        return min(following, self._next_sample) if self.collectors else following
 
     def fail(self) -> None:
         """End a step that raised: it does not count."""
-        self._number -= 1
         if self._sampling is not None:
             self._stop_sampling(self._sampling)
 
-    def count(self) -> None:
-        """Count a step whose beginning was not seen, such as `flush()`."""
-        self._number += 1
-        self.end()
+    def _steps_to_next_take(self, number: int) -> int:
+        """Return after how many steps to look at the history again: it lags anyway."""
+        if not self._lags:
+            return 1
+        (before, then), now = self._taken, time.perf_counter()
+        self._taken = (number, now)
+        steps = (number - before) * _TAKE_SECONDS / max(now - then, 1e-9)
+        return max(1, min(_TAKE_MOST, int(steps)))
 
     def _stop_sampling(self, collector: Collector) -> None:
         self._sampling = None
         collector.stop()
 
-    def _copy_counts(self) -> None:
+    def _copy_counts(self, number: int) -> None:
         counts = None if self._attachment is None else self._attachment.counts
-        if counts is not None and self._counted < self._number:
-            self._counted = self._number
-            self._copies.append((self._number, AsyncCopy(counts.used())))
+        if counts is not None and self._counted < number:
+            self._counted = number
+            self._copies.append((number, AsyncCopy(counts.used())))
 
     # -- records -----------------------------------------------------------------------------------
 
@@ -236,10 +240,10 @@ class Run:
         attachment = self._attachment
         if attachment is None:
             return
-        records: list[Record] = []
         rows = attachment.history.take(all_arrived=all_arrived)
-        if rows:
-            records += self._add_steps(rows, attachment)
+        if len(rows):
+            self._add_steps(rows, attachment)
+        records: list[Record] = []
         while self._copies and self._copies[0][1].arrived():
             number, copy = self._copies.popleft()
             records += self._gradient_records(number, copy, attachment)
@@ -247,39 +251,13 @@ class Run:
             records += collector.take(self._time())
         self._write(records)
 
-    def _add_steps(self, rows: list[list[float]], attachment: Attachment) -> list[Record]:
-        """Keep the numbers of some steps; return the records of those that are logged."""
-        now, scale, skipped = self._time(), self._scale, []
-        # Plain indices and no records: this runs for every step, and small steps are short.
-        for row in rows:
-            if row[_SCALE] != row[_SCALE]:  # a NaN: the call did not change it
-                row[_SCALE] = scale
-            scale = row[_SCALE]
-            if row[_SKIPPED] > 0:
-                skipped.append(row)
-        self._scale = scale
-        self._steps.extend([(row, now) for row in rows])
-        self._skipped += len(skipped)
-        self._bad_parameters |= {int(row[0]): attachment.first_bad(row) for row in skipped}
-        self._skips.extend([self._record(row, now) for row in skipped])
-        if self._writer is None:
-            return []
-        interval = self._writer.step_interval(int(rows[0][0]))
-        logged = [row for row in rows if row[_SKIPPED] > 0 or row[0] % interval == 0]
-        return [self._record(row, now) for row in logged]
-
-    def _record(self, row: list[float], time: float) -> StepRecord:
-        number, skipped = int(row[HistoryIndex.NUMBER]), row[HistoryIndex.SKIPPED]
-        norm = row[HistoryIndex.NORM]
-        return StepRecord(
-            step=number,
-            time=time,
-            loss=row[HistoryIndex.LOSS] if row[HistoryIndex.HAS_LOSS] else None,
-            scale=row[HistoryIndex.SCALE],
-            skipped=None if skipped == NO_UPDATE else bool(skipped),
-            norm=None if isnan(norm) else norm,
-            parameter=self._bad_parameters.get(number),
-        )
+    def _add_steps(self, rows: torch.Tensor, attachment: Attachment) -> None:
+        now = self._time()
+        self._steps.add(rows, now, attachment.first_bad)
+        if self._writer is not None:
+            with self._lock:
+                interval = self._writer.step_interval(int(rows[0, 0]), together=len(rows))
+                self._writer.write_steps(self._steps.logged(rows, now, interval))
 
     def _gradient_records(
         self, number: int, copy: AsyncCopy, attachment: Attachment
@@ -304,7 +282,9 @@ class Run:
             return
         with self._lock:
             self._seen_events.add(event)
-            record = EventRecord.of(event, self._number, self._time())
+            attachment = self._attachment
+            number = self._number if attachment is None else attachment.number
+            record = EventRecord.of(event, number, self._time())
             self._events.append(record)
         self._write([record])
 
@@ -325,20 +305,20 @@ class Run:
         Does not synchronize: on CUDA the last few steps may be missing until `stop()`.
         """
         self._refresh()
-        return [self._record(*one) for one in self._steps]
+        return self._steps.records()
 
     @property
     def skips(self) -> list[StepRecord]:
         """The steps that were skipped, with the first parameter whose gradient was not finite."""
         self._refresh()
-        return list(self._skips)
+        return list(self._steps.skips)
 
     @property
     def gradients(self) -> dict[str, Counts]:
         """Values of each gradient that overflowed and underflowed, by parameter name.
 
-        Up to the last multiple of `every` steps; after `stop()` up to the end. Empty if no loss
-        scaler checks the gradients.
+        Up to a multiple of `every` steps, on CUDA not always the last; after `stop()` up to the
+        end. Empty if no loss scaler checks the gradients.
         """
         self._refresh()
         return dict(self._gradients)
@@ -365,21 +345,22 @@ class Run:
         return list(self._events)
 
     def _refresh(self) -> None:
-        self._take(all_arrived=self._take_every == 1)
+        self._take(all_arrived=not self._lags)
 
     def __repr__(self) -> str:
         """Summarize the run. Does not synchronize."""
         self._refresh()
-        started = self._header
-        state = "running" if self._attachment is not None else "stopped"
+        started, steps, attachment = self._header, self._steps, self._attachment
+        state = "stopped" if attachment is None else "running"
+        number = self._number if attachment is None else attachment.number
         lines = [
             f"Run of {started.model}, {started.policy or 'no policy'}, {started.dtype}: {state}",
-            f"steps: {self._number}, skipped: {self._skipped}, loss scale: {self._scale:g}",
+            f"steps: {number}, skipped: {steps.skipped}, loss scale: {steps.scale:g}",
         ]
-        loss = self._record(*self._steps[-1]).loss if self._steps else None
-        if loss is not None:
-            lines[1] += f", loss: {loss:.4g}"
-        lines += [f"last skip: step {one.step}, {one.parameter}" for one in [*self._skips][-1:]]
+        last = steps.last()
+        if last is not None and last.loss is not None:
+            lines[1] += f", loss: {last.loss:.4g}"
+        lines += [f"last skip: step {one.step}, {one.parameter}" for one in [*steps.skips][-1:]]
         lines += _worst_gradients(self._gradients)
         if numerics := self.numerics:
             sampled = ", ".join(f"{len(one)} {which}" for which, one in numerics.items())
@@ -398,11 +379,12 @@ class Run:
         attachment = self._attachment
         if attachment is None:
             return
-        self._copy_counts()
+        self._copy_counts(attachment.number)
         if self._sampling is not None:
             self._stop_sampling(self._sampling)
         # Waits for the device, after which everything has arrived.
         attachment.detach()
+        self._number = attachment.number
         self._take(all_arrived=True)
         self._stack.close()
         self._numerics = self.numerics

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
+from math import inf
 from typing import Any
 
 import torch
@@ -20,6 +22,7 @@ from mezzo.step.metrics import StepMetrics
 from mezzo.step.outputs import HostOutputs, KeptOutputs, RunningMeans
 from mezzo.step.runners import agreed_runner, runner_for
 from mezzo.step.shared_settings import check_shared_settings
+from mezzo.step.step_history import StepHistory
 from mezzo.step.step_state import (
     load_run_state,
     load_step_state,
@@ -53,18 +56,27 @@ class Step:
         self._position = 0
         """Calls since the last update."""
         self._updates = 0
+        self._calls = 0
+        """Calls of this object, and flushes that updated. A call that raised does not count."""
+        self._observer: Callable[[Call], Any] | None = None
+        """Runs a call instead, from `_next_observed` on; see `_observe_calls`."""
+        self._next_observed = inf
         self._is_checked = False
         """Whether this and other processes were found to train the same step."""
         self._phases = [
             AccumulationPhase(first=index == 0, last=index + 1 == options.accumulate)
             for index in range(options.accumulate)
         ]
+        self._history: StepHistory | None = None
+        """Where an observer records the metrics of every call."""
         self._build(components, options)
 
     def _build(self, components: StepComponents, options: StepOptions) -> None:
         """Create the executor and the runner for these components."""
         self._components = components
         self._executor = StepExecutor(components, self._body, options)
+        if self._history is not None:
+            self._executor.metrics.record_to(self._history)
         self._runner: Runner = runner_for(self._executor, self._capture)
         scaler = components.scaler
         self._checks_small_scale = (
@@ -82,6 +94,8 @@ class Step:
 
         With `eagerly` it is not replayed, unless all ranks have to run it alike.
         """
+        if self._calls >= self._next_observed and self._observer is not None:
+            return self._observer(call)
         if self._components.decoration.lent:
             self._check_not_lent("The training step")
         if not self._is_checked:
@@ -89,9 +103,16 @@ class Step:
         # Freed before the forward pass, which needs the memory.
         self._outputs = None
         phase, run = self._phases[self._position], self._runner
-        returned = (
-            run.run_eagerly(call, phase) if eagerly and not run.shares_calls else run(call, phase)
-        )
+        self._calls += 1
+        try:
+            returned = (
+                run.run_eagerly(call, phase)
+                if eagerly and not run.shares_calls
+                else run(call, phase)
+            )
+        except BaseException:
+            self._calls -= 1
+            raise
         if phase.last:
             self._position = 0
             self._finish_update()
@@ -101,6 +122,19 @@ class Step:
         if self._checks_small_scale:
             self._warn_if_scale_small()
         return returned
+
+    def _record_to(self, history: StepHistory | None) -> None:
+        """Write the metrics of every call to a history too; None: to none."""
+        self._history = history
+        self._executor.metrics.record_to(history)
+
+    def _observe_calls(self, observer: Callable[[Call], Any] | None, first: float = inf) -> None:
+        """Let an observer run the call after `first` calls, and all later ones; None: no call.
+
+        Calls before it cost nothing. The observer runs the call with `_call`, in which it sets when
+        it is called next.
+        """
+        self._observer, self._next_observed = observer, first
 
     def _check_processes(self) -> None:
         """Check before the first call that the wrappers and the other processes fit the step."""
@@ -126,6 +160,7 @@ class Step:
             self._check_not_lent("flush()")
             calls, self._position = self._position, 0
             self._runner.flush(calls)
+            self._calls += 1
             self._finish_update()
 
     def _check_not_lent(self, operation: str) -> None:

@@ -9,9 +9,10 @@ import torch
 
 from mezzo.scaling.gradient_counts import GradientCounts
 
-ROWS = 1024
+ROWS = 8192
 """Steps that the ring holds; the host takes them out long before."""
-_BLOCK = 32
+_BLOCK = 2560
+"""Rows that are copied out of the ring at a time."""
 NO_UPDATE = -1.0
 """`SKIPPED` of a call that only accumulated gradients."""
 
@@ -43,7 +44,7 @@ class StepHistory:
 
     >>> history = StepHistory(torch.device("cpu"))
     >>> history.append(torch.tensor(0.5), 0.0, 8.0, None)
-    >>> history.take(all_arrived=True)
+    >>> history.take(all_arrived=True).tolist()
     [[1.0, 0.5, 0.0, 8.0, nan, 0.0, 1.0]]
     """
 
@@ -85,24 +86,28 @@ class StepHistory:
         # A fill: a copy from the host would synchronize.
         return torch.full((), value, dtype=torch.float64, device=self._device)
 
-    def take(self, *, all_arrived: bool) -> list[list[float]]:
-        """Return the rows that have arrived since the last call, in order.
+    def take(self, *, all_arrived: bool) -> torch.Tensor:
+        """Return a copy of the rows that have arrived since the last call, in order.
 
         Unless `all_arrived`, which is after a synchronization, the newest row is left for the next
         call: the device may be writing it. Rows that were overwritten are missing.
         """
-        fresh: list[list[float]] = []
-        position, is_full = self._taken, True
-        while is_full:
+        blocks, position, end = [], self._taken, self._taken + len(self.rows)
+        while position < end:
             place = position % len(self.rows)
-            # Few at a time: the host looks often, and finds few.
-            block: list[list[float]] = self.rows[place : place + _BLOCK].tolist()
-            arrived = [row for row in block if row[0] > position]
-            fresh += arrived
-            is_full = len(arrived) == len(block)
-            position = int(fresh[-1][0]) if fresh else position
-        if fresh and not all_arrived:
-            fresh.pop()
-        if fresh:
-            self._taken = int(fresh[-1][0])
+            block = self.rows[place : place + min(_BLOCK, end - position)].clone()
+            old = (block[:, 0] <= self._taken).nonzero()
+            count = int(old[0]) if len(old) else len(block)
+            blocks.append(block[:count])
+            position += count
+            if count < len(block):
+                break
+        fresh = blocks[0] if len(blocks) == 1 else torch.cat(blocks)
+        if position == end:
+            # The ring was overwritten: its first row need not be the oldest.
+            fresh = fresh[fresh[:, 0].argsort()]
+            position = int(fresh[-1, 0])
+        if position > self._taken and not all_arrived:
+            fresh, position = fresh[:-1], position - 1
+        self._taken = position
         return fresh
