@@ -76,6 +76,10 @@ class AsyncCopy:
         values: list[float] = self._values.tolist()
         return values
 
+    def result(self) -> torch.Tensor:
+        """Return the values as a tensor on the host. Call this only after `arrived()`."""
+        return self._values
+
 
 # -- tables of addresses and sizes -----------------------------------------------------------------
 

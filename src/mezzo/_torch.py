@@ -124,6 +124,7 @@ FEATURES: Mapping[str, Mapping[str, str]] = {
         "TorchDispatchMode": "torch.utils._python_dispatch.TorchDispatchMode",
         "current_autograd_node": "torch._C._current_autograd_node",
         "next_sequence_number": "torch._C._autograd._get_sequence_nr",
+        "after_backward": "torch.autograd.Variable._execution_engine.queue_callback",
     },
     "gradient check": {
         "check_and_unscale_": "torch._amp_foreach_non_finite_check_and_unscale_",

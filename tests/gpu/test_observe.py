@@ -11,6 +11,7 @@ from support.step_models import Made, batches, boosted
 from torch import nn
 
 import mezzo
+from mezzo.observing.numerics import NumericsCollector
 from mezzo.observing.tensor_stats import compute_stats, sample
 from mezzo.scaling import check_unscale
 from mezzo.scaling.gradient_counts import GradientCounts
@@ -163,3 +164,31 @@ def test_statistics_on_a_gpu_equal_those_on_a_cpu() -> None:
     for name, stats in there.read().items():
         assert stats.rms == pytest.approx(expected[name].rms)
         assert vars(stats) | {"rms": 0} == vars(expected[name]) | {"rms": 0}
+
+
+def test_a_sample_reads_nothing_from_the_device(request: pytest.FixtureRequest) -> None:
+    model = nn.Sequential(nn.Linear(64, 300), nn.LayerNorm(300), nn.Linear(300, 8)).cuda()
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    model, optimizer = mezzo.decorate(model, optimizer, "O2", dtype="bfloat16")
+    x = torch.randn(16, 64, device="cuda")
+
+    def run() -> NumericsCollector:
+        collector = NumericsCollector([model])
+        collector.start(1)
+        model(x).float().square().mean().backward()
+        optimizer.step()
+        collector.stop()
+        optimizer.zero_grad()
+        return collector
+
+    # Kernels are compiled, and pinned memory is allocated.
+    run()
+    torch.cuda.synchronize()
+    request.getfixturevalue("no_host_reads")
+    collector = run()
+    torch.cuda.set_sync_debug_mode("default")
+    torch.cuda.synchronize()
+    collector.take(0.0)
+    names = set(dict(model.named_parameters()))
+    assert set(collector.latest["updates"]) == set(collector.latest["gradients"]) == names
+    assert set(collector.latest["activations"]) == {"0", "1", "2"}

@@ -10,8 +10,9 @@ from torch import nn
 from torch.nn import functional as F
 
 import mezzo
+from mezzo._torch import TorchDispatchMode
 from mezzo.observing.numerics import NumericsCollector
-from mezzo.observing.tensor_stats import SAMPLE, compute_stats, sample, values_at_places
+from mezzo.observing.tensor_stats import SAMPLE, compute_stats, places_of, sample
 
 
 def stats_of(tensor):
@@ -55,16 +56,16 @@ def test_a_large_tensor_is_sampled_but_its_largest_value_is_seen():
 
 def test_every_column_of_a_square_matrix_is_sampled():
     columns = torch.arange(1024.0).expand(1024, 1024).contiguous()
-    assert values_at_places(columns).unique().numel() == 1024
+    assert places_of(columns).unique().numel() == 1024
 
 
 @pytest.mark.parametrize("like", [torch.zeros(2, 3, 4, 4), None])
 def test_samples_are_taken_at_the_same_places_in_any_memory_format(like):
     tensor = torch.arange(96.0).view(2, 3, 4, 4).to(memory_format=torch.channels_last)
     expected = tensor.contiguous().flatten() if like is not None else tensor.permute(0, 2, 3, 1)
-    assert torch.equal(values_at_places(tensor, like), expected.reshape(-1))
+    assert torch.equal(places_of(tensor, like), expected.reshape(-1))
     strided = torch.arange(24.0).view(4, 6)[:, ::2]
-    assert torch.equal(values_at_places(strided), strided.reshape(-1))
+    assert torch.equal(places_of(strided), strided.reshape(-1))
 
 
 def test_many_tensors_and_empty_ones_are_computed_together():
@@ -107,6 +108,92 @@ def test_updates_lost_in_the_16_bit_weight_are_separate_from_those_lost_in_its_m
     model, optimizer = mezzo.decorate(model, optimizer, "O2", dtype="bfloat16")
     stats = sampled(model, optimizer, torch.ones(1, 4))["updates"]["weight"]
     assert (stats.lost, stats.lost_half) == (0.0, 1.0)
+
+
+@pytest.mark.parametrize("master", ["float32", "split", "kahan", "none"])
+def test_updates_are_those_of_the_master_weights(master):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 600), nn.LayerNorm(600), nn.Linear(600, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+    model, optimizer = mezzo.decorate(model, optimizer, "O2", dtype="bfloat16", master=master)
+    before = {name: one.clone() for name, one in mezzo.master_params(model).items()}
+    stats = sampled(model, optimizer, torch.randn(8, 64))["updates"]
+    assert list(stats) == list(before)
+    for name, now in mezzo.master_params(model).items():
+        change = places_of(now - before[name])
+        assert (stats[name].min, stats[name].max) == (change.min(), change.max()), name
+
+
+class Weights(nn.Module):
+    """Many parameters, of two dtypes, in one module."""
+
+    def __init__(self, count):
+        super().__init__()
+        dtypes = (torch.float32, torch.bfloat16)
+        self.all = nn.ParameterList(torch.ones(4, dtype=dtypes[i % 2]) for i in range(count))
+
+    def forward(self, x):
+        return torch.stack([(x * one.float()).sum() for one in self.all])
+
+
+VIEWS = {"detach", "as_strided", "slice", "view", "unsqueeze", "split_with_sizes", "t", "alias"}
+
+
+class Launches(TorchDispatchMode):
+    """Counts ops that are not views."""
+
+    def __init__(self):
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += func.__name__.split(".")[0] not in VIEWS
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_sample_takes_as_many_launches_for_any_number_of_parameters():
+    launches = []
+    for count in (6, 60):
+        model = Weights(count)
+        collector = NumericsCollector([model])
+        loss = model(torch.ones(4)).sum()
+        with Launches() as counter:
+            collector.start(1)
+        loss.backward()
+        with counter:
+            collector.stop()
+        collector.take(0.0)
+        assert set(collector.latest["gradients"]) == set(dict(model.named_parameters()))
+        launches.append(counter.count)
+    assert launches[0] == launches[1] < 150
+
+
+def test_gradients_are_sampled_scaled_as_the_loss_was():
+    model = nn.Linear(4, 1, bias=False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scaler = mezzo.GradScaler("cpu", init_scale=1024.0)
+    with mezzo.observe(model, optimizer, scaler) as run:
+        scaler.scale(model(torch.ones(1, 4)).sum()).backward()
+        scaler.unscale_(optimizer)
+        scaler.step(optimizer)
+        scaler.update()
+    assert run.numerics["gradients"]["weight"].max == 1024.0
+    assert run.numerics["updates"]["weight"].max == pytest.approx(-0.1)
+
+
+def test_a_backward_pass_that_raised_leaves_nothing_for_the_next_sample():
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+
+    def fail(_):
+        raise RuntimeError("planted")
+
+    with mezzo.observe(model, every=1) as run:
+        hook = model[0].weight.register_post_accumulate_grad_hook(fail)
+        with pytest.raises(RuntimeError, match="planted"):
+            model(torch.ones(1, 4)).sum().backward()
+        hook.remove()
+        model(torch.ones(1, 4)).sum().backward()
+    assert set(run.numerics["gradients"]) == {"0.weight", "0.bias", "1.weight", "1.bias"}
 
 
 def test_a_call_that_does_not_update_has_no_updates():

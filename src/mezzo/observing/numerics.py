@@ -3,26 +3,33 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import wraps
+from typing import Any, NamedTuple, ParamSpec, Protocol
 
 import torch
 from torch import nn
 from torch.compiler import is_compiling
 from torch.utils.weak import WeakIdKeyDictionary
 
-from mezzo._torch import DisableTorchFunction
+from mezzo._torch import DisableTorchFunction, after_backward
 from mezzo.observing.records import Record, TensorsRecord, TensorStats
 from mezzo.observing.tensor_stats import (
-    LostUpdates,
     PendingStats,
     SampledTensor,
+    Update,
     compute_stats,
+    grouped,
+    places_of,
     sample,
-    values_at_places,
+    sample_all,
+    sample_updates,
+    split_like,
 )
-from mezzo.optim.master_weights import version_of
+from mezzo.optim.master_weights import MasterWeights, version_of
 from mezzo.prepare.master_params import ModelMasters
+
+_P = ParamSpec("_P")
 
 _CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 """Modules whose outputs are those of a module in them."""
@@ -42,11 +49,22 @@ class Collector(Protocol):
 
 
 class _Weight(NamedTuple):
-    """A parameter before the update: samples of its stored value and of its master weight."""
+    """A trained parameter, with the masters that hold its float32 value; None: it has it itself."""
 
-    parameter: torch.Tensor
-    stored: torch.Tensor
-    master: torch.Tensor
+    name: str
+    parameter: torch.nn.Parameter
+    masters: MasterWeights | None
+
+
+def _plain_ops(method: Callable[_P, None]) -> Callable[_P, None]:
+    """Run a method without gradients, and without the policy of a region around the model."""
+
+    @wraps(method)
+    def run(*args: _P.args, **kwargs: _P.kwargs) -> None:
+        with torch.no_grad(), DisableTorchFunction():
+            method(*args, **kwargs)
+
+    return run
 
 
 class NumericsCollector:
@@ -56,7 +74,12 @@ class NumericsCollector:
         self._models = list(models)
         self._handles: list[Any] = []
         self._samples: dict[str, dict[str, SampledTensor]] = {}
-        self._weights: dict[str, _Weight] = {}
+        self._weights: list[_Weight] = []
+        """Trained parameters, those of a dtype together."""
+        self._before: list[torch.Tensor] = []
+        """Samples of their float32 values before the update."""
+        self._arrived: dict[str, torch.Tensor] = {}
+        """Parameters that got gradients in the backward pass that runs."""
         self._seen = WeakIdKeyDictionary()
         """Versions of the outputs that were sampled."""
         self._step = 0
@@ -66,38 +89,60 @@ class NumericsCollector:
 
     # -- one sampled step, in order ----------------------------------------------------------------
 
+    @_plain_ops
     def start(self, step: int) -> None:
         """Sample the parameters, and register hooks for activations and gradients."""
         self._samples = {"parameters": {}, "activations": {}, "gradients": {}}
-        self._step, self._weights = step, {}
+        self._step, self._weights, self._arrived = step, [], {}
+        parameters = {}
         for prefix, model in named_models(self._models):
             masters = ModelMasters(model)
             for name, parameter in model.named_parameters():
                 if parameter.is_floating_point():
-                    self._add_parameter(prefix + name, parameter, masters)
+                    parameters[prefix + name] = parameter
+                    self._add_weight(_Weight(prefix + name, parameter, masters.masters(parameter)))
             for name, module in model.named_modules():
                 if not isinstance(module, _CONTAINERS):
                     self._watch(prefix + name or type(module).__name__, module)
+        if parameters:
+            samples = sample_all(list(parameters.values()))
+            self._samples["parameters"] = dict(zip(parameters, samples, strict=True))
+        self._weights.sort(key=lambda one: str(one.parameter.dtype))
+        stored = [places_of(one.parameter) for one in self._weights]
+        self._before = _float32_values(self._weights, stored)
 
-    def _add_parameter(
-        self, name: str, parameter: torch.nn.Parameter, masters: ModelMasters
-    ) -> None:
-        self._samples["parameters"][name] = one = sample(parameter)
+    def _add_weight(self, weight: _Weight) -> None:
+        name, parameter, _ = weight
         if not parameter.requires_grad or not parameter.is_leaf:
             return
-        has_master = masters.masters(parameter) is not None
-        master = (
-            values_at_places(masters.current(parameter), parameter) if has_master else one.values
-        )
-        self._weights[name] = _Weight(parameter, one.values, master)
+        self._weights.append(weight)
 
         def add_gradient(owner: torch.Tensor) -> None:
             if is_compiling():
                 return
-            if owner.grad is not None and owner.grad.layout is torch.strided:
-                self._samples["gradients"][name] = sample(owner.grad, owner)
+            if not self._arrived:
+                after_backward(self._wait_for_other_callbacks)
+            self._arrived[name] = owner
 
         self._handles.append(parameter.register_post_accumulate_grad_hook(add_gradient))
+
+    def _wait_for_other_callbacks(self) -> None:
+        # Gradients of several processes are complete after the callback that reduces them.
+        after_backward(self._sample_gradients)
+
+    @_plain_ops
+    def _sample_gradients(self) -> None:
+        """Sample all gradients of a backward pass at once, before they are unscaled."""
+        arrived, self._arrived = self._arrived, {}
+        owners = {
+            name: owner
+            for name, owner in arrived.items()
+            if owner.grad is not None and owner.grad.layout is torch.strided
+        }
+        gradients = [owner.grad for owner in owners.values() if owner.grad is not None]
+        if gradients and "gradients" in self._samples:
+            samples = sample_all(gradients, list(owners.values()))
+            self._samples["gradients"] |= dict(zip(owners, samples, strict=True))
 
     def _watch(self, name: str, module: nn.Module) -> None:
         # The signature of a forward hook.
@@ -114,55 +159,54 @@ class NumericsCollector:
 
         self._handles.append(module.register_forward_hook(add_outputs))
 
+    @_plain_ops
     def _add_activation(self, name: str, tensor: torch.Tensor) -> None:
         activations = self._samples["activations"]
         unique, call = name, 1
         while unique in activations:
             call += 1
             unique = f"{name} (call {call})"
-        # The policy of the region around the model is not for these ops.
-        with DisableTorchFunction():
-            activations[unique] = sample(tensor)
+        activations[unique] = sample(tensor)
 
+    @_plain_ops
     def stop(self) -> None:
         """Remove the hooks, and compute the statistics on the device."""
         self._remove_hooks()
         samples, self._samples = self._samples, {}
-        weights, self._weights = self._weights, {}
-        pending = {
-            which: compute_stats(list(tensors.items()))
-            for which, tensors in samples.items()
-            if tensors
-        }
-        updates = self._updates(weights, samples.get("gradients", {}))
-        if updates is not None:
-            pending["updates"] = updates
-        self._pending.append(_PendingStep(self._step, pending))
+        samples["updates"] = self._updates(samples)
+        self._weights, self._before = [], []
+        named = [
+            ((which, name), one) for which, all_ in samples.items() for name, one in all_.items()
+        ]
+        if named:
+            self._pending.append(_PendingStep(self._step, compute_stats(named)))
 
-    def _updates(
-        self, weights: Mapping[str, _Weight], gradients: Mapping[str, SampledTensor]
-    ) -> PendingStats | None:
-        masters = [ModelMasters(model) for model in self._models]
-        updates: list[tuple[str, SampledTensor]] = []
-        lost = []
-        for name, (parameter, stored, master) in weights.items():
-            if name not in gradients or gradients[name].values.shape != stored.shape:
-                continue
-            owner = next((one for one in masters if one.masters(parameter) is not None), None)
-            stored_now = values_at_places(parameter)
-            master_now = (
-                stored_now
-                if owner is None
-                else values_at_places(owner.current(parameter), parameter)
+    def _updates(self, samples: Mapping[str, dict[str, SampledTensor]]) -> dict[str, SampledTensor]:
+        gradients, parameters = samples["gradients"], samples["parameters"]
+        rows = [
+            place
+            for place, (name, _, _) in enumerate(self._weights)
+            if name in gradients and gradients[name].values.shape == parameters[name].values.shape
+        ]
+        if not rows:
+            return {}
+        weights = [self._weights[row] for row in rows]
+        parts = [places_of(one.parameter) for one in weights]
+        updates = [
+            Update(
+                one.parameter,
+                gradients[one.name].values,
+                self._before[row],
+                after,
+                parameters[one.name].values,
+                stored,
             )
-            change = master_now.float() - master.float()
-            largest = change.abs().amax() if change.numel() else change.new_zeros(())
-            updates.append(
-                (name, SampledTensor(change, largest, parameter.numel(), parameter.dtype))
+            for row, one, after, stored in zip(
+                rows, weights, _float32_values(weights, parts), parts, strict=True
             )
-            gradient = gradients[name].values
-            lost.append(LostUpdates.between(gradient, master, master_now, stored, stored_now))
-        return compute_stats(updates, lost) if updates else None
+        ]
+        found = dict(zip((one.name for one in weights), sample_updates(updates), strict=True))
+        return {name: found[name] for name in parameters if name in found}
 
     def _remove_hooks(self) -> None:
         for handle in self._handles:
@@ -187,19 +231,44 @@ class _PendingStep(NamedTuple):
     """The statistics of one sampled step, on their way to the host."""
 
     step: int
-    stats: dict[str, PendingStats]
+    stats: PendingStats[tuple[str, str]]
 
     def arrived(self) -> bool:
-        return all(one.arrived() for one in self.stats.values())
+        return self.stats.arrived()
 
     def read(self) -> tuple[int, dict[str, Mapping[str, TensorStats]]]:
-        stats: dict[str, Mapping[str, TensorStats]] = {
-            which: one.read() for which, one in self.stats.items()
-        }
+        stats: dict[str, dict[str, TensorStats]] = {}
+        for (which, name), one in self.stats.read().items():
+            stats.setdefault(which, {})[name] = one
         if all(one.zero == one.sampled for one in stats.get("updates", {}).values()):
             # The update was skipped, or the call did not update.
             stats.pop("updates", None)
-        return self.step, stats
+        return self.step, {**stats}
+
+
+def _float32_values(weights: list[_Weight], stored: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Return copies of samples of float32 values; of parameters without masters, of their own."""
+    values: dict[int, torch.Tensor] = {}
+    for places in grouped((one.masters, one.parameter.dtype) for one in weights):
+        chosen, masters = [weights[place].parameter for place in places], weights[places[0]].masters
+        parts = [stored[place] for place in places]
+        flat = torch.cat(parts)
+        if masters is not None:
+            # Formats store each element for itself, so that samples merge as whole tensors do.
+            flat = masters.format.merge(flat, _companions(chosen, masters))
+        values.update(zip(places, split_like(flat, parts), strict=True))
+    return [values[place] for place in range(len(weights))]
+
+
+def _companions(
+    parameters: list[torch.nn.Parameter], masters: MasterWeights
+) -> torch.Tensor | None:
+    """Return samples of companion tensors at the places of their parameters, as one vector."""
+    for parameter in parameters:
+        masters.prepare_companion(parameter)
+    tensors = [(one, masters.companion_tensor(one)) for one in parameters]
+    parts = [places_of(tensor, one) for one, tensor in tensors if tensor is not None]
+    return torch.cat(parts) if parts else None
 
 
 def named_models(models: list[nn.Module]) -> Iterator[tuple[str, nn.Module]]:

@@ -1,32 +1,41 @@
 """Statistics of many tensors at once: range, headroom, underflow, exponents, lost updates.
 
 Small samples of the tensors are collected while a step runs. At its end a few ops compute the
-statistics of all of them on the device, and one asynchronous copy brings them to the host.
+statistics of all of them on the device, and one asynchronous copy brings them to the host. No loop
+here launches anything for a single tensor: a model has hundreds, and a launch takes microseconds.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import cache
+from itertools import groupby
 from math import isfinite, isnan, log2
-from typing import NamedTuple
+from typing import Generic, NamedTuple, TypeVar
 
 import torch
 
 from mezzo import _launch
 from mezzo._dtypes import dtype_name
 from mezzo._launch import AsyncCopy
+from mezzo._torch import foreach_norm
 from mezzo.observing.records import TensorStats
 from mezzo.scaling.mesh import local
 
 SAMPLE = 2**14
 """Values of a tensor that the statistics are of. Of larger tensors every n-th, n odd: all columns
 of a matrix whose sides are powers of two are then sampled alike."""
+_NUMBERS = 12
+"""Numbers of each tensor before its histogram."""
 _LOWEST = -150
 """Exponent of the first bin; values of float64 beyond the bins are counted in the last ones."""
 _BINS = 280
-_BLOCK = 128
+_BLOCK = 256
 """Tensors whose statistics are computed together, which bounds the memory that this needs."""
+
+
+Key = TypeVar("Key", bound=Hashable)
 
 
 class SampledTensor(NamedTuple):
@@ -38,49 +47,40 @@ class SampledTensor(NamedTuple):
     """NaN if one value is; infinite if one is."""
     numel: int
     dtype: torch.dtype
+    lost: torch.Tensor | None = None
+    """Of updates: how many values had a gradient, how many of these stayed as they were; how many
+    master weights changed, and of how many of these the 16-bit parameter stayed as it was."""
 
 
-class LostUpdates(NamedTuple):
-    """Numbers of sampled values of one parameter, on the device."""
+class Update(NamedTuple):
+    """Samples of one parameter at the same places, before and after its update."""
 
-    had_gradient: torch.Tensor
-    """Values with a gradient other than zero."""
-    lost: torch.Tensor
-    """Those of them that did not change."""
-    changed: torch.Tensor
-    """Values whose master weight changed."""
-    lost_half: torch.Tensor
-    """Those of them whose 16-bit parameter did not change."""
-
-    @classmethod
-    def between(
-        cls,
-        gradient: torch.Tensor,
-        before: torch.Tensor,
-        after: torch.Tensor,
-        half_before: torch.Tensor,
-        half_after: torch.Tensor,
-    ) -> LostUpdates:
-        """Compare samples of a parameter before and after an update, taken at the same places."""
-        had_gradient = gradient.isfinite() & (gradient != 0)
-        changed = before != after
-        return cls(
-            had_gradient.sum(),
-            (had_gradient & ~changed).sum(),
-            changed.sum(),
-            (changed & (half_before == half_after)).sum(),
-        )
+    parameter: torch.Tensor
+    gradient: torch.Tensor
+    before: torch.Tensor
+    """Of the master weight, if there is one."""
+    after: torch.Tensor
+    half_before: torch.Tensor
+    """Of the stored parameter."""
+    half_after: torch.Tensor
 
 
-def values_at_places(tensor: torch.Tensor, like: torch.Tensor | None = None) -> torch.Tensor:
-    """Return a copy of the sampled values of a tensor, in the memory order of `like`.
+# -- samples ---------------------------------------------------------------------------------------
 
-    >>> values_at_places(torch.arange(3.0))
+
+def places_of(tensor: torch.Tensor, like: torch.Tensor | None = None) -> torch.Tensor:
+    """Return the sampled values of a tensor in the memory order of `like`: a view if possible.
+
+    Call it without gradients: it does not detach, which would be one more op for each tensor.
+
+    >>> places_of(torch.arange(3.0))
     tensor([0., 1., 2.])
     """
-    tensor = local(tensor.detach())
-    like = tensor if like is None else local(like.detach())
-    if not _launch.is_dense(like):
+    tensor = local(tensor)
+    like = tensor if like is None else local(like)
+    if tensor is like and tensor.is_contiguous():
+        pass
+    elif not _launch.is_dense(like):
         tensor = tensor.contiguous()
     elif tensor.stride() != like.stride():
         strided = torch.empty_strided(
@@ -88,47 +88,152 @@ def values_at_places(tensor: torch.Tensor, like: torch.Tensor | None = None) -> 
         )
         tensor = strided.copy_(tensor)
     count = tensor.numel()
-    flat = tensor.as_strided((count,), (1,))
     every = -(-count // SAMPLE)
-    return (flat if every <= 1 else flat[:: every | 1]).clone()
+    every = every if every <= 1 else every | 1
+    return tensor.as_strided((-(-count // every) if count else 0,), (max(every, 1),))
 
 
-def sample(tensor: torch.Tensor, like: torch.Tensor | None = None) -> SampledTensor:
-    """Sample a tensor of floating-point values. Does not synchronize."""
+def sample_all(
+    tensors: Sequence[torch.Tensor], likes: Sequence[torch.Tensor] | None = None
+) -> list[SampledTensor]:
+    """Sample tensors of floating-point values, which are on one device. Does not synchronize."""
+    here = [local(one) for one in tensors]
+    values = copied([places_of(*one) for one in zip(here, likes or here, strict=True)])
+    return [
+        SampledTensor(value, largest, one.numel(), one.dtype)
+        for value, largest, one in zip(values, _largest(here), here, strict=True)
+    ]
+
+
+def sample(tensor: torch.Tensor) -> SampledTensor:
+    """Sample one tensor, by two launches, where others cannot wait for it."""
     here = local(tensor.detach())
-    if here.numel():
-        low, high = torch.aminmax(here)
-        largest = torch.maximum(low.neg(), high)
-    else:
-        largest = here.new_zeros(())
-    return SampledTensor(values_at_places(tensor, like), largest, here.numel(), here.dtype)
+    largest = torch.linalg.vector_norm(here, torch.inf) if here.numel() else here.new_zeros(())
+    return SampledTensor(places_of(here).clone(), largest, here.numel(), here.dtype)
+
+
+def sample_updates(updates: Sequence[Update]) -> list[SampledTensor]:
+    """Return how parameters changed, and what was lost. Those of a dtype should be together."""
+    wide = _wide(one.parameter.dtype for one in updates)
+    gradient, before, after, half_before, half_after = (
+        _joined(parts, wide) for parts in list(zip(*updates, strict=True))[1:]
+    )
+    sizes = [one.before.numel() for one in updates]
+    changes = (after - before).split(sizes)
+    had_gradient, changed = gradient.isfinite() & (gradient != 0), before != after
+    flags = [
+        had_gradient,
+        had_gradient & ~changed,
+        changed,
+        changed & (half_before == half_after),
+    ]
+    return [
+        SampledTensor(change, largest, local(one.parameter).numel(), one.parameter.dtype, lost)
+        for change, largest, one, lost in zip(
+            changes, _largest(changes), updates, _sums(torch.stack(flags), sizes), strict=True
+        )
+    ]
+
+
+def _sums(flags: torch.Tensor, sizes: Sequence[int]) -> Sequence[torch.Tensor]:
+    """Return the sums of each row of flags [n, values], over parts of these sizes."""
+    ends = _launch.table_on(flags.device, torch.tensor([0, *sizes]).cumsum(0))
+    # In int64, of which torch has a deterministic kernel.
+    totals = torch.nn.functional.pad(flags.long().cumsum(1), (1, 0))[:, ends]
+    return totals.diff(dim=1).T.unbind()
+
+
+def _wide(dtypes: Iterable[torch.dtype]) -> torch.dtype:
+    return torch.float64 if torch.float64 in dtypes else torch.float32
+
+
+def copied(parts: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Return copies of vectors: one tensor in memory for all of a dtype."""
+    copies: dict[int, torch.Tensor] = {}
+    for places in grouped(one.dtype for one in parts):
+        chosen = [parts[place] for place in places]
+        copies.update(zip(places, split_like(torch.cat(chosen), chosen), strict=True))
+    return [copies[place] for place in range(len(parts))]
+
+
+def split_like(flat: torch.Tensor, parts: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+    """Return views of a vector that have the sizes of other vectors."""
+    views: Sequence[torch.Tensor] = flat.split([one.numel() for one in parts])
+    return views
+
+
+def grouped(keys: Iterable[Hashable]) -> list[list[int]]:
+    """Return the places of equal keys.
+
+    >>> grouped("abca")
+    [[0, 3], [1], [2]]
+    """
+    places: dict[Hashable, list[int]] = {}
+    for place, key in enumerate(keys):
+        places.setdefault(key, []).append(place)
+    return list(places.values())
+
+
+def _largest(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Return the largest magnitude of each tensor: NaN if one value is, infinite if one is."""
+    largest: dict[int, torch.Tensor] = {}
+    for places in grouped(one.dtype for one in tensors):
+        # An empty tensor has no largest magnitude.
+        filled = [
+            one if one.numel() else one.new_zeros(1) for one in map(tensors.__getitem__, places)
+        ]
+        largest.update(zip(places, foreach_norm(filled, ord=torch.inf), strict=True))
+    return [largest[place] for place in range(len(tensors))]
+
+
+def _joined(parts: Sequence[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
+    """Return one vector of all parts. Parts of a dtype should follow each other."""
+    runs = [torch.cat(list(run)).to(dtype) for _, run in groupby(parts, lambda one: one.dtype)]
+    return runs[0] if len(runs) == 1 else torch.cat(runs)
+
+
+# -- statistics ------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
-class PendingStats:
+class PendingStats(Generic[Key]):
     """Statistics on their way to the host."""
 
-    names: tuple[str, ...]
+    names: tuple[Key, ...]
     samples: tuple[tuple[int, int, torch.dtype], ...]
     """Numbers of values and of sampled values, and dtype, of each tensor."""
+    order: tuple[int, ...]
+    """The tensor of each row."""
+    widths: tuple[int, ...]
+    """Places of each row."""
     copy: AsyncCopy
 
     def arrived(self) -> bool:
         """Return whether the statistics are on the host."""
         return self.copy.arrived()
 
-    def read(self) -> dict[str, TensorStats]:
+    def read(self) -> dict[Key, TensorStats]:
         """Return the statistics by name. Call this only after `arrived()` returned True."""
-        rows: list[list[float]] = self.copy.values()  # type: ignore[assignment]
-        return {
-            name: _stats(row, *one)
-            for name, one, row in zip(self.names, self.samples, rows, strict=True)
+        values = self.copy.result()
+        histograms: list[list[tuple[int, int]]] = [[] for _ in self.order]
+        counts = values[:, _NUMBERS:]
+        places = counts.nonzero(as_tuple=True)
+        for row, index, count in zip(
+            *(one.tolist() for one in places), counts[places].tolist(), strict=True
+        ):
+            histograms[row].append((index + _LOWEST, int(count)))
+        stats = {
+            place: _stats(row, tuple(histogram), width, *self.samples[place])
+            for place, row, histogram, width in zip(
+                self.order, values[:, :_NUMBERS].tolist(), histograms, self.widths, strict=True
+            )
         }
+        return {name: stats[place] for place, name in enumerate(self.names)}
 
 
 def compute_stats(
-    samples: Sequence[tuple[str, SampledTensor]], lost: Sequence[LostUpdates] | None = None
-) -> PendingStats:
+    samples: Sequence[tuple[Key, SampledTensor]],
+) -> PendingStats[Key]:
     """Compute the statistics of samples, which are on one device, and start to copy them.
 
     >>> pending = compute_stats([("x", sample(torch.tensor([0.0, 1.0, 40000.0]).half()))])
@@ -136,32 +241,28 @@ def compute_stats(
     >>> stats.zero, stats.max, round(stats.headroom, 2), stats.histogram
     (1, 40000.0, 0.71, ((0, 1), (15, 1)))
     """
-    one_by_one = [tensor for _, tensor in samples]
-    numbers = torch.cat(
-        [
-            _numbers(one_by_one[start : start + _BLOCK])
-            for start in range(0, len(one_by_one), _BLOCK)
-        ]
+    tensors = [one for _, one in samples]
+    # Those of a dtype together, which torch concatenates at once, and small ones beside small ones.
+    order = sorted(
+        range(len(tensors)),
+        key=lambda place: (str(tensors[place].values.dtype), tensors[place].values.numel()),
     )
-    if lost is not None:
-        numbers = torch.cat([torch.stack([torch.stack(one) for one in lost]), numbers], 1)
-    else:
-        numbers = torch.cat([numbers.new_full((len(samples), 4), -1.0), numbers], 1)
+    rows = [tensors[place] for place in order]
+    blocks = [rows[start : start + _BLOCK] for start in range(0, len(rows), _BLOCK)]
+    widths = [max(1, *(one.values.numel() for one in block)) for block in blocks]
     return PendingStats(
         tuple(name for name, _ in samples),
-        tuple((one.numel, one.values.numel(), one.dtype) for one in one_by_one),
-        AsyncCopy(numbers),
+        tuple((one.numel, one.values.numel(), one.dtype) for one in tensors),
+        tuple(order),
+        tuple(width for block, width in zip(blocks, widths, strict=True) for _ in block),
+        AsyncCopy(torch.cat(list(map(_numbers, blocks, widths)))),
     )
 
 
-def _numbers(samples: Sequence[SampledTensor]) -> torch.Tensor:
+def _numbers(samples: Sequence[SampledTensor], width: int) -> torch.Tensor:
     """Return a row for each sample: the numbers that `_stats` reads, then the histogram."""
-    device = samples[0].values.device
-    wide = torch.float64 if any(one.dtype is torch.float64 for one in samples) else torch.float32
-    # Empty places are NaN, and subtracted from the NaN that are counted.
-    values = torch.full((len(samples), SAMPLE), torch.nan, dtype=wide, device=device)
-    for row, one in zip(values, samples, strict=True):
-        row[: one.values.numel()].copy_(one.values)
+    values = _padded([one.values for one in samples], width)
+    device = values.device
     finite = values.isfinite()
     known = torch.where(finite, values, 0.0)
     used = finite & (values != 0)
@@ -170,26 +271,54 @@ def _numbers(samples: Sequence[SampledTensor]) -> torch.Tensor:
     histogram = torch.zeros(len(samples) * _BINS, dtype=torch.int64, device=device)
     # One-dimensional: torch has a deterministic kernel for that.
     histogram.scatter_add_(0, bins.flatten(), used.flatten().long())
+    counts = torch.stack([values.isnan(), values.isinf(), finite & (values == 0), finite]).sum(2)
     columns = [
-        torch.stack([one.largest.double() for one in samples]),
-        values.isnan().sum(1),
-        values.isinf().sum(1),
-        (finite & (values == 0)).sum(1),
         torch.where(finite, values, torch.inf).amin(1),
         torch.where(finite, values, -torch.inf).amax(1),
         known.double().square().sum(1),
-        finite.sum(1),
     ]
-    rows = torch.stack([column.double() for column in columns], 1)
-    return torch.cat([rows, histogram.view(-1, _BINS).double()], 1)
+    rows = [
+        _lost(samples, device),
+        _largest_column(samples),
+        counts.T,
+        torch.stack([column.double() for column in columns], 1),
+        histogram.view(-1, _BINS),
+    ]
+    return torch.cat([one.double() for one in rows], 1)
 
 
-def _stats(row: list[float], count: int, sampled: int, dtype: torch.dtype) -> TensorStats:
+def _padded(parts: Sequence[torch.Tensor], width: int) -> torch.Tensor:
+    """Return a row for each vector. Empty places are NaN, and subtracted from those counted."""
+    wide, blocks = _wide(one.dtype for one in parts), []
+    for dtype, run in groupby(parts, lambda one: one.dtype):
+        padding = torch.full((width,), torch.nan, dtype=dtype, device=parts[0].device)
+        # Cached: most parts have one of a few sizes.
+        rest = cache(lambda size, padding=padding: padding[size:])
+        blocks.append(torch.cat([one for part in run for one in (part, rest(len(part)))]))
+    flat = blocks[0].to(wide) if len(blocks) == 1 else torch.cat([one.to(wide) for one in blocks])
+    return flat.view(-1, width)
+
+
+def _largest_column(samples: Sequence[SampledTensor]) -> torch.Tensor:
+    runs = groupby((one.largest for one in samples), lambda one: one.dtype)
+    return torch.cat([torch.stack(list(run)).double() for _, run in runs])[:, None]
+
+
+def _lost(samples: Sequence[SampledTensor], device: torch.device) -> torch.Tensor:
+    none = torch.full((4,), -1, dtype=torch.int64, device=device)
+    return torch.stack([none if one.lost is None else one.lost for one in samples])
+
+
+def _stats(
+    row: list[float],
+    histogram: tuple[tuple[int, int], ...],
+    width: int,
+    count: int,
+    sampled: int,
+    dtype: torch.dtype,
+) -> TensorStats:
     had_gradient, lost, changed, lost_half = row[:4]
-    largest, nan, inf, zero, smallest_value, largest_value, squares, finite = row[4:12]
-    histogram = tuple(
-        (index + _LOWEST, int(number)) for index, number in enumerate(row[12:]) if number
-    )
+    largest, nan, inf, zero, finite, smallest_value, largest_value, squares = row[4:]
     info = torch.finfo(dtype)
     # frexp is exact: the smallest normal number is a power of two.
     lowest = round(log2(info.smallest_normal))
@@ -198,7 +327,7 @@ def _stats(row: list[float], count: int, sampled: int, dtype: torch.dtype) -> Te
         dtype=dtype_name(dtype),
         count=count,
         sampled=sampled,
-        nan=max(int(nan) - (SAMPLE - sampled), int(isnan(largest))),
+        nan=max(int(nan) - (width - sampled), int(isnan(largest))),
         inf=max(int(inf), int(largest == float("inf"))),
         zero=int(zero),
         min=smallest_value if finite else None,
