@@ -30,11 +30,17 @@ def test_images_of_the_page_are_there_and_small():
         assert (DOCS / name).stat().st_size <= 150_000
 
 
+def options_of(command):
+    """Yield the options of a command and of those below it."""
+    for part in command.params:
+        yield from (*part.opts, *part.secondary_opts)
+    for one in getattr(command, "commands", {}).values():
+        yield from options_of(one)
+
+
 def test_options_that_the_page_names_exist():
     text = (DOCS / "cli.md").read_text()
-    commands = typer.main.get_command(app).commands
-    known = {option for one in commands.values() for part in one.params for option in part.opts}
-    known |= {"--help", "--max-iters", "--nproc-per-node"}
+    known = {*options_of(typer.main.get_command(app)), "--help", "--max-iters", "--nproc-per-node"}
     assert set(re.findall(r"(?<![\w-])--[a-z][a-z-]*", text)) <= known
     for command in re.findall(r"^## `mezzo (\w+)`", text, re.MULTILINE):
         assert CliRunner().invoke(app, [command, "--help"]).exit_code == 0

@@ -90,6 +90,7 @@ def shadow(
 
     >>> import torch
     >>> from torch import nn
+    >>> _ = torch.manual_seed(0)
     >>> model = nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 1))
     >>> errors = shadow(model, torch.ones(4, 8), torch.mean, dtype="bfloat16")
     >>> 1e-4 < errors.modules()["2"] < 0.05
