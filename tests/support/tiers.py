@@ -18,7 +18,7 @@ import pytest
 EXHAUSTIVE = bool(os.environ.get("MEZZO_EXHAUSTIVE"))
 SLOW = Path(__file__).parents[1] / "slow.txt"
 """Folder, name and seconds of test functions that take long, all their cases together."""
-SLOW_SECONDS = 0.1
+SLOW_SECONDS = 0.05
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
