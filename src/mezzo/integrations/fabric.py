@@ -18,11 +18,8 @@ import torch
 from torch import nn
 
 from mezzo._errors import UnsupportedError
-from mezzo.integrations.precision import CASTS, Optimizer, Precision, import_extra
+from mezzo.integrations.precision import CASTS, Optimizer, PrecisionPlugin, import_extra
 from mezzo.prepare.decoration import decoration_of
-from mezzo.prepare.plan import PolicyArg
-from mezzo.scaling.scaler import GradScaler
-from mezzo.step.components import Scaler
 
 _USES_LIGHTNING = "lightning" in sys.modules or (
     "lightning_fabric" not in sys.modules and find_spec("lightning") is not None
@@ -32,7 +29,7 @@ _plugins = import_extra(f"{_fabric.__name__}.plugins", "lightning")
 _strategies = import_extra(f"{_fabric.__name__}.strategies", "lightning")
 
 
-class MezzoFabricPrecision(_plugins.Precision):  # type: ignore[misc,name-defined]
+class MezzoFabricPrecision(PrecisionPlugin, _plugins.Precision):  # type: ignore[misc,name-defined]
     """A precision plugin of Lightning Fabric that trains with a policy of mezzo.
 
     `fabric.setup(model, optimizer)` decorates the two together; a model that is decorated already
@@ -52,16 +49,6 @@ class MezzoFabricPrecision(_plugins.Precision):  # type: ignore[misc,name-define
     >>> plugin.precision
     'mezzo-O2'
     """
-
-    def __init__(self, policy: PolicyArg = "O2", *, scaler: Scaler = None, **options: Any) -> None:
-        super().__init__()
-        self._shared = Precision(policy, scaler, options)
-        self.precision = f"mezzo-{self._shared.level.value}"
-
-    @property
-    def scaler(self) -> GradScaler | None:
-        """The scaler; None if nothing is scaled, and before `fabric.setup`."""
-        return self._shared.scaler
 
     def convert_module(self, module: nn.Module) -> nn.Module:
         """Decorate a model with the optimizers that were passed to `fabric.setup` with it."""

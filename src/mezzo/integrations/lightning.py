@@ -20,10 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from mezzo._errors import UnsupportedError
 from mezzo.integrations.fabric import MezzoFabricPrecision
-from mezzo.integrations.precision import Optimizer, Precision, import_extra
-from mezzo.prepare.plan import PolicyArg
-from mezzo.scaling.scaler import GradScaler
-from mezzo.step.components import Scaler
+from mezzo.integrations.precision import Optimizer, PrecisionPlugin, import_extra
 
 __all__ = ["MezzoFabricPrecision", "MezzoPrecision"]
 
@@ -37,7 +34,7 @@ _overrides = import_extra(f"{_pl.__name__}.utilities.model_helpers", "lightning"
 _optimizers = import_extra(f"{_pl.__name__}.core.optimizer", "lightning")
 
 
-class MezzoPrecision(_plugins.Precision):  # type: ignore[misc,name-defined]
+class MezzoPrecision(PrecisionPlugin, _plugins.Precision):  # type: ignore[misc,name-defined]
     """A precision plugin of Lightning's Trainer that trains with a policy of mezzo.
 
     The LightningModule is decorated together with its optimizers when training starts, and is a
@@ -59,16 +56,6 @@ class MezzoPrecision(_plugins.Precision):  # type: ignore[misc,name-defined]
     >>> plugin.precision
     'mezzo-O2'
     """
-
-    def __init__(self, policy: PolicyArg = "O2", *, scaler: Scaler = None, **options: Any) -> None:
-        super().__init__()
-        self._shared = Precision(policy, scaler, options)
-        self.precision = f"mezzo-{self._shared.level.value}"
-
-    @property
-    def scaler(self) -> GradScaler | None:
-        """The scaler; None if nothing is scaled, and before training starts."""
-        return self._shared.scaler
 
     # -- setup and teardown ------------------------------------------------------------------------
 

@@ -246,3 +246,17 @@ _EXACT = (Master.AUTO, *(name for name, one in MASTER_FORMATS.items() if one.exa
 
 CASTS = (Level.O2, Level.O3)
 """Levels that cast parameters."""
+
+
+class PrecisionPlugin:
+    """What the plugins of Lightning and Fabric share; the first base of both."""
+
+    def __init__(self, policy: PolicyArg = "O2", *, scaler: Scaler = None, **options: Any) -> None:
+        super().__init__()
+        self._shared = Precision(policy, scaler, options)
+        self.precision = f"mezzo-{self._shared.level.value}"
+
+    @property
+    def scaler(self) -> GradScaler | None:
+        """The scaler; None if nothing is scaled, and before the model is decorated."""
+        return self._shared.scaler
