@@ -1,0 +1,1 @@
+"""`mezzo compare`: train one workload in several precisions, and compare time, memory and loss."""
