@@ -15,7 +15,7 @@ PROGRAMS = {match["title"]: match for match in PROGRAM.finditer(PAGE.read_text()
 
 
 def test_every_program_of_the_page_is_run():
-    assert len(PROGRAMS) == PAGE.read_text().count("```python") == 4
+    assert len(PROGRAMS) == PAGE.read_text().count("```python") == 6
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning:pytorch_lightning")
