@@ -16,7 +16,7 @@ PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2
 CHECKS := $(if $(TORCH),,lint types layers)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo quick test test-all install lint types layers unit cover slow format bench clean
+.PHONY: help demo quick test test-all install lint types layers unit cover slow format bench package clean
 
 help: ## Show the targets.
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-9s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -72,6 +72,9 @@ bench: $(VENV)/.dev ## Run all benchmarks, and write the tables of the README.
 	$(BIN)/python benchmarks/convert.py
 	$(BIN)/python benchmarks/numerics.py
 	$(BIN)/python benchmarks/tables.py
+
+package: $(VENV)/.dev ## Build the wheel and the sdist into dist; the tests install them too.
+	$(BIN)/python -m build --no-isolation
 
 clean: ## Remove the environments, caches and build products.
 	rm -rf .venv .venv-* .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis

@@ -63,7 +63,7 @@ if typing.TYPE_CHECKING:
     from mezzo.step.padding import pad_batch
     from mezzo.step.train_step import TrainStep
 
-__version__ = "0.1.0.dev0"
+__version__ = "0.1.0"
 
 _IMPORTED_LATE = {
     "Advice": "mezzo.advising.advice",

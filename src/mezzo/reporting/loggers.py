@@ -52,7 +52,7 @@ class CSVLogger:
         self._write([(step, name, "", text)])
 
     def close(self) -> None:
-        """Close the file."""
+        """Close the file: the logger cannot be used again."""
         self._is_closed = True
         if self._file is not None:
             self._file.close()
@@ -108,7 +108,7 @@ class WandbLogger:
         self._log(step, dict(values))
 
     def log_text(self, step: int, name: str, text: str) -> None:
-        """Log a text."""
+        """Log a text, as a value of its step."""
         self._log(step, {name: text})
 
     def log_histogram(self, step: int, name: str, counts: Mapping[int, int]) -> None:
