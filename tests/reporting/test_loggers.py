@@ -122,6 +122,17 @@ def test_a_summary_writer_of_the_user_stays_open(tmp_path):
         writer.add_scalar("mine", 1.0, 1)
 
 
+def test_tensorboard_refuses_what_is_neither_a_folder_nor_a_writer():
+    with pytest.raises(mezzo.UnsupportedError, match="a folder or a SummaryWriter, got 5"):
+        mezzo.TensorBoardLogger(5)
+
+
+def test_a_file_that_cannot_be_written_does_not_end_the_training(tmp_path):
+    with pytest.warns(UserWarning, match="CSVLogger raised IsADirectoryError") as caught:
+        run = train([mezzo.CSVLogger(tmp_path)])
+    assert (len(caught), len(run.steps)) == (1, 4)
+
+
 class Run:
     """Stands in for a run of wandb, whose file has the same numbers."""
 

@@ -33,6 +33,11 @@ class TensorBoardLogger:
     def __init__(self, folder: str | os.PathLike[str] | Any) -> None:
         self._new_writer = _writer_class()
         is_folder = isinstance(folder, str | os.PathLike)
+        if not is_folder and not hasattr(folder, "add_scalar"):
+            raise UnsupportedError(
+                f"TensorBoardLogger takes a folder or a SummaryWriter, got {folder!r}. Pass"
+                " TensorBoardLogger('board')."
+            )
         self._folder = os.fspath(folder) if is_folder else None
         self._writer: Any = None if is_folder else folder
 
