@@ -62,7 +62,7 @@ format: $(VENV)/.dev ## Format, and fix what ruff can fix.
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-bench: $(VENV)/.dev ## Run all benchmarks, and write the tables of the README.
+bench: $(VENV)/.dev ## Run all benchmarks, and write the tables of the README and docs.
 	$(BIN)/python benchmarks/autocast.py
 	$(BIN)/python benchmarks/scaling.py
 	$(BIN)/python benchmarks/optim.py
@@ -71,6 +71,7 @@ bench: $(VENV)/.dev ## Run all benchmarks, and write the tables of the README.
 	$(BIN)/python benchmarks/levels.py
 	$(BIN)/python benchmarks/convert.py
 	$(BIN)/python benchmarks/numerics.py
+	$(BIN)/python benchmarks/shapes.py
 	$(BIN)/python benchmarks/tables.py
 
 package: $(VENV)/.dev ## Build the wheel and the sdist into dist; the tests install them too.
