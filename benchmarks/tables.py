@@ -172,14 +172,16 @@ def _trainings_line() -> str:
     plain = sum(_passes(row, row["losses"][PRECISIONS[0]]) for row in rows)
     name = "O2 float16"
     ours = sum(_passes(row, row["cured"].get(name, row["losses"].get(name))) for row in rows)
-    title = f"of {len(rows)} hard trainings, as good as float32 (mezzo: with the policy it finds)"
+    title = f"of {len(rows)} small trainings, as good as float32 (mezzo: with the policy it finds)"
     return _line(title, plain, ours)
 
 
 def _faults_line() -> str:
     rows = _rows("faults")
     right = sum(row["value"] <= row["bar"] for row in rows)
-    return _line(f"of {len(rows)} planted faults, op, module, line and remedy named right", "–", right)
+    return _line(
+        f"of {len(rows)} planted faults, op, module, line and remedy named right", "–", right
+    )
 
 
 def _rows(benchmark: str) -> list[dict[str, Any]]:

@@ -97,7 +97,7 @@ def channels_last(case: Case, model: nn.Module, device: str) -> Train:
     return in_channels_last
 
 
-def in_float32(case: Case, model: nn.Module, device: str, *, tf32: bool = False) -> Train:
+def in_float32(case: Case, model: nn.Module, _device: str, *, tf32: bool = False) -> Train:
     """Set up a plain loop in float32 or TF32, with the optimizer as documented."""
     optimizers = case.optimizers(model)
     called = torch.compile(model) if case.compile else model

@@ -80,3 +80,31 @@ def test_every_benchmark_with_results_has_a_table(tables) -> None:
 )
 def test_every_stored_result_names_its_machine(path: Path) -> None:
     assert json.loads(path.read_text())["machine"]
+
+
+def test_numbers_in_sentences_are_those_of_the_stored_results(tables) -> None:
+    times = {row["name"]: row["times"] for name in ("step", "optim") for row in tables._rows(name)}
+
+    def ms(name: str, contestant: str, digits: int = 1) -> str:
+        return f"{times[name][contestant] / 1e3:.{digits}f}"
+
+    mlp = "step, MLP 256-128-10, batch 128, against torch.amp"
+    cifar = "step, ResNet-50, CIFAR-10 shapes, batch 128, against torch.amp"
+    imagenet = "step, ResNet-50, 224², batch 128, against torch.amp"
+    gpt = "step, GPT-2 124M, 8 × 1024, AdamW, against torch.amp"
+    adamw = "AdamW with clipping, 1B, bfloat16, split"
+    text = " ".join((ROOT / "docs/why-not-faster.md").read_text().split())
+    assert f"{ms(mlp, 'torch.amp', 2)} ms with eager" in text
+    assert f"{ms(mlp, 'mezzo', 3)} ms as a captured" in text
+    assert f"{ms(cifar, 'torch.amp')} ms and {ms(cifar, 'mezzo')} ms" in text
+    assert f"{ms(gpt, 'torch.amp')} and {ms(gpt, 'mezzo')} ms" in text
+    assert f"{ms(adamw, 'torch.amp')} ms with torch's fused AdamW" in text
+    assert f"{ms(adamw, 'mezzo O2')} ms as mezzo's" in text
+    ratios = [row["value"] for row in tables._rows("levels") if set(row["times"]) == {"O1", "O2"}]
+    assert f"{min(ratios):.2f} to {max(ratios):.2f} of the time of O1" in text
+    text = " ".join((ROOT / "docs/tensor-cores.md").read_text().split())
+    assert f"{ms(imagenet, 'torch.amp')} ms with torch.amp" in text
+    assert f"{ms(imagenet, 'torch by hand')} ms with channels last" in text
+    observed = {row["name"]: row["value"] for row in tables._rows("observe")}
+    ratio = observed["observe, GPT-2 124M, 8 × 1024, AdamW, always on"]
+    assert f"takes {ratio:.3f} of its time" in (ROOT / "docs/loss-is-nan.md").read_text()
