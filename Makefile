@@ -13,10 +13,11 @@ PIP    := $(BIN)/python -m pip --disable-pip-version-check install --progress-ba
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2
 
 # Types are checked against the torch of constraints.txt: annotations differ between versions.
-CHECKS := $(if $(TORCH),,lint types layers)
+CHECKS := $(if $(TORCH),,lint types layers docs)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo quick test test-all install lint types layers unit cover slow format bench package clean
+.PHONY: help demo quick test test-all install lint types layers docs unit cover slow format bench
+.PHONY: package clean
 
 help: ## Show the targets.
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-9s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -30,7 +31,7 @@ demo: $(VENV)/.demo ## Train on handwritten digits in float32 and mixed precisio
 quick: $(VENV)/.dev ## Run the fast tests: less than a minute on two cores.
 	$(PYTEST) -m "not gpu and not slow"
 
-test: $(CHECKS) unit ## Install and check everything, as CI does: lint, types, layers, tests.
+test: $(CHECKS) unit ## Install and check everything, as CI does: lint, types, layers, site, tests.
 
 test-all: export MEZZO_EXHAUSTIVE = 1
 test-all: export MEZZO_FUZZ_FILES ?= 10000
@@ -48,6 +49,9 @@ types: $(VENV)/.dev ## Check the types of src.
 
 layers: $(VENV)/.dev ## Check the layers of the packages: imports go downwards, without cycles.
 	$(BIN)/lint-imports --no-logo
+
+docs: $(VENV)/.dev ## Build the documentation site strictly into site/: dead links are errors.
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 
 unit: $(VENV)/.dev ## Run the tests in two processes.
 	$(PYTEST)
@@ -79,8 +83,8 @@ package: $(VENV)/.dev ## Build the wheel and the sdist into dist; the tests inst
 
 clean: ## Remove the environments, caches and build products.
 	rm -rf .venv .venv-* .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
-	rm -rf .coverage .coverage.* htmlcov build dist
-	find src tests examples -name __pycache__ -prune -exec rm -rf {} +
+	rm -rf .coverage .coverage.* htmlcov build dist site
+	find src tests examples docs -name __pycache__ -prune -exec rm -rf {} +
 
 # The stamps make a second run instant. They are written last: an interrupted install starts again.
 $(VENV)/.demo $(VENV)/.dev: $(VENV)/.%: pyproject.toml constraints.txt
