@@ -13,7 +13,7 @@ from typing import Any
 
 RESULTS = Path(__file__).parent / "results"
 ROOT = RESULTS.parent.parent
-PAGES = ("README.md", "docs/performance.md", "docs/tensor-cores.md")
+PAGES = ("README.md", "docs/index.md", "docs/performance.md", "docs/tensor-cores.md")
 """Pages with tables, below the root of the repository."""
 
 

@@ -25,14 +25,14 @@ from mezzo.observing.op_table import OpRow
 
 ROOT = DOCS.parent
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
-ON_RANKS = {"distributed"}
-"""Pages whose programs tests/test_distributed_page.py runs on two ranks."""
+ELSEWHERE = {"distributed", "loggers"}
+"""Pages whose programs a module of their own runs, to check more than what they print."""
 
 
 def pages_with(language: str) -> list[object]:
     found = [page for page in pages() if any(blocks(page, language))]
     return [
-        pytest.param(page, id=page_name(page)) for page in found if page_name(page) not in ON_RANKS
+        pytest.param(page, id=page_name(page)) for page in found if page_name(page) not in ELSEWHERE
     ]
 
 
@@ -166,14 +166,13 @@ def test_the_formats_of_the_figure_are_those_of_torch(drawings):
 
 
 STORED = {
-    ("step", "step, GPT-2 124M, 8 × 1024, AdamW, against torch.amp"): ["index", "train-step"],
-    ("step", "step, GPT-2 124M, 8 × 1024, AdamW, against torch by hand"): ["index"],
-    ("step", "step, ResNet-50, 224², batch 128, against torch.amp"): ["index", "train-step"],
+    ("step", "step, GPT-2 124M, 8 × 1024, AdamW, against torch.amp"): ["train-step"],
+    ("step", "step, ResNet-50, 224², batch 128, against torch.amp"): ["train-step"],
     ("step", "step, MLP 256-128-10, batch 128, against torch.amp"): ["train-step"],
-    ("levels", "BERT-base, 32 × 128, activations: O2 against O1"): ["index", "levels"],
+    ("levels", "BERT-base, 32 × 128, activations: O2 against O1"): ["levels"],
     ("levels", "BERT-base, 32 × 128, captured: O2 against O1"): ["levels"],
     ("levels", "ConvNeXt-T, 224², batch 64, captured: O2 against O1"): ["levels"],
-    ("convert", "BERT-base-like, 32 × 128, compiled, float16"): ["index", "convert"],
+    ("convert", "BERT-base-like, 32 × 128, compiled, float16"): ["convert"],
     ("convert", "BERT-base-like, 32 × 128, eager, float16"): ["convert"],
     ("convert", "ResNet-50, batch 64, eager, float16"): ["convert"],
     ("convert", "ResNet-50, batch 64, compiled, float16"): ["convert"],

@@ -1,13 +1,12 @@
 """The programs of docs/loggers.md run, and print what the page shows."""
 
 import csv
-import re
-from pathlib import Path
+
+from support.pages import DOCS, run_page
 
 import mezzo
 
-PAGE = Path(__file__).parent.parent / "docs" / "loggers.md"
-BLOCK = re.compile(r"^```(\w+)\n(.*?)^```", re.MULTILINE | re.DOTALL)
+PAGE = DOCS / "loggers.md"
 
 
 class Metrics:
@@ -23,15 +22,9 @@ class Metrics:
         self.saved = True
 
 
-def test_the_programs_of_the_page_run_and_print_what_it_shows(tmp_path, monkeypatch, capsys):
+def test_the_programs_of_the_page_run_and_print_what_it_shows(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    blocks = BLOCK.findall(PAGE.read_text())
-    assert [kind for kind, _ in blocks] == ["python", "text", "python", "python"]
-    (_, program), (_, shown), (_, adapter), (_, replay) = blocks
-    names = {}
-    exec(compile(program, str(PAGE), "exec"), names)
-    assert capsys.readouterr().out == shown
-    exec(compile(adapter + replay, str(PAGE), "exec"), names)
+    names = run_page(PAGE, tmp_path)
     assert list((tmp_path / "board").iterdir())
     with (tmp_path / "later.csv").open(newline="") as file:
         assert "verdict" in {row["name"] for row in csv.DictReader(file)}

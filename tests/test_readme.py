@@ -52,7 +52,9 @@ def test_the_picture_of_the_readme_is_small() -> None:
     assert (ROOT / picture).stat().st_size < 150_000
 
 
-@pytest.mark.parametrize("name", ["README.md", "docs/performance.md", "docs/tensor-cores.md"])
+@pytest.mark.parametrize(
+    "name", ["README.md", "docs/index.md", "docs/performance.md", "docs/tensor-cores.md"]
+)
 def test_the_tables_of_a_page_match_the_stored_results(tables, name: str) -> None:
     assert name in tables.PAGES
     text = (ROOT / name).read_text()
