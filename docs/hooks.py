@@ -39,14 +39,5 @@ class FenceDoctests(griffe.Extension):
 
 
 def fence(docstring: str) -> str:
-    """Return a docstring with its sessions of Python in fenced blocks.
-
-    >>> print(fence(chr(10).join(["Add.", "", ">>> 1 + 1", "2"])))
-    Add.
-    <BLANKLINE>
-    ```pycon
-    >>> 1 + 1
-    2
-    ```
-    """
+    """Return a docstring with its sessions of Python in fenced blocks."""
     return DOCTEST.sub(lambda session: f"```pycon\n{session[0]}\n```", docstring)

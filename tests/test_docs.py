@@ -11,6 +11,7 @@ import subprocess
 import sys
 import tomllib
 from pathlib import Path
+from types import SimpleNamespace
 from xml.etree import ElementTree as ET
 
 import pytest
@@ -233,6 +234,17 @@ def test_a_dead_link_or_anchor_fails_the_strict_build(link, tmp_path):
     (tmp_path / "docs" / "index.md").write_text(f"# Page\n\n[link]({link or '#page'})\n")
     built = subprocess.run([sys.executable, "-m", *command.split()], cwd=tmp_path, check=False)
     assert (built.returncode != 0) == bool(link)
+
+
+def test_sessions_in_docstrings_are_shown_as_code_and_links_out_of_docs_as_text():
+    hooks = load_script(DOCS / "hooks.py")
+    assert hooks.fence("Add.\n\n>>> 1 + 1\n2\n\nMore.") == (
+        "Add.\n\n```pycon\n>>> 1 + 1\n2\n```\n\nMore."
+    )
+    page = SimpleNamespace(file=SimpleNamespace(abs_src_path=str(DOCS / "reference" / "index.md")))
+    text = "[make](../../Makefile#L1) [levels](../levels.md) [gone](../gone.md)"
+    shown = hooks.on_page_markdown(text, page, SimpleNamespace(docs_dir=str(DOCS)))
+    assert shown == "make [levels](../levels.md) [gone](../gone.md)"
 
 
 def test_pages_load_nothing_from_other_hosts():
