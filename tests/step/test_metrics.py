@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from math import isinf, isnan
 from pathlib import Path
@@ -11,6 +12,7 @@ import torch
 from support.interpreted import needs_triton, run_interpreted
 from support.step_models import Made, batches, boosted, in_steps, same, weights
 from torch import nn
+from torch.nn import functional as F
 
 import mezzo
 from mezzo.step.metrics import MetricsBuffer, StepMetrics
@@ -214,3 +216,28 @@ def test_an_optimizer_without_a_rate_has_rate_zero():
     (x, y), *_ = batches("mlp", 1)
     step(x, y)
     assert step.rate == 0.0
+
+
+@pytest.mark.parametrize("part", ["state_dict", "run_state"])
+def test_a_resumed_step_shows_the_loaded_rate_scale_and_skips_at_once(part):
+    def make():
+        model = torch.nn.Linear(4, 4)
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+        scaler = mezzo.GradScaler("cpu", init_scale=64.0)
+        return mezzo.TrainStep(
+            model, F.mse_loss, optimizer, "O2", dtype="float16", scaler=scaler, scheduler=scheduler
+        )
+
+    first, resumed = make(), make()
+    for scale in (1.0, 1.0, math.inf):
+        first(torch.ones(2, 4) * scale, torch.ones(2, 4))
+    if part == "state_dict":
+        resumed.load_state_dict(first.state_dict())
+    else:
+        resumed.optimizers[0].load_state_dict(first.optimizers[0].state_dict())
+        resumed.load_run_state(first.run_state())
+    expected = first.optimizers[0].param_groups[0]["lr"], first.scale, 1
+    assert expected[0] < 0.1
+    assert expected[1] < 64.0
+    assert (resumed.rate, resumed.scale, resumed.metrics.skipped_steps) == expected

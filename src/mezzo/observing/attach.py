@@ -18,8 +18,8 @@ from mezzo.scaling.gradient_counts import GradientCounts
 from mezzo.scaling.gradients import parameters
 from mezzo.scaling.observed_scaler import Scaler
 from mezzo.step.base import Step
-from mezzo.step.executor import first_rate
 from mezzo.step.inputs import Call
+from mezzo.step.metrics import first_rate
 from mezzo.step.step_history import StepHistory
 
 Optimizer = torch.optim.Optimizer

@@ -354,7 +354,7 @@ class Step:
         self._position, self._updates = load_run_state(
             self._components, state, self._executor.options.accumulate
         )
-        self._executor.finds_scale = False
+        self._executor.resume()
         self._runner.drop_graphs()
 
     def state_dict(self) -> dict[str, Any]:
@@ -383,7 +383,7 @@ class Step:
             state_dict,
             self._executor.options.accumulate,
         )
-        self._executor.finds_scale = False
+        self._executor.resume()
         self._runner.drop_graphs()
 
 

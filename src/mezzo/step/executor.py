@@ -20,12 +20,11 @@ from mezzo.scaling import capture
 from mezzo.scaling.gradients import parameters, refuse_unreached
 from mezzo.scaling.mesh import local_tensors
 from mezzo.scaling.optimizer_step import advance
-from mezzo.scaling.schedule_sync import groups_of
 from mezzo.scaling.step_result import StepResult
 from mezzo.step.components import Reduction, StepComponents
 from mezzo.step.input_kinds import MAX_GRAPHS
 from mezzo.step.inputs import Call, move_inputs
-from mezzo.step.metrics import MetricsBuffer, Rate
+from mezzo.step.metrics import MetricsBuffer, Rate, first_rate
 from mezzo.step.module_buffers import BatchCounters, ModuleBuffers
 from mezzo.step.outputs import split_loss
 from mezzo.step.profiler_ranges import Range, profiled
@@ -90,6 +89,11 @@ class StepExecutor:
         self.finds_scale = components.scaler is not None
         """Whether the next update is the first one, which searches for a loss scale."""
         self.static_gradients = StaticGradients()
+
+    def resume(self) -> None:
+        """Continue from a loaded state: the metrics are those of the loaded scaler and rate."""
+        self.finds_scale = False
+        self.metrics.reset(first_rate(self.components.optimizers[0]))
 
     # -- one call, in order ------------------------------------------------------------------------
 
@@ -437,12 +441,3 @@ def computes_norm(optimizer: Optimizer) -> bool:
     """Return whether an optimizer's step computes the norm of its gradients."""
     binding = optimizer_binding(optimizer)
     return binding is not None and binding.computes_norm
-
-
-def first_rate(optimizer: Optimizer) -> Rate:
-    """Return the learning rate of the first group, as it is on the host. Never synchronizes."""
-    rate: Rate = groups_of(optimizer)[0].get("lr")
-    if isinstance(rate, torch.Tensor) and rate.device.type == "cpu":
-        # A number: a scheduler may write the next rate to the tensor.
-        return float(rate)
-    return rate

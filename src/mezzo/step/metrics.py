@@ -9,10 +9,12 @@ from math import isfinite
 from typing import NamedTuple
 
 import torch
+from torch.optim import Optimizer
 
 from mezzo import _events, _launch
 from mezzo.scaling import capture, check_unscale
 from mezzo.scaling.scaler import GradScaler
+from mezzo.scaling.schedule_sync import groups_of
 from mezzo.step.step_history import NO_UPDATE, StepHistory
 
 
@@ -29,7 +31,8 @@ class StepMetrics:
     skipped_steps: int
     """Number of updates skipped so far."""
     rate: float = 0.0
-    """Learning rate of the last update, in the first group of the first optimizer."""
+    """Learning rate of the last update, in the first group of the first optimizer; before the first
+    one, that of the optimizer."""
     grad_norm: float | None = None
     """Norm of the unscaled gradients of all optimizers in the last update, before clipping.
 
@@ -93,13 +96,19 @@ class MetricsBuffer:
             len(MetricIndex), dtype=torch.float64, pin_memory=device.type == "cuda"
         )
         """One number for each `MetricIndex`."""
-        self.memory[MetricIndex.SCALE] = 1.0 if scaler is None else scaler.get_scale()
-        self.memory[MetricIndex.RATE] = 0.0 if rate is None else float(rate)
+        self.reset(rate)
         self._warned = False
         self.history: StepHistory | None = None
         """Where the metrics of every call are written too; set by `record_to`."""
         self.revision = 0
         """Changes with the history, which is part of a captured step."""
+
+    def reset(self, rate: Rate) -> None:
+        """Start with the scale and the skips of the scaler, before the next update."""
+        counters = (1.0, 0, 0) if self._scaler is None else capture.host_counters(self._scaler)
+        self.memory.zero_()
+        self.memory[MetricIndex.SCALE : MetricIndex.RATE] = self.memory.new_tensor(counters)
+        self.memory[MetricIndex.RATE] = 0.0 if rate is None else float(rate)
 
     def record_to(self, history: StepHistory | None) -> None:
         """Write the metrics of each call to a history too, or to none."""
@@ -243,3 +252,12 @@ class MetricsBuffer:
         """Return the loss scale and the consecutive skips that have arrived."""
         values = self.memory.tolist()
         return values[MetricIndex.SCALE], int(values[MetricIndex.CONSECUTIVE_SKIPS])
+
+
+def first_rate(optimizer: Optimizer) -> Rate:
+    """Return the learning rate of the first group, as it is on the host. Never synchronizes."""
+    rate: Rate = groups_of(optimizer)[0].get("lr")
+    if isinstance(rate, torch.Tensor) and rate.device.type == "cpu":
+        # A number: a scheduler may write the next rate to the tensor.
+        return float(rate)
+    return rate
