@@ -62,6 +62,8 @@ class Comparison:
     documented: tuple[Documented, ...] = ()
     complete: bool = True
     """False after Ctrl-C: some modes have fewer rounds, or none."""
+    emulated: str | None = None
+    """Why the device does not compute the 16-bit dtype natively; None if it does."""
 
     def mode(self, name: str) -> ModeResult | None:
         """Return the result of a mode, or None if it was not part of the run."""
@@ -103,6 +105,13 @@ def _mode(row: dict[str, Any]) -> ModeResult:
     result = ModeResult(**row)
     return replace(
         result,
-        loss_curve=tuple(result.loss_curve),
-        accuracy_curve=tuple(result.accuracy_curve),
+        loss=_number(result.loss),
+        accuracy=_number(result.accuracy),
+        loss_curve=tuple(map(_number, result.loss_curve)),
+        accuracy_curve=tuple(map(_number, result.accuracy_curve)),
     )
+
+
+def _number(value: Any) -> Any:
+    """Return a number; strict JSON has infinities and NaN as texts."""
+    return float(value) if value in {"nan", "inf", "-inf"} else value
