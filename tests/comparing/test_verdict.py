@@ -36,6 +36,12 @@ def test_a_fast_mode_that_does_not_train_like_float32_is_not_recommended(changes
     assert any(fact.startswith("O2 captured in float16 does not train") for fact in judged.facts)
 
 
+def test_equal_memory_has_no_sizes():
+    size = gpu_result().modes[0].peak_bytes
+    text = verdict(with_mode(gpu_result(), "O2 captured", peak_bytes=size))
+    assert "It needs as much memory. " in text
+
+
 def test_the_forward_pass_of_a_converted_model_is_not_compared_with_a_step():
     result = with_mode(gpu_result(), "converted", milliseconds=0.001, loss=0.412)
     assert fastest_mode(result).mode == "O2 captured"
@@ -61,7 +67,7 @@ def test_equal_times_are_called_equal():
 def test_faster_modes_that_all_train_otherwise_are_not_called_slow():
     modes = (
         ModeResult("float32", milliseconds=4.0, loss=0.1),
-        ModeResult("O1", milliseconds=1.0, loss=9.0),
+        ModeResult("O1", "float16", milliseconds=1.0, loss=9.0),
     )
     text = verdict(gpu_result(modes=modes))
     assert "the modes that are faster do not train like it" in text

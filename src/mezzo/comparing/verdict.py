@@ -15,6 +15,9 @@ _FASTER = 1.03
 _LOSS = 0.02
 """A mode trains like float32 if their losses differ by at most this share of the first loss."""
 _ACCURACY = 0.02
+"""Nor is its accuracy lower by more than this."""
+_SAME = 0.01
+"""Memory that differs by less is the same."""
 _SHOWN = ("torch.amp", "O1", "O2")
 """Modes whose casts and bytes the verdict names."""
 
@@ -52,7 +55,8 @@ def judge(comparison: Comparison) -> Verdict:
         return Verdict(Status.WATCH if bad else Status.GOOD, _fastest(best, base), facts)
     if not timed:
         return Verdict(Status.EMPTY, "No mode but float32 was measured.", tail)
-    facts = (*_why_slow(comparison, timed[0]), *_carries_over(good, base), *tail)
+    why = _why_slow(comparison, timed[0]) if _time(timed[0]) >= _time(base) else []
+    facts = (*why, *_carries_over(good, base), *tail)
     return Verdict(Status.WATCH, _slower(timed[0], base, comparison.machine), facts)
 
 
@@ -116,7 +120,7 @@ def _why_slow(comparison: Comparison, fastest: ModeResult) -> list[str]:
     if comparison.emulated:
         dtype = fastest.dtype or "16 bits"
         return [f"This device does not compute {dtype} natively ({comparison.emulated})."]
-    if comparison.speedup(fastest.mode) is not None and fastest.dtype:
+    if fastest.dtype:
         return [
             (
                 "The workload is too small here for 16 bits to pay: calling ops and casting takes"
@@ -145,6 +149,8 @@ def _memory(mode: ModeResult, base: ModeResult) -> list[str]:
     ratio = _ratio(mode.peak_bytes, base.peak_bytes)
     if ratio is None or mode.peak_bytes is None or base.peak_bytes is None:
         return []
+    if abs(ratio - 1) < _SAME:
+        return ["It needs as much memory."]
     sizes = f"{format_bytes(mode.peak_bytes)} instead of {format_bytes(base.peak_bytes)}"
     return [f"It needs {ratio:.2f} times the memory ({sizes})."]
 
