@@ -90,7 +90,8 @@ def load_workload(name, preset, data=None):
     )
 
 
-def run_programs(preset, device, steps):
+def run_programs(preset, device, steps, progress=lambda mode: None):
+    progress("dynamic O1")
     mode = ModeResult("dynamic O1", "bfloat16", 1.0, note=f"{device} {steps}")
     return Comparison(
         "paddle-programs",
@@ -113,7 +114,7 @@ def workloads(monkeypatch):
     registry.WORKLOADS = {"first": "a first one", "broken": "one that fails", "last": "a last one"}
     registry.load_workload = load_workload
     programs = types.ModuleType("mezzo.comparing.paddle_programs")
-    programs.run_programs = run_programs
+    programs.run_programs, programs.PROGRAMS = run_programs, ("dynamic O1",)
     monkeypatch.setitem(sys.modules, "mezzo.comparing.registry", registry)
     monkeypatch.setitem(sys.modules, "mezzo.comparing.paddle_programs", programs)
 

@@ -6,7 +6,9 @@ import os
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from itertools import count
 from pathlib import Path
+from typing import Literal
 
 import torch
 import typer
@@ -142,10 +144,7 @@ def _workloads() -> dict[str, str]:
 
 def _run(name: str, options: Options, progress: Progress) -> Comparison:
     if name == _PROGRAMS:
-        from mezzo.comparing.paddle_programs import run_programs  # noqa: PLC0415
-
-        device = torch.device(options.device or hardware().device)
-        return run_programs(options.preset, device, options.steps)
+        return _run_programs(options, progress)
     is_own = ":" in name
     with user_code(name) if is_own else nullcontext():
         workload = load_own(name) if is_own else _load(name, options)
@@ -158,6 +157,18 @@ def _run(name: str, options: Options, progress: Progress) -> Comparison:
             rounds=options.rounds,
             progress=progress,
         )
+
+
+def _run_programs(options: Options, progress: Progress) -> Comparison:
+    from mezzo.comparing.paddle_programs import PROGRAMS, run_programs  # noqa: PLC0415
+
+    device, done = torch.device(options.device or hardware().device), count()
+    return run_programs(
+        options.preset,
+        device,
+        options.steps,
+        lambda mode: progress(f"run {mode}", next(done), len(PROGRAMS)),
+    )
 
 
 def _load(name: str, options: Options) -> Workload:
@@ -248,10 +259,11 @@ def _print_comparison(comparison: Comparison) -> None:
 
     found = mode_table(comparison)
     shown = [place for place, name in enumerate(found.columns) if name != "note"]
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
     for place in shown:
         is_number = any(row[place].is_number for row in found.rows)
-        table.add_column(found.columns[place], justify="right" if is_number else "left")
+        side: Literal["right", "left"] = "right" if is_number else "left"
+        table.add_column(found.columns[place], justify=side, overflow="fold")
     for row in found.rows:
         table.add_row(*(row[place].text for place in shown))
     typer.echo(_headline(comparison))

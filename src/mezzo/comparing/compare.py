@@ -228,9 +228,9 @@ class _Run:
             self._steps,
             self._rounds,
             tuple(self._finished(mode) for mode in self._modes),
-            workload.documented,
-            complete,
-            None if support.native else support.reason,
+            documented=workload.documented,
+            complete=complete,
+            emulated=None if support.native else support.reason,
         )
 
     def _finished(self, mode: Mode) -> ModeResult:
