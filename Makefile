@@ -24,8 +24,9 @@ help: ## Show the targets.
 # Some virtual machines advertise AMX but trap its instructions, which ends torch's bfloat16 kernels
 # on a CPU.
 demo: export ONEDNN_MAX_CPU_ISA ?= AVX512_CORE_FP16
-demo: $(VENV)/.demo ## Train on handwritten digits in float32 and mixed precision, and compare.
-	$(BIN)/python examples/digits.py
+demo: $(VENV)/.demo ## Name and cure an overflow; compare all precisions on handwritten digits.
+	$(BIN)/python examples/overflow.py
+	$(BIN)/python -m mezzo.comparing.demo
 
 quick: $(VENV)/.dev ## Run the fast tests: less than a minute on two cores.
 	$(PYTEST) -m "not gpu and not slow"
@@ -72,10 +73,11 @@ bench: $(VENV)/.dev ## Run all benchmarks, and write the tables of the README.
 	$(BIN)/python benchmarks/convert.py
 	$(BIN)/python benchmarks/numerics.py
 	$(BIN)/python benchmarks/tables.py
+	$(BIN)/python benchmarks/compare_page.py
 
 clean: ## Remove the environments, caches and build products.
 	rm -rf .venv .venv-* .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
-	rm -rf .coverage .coverage.* htmlcov build dist
+	rm -rf .coverage .coverage.* htmlcov build dist mezzo-demo.html
 	find src tests examples -name __pycache__ -prune -exec rm -rf {} +
 
 # The stamps make a second run instant. They are written last: an interrupted install starts again.

@@ -16,7 +16,7 @@ import mezzo
 
 EPOCHS = 3
 BATCH = 64
-WIDTH = 32
+WIDTH = 64
 
 
 class Attention(nn.Module):

@@ -55,8 +55,8 @@ def test_where_16_bits_are_emulated_float32_is_the_fastest_and_the_reason_is_giv
     assert "torch.amp 240 casts and 0.50 ×, O1 150 casts and 0.50 ×, O2 120 casts" in text
 
 
-def test_where_16_bits_are_native_but_slower_the_workload_is_too_small():
-    assert "too small here for 16 bits to pay" in verdict(cpu_result(emulated=None))
+def test_where_16_bits_are_native_but_slower_casts_and_calls_are_the_reason():
+    assert "16 bits do not pay for this workload here" in verdict(cpu_result(emulated=None))
 
 
 def test_equal_times_are_called_equal():
@@ -71,7 +71,7 @@ def test_faster_modes_that_all_train_otherwise_are_not_called_slow():
     )
     text = verdict(gpu_result(modes=modes))
     assert "the modes that are faster do not train like it" in text
-    assert "too small" not in text
+    assert "do not pay" not in text
 
 
 @pytest.mark.parametrize(

@@ -23,10 +23,18 @@ COLORS = {
     INFERENCE: "#c27ba0",
 }
 """Colors of the modes, readable on light and dark backgrounds."""
-_OTHER = "#7a7f8a"
 _BAR = 30
 """Pixels of a bar with the gap below it."""
 _CURVE_HEIGHT = 300
+
+
+def color_of(mode: str) -> str:
+    """Return the color of a mode; `static O1` has that of O1.
+
+    >>> color_of("static O1") == COLORS["O1"], color_of("mine")
+    (True, '#7a7f8a')
+    """
+    return COLORS.get(mode) or COLORS.get(mode.rpartition(" ")[2], COLORS["float32"])
 
 
 def comparison_charts(comparison: Comparison) -> dict[str, Figure]:
@@ -80,7 +88,7 @@ def _bars(
         "x": list(values),
         "text": list(texts),
         "textposition": "auto",
-        "marker": {"color": [COLORS.get(one.mode, _OTHER) for one in modes]},
+        "marker": {"color": [color_of(one.mode) for one in modes]},
         "hovertemplate": "%{y}: %{text}<extra></extra>",
     }
     layout = {
@@ -124,7 +132,7 @@ def _curve(
         "name": escape(mode.mode),
         "x": list(numbers) if by_epoch else [round(steps * one / count) for one in numbers],
         "y": [rounded(value) for value in values],
-        "line": {"color": COLORS.get(mode.mode, _OTHER), "width": 1.8},
+        "line": {"color": color_of(mode.mode), "width": 1.8},
         "marker": {"size": 5},
         "hovertemplate": f"{escape(mode.mode)}: %{{y:{'.1%' if share else '.4g'}}}<extra></extra>",
     }

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 
-from mezzo.comparing.comparison import BASELINE, Comparison, ModeResult
+from mezzo.comparing.comparison import Comparison, ModeResult
 from mezzo.comparing.verdict import INFERENCE, fastest_mode
 from mezzo.prepare.plan_rows import format_bytes
 from mezzo.reporting.tables import Cell, Table, make_table
@@ -60,15 +60,24 @@ def documented_table(comparisons: Sequence[Comparison]) -> Table:
 def summary_table(comparisons: Sequence[Comparison]) -> Table:
     """Return a row for each workload and machine: float32, the fastest mode, its memory."""
     return make_table(
-        ("workload", "machine", "float32, ms", "fastest mode", "ms", "× float32", "memory"),
+        (
+            "workload",
+            "sizes",
+            "machine",
+            "float32, ms",
+            "fastest mode",
+            "ms",
+            "× float32",
+            "memory",
+        ),
         [_summary_row(one) for one in comparisons],
     )
 
 
 def _summary_row(comparison: Comparison) -> tuple[object, ...]:
-    base, mode = comparison.mode(BASELINE), fastest_mode(comparison)
-    name = f"{comparison.workload}: {comparison.title}"
-    start = (name, machine_name(comparison), _time(base.milliseconds) if base else None)
+    base, mode = comparison.mode(comparison.baseline), fastest_mode(comparison)
+    name = (comparison.workload, comparison.title, machine_name(comparison))
+    start = (*name, _time(base.milliseconds) if base else None)
     if base is None or mode is None:
         return (*start, None, None, None, None)
     title = f"{mode.mode} {mode.dtype or ''}".strip()
@@ -89,7 +98,7 @@ def _on_machine(name: str, comparison: Comparison) -> Cell | None:
     if mode is None or mode.milliseconds is None:
         return None
     speedup = _speedup(name, comparison)
-    ratio = f" ({speedup.text})" if speedup and name != BASELINE else ""
+    ratio = f" ({speedup.text})" if speedup and name != comparison.baseline else ""
     return Cell(f"{milliseconds(mode.milliseconds)}{ratio}", mode.milliseconds)
 
 
@@ -134,8 +143,8 @@ def _loss(value: float | None) -> Cell | None:
 
 
 def _difference(mode: ModeResult, comparison: Comparison) -> Cell | None:
-    base = comparison.mode(BASELINE)
-    if mode.mode == BASELINE or base is None or mode.loss is None or base.loss is None:
+    base = comparison.mode(comparison.baseline)
+    if mode.mode == comparison.baseline or base is None or mode.loss is None or base.loss is None:
         return None
     difference = mode.loss - base.loss
     return Cell(f"{difference:+.2g}", float(difference))

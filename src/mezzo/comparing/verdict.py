@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from mezzo.comparing.comparison import BASELINE, Comparison, ModeResult
+from mezzo.comparing.comparison import Comparison, ModeResult
 from mezzo.prepare.plan_rows import format_bytes
 from mezzo.reporting.verdict import Status, Verdict
 
@@ -38,14 +38,14 @@ def verdict(comparison: Comparison) -> str:
 
 def judge(comparison: Comparison) -> Verdict:
     """Return the verdict as a sentence and the facts that it rests on."""
-    base = comparison.mode(BASELINE)
+    base = comparison.mode(comparison.baseline)
     if base is None or not base.milliseconds:
         return Verdict(
             Status.EMPTY,
             "float32 was not measured, so there is nothing to compare the other modes with.",
             tuple(_interrupted(comparison)),
         )
-    others = [one for one in comparison.modes if one.mode not in {BASELINE, INFERENCE}]
+    others = [one for one in comparison.modes if one.mode not in {comparison.baseline, INFERENCE}]
     timed = sorted((one for one in others if one.milliseconds), key=_time)
     good, best = [one for one in timed if trains_like(one, base)], fastest_mode(comparison)
     bad = [one for one in others if one.loss is not None and not trains_like(one, base)]
@@ -65,7 +65,7 @@ def fastest_mode(comparison: Comparison) -> ModeResult | None:
 
     None if float32 was not measured.
     """
-    base = comparison.mode(BASELINE)
+    base = comparison.mode(comparison.baseline)
     if base is None or not base.milliseconds:
         return None
     others = [
@@ -123,8 +123,8 @@ def _why_slow(comparison: Comparison, fastest: ModeResult) -> list[str]:
     if fastest.dtype:
         return [
             (
-                "The workload is too small here for 16 bits to pay: calling ops and casting takes"
-                " longer than the faster products save."
+                "16 bits do not pay for this workload here: calling ops and casting takes longer"
+                " than faster products save."
             )
         ]
     return []
