@@ -13,10 +13,11 @@ PIP    := $(BIN)/python -m pip --disable-pip-version-check install --progress-ba
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2
 
 # Types are checked against the torch of constraints.txt: annotations differ between versions.
-CHECKS := $(if $(TORCH),,lint types layers)
+CHECKS := $(if $(TORCH),,lint types layers docs)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo quick test test-all install lint types layers unit cover slow format bench clean
+.PHONY: help demo quick test test-all install lint types layers docs unit cover slow format bench
+.PHONY: package clean
 
 help: ## Show the targets.
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-9s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -31,7 +32,7 @@ demo: $(VENV)/.demo ## Name and cure an overflow; compare all precisions on hand
 quick: $(VENV)/.dev ## Run the fast tests: less than a minute on two cores.
 	$(PYTEST) -m "not gpu and not slow"
 
-test: $(CHECKS) unit ## Install and check everything, as CI does: lint, types, layers, tests.
+test: $(CHECKS) unit ## Install and check everything, as CI does: lint, types, layers, site, tests.
 
 test-all: export MEZZO_EXHAUSTIVE = 1
 test-all: export MEZZO_FUZZ_FILES ?= 10000
@@ -50,6 +51,9 @@ types: $(VENV)/.dev ## Check the types of src.
 layers: $(VENV)/.dev ## Check the layers of the packages: imports go downwards, without cycles.
 	$(BIN)/lint-imports --no-logo
 
+docs: $(VENV)/.dev ## Build the documentation site strictly into site/: dead links are errors.
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
+
 unit: $(VENV)/.dev ## Run the tests in two processes.
 	$(PYTEST)
 
@@ -63,7 +67,7 @@ format: $(VENV)/.dev ## Format, and fix what ruff can fix.
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-bench: $(VENV)/.dev ## Run all benchmarks, and write the tables of the README.
+bench: $(VENV)/.dev ## Run all benchmarks, and write the tables of the README and docs.
 	$(BIN)/python benchmarks/autocast.py
 	$(BIN)/python benchmarks/scaling.py
 	$(BIN)/python benchmarks/optim.py
@@ -72,13 +76,17 @@ bench: $(VENV)/.dev ## Run all benchmarks, and write the tables of the README.
 	$(BIN)/python benchmarks/levels.py
 	$(BIN)/python benchmarks/convert.py
 	$(BIN)/python benchmarks/numerics.py
+	$(BIN)/python benchmarks/shapes.py
 	$(BIN)/python benchmarks/tables.py
 	$(BIN)/python benchmarks/compare_page.py
 
+package: $(VENV)/.dev ## Build the wheel and the sdist into dist; the tests install them too.
+	$(BIN)/python -m build --no-isolation
+
 clean: ## Remove the environments, caches and build products.
 	rm -rf .venv .venv-* .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
-	rm -rf .coverage .coverage.* htmlcov build dist mezzo-demo.html
-	find src tests examples -name __pycache__ -prune -exec rm -rf {} +
+	rm -rf .coverage .coverage.* htmlcov build dist site mezzo-demo.html
+	find src tests examples docs -name __pycache__ -prune -exec rm -rf {} +
 
 # The stamps make a second run instant. They are written last: an interrupted install starts again.
 $(VENV)/.demo $(VENV)/.dev: $(VENV)/.%: pyproject.toml constraints.txt

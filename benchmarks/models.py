@@ -2,7 +2,8 @@
 
 Run it with `python benchmarks/models.py`, or in parts with names of models or groups: `python
 benchmarks/models.py bert torchvision`. Each row is stored as soon as it is measured; stored rows
-of other models are kept. A row that fails prints its error, and the rest goes on.
+of other models are kept. A row that fails prints its error, and the rest goes on. `--float32` times
+float32 and TF32 as well.
 
 Groups: transformers, torchvision, own (networks of `networks.py`), muon, lengths (batches of 40
 lengths), further (ten models that were chosen last), compiled (transformers with torch.compile).
@@ -22,6 +23,7 @@ from lengths import length_rows
 from measure import Row, take_turns
 from training import (
     BATCHES,
+    FLOAT32,
     MEZZO,
     Contestant,
     Rows,
@@ -81,7 +83,8 @@ def model_rows(case: Case, options: argparse.Namespace, device: str) -> list[Row
     batches = batches_of(case, device, BATCHES, tiny=options.tiny)
     contestants: dict[str, Contestant] = {}
     errors: dict[str, str] = {}
-    for name, set_up in set_ups(case).items():
+    compared = {**(FLOAT32 if options.float32 else {}), **set_ups(case)}
+    for name, set_up in compared.items():
         try:
             contestant = Contestant(set_up(case, copy.deepcopy(original), device), batches)
             contestant.warm_up(tiny=options.tiny)

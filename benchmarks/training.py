@@ -11,8 +11,10 @@ import time
 import traceback
 import warnings
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -95,6 +97,37 @@ def channels_last(case: Case, model: nn.Module, device: str) -> Train:
     return in_channels_last
 
 
+def in_float32(case: Case, model: nn.Module, _device: str, *, tf32: bool = False) -> Train:
+    """Set up a plain loop in float32 or TF32, with the optimizer as documented."""
+    optimizers = case.optimizers(model)
+    called = torch.compile(model) if case.compile else model
+
+    def step(batch: Batch) -> Tensor:
+        for optimizer in optimizers:
+            optimizer.zero_grad(set_to_none=True)
+        with _float32_products(tf32=tf32):
+            loss = loss_of(case, called, batch)
+            loss.backward()
+        for optimizer in optimizers:
+            optimizer.step()
+        return loss.detach()
+
+    return step
+
+
+@contextmanager
+def _float32_products(*, tf32: bool) -> Iterator[None]:
+    """Choose TF32 or full float32 for matrix products and, where TF32 is the default, cuDNN."""
+    before = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
+    torch.set_float32_matmul_precision("high" if tf32 else "highest")
+    torch.backends.cudnn.allow_tf32 = tf32
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before[0])
+        torch.backends.cudnn.allow_tf32 = before[1]
+
+
 def with_mezzo(
     case: Case, model: nn.Module, level: str = "O2", **options: Any
 ) -> tuple[Train, mezzo.TrainStep]:
@@ -111,9 +144,14 @@ def with_mezzo(
     return (lambda batch: step(**batch) if isinstance(batch, dict) else step(*batch)), step
 
 
-def set_ups(case: Case) -> dict[str, Callable[[Case, nn.Module, str], Train]]:
+SetUp = Callable[[Case, nn.Module, str], Train]
+FLOAT32: Mapping[str, SetUp] = {"float32": in_float32, "TF32": partial(in_float32, tf32=True)}
+"""Set-ups that are shown beside the others and have no bar."""
+
+
+def set_ups(case: Case) -> dict[str, SetUp]:
     """Return the set-ups of torch that a case is compared with."""
-    chosen: dict[str, Callable[[Case, nn.Module, str], Train]] = {}
+    chosen: dict[str, SetUp] = {}
     if AMP in case.bars:
         chosen[AMP] = amp
     if HAND in case.bars:
@@ -256,6 +294,7 @@ def _parse(
     )
     parser.add_argument("--minutes", type=float, help="begin no row after this time")
     parser.add_argument("--tiny", action="store_true", help="small models; nothing is stored")
+    parser.add_argument("--float32", action="store_true", help="time float32 and TF32 too (models)")
     options = parser.parse_args(arguments)
     if unknown := [name for name in options.names if name not in choices]:
         parser.error(f"unknown: {', '.join(unknown)}. Choose from: {', '.join(choices)}.")

@@ -8,10 +8,11 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 pytestmark = pytest.mark.slow
 
-TINY = argparse.Namespace(tiny=True, rounds=1, seconds=0.0)
+TINY = argparse.Namespace(tiny=True, rounds=1, seconds=0.0, float32=False)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -33,6 +34,61 @@ def test_a_model_is_compared_with_every_set_up_of_torch_that_has_a_bar(name):
     assert not row.errors
     assert row.losses["mezzo"] == pytest.approx(row.losses["torch.amp"], rel=0.01)
     assert "has no CUDA graphs" in str(row)
+
+
+def test_float32_and_tf32_are_timed_beside_the_set_ups_with_a_bar():
+    import models
+    import zoo
+
+    options = argparse.Namespace(**{**vars(TINY), "float32": True})
+    (row,) = models.model_rows(zoo.CASES["dlrm"], options, "cpu")
+    assert set(row.times) == {"float32", "TF32", *row.bars, "mezzo"}
+    assert set(row.ratios) == set(row.bars)
+    assert row.losses["float32"] == pytest.approx(row.losses["torch.amp"], rel=0.01)
+    assert torch.get_float32_matmul_precision() == "highest"
+
+
+def test_a_size_beside_a_multiple_of_8_is_compared_with_the_multiple(capsys):
+    import shapes
+
+    shapes.main(["--tiny"])
+    printed = capsys.readouterr().out
+    assert "linear 8 → 16, 16 rows for linear 8 → 15, 16 rows, float16" in printed
+    assert "channels_last for 3 × 3 convolution 8 → 8, 2 × 6², channels first" in printed
+    assert all(str(size) != str(than) for size, than in shapes.pairs())
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="for machines without CUDA")
+def test_shapes_are_not_stored_without_tensor_cores(capsys):
+    import shapes
+
+    shapes.main([])
+    assert "needs a CUDA device" in capsys.readouterr().out
+
+
+def test_the_table_of_shapes_has_a_line_for_each_pair_and_is_empty_without_results(
+    tmp_path, monkeypatch
+):
+    import tables
+
+    monkeypatch.setattr(tables, "RESULTS", tmp_path)
+    assert tables.shapes_table() == ""
+    rows = [
+        {"dtype": dtype, "size": "1024", "than": than, "times": {"1024": 1e3, than: time}}
+        for dtype, than, time in [
+            ("float16", "1023", 2e3),
+            ("bfloat16", "1023", 3e3),
+            ("float16", "1020", 1.5e3),
+        ]
+    ]
+    record = {"machine": "A GPU", "torch": "2.11.0+cu130", "rows": rows}
+    (tmp_path / "shapes-gpu.json").write_text(json.dumps(record))
+    assert tables.shapes_table().splitlines() == [
+        "| A GPU, torch 2.11.0 | instead of | float16 | bfloat16 |",
+        "|---|---|---|---|",
+        "| 1024 | 1023 | 2.000 → 1.000 ms (2.00 ×) | 3.000 → 1.000 ms (3.00 ×) |",
+        "| 1024 | 1020 | 1.500 → 1.000 ms (1.50 ×) | – |",
+    ]
 
 
 def test_the_faster_memory_format_by_hand_counts():
@@ -128,13 +184,19 @@ def test_a_row_of_a_model_becomes_a_line_with_its_ratios_and_bars(tmp_path, monk
             "bars": {"torch by hand": 0.92},
             "captured": False,
         },
-        {"name": "lengths", "value": 0.05, "bar": 0.1, "unit": "of all"},
+        {"name": "lengths", "times": {}, "value": 0.05, "bar": 0.1, "unit": "of all"},
     ]
     (tmp_path / "models-machine.json").write_text(json.dumps({"rows": rows}))
     monkeypatch.setattr(tables, "RESULTS", tmp_path)
     table = tables.models_table()
     assert "| A model (not captured) | – | 2.00 | 1.00 | – | 0.50 (0.92) |" in table
     assert "| lengths | 0.1 of all | 0.05 of all |" in table
+    assert "float32" not in table
+
+    rows[0]["times"]["float32"] = 9e3
+    (tmp_path / "models-machine.json").write_text(json.dumps({"rows": rows}))
+    assert "| ms | float32 | torch.amp |" in tables.models_table()
+    assert "| A model (not captured) | 9.00 | – | 2.00 |" in tables.models_table()
 
 
 def test_the_table_of_numerics_counts_what_passes_and_shows_what_needs_a_policy():

@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 from typing import Any
 
 import pytest
+from support.pages import DOCS, run_page
 from support.processes import run_ranks
 
-PAGE = Path(__file__).parent.parent / "docs" / "distributed.md"
+PAGE = DOCS / "distributed.md"
 
 
-def run_programs(_rank: int, folder: str) -> dict[str, Any]:
-    """Run the blocks one after the other, as one program."""
-    names: dict[str, Any] = {"folder": folder}
-    for program in re.findall(r"^```python\n(.*?)^```", PAGE.read_text(), re.MULTILINE | re.DOTALL):
-        exec(compile(program, str(PAGE), "exec"), names)
+def run_programs(rank: int, folder: str) -> dict[str, Any]:
+    own = Path(folder) / f"rank{rank}"
+    own.mkdir()
+    names = run_page(PAGE, own, {"folder": folder})
     return {"updates": names["updates"], "loss": names["step"].loss}
 
 
@@ -26,4 +25,4 @@ def test_the_programs_of_the_page_run_and_all_ranks_end_alike(tmp_path: Path):
     assert first["updates"] == second["updates"] == 6
     assert first["loss"] < 1.5
     names = sorted(one.name for one in tmp_path.iterdir())
-    assert names == ["6.pt", "6.pt.rank1", "dcp"]
+    assert names == ["6.pt", "6.pt.rank1", "dcp", "rank0", "rank1"]

@@ -40,13 +40,14 @@ def test_tests_and_checks_run_on_the_pinned_torch_unless_another_is_named(target
     printed = commands(target)
     assert set(re.findall(r"\.venv[^/ \n]*", printed)) == {".venv"}
     assert re.search(r"install .*\s.*-c constraints\.txt -e '\.\[dev\]'", printed)
-    assert all(part in printed for part in ("ruff check", "mypy", "lint-imports", "pytest -n 2"))
+    parts = ("ruff check", "mypy", "lint-imports", "mkdocs build --strict", "pytest -n 2")
+    assert all(part in printed for part in parts)
 
 
 def test_quick_runs_neither_checks_nor_slow_tests():
     printed = commands("quick")
     assert 'pytest -n 2 -m "not gpu and not slow"' in printed
-    assert not any(part in printed for part in ("ruff", "mypy", "lint-imports"))
+    assert not any(part in printed for part in ("ruff", "mypy", "lint-imports", "mkdocs"))
 
 
 @pytest.mark.parametrize(("target", "exhaustive"), [("test", ""), ("test-all", "1")])

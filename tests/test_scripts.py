@@ -1,18 +1,13 @@
-"""The examples and the benchmarks for a CPU run."""
+"""The comparison of the digits and the benchmarks for a CPU run."""
 
 import importlib.util
 import json
 import os
-import re
-import runpy
 import subprocess
 import sys
-from importlib.machinery import ModuleSpec
 from pathlib import Path
-from types import ModuleType
 
 import pytest
-from support.digits import images_of_digits
 
 import mezzo
 
@@ -68,59 +63,6 @@ def test_the_example_of_an_overflow_names_it_and_trains_with_the_suggested_polic
     for printed in (in_float32, cured):
         first, last = map(float, re.search(r"loss (\S+) → (\S+)", printed).groups())
         assert last < first / 2
-
-
-def test_the_example_for_several_processes_learns_under_torchrun():
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    environment = os.environ | {
-        "PYTHONPATH": str(Path(mezzo.__file__).parents[1]),
-        "OMP_NUM_THREADS": "1",
-    }
-    done = subprocess.run(
-        [*torchrun, "--nproc-per-node=2", "examples/ddp.py"],
-        cwd=ROOT,
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=100,
-    )
-    assert done.returncode == 0, done.stderr
-    first, *_, last = [float(loss) for loss in re.findall(r"epoch \d: loss (\S+),", done.stdout)]
-    assert last < first
-    assert float(re.search(r"accuracy (\S+)", done.stdout)[1]) > 0.95
-
-
-def logged_accuracies(printed):
-    pattern = r"call \d+: loss \S+, accuracy (\S+)"
-    return [float(accuracy) for accuracy in re.findall(pattern, printed)]
-
-
-def test_the_image_example_logs_a_rising_accuracy(monkeypatch, capsys):
-    def load_digits(**_):
-        images, digits = images_of_digits(1280, 0, 0.1)
-        return images.flatten(1).numpy(), digits.numpy()
-
-    package, module = ModuleType("sklearn"), ModuleType("sklearn.datasets")
-    package.__spec__ = ModuleSpec("sklearn", None)
-    module.load_digits = load_digits
-    monkeypatch.setitem(sys.modules, "sklearn", package)
-    monkeypatch.setitem(sys.modules, "sklearn.datasets", module)
-    runpy.run_path(str(ROOT / "examples/image_accuracy.py"), run_name="__main__")
-    printed = capsys.readouterr().out
-    first, second = logged_accuracies(printed)
-    assert first < second
-    assert "TrainStep(Sequential, AdamW):\n  precision: O2, " in printed
-    assert "test accuracy" in printed
-
-
-def test_the_text_example_logs_a_rising_accuracy(capsys):
-    pytest.importorskip("transformers")
-    runpy.run_path(str(ROOT / "examples/text_accuracy.py"), run_name="__main__")
-    printed = capsys.readouterr().out
-    first, *_, last = logged_accuracies(printed)
-    assert last > max(first, 0.7)
-    assert "TrainStep(BertForSequenceClassification, AdamW)" in printed
 
 
 @pytest.mark.exhaustive

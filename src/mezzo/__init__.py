@@ -38,6 +38,7 @@ if typing.TYPE_CHECKING:
     from mezzo.observing.compare_runs import RunDifference, compare_runs
     from mezzo.observing.count_dtypes import count_dtypes
     from mezzo.observing.log import read_log
+    from mezzo.observing.loggers import Logger
     from mezzo.observing.op_stats import op_stats
     from mezzo.observing.recorded_values import record_values
     from mezzo.observing.run import Run, observe
@@ -52,7 +53,9 @@ if typing.TYPE_CHECKING:
     from mezzo.prepare.latest_checkpoint import latest_checkpoint
     from mezzo.prepare.master_params import master_params
     from mezzo.prepare.plan import Plan, plan
+    from mezzo.reporting.loggers import CSVLogger, WandbLogger, write_log
     from mezzo.reporting.page import write_report
+    from mezzo.reporting.tensorboard import TensorBoardLogger
     from mezzo.step.eval_step import EvalStep
     from mezzo.step.function_step import train_step
     from mezzo.step.memory_format import channels_last
@@ -60,7 +63,7 @@ if typing.TYPE_CHECKING:
     from mezzo.step.padding import pad_batch
     from mezzo.step.train_step import TrainStep
 
-__version__ = "0.1.0.dev0"
+__version__ = "0.1.0"
 
 _IMPORTED_LATE = {
     "Advice": "mezzo.advising.advice",
@@ -79,6 +82,7 @@ _IMPORTED_LATE = {
     "compare_runs": "mezzo.observing.compare_runs",
     "count_dtypes": "mezzo.observing.count_dtypes",
     "read_log": "mezzo.observing.log",
+    "Logger": "mezzo.observing.loggers",
     "op_stats": "mezzo.observing.op_stats",
     "record_values": "mezzo.observing.recorded_values",
     "Run": "mezzo.observing.run",
@@ -100,7 +104,11 @@ _IMPORTED_LATE = {
     "master_params": "mezzo.prepare.master_params",
     "Plan": "mezzo.prepare.plan",
     "plan": "mezzo.prepare.plan",
+    "CSVLogger": "mezzo.reporting.loggers",
+    "WandbLogger": "mezzo.reporting.loggers",
+    "write_log": "mezzo.reporting.loggers",
     "write_report": "mezzo.reporting.page",
+    "TensorBoardLogger": "mezzo.reporting.tensorboard",
     "EvalStep": "mezzo.step.eval_step",
     "train_step": "mezzo.step.function_step",
     "channels_last": "mezzo.step.memory_format",
@@ -116,6 +124,7 @@ __all__ = [
     "LAMB",
     "NORMS",
     "Advice",
+    "CSVLogger",
     "CheckpointError",
     "ConversionError",
     "Converted",
@@ -126,6 +135,7 @@ __all__ = [
     "LintFinding",
     "LintFindings",
     "Lion",
+    "Logger",
     "MezzoError",
     "NumericsError",
     "Overflow",
@@ -143,8 +153,10 @@ __all__ = [
     "ShadowErrors",
     "StepMetrics",
     "StepResult",
+    "TensorBoardLogger",
     "TrainStep",
     "UnsupportedError",
+    "WandbLogger",
     "advise",
     "autocast",
     "channels_last",
@@ -179,6 +191,7 @@ __all__ = [
     "train_step",
     "undecorate",
     "weight_cache_info",
+    "write_log",
     "write_report",
 ]
 

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import mezzo
-from mezzo.optim.master_weights import KEYS
+from mezzo.optim.companion import KEYS
 
 pytestmark = pytest.mark.slow
 

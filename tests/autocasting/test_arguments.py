@@ -175,3 +175,9 @@ def test_a_policy_that_casts_nothing_is_a_disabled_region() -> None:
     assert region_for(Policy("O2", "float16", preset="apex", full={"softmax"}), "cpu").enabled
     assert region_for(Policy("O1", "float16", preset="apex"), "cpu").enabled
     assert region_for(Policy("O2", "float16"), "cpu").enabled
+
+
+@pytest.mark.parametrize("rules", [{}, {"full": {"mm"}}, {"policy": "O1"}], ids=str)
+def test_a_device_without_autocast_is_refused_with_and_without_a_policy(rules):
+    with pytest.raises(mezzo.UnsupportedError, match="no autocast for device type 'meta'"):
+        mezzo.autocast("meta", dtype=torch.float16, **rules)

@@ -1,8 +1,6 @@
-"""`mezzo.advise` on a GPU: advice on three models, checked against a separate timing."""
+"""`mezzo.advise` on a GPU: settings, memory and ops. `benchmarks/advise.py` checks its times."""
 
 from __future__ import annotations
-
-from statistics import median
 
 import pytest
 import torch
@@ -19,64 +17,14 @@ def wide():
     return nn.Sequential(*(nn.Linear(4096, 4096) for _ in range(4))).cuda(), (2048, 4096)
 
 
-def convolutional():
-    torch.manual_seed(0)
-    layers: list[nn.Module] = []
-    for inputs, outputs in ((8, 64), (64, 256), (256, 256)):
-        layers += [nn.Conv2d(inputs, outputs, 3, padding=1), nn.BatchNorm2d(outputs), nn.ReLU()]
-    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten()).cuda(), (64, 8, 56, 56)
-
-
-def tiny():
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 32)).cuda(), (16, 32)
-
-
-MODELS = {"wide": wide, "convolutional": convolutional, "tiny": tiny}
-
-
-def milliseconds(model, batch, level, *, captured, **dtype):
-    """Time a training step by events of CUDA, without the code of `advise`."""
-    optimizer = torch.optim.AdamW(model.parameters(), 1e-6)
-    step = mezzo.TrainStep(model, F.mse_loss, optimizer, level, capture=captured, **dtype)
-    for _ in range(10):
-        step(*batch)
-    times = []
-    for _ in range(20):
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        torch.cuda.synchronize()
-        begin.record()
-        step(*batch)
-        end.record()
-        end.synchronize()
-        times.append(begin.elapsed_time(end))
-    return median(times)
-
-
-@pytest.mark.parametrize("name", MODELS)
-def test_the_gain_of_the_advised_setting_is_that_of_a_separate_timing(name):
-    model, shape = MODELS[name]()
+def test_the_advised_setting_is_among_the_fastest():
+    model, shape = wide()
     x = torch.randn(shape).cuda()
-    with torch.no_grad():
-        batch = x, torch.zeros_like(model(x))
-    advice = mezzo.advise(model, batch, F.mse_loss)
-    print(f"\n{advice}")  # noqa: T201 - shown with -s, for the documentation
-    chosen = advice.chosen.setting
-    assert chosen.captured, "a captured step is never slower by a margin"
-    dtype = {} if chosen.level == "O0" else {"dtype": chosen.precision.value}
-    if chosen.precision.value == "TF32":
-        torch.set_float32_matmul_precision("high")
-    try:
-        fast = milliseconds(MODELS[name]()[0], batch, chosen.level, captured=True, **dtype)
-    finally:
-        torch.set_float32_matmul_precision("highest")
-    slow = milliseconds(MODELS[name]()[0], batch, "O0", captured=False)
-    assert advice.chosen.gain == pytest.approx(slow / fast, rel=0.25)
-    best = max(one.gain for one in advice.times if one.gain)
-    assert advice.chosen.gain >= 0.9 * best
-    if name == "wide":
-        assert not advice.switch_off
-        assert advice.chosen.gain > 2.0
+    advice = mezzo.advise(model, (x, torch.zeros_like(x)), F.mse_loss)
+    assert advice.chosen.gain >= 0.9 * max(one.gain for one in advice.times if one.gain)
+    assert advice.chosen.setting.level == "O2"
+    assert not advice.switch_off
+    assert {one.setting.captured for one in advice.times} == {False, True}
 
 
 def test_peak_memory_and_ops_are_measured():
@@ -100,16 +48,26 @@ def test_inference_is_timed_eagerly_and_captured():
 
 
 def test_a_setting_that_does_not_fit_is_reported():
-    model, shape = wide()
-    x = torch.randn(shape).cuda()
-    free, total = torch.cuda.mem_get_info()
-    # Room for the copies of one setting in 16 bits, but not for float32 beside it.
-    torch.cuda.set_per_process_memory_fraction(min(1.0, (total - free + 6e8) / total))
+    model = nn.Sequential(*(nn.Linear(1024, 1024) for _ in range(4))).cuda()
+    x = torch.randn(131_072, 1024).cuda()
+    batch = x, torch.zeros_like(x)
+
+    def times():
+        advice = mezzo.advise(model, batch, F.mse_loss, levels="O2", rounds=1)
+        return {str(one.setting): one for one in advice.times}
+
+    before = times()
+    # The activations of float32 do not fit, half of them do.
+    room = (before["float32"].memory + before["O2 bfloat16"].memory) / 2
+    torch.cuda.empty_cache()
+    total = torch.cuda.get_device_properties(0).total_memory
+    torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved() + room) / total)
     try:
-        advice = mezzo.advise(model, (x, torch.zeros_like(x)), F.mse_loss, rounds=1)
+        limited = times()
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0)
-    assert any(one.problem == "out of memory" for one in advice.times), str(advice)
+    assert limited["float32"].problem == "out of memory"
+    assert limited["O2 bfloat16"].seconds
 
 
 def test_the_generator_of_the_device_is_restored():

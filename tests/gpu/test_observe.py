@@ -192,3 +192,19 @@ def test_a_sample_reads_nothing_from_the_device(request: pytest.FixtureRequest) 
     names = set(dict(model.named_parameters()))
     assert set(collector.latest["updates"]) == set(collector.latest["gradients"]) == names
     assert set(collector.latest["activations"]) == {"0", "1", "2"}
+
+
+@pytest.mark.parametrize("capture", [True, False])
+def test_loggers_get_every_step_of_a_run_with_its_rate(capture: bool, tmp_path: Path) -> None:
+    step = _step(capture=capture)
+    path = tmp_path / "run.csv"
+    with mezzo.observe(step, every=10, loggers=[mezzo.CSVLogger(path)]) as run:
+        _train(step, overflows=(20,))
+    assert step.captured == capture
+    rows = [line.split(",", 3) for line in path.read_text().splitlines()]
+    scales = [float(row[2]) for row in rows if row[1] == "step/scale"]
+    assert scales == [one.scale for one in run.steps]
+    rate = step.optimizers[0].param_groups[0]["lr"]
+    assert {float(row[2]) for row in rows if row[1] == "step/rate"} == {float(rate)}
+    assert {int(row[0]) for row in rows if row[1] == "skips"} == {one.step for one in run.skips}
+    assert any(row[1].startswith("headroom of gradients/") for row in rows)

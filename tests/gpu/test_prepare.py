@@ -8,6 +8,7 @@ import pytest
 import torch
 from support.states import assert_equal
 from torch import nn
+from torch.nn import functional as F
 
 import mezzo
 
@@ -151,3 +152,47 @@ def test_a_captured_step_trains_a_parameter_that_joins_a_group_in_place(kind):
     assert torch.equal(*weights)
     torch.manual_seed(0)
     assert not torch.equal(weights[0], nn.Linear(16, 16).to(DEVICE).weight)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last], ids=str)
+@pytest.mark.parametrize(("kernel", "outputs"), [(16, 256), (4, 96), (14, 64)])
+def test_errors_of_convolved_patches_are_at_most_those_of_torch(
+    dtype, memory_format, kernel, outputs
+):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(3, outputs, kernel, stride=kernel)).cuda()
+    plain = copy.deepcopy(model).to(dtype).to(memory_format=memory_format)
+    exact = copy.deepcopy(plain).double()
+    mezzo.decorate(model, torch.optim.SGD(model.parameters(), 0.1), "O2", dtype=dtype)
+    model.to(memory_format=memory_format)
+    assert "matrix product" in str(mezzo.plan(copy.deepcopy(plain).float(), policy="O2"))
+    x = torch.randn(8, 3, 112, 112, device="cuda", dtype=dtype).to(memory_format=memory_format)
+    results = []
+    for one in (model, plain, exact):
+        images = x.to(torch.float64 if one is exact else dtype, copy=True).requires_grad_()
+        out = one(images)
+        torch.manual_seed(1)
+        out.backward(torch.randn(out.shape, device="cuda").to(dtype).to(out.dtype))
+        results.append([out, images.grad, *(value.grad for value in one.parameters())])
+    for ours, torchs, reference in zip(*results, strict=True):
+        errors = [
+            float(((value.double() - reference).norm() / reference.norm()).detach())
+            for value in (ours, torchs)
+        ]
+        assert errors[0] <= 1.05 * errors[1] + 1e-6, errors
+
+
+def test_a_captured_step_with_patches_equals_the_eager_one():
+    losses = []
+    for capture in (False, True):
+        torch.manual_seed(0)
+        layers = nn.Conv2d(3, 64, 8, stride=8), nn.Flatten(), nn.Linear(64 * 16, 10)
+        model = nn.Sequential(*layers).cuda()
+        optimizer = torch.optim.AdamW(model.parameters())
+        step = mezzo.TrainStep(model, F.cross_entropy, optimizer, "O2", capture=capture)
+        batches = torch.randn(12, 16, 3, 32, 32).cuda()
+        target = torch.arange(16).cuda() % 10
+        losses.append([float(step(batch, target)) for batch in batches])
+        assert step.captured is capture
+    assert losses[0] == losses[1]

@@ -10,9 +10,10 @@ import mezzo
 from mezzo.optim.attach import bind_half_parameters, bind_optimizer, has_device_step
 from mezzo.optim.binding import OptimizerBinding, optimizer_binding
 from mezzo.optim.capturable_step import CAPTURABLE, CapturableBinding
+from mezzo.optim.companion import MASTERS
 from mezzo.optim.fused_algorithms import ALGORITHMS
 from mezzo.optim.fused_step import FusedBinding
-from mezzo.optim.master_weights import MASTERS, MasterWeights
+from mezzo.optim.master_weights import MasterWeights
 from mezzo.optim.muon_step import MuonBinding
 from mezzo.policy.types import Master
 

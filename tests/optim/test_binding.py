@@ -15,8 +15,9 @@ from torch.optim.lr_scheduler import StepLR
 
 import mezzo
 from mezzo.optim.binding import OptimizerBinding
+from mezzo.optim.companion import without_companion
 from mezzo.optim.master_formats import MASTER_FORMATS
-from mezzo.optim.master_weights import MasterWeights, without_companion
+from mezzo.optim.master_weights import MasterWeights
 from mezzo.policy.types import Master
 from mezzo.scaling import mesh
 

@@ -10,14 +10,8 @@ from support.states import assert_equal
 from torch import nn
 
 import mezzo
-from mezzo.optim.master_weights import (
-    KEYS,
-    MASTER,
-    MASTERS,
-    MasterWeights,
-    has_companion,
-    without_companion,
-)
+from mezzo.optim.companion import KEYS, MASTER, MASTERS, has_companion, without_companion
+from mezzo.optim.master_weights import MasterWeights
 from mezzo.optim.state_dict import hook_state_dict
 from mezzo.optim.state_dict_checks import OUR_KEYS
 

@@ -27,7 +27,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 import mezzo
-from mezzo.optim.master_weights import MASTER
+from mezzo.optim.companion import MASTER
 
 pytestmark = pytest.mark.slow
 

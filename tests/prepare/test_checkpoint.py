@@ -14,7 +14,7 @@ from support.states import assert_equal
 from torch import nn
 
 import mezzo
-from mezzo.optim.master_weights import MASTERS
+from mezzo.optim.companion import MASTERS
 
 
 @pytest.fixture

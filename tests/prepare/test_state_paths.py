@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 import mezzo
-from mezzo.optim.master_weights import KEYS
+from mezzo.optim.companion import KEYS
 
 OPTIMIZERS = {
     "SGD": lambda parameters: torch.optim.SGD(parameters, lr=0.05),

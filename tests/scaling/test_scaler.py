@@ -126,6 +126,17 @@ def test_a_disabled_scaler_takes_closures_and_schedulers(net):
     assert optimizer.param_groups[0]["lr"] == pytest.approx(0.01)
 
 
+def test_a_disabled_scaler_gives_gradients_to_the_parameters_of_the_passed_optimizers_only():
+    first, second = torch.nn.Linear(2, 2), torch.nn.Linear(2, 1)
+    scaler = GradScaler(num_losses=2, enabled=False)
+    loss = second(first(torch.ones(1, 2))).sum()
+    scaler.backward(loss, loss_id=1, optimizers=torch.optim.SGD(second.parameters(), lr=0.1))
+    assert first.weight.grad is None
+    assert second.weight.grad is not None
+    scaler.backward(second(first(torch.ones(1, 2))).sum())
+    assert first.weight.grad is not None
+
+
 def test_disabled_scalers_are_scalers_and_can_be_pickled():
     scaler = pickle.loads(pickle.dumps(GradScaler(enabled=False)))
     assert isinstance(scaler, GradScaler)

@@ -15,9 +15,10 @@ from torch import nn
 
 from mezzo.optim.attach import bind_optimizer
 from mezzo.optim.binding import OptimizerBinding
+from mezzo.optim.companion import KEYS
 from mezzo.optim.fused_launch import BLOCK, CHUNK
 from mezzo.optim.fused_step import FusedBinding
-from mezzo.optim.master_weights import KEYS, MasterWeights
+from mezzo.optim.master_weights import MasterWeights
 from mezzo.optim.optimizers import LAMB, Lion
 from mezzo.optim.samples import sampled
 

@@ -73,9 +73,11 @@ class SettingRun:
     @contextmanager
     def _precision(self) -> Iterator[None]:
         """Compute float32 products in TF32, if that is the setting."""
+        if self.setting.precision is not Precision.TF32:
+            yield
+            return
         before = torch.get_float32_matmul_precision()
-        wanted = "high" if self.setting.precision is Precision.TF32 else before
-        torch.set_float32_matmul_precision(wanted)
+        torch.set_float32_matmul_precision("high")
         try:
             yield
         finally:

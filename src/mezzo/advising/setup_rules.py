@@ -12,6 +12,7 @@ from mezzo._dtypes import HALF_DTYPES, dtype_name
 from mezzo.advising.findings import LintFinding
 from mezzo.advising.lint_subject import Subject, device_of
 from mezzo.advising.loop_trace import half_states
+from mezzo.advising.op_trace import SOFTMAX
 from mezzo.policy.types import Level, Master
 from mezzo.prepare.decoration import decoration_of
 from mezzo.prepare.ema import EMA
@@ -251,10 +252,9 @@ def half_softmax(subject: Subject) -> Found:
     """Find a softmax or a loss that runs in 16 bits."""
     seen: set[tuple[str, str]] = set()
     for one in (half for trace in subject.traces() for half in trace.half_ops):
-        is_softmax = "log" not in one.op and "softmax" in one.op
-        rule = "16-bit-softmax" if is_softmax else "16-bit-loss"
+        rule = "16-bit-softmax" if one.op in SOFTMAX else "16-bit-loss"
         where = str(one.place) or subject.name
-        if (rule, where) in seen or _is_chosen(subject, is_softmax=is_softmax):
+        if (rule, where) in seen or _is_chosen(subject, one.op):
             continue
         seen.add((rule, where))
         yield LintFinding(
@@ -268,14 +268,16 @@ def half_softmax(subject: Subject) -> Found:
         )
 
 
-def _is_chosen(subject: Subject, *, is_softmax: bool) -> bool:
+def _is_chosen(subject: Subject, op: str) -> bool:
     """Return whether the policy itself runs the op in 16 bits."""
     if subject.policy is not None and subject.policy.level is Level.O3:
         return True
     stores_half = any(one.dtype in HALF_DTYPES for one in subject.model.parameters())
     is_autocast = subject.policy is not None or not stores_half
-    # On a CPU autocast leaves softmax in the dtype of its input; the kernel sums in float32.
-    return is_softmax and is_autocast and device_of(subject.model).type == "cpu"
+    # On a CPU autocast leaves softmax in the dtype of its input, elsewhere the log_softmax of
+    # F.cross_entropy, which passes that dtype explicitly. Both kernels sum in float32.
+    left_alone = SOFTMAX if device_of(subject.model).type == "cpu" else {"_log_softmax"}
+    return is_autocast and op in left_alone
 
 
 def _listed(names: list[str]) -> str:

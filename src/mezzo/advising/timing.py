@@ -16,6 +16,9 @@ from mezzo._torch import TorchDispatchMode
 
 _RUNS = 3
 """Runs whose ops are timed."""
+_SHORTEST = 5e-3
+"""Seconds that a timing on a device takes at least, in several calls if one is shorter."""
+_MOST_CALLS = 100
 
 
 def interleaved_medians(
@@ -36,21 +39,36 @@ def interleaved_medians(
     True
     """
     once = sum(time_once(run, device) for run in runs)
+    calls = [1] * len(runs)
     if once * (rounds + 2) <= budget:
-        for run in runs:
-            run()
+        calls = [calls_at_once(time_once(run, device), device) for run in runs]
     times: list[list[float]] = [[] for _ in runs]
     for _ in range(max(1, min(rounds, int(budget / once - 1) if budget < math.inf else rounds))):
-        for run, taken in zip(runs, times, strict=True):
-            taken.append(time_once(run, device))
+        for run, count, taken in zip(runs, calls, times, strict=True):
+            taken.append(time_once(run, device, count) / count)
     return [median(taken) for taken in times]
 
 
-def time_once(run: Callable[[], object], device: torch.device) -> float:
-    """Return the seconds of one run, until the device has finished it."""
+def calls_at_once(seconds: float, device: torch.device) -> int:
+    """Return how many calls to time at once, given the seconds of one.
+
+    In a training loop the host launches a step while the device computes the one before. A call
+    that is timed alone has to wait for both.
+
+    >>> calls_at_once(1e-3, torch.device("cuda")), calls_at_once(1e-3, torch.device("cpu"))
+    (5, 1)
+    """
+    if device.type == "cpu":
+        return 1
+    return max(1, min(_MOST_CALLS, round(_SHORTEST / seconds)))
+
+
+def time_once(run: Callable[[], object], device: torch.device, calls: int = 1) -> float:
+    """Return the seconds of one or several calls, until the device has finished them."""
     synchronize(device)
     begin = time.perf_counter()
-    run()
+    for _ in range(calls):
+        run()
     synchronize(device)
     return time.perf_counter() - begin
 
@@ -82,7 +100,10 @@ def _time(run: Callable[[], object]) -> dict[str, float]:
 
 
 def _profile(run: Callable[[], object], device: torch.device) -> dict[str, float]:
-    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiled:
+    # Without acc_events the second profile of a process warns.
+    with profile(
+        activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA], acc_events=True
+    ) as profiled:
         run()
         synchronize(device)
     seconds: dict[str, float] = defaultdict(float)

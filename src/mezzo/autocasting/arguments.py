@@ -80,6 +80,11 @@ def _resolved(call: tuple[Any, ...], _generation: int) -> tuple[Region, Policy]:
 def _resolve(call: AutocastCall) -> tuple[Region, Policy]:
     first_device, first_policy = _device_or_policy(call.first)
     device = _device(first_device, call.device_type)
+    if not torch.amp.is_autocast_available(device):
+        raise UnsupportedError(
+            f"torch has no autocast for device type {device!r}. Choose one that it has, such as"
+            " 'cuda' or 'cpu'."
+        )
     policy_arg = _single_policy(first_policy, call.policy)
     if _is_file(policy_arg):
         _loaded_files.add(str(policy_arg))
@@ -100,11 +105,6 @@ def _resolve_torch_call(
     Without a dtype it uses torch's for the device; float32 disables the region with a warning.
     """
     dtype, enabled = call.dtype, call.enabled
-    if not torch.amp.is_autocast_available(device):
-        raise UnsupportedError(
-            f"torch has no autocast for device type {device!r}. Choose one that it has, such as"
-            " 'cuda' or 'cpu'."
-        )
     if isinstance(dtype, torch.dtype) and dtype not in HALF_DTYPES:
         if device != "cuda" and enabled:
             warnings.warn(

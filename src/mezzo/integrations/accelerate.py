@@ -11,6 +11,7 @@ from __future__ import annotations
 from contextlib import AbstractContextManager
 from typing import Any, TypeVar
 
+import torch
 from torch import nn
 
 from mezzo._errors import PolicyError, UnsupportedError
@@ -42,6 +43,10 @@ def use(
     before, with every optimizer. `optimizer.step()` returns a `mezzo.StepResult`, and
     `optimizer.step_was_skipped` is True if gradients were not finite. Outputs of models are cast to
     float32, as Accelerate does.
+
+    `mezzo.TrainStep(model, loss_fn, optimizer)` of what `prepare` returned runs whole steps, as
+    CUDA graphs where possible, with the same scaler; pass `clip_norm=` here. The optimizer then
+    reports skipped steps, and its own `step()` does nothing.
 
     Runs on one device, and on several with DistributedDataParallel.
 
@@ -167,6 +172,12 @@ class _MezzoAccelerator:
             if any(parameter.grad is not None for parameter in parameters(plain)):
                 self._mezzo.unscale_(plain)
 
+    def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2) -> Any:
+        """Clip gradients; return the norm of a training step that has clipped them itself."""
+        if self._mezzo.training_step is None:
+            return super().clip_grad_norm_(parameters, max_norm, norm_type)  # type: ignore[misc]
+        return torch.tensor(self._mezzo.training_step.grad_norm)
+
     def autocast(self, autocast_handler: Any = None) -> AbstractContextManager[Any]:
         """Return the policy's autocast region, or that of a handler."""
         if autocast_handler is not None:
@@ -197,7 +208,9 @@ class MezzoOptimizer(_optimizer.AcceleratedOptimizer):  # type: ignore[misc,name
     @property
     def step_was_skipped(self) -> bool:
         """Whether the last step was skipped. This may synchronize."""
-        return self._result is not None and self._result.skipped
+        if self._result is None:
+            return self._mezzo.skipped_by_step(self.optimizer)
+        return self._result.skipped
 
 
 def _is_new(one: Any, kind: type) -> bool:

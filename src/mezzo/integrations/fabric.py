@@ -40,6 +40,9 @@ class MezzoFabricPrecision(PrecisionPlugin, _plugins.Precision):  # type: ignore
     Save the plugin with the model: `fabric.save(path, {"model": model, "optimizer": optimizer,
     "precision": plugin})`. It holds the loss scale. Runs on one device and with the strategy DDP.
 
+    `mezzo.TrainStep(model, loss_fn, optimizer)` of what `setup` returned runs whole steps, as CUDA
+    graphs where possible, with the same scaler; pass `clip_norm=` here.
+
     Args:
         policy: A level such as `"O2"`, a `mezzo.Policy`, or the path of a TOML file.
         scaler: A `mezzo.GradScaler`; False for none. By default one is created for float16.

@@ -44,6 +44,9 @@ class MezzoPrecision(PrecisionPlugin, _plugins.Precision):  # type: ignore[misc,
     counts them. Checkpoints hold float32 weights, the master weights and the loss scale; a resumed
     run continues exactly.
 
+    In manual optimization a `mezzo.TrainStep` of `trainer.strategy.model` runs whole steps, as CUDA
+    graphs where possible; pass `clip_norm=` here. `opt.step()` then only counts the step.
+
     `Trainer(gradient_clip_val=...)` works with every optimizer, fused ones too. Runs on one device,
     with the strategy DDP, and with ModelParallelStrategy for modules that are sharded by FSDP2.
 
@@ -112,6 +115,8 @@ class MezzoPrecision(PrecisionPlugin, _plugins.Precision):  # type: ignore[misc,
         self, optimizer: Any, model: Any, closure: Callable[[], Any], **kwargs: Any
     ) -> Any:
         """Run the closure, clip, and step; return a `StepResult` if the loss is scaled."""
+        if not model.automatic_optimization and self._shared.is_stepped(optimizer):
+            return None
         if self.scaler is None:
             return super().optimizer_step(optimizer, model=model, closure=closure, **kwargs)
         result = closure()

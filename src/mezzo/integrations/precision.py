@@ -8,6 +8,7 @@ from dataclasses import replace
 from functools import partial
 from importlib import import_module
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
@@ -21,9 +22,10 @@ from mezzo.optim.master_formats import MASTER_FORMATS
 from mezzo.policy.policy import Policy
 from mezzo.policy.types import Level, Master
 from mezzo.prepare.decorate import decorate, undecorate
-from mezzo.prepare.decoration import all_decorated, decoration_of
+from mezzo.prepare.decoration import Accumulating, all_decorated, decoration_of
 from mezzo.prepare.plan import Plan, PolicyArg
 from mezzo.scaling.scaler import GradScaler
+from mezzo.step.base import Step
 from mezzo.step.components import Scaler, choose_scaler
 
 Optimizer = torch.optim.Optimizer
@@ -87,6 +89,10 @@ class Precision:
         """Optimizers that stepped since the last update of the scale."""
         self._unscaled: set[Optimizer] = set()
         """Optimizers whose gradients were unscaled since the last update of the scale."""
+        self._updates: WeakKeyDictionary[Accumulating, dict[Optimizer, int]] = WeakKeyDictionary()
+        """Updates of training steps, as they were when an optimizer was stepped last."""
+        self.training_step: Step | None = None
+        """A step that scales, clips and updates in place of the loop of a framework."""
 
     # -- models ------------------------------------------------------------------------------------
 
@@ -110,9 +116,14 @@ class Precision:
             )
         plan = self._use(decoration.plan)
         if self.scaler is None:
+            argument = self._scaler_argument
+            for step in decoration.training_steps if argument is None else ():
+                # A step that was created before keeps its scaler, which is saved here too.
+                argument = False if step.scaler is None else step.scaler
             self.scaler = choose_scaler(
-                self._scaler_argument, plan.dtype, plan.policy.level, torch.device(plan.device)
+                argument, plan.dtype, plan.policy.level, torch.device(plan.device)
             )
+        decoration.scaler = False if self.scaler is None else self.scaler
         if self.scaler is not None:
             for model in models:
                 self.scaler.register_parameter_names(model)
@@ -174,8 +185,8 @@ class Precision:
     # -- scaling -----------------------------------------------------------------------------------
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
-        """Multiply a loss by the loss scale, if there is one."""
-        if self.scaler is None:
+        """Multiply a loss by the loss scale, if there is one; a training step does it itself."""
+        if self.scaler is None or self.training_step is not None:
             return loss
         self.update()
         scaled: torch.Tensor = self.scaler.scale(loss)
@@ -192,7 +203,12 @@ class Precision:
             self._unscaled.add(optimizer)
 
     def step(self, optimizer: Optimizer, **kwargs: Any) -> Any:
-        """Step an optimizer: return a `StepResult`, or what its step returns without a scaler."""
+        """Step an optimizer: return a `StepResult`, or what its step returns without a scaler.
+
+        Does nothing if a `mezzo.TrainStep` has stepped it since the last call.
+        """
+        if self.is_stepped(optimizer):
+            return None
         if self.scaler is None:
             return optimizer.step(**kwargs)
         if isinstance(optimizer, torch.optim.LBFGS):
@@ -205,6 +221,21 @@ class Precision:
         result = self.scaler.step(optimizer, **kwargs)
         self._stepped.add(optimizer)
         return result
+
+    def is_stepped(self, optimizer: Optimizer) -> bool:
+        """Return whether a training step updated since the last call, or accumulates gradients."""
+        is_stepped = False
+        for step in _training_steps(optimizer):
+            seen = self._updates.setdefault(step, {})
+            is_stepped |= step.position > 0 or step.updates != seen.get(optimizer, 0)
+            seen[optimizer] = step.updates
+        return is_stepped
+
+    def skipped_by_step(self, optimizer: Optimizer) -> bool:
+        """Return whether the last update of a training step was skipped. This synchronizes."""
+        if self.scaler is None or not _training_steps(optimizer):
+            return False
+        return self.scaler.state().consecutive_skips > 0
 
     def get_scale(self) -> float:
         """Return the loss scale; 1 if there is none. This synchronizes."""
@@ -233,6 +264,11 @@ class Precision:
         """Load the state of the scaler."""
         if self.scaler is not None and state:
             self.scaler.load_state_dict(state)
+
+
+def _training_steps(optimizer: Optimizer) -> Sequence[Accumulating]:
+    decoration = decoration_of(optimizer)
+    return () if decoration is None else tuple(decoration.training_steps)
 
 
 _DECORATE_ONLY = (

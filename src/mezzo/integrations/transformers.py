@@ -11,10 +11,13 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+from torch import nn
 
-from mezzo.integrations.precision import import_extra
+from mezzo.autocasting.autocast import autocast
+from mezzo.integrations.precision import Precision, import_extra
 from mezzo.prepare.plan import PolicyArg
-from mezzo.step.components import Scaler
+from mezzo.step.components import Capture, Reduction, Scaler
+from mezzo.step.function_step import FunctionStep, train_step
 
 _transformers = import_extra("transformers", "transformers")
 import_extra("accelerate", "transformers")
@@ -32,6 +35,9 @@ class MezzoTrainerMixin:
             else the policy's.
         scaler: A `mezzo.GradScaler`; False for none. By default one is created for float16.
         decorate_options: Further arguments of `mezzo.decorate`, such as `{"master": "split"}`.
+        capture: Whether to run each step, from the forward pass to the update, as one CUDA graph:
+            `"auto"` if that is possible, with a warning if not; True with an error instead; False,
+            the default, for the eager steps of the trainer.
         **kwargs: Arguments of the trainer.
     """
 
@@ -42,8 +48,12 @@ class MezzoTrainerMixin:
         dtype: torch.dtype | str | None = None,
         scaler: Scaler = None,
         decorate_options: Mapping[str, Any] | None = None,
+        capture: str | bool = False,
         **kwargs: Any,
     ) -> None:
+        self._mezzo_capture = Capture.parse(capture)  # type: ignore[arg-type]
+        self.mezzo_step: FunctionStep | None = None
+        """The captured step of this or the last training; None before, and without `capture`."""
         options = dict(decorate_options or {})
         if dtype is not None:
             options["dtype"] = dtype
@@ -54,7 +64,66 @@ class MezzoTrainerMixin:
         """Create the accelerator, and let it train with mezzo."""
         super().create_accelerator_and_postprocess()  # type: ignore[misc]
         target: Any = self
-        use(target.accelerator, **self._mezzo_arguments)
+        clip = {} if self._mezzo_capture is Capture.OFF else {"clip_norm": self._clip_norm}
+        use(target.accelerator, **{**clip, **self._mezzo_arguments})
+
+    # -- captured steps ----------------------------------------------------------------------------
+
+    # Not `train`, which runs this again with a smaller batch if memory does not suffice.
+    def _inner_training_loop(self, *args: Any, **kwargs: Any) -> Any:
+        precision = self._mezzo_precision
+        self.mezzo_step = precision.training_step = None
+        try:
+            return super()._inner_training_loop(*args, **kwargs)  # type: ignore[misc]
+        finally:
+            precision.training_step = None
+
+    def training_step(self, model: nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        """Compute the gradients of a batch; a captured step also updates with the last of them."""
+        if self._mezzo_capture is Capture.OFF:
+            return super().training_step(model, inputs, *args, **kwargs)  # type: ignore[misc]
+        target: Any = self
+        model.train()
+        step = self.mezzo_step
+        if step is None:
+            step = self.mezzo_step = self._make_step(model)
+            self._mezzo_precision.training_step = step
+        # The loss is divided by this number, which a graph must depend on.
+        loss = step(inputs, target.current_gradient_accumulation_steps, *args, **kwargs)
+        if target.accelerator.sync_gradients and step.position:
+            # The last batches of an epoch.
+            step.flush()
+        return loss
+
+    def _make_step(self, model: nn.Module) -> FunctionStep:
+        target: Any = self
+        compute = super().training_step  # type: ignore[misc]
+
+        def body(inputs: Any, _accumulated: int, *args: Any, **kwargs: Any) -> Any:
+            # The loss is computed outside of the model's region, as it is without a capture.
+            with autocast(device_type=target.args.device.type, enabled=False):
+                return compute(model, {**inputs}, *args, **kwargs)
+
+        return train_step(
+            models=model,
+            optimizers=target.optimizer,
+            clip_norm=self._clip_norm,
+            accumulate=target.args.gradient_accumulation_steps,
+            accumulate_reduction=Reduction.SUM,
+            capture=self._mezzo_capture,
+            grad_norm=True,
+        )(body)
+
+    @property
+    def _clip_norm(self) -> float | None:
+        target: Any = self
+        return target.args.max_grad_norm or None
+
+    @property
+    def _mezzo_precision(self) -> Precision:
+        target: Any = self
+        precision: Precision = target.accelerator._mezzo
+        return precision
 
 
 class MezzoTrainer(MezzoTrainerMixin, _transformers.Trainer):  # type: ignore[misc,name-defined]

@@ -18,6 +18,7 @@ from mezzo.scaling.gradient_counts import GradientCounts
 from mezzo.scaling.gradients import parameters
 from mezzo.scaling.observed_scaler import Scaler
 from mezzo.step.base import Step
+from mezzo.step.executor import first_rate
 from mezzo.step.inputs import Call
 from mezzo.step.step_history import StepHistory
 
@@ -78,6 +79,11 @@ class Attachment:
         index = self.counts.first_parameter(first)
         return None if index is None else self.name_of(index)
 
+    def rate(self) -> float | None:
+        """Return the learning rate of the last update; None if reading it would synchronize."""
+        rate = first_rate(self.optimizers[0]) if self.optimizers else None
+        return None if rate is None or isinstance(rate, torch.Tensor) else float(rate)
+
     def detach(self) -> None:
         """Remove everything that was attached; the device is done with it then."""
         self._detach.close()
@@ -130,6 +136,10 @@ class StepAttachment(Attachment):
     def number(self) -> int:
         """Number of the current step, or of the last one between steps; 0 before the first."""
         return self._step._calls - self._before
+
+    def rate(self) -> float | None:
+        """Return the learning rate of the last update. Does not synchronize."""
+        return self._step.rate if self.optimizers else None
 
     def _observe(self, call: Call) -> Any:
         step, listener = self._step, self._listener

@@ -42,14 +42,20 @@ class KeptSteps:
         self.skipped = 0
         """Steps that were skipped so far."""
         self.skips: deque[StepRecord] = deque(maxlen=KEPT)
-        self._blocks: deque[tuple[torch.Tensor, float]] = deque()
-        """Rows that arrived together, and when."""
+        self._blocks: deque[tuple[torch.Tensor, float, float | None]] = deque()
+        """Rows that arrived together, when, and the learning rate then."""
         self._count = 0
 
-    def add(self, rows: torch.Tensor, time: float, name_of: Callable[[float], str | None]) -> None:
+    def add(
+        self,
+        rows: torch.Tensor,
+        time: float,
+        name_of: Callable[[float], str | None],
+        rate: float | None = None,
+    ) -> None:
         """Keep rows; complete their scales. `name_of` names the first bad parameter of a skip."""
         self.scale = _fill_scales(rows[:, _SCALE], self.scale)
-        self._blocks.append((rows, time))
+        self._blocks.append((rows, time, rate))
         self._count += len(rows)
         while self._count - len(self._blocks[0][0]) >= KEPT:
             self._count -= len(self._blocks.popleft()[0])
@@ -57,7 +63,7 @@ class KeptSteps:
         if len(skipped):
             self.skipped += len(skipped)
             self.skips.extend(
-                StepRecord(**step_fields(row, time, name_of(row[HistoryIndex.FIRST])))
+                StepRecord(**step_fields(row, time, name_of(row[HistoryIndex.FIRST]), rate))
                 for row in skipped.tolist()
             )
 
@@ -65,8 +71,8 @@ class KeptSteps:
         """Return the records of the last steps."""
         names = self._bad_parameters()
         records = [
-            StepRecord(**step_fields(row, time, names.get(int(row[_NUMBER]))))
-            for rows, time in self._blocks
+            StepRecord(**step_fields(row, time, names.get(int(row[_NUMBER])), rate))
+            for rows, time, rate in self._blocks
             for row in rows.tolist()
         ]
         return records[-KEPT:]
@@ -75,21 +81,25 @@ class KeptSteps:
         """Return the record of the last step; None before the first."""
         if not self._blocks:
             return None
-        rows, time = self._blocks[-1]
-        return StepRecord(**step_fields(rows[-1].tolist(), time, None))
+        rows, time, rate = self._blocks[-1]
+        return StepRecord(**step_fields(rows[-1].tolist(), time, None, rate))
 
-    def logged(self, rows: torch.Tensor, time: float, interval: int) -> list[dict[str, Any]]:
+    def logged(
+        self, rows: torch.Tensor, time: float, interval: int, rate: float | None = None
+    ) -> list[dict[str, Any]]:
         """Return the fields of the records of skipped steps, and of every n-th one."""
         if interval > 1:
             rows = rows[(rows[:, _NUMBER] % interval == 0) | (rows[:, _SKIPPED] > 0)]
         names = self._bad_parameters() if self.skips else {}
-        return [step_fields(row, time, names.get(int(row[_NUMBER]))) for row in rows.tolist()]
+        return [step_fields(row, time, names.get(int(row[_NUMBER])), rate) for row in rows.tolist()]
 
     def _bad_parameters(self) -> dict[int | None, str | None]:
         return {skip.step: skip.parameter for skip in self.skips}
 
 
-def step_fields(row: list[float], time: float, parameter: str | None) -> dict[str, Any]:
+def step_fields(
+    row: list[float], time: float, parameter: str | None, rate: float | None = None
+) -> dict[str, Any]:
     """Return the fields of a `StepRecord`, from a row of the history."""
     number, loss, skipped, scale, norm, _, has_loss = row
     return {
@@ -100,6 +110,7 @@ def step_fields(row: list[float], time: float, parameter: str | None) -> dict[st
         "skipped": None if skipped == NO_UPDATE else bool(skipped),
         "norm": None if isnan(norm) else norm,
         "parameter": parameter,
+        "rate": rate,
     }
 
 

@@ -56,14 +56,8 @@ class LogWriter:
         self._file.flush()
 
     def step_interval(self, step: int, together: int = 1) -> int:
-        """Return of how many steps that were not skipped one is written, from this step on.
-
-        If many steps arrive together they are short, and fewer are written.
-        """
-        interval = step_interval(step)
-        while 1 < interval < together / _TOGETHER:
-            interval *= 10
-        return interval * self._interval
+        """Return of how many steps that were not skipped one is written, from this step on."""
+        return step_interval(step, together) * self._interval
 
     def _is_step_due(self, step: int) -> bool:
         return step % self.step_interval(step) == 0
@@ -100,14 +94,18 @@ def _dumps(lines: list[Line]) -> list[str]:
     return texts if len(texts) == len(lines) else [json.dumps(line) for line in lines]
 
 
-def step_interval(step: int) -> int:
+def step_interval(step: int, together: int = 1) -> int:
     """Return of how many steps one is logged, at this step.
+
+    If many steps arrive `together` they are short, and fewer are logged.
 
     >>> [step_interval(step) for step in (1, 1000, 1001, 10_000, 10_001)]
     [1, 1, 10, 10, 100]
     """
     interval = 1
     while step > _FULL_STEPS * interval:
+        interval *= 10
+    while 1 < interval < together / _TOGETHER:
         interval *= 10
     return interval
 

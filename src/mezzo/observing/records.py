@@ -63,6 +63,9 @@ class StepRecord(Record):
     """Norm of the unscaled gradients, if the step computes it."""
     parameter: str | None = None
     """Name of the first parameter whose gradient was not finite."""
+    rate: float | None = None
+    """Learning rate in the first group of the first optimizer when the record was made: of steps
+    that arrive together, that of the last. None if it is not known without waiting."""
 
 
 @dataclass(frozen=True, kw_only=True)

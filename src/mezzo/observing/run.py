@@ -21,6 +21,7 @@ from mezzo.observing.arguments import check_number, check_target, header, ranks
 from mezzo.observing.attach import Attachment, LoopAttachment, StepAttachment
 from mezzo.observing.kept_steps import KEPT, KeptSteps
 from mezzo.observing.log import LogWriter, log_path
+from mezzo.observing.loggers import Logger, LoggerWriter, check_loggers
 from mezzo.observing.numerics import Collector, NumericsCollector, NumericsTable
 from mezzo.observing.op_sampler import OpSampler, SampledOps
 from mezzo.observing.records import (
@@ -53,6 +54,7 @@ def observe(
     max_bytes: int = 64 * 2**20,
     numerics: bool = True,
     ops: bool = False,
+    loggers: Logger | Sequence[Logger] = (),
 ) -> Run:
     """Observe a training run: its skips, its loss scale, and how its numbers fit their dtypes.
 
@@ -83,6 +85,9 @@ def observe(
         numerics: Whether to sample tensors.
         ops: Whether to count the ops of a step too, in another step of each interval. Each op takes
             about 20 µs more in it. For a loop of your own, use `mezzo.op_stats` around a step.
+        loggers: What to write the same records to as they arrive: `TensorBoardLogger`,
+            `WandbLogger`, `CSVLogger` or your own `Logger`. They are closed when the run stops.
+            With several processes, rank 0 writes.
 
     Returns:
         A `Run`: a context manager, with `stop()`.
@@ -106,6 +111,7 @@ def observe(
         max_bytes=max_bytes,
         numerics=numerics,
         ops=ops,
+        loggers=loggers,
     )
 
 
@@ -123,8 +129,10 @@ class Run:
         max_bytes: int = 64 * 2**20,
         numerics: bool = True,
         ops: bool = False,
+        loggers: Logger | Sequence[Logger] = (),
     ) -> None:
         optimizers = check_target(target, optimizer, scaler, ops=ops)
+        checked_loggers = check_loggers(loggers)
         check_number("every", every)
         check_number("max_bytes", max_bytes)
         self.every = every
@@ -132,7 +140,7 @@ class Run:
         rank, world_size = ranks()
         self.log = None if log is None else log_path(log, rank, world_size)
         """Path of the log; None without one."""
-        self._writer: LogWriter | None = None
+        self._writers: list[LogWriter | LoggerWriter] = []
         self._lock = threading.RLock()
         self._began = time.perf_counter()
         self._steps = KeptSteps()
@@ -159,13 +167,16 @@ class Run:
         the second the next one, and so on."""
         self._header = header(self._attachment, rank, world_size)
         self._stack = ExitStack()
-        self._open_log(max_bytes)
+        self._open_writers(max_bytes, checked_loggers if rank == 0 else ())
         self._stack.enter_context(_events.listen(self._add_event))
 
-    def _open_log(self, max_bytes: int) -> None:
+    def _open_writers(self, max_bytes: int, loggers: Sequence[Logger]) -> None:
         """Create the log, over an old one of that name. If that fails, nothing is attached."""
         try:
-            self._writer = None if self.log is None else LogWriter(self.log, max_bytes)
+            if self.log is not None:
+                self._writers.append(LogWriter(self.log, max_bytes))
+            if loggers:
+                self._writers.append(LoggerWriter(loggers))
             self._write([self._header])
         except BaseException:
             if self._attachment is not None:
@@ -252,12 +263,12 @@ class Run:
         self._write(records)
 
     def _add_steps(self, rows: torch.Tensor, attachment: Attachment) -> None:
-        now = self._time()
-        self._steps.add(rows, now, attachment.first_bad)
-        if self._writer is not None:
-            with self._lock:
-                interval = self._writer.step_interval(int(rows[0, 0]), together=len(rows))
-                self._writer.write_steps(self._steps.logged(rows, now, interval))
+        now, rate = self._time(), attachment.rate()
+        self._steps.add(rows, now, attachment.first_bad, rate)
+        with self._lock:
+            for writer in self._writers:
+                interval = writer.step_interval(int(rows[0, 0]), together=len(rows))
+                writer.write_steps(self._steps.logged(rows, now, interval, rate))
 
     def _gradient_records(
         self, number: int, copy: AsyncCopy, attachment: Attachment
@@ -289,9 +300,10 @@ class Run:
         self._write([record])
 
     def _write(self, records: Sequence[Record]) -> None:
-        if self._writer is not None and records:
+        if records:
             with self._lock:
-                self._writer.write(list(records))
+                for writer in self._writers:
+                    writer.write(list(records))
 
     def _time(self) -> float:
         return round(time.perf_counter() - self._began, 6)
@@ -392,9 +404,9 @@ class Run:
         self._attachment, self._sampler, self._op_sampler = None, None, None
         self.collectors = []
         self._write([RunEnded(step=self._number, time=self._time(), reason=reason)])
-        if self._writer is not None:
-            self._writer.close()
-            self._writer = None
+        for writer in self._writers:
+            writer.close()
+        self._writers = []
 
     def __enter__(self) -> Self:
         return self

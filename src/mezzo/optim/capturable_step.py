@@ -19,10 +19,11 @@ from mezzo._dtypes import HALF_DTYPES
 from mezzo._errors import UnsupportedError
 from mezzo._torch import foreach_copy_, foreach_norm
 from mezzo.optim.binding import Optimizer, Parameter, unscale_factor
+from mezzo.optim.companion import KEYS
 from mezzo.optim.device_binding import DeviceBinding, write_table
 from mezzo.optim.flat_values import FlatValues, SavedTensors, views_like
 from mezzo.optim.fused_algorithms import algorithm_name
-from mezzo.optim.master_weights import KEYS, MasterWeights, version_of
+from mezzo.optim.master_weights import MasterWeights, version_of
 from mezzo.scaling.gradients import parameters
 from mezzo.scaling.schedule_sync import groups_of
 

@@ -10,15 +10,15 @@ The companion of a sharded parameter belongs to the shard of this process.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
 from operator import attrgetter
 from typing import Any
 
 import torch
 
+from mezzo.optim.companion import Companion
 from mezzo.optim.master_formats import MASTER_FORMATS, MasterFormat, RandomDraw, float32_values
-from mezzo.optim.samples import matches_sample, sampled
+from mezzo.optim.samples import sampled
 from mezzo.policy.types import Master
 from mezzo.scaling.mesh import any_sharded, is_sharded, local, set_local, sharded_like
 
@@ -338,126 +338,3 @@ def _with_strides_of(like: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
     if tensor.stride() == like.stride():
         return tensor
     return torch.empty_like(like, dtype=tensor.dtype).copy_(tensor)
-
-
-# -- companions in a parameter's state -------------------------------------------------------------
-
-MASTER = "mezzo_master"
-"""The key of a companion tensor in a parameter's state, in every format."""
-
-_SAMPLE_KEYS = {
-    f"mezzo_{one.master.value}_sample": one for one in MASTER_FORMATS.values() if one.sampled
-}
-"""Key of a sample in a parameter's state → format. The key tells the format because the dtype may
-not: torch casts state to the parameter's dtype when a plain optimizer loads it."""
-
-KEYS = frozenset({MASTER, *_SAMPLE_KEYS})
-"""Keys that mezzo adds to the state of a parameter."""
-
-MASTERS = "mezzo_masters"
-"""Key in an optimizer's state dict, beside `state` and `param_groups`: companions of parameters for
-which the optimizer has no state yet. A plain optimizer ignores it."""
-
-
-@dataclass(frozen=True, eq=False)
-class Companion:
-    """A companion tensor, with a sample of the parameter value that it is for."""
-
-    format: MasterFormat
-    tensor: torch.Tensor
-    sample: torch.Tensor | None
-    """None if the format needs no sample. Empty if it was saved without one."""
-
-    @property
-    def has_sample(self) -> bool:
-        """Whether there is a sample to compare the parameter with."""
-        return self.sample is not None and self.sample.numel() > 0
-
-    def value(self, shard: torch.Tensor) -> torch.Tensor:
-        """Return the float32 value of a parameter's shard. Does not synchronize.
-
-        If the parameter does not match the sample, this is its 16-bit value.
-        """
-        tensor = self.tensor
-        if self.sample is not None and self.has_sample:
-            tensor = torch.where(matches_sample(shard, self.sample), tensor, 0)
-        return self.format.merge(shard, tensor)
-
-    def entries(self, parameter: torch.Tensor, *, sharded: bool) -> dict[str, torch.Tensor]:
-        """Return the tensors by their keys in a parameter's state.
-
-        The companion of a sharded parameter is sharded alike, as bits of the parameter's dtype,
-        because no process group sends 16-bit integers. Its sample is empty: that of a shard would
-        not fit another number of processes.
-        """
-        tensor, sample = self.tensor, self.sample
-        if sample is None:
-            return {MASTER: sharded_like(parameter, tensor) if sharded else tensor}
-        if sharded:
-            tensor = sharded_like(parameter, tensor.view(parameter.dtype))
-            sample = sample.new_empty(0)
-        return {
-            MASTER: tensor,
-            **{key: sample for key, one in _SAMPLE_KEYS.items() if one is self.format},
-        }
-
-    @classmethod
-    def read(cls, state: Mapping[str, Any], parameter: torch.Tensor) -> Companion | None:
-        """Read the companion of a 16-bit parameter from its state; None if none can be read."""
-        tensor = state.get(MASTER)
-        # torch.distributed.checkpoint reads what is missing in a flattened state as an empty dict.
-        if not isinstance(tensor, torch.Tensor):
-            return None
-        for key, master_format in _SAMPLE_KEYS.items():
-            sample = state.get(key)
-            if isinstance(sample, torch.Tensor):
-                dtype = parameter.dtype
-                if master_format.master is Master.SPLIT and dtype is not torch.bfloat16:
-                    return None
-                own = master_format.companion_dtype(dtype) or dtype
-                if is_sharded(parameter):
-                    sample = sample[:0]
-                if sample.numel() == 0 and tensor.is_floating_point():
-                    # The bits of a companion of shards.
-                    tensor = local(tensor).to(dtype).view(own)
-                return cls(
-                    master_format,
-                    local(tensor).to(parameter.device, own),
-                    sample.to(parameter.device, dtype),
-                )
-        if tensor.dtype is not torch.float32:
-            return None
-        return cls(MASTER_FORMATS[Master.FLOAT32], local(tensor).to(parameter.device), None)
-
-
-def has_companion(state: Any) -> bool:
-    """Return whether a parameter's state holds a companion tensor."""
-    return isinstance(state, Mapping) and isinstance(state.get(MASTER), torch.Tensor)
-
-
-def without_companion(state: Any) -> Any:
-    """Return a parameter's state without the keys that mezzo added."""
-    if not isinstance(state, Mapping):
-        return state
-    return {name: value for name, value in state.items() if name not in KEYS}
-
-
-def without_sample(state: Any) -> Any:
-    """Return a parameter's state with an empty sample, which fits any number of processes."""
-    if not isinstance(state, Mapping):
-        return state
-    return {name: value[:0] if name in _SAMPLE_KEYS else value for name, value in state.items()}
-
-
-def mismatched_tensor(state: Mapping[str, Any], parameter: torch.Tensor) -> torch.Tensor | None:
-    """Return the first companion tensor or sample in a state that does not fit a parameter."""
-    samples = () if is_sharded(parameter) else _SAMPLE_KEYS
-    shapes = {MASTER: parameter.shape, **dict.fromkeys(samples, sampled(parameter).shape)}
-    for key, shape in shapes.items():
-        tensor = state.get(key)
-        if not isinstance(tensor, torch.Tensor) or tensor.shape == shape:
-            continue
-        # A companion of shards has an empty sample.
-        if key == MASTER or tensor.numel() > 0:
-            return tensor
-    return None

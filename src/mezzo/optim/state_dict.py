@@ -16,14 +16,8 @@ from typing import Any
 
 import torch
 
-from mezzo.optim.master_weights import (
-    KEYS,
-    MASTERS,
-    Companion,
-    MasterWeights,
-    has_companion,
-    without_companion,
-)
+from mezzo.optim.companion import KEYS, MASTERS, Companion, has_companion, without_companion
+from mezzo.optim.master_weights import MasterWeights
 from mezzo.optim.state_dict_checks import (
     OUR_KEYS,
     Optimizer,

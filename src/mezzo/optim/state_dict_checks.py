@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from mezzo._errors import CheckpointError, PolicyError
+from mezzo.optim.companion import KEYS, MASTER, MASTERS, has_companion, mismatched_tensor
 from mezzo.optim.fused_algorithms import ALGORITHMS, algorithm_name
-from mezzo.optim.master_weights import KEYS, MASTER, MASTERS, has_companion, mismatched_tensor
 from mezzo.scaling.gradients import parameters
 from mezzo.scaling.scale_state import LARGEST
 from mezzo.scaling.schedule_sync import groups_of

@@ -115,6 +115,16 @@ def unwrapped(model: nn.Module) -> nn.Module:
     return model
 
 
+def inside_fabric(models: Any) -> Any:
+    """Return models without Fabric's wrappers: as they were, or in DistributedDataParallel.
+
+    The outputs of a wrapper refuse every backward pass but that of `fabric.backward`.
+    """
+    if isinstance(models, list | tuple):
+        return [inside_fabric(one) for one in models]
+    return models._forward_module if _is_wrapper(type(models), "_FabricModule") else models
+
+
 def is_inside_ddp(models: Iterable[nn.Module]) -> bool:
     """Return whether a DistributedDataParallel wrapper has a parameter of the models.
 
@@ -180,10 +190,7 @@ def _original(model: Any) -> Any:
 def _refuse_wrapped(model: nn.Module) -> None:
     for name, module in model.named_modules():
         for base in type(module).__mro__:
-            if (
-                base.__name__ in _WRAPPERS
-                and base.__module__.partition(".")[0] in _WRAPPING_PACKAGES
-            ):
+            if base.__name__ in _WRAPPERS and _is_wrapper(base, base.__name__):
                 where = f"The submodule {name!r}" if name else "The model"
                 if base.__name__ == _FSDP1:
                     raise UnsupportedError(f"{where} is wrapped by {_FSDP1} {_WRAPPERS[_FSDP1]}")
@@ -199,6 +206,13 @@ def _refuse_wrapped(model: nn.Module) -> None:
                 " wrap: mezzo.decorate(model, optimizer, ...), then accelerator.prepare(model,"
                 " optimizer)."
             )
+
+
+def _is_wrapper(kind: type, name: str) -> bool:
+    return any(
+        base.__name__ == name and base.__module__.partition(".")[0] in _WRAPPING_PACKAGES
+        for base in kind.__mro__
+    )
 
 
 def _refuse_without_floats(model: nn.Module) -> None:

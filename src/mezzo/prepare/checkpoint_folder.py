@@ -17,7 +17,7 @@ from typing import Any
 from torch import nn
 
 from mezzo._errors import CheckpointError
-from mezzo.optim.master_weights import KEYS, without_companion, without_sample
+from mezzo.optim.companion import KEYS, without_companion, without_sample
 from mezzo.prepare import ranks
 from mezzo.prepare.arguments import Optimizer
 from mezzo.prepare.decoration import has_exact_masters

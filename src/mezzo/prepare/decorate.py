@@ -234,8 +234,8 @@ def _apply(planned: DecoratePlan) -> None:
             for optimizer in planned.targets.optimizers
         }
         weights = _cast_tensors(planned, masters, rollback)
-        for layer in planned.padded:
-            undo.callback(forward.pad_outputs(layer))
+        for layer in planned.faster_layers:
+            undo.callback(layer.apply())
         for norm in planned.norms:
             undo.callback(keep_input_dtype(norm, planned.plan.device))
         for group in planned.groups:

@@ -16,6 +16,7 @@ from mezzo.prepare.arguments import Optimizer
 from mezzo.prepare.forward import DECORATION
 from mezzo.prepare.half_weights import HalfWeights
 from mezzo.prepare.plan import Plan
+from mezzo.scaling.scaler import GradScaler
 
 
 class Accumulating(Protocol):
@@ -24,6 +25,14 @@ class Accumulating(Protocol):
     @property
     def position(self) -> int:
         """Number of calls since the last update."""
+
+    @property
+    def updates(self) -> int:
+        """Number of updates so far, skipped ones included."""
+
+    @property
+    def scaler(self) -> GradScaler | None:
+        """The scaler; None if gradients are not scaled."""
 
 
 class Decoration:
@@ -41,6 +50,8 @@ class Decoration:
         """Callbacks that remove wrappers and hooks, the last first."""
         self.training_steps: WeakSet[Accumulating] = WeakSet()
         """Training steps that were created from these models and optimizers."""
+        self.scaler: GradScaler | bool | None = None
+        """The `scaler=` of training steps that are given none: an integration shares its own."""
         self.lent = False
         """Whether the models hold averaged weights, inside `EMA.applied()`, and must not train."""
 
@@ -75,6 +86,20 @@ def decoration_of(one: nn.Module | Optimizer) -> Decoration | None:
     """Return the decoration of a model or an optimizer; None if it is not decorated."""
     decoration: Decoration | None = one.__dict__.get(DECORATION)
     return decoration
+
+
+def inner_optimizer(optimizer: Optimizer) -> Optimizer:
+    """Return the decorated optimizer inside a wrapper of Accelerate or Lightning.
+
+    Any other optimizer is returned as it is.
+    """
+    inner: Any = getattr(optimizer, "optimizer", None)
+    is_wrapper = any(one.__name__ in _OPTIMIZER_WRAPPERS for one in type(optimizer).__mro__)
+    return inner if is_wrapper and decoration_of(inner) is not None else optimizer
+
+
+_OPTIMIZER_WRAPPERS = ("AcceleratedOptimizer", "_FabricOptimizer", "LightningOptimizer")
+"""Classes whose `step()` calls that of their `optimizer`."""
 
 
 def has_exact_masters(optimizer: Optimizer, models: tuple[nn.Module, ...]) -> bool:

@@ -1,4 +1,4 @@
-"""Forward wrapper of a decorated model, and padding of wide linear layers.
+"""Forward wrapper of a decorated model.
 
 The wrapper casts inputs, runs the forward in the policy's autocast region, and casts outputs. A
 model with a wrapper can be copied and pickled.
@@ -8,18 +8,16 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import nullcontext
 from copy import deepcopy
 from dataclasses import dataclass, replace
-from functools import partial
 from types import MethodType
 from typing import Any
 
 import torch
 from torch import nn
 from torch.compiler import is_dynamo_compiling
-from torch.nn import functional as F
 
 from mezzo._casting import cast_all
 from mezzo._errors import UnsupportedError
@@ -209,69 +207,3 @@ class _PickledForward:
             self._forward.mezzo_wrapper,
             None if original is type(self._model).forward else original,
         )
-
-
-# -- padding ---------------------------------------------------------------------------------------
-
-MULTIPLE = 8
-"""Rows of 16-bit numbers are fast if they are multiples of 16 bytes."""
-_MIN_WEIGHT_ELEMENTS = 2**20
-"""Below this size of a weight the extra copies cost more than they save."""
-
-
-@dataclass(frozen=True, eq=False)
-class PaddedLinear:
-    """A linear layer that computes more outputs than it returns."""
-
-    name: str
-    module: nn.Linear
-
-    @property
-    def outputs(self) -> int:
-        """Number of outputs that are computed."""
-        return self.module.out_features + -self.module.out_features % MULTIPLE
-
-    def __str__(self) -> str:
-        return (
-            f"{self.name} computes {self.outputs} outputs and returns {self.module.out_features}:"
-            f" rows of 16-bit numbers are fast in multiples of {MULTIPLE}"
-        )
-
-
-def find_paddable(models: Iterable[nn.Module], device: str) -> tuple[PaddedLinear, ...]:
-    """Return the linear layers that are faster with padded outputs, which happens on GPUs only."""
-    if device != "cuda":
-        return ()
-    return tuple(
-        PaddedLinear(name, module)
-        for model in models
-        for name, module in model.named_modules()
-        if isinstance(module, nn.Linear) and _is_faster_padded(module)
-    )
-
-
-def _is_faster_padded(module: nn.Linear) -> bool:
-    # A subclass or a replaced forward may do more than the product.
-    is_plain = type(module) is nn.Linear and "forward" not in module.__dict__
-    is_unaligned = module.out_features % MULTIPLE != 0
-    return is_plain and is_unaligned and module.weight.numel() >= _MIN_WEIGHT_ELEMENTS
-
-
-def pad_outputs(layer: PaddedLinear) -> Callable[[], None]:
-    """Replace the forward of a layer; return a function that restores it."""
-    module = layer.module
-    module.__dict__["forward"] = MethodType(_forward, module)
-    return partial(module.__dict__.pop, "forward", None)
-
-
-def _forward(module: nn.Linear, inputs: torch.Tensor) -> torch.Tensor:
-    missing = -module.out_features % MULTIPLE
-    weight = F.pad(module.weight, (0, 0, 0, missing))
-    bias = None if module.bias is None else F.pad(module.bias, (0, missing))
-    # Contiguous, as the outputs of any linear layer, because callers may use `view`.
-    return F.linear(inputs, weight, bias)[..., : module.out_features].contiguous()
-
-
-# A method is pickled by its name: an unpickled layer has the forward of its class, which returns
-# the same.
-_forward.__name__ = "forward"

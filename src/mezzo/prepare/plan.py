@@ -27,7 +27,7 @@ from mezzo.prepare.arguments import (
     read_keep_full,
     read_targets,
 )
-from mezzo.prepare.forward import PaddedLinear, find_paddable
+from mezzo.prepare.faster_layers import FasterLayer, find_faster_layers
 from mezzo.prepare.norms import find_norms
 from mezzo.prepare.plan_rows import (
     PlannedTensor,
@@ -91,8 +91,8 @@ class Plan:
     """The seed of stochastic rounding."""
     rows: tuple[PlanRow, ...]
     """Every floating-point parameter and buffer, tied ones once."""
-    padded_layers: tuple[str, ...] = ()
-    """Descriptions of linear layers that compute more outputs than they return."""
+    faster_layers: tuple[str, ...] = ()
+    """Descriptions of layers that are computed in a form that is faster on a GPU."""
     defer_to_autocast: bool = False
     """Whether an enabled autocast region around a call is used instead of the model's own."""
     sharded: bool = False
@@ -181,7 +181,7 @@ class Plan:
             )
         if self.defer_to_autocast:
             lines.append("an autocast region around the model is used instead of its own policy")
-        return [*lines, *self.padded_layers]
+        return [*lines, *self.faster_layers]
 
 
 @dataclass(frozen=True, eq=False)
@@ -192,8 +192,8 @@ class DecoratePlan:
     targets: Targets
     tensors: tuple[PlannedTensor, ...]
     """The tensors, in the order of `plan.rows`."""
-    padded: tuple[PaddedLinear, ...]
-    """The linear layers to pad."""
+    faster_layers: tuple[FasterLayer, ...]
+    """The layers that get a faster forward."""
     norms: tuple[nn.Module, ...]
     """The normalisation layers that return the dtype of their input."""
     groups: tuple[GroupPrecision, ...] = ()
@@ -297,7 +297,11 @@ def make_plan(
         _planned(rule, info, group_of.get(id(info.tensor)))
         for info in list_tensors(targets, keep_full)
     )
-    padded = () if half is None or sharded else find_paddable(targets.models, targets.device)
+    faster = (
+        ()
+        if half is None or sharded
+        else find_faster_layers(targets.models, read_policy, targets.device)
+    )
     plan = Plan(
         policy=read_policy,
         device=targets.device,
@@ -309,11 +313,11 @@ def make_plan(
         save_dtype=_save_dtype(save_dtype, half, master, targets),
         seed=seed,
         rows=tuple(planned.row for planned in tensors),
-        padded_layers=tuple(map(str, padded)),
+        faster_layers=tuple(map(str, faster)),
         defer_to_autocast=defer_to_autocast,
         sharded=sharded,
     )
-    return DecoratePlan(plan, targets, tensors, padded, norms, groups)
+    return DecoratePlan(plan, targets, tensors, faster, norms, groups)
 
 
 def _planned(rule: TensorRule, info: TensorInfo, group: GroupPrecision | None) -> PlannedTensor:

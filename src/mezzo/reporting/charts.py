@@ -7,8 +7,10 @@ from collections.abc import Sequence
 from html import escape
 from typing import Any
 
+from mezzo.observing.log_values import finite, number, step_of
+from mezzo.observing.skip_causes import Skip
 from mezzo.reporting.layers import HeatMap, heat_maps
-from mezzo.reporting.run_data import RankLog, RunData, Skip, finite, number, step_of
+from mezzo.reporting.run_data import RankLog, RunData
 
 Figure = dict[str, Any]
 """A figure of plotly: `data`, `layout`, and what the page's script needs beside them."""

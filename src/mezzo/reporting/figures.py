@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from mezzo.reporting.run_data import RunData, finite, plain_number
+from mezzo.observing.log_values import finite, plain_number
+from mezzo.reporting.run_data import RunData
 
 
 @dataclass(frozen=True)

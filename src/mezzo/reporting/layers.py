@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any, NamedTuple
 
-from mezzo.reporting.run_data import Line, RunData, finite, step_of
+from mezzo.observing.log_values import (
+    Line,
+    LoggedCounts,
+    finite,
+    gradient_counts,
+    step_of,
+    tensor_stats,
+)
+from mezzo.reporting.run_data import RunData
 
 _COLUMNS = 80
 """Columns of a heat map; a column is the worst, or the mean, of its steps."""
@@ -16,23 +23,6 @@ _LAYERS = 80
 
 _SMALL_SHARE = 0.001
 _MANY_BITS = 16
-
-
-class _Counts(NamedTuple):
-    overflowed: float = 0.0
-    underflowed: float = 0.0
-    zeros: float = 0.0
-    total: float = 0.0
-
-    @property
-    def underflow(self) -> float | None:
-        """Share of the values that are not zero and below the smallest normal number."""
-        values = self.total - self.zeros
-        return self.underflowed / values if values > 0 else None
-
-    @property
-    def zero_share(self) -> float | None:
-        return self.zeros / self.total if self.total else None
 
 
 @dataclass(frozen=True)
@@ -77,16 +67,15 @@ class HeatMap:
 
 def layer_rows(run: RunData) -> list[LayerRow]:
     """Return a row for each layer in the log, in the order of the model."""
-    counts: dict[str, _Counts] = {}
+    counts: dict[str, LoggedCounts] = {}
     for line in run.of("gradients"):
-        for name, one in _gradient_counts(line):
-            before = counts.get(name, _Counts())
-            counts[name] = _Counts(*map(sum, zip(before, one, strict=True)))
+        for name, one in gradient_counts(line):
+            counts[name] = counts.get(name, LoggedCounts()).plus(one)
     headroom: dict[str, float] = {}
     lost: dict[str, float] = {}
     dtypes: dict[str, str] = {}
     for line in run.of("tensors"):
-        for name, stats in _stats(line):
+        for name, stats in tensor_stats(line):
             dtypes.setdefault(name, str(stats.get("dtype") or ""))
             _keep(headroom, name, finite(stats.get("headroom")), min)
             _keep(lost, name, finite(stats.get("lost")), max)
@@ -103,13 +92,6 @@ def layer_rows(run: RunData) -> list[LayerRow]:
         )
         for name in names
     ]
-
-
-def gradient_shares(line: Line) -> Iterator[tuple[str, float]]:
-    """Yield the share of gradient values that underflow, by layer, of a `gradients` record."""
-    for name, counts in _gradient_counts(line):
-        if counts.underflow is not None:
-            yield name, counts.underflow
 
 
 def heat_maps(run: RunData) -> list[HeatMap]:
@@ -134,24 +116,6 @@ def heat_maps(run: RunData) -> list[HeatMap]:
     return sorted(found, key=lambda one: one.is_dull)
 
 
-def _gradient_counts(line: Line) -> Iterator[tuple[str, _Counts]]:
-    layers, zeros = line.get("layers"), line.get("zeros")
-    zeros = zeros if isinstance(zeros, dict) else {}
-    for name, row in layers.items() if isinstance(layers, dict) else ():
-        if isinstance(row, list | tuple) and len(row) >= 3:  # noqa: PLR2004
-            over, under, total = (finite(value) or 0.0 for value in row[:3])
-            zero = finite(zeros.get(name)) or 0.0
-            # Zeros count as underflowed in the log: whether they were is not known.
-            yield str(name), _Counts(over, max(under - zero, 0.0), zero, total)
-
-
-def _stats(line: Line) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    stats = line.get("stats")
-    for name, one in stats.items() if isinstance(stats, dict) else ():
-        if isinstance(one, dict):
-            yield str(name), one
-
-
 def _keep(
     found: dict[str, float], name: str, value: float | None, choose: Callable[..., float]
 ) -> None:
@@ -159,24 +123,26 @@ def _keep(
         found[name] = choose(found.get(name, value), value)
 
 
-def _counted(lines: Iterable[Line]) -> Iterator[tuple[int, str, _Counts]]:
+def _counted(lines: Iterable[Line]) -> Iterator[tuple[int, str, LoggedCounts]]:
     for line in lines:
         step = step_of(line)
         if step is not None:
-            yield from ((step, name, counts) for name, counts in _gradient_counts(line))
+            yield from ((step, name, counts) for name, counts in gradient_counts(line))
 
 
 def _mean_map(
     name: str,
-    counted: list[tuple[int, str, _Counts]],
-    share: Callable[[_Counts], float | None],
+    counted: list[tuple[int, str, LoggedCounts]],
+    share: Callable[[LoggedCounts], float | None],
 ) -> HeatMap | None:
     columns = _columns(step for step, *_ in counted)
-    cells: dict[str, dict[int, _Counts]] = {}
+    cells: dict[str, dict[int, LoggedCounts]] = {}
     for step, layer, counts in counted:
         row = cells.setdefault(layer, {})
         column = bisect_right(columns, step) - 1
-        row[column] = _Counts(*map(sum, zip(row.get(column, _Counts()), counts, strict=True)))
+        row[column] = LoggedCounts(
+            *map(sum, zip(row.get(column, LoggedCounts()), counts, strict=True))
+        )
     shares = {
         layer: {column: share(counts) for column, counts in row.items()}
         for layer, row in cells.items()
@@ -196,7 +162,7 @@ def _sampled_map(
     cells: dict[str, dict[int, float | None]] = {}
     for step, line in chosen:
         column = bisect_right(columns, step) - 1
-        for layer, stats in _stats(line):
+        for layer, stats in tensor_stats(line):
             value = finite(stats.get(field))
             if value is not None:
                 row = cells.setdefault(layer, {})

@@ -10,11 +10,12 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from mezzo._files import atomic_writer
+from mezzo.observing.log_values import finite
 from mezzo.reporting import charts, tables
 from mezzo.reporting.figures import KeyFigure, key_figures
 from mezzo.reporting.policy_diff import policy_changes
 from mezzo.reporting.rendering import asset, render_page
-from mezzo.reporting.run_data import RunData, Source, finite, read_run
+from mezzo.reporting.run_data import RunData, Source, read_run
 from mezzo.reporting.verdict import judge
 
 

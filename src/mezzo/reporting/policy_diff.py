@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from mezzo.reporting.run_data import Line, RunData, describe_finding
+from mezzo.observing.log_values import Line
+from mezzo.observing.skip_causes import describe_finding
+from mezzo.reporting.run_data import RunData
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
@@ -13,35 +12,13 @@ from typing import Any
 
 from mezzo._errors import MezzoError
 from mezzo.observing.log import read_log
+from mezzo.observing.log_values import Line, number, step_of
 from mezzo.observing.records import GradientsRecord, Record, TensorsRecord
 from mezzo.observing.run import Run
+from mezzo.observing.skip_causes import Skip, SkipCauses
 
-Line = Mapping[str, Any]
-"""One record of a log as plain data."""
 Source = str | os.PathLike[str] | Any
 """A log file, a run that `mezzo.observe` returned, or a list of either with one entry a rank."""
-
-_SAME_SEARCH = 10
-"""Steps after a skip of the scale search in which another one belongs to it."""
-
-
-@dataclass(frozen=True)
-class Skip:
-    """A skipped step, with what is known of its cause."""
-
-    step: int
-    rank: int
-    scale: float | None
-    """Loss scale of the step; None if no step before it is in the log."""
-    next_scale: float | None
-    """Loss scale after the step."""
-    loss: float | None
-    parameter: str | None
-    """The first parameter with a non-finite gradient."""
-    cause: str
-    """Why the gradients were not finite, as far as the log shows it."""
-    is_normal: bool
-    """Whether skips like this one belong to the search for the loss scale."""
 
 
 @dataclass(frozen=True)
@@ -70,7 +47,9 @@ class RankLog:
     @cached_property
     def skips(self) -> tuple[Skip, ...]:
         """The skipped steps."""
-        return tuple(_skips(self))
+        findings = {step_of(line): line for line in self.of("finding")}
+        causes = SkipCauses(self.rank, findings)
+        return tuple(skip for line in self.of("step") if (skip := causes.add(line)) is not None)
 
 
 @dataclass(frozen=True)
@@ -173,34 +152,6 @@ def read_run(source: Source) -> RunData:
     return RunData(tuple(sorted(logs, key=lambda one: one.rank)))
 
 
-def number(value: Any) -> float | None:
-    """Return a number of a log; None if it is none."""
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    return float(value) if is_number else None
-
-
-def finite(value: Any) -> float | None:
-    """Return a finite number of a log; None if it is none."""
-    found = number(value)
-    return found if found is not None and math.isfinite(found) else None
-
-
-def plain_number(value: float) -> str:
-    """Return a number as a person writes it.
-
-    >>> plain_number(8388608.0), plain_number(0.0043)
-    ('8,388,608', '0.0043')
-    """
-    is_whole = value == int(value) and abs(value) < 10**15
-    return f"{int(value):,}" if is_whole else f"{value:.4g}"
-
-
-def step_of(line: Line) -> int | None:
-    """Return the number of a record's step; None without one."""
-    found = finite(line.get("step"))
-    return None if found is None else int(found)
-
-
 def _lines(source: Source) -> list[list[dict[str, Any]]]:
     if not isinstance(source, str | os.PathLike):
         return [_lines_of_run(source)]
@@ -242,77 +193,3 @@ def _by_kind(lines: Iterable[Line]) -> RankLog:
     for line in lines:
         records[str(line.get("kind"))].append(line)
     return RankLog(records["run"][0], dict(records))
-
-
-def _skips(log: RankLog) -> Iterable[Skip]:
-    findings = {step_of(line): line for line in log.of("finding")}
-    scale: float | None = None
-    last, searched, stepped, grew = 0, -_SAME_SEARCH - 1, False, False
-    for line in log.of("step"):
-        step, after = step_of(line), finite(line.get("scale"))
-        if step is None:
-            continue
-        if line.get("skipped") is True:
-            if step > last + 1 and after is not None and scale is not None and after >= scale:
-                # The step in which the scale grew is not in the log, which has every 10th, say.
-                scale, grew = after * 2, True
-            cause, is_normal = _cause(
-                line,
-                findings.get(step),
-                scale,
-                stepped=stepped,
-                grew=grew,
-                follows=step - searched <= _SAME_SEARCH,
-            )
-            searched = step if is_normal else searched
-            parameter = line.get("parameter")
-            yield Skip(
-                step=step,
-                rank=log.rank,
-                scale=scale,
-                next_scale=after,
-                loss=number(line.get("loss")),
-                parameter=None if parameter is None else str(parameter),
-                cause=cause,
-                is_normal=is_normal,
-            )
-            grew = False
-        else:
-            stepped = True
-            grew = grew or (scale is not None and after is not None and after > scale)
-        scale, last = after if after is not None else scale, step
-
-
-def _cause(
-    line: Line,
-    finding: Line | None,
-    scale: float | None,
-    *,
-    stepped: bool,
-    grew: bool,
-    follows: bool,
-) -> tuple[str, bool]:
-    if finding is not None and finding.get("op"):
-        sentence = describe_finding(finding)
-        return sentence[:1].lower() + sentence[1:], False
-    loss = number(line.get("loss"))
-    if loss is not None and not math.isfinite(loss):
-        return f"the loss was {loss}: the forward pass overflowed, or its input was bad", False
-    at = "" if scale is None else f" {plain_number(scale)}"
-    if not stepped:
-        return f"the first scale{at} was too large: the search for it goes on", True
-    if grew:
-        return f"the scale had grown to{at or ' its limit'}: the search for the largest one", True
-    if follows:
-        return f"the scale{at} was still too large: the search for the largest one", True
-    return f"gradients overflowed at the scale{at}, which had not grown", False
-
-
-def describe_finding(finding: Line) -> str:
-    """Return the result of `trace_overflow` as one sentence, without its full stop."""
-    what = "The gradient of the op" if finding.get("direction") == "backward" else "The op"
-    if finding.get("direction") in {"data", "parameters"}:
-        what = "The tensor"
-    module = f" in {finding['module']}" if finding.get("module") else ""
-    line = f" ({finding['line']})" if finding.get("line") else ""
-    return f"{what} {finding.get('op')}{module}{line} {finding.get('reason') or 'failed'}"

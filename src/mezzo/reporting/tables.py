@@ -6,9 +6,10 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from mezzo.observing.log_values import Line, finite, plain_number
 from mezzo.prepare.plan_rows import format_bytes
 from mezzo.reporting.layers import layer_rows
-from mezzo.reporting.run_data import Line, RunData, finite, plain_number
+from mezzo.reporting.run_data import RunData
 from mezzo.reporting.verdict import lint_findings
 
 _ROWS = 500

@@ -7,16 +7,10 @@ from collections import Counter
 from dataclasses import dataclass
 from enum import StrEnum
 
+from mezzo.observing.log_values import Line, finite, number, plain_number, step_of
+from mezzo.observing.skip_causes import describe_finding
 from mezzo.reporting.layers import LayerRow, layer_rows
-from mezzo.reporting.run_data import (
-    Line,
-    RunData,
-    describe_finding,
-    finite,
-    number,
-    plain_number,
-    step_of,
-)
+from mezzo.reporting.run_data import RunData
 
 _MANY_SKIPS = 0.05
 """Share of skipped steps above which scaling costs more than it should."""

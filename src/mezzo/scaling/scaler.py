@@ -398,11 +398,16 @@ class DisabledGradScaler(GradScaler):
         loss: torch.Tensor,
         *,
         loss_id: int = 0,  # noqa: ARG002
-        optimizers: Optimizer | Sequence[Optimizer] = (),  # noqa: ARG002
+        optimizers: Optimizer | Sequence[Optimizer] = (),
         **kwargs: Any,
     ) -> None:
-        """Run backward."""
-        loss.backward(**kwargs)
+        """Run backward, for the parameters of `optimizers` only if any are passed."""
+        chosen = [optimizers] if isinstance(optimizers, Optimizer) else list(optimizers)
+        if not chosen:
+            loss.backward(**kwargs)
+            return
+        with backward_isolated(loss, chosen, **kwargs):
+            pass
 
     def find_scale(
         self,

@@ -102,6 +102,11 @@ class Step:
             self._check_processes()
         # Freed before the forward pass, which needs the memory.
         self._outputs = None
+        # In an autocast region around the call, weights that were cast before would become a part
+        # of a captured graph, and those of the graph would be used by later ops.
+        in_region = torch.is_autocast_enabled(self._components.region.device)
+        if in_region:
+            torch.clear_autocast_cache()
         phase, run = self._phases[self._position], self._runner
         self._calls += 1
         try:
@@ -113,6 +118,8 @@ class Step:
         except BaseException:
             self._calls -= 1
             raise
+        if in_region:
+            torch.clear_autocast_cache()
         if phase.last:
             self._position = 0
             self._finish_update()
@@ -272,6 +279,11 @@ class Step:
     def position(self) -> int:
         """Calls since the last update: 0 right after one, always less than `accumulate`."""
         return self._position
+
+    @property
+    def updates(self) -> int:
+        """Number of updates so far, skipped ones included. Does not synchronize."""
+        return self._updates
 
     @property
     def captured(self) -> bool:

@@ -24,7 +24,12 @@ from mezzo.policy.types import Level, Master, ParsedEnum
 from mezzo.prepare import arguments
 from mezzo.prepare.arguments import Models, Optimizer, Optimizers, flat, optimizers_of
 from mezzo.prepare.decorate import decorate, undecorate
-from mezzo.prepare.decoration import Decoration, all_decorated, decoration_of
+from mezzo.prepare.decoration import (
+    Decoration,
+    all_decorated,
+    decoration_of,
+    inner_optimizer,
+)
 from mezzo.prepare.plan import PolicyArg
 from mezzo.scaling.scaler import DisabledGradScaler, GradScaler
 from mezzo.scaling.schedule_lookahead import check
@@ -86,7 +91,7 @@ def prepare_components(
     Plain models and optimizers are decorated; decorated ones keep their policy.
     """
     replicas = find_replicas(model, precision.reduce_dtype)
-    models, optimizers = inner_models(model), optimizers_of(optimizer)
+    models, optimizers = inner_models(model), _inner_optimizers(optimizer)
     if not optimizers:
         raise PolicyError(
             "A training step needs an optimizer. Pass one, or use mezzo.EvalStep for inference."
@@ -111,7 +116,8 @@ def prepare_components(
         _bind_device_steps(optimizers)
     if precision.grad_norm:
         _track_norms(optimizers, decoration)
-    step_scaler = choose_scaler(scaler, plan.dtype, plan.policy.level, device)
+    shared = decoration.scaler if scaler is None else scaler
+    step_scaler = choose_scaler(shared, plan.dtype, plan.policy.level, device)
     if step_scaler is not None:
         for one in models:
             step_scaler.register_parameter_names(one)
@@ -135,7 +141,7 @@ def prepare_components(
 @contextmanager
 def restored_on_error(model: Models, optimizer: Optimizers) -> Iterator[None]:
     """Undo decoration, binding and memory format of plain models and optimizers on an error."""
-    models, optimizers = inner_models(model), optimizers_of(optimizer)
+    models, optimizers = inner_models(model), _inner_optimizers(optimizer)
     plain = all(decoration_of(one) is None for one in models)
     unbound = [one for one in optimizers if optimizer_binding(one) is None]
     memory = (
@@ -154,6 +160,11 @@ def restored_on_error(model: Models, optimizer: Optimizers) -> Iterator[None]:
         for tensor, data in memory:
             tensor.data = data
         raise
+
+
+def _inner_optimizers(optimizer: Optimizers) -> tuple[Optimizer, ...]:
+    """Return optimizers without the wrappers of Accelerate and Lightning around decorated ones."""
+    return tuple(map(inner_optimizer, optimizers_of(optimizer)))
 
 
 def _decoration(model: nn.Module) -> Decoration:
@@ -188,7 +199,8 @@ def _check_decoration(
     if precision.clip_norm is not None and precision.clip_norm != clip_norm:
         raise PolicyError(
             f"The step was given clip_norm={precision.clip_norm!r}, but the optimizer was decorated"
-            f" with clip_norm={clip_norm!r}. Pass it to decorate(..., clip_norm=...) only."
+            f" with clip_norm={clip_norm!r}. Pass it to decorate(..., clip_norm=...) only; in a"
+            " framework, to mezzo's plugin or use(...), which decorate the model."
         )
 
 

@@ -11,7 +11,7 @@ import torch
 
 from mezzo._errors import PolicyError
 from mezzo.parallel.ddp import find_replicas
-from mezzo.prepare.arguments import Models, Optimizers
+from mezzo.prepare.arguments import Models, Optimizers, inside_fabric
 from mezzo.prepare.plan import PolicyArg
 from mezzo.step.base import Step, check_accumulate, check_mean_over
 from mezzo.step.components import (
@@ -126,6 +126,7 @@ def train_step(
     >>> bool(step(torch.ones(8, 4)) > step(torch.ones(8, 4)))
     True
     """
+    models = inside_fabric(models)
     calls, reduction = check_accumulate(accumulate), Reduction.parse(accumulate_reduction)
     check_mean_over(mean_over)
     check_max_graphs(max_graphs)

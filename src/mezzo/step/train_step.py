@@ -13,7 +13,7 @@ from torch import nn
 from mezzo import _events
 from mezzo._errors import PolicyError
 from mezzo.autocasting.regions import enter_regions
-from mezzo.prepare.arguments import Optimizer, Optimizers, unwrapped
+from mezzo.prepare.arguments import Optimizer, Optimizers, inside_fabric, unwrapped
 from mezzo.prepare.decorate import undecorate
 from mezzo.prepare.plan import PolicyArg
 from mezzo.step import memory_format
@@ -163,6 +163,7 @@ class TrainStep(Step):
         calls, reduction = check_accumulate(accumulate), Reduction.parse(accumulate_reduction)
         layout = Layout.parse(channels_last)  # type: ignore[arg-type]
         capture = Capture.parse(capture)  # type: ignore[arg-type]
+        model = inside_fabric(model)
         self.model, self.loss_fn = model, loss_fn
         self.optimizer: Any = () if optimizer is None else optimizer
         self._needs_target = loss_fn is not None and _needs_target(loss_fn)

@@ -13,7 +13,7 @@ from mezzo.compat import paddle
 from mezzo.compat.paddle import static
 from mezzo.compat.paddle.static import _executor, _training
 from mezzo.compat.paddle.static._training import GRAY, Precision
-from mezzo.optim.master_weights import has_companion
+from mezzo.optim.companion import has_companion
 from mezzo.policy.presets.paddle import NAMES
 
 X = np.ones((2, 4), dtype=np.float32)
