@@ -25,8 +25,9 @@ help: ## Show the targets.
 # Some virtual machines advertise AMX but trap its instructions, which ends torch's bfloat16 kernels
 # on a CPU.
 demo: export ONEDNN_MAX_CPU_ISA ?= AVX512_CORE_FP16
-demo: $(VENV)/.demo ## Train on handwritten digits in float32 and mixed precision, and compare.
-	$(BIN)/python examples/digits.py
+demo: $(VENV)/.demo ## Name and cure an overflow; compare all precisions on handwritten digits.
+	$(BIN)/python examples/overflow.py
+	$(BIN)/python -m mezzo.comparing.demo
 
 quick: $(VENV)/.dev ## Run the fast tests: less than a minute on two cores.
 	$(PYTEST) -m "not gpu and not slow"
@@ -77,13 +78,14 @@ bench: $(VENV)/.dev ## Run all benchmarks, and write the tables of the README an
 	$(BIN)/python benchmarks/numerics.py
 	$(BIN)/python benchmarks/shapes.py
 	$(BIN)/python benchmarks/tables.py
+	$(BIN)/python benchmarks/compare_page.py
 
 package: $(VENV)/.dev ## Build the wheel and the sdist into dist; the tests install them too.
 	$(BIN)/python -m build --no-isolation
 
 clean: ## Remove the environments, caches and build products.
 	rm -rf .venv .venv-* .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
-	rm -rf .coverage .coverage.* htmlcov build dist site
+	rm -rf .coverage .coverage.* htmlcov build dist site mezzo-demo.html
 	find src tests examples docs -name __pycache__ -prune -exec rm -rf {} +
 
 # The stamps make a second run instant. They are written last: an interrupted install starts again.

@@ -2,6 +2,7 @@
 
 Each function measures a part that no public call runs alone: the checking kernel without the
 optimizer, the planning of a graph without its export, the memory of a step without its tables.
+The results of `mezzo compare` and their tables are here too, which only the command shows.
 """
 
 from __future__ import annotations
@@ -14,6 +15,13 @@ import torch
 from torch import nn
 
 import mezzo
+from mezzo.comparing.charts import color_of
+from mezzo.comparing.comparison import Comparison
+from mezzo.comparing.registry import WORKLOADS, load_workload
+from mezzo.comparing.stored import stored_results
+from mezzo.comparing.table import documented_table, machine_name, machine_table, mode_table
+from mezzo.comparing.verdict import verdict
+from mezzo.comparing.workload import Documented, Preset
 from mezzo.conversion.assignment import weight_nodes
 from mezzo.conversion.export import export
 from mezzo.conversion.nodes import copied_graph
@@ -22,9 +30,25 @@ from mezzo.conversion.options import ConvertOptions
 from mezzo.conversion.subgraphs import plan_subgraphs
 from mezzo.optim.binding import optimizer_binding
 from mezzo.optim.fused_step import FusedBinding
+from mezzo.reporting.tables import Table
 from mezzo.scaling.check_unscale import check_and_unscale
 
-__all__ = ["check_and_unscale", "drop_step_tables", "planner"]
+__all__ = [
+    "Comparison",
+    "Documented",
+    "Table",
+    "check_and_unscale",
+    "color_of",
+    "documented_numbers",
+    "documented_table",
+    "drop_step_tables",
+    "machine_name",
+    "machine_table",
+    "mode_table",
+    "planner",
+    "stored_results",
+    "verdict",
+]
 
 
 def planner(
@@ -53,3 +77,9 @@ def drop_step_tables(optimizer: torch.optim.Optimizer) -> None:
     binding = optimizer_binding(optimizer)
     if isinstance(binding, FusedBinding):
         binding._plan = None
+
+
+def documented_numbers() -> dict[str, tuple[Documented, ...]]:
+    """Return what documents report about the built-in workloads."""
+    workloads = [load_workload(name, Preset.SMALL) for name in WORKLOADS]
+    return {one.name: one.documented for one in workloads if one.documented}

@@ -70,3 +70,9 @@ def test_only_test_all_sets_the_variable_of_exhaustive_tests(target, exhaustive,
         text=True,
     ).stdout
     assert f"exhaustive={exhaustive}\n" in printed
+
+
+def test_the_demo_runs_the_overflow_and_then_the_comparison_which_names_its_report():
+    *_, overflow, comparison = commands("demo").splitlines()
+    assert overflow.endswith("python examples/overflow.py")
+    assert comparison.endswith("python -m mezzo.comparing.demo")

@@ -1,5 +1,6 @@
 """The comparison of the digits and the benchmarks for a CPU run."""
 
+import importlib.util
 import json
 import os
 import subprocess
@@ -13,29 +14,6 @@ import mezzo
 ROOT = Path(__file__).parent.parent
 
 pytestmark = pytest.mark.slow
-
-# scikit-learn is not installed for tests: images of digits are generated instead.
-EXAMPLE = """
-import runpy, sys
-from importlib.machinery import ModuleSpec
-from types import ModuleType
-from support.digits import images_of_digits
-
-def load_digits(return_X_y):
-    images, digits = images_of_digits(320, 0, 0.1)
-    return images.flatten(1).numpy(), digits.numpy()
-
-def train_test_split(images, digits, **_):
-    return images[64:], images[:64], digits[64:], digits[:64]
-
-for name, function in (("datasets", load_digits), ("model_selection", train_test_split)):
-    module = ModuleType(f"sklearn.{name}")
-    setattr(module, function.__name__, function)
-    sys.modules[module.__name__] = module
-sys.modules["sklearn"] = ModuleType("sklearn")
-sys.modules["sklearn"].__spec__ = ModuleSpec("sklearn", None)
-runpy.run_path("examples/digits.py", run_name="__main__")
-"""
 
 BENCHMARKS = """
 import dataclasses, json, sys
@@ -62,11 +40,29 @@ def run(program):
     return done.stdout
 
 
-def test_the_example_trains_and_prints_its_table():
-    printed = run(EXAMPLE)
-    assert "test accuracy" in printed
-    assert "2 × float32" in printed
-    assert "Measured: mixed precision was" in printed
+def test_the_example_of_an_overflow_names_it_and_trains_with_the_suggested_policy(capsys):
+    pytest.importorskip("sklearn")
+    path = ROOT / "examples" / "overflow.py"
+    spec = importlib.util.spec_from_file_location("overflow", path)
+    example = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(example)
+    example.EPOCHS = 1
+    example.main()
+    in_float32, in_float16, cured = re.split(
+        r"^in float16", capsys.readouterr().out, flags=re.MULTILINE
+    )
+    (line,) = [
+        number
+        for number, text in enumerate(path.read_text().splitlines(), 1)
+        if "scores = " in text
+    ]
+    assert "the loss of step" in in_float16
+    assert f"matmul (overflow.py:{line}, in attention) left the range of float16" in in_float16
+    assert "Pass modules={'attention': 'full'} (verified" in in_float16
+    assert "modules={'attention': 'full'}" in cured
+    for printed in (in_float32, cured):
+        first, last = map(float, re.search(r"loss (\S+) → (\S+)", printed).groups())
+        assert last < first / 2
 
 
 @pytest.mark.exhaustive

@@ -8,12 +8,14 @@ from html.parser import HTMLParser
 
 import pytest
 import torch
+from plotly.offline import get_plotlyjs
 from support import synthetic_logs as logs
 from support.browser import Browser, needs_browser
 from torch import nn
 
 import mezzo
 from mezzo.reporting import charts, page
+from mezzo.reporting.rendering import script_text
 from mezzo.reporting.run_data import read_run
 
 HOSTILE = '<script>throw "named"</script><img src=x onerror=alert(1)>&amp;"\'</script>'
@@ -59,7 +61,7 @@ def hostile_log():
 
 
 def without_plotly(path):
-    return path.read_text().replace(page._plotly_script(), "")
+    return path.read_text().replace(script_text(get_plotlyjs()), "")
 
 
 def chart_data(text):

@@ -176,7 +176,7 @@ def _build(workload: Workload, setting: Setting) -> tuple[SettingRun | None, Set
         if setting == _FLOAT32:
             raise
         return None, SettingTime(setting, problem=_first_sentence(error))
-    return run, SettingTime(setting, memory=peak.bytes_of(run))
+    return run, SettingTime(setting, memory=peak.read(run.state_bytes))
 
 
 def _first_sentence(error: Exception) -> str:

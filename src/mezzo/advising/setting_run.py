@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
 from typing import Any, NamedTuple
@@ -67,12 +67,8 @@ class SettingRun:
 
     def state_bytes(self) -> int:
         """Return the bytes of parameters, buffers, gradients and optimizer states."""
-        tensors = [*self._model.parameters(), *self._model.buffers()]
-        tensors += [one.grad for one in self._model.parameters() if one.grad is not None]
-        for optimizer in () if self._optimizer is None else optimizers_of(self._optimizer):
-            for state in optimizer.state.values():
-                tensors += [one for one in state.values() if isinstance(one, Tensor)]
-        return sum(one.numel() * one.element_size() for one in tensors)
+        optimizers = () if self._optimizer is None else optimizers_of(self._optimizer)
+        return state_bytes(self._model, optimizers)
 
     @contextmanager
     def _precision(self) -> Iterator[None]:
@@ -99,11 +95,26 @@ class Peak:
             self._before = torch.cuda.memory_allocated(device)
             torch.cuda.reset_peak_memory_stats(device)
 
-    def bytes_of(self, run: SettingRun) -> int:
-        """Return the peak since, or the bytes of all state on other devices."""
+    def read(self, state_bytes: Callable[[], int]) -> int:
+        """Return the peak since, or on other devices the bytes of all state."""
         if self._device.type != "cuda":
-            return run.state_bytes()
+            return state_bytes()
         return torch.cuda.max_memory_allocated(self._device) - self._before
+
+
+def state_bytes(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> int:
+    """Return the bytes of parameters, buffers, gradients and optimizer states.
+
+    >>> model = nn.Linear(4, 4, bias=False)
+    >>> state_bytes(model, [torch.optim.SGD(model.parameters())])
+    64
+    """
+    tensors = [*model.parameters(), *model.buffers()]
+    tensors += [one.grad for one in model.parameters() if one.grad is not None]
+    for optimizer in optimizers:
+        for state in optimizer.state.values():
+            tensors += [one for one in state.values() if isinstance(one, Tensor)]
+    return sum(one.numel() * one.element_size() for one in tensors)
 
 
 def free_memory(device: torch.device) -> None:

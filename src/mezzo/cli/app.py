@@ -186,6 +186,64 @@ def advise(
         typer.echo(str(advice))
 
 
+@app.command(
+    epilog="Example: mezzo compare linears --report out.html; mezzo compare train:make_model"
+    " --modes torch.amp,O2"
+)
+def compare(
+    workload: Annotated[
+        str | None,
+        typer.Argument(
+            help=f"A built-in workload (see --list), all of them (all), or {_FACTORY}"
+            " mezzo.advise: model, sample, loss_fn, optimizer.",
+            metavar="WORKLOAD|FACTORY",
+        ),
+    ] = None,
+    preset: Annotated[
+        str | None,
+        typer.Option(help="full or small; by default full on a GPU and small on a CPU."),
+    ] = None,
+    data: Annotated[
+        Path | None, typer.Option(help="The folder of real data, such as CIFAR-10.")
+    ] = None,
+    modes: Annotated[
+        str | None,
+        typer.Option(help="Modes with commas, beside float32: torch.amp,O1,O2. Default: all."),
+    ] = None,
+    dtype: Annotated[str | None, typer.Option(help="float16 or bfloat16.")] = None,
+    device: Annotated[
+        str | None, typer.Option(help="The device; by default the accelerator, or else the CPU.")
+    ] = None,
+    steps: Annotated[
+        int | None, typer.Option(min=1, help="Steps before losses are compared.")
+    ] = None,
+    rounds: Annotated[int, typer.Option(min=1, help="Rounds of timing.")] = 7,
+    report: Annotated[Path | None, typer.Option(help="Write a page with charts.")] = None,
+    list_workloads: Annotated[bool, typer.Option("--list", help="List the workloads.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print everything as JSON.")] = False,
+) -> None:
+    """Train a workload in float32, torch.amp, Apex and mezzo, and compare time, memory and loss.
+
+    All modes start from the same weights and get the same batches; times are medians of
+    interleaved rounds. Ctrl-C ends the run, and what was measured so far is printed and written.
+    """
+    from mezzo.cli import compare as comparing  # noqa: PLC0415 - a second faster to --help
+
+    try:
+        if list_workloads:
+            comparing.print_workloads(as_json=as_json)
+            return
+        options = comparing.Options.parse(preset, data, modes, dtype, device, steps, rounds)
+        comparing.check_report(report)
+        results = comparing.run_workloads(workload, options)
+        comparing.print_results(results, as_json=as_json)
+        if report is not None:
+            comparing.write_page(results, report, as_json=as_json)
+    except (MezzoError, OSError) as error:
+        fail(error)
+    raise typer.Exit(results.exit_code)
+
+
 @app.command(epilog="Example: mezzo doctor --json")
 def doctor(
     device: Annotated[

@@ -1,10 +1,10 @@
-"""What all commands print: errors in one line, JSON, and a spinner while something takes long."""
+"""What all commands print: errors in one line, JSON, and progress while something takes long."""
 
 from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from math import isfinite
 from typing import Any, NoReturn
@@ -61,6 +61,28 @@ def _without_nonfinite(data: Any) -> Any:
     if isinstance(data, list | tuple):
         return [_without_nonfinite(value) for value in data]
     return str(data) if isinstance(data, float) and not isfinite(data) else data
+
+
+@contextmanager
+def progress_bar(title: str) -> Iterator[Callable[[str, int, int], None]]:
+    """Show a bar on stderr; nothing if that is not a terminal.
+
+    Yields a function that takes what is being done, and how much of it of how much.
+    """
+    from rich.console import Console  # noqa: PLC0415 - not needed by most commands
+    from rich.progress import Progress  # noqa: PLC0415
+
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        yield lambda _text, _done, _total: None
+        return
+    with Progress(console=console, transient=True) as bar:
+        task = bar.add_task(title, total=None)
+
+        def show(text: str, done: int, total: int) -> None:
+            bar.update(task, description=f"{title}: {text}", completed=done, total=total)
+
+        yield show
 
 
 @contextmanager

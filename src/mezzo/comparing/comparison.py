@@ -9,7 +9,7 @@ from typing import Any
 from mezzo.comparing.workload import Documented
 
 BASELINE = "float32"
-"""The mode that the others are compared with."""
+"""The mode that the others are compared with, unless a comparison names another."""
 
 
 @dataclass(frozen=True)
@@ -62,20 +62,24 @@ class Comparison:
     documented: tuple[Documented, ...] = ()
     complete: bool = True
     """False after Ctrl-C: some modes have fewer rounds, or none."""
+    emulated: str | None = None
+    """Why the device does not compute the 16-bit dtype natively; None if it does."""
+    baseline: str = BASELINE
+    """The mode that speedups are over."""
 
     def mode(self, name: str) -> ModeResult | None:
         """Return the result of a mode, or None if it was not part of the run."""
         return next((one for one in self.modes if one.mode == name), None)
 
     def speedup(self, name: str) -> float | None:
-        """Return how many times as fast as float32 a mode is, or None if either has no time.
+        """Return how many times as fast as the baseline a mode is, or None without both times.
 
         >>> result = Comparison("mlp", "MLP", "small", "synthetic", "CPU", "2.13", "0.1.0", 10, 5, (
         ...     ModeResult("float32", milliseconds=6.0), ModeResult("O1", milliseconds=3.0)))
         >>> result.speedup("O1")
         2.0
         """
-        base, mode = self.mode(BASELINE), self.mode(name)
+        base, mode = self.mode(self.baseline), self.mode(name)
         if base is None or mode is None or not base.milliseconds or not mode.milliseconds:
             return None
         return base.milliseconds / mode.milliseconds
@@ -103,6 +107,13 @@ def _mode(row: dict[str, Any]) -> ModeResult:
     result = ModeResult(**row)
     return replace(
         result,
-        loss_curve=tuple(result.loss_curve),
-        accuracy_curve=tuple(result.accuracy_curve),
+        loss=_number(result.loss),
+        accuracy=_number(result.accuracy),
+        loss_curve=tuple(map(_number, result.loss_curve)),
+        accuracy_curve=tuple(map(_number, result.accuracy_curve)),
     )
+
+
+def _number(value: Any) -> Any:
+    """Return a number; strict JSON has infinities and NaN as texts."""
+    return float(value) if value in {"nan", "inf", "-inf"} else value

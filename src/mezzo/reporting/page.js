@@ -27,8 +27,10 @@
 
   const options = () => ({ displayModeBar: narrow() ? false : "hover", responsive: true, displaylogo: false, modeBarButtonsToRemove: ["select2d", "lasso2d", "autoScale2d"] });
 
-  function drawTimeline() {
-    if (charts.timeline) Plotly.react("chart-timeline", charts.timeline.data, themed(charts.timeline), options());
+  function drawFigures() {
+    for (const [id, figure] of Object.entries(charts.figures)) {
+      Plotly.react(id, figure.data, themed(figure), options());
+    }
   }
 
   const shortened = (text, length) => (text.length <= length ? text : "…" + text.slice(1 - length));
@@ -49,7 +51,7 @@
   }
 
   function draw() {
-    drawTimeline();
+    drawFigures();
     drawHeat();
   }
 

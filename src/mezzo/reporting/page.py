@@ -6,16 +6,15 @@ import os
 from collections.abc import Iterable
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from importlib import import_module, resources
 from pathlib import Path
 from typing import Any, Protocol
 
-from mezzo._errors import UnsupportedError
 from mezzo._files import atomic_writer
 from mezzo.observing.log_values import finite
 from mezzo.reporting import charts, tables
 from mezzo.reporting.figures import KeyFigure, key_figures
 from mezzo.reporting.policy_diff import policy_changes
+from mezzo.reporting.rendering import asset, render_page
 from mezzo.reporting.run_data import RunData, Source, read_run
 from mezzo.reporting.verdict import judge
 
@@ -79,24 +78,20 @@ def write_report(
 
 def render(run: RunData) -> str:
     """Return the page about a run."""
-    jinja2 = _required("jinja2")
-    environment = jinja2.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
-    timeline = charts.timeline(run)
-    template = environment.from_string(_asset("page.html"))
-    return str(
-        template.render(
-            title=run.header.get("model") or "run",
-            verdict=judge(run),
-            figures=key_figures(run),
-            sections=_sections(run),
-            changes=policy_changes(run),
-            timeline=timeline,
-            layer_maps=charts.layer_maps(run),
-            about=_about(run),
-            style=jinja2.utils.markupsafe.Markup(_asset("page.css")),
-            script=jinja2.utils.markupsafe.Markup(_asset("page.js")),
-            plotly=jinja2.utils.markupsafe.Markup(_plotly_script()),
-        )
+    timeline, layer_maps = charts.timeline(run), charts.layer_maps(run)
+    return render_page(
+        asset("mezzo.reporting", "page.html"),
+        "write_report",
+        {"figures": {"chart-timeline": timeline} if timeline else {}, "maps": layer_maps},
+        title=run.header.get("model") or "run",
+        kind="mezzo report",
+        verdict=judge(run),
+        figures=key_figures(run),
+        sections=_sections(run),
+        changes=policy_changes(run),
+        timeline=timeline,
+        layer_maps=layer_maps,
+        about=_about(run),
     )
 
 
@@ -141,23 +136,3 @@ def _about(run: RunData) -> list[KeyFigure]:
     if run.world_size > 1:
         values["ranks"] = ", ".join(str(log.rank) for log in run.ranks)
     return [KeyFigure(name, str(value)) for name, value in values.items() if value]
-
-
-def _asset(name: str) -> str:
-    return (resources.files("mezzo.reporting") / name).read_text(encoding="utf-8")
-
-
-def _plotly_script() -> str:
-    script: str = _required("plotly.offline").get_plotlyjs()
-    # An end tag in the script would end it.
-    return script.replace("</script", "<\\/script")
-
-
-def _required(name: str) -> Any:
-    try:
-        return import_module(name)
-    except ImportError as error:
-        raise UnsupportedError(
-            f"write_report() needs {name.partition('.')[0]}, which is not installed. Run:"
-            " pip install 'mezzo[report]'"
-        ) from error
