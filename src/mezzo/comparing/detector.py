@@ -149,12 +149,12 @@ def detection_loss(scores: Tensor, offsets: Tensor, classes: Tensor, targets: Te
     is_positive = classes > 0
     entropy = F.cross_entropy(scores.flatten(0, 1), classes.flatten(), reduction="none")
     entropy = entropy.view_as(classes)
-    hardness = torch.where(is_positive, -1.0, entropy.detach())
+    hardness = entropy.detach().masked_fill(is_positive, -1.0)
     rank = hardness.argsort(stable=True, dim=1, descending=True).argsort(dim=1)
     is_used = is_positive | (rank < _NEGATIVES * is_positive.sum(1, keepdim=True))
-    class_loss = torch.where(is_used, entropy, 0.0).sum()
+    class_loss = entropy.masked_fill(~is_used, 0.0).sum()
     box_loss = F.smooth_l1_loss(offsets, targets, reduction="none")
-    box_loss = torch.where(is_positive[..., None], box_loss, 0.0).sum()
+    box_loss = box_loss.masked_fill(~is_positive[..., None], 0.0).sum()
     return (class_loss + box_loss) / is_positive.sum().clamp(min=1)
 
 

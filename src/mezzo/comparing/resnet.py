@@ -84,7 +84,8 @@ class ResNet(nn.Module):
 
     def forward(self, images: Tensor) -> Tensor:
         """Return the logits of the classes."""
-        logits: Tensor = self.head(self.features(images)[-1].mean((2, 3)))
+        pooled = F.adaptive_avg_pool2d(self.features(images)[-1], 1)
+        logits: Tensor = self.head(pooled.flatten(1))
         return logits
 
     def features(self, images: Tensor) -> list[Tensor]:
