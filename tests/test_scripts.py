@@ -1,8 +1,9 @@
-"""The comparison of the digits and the benchmarks for a CPU run."""
+"""The example of an overflow and the benchmarks for a CPU run."""
 
 import importlib.util
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
