@@ -1,4 +1,4 @@
-"""The comparison of the digits and the benchmarks for a CPU run."""
+"""The example of an overflow and the benchmarks for a CPU run."""
 
 import importlib.util
 import json
