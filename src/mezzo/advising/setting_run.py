@@ -92,8 +92,15 @@ class Peak:
         self._before = 0
         if device.type == "cuda":
             free_memory(device)
+            # cuBLAS keeps a workspace from its first product on, which belongs to no setting.
+            torch.mm(*[torch.zeros(8, 8, device=device)] * 2)
             self._before = torch.cuda.memory_allocated(device)
-            torch.cuda.reset_peak_memory_stats(device)
+            self.restart()
+
+    def restart(self) -> None:
+        """Forget the peak so far."""
+        if self._device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self._device)
 
     def read(self, state_bytes: Callable[[], int]) -> int:
         """Return the peak since, or on other devices the bytes of all state."""

@@ -25,7 +25,8 @@ class ModeResult:
     """Median of a training step, or of a forward pass for `converted`."""
     samples_per_second: float | None = None
     peak_bytes: int | None = None
-    """Peak of allocated memory on a GPU; on a CPU parameters, gradients and optimizer states."""
+    """Peak of allocated memory on a GPU from the second step on; on a CPU parameters, gradients and
+    optimizer states."""
     saved_bytes: int | None = None
     """Bytes of the tensors that a step keeps for backward."""
     casts: int | None = None

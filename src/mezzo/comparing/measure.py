@@ -80,6 +80,9 @@ def train(
     workload, losses, accuracies = setting.workload, list[Tensor](), list[float]()
     for number in range(steps):
         losses.append(training(batches[number]))
+        if not number:
+            # The first step searches for a loss scale, and keeps two sets of gradients if it can.
+            peak.restart()
         if workload.evaluate and workload.epoch_steps and not (number + 1) % workload.epoch_steps:
             accuracies.append(training.evaluate(workload.evaluate))
         advance()

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from copy import deepcopy
 from dataclasses import dataclass, field
 from enum import StrEnum
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -74,10 +75,16 @@ class Setting:
         """Whether model and images are channels_last, in every mode alike."""
         return self.workload.channels_last and self.device.type == "cuda"
 
+    @cached_property
+    def _initial(self) -> nn.Module:
+        """The model on the host: large ones take longer to initialize than to train."""
+        torch.manual_seed(_SEED)
+        return self.workload.make_model()
+
     def make_model(self) -> nn.Module:
         """Return the model on the device, with the same weights in each call."""
+        model = deepcopy(self._initial).to(self.device)
         torch.manual_seed(_SEED)
-        model = self.workload.make_model().to(self.device)
         if self.channels_last:
             model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
         return model
