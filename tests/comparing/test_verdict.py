@@ -9,6 +9,7 @@ from support.comparisons import cpu_result, gpu_result
 
 from mezzo.comparing.comparison import ModeResult
 from mezzo.comparing.verdict import fastest_mode, judge, verdict
+from mezzo.comparing.workload import Documented
 
 
 def with_mode(result, name, **changes):
@@ -88,3 +89,19 @@ def test_what_cannot_be_compared_is_named(modes, sentence):
 
 def test_a_run_that_was_interrupted_is_called_so():
     assert verdict(gpu_result(complete=False)).endswith("these are the numbers up to there.")
+
+
+def test_programs_of_a_document_are_compared_by_time_beside_its_numbers():
+    modes = (
+        ModeResult("dynamic float32", milliseconds=100.0, loss=0.64),
+        ModeResult("static O2", "float16", milliseconds=10.0, loss=0.67),
+    )
+    documented = (Documented("static O2", 5.4, "PaddlePaddle, V100"),)
+    result = replace(gpu_result(), modes=modes, baseline="dynamic float32", documented=documented)
+    assert verdict(result) == (
+        "static O2 in float16 is the fastest program: 10.0 times as fast as dynamic float32;"
+        " PaddlePaddle, V100: 5.4. Losses differ between programs as in the document, whose numbers"
+        " are in the notes."
+    )
+    slow = replace(result, modes=(modes[0], replace(modes[1], milliseconds=200.0)))
+    assert judge(slow).sentence == "dynamic float32 is the fastest program."

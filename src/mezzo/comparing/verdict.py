@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from mezzo.comparing.comparison import Comparison, ModeResult
+from mezzo.comparing.comparison import BASELINE, Comparison, ModeResult
 from mezzo.prepare.plan_rows import format_bytes
 from mezzo.reporting.verdict import Status, Verdict
 
@@ -45,6 +45,8 @@ def judge(comparison: Comparison) -> Verdict:
             "float32 was not measured, so there is nothing to compare the other modes with.",
             tuple(_interrupted(comparison)),
         )
+    if comparison.baseline != BASELINE:
+        return _judge_programs(comparison, base)
     others = [one for one in comparison.modes if one.mode not in {comparison.baseline, INFERENCE}]
     timed = sorted((one for one in others if one.milliseconds), key=_time)
     good, best = [one for one in timed if trains_like(one, base)], fastest_mode(comparison)
@@ -58,6 +60,24 @@ def judge(comparison: Comparison) -> Verdict:
     why = _why_slow(comparison, timed[0]) if _time(timed[0]) >= _time(base) else []
     facts = (*why, *_carries_over(good, base), *tail)
     return Verdict(Status.WATCH, _slower(timed[0], base, comparison.machine), facts)
+
+
+def _judge_programs(comparison: Comparison, base: ModeResult) -> Verdict:
+    """Return the verdict on programs of a document, which also differ in how they train."""
+    best = min(comparison.modes, key=_time)
+    if best is base:
+        return Verdict(Status.WATCH, f"{base.mode} is the fastest program.", ())
+    reported = [one for one in comparison.documented if one.mode == best.mode]
+    beside = "".join(f"; {one.source}: {one.speedup:g}" for one in reported[:1])
+    return Verdict(
+        Status.GOOD,
+        f"{_name(best)} is the fastest program: {_time(base) / _time(best):.1f} times as fast as"
+        f" {base.mode}{beside}.",
+        (
+            "Losses differ between programs as in the document, whose numbers are in the notes.",
+            *_interrupted(comparison),
+        ),
+    )
 
 
 def fastest_mode(comparison: Comparison) -> ModeResult | None:
