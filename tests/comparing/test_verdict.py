@@ -103,5 +103,6 @@ def test_programs_of_a_document_are_compared_by_time_beside_its_numbers():
         " PaddlePaddle, V100: 5.4. Losses differ between programs as in the document, whose numbers"
         " are in the notes."
     )
+    assert fastest_mode(result) is modes[1]
     slow = replace(result, modes=(modes[0], replace(modes[1], milliseconds=200.0)))
     assert judge(slow).sentence == "dynamic float32 is the fastest program."
