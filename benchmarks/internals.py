@@ -17,6 +17,7 @@ from torch import nn
 import mezzo
 from mezzo.comparing.charts import color_of
 from mezzo.comparing.comparison import Comparison
+from mezzo.comparing.modes import float32_products
 from mezzo.comparing.registry import WORKLOADS, load_workload
 from mezzo.comparing.stored import stored_results
 from mezzo.comparing.table import documented_table, machine_name, machine_table, mode_table
@@ -42,6 +43,7 @@ __all__ = [
     "documented_numbers",
     "documented_table",
     "drop_step_tables",
+    "float32_products",
     "machine_name",
     "machine_table",
     "mode_table",

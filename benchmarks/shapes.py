@@ -183,12 +183,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if device == "cpu" and not tiny:
         print("This benchmark needs a CUDA device, or --tiny.")
         return
-    torch.backends.cudnn.benchmark = True
-    for pair in tiny_pairs() if tiny else pairs():
-        rows: list[Row] = [compare(pair, dtype, device) for dtype in DTYPES]
-        print(*rows, sep="\n", flush=True)
-        if not tiny:
-            print(f"stored in {store('shapes', rows, device)}")
+    with torch.backends.cudnn.flags(enabled=True, benchmark=True):
+        for pair in tiny_pairs() if tiny else pairs():
+            rows: list[Row] = [compare(pair, dtype, device) for dtype in DTYPES]
+            print(*rows, sep="\n", flush=True)
+            if not tiny:
+                print(f"stored in {store('shapes', rows, device)}")
 
 
 if __name__ == "__main__":

@@ -11,13 +11,13 @@ import time
 import traceback
 import warnings
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 import torch
+from internals import float32_products
 from measure import Row, store
 from torch import Tensor, nn
 from zoo import AMP, HAND, Batch, Case
@@ -105,7 +105,7 @@ def in_float32(case: Case, model: nn.Module, _device: str, *, tf32: bool = False
     def step(batch: Batch) -> Tensor:
         for optimizer in optimizers:
             optimizer.zero_grad(set_to_none=True)
-        with _float32_products(tf32=tf32):
+        with float32_products(tf32=tf32):
             loss = loss_of(case, called, batch)
             loss.backward()
         for optimizer in optimizers:
@@ -113,19 +113,6 @@ def in_float32(case: Case, model: nn.Module, _device: str, *, tf32: bool = False
         return loss.detach()
 
     return step
-
-
-@contextmanager
-def _float32_products(*, tf32: bool) -> Iterator[None]:
-    """Choose TF32 or full float32 for matrix products and, where TF32 is the default, cuDNN."""
-    before = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
-    torch.set_float32_matmul_precision("high" if tf32 else "highest")
-    torch.backends.cudnn.allow_tf32 = tf32
-    try:
-        yield
-    finally:
-        torch.set_float32_matmul_precision(before[0])
-        torch.backends.cudnn.allow_tf32 = before[1]
 
 
 def with_mezzo(

@@ -18,7 +18,7 @@ def commands(*arguments):
     names = {"MAKEFLAGS", "MFLAGS", "MAKEOVERRIDES", "TORCH"}
     environment = {name: value for name, value in os.environ.items() if name not in names}
     return subprocess.run(
-        ["make", "-n", "-B", *arguments],
+        ["make", "-n", "-B", "--no-print-directory", *arguments],
         cwd=ROOT,
         env=environment,
         check=True,

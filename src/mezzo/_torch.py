@@ -148,6 +148,10 @@ FEATURES: Mapping[str, Mapping[str, str]] = {
     "profiler ranges": {
         "is_profiler_enabled": "torch._C._autograd._profiler_enabled",
     },
+    "mezzo compare": {
+        # The setter of torch.backends.cudnn raises in processes that import torch.testing.
+        "set_cudnn_allow_tf32": "torch._C._set_cudnn_allow_tf32",
+    },
     "compile=True": {
         "inductor_config": "torch._inductor.config",
         "CustomGraphPass": "torch._inductor.custom_graph_pass.CustomGraphPass",

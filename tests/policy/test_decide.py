@@ -334,7 +334,7 @@ def test_the_warning_points_at_the_users_line():
 
 def test_the_warning_of_a_region_points_at_the_users_line():
     with pytest.warns(UserWarning, match="cannot compute in") as caught:
-        mezzo.autocast("O1", device_type="meta", half={"exp"})
+        mezzo.autocast("O1", device_type="xpu", half={"exp"})
     assert caught[0].filename == __file__
 
 

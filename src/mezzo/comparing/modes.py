@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 
 from mezzo._dtypes import dtype_name
 from mezzo._errors import PolicyError, choices, nearest
+from mezzo._torch import set_cudnn_allow_tf32
 from mezzo.autocasting.autocast import set_thread_region
 from mezzo.comparing.workload import Batch, Workload
 from mezzo.compat.apex import amp
@@ -142,12 +143,12 @@ def float32_products(*, tf32: bool) -> Iterator[None]:
     """
     products, convolutions = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
     torch.set_float32_matmul_precision("high" if tf32 else "highest")
-    torch.backends.cudnn.allow_tf32 = tf32
+    set_cudnn_allow_tf32(tf32)
     try:
         yield
     finally:
         torch.set_float32_matmul_precision(products)
-        torch.backends.cudnn.allow_tf32 = convolutions
+        set_cudnn_allow_tf32(convolutions)
 
 
 def why_not(mode: Mode, device: torch.device) -> str | None:
