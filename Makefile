@@ -10,7 +10,9 @@ PIP    := $(BIN)/python -m pip --disable-pip-version-check install --progress-ba
           $(if $(TORCH),torch==$(TORCH),-c constraints.txt)
 
 # One thread per process: two test workers with two threads each would compete for two cores.
-PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2
+# Bytecode is written even where the shell turns it off: without it every run and every process that
+# a test starts compiles mezzo and the tests anew, which takes half of the collection.
+PYTEST := OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n 2
 
 # Types are checked against the torch of constraints.txt: annotations differ between versions.
 CHECKS := $(if $(TORCH),,lint types layers docs)

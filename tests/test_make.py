@@ -5,8 +5,10 @@ import re
 import shutil
 import subprocess
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+from support import tiers
 
 ROOT = Path(__file__).parent.parent
 
@@ -76,3 +78,27 @@ def test_the_demo_runs_the_overflow_and_then_the_comparison_which_names_its_repo
     *_, overflow, comparison = commands("demo").splitlines()
     assert overflow.endswith("python examples/overflow.py")
     assert comparison.endswith("python -m mezzo.comparing.demo")
+
+
+def test_bytecode_is_written_even_where_the_shell_turns_it_off():
+    assert "PYTHONDONTWRITEBYTECODE= " in commands("quick")
+
+
+@pytest.mark.parametrize(
+    ("path", "slow"),
+    [
+        ("tests/test_release.py", True),  # marked as a whole
+        ("tests/gpu/test_convert.py", True),
+        ("src/mezzo/integrations/lightning.py", True),
+        ("tests/test_make.py", False),
+        ("src/mezzo/prepare/decorate.py", False),
+    ],
+)
+def test_quick_imports_no_file_whose_tests_are_all_slow(path, slow):
+    quick, full = (
+        SimpleNamespace(option=SimpleNamespace(markexpr=expression))
+        for expression in ("not gpu and not slow", "not gpu")
+    )
+    found = tiers.pytest_ignore_collect(ROOT / path, quick)
+    assert bool(found) == slow
+    assert not tiers.pytest_ignore_collect(ROOT / path, full)
