@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
+from collections.abc import Generator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,6 +22,21 @@ pytest_plugins = ["support.tiers"]
 collect_ignore = ["support/scripts"]
 
 _DATA = Path(__file__).parent / "data"
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Exempt imported modules and collected tests, which stay alive, from garbage collection.
+
+    Each collection would visit their millions of objects, and tests collect garbage hundreds of
+    times to check that nothing keeps a model alive.
+    """
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 @dataclass(frozen=True)
