@@ -47,6 +47,7 @@ nothing else is inside.
 """
 
 
+@cache
 def is_python_function(function: Function) -> bool:
     """Return whether a function is written in Python: not a builtin, nor a wrapper of one."""
     return isinstance(function, FunctionType) and isinstance(inspect.unwrap(function), FunctionType)

@@ -238,6 +238,7 @@ def _composites(lists: OpLists, known: Table) -> dict[Function, CastAction]:
     return actions
 
 
+@cache
 def _writes_in_place(function: Function) -> bool:
     name = getattr(function, "__name__", "")
     return (name.endswith("_") and not name.endswith("__")) or (
