@@ -1,4 +1,4 @@
-"""Run a function in several processes of a process group."""
+"""Run functions and programs in processes of their own, forked from one that has imported torch."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import inspect
 import multiprocessing
 import os
 import pickle
+import runpy
 import sys
 import tempfile
 import time
@@ -21,7 +22,7 @@ import torch
 from torch import distributed
 
 _PRELOADED = ["torch", "torch.distributed", "torch._dynamo", "mezzo", "pytest"]
-"""Imported once, in the process that the ranks are forked from."""
+"""Imported once, in the process that the others are forked from."""
 _GRACE = 5.0
 """Seconds for the other ranks after one has failed."""
 
@@ -39,9 +40,7 @@ def run_ranks(
     pickled. A rank that fails or takes too long raises an `AssertionError` with its traceback, and
     all ranks are ended. `group_seconds` is the time-out of the process group.
     """
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(_PRELOADED)
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    context = _context()
     source = str(inspect.getsourcefile(function))
     with tempfile.TemporaryDirectory() as folder:
         ranks = [
@@ -61,6 +60,36 @@ def run_ranks(
                 process.kill()
                 process.join()
         return [_result(Path(folder), rank) for rank in range(world_size)]
+
+
+def run_program(program: Path, folder: Path, *, seconds: float = 60.0) -> tuple[int | None, str]:
+    """Run a program in a folder as `python -W error` does; return its exit code and its output."""
+    output = folder / f"{program.stem}.out"
+    process = _context().Process(target=_run_program, args=(program, folder, output))
+    process.start()
+    process.join(seconds)
+    process.kill()
+    process.join()
+    return process.exitcode, output.read_text()
+
+
+def _run_program(program: Path, folder: Path, output: Path) -> None:
+    descriptor = os.open(output, os.O_CREAT | os.O_WRONLY)
+    for stream in (1, 2):
+        os.dup2(descriptor, stream)
+    os.chdir(folder)
+    sys.argv, sys.path[0] = [str(program)], str(program.parent)
+    warnings.resetwarnings()
+    warnings.simplefilter("error")
+    warnings.filterwarnings("ignore", "AMP is slow on", UserWarning)  # depends on the processor
+    runpy.run_path(str(program), run_name="__main__")
+
+
+def _context() -> Any:
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(_PRELOADED)
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    return context
 
 
 def _wait(ranks: list[Any], deadline: float) -> None:

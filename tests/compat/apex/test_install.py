@@ -1,10 +1,10 @@
 """`install()` provides `import apex`."""
 
 import importlib
-import subprocess
 import sys
 
 import pytest
+from support.processes import run_program
 
 import mezzo.compat.apex
 from mezzo.compat.apex import install, is_installed, uninstall
@@ -82,9 +82,9 @@ optimizer.step()
 """
 
 
-def test_an_unchanged_program_runs():
-    result = subprocess.run(
-        [sys.executable, "-W", "error", "-c", PROGRAM], capture_output=True, text=True, check=False
-    )
-    assert result.returncode == 0, result.stderr
-    assert result.stdout.startswith("Selected optimization level O2")
+def test_an_unchanged_program_runs(tmp_path):
+    program = tmp_path / "program.py"
+    program.write_text(PROGRAM)
+    code, output = run_program(program, tmp_path)
+    assert code == 0, output
+    assert output.startswith("Selected optimization level O2")
