@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import json
 import os
+import sys
 from collections.abc import Generator
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,8 +36,25 @@ def pytest_collection() -> Generator[None, object, object]:
     try:
         return (yield)
     finally:
-        gc.freeze()
+        _freeze()
         gc.enable()
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown() -> None:
+    """Exempt modules too that a test has imported, such as those of transformers."""
+    if len(sys.modules) > _modules_at_freeze + 100:
+        gc.collect()
+        _freeze()
+
+
+_modules_at_freeze = 0
+
+
+def _freeze() -> None:
+    global _modules_at_freeze
+    gc.freeze()
+    _modules_at_freeze = len(sys.modules)
 
 
 @dataclass(frozen=True)

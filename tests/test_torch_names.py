@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from support.tiers import EXHAUSTIVE
 from torch import nn
 
 import mezzo
@@ -208,9 +209,13 @@ NEEDED = {CHECK, "torch._C.DisableTorchFunctionSubclass"}
 def test_mezzo_trains_without_each_private_name_that_the_step_does_not_need(without):
     looked_up = set(without([], LOOKED_UP)) - NEEDED
     assert len(looked_up) > len(FOREACH) + 15
-    # Names that are not looked up on import are removed together.
+    # Names of a feature are removed together, each alone by `make test-all`, and those that are not
+    # looked up on import.
+    alone = sorted(looked_up - FOREACH)
+    together = {NAMES[name]: [one for one in alone if NAMES[one] == NAMES[name]] for name in alone}
     experiments = [
-        *([name] for name in sorted(looked_up - FOREACH)),
+        *together.values(),
+        *([name] for name in alone if EXHAUSTIVE),
         FOREACH,
         NAMES.keys() - looked_up - NEEDED,
     ]

@@ -70,7 +70,7 @@ def test_o1_equals_float32():
 
 @pytest.mark.slow
 def test_o2_with_masters_equals_o1():
-    assert final_loss(512, "O2", master="float32") == pytest.approx(final_loss(512, "O1"), rel=1e-6)
+    assert final_loss(256, "O2", master="float32") == pytest.approx(final_loss(256, "O1"), rel=1e-6)
 
 
 @pytest.mark.slow

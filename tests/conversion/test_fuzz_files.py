@@ -16,7 +16,7 @@ from torch import nn
 
 import mezzo
 
-COUNT = int(os.environ.get("MEZZO_FUZZ_FILES", "500"))
+COUNT = int(os.environ.get("MEZZO_FUZZ_FILES", "250"))
 _ROOM = 512 * 2**20
 pytestmark = pytest.mark.skipif(not SUPPORTED, reason="needs fork and Linux's /proc")
 

@@ -8,6 +8,7 @@ import zipfile
 import pytest
 import torch
 from support.checkpoint_fuzzer import ALLOWED, fuzz, memory_limited, refuse_out_of_memory
+from support.tiers import EXHAUSTIVE
 
 import mezzo
 from mezzo.prepare import checkpoint_file
@@ -316,9 +317,10 @@ def test_safe_globals_of_the_process_are_loaded():
 
 
 def test_mutated_checkpoints_are_rejected_or_load_what_was_saved(tmp_path):
-    counts = fuzz(tmp_path, range(500))
-    assert counts.total() == 500
+    count = 500 if EXHAUSTIVE else 200
+    counts = fuzz(tmp_path, range(count))
+    assert counts.total() == count
     # Many mutations have correct checksums, and some of them are valid.
-    assert counts["content: refused"] > 100
-    assert counts["content: loaded"] > 20
-    assert counts["damaged: loaded"] > 5
+    assert counts["content: refused"] > count / 5
+    assert counts["content: loaded"] > count / 25
+    assert counts["damaged: loaded"] > count / 100

@@ -5,7 +5,7 @@ The updates of the tuning are smaller than the spacing of the 16-bit numbers aro
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -39,9 +39,18 @@ def with_masters(first: int) -> list[Any]:
 
     Two tasks with `first` 0 and 1 cover all pairs between them.
     """
+    return _every_second(_WITH_MASTERS, first)
+
+
+def without_masters(first: int) -> list[Any]:
+    """Return both dtypes, one of them marked exhaustive; two tasks cover both between them."""
+    return _every_second([("float16",), ("bfloat16",)], first)
+
+
+def _every_second(cases: Sequence[tuple[str, ...]], first: int) -> list[Any]:
     return [
-        pytest.param(*pair, marks=[] if place % 2 == first else pytest.mark.exhaustive)
-        for place, pair in enumerate(_WITH_MASTERS)
+        pytest.param(*case, marks=[] if place % 2 == first else pytest.mark.exhaustive)
+        for place, case in enumerate(cases)
     ]
 
 
