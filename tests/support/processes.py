@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime as dt
+import gc
 import importlib.util
 import inspect
 import multiprocessing
@@ -117,6 +118,7 @@ def _run(
     name: str,
     args: tuple[Any, ...],
 ) -> None:
+    gc.freeze()  # or each collection would visit, and copy, what was forked
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     try:
