@@ -201,8 +201,8 @@ def test_the_kernel_changes_the_scale_as_next_state_does(
     steps = random.Random(0)
     state = ScaleState(rule.clamp(2.0**10))
     scale = DeviceLossScale(state, torch.device("cpu"))
-    for step in range(200):
-        is_nonfinite = steps.random() < (0.7 if step // 50 % 2 else 0.1)
+    for step in range(100):
+        is_nonfinite = steps.random() < (0.7 if step // 25 % 2 else 0.1)
         scale.advance(torch.tensor(float(is_nonfinite)), rule)
         state = next_state(state, rule, found_nonfinite=is_nonfinite)
         assert scale.read() == state, step
