@@ -14,9 +14,7 @@ import contextlib
 import doctest
 import io
 import linecache
-import os
 import re
-import subprocess
 import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -25,6 +23,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.processes import run_program
 from torch import nn
 
 import mezzo
@@ -138,21 +137,8 @@ def _run_session(code: str, page: Path, line: int, space: dict[str, Any]) -> str
 
 def run_in_process(page: Path, folder: Path) -> None:
     """Run a page in a process of its own, with warnings as errors as in every test."""
-    sources = (Path(mezzo.__file__).parents[1], Path(__file__).parents[1])
-    environment = os.environ | {
-        "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": os.pathsep.join(map(str, sources)),
-    }
-    warnings = ["-W", "error", "-W", "ignore:AMP is slow on:UserWarning"]
-    done = subprocess.run(
-        [sys.executable, *warnings, "-m", "support.pages", str(page), str(folder)],
-        cwd=folder,
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, f"{page.name}:\n{done.stdout}\n{done.stderr}"
+    code, output = run_program(Path(__file__), folder, arguments=[str(page), str(folder)])
+    assert code == 0, f"{page.name}:\n{output}"
 
 
 if __name__ == "__main__":

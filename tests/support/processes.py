@@ -15,7 +15,7 @@ import tempfile
 import time
 import traceback
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -63,10 +63,12 @@ def run_ranks(
         return [_result(Path(folder), rank) for rank in range(world_size)]
 
 
-def run_program(program: Path, folder: Path, *, seconds: float = 60.0) -> tuple[int | None, str]:
+def run_program(
+    program: Path, folder: Path, *, arguments: Sequence[str] = (), seconds: float = 60.0
+) -> tuple[int | None, str]:
     """Run a program in a folder as `python -W error` does; return its exit code and its output."""
     output = folder / f"{program.stem}.out"
-    process = _context().Process(target=_run_program, args=(program, folder, output))
+    process = _context().Process(target=_run_program, args=(program, folder, output, arguments))
     process.start()
     process.join(seconds)
     process.kill()
@@ -74,12 +76,12 @@ def run_program(program: Path, folder: Path, *, seconds: float = 60.0) -> tuple[
     return process.exitcode, output.read_text()
 
 
-def _run_program(program: Path, folder: Path, output: Path) -> None:
+def _run_program(program: Path, folder: Path, output: Path, arguments: Sequence[str]) -> None:
     descriptor = os.open(output, os.O_CREAT | os.O_WRONLY)
     for stream in (1, 2):
         os.dup2(descriptor, stream)
     os.chdir(folder)
-    sys.argv, sys.path[0] = [str(program)], str(program.parent)
+    sys.argv, sys.path[0] = [str(program), *arguments], str(program.parent)
     warnings.resetwarnings()
     warnings.simplefilter("error")
     warnings.filterwarnings("ignore", "AMP is slow on", UserWarning)  # depends on the processor
