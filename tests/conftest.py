@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import json
 import os
+import signal
 import sys
 from collections.abc import Generator
 from dataclasses import dataclass
@@ -17,6 +18,11 @@ import pytest
 # depend on it. Some virtual machines advertise AMX but trap its instructions, which ends the
 # process, in plain torch too.
 os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX2")
+# Tests fork processes, which would wait for OpenMP threads that a fork does not copy.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    # As shells start background jobs, and processes inherit it: tests send Ctrl-C to some.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 pytest_plugins = ["support.tiers"]
 # Scripts that tests run; doctests would import them.

@@ -78,7 +78,7 @@ def test_a_replay_draws_as_the_captured_function_did():
     assert torch.equal(after, torch.rand(1))
 
 
-def test_models_of_transformers_draw_for_layers_that_are_never_dropped():
+def test_models_of_transformers_that_drop_no_layer_draw_without_an_effect():
     transformers = pytest.importorskip("transformers")
     sizes = dict.fromkeys(("d_model", "encoder_ffn_dim", "decoder_ffn_dim"), 16) | dict.fromkeys(
         ("encoder_layers", "decoder_layers", "encoder_attention_heads", "decoder_attention_heads"),
@@ -92,5 +92,6 @@ def test_models_of_transformers_draw_for_layers_that_are_never_dropped():
         model = transformers.BartForConditionalGeneration(configuration).train()
         with HostDraws() as draws:
             model(input_ids=ids, labels=ids)
-        assert len(draws.shapes) == 4
+        # Releases before 5.23 also draw for layers that they never drop.
+        assert draws.shapes or explained
         assert draws.have_effect is not explained

@@ -12,6 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+from support.processes import forkserver
+
 from mezzo.cli import main
 
 SCRIPTS = Path(__file__).parent / "scripts"
@@ -27,13 +30,39 @@ class Finished:
     stderr: str
 
 
-def start_mezzo(folder: Path, *arguments: Any, name: str = "out", **environment: str) -> int:
-    """Start `mezzo` with arguments in a folder; return the number of the process."""
-    return _start(folder, name, ["mezzo", *map(str, arguments)], main, environment)
-
-
 def run_mezzo(folder: Path, *arguments: Any, **environment: str) -> Finished:
-    return wait(start_mezzo(folder, *arguments, **environment), folder)
+    """Run `mezzo` with arguments in a folder, with what this process has patched."""
+    return _fork(folder, _mezzo(arguments), main, environment)
+
+
+def run_mezzo_ranks(folder: Path, *arguments: Any, ranks: int = 2) -> list[Finished]:
+    """Run ranks as torchrun does: it serves the store, so that no port has to be guessed.
+
+    They are not forked from here: threads of the store may hold locks.
+    """
+    store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    common = {
+        "WORLD_SIZE": str(ranks),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(store.port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "TORCHELASTIC_RESTART_COUNT": "0",
+    }
+    names = [f"rank{rank}" for rank in range(ranks)]
+    started = [
+        forkserver().Process(
+            target=_run, args=(folder, name, _mezzo(arguments), main, common | {"RANK": str(rank)})
+        )
+        for rank, name in enumerate(names)
+    ]
+    for process in started:
+        process.start()
+    for process in started:
+        process.join()
+    return [
+        _finished(process.exitcode, folder, name)
+        for process, name in zip(started, names, strict=True)
+    ]
 
 
 def run_python(folder: Path, script: Path, *arguments: Any) -> Finished:
@@ -42,28 +71,42 @@ def run_python(folder: Path, script: Path, *arguments: Any) -> Finished:
     def run() -> None:
         runpy.run_path(str(script), run_name="__main__")
 
-    return wait(_start(folder, "out", [str(script), *map(str, arguments)], run, {}), folder)
+    return _fork(folder, [str(script), *map(str, arguments)], run, {})
 
 
-def wait(process: int, folder: Path, name: str = "out") -> Finished:
-    _, status = os.waitpid(process, 0)
+def _mezzo(arguments: Sequence[Any]) -> list[str]:
+    return ["mezzo", *map(str, arguments)]
+
+
+def _finished(code: int | None, folder: Path, name: str) -> Finished:
     texts = [(folder / f"{name}.{stream}").read_text() for stream in ("stdout", "stderr")]
-    return Finished(os.waitstatus_to_exitcode(status), *texts)
+    return Finished(-1 if code is None else code, *texts)
 
 
-def _start(
+def _fork(
+    folder: Path,
+    arguments: Sequence[str],
+    function: Callable[[], None],
+    environment: dict[str, str],
+) -> Finished:
+    with warnings.catch_warnings():
+        # Python 3.12 warns about threads, which the child does not use.
+        warnings.simplefilter("ignore")
+        process = os.fork()
+    if not process:
+        _run(folder, "out", arguments, function, environment)
+    _, status = os.waitpid(process, 0)
+    return _finished(os.waitstatus_to_exitcode(status), folder, "out")
+
+
+def _run(
     folder: Path,
     name: str,
     arguments: Sequence[str],
     function: Callable[[], None],
     environment: dict[str, str],
-) -> int:
-    with warnings.catch_warnings():
-        # Python 3.12 warns about threads, which the child does not use.
-        warnings.simplefilter("ignore")
-        process = os.fork()
-    if process:
-        return process
+) -> None:
+    """Run a function as the main program of this process, and end the process."""
     code = 1
     try:
         signal.alarm(_SECONDS)

@@ -41,7 +41,7 @@ def run_ranks(
     pickled. A rank that fails or takes too long raises an `AssertionError` with its traceback, and
     all ranks are ended. `group_seconds` is the time-out of the process group.
     """
-    context = _context()
+    context = forkserver()
     source = str(inspect.getsourcefile(function))
     with tempfile.TemporaryDirectory() as folder:
         ranks = [
@@ -68,7 +68,7 @@ def run_program(
 ) -> tuple[int | None, str]:
     """Run a program in a folder as `python -W error` does; return its exit code and its output."""
     output = folder / f"{program.stem}.out"
-    process = _context().Process(target=_run_program, args=(program, folder, output, arguments))
+    process = forkserver().Process(target=_run_program, args=(program, folder, output, arguments))
     process.start()
     process.join(seconds)
     process.kill()
@@ -88,7 +88,8 @@ def _run_program(program: Path, folder: Path, output: Path, arguments: Sequence[
     runpy.run_path(str(program), run_name="__main__")
 
 
-def _context() -> Any:
+def forkserver() -> Any:
+    """Return a context whose processes are forked from one that has imported torch."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(_PRELOADED)
     os.environ.setdefault("OMP_NUM_THREADS", "1")
