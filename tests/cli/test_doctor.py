@@ -95,7 +95,9 @@ def test_products_that_die_are_repeated_without_amx(monkeypatch):
 def test_a_fast_machine_has_nothing_to_change():
     measured = times(float32=0.8, tf32=0.2, float16=0.1, bfloat16=0.1)
     diagnosis = diagnose(replace(FAST, products=measured))
-    assert diagnosis.speeds == {"float32": 1, "tf32": 4, "float16": 8, "bfloat16": 8}
+    speeds = {"float32": 1, "tf32": 4, "float16": 8, "bfloat16": 8}
+    assert diagnosis.speeds == pytest.approx(speeds)
+    assert diagnosis.to_dict()["speeds"] == speeds
     assert [note.remedy for note in diagnosis.notes] == [
         "Train with dtype='bfloat16', without loss scaling."
     ]
@@ -104,8 +106,10 @@ def test_a_fast_machine_has_nothing_to_change():
 
 
 def test_an_emulated_dtype_is_named_with_the_reason():
-    text = texts(replace(ON_CPU, products=times(float32=0.1, float16=3.0, bfloat16=0.04)))
-    assert "float16 is 33.3 times slower than float32 here: torch emulates it in software" in text
+    text = texts(replace(ON_CPU, products=times(float32=0.1, float16=6.7, bfloat16=0.04)))
+    assert "float16 is 67.0 times slower than float32 here: torch emulates it in software" in text
+    assert "Do not train in float16 on this device." in text
+    assert "Train in float32" not in text
     assert "Train with dtype='bfloat16', without loss scaling." in text
 
 

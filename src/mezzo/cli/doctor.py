@@ -72,7 +72,7 @@ class Diagnosis:
         """How many times as fast as float32 a product is, by dtype."""
         times = {one.dtype: one.seconds for one in self.machine.products if one.seconds}
         return {
-            name: round(times["float32"] / seconds, 2)
+            name: times["float32"] / seconds
             for name, seconds in times.items()
             if "float32" in times
         }
@@ -92,7 +92,7 @@ class Diagnosis:
         return {
             **asdict(self.machine),
             "extras": extras,
-            "speeds": dict(self.speeds),
+            "speeds": {name: float(f"{speed:.3g}") for name, speed in self.speeds.items()},
             "notes": [asdict(note) for note in self.notes],
             "traps": [asdict(note) for note in self.traps],
         }
@@ -183,6 +183,7 @@ def _missing_gpu(machine: Machine) -> Iterator[Note]:
 def _slow_dtypes(machine: Machine) -> Iterator[Note]:
     speeds = Diagnosis(machine, (), ()).speeds
     halves = {name: speed for name, speed in speeds.items() if name in {"float16", "bfloat16"}}
+    has_fast = bool(halves) and max(halves.values()) > _FASTER
     for name, speed in halves.items():
         if speed < _SLOWER:
             why = machine.device.support(name).reason
@@ -191,9 +192,11 @@ def _slow_dtypes(machine: Machine) -> Iterator[Note]:
             yield Note(
                 "hint",
                 f"{name} is {1 / speed:.1f} times slower than float32 here: {why}.",
-                "Train in float32 on this device; 16 bits save memory only.",
+                f"Do not train in {name} on this device."
+                if has_fast
+                else "Train in float32 on this device; 16 bits save memory only.",
             )
-    if halves and max(halves.values()) > _FASTER:
+    if has_fast:
         best = max(halves, key=lambda name: (halves[name] > _FASTER, name == "bfloat16"))
         scaling = "without loss scaling" if best == "bfloat16" else "with a GradScaler"
         yield Note(
