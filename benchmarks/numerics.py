@@ -1,7 +1,7 @@
 """Numerics: small trainings in float32, torch.amp, and mezzo's O1 and O2, compared by their loss.
 
 A training passes if its final loss differs from that of the same seed in float32 by at most the
-range of three float32 seeds plus 1 %. For one that does not pass, `mezzo.find_precision_loss` must
+range of three float32 seeds plus 1 %. For one that does not pass, `mezzo.trace_overflow` must
 name the op, and the policy that it suggests must pass.
 
 Run it with `python benchmarks/numerics.py`, or in parts with `--only vae ctc`: stored rows of the
@@ -66,7 +66,7 @@ class Outcome(Row):
     skips: dict[str, int] = field(default_factory=dict)
     """Skipped updates among the first `FIRST`, by precision."""
     found: dict[str, str] = field(default_factory=dict)
-    """What `mezzo.find_precision_loss` found in those that do not pass, by precision."""
+    """What `mezzo.trace_overflow` found in those that do not pass, by precision."""
     entries: dict[str, str] = field(default_factory=dict)
     """What it suggested to add to the policy."""
     cured: dict[str, float | None] = field(default_factory=dict)
@@ -164,17 +164,13 @@ class Training:
                 skips = step.scaler.state().skipped_steps
         return Run(_final(losses), skips)
 
-    def diagnose(
-        self, trained: nn.Module, policy: Precision, **overrides: Any
-    ) -> mezzo.PrecisionLoss | None:
+    def diagnose(self, trained: nn.Module, policy: Precision, **overrides: Any) -> mezzo.Overflow:
         """Return the op that loses precision at the start, or else in a trained model."""
-        x, y = self.batches[0]
-        found = None
-        for model in (self.model(), trained):
-            found = found or mezzo.find_precision_loss(
-                model, self.case.loss, x, y, policy, **overrides
-            )
-        return found
+
+        def trace(model: nn.Module) -> mezzo.Overflow:
+            return mezzo.trace_overflow(model, self.batches[0], self.case.loss, policy, **overrides)
+
+        return trace(self.model()) or trace(trained)
 
 
 def _loss(case: Case, model: nn.Module, x: Any, y: Any) -> Tensor:
@@ -218,7 +214,7 @@ def outcome_of(name: str, device: str, steps: int | None = None) -> Outcome:
 
     runs: dict[str, Run] = {}
     cured: dict[str, Run] = {}
-    found: dict[str, mezzo.PrecisionLoss | None] = {}
+    traced: dict[str, mezzo.Overflow] = {}
     if (amp := _attempt(training.amp)) is not None:
         runs[AMP] = amp
     for label, (level, overrides) in MEZZO.items():
@@ -227,9 +223,9 @@ def outcome_of(name: str, device: str, steps: int | None = None) -> Outcome:
             continue
         runs[label] = run
         if deviation(run) > 1.0:
-            loss = found[label] = training.diagnose(trained, level, **overrides)
-            if loss is not None and loss.policy is not None:
-                cured[label] = training.mezzo(loss.policy)
+            found = traced[label] = training.diagnose(trained, level, **overrides)
+            if found.verified and found.policy is not None:
+                cured[label] = training.mezzo(found.policy)
     final = runs | cured
     return Outcome(
         name,
@@ -240,8 +236,8 @@ def outcome_of(name: str, device: str, steps: int | None = None) -> Outcome:
         float32,
         {label: _stored(run.loss) for label, run in runs.items()},
         {label: run.skips for label, run in final.items()},
-        {label: str(loss) for label, loss in found.items()},
-        {label: loss.entry for label, loss in found.items() if loss is not None and loss.entry},
+        {label: str(found) for label, found in traced.items()},
+        {label: found.cure for label, found in traced.items() if found.verified},
         {label: _stored(run.loss) for label, run in cured.items()},
     )
 

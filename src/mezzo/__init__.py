@@ -31,7 +31,6 @@ if typing.TYPE_CHECKING:
     from mezzo.advising.estimate import Estimate, estimate
     from mezzo.advising.findings import LintFinding, LintFindings
     from mezzo.advising.lint import lint
-    from mezzo.advising.precision_loss import PrecisionLoss, find_precision_loss
     from mezzo.conversion.convert import convert
     from mezzo.conversion.converted import Converted
     from mezzo.observing.check_numerics import check_numerics
@@ -73,8 +72,6 @@ _IMPORTED_LATE = {
     "LintFinding": "mezzo.advising.findings",
     "LintFindings": "mezzo.advising.findings",
     "lint": "mezzo.advising.lint",
-    "PrecisionLoss": "mezzo.advising.precision_loss",
-    "find_precision_loss": "mezzo.advising.precision_loss",
     "convert": "mezzo.conversion.convert",
     "Converted": "mezzo.conversion.converted",
     "check_numerics": "mezzo.observing.check_numerics",
@@ -142,7 +139,6 @@ __all__ = [
     "Plan",
     "Policy",
     "PolicyError",
-    "PrecisionLoss",
     "RefusedOpError",
     "Run",
     "RunDifference",
@@ -169,7 +165,6 @@ __all__ = [
     "disable_autocast",
     "enable_autocast",
     "estimate",
-    "find_precision_loss",
     "grad_norm",
     "hardware",
     "latest_checkpoint",

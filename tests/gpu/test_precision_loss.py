@@ -1,4 +1,4 @@
-"""`find_precision_loss` on a GPU, where backward runs in another thread."""
+"""`trace_overflow` of plain models on a GPU, where backward runs in another thread."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def by_hand():
 def find(model, *args, **kwargs):
     torch.manual_seed(1)
     x, y = torch.randn(32, 16).cuda(), torch.randint(4, (32,)).cuda()
-    return mezzo.find_precision_loss(model, F.cross_entropy, x, y, *args, **kwargs)
+    return mezzo.trace_overflow(model, (x, y), F.cross_entropy, *args, **kwargs)
 
 
 @pytest.mark.parametrize("level", ["O1", "O2"])
@@ -37,24 +37,24 @@ def find(model, *args, **kwargs):
 def test_a_variance_by_hand_is_named_and_the_suggested_policy_is_clean(level, dtype, op):
     found = find(by_hand(), level, dtype=dtype)
     assert (found.op, found.module) == (op, "1")
-    assert found.source.startswith("test_advising.py:")
-    assert find(by_hand(), found.policy) is None
+    assert found.line.startswith("test_precision_loss.py:")
+    assert not find(by_hand(), found.policy)
 
 
 @pytest.mark.parametrize("level", ["O1", "O2"])
 def test_a_transformer_layer_is_clean(level):
     layer = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True)
     model = nn.Sequential(nn.Unflatten(0, (4, 8)), layer, nn.Flatten(0, 1), nn.Linear(16, 4))
-    assert find(model.cuda(), level, dtype="float16") is None
+    assert not find(model.cuda(), level, dtype="float16")
 
 
 def test_a_gradient_that_overflows_is_named_by_its_forward_op():
-    found = mezzo.find_precision_loss(
+    found = mezzo.trace_overflow(
         nn.Linear(16, 4).cuda(),
-        lambda outputs: (outputs.exp() * 1e30).sum() * 1e-10,
         torch.randn(8, 16).cuda(),
+        lambda outputs: (outputs.exp() * 1e30).sum() * 1e-10,
         dtype="float16",
         full={"exp"},
     )
-    assert found.backward
-    assert found.source.startswith("test_advising.py:")
+    assert found.direction == "backward"
+    assert found.line.startswith("test_precision_loss.py:")
