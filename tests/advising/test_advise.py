@@ -296,6 +296,12 @@ def test_gpus_are_found_in_any_spelling(name, found):
     assert find_gpu(name).name == found
 
 
+@pytest.mark.parametrize("name", ["NVIDIA L40", "RTX A1000", "NVIDIA A1000 Laptop GPU", "T400"])
+def test_a_gpu_whose_name_begins_like_another_is_unknown(name):
+    with pytest.raises(mezzo.PolicyError, match="Unknown GPU"):
+        find_gpu(name)
+
+
 @pytest.mark.parametrize("gpu", GPUS.values(), ids=lambda gpu: gpu.name)
 def test_every_gpu_has_the_rates_of_the_dtypes_that_it_supports(gpu):
     assert gpu.hardware.name == gpu.name

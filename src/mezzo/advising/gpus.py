@@ -74,13 +74,13 @@ def find_gpu(name: str) -> Gpu:
     """
     if not isinstance(name, str):
         raise PolicyError(f"gpu={name!r} should be a name: {', '.join(GPUS)}.")
-    wanted = _plain(name)
-    # The longest first: A100 contains A10.
+    # The longest first: L40S contains L4.
     for gpu in sorted(_ROWS, key=lambda one: -len(one.name)):
-        if _plain(gpu.name) in wanted:
+        if re.search(_pattern(gpu.name), name, re.IGNORECASE):
             return gpu
     raise PolicyError(f"Unknown GPU {name!r}. Known are: {', '.join(GPUS)}.")
 
 
-def _plain(name: str) -> str:
-    return re.sub(r"[^a-z0-9]", "", name.lower())
+def _pattern(name: str) -> str:
+    """Return what finds a name in any spelling, but not in a longer number: L4 is not L40."""
+    return rf"{name.replace(' ', '[^a-z0-9]*')}(?![0-9])"
