@@ -84,6 +84,22 @@ def map_tensors(value: Any, change: Cast) -> Any:
     return value
 
 
+def tensors_of(value: Any) -> list[torch.Tensor]:
+    """Return the tensors of a nested container.
+
+    >>> len(tensors_of({"x": torch.ones(2), "rest": [torch.ones(1), 3]}))
+    2
+    """
+    found: list[torch.Tensor] = []
+
+    def collect(tensor: torch.Tensor) -> torch.Tensor:
+        found.append(tensor)
+        return tensor
+
+    map_tensors(value, collect)
+    return found
+
+
 def is_dataclass_instance(value: object) -> bool:
     """Return whether this is an instance of a dataclass, not a dataclass itself."""
     return is_dataclass(value) and not isinstance(value, type)

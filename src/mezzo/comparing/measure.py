@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mezzo._casting import map_tensors
+from mezzo._casting import tensors_of
 from mezzo._dtypes import dtype_name
 from mezzo._errors import UnsupportedError
 from mezzo.advising.setting_run import Peak, state_bytes
@@ -55,17 +55,6 @@ class Batches:
             if self._bytes <= _KEPT_BYTES:
                 self._kept[number] = batch
         return self._setting.move(batch)
-
-
-def tensors_of(value: Any) -> list[Tensor]:
-    """Return the tensors of nested containers.
-
-    >>> len(tensors_of({"x": torch.ones(2), "rest": [torch.ones(1), 3]}))
-    2
-    """
-    found: list[Tensor] = []
-    map_tensors(value, lambda tensor: found.append(tensor) or tensor)  # type: ignore[func-returns-value]
-    return found
 
 
 # -- losses, accuracy, memory and casts ------------------------------------------------------------

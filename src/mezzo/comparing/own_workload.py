@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
 
-from mezzo._casting import map_tensors
+from mezzo._casting import tensors_of
 from mezzo._dtypes import HALF_DTYPES, dtype_name
 from mezzo._errors import PolicyError
 from mezzo.comparing.workload import Batch, Preset, Workload
@@ -45,7 +45,7 @@ def own_workload(
     """
     _check(model, sample, loss_fn, optimizer)
     inner = unwrapped(model)
-    tensors = _tensors(sample)
+    tensors = tensors_of(sample)
     samples = tensors[0].shape[0] if tensors and tensors[0].dim() else 1
     named = "AdamW" if optimizer is None else type(optimizer).__name__
     inputs, target = (sample, ()) if loss_fn is None else (sample[0], tuple(sample[1:]))
@@ -88,7 +88,7 @@ def _own_loss(outputs: Any) -> Tensor:
     try:
         return loss_of_output(outputs)
     except PolicyError:
-        floating = [one for one in _tensors(outputs) if one.is_floating_point()]
+        floating = [one for one in tensors_of(outputs) if one.is_floating_point()]
         if not floating:
             raise
         return torch.stack([one.float().square().mean() for one in floating]).sum()
@@ -134,9 +134,3 @@ def _check(model: Any, sample: Any, loss_fn: Any, optimizer: Any) -> None:
             f"optimizer is {type(optimizer).__name__}. Return one optimizer of torch, or leave it"
             " out for AdamW."
         )
-
-
-def _tensors(value: Any) -> list[Tensor]:
-    found: list[Tensor] = []
-    map_tensors(value, lambda tensor: found.append(tensor) or tensor)  # type: ignore[func-returns-value]
-    return found

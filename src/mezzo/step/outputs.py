@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from mezzo._casting import map_tensors
+from mezzo._casting import map_tensors, tensors_of
 from mezzo._errors import PolicyError
 from mezzo._launch import AsyncCopy
 from mezzo.step.inputs import copy_outputs, format_shapes
@@ -56,8 +56,7 @@ def loss_of_output(output: Any) -> torch.Tensor:
     named = _named_loss(output)
     if named is not None:
         return named
-    tensors: list[torch.Tensor] = []
-    map_tensors(output, lambda tensor: tensors.append(tensor) or tensor)  # type: ignore[func-returns-value]
+    tensors = tensors_of(output)
     single = [tensor for tensor in tensors if tensor.numel() == 1]
     if len(single) == 1:
         return single[0]

@@ -11,7 +11,7 @@ from typing import Any, NoReturn, Self
 
 import torch
 
-from mezzo._casting import map_tensors
+from mezzo._casting import map_tensors, tensors_of
 from mezzo._torch import DisableTorchFunctionSubclass
 from mezzo.autocasting.regions import innermost_region
 from mezzo.compat.paddle._places import device_of
@@ -49,7 +49,7 @@ class Node:
 
     def tensors(self) -> list[torch.Tensor]:
         """Return every tensor that it reads."""
-        return _tensors_in((self.args, dict(self.kwargs)))
+        return tensors_of((self.args, dict(self.kwargs)))
 
 
 class Program:
@@ -195,7 +195,7 @@ class Variable(Tensor):
             return device_of(None)
         if func in _READS_VALUE:
             raise _no_value_error(_READS_VALUE[func], args[0])
-        tensors = _tensors_in((args, kwargs))
+        tensors = tensors_of((args, kwargs))
         _check_constant_sizes(tensors)
         meta_result = _call_on_meta(func, args, kwargs)
         outputs: list[Variable] = []
@@ -270,17 +270,6 @@ def _to_meta(tensor: torch.Tensor) -> torch.Tensor:
         if isinstance(tensor, Variable)
         else torch.empty_like(tensor, device="meta")
     )
-
-
-def _tensors_in(value: Any) -> list[torch.Tensor]:
-    tensors: list[torch.Tensor] = []
-
-    def collect(tensor: torch.Tensor) -> torch.Tensor:
-        tensors.append(tensor)
-        return tensor
-
-    map_tensors(value, collect)
-    return tensors
 
 
 def _check_no_autocast() -> None:
