@@ -40,6 +40,13 @@ def test_a_run_without_skips_is_healthy():
     assert verdict.sentence == "Healthy: 8 steps in float16, no step was skipped."
 
 
+def test_the_verdict_says_that_nothing_ran_in_16_bits():
+    verdict = judge(run_of(*steps(*[False] * 8), policy=None, dtype="float32"))
+    assert verdict.sentence == (
+        "Healthy: 8 steps in float32, nothing ran in 16 bits: the model ran in no autocast region."
+    )
+
+
 def test_skips_of_the_scale_search_are_normal():
     run = run_of(
         step(1, scale=512.0, skipped=True, parameter="a"),

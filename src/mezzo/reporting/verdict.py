@@ -169,6 +169,8 @@ def lint_findings(run: RunData) -> list[dict[str, object]]:
 
 
 def _skip_sentence(run: RunData) -> str:
+    if not run.skips and run.dtype == "float32":
+        return "Nothing ran in 16 bits: the model ran in no autocast region."
     if not run.skips:
         return "No step was skipped."
     normal = sum(skip.is_normal for skip in run.skips)
