@@ -17,6 +17,7 @@ Rank 0 prints the mean loss of each epoch, and the accuracy over the data of all
 from __future__ import annotations
 
 import argparse
+import gc
 import os
 from pathlib import Path
 
@@ -93,12 +94,8 @@ def parse_arguments() -> argparse.Namespace:
     return options
 
 
-def main() -> None:
+def train(options: argparse.Namespace) -> None:
     """Train, and print losses and the accuracy over all processes."""
-    options = parse_arguments()
-    if options.device == "cuda":
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    distributed.init_process_group("nccl" if options.device == "cuda" else "gloo")
     rank, ranks = distributed.get_rank(), distributed.get_world_size()
 
     torch.manual_seed(0)  # the same weights on every rank
@@ -131,6 +128,18 @@ def main() -> None:
     if rank == 0:
         print(f"accuracy {right.item() / len(data):.3f}")
         print(step)
+
+
+def main() -> None:
+    """Start and end the process group around the training."""
+    options = parse_arguments()
+    if options.device == "cuda":
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    distributed.init_process_group("nccl" if options.device == "cuda" else "gloo")
+    train(options)
+    # Nothing holds the group any more, so that it waits for its threads: Python aborts if one of
+    # gloo's still holds a tensor when the process ends.
+    gc.collect()
     distributed.destroy_process_group()
 
 

@@ -7,6 +7,7 @@ FAULT is "none", "kill" or "sleep": what rank 1 does before its fourth update.
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import sys
@@ -27,6 +28,7 @@ def main(folder: Path, fault: str, seconds: float) -> None:
     distributed.init_process_group("gloo", timeout=timedelta(seconds=seconds))
     is_first_attempt = os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"
     run(distributed.get_rank(), str(folder), fault if is_first_attempt else "none")
+    gc.collect()  # or a thread of gloo may hold a tensor when Python ends, which aborts it
     distributed.destroy_process_group()
 
 
