@@ -184,6 +184,24 @@ def test_a_loop_without_a_scaler_counts_the_steps_of_its_optimizer():
     assert run.numerics["updates"]["0.weight"].lost is not None
 
 
+@pytest.mark.parametrize(
+    ("region", "policy"),
+    [
+        (lambda: torch.autocast("cpu", torch.float16), ""),
+        (lambda: mezzo.autocast("cpu", dtype=torch.float16, full={"linear"}), "linear"),
+    ],
+)
+def test_the_region_around_a_model_is_an_event(region, policy):
+    model, entered = make_model(), region()
+    with mezzo.observe(model) as run, entered:
+        model(batch()[0])
+        model(batch()[0])
+    (event,) = [one for one in run.events if "region" in str(one.fields.get("reason"))]
+    assert event.step == 1
+    assert event.fields["dtype"] == "float16"
+    assert policy in event.fields["policy"]
+
+
 def test_a_model_alone_counts_its_forward_passes():
     model = make_model()
     with mezzo.observe(model, every=2) as run:

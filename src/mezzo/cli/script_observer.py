@@ -18,8 +18,6 @@ import torch
 from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
-from mezzo import _events
-from mezzo._dtypes import dtype_name
 from mezzo._errors import MezzoError
 from mezzo.advising.lint import lint
 from mezzo.cli.apex_observer import observe_apex
@@ -156,8 +154,7 @@ class ScriptObserver:
             is_apex = scaler is None and observe_apex(attachment)
             if scaler is None and not is_apex:
                 _note_losses(attachment)
-        region = _emit_region(run, self._policy)
-        self._region = None if is_apex else region
+            self._region = None if is_apex else attachment.region_dtype
         _count_ops(run, module)
 
     @contextmanager
@@ -198,17 +195,6 @@ def _note_losses(attachment: LoopAttachment) -> None:
             attachment._loss = tensor.detach()
 
     attachment._detach.callback(_before(torch.Tensor, "backward", note))
-
-
-def _emit_region(run: Run, policy: Policy | None) -> torch.dtype | None:
-    """Write dtype and policy of the region around the model to the log; return the dtype."""
-    device = "cpu" if run._attachment is None else run._attachment.device.type
-    if not torch.is_autocast_enabled(device):
-        return None
-    dtype = torch.get_autocast_dtype(device)
-    name, reason = "" if policy is None else repr(policy), "the autocast region around the model"
-    _events.emit(_events.PolicyResolved(name, device, dtype_name(dtype), reason))
-    return dtype
 
 
 def _count_ops(run: Run, module: nn.Module) -> None:

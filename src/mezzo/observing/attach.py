@@ -10,8 +10,11 @@ import torch
 from torch import nn
 from torch.compiler import is_compiling
 
-from mezzo import _launch
+from mezzo import _events, _launch
+from mezzo._dtypes import dtype_name
 from mezzo._errors import UnsupportedError
+from mezzo.autocasting.arguments import policy_of
+from mezzo.autocasting.regions import innermost_region
 from mezzo.observing.numerics import named_models
 from mezzo.scaling import observed_scaler
 from mezzo.scaling.gradient_counts import GradientCounts
@@ -177,6 +180,8 @@ class LoopAttachment(Attachment):
         self._listener, self._scaler = listener, scaler
         self._is_open = False
         self._loss: torch.Tensor | None = None
+        self.region_dtype: torch.dtype | None = None
+        """Dtype of the autocast region around the first forward pass; None without a region."""
         self._count_gradients(scaler)
         self._detach.callback(model.register_forward_pre_hook(self._before_forward).remove)
         if scaler is not None and observed_scaler.is_enabled(scaler):
@@ -198,7 +203,20 @@ class LoopAttachment(Attachment):
         if not self._is_open:
             self._is_open = True
             self._number += 1
+            if self._number == 1:
+                self._note_region()
             self._listener.begin(self._number)
+
+    def _note_region(self) -> None:
+        """Note the region around the model, and emit an event: reports name dtype and policy."""
+        device = self.device.type
+        if not torch.is_autocast_enabled(device):
+            return
+        self.region_dtype, region = torch.get_autocast_dtype(device), innermost_region(device)
+        policy = None if region is None else policy_of(region)
+        name, reason = "" if policy is None else repr(policy), "the autocast region of the model"
+        dtype = dtype_name(self.region_dtype)
+        _events.emit(_events.PolicyResolved(name, device, dtype, reason))
 
     def _wrap_scale(self, scale: Callable[..., Any]) -> Callable[..., Any]:
         def scaled(outputs: Any, *args: Any, **kwargs: Any) -> Any:

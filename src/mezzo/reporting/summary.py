@@ -32,10 +32,10 @@ def summary(log: Source) -> str:
 
     >>> import mezzo, torch
     >>> model = torch.nn.Linear(2, 1)
-    >>> with mezzo.observe(model) as run:
+    >>> with mezzo.observe(model) as run, torch.autocast("cpu"):
     ...     output = model(torch.ones(1, 2))
     >>> print(summary(run).splitlines()[0])
-    Healthy: 1 step in float32, no step was skipped.
+    Healthy: 1 step in bfloat16, no step was skipped.
     """
     run = read_run(log)
     verdict = judge(run)

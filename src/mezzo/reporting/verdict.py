@@ -169,10 +169,12 @@ def lint_findings(run: RunData) -> list[dict[str, object]]:
 
 
 def _skip_sentence(run: RunData) -> str:
-    if not run.skips and run.dtype == "float32":
-        return "Nothing ran in 16 bits: the model ran in no autocast region."
     if not run.skips:
-        return "No step was skipped."
+        return (
+            "Nothing ran in 16 bits: the model ran in no autocast region."
+            if _is_all_float32(run)
+            else "No step was skipped."
+        )
     normal = sum(skip.is_normal for skip in run.skips)
     share = len(run.skips) / max(run.steps, 1)
     end = "all" if normal == len(run.skips) else f"{normal:,}"
@@ -180,6 +182,21 @@ def _skip_sentence(run: RunData) -> str:
     return (
         f"{len(run.skips):,} {steps} skipped ({share:.1%}), {end} in the search for the loss scale."
     )
+
+
+def _is_all_float32(run: RunData) -> bool:
+    """Return whether no region was seen, and all sampled activations are float32.
+
+    A region inside the model is not seen, and a compiled model has no samples.
+    """
+    dtypes = {
+        one.get("dtype")
+        for line in run.of("tensors")
+        if line.get("which") == "activations" and isinstance(line.get("stats"), dict)
+        for one in line["stats"].values()
+        if isinstance(one, dict)
+    }
+    return run.dtype == "float32" and dtypes == {"float32"}
 
 
 def _loss_sentence(run: RunData) -> list[str]:
