@@ -5,9 +5,8 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import torch
@@ -15,6 +14,7 @@ from torch import Tensor, nn
 
 from mezzo._dtypes import dtype_name
 from mezzo._torch import TorchDispatchMode, current_autograd_node, pytree
+from mezzo.observing.op_places import OpPlace, PlaceTracker
 from mezzo.observing.user_lines import user_line
 from mezzo.prepare.rng_state import capture_rng_state, restore_rng_state
 from mezzo.step.inputs import IMAGE_DIMS
@@ -39,26 +39,12 @@ _TRANSPOSED = 6
 
 
 @dataclass(frozen=True)
-class Place:
-    """Where an op was called."""
-
-    module: str = ""
-    """The path of the module; empty for the model itself and for code outside of it."""
-    source: str = ""
-    """The file and line of the user's code; empty if only torch's code was involved."""
-
-    def __str__(self) -> str:
-        parts = [self.module, f"({self.source})" if self.module and self.source else self.source]
-        return " ".join(filter(None, parts))
-
-
-@dataclass(frozen=True)
 class Product:
     """A matrix product or a convolution that ran in the forward pass."""
 
     op: str
     dtype: torch.dtype
-    place: Place
+    place: OpPlace
     batch: int
     """Products of a batched matrix product; 1 for others."""
     sizes: tuple[int, int, int]
@@ -81,7 +67,7 @@ class HalfOp:
 
     op: str
     dtype: torch.dtype
-    place: Place
+    place: OpPlace
 
 
 @dataclass
@@ -104,9 +90,9 @@ class OpTrace:
 class TracingMode(TorchDispatchMode):
     """Writes what runs to an `OpTrace`."""
 
-    def __init__(self, trace: OpTrace, modules: list[str]) -> None:
+    def __init__(self, trace: OpTrace, tracker: PlaceTracker) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.trace, self._modules = trace, modules
+        self.trace, self._tracker = trace, tracker
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
@@ -131,7 +117,7 @@ class TracingMode(TorchDispatchMode):
         left, right = (args[position] for position in _MATMULS[name])
         batch = left.shape[0] if left.dim() > 2 else 1  # noqa: PLR2004 - more than a matrix
         sizes = (left.shape[-2], right.shape[-1], left.shape[-1])
-        self.trace.products.append(Product(name, left.dtype, self._place(), batch, sizes))
+        self.trace.products.append(Product(name, left.dtype, self._tracker.place(), batch, sizes))
 
     def _add_convolution(self, name: str, args: Any, result: Tensor) -> None:
         image, weight = args[0], args[1]
@@ -144,7 +130,7 @@ class TracingMode(TorchDispatchMode):
             Product(
                 name,
                 image.dtype,
-                self._place(),
+                self._tracker.place(),
                 1,
                 (pixels, outputs, inputs),
                 tuple(weight.shape[2:]),
@@ -161,10 +147,7 @@ class TracingMode(TorchDispatchMode):
         }
         # A softmax with dtype= reads 16 bits and computes in float32.
         if dtypes and all(dtype.itemsize == 2 for dtype in dtypes):  # noqa: PLR2004 - 16 bits
-            self.trace.half_ops.append(HalfOp(name, min(dtypes, key=str), self._place()))
-
-    def _place(self) -> Place:
-        return Place(self._modules[-1], source_line())
+            self.trace.half_ops.append(HalfOp(name, min(dtypes, key=str), self._tracker.place()))
 
 
 def _is_channels_first(image: Tensor) -> bool:
@@ -184,24 +167,13 @@ def _run(function: Callable[[], Any]) -> Any:
 
 def traced(model: nn.Module, function: Callable[[], Any], trace: OpTrace) -> Any:
     """Call a function, and write what runs in it to a trace. Leaves no hook behind."""
-    modules = [""]
-    with ExitStack() as hooks:
-        for name, module in model.named_modules():
-            if name:
-                enter = module.register_forward_pre_hook(partial(_enter, modules, name))
-                leave = module.register_forward_hook(partial(_leave, modules), always_call=True)
-                hooks.callback(enter.remove)
-                hooks.callback(leave.remove)
-        with TracingMode(trace, modules):
+    tracker = PlaceTracker(model, sources=True, caller=_run.__code__)
+    tracker.start()
+    try:
+        with TracingMode(trace, tracker):
             return _run(function)
-
-
-def _enter(modules: list[str], name: str, *_: Any) -> None:
-    modules.append(name)
-
-
-def _leave(modules: list[str], *_: Any) -> None:
-    modules.pop()
+    finally:
+        tracker.stop()
 
 
 @contextmanager

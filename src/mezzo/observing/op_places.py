@@ -47,6 +47,10 @@ class OpPlace:
     function: str = ""
     """The torch function that ran the op, as policies name it; of a backward op, its forward's."""
 
+    def __str__(self) -> str:
+        parts = [self.module, f"({self.source})" if self.module and self.source else self.source]
+        return " ".join(filter(None, parts))
+
 
 class CurrentFunction(TorchFunctionMode):
     """Follows which torch function runs."""
@@ -68,13 +72,16 @@ class PlaceTracker:
     backward op is that of the forward op which ran when the node with its number was new.
 
     `target` is a model, a list of models, a training or evaluation step, a converted model, or
-    None, for which all modules are "".
+    None, for which all modules are "". With `sources` places have lines of code; frames below the
+    code `caller` do not count.
     """
 
-    def __init__(self, target: Any = None, *, sources: bool = False) -> None:
+    def __init__(
+        self, target: Any = None, *, sources: bool = False, caller: CodeType | None = None
+    ) -> None:
         self._models = models_of(target)
         self._graphs = _graph_lines(target) if isinstance(target, Converted) else {}
-        self._sources = sources
+        self._sources, self._caller = sources, caller
         self.functions = CurrentFunction()
         """Names the functions in places; to be entered where these are needed."""
         self._handles: list[RemovableHandle] = []
@@ -128,7 +135,7 @@ class PlaceTracker:
             return self._backward_place(node)
         found = OpPlace(
             self._graph_path() if self._graphs else path,
-            user_line() if self._sources else "",
+            user_line(self._caller) if self._sources else "",
             node is not None,
             self.functions.name,
         )

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from mezzo._dtypes import dtype_name
 from mezzo._torch import pytree
-from mezzo.observing.places import PlaceTracker, function_name
+from mezzo.observing.function_places import FunctionPlaces, function_name
 from mezzo.observing.records import RunStarted
 from mezzo.observing.replay import Replay, replay_of
 from mezzo.observing.shadow_run import Finding, Kind, NamedTensor
@@ -72,7 +72,7 @@ class Fingerprint:
         return cls(**{**known, **numbers, "sample": tuple(map(float, known["sample"]))})
 
 
-class ValueRecorder(PlaceTracker):
+class ValueRecorder(FunctionPlaces):
     """Takes the fingerprint of the result of every torch function, and of its gradient."""
 
     finding: Finding | None = None

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from mezzo._dtypes import HALF_DTYPES, dtype_name
 from mezzo._torch import OpOverload, TorchDispatchMode, current_autograd_node, pytree
-from mezzo.observing.places import Place, PlaceTracker
+from mezzo.observing.function_places import FunctionPlaces, Place
 
 _LOST = 0.25
 """Relative error from which a result has lost its digits."""
@@ -150,7 +150,7 @@ class ShadowMode(TorchDispatchMode):
 
     def __init__(
         self,
-        tracker: PlaceTracker,
+        tracker: FunctionPlaces,
         named: Iterable[NamedTensor] = (),
         observe: Callable[[OpError], None] | None = None,
     ) -> None:
@@ -401,7 +401,7 @@ def shadowed(
     observe: Callable[[OpError], None] | None = None,
 ) -> Iterator[ShadowMode]:
     """Run the block with shadows. `caller` is the code of the function that runs the user's."""
-    tracker = PlaceTracker(modules, caller)
+    tracker = FunctionPlaces(modules, caller)
     with tracker, ShadowMode(tracker, named, observe) as mode:
         yield mode
 

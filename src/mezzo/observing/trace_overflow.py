@@ -12,7 +12,7 @@ from torch import Tensor
 
 from mezzo._dtypes import HALF_DTYPES, dtype_name
 from mezzo.observing.cures import Cure, find_cure, reason_of
-from mezzo.observing.places import Place
+from mezzo.observing.function_places import Place
 from mezzo.observing.replay import Replay, Trace, named_tensors, replay_of
 from mezzo.observing.shadow_run import Finding, InputRange, Kind
 from mezzo.policy.policy import Policy

@@ -1,4 +1,4 @@
-"""Where an op was called: its name, module and line; in backward, those of its forward op."""
+"""Where the torch function of an op was called, also of ops in custom backward functions."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Place:
     """The file and line of the user's code; empty if only torch's code was involved."""
 
 
-class PlaceTracker(TorchFunctionMode):
+class FunctionPlaces(TorchFunctionMode):
     """Keeps the torch function and the module that run now.
 
     Autograd nodes get the place of the function that made them. Those of a
