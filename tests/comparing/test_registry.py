@@ -42,7 +42,8 @@ def train(workload: Workload, level: str, steps: int) -> tuple[float, float]:
         model, optimizer = mezzo.decorate(model, optimizer, level, dtype="bfloat16")
     losses = []
     for number in [*range(steps), 0]:
-        loss = workload.loss(model, workload.make_batch(number))
+        with mezzo.autocast("cpu", torch.bfloat16, enabled=level != "float32"):
+            loss = workload.loss(model, workload.make_batch(number))
         losses.append(loss.item())
         optimizer.zero_grad()
         loss.backward()

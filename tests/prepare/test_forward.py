@@ -554,9 +554,14 @@ def run_eager(model, x):
     return model(x)
 
 
-def run_compiled(model, x):
+def run_compiled(model, x, *, fullgraph=True):
     torch._dynamo.reset()
-    return torch.compile(model, backend="aot_eager", fullgraph=True)(x)
+    return torch.compile(model, backend="aot_eager", fullgraph=fullgraph)(x)
+
+
+def run_compiled_with_containers(model, x):
+    # Before torch 2.13, dynamo breaks the graph where a container is copied.
+    return run_compiled(model, x, fullgraph=torch.__version__ >= "2.13")
 
 
 def run_exported(model, x):
@@ -631,10 +636,11 @@ def test_outputs_of_any_kind_are_cast_and_come_back_as_what_they_were():
     assert strict.logits.dtype is torch.float32
 
 
-@pytest.mark.parametrize("run", [run_compiled, run_exported])
+@pytest.mark.filterwarnings("ignore:The .grad attribute")  # of dynamo, after a break
+@pytest.mark.parametrize("run", [run_compiled_with_containers, run_exported])
 def test_outputs_of_any_kind_are_cast_in_compiled_and_exported_code(run):
     makes = [lambda value: {"logits": value, "more": [Pair(value, value)]}]
-    if run is run_compiled:
+    if run is not run_exported:
         # torch.export takes containers that are registered with it only.
         makes += [strict_output, lambda value: Output(value, Pair(value, value))]
     for make in makes:

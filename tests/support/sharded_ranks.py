@@ -276,7 +276,8 @@ def _accumulate(rank: int) -> dict[str, Any]:
     mezzo.decorate(model, optimizer, "O2", dtype="bfloat16")
     for number, (one, target) in enumerate(halves):
         model.set_requires_gradient_sync(number == 1)
-        (nn.functional.mse_loss(model(one), target) / 2).backward()
+        # Before torch 2.13, mse_loss has no backward pass for a 16-bit and a float32 argument.
+        (nn.functional.mse_loss(model(one).float(), target) / 2).backward()
     optimizer.step()
     weights["by hand"] = full_values(model)
     for name, calls in (("step", 2), ("flush", 3)):

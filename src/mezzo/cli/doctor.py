@@ -46,6 +46,11 @@ _TRAPS = (
         fixed=(2, 13),
     ),
     _Trap(
+        "The backward pass of F.huber_loss, before torch 2.13 of F.mse_loss too, raises 'Found"
+        " dtype Float but expected' for a 16-bit output of a model and a float32 target.",
+        "Compute the loss in the region, or pass output_dtype='float32' to mezzo.decorate.",
+    ),
+    _Trap(
         "torch.cholesky and torch.qr do not exist from torch 2.14 on.",
         "Call torch.linalg.cholesky and torch.linalg.qr.",
         first=(2, 14),
