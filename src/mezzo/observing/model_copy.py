@@ -30,6 +30,10 @@ def plain_copy(model: nn.Module, *, to_float32: bool) -> nn.Module:
         elif to_float32 and tensor.dtype in HALF_DTYPES:
             tensor.data = tensor.data.float()
         tensor.grad = None
+        # They may change gradients, and are not copied with a tensor.
+        if tensor.requires_grad:
+            for hook in (source._backward_hooks or {}).values():
+                tensor.register_hook(hook)
     return copied
 
 
