@@ -168,13 +168,24 @@ def test_record_counts_calls_in_the_order_of_the_first():
     check = mezzo.check_numerics(mode="record")
     x = torch.zeros(2)
     with check:
-        x + 1
-        x.log()
-        1 / x
-        x.log()
-    assert [(one.op, one.calls) for one in check.findings] == [("log", 2), ("div", 1)]
+        for call in (x.abs, x.log, x.reciprocal, x.log):
+            call()
+    assert [(one.op, one.calls) for one in check.findings] == [("log", 2), ("reciprocal", 1)]
     assert check.findings[0].output is None
     assert len(str(check).splitlines()) == 2
+
+
+def test_record_names_the_line_that_failed_where_the_op_ran_before():
+    class Twice(nn.Module):
+        def forward(self, h):
+            h = h * 2.0
+            return h * 1e30 * 1e30
+
+    check = mezzo.check_numerics(model := Twice(), "record")
+    with check:
+        model(torch.ones(3))
+    line = Twice.forward.__code__.co_firstlineno + 2
+    assert [one.source for one in check.findings] == [f"test_check_numerics.py:{line}"]
 
 
 def test_a_clean_run_has_no_findings():
