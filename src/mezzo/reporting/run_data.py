@@ -12,7 +12,7 @@ from typing import Any
 
 from mezzo._errors import MezzoError
 from mezzo.observing.log import read_log
-from mezzo.observing.log_values import Line, number, step_of
+from mezzo.observing.log_values import Line, finite, step_of
 from mezzo.observing.records import GradientsRecord, Record, TensorsRecord
 from mezzo.observing.run import Run
 from mezzo.observing.skip_causes import Skip, SkipCauses
@@ -32,7 +32,7 @@ class RankLog:
     @property
     def rank(self) -> int:
         """The rank that wrote the log."""
-        return int(number(self.header.get("rank")) or 0)
+        return int(finite(self.header.get("rank")) or 0)
 
     def of(self, kind: str) -> Sequence[Line]:
         """Return the records of a kind, in their order."""
@@ -90,7 +90,7 @@ class RunData:
     @property
     def world_size(self) -> int:
         """How many ranks the run had, with or without a log."""
-        return max(len(self.ranks), int(number(self.header.get("ranks")) or 1))
+        return max(len(self.ranks), int(finite(self.header.get("ranks")) or 1))
 
     @property
     def missing_ranks(self) -> tuple[int, ...]:
@@ -108,7 +108,7 @@ class RunData:
         """The time of the last record, since the run began."""
         return max(
             (
-                number(lines[-1].get("time")) or 0.0
+                finite(lines[-1].get("time")) or 0.0
                 for one in self.ranks
                 for lines in one.records.values()
             ),
