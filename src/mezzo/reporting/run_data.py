@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+import re
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -19,6 +21,10 @@ from mezzo.observing.skip_causes import Skip, SkipCauses
 
 Source = str | os.PathLike[str] | Any
 """A log file, a run that `mezzo.observe` returned, or a list of either with one entry a rank."""
+
+
+_UNUSUAL = re.compile(r"\\[bfru]|\x7f")
+"""What JSON has in place of characters that are not plain ASCII."""
 
 
 @dataclass(frozen=True)
@@ -128,7 +134,7 @@ class RunData:
         """Return the run with further records of its first rank."""
         first, *others = self.ranks
         records = {kind: list(known) for kind, known in first.records.items()}
-        for line in lines:
+        for line in map(_printable, lines):
             records.setdefault(str(line["kind"]), []).append(line)
         return RunData((replace(first, records=records), *others))
 
@@ -190,6 +196,28 @@ def _lines_of_run(run: Any) -> list[dict[str, Any]]:
 
 def _by_kind(lines: Iterable[Line]) -> RankLog:
     records: defaultdict[str, list[Line]] = defaultdict(list)
-    for line in lines:
+    for line in map(_printable, lines):
         records[str(line.get("kind"))].append(line)
     return RankLog(records["run"][0], dict(records))
+
+
+def _printable(line: Line) -> Line:
+    """Return a record whose texts can be shown: control characters would act on a terminal."""
+    # Few records have any, and JSON finds them faster than a walk through their numbers.
+    is_unusual = _UNUSUAL.search(json.dumps(line, default=str)) is not None
+    return _with_escapes(line) if is_unusual else line
+
+
+def _with_escapes(value: Any) -> Any:
+    r"""Return plain data with escapes for characters that cannot be shown.
+
+    >>> _with_escapes({"reason": "\x1b[2J"})
+    {'reason': '\\x1b[2J'}
+    """
+    if isinstance(value, dict):
+        return {_with_escapes(name): _with_escapes(one) for name, one in value.items()}
+    if isinstance(value, list):
+        return [_with_escapes(one) for one in value]
+    if not isinstance(value, str) or value.isprintable():
+        return value
+    return "".join(one if one.isprintable() or one in "\n\t" else ascii(one)[1:-1] for one in value)
