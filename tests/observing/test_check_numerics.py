@@ -1,7 +1,9 @@
 """`mezzo.check_numerics`: the op that makes a non-finite value."""
 
+import gc
 import math
 import warnings
+import weakref
 
 import pytest
 import torch
@@ -312,6 +314,18 @@ def test_results_and_random_numbers_are_those_without_the_check(mode):
         found = network(X)
     assert torch.equal(found, plain)
     assert torch.equal(torch.rand(1), after)
+
+
+@pytest.mark.parametrize("mode", ["warn", "record"])
+@pytest.mark.filterwarnings("ignore:.*non-finite value")
+def test_the_tensors_of_a_backward_pass_are_released(mode):
+    network, x = nn.Sequential(nn.Linear(4, 4), Root()), torch.randn(8, 4)
+    with mezzo.check_numerics(network, mode):
+        network(x).sum().backward()
+    of_x = weakref.ref(x)
+    del x
+    gc.collect()
+    assert of_x() is None
 
 
 def test_nothing_is_checked_after_an_exception():
