@@ -167,6 +167,29 @@ def test_tensors_that_only_the_loss_refers_to_keep_their_gradients(has_gradient)
     assert not has_gradient or all(bool((one == 3.0).all()) for one in before)
 
 
+@pytest.mark.parametrize("norm", [nn.BatchNorm1d, nn.InstanceNorm1d, nn.SyncBatchNorm])
+def test_statistics_that_the_batch_itself_spoiled_are_not_blamed(norm):
+    shape = nn.Unflatten(1, (16, 1)) if norm is not nn.InstanceNorm1d else nn.Unflatten(1, (2, 8))
+    features = 2 if norm is nn.InstanceNorm1d else 16
+    options = {"track_running_stats": True}
+    model = model_with(shape, norm(features, **options), nn.Flatten())
+    x, y = batch()
+    x[1, 2] = float("inf")
+    if norm is not nn.SyncBatchNorm:
+        model(x)
+    else:
+        model[2].running_mean.fill_(float("nan"))
+    found = mezzo.trace_overflow(model, (x, y), F.mse_loss, **FLOAT16)
+    assert (found.direction, found.op) == ("data", "argument 0")
+
+
+def test_statistics_that_evaluation_reads_are_blamed():
+    model = model_with(nn.BatchNorm1d(16)).eval()
+    model[1].running_mean[0] = float("nan")
+    found = mezzo.trace_overflow(model, batch(), F.mse_loss, **FLOAT16)
+    assert (found.direction, found.op) == ("parameters", "1.running_mean")
+
+
 # -- parameters ------------------------------------------------------------------------------------
 
 

@@ -319,7 +319,7 @@ class ShadowMode(TorchDispatchMode):
 
     def _origin(self, call: _Call, result: Tensor, exact: Tensor) -> Finding | None:
         """Return what made an exact result non-finite; None if it is a mask."""
-        before = [one.origin for one in call.inputs if one.origin is not None]
+        before = [one.origin for one in call.read if one.origin is not None]
         if before:
             return min(before, key=lambda one: one.number)
         # Nothing masks gradients with infinities.
@@ -372,6 +372,16 @@ class _Call:
         return name
 
     @property
+    def read(self) -> list[Shadow]:
+        """The inputs that the results depend on.
+
+        A batch that failed has spoiled the running statistics of norms, which training only writes.
+        """
+        unread = {id(one) for one in _unread_statistics(self)}
+        pairs = zip(self.leaves, self.inputs, strict=True)
+        return [shadow for leaf, shadow in pairs if id(leaf) not in unread]
+
+    @property
     def causes(self) -> frozenset[Place]:
         """The ops whose rounding to 16 bits is in the inputs."""
         return frozenset[Place]().union(*(one.causes for one in self.inputs))
@@ -400,6 +410,18 @@ class _Call:
     @property
     def reads_infinity(self) -> bool:
         return any(not bool(one.exact.isfinite().all()) for one in self.inputs)
+
+
+def _unread_statistics(call: _Call) -> tuple[Any, ...]:
+    """Return the running statistics of a batch norm in training, which it writes only."""
+    if "batch_norm" not in call.name:
+        return ()
+    arguments = {
+        one.name: value for one, value in zip(call.func._schema.arguments, call.args, strict=False)
+    }
+    is_training = arguments.get("training", arguments.get("train", True))
+    names = ("running_mean", "running_var") if is_training else ()
+    return tuple(arguments[name] for name in names if arguments.get(name) is not None)
 
 
 def _lost_digits(result: Tensor, shadow: Shadow, call: _Call) -> bool:
