@@ -1,5 +1,7 @@
 """Replays of a batch run what the step ran, and leave the user's tensors as they are."""
 
+from threading import Lock
+
 import pytest
 import torch
 from torch import nn
@@ -108,6 +110,15 @@ def test_a_gradient_that_is_multiplied_by_infinity_is_no_mask():
     line = Hooked.forward.__code__.co_firstlineno + 2
     found = mezzo.trace_overflow(model_with(Hooked()), batch(), F.mse_loss, **FLOAT16)
     assert (found.direction, found.line) == ("backward", f"test_replay.py:{line}")
+
+
+def test_what_cannot_be_copied_is_shared():
+    model = model_with(nn.Sequential(nn.GELU()))
+    model.lock = model[1].lock = Lock()
+    model[1][0].names = (name for name in "ab")
+    assert not mezzo.trace_overflow(model, batch(), F.mse_loss, **FLOAT16)
+    assert model.lock is model[1].lock
+    assert next(model[1][0].names) == "a"
 
 
 # -- what stays ------------------------------------------------------------------------------------
