@@ -179,7 +179,7 @@ def test_tensors_that_only_the_loss_refers_to_keep_their_gradients(has_gradient)
 
 
 @pytest.mark.parametrize("norm", [nn.BatchNorm1d, nn.InstanceNorm1d, nn.SyncBatchNorm])
-def test_statistics_that_the_batch_itself_spoiled_are_not_blamed(norm):
+def test_statistics_that_the_batch_itself_made_nan_are_not_blamed(norm):
     shape = nn.Unflatten(1, (16, 1)) if norm is not nn.InstanceNorm1d else nn.Unflatten(1, (2, 8))
     features = 2 if norm is nn.InstanceNorm1d else 16
     options = {"track_running_stats": True}

@@ -375,7 +375,7 @@ class _Call:
     def read(self) -> list[Shadow]:
         """The inputs that the results depend on.
 
-        A batch that failed has spoiled the running statistics of norms, which training only writes.
+        A batch that failed has made the running statistics of norms NaN: training only writes them.
         """
         unread = {id(one) for one in _unread_statistics(self)}
         pairs = zip(self.leaves, self.inputs, strict=True)
