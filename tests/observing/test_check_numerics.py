@@ -1,7 +1,9 @@
 """`mezzo.check_numerics`: the op that makes a non-finite value."""
 
+import gc
 import math
 import warnings
+import weakref
 
 import pytest
 import torch
@@ -168,13 +170,24 @@ def test_record_counts_calls_in_the_order_of_the_first():
     check = mezzo.check_numerics(mode="record")
     x = torch.zeros(2)
     with check:
-        x + 1
-        x.log()
-        1 / x
-        x.log()
-    assert [(one.op, one.calls) for one in check.findings] == [("log", 2), ("div", 1)]
+        for call in (x.abs, x.log, x.reciprocal, x.log):
+            call()
+    assert [(one.op, one.calls) for one in check.findings] == [("log", 2), ("reciprocal", 1)]
     assert check.findings[0].output is None
     assert len(str(check).splitlines()) == 2
+
+
+def test_record_names_the_line_that_failed_where_the_op_ran_before():
+    class Twice(nn.Module):
+        def forward(self, h):
+            h = h * 2.0
+            return h * 1e30 * 1e30
+
+    check = mezzo.check_numerics(model := Twice(), "record")
+    with check:
+        model(torch.ones(3))
+    line = Twice.forward.__code__.co_firstlineno + 2
+    assert [one.source for one in check.findings] == [f"test_check_numerics.py:{line}"]
 
 
 def test_a_clean_run_has_no_findings():
@@ -301,6 +314,18 @@ def test_results_and_random_numbers_are_those_without_the_check(mode):
         found = network(X)
     assert torch.equal(found, plain)
     assert torch.equal(torch.rand(1), after)
+
+
+@pytest.mark.parametrize("mode", ["warn", "record"])
+@pytest.mark.filterwarnings("ignore:.*non-finite value")
+def test_the_tensors_of_a_backward_pass_are_released(mode):
+    network, x = nn.Sequential(nn.Linear(4, 4), Root()), torch.randn(8, 4)
+    with mezzo.check_numerics(network, mode):
+        network(x).sum().backward()
+    of_x = weakref.ref(x)
+    del x
+    gc.collect()
+    assert of_x() is None
 
 
 def test_nothing_is_checked_after_an_exception():

@@ -117,7 +117,7 @@ def test_an_op_that_only_one_run_calls_is_listed(record):
         record("a", network(nn.Identity())), record("b", network(Scale(1.0)))
     )
     assert found
-    assert found.only_in == ((), ("mul in 1", "mul in 1"))
+    assert found.only_in == ((), ("mul in 1",))
     assert "Only the second run calls mul in 1" in str(found)
 
 
@@ -148,6 +148,26 @@ def test_values_that_are_not_finite_can_be_read_back(record):
     assert not mezzo.compare_runs(path, path)
     found = mezzo.compare_runs(path, record("b", network(Scale(1.0))))
     assert (found.op, found.difference) == ("mul", float("inf"))
+
+
+def test_nan_in_one_of_the_runs_is_a_difference(record):
+    path = record("a", network(Scale(float("nan"))))
+    assert not mezzo.compare_runs(path, path)
+    for logs in (
+        (path, record("b", network(Scale(1.0)))),
+        (record("c", network(Scale(1.0))), path),
+    ):
+        found = mezzo.compare_runs(*logs)
+        assert (found.op, found.module, found.difference) == ("mul", "1", float("inf"))
+
+
+def test_results_of_other_sizes_are_listed_with_their_sizes(tmp_path):
+    for name, rows in {"a": 8, "b": 4}.items():
+        batch = torch.ones(rows, 16), torch.ones(rows, 4)
+        mezzo.record_values(tmp_path / name, network(nn.Identity()), batch, F.mse_loss, "O0")
+    found = mezzo.compare_runs(tmp_path / "a", tmp_path / "b")
+    assert found.only_in[0][0] == "linear in 0 with 256 values"
+    assert found.only_in[1][0] == "linear in 0 with 128 values"
 
 
 def curve(losses, dtype="bfloat16"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import os
@@ -113,6 +114,74 @@ def test_paths_may_be_strings(tmp_path):
     assert log_path(os.fspath(tmp_path / "a.jsonl"), 0, 1) == tmp_path / "a.jsonl"
 
 
+# -- writing that fails ----------------------------------------------------------------------------
+
+
+class FullDisk:
+    """Stands in for a file, with room for some more lines only."""
+
+    def __init__(self, file, room):
+        self.file, self.room = file, room
+
+    def write(self, text):
+        self.room -= 1
+        if self.room < 0:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        self.file.write(text)
+
+    def __getattr__(self, name):
+        return getattr(self.file, name)
+
+
+def test_training_goes_on_with_one_warning_when_the_disk_is_full(path):
+    model = nn.Linear(4, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    step = mezzo.TrainStep(model, F.mse_loss, optimizer, "O2", dtype="float16")
+    run = mezzo.observe(step, log=path)
+    run._writers[0]._file = FullDisk(run._writers[0]._file, room=2)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(5):
+            step(torch.ones(8, 4), torch.zeros(8, 2))
+        run.stop()
+    (warning,) = caught
+    assert "run.jsonl: No space left on device. The log ends here" in str(warning.message)
+    assert len(run.steps) == 5
+    assert len(read_log(path)) == 3
+
+
+def test_a_log_that_cannot_be_begun_raises_and_nothing_is_attached():
+    model = nn.Linear(4, 2)
+    with pytest.raises(OSError, match="No space left"):
+        mezzo.observe(model, log="/dev/full")
+    assert not model._forward_pre_hooks
+
+
+def test_a_second_run_of_a_file_ends_the_log_of_the_first(path):
+    first, second = nn.Linear(4, 2), nn.Linear(4, 2)
+    with mezzo.observe(first, log=path) as older:
+        first(torch.ones(8, 4))
+        with pytest.warns(UserWarning, match="The log of the run before ends here"):
+            newer = mezzo.observe(second, log=path)
+        first(torch.ones(8, 4))
+        second(torch.ones(8, 4))
+    second(torch.ones(8, 4))
+    newer.stop()
+    assert len(older.steps) == 2
+    assert steps_of(path) == [1, 2]
+    assert kinds(path)[-1] == "end"
+
+
+def test_a_file_may_be_written_again_after_the_run(path):
+    write_run(path)
+    write_run(path, calls=2)
+    assert steps_of(path) == [1, 2]
+
+
+def steps_of(path):
+    return [line["step"] for line in read_log(path) if line["kind"] == "step"]
+
+
 # -- damage ----------------------------------------------------------------------------------------
 
 
@@ -124,6 +193,7 @@ def test_paths_may_be_strings(tmp_path):
         lambda text: text + b"\x00\xff\n",
         lambda text: text + b'{"no kind": 1}\n{"kind": "step"}\n',
         lambda text: text + b"[1, 2]\n",
+        lambda text: text + b'{"kind": ' + b"[" * 100_000 + b"]" * 100_000 + b"}\n",
     ],
 )
 def test_a_damaged_log_is_read_up_to_the_damage_with_one_warning(path, damage):

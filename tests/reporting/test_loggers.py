@@ -133,6 +133,25 @@ def test_a_file_that_cannot_be_written_does_not_end_the_training(tmp_path):
     assert (len(caught), len(run.steps)) == (1, 4)
 
 
+def test_histograms_of_a_log_that_was_changed_are_left_out(tmp_path):
+    rows = [["a", 1], [math.inf, 2], [3], [4, 5]]
+    stats = {"weight": {"histogram": rows, "headroom": 1.0}}
+    line = {"kind": "tensors", "step": 1, "time": 0.1, "which": "gradients", "stats": stats}
+    log = tmp_path / "run.jsonl"
+    log.write_text("".join(json.dumps(one) + "\n" for one in (logs.header(), line)))
+    seen = []
+
+    class Histograms:
+        def log_histogram(self, step, name, counts):
+            seen.append((step, name, counts))
+
+        def __getattr__(self, name):
+            return lambda *_: None
+
+    mezzo.write_log(log, Histograms())
+    assert seen == [(1, "exponents of gradients/weight", {4: 5})]
+
+
 class Run:
     """Stands in for a run of wandb, whose file has the same numbers."""
 

@@ -112,6 +112,7 @@ def test_a_log_of_nothing_but_its_header_makes_a_page(tmp_path):
 def test_fields_of_wrong_types_do_not_prevent_a_page(tmp_path):
     lines = [
         logs.header(rank=None, ranks="two", started="then"),
+        {"kind": "step", "step": 1e400, "loss": 1.0, "scale": -1.0, "time": 1e400},
         {"kind": "step", "step": "one", "loss": "low", "scale": [], "skipped": "no"},
         {"kind": "step", "step": 2, "loss": 1, "scale": True, "skipped": True, "parameter": 7},
         {"kind": "gradients", "step": 2, "layers": {"a": [1], "b": None, "c": [0, 1, "x"]}},

@@ -183,6 +183,16 @@ def test_a_terminal_gets_the_same_in_color_and_a_file_plain_text(tmp_path):
     assert file.getvalue() == summary(log) + "\n"
 
 
+def test_control_characters_of_a_log_do_not_reach_the_terminal_or_the_page(tmp_path):
+    reason = "OSError: \x1b[2J\x00\x7f\u202e\udcff of 日本語 é"
+    lines = [*logs.training_run(60, blocks=1)[:-1], {"kind": "end", "step": 60, "reason": reason}]
+    log = logs.write(tmp_path / "run.jsonl", lines)
+    expected = r"OSError: \x1b[2J\x00\x7f\u202e\udcff of 日本語 é"
+    assert expected in summary(log)
+    page = mezzo.write_report(log, tmp_path / "report.html").read_text(encoding="utf-8")
+    assert expected in page
+
+
 def test_tensorboard_gets_scalars_histograms_and_texts(tmp_path):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 

@@ -218,7 +218,7 @@ class _Reporter:
 
 @dataclass
 class _Record:
-    """Counts of one op in one module, on the device."""
+    """Counts of one op at one place, on the device."""
 
     finding: NonFiniteOp
     calls: Tensor
@@ -268,7 +268,7 @@ class _Recorder:
         self._add(op, made, number, read=False)
 
     def _add(self, op: CheckedOp, bad: Tensor, number: int, *, read: bool) -> None:
-        key = (op.aten, op.place.module, op.place.backward, read, bad.device)
+        key = (op.aten, op.place, read, bad.device)
         record = self._records.get(key)
         if record is None:
             calls = torch.zeros((), dtype=torch.int64, device=bad.device)

@@ -155,13 +155,13 @@ def _gradient_node(place: OpPlace) -> Any:
 
 def call_with_gradients(node: Any, function: Callable[[list[Tensor]], None]) -> None:
     """Call a function once after the node that runs now, with the gradients that it computed."""
-    functions = iter([function])
+    functions = [function]
 
     def hook(gradients: Any, _: Any) -> None:
-        # The graph may be retained, and run again.
-        call = next(functions, None)
+        # The graph may be retained, and run again. Taken out, for the function refers to the node.
+        calls = [functions.pop()] if functions else []
         checked = [one for one in gradients if _is_checkable(one)]
-        if call is not None and checked:
+        for call in calls if checked else ():
             call(checked)
 
     node.register_hook(hook)

@@ -141,6 +141,14 @@ class _Comparison:
         self.compared += 1
         return _MARGIN * self.unit * math.sqrt(self.compared)
 
+    def add_unmatched(self, run: int, one: Fingerprint, other: Fingerprint | None) -> None:
+        """Note a result that the other run does not have, or has with another size."""
+        name = f"{one.op} in {one.module}" if one.module else one.op
+        name += f" with {one.count} values" if other is not None else ""
+        # Once for a result and its gradient.
+        if name not in self.only[run]:
+            self.only[run].append(name)
+
 
 def _compare_values(
     one: list[Fingerprint], other: list[Fingerprint], step: int | None
@@ -175,27 +183,25 @@ def _matched(
     one: list[Fingerprint], other: list[Fingerprint], state: _Comparison
 ) -> Iterator[tuple[Fingerprint, Fingerprint]]:
     """Yield the results that both runs have, in the order of the first; note the others."""
-    known, seen = {_key(it): it for it in other}, {_key(it) for it in one}
-    state.only[1].extend(_name(it) for it in other if _key(it) not in seen)
+    known, seen = {_key(it): it for it in other}, {_key(it): it for it in one}
+    for it in other:
+        if (match := seen.get(_key(it))) is None or match.count != it.count:
+            state.add_unmatched(1, it, match)
     for it in one:
-        if (match := known.get(_key(it))) is None:
-            state.only[0].append(_name(it))
+        if (match := known.get(_key(it))) is None or match.count != it.count:
+            state.add_unmatched(0, it, match)
         else:
             yield it, match
 
 
 def _key(one: Fingerprint) -> tuple[Any, ...]:
-    return one.direction, one.module, one.op, one.index, one.count
-
-
-def _name(one: Fingerprint) -> str:
-    return f"{one.op} in {one.module}" if one.module else one.op
+    return one.direction, one.module, one.op, one.index
 
 
 def _difference(one: Fingerprint, other: Fingerprint) -> float:
     """Return the relative difference of two results, by their norms and their samples."""
     scale = max(one.rms, other.rms)
-    if not math.isfinite(scale):
+    if not (math.isfinite(one.rms) and math.isfinite(other.rms)):
         same = str(one.rms) == str(other.rms)
         return 0.0 if same else math.inf
     if scale == 0.0:

@@ -44,6 +44,11 @@ class FunctionPlaces(TorchFunctionMode):
         self._modules = [""]
         self._caller = caller
         """Frames below the one of this code are not the user's."""
+        self._owners = {
+            one: name
+            for name, module in modules.items()
+            for one in module.parameters(recurse=False)
+        }
         for name, module in modules.items():
             if name:
                 module.register_forward_pre_hook(
@@ -85,7 +90,11 @@ class FunctionPlaces(TorchFunctionMode):
             return Place(self._function or aten, self._modules[-1], self.source())
         place: Place | None = node.metadata.get(_METADATA)
         if place is None:
-            return Place(_name(node) or aten, "", self.source())
+            source, variable = self.source(), getattr(node, "variable", None)
+            if source and variable is not None:
+                # A hook of a parameter changes its gradient.
+                return Place(aten, self._owners.get(variable, ""), source)
+            return Place(_name(node) or aten, "", source)
         # The backward of a torch.autograd.Function is the user's code too.
         return place if place.source else Place(place.op, place.module, self.source())
 

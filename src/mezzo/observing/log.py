@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import os
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
+from weakref import WeakValueDictionary
 
 from mezzo._errors import MezzoError, PolicyError
 from mezzo.observing.records import VERSION, Record, StepRecord, is_important
@@ -32,9 +34,17 @@ class LogWriter:
     steps, gradients that overflowed and events are always written.
     """
 
+    _open: ClassVar[WeakValueDictionary[Path, LogWriter]] = WeakValueDictionary()
+    """The writers of this process that have not been closed, by their file."""
+
     def __init__(self, path: Path, max_bytes: int) -> None:
         self.path = path
+        before = self._open.get(path.resolve())
+        if before is not None:
+            before._end(f"{path} is that of a new run now. The log of the run before ends here.")
         self._file = path.open("w", encoding="utf-8")
+        self._open[path.resolve()] = self
+        self._has_begun = False
         self._size, self._max_bytes = 0, max_bytes
         self._next_limit = max_bytes / 2
         self._interval = 1
@@ -42,18 +52,18 @@ class LogWriter:
 
     def write(self, records: list[Record]) -> None:
         """Write records, or as many of them as the size allows, and flush."""
-        for record in records:
-            if is_important(record) or self._is_due(record):
-                self._add(json.dumps(record.to_json()) + "\n", optional=not is_important(record))
-        self._file.flush()
+        self._write_lines(
+            (json.dumps(record.to_json()), not is_important(record))
+            for record in records
+            if is_important(record) or self._is_due(record)
+        )
 
     def write_steps(self, steps: list[Line]) -> None:
         """Write records of steps, passed as their fields."""
         due = [one for one in steps if one["skipped"] or self._is_step_due(one["step"])]
         lines = _dumps([{"kind": StepRecord.kind, **one} for one in due])
-        for one, line in zip(due, lines, strict=True):
-            self._add(line + "\n", optional=not one["skipped"])
-        self._file.flush()
+        optional = [not one["skipped"] for one in due]
+        self._write_lines(zip(lines, optional, strict=True))
 
     def step_interval(self, step: int, together: int = 1) -> int:
         """Return of how many steps that were not skipped one is written, from this step on."""
@@ -70,6 +80,22 @@ class LogWriter:
         self._offered[name] = self._offered.get(name, -1) + 1
         return self._offered[name] % self._interval == 0
 
+    def _write_lines(self, lines: Iterable[tuple[str, bool]]) -> None:
+        """Write lines, and whether each is optional. Once begun, training outlives a full disk."""
+        if self._file.closed:
+            return
+        try:
+            for line, optional in lines:
+                self._add(line + "\n", optional=optional)
+            self._file.flush()
+        except OSError as error:
+            if not self._has_begun:
+                self.close()
+                raise
+            reason = error.strerror or error
+            self._end(f"{self.path}: {reason}. The log ends here, and the training goes on.")
+        self._has_begun = True
+
     def _add(self, line: str, *, optional: bool) -> None:
         if optional and self._size + len(line) > self._max_bytes:
             return
@@ -79,9 +105,17 @@ class LogWriter:
             self._next_limit = (self._size + self._max_bytes) / 2
             self._interval *= 4
 
+    def _end(self, message: str) -> None:
+        self.close()
+        warnings.warn(message, UserWarning, stacklevel=2)
+
     def close(self) -> None:
         """Close the file."""
-        self._file.close()
+        if self._open.get(self.path.resolve()) is self:
+            del self._open[self.path.resolve()]
+        # Closing writes what is still buffered, and a full disk was reported.
+        with suppress(OSError):
+            self._file.close()
 
 
 def _dumps(lines: list[Line]) -> list[str]:
@@ -165,7 +199,7 @@ def _parse(text: bytes) -> Line | None:
     """Return the record of a line, None if it is damaged; a line without an end is cut off."""
     try:
         line = json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
     is_record = isinstance(line, dict) and isinstance(line.get("kind"), str)
     return line if is_record and text.endswith(b"\n") else None

@@ -202,9 +202,12 @@ def _sampled_scalars(line: Line) -> Iterator[tuple[str, float]]:
 
 def _histograms(line: Line) -> Iterator[tuple[str, dict[int, int]]]:
     for layer, stats in tensor_stats(line) if line.get("kind") == "tensors" else ():
-        rows = [row for row in stats.get("histogram") or () if len(row) == 2]  # noqa: PLR2004
-        if rows:
-            counts = {int(exponent): int(count) for exponent, count in rows}
+        counts = {}
+        for row in stats.get("histogram") or ():
+            match row:
+                case [int(exponent), int(count)]:
+                    counts[exponent] = count
+        if counts:
             yield f"exponents of {line.get('which')}/{layer}", counts
 
 

@@ -16,7 +16,10 @@ from mezzo.prepare.half_weights import HalfWeights
 
 def plain_copy(model: nn.Module, *, to_float32: bool) -> nn.Module:
     """Return a copy of a model, not decorated, with exact float32 weights where it has them."""
-    copied = deepcopy(model, _memo(model))
+    try:
+        copied = deepcopy(model, _memo(model))
+    except TypeError:
+        copied = deepcopy(model, _memo(model) | _uncopyable(model))
     for module in copied.modules():
         forward = module.__dict__.get("forward")
         if getattr(forward, "__module__", type(forward).__module__).startswith("mezzo."):
@@ -30,6 +33,10 @@ def plain_copy(model: nn.Module, *, to_float32: bool) -> nn.Module:
         elif to_float32 and tensor.dtype in HALF_DTYPES:
             tensor.data = tensor.data.float()
         tensor.grad = None
+        # They may change gradients, and are not copied with a tensor.
+        if tensor.requires_grad:
+            for hook in (source._backward_hooks or {}).values():
+                tensor.register_hook(hook)
     return copied
 
 
@@ -63,6 +70,24 @@ def _memo(model: nn.Module) -> dict[int, Any]:
                 if owner.startswith("mezzo.observing"):
                     memo[id(hook)] = _no_hook
     return memo
+
+
+def _uncopyable(model: nn.Module) -> dict[int, Any]:
+    """Return what a model keeps that cannot be copied, such as a lock or a file: it is shared."""
+    kept = (value for module in model.modules() for value in vars(module).values())
+    return {id(value): value for value in kept if not _is_copyable(value)}
+
+
+def _is_copyable(value: Any) -> bool:
+    try:
+        deepcopy(value)
+    except TypeError:
+        # The dictionary of the modules inside is copied, without what they keep.
+        return isinstance(value, dict) and any(isinstance(one, nn.Module) for one in value.values())
+    except RuntimeError:
+        # A tensor with a history, which has a replacement.
+        return True
+    return True
 
 
 def _no_hook(*_: Any) -> None:

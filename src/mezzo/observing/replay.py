@@ -102,6 +102,8 @@ class Replay:
     """Wrappers of the models, which would call collectives."""
     output_dtype: torch.dtype | None = None
     """Dtype that the models cast their outputs to."""
+    loss_module: nn.Module | None = None
+    """The loss function, if it is a module of its own: it may have parameters and buffers."""
 
     @property
     def device(self) -> torch.device:
@@ -131,20 +133,29 @@ class Replay:
                 # Without an optimizer there are no updates to lose.
                 applied = replace(policy, master="none")
                 decorate(copies, None, applied, output_dtype=self.output_dtype)
-            stack.enter_context(standing_in(self.models, copies, self.wrappers))
-            return self._run(copies, call, region, self.scale if scale is None else scale, observer)
+            losses = [] if self.loss_module is None else [self.loss_module]
+            copied = [plain_copy(one, to_float32=policy is None) for one in losses]
+            stack.enter_context(
+                standing_in([*self.models, *losses], [*copies, *copied], self.wrappers)
+            )
+            parameters = [one for copy in copies for one in copy.parameters() if one.requires_grad]
+            context = _Backward(
+                parameters,
+                dict(self._twins(copies)),
+                self.scale if scale is None else scale,
+                region.dtype or torch.float32,
+            )
+            stack.callback(context.restore_gradients)
+            return self._run(copies, call, region, context, observer)
 
     def _run(
         self,
         copies: list[nn.Module],
         call: Call,
         region: Region,
-        scale: float | None,
+        context: _Backward,
         observer: Observer,
     ) -> Trace:
-        parameters = [one for model in copies for one in model.parameters() if one.requires_grad]
-        dtype = region.dtype or torch.float32
-        context = _Backward(parameters, dict(self._twins(copies)), scale, dtype)
         named = self._named(copies, call)
         with ExitStack() as stack:
             # The region first: the mode that tracks functions must see calls before their casts.
@@ -158,7 +169,7 @@ class Replay:
         if context.loss is None and loss is not None:
             self._backward(context, loss)
         results = [] if context.loss is None else [context.loss]
-        results += [one.grad for one in parameters if one.grad is not None]
+        results += [one.grad for one in context.parameters if one.grad is not None]
         shown = context.loss if context.loss is not None else loss
         return Trace(
             context.mode.outcome(results if context.loss is not None else _tensors(loss)),
@@ -181,6 +192,13 @@ class Replay:
             for model in copies
             for name, tensor in (*model.named_parameters(), *model.named_buffers())
         ]
+        if self.loss_module is not None:
+            tensors = self.loss_module.named_parameters(), self.loss_module.named_buffers()
+            named += [
+                NamedTensor(Kind.PARAMETERS, f"loss_fn.{name}", tensor)
+                for group in tensors
+                for name, tensor in group
+            ]
         return named + [NamedTensor(Kind.DATA, *one) for one in named_tensors(call)]
 
 
@@ -234,6 +252,7 @@ def _step_replay(step: Step, batch: Any) -> Replay:
         options.takes_update,
         components.replicas.wrappers,
         components.decoration.plan.output_dtype,
+        _loss_module(getattr(step, "loss_fn", None), components.models),
     )
 
 
@@ -259,8 +278,17 @@ def _model_replay(target: nn.Module, batch: Any, loss_fn: Callable[..., Any] | N
         None,
         wrappers=(outer,) if isinstance(outer, DistributedDataParallel) else (),
         output_dtype=None if plan is None else plan.output_dtype,
+        loss_module=_loss_module(loss_fn, (model,)),
     )
     return replace(replay, call=move_inputs(replay.call, replay.device))
+
+
+def _loss_module(loss_fn: Any, models: Sequence[nn.Module]) -> nn.Module | None:
+    """Return a loss function that is a module, unless it has modules of the models inside it."""
+    if not isinstance(loss_fn, nn.Module):
+        return None
+    of_models = {id(module) for model in models for module in model.modules()}
+    return None if any(id(one) in of_models for one in loss_fn.modules()) else loss_fn
 
 
 def _inputs_and_target(arguments: ModelArguments, batch: Any, *, has_loss: bool) -> tuple[Any, ...]:
@@ -369,10 +397,12 @@ class _Backward:
         scale: float | None,
         dtype: torch.dtype,
     ) -> None:
-        self._parameters, self._twins, self._dtype = parameters, twins, dtype
+        self.parameters, self._twins, self._dtype = parameters, twins, dtype
         self.scale = scale
         self.loss: Tensor | None = None
         """The last loss whose gradients were computed."""
+        self._outside: dict[Tensor, Tensor | None] = {}
+        """Gradients that tensors of the user had before, such as the parameters of a teacher."""
 
     def __call__(self, loss: Tensor, optimizer: Any, **kwargs: Any) -> None:
         """Compute the gradients of an optimizer's parameters; nothing is stepped."""
@@ -391,6 +421,7 @@ class _Backward:
         self.loss = loss
         if self.mode.finding is not None:
             return
+        self._set_gradients_aside(loss)
         if self.scale is None:
             self.scale = self._finite_scale(loss)
         limit = _LARGEST_HALF_SCALE if loss.dtype is torch.float16 else torch.inf
@@ -419,16 +450,43 @@ class _Backward:
         return max(scale, 1.0)
 
     def _is_finite(self, loss: Tensor, scale: float) -> bool:
-        gradients = torch.autograd.grad(
-            loss,
-            self._parameters,
-            self._seed(loss, scale),
-            retain_graph=True,
-            allow_unused=True,
-        )
-        values = [
-            one.coalesce().values() if one.is_sparse else one
-            for one in gradients
-            if one is not None
-        ]
+        # Not torch.autograd.grad, which reentrant checkpoints refuse.
+        before = [one.grad for one in self.parameters]
+        for one in self.parameters:
+            one.grad = None
+        try:
+            torch.autograd.backward(loss, self._seed(loss, scale), retain_graph=True)
+            gradients = [one.grad for one in self.parameters if one.grad is not None]
+        finally:
+            for one, gradient in zip(self.parameters, before, strict=True):
+                one.grad = gradient
+            for leaf in self._outside:
+                leaf.grad = None
+        values = [one.coalesce().values() if one.is_sparse else one for one in gradients]
         return all(bool(one.isfinite().all()) for one in values)
+
+    def _set_gradients_aside(self, loss: Tensor) -> None:
+        """Keep the gradients of the leaves that are not the copy's; backward adds to them."""
+        own = set(self.parameters)
+        for leaf in _leaves_of_graph(loss):
+            if leaf not in own and leaf not in self._outside:
+                self._outside[leaf] = leaf.grad
+                leaf.grad = None
+
+    def restore_gradients(self) -> None:
+        """Give the tensors of the user the gradients that they had."""
+        for tensor, gradient in self._outside.items():
+            tensor.grad = gradient
+
+
+def _leaves_of_graph(loss: Tensor) -> Iterator[Tensor]:
+    """Yield the leaves that backward computes gradients of."""
+    nodes: list[Any] = [loss.grad_fn]
+    seen: set[Any] = {loss.grad_fn, None}
+    while nodes:
+        node = nodes.pop()
+        if hasattr(node, "variable"):
+            yield node.variable
+        parents = {parent for parent, _ in getattr(node, "next_functions", ())} - seen
+        seen |= parents
+        nodes += parents

@@ -176,7 +176,10 @@ class ShadowMode(TorchDispatchMode):
             return func(*args, **kwargs)
         leaves = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if _real(leaf)]
         inputs = [self.shadow_of(leaf) for leaf in leaves]
-        exact_args, exact_kwargs = pytree.tree_map(self._exact, (args, kwargs))
+        writes = func._schema.is_mutable
+        exact_args, exact_kwargs = pytree.tree_map(
+            lambda value: self._exact(value, writes=writes), (args, kwargs)
+        )
         # An in-place op overwrites what is to be reported.
         is_in_place = func.overloadpacket.__name__.endswith("_")
         ranges = tuple(map(InputRange.of, leaves)) if is_in_place else ()
@@ -187,7 +190,7 @@ class ShadowMode(TorchDispatchMode):
         for index, leaf in enumerate(pytree.tree_leaves(result)):
             if _real(leaf):
                 expected = exact[index] if index < len(exact) else None
-                self._add(call, leaf, expected)
+                self._add(replace(call, index=index), leaf, expected)
         return result
 
     def shadow_of(self, tensor: Tensor) -> Shadow:
@@ -209,10 +212,13 @@ class ShadowMode(TorchDispatchMode):
         inputs = (InputRange.of(tensor),)
         return Finding(kind, Place(name), tensor.dtype, inputs=inputs, number=number)
 
-    def _exact(self, value: Any) -> Any:
+    def _exact(self, value: Any, *, writes: bool) -> Any:
         if isinstance(value, torch.dtype):
             return torch.float64 if value.is_floating_point else value
-        return self.shadow_of(value).exact if _real(value) else value
+        if _real(value):
+            return self.shadow_of(value).exact
+        # Integers have no shadow: an op that adds to them in place must not do so twice.
+        return value.clone() if writes and isinstance(value, Tensor) else value
 
     def _keep(self, tensor: Tensor, shadow: Shadow) -> Shadow:
         self._shadows[_key(tensor)] = shadow
@@ -239,7 +245,8 @@ class ShadowMode(TorchDispatchMode):
         exact = exact.masked_fill(is_mask, -torch.inf) if bool(is_mask.any()) else exact
         shadow = self._keep(result, self._compare(call, result, found, exact, origin))
         if self._observe is None:
-            self.finding = self._judge(call, result, found, shadow)
+            # An op may have several results, and the first may be the one that failed.
+            self.finding = self.finding or self._judge(call, result, found, shadow)
         else:
             self._observe(self._error_of(call, result, found, shadow))
 
@@ -263,11 +270,19 @@ class ShadowMode(TorchDispatchMode):
         """Return a finding if a result lost precision; that of an underflow if one is the cause."""
         exact = shadow.exact
         if bool((exact.isfinite() & ~found.isfinite()).any()):
-            return call.flushed or self._found(Kind.OVERFLOW, call, result, exact, torch.inf)
+            overflow = self._found(Kind.OVERFLOW, call, result, exact, torch.inf)
+            return call.flushed or self._of_parameter(call, overflow) or overflow
         # Without a rounding to 16 bits float32 has lost these digits.
         if (call.causes or shadow.causes) and _lost_digits(result, shadow, call):
             return call.flushed or self._found(Kind.DIGITS, call, result, exact, shadow.error)
         return None
+
+    def _of_parameter(self, call: _Call, overflow: Finding) -> Finding | None:
+        """Return the finding of a parameter that leaves the range where an op casts it."""
+        named = self._named.get(_storage(call.leaves[0])) if call.name == "_to_copy" else None
+        if named is None or named.kind is not Kind.PARAMETERS:
+            return None
+        return replace(overflow, kind=Kind.PARAMETERS, place=Place(named.name))
 
     def _error_of(self, call: _Call, result: Tensor, found: Tensor, shadow: Shadow) -> OpError:
         """Return the error of a result; infinite where only the exact result is finite."""
@@ -304,11 +319,13 @@ class ShadowMode(TorchDispatchMode):
 
     def _origin(self, call: _Call, result: Tensor, exact: Tensor) -> Finding | None:
         """Return what made an exact result non-finite; None if it is a mask."""
-        before = [one.origin for one in call.inputs if one.origin is not None]
+        before = [one.origin for one in call.read if one.origin is not None]
         if before:
             return min(before, key=lambda one: one.number)
-        is_given = call.func.is_view or call.has_infinite_number or call.reads_infinity
-        if is_given and not bool(exact.isnan().any()):
+        # Nothing masks gradients with infinities.
+        in_forward = current_autograd_node() is None
+        is_given = in_forward and (call.has_infinite_number or call.reads_infinity)
+        if (call.func.is_view or is_given) and not bool(exact.isnan().any()):
             return None
         return self._found(Kind.NONFINITE, call, result, exact, torch.inf)
 
@@ -346,11 +363,23 @@ class _Call:
     leaves: list[Tensor]
     inputs: list[Shadow]
     ranges: tuple[InputRange, ...]
+    index: int = 0
+    """Which of its results is compared."""
 
     @property
     def name(self) -> str:
         name: str = self.func.overloadpacket.__name__
         return name
+
+    @property
+    def read(self) -> list[Shadow]:
+        """The inputs that the results depend on.
+
+        A batch that failed has made the running statistics of norms NaN: training only writes them.
+        """
+        unread = {id(one) for one in _unread_statistics(self)}
+        pairs = zip(self.leaves, self.inputs, strict=True)
+        return [shadow for leaf, shadow in pairs if id(leaf) not in unread]
 
     @property
     def causes(self) -> frozenset[Place]:
@@ -383,9 +412,22 @@ class _Call:
         return any(not bool(one.exact.isfinite().all()) for one in self.inputs)
 
 
+def _unread_statistics(call: _Call) -> tuple[Any, ...]:
+    """Return the running statistics of a batch norm in training, which it writes only."""
+    if "batch_norm" not in call.name:
+        return ()
+    arguments = {
+        one.name: value for one, value in zip(call.func._schema.arguments, call.args, strict=False)
+    }
+    is_training = arguments.get("training", arguments.get("train", True))
+    names = ("running_mean", "running_var") if is_training else ()
+    return tuple(arguments[name] for name in names if arguments.get(name) is not None)
+
+
 def _lost_digits(result: Tensor, shadow: Shadow, call: _Call) -> bool:
-    # Gradients may be zero but for rounding, such as that of a bias before a norm.
-    if current_autograd_node() is not None or shadow.error < _LOST:
+    # Gradients may be zero but for rounding, such as that of a bias before a norm, and so may the
+    # statistics that a norm returns beside its result.
+    if current_autograd_node() is not None or call.index or shadow.error < _LOST:
         return False
     return (
         shadow.error > _AMPLIFIED * max(call.error, torch.finfo(result.dtype).eps)

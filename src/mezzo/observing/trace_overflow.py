@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from mezzo._dtypes import HALF_DTYPES, dtype_name
+from mezzo._errors import MezzoError
 from mezzo.observing.cures import Cure, find_cure, reason_of
 from mezzo.observing.function_places import Place
 from mezzo.observing.replay import Replay, Trace, named_tensors, replay_of
@@ -174,7 +175,7 @@ def _clean(replay: Replay, trace: Trace) -> Overflow:
 
 
 def _explained(replay: Replay, trace: Trace, finding: Finding) -> Overflow:
-    in_float32 = _float32_failure(replay)
+    in_float32 = _float32_failure(replay, finding)
     if in_float32 is not None:
         return in_float32
     if finding.backward and finding.kind is not Kind.DIGITS and replay.scale is not None:
@@ -183,8 +184,11 @@ def _explained(replay: Replay, trace: Trace, finding: Finding) -> Overflow:
             return _other_scale(replay, finding, trace.scale, searched.scale)
     cure = find_cure(replay, finding)
     if finding.kind is Kind.PARAMETERS:
-        dtype = dtype_name(finding.dtype)
-        return _of_parameter(replay, finding.place.op, f"is beyond the range of {dtype}", cure)
+        reason = (
+            f"is beyond the range of {dtype_name(finding.dtype)}: the run may have diverged, as"
+            " with a learning rate that is too high"
+        )
+        return _of_parameter(replay, finding.place.op, reason, cure)
     return _overflow(replay, finding, reason_of(finding), cure, precision=True)
 
 
@@ -196,9 +200,13 @@ def _other_scale(replay: Replay, finding: Finding, scale: float, better: float) 
     return _overflow(replay, finding, reason, cure, precision=True)
 
 
-def _float32_failure(replay: Replay) -> Overflow | None:
+def _float32_failure(replay: Replay, in_16_bits: Finding) -> Overflow | None:
     """Run the batch in float32; return what is wrong if that fails too."""
-    finding = replay.run(None, scale=1.0).finding
+    try:
+        finding = replay.run(None, scale=1.0).finding
+    except (MezzoError, RuntimeError):
+        # Code with casts of its own may need the policy. The exact values tell too, if less.
+        finding = in_16_bits if in_16_bits.kind is Kind.NONFINITE else None
     # Code that casts to 16 bits itself does so in a float32 run too.
     if finding is None or not finding.nonfinite or finding.dtype in HALF_DTYPES:
         return None

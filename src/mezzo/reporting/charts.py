@@ -96,7 +96,8 @@ def _has_values(run: RunData, field: str) -> bool:
 def _powers_of_two(run: RunData) -> dict[str, Any]:
     """Return a logarithmic axis whose ticks are powers of two."""
     scales = [value for line in run.of("step") if (value := finite(line.get("scale")))]
-    exponents = [math.floor(math.log2(value)) for value in scales if value > 0]
+    # Without any, such as in a log that was changed, the axis begins at 1.
+    exponents = [math.floor(math.log2(value)) for value in scales if value > 0] or [0]
     stride = -(-(max(exponents) - min(exponents) + 1) // _TICKS)
     ticks = range(min(exponents), max(exponents) + 2, stride)
     return {

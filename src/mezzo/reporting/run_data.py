@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+import re
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -12,13 +14,17 @@ from typing import Any
 
 from mezzo._errors import MezzoError
 from mezzo.observing.log import read_log
-from mezzo.observing.log_values import Line, number, step_of
+from mezzo.observing.log_values import Line, finite, step_of
 from mezzo.observing.records import GradientsRecord, Record, TensorsRecord
 from mezzo.observing.run import Run
 from mezzo.observing.skip_causes import Skip, SkipCauses
 
 Source = str | os.PathLike[str] | Any
 """A log file, a run that `mezzo.observe` returned, or a list of either with one entry a rank."""
+
+
+_UNUSUAL = re.compile(r"\\[bfru]|\x7f")
+"""What JSON has in place of characters that are not plain ASCII."""
 
 
 @dataclass(frozen=True)
@@ -32,7 +38,7 @@ class RankLog:
     @property
     def rank(self) -> int:
         """The rank that wrote the log."""
-        return int(number(self.header.get("rank")) or 0)
+        return int(finite(self.header.get("rank")) or 0)
 
     def of(self, kind: str) -> Sequence[Line]:
         """Return the records of a kind, in their order."""
@@ -90,7 +96,7 @@ class RunData:
     @property
     def world_size(self) -> int:
         """How many ranks the run had, with or without a log."""
-        return max(len(self.ranks), int(number(self.header.get("ranks")) or 1))
+        return max(len(self.ranks), int(finite(self.header.get("ranks")) or 1))
 
     @property
     def missing_ranks(self) -> tuple[int, ...]:
@@ -108,7 +114,7 @@ class RunData:
         """The time of the last record, since the run began."""
         return max(
             (
-                number(lines[-1].get("time")) or 0.0
+                finite(lines[-1].get("time")) or 0.0
                 for one in self.ranks
                 for lines in one.records.values()
             ),
@@ -128,7 +134,7 @@ class RunData:
         """Return the run with further records of its first rank."""
         first, *others = self.ranks
         records = {kind: list(known) for kind, known in first.records.items()}
-        for line in lines:
+        for line in map(_printable, lines):
             records.setdefault(str(line["kind"]), []).append(line)
         return RunData((replace(first, records=records), *others))
 
@@ -190,6 +196,28 @@ def _lines_of_run(run: Any) -> list[dict[str, Any]]:
 
 def _by_kind(lines: Iterable[Line]) -> RankLog:
     records: defaultdict[str, list[Line]] = defaultdict(list)
-    for line in lines:
+    for line in map(_printable, lines):
         records[str(line.get("kind"))].append(line)
     return RankLog(records["run"][0], dict(records))
+
+
+def _printable(line: Line) -> Line:
+    """Return a record whose texts can be shown: control characters would act on a terminal."""
+    # Few records have any, and JSON finds them faster than a walk through their numbers.
+    is_unusual = _UNUSUAL.search(json.dumps(line, default=str)) is not None
+    return _with_escapes(line) if is_unusual else line
+
+
+def _with_escapes(value: Any) -> Any:
+    r"""Return plain data with escapes for characters that cannot be shown.
+
+    >>> _with_escapes({"reason": "\x1b[2J"})
+    {'reason': '\\x1b[2J'}
+    """
+    if isinstance(value, dict):
+        return {_with_escapes(name): _with_escapes(one) for name, one in value.items()}
+    if isinstance(value, list):
+        return [_with_escapes(one) for one in value]
+    if not isinstance(value, str) or value.isprintable():
+        return value
+    return "".join(one if one.isprintable() or one in "\n\t" else ascii(one)[1:-1] for one in value)

@@ -85,7 +85,7 @@ def _collapse(run: RunData) -> list[str]:
     if events:
         fields = events[0].get("fields") or {}
         step = f" at step {events[0]['step']:,}" if step_of(events[0]) else ""
-        scale = number(fields.get("scale")) or 0.0
+        scale = finite(fields.get("scale")) or 0.0
         collapsed = f"The loss scale collapsed to {plain_number(scale)}{step}"
         return [f"{collapsed}: gradients overflow at every scale."]
     steps = run.ranks[0].of("step")

@@ -278,3 +278,21 @@ def test_a_line_that_is_damaged_is_left_out(tmp_path, capsys):
     debugging.compare_accuracy(full, full, output)
     assert "!! Error parsing" in capsys.readouterr().out
     assert len(cells(output)) > 3
+
+
+def test_a_cast_has_the_name_of_paddle_in_a_log(tmp_path):
+    config = debugging.TensorCheckerConfig(
+        True, debugging.DebugMode.CHECK_ALL, output_dir=tmp_path, checked_op_list=["cast"]
+    )
+    debugging.enable_tensor_checker(config)
+    try:
+        paddle.ones([2]).astype("float16")
+    finally:
+        debugging.disable_tensor_checker()
+    (log,) = tmp_path.iterdir()
+    assert "op=cast, tensor=, dtype=fp16" in log.read_text()
+
+
+def test_integers_cannot_be_checked():
+    with pytest.raises(TypeError, match="takes a floating-point tensor, got"):
+        debugging.check_numerics(paddle.to_tensor([1, 2]), "pow", "x")

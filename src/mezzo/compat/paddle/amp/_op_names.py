@@ -51,8 +51,10 @@ def op_names(op: str, *, backward: bool = False) -> list[str]:
 
     >>> op_names("softmax"), op_names("pow", backward=True)
     (['softmax'], ['elementwise_pow_grad', 'pow_grad'])
+    >>> op_names("_to_copy")
+    ['cast']
     """
-    names = _names_by_op().get(op, [op])
+    names = _names_by_op().get(op) or [_ATEN.get(op, op)]
     return [f"{name}_grad" for name in names] if backward else names
 
 

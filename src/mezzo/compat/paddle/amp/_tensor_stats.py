@@ -40,6 +40,11 @@ class TensorStats:
     def of(cls, tensor: torch.Tensor, op: str, name: str) -> TensorStats:
         """Compute the statistics of a floating-point tensor. This synchronizes."""
         values = tensor.detach().as_subclass(torch.Tensor)
+        if values.dtype not in _SHORT:
+            raise TypeError(
+                f"check_numerics() takes a floating-point tensor, got {values.dtype} for {op}."
+                " Integers have no NaN and no infinity."
+            )
         index = (values.device.index or 0) if values.is_cuda else None
         device = "cpu" if index is None else f"gpu:{index}"
         precise = values if values.dtype == torch.float64 else values.float()
