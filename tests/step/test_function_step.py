@@ -242,3 +242,52 @@ class TestErrors:
         model, _ = pair()
         with pytest.raises(mezzo.PolicyError, match="needs an optimizer"):
             mezzo.train_step(models=model, optimizers=[])(returning(model))
+
+
+class BadDataError(Exception):
+    pass
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_a_body_that_raises_after_a_backward_pass_leaves_no_gradients(dtype):
+    def failing_once(model):
+        is_bad = iter([True])
+
+        def body(x):
+            model(x).square().mean().backward()
+            if next(is_bad, False):
+                raise BadDataError
+
+        return body
+
+    expected = weights_after(calling_backward, dtype)
+    model, optimizer = pair()
+    step = mezzo.train_step(models=model, optimizers=optimizer, dtype=dtype)(failing_once(model))
+    with pytest.raises(BadDataError):
+        step(DATA[1])
+    for x in DATA:
+        step(x)
+    assert all(map(torch.equal, model.parameters(), expected))
+
+
+def weights_after(make_body, dtype):
+    return list(train(make_body, dtype)[2].parameters())
+
+
+def test_a_body_that_raises_between_two_updates_can_be_called_again():
+    (first, of_first), (second, of_second) = pair(), pair(1)
+    is_bad = iter([True])
+
+    @mezzo.train_step(models=[first, second], optimizers=[of_first, of_second], dtype="float16")
+    def step(update, x):
+        update(first(x).square().mean(), of_first)
+        if next(is_bad, False):
+            raise BadDataError
+        update(second(x).square().mean(), of_second)
+
+    with pytest.raises(BadDataError):
+        step(DATA[0])
+    before = [one.detach().clone() for one in second.parameters()]
+    step(DATA[0])
+    assert not any(map(torch.equal, second.parameters(), before))
+    assert step.updates == 1

@@ -117,6 +117,7 @@ class Step:
             )
         except BaseException:
             self._calls -= 1
+            self._executor.discard(phase)
             raise
         if in_region:
             torch.clear_autocast_cache()

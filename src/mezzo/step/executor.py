@@ -157,6 +157,16 @@ class StepExecutor:
         self.finds_scale = False
         self._write_metrics(context, found_nonfinite)
 
+    def discard(self, phase: AccumulationPhase) -> None:
+        """Discard gradients and records of a call that raised: the next one starts anew.
+
+        Gradients of earlier calls of an accumulation stay.
+        """
+        if self.components.scaler is not None:
+            capture.discard_records(self.components.scaler)
+        if phase.first:
+            self.clear_gradients()
+
     def update_after_replay(self, loss: torch.Tensor | None, modes: Hashable) -> None:
         """Update eagerly from gradients that a captured graph has computed."""
         self.buffers.select(modes)
