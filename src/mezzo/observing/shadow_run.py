@@ -158,6 +158,8 @@ class ShadowMode(TorchDispatchMode):
         self.finding: Finding | None = None
         self.paused = False
         """Whether ops run without shadows."""
+        self._nonfinite: Finding | None = None
+        """What made the first value that is not finite, and no mask."""
         self._tracker = tracker
         self._observe = observe
         """Called with every result; then nothing ends the run."""
@@ -176,7 +178,11 @@ class ShadowMode(TorchDispatchMode):
             return func(*args, **kwargs)
         leaves = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if _real(leaf)]
         inputs = [self.shadow_of(leaf) for leaf in leaves]
-        exact_args, exact_kwargs = pytree.tree_map(self._exact, (args, kwargs))
+        given = (args, kwargs)
+        if func._schema.is_mutable:
+            # Integers have no shadow: the second run must not write them again.
+            given = pytree.tree_map(_copied_unless_real, given)
+        exact_args, exact_kwargs = pytree.tree_map(self._exact, given)
         # An in-place op overwrites what is to be reported.
         is_in_place = func.overloadpacket.__name__.endswith("_")
         ranges = tuple(map(InputRange.of, leaves)) if is_in_place else ()
@@ -230,6 +236,7 @@ class ShadowMode(TorchDispatchMode):
             exact = result.detach().double()
         is_finite = bool(exact.isfinite().all())
         origin = None if is_finite else self._origin(call, result, exact)
+        self._nonfinite = self._nonfinite or origin
         if call.func.is_view:
             shadow = Shadow(exact, call.error, _norm(exact), call.causes, origin, call.flushed)
             self._keep(result, shadow)
@@ -321,6 +328,10 @@ class ShadowMode(TorchDispatchMode):
             and shadow.norm > max(_NOISE * call.norm, torch.finfo(torch.float32).tiny)
             and call.error < _LOST
         )
+
+    def cause_of_error(self) -> Finding | None:
+        """Return what was wrong before the model raised, as those do that check for NaN."""
+        return None if self._observe is not None else self.finding or self._nonfinite
 
     def outcome(self, results: Iterable[Tensor]) -> Finding | None:
         """Return what made one of these results, a loss and gradients, non-finite or zero."""
@@ -431,6 +442,10 @@ def _is_finite_or_mask(exact: Tensor) -> bool:
 
 def _real(value: Any) -> bool:
     return isinstance(value, Tensor) and value.is_floating_point() and value.layout == torch.strided
+
+
+def _copied_unless_real(value: Any) -> Any:
+    return value.clone() if isinstance(value, Tensor) and not _real(value) else value
 
 
 def _storage(tensor: Tensor) -> int:
