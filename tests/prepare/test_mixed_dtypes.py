@@ -42,6 +42,34 @@ def test_the_error_names_the_op_and_a_remedy_that_works(op, call):
     assert decorated(call, promote={op})(torch.randn(4, 4)).dtype is torch.float32
 
 
+def assigned(table, x):
+    table[INDEX] = x
+
+
+@pytest.mark.parametrize("policy", [{}, {"full": {"softmax"}, "half": {"add"}}, {"policy": "O3"}])
+@pytest.mark.parametrize(
+    ("op", "write"),
+    [
+        ("index_add_", lambda table, x: table.index_add_(0, INDEX, x)),
+        ("scatter_add_", lambda table, x: table.scatter_add_(0, INDEX[None], x[:1])),
+        ("index_put_", assigned),
+    ],
+)
+def test_the_error_of_a_write_in_place_says_to_cast_the_values(op, write, policy):
+    def call(weight, x):
+        return write(torch.zeros(4, 4), x @ weight)
+
+    model = mezzo.decorate(Net(call).eval(), None, **{"policy": "O2", "dtype": "float16"} | policy)
+    with pytest.raises(mezzo.UnsupportedError, match=rf"^{op} writes values.*\.to\(tensor\.dtype"):
+        model(torch.randn(4, 4))
+
+
+def test_the_error_is_explained_in_a_block_that_observes_ops():
+    model = decorated(CALLS["index_add"])
+    with mezzo.op_stats(model), pytest.raises(mezzo.UnsupportedError, match=r"^index_add got"):
+        model(torch.randn(4, 4))
+
+
 @pytest.mark.parametrize("index", [torch.ones(4), torch.ones(4).half()])
 def test_a_floating_point_index_is_not_explained_as_mixed_dtypes(index):
     with pytest.raises(RuntimeError, match="Long") as raised:
