@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import nn
+from torch.amp import custom_bwd, custom_fwd
 from torch.nn import functional as F
 
 import mezzo
@@ -93,3 +94,35 @@ def test_the_forward_wrapper_adds_one_frame_to_the_traceback_of_a_model():
     assert [path.rpartition("/src/")[2] for path in files if "/src/mezzo/" in path] == [
         "mezzo/prepare/forward.py"
     ]
+
+
+class Product(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, weight, x):
+        ctx.save_for_backward(weight, x)
+        return x @ weight
+
+    @staticmethod
+    def backward(ctx, gradient):
+        weight, x = ctx.saved_tensors
+        return x.t() @ gradient, gradient @ weight.t()
+
+
+class CastProduct(Product):
+    forward = staticmethod(custom_fwd(Product.forward, device_type="cpu"))
+    backward = staticmethod(custom_bwd(Product.backward, device_type="cpu"))
+
+
+def product_step(function):
+    model = Net(lambda weight, x: function.apply(weight, x))
+    return mezzo.TrainStep(
+        model, torch.mean, torch.optim.SGD(model.parameters(), 0.1), "O1", dtype="bfloat16"
+    )
+
+
+def test_the_error_of_a_custom_backward_has_a_remedy_that_works():
+    with pytest.raises(
+        mezzo.UnsupportedError, match=r"test_mixed_dtypes\.py:\d+\) got 16-bit.*custom_bwd"
+    ):
+        product_step(Product)(torch.randn(4, 4))
+    assert product_step(CastProduct)(torch.randn(4, 4)).isfinite()

@@ -51,6 +51,31 @@ def explain_mixed_dtypes(error: RuntimeError) -> UnsupportedError | None:
     )
 
 
+def explain_backward(error: RuntimeError) -> UnsupportedError | None:
+    """Return an error with the remedy if the backward of an autograd.Function mixed dtypes.
+
+    Its forward runs in autocast and may save 16-bit tensors beside float32 ones. Its backward runs
+    without autocast.
+    """
+    if isinstance(error, MezzoError) or not _MIXED_DTYPES.search(str(error)):
+        return None
+    frames = traceback.extract_tb(error.__traceback__)
+    frame = next((one for one in frames if one.name == "backward" and not _is_inside(one)), None)
+    if frame is None:
+        return None
+    return UnsupportedError(
+        f"The backward of an autograd.Function ({Path(frame.filename).name}:{frame.lineno}) got"
+        f" 16-bit and float32 tensors ({str(error).splitlines()[0]}), since it runs without"
+        " autocast. Decorate its forward with @torch.amp.custom_fwd(device_type=...) and its"
+        " backward with @torch.amp.custom_bwd(device_type=...)."
+    )
+
+
+def _is_inside(frame: traceback.FrameSummary) -> bool:
+    """Return whether a frame runs code of mezzo or torch."""
+    return frame.filename.startswith(_INSIDE)
+
+
 def _failed_call(error: RuntimeError) -> str | None:
     """Return the op whose call raised, as the code names it.
 
@@ -58,7 +83,7 @@ def _failed_call(error: RuntimeError) -> str | None:
     """
     for frame in reversed(traceback.extract_tb(error.__traceback__)):
         call = _called(_expression(frame))
-        if call is not None or not frame.filename.startswith(_INSIDE):
+        if call is not None or not _is_inside(frame):
             return call
     return None
 
