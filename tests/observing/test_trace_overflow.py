@@ -244,6 +244,17 @@ def test_what_makes_a_model_raise_that_checks_its_values_is_named():
     assert (found.op, found.direction, found.precision) == ("layer.weight", "parameters", False)
 
 
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_a_gradient_that_cancels_to_zero_is_no_underflow(dtype):
+    model = nn.Linear(4, 1)
+    nn.init.zeros_(model.weight)
+    # The gradient of the bias is their sum: small, exactly, and zero if each is rounded.
+    weights = torch.tensor([[1.0], [-1.00003]])
+    x = torch.ones(2, 4)
+    found = mezzo.trace_overflow(model, (x, weights), lambda y, w: (y * w).sum(), dtype=dtype)
+    assert not found
+
+
 def test_the_batch_is_not_changed_by_a_model_that_works_in_place():
     class InPlace(nn.Linear):
         def forward(self, x):

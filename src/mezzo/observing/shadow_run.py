@@ -262,7 +262,7 @@ class ShadowMode(TorchDispatchMode):
         if error < _LOST:
             return shadow
         flushed = call.flushed
-        if flushed is None and rounds and self._is_flushed(found, shadow, call):
+        if flushed is None and rounds and self._is_flushed(found, shadow, call, result.dtype):
             flushed = self._found(Kind.UNDERFLOW, call, result, exact, error)
         return replace(shadow, flushed=flushed)
 
@@ -320,9 +320,13 @@ class ShadowMode(TorchDispatchMode):
         return self._found(Kind.NONFINITE, call, result, exact, torch.inf)
 
     @staticmethod
-    def _is_flushed(found: Tensor, shadow: Shadow, call: _Call) -> bool:
-        """Return whether most of a result became zero, which was more than rounding errors."""
-        zeros = _norm(torch.where((found == 0.0), shadow.exact, 0.0))
+    def _is_flushed(found: Tensor, shadow: Shadow, call: _Call, dtype: torch.dtype) -> bool:
+        """Return whether most of a result became zero, which was more than rounding errors.
+
+        A larger value that is zero has cancelled.
+        """
+        is_small = shadow.exact.abs() < torch.finfo(dtype).tiny
+        zeros = _norm(torch.where((found == 0.0) & is_small, shadow.exact, 0.0))
         return (
             zeros > _FLUSHED * shadow.norm
             and shadow.norm > max(_NOISE * call.norm, torch.finfo(torch.float32).tiny)
