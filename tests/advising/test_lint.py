@@ -643,6 +643,13 @@ def test_a_train_step_as_step_raises_with_the_remedy():
 # -- models of the field ---------------------------------------------------------------------------
 
 
+def test_the_sample_of_a_step_whose_loss_takes_the_output_only_has_no_target():
+    model = mlp()
+    step = mezzo.TrainStep(model, lambda y: y.square().mean(), torch.optim.SGD(model.parameters()))
+    x = torch.ones(16, 32)
+    assert rules_of(lint(step, sample=(x,))) == rules_of(lint(step, sample={"input": x})) == []
+
+
 @pytest.mark.parametrize("level", ["O1", "O2"])
 def test_transformers_have_no_findings(level):
     transformers = pytest.importorskip("transformers")

@@ -150,9 +150,10 @@ def test_compiled_code_uses_the_float32_kernels(fields: dict[str, Any]) -> None:
         assert torch.isfinite(compiled(MATRIX.to(HALF)))
 
 
-def test_an_lstm_runs_on_a_processor_without_a_16_bit_kernel() -> None:
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_an_lstm_runs_on_a_processor_without_a_16_bit_kernel(dtype: str) -> None:
     program = (
-        "import mezzo, torch\nwith mezzo.autocast('cpu', dtype='bfloat16'):\n   "
+        f"import mezzo, torch\nwith mezzo.autocast('cpu', dtype='{dtype}'):\n   "
         " print(torch.nn.LSTM(4, 4)(torch.ones(1, 3, 4))[0].isfinite().all().item())"
     )
     # In a new process without a limit on oneDNN: the tests limit it to AVX2, which torch does not

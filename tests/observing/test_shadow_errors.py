@@ -59,6 +59,26 @@ def test_a_gradient_that_is_zero_but_for_rounding_has_no_large_error():
     assert errors.modules("backward")["0"] < 0.1
 
 
+def test_integers_and_complex_numbers_are_written_in_place_once():
+    class Buckets(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.table = nn.Embedding(3, 4)
+
+        def forward(self, x):
+            bucket = torch.zeros(2, dtype=torch.long)
+            bucket += torch.tensor([1, 2])
+            wave = torch.polar(x[:, :4], x[:, :4])
+            wave *= 2.0
+            return self.table(bucket).sum() + wave.real.sum()
+
+    x, y = batch()
+    found = mezzo.trace_overflow(Buckets(), (x, y), lambda loss, _: loss, dtype="bfloat16")
+    assert not found
+    errors = mezzo.shadow(Buckets(), (x, y), lambda loss, _: loss, dtype="bfloat16")
+    assert max(errors.modules().values()) < 0.1
+
+
 def test_the_table_has_a_line_for_each_op():
     errors = mezzo.shadow(model(), batch(), F.mse_loss, dtype="float16")
     lines = str(errors).splitlines()

@@ -220,6 +220,41 @@ def test_all_states_are_as_before_when_the_model_raises():
     handle.remove()
 
 
+class Checked(nn.Module):
+    """A model that checks its values, as `torch.distributions` and detection losses do."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(8, 1)
+
+    def forward(self, x):
+        rates = F.softplus(self.layer(x))
+        if not rates.isfinite().all():
+            raise ValueError("rates must be finite")
+        return rates
+
+
+def test_what_makes_a_model_raise_that_checks_its_values_is_named():
+    torch.manual_seed(0)
+    model, (x, y) = Checked(), batch()
+    found = mezzo.trace_overflow(model, (1e6 * x, y), F.mse_loss, **FLOAT16)
+    assert (found.op, found.module) == ("linear", "layer")
+    nn.init.constant_(model.layer.weight, float("inf"))
+    found = mezzo.trace_overflow(model, (x, y), F.mse_loss, **FLOAT16)
+    assert (found.op, found.direction, found.precision) == ("layer.weight", "parameters", False)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_a_gradient_that_cancels_to_zero_is_no_underflow(dtype):
+    model = nn.Linear(4, 1)
+    nn.init.zeros_(model.weight)
+    # The gradient of the bias is their sum: small, exactly, and zero if each is rounded.
+    weights = torch.tensor([[1.0], [-1.00003]])
+    x = torch.ones(2, 4)
+    found = mezzo.trace_overflow(model, (x, weights), lambda y, w: (y * w).sum(), dtype=dtype)
+    assert not found
+
+
 def test_the_batch_is_not_changed_by_a_model_that_works_in_place():
     class InPlace(nn.Linear):
         def forward(self, x):

@@ -87,6 +87,22 @@ def test_moving_a_submodule_is_refused(move):
     move(model[0])
 
 
+def test_a_model_that_casts_a_layer_to_float32_is_named_to_keep_it():
+    class Router(nn.Linear):
+        def forward(self, x):
+            return super(Router, self.float()).forward(x.float())
+
+    def make(**options):
+        model = nn.Sequential(nn.Linear(4, 4), Router(4, 4))
+        return mezzo.decorate(model.eval(), dtype="bfloat16", **options)
+
+    with pytest.raises(mezzo.UnsupportedError, match=r"keep_full={\*mezzo.NORMS, '1'}"):
+        make()(torch.ones(2, 4))
+    kept = make(keep_full={*mezzo.NORMS, "1"})
+    assert kept(torch.ones(2, 4)).isfinite().all()
+    assert kept[1].weight.dtype is torch.float32
+
+
 def test_moving_a_submodule_of_buffers_is_refused():
     model = nn.Sequential(nn.Linear(4, 4), nn.Module())
     model[1].register_buffer("table", torch.rand(4))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import nn
+from torch.amp import custom_bwd, custom_fwd
 from torch.nn import functional as F
 
 import mezzo
@@ -42,6 +43,34 @@ def test_the_error_names_the_op_and_a_remedy_that_works(op, call):
     assert decorated(call, promote={op})(torch.randn(4, 4)).dtype is torch.float32
 
 
+def assigned(table, x):
+    table[INDEX] = x
+
+
+@pytest.mark.parametrize("policy", [{}, {"full": {"softmax"}, "half": {"add"}}, {"policy": "O3"}])
+@pytest.mark.parametrize(
+    ("op", "write"),
+    [
+        ("index_add_", lambda table, x: table.index_add_(0, INDEX, x)),
+        ("scatter_add_", lambda table, x: table.scatter_add_(0, INDEX[None], x[:1])),
+        ("index_put_", assigned),
+    ],
+)
+def test_the_error_of_a_write_in_place_says_to_cast_the_values(op, write, policy):
+    def call(weight, x):
+        return write(torch.zeros(4, 4), x @ weight)
+
+    model = mezzo.decorate(Net(call).eval(), None, **{"policy": "O2", "dtype": "float16"} | policy)
+    with pytest.raises(mezzo.UnsupportedError, match=rf"^{op} writes values.*\.to\(tensor\.dtype"):
+        model(torch.randn(4, 4))
+
+
+def test_the_error_is_explained_in_a_block_that_observes_ops():
+    model = decorated(CALLS["index_add"])
+    with mezzo.op_stats(model), pytest.raises(mezzo.UnsupportedError, match=r"^index_add got"):
+        model(torch.randn(4, 4))
+
+
 @pytest.mark.parametrize("index", [torch.ones(4), torch.ones(4).half()])
 def test_a_floating_point_index_is_not_explained_as_mixed_dtypes(index):
     with pytest.raises(RuntimeError, match="Long") as raised:
@@ -65,3 +94,35 @@ def test_the_forward_wrapper_adds_one_frame_to_the_traceback_of_a_model():
     assert [path.rpartition("/src/")[2] for path in files if "/src/mezzo/" in path] == [
         "mezzo/prepare/forward.py"
     ]
+
+
+class Product(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, weight, x):
+        ctx.save_for_backward(weight, x)
+        return x @ weight
+
+    @staticmethod
+    def backward(ctx, gradient):
+        weight, x = ctx.saved_tensors
+        return x.t() @ gradient, gradient @ weight.t()
+
+
+class CastProduct(Product):
+    forward = staticmethod(custom_fwd(Product.forward, device_type="cpu"))
+    backward = staticmethod(custom_bwd(Product.backward, device_type="cpu"))
+
+
+def product_step(function):
+    model = Net(lambda weight, x: function.apply(weight, x))
+    return mezzo.TrainStep(
+        model, torch.mean, torch.optim.SGD(model.parameters(), 0.1), "O1", dtype="bfloat16"
+    )
+
+
+def test_the_error_of_a_custom_backward_has_a_remedy_that_works():
+    with pytest.raises(
+        mezzo.UnsupportedError, match=r"test_mixed_dtypes\.py:\d+\) got 16-bit.*custom_bwd"
+    ):
+        product_step(Product)(torch.randn(4, 4))
+    assert product_step(CastProduct)(torch.randn(4, 4)).isfinite()

@@ -82,6 +82,24 @@ def test_the_result_is_that_of_float32_rounded_once(make, dtype):
     assert error <= torch.finfo(dtype).eps * expected.abs().max()
 
 
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize("make", NORMS.values(), ids=NORMS)
+def test_gradients_are_those_of_statistics_in_float32(make, dtype):
+    torch.manual_seed(0)
+    norm = make()
+    if hasattr(norm, "eps"):
+        # 1 / sqrt(eps), which a constant row is multiplied by, is beyond the range of float16.
+        norm.eps = 1e-12
+    x = torch.randn(4, 16).to(dtype)
+    x[0] = 0.25
+    weights = 1e-4 * torch.randn(4, 16)
+    exact, found = x.double().requires_grad_(), x.clone().requires_grad_()
+    (copy.deepcopy(norm).double()(exact) * weights).sum().backward()
+    (decorated(norm, dtype).norm(found) * weights).sum().backward()
+    for got, expected in zip(found.grad.double(), exact.grad, strict=True):
+        assert (got - expected).norm() <= 4 * torch.finfo(dtype).eps * expected.norm()
+
+
 def test_parameters_of_norms_stay_float32_and_get_float32_gradients():
     net = Net(nn.LayerNorm(16))
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)

@@ -6,6 +6,7 @@ from dataclasses import FrozenInstanceError
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils import parametrizations
 
 import mezzo
 from mezzo.policy.types import Level, Master
@@ -93,6 +94,24 @@ def test_tied_parameters_have_one_row_and_stay_float32_if_one_name_matches():
     kept = plan(model, keep_full="b")
     assert after(kept) == {"a.weight": torch.float32}
     assert "'b' (b.weight)" in reasons(kept)["a.weight"]
+
+
+def test_parameters_that_are_computed_with_buffers_stay_float32_at_o2():
+    model = nn.Sequential(
+        parametrizations.spectral_norm(nn.Linear(4, 4)),
+        parametrizations.orthogonal(nn.Linear(4, 4)),
+        nn.utils.spectral_norm(nn.Linear(4, 4)),
+        parametrizations.weight_norm(nn.Linear(4, 4)),
+    )
+    why = reasons(plan(model, keep_full=()))
+    assert why["0.parametrizations.weight.original"] == (
+        "SpectralNorm computes it with float32 buffers"
+    )
+    kept = {name for name in why if "buffers" in why[name] and "_u" not in name}
+    assert {"1.parametrizations.weight.original", "2.weight_orig"} <= kept
+    assert not any(name.startswith("3.") for name in kept)
+    mezzo.decorate(model.eval(), dtype="bfloat16")
+    assert model(torch.ones(2, 4)).isfinite().all()
 
 
 def test_a_module_that_is_used_twice_has_one_row_for_each_tensor():

@@ -60,6 +60,26 @@ def test_a_trained_model_keeps_its_policy_and_new_weights_are_used():
     assert not torch.equal(evaluate(x), before)
 
 
+class Forces(nn.Linear):
+    """Returns an energy and its gradient by the positions."""
+
+    def forward(self, x):
+        x = x.detach().requires_grad_()
+        with torch.enable_grad():
+            energy = super().forward(x).square().sum()
+            return energy, torch.autograd.grad(energy, x)[0]
+
+
+def test_a_model_may_compute_gradients_itself():
+    model, x = Forces(4, 2), torch.randn(3, 4)
+    evaluate = mezzo.EvalStep(model, "O0")
+    for _ in range(2):
+        energy, forces = evaluate(x)
+        assert torch.equal(forces, model(x)[1])
+        assert not energy.requires_grad
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
 def test_another_policy_than_that_of_a_decorated_model_is_refused():
     made = Made("mlp")
     in_steps(made, batches("mlp", 1), "O2", "bfloat16")

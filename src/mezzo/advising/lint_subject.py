@@ -153,13 +153,15 @@ class SampleRun:
         *,
         is_step: bool = False,
     ) -> None:
-        if loss_fn is not None and not (isinstance(sample, tuple | list) and len(sample) > 1):
+        has_target = isinstance(sample, tuple | list) and len(sample) > 1
+        if loss_fn is not None and not has_target and not is_step:
             raise PolicyError(
                 f"With loss_fn the sample is (inputs, target), got {type(sample).__name__}. Pass"
                 " sample=(x, y), or leave out loss_fn."
             )
-        inputs = sample if loss_fn is None else sample[0]
-        self._target: Any = None if loss_fn is None else sample[1]
+        # A step without a target calls its loss function with the output only.
+        inputs = sample[0] if loss_fn is not None and has_target else sample
+        self._target: Any = sample[1] if loss_fn is not None and has_target else ()
         self.plain, self._loss_fn = model, loss_fn
         self.inputs = ModelArguments(unwrapped(model)).arrange((inputs,), {})
         is_decorated = decoration_of(unwrapped(model)) is not None

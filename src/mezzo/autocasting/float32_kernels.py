@@ -48,45 +48,50 @@ def register_float32_kernels(device: str) -> None:
 @cache
 def _registered(device: str) -> Library | None:
     key = AUTOCAST_KEYS.get(device)
-    lacking = sorted(
-        (missing_kernels.known_missing(device) | _missing_on_this_machine(device))
-        - set(torch_entries(device))
-    )
+    everywhere = dict.fromkeys(missing_kernels.known_missing(device), HALF_DTYPES)
+    lacking = {
+        op: dtypes
+        for op, dtypes in sorted((everywhere | _missing_on_this_machine(device)).items())
+        if op not in torch_entries(device)
+    }
     if key is None or not lacking or lacks("float32 fallback"):
         return None
     library = Library("aten", "IMPL")
     registered = set(kernels_of(key))
-    for op in lacking:
+    for op, dtypes in lacking.items():
         for qualified in functional_overloads(op) - registered:
             library.impl(
                 qualified.removeprefix("aten::"),
-                _kernel(op, qualified, device, key),
+                _kernel(op, qualified, device, key, dtypes),
                 key,
                 with_keyset=True,
             )
     return library
 
 
-def _missing_on_this_machine(device: str) -> frozenset[str]:
-    """Return ops without a 16-bit kernel on this machine.
+def _missing_on_this_machine(device: str) -> dict[str, tuple[torch.dtype, ...]]:
+    """Return ops without a kernel on this machine, with the 16-bit dtypes that they lack.
 
-    oneDNN's LSTM, which torch's autocast calls on a CPU, fails without native instructions.
+    oneDNN's LSTM, which torch's autocast calls on a CPU, fails without native instructions. Some
+    CPUs have those of bfloat16 only.
     """
-    return (
-        frozenset({"lstm"})
-        if device == "cpu" and not hardware(device).bfloat16.native
-        else frozenset()
-    )
+    if device != "cpu":
+        return {}
+    native = hardware(device).native_dtypes
+    emulated = tuple(dtype for dtype in HALF_DTYPES if dtype not in native)
+    return {"lstm": emulated} if emulated else {}
 
 
-def _kernel(op: str, qualified: str, device: str, key: str) -> Function:
+def _kernel(
+    op: str, qualified: str, device: str, key: str, dtypes: tuple[torch.dtype, ...]
+) -> Function:
     base, _, overload = qualified.removeprefix("aten::").partition(".")
     autocast = getattr(DispatchKey, key)
     below = keys_below(autocast)
 
     def kernel(keyset: Any, *args: Any, **kwargs: Any) -> Any:
         call = getattr(getattr(torch.ops.aten, base), overload or "default")
-        if not in_region():
+        if not in_region() or torch.get_autocast_dtype(device) not in dtypes:
             return call.redispatch(keyset & below, *args, **kwargs)
         if _events.listening() and any(
             is_castable(value, device) and value.dtype in HALF_DTYPES for value in args

@@ -104,6 +104,9 @@ class ValueRecorder(FunctionPlaces):
             self._watch(leaves[0], place)
         return result
 
+    def cause_of_error(self) -> None:
+        """Return None: nothing is judged."""
+
     def outcome(self, results: Iterable[Tensor]) -> None:
         """Return None: nothing is judged."""
 

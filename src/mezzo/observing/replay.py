@@ -55,6 +55,9 @@ class ObservingMode(Protocol):
     paused: bool
     """Whether ops are not observed."""
 
+    def cause_of_error(self) -> Finding | None:
+        """Return what was wrong before the body raised; None if the error is all there is."""
+
     def outcome(self, results: Iterable[Tensor]) -> Finding | None:
         """Return what is wrong with the loss and the gradients."""
 
@@ -165,7 +168,14 @@ class Replay:
                 observer(_module_names(copies), Replay._run.__code__, named)
             )
             args = (context, *call.args) if self.takes_update else call.args
-            loss = split_loss(self.body(*args, **call.kwargs)).loss
+            try:
+                loss = split_loss(self.body(*args, **call.kwargs)).loss
+            except Exception:
+                # Some models check their values and raise: what made these is asked for.
+                cause = context.mode.cause_of_error()
+                if cause is None:
+                    raise
+                return Trace(cause, None, context.scale or 1.0)
         if context.loss is None and loss is not None:
             self._backward(context, loss)
         results = [] if context.loss is None else [context.loss]

@@ -158,6 +158,8 @@ class ShadowMode(TorchDispatchMode):
         self.finding: Finding | None = None
         self.paused = False
         """Whether ops run without shadows."""
+        self._nonfinite: Finding | None = None
+        """What made the first value that is not finite, and no mask."""
         self._tracker = tracker
         self._observe = observe
         """Called with every result; then nothing ends the run."""
@@ -236,6 +238,7 @@ class ShadowMode(TorchDispatchMode):
             exact = result.detach().double()
         is_finite = bool(exact.isfinite().all())
         origin = None if is_finite else self._origin(call, result, exact)
+        self._nonfinite = self._nonfinite or origin
         if call.func.is_view:
             shadow = Shadow(exact, call.error, _norm(exact), call.causes, origin, call.flushed)
             self._keep(result, shadow)
@@ -262,7 +265,7 @@ class ShadowMode(TorchDispatchMode):
         if error < _LOST:
             return shadow
         flushed = call.flushed
-        if flushed is None and rounds and self._is_flushed(found, shadow, call):
+        if flushed is None and rounds and self._is_flushed(found, shadow, call, result.dtype):
             flushed = self._found(Kind.UNDERFLOW, call, result, exact, error)
         return replace(shadow, flushed=flushed)
 
@@ -330,14 +333,22 @@ class ShadowMode(TorchDispatchMode):
         return self._found(Kind.NONFINITE, call, result, exact, torch.inf)
 
     @staticmethod
-    def _is_flushed(found: Tensor, shadow: Shadow, call: _Call) -> bool:
-        """Return whether most of a result became zero, which was more than rounding errors."""
-        zeros = _norm(torch.where((found == 0.0), shadow.exact, 0.0))
+    def _is_flushed(found: Tensor, shadow: Shadow, call: _Call, dtype: torch.dtype) -> bool:
+        """Return whether most of a result became zero, which was more than rounding errors.
+
+        A larger value that is zero has cancelled.
+        """
+        is_small = shadow.exact.abs() < torch.finfo(dtype).tiny
+        zeros = _norm(torch.where((found == 0.0) & is_small, shadow.exact, 0.0))
         return (
             zeros > _FLUSHED * shadow.norm
             and shadow.norm > max(_NOISE * call.norm, torch.finfo(torch.float32).tiny)
             and call.error < _LOST
         )
+
+    def cause_of_error(self) -> Finding | None:
+        """Return what was wrong before the model raised, as those do that check for NaN."""
+        return None if self._observe is not None else self.finding or self._nonfinite
 
     def outcome(self, results: Iterable[Tensor]) -> Finding | None:
         """Return what made one of these results, a loss and gradients, non-finite or zero."""

@@ -14,11 +14,14 @@ from torch import distributed, nn
 from torch.autograd.graph import get_gradient_edge
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.nn.parameter import is_lazy
+from torch.nn.utils.parametrize import ParametrizationList
+from torch.nn.utils.spectral_norm import SpectralNorm
 
 from mezzo._errors import PolicyError, UnsupportedError, nearest
 from mezzo._torch import BatchNorm, loaded
 from mezzo.autocasting.module_rules import plan_modules
 from mezzo.policy.policy import Policy
+from mezzo.policy.presets import is_torch
 from mezzo.policy.types import NORMS, Level, Rule, Selector
 from mezzo.scaling.gradients import parameters
 from mezzo.scaling.mesh import any_sharded, is_sharded
@@ -291,6 +294,8 @@ class KeepFull:
     ruled: tuple[nn.Module, ...] = ()
     """Modules that run in float32 by a rule of the policy: with 16-bit parameters they would
     compute with rounded weights."""
+    keeps_parametrized: bool = False
+    """Keep parameters float32 whose parametrization computes with buffers, which stay float32."""
 
     def reasons(self, model: nn.Module) -> dict[str, str]:
         """Return the tensors that stay float32: qualified name → reason."""
@@ -298,7 +303,7 @@ class KeepFull:
             name: self._of_module(name, module)
             for name, module in model.named_modules(remove_duplicate=False)
         }
-        reasons = {}
+        reasons = dict(_parametrized(model)) if self.keeps_parametrized else {}
         for name in _tensor_names(model):
             of_parents = (reason for parent in _parents(name) if (reason := modules[parent]))
             if reason := next(of_parents, "") or self._of_tensor(name):
@@ -366,9 +371,19 @@ def read_keep_full(
         without_instances = full = Policy.parse(policy, **overrides)
     if "keep_full" not in overrides and set(full.keep_full) == _DEFAULT:
         without_instances = full = replace(full, keep_full=_default_keep_full(full))
-    keep = KeepFull(without_instances.keep_full, instances, _in_float32(full, models))
+    keep = KeepFull(
+        without_instances.keep_full,
+        instances,
+        _in_float32(full, models),
+        keeps_parametrized=casts_only_parameters(full),
+    )
     keep.check_matches(models)
     return full, keep
+
+
+def casts_only_parameters(policy: Policy) -> bool:
+    """Return whether buffers and inputs stay float32 where parameters are cast."""
+    return policy.level is Level.O2 and is_torch(policy.preset)
 
 
 def _default_keep_full(policy: Policy) -> tuple[Selector, ...]:
@@ -422,6 +437,21 @@ def _matches_anything(selector: Selector, model: nn.Module) -> bool:
     return selector.rank > _TYPE_RANK and any(
         fnmatchcase(name, selector.text) for name in _tensor_names(model)
     )
+
+
+def _parametrized(model: nn.Module) -> Iterator[tuple[str, str]]:
+    """Yield parameters that are computed with buffers, as a spectral norm does, with the reason."""
+    for path, module in model.named_modules(remove_duplicate=False):
+        prefix = f"{path}." if path else ""
+        for hook in module._forward_pre_hooks.values():
+            if isinstance(hook, SpectralNorm):
+                yield f"{prefix}{hook.name}_orig", "SpectralNorm computes it with float32 buffers"
+        if isinstance(module, ParametrizationList) and any(
+            buffer.is_floating_point() for buffer in module.buffers()
+        ):
+            classes = ", ".join(type(one).__name__.lstrip("_") for one in module)
+            for name, _ in module.named_parameters(recurse=False):
+                yield f"{prefix}{name}", f"{classes} computes it with float32 buffers"
 
 
 def _tensor_names(model: nn.Module) -> Iterator[str]:

@@ -12,6 +12,7 @@ from typing import Any, TypeVar, overload
 import torch
 from torch import nn
 
+from mezzo._dtypes import HALF_DTYPES
 from mezzo._errors import PolicyError, UnsupportedError
 from mezzo.autocasting.arguments import region_for
 from mezzo.autocasting.autocast import bind_module_rules
@@ -377,4 +378,16 @@ class _MoveGuard:
                 f"The model is decorated: {name!r} cannot be moved from {before.dtype} on"
                 f" {before.device} to {after.dtype} on {after.device}. First move, then decorate;"
                 " or call mezzo.undecorate(model), move it, and decorate it again."
+                f"{_keep_full_remedy(name, before, after)}"
             )
+
+
+def _keep_full_remedy(name: str, before: torch.Tensor, after: torch.Tensor) -> str:
+    """Return what to do if the model itself casts a module to float32, as some routers do."""
+    if before.dtype not in HALF_DTYPES or after.dtype is not torch.float32:
+        return ""
+    owner = name.rpartition(".")[0]
+    return (
+        " If the model's forward pass does this, keep the module in float32:"
+        f" decorate with keep_full={{*mezzo.NORMS, {owner!r}}}."
+    )

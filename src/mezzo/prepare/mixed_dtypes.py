@@ -10,6 +10,9 @@ import ast
 import linecache
 import re
 import traceback
+from pathlib import Path
+
+import torch
 
 from mezzo._errors import MezzoError, UnsupportedError
 from mezzo.policy.registry import registry
@@ -19,6 +22,8 @@ _MIXED_DTYPES = re.compile(
     flags=re.IGNORECASE,
 )
 """Found in torch's messages about 16-bit and float32 tensors."""
+_INSIDE = (str(Path(__file__).parents[1]), str(Path(torch.__file__).parent))
+"""The folders of mezzo and torch."""
 _OTHER_DTYPES = re.compile(r"long|\bint\b", flags=re.IGNORECASE)
 """Found in messages about a floating-point index."""
 
@@ -29,10 +34,16 @@ def explain_mixed_dtypes(error: RuntimeError) -> UnsupportedError | None:
         return None
     if _OTHER_DTYPES.search(str(error)):
         return None
-    op = _failed_op(error)
-    if op is None:
+    call = _failed_call(error)
+    if call is None:
         return None
-    message = str(error).splitlines()[0]
+    op, message = call.rstrip("_"), str(error).splitlines()[0]
+    if call != op:
+        return UnsupportedError(
+            f"{call} writes values of one dtype into a tensor of another, which it does not accept"
+            f" ({message}). Cast the values in the model, with .to(tensor.dtype); or call {op},"
+            f" which returns a new tensor, and pass promote={{{op!r}}}."
+        )
     return UnsupportedError(
         f"{op} got 16-bit and float32 tensors, which it does not accept ({message}). Pass"
         f" promote={{{op!r}}} to run it in the widest dtype of its inputs; or, if one of them is a"
@@ -40,37 +51,73 @@ def explain_mixed_dtypes(error: RuntimeError) -> UnsupportedError | None:
     )
 
 
-def _failed_op(error: RuntimeError) -> str | None:
-    """Return the op whose call raised, by the expression in the innermost frame."""
-    frames = traceback.extract_tb(error.__traceback__)
-    if not frames:
+def explain_backward(error: RuntimeError) -> UnsupportedError | None:
+    """Return an error with the remedy if the backward of an autograd.Function mixed dtypes.
+
+    Its forward runs in autocast and may save 16-bit tensors beside float32 ones. Its backward runs
+    without autocast.
+    """
+    if isinstance(error, MezzoError) or not _MIXED_DTYPES.search(str(error)):
         return None
-    frame = frames[-1]
+    frames = traceback.extract_tb(error.__traceback__)
+    frame = next((one for one in frames if one.name == "backward" and not _is_inside(one)), None)
+    if frame is None:
+        return None
+    return UnsupportedError(
+        f"The backward of an autograd.Function ({Path(frame.filename).name}:{frame.lineno}) got"
+        f" 16-bit and float32 tensors ({str(error).splitlines()[0]}), since it runs without"
+        " autocast. Decorate its forward with @torch.amp.custom_fwd(device_type=...) and its"
+        " backward with @torch.amp.custom_bwd(device_type=...)."
+    )
+
+
+def _is_inside(frame: traceback.FrameSummary) -> bool:
+    """Return whether a frame runs code of mezzo or torch."""
+    return frame.filename.startswith(_INSIDE)
+
+
+def _failed_call(error: RuntimeError) -> str | None:
+    """Return the op whose call raised, as the code names it.
+
+    Modes call an op from frames of mezzo and torch, inside the frame of the code.
+    """
+    for frame in reversed(traceback.extract_tb(error.__traceback__)):
+        call = _called(_expression(frame))
+        if call is not None or not _is_inside(frame):
+            return call
+    return None
+
+
+def _expression(frame: traceback.FrameSummary) -> str:
+    """Return the expression that a frame was computing; empty if it is not known."""
     first, last, start, end = frame.lineno, frame.end_lineno, frame.colno, frame.end_colno
     if first is None or last is None or start is None or end is None:
-        return None
+        return ""
     lines = [
         linecache.getline(frame.filename, number).encode() for number in range(first, last + 1)
     ]
     # The columns count bytes.
     lines[-1] = lines[-1][:end]
     lines[0] = lines[0][start:]
-    return _called(b"".join(lines).decode(errors="replace"))
+    return b"".join(lines).decode(errors="replace")
 
 
 def _called(expression: str) -> str | None:
-    """Return the op that an expression calls.
+    """Return the op that an expression calls; an expression with an index writes there.
 
     >>> _called("table.index_add_(0, index, source)"), _called("x + y"), _called("self.head(x)")
-    ('index_add', None, None)
+    ('index_add_', None, None)
+    >>> _called("table[index]")
+    'index_put_'
     """
     try:
         node = ast.parse(expression.strip(), mode="eval").body
     except SyntaxError:
         return None
+    if isinstance(node, ast.Subscript):
+        return "index_put_"
     if not isinstance(node, ast.Call):
         return None
     function = node.func
     name = function.attr if isinstance(function, ast.Attribute) else getattr(function, "id", "")
-    name = name.rstrip("_")
-    return name if name in registry().names else None
+    return name if name.rstrip("_") in registry().names else None

@@ -20,6 +20,7 @@ from torch.compiler import is_dynamo_compiling
 from torch.nn import functional as F
 
 from mezzo._casting import cast
+from mezzo._dtypes import HALF_DTYPES
 from mezzo.policy.policy import Policy
 from mezzo.policy.types import Rule
 
@@ -126,19 +127,33 @@ class NormForward:
 
 
 def _normalize(module: nn.Module, input: Tensor) -> Tensor:  # noqa: A002
-    # Kernels of accelerators need the weights in the dtype of the input.
+    dtype = input.dtype
     match module:
-        case nn.LayerNorm():
-            weight, bias = _as(module.weight, input), _as(module.bias, input)
-            return F.layer_norm(input, module.normalized_shape, weight, bias, module.eps)
-        case nn.GroupNorm():
-            weight, bias = _as(module.weight, input), _as(module.bias, input)
-            return F.group_norm(input, module.num_groups, weight, bias, module.eps)
+        case nn.LayerNorm() | nn.GroupNorm():
+            # Kernels of accelerators need the weights in the dtype of the input. Those of CPUs
+            # save the statistics for backward in the dtype of the weights, and 1 / sqrt(eps), as
+            # of a row of zeros, is beyond the range of float16.
+            if input.device.type == "cpu" and dtype in HALF_DTYPES:
+                dtype = torch.float32
+            if module.weight is None:
+                return cast(_layer_or_group_norm(module, cast(input, dtype), dtype), input.dtype)
+            return _layer_or_group_norm(module, input, dtype)
         case nn.RMSNorm():
-            return F.rms_norm(input, module.normalized_shape, _as(module.weight, input), module.eps)
+            return F.rms_norm(input, module.normalized_shape, _as(module.weight, dtype), module.eps)
     own: Any = module.weight
-    return F.rms_norm(input, own.shape, _as(own, input), _eps(module))
+    return F.rms_norm(input, own.shape, _as(own, dtype), _eps(module))
 
 
-def _as(weight: Tensor | None, input: Tensor) -> Tensor | None:  # noqa: A002
-    return None if weight is None else cast(weight, input.dtype)
+def _layer_or_group_norm(
+    module: nn.LayerNorm | nn.GroupNorm,
+    input: Tensor,  # noqa: A002
+    dtype: torch.dtype,
+) -> Tensor:
+    weight, bias = _as(module.weight, dtype), _as(module.bias, dtype)
+    if isinstance(module, nn.LayerNorm):
+        return F.layer_norm(input, module.normalized_shape, weight, bias, module.eps)
+    return F.group_norm(input, module.num_groups, weight, bias, module.eps)
+
+
+def _as(weight: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+    return None if weight is None else cast(weight, dtype)

@@ -17,13 +17,13 @@ from mezzo.optim.attach import is_zero_redundancy, refuse_wrapper
 from mezzo.optim.master_formats import MASTER_FORMATS
 from mezzo.policy.decide import Resolved, resolve
 from mezzo.policy.policy import Policy
-from mezzo.policy.presets import is_torch
 from mezzo.policy.types import Level, Master
 from mezzo.prepare.arguments import (
     KeepFull,
     Models,
     Optimizers,
     Targets,
+    casts_only_parameters,
     read_keep_full,
     read_targets,
 )
@@ -114,7 +114,7 @@ class Plan:
 
         Ops then take the precisions of O1, and explicit float32 stays float32.
         """
-        return _casts_only_parameters(self.policy)
+        return casts_only_parameters(self.policy)
 
     @property
     def bytes_before(self) -> int:
@@ -280,7 +280,7 @@ def make_plan(
     )
     norms = (
         find_norms(targets.models, read_policy)
-        if half is not None and _casts_only_parameters(read_policy)
+        if half is not None and casts_only_parameters(read_policy)
         else ()
     )
     half = None if sharded and not casts_shards(read_policy.master) else half
@@ -290,7 +290,7 @@ def make_plan(
         half,
         _why_float32(read_policy, resolved, sharded=sharded),
         master,
-        casts_buffers=not _casts_only_parameters(read_policy),
+        casts_buffers=not casts_only_parameters(read_policy),
     )
     group_of = {id(one): group for group in groups for one in group.group.parameters}
     tensors = tuple(
@@ -327,10 +327,6 @@ def _planned(rule: TensorRule, info: TensorInfo, group: GroupPrecision | None) -
     # All shards of a group have one dtype: norms among them are cast too, and have masters.
     row = rule.row(replace(info, keep_reason=""))
     return PlannedTensor(info, replace(row, reason=f"{row.reason}; {group.reason}"))
-
-
-def _casts_only_parameters(policy: Policy) -> bool:
-    return policy.level is Level.O2 and is_torch(policy.preset)
 
 
 def _master(policy: Policy, half: torch.dtype | None, targets: Targets) -> Master:
@@ -419,7 +415,7 @@ def plan_tensors(
     """Plan the tensors of a model that need not have values, as on the meta device."""
     half = dtype if policy.level in _CONVERTS else None
     master = _master(policy, half, targets)
-    casts_buffers = not _casts_only_parameters(policy)
+    casts_buffers = not casts_only_parameters(policy)
     rule = TensorRule(policy.level, half, "stays float32", master, casts_buffers=casts_buffers)
     infos = list_tensors(targets, keep_full)
     return PlannedTensors(half, master, tuple(PlannedTensor(one, rule.row(one)) for one in infos))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Hashable, Iterator
 from contextlib import contextmanager
 from operator import methodcaller
@@ -34,6 +35,8 @@ from mezzo.step.inputs import (
 from mezzo.step.replay_timing import ReplayTiming
 
 _ADDRESS = methodcaller("data_ptr")
+_NEEDS_GRADIENTS = re.compile(r"does not require grad|Inference tensors cannot")
+"""Found in torch's messages about gradients in inference mode."""
 _WARM_UP = 2
 """Eager calls before the first capture; one of them at least has the inputs that are captured."""
 _CALL = "call"
@@ -87,6 +90,8 @@ class EvalStep:
         self._device = next(iter(model.parameters())).device
         self._capture = Capture.parse(capture)  # type: ignore[arg-type]
         self._is_sharded = is_sharded_model((model,))
+        self._differentiates = False
+        """Whether the model computes gradients itself, as of an energy for forces."""
         self._tensors = [*model.parameters(), *model.buffers()]
         self._inputs: InputKinds[CapturedGraph] = InputKinds(max_graphs)
         self._recapture_key: Hashable = None
@@ -226,9 +231,18 @@ class EvalStep:
 
     def _run(self, inputs: Any) -> Any:
         # FSDP2 keeps the tensors that it gathers into, and backward cannot use inference tensors.
-        without_gradients = torch.no_grad() if self._is_sharded else torch.inference_mode()
-        with _evaluation_mode(self.model), without_gradients:
-            return call_model(self.model, inputs)
+        if self._is_sharded or self._differentiates:
+            with _evaluation_mode(self.model), torch.no_grad():
+                return call_model(self.model, inputs)
+        try:
+            with _evaluation_mode(self.model), torch.inference_mode():
+                return call_model(self.model, inputs)
+        except RuntimeError as error:
+            if not _NEEDS_GRADIENTS.search(str(error)):
+                raise
+        # In inference mode `torch.enable_grad()` has no effect.
+        self._differentiates = True
+        return self._run(inputs)
 
     def _drop_graphs(self, recapture_key: Hashable) -> None:
         """Drop captured graphs. This synchronizes if there are any, since they may be running."""

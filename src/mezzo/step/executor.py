@@ -16,6 +16,7 @@ from mezzo._torch import foreach_mul_
 from mezzo.autocasting.regions import enter_regions
 from mezzo.optim.binding import optimizer_binding
 from mezzo.prepare.arguments import Optimizer
+from mezzo.prepare.mixed_dtypes import explain_backward
 from mezzo.scaling import capture
 from mezzo.scaling.gradients import parameters, refuse_unreached
 from mezzo.scaling.mesh import local_tensors
@@ -355,20 +356,26 @@ class StepContext:
         scaled = loss if self._loss_factor == 1.0 else loss * self._loss_factor
         scaler, region = self._components.scaler, self._components.backward_region
         in_region = torch.is_autocast_enabled(region.device)
-        with profiled(Range.BACKWARD), enter_regions(region) if in_region else nullcontext():
-            if (
-                self._finds_scale
-                and gradient is None
-                and not create_graph
-                and self._find_scale(scaled, retain_graph, inputs)
-            ):
-                return
-            if scaler is not None and gradient is None:
-                gradient = capture.backward_seed(scaler, scaled)
-            elif scaler is not None:
-                scaled = scaler.scale(scaled)
-            # Not `scaled.backward()`, which `ScaledBackward` would send here again.
-            torch.autograd.backward(scaled, gradient, retain_graph, create_graph, inputs=inputs)
+        try:
+            with profiled(Range.BACKWARD), enter_regions(region) if in_region else nullcontext():
+                if (
+                    self._finds_scale
+                    and gradient is None
+                    and not create_graph
+                    and self._find_scale(scaled, retain_graph, inputs)
+                ):
+                    return
+                if scaler is not None and gradient is None:
+                    gradient = capture.backward_seed(scaler, scaled)
+                elif scaler is not None:
+                    scaled = scaler.scale(scaled)
+                # Not `scaled.backward()`, which `ScaledBackward` would send here again.
+                torch.autograd.backward(scaled, gradient, retain_graph, create_graph, inputs=inputs)
+        except RuntimeError as error:
+            explained = explain_backward(error)
+            if explained is None:
+                raise
+            raise explained from error
 
     def _find_scale(self, loss: torch.Tensor, retain_graph: bool | None, inputs: Any) -> bool:  # noqa: FBT001
         """Compute the first gradients, and lower the loss scale if they are non-finite.
