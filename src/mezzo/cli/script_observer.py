@@ -24,6 +24,7 @@ from mezzo.cli.apex_observer import observe_apex
 from mezzo.cli.rank_logs import Ranks
 from mezzo.observing.attach import LoopAttachment
 from mezzo.observing.log import LogWriter, log_path
+from mezzo.observing.module_hooks import ModuleHook
 from mezzo.observing.op_stats import OpStats
 from mezzo.observing.records import OpsRecord, Record, RunEnded, RunStarted
 from mezzo.observing.run import Run, observe
@@ -218,7 +219,7 @@ def _count_ops(run: Run, module: nn.Module) -> None:
         rows = tuple(asdict(row) for row in stats.rows)
         run._write([OpsRecord(step=run._number, time=run._time(), rows=rows)])
 
-    handles.callback(module.register_forward_pre_hook(start).remove)
+    handles.callback(module.register_forward_pre_hook(ModuleHook(start)).remove)
 
 
 # -- wrap methods ----------------------------------------------------------------------------------

@@ -8,13 +8,13 @@ from typing import Any, Protocol
 
 import torch
 from torch import nn
-from torch.compiler import is_compiling
 
 from mezzo import _events, _launch
 from mezzo._dtypes import dtype_name
 from mezzo._errors import UnsupportedError
 from mezzo.autocasting.arguments import policy_of
 from mezzo.autocasting.regions import innermost_region
+from mezzo.observing.module_hooks import ModuleHook
 from mezzo.observing.numerics import named_models
 from mezzo.scaling import observed_scaler
 from mezzo.scaling.gradient_counts import GradientCounts
@@ -183,7 +183,8 @@ class LoopAttachment(Attachment):
         self.region_dtype: torch.dtype | None = None
         """Dtype of the autocast region around the first forward pass; None without a region."""
         self._count_gradients(scaler)
-        self._detach.callback(model.register_forward_pre_hook(self._before_forward).remove)
+        hook = model.register_forward_pre_hook(ModuleHook(self._before_forward))
+        self._detach.callback(hook.remove)
         if scaler is not None and observed_scaler.is_enabled(scaler):
             self._detach.callback(_Wrapper(scaler, "scale", self._wrap_scale).remove)
             self._detach.callback(_Wrapper(scaler, "update", self._wrap_update).remove)
@@ -192,9 +193,6 @@ class LoopAttachment(Attachment):
             self._detach.callback(hook.remove)
 
     def _before_forward(self, *_: Any) -> None:
-        if is_compiling():
-            # Code that is compiled in this call must not keep the hook.
-            return
         if not self.optimizers:
             self._end(0.0)
         elif not torch.is_grad_enabled():
