@@ -213,6 +213,21 @@ def test_a_model_alone_counts_its_forward_passes():
     assert set(run.numerics) == {"parameters", "activations", "gradients"}
 
 
+def test_updates_of_a_shared_scaler_for_another_model_are_not_steps_of_this_one():
+    models, losses = [make_model(), nn.Linear(4, 2)], []
+    optimizers = [torch.optim.SGD(one.parameters(), lr=0.1) for one in models]
+    scaler = mezzo.GradScaler("cpu", init_scale=8.0)
+    x, y = batch()
+    with mezzo.observe(models[0], optimizers[0], scaler) as run:
+        for model, optimizer in [*zip(models, optimizers, strict=True)] * 3:
+            loss = F.mse_loss(model(x), y)
+            losses.append(loss.item())
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+    assert [one.loss for one in run.steps] == losses[::2]
+
+
 class Frozen(nn.Module):
     """A compiled model: its forward pass does not run hooks that are added later."""
 

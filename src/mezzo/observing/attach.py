@@ -164,8 +164,9 @@ class StepAttachment(Attachment):
 class LoopAttachment(Attachment):
     """Observes the model, optimizers and scaler of a loop that the user wrote.
 
-    A step begins with a forward pass of the model, and ends with `scaler.update()`, without a
-    scaler with the step of the last optimizer, and without optimizers with the next forward pass.
+    A step begins with a forward pass of the model, and ends with `scaler.update()` after a step of
+    its optimizers, without a scaler with the step of the last optimizer, and without optimizers
+    with the next forward pass.
     """
 
     def __init__(
@@ -227,7 +228,7 @@ class LoopAttachment(Attachment):
     def _wrap_update(self, update: Callable[..., Any]) -> Callable[..., Any]:
         def updated(*args: Any, **kwargs: Any) -> Any:
             scaler = self._scaler
-            if scaler is None:
+            if scaler is None or observed_scaler.checked_only_others(scaler, self.optimizers):
                 return update(*args, **kwargs)
             if self.counts is not None:
                 observed_scaler.count_unchecked(scaler, self.optimizers, self.counts)
