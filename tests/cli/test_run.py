@@ -148,6 +148,7 @@ def test_a_compiled_gpt_leaves_a_report(tmp_path):
     process = start_python(tmp_path, "-m", "mezzo", "run", GPT, "--max-iters", 8, "--compile")
     _, stderr = process.communicate(timeout=300)
     assert process.returncode == 0, stderr
+    assert "global hooks" not in stderr
     assert len(records(tmp_path / "mezzo-report.jsonl", "step")) == 8
 
 
