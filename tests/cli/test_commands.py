@@ -48,6 +48,9 @@ def half_without_scaler():
 
 def wrong():
     return 3
+
+def needs(width):
+    return nn.Linear(width, width)
 """
 
 
@@ -106,6 +109,7 @@ def test_lint_exits_with_1_if_there_are_findings(setup):
 @pytest.mark.parametrize(
     ("factory", "message"),
     [
+        ("{}:needs", "without arguments: missing a required argument: 'width'. Pass a"),
         ("{}:wrong", "returned 'int'. Return a model, a tuple"),
         ("{}:plan", "has no 'plan'. Did you mean 'plain'"),
         ("no_such_module:f", "There is no module 'no_such_module'"),

@@ -105,6 +105,14 @@ def test_a_fast_machine_has_nothing_to_change():
     assert "bfloat16  product  100.000 ms   8.00 × float32" in str(diagnosis)
 
 
+def test_a_device_without_a_16_bit_dtype_is_a_problem():
+    absent = Support(supported=False, native=False, reason="no CUDA device is visible")
+    device = Hardware("cuda", "no CUDA device", "", float16=absent, bfloat16=absent)
+    diagnosis = diagnose(replace(FAST, device=device))
+    assert diagnosis.has_problem
+    assert "16 bits here: no CUDA device is visible. Choose another device" in str(diagnosis)
+
+
 def test_an_emulated_dtype_is_named_with_the_reason():
     text = texts(replace(ON_CPU, products=times(float32=0.1, float16=6.7, bfloat16=0.04)))
     assert "float16 is 67.0 times slower than float32 here: torch emulates it in software" in text

@@ -16,6 +16,7 @@ from support.command_line import (
     run_mezzo_ranks,
     run_python,
 )
+from torch.optim.optimizer import _global_optimizer_post_hooks
 
 import mezzo
 from mezzo.cli.rank_logs import Ranks, remove_old_logs
@@ -83,7 +84,8 @@ def test_an_image_classifier_leaves_a_report(tmp_path):
     assert finished.code == 0, finished.stderr
     assert finished.stdout == run_python(tmp_path, CLASSIFIER, 2).stdout
     page = (tmp_path / "out.html").read_text()
-    assert "It trains, with something to look at: lint has 1 finding." in page
+    verdict = 'look at: lint found "the loss is scaled, and the products run in bfloat16".'
+    assert verdict in finished.stderr
     assert "scaler-with-bfloat16" in page
     assert len(records(tmp_path / "l.jsonl", "step")) == 12
     assert records(tmp_path / "l.jsonl", "run")[0]["model"] == "Net"
@@ -146,6 +148,7 @@ def test_a_compiled_gpt_leaves_a_report(tmp_path):
     process = start_python(tmp_path, "-m", "mezzo", "run", GPT, "--max-iters", 8, "--compile")
     _, stderr = process.communicate(timeout=300)
     assert process.returncode == 0, stderr
+    assert "global hooks" not in stderr
     assert len(records(tmp_path / "mezzo-report.jsonl", "step")) == 8
 
 
@@ -204,7 +207,7 @@ def test_exit_code_and_traceback_are_those_of_python(tmp_path, end):
     assert finished.code == expected.returncode
     line, _, rest = finished.stderr.partition("\n")
     assert rest == expected.stderr
-    assert line.startswith("mezzo: No training step was recorded. Report: ")
+    assert line.startswith("mezzo: No training step was recorded: ")
 
 
 def test_a_script_sees_what_it_sees_under_python(tmp_path):
@@ -263,7 +266,7 @@ def test_ctrl_c_ends_a_script_by_the_signal_and_leaves_a_report(tmp_path):
         r'\nTraceback \(most recent call last\):\n  File "[^"]*script.py", line \d', stderr
     )
     assert stderr.endswith("KeyboardInterrupt\n")
-    assert "The run ended with KeyboardInterrupt." in (tmp_path / "mezzo-report.html").read_text()
+    assert "the run ended with KeyboardInterrupt." in (tmp_path / "mezzo-report.html").read_text()
 
 
 @pytest.mark.parametrize(
@@ -325,6 +328,38 @@ def test_logs_of_earlier_runs_are_not_merged(tmp_path):
     assert {one.name for one in tmp_path.iterdir()} == {"run.rank1.jsonl", "other.jsonl"}
 
 
+# -- what is not observed --------------------------------------------------------------------------
+
+NET = "import torch\nnet, x = torch.nn.Linear(2, 1), torch.ones(4, 2)\n"
+STEP = "net(x).sum().backward(); optimizer.step()\n"
+SGD = "optimizer = torch.optim.SGD(net.parameters(), lr=0.1)\n"
+UNOBSERVED = {
+    "two models": (
+        NET + SGD + STEP + "net = torch.nn.Linear(2, 3)\n" + SGD + STEP,
+        "Only Linear was observed: steps of another SGD (2 parameters) are not recorded.",
+    ),
+    "a model in two parts": (
+        NET + "last = torch.nn.Linear(1, 1)\n"
+        "optimizer = torch.optim.SGD([*net.parameters(), *last.parameters()], lr=0.1)\n"
+        "last(net(x)).sum().backward(); optimizer.step()\n",
+        "Only Linear was observed: 2 of 4 trained parameters are not in it.",
+    ),
+    "no call": (
+        NET + SGD + "net.forward(x).sum().backward(); optimizer.step()\n",
+        "No training step was recorded: no module with parameters of an optimizer was called",
+    ),
+    "no step": (NET + SGD + "net.forward(x)\n", "was recorded: no optimizer made a step."),
+    "no optimizer": (NET + "net(x)\n", "the script's process created no optimizer of torch."),
+}
+
+
+@pytest.mark.parametrize("name", UNOBSERVED)
+def test_the_verdict_says_what_a_script_trained_besides(tmp_path, name):
+    text, sentence = UNOBSERVED[name]
+    finished = run_mezzo(tmp_path, "run", script(tmp_path, text))
+    assert sentence in finished.stderr
+
+
 # -- what an observer changes ----------------------------------------------------------------------
 
 
@@ -336,6 +371,7 @@ def test_an_observer_restores_what_it_wraps(tmp_path):
             vars(Step)["_call"],
             vars(torch.Tensor)["backward"],
             len(torch.nn.modules.module._global_forward_pre_hooks),
+            len(_global_optimizer_post_hooks),
         )
 
     before = wrapped()

@@ -218,6 +218,7 @@ def test_unknown_kinds_and_fields_are_returned(path):
     ("text", "message"),
     [
         ("", "no complete first line"),
+        ("import torch\n", "no complete first line"),
         ('{"kind": "step"}\n', "begins with a record of kind 'step'"),
         ('{"kind": "run", "version": 2}\n', "version 2 .* reads up to 1. Update mezzo"),
         ('{"kind": "run"}\n', "version None"),

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import gc
+import pickle
 import time
 import weakref
 
@@ -211,6 +213,21 @@ def test_a_model_alone_counts_its_forward_passes():
     assert set(run.numerics) == {"parameters", "activations", "gradients"}
 
 
+def test_updates_of_a_shared_scaler_for_another_model_are_not_steps_of_this_one():
+    models, losses = [make_model(), nn.Linear(4, 2)], []
+    optimizers = [torch.optim.SGD(one.parameters(), lr=0.1) for one in models]
+    scaler = mezzo.GradScaler("cpu", init_scale=8.0)
+    x, y = batch()
+    with mezzo.observe(models[0], optimizers[0], scaler) as run:
+        for model, optimizer in [*zip(models, optimizers, strict=True)] * 3:
+            loss = F.mse_loss(model(x), y)
+            losses.append(loss.item())
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+    assert [one.loss for one in run.steps] == losses[::2]
+
+
 class Frozen(nn.Module):
     """A compiled model: its forward pass does not run hooks that are added later."""
 
@@ -225,6 +242,60 @@ def test_a_loop_whose_forward_pass_is_not_seen_is_counted_by_its_updates():
     with mezzo.observe(model, optimizer) as run:
         run_loop(model.inner, optimizer, None)
     assert [one.step for one in run.steps] == [1, 2, 3, 4]
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda one: pickle.loads(pickle.dumps(one))])
+def test_a_model_that_is_observed_can_be_copied_and_its_copy_is_not_observed(copied):
+    model = make_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    # Also in a step that is sampled, which has hooks in all modules.
+    with mezzo.observe(model, optimizer, every=1) as run:
+        output = model(batch()[0])
+        other = copied(model)
+        other(batch()[0])
+        output.sum().backward()
+        optimizer.step()
+        assert torch.equal(other(batch()[0]), output)
+    assert len(run.steps) == 1
+    assert len(run.numerics["activations"]) == 3
+
+
+def test_a_pickled_model_is_read_without_mezzo():
+    model = make_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with mezzo.observe(model, optimizer):
+        model(batch()[0])
+        assert b"mezzo" not in pickle.dumps(model)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+def test_a_model_that_is_observed_can_be_traced():
+    model = make_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    x, _ = batch()
+    with mezzo.observe(model, optimizer, every=1):
+        traced = torch.jit.trace(model, x)
+    assert torch.equal(traced(x), model(x))
+
+
+def test_steps_of_functorch_transforms_are_sampled_without_their_activations():
+    model = make_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    x, y = batch()
+    with mezzo.observe(model, optimizer, every=1) as run:
+        for _ in range(2):
+            F.mse_loss(torch.vmap(model)(x), y).backward()
+            optimizer.step()
+    assert len(run.steps) == 2
+    assert set(run.numerics) == {"parameters", "gradients", "updates"}
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated:DeprecationWarning")
+@pytest.mark.parametrize("wrap", [torch.compile, lambda one: nn.DataParallel(torch.compile(one))])
+def test_names_of_a_compiled_model_are_those_of_the_model(wrap):
+    with mezzo.observe(wrap(make_model())) as run:
+        pass
+    assert repr(run).startswith("Run of Sequential")
 
 
 def test_hooks_are_not_compiled_into_a_model():

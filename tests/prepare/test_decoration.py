@@ -87,7 +87,7 @@ def test_moving_a_submodule_is_refused(move):
     move(model[0])
 
 
-def test_a_model_that_casts_a_layer_to_float32_is_named_to_keep_it():
+def test_the_error_of_a_model_that_casts_a_layer_to_float32_names_keep_full():
     class Router(nn.Linear):
         def forward(self, x):
             return super(Router, self.float()).forward(x.float())

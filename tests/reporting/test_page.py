@@ -231,6 +231,13 @@ def opened(browser, report):
     return browser
 
 
+def test_columns_and_rows_of_a_heat_map_are_not_placed_as_numbers(tmp_path):
+    run = read_run(logs.write(tmp_path / "run.jsonl", logs.training_run(60, blocks=1)))
+    for figure in charts.layer_maps(run):
+        axes = figure["layout"]["xaxis"], figure["layout"]["yaxis"]
+        assert [axis["type"] for axis in axes] == ["category", "category"]
+
+
 @pytest.mark.slow
 @needs_browser
 def test_a_browser_draws_the_charts_without_errors_or_requests(opened):

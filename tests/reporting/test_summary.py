@@ -127,7 +127,31 @@ def test_the_exception_that_ended_a_run_is_the_verdict():
     end = {"kind": "end", "step": 5, "time": 1.0, "reason": "ValueError: no data"}
     verdict = judge(run_of(*steps(*[False] * 5), end))
     assert verdict.sentence == "The run ended with ValueError: no data."
-    assert judge(run_of(end)).facts == ("The run ended with ValueError: no data.",)
+    expected = "No training step was recorded: the run ended with ValueError: no data."
+    assert judge(run_of(end)).sentence == expected
+
+
+def test_the_verdict_says_what_was_not_observed():
+    line = {"kind": "unobserved", "what": "Only Net was observed."}
+    assert judge(run_of(*steps(*[False] * 5), line)).sentence.endswith(". Only Net was observed.")
+    expected = "No training step was recorded: only Net was observed."
+    assert judge(run_of(line)).sentence == expected
+
+
+def test_the_verdict_names_the_first_finding_of_lint():
+    lint = {"kind": "lint", "findings": [{"what": "the batch has 3 rows"}]}
+    sentence = judge(run_of(*steps(*[False] * 5), lint)).sentence
+    assert sentence.endswith('look at: lint found "the batch has 3 rows".')
+    lint["findings"].append({"what": "a convolution has 3 channels"})
+    sentence = judge(run_of(*steps(*[False] * 5), lint)).sentence
+    assert sentence.endswith('look at: lint found "the batch has 3 rows" and 1 more.')
+
+
+def test_a_short_run_that_searched_for_its_first_scale_is_healthy():
+    assert judge(run_of(*steps(True, True), *steps(*[False] * 8, first=3))).status is Status.GOOD
+    never = judge(run_of(*steps(True, True)))
+    assert never.status is Status.WATCH
+    assert "2 of 2 steps were skipped (100.0%), all in the search for the scale" in never.sentence
 
 
 def test_layers_that_underflow_are_named():

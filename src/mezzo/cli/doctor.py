@@ -145,6 +145,7 @@ def diagnose(machine: Machine) -> Diagnosis:
     """Judge a machine."""
     notes = (
         *_crashes(machine),
+        *_no_dtype(machine),
         *_missing_gpu(machine),
         *_slow_dtypes(machine),
         *_cuda_settings(machine),
@@ -173,6 +174,17 @@ def _crashes(machine: Machine) -> Iterator[Note]:
         if one.dtype not in cured:
             remedy += f" {ISA_LIMIT}=AVX2 emulates 16 bits, slowly."
         yield Note("problem", text, remedy)
+
+
+def _no_dtype(machine: Machine) -> Iterator[Note]:
+    device = machine.device
+    if not device.float16.supported and not device.bfloat16.supported:
+        yield Note(
+            "problem",
+            f"Nothing trains in 16 bits here: {device.float16.reason}.",
+            "Choose another device with --device, or install a build of torch that supports this"
+            " one (https://pytorch.org/get-started).",
+        )
 
 
 def _missing_gpu(machine: Machine) -> Iterator[Note]:

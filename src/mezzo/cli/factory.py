@@ -6,8 +6,9 @@ import importlib
 import importlib.util
 import sys
 import traceback
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, redirect_stdout
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, redirect_stdout, suppress
+from inspect import signature
 from pathlib import Path
 from types import ModuleType, TracebackType
 from typing import Any
@@ -71,9 +72,23 @@ def load_setup(text: str) -> dict[str, Any]:
     if factory is None:
         public = [one for one in vars(module) if not one.startswith("_")]
         raise MezzoError(f"{source} has no {name!r}.{nearest(name, public)}")
+    if not callable(factory) or _is_model(factory):
+        return _arguments(text, factory)
+    _check_takes_no_arguments(text, factory)
     with user_code(text):
-        result = factory() if callable(factory) and not _is_model(factory) else factory
+        result = factory()
     return _arguments(text, result)
+
+
+def _check_takes_no_arguments(text: str, factory: Callable[..., Any]) -> None:
+    with suppress(ValueError):
+        # Some functions written in C have no signature.
+        try:
+            signature(factory).bind()
+        except TypeError as error:
+            raise MezzoError(
+                f"{text} is called without arguments: {error}. Pass a factory that needs none."
+            ) from None
 
 
 def sample_arguments(setup: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]] | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import runpy
 import sys
+import warnings
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -91,6 +92,10 @@ def run_script(script: Script) -> None:
     with suppress(UnsupportedError):
         # If Apex itself is there, the script runs on it.
         apex.install()
+    # It is about the hook that waits for the first model, not about hooks of the script.
+    warnings.filterwarnings(
+        "ignore", r"Using .torch\.compile\(module\). when there are global hooks"
+    )
     observer = ScriptObserver(script.log, script.every, ranks, script.policy)
     try:
         with observer:

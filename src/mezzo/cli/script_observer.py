@@ -12,11 +12,12 @@ from itertools import count
 from pathlib import Path
 from types import TracebackType
 from typing import Any, ClassVar, Self
-from weakref import WeakValueDictionary
+from weakref import WeakSet, WeakValueDictionary
 
 import torch
 from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from mezzo._errors import MezzoError
 from mezzo.advising.lint import lint
@@ -24,11 +25,13 @@ from mezzo.cli.apex_observer import observe_apex
 from mezzo.cli.rank_logs import Ranks
 from mezzo.observing.attach import LoopAttachment
 from mezzo.observing.log import LogWriter, log_path
+from mezzo.observing.module_hooks import ModuleHook
 from mezzo.observing.op_stats import OpStats
 from mezzo.observing.records import OpsRecord, Record, RunEnded, RunStarted
 from mezzo.observing.run import Run, observe
 from mezzo.policy.policy import Policy
 from mezzo.prepare.arguments import unwrapped
+from mezzo.scaling.gradients import parameters
 from mezzo.scaling.scaler import GradScaler
 from mezzo.step.base import Step
 
@@ -44,8 +47,16 @@ class LintRecord(Record):
     findings: tuple[dict[str, Any], ...]
 
 
+@dataclass(frozen=True, kw_only=True)
+class UnobservedRecord(Record):
+    """What a script did that is not in its log, as a sentence."""
+
+    kind: ClassVar[str] = "unobserved"
+    what: str
+
+
 class ScriptObserver:
-    """Observes the first model that a script trains.
+    """Observes the first model that a script trains, and says what else it trained.
 
     While it is entered, optimizers and scalers are noted as they are created. The first forward
     pass, with gradients, of a module that has parameters of a noted optimizer begins the run.
@@ -56,20 +67,30 @@ class ScriptObserver:
         self._region: torch.dtype | None = None
         """Dtype of the autocast region around the model, with a scaler of torch's or none."""
         self._log, self._every, self._ranks = log, every, ranks
+        self._created = 0
+        """Optimizers that were created before a run began."""
         # By number: in the order of their creation, without keeping them alive.
         self._optimizers: WeakValueDictionary[int, torch.optim.Optimizer] = WeakValueDictionary()
         self._scalers: WeakValueDictionary[int, GradScaler] = WeakValueDictionary()
         self._patches, self._began = ExitStack(), time.time()
+        self._other_steps = ExitStack()
+        self._stepped: WeakSet[torch.optim.Optimizer] = WeakSet()
+        self._others: list[str] = []
+        """Optimizers that stepped and are not observed, in words."""
+        self._refusal = ""
+        """Why the run could not be observed."""
         self._is_done = False
         """Whether a run has begun, or could not."""
         self.run: Run | None = None
         """The run, once it has begun."""
 
     def __enter__(self) -> Self:
-        self._patches.callback(_after(torch.optim.Optimizer, "__init__", _adder(self._optimizers)))
+        self._patches.callback(_after(torch.optim.Optimizer, "__init__", self._add_optimizer))
         self._patches.callback(_after(GradScaler, "__init__", _adder(self._scalers)))
         self._patches.callback(self._wrap_steps())
         self._patches.callback(register_module_forward_pre_hook(self._before_forward).remove)
+        hook = register_optimizer_step_post_hook(self._after_step)
+        self._other_steps.callback(hook.remove)
         return self
 
     def __exit__(
@@ -79,12 +100,14 @@ class ScriptObserver:
         trace: TracebackType | None,
     ) -> None:
         self._patches.close()
+        self._other_steps.close()
 
     def close(self, reason: str) -> None:
         """End the run and its log; without a run, write a log that has no step."""
         if self.run is not None:
             with suppress(MezzoError):
                 self._lint(self.run)
+            self.run._write([UnobservedRecord(what=one) for one in self._unobserved(self.run)])
             self.run.stop(reason)
             return
         writer = LogWriter(log_path(self._log, self._ranks.rank, self._ranks.size), _LARGE)
@@ -94,8 +117,39 @@ class ScriptObserver:
             ranks=self._ranks.size,
             started=self._began,
         )
-        writer.write([started, RunEnded(reason=reason, time=round(time.time() - self._began, 6))])
+        ended = RunEnded(reason=reason, time=round(time.time() - self._began, 6))
+        writer.write([started, UnobservedRecord(what=self._why_no_run()), ended])
         writer.close()
+
+    def _why_no_run(self) -> str:
+        if self._refusal:
+            return self._refusal
+        if self._others:
+            return (
+                "No module with parameters of an optimizer was called with gradients enabled, as"
+                " model(x) does, and model.forward(x) does not."
+            )
+        if self._created:
+            return "No optimizer made a step."
+        return "The script's process created no optimizer of torch."
+
+    def _unobserved(self, run: Run) -> list[str]:
+        """Return what the script trained that the run does not show."""
+        attachment = run._attachment
+        if attachment is None:
+            return []
+        inside = {id(one) for model in attachment.models for one in model.parameters()}
+        trained = [one for optimizer in attachment.optimizers for one in parameters(optimizer)]
+        outside = sum(id(one) not in inside for one in trained)
+        found = []
+        if outside:
+            found.append(f"{outside} of {len(trained)} trained parameters are not in it")
+        if self._others:
+            more = len(self._others) - 1
+            others = self._others[0] + (f" and of {more} more" if more else "")
+            found.append(f"steps of another {others} are not recorded")
+        name = type(attachment.models[0]).__name__
+        return [f"Only {name} was observed: {', and '.join(found)}."] if found else []
 
     def _lint(self, run: Run) -> None:
         """Write to the log what is wrong with the setup, as far as that shows without a sample."""
@@ -139,6 +193,20 @@ class ScriptObserver:
         with self._unless_it_fails():
             self._observe_loop(module, optimizers, scaler)
 
+    def _add_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        self._created += 1
+        self._optimizers[self._created] = optimizer
+
+    def _after_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        """Note an optimizer that is not observed, at its first step."""
+        if optimizer in self._stepped:
+            return
+        self._stepped.add(optimizer)
+        attachment = None if self.run is None else self.run._attachment
+        if attachment is None or not any(one is optimizer for one in attachment.optimizers):
+            count = len(parameters(optimizer))
+            self._others.append(f"{type(optimizer).__name__} ({count} parameters)")
+
     def _observe_loop(
         self,
         module: nn.Module,
@@ -165,6 +233,7 @@ class ScriptObserver:
         try:
             yield
         except MezzoError as error:
+            self._refusal = f"It could not be observed: {error}"
             print(f"mezzo: this run is not observed: {error}", file=sys.stderr)  # noqa: T201
 
     def _path(self) -> Path:
@@ -218,7 +287,7 @@ def _count_ops(run: Run, module: nn.Module) -> None:
         rows = tuple(asdict(row) for row in stats.rows)
         run._write([OpsRecord(step=run._number, time=run._time(), rows=rows)])
 
-    handles.callback(module.register_forward_pre_hook(start).remove)
+    handles.callback(module.register_forward_pre_hook(ModuleHook(start)).remove)
 
 
 # -- wrap methods ----------------------------------------------------------------------------------

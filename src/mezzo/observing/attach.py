@@ -8,13 +8,13 @@ from typing import Any, Protocol
 
 import torch
 from torch import nn
-from torch.compiler import is_compiling
 
 from mezzo import _events, _launch
 from mezzo._dtypes import dtype_name
 from mezzo._errors import UnsupportedError
 from mezzo.autocasting.arguments import policy_of
 from mezzo.autocasting.regions import innermost_region
+from mezzo.observing.module_hooks import ModuleHook
 from mezzo.observing.numerics import named_models
 from mezzo.scaling import observed_scaler
 from mezzo.scaling.gradient_counts import GradientCounts
@@ -164,8 +164,9 @@ class StepAttachment(Attachment):
 class LoopAttachment(Attachment):
     """Observes the model, optimizers and scaler of a loop that the user wrote.
 
-    A step begins with a forward pass of the model, and ends with `scaler.update()`, without a
-    scaler with the step of the last optimizer, and without optimizers with the next forward pass.
+    A step begins with a forward pass of the model, and ends with `scaler.update()` after a step of
+    its optimizers, without a scaler with the step of the last optimizer, and without optimizers
+    with the next forward pass.
     """
 
     def __init__(
@@ -183,7 +184,8 @@ class LoopAttachment(Attachment):
         self.region_dtype: torch.dtype | None = None
         """Dtype of the autocast region around the first forward pass; None without a region."""
         self._count_gradients(scaler)
-        self._detach.callback(model.register_forward_pre_hook(self._before_forward).remove)
+        hook = model.register_forward_pre_hook(ModuleHook(self._before_forward))
+        self._detach.callback(hook.remove)
         if scaler is not None and observed_scaler.is_enabled(scaler):
             self._detach.callback(_Wrapper(scaler, "scale", self._wrap_scale).remove)
             self._detach.callback(_Wrapper(scaler, "update", self._wrap_update).remove)
@@ -192,9 +194,6 @@ class LoopAttachment(Attachment):
             self._detach.callback(hook.remove)
 
     def _before_forward(self, *_: Any) -> None:
-        if is_compiling():
-            # Code that is compiled in this call must not keep the hook.
-            return
         if not self.optimizers:
             self._end(0.0)
         elif not torch.is_grad_enabled():
@@ -229,7 +228,7 @@ class LoopAttachment(Attachment):
     def _wrap_update(self, update: Callable[..., Any]) -> Callable[..., Any]:
         def updated(*args: Any, **kwargs: Any) -> Any:
             scaler = self._scaler
-            if scaler is None:
+            if scaler is None or observed_scaler.checked_only_others(scaler, self.optimizers):
                 return update(*args, **kwargs)
             if self.counts is not None:
                 observed_scaler.count_unchecked(scaler, self.optimizers, self.counts)

@@ -171,6 +171,8 @@ def read_log(path: str | os.PathLike[str]) -> list[Line]:
     lines: list[Line] = []
     for number, text in enumerate(_raw_lines(path), 1):
         line = _parse(text)
+        if line is None and not lines:
+            break
         if line is None:
             warnings.warn(
                 f"{path} is damaged or cut off at line {number}: the {len(lines)} records before"

@@ -12,7 +12,8 @@ from torch import nn
 from torch.compiler import is_compiling
 from torch.utils.weak import WeakIdKeyDictionary
 
-from mezzo._torch import DisableTorchFunction, after_backward
+from mezzo._torch import DisableTorchFunction, after_backward, is_functorch_tensor
+from mezzo.observing.module_hooks import ModuleHook
 from mezzo.observing.records import Record, TensorsRecord, TensorStats
 from mezzo.observing.tensor_stats import (
     PendingStats,
@@ -147,17 +148,17 @@ class NumericsCollector:
     def _watch(self, name: str, module: nn.Module) -> None:
         # The signature of a forward hook.
         def add_outputs(_: nn.Module, _inputs: Any, outputs: Any) -> None:
-            # Code that is compiled in this call must not keep the hook.
-            if is_compiling():
-                return
             for index, tensor in enumerate(_tensors(outputs)):
+                # Its values end with the transform that it belongs to.
+                if is_functorch_tensor(tensor):
+                    continue
                 # A block returns what its last layer returned.
                 version = 0 if tensor.is_inference() else version_of(tensor)
                 if tensor.is_floating_point() and self._seen.get(tensor) != version:
                     self._seen[tensor] = version
                     self._add_activation(f"{name}[{index}]" if index else name, tensor)
 
-        self._handles.append(module.register_forward_hook(add_outputs))
+        self._handles.append(module.register_forward_hook(ModuleHook(add_outputs)))
 
     @_plain_ops
     def _add_activation(self, name: str, tensor: torch.Tensor) -> None:

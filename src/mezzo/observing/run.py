@@ -31,7 +31,7 @@ from mezzo.observing.records import (
     RunEnded,
     StepRecord,
 )
-from mezzo.prepare.arguments import unwrapped
+from mezzo.prepare.arguments import uncompiled, unwrapped
 from mezzo.scaling.gradient_counts import Counts
 from mezzo.scaling.observed_scaler import Scaler
 from mezzo.step.base import Step
@@ -188,7 +188,9 @@ class Run:
     ) -> Attachment:
         if isinstance(target, Step):
             return StepAttachment(target, self)
-        return LoopAttachment(target, optimizers, scaler, self, unwrapped(target))
+        # Compiled before or after DistributedDataParallel wrapped it: names are those of the model.
+        inner = uncompiled(unwrapped(uncompiled(target)))
+        return LoopAttachment(target, optimizers, scaler, self, inner)
 
     # -- around each step --------------------------------------------------------------------------
 

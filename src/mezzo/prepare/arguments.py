@@ -89,7 +89,7 @@ def read_targets(models: Any, optimizers: Any) -> Targets:
 
 def models_of(argument: Any) -> tuple[nn.Module, ...]:
     """Return the models in an argument, each once; of a compiled model the original."""
-    models = tuple(dict.fromkeys(_original(one) for one in flat(argument)))
+    models = tuple(dict.fromkeys(uncompiled(one) for one in flat(argument)))
     for one in models:
         if not isinstance(one, nn.Module):
             raise PolicyError(
@@ -184,7 +184,8 @@ def flat(argument: Any) -> Iterable[Any]:
         yield argument
 
 
-def _original(model: Any) -> Any:
+def uncompiled(model: Any) -> Any:
+    """Return the model that `torch.compile` wrapped, or the model itself."""
     # Only if it is imported already: importing the compiler takes a second.
     compiled = loaded("OptimizedModule")
     return model._orig_mod if compiled is not None and isinstance(model, compiled) else model

@@ -260,8 +260,10 @@ def _heat_map_figure(one: HeatMap) -> Figure:
         },
     }
     layout = {
-        "xaxis": {"title": {"text": "step"}, "showgrid": False},
+        # As numbers, columns would span steps before the first, and layers have gaps from 0 to 5.
+        "xaxis": {"title": {"text": "step"}, "showgrid": False, "type": "category", "nticks": 12},
         "yaxis": {
+            "type": "category",
             "showgrid": False,
             "autorange": "reversed",
             "tickmode": "array",

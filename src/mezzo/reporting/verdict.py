@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from mezzo.observing.log_values import Line, finite, number, plain_number, step_of
@@ -44,7 +44,18 @@ class Verdict:
 def judge(run: RunData) -> Verdict:
     """Judge a run by its log."""
     if not run.of("step"):
-        return Verdict(Status.EMPTY, "No training step was recorded.", tuple(_ends(run)))
+        return _without_steps(run)
+    verdict = _judge_steps(run)
+    return replace(verdict, sentence=" ".join([verdict.sentence, *_unobserved(run)]))
+
+
+def _without_steps(run: RunData) -> Verdict:
+    why, *others = [*_ends(run), *_unobserved(run)] or [""]
+    sentence = f"No training step was recorded{f': {lowered(why)}' if why else '.'}"
+    return Verdict(Status.EMPTY, sentence, tuple(others))
+
+
+def _judge_steps(run: RunData) -> Verdict:
     failures = [*_ends(run), *_collapse(run), *_bad_loss(run), *_findings(run)]
     odd_skips = _odd_skips(run)
     concerns = [*odd_skips, *_underflow(run), *_lint(run)]
@@ -78,6 +89,11 @@ def _ends(run: RunData) -> list[str]:
         names = ", ".join(map(str, run.missing_ranks))
         found.append(f"There is no log of rank {names}, of {run.world_size} ranks.")
     return found
+
+
+def _unobserved(run: RunData) -> list[str]:
+    """Return what a script did that is not in the log: training of another model, say."""
+    return list(dict.fromkeys(str(line.get("what")) for line in run.of("unobserved")))
 
 
 def _collapse(run: RunData) -> list[str]:
@@ -131,16 +147,17 @@ def _cured(finding: Line) -> str:
 
 def _odd_skips(run: RunData) -> list[str]:
     odd = [skip for skip in run.skips if not skip.is_normal]
+    # A short run is not odd because its first scale was too large.
+    first = next((step_of(line) or 0 for line in run.of("step") if not line.get("skipped")), 0)
+    later = sum(skip.step > first for skip in run.skips)
+    if len(odd) <= 1 and later <= _MANY_SKIPS * run.steps:
+        return []
+    names = Counter(skip.parameter for skip in (odd or run.skips) if skip.parameter)
+    name = f", most often first in {names.most_common(1)[0][0]}" if names else ""
+    where = f"{len(odd):,} of them outside" if odd else "all in"
+    count = f"{len(run.skips):,} of {run.steps:,} steps were skipped"
     share = len(run.skips) / max(run.steps, 1)
-    found = []
-    if len(odd) > 1 or share > _MANY_SKIPS:
-        names = Counter(skip.parameter for skip in (odd or run.skips) if skip.parameter)
-        first = f", most often first in {names.most_common(1)[0][0]}" if names else ""
-        found.append(
-            f"{len(run.skips):,} of {run.steps:,} steps were skipped ({share:.1%}),"
-            f" {len(odd):,} of them outside the search for the scale{first}."
-        )
-    return found
+    return [f"{count} ({share:.1%}), {where} the search for the scale{name}."]
 
 
 def _underflow(run: RunData) -> list[str]:
@@ -153,8 +170,11 @@ def _underflow(run: RunData) -> list[str]:
 
 
 def _lint(run: RunData) -> list[str]:
-    count = len(lint_findings(run))
-    return [f"Lint has {count} finding{'s' if count > 1 else ''}."] if count else []
+    findings = lint_findings(run)
+    if not findings:
+        return []
+    others = f" and {len(findings) - 1} more" if len(findings) > 1 else ""
+    return [f'Lint found "{findings[0].get("what")}"{others}.']
 
 
 def lint_findings(run: RunData) -> list[dict[str, object]]:

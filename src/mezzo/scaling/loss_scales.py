@@ -30,6 +30,8 @@ class OptimizerRecord:
     """For each check, whether a gradient was not finite; None if only the flags have the answer."""
     source: NonfiniteSource = NO_SOURCE
     """The first parameter with a non-finite gradient."""
+    optimizer: torch.optim.Optimizer | None = None
+    """The optimizer, if it was checked by a call of the scaler."""
 
     @property
     def found_nonfinite(self) -> bool | None:

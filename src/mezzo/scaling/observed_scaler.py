@@ -54,6 +54,20 @@ def count_unchecked(
             gradients.count(optimizer, counts)
 
 
+def checked_only_others(scaler: Scaler, optimizers: Sequence[torch.optim.Optimizer]) -> bool:
+    """Return whether the steps since the last update were all of optimizers with other parameters.
+
+    A loop with several models may share a scaler among them. False for torch's scaler, which does
+    not know its optimizers.
+    """
+    records = list(scaler._records.by_id.values()) if isinstance(scaler, GradScaler) else []
+    checked = [record.optimizer for record in records if record.optimizer is not None]
+    if not checked or len(checked) < len(records) or any(one in optimizers for one in checked):
+        return False
+    own = {id(one) for optimizer in optimizers for one in gradients.parameters(optimizer)}
+    return not any(id(one) in own for other in checked for one in gradients.parameters(other))
+
+
 def found_inf(scaler: Scaler) -> torch.Tensor | None:
     """Return the flag of the steps since the last update: 1 if a gradient was not finite.
 

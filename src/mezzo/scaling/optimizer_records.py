@@ -59,7 +59,7 @@ class OptimizerRecords:
         """Return the record of an optimizer since the last update."""
         record = self.by_id.get(id(optimizer))
         if record is None:
-            record = self.by_id[id(optimizer)] = OptimizerRecord()
+            record = self.by_id[id(optimizer)] = OptimizerRecord(optimizer=optimizer)
         return record
 
     def clear(self) -> None:
