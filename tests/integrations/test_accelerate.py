@@ -180,6 +180,43 @@ def test_a_model_that_is_only_evaluated_stays_float32_and_can_be_trained_later()
     assert model[0].weight.dtype is torch.float16
 
 
+@pytest.mark.parametrize("is_training", [True, False])
+@pytest.mark.parametrize("order", ["model first", "optimizer first", "single methods"])
+def test_a_model_and_its_optimizer_may_be_prepared_apart_at_o1(order, is_training):
+    accelerator = use(accelerate.Accelerator(cpu=True), "O1", dtype="float16")
+    model = make_model().train(is_training)  # packages load models in evaluation mode
+    optimizer = adam(model)
+    if order == "model first":
+        model = accelerator.prepare(model)
+        optimizer = accelerator.prepare(optimizer)
+    elif order == "optimizer first":
+        optimizer = accelerator.prepare(optimizer)
+        model = accelerator.prepare(model)
+    else:
+        model = accelerator.prepare_model(model)
+        optimizer = accelerator.prepare_optimizer(optimizer)
+    scheduler = accelerator.prepare(decay(optimizer.optimizer))
+    batches = [BATCHES[0], INF, *BATCHES[1:]]
+    losses = train(accelerator, model, optimizer, scheduler, batches)
+    torch.testing.assert_close(losses, train_plain("O1", "float16", batches)[0], equal_nan=True)
+    assert accelerator.scaler.get_scale() == 2.0**15
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_a_model_that_is_prepared_alone_is_moved_before_it_is_decorated(level):
+    class Watched(nn.Linear):
+        def to(self, *args, **kwargs):
+            plain_at_moves.append("forward" not in vars(self))
+            return super().to(*args, **kwargs)
+
+    for prepare in ("prepare", "prepare_model"):
+        plain_at_moves = []
+        accelerator = use(accelerate.Accelerator(cpu=True), level, dtype="bfloat16")
+        getattr(accelerator, prepare)(Watched(4, 2).eval())
+        assert plain_at_moves[0]
+        reset_state()
+
+
 def test_a_decorated_model_keeps_its_policy():
     accelerator = use(accelerate.Accelerator(cpu=True), "O1", dtype="bfloat16")
     model = make_model()
@@ -201,5 +238,21 @@ def test_wrong_use_is_refused_and_changes_nothing():
         use(accelerator, "O2")
     with pytest.raises(mezzo.PolicyError, match=r"accelerator\.prepare\(model, optimizer\)"):
         accelerator.prepare(make_model())
+    with pytest.raises(mezzo.PolicyError, match=r"accelerator\.prepare\(model, optimizer\)"):
+        accelerator.prepare_model(make_model())
     with pytest.raises(mezzo.PolicyError, match="AdamW and without its model"):
         accelerator.prepare(adam(make_model()))
+
+
+@pytest.mark.parametrize(
+    ("handler", "remedy"),
+    [
+        (accelerate.GradScalerKwargs(init_scale=64.0), r"scaler=mezzo\.GradScaler"),
+        (accelerate.utils.AutocastKwargs(enabled=False), "use"),
+    ],
+)
+def test_settings_of_the_replaced_mixed_precision_are_refused(handler, remedy):
+    accelerator = accelerate.Accelerator(cpu=True, kwargs_handlers=[handler])
+    with pytest.raises(mezzo.PolicyError, match=rf"{type(handler).__name__} .*{remedy}"):
+        use(accelerator, "O2", dtype="float16")
+    assert type(accelerator) is accelerate.Accelerator

@@ -2,6 +2,7 @@
 
 import copy
 import os
+import warnings
 
 import pytest
 import torch
@@ -394,6 +395,21 @@ def test_a_step_after_a_callback_skipped_backward_is_left_out():
     assert plugin.scaler.state().good_steps == 16
 
 
+@pytest.mark.parametrize(("policy", "warned"), [("O1", 0), ("O2", 1)])
+def test_callbacks_that_average_16_bit_weights_are_warned_of(policy, warned):
+    callbacks = [
+        pl.callbacks.StochasticWeightAveraging(1e-2, swa_epoch_start=1),
+        pl.callbacks.EMAWeightAveraging(),
+    ]
+    for callback in callbacks:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            trainer = make_trainer(MezzoPrecision(policy, dtype="bfloat16"), callbacks=[callback])
+            trainer.fit(Module(), loader(BATCHES[:2]))
+        name = f"{type(callback).__name__} averages the 16-bit weights of O2"
+        assert sum(name in str(one.message) for one in caught) == warned
+
+
 def test_a_missing_package_is_named_with_its_install_command():
     with pytest.raises(mezzo.UnsupportedError, match=r"pip install 'mezzo\[lightning\]'"):
         import_extra("no_such_package.plugins", "lightning")
@@ -483,6 +499,18 @@ def test_fabric_refuses_a_decorated_model_with_another_optimizer():
     mezzo.decorate(model, adam(model), "O2", dtype="float16")
     with pytest.raises(mezzo.PolicyError, match="not with these optimizers"):
         fabric.setup(model, adam(model))
+
+
+@pytest.mark.parametrize("is_training", [True, False])
+def test_fabric_may_set_up_a_model_and_its_optimizer_apart_at_o1(is_training):
+    fabric, plugin = make_fabric("O1", "float16")
+    model = make_model().train(is_training)
+    optimizer = fabric.setup_optimizers(adam(model))
+    losses, _ = train_fabric(fabric, fabric.setup_module(model), optimizer)
+    assert losses == train_plain("O1", "float16")[0]
+    # The scale is updated late: at the next loss, or when it is saved.
+    plugin.state_dict()
+    assert plugin.scaler.state().good_steps == len(BATCHES)
 
 
 def test_fabric_setup_without_the_optimizer_is_refused_in_training():

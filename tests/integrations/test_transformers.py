@@ -178,6 +178,12 @@ def test_evaluation_before_and_after_training(tmp_path):
     assert len(trainer.losses) == 16
 
 
+@pytest.mark.parametrize("name", ["bf16_full_eval", "fp16_full_eval"])
+def test_a_cast_of_the_model_for_evaluation_is_refused(tmp_path, name):
+    with pytest.raises(mezzo.PolicyError, match=rf"{name}=True\) casts the model"):
+        make_trainer(tmp_path, "O2", "bfloat16", **{name: True})
+
+
 def test_a_language_model_is_trained_and_saved_in_float32(tmp_path):
     config = transformers.GPT2Config(
         vocab_size=16, n_positions=8, n_embd=8, n_layer=1, n_head=2, bos_token_id=0, eos_token_id=0

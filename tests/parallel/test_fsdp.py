@@ -91,6 +91,11 @@ def test_an_evaluation_of_a_sharded_model_equals_that_of_the_whole(two):
     torch.testing.assert_close(*two[0]["eval"]["outputs"], rtol=2.0**-7, atol=2.0**-8)
 
 
+def test_the_ops_of_a_sharded_model_are_checked_by_its_shards(two):
+    assert [one["check"]["clean"] for one in two] == [0, 0]
+    assert [len(one["check"]["broken"]) for one in two] == [0, 1]
+
+
 def test_a_sharded_model_trains_after_an_evaluation(two):
     assert two[0]["eval"]["falls"]
 
@@ -302,6 +307,7 @@ def test_a_sharded_model_that_has_run_is_refused_at_o2_only(two):
         ("split in float16", "master='split' needs bfloat16 parameters"),
         ("preset", "preset='apex'"),
         ("partly", "'blocks.1.norm.weight' is not sharded, while others are"),
+        ("meta device", "call model.to_empty(device=...)"),
         ("other dtype", "Leave mp_policy out of fully_shard"),
         ("keep_full", "fully_shard(model.get_submodule('blocks.0.up'))"),
         ("batch norm", "fully_shard(model.get_submodule('1'))"),

@@ -224,6 +224,7 @@ def two_ranks(rank: int) -> dict[str, Any]:
     results["batch norm"] = _batch_norm()
     results["undecorate"] = _undecorate(rank)
     results["eval"] = _evaluate(rank)
+    results["check"] = _check_numerics(rank)
     results["tensor parallel"] = _tensor_parallel()
     return results
 
@@ -484,6 +485,7 @@ def _refused(rank: int) -> dict[str, str]:
         ),
         "preset": decorate(shard(make_model()), preset="apex"),
         "partly": decorate(partly),
+        "meta device": decorate(shard(make_model().to("meta"))),
         "other dtype": decorate(other),
         "keep_full": decorate(shard(make_model()), keep_full=["blocks.0.up"]),
         "batch norm": decorate(convolution),
@@ -497,6 +499,23 @@ def _refused(rank: int) -> dict[str, str]:
                 partly, nn.functional.mse_loss, adamw(partly), dtype="bfloat16", capture=True
             )
         ),
+    }
+
+
+def _check_numerics(rank: int) -> dict[str, Any]:
+    """Check the ops of a step of a sharded model, and of one whose shard has an infinity."""
+    model = shard(make_model())
+    step = mezzo.TrainStep(model, nn.functional.mse_loss, adamw(model), "O2", dtype="bfloat16")
+    x, y = part(make_batches()[0], rank, 2)
+    with mezzo.check_numerics() as clean:
+        step(x, y)
+    shards = model.blocks[0].up.weight.to_local().detach()
+    shards[0, 0] = math.inf if rank == 1 else 0.0
+    with mezzo.check_numerics(model, "record") as broken:
+        (model.blocks[0].up.weight * 1.0).sum()
+    return {
+        "clean": len(clean.findings),
+        "broken": [found.op for found in broken.findings],
     }
 
 

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from mezzo._errors import PolicyError, UnsupportedError
-from mezzo.integrations.precision import CASTS, Optimizer, Precision, import_extra
+from mezzo.integrations.precision import CASTS, Optimizer, Precision, import_extra, is_trained
 from mezzo.prepare.decoration import decoration_of
 from mezzo.prepare.plan import PolicyArg
 from mezzo.scaling.gradients import parameters
@@ -29,6 +29,14 @@ AcceleratorT = TypeVar("AcceleratorT")
 
 _DTYPES = {"fp16": "float16", "bf16": "bfloat16"}
 _SUPPORTED = ("NO", "MULTI_CPU", "MULTI_GPU")
+_REPLACED_HANDLERS = {
+    "GradScalerKwargs": (
+        "scaler_handler",
+        "pass its values to use(accelerator, ..., scaler=mezzo.GradScaler(init_scale=...))",
+    ),
+    "AutocastKwargs": ("autocast_handler", "set the policy's ops, or cache=, in use(...)"),
+}
+"""Class of `kwargs_handlers` that has no effect → its attribute, and what to do instead."""
 
 
 def use(
@@ -58,7 +66,8 @@ def use(
             default dtype is that of the accelerator's `mixed_precision=`.
 
     Raises:
-        PolicyError: Something was prepared already, or the policy is invalid.
+        PolicyError: Something was prepared already, the policy is invalid, or `kwargs_handlers` has
+            a GradScalerKwargs or AutocastKwargs.
         UnsupportedError: The accelerator uses FSDP, DeepSpeed or FP8.
 
     >>> import accelerate, torch
@@ -99,6 +108,12 @@ def _check(accelerator: Any) -> None:
             " DistributedDataParallel, and mixed_precision='no'. For FSDP2 shard the model with"
             " torch's fully_shard and call mezzo.decorate without an Accelerator."
         )
+    for name, (handler, remedy) in _REPLACED_HANDLERS.items():
+        if getattr(accelerator, handler, None) is not None:
+            raise PolicyError(
+                f"{name} sets up the mixed precision of Accelerate, which mezzo replaces: it would"
+                f" have no effect. Leave it out of kwargs_handlers, and {remedy}."
+            )
 
 
 class _MezzoAccelerator:
@@ -116,42 +131,57 @@ class _MezzoAccelerator:
         ]
         optimizers = [one for one in args if _is_new(one, Optimizer)]
         owners = _owners(models, optimizers)
+        for one, placed in zip(args, device_placement or [None] * len(args), strict=True):
+            if _is_new(one, nn.Module):
+                self._move(one, placed)
         if owners:
-            self._move(owners, args, device_placement)
-            self._mezzo.decorate(owners, optimizers)
-            target: Any = self
-            target.scaler = None if self._mezzo.scaler is None else self._mezzo
+            self._decorate(owners, optimizers)
         elif self._mezzo.level in CASTS:
             _refuse_plain(optimizers)
         for model in models:
             if model not in owners:
-                self._prepare_untrained(model)
+                self._prepare_alone(model)
         return super().prepare(*args, device_placement=device_placement)  # type: ignore[misc]
 
-    def _move(self, models: list[nn.Module], args: Any, device_placement: Any) -> None:
-        # Master weights do not follow a later move.
+    def _move(self, model: nn.Module, placed: bool | None) -> None:  # noqa: FBT001
+        """Move a model before it is decorated: master weights do not follow a later move."""
         target: Any = self
-        for index, one in enumerate(args):
-            placed = None if device_placement is None else device_placement[index]
-            if one in models and (target.device_placement if placed is None else placed):
-                one.to(target.device)
+        if target.device_placement if placed is None else placed:
+            model.to(target.device)
 
-    def _prepare_untrained(self, model: nn.Module) -> None:
-        is_trained = model.training and any(one.requires_grad for one in model.parameters())
-        if is_trained and self._mezzo.level in CASTS:
+    def _decorate(self, models: list[nn.Module], optimizers: list[Optimizer]) -> None:
+        self._mezzo.decorate(models, optimizers)
+        target: Any = self
+        target.scaler = None if self._mezzo.scaler is None else self._mezzo
+
+    def _prepare_alone(self, model: nn.Module) -> None:
+        """Prepare a model without its optimizer: to evaluate it, or to train it at O1."""
+        if self._mezzo.trains_alone(model):
+            self._decorate([model], [])
+        elif not is_trained(model):
+            self._mezzo.wrap_untrained(model)
+        else:
             raise PolicyError(
                 f"prepare() was called with a {type(model).__name__} in training mode and without"
                 f" its optimizer, and {self._mezzo.level.value} needs both: the optimizer steps"
                 " master weights. Call accelerator.prepare(model, optimizer); for inference"
                 " model.eval() first."
             )
-        self._mezzo.wrap_untrained(model)
 
-    def prepare_model(self, model: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        """Prepare a model; one that is evaluated only runs in the autocast region."""
-        if kwargs.get("evaluation_mode") and _is_new(model, nn.Module):
-            self._mezzo.wrap_untrained(model)
-        return super().prepare_model(model, *args, **kwargs)  # type: ignore[misc]
+    def prepare_model(
+        self,
+        model: nn.Module,
+        device_placement: bool | None = None,  # noqa: FBT001 - Accelerate's call shape
+        evaluation_mode: bool = False,  # noqa: FBT001, FBT002
+    ) -> Any:
+        """Prepare a model alone; one that is evaluated only runs in the autocast region."""
+        if _is_new(model, nn.Module) and (evaluation_mode or decoration_of(model) is None):
+            self._move(model, device_placement)
+            if evaluation_mode:
+                self._mezzo.wrap_untrained(model)
+            else:
+                self._prepare_alone(model)
+        return super().prepare_model(model, device_placement, evaluation_mode)  # type: ignore[misc]
 
     def prepare_optimizer(self, optimizer: Any, device_placement: Any = None) -> Any:
         """Prepare an optimizer whose steps report what was skipped."""

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from mezzo._errors import UnsupportedError
-from mezzo.integrations.precision import CASTS, Optimizer, PrecisionPlugin, import_extra
+from mezzo.integrations.precision import Optimizer, PrecisionPlugin, import_extra, is_trained
 from mezzo.prepare.decoration import decoration_of
 
 _USES_LIGHTNING = "lightning" in sys.modules or (
@@ -61,9 +61,10 @@ class MezzoFabricPrecision(PrecisionPlugin, _plugins.Precision):  # type: ignore
             _refuse_strategy(fabric.strategy)
             if moves and decoration_of(module) is None:
                 fabric.to_device(module)
-        if optimizers or decoration_of(module) is not None:
+        is_alone = not optimizers and decoration_of(module) is None
+        if not is_alone or self._shared.trains_alone(module):
             self._shared.decorate([module], optimizers)
-        elif self._shared.level in CASTS and _is_trained(module):
+        elif is_trained(module):
             raise UnsupportedError(
                 f"fabric.setup(model) without its optimizer, and {self._shared.level.value} needs"
                 " both: the optimizer steps master weights. Call fabric.setup(model, optimizer);"
@@ -112,10 +113,6 @@ def _setup_call(frame: FrameType) -> tuple[Any, list[Optimizer], bool]:
     if not isinstance(values.get("self"), _fabric.Fabric):
         return None, [], False
     return values["self"], list(values.get("optimizers", ())), bool(values.get("move_to_device"))
-
-
-def _is_trained(module: nn.Module) -> bool:
-    return module.training and any(one.requires_grad for one in module.parameters())
 
 
 def _refuse_strategy(strategy: Any) -> None:

@@ -8,6 +8,7 @@ trainer = Trainer(plugins=[MezzoPrecision("O2", dtype="float16")])
 from __future__ import annotations
 
 import sys
+import warnings
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from functools import partial
@@ -20,7 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from mezzo._errors import UnsupportedError
 from mezzo.integrations.fabric import MezzoFabricPrecision
-from mezzo.integrations.precision import Optimizer, PrecisionPlugin, import_extra
+from mezzo.integrations.precision import CASTS, Optimizer, PrecisionPlugin, import_extra
 
 __all__ = ["MezzoFabricPrecision", "MezzoPrecision"]
 
@@ -85,6 +86,8 @@ class MezzoPrecision(PrecisionPlugin, _plugins.Precision):  # type: ignore[misc,
         # For the next run.
         vars(module.trainer.strategy).pop("setup_optimizers", None)
         if module.trainer.state.fn == "fit":
+            if self._shared.level in CASTS:
+                _warn_of_averages(module.trainer.callbacks, self._shared.level.value)
             self._shared.decorate([module], optimizers)
         else:
             self._shared.evaluate(module)
@@ -165,6 +168,21 @@ def _reads_gradients(model: Any) -> bool:
         type(callback).on_before_optimizer_step is not _pl.Callback.on_before_optimizer_step
         for callback in model.trainer.callbacks
     )
+
+
+def _warn_of_averages(callbacks: list[Any], level: str) -> None:
+    kinds = ("StochasticWeightAveraging", "WeightAveraging")
+    averaging = tuple(getattr(_pl.callbacks, one) for one in kinds if hasattr(_pl.callbacks, one))
+    for callback in callbacks:
+        if isinstance(callback, averaging):
+            warnings.warn(
+                f"{type(callback).__name__} averages the 16-bit weights of {level}, and rounds the"
+                " averages to 16 bits when it writes them to the module. Use 'O1', or average the"
+                " exact weights: create mezzo.EMA(self) in on_train_start, and update it in"
+                " on_train_batch_end.",
+                UserWarning,
+                stacklevel=3,
+            )
 
 
 def _refuse_strategy(strategy: Any) -> None:

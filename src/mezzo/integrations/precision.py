@@ -128,6 +128,15 @@ class Precision:
             for model in models:
                 self.scaler.register_parameter_names(model)
 
+    def trains_alone(self, model: nn.Module) -> bool:
+        """Return whether a model without its optimizer may be trained: at O1, which scales only.
+
+        A model in evaluation mode may be, too: some packages load models in this mode.
+        """
+        clips = self.options.get("clip_norm") is not None
+        is_trainable = any(one.requires_grad for one in model.parameters())
+        return self.level not in CASTS and is_trainable and (model.training or not clips)
+
     def evaluate(self, model: nn.Module) -> None:
         """Use the policy's autocast region for a model that is not trained.
 
@@ -264,6 +273,11 @@ class Precision:
         """Load the state of the scaler."""
         if self.scaler is not None and state:
             self.scaler.load_state_dict(state)
+
+
+def is_trained(model: nn.Module) -> bool:
+    """Return whether a model is in training mode and has a parameter that is trained."""
+    return model.training and any(one.requires_grad for one in model.parameters())
 
 
 def _training_steps(optimizer: Optimizer) -> Sequence[Accumulating]:

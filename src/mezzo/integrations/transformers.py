@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from mezzo._errors import PolicyError
 from mezzo.autocasting.autocast import autocast
 from mezzo.integrations.precision import Precision, import_extra
 from mezzo.prepare.plan import PolicyArg
@@ -64,6 +65,7 @@ class MezzoTrainerMixin:
         """Create the accelerator, and let it train with mezzo."""
         super().create_accelerator_and_postprocess()  # type: ignore[misc]
         target: Any = self
+        _refuse_cast_for_evaluation(target.args)
         clip = {} if self._mezzo_capture is Capture.OFF else {"clip_norm": self._clip_norm}
         use(target.accelerator, **{**clip, **self._mezzo_arguments})
 
@@ -124,6 +126,16 @@ class MezzoTrainerMixin:
         target: Any = self
         precision: Precision = target.accelerator._mezzo
         return precision
+
+
+def _refuse_cast_for_evaluation(arguments: Any) -> None:
+    for name in ("bf16_full_eval", "fp16_full_eval"):
+        if getattr(arguments, name):
+            raise PolicyError(
+                f"TrainingArguments({name}=True) casts the model to evaluate it, and its exact"
+                " weights would be lost. Leave it out: evaluation computes in 16 bits by the policy"
+                " already."
+            )
 
 
 class MezzoTrainer(MezzoTrainerMixin, _transformers.Trainer):  # type: ignore[misc,name-defined]

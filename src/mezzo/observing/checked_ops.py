@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any, NamedTuple, Protocol
@@ -16,6 +16,7 @@ from mezzo._torch import OpOverload, TorchDispatchMode, current_autograd_node
 from mezzo.observing.nonfinite import NonFiniteOp, TensorRange
 from mezzo.observing.op_places import OpPlace, PlaceTracker, leaves_of
 from mezzo.policy.registry import registry
+from mezzo.scaling.mesh import local
 
 
 @dataclass(frozen=True)
@@ -123,14 +124,14 @@ class CheckingMode(TorchDispatchMode):
         if not self._filter.allows((name, aten, registry().name_of(func) or aten), place):
             return func(*args, **kwargs)
         leaves = leaves_of((*args, *kwargs.values()))
-        inputs = [one for one in leaves if _is_checkable(one)]
+        inputs = _checkable(leaves)
         unknown = [one for one in inputs if one.dim() and one.untyped_storage() not in self._known]
         writes = func._schema.is_mutable
         before = _flags(inputs) if writes and inputs else None
         fills = any(isinstance(one, float) and not math.isfinite(one) for one in leaves)
         ranges = self._recorder.ranges(inputs) if writes else ()
         result = func(*args, **kwargs)
-        outputs = [one for one in leaves_of((result,)) if _is_checkable(one)]
+        outputs = _checkable(leaves_of((result,)))
         outputs = outputs or (inputs if writes else [])
         self._known.update(one.untyped_storage() for one in (*inputs, *outputs))
         if aten.startswith("_scaled_dot_product_") and not place.backward:
@@ -160,7 +161,7 @@ def call_with_gradients(node: Any, function: Callable[[list[Tensor]], None]) -> 
     def hook(gradients: Any, _: Any) -> None:
         # The graph may be retained, and run again. Taken out, for the function refers to the node.
         calls = [functions.pop()] if functions else []
-        checked = [one for one in gradients if _is_checkable(one)]
+        checked = _checkable(gradients)
         for call in calls if checked else ():
             call(checked)
 
@@ -192,6 +193,15 @@ def _flags(tensors: list[Tensor]) -> _Flags:
         if one.device == nan.device:
             nan, inf = nan | one.isnan().any(), inf | one.isinf().any()
     return _Flags(nan, inf)
+
+
+def _checkable(values: Iterable[Any]) -> list[Tensor]:
+    """Return the tensors whose values can be checked; of those that are sharded this rank's shard.
+
+    Whether whole ones are finite would be a collective, in ops that other ranks do not check.
+    """
+    shards = (local(one) if isinstance(one, Tensor) else one for one in values)
+    return [one for one in shards if _is_checkable(one)]
 
 
 def _is_checkable(value: Any) -> bool:
