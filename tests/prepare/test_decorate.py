@@ -526,3 +526,59 @@ def test_decorated_pairs_that_were_stepped_are_freed():
     references = [one for _ in range(5) for one in use()]
     gc.collect()
     assert [one for one in references if one() is not None] == []
+
+
+# -- models that are 16-bit already ----------------------------------------------------------------
+
+
+def loaded(dtype, optimizer="AdamW"):
+    """A small model as a checkpoint in 16 bits gives it, in this dtype or with these values."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 8), nn.LayerNorm(8), nn.ReLU(), nn.Linear(8, 2))
+    for one in model.parameters():
+        one.data = one.data.bfloat16().half().to(dtype)
+    return model, getattr(torch.optim, optimizer)(model.parameters(), lr=0.01)
+
+
+def losses_at_o2(model, optimizer, **options):
+    step = mezzo.TrainStep(model, nn.functional.mse_loss, optimizer, "O2", keep_full=(), **options)
+    torch.manual_seed(1)
+    return [float(step(torch.randn(8, 4), torch.zeros(8, 2))) for _ in range(20)]
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("before", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("optimizer", ["AdamW", "SGD"])
+def test_a_16_bit_model_trains_at_o2_as_its_float32_copy(before, dtype, optimizer):
+    exact, half = loaded(torch.float32, optimizer), loaded(before, optimizer)
+    assert losses_at_o2(*half, dtype=dtype) == losses_at_o2(*exact, dtype=dtype)
+    mezzo.undecorate(half[0])
+    mezzo.undecorate(exact[0])
+    for one, other in zip(half[0].parameters(), exact[0].parameters(), strict=True):
+        assert one.dtype is torch.float32
+        assert torch.equal(one, other)
+
+
+def test_the_states_of_an_optimizer_that_stepped_in_16_bits_are_float32_from_then_on():
+    model, optimizer = loaded(torch.bfloat16)
+    model(torch.ones(2, 4).bfloat16()).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    losses = losses_at_o2(model, optimizer, dtype="bfloat16")
+    assert losses[-1] < losses[0]
+    assert {one["exp_avg"].dtype for one in optimizer.state.values()} == {torch.float32}
+
+
+def test_what_is_16_bit_and_not_trained_stays_as_it_is():
+    model, _ = loaded(torch.float16)
+    model[0].requires_grad_(False)
+    optimizer = torch.optim.SGD([*model[0].parameters(), *model[3].parameters()], lr=0.1)
+    mezzo.decorate(model, optimizer, "O2", dtype="bfloat16")
+    assert model[0].weight.dtype is model[1].weight.dtype is torch.float16
+    assert model[3].weight.dtype is torch.bfloat16
+
+
+def test_o1_warns_of_16_bit_parameters_that_are_trained():
+    model, optimizer = loaded(torch.float16)
+    with pytest.warns(UserWarning, match=r"6 trained parameters .*'0.weight' \(float16\).*'O2'"):
+        mezzo.TrainStep(model, nn.functional.mse_loss, optimizer, "O1", dtype="float16")

@@ -126,7 +126,7 @@ def test_float64_complex_and_16_bit_tensors_are_listed_and_not_cast():
     model = block()
     model.wide = nn.Parameter(torch.ones(2, dtype=torch.float64))
     model.rotation = nn.Parameter(torch.ones(2, dtype=torch.complex64))
-    model.narrow = nn.Parameter(torch.ones(2, dtype=torch.float16))
+    model.narrow = nn.Parameter(torch.ones(2, dtype=torch.float16), requires_grad=False)
     planned = plan(model)
     assert [after(planned)[name] for name in ("wide", "rotation", "narrow")] == [
         torch.float64,
@@ -136,6 +136,14 @@ def test_float64_complex_and_16_bit_tensors_are_listed_and_not_cast():
     assert "is not cast" in reasons(planned)["wide"]
     assert "is not cast" in reasons(planned)["rotation"]
     assert "float16 already" in reasons(planned)["narrow"]
+
+
+def test_a_16_bit_parameter_that_is_trained_gets_a_master():
+    model = block()
+    model.narrow = nn.Parameter(torch.ones(2, dtype=torch.float16))
+    planned = plan(model)
+    assert after(planned)["narrow"] is torch.bfloat16
+    assert reasons(planned)["narrow"] == "float32 master, from its float16 value"
 
 
 def test_rows_without_a_master_have_the_reason():

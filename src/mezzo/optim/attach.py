@@ -160,12 +160,19 @@ def adopt_half_parameters(optimizer: torch.optim.Optimizer, masters: MasterWeigh
     for parameter in parameters(optimizer):
         if parameter.requires_grad and parameter.dtype in HALF_DTYPES and parameter not in masters:
             masters.adopt(typed("Parameter", parameter), parameter.dtype)
-            state = optimizer.state.get(parameter, {})
-            # Some optimizers create state in __init__, in the dtype of the parameter.
-            state.update(
-                {
-                    name: cast(value, torch.float32)
-                    for name, value in state.items()
-                    if isinstance(value, torch.Tensor) and value.dtype in HALF_DTYPES
-                }
-            )
+            cast_state(optimizer, parameter)
+
+
+def cast_state(optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> None:
+    """Cast the 16-bit states of a parameter to float32, in which it is updated from now on.
+
+    Steps that were taken before made them, and some optimizers create states in `__init__`.
+    """
+    state = optimizer.state.get(parameter, {})
+    state.update(
+        {
+            name: cast(value, torch.float32)
+            for name, value in state.items()
+            if isinstance(value, torch.Tensor) and value.dtype in HALF_DTYPES
+        }
+    )

@@ -12,13 +12,14 @@ from typing import Any, TypeVar, overload
 import torch
 from torch import nn
 
-from mezzo._dtypes import HALF_DTYPES
+from mezzo._dtypes import HALF_DTYPES, dtype_name
 from mezzo._errors import PolicyError, UnsupportedError
 from mezzo.autocasting.arguments import region_for
 from mezzo.autocasting.autocast import bind_module_rules
 from mezzo.optim import state_dict
-from mezzo.optim.attach import bind_optimizer
+from mezzo.optim.attach import bind_optimizer, cast_state
 from mezzo.optim.master_weights import MasterWeights
+from mezzo.policy.decide import user_stack_level
 from mezzo.policy.types import Level, Master
 from mezzo.prepare import forward, half_weights, model_state_dict
 from mezzo.prepare.arguments import (
@@ -138,6 +139,7 @@ def decorate(
     )
     _refuse_wrapped_parameters(planned)
     _warn_of_lost_updates(planned)
+    _warn_of_half_parameters(planned)
     _apply(planned)
     return model if optimizer is None else (model, optimizer)
 
@@ -217,7 +219,25 @@ def _warn_of_lost_updates(planned: DecoratePlan) -> None:
             " for 16 bits will be lost. Pass the optimizer; for inference call model.eval() first;"
             " or pass master=None to silence this warning.",
             UserWarning,
-            stacklevel=3,
+            stacklevel=user_stack_level(),
+        )
+
+
+def _warn_of_half_parameters(planned: DecoratePlan) -> None:
+    """Warn of parameters that are 16-bit already, and would be trained without masters at O1."""
+    half = [
+        one.row
+        for one in planned.tensors
+        if one.row.before in HALF_DTYPES and one.info.optimizer and one.info.tensor.requires_grad
+    ]
+    if half and planned.plan.policy.level is Level.O1:
+        warnings.warn(
+            f"{len(half)} trained parameters are 16-bit already, such as {half[0].name!r}"
+            f" ({dtype_name(half[0].before)}), and O1 keeps no master weights: small updates are"
+            " lost, and Adam may divide by an eps that is 0 in float16. Use policy 'O2', which adds"
+            " master weights, or load the model in float32.",
+            UserWarning,
+            stacklevel=user_stack_level(),
         )
 
 
@@ -268,6 +288,7 @@ def _cast_tensors(
             tensor, optimizer, dtype = cast.info.tensor, cast.info.optimizer, cast.row.after
             if optimizer is not None and tensor.requires_grad:
                 store = masters[optimizer]
+                cast_state(optimizer, tensor)
             else:
                 store = of_buffers if cast.row.master else without_master
             weights.convert(tensor, dtype, grad_dtype or dtype, store, rollback)

@@ -14,6 +14,7 @@ from mezzo._dtypes import HALF_DTYPES, dtype_name
 from mezzo.policy.types import Level, Master
 from mezzo.prepare.arguments import KeepFull, Optimizer, Targets
 from mezzo.scaling.gradients import parameters
+from mezzo.scaling.mesh import is_sharded
 
 
 @dataclass(frozen=True)
@@ -99,8 +100,8 @@ class PlannedTensor:
 
     @property
     def converted(self) -> bool:
-        """Whether its dtype changes."""
-        return self.row.before is not self.row.after
+        """Whether its dtype changes, or it gets a master."""
+        return self.row.before is not self.row.after or self.row.master
 
 
 class _Decision(NamedTuple):
@@ -143,6 +144,9 @@ class TensorRule:
         dtype = info.tensor.dtype
         if dtype in HALF_DTYPES:
             name = dtype_name(dtype)
+            if self.half is not None and self._adopts(info):
+                _, reason = self._decide_master(info)
+                return _Decision(self.half, master=True, reason=f"{reason}, from its {name} value")
             return _Decision(
                 dtype, master=False, reason=f"is {name} already and has no float32 value to keep"
             )
@@ -156,6 +160,11 @@ class TensorRule:
             reason = f"buffers stay float32 at {self.level.value}"
             return _Decision(dtype, master=False, reason=reason)
         return _Decision(self.half, *self._decide_master(info))
+
+    def _adopts(self, info: TensorInfo) -> bool:
+        """Return whether a 16-bit tensor is trained as a float32 one would be."""
+        has_master, _ = self._decide_master(info)
+        return has_master and not info.is_buffer and not is_sharded(info.tensor)
 
     def _decide_master(self, info: TensorInfo) -> tuple[bool, str]:
         if info.is_buffer:
