@@ -40,19 +40,23 @@ def test_a_run_without_skips_is_healthy():
     assert verdict.sentence == "Healthy: 8 steps in float16, no step was skipped."
 
 
+NOTHING = "nothing ran in 16 bits: the model ran in no autocast region."
+
+
 @pytest.mark.parametrize(
     ("activations", "sentence"),
     [
-        (["float32", "float32"], "nothing ran in 16 bits: the model ran in no autocast region."),
-        (["float32", "bfloat16"], "no step was skipped."),  # a region inside the model
-        ([], "no step was skipped."),  # a compiled model, or no samples
+        (["float32", "float32"], f"float32, {NOTHING}"),
+        (["float32", "float64"], f"float32, {NOTHING}"),
+        (["float32", "bfloat16"], "bfloat16, no step was skipped."),  # a region inside the model
+        ([], "float32, no step was skipped."),  # a compiled model, or no samples
     ],
 )
-def test_the_verdict_says_that_nothing_ran_in_16_bits(activations, sentence):
+def test_the_verdict_names_the_dtype_or_says_that_nothing_ran_in_16_bits(activations, sentence):
     stats = {f"layer{index}": {"dtype": dtype} for index, dtype in enumerate(activations)}
     sample = {"kind": "tensors", "step": 1, "time": 0.0, "which": "activations", "stats": stats}
     run = run_of(*steps(*[False] * 8), sample, policy=None, dtype="float32")
-    assert judge(run).sentence == f"Healthy: 8 steps in float32, {sentence}"
+    assert judge(run).sentence == f"Healthy: 8 steps in {sentence}"
 
 
 def test_skips_of_the_scale_search_are_normal():

@@ -12,6 +12,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from mezzo._dtypes import HALF_DTYPES, dtype_name
 from mezzo._errors import MezzoError
 from mezzo.observing.log import read_log
 from mezzo.observing.log_values import Line, finite, step_of
@@ -76,8 +77,27 @@ class RunData:
 
     @property
     def dtype(self) -> str | None:
-        """The dtype that ops compute in."""
-        return self._setting("dtype")
+        """The dtype that ops compute in.
+
+        That of a region inside the model is read from the sampled activations: only a region around
+        the model is an event.
+        """
+        found = self._setting("dtype")
+        halves = {dtype_name(one) for one in HALF_DTYPES}
+        sampled = self.activation_dtypes & halves
+        is_inside = self.header.get("policy") is None and found not in halves
+        return min(sampled) if sampled and is_inside else found
+
+    @property
+    def activation_dtypes(self) -> frozenset[str]:
+        """The dtypes of all sampled activations; empty without samples, as of a compiled model."""
+        return frozenset(
+            str(one.get("dtype"))
+            for line in self.of("tensors")
+            if line.get("which") == "activations" and isinstance(line.get("stats"), dict)
+            for one in line["stats"].values()
+            if isinstance(one, dict)
+        )
 
     def _setting(self, name: str) -> str | None:
         """Return a field of the header.

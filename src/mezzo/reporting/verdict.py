@@ -19,6 +19,7 @@ _IN_A_ROW = 10
 _UNDERFLOW = 0.25
 """Share of a layer's gradient values that underflow above which it is named."""
 _WINDOW = 20
+_NO_16_BITS = frozenset({"float32", "float64"})
 
 
 class Status(StrEnum):
@@ -192,7 +193,7 @@ def _skip_sentence(run: RunData) -> str:
     if not run.skips:
         return (
             "Nothing ran in 16 bits: the model ran in no autocast region."
-            if _is_all_float32(run)
+            if run.activation_dtypes and run.activation_dtypes <= _NO_16_BITS
             else "No step was skipped."
         )
     normal = sum(skip.is_normal for skip in run.skips)
@@ -202,21 +203,6 @@ def _skip_sentence(run: RunData) -> str:
     return (
         f"{len(run.skips):,} {steps} skipped ({share:.1%}), {end} in the search for the loss scale."
     )
-
-
-def _is_all_float32(run: RunData) -> bool:
-    """Return whether no region was seen, and all sampled activations are float32.
-
-    A region inside the model is not seen, and a compiled model has no samples.
-    """
-    dtypes = {
-        one.get("dtype")
-        for line in run.of("tensors")
-        if line.get("which") == "activations" and isinstance(line.get("stats"), dict)
-        for one in line["stats"].values()
-        if isinstance(one, dict)
-    }
-    return run.dtype == "float32" and dtypes == {"float32"}
 
 
 def _loss_sentence(run: RunData) -> list[str]:
