@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import warnings
 from pathlib import Path
 from types import SimpleNamespace
@@ -103,6 +104,13 @@ def test_checkpointing_outside_any_region_is_unchanged(reentrant: bool) -> None:
     body, x = Body(), torch.ones(2, 4, requires_grad=True)
     checkpoint(body, x, use_reentrant=reentrant).sum().backward()
     assert body.seen == [(torch.float32, torch.float32)] * 2
+
+
+def test_the_class_of_reentrant_checkpoints_stays_a_public_class_of_torch() -> None:
+    replaced = torch.utils.checkpoint.CheckpointFunction
+    assert replaced.__module__ == "torch.utils.checkpoint"
+    assert replaced.__doc__ == replaced.__base__.__doc__
+    assert pickle.loads(pickle.dumps(replaced)) is replaced
 
 
 @KINDS

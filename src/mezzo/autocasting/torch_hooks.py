@@ -184,6 +184,9 @@ def _hook_checkpoint() -> None:
 
     if generator is not None:
         setattr(torch_checkpoint, place(_GENERATOR)[1], wraps(generator)(propagating))
+    CheckpointFunction.__module__ = function.__module__
+    CheckpointFunction.__qualname__ = function.__qualname__
+    CheckpointFunction.__doc__ = function.__doc__
     torch_checkpoint.CheckpointFunction = CheckpointFunction  # type: ignore[misc]
 
 

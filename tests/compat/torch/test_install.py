@@ -1,5 +1,6 @@
 """`install` and `uninstall`; the names are installed when each test starts."""
 
+import pickle
 import subprocess
 import sys
 
@@ -59,6 +60,14 @@ def test_uninstalling_twice_changes_nothing():
     dialect.uninstall()
     assert installed_classes() == before
     assert not dialect.is_installed()
+
+
+@pytest.mark.parametrize("name", ["autocast", "GradScaler"])
+def test_a_pickled_instance_can_be_loaded_without_install(name):
+    cls = getattr(torch.amp, name)
+    pickled = pickle.dumps(cls("cpu"))
+    dialect.uninstall()
+    assert type(pickle.loads(pickled)) is cls is not getattr(torch.amp, name)
 
 
 def test_install_as_a_context_manager_ends_with_the_body():
