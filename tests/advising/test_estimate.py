@@ -135,16 +135,17 @@ def test_float32_values_of_cast_buffers_are_masters():
     assert found.parameters + found.buffers == plan.bytes_after + model.num_batches_tracked.nbytes
 
 
-def test_16_bit_parameters_are_counted_with_16_bit_states():
+@pytest.mark.parametrize("master", ["float32", "none"])
+def test_16_bit_parameters_are_counted_with_the_states_that_they_get(master):
     model = nn.Linear(8, 8, bias=False).bfloat16()
     optimizer = torch.optim.AdamW(model.parameters())
-    found = mezzo.estimate(model, "O2")
-    mezzo.decorate(model, optimizer, "O2", dtype="bfloat16")
+    found = mezzo.estimate(model, "O2", master=master)
+    mezzo.decorate(model, optimizer, "O2", dtype="bfloat16", master=master)
     model(torch.zeros(1, 8)).sum().backward()
     optimizer.step()
     state = optimizer.state[model.weight]
-    assert found.optimizer_states == sum(value.nbytes for value in state.values())
-    assert (found.parameters, found.masters) == (128, 0)
+    assert found.optimizer_states + found.masters == sum(one.nbytes for one in state.values())
+    assert (found.parameters, found.masters) == (128, 256 if master == "float32" else 0)
 
 
 def test_tied_parameters_are_counted_once():

@@ -188,7 +188,8 @@ class Rank:
 
     def _gradient(self, weight: Weight) -> torch.dtype:
         """Return the dtype of a gradient; FSDP2 casts it to that of the shard."""
-        is_cast = self.sizes.half is not None and weight.before is not weight.after
+        changes = weight.before is not weight.after or weight.has_master
+        is_cast = self.sizes.half is not None and changes
         chosen = self.sizes.policy.grad_dtype
         if is_cast and chosen is not None and not self._is_sharded:
             return chosen
@@ -211,8 +212,9 @@ class Rank:
         return numel * dtype.itemsize + sample
 
     def _state(self, weight: Weight) -> int:
-        # Updates of weights that are cast are computed in float32.
-        state = self.states.of(weight.parameter, weight.shard(self.shard_ranks), weight.before)
+        # Updates of weights with a master are computed in float32.
+        dtype = torch.float32 if self._has_master(weight) else weight.before
+        state = self.states.of(weight.parameter, weight.shard(self.shard_ranks), dtype)
         if not self.sizes.has_tensors:
             return state.elements
         is_drawn = self._has_master(weight) and self.sizes.master is Master.STOCHASTIC
