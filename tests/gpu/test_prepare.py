@@ -196,3 +196,23 @@ def test_a_captured_step_with_patches_equals_the_eager_one():
         losses.append([float(step(batch, target)) for batch in batches])
         assert step.captured is capture
     assert losses[0] == losses[1]
+
+
+@pytest.mark.parametrize("before", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_a_captured_step_trains_a_16_bit_model_as_its_float32_copy(before, dtype):
+    def losses(loaded: torch.dtype) -> list[float]:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 4)).cuda()
+        for one in model.parameters():
+            one.data = one.data.bfloat16().half().to(loaded)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        step = mezzo.TrainStep(
+            model, nn.functional.mse_loss, optimizer, "O2", dtype=dtype, capture=True
+        )
+        x, y = torch.randn(32, 16, device="cuda"), torch.zeros(32, 4, device="cuda")
+        found = [step(x, y).item() for _ in range(12)]
+        assert step.captured
+        return found
+
+    assert losses(before) == losses(torch.float32)
