@@ -9,9 +9,9 @@ import torch
 
 from mezzo._dtypes import dtype_name
 from mezzo._errors import MezzoError
+from mezzo.observing.finding import Finding, Kind
 from mezzo.observing.function_places import Place
 from mezzo.observing.replay import Replay
-from mezzo.observing.shadow_run import Finding, Kind
 from mezzo.policy.policy import Policy
 from mezzo.policy.registry import registry
 from mezzo.policy.types import Rule

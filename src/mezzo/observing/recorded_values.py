@@ -19,10 +19,11 @@ from torch import Tensor, nn
 
 from mezzo._dtypes import dtype_name
 from mezzo._torch import pytree
+from mezzo.observing.finding import Finding, Kind, NamedTensor
 from mezzo.observing.function_places import FunctionPlaces, function_name
 from mezzo.observing.records import RunStarted
-from mezzo.observing.replay import Replay, replay_of
-from mezzo.observing.shadow_run import Finding, Kind, NamedTensor
+from mezzo.observing.replay import Replay
+from mezzo.observing.replay_setup import replay_of
 from mezzo.prepare.plan import PolicyArg
 
 KIND = "values"

@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any
 
 from mezzo._dtypes import dtype_name
-from mezzo.observing.replay import replay_of
+from mezzo.observing.replay_setup import replay_of
 from mezzo.observing.shadow_run import OpError, shadowed
 from mezzo.prepare.plan import PolicyArg
 

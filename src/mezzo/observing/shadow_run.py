@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from enum import StrEnum
 from math import isinf
 from types import CodeType
 from typing import Any
@@ -17,8 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mezzo._dtypes import HALF_DTYPES, dtype_name
+from mezzo._dtypes import HALF_DTYPES
 from mezzo._torch import OpOverload, TorchDispatchMode, current_autograd_node, pytree
+from mezzo.observing.finding import Finding, InputRange, Kind, NamedTensor
 from mezzo.observing.function_places import FunctionPlaces, Place
 
 _LOST = 0.25
@@ -35,80 +35,6 @@ _MASK = -1e8
 """Smaller values fill masks: that 16 bits make them minus infinity changes nothing."""
 
 
-class Kind(StrEnum):
-    """What happened to a result."""
-
-    OVERFLOW = "overflow"
-    """It is not finite, and the exact result is."""
-    DIGITS = "digits"
-    """It has no correct digits."""
-    UNDERFLOW = "underflow"
-    """It became zero."""
-    NONFINITE = "nonfinite"
-    """It is not finite, and neither is the exact result; or the exact one could not be computed."""
-    DATA = "data"
-    """A tensor of the batch was not finite."""
-    PARAMETERS = "parameters"
-    """A parameter or buffer was not finite."""
-
-
-@dataclass(frozen=True)
-class InputRange:
-    """One floating-point input of an op."""
-
-    dtype: str
-    shape: tuple[int, ...]
-    smallest: float
-    """The smallest value, without NaN."""
-    largest: float
-    """The largest value, without NaN."""
-    nan: int = 0
-    """Number of NaN."""
-
-    @classmethod
-    def of(cls, tensor: Tensor) -> InputRange:
-        """Read the range of a tensor. Synchronizes."""
-        values = tensor.detach().double().flatten()
-        known = values[~values.isnan()]
-        low, high = (float(known.min()), float(known.max())) if known.numel() else (0.0, 0.0)
-        name = dtype_name(tensor.dtype)
-        return cls(name, tuple(tensor.shape), low, high, values.numel() - known.numel())
-
-    def __str__(self) -> str:
-        nan = f", {self.nan} NaN" if self.nan else ""
-        return (
-            f"{self.dtype} {list(self.shape)} from {self.smallest:.3g} to {self.largest:.3g}{nan}"
-        )
-
-
-@dataclass(frozen=True)
-class Finding:
-    """An op that lost precision or made a non-finite value, or a tensor that was not finite."""
-
-    kind: Kind
-    place: Place
-    """For a tensor of the batch or a parameter, the op is its name."""
-    dtype: torch.dtype
-    largest: float = 0.0
-    """The largest absolute value of the exact result."""
-    error: float = torch.inf
-    """The relative error of the result; infinite if it is not finite."""
-    backward: bool = False
-    """Whether the op ran in the backward pass."""
-    causes: frozenset[Place] = frozenset()
-    """The ops that rounded to 16 bits on the way to this result."""
-    inputs: tuple[InputRange, ...] = ()
-    number: int = 0
-    """How many ops ran before."""
-    is_nan: bool = False
-    """Whether the result has NaN, not only infinities."""
-
-    @property
-    def nonfinite(self) -> bool:
-        """Whether the result is not finite."""
-        return self.kind not in {Kind.DIGITS, Kind.UNDERFLOW}
-
-
 @dataclass(frozen=True)
 class Shadow:
     """The exact value of a tensor, and how far the tensor is from it."""
@@ -122,15 +48,6 @@ class Shadow:
     """What made the exact value non-finite; None if it is finite, or a mask."""
     flushed: Finding | None = None
     """The op that underflowed on the way to this value, if that matters for it."""
-
-
-@dataclass(frozen=True)
-class NamedTensor:
-    """A tensor that existed before the run."""
-
-    kind: Kind
-    name: str
-    tensor: Tensor
 
 
 @dataclass(frozen=True)

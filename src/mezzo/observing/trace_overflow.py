@@ -13,9 +13,10 @@ from torch import Tensor
 from mezzo._dtypes import HALF_DTYPES, dtype_name
 from mezzo._errors import MezzoError
 from mezzo.observing.cures import Cure, find_cure, reason_of
+from mezzo.observing.finding import Finding, InputRange, Kind
 from mezzo.observing.function_places import Place
-from mezzo.observing.replay import Replay, Trace, named_tensors, replay_of
-from mezzo.observing.shadow_run import Finding, InputRange, Kind
+from mezzo.observing.replay import Replay, Trace, named_tensors
+from mezzo.observing.replay_setup import replay_of
 from mezzo.policy.policy import Policy
 from mezzo.prepare.plan import PolicyArg
 
