@@ -105,6 +105,10 @@ class Recorder(Protocol):
         """Return what was found, in order."""
 
 
+_COLLECTIVES = ("c10d", "_c10d_functional")
+"""Namespaces of ops that communicate with other processes."""
+
+
 class CheckingMode(TorchDispatchMode):
     """Gives ops to a recorder while it is active."""
 
@@ -118,6 +122,9 @@ class CheckingMode(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if not self.active or not isinstance(func, OpOverload) or func.is_view:
+            return func(*args, **kwargs)
+        if func.namespace in _COLLECTIVES:
+            # They run on: their results are written later.
             return func(*args, **kwargs)
         place, aten = self._tracker.place(), func.overloadpacket.__name__
         name = place.function or registry().name_of(func) or aten
