@@ -28,6 +28,19 @@ pytest_plugins = ["support.tiers"]
 # Scripts that tests run; doctests would import them.
 collect_ignore = ["support/scripts"]
 
+
+@pytest.fixture
+def process_group(tmp_path: Path) -> Generator[None, None, None]:
+    """A process group of this process alone."""
+    from torch import distributed
+
+    distributed.init_process_group(
+        "gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1
+    )
+    yield
+    distributed.destroy_process_group()
+
+
 _DATA = Path(__file__).parent / "data"
 
 

@@ -364,16 +364,7 @@ def test_bad_arguments_are_refused(options, message):
         mezzo.check_numerics(**options)
 
 
-@pytest.fixture
-def group(tmp_path):
-    torch.distributed.init_process_group(
-        "gloo", init_method=f"file://{tmp_path}/init", rank=0, world_size=1
-    )
-    yield
-    torch.distributed.destroy_process_group()
-
-
-def test_collectives_are_not_judged_since_their_results_may_not_be_there_yet(group):
+def test_collectives_are_not_judged_since_their_results_may_not_be_there_yet(process_group):
     values = torch.tensor([math.inf, 1.0])
     with mezzo.check_numerics() as check:
         torch.distributed.all_reduce(values)

@@ -86,15 +86,6 @@ def assert_refused(model, optimizer, match, **options):
         assert torch.equal(one, value)
 
 
-@pytest.fixture
-def group(tmp_path):
-    torch.distributed.init_process_group(
-        "gloo", init_method=f"file://{tmp_path}/init", rank=0, world_size=1
-    )
-    yield
-    torch.distributed.destroy_process_group()
-
-
 # -- optimizers ------------------------------------------------------------------------------------
 
 
@@ -212,7 +203,7 @@ def test_a_step_stored_before_decorating_is_refused_before_it_runs():
 # -- ZeRO, Fabric and Accelerate -------------------------------------------------------------------
 
 
-@pytest.mark.usefixtures("group")
+@pytest.mark.usefixtures("process_group")
 @pytest.mark.parametrize("level", ["O1", "O2"])
 def test_zero_redundancy_optimizer_is_refused_with_a_pointer_to_fsdp2(level):
     model = make_model()

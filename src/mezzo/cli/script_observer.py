@@ -277,7 +277,7 @@ def _count_ops(run: Run, module: nn.Module) -> None:
     def start(*_: Any) -> None:
         if torch.is_grad_enabled() and run._sampling is None:
             handles.close()
-            end = module.register_forward_hook(stop, always_call=True)
+            end = module.register_forward_hook(ModuleHook(stop), always_call=True)
             handles.callback(end.remove)
             stats.start()
 

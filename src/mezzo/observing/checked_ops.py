@@ -105,10 +105,6 @@ class Recorder(Protocol):
         """Return what was found, in order."""
 
 
-_COLLECTIVES = ("c10d", "_c10d_functional")
-"""Namespaces of ops that communicate with other processes."""
-
-
 class CheckingMode(TorchDispatchMode):
     """Gives ops to a recorder while it is active."""
 
@@ -121,10 +117,7 @@ class CheckingMode(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if not self.active or not isinstance(func, OpOverload) or func.is_view:
-            return func(*args, **kwargs)
-        if func.namespace in _COLLECTIVES:
-            # They run on: their results are written later.
+        if not self.active or not isinstance(func, OpOverload) or _is_unjudged(func):
             return func(*args, **kwargs)
         place, aten = self._tracker.place(), func.overloadpacket.__name__
         name = place.function or registry().name_of(func) or aten
@@ -200,6 +193,11 @@ def _flags(tensors: list[Tensor]) -> _Flags:
         if one.device == nan.device:
             nan, inf = nan | one.isnan().any(), inf | one.isinf().any()
     return _Flags(nan, inf)
+
+
+def _is_unjudged(func: OpOverload) -> bool:
+    """Return whether an op makes no value: a view, or a collective, which writes it later."""
+    return func.is_view or func.namespace in {"c10d", "_c10d_functional"}
 
 
 def _checkable(values: Iterable[Any]) -> list[Tensor]:

@@ -13,6 +13,7 @@ from weakref import WeakValueDictionary
 
 from mezzo._errors import MezzoError, PolicyError
 from mezzo.observing.records import VERSION, Record, StepRecord, is_important
+from mezzo.policy.decide import user_stack_level
 
 Line = dict[str, Any]
 """One record of a log as plain data: `kind`, `step`, `time` and the fields of its kind."""
@@ -107,7 +108,7 @@ class LogWriter:
 
     def _end(self, message: str) -> None:
         self.close()
-        warnings.warn(message, UserWarning, stacklevel=2)
+        warnings.warn(message, UserWarning, stacklevel=user_stack_level())
 
     def close(self) -> None:
         """Close the file."""

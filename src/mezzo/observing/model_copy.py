@@ -55,21 +55,13 @@ def _strip(module: nn.Module) -> None:
 
 
 def _memo(model: nn.Module) -> dict[int, Any]:
-    """Return replacements for what cannot or must not be copied.
-
-    That is results of an earlier forward pass, and hooks that observe the model.
-    """
-    memo: dict[int, Any] = {}
-    for module in model.modules():
-        for value in vars(module).values():
-            if isinstance(value, Tensor) and not value.is_leaf:
-                memo[id(value)] = value.detach().clone()
-        for hooks in (module._forward_hooks, module._forward_pre_hooks):
-            for hook in hooks.values():
-                owner = getattr(getattr(hook, "func", hook), "__module__", None) or ""
-                if owner.startswith("mezzo.observing"):
-                    memo[id(hook)] = _no_hook
-    return memo
+    """Return replacements for what cannot be copied: results of an earlier forward pass."""
+    return {
+        id(value): value.detach().clone()
+        for module in model.modules()
+        for value in vars(module).values()
+        if isinstance(value, Tensor) and not value.is_leaf
+    }
 
 
 def _uncopyable(model: nn.Module) -> dict[int, Any]:
@@ -88,10 +80,6 @@ def _is_copyable(value: Any) -> bool:
         # A tensor with a history, which has a replacement.
         return True
     return True
-
-
-def _no_hook(*_: Any) -> None:
-    """Stand for a hook that observes the model."""
 
 
 class _LocalBatchNorm(nn.BatchNorm1d):

@@ -25,6 +25,7 @@ from mezzo._torch import (
     sequence_number,
 )
 from mezzo.conversion.converted import Converted
+from mezzo.observing.module_hooks import ModuleHook
 from mezzo.observing.user_lines import user_line
 from mezzo.parallel.ddp import inner_models
 from mezzo.policy.registry import registry
@@ -97,8 +98,12 @@ class PlaceTracker:
         for path, module in self._named_modules():
             self._owners |= {id(one): path for one in module.parameters(recurse=False)}
             self._handles += [
-                module.register_forward_pre_hook(lambda *_, path=path: self._enter(path)),
-                module.register_forward_hook(lambda *_: self._leave(), always_call=True),
+                module.register_forward_pre_hook(
+                    ModuleHook(lambda *_, path=path: self._enter(path))
+                ),
+                module.register_forward_hook(
+                    ModuleHook(lambda *_: self._leave()), always_call=True
+                ),
             ]
 
     def stop(self) -> None:

@@ -99,9 +99,8 @@ class ShadowMode(TorchDispatchMode):
         exact_args, exact_kwargs = pytree.tree_map(
             lambda value: self._exact(value, writes=writes), (args, kwargs)
         )
-        # An in-place op overwrites what is to be reported.
-        is_in_place = func.overloadpacket.__name__.endswith("_")
-        ranges = tuple(map(InputRange.of, leaves)) if is_in_place else ()
+        # Read now, since the op overwrites what is to be reported.
+        ranges = tuple(map(InputRange.of, leaves)) if writes else ()
         result = func(*args, **kwargs)
         call = _Call(func, args, kwargs, leaves, inputs, ranges)
         exact = _run(func, exact_args, exact_kwargs)

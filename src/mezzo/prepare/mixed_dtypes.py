@@ -30,9 +30,7 @@ _OTHER_DTYPES = re.compile(r"long|\bint\b", flags=re.IGNORECASE)
 
 def explain_mixed_dtypes(error: RuntimeError) -> UnsupportedError | None:
     """Return an error that names the op and the remedy; None if dtypes were not the cause."""
-    if isinstance(error, MezzoError) or not _MIXED_DTYPES.search(str(error)):
-        return None
-    if _OTHER_DTYPES.search(str(error)):
+    if not _mixes_dtypes(error) or _OTHER_DTYPES.search(str(error)):
         return None
     call = _failed_call(error)
     if call is None:
@@ -57,7 +55,7 @@ def explain_backward(error: RuntimeError) -> UnsupportedError | None:
     Its forward runs in autocast and may save 16-bit tensors beside float32 ones. Its backward runs
     without autocast.
     """
-    if isinstance(error, MezzoError) or not _MIXED_DTYPES.search(str(error)):
+    if not _mixes_dtypes(error):
         return None
     frames = traceback.extract_tb(error.__traceback__)
     frame = next((one for one in frames if one.name == "backward" and not _is_inside(one)), None)
@@ -69,6 +67,11 @@ def explain_backward(error: RuntimeError) -> UnsupportedError | None:
         " autocast. Decorate its forward with @torch.amp.custom_fwd(device_type=...) and its"
         " backward with @torch.amp.custom_bwd(device_type=...)."
     )
+
+
+def _mixes_dtypes(error: RuntimeError) -> bool:
+    """Return whether an error is one of torch's about 16-bit and float32 tensors."""
+    return not isinstance(error, MezzoError) and _MIXED_DTYPES.search(str(error)) is not None
 
 
 def _is_inside(frame: traceback.FrameSummary) -> bool:

@@ -144,8 +144,9 @@ class TensorRule:
         dtype = info.tensor.dtype
         if dtype in HALF_DTYPES:
             name = dtype_name(dtype)
-            if self.half is not None and self._adopts(info):
-                _, reason = self._decide_master(info)
+            has_master, reason = self._decide_master(info)
+            is_trained = has_master and not info.is_buffer and not is_sharded(info.tensor)
+            if self.half is not None and is_trained:
                 return _Decision(self.half, master=True, reason=f"{reason}, from its {name} value")
             return _Decision(
                 dtype, master=False, reason=f"is {name} already and has no float32 value to keep"
@@ -160,11 +161,6 @@ class TensorRule:
             reason = f"buffers stay float32 at {self.level.value}"
             return _Decision(dtype, master=False, reason=reason)
         return _Decision(self.half, *self._decide_master(info))
-
-    def _adopts(self, info: TensorInfo) -> bool:
-        """Return whether a 16-bit tensor is trained as a float32 one would be."""
-        has_master, _ = self._decide_master(info)
-        return has_master and not info.is_buffer and not is_sharded(info.tensor)
 
     def _decide_master(self, info: TensorInfo) -> tuple[bool, str]:
         if info.is_buffer:

@@ -15,7 +15,7 @@ from typing import Any
 from mezzo._dtypes import HALF_DTYPES, dtype_name
 from mezzo._errors import MezzoError
 from mezzo.observing.log import read_log
-from mezzo.observing.log_values import Line, finite, step_of
+from mezzo.observing.log_values import Line, finite, step_of, tensor_stats
 from mezzo.observing.records import GradientsRecord, Record, TensorsRecord
 from mezzo.observing.run import Run
 from mezzo.observing.skip_causes import Skip, SkipCauses
@@ -88,15 +88,14 @@ class RunData:
         is_inside = self.header.get("policy") is None and found not in halves
         return min(sampled) if sampled and is_inside else found
 
-    @property
+    @cached_property
     def activation_dtypes(self) -> frozenset[str]:
         """The dtypes of all sampled activations; empty without samples, as of a compiled model."""
         return frozenset(
-            str(one.get("dtype"))
+            str(stats.get("dtype"))
             for line in self.of("tensors")
-            if line.get("which") == "activations" and isinstance(line.get("stats"), dict)
-            for one in line["stats"].values()
-            if isinstance(one, dict)
+            if line.get("which") == "activations"
+            for _, stats in tensor_stats(line)
         )
 
     def _setting(self, name: str) -> str | None:

@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from mezzo import UnsupportedError
@@ -24,15 +23,6 @@ def test_norms_equal_those_of_torch(norm, torch_norm):
     assert torch.equal(norm(4, 1e-3, True, True)(x), torch_norm(4, 1e-3)(x))
     assert norm(4, elementwise_affine=False).weight is None
     assert norm(4).eps == 1e-5
-
-
-@pytest.fixture
-def process_group(tmp_path):
-    dist.init_process_group(
-        "gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1
-    )
-    yield
-    dist.destroy_process_group()
 
 
 @pytest.mark.parametrize("level", ["O1", "O2"])
