@@ -23,12 +23,12 @@ from lengths import length_rows
 from measure import Row, take_turns
 from training import (
     BATCHES,
-    FLOAT32,
     MEZZO,
     Contestant,
     Rows,
     batches_of,
     calls_within,
+    float32_set_ups,
     one_line,
     run_rows,
     set_ups,
@@ -83,7 +83,7 @@ def model_rows(case: Case, options: argparse.Namespace, device: str) -> list[Row
     batches = batches_of(case, device, BATCHES, tiny=options.tiny)
     contestants: dict[str, Contestant] = {}
     errors: dict[str, str] = {}
-    compared = {**(FLOAT32 if options.float32 else {}), **set_ups(case)}
+    compared = {**(float32_set_ups(device) if options.float32 else {}), **set_ups(case)}
     for name, set_up in compared.items():
         try:
             contestant = Contestant(set_up(case, copy.deepcopy(original), device), batches)

@@ -132,8 +132,12 @@ def with_mezzo(
 
 
 SetUp = Callable[[Case, nn.Module, str], Train]
-FLOAT32: Mapping[str, SetUp] = {"float32": in_float32, "TF32": partial(in_float32, tf32=True)}
-"""Set-ups that are shown beside the others and have no bar."""
+
+
+def float32_set_ups(device: str) -> dict[str, SetUp]:
+    """Return set-ups that are shown beside the others and have no bar; TF32 is NVIDIA's."""
+    tf32: dict[str, SetUp] = {"TF32": partial(in_float32, tf32=True)}
+    return {"float32": in_float32, **(tf32 if device == "cuda" else {})}
 
 
 def set_ups(case: Case) -> dict[str, SetUp]:

@@ -36,13 +36,15 @@ def test_a_model_is_compared_with_every_set_up_of_torch_that_has_a_bar(name):
     assert "has no CUDA graphs" in str(row)
 
 
-def test_float32_and_tf32_are_timed_beside_the_set_ups_with_a_bar():
+def test_float32_is_timed_beside_the_set_ups_with_a_bar_and_tf32_on_cuda():
     import models
+    import training
     import zoo
 
     options = argparse.Namespace(**{**vars(TINY), "float32": True})
     (row,) = models.model_rows(zoo.CASES["dlrm"], options, "cpu")
-    assert set(row.times) == {"float32", "TF32", *row.bars, "mezzo"}
+    assert set(row.times) == {"float32", *row.bars, "mezzo"}
+    assert set(training.float32_set_ups("cuda")) == {"float32", "TF32"}
     assert set(row.ratios) == set(row.bars)
     assert row.losses["float32"] == pytest.approx(row.losses["torch.amp"], rel=0.01)
     assert torch.get_float32_matmul_precision() == "highest"

@@ -25,6 +25,15 @@ _NO_KERNEL = (
 )
 
 
+def means_missing_kernel(error: Exception) -> bool:
+    """Return whether an error of torch means that an op has no 16-bit kernel.
+
+    >>> means_missing_kernel(RuntimeError("qr not implemented for 'Half'"))
+    True
+    """
+    return any(text in str(error) for text in _NO_KERNEL)
+
+
 def retry_in_float32(
     error: Exception,
     func: Function,
@@ -35,7 +44,7 @@ def retry_in_float32(
     kwargs: dict[str, Any],
 ) -> Any:
     """Call again in float32 if the error means that a 16-bit kernel is missing; else raise it."""
-    if dtype not in HALF_DTYPES or not any(text in str(error) for text in _NO_KERNEL):
+    if dtype not in HALF_DTYPES or not means_missing_kernel(error):
         raise error
     missing_kernels.record_missing(op, dtype, device)
     if _events.listening():

@@ -27,10 +27,15 @@ from mezzo._torch import (
     keys_below,
     lacks,
 )
+from mezzo.autocasting.float32_fallback import means_missing_kernel
 from mezzo.autocasting.regions import in_region
 from mezzo.policy import missing_kernels
 from mezzo.policy.presets.torch_amp import AUTOCAST_KEYS, torch_entries
 from mezzo.policy.registry import Function, functional_overloads
+
+_LSTM = "lstm"
+"""The op whose kernel is found missing by calling it: oneDNN's LSTM in float16 needs AMX-FP16, and
+ONEDNN_MAX_CPU_ISA can switch off what the processor has. Nothing has happened when it fails."""
 
 _lock = threading.Lock()
 
@@ -70,7 +75,7 @@ def _registered(device: str) -> Library | None:
 
 
 def _missing_on_this_machine(device: str) -> dict[str, tuple[torch.dtype, ...]]:
-    """Return ops without a kernel on this machine, with the 16-bit dtypes that they lack.
+    """Return ops that may lack a kernel on this machine, with 16-bit dtypes that they surely lack.
 
     oneDNN's LSTM, which torch's autocast calls on a CPU, fails without native instructions. Some
     CPUs have those of bfloat16 only.
@@ -78,8 +83,7 @@ def _missing_on_this_machine(device: str) -> dict[str, tuple[torch.dtype, ...]]:
     if device != "cpu":
         return {}
     native = hardware(device).native_dtypes
-    emulated = tuple(dtype for dtype in HALF_DTYPES if dtype not in native)
-    return {"lstm": emulated} if emulated else {}
+    return {_LSTM: tuple(dtype for dtype in HALF_DTYPES if dtype not in native)}
 
 
 def _kernel(
@@ -91,14 +95,21 @@ def _kernel(
 
     def kernel(keyset: Any, *args: Any, **kwargs: Any) -> Any:
         call = getattr(getattr(torch.ops.aten, base), overload or "default")
-        if not in_region() or torch.get_autocast_dtype(device) not in dtypes:
+        dtype = torch.get_autocast_dtype(device)
+        if not in_region():
             return call.redispatch(keyset & below, *args, **kwargs)
+        if dtype not in dtypes and not missing_kernels.is_recorded_missing(op, dtype, device):
+            try:
+                return call.redispatch(keyset & below, *args, **kwargs)
+            except RuntimeError as error:
+                if op != _LSTM or not means_missing_kernel(error):
+                    raise
+                missing_kernels.record_missing(op, dtype, device)
         if _events.listening() and any(
             is_castable(value, device) and value.dtype in HALF_DTYPES for value in args
         ):
-            requested = dtype_name(torch.get_autocast_dtype(device))
             reason = "it has no 16-bit kernel there"
-            _events.emit(_events.Float32Fallback(op, device, requested, reason))
+            _events.emit(_events.Float32Fallback(op, device, dtype_name(dtype), reason))
         with ExcludeDispatchKeyGuard(DispatchKeySet(autocast)):
             return call(
                 *cast_all(args, torch.float32, device), **cast_all(kwargs, torch.float32, device)
