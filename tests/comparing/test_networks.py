@@ -60,6 +60,13 @@ def test_a_resnet_for_cifar_keeps_the_size_of_the_image_until_its_second_stage()
     assert [shape[1:] for shape in maps[1]] == [(8, 8), (4, 4), (2, 2), (1, 1)]
 
 
+def test_the_residual_blocks_of_a_resnet_for_cifar_do_nothing_at_first():
+    block = resnet50(10, is_cifar=True, width=4).eval().stages[0][1]
+    x = torch.rand(2, 16, 4, 4)
+    assert torch.equal(block(x), x)
+    assert not torch.equal(resnet50(10, width=4).eval().stages[0][1](x), x)
+
+
 def test_the_language_model_shares_its_embedding_and_cannot_see_later_tokens():
     torch.manual_seed(0)
     model = LanguageModel(32, 2, 2, 64, 16)

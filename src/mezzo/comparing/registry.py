@@ -156,7 +156,7 @@ def _cifar(preset: Preset, data: Path | None = None) -> Workload:
         make_model=partial(resnet50, 10, is_cifar=True)
         if is_full
         else partial(_small_resnet50, 10, stages=3),
-        # Momentum makes so short a run depend on rounding: 80 to 92 % accuracy instead of 89 to 90.
+        # Momentum makes so short and small a run depend on rounding, hence none in the small one.
         make_optimizer=_sgd(0.05, momentum=0.9, weight_decay=5e-4) if is_full else _sgd(0.3),
         make_batch=partial(images.train_batch, size=batch),
         loss=_cross_entropy,

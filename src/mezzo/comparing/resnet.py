@@ -45,7 +45,7 @@ class ResNet(nn.Module):
     """A ResNet of four stages. Images → logits.
 
     Without classes it returns the pooled features. `is_cifar` replaces the stem, which divides the
-    size by 4, by one 3 × 3 convolution.
+    size by 4, by one 3 × 3 convolution, and starts with residual blocks that do nothing.
 
     >>> import torch
     >>> resnet18(classes=10, width=8)(torch.zeros(2, 3, 64, 64)).shape
@@ -75,6 +75,10 @@ class ResNet(nn.Module):
             for place in range(count):
                 stride = 2 if stage and not place else 1
                 block = ResidualBlock(inputs, width * 2**stage, stride, is_bottleneck=is_bottleneck)
+                if is_cifar:
+                    # The last norm of each block is zero at first (Goyal et al., 2017). Without it
+                    # 20 epochs of digits end at 8 to 89 % accuracy, whatever the precision.
+                    nn.init.zeros_(block.body[-1].get_parameter("weight"))
                 layers.append(block)
                 inputs = block.outputs
             self.stages.append(nn.Sequential(*layers))
